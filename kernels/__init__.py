@@ -1,0 +1,11 @@
+"""The local work of a sparse exchange, one folder an operation.
+
+`reference.py` in each folder is the definition, in plain JAX, and runs
+everywhere.
+"""
+
+if __name__ != "zenjax.kernels":
+  raise ImportError(
+    "This directory is the source of `zenjax.kernels`; import that instead of"
+    f" `{__name__}`."
+  )

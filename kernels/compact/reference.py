@@ -1,0 +1,34 @@
+"""Select and gather a range of nonzero rows for every group."""
+
+import jax
+import jax.numpy as jnp
+
+from zenjax import _bitmap
+from zenjax._partition import Layout
+
+
+def compact(
+  table: jax.Array,
+  bitmap: _bitmap.Bitmap,
+  layout: Layout,
+  first: jax.Array,
+  capacity: int,
+) -> tuple[jax.Array, jax.Array]:
+  """The `capacity` nonzero rows of each group from rank `first` on.
+
+  Args:
+    table: `[R, D]`.
+    bitmap: Of `[m, W]` words.
+    layout: Where each row lives.
+    first: `[m] int32`, rank of the first row wanted in each group.
+    capacity: `C`.
+
+  Returns:
+    `slots: [m, C] int32`, ascending, `S` where a group has no more rows, and
+    `rows: [m, C, D]`, zero there.
+  """
+  wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
+  slots = _bitmap.select(bitmap, wanted)
+  group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+  row = layout.row(group, slots)
+  return slots, table.at[row].get(mode="fill", fill_value=0)

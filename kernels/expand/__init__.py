@@ -1,0 +1,1 @@
+"""Summed rows written back over a table, in place."""

@@ -1,0 +1,1 @@
+"""One read of a table to the bitmap of its nonzero rows."""

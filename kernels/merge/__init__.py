@@ -1,0 +1,1 @@
+"""Rows received from all sources, summed in rank order into their union."""

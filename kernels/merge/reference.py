@@ -1,0 +1,80 @@
+"""The sum of rows received from `n` sources, in rank order."""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax import _bitmap
+from zenjax import _compat
+
+
+class Union(NamedTuple):
+  """The rows that any source sent, summed."""
+
+  slots: jax.Array  # [U] int32, ascending, S past the last one
+  rows: jax.Array  # [U, D] in the accumulator's dtype
+  count: jax.Array  # [] int32, rows held
+  limit: jax.Array  # [] int32: complete for all slots below this
+  merged: jax.Array  # [] int32, received rows that were summed
+
+
+def merge(
+  slots: jax.Array,
+  rows: jax.Array,
+  limit: jax.Array,
+  num_slots: int,
+  capacity: int,
+  dtype: jnp.dtype,
+) -> Union:
+  """Adds the received rows below `limit` into at most `capacity` rows.
+
+  Where the union does not fit, `limit` comes back lower: rows beyond it are
+  left out as a whole, never in part, and wait for the next round.
+
+  Args:
+    slots: `[n, C] int32`, ascending for each source, `num_slots` as padding.
+    rows: `[n, C, D]`.
+    limit: `[] int32`, slots from here on are incomplete and ignored.
+    num_slots: `S`.
+    capacity: `U`.
+    dtype: In which to add.
+
+  Returns:
+    The union; sums run over sources in rank order.
+  """
+  kept = jnp.where(slots < limit, slots, num_slots)
+  bitmap = _bitmap.index(_bitmap.from_slots(kept.reshape(-1), num_slots))
+  # One more than is kept: the first slot left out is the new limit.
+  found = _bitmap.select(bitmap, jnp.arange(capacity + 1, dtype=jnp.int32))
+  limit = jnp.minimum(limit, found[capacity])
+  kept = jnp.where(kept < limit, kept, num_slots)
+  position = _bitmap.rank(bitmap, kept.reshape(-1)).reshape(kept.shape)
+  # Padding gets positions out of range and all different: with no position
+  # twice in a source XLA needs no atomics on GPUs.
+  padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
+  position = jnp.where(kept < num_slots, position, padding)
+  union_slots = jnp.where(found[:-1] < limit, found[:-1], num_slots)
+  return Union(
+    slots=union_slots,
+    rows=_sum_in_rank_order(position, rows, capacity, dtype),
+    count=jnp.minimum(bitmap.count, capacity),
+    limit=limit,
+    merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
+  )
+
+
+def _sum_in_rank_order(
+  position: jax.Array, rows: jax.Array, capacity: int, dtype: jnp.dtype
+) -> jax.Array:
+  """One scatter-add a source, so that the order is fixed."""
+
+  def add(source, total):
+    at = lax.dynamic_index_in_dim(position, source, keepdims=False)
+    row = lax.dynamic_index_in_dim(rows, source, keepdims=False)
+    return total.at[at].add(row.astype(dtype), mode="drop", unique_indices=True)
+
+  total = jnp.zeros((capacity, rows.shape[2]), dtype)
+  total = _compat.cast_like(total, rows)
+  return lax.fori_loop(0, rows.shape[0], add, total)

@@ -1,0 +1,62 @@
+"""The only caller of `jax.lax` collectives.
+
+An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
+count in that order.
+"""
+
+from collections.abc import Callable
+import math
+from typing import TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax import _compat
+
+Axes = tuple[str, ...]
+T = TypeVar("T")
+
+
+def size(axes: Axes) -> int:
+  """Devices along `axes`: static."""
+  return math.prod(lax.axis_size(a) for a in axes)
+
+
+def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
+  """Sends `x[p]` to rank `p`; row `s` of the result came from rank `s`."""
+  return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[...]` on each device to `[n, ...]` on all, typed as equal on all.
+
+  One axis at a time (tuples fail under nested `vmap`) and never tiled (TPUs
+  turn tiled gathers of odd lengths into all-reduces).
+  """
+  shape = x.shape
+  for axis in reversed(axes):
+    x = lax.all_gather(x, axis, axis=0, tiled=False)
+  return _compat.as_invariant(x.reshape(-1, *shape), axes)
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+  """Sum over `axes`; 16-bit floats are summed in float32."""
+  return _accumulated(lambda v: lax.psum(v, axes), x)
+
+
+def pmean(x: jax.Array, axes: Axes) -> jax.Array:
+  """Mean over `axes`; 16-bit floats are averaged in float32."""
+  return _accumulated(lambda v: lax.pmean(v, axes), x)
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+  """The dtype in which values of `dtype` are summed."""
+  narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+  return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def _accumulated(
+  reduce: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+  return reduce(x.astype(accumulator(x.dtype))).astype(x.dtype)

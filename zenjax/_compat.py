@@ -1,0 +1,64 @@
+"""What differs between JAX versions, or is not public, each with its reason.
+
+Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
+"""
+
+from collections.abc import Sequence
+
+import jax
+from jax.extend import core as jex_core
+from jax.interpreters import batching
+from jax.interpreters import mlir
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+  """Mesh axes over which the type of `x` says it varies.
+
+  Empty under `pmap`, `vmap` and `shard_map(check_vma=False)`, which keep no
+  such record. The attribute was `.vma` before JAX 0.10.
+  """
+  manual = getattr(jax.typeof(x), "mat", None)
+  return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def records_varying(axis_name: str) -> bool:
+  """Whether types record variation over `axis_name` (`check_vma=True`).
+
+  The device's own index varies by definition, so its type tells.
+  """
+  return bool(varying_axes(jax.lax.axis_index(axis_name)))
+
+
+_as_invariant_p = jex_core.Primitive("zenjax_as_invariant")
+
+
+def as_invariant(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Declares that `x` is equal on all devices along `axes`, at no cost.
+
+  `shard_map(check_vma=True)` has no way to see that a buffer whose rows were
+  all overwritten with gathered ones is replicated. The caller proves it (the
+  tests compare every replica bit for bit); this changes the type alone.
+  """
+  dropped = tuple(a for a in axes if a in varying_axes(x))
+  return _as_invariant_p.bind(x, axes=dropped) if dropped else x
+
+
+def _abstract_eval(aval, *, axes):
+  kept = aval.mat.varying - frozenset(axes)
+  return aval.update(manual_axis_type=aval.mat.update(varying=kept))
+
+
+_as_invariant_p.def_impl(lambda x, *, axes: x)
+_as_invariant_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(_as_invariant_p, lambda ctx, x, *, axes: [x])
+batching.defvectorized(_as_invariant_p)
+
+
+def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  """`x` typed as varying over the axes that `like` varies over.
+
+  Branches and loop carries must agree in type; `pcast` raises on axes that
+  vary already and where no types are kept.
+  """
+  missing = tuple(varying_axes(like) - varying_axes(x))
+  return jax.lax.pcast(x, missing, to="varying") if missing else x

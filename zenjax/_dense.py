@@ -1,0 +1,82 @@
+"""The dense path: a table above break-even density, summed in place.
+
+A `psum` of the whole table under a conditional would hold a second copy of
+it; a loop over chunks of rows holds one chunk, and turns zero times when the
+table travels sparse.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax import _collectives
+from zenjax._plan import Table
+from zenjax._schemes.base import Context
+from zenjax.kernels.mask_pack.reference import row_mask
+
+# A chunk is large enough for a link's full rate (16 MiB in float32) and at
+# most a sixteenth of the table.
+_CHUNK_ELEMENTS = 1 << 22
+_MIN_CHUNKS = 16
+
+# Rows looked at to learn the density of a table that travels dense.
+_SAMPLES = 4096
+
+
+def reduce_where(
+  table: jax.Array, wanted: jax.Array, context: Context
+) -> jax.Array:
+  """`psum` or `pmean` of `table: [R, D]` where `wanted: [] bool`.
+
+  `wanted` is equal on all devices; where it is False nothing is exchanged and
+  the table comes back as it is.
+  """
+  num_rows = table.shape[0]
+  step = chunk_rows(num_rows, table.shape[1])
+  trips = jnp.where(wanted, -(-num_rows // step), 0)
+  offsets = jnp.arange(step, dtype=jnp.int32)[:, None]
+
+  def body(trip, table):
+    # The last chunk overlaps the one before: its first rows are done already.
+    start = jnp.minimum(trip * step, num_rows - step)
+    chunk = lax.dynamic_slice_in_dim(table, start, step)
+    total = _reduce(chunk, context)
+    if num_rows % step:
+      total = jnp.where(start + offsets >= trip * step, total, chunk)
+    return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
+
+  return lax.fori_loop(jnp.zeros_like(trips), trips, body, table)
+
+
+def chunk_rows(num_rows: int, width: int) -> int:
+  """Rows in one chunk."""
+  share = -(-num_rows // _MIN_CHUNKS)
+  return max(1, min(share, _CHUNK_ELEMENTS // width))
+
+
+def received_bytes(table: Table, devices: int) -> float:
+  """Bytes a device receives in a ring all-reduce of the whole table."""
+  wide = _collectives.accumulator(table.dtype).itemsize
+  return 2 * (devices - 1) / devices * table.num_rows * table.width * wide
+
+
+def sample_count(num_rows: int) -> int:
+  """Rows that `sample` looks at."""
+  return -(-num_rows // _stride(num_rows))
+
+
+def sample(table: jax.Array) -> jax.Array:
+  """Nonzero rows among the sampled ones: `[] int32`."""
+  rows = table[:: _stride(table.shape[0])]
+  return jnp.sum(row_mask(rows), dtype=jnp.int32)
+
+
+def _stride(num_rows: int) -> int:
+  return max(1, num_rows // _SAMPLES)
+
+
+def _reduce(chunk: jax.Array, context: Context) -> jax.Array:
+  total = _collectives.psum(
+    chunk.astype(_collectives.accumulator(chunk.dtype)), context.axes
+  )
+  return context.scaled(total).astype(chunk.dtype)

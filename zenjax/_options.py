@@ -1,0 +1,169 @@
+"""What the user asked for, checked when the transform is built."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from zenjax._collectives import Axes
+from zenjax._plan import Capacity
+from zenjax._plan import Partition
+from zenjax._schemes import SCHEMES
+
+AxisName = str | tuple[str, ...]
+SparseSpec = Any  # None, a pytree prefix of bools, or (path, leaf) -> bool
+Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
+SchemeName = Literal["all_gather", "dense", "zen"]
+Unit = Literal["row", "element"] | int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+  """Checked arguments of `zen_sync`; see there."""
+
+  axes: Axes
+  sparse: SparseSpec
+  scheme: str
+  mean: bool
+  exact: bool
+  rows_out: bool
+  unit: Unit
+  partition: Partition
+  wire_dtype: jnp.dtype | None
+  capacities: Capacity | dict[str, Capacity] | None
+  seed: int
+
+
+def check(
+  axis_name: AxisName,
+  *,
+  sparse: SparseSpec,
+  scheme: str,
+  op: str,
+  on_overflow: str,
+  output: str,
+  unit: Unit,
+  partition: Partition,
+  wire_dtype: Any,
+  capacities: Capacities,
+  hash_seed: int,
+) -> Options:
+  """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
+  _one_of("scheme", scheme, sorted(SCHEMES))
+  _one_of("op", op, ["mean", "sum"])
+  _one_of("on_overflow", on_overflow, ["exact", "carry"])
+  _one_of("output", output, ["dense", "rows"])
+  _check_unit(unit)
+  _check_partition(partition)
+  if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
+    raise ValueError(
+      f"`hash_seed` must be an integer in [0, 2**32), got {hash_seed=}."
+    )
+  if output == "rows" and unit != "row":
+    raise ValueError(
+      f"`output='rows'` returns rows of the leaf, got {unit=}; use"
+      " `unit='row'` or `output='dense'`."
+    )
+  return Options(
+    axes=axes(axis_name),
+    sparse=sparse,
+    scheme=scheme,
+    mean=op == "mean",
+    exact=on_overflow == "exact",
+    rows_out=output == "rows",
+    unit=unit,
+    partition=partition,
+    wire_dtype=_floating("wire_dtype", wire_dtype),
+    capacities=_capacities(capacities),
+    seed=hash_seed,
+  )
+
+
+def _one_of(name: str, value: Any, known: list[str]) -> None:
+  if not isinstance(value, str) or value not in known:
+    options = ", ".join(repr(k) for k in known)
+    raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
+
+
+def axes(axis_name: AxisName) -> Axes:
+  """`axis_name` as a tuple, checked: each axis once."""
+  given = isinstance(axis_name, tuple | list)
+  axes = tuple(axis_name) if given else (axis_name,)
+  if not axes:
+    raise ValueError(
+      "`axis_name` must name at least one axis, got an empty tuple; give the"
+      ' name that shard_map or pmap binds, say "data".'
+    )
+  if len(set(axes)) != len(axes):
+    raise ValueError(
+      f"`axis_name` must name each axis once, got {axis_name!r}; list each"
+      " axis once, from the slowest link to the fastest."
+    )
+  return axes
+
+
+def _check_unit(unit: Unit) -> None:
+  block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0
+  if not block and unit not in ("row", "element"):
+    raise ValueError(
+      "`unit` must be 'row', 'element' or a block size of at least 1, got"
+      f" {unit!r}."
+    )
+
+
+def _check_partition(partition: Partition) -> None:
+  grid = (
+    isinstance(partition, int)
+    and not isinstance(partition, bool)
+    and partition > 0
+  )
+  if not grid and partition not in ("auto", "hash", "columns"):
+    raise ValueError(
+      "`partition` must be 'auto', 'hash', 'columns' or a number of column"
+      f" groups that divides the devices, got {partition!r}."
+    )
+
+
+def _floating(name: str, dtype: Any) -> jnp.dtype | None:
+  if dtype is None:
+    return None
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"`{name}` must be a floating dtype such as jnp.bfloat16, got {dtype!r}."
+    )
+  return jnp.dtype(dtype)
+
+
+def _capacities(
+  capacities: Capacities,
+) -> Capacity | dict[str, Capacity] | None:
+  if capacities is None:
+    return None
+  if isinstance(capacities, Mapping):
+    return {name: _capacity(c, f"[{name!r}]") for name, c in capacities.items()}
+  return _capacity(capacities, "")
+
+
+def _capacity(value: Any, where: str) -> Capacity:
+  what = f"`capacities{where}`"
+  if not isinstance(value, tuple | list) or len(value) != 2:
+    raise ValueError(
+      f"{what} must be a pair (push, pull) of rows, as `zenjax.report` prints"
+      f" it, got {value!r}."
+    )
+  if not all(isinstance(c, int) and not isinstance(c, bool) for c in value):
+    raise TypeError(f"{what} must hold integers, got {value!r}.")
+  push, pull = value
+  if push < 1 or pull < 1:
+    raise ValueError(f"{what} must be positive, got {value!r}.")
+  if push > pull:
+    raise ValueError(
+      f"{what} must be increasing, push <= pull, since an owner's union holds"
+      f" every row that one source sends it, got {value!r}."
+    )
+  return Capacity(push, pull)
+
+
+SparseRule = Callable[[str, jax.Array], bool]

@@ -1,0 +1,116 @@
+"""Which device sums a row: the rotation hash, a bijection without a table.
+
+Rows are cut into blocks of `m`, one row for each of `m` row groups, and every
+block is rotated by a pseudo-random amount. Row `r = q * m + j` belongs to
+
+    group = (j + lane[q mod 32] + turn(q div 32)) mod m,    slot = q,
+
+so each group owns exactly one row of each block: no collision, no index sets
+kept in memory, and both directions cost a few integer operations. The lane
+shifts are constants and the turns change once in 32 slots, so a packed bitmap
+is rotated by whole words. For any set of rows the load of a group varies no
+more than under an independent hash; contiguous clusters balance perfectly.
+
+Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 32
+
+
+def fmix32(x: jax.Array) -> jax.Array:
+  """The finalizer of MurmurHash3 (Appleby, 2011): a bijection of uint32."""
+  x = x ^ (x >> np.uint32(16))
+  x = x * np.uint32(0x85EBCA6B)
+  x = x ^ (x >> np.uint32(13))
+  x = x * np.uint32(0xC2B2AE35)
+  return x ^ (x >> np.uint32(16))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+  """How `num_rows` rows are spread over `groups` row groups.
+
+  Attributes:
+    num_rows: `R`, at least 1.
+    groups: `m`, at least 1.
+    seed: Draws another hash; it is mixed before use, since a plain XOR with a
+      small number would only permute the blocks.
+    first_word: Index of this table's first word among all tables that are
+      exchanged together. With one id space for all, row 0 of every table does
+      not meet on one owner.
+  """
+
+  num_rows: int
+  groups: int
+  seed: int = 0
+  first_word: int = 0
+
+  @property
+  def words(self) -> int:
+    """`W`, words of a group's bitmap."""
+    return -(-self.num_rows // (self.groups * LANES))
+
+  @property
+  def slots(self) -> int:
+    """`S`, slots of a group: a multiple of 32."""
+    return self.words * LANES
+
+  @property
+  def lanes(self) -> tuple[int, ...]:
+    """The 32 constant shifts, each in `[0, m)`."""
+    return tuple(int(x) % self.groups for x in _lane_constants())
+
+  def turn(self, word: jax.Array) -> jax.Array:
+    """Rotation of all slots of `word`: int32 in `[0, m)`, same shape."""
+    mixed_seed = _fmix32_host(self.seed)
+    key = (word.astype(jnp.uint32) + np.uint32(self.first_word)) ^ mixed_seed
+    return _mod(fmix32(key), self.groups).astype(jnp.int32)
+
+  def row(self, group: jax.Array, slot: jax.Array) -> jax.Array:
+    """Row at `(group, slot)`; `R` where there is none. int32, same shape."""
+    if self.groups == 1:
+      return jnp.where(slot < self.num_rows, slot, self.num_rows)
+    j = _mod(group - self._shift(slot) + 2 * self.groups, self.groups)
+    # A slot of S marks padding: it is kept from overflowing int32 here.
+    row = jnp.minimum(slot, self.slots - 1) * self.groups + j
+    valid = (slot < self.slots) & (row < self.num_rows)
+    return jnp.where(valid, row, self.num_rows)
+
+  def place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Inverse of `row`: the `(group, slot)` of each row in `[0, R)`."""
+    slot = lax.div(row, lax.full_like(row, self.groups))
+    j = row - slot * self.groups
+    return _mod(j + self._shift(slot), self.groups), slot
+
+  def _shift(self, slot: jax.Array) -> jax.Array:
+    lanes = jnp.asarray(self.lanes, jnp.int32)
+    lane = lanes.at[slot & (LANES - 1)].get(mode="promise_in_bounds")
+    return lane + self.turn(slot >> 5)
+
+
+def _mod(x: jax.Array, m: int) -> jax.Array:
+  """`x mod m` for `x >= 0`: `%` would also handle negative numbers."""
+  return lax.rem(x, lax.full_like(x, m))
+
+
+@functools.cache
+def _lane_constants() -> tuple[int, ...]:
+  return tuple(int(_fmix32_host(lane + 1)) for lane in range(LANES))
+
+
+def _fmix32_host(x: int) -> np.uint32:
+  mask = 0xFFFFFFFF
+  x &= mask
+  x = x ^ x >> 16
+  x = x * 0x85EBCA6B & mask
+  x = x ^ x >> 13
+  x = x * 0xC2B2AE35 & mask
+  return np.uint32(x ^ x >> 16)

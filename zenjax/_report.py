@@ -1,0 +1,199 @@
+"""What a run has shown, in numbers and as a table a person reads."""
+
+from typing import Any
+
+import numpy as np
+
+from zenjax import _state
+
+# Pinned sizes leave this part above the 90th percentile of what was needed.
+_MARGIN = 1.05
+_PERCENTILE = 90
+
+
+def stats(state: Any) -> dict[str, dict[str, float]]:
+  """Numbers of the last step for each leaf that travels sparse.
+
+  Args:
+    state: An optimizer state with a `ZenSyncState` anywhere inside.
+
+  Returns:
+    By leaf name: `num_rows`, `width`, `devices`, `density` (nonzero rows of a
+    device over all, mean), `union_density`, `densification` (their ratio),
+    `push_imbalance` (fullest pair over the mean), `pull_imbalance` (fullest
+    owner over the mean), `rounds`, `overflow_rows` (of all devices, beyond
+    the first round), `wire_bytes` and `dense_bytes` (received by a device; a
+    ring all-reduce's), `went_dense`. Empty before the first step.
+
+  Raises:
+    ValueError: There is no `ZenSyncState` in `state`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.zen_sync("data", sparse=True)
+    >>> grads = jnp.zeros((2, 8, 4)).at[:, 3].set(1.0)
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+    >>> _, state = step(grads)
+    >>> zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]["density"]
+    0.125
+  """
+  found: dict[str, dict[str, float]] = {}
+  for node in _states(state):
+    for name, leaf in node.leaves.items():
+      if int(np.asarray(leaf.sizes)[0]):
+        found[name] = _numbers(leaf)
+  return found
+
+
+def _states(state: Any) -> list[_state.ZenSyncState]:
+  nodes = _state.find(state)
+  if not nodes:
+    raise ValueError(
+      "`state` must hold a ZenSyncState, got"
+      f" {type(state).__name__}; give the state that"
+      " `optax.chain(zen_sync(..), ..)` returned."
+    )
+  return nodes
+
+
+def _numbers(leaf: _state.LeafState) -> dict[str, float]:
+  sizes = _state.Sizes(*(int(x) for x in np.asarray(leaf.sizes)))
+  last = _state.Last(*(float(x) for x in np.asarray(leaf.last)))
+  mean_owner = last.union_rows / sizes.row_groups
+  return {
+    "num_rows": sizes.num_rows,
+    "width": sizes.width,
+    "devices": sizes.devices,
+    "density": last.local_rows / sizes.num_rows,
+    "union_density": last.union_rows / sizes.num_rows,
+    "densification": _ratio(last.union_rows, last.local_rows),
+    "push_imbalance": _ratio(last.push_need, last.push_mean),
+    "pull_imbalance": _ratio(last.pull_need, mean_owner),
+    "rounds": last.rounds,
+    "overflow_rows": last.overflow_rows,
+    "wire_bytes": last.wire_bytes,
+    "dense_bytes": last.dense_bytes,
+    "went_dense": last.went_dense,
+  }
+
+
+def _ratio(a: float, b: float) -> float:
+  return a / b if b else 1.0
+
+
+def advise(state: Any) -> dict[str, tuple[int, int]]:
+  """Capacities to pin, from what recent steps needed.
+
+  Args:
+    state: An optimizer state with a `ZenSyncState` anywhere inside.
+
+  Returns:
+    By leaf name `(push, pull)`: the 90th percentile of the last 64 steps with
+    a margin of 5 %, for `zen_sync(capacities=...)`. Leaves that travel dense,
+    and all before the first step, are left out.
+  """
+  advice: dict[str, tuple[int, int]] = {}
+  for node in _states(state):
+    steps = min(int(node.step), _state.HISTORY)
+    for name, leaf in node.leaves.items():
+      if steps and int(np.asarray(leaf.sizes)[0]) and not bool(leaf.dense):
+        advice[name] = _capacity(leaf, steps)
+  return advice
+
+
+def _capacity(leaf: _state.LeafState, steps: int) -> tuple[int, int]:
+  num_rows = int(np.asarray(leaf.sizes)[0])
+  need = np.percentile(np.asarray(leaf.history)[:steps], _PERCENTILE, axis=0)
+  push, pull = (min(num_rows, int(x * _MARGIN) + 1) for x in need)
+  return push, max(push, pull)
+
+
+_HEADINGS = (
+  "leaf",
+  "rows x width",
+  "density",
+  "union",
+  "growth",
+  "push imb",
+  "pull imb",
+  "rounds",
+  "overflow",
+  "MB sent",
+  "MB dense",
+  "pays",
+  "pin (push, pull)",
+)
+
+
+def report(state: Any) -> str:
+  """A table of what the last step exchanged and what to pin.
+
+  Args:
+    state: An optimizer state with a `ZenSyncState` anywhere inside.
+
+  Returns:
+    Lines of text: for each sparse leaf its density on a device, the union's,
+    their ratio (growth), imbalance of push and pull, rounds, rows that
+    overflowed the first round, megabytes received by a device beside those of
+    a dense all-reduce, whether that pays, and the `capacities=` to pin.
+
+  Raises:
+    ValueError: There is no `ZenSyncState` in `state`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> state = zenjax.zen_sync("data").init({"w": jnp.zeros(3)})
+    >>> print(zenjax.report(state))
+    zen_sync: no leaf travels sparse; every leaf takes psum.
+  """
+  nodes = _states(state)
+  if not any(node.leaves for node in nodes):
+    return "zen_sync: no leaf travels sparse; every leaf takes psum."
+  known, advice = stats(state), advise(state)
+  if not known:
+    return "zen_sync: no step was taken on more than one device yet."
+  steps = max(int(node.step) for node in nodes)
+  rows = [_HEADINGS]
+  rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
+  devices = int(next(iter(known.values()))["devices"])
+  title = f"zen_sync after {steps} steps on {devices} devices"
+  lines = [title, *_columns(rows)]
+  if advice:
+    lines += [f"to pin: capacities={advice}"]
+  return "\n".join(lines)
+
+
+def _line(
+  name: str, s: dict[str, float], pin: tuple[int, int] | None
+) -> tuple[str, ...]:
+  gain = _ratio(s["dense_bytes"], s["wire_bytes"])
+  dense = bool(s["went_dense"])
+  return (
+    name,
+    f"{s['num_rows']:.0f} x {s['width']:.0f}",
+    f"{s['density']:.2%}",
+    f"{s['union_density']:.2%}",
+    f"{s['densification']:.2f}",
+    f"{s['push_imbalance']:.2f}",
+    f"{s['pull_imbalance']:.2f}",
+    f"{s['rounds']:.0f}",
+    f"{s['overflow_rows']:.0f}",
+    f"{s['wire_bytes'] / 1e6:.3f}",
+    f"{s['dense_bytes'] / 1e6:.3f}",
+    "no, dense" if dense else f"{'yes' if gain > 1 else 'no'}, {gain:.1f}x",
+    str(pin) if pin else "-",
+  )
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+  widths = [max(len(cell) for cell in column) for column in zip(*rows)]
+  return [
+    "  ".join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths))
+    ).rstrip()
+    for row in rows
+  ]

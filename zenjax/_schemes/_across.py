@@ -1,0 +1,157 @@
+"""The slow axes of a hierarchy: owners of the same rows, one a machine.
+
+After the push along the fastest axis, the devices with the same rank on it
+hold partial unions over the same slots. They exchange bitmaps first; then
+everyone knows the whole union, so its columns are split among them: balanced
+for any ids, no index beside the rows, partial sums in the accumulator's
+dtype until the last addition.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zenjax import _bitmap
+from zenjax import _collectives
+from zenjax import _wire
+from zenjax._plan import Capacity
+from zenjax._plan import TablePlan
+from zenjax._schemes import _sections
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import Message
+from zenjax.kernels.merge.reference import merge
+from zenjax.kernels.merge.reference import Union
+
+_COUNTS = 5
+
+
+class Owned(NamedTuple):
+  """What an owner holds of one table between push and pull."""
+
+  union: Union
+  pushed: jax.Array  # [] int32, see Tally
+  fullest: jax.Array  # [] int32
+  probe: jax.Array  # [] int32
+
+
+def sum_over(
+  owned: Sequence[Owned],
+  plans: Sequence[TablePlan],
+  capacities: Sequence[Capacity],
+  context: Context,
+) -> list[Owned]:
+  """Sums each table's union over all axes but the fastest."""
+  slow = context.axes[:-1]
+  hosts = context.devices // context.sizes[-1]
+  sections = [
+    part
+    for own, plan in zip(owned, plans)
+    for part in _index_sections(own, plan)
+  ]
+  indices = _collectives.all_gather(_wire.join(sections)[0], slow)
+  lengths = [k for plan in plans for k in (_COUNTS, plan.layout.words)]
+  parts = iter(_wire.split(indices, lengths))
+  headers = [(next(parts), next(parts)) for _ in plans]
+
+  rows = [_row_section(own, hosts) for own in owned]
+  received = _collectives.all_to_all(_wire.join(rows), slow)
+  lengths = [_row_words(p, c, hosts) for p, c in zip(plans, capacities)]
+  merged = [
+    _merge_hosts(*header, part, plan, capacity, hosts)
+    for header, part, plan, capacity in zip(
+      headers, _wire.split(received, lengths), plans, capacities
+    )
+  ]
+  sections = [_wire.to_words(own.union.rows[None]) for own in merged]
+  gathered = _collectives.all_gather(_wire.join(sections)[0], slow)
+  return [
+    own._replace(union=_whole_rows(own.union, part, plan, hosts))
+    for own, part, plan in zip(merged, _wire.split(gathered, lengths), plans)
+  ]
+
+
+def messages(
+  plans: Sequence[TablePlan],
+  capacities: Sequence[Capacity],
+  context: Context,
+) -> list[Message]:
+  """The three collectives of `sum_over`."""
+  slow = context.axes[:-1]
+  hosts = context.devices // context.sizes[-1]
+  index = sum(_COUNTS + plan.layout.words for plan in plans)
+  rows = sum(_row_words(p, c, hosts) for p, c in zip(plans, capacities))
+  return [
+    Message("all_gather", slow, index),
+    Message("all_to_all", slow, rows * hosts),
+    Message("all_gather", slow, rows),
+  ]
+
+
+def _row_words(plan: TablePlan, capacity: Capacity, hosts: int) -> int:
+  columns = -(-plan.block_width // hosts)
+  dtype = _collectives.accumulator(plan.table.dtype)
+  return _wire.words_for(capacity.pull * columns, dtype)
+
+
+def _index_sections(own: Owned, plan: TablePlan) -> list[jax.Array]:
+  union = own.union
+  counts = _sections.encode_counts(
+    *(
+      count[None]
+      for count in (
+        union.limit,
+        union.merged,
+        own.pushed,
+        own.fullest,
+        own.probe,
+      )
+    )
+  )
+  return [counts, _bitmap.from_slots(union.slots, plan.layout.slots)[None]]
+
+
+def _row_section(own: Owned, hosts: int) -> jax.Array:
+  """`[hosts, words]`: a block of columns for each."""
+  return _wire.to_words(_sections.split_columns(own.union.rows[None], hosts))
+
+
+def _merge_hosts(
+  counts: jax.Array,
+  words: jax.Array,
+  rows: jax.Array,
+  plan: TablePlan,
+  capacity: Capacity,
+  hosts: int,
+) -> Owned:
+  num_slots = plan.layout.slots
+  limit, merged, pushed, fullest, probe = _sections.decode_counts(counts)
+  dtype = _collectives.accumulator(plan.table.dtype)
+  wanted = jnp.arange(capacity.pull, dtype=jnp.int32)
+  wanted = jnp.broadcast_to(wanted, (hosts, capacity.pull))
+  slots = _bitmap.select(_bitmap.index(words), wanted)
+  shape = (capacity.pull, -(-plan.block_width // hosts))
+  union = merge(
+    slots,
+    _wire.from_words(rows, shape, dtype),
+    jnp.min(limit),
+    num_slots,
+    capacity.pull,
+    dtype,
+  )
+  return Owned(
+    union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
+    pushed=jnp.sum(pushed, dtype=jnp.int32),
+    fullest=jnp.max(fullest),
+    probe=jnp.sum(probe, dtype=jnp.int32),
+  )
+
+
+def _whole_rows(
+  union: Union, words: jax.Array, plan: TablePlan, hosts: int
+) -> Union:
+  capacity, columns = union.rows.shape
+  blocks = _wire.from_words(words, (capacity, columns), union.rows.dtype)
+  rows = _sections.join_columns(blocks, hosts, plan.block_width)
+  return union._replace(rows=rows.reshape(capacity, plan.block_width))

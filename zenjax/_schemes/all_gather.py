@@ -1,0 +1,144 @@
+"""AGsparse: every device sends its rows to all others and sums them itself.
+
+What Horovod, PyTorch and DeepSpeed do for sparse gradients. One collective a
+round and no partition, but a device receives `(n - 1)` times the rows of the
+fullest one: overlap between devices saves nothing. It is the best choice for
+few devices with little overlap (ZEN, OSDI 2025, sections 2.2 and 2.3).
+
+Unlike those systems it merges with static shapes, sends in rounds where a
+buffer overflows, and sums in rank order, so replicas agree bit for bit.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from zenjax import _collectives
+from zenjax import _wire
+from zenjax._plan import Capacity
+from zenjax._plan import TablePlan
+from zenjax._schemes import _sections
+from zenjax._schemes.base import Arrived
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import Message
+from zenjax._schemes.base import Outgoing
+from zenjax._schemes.base import Tally
+from zenjax._schemes.base import waiting
+from zenjax.kernels.compact.reference import compact
+from zenjax.kernels.merge.reference import merge
+
+_COUNTS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllGather:
+  """One all-gather of ids and rows over all axes."""
+
+  name: str = "all_gather"
+
+  def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
+    del sizes, column_groups
+    return 1, 1
+
+  def round(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[Capacity],
+    context: Context,
+  ) -> list[Arrived]:
+    with jax.named_scope("all_gather/send"):
+      sections: list[jax.Array] = []
+      lengths: list[int] = []
+      for out, plan, capacity in zip(outgoing, plans, capacities):
+        sections += _sections_of(out, plan, capacity)
+        lengths += _lengths(plan, capacity)
+      gathered = _collectives.all_gather(_wire.join(sections)[0], context.axes)
+    with jax.named_scope("all_gather/merge"):
+      parts = iter(_wire.split(gathered, lengths))
+      return [
+        _arrive(next(parts), next(parts), next(parts), plan, capacity, context)
+        for plan, capacity in zip(plans, capacities)
+      ]
+
+  def messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[Capacity],
+    context: Context,
+  ) -> list[Message]:
+    words = sum(sum(_lengths(p, c)) for p, c in zip(plans, capacities))
+    return [Message("all_gather", context.axes, words)]
+
+  def expected_bytes(
+    self,
+    plan: TablePlan,
+    context: Context,
+    push: jax.Array | float,
+    pull: jax.Array | float,
+  ) -> jax.Array | float:
+    del pull
+    row = plan.table.width * plan.table.wire_dtype.itemsize + 4.0
+    return (context.devices - 1) * push * row
+
+
+def _lengths(plan: TablePlan, capacity: Capacity) -> list[int]:
+  table = plan.table
+  return [
+    _COUNTS,
+    _sections.index_words(capacity.push, plan.layout.slots),
+    _wire.words_for(capacity.push * table.width, table.wire_dtype),
+  ]
+
+
+def _sections_of(
+  out: Outgoing, plan: TablePlan, capacity: Capacity
+) -> list[jax.Array]:
+  """`[1, words]` each."""
+  first, remaining = waiting(out)
+  slots, rows = compact(
+    out.table, out.bitmap, plan.layout, first, capacity.push
+  )
+  return [
+    _sections.encode_counts(remaining, out.probe[None]),
+    _sections.encode_index(slots, plan.layout.slots),
+    _sections.encode_rows(rows, plan.table.wire_dtype),
+  ]
+
+
+def _arrive(
+  counts: jax.Array,
+  index: jax.Array,
+  rows: jax.Array,
+  plan: TablePlan,
+  capacity: Capacity,
+  context: Context,
+) -> Arrived:
+  table, num_slots = plan.table, plan.layout.slots
+  remaining, probe = _sections.decode_counts(counts)
+  slots = _sections.decode_index(index, capacity.push, num_slots)
+  ends = jnp.where(remaining > capacity.push, slots[:, -1] + 1, num_slots)
+  shape = (capacity.push, table.width)
+  union = merge(
+    slots,
+    _wire.from_words(rows, shape, table.wire_dtype),
+    jnp.min(ends),
+    num_slots,
+    min(capacity.push * context.devices, num_slots),
+    _collectives.accumulator(table.dtype),
+  )
+  values = context.scaled(union.rows).astype(table.dtype)
+  return Arrived(
+    row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
+    values=values,
+    tally=Tally(
+      limit=union.limit[None],
+      union=union.count[None],
+      pushed=jnp.sum(remaining, dtype=jnp.int32)[None],
+      fullest=jnp.max(remaining)[None],
+      merged=union.merged[None],
+      probe=jnp.sum(probe, dtype=jnp.int32)[None],
+    ),
+  )

@@ -1,0 +1,141 @@
+"""What a scheme is: one round of an exchange, and the bytes that it declares.
+
+A scheme moves rows; it knows nothing of rounds beyond its own, of the dense
+path, of statistics or of optax. Adding one is a file here and a row in the
+table of `zenjax._schemes`.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from zenjax import _bitmap
+from zenjax._bitmap import Bitmap
+from zenjax._collectives import Axes
+from zenjax._plan import Capacity
+from zenjax._plan import TablePlan
+
+
+class Outgoing(NamedTuple):
+  """One table as it enters a round."""
+
+  table: jax.Array  # [R, D]
+  bitmap: Bitmap  # of [m, W] words: the local nonzero rows
+  start: jax.Array  # [m] int32, slots below are done; equal on all devices
+  probe: jax.Array  # [] int32, any local count whose sum is wanted
+
+
+class Tally(NamedTuple):
+  """Counts that every device knows after a round, one for each row group."""
+
+  limit: jax.Array  # [m] int32, all slots below are done
+  union: jax.Array  # [m] int32, rows that came back in this round
+  pushed: jax.Array  # [m] int32, rows waiting at `start`, summed over devices
+  fullest: jax.Array  # [m] int32, the same of the device that had most
+  merged: jax.Array  # [m] int32, rows of all devices that were summed
+  probe: jax.Array  # [m] int32, sum of `Outgoing.probe`
+
+
+class Arrived(NamedTuple):
+  """One table's share of what a round brought back, equal on all devices."""
+
+  row: jax.Array  # [k] int32, R where there is none
+  values: jax.Array  # [k, D] in the table's dtype
+  tally: Tally
+
+
+class Message(NamedTuple):
+  """One collective of a round, as the lowered program shows it."""
+
+  op: str  # "all_to_all" | "all_gather"
+  axes: Axes
+  words: int  # uint32 words of one device's operand
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+  """What all tables of an exchange share."""
+
+  axes: Axes  # slowest first
+  sizes: tuple[int, ...]  # devices along each axis
+  mean: bool
+
+  @property
+  def devices(self) -> int:
+    return math.prod(self.sizes)
+
+  def scaled(self, total: jax.Array) -> jax.Array:
+    """The sum over devices, or their mean: divided once, at the owner."""
+    if not self.mean or self.devices == 1:
+      return total
+    return total / jnp.asarray(self.devices, total.dtype)
+
+
+class Scheme(Protocol):
+  """A way of moving the nonzero rows of several tables in one exchange."""
+
+  @property
+  def name(self) -> str:
+    """Its key in the table of schemes."""
+    ...
+
+  def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
+    """`(m, g)`: row and column groups over axes of `sizes`."""
+    ...
+
+  def round(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[Capacity],
+    context: Context,
+  ) -> list[Arrived]:
+    """Exchanges the first rows from `start` on, as many as fit."""
+    ...
+
+  def messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[Capacity],
+    context: Context,
+  ) -> list[Message]:
+    """The collectives of one round, in order."""
+    ...
+
+  def expected_bytes(
+    self,
+    plan: TablePlan,
+    context: Context,
+    push: jax.Array | float,
+    pull: jax.Array | float,
+  ) -> jax.Array | float:
+    """Bytes a device receives for one table with buffers just large enough.
+
+    `push` rows for the fullest pair of source and row group, `pull` rows in
+    the fullest union of a row group.
+    """
+    ...
+
+
+def received_bytes(messages: Sequence[Message], context: Context) -> int:
+  """Bytes a device receives from others for `messages`."""
+  sizes = dict(zip(context.axes, context.sizes))
+  total = 0
+  for message in messages:
+    devices = math.prod(sizes[axis] for axis in message.axes)
+    words = message.words
+    if message.op == "all_to_all":
+      total += words * 4 * (devices - 1) // devices
+    else:
+      total += words * 4 * (devices - 1)
+  return total
+
+
+def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:
+  """`([m], [m])`: rank of the first row not done, and rows from there on."""
+  first = _bitmap.rank(out.bitmap, out.start[:, None])[:, 0]
+  return first, out.bitmap.count - first

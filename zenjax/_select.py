@@ -1,0 +1,105 @@
+"""Which leaves travel sparse, and how a leaf is seen as a table of rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zenjax._options import SparseSpec
+from zenjax._options import Unit
+
+# The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
+# lay them out as [vocabulary, width]; kernels of dense layers are rarely four
+# times as tall as wide. Below 64 KiB latency decides, and one psum has less.
+_TALL = 4
+_MIN_ROWS = 512
+_MIN_BYTES = 1 << 16
+
+
+def leaf_name(path: Any) -> str:
+  """The name of a leaf in reports and in `capacities=`: keys and dots."""
+  return jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+  """`(name, leaf)` for each leaf; names are unique."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return [(leaf_name(path), leaf) for path, leaf in flat]
+
+
+def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
+  """For each leaf of `tree`, in order, whether it travels sparse.
+
+  Raises:
+    ValueError: `sparse` is no prefix of the tree, or holds other than bools.
+    TypeError: A leaf chosen explicitly is not floating.
+  """
+  leaves = named_leaves(tree)
+  if sparse is None:
+    return [_is_table(leaf, unit) for _, leaf in leaves]
+  chosen = _explicit(tree, sparse)
+  for (name, leaf), wanted in zip(leaves, chosen):
+    if not isinstance(wanted, bool):
+      raise ValueError(
+        f"`sparse` must give a bool for every leaf, got {wanted!r} for leaf"
+        f" {name!r}; give True, False or a callable (path, leaf) -> bool."
+      )
+    if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(
+        f"`sparse` chose leaf {name!r}, which must be floating to travel"
+        f" sparse, got dtype {leaf.dtype}; leave it out of `sparse` and it"
+        " takes psum."
+      )
+  return chosen
+
+
+def _explicit(tree: Any, sparse: SparseSpec) -> list[Any]:
+  if callable(sparse):
+    return [bool(sparse(name, leaf)) for name, leaf in named_leaves(tree)]
+  try:
+    chosen = jax.tree.broadcast(sparse, tree)
+  except ValueError as error:
+    raise ValueError(
+      "`sparse` must be a pytree prefix of the gradients: it has structure"
+      f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
+      " give a bool for every subtree, or a callable (path, leaf) -> bool."
+    ) from error
+  return jax.tree.leaves(chosen)
+
+
+def _is_table(leaf: jax.Array, unit: Unit) -> bool:
+  if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    return False
+  if leaf.size * leaf.dtype.itemsize < _MIN_BYTES:
+    return False
+  if unit != "row":
+    return True
+  rows, width = leaf.shape[0], leaf.shape[-1]
+  return leaf.ndim == 2 and rows >= _MIN_ROWS and rows >= _TALL * width
+
+
+def table_shape(leaf: jax.Array, unit: Unit) -> tuple[int, int]:
+  """`(R, D)` of a leaf: rows fold all dimensions but the last.
+
+  With `unit="row"` a leaf of one dimension has rows of one element.
+  """
+  if unit == "element":
+    return leaf.size, 1
+  if isinstance(unit, int):
+    return -(-leaf.size // unit), unit
+  width = leaf.shape[-1] if leaf.ndim > 1 else 1
+  return leaf.size // width if width else 0, width
+
+
+def as_table(leaf: jax.Array, unit: Unit) -> jax.Array:
+  """`leaf` as `[R, D]`; the last block is padded with zeros."""
+  rows, width = table_shape(leaf, unit)
+  if rows * width != leaf.size:
+    flat = jnp.pad(leaf.reshape(-1), (0, rows * width - leaf.size))
+    return flat.reshape(rows, width)
+  return leaf.reshape(rows, width)
+
+
+def from_table(table: jax.Array, like: jax.Array) -> jax.Array:
+  """Inverse of `as_table`."""
+  return table.reshape(-1)[: like.size].reshape(like.shape)

@@ -1,0 +1,124 @@
+"""What zen_sync remembers: statistics, what is dense, residuals.
+
+Every array is small, of fixed shape and equal on all devices, residuals
+excepted, so the state checkpoints as it is and never causes a recompile.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zenjax import _dense
+from zenjax._plan import TablePlan
+from zenjax._schemes.base import Context
+from zenjax._sync import Outcome
+
+# Steps whose needs are kept, for the advice on capacities.
+HISTORY = 64
+
+
+class Sizes(NamedTuple):
+  """Static facts of a leaf, kept as numbers so that a report needs no more."""
+
+  num_rows: Any
+  width: Any
+  devices: Any
+  row_groups: Any
+  column_groups: Any
+  push: Any  # capacity of the first round
+  pull: Any
+  mean: Any  # 1 for op="mean", 0 for op="sum"
+
+
+class Last(NamedTuple):
+  """Numbers of the last step."""
+
+  local_rows: Any  # nonzero rows of a device, mean
+  union_rows: Any
+  push_need: Any  # rows of the fullest (source, group) pair
+  pull_need: Any  # rows of the fullest group's union
+  push_mean: Any  # rows of a pair, mean
+  rounds: Any
+  overflow_rows: Any
+  wire_bytes: Any
+  dense_bytes: Any
+  went_dense: Any
+
+
+class LeafState(NamedTuple):
+  """Memory of one sparse leaf."""
+
+  sizes: jax.Array  # [len(Sizes)] int32
+  last: jax.Array  # [len(Last)] float32
+  history: jax.Array  # [HISTORY, 2] int32, rows needed: push, pull
+  dense: jax.Array  # [] bool, travels dense next time
+  residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
+
+
+class ZenSyncState(NamedTuple):
+  """State of `zen_sync`: the number of steps and the memory of each leaf."""
+
+  step: jax.Array  # [] int32
+  leaves: dict[str, LeafState]  # by name; leaves that travel sparse
+
+
+def empty_leaf(residual: jax.Array | None) -> LeafState:
+  """The state of a leaf before the first step."""
+  return LeafState(
+    sizes=jnp.zeros(len(Sizes._fields), jnp.int32),
+    last=jnp.zeros(len(Last._fields), jnp.float32),
+    history=jnp.zeros((HISTORY, 2), jnp.int32),
+    dense=jnp.zeros((), bool),
+    residual=residual,
+  )
+
+
+def after_step(
+  leaf: LeafState,
+  count: jax.Array,
+  outcome: Outcome,
+  plan: TablePlan,
+  context: Context,
+  residual: jax.Array | None,
+) -> LeafState:
+  """The state of a leaf after step number `count`."""
+  table, layout = plan.table, plan.layout
+  sizes = Sizes(
+    num_rows=table.num_rows,
+    width=table.width,
+    devices=context.devices,
+    row_groups=layout.groups,
+    column_groups=plan.column_groups,
+    push=plan.first.push,
+    pull=plan.first.pull,
+    mean=int(context.mean),
+  )
+  last = Last(
+    local_rows=outcome.local_rows,
+    union_rows=outcome.union_rows,
+    push_need=outcome.push_need,
+    pull_need=outcome.pull_need,
+    push_mean=outcome.push_mean,
+    rounds=outcome.rounds,
+    overflow_rows=outcome.overflow_rows,
+    wire_bytes=outcome.wire_bytes,
+    dense_bytes=_dense.received_bytes(table, context.devices),
+    went_dense=outcome.went_dense.astype(jnp.float32),
+  )
+  need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
+  return LeafState(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
+    history=leaf.history.at[count % HISTORY].set(need),
+    dense=outcome.dense_next,
+    residual=residual,
+  )
+
+
+def find(state: Any) -> list[ZenSyncState]:
+  """Every `ZenSyncState` inside an optimizer state, in order."""
+  nodes = jax.tree.leaves(
+    state, is_leaf=lambda node: isinstance(node, ZenSyncState)
+  )
+  return [node for node in nodes if isinstance(node, ZenSyncState)]
