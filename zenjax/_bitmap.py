@@ -25,7 +25,7 @@ class Bitmap(NamedTuple):
 
   words: jax.Array  # [..., W] uint32
   before: jax.Array  # [..., W] int32, set bits in the words before
-  count: jax.Array  # [...] int32, set bits in all
+  total: jax.Array  # [...] int32, set bits in all
 
   @property
   def slots(self) -> int:
@@ -86,7 +86,7 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
   bit = _select_in_word(
     _take(bitmap.words, word), k - _take(bitmap.before, word)
   )
-  found = k < bitmap.count[..., None]
+  found = k < bitmap.total[..., None]
   slot = jnp.where(found, word * 32 + bit, bitmap.slots)
   # Slots have several consumers; without this each would search again.
   return lax.optimization_barrier(slot)

@@ -129,7 +129,7 @@ def _sync_group(
   options: Options,
   context: Context,
 ) -> tuple[list[Any], dict[str, _state.LeafState]]:
-  plans = _plans(group, scheme, options, context)
+  table_plans = plans(group, scheme, options, context)
   old = [state.leaves[name] for name, _ in group] if state else None
   tables = [_select.as_table(leaf, options.unit) for _, leaf in group]
   if old and not options.exact:
@@ -139,7 +139,7 @@ def _sync_group(
   local = tables
   result = _sync.sync(
     tables,
-    plans,
+    table_plans,
     scheme,
     context,
     remembered=[leaf.dense for leaf in old] if old else None,
@@ -150,12 +150,12 @@ def _sync_group(
   if not options.exact:
     kept = [
       _residual.split(*k)
-      for k in zip(local, tables, plans, result.first, group)
+      for k in zip(local, tables, table_plans, result.first, group)
     ]
     tables = [synced for synced, _ in kept]
     residuals = [waits for _, waits in kept]
   if options.rows_out:
-    out = [_rows(*r, options) for r in zip(tables, result.first, plans)]
+    out = [_rows(*r, options) for r in zip(tables, result.first, table_plans)]
   else:
     out = [
       _select.from_table(table, leaf) for table, (_, leaf) in zip(tables, group)
@@ -167,7 +167,7 @@ def _sync_group(
         old[i],
         state.step,
         result.outcomes[i],
-        plans[i],
+        table_plans[i],
         context,
         residuals[i],
       )
@@ -184,7 +184,7 @@ def _rows(
   return SparseRows.from_dense(table, num_rows)
 
 
-def _plans(
+def plans(
   group: Sequence[tuple[str, jax.Array]],
   scheme: Scheme,
   options: Options,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
 from zenjax._collectives import Axes
@@ -34,6 +33,20 @@ class Options:
   wire_dtype: jnp.dtype | None
   capacities: Capacity | dict[str, Capacity] | None
   seed: int
+
+
+# Of every argument of `zen_sync` but `axis_name` and `sparse`.
+DEFAULTS: dict[str, Any] = dict(
+  scheme="zen",
+  op="mean",
+  on_overflow="exact",
+  output="dense",
+  unit="row",
+  partition="auto",
+  wire_dtype=None,
+  capacities=None,
+  hash_seed=0,
+)
 
 
 def check(
@@ -166,4 +179,3 @@ def _capacity(value: Any, where: str) -> Capacity:
   return Capacity(push, pull)
 
 
-SparseRule = Callable[[str, jax.Array], bool]

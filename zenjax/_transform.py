@@ -213,22 +213,13 @@ def _one(
       f" {kwargs['on_overflow']!r}: there is no state to carry rows in; use"
       " `zenjax.zen_sync`."
     )
-  settings: dict[str, Any] = dict(
-    scheme="zen",
-    on_overflow="exact",
-    output="dense",
-    unit="row",
-    partition="auto",
-    wire_dtype=None,
-    capacities=None,
-    hash_seed=0,
-  )
-  unknown = sorted(set(kwargs) - set(settings))
+  settings = _options.DEFAULTS | {"op": op}
+  unknown = sorted(set(kwargs) - set(settings) | {"op"} & set(kwargs))
   if unknown:
     raise TypeError(
       f"unexpected keyword arguments {unknown}; known are {sorted(settings)}."
     )
   settings |= kwargs
-  options = _options.check(axis_name, op=op, sparse=True, **settings)
+  options = _options.check(axis_name, sparse=True, **settings)
   synced, _ = _group.sync_tree(x, None, options)
   return synced

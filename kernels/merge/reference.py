@@ -15,7 +15,7 @@ class Union(NamedTuple):
 
   slots: jax.Array  # [U] int32, ascending, S past the last one
   rows: jax.Array  # [U, D] in the accumulator's dtype
-  count: jax.Array  # [] int32, rows held
+  total: jax.Array  # [] int32, rows held
   limit: jax.Array  # [] int32: complete for all slots below this
   merged: jax.Array  # [] int32, received rows that were summed
 
@@ -59,7 +59,7 @@ def merge(
   return Union(
     slots=union_slots,
     rows=_sum_in_rank_order(position, rows, capacity, dtype),
-    count=jnp.minimum(bitmap.count, capacity),
+    total=jnp.minimum(bitmap.total, capacity),
     limit=limit,
     merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )

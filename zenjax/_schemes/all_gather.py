@@ -135,7 +135,7 @@ def _arrive(
     values=values,
     tally=Tally(
       limit=union.limit[None],
-      union=union.count[None],
+      union=union.total[None],
       pushed=jnp.sum(remaining, dtype=jnp.int32)[None],
       fullest=jnp.max(remaining)[None],
       merged=union.merged[None],

@@ -138,4 +138,4 @@ def received_bytes(messages: Sequence[Message], context: Context) -> int:
 def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:
   """`([m], [m])`: rank of the first row not done, and rows from there on."""
   first = _bitmap.rank(out.bitmap, out.start[:, None])[:, 0]
-  return first, out.bitmap.count - first
+  return first, out.bitmap.total - first

@@ -204,7 +204,7 @@ def _pull_sections(
   union = own.union
   tally = Tally(
     limit=union.limit,
-    union=union.count,
+    union=union.total,
     pushed=own.pushed,
     fullest=own.fullest,
     merged=union.merged,

@@ -1,0 +1,1 @@
+"""Benchmarks of zenjax: `python -m benchmarks.run --help`."""

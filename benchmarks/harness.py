@@ -1,0 +1,151 @@
+"""Answer first, then time: the one loop behind every benchmark.
+
+A `Case` builds itself, which compiles it and counts its wrong elements; only
+what is right is timed. The cases of a group take turns, one call each in a
+round, so that whatever else the machine does falls on all of them alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+  """A case, compiled and checked.
+
+  Attributes:
+    run: One call of what is measured. Returns its arrays, not awaited.
+    wrong: Elements that differ from the float64 oracle, over all devices.
+    compile_s: Seconds to trace, lower and compile.
+    facts: Numbers to report beside the time: bytes, density, imbalance.
+  """
+
+  run: Callable[[], Any]
+  wrong: int
+  compile_s: float
+  facts: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+  """One variant on one input.
+
+  Attributes:
+    group: What the cases compared with each other have in common.
+    name: The variant.
+    build: Compiles and checks.
+  """
+
+  group: str
+  name: str
+  build: Callable[[], Built]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+  """What was found out about one case; times in seconds, in order."""
+
+  group: str
+  name: str
+  wrong: int
+  compile_s: float
+  facts: dict[str, float]
+  times_s: tuple[float, ...] = ()
+
+  @property
+  def median_s(self) -> float:
+    return float(np.median(self.times_s)) if self.times_s else float("nan")
+
+  @property
+  def spread_s(self) -> float:
+    """Half the distance between the quartiles."""
+    if not self.times_s:
+      return float("nan")
+    low, high = np.percentile(self.times_s, [25, 75])
+    return float(high - low) / 2
+
+
+def measure(
+  cases: Sequence[Case], *, repeats: int, warmup: int = 2
+) -> tuple[list[Result], bool]:
+  """Measures `cases`, group by group.
+
+  Args:
+    cases: Those of one group stand together.
+    repeats: Timed rounds.
+    warmup: Rounds before them.
+
+  Returns:
+    The results, and whether all of them are there: after Ctrl-C those measured
+    so far are returned, with the rounds they have.
+  """
+  results: list[Result] = []
+  calls = len(cases) * (1 + warmup + repeats)
+  with tqdm.tqdm(total=calls, unit="call", disable=None, leave=False) as bar:
+    try:
+      for group, members in itertools.groupby(cases, lambda c: c.group):
+        bar.set_description(group)
+        _measure_group(list(members), repeats, warmup, bar, results)
+    except KeyboardInterrupt:
+      return results, False
+  return results, True
+
+
+def _measure_group(cases, repeats, warmup, bar, results):
+  built: list[Built] = []
+  first = len(results)
+  for case in cases:
+    bar.set_postfix_str(f"{case.name}: compile, check")
+    built.append(case.build())
+    results.append(_result(case, built[-1]))
+    bar.update()
+  bar.set_postfix_str("time")
+  times = [[] for _ in built]
+  # Also when interrupted: a sample that was taken is kept.
+  with _writing_back(results, first, times):
+    for turn in range(-warmup, repeats):
+      for i in _shuffled(len(built), turn):
+        if not built[i].wrong:
+          seconds = _time(built[i].run)
+          if turn >= 0:
+            times[i].append(seconds)
+        bar.update()
+
+
+def _result(case, built):
+  return Result(
+    group=case.group,
+    name=case.name,
+    wrong=built.wrong,
+    compile_s=built.compile_s,
+    facts=built.facts,
+  )
+
+
+@contextlib.contextmanager
+def _writing_back(results, first, times) -> Iterator[None]:
+  try:
+    yield
+  finally:
+    for i, samples in enumerate(times, first):
+      results[i] = dataclasses.replace(results[i], times_s=tuple(samples))
+
+
+def _shuffled(count, turn):
+  # No case always runs after the same other one, in whose caches and clocks it
+  # would stand.
+  return np.random.default_rng([turn + 1000, count]).permutation(count)
+
+
+def _time(run):
+  start = time.perf_counter()
+  jax.block_until_ready(run())
+  return time.perf_counter() - start

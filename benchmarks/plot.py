@@ -1,0 +1,46 @@
+"""A picture of a run: medians as bars, every sample as a dot."""
+
+from collections.abc import Sequence
+import itertools
+import pathlib
+
+import matplotlib
+import numpy as np
+
+from benchmarks.harness import Result
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+
+
+def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
+  """Draws one panel a group; the kind of file follows the suffix."""
+  timed = [result for result in results if result.times_s]
+  groups = [list(m) for _, m in itertools.groupby(timed, lambda r: r.group)]
+  columns = max(1, min(3, len(groups)))
+  rows = max(1, -(-len(groups) // columns))
+  figure, axes = pyplot.subplots(
+    rows, columns, figsize=(5 * columns, 3.2 * rows), squeeze=False
+  )
+  for axis in axes.flat[len(groups) :]:
+    axis.set_axis_off()
+  for axis, members in zip(axes.flat, groups):
+    _draw(axis, members)
+  figure.tight_layout()
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=120)
+  pyplot.close(figure)
+
+
+def _draw(axis, members):
+  places = np.arange(len(members))[::-1]
+  medians = [result.median_s * 1e3 for result in members]
+  axis.barh(places, medians, color="#9db8d9")
+  for place, result in zip(places, members):
+    samples = np.array(result.times_s) * 1e3
+    at = np.full(len(samples), place)
+    axis.plot(samples, at, ".", markersize=3, color="#1f3b63")
+  axis.set_yticks(places, [result.name for result in members])
+  axis.set_xlabel("time of a call, ms")
+  axis.set_title(members[0].group)

@@ -1,0 +1,81 @@
+"""What a run leaves in a file: raw samples, and what produced them."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from benchmarks.harness import Result
+
+
+def save_json(
+  path: pathlib.Path,
+  results: Sequence[Result],
+  *,
+  options: dict[str, Any],
+  complete: bool,
+) -> None:
+  """Writes `results` with every sample, their environment and options."""
+  document = {
+    "complete": complete,
+    "environment": environment(),
+    "options": options,
+    "results": [_record(result) for result in results],
+  }
+  path.parent.mkdir(parents=True, exist_ok=True)
+  # NaN is not JSON: what does not apply is null.
+  text = json.dumps(_finite(document), indent=1, allow_nan=False)
+  path.write_text(text + "\n", encoding="utf-8")
+
+
+def _record(result):
+  summary = {"median_s": result.median_s, "spread_s": result.spread_s}
+  return dataclasses.asdict(result) | summary
+
+
+def _finite(x):
+  if isinstance(x, dict):
+    return {key: _finite(value) for key, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [_finite(value) for value in x]
+  return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def environment() -> dict[str, Any]:
+  """Versions, devices, commit and command."""
+  device = jax.devices()[0]
+  return {
+    "command": ["python", "-m", "benchmarks.run", *sys.argv[1:]],
+    "git": _git("rev-parse", "HEAD"),
+    "git_dirty": bool(_git("status", "--porcelain")),
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "jaxlib": jaxlib.version.__version__,
+    "numpy": np.__version__,
+    "platform": device.platform,
+    "device_kind": device.device_kind,
+    "devices": jax.device_count(),
+    "machine": platform.machine(),
+    "cores": os.cpu_count(),
+  }
+
+
+def _git(*command):
+  where = pathlib.Path(__file__).parent
+  try:
+    done = subprocess.run(
+      ["git", *command], cwd=where, capture_output=True, text=True, check=False
+    )
+  except OSError:
+    return None  # No git on this machine.
+  return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,184 @@
+"""`python -m benchmarks.run sync|local|memory`; see `benchmarks/README.md`."""
+
+import argparse
+from collections.abc import Sequence
+import ctypes
+import importlib
+import os
+import pathlib
+import sys
+
+# Before JAX starts. With an accelerator: JAX_PLATFORMS=cuda python -m ...
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+from benchmarks import harness
+from benchmarks import record
+from benchmarks import table
+from benchmarks import workloads
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs one benchmark; returns 1 if an answer was wrong, 130 on Ctrl-C."""
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  jax.config.update("jax_num_cpu_devices", options.devices)
+  if options.keep_memory:
+    _keep_memory()
+  # Imported when JAX is configured: it starts at the first array.
+  subject = importlib.import_module(f"benchmarks.{options.command}")
+  try:
+    cases = subject.cases(options)
+  except ValueError as error:
+    parser.error(str(error))
+  results, complete = harness.measure(cases, repeats=options.repeats)
+  table.show(_title(options), results, subject.COLUMNS)
+  if not complete:
+    print("Interrupted: this is what was measured until then.")
+  _save(options, results, complete)
+  if not complete:
+    return 130
+  return int(any(result.wrong for result in results))
+
+
+def _keep_memory():
+  """Has the C library keep what is freed instead of unmapping it."""
+  # glibc maps every allocation above 32 MB anew, and the first write to each of
+  # its pages is a fault: on CPU devices that can cost more than the step.
+  mmap_max, trim_threshold = -4, -1  # malloc.h
+  libc = ctypes.CDLL(None)
+  if not (libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1)):
+    raise RuntimeError("`--keep-memory` needs glibc's mallopt; leave it out.")
+
+
+def _save(options, results, complete):
+  if options.json:
+    settings = {name: _plain(value) for name, value in vars(options).items()}
+    record.save_json(options.json, results, options=settings, complete=complete)
+    print(f"Saved {options.json}")
+  if options.plot:
+    from benchmarks import plot  # matplotlib takes a second to import.
+
+    plot.save_plot(options.plot, results)
+    print(f"Saved {options.plot}")
+
+
+def _plain(value):
+  return str(value) if isinstance(value, pathlib.Path) else value
+
+
+def _title(options):
+  device = jax.devices()[0]
+  return (
+    f"{options.command}: {options.devices} x {device.device_kind},"
+    f" {os.cpu_count()} cores, JAX {jax.__version__}"
+  )
+
+
+def _parser():
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.run",
+    description="Benchmarks of zenjax: answer first, then time.",
+    epilog="benchmarks/README.md defines every column.",
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  _add_sync(commands)
+  _add_local(commands)
+  _add_memory(commands)
+  return parser
+
+
+def _add_sync(commands):
+  sync = commands.add_parser(
+    "sync", help="a training step on several devices, zenjax against pmean"
+  )
+  sync.add_argument(
+    "--workloads",
+    nargs="+",
+    choices=workloads.NAMES,
+    metavar="NAME",
+    help=f"which tables; all by default: {', '.join(workloads.NAMES)}",
+  )
+  sync.add_argument("--devices", type=_positive, default=8)
+  sync.add_argument(
+    "--pinned",
+    action="store_true",
+    help="also with capacities pinned to what an unpinned run advises",
+  )
+  sync.add_argument(
+    "--full-size",
+    action="store_true",
+    help="the published models' tables instead of ones that fit two cores",
+  )
+  sync.add_argument(
+    "--batches",
+    type=_positive,
+    default=4,
+    help="different batches that steps go through in turn",
+  )
+  _add_variants(sync)
+  _add_common(sync, repeats=15)
+
+
+def _add_local(commands):
+  local = commands.add_parser(
+    "local", help="mask, pack, select and gather on one device"
+  )
+  local.set_defaults(devices=1)
+  _add_common(local, repeats=25)
+
+
+def _add_memory(commands):
+  memory = commands.add_parser(
+    "memory", help="temporary memory of a step, compiled for CPU, TPU and GPU"
+  )
+  memory.add_argument(
+    "--targets",
+    nargs="+",
+    choices=("cpu", "tpu-v5e", "gpu-h200"),
+    metavar="NAME",
+    help="all by default: cpu, tpu-v5e, gpu-h200",
+  )
+  memory.set_defaults(devices=8)
+  _add_variants(memory)
+  _add_common(memory, repeats=0)
+
+
+def _add_variants(command):
+  command.add_argument(
+    "--variants",
+    nargs="+",
+    metavar="NAME",
+    help="ways to synchronize; by default all that apply: none pmean"
+    " all_gather zen zen-hash zen-columns, and with --pinned zen-pinned"
+    " zen-hash-pinned zen-columns-pinned; on dense tables zen-first"
+    " zen-remembered",
+  )
+
+
+def _add_common(command, *, repeats):
+  if repeats:
+    command.add_argument(
+      "--repeats", type=_positive, default=repeats, help="timed rounds"
+    )
+    command.add_argument("--plot", type=pathlib.Path, metavar="FILE")
+  else:
+    command.set_defaults(repeats=0, plot=None)
+  command.add_argument(
+    "--keep-memory",
+    action="store_true",
+    help="never return freed memory to the system: no page faults in the times",
+  )
+  command.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
+def _positive(text):
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+  return number
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,87 @@
+"""The same training with zen_sync and with pmean, side by side."""
+
+from collections.abc import Mapping
+import dataclasses
+
+from lm_loop import History
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+  """One run of the comparison.
+
+  Attributes:
+    history: losses, times and statistics of its steps.
+    perplexity: on held-out text, after the last step.
+  """
+
+  history: History
+  perplexity: float
+
+
+def largest_difference(a: History, b: History) -> float:
+  """Over all steps, the largest |difference| of two runs' losses."""
+  return float(np.max(np.abs(np.subtract(a.losses, b.losses))))
+
+
+def table(*, zen: Outcome, pmean: Outcome, reordered: History) -> str:
+  """What the two runs cost, and how far their losses are apart.
+
+  Args:
+    zen: The run with zen_sync.
+    pmean: The run with pmean.
+    reordered: pmean again, the devices' batches dealt in another order: equal
+      but for rounding. Its distance from `pmean` is the yardstick of zen's.
+  """
+  times = zen.history.step_time, pmean.history.step_time
+  rows = [
+    f"{'':30}{'zen_sync':>12}{'pmean':>12}{'ratio':>8}",
+    f"{'step time, median':30}{times[0]:>10.3f} s{times[1]:>10.3f} s"
+    f"{times[1] / times[0]:>7.1f}x",
+  ]
+  if tables := _bytes(zen.history):  # One device has nothing to receive.
+    rows.append("MB received by a device in a step:")
+    rows += [_bytes_row(*table) for table in tables.items()]
+    rows.append(_bytes_row("together", tuple(np.sum(list(tables.values()), 0))))
+  rows += [
+    f"{'loss, last step':30}{zen.history.losses[-1]:>12.6f}"
+    f"{pmean.history.losses[-1]:>12.6f}",
+    f"{'held-out perplexity':30}{zen.perplexity:>12.3f}"
+    f"{pmean.perplexity:>12.3f}",
+    "",
+    _verdict(zen.history, pmean.history, reordered),
+  ]
+  return "\n".join(rows)
+
+
+def _bytes(history: History) -> Mapping[str, tuple[float, float]]:
+  """Leaf -> bytes of zen_sync and of pmean, means over the steps."""
+  found = {}
+  for name in history.stats[-1]:
+    leaf = [step[name] for step in history.stats]
+    wire, dense = (
+      float(np.mean([numbers[key] for numbers in leaf]))
+      for key in ("wire_bytes", "dense_bytes")
+    )
+    found[name] = wire, dense
+  return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _bytes_row(name: str, sizes: tuple[float, float]) -> str:
+  wire, dense = sizes
+  ratio = f"{dense / wire:>7.1f}x" if wire else f"{'-':>8}"
+  return f"  {name:28}{wire / 1e6:>12.3f}{dense / 1e6:>12.3f}{ratio}"
+
+
+def _verdict(zen: History, dense: History, reordered: History) -> str:
+  distance = largest_difference(zen, dense)
+  yardstick = largest_difference(reordered, dense)
+  word = "no more" if distance <= yardstick else "MORE"
+  return (
+    "Largest difference of losses over"
+    f" {len(dense.losses)} steps\n"
+    f"  zen_sync and pmean                        {distance:.2e}\n"
+    f"  pmean and pmean, summed in another order  {yardstick:.2e}\n"
+    f"zen_sync changes the losses {word} than another order of summation does."
+  )

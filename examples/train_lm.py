@@ -1,0 +1,229 @@
+"""Trains a word-level language model with sparse gradient synchronization.
+
+  python examples/train_lm.py                    # zen_sync
+  python examples/train_lm.py --sync compare     # zen_sync beside pmean
+  python examples/train_lm.py --corpus book.txt --checkpoint runs/book
+
+Data-parallel on all accelerators, or else on 8 devices that the CPU plays. The
+text is the source code of Python's standard library unless --corpus names
+another. Ctrl-C ends the step in progress, saves a checkpoint if there is a
+directory for it, and leaves with exit code 130.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import os
+import sys
+
+import corpus
+import jax
+from jax.sharding import Mesh
+import lm_compare
+import lm_data
+import lm_flags
+from lm_loop import AXIS
+from lm_loop import fit
+from lm_loop import History
+from lm_loop import Interrupt
+from lm_loop import Trainer
+import lm_plot
+import numpy as np
+
+import zenjax
+
+_CPU_DEVICES = 8
+_SAVE_EVERY = 500
+_INTERRUPTED = 130  # What a shell reports for a program that Ctrl-C ended.
+
+
+def make_mesh() -> Mesh:
+  """All devices in a row. A CPU plays several, or there is nothing to send."""
+  chosen = "xla_force_host_platform_device_count" in os.getenv("XLA_FLAGS", "")
+  if jax.config.jax_num_cpu_devices < 0 and not chosen:
+    # Must precede the first use of a device; accelerators do not mind it.
+    jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+  return Mesh(np.array(jax.devices()), (AXIS,))
+
+
+def load(
+  flags: argparse.Namespace, devices: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+  """Reads the text.
+
+  Returns:
+    Windows to train on, windows held out, and the number of words.
+  """
+  try:
+    text = corpus.load_tokens(flags.corpus)
+  except (OSError, ValueError) as error:
+    raise SystemExit(f"--corpus: {error}") from error
+  ids, vocab = text.ids, len(text.vocab)
+  if flags.vocab is not None and flags.vocab < vocab:
+    ids, vocab = lm_data.cap_vocabulary(ids, flags.vocab), flags.vocab
+  windows, held_out = lm_data.split(ids)
+  needed = devices * flags.batch_tokens // lm_data.LENGTH
+  if len(windows) < needed or len(held_out) < devices:
+    raise SystemExit(
+      f"--corpus must hold a batch for {devices} devices and some text beside,"
+      f" got {len(ids):,} tokens: give more text or a smaller --batch-tokens"
+    )
+  print(
+    f"{len(ids):,} tokens, {vocab:,} distinct; {devices} devices,"
+    f" {devices * flags.batch_tokens:,} tokens a step"
+  )
+  held_out = lm_data.sample_held_out(held_out, flags.eval_tokens, devices)
+  return windows, held_out, vocab
+
+
+class Job:
+  """What all runs of this program share: flags, devices, text and Ctrl-C."""
+
+  def __init__(self, flags: argparse.Namespace, interrupt: Interrupt):
+    self._flags = flags
+    self._interrupt = interrupt
+    self._mesh = make_mesh()
+    self._devices = self._mesh.devices.size
+    self._windows, self._held_out, self._vocab = load(flags, self._devices)
+
+  def train(self) -> int:
+    """Trains once, resumed and saved if asked. Returns the exit code."""
+    flags = self._flags
+    store = self._checkpoints() if flags.checkpoint else None
+    trainer = self._trainer(flags.sync)
+    start = store.restore(trainer) if store else 0
+    if start >= flags.steps:
+      raise SystemExit(
+        f"--steps must exceed the {start} steps done, got {flags.steps}"
+      )
+    self._print_perplexity(trainer, start)
+
+    def save_sometimes(step: int) -> None:
+      if store and step % _SAVE_EVERY == 0:
+        store.save(step, trainer)
+
+    history = self._fit(trainer, flags.sync, start, after_step=save_sometimes)
+    done = start + len(history.losses)
+    if store:
+      store.save(done, trainer)
+      store.close()
+    if self._interrupt.requested:
+      return self._stopped(done, flags.checkpoint)
+    self._print_perplexity(trainer, done)
+    if flags.sync == "zen":
+      print(zenjax.report(trainer.opt_state))
+    self._plot({flags.sync: history})
+    return 0
+
+  def compare(self) -> int:
+    """Trains with zen_sync and pmean on the same batches; as `train`."""
+    outcomes, report = {}, ""
+    for sync in ("zen", "pmean"):
+      trainer = self._trainer(sync)
+      if not outcomes:
+        self._print_perplexity(trainer, 0)
+      history = self._fit(trainer, sync)
+      if self._interrupt.requested:
+        return self._stopped(len(history.losses))
+      perplexity = trainer.perplexity(self._held_out)
+      outcomes[sync] = lm_compare.Outcome(history, perplexity)
+      report = report or zenjax.report(trainer.opt_state)
+      del trainer  # Two at a time would need twice the memory.
+    trainer = self._trainer("pmean")
+    reordered = self._fit(trainer, "pmean reordered", rotate=True)
+    if self._interrupt.requested:
+      return self._stopped(len(reordered.losses))
+    print(f"\n{lm_compare.table(**outcomes, reordered=reordered)}\n\n{report}")
+    runs = {sync: outcome.history for sync, outcome in outcomes.items()}
+    self._plot({**runs, "pmean reordered": reordered})
+    return 0
+
+  def _trainer(self, sync: str) -> Trainer:
+    return Trainer(
+      vocab=self._vocab,
+      width=self._flags.width,
+      seed=self._flags.seed,
+      sync=sync,
+      learning_rate=self._flags.lr,
+      mesh=self._mesh,
+    )
+
+  def _fit(
+    self,
+    trainer: Trainer,
+    label: str,
+    start: int = 0,
+    *,
+    rotate: bool = False,
+    after_step: Callable[[int], object] = lambda step: None,
+  ) -> History:
+    batches = lm_data.batches(
+      self._windows,
+      devices=self._devices,
+      batch_tokens=self._flags.batch_tokens,
+      negatives=self._flags.negatives,
+      vocab=self._vocab,
+      seed=self._flags.seed,
+      first_step=start,
+    )
+    if rotate:
+      batches = (batch.rotated(self._devices) for batch in batches)
+    return fit(
+      trainer,
+      batches,
+      range(start, self._flags.steps),
+      label=label,
+      interrupt=self._interrupt,
+      after_step=after_step,
+    )
+
+  def _checkpoints(self):
+    # Orbax takes seconds to import, and is needed for this only.
+    from lm_checkpoint import Checkpoints
+
+    flags = vars(self._flags) | {"vocab": self._vocab}
+    names = (
+      "sync",
+      "vocab",
+      "width",
+      "lr",
+      "batch_tokens",
+      "negatives",
+      "seed",
+    )
+    settings = {f"--{name.replace('_', '-')}": flags[name] for name in names}
+    return Checkpoints(
+      self._flags.checkpoint, settings, resume=self._flags.resume
+    )
+
+  def _print_perplexity(self, trainer: Trainer, steps: int) -> None:
+    perplexity = trainer.perplexity(self._held_out)
+    print(
+      f"held-out perplexity after {steps} steps: {perplexity:,.1f}", flush=True
+    )
+
+  def _stopped(self, steps: int, saved: str | None = None) -> int:
+    where = f"saved in {saved}" if saved else "nothing saved"
+    print(f"Stopped by Ctrl-C after {steps} steps, {where}.")
+    return _INTERRUPTED
+
+  def _plot(self, runs: dict[str, History]) -> None:
+    if self._flags.plot:
+      lm_plot.save(runs, self._flags.plot)
+      print(f"plot: {os.path.abspath(self._flags.plot)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the program and returns its exit code."""
+  flags = lm_flags.parse(__doc__ or "", argv)
+  interrupt = Interrupt()
+  try:
+    job = Job(flags, interrupt)
+  except KeyboardInterrupt:
+    print("Stopped by Ctrl-C while the text was read.")
+    return _INTERRUPTED
+  with interrupt:
+    return job.compare() if flags.sync == "compare" else job.train()
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,30 @@
+"""Eight fake CPU devices and strict numerics for every test."""
+
+import os
+import pathlib
+import sys
+
+import hypothesis
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Helper modules sit beside the tests; importlib mode leaves `sys.path` alone.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+# "ci" draws the same cases on every run; "explore" is for hunting by hand:
+# ZENJAX_HYPOTHESIS=explore python -m pytest tests/test_properties.py
+_COMMON = {
+  "deadline": None,
+  "database": None,
+  "print_blob": True,
+  "suppress_health_check": [
+    hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.data_too_large,
+  ],
+}
+hypothesis.settings.register_profile("ci", derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("explore", **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("ZENJAX_HYPOTHESIS", "ci"))

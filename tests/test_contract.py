@@ -1,0 +1,220 @@
+"""The contract: whatever the way of synchronizing, what `lax.pmean` means.
+
+Ways to synchronize, ways to run, dtypes, numbers of devices, shapes and
+capacities are sampled so that every *pair* of choices meets in some program
+(a full table would compile for hours); every data case then runs through every
+program. Each row of `SCHEMES` and `RUNNERS` is one line: add to them.
+"""
+
+import functools
+import itertools
+import random
+from typing import NamedTuple
+
+import cases
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import runners
+import steps
+
+import zenjax
+from zenjax._partition import Layout
+
+# (scheme, partition); "grid" is the integer between "hash" and "columns".
+SCHEMES = (
+  ("dense", "auto"),
+  ("all_gather", "auto"),
+  ("zen", "auto"),
+  ("zen", "hash"),
+  ("zen", "columns"),
+  ("zen", "grid"),
+)
+GRIDS = SCHEMES[-1:]
+DEVICES = (1, 2, 3, 5, 8)
+# Rows: not a multiple of n, one, fewer than n; widths: 1, below n, odd, wide.
+SHAPES = (
+  (300, 16),
+  (257, 1),
+  (41, 7),
+  (1, 5),
+  ("n-1", 3),
+  (96, 2),
+  (640, 33),
+)
+# The first round: a static guess, one row, a few. More than fits always comes.
+CAPACITIES = (None, (1, 1), (4, 12))
+
+
+class Program(NamedTuple):
+  """One compiled program of the contract table."""
+
+  scheme: tuple[str, str]
+  runner: str
+  dtype: np.dtype
+  n: int
+  shape: tuple[int | str, int]
+  capacities: tuple[int, int] | None
+  op: oracle.Op
+
+  @property
+  def rows(self) -> int:
+    rows = self.shape[0]
+    return max(1, self.n - 1) if isinstance(rows, str) else rows
+
+  @property
+  def width(self) -> int:
+    return self.shape[1]
+
+  def __str__(self):
+    first = "x".join(map(str, self.capacities)) if self.capacities else "guess"
+    return (
+      f"{'-'.join(self.scheme)}-{self.runner}-{self.dtype.name}-n{self.n}"
+      f"-{self.rows}x{self.width}-{first}-{self.op}"
+    )
+
+  def options(self) -> dict:
+    """Keyword arguments of `zenjax.sparse_pmean`."""
+    scheme, partition = self.scheme
+    if partition == "grid":
+      partition = 2 if self.width % 2 else 4
+    first = self.capacities
+    if first is not None:
+      first = (min(first[0], self.rows), min(first[1], self.rows))
+    return {"scheme": scheme, "partition": partition, "capacities": first}
+
+
+FACTORS = (
+  SCHEMES,
+  tuple(runners.RUNNERS),
+  cases.DTYPES,
+  DEVICES,
+  SHAPES,
+  CAPACITIES,
+  ("mean", "sum"),
+)
+
+
+def pairs_of(program: Program) -> set:
+  """Every two choices of a program, each with its factor."""
+  return set(itertools.combinations(enumerate(program), 2))
+
+
+def possible(pair) -> bool:
+  """A grid needs a divisor of `n` between 1 and `n`: 8 devices."""
+  (i, x), (j, y) = pair
+  return (i, j) != (0, 3) or y == 8 or x not in GRIDS
+
+
+def programs(seed: int = 0) -> list[Program]:
+  """Few programs in which every two choices that can meet do meet."""
+  rng = random.Random(seed)
+  todo = set()
+  for (i, a), (j, b) in itertools.combinations(enumerate(FACTORS), 2):
+    todo |= {((i, x), (j, y)) for x in a for y in b}
+  todo = set(filter(possible, todo))
+  chosen = []
+  while todo:
+    must = dict(min(todo, key=repr))
+    drawn = [
+      Program(*(must.get(i, rng.choice(f)) for i, f in enumerate(FACTORS)))
+      for _ in range(100)
+    ]
+    legal = [p for p in drawn if all(map(possible, pairs_of(p)))]
+    best = max(legal, key=lambda program: len(pairs_of(program) & todo))
+    chosen.append(best)
+    todo -= pairs_of(best)
+  return chosen
+
+
+def synchronize(program: Program):
+  """What one device of a program does."""
+  f = {"mean": zenjax.sparse_pmean, "sum": zenjax.sparse_psum}[program.op]
+  return functools.partial(_call, f, program.options())
+
+
+def _call(f, options, x, axis_name):
+  return f(x, axis_name, **options)
+
+
+def failures(run, program: Program, named_stacks) -> list[str]:
+  """The messages of all cases that break the contract."""
+  found = []
+  for name, stack in named_stacks:
+    result = run(stack)
+    try:
+      oracle.check(result, stack, program.op, label=name)
+      oracle.check_same_bits(run(stack), result, label=f"{name}, repeated")
+    except AssertionError as error:
+      found.append(str(error))
+  return found
+
+
+@pytest.mark.parametrize("program", programs(), ids=str)
+def test_every_case_on_every_shard(program):
+  run = runners.RUNNERS[program.runner](synchronize(program), program.n)
+  named_stacks = cases.every_case(
+    program.n, program.rows, program.width, program.dtype
+  )
+  found = failures(run, program, named_stacks)
+  assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:-1], ids="-".join)
+def test_replicas_agree_on_the_sign_of_zero(scheme):
+  """-0.0 on one device and 0.0 on another is one number on all."""
+  n = 3
+  program = Program(scheme, "pmap", cases.FLOAT32, n, (41, 7), None, "mean")
+  run = runners.RUNNERS[program.runner](synchronize(program), n)
+  rng = np.random.default_rng(0)
+  stack = cases.minus_zero_on_some_devices(rng, n, 41, 7, cases.FLOAT32)
+  oracle.check_replicas(run(stack), signed_zero=True)
+
+
+@pytest.mark.parametrize("capacities", CAPACITIES, ids=str)
+def test_ids_all_on_one_owner(capacities):
+  """The adversary knows the hash; the statistics must show that it does."""
+  n, rows, width = 8, 3000, 6
+  layout = Layout(num_rows=rows, groups=n)
+  owner_of = np.asarray(layout.place(jnp.arange(rows))[0])
+  tx = zenjax.zen_sync(
+    "data", sparse=True, partition="hash", capacities=capacities
+  )
+  params = {"t": jnp.zeros((rows, width))}
+  trainer = steps.Trainer(tx, params, runners.mesh(n))
+  for seed in range(3):
+    rng = np.random.default_rng(seed)
+    stack = cases.one_owner(owner_of, 20, rng, n, rows, width, cases.FLOAT32)
+    oracle.check(trainer({"t": stack})["t"], stack)
+    numbers = zenjax.stats(trainer.state)["t"]
+    np.testing.assert_allclose(numbers["pull_imbalance"], n, rtol=1e-5)
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns", 2])
+@pytest.mark.parametrize("capacities", CAPACITIES, ids=str)
+def test_sums_run_rank_by_rank(partition, capacities):
+  """Bit for bit the float32 sum in the order of the devices."""
+  n = 8
+  program = functools.partial(
+    zenjax.sparse_psum, partition=partition, capacities=capacities
+  )
+  run = runners.RUNNERS["vmap"](program, n)
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    scale = 2.0 ** rng.integers(-12, 12, (n, 300, 1))
+    stack = scale * cases.normal(rng, n, 300, 9, cases.FLOAT32)
+    ids = rng.integers(0, 40, (n, 20))
+    stack = cases.keep(stack.astype(np.float32), ids)
+    want = np.zeros((300, 9), np.float32)
+    for local in stack:
+      want += local
+    got = np.abs(run(stack))
+    oracle.check_same_bits(got, np.stack([np.abs(want)] * n))
+
+
+def test_every_pair_of_choices_is_compiled():
+  met = set().union(*map(pairs_of, programs()))
+  for (i, a), (j, b) in itertools.combinations(enumerate(FACTORS), 2):
+    for x, y in itertools.product(a, b):
+      assert possible(((i, x), (j, y))) == (((i, x), (j, y)) in met), (x, y)

@@ -1,0 +1,227 @@
+"""More than one mesh axis: hierarchies, and axes that stay automatic."""
+
+import cases
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import oracle
+import pytest
+import runners
+import steps
+
+import zenjax
+
+CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
+F32 = np.dtype(np.float32)
+AXES = ("host", "device")
+
+
+def grid_mesh(shape, names) -> Mesh:
+  devices = np.asarray(jax.devices()[: int(np.prod(shape))])
+  return Mesh(devices.reshape(shape), names)
+
+
+def hierarchical(f, shape, check_vma):
+  """`f(x, AXES)` on a mesh of `shape`; stack [n, ...] -> every shard."""
+  mesh = grid_mesh(shape, AXES)
+  mapped = jax.jit(
+    jax.shard_map(
+      lambda x: f(x[0], AXES),
+      mesh=mesh,
+      in_specs=P(AXES),
+      out_specs=P(),
+      check_vma=check_vma,
+    )
+  )
+  split = NamedSharding(mesh, P(AXES))
+  return lambda stack: runners.shards(mapped(jax.device_put(stack, split)))
+
+
+def nested_vmap(f, shape):
+  """The same on one device: an axis of `vmap` for each axis of the mesh."""
+  mapped = jax.jit(
+    jax.vmap(
+      jax.vmap(lambda x: f(x, AXES), axis_name=AXES[1]), axis_name=AXES[0]
+    )
+  )
+
+  def run(stack):
+    result = mapped(stack.reshape(*shape, *stack.shape[1:]))
+    return np.asarray(result).reshape(stack.shape)
+
+  return run
+
+
+@pytest.mark.parametrize(
+  ("scheme", "shape", "check_vma"),
+  [
+    ("zen", (2, 4), True),
+    ("zen", (2, 4), False),
+    ("zen", (4, 2), True),
+    ("zen", (3, 2), False),
+    ("zen", (1, 5), True),
+    ("zen", (5, 1), True),
+    ("all_gather", (2, 4), True),
+    ("all_gather", (3, 2), False),
+    ("dense", (4, 2), True),
+    ("dense", (1, 5), False),
+  ],
+)
+def test_hierarchy(scheme, shape, check_vma):
+  """No 16-bit partial sum: float16 overflows in them where the mean fits."""
+  dtype = cases.FLOAT16 if shape in ((4, 2), (3, 2)) else F32
+  run = hierarchical(
+    lambda x, axes: zenjax.sparse_pmean(x, axes, scheme=scheme),
+    shape,
+    check_vma,
+  )
+  for name, stack in cases.every_case(int(np.prod(shape)), 67, 5, dtype):
+    oracle.check(run(stack), stack, label=name)
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns"])
+@pytest.mark.parametrize("capacities", [None, (1, 2), (4, 12)])
+def test_hierarchy_with_rounds(partition, capacities):
+  run = hierarchical(
+    lambda x, axes: zenjax.sparse_pmean(
+      x, axes, partition=partition, capacities=capacities
+    ),
+    (2, 4),
+    True,
+  )
+  for name, stack in cases.every_case(8, 90, 12, cases.BFLOAT16):
+    oracle.check(run(stack), stack, label=name)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_hierarchy_under_nested_vmap(shape):
+  run = nested_vmap(zenjax.sparse_pmean, shape)
+  for name, stack in cases.every_case(8, 41, 7, F32):
+    oracle.check(run(stack), stack, label=name)
+
+
+def test_fastest_axis_is_summed_first():
+  """(a + b) + (c + d): with 1e8, the order of float32 additions shows."""
+  stack = np.zeros((4, 40, 3), np.float32)
+  stack[:, 7] = np.array([[1e8], [1.0], [1.0], [-1e8]])
+  run = hierarchical(zenjax.sparse_psum, (2, 2), True)
+  x = stack[:, 7, 0]
+  want = (x[0] + x[1]) + (x[2] + x[3])
+  np.testing.assert_array_equal(run(stack)[:, 7], np.full((4, 3), want))
+
+
+@pytest.mark.parametrize(
+  ("axis", "check_vma"), [("host", True), ("device", True), ("host", False)]
+)
+def test_only_the_named_axis_is_averaged(axis, check_vma):
+  """Groups along the other axis stay apart, whatever each has to send."""
+  mesh = grid_mesh((2, 4), AXES)
+  other = AXES[1 - AXES.index(axis)]
+  mapped = jax.jit(
+    jax.shard_map(
+      lambda x: zenjax.sparse_pmean(x[0], axis)[None],
+      mesh=mesh,
+      in_specs=P(AXES),
+      out_specs=P(other),
+      check_vma=check_vma,
+    )
+  )
+  for name, stack in cases.every_case(8, 41, 6, F32):
+    by_axis = stack.reshape(2, 4, 41, 6)
+    groups = by_axis if axis == "device" else by_axis.swapaxes(0, 1)
+    placed = jax.device_put(stack, NamedSharding(mesh, P(AXES)))
+    on_devices = runners.shards(mapped(placed)).reshape(2, 4, 41, 6)
+    got = on_devices if axis == "device" else on_devices.swapaxes(0, 1)
+    for members, result in zip(groups, got, strict=True):
+      oracle.check(result, members, label=name)
+
+
+@CHECK_VMA
+def test_state_and_multisteps_on_two_axes(check_vma):
+  tx = steps.lenient(
+    optax.MultiSteps(
+      optax.chain(zenjax.zen_sync(AXES, sparse=True), optax.sgd(1.0)), 2
+    ).gradient_transformation()
+  )
+  trainer = steps.Trainer(
+    tx,
+    {"t": jnp.zeros((70, 3))},
+    grid_mesh((2, 4), AXES),
+    axis=AXES,
+    check_vma=check_vma,
+  )
+  rng = np.random.default_rng(0)
+  a, b = (cases.half(rng, 8, 70, 3, F32) for _ in range(2))
+  assert (trainer({"t": a})["t"] == 0).all()
+  got = trainer({"t": b})["t"]
+  oracle.check_replicas(got)
+  want = -(a.astype(np.float64) + b).mean(axis=0) / 2
+  np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-6)
+  trainer.check_replicas()
+
+
+# --- an automatic axis beside the data axis ---------------------------------
+
+
+def partial_manual(f, check_vma, width_spec):
+  """Manual over "data" only; columns follow `width_spec` over "model"."""
+  mesh = Mesh(
+    np.asarray(jax.devices()[:8]).reshape(4, 2),
+    ("data", "model"),
+    axis_types=(AxisType.Auto, AxisType.Auto),
+  )
+  mapped = jax.jit(
+    jax.shard_map(
+      lambda x: f(x[0], "data"),
+      mesh=mesh,
+      in_specs=P("data"),
+      out_specs=P(),
+      axis_names={"data"},
+      check_vma=check_vma,
+    ),
+    out_shardings=NamedSharding(mesh, P(None, width_spec)),
+  )
+  split = NamedSharding(mesh, P("data", None, width_spec))
+
+  def run(stack):
+    result = mapped(jax.device_put(stack, split))
+    return _by_data_rank(result, stack.shape[-1])
+
+  return run
+
+
+def _by_data_rank(result, width) -> np.ndarray:
+  """What each device of the data axis holds, columns joined: [n, R, D]."""
+  shards = runners.shards(result)
+  shards = shards.reshape(4, 2, *shards.shape[1:])
+  if shards.shape[-1] == width:
+    np.testing.assert_array_equal(
+      oracle.bits(shards[:, 0]), oracle.bits(shards[:, 1])
+    )
+    return shards[:, 0]
+  return np.concatenate([shards[:, 0], shards[:, 1]], axis=-1)
+
+
+@pytest.mark.parametrize(
+  ("width_spec", "partition", "check_vma"),
+  [
+    (None, "hash", True),
+    ("model", "hash", True),
+    ("model", "hash", False),
+    ("model", "columns", True),
+    ("model", "columns", False),
+  ],
+)
+def test_partial_manual(width_spec, partition, check_vma):
+  run = partial_manual(
+    lambda x, axis: zenjax.sparse_pmean(x, axis, partition=partition),
+    check_vma,
+    width_spec,
+  )
+  for name, stack in cases.every_case(4, 90, 8, F32):
+    oracle.check(run(stack), stack, label=name)

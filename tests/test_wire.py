@@ -1,0 +1,166 @@
+"""What is sent: collectives and bytes of the lowered program, as declared."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp
+import pytest
+import zenjax
+from zenjax import _declare
+from zenjax._schemes.base import received_bytes
+
+_COLLECTIVES = (
+  "stablehlo.all_to_all",
+  "stablehlo.all_gather",
+  "stablehlo.all_reduce",
+  "stablehlo.reduce_scatter",
+  "stablehlo.collective_permute",
+)
+_BRANCHES = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
+
+
+class Found(NamedTuple):
+  """A collective in the lowered program."""
+
+  op: str
+  words: int  # of the operand
+  dtype: str
+  inside: tuple[str, ...]  # branches and loops around it
+
+
+def collectives(lowered: Any) -> list[Found]:
+  """Every collective of a lowered program, calls followed."""
+  module = lowered.compiler_ir("stablehlo")
+  functions = {
+    op.attributes["sym_name"].value: op
+    for op in module.body.operations
+    if op.operation.name == "func.func"
+  }
+  found: list[Found] = []
+
+  def walk(op, inside):
+    for region in op.operation.regions:
+      for block in region.blocks:
+        for inner in block.operations:
+          name = inner.operation.name
+          if name in _COLLECTIVES:
+            found.append(_describe(inner, inside))
+          elif name in ("func.call", "call"):
+            callee = inner.operation.attributes["callee"].value
+            walk(functions[callee], inside)
+          else:
+            deeper = (*inside, name) if name in _BRANCHES else inside
+            walk(inner, deeper)
+
+  walk(functions["main"], ())
+  return found
+
+
+def _describe(op: Any, inside: tuple[str, ...]) -> Found:
+  operand = jax_shape(op.operation.operands[0].type)
+  size = 1
+  for dim in operand[0]:
+    size *= dim
+  name = op.operation.name.removeprefix("stablehlo.")
+  return Found(name, size, operand[1], inside)
+
+
+def jax_shape(tensor: Any) -> tuple[tuple[int, ...], str]:
+  *dims, dtype = (
+    str(tensor).removeprefix("tensor<").removesuffix(">").split("x")
+  )
+  return tuple(int(d) for d in dims), dtype
+
+
+def lower(tables: dict[str, jax.ShapeDtypeStruct], n: int, **kwargs: Any):
+  """A step that only synchronizes, lowered for `n` devices."""
+  tx = zenjax.zen_sync("data", sparse=True, **kwargs)
+  mesh = Mesh(jax.devices()[:n], ("data",))
+  state = jax.eval_shape(tx.init, tables)
+  step = jax.shard_map(
+    lambda g, s: tx.update(zenjax.as_varying(g, "data"), s),
+    mesh=mesh,
+    in_specs=P(),
+    out_specs=P(),
+  )
+  return jax.jit(step).lower(tables, state)
+
+
+def table(rows: int, width: int, dtype: Any = jnp.float32):
+  return jax.ShapeDtypeStruct((rows, width), dtype)
+
+
+# Small capacities travel as slots, large ones as a bitmap.
+_SLOTS, _BITMAP = (3, 5), (60, 120)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("pinned", [_SLOTS, _BITMAP, None])
+@pytest.mark.parametrize(
+  ("scheme", "partition"),
+  [("zen", "hash"), ("zen", "columns"), ("zen", 2), ("all_gather", "hash")],
+)
+def test_lowered_program_sends_what_is_declared(n, pinned, scheme, partition):
+  tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
+  kwargs = dict(scheme=scheme, partition=partition, capacities=pinned)
+  seen = collectives(lower(tables, n, **kwargs))
+  declared = _declare.declare(tables, ("data",), (n,), **kwargs)
+  first = [(f.op, f.words, f.dtype) for f in seen if not f.inside]
+  assert first == [(m.op, m.words, "ui32") for m in declared.first]
+  looped = [f for f in seen if f.inside and f.op != "all_reduce"]
+  expected = [m for loop in declared.loops for m in loop]
+  assert [(f.op, f.words) for f in looped] == [
+    (m.op, m.words) for m in expected
+  ]
+  assert all(set(f.inside) == {"stablehlo.while"} for f in looped)
+  assert received_bytes(declared.first, declared.context) > 0
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns", 4])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_any_number_of_tables_shares_one_exchange(partition, count):
+  tables = {f"t{i}": table(600 + i, 16 + i) for i in range(count)}
+  seen = collectives(lower(tables, 8, partition=partition))
+  first = [f.op for f in seen if not f.inside]
+  assert first == ["all_to_all", "all_gather"]
+
+
+def test_bitmap_is_chosen_where_it_is_smaller():
+  tables = {"a": table(2000, 8)}
+  for push, pull in (_SLOTS, _BITMAP):
+    declared = _declare.declare(
+      tables, ("data",), (8,), partition="hash", capacities=(push, pull)
+    )
+    slots_a_group = 256
+    index = min(push, slots_a_group // 32)
+    assert declared.first[0].words == 8 * (2 + index + push * 8)
+
+
+def test_no_collective_over_the_table_outside_the_dense_path():
+  rows, width = 20000, 32
+  seen = collectives(lower({"a": table(rows, width)}, 8))
+  for found in seen:
+    if found.op == "all_reduce":
+      assert found.inside == ("stablehlo.while",)
+      assert found.words * 16 <= rows * width + width * 16
+    else:
+      assert found.words < rows * width // 4
+
+
+def test_small_leaf_takes_psum_by_default():
+  lowered = lower_default({"bias": jax.ShapeDtypeStruct((32,), jnp.float32)})
+  assert [f.op for f in collectives(lowered)] == ["all_reduce"]
+
+
+def lower_default(tables: dict[str, jax.ShapeDtypeStruct]):
+  tx = zenjax.zen_sync("data")
+  mesh = Mesh(jax.devices(), ("data",))
+  step = jax.shard_map(
+    lambda g: tx.update(zenjax.as_varying(g, "data"), tx.init(g))[0],
+    mesh=mesh,
+    in_specs=P(),
+    out_specs=P(),
+  )
+  return jax.jit(step).lower(tables)

@@ -1,0 +1,65 @@
+"""What an exchange will send, without tracing it.
+
+The lowered program holds exactly these collectives: the tests compare them,
+benchmarks and predictions use them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+from zenjax import _group
+from zenjax import _options
+from zenjax import _select
+from zenjax import _sync
+from zenjax._collectives import Axes
+from zenjax._plan import TablePlan
+from zenjax._schemes import SCHEMES
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import Message
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+  """The collectives of one exchange.
+
+  Attributes:
+    context: Axes and sizes.
+    plans: One for each table.
+    first: Of the first round, in order.
+    loops: Of one turn of each loop.
+  """
+
+  context: Context
+  plans: tuple[TablePlan, ...]
+  first: list[Message]
+  loops: list[list[Message]]
+
+
+def declare(
+  tables: Any, axes: Axes, sizes: Sequence[int], **kwargs: Any
+) -> Declared:
+  """Declares the sparse exchange of all leaves of `tables`.
+
+  Args:
+    tables: Arrays or their shapes.
+    axes: Axis names, slowest first.
+    sizes: Devices along each.
+    **kwargs: As for `zen_sync`.
+  """
+  options = _options.check(axes, sparse=True, **_options.DEFAULTS | kwargs)
+  context = Context(axes=axes, sizes=tuple(sizes), mean=options.mean)
+  scheme = SCHEMES[options.scheme]
+  if scheme is None:
+    return Declared(context=context, plans=(), first=[], loops=[])
+  group = _select.named_leaves(tables)
+  plans = _group.plans(group, scheme, options, context)
+  return Declared(
+    context=context,
+    plans=plans,
+    first=scheme.messages(plans, [p.first for p in plans], context),
+    loops=[
+      scheme.messages(plans, capacities, context)
+      for capacities in _sync.loop_capacities(plans)
+    ],
+  )
