@@ -128,7 +128,9 @@ def check_replicas(result, label: str = "", signed_zero=False) -> None:
   """
   result = np.asarray(result)
   if not signed_zero:
-    result = np.where(result == 0, np.zeros((), result.dtype), result)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+      zero = result == 0
+    result = np.where(zero, np.zeros((), result.dtype), result)
   words = bits(result)
   differs = words != words[:1]
   if differs.any():

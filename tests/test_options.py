@@ -66,12 +66,11 @@ def test_one_array_of_any_rank(shape):
   oracle.check(run(stack), stack)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (0, 0)])
-@pytest.mark.parametrize("unit", ["row", "element"])
-def test_leaves_of_no_elements(unit, shape):
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_leaves_of_no_elements(shape):
   """As `lax.pmean` takes them, alone and beside a table."""
   rng = np.random.default_rng(0)
-  tx = zenjax.zen_sync("data", sparse=True, unit=unit)
+  tx = zenjax.zen_sync("data", sparse=True)
   stack = {"none": np.zeros((N, *shape), F32), "t": table(rng, 70, 3)}
   state = tx.init(jax.tree.map(lambda x: x[0], stack))
   run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
@@ -85,8 +84,6 @@ def test_leaves_of_no_elements(unit, shape):
 LEAVES = {
   "wide": ((200, 64), np.float32),
   "narrow": ((1000, 1), np.float16),
-  "half": ((97, 5), np.dtype(cases.BFLOAT16)),
-  "experts": ((5, 20, 6), np.float32),
   "deep": ((3, 4, 5, 7), np.dtype(cases.BFLOAT16)),
   "one": ((1, 9), np.float32),
 }
@@ -96,9 +93,8 @@ LEAVES = {
   ("partition", "runner"),
   [
     ("auto", "shard_map_vma_replicated"),
-    ("hash", "vmap"),
     ("columns", "pmap"),
-    (2, "shard_map_replicated"),
+    (2, "vmap"),
   ],
 )
 def test_many_leaves_in_one_exchange(partition, runner):

@@ -6,15 +6,18 @@ of a batch, which is the quickest way to run eight of them.
 """
 
 import functools
+from typing import Any
 
 import cases
 import drawn
 import hypothesis
 from hypothesis import strategies as st
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import runners
+import steps
 
 import zenjax
 
@@ -79,6 +82,34 @@ def test_drawn_gradients_on_devices(shape, way):
     oracle.check(run(stack), stack, op_of(way))
 
   holds()
+
+
+@functools.cache
+def trainer() -> tuple[steps.Trainer, Any]:
+  """Two tables whose state remembers the steps before; and its first state."""
+  tx = zenjax.zen_sync("data", sparse=True)
+  params = {
+    "narrow": jnp.zeros((200, 3), jnp.float32),
+    "half": jnp.zeros((64, 8), jnp.bfloat16),
+  }
+  made = steps.Trainer(tx, params, runners.mesh(4))
+  return made, made.state
+
+
+NARROW = drawn.gradients(drawn.Shape(4, 200, 3, cases.FLOAT32))
+HALF = drawn.gradients(drawn.Shape(4, 64, 8, cases.BFLOAT16))
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.lists(st.tuples(NARROW, HALF), min_size=2, max_size=6))
+def test_drawn_histories(history):
+  """A table that was dense may turn sparse at any step, and back."""
+  run, run.state = trainer()
+  for step, (narrow, half) in enumerate(history):
+    got = run({"narrow": narrow, "half": half})
+    oracle.check(got["narrow"], narrow, label=f"narrow, step {step}")
+    oracle.check(got["half"], half, label=f"half, step {step}")
+  run.check_replicas()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,10 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-import jax.numpy as jnp
 import pytest
+
 import zenjax
 from zenjax import _declare
 from zenjax._schemes.base import received_bytes

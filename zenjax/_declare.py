@@ -57,9 +57,9 @@ def declare(
   return Declared(
     context=context,
     plans=plans,
-    first=scheme.messages(plans, [p.first for p in plans], context),
-    loops=[
-      scheme.messages(plans, capacities, context)
-      for capacities in _sync.loop_capacities(plans)
+    first=[
+      *scheme.push_messages(plans, [p.first.push for p in plans], context),
+      *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
     ],
+    loops=_sync.loop_messages(plans, scheme, context),
   )

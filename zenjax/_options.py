@@ -1,6 +1,6 @@
 """What the user asked for, checked when the transform is built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal
 
@@ -177,5 +177,3 @@ def _capacity(value: Any, where: str) -> Capacity:
       f" every row that one source sends it, got {value!r}."
     )
   return Capacity(push, pull)
-
-

@@ -112,7 +112,7 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
 
 
 def init(
-  tx: optax.GradientTransformation,
+  tx: optax.GradientTransformation | optax.MultiSteps,
   params: Any,
   mesh: Mesh,
   axis_name: AxisName,

@@ -47,15 +47,15 @@ class TablePlan:
     table: What travels.
     layout: Its row groups.
     column_groups: `g`.
-    first: Capacity of the first round, which is unconditional.
-    loops: Capacities of the loops that carry the rest, largest first.
+    first: Capacity of the first push and pull, which are unconditional.
+    chunk: Capacity of those in the loops that carry the rest.
   """
 
   table: Table
   layout: Layout
   column_groups: int
   first: Capacity
-  loops: tuple[Capacity, ...]
+  chunk: Capacity
 
   @property
   def block_width(self) -> int:
@@ -64,15 +64,13 @@ class TablePlan:
 
 
 # Nothing is known of the density when a step is traced. The first round holds
-# a union of 1/64 and a local density of 1/256 of the table, which wastes
-# little of a dense exchange's time where the gradient is empty; loops with a
-# large and a small chunk carry the rest, the large one while it is mostly
-# full. Pinned sizes get the first round they ask for and chunks of an eighth.
-_FIRST_PULL = 64
-_FIRST_PUSH = 256
-_LARGE = 4
-_SMALL = 4
-_PINNED_CHUNK = 8
+# a union of 1/64 and a local density of 1/128 of the table, which wastes
+# little of a dense exchange's time where the gradient is empty. A union is
+# pulled in chunks of a quarter of that. Pinned sizes get the first round they
+# ask for, and small chunks: the pull's is a low percentile of what is needed.
+_FIRST_PUSH, _FIRST_PULL = 128, 64
+_PUSH_CHUNK, _PULL_CHUNK = 1, 4
+_PINNED_PUSH_CHUNK, _PINNED_PULL_CHUNK = 8, 16
 _MIN_ROWS = 8
 
 
@@ -89,36 +87,30 @@ def plan_table(
   layout = Layout(
     num_rows=table.num_rows, groups=groups, seed=seed, first_word=first_word
   )
-  first = _clip(pinned, layout) if pinned else _guess(layout)
   if pinned:
-    loops = [_scaled(first, 1, _PINNED_CHUNK)]
+    first = Capacity(*(min(c, layout.slots) for c in pinned))
+    chunk = _parts(first, _PINNED_PUSH_CHUNK, _PINNED_PULL_CHUNK)
   else:
-    loops = [_scaled(first, _LARGE, 1), _scaled(first, 1, _SMALL)]
-  complete = first.push >= layout.slots and first.pull >= layout.slots
+    slots = Capacity(layout.slots, layout.slots)
+    first = _clip(_parts(slots, _FIRST_PUSH, _FIRST_PULL), layout)
+    chunk = _parts(first, _PUSH_CHUNK, _PULL_CHUNK)
   return TablePlan(
     table=table,
     layout=layout,
     column_groups=column_groups,
     first=first,
-    loops=() if complete else tuple(_clip(c, layout) for c in loops),
+    chunk=_clip(chunk, layout),
   )
 
 
-def _guess(layout: Layout) -> Capacity:
-  slots = layout.slots
-  return _clip(
-    Capacity(-(-slots // _FIRST_PUSH), -(-slots // _FIRST_PULL)), layout
-  )
-
-
-def _scaled(capacity: Capacity, times: int, over: int) -> Capacity:
-  return Capacity(*(-(-c * times // over) for c in capacity))
+def _parts(capacity: Capacity, push: int, pull: int) -> Capacity:
+  return Capacity(-(-capacity.push // push), -(-capacity.pull // pull))
 
 
 def _clip(capacity: Capacity, layout: Layout) -> Capacity:
-  low = 1 if capacity.pull < _MIN_ROWS else min(_MIN_ROWS, capacity.push)
-  push = min(max(capacity.push, low), layout.slots)
-  return Capacity(push, min(max(capacity.pull, push), layout.slots))
+  """At least a few rows, which cost nothing, and at most `S`."""
+  low = min(_MIN_ROWS, layout.slots)
+  return Capacity(*(min(max(c, low), layout.slots) for c in capacity))
 
 
 def choose_column_groups(
@@ -135,13 +127,20 @@ def choose_column_groups(
     return devices
   if partition != "auto":
     return int(partition)
-  divisors = [g for g in range(1, devices + 1) if devices % g == 0]
+  # Blocks of a few bytes cost more in local work than balance saves.
+  row = table.width * table.dtype.itemsize
+  divisors = [
+    g
+    for g in range(1, devices + 1)
+    if devices % g == 0 and (g == 1 or row >= g * _MIN_BLOCK_BYTES)
+  ]
   return min(divisors, key=lambda g: expected_bytes(table, devices, g))
 
 
 # Densities for which `auto` compares partitions: a vocabulary's.
 _AUTO_DENSITY = 0.01
 _AUTO_UNION = 0.04
+_MIN_BLOCK_BYTES = 64
 
 
 def expected_bytes(table: Table, devices: int, column_groups: int) -> float:

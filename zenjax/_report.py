@@ -6,9 +6,11 @@ import numpy as np
 
 from zenjax import _state
 
-# Pinned sizes leave this part above the 90th percentile of what was needed.
-_MARGIN = 1.05
-_PERCENTILE = 90
+# Percentiles of recent needs that pinned sizes should hold. A push that
+# overflows costs a whole round, so it is sized for most steps; a pull goes on
+# in small chunks, so it is sized for what nearly every step fills.
+_PUSH_PERCENTILE = 90
+_PULL_PERCENTILE = 10
 
 
 def stats(state: Any) -> dict[str, dict[str, float]]:
@@ -90,9 +92,10 @@ def advise(state: Any) -> dict[str, tuple[int, int]]:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name `(push, pull)`: the 90th percentile of the last 64 steps with
-    a margin of 5 %, for `zen_sync(capacities=...)`. Leaves that travel dense,
-    and all before the first step, are left out.
+    By leaf name `(push, pull)` for `zen_sync(capacities=...)`: of what the last
+    64 steps needed, the 90th percentile of the push and the 10th of the pull,
+    which goes on in small chunks. Leaves that travel dense, and all before the
+    first step, are left out.
   """
   advice: dict[str, tuple[int, int]] = {}
   for node in _states(state):
@@ -105,9 +108,10 @@ def advise(state: Any) -> dict[str, tuple[int, int]]:
 
 def _capacity(leaf: _state.LeafState, steps: int) -> tuple[int, int]:
   num_rows = int(np.asarray(leaf.sizes)[0])
-  need = np.percentile(np.asarray(leaf.history)[:steps], _PERCENTILE, axis=0)
-  push, pull = (min(num_rows, int(x * _MARGIN) + 1) for x in need)
-  return push, max(push, pull)
+  pushes, pulls = np.asarray(leaf.history)[:steps].T
+  push = max(1, int(np.percentile(pushes, _PUSH_PERCENTILE)))
+  pull = int(np.percentile(pulls, _PULL_PERCENTILE))
+  return min(push, num_rows), min(max(push, pull), num_rows)
 
 
 _HEADINGS = (

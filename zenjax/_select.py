@@ -50,7 +50,8 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
         f" sparse, got dtype {leaf.dtype}; leave it out of `sparse` and it"
         " takes psum."
       )
-  return chosen
+  # A leaf without elements has no row to send.
+  return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
 
 
 def _explicit(tree: Any, sparse: SparseSpec) -> list[Any]:

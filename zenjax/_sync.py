@@ -1,14 +1,17 @@
 """One exchange of a group of tables: rounds, overflow, the dense path.
 
-The first round has a static size and stands outside any branch, so that it
-may overlap with the backward pass. Whatever did not fit follows in loops
-that normally turn zero times; their trip counts derive from counts that
-every round brings back, equal on all devices, so no collective is spent on
-agreeing. A table found to be above break-even density takes the dense path
-instead, and may be remembered as dense.
+The first push and pull have static sizes and stand outside any branch, so
+that they may overlap with the backward pass. What did not fit the pull
+follows in a loop of further pulls, what did not fit the push in a loop of
+further rounds; their trip counts derive from counts that every pull brings
+back, equal on all devices, so no collective is spent on agreeing. A table
+found to be above break-even density takes the dense path instead, and may be
+remembered as dense.
 """
 
 from collections.abc import Sequence
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,10 +21,11 @@ import jax.numpy as jnp
 from zenjax import _bitmap
 from zenjax import _compat
 from zenjax import _dense
-from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import Held
+from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import received_bytes
 from zenjax._schemes.base import Scheme
@@ -34,8 +38,6 @@ from zenjax.kernels.mask_pack.reference import mask_pack
 _BREAK_EVEN = 0.5
 # A table that travels dense returns to sparse below this part of break-even.
 _RETURN = 0.8
-# A large chunk is sent while at least this part of it is expected to be full.
-_MOSTLY_FULL = 0.6
 
 
 class Outcome(NamedTuple):
@@ -46,8 +48,8 @@ class Outcome(NamedTuple):
   push_need: jax.Array  # [] f32, rows of the fullest (source, group) pair
   pull_need: jax.Array  # [] f32, rows of the fullest group's union
   push_mean: jax.Array  # [] f32, rows of a pair, mean
-  rounds: jax.Array  # [] f32, that carried rows of this table
-  overflow_rows: jax.Array  # [] f32, of all devices, beyond the first round
+  rounds: jax.Array  # [] f32, pulls that carried rows of this table
+  overflow_rows: jax.Array  # [] f32, of all devices, beyond the first push
   wire_bytes: jax.Array  # [] f32, received by a device
   went_dense: jax.Array  # [] bool, this time
   dense_next: jax.Array  # [] bool, what to remember
@@ -58,17 +60,24 @@ class Result(NamedTuple):
 
   tables: list[jax.Array]  # [R, D], synced
   outcomes: list[Outcome]
-  first: list[Arrived]  # what the first round brought
+  first: list[Arrived]  # what the first pull brought
 
 
 class _Progress(NamedTuple):
-  """Where one table stands between rounds."""
+  """Where one table stands between exchanges."""
 
-  table: jax.Array  # [R, D], synced below `start`
-  start: jax.Array  # [m] int32
+  table: jax.Array  # [R, D], synced below `start` but for what is pending
+  start: jax.Array  # [m] int32, where the next push begins
   union: jax.Array  # [m] int32, rows that came back so far
-  left: jax.Array  # [2] f32, rows expected to remain: push, pull
+  pending: jax.Array  # [] int32, rows that the fullest owner has still to send
   rounds: jax.Array  # [] int32
+
+
+class _Turns(NamedTuple):
+  """How often each loop turned."""
+
+  pulls: jax.Array  # [] int32, beyond the first
+  pushes: jax.Array  # [] int32, beyond the first
 
 
 def sync(
@@ -96,17 +105,22 @@ def sync(
   bitmaps, probes = _masks(tables, plans, known)
   starts = [jnp.zeros(p.layout.groups, jnp.int32) for p in plans]
   outgoing = [Outgoing(*o) for o in zip(tables, bitmaps, starts, probes)]
-  capacities = [plan.first for plan in plans]
-  first = scheme.round(outgoing, plans, capacities, context)
+  held = scheme.push(outgoing, plans, [p.first.push for p in plans], context)
+  sizes = [plan.first.pull for plan in plans]
+  first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
   dense = _verdicts(first, plans, scheme, context, known, exact)
   progress = [
     _advance(_begin(*b), arrived, skip)
     for b, arrived, skip in zip(zip(tables, starts), first, dense)
   ]
-  turns: list[jax.Array] = []
+  zero = jnp.zeros((), jnp.int32)
+  turns = _Turns(zero, zero)
   if exact:
+    held = [_without(h, skip, p) for h, skip, p in zip(held, dense, plans)]
     with jax.named_scope("zenjax/rounds"):
-      progress, turns = _loops(progress, bitmaps, plans, scheme, context)
+      exchange = _Exchange(bitmaps, plans, scheme, context)
+      progress, turns = exchange.pull_rest(progress, held, sizes, turns)
+      progress, turns = exchange.push_rest(progress, turns)
     with jax.named_scope("zenjax/dense"):
       progress = [
         p
@@ -153,41 +167,50 @@ def _no_rows(table: jax.Array, plan: TablePlan) -> jax.Array:
 
 def _begin(table: jax.Array, start: jax.Array) -> _Progress:
   zero = jnp.zeros((), jnp.int32)
-  return _Progress(table, start, start, jnp.zeros(2, jnp.float32), zero)
+  return _Progress(table, start, start, zero, zero)
 
 
 def _advance(
   progress: _Progress, arrived: Arrived, skip: jax.Array | None = None
 ) -> _Progress:
-  """Writes a round's rows, or none and is done where `skip` says so."""
+  """Writes what a pull brought, or nothing and is done where `skip` says so."""
   tally = arrived.tally
   row, start = arrived.row, tally.limit
+  pending = jnp.max(tally.pending)
   if skip is not None:
     row = jnp.where(skip, progress.table.shape[0], row)
     start = jnp.where(skip, jnp.iinfo(jnp.int32).max, start)
+    pending = jnp.where(skip, 0, pending)
   with jax.named_scope("zenjax/expand"):
     table = expand(progress.table, row, arrived.values)
-  carried = (jnp.sum(tally.pushed) > 0).astype(jnp.int32)
+  carried = (jnp.sum(tally.union) > 0).astype(jnp.int32)
   return _Progress(
     table=table,
-    start=start,
+    # A table that took the dense path, or had no more rows, stays done.
+    start=jnp.maximum(start, progress.start),
     union=progress.union + tally.union,
-    left=_left(tally),
+    pending=pending,
     rounds=progress.rounds + carried,
   )
 
 
+def _without(held: Held, skip: jax.Array | None, plan: TablePlan) -> Held:
+  """Holds no rows where the table takes the dense path."""
+  if skip is None:
+    return held
+  union = held.union
+  slots = jnp.where(skip, plan.layout.slots, union.slots)
+  total = jnp.where(skip, 0, union.total)
+  return held._replace(union=union._replace(slots=slots, total=total))
+
+
 def _left(tally: Tally) -> jax.Array:
-  """Rows expected to remain for the fullest pair and the fullest union."""
-  pushed, merged, union, fullest = (
-    x.astype(jnp.float32)
-    for x in (tally.pushed, tally.merged, tally.union, tally.fullest)
+  """Rows expected of the fullest union beyond what was merged."""
+  pushed, merged, total = (
+    x.astype(jnp.float32) for x in (tally.pushed, tally.merged, tally.total)
   )
-  left = pushed - merged
   # What remains overlaps about as much as what was summed so far.
-  union_left = union * left / jnp.maximum(merged, 1)
-  push_left = fullest * left / jnp.maximum(pushed, 1)
-  return jnp.stack([jnp.max(push_left), jnp.max(union_left)])
+  return jnp.max(total * (pushed - merged) / jnp.maximum(merged, 1))
 
 
 def _verdicts(
@@ -204,7 +227,7 @@ def _verdicts(
   verdicts: list[jax.Array | None] = []
   for i, (arrived, plan) in enumerate(zip(first, plans)):
     tally = arrived.tally
-    pull = jnp.max(tally.union).astype(jnp.float32) + _left(tally)[1]
+    pull = jnp.max(tally.total).astype(jnp.float32) + _left(tally)
     push = jnp.max(tally.fullest).astype(jnp.float32)
     unfinished = jnp.any(tally.limit < plan.layout.slots)
     dense = unfinished & _above(push, pull, plan, scheme, context, 1.0)
@@ -228,75 +251,102 @@ def _above(
   return jnp.asarray(sparse > dense * _BREAK_EVEN * factor)
 
 
-def _loops(
-  progress: list[_Progress],
-  bitmaps: Sequence[_bitmap.Bitmap],
-  plans: Sequence[TablePlan],
-  scheme: Scheme,
-  context: Context,
-) -> tuple[list[_Progress], list[jax.Array]]:
-  """Further rounds until nothing is left; turns of each loop."""
-  turns = []
-  levels = loop_capacities(plans)
-  for level, capacities in enumerate(levels):
-    last = level == len(levels) - 1
-    carry = (jnp.zeros((), jnp.int32), progress)
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+  """What all further rounds of a group share."""
 
-    def unfinished(carry, last=last, capacities=capacities):
-      return _any_left(carry[1], plans, None if last else capacities)
+  bitmaps: Sequence[_bitmap.Bitmap]
+  plans: Sequence[TablePlan]
+  scheme: Scheme
+  context: Context
 
-    def turn(carry, capacities=capacities):
-      count, progress = carry
+  def pull_rest(
+    self,
+    progress: list[_Progress],
+    held: Sequence[Held],
+    offset: Sequence[int],
+    turns: _Turns,
+  ) -> tuple[list[_Progress], _Turns]:
+    """Pulls what is held beyond row number `offset`, in chunks."""
+    if not _pulls_rest(self.plans, self.scheme, self.context):
+      return progress, turns
+    sizes = [plan.chunk.pull for plan in self.plans]
+
+    def unfinished(carry):
+      return _any([p.pending > 0 for p in carry[1]])
+
+    def turn(carry):
+      turns, progress = carry
+      done = turns.pulls - before
+      at = [o + done * size for o, size in zip(offset, sizes)]
+      arrived = self.scheme.pull(held, at, self.plans, sizes, self.context)
+      progress = [_advance(*pa) for pa in zip(progress, arrived)]
+      return turns._replace(pulls=turns.pulls + 1), progress
+
+    before = turns.pulls
+    turns, progress = lax.while_loop(unfinished, turn, (turns, progress))
+    return progress, turns
+
+  def push_rest(
+    self, progress: list[_Progress], turns: _Turns
+  ) -> tuple[list[_Progress], _Turns]:
+    """Whole rounds until nothing is left."""
+    if all(p.first.push >= p.layout.slots for p in self.plans):
+      return progress, turns
+    sizes = [plan.chunk for plan in self.plans]
+
+    def unfinished(carry):
+      ends = [plan.layout.slots for plan in self.plans]
+      return _any([jnp.any(p.start < e) for p, e in zip(carry[1], ends)])
+
+    def turn(carry):
+      turns, progress = carry
       zero = jnp.zeros((), jnp.int32)
       outgoing = [
         Outgoing(p.table, b, jnp.minimum(p.start, plan.layout.slots), zero)
-        for p, b, plan in zip(progress, bitmaps, plans)
+        for p, b, plan in zip(progress, self.bitmaps, self.plans)
       ]
-      arrived = scheme.round(outgoing, plans, capacities, context)
-      return count + 1, [_resume(*pa) for pa in zip(progress, arrived)]
+      pushes = [c.push for c in sizes]
+      held = self.scheme.push(outgoing, self.plans, pushes, self.context)
+      pulls = [c.pull for c in sizes]
+      none = [0] * len(pulls)
+      arrived = self.scheme.pull(held, none, self.plans, pulls, self.context)
+      progress = [_advance(*pa) for pa in zip(progress, arrived)]
+      progress, turns = self.pull_rest(progress, held, pulls, turns)
+      return turns._replace(pushes=turns.pushes + 1), progress
 
-    count, progress = lax.while_loop(unfinished, turn, carry)
-    turns.append(count)
-  return progress, turns
-
-
-def _resume(progress: _Progress, arrived: Arrived) -> _Progress:
-  """Advances a table; one that took the dense path stays done."""
-  after = _advance(progress, arrived)
-  return after._replace(start=jnp.maximum(after.start, progress.start))
-
-
-def loop_capacities(plans: Sequence[TablePlan]) -> list[list[Capacity]]:
-  """Capacities of each loop, for each table; tables without loops ride along.
-
-  Empty where the first round of every table holds all its rows.
-  """
-  levels = max((len(plan.loops) for plan in plans), default=0)
-  return [
-    [
-      plan.loops[min(level, len(plan.loops) - 1)]
-      if plan.loops
-      else Capacity(1, 1)
-      for plan in plans
-    ]
-    for level in range(levels)
-  ]
+    turns, progress = lax.while_loop(unfinished, turn, (turns, progress))
+    return progress, turns
 
 
-def _any_left(
-  progress: Sequence[_Progress],
-  plans: Sequence[TablePlan],
-  capacities: Sequence[Capacity] | None,
-) -> jax.Array:
-  """Whether a table is unfinished, by most of its capacity where given."""
-  left = jnp.zeros((), bool)
-  for i, (p, plan) in enumerate(zip(progress, plans)):
-    one = jnp.any(p.start < plan.layout.slots)
-    if capacities is not None:
-      rounds = p.left / jnp.asarray(capacities[i], jnp.float32)
-      one = one & (jnp.max(rounds) >= _MOSTLY_FULL)
-    left = left | one
-  return left
+def _any(flags: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.logical_or, flags)
+
+
+def _pulls_rest(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> bool:
+  """Whether an owner may hold more than one pull brings."""
+  return any(
+    scheme.pull_messages([p], [1], context)
+    and (
+      scheme.held_rows(p, p.first.push, context) > p.first.pull
+      or scheme.held_rows(p, p.chunk.push, context) > p.chunk.pull
+    )
+    for p in plans
+  )
+
+
+def loop_messages(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> list[list[Message]]:
+  """The collectives in each loop's body, as the lowered program shows them."""
+  pull = scheme.pull_messages(plans, [p.chunk.pull for p in plans], context)
+  push = scheme.push_messages(plans, [p.chunk.push for p in plans], context)
+  rest = [pull] if _pulls_rest(plans, scheme, context) else []
+  if all(p.first.push >= p.layout.slots for p in plans):
+    return rest
+  return [*rest, [*push, *pull], *rest]
 
 
 def _outcome(
@@ -305,7 +355,7 @@ def _outcome(
   first: Arrived,
   dense: jax.Array | None,
   plan: TablePlan,
-  turns: Sequence[jax.Array],
+  turns: _Turns,
   scheme: Scheme,
   context: Context,
 ) -> Outcome:
@@ -348,20 +398,24 @@ def _outcome(
 def _wire_bytes(
   plan: TablePlan,
   went_dense: jax.Array,
-  turns: Sequence[jax.Array],
+  turns: _Turns,
   scheme: Scheme,
   context: Context,
 ) -> jax.Array:
   """Bytes a device received for this table, padding included."""
 
-  def of(capacity: Capacity) -> float:
-    messages = scheme.messages([plan], [capacity], context)
-    return float(received_bytes(messages, context))
-
-  total = jnp.asarray(of(plan.first), jnp.float32)
-  capacities = plan.loops or (Capacity(1, 1),)
-  for level, count in enumerate(turns):
-    capacity = capacities[min(level, len(capacities) - 1)]
-    total += count.astype(jnp.float32) * of(capacity)
+  pushes = [plan.first.push, plan.chunk.push]
+  pulls = [plan.first.pull, plan.chunk.pull]
+  push, push_chunk = (
+    float(received_bytes(scheme.push_messages([plan], [c], context), context))
+    for c in pushes
+  )
+  pull, pull_chunk = (
+    float(received_bytes(scheme.pull_messages([plan], [c], context), context))
+    for c in pulls
+  )
+  # A further round pushes and pulls; further pulls are counted apart.
+  rounds = turns.pushes.astype(jnp.float32) * (push_chunk + pull_chunk)
+  total = push + pull + rounds + turns.pulls.astype(jnp.float32) * pull_chunk
   dense = _dense.received_bytes(plan.table, context.devices)
   return total + jnp.where(went_dense, dense, 0.0)

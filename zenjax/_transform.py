@@ -213,7 +213,7 @@ def _one(
       f" {kwargs['on_overflow']!r}: there is no state to carry rows in; use"
       " `zenjax.zen_sync`."
     )
-  settings = _options.DEFAULTS | {"op": op}
+  settings: dict[str, Any] = _options.DEFAULTS | {"op": op}
   unknown = sorted(set(kwargs) - set(settings) | {"op"} & set(kwargs))
   if unknown:
     raise TypeError(

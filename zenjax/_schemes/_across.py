@@ -8,7 +8,6 @@ dtype until the last addition.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ import jax.numpy as jnp
 from zenjax import _bitmap
 from zenjax import _collectives
 from zenjax import _wire
-from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax.kernels.merge.reference import merge
 from zenjax.kernels.merge.reference import Union
@@ -27,21 +26,12 @@ from zenjax.kernels.merge.reference import Union
 _COUNTS = 5
 
 
-class Owned(NamedTuple):
-  """What an owner holds of one table between push and pull."""
-
-  union: Union
-  pushed: jax.Array  # [] int32, see Tally
-  fullest: jax.Array  # [] int32
-  probe: jax.Array  # [] int32
-
-
 def sum_over(
-  owned: Sequence[Owned],
+  owned: Sequence[Held],
   plans: Sequence[TablePlan],
-  capacities: Sequence[Capacity],
+  capacities: Sequence[int],
   context: Context,
-) -> list[Owned]:
+) -> list[Held]:
   """Sums each table's union over all axes but the fastest."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
@@ -74,7 +64,7 @@ def sum_over(
 
 def messages(
   plans: Sequence[TablePlan],
-  capacities: Sequence[Capacity],
+  capacities: Sequence[int],
   context: Context,
 ) -> list[Message]:
   """The three collectives of `sum_over`."""
@@ -89,13 +79,13 @@ def messages(
   ]
 
 
-def _row_words(plan: TablePlan, capacity: Capacity, hosts: int) -> int:
+def _row_words(plan: TablePlan, capacity: int, hosts: int) -> int:
   columns = -(-plan.block_width // hosts)
   dtype = _collectives.accumulator(plan.table.dtype)
-  return _wire.words_for(capacity.pull * columns, dtype)
+  return _wire.words_for(capacity * columns, dtype)
 
 
-def _index_sections(own: Owned, plan: TablePlan) -> list[jax.Array]:
+def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
   union = own.union
   counts = _sections.encode_counts(
     *(
@@ -112,7 +102,7 @@ def _index_sections(own: Owned, plan: TablePlan) -> list[jax.Array]:
   return [counts, _bitmap.from_slots(union.slots, plan.layout.slots)[None]]
 
 
-def _row_section(own: Owned, hosts: int) -> jax.Array:
+def _row_section(own: Held, hosts: int) -> jax.Array:
   """`[hosts, words]`: a block of columns for each."""
   return _wire.to_words(_sections.split_columns(own.union.rows[None], hosts))
 
@@ -122,25 +112,25 @@ def _merge_hosts(
   words: jax.Array,
   rows: jax.Array,
   plan: TablePlan,
-  capacity: Capacity,
+  capacity: int,
   hosts: int,
-) -> Owned:
+) -> Held:
   num_slots = plan.layout.slots
   limit, merged, pushed, fullest, probe = _sections.decode_counts(counts)
   dtype = _collectives.accumulator(plan.table.dtype)
-  wanted = jnp.arange(capacity.pull, dtype=jnp.int32)
-  wanted = jnp.broadcast_to(wanted, (hosts, capacity.pull))
+  wanted = jnp.arange(capacity, dtype=jnp.int32)
+  wanted = jnp.broadcast_to(wanted, (hosts, capacity))
   slots = _bitmap.select(_bitmap.index(words), wanted)
-  shape = (capacity.pull, -(-plan.block_width // hosts))
+  shape = (capacity, -(-plan.block_width // hosts))
   union = merge(
     slots,
     _wire.from_words(rows, shape, dtype),
     jnp.min(limit),
     num_slots,
-    capacity.pull,
+    capacity,
     dtype,
   )
-  return Owned(
+  return Held(
     union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
     pushed=jnp.sum(pushed, dtype=jnp.int32),
     fullest=jnp.max(fullest),

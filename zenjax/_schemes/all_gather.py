@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from zenjax import _collectives
 from zenjax import _wire
-from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Tally
@@ -42,35 +42,67 @@ class AllGather:
     del sizes, column_groups
     return 1, 1
 
-  def round(
+  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
+    return min(plan.layout.slots, capacity * context.devices)
+
+  def push(
     self,
     outgoing: Sequence[Outgoing],
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
-  ) -> list[Arrived]:
+  ) -> list[Held]:
     with jax.named_scope("all_gather/send"):
       sections: list[jax.Array] = []
       lengths: list[int] = []
       for out, plan, capacity in zip(outgoing, plans, capacities):
         sections += _sections_of(out, plan, capacity)
         lengths += _lengths(plan, capacity)
-      gathered = _collectives.all_gather(_wire.join(sections)[0], context.axes)
+      buffer = _wire.join(sections)[0]
+      gathered = _collectives.all_gather(buffer, context.axes)
     with jax.named_scope("all_gather/merge"):
       parts = iter(_wire.split(gathered, lengths))
       return [
-        _arrive(next(parts), next(parts), next(parts), plan, capacity, context)
+        _merge(
+          next(parts),
+          next(parts),
+          next(parts),
+          plan,
+          capacity,
+          self.held_rows(plan, capacity, context),
+        )
         for plan, capacity in zip(plans, capacities)
       ]
 
-  def messages(
+  def pull(
+    self,
+    held: Sequence[Held],
+    offset: Sequence[jax.Array] | Sequence[int],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Arrived]:
+    """Everyone holds the whole union already: nothing moves."""
+    del offset, capacities
+    return [_arrive(own, plan, context) for own, plan in zip(held, plans)]
+
+  def push_messages(
     self,
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
   ) -> list[Message]:
     words = sum(sum(_lengths(p, c)) for p, c in zip(plans, capacities))
     return [Message("all_gather", context.axes, words)]
+
+  def pull_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    del plans, capacities, context
+    return []
 
   def expected_bytes(
     self,
@@ -84,23 +116,21 @@ class AllGather:
     return (context.devices - 1) * push * row
 
 
-def _lengths(plan: TablePlan, capacity: Capacity) -> list[int]:
+def _lengths(plan: TablePlan, capacity: int) -> list[int]:
   table = plan.table
   return [
     _COUNTS,
-    _sections.index_words(capacity.push, plan.layout.slots),
-    _wire.words_for(capacity.push * table.width, table.wire_dtype),
+    _sections.index_words(capacity, plan.layout.slots),
+    _wire.words_for(capacity * table.width, table.wire_dtype),
   ]
 
 
 def _sections_of(
-  out: Outgoing, plan: TablePlan, capacity: Capacity
+  out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[1, words]` each."""
   first, remaining = waiting(out)
-  slots, rows = compact(
-    out.table, out.bitmap, plan.layout, first, capacity.push
-  )
+  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
   return [
     _sections.encode_counts(remaining, out.probe[None]),
     _sections.encode_index(slots, plan.layout.slots),
@@ -108,37 +138,48 @@ def _sections_of(
   ]
 
 
-def _arrive(
+def _merge(
   counts: jax.Array,
   index: jax.Array,
   rows: jax.Array,
   plan: TablePlan,
-  capacity: Capacity,
-  context: Context,
-) -> Arrived:
+  capacity: int,
+  room: int,
+) -> Held:
   table, num_slots = plan.table, plan.layout.slots
   remaining, probe = _sections.decode_counts(counts)
-  slots = _sections.decode_index(index, capacity.push, num_slots)
-  ends = jnp.where(remaining > capacity.push, slots[:, -1] + 1, num_slots)
-  shape = (capacity.push, table.width)
+  slots = _sections.decode_index(index, capacity, num_slots)
+  ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
   union = merge(
     slots,
-    _wire.from_words(rows, shape, table.wire_dtype),
+    _wire.from_words(rows, (capacity, table.width), table.wire_dtype),
     jnp.min(ends),
     num_slots,
-    min(capacity.push * context.devices, num_slots),
+    room,
     _collectives.accumulator(table.dtype),
   )
-  values = context.scaled(union.rows).astype(table.dtype)
+  return Held(
+    union=union,
+    pushed=jnp.sum(remaining, dtype=jnp.int32),
+    fullest=jnp.max(remaining),
+    probe=jnp.sum(probe, dtype=jnp.int32),
+  )
+
+
+def _arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
+  union = own.union
+  tally = Tally(
+    limit=union.limit,
+    union=union.total,
+    total=union.total,
+    pending=jnp.zeros_like(union.total),
+    pushed=own.pushed,
+    fullest=own.fullest,
+    merged=union.merged,
+    probe=own.probe,
+  )
   return Arrived(
     row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
-    values=values,
-    tally=Tally(
-      limit=union.limit[None],
-      union=union.total[None],
-      pushed=jnp.sum(remaining, dtype=jnp.int32)[None],
-      fullest=jnp.max(remaining)[None],
-      merged=union.merged[None],
-      probe=jnp.sum(probe, dtype=jnp.int32)[None],
-    ),
+    values=context.scaled(union.rows).astype(plan.table.dtype),
+    tally=Tally(*(count[None] for count in tally)),
   )

@@ -1,8 +1,8 @@
-"""What a scheme is: one round of an exchange, and the bytes that it declares.
+"""What a scheme is: a push, a pull, and the bytes that each declares.
 
-A scheme moves rows; it knows nothing of rounds beyond its own, of the dense
-path, of statistics or of optax. Adding one is a file here and a row in the
-table of `zenjax._schemes`.
+A scheme moves rows; it knows nothing of rounds, of the dense path, of
+statistics or of optax. Adding one is a file here and a row in the table of
+`zenjax._schemes`.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from zenjax import _bitmap
 from zenjax._bitmap import Bitmap
 from zenjax._collectives import Axes
-from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
+from zenjax.kernels.merge.reference import Union
 
 
 class Outgoing(NamedTuple):
@@ -29,19 +29,30 @@ class Outgoing(NamedTuple):
   probe: jax.Array  # [] int32, any local count whose sum is wanted
 
 
+class Held(NamedTuple):
+  """What a device holds of one table between push and pull."""
+
+  union: Union  # the rows that it owns, summed
+  pushed: jax.Array  # [] int32, rows waiting at `start`, summed over devices
+  fullest: jax.Array  # [] int32, the same of the device that had most
+  probe: jax.Array  # [] int32, sum of `Outgoing.probe`
+
+
 class Tally(NamedTuple):
-  """Counts that every device knows after a round, one for each row group."""
+  """Counts that every device knows after a pull, one for each row group."""
 
   limit: jax.Array  # [m] int32, all slots below are done
-  union: jax.Array  # [m] int32, rows that came back in this round
-  pushed: jax.Array  # [m] int32, rows waiting at `start`, summed over devices
-  fullest: jax.Array  # [m] int32, the same of the device that had most
+  union: jax.Array  # [m] int32, rows that this pull brought
+  total: jax.Array  # [m] int32, rows that the owner holds
+  pending: jax.Array  # [m] int32, rows that it has still to send
+  pushed: jax.Array  # [m] int32, see Held
+  fullest: jax.Array  # [m] int32
   merged: jax.Array  # [m] int32, rows of all devices that were summed
-  probe: jax.Array  # [m] int32, sum of `Outgoing.probe`
+  probe: jax.Array  # [m] int32
 
 
 class Arrived(NamedTuple):
-  """One table's share of what a round brought back, equal on all devices."""
+  """One table's share of what a pull brought, equal on all devices."""
 
   row: jax.Array  # [k] int32, R where there is none
   values: jax.Array  # [k, D] in the table's dtype
@@ -87,23 +98,47 @@ class Scheme(Protocol):
     """`(m, g)`: row and column groups over axes of `sizes`."""
     ...
 
-  def round(
+  def push(
     self,
     outgoing: Sequence[Outgoing],
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
-  ) -> list[Arrived]:
-    """Exchanges the first rows from `start` on, as many as fit."""
+  ) -> list[Held]:
+    """Sends the first rows from `start` on, as many as fit, and sums them."""
     ...
 
-  def messages(
+  def pull(
+    self,
+    held: Sequence[Held],
+    offset: Sequence[jax.Array] | Sequence[int],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Arrived]:
+    """Brings everyone each owner's rows from number `offset` on."""
+    ...
+
+  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
+    """Rows that `Held.union` has room for after a push of `capacity`."""
+    ...
+
+  def push_messages(
     self,
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
   ) -> list[Message]:
-    """The collectives of one round, in order."""
+    """The collectives of one push, in order."""
+    ...
+
+  def pull_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    """The collectives of one pull, in order."""
     ...
 
   def expected_bytes(
@@ -139,3 +174,22 @@ def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:
   """`([m], [m])`: rank of the first row not done, and rows from there on."""
   first = _bitmap.rank(out.bitmap, out.start[:, None])[:, 0]
   return first, out.bitmap.total - first
+
+
+def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:
+  """Rows number `offset` to `offset + capacity` of a union, and its limit.
+
+  The limit is where this section ends, or the union's own after its last.
+  """
+  num_rows = union.slots.shape[0]
+  wanted = offset + jnp.arange(capacity, dtype=jnp.int32)
+  past = jnp.iinfo(jnp.int32).max
+  slots = union.slots.at[wanted].get(mode="fill", fill_value=past)
+  end = jnp.minimum(offset + capacity, num_rows - 1)
+  more = union.total > offset + capacity
+  return union._replace(
+    slots=slots,
+    rows=union.rows.at[wanted].get(mode="fill", fill_value=0),
+    total=jnp.clip(union.total - offset, 0, capacity),
+    limit=jnp.where(more, union.slots[end], union.limit),
+  )

@@ -26,14 +26,15 @@ import jax.numpy as jnp
 
 from zenjax import _collectives
 from zenjax import _wire
-from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes import _across
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
+from zenjax._schemes.base import section
 from zenjax._schemes.base import Tally
 from zenjax._schemes.base import waiting
 from zenjax.kernels.compact.reference import compact
@@ -53,47 +54,83 @@ class Zen:
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     return sizes[-1] // column_groups, column_groups
 
-  def round(
+  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
+    slots = plan.layout.slots
+    if len(context.axes) > 1:
+      # What is held crosses the slow links whole: no more than one pull.
+      return min(slots, max(plan.first.pull, capacity))
+    return min(slots, capacity * context.sizes[-1])
+
+  def push(
     self,
     outgoing: Sequence[Outgoing],
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
-  ) -> list[Arrived]:
-    fast = context.axes[-1:]
+  ) -> list[Held]:
     with jax.named_scope("zen/push"):
       sections: list[jax.Array] = []
       for out, plan, capacity in zip(outgoing, plans, capacities):
         sections += _push_sections(out, plan, capacity)
-      received = _collectives.all_to_all(_wire.join(sections), fast)
+      buffer = _wire.join(sections)
+      received = _collectives.all_to_all(buffer, context.axes[-1:])
     with jax.named_scope("zen/merge"):
-      owned = _merge_all(received, plans, capacities)
+      room = [
+        self.held_rows(plan, capacity, context)
+        for plan, capacity in zip(plans, capacities)
+      ]
+      held = _merge_all(received, plans, capacities, room)
       if len(context.axes) > 1:
-        owned = _across.sum_over(owned, plans, capacities, context)
-    with jax.named_scope("zen/pull"):
-      me = lax.axis_index(fast[0])
-      sections = []
-      for own, plan, capacity in zip(owned, plans, capacities):
-        sections += _pull_sections(own, plan, capacity, context, me)
-      gathered = _collectives.all_gather(_wire.join(sections)[0], fast)
-      return _arrivals(gathered, owned, plans, capacities)
+        held = _across.sum_over(held, plans, room, context)
+    return held
 
-  def messages(
+  def pull(
+    self,
+    held: Sequence[Held],
+    offset: Sequence[jax.Array] | Sequence[int],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Arrived]:
+    with jax.named_scope("zen/pull"):
+      fast = context.axes[-1:]
+      me = lax.axis_index(fast[0])
+      parts = [
+        section(own.union, at, capacity)
+        for own, at, capacity in zip(held, offset, capacities)
+      ]
+      sections: list[jax.Array] = []
+      for own, at, part, plan, capacity in zip(
+        held, offset, parts, plans, capacities
+      ):
+        pending = own.union.total - at - part.total
+        tally = _tally(own, part, jnp.maximum(pending, 0))
+        sections += _pull_sections(tally, part, plan, capacity, context, me)
+      gathered = _collectives.all_gather(_wire.join(sections)[0], fast)
+      return _arrivals(gathered, parts, plans, capacities)
+
+  def push_messages(
     self,
     plans: Sequence[TablePlan],
-    capacities: Sequence[Capacity],
+    capacities: Sequence[int],
     context: Context,
   ) -> list[Message]:
-    fast = context.axes[-1:]
-    pushed, pulled = 0, 0
-    for plan, capacity in zip(plans, capacities):
-      pushed += sum(_push_lengths(plan, capacity))
-      pulled += sum(_pull_lengths(plan, capacity))
-    push = Message("all_to_all", fast, pushed * context.sizes[-1])
-    pull = Message("all_gather", fast, pulled)
+    words = sum(sum(_push_lengths(p, c)) for p, c in zip(plans, capacities))
+    devices = context.sizes[-1]
+    push = Message("all_to_all", context.axes[-1:], words * devices)
     if len(context.axes) == 1:
-      return [push, pull]
-    return [push, *_across.messages(plans, capacities, context), pull]
+      return [push]
+    room = [self.held_rows(p, c, context) for p, c in zip(plans, capacities)]
+    return [push, *_across.messages(plans, room, context)]
+
+  def pull_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    words = sum(sum(_pull_lengths(p, c)) for p, c in zip(plans, capacities))
+    return [Message("all_gather", context.axes[-1:], words)]
 
   def expected_bytes(
     self,
@@ -108,34 +145,32 @@ class Zen:
     return (context.devices - 1) * rows
 
 
-def _push_lengths(plan: TablePlan, capacity: Capacity) -> list[int]:
+def _push_lengths(plan: TablePlan, capacity: int) -> list[int]:
   """Words for one owner: counts, index, rows."""
   return [
     _PUSH_COUNTS,
-    _sections.index_words(capacity.push, plan.layout.slots),
-    _wire.words_for(capacity.push * plan.block_width, plan.table.wire_dtype),
+    _sections.index_words(capacity, plan.layout.slots),
+    _wire.words_for(capacity * plan.block_width, plan.table.wire_dtype),
   ]
 
 
-def _pull_lengths(plan: TablePlan, capacity: Capacity) -> list[int]:
+def _pull_lengths(plan: TablePlan, capacity: int) -> list[int]:
   """Words from one owner; the owners of a row group share out its index."""
-  index = _sections.index_words(capacity.pull, plan.layout.slots)
+  index = _sections.index_words(capacity, plan.layout.slots)
   whole = plan.layout.groups == 1
   return [
     _PULL_COUNTS,
     0 if whole else -(-index // plan.column_groups),
-    _wire.words_for(capacity.pull * plan.block_width, plan.table.wire_dtype),
+    _wire.words_for(capacity * plan.block_width, plan.table.wire_dtype),
   ]
 
 
 def _push_sections(
-  out: Outgoing, plan: TablePlan, capacity: Capacity
+  out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[n, words]` each."""
   first, remaining = waiting(out)
-  slots, rows = compact(
-    out.table, out.bitmap, plan.layout, first, capacity.push
-  )
+  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
   probe = jnp.broadcast_to(out.probe, remaining.shape)
   counts = _sections.encode_counts(remaining, probe)
   index = _sections.encode_index(slots, plan.layout.slots)
@@ -150,8 +185,9 @@ def _push_sections(
 def _merge_all(
   received: jax.Array,
   plans: Sequence[TablePlan],
-  capacities: Sequence[Capacity],
-) -> list[_across.Owned]:
+  capacities: Sequence[int],
+  room: Sequence[int],
+) -> list[Held]:
   lengths = [
     length
     for plan, capacity in zip(plans, capacities)
@@ -159,8 +195,8 @@ def _merge_all(
   ]
   parts = iter(_wire.split(received, lengths))
   return [
-    _merge_one(next(parts), next(parts), next(parts), plan, capacity)
-    for plan, capacity in zip(plans, capacities)
+    _merge_one(next(parts), next(parts), next(parts), plan, capacity, rows)
+    for plan, capacity, rows in zip(plans, capacities, room)
   ]
 
 
@@ -169,23 +205,24 @@ def _merge_one(
   index: jax.Array,
   rows: jax.Array,
   plan: TablePlan,
-  capacity: Capacity,
-) -> _across.Owned:
+  capacity: int,
+  room: int,
+) -> Held:
   table, num_slots = plan.table, plan.layout.slots
   remaining, probe = _sections.decode_counts(counts)
-  slots = _sections.decode_index(index, capacity.push, num_slots)
-  shape = (capacity.push, plan.block_width)
+  slots = _sections.decode_index(index, capacity, num_slots)
+  shape = (capacity, plan.block_width)
   # A source that did not fit is complete up to the last row that it sent.
-  ends = jnp.where(remaining > capacity.push, slots[:, -1] + 1, num_slots)
+  ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
   union = merge(
     slots,
     _wire.from_words(rows, shape, table.wire_dtype),
     jnp.min(ends),
     num_slots,
-    capacity.pull,
+    room,
     _collectives.accumulator(table.dtype),
   )
-  return _across.Owned(
+  return Held(
     union=union,
     pushed=jnp.sum(remaining, dtype=jnp.int32),
     fullest=jnp.max(remaining),
@@ -193,34 +230,40 @@ def _merge_one(
   )
 
 
+def _tally(own: Held, part: Union, pending: jax.Array) -> Tally:
+  """This owner's counts, `[1]` each."""
+  tally = Tally(
+    limit=part.limit,
+    union=part.total,
+    total=own.union.total,
+    pending=pending,
+    pushed=own.pushed,
+    fullest=own.fullest,
+    merged=own.union.merged,
+    probe=own.probe,
+  )
+  return Tally(*(count[None] for count in tally))
+
+
 def _pull_sections(
-  own: _across.Owned,
+  tally: Tally,
+  part: Union,
   plan: TablePlan,
-  capacity: Capacity,
+  capacity: int,
   context: Context,
   me: jax.Array,
 ) -> list[jax.Array]:
   """`[1, words]` each."""
-  union = own.union
-  tally = Tally(
-    limit=union.limit,
-    union=union.total,
-    pushed=own.pushed,
-    fullest=own.fullest,
-    merged=union.merged,
-    probe=own.probe,
-  )
-  counts = _sections.encode_counts(*(count[None] for count in tally))
-  values = context.scaled(union.rows).astype(plan.table.dtype)
+  values = context.scaled(part.rows).astype(plan.table.dtype)
   return [
-    counts,
-    _index_share(union, plan, capacity, me),
+    _sections.encode_counts(*tally),
+    _index_share(part, plan, capacity, me),
     _sections.encode_rows(values[None], plan.table.wire_dtype),
   ]
 
 
 def _index_share(
-  union: Union, plan: TablePlan, capacity: Capacity, me: jax.Array
+  union: Union, plan: TablePlan, capacity: int, me: jax.Array
 ) -> jax.Array:
   """This owner's part of its row group's index, `[1, words]`."""
   length = _pull_lengths(plan, capacity)[1]
@@ -236,9 +279,9 @@ def _index_share(
 
 def _arrivals(
   gathered: jax.Array,
-  owned: Sequence[_across.Owned],
+  parts_held: Sequence[Union],
   plans: Sequence[TablePlan],
-  capacities: Sequence[Capacity],
+  capacities: Sequence[int],
 ) -> list[Arrived]:
   lengths = [
     length
@@ -247,8 +290,8 @@ def _arrivals(
   ]
   parts = iter(_wire.split(gathered, lengths))
   return [
-    _arrive(next(parts), next(parts), next(parts), own, plan, capacity)
-    for own, plan, capacity in zip(owned, plans, capacities)
+    _arrive(next(parts), next(parts), next(parts), held.slots, plan, capacity)
+    for held, plan, capacity in zip(parts_held, plans, capacities)
   ]
 
 
@@ -256,20 +299,20 @@ def _arrive(
   counts: jax.Array,
   index: jax.Array,
   rows: jax.Array,
-  own: _across.Owned,
+  own_slots: jax.Array,
   plan: TablePlan,
-  capacity: Capacity,
+  capacity: int,
 ) -> Arrived:
   table, layout, g = plan.table, plan.layout, plan.column_groups
   m, num_slots = layout.groups, layout.slots
   if m == 1:
     # Every owner was sent all ids and formed the same union.
-    slots = own.union.slots[None]
+    slots = own_slots[None]
   else:
-    index_size = _sections.index_words(capacity.pull, num_slots)
+    index_size = _sections.index_words(capacity, num_slots)
     index = index.reshape(m, -1)[:, :index_size]
-    slots = _sections.decode_index(index, capacity.pull, num_slots)
-  shape = (capacity.pull, plan.block_width)
+    slots = _sections.decode_index(index, capacity, num_slots)
+  shape = (capacity, plan.block_width)
   values = _wire.from_words(rows, shape, table.wire_dtype)
   values = _sections.join_columns(values, g, table.width).astype(table.dtype)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
