@@ -14,10 +14,11 @@ from zenjax._plan import Table
 from zenjax._schemes.base import Context
 from zenjax.kernels.mask_pack.reference import row_mask
 
-# A chunk is large enough for a link's full rate (16 MiB in float32) and at
-# most a sixteenth of the table.
-_CHUNK_ELEMENTS = 1 << 22
-_MIN_CHUNKS = 16
+# A chunk is a sixteenth of the table, but large enough that the links' rate
+# and not their latency decides (4 MiB in float32), and 16 MiB at most.
+_CHUNKS = 16
+_MIN_ELEMENTS = 1 << 20
+_MAX_ELEMENTS = 1 << 22
 
 # Rows looked at to learn the density of a table that travels dense.
 _SAMPLES = 4096
@@ -50,8 +51,8 @@ def reduce_where(
 
 def chunk_rows(num_rows: int, width: int) -> int:
   """Rows in one chunk."""
-  share = -(-num_rows // _MIN_CHUNKS)
-  return max(1, min(share, _CHUNK_ELEMENTS // width))
+  share = max(-(-num_rows // _CHUNKS), _MIN_ELEMENTS // width)
+  return max(1, min(share, _MAX_ELEMENTS // width, num_rows))
 
 
 def received_bytes(table: Table, devices: int) -> float:
