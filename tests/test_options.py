@@ -1,5 +1,7 @@
 """What the options of zen_sync change, and that nothing else changes."""
 
+from typing import Any
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -139,7 +141,8 @@ def test_capacities_by_the_names_of_the_report():
     "b": table(rng, 400, 5, 0.05),
   }
   rounds = {}
-  names = sorted(zenjax.zen_sync("data", sparse=True).init(params).leaves)
+  state: Any = zenjax.zen_sync("data", sparse=True).init(params)
+  names = sorted(state.leaves)
   for capacities in ({names[0]: (1, 2)}, {names[0]: (25, 100)}):
     tx = zenjax.zen_sync("data", sparse=True, capacities=capacities)
     trainer = steps.Trainer(tx, params, runners.mesh(N))
