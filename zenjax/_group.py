@@ -190,6 +190,7 @@ def plans(
   options: Options,
   context: Context,
 ) -> tuple[_plan.TablePlan, ...]:
+  """Static sizes for the sparse leaves of `group`, `(name, leaf)` each."""
   tables = [_table(name, leaf, options) for name, leaf in group]
   pinned = [_pinned(table, options) for table in tables]
   _check_names(tables, options)
