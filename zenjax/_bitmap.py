@@ -55,12 +55,6 @@ def from_slots(slots: jax.Array, num_slots: int) -> jax.Array:
   return pack(present)
 
 
-def below(words: jax.Array, limit: jax.Array) -> jax.Array:
-  """Keeps the bits at slots `< limit`; `words: [..., W]`, `limit: [...]`."""
-  first = lax.broadcasted_iota(jnp.int32, words.shape, words.ndim - 1) * 32
-  return words & _low_bits(jnp.clip(limit[..., None] - first, 0, 32))
-
-
 def rank(bitmap: Bitmap, slot: jax.Array) -> jax.Array:
   """Set bits before `slot: [..., k] int32` in `[0, S]`; `[..., k] int32`."""
   # Slot S has no word: the last word with all its bits stands for it.

@@ -34,10 +34,6 @@ class Table:
   dtype: jnp.dtype
   wire_dtype: jnp.dtype
 
-  @property
-  def nbytes(self) -> int:
-    return self.num_rows * self.width * self.dtype.itemsize
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
