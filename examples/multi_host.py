@@ -73,8 +73,12 @@ def train(mesh: Mesh, steps: int) -> tuple[dict, optax.OptState]:
     batch = [np.concatenate(x) for x in batch]
     batch = [jax.make_array_from_process_local_data(data, x) for x in batch]
     params, opt_state, loss = train_step(params, opt_state, *batch)
-    if jax.process_index() == 0 and i % 5 == 0:
-      print(f"step {i:4}  loss {float(loss):.5f}", flush=True)
+    if i % 5 == 0:
+      # On every process, so that none runs far ahead of the others: CPU clients
+      # of few threads deadlock with 32 steps of two devices in flight.
+      loss = float(loss)
+      if jax.process_index() == 0:
+        print(f"step {i:4}  loss {loss:.5f}", flush=True)
   return params, opt_state
 
 
