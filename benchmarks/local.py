@@ -77,7 +77,7 @@ def _build_sum(rows, width, density):
 def _build_mask(rows, width, density):
   gradient, found, _ = _gradient(rows, width, density)
   layout = _layout(rows)
-  run, seconds = _compile(lambda g: mask_pack(g, layout), gradient)
+  run, seconds = _compile(lambda g: mask_pack(g, layout).words, gradient)
   words = np.asarray(run())
   bits = np.unpackbits(words.view(np.uint8), bitorder="little")
   group, slot = np.nonzero(bits.reshape(DEVICES, -1))
@@ -93,7 +93,7 @@ def _build_rows(rows, width, density):
   capacity = int(mean + 5 * mean**0.5)  # What the fullest of 8 owners needs.
 
   def pack(g):
-    bitmap = _bitmap.index(mask_pack(g, layout))
+    bitmap = _bitmap.index(mask_pack(g, layout).words)
     first = jnp.zeros(DEVICES, jnp.int32)
     return compact(g, bitmap, layout, first, capacity)
 

@@ -44,11 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _keep_memory():
   """Has the C library keep what is freed instead of unmapping it."""
-  # glibc maps every allocation above 32 MB anew, and the first write to each of
-  # its pages is a fault: on CPU devices that can cost more than the step.
-  mmap_max, trim_threshold = -4, -1  # malloc.h
+  # glibc maps every allocation above 32 MB anew, and gives back a thread's heap
+  # of 64 MB with the one buffer in it: the first write to each page is a fault,
+  # and on CPU devices those can cost more than the step. One heap for all
+  # threads, which only grows, keeps its pages.
+  mmap_max, trim_threshold, arena_max = -4, -1, -8  # malloc.h
   libc = ctypes.CDLL(None)
-  if not (libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1)):
+  wanted = ((mmap_max, 0), (trim_threshold, -1), (arena_max, 1))
+  if not all(libc.mallopt(*setting) for setting in wanted):
     raise RuntimeError("`--keep-memory` needs glibc's mallopt; leave it out.")
 
 

@@ -118,20 +118,16 @@ def check(
   check_replicas(result, label)
 
 
-def check_replicas(result, label: str = "", signed_zero=False) -> None:
+def check_replicas(result, label: str = "") -> None:
   """Raises AssertionError unless all devices hold the same bits.
+
+  Those of zeros included: replicas that differ in them part sooner or later.
 
   Args:
     result: what each device holds, `[n, ...]`.
     label: named in the message.
-    signed_zero: whether zeros of unlike sign count as unlike.
   """
-  result = np.asarray(result)
-  if not signed_zero:
-    with np.errstate(invalid="ignore"):  # signaling NaNs
-      zero = result == 0
-    result = np.where(zero, np.zeros((), result.dtype), result)
-  words = bits(result)
+  words = bits(np.asarray(result))
   differs = words != words[:1]
   if differs.any():
     where = tuple(int(i) for i in np.argwhere(differs)[0])

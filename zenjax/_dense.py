@@ -5,6 +5,8 @@ it; a loop over chunks of rows holds one chunk, and turns zero times when the
 table travels sparse.
 """
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,11 +16,11 @@ from zenjax._plan import Table
 from zenjax._schemes.base import Context
 from zenjax.kernels.mask_pack.reference import row_mask
 
-# A chunk is a sixteenth of the table, but large enough that the links' rate
-# and not their latency decides (4 MiB in float32), and 16 MiB at most.
-_CHUNKS = 16
-_MIN_ELEMENTS = 1 << 20
-_MAX_ELEMENTS = 1 << 22
+# Elements summed at a time. Links want enough for their rate and not their
+# latency to decide: 16 MiB in float32. CPU devices share memory: where that is
+# not all of a table, chunks that stay in the cache are faster.
+_ELEMENTS = 1 << 22
+_CACHED_ELEMENTS = 1 << 18
 
 # Rows looked at to learn the density of a table that travels dense.
 _SAMPLES = 4096
@@ -32,27 +34,37 @@ def reduce_where(
   `wanted` is equal on all devices; where it is False nothing is exchanged and
   the table comes back as it is.
   """
+
+  def in_chunks_of(elements):
+    rows = max(1, min(elements // table.shape[1], table.shape[0]))
+    return functools.partial(_reduce_chunks, rows=rows, context=context)
+
+  small = table.size <= _ELEMENTS
+  return lax.platform_dependent(
+    table,
+    wanted,
+    cpu=in_chunks_of(_ELEMENTS if small else _CACHED_ELEMENTS),
+    default=in_chunks_of(_ELEMENTS),
+  )
+
+
+def _reduce_chunks(
+  table: jax.Array, wanted: jax.Array, rows: int, context: Context
+) -> jax.Array:
   num_rows = table.shape[0]
-  step = chunk_rows(num_rows, table.shape[1])
-  trips = jnp.where(wanted, -(-num_rows // step), 0)
-  offsets = jnp.arange(step, dtype=jnp.int32)[:, None]
+  trips = jnp.where(wanted, -(-num_rows // rows), 0)
+  offsets = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
   def body(trip, table):
     # The last chunk overlaps the one before: its first rows are done already.
-    start = jnp.minimum(trip * step, num_rows - step)
-    chunk = lax.dynamic_slice_in_dim(table, start, step)
+    start = jnp.minimum(trip * rows, num_rows - rows)
+    chunk = lax.dynamic_slice_in_dim(table, start, rows)
     total = _reduce(chunk, context)
-    if num_rows % step:
-      total = jnp.where(start + offsets >= trip * step, total, chunk)
+    if num_rows % rows:
+      total = jnp.where(start + offsets >= trip * rows, total, chunk)
     return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
 
   return lax.fori_loop(jnp.zeros_like(trips), trips, body, table)
-
-
-def chunk_rows(num_rows: int, width: int) -> int:
-  """Rows in one chunk."""
-  share = max(-(-num_rows // _CHUNKS), _MIN_ELEMENTS // width)
-  return max(1, min(share, _MAX_ELEMENTS // width, num_rows))
 
 
 def received_bytes(table: Table, devices: int) -> float:
@@ -69,7 +81,7 @@ def sample_count(num_rows: int) -> int:
 def sample(table: jax.Array) -> jax.Array:
   """Nonzero rows among the sampled ones: `[] int32`."""
   rows = table[:: _stride(table.shape[0])]
-  return jnp.sum(row_mask(rows), dtype=jnp.int32)
+  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
 
 
 def _stride(num_rows: int) -> int:

@@ -17,8 +17,12 @@ from zenjax._partition import Layout
 Partition = Literal["auto", "hash", "columns"] | int
 
 
+# Indices of `TablePlan.chunks`.
+LARGE, SMALL = 0, 1
+
+
 class Capacity(NamedTuple):
-  """Rows that the buffers of one round hold."""
+  """Rows that the buffers of one push and pull hold."""
 
   push: int  # C
   pull: int  # U
@@ -44,14 +48,15 @@ class TablePlan:
     layout: Its row groups.
     column_groups: `g`.
     first: Capacity of the first push and pull, which are unconditional.
-    chunk: Capacity of those in the loops that carry the rest.
+    chunks: Capacity of those in the loops: `LARGE` while much is left, then
+      `SMALL`.
   """
 
   table: Table
   layout: Layout
   column_groups: int
   first: Capacity
-  chunk: Capacity
+  chunks: tuple[Capacity, Capacity]
 
   @property
   def block_width(self) -> int:
@@ -59,14 +64,28 @@ class TablePlan:
     return -(-self.table.width // self.column_groups)
 
 
+class _Size(NamedTuple):
+  """How large a push or pull is that knows nothing of the density."""
+
+  part: int  # of the slots, as a divisor
+  least_bytes: int  # to one device: what takes no longer than less would
+
+
 # Nothing is known of the density when a step is traced. The first round holds
-# a union of 1/64 and a local density of 1/128 of the table, which wastes
-# little of a dense exchange's time where the gradient is empty. A union is
-# pulled in chunks of a quarter of that. Pinned sizes get the first round they
-# ask for, and small chunks: the pull's is a low percentile of what is needed.
-_FIRST_PUSH, _FIRST_PULL = 128, 64
-_PUSH_CHUNK, _PULL_CHUNK = 1, 4
-_PINNED_PUSH_CHUNK, _PINNED_PULL_CHUNK = 8, 16
+# a local density of 1/128 of the table and a union of 1/64, which wastes
+# little of a dense exchange's time where the gradient is empty. Large chunks
+# keep turns few for gradients near break-even, small ones waste little at the
+# end. Where these are messages so short that latency decides, they are longer.
+_FIRST = (_Size(128, 48 << 10), _Size(64, 96 << 10))
+_LARGE = (_Size(48, 48 << 10), _Size(32, 128 << 10))
+_SMALL = (_Size(192, 16 << 10), _Size(256, 32 << 10))
+_MOST_LONGER = 8
+# With few slots a second size would cost more to compile than it saves.
+_ONE_SIZE_UP_TO = 1024
+# Parts of pinned sizes, (push, pull). The pull's is a low percentile of what
+# is needed, so that small chunks follow at nearly every step.
+_PINNED_LARGE = (1, 8)
+_PINNED_SMALL = (8, 64)
 _MIN_ROWS = 8
 
 
@@ -83,30 +102,40 @@ def plan_table(
   layout = Layout(
     num_rows=table.num_rows, groups=groups, seed=seed, first_word=first_word
   )
+  slots = layout.slots
   if pinned:
-    first = Capacity(*(min(c, layout.slots) for c in pinned))
-    chunk = _parts(first, _PINNED_PUSH_CHUNK, _PINNED_PULL_CHUNK)
+    first = Capacity(*(min(c, slots) for c in pinned))
+    chunks = tuple(
+      Capacity(*(-(-size // part) for size, part in zip(first, parts)))
+      for parts in (_PINNED_LARGE, _PINNED_SMALL)
+    )
   else:
-    slots = Capacity(layout.slots, layout.slots)
-    first = _clip(_parts(slots, _FIRST_PUSH, _FIRST_PULL), layout)
-    chunk = _parts(first, _PUSH_CHUNK, _PULL_CHUNK)
+    block = -(-table.width // column_groups) * table.wire_dtype.itemsize
+    first, *chunks = (
+      Capacity(_unpinned(push, slots, block + 4), _unpinned(pull, slots, block))
+      for push, pull in (_FIRST, _LARGE, _SMALL)
+    )
+  large, small = (_clip(chunk, slots) for chunk in chunks)
+  if slots <= _ONE_SIZE_UP_TO:
+    small = large
   return TablePlan(
     table=table,
     layout=layout,
     column_groups=column_groups,
-    first=first,
-    chunk=_clip(chunk, layout),
+    first=first if pinned else _clip(first, slots),
+    chunks=(large, small),
   )
 
 
-def _parts(capacity: Capacity, push: int, pull: int) -> Capacity:
-  return Capacity(-(-capacity.push // push), -(-capacity.pull // pull))
+def _unpinned(size: _Size, slots: int, row_bytes: int) -> int:
+  rows = -(-slots // size.part)
+  return max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
 
 
-def _clip(capacity: Capacity, layout: Layout) -> Capacity:
+def _clip(capacity: Capacity, slots: int) -> Capacity:
   """At least a few rows, which cost nothing, and at most `S`."""
-  low = min(_MIN_ROWS, layout.slots)
-  return Capacity(*(min(max(c, low), layout.slots) for c in capacity))
+  low = min(_MIN_ROWS, slots)
+  return Capacity(*(min(max(c, low), slots) for c in capacity))
 
 
 def choose_column_groups(
@@ -114,8 +143,8 @@ def choose_column_groups(
 ) -> int:
   """`g` for a table: a divisor of `devices`.
 
-  `"auto"` takes the fewest bytes by the formula below, for the density that
-  the first round is sized for.
+  `"auto"` takes the fewest bytes by the formula below, for the densities of
+  a vocabulary.
   """
   if partition == "hash":
     return 1

@@ -7,8 +7,8 @@ import numpy as np
 from zenjax import _state
 
 # Percentiles of recent needs that pinned sizes should hold. A push that
-# overflows costs a whole round, so it is sized for most steps; a pull goes on
-# in small chunks, so it is sized for what nearly every step fills.
+# overflows costs another and a pull, so it is sized for most steps; a pull
+# goes on in small chunks, so it is sized for what nearly every step fills.
 _PUSH_PERCENTILE = 90
 _PULL_PERCENTILE = 10
 
@@ -24,7 +24,7 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     device over all, mean), `union_density`, `densification` (their ratio),
     `push_imbalance` (fullest pair over the mean), `pull_imbalance` (fullest
     owner over the mean), `rounds`, `overflow_rows` (of all devices, beyond
-    the first round), `wire_bytes` and `dense_bytes` (received by a device; a
+    the first push), `wire_bytes` and `dense_bytes` (received by a device; a
     ring all-reduce's), `went_dense`. Empty before the first step.
 
   Raises:
@@ -140,7 +140,7 @@ def report(state: Any) -> str:
   Returns:
     Lines of text: for each sparse leaf its density on a device, the union's,
     their ratio (growth), imbalance of push and pull, rounds, rows that
-    overflowed the first round, megabytes received by a device beside those of
+    overflowed the first push, megabytes received by a device beside those of
     a dense all-reduce, whether that pays, and the `capacities=` to pin.
 
   Raises:

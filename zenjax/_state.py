@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from zenjax import _dense
+from zenjax._outcome import Outcome
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Context
-from zenjax._sync import Outcome
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64

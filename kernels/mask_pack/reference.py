@@ -1,5 +1,7 @@
 """Nonzero rows of a table as a bitmap in (group, slot) order."""
 
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -10,14 +12,16 @@ from zenjax import _compat
 from zenjax._partition import LANES
 from zenjax._partition import Layout
 
-# From this width on XLA:CPU vectorizes a maximum of bytes and not an `any`:
-# 1.05 to 1.2 against 1.7 to 2.0 times one read at width 128, and the other
-# way round (4 to 5 against 1.0 to 1.4) at width 16.
-_BYTES_FROM_WIDTH = 48
+
+class RowMask(NamedTuple):
+  """What one read of a table tells of its rows."""
+
+  nonzero: jax.Array  # [R] bool, any bit other than sign bits
+  written: jax.Array  # [R] bool, any bit: also where a zero is negative
 
 
-def row_mask(table: jax.Array) -> jax.Array:
-  """Which rows have any bit set other than sign bits.
+def row_mask(table: jax.Array) -> RowMask:
+  """Which rows are not zero.
 
   Integers are compared, not floats: XLA:CPU takes subnormals for zero, and a
   row missed on one replica would leave replicas different. `-0.0` is zero;
@@ -25,31 +29,60 @@ def row_mask(table: jax.Array) -> jax.Array:
 
   Args:
     table: `[R, D]`, any floating dtype.
-
-  Returns:
-    `[R] bool`.
   """
   bits = jnp.dtype(f"uint{table.dtype.itemsize * 8}")
   magnitude = np.array(np.iinfo(bits).max >> 1, bits)
-  nonzero = (lax.bitcast_convert_type(table, bits) & magnitude) != 0
-  if table.shape[1] < _BYTES_FROM_WIDTH:
-    return jnp.any(nonzero, axis=1)
-  return jnp.max(nonzero.astype(jnp.int8), axis=1) > 0
+  raw = lax.bitcast_convert_type(table, bits)
+
+  def either(a, b):
+    return a[0] | b[0], a[1] | b[1]
+
+  # One reduction of two operands: XLA:CPU keeps it in one loop, and writes the
+  # comparisons of a plain `any` or `max` to memory first.
+  found = ((raw & magnitude) != 0, raw != 0)
+  return RowMask(*lax.reduce(found, (np.False_, np.False_), either, (1,)))
 
 
-def mask_pack(table: jax.Array, layout: Layout) -> jax.Array:
+class Packed(NamedTuple):
+  """The nonzero rows of a table in (group, slot) order."""
+
+  words: jax.Array  # [m, W] uint32: bit i of word w is slot 32 w + i
+  negative: jax.Array  # [] bool, whether a row of zeros has a negative one
+
+
+def mask_pack(table: jax.Array, layout: Layout) -> Packed:
   """The hash bitmap of the nonzero rows of `table`.
 
   Args:
     table: `[R, D]`.
     layout: Where each row lives; `m` groups of `S = 32 W` slots.
-
-  Returns:
-    `[m, W] uint32`: bit `i` of word `w` in row `p` is slot `32 w + i` of
-    group `p`.
   """
   # The barrier keeps XLA:CPU from computing the mask again for each lane.
-  return pack_rows(lax.optimization_barrier(row_mask(table)), layout)
+  mask = RowMask(*lax.optimization_barrier(row_mask(table)))
+  return Packed(
+    words=pack_rows(mask.nonzero, layout),
+    negative=jnp.any(mask.written & ~mask.nonzero),
+  )
+
+
+def plus_zero_where(negative: jax.Array, table: jax.Array) -> jax.Array:
+  """`table` with the zeros of its zero rows made positive.
+
+  Rows that are zero everywhere are not sent, and every replica must hold the
+  same bits. A loop that turns once or not at all: a branch would copy.
+
+  Args:
+    negative: `[] bool`, whether there is anything to do.
+    table: `[R, D]`.
+  """
+
+  def clear(carry):
+    flag, table = carry
+    nonzero = row_mask(table).nonzero[:, None]
+    cleared = jnp.where(nonzero, table, jnp.zeros((), table.dtype))
+    return jnp.zeros_like(flag), cleared
+
+  return lax.while_loop(lambda carry: carry[0], clear, (negative, table))[1]
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:

@@ -53,7 +53,7 @@ class SparseRows:
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
     """The nonzero rows of `table: [R, D]`, the first `capacity` of them."""
     layout = Layout(num_rows=table.shape[0], groups=1)
-    bitmap = _bitmap.index(mask_pack(table, layout))
+    bitmap = _bitmap.index(mask_pack(table, layout).words)
     first = jnp.zeros(1, jnp.int32)
     slots, rows = compact(table, bitmap, layout, first, capacity)
     row = layout.row(jnp.zeros_like(slots), slots)

@@ -79,6 +79,19 @@ def messages(
   ]
 
 
+def expected_bytes(
+  plan: TablePlan, context: Context, rows: jax.Array | float
+) -> jax.Array | float:
+  """Bytes a device receives where the union of a machine has `rows` rows."""
+  if len(context.axes) == 1:
+    return 0.0
+  hosts = context.devices // context.sizes[-1]
+  wide = _collectives.accumulator(plan.table.dtype).itemsize
+  columns = -(-plan.block_width // hosts) * wide
+  bitmap = plan.layout.words * 4.0
+  return (hosts - 1) * (bitmap + 2.0 * rows * columns)
+
+
 def _row_words(plan: TablePlan, capacity: int, hosts: int) -> int:
   columns = -(-plan.block_width // hosts)
   dtype = _collectives.accumulator(plan.table.dtype)

@@ -170,6 +170,7 @@ def _arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
   union = own.union
   tally = Tally(
     limit=union.limit,
+    end=union.limit,
     union=union.total,
     total=union.total,
     pending=jnp.zeros_like(union.total),

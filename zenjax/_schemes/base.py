@@ -42,6 +42,7 @@ class Tally(NamedTuple):
   """Counts that every device knows after a pull, one for each row group."""
 
   limit: jax.Array  # [m] int32, all slots below are done
+  end: jax.Array  # [m] int32, all slots below were pushed and summed
   union: jax.Array  # [m] int32, rows that this pull brought
   total: jax.Array  # [m] int32, rows that the owner holds
   pending: jax.Array  # [m] int32, rows that it has still to send

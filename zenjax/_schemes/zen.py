@@ -3,8 +3,9 @@
 What device `s` does in a round:
 
     for every owner p:  send p the first C rows of p's that I hold   (push)
-    sum what all sources sent me, in rank order, U rows at most      (merge)
-    send my union to everyone; write all unions into my gradient     (pull)
+    sum what all sources sent me, in rank order                      (merge)
+    send U rows of my union to everyone; write those of all owners
+    into my gradient; again until none are left                      (pull)
 
 An owner is a pair (row group, column group): `g = 1` hashes rows, `g = n`
 splits columns, and between them lies the grid. A round is complete for the
@@ -142,7 +143,8 @@ class Zen:
     block = plan.block_width * plan.table.wire_dtype.itemsize
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
     rows = push * (block + 4.0) + pull * (block + pull_index)
-    return (context.devices - 1) * rows
+    fast = (context.sizes[-1] - 1) * rows
+    return fast + _across.expected_bytes(plan, context, pull)
 
 
 def _push_lengths(plan: TablePlan, capacity: int) -> list[int]:
@@ -234,6 +236,7 @@ def _tally(own: Held, part: Union, pending: jax.Array) -> Tally:
   """This owner's counts, `[1]` each."""
   tally = Tally(
     limit=part.limit,
+    end=own.union.limit,
     union=part.total,
     total=own.union.total,
     pending=pending,

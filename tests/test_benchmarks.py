@@ -1,0 +1,123 @@
+"""Benchmarks: answers before times, ids that are what they are said to be."""
+
+import json
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import harness
+from benchmarks import training
+from benchmarks import variants
+from benchmarks import workloads
+
+# Drawn ids are exact where the source says so, else near what it was fitted to.
+_DRAWN = [
+  name for name, w in workloads.SCALED.items() if name != "criteo1tb-dlrm"
+]
+
+
+@pytest.mark.parametrize("name", workloads.SCALED)
+def test_ids_have_the_density_and_union_that_are_stated(name):
+  workload = workloads.get(name)
+  ids = workloads.ids(workload, n=8, seed=0)
+  assert all(0 <= i.min() and i.max() < workload.rows for i in ids)
+  local = np.mean([len(np.unique(i)) for i in ids]) / workload.rows
+  exact = 1e-4 if name in _DRAWN else 0.05
+  assert local == pytest.approx(workload.density, rel=0.02, abs=exact)
+  union = len(np.unique(np.concatenate(ids))) / workload.rows
+  assert union / local == pytest.approx(workload.union_growth, rel=0.1)
+  again = workloads.ids(workload, n=8, seed=0)
+  assert all((a == b).all() for a, b in zip(ids, again))
+
+
+def test_full_size_keeps_density():
+  for name, workload in workloads.FULL.items():
+    assert workload.density == pytest.approx(
+      workloads.SCALED[name].density, rel=0.15
+    )
+
+
+def _case(name, calls, wrong=0):
+  built = harness.Built(
+    run=lambda: calls.append(name), wrong=wrong, compile_s=0.0, facts={}
+  )
+  return harness.Case(group="group", name=name, build=lambda: built)
+
+
+def test_what_is_wrong_is_not_timed():
+  calls = []
+  results, complete = harness.measure(
+    [_case("right", calls), _case("wrong", calls, wrong=3)], repeats=4, warmup=1
+  )
+  assert complete
+  assert calls == ["right"] * 5
+  assert [len(r.times_s) for r in results] == [4, 0]
+  assert [r.wrong for r in results] == [0, 3]
+  assert np.isnan(results[1].median_s)
+
+
+def test_interrupt_keeps_what_was_measured():
+  calls = []
+
+  def stop():
+    calls.append("stop")
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    return ()
+
+  built = harness.Built(run=stop, wrong=0, compile_s=0.0, facts={})
+  case = harness.Case(group="group", name="stop", build=lambda: built)
+  results, complete = harness.measure([case], repeats=9, warmup=0)
+  assert not complete
+  assert len(results[0].times_s) == 2
+
+
+@pytest.fixture(scope="module")
+def small():
+  mesh = Mesh(np.array(jax.devices()), (variants.AXIS,))
+  workload = workloads.Workload(
+    name="small",
+    rows=999,
+    width=12,
+    density=0.02,
+    union_growth=4.5,
+    skew=1.0,
+    source=workloads.Zipf(density=0.02, exponent=1.1),
+  )
+  return training.Training(workload, mesh, 2)
+
+
+def _variant(make):
+  return variants.Variant(name="planted", volume="dense", make=make)
+
+
+def test_step_is_checked_against_the_oracle(small):
+  assert small.build(variants.BASELINES[1]).wrong == 0
+  zen = small.build(variants.SPARSE[1])
+  assert zen.wrong == 0
+  assert 0 < zen.facts["wire_bytes"] < zen.facts["dense_bytes"]
+  # Only every second row is summed, and nothing at all.
+  half = _variant(
+    lambda _: optax.stateless(
+      lambda grads, _: jax.tree.map(
+        lambda g: jax.lax.pmean(g, variants.AXIS).at[::2].set(g[::2]), grads
+      )
+    )
+  )
+  assert small.build(half).wrong > 0
+  assert small.build(_variant(lambda _: optax.identity())).wrong > 0
+
+
+def test_file_keeps_samples_versions_and_command(tmp_path):
+  from benchmarks import record
+
+  calls = []
+  results, _ = harness.measure([_case("right", calls)], repeats=2)
+  path = tmp_path / "out.json"
+  record.save_json(path, results, options={"repeats": 2}, complete=True)
+  saved = json.loads(path.read_text())
+  assert len(saved["results"][0]["times_s"]) == 2
+  assert jax.__version__ in json.dumps(saved)

@@ -1,0 +1,49 @@
+"""Loops that carry the rest: nothing is lost between pushes and pulls.
+
+The tables have slots enough for chunks of both sizes, and densities from one
+that the first round holds to one where the table is summed dense.
+"""
+
+import cases
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import zenjax
+from zenjax import _declare
+
+N, ROWS, WIDTH = 4, 6000, 2
+DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns"])
+def test_every_density_comes_back_whole(partition):
+  tx = zenjax.zen_sync("data", sparse=True, partition=partition)
+  step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
+  rng = np.random.default_rng(0)
+  rounds, dense = [], []
+  for density in DENSITIES:
+    stack = rng.standard_normal((N, ROWS, WIDTH)).astype(np.float32)
+    ids = [cases.draw(rng, ROWS, ROWS * density) for _ in range(N)]
+    stack = cases.keep(stack, ids)
+    got, state = step(stack)
+    oracle.check(got, stack, label=f"density {density}")
+    seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]
+    rounds.append(seen["rounds"])
+    dense.append(bool(seen["went_dense"]))
+    if not dense[-1]:
+      union = len(np.unique(np.concatenate(ids))) / ROWS
+      assert seen["union_density"] == pytest.approx(union, abs=1e-6)
+  # All in the first, several turns of both sizes, dense.
+  assert rounds[0] == 1
+  assert max(rounds) >= 4
+  assert dense[-1] and not any(dense[:4])
+
+
+def test_chunks_come_in_two_sizes_where_slots_are_many():
+  shape = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
+  plan = _declare.declare(shape, ("data",), (N,), partition="hash").plans[0]
+  large, small = plan.chunks
+  assert large.push > 2 * small.push
+  assert large.pull > 2 * small.pull

@@ -1,0 +1,261 @@
+"""What did not fit the first push and pull: loops of further ones.
+
+Sizes are static, so pushes and pulls come in two: large chunks while much is
+left, small ones for what remains. What is less than a large pull waits for
+the next push and joins what that brings. The loops' conditions derive from
+counts that every pull brings back, equal on all devices, so no collective is
+spent on agreeing.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import fractions
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax import _bitmap
+from zenjax import _held
+from zenjax._plan import LARGE
+from zenjax._plan import SMALL
+from zenjax._plan import TablePlan
+from zenjax._progress import advance
+from zenjax._progress import finish_where
+from zenjax._progress import Progress
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import Held
+from zenjax._schemes.base import Message
+from zenjax._schemes.base import Outgoing
+from zenjax._schemes.base import Scheme
+
+# What must be left for a large chunk, as a part of its capacity. What a large
+# pull wastes, small ones would not; a push is a small part of all bytes, and
+# small ones cost a turn each and another for the pull that follows.
+_LARGE_PUSH_FROM = fractions.Fraction(1, 2)
+_LARGE_PULL_FROM = fractions.Fraction(7, 8)
+
+
+class Turns(NamedTuple):
+  """How often each loop turned, by size of chunk."""
+
+  pushes: jax.Array  # [2] int32
+  pulls: jax.Array  # [2] int32
+
+
+class _Flow(NamedTuple):
+  """What all loops carry."""
+
+  turns: Turns
+  pushed: jax.Array  # [] bool, since the last pull: `pending` is a guess
+  progress: list[Progress]
+  held: list[Held]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+  """The loops of one group of tables.
+
+  Attributes:
+    bitmaps: The local nonzero rows of each table.
+    plans: Sizes for each table.
+    scheme: How rows travel.
+    context: Axes and operation.
+  """
+
+  bitmaps: Sequence[_bitmap.Bitmap]
+  plans: Sequence[TablePlan]
+  scheme: Scheme
+  context: Context
+
+  def no_turns(self) -> Turns:
+    none = jnp.zeros(2, jnp.int32)
+    return Turns(none, none)
+
+  def run(
+    self,
+    progress: Sequence[Progress],
+    held: Sequence[Held],
+    dense: Sequence[jax.Array | None],
+  ) -> tuple[list[Progress], Turns]:
+    """Pulls and pushes until nothing is left.
+
+    Args:
+      progress: After the first pull.
+      held: By the first push.
+      dense: Which tables take the dense path and are done here.
+    """
+    pushes, pulls = _levels(self.plans, self.scheme, self.context)
+    if not pulls:
+      return list(progress), self.no_turns()
+    rest = [
+      finish_where(*sphp) for sphp in zip(dense, progress, held, self.plans)
+    ]
+    progress = [p for p, _ in rest]
+    held = self._with_room([own for _, own in rest])
+    # A loop turns where its condition calls for it; the others wait.
+    loops = [
+      *((self._may_push(level, pulls), self._push(level)) for level in pushes),
+      *((self._may_pull(level, pulls), self._pull(level)) for level in pulls),
+    ]
+
+    def body(flow):
+      for condition, turn in loops:
+        flow = lax.while_loop(condition, turn, flow)
+      return flow
+
+    flow = _Flow(self.no_turns(), jnp.zeros((), bool), progress, held)
+    flow = lax.while_loop(self._unfinished, body, flow)
+    return flow.progress, flow.turns
+
+  def _unfinished(self, flow: _Flow) -> jax.Array:
+    return self._unsent(flow) | _any([p.pending > 0 for p in flow.progress])
+
+  def _unsent(self, flow: _Flow) -> jax.Array:
+    ends = [plan.layout.slots for plan in self.plans]
+    return _any([jnp.any(p.start < e) for p, e in zip(flow.progress, ends)])
+
+  def _much(self, flow: _Flow) -> jax.Array:
+    """Whether a large pull would be well filled."""
+    sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
+    return _any([p.pending > s for p, s in zip(flow.progress, sizes)])
+
+  def _may_push(
+    self, level: int, pulls: Sequence[int]
+  ) -> Callable[[_Flow], jax.Array]:
+    sizes = [int(p.chunks[LARGE].push * _LARGE_PUSH_FROM) for p in self.plans]
+
+    def condition(flow):
+      may = self._unsent(flow) & ~flow.pushed & ~waits(flow)
+      if level == SMALL:
+        return may
+      return may & _any([p.left > s for p, s in zip(flow.progress, sizes)])
+
+    def waits(flow):
+      if LARGE in pulls:
+        return self._much(flow)
+      return _any([p.pending > 0 for p in flow.progress])
+
+    return condition
+
+  def _may_pull(
+    self, level: int, pulls: Sequence[int]
+  ) -> Callable[[_Flow], jax.Array]:
+    def condition(flow):
+      some = _any([p.pending > 0 for p in flow.progress])
+      if LARGE not in pulls:
+        return some
+      much = self._much(flow)
+      last = flow.pushed | ~self._unsent(flow)
+      return much if level == LARGE else some & ~much & last
+
+    return condition
+
+  def _push(self, level: int) -> Callable[[_Flow], _Flow]:
+    def turn(flow):
+      # A push changes nothing that it reads. Without this XLA would see code
+      # that is the same in every turn and run it before the first, always.
+      starts, _ = lax.optimization_barrier(
+        ([p.start for p in flow.progress], flow.turns.pushes)
+      )
+      outgoing = [
+        Outgoing(p.table, bitmap, jnp.minimum(start, plan.layout.slots), zero)
+        for p, bitmap, start, plan in zip(
+          flow.progress, self.bitmaps, starts, self.plans
+        )
+      ]
+      sizes = [plan.chunks[level].push for plan in self.plans]
+      held = self.scheme.push(outgoing, self.plans, sizes, self.context)
+      held = [
+        _held.joined(
+          old, p.pulled, new, self._kept(plan), self._room(plan), plan
+        )
+        for old, new, p, plan in zip(flow.held, held, flow.progress, self.plans)
+      ]
+      progress = [
+        p._replace(
+          sent=jnp.full_like(p.sent, size),
+          pulled=zero,
+          pending=jnp.maximum(p.pending + p.to_come, 1),
+        )
+        for p, size in zip(flow.progress, sizes)
+      ]
+      pushes = flow.turns.pushes.at[level].add(1)
+      turns = flow.turns._replace(pushes=pushes)
+      return _Flow(turns, jnp.ones_like(flow.pushed), progress, held)
+
+    zero = jnp.zeros((), jnp.int32)
+    return turn
+
+  def _pull(self, level: int) -> Callable[[_Flow], _Flow]:
+    def turn(flow):
+      at = [p.pulled for p in flow.progress]
+      sizes = [plan.chunks[level].pull for plan in self.plans]
+      arrived = self.scheme.pull(flow.held, at, self.plans, sizes, self.context)
+      progress = [advance(*pa) for pa in zip(flow.progress, arrived, sizes)]
+      pulls = flow.turns.pulls.at[level].add(1)
+      turns = flow.turns._replace(pulls=pulls)
+      return _Flow(turns, jnp.zeros_like(flow.pushed), progress, flow.held)
+
+    return turn
+
+  def _with_room(self, held: Sequence[Held]) -> list[Held]:
+    """Unions of one size, whatever the push that they come from."""
+    return [
+      _held.resized(own, self._room(plan), plan)
+      for own, plan in zip(held, self.plans)
+    ]
+
+  def _room(self, plan: TablePlan) -> int:
+    sizes = [plan.first.push, *(c.push for c in plan.chunks)]
+    held = (self.scheme.held_rows(plan, c, self.context) for c in sizes)
+    return max(held) + self._kept(plan)
+
+  def _kept(self, plan: TablePlan) -> int:
+    """Rows that may wait for the next push."""
+    _, pulls = _levels(self.plans, self.scheme, self.context)
+    return plan.chunks[LARGE].pull if LARGE in pulls else 0
+
+
+def _any(flags: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.logical_or, flags)
+
+
+def _levels(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> tuple[list[int], list[int]]:
+  """Which sizes of push and pull these tables may need."""
+  complete = all(p.first.push >= p.layout.slots for p in plans)
+  pushes = [] if complete else _different([p.chunks for p in plans], "push")
+  if not any(scheme.pull_messages([p], [1], context) for p in plans):
+    # A pull without a message brings everything at once.
+    return pushes, [SMALL] if pushes else []
+  first_held = [scheme.held_rows(p, p.first.push, context) for p in plans]
+  if not pushes and all(
+    rows <= p.first.pull for rows, p in zip(first_held, plans)
+  ):
+    return [], []
+  return pushes, _different([p.chunks for p in plans], "pull")
+
+
+def _different(chunks: Sequence[Sequence[NamedTuple]], field: str) -> list[int]:
+  """Both levels, or one where small tables make them the same."""
+  same = all(
+    getattr(c[LARGE], field) == getattr(c[SMALL], field) for c in chunks
+  )
+  return [SMALL] if same else [LARGE, SMALL]
+
+
+def loop_messages(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> list[list[Message]]:
+  """The collectives in each loop's body, as the lowered program shows them."""
+  pushes, pulls = _levels(plans, scheme, context)
+  push_sizes = [[p.chunks[level].push for p in plans] for level in pushes]
+  pull_sizes = [[p.chunks[level].pull for p in plans] for level in pulls]
+  return [
+    *(scheme.push_messages(plans, sizes, context) for sizes in push_sizes),
+    *(scheme.pull_messages(plans, sizes, context) for sizes in pull_sizes),
+  ]
