@@ -40,6 +40,16 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
   return _compat.as_invariant(x.reshape(-1, *shape), axes)
 
 
+def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[k]` on each device to the sum's share of its rank, `[k / size]`.
+
+  Shares are along the last axis alone; the others sum whole ones.
+  """
+  *slow, fast = axes
+  shard = lax.psum_scatter(x, fast, scatter_dimension=0, tiled=True)
+  return lax.psum(shard, tuple(slow)) if slow else shard
+
+
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
   """Sum over `axes`; 16-bit floats are summed in float32."""
   return _accumulated(lambda v: lax.psum(v, axes), x)
