@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 22
 _CACHED_ELEMENTS = 1 << 18
 
 # Rows looked at to learn the density of a table that travels dense.
-_SAMPLES = 4096
+_SAMPLES = 1024
 
 
 def reduce_where(
