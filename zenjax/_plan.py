@@ -76,7 +76,7 @@ class _Size(NamedTuple):
 # little of a dense exchange's time where the gradient is empty. Large chunks
 # keep turns few for gradients near break-even, small ones waste little at the
 # end. Where these are messages so short that latency decides, they are longer.
-_FIRST = (_Size(128, 48 << 10), _Size(64, 96 << 10))
+_FIRST = (_Size(128, 48 << 10), _Size(64, 48 << 10))
 _LARGE = (_Size(48, 48 << 10), _Size(32, 128 << 10))
 _SMALL = (_Size(192, 16 << 10), _Size(256, 32 << 10))
 _MOST_LONGER = 8
