@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import jax
+
+from zenjax import _dense
 from zenjax import _group
 from zenjax import _options
 from zenjax import _rounds
@@ -28,12 +31,14 @@ class Declared:
     plans: One for each table.
     first: Of the first round, in order.
     loops: Of one turn of each loop.
+    dense: Of one turn of each table's dense path, on devices as those here.
   """
 
   context: Context
   plans: tuple[TablePlan, ...]
   first: list[Message]
   loops: list[list[Message]]
+  dense: list[list[Message]]
 
 
 def declare(
@@ -51,8 +56,8 @@ def declare(
   context = Context(axes=axes, sizes=tuple(sizes), mean=options.mean)
   scheme = SCHEMES[options.scheme]
   if scheme is None:
-    return Declared(context=context, plans=(), first=[], loops=[])
-  group = _select.named_leaves(tables)
+    return Declared(context=context, plans=(), first=[], loops=[], dense=[])
+  group, platform = _select.named_leaves(tables), jax.default_backend()
   plans = _group.plans(group, scheme, options, context)
   return Declared(
     context=context,
@@ -62,4 +67,5 @@ def declare(
       *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
     ],
     loops=_rounds.loop_messages(plans, scheme, context),
+    dense=[_dense.messages(plan.table, context, platform) for plan in plans],
   )

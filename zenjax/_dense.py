@@ -15,6 +15,7 @@ from zenjax import _collectives
 from zenjax import _compat
 from zenjax._plan import Table
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import Message
 from zenjax.kernels.mask_pack.reference import row_mask
 
 # Elements summed at a time. Links want enough for their rate and not their
@@ -36,27 +37,53 @@ def reduce_where(
   the table comes back as it is.
   """
 
-  def in_chunks_of(elements):
-    rows = max(1, min(elements // table.shape[1], table.shape[0]))
+  num_rows, width = table.shape
+
+  def chunks(platform):
+    rows = _chunk_rows(num_rows, width, platform)
     return functools.partial(_reduce_chunks, rows=rows, context=context)
 
-  small = table.size <= _ELEMENTS
-  cpu = in_chunks_of(_ELEMENTS if small else _CACHED_ELEMENTS)
-  if _shares(table, context):
+  cpu = chunks("cpu")
+  if _in_shares(table.size, table.dtype, context, "cpu"):
     cpu = functools.partial(_reduce_shares, context=context)
   return lax.platform_dependent(
-    table, wanted, cpu=cpu, default=in_chunks_of(_ELEMENTS)
+    table, wanted, cpu=cpu, default=chunks("default")
   )
 
 
-def _shares(table: jax.Array, context: Context) -> bool:
-  """Whether CPU devices may sum `table` share by share.
+def _in_shares(
+  elements: int, dtype: jnp.dtype, context: Context, platform: str
+) -> bool:
+  """Whether devices sum a share each: those of one process that are CPUs.
 
   Not over a network: gloo takes less for an all-reduce than for its halves.
   """
-  alone = jax.process_count() == 1
-  even = table.size % context.sizes[-1] == 0
-  return alone and even and _collectives.accumulator(table.dtype) == table.dtype
+  alone = platform == "cpu" and jax.process_count() == 1
+  even = elements % context.sizes[-1] == 0
+  return alone and even and _collectives.accumulator(dtype) == dtype
+
+
+def _chunk_rows(num_rows: int, width: int, platform: str) -> int:
+  cached = platform == "cpu" and num_rows * width > _ELEMENTS
+  elements = _CACHED_ELEMENTS if cached else _ELEMENTS
+  return max(1, min(elements // width, num_rows))
+
+
+def messages(table: Table, context: Context, platform: str) -> list[Message]:
+  """The collectives of one turn, in order."""
+  elements = table.num_rows * table.width
+  each = _collectives.accumulator(table.dtype).itemsize // 4
+  if not _in_shares(elements, table.dtype, context, platform):
+    rows = _chunk_rows(table.num_rows, table.width, platform)
+    return [Message("all_reduce", context.axes, rows * table.width * each)]
+  words = elements * each
+  share = words // context.sizes[-1]
+  slow, fast = context.axes[:-1], context.axes[-1:]
+  return [
+    Message("reduce_scatter", fast, words),
+    *([Message("all_reduce", slow, share)] if slow else []),
+    Message("all_gather", fast, share),
+  ]
 
 
 def _reduce_shares(

@@ -61,11 +61,11 @@ class Arrived(NamedTuple):
 
 
 class Message(NamedTuple):
-  """One collective of a round, as the lowered program shows it."""
+  """One collective, as the lowered program shows it."""
 
-  op: str  # "all_to_all" | "all_gather"
+  op: str  # "all_to_all", "all_gather", "all_reduce", "reduce_scatter"
   axes: Axes
-  words: int  # uint32 words of one device's operand
+  words: int  # of 32 bits, one device's operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class Scheme(Protocol):
 
 
 def received_bytes(messages: Sequence[Message], context: Context) -> int:
-  """Bytes a device receives from others for `messages`."""
+  """Bytes a device receives from others for the `messages` of a round."""
   sizes = dict(zip(context.axes, context.sizes))
   total = 0
   for message in messages:
