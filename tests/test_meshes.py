@@ -164,6 +164,20 @@ def test_state_and_multisteps_on_two_axes(check_vma):
   trainer.check_replicas()
 
 
+def test_rows_above_the_limit_of_another_machine_overflow():
+  """The first machine gets as far as row 12, so all of the second's wait."""
+  tx = zenjax.zen_sync(
+    AXES, sparse=True, partition="columns", capacities=(12, 12)
+  )
+  mesh = grid_mesh((2, 4), AXES)
+  trainer = steps.Trainer(tx, {"t": jnp.zeros((640, 8))}, mesh, axis=AXES)
+  stack = np.zeros((8, 640, 8), F32)
+  stack[:4, :20] = stack[4:, 30:50] = 1.0
+  oracle.check(trainer({"t": stack})["t"], stack)
+  numbers = zenjax.stats(trainer.state)["t"]
+  assert numbers["overflow_rows"] == 8 * 20 - 4 * 12
+
+
 # --- an automatic axis beside the data axis ---------------------------------
 
 

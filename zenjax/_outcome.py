@@ -123,7 +123,7 @@ def outcome(
     ),
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
-    dense_next=jnp.where(went_dense, stay, enter),
+    dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )
 
 

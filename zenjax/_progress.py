@@ -91,4 +91,5 @@ def finish_where(
     slots=jnp.where(skip, plan.layout.slots, union.slots),
     total=jnp.where(skip, 0, union.total),
   )
-  return progress, held._replace(union=union)
+  fullest = jnp.where(skip, 0, held.fullest)
+  return progress, held._replace(union=union, fullest=fullest)

@@ -37,7 +37,7 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     >>> tx = zenjax.zen_sync("data", sparse=True)
     >>> grads = jnp.zeros((2, 8, 4)).at[:, 3].set(1.0)
     >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
-    >>> _, state = step(grads)
+    >>> _, state = jax.jit(step)(grads)
     >>> zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]["density"]
     0.125
   """

@@ -61,7 +61,7 @@ def zen_sync(
     >>> update = jax.vmap(
     ...   lambda g: tx.update(g, tx.init(params))[0], axis_name="data"
     ... )
-    >>> update(grads)[0, :, 0].tolist()  # the same on both devices
+    >>> jax.jit(update)(grads)[0, :, 0].tolist()  # the same on both devices
     [0.0, 2.0, 0.0, 0.0, 4.0, 0.0]
 
   Args:
@@ -87,7 +87,8 @@ def zen_sync(
     wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
       switch; sums stay in float32.
     capacities: Rows that the first round's buffers hold, `(push, pull)` for
-      all leaves or a mapping from leaf name; `zenjax.report` advises them.
+      all leaves or a mapping from leaf name; `zenjax.report` advises them. The
+      rest follows in parts of these, so small ones cost turns, never rows.
     hash_seed: Draws another hash.
 
   Returns:
@@ -179,7 +180,7 @@ def sparse_pmean(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
     >>> mean = jax.vmap(
     ...   lambda x: zenjax.sparse_pmean(x, "data"), axis_name="data"
     ... )
-    >>> mean(x)[1, :, 0].tolist()
+    >>> jax.jit(mean)(x)[1, :, 0].tolist()
     [0.0, 0.0, 0.0, 0.5]
   """
   return _one(x, axis_name, "mean", kwargs)
@@ -198,7 +199,7 @@ def sparse_psum(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
     >>> total = jax.vmap(
     ...   lambda x: zenjax.sparse_psum(x, "data"), axis_name="data"
     ... )
-    >>> total(x)[0, :, 0].tolist()
+    >>> jax.jit(total)(x)[0, :, 0].tolist()
     [0.0, 0.0, 0.0, 2.0]
   """
   return _one(x, axis_name, "sum", kwargs)

@@ -133,7 +133,8 @@ def _merge_hosts(
   dtype = _collectives.accumulator(plan.table.dtype)
   wanted = jnp.arange(capacity, dtype=jnp.int32)
   wanted = jnp.broadcast_to(wanted, (hosts, capacity))
-  slots = _bitmap.select(_bitmap.index(words), wanted)
+  bitmaps = _bitmap.index(words)
+  slots = _bitmap.select(bitmaps, wanted)
   shape = (capacity, -(-plan.block_width // hosts))
   union = merge(
     slots,
@@ -143,9 +144,15 @@ def _merge_hosts(
     capacity,
     dtype,
   )
+  # Rows above the limit that all agree on wait. How many devices of a machine
+  # hold each is not known here: as many as hold one of the others, on average.
+  below = _bitmap.rank(bitmaps, jnp.full((hosts, 1), union.limit))[:, 0]
+  all_rows = jnp.maximum(bitmaps.total, 1).astype(jnp.float32)
+  share = below.astype(jnp.float32) / all_rows
+  merged = jnp.floor(merged.astype(jnp.float32) * share).astype(jnp.int32)
   return Held(
     union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
-    pushed=jnp.sum(pushed, dtype=jnp.int32),
+    pushed=_sections.sum_counts(pushed),
     fullest=jnp.max(fullest),
     probe=jnp.sum(probe, dtype=jnp.int32),
   )

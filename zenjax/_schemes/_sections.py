@@ -45,6 +45,14 @@ def decode_counts(words: jax.Array) -> list[jax.Array]:
   return [counts[:, i] for i in range(counts.shape[1])]
 
 
+def sum_counts(counts: jax.Array) -> jax.Array:
+  """Sum of `[n] int32 >= 0`, or the largest int32 where it is more."""
+  most = jnp.iinfo(jnp.int32).max
+  # float32 errs by a few parts in 2^24; within those the result may saturate.
+  too_many = jnp.sum(counts.astype(jnp.float32)) > most * (1 - 2.0**-20)
+  return jnp.where(too_many, most, jnp.sum(counts, dtype=jnp.int32))
+
+
 def encode_rows(rows: jax.Array, wire_dtype: jnp.dtype) -> jax.Array:
   """`[b, ...]` rows to `[b, words] uint32`, cast to the wire's dtype."""
   return _wire.to_words(rows.astype(wire_dtype))

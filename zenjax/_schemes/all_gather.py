@@ -160,7 +160,7 @@ def _merge(
   )
   return Held(
     union=union,
-    pushed=jnp.sum(remaining, dtype=jnp.int32),
+    pushed=_sections.sum_counts(remaining),
     fullest=jnp.max(remaining),
     probe=jnp.sum(probe, dtype=jnp.int32),
   )
