@@ -25,6 +25,7 @@ from zenjax._schemes.base import Context
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
 from zenjax.kernels.mask_pack.reference import mask_pack
+from zenjax.kernels.mask_pack.reference import pack_rows
 from zenjax.kernels.mask_pack.reference import Packed
 from zenjax.kernels.mask_pack.reference import plus_zero_where
 
@@ -101,7 +102,7 @@ def _masks(
         packed, probe = lax.cond(
           remembered[i],
           lambda t, p=plan: _no_rows(t, p),
-          lambda t, p=plan: _pack(t, p),
+          lambda t, p=plan: _pack_unless_full(t, p),
           table,
         )
       bitmaps.append(_bitmap.index(packed.words))
@@ -116,14 +117,39 @@ def _pack(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
   return mask_pack(table, plan.layout), _compat.cast_like(none, table)
 
 
+def _pack_unless_full(
+  table: jax.Array, plan: TablePlan
+) -> tuple[Packed, jax.Array]:
+  """Spares the read of a table that looks full.
+
+  It counts as full, which shows all devices that it is above break-even; a row
+  of zeros that is sent after all adds nothing.
+  """
+  return lax.cond(
+    _dense.looks_full(table),
+    lambda t: _all_rows(t, plan),
+    lambda t: _pack(t, plan),
+    table,
+  )
+
+
+def _all_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
+  words = pack_rows(jnp.ones(plan.table.num_rows, bool), plan.layout)
+  return _unread(table, words, jnp.zeros((), jnp.int32))
+
+
 def _no_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
   """Nothing to send, and a sampled count in place of that of all rows."""
   shape = (plan.layout.groups, plan.layout.words)
-  packed = Packed(
-    words=_compat.cast_like(jnp.zeros(shape, jnp.uint32), table),
-    negative=_compat.cast_like(jnp.zeros((), bool), table),
-  )
-  return packed, _dense.sample(table)
+  return _unread(table, jnp.zeros(shape, jnp.uint32), _dense.sample(table))
+
+
+def _unread(
+  table: jax.Array, words: jax.Array, probe: jax.Array
+) -> tuple[Packed, jax.Array]:
+  packed = Packed(words=words, negative=jnp.zeros((), bool))
+  typed = [_compat.cast_like(x, table) for x in (*packed, probe)]
+  return Packed(*typed[:-1]), typed[-1]
 
 
 def _verdicts(
