@@ -1,4 +1,4 @@
-"""The dense path alone: the sum of a whole table, or nothing."""
+"""The dense path alone, and what leads a table there unread."""
 
 import functools
 import math
@@ -10,7 +10,10 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import oracle
 import pytest
+import runners
+import steps
 
+import zenjax
 from zenjax import _dense
 from zenjax._schemes.base import Context
 
@@ -46,3 +49,24 @@ def test_sums_where_wanted(rows, width, dtype, sizes, op):
   oracle.check(got, local, op)
   same = reducer(sizes, op)(local, jnp.array(False))
   np.testing.assert_array_equal(same, local)
+
+
+# Above break-even, and with room for everything in the first round.
+@pytest.mark.parametrize(("capacities", "dense"), [(None, 1), ((600, 600), 0)])
+def test_a_table_that_looks_full_may_have_rows_of_zeros(capacities, dense):
+  n, rows, width = 4, 600, 4
+  tx = zenjax.zen_sync("data", sparse=True, capacities=capacities)
+  params = {"t": jnp.zeros((rows, width))}
+  trainer = steps.Trainer(tx, params, runners.mesh(n))
+  rng = np.random.default_rng(0)
+  stack = rng.standard_normal((n, rows, width)).astype(np.float32)
+  stack[1, 9:] = 0.0
+  stack[2] = 0.0
+  hidden = rng.permutation(rows)[:40]
+  stack[:, hidden] = 0.0
+  stack[0, hidden[:10]] = -0.0
+  full = [bool(_dense.looks_full(jnp.asarray(table))) for table in stack]
+  assert full == [True, False, False, True]
+  oracle.check(trainer({"t": stack})["t"], stack)
+  trainer.check_replicas()
+  assert zenjax.stats(trainer.state)["t"]["went_dense"] == dense
