@@ -41,7 +41,6 @@ def reduce_where(
   `wanted` is equal on all devices; where it is False nothing is exchanged and
   the table comes back as it is.
   """
-
   num_rows, width = table.shape
 
   def chunks(platform):
@@ -142,8 +141,7 @@ def sample_count(num_rows: int) -> int:
 
 def sample(table: jax.Array) -> jax.Array:
   """Nonzero rows among the sampled ones: `[] int32`."""
-  rows = table[:: _stride(table.shape[0])]
-  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
+  return _count(table[:: _stride(table.shape[0])])
 
 
 def looks_full(table: jax.Array) -> jax.Array:
@@ -156,8 +154,11 @@ def looks_full(table: jax.Array) -> jax.Array:
   start = np.linspace(0, num_rows - run, _RUNS).astype(np.int32)
   row = (start[:, None] + np.arange(run, dtype=np.int32)).reshape(-1)
   rows = table.at[row].get(mode="promise_in_bounds")
-  nonzero = jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
-  return nonzero >= int(rows.shape[0] * _NEARLY_ALL)
+  return _count(rows) >= int(rows.shape[0] * _NEARLY_ALL)
+
+
+def _count(rows: jax.Array) -> jax.Array:
+  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
 
 
 def _stride(num_rows: int) -> int:
