@@ -29,8 +29,15 @@ SCHEMES = (
   ("zen", "auto"),
   ("zen", "hash"),
   ("zen", "columns"),
+  ("recursive_doubling", "auto"),
+  ("split_all_gather", "auto"),
+  ("split_dense_gather", "auto"),
+  ("block_sparse", "auto"),
+  ("ring", "auto"),
   ("zen", "grid"),
 )
+# Blocks of a few elements, or these small tables would have one or two.
+_BLOCK = 8
 GRIDS = SCHEMES[-1:]
 DEVICES = (1, 2, 3, 5, 8)
 # Rows: not a multiple of n, one, fewer than n; widths: 1, below n, odd, wide.
@@ -79,10 +86,17 @@ class Program(NamedTuple):
     scheme, partition = self.scheme
     if partition == "grid":
       partition = 2 if self.width % 2 else 4
+    unit = _BLOCK if scheme == "block_sparse" else "row"
     first = self.capacities
     if first is not None:
-      first = (min(first[0], self.rows), min(first[1], self.rows))
-    return {"scheme": scheme, "partition": partition, "capacities": first}
+      units = self.rows if unit == "row" else -(-self.rows * self.width // unit)
+      first = (min(first[0], units), min(first[1], units))
+    return {
+      "scheme": scheme,
+      "partition": partition,
+      "capacities": first,
+      "unit": unit,
+    }
 
 
 FACTORS = (

@@ -97,11 +97,23 @@ _SLOTS, _BITMAP = (3, 5), (60, 120)
 )
 @pytest.mark.parametrize(
   ("scheme", "partition"),
-  [("zen", "hash"), ("zen", "columns"), ("zen", 2), ("all_gather", "hash")],
+  [
+    ("zen", "hash"),
+    ("zen", "columns"),
+    ("zen", 2),
+    ("all_gather", "auto"),
+    ("recursive_doubling", "auto"),
+    ("split_all_gather", "auto"),
+    ("split_dense_gather", "auto"),
+    ("block_sparse", "auto"),
+  ],
 )
 def test_lowered_program_sends_what_is_declared(n, pinned, scheme, partition):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
-  kwargs = dict(scheme=scheme, partition=partition, capacities=pinned)
+  unit = 8 if scheme == "block_sparse" else "row"
+  kwargs = dict(
+    scheme=scheme, partition=partition, capacities=pinned, unit=unit
+  )
   seen = collectives(lower(tables, n, **kwargs))
   declared = _declare.declare(tables, ("data",), (n,), **kwargs)
   first = [(f.op, f.words, f.dtype) for f in seen if not f.inside]
@@ -117,6 +129,33 @@ def test_lowered_program_sends_what_is_declared(n, pinned, scheme, partition):
   ]
   assert all(set(f.inside) == {"stablehlo.while"} for f in looped)
   assert received_bytes(declared.first, declared.context) > 0
+
+
+@pytest.mark.parametrize("n", [3, 5, 6])
+def test_recursive_doubling_folds_what_is_no_power_of_two(n):
+  tables = {"a": table(2000, 24)}
+  kwargs = dict(scheme="recursive_doubling", capacities=_SLOTS)
+  seen = collectives(lower(tables, n, **kwargs))
+  declared = _declare.declare(tables, ("data",), (n,), **kwargs)
+  first = [(f.op, f.words) for f in seen if not f.inside]
+  assert first == [(m.op, m.words) for m in declared.first]
+  doublings = n.bit_length() - 1
+  assert len(first) == doublings + 2
+
+
+@pytest.mark.parametrize("scheme", ["dense", "ring"])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_dense_schemes_send_what_they_declare(scheme, n):
+  tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
+  seen = collectives(lower(tables, n, scheme=scheme))
+  declared = _declare.declare(tables, ("data",), (n,), scheme=scheme)
+  assert [(f.op, f.words) for f in seen if not f.inside] == [
+    (m.op, m.words) for m in declared.first
+  ]
+  assert [(f.op, f.words) for f in seen if f.inside] == [
+    (m.op, m.words) for turn in declared.loops for m in turn
+  ]
+  assert all(f.dtype == "f32" for f in seen)
 
 
 @pytest.mark.parametrize(

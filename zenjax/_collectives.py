@@ -4,7 +4,7 @@ An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
 count in that order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import math
 from typing import TypeVar
 
@@ -38,6 +38,32 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
   for axis in reversed(axes):
     x = lax.all_gather(x, axis, axis=0, tiled=False)
   return _compat.as_invariant(x.reshape(-1, *shape), axes)
+
+
+def permute(
+  x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
+  """Sends `x` from source to destination of each pair.
+
+  Devices that no pair names get what they need not read: `vmap` takes whole
+  permutations only, so the others are completed to one.
+  """
+  n = lax.axis_size(axis)
+  sources, destinations = ({p[i] for p in pairs} for i in (0, 1))
+  idle = [i for i in range(n) if i not in sources]
+  deaf = [i for i in range(n) if i not in destinations]
+  # Those that are both keep their own; the rest answers whom it hears.
+  alone = [i for i in idle if i in deaf]
+  rest = zip(
+    [i for i in idle if i not in alone], [i for i in deaf if i not in alone]
+  )
+  return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *rest])
+
+
+def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
+  """Sends `x` to the device `by` ranks ahead, in a circle."""
+  n = lax.axis_size(axis)
+  return permute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
 def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:

@@ -54,6 +54,31 @@ mlir.register_lowering(_as_invariant_p, lambda ctx, x, *, axes: [x])
 batching.defvectorized(_as_invariant_p)
 
 
+_first_copy_p = jex_core.Primitive("zenjax_first_copy")
+
+
+def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """`x`, equal on all devices along `axes`, and known to be.
+
+  As `as_invariant`; under `vmap` with such an axis name one copy is kept, as
+  `lax.all_gather` does, so that loops may turn on what devices agree on.
+  """
+  return as_invariant(_first_copy_p.bind(x, axes=tuple(axes)), axes)
+
+
+def _keep_first(axis_data, args, dims, *, axes):
+  (x,), (dim,) = args, dims
+  if axis_data.name in axes and dim is not None:
+    return jax.lax.index_in_dim(x, 0, dim, keepdims=False), None
+  return _first_copy_p.bind(x, axes=axes), dim
+
+
+_first_copy_p.def_impl(lambda x, *, axes: x)
+_first_copy_p.def_abstract_eval(lambda aval, *, axes: aval)
+mlir.register_lowering(_first_copy_p, lambda ctx, x, *, axes: [x])
+batching.fancy_primitive_batchers[_first_copy_p] = _keep_first
+
+
 def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """`x` typed as varying over the axes that `like` varies over.
 

@@ -16,9 +16,12 @@ from zenjax import _options
 from zenjax import _rounds
 from zenjax import _select
 from zenjax._collectives import Axes
+from zenjax._options import Options
 from zenjax._plan import TablePlan
-from zenjax._schemes import SCHEMES
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import DenseScheme
 from zenjax._schemes.base import Message
 
 
@@ -54,10 +57,10 @@ def declare(
   """
   options = _options.check(axes, sparse=True, **_options.DEFAULTS | kwargs)
   context = Context(axes=axes, sizes=tuple(sizes), mean=options.mean)
-  scheme = SCHEMES[options.scheme]
-  if scheme is None:
-    return Declared(context=context, plans=(), first=[], loops=[], dense=[])
   group, platform = _select.named_leaves(tables), jax.default_backend()
+  if options.scheme in DENSE:
+    return _declare_dense(group, DENSE[options.scheme], options, context)
+  scheme = SPARSE[options.scheme]
   plans = _group.plans(group, scheme, options, context)
   return Declared(
     context=context,
@@ -69,3 +72,19 @@ def declare(
     loops=_rounds.loop_messages(plans, scheme, context),
     dense=[_dense.messages(plan.table, context, platform) for plan in plans],
   )
+
+
+def _declare_dense(
+  group: Sequence[tuple[str, jax.Array]],
+  scheme: DenseScheme,
+  options: Options,
+  context: Context,
+) -> Declared:
+  tables = [_group.table_of(name, leaf, options) for name, leaf in group]
+  first = [m for table in tables for m in scheme.messages(table, context)]
+  loops = [
+    [message]
+    for table in tables
+    for _, message in scheme.loop_messages(table, context)
+  ]
+  return Declared(context=context, plans=(), first=first, loops=loops, dense=[])

@@ -8,7 +8,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax import _collectives
 from zenjax import _compat
 from zenjax import _plan
 from zenjax import _residual
@@ -18,9 +17,11 @@ from zenjax import _sync
 from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._rows._sparse_rows import SparseRows
-from zenjax._schemes import SCHEMES
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import DenseScheme
 from zenjax._schemes.base import Scheme
 
 
@@ -47,22 +48,26 @@ def sync_tree(
   leaves = _select.named_leaves(tree)
   for name, leaf in leaves:
     _check_local(name, leaf, context.axes)
-  scheme = SCHEMES[options.scheme]
-  chosen = [False] * len(leaves)
+  scheme = SPARSE.get(options.scheme)
+  chosen = _select.select(tree, options.sparse, options.unit)
   # One device has nothing to exchange, unless rows wait in a residual.
   alone = context.devices == 1 and options.exact and not options.rows_out
-  if scheme is not None and not alone:
-    chosen = _select.select(tree, options.sparse, options.unit)
-    _check_state(leaves, chosen, state)
+  if alone:
+    chosen = [False] * len(leaves)
   out = [
-    None if sparse else _dense(leaf, context)
+    None if sparse else _sum(leaf, DENSE["dense"], context)
     for (_, leaf), sparse in zip(leaves, chosen)
   ]
   at = [i for i, sparse in enumerate(chosen) if sparse]
   new_leaves = dict(state.leaves) if state else {}
-  if scheme is not None and at:
+  if at:
     group = [leaves[i] for i in at]
-    synced, new_leaves = _sync_group(group, state, scheme, options, context)
+    if scheme is None:
+      reduce = DENSE[options.scheme]
+      synced = [_sum(leaf, reduce, context) for _, leaf in group]
+    else:
+      _check_state(leaves, chosen, state)
+      synced, new_leaves = _sync_group(group, state, scheme, options, context)
     for i, value in zip(at, synced):
       out[i] = value
   return jax.tree.unflatten(jax.tree.structure(tree), out), new_leaves
@@ -115,11 +120,10 @@ def _check_state(
     )
 
 
-def _dense(leaf: jax.Array, context: Context) -> jax.Array:
+def _sum(leaf: jax.Array, scheme: DenseScheme, context: Context) -> jax.Array:
   if leaf.dtype == jax.dtypes.float0:
     return leaf
-  reduce = _collectives.pmean if context.mean else _collectives.psum
-  return reduce(leaf, context.axes)
+  return scheme.reduce(leaf, context)
 
 
 def _sync_group(
@@ -191,7 +195,7 @@ def plans(
   context: Context,
 ) -> tuple[_plan.TablePlan, ...]:
   """Static sizes for the sparse leaves of `group`, `(name, leaf)` each."""
-  tables = [_table(name, leaf, options) for name, leaf in group]
+  tables = [table_of(name, leaf, options) for name, leaf in group]
   pinned = [_pinned(table, options) for table in tables]
   _check_names(tables, options)
   sizes = context.sizes
@@ -204,20 +208,22 @@ def plans(
         f" along {context.axes[-1]!r}, got {wanted} for {sizes[-1]} devices."
       )
     groups.append(scheme.groups(sizes, wanted))
-  return _plan.plan_group(
+  planned = _plan.plan_group(
     tables,
     row_groups=[m for m, _ in groups],
     column_groups=[g for _, g in groups],
     pinned=pinned,
     seed=options.seed,
+    contiguous=scheme.contiguous,
   )
+  return tuple(scheme.fitted(plan) for plan in planned)
 
 
 # Rows, padding and out-of-range markers must fit int32 together.
 _MAX_ROWS = np.iinfo(np.int32).max // 2
 
 
-def _table(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
+def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
   rows, width = _select.table_shape(leaf, options.unit)
   if rows > _MAX_ROWS:
     raise ValueError(

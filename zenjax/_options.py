@@ -9,12 +9,22 @@ import jax.numpy as jnp
 from zenjax._collectives import Axes
 from zenjax._plan import Capacity
 from zenjax._plan import Partition
-from zenjax._schemes import SCHEMES
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
 
 AxisName = str | tuple[str, ...]
 SparseSpec = Any  # None, a pytree prefix of bools, or (path, leaf) -> bool
 Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
-SchemeName = Literal["all_gather", "dense", "zen"]
+SchemeName = Literal[
+  "all_gather",
+  "block_sparse",
+  "dense",
+  "recursive_doubling",
+  "ring",
+  "split_all_gather",
+  "split_dense_gather",
+  "zen",
+]
 Unit = Literal["row", "element"] | int
 
 
@@ -64,11 +74,13 @@ def check(
   hash_seed: int,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  _one_of("scheme", scheme, sorted(SCHEMES))
+  _one_of("scheme", scheme, sorted([*DENSE, *SPARSE]))
   _one_of("op", op, ["mean", "sum"])
   _one_of("on_overflow", on_overflow, ["exact", "carry"])
   _one_of("output", output, ["dense", "rows"])
   _check_unit(unit)
+  if unit == "row" and scheme in SPARSE:
+    unit = SPARSE[scheme].unit or unit
   _check_partition(partition)
   if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
     raise ValueError(
@@ -76,8 +88,9 @@ def check(
     )
   if output == "rows" and unit != "row":
     raise ValueError(
-      f"`output='rows'` returns rows of the leaf, got {unit=}; use"
-      " `unit='row'` or `output='dense'`."
+      f"`output='rows'` returns rows of the leaf, got {unit=} with"
+      f" {scheme=}; use `unit='row'` with another scheme than 'block_sparse',"
+      " or `output='dense'`."
     )
   return Options(
     axes=axes(axis_name),

@@ -18,9 +18,6 @@ from zenjax._schemes.base import received_bytes
 from zenjax._schemes.base import Scheme
 from zenjax._schemes.base import Tally
 
-# Sparse pays while its bytes stay under this part of the dense exchange's:
-# packing and merging cost local work that a dense sum does not have.
-_BREAK_EVEN = 0.5
 # A table that travels dense returns to sparse below this part of break-even.
 _RETURN = 0.8
 
@@ -64,7 +61,7 @@ def _above(
   """Whether the sparse exchange is above `factor` times break-even."""
   dense = _dense.received_bytes(plan.table, context.devices)
   sparse = scheme.expected_bytes(plan, context, push, pull)
-  return jnp.asarray(sparse > dense * _BREAK_EVEN * factor)
+  return jnp.asarray(sparse > dense * scheme.break_even * factor)
 
 
 def outcome(

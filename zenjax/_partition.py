@@ -46,12 +46,19 @@ class Layout:
     first_word: Index of this table's first word among all tables that are
       exchanged together. With one id space for all, row 0 of every table does
       not meet on one owner.
+    contiguous: Ranges of rows instead of the hash.
   """
 
   num_rows: int
   groups: int
   seed: int = 0
   first_word: int = 0
+  contiguous: bool = False
+
+  @property
+  def in_order(self) -> bool:
+    """Whether rows follow each other from group to group."""
+    return self.contiguous or self.groups == 1
 
   @property
   def words(self) -> int:
@@ -76,8 +83,10 @@ class Layout:
 
   def row(self, group: jax.Array, slot: jax.Array) -> jax.Array:
     """Row at `(group, slot)`; `R` where there is none. int32, same shape."""
-    if self.groups == 1:
-      return jnp.where(slot < self.num_rows, slot, self.num_rows)
+    if self.in_order:
+      row = group * self.slots + jnp.minimum(slot, self.slots - 1)
+      valid = (slot < self.slots) & (row < self.num_rows)
+      return jnp.where(valid, row, self.num_rows)
     j = _mod(group - self._shift(slot) + 2 * self.groups, self.groups)
     # A slot of S marks padding: it is kept from overflowing int32 here.
     row = jnp.minimum(slot, self.slots - 1) * self.groups + j
@@ -86,6 +95,9 @@ class Layout:
 
   def place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Inverse of `row`: the `(group, slot)` of each row in `[0, R)`."""
+    if self.in_order:
+      group = lax.div(row, lax.full_like(row, self.slots))
+      return group, row - group * self.slots
     slot = lax.div(row, lax.full_like(row, self.groups))
     j = row - slot * self.groups
     return _mod(j + self._shift(slot), self.groups), slot

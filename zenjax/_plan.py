@@ -48,6 +48,7 @@ class TablePlan:
     layout: Its row groups.
     column_groups: `g`.
     first: Capacity of the first push and pull, which are unconditional.
+    pinned: Whether the user gave it.
     chunks: Capacity of those in the loops: `LARGE` while much is left, then
       `SMALL`.
   """
@@ -56,6 +57,7 @@ class TablePlan:
   layout: Layout
   column_groups: int
   first: Capacity
+  pinned: bool
   chunks: tuple[Capacity, Capacity]
 
   @property
@@ -97,10 +99,15 @@ def plan_table(
   pinned: Capacity | None,
   seed: int,
   first_word: int,
+  contiguous: bool = False,
 ) -> TablePlan:
   """Sizes for one table; `pinned` is what the user gave in `capacities=`."""
   layout = Layout(
-    num_rows=table.num_rows, groups=groups, seed=seed, first_word=first_word
+    num_rows=table.num_rows,
+    groups=groups,
+    seed=seed,
+    first_word=first_word,
+    contiguous=contiguous,
   )
   slots = layout.slots
   if pinned:
@@ -123,6 +130,7 @@ def plan_table(
     layout=layout,
     column_groups=column_groups,
     first=first if pinned else _clip(first, slots),
+    pinned=pinned is not None,
     chunks=(large, small),
   )
 
@@ -195,6 +203,7 @@ def plan_group(
   column_groups: Sequence[int],
   pinned: Sequence[Capacity | None],
   seed: int,
+  contiguous: bool = False,
 ) -> tuple[TablePlan, ...]:
   """Plans for tables that share one exchange and one space of hashed ids."""
   plans: list[TablePlan] = []
@@ -207,6 +216,7 @@ def plan_group(
       pinned=sizes,
       seed=seed,
       first_word=first_word,
+      contiguous=contiguous,
     )
     plans.append(plan)
     first_word += plan.layout.words

@@ -18,6 +18,7 @@ from zenjax._options import SchemeName
 from zenjax._options import SparseSpec
 from zenjax._options import Unit
 from zenjax._plan import Partition
+from zenjax._schemes import SPARSE
 
 
 def zen_sync(
@@ -70,8 +71,11 @@ def zen_sync(
     sparse: Which leaves travel sparse: a pytree prefix of bools, or a
       callable `(name, leaf) -> bool`. By default tall tables of at least
       64 KiB do. A leaf judged wrongly costs time, never a wrong result.
-    scheme: `"zen"` (push, merge, pull), `"all_gather"` (everyone gets all
-      rows) or `"dense"` (`psum` for every leaf).
+    scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
+      of the systems before it: `"all_gather"` (everyone gets all rows),
+      `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
+      (SparCML), `"block_sparse"` (OmniReduce), `"dense"` (`psum`) and
+      `"ring"` (the same bytes, step by step).
     op: `"mean"` or `"sum"`.
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
       buffers in further rounds. `"carry"` keeps them for the next step in a
@@ -137,7 +141,7 @@ def zen_sync(
 
 def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
   leaves: dict[str, _state.LeafState] = {}
-  if options.scheme != "dense":
+  if options.scheme in SPARSE:
     chosen = _select.select(params, options.sparse, options.unit)
     for (name, leaf), sparse in zip(_select.named_leaves(params), chosen):
       if sparse:

@@ -88,10 +88,9 @@ def plus_zero_where(negative: jax.Array, table: jax.Array) -> jax.Array:
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   """`mask: [R] bool` in row order to `[m, W] uint32` in slot order."""
   m, words = layout.groups, layout.words
-  if m == 1:
-    padding = words * LANES - layout.num_rows
-    return _bitmap.pack(jnp.pad(mask, (0, padding)))[None]
   padding = words * LANES * m - layout.num_rows
+  if layout.in_order:
+    return _bitmap.pack(jnp.pad(mask, (0, padding)).reshape(m, -1))
   blocks = jnp.pad(mask, (0, padding)).reshape(words, LANES, m)
   lane = lax.broadcasted_iota(jnp.uint32, blocks.shape, 1)
   packed = jnp.sum(blocks.astype(jnp.uint32) << lane, axis=1, dtype=jnp.uint32)

@@ -19,12 +19,13 @@ from zenjax import _collectives
 from zenjax import _wire
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
+from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
-from zenjax._schemes.base import Tally
+from zenjax._schemes.base import Scheme
 from zenjax._schemes.base import waiting
 from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import merge
@@ -33,7 +34,7 @@ _COUNTS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(Scheme):
   """One all-gather of ids and rows over all axes."""
 
   name: str = "all_gather"
@@ -84,7 +85,7 @@ class AllGather:
   ) -> list[Arrived]:
     """Everyone holds the whole union already: nothing moves."""
     del offset, capacities
-    return [_arrive(own, plan, context) for own, plan in zip(held, plans)]
+    return [_whole.arrive(own, plan, context) for own, plan in zip(held, plans)]
 
   def push_messages(
     self,
@@ -163,24 +164,4 @@ def _merge(
     pushed=_sections.sum_counts(remaining),
     fullest=jnp.max(remaining),
     probe=jnp.sum(probe, dtype=jnp.int32),
-  )
-
-
-def _arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
-  union = own.union
-  tally = Tally(
-    limit=union.limit,
-    end=union.limit,
-    union=union.total,
-    total=union.total,
-    pending=jnp.zeros_like(union.total),
-    pushed=own.pushed,
-    fullest=own.fullest,
-    merged=union.merged,
-    probe=own.probe,
-  )
-  return Arrived(
-    row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
-    values=context.scaled(union.rows).astype(plan.table.dtype),
-    tally=Tally(*(count[None] for count in tally)),
   )

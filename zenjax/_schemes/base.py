@@ -5,6 +5,7 @@ statistics or of optax. Adding one is a file here and a row in the table of
 `zenjax._schemes`.
 """
 
+import abc
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from zenjax import _bitmap
 from zenjax._bitmap import Bitmap
 from zenjax._collectives import Axes
+from zenjax._plan import Table
 from zenjax._plan import TablePlan
 from zenjax.kernels.merge.reference import Union
 
@@ -63,7 +65,7 @@ class Arrived(NamedTuple):
 class Message(NamedTuple):
   """One collective, as the lowered program shows it."""
 
-  op: str  # "all_to_all", "all_gather", "all_reduce", "reduce_scatter"
+  op: str  # "all_to_all", "collective_permute", .. as StableHLO has it
   axes: Axes
   words: int  # of 32 bits, one device's operand
 
@@ -87,18 +89,33 @@ class Context:
     return total / jnp.asarray(self.devices, total.dtype)
 
 
-class Scheme(Protocol):
-  """A way of moving the nonzero rows of several tables in one exchange."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheme(abc.ABC):
+  """A way of moving the nonzero rows of several tables in one exchange.
 
-  @property
-  def name(self) -> str:
-    """Its key in the table of schemes."""
-    ...
+  Attributes:
+    name: Its key in the table of schemes.
+    contiguous: Whether owners hold ranges of rows and not a hash's share.
+    unit: Elements that travel as a whole where the user says nothing; None for
+      a row.
+    break_even: The part of a dense exchange's bytes up to which it pays.
+      Packing and merging cost local work that a dense sum does not have.
+  """
 
+  name: str
+  contiguous: bool = False
+  unit: int | None = None
+  break_even: float = 0.5
+
+  def fitted(self, plan: TablePlan) -> TablePlan:
+    """`plan` with sizes as this scheme needs them."""
+    return plan
+
+  @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     """`(m, g)`: row and column groups over axes of `sizes`."""
-    ...
 
+  @abc.abstractmethod
   def push(
     self,
     outgoing: Sequence[Outgoing],
@@ -107,8 +124,8 @@ class Scheme(Protocol):
     context: Context,
   ) -> list[Held]:
     """Sends the first rows from `start` on, as many as fit, and sums them."""
-    ...
 
+  @abc.abstractmethod
   def pull(
     self,
     held: Sequence[Held],
@@ -118,12 +135,12 @@ class Scheme(Protocol):
     context: Context,
   ) -> list[Arrived]:
     """Brings everyone each owner's rows from number `offset` on."""
-    ...
 
+  @abc.abstractmethod
   def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
     """Rows that `Held.union` has room for after a push of `capacity`."""
-    ...
 
+  @abc.abstractmethod
   def push_messages(
     self,
     plans: Sequence[TablePlan],
@@ -131,8 +148,8 @@ class Scheme(Protocol):
     context: Context,
   ) -> list[Message]:
     """The collectives of one push, in order."""
-    ...
 
+  @abc.abstractmethod
   def pull_messages(
     self,
     plans: Sequence[TablePlan],
@@ -140,8 +157,8 @@ class Scheme(Protocol):
     context: Context,
   ) -> list[Message]:
     """The collectives of one pull, in order."""
-    ...
 
+  @abc.abstractmethod
   def expected_bytes(
     self,
     plan: TablePlan,
@@ -154,6 +171,28 @@ class Scheme(Protocol):
     `push` rows for the fullest pair of source and row group, `pull` rows in
     the fullest union of a row group.
     """
+
+
+class DenseScheme(Protocol):
+  """A way of summing a whole leaf."""
+
+  @property
+  def name(self) -> str:
+    """Its key in the table of schemes."""
+    ...
+
+  def reduce(self, leaf: jax.Array, context: Context) -> jax.Array:
+    """The sum or mean over all devices."""
+    ...
+
+  def messages(self, table: Table, context: Context) -> list[Message]:
+    """The collectives outside any loop, in order."""
+    ...
+
+  def loop_messages(
+    self, table: Table, context: Context
+  ) -> list[tuple[int, Message]]:
+    """Loops with one collective each: how often it turns, and which."""
     ...
 
 
@@ -164,8 +203,12 @@ def received_bytes(messages: Sequence[Message], context: Context) -> int:
   for message in messages:
     devices = math.prod(sizes[axis] for axis in message.axes)
     words = message.words
-    if message.op == "all_to_all":
+    if message.op in ("all_to_all", "reduce_scatter"):
       total += words * 4 * (devices - 1) // devices
+    elif message.op == "all_reduce":
+      total += 2 * words * 4 * (devices - 1) // devices
+    elif message.op == "collective_permute":
+      total += words * 4
     else:
       total += words * 4 * (devices - 1)
   return total

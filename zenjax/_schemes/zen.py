@@ -35,6 +35,7 @@ from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
+from zenjax._schemes.base import Scheme
 from zenjax._schemes.base import section
 from zenjax._schemes.base import Tally
 from zenjax._schemes.base import waiting
@@ -47,7 +48,7 @@ _PULL_COUNTS = len(Tally._fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Zen:
+class Zen(Scheme):
   """Push along the fastest axis, sum over the others, pull back."""
 
   name: str = "zen"
