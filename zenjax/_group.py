@@ -137,10 +137,7 @@ def _sync_group(
   old = [state.leaves[name] for name, _ in group] if state else None
   tables = [_select.as_table(leaf, options.unit) for _, leaf in group]
   if old and not options.exact:
-    tables = [
-      _residual.add(table, leaf.residual) for table, leaf in zip(tables, old)
-    ]
-  local = tables
+    tables = [_residual.add(*to) for to in zip(tables, old)]
   result = _sync.sync(
     tables,
     table_plans,
@@ -149,31 +146,30 @@ def _sync_group(
     remembered=[leaf.dense for leaf in old] if old else None,
     exact=options.exact,
   )
-  tables = result.tables
-  residuals: list[jax.Array | None] = [None] * len(group)
-  if not options.exact:
-    kept = [
-      _residual.split(*k)
-      for k in zip(local, tables, table_plans, result.first, group)
+  if old and not options.exact:
+    # Rows to come out leave the table unwritten: what waits is in both.
+    sources = tables if options.rows_out else result.tables
+    old = [
+      _residual.keep(*k) for k in zip(sources, old, result.first, table_plans)
     ]
-    tables = [synced for synced, _ in kept]
-    residuals = [waits for _, waits in kept]
   if options.rows_out:
-    out = [_rows(*r, options) for r in zip(tables, result.first, table_plans)]
-  else:
     out = [
-      _select.from_table(table, leaf) for table, (_, leaf) in zip(tables, group)
+      _rows(*r, options) for r in zip(result.tables, result.first, table_plans)
+    ]
+  else:
+    synced = result.tables
+    if not options.exact:
+      synced = [
+        _residual.withhold(*w) for w in zip(synced, result.first, table_plans)
+      ]
+    out = [
+      _select.from_table(table, leaf) for table, (_, leaf) in zip(synced, group)
     ]
   new = {}
   if state and old:
     for i, (name, _) in enumerate(group):
       new[name] = _state.after_step(
-        old[i],
-        state.step,
-        result.outcomes[i],
-        table_plans[i],
-        context,
-        residuals[i],
+        old[i], state.step, result.outcomes[i], table_plans[i], context
       )
   return out, new
 
@@ -185,7 +181,7 @@ def _rows(
   num_rows = plan.table.num_rows
   if not options.exact:
     return SparseRows(first.row, first.values, num_rows)
-  return SparseRows.from_dense(table, num_rows)
+  return SparseRows.in_place(table)
 
 
 def plans(

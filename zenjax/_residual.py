@@ -1,45 +1,83 @@
-"""Rows that wait for the next step: `on_overflow="carry"`."""
+"""Rows that wait for the next step: `on_overflow="carry"`.
+
+Where nothing waits, which is nearly always, the table is not read for it: every
+pass is a loop that turns once or not at all, in place.
+"""
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
+from zenjax import _compat
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
+from zenjax._state import LeafState
 
 
-def add(table: jax.Array, residual: jax.Array | None) -> jax.Array:
-  """Local gradient and what waits from earlier steps, `[R, D]`."""
-  if residual is None:
-    return table
-  waiting = residual.reshape(-1)
-  missing = table.size - waiting.size
-  return table + jnp.pad(waiting, (0, missing)).reshape(table.shape)
+def add(table: jax.Array, leaf: LeafState) -> jax.Array:
+  """Local gradient `[R, D]` and what waits from earlier steps."""
+
+  def body(carry):
+    flag, table = carry
+    rows = residual.reshape(-1)
+    rows = jnp.pad(rows, (0, table.size - rows.size)).reshape(table.shape)
+    return jnp.zeros_like(flag), table + rows
+
+  residual = _residual_of(leaf)
+  return lax.while_loop(lambda c: c[0], body, (leaf.waiting, table))[1]
 
 
-def split(
-  local: jax.Array,
-  synced: jax.Array,
-  plan: TablePlan,
-  first: Arrived,
-  named: tuple[str, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-  """What was exchanged, and what waits.
+def keep(
+  table: jax.Array, leaf: LeafState, first: Arrived, plan: TablePlan
+) -> LeafState:
+  """`leaf` with the rows that were not exchanged.
 
   Args:
-    local: `[R, D]`, what went into the exchange.
-    synced: `[R, D]`, what came out: local values in rows not exchanged.
-    plan: Of the table.
+    table: `[R, D]` after the exchange, or before it: these rows are local in
+      both.
+    leaf: What waited until now.
     first: What the round brought; slots from its limit on were not summed.
-    named: Name and leaf, for the residual's shape.
-
-  Returns:
-    The synced table with zeros in rows not exchanged, and the residual,
-    `[1, *leaf.shape]`.
+    plan: Of the table.
   """
+
+  def body(carry):
+    flag, old = carry
+    waits = jnp.where(_done(first, plan), jnp.zeros((), table.dtype), table)
+    waits = waits.reshape(-1)[: old.size].reshape(old.shape)
+    return jnp.zeros_like(flag), _compat.cast_like(waits, old)
+
+  waiting = _unfinished(first, plan)
+  # Where nothing waits and nothing did, it is zero and stays so.
+  carry = (waiting | leaf.waiting, _residual_of(leaf))
+  residual = lax.while_loop(lambda c: c[0], body, carry)[1]
+  return leaf._replace(residual=residual, waiting=waiting)
+
+
+def withhold(table: jax.Array, first: Arrived, plan: TablePlan) -> jax.Array:
+  """`table` after the exchange with zeros in the rows that wait."""
+
+  def body(carry):
+    flag, table = carry
+    zero = jnp.zeros((), table.dtype)
+    return jnp.zeros_like(flag), jnp.where(_done(first, plan), table, zero)
+
+  carry = (_unfinished(first, plan), table)
+  return lax.while_loop(lambda c: c[0], body, carry)[1]
+
+
+def _residual_of(leaf: LeafState) -> jax.Array:
+  if leaf.residual is None:
+    raise AssertionError("carry keeps a residual for every leaf")
+  return leaf.residual
+
+
+def _unfinished(first: Arrived, plan: TablePlan) -> jax.Array:
+  """Whether the round left rows behind: equal on all devices."""
+  return jnp.any(first.tally.limit < plan.layout.slots)
+
+
+def _done(first: Arrived, plan: TablePlan) -> jax.Array:
+  """Rows that the round summed, `[R, 1] bool`."""
   row = jnp.arange(plan.table.num_rows, dtype=jnp.int32)
   group, slot = plan.layout.place(row)
-  done = (slot < first.tally.limit[group])[:, None]
-  zero = jnp.zeros((), local.dtype)
-  leaf = named[1]
-  waits = jnp.where(done, zero, local).reshape(-1)[: leaf.size]
-  return jnp.where(done, synced, zero), waits.reshape(1, *leaf.shape)
+  return (slot < first.tally.limit[group])[:, None]

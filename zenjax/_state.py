@@ -53,6 +53,7 @@ class LeafState(NamedTuple):
   last: jax.Array  # [len(Last)] float32
   history: jax.Array  # [HISTORY, 2] int32, rows needed: push, pull
   dense: jax.Array  # [] bool, travels dense next time
+  waiting: jax.Array  # [] bool, some residual is not zero
   residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
 
 
@@ -70,6 +71,7 @@ def empty_leaf(residual: jax.Array | None) -> LeafState:
     last=jnp.zeros(len(Last._fields), jnp.float32),
     history=jnp.zeros((HISTORY, 2), jnp.int32),
     dense=jnp.zeros((), bool),
+    waiting=jnp.zeros((), bool),
     residual=residual,
   )
 
@@ -80,7 +82,6 @@ def after_step(
   outcome: Outcome,
   plan: TablePlan,
   context: Context,
-  residual: jax.Array | None,
 ) -> LeafState:
   """The state of a leaf after step number `count`."""
   table, layout = plan.table, plan.layout
@@ -107,12 +108,11 @@ def after_step(
     went_dense=outcome.went_dense.astype(jnp.float32),
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
-  return LeafState(
+  return leaf._replace(
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
     history=leaf.history.at[count % HISTORY].set(need),
     dense=outcome.dense_next,
-    residual=residual,
   )
 
 

@@ -10,6 +10,7 @@ from zenjax import _bitmap
 from zenjax._partition import Layout
 from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.mask_pack.reference import mask_pack
+from zenjax.kernels.mask_pack.reference import row_mask
 
 
 @functools.partial(
@@ -48,6 +49,14 @@ class SparseRows:
     shape = (self.num_rows, self.values.shape[-1])
     zeros = jnp.zeros(shape, self.values.dtype)
     return zeros.at[self.indices].add(self.values, mode="drop")
+
+  @classmethod
+  def in_place(cls, table: jax.Array) -> "SparseRows":
+    """All rows of `table: [R, D]`, those of zeros as padding; no copy."""
+    num_rows = table.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    nonzero = row_mask(table).nonzero
+    return cls(jnp.where(nonzero, row, num_rows), table, num_rows)
 
   @classmethod
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
