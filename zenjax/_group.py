@@ -136,8 +136,9 @@ def _sync_group(
   table_plans = plans(group, scheme, options, context)
   old = [state.leaves[name] for name, _ in group] if state else None
   tables = [_select.as_table(leaf, options.unit) for _, leaf in group]
+  carried = None
   if old and not options.exact:
-    tables = [_residual.add(*to) for to in zip(tables, old)]
+    carried = [_residual.carried(leaf, options.unit) for leaf in old]
   result = _sync.sync(
     tables,
     table_plans,
@@ -145,12 +146,15 @@ def _sync_group(
     context,
     remembered=[leaf.dense for leaf in old] if old else None,
     exact=options.exact,
+    carried=carried,
+    rows_only=options.rows_out and not options.exact,
   )
   if old and not options.exact:
     # Rows to come out leave the table unwritten: what waits is in both.
     sources = tables if options.rows_out else result.tables
     old = [
-      _residual.keep(*k) for k in zip(sources, old, result.first, table_plans)
+      _residual.keep(*k, options.unit)
+      for k in zip(sources, old, result.first, table_plans)
     ]
   if options.rows_out:
     out = [

@@ -85,11 +85,16 @@ def _ratio(a: float, b: float) -> float:
   return a / b if b else 1.0
 
 
-def advise(state: Any) -> dict[str, tuple[int, int]]:
+def advise(
+  state: Any,
+  percentiles: tuple[float, float] = (_PUSH_PERCENTILE, _PULL_PERCENTILE),
+) -> dict[str, tuple[int, int]]:
   """Capacities to pin, from what recent steps needed.
 
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
+    percentiles: Of the push and of the pull. With `on_overflow="carry"` what
+      does not fit waits: pin `(100, 100)` of steps taken without it.
 
   Returns:
     By leaf name `(push, pull)` for `zen_sync(capacities=...)`: of what the last
@@ -102,15 +107,17 @@ def advise(state: Any) -> dict[str, tuple[int, int]]:
     steps = min(int(node.step), _state.HISTORY)
     for name, leaf in node.leaves.items():
       if steps and int(np.asarray(leaf.sizes)[0]) and not bool(leaf.dense):
-        advice[name] = _capacity(leaf, steps)
+        advice[name] = _capacity(leaf, steps, percentiles)
   return advice
 
 
-def _capacity(leaf: _state.LeafState, steps: int) -> tuple[int, int]:
+def _capacity(
+  leaf: _state.LeafState, steps: int, percentiles: tuple[float, float]
+) -> tuple[int, int]:
   num_rows = int(np.asarray(leaf.sizes)[0])
   pushes, pulls = np.asarray(leaf.history)[:steps].T
-  push = max(1, int(np.percentile(pushes, _PUSH_PERCENTILE)))
-  pull = int(np.percentile(pulls, _PULL_PERCENTILE))
+  push = max(1, int(np.percentile(pushes, percentiles[0])))
+  pull = int(np.percentile(pulls, percentiles[1]))
   return min(push, num_rows), min(max(push, pull), num_rows)
 
 

@@ -9,26 +9,26 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax import _compat
+from zenjax import _select
+from zenjax import _sync
+from zenjax._options import Unit
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
 from zenjax._state import LeafState
 
 
-def add(table: jax.Array, leaf: LeafState) -> jax.Array:
-  """Local gradient `[R, D]` and what waits from earlier steps."""
-
-  def body(carry):
-    flag, table = carry
-    rows = residual.reshape(-1)
-    rows = jnp.pad(rows, (0, table.size - rows.size)).reshape(table.shape)
-    return jnp.zeros_like(flag), table + rows
-
+def carried(leaf: LeafState, unit: Unit) -> _sync.Carried:
+  """What waits from earlier steps, seen as a table."""
   residual = _residual_of(leaf)
-  return lax.while_loop(lambda c: c[0], body, (leaf.waiting, table))[1]
+  return _sync.Carried(_select.as_table(residual[0], unit), leaf.waiting)
 
 
 def keep(
-  table: jax.Array, leaf: LeafState, first: Arrived, plan: TablePlan
+  table: jax.Array,
+  leaf: LeafState,
+  first: Arrived,
+  plan: TablePlan,
+  unit: Unit,
 ) -> LeafState:
   """`leaf` with the rows that were not exchanged.
 
@@ -38,18 +38,23 @@ def keep(
     leaf: What waited until now.
     first: What the round brought; slots from its limit on were not summed.
     plan: Of the table.
+    unit: How a leaf is seen as rows.
   """
 
+  # The same shape in and out: XLA then writes in place.
   def body(carry):
-    flag, old = carry
-    waits = jnp.where(_done(first, plan), jnp.zeros((), table.dtype), table)
-    waits = waits.reshape(-1)[: old.size].reshape(old.shape)
-    return jnp.zeros_like(flag), _compat.cast_like(waits, old)
+    flag, late = carry
+    zero = jnp.zeros((), late.dtype)
+    waits = jnp.where(_done(first, plan), zero, late + table)
+    return jnp.zeros_like(flag), _compat.cast_like(waits, late)
 
+  residual = _residual_of(leaf)
   waiting = _unfinished(first, plan)
   # Where nothing waits and nothing did, it is zero and stays so.
-  carry = (waiting | leaf.waiting, _residual_of(leaf))
-  residual = lax.while_loop(lambda c: c[0], body, carry)[1]
+  late = _select.as_table(residual[0], unit)
+  carry = (waiting | leaf.waiting, late)
+  late = lax.while_loop(lambda c: c[0], body, carry)[1]
+  residual = _select.from_table(late, residual)
   return leaf._replace(residual=residual, waiting=waiting)
 
 

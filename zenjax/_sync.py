@@ -30,6 +30,13 @@ from zenjax.kernels.mask_pack.reference import Packed
 from zenjax.kernels.mask_pack.reference import plus_zero_where
 
 
+class Carried(NamedTuple):
+  """Rows of one table that wait from earlier steps."""
+
+  rows: jax.Array  # [R, D]
+  some: jax.Array  # [] bool, or all of them are zero
+
+
 class Result(NamedTuple):
   """The outcome of one exchange; one entry a table in each list."""
 
@@ -46,6 +53,8 @@ def sync(
   *,
   remembered: Sequence[jax.Array] | None = None,
   exact: bool = True,
+  carried: Sequence[Carried] | None = None,
+  rows_only: bool = False,
 ) -> Result:
   """Synchronizes local `tables: [R, D]` over `context.axes`.
 
@@ -58,13 +67,20 @@ def sync(
       (`[] bool`, equal on all devices). None where there is no memory.
     exact: Whether rows that do not fit the first round follow in loops. If
       False they keep their local values in the tables that come back.
+    carried: For each table what waited until now, if rows may wait.
+    rows_only: Whether only what arrives is used, and not the tables: these
+      are then read and never written.
   """
   known = remembered if exact else None
-  bitmaps, probes, tables = _masks(tables, plans, known)
+  bitmaps, probes, cleared = _masks(tables, plans, known, carried)
+  if not rows_only:
+    tables = cleared
   progress = [_progress.begin(*tp) for tp in zip(tables, plans)]
   outgoing = [
-    Outgoing(table, bitmap, p.start, probe)
-    for table, bitmap, p, probe in zip(tables, bitmaps, progress, probes)
+    Outgoing(table, bitmap, p.start, probe, late and late.rows)
+    for table, bitmap, p, probe, late in zip(
+      tables, bitmaps, progress, probes, carried or [None] * len(plans)
+    )
   ]
   held = scheme.push(outgoing, plans, [p.first.push for p in plans], context)
   sizes = [plan.first.pull for plan in plans]
@@ -91,6 +107,7 @@ def _masks(
   tables: Sequence[jax.Array],
   plans: Sequence[TablePlan],
   remembered: Sequence[jax.Array] | None,
+  carried: Sequence[Carried] | None,
 ) -> tuple[list[_bitmap.Bitmap], list[jax.Array], list[jax.Array]]:
   """Bitmaps, empty for tables known to be dense; sampled counts; tables."""
   with jax.named_scope("zenjax/mask"):
@@ -105,11 +122,25 @@ def _masks(
           lambda t, p=plan: _pack_unless_full(t, p),
           table,
         )
-      bitmaps.append(_bitmap.index(packed.words))
+      words = packed.words
+      if carried is not None:
+        words |= _late_words(carried[i], plan, words)
+      bitmaps.append(_bitmap.index(words))
       probes.append(probe)
-      # All other readers take what comes back, or XLA would keep a copy.
+      # All who write take what comes back, or XLA would keep a copy.
       cleared.append(plus_zero_where(packed.negative, table))
     return bitmaps, probes, cleared
+
+
+def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
+  """Rows that wait, packed; nothing is read where there are none."""
+  none = _compat.cast_like(jnp.zeros_like(like), late.rows)
+  return lax.cond(
+    late.some,
+    lambda rows: mask_pack(rows, plan.layout).words,
+    lambda rows: none,
+    late.rows,
+  )
 
 
 def _pack(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:

@@ -22,12 +22,11 @@ from zenjax._schemes import _sections
 from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
-from zenjax._schemes.base import waiting
-from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import merge
 
 _COUNTS = 2
@@ -130,8 +129,7 @@ def _sections_of(
   out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[1, words]` each."""
-  first, remaining = waiting(out)
-  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
+  slots, rows, remaining = first_rows(out, plan, capacity)
   return [
     _sections.encode_counts(remaining, out.probe[None]),
     _sections.encode_index(slots, plan.layout.slots),

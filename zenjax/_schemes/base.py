@@ -19,6 +19,7 @@ from zenjax._bitmap import Bitmap
 from zenjax._collectives import Axes
 from zenjax._plan import Table
 from zenjax._plan import TablePlan
+from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import Union
 
 
@@ -29,6 +30,7 @@ class Outgoing(NamedTuple):
   bitmap: Bitmap  # of [m, W] words: the local nonzero rows
   start: jax.Array  # [m] int32, slots below are done; equal on all devices
   probe: jax.Array  # [] int32, any local count whose sum is wanted
+  carried: jax.Array | None = None  # [R, D], to be added to the table
 
 
 class Held(NamedTuple):
@@ -218,6 +220,24 @@ def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:
   """`([m], [m])`: rank of the first row not done, and rows from there on."""
   first = _bitmap.rank(out.bitmap, out.start[:, None])[:, 0]
   return first, out.bitmap.total - first
+
+
+def first_rows(
+  out: Outgoing, plan: TablePlan, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The first rows that are not done, as many as fit.
+
+  Returns:
+    `slots: [m, C] int32` and `rows: [m, C, D]` as `compact` returns them, and
+    how many there are to send in all, `[m] int32`.
+  """
+  first, remaining = waiting(out)
+  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
+  if out.carried is not None:
+    group = jnp.arange(plan.layout.groups, dtype=jnp.int32)[:, None]
+    row = plan.layout.row(group, slots)
+    rows += out.carried.at[row].get(mode="fill", fill_value=0)
+  return slots, rows, remaining
 
 
 def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:

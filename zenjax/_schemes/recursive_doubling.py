@@ -35,12 +35,11 @@ from zenjax._schemes import _sections
 from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
-from zenjax._schemes.base import waiting
-from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import merge
 from zenjax.kernels.merge.reference import Union
 
@@ -172,8 +171,7 @@ def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
 
 def _own(out: Outgoing, plan: TablePlan, capacity: int) -> Held:
   """The first local rows, as a union of one device."""
-  first, remaining = waiting(out)
-  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
+  slots, rows, remaining = first_rows(out, plan, capacity)
   slots, remaining = slots[0], remaining[0]
   # As they travel, or the two ends of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)

@@ -32,14 +32,13 @@ from zenjax._schemes import _across
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
 from zenjax._schemes.base import section
 from zenjax._schemes.base import Tally
-from zenjax._schemes.base import waiting
-from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import merge
 from zenjax.kernels.merge.reference import Union
 
@@ -172,8 +171,7 @@ def _push_sections(
   out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[n, words]` each."""
-  first, remaining = waiting(out)
-  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
+  slots, rows, remaining = first_rows(out, plan, capacity)
   probe = jnp.broadcast_to(out.probe, remaining.shape)
   counts = _sections.encode_counts(remaining, probe)
   index = _sections.encode_index(slots, plan.layout.slots)

@@ -1,0 +1,1 @@
+"""All schemes over links of limited bandwidth, one process a host."""

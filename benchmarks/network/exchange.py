@@ -1,0 +1,224 @@
+"""One compiled exchange as one host sees it: built, checked, timed.
+
+Letters: `n` hosts, `K` distinct rows of one, `R` rows, `D` width.
+"""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from benchmarks import oracle
+from benchmarks import workloads
+from benchmarks.network.variants import LEAF
+from benchmarks.network.variants import Variant
+from benchmarks.workloads import Workload
+import zenjax
+
+AXIS = "data"
+# Steps from which capacities are advised, on batches of their own.
+_REHEARSALS = 6
+_REHEARSAL_SEED = 1000
+# Room for unions a little larger than those that were seen.
+_SPARE = 1.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Batch:
+  ids: list[np.ndarray]  # of every host, [K] each
+  placed: tuple[jax.Array, jax.Array]  # [n, K], [n, K, D]
+  seed: int
+
+
+class Exchanges:
+  """What all variants of one workload share on this host."""
+
+  def __init__(self, workload: Workload, mesh: Mesh, num_batches: int):
+    self.workload = workload
+    self.mesh = mesh
+    self.n = mesh.size
+    self._split = NamedSharding(mesh, P(AXIS))
+    self.batches = [self.draw(seed) for seed in range(num_batches)]
+    make = jax.shard_map(
+      self._scatter, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    )
+    self._make = jax.jit(make)
+
+  def draw(self, seed: int) -> _Batch:
+    """A step's rows on every host; the values of this one."""
+    ids = [np.unique(i) for i in workloads.ids(self.workload, self.n, seed)]
+    most = max(map(len, ids))
+    me = jax.process_index()
+    mine = np.full(most, self.workload.rows, np.int32)
+    mine[: len(ids[me])] = ids[me]
+    rows = np.zeros((most, self.workload.width), np.float32)
+    rows[: len(ids[me])] = self._values(seed, me, len(ids[me]))
+    place = lambda x: jax.make_array_from_process_local_data(
+      self._split, x[None], (self.n, *x.shape)
+    )
+    return _Batch(ids, (place(mine), place(rows)), seed)
+
+  def _values(self, seed, host, count):
+    rng = np.random.default_rng([seed, host])
+    return oracle.values(rng, (count, self.workload.width))
+
+  def _scatter(self, ids, rows):
+    zeros = jnp.zeros((self.workload.rows, self.workload.width), jnp.float32)
+    zeros = jax.lax.pcast(zeros, AXIS, to="varying")
+    return zeros.at[ids[0]].set(rows[0], mode="drop")[None]
+
+  def gradient(self, batch: _Batch) -> dict[str, jax.Array]:
+    """Fresh local gradients, `[n, R, D]`, one a host."""
+    made = self._make(*batch.placed)
+    return {LEAF: jax.block_until_ready(made)}
+
+  def wanted(self, batch: _Batch) -> np.ndarray:
+    """`[R, D]`, the mean in float64."""
+    total = np.zeros((self.workload.rows, self.workload.width))
+    for host, ids in enumerate(batch.ids):
+      total[ids] += self._values(batch.seed, host, len(ids))
+    return total / self.n
+
+  def facts(self) -> dict[str, float]:
+    """Bytes that a ring moves, and those that any scheme must."""
+    rows, width = self.workload.rows, self.workload.width
+    local = np.mean([len(i) for b in self.batches for i in b.ids])
+    union = np.mean(
+      [len(np.unique(np.concatenate(b.ids))) for b in self.batches]
+    )
+    part = (self.n - 1) / self.n
+    return {
+      "density": float(local) / rows,
+      "union_density": float(union) / rows,
+      "dense_bytes": 2 * part * self.workload.bytes,
+      "bound_bytes": part * float(local + union) * width * 4,
+    }
+
+
+class Exchange:
+  """One variant, compiled."""
+
+  def __init__(self, shared: Exchanges, variant: Variant):
+    self._shared = shared
+    self.variant = variant
+    capacities = self._advice() if variant.pinned else None
+    self._step, self._state, self.compile_s = self._compile(capacities)
+    self.wire_bytes = 0.0
+    self._turn = 0
+
+  def _advice(self):
+    """What zenjax advises after unpinned steps on batches of their own."""
+    carry = {"output", "on_overflow"}
+    plain = {k: v for k, v in self.variant.options.items() if k not in carry}
+    run = Exchange(self._shared, Variant(name="rehearsal", options=plain))
+    for seed in range(_REHEARSALS):
+      run(self._shared.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
+    if self.variant.rows_out:
+      # One round must hold all rows, or some would wait for the next step.
+      advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(LEAF)
+      return advice and tuple(
+        min(math.ceil(c * _SPARE), self._shared.workload.rows) for c in advice
+      )
+    return zenjax.advise(run.state()).get(LEAF)
+
+  def _compile(self, capacities):
+    mesh = self._shared.mesh
+    options = {**self.variant.options, "capacities": capacities}
+    tx = zenjax.zen_sync(AXIS, sparse=True, **options)
+    state = _initial_state(tx, self._shared)
+    specs = zenjax.state_specs(state, AXIS)
+
+    def step(grads, state):
+      local = jax.tree.map(lambda x: x[0], grads)
+      synced, state = tx.update(local, state)
+      return jax.tree.map(lambda x: x[None], synced), state
+
+    mapped = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(AXIS), specs),
+      out_specs=(P(AXIS), specs),
+      check_vma=False,
+    )
+    grads = self._shared.gradient(self._shared.batches[0])
+    start = time.perf_counter()
+    # Rows leave the gradient unwritten; given away, it would be taken for the
+    # residual, of the same shape.
+    donated = (1,) if self.variant.rows_out else (0, 1)
+    jitted = jax.jit(mapped, donate_argnums=donated)
+    compiled = jitted.lower(grads, state).compile()
+    return compiled, state, time.perf_counter() - start
+
+  def __call__(self, grads: Any) -> Any:
+    synced, self._state = self._step(grads, self._state)
+    return jax.block_until_ready(synced)
+
+  def state(self) -> optax.OptState:
+    """As a process can read it: every shard of it that is here."""
+    return jax.tree.map(
+      lambda x: np.asarray(x.addressable_shards[0].data), self._state
+    )
+
+  def check(self) -> int:
+    """Wrong elements on this host over all batches."""
+    wrong, sent = 0, []
+    for batch in self._shared.batches:
+      got = self(self._shared.gradient(batch))[LEAF]
+      wrong += oracle.count_wrong(self._whole(got), self._shared.wanted(batch))
+      sent.append(self._counted())
+    self.wire_bytes = float(np.mean(sent))
+    return wrong
+
+  def _whole(self, got):
+    local = lambda x: np.asarray(x.addressable_shards[0].data)[0]
+    if not self.variant.rows_out:
+      return local(got)
+    table = np.zeros((self._shared.workload.rows, self._shared.workload.width))
+    ids, rows = local(got.indices), local(got.values)
+    real = ids < len(table)
+    table[ids[real]] = rows[real]
+    return table
+
+  def _counted(self):
+    found = zenjax.stats(self.state())
+    if not found:
+      return self._shared.facts()["dense_bytes"]
+    return found[LEAF]["wire_bytes"]
+
+  def time(self, drain: Any) -> float:
+    """Seconds of one exchange, all hosts starting together.
+
+    Args:
+      drain: A call that ends at about the same time on all hosts and leaves no
+        tokens in the links' buckets, so that none are lent to what is timed.
+    """
+    batch = self._shared.batches[self._turn % len(self._shared.batches)]
+    self._turn += 1
+    grads = self._shared.gradient(batch)
+    drain()
+    start = time.perf_counter()
+    self(grads)
+    return time.perf_counter() - start
+
+
+def _initial_state(tx, shared):
+  table = jax.ShapeDtypeStruct(
+    (shared.workload.rows, shared.workload.width), jnp.float32
+  )
+  mesh = shared.mesh
+  zeros = jax.jit(
+    lambda: {LEAF: jnp.zeros(table.shape, table.dtype)},
+    out_shardings=NamedSharding(mesh, P()),
+  )()
+  state = zenjax.init(tx, zeros, mesh, AXIS)
+  multihost_utils.sync_global_devices("state")
+  return state

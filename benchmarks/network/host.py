@@ -1,0 +1,128 @@
+"""What runs on every host: `python -m benchmarks.network.host`.
+
+Reads one command a line from stdin and answers with one line, JSON both.
+Started by `benchmarks.testbed`, which says in the environment which host it is.
+"""
+
+import json
+import os
+import sys
+import time
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+import numpy as np  # noqa: E402
+
+from benchmarks import workloads  # noqa: E402
+from benchmarks.network import collectives  # noqa: E402
+from benchmarks.network.exchange import AXIS  # noqa: E402
+from benchmarks.network.exchange import Exchange  # noqa: E402
+from benchmarks.network.exchange import Exchanges  # noqa: E402
+from benchmarks.network.variants import VARIANTS  # noqa: E402
+
+# Sent by every host before a timed call: more than any bucket holds.
+_DRAIN_BYTES = 1 << 20
+
+
+class Host:
+  """This host's share of a run."""
+
+  def __init__(self):
+    self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    self._exchanges: Exchanges | None = None
+    self._built: dict[str, Exchange] = {}
+    self._drain = self._compile_drain()
+
+  def _compile_drain(self):
+    split = NamedSharding(self._mesh, P(AXIS))
+    n = self._mesh.size
+    words = np.zeros((n, _DRAIN_BYTES // 4 // n), np.float32)[None]
+    shape = (n, *words.shape[1:])
+    x = jax.make_array_from_process_local_data(split, words, shape)
+    swap = jax.shard_map(
+      lambda x: jax.lax.all_to_all(x, AXIS, 1, 1, tiled=True),
+      mesh=self._mesh,
+      in_specs=P(AXIS),
+      out_specs=P(AXIS),
+    )
+    swap = jax.jit(swap)
+
+    def drain():
+      # Twice: the first one waits for the last host, the second ends together.
+      jax.block_until_ready(swap(x))
+      jax.block_until_ready(swap(x))
+
+    return drain
+
+  def workload(self, name: str, batches: int) -> dict:
+    """Draws the batches of a workload and forgets the last one."""
+    self._built.clear()
+    self._exchanges = Exchanges(workloads.get(name), self._mesh, batches)
+    return self._exchanges.facts()
+
+  def build(self, variant: str) -> dict:
+    """Compiles a variant and checks its answer on this host."""
+    exchange = Exchange(self._shared(), VARIANTS[variant])
+    self._built[variant] = exchange
+    wrong = exchange.check()
+    return {
+      "wrong": wrong,
+      "compile_s": exchange.compile_s,
+      "wire_bytes": exchange.wire_bytes,
+    }
+
+  def _shared(self):
+    if self._exchanges is None:
+      raise ValueError("`workload` must be called before `build`.")
+    return self._exchanges
+
+  def time(self, variant: str) -> float:
+    """Seconds of one exchange."""
+    return self._built[variant].time(self._drain)
+
+  def repeat(self, variant: str, times: int) -> None:
+    """Exchanges with nothing else on the links, for their counters."""
+    exchange, batches = self._built[variant], self._shared().batches
+    for turn in range(times):
+      exchange(self._shared().gradient(batches[turn % len(batches)]))
+
+  def collective(self, op: str, words: int, repeats: int) -> list[float]:
+    """Seconds of a collective of `words` of 32 bits a host."""
+    run = collectives.build(op, words, self._mesh)
+    run()
+    seconds = []
+    for _ in range(repeats):
+      self._drain()
+      start = time.perf_counter()
+      run()
+      seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+  """Serves until stdin ends."""
+  index, count = (
+    int(os.environ[f"ZENJAX_HOST_{key}"]) for key in ("INDEX", "COUNT")
+  )
+  jax.distributed.initialize(
+    os.environ["ZENJAX_COORDINATOR"], num_processes=count, process_id=index
+  )
+  jnp.zeros(()).block_until_ready()
+  host = Host()
+  for line in sys.stdin:
+    message = json.loads(line)
+    reply = getattr(host, message.pop("do"))(**message)
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+  main()

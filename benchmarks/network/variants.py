@@ -1,0 +1,59 @@
+"""What is compared on the network: every scheme, and zen's own forms."""
+
+import dataclasses
+from typing import Any
+
+LEAF = "table"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+  """A way to synchronize one table.
+
+  Attributes:
+    name: As in the tables.
+    options: Keyword arguments of `zen_sync`.
+    pinned: Whether first rounds have the sizes that `zenjax.advise` gives.
+    rows_out: Whether rows come back instead of a whole table.
+  """
+
+  name: str
+  options: dict[str, Any]
+  pinned: bool = False
+  rows_out: bool = False
+
+
+_DENSE = [
+  Variant(name="psum", options={"scheme": "dense"}),
+  Variant(name="ring", options={"scheme": "ring"}),
+]
+_SPARSE = {
+  "all_gather": {"scheme": "all_gather"},
+  "recursive_doubling": {"scheme": "recursive_doubling"},
+  "split_all_gather": {"scheme": "split_all_gather"},
+  "split_dense_gather": {"scheme": "split_dense_gather"},
+  "block_sparse": {"scheme": "block_sparse"},
+  "zen": {"scheme": "zen"},
+  "zen-hash": {"scheme": "zen", "partition": "hash"},
+  "zen-columns": {"scheme": "zen", "partition": "columns"},
+}
+# Rows that come back are bounded by one round: what overflows waits.
+_ROWS = {
+  "zen-rows": {"scheme": "zen", "output": "rows", "on_overflow": "carry"},
+}
+
+VARIANTS: dict[str, Variant] = {
+  v.name: v
+  for v in [
+    *_DENSE,
+    *(Variant(name=n, options=o) for n, o in _SPARSE.items()),
+    *(
+      Variant(name=f"{n}-pinned", options=o, pinned=True)
+      for n, o in _SPARSE.items()
+    ),
+    *(
+      Variant(name=f"{n}-pinned", options=o, pinned=True, rows_out=True)
+      for n, o in _ROWS.items()
+    ),
+  ]
+}
