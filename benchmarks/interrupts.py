@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM end a program through `finally` blocks, never in them."""
+
+from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+import threading
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+  """SIGINT and SIGTERM wait until the block has ended."""
+  if threading.current_thread() is not threading.main_thread():
+    yield  # They reach the main thread only.
+    return
+  came: list[int] = []
+  signals = (signal.SIGINT, signal.SIGTERM)
+  # None is a handler that Python did not set and cannot set again.
+  signals = [s for s in signals if signal.getsignal(s) is not None]
+  handlers = {s: signal.signal(s, lambda n, _: came.append(n)) for s in signals}
+  try:
+    yield
+  finally:
+    for s, handler in handlers.items():
+      signal.signal(s, handler)
+    for s in came[:1]:
+      signal.raise_signal(s)
+
+
+@contextlib.contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+  """SIGTERM ends `with` blocks in order, unless the program handles it."""
+  ours = threading.current_thread() is threading.main_thread()
+  if ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+      yield
+    finally:
+      signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  else:
+    yield
