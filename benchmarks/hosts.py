@@ -18,6 +18,8 @@ import threading
 import time
 from typing import Any
 
+from benchmarks import interrupts
+
 _TETHER = pathlib.Path(__file__).with_name("tether.py")
 _POLL_S = 0.05
 _REPLY_POLL_S = 0.005
@@ -85,11 +87,18 @@ class Host:
         self.lines.put(line)
     self.lines.put(None)
 
+  def status(self) -> int | None:
+    """Its exit status, None while it runs."""
+    # Popen keeps its lock for ever if Ctrl-C ends `poll` at a bad moment.
+    with interrupts.held():
+      return self.process.poll()
+
   def died(self, *, status: int | None = None) -> HostDied:
     """The error that says how; waits for a process that is just ending."""
     if status is None:
       try:
-        status = self.process.wait(timeout=5)
+        with interrupts.held():
+          status = self.process.wait(timeout=5)
       except subprocess.TimeoutExpired:
         raise RuntimeError(
           f"Host {self.index} closed its stdin or stdout and runs on; its"
@@ -139,7 +148,7 @@ class Hosts(list[Host]):
     deadline = _deadline(timeout)
     while True:
       self._raise_if(bool)
-      running = [host.index for host in self if host.process.poll() is None]
+      running = [host.index for host in self if host.status() is None]
       if not running:
         return
       if time.monotonic() > deadline:
@@ -185,7 +194,7 @@ class Hosts(list[Host]):
 
   def _raise_if(self, bad):
     for host in self:
-      status = host.process.poll()
+      status = host.status()
       if bad(status):
         raise host.died(status=status)
 

@@ -14,15 +14,16 @@ def held() -> Iterator[None]:
     yield  # They reach the main thread only.
     return
   came: list[int] = []
-  signals = (signal.SIGINT, signal.SIGTERM)
-  # None is a handler that Python did not set and cannot set again.
-  signals = [s for s in signals if signal.getsignal(s) is not None]
-  handlers = {s: signal.signal(s, lambda n, _: came.append(n)) for s in signals}
+  handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
   try:
+    for s, handler in handlers.items():
+      if handler is not None:  # What C code set, Python cannot set again.
+        signal.signal(s, lambda n, _: came.append(n))
     yield
   finally:
     for s, handler in handlers.items():
-      signal.signal(s, handler)
+      if handler is not None:
+        signal.signal(s, handler)
     for s in came[:1]:
       signal.raise_signal(s)
 

@@ -210,7 +210,13 @@ def _namespaces():
 
 def _is_left(name):
   match = _NAME.fullmatch(name)
-  return match is not None and not os.path.exists(f"/proc/{match['pid']}")
+  if match is None:
+    return False
+  try:
+    stat = pathlib.Path(f"/proc/{match['pid']}/stat").read_text()
+  except FileNotFoundError:
+    return True
+  return stat.rpartition(")")[2].split()[0] == "Z"  # Ended, not collected.
 
 
 def _delete(name):

@@ -8,6 +8,7 @@
 On the command line `python -m benchmarks.testbed`; see `benchmarks/README.md`.
 """
 
+import atexit
 from collections.abc import Mapping, Sequence
 import contextlib
 import os
@@ -78,12 +79,15 @@ class Testbed:
     with interrupts.sigterm_unwinds(), contextlib.ExitStack() as stack:
       try:
         with interrupts.held():
+          # Also if Ctrl-C comes between this and the `with` block.
+          atexit.register(stack.close)
           self._set_up(stack)
         yield
       finally:
         with interrupts.held():
           self._logs = None
           stack.close()
+          atexit.unregister(stack.close)
 
   def _set_up(self, stack):
     logs = tempfile.TemporaryDirectory(prefix="zenjax-testbed-")

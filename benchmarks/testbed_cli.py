@@ -57,11 +57,11 @@ def _run(bed, command):
   open_ = set(range(len(hosts)))
   while open_:
     time.sleep(_POLL_S)
-    failed = any(host.process.poll() for host in hosts)
+    failed = any(host.status() for host in hosts)
     open_ -= {i for i in open_ if _print_lines(hosts[i])}
     if failed:
       break
-  codes = [host.process.poll() for host in hosts]
+  codes = [host.status() for host in hosts]
   if any(codes):
     running = [i for i, code in enumerate(codes) if code is None]
     ended = {i: code for i, code in enumerate(codes) if code}
