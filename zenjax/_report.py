@@ -109,6 +109,13 @@ def advise(state: Any) -> dict[str, tuple[int, int]]:
 def _capacity(leaf: _state.LeafState, steps: int) -> tuple[int, int]:
   num_rows = int(np.asarray(leaf.sizes)[0])
   pushes, pulls = np.asarray(leaf.history)[:steps].T
+  return capacity(pushes, pulls, num_rows)
+
+
+def capacity(
+  pushes: np.ndarray, pulls: np.ndarray, num_rows: int
+) -> tuple[int, int]:
+  """`(push, pull)` to pin for a table whose recent steps needed these."""
   push = max(1, int(np.percentile(pushes, _PUSH_PERCENTILE)))
   pull = int(np.percentile(pulls, _PULL_PERCENTILE))
   return min(push, num_rows), min(max(push, pull), num_rows)
