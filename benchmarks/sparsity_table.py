@@ -73,7 +73,7 @@ def _scales(sparsity):
       f"{100 * scale.density:.3f}",
       f"{100 * scale.union_density:.2f}",
       f"{scale.densification:.2f}",
-      f"{2 / both:.1f}",
+      _or_dash(2 / both if both else None, ".1f"),
     )
   return made
 
