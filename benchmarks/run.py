@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run sync|local|memory`; see `benchmarks/README.md`."""
+"""`python -m benchmarks.run sync|local|memory|sparsity`; see `README.md`."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one benchmark; returns 1 if an answer was wrong, 130 on Ctrl-C."""
   parser = _parser()
   options = parser.parse_args(arguments)
+  if options.command == "sparsity":
+    return _analyze(parser, options)
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
@@ -40,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if not complete:
     return 130
   return int(any(result.wrong for result in results))
+
+
+def _analyze(parser, options) -> int:
+  """Counts rows, times nothing: the one command that needs no devices."""
+  from benchmarks import sparsity
+
+  try:
+    return sparsity.run(options)
+  except ValueError as error:
+    parser.error(str(error))
+  except KeyboardInterrupt:
+    print("Interrupted: nothing was saved.")
+  return 130
 
 
 def _keep_memory():
@@ -89,6 +104,7 @@ def _parser():
   _add_sync(commands)
   _add_local(commands)
   _add_memory(commands)
+  _add_sparsity(commands)
   return parser
 
 
@@ -148,6 +164,41 @@ def _add_memory(commands):
   _add_common(memory, repeats=0)
 
 
+def _add_sparsity(commands):
+  sparsity = commands.add_parser(
+    "sparsity", help="which rows steps touch: overlap, skew, balance, bytes"
+  )
+  sparsity.add_argument(
+    "source",
+    metavar="TRACE_OR_WORKLOAD",
+    help="a directory that `train_lm.py --trace` wrote, or a workload:"
+    f" {', '.join(workloads.NAMES)}",
+  )
+  sparsity.add_argument(
+    "--devices",
+    nargs="+",
+    type=_several,
+    default=[2, 4, 8, 16, 32, 64, 128],
+    metavar="N",
+    help="what to count for; a trace of fewer devices pools its steps",
+  )
+  sparsity.add_argument(
+    "--steps",
+    type=_positive,
+    help="all of a trace and 8 of a workload by default",
+  )
+  sparsity.add_argument(
+    "--seed", type=_natural, default=0, help="of a workload's ids and of hashes"
+  )
+  sparsity.add_argument(
+    "--full-size",
+    action="store_true",
+    help="the published model's table instead of one that fits two cores",
+  )
+  sparsity.add_argument("--plot", type=pathlib.Path, metavar="FILE")
+  sparsity.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
 def _add_variants(command):
   command.add_argument(
     "--variants",
@@ -180,6 +231,22 @@ def _positive(text):
   number = int(text)
   if number < 1:
     raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+  return number
+
+
+def _several(text):
+  number = int(text)
+  if number < 2:
+    raise argparse.ArgumentTypeError(
+      f"must be at least 2, for one device exchanges nothing, got {text}"
+    )
+  return number
+
+
+def _natural(text):
+  number = int(text)
+  if not 0 <= number < 2**32:
+    raise argparse.ArgumentTypeError(f"must be in [0, 2**32), got {text}")
   return number
 
 

@@ -83,7 +83,7 @@ def show(
       style = "bold red" if result.wrong else None
       table.add_row(f"  {result.name}", *cells, style=style)
     table.add_section()
-  _console().print(table)
+  console().print(table)
 
 
 def _cell(column, result, peers):
@@ -91,7 +91,8 @@ def _cell(column, result, peers):
   return format(value, column.format) if math.isfinite(value) else "-"
 
 
-def _console():
+def console() -> rich.console.Console:
+  """Where tables are printed."""
   console = rich.console.Console(highlight=False)
   # Into a pipe or a file a table is written as wide as it is.
   return console if console.is_terminal else rich.console.Console(width=180)

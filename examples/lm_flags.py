@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from lm_data import LENGTH
 
+from zenjax import traces
+
 _COMPARE_STEPS = 30  # Three runs, to end in some minutes on two CPU cores.
 _TRAIN_STEPS = 200  # About one epoch of the standard library on 8 devices.
 
@@ -44,11 +46,25 @@ def _add_flags(add) -> None:
   add("--eval-tokens", type=int, default=4096, help="of held-out text")
   add("--checkpoint", metavar="DIR", help="save here, at the end and on Ctrl-C")
   add("--resume", action="store_true", help="go on from --checkpoint")
+  add(
+    "--trace",
+    metavar="DIR",
+    help="record here, in a new directory, which rows of each table's gradient"
+    " every device touches; `python -m benchmarks.run sparsity DIR` reads it",
+  )
+  add("--trace-steps", type=int, default=32, help="the first so many steps")
   add("--plot", metavar="FILE", help="default: train_lm.png in compare")
 
 
 def _broken_rule(flags: argparse.Namespace) -> str | None:
-  for name in ("steps", "negatives", "width", "lr", "eval_tokens"):
+  for name in (
+    "steps",
+    "negatives",
+    "width",
+    "lr",
+    "eval_tokens",
+    "trace_steps",
+  ):
     if not getattr(flags, name) > 0:
       flag = f"--{name.replace('_', '-')}"
       return f"{flag} must be positive, got {getattr(flags, name)}"
@@ -65,4 +81,16 @@ def _broken_rule(flags: argparse.Namespace) -> str | None:
     return "--checkpoint goes with --sync zen or pmean, got --sync compare"
   if flags.resume and not flags.checkpoint:
     return "--resume needs --checkpoint DIR, got no directory"
+  return _broken_trace(flags)
+
+
+def _broken_trace(flags: argparse.Namespace) -> str | None:
+  if not flags.trace:
+    return None
+  if flags.sync == "compare":
+    return "--trace goes with --sync zen or pmean, got --sync compare"
+  try:
+    traces.check_free(flags.trace)
+  except ValueError as error:
+    return f"--trace: {error}"
   return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import functools
 import signal
 import statistics
 import time
@@ -17,6 +18,7 @@ from lm_data import LENGTH
 from lm_model import exact_loss
 from lm_model import LanguageModel
 from lm_model import sampled_loss
+import lm_trace
 import numpy as np
 import optax
 from tqdm import tqdm
@@ -90,6 +92,7 @@ class Trainer:
     sync: str,
     learning_rate: float,
     mesh: Mesh,
+    recorder: lm_trace.Recorder | None = None,
   ):
     tx = optimizer(sync, learning_rate)
     model = LanguageModel(vocab, width, rngs=nnx.Rngs(seed))
@@ -100,6 +103,12 @@ class Trainer:
     self._split = NamedSharding(mesh, P(AXIS))
     specs = zenjax.state_specs(self.opt_state, AXIS)
     self._step = _compiled_step(graph, tx, mesh, specs)
+    self._recorder = recorder
+    if recorder:
+      tables = lm_trace.sparse_tables(self.params, AXIS)
+      recorder.start(tables, mesh.size)
+      seen = functools.partial(lm_trace.nonzero_rows, tables=tables)
+      self._traced_step = _compiled_step(graph, tx, mesh, specs, seen)
     self._exact_loss = _compiled_exact_loss(graph, mesh)
 
   def step(self, batch: Batch) -> float:
@@ -107,9 +116,15 @@ class Trainer:
     windows, negatives = jax.device_put(
       (batch.windows, batch.negatives), self._split
     )
-    self.params, self.opt_state, loss = self._step(
+    recorder = self._recorder
+    if recorder and not recorder.wants_more:
+      recorder = self._recorder = None
+    run = self._traced_step if recorder else self._step
+    self.params, self.opt_state, loss, seen = run(
       self.params, self.opt_state, windows, negatives
     )
+    if recorder:
+      recorder.write(seen)
     return float(loss)  # Waits for the step: it is timed, and can be stopped.
 
   def stats(self) -> dict[str, dict[str, float]]:
@@ -122,7 +137,9 @@ class Trainer:
     return float(np.exp(self._exact_loss(self.params, windows)))
 
 
-def _compiled_step(graph, tx, mesh, specs):
+def _compiled_step(graph, tx, mesh, specs, seen=lambda grads: ()):
+  """`seen(grads)` of every device is returned beside the loss."""
+
   def step(params, opt_state, windows, negatives):
     def loss_fn(params):
       return sampled_loss(nnx.merge(graph, params), windows, negatives)
@@ -132,13 +149,13 @@ def _compiled_step(graph, tx, mesh, specs):
     loss, grads = jax.value_and_grad(loss_fn)(varying)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(loss, AXIS)
+    return params, opt_state, lax.pmean(loss, AXIS), seen(grads)
 
   step = jax.shard_map(
     step,
     mesh=mesh,
     in_specs=(P(), specs, P(AXIS), P(AXIS)),
-    out_specs=(P(), specs, P()),
+    out_specs=(P(), specs, P(), P(AXIS)),
   )
   return jax.jit(step, donate_argnums=(0, 1))
 

@@ -3,6 +3,7 @@
   python examples/train_lm.py                    # zen_sync
   python examples/train_lm.py --sync compare     # zen_sync beside pmean
   python examples/train_lm.py --corpus book.txt --checkpoint runs/book
+  python examples/train_lm.py --steps 32 --trace runs/trace
 
 Data-parallel on all accelerators, or else on 8 devices that the CPU plays. The
 text is the source code of Python's standard library unless --corpus names
@@ -27,6 +28,7 @@ from lm_loop import History
 from lm_loop import Interrupt
 from lm_loop import Trainer
 import lm_plot
+import lm_trace
 import numpy as np
 
 import zenjax
@@ -89,7 +91,8 @@ class Job:
     """Trains once, resumed and saved if asked. Returns the exit code."""
     flags = self._flags
     store = self._checkpoints() if flags.checkpoint else None
-    trainer = self._trainer(flags.sync)
+    recorder = self._recorder()
+    trainer = self._trainer(flags.sync, recorder)
     start = store.restore(trainer) if store else 0
     if start >= flags.steps:
       raise SystemExit(
@@ -103,6 +106,8 @@ class Job:
 
     history = self._fit(trainer, flags.sync, start, after_step=save_sometimes)
     done = start + len(history.losses)
+    if recorder:
+      recorder.close()
     if store:
       store.save(done, trainer)
       store.close()
@@ -137,7 +142,15 @@ class Job:
     self._plot({**runs, "pmean reordered": reordered})
     return 0
 
-  def _trainer(self, sync: str) -> Trainer:
+  def _recorder(self) -> lm_trace.Recorder | None:
+    flags = self._flags
+    if not flags.trace:
+      return None
+    return lm_trace.Recorder(flags.trace, flags.trace_steps)
+
+  def _trainer(
+    self, sync: str, recorder: lm_trace.Recorder | None = None
+  ) -> Trainer:
     return Trainer(
       vocab=self._vocab,
       width=self._flags.width,
@@ -145,6 +158,7 @@ class Job:
       sync=sync,
       learning_rate=self._flags.lr,
       mesh=self._mesh,
+      recorder=recorder,
     )
 
   def _fit(

@@ -116,6 +116,16 @@ def _capacity(
 ) -> tuple[int, int]:
   num_rows = int(np.asarray(leaf.sizes)[0])
   pushes, pulls = np.asarray(leaf.history)[:steps].T
+  return capacity(pushes, pulls, num_rows, percentiles)
+
+
+def capacity(
+  pushes: np.ndarray,
+  pulls: np.ndarray,
+  num_rows: int,
+  percentiles: tuple[float, float] = (_PUSH_PERCENTILE, _PULL_PERCENTILE),
+) -> tuple[int, int]:
+  """`(push, pull)` to pin for a table whose recent steps needed these."""
   push = max(1, int(np.percentile(pushes, percentiles[0])))
   pull = int(np.percentile(pulls, percentiles[1]))
   return min(push, num_rows), min(max(push, pull), num_rows)

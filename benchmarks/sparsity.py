@@ -1,0 +1,81 @@
+"""`sparsity`: which rows steps touch, and what that means for an exchange."""
+
+import argparse
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import tqdm
+
+from benchmarks import analysis
+from benchmarks import record
+from benchmarks import row_sets
+from benchmarks import sparsity_table
+from benchmarks.analysis import Sparsity
+
+
+def run(options: argparse.Namespace) -> int:
+  """Counts, prints and saves what is asked for; returns the exit code.
+
+  Raises:
+    ValueError: The source is none, broken or too short.
+  """
+  observed = row_sets.load(
+    options.source,
+    steps=options.steps,
+    seed=options.seed,
+    full_size=options.full_size,
+  )
+  devices = sorted(set(options.devices))
+  parts = len(observed) * (len(devices) + 1)
+  found: list[Sparsity] = []
+  with tqdm.tqdm(total=parts, unit="part", disable=None, leave=False) as bar:
+    for one in observed:
+      bar.set_description(one.table.name)
+      for part in analysis.analyze(one, devices, seed=options.seed):
+        if part is None:
+          bar.update()
+        else:
+          found.append(part)
+  for sparsity in found:
+    sparsity_table.show(sparsity)
+  _save(options, found)
+  return 0
+
+
+def _save(options, found):
+  if options.json:
+    settings = {key: _plain(value) for key, value in vars(options).items()}
+    document = {
+      "environment": record.environment(),
+      "options": settings,
+      "tables": [dataclasses.asdict(sparsity) for sparsity in found],
+    }
+    with _whole(options.json) as path:
+      text = json.dumps(document, indent=1, allow_nan=False)
+      path.write_text(text + "\n", encoding="utf-8")
+    print(f"Saved {options.json}")
+  if options.plot:
+    from benchmarks import sparsity_plot  # matplotlib takes a second to import.
+
+    with _whole(options.plot) as path:
+      sparsity_plot.save_plot(path, found)
+    print(f"Saved {options.plot}")
+
+
+def _plain(value):
+  return str(value) if isinstance(value, pathlib.Path) else value
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A file to write that takes the place of `path` when it is whole."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(f".partial-{path.name}")
+  try:
+    yield partial
+    partial.replace(path)
+  finally:
+    partial.unlink(missing_ok=True)

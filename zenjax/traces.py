@@ -1,0 +1,230 @@
+"""Traces of a training run: which rows of which gradients were not zero.
+
+A trace is a directory. `trace.json` holds the version of the format, the
+number of devices and of steps, and name, rows, width and dtype of each table.
+`step-000000.npz` and so on hold one step each: for table `k` of `trace.json`
+`rows_k`, the row ids of device 0, then of device 1 and so on, `[*] uint32`,
+ascending within a device, and `offsets_k`, `[devices + 1] int64`: those of
+device `i` are `rows_k[offsets_k[i]:offsets_k[i + 1]]`. Sets, not counts: what
+a row's gradient holds is left out, and so is how often it was looked up.
+
+Every file is written beside its place and then moved there, so that a file
+that exists is whole. Needs NumPy only.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from typing import BinaryIO
+import zipfile
+import zlib
+
+import numpy as np
+
+from zenjax import _trace_format
+from zenjax._trace_format import Header
+from zenjax._trace_format import Table
+from zenjax._trace_format import Where
+
+__all__ = (
+  "check_free",
+  "create",
+  "finish",
+  "Header",
+  "read",
+  "read_header",
+  "Table",
+  "Trace",
+  "write_step",
+)
+
+_HEADER = "trace.json"
+_CORRECT = Where("", "give what `Header` and `write_step` ask for")
+
+# Row ids of one table in one step, one ascending array a device.
+Sets = Sequence[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+  """A trace that was read and checked.
+
+  Attributes:
+    header: Tables, devices and steps.
+    sets: By table name, then step, then device: the rows that were not zero,
+      ascending, uint32.
+  """
+
+  header: Header
+  sets: dict[str, list[list[np.ndarray]]]
+
+
+def check_free(directory: str | os.PathLike) -> None:
+  """Raises `ValueError` unless `directory` is missing or empty."""
+  path = pathlib.Path(directory)
+  if path.exists() and not path.is_dir():
+    raise ValueError(
+      f"`directory` must name a directory, but {path} is a file; give another."
+    )
+  if path.is_dir() and any(path.iterdir()):
+    raise ValueError(
+      f"`directory` must be new or empty, but {path} holds files; give another"
+      " or remove it."
+    )
+
+
+def create(directory: str | os.PathLike, header: Header) -> None:
+  """Starts a trace.
+
+  Args:
+    directory: Made if missing.
+    header: What is to come; `finish` tells if it was less.
+
+  Raises:
+    ValueError: `directory` is not empty, or `header` is none.
+  """
+  check_free(directory)
+  _trace_format.parse(
+    _trace_format.document(header), _CORRECT._replace(name="`header`")
+  )
+  pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+  _write_header(directory, header)
+
+
+def write_step(
+  directory: str | os.PathLike, header: Header, step: int, sets: Sequence[Sets]
+) -> None:
+  """Writes one step of a trace.
+
+  Args:
+    directory: Given to `create` before.
+    header: The same as there.
+    step: Counted from 0 within the trace.
+    sets: For each table of the header the rows of each device.
+
+  Raises:
+    ValueError: `sets` are not ascending rows of the header's tables.
+  """
+  where = _CORRECT._replace(name="`sets`")
+  if len(sets) != len(header.tables):
+    raise where.broken(
+      f"must hold one entry for each of {len(header.tables)} tables, got"
+      f" {len(sets)}"
+    )
+  arrays = {}
+  for k, (table, per_device) in enumerate(zip(header.tables, sets)):
+    offsets = np.cumsum([0, *map(len, per_device)], dtype=np.int64)
+    given = np.concatenate([np.zeros(0, np.uint32), *per_device])
+    rows = given.astype(np.uint32)
+    if np.any(rows != given):
+      raise where.broken(f"must hold row ids, got {given.min()}")
+    _trace_format.split(rows, offsets, table, header.devices, where)
+    arrays |= {f"rows_{k}": rows, f"offsets_{k}": offsets}
+  with _whole(_step_path(directory, step)) as file:
+    np.savez_compressed(file, **arrays)
+
+
+def finish(directory: str | os.PathLike, header: Header, steps: int) -> None:
+  """Corrects `trace.json` where fewer steps were written than announced."""
+  if steps != header.steps:
+    _write_header(directory, dataclasses.replace(header, steps=steps))
+
+
+def read(directory: str | os.PathLike) -> Trace:
+  """Reads a whole trace and checks it.
+
+  Raises:
+    ValueError: A file is missing, cut short, of another version, or holds
+      what cannot be; the message names it.
+
+  Example:
+    >>> import tempfile
+    >>> table = Table(name="embed", rows=10, width=4, dtype="float32")
+    >>> header = Header(tables=(table,), devices=2, steps=1)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   create(directory, header)
+    ...   write_step(directory, header, 0, [[np.array([1, 5]), np.array([7])]])
+    ...   read(directory).sets["embed"][0][0]
+    array([1, 5], dtype=uint32)
+  """
+  header = read_header(directory)
+  sets: dict[str, list[list[np.ndarray]]] = {t.name: [] for t in header.tables}
+  for step in range(header.steps):
+    found = _read_step(_step_path(directory, step), header)
+    for table, per_device in zip(header.tables, found):
+      sets[table.name].append(per_device)
+  return Trace(header=header, sets=sets)
+
+
+def read_header(directory: str | os.PathLike) -> Header:
+  """Reads `trace.json` only; raises as `read` does."""
+  path = pathlib.Path(directory, _HEADER)
+  where = Where(str(path))
+  try:
+    document = json.loads(path.read_text(encoding="utf-8"))
+  except OSError as error:
+    raise ValueError(
+      f"`directory` must hold a trace, but {path} cannot be read"
+      f" ({error.strerror}); give what `train_lm.py --trace` wrote."
+    ) from error
+  except ValueError as error:
+    raise where.broken(f"is no JSON: {error}") from error
+  return _trace_format.parse(document, where)
+
+
+def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
+  where = Where(str(path))
+  if not path.is_file():
+    raise where.broken(
+      f"is missing, and {_HEADER} announces {header.steps} steps: lower `steps`"
+      " there to what is whole"
+    )
+  arrays = _load(path, where)
+  found = []
+  for k, table in enumerate(header.tables):
+    missing = {f"rows_{k}", f"offsets_{k}"} - set(arrays)
+    if missing:
+      raise where.broken(f"lacks {sorted(missing)} of table {table.name!r}")
+    rows, offsets = arrays[f"rows_{k}"], arrays[f"offsets_{k}"]
+    found.append(
+      _trace_format.split(rows, offsets, table, header.devices, where)
+    )
+  return found
+
+
+def _load(path: pathlib.Path, where: Where) -> dict[str, np.ndarray]:
+  # What is no archive NumPy would take for another of its formats.
+  if not zipfile.is_zipfile(path):
+    raise where.broken("is cut short, or no npz")
+  try:
+    with np.load(path, allow_pickle=False) as file:
+      return {key: file[key] for key in file.files}
+  except (OSError, EOFError, ValueError, KeyError) as error:
+    raise where.broken(f"cannot be read: {error}") from error
+  except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    raise where.broken(f"is corrupt: {error}") from error
+
+
+def _step_path(directory: str | os.PathLike, step: int) -> pathlib.Path:
+  return pathlib.Path(directory, f"step-{step:06d}.npz")
+
+
+def _write_header(directory: str | os.PathLike, header: Header) -> None:
+  text = json.dumps(_trace_format.document(header), indent=1) + "\n"
+  with _whole(pathlib.Path(directory, _HEADER)) as file:
+    file.write(text.encode())
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[BinaryIO]:
+  """A file to write that takes its place when it is whole, or never."""
+  partial = path.with_name(f".{path.name}.partial")
+  try:
+    with open(partial, "wb") as file:
+      yield file
+    os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
