@@ -12,7 +12,7 @@ from zenjax._plan import Partition
 from zenjax._schemes import SCHEMES
 
 AxisName = str | tuple[str, ...]
-SparseSpec = Any  # None, a pytree prefix of bools, or (path, leaf) -> bool
+SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
 Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
 SchemeName = Literal["all_gather", "dense", "zen"]
 Unit = Literal["row", "element"] | int

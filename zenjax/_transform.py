@@ -68,8 +68,10 @@ def zen_sync(
     axis_name: The axis that devices are mapped over; a tuple from the slowest
       link to the fastest (`("host", "device")`) for the hierarchical form.
     sparse: Which leaves travel sparse: a pytree prefix of bools, or a
-      callable `(name, leaf) -> bool`. By default tall tables of at least
-      64 KiB do. A leaf judged wrongly costs time, never a wrong result.
+      callable `(name, leaf) -> bool`, named as in `zenjax.report`. By default
+      those of two dimensions, at least 512 rows and 64 KiB, and more than 4
+      times as many rows as columns; with another `unit` than rows, any of
+      64 KiB. A leaf judged wrongly costs time, never a wrong result.
     scheme: `"zen"` (push, merge, pull), `"all_gather"` (everyone gets all
       rows) or `"dense"` (`psum` for every leaf).
     op: `"mean"` or `"sum"`.
@@ -147,15 +149,16 @@ def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
 
 
 def _residual(leaf: jax.Array, options: Options) -> jax.Array:
-  try:
-    for axis in options.axes:
+  for axis in options.axes:
+    try:
       lax.axis_size(axis)
-  except NameError as error:
-    raise ValueError(
-      "`on_overflow='carry'` keeps a residual on each device, so its state"
-      f" must be made where axis {options.axes!r} is bound; call"
-      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
-    ) from error
+    except NameError as error:
+      raise ValueError(
+        "`on_overflow='carry'` keeps a residual on each device, so its state"
+        f" must be made where axis {axis!r} is bound; call `zenjax.init(tx,"
+        " params, mesh, axis_name)` with the `axis_name` that zen_sync has,"
+        " instead of `tx.init`."
+      ) from error
   zeros = jnp.zeros((1, *leaf.shape), leaf.dtype)
   return _group.as_varying(zeros, options.axes)
 
