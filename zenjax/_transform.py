@@ -46,6 +46,9 @@ def zen_sync(
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
 
+  Around it `optax.MultiSteps` accumulates what differs between devices: make
+  that state with `zenjax.init`, as for `on_overflow="carry"`.
+
   Transforms that branch on local gradients (`optax.apply_if_finite`) go after
   zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it
   they would send devices down different branches, and the devices hang.
