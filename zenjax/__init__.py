@@ -1,7 +1,7 @@
 """Sparse gradient synchronization for JAX, as an optax transformation."""
 
+from zenjax._data_parallel import data_parallel
 from zenjax._placement import as_varying
-from zenjax._placement import data_parallel
 from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs

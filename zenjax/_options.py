@@ -13,7 +13,7 @@ from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 
 AxisName = str | tuple[str, ...]
-SparseSpec = Any  # None, a pytree prefix of bools, or (path, leaf) -> bool
+SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
 Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
 SchemeName = Literal[
   "all_gather",

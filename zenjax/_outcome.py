@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
   overflow_rows: jax.Array  # [] f32, of all devices, beyond the first push
   wire_bytes: jax.Array  # [] f32, received by a device
   went_dense: jax.Array  # [] bool, this time
+  withheld: jax.Array  # [] bool, some rows wait for the next step
   dense_next: jax.Array  # [] bool, what to remember
 
 
@@ -46,8 +47,13 @@ def above_break_even(
   """
   pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
   push = jnp.max(tally.fullest).astype(jnp.float32)
-  unfinished = jnp.any(tally.limit < plan.layout.slots)
-  return unfinished & _above(push, pull, plan, scheme, context, 1.0)
+  above = _above(push, pull, plan, scheme, context, 1.0)
+  return _unfinished(tally, plan) & above
+
+
+def _unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
+  """Whether some device has rows that the first pull did not bring."""
+  return jnp.any(tally.limit < plan.layout.slots)
 
 
 def _above(
@@ -120,6 +126,7 @@ def outcome(
     ),
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
+    withheld=_unfinished(tally, plan) & (dense is None),
     dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )
 

@@ -1,11 +1,8 @@
 """Where parameters and states live: types, specs, placement."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -105,8 +102,8 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   if not np.ndim(leaf):
     raise ValueError(
       "`state` must not accumulate gradients without dimensions: they differ"
-      " between devices and no spec can split them; give that parameter the"
-      " shape (1,), or put `optax.MultiSteps` inside the chain after zen_sync."
+      " between devices and no spec can split them; give that parameter of"
+      " `optax.MultiSteps` the shape (1,)."
     )
   return split
 
@@ -119,9 +116,9 @@ def init(
 ) -> Any:
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
-  Needed for states that hold residuals or accumulated gradients; for others
-  it is `tx.init(params)` placed on all devices, so that the first step
-  compiles as all later ones do.
+  Needed for states that hold residuals (`on_overflow="carry"`) or gradients
+  that `optax.MultiSteps` accumulates; for others it is `tx.init(params)`
+  placed on all devices, so that the first step compiles as all later ones do.
 
   Args:
     tx: Any chain with `zen_sync` in it.
@@ -131,6 +128,10 @@ def init(
 
   Returns:
     The state; each leaf a global array sharded by `state_specs`.
+
+  Raises:
+    ValueError: An axis is not the mesh's, or not the one that residuals are
+      kept over.
 
   Example:
     >>> import jax
@@ -142,64 +143,19 @@ def init(
     >>> state.leaves["leaf"].residual.shape
     (2, 6, 2)
   """
-
-  def mapped(specs):
-    return jax.shard_map(
-      tx.init,
-      mesh=mesh,
-      in_specs=PartitionSpec(),
-      out_specs=specs,
-      check_vma=False,
-    )
-
-  # Shapes on one device first: which leaves are split depends on them.
-  local = jax.eval_shape(mapped(PartitionSpec()), params)
-  return jax.jit(mapped(state_specs(local, axis_name)))(params)
+  local = _shapes(tx, params, mesh, mesh_axes(axis_name, mesh))
+  mapped = jax.shard_map(
+    tx.init,
+    mesh=mesh,
+    in_specs=PartitionSpec(),
+    out_specs=state_specs(local, axis_name),
+    check_vma=False,
+  )
+  return jax.jit(mapped)(params)
 
 
-def data_parallel(
-  step: Callable[..., tuple[Any, Any, Any]],
-  mesh: Mesh,
-  axis_name: AxisName,
-) -> Callable[..., tuple[Any, Any, Any]]:
-  """Maps a training step over devices, for users of plain `jit`.
-
-  One call gives the `shard_map`, the specs and local gradients: parameters
-  are replicated, the optimizer state is placed by `state_specs`, each batch
-  argument is split along its first dimension, and gradients taken inside are
-  those of the device's own part until `zen_sync` averages them.
-
-  Args:
-    step: `(params, opt_state, *batch) -> (params, opt_state, aux)`, written
-      for one device, with `zen_sync(axis_name)` in its optimizer chain.
-    mesh: A mesh that has the axes.
-    axis_name: The axis or axes of `mesh` that batches are split over.
-
-  Returns:
-    A function of the same signature on global arrays. Floating leaves of
-    `aux` are averaged over devices, integers summed. Wrap it in `jax.jit`,
-    donating parameters and state.
-
-  Raises:
-    ValueError: A batch cannot be split evenly, or an axis is not the mesh's.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import zenjax
-    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(1.0))
-    >>> def step(table, state, ids):
-    ...   loss, grads = jax.value_and_grad(lambda t: t[ids].sum())(table)
-    ...   updates, state = tx.update(grads, state, table)
-    ...   return optax.apply_updates(table, updates), state, loss
-    >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    >>> table = jnp.zeros((4, 1))
-    >>> table, _, _ = step(table, tx.init(table), jnp.array([0, 0, 1, 3]))
-    >>> table[:, 0].tolist()
-    [-1.0, -0.5, 0.0, -0.5]
-  """
+def mesh_axes(axis_name: AxisName, mesh: Mesh) -> Axes:
+  """`axis_name` as a tuple of axes that `mesh` has."""
   axes = _options.axes(axis_name)
   unknown = [axis for axis in axes if axis not in mesh.axis_names]
   if unknown:
@@ -207,49 +163,27 @@ def data_parallel(
       f"`axis_name` must name axes of the mesh, got {unknown}; it has"
       f" {mesh.axis_names}."
     )
-  devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-
-  def local_step(params, opt_state, *batch):
-    params, opt_state, aux = step(params, opt_state, *batch)
-    return params, opt_state, _average(aux, axes)
-
-  def mapped(params, opt_state, *batch):
-    _check_batch(batch, devices)
-    specs = state_specs(opt_state, axis_name)
-    # check_vma=False leaves gradients local without a cast in the user's code.
-    return jax.shard_map(
-      local_step,
-      mesh=mesh,
-      in_specs=(PartitionSpec(), specs, *[PartitionSpec(axes)] * len(batch)),
-      out_specs=(PartitionSpec(), specs, PartitionSpec()),
-      check_vma=False,
-    )(params, opt_state, *batch)
-
-  return mapped
+  return axes
 
 
-def _average(aux: Any, axes: Axes) -> Any:
-  def one(leaf):
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-      return lax.pmean(leaf, axes)
-    return lax.psum(
-      leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, axes
-    )
+def _shapes(
+  tx: optax.GradientTransformation | optax.MultiSteps,
+  params: Any,
+  mesh: Mesh,
+  axes: Axes,
+) -> Any:
+  """The state of one device, in shapes: which leaves are split is known then.
 
-  return jax.tree.map(one, aux)
-
-
-def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
-  for position, argument in enumerate(batch):
-    for leaf in jax.tree.leaves(argument):
-      shape = np.shape(leaf)
-      if not shape or shape[0] % devices:
-        raise ValueError(
-          f"`batch` argument {position} must have a first dimension that"
-          f" {devices} devices divide, got shape {shape}; pad or trim the"
-          " batch."
-        )
+  No axis but `axes` is bound, so that a residual over another is refused.
+  """
+  make = tx.init
+  for axis in axes:
+    size = mesh.shape[axis]
+    make = jax.vmap(make, in_axes=None, axis_name=axis, axis_size=size)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
+    jax.eval_shape(make, params),
+  )
 
 
 def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
@@ -269,6 +203,9 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
   Returns:
     The state for `mesh`, placed.
 
+  Raises:
+    ValueError: An axis is not the mesh's.
+
   Example:
     >>> import jax
     >>> import jax.numpy as jnp
@@ -281,7 +218,7 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
     >>> zenjax.reshard(state, two, "data").leaves["leaf"].residual.shape
     (2, 6, 2)
   """
-  axes = _options.axes(axis_name)
+  axes = mesh_axes(axis_name, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
 
   def moved(node: Any) -> Any:

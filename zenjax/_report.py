@@ -21,11 +21,16 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
 
   Returns:
     By leaf name: `num_rows`, `width`, `devices`, `density` (nonzero rows of a
-    device over all, mean), `union_density`, `densification` (their ratio),
-    `push_imbalance` (fullest pair over the mean), `pull_imbalance` (fullest
-    owner over the mean), `rounds`, `overflow_rows` (of all devices, beyond
-    the first push), `wire_bytes` and `dense_bytes` (received by a device; a
-    ring all-reduce's), `went_dense`. Empty before the first step.
+    device over all, mean), `union_density` (those of any device over all),
+    `growth` (their ratio), `push_imbalance` (fullest pair over the mean),
+    `pull_imbalance` (fullest owner over the mean), `rounds`, `overflow_rows`
+    (of all devices, beyond the first push), `wire_bytes` and `dense_bytes`
+    (received by a device; a ring all-reduce's), `went_dense`, `withheld`.
+    Empty before the first step.
+
+    With `on_overflow="carry"` `density` counts rows that waited too. Where
+    `withheld` is 1 some wait again: `union_density` then counts those that
+    came back, and `growth` is NaN.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -63,6 +68,9 @@ def _states(state: Any) -> list[_state.ZenSyncState]:
 def _numbers(leaf: _state.LeafState) -> dict[str, float]:
   sizes = _state.Sizes(*(int(x) for x in np.asarray(leaf.sizes)))
   last = _state.Last(*(float(x) for x in np.asarray(leaf.last)))
+  # The union of some rows says nothing of how all of them overlap.
+  growth = _ratio(last.union_rows, last.local_rows)
+  growth = float("nan") if last.withheld else growth
   mean_owner = last.union_rows / sizes.row_groups
   return {
     "num_rows": sizes.num_rows,
@@ -70,7 +78,7 @@ def _numbers(leaf: _state.LeafState) -> dict[str, float]:
     "devices": sizes.devices,
     "density": last.local_rows / sizes.num_rows,
     "union_density": last.union_rows / sizes.num_rows,
-    "densification": _ratio(last.union_rows, last.local_rows),
+    "growth": growth,
     "push_imbalance": _ratio(last.push_need, last.push_mean),
     "pull_imbalance": _ratio(last.pull_need, mean_owner),
     "rounds": last.rounds,
@@ -78,6 +86,7 @@ def _numbers(leaf: _state.LeafState) -> dict[str, float]:
     "wire_bytes": last.wire_bytes,
     "dense_bytes": last.dense_bytes,
     "went_dense": last.went_dense,
+    "withheld": last.withheld,
   }
 
 
@@ -100,7 +109,8 @@ def advise(
     By leaf name `(push, pull)` for `zen_sync(capacities=...)`: of what the last
     64 steps needed, the 90th percentile of the push and the 10th of the pull,
     which goes on in small chunks. Leaves that travel dense, and all before the
-    first step, are left out.
+    first step, are left out. Where `on_overflow="carry"` withheld rows, the
+    pull is one of the rows that came back and may be too small.
   """
   advice: dict[str, tuple[int, int]] = {}
   for node in _states(state):
@@ -143,8 +153,13 @@ _HEADINGS = (
   "overflow",
   "MB sent",
   "MB dense",
-  "pays",
+  "bytes",
   "pin (push, pull)",
+)
+
+_WITHHELD = (
+  'rows wait: on_overflow="carry" keeps what did not fit for the next step;'
+  " density counts all rows to send, union those that came back."
 )
 
 
@@ -155,10 +170,12 @@ def report(state: Any) -> str:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    Lines of text: for each sparse leaf its density on a device, the union's,
-    their ratio (growth), imbalance of push and pull, rounds, rows that
-    overflowed the first push, megabytes received by a device beside those of
-    a dense all-reduce, whether that pays, and the `capacities=` to pin.
+    Lines of text: for each sparse leaf its density on a device, that of the
+    union over devices, their ratio (growth), imbalance of push and pull,
+    rounds, rows that overflowed the first push, megabytes received by a
+    device beside those of a dense all-reduce, whether zen_sync pays by bytes,
+    and the `capacities=` to pin. Where `on_overflow="carry"` withheld rows
+    there is nothing to compare, and a last line says what was counted.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -184,29 +201,39 @@ def report(state: Any) -> str:
   lines = [title, *_columns(rows)]
   if advice:
     lines += [f"to pin: capacities={advice}"]
+  if any(s["withheld"] for s in known.values()):
+    lines += [_WITHHELD]
   return "\n".join(lines)
 
 
 def _line(
   name: str, s: dict[str, float], pin: tuple[int, int] | None
 ) -> tuple[str, ...]:
-  gain = _ratio(s["dense_bytes"], s["wire_bytes"])
-  dense = bool(s["went_dense"])
   return (
     name,
     f"{s['num_rows']:.0f} x {s['width']:.0f}",
     f"{s['density']:.2%}",
     f"{s['union_density']:.2%}",
-    f"{s['densification']:.2f}",
+    "-" if s["withheld"] else f"{s['growth']:.2f}",
     f"{s['push_imbalance']:.2f}",
     f"{s['pull_imbalance']:.2f}",
     f"{s['rounds']:.0f}",
     f"{s['overflow_rows']:.0f}",
     f"{s['wire_bytes'] / 1e6:.3f}",
     f"{s['dense_bytes'] / 1e6:.3f}",
-    "no, dense" if dense else f"{'yes' if gain > 1 else 'no'}, {gain:.1f}x",
+    _bytes(s),
     str(pin) if pin else "-",
   )
+
+
+def _bytes(s: dict[str, float]) -> str:
+  """Whether zen_sync pays for a leaf, by bytes."""
+  if s["withheld"]:
+    return "rows wait"
+  if s["went_dense"]:
+    return "dense"
+  gain = _ratio(s["dense_bytes"], s["wire_bytes"])
+  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -9,8 +9,9 @@ from zenjax._options import SparseSpec
 from zenjax._options import Unit
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
-# lay them out as [vocabulary, width]; kernels of dense layers are rarely four
-# times as tall as wide. Below 64 KiB latency decides, and one psum has less.
+# lay them out as [vocabulary, width]; kernels of dense layers are rarely more
+# than four times as tall as wide, the down-projection of a transformer being
+# just that. Below 64 KiB latency decides, and one psum has less.
 _TALL = 4
 _MIN_ROWS = 512
 _MIN_BYTES = 1 << 16
@@ -42,7 +43,7 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
     if not isinstance(wanted, bool):
       raise ValueError(
         f"`sparse` must give a bool for every leaf, got {wanted!r} for leaf"
-        f" {name!r}; give True, False or a callable (path, leaf) -> bool."
+        f" {name!r}; give True, False or a callable (name, leaf) -> bool."
       )
     if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
@@ -63,7 +64,7 @@ def _explicit(tree: Any, sparse: SparseSpec) -> list[Any]:
     raise ValueError(
       "`sparse` must be a pytree prefix of the gradients: it has structure"
       f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
-      " give a bool for every subtree, or a callable (path, leaf) -> bool."
+      " give a bool for every subtree, or a callable (name, leaf) -> bool."
     ) from error
   return jax.tree.leaves(chosen)
 
@@ -76,7 +77,7 @@ def _is_table(leaf: jax.Array, unit: Unit) -> bool:
   if unit != "row":
     return True
   rows, width = leaf.shape[0], leaf.shape[-1]
-  return leaf.ndim == 2 and rows >= _MIN_ROWS and rows >= _TALL * width
+  return leaf.ndim == 2 and rows >= _MIN_ROWS and rows > _TALL * width
 
 
 def table_shape(leaf: jax.Array, unit: Unit) -> tuple[int, int]:

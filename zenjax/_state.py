@@ -44,6 +44,7 @@ class Last(NamedTuple):
   wire_bytes: Any
   dense_bytes: Any
   went_dense: Any
+  withheld: Any  # 1 where rows wait for the next step
 
 
 class LeafState(NamedTuple):
@@ -106,6 +107,7 @@ def after_step(
     wire_bytes=outcome.wire_bytes,
     dense_bytes=_dense.received_bytes(table, context.devices),
     went_dense=outcome.went_dense.astype(jnp.float32),
+    withheld=outcome.withheld.astype(jnp.float32),
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
   return leaf._replace(

@@ -47,6 +47,9 @@ def zen_sync(
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
 
+  Around it `optax.MultiSteps` accumulates what differs between devices: make
+  that state with `zenjax.init`, as for `on_overflow="carry"`.
+
   Transforms that branch on local gradients (`optax.apply_if_finite`) go after
   zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it
   they would send devices down different branches, and the devices hang.
@@ -69,8 +72,10 @@ def zen_sync(
     axis_name: The axis that devices are mapped over; a tuple from the slowest
       link to the fastest (`("host", "device")`) for the hierarchical form.
     sparse: Which leaves travel sparse: a pytree prefix of bools, or a
-      callable `(name, leaf) -> bool`. By default tall tables of at least
-      64 KiB do. A leaf judged wrongly costs time, never a wrong result.
+      callable `(name, leaf) -> bool`, named as in `zenjax.report`. By default
+      those of two dimensions, at least 512 rows and 64 KiB, and more than 4
+      times as many rows as columns; with another `unit` than rows, any of
+      64 KiB. A leaf judged wrongly costs time, never a wrong result.
     scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
       of the systems before it: `"all_gather"` (everyone gets all rows),
       `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
@@ -151,15 +156,16 @@ def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
 
 
 def _residual(leaf: jax.Array, options: Options) -> jax.Array:
-  try:
-    for axis in options.axes:
+  for axis in options.axes:
+    try:
       lax.axis_size(axis)
-  except NameError as error:
-    raise ValueError(
-      "`on_overflow='carry'` keeps a residual on each device, so its state"
-      f" must be made where axis {options.axes!r} is bound; call"
-      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
-    ) from error
+    except NameError as error:
+      raise ValueError(
+        "`on_overflow='carry'` keeps a residual on each device, so its state"
+        f" must be made where axis {axis!r} is bound; call `zenjax.init(tx,"
+        " params, mesh, axis_name)` with the `axis_name` that zen_sync has,"
+        " instead of `tx.init`."
+      ) from error
   zeros = jnp.zeros((1, *leaf.shape), leaf.dtype)
   return _group.as_varying(zeros, options.axes)
 

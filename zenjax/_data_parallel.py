@@ -1,0 +1,142 @@
+"""`data_parallel`: a training step mapped over the devices of a mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+
+from zenjax import _placement
+from zenjax import _select
+from zenjax._collectives import Axes
+from zenjax._options import AxisName
+
+
+def data_parallel(
+  step: Callable[..., tuple[Any, Any, Any]],
+  mesh: Mesh,
+  axis_name: AxisName,
+) -> Callable[..., tuple[Any, Any, Any]]:
+  """Maps a training step over devices, for users of plain `jit`.
+
+  One call gives the `shard_map`, the specs and local gradients: parameters
+  are replicated, the optimizer state is placed by `state_specs`, each batch
+  argument is split along its first dimension, and gradients taken inside are
+  those of the device's own part until `zen_sync` averages them.
+
+  Args:
+    step: `(params, opt_state, *batch) -> (params, opt_state, aux)`, written
+      for one device, with `zen_sync(axis_name)` in its optimizer chain.
+    mesh: A mesh that has the axes.
+    axis_name: The axis or axes of `mesh` that batches are split over.
+
+  Returns:
+    A function of the same signature on global arrays. Floating leaves of
+    `aux` are averaged over devices, integers summed. Wrap it in `jax.jit`,
+    donating parameters and state.
+
+  Raises:
+    ValueError: A batch cannot be split evenly, an axis is not the mesh's, or
+      the state of `optax.MultiSteps` was not made by `zenjax.init`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(1.0))
+    >>> def step(table, state, ids):
+    ...   loss, grads = jax.value_and_grad(lambda t: t[ids].sum())(table)
+    ...   updates, state = tx.update(grads, state, table)
+    ...   return optax.apply_updates(table, updates), state, loss
+    >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    >>> table = jnp.zeros((4, 1))
+    >>> table, _, _ = step(table, tx.init(table), jnp.array([0, 0, 1, 3]))
+    >>> table[:, 0].tolist()
+    [-1.0, -0.5, 0.0, -0.5]
+  """
+  axes = _placement.mesh_axes(axis_name, mesh)
+  devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+
+  def local_step(params, opt_state, *batch):
+    params, opt_state, aux = step(params, opt_state, *batch)
+    return params, opt_state, _average(aux, axes)
+
+  def mapped(params, opt_state, *batch):
+    _check_batch(batch, devices)
+    _check_accumulated(opt_state, params, devices)
+    specs = _placement.state_specs(opt_state, axis_name)
+    # check_vma=False leaves gradients local without a cast in the user's code.
+    return jax.shard_map(
+      local_step,
+      mesh=mesh,
+      in_specs=(PartitionSpec(), specs, *[PartitionSpec(axes)] * len(batch)),
+      out_specs=(PartitionSpec(), specs, PartitionSpec()),
+      check_vma=False,
+    )(params, opt_state, *batch)
+
+  return mapped
+
+
+def _average(aux: Any, axes: Axes) -> Any:
+  def one(leaf):
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+      return lax.pmean(leaf, axes)
+    return lax.psum(
+      leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, axes
+    )
+
+  return jax.tree.map(one, aux)
+
+
+def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
+  for position, argument in enumerate(batch):
+    for leaf in jax.tree.leaves(argument):
+      shape = np.shape(leaf)
+      if not shape or shape[0] % devices:
+        raise ValueError(
+          f"`batch` argument {position} must have a first dimension that"
+          f" {devices} devices divide, got shape {shape};"
+          f" {_remedy(leaf, devices)}."
+        )
+
+
+def _remedy(leaf: Any, devices: int) -> str:
+  if np.shape(leaf):
+    return "pad or trim the batch"
+  if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
+    return (
+      f"give every device its own, `jax.random.split(key, {devices})`, and use"
+      " `key[0]` in the step"
+    )
+  return (
+    f"give every device a copy, `jnp.full({devices}, x)`, and use `x[0]` in"
+    " the step"
+  )
+
+
+def _check_accumulated(state: Any, params: Any, devices: int) -> None:
+  """Refuses gradients accumulated as if by one device for all.
+
+  `state_specs` splits them, and a device would find a part of its own.
+  """
+  shapes = {name: np.shape(x) for name, x in _select.named_leaves(params)}
+  is_own = lambda node: isinstance(node, optax.MultiStepsState)
+  for node in filter(is_own, jax.tree.leaves(state, is_leaf=is_own)):
+    for name, leaf in _select.named_leaves(node.acc_grads):
+      shape = shapes.get(name)
+      if not shape or leaf.shape == (devices * shape[0], *shape[1:]):
+        continue
+      raise ValueError(
+        "`opt_state` must hold what `optax.MultiSteps` accumulates on each of"
+        f" {devices} devices, {devices} times the rows of leaf {name!r} of"
+        f" shape {shape}, got shape {leaf.shape}; make the state with"
+        " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
+      )
