@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import measures
 from zenjax import _partition
 from zenjax import _plan
-from zenjax._schemes import SCHEMES
+from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import received_bytes
 
@@ -77,7 +77,7 @@ def fitted_bytes(table_plan: _plan.TablePlan, push: int, pull: int) -> int:
   """
   n = table_plan.layout.groups * table_plan.column_groups
   context = Context(axes=("data",), sizes=(n,), mean=True)
-  zen = SCHEMES["zen"]
+  zen = SPARSE["zen"]
   assert zen is not None  # Only "dense" has none.
   return received_bytes(
     zen.push_messages([table_plan], [push], context), context
