@@ -78,7 +78,8 @@ def fitted_bytes(table_plan: _plan.TablePlan, push: int, pull: int) -> int:
   n = table_plan.layout.groups * table_plan.column_groups
   context = Context(axes=("data",), sizes=(n,), mean=True)
   zen = SPARSE["zen"]
-  assert zen is not None  # Only "dense" has none.
-  return received_bytes(
-    zen.push_messages([table_plan], [push], context), context
-  ) + received_bytes(zen.pull_messages([table_plan], [pull], context), context)
+  messages = [
+    *zen.push_messages([table_plan], [push], context),
+    *zen.pull_messages([table_plan], [pull], context),
+  ]
+  return round(float(received_bytes(messages, context)))

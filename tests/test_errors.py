@@ -3,6 +3,8 @@
 Every message names the argument, what it was given, and a way out.
 """
 
+from typing import Any
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ import zenjax
 
 N = 2
 TABLE = jax.ShapeDtypeStruct((N, 40, 4), jnp.float32)
+
+LINK = zenjax.Link(bandwidth=1e9, latency_s=1e-6)
+PROFILE = zenjax.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
 
 
 def trace(f, *stacks):
@@ -41,7 +46,7 @@ def names(error, *words):
 @pytest.mark.parametrize(
   ("option", "value", "remedies"),
   [
-    ("scheme", "ring", ["dense", "all_gather", "zen"]),
+    ("scheme", "star", ["dense", "all_gather", "zen"]),
     ("op", "max", ["mean", "sum"]),
     ("on_overflow", "drop", ["exact", "carry"]),
     ("output", "sparse", ["dense", "rows"]),
@@ -56,6 +61,33 @@ def test_unknown_choice(option, value, remedies):
     with pytest.raises(ValueError) as error:
       trace_pmean(**{option: value})
     names(error, f"`{option}`", repr(value), *remedies)
+
+
+@pytest.mark.parametrize(
+  ("option", "value", "error"),
+  [
+    ("link", 12.5e9, TypeError),
+    ("profile", {"t": (1, 2)}, TypeError),
+    ("profile", {"other": PROFILE}, ValueError),
+  ],
+)
+def test_what_auto_chooses_by(option, value, error):
+  with pytest.raises(error, match=f"`{option}` must"):
+    trace_pmean(scheme="auto", **{option: value})
+
+
+@pytest.mark.parametrize("option", ["link", "profile"])
+def test_what_only_auto_needs(option):
+  value: Any = LINK if option == "link" else {"t": PROFILE}
+  with pytest.raises(ValueError, match=f"`{option}` is for `scheme='auto'`"):
+    zenjax.zen_sync("data", **{option: value})
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "latency_s"])
+def test_link_that_cannot_be(name):
+  numbers: Any = {"bandwidth": 1e9, "latency_s": 1e-6, name: -1.0}
+  with pytest.raises(ValueError, match=f"`{name}` of a Link must be"):
+    zenjax.Link(**numbers)
 
 
 @pytest.mark.parametrize("partition", [0, -2])

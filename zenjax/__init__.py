@@ -1,10 +1,14 @@
 """Sparse gradient synchronization for JAX, as an optax transformation."""
 
+from zenjax._cost import Link
+from zenjax._cost import Profile
+from zenjax._cost import Work
 from zenjax._data_parallel import data_parallel
 from zenjax._placement import as_varying
 from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs
+from zenjax._profile import profile
 from zenjax._report import advise
 from zenjax._report import report
 from zenjax._report import stats
@@ -21,6 +25,9 @@ __all__ = (
   "as_varying",
   "data_parallel",
   "init",
+  "Link",
+  "profile",
+  "Profile",
   "report",
   "reshard",
   "sparse_pmean",
@@ -28,6 +35,7 @@ __all__ = (
   "SparseRows",
   "state_specs",
   "stats",
+  "Work",
   "zen_sync",
   "ZenSyncState",
 )

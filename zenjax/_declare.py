@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from zenjax import _dense
-from zenjax import _group
 from zenjax import _options
 from zenjax import _rounds
 from zenjax import _select
+from zenjax import _tables
 from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._plan import TablePlan
@@ -61,7 +61,7 @@ def declare(
   if options.scheme in DENSE:
     return _declare_dense(group, DENSE[options.scheme], options, context)
   scheme = SPARSE[options.scheme]
-  plans = _group.plans(group, scheme, options, context)
+  plans = _tables.plans(group, scheme, options, context, [None] * len(group))
   return Declared(
     context=context,
     plans=plans,
@@ -80,7 +80,7 @@ def _declare_dense(
   options: Options,
   context: Context,
 ) -> Declared:
-  tables = [_group.table_of(name, leaf, options) for name, leaf in group]
+  tables = [_tables.table_of(name, leaf, options) for name, leaf in group]
   first = [m for table in tables for m in scheme.messages(table, context)]
   loops = [
     [message]

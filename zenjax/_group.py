@@ -1,19 +1,20 @@
 """A tree of gradients: which leaves share the sparse exchange, which psum."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
+from zenjax import _auto
 from zenjax import _compat
 from zenjax import _plan
 from zenjax import _residual
 from zenjax import _select
 from zenjax import _state
 from zenjax import _sync
+from zenjax import _tables
 from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._rows._sparse_rows import SparseRows
@@ -22,7 +23,6 @@ from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import DenseScheme
-from zenjax._schemes.base import Scheme
 
 
 def as_varying(tree: Any, axes: Axes) -> Any:
@@ -48,28 +48,24 @@ def sync_tree(
   leaves = _select.named_leaves(tree)
   for name, leaf in leaves:
     _check_local(name, leaf, context.axes)
-  scheme = SPARSE.get(options.scheme)
   chosen = _select.select(tree, options.sparse, options.unit)
   # One device has nothing to exchange, unless rows wait in a residual.
   alone = context.devices == 1 and options.exact and not options.rows_out
   if alone:
     chosen = [False] * len(leaves)
+  elif options.scheme not in DENSE:
+    _check_state(leaves, chosen, state)
   out = [
     None if sparse else _sum(leaf, DENSE["dense"], context)
     for (_, leaf), sparse in zip(leaves, chosen)
   ]
   at = [i for i, sparse in enumerate(chosen) if sparse]
   new_leaves = dict(state.leaves) if state else {}
-  if at:
-    group = [leaves[i] for i in at]
-    if scheme is None:
-      reduce = DENSE[options.scheme]
-      synced = [_sum(leaf, reduce, context) for _, leaf in group]
-    else:
-      _check_state(leaves, chosen, state)
-      synced, new_leaves = _sync_group(group, state, scheme, options, context)
-    for i, value in zip(at, synced):
-      out[i] = value
+  for part in _parts([leaves[i] for i in at], options, context):
+    synced, new = _sync_part(part, state, options, context)
+    new_leaves |= new
+    for i, value in zip(part.at, synced):
+      out[at[i]] = value
   return jax.tree.unflatten(jax.tree.structure(tree), out), new_leaves
 
 
@@ -126,14 +122,59 @@ def _sum(leaf: jax.Array, scheme: DenseScheme, context: Context) -> jax.Array:
   return scheme.reduce(leaf, context)
 
 
-def _sync_group(
-  group: Sequence[tuple[str, jax.Array]],
+class _Part(NamedTuple):
+  """Leaves that share an exchange."""
+
+  scheme: str
+  at: list[int]  # which of the sparse leaves
+  leaves: list[tuple[str, jax.Array]]
+  choices: list[_auto.Choice]
+
+
+def _parts(
+  group: Sequence[tuple[str, jax.Array]], options: Options, context: Context
+) -> list[_Part]:
+  """The sparse leaves by scheme: all in one but for `scheme="auto"`."""
+  tables = [_tables.table_of(name, leaf, options) for name, leaf in group]
+  _tables.check_names(tables, options)
+  choices = _auto.choose(tables, options, context)
+  parts = []
+  for scheme in dict.fromkeys(choice.scheme for choice in choices):
+    at = [i for i, choice in enumerate(choices) if choice.scheme == scheme]
+    part = ([group[i] for i in at], [choices[i] for i in at])
+    parts.append(_Part(scheme, at, *part))
+  return parts
+
+
+def _sync_part(
+  part: _Part,
   state: _state.ZenSyncState | None,
-  scheme: Scheme,
   options: Options,
   context: Context,
 ) -> tuple[list[Any], dict[str, _state.LeafState]]:
-  table_plans = plans(group, scheme, options, context)
+  if part.scheme in SPARSE:
+    return _sync_rows(part, state, options, context)
+  reduce = DENSE[part.scheme]
+  out = [_sum(leaf, reduce, context) for _, leaf in part.leaves]
+  new = {}
+  if state and options.scheme == "auto":
+    for (name, leaf), choice in zip(part.leaves, part.choices):
+      table = _tables.table_of(name, leaf, options)
+      new[name] = _state.after_dense_step(
+        state.leaves[name], table, context, choice
+      )
+  return out, new
+
+
+def _sync_rows(
+  part: _Part,
+  state: _state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> tuple[list[Any], dict[str, _state.LeafState]]:
+  scheme, group = SPARSE[part.scheme], part.leaves
+  columns = [choice.column_groups for choice in part.choices]
+  table_plans = _tables.plans(group, scheme, options, context, columns)
   old = [state.leaves[name] for name, _ in group] if state else None
   tables = [_select.as_table(leaf, options.unit) for _, leaf in group]
   carried = None
@@ -173,7 +214,12 @@ def _sync_group(
   if state and old:
     for i, (name, _) in enumerate(group):
       new[name] = _state.after_step(
-        old[i], state.step, result.outcomes[i], table_plans[i], context
+        old[i],
+        state.step,
+        result.outcomes[i],
+        table_plans[i],
+        context,
+        part.choices[i],
       )
   return out, new
 
@@ -186,82 +232,3 @@ def _rows(
   if not options.exact:
     return SparseRows(first.row, first.values, num_rows)
   return SparseRows.in_place(table)
-
-
-def plans(
-  group: Sequence[tuple[str, jax.Array]],
-  scheme: Scheme,
-  options: Options,
-  context: Context,
-) -> tuple[_plan.TablePlan, ...]:
-  """Static sizes for the sparse leaves of `group`, `(name, leaf)` each."""
-  tables = [table_of(name, leaf, options) for name, leaf in group]
-  pinned = [_pinned(table, options) for table in tables]
-  _check_names(tables, options)
-  sizes = context.sizes
-  groups = []
-  for table in tables:
-    wanted = _plan.choose_column_groups(table, sizes[-1], options.partition)
-    if sizes[-1] % wanted:
-      raise ValueError(
-        "`partition` as a number of column groups must divide the devices"
-        f" along {context.axes[-1]!r}, got {wanted} for {sizes[-1]} devices."
-      )
-    groups.append(scheme.groups(sizes, wanted))
-  planned = _plan.plan_group(
-    tables,
-    row_groups=[m for m, _ in groups],
-    column_groups=[g for _, g in groups],
-    pinned=pinned,
-    seed=options.seed,
-    contiguous=scheme.contiguous,
-  )
-  return tuple(scheme.fitted(plan) for plan in planned)
-
-
-# Rows, padding and out-of-range markers must fit int32 together.
-_MAX_ROWS = np.iinfo(np.int32).max // 2
-
-
-def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
-  rows, width = _select.table_shape(leaf, options.unit)
-  if rows > _MAX_ROWS:
-    raise ValueError(
-      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
-      f" `unit={options.unit!r}`, more than the {_MAX_ROWS} that int32 slots"
-      " count; choose a larger `unit`, split the leaf, or leave it out of"
-      " `sparse`."
-    )
-  dtype = jnp.dtype(leaf.dtype)
-  wire = options.wire_dtype or dtype
-  if wire.itemsize > dtype.itemsize:
-    raise ValueError(
-      f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
-      f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
-    )
-  return _plan.Table(
-    name=name, num_rows=rows, width=width, dtype=dtype, wire_dtype=wire
-  )
-
-
-def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:
-  sizes = options.capacities
-  if isinstance(sizes, dict):
-    sizes = sizes.get(table.name)
-  if sizes is not None and sizes.pull > table.num_rows:
-    raise ValueError(
-      f"`capacities` must not exceed the {table.num_rows} rows of leaf"
-      f" {table.name!r}, got {tuple(sizes)}; see `zenjax.report`."
-    )
-  return sizes
-
-
-def _check_names(tables: Sequence[_plan.Table], options: Options) -> None:
-  if isinstance(options.capacities, dict):
-    known = [table.name for table in tables]
-    unknown = sorted(set(options.capacities) - set(known))
-    if unknown:
-      raise ValueError(
-        f"`capacities` must name leaves that travel sparse, got {unknown};"
-        f" they are {known}."
-      )

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from zenjax._collectives import Axes
+from zenjax._cost import Link
+from zenjax._cost import Profile
 from zenjax._plan import Capacity
 from zenjax._plan import Partition
 from zenjax._schemes import DENSE
@@ -16,6 +18,7 @@ AxisName = str | tuple[str, ...]
 SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
 Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
 SchemeName = Literal[
+  "auto",
   "all_gather",
   "block_sparse",
   "dense",
@@ -43,6 +46,8 @@ class Options:
   wire_dtype: jnp.dtype | None
   capacities: Capacity | dict[str, Capacity] | None
   seed: int
+  link: Link | None
+  profile: Mapping[str, Profile] | None
 
 
 # Of every argument of `zen_sync` but `axis_name` and `sparse`.
@@ -56,6 +61,8 @@ DEFAULTS: dict[str, Any] = dict(
   wire_dtype=None,
   capacities=None,
   hash_seed=0,
+  link=None,
+  profile=None,
 )
 
 
@@ -72,12 +79,15 @@ def check(
   wire_dtype: Any,
   capacities: Capacities,
   hash_seed: int,
+  link: Link | None,
+  profile: Mapping[str, Profile] | None,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  _one_of("scheme", scheme, sorted([*DENSE, *SPARSE]))
+  _one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
   _one_of("op", op, ["mean", "sum"])
   _one_of("on_overflow", on_overflow, ["exact", "carry"])
   _one_of("output", output, ["dense", "rows"])
+  _check_auto(scheme, link, profile)
   _check_unit(unit)
   if unit == "row" and scheme in SPARSE:
     unit = SPARSE[scheme].unit or unit
@@ -104,6 +114,8 @@ def check(
     wire_dtype=_floating("wire_dtype", wire_dtype),
     capacities=_capacities(capacities),
     seed=hash_seed,
+    link=link,
+    profile=profile,
   )
 
 
@@ -111,6 +123,28 @@ def _one_of(name: str, value: Any, known: list[str]) -> None:
   if not isinstance(value, str) or value not in known:
     options = ", ".join(repr(k) for k in known)
     raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
+
+
+def _check_auto(scheme: str, link: Any, profile: Any) -> None:
+  for name, value in (("link", link), ("profile", profile)):
+    if value is not None and scheme != "auto":
+      raise ValueError(
+        f"`{name}` is for `scheme='auto'`, which chooses by it, got {scheme=};"
+        " leave it out."
+      )
+  if link is not None and not isinstance(link, Link):
+    raise TypeError(
+      f"`link` must be a zenjax.Link, got {link!r}; give"
+      " zenjax.Link(bandwidth=bytes a second, latency_s=seconds)."
+    )
+  fit = isinstance(profile, Mapping) and all(
+    isinstance(p, Profile) for p in profile.values()
+  )
+  if profile is not None and not fit:
+    raise TypeError(
+      "`profile` must map leaf names to what was measured of them, got"
+      f" {profile!r}; give what `zenjax.profile(state)` returns."
+    )
 
 
 def axes(axis_name: AxisName) -> Axes:

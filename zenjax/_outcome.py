@@ -66,7 +66,8 @@ def _above(
 ) -> jax.Array:
   """Whether the sparse exchange is above `factor` times break-even."""
   dense = _dense.received_bytes(plan.table, context.devices)
-  sparse = scheme.expected_bytes(plan, context, push, pull)
+  messages = scheme.expected_messages(plan, context, push, pull)
+  sparse = received_bytes(messages, context)
   return jnp.asarray(sparse > dense * scheme.break_even * factor)
 
 

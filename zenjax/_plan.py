@@ -171,7 +171,7 @@ def choose_column_groups(
 
 
 # Densities for which `auto` compares partitions: a vocabulary's.
-_AUTO_DENSITY = 0.01
+AUTO_DENSITY = 0.01
 _AUTO_UNION = 0.04
 _MIN_BLOCK_BYTES = 64
 
@@ -185,13 +185,14 @@ def expected_bytes(table: Table, devices: int, column_groups: int) -> float:
   """
   groups = devices // column_groups
   block = -(-table.width // column_groups) * table.wire_dtype.itemsize
-  pushed = _fullest(table.num_rows * _AUTO_DENSITY, groups, devices * groups)
-  pulled = _fullest(table.num_rows * _AUTO_UNION, groups, groups)
+  pushed = fullest(table.num_rows * AUTO_DENSITY, groups, devices * groups)
+  pulled = fullest(table.num_rows * _AUTO_UNION, groups, groups)
   index = 0 if groups == 1 else 4 / column_groups
   return (devices - 1) * (pushed * (block + 4) + pulled * (block + index))
 
 
-def _fullest(rows: float, groups: int, draws: int) -> float:
+def fullest(rows: float, groups: int, draws: int) -> float:
+  """Rows of the fullest of so many groups that a hash fills."""
   mean = max(rows / groups, 1.0)
   return mean + math.sqrt(2 * mean * math.log(draws)) if groups > 1 else mean
 

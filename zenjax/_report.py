@@ -47,22 +47,11 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     0.125
   """
   found: dict[str, dict[str, float]] = {}
-  for node in _states(state):
+  for node in _state.require(state):
     for name, leaf in node.leaves.items():
       if int(np.asarray(leaf.sizes)[0]):
         found[name] = _numbers(leaf)
   return found
-
-
-def _states(state: Any) -> list[_state.ZenSyncState]:
-  nodes = _state.find(state)
-  if not nodes:
-    raise ValueError(
-      "`state` must hold a ZenSyncState, got"
-      f" {type(state).__name__}; give the state that"
-      " `optax.chain(zen_sync(..), ..)` returned."
-    )
-  return nodes
 
 
 def _numbers(leaf: _state.LeafState) -> dict[str, float]:
@@ -76,6 +65,8 @@ def _numbers(leaf: _state.LeafState) -> dict[str, float]:
     "num_rows": sizes.num_rows,
     "width": sizes.width,
     "devices": sizes.devices,
+    "scheme": sizes.scheme,
+    "column_groups": sizes.column_groups,
     "density": last.local_rows / sizes.num_rows,
     "union_density": last.union_rows / sizes.num_rows,
     "growth": growth,
@@ -113,7 +104,7 @@ def advise(
     pull is one of the rows that came back and may be too small.
   """
   advice: dict[str, tuple[int, int]] = {}
-  for node in _states(state):
+  for node in _state.require(state):
     steps = min(int(node.step), _state.HISTORY)
     for name, leaf in node.leaves.items():
       if steps and int(np.asarray(leaf.sizes)[0]) and not bool(leaf.dense):
@@ -144,6 +135,7 @@ def capacity(
 _HEADINGS = (
   "leaf",
   "rows x width",
+  "scheme",
   "density",
   "union",
   "growth",
@@ -170,12 +162,15 @@ def report(state: Any) -> str:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    Lines of text: for each sparse leaf its density on a device, that of the
+    Lines of text: for each sparse leaf its scheme (zen's with the number of
+    column groups, 1 for hashed rows), its density on a device, that of the
     union over devices, their ratio (growth), imbalance of push and pull,
     rounds, rows that overflowed the first push, megabytes received by a
     device beside those of a dense all-reduce, whether zen_sync pays by bytes,
     and the `capacities=` to pin. Where `on_overflow="carry"` withheld rows
-    there is nothing to compare, and a last line says what was counted.
+    there is nothing to compare, and a last line says what was counted. With
+    `scheme="auto"` a line for each leaf shows what was predicted for every
+    scheme, the chosen one first.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -187,7 +182,7 @@ def report(state: Any) -> str:
     >>> print(zenjax.report(state))
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
-  nodes = _states(state)
+  nodes = _state.require(state)
   if not any(node.leaves for node in nodes):
     return "zen_sync: no leaf travels sparse; every leaf takes psum."
   known, advice = stats(state), advise(state)
@@ -201,6 +196,7 @@ def report(state: Any) -> str:
   lines = [title, *_columns(rows)]
   if advice:
     lines += [f"to pin: capacities={advice}"]
+  lines += _predictions(nodes)
   if any(s["withheld"] for s in known.values()):
     lines += [_WITHHELD]
   return "\n".join(lines)
@@ -212,11 +208,11 @@ def _line(
   return (
     name,
     f"{s['num_rows']:.0f} x {s['width']:.0f}",
-    f"{s['density']:.2%}",
-    f"{s['union_density']:.2%}",
-    "-" if s["withheld"] else f"{s['growth']:.2f}",
-    f"{s['push_imbalance']:.2f}",
-    f"{s['pull_imbalance']:.2f}",
+    _scheme(s),
+    *(_percent(s[key]) for key in ("density", "union_density")),
+    *(
+      _number(s[key]) for key in ("growth", "push_imbalance", "pull_imbalance")
+    ),
     f"{s['rounds']:.0f}",
     f"{s['overflow_rows']:.0f}",
     f"{s['wire_bytes'] / 1e6:.3f}",
@@ -224,6 +220,34 @@ def _line(
     _bytes(s),
     str(pin) if pin else "-",
   )
+
+
+def _scheme(s: dict[str, float]) -> str:
+  name = _state.SCHEMES[int(s["scheme"])]
+  return f"zen/{s['column_groups']:.0f}" if name == "zen" else name
+
+
+def _percent(part: float) -> str:
+  """A leaf that is summed dense from the start is not looked at."""
+  return f"{part:.2%}" if np.isfinite(part) else "-"
+
+
+def _number(x: float) -> str:
+  return f"{x:.2f}" if np.isfinite(x) else "-"
+
+
+def _predictions(nodes: list[_state.ZenSyncState]) -> list[str]:
+  """A line for each leaf for which `scheme="auto"` chose."""
+  lines = []
+  for node in nodes:
+    for name, leaf in node.leaves.items():
+      seconds = np.asarray(leaf.predicted)
+      if not seconds.any():
+        continue
+      order = np.argsort(seconds, kind="stable")
+      times = [f"{_state.PREDICTED[i]} {seconds[i] * 1e3:.3g}" for i in order]
+      lines.append(f"auto, predicted ms for {name}: {', '.join(times)}")
+  return lines
 
 
 def _bytes(s: dict[str, float]) -> str:

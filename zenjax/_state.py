@@ -9,13 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zenjax import _cost
 from zenjax import _dense
+from zenjax._auto import Choice
 from zenjax._outcome import Outcome
+from zenjax._plan import Table
 from zenjax._plan import TablePlan
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64
+# Names that a state keeps as numbers.
+SCHEMES = (*SPARSE, *DENSE)
+PREDICTED = _cost.CANDIDATES
 
 
 class Sizes(NamedTuple):
@@ -29,6 +37,7 @@ class Sizes(NamedTuple):
   push: Any  # capacity of the first round
   pull: Any
   mean: Any  # 1 for op="mean", 0 for op="sum"
+  scheme: Any  # index in `SCHEMES`
 
 
 class Last(NamedTuple):
@@ -53,6 +62,7 @@ class LeafState(NamedTuple):
   sizes: jax.Array  # [len(Sizes)] int32
   last: jax.Array  # [len(Last)] float32
   history: jax.Array  # [HISTORY, 2] int32, rows needed: push, pull
+  predicted: jax.Array  # [len(PREDICTED)] float32, seconds, of scheme="auto"
   dense: jax.Array  # [] bool, travels dense next time
   waiting: jax.Array  # [] bool, some residual is not zero
   residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
@@ -71,6 +81,7 @@ def empty_leaf(residual: jax.Array | None) -> LeafState:
     sizes=jnp.zeros(len(Sizes._fields), jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
     history=jnp.zeros((HISTORY, 2), jnp.int32),
+    predicted=jnp.zeros(len(PREDICTED), jnp.float32),
     dense=jnp.zeros((), bool),
     waiting=jnp.zeros((), bool),
     residual=residual,
@@ -83,6 +94,7 @@ def after_step(
   outcome: Outcome,
   plan: TablePlan,
   context: Context,
+  choice: Choice,
 ) -> LeafState:
   """The state of a leaf after step number `count`."""
   table, layout = plan.table, plan.layout
@@ -95,6 +107,7 @@ def after_step(
     push=plan.first.push,
     pull=plan.first.pull,
     mean=int(context.mean),
+    scheme=SCHEMES.index(choice.scheme),
   )
   last = Last(
     local_rows=outcome.local_rows,
@@ -115,7 +128,61 @@ def after_step(
     last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
     history=leaf.history.at[count % HISTORY].set(need),
     dense=outcome.dense_next,
+    predicted=_predicted(choice),
   )
+
+
+def after_dense_step(
+  leaf: LeafState, table: Table, context: Context, choice: Choice
+) -> LeafState:
+  """The state of a leaf that was summed as it is, and not looked at."""
+  dense = _dense.received_bytes(table, context.devices)
+  sizes = Sizes(
+    num_rows=table.num_rows,
+    width=table.width,
+    devices=context.devices,
+    row_groups=1,
+    column_groups=1,
+    push=0,
+    pull=0,
+    mean=int(context.mean),
+    scheme=SCHEMES.index(choice.scheme),
+  )
+  last = Last(*[float("nan")] * len(Last._fields))
+  last = last._replace(
+    rounds=0.0,
+    overflow_rows=0.0,
+    withheld=0.0,
+    wire_bytes=dense,
+    dense_bytes=dense,
+    went_dense=1.0,
+  )
+  return leaf._replace(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.array(last, jnp.float32),
+    predicted=_predicted(choice),
+    # Nothing was counted: there is nothing to advise.
+    dense=jnp.ones((), bool),
+  )
+
+
+def _predicted(choice: Choice) -> jax.Array:
+  """The best of every candidate, zero where none was predicted."""
+  best: dict[str, float] = dict.fromkeys(PREDICTED, 0.0)
+  for prediction in reversed(choice.predictions):
+    best[prediction.scheme] = prediction.seconds
+  return jnp.array([best[name] for name in PREDICTED], jnp.float32)
+
+
+def require(state: Any) -> list[ZenSyncState]:
+  nodes = find(state)
+  if not nodes:
+    raise ValueError(
+      "`state` must hold a ZenSyncState, got"
+      f" {type(state).__name__}; give the state that"
+      " `optax.chain(zen_sync(..), ..)` returned."
+    )
+  return nodes
 
 
 def find(state: Any) -> list[ZenSyncState]:

@@ -79,17 +79,21 @@ def messages(
   ]
 
 
-def expected_bytes(
+def expected_messages(
   plan: TablePlan, context: Context, rows: jax.Array | float
-) -> jax.Array | float:
-  """Bytes a device receives where the union of a machine has `rows` rows."""
+) -> list[Message]:
+  """The same where the union of a machine has `rows` rows."""
   if len(context.axes) == 1:
-    return 0.0
+    return []
+  slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   wide = _collectives.accumulator(plan.table.dtype).itemsize
-  columns = -(-plan.block_width // hosts) * wide
-  bitmap = plan.layout.words * 4.0
-  return (hosts - 1) * (bitmap + 2.0 * rows * columns)
+  words = rows * (-(-plan.block_width // hosts)) * wide / 4
+  return [
+    Message("all_gather", slow, plan.layout.words),
+    Message("all_to_all", slow, hosts * words),
+    Message("all_gather", slow, words),
+  ]
 
 
 def _row_words(plan: TablePlan, capacity: int, hosts: int) -> int:

@@ -6,10 +6,10 @@ statistics or of optax. Adding one is a file here and a row in the table of
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
   op: str  # "all_to_all", "collective_permute", .. as StableHLO has it
   axes: Axes
-  words: int  # of 32 bits, one device's operand
+  words: Any  # of 32 bits, one device's operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,17 +161,18 @@ class Scheme(abc.ABC):
     """The collectives of one pull, in order."""
 
   @abc.abstractmethod
-  def expected_bytes(
+  def expected_messages(
     self,
     plan: TablePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
-  ) -> jax.Array | float:
-    """Bytes a device receives for one table with buffers just large enough.
+  ) -> list[Message]:
+    """The collectives for one table with buffers just large enough.
 
-    `push` rows for the fullest pair of source and row group, `pull` rows in
-    the fullest union of a row group.
+    The formula of a scheme: its bytes and its time follow from it. `push` rows
+    for the fullest pair of source and row group, `pull` rows in the fullest
+    union of a row group.
     """
 
 
@@ -198,22 +199,31 @@ class DenseScheme(Protocol):
     ...
 
 
-def received_bytes(messages: Sequence[Message], context: Context) -> int:
+def received_bytes(
+  messages: Sequence[Message], context: Context
+) -> jax.Array | float:
   """Bytes a device receives from others for the `messages` of a round."""
-  sizes = dict(zip(context.axes, context.sizes))
-  total = 0
+  total = 0.0
   for message in messages:
-    devices = math.prod(sizes[axis] for axis in message.axes)
-    words = message.words
-    if message.op in ("all_to_all", "reduce_scatter"):
-      total += words * 4 * (devices - 1) // devices
-    elif message.op == "all_reduce":
-      total += 2 * words * 4 * (devices - 1) // devices
-    elif message.op == "collective_permute":
-      total += words * 4
-    else:
-      total += words * 4 * (devices - 1)
+    n = devices_of(message, context)
+    total = total + message.words * 4 * _RECEIVED[message.op](n)
   return total
+
+
+def devices_of(message: Message, context: Context) -> int:
+  """How many take part in a collective."""
+  sizes = dict(zip(context.axes, context.sizes))
+  return math.prod(sizes[axis] for axis in message.axes)
+
+
+# Of `n` devices' operands, what one of them receives; an all-reduce is a ring.
+_RECEIVED: dict[str, Callable[[int], float]] = {
+  "all_gather": lambda n: n - 1,
+  "all_reduce": lambda n: 2 * (n - 1) / n,
+  "all_to_all": lambda n: (n - 1) / n,
+  "collective_permute": lambda n: 1,
+  "reduce_scatter": lambda n: (n - 1) / n,
+}
 
 
 def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:

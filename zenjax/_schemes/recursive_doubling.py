@@ -140,20 +140,23 @@ class RecursiveDoubling(Scheme):
     del plans, capacities, context
     return []
 
-  def expected_bytes(
+  def expected_messages(
     self,
     plan: TablePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
-  ) -> jax.Array | float:
+  ) -> list[Message]:
     least = jnp.maximum(push, 1.0)
     power = jnp.log(jnp.maximum(pull, least) / least)
     power = power / math.log(max(context.devices, 2))
-    rows = sum(
-      jnp.minimum(push * hop.merged**power, pull) for hop in _hops.hops(context)
-    )
-    return rows * (plan.table.width * _wide(plan, first=False).itemsize + 4.0)
+    found = []
+    for hop in _hops.hops(context):
+      rows = jnp.minimum(push * hop.merged**power, jnp.maximum(pull, push))
+      wide = _wide(plan, hop.merged == 1).itemsize
+      words = rows * (plan.table.width * wide + 4.0) / 4
+      found.append(Message("collective_permute", (hop.axis,), words))
+    return found
 
 
 def _wide(plan: TablePlan, first: bool) -> jnp.dtype:

@@ -79,17 +79,20 @@ class SplitDenseGather(SplitAllGather):
     words = sum(sum(_lengths(plan)) for plan in plans)
     return [Message("all_gather", context.axes[-1:], words)]
 
-  def expected_bytes(
+  def expected_messages(
     self,
     plan: TablePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
-  ) -> jax.Array | float:
+  ) -> list[Message]:
     del pull
+    axes, n = context.axes[-1:], context.sizes[-1]
     row = plan.table.width * plan.table.wire_dtype.itemsize
-    rows = push * (row + 4.0) + plan.layout.slots * row
-    return (context.sizes[-1] - 1) * rows
+    return [
+      Message("all_to_all", axes, n * push * (row + 4.0) / 4),
+      Message("all_gather", axes, plan.layout.slots * row / 4.0),
+    ]
 
 
 def _lengths(plan: TablePlan) -> list[int]:

@@ -133,18 +133,21 @@ class Zen(Scheme):
     words = sum(sum(_pull_lengths(p, c)) for p, c in zip(plans, capacities))
     return [Message("all_gather", context.axes[-1:], words)]
 
-  def expected_bytes(
+  def expected_messages(
     self,
     plan: TablePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
-  ) -> jax.Array | float:
+  ) -> list[Message]:
+    axes, n = context.axes[-1:], context.sizes[-1]
     block = plan.block_width * plan.table.wire_dtype.itemsize
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
-    rows = push * (block + 4.0) + pull * (block + pull_index)
-    fast = (context.sizes[-1] - 1) * rows
-    return fast + _across.expected_bytes(plan, context, pull)
+    return [
+      Message("all_to_all", axes, n * push * (block + 4.0) / 4),
+      *_across.expected_messages(plan, context, pull),
+      Message("all_gather", axes, pull * (block + pull_index) / 4),
+    ]
 
 
 def _push_lengths(plan: TablePlan, capacity: int) -> list[int]:

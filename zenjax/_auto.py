@@ -1,0 +1,77 @@
+"""`scheme="auto"`: one way for every table, decided when it is traced."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+
+from zenjax import _cost
+from zenjax._cost import Link
+from zenjax._cost import Prediction
+from zenjax._cost import Profile
+from zenjax._options import Options
+from zenjax._plan import Table
+from zenjax._schemes import DENSE
+from zenjax._schemes.base import Context
+
+# Where the user says nothing: 100 Gbit/s, as machines in a data centre have.
+_LINK = Link(bandwidth=12.5e9, latency_s=10e-6)
+
+# Predictions err: what is less than this part of the dense exchange's time is
+# taken for a gain.
+_WORTH = 0.8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+  """How one table travels, and what else was considered.
+
+  Attributes:
+    scheme: Its name.
+    column_groups: Of zen; None as `partition` says.
+    predictions: Of `scheme="auto"`, the fastest first; empty elsewhere.
+  """
+
+  scheme: str
+  column_groups: int | None = None
+  predictions: tuple[Prediction, ...] = ()
+
+
+def choose(
+  tables: Sequence[Table], options: Options, context: Context
+) -> list[Choice]:
+  """A choice for each of the sparse leaves.
+
+  Raises:
+    ValueError: `profile` names what is no sparse leaf.
+  """
+  if options.scheme != "auto":
+    return [Choice(options.scheme)] * len(tables)
+  profiles = options.profile or {}
+  unknown = sorted(set(profiles) - {table.name for table in tables})
+  if unknown:
+    raise ValueError(
+      f"`profile` must name leaves that travel sparse, got {unknown}; they are"
+      f" {[table.name for table in tables]}: give what `zenjax.profile`"
+      " returned for a state of the same parameters."
+    )
+  return [
+    _choose_one(table, profiles.get(table.name), options, context)
+    for table in tables
+  ]
+
+
+def _choose_one(
+  table: Table, profile: Profile | None, options: Options, context: Context
+) -> Choice:
+  profile = profile or _cost.assumed(table, context.devices)
+  # The schemes' formulas serve traced numbers as well: these are none.
+  with jax.ensure_compile_time_eval():
+    found = _cost.choices(table, profile, context, options.link or _LINK)
+  # Rows to come out, or to wait, need an exchange of rows.
+  sparse = options.rows_out or not options.exact
+  best = next(p for p in found if not (sparse and p.scheme in DENSE))
+  dense = next(p for p in found if p.scheme in DENSE)
+  if not sparse and best.seconds > _WORTH * dense.seconds:
+    best = dense
+  return Choice(best.scheme, best.column_groups, tuple(found))

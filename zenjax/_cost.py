@@ -1,0 +1,273 @@
+"""What an exchange should take: its messages on a link, and local work.
+
+    seconds = sum over messages (steps * latency + bytes / bandwidth)
+              + mask + rows handled + fixed
+
+Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
+predicted is what is sent. A link may be given by two numbers, as in the Zen
+paper, or by what its collectives were measured to take: libraries differ by
+collective as much as links do.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+
+from zenjax import _plan
+from zenjax._plan import Table
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import devices_of
+from zenjax._schemes.base import Message
+from zenjax._schemes.base import received_bytes
+
+# Messages that follow each other in a collective of `n` devices.
+_STEPS = {
+  "all_gather": lambda n: n - 1,
+  "all_reduce": lambda n: 2 * (n - 1),
+  "all_to_all": lambda n: n - 1,
+  "collective_permute": lambda n: 1,
+  "reduce_scatter": lambda n: n - 1,
+}
+
+# Points `(bytes received, seconds)` of a collective, ascending.
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+  """What a device's own work takes, in seconds.
+
+  Attributes:
+    mask_byte: To find the nonzero rows, a byte of the table.
+    mask_row: The same, a row of it.
+    move_byte: To pack, merge or write a row, a byte of what is received.
+    move_row: The same, a row of it.
+    fixed: Of any exchange.
+  """
+
+  mask_byte: float = 0.0
+  mask_row: float = 0.0
+  move_byte: float = 0.0
+  move_row: float = 0.0
+  fixed: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+  """What connects a device to the others.
+
+  Attributes:
+    bandwidth: Bytes a second that a device receives while it sends as many.
+    latency_s: Of one message between two devices.
+    curves: Measured collectives, by `(name, devices)`; where one is missing,
+      bandwidth and latency stand for it.
+    work: What a device's own part takes beside it; by default nothing.
+
+  Example:
+    >>> import zenjax
+    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6).bandwidth
+    12500000000.0
+  """
+
+  bandwidth: float
+  latency_s: float
+  curves: Mapping[tuple[str, int], Curve] = dataclasses.field(
+    default_factory=dict
+  )
+  work: Work = Work()
+
+  def __post_init__(self):
+    for name in ("bandwidth", "latency_s"):
+      value = getattr(self, name)
+      if not value >= 0 or (name == "bandwidth" and not value > 0):
+        raise ValueError(
+          f"`{name}` of a Link must be positive, got {value!r}; bandwidth is in"
+          " bytes a second, latency in seconds."
+        )
+
+  def seconds(self, op: str, devices: int, received: float) -> float:
+    """Of a collective in which each of `devices` receives so many bytes."""
+    curve = self.curves.get((op, devices))
+    if curve:
+      return _interpolate(curve, received)
+    return _STEPS[op](devices) * self.latency_s + received / self.bandwidth
+
+
+def _interpolate(curve: Curve, received: float) -> float:
+  """Linear between points, and beyond the last at its rate."""
+  if len(curve) == 1 or received <= curve[0][0]:
+    return curve[0][1]
+  for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+    if received <= x1:
+      return y0 + (y1 - y0) * (received - x0) / (x1 - x0)
+  (x0, y0), (x1, y1) = curve[-2:]
+  rate = max((y1 - y0) / (x1 - x0), 0.0)
+  return y1 + (received - x1) * rate
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+  """What was measured of a table's gradients.
+
+  Attributes:
+    rows: Nonzero rows of a device, mean.
+    fullest: Those of the device that has most.
+    union: Nonzero rows of all devices together.
+    devices: How many these are.
+    skew: Load of the fullest of as many ranges of rows over the mean; None if
+      it was not measured, and ranges are then not predicted.
+  """
+
+  rows: float
+  fullest: float
+  union: float
+  devices: int
+  skew: float | None = None
+
+  def union_of(self, devices: int) -> float:
+    """Of another number of devices: a power law through what was seen."""
+    if self.devices <= 1 or self.rows <= 0:
+      return self.union
+    power = math.log(max(self.union / self.rows, 1.0)) / math.log(self.devices)
+    return self.rows * devices**power
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+  """What one way to synchronize a table should take.
+
+  Attributes:
+    scheme: Its name.
+    column_groups: Of zen; 1 elsewhere.
+    wire_s: On the link.
+    local_s: On the device.
+    received: Bytes a device receives.
+  """
+
+  scheme: str
+  column_groups: int
+  wire_s: float
+  local_s: float
+  received: float
+
+  @property
+  def seconds(self) -> float:
+    """In all: nothing is assumed to overlap."""
+    return self.wire_s + self.local_s
+
+
+def predict(
+  scheme: str,
+  table: Table,
+  profile: Profile,
+  context: Context,
+  link: Link,
+  column_groups: int = 1,
+) -> Prediction:
+  """Time and bytes of one scheme for one table.
+
+  Raises:
+    ValueError: A scheme of ranges, and `profile.skew` is None.
+  """
+  if scheme in DENSE:
+    dense = DENSE[scheme]
+    loops = dense.loop_messages(table, context)
+    messages = dense.messages(table, context)
+    messages += [m for turns, m in loops for _ in range(turns)]
+    local = 0.0
+  else:
+    messages, block = _sparse_messages(
+      scheme, table, profile, context, column_groups
+    )
+    received = float(received_bytes(messages, context))
+    local = _local_s(table, block, received, link.work)
+  return Prediction(
+    scheme=scheme,
+    column_groups=column_groups,
+    wire_s=sum(_message_s(m, context, link) for m in messages),
+    local_s=local,
+    received=float(received_bytes(messages, context)),
+  )
+
+
+def _sparse_messages(
+  name: str,
+  table: Table,
+  profile: Profile,
+  context: Context,
+  column_groups: int,
+) -> tuple[list[Message], int]:
+  """Messages with sizes just large enough, and bytes of a row in them."""
+  scheme = SPARSE[name]
+  m, g = scheme.groups(context.sizes, column_groups)
+  plan = _plan.plan_table(
+    table,
+    groups=m,
+    column_groups=g,
+    pinned=None,
+    seed=0,
+    first_word=0,
+    contiguous=scheme.contiguous,
+  )
+  n = context.devices
+  union = min(profile.union_of(n), table.num_rows)
+  push = _plan.fullest(profile.fullest, m, n * m)
+  pull = _plan.fullest(union, m, m)
+  if scheme.contiguous:
+    if profile.skew is None:
+      raise ValueError(
+        f"`profile.skew` must be known to predict {name!r}, got None: it is"
+        " the load of the fullest range of rows over the mean."
+      )
+    push, pull = (profile.skew * rows / m for rows in (profile.fullest, union))
+  push, pull = (min(x, plan.layout.slots) for x in (push, pull))
+  messages = scheme.expected_messages(plan, context, push, pull)
+  block = plan.block_width * table.wire_dtype.itemsize
+  return [m._replace(words=float(m.words)) for m in messages], block
+
+
+def _message_s(message: Message, context: Context, link: Link) -> float:
+  received = float(received_bytes([message], context))
+  return link.seconds(message.op, devices_of(message, context), received)
+
+
+def _local_s(table: Table, block: int, moved: float, work: Work) -> float:
+  size = table.num_rows * table.width * table.dtype.itemsize
+  mask = size * work.mask_byte + table.num_rows * work.mask_row
+  move = moved * work.move_byte + moved / block * work.move_row
+  return work.fixed + mask + move
+
+
+# Ranges are left out: zen sends the same messages in better balance (Lemma 1 of
+# the Zen paper), and a ring is what a dense all-reduce is already.
+CANDIDATES = ("dense", "all_gather", "recursive_doubling", "zen")
+
+
+def choices(
+  table: Table,
+  profile: Profile,
+  context: Context,
+  link: Link,
+) -> list[Prediction]:
+  """Every way that may be best for a table, the fastest first.
+
+  The Zen paper's rule, that the best scheme is either Balanced Parallelism or
+  Hierarchical Centralization (Theorem 1), with latency, local work and the
+  efficiency of each collective in it, and with the dense exchange.
+  """
+  n = context.sizes[-1]
+  found = []
+  for scheme in CANDIDATES:
+    divisors = [g for g in range(1, n + 1) if n % g == 0 and g <= table.width]
+    for g in divisors if scheme == "zen" else [1]:
+      found.append(predict(scheme, table, profile, context, link, g))
+  return sorted(found, key=lambda p: p.seconds)
+
+
+def assumed(table: Table, devices: int) -> Profile:
+  """A vocabulary's densities, where nothing was measured."""
+  rows = table.num_rows * _plan.AUTO_DENSITY
+  union = min(rows * devices**0.75, table.num_rows)
+  return Profile(rows=rows, fullest=rows, union=union, devices=devices)

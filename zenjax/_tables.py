@@ -1,0 +1,97 @@
+"""Sparse leaves as tables, and the sizes with which they travel."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax import _plan
+from zenjax import _select
+from zenjax._options import Options
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import Scheme
+
+
+def plans(
+  group: Sequence[tuple[str, jax.Array]],
+  scheme: Scheme,
+  options: Options,
+  context: Context,
+  column_groups: Sequence[int | None],
+) -> tuple[_plan.TablePlan, ...]:
+  """Static sizes for the sparse leaves of `group`, `(name, leaf)` each.
+
+  `column_groups` is given where it was chosen already.
+  """
+  tables = [table_of(name, leaf, options) for name, leaf in group]
+  pinned = [_pinned(table, options) for table in tables]
+  sizes = context.sizes
+  groups = []
+  for table, wanted in zip(tables, column_groups):
+    wanted = wanted or _plan.choose_column_groups(
+      table, sizes[-1], options.partition
+    )
+    if sizes[-1] % wanted:
+      raise ValueError(
+        "`partition` as a number of column groups must divide the devices"
+        f" along {context.axes[-1]!r}, got {wanted} for {sizes[-1]} devices."
+      )
+    groups.append(scheme.groups(sizes, wanted))
+  planned = _plan.plan_group(
+    tables,
+    row_groups=[m for m, _ in groups],
+    column_groups=[g for _, g in groups],
+    pinned=pinned,
+    seed=options.seed,
+    contiguous=scheme.contiguous,
+  )
+  return tuple(scheme.fitted(plan) for plan in planned)
+
+
+# Rows, padding and out-of-range markers must fit int32 together.
+_MAX_ROWS = np.iinfo(np.int32).max // 2
+
+
+def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
+  rows, width = _select.table_shape(leaf, options.unit)
+  if rows > _MAX_ROWS:
+    raise ValueError(
+      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
+      f" `unit={options.unit!r}`, more than the {_MAX_ROWS} that int32 slots"
+      " count; choose a larger `unit`, split the leaf, or leave it out of"
+      " `sparse`."
+    )
+  dtype = jnp.dtype(leaf.dtype)
+  wire = options.wire_dtype or dtype
+  if wire.itemsize > dtype.itemsize:
+    raise ValueError(
+      f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
+      f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
+    )
+  return _plan.Table(
+    name=name, num_rows=rows, width=width, dtype=dtype, wire_dtype=wire
+  )
+
+
+def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:
+  sizes = options.capacities
+  if isinstance(sizes, dict):
+    sizes = sizes.get(table.name)
+  if sizes is not None and sizes.pull > table.num_rows:
+    raise ValueError(
+      f"`capacities` must not exceed the {table.num_rows} rows of leaf"
+      f" {table.name!r}, got {tuple(sizes)}; see `zenjax.report`."
+    )
+  return sizes
+
+
+def check_names(tables: Sequence[_plan.Table], options: Options) -> None:
+  if isinstance(options.capacities, dict):
+    known = [table.name for table in tables]
+    unknown = sorted(set(options.capacities) - set(known))
+    if unknown:
+      raise ValueError(
+        f"`capacities` must name leaves that travel sparse, got {unknown};"
+        f" they are {known}."
+      )
