@@ -74,7 +74,7 @@ def test_recursive_doubling_sends_the_unions():
 def test_columns_are_balanced_and_ranges_are_not():
   t, c = table(100_000, 128), context(8)
   skewed = zenjax.Profile(
-    rows=1130, fullest=1130, union=5000, devices=8, skew=6.0
+    rows=1130, fullest=1130, union=5000, devices=8, skew=(6.0, 6.0)
   )
   columns = _cost.predict("zen", t, skewed, c, SLOW, column_groups=8)
   ranges = _cost.predict("split_all_gather", t, skewed, c, SLOW)

@@ -116,15 +116,16 @@ class Profile:
     fullest: Those of the device that has most.
     union: Nonzero rows of all devices together.
     devices: How many these are.
-    skew: Load of the fullest of as many ranges of rows over the mean; None if
-      it was not measured, and ranges are then not predicted.
+    skew: Load of the fullest of as many ranges of rows over the mean, of a
+      device's rows and of the union's; None if it was not measured, and ranges
+      are then not predicted.
   """
 
   rows: float
   fullest: float
   union: float
   devices: int
-  skew: float | None = None
+  skew: tuple[float, float] | None = None
 
   def union_of(self, devices: int) -> float:
     """Of another number of devices: a power law through what was seen."""
@@ -219,9 +220,11 @@ def _sparse_messages(
     if profile.skew is None:
       raise ValueError(
         f"`profile.skew` must be known to predict {name!r}, got None: it is"
-        " the load of the fullest range of rows over the mean."
+        " the load of the fullest range of rows over the mean, for a device and"
+        " for the union."
       )
-    push, pull = (profile.skew * rows / m for rows in (profile.fullest, union))
+    both = zip(profile.skew, (profile.fullest, union))
+    push, pull = (skew * rows / m for skew, rows in both)
   push, pull = (min(x, plan.layout.slots) for x in (push, pull))
   messages = scheme.expected_messages(plan, context, push, pull)
   block = plan.block_width * table.wire_dtype.itemsize
