@@ -112,7 +112,7 @@ def _measure_group(cases, repeats, warmup, bar, results):
   # Also when interrupted: a sample that was taken is kept.
   with _writing_back(results, first, times):
     for turn in range(-warmup, repeats):
-      for i in _shuffled(len(built), turn):
+      for i in shuffled(len(built), turn):
         if not built[i].wrong:
           seconds = _time(built[i].run)
           if turn >= 0:
@@ -139,7 +139,8 @@ def _writing_back(results, first, times) -> Iterator[None]:
       results[i] = dataclasses.replace(results[i], times_s=tuple(samples))
 
 
-def _shuffled(count, turn):
+def shuffled(count: int, turn: int) -> np.ndarray:
+  """The order in which `count` cases run in round `turn`."""
   # No case always runs after the same other one, in whose caches and clocks it
   # would stand.
   return np.random.default_rng([turn + 1000, count]).permutation(count)

@@ -1,6 +1,7 @@
 """What a run leaves in a file: raw samples, and what produced them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import json
 import math
@@ -32,10 +33,27 @@ def save_json(
     "options": options,
     "results": [_record(result) for result in results],
   }
-  path.parent.mkdir(parents=True, exist_ok=True)
+  write_json(path, document)
+
+
+def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:
+  """Writes `document`; the file is never there in part."""
   # NaN is not JSON: what does not apply is null.
   text = json.dumps(_finite(document), indent=1, allow_nan=False)
-  path.write_text(text + "\n", encoding="utf-8")
+  with whole(path) as partial:
+    partial.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A file to write that takes the place of `path` when it is whole."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(f".partial-{path.name}")
+  try:
+    yield partial
+    partial.replace(path)
+  finally:
+    partial.unlink(missing_ok=True)
 
 
 def _record(result):
@@ -54,6 +72,15 @@ def _finite(x):
 def environment() -> dict[str, Any]:
   """Versions, devices, commit and command."""
   device = jax.devices()[0]
+  return software() | {
+    "platform": device.platform,
+    "device_kind": device.device_kind,
+    "devices": jax.device_count(),
+  }
+
+
+def software() -> dict[str, Any]:
+  """Versions, machine, commit and command: what starts no device."""
   return {
     "command": ["python", "-m", "benchmarks.run", *sys.argv[1:]],
     "git": _git("rev-parse", "HEAD"),
@@ -62,9 +89,6 @@ def environment() -> dict[str, Any]:
     "jax": jax.__version__,
     "jaxlib": jaxlib.version.__version__,
     "numpy": np.__version__,
-    "platform": device.platform,
-    "device_kind": device.device_kind,
-    "devices": jax.device_count(),
     "machine": platform.machine(),
     "cores": os.cpu_count(),
   }

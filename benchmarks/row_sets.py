@@ -63,13 +63,13 @@ def load(
   Raises:
     ValueError: `source` is neither, or the trace is broken or too short.
   """
-  if source in workloads.NAMES:
+  if source in workloads.ALL_NAMES:
     workload = workloads.get(source, full_size=full_size)
     return [_of_workload(workload, steps or _WORKLOAD_STEPS, seed)]
   if not pathlib.Path(source).exists():
     raise ValueError(
       "`source` must be a directory that `train_lm.py --trace` wrote, or one of"
-      f" {', '.join(workloads.NAMES)}, got {source!r}."
+      f" {', '.join(workloads.ALL_NAMES)}, got {source!r}."
     )
   if full_size:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run sync|local|memory|sparsity`; see `README.md`."""
+"""`python -m benchmarks.run COMMAND`; `README.md` describes each command."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from benchmarks import harness
 from benchmarks import record
 from benchmarks import table
 from benchmarks import workloads
+from benchmarks.network import command as network
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = parser.parse_args(arguments)
   if options.command == "sparsity":
     return _analyze(parser, options)
+  if options.command == "network":
+    return _measure_network(parser, options)
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
@@ -55,6 +58,15 @@ def _analyze(parser, options) -> int:
   except KeyboardInterrupt:
     print("Interrupted: nothing was saved.")
   return 130
+
+
+def _measure_network(parser, options) -> int:
+  """Has processes of its own, and no devices in this one."""
+  try:
+    job = network.Job(options)
+  except (RuntimeError, ValueError) as error:
+    return parser.error(str(error))
+  return job.run()
 
 
 def _keep_memory():
@@ -105,6 +117,7 @@ def _parser():
   _add_local(commands)
   _add_memory(commands)
   _add_sparsity(commands)
+  _add_network(commands)
   return parser
 
 
@@ -115,9 +128,10 @@ def _add_sync(commands):
   sync.add_argument(
     "--workloads",
     nargs="+",
-    choices=workloads.NAMES,
+    choices=workloads.ALL_NAMES,
     metavar="NAME",
-    help=f"which tables; all by default: {', '.join(workloads.NAMES)}",
+    help=f"which tables; by default: {', '.join(workloads.NAMES)}; further"
+    f" {', '.join(workloads.SWEEP)}",
   )
   sync.add_argument("--devices", type=_positive, default=8)
   sync.add_argument(
@@ -130,12 +144,7 @@ def _add_sync(commands):
     action="store_true",
     help="the published models' tables instead of ones that fit two cores",
   )
-  sync.add_argument(
-    "--batches",
-    type=_positive,
-    default=4,
-    help="different batches that steps go through in turn",
-  )
+  _add_batches(sync, 4)
   _add_variants(sync)
   _add_common(sync, repeats=15)
 
@@ -172,7 +181,7 @@ def _add_sparsity(commands):
     "source",
     metavar="TRACE_OR_WORKLOAD",
     help="a directory that `train_lm.py --trace` wrote, or a workload:"
-    f" {', '.join(workloads.NAMES)}",
+    f" {', '.join(workloads.ALL_NAMES)}",
   )
   sparsity.add_argument(
     "--devices",
@@ -197,6 +206,39 @@ def _add_sparsity(commands):
   )
   sparsity.add_argument("--plot", type=pathlib.Path, metavar="FILE")
   sparsity.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
+def _add_network(commands):
+  parser = commands.add_parser(
+    "network", help="every scheme over links of a known rate, hosts and all"
+  )
+  network.add_arguments(parser)
+  parser.add_argument(
+    "--repeats", type=_positive, default=5, help="timed rounds, by default 5"
+  )
+  _add_batches(parser, 2)
+  parser.add_argument(
+    "--json",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="what to save to, and to go on from",
+  )
+  parser.add_argument(
+    "--plot",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
+  )
+
+
+def _add_batches(command, default):
+  command.add_argument(
+    "--batches",
+    type=_positive,
+    default=default,
+    help=f"different batches that steps go through in turn, by default"
+    f" {default}",
+  )
 
 
 def _add_variants(command):

@@ -1,8 +1,6 @@
 """`sparsity`: which rows steps touch, and what that means for an exchange."""
 
 import argparse
-from collections.abc import Iterator
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -53,29 +51,17 @@ def _save(options, found):
       "options": settings,
       "tables": [dataclasses.asdict(sparsity) for sparsity in found],
     }
-    with _whole(options.json) as path:
+    with record.whole(options.json) as path:
       text = json.dumps(document, indent=1, allow_nan=False)
       path.write_text(text + "\n", encoding="utf-8")
     print(f"Saved {options.json}")
   if options.plot:
     from benchmarks import sparsity_plot  # matplotlib takes a second to import.
 
-    with _whole(options.plot) as path:
+    with record.whole(options.plot) as path:
       sparsity_plot.save_plot(path, found)
     print(f"Saved {options.plot}")
 
 
 def _plain(value):
   return str(value) if isinstance(value, pathlib.Path) else value
-
-
-@contextlib.contextmanager
-def _whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A file to write that takes the place of `path` when it is whole."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(f".partial-{path.name}")
-  try:
-    yield partial
-    partial.replace(path)
-  finally:
-    partial.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _say(f"Setting up {options.hosts} hosts ({rate})...")
     with bed:
       _say("Measuring the links...")
-      _show(bed, bed.probe())
+      show(bed, bed.probe())
       return _run(bed, options.command) if options.command else 0
   except (RuntimeError, TimeoutError) as error:
     _say(str(error))
@@ -87,7 +87,8 @@ def _print_lines(host: Host) -> bool:
     print(f"[host {host.index}] {line.rstrip()}", flush=True)
 
 
-def _show(bed: Testbed, links: Links) -> None:
+def show(bed: Testbed, links: Links) -> None:
+  """Prints what the links gave."""
   table = rich.table.Table(
     title=f"{bed.hosts} hosts, {bed.rate}: links from each host to the next,"
     f" all at once, {links.bytes:,} bytes a transfer",

@@ -27,7 +27,7 @@ class Workload:
   """A table, and the rows of it that devices look up.
 
   Attributes:
-    name: The key in `FULL` and `SCALED`.
+    name: The key in `FULL` and `SCALED`, or in `SWEEP`.
     rows: Rows of the table.
     width: Elements of a row, float32.
     density: Distinct rows of one device over `rows`; at `n = 8` where it
@@ -160,8 +160,39 @@ _SCALED = (
 )
 FULL: dict[str, Workload] = {w.name: w for w in _FULL}
 SCALED: dict[str, Workload] = {w.name: w for w in _SCALED}
-# `stdlib-lm` is not in the tables: its rows are known once the text is read.
+
+
+def _sweep(percent, growth, skew):
+  return _zipf(
+    f"sweep-{percent:g}",
+    50_000,
+    128,
+    percent / 100,
+    exponent=_LSTM["exponent"],
+    growth=growth,
+    skew=skew,
+  )
+
+
+# One table from next to nothing to all of it, the per cent of its rows that a
+# device touches in the name: where schemes overtake each other. Growth and skew
+# are what the LSTM's exponent gives.
+SWEEP: dict[str, Workload] = {
+  w.name: w
+  for w in (
+    _sweep(0.01, growth=6.3, skew=7.5),
+    _sweep(0.1, growth=5.0, skew=7.4),
+    _sweep(1, growth=4.5, skew=6.7),
+    _sweep(5, growth=4.0, skew=5.7),
+    _sweep(20, growth=3.1, skew=3.8),
+    _sweep(50, growth=1.9, skew=2.0),
+    _dense("sweep-100", 50_000, 128, "scatter-add"),
+  )
+}
+# What commands take by default. `stdlib-lm` is not in the tables: its rows are
+# known once the text is read.
 NAMES = (*SCALED, "stdlib-lm")
+ALL_NAMES = (*NAMES, *SWEEP)
 
 
 @functools.cache
@@ -189,15 +220,17 @@ def get(name: str, *, full_size: bool = False) -> Workload:
   """The workload called `name`.
 
   Args:
-    name: One of `NAMES`.
-    full_size: The size of the published model, or else one for two cores.
+    name: One of `ALL_NAMES`.
+    full_size: The size of the published model, or else one for two cores. The
+      sweep has one size only.
 
   Raises:
     ValueError: There is no such workload.
   """
   if name == "stdlib-lm":
     return stdlib_lm()
-  table = FULL if full_size else SCALED
+  table = (FULL if full_size else SCALED) | SWEEP
   if name not in table:
-    raise ValueError(f"`name` must be one of {', '.join(NAMES)}, got {name!r}.")
+    known = ", ".join(ALL_NAMES)
+    raise ValueError(f"`name` must be one of {known}, got {name!r}.")
   return table[name]

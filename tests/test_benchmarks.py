@@ -19,7 +19,10 @@ _DRAWN = [
 ]
 
 
-@pytest.mark.parametrize("name", workloads.SCALED)
+# The rest of the sweep is the same distribution, slower to draw.
+@pytest.mark.parametrize(
+  "name", [*workloads.SCALED, "sweep-0.01", "sweep-5", "sweep-100"]
+)
 def test_ids_have_the_density_and_union_that_are_stated(name):
   workload = workloads.get(name)
   ids = workloads.ids(workload, n=8, seed=0)

@@ -112,7 +112,7 @@ class Exchange:
     self.variant = variant
     capacities = self._advice() if variant.pinned else None
     self._step, self._state, self.compile_s = self._compile(capacities)
-    self.wire_bytes = 0.0
+    self.wire_bytes = self.least_wire_bytes = 0.0
     self._turn = 0
 
   def _advice(self):
@@ -176,6 +176,7 @@ class Exchange:
       wrong += oracle.count_wrong(self._whole(got), self._shared.wanted(batch))
       sent.append(self._counted())
     self.wire_bytes = float(np.mean(sent))
+    self.least_wire_bytes = float(np.min(sent))
     return wrong
 
   def _whole(self, got):

@@ -77,6 +77,7 @@ class Host:
       "wrong": wrong,
       "compile_s": exchange.compile_s,
       "wire_bytes": exchange.wire_bytes,
+      "least_wire_bytes": exchange.least_wire_bytes,
     }
 
   def _shared(self):
