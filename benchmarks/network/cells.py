@@ -22,6 +22,7 @@ _CODE = (
   "benchmarks/network/collectives.py",
   "benchmarks/network/exchange.py",
   "benchmarks/network/host.py",
+  "benchmarks/network/local_work.py",
   "benchmarks/network/variants.py",
   "benchmarks/ids.py",
   "benchmarks/netns.py",
@@ -106,6 +107,8 @@ class Findings:
     software: What has measured: versions, machine, code.
     links: What `Testbed.probe` said, one a (hosts, rate).
     calibration: Single collectives, as `calibration.record` makes them.
+    work: Seconds of each kind of local work, as `zenjax.Work` has them, by
+      number of hosts: of the slowest one, all at it together.
     cells: By key, in the order of measuring.
   """
 
@@ -116,6 +119,7 @@ class Findings:
   calibration: dict[tuple[int, str, str, int], dict[str, Any]] = (
     dataclasses.field(default_factory=dict)
   )
+  work: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
   cells: dict[Key, Cell] = dataclasses.field(default_factory=dict)
 
   def add(self, cell: Cell) -> None:
@@ -140,6 +144,7 @@ class Findings:
       "options": options,
       "links": list(self.links.values()),
       "calibration": list(self.calibration.values()),
+      "work": {str(hosts): work for hosts, work in self.work.items()},
       "cells": [_record(cell) for cell in self.cells.values()],
     }
     with interrupts.held():
@@ -191,6 +196,7 @@ def load(path: pathlib.Path, now: dict[str, Any]) -> Findings:
       found.links[x["hosts"], x["rate"]] = x
     for x in document["calibration"]:
       found.calibration[x["hosts"], x["rate"], x["op"], x["words"]] = x
+    found.work = {int(n): work for n, work in document["work"].items()}
     for x in document["cells"]:
       found.add(_cell(x))
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -21,6 +21,7 @@ from benchmarks import oracle
 from benchmarks import workloads
 from benchmarks.network.variants import LEAF
 from benchmarks.network.variants import Variant
+from benchmarks.network.variants import VARIANTS
 from benchmarks.workloads import Workload
 import zenjax
 
@@ -52,6 +53,15 @@ class Exchanges:
       self._scatter, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
     )
     self._make = jax.jit(make)
+    self._plain: dict[str, Exchange] = {}
+
+  def exchange(self, variant: Variant) -> "Exchange":
+    """Compiled; what nothing is pinned of is compiled once."""
+    if variant.pinned:
+      return Exchange(self, variant)
+    if variant.name not in self._plain:
+      self._plain[variant.name] = Exchange(self, variant)
+    return self._plain[variant.name]
 
   def draw(self, seed: int) -> _Batch:
     """A step's rows on every host; the values of this one."""
@@ -117,9 +127,7 @@ class Exchange:
 
   def _advice(self):
     """What zenjax advises after unpinned steps on batches of their own."""
-    carry = {"output", "on_overflow"}
-    plain = {k: v for k, v in self.variant.options.items() if k not in carry}
-    run = Exchange(self._shared, Variant(name="rehearsal", options=plain))
+    run = self._shared.exchange(VARIANTS[self.variant.rehearsal])
     for seed in range(_REHEARSALS):
       run(self._shared.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
     if self.variant.rows_out:

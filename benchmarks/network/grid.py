@@ -65,6 +65,12 @@ class Measurement:
       if at_rate or any(key.rate == rate for key in cells):
         self._probe(hosts.bed, rate)
         self._calibrate(hosts, at_rate)
+    if points and hosts.bed.hosts not in self._found.work:
+      self._bar.set_postfix_str("local work")
+      replies = hosts.ask("work", timeout=_SLOW_S)
+      self._found.work[hosts.bed.hosts] = {
+        key: max(reply[key] for reply in replies) for key in replies[0]
+      }
     for workload in self._grid.workloads:
       keys = [key for key in cells if key.workload == workload]
       if keys:

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks import workloads  # noqa: E402
 from benchmarks.network import collectives  # noqa: E402
+from benchmarks.network import local_work  # noqa: E402
 from benchmarks.network.exchange import AXIS  # noqa: E402
 from benchmarks.network.exchange import Exchange  # noqa: E402
 from benchmarks.network.exchange import Exchanges  # noqa: E402
@@ -70,7 +71,7 @@ class Host:
 
   def build(self, variant: str) -> dict:
     """Compiles a variant and checks its answer on this host."""
-    exchange = Exchange(self._shared(), VARIANTS[variant])
+    exchange = self._shared().exchange(VARIANTS[variant])
     self._built[variant] = exchange
     wrong = exchange.check()
     return {
@@ -106,6 +107,10 @@ class Host:
       run()
       seconds.append(time.perf_counter() - start)
     return seconds
+
+  def work(self) -> dict[str, float]:
+    """Seconds of each kind of local work, all hosts at it together."""
+    return local_work.measure(self._mesh.size, self._drain)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def _move_s(rows, width, n, together):
     bitmap = _bitmap.index(words)
     first = jnp.zeros(n, jnp.int32)
     _, packed = compact(table, bitmap, layout, first, each)
-    union = merge(ids, packed, jnp.int32(slots), slots, n * each, jnp.float32)
+    union = merge(ids, packed, jnp.int32(slots), slots, n * each, table.dtype)
     row = layout.row(jnp.zeros_like(union.slots), union.slots)
     return expand(table, row, union.rows), union.total
 

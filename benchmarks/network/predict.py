@@ -1,19 +1,12 @@
-"""`predict`: what the formulas say beside what a network run has measured."""
+"""What the formulas say beside what a network run has measured."""
 
-import argparse
 import dataclasses
 import itertools
-import json
-import math
-import pathlib
 from typing import Any
 
 import numpy as np
-import rich.box
-import rich.table
 
 from benchmarks import netns
-from benchmarks import table as tables
 from benchmarks import workloads
 from benchmarks.network import profiles
 from benchmarks.network.calibration import Point
@@ -21,19 +14,15 @@ from benchmarks.network.variants import VARIANTS
 import zenjax
 from zenjax import _auto
 from zenjax import _cost
+from zenjax import _options
 from zenjax import _plan
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
 
 # Hosts to which the formula is carried on, beyond those that were run.
 _BEYOND = (16, 64, 256, 1024)
-# What `auto` chooses among, by the variants that were timed.
-_AUTO = {
-  ("dense", 1): ("psum",),
-  ("all_gather", 1): ("all_gather-pinned",),
-  ("recursive_doubling", 1): ("recursive_doubling-pinned",),
-  ("zen", 1): ("zen-hash-pinned",),
-}
+# How near to the best measured time is good enough, and to `psum`.
+_NEAR, _NO_SLOWER = 1.10, 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +34,6 @@ class Cell:
   workload: str
   variant: str
   measured_s: float
-  psum_s: float
   predicted: _cost.Prediction
 
   @property
@@ -112,14 +100,8 @@ def predicted(
 def cells(document: dict[str, Any]) -> list[Cell]:
   """Every cell of a run for which there is a prediction."""
   found = []
-  by_section = lambda c: (c["workload"], c["hosts"], c["rate"])
-  ordered = sorted(document["cells"], key=by_section)
-  for (name, hosts, rate), members in itertools.groupby(ordered, by_section):
-    timed = {
-      c["variant"]: float(np.median([max(t) for t in c["host_times_s"]]))
-      for c in members
-      if c["host_times_s"] and not c["wrong"]
-    }
+  for (name, hosts, rate), members in _sections(document):
+    timed = _timed(members)
     on = link(document, hosts, rate)
     workload, batches = workloads.get(name), document["options"]["batches"]
     for variant, seconds in timed.items():
@@ -132,8 +114,131 @@ def cells(document: dict[str, Any]) -> list[Cell]:
             workload=name,
             variant=variant,
             measured_s=seconds,
-            psum_s=timed.get("psum", math.nan),
             predicted=prediction,
           )
         )
   return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+  """What `scheme="auto"` takes in one section, and how it did.
+
+  Attributes:
+    section: Workload, hosts, rate.
+    chosen: The variant that it takes.
+    best: The variant that was fastest of those it chooses among.
+    over_best: Its measured time over the fastest one's.
+    over_psum: The same over `psum`'s.
+  """
+
+  section: tuple[str, int, str]
+  chosen: str
+  best: str
+  over_best: float
+  over_psum: float
+
+  @property
+  def good(self) -> bool:
+    return self.over_best <= _NEAR
+
+  @property
+  def harmful(self) -> bool:
+    return self.over_psum > _NO_SLOWER
+
+
+def picks(document: dict[str, Any]) -> list[Pick]:
+  """One for every section in which all that `auto` may take was timed."""
+  found = []
+  for section, members in _sections(document):
+    name, hosts, rate = section
+    timed = _timed(members)
+    variants = _variants_of_auto(hosts)
+    if not set(variants.values()) <= set(timed):
+      continue
+    workload, batches = workloads.get(name), document["options"]["batches"]
+    (choice,) = _auto.choose(
+      [profiles.table(workload, None)],
+      _auto_options(workload, hosts, batches, link(document, hosts, rate)),
+      Context(axes=("data",), sizes=(hosts,), mean=True),
+    )
+    chosen = _nearest(choice, variants, hosts)
+    best = min(variants.values(), key=lambda v: timed[v])
+    found.append(
+      Pick(
+        section=section,
+        chosen=chosen,
+        best=best,
+        over_best=timed[chosen] / timed[best],
+        over_psum=timed[chosen] / timed["psum"],
+      )
+    )
+  return found
+
+
+def _variants_of_auto(hosts: int) -> dict[tuple[str, int], str]:
+  """The variants that stand for what `auto` chooses among."""
+  return {
+    ("dense", 1): "psum",
+    ("all_gather", 1): "all_gather-pinned",
+    ("recursive_doubling", 1): "recursive_doubling-pinned",
+    ("zen", 1): "zen-hash-pinned",
+    ("zen", hosts): "zen-columns-pinned",
+  }
+
+
+def _nearest(choice, variants, hosts) -> str:
+  """A grid between hash and columns counts as the nearer end."""
+  if choice.scheme != "zen":
+    return variants[choice.scheme, 1]
+  groups = choice.column_groups or 1
+  return variants["zen", 1 if groups * groups < hosts else hosts]
+
+
+def _auto_options(workload, hosts, batches, on):
+  profile = profiles.profile(workload, hosts, None, batches)
+  return _options.check(
+    "data",
+    sparse=True,
+    **_options.DEFAULTS
+    | {"scheme": "auto", "link": on, "profile": {"table": profile}},
+  )
+
+
+def beyond(
+  name: str, rate: str, batches: int, latency_s: float
+) -> dict[int, list[_cost.Prediction]]:
+  """By formula alone, for more hosts than were run: the fastest first.
+
+  The union grows by the power law through what 8 hosts touch, links are at line
+  rate, local work is left out.
+  """
+  workload = workloads.get(name)
+  profile = profiles.profile(workload, 8, None, batches)
+  limit = netns.RATES[rate]
+  bandwidth = limit.bytes_per_s if limit else 1e10
+  on = zenjax.Link(bandwidth=bandwidth, latency_s=latency_s)
+  return {
+    n: _cost.choices(
+      profiles.table(workload, None),
+      profile,
+      Context(axes=("data",), sizes=(n,), mean=True),
+      on,
+    )
+    for n in _BEYOND
+  }
+
+
+def _sections(document):
+  by_section = lambda c: (c["workload"], c["hosts"], c["rate"])
+  return itertools.groupby(
+    sorted(document["cells"], key=by_section), by_section
+  )
+
+
+def _timed(members) -> dict[str, float]:
+  return {
+    c["variant"]: float(np.median([max(t) for t in c["host_times_s"]]))
+    for c in members
+    if c["host_times_s"] and not c["wrong"]
+  }

@@ -13,14 +13,20 @@ class Variant:
   Attributes:
     name: As in the tables.
     options: Keyword arguments of `zen_sync`.
-    pinned: Whether first rounds have the sizes that `zenjax.advise` gives.
+    rehearsal: The variant from whose steps `zenjax.advise` gives the sizes of
+      first rounds; "" where nothing is pinned. Where every host sees all rows
+      needs are the same, whatever moves them.
     rows_out: Whether rows come back instead of a whole table.
   """
 
   name: str
   options: dict[str, Any]
-  pinned: bool = False
+  rehearsal: str = ""
   rows_out: bool = False
+
+  @property
+  def pinned(self) -> bool:
+    return bool(self.rehearsal)
 
 
 _DENSE = [
@@ -37,6 +43,11 @@ _SPARSE = {
   "zen-hash": {"scheme": "zen", "partition": "hash"},
   "zen-columns": {"scheme": "zen", "partition": "columns"},
 }
+_REHEARSALS = {
+  "all_gather": "zen-columns",
+  "recursive_doubling": "zen-columns",
+  "split_dense_gather": "split_all_gather",
+}
 # Rows that come back are bounded by one round: what overflows waits.
 _ROWS = {
   "zen-rows": {"scheme": "zen", "output": "rows", "on_overflow": "carry"},
@@ -48,11 +59,11 @@ VARIANTS: dict[str, Variant] = {
     *_DENSE,
     *(Variant(name=n, options=o) for n, o in _SPARSE.items()),
     *(
-      Variant(name=f"{n}-pinned", options=o, pinned=True)
+      Variant(name=f"{n}-pinned", options=o, rehearsal=_REHEARSALS.get(n, n))
       for n, o in _SPARSE.items()
     ),
     *(
-      Variant(name=f"{n}-pinned", options=o, pinned=True, rows_out=True)
+      Variant(name=f"{n}-pinned", options=o, rehearsal="zen", rows_out=True)
       for n, o in _ROWS.items()
     ),
   ]
