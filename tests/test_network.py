@@ -1,0 +1,470 @@
+"""`benchmarks.run network`: what is measured, kept, resumed and refused."""
+
+import json
+import math
+import os
+
+import pytest
+
+from benchmarks import netns
+from benchmarks import run
+from benchmarks import workloads
+from benchmarks.network import calibration
+from benchmarks.network import cells as cells_lib
+from benchmarks.network import command
+from benchmarks.network import crossing
+from benchmarks.network import grid as grid_lib
+from benchmarks.network import plots
+from benchmarks.network import show
+from benchmarks.network.cells import Cell
+from benchmarks.network.cells import Findings
+from benchmarks.network.plan import Grid
+from benchmarks.network.plan import Plan
+from benchmarks.testbed import HostDied
+
+_FACTS = {
+  "density": 0.01,
+  "union_density": 0.03,
+  "dense_bytes": 8e6,
+  "bound_bytes": 1e6,
+}
+# At 200mbit, 25e6 bytes a second: 40 ms for the bound.
+
+
+def _cell(variant="zen", seconds=0.1, **changes):
+  values = {
+    "hosts": 2,
+    "rate": "200mbit",
+    "workload": "lm1b-lstm",
+    "variant": variant,
+    "repeats": 2,
+    "batches": 2,
+    "wrong": 0,
+    "compile_s": 1.5,
+    "wire_bytes": 1.5e6,
+    "least_wire_bytes": 1.25e6,
+    "received_bytes": 1.6e6,
+    "facts": _FACTS,
+    "host_times_s": [[seconds, seconds / 2], [seconds / 2, seconds]],
+  }
+  return Cell(**(values | changes))
+
+
+def _found(*cells):
+  found = Findings(cells_lib.software(loopback=False))
+  for cell in cells:
+    found.add(cell)
+  return found
+
+
+def _grid(**changes):
+  values = {
+    "hosts": (2,),
+    "rates": ("200mbit",),
+    "workloads": ("lm1b-lstm",),
+    "variants": ("psum", "zen"),
+    "repeats": 2,
+    "batches": 2,
+    "calibrate": False,
+    "loopback": False,
+  }
+  return Grid(**(values | changes))
+
+
+# --- cells ------------------------------------------------------------------
+
+
+def test_a_round_takes_as_long_as_its_last_host():
+  cell = _cell(host_times_s=[[1.0, 3.0], [2.0, 1.0], [5.0, 6.0]])
+  assert cell.times_s == [3.0, 2.0, 6.0]
+  assert cell.median_s == 3.0
+  assert cell.spread_s == pytest.approx((4.5 - 2.5) / 2)
+  assert math.isnan(_cell(host_times_s=[]).median_s)
+
+
+def test_done_is_right_and_has_all_rounds_asked_for():
+  assert _cell().is_done(repeats=2, batches=2)
+  assert not _cell().is_done(repeats=3, batches=2)
+  assert not _cell().is_done(repeats=2, batches=1)
+  assert not _cell(wrong=1).is_done(repeats=2, batches=2)
+  cut = _cell(host_times_s=[[1.0, 2.0]])
+  assert not cut.is_done(repeats=2, batches=2)
+
+
+def test_less_time_than_the_bytes_need_is_an_error():
+  # 1.25e6 bytes at 25e6 a second.
+  cells_lib.require_limit(_cell(), 0.05)
+  with pytest.raises(RuntimeError, match=r"zen on lm1b-lstm.*49\.00 ms.*lends"):
+    cells_lib.require_limit(_cell(), 0.049)
+  cells_lib.require_limit(_cell(rate="unlimited"), 1e-9)
+
+
+# --- the file ---------------------------------------------------------------
+
+
+def _saved(tmp_path, *cells):
+  path = tmp_path / "out.json"
+  found = _found(*cells)
+  found.links[2, "200mbit"] = {"hosts": 2, "rate": "200mbit", "bytes": 1}
+  point = calibration.points(2, "200mbit")[0]
+  key = (point.hosts, point.rate, point.op, point.words)
+  times = [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]]
+  found.calibration[key] = calibration.record(point, times)
+  found.save(path, {}, complete=True)
+  return path, found
+
+
+def test_a_file_comes_back_as_it_was(tmp_path):
+  loopback = _cell("psum", received_bytes=math.nan)
+  path, found = _saved(tmp_path, _cell(), loopback)
+  again = cells_lib.load(path, found.software)
+  assert again.links == found.links and again.calibration == found.calibration
+  assert list(again.cells) == list(found.cells)
+  assert again.cells[_cell().key] == _cell()
+  assert math.isnan(again.cells[loopback.key].received_bytes)
+  document = json.loads(path.read_text())
+  assert document["complete"]
+  assert document["cells"][0]["median_s"] == 0.1
+  assert document["calibration"][0]["times_s"] == [2.0, 5.0, 3.0]
+  assert document["calibration"][0]["median_s"] == 3.0
+  assert not list(tmp_path.glob(".*"))
+  assert not cells_lib.load(tmp_path / "none.json", found.software).cells
+
+
+@pytest.mark.parametrize(
+  "break_",
+  [
+    lambda text: text[: len(text) // 2],
+    lambda text: "",
+    lambda text: "[]",
+    lambda text: '{"environment": {}, "results": []}',
+    lambda text: text.replace('"wire_bytes"', '"bytes"'),
+  ],
+)
+def test_a_broken_file_is_refused(tmp_path, break_):
+  path, found = _saved(tmp_path, _cell())
+  path.write_text(break_(path.read_text()))
+  with pytest.raises(ValueError) as error:
+    cells_lib.load(path, found.software)
+  words = (str(path), "not a whole file", "Delete it or name another")
+  assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"jax": "0.0.1"}, "jax 0.0.1, now"),
+    ({"hosts": "loopback"}, "hosts loopback, now namespaces"),
+    ({"code": "abc", "git": "1234567"}, "other code (commit 1234567, now"),
+  ],
+)
+def test_what_something_else_measured_is_refused(tmp_path, changes, words):
+  path, found = _saved(tmp_path, _cell())
+  document = json.loads(path.read_text())
+  document["environment"].update(changes)
+  path.write_text(json.dumps(document))
+  with pytest.raises(ValueError) as error:
+    cells_lib.load(path, found.software)
+  words = (str(path), words, "Delete it or name another")
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_is_there_is_not_measured_again():
+  everything = Plan(_grid(), _found())
+  assert [key.variant for key in everything.cells] == ["psum", "zen"]
+  # Drawn once; each variant built and counted; three rounds, one untimed.
+  assert everything.calls(2) == 1 + 2 * 2 + 2 * 3
+  rest = Plan(_grid(), _found(_cell()))
+  assert [key.variant for key in rest.cells] == ["psum"]
+  assert rest.calls(2) == 1 + 2 + 3
+  assert len(Plan(_grid(repeats=3), _found(_cell())).cells) == 2
+
+
+# --- calibration ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_collectives_receive_what_they_are_said_to(hosts):
+  points = calibration.points(hosts, "1gbit")
+  assert len(points) == len(calibration.SIZES) * 5
+  for i, point in enumerate(points):
+    assert point.words % hosts == 0
+    wanted = calibration.SIZES[i // 5]
+    assert point.received_bytes == pytest.approx(wanted, rel=0.02)
+  gather = calibration.Point(hosts, "1gbit", "all_gather", 100)
+  assert gather.received_bytes == 400 * (hosts - 1)
+
+
+def test_collectives_that_take_long_are_left_out(monkeypatch):
+  slow = netns.Rate(1e6, burst=1, packet=1)
+  monkeypatch.setitem(netns.RATES, "200mbit", slow)
+  sizes = [p.received_bytes for p in calibration.points(2, "200mbit")]
+  assert len(sizes) == 4 * 5 and max(sizes) <= 2e6
+
+
+# --- table and pictures -----------------------------------------------------
+
+
+def test_columns():
+  zen, psum = _cell(), _cell("psum", seconds=0.4)
+  peers = {"zen": zen, "psum": psum}
+  assert show.faster(zen, peers) == pytest.approx(4)
+  assert math.isnan(show.faster(zen, {"zen": zen}))
+  assert show.over_bound(zen) == pytest.approx(1.5)
+  assert show.over_bound_time(zen) == pytest.approx(0.1 / 0.04)
+  assert math.isnan(show.over_bound_time(_cell(rate="unlimited")))
+
+
+def test_the_best_forms_are_compared():
+  times = {"psum": 1.0, "ring": 0.9, "zen": 0.5, "zen-pinned": 0.3}
+  times |= {"zen-rows-pinned": 0.1, "all_gather": 0.6}
+  peers = {v: _cell(v, seconds) for v, seconds in times.items()}
+  # Rows are not whole tables.
+  assert show.best_peer(peers) == "zen-pinned: 2.00 x all_gather"
+  assert show.best_peer({"zen": peers["zen"]}) == ""
+
+
+def test_the_table_has_a_section_for_each_comparison(capsys):
+  wrong = _cell("all_gather", wrong=7, host_times_s=[])
+  found = _found(_cell(), wrong, _cell("psum", 0.4), _cell(hosts=4))
+  show.show("title", found)
+  output = capsys.readouterr().out
+  assert "lm1b-lstm, 2 hosts, 200mbit" in output
+  assert "lm1b-lstm, 4 hosts, 200mbit" in output
+  (line,) = [line for line in output.splitlines() if "all_gather" in line]
+  assert line.split()[-5:] == ["7", "-", "-", "-", "-"]
+  assert "zen: 4.00 x psum" in output
+
+
+def _sweep(variant, times):
+  names = ("sweep-1", "sweep-20", "sweep-100")
+  return [
+    _cell(
+      variant,
+      seconds,
+      workload=name,
+      facts=_FACTS | {"density": workloads.get(name).density},
+    )
+    for name, seconds in zip(names, times)
+  ]
+
+
+def test_crossovers():
+  cells = [
+    *_sweep("psum", [1.0, 1.0, 1.0]),
+    *_sweep("ring", [0.9, 1.1, 0.9]),
+    *_sweep("zen", [0.1, 0.5, 2.0]),
+    *_sweep("all_gather", [0.1, 0.2, 0.9]),
+  ]
+  # Half way between 20 and 100 per cent, and 0.5 and 2 s, on logarithmic axes.
+  assert crossing.crossovers(cells) == [
+    ("zen", pytest.approx(math.sqrt(2000)), pytest.approx(1e3))
+  ]
+  assert list(crossing.lines(_found(*cells))) == [
+    "As slow as psum with 2 hosts at 200mbit from this share of rows on:"
+    " zen 44.7 %."
+  ]
+
+
+def test_every_picture_is_drawn_that_there_are_cells_for(tmp_path):
+  cells = [_cell(v, n / 10, hosts=n) for n in (2, 4) for v in ("psum", "zen")]
+  cells += [_cell("all_gather", wrong=1, host_times_s=[])]
+  sweep = [*_sweep("psum", [1.0] * 3), *_sweep("zen", [0.1, 0.5, 2.0])]
+  said = list(plots.save_plots(tmp_path / "all.svg", _found(*cells, *sweep)))
+  names = [f"all-{word}.svg" for word in ("hosts", "density", "speed")]
+  assert said == [f"Saved {tmp_path / name}" for name in names]
+  assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+  said = list(plots.save_plots(tmp_path / "few", _found(*cells[:2])))
+  assert [line.startswith("Saved") for line in said] == [False, False, True]
+  assert (tmp_path / "few-speed.png").exists()
+
+
+# --- the command, with hosts that only say what they are told to ------------
+
+
+class _Bed:
+  """A testbed in name: `say` replies for every host."""
+
+  def __init__(self, hosts, rate, loopback):
+    del rate, loopback
+    self.hosts, self.rate, self.said = hosts, "unlimited", []
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *raised):
+    del raised
+
+  def start(self, argv, env):
+    del argv, env
+    return []
+
+  def set_rate(self, rate):
+    self.rate = rate
+
+  def counters(self):
+    return None
+
+  def ask(self, message, timeout):
+    assert timeout > 0
+    self.said.append(message)
+    return [self.say(**message) for _ in range(self.hosts)]
+
+  def say(self, do, **arguments):
+    if do == "workload":
+      return _FACTS
+    if do == "build":
+      return {
+        "wrong": int(arguments["variant"] == "ring"),
+        "compile_s": 1.0,
+        "wire_bytes": 1e6,
+        "least_wire_bytes": 1e6,
+      }
+    return {"time": 0.05, "repeat": None, "collective": [0.1] * 3}[do]
+
+
+class _Network:
+  """Runs the command on testbeds in name, which it keeps in `beds`."""
+
+  def __init__(self, monkeypatch, path):
+    self._monkeypatch, self._path = monkeypatch, path
+    self.beds = []
+
+  def __call__(self, *variants, bed=_Bed, repeats="2"):
+    """Returns the command's status and what it has saved."""
+
+    def make(*arguments):
+      self.beds.append(bed(*arguments))
+      return self.beds[-1]
+
+    self._monkeypatch.setattr(grid_lib, "Testbed", make)
+    status = run.main(
+      ["network", "--hosts", "2", "--rates", "200mbit"]
+      + ["--workloads", "lm1b-lstm", "--variants", *variants]
+      + ["--repeats", repeats, "--no-calibration", "--json", str(self._path)]
+    )
+    return status, json.loads(self._path.read_text())
+
+
+@pytest.fixture
+def network(monkeypatch, tmp_path):
+  monkeypatch.setattr(command, "Testbed", lambda *_: None)
+  monkeypatch.setattr(grid_lib.Measurement, "_probe", lambda *_: None)
+  return _Network(monkeypatch, tmp_path / "out.json")
+
+
+def _rounds(document):
+  return {c["variant"]: len(c["times_s"]) for c in document["cells"]}
+
+
+def test_what_is_wrong_is_shown_and_not_timed(network, capsys):
+  status, document = network("psum", "ring")
+  assert (status, document["complete"]) == (1, False)
+  assert _rounds(document) == {"psum": 2, "ring": 0}
+  assert document["cells"][1]["wrong"] == 2, "of both hosts"
+  assert "ring" in capsys.readouterr().out
+  asked = [(m["do"], m.get("variant")) for m in network.beds[0].said]
+  assert ("time", "ring") not in asked and ("repeat", "ring") not in asked
+  assert asked.count(("time", "psum")) == 3
+
+
+def test_it_goes_on_where_it_stopped(network):
+  assert network("psum")[0] == 0
+  status, document = network("psum", "zen")
+  assert (status, document["complete"]) == (0, True)
+  assert _rounds(document) == {"psum": 2, "zen": 2}
+  assert {m.get("variant") for m in network.beds[1].said} == {None, "zen"}
+  assert network("zen")[0] == 0
+  assert len(network.beds) == 2, "nothing was left to measure"
+  assert _rounds(network("zen", repeats="3")[1]) == {"psum": 2, "zen": 3}
+
+
+class _Fails(_Bed):
+  """Fails at its fourth time, the second of the first round that counts."""
+
+  how: Exception | KeyboardInterrupt | float = 0.0
+
+  def say(self, do, **arguments):
+    if do == "time" and sum(m["do"] == "time" for m in self.said) == 4:
+      if isinstance(self.how, BaseException):
+        raise self.how
+      return self.how
+    return super().say(do, **arguments)
+
+
+@pytest.mark.parametrize(
+  ("how", "wanted", "words"),
+  [
+    (KeyboardInterrupt(), 130, "Interrupted"),
+    (HostDied(1, -9, "the reason why"), 1, "the reason why"),
+    (TimeoutError("No reply within 1 s from hosts [1]."), 1, "`time` of"),
+    (0.039, 1, "1,000,000 bytes need 40.00 ms at 200mbit"),
+  ],
+)
+def test_what_was_measured_is_saved(network, capsys, how, wanted, words):
+  bed = type("Fails", (_Fails,), {"how": how})
+  status, document = network("psum", "zen", bed=bed)
+  assert (status, document["complete"]) == (wanted, False)
+  assert sum(_rounds(document).values()) == 1
+  output = capsys.readouterr()
+  assert words in output.err and "lm1b-lstm, 2 hosts" in output.out
+  # It goes on from there.
+  status, document = network("psum", "zen")
+  assert (status, _rounds(document)) == (0, {"psum": 2, "zen": 2})
+
+
+# --- bad input --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    (["--workloads", "lm1b"], ["--workloads", "'lm1b'", "lm1b-lstm"]),
+    (["--variants", "zenn"], ["--variants", "'zenn'", "zen-columns"]),
+    (["--rates", "3mbit"], ["--rates", "'3mbit'", "200mbit"]),
+    (["--hosts", "9"], ["--hosts", "9", "8"]),
+    (["--repeats", "0"], ["--repeats", "positive", "0"]),
+    (["--loopback", "--rates", "1gbit"], ["`rate`", "'unlimited'", "'1gbit'"]),
+    (["--loopback", "--plot", "x.txt"], ["`--plot`", "x.txt", ".png"]),
+    ([], ["run as root", "--loopback"]),
+  ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+  arguments, words, capsys, monkeypatch
+):
+  monkeypatch.setattr(os, "geteuid", lambda: 1000)
+  monkeypatch.setattr(grid_lib, "Testbed", None)
+  with pytest.raises(SystemExit) as end:
+    run.main(["network", *arguments])
+  assert end.value.code == 2
+  said = capsys.readouterr().err
+  assert all(word in said for word in words), said
+
+
+# --- hosts, on loopback -----------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_measure_and_keep_everything(tmp_path, monkeypatch, capfd):
+  monkeypatch.setattr(calibration, "SIZES", (4096,))
+  path = tmp_path / "out.json"
+  status = run.main(
+    ["network", "--loopback", "--hosts", "2", "--json", str(path)]
+    + ["--workloads", "sweep-0.1", "--variants", "psum", "zen"]
+    + ["--repeats", "2", "--plot", str(tmp_path / "net")]
+  )
+  output = capfd.readouterr()
+  assert status == 0, output.err
+  assert "latency" in output.out and "sweep-0.1, 2 hosts" in output.out
+  document = json.loads(path.read_text())
+  assert document["complete"]
+  assert document["environment"]["hosts"] == "loopback"
+  assert len(document["links"]) == 1 and len(document["calibration"]) == 5
+  psum, zen = document["cells"]
+  assert psum["wrong"] == zen["wrong"] == 0
+  assert [len(x) for x in zen["host_times_s"]] == [2, 2]
+  # Half of the table goes and comes; 50 rows of it do so in `zen`.
+  assert psum["wire_bytes"] == 50_000 * 128 * 4
+  assert zen["facts"]["density"] == pytest.approx(0.001)
+  assert zen["facts"]["bound_bytes"] < zen["wire_bytes"] < 1e6
+  assert zen["received_bytes"] is None
