@@ -3,6 +3,7 @@
 Letters: `n` hosts, `K` distinct rows of one, `R` rows, `D` width.
 """
 
+from collections.abc import Callable
 import dataclasses
 import math
 import time
@@ -203,17 +204,17 @@ class Exchange:
       return self._shared.facts()["dense_bytes"]
     return found[LEAF]["wire_bytes"]
 
-  def time(self, drain: Any) -> float:
+  def time(self, together: Callable[[], None]) -> float:
     """Seconds of one exchange, all hosts starting together.
 
     Args:
-      drain: A call that ends at about the same time on all hosts and leaves no
-        tokens in the links' buckets, so that none are lent to what is timed.
+      together: Returns at about the same time on all hosts, with nothing left
+        on the links.
     """
     batch = self._shared.batches[self._turn % len(self._shared.batches)]
     self._turn += 1
     grads = self._shared.gradient(batch)
-    drain()
+    together()
     start = time.perf_counter()
     self(grads)
     return time.perf_counter() - start

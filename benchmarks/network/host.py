@@ -29,9 +29,6 @@ from benchmarks.network.exchange import Exchange  # noqa: E402
 from benchmarks.network.exchange import Exchanges  # noqa: E402
 from benchmarks.network.variants import VARIANTS  # noqa: E402
 
-# Sent by every host before a timed call: more than any bucket holds.
-_DRAIN_BYTES = 1 << 20
-
 
 class Host:
   """This host's share of a run."""
@@ -40,28 +37,27 @@ class Host:
     self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
     self._exchanges: Exchanges | None = None
     self._built: dict[str, Exchange] = {}
-    self._drain = self._compile_drain()
+    self._barrier = self._compile_barrier()
 
-  def _compile_drain(self):
+  def _compile_barrier(self):
     split = NamedSharding(self._mesh, P(AXIS))
-    n = self._mesh.size
-    words = np.zeros((n, _DRAIN_BYTES // 4 // n), np.float32)[None]
-    shape = (n, *words.shape[1:])
-    x = jax.make_array_from_process_local_data(split, words, shape)
-    swap = jax.shard_map(
-      lambda x: jax.lax.all_to_all(x, AXIS, 1, 1, tiled=True),
+    x = jax.make_array_from_process_local_data(
+      split, np.zeros(1, np.float32), (self._mesh.size,)
+    )
+    total = jax.shard_map(
+      lambda x: jax.lax.psum(x, AXIS),
       mesh=self._mesh,
       in_specs=P(AXIS),
-      out_specs=P(AXIS),
+      out_specs=P(),
     )
-    swap = jax.jit(swap)
+    total = jax.jit(total)
 
-    def drain():
+    def barrier():
       # Twice: the first one waits for the last host, the second ends together.
-      jax.block_until_ready(swap(x))
-      jax.block_until_ready(swap(x))
+      jax.block_until_ready(total(x))
+      jax.block_until_ready(total(x))
 
-    return drain
+    return barrier
 
   def workload(self, name: str, batches: int) -> dict:
     """Draws the batches of a workload and forgets the last one."""
@@ -88,7 +84,7 @@ class Host:
 
   def time(self, variant: str) -> float:
     """Seconds of one exchange."""
-    return self._built[variant].time(self._drain)
+    return self._built[variant].time(self._barrier)
 
   def repeat(self, variant: str, times: int) -> None:
     """Exchanges with nothing else on the links, for their counters."""
@@ -102,7 +98,7 @@ class Host:
     run()
     seconds = []
     for _ in range(repeats):
-      self._drain()
+      self._barrier()
       start = time.perf_counter()
       run()
       seconds.append(time.perf_counter() - start)
@@ -110,7 +106,7 @@ class Host:
 
   def work(self) -> dict[str, float]:
     """Seconds of each kind of local work, all hosts at it together."""
-    return local_work.measure(self._mesh.size, self._drain)
+    return local_work.measure(self._mesh.size, self._barrier)
 
 
 def main() -> None:
