@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _analyze(parser, options)
   if options.command == "network":
     return _measure_network(parser, options)
+  if options.command == "predict":
+    return _predict(parser, options)
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
@@ -67,6 +69,16 @@ def _measure_network(parser, options) -> int:
   except (RuntimeError, ValueError) as error:
     return parser.error(str(error))
   return job.run()
+
+
+def _predict(parser, options) -> int:
+  """Reads what `network` has measured; measures nothing itself."""
+  from benchmarks.network import predict_show
+
+  try:
+    return predict_show.run(options.file)
+  except ValueError as error:
+    return parser.error(str(error))
 
 
 def _keep_memory():
@@ -118,6 +130,7 @@ def _parser():
   _add_memory(commands)
   _add_sparsity(commands)
   _add_network(commands)
+  _add_predict(commands)
   return parser
 
 
@@ -206,6 +219,18 @@ def _add_sparsity(commands):
   )
   sparsity.add_argument("--plot", type=pathlib.Path, metavar="FILE")
   sparsity.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
+def _add_predict(commands):
+  parser = commands.add_parser(
+    "predict", help="what the formulas say beside what `network` has measured"
+  )
+  parser.add_argument(
+    "file",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="that `network --json` wrote",
+  )
 
 
 def _add_network(commands):

@@ -1,13 +1,8 @@
-"""`python -m benchmarks.network.predict_show FILE`: the formulas' record.
+"""`predict`: the formulas' record on what `network --json` has left."""
 
-FILE is what `benchmarks.run network --json FILE` has left.
-"""
-
-import argparse
 from collections.abc import Sequence
 import json
 import pathlib
-import sys
 
 import numpy as np
 import rich.box
@@ -17,23 +12,21 @@ from benchmarks import table as tables
 from benchmarks.network import predict
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints four tables; returns 1 where FILE cannot be read."""
-  parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.network.predict_show",
-    description="Predicted times of all schemes beside measured ones.",
-  )
-  parser.add_argument("file", type=pathlib.Path, metavar="FILE")
-  options = parser.parse_args(arguments)
+def run(path: pathlib.Path) -> int:
+  """Prints all tables.
+
+  Raises:
+    ValueError: `path` is not what `network --json` writes.
+  """
   try:
-    document = json.loads(options.file.read_text(encoding="utf-8"))
+    document = json.loads(path.read_text(encoding="utf-8"))
     cells = predict.cells(document)
     picks = predict.picks(document)
-  except (OSError, ValueError, KeyError) as error:
-    parser.error(
-      f"FILE must be what `network --json` wrote, with a calibration:"
-      f" {type(error).__name__}: {error}"
-    )
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"FILE must be what `network --json` wrote, with its calibration, got"
+      f" {path} ({type(error).__name__}: {error}). Run `network` again."
+    ) from error
   _show_cells(cells)
   _show_picks(picks)
   for name in dict.fromkeys(cell.workload for cell in cells):
@@ -124,7 +117,3 @@ def _show_beyond(name: str, document: dict) -> None:
       f"{dense.seconds / best.seconds:.1f}",
     )
   tables.console().print(table)
-
-
-if __name__ == "__main__":
-  sys.exit(main())
