@@ -26,7 +26,6 @@ from zenjax._partition import Layout
 SCHEMES = (
   ("dense", "auto"),
   ("all_gather", "auto"),
-  ("zen", "auto"),
   ("zen", "hash"),
   ("zen", "columns"),
   ("recursive_doubling", "auto"),
@@ -47,7 +46,6 @@ SHAPES = (
   (41, 7),
   (1, 5),
   ("n-1", 3),
-  (96, 2),
   (640, 33),
 )
 # The first round: a static guess, one row, a few. More than fits always comes.

@@ -88,27 +88,31 @@ def table(rows: int, width: int, dtype: Any = jnp.float32):
 
 
 # Small capacities travel as slots, large ones as a bitmap.
-_SLOTS, _BITMAP = (3, 5), (60, 120)
+_FORMATS = _SLOTS, _BITMAP = (3, 5), (60, 120)
+
+
+_ZEN = [("zen", "hash"), ("zen", "columns"), ("zen", 2)]
+_PEERS = [
+  ("all_gather", "auto"),
+  ("recursive_doubling", "auto"),
+  ("split_all_gather", "auto"),
+  ("split_dense_gather", "auto"),
+  ("block_sparse", "auto"),
+]
 
 
 @pytest.mark.parametrize(
-  ("n", "pinned"),
-  [*itertools.product([2, 4, 8], [_SLOTS, _BITMAP]), (8, None)],
-)
-@pytest.mark.parametrize(
-  ("scheme", "partition"),
+  ("scheme", "partition", "n", "pinned"),
   [
-    ("zen", "hash"),
-    ("zen", "columns"),
-    ("zen", 2),
-    ("all_gather", "auto"),
-    ("recursive_doubling", "auto"),
-    ("split_all_gather", "auto"),
-    ("split_dense_gather", "auto"),
-    ("block_sparse", "auto"),
+    *(
+      (*s, *n)
+      for s in _ZEN
+      for n in [*itertools.product([2, 4, 8], _FORMATS), (8, None)]
+    ),
+    *((*s, *n) for s in _PEERS for n in itertools.product([2, 8], _FORMATS)),
   ],
 )
-def test_lowered_program_sends_what_is_declared(n, pinned, scheme, partition):
+def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
   unit = 8 if scheme == "block_sparse" else "row"
   kwargs = dict(

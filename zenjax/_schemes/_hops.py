@@ -30,6 +30,7 @@ class Hop(NamedTuple):
 
 
 def hops(context: Context) -> Iterator[Hop]:
+  """All steps, in order: static, the same on every device."""
   below = 1  # devices along faster axes
   for axis, n in reversed([*zip(context.axes, context.sizes)]):
     power = 1 << (n.bit_length() - 1)
