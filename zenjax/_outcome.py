@@ -48,10 +48,10 @@ def above_break_even(
   pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
   push = jnp.max(tally.fullest).astype(jnp.float32)
   above = _above(push, pull, plan, scheme, context, 1.0)
-  return _unfinished(tally, plan) & above
+  return unfinished(tally, plan) & above
 
 
-def _unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
+def unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
   """Whether some device has rows that the first pull did not bring."""
   return jnp.any(tally.limit < plan.layout.slots)
 
@@ -127,7 +127,7 @@ def outcome(
     ),
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
-    withheld=_unfinished(tally, plan) & (dense is None),
+    withheld=unfinished(tally, plan) & (dense is None),
     dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )
 

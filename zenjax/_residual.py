@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax import _compat
+from zenjax import _outcome
 from zenjax import _select
 from zenjax import _sync
 from zenjax._options import Unit
@@ -49,13 +50,13 @@ def keep(
     return jnp.zeros_like(flag), _compat.cast_like(waits, late)
 
   residual = _residual_of(leaf)
-  waiting = _unfinished(first, plan)
+  waiting = _outcome.unfinished(first.tally, plan)
   # Where nothing waits and nothing did, it is zero and stays so.
   late = _select.as_table(residual[0], unit)
   carry = (waiting | leaf.waiting, late)
   late = lax.while_loop(lambda c: c[0], body, carry)[1]
   residual = _select.from_table(late, residual)
-  return leaf._replace(residual=residual, waiting=waiting)
+  return leaf._replace(residual=residual)
 
 
 def withhold(table: jax.Array, first: Arrived, plan: TablePlan) -> jax.Array:
@@ -66,7 +67,7 @@ def withhold(table: jax.Array, first: Arrived, plan: TablePlan) -> jax.Array:
     zero = jnp.zeros((), table.dtype)
     return jnp.zeros_like(flag), jnp.where(_done(first, plan), table, zero)
 
-  carry = (_unfinished(first, plan), table)
+  carry = (_outcome.unfinished(first.tally, plan), table)
   return lax.while_loop(lambda c: c[0], body, carry)[1]
 
 
@@ -74,11 +75,6 @@ def _residual_of(leaf: LeafState) -> jax.Array:
   if leaf.residual is None:
     raise AssertionError("carry keeps a residual for every leaf")
   return leaf.residual
-
-
-def _unfinished(first: Arrived, plan: TablePlan) -> jax.Array:
-  """Whether the round left rows behind: equal on all devices."""
-  return jnp.any(first.tally.limit < plan.layout.slots)
 
 
 def _done(first: Arrived, plan: TablePlan) -> jax.Array:

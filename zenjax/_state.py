@@ -64,8 +64,12 @@ class LeafState(NamedTuple):
   history: jax.Array  # [HISTORY, 2] int32, rows needed: push, pull
   predicted: jax.Array  # [len(PREDICTED)] float32, seconds, of scheme="auto"
   dense: jax.Array  # [] bool, travels dense next time
-  waiting: jax.Array  # [] bool, some residual is not zero
   residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
+
+  @property
+  def waiting(self) -> jax.Array:
+    """Whether some residual is not zero: `[] bool`."""
+    return self.last[Last._fields.index("withheld")] > 0
 
 
 class ZenSyncState(NamedTuple):
@@ -83,7 +87,6 @@ def empty_leaf(residual: jax.Array | None) -> LeafState:
     history=jnp.zeros((HISTORY, 2), jnp.int32),
     predicted=jnp.zeros(len(PREDICTED), jnp.float32),
     dense=jnp.zeros((), bool),
-    waiting=jnp.zeros((), bool),
     residual=residual,
   )
 
@@ -175,6 +178,7 @@ def _predicted(choice: Choice) -> jax.Array:
 
 
 def require(state: Any) -> list[ZenSyncState]:
+  """As `find`; raises `ValueError` where there is none."""
   nodes = find(state)
   if not nodes:
     raise ValueError(

@@ -54,6 +54,7 @@ _MAX_ROWS = np.iinfo(np.int32).max // 2
 
 
 def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
+  """A leaf's static facts; raises `ValueError` where it cannot travel."""
   rows, width = _select.table_shape(leaf, options.unit)
   if rows > _MAX_ROWS:
     raise ValueError(
@@ -87,6 +88,7 @@ def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:
 
 
 def check_names(tables: Sequence[_plan.Table], options: Options) -> None:
+  """Raises `ValueError` where `capacities` names what is none of these."""
   if isinstance(options.capacities, dict):
     known = [table.name for table in tables]
     unknown = sorted(set(options.capacities) - set(known))

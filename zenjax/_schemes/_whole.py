@@ -1,4 +1,4 @@
-"""Schemes after which every device holds the whole union: nothing to pull."""
+"""Unions of which one pull brings all, or none has to bring anything."""
 
 import jax.numpy as jnp
 
@@ -9,10 +9,10 @@ from zenjax._schemes.base import Held
 from zenjax._schemes.base import Tally
 
 
-def arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
-  """All that is held, equal on all devices already."""
+def tally(own: Held) -> Tally:
+  """Counts of an owner from which one pull brings all, `[]` each."""
   union = own.union
-  tally = Tally(
+  return Tally(
     limit=union.limit,
     end=union.limit,
     union=union.total,
@@ -23,8 +23,13 @@ def arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
     merged=union.merged,
     probe=own.probe,
   )
+
+
+def arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
+  """All that is held, equal on all devices already."""
+  union = own.union
   return Arrived(
     row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
     values=context.scaled(union.rows).astype(plan.table.dtype),
-    tally=Tally(*(count[None] for count in tally)),
+    tally=Tally(*(count[None] for count in tally(own))),
   )

@@ -23,6 +23,7 @@ from zenjax import _wire
 from zenjax._plan import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
+from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
@@ -105,24 +106,13 @@ def _sections_of(
 ) -> list[jax.Array]:
   """`[1, words]` each: counts and the whole range."""
   union, slots = own.union, plan.layout.slots
-  tally = Tally(
-    limit=union.limit,
-    end=union.limit,
-    union=union.total,
-    total=union.total,
-    pending=jnp.zeros_like(union.total),
-    pushed=own.pushed,
-    fullest=own.fullest,
-    merged=union.merged,
-    probe=own.probe,
-  )
-  counts = [count[None] for count in (*tally, union.slots[0])]
+  counts = (*_whole.tally(own), union.slots[0])
   shape = (slots, plan.table.width)
   values = context.scaled(union.rows).astype(plan.table.dtype)
   dense = jnp.zeros(shape, plan.table.dtype)
   dense = dense.at[union.slots].set(values, mode="drop")
   return [
-    _sections.encode_counts(*counts),
+    _sections.encode_counts(*(count[None] for count in counts)),
     _sections.encode_rows(dense[None], plan.table.wire_dtype),
   ]
 
