@@ -309,6 +309,14 @@ def test_rows(partition, runner):
     oracle.check(dense, stack, label=name)
 
 
+def test_first_nonzero_rows_of_a_table():
+  dense = jnp.zeros((9, 2)).at[jnp.array([1, 4, 8])].set(3.0)
+  rows = zenjax.SparseRows.from_dense(dense, 4)
+  assert rows.indices.tolist() == [1, 4, 8, 9]
+  np.testing.assert_array_equal(rows.to_dense(), dense)
+  assert zenjax.SparseRows.from_dense(dense, 2).indices.tolist() == [1, 4]
+
+
 # --- on_overflow="carry" ----------------------------------------------------
 
 
