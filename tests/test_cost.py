@@ -101,7 +101,9 @@ def test_measured_collectives_replace_the_formula():
 
 
 def test_local_work_is_added():
-  work = zenjax.Work(mask_byte=1e-9, mask_row=1e-6, move_row=1e-5, fixed=1.0)
+  work = zenjax.Work(
+    mask_byte=1e-9, mask_row=1e-6, move_row=1e-5, collective=1.0
+  )
   link = zenjax.Link(bandwidth=1e18, latency_s=0.0, work=work)
   row = 8 * 4
   moved = 7 * 10 * (row + 4) / row * 1e-5

@@ -41,7 +41,7 @@ def document() -> dict[str, Any]:
   ]
   return {
     "calibration": points,
-    "work": {str(HOSTS): dict.fromkeys(["mask_byte", "fixed"], 0.0)},
+    "work": {str(HOSTS): dict.fromkeys(["mask_byte", "collective"], 0.0)},
     "cells": cells,
     "options": {"batches": 2},
   }

@@ -1,7 +1,7 @@
 """What an exchange should take: its messages on a link, and local work.
 
     seconds = sum over messages (steps * latency + bytes / bandwidth)
-              + mask + rows handled + fixed
+              + mask + rows handled + collectives * what each costs beside
 
 Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
 predicted is what is sent. A link may be given by two numbers, as in the Zen
@@ -44,14 +44,15 @@ class Work:
     mask_row: The same, a row of it.
     move_byte: To pack, merge or write a row, a byte of what is received.
     move_row: The same, a row of it.
-    fixed: Of any exchange.
+    collective: Of each collective beside the link: its buffers, and devices
+      that do not arrive together.
   """
 
   mask_byte: float = 0.0
   mask_row: float = 0.0
   move_byte: float = 0.0
   move_row: float = 0.0
-  fixed: float = 0.0
+  collective: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +185,7 @@ def predict(
     )
     received = float(received_bytes(messages, context))
     local = _local_s(table, block, received, link.work)
+    local += len(messages) * link.work.collective
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
@@ -240,7 +242,7 @@ def _local_s(table: Table, block: int, moved: float, work: Work) -> float:
   size = table.num_rows * table.width * table.dtype.itemsize
   mask = size * work.mask_byte + table.num_rows * work.mask_row
   move = moved * work.move_byte + moved / block * work.move_row
-  return work.fixed + mask + move
+  return mask + move
 
 
 # Ranges are left out: zen sends the same messages in better balance (Lemma 1 of

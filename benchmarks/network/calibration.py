@@ -5,7 +5,7 @@ import dataclasses
 
 from benchmarks import netns
 
-REPEATS = 3
+REPEATS = 5
 # What a host receives, about.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 # A collective that must take longer on its link is left out.

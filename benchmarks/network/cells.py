@@ -20,10 +20,13 @@ _CODE = (
   "zenjax/**/*.py",
   "kernels/**/*.py",
   "benchmarks/network/collectives.py",
+  "benchmarks/network/common_start.py",
   "benchmarks/network/exchange.py",
   "benchmarks/network/host.py",
   "benchmarks/network/local_work.py",
+  "benchmarks/network/shared_compiler.py",
   "benchmarks/network/variants.py",
+  "benchmarks/network/work.py",
   "benchmarks/ids.py",
   "benchmarks/netns.py",
   "benchmarks/workloads.py",
@@ -49,7 +52,7 @@ class Cell:
     repeats: Timed rounds that were asked for.
     batches: Different batches that rounds go through in turn.
     wrong: Elements that differ from the float64 sum, over hosts and batches.
-    compile_s: Of the slowest host.
+    compile_s: Of the host that compiles for all.
     wire_bytes: What zenjax says that a host receives, mean over batches.
     least_wire_bytes: Of the batch with the least.
     received_bytes: Of the busiest host by its interface, an exchange; NaN on
@@ -108,7 +111,7 @@ class Findings:
     links: What `Testbed.probe` said, one a (hosts, rate).
     calibration: Single collectives, as `calibration.record` makes them.
     work: Seconds of each kind of local work, as `zenjax.Work` has them, by
-      number of hosts: of the slowest one, all at it together.
+      number of hosts: until the last one is through, all at it together.
     cells: By key, in the order of measuring.
   """
 

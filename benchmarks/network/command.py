@@ -10,6 +10,7 @@ from benchmarks import netns
 from benchmarks import workloads
 from benchmarks.network import cells
 from benchmarks.network import crossing
+from benchmarks.network import papers
 from benchmarks.network import show
 from benchmarks.network.cells import Findings
 from benchmarks.network.grid import Measurement
@@ -125,7 +126,7 @@ class Job:
     finally:
       self._save()
     show.show(self._title(), self._found)
-    for line in crossing.lines(self._found):
+    for line in (*papers.lines(self._found), *crossing.lines(self._found)):
       print(line)
     self._draw()
     if self._options.json:

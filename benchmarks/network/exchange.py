@@ -20,6 +20,7 @@ import optax
 
 from benchmarks import oracle
 from benchmarks import workloads
+from benchmarks.network.shared_compiler import SharedCompiler
 from benchmarks.network.variants import LEAF
 from benchmarks.network.variants import Variant
 from benchmarks.network.variants import VARIANTS
@@ -44,9 +45,16 @@ class _Batch:
 class Exchanges:
   """What all variants of one workload share on this host."""
 
-  def __init__(self, workload: Workload, mesh: Mesh, num_batches: int):
+  def __init__(
+    self,
+    workload: Workload,
+    mesh: Mesh,
+    num_batches: int,
+    compiler: SharedCompiler,
+  ):
     self.workload = workload
     self.mesh = mesh
+    self.compiler = compiler
     self.n = mesh.size
     self._split = NamedSharding(mesh, P(AXIS))
     self.batches = [self.draw(seed) for seed in range(num_batches)]
@@ -159,13 +167,14 @@ class Exchange:
       check_vma=False,
     )
     grads = self._shared.gradient(self._shared.batches[0])
-    start = time.perf_counter()
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
     donated = (1,) if self.variant.rows_out else (0, 1)
-    jitted = jax.jit(mapped, donate_argnums=donated)
-    compiled = jitted.lower(grads, state).compile()
-    return compiled, state, time.perf_counter() - start
+    start = time.perf_counter()
+    lowered = jax.jit(mapped, donate_argnums=donated).lower(grads, state)
+    lower_s = time.perf_counter() - start
+    compiled, compile_s = self._shared.compiler.compile(lowered)
+    return compiled, state, lower_s + compile_s
 
   def __call__(self, grads: Any) -> Any:
     synced, self._state = self._step(grads, self._state)
@@ -204,20 +213,19 @@ class Exchange:
       return self._shared.facts()["dense_bytes"]
     return found[LEAF]["wire_bytes"]
 
-  def time(self, together: Callable[[], None]) -> float:
-    """Seconds of one exchange, all hosts starting together.
+  def time(self, common_start: Callable[[], float]) -> float:
+    """Seconds until this host has its answer, from when all have begun.
 
     Args:
-      together: Returns at about the same time on all hosts, with nothing left
-        on the links.
+      common_start: Returns on all hosts at one instant, which it says, with
+        nothing left on the links.
     """
     batch = self._shared.batches[self._turn % len(self._shared.batches)]
     self._turn += 1
     grads = self._shared.gradient(batch)
-    together()
-    start = time.perf_counter()
+    start = common_start()
     self(grads)
-    return time.perf_counter() - start
+    return time.monotonic() - start
 
 
 def _initial_state(tx, shared):

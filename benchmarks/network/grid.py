@@ -9,6 +9,8 @@ import dataclasses
 import os
 import pathlib
 import sys
+import tempfile
+import time
 from typing import Any
 
 import tqdm
@@ -16,6 +18,7 @@ import tqdm
 from benchmarks import harness
 from benchmarks import testbed_cli
 from benchmarks.network import calibration
+from benchmarks.network import work
 from benchmarks.network.calibration import Point
 from benchmarks.network.cells import Cell
 from benchmarks.network.cells import Findings
@@ -56,8 +59,11 @@ class Measurement:
         if cells or points:
           bar.set_description(f"{hosts} hosts")
           bar.set_postfix_str("start")
-          with Testbed(hosts, "unlimited", self._grid.loopback) as bed:
-            self._measure(_Hosts(bed), cells, points)
+          with (
+            tempfile.TemporaryDirectory(prefix="zenjax-network-") as cache,
+            Testbed(hosts, "unlimited", self._grid.loopback) as bed,
+          ):
+            self._measure(_Hosts(bed, cache), cells, points)
 
   def _measure(self, hosts, cells, points):
     for rate in self._grid.rates:
@@ -68,9 +74,7 @@ class Measurement:
     if points and hosts.bed.hosts not in self._found.work:
       self._bar.set_postfix_str("local work")
       replies = hosts.ask("work", timeout=_SLOW_S)
-      self._found.work[hosts.bed.hosts] = {
-        key: max(reply[key] for reply in replies) for key in replies[0]
-      }
+      self._found.work[hosts.bed.hosts] = work.fit(replies)
     for workload in self._grid.workloads:
       keys = [key for key in cells if key.workload == workload]
       if keys:
@@ -184,12 +188,16 @@ class Measurement:
 class _Hosts:
   """The processes on a testbed's hosts."""
 
-  def __init__(self, bed: Testbed):
+  def __init__(self, bed: Testbed, cache: str):
     self.bed = bed
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     self._hosts = bed.start(
       [sys.executable, "-m", "benchmarks.network.host"],
-      {"PYTHONPATH": path.rstrip(os.pathsep)},
+      {
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "ZENJAX_HOST_CACHE": cache,
+        "ZENJAX_HOST_EPOCH": str(time.monotonic()),
+      },
     )
 
   def ask(self, do: str, *, timeout: float, **arguments) -> list[Any]:

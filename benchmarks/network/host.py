@@ -6,6 +6,7 @@ Started by `benchmarks.testbed`, which says in the environment which host it is.
 
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -17,52 +18,35 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks import workloads  # noqa: E402
 from benchmarks.network import collectives  # noqa: E402
 from benchmarks.network import local_work  # noqa: E402
+from benchmarks.network.common_start import CommonStart  # noqa: E402
 from benchmarks.network.exchange import AXIS  # noqa: E402
 from benchmarks.network.exchange import Exchange  # noqa: E402
 from benchmarks.network.exchange import Exchanges  # noqa: E402
+from benchmarks.network.shared_compiler import SharedCompiler  # noqa: E402
 from benchmarks.network.variants import VARIANTS  # noqa: E402
 
 
 class Host:
   """This host's share of a run."""
 
-  def __init__(self):
+  def __init__(self, compiler: SharedCompiler, epoch: float):
+    self._compiler = compiler
     self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
     self._exchanges: Exchanges | None = None
     self._built: dict[str, Exchange] = {}
-    self._barrier = self._compile_barrier()
-
-  def _compile_barrier(self):
-    split = NamedSharding(self._mesh, P(AXIS))
-    x = jax.make_array_from_process_local_data(
-      split, np.zeros(1, np.float32), (self._mesh.size,)
-    )
-    total = jax.shard_map(
-      lambda x: jax.lax.psum(x, AXIS),
-      mesh=self._mesh,
-      in_specs=P(AXIS),
-      out_specs=P(),
-    )
-    total = jax.jit(total)
-
-    def barrier():
-      # Twice: the first one waits for the last host, the second ends together.
-      jax.block_until_ready(total(x))
-      jax.block_until_ready(total(x))
-
-    return barrier
+    self._start = CommonStart(self._mesh, epoch)
 
   def workload(self, name: str, batches: int) -> dict:
     """Draws the batches of a workload and forgets the last one."""
     self._built.clear()
-    self._exchanges = Exchanges(workloads.get(name), self._mesh, batches)
+    self._exchanges = Exchanges(
+      workloads.get(name), self._mesh, batches, self._compiler
+    )
     return self._exchanges.facts()
 
   def build(self, variant: str) -> dict:
@@ -84,7 +68,7 @@ class Host:
 
   def time(self, variant: str) -> float:
     """Seconds of one exchange."""
-    return self._built[variant].time(self._barrier)
+    return self._built[variant].time(self._start)
 
   def repeat(self, variant: str, times: int) -> None:
     """Exchanges with nothing else on the links, for their counters."""
@@ -98,15 +82,14 @@ class Host:
     run()
     seconds = []
     for _ in range(repeats):
-      self._barrier()
-      start = time.perf_counter()
+      start = self._start()
       run()
-      seconds.append(time.perf_counter() - start)
+      seconds.append(time.monotonic() - start)
     return seconds
 
-  def work(self) -> dict[str, float]:
+  def work(self) -> dict[str, list[float]]:
     """Seconds of each kind of local work, all hosts at it together."""
-    return local_work.measure(self._mesh.size, self._barrier)
+    return local_work.measure(self._mesh, self._start)
 
 
 def main() -> None:
@@ -118,7 +101,10 @@ def main() -> None:
     os.environ["ZENJAX_COORDINATOR"], num_processes=count, process_id=index
   )
   jnp.zeros(()).block_until_ready()
-  host = Host()
+  host = Host(
+    SharedCompiler(pathlib.Path(os.environ["ZENJAX_HOST_CACHE"]), index),
+    float(os.environ["ZENJAX_HOST_EPOCH"]),
+  )
   for line in sys.stdin:
     message = json.loads(line)
     reply = getattr(host, message.pop("do"))(**message)

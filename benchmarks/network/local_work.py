@@ -1,7 +1,6 @@
-"""A host's own part of an exchange, measured once for each kind of work.
+"""A host's own part of an exchange, timed once for each kind of work.
 
-Two widths each, so that what a row costs and what a byte costs come apart. Run
-on all hosts at once: they share the machine's cores, as in an exchange.
+On all hosts at once: they share the machine's cores, as in an exchange.
 """
 
 from collections.abc import Callable
@@ -9,8 +8,14 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from benchmarks.network import collectives
+from benchmarks.network import work
+import zenjax
 from zenjax import _bitmap
 from zenjax._partition import Layout
 from zenjax.kernels.compact.reference import compact
@@ -18,49 +23,51 @@ from zenjax.kernels.expand.reference import expand
 from zenjax.kernels.mask_pack.reference import mask_pack
 from zenjax.kernels.merge.reference import merge
 
-# (rows, width) of a table whose rows are found, and of rows that are moved.
-_TABLES = ((50_000, 128), (200_000, 16))
-_MOVED = ((4_096, 128), (16_384, 16))
-_REPEATS = 7
+# Room in the collectives of an idle exchange, and their words.
+_IDLE_ROWS = 8
+_IDLE_WORDS = 512
+_REPEATS = 9
 
 
-def measure(n: int, together: Callable[[], None]) -> dict[str, float]:
-  """Seconds for the fields of `zenjax.Work`.
+def measure(
+  mesh: Mesh, common_start: Callable[[], float]
+) -> dict[str, list[float]]:
+  """Seconds of every repetition on this host.
 
   Args:
-    n: Hosts, which are as many groups of rows.
-    together: Returns at about the same time on all hosts.
+    mesh: Of all hosts, one device each.
+    common_start: Returns on all hosts at one instant, and says which.
   """
-  masks = [_mask_s(rows, width, n, together) for rows, width in _TABLES]
-  moves = [_move_s(rows, width, n, together) for rows, width in _MOVED]
-  mask_row, mask_byte = _solve(_TABLES, masks)
-  move_row, move_byte = _solve(_MOVED, moves)
-  return {
-    "mask_byte": mask_byte,
-    "mask_row": mask_row,
-    "move_byte": move_byte,
-    "move_row": move_row,
-    "fixed": _move_s(n, 8, n, together),
-  }
+  n = mesh.size
+  found: dict[str, Callable[[], object]] = {}
+  for i, (rows, width) in enumerate(work.TABLES):
+    found[f"mask_{i}"] = _mask(rows, width, n)
+  for i, (rows, width) in enumerate(work.MOVED):
+    found[f"move_{i}"] = _move(rows, width, n)
+  found["idle"] = _idle_exchange(mesh)
+  for op in ("all_to_all", "all_gather"):
+    found[op] = collectives.build(op, _IDLE_WORDS, mesh)
+  return {name: _samples(run, common_start) for name, run in found.items()}
 
 
-def _solve(shapes, seconds) -> tuple[float, float]:
-  """Seconds of a row and of a byte, neither negative."""
-  rows = np.array([[r, r * d * 4] for r, d in shapes], float)
-  by_row, by_byte = np.linalg.solve(rows, np.array(seconds))
-  if by_row < 0 or by_byte < 0:  # Noise: one kind explains both.
-    by_byte = seconds[0] / rows[0, 1] if by_row < 0 else 0.0
-    by_row = 0.0 if by_row < 0 else seconds[1] / rows[1, 0]
-  return float(by_row), float(by_byte)
+def _samples(run, common_start) -> list[float]:
+  jax.block_until_ready(run())
+  seconds = []
+  for _ in range(_REPEATS):
+    start = common_start()
+    jax.block_until_ready(run())
+    seconds.append(time.monotonic() - start)
+  return seconds
 
 
-def _mask_s(rows, width, n, together):
+def _mask(rows, width, n):
   layout = Layout(num_rows=rows, groups=n)
   find = jax.jit(lambda t: mask_pack(t, layout).words)
-  return _median_s(find, (jnp.zeros((rows, width)),), together)
+  table = jnp.zeros((rows, width))
+  return lambda: find(table)
 
 
-def _move_s(rows, width, n, together):
+def _move(rows, width, n):
   """Rows packed, as many from `n` sources merged, and written to a table."""
   each = max(1, rows // n)
   layout = Layout(num_rows=rows * 8, groups=n)
@@ -70,6 +77,7 @@ def _move_s(rows, width, n, together):
     [rng.permutation(slots)[:each] for _ in range(n)], axis=1
   ).astype(np.int32)
   words = jnp.stack([_bitmap.from_slots(jnp.array(i), slots) for i in ids])
+  sources = jnp.array(ids)
 
   def move(table, words, ids):
     bitmap = _bitmap.index(words)
@@ -80,23 +88,41 @@ def _move_s(rows, width, n, together):
     return expand(table, row, union.rows), union.total
 
   run = jax.jit(move, donate_argnums=0)
+  table = jnp.zeros((rows * 8, width))
 
-  def again(words, ids):
+  def again():
     nonlocal table
-    table, total = run(table, words, ids)
+    table, total = run(table, words, sources)
     return total
 
-  table = jnp.zeros((rows * 8, width))
-  # What is received is about what is packed and again what is written.
-  return _median_s(again, (words, jnp.array(ids)), together) / 2
+  return again
 
 
-def _median_s(f, arguments, together):
-  jax.block_until_ready(f(*arguments))
-  seconds = []
-  for _ in range(_REPEATS):
-    together()
-    start = time.perf_counter()
-    jax.block_until_ready(f(*arguments))
-    seconds.append(time.perf_counter() - start)
-  return float(np.median(seconds))
+def _idle_exchange(mesh):
+  """One push and one pull of zen, of one row of a table."""
+  (axis,), (rows, width) = mesh.axis_names, work.IDLE
+  tx = zenjax.zen_sync(
+    axis, sparse=True, partition="hash", capacities=(_IDLE_ROWS, _IDLE_ROWS)
+  )
+  table = {"table": jnp.zeros((rows, width))}
+  state = zenjax.init(tx, table, mesh, axis)
+  specs = zenjax.state_specs(state, axis)
+
+  def step(grads, state):
+    synced, state = tx.update({"table": grads[0]}, state)
+    return jax.tree.map(lambda x: x[None], synced), state
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(axis), specs),
+    out_specs=(P(axis), specs),
+    check_vma=False,
+  )
+  run = jax.jit(mapped)
+  one_row = np.zeros((1, rows, width), np.float32)
+  one_row[0, 0] = 1.0
+  grads = jax.make_array_from_process_local_data(
+    NamedSharding(mesh, P(axis)), one_row, (mesh.size, rows, width)
+  )
+  return lambda: run(grads, state)

@@ -35,6 +35,7 @@ class Cell:
   variant: str
   measured_s: float
   predicted: _cost.Prediction
+  line_s: float  # that the link needs for its bytes
 
   @property
   def error(self) -> float:
@@ -42,8 +43,12 @@ class Cell:
 
   @property
   def by_cores(self) -> bool:
-    """Whether the hosts' shared cores limit it, and not the link."""
-    return self.predicted.local_s > self.predicted.wire_s
+    """Whether the link is busy for less than half of the time predicted.
+
+    The rest are the hosts' shared cores: local work, and what Gloo and the
+    kernel take to move the bytes.
+    """
+    return self.line_s < self.predicted.seconds / 2
 
 
 def link(document: dict[str, Any], hosts: int, rate: str) -> zenjax.Link:
@@ -115,6 +120,7 @@ def cells(document: dict[str, Any]) -> list[Cell]:
             variant=variant,
             measured_s=seconds,
             predicted=prediction,
+            line_s=prediction.received / on.bandwidth,
           )
         )
   return found
