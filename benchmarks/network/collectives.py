@@ -33,8 +33,8 @@ def _reduce_scatter(x, n):
 
 
 def _collective_permute(x, n):
-  # In pairs, as recursive doubling does. Gloo shares one connection between
-  # both directions then, and may take twice the time of a ring's shift.
+  # In pairs, as recursive doubling does: over Gloo that takes twice the time
+  # of a ring's shift.
   pairs = [(i, i ^ 1) if i ^ 1 < n else (i, i) for i in range(n)]
   return lax.ppermute(x, AXIS, pairs)
 
