@@ -208,3 +208,22 @@ def test_small_gains_are_left_alone(part, chosen):
   (choice,) = _auto.choose([table(64, 4)], options, context(2))
   assert choice.predictions[0].scheme == "all_gather"
   assert choice.scheme == {"dense": "dense", "sparse": "all_gather"}[chosen]
+
+
+@pytest.mark.parametrize(
+  ("growth", "chosen"), [(3.3, "all_gather"), (2, "zen")]
+)
+def test_of_equals_the_fewest_collectives(growth, chosen):
+  """At 4 devices zen carries (1 + growth) / 4 of what a gather does."""
+  link = zenjax.Link(bandwidth=1e9, latency_s=0.0)
+  few = profile(1000, growth, n=4)
+  options = _options.check(
+    "data",
+    sparse=True,
+    **_options.DEFAULTS
+    | {"scheme": "auto", "link": link, "profile": {"t": few}},
+  )
+  (choice,) = _auto.choose([table(100_000, 256)], options, context(4))
+  fastest, *_ = choice.predictions
+  assert fastest.scheme in ("zen", "recursive_doubling")
+  assert choice.scheme == chosen

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 
 from zenjax import _cost
+from zenjax import _plan
 from zenjax._cost import Link
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
@@ -20,6 +21,9 @@ _LINK = Link(bandwidth=12.5e9, latency_s=10e-6)
 # Predictions err: what is less than this part of the dense exchange's time is
 # taken for a gain.
 _WORTH = 0.8
+# And what is within this of the fastest as fast. Each collective waits for the
+# last device, which no formula here knows: the fewest are the safest.
+_TIE = 1.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +74,17 @@ def _choose_one(
     found = _cost.choices(table, profile, context, options.link or _LINK)
   # Rows to come out, or to wait, need an exchange of rows.
   sparse = options.rows_out or not options.exact
-  best = next(p for p in found if not (sparse and p.scheme in DENSE))
+  fastest = next(p for p in found if not (sparse and p.scheme in DENSE))
+  usual = _plan.choose_column_groups(table, context.sizes[-1], "auto")
+  best = min(
+    (
+      p
+      for p in found
+      if p.scheme not in DENSE and p.seconds <= _TIE * fastest.seconds
+    ),
+    key=lambda p: (p.collectives, p.column_groups != usual, p.seconds),
+    default=fastest,
+  )
   dense = next(p for p in found if p.scheme in DENSE)
   if not sparse and best.seconds > _WORTH * dense.seconds:
     best = dense

@@ -146,6 +146,7 @@ class Prediction:
     wire_s: On the link.
     local_s: On the device.
     received: Bytes a device receives.
+    collectives: How many.
   """
 
   scheme: str
@@ -153,6 +154,7 @@ class Prediction:
   wire_s: float
   local_s: float
   received: float
+  collectives: int
 
   @property
   def seconds(self) -> float:
@@ -183,15 +185,20 @@ def predict(
     messages, block = _sparse_messages(
       scheme, table, profile, context, column_groups
     )
-    received = float(received_bytes(messages, context))
-    local = _local_s(table, block, received, link.work)
-    local += len(messages) * link.work.collective
+    local = _mask_s(table, link.work)
+    for message in messages:
+      received = float(received_bytes([message], context))
+      # The blocks of a summed row arrive side by side and are written as one.
+      whole = message.op == "all_gather" and column_groups > 1
+      row = block * column_groups if whole else block
+      local += _move_s(row, received, link.work) + link.work.collective
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
     wire_s=sum(_message_s(m, context, link) for m in messages),
     local_s=local,
     received=float(received_bytes(messages, context)),
+    collectives=len(messages),
   )
 
 
@@ -238,11 +245,13 @@ def _message_s(message: Message, context: Context, link: Link) -> float:
   return link.seconds(message.op, devices_of(message, context), received)
 
 
-def _local_s(table: Table, block: int, moved: float, work: Work) -> float:
+def _mask_s(table: Table, work: Work) -> float:
   size = table.num_rows * table.width * table.dtype.itemsize
-  mask = size * work.mask_byte + table.num_rows * work.mask_row
-  move = moved * work.move_byte + moved / block * work.move_row
-  return mask + move
+  return size * work.mask_byte + table.num_rows * work.mask_row
+
+
+def _move_s(row: int, moved: float, work: Work) -> float:
+  return moved * work.move_byte + moved / row * work.move_row
 
 
 # Ranges are left out: zen sends the same messages in better balance (Lemma 1 of
