@@ -12,7 +12,14 @@ from zenjax._profile import profile
 from zenjax._report import advise
 from zenjax._report import report
 from zenjax._report import stats
+from zenjax._rows._explain import explain_tables
+from zenjax._rows._explain import Explanation
+from zenjax._rows._explain import TableUse
+from zenjax._rows._norm import clip_by_global_norm
+from zenjax._rows._norm import global_norm
 from zenjax._rows._sparse_rows import SparseRows
+from zenjax._rows._value_and_grad import grad
+from zenjax._rows._value_and_grad import value_and_grad
 from zenjax._state import ZenSyncState
 from zenjax._transform import sparse_pmean
 from zenjax._transform import sparse_psum
@@ -23,7 +30,12 @@ __all__ = (
   "__version__",
   "advise",
   "as_varying",
+  "clip_by_global_norm",
   "data_parallel",
+  "explain_tables",
+  "Explanation",
+  "global_norm",
+  "grad",
   "init",
   "Link",
   "profile",
@@ -35,6 +47,8 @@ __all__ = (
   "SparseRows",
   "state_specs",
   "stats",
+  "TableUse",
+  "value_and_grad",
   "Work",
   "zen_sync",
   "ZenSyncState",

@@ -1,5 +1,6 @@
 """Which leaves travel sparse, and how a leaf is seen as a table of rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,13 +39,9 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
   leaves = named_leaves(tree)
   if sparse is None:
     return [_is_table(leaf, unit) for _, leaf in leaves]
-  chosen = _explicit(tree, sparse)
+  chosen = explicit(tree, sparse, "sparse")
+  require_bools([name for name, _ in leaves], chosen, "sparse")
   for (name, leaf), wanted in zip(leaves, chosen):
-    if not isinstance(wanted, bool):
-      raise ValueError(
-        f"`sparse` must give a bool for every leaf, got {wanted!r} for leaf"
-        f" {name!r}; give True, False or a callable (name, leaf) -> bool."
-      )
     if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
         f"`sparse` chose leaf {name!r}, which must be floating to travel"
@@ -55,18 +52,31 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
 
 
-def _explicit(tree: Any, sparse: SparseSpec) -> list[Any]:
+def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
+  """What `argument` says of each leaf: a prefix of the tree, or a callable."""
   if callable(sparse):
     return [bool(sparse(name, leaf)) for name, leaf in named_leaves(tree)]
   try:
     chosen = jax.tree.broadcast(sparse, tree)
   except ValueError as error:
     raise ValueError(
-      "`sparse` must be a pytree prefix of the gradients: it has structure"
+      f"`{argument}` must be a pytree prefix of the gradients: it has structure"
       f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
       " give a bool for every subtree, or a callable (name, leaf) -> bool."
     ) from error
   return jax.tree.leaves(chosen)
+
+
+def require_bools(
+  names: Sequence[str], chosen: Sequence[Any], argument: str
+) -> None:
+  """Raises ValueError at the first leaf for which there is something else."""
+  for name, wanted in zip(names, chosen):
+    if not isinstance(wanted, bool):
+      raise ValueError(
+        f"`{argument}` must give a bool for every leaf, got {wanted!r} for leaf"
+        f" {name!r}; give True, False or a callable (name, leaf) -> bool."
+      )
 
 
 def _is_table(leaf: jax.Array, unit: Unit) -> bool:

@@ -1,54 +1,106 @@
 """A table of which only some rows are held."""
 
-import dataclasses
-import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax.core import Tracer
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax import _bitmap
+from zenjax import _collectives
 from zenjax._partition import Layout
+from zenjax._rows import _row_ids
 from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.mask_pack.reference import mask_pack
 from zenjax.kernels.mask_pack.reference import row_mask
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=["indices", "values"],
-  meta_fields=["num_rows"],
-)
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_pytree_with_keys_class
 class SparseRows:
   """Rows of a `[num_rows, D]` array; all others are zero.
 
-  What `zen_sync(output="rows")` returns for a table.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> import zenjax
-    >>> rows = zenjax.SparseRows(
-    ...   indices=jnp.array([1, 3]), values=jnp.ones((2, 2)), num_rows=3
-    ... )
-    >>> rows.to_dense().tolist()
-    [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+  What `zenjax.value_and_grad` returns for a table that is only looked up, and
+  `zen_sync(output="rows")` for a table that travels sparse. A pytree of two
+  leaves: ids, in a dtype that admits no arithmetic, and values. A transform
+  that does not know SparseRows and scales or adds up all leaves therefore
+  raises a TypeError, where it would silently change plain integers.
 
   Attributes:
     indices: `[K] int32`; `num_rows` marks padding. An index that stands
       twice means the sum of its rows.
     values: `[K, D]`.
     num_rows: Rows of the whole table: static.
+
+  Raises:
+    TypeError: `indices` are no integers.
+    ValueError: Shapes do not fit, or `num_rows` does not fit int32.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> rows = zenjax.SparseRows(
+    ...   indices=jnp.array([1, 3, 1]), values=jnp.ones((3, 2)), num_rows=3
+    ... )
+    >>> rows
+    SparseRows(rows [1 3 1] of 3, values float32[3,2])
+    >>> rows.to_dense().tolist()
+    [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+    >>> rows.combine()
+    SparseRows(rows [1 3 3] of 3, values float32[3,2])
   """
 
-  indices: jax.Array
-  values: jax.Array
-  num_rows: int
+  __slots__ = ("_ids", "values", "num_rows")
+
+  def __init__(self, indices: Any, values: Any, num_rows: int):
+    indices, values = jnp.asarray(indices), jnp.asarray(values)
+    _require(indices, values, num_rows)
+    self._ids = _row_ids.seal(indices.astype(jnp.int32))
+    self.values = values
+    self.num_rows = num_rows
+
+  @property
+  def indices(self) -> Any:
+    ids = self._ids
+    return _row_ids.unseal(ids) if _row_ids.is_sealed(ids) else ids
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Of the whole table."""
+    return self.num_rows, self.values.shape[-1]
+
+  @property
+  def dtype(self) -> Any:
+    return self.values.dtype
+
+  @property
+  def capacity(self) -> int:
+    """`K`, rows that there is room for."""
+    return self.values.shape[0]
 
   def to_dense(self) -> jax.Array:
     """The whole table, `[num_rows, D]`."""
-    shape = (self.num_rows, self.values.shape[-1])
-    zeros = jnp.zeros(shape, self.values.dtype)
+    zeros = jnp.zeros(self.shape, self.values.dtype)
     return zeros.at[self.indices].add(self.values, mode="drop")
+
+  def combine(self) -> "SparseRows":
+    """The same with every index once, ascending; padding is last and zero.
+
+    16-bit values are summed in float32. Costs a sort of `K` ids.
+    """
+    return combined(self)
+
+  def __add__(self, other: Any) -> "SparseRows":
+    """Both, one behind the other: `K` is the sum of both.
+
+    Raises:
+      TypeError: `other` is no SparseRows.
+      ValueError: It is one of another table.
+    """
+    if not isinstance(other, SparseRows):
+      return NotImplemented
+    return concatenated([self, other])
 
   @classmethod
   def in_place(cls, table: jax.Array) -> "SparseRows":
@@ -67,3 +119,98 @@ class SparseRows:
     slots, rows = compact(table, bitmap, layout, first, capacity)
     row = layout.row(jnp.zeros_like(slots), slots)
     return cls(row[0], rows[0], table.shape[0])
+
+  def __repr__(self) -> str:
+    ids = self.indices
+    known = isinstance(ids, jax.Array) and not isinstance(ids, Tracer)
+    which = np.array2string(np.asarray(ids), threshold=8) if known else "..."
+    values = self.values
+    if hasattr(values, "shape"):
+      values = f"{values.dtype}[{','.join(map(str, values.shape))}]"
+    return f"SparseRows(rows {which} of {self.num_rows}, values {values})"
+
+  def tree_flatten_with_keys(self):
+    key = jax.tree_util.GetAttrKey
+    children = ((key("indices"), self._ids), (key("values"), self.values))
+    return children, self.num_rows
+
+  def tree_flatten(self):
+    return (self._ids, self.values), self.num_rows
+
+  @classmethod
+  def tree_unflatten(cls, num_rows, children) -> "SparseRows":
+    # Children may be anything: specs, shapes, None. Nothing is checked here.
+    self = object.__new__(cls)
+    self._ids, self.values = children
+    self.num_rows = num_rows
+    return self
+
+
+def combined(rows: SparseRows) -> SparseRows:
+  """See `SparseRows.combine`."""
+  ids, values = rows.indices, rows.values
+  order = jnp.argsort(ids, stable=True)
+  ids = ids[order]
+  starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+  segment = jnp.cumsum(starts, dtype=jnp.int32)[: len(ids)] - 1
+  wide = _collectives.accumulator(values.dtype)
+  # What stands for nothing may hold anything, NaN included.
+  real = (ids < rows.num_rows)[:, None]
+  sorted_values = jnp.where(real, values[order].astype(wide), 0)
+  total = (
+    jnp.zeros_like(sorted_values)
+    .at[segment]
+    .add(sorted_values, indices_are_sorted=True)
+  )
+  unique = (
+    jnp.full_like(ids, rows.num_rows)
+    .at[segment]
+    .set(ids, indices_are_sorted=True)
+  )
+  return SparseRows(unique, total.astype(values.dtype), rows.num_rows)
+
+
+def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
+  """All parts, one behind the other.
+
+  Raises:
+    ValueError: They are not of one table.
+  """
+  first = parts[0]
+  for part in parts[1:]:
+    if part.shape != first.shape:
+      raise ValueError(
+        "SparseRows that are added must be rows of one table: `num_rows` and"
+        f" width must agree, got {first.shape} and {part.shape}."
+      )
+  if len(parts) == 1:
+    return first
+  return SparseRows(
+    jnp.concatenate([part.indices for part in parts]),
+    jnp.concatenate([part.values for part in parts]),
+    first.num_rows,
+  )
+
+
+def is_rows(node: Any) -> bool:
+  """For `is_leaf=`."""
+  return isinstance(node, SparseRows)
+
+
+def _require(indices, values, num_rows):
+  if not jnp.issubdtype(indices.dtype, jnp.integer):
+    raise TypeError(
+      f"`indices` of SparseRows must be integers, got {indices.dtype}; convert"
+      " ids with `.astype(jnp.int32)`."
+    )
+  fits = values.ndim == 2 and indices.shape == values.shape[:1]
+  if not fits:
+    raise ValueError(
+      "SparseRows takes `indices: [K]` and `values: [K, D]`, got"
+      f" {indices.shape} and {values.shape}; reshape look-ups of several"
+      " dimensions to one."
+    )
+  if not 0 <= num_rows < 2**31 - 1:
+    raise ValueError(
+      f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are int32."
+    )

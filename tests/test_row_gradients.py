@@ -1,0 +1,291 @@
+"""`zenjax.value_and_grad` against `jax.value_and_grad`, form by form."""
+
+import functools
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+import row_cases
+from row_cases import ALSO_ELSE
+from row_cases import IDS
+from row_cases import OUT_OF_RANGE
+from row_cases import ROWS
+from row_cases import ROWS_ONLY
+from row_cases import WIDTH
+
+import zenjax
+from zenjax import SparseRows
+
+
+def dense(gradient):
+  return gradient.to_dense() if isinstance(gradient, SparseRows) else gradient
+
+
+def tolerance(name):
+  # A dense gradient of a bfloat16 view is summed in bfloat16, rows in float32.
+  return 2e-2 if name == "bfloat16" else 2e-6
+
+
+def assert_close(got, want, tol=2e-6):
+  np.testing.assert_allclose(got, want, rtol=tol, atol=tol)
+
+
+def both(f):
+  """Values and dense gradients, by JAX and by zenjax, and whether rows came."""
+  kinds = []
+
+  def run(table, ids):
+    value, gradient = zenjax.value_and_grad(f)(table, ids)
+    kinds.append(isinstance(gradient, SparseRows))
+    ours = value, dense(gradient)
+    return jax.value_and_grad(f)(table, ids), ours
+
+  return jax.jit(run), kinds
+
+
+@pytest.mark.parametrize("name", ROWS_ONLY)
+def test_look_ups_give_rows(name):
+  run, kinds = both(ROWS_ONLY[name])
+  for ids in (IDS, OUT_OF_RANGE):
+    want, got = run(row_cases.table(), ids)
+    assert_close(got[0], want[0])
+    assert_close(got[1], want[1], tolerance(name))
+  assert kinds == [True]
+
+
+@pytest.mark.parametrize("name", ALSO_ELSE)
+def test_other_uses_stay_dense(name):
+  f, reason = ALSO_ELSE[name]
+  run, kinds = both(f)
+  want, got = run(row_cases.table(), IDS)
+  assert_close(got[0], want[0])
+  assert_close(got[1], want[1])
+  assert kinds == [False]
+  (use,) = zenjax.explain_tables(f, row_cases.table(), IDS).uses
+  assert reason in use.reason and not use.rows
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_local_on_devices(check_vma):
+  """All forms in one program, each device with ids of its own."""
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+  def local(differentiate, table, ids):
+    table = zenjax.as_varying(table, "data") if differentiate is jax else table
+    return {
+      name: dense(differentiate.grad(f)(table, ids))[None]
+      for name, f in ROWS_ONLY.items()
+    }
+
+  def run(table, ids):
+    return local(jax, table, ids), local(zenjax, table, ids)
+
+  mapped = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(P(), P("data")),
+    out_specs=P("data"),
+    check_vma=check_vma,
+  )
+  ids = np.concatenate([IDS, OUT_OF_RANGE])
+  want, got = jax.jit(mapped)(row_cases.table(), ids)
+  for name in ROWS_ONLY:
+    assert_close(got[name], want[name], tolerance(name))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_dense_gradients_are_local_too(check_vma):
+  """As of `zenjax.as_varying`: nothing is summed before zen_sync does it."""
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+  def run(params, ids):
+    view = zenjax.as_varying(params, "data")
+    found = jax.grad(_loss)(view, ids), zenjax.grad(_loss)(params, ids)
+    found = jax.tree.map(dense, found, is_leaf=lambda x: not is_tree(x))
+    return jax.tree.map(lambda x: x[None], found)
+
+  is_tree = lambda x: isinstance(x, (dict, tuple))
+  mapped = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(P(), P("data")),
+    out_specs=P("data"),
+    check_vma=check_vma,
+  )
+  ids = np.concatenate([IDS, OUT_OF_RANGE])
+  want, got = jax.jit(mapped)(_params(), ids)
+  for name in want:
+    assert_close(got[name], want[name], 1e-4)
+
+
+def test_gradients_are_local_under_pmap():
+  """An axis without types: as `jax.grad`, of the device's own ids."""
+  f = ROWS_ONLY["twice"]
+  run = jax.vmap(
+    lambda t, i: (jax.grad(f)(t, i), zenjax.grad(f)(t, i).to_dense()),
+    (None, 0),
+    axis_name="data",
+  )
+  assert_close(*run(row_cases.table(), np.stack([IDS, OUT_OF_RANGE])))
+
+
+def test_a_loss_that_is_summed_inside_stays_as_jax_has_it():
+  """Its gradient is a sum over devices, which local rows are not."""
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+  def f(table, ids):
+    return jax.lax.pmean(row_cases.loss(table[ids]), "data")
+
+  def run(differentiate, table, ids):
+    return jax.shard_map(
+      lambda t, i: differentiate.grad(f)(t, i),
+      mesh=mesh,
+      in_specs=(P(), P("data")),
+      out_specs=P(),
+    )(table, ids)
+
+  ids = np.concatenate([IDS, OUT_OF_RANGE])
+  assert_close(
+    run(zenjax, row_cases.table(), ids), run(jax, row_cases.table(), ids)
+  )
+
+
+@functools.cache
+def _drawn_program():
+  def f(table, ids):
+    return sum(ROWS_ONLY[k](table, ids) for k in ("take clip", "index", "scan"))
+
+  return both(f)[0]
+
+
+@hypothesis.given(
+  st.lists(st.integers(-2 * ROWS, 2 * ROWS), min_size=8, max_size=8)
+)
+@hypothesis.settings(max_examples=150)
+def test_any_ids(ids):
+  want, got = _drawn_program()(row_cases.table(), np.array(ids, np.int32))
+  assert_close(got[0], want[0])
+  assert_close(got[1], want[1], 1e-5)
+
+
+# --- several parameters -------------------------------------------------------
+
+
+def _params():
+  rng = np.random.default_rng(1)
+  normal = lambda *shape: jnp.array(rng.standard_normal(shape), jnp.float32)
+  return {
+    "items": normal(ROWS, WIDTH),
+    "users": normal(ROWS + 7, WIDTH),
+    "tied": normal(ROWS, WIDTH),
+    "factor": jnp.float32(1.3),
+    "padding": normal(WIDTH),
+    "kernel": normal(WIDTH, WIDTH),
+  }
+
+
+def _loss(params, ids):
+  items = (params["items"] * params["factor"])[ids]
+  users = params["users"].at[3].set(params["padding"])
+  hidden = jnp.tanh((items + jnp.take(users, ids, axis=0)) @ params["kernel"])
+  return row_cases.loss((hidden + params["tied"][ids]) @ params["tied"].T)
+
+
+def test_each_parameter_has_its_own_form():
+  ids = jnp.abs(jnp.array(IDS))
+  want = jax.grad(_loss)(_params(), ids)
+  got = zenjax.grad(_loss)(_params(), ids)
+  rows = {name for name, g in got.items() if isinstance(g, SparseRows)}
+  assert rows == {"items", "users"}
+  for name in want:
+    assert_close(dense(got[name]), want[name], 1e-5)
+
+
+def test_argnums_and_aux():
+  def f(scale, params, ids):
+    loss = scale * row_cases.loss(params["items"][ids])
+    return loss, {"ids": ids, "table": params["items"], "note": "kept"}
+
+  g = zenjax.value_and_grad(f, argnums=(1, 0), has_aux=True)
+  (value, aux), (by_params, by_scale) = g(2.0, _params(), IDS)
+  assert aux["note"] == "kept" and aux["ids"].tolist() == IDS.tolist()
+  assert aux["table"].shape == (ROWS, WIDTH)
+  assert_close(value, 2 * by_scale)
+  assert isinstance(by_params["items"], SparseRows)
+  assert not isinstance(by_params["users"], SparseRows)
+  (only,), _ = zenjax.grad(f, argnums=(1,), has_aux=True)(2.0, _params(), IDS)
+  assert_close(only["items"].values, by_params["items"].values)
+
+
+def test_tables_chooses():
+  f = lambda p, i: row_cases.loss(p["items"][i]) + row_cases.loss(p["users"][i])
+  by_name = lambda name, leaf: name == "items"
+  for tables in (by_name, {**dict.fromkeys(_params(), False), "items": True}):
+    got = zenjax.grad(f, tables=tables)(_params(), IDS)
+    rows = [name for name, g in got.items() if isinstance(g, SparseRows)]
+    assert rows == ["items"]
+    assert_close(got["users"], jax.grad(f)(_params(), IDS)["users"])
+
+
+def test_tables_may_demand_many_look_ups():
+  f, _ = ALSO_ELSE["all rows"]
+  got = zenjax.grad(f, tables=True)(row_cases.table(), IDS)
+  assert isinstance(got, SparseRows)
+  assert_close(got.to_dense(), jax.grad(f)(row_cases.table(), IDS))
+
+
+@pytest.mark.parametrize("name", ["tied softmax", "cond", "not read"])
+def test_an_impossible_demand_says_where(name):
+  f, reason = ALSO_ELSE[name]
+  with pytest.raises(ValueError, match="`tables` demands rows of 'leaf'") as e:
+    zenjax.grad(f, tables=True)(row_cases.table(), IDS)
+  assert reason in str(e.value)
+  if name != "not read":
+    assert "row_cases.py:" in str(e.value)
+
+
+@pytest.mark.parametrize("tables", ["items", {"items": 3}, [True]])
+def test_tables_of_another_kind(tables):
+  with pytest.raises(ValueError, match="`tables` must"):
+    zenjax.grad(_loss, tables=tables)(_params(), IDS)
+
+
+def test_argnums_out_of_range():
+  with pytest.raises(ValueError, match="`argnums` must be positions"):
+    zenjax.grad(_loss, argnums=2)(_params(), IDS)
+
+
+def test_aux_that_is_missing():
+  with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\)"):
+    zenjax.grad(_loss, has_aux=True)(_params(), IDS)
+
+
+def test_ids_must_be_integers():
+  with pytest.raises(TypeError, match="integer"):
+    zenjax.grad(lambda t, i: t[i].sum())(row_cases.table(), jnp.ones(3))
+
+
+def test_explanation_reads_well():
+  shapes = jax.eval_shape(_params)
+  ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+  said = str(zenjax.explain_tables(_loss, shapes, ids)).splitlines()
+  assert said[0].split() == ["leaf", "shape", "gradient", "why"]
+  items = next(line for line in said if line.startswith("items"))
+  assert items.split(maxsplit=3)[1:] == ["40x4", "rows", "8 rows looked up"]
+  tied = next(line for line in said if line.startswith("tied"))
+  assert "transpose" in tied and "test_row_gradients.py:" in tied
+
+
+def test_no_table_sized_array_is_made():
+  """Of a table of 300,000 rows, nothing of its size but itself."""
+  table = jax.ShapeDtypeStruct((300_000, 16), jnp.float32)
+  f = jax.jit(zenjax.value_and_grad(ROWS_ONLY["twice"]))
+  compiled = f.lower(table, jax.ShapeDtypeStruct((64,), jnp.int32)).compile()
+  memory: Any = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 1 << 17

@@ -1,0 +1,158 @@
+"""SparseRows: its arithmetic, and that others' arithmetic cannot corrupt it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+from zenjax import SparseRows
+
+
+def drawn(seed=0, count=7, num_rows=5, width=3, dtype=jnp.float32):
+  """Duplicates, and padding of which the values are not zero."""
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(0, num_rows + 1, count)
+  values = rng.integers(-4, 5, (count, width))
+  return SparseRows(jnp.array(ids), jnp.array(values, dtype), num_rows)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_combine_sums_every_row_once(seed):
+  rows = drawn(seed)
+  want = np.zeros((5, 3))
+  for i, row in zip(rows.indices.tolist(), rows.values.tolist()):
+    if i < 5:
+      want[i] += row
+  got = jax.jit(SparseRows.combine)(rows)
+  ids = got.indices.tolist()
+  real = [i for i in ids if i < 5]
+  assert real == sorted(set(rows.indices.tolist()) - {5})
+  assert ids[len(real) :] == [5] * (7 - len(real))
+  np.testing.assert_array_equal(got.values[: len(real)], want[real])
+  assert not np.any(got.values[len(real) :])
+  np.testing.assert_array_equal(rows.to_dense(), want)
+
+
+def test_padding_may_hold_anything():
+  rows = SparseRows(jnp.array([2, 0]), jnp.array([[jnp.nan], [1.0]]), 2)
+  assert rows.combine().values.tolist() == [[1.0], [0.0]]
+  assert rows.to_dense().tolist() == [[1.0], [0.0]]
+  assert float(zenjax.global_norm(rows)) == 1.0
+
+
+def test_16_bit_rows_are_summed_in_float32():
+  """256 + 1 is 256 in bfloat16: summed there, a thousand ones would be lost."""
+  ones = jnp.ones((1024, 1), jnp.bfloat16)
+  rows = SparseRows(jnp.zeros(1024, jnp.int32), ones, 3).combine()
+  assert rows.values[0, 0] == 1024
+
+
+def test_dense_and_back():
+  table = jnp.array([[0.0], [2.0], [0.0], [0.0], [5.0]])
+  rows = SparseRows.from_dense(table, 3)
+  assert rows.indices.tolist() == [1, 4, 5]
+  assert rows.to_dense().tolist() == table.tolist()
+  assert (rows.shape, rows.capacity, rows.dtype) == ((5, 1), 3, jnp.float32)
+
+
+def test_sum_of_two():
+  a, b = drawn(1), drawn(2, count=4)
+  both = a + b
+  assert both.capacity == 11
+  np.testing.assert_array_equal(both.to_dense(), a.to_dense() + b.to_dense())
+
+
+@pytest.mark.parametrize("other", [drawn(num_rows=6), drawn(width=2)])
+def test_rows_of_two_tables_cannot_be_added(other):
+  with pytest.raises(ValueError, match="`num_rows` and width must agree"):
+    drawn().__add__(other)
+
+
+@pytest.mark.parametrize(
+  "transform",
+  [
+    lambda g: optax.scale(0.1).update(g, optax.EmptyState()),
+    lambda g: optax.sgd(0.1).update(g, optax.sgd(0.1).init(g)),
+    lambda g: jax.tree.map(lambda x: x * 2, g),
+    lambda g: jax.tree.map(lambda x, y: x + y, g, g),
+    lambda g: jax.tree.map(jnp.sum, g),
+    lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState()),
+    lambda g: optax.tree.norm(g),
+  ],
+)
+def test_what_does_not_know_rows_fails_loudly(transform):
+  """With plain integers all of these would change which rows are trained."""
+  with pytest.raises((TypeError, ValueError, NotImplementedError)):
+    transform({"table": drawn()})
+
+
+def test_it_is_a_pytree_like_any_other():
+  rows = drawn()
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), rows)
+  mapped = jax.vmap(SparseRows.combine)(stacked)
+  assert mapped.indices.shape == (2, 7)
+  _, scanned = jax.lax.scan(lambda c, x: (c, x.combine()), 0, stacked)
+  np.testing.assert_array_equal(scanned.indices, mapped.indices)
+  shapes = jax.eval_shape(SparseRows.combine, rows)
+  assert shapes.values.shape == (7, 3) and "of 5" in repr(shapes)
+  paths = jax.tree_util.tree_flatten_with_path(rows)[0]
+  assert [jax.tree_util.keystr(p) for p, _ in paths] == [".indices", ".values"]
+
+
+@pytest.mark.parametrize(
+  "make, error, said",
+  [
+    (
+      lambda: SparseRows(jnp.ones(2), jnp.ones((2, 1)), 3),
+      TypeError,
+      "integers",
+    ),
+    (
+      lambda: SparseRows(jnp.arange(2), jnp.ones(2), 3),
+      ValueError,
+      r"\[K, D\]",
+    ),
+    (
+      lambda: SparseRows(jnp.arange(2), jnp.ones((3, 1)), 3),
+      ValueError,
+      r"\(2,\) and \(3, 1\)",
+    ),
+    (
+      lambda: SparseRows(jnp.arange(2), jnp.ones((2, 1)), 2**31),
+      ValueError,
+      "`num_rows` must be",
+    ),
+  ],
+)
+def test_bad_input(make, error, said):
+  with pytest.raises(error, match=said):
+    make()
+
+
+def test_norm_and_clipping_are_those_of_the_dense_tree():
+  rows = drawn(3)
+  tree = {"table": rows, "bias": jnp.array([3.0, 4.0])}
+  dense = {"table": rows.to_dense(), "bias": tree["bias"]}
+  np.testing.assert_allclose(
+    zenjax.global_norm(tree), optax.tree.norm(dense), rtol=1e-6
+  )
+  for most in (0.5, 1e6):
+    clip, theirs = (
+      zenjax.clip_by_global_norm(most),
+      optax.clip_by_global_norm(most),
+    )
+    got, _ = jax.jit(clip.update)(tree, clip.init(tree))
+    want: Any = theirs.update(dense, theirs.init(dense))[0]
+    np.testing.assert_allclose(
+      got["table"].to_dense(), want["table"], rtol=1e-6
+    )
+    np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-6)
+
+
+def test_a_norm_of_nothing_is_no_bound():
+  with pytest.raises(ValueError, match="`max_norm` must be positive"):
+    zenjax.clip_by_global_norm(0.0)

@@ -1,0 +1,97 @@
+"""Norms and clipping of trees in which some gradients are rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zenjax._rows import _sparse_rows
+from zenjax._rows._sparse_rows import SparseRows
+
+
+def global_norm(updates: Any) -> jax.Array:
+  """`optax.global_norm` of a tree that may hold SparseRows.
+
+  Rows of the same index are added up before they are squared.
+
+  Args:
+    updates: A tree of arrays and SparseRows.
+
+  Returns:
+    A scalar, the norm of all of it as one vector.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> rows = zenjax.SparseRows(
+    ...   jnp.array([2, 2, 7]), jnp.array([[1.0], [3.0], [9.0]]), num_rows=7
+    ... )
+    >>> float(zenjax.global_norm({"table": rows, "bias": jnp.array([3.0])}))
+    5.0
+  """
+  leaves = jax.tree.leaves(jax.tree.map(_once, updates, is_leaf=is_rows))
+  return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+  """`optax.clip_by_global_norm` of trees that may hold SparseRows.
+
+  Rows come out combined: every index once. After `zen_sync` in a chain, so that
+  all devices scale alike.
+
+  Args:
+    max_norm: The largest norm that updates may have.
+
+  Returns:
+    A stateless transformation.
+
+  Raises:
+    ValueError: `max_norm` is not positive.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> rows = zenjax.SparseRows(jnp.array([2]), jnp.array([[4.0]]), num_rows=7)
+    >>> clip = zenjax.clip_by_global_norm(1.0)
+    >>> clip.update(rows, clip.init(rows))[0].values.tolist()
+    [[1.0]]
+  """
+  if not max_norm > 0:
+    raise ValueError(
+      f"`max_norm` must be positive, got {max_norm!r}; to drop all updates use"
+      " `optax.set_to_zero()`."
+    )
+  clip = optax.clip_by_global_norm(max_norm)
+
+  def update(updates, state, params=None):
+    del params
+    merged = jax.tree.map(_merged, updates, is_leaf=is_rows)
+    values, state = clip.update(_values(merged), state)
+    return jax.tree.map(_with, merged, values, is_leaf=is_rows), state
+
+  return optax.GradientTransformation(lambda params: clip.init({}), update)
+
+
+is_rows = _sparse_rows.is_rows
+
+
+def _merged(leaf):
+  return leaf.combine() if is_rows(leaf) else leaf
+
+
+def _once(leaf):
+  return leaf.combine().values if is_rows(leaf) else leaf
+
+
+def _values(tree):
+  return jax.tree.map(
+    lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows
+  )
+
+
+def _with(leaf, values):
+  if is_rows(leaf):
+    return SparseRows(leaf.indices, values, leaf.num_rows)
+  return jnp.asarray(values)

@@ -1,0 +1,209 @@
+"""Which parameters of a loss are only looked up, and why the others are not."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax import _compat
+from zenjax import _select
+from zenjax._options import SparseSpec
+from zenjax._rows import _jaxprs
+from zenjax._rows import _tapped
+from zenjax._rows._tapped import Nest
+from zenjax._rows._tapped import Refusal
+from zenjax._rows._tapped import Site
+from zenjax._rows._tapped import View
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+  """A loss as a function of the leaves of its parameters.
+
+  Attributes:
+    leaves: Of the parameters, by which to differentiate.
+    jaxpr: `leaves -> [loss, *aux]`.
+    consts: Of it.
+    rebuild: From `[loss, *aux]` to what the loss returned.
+    varying: Mesh axes over which the loss varies.
+  """
+
+  leaves: Sequence[Any]
+  jaxpr: Any
+  consts: Sequence[Any]
+  rebuild: Callable[[Sequence[Any]], Any]
+  varying: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+  """What becomes of each parameter.
+
+  Attributes:
+    names: Of all leaves.
+    rows: Indices of the leaves whose gradients are rows.
+    sites: Look-ups of these, in the order of the program.
+    look_ups: Of each leaf, how many rows are read in all.
+    refusals: Of the other leaves, why.
+    demanded: Leaves of which the user wants rows.
+  """
+
+  names: Sequence[str]
+  rows: Sequence[int]
+  sites: Sequence[Site | Nest]
+  look_ups: dict[int, int]
+  refusals: dict[int, Refusal]
+  demanded: Sequence[int]
+
+  def require(self) -> None:
+    """Raises ValueError if rows are demanded of a leaf that has none."""
+    for i in self.demanded:
+      refusal = self.refusals.get(i)
+      if refusal is not None:
+        at = f", at {refusal.place}" if refusal.place else ""
+        raise ValueError(
+          f"`tables` demands rows of {self.names[i]!r}, which must be only"
+          f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
+          " and its gradient is dense."
+        )
+
+
+def trace_tree(loss: Callable[[Any], Any], params: Any) -> Traced:
+  """As `trace`, of a function of any tree."""
+  leaves, structure = jax.tree.flatten(params)
+  return trace(lambda x: loss(jax.tree.unflatten(structure, x)), leaves)
+
+
+def trace(loss: Callable[..., Any], leaves: Sequence[Any]) -> Traced:
+  """Traces `loss(leaves)`, every leaf local to its device.
+
+  Under `shard_map(check_vma=True)` leaves are cast to vary over what the loss
+  varies over, before they are differentiated by: autodiff sums the gradients
+  of what it sees being cast.
+  """
+  traced = _trace(loss, leaves)
+  lacking = [tuple(traced.varying - _compat.varying_axes(x)) for x in leaves]
+  if not any(lacking):
+    return traced
+  local = [
+    lax.pcast(x, axes, to="varying") if axes else x
+    for x, axes in zip(leaves, lacking)
+  ]
+  return _trace(loss, local)
+
+
+def _trace(loss, leaves) -> Traced:
+  structure: Any = None
+  others: list[Any] = []
+
+  def flat(leaves):
+    nonlocal structure, others
+    found, structure = jax.tree.flatten(loss(leaves))
+    is_array = [isinstance(x, (jax.Array, float, int)) for x in found]
+    others = [None if is_ else x for x, is_ in zip(found, is_array)]
+    others = [_Array if is_ else x for x, is_ in zip(others, is_array)]
+    return [x for x, is_ in zip(found, is_array) if is_]
+
+  closed = jax.make_jaxpr(flat)(leaves)
+  jaxpr, consts = _jaxprs.opened(closed)
+
+  def rebuild(outs):
+    left = iter(outs)
+    found = [next(left) if x is _Array else x for x in others]
+    return jax.tree.unflatten(structure, found)
+
+  aval = jaxpr.outvars[0].aval if jaxpr.outvars else None
+  manual = getattr(aval, "mat", None)
+  varying = frozenset(manual.varying) if manual is not None else frozenset()
+  return Traced(leaves, jaxpr, consts, rebuild, varying)
+
+
+class _Array:
+  """Stands for an output that is an array."""
+
+
+def find(
+  traced: Traced,
+  tree: Any,
+  spec: SparseSpec,
+) -> Tables:
+  """Decides for every leaf of `tree`, and runs the program once to see."""
+  named = _select.named_leaves(tree)
+  names = [name for name, _ in named]
+  leaves = traced.leaves
+  wanted = [None] * len(leaves)
+  if spec is not None:
+    wanted = _select.explicit(tree, spec, "tables")
+    _select.require_bools(names, wanted, "tables")
+  refusals: dict[int, Refusal] = {}
+  candidates = []
+  for i, leaf in enumerate(leaves):
+    reason = _unfit(leaf, wanted[i])
+    if reason:
+      refusals[i] = Refusal(reason, "")
+    else:
+      candidates.append(i)
+  run = _look(traced, leaves, candidates)
+  refusals |= run.refusals
+  look_ups = dict.fromkeys(candidates, 0)
+  for site, turns in _flat(run.sites):
+    look_ups[site.param] += turns * math.prod(site.shape[:-1])
+    if site.varying - traced.varying:
+      refusals.setdefault(site.param, Refusal(_SUMMED, ""))
+  for i in candidates:
+    few = wanted[i] or look_ups[i] < leaves[i].shape[0]
+    if not look_ups[i]:
+      refusals.setdefault(i, Refusal("is not looked up", ""))
+    elif not few:
+      reason = (
+        f"is looked up {look_ups[i]} times, and has {leaves[i].shape[0]} rows"
+      )
+      refusals.setdefault(i, Refusal(reason, ""))
+  rows = [i for i in candidates if i not in refusals]
+  if rows != candidates:
+    # What is no table after all takes no taps.
+    run = _look(traced, leaves, rows)
+  demanded = [i for i, w in enumerate(wanted) if w]
+  return Tables(names, rows, run.sites, look_ups, refusals, demanded)
+
+
+_SUMMED = (
+  "is looked up at ids that differ between devices, for a loss that does not:"
+  " its gradient is a sum over devices"
+)
+
+
+def _look(traced, leaves, tables) -> _tapped.Run:
+  found = _tapped.Run()
+
+  def run(leaves):
+    nonlocal found
+    found = _tapped.Run()
+    args = [View(i, x) if i in tables else x for i, x in enumerate(leaves)]
+    outs = found.run(traced.jaxpr, traced.consts, args)
+    return [x.whole() if isinstance(x, View) else x for x in outs]
+
+  jax.eval_shape(run, leaves)
+  return found
+
+
+def _flat(sites: Sequence[Site | Nest], turns: int = 1):
+  for site in sites:
+    if isinstance(site, Site):
+      yield site, turns
+    else:
+      yield from _flat(site.sites, turns * (site.length or 1))
+
+
+def _unfit(leaf, wanted) -> str:
+  if wanted is False:
+    return "is left out by `tables`"
+  if jnp.ndim(leaf) != 2:
+    return f"has {jnp.ndim(leaf)} dimensions, not 2"
+  if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+    return f"has dtype {jnp.result_type(leaf)}"
+  return ""
