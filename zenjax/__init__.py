@@ -15,8 +15,12 @@ from zenjax._report import stats
 from zenjax._rows._explain import explain_tables
 from zenjax._rows._explain import Explanation
 from zenjax._rows._explain import TableUse
+from zenjax._rows._lazy import apply_updates
+from zenjax._rows._lazy import lazy_rows
 from zenjax._rows._norm import clip_by_global_norm
 from zenjax._rows._norm import global_norm
+from zenjax._rows._row_adagrad import row_adagrad
+from zenjax._rows._row_adagrad import RowAdagradState
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._rows._value_and_grad import grad
 from zenjax._rows._value_and_grad import value_and_grad
@@ -29,6 +33,7 @@ from zenjax._version import __version__
 __all__ = (
   "__version__",
   "advise",
+  "apply_updates",
   "as_varying",
   "clip_by_global_norm",
   "data_parallel",
@@ -37,11 +42,14 @@ __all__ = (
   "global_norm",
   "grad",
   "init",
+  "lazy_rows",
   "Link",
   "profile",
   "Profile",
   "report",
   "reshard",
+  "row_adagrad",
+  "RowAdagradState",
   "sparse_pmean",
   "sparse_psum",
   "SparseRows",

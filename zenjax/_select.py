@@ -1,6 +1,6 @@
 """Which leaves travel sparse, and how a leaf is seen as a table of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ def leaf_name(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(
+  tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
   """`(name, leaf)` for each leaf; names are unique."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
   return [(leaf_name(path), leaf) for path, leaf in flat]
 
 

@@ -1,0 +1,78 @@
+"""Adagrad with one accumulator a row, as recommenders use it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class RowAdagradState(NamedTuple):
+  """The accumulators: `[R, 1]` of tables, of other leaves as they are."""
+
+  sum_of_squares: Any
+
+
+def row_adagrad(
+  learning_rate: optax.ScalarOrSchedule,
+  initial_accumulator_value: float = 0.0,
+  eps: float = 1e-8,
+) -> optax.GradientTransformation:
+  """Adagrad with one accumulator a row instead of one an element.
+
+      G_r += mean_j g_rj ** 2
+      update_rj = -learning_rate * g_rj / (sqrt(G_r) + eps)
+
+  The state of a table of width 128 is a hundredth of Adagrad's. What
+  recommenders train their tables with ("row-wise Adagrad", Mudigere et al.,
+  ISCA 2022). Leaves that have other than two dimensions get Adagrad itself.
+  Exact in `lazy_rows`.
+
+  Args:
+    learning_rate: A number or a schedule.
+    initial_accumulator_value: Of `G`.
+    eps: Keeps rows that were never touched finite.
+
+  Returns:
+    A transformation.
+
+  Raises:
+    ValueError: A negative `initial_accumulator_value` or `eps`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.row_adagrad(1.0)
+    >>> grads = jnp.array([[3.0, 3.0], [0.0, 0.0]])
+    >>> updates, state = tx.update(grads, tx.init(grads))
+    >>> updates[0].round(3).tolist(), state[0].sum_of_squares.tolist()
+    ([-1.0, -1.0], [[9.0], [0.0]])
+  """
+  for name, value in (
+    ("initial_accumulator_value", initial_accumulator_value),
+    ("eps", eps),
+  ):
+    if not value >= 0:
+      raise ValueError(f"`{name}` must not be negative, got {value!r}.")
+
+  def init(params):
+    return RowAdagradState(
+      jax.tree.map(
+        lambda x: jnp.full_like(_of_rows(x), initial_accumulator_value), params
+      )
+    )
+
+  def update(updates, state, params=None):
+    del params
+    total = jax.tree.map(
+      lambda g, s: s + _of_rows(g**2), updates, state.sum_of_squares
+    )
+    scaled = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, total)
+    return scaled, RowAdagradState(total)
+
+  scale = optax.scale_by_learning_rate(learning_rate)
+  return optax.chain(optax.GradientTransformation(init, update), scale)
+
+
+def _of_rows(x: jax.Array) -> jax.Array:
+  return jnp.mean(x, axis=1, keepdims=True) if jnp.ndim(x) == 2 else x
