@@ -4,72 +4,20 @@ import json
 import math
 import os
 
+from network_cases import cell as _cell
+from network_cases import FACTS as _FACTS
+from network_cases import found as _found
+from network_cases import grid as _grid
 import pytest
 
 from benchmarks import netns
 from benchmarks import run
-from benchmarks import workloads
 from benchmarks.network import calibration
 from benchmarks.network import cells as cells_lib
 from benchmarks.network import command
-from benchmarks.network import crossing
 from benchmarks.network import grid as grid_lib
-from benchmarks.network import plots
-from benchmarks.network import show
-from benchmarks.network.cells import Cell
-from benchmarks.network.cells import Findings
-from benchmarks.network.plan import Grid
 from benchmarks.network.plan import Plan
 from benchmarks.testbed import HostDied
-
-_FACTS = {
-  "density": 0.01,
-  "union_density": 0.03,
-  "dense_bytes": 8e6,
-  "bound_bytes": 1e6,
-}
-# At 200mbit, 25e6 bytes a second: 40 ms for the bound.
-
-
-def _cell(variant="zen", seconds=0.1, **changes):
-  values = {
-    "hosts": 2,
-    "rate": "200mbit",
-    "workload": "lm1b-lstm",
-    "variant": variant,
-    "repeats": 2,
-    "batches": 2,
-    "wrong": 0,
-    "compile_s": 1.5,
-    "wire_bytes": 1.5e6,
-    "least_wire_bytes": 1.25e6,
-    "received_bytes": 1.6e6,
-    "facts": _FACTS,
-    "host_times_s": [[seconds, seconds / 2], [seconds / 2, seconds]],
-  }
-  return Cell(**(values | changes))
-
-
-def _found(*cells):
-  found = Findings(cells_lib.software(loopback=False))
-  for cell in cells:
-    found.add(cell)
-  return found
-
-
-def _grid(**changes):
-  values = {
-    "hosts": (2,),
-    "rates": ("200mbit",),
-    "workloads": ("lm1b-lstm",),
-    "variants": ("psum", "zen"),
-    "repeats": 2,
-    "batches": 2,
-    "calibrate": False,
-    "loopback": False,
-  }
-  return Grid(**(values | changes))
-
 
 # --- cells ------------------------------------------------------------------
 
@@ -200,83 +148,6 @@ def test_collectives_that_take_long_are_left_out(monkeypatch):
   monkeypatch.setitem(netns.RATES, "200mbit", slow)
   sizes = [p.received_bytes for p in calibration.points(2, "200mbit")]
   assert len(sizes) == 4 * 5 and max(sizes) <= 2e6
-
-
-# --- table and pictures -----------------------------------------------------
-
-
-def test_columns():
-  zen, psum = _cell(), _cell("psum", seconds=0.4)
-  peers = {"zen": zen, "psum": psum}
-  assert show.faster(zen, peers) == pytest.approx(4)
-  assert math.isnan(show.faster(zen, {"zen": zen}))
-  assert show.over_bound(zen) == pytest.approx(1.5)
-  assert show.over_bound_time(zen) == pytest.approx(0.1 / 0.04)
-  assert math.isnan(show.over_bound_time(_cell(rate="unlimited")))
-
-
-def test_the_best_forms_are_compared():
-  times = {"psum": 1.0, "ring": 0.9, "zen": 0.5, "zen-pinned": 0.3}
-  times |= {"zen-rows-pinned": 0.1, "all_gather": 0.6}
-  peers = {v: _cell(v, seconds) for v, seconds in times.items()}
-  # Rows are not whole tables.
-  assert show.best_peer(peers) == "zen-pinned: 2.00 x all_gather"
-  assert show.best_peer({"zen": peers["zen"]}) == ""
-
-
-def test_the_table_has_a_section_for_each_comparison(capsys):
-  wrong = _cell("all_gather", wrong=7, host_times_s=[])
-  found = _found(_cell(), wrong, _cell("psum", 0.4), _cell(hosts=4))
-  show.show("title", found)
-  output = capsys.readouterr().out
-  assert "lm1b-lstm, 2 hosts, 200mbit" in output
-  assert "lm1b-lstm, 4 hosts, 200mbit" in output
-  (line,) = [line for line in output.splitlines() if "all_gather" in line]
-  assert line.split()[-5:] == ["7", "-", "-", "-", "-"]
-  assert "zen: 4.00 x psum" in output
-
-
-def _sweep(variant, times):
-  names = ("sweep-1", "sweep-20", "sweep-100")
-  return [
-    _cell(
-      variant,
-      seconds,
-      workload=name,
-      facts=_FACTS | {"density": workloads.get(name).density},
-    )
-    for name, seconds in zip(names, times)
-  ]
-
-
-def test_crossovers():
-  cells = [
-    *_sweep("psum", [1.0, 1.0, 1.0]),
-    *_sweep("ring", [0.9, 1.1, 0.9]),
-    *_sweep("zen", [0.1, 0.5, 2.0]),
-    *_sweep("all_gather", [0.1, 0.2, 0.9]),
-  ]
-  # Half way between 20 and 100 per cent, and 0.5 and 2 s, on logarithmic axes.
-  assert crossing.crossovers(cells) == [
-    ("zen", pytest.approx(math.sqrt(2000)), pytest.approx(1e3))
-  ]
-  assert list(crossing.lines(_found(*cells))) == [
-    "As slow as psum with 2 hosts at 200mbit from this share of rows on:"
-    " zen 44.7 %."
-  ]
-
-
-def test_every_picture_is_drawn_that_there_are_cells_for(tmp_path):
-  cells = [_cell(v, n / 10, hosts=n) for n in (2, 4) for v in ("psum", "zen")]
-  cells += [_cell("all_gather", wrong=1, host_times_s=[])]
-  sweep = [*_sweep("psum", [1.0] * 3), *_sweep("zen", [0.1, 0.5, 2.0])]
-  said = list(plots.save_plots(tmp_path / "all.svg", _found(*cells, *sweep)))
-  names = [f"all-{word}.svg" for word in ("hosts", "density", "speed")]
-  assert said == [f"Saved {tmp_path / name}" for name in names]
-  assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
-  said = list(plots.save_plots(tmp_path / "few", _found(*cells[:2])))
-  assert [line.startswith("Saved") for line in said] == [False, False, True]
-  assert (tmp_path / "few-speed.png").exists()
 
 
 # --- the command, with hosts that only say what they are told to ------------

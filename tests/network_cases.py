@@ -1,0 +1,54 @@
+"""Cells made by hand, as `benchmarks.run network` keeps them."""
+
+from benchmarks.network import cells as cells_lib
+from benchmarks.network.cells import Cell
+from benchmarks.network.cells import Findings
+from benchmarks.network.plan import Grid
+
+FACTS = {
+  "density": 0.01,
+  "union_density": 0.03,
+  "dense_bytes": 8e6,
+  "bound_bytes": 1e6,
+}
+# At 200mbit, 25e6 bytes a second: 40 ms for the bound.
+
+
+def cell(variant="zen", seconds=0.1, **changes):
+  values = {
+    "hosts": 2,
+    "rate": "200mbit",
+    "workload": "lm1b-lstm",
+    "variant": variant,
+    "repeats": 2,
+    "batches": 2,
+    "wrong": 0,
+    "compile_s": 1.5,
+    "wire_bytes": 1.5e6,
+    "least_wire_bytes": 1.25e6,
+    "received_bytes": 1.6e6,
+    "facts": FACTS,
+    "host_times_s": [[seconds, seconds / 2], [seconds / 2, seconds]],
+  }
+  return Cell(**(values | changes))
+
+
+def found(*cells):
+  findings = Findings(cells_lib.software(loopback=False))
+  for each in cells:
+    findings.add(each)
+  return findings
+
+
+def grid(**changes):
+  values = {
+    "hosts": (2,),
+    "rates": ("200mbit",),
+    "workloads": ("lm1b-lstm",),
+    "variants": ("psum", "zen"),
+    "repeats": 2,
+    "batches": 2,
+    "calibrate": False,
+    "loopback": False,
+  }
+  return Grid(**(values | changes))

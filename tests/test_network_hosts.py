@@ -1,0 +1,75 @@
+"""How hosts of `benchmarks.run network` compile, start and time their work."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from benchmarks.network import work
+from benchmarks.network.common_start import CommonStart
+from benchmarks.network.shared_compiler import SharedCompiler
+
+
+def test_one_host_compiles_for_all(tmp_path):
+  # Of all devices, as on the hosts, each of which has one.
+  mesh = Mesh(np.array(jax.devices()), ("data",))
+  x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+  lowered = jax.jit(lambda x: {"twice": x * 2}).lower(x)
+  first, others = SharedCompiler(tmp_path, 0), SharedCompiler(tmp_path, 1)
+  compiled, seconds = first.compile(lowered)
+  assert seconds > 0
+  loaded, no_seconds = others.compile(lowered)
+  assert no_seconds == 0
+  for run in (compiled, loaded):
+    assert run(x)["twice"].tolist() == [2 * i for i in range(8)]
+
+
+def test_no_host_waits_for_what_cannot_be_compiled(tmp_path):
+  class Broken:
+    def compile(self):
+      raise ValueError("no such thing")
+
+  broken: Any = Broken()
+  with pytest.raises(ValueError, match="no such thing"):
+    SharedCompiler(tmp_path, 0).compile(broken)
+  with pytest.raises(RuntimeError, match="Host 0 has failed to compile"):
+    SharedCompiler(tmp_path, 1).compile(broken)
+
+
+def test_a_common_start_is_an_instant_to_come():
+  mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+  start = CommonStart(mesh, time.monotonic() - 3.0)
+  before = time.monotonic()
+  instant = start()
+  assert before < instant <= time.monotonic()
+
+
+def test_work_is_that_of_the_last_host():
+  """Of rows and bytes that cost 1 us and 1 ns, on the slower of two hosts."""
+  price = lambda shape: shape[0] * (1e-6 + shape[1] * 4e-9)
+  slow = {f"mask_{i}": [price(s)] * 3 for i, s in enumerate(work.TABLES)}
+  slow |= {f"move_{i}": [2 * price(s)] * 3 for i, s in enumerate(work.MOVED)}
+  slow |= {"all_to_all": [1.0] * 3, "all_gather": [2.0] * 3}
+  slow |= {"idle": [3.5 + price(work.IDLE)] * 3}
+  fast = {name: [0.0] * 3 for name in slow}
+  fitted = work.fit([fast, slow])
+  assert fitted == {
+    "mask_byte": pytest.approx(1e-9),
+    "mask_row": pytest.approx(1e-6),
+    "move_byte": pytest.approx(1e-9),
+    "move_row": pytest.approx(1e-6),
+    "collective": pytest.approx(0.25),
+  }
+
+
+def test_noise_never_gives_a_negative_price():
+  """A wide table that takes no longer than a narrow one of as many bytes."""
+  samples = {"mask_0": [1.0], "mask_1": [0.1], "move_0": [0.1], "move_1": [9.0]}
+  samples |= {"idle": [0.0], "all_to_all": [1.0], "all_gather": [1.0]}
+  assert min(work.fit([samples]).values()) >= 0
