@@ -211,7 +211,7 @@ def test_small_gains_are_left_alone(part, chosen):
 
 
 @pytest.mark.parametrize(
-  ("growth", "chosen"), [(3.3, "all_gather"), (2, "zen")]
+  ("growth", "chosen"), [(3.6, "all_gather"), (2, "zen")]
 )
 def test_of_equals_the_fewest_collectives(growth, chosen):
   """At 4 devices zen carries (1 + growth) / 4 of what a gather does."""

@@ -36,7 +36,8 @@ def document() -> dict[str, Any]:
   }
   cells = [
     dict(hosts=HOSTS, rate=RATE, workload=WORKLOAD, variant=v, wrong=0)
-    | {"host_times_s": [[s, s / 2]] * 3}
+    | {"host_times_s": [[s, s / 2]] * 3, "wire_bytes": 1e6}
+    | {"facts": {"dense_bytes": 35e6}}
     for v, s in times.items()
   ]
   return {
@@ -53,6 +54,21 @@ def test_psum_is_predicted_from_its_curve(document):
   assert cell.predicted.seconds == pytest.approx(1e-3 + bytes_ / 25e6, rel=1e-3)
   assert cell.measured_s == 1.5
   assert cell.error == pytest.approx(cell.predicted.seconds / 1.5 - 1)
+
+
+def test_what_went_dense_is_predicted_as_such(document):
+  psum, *others = predict.cells(document)
+  cells = [
+    c | {"wire_bytes": 36e6} if c["variant"] == "zen-hash-pinned" else c
+    for c in document["cells"]
+  ]
+  found = predict.cells(document | {"cells": cells})
+  hash_, columns = (
+    next(c for c in found if c.variant == f"zen-{name}-pinned")
+    for name in ("hash", "columns")
+  )
+  assert hash_.predicted.seconds == psum.predicted.seconds
+  assert columns in others
 
 
 def test_only_sizes_that_fit_are_predicted(document):

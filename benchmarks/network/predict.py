@@ -106,11 +106,14 @@ def cells(document: dict[str, Any]) -> list[Cell]:
   """Every cell of a run for which there is a prediction."""
   found = []
   for (name, hosts, rate), members in _sections(document):
-    timed = _timed(members)
+    members = list(members)
+    timed, dense = _timed(members), _went_dense(members)
     on = link(document, hosts, rate)
     workload, batches = workloads.get(name), document["options"]["batches"]
     for variant, seconds in timed.items():
-      prediction = predicted(variant, workload, hosts, batches, on)
+      # Past break-even every scheme takes the dense path.
+      taken = "psum" if variant in dense else variant
+      prediction = predicted(taken, workload, hosts, batches, on)
       if prediction is not None:
         found.append(
           Cell(
@@ -240,6 +243,15 @@ def _sections(document):
   return itertools.groupby(
     sorted(document["cells"], key=by_section), by_section
   )
+
+
+def _went_dense(members) -> set[str]:
+  """Variants that sent at least what a dense exchange does."""
+  return {
+    c["variant"]
+    for c in members
+    if c["wire_bytes"] >= c["facts"]["dense_bytes"] and c["variant"] != "ring"
+  }
 
 
 def _timed(members) -> dict[str, float]:
