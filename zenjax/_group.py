@@ -17,6 +17,7 @@ from zenjax import _sync
 from zenjax import _tables
 from zenjax._collectives import Axes
 from zenjax._options import Options
+from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
@@ -45,6 +46,7 @@ def sync_tree(
     The tree, synced, and the new state of its sparse leaves.
   """
   context = _context(options)
+  _check_dense(tree)
   leaves = _select.named_leaves(tree)
   for name, leaf in leaves:
     _check_local(name, leaf, context.axes)
@@ -67,6 +69,16 @@ def sync_tree(
     for i, value in zip(part.at, synced):
       out[at[i]] = value
   return jax.tree.unflatten(jax.tree.structure(tree), out), new_leaves
+
+
+def _check_dense(tree: Any) -> None:
+  for name, leaf in _select.named_leaves(tree, is_rows):
+    if is_rows(leaf):
+      raise TypeError(
+        f"zen_sync takes dense gradients, got SparseRows for {name!r}; give it"
+        " `.to_dense()`, of which it sends the rows that are not zero, or take"
+        " gradients with `jax.grad`."
+      )
 
 
 def _context(options: Options) -> Context:
