@@ -11,13 +11,15 @@ the copy on each device; `*_shards` return through `out_specs=P("data")`.
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+
+import zenjax
 
 AXIS = "data"
 
@@ -37,16 +39,36 @@ def shards(x: jax.Array) -> np.ndarray:
   return np.stack([np.asarray(shard.data) for shard in by_device])
 
 
+class HostRows(NamedTuple):
+  """SparseRows in NumPy, which has no dtype for their ids."""
+
+  indices: np.ndarray
+  values: np.ndarray
+  num_rows: int
+
+
+def to_host(tree: Any, read: Callable[[Any], np.ndarray] = np.asarray) -> Any:
+  """Every array as `read` gives it, SparseRows as HostRows."""
+  is_rows = lambda x: isinstance(x, zenjax.SparseRows)
+
+  def convert(x):
+    if is_rows(x):
+      return HostRows(read(x.indices), read(x.values), x.num_rows)
+    return read(x)
+
+  return jax.tree.map(convert, tree, is_leaf=is_rows)
+
+
 def _vmap(f: PerDevice, n: int) -> Run:
   mapped = jax.jit(jax.vmap(lambda x: f(x, AXIS), axis_name=AXIS, axis_size=n))
-  return lambda stack: jax.tree.map(np.asarray, mapped(stack))
+  return lambda stack: to_host(mapped(stack))
 
 
 def _pmap(f: PerDevice, n: int) -> Run:
   mapped = jax.pmap(
     lambda x: f(x, AXIS), axis_name=AXIS, devices=jax.devices()[:n]
   )
-  return lambda stack: jax.tree.map(np.asarray, mapped(stack))
+  return lambda stack: to_host(mapped(stack))
 
 
 def _shard_map(check_vma: bool, replicated: bool) -> Callable[..., Run]:
@@ -71,7 +93,7 @@ def _shard_map(check_vma: bool, replicated: bool) -> Callable[..., Run]:
 
     def run(stack):
       result = mapped(jax.device_put(stack, split))
-      return jax.tree.map(shards if replicated else np.asarray, result)
+      return to_host(result, shards if replicated else np.asarray)
 
     return run
 

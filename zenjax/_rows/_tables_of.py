@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax import _compat
 from zenjax import _select
@@ -103,10 +104,8 @@ def _trace(loss, leaves) -> Traced:
   def flat(leaves):
     nonlocal structure, others
     found, structure = jax.tree.flatten(loss(leaves))
-    is_array = [isinstance(x, (jax.Array, float, int)) for x in found]
-    others = [None if is_ else x for x, is_ in zip(found, is_array)]
-    others = [_Array if is_ else x for x, is_ in zip(others, is_array)]
-    return [x for x, is_ in zip(found, is_array) if is_]
+    others = [_Array if isinstance(x, _ARRAYS) else x for x in found]
+    return [x for x in found if isinstance(x, _ARRAYS)]
 
   closed = jax.make_jaxpr(flat)(leaves)
   jaxpr, consts = _jaxprs.opened(closed)
@@ -122,8 +121,11 @@ def _trace(loss, leaves) -> Traced:
   return Traced(leaves, jaxpr, consts, rebuild, varying)
 
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
+
+
 class _Array:
-  """Stands for an output that is an array."""
+  """Stands for an output that is an array; what is none passes as it is."""
 
 
 def find(
@@ -139,30 +141,25 @@ def find(
   if spec is not None:
     wanted = _select.explicit(tree, spec, "tables")
     _select.require_bools(names, wanted, "tables")
-  refusals: dict[int, Refusal] = {}
-  candidates = []
-  for i, leaf in enumerate(leaves):
-    reason = _unfit(leaf, wanted[i])
-    if reason:
-      refusals[i] = Refusal(reason, "")
-    else:
-      candidates.append(i)
+  unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
+  candidates = [i for i, reason in unfit.items() if not reason]
   run = _look(traced, leaves, candidates)
-  refusals |= run.refusals
   look_ups = dict.fromkeys(candidates, 0)
+  summed = set()
   for site, turns in _flat(run.sites):
     look_ups[site.param] += turns * math.prod(site.shape[:-1])
     if site.varying - traced.varying:
-      refusals.setdefault(site.param, Refusal(_SUMMED, ""))
+      summed.add(site.param)
   for i in candidates:
-    few = wanted[i] or look_ups[i] < leaves[i].shape[0]
-    if not look_ups[i]:
-      refusals.setdefault(i, Refusal("is not looked up", ""))
-    elif not few:
-      reason = (
-        f"is looked up {look_ups[i]} times, and has {leaves[i].shape[0]} rows"
-      )
-      refusals.setdefault(i, Refusal(reason, ""))
+    count, num_rows = look_ups[i], leaves[i].shape[0]
+    if not count:
+      unfit[i] = "is not looked up"
+    elif i in summed:
+      unfit[i] = _SUMMED
+    elif count >= num_rows and not wanted[i]:
+      unfit[i] = f"is looked up {count} times, and has {num_rows} rows"
+  refusals = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
+  refusals |= run.refusals
   rows = [i for i in candidates if i not in refusals]
   if rows != candidates:
     # What is no table after all takes no taps.
