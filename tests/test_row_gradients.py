@@ -49,6 +49,19 @@ def both(f):
   return jax.jit(run), kinds
 
 
+def on_two_devices(run, check_vma):
+  """`run(params, ids)` on each, with ids of its own, as one program."""
+  mapped = jax.shard_map(
+    run,
+    mesh=Mesh(np.array(jax.devices()[:2]), ("data",)),
+    in_specs=(P(), P("data")),
+    out_specs=P("data"),
+    check_vma=check_vma,
+  )
+  ids = np.concatenate([IDS, OUT_OF_RANGE])
+  return lambda params: jax.jit(mapped)(params, ids)
+
+
 @pytest.mark.parametrize("name", ROWS_ONLY)
 def test_look_ups_give_rows(name):
   run, kinds = both(ROWS_ONLY[name])
@@ -74,7 +87,6 @@ def test_other_uses_stay_dense(name):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_are_local_on_devices(check_vma):
   """All forms in one program, each device with ids of its own."""
-  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 
   def local(differentiate, table, ids):
     table = zenjax.as_varying(table, "data") if differentiate is jax else table
@@ -86,15 +98,7 @@ def test_gradients_are_local_on_devices(check_vma):
   def run(table, ids):
     return local(jax, table, ids), local(zenjax, table, ids)
 
-  mapped = jax.shard_map(
-    run,
-    mesh=mesh,
-    in_specs=(P(), P("data")),
-    out_specs=P("data"),
-    check_vma=check_vma,
-  )
-  ids = np.concatenate([IDS, OUT_OF_RANGE])
-  want, got = jax.jit(mapped)(row_cases.table(), ids)
+  want, got = on_two_devices(run, check_vma)(row_cases.table())
   for name in ROWS_ONLY:
     assert_close(got[name], want[name], tolerance(name))
 
@@ -102,7 +106,6 @@ def test_gradients_are_local_on_devices(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_dense_gradients_are_local_too(check_vma):
   """As of `zenjax.as_varying`: nothing is summed before zen_sync does it."""
-  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
 
   def run(params, ids):
     view = zenjax.as_varying(params, "data")
@@ -111,15 +114,7 @@ def test_dense_gradients_are_local_too(check_vma):
     return jax.tree.map(lambda x: x[None], found)
 
   is_tree = lambda x: isinstance(x, (dict, tuple))
-  mapped = jax.shard_map(
-    run,
-    mesh=mesh,
-    in_specs=(P(), P("data")),
-    out_specs=P("data"),
-    check_vma=check_vma,
-  )
-  ids = np.concatenate([IDS, OUT_OF_RANGE])
-  want, got = jax.jit(mapped)(_params(), ids)
+  want, got = on_two_devices(run, check_vma)(_params())
   for name in want:
     assert_close(got[name], want[name], 1e-4)
 

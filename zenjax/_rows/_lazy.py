@@ -9,10 +9,8 @@ import numpy as np
 import optax
 
 from zenjax import _select
-from zenjax._rows import _sparse_rows
-from zenjax._rows._sparse_rows import SparseRows
-
-_is_rows = _sparse_rows.is_rows
+from zenjax._rows import _trees
+from zenjax._rows._sparse_rows import is_rows
 
 
 def lazy_rows(
@@ -66,19 +64,18 @@ def lazy_rows(
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
-    merged = jax.tree.map(_merged, updates, is_leaf=_is_rows)
-    at = jax.tree.map(_at, merged, is_leaf=_is_rows)
+    merged = _trees.combined(updates)
+    at = jax.tree.map(_at, merged, is_leaf=is_rows)
     if params is not None:
       _require_shapes(merged, params)
     tags = optax.tree_utils.tree_map_params(
       inner, lambda _, at: at, state, at, transform_non_params=lambda _: _ALL
     )
-    values = jax.tree.map(_values, merged, is_leaf=_is_rows)
     few = jax.tree.map(_gather, state, tags)
     few_params = None if params is None else jax.tree.map(_gather, params, at)
-    out, few = inner.update(values, few, few_params, **extra)
+    out, few = inner.update(_trees.values(merged), few, few_params, **extra)
     state = jax.tree.map(_scatter, state, few, tags)
-    return jax.tree.map(_back, merged, out, is_leaf=_is_rows), state
+    return _trees.with_values(merged, out), state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -108,12 +105,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
   def apply(u, p):
     if u is None:
       return p
-    if _is_rows(u):
+    if is_rows(u):
       return p.at[u.indices].add(u.values.astype(p.dtype), mode="drop")
     return optax.apply_updates(p, u)
 
   return jax.tree.map(
-    apply, updates, params, is_leaf=lambda x: x is None or _is_rows(x)
+    apply, updates, params, is_leaf=lambda x: x is None or is_rows(x)
   )
 
 
@@ -133,27 +130,13 @@ class _At:
 _ALL = _At()
 
 
-def _merged(leaf):
-  return leaf.combine() if _is_rows(leaf) else leaf
-
-
 def _at(leaf):
-  if not _is_rows(leaf):
+  if not is_rows(leaf):
     return _ALL
   ids, num_rows = leaf.indices, leaf.num_rows
   # Padding is out of range and all different: every index stands once.
   beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
   return _At(jnp.where(ids < num_rows, ids, beyond), num_rows)
-
-
-def _values(leaf):
-  return leaf.values if _is_rows(leaf) else leaf
-
-
-def _back(leaf, values):
-  if _is_rows(leaf):
-    return SparseRows(leaf.indices, values, leaf.num_rows)
-  return values
 
 
 def _gather(leaf, at):
@@ -170,9 +153,9 @@ def _scatter(leaf, few, at):
 
 def _require_shapes(updates, params):
   for (name, u), p in zip(
-    _select.named_leaves(updates, _is_rows), jax.tree.leaves(params)
+    _select.named_leaves(updates, is_rows), jax.tree.leaves(params)
   ):
-    if _is_rows(u) and u.shape != jnp.shape(p):
+    if is_rows(u) and u.shape != jnp.shape(p):
       raise ValueError(
         f"SparseRows of {name!r} must be rows of the parameter: it is"
         f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"
@@ -184,7 +167,7 @@ def _require_row_by_row(inner, params):
   """Compares a step on two of four rows with one on all, the others zero."""
   rng = np.random.default_rng(0)
   with jax.ensure_compile_time_eval():
-    small = [min(n, 4) for n in (4, 3)]
+    small = [4, 3]
     leaves, structure = jax.tree.flatten(params)
     draw = lambda x: jnp.array(
       rng.standard_normal(small if jnp.ndim(x) == 2 else [1] * jnp.ndim(x)),

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._rows import _sparse_rows
-from zenjax._rows._sparse_rows import SparseRows
+from zenjax._rows import _trees
 
 
 def global_norm(updates: Any) -> jax.Array:
@@ -30,7 +29,7 @@ def global_norm(updates: Any) -> jax.Array:
     >>> float(zenjax.global_norm({"table": rows, "bias": jnp.array([3.0])}))
     5.0
   """
-  leaves = jax.tree.leaves(jax.tree.map(_once, updates, is_leaf=is_rows))
+  leaves = jax.tree.leaves(_trees.values(_trees.combined(updates)))
   return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves))
 
 
@@ -67,31 +66,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    merged = jax.tree.map(_merged, updates, is_leaf=is_rows)
-    values, state = clip.update(_values(merged), state)
-    return jax.tree.map(_with, merged, values, is_leaf=is_rows), state
+    merged = _trees.combined(updates)
+    values, state = clip.update(_trees.values(merged), state)
+    return _trees.with_values(merged, values), state
 
   return optax.GradientTransformation(lambda params: clip.init({}), update)
-
-
-is_rows = _sparse_rows.is_rows
-
-
-def _merged(leaf):
-  return leaf.combine() if is_rows(leaf) else leaf
-
-
-def _once(leaf):
-  return leaf.combine().values if is_rows(leaf) else leaf
-
-
-def _values(tree):
-  return jax.tree.map(
-    lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows
-  )
-
-
-def _with(leaf, values):
-  if is_rows(leaf):
-    return SparseRows(leaf.indices, values, leaf.num_rows)
-  return jnp.asarray(values)

@@ -182,7 +182,7 @@ def _look(traced, leaves, tables) -> _tapped.Run:
     found = _tapped.Run()
     args = [View(i, x) if i in tables else x for i, x in enumerate(leaves)]
     outs = found.run(traced.jaxpr, traced.consts, args)
-    return [x.whole() if isinstance(x, View) else x for x in outs]
+    return _tapped.wholes(outs)
 
   jax.eval_shape(run, leaves)
   return found

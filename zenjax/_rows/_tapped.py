@@ -132,7 +132,7 @@ class Run:
     if name == "scan":
       return self._scan(eqn, values)
     if name == "stop_gradient":
-      return _jaxprs.bind(eqn, _wholes(values))
+      return _jaxprs.bind(eqn, wholes(values))
     at, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
     view = values[at]
     others = [*operands[:at], *operands[at + 1 :]]
@@ -226,11 +226,11 @@ class Run:
 
   def _returned(self, eqn, outs) -> list:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
-    return _wholes(outs)
+    return wholes(outs)
 
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)
-    return _jaxprs.bind(eqn, _wholes(values))
+    return _jaxprs.bind(eqn, wholes(values))
 
   def _note(self, eqn, values, reason):
     for value in values:
@@ -261,5 +261,6 @@ def _stepped(view, found, rows):
   return jnp.where(real, rows, other)
 
 
-def _wholes(values: Sequence[Any]) -> list:
+def wholes(values: Sequence[Any]) -> list:
+  """The same with whole tables in the place of views."""
   return [v.whole() if isinstance(v, View) else v for v in values]

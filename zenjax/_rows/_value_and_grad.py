@@ -164,7 +164,7 @@ def partial_loss(
 def _differentiate(traced, found, options):
   """`[loss, *aux]`, and the gradient of every leaf."""
   leaves = traced.leaves
-  is_table = [i in set(found.rows) for i in range(len(leaves))]
+  is_table = [i in found.rows for i in range(len(leaves))]
   plain = [x for x, is_ in zip(leaves, is_table) if not is_]
   taps = [site.tap() for site in found.sites]
 
@@ -176,7 +176,7 @@ def _differentiate(traced, found, options):
     ]
     run = _tapped.Run(taps=taps)
     outs = run.run(traced.jaxpr, traced.consts, args)
-    outs = [x.whole() if isinstance(x, View) else x for x in outs]
+    outs = _tapped.wholes(outs)
     return outs[0], (outs, run.ids)
 
   both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)

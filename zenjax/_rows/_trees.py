@@ -1,0 +1,33 @@
+"""Trees in which some leaves are SparseRows, seen by their values."""
+
+from typing import Any
+
+import jax
+
+from zenjax._rows._sparse_rows import is_rows
+from zenjax._rows._sparse_rows import SparseRows
+
+
+def combined(tree: Any) -> Any:
+  """The same with every index of SparseRows once."""
+  return jax.tree.map(
+    lambda x: x.combine() if is_rows(x) else x, tree, is_leaf=is_rows
+  )
+
+
+def values(tree: Any) -> Any:
+  """Arrays alone: `[K, D]` in the place of SparseRows."""
+  return jax.tree.map(
+    lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows
+  )
+
+
+def with_values(tree: Any, new: Any) -> Any:
+  """`tree` with other values, given as `values` gives them."""
+
+  def put(leaf, value):
+    if is_rows(leaf):
+      return SparseRows(leaf.indices, value, leaf.num_rows)
+    return value
+
+  return jax.tree.map(put, tree, new, is_leaf=is_rows)
