@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from benchmarks import step
+from benchmarks import compiled_step
 from benchmarks import table
 from benchmarks import targets
 from benchmarks import variants
@@ -66,7 +66,7 @@ def _build(variant, devices):
   mesh = Mesh(np.array(devices), (AXIS,))
   n = mesh.size
   abstract = functools.partial(_abstract, mesh)
-  compiled = step.compile_step(
+  compiled = compiled_step.compile_step(
     variant.make(None),
     GRADIENTS["scatter-add"],
     mesh,

@@ -43,6 +43,7 @@ def plan(
     tables,
     row_groups=[groups[0]] * len(tables),
     column_groups=[groups[1]] * len(tables),
+    devices=n,
     pinned=[None] * len(tables),
     seed=seed,
   )

@@ -126,6 +126,7 @@ def _parser():
   )
   commands = parser.add_subparsers(dest="command", required=True)
   _add_sync(commands)
+  _add_step(commands)
   _add_local(commands)
   _add_memory(commands)
   _add_sparsity(commands)
@@ -160,6 +161,40 @@ def _add_sync(commands):
   _add_batches(sync, 4)
   _add_variants(sync)
   _add_common(sync, repeats=15)
+
+
+def _add_step(commands):
+  step = commands.add_parser(
+    "step", help="whole training steps, dense gradients against rows"
+  )
+  step.add_argument(
+    "--rows",
+    nargs="+",
+    type=_positive,
+    default=[100_000, 1_000_000],
+    metavar="R",
+    help="of the tables, as many as fit in memory together; by default"
+    " 100000 1000000",
+  )
+  step.add_argument("--width", type=_positive, default=16)
+  step.add_argument(
+    "--look-ups", type=_positive, default=4096, help="of a device and step"
+  )
+  step.add_argument("--devices", type=_positive, default=8)
+  step.add_argument(
+    "--optimizer",
+    choices=("adam", "adagrad", "row_adagrad", "sgd"),
+    default="adam",
+  )
+  step.add_argument(
+    "--variants",
+    nargs="+",
+    metavar="NAME",
+    help="by default all: dense (pmean), zen (of dense gradients), rows,"
+    " rows-pinned",
+  )
+  _add_batches(step, 4)
+  _add_common(step, repeats=15)
 
 
 def _add_local(commands):

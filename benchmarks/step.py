@@ -1,97 +1,95 @@
-"""One training step on one table: gradient, synchronization, SGD."""
+"""`step`: whole training steps, dense against rows, tables of any size.
 
-import dataclasses
-import time
-from typing import Any
+Gradient, synchronization, optimizer and parameters, everything donated. The
+same look-ups go to every table: of equally many distinct rows, spread over it.
+"""
+
+import argparse
+import functools
+import itertools
+import os
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
-import optax
 
-from benchmarks.gradients import Gradient
+from benchmarks import table
+from benchmarks import whole_step
+from benchmarks.harness import Case
 from benchmarks.variants import AXIS
-from benchmarks.variants import LEAF
-import zenjax
 
-LEARNING_RATE = 0.5  # A power of two: the products are exact.
+MB = 1e6
+COLUMNS = (
+  table.fact("state\nMB", "state_bytes", unit=MB),
+  table.fact("temporary\nMB", "temporary", unit=MB),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
+  table.WRONG,
+  table.COMPILE,
+  table.TIME,
+  table.SPREAD,
+  table.Column("dense\nover", lambda r, p: _over(r, p, "dense"), ".1f"),
+  table.Column("over\nsmallest", lambda r, p: _over_smallest(r, p), ".2f"),
+)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-  """A compiled step and the state it starts from."""
-
-  compiled: Any  # (params, state, *batch) -> (params, state)
-  state: Any
-  seconds: float  # to trace, lower and compile
+def _over(result, peers, name):
+  """How much longer the dense step of the same table takes."""
+  rows = result.name.split(" ", 1)[1]
+  other = peers.get(f"{name} {rows}")
+  return other.median_s / result.median_s if other else float("nan")
 
 
-def compile_step(
-  sync: optax.GradientTransformation,
-  gradient: Gradient,
-  mesh: Mesh,
-  params: Any,
-  batch: tuple[Any, Any],
-) -> Step:
-  """Compiles a step; arguments may be arrays or their abstract shapes.
+def _over_smallest(result, peers):
+  """Time over that of the same variant on the smallest table."""
+  variant = result.name.split(" ", 1)[0]
+  same = [p for name, p in peers.items() if name.split(" ", 1)[0] == variant]
+  first = min(same, key=lambda p: p.facts["state_bytes"])
+  return result.median_s / first.median_s
 
-  Args:
-    sync: Makes global gradients of local ones.
-    gradient: The loss.
-    mesh: One axis, `AXIS`, of `n` devices.
-    params: `{LEAF: [R, D]}`, replicated; donated to the step.
-    batch: The inputs of `gradient.loss`, `[n, ...]`, split over devices.
+
+def cases(options: argparse.Namespace) -> list[Case]:
+  """Every variant on every number of rows, all in one group: they take turns.
+
+  Raises:
+    ValueError: There are too few devices, too little memory, or no such
+      variant.
   """
-  optimizer = optax.chain(sync, optax.sgd(LEARNING_RATE))
-  state = _initial_state(optimizer, params, mesh)
-  specs = zenjax.state_specs(state, AXIS)
-
-  def loss(params, a, b):
-    return gradient.loss(params[LEAF], a[0], b[0])
-
-  def step(params, state, a, b):
-    grads = jax.grad(loss)(params, a, b)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  # check_vma=False: gradients of replicated parameters stay local, and "none"
-  # may leave replicas different.
-  mapped = jax.shard_map(
-    step,
-    mesh=mesh,
-    in_specs=(P(), specs, P(AXIS), P(AXIS)),
-    out_specs=(P(), specs),
-    check_vma=False,
+  devices = jax.devices()
+  if len(devices) < options.devices:
+    raise ValueError(
+      f"`--devices` must not exceed the devices of this machine, got"
+      f" {options.devices} of {len(devices)}: ask for fewer."
+    )
+  mesh = Mesh(np.array(devices[: options.devices]), (AXIS,))
+  names = options.variants or list(whole_step.VARIANTS)
+  _check_memory(names, options, mesh)
+  group = (
+    f"{options.look_ups:,} look-ups a device, D = {options.width},"
+    f" {options.optimizer}"
   )
-  start = time.perf_counter()
-  lowered = jax.jit(mapped, donate_argnums=0).lower(params, state, *batch)
-  compiled = lowered.compile()
-  return Step(compiled, state, time.perf_counter() - start)
+  return [
+    Case(
+      group=group,
+      name=f"{name} {rows:,}",
+      build=functools.partial(
+        whole_step.build, name, whole_step.Setting.of(options, rows), mesh
+      ),
+    )
+    for rows, name in itertools.product(options.rows, names)
+  ]
 
 
-def _initial_state(optimizer, params, mesh):
-  if isinstance(params[LEAF], jax.Array):
-    return zenjax.init(optimizer, params, mesh, AXIS)
-  replicated = NamedSharding(mesh, P())
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    jax.eval_shape(optimizer.init, params),
-  )
-
-
-def zeros(mesh: Mesh, rows: int, width: int) -> dict[str, jax.Array]:
-  """Parameters of value zero, `{LEAF: [R, D]}`, on every device of `mesh`."""
-  replicated = NamedSharding(mesh, P())
-  make = jax.jit(
-    lambda: {LEAF: jnp.zeros((rows, width), jnp.float32)},
-    out_shardings=replicated,
-  )
-  return make()
-
-
-def split(mesh: Mesh, x: np.ndarray) -> jax.Array:
-  """Places `[n, ...]` with one entry a device."""
-  return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+def _check_memory(names, options, mesh):
+  if mesh.devices.flat[0].platform != "cpu":
+    return  # Each device has memory of its own, and says when it is full.
+  have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  need = 0
+  for rows, name in itertools.product(options.rows, names):
+    tables = whole_step.tables_alive(name, options.optimizer)
+    need += tables * mesh.size * rows * options.width * 4
+  if need > have:
+    raise ValueError(
+      "`--rows` must fit in memory together, for steps on all of them take"
+      f" turns: they need about {need / 1e9:.0f} GB, got {have / 1e9:.0f} GB."
+      " Ask for fewer or smaller tables, fewer `--devices` or `--variants`."
+    )

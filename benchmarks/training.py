@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
+from benchmarks import compiled_step
 from benchmarks import oracle
-from benchmarks import step
 from benchmarks import workloads
 from benchmarks.gradients import Arrays
 from benchmarks.gradients import GRADIENTS
@@ -67,12 +67,14 @@ class Training:
     rng = np.random.default_rng(seed)
     ids = workloads.ids(self.workload, self.mesh.size, seed)
     inputs = [self.gradient.inputs(self.workload, i, rng) for i in ids]
-    a, b = (step.split(self.mesh, np.stack(x)) for x in zip(*inputs))
+    a, b = (compiled_step.split(self.mesh, np.stack(x)) for x in zip(*inputs))
     return _Batch(ids, inputs, (a, b))
 
   def zeros(self) -> Any:
     """Fresh parameters of value zero, on every device."""
-    return step.zeros(self.mesh, self.workload.rows, self.workload.width)
+    return compiled_step.zeros(
+      self.mesh, self.workload.rows, self.workload.width
+    )
 
   def build(self, variant: Variant) -> Built:
     """Compiles `variant`, checks it on every batch, collects its figures."""
@@ -98,7 +100,7 @@ class Training:
   def _runner(self, variant, capacities):
     sync = variant.make(capacities)
     placed = self.batches[0].placed
-    compiled = step.compile_step(
+    compiled = compiled_step.compile_step(
       sync, self.gradient, self.mesh, self.zeros(), placed
     )
     return _Runner(self, compiled, variant)
@@ -138,13 +140,15 @@ class Training:
     total = np.zeros((self.workload.rows, self.workload.width))
     for a, b in inputs:
       total += self.gradient.expected(self.workload.rows, a, b)
-    return total * (-step.LEARNING_RATE / len(inputs))
+    return total * (-compiled_step.LEARNING_RATE / len(inputs))
 
 
 class _Runner:
   """One variant's compiled step; calling it runs one on the next batch."""
 
-  def __init__(self, training: Training, built: step.Step, variant: Variant):
+  def __init__(
+    self, training: Training, built: compiled_step.Step, variant: Variant
+  ):
     self.compile_s = built.seconds
     self._training = training
     self._built = built

@@ -48,6 +48,8 @@ SHAPES = (
   ("n-1", 3),
   (640, 33),
 )
+# What a device holds: an array, or its nonzero rows alone.
+FORMS = ("array", "rows")
 # The first round: a static guess, one row, a few. More than fits always comes.
 CAPACITIES = (None, (1, 1), (4, 12))
 
@@ -62,6 +64,7 @@ class Program(NamedTuple):
   shape: tuple[int | str, int]
   capacities: tuple[int, int] | None
   op: oracle.Op
+  form: str = "array"
 
   @property
   def rows(self) -> int:
@@ -76,7 +79,7 @@ class Program(NamedTuple):
     first = "x".join(map(str, self.capacities)) if self.capacities else "guess"
     return (
       f"{'-'.join(self.scheme)}-{self.runner}-{self.dtype.name}-n{self.n}"
-      f"-{self.rows}x{self.width}-{first}-{self.op}"
+      f"-{self.rows}x{self.width}-{first}-{self.op}-{self.form}"
     )
 
   def options(self) -> dict:
@@ -105,6 +108,7 @@ FACTORS = (
   SHAPES,
   CAPACITIES,
   ("mean", "sum"),
+  FORMS,
 )
 
 
@@ -114,9 +118,12 @@ def pairs_of(program: Program) -> set:
 
 
 def possible(pair) -> bool:
-  """A grid needs a divisor of `n` between 1 and `n`: 8 devices."""
-  (i, x), (j, y) = pair
-  return (i, j) != (0, 3) or y == 8 or x not in GRIDS
+  """A grid needs a divisor of `n` between 1 and `n`, blocks an array."""
+  chosen = dict(pair)
+  scheme, n, form = (chosen.get(i) for i in (0, 3, 7))
+  if scheme in GRIDS and n not in (None, 8):
+    return False
+  return scheme != ("block_sparse", "auto") or form != "rows"
 
 
 def programs(seed: int = 0) -> list[Program]:
@@ -143,11 +150,18 @@ def programs(seed: int = 0) -> list[Program]:
 def synchronize(program: Program):
   """What one device of a program does."""
   f = {"mean": zenjax.sparse_pmean, "sum": zenjax.sparse_psum}[program.op]
-  return functools.partial(_call, f, program.options())
+  call = {"array": _call, "rows": _call_on_rows}[program.form]
+  return functools.partial(call, f, program.options())
 
 
 def _call(f, options, x, axis_name):
   return f(x, axis_name, **options)
+
+
+def _call_on_rows(f, options, x, axis_name):
+  """As many rows as there can be: the others find it half empty."""
+  rows = zenjax.SparseRows.from_dense(x, x.shape[0])
+  return f(rows, axis_name, **options).to_dense()
 
 
 def failures(run, program: Program, named_stacks) -> list[str]:

@@ -156,17 +156,3 @@ def test_norm_and_clipping_are_those_of_the_dense_tree():
 def test_a_norm_of_nothing_is_no_bound():
   with pytest.raises(ValueError, match="`max_norm` must be positive"):
     zenjax.clip_by_global_norm(0.0)
-
-
-@pytest.mark.parametrize(
-  "sync",
-  [
-    lambda rows: zenjax.sparse_pmean(rows, "data"),
-    lambda rows: zenjax.zen_sync("data").update(
-      {"table": rows}, zenjax.zen_sync("data").init({"table": jnp.ones((5, 3))})
-    )[0],
-  ],
-)
-def test_zen_sync_says_that_it_takes_dense_gradients(sync):
-  with pytest.raises(TypeError, match=r"got SparseRows for .*`\.to_dense\(\)`"):
-    jax.vmap(lambda _: sync(drawn()), axis_name="data")(jnp.arange(2))

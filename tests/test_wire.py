@@ -135,6 +135,42 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   assert received_bytes(declared.first, declared.context) > 0
 
 
+@pytest.mark.parametrize(
+  ("scheme", "partition"),
+  [*_ZEN, ("all_gather", "auto"), ("recursive_doubling", "auto")],
+)
+def test_rows_send_what_is_declared(scheme, partition):
+  """Look-ups of a large table beside an array; no dense path for them."""
+
+  def tables(ids, values):
+    return {
+      "rows": zenjax.SparseRows(ids, values, 1_000_000),
+      "array": jnp.zeros((2000, 24)),
+    }
+
+  args = (jax.ShapeDtypeStruct((96,), jnp.int32), table(96, 16))
+  kwargs = dict(scheme=scheme, partition=partition)
+  sync = zenjax.zen_sync("data", sparse=True, **kwargs)
+  state = jax.eval_shape(sync.init, jax.eval_shape(tables, *args))
+  step = jax.shard_map(
+    lambda i, v, s: sync.update(zenjax.as_varying(tables(i, v), "data"), s),
+    mesh=runners.mesh(8),
+    in_specs=P(),
+    out_specs=P(),
+  )
+  seen = collectives(jax.jit(step).lower(*args, state))
+  shapes = jax.eval_shape(tables, *args)
+  declared = _declare.declare(shapes, ("data",), (8,), **kwargs)
+  first = [(f.op, f.words) for f in seen if not f.inside]
+  assert first == [(m.op, m.words) for m in declared.first]
+  looped = [f for f in seen if set(f.inside) == {"stablehlo.while"}]
+  assert [(f.op, f.words) for f in looped] == [
+    (m.op, m.words) for turn in declared.loops for m in turn
+  ]
+  dense = [f for f in seen if f.inside and f not in looped]
+  assert len(dense) == len([m for turn in declared.dense for m in turn])
+
+
 @pytest.mark.parametrize("n", [3, 5, 6])
 def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   tables = {"a": table(2000, 24)}

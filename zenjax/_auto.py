@@ -73,7 +73,8 @@ def _choose_one(
   with jax.ensure_compile_time_eval():
     found = _cost.choices(table, profile, context, options.link or _LINK)
   # Rows to come out, or to wait, need an exchange of rows.
-  sparse = options.rows_out or not options.exact
+  listed = table.look_ups is not None
+  sparse = listed or options.rows_out or not options.exact
   fastest = next(p for p in found if not (sparse and p.scheme in DENSE))
   usual = _plan.choose_column_groups(table, context.sizes[-1], "auto")
   best = min(

@@ -216,6 +216,7 @@ def _sparse_messages(
     table,
     groups=m,
     column_groups=g,
+    devices=context.devices,
     pinned=None,
     seed=0,
     first_word=0,
@@ -246,6 +247,8 @@ def _message_s(message: Message, context: Context, link: Link) -> float:
 
 
 def _mask_s(table: Table, work: Work) -> float:
+  if table.look_ups is not None:
+    return 0.0
   size = table.num_rows * table.width * table.dtype.itemsize
   return size * work.mask_byte + table.num_rows * work.mask_row
 
@@ -282,6 +285,5 @@ def choices(
 
 def assumed(table: Table, devices: int) -> Profile:
   """A vocabulary's densities, where nothing was measured."""
-  rows = table.num_rows * _plan.AUTO_DENSITY
-  union = min(rows * devices**0.75, table.num_rows)
+  rows, union = _plan.assumed_rows(table, devices)
   return Profile(rows=rows, fullest=rows, union=union, devices=devices)

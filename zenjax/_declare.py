@@ -18,6 +18,7 @@ from zenjax import _tables
 from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._plan import TablePlan
+from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
@@ -50,14 +51,15 @@ def declare(
   """Declares the sparse exchange of all leaves of `tables`.
 
   Args:
-    tables: Arrays or their shapes.
+    tables: Arrays, SparseRows, or their shapes.
     axes: Axis names, slowest first.
     sizes: Devices along each.
     **kwargs: As for `zen_sync`.
   """
   options = _options.check(axes, sparse=True, **_options.DEFAULTS | kwargs)
   context = Context(axes=axes, sizes=tuple(sizes), mean=options.mean)
-  group, platform = _select.named_leaves(tables), jax.default_backend()
+  group = _select.named_leaves(tables, is_rows)
+  platform = jax.default_backend()
   if options.scheme in DENSE:
     return _declare_dense(group, DENSE[options.scheme], options, context)
   scheme = SPARSE[options.scheme]
@@ -70,7 +72,11 @@ def declare(
       *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
     ],
     loops=_rounds.loop_messages(plans, scheme, context),
-    dense=[_dense.messages(plan.table, context, platform) for plan in plans],
+    dense=[
+      _dense.messages(plan.table, context, platform)
+      for plan in plans
+      if plan.table.look_ups is None
+    ],
   )
 
 

@@ -40,7 +40,7 @@ class Options:
   scheme: str
   mean: bool
   exact: bool
-  rows_out: bool
+  output: str
   unit: Unit
   partition: Partition
   wire_dtype: jnp.dtype | None
@@ -49,13 +49,18 @@ class Options:
   link: Link | None
   profile: Mapping[str, Profile] | None
 
+  @property
+  def rows_out(self) -> bool:
+    """Whether arrays come back as SparseRows."""
+    return self.output == "rows"
+
 
 # Of every argument of `zen_sync` but `axis_name` and `sparse`.
 DEFAULTS: dict[str, Any] = dict(
   scheme="zen",
   op="mean",
   on_overflow="exact",
-  output="dense",
+  output="same",
   unit="row",
   partition="auto",
   wire_dtype=None,
@@ -86,7 +91,7 @@ def check(
   _one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
   _one_of("op", op, ["mean", "sum"])
   _one_of("on_overflow", on_overflow, ["exact", "carry"])
-  _one_of("output", output, ["dense", "rows"])
+  _one_of("output", output, ["same", "dense", "rows"])
   _check_auto(scheme, link, profile)
   _check_unit(unit)
   if unit == "row" and scheme in SPARSE:
@@ -108,7 +113,7 @@ def check(
     scheme=scheme,
     mean=op == "mean",
     exact=on_overflow == "exact",
-    rows_out=output == "rows",
+    output=output,
     unit=unit,
     partition=partition,
     wire_dtype=_floating("wire_dtype", wire_dtype),

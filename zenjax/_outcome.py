@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from zenjax import _compat
 from zenjax import _dense
+from zenjax._masked import Whole
 from zenjax._plan import TablePlan
 from zenjax._progress import Progress
 from zenjax._progress import rows_to_come
+from zenjax._progress import Target
 from zenjax._rounds import Turns
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
@@ -72,7 +74,7 @@ def _above(
 
 
 def outcome(
-  table: jax.Array,
+  target: Target,
   progress: Progress,
   first: Arrived,
   dense: jax.Array | None,
@@ -84,7 +86,7 @@ def outcome(
   """What one table's exchange showed.
 
   Args:
-    table: `[R, D]`, synced.
+    target: Synced.
     progress: After the last round.
     first: What the first pull brought.
     dense: Whether it took the dense path; None where it could not.
@@ -101,7 +103,8 @@ def outcome(
   push = jnp.max(tally.fullest).astype(jnp.float32)
   pull = jnp.max(progress.union).astype(jnp.float32)
   groups, rows = plan.layout.groups, plan.table.num_rows
-  if dense is not None:
+  if dense is not None and isinstance(target, Whole):
+    table = target.table
     # A dense exchange counts no rows: a sample of them stands for all.
     scale = rows / _dense.sample_count(rows)
     none = _compat.cast_like(jnp.zeros((), jnp.int32), table)

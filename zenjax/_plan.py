@@ -30,13 +30,30 @@ class Capacity(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-  """Static facts of one leaf, seen as `[num_rows, width]`."""
+  """Static facts of one leaf, seen as `[num_rows, width]`.
+
+  Attributes:
+    name: Of the leaf.
+    num_rows: `R`.
+    width: `D`.
+    dtype: Of its elements.
+    wire_dtype: In which they travel.
+    look_ups: `K`, rows that a device holds of it at most: those of SparseRows.
+      None for an array, which may hold all.
+  """
 
   name: str
   num_rows: int
   width: int
   dtype: jnp.dtype
   wire_dtype: jnp.dtype
+  look_ups: int | None = None
+
+  def at_most(self, devices: int) -> int:
+    """Rows that `devices` may hold together."""
+    if self.look_ups is None:
+      return self.num_rows
+    return min(self.num_rows, devices * self.look_ups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,7 @@ class TablePlan:
     table: What travels.
     layout: Its row groups.
     column_groups: `g`.
+    most: More rows than these no push and no pull can have to bring.
     first: Capacity of the first push and pull, which are unconditional.
     pinned: Whether the user gave it.
     chunks: Capacity of those in the loops: `LARGE` while much is left, then
@@ -56,6 +74,7 @@ class TablePlan:
   table: Table
   layout: Layout
   column_groups: int
+  most: Capacity
   first: Capacity
   pinned: bool
   chunks: tuple[Capacity, Capacity]
@@ -69,7 +88,7 @@ class TablePlan:
 class _Size(NamedTuple):
   """How large a push or pull is that knows nothing of the density."""
 
-  part: int  # of the slots, as a divisor
+  part: float  # of the rows that there may be, as a divisor
   least_bytes: int  # to one device: what takes no longer than less would
 
 
@@ -82,6 +101,11 @@ _FIRST = (_Size(128, 48 << 10), _Size(64, 48 << 10))
 _LARGE = (_Size(48, 48 << 10), _Size(32, 128 << 10))
 _SMALL = (_Size(192, 16 << 10), _Size(256, 32 << 10))
 _MOST_LONGER = 8
+# Rows of look-ups are at most so many, and text repeats its words: what is
+# distinct is a quarter to a tenth. All that there may be is a mean over groups.
+_FIRST_ROWS = (_Size(4, 48 << 10), _Size(4, 48 << 10))
+_LARGE_ROWS = (_Size(8, 48 << 10), _Size(8, 128 << 10))
+_SMALL_ROWS = (_Size(32, 16 << 10), _Size(32, 32 << 10))
 # With few slots a second size would cost more to compile than it saves.
 _ONE_SIZE_UP_TO = 1024
 # Parts of pinned sizes, (push, pull). The pull's is a low percentile of what
@@ -96,6 +120,7 @@ def plan_table(
   *,
   groups: int,
   column_groups: int,
+  devices: int,
   pinned: Capacity | None,
   seed: int,
   first_word: int,
@@ -109,41 +134,63 @@ def plan_table(
     first_word=first_word,
     contiguous=contiguous,
   )
-  slots = layout.slots
+  most = Capacity(*(min(table.at_most(k), layout.slots) for k in (1, devices)))
   if pinned:
-    first = Capacity(*(min(c, slots) for c in pinned))
+    first = Capacity(*(min(c, m) for c, m in zip(pinned, most)))
     chunks = tuple(
       Capacity(*(-(-size // part) for size, part in zip(first, parts)))
       for parts in (_PINNED_LARGE, _PINNED_SMALL)
     )
   else:
     block = -(-table.width // column_groups) * table.wire_dtype.itemsize
-    first, *chunks = (
-      Capacity(_unpinned(push, slots, block + 4), _unpinned(pull, slots, block))
-      for push, pull in (_FIRST, _LARGE, _SMALL)
+    listed = table.look_ups is not None
+    sizes = (
+      (_FIRST_ROWS, _LARGE_ROWS, _SMALL_ROWS)
+      if listed
+      else (_FIRST, _LARGE, _SMALL)
     )
-  large, small = (_clip(chunk, slots) for chunk in chunks)
-  if slots <= _ONE_SIZE_UP_TO:
+    of = _parted(table, groups, devices, layout.slots)
+    first, *chunks = (
+      Capacity(
+        _unpinned(push, of[0], block + 4),
+        _unpinned(pull, of[1], block),
+      )
+      for push, pull in sizes
+    )
+  large, small = (_clip(chunk, most) for chunk in chunks)
+  if max(most) <= _ONE_SIZE_UP_TO:
     small = large
   return TablePlan(
     table=table,
     layout=layout,
     column_groups=column_groups,
-    first=first if pinned else _clip(first, slots),
+    most=most,
+    first=first if pinned else _clip(first, most),
     pinned=pinned is not None,
     chunks=(large, small),
   )
 
 
-def _unpinned(size: _Size, slots: int, row_bytes: int) -> int:
-  rows = -(-slots // size.part)
+def _parted(
+  table: Table, groups: int, devices: int, slots: int
+) -> tuple[float, float]:
+  """Rows of a group of which sizes are parts, `(push, pull)`."""
+  if table.look_ups is None:
+    return slots, slots
+  union = table.look_ups * devices**GROWTH
+  return table.look_ups / groups, min(union / groups, slots)
+
+
+def _unpinned(size: _Size, of: float, row_bytes: int) -> int:
+  rows = math.ceil(of / size.part)
   return max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
 
 
-def _clip(capacity: Capacity, slots: int) -> Capacity:
-  """At least a few rows, which cost nothing, and at most `S`."""
-  low = min(_MIN_ROWS, slots)
-  return Capacity(*(min(max(c, low), slots) for c in capacity))
+def _clip(capacity: Capacity, most: Capacity) -> Capacity:
+  """At least a few rows, which cost nothing, and no more than there may be."""
+  return Capacity(
+    *(min(max(c, _MIN_ROWS), high) for c, high in zip(capacity, most))
+  )
 
 
 def choose_column_groups(
@@ -170,10 +217,21 @@ def choose_column_groups(
   return min(divisors, key=lambda g: expected_bytes(table, devices, g))
 
 
-# Densities for which `auto` compares partitions: a vocabulary's.
-AUTO_DENSITY = 0.01
-_AUTO_UNION = 0.04
+# What is assumed of gradients of which nothing is known: a vocabulary's density
+# and how the union of devices grows; of look-ups, how many are of other rows.
+_DENSITY = 0.01
+_DISTINCT = 0.25
+GROWTH = 0.75
 _MIN_BLOCK_BYTES = 64
+
+
+def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
+  """Rows of a device, and of the union of all."""
+  if table.look_ups is None:
+    rows = table.num_rows * _DENSITY
+  else:
+    rows = min(table.look_ups * _DISTINCT, table.num_rows)
+  return rows, min(rows * devices**GROWTH, table.num_rows)
 
 
 def expected_bytes(table: Table, devices: int, column_groups: int) -> float:
@@ -185,8 +243,9 @@ def expected_bytes(table: Table, devices: int, column_groups: int) -> float:
   """
   groups = devices // column_groups
   block = -(-table.width // column_groups) * table.wire_dtype.itemsize
-  pushed = fullest(table.num_rows * AUTO_DENSITY, groups, devices * groups)
-  pulled = fullest(table.num_rows * _AUTO_UNION, groups, groups)
+  rows, union = assumed_rows(table, devices)
+  pushed = fullest(rows, groups, devices * groups)
+  pulled = fullest(union, groups, groups)
   index = 0 if groups == 1 else 4 / column_groups
   return (devices - 1) * (pushed * (block + 4) + pulled * (block + index))
 
@@ -202,6 +261,7 @@ def plan_group(
   *,
   row_groups: Sequence[int],
   column_groups: Sequence[int],
+  devices: int,
   pinned: Sequence[Capacity | None],
   seed: int,
   contiguous: bool = False,
@@ -214,6 +274,7 @@ def plan_group(
       table,
       groups=m,
       column_groups=g,
+      devices=devices,
       pinned=sizes,
       seed=seed,
       first_word=first_word,

@@ -5,17 +5,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zenjax._listed import Appended
+from zenjax._masked import Whole
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Tally
-from zenjax.kernels.expand.reference import expand
+
+# Where the sums of one table go.
+Target = Whole | Appended
 
 
 class Progress(NamedTuple):
   """Where one table stands; every count is equal on all devices."""
 
-  table: jax.Array  # [R, D], synced below `start` but for what is pending
+  target: Target  # synced below `start` but for what is pending
   start: jax.Array  # [m] int32, where the next push begins
   union: jax.Array  # [m] int32, rows that came back so far
   sent: jax.Array  # [] int32, capacity of the last push
@@ -26,12 +30,12 @@ class Progress(NamedTuple):
   rounds: jax.Array  # [] int32, pulls that carried rows
 
 
-def begin(table: jax.Array, plan: TablePlan) -> Progress:
+def begin(target: Target, plan: TablePlan) -> Progress:
   """Before the first push."""
   zero = jnp.zeros((), jnp.int32)
   none = jnp.zeros(plan.layout.groups, jnp.int32)
   return Progress(
-    table=table,
+    target=target,
     start=none,
     union=none,
     sent=jnp.full_like(zero, plan.first.push),
@@ -43,14 +47,16 @@ def begin(table: jax.Array, plan: TablePlan) -> Progress:
   )
 
 
-def advance(progress: Progress, arrived: Arrived, capacity: int) -> Progress:
+def advance(
+  progress: Progress, arrived: Arrived, capacity: int, plan: TablePlan
+) -> Progress:
   """Writes what a pull of `capacity` rows brought."""
   tally = arrived.tally
   with jax.named_scope("zenjax/expand"):
-    table = expand(progress.table, arrived.row, arrived.values)
+    target = progress.target.written(arrived, plan)
   carried = (jnp.sum(tally.union) > 0).astype(jnp.int32)
   return progress._replace(
-    table=table,
+    target=target,
     # A table that took the dense path, or had no more rows, stays done.
     start=jnp.maximum(tally.end, progress.start),
     union=progress.union + tally.union,

@@ -9,19 +9,19 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax import _compat
+from zenjax import _masked
 from zenjax import _outcome
 from zenjax import _select
-from zenjax import _sync
 from zenjax._options import Unit
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
 from zenjax._state import LeafState
 
 
-def carried(leaf: LeafState, unit: Unit) -> _sync.Carried:
+def carried(leaf: LeafState, unit: Unit) -> _masked.Carried:
   """What waits from earlier steps, seen as a table."""
   residual = _residual_of(leaf)
-  return _sync.Carried(_select.as_table(residual[0], unit), leaf.waiting)
+  return _masked.Carried(_select.as_table(residual[0], unit), leaf.waiting)
 
 
 def keep(

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
 from zenjax import _held
 from zenjax._plan import LARGE
 from zenjax._plan import SMALL
@@ -59,13 +58,13 @@ class Rounds:
   """The loops of one group of tables.
 
   Attributes:
-    bitmaps: The local nonzero rows of each table.
+    sources: The local rows of each table.
     plans: Sizes for each table.
     scheme: How rows travel.
     context: Axes and operation.
   """
 
-  bitmaps: Sequence[_bitmap.Bitmap]
+  sources: Sequence[Any]
   plans: Sequence[TablePlan]
   scheme: Scheme
   context: Context
@@ -161,9 +160,11 @@ class Rounds:
         ([p.start for p in flow.progress], flow.turns.pushes)
       )
       outgoing = [
-        Outgoing(p.table, bitmap, jnp.minimum(start, plan.layout.slots), zero)
-        for p, bitmap, start, plan in zip(
-          flow.progress, self.bitmaps, starts, self.plans
+        Outgoing(
+          source.after(p.target), jnp.minimum(start, plan.layout.slots), zero
+        )
+        for p, source, start, plan in zip(
+          flow.progress, self.sources, starts, self.plans
         )
       ]
       sizes = [plan.chunks[level].push for plan in self.plans]
@@ -194,7 +195,9 @@ class Rounds:
       at = [p.pulled for p in flow.progress]
       sizes = [plan.chunks[level].pull for plan in self.plans]
       arrived = self.scheme.pull(flow.held, at, self.plans, sizes, self.context)
-      progress = [advance(*pa) for pa in zip(flow.progress, arrived, sizes)]
+      progress = [
+        advance(*pa) for pa in zip(flow.progress, arrived, sizes, self.plans)
+      ]
       pulls = flow.turns.pulls.at[level].add(1)
       turns = flow.turns._replace(pulls=pulls)
       return _Flow(turns, jnp.zeros_like(flow.pushed), progress, flow.held)
@@ -227,7 +230,7 @@ def _levels(
   plans: Sequence[TablePlan], scheme: Scheme, context: Context
 ) -> tuple[list[int], list[int]]:
   """Which sizes of push and pull these tables may need."""
-  complete = all(p.first.push >= p.layout.slots for p in plans)
+  complete = all(p.first.push >= p.most.push for p in plans)
   pushes = [] if complete else _different([p.chunks for p in plans], "push")
   if not any(scheme.pull_messages([p], [1], context) for p in plans):
     # A pull without a message brings everything at once.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from zenjax._options import SparseSpec
 from zenjax._options import Unit
+from zenjax._rows._sparse_rows import is_rows
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
@@ -38,6 +39,7 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
     ValueError: `sparse` is no prefix of the tree, or holds other than bools.
     TypeError: A leaf chosen explicitly is not floating.
   """
+  tree = jax.tree.map(_shape_of, tree, is_leaf=is_rows)
   leaves = named_leaves(tree)
   if sparse is None:
     return [_is_table(leaf, unit) for _, leaf in leaves]
@@ -52,6 +54,13 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
       )
   # A leaf without elements has no row to send.
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
+
+
+def _shape_of(leaf: Any) -> Any:
+  """SparseRows as the array that they stand for."""
+  if is_rows(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+  return leaf
 
 
 def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
@@ -92,7 +101,7 @@ def _is_table(leaf: jax.Array, unit: Unit) -> bool:
   return leaf.ndim == 2 and rows >= _MIN_ROWS and rows > _TALL * width
 
 
-def table_shape(leaf: jax.Array, unit: Unit) -> tuple[int, int]:
+def table_shape(leaf: Any, unit: Unit) -> tuple[int, int]:
   """`(R, D)` of a leaf: rows fold all dimensions but the last.
 
   With `unit="row"` a leaf of one dimension has rows of one element.

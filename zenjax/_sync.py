@@ -10,43 +10,38 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
 from zenjax import _compat
 from zenjax import _dense
+from zenjax import _listed
+from zenjax import _masked
 from zenjax import _outcome
 from zenjax import _progress
 from zenjax import _rounds
+from zenjax._listed import Listed
+from zenjax._masked import Carried
+from zenjax._masked import Masked
+from zenjax._masked import Whole
 from zenjax._plan import TablePlan
+from zenjax._progress import Target
+from zenjax._rows._sparse_rows import SparseRows
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
-from zenjax.kernels.mask_pack.reference import mask_pack
-from zenjax.kernels.mask_pack.reference import pack_rows
-from zenjax.kernels.mask_pack.reference import Packed
-from zenjax.kernels.mask_pack.reference import plus_zero_where
-
-
-class Carried(NamedTuple):
-  """Rows of one table that wait from earlier steps."""
-
-  rows: jax.Array  # [R, D]
-  some: jax.Array  # [] bool, or all of them are zero
 
 
 class Result(NamedTuple):
   """The outcome of one exchange; one entry a table in each list."""
 
-  tables: list[jax.Array]  # [R, D], synced
+  targets: list[Target]  # synced
   outcomes: list[_outcome.Outcome]
   first: list[Arrived]  # what the first pull brought
 
 
 def sync(
-  tables: Sequence[jax.Array],
+  leaves: Sequence[jax.Array | SparseRows],
   plans: Sequence[TablePlan],
   scheme: Scheme,
   context: Context,
@@ -56,10 +51,11 @@ def sync(
   carried: Sequence[Carried] | None = None,
   rows_only: bool = False,
 ) -> Result:
-  """Synchronizes local `tables: [R, D]` over `context.axes`.
+  """Synchronizes local tables over `context.axes`.
 
   Args:
-    tables: Local gradients; rows of zeros are not sent.
+    leaves: Local gradients: `[R, D]`, of which rows of zeros are not sent, or
+      SparseRows.
     plans: Sizes for each table.
     scheme: How rows travel.
     context: Axes and operation.
@@ -72,115 +68,61 @@ def sync(
       are then read and never written.
   """
   known = remembered if exact else None
-  bitmaps, probes, cleared = _masks(tables, plans, known, carried)
-  if not rows_only:
-    tables = cleared
-  progress = [_progress.begin(*tp) for tp in zip(tables, plans)]
+  nothing = [None] * len(plans)
+  with jax.named_scope("zenjax/mask"):
+    entered = [
+      _enter(*entry, context, rows_only)
+      for entry in zip(leaves, plans, known or nothing, carried or nothing)
+    ]
+  progress = [_progress.begin(e.target, p) for e, p in zip(entered, plans)]
   outgoing = [
-    Outgoing(table, bitmap, p.start, probe, late and late.rows)
-    for table, bitmap, p, probe, late in zip(
-      tables, bitmaps, progress, probes, carried or [None] * len(plans)
-    )
+    Outgoing(e.source, p.start, e.probe) for e, p in zip(entered, progress)
   ]
   held = scheme.push(outgoing, plans, [p.first.push for p in plans], context)
   sizes = [plan.first.pull for plan in plans]
   first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
   dense = _verdicts(first, plans, scheme, context, known, exact)
   arrived = [_unless(*ap) for ap in zip(first, dense, plans)]
-  progress = [_progress.advance(*pa) for pa in zip(progress, arrived, sizes)]
-  rounds = _rounds.Rounds(bitmaps, plans, scheme, context)
+  progress = [
+    _progress.advance(*pa) for pa in zip(progress, arrived, sizes, plans)
+  ]
+  rounds = _rounds.Rounds([e.source for e in entered], plans, scheme, context)
   turns = rounds.no_turns()
   if exact:
     with jax.named_scope("zenjax/rounds"):
       progress, turns = rounds.run(progress, held, dense)
     with jax.named_scope("zenjax/dense"):
       progress = [_sum_where(*pd, context) for pd in zip(progress, dense)]
-  tables = [_compat.as_invariant(p.table, context.axes) for p in progress]
+  as_equal = lambda x: _compat.as_invariant(x, context.axes)
+  targets = [jax.tree.map(as_equal, p.target) for p in progress]
   outcomes = [
     _outcome.outcome(*o, turns, scheme, context)
-    for o in zip(tables, progress, first, dense, plans)
+    for o in zip(targets, progress, first, dense, plans)
   ]
-  return Result(tables, outcomes, first)
+  return Result(targets, outcomes, first)
 
 
-def _masks(
-  tables: Sequence[jax.Array],
-  plans: Sequence[TablePlan],
-  remembered: Sequence[jax.Array] | None,
-  carried: Sequence[Carried] | None,
-) -> tuple[list[_bitmap.Bitmap], list[jax.Array], list[jax.Array]]:
-  """Bitmaps, empty for tables known to be dense; sampled counts; tables."""
-  with jax.named_scope("zenjax/mask"):
-    bitmaps, probes, cleared = [], [], []
-    for i, (table, plan) in enumerate(zip(tables, plans)):
-      if remembered is None:
-        packed, probe = _pack(table, plan)
-      else:
-        packed, probe = lax.cond(
-          remembered[i],
-          lambda t, p=plan: _no_rows(t, p),
-          lambda t, p=plan: _pack_unless_full(t, p),
-          table,
-        )
-      words = packed.words
-      if carried is not None:
-        words |= _late_words(carried[i], plan, words)
-      bitmaps.append(_bitmap.index(words))
-      probes.append(probe)
-      # All who write take what comes back, or XLA would keep a copy.
-      cleared.append(plus_zero_where(packed.negative, table))
-    return bitmaps, probes, cleared
+class _Entered(NamedTuple):
+  """One table on its way in."""
+
+  source: Masked | Listed
+  target: Target
+  probe: jax.Array  # [] int32, see `Outgoing`
 
 
-def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
-  """Rows that wait, packed; nothing is read where there are none."""
-  none = _compat.cast_like(jnp.zeros_like(like), late.rows)
-  return lax.cond(
-    late.some,
-    lambda rows: mask_pack(rows, plan.layout).words,
-    lambda rows: none,
-    late.rows,
-  )
-
-
-def _pack(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  none = jnp.zeros((), jnp.int32)
-  return mask_pack(table, plan.layout), _compat.cast_like(none, table)
-
-
-def _pack_unless_full(
-  table: jax.Array, plan: TablePlan
-) -> tuple[Packed, jax.Array]:
-  """Spares the read of a table that looks full.
-
-  It counts as full, which shows all devices that it is above break-even; a row
-  of zeros that is sent after all adds nothing.
-  """
-  return lax.cond(
-    _dense.looks_full(table),
-    lambda t: _all_rows(t, plan),
-    lambda t: _pack(t, plan),
-    table,
-  )
-
-
-def _all_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  words = pack_rows(jnp.ones(plan.table.num_rows, bool), plan.layout)
-  return _unread(table, words, jnp.zeros((), jnp.int32))
-
-
-def _no_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  """Nothing to send, and a sampled count in place of that of all rows."""
-  shape = (plan.layout.groups, plan.layout.words)
-  return _unread(table, jnp.zeros(shape, jnp.uint32), _dense.sample(table))
-
-
-def _unread(
-  table: jax.Array, words: jax.Array, probe: jax.Array
-) -> tuple[Packed, jax.Array]:
-  packed = Packed(words=words, negative=jnp.zeros((), bool))
-  typed = [_compat.cast_like(x, table) for x in (*packed, probe)]
-  return Packed(*typed[:-1]), typed[-1]
+def _enter(
+  leaf: jax.Array | SparseRows,
+  plan: TablePlan,
+  remembered: jax.Array | None,
+  carried: Carried | None,
+  context: Context,
+  rows_only: bool,
+) -> _Entered:
+  if isinstance(leaf, SparseRows):
+    source, probe = _listed.enter(leaf, plan)
+    return _Entered(source, _listed.room(plan, context.devices), probe)
+  source, probe, cleared = _masked.enter(leaf, plan, remembered, carried)
+  return _Entered(source, Whole(leaf if rows_only else cleared), probe)
 
 
 def _verdicts(
@@ -196,6 +138,9 @@ def _verdicts(
     return [None] * len(plans)
   verdicts: list[jax.Array | None] = []
   for i, (arrived, plan) in enumerate(zip(first, plans)):
+    if plan.table.look_ups is not None:
+      verdicts.append(None)  # There is no array to sum.
+      continue
     dense = _outcome.above_break_even(arrived.tally, plan, scheme, context)
     if remembered is not None:
       dense = dense | _compat.as_invariant(remembered[i], context.axes)
@@ -216,7 +161,7 @@ def _unless(
 def _sum_where(
   progress: _progress.Progress, wanted: jax.Array | None, context: Context
 ) -> _progress.Progress:
-  if wanted is None:
+  if wanted is None or not isinstance(progress.target, Whole):
     return progress
-  table = _dense.reduce_where(progress.table, wanted, context)
-  return progress._replace(table=table)
+  table = _dense.reduce_where(progress.target.table, wanted, context)
+  return progress._replace(target=Whole(table))

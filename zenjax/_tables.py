@@ -9,12 +9,13 @@ import numpy as np
 from zenjax import _plan
 from zenjax import _select
 from zenjax._options import Options
+from zenjax._rows._sparse_rows import SparseRows
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Scheme
 
 
 def plans(
-  group: Sequence[tuple[str, jax.Array]],
+  group: Sequence[tuple[str, jax.Array | SparseRows]],
   scheme: Scheme,
   options: Options,
   context: Context,
@@ -42,6 +43,7 @@ def plans(
     tables,
     row_groups=[m for m, _ in groups],
     column_groups=[g for _, g in groups],
+    devices=context.devices,
     pinned=pinned,
     seed=options.seed,
     contiguous=scheme.contiguous,
@@ -53,8 +55,12 @@ def plans(
 _MAX_ROWS = np.iinfo(np.int32).max // 2
 
 
-def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
+def table_of(
+  name: str, leaf: jax.Array | SparseRows, options: Options
+) -> _plan.Table:
   """A leaf's static facts; raises `ValueError` where it cannot travel."""
+  if isinstance(leaf, SparseRows):
+    _require_rows(name, options)
   rows, width = _select.table_shape(leaf, options.unit)
   if rows > _MAX_ROWS:
     raise ValueError(
@@ -71,8 +77,29 @@ def table_of(name: str, leaf: jax.Array, options: Options) -> _plan.Table:
       f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
     )
   return _plan.Table(
-    name=name, num_rows=rows, width=width, dtype=dtype, wire_dtype=wire
+    name=name,
+    num_rows=rows,
+    width=width,
+    dtype=dtype,
+    wire_dtype=wire,
+    # None at all travel as one of padding: arrays of nothing help nobody.
+    look_ups=max(1, leaf.capacity) if isinstance(leaf, SparseRows) else None,
   )
+
+
+def _require_rows(name: str, options: Options) -> None:
+  if options.unit != "row":
+    raise ValueError(
+      f"`unit` must be 'row' for SparseRows, which leaf {name!r} is, got"
+      f" unit={options.unit!r} with scheme={options.scheme!r}; leave `unit`"
+      " out, and take another scheme than 'block_sparse'."
+    )
+  if not options.exact:
+    raise ValueError(
+      "`on_overflow='carry'` keeps a residual of a table's size on each device,"
+      f" which SparseRows are to spare, and leaf {name!r} is one; leave it out:"
+      " rows that do not fit the first round follow in further rounds."
+    )
 
 
 def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:

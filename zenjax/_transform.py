@@ -21,6 +21,7 @@ from zenjax._options import SchemeName
 from zenjax._options import SparseSpec
 from zenjax._options import Unit
 from zenjax._plan import Partition
+from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 
 
@@ -31,7 +32,7 @@ def zen_sync(
   scheme: SchemeName = "zen",
   op: str = "mean",
   on_overflow: str = "exact",
-  output: str = "dense",
+  output: str = "same",
   unit: Unit = "row",
   partition: Partition = "auto",
   wire_dtype: Any = None,
@@ -48,6 +49,12 @@ def zen_sync(
   used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
   chain. Leaves that do not travel sparse take `pmean`, so the one line
   replaces the user's own.
+
+  A gradient may be an array, of which rows of zeros stay where they are, or
+  `SparseRows`, as `zenjax.value_and_grad` gives them of tables that are only
+  looked up: then nothing on the way has the size of the table, and what comes
+  out are the rows of all devices, each once, for `zenjax.lazy_rows`. They have
+  room for the look-ups of all devices, or the whole table if that is less.
 
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
@@ -91,11 +98,12 @@ def zen_sync(
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
       buffers in further rounds. `"carry"` keeps them for the next step in a
       per-device residual; make that state with `zenjax.init`.
-    output: `"dense"`, or `"rows"` for `SparseRows` of sparse leaves. With
-      `on_overflow="exact"` these hold as many rows as the table, the only
-      exact bound; with `"carry"` as many as one round brings.
+    output: What comes out for leaves that travel sparse: `"same"` as came in,
+      `"dense"` for arrays, `"rows"` for `SparseRows`. Of an array these hold
+      as many rows as the table, the only exact bound, and with
+      `on_overflow="carry"` as many as one round brings.
     unit: What is sent or not as a whole: `"row"` (the last dimension),
-      `"element"`, or a number of consecutive elements.
+      `"element"`, or a number of consecutive elements. SparseRows are rows.
     partition: Who sums a row: `"hash"` spreads rows over devices, `"columns"`
       splits every row, a number `g` that divides the devices makes `g` column
       groups of hashed rows; `"auto"` takes the fewest bytes by formula.
@@ -161,7 +169,8 @@ def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
   leaves: dict[str, _state.LeafState] = {}
   if options.scheme not in DENSE:
     chosen = _select.select(params, options.sparse, options.unit)
-    for (name, leaf), sparse in zip(_select.named_leaves(params), chosen):
+    named = _select.named_leaves(params, is_rows)
+    for (name, leaf), sparse in zip(named, chosen):
       if sparse:
         residual = None if options.exact else _residual(leaf, options)
         leaves[name] = _state.empty_leaf(residual)
@@ -183,8 +192,8 @@ def _residual(leaf: jax.Array, options: Options) -> jax.Array:
   return _group.as_varying(zeros, options.axes)
 
 
-def sparse_pmean(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
-  """`lax.pmean` of one array of which most rows are zero.
+def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  """`lax.pmean` of one array of which most rows are zero, or of SparseRows.
 
   Args:
     x: Local array; rows are its last dimension unless `unit` says otherwise.
@@ -192,8 +201,8 @@ def sparse_pmean(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
     **kwargs: As for `zen_sync`, but for `sparse` and `op`.
 
   Returns:
-    The mean over devices, equal on all: `x`'s shape and dtype, or
-    `SparseRows` with `output="rows"`.
+    The mean over devices, equal on all: of `x`'s shape and dtype, an array or
+    SparseRows as `output` says.
 
   Example:
     >>> import jax
@@ -209,8 +218,8 @@ def sparse_pmean(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
   return _one(x, axis_name, "mean", kwargs)
 
 
-def sparse_psum(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
-  """`lax.psum` of one array of which most rows are zero.
+def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  """`lax.psum` of one array of which most rows are zero, or of SparseRows.
 
   As `sparse_pmean`, without the division.
 
@@ -228,9 +237,7 @@ def sparse_psum(x: jax.Array, axis_name: AxisName, **kwargs: Any) -> jax.Array:
   return _one(x, axis_name, "sum", kwargs)
 
 
-def _one(
-  x: jax.Array, axis_name: AxisName, op: str, kwargs: dict[str, Any]
-) -> jax.Array:
+def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
   if kwargs.get("on_overflow", "exact") != "exact":
     raise ValueError(
       "`on_overflow` must be 'exact' here, got"

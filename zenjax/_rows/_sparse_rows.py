@@ -51,7 +51,9 @@ class SparseRows:
     SparseRows(rows [1 3 3] of 3, values float32[3,2])
   """
 
-  __slots__ = ("_ids", "values", "num_rows")
+  # `_unique`: every index is known to stand once. Not part of the pytree, or
+  # trees of the same rows would differ: what is rebuilt is sorted once more.
+  __slots__ = ("_ids", "values", "num_rows", "_unique")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
     indices, values = jnp.asarray(indices), jnp.asarray(values)
@@ -59,6 +61,7 @@ class SparseRows:
     self._ids = _row_ids.seal(indices.astype(jnp.int32))
     self.values = values
     self.num_rows = num_rows
+    self._unique = False
 
   @property
   def indices(self) -> Any:
@@ -69,6 +72,15 @@ class SparseRows:
   def shape(self) -> tuple[int, int]:
     """Of the whole table."""
     return self.num_rows, self.values.shape[-1]
+
+  @property
+  def ndim(self) -> int:
+    return 2
+
+  @property
+  def size(self) -> int:
+    """Elements of the whole table."""
+    return self.num_rows * self.values.shape[-1]
 
   @property
   def dtype(self) -> Any:
@@ -85,11 +97,28 @@ class SparseRows:
     return zeros.at[self.indices].add(self.values, mode="drop")
 
   def combine(self) -> "SparseRows":
-    """The same with every index once, ascending; padding is last and zero.
+    """The same with every index once; padding is zero.
 
-    16-bit values are summed in float32. Costs a sort of `K` ids.
+    16-bit values are summed in float32. Indices ascend after it, and it costs a
+    sort of `K` ids, unless every index stands once already, as in what
+    `zen_sync` and `combine` return.
     """
-    return combined(self)
+    return self if self._unique or not self.capacity else combined(self)
+
+  def as_unique(self) -> "SparseRows":
+    """The same, of which the caller knows that no index stands twice.
+
+    Padding must be zero.
+    """
+    rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
+    rows._unique = True
+    return rows
+
+  def with_values(self, values: Any) -> "SparseRows":
+    """The same rows with other `values: [K, D']`."""
+    rows = SparseRows(self.indices, values, self.num_rows)
+    rows._unique = self._unique
+    return rows
 
   def __add__(self, other: Any) -> "SparseRows":
     """Both, one behind the other: `K` is the sum of both.
@@ -108,7 +137,7 @@ class SparseRows:
     num_rows = table.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     nonzero = row_mask(table).nonzero
-    return cls(jnp.where(nonzero, row, num_rows), table, num_rows)
+    return cls(jnp.where(nonzero, row, num_rows), table, num_rows).as_unique()
 
   @classmethod
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
@@ -143,12 +172,16 @@ class SparseRows:
     self = object.__new__(cls)
     self._ids, self.values = children
     self.num_rows = num_rows
+    self._unique = False
     return self
 
 
 def combined(rows: SparseRows) -> SparseRows:
   """See `SparseRows.combine`."""
   ids, values = rows.indices, rows.values
+  # As everywhere in JAX, what is negative counts from the end.
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  ids = jnp.where(ids < 0, rows.num_rows, ids)
   order = jnp.argsort(ids, stable=True)
   ids = ids[order]
   starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
@@ -167,7 +200,8 @@ def combined(rows: SparseRows) -> SparseRows:
     .at[segment]
     .set(ids, indices_are_sorted=True)
   )
-  return SparseRows(unique, total.astype(values.dtype), rows.num_rows)
+  total = total.astype(values.dtype)
+  return SparseRows(unique, total, rows.num_rows).as_unique()
 
 
 def concatenated(parts: Sequence[SparseRows]) -> SparseRows:

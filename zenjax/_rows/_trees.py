@@ -5,7 +5,6 @@ from typing import Any
 import jax
 
 from zenjax._rows._sparse_rows import is_rows
-from zenjax._rows._sparse_rows import SparseRows
 
 
 def combined(tree: Any) -> Any:
@@ -27,7 +26,7 @@ def with_values(tree: Any, new: Any) -> Any:
 
   def put(leaf, value):
     if is_rows(leaf):
-      return SparseRows(leaf.indices, value, leaf.num_rows)
+      return leaf.with_values(value)
     return value
 
   return jax.tree.map(put, tree, new, is_leaf=is_rows)

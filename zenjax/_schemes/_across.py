@@ -1,7 +1,7 @@
 """The slow axes of a hierarchy: owners of the same rows, one a machine.
 
 After the push along the fastest axis, the devices with the same rank on it
-hold partial unions over the same slots. They exchange bitmaps first; then
+hold partial unions over the same slots. They exchange indices first; then
 everyone knows the whole union, so its columns are split among them: balanced
 for any ids, no index beside the rows, partial sums in the accumulator's
 dtype until the last addition.
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
 from zenjax import _collectives
 from zenjax import _wire
 from zenjax._plan import TablePlan
@@ -41,7 +40,9 @@ def sum_over(
     for part in _index_sections(own, plan)
   ]
   indices = _collectives.all_gather(_wire.join(sections)[0], slow)
-  lengths = [k for plan in plans for k in (_COUNTS, plan.layout.words)]
+  lengths = [
+    k for p, c in zip(plans, capacities) for k in (_COUNTS, _index_words(p, c))
+  ]
   parts = iter(_wire.split(indices, lengths))
   headers = [(next(parts), next(parts)) for _ in plans]
 
@@ -70,7 +71,7 @@ def messages(
   """The three collectives of `sum_over`."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  index = sum(_COUNTS + plan.layout.words for plan in plans)
+  index = sum(_COUNTS + _index_words(p, c) for p, c in zip(plans, capacities))
   rows = sum(_row_words(p, c, hosts) for p, c in zip(plans, capacities))
   return [
     Message("all_gather", slow, index),
@@ -90,10 +91,14 @@ def expected_messages(
   wide = _collectives.accumulator(plan.table.dtype).itemsize
   words = rows * (-(-plan.block_width // hosts)) * wide / 4
   return [
-    Message("all_gather", slow, plan.layout.words),
+    Message("all_gather", slow, jnp.minimum(rows, plan.layout.words)),
     Message("all_to_all", slow, hosts * words),
     Message("all_gather", slow, words),
   ]
+
+
+def _index_words(plan: TablePlan, capacity: int) -> int:
+  return _sections.index_words(capacity, plan.layout.slots)
 
 
 def _row_words(plan: TablePlan, capacity: int, hosts: int) -> int:
@@ -116,7 +121,8 @@ def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
       )
     )
   )
-  return [counts, _bitmap.from_slots(union.slots, plan.layout.slots)[None]]
+  index = _sections.encode_index(union.slots[None], plan.layout.slots)
+  return [counts, index]
 
 
 def _row_section(own: Held, hosts: int) -> jax.Array:
@@ -135,10 +141,7 @@ def _merge_hosts(
   num_slots = plan.layout.slots
   limit, merged, pushed, fullest, probe = _sections.decode_counts(counts)
   dtype = _collectives.accumulator(plan.table.dtype)
-  wanted = jnp.arange(capacity, dtype=jnp.int32)
-  wanted = jnp.broadcast_to(wanted, (hosts, capacity))
-  bitmaps = _bitmap.index(words)
-  slots = _bitmap.select(bitmaps, wanted)
+  slots = _sections.decode_index(words, capacity, num_slots)
   shape = (capacity, -(-plan.block_width // hosts))
   union = merge(
     slots,
@@ -150,8 +153,9 @@ def _merge_hosts(
   )
   # Rows above the limit that all agree on wait. How many devices of a machine
   # hold each is not known here: as many as hold one of the others, on average.
-  below = _bitmap.rank(bitmaps, jnp.full((hosts, 1), union.limit))[:, 0]
-  all_rows = jnp.maximum(bitmaps.total, 1).astype(jnp.float32)
+  below = jnp.sum(slots < union.limit, axis=1, dtype=jnp.int32)
+  held = jnp.sum(slots < num_slots, axis=1, dtype=jnp.int32)
+  all_rows = jnp.maximum(held, 1).astype(jnp.float32)
   share = below.astype(jnp.float32) / all_rows
   merged = jnp.floor(merged.astype(jnp.float32) * share).astype(jnp.int32)
   return Held(

@@ -67,7 +67,7 @@ def rooms(
     if i + 1 < len(steps) and hop.kind != "spread":
       wanted = math.ceil(capacity * hop.after**growth * _MARGIN)
       room = max(min(room, wanted), sent)
-    room = min(room, plan.layout.slots)
+    room = min(room, plan.most.pull)
     found.append((sent, room))
     sent = room
   return found

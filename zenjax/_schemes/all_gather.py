@@ -22,7 +22,6 @@ from zenjax._schemes import _sections
 from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
-from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
@@ -43,7 +42,7 @@ class AllGather(Scheme):
     return 1, 1
 
   def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
-    return min(plan.layout.slots, capacity * context.devices)
+    return min(plan.most.pull, capacity * context.devices)
 
   def push(
     self,
@@ -129,7 +128,7 @@ def _sections_of(
   out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[1, words]` each."""
-  slots, rows, remaining = first_rows(out, plan, capacity)
+  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
   return [
     _sections.encode_counts(remaining, out.probe[None]),
     _sections.encode_index(slots, plan.layout.slots),

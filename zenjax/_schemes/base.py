@@ -14,23 +14,33 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
-from zenjax._bitmap import Bitmap
 from zenjax._collectives import Axes
 from zenjax._plan import Table
 from zenjax._plan import TablePlan
-from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.merge.reference import Union
+
+
+class Source(Protocol):
+  """The local rows of one table."""
+
+  def rows_from(
+    self, start: jax.Array, plan: TablePlan, capacity: int
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first rows of every group from slot `start: [m] int32` on.
+
+    Returns:
+      `slots: [m, C] int32`, ascending, `S` where a group has no more rows;
+      `rows: [m, C, D]`, zero there; and how many there are in all, `[m] int32`.
+    """
+    ...
 
 
 class Outgoing(NamedTuple):
   """One table as it enters a round."""
 
-  table: jax.Array  # [R, D]
-  bitmap: Bitmap  # of [m, W] words: the local nonzero rows
+  source: Source
   start: jax.Array  # [m] int32, slots below are done; equal on all devices
   probe: jax.Array  # [] int32, any local count whose sum is wanted
-  carried: jax.Array | None = None  # [R, D], to be added to the table
 
 
 class Held(NamedTuple):
@@ -224,30 +234,6 @@ _RECEIVED: dict[str, Callable[[int], float]] = {
   "collective_permute": lambda n: 1,
   "reduce_scatter": lambda n: (n - 1) / n,
 }
-
-
-def waiting(out: Outgoing) -> tuple[jax.Array, jax.Array]:
-  """`([m], [m])`: rank of the first row not done, and rows from there on."""
-  first = _bitmap.rank(out.bitmap, out.start[:, None])[:, 0]
-  return first, out.bitmap.total - first
-
-
-def first_rows(
-  out: Outgoing, plan: TablePlan, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The first rows that are not done, as many as fit.
-
-  Returns:
-    `slots: [m, C] int32` and `rows: [m, C, D]` as `compact` returns them, and
-    how many there are to send in all, `[m] int32`.
-  """
-  first, remaining = waiting(out)
-  slots, rows = compact(out.table, out.bitmap, plan.layout, first, capacity)
-  if out.carried is not None:
-    group = jnp.arange(plan.layout.groups, dtype=jnp.int32)[:, None]
-    row = plan.layout.row(group, slots)
-    rows += out.carried.at[row].get(mode="fill", fill_value=0)
-  return slots, rows, remaining
 
 
 def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:

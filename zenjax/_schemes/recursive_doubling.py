@@ -36,7 +36,6 @@ from zenjax._schemes import _sections
 from zenjax._schemes import _whole
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
-from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
@@ -174,7 +173,7 @@ def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
 
 def _own(out: Outgoing, plan: TablePlan, capacity: int) -> Held:
   """The first local rows, as a union of one device."""
-  slots, rows, remaining = first_rows(out, plan, capacity)
+  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
   slots, remaining = slots[0], remaining[0]
   # As they travel, or the two ends of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)

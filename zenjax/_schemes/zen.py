@@ -32,7 +32,6 @@ from zenjax._schemes import _across
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
-from zenjax._schemes.base import first_rows
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
@@ -56,11 +55,11 @@ class Zen(Scheme):
     return sizes[-1] // column_groups, column_groups
 
   def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
-    slots = plan.layout.slots
+    most = plan.most.pull
     if len(context.axes) > 1:
       # What is held crosses the slow links whole: no more than one pull.
-      return min(slots, max(plan.first.pull, capacity))
-    return min(slots, capacity * context.sizes[-1])
+      return min(most, max(plan.first.pull, capacity))
+    return min(most, capacity * context.sizes[-1])
 
   def push(
     self,
@@ -174,7 +173,7 @@ def _push_sections(
   out: Outgoing, plan: TablePlan, capacity: int
 ) -> list[jax.Array]:
   """`[n, words]` each."""
-  slots, rows, remaining = first_rows(out, plan, capacity)
+  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
   probe = jnp.broadcast_to(out.probe, remaining.shape)
   counts = _sections.encode_counts(remaining, probe)
   index = _sections.encode_index(slots, plan.layout.slots)

@@ -1,0 +1,302 @@
+"""SparseRows between devices: few look-ups of a table of any size."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+import runners
+import steps
+
+import zenjax
+from zenjax import SparseRows
+
+# Many rows for few look-ups: indices travel as slots, unions are sorted.
+ROWS, WIDTH, LOOK_UPS = 100_003, 5, 48
+WAYS = {
+  "hash": dict(partition="hash"),
+  "columns": dict(partition="columns"),
+  "grid": dict(partition=2),
+  "all_gather": dict(scheme="all_gather"),
+  "recursive_doubling": dict(scheme="recursive_doubling"),
+  "split_all_gather": dict(scheme="split_all_gather"),
+  "auto": dict(scheme="auto"),
+}
+
+
+def drawn(seed, n, look_ups=LOOK_UPS, rows=ROWS):
+  """Ids with duplicates in and between devices, from the end, and padding."""
+  rng = np.random.default_rng(seed)
+  ids = rng.zipf(1.3, (n, look_ups)) % rows
+  spread = rng.integers(0, rows, ids.shape)
+  ids = np.where(rng.random(ids.shape) < 0.5, ids, spread)
+  ids = np.where(rng.random(ids.shape) < 0.1, ids - rows, ids)
+  ids = np.where(rng.random(ids.shape) < 0.1, rows, ids)
+  # Small integers: sums are exact in any order.
+  values = rng.integers(-8, 9, (n, look_ups, WIDTH))
+  return ids.astype(np.int32), values.astype(np.float32)
+
+
+def total(ids, values, rows=ROWS):
+  """The sum over devices, `[rows, WIDTH]` in float64."""
+  out = np.zeros((rows + 1, WIDTH))
+  at = np.where(ids < 0, ids + rows, ids)
+  np.add.at(out, at.reshape(-1), values.reshape(-1, WIDTH))
+  return out[:-1]
+
+
+def rows_of(x, num_rows=ROWS) -> Any:
+  ids, values = x
+  return SparseRows(ids, values, num_rows)
+
+
+def summed(x, axis, rows=ROWS, **kwargs):
+  return zenjax.sparse_psum(rows_of(x, rows), axis, **kwargs)
+
+
+def dense(indices, values, rows=ROWS):
+  """SparseRows of one device as an array: every index must stand once."""
+  real = indices < rows
+  assert len(set(indices[real].tolist())) == real.sum()
+  assert not values[~real].any()
+  out = np.zeros((rows, WIDTH))
+  out[indices[real]] = values[real]
+  return out
+
+
+def check(run, n, seeds=range(4)):
+  for seed in seeds:
+    x = drawn(seed, n)
+    got = run(x)
+    for indices, values in zip(got.indices, got.values, strict=True):
+      np.testing.assert_array_equal(dense(indices, values), total(*x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("capacities", [None, (2, 5)], ids=str)
+def test_sums_of_rows(way, capacities):
+  # A grid needs a number that divides the devices.
+  n = 8 if way == "grid" or capacities is None else 3
+  f = functools.partial(summed, capacities=capacities, **WAYS[way])
+  check(runners.RUNNERS["vmap"](f, n), n)
+
+
+@pytest.mark.parametrize("runner", runners.RUNNERS)
+def test_every_way_to_map(runner):
+  f = functools.partial(summed, capacities=(3, 9))
+  check(runners.RUNNERS[runner](f, 4), 4, range(2))
+
+
+@pytest.mark.parametrize("capacities", [None, (2, 5)], ids=str)
+def test_two_axes(capacities):
+  axes = ("host", "device")
+  f = lambda *x: summed(x, axes, capacities=capacities)
+  mapped = jax.jit(
+    jax.vmap(jax.vmap(f, axis_name=axes[1]), axis_name=axes[0], out_axes=None)
+  )
+
+  def run(x):
+    split = jax.tree.map(lambda a: a.reshape(2, 4, *a.shape[1:]), x)
+    return runners.to_host(jax.tree.map(lambda a: a[:1], mapped(*split)))
+
+  check(run, 8)
+
+
+def test_output_may_be_an_array():
+  f = functools.partial(summed, output="dense")
+  x = drawn(0, 8)
+  for got in runners.RUNNERS["pmap"](f, 8)(x):
+    np.testing.assert_array_equal(got, total(*x))
+
+
+@pytest.mark.parametrize("output", ["same", "dense"])
+def test_one_device_adds_up_duplicates(output):
+  run = runners.RUNNERS["shard_map_vma_replicated"](
+    functools.partial(summed, output=output), 1
+  )
+  x = drawn(0, 1)
+  got = run(x)
+  got = got[0] if output == "dense" else dense(got.indices[0], got.values[0])
+  np.testing.assert_array_equal(got, total(*x))
+
+
+def test_a_table_judged_small_comes_back_as_rows():
+  """Its array is summed: less than what latency costs."""
+  tx = zenjax.zen_sync("data", op="sum")
+  state = tx.init(jnp.zeros((9, WIDTH)))
+  f = lambda x, axis: tx.update(rows_of(x, 9), state)[0]
+  x = drawn(0, 4, look_ups=6, rows=9)
+  got = runners.RUNNERS["vmap"](f, 4)(x)
+  want = total(*x, rows=9)
+  np.testing.assert_array_equal(dense(got.indices[0], got.values[0], 9), want)
+
+
+def test_nothing_looked_up():
+  f = lambda x, axis: zenjax.sparse_pmean(rows_of(x), axis)
+  none = (np.zeros((2, 0), np.int32), np.zeros((2, 0, WIDTH), np.float32))
+  got = runners.RUNNERS["vmap"](f, 2)(none)
+  assert (got.indices == ROWS).all()
+  assert not got.values.any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_has_the_size_of_the_table(way):
+  """A hundred million rows: no array of the program is a hundredth of that."""
+  rows, n = 100_000_000, 8
+  mapped = jax.shard_map(
+    lambda i, v: summed((i[0], v[0]), "data", rows, **WAYS[way]),
+    mesh=runners.mesh(n),
+    in_specs=P("data"),
+    out_specs=P(),
+  )
+  ids = jax.ShapeDtypeStruct((n, LOOK_UPS), jnp.int32)
+  values = jax.ShapeDtypeStruct((n, LOOK_UPS, WIDTH), jnp.float32)
+  text = jax.jit(mapped).lower(ids, values).as_text()
+  shapes = re.findall(r"tensor<((?:\d+x)+)", text)
+  sizes = [np.prod([int(k) for k in s.split("x")[:-1]]) for s in shapes]
+  assert max(sizes) < n * n * LOOK_UPS * WIDTH * 4 < rows / 100
+
+
+def test_leaves_of_every_kind_in_one_tree():
+  """SparseRows, an array of rows, and what takes pmean; density is told."""
+  params = {
+    "looked_up": jnp.zeros((ROWS, WIDTH)),
+    "masked": jnp.zeros((4000, WIDTH)),
+    "bias": jnp.zeros(3),
+  }
+  tx = zenjax.zen_sync("data", op="sum", sparse=lambda name, _: name != "bias")
+  ids, values = drawn(0, 8)
+  masked = np.zeros((8, 4000, WIDTH), np.float32)
+  masked[:, 7] = 1.0
+  bias = np.ones((8, 3), np.float32)
+
+  def step(ids, values, masked, bias):
+    rows = SparseRows(ids, values, ROWS)
+    grads = {"looked_up": rows, "masked": masked, "bias": bias}
+    return tx.update(grads, tx.init(params))
+
+  mapped = jax.jit(jax.vmap(step, axis_name="data"))
+  got, state = mapped(ids, values, masked, bias)
+  host = runners.to_host(got)["looked_up"]
+  want = total(ids, values)
+  np.testing.assert_array_equal(dense(host.indices[0], host.values[0]), want)
+  np.testing.assert_array_equal(got["masked"][0], masked.sum(0))
+  np.testing.assert_array_equal(got["bias"][0], bias.sum(0))
+  stats = zenjax.stats(jax.tree.map(lambda x: x[0], state))
+  own = [len({i % ROWS for i in row if i < ROWS}) for row in ids.tolist()]
+  density = stats["looked_up"]["density"]
+  np.testing.assert_allclose(density, np.mean(own) / ROWS, rtol=1e-5)
+  everyone = {i % ROWS for i in ids.reshape(-1).tolist() if i < ROWS}
+  union = stats["looked_up"]["union_density"]
+  np.testing.assert_allclose(union, len(everyone) / ROWS, rtol=1e-5)
+
+
+def test_16_bit_rows_are_summed_in_float32():
+  """256 + 1 is 256 in bfloat16; eight ones after it would be lost."""
+  values = np.ones((9, 1, 1), jnp.bfloat16)
+  values[0] = 256
+  f = lambda v, axis: zenjax.sparse_psum(
+    SparseRows(jnp.zeros(1, jnp.int32), v, 1000), axis
+  )
+  mapped = jax.jit(jax.vmap(lambda v: f(v, "data"), axis_name="data"))
+  assert mapped(values).values[0, 0, 0] == 264
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    (dict(unit="element"), "`unit` must be 'row' for SparseRows"),
+    (dict(scheme="block_sparse"), "another scheme than 'block_sparse'"),
+    (dict(capacities=(200_000, 200_000)), "`capacities` must not exceed"),
+  ],
+)
+def test_what_rows_cannot_do(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    runners.RUNNERS["vmap"](functools.partial(summed, **kwargs), 2)(drawn(0, 2))
+
+
+def test_rows_do_not_wait():
+  tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
+  params = jnp.zeros((ROWS, WIDTH))
+
+  def step(ids, values):
+    return tx.update(rows_of((ids, values)), tx.init(params))
+
+  with pytest.raises(ValueError, match="residual of a table's size"):
+    jax.vmap(step, axis_name="data")(*drawn(0, 2))
+
+
+def loss(params, ids):
+  """Look-ups of one table, twice, and a dense layer."""
+  hidden = jnp.take(params["table"], ids[:-1], axis=0)
+  context = params["table"][ids[1:]] @ params["dense"]
+  return jnp.mean((hidden - context + 1.0) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_training_on_rows_equals_training_on_arrays(check_vma):
+  """Every part at once: gradient, exchange, optimizer, parameters."""
+  rng = np.random.default_rng(0)
+  rows, n = 3000, 4
+  params = {
+    "table": jnp.array(rng.standard_normal((rows, WIDTH)), jnp.float32),
+    "dense": jnp.array(rng.standard_normal((WIDTH, WIDTH)), jnp.float32),
+  }
+  adagrad = optax.adagrad(0.5)
+  on_rows = steps.lenient(
+    optax.chain(
+      zenjax.zen_sync("data", sparse=lambda name, _: name == "table"),
+      zenjax.lazy_rows(adagrad),
+    )
+  )
+  on_arrays = steps.lenient(optax.chain(steps.pmean("data"), adagrad))
+
+  def trained(tx, value_and_grad, apply):
+    def step(params, state, ids):
+      varying = zenjax.as_varying(params, "data")
+      _, grads = value_and_grad(loss)(varying, ids[0])
+      updates, state = tx.update(grads, state, params)
+      return apply(params, updates), state
+
+    mapped = jax.jit(
+      jax.shard_map(
+        step,
+        mesh=runners.mesh(n),
+        in_specs=(P(), P(), P("data")),
+        out_specs=(P(), P()),
+        check_vma=check_vma,
+      )
+    )
+    state = tx.init(params)
+    after = params
+    draw = np.random.default_rng(1)
+    for _ in range(6):
+      ids = draw.zipf(1.4, (n, 40)) % rows
+      after, state = mapped(after, state, jnp.array(ids, jnp.int32))
+    return jax.tree.map(np.asarray, after)
+
+  with jax.numpy_dtype_promotion("standard"):
+    got = trained(on_rows, zenjax.value_and_grad, zenjax.apply_updates)
+    want = trained(on_arrays, jax.value_and_grad, optax.apply_updates)
+  for name in params:
+    np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-6)
+  assert np.abs(want["table"] - params["table"]).max() > 0.1
+
+
+def test_mesh_of_two_axes_on_devices():
+  mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("host", "device"))
+  mapped = jax.jit(
+    jax.shard_map(
+      lambda i, v: summed((i[0], v[0]), ("host", "device")),
+      mesh=mesh,
+      in_specs=P(("host", "device")),
+      out_specs=P(),
+    )
+  )
+  check(lambda x: runners.to_host(mapped(*x), runners.shards), 8, range(2))

@@ -1,0 +1,177 @@
+"""Sparse leaves that share an exchange, and what comes out for each."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from zenjax import _auto
+from zenjax import _compat
+from zenjax import _plan
+from zenjax import _residual
+from zenjax import _select
+from zenjax import _state
+from zenjax import _sync
+from zenjax import _tables
+from zenjax._listed import Appended
+from zenjax._options import Options
+from zenjax._progress import Target
+from zenjax._rows._sparse_rows import is_rows
+from zenjax._rows._sparse_rows import SparseRows
+from zenjax._schemes import DENSE
+from zenjax._schemes import SPARSE
+from zenjax._schemes.base import Arrived
+from zenjax._schemes.base import Context
+from zenjax._schemes.base import DenseScheme
+
+
+class Part(NamedTuple):
+  """Leaves that share an exchange."""
+
+  scheme: str
+  at: list[int]  # which of the sparse leaves
+  leaves: list[tuple[str, jax.Array | SparseRows]]
+  choices: list[_auto.Choice]
+
+
+def split(
+  group: Sequence[tuple[str, jax.Array | SparseRows]],
+  options: Options,
+  context: Context,
+) -> list[Part]:
+  """The sparse leaves by scheme: all in one but for `scheme="auto"`."""
+  tables = [_tables.table_of(name, leaf, options) for name, leaf in group]
+  _tables.check_names(tables, options)
+  choices = _auto.choose(tables, options, context)
+  parts = []
+  for scheme in dict.fromkeys(choice.scheme for choice in choices):
+    at = [i for i, choice in enumerate(choices) if choice.scheme == scheme]
+    part = ([group[i] for i in at], [choices[i] for i in at])
+    parts.append(Part(scheme, at, *part))
+  return parts
+
+
+def sync(
+  part: Part,
+  state: _state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> tuple[list[Any], dict[str, _state.LeafState]]:
+  if part.scheme in SPARSE:
+    return _sync_rows(part, state, options, context)
+  reduce = DENSE[part.scheme]
+  out = [total(leaf, reduce, options, context) for _, leaf in part.leaves]
+  new = {}
+  if state and options.scheme == "auto":
+    for (name, leaf), choice in zip(part.leaves, part.choices):
+      table = _tables.table_of(name, leaf, options)
+      new[name] = _state.after_dense_step(
+        state.leaves[name], table, context, choice
+      )
+  return out, new
+
+
+def _sync_rows(
+  part: Part,
+  state: _state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> tuple[list[Any], dict[str, _state.LeafState]]:
+  scheme, group = SPARSE[part.scheme], part.leaves
+  columns = [choice.column_groups for choice in part.choices]
+  table_plans = _tables.plans(group, scheme, options, context, columns)
+  old = [state.leaves[name] for name, _ in group] if state else None
+  tables: list[Any] = [
+    leaf
+    if isinstance(leaf, SparseRows)
+    else _select.as_table(leaf, options.unit)
+    for _, leaf in group
+  ]
+  carried = None
+  if old and not options.exact:
+    carried = [_residual.carried(leaf, options.unit) for leaf in old]
+  result = _sync.sync(
+    tables,
+    table_plans,
+    scheme,
+    context,
+    remembered=[leaf.dense for leaf in old] if old else None,
+    exact=options.exact,
+    carried=carried,
+    rows_only=options.rows_out and not options.exact,
+  )
+  if old and not options.exact:
+    # Rows to come out leave the table unwritten: what waits is in both.
+    written = [_table_of(target) for target in result.targets]
+    sources = tables if options.rows_out else written
+    old = [
+      _residual.keep(*k, options.unit)
+      for k in zip(sources, old, result.first, table_plans)
+    ]
+  out = [
+    _leave(*r, options)
+    for r in zip(group, result.targets, result.first, table_plans)
+  ]
+  new = {}
+  if state and old:
+    for i, (name, _) in enumerate(group):
+      new[name] = _state.after_step(
+        old[i],
+        state.step,
+        result.outcomes[i],
+        table_plans[i],
+        context,
+        part.choices[i],
+      )
+  return out, new
+
+
+def _leave(
+  named: tuple[str, Any],
+  target: Target,
+  first: Arrived,
+  plan: _plan.TablePlan,
+  options: Options,
+) -> jax.Array | SparseRows:
+  """What comes out for a leaf: as it came, unless `output` says otherwise."""
+  num_rows, leaf = plan.table.num_rows, named[1]
+  if isinstance(target, Appended):
+    rows = target.rows(num_rows)
+    return rows.to_dense() if options.output == "dense" else rows
+  if not options.rows_out:
+    table = target.table
+    if not options.exact:
+      table = _residual.withhold(table, first, plan)
+    return _select.from_table(table, leaf)
+  if not options.exact:
+    return SparseRows(first.row, first.values, num_rows)
+  return SparseRows.in_place(target.table)
+
+
+def _table_of(target: Target) -> jax.Array:
+  if isinstance(target, Appended):
+    raise AssertionError("SparseRows do not wait")
+  return target.table
+
+
+def total(
+  leaf: Any, scheme: DenseScheme, options: Options, context: Context
+) -> Any:
+  """The sum or mean of a leaf that travels as a whole.
+
+  SparseRows are made an array for it: of a table that is judged small, or for
+  a scheme that knows no rows.
+  """
+  if leaf.dtype == jax.dtypes.float0:
+    return leaf
+  if not is_rows(leaf):
+    return scheme.reduce(leaf, context)
+  merged = leaf.combine()
+  dense = options.output == "dense"
+  if context.devices == 1 or not leaf.capacity:
+    as_equal = lambda x: _compat.as_invariant(x, context.axes)
+    row, values = as_equal(merged.indices), as_equal(merged.values)
+    merged = SparseRows(row, values, leaf.num_rows).as_unique()
+    return merged.to_dense() if dense else merged
+  table = scheme.reduce(merged.to_dense(), context)
+  return table if dense else SparseRows.in_place(table)
