@@ -1,10 +1,10 @@
 """The same training with zen_sync and with pmean, side by side."""
 
-from collections.abc import Mapping
 import dataclasses
 
-from lm_loop import History
 import numpy as np
+import received
+from train_loop import History
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,10 +40,7 @@ def table(*, zen: Outcome, pmean: Outcome, reordered: History) -> str:
     f"{'step time, median':30}{times[0]:>10.3f} s{times[1]:>10.3f} s"
     f"{times[1] / times[0]:>7.1f}x",
   ]
-  if tables := _bytes(zen.history):  # One device has nothing to receive.
-    rows.append("MB received by a device in a step:")
-    rows += [_bytes_row(*table) for table in tables.items()]
-    rows.append(_bytes_row("together", tuple(np.sum(list(tables.values()), 0))))
+  rows += received.lines(zen.history)
   rows += [
     f"{'loss, last step':30}{zen.history.losses[-1]:>12.6f}"
     f"{pmean.history.losses[-1]:>12.6f}",
@@ -53,25 +50,6 @@ def table(*, zen: Outcome, pmean: Outcome, reordered: History) -> str:
     _verdict(zen.history, pmean.history, reordered),
   ]
   return "\n".join(rows)
-
-
-def _bytes(history: History) -> Mapping[str, tuple[float, float]]:
-  """Leaf -> bytes of zen_sync and of pmean, means over the steps."""
-  found = {}
-  for name in history.stats[-1]:
-    leaf = [step[name] for step in history.stats]
-    wire, dense = (
-      float(np.mean([numbers[key] for numbers in leaf]))
-      for key in ("wire_bytes", "dense_bytes")
-    )
-    found[name] = wire, dense
-  return dict(sorted(found.items(), key=lambda item: -item[1][1]))
-
-
-def _bytes_row(name: str, sizes: tuple[float, float]) -> str:
-  wire, dense = sizes
-  ratio = f"{dense / wire:>7.1f}x" if wire else f"{'-':>8}"
-  return f"  {name:28}{wire / 1e6:>12.3f}{dense / 1e6:>12.3f}{ratio}"
 
 
 def _verdict(zen: History, dense: History, reordered: History) -> str:

@@ -29,6 +29,11 @@ class Batch:
   windows: np.ndarray
   negatives: np.ndarray
 
+  @property
+  def size(self) -> int:
+    """Tokens."""
+    return len(self.windows) * LENGTH
+
   def rotated(self, devices: int) -> "Batch":
     """Gives every device the work of its neighbour.
 

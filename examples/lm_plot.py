@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lm_loop import History
+from train_loop import History
 
 
 def save(runs: Mapping[str, History], path: str) -> None:

@@ -17,34 +17,23 @@ import os
 import sys
 
 import corpus
-import jax
-from jax.sharding import Mesh
+from interrupts import Interrupt
+from interrupts import INTERRUPTED
+from interrupts import stopped
 import lm_compare
 import lm_data
 import lm_flags
-from lm_loop import AXIS
-from lm_loop import fit
-from lm_loop import History
-from lm_loop import Interrupt
-from lm_loop import Trainer
 import lm_plot
 import lm_trace
+from lm_trainer import Trainer
 import numpy as np
+from train_loop import fit
+from train_loop import History
+from train_loop import make_mesh
 
 import zenjax
 
-_CPU_DEVICES = 8
 _SAVE_EVERY = 500
-_INTERRUPTED = 130  # What a shell reports for a program that Ctrl-C ended.
-
-
-def make_mesh() -> Mesh:
-  """All devices in a row. A CPU plays several, or there is nothing to send."""
-  chosen = "xla_force_host_platform_device_count" in os.getenv("XLA_FLAGS", "")
-  if jax.config.jax_num_cpu_devices < 0 and not chosen:
-    # Must precede the first use of a device; accelerators do not mind it.
-    jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
-  return Mesh(np.array(jax.devices()), (AXIS,))
 
 
 def load(
@@ -112,7 +101,7 @@ class Job:
       store.save(done, trainer)
       store.close()
     if self._interrupt.requested:
-      return self._stopped(done, flags.checkpoint)
+      return stopped(done, flags.checkpoint)
     self._print_perplexity(trainer, done)
     if flags.sync == "zen":
       print(zenjax.report(trainer.opt_state))
@@ -128,7 +117,7 @@ class Job:
         self._print_perplexity(trainer, 0)
       history = self._fit(trainer, sync)
       if self._interrupt.requested:
-        return self._stopped(len(history.losses))
+        return stopped(len(history.losses))
       perplexity = trainer.perplexity(self._held_out)
       outcomes[sync] = lm_compare.Outcome(history, perplexity)
       report = report or zenjax.report(trainer.opt_state)
@@ -136,7 +125,7 @@ class Job:
     trainer = self._trainer("pmean")
     reordered = self._fit(trainer, "pmean reordered", rotate=True)
     if self._interrupt.requested:
-      return self._stopped(len(reordered.losses))
+      return stopped(len(reordered.losses))
     print(f"\n{lm_compare.table(**outcomes, reordered=reordered)}\n\n{report}")
     runs = {sync: outcome.history for sync, outcome in outcomes.items()}
     self._plot({**runs, "pmean reordered": reordered})
@@ -186,13 +175,14 @@ class Job:
       batches,
       range(start, self._flags.steps),
       label=label,
+      unit="tokens",
       interrupt=self._interrupt,
       after_step=after_step,
     )
 
   def _checkpoints(self):
     # Orbax takes seconds to import, and is needed for this only.
-    from lm_checkpoint import Checkpoints
+    from checkpoints import Checkpoints
 
     flags = vars(self._flags) | {"vocab": self._vocab}
     names = (
@@ -215,11 +205,6 @@ class Job:
       f"held-out perplexity after {steps} steps: {perplexity:,.1f}", flush=True
     )
 
-  def _stopped(self, steps: int, saved: str | None = None) -> int:
-    where = f"saved in {saved}" if saved else "nothing saved"
-    print(f"Stopped by Ctrl-C after {steps} steps, {where}.")
-    return _INTERRUPTED
-
   def _plot(self, runs: dict[str, History]) -> None:
     if self._flags.plot:
       lm_plot.save(runs, self._flags.plot)
@@ -234,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(flags, interrupt)
   except KeyboardInterrupt:
     print("Stopped by Ctrl-C while the text was read.")
-    return _INTERRUPTED
+    return INTERRUPTED
   with interrupt:
     return job.compare() if flags.sync == "compare" else job.train()
 

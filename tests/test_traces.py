@@ -211,20 +211,20 @@ def test_rows_are_nonzero_by_their_bits(example):
 
 def test_tracing_changes_nothing_and_sees_every_look_up(example, tmp_path):
   """One step twice, traced and not: the same bits, and the rows looked up."""
-  loop, data = example("lm_loop"), example("lm_data")
+  training, data = example("lm_trainer"), example("lm_data")
   recorder = example("lm_trace").Recorder(str(tmp_path / "trace"), 1)
   rng = np.random.default_rng(0)
   batch = data.Batch(
     rng.integers(0, 1999, (2, data.LENGTH + 1), np.int32),
     rng.integers(0, 1999, 2 * 8, np.int32),
   )
-  trainer = loop.Trainer(
+  trainer = training.Trainer(
     vocab=1999,
     width=16,
     seed=0,
     sync="pmean",
     learning_rate=0.1,
-    mesh=Mesh(np.array(jax.devices()[:2]), (loop.AXIS,)),
+    mesh=Mesh(np.array(jax.devices()[:2]), (training.AXIS,)),
     recorder=recorder,
   )
   start = jax.tree.map(jnp.copy, (trainer.params, trainer.opt_state))

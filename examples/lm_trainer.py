@@ -1,11 +1,6 @@
-"""Data-parallel training with zenjax: the step, the loop, and what it saw."""
+"""Data-parallel training of the language model with zenjax: its step."""
 
-from collections.abc import Callable, Iterator
-import dataclasses
 import functools
-import signal
-import statistics
-import time
 
 from flax import nnx
 import jax
@@ -14,50 +9,16 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_data import Batch
-from lm_data import LENGTH
 from lm_model import exact_loss
 from lm_model import LanguageModel
 from lm_model import sampled_loss
 import lm_trace
 import numpy as np
 import optax
-from tqdm import tqdm
+from train_loop import AXIS
+from train_loop import pmean
 
 import zenjax
-
-AXIS = "data"
-
-# Steps whose time says nothing: the first one compiles, memory is still cold.
-_WARM_UP = 3
-
-
-@dataclasses.dataclass(slots=True)
-class History:
-  """What the steps of one run gave, in order.
-
-  Attributes:
-    losses: nats a word, the mean over devices.
-    seconds: time of a step.
-    stats: `zenjax.stats` after a step: leaf name -> numbers. Empty dicts
-      for pmean.
-  """
-
-  losses: list[float] = dataclasses.field(default_factory=list)
-  seconds: list[float] = dataclasses.field(default_factory=list)
-  stats: list[dict[str, dict[str, float]]] = dataclasses.field(
-    default_factory=list
-  )
-
-  @property
-  def step_time(self) -> float:
-    """Median seconds of the steps after the warm up."""
-    return statistics.median(self.seconds[_WARM_UP:] or self.seconds)
-
-
-def pmean(axis_name: str) -> optax.GradientTransformation:
-  """What most programs do: a dense mean of all gradients."""
-  return optax.stateless(lambda updates, _: lax.pmean(updates, axis_name))
-
 
 SYNC = {"zen": zenjax.zen_sync, "pmean": pmean}
 
@@ -167,68 +128,3 @@ def _compiled_exact_loss(graph, mesh):
   return jax.jit(
     jax.shard_map(loss, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
   )
-
-
-class Interrupt:
-  """Makes Ctrl-C a request: `requested` is set, the work in progress ends.
-
-  A second Ctrl-C kills the program: an exception in the middle of a step would
-  tear down XLA while its devices compute.
-  """
-
-  def __init__(self):
-    self.requested = False
-
-  def __enter__(self) -> "Interrupt":
-    self._before = signal.signal(signal.SIGINT, self._request)
-    return self
-
-  def __exit__(self, *_) -> None:
-    signal.signal(signal.SIGINT, self._before)
-
-  def _request(self, *_) -> None:
-    self.requested = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def fit(
-  trainer: Trainer,
-  batches: Iterator[Batch],
-  steps: range,
-  *,
-  label: str,
-  interrupt: Interrupt,
-  after_step: Callable[[int], object] = lambda step: None,
-) -> History:
-  """Runs `steps`, or fewer on Ctrl-C, under a progress bar.
-
-  Args:
-    trainer: What is trained.
-    batches: One batch a step.
-    steps: Numbers of the steps to run.
-    label: Name of the run.
-    interrupt: Looked at after every step.
-    after_step: Called with the number of steps done so far.
-
-  Returns:
-    The history of the steps that were run.
-  """
-  history = History()
-  bar = tqdm(
-    steps, desc=label, initial=steps.start, total=steps.stop, mininterval=1
-  )
-  for step, batch in zip(bar, batches):
-    if interrupt.requested:
-      break
-    start = time.perf_counter()
-    history.losses.append(trainer.step(batch))
-    history.seconds.append(time.perf_counter() - start)
-    history.stats.append(trainer.stats())
-    tokens = len(batch.windows) * LENGTH / history.seconds[-1]
-    bar.set_postfix_str(
-      f"loss {history.losses[-1]:.3f}, {tokens:,.0f} tokens/s",
-      refresh=False,
-    )
-    after_step(step + 1)
-  bar.close()
-  return history

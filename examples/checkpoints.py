@@ -2,12 +2,19 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
-from lm_loop import Trainer
 import orbax.checkpoint as ocp
 
 _KEEP = 2
+
+
+class Trained(Protocol):
+  """What a checkpoint holds of a run."""
+
+  params: Any
+  opt_state: Any
 
 
 class Checkpoints:
@@ -48,7 +55,7 @@ class Checkpoints:
     """Steps done before the newest checkpoint."""
     return self._manager.latest_step()
 
-  def save(self, step: int, trainer: Trainer) -> None:
+  def save(self, step: int, trainer: Trained) -> None:
     """Saves the state after `step` steps, unless that is there already."""
     if step == self.latest:
       return
@@ -62,7 +69,7 @@ class Checkpoints:
     # The next step donates the buffers that are being written.
     self._manager.wait_until_finished()
 
-  def restore(self, trainer: Trainer) -> int:
+  def restore(self, trainer: Trained) -> int:
     """Loads the newest checkpoint, if any, and returns the steps done."""
     if self.latest is None:
       return 0
@@ -95,5 +102,5 @@ class Checkpoints:
         )
 
 
-def _state(trainer: Trainer) -> dict[str, object]:
+def _state(trainer: Trained) -> dict[str, object]:
   return {"params": trainer.params, "opt_state": trainer.opt_state}
