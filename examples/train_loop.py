@@ -94,6 +94,7 @@ def fit(
   unit: str,
   interrupt: Interrupt,
   after_step: Callable[[int], object] = lambda step: None,
+  note: Callable[[], str] = lambda: "",
 ) -> History:
   """Runs `steps`, or fewer on Ctrl-C, under a progress bar.
 
@@ -105,6 +106,7 @@ def fit(
     unit: What a batch's size counts: "tokens".
     interrupt: Looked at after every step.
     after_step: Called with the number of steps done so far.
+    note: What the progress bar shows beside loss and speed.
 
   Returns:
     The history of the steps that were run.
@@ -121,9 +123,8 @@ def fit(
     history.seconds.append(time.perf_counter() - start)
     history.stats.append(trainer.stats())
     rate = batch.size / history.seconds[-1]
-    bar.set_postfix_str(
-      f"loss {history.losses[-1]:.3f}, {rate:,.0f} {unit}/s", refresh=False
-    )
     after_step(step + 1)
+    shown = f"loss {history.losses[-1]:.3f}, {rate:,.0f} {unit}/s{note()}"
+    bar.set_postfix_str(shown, refresh=False)
   bar.close()
   return history
