@@ -32,7 +32,7 @@ OPTIMIZERS = {
   "sgd": (optax.sgd, 1.0),
   "adagrad": (_adagrad, 0.02),
   "row_adagrad": (zenjax.row_adagrad, 0.02),
-  "adam": (optax.adam, 1e-3),
+  "adam": (optax.adam, 3e-3),
 }
 
 
