@@ -9,6 +9,8 @@ import pytest
 from benchmarks import run
 from benchmarks import workloads
 from benchmarks.network import calibration
+from benchmarks.network import paired
+from benchmarks.network import picks
 from benchmarks.network import predict
 from benchmarks.network import profiles
 import zenjax
@@ -77,18 +79,71 @@ def test_only_sizes_that_fit_are_predicted(document):
 
 
 def test_a_pick_is_judged_by_what_was_measured(document):
-  (pick,) = predict.picks(document)
+  (pick,) = picks.picks(document)
   assert pick.section == (WORKLOAD, HOSTS, RATE)
   assert pick.best == "all_gather-pinned"
   assert not pick.harmful
   times = {c["variant"]: c["host_times_s"][0][0] for c in document["cells"]}
-  assert pick.over_best == pytest.approx(times[pick.chosen] / 0.03)
-  assert pick.good == (pick.over_best <= 1.10)
+  assert pick.over_best.median == pytest.approx(times[pick.chosen] / 0.03)
+  assert pick.good == (pick.over_best.median <= 1.10)
+  # Three rounds: nothing is sure.
+  assert pick.over_psum.interval is None
+  assert not pick.over_psum.surely_within(1.05)
+
+
+def test_a_pick_is_judged_by_rounds_as_pairs(document):
+  """Rounds differ by a factor of two; ratios within a round by little."""
+  rounds = np.array([1.0, 2.0, 1.5, 1.2, 1.8])
+  (pick,) = picks.picks(document)
+  slower = {pick.chosen: 1.2 * np.array([0.99, 1.0, 1.01, 1.0, 0.98])}
+  cells = []
+  for cell in document["cells"]:
+    base = 1.5 if cell["variant"] == "psum" else 0.03
+    times = base * rounds * slower.get(cell["variant"], 1.0)
+    cells.append(cell | {"host_times_s": [[s, s / 2] for s in times]})
+  (pick,) = picks.picks(document | {"cells": cells})
+  interval = pick.over_best.interval
+  assert interval is not None
+  assert 1.2 * 0.97 < interval.low <= pick.over_best.median <= interval.high
+  assert interval.high < 1.2 * 1.02
+  assert pick.over_best.surely_above(1.10) and not pick.good
+  assert pick.over_psum.surely_within(1.05) and not pick.harmful
+
+
+def test_interval_of_known_ratios():
+  base = [1.0, 3.0, 2.0, 5.0, 4.0, 2.5]
+  assert paired.interval([2 * b for b in base], base) == (2.0, 2.0)
+  # Not a pair agrees: as wide as the ratios go, and the same in every call.
+  times = [1.1, 0.9, 1.3, 1.0, 1.2]
+  wide = paired.interval(times, [1.0] * 5)
+  assert wide == (0.9, 1.3) == paired.interval(times, [1.0] * 5)
+
+
+def test_interval_narrows_with_rounds():
+  rng = np.random.default_rng(0)
+  noise = rng.normal(1.0, 0.1, (2, 40))
+  few, many = (paired.interval(*noise[:, :n]) for n in (5, 40))
+  assert few and many
+  assert few.low < many.low < 1.0 < many.high < few.high
+
+
+@pytest.mark.parametrize(
+  ("rounds", "others", "known"), [(5, 5, True), (4, 9, False), (0, 0, False)]
+)
+def test_few_rounds_have_no_interval(rounds, others, known):
+  found = paired.interval([1.0] * rounds, [1.0] * others)
+  assert (found is not None) == known
+
+
+def test_a_sample_without_a_partner_is_left_out():
+  times = [1.0, 1.1, 1.2, 1.1, 1.0]
+  base = [1.0] * 5
+  assert paired.interval([*times, 9.0], base) == paired.interval(times, base)
 
 
 def test_no_pick_where_a_choice_was_not_timed(document):
   cells = [c for c in document["cells"] if c["variant"] != "psum"]
-  assert predict.picks(document | {"cells": cells}) == []
+  assert picks.picks(document | {"cells": cells}) == []
 
 
 def test_command_prints_all_tables(document, tmp_path, capsys):
@@ -97,6 +152,8 @@ def test_command_prints_all_tables(document, tmp_path, capsys):
   assert run.main(["predict", str(path)]) == 0
   printed = capsys.readouterr().out
   assert "at the median" in printed and "1024" in printed
+  assert "in 0 of 1 sections" in printed or "in 1 of 1 sections" in printed
+  assert "By intervals the best measured or surely" in printed
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"cells": [], "options": 3'])

@@ -1,5 +1,6 @@
 """What the formulas say beside what a network run has measured."""
 
+from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
 from typing import Any
@@ -12,17 +13,13 @@ from benchmarks.network import profiles
 from benchmarks.network.calibration import Point
 from benchmarks.network.variants import VARIANTS
 import zenjax
-from zenjax import _auto
 from zenjax import _cost
-from zenjax import _options
 from zenjax import _plan
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
 
 # Hosts to which the formula is carried on, beyond those that were run.
 _BEYOND = (16, 64, 256, 1024)
-# How near to the best measured time is good enough, and to `psum`.
-_NEAR, _NO_SLOWER = 1.10, 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +102,11 @@ def predicted(
 def cells(document: dict[str, Any]) -> list[Cell]:
   """Every cell of a run for which there is a prediction."""
   found = []
-  for (name, hosts, rate), members in _sections(document):
-    members = list(members)
-    timed, dense = _timed(members), _went_dense(members)
+  for (name, hosts, rate), members in sections(document):
+    dense = _went_dense(members)
     on = link(document, hosts, rate)
     workload, batches = workloads.get(name), document["options"]["batches"]
-    for variant, seconds in timed.items():
+    for variant, seconds in times(members).items():
       # Past break-even every scheme takes the dense path.
       taken = "psum" if variant in dense else variant
       prediction = predicted(taken, workload, hosts, batches, on)
@@ -121,97 +117,12 @@ def cells(document: dict[str, Any]) -> list[Cell]:
             rate=rate,
             workload=name,
             variant=variant,
-            measured_s=seconds,
+            measured_s=float(np.median(seconds)),
             predicted=prediction,
             line_s=prediction.received / on.bandwidth,
           )
         )
   return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
-  """What `scheme="auto"` takes in one section, and how it did.
-
-  Attributes:
-    section: Workload, hosts, rate.
-    chosen: The variant that it takes.
-    best: The variant that was fastest of those it chooses among.
-    over_best: Its measured time over the fastest one's.
-    over_psum: The same over `psum`'s.
-  """
-
-  section: tuple[str, int, str]
-  chosen: str
-  best: str
-  over_best: float
-  over_psum: float
-
-  @property
-  def good(self) -> bool:
-    return self.over_best <= _NEAR
-
-  @property
-  def harmful(self) -> bool:
-    return self.over_psum > _NO_SLOWER
-
-
-def picks(document: dict[str, Any]) -> list[Pick]:
-  """One for every section in which all that `auto` may take was timed."""
-  found = []
-  for section, members in _sections(document):
-    name, hosts, rate = section
-    timed = _timed(members)
-    variants = _variants_of_auto(hosts)
-    if not set(variants.values()) <= set(timed):
-      continue
-    workload, batches = workloads.get(name), document["options"]["batches"]
-    (choice,) = _auto.choose(
-      [profiles.table(workload, None)],
-      _auto_options(workload, hosts, batches, link(document, hosts, rate)),
-      Context(axes=("data",), sizes=(hosts,), mean=True),
-    )
-    chosen = _nearest(choice, variants, hosts)
-    best = min(variants.values(), key=lambda v: timed[v])
-    found.append(
-      Pick(
-        section=section,
-        chosen=chosen,
-        best=best,
-        over_best=timed[chosen] / timed[best],
-        over_psum=timed[chosen] / timed["psum"],
-      )
-    )
-  return found
-
-
-def _variants_of_auto(hosts: int) -> dict[tuple[str, int], str]:
-  """The variants that stand for what `auto` chooses among."""
-  return {
-    ("dense", 1): "psum",
-    ("all_gather", 1): "all_gather-pinned",
-    ("recursive_doubling", 1): "recursive_doubling-pinned",
-    ("zen", 1): "zen-hash-pinned",
-    ("zen", hosts): "zen-columns-pinned",
-  }
-
-
-def _nearest(choice, variants, hosts) -> str:
-  """A grid between hash and columns counts as the nearer end."""
-  if choice.scheme != "zen":
-    return variants[choice.scheme, 1]
-  groups = choice.column_groups or 1
-  return variants["zen", 1 if groups * groups < hosts else hosts]
-
-
-def _auto_options(workload, hosts, batches, on):
-  profile = profiles.profile(workload, hosts, None, batches)
-  return _options.check(
-    "data",
-    sparse=True,
-    **_options.DEFAULTS
-    | {"scheme": "auto", "link": on, "profile": {"table": profile}},
-  )
 
 
 def beyond(
@@ -238,25 +149,29 @@ def beyond(
   }
 
 
-def _sections(document):
+def sections(
+  document: dict[str, Any],
+) -> Iterator[tuple[tuple[str, int, str], list[dict[str, Any]]]]:
+  """The file's cells of every (workload, hosts, rate)."""
   by_section = lambda c: (c["workload"], c["hosts"], c["rate"])
-  return itertools.groupby(
-    sorted(document["cells"], key=by_section), by_section
-  )
+  cells = sorted(document["cells"], key=by_section)
+  for section, members in itertools.groupby(cells, by_section):
+    yield section, list(members)
 
 
-def _went_dense(members) -> set[str]:
+def times(members: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+  """By variant, of every round the seconds until the last host was through."""
+  return {
+    c["variant"]: [max(of_hosts) for of_hosts in c["host_times_s"]]
+    for c in members
+    if c["host_times_s"] and not c["wrong"]
+  }
+
+
+def _went_dense(members: Sequence[dict[str, Any]]) -> set[str]:
   """Variants that sent at least what a dense exchange does."""
   return {
     c["variant"]
     for c in members
     if c["wire_bytes"] >= c["facts"]["dense_bytes"] and c["variant"] != "ring"
-  }
-
-
-def _timed(members) -> dict[str, float]:
-  return {
-    c["variant"]: float(np.median([max(t) for t in c["host_times_s"]]))
-    for c in members
-    if c["host_times_s"] and not c["wrong"]
   }

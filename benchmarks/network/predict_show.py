@@ -1,6 +1,6 @@
 """`predict`: the formulas' record on what `network --json` has left."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import json
 import pathlib
 
@@ -9,6 +9,7 @@ import rich.box
 import rich.table
 
 from benchmarks import table as tables
+from benchmarks.network import picks as picks_lib
 from benchmarks.network import predict
 
 
@@ -21,7 +22,7 @@ def run(path: pathlib.Path) -> int:
   try:
     document = json.loads(path.read_text(encoding="utf-8"))
     cells = predict.cells(document)
-    picks = predict.picks(document)
+    picks = picks_lib.picks(document)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"FILE must be what `network --json` wrote, with its calibration, got"
@@ -68,9 +69,9 @@ def _show_cells(cells: Sequence[predict.Cell]) -> None:
     )
 
 
-def _show_picks(picks: Sequence[predict.Pick]) -> None:
+def _show_picks(picks: Sequence[picks_lib.Pick]) -> None:
   table = _table(
-    'What scheme="auto" takes',
+    'What scheme="auto" takes; in brackets 95 % intervals over paired rounds',
     *("workload, hosts, rate", "taken", "best measured", "over best"),
     "over psum",
   )
@@ -80,18 +81,41 @@ def _show_picks(picks: Sequence[predict.Pick]) -> None:
       "{}, {}, {}".format(*pick.section),
       pick.chosen,
       pick.best,
-      f"{pick.over_best:.2f}",
-      f"{pick.over_psum:.3f}",
+      _ratio(pick.over_best, 2),
+      _ratio(pick.over_psum, 3),
       style=style,
     )
   tables.console().print(table)
-  if picks:
-    good = sum(pick.good for pick in picks)
-    harm = sum(pick.harmful for pick in picks)
-    print(
-      f"The best or within 10 % of it in {good} of {len(picks)} sections;"
-      f" slower than psum by more than 5 % in {harm}."
-    )
+  for line in _record(picks):
+    print(line)
+
+
+def _ratio(ratio: picks_lib.Ratio, digits: int) -> str:
+  text = f"{ratio.median:.{digits}f}"
+  if ratio.interval is None or ratio.interval.low == ratio.interval.high:
+    return text  # Too few rounds, or a variant over itself.
+  low, high = (f"{x:.{digits}f}" for x in ratio.interval)
+  return f"{text} ({low}-{high})"
+
+
+def _record(picks: Sequence[picks_lib.Pick]) -> Iterator[str]:
+  """How often it was right: by medians, and as far as these are sure."""
+  if not picks:
+    return
+  near, slower = picks_lib.NEAR, picks_lib.NO_SLOWER
+  best, psum = [p.over_best for p in picks], [p.over_psum for p in picks]
+  yield (
+    f"By medians the best or within 10 % of it in {sum(p.good for p in picks)}"
+    f" of {len(picks)} sections; slower than psum by more than 5 % in"
+    f" {sum(p.harmful for p in picks)}."
+  )
+  yield (
+    "By intervals the best measured or surely within 10 % of it in"
+    f" {sum(r.surely_within(near) for r in best)}, surely not in"
+    f" {sum(r.surely_above(near) for r in best)}; surely no slower than psum"
+    f" by more than 5 % in {sum(r.surely_within(slower) for r in psum)},"
+    f" surely slower in {sum(r.surely_above(slower) for r in psum)}."
+  )
 
 
 def _show_beyond(name: str, document: dict) -> None:
