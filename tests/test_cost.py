@@ -101,13 +101,11 @@ def test_measured_collectives_replace_the_formula():
 
 
 def test_local_work_is_added():
-  work = zenjax.Work(
-    mask_byte=1e-9, mask_row=1e-6, move_row=1e-5, collective=1.0
-  )
+  work = zenjax.Work(mask_byte=1e-9, mask_row=1e-6, move_row=1e-5)
   link = zenjax.Link(bandwidth=1e18, latency_s=0.0, work=work)
   row = 8 * 4
   moved = 7 * 10 * (row + 4) / row * 1e-5
-  want = 1.0 + 32_000e-9 + 1000e-6 + moved
+  want = 32_000e-9 + 1000e-6 + moved
   assert seconds("all_gather", 8, link) == pytest.approx(want)
   assert seconds("dense", 8, link) < 1e-9
 

@@ -55,8 +55,6 @@ def test_work_is_that_of_the_last_host():
   price = lambda shape: shape[0] * (1e-6 + shape[1] * 4e-9)
   slow = {f"mask_{i}": [price(s)] * 3 for i, s in enumerate(work.TABLES)}
   slow |= {f"move_{i}": [2 * price(s)] * 3 for i, s in enumerate(work.MOVED)}
-  slow |= {"all_to_all": [1.0] * 3, "all_gather": [2.0] * 3}
-  slow |= {"idle": [3.5 + price(work.IDLE)] * 3}
   fast = {name: [0.0] * 3 for name in slow}
   fitted = work.fit([fast, slow])
   assert fitted == {
@@ -64,12 +62,10 @@ def test_work_is_that_of_the_last_host():
     "mask_row": pytest.approx(1e-6),
     "move_byte": pytest.approx(1e-9),
     "move_row": pytest.approx(1e-6),
-    "collective": pytest.approx(0.25),
   }
 
 
 def test_noise_never_gives_a_negative_price():
   """A wide table that takes no longer than a narrow one of as many bytes."""
   samples = {"mask_0": [1.0], "mask_1": [0.1], "move_0": [0.1], "move_1": [9.0]}
-  samples |= {"idle": [0.0], "all_to_all": [1.0], "all_gather": [1.0]}
   assert min(work.fit([samples]).values()) >= 0

@@ -1,7 +1,7 @@
 """What an exchange should take: its messages on a link, and local work.
 
     seconds = sum over messages (steps * latency + bytes / bandwidth)
-              + mask + rows handled + collectives * what each costs beside
+              + mask + rows handled
 
 Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
 predicted is what is sent. A link may be given by two numbers, as in the Zen
@@ -44,15 +44,12 @@ class Work:
     mask_row: The same, a row of it.
     move_byte: To pack, merge or write a row, a byte of what is received.
     move_row: The same, a row of it.
-    collective: Of each collective beside the link: its buffers, and devices
-      that do not arrive together.
   """
 
   mask_byte: float = 0.0
   mask_row: float = 0.0
   move_byte: float = 0.0
   move_row: float = 0.0
-  collective: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +59,9 @@ class Link:
   Attributes:
     bandwidth: Bytes a second that a device receives while it sends as many.
     latency_s: Of one message between two devices.
-    curves: Measured collectives, by `(name, devices)`; where one is missing,
-      bandwidth and latency stand for it.
+    curves: Measured collectives, by `(name, devices)`, with all that one costs
+      beside its bytes: buffers, and devices that do not arrive together. Where
+      one is missing, bandwidth and latency stand for it.
     work: What a device's own part takes beside it; by default nothing.
 
   Example:
@@ -191,7 +189,7 @@ def predict(
       # The blocks of a summed row arrive side by side and are written as one.
       whole = message.op == "all_gather" and column_groups > 1
       row = block * column_groups if whole else block
-      local += _move_s(row, received, link.work) + link.work.collective
+      local += _move_s(row, received, link.work)
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,

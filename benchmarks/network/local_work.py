@@ -9,13 +9,9 @@ import time
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from benchmarks.network import collectives
 from benchmarks.network import work
-import zenjax
 from zenjax import _bitmap
 from zenjax._partition import Layout
 from zenjax.kernels.compact.reference import compact
@@ -23,9 +19,6 @@ from zenjax.kernels.expand.reference import expand
 from zenjax.kernels.mask_pack.reference import mask_pack
 from zenjax.kernels.merge.reference import merge
 
-# Room in the collectives of an idle exchange, and their words.
-_IDLE_ROWS = 8
-_IDLE_WORDS = 512
 _REPEATS = 9
 
 
@@ -44,9 +37,6 @@ def measure(
     found[f"mask_{i}"] = _mask(rows, width, n)
   for i, (rows, width) in enumerate(work.MOVED):
     found[f"move_{i}"] = _move(rows, width, n)
-  found["idle"] = _idle_exchange(mesh)
-  for op in ("all_to_all", "all_gather"):
-    found[op] = collectives.build(op, _IDLE_WORDS, mesh)
   return {name: _samples(run, common_start) for name, run in found.items()}
 
 
@@ -96,33 +86,3 @@ def _move(rows, width, n):
     return total
 
   return again
-
-
-def _idle_exchange(mesh):
-  """One push and one pull of zen, of one row of a table."""
-  (axis,), (rows, width) = mesh.axis_names, work.IDLE
-  tx = zenjax.zen_sync(
-    axis, sparse=True, partition="hash", capacities=(_IDLE_ROWS, _IDLE_ROWS)
-  )
-  table = {"table": jnp.zeros((rows, width))}
-  state = zenjax.init(tx, table, mesh, axis)
-  specs = zenjax.state_specs(state, axis)
-
-  def step(grads, state):
-    synced, state = tx.update({"table": grads[0]}, state)
-    return jax.tree.map(lambda x: x[None], synced), state
-
-  mapped = jax.shard_map(
-    step,
-    mesh=mesh,
-    in_specs=(P(axis), specs),
-    out_specs=(P(axis), specs),
-    check_vma=False,
-  )
-  run = jax.jit(mapped)
-  one_row = np.zeros((1, rows, width), np.float32)
-  one_row[0, 0] = 1.0
-  grads = jax.make_array_from_process_local_data(
-    NamedSharding(mesh, P(axis)), one_row, (mesh.size, rows, width)
-  )
-  return lambda: run(grads, state)

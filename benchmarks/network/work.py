@@ -8,9 +8,6 @@ import numpy as np
 # widths each, so that what a row costs and what a byte costs come apart.
 TABLES = ((50_000, 128), (200_000, 16))
 MOVED = ((4_096, 128), (16_384, 16))
-# A table of which next to nothing is exchanged, of a usual number of rows: a
-# program of many small steps over its bitmaps, and two collectives.
-IDLE = (50_000, 16)
 
 # Seconds of every repetition, by what was timed.
 Samples = Mapping[str, Sequence[float]]
@@ -30,15 +27,11 @@ def fit(replies: Sequence[Samples]) -> dict[str, float]:
   # What is received is about what is packed and again what is written.
   moves = [last["move_0"] / 2, last["move_1"] / 2]
   move_row, move_byte = _solve(MOVED, moves)
-  rows, width = IDLE
-  masked = rows * (mask_row + width * 4 * mask_byte)
-  beside = last["idle"] - masked - last["all_to_all"] - last["all_gather"]
   return {
     "mask_byte": mask_byte,
     "mask_row": mask_row,
     "move_byte": move_byte,
     "move_row": move_row,
-    "collective": max(beside, 0.0) / 2,
   }
 
 
