@@ -101,6 +101,8 @@ _PEERS = [
 ]
 
 
+# These are for their format on the wire: not all of them would pay.
+@pytest.mark.filterwarnings("ignore:`capacities` of leaf")
 @pytest.mark.parametrize(
   ("scheme", "partition", "n", "pinned"),
   [

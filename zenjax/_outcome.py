@@ -16,6 +16,7 @@ from zenjax._progress import Target
 from zenjax._rounds import Turns
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import expected_bytes
 from zenjax._schemes.base import received_bytes
 from zenjax._schemes.base import Scheme
 from zenjax._schemes.base import Tally
@@ -37,6 +38,7 @@ class Outcome(NamedTuple):
   wire_bytes: jax.Array  # [] f32, received by a device
   went_dense: jax.Array  # [] bool, this time
   withheld: jax.Array  # [] bool, some rows wait for the next step
+  above: jax.Array  # [] bool, it is one for the dense path, taken or not
   dense_next: jax.Array  # [] bool, what to remember
 
 
@@ -68,8 +70,7 @@ def _above(
 ) -> jax.Array:
   """Whether the sparse exchange is above `factor` times break-even."""
   dense = _dense.received_bytes(plan.table, context.devices)
-  messages = scheme.expected_messages(plan, context, push, pull)
-  sparse = received_bytes(messages, context)
+  sparse = expected_bytes(scheme, plan, push, pull, context)
   return jnp.asarray(sparse > dense * scheme.break_even * factor)
 
 
@@ -131,6 +132,7 @@ def outcome(
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (dense is None),
+    above=enter & (dense is not None),
     dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )
 

@@ -99,25 +99,26 @@ def advise(
   Returns:
     By leaf name `(push, pull)` for `zen_sync(capacities=...)`: of what the last
     64 steps needed, the 90th percentile of the push and the 10th of the pull,
-    which goes on in small chunks. Leaves that travel dense, and all before the
-    first step, are left out. Where `on_overflow="carry"` withheld rows, the
-    pull is one of the rows that came back and may be too small.
+    which goes on in small chunks. Steps above break-even do not count: they
+    take the dense path whatever is pinned, and a first round large enough for
+    them would cost the others as much. Leaves without another step, those that
+    travel dense, and all before the first step are left out. Where
+    `on_overflow="carry"` withheld rows, the pull is one of the rows that came
+    back and may be too small.
+
+    The sizes are for the scheme that took these steps: in another's first round
+    they may move more than break-even, of which zen_sync warns.
   """
   advice: dict[str, tuple[int, int]] = {}
   for node in _state.require(state):
     steps = min(int(node.step), _state.HISTORY)
     for name, leaf in node.leaves.items():
-      if steps and int(np.asarray(leaf.sizes)[0]) and not bool(leaf.dense):
-        advice[name] = _capacity(leaf, steps, percentiles)
+      num_rows = int(np.asarray(leaf.sizes)[0])
+      needs = np.asarray(leaf.history)[:steps]
+      needs = needs[needs[:, 0] != _state.DENSE_STEP]
+      if num_rows and len(needs) and not bool(leaf.dense):
+        advice[name] = capacity(needs[:, 0], needs[:, 1], num_rows, percentiles)
   return advice
-
-
-def _capacity(
-  leaf: _state.LeafState, steps: int, percentiles: tuple[float, float]
-) -> tuple[int, int]:
-  num_rows = int(np.asarray(leaf.sizes)[0])
-  pushes, pulls = np.asarray(leaf.history)[:steps].T
-  return capacity(pushes, pulls, num_rows, percentiles)
 
 
 def capacity(

@@ -21,6 +21,8 @@ from zenjax._schemes.base import Context
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64
+# In place of the needs of a step above break-even.
+DENSE_STEP = -1
 # Names that a state keeps as numbers.
 SCHEMES = (*SPARSE, *DENSE)
 PREDICTED = _cost.CANDIDATES
@@ -61,7 +63,7 @@ class LeafState(NamedTuple):
 
   sizes: jax.Array  # [len(Sizes)] int32
   last: jax.Array  # [len(Last)] float32
-  history: jax.Array  # [HISTORY, 2] int32, rows needed: push, pull
+  history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
   predicted: jax.Array  # [len(PREDICTED)] float32, seconds, of scheme="auto"
   dense: jax.Array  # [] bool, travels dense next time
   residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
@@ -126,6 +128,7 @@ def after_step(
     withheld=outcome.withheld.astype(jnp.float32),
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
+  need = jnp.where(outcome.above, DENSE_STEP, need)
   return leaf._replace(
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),

@@ -1,16 +1,19 @@
 """Sparse leaves as tables, and the sizes with which they travel."""
 
 from collections.abc import Sequence
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax import _dense
 from zenjax import _plan
 from zenjax import _select
 from zenjax._options import Options
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._schemes.base import Context
+from zenjax._schemes.base import expected_bytes
 from zenjax._schemes.base import Scheme
 
 
@@ -48,7 +51,55 @@ def plans(
     seed=options.seed,
     contiguous=scheme.contiguous,
   )
-  return tuple(scheme.fitted(plan) for plan in planned)
+  planned = tuple(scheme.fitted(plan) for plan in planned)
+  if options.exact:  # What does not fit would wait, and pins are for that.
+    for plan, given in zip(planned, pinned):
+      if given:
+        _warn_above_break_even(given, plan, scheme, context)
+  return planned
+
+
+def _warn_above_break_even(
+  given: _plan.Capacity,
+  plan: _plan.TablePlan,
+  scheme: Scheme,
+  context: Context,
+) -> None:
+  """Says which pinned first round pays in no step.
+
+  By the formula that sends a step down the dense path, so that what
+  `zenjax.advise` says passes. Silent where a guess would be as large, as for
+  tables of a few rows: to pin nothing would be no remedy.
+  """
+  dense = _dense.received_bytes(plan.table, context.devices)
+
+  def needed(size: _plan.Capacity) -> float:
+    # The formulas serve traced numbers as well: these are none.
+    with jax.ensure_compile_time_eval():
+      push, pull = float(size.push), float(size.pull)
+      return float(expected_bytes(scheme, plan, push, pull, context))
+
+  guess = _plan.plan_table(
+    plan.table,
+    groups=plan.layout.groups,
+    column_groups=plan.column_groups,
+    pinned=None,
+    seed=plan.layout.seed,
+    first_word=plan.layout.first_word,
+    contiguous=scheme.contiguous,
+  )
+  first = needed(plan.first)
+  if first <= max(dense * scheme.break_even, needed(guess.first)):
+    return
+  warnings.warn(
+    f"`capacities` of leaf {plan.table.name!r} should keep the first round"
+    f" below break-even, {scheme.break_even:.0%} of a dense exchange's bytes,"
+    f" and {tuple(given)} make it {first / dense:.0%} with"
+    f" scheme={scheme.name!r}: steps that need so much take the dense path on"
+    " top of it, and all others send more than they need. Leave the leaf out,"
+    " or pin what `zenjax.advise` says after steps with this scheme.",
+    stacklevel=2,
+  )
 
 
 # Rows, padding and out-of-range markers must fit int32 together.

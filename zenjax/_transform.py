@@ -111,7 +111,8 @@ def zen_sync(
       switch; sums stay in float32.
     capacities: Rows that the first round's buffers hold, `(push, pull)` for
       all leaves or a mapping from leaf name; `zenjax.report` advises them. The
-      rest follows in parts of these, so small ones cost turns, never rows.
+      rest follows in parts of these, so small ones cost turns, never rows. Of
+      large ones that pay in no step a `UserWarning` says so.
     hash_seed: Draws another hash.
     link: What connects the devices, for `scheme="auto"`; by default 100 Gbit/s
       with 10 microseconds.

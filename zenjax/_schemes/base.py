@@ -220,6 +220,18 @@ def received_bytes(
   return total
 
 
+def expected_bytes(
+  scheme: Scheme,
+  plan: TablePlan,
+  push: jax.Array | float,
+  pull: jax.Array | float,
+  context: Context,
+) -> jax.Array | float:
+  """By the scheme's formula: see `Scheme.expected_messages`."""
+  messages = scheme.expected_messages(plan, context, push, pull)
+  return received_bytes(messages, context)
+
+
 def devices_of(message: Message, context: Context) -> int:
   """How many take part in a collective."""
   sizes = dict(zip(context.axes, context.sizes))

@@ -1,0 +1,122 @@
+"""Sizes to pin that pay in no step: not advised, and warned of if given."""
+
+from typing import Any
+import warnings
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import zenjax
+from zenjax import _state
+
+ROWS, WIDTH, DEVICES = 50_000, 128, 8
+# 20 % of the rows on each of 8 devices, and their union: what steps of zen by
+# columns need, and a first round of 41 % of a dense exchange's bytes there.
+PIN = (10_000, 30_690)
+TABLE = {"embed": (ROWS, WIDTH)}
+
+
+def traced(shapes=TABLE, **options: Any) -> list[str]:
+  """Messages of the warnings when a step is traced; nothing is compiled."""
+  tx = zenjax.zen_sync("data", sparse=True, **options)
+
+  def step(grads):
+    return tx.update(grads, tx.init(grads))
+
+  stack = {
+    name: jax.ShapeDtypeStruct((DEVICES, *shape), jnp.float32)
+    for name, shape in shapes.items()
+  }
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    jax.eval_shape(jax.vmap(step, axis_name="data"), stack)
+  return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+  ("scheme", "part"),
+  [
+    ("zen", None),
+    ("all_gather", "81%"),
+    ("recursive_doubling", "53%"),
+    ("split_all_gather", "101%"),
+  ],
+)
+def test_sizes_of_another_scheme_may_be_above_break_even(scheme, part):
+  partition = "columns" if scheme == "zen" else "auto"
+  said = traced(scheme=scheme, partition=partition, capacities=PIN)
+  assert len(said) == (part is not None)
+  for message in said:
+    assert "`capacities` of leaf 'embed'" in message
+    assert f"{PIN} make it {part} with scheme='{scheme}'" in message
+    assert "zenjax.advise" in message
+
+
+def test_warning_is_of_the_leaf_that_is_pinned():
+  tables = {"a": (ROWS, WIDTH), "b": (ROWS, WIDTH)}
+  options = {"scheme": "all_gather"}
+  both = traced(tables, capacities=PIN, **options)
+  assert len(both) == 2
+  (one,) = traced(tables, capacities={"b": PIN}, **options)
+  assert "leaf 'b'" in one
+  assert traced(tables, capacities={"b": (100, 400)}, **options) == []
+
+
+def test_no_warning_where_it_would_be_no_help():
+  # Rows that do not fit wait: there is no dense path to take instead.
+  carry = {"on_overflow": "carry", "partition": "columns"}
+  assert traced(capacities=(ROWS, ROWS), **carry) == []
+  # Of a few rows a guess takes as many.
+  few = {"embed": (20, 4)}
+  assert traced(few, capacities=(8, 8)) == []
+  assert len(traced(few, capacities=(20, 20))) == 1
+
+
+def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
+  """A table of 1000 rows whose steps needed these."""
+  sizes = _state.Sizes(1000, 16, DEVICES, DEVICES, 1, 8, 8, 1, 0)
+  history = np.zeros((_state.HISTORY, 2), np.int32)
+  history[: len(needs)] = needs
+  return _state.empty_leaf(None)._replace(
+    sizes=jnp.array(sizes, jnp.int32),
+    history=jnp.array(history),
+    dense=jnp.array(dense),
+  )
+
+
+@pytest.mark.parametrize(
+  ("needs", "dense", "pin"),
+  [
+    ([(8, 40)] * 10, False, (8, 40)),
+    ([(8, 40)] * 8 + [(_state.DENSE_STEP,) * 2] * 2, False, (8, 40)),
+    ([(_state.DENSE_STEP,) * 2] * 10, False, None),
+    ([(8, 40)] * 10, True, None),
+  ],
+)
+def test_advice_is_for_steps_that_travel_sparse(needs, dense, pin):
+  state = _state.ZenSyncState(
+    jnp.array(len(needs), jnp.int32), {"t": _leaf(needs, dense=dense)}
+  )
+  assert zenjax.advise(state).get("t") == pin
+
+
+def test_steps_above_break_even_leave_no_mark_on_the_advice():
+  """A full step among sparse ones, as a regularizer now and then makes it."""
+  n, rows, width = 4, 2000, 16
+  tx = zenjax.zen_sync("data", sparse=True)
+  step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  rng = np.random.default_rng(0)
+  full = rng.standard_normal((n, rows, width)).astype(np.float32)
+  few = cases.keep(full, [rng.permutation(rows)[:20] for _ in range(n)])
+  state = jax.vmap(tx.init)(full)
+  for stack in (few, full, few, few):
+    got, state = step(stack, state)
+    oracle.check(got, stack)
+  mine = jax.tree.map(lambda x: x[0], state)
+  ((push, pull),) = zenjax.advise(mine).values()
+  assert 5 <= push <= 20 and push <= pull <= 80
+  assert f"({push}, {pull})" in zenjax.report(mine)
