@@ -45,8 +45,7 @@ def transform(
   if sync == "pmean":
     return optax.chain(pmean(AXIS), inner)
   if grads == "rows":
-    rows = zenjax.zen_sync(AXIS, output="rows")
-    return optax.chain(rows, zenjax.lazy_rows(inner))
+    inner = zenjax.lazy_rows(inner)
   return optax.chain(zenjax.zen_sync(AXIS), inner)
 
 

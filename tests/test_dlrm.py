@@ -264,7 +264,6 @@ def test_learns_and_resumes_as_if_never_stopped(
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.xfail(reason="zen_sync does not take SparseRows yet")
 def test_row_gradients_learn_the_same(program, capfd):
   assert program.main([*_SMALL, "--sync=compare", "--grads=rows"]) == 0
   zen, pmean = _aucs(capfd.readouterr().out)

@@ -71,6 +71,8 @@ def _warn_above_break_even(
   `zenjax.advise` says passes. Silent where a guess would be as large, as for
   tables of a few rows: to pin nothing would be no remedy.
   """
+  if plan.table.look_ups is not None:
+    return  # SparseRows take no dense path, and may be few of a small table.
   dense = _dense.received_bytes(plan.table, context.devices)
 
   def needed(size: _plan.Capacity) -> float:
@@ -83,6 +85,7 @@ def _warn_above_break_even(
     plan.table,
     groups=plan.layout.groups,
     column_groups=plan.column_groups,
+    devices=context.devices,
     pinned=None,
     seed=plan.layout.seed,
     first_word=plan.layout.first_word,
