@@ -57,6 +57,9 @@ EXACT = {
   "schedule": optax.sgd(optax.exponential_decay(0.1, 10, 0.5)),
   "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
   "elementwise clip": optax.chain(optax.clip(0.5), optax.adagrad(0.1)),
+  "by table": optax.multi_transform(
+    {"a": optax.adagrad(0.1), "b": optax.adam(0.1)}, {"table": "a", "bias": "b"}
+  ),
 }
 
 

@@ -19,6 +19,15 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
   return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+# What runs another program as a part of its own.
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+def called(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
+  """The program that an equation of `CALLS` runs, opened."""
+  return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+
 def scan_parts(
   eqn: jex_core.JaxprEqn, values: Sequence[Any]
 ) -> list[list[Any]]:

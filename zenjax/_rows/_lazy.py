@@ -1,14 +1,11 @@
 """`lazy_rows`: an optimizer that touches the rows of its updates only."""
 
-import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from zenjax import _select
+from zenjax._rows import _on_rows
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 
@@ -60,22 +57,12 @@ def lazy_rows(
   inner = optax.with_extra_args_support(inner)
 
   def init(params):
-    _require_row_by_row(inner, params)
+    _on_rows.require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
     merged = _trees.combined(updates)
-    at = jax.tree.map(_at, merged, is_leaf=is_rows)
-    if params is not None:
-      _require_shapes(merged, params)
-    tags = optax.tree_utils.tree_map_params(
-      inner, lambda _, at: at, state, at, transform_non_params=lambda _: _ALL
-    )
-    few = jax.tree.map(_gather, state, tags)
-    few_params = None if params is None else jax.tree.map(_gather, params, at)
-    out, few = inner.update(_trees.values(merged), few, few_params, **extra)
-    state = jax.tree.map(_scatter, state, few, tags)
-    return _trees.with_values(merged, out), state
+    return _on_rows.update(inner, merged, state, params, extra)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -100,7 +87,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> zenjax.apply_updates(jnp.array([[5.0], [5.0]]), rows).tolist()
     [[5.0], [7.0]]
   """
-  _require_shapes(updates, params)
+  _on_rows.require_shapes(updates, params)
 
   def apply(u, p):
     if u is None:
@@ -112,86 +99,3 @@ def apply_updates(params: Any, updates: Any) -> Any:
   return jax.tree.map(
     apply, updates, params, is_leaf=lambda x: x is None or is_rows(x)
   )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _At:
-  """Which rows of a leaf are touched; None for all of it."""
-
-  ids: jax.Array | None = None
-  num_rows: int = -1
-
-  def has(self, leaf: jax.Array) -> bool:
-    """Whether `leaf` holds something for each row of the table."""
-    shape = jnp.shape(leaf)
-    return self.ids is not None and shape[:1] == (self.num_rows,)
-
-
-_ALL = _At()
-
-
-def _at(leaf):
-  if not is_rows(leaf):
-    return _ALL
-  ids, num_rows = leaf.indices, leaf.num_rows
-  # Padding is out of range and all different: every index stands once.
-  beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
-  return _At(jnp.where(ids < num_rows, ids, beyond), num_rows)
-
-
-def _gather(leaf, at):
-  if not at.has(leaf):
-    return leaf
-  return leaf.at[at.ids].get(mode="fill", fill_value=0, unique_indices=True)
-
-
-def _scatter(leaf, few, at):
-  if not at.has(leaf):
-    return few
-  return leaf.at[at.ids].set(few, mode="drop", unique_indices=True)
-
-
-def _require_shapes(updates, params):
-  for (name, u), p in zip(
-    _select.named_leaves(updates, is_rows), jax.tree.leaves(params)
-  ):
-    if is_rows(u) and u.shape != jnp.shape(p):
-      raise ValueError(
-        f"SparseRows of {name!r} must be rows of the parameter: it is"
-        f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"
-        " parameter's first dimension."
-      )
-
-
-def _require_row_by_row(inner, params):
-  """Compares a step on two of four rows with one on all, the others zero."""
-  rng = np.random.default_rng(0)
-  with jax.ensure_compile_time_eval():
-    small = [4, 3]
-    leaves, structure = jax.tree.flatten(params)
-    draw = lambda x: jnp.array(
-      rng.standard_normal(small if jnp.ndim(x) == 2 else [1] * jnp.ndim(x)),
-      jnp.result_type(x),
-    )
-    full = jax.tree.unflatten(structure, [draw(x) for x in leaves])
-    grads = jax.tree.map(
-      lambda x: x.at[2:].set(0) if jnp.ndim(x) == 2 else x, full
-    )
-    half = lambda tree: jax.tree.map(
-      lambda x: x[:2] if jnp.shape(x)[:1] == (4,) else x, tree
-    )
-    try:
-      state = inner.init(full)
-      want, _ = inner.update(grads, state, full)
-      got, _ = inner.update(half(grads), half(state), half(full))
-    except TypeError:
-      return  # It needs arguments that only the user has.
-    pairs = zip(jax.tree.leaves(half(want)), jax.tree.leaves(got))
-    alike = all(np.allclose(w, g, rtol=1e-3, atol=1e-6) for w, g in pairs)
-  if not alike:
-    raise ValueError(
-      "`inner` must update a row by that row alone, but it gave two rows other"
-      " updates than with the rest of the table beside them (as LAMB and"
-      " Adafactor do); use it on dense gradients, or another optimizer for"
-      " tables through `optax.multi_transform`."
-    )

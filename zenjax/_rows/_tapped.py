@@ -124,9 +124,8 @@ class Run:
   def _with_views(self, eqn, operands) -> list:
     name = eqn.primitive.name
     values = [o.value for o in operands]
-    if name in ("jit", "pjit", "closed_call", "core_call"):
-      inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-      return self.run(*_jaxprs.opened(inner), values)
+    if name in _jaxprs.CALLS:
+      return self.run(*_jaxprs.called(eqn), values)
     if name in ("checkpoint", "remat", "remat2"):
       return self._rematerialized(eqn, values)
     if name == "scan":

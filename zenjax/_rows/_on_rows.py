@@ -1,0 +1,145 @@
+"""A step of an optimizer on the touched rows of tables."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax import _select
+from zenjax._rows import _trees
+from zenjax._rows._sparse_rows import is_rows
+
+# `(few_state, few_params, at) -> (few_state, few_params)`.
+Before = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def update(
+  inner: optax.GradientTransformationExtraArgs,
+  merged: Any,
+  state: Any,
+  params: Any,
+  extra: dict[str, Any],
+  before: Before = lambda state, params, at: (state, params),
+) -> tuple[Any, Any]:
+  """Runs `inner.update` on the rows of `merged` alone.
+
+  Args:
+    inner: The transformation.
+    merged: Updates in which every index of SparseRows stands once.
+    state: Of `inner`, whole.
+    params: Whole, or None.
+    extra: Further arguments of `inner.update`.
+    before: Changes the rows of the state and the parameters first.
+
+  Returns:
+    Updates in the structure of `merged`, and the state.
+  """
+  at = jax.tree.map(touched, merged, is_leaf=is_rows)
+  if params is not None:
+    require_shapes(merged, params)
+  tags = _trees.tagged(inner, state, at, _ALL)
+  few = jax.tree.map(gather, state, tags)
+  few_params = None if params is None else jax.tree.map(gather, params, at)
+  few, few_params = before(few, few_params, at)
+  out, few = inner.update(_trees.values(merged), few, few_params, **extra)
+  state = jax.tree.map(scatter, state, few, tags)
+  return _trees.with_values(merged, out), state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class At:
+  """Which rows of a leaf are touched; None for all of it."""
+
+  ids: jax.Array | None = None
+  num_rows: int = -1
+
+  def has(self, leaf: jax.Array) -> bool:
+    """Whether `leaf` holds something for each row of the table."""
+    shape = jnp.shape(leaf)
+    return self.ids is not None and shape[:1] == (self.num_rows,)
+
+
+_ALL = At()
+
+
+def touched(leaf: Any) -> At:
+  """The rows that an update touches."""
+  if not is_rows(leaf):
+    return _ALL
+  return At(distinct(leaf.indices, leaf.num_rows), leaf.num_rows)
+
+
+def distinct(ids: jax.Array, num_rows: int) -> jax.Array:
+  """`ids` with padding that is out of range and all different.
+
+  Every index stands once then, if every row does.
+  """
+  beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
+  return jnp.where(ids < num_rows, ids, beyond)
+
+
+def gather(leaf: Any, at: At) -> Any:
+  """Touched rows of what has rows; zeros for padding."""
+  if not at.has(leaf):
+    return leaf
+  return leaf.at[at.ids].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def scatter(leaf: Any, few: Any, at: At) -> Any:
+  """Inverse of `gather`; `few` where it took all."""
+  if not at.has(leaf):
+    return few
+  return leaf.at[at.ids].set(few, mode="drop", unique_indices=True)
+
+
+def require_shapes(updates: Any, params: Any) -> None:
+  """Raises ValueError for rows of another table than the parameter."""
+  for (name, u), p in zip(
+    _select.named_leaves(updates, is_rows), jax.tree.leaves(params)
+  ):
+    if is_rows(u) and u.shape != jnp.shape(p):
+      raise ValueError(
+        f"SparseRows of {name!r} must be rows of the parameter: it is"
+        f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"
+        " parameter's first dimension."
+      )
+
+
+def require_row_by_row(
+  inner: optax.GradientTransformationExtraArgs, params: Any
+) -> None:
+  """Compares a step on two of four rows with one on all, the others zero."""
+  rng = np.random.default_rng(0)
+  with jax.ensure_compile_time_eval():
+    small = [4, 3]
+    leaves, structure = jax.tree.flatten(params)
+    draw = lambda x: jnp.array(
+      rng.standard_normal(small if jnp.ndim(x) == 2 else [1] * jnp.ndim(x)),
+      jnp.result_type(x),
+    )
+    full = jax.tree.unflatten(structure, [draw(x) for x in leaves])
+    grads = jax.tree.map(
+      lambda x: x.at[2:].set(0) if jnp.ndim(x) == 2 else x, full
+    )
+    half = lambda tree: jax.tree.map(
+      lambda x: x[:2] if jnp.shape(x)[:1] == (4,) else x, tree
+    )
+    try:
+      state = inner.init(full)
+      want, _ = inner.update(grads, state, full)
+      got, _ = inner.update(half(grads), half(state), half(full))
+    except TypeError:
+      return  # It needs arguments that only the user has.
+    pairs = zip(jax.tree.leaves(half(want)), jax.tree.leaves(got))
+    alike = all(np.allclose(w, g, rtol=1e-3, atol=1e-6) for w, g in pairs)
+  if not alike:
+    raise ValueError(
+      "`inner` must update a row by that row alone, but it gave two rows other"
+      " updates than with the rest of the table beside them (as LAMB and"
+      " Adafactor do); use it on dense gradients, or another optimizer for"
+      " tables through `optax.multi_transform`."
+    )
