@@ -12,6 +12,8 @@ from zenjax._profile import profile
 from zenjax._report import advise
 from zenjax._report import report
 from zenjax._report import stats
+from zenjax._rows._catch_up import catch_up
+from zenjax._rows._catching_up import CatchUpState
 from zenjax._rows._explain import explain_tables
 from zenjax._rows._explain import Explanation
 from zenjax._rows._explain import TableUse
@@ -35,6 +37,8 @@ __all__ = (
   "advise",
   "apply_updates",
   "as_varying",
+  "catch_up",
+  "CatchUpState",
   "clip_by_global_norm",
   "data_parallel",
   "explain_tables",

@@ -5,13 +5,14 @@ from typing import Any
 import jax
 import optax
 
+from zenjax._rows import _catching_up
 from zenjax._rows import _on_rows
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 
 
 def lazy_rows(
-  inner: optax.GradientTransformation,
+  inner: optax.GradientTransformation, *, catch_up: bool = False
 ) -> optax.GradientTransformationExtraArgs:
   """Runs `inner` on the rows of SparseRows instead of on whole tables.
 
@@ -29,18 +30,44 @@ def lazy_rows(
   (LazyAdam). Weight decay acts on touched rows only. Norms over all updates
   (`optax.clip_by_global_norm`) are the same: rows left out are zero.
 
+  With `catch_up=True` a row remembers the last step that it took, in 4 bytes,
+  and is given those that it missed, as with gradients of zero, when it is next
+  touched:
+
+  - Momentum SGD, Nesterov's, and weight decay, coupled or not: `k` steps are
+    the power of a small matrix, whatever `k` is. With a schedule they are a
+    product of `k` such matrices, not of rows.
+  - Adam, AdamW, and others whose movement dies out: step by step, but for at
+    most 225 steps with `b1=0.9` in float32, 117 in bfloat16. By then the first
+    moment is 5e-11 of what it was, and rounding 6e-8; moments and weight decay
+    of all further steps are products as above.
+
+  Rows must be brought up to date *before* a loss reads them, or gradients are
+  taken where the row stood: call `zenjax.catch_up` before the gradients, and
+  without ids before an evaluation and at the end. Then 200 steps on a text gave
+  the dense optimizer's parameters to 2e-6 with momentum (with and without
+  Nesterov) and 3e-6 with Adam and AdamW; each was 0.5e-6 to 6e-6 from the same
+  in float64. Without the call parameters parted by up to 0.5 with momentum and
+  0.2 with Adam. What was not as it is now at a missed step is not known: a
+  number in the state that the program changes, as `optax.inject_hyperparams`
+  keeps them, is refused, while schedules are followed.
+
   Args:
     inner: Any transformation that updates a row by that row's gradient, state
       and parameters; `chain` as usual.
+    catch_up: Whether rows are given the steps that they missed.
 
   Returns:
     A transformation of trees that may hold SparseRows. Its state is that of
-    `inner`, made for dense parameters.
+    `inner`, made for dense parameters; with `catch_up` a `CatchUpState` of it.
 
   Raises:
     ValueError: `inner` updates rows by others (LAMB, Adafactor): found by
       trying it on small arrays in `init`. Not tried where it needs more
-      arguments than updates and parameters.
+      arguments than updates and parameters. With `catch_up`, that missed steps
+      cannot be made up for: they would depend on more than the row and the
+      number of the step, state is changed by other than factors (AMSGrad,
+      AdaBelief), or rows never come to rest (Lion, Adam on L2).
 
   Example:
     >>> import jax.numpy as jnp
@@ -53,8 +80,15 @@ def lazy_rows(
     >>> updates, state = tx.update(grads, state, table)
     >>> zenjax.apply_updates(table, updates)[6:8].round(3).tolist()
     [[0.0], [-1.0]]
+
+  References:
+    TensorFlow Addons' `LazyAdam` for the rule without `catch_up`. Lazy updates
+    in closed form: B. Carpenter, "Lazy Sparse Stochastic Gradient Descent for
+    Regularized Multinomial Logistic Regression", 2008.
   """
   inner = optax.with_extra_args_support(inner)
+  if catch_up:
+    return _catching_up.catching_up(inner)
 
   def init(params):
     _on_rows.require_row_by_row(inner, params)

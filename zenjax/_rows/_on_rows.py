@@ -57,6 +57,11 @@ class At:
   ids: jax.Array | None = None
   num_rows: int = -1
 
+  @property
+  def pads(self) -> Any:
+    """Where `ids` are of no row."""
+    return self.ids is not None and self.ids >= self.num_rows
+
   def has(self, leaf: jax.Array) -> bool:
     """Whether `leaf` holds something for each row of the table."""
     shape = jnp.shape(leaf)

@@ -1,0 +1,205 @@
+"""A step without gradients, as an element of a table meets it.
+
+What an optimizer does to a row that a step does not touch depends on the row's
+own state and parameters and on the number of the step. `Idle` is that function
+for one element, cut out of a trace of the optimizer on a tree of small arrays.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax._rows import _cut
+from zenjax._rows import _trees
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Idle:
+  """A step without gradients on an element of one table.
+
+  Attributes:
+    own: Which leaves of the state hold something for every row of the table.
+    wide: Whether each of these holds something for every element.
+    dtypes: Of these, then of the parameters.
+    counters: Which leaves of the state count steps.
+    start: What `init` makes of the counters.
+    strange: What else the step depends on, by name.
+    program: The step. It takes elements of the leaves and of the parameters,
+      then the counters.
+  """
+
+  own: tuple[int, ...]
+  wide: tuple[bool, ...]
+  dtypes: tuple[Any, ...]
+  counters: tuple[int, ...]
+  start: tuple[jax.Array, ...]
+  strange: tuple[str, ...]
+  program: _cut.Program
+
+  def __call__(
+    self, x: Sequence[jax.Array], counts: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """One element of every leaf after the step, and its update.
+
+    Args:
+      x: Scalars: of the leaves of the state, then the parameter.
+      counts: The counters before the step.
+    """
+    *state, update = map(jnp.ravel, self.program([*x, *counts]))
+    kept = [v[0].astype(dtype) for v, dtype in zip(state, self.dtypes)]
+    return [*kept, update[0]]
+
+  def rows(
+    self, x: Sequence[jax.Array], counts: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """The same for rows.
+
+    Args:
+      x: `[k, D]`, or `[k]` of leaves that are not wide.
+      counts: `[k]` each: rows may be at steps of their own.
+    """
+    axes = [0 if wide else None for wide in (*self.wide, True)]
+    row = jax.vmap(self.__call__, in_axes=(axes, None), out_axes=axes)
+    return jax.vmap(row)(list(x), list(counts))
+
+
+def is_table(leaf: Any) -> bool:
+  """Whether `leaf` is a parameter whose rows may be touched or not."""
+  is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+  return jnp.ndim(leaf) == 2 and is_float
+
+
+def idle_steps(
+  inner: optax.GradientTransformationExtraArgs, params: Any
+) -> dict[int, Idle]:
+  """What `inner` does to an element of each table, by the leaf's number.
+
+  Raises:
+    TypeError: `inner` needs more arguments than updates and parameters.
+  """
+  small = _small(params, 1)
+  state = inner.init(small)
+  step = lambda state, params: _step(inner, state, params)
+  trace = _cut.trace(step, state, small)
+  first = len(jax.tree.leaves(state))
+  tags = owners(inner, state, small)
+  leaves = jax.tree.leaves(state)
+  counters = tuple(_counters(trace, leaves, tags))
+  paths, _ = jax.tree_util.tree_flatten_with_path((state, small))
+  names = [
+    ("state", "params")[path[0].idx] + jax.tree_util.keystr(path[1:])
+    for path, _ in paths
+  ]
+  many = jax.tree.leaves(jax.eval_shape(inner.init, _small(params, 2)))
+
+  def idle(table):
+    own = [
+      i
+      for i, tag in enumerate(tags)
+      if tag == table and jnp.shape(many[i])[:1] == (2,)
+    ]
+    inputs = [*own, first + table]
+    program = trace.cut([*inputs, *counters], inputs)
+    dtypes = [jnp.result_type(trace.values[i]) for i in inputs]
+    return Idle(
+      own=tuple(own),
+      wide=tuple(jnp.shape(many[i]) == (2, 2) for i in own),
+      dtypes=tuple(dtypes),
+      counters=counters,
+      start=tuple(jnp.asarray(leaves[i]) for i in counters),
+      strange=tuple(names[i] for i in program.strange),
+      program=program,
+    )
+
+  tables = enumerate(jax.tree.leaves(small))
+  return {i: idle(i) for i, x in tables if is_table(x)}
+
+
+def owners(inner: Any, state: Any, params: Any) -> list[int]:
+  """Of each leaf of the state, to which leaf of `params` it belongs, or -1."""
+  structure = jax.tree.structure(params)
+  numbers = structure.unflatten(range(structure.num_leaves))
+  return jax.tree.leaves(_trees.tagged(inner, state, numbers, -1))
+
+
+def is_elementwise(
+  inner: optax.GradientTransformationExtraArgs,
+  params: Any,
+  idles: dict[int, Idle],
+) -> bool:
+  """Whether a step on a table is that on its elements, tried at some sizes."""
+  small = _small(params, 2)
+  start = inner.init(small)
+  tables = jax.tree.leaves(small)
+
+  @jax.jit
+  def both_ways(state):
+    new, updates = map(jax.tree.leaves, _step(inner, state, small))
+    leaves, found = jax.tree.leaves(state), []
+    for i, idle in idles.items():
+      x = [*(leaves[j] for j in idle.own), tables[i]]
+      counts = [jnp.full(2, leaves[j]) for j in idle.counters]
+      want = [*(new[j] for j in idle.own), updates[i]]
+      found.append((idle.rows(as_rows(idle, x), counts), as_rows(idle, want)))
+    return found
+
+  rng = np.random.default_rng(0)
+  # Clipping and epsilons show at some size of the state or at none.
+  for scale in (1e-3, 1.0, 1e3):
+    leaves, structure = jax.tree.flatten(start)
+    drawn = [_drawn(rng, x, scale) if jnp.ndim(x) else x for x in leaves]
+    state = structure.unflatten(drawn)
+    for got, want in both_ways(state):
+      if not all(_alike(g, w) for g, w in zip(got, want)):
+        return False
+  return True
+
+
+def as_rows(idle: Idle, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  """`[k, D]`, or `[k]` of leaves that are not wide, as `Idle.rows` takes."""
+  wide = (*idle.wide, True)
+  return [x if w else jnp.reshape(x, len(x)) for x, w in zip(leaves, wide)]
+
+
+def _step(inner, state, params):
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, state = inner.update(zeros, state, params)
+  return state, updates
+
+
+def _small(params, side):
+  """Tables as `[side, side]`, all else as single numbers."""
+  rng = np.random.default_rng(0)
+  shape = lambda x: [side if is_table(x) else 1] * jnp.ndim(x)
+  return jax.tree.map(
+    lambda x: _drawn(rng, jnp.ones(shape(x), jnp.result_type(x)), 1.0), params
+  )
+
+
+def _drawn(rng, like, scale):
+  dtype = jnp.result_type(like)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return like
+  return jnp.array(scale * rng.random(jnp.shape(like)), dtype)
+
+
+def _counters(trace, leaves, tags):
+  """Scalar integers that each step raises by one."""
+  for i, (x, tag) in enumerate(zip(leaves, tags)):
+    is_integer = jnp.issubdtype(jnp.result_type(x), jnp.integer)
+    if tag == -1 and jnp.ndim(x) == 0 and is_integer:
+      count = trace.cut([i], [i])
+      (second,) = count([jnp.asarray(x)])
+      (third,) = count([second])
+      if (int(second) - int(x), int(third) - int(second)) == (1, 1):
+        yield i
+
+
+def _alike(got, want):
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  return got.shape == want.shape and np.allclose(got, want, rtol=1e-5, atol=0)

@@ -1,0 +1,248 @@
+"""What many steps without gradients do to a row, at a cost that is bounded.
+
+Let `x` be what an element of a table holds: its share of the state, then the
+parameter. Two kinds of optimizers can be caught up:
+
+- Linear ones, `x' = A x` with one matrix `A` for all elements (momentum,
+  weight decay of SGD). `k` steps are `A ** k`, and where `A` depends on the
+  step, by a schedule, the product of `k` small matrices.
+- Those whose state is scaled by constants and whose movement dies out with it,
+  but for a share of the parameter (Adam: `b1 ** k`, `b2 ** k`). The first steps
+  are gone through one by one, all others are one product as above.
+
+Which kind one is follows from its derivatives: whether these depend on `x`, and
+on the counters. That is read off the program; no number of trials could tell
+that a schedule never changes.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax import _select
+from zenjax._rows import _idle
+from zenjax._rows import _transitions
+from zenjax._rows._idle import Idle
+from zenjax._rows._slopes import Slopes
+
+# Steps that are gone through one by one, at most.
+MOST = 4096
+
+# Movement dies out when it is this much under a rounding of what it began as:
+# a schedule may raise it a thousand times until then and not be missed.
+_SPARE_BITS = 10
+
+_NO_FACTORS = "a leaf of its state is changed by more than constant factors"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Law:
+  """How one table's rows change at steps without gradients.
+
+  Attributes:
+    idle: One such step.
+    steps: How many are gone through one by one.
+    at_rest: Whether a row of which all state is zero needs none of these.
+    mixes: `[n, n]`, which leaves the product of the others reads for which.
+    whole: Whether the matrix of every step is `changes`, or the last entry.
+    changes: That of the step with some counters, less one, if it varies.
+    digits: Of the powers of the matrix, or of what of it does not vary.
+  """
+
+  idle: Idle
+  steps: int
+  at_rest: bool
+  mixes: np.ndarray
+  whole: bool
+  changes: Callable[[Sequence[jax.Array]], jax.Array] | None
+  digits: np.ndarray
+
+  @property
+  def is_nothing(self) -> bool:
+    """Whether a step without gradients leaves rows as they are."""
+    one = np.eye(len(self.mixes))
+    same = np.array_equal(self.digits[0, 1], one) and self.changes is None
+    return same and self.steps == 0
+
+  def matrix(
+    self, number: jax.Array, end: jax.Array, counts: Sequence[jax.Array]
+  ) -> jax.Array:
+    """Of the last steps without gradients of each row, `[k, n, n] float32`.
+
+    Args:
+      number: `[k] int32`, of these steps.
+      end: The step that follows.
+      counts: The counters at that step.
+    """
+    changes = self.changes
+    if changes is None:
+      return _transitions.powers(self.digits, number)
+
+    def at(steps):
+      return jax.vmap(lambda s: changes([c - (end - s) for c in counts]))(steps)
+
+    product = _transitions.products(at, end - number, end)
+    if self.whole:
+      return product + jnp.eye(len(self.mixes), dtype=jnp.float32)
+    powers = _transitions.powers(self.digits, number)
+    return powers.at[:, -1, -1].set(1 + product[:, 0, 0])
+
+
+class Unlawful(Exception):
+  """Why rows cannot be caught up."""
+
+
+def laws(
+  inner: optax.GradientTransformationExtraArgs, params: Any
+) -> dict[int, Law]:
+  """How rows of each table change that do change, by the leaf's number.
+
+  Raises:
+    ValueError: There is a table that cannot be caught up.
+  """
+  try:
+    idles = _idle.idle_steps(inner, params)
+  except TypeError as error:
+    raise ValueError(
+      _refusal(
+        "it needs more than gradients and parameters, which nobody has"
+        " at a step that is made up for"
+      )
+    ) from error
+  names = [name for name, _ in _select.named_leaves(params)]
+  shared: dict[str, Law] = {}
+  for table, idle in idles.items():
+    try:
+      _require_known(idle)
+      if idle.program.text not in shared:
+        shared[idle.program.text] = law(idle)
+    except Unlawful as error:
+      raise ValueError(_refusal(f"{error} (table {names[table]!r})")) from None
+  if not _idle.is_elementwise(inner, params, idles):
+    raise ValueError(_refusal("it moves elements of a table by others"))
+  found = {
+    i: dataclasses.replace(shared[idle.program.text], idle=idle)
+    for i, idle in idles.items()
+  }
+  return {i: law for i, law in found.items() if not law.is_nothing}
+
+
+def _refusal(reason: str) -> str:
+  return (
+    "`inner` of `lazy_rows(..., catch_up=True)` must be one of which missed"
+    f" steps can be made up for, but {reason}; use momentum SGD, Adam or AdamW"
+    " with numbers or schedules, or leave `catch_up` out."
+  )
+
+
+def _require_known(idle):
+  if idle.strange:
+    raise Unlawful(
+      "a step without gradients depends on more than the row, the number of the"
+      f" step and what is fixed: on {', '.join(idle.strange)}"
+    )
+
+
+def law(idle: Idle) -> Law:
+  """How rows change.
+
+  Raises:
+    Unlawful: Neither kind fits.
+  """
+  n = len(idle.dtypes)
+  slopes = Slopes(idle)
+  rests = _rests(idle)
+  straight = not any(slopes.bends(i, j) for i in range(n) for j in range(n))
+  linear = straight and slopes.sum_up_to(range(n))
+  shown = [(i, j) for i in range(n) for j in range(n)]
+  if not linear:
+    _require_state_scaled(slopes, n)
+    shown = [(i, j) for i, j in shown if i < n - 1] + [(n - 1, n - 1)]
+  matrix = np.eye(n)
+  for i, j in shown:
+    matrix[i, j] += slopes.value(i, j)
+  varying = [(i, j) for i, j in shown if slopes.varies(i, j)]
+  mixes = matrix != 0
+  for i, j in varying:
+    mixes[i, j] = True
+  mixes = np.linalg.matrix_power(mixes.astype(int), n) > 0
+  _require_shapes(mixes, idle)
+  changes = None
+  if varying:
+    last = range(n) if linear else [n - 1]
+    changes = lambda counts: slopes.matrix(last, counts)
+  return Law(
+    idle=idle,
+    steps=0 if linear else _steps_until_still(idle),
+    at_rest=rests,
+    mixes=mixes,
+    whole=linear,
+    changes=changes,
+    digits=_transitions.tables(matrix),
+  )
+
+
+def _require_state_scaled(slopes, n):
+  if not slopes.sum_up_to(range(n - 1)):
+    raise Unlawful(_NO_FACTORS)
+  for i in range(n - 1):
+    for j in range(n):
+      if slopes.bends(i, j) or slopes.varies(i, j):
+        raise Unlawful(_NO_FACTORS)
+    if slopes.value(i, n - 1) != 0:
+      raise Unlawful("its state follows the parameters, and it is not linear")
+  if slopes.bends(n - 1, n - 1):
+    raise Unlawful("it moves a parameter by more than a share of it")
+
+
+def _require_shapes(mixes, idle):
+  wide = np.array([*idle.wide, True])
+  if np.any(mixes & (wide[:, None] != wide)):
+    raise Unlawful("state of a row and state of its elements mix")
+
+
+def _rests(idle):
+  """Whether all zeros stay so."""
+  x = [jnp.zeros((), dtype) for dtype in idle.dtypes]
+  later = [c + 1000 for c in idle.start]
+  found = [v for counts in (idle.start, later) for v in idle(x, counts)]
+  return not any(np.any(np.asarray(v, np.float64)) for v in found)
+
+
+def _steps_until_still(idle):
+  """After how many steps the movement has died out, by trying.
+
+  The parameter is zero, so that a share of it is no movement, and the counters
+  stand still, so that a schedule's end is no rest: only the state changes.
+  """
+  rng = np.random.default_rng(0)
+  sizes = np.array([1e-3, 1.0, 1e3])[:, None] * (0.5 + rng.random((3, 4)))
+  state = [
+    jnp.array(sizes if w else sizes[:, 0], dtype)
+    for w, dtype in zip(idle.wide, idle.dtypes)
+  ]
+  zeros = jnp.zeros(sizes.shape, idle.dtypes[-1])
+
+  def movements(later):
+    counts = [jnp.full(len(sizes), c + later) for c in idle.start]
+
+    def step(state, _):
+      *state, moved = idle.rows([*state, zeros], counts)
+      return state, jnp.max(jnp.abs(moved.astype(jnp.float32)), axis=1)
+
+    return lax.scan(step, state, length=MOST)[1]
+
+  later = jnp.array([0, *(10**i for i in range(6))], jnp.int32)
+  moved = np.asarray(jax.jit(jax.vmap(movements))(later), np.float64)
+  bits = jnp.finfo(idle.dtypes[-1]).nmant + 1 + _SPARE_BITS
+  moves = moved > moved.max(axis=1, keepdims=True) * 2.0**-bits
+  steps = 1 + int(np.max(np.nonzero(moves)[1], initial=-1))
+  if steps >= MOST:
+    raise Unlawful(f"it still moves a row after {MOST} steps without gradients")
+  return steps
