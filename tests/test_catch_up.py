@@ -315,7 +315,9 @@ def test_gradients_may_come_dense_and_as_rows_by_turns():
   tx = zenjax.lazy_rows(inner, catch_up=True)
 
   @jax.jit
-  def step(got, state, want, want_state, grads):
+  def step(got, state, want, want_state, grads: Any):
+    if not isinstance(grads, SparseRows):
+      got, state = zenjax.catch_up(tx, got, state)
     updates, state = tx.update(grads, state, got)
     got = zenjax.apply_updates(got, updates)
     dense = grads.to_dense() if isinstance(grads, SparseRows) else grads
@@ -360,6 +362,29 @@ def test_short_floats(inner):
   np.testing.assert_allclose(
     np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.05
   )
+
+
+@pytest.mark.parametrize("name", ["momentum", "schedule", "adam"])
+def test_float64_is_kept(name):
+  with jax.enable_x64(True):
+    inner = GAPS[name]
+    tx = zenjax.lazy_rows(inner, catch_up=True)
+    got: Any = jnp.ones((FEW, 1), jnp.float64)
+    want: Any = got
+    state: Any = tx.init(got)
+    want_state = inner.init(want)
+    grads: Any = jnp.linspace(-1.0, 1.0, FEW)[:, None]
+    nothing: Any = SparseRows(jnp.array([FEW]), jnp.zeros((1, 1)), FEW)
+    for _ in range(5):
+      updates, state = tx.update(grads, state, got)
+      got = zenjax.apply_updates(got, updates)
+      dense = jnp.zeros_like(want) if grads is nothing else grads
+      updates, want_state = inner.update(dense, want_state, want)
+      want = optax.apply_updates(want, updates)
+      grads = nothing
+    got, _ = zenjax.catch_up(tx, got, state)
+    assert got.dtype == jnp.float64
+    np.testing.assert_allclose(got, want, rtol=1e-13)
 
 
 def test_step_holds_no_array_of_the_table_but_the_table():

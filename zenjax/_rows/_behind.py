@@ -10,6 +10,7 @@ import optax
 from zenjax import _compat
 from zenjax._rows import _idle
 from zenjax._rows import _on_rows
+from zenjax._rows import _transitions
 from zenjax._rows._law import Law
 
 # Rows go in blocks, those together that need about as many steps one by one:
@@ -99,7 +100,7 @@ def _mixed(law, matrix, i, x):
   """What the matrices `[k, n, n]` make of leaf `i`."""
   reads = [j for j in range(len(x)) if law.mixes[i, j]]
   terms = [
-    _beside(matrix[:, i, j], x[j]) * x[j].astype(jnp.float32) for j in reads
+    _beside(matrix[:, i, j], x[j]) * _transitions.precise(x[j]) for j in reads
   ]
   return sum(terms[1:], terms[0]).astype(x[i].dtype)
 

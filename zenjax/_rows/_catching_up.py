@@ -13,6 +13,7 @@ from zenjax._rows import _behind
 from zenjax._rows import _idle
 from zenjax._rows import _law
 from zenjax._rows import _on_rows
+from zenjax._rows import _transitions
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 
@@ -89,7 +90,7 @@ class Owner:
     def before(few, few_params, touched):
       new, structure = jax.tree.flatten(few_params)
       for i, at in enumerate(jax.tree.leaves(touched)):
-        if i in laws:
+        if i in laws and at.ids is not None:
           old = new[i]
           missed = _missed(current[i], at, state.steps)
           few, new[i], left[i] = _brought(
@@ -107,11 +108,14 @@ class Owner:
     ]
     out = _trees.with_values(merged, structure.unflatten(leaves))
     steps = state.steps + 1
-    touched = map(_on_rows.touched, jax.tree.leaves(merged, is_leaf=is_rows))
-    current = [
-      _taken(c, at, steps, left.get(i))
-      for i, (c, at) in enumerate(zip(current, touched))
-    ]
+    for i, leaf in enumerate(jax.tree.leaves(merged, is_leaf=is_rows)):
+      if is_rows(leaf):
+        at = _on_rows.touched(leaf)
+        current[i] = _taken(current[i], at, steps, left.get(i))
+      elif current[i].ndim:
+        # All rows take a step. That none is behind is the caller's to see to:
+        # to ask would cost a pass through tables that never are.
+        current[i] = current[i] + 1
     current = current_structure.unflatten(current)
     return out, CatchUpState(inner, current, steps)
 
@@ -168,8 +172,6 @@ def _missed(current, at, steps):
 
 def _taken(current, at, steps, left):
   """`current` where rows have taken all steps but those `left`."""
-  if not current.ndim:
-    return current
   # Zeros, but known only after `current` was read: were that read in several
   # places while it is written, XLA would copy all of it.
   left = 0 if left is None else left
@@ -180,11 +182,13 @@ def _taken(current, at, steps, left):
 
 
 def _difference(new, old):
-  return new.astype(jnp.float32) - old.astype(jnp.float32)
+  return new.astype(_transitions.precision()) - old.astype(
+    _transitions.precision()
+  )
 
 
 def _sum(update, gone):
-  return (update.astype(jnp.float32) + gone).astype(update.dtype)
+  return (_transitions.precise(update) + gone).astype(update.dtype)
 
 
 def is_state(node: Any) -> bool:

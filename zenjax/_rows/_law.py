@@ -73,7 +73,7 @@ class Law:
   def matrix(
     self, number: jax.Array, end: jax.Array, counts: Sequence[jax.Array]
   ) -> jax.Array:
-    """Of the last steps without gradients of each row, `[k, n, n] float32`.
+    """Of the last steps without gradients of each row, `[k, n, n]`.
 
     Args:
       number: `[k] int32`, of these steps.
@@ -89,7 +89,7 @@ class Law:
 
     product = _transitions.products(at, end - number, end)
     if self.whole:
-      return product + jnp.eye(len(self.mixes), dtype=jnp.float32)
+      return product + jnp.eye(len(self.mixes), dtype=_transitions.precision())
     powers = _transitions.powers(self.digits, number)
     return powers.at[:, -1, -1].set(1 + product[:, 0, 0])
 
@@ -116,18 +116,18 @@ def laws(
       )
     ) from error
   names = [name for name, _ in _select.named_leaves(params)]
-  shared: dict[str, Law] = {}
+  shared: dict[Any, Law] = {}
   for table, idle in idles.items():
     try:
       _require_known(idle)
-      if idle.program.text not in shared:
-        shared[idle.program.text] = law(idle)
+      if idle.kind not in shared:
+        shared[idle.kind] = law(idle)
     except Unlawful as error:
       raise ValueError(_refusal(f"{error} (table {names[table]!r})")) from None
   if not _idle.is_elementwise(inner, params, idles):
     raise ValueError(_refusal("it moves elements of a table by others"))
   found = {
-    i: dataclasses.replace(shared[idle.program.text], idle=idle)
+    i: dataclasses.replace(shared[idle.kind], idle=idle)
     for i, idle in idles.items()
   }
   return {i: law for i, law in found.items() if not law.is_nothing}
@@ -234,7 +234,7 @@ def _steps_until_still(idle):
 
     def step(state, _):
       *state, moved = idle.rows([*state, zeros], counts)
-      return state, jnp.max(jnp.abs(moved.astype(jnp.float32)), axis=1)
+      return state, jnp.max(jnp.abs(_transitions.precise(moved)), axis=1)
 
     return lax.scan(step, state, length=MOST)[1]
 

@@ -48,9 +48,13 @@ def lazy_rows(
   the dense optimizer's parameters to 2e-6 with momentum (with and without
   Nesterov) and 3e-6 with Adam and AdamW; each was 0.5e-6 to 6e-6 from the same
   in float64. Without the call parameters parted by up to 0.5 with momentum and
-  0.2 with Adam. What was not as it is now at a missed step is not known: a
-  number in the state that the program changes, as `optax.inject_hyperparams`
-  keeps them, is refused, while schedules are followed.
+  0.2 with Adam.
+
+  A gradient that comes as an array is a step of all rows, and those behind stay
+  so: the loss that it is of read all rows, so bring all up to date before it.
+  What a missed step was is known by its number alone. Schedules are followed;
+  numbers in the state that the program may change, as
+  `optax.inject_hyperparams` keeps them, are refused.
 
   Args:
     inner: Any transformation that updates a row by that row's gradient, state

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._rows import _transitions
 from zenjax._rows._idle import Idle
 
 
@@ -22,9 +23,9 @@ class Slopes:
 
     def added(v):
       values = [*x[:j], v, *x[j + 1 :]]
-      out = self._idle(values, counts)[i].astype(jnp.float32)
+      out = _transitions.precise(self._idle(values, counts)[i])
       # The last output is what is added already.
-      return out if i == len(x) - 1 else out - values[i].astype(jnp.float32)
+      return out if i == len(x) - 1 else out - _transitions.precise(values[i])
 
     return jax.jvp(added, (x[j],), (jnp.ones_like(x[j]),))[1]
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -13,6 +14,16 @@ import numpy as np
 _BITS = 6  # of an exponent, looked up at once
 _DIGITS = -(-31 // _BITS)
 _CHUNK = 512  # steps whose matrices are made at once
+
+
+def precision() -> Any:
+  """The dtype of matrices: float32, or float64 where JAX has it."""
+  return jnp.result_type(float)
+
+
+def precise(x: jax.Array) -> jax.Array:
+  """`x` in the dtype of matrices."""
+  return x.astype(precision())
 
 
 def tables(matrix: np.ndarray) -> np.ndarray:
@@ -29,15 +40,15 @@ def tables(matrix: np.ndarray) -> np.ndarray:
 
 
 def powers(digits: np.ndarray, exponents: jax.Array) -> jax.Array:
-  """`matrix ** exponents` as `[k, n, n] float32`, to some roundings.
+  """`matrix ** exponents` as `[k, n, n]`, to some roundings.
 
   Squaring in float32 would double the error at every turn; one product of
   numbers rounded once for each digit does not.
   """
-  result = jnp.asarray(digits[0], jnp.float32)[exponents & (1 << _BITS) - 1]
+  result = jnp.asarray(digits[0], precision())[exponents & (1 << _BITS) - 1]
   for i in range(1, _DIGITS):
     digit = (exponents >> (_BITS * i)) & (1 << _BITS) - 1
-    factor = jnp.asarray(digits[i], jnp.float32)[digit]
+    factor = jnp.asarray(digits[i], precision())[digit]
     result = _times(factor, result)
   return result
 
@@ -53,15 +64,15 @@ def products(
   for a decay of 1e-8 a step would be lost in float32.
 
   Args:
-    change: Of steps `[c] int32`, `[c, n, n] float32`: their matrices less one.
+    change: Of steps `[c] int32`, `[c, n, n]`: their matrices less one.
     first: `[k] int32`.
     end: `int32`, not before any of `first`.
 
   Returns:
-    `[k, n, n] float32`, less one as well.
+    `[k, n, n]`, less one as well.
   """
   total = jnp.zeros_like(change(end[None])[0])
-  out = total + jnp.zeros_like(first, jnp.float32)[:, None, None]
+  out = total + jnp.zeros_like(first, precision())[:, None, None]
 
   def chunk(carry):
     end, total, out = carry
