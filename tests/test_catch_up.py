@@ -315,12 +315,14 @@ def test_gradients_may_come_dense_and_as_rows_by_turns():
   tx = zenjax.lazy_rows(inner, catch_up=True)
 
   @jax.jit
-  def step(got, state, want, want_state, grads: Any):
-    if not isinstance(grads, SparseRows):
+  def step(got, state, want, want_state, given):
+    is_rows = isinstance(given, SparseRows)
+    dense = given.to_dense() if is_rows else given
+    grads: Any = given
+    if not is_rows:
       got, state = zenjax.catch_up(tx, got, state)
     updates, state = tx.update(grads, state, got)
     got = zenjax.apply_updates(got, updates)
-    dense = grads.to_dense() if isinstance(grads, SparseRows) else grads
     updates, want_state = inner.update(dense, want_state, want)
     return got, state, optax.apply_updates(want, updates), want_state
 
