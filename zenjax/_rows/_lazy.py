@@ -6,6 +6,7 @@ import jax
 import optax
 
 from zenjax._rows import _catching_up
+from zenjax._rows import _in_chunks
 from zenjax._rows import _on_rows
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
@@ -100,7 +101,7 @@ def lazy_rows(
 
   def update(updates, state, params=None, **extra):
     merged = _trees.combined(updates)
-    return _on_rows.update(inner, merged, state, params, extra)
+    return _in_chunks.in_chunks_or_whole(inner, merged, state, params, extra)
 
   return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,0 +1,127 @@
+"""A chunk of rows at a time must be what all of them at once are."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+from zenjax import SparseRows
+from zenjax._rows import _in_chunks
+
+ROWS = 500
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+  """Chunks of 8 rows; optax promotes dtypes and ranks."""
+  monkeypatch.setattr(_in_chunks, "_BYTES", 1)
+  monkeypatch.setattr(_in_chunks, "_MIN_ROWS", 8)
+  with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"):
+      yield
+
+
+def gradients(seed):
+  """Two tables with room for other numbers of rows, and a dense leaf."""
+  rng = np.random.default_rng(seed)
+
+  def rows(capacity, count, width):
+    ids = np.full(capacity, ROWS, np.int32)
+    ids[:count] = rng.choice(ROWS, count, replace=False)
+    values = rng.standard_normal((capacity, width)).astype(np.float32)
+    values[count:] = 0
+    return SparseRows(ids, values, ROWS).as_unique()
+
+  return {
+    "a": rows(53, 41, 3),
+    "b": rows(19, 0 if seed == 1 else 19, 5),
+    "bias": jnp.array(rng.standard_normal(4), jnp.float32),
+  }
+
+
+ALONE = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+  "adagrad": optax.adagrad(0.1),
+  "adamw": optax.adamw(optax.exponential_decay(0.1, 2, 0.5)),
+  "row_adagrad": zenjax.row_adagrad(0.1),
+  "by label": optax.multi_transform(
+    {"t": optax.adam(0.1), "d": optax.sgd(1.0)},
+    {"a": "t", "b": "t", "bias": "d"},
+  ),
+}
+TOGETHER = {
+  "norm of all": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+  "norm of a leaf": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
+  "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_chunks_are_the_whole(name, monkeypatch):
+  params = {
+    "a": jnp.ones((ROWS, 3)),
+    "b": jnp.ones((ROWS, 5)),
+    "bias": jnp.ones(4),
+  }
+  tx = zenjax.lazy_rows(ALONE[name])
+
+  def trained(whole):
+    monkeypatch.setattr(_in_chunks, "worth_it", lambda merged: not whole)
+
+    @jax.jit
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return zenjax.apply_updates(params, updates), state
+
+    after, state = params, tx.init(params)
+    for seed in range(3):
+      after, state = step(after, state, gradients(seed))
+    return after, state
+
+  got, want = trained(False), trained(True)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+    got,
+    want,
+  )
+  assert np.abs(got[0]["b"] - 1).max() > 0.01
+
+
+@pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
+def test_what_needs_all_rows_is_found_out(name):
+  inner = optax.with_extra_args_support((ALONE | TOGETHER)[name])
+  grads = gradients(0)
+  params = {"a": jnp.ones((ROWS, 3)), "b": jnp.ones((ROWS, 5)), "bias": 1.0}
+  assert _in_chunks.separable(inner, grads, params) == (name in ALONE)
+
+
+def test_rows_without_room_for_more_are_not_worth_it():
+  few = SparseRows(jnp.arange(16), jnp.ones((16, 3)), ROWS)
+  more = SparseRows(jnp.arange(17), jnp.ones((17, 3)), ROWS)
+  assert not _in_chunks.worth_it({"t": few})
+  assert _in_chunks.worth_it({"t": few, "u": more})
+
+
+def test_the_loop_copies_nothing(monkeypatch):
+  """Neither state nor updates, which it reads and writes."""
+  tx = zenjax.lazy_rows(optax.adam(0.1))
+  rows, room, width = 5000, 640, 4
+
+  def step(params, state, ids, values):
+    grads: Any = SparseRows(ids, values, rows).as_unique()
+    updates, state = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates), state, updates
+
+  params = jnp.zeros((rows, width))
+  args = (params, tx.init(params), jnp.arange(room), jnp.ones((room, width)))
+  lowered = jax.jit(step, donate_argnums=(0, 1, 3)).lower(*args)
+  text = lowered.compile().as_text() or ""
+  copies = [line for line in text.splitlines() if " copy(" in line]
+  assert " while(" in text
+  for shape in (f"f32[{rows},{width}]", f"f32[{room},{width}]"):
+    assert not [line for line in copies if f"= {shape}" in line]
