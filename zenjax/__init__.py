@@ -4,6 +4,8 @@ from zenjax._cost import Link
 from zenjax._cost import Profile
 from zenjax._cost import Work
 from zenjax._data_parallel import data_parallel
+from zenjax._owner_update import owner_update
+from zenjax._owner_update import OwnerState
 from zenjax._placement import as_varying
 from zenjax._placement import init
 from zenjax._placement import reshard
@@ -48,6 +50,8 @@ __all__ = (
   "init",
   "lazy_rows",
   "Link",
+  "owner_update",
+  "OwnerState",
   "profile",
   "Profile",
   "report",

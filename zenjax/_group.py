@@ -37,17 +37,15 @@ def sync_tree(
   Returns:
     The tree, synced, and the new state of its sparse leaves.
   """
-  context = _context(options)
-  leaves = _select.named_leaves(tree, is_rows)
-  for name, leaf in leaves:
-    _check_local(name, leaf, context.axes)
+  context = context_of(options)
+  leaves = local_leaves(tree, context)
   chosen = _select.select(tree, options.sparse, options.unit)
   # One device has nothing to exchange, unless rows wait in a residual.
   alone = context.devices == 1 and options.exact and not options.rows_out
   if alone:
     chosen = [False] * len(leaves)
   elif options.scheme not in DENSE:
-    _check_state(leaves, chosen, state)
+    check_state(leaves, chosen, state)
   out = [
     None if sparse else _parts.total(leaf, DENSE["dense"], options, context)
     for (_, leaf), sparse in zip(leaves, chosen)
@@ -63,7 +61,8 @@ def sync_tree(
   return jax.tree.unflatten(structure, out), new_leaves
 
 
-def _context(options: Options) -> Context:
+def context_of(options: Options) -> Context:
+  """Axes with their sizes; raises NameError where one is not bound."""
   sizes = []
   for axis in options.axes:
     try:
@@ -75,6 +74,14 @@ def _context(options: Options) -> Context:
         f" {axis!r}, or wrap the step in `zenjax.data_parallel`."
       ) from error
   return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
+
+
+def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
+  """`(name, leaf)` of each gradient; ValueError where one is not local."""
+  leaves = _select.named_leaves(tree, is_rows)
+  for name, leaf in leaves:
+    _check_local(name, leaf, context.axes)
+  return leaves
 
 
 def _check_local(name: str, leaf: Any, axes: Axes) -> None:
@@ -96,11 +103,12 @@ def _check_local(name: str, leaf: Any, axes: Axes) -> None:
       )
 
 
-def _check_state(
+def check_state(
   leaves: Sequence[tuple[str, Any]],
   chosen: Sequence[bool],
   state: _state.ZenSyncState | None,
 ) -> None:
+  """Raises ValueError where a state remembers other leaves than these."""
   names = {name for (name, _), sparse in zip(leaves, chosen) if sparse}
   if state is not None and names != set(state.leaves):
     raise ValueError(

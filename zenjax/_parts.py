@@ -81,12 +81,7 @@ def _sync_rows(
   columns = [choice.column_groups for choice in part.choices]
   table_plans = _tables.plans(group, scheme, options, context, columns)
   old = [state.leaves[name] for name, _ in group] if state else None
-  tables: list[Any] = [
-    leaf
-    if isinstance(leaf, SparseRows)
-    else _select.as_table(leaf, options.unit)
-    for _, leaf in group
-  ]
+  tables = [as_table(leaf, options) for _, leaf in group]
   carried = None
   if old and not options.exact:
     carried = [_residual.carried(leaf, options.unit) for leaf in old]
@@ -109,7 +104,7 @@ def _sync_rows(
       for k in zip(sources, old, result.first, table_plans)
     ]
   out = [
-    _leave(*r, options)
+    leave(*r, options)
     for r in zip(group, result.targets, result.first, table_plans)
   ]
   new = {}
@@ -126,7 +121,12 @@ def _sync_rows(
   return out, new
 
 
-def _leave(
+def as_table(leaf: Any, options: Options) -> Any:
+  """What is exchanged of a leaf: `[R, D]`, or SparseRows as they are."""
+  return leaf if is_rows(leaf) else _select.as_table(leaf, options.unit)
+
+
+def leave(
   named: tuple[str, Any],
   target: Target,
   first: Arrived,

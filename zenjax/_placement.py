@@ -11,6 +11,7 @@ import optax
 
 from zenjax import _group
 from zenjax import _options
+from zenjax import _owned
 from zenjax import _state
 from zenjax._collectives import Axes
 from zenjax._options import AxisName
@@ -53,9 +54,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
   Everything is replicated but what differs between devices: the residuals of
-  `on_overflow="carry"` and the gradients that `optax.MultiSteps` accumulates
-  around zen_sync. Those are split over `axis_name` along their first
-  dimension.
+  `on_overflow="carry"`, the gradients that `optax.MultiSteps` accumulates
+  around zen_sync, and what `owner_update` keeps of tables. Those are split
+  over `axis_name` along their first dimension.
 
   Args:
     state: An optimizer state, or its shapes (`jax.eval_shape`).
@@ -78,6 +79,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   split = PartitionSpec(_options.axes(axis_name))
 
   def spec(node: Any) -> Any:
+    if _owned.is_owned(node):
+      return jax.tree.map(lambda _: split, node)
     if isinstance(node, _state.LeafState):
       same = jax.tree.map(lambda _: PartitionSpec(), node)
       return same if node.residual is None else same._replace(residual=split)
@@ -92,7 +95,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """Whether `node` decides its own specs; the root was split already."""
-  if isinstance(node, _state.LeafState):
+  if isinstance(node, _state.LeafState) or _owned.is_owned(node):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)

@@ -37,6 +37,11 @@ _LARGE_PUSH_FROM = fractions.Fraction(1, 2)
 _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
 
+# Changes what was pushed before it is pulled, and what it keeps from push to
+# push: `(held, owned) -> (held, owned)`.
+Owner = Callable[[list[Held], Any], tuple[list[Held], Any]]
+
+
 class Turns(NamedTuple):
   """How often each loop turned, by size of chunk."""
 
@@ -51,6 +56,7 @@ class _Flow(NamedTuple):
   pushed: jax.Array  # [] bool, since the last pull: `pending` is a guess
   progress: list[Progress]
   held: list[Held]
+  owned: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +68,14 @@ class Rounds:
     plans: Sizes for each table.
     scheme: How rows travel.
     context: Axes and operation.
+    owner: What owners do after each push, if anything.
   """
 
   sources: Sequence[Any]
   plans: Sequence[TablePlan]
   scheme: Scheme
   context: Context
+  owner: Owner | None = None
 
   def no_turns(self) -> Turns:
     none = jnp.zeros(2, jnp.int32)
@@ -78,17 +86,19 @@ class Rounds:
     progress: Sequence[Progress],
     held: Sequence[Held],
     dense: Sequence[jax.Array | None],
-  ) -> tuple[list[Progress], Turns]:
+    owned: Any,
+  ) -> tuple[list[Progress], Turns, Any]:
     """Pulls and pushes until nothing is left.
 
     Args:
       progress: After the first pull.
       held: By the first push.
       dense: Which tables take the dense path and are done here.
+      owned: What `owner` keeps.
     """
     pushes, pulls = _levels(self.plans, self.scheme, self.context)
     if not pulls:
-      return list(progress), self.no_turns()
+      return list(progress), self.no_turns(), owned
     rest = [
       finish_where(*sphp) for sphp in zip(dense, progress, held, self.plans)
     ]
@@ -105,9 +115,10 @@ class Rounds:
         flow = lax.while_loop(condition, turn, flow)
       return flow
 
-    flow = _Flow(self.no_turns(), jnp.zeros((), bool), progress, held)
+    pushed = jnp.zeros((), bool)
+    flow = _Flow(self.no_turns(), pushed, progress, held, owned)
     flow = lax.while_loop(self._unfinished, body, flow)
-    return flow.progress, flow.turns
+    return flow.progress, flow.turns, flow.owned
 
   def _unfinished(self, flow: _Flow) -> jax.Array:
     return self._unsent(flow) | _any([p.pending > 0 for p in flow.progress])
@@ -169,6 +180,9 @@ class Rounds:
       ]
       sizes = [plan.chunks[level].push for plan in self.plans]
       held = self.scheme.push(outgoing, self.plans, sizes, self.context)
+      owned = flow.owned
+      if self.owner:
+        held, owned = self.owner(held, owned)
       held = [
         _held.joined(
           old, p.pulled, new, self._kept(plan), self._room(plan), plan
@@ -185,7 +199,7 @@ class Rounds:
       ]
       pushes = flow.turns.pushes.at[level].add(1)
       turns = flow.turns._replace(pushes=pushes)
-      return _Flow(turns, jnp.ones_like(flow.pushed), progress, held)
+      return _Flow(turns, jnp.ones_like(flow.pushed), progress, held, owned)
 
     zero = jnp.zeros((), jnp.int32)
     return turn
@@ -200,7 +214,8 @@ class Rounds:
       ]
       pulls = flow.turns.pulls.at[level].add(1)
       turns = flow.turns._replace(pulls=pulls)
-      return _Flow(turns, jnp.zeros_like(flow.pushed), progress, flow.held)
+      pushed = jnp.zeros_like(flow.pushed)
+      return _Flow(turns, pushed, progress, flow.held, flow.owned)
 
     return turn
 

@@ -7,7 +7,7 @@ instead, and may be remembered as dense.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class Result(NamedTuple):
   targets: list[Target]  # synced
   outcomes: list[_outcome.Outcome]
   first: list[Arrived]  # what the first pull brought
+  owned: Any = ()  # what owners keep, see `sync`
 
 
 def sync(
@@ -50,6 +51,8 @@ def sync(
   exact: bool = True,
   carried: Sequence[Carried] | None = None,
   rows_only: bool = False,
+  owner: _rounds.Owner | None = None,
+  owned: Any = (),
 ) -> Result:
   """Synchronizes local tables over `context.axes`.
 
@@ -66,6 +69,9 @@ def sync(
     carried: For each table what waited until now, if rows may wait.
     rows_only: Whether only what arrives is used, and not the tables: these
       are then read and never written.
+    owner: What owners make of the sums of each push before they are pulled.
+      Tables then never take the dense path, where nobody owns anything.
+    owned: What it keeps on a device from push to push.
   """
   known = remembered if exact else None
   nothing = [None] * len(plans)
@@ -79,18 +85,22 @@ def sync(
     Outgoing(e.source, p.start, e.probe) for e, p in zip(entered, progress)
   ]
   held = scheme.push(outgoing, plans, [p.first.push for p in plans], context)
+  if owner:
+    held, owned = owner(held, owned)
   sizes = [plan.first.pull for plan in plans]
   first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
-  dense = _verdicts(first, plans, scheme, context, known, exact)
+  may_sum = exact and owner is None
+  dense = _verdicts(first, plans, scheme, context, known, may_sum)
   arrived = [_unless(*ap) for ap in zip(first, dense, plans)]
   progress = [
     _progress.advance(*pa) for pa in zip(progress, arrived, sizes, plans)
   ]
-  rounds = _rounds.Rounds([e.source for e in entered], plans, scheme, context)
+  sources = [e.source for e in entered]
+  rounds = _rounds.Rounds(sources, plans, scheme, context, owner)
   turns = rounds.no_turns()
   if exact:
     with jax.named_scope("zenjax/rounds"):
-      progress, turns = rounds.run(progress, held, dense)
+      progress, turns, owned = rounds.run(progress, held, dense, owned)
     with jax.named_scope("zenjax/dense"):
       progress = [_sum_where(*pd, context) for pd in zip(progress, dense)]
   as_equal = lambda x: _compat.as_invariant(x, context.axes)
@@ -99,7 +109,7 @@ def sync(
     _outcome.outcome(*o, turns, scheme, context)
     for o in zip(targets, progress, first, dense, plans)
   ]
-  return Result(targets, outcomes, first)
+  return Result(targets, outcomes, first, owned)
 
 
 class _Entered(NamedTuple):
@@ -131,10 +141,10 @@ def _verdicts(
   scheme: Scheme,
   context: Context,
   remembered: Sequence[jax.Array] | None,
-  exact: bool,
+  may_sum: bool,
 ) -> list[jax.Array | None]:
   """Which tables take the dense path this time, None where none can."""
-  if not exact:
+  if not may_sum:
     return [None] * len(plans)
   verdicts: list[jax.Array | None] = []
   for i, (arrived, plan) in enumerate(zip(first, plans)):

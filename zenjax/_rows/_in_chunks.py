@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zenjax._rows import _on_rows
+from zenjax._rows import _separable
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
@@ -138,66 +138,9 @@ def _trips(rows: SparseRows) -> jax.Array:
 def separable(
   inner: optax.GradientTransformationExtraArgs, merged: Any, params: Any
 ) -> bool:
-  """Whether `inner` does to rows what it does to each alone.
-
-  Found by trying it on four rows, on two of them, and on none: a norm over all
-  updates tells them apart, and noise does.
-  """
-  rng = np.random.default_rng(0)
-  leaves, structure = jax.tree.flatten(merged, is_leaf=is_rows)
-
-  def drawn():
-    shapes = [[4, 3] if is_rows(x) else [1] * jnp.ndim(x) for x in leaves]
-    return [
-      jnp.array(rng.standard_normal(shape), jnp.result_type(x.dtype))
-      for shape, x in zip(shapes, leaves)
-    ]
-
-  tables = [is_rows(x) for x in leaves]
-  with jax.ensure_compile_time_eval():
-    grads, full = drawn(), drawn()
-    tree = structure.unflatten
-    try:
-      state = inner.init(tree(full))
-      at = lambda size: tree([_few(is_, size) for is_ in tables])
-      run = lambda size: _run(inner, tree(grads), state, params, full, at(size))
-      whole = run(4)
-      return all(_agree(whole, run(size), at(size)) for size in (2, 0))
-    except Exception:  # Whatever it is, it is not known to be separable.
-      return False
-
-
-def _few(is_table: bool, size: int) -> _on_rows.At:
-  return _on_rows.At(jnp.arange(size), 4) if is_table else _on_rows.At()
-
-
-def _run(inner, grads, state, params, full, at):
-  """A step on the rows of `at`, with parameters only where they are given."""
-  tags = _trees.tagged(inner, state, at, _on_rows.At())
-  few = jax.tree.map(_on_rows.gather, state, tags)
-  structure = jax.tree.structure(grads)
-  some = lambda tree: jax.tree.map(_on_rows.gather, tree, at)
-  given = None if params is None else some(structure.unflatten(full))
-  return inner.update(some(grads), few, given), tags
-
-
-def _agree(whole: Any, part: Any, at: Any) -> bool:
-  """Whether rows, and all that has none, are the same with fewer rows."""
-  (out, state), tags = whole
-  (few_out, few_state), _ = part
-  same: list[bool] = []
-
-  def compare(all_, few, at):
-    rows = few.shape[0] if at.ids is not None and jnp.ndim(few) else None
-    want = all_[:rows] if rows is not None else all_
-    same.append(
-      want.dtype == few.dtype
-      and np.allclose(want, few, rtol=1e-3, atol=1e-6, equal_nan=True)
-    )
-
-  for all_, few, which in ((out, few_out, at), (state, few_state, tags)):
-    jax.tree.map(compare, all_, few, which)
-  return all(same)
+  """Whether rows may be updated some at a time."""
+  tables = [is_rows(x) for x in jax.tree.leaves(merged, is_leaf=is_rows)]
+  return _separable.kinds(inner, merged, tables, params is not None).by_rows
 
 
 def in_chunks_or_whole(

@@ -1,0 +1,198 @@
+"""Owners that update their rows, beside devices that all update all."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+import runners
+
+import zenjax
+
+ROWS, WIDTH, N = 3000, 6, 4
+_TWO: Any = ("host", "device")
+TABLES = lambda name, _: name != "dense"
+
+
+@pytest.fixture(autouse=True)
+def _as_optax_computes():
+  with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"):
+      yield
+
+
+def parameters():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.array(rng.standard_normal(shape), jnp.float32)
+  return {
+    "dense": draw(WIDTH, WIDTH),
+    "other": draw(700, WIDTH),
+    "table": draw(ROWS, WIDTH),
+  }
+
+
+def loss(params, ids):
+  hidden = jnp.take(params["table"], ids[:-1], axis=0)
+  context = params["table"][ids[1:]] @ params["dense"]
+  other = params["other"][ids[1:] % 700]
+  return jnp.mean((hidden - context + other) ** 2)
+
+
+def trained(tx, rows, check_vma=True, n=N):
+  """Losses of six steps on devices, and the parameters after them."""
+  both = zenjax.value_and_grad if rows else jax.value_and_grad
+  mesh = runners.mesh(n)
+  params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+  state = zenjax.init(tx, params, mesh, "data")
+  specs = zenjax.state_specs(state, "data")
+
+  def step(params, state, ids):
+    value, grads = both(loss)(zenjax.as_varying(params, "data"), ids[0])
+    updates, state = tx.update(grads, state, params)
+    params = zenjax.apply_updates(params, updates)
+    return params, state, jax.lax.pmean(value, "data")
+
+  mapped = jax.jit(
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(), specs, P("data")),
+      out_specs=(P(), specs, P()),
+      check_vma=check_vma,
+    )
+  )
+  draw, losses = np.random.default_rng(1), []
+  for _ in range(6):
+    ids = jnp.array(draw.zipf(1.4, (n, 40)) % ROWS, jnp.int32)
+    params, state, value = mapped(params, state, ids)
+    losses.append(float(value))
+  return losses, params, state
+
+
+def replicated(optimizer, rows):
+  sync = zenjax.zen_sync("data", sparse=TABLES)
+  inner = zenjax.lazy_rows(optimizer) if rows else optimizer
+  return trained(optax.chain(sync, inner), rows)
+
+
+OPTIMIZERS: dict[str, Any] = {
+  "adamw": optax.adamw(0.03, weight_decay=0.1),
+  "adagrad": optax.adagrad(0.3),
+  "row_adagrad": zenjax.row_adagrad(0.3),
+  "by label": optax.multi_transform(
+    {"a": optax.sgd(0.1), "b": optax.adam(0.03)},
+    {"dense": "a", "other": "b", "table": "b"},
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("adamw", dict(partition="columns")),
+    ("adamw", dict(partition="hash", capacities=(2, 5))),
+    ("adagrad", dict(partition=2, capacities=(3, 4))),
+    ("row_adagrad", {}),
+    ("by label", {}),
+  ],
+)
+def test_losses_are_those_of_the_replicated_form(name, options):
+  tx = zenjax.owner_update(OPTIMIZERS[name], "data", sparse=TABLES, **options)
+  losses, params, _ = trained(tx, rows=True)
+  want, want_params, _ = replicated(OPTIMIZERS[name], rows=True)
+  np.testing.assert_allclose(losses, want, rtol=1e-6)
+  for leaf in params:
+    np.testing.assert_allclose(
+      params[leaf], want_params[leaf], rtol=1e-5, atol=1e-6
+    )
+    runners.shards(params[leaf])
+  assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_that_are_arrays(check_vma):
+  """What is not touched is not decayed: adagrad is exact."""
+  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
+  losses, params, _ = trained(tx, rows=False, check_vma=check_vma)
+  want, want_params, _ = replicated(OPTIMIZERS["adagrad"], rows=False)
+  np.testing.assert_allclose(losses, want, rtol=1e-6)
+  for leaf in params:
+    np.testing.assert_allclose(
+      params[leaf], want_params[leaf], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns"])
+def test_every_device_holds_its_share_of_the_state(partition):
+  """Counted by XLA: what the compiled step takes, but for parameters."""
+  mesh, table = runners.mesh(8), jnp.zeros((64_000, 16))
+
+  def taken(tx):
+    state = zenjax.init(tx, table, mesh, "data")
+    specs = zenjax.state_specs(state, "data")
+    mapped = jax.shard_map(
+      lambda g, s: tx.update(zenjax.as_varying(g, "data"), s, g),
+      mesh=mesh,
+      in_specs=(P(), specs),
+      out_specs=(P(), specs),
+    )
+    placed = jax.device_put(table, NamedSharding(mesh, P()))
+    usage: Any = jax.jit(mapped).lower(placed, state).compile()
+    return usage.memory_analysis().argument_size_in_bytes - table.nbytes
+
+  options: Any
+  adam, options = optax.adam(0.1), {"sparse": True, "partition": partition}
+  whole = taken(optax.chain(zenjax.zen_sync("data", **options), adam))
+  share = taken(zenjax.owner_update(adam, "data", **options))
+  assert 0.9 < whole / (2 * table.nbytes) < 1.1
+  assert share < whole / 8 * 1.05
+
+
+def test_statistics_are_kept():
+  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
+  _, _, state = trained(tx, rows=True)
+  stats = zenjax.stats(state)
+  assert set(stats) == {"table", "other"}
+  assert 0 < stats["table"]["density"] < 40 / ROWS * 2
+  assert "table" in zenjax.advise(state)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (
+      lambda: trained(
+        zenjax.owner_update(
+          optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "data"
+        ),
+        rows=True,
+      ),
+      "`tx` must update a row by that row alone",
+    ),
+    (
+      lambda: trained(
+        zenjax.owner_update(
+          zenjax.row_adagrad(0.1), "data", partition="columns"
+        ),
+        rows=True,
+      ),
+      "`partition` must be 'hash' or 'auto'",
+    ),
+    (
+      lambda: zenjax.owner_update(optax.sgd(0.1), _TWO),
+      "`axis_name` must be one axis",
+    ),
+    (
+      lambda: zenjax.owner_update(optax.sgd(0.1), "data").init(parameters()),
+      r"call `zenjax\.init",
+    ),
+  ],
+  ids=["norm", "columns", "axes", "init"],
+)
+def test_what_owners_cannot_do(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
