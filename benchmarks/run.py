@@ -191,7 +191,7 @@ def _add_step(commands):
     nargs="+",
     metavar="NAME",
     help="by default all: dense (pmean), zen (of dense gradients), rows,"
-    " rows-pinned",
+    " rows-pinned, owners (owner_update)",
   )
   _add_batches(step, 4)
   _add_common(step, repeats=15)

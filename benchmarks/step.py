@@ -85,7 +85,7 @@ def _check_memory(names, options, mesh):
   have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   need = 0
   for rows, name in itertools.product(options.rows, names):
-    tables = whole_step.tables_alive(name, options.optimizer)
+    tables = whole_step.tables_alive(name, options.optimizer, mesh.size)
     need += tables * mesh.size * rows * options.width * 4
   if need > have:
     raise ValueError(

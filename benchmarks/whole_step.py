@@ -80,6 +80,10 @@ def _rows(inner, capacities):
   return _zen(zenjax.lazy_rows(inner), capacities)
 
 
+def _owners(inner, capacities):
+  return zenjax.owner_update(inner, AXIS, sparse=True, capacities=capacities)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
   """How a step comes by its update.
@@ -88,11 +92,13 @@ class _Variant:
     transformation: Of an optimizer and the capacities to pin.
     rows: Whether gradients are SparseRows.
     pinned: Whether capacities are found by a rehearsal.
+    whole_state: Whether every device holds the optimizer's state of all rows.
   """
 
   transformation: Callable[[Any, Any], Any]
   rows: bool
   pinned: bool = False
+  whole_state: bool = True
 
 
 VARIANTS = {
@@ -100,16 +106,19 @@ VARIANTS = {
   "zen": _Variant(_zen, rows=False),
   "rows": _Variant(_rows, rows=True),
   "rows-pinned": _Variant(_rows, rows=True, pinned=True),
+  "owners": _Variant(_owners, rows=True, whole_state=False),
 }
 
 
-def tables_alive(name: str, optimizer: str) -> float:
-  """Arrays of the table's size that a step needs, parameters included."""
+def tables_alive(name: str, optimizer: str, devices: int) -> float:
+  """Arrays of the table's size that a device needs, parameters included."""
   if name not in VARIANTS:
     raise ValueError(
       f"`--variants` must be among {', '.join(VARIANTS)}, got {name!r}."
     )
-  return 1 + _STATES[optimizer] + (0.1 if VARIANTS[name].rows else 2)
+  variant = VARIANTS[name]
+  state = _STATES[optimizer] / (1 if variant.whole_state else devices)
+  return 1 + state + (0.1 if variant.rows else 2)
 
 
 def build(name: str, setting: Setting, mesh: Mesh) -> Built:
@@ -145,7 +154,7 @@ class _Runner:
       lambda: jnp.zeros((setting.rows, setting.width)), out_shardings=everywhere
     )
     self.params = make()
-    self.state = jax.jit(tx.init, out_shardings=everywhere)(self.params)
+    self.state = zenjax.init(tx, self.params, mesh, AXIS)
     self._drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
     self._placed = [
       tuple(compiled_step.split(mesh, x) for x in batch)
@@ -153,7 +162,8 @@ class _Runner:
     ]
     self._turn = 0
     start = time.perf_counter()
-    step = _step(tx, variant.rows, mesh)
+    specs = zenjax.state_specs(self.state, AXIS)
+    step = _step(tx, variant.rows, mesh, specs)
     self.compiled = step.lower(
       self.params, self.state, *self._placed[0]
     ).compile()
@@ -200,7 +210,7 @@ class _Runner:
     return sum(leaf["wire_bytes"] for leaf in stats.values())
 
 
-def _step(tx, rows, mesh):
+def _step(tx, rows, mesh, specs):
   both = zenjax.value_and_grad if rows else jax.value_and_grad
 
   def loss(params, ids, values):
@@ -214,8 +224,8 @@ def _step(tx, rows, mesh):
   mapped = jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), P(), P(AXIS), P(AXIS)),
-    out_specs=(P(), P()),
+    in_specs=(P(), specs, P(AXIS), P(AXIS)),
+    out_specs=(P(), specs),
     check_vma=False,
   )
   return jax.jit(mapped, donate_argnums=(0, 1))

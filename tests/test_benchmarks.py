@@ -1,5 +1,6 @@
 """Benchmarks: answers before times, ids that are what they are said to be."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from benchmarks import harness
 from benchmarks import training
 from benchmarks import variants
+from benchmarks import whole_step
 from benchmarks import workloads
+import zenjax
 
 # Drawn ids are exact where the source says so, else near what it was fitted to.
 _DRAWN = [
@@ -124,3 +127,48 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
   saved = json.loads(path.read_text())
   assert len(saved["results"][0]["times_s"]) == 2
   assert jax.__version__ in json.dumps(saved)
+
+
+@pytest.mark.parametrize(
+  ("name", "optimizer"),
+  [
+    ("dense", "adam"),
+    ("rows", "sgd"),
+    ("rows-pinned", "adam"),
+    ("owners", "row_adagrad"),
+    ("zen", "adagrad"),
+  ],
+)
+def test_whole_steps_leave_what_float64_does(name, optimizer):
+  with jax.numpy_dtype_promotion("standard"):  # As optax computes.
+    built = whole_step.build(name, _setting(optimizer), _two())
+  assert built.wrong == 0
+  jax.block_until_ready(built.run())
+  sent = 2000 * 4 * 4
+  # A dense exchange, or no more than the look-ups of both devices.
+  rows = whole_step.VARIANTS[name].rows
+  assert built.facts["wire_bytes"] < (sent / 4 if rows else sent * 1.05)
+
+
+def test_a_step_that_sums_nothing_is_found_out(monkeypatch):
+  alone = dataclasses.replace(
+    whole_step.VARIANTS["rows"],
+    transformation=lambda inner, _: zenjax.lazy_rows(inner),
+  )
+  monkeypatch.setitem(whole_step.VARIANTS, "rows", alone)
+  assert whole_step.build("rows", _setting("sgd"), _two()).wrong > 0
+
+
+def _two():
+  return Mesh(np.array(jax.devices()[:2]), (variants.AXIS,))
+
+
+def _setting(optimizer):
+  return whole_step.Setting(
+    rows=2000,
+    width=4,
+    look_ups=24,
+    distinct=1000,
+    optimizer=optimizer,
+    batches=2,
+  )

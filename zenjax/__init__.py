@@ -5,7 +5,7 @@ from zenjax._cost import Profile
 from zenjax._cost import Work
 from zenjax._data_parallel import data_parallel
 from zenjax._owner_update import owner_update
-from zenjax._owner_update import OwnerState
+from zenjax._owners import OwnerState
 from zenjax._placement import as_varying
 from zenjax._placement import init
 from zenjax._placement import reshard
