@@ -1,0 +1,156 @@
+"""What XLA makes of a whole step on row gradients: no table but the tables.
+
+The step is compiled for eight devices of each target, as `test_compiled.py`
+does. Letters: `T` look-ups a device, `R` rows, `D` width.
+"""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import targets
+import zenjax
+
+ROWS, LOOK_UPS = 400_000, 256
+
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+# What may give an array of the table's size: names for one that is there, and
+# updates of rows, which XLA does in place where its memory figures say so. A
+# fusion is what is in it, and that is looked at as well.
+_NO_PASS = {
+  "bitcast",
+  "call",
+  "conditional",
+  "dynamic-update-slice",
+  "fusion",
+  "get-tuple-element",
+  "parameter",
+  "scatter",
+  "tuple",
+  "while",
+}
+
+
+class Compiled(NamedTuple):
+  """What is known of a compiled step, in bytes of one device."""
+
+  passes: list[str]  # instructions that write another table
+  temporary: int
+  arguments: int
+  aliased: int  # outputs that lie where arguments did
+
+
+@functools.cache
+def compiled(
+  target: str, width: int, donate: bool = True, whole_pass: bool = False
+) -> Compiled:
+  """A step of Adam on a table `[ROWS, width]`, as users write it."""
+  try:
+    devices = targets.TARGETS[target]()
+  except ImportError as error:
+    pytest.skip(str(error))
+  mesh = Mesh(np.array(devices), ("data",))
+  look_up = lambda table, ids: jnp.take(table, ids, axis=0)
+
+  def after(params):
+    return params * 1.5 if whole_pass else params
+
+  with jax.numpy_dtype_promotion("standard"):
+    program = _lowered(
+      look_up, (ROWS, width), width, mesh, donate, after
+    ).compile()
+  text, memory = program.as_text(), program.memory_analysis()
+  assert text is not None and memory is not None
+  return Compiled(
+    passes=passes(text, (ROWS, width)),
+    temporary=memory.temp_size_in_bytes,
+    arguments=memory.argument_size_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+  )
+
+
+def _lowered(look_up, shape, width, mesh, donate, after):
+  """The step on a table of `shape` whose look-ups are `[T, width]`."""
+  tx = optax.chain(
+    zenjax.zen_sync("data", sparse=True), zenjax.lazy_rows(optax.adam(0.1))
+  )
+
+  def loss(params, ids, values):
+    # Of which the rows' gradient needs the rows, as in any model: where it does
+    # not, XLA:CPU may keep the old table for a read that nothing waits for.
+    return jnp.mean((look_up(params["table"], ids) - values) ** 2)
+
+  def step(params, state, ids, values):
+    value, grads = zenjax.value_and_grad(loss)(params, ids[0], values[0])
+    updates, state = tx.update(grads, state, params)
+    params = after(zenjax.apply_updates(params, updates)["table"])
+    return {"table": params}, state, jax.lax.pmean(value, "data")
+
+  def placed(spec):
+    sharding = NamedSharding(mesh, spec)
+    return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  params = {"table": jax.ShapeDtypeStruct(shape, jnp.float32)}
+  batch: Any = (
+    jax.ShapeDtypeStruct((mesh.size, LOOK_UPS), jnp.int32),
+    jax.ShapeDtypeStruct((mesh.size, LOOK_UPS, width), jnp.float32),
+  )
+  replicated = (params, jax.eval_shape(tx.init, params))
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), P(), P("data"), P("data")),
+    out_specs=(P(), P(), P()),
+  )
+  return jax.jit(mapped, donate_argnums=(0, 1) if donate else ()).lower(
+    *jax.tree.map(placed(P()), replicated),
+    *jax.tree.map(placed(P("data")), batch),
+  )
+
+
+def passes(text: str, shape: tuple[int, int]) -> list[str]:
+  """Instructions of HLO text that write an array of `shape` anew."""
+  of_table = f"[{shape[0]},{shape[1]}]"
+  found = []
+  for line in text.splitlines():
+    match = _INSTRUCTION.match(line)
+    if match and of_table in match[1] and match[2] not in _NO_PASS:
+      found.append(line.strip())
+  return found
+
+
+def check(found: Compiled, shape: tuple[int, int]) -> None:
+  """Table and both moments are updated in place, and nothing is as large."""
+  table = shape[0] * shape[1] * 4
+  assert not found.passes, found.passes
+  assert found.temporary < table // 10
+  assert found.aliased >= 3 * table
+  # Nor does a layout pad them.
+  assert found.arguments < 3.1 * table
+
+
+# On TPU 128 divides the width, or the table is packed.
+WIDTHS = [("cpu", 128), ("cpu", 16), ("gpu-h200", 128), ("gpu-h200", 16)]
+
+
+@pytest.mark.parametrize("target, width", [*WIDTHS, ("tpu-v5e", 128)])
+def test_step_holds_no_table_but_parameters_and_state(target, width):
+  check(compiled(target, width), (ROWS, width))
+
+
+@pytest.mark.parametrize("broken", ["donate", "whole_pass"])
+def test_check_finds_a_table_too_many(broken):
+  kwargs = {"donate": {"donate": False}, "whole_pass": {"whole_pass": True}}
+  found = compiled("cpu", 16, **kwargs[broken])
+  assert found.passes
+  with pytest.raises(AssertionError):
+    check(found, (ROWS, 16))
