@@ -19,7 +19,10 @@ import pytest
 
 from benchmarks import targets
 import zenjax
+from zenjax import packed
 
+# A table is 26 MB at least, packed 205: smaller ones XLA may move to a TPU's
+# fast memory and back.
 ROWS, LOOK_UPS = 400_000, 256
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
@@ -51,27 +54,37 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(
-  target: str, width: int, donate: bool = True, whole_pass: bool = False
+  target: str,
+  width: int,
+  packing: bool = False,
+  donate: bool = True,
+  whole_pass: bool = False,
 ) -> Compiled:
-  """A step of Adam on a table `[ROWS, width]`, as users write it."""
+  """A step of Adam on a table stored as `[ROWS, width]`, as users write it.
+
+  With `packing` it is stored as `[ROWS, 128]`.
+  """
   try:
     devices = targets.TARGETS[target]()
   except ImportError as error:
     pytest.skip(str(error))
   mesh = Mesh(np.array(devices), ("data",))
+  shape = (ROWS, width)
   look_up = lambda table, ids: jnp.take(table, ids, axis=0)
+  if packing:
+    plain = (ROWS * 128 // width, width)
+    shape = packed.packed_shape(plain)
+    look_up = functools.partial(packed.take, shape=plain)
 
   def after(params):
     return params * 1.5 if whole_pass else params
 
   with jax.numpy_dtype_promotion("standard"):
-    program = _lowered(
-      look_up, (ROWS, width), width, mesh, donate, after
-    ).compile()
+    program = _lowered(look_up, shape, width, mesh, donate, after).compile()
   text, memory = program.as_text(), program.memory_analysis()
   assert text is not None and memory is not None
   return Compiled(
-    passes=passes(text, (ROWS, width)),
+    passes=passes(text, shape),
     temporary=memory.temp_size_in_bytes,
     arguments=memory.argument_size_in_bytes,
     aliased=memory.alias_size_in_bytes,
@@ -145,6 +158,10 @@ WIDTHS = [("cpu", 128), ("cpu", 16), ("gpu-h200", 128), ("gpu-h200", 16)]
 @pytest.mark.parametrize("target, width", [*WIDTHS, ("tpu-v5e", 128)])
 def test_step_holds_no_table_but_parameters_and_state(target, width):
   check(compiled(target, width), (ROWS, width))
+
+
+def test_step_on_a_packed_table_holds_no_other_on_tpu():
+  check(compiled("tpu-v5e", 16, packing=True), (ROWS, 128))
 
 
 @pytest.mark.parametrize("broken", ["donate", "whole_pass"])

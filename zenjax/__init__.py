@@ -1,5 +1,6 @@
 """Sparse gradient synchronization for JAX, as an optax transformation."""
 
+from zenjax import packed
 from zenjax._cost import Link
 from zenjax._cost import Profile
 from zenjax._cost import Work
@@ -52,6 +53,7 @@ __all__ = (
   "Link",
   "owner_update",
   "OwnerState",
+  "packed",
   "profile",
   "Profile",
   "report",

@@ -21,7 +21,8 @@ def lazy_rows(
   the parameters gathered, `inner` sees arrays `[K, D]`, and what it makes of
   the state is written back: a step costs by the rows, not by the table. Arrays
   in the tree go through `inner` as they are. Donate parameters and state, and
-  apply what comes out with `zenjax.apply_updates`.
+  apply what comes out with `zenjax.apply_updates`. For TPU, tables whose width
+  128 does not divide are stored by `zenjax.packed`, or each step copies them.
 
   Rows that a step does not touch keep their state and their parameters. For
   SGD, Adagrad and all else that does nothing where the gradient is zero, this

@@ -58,8 +58,8 @@ def gather(
   row = indices[..., dims.start_index_map.index(0)]
   fill = eqn.params["fill_value"]
   return LookUp(
-    ids=_in_range(row, num_rows, clips),
-    read=_in_range(row, num_rows, not fills),
+    ids=in_range(row, num_rows, clips),
+    read=in_range(row, num_rows, not fills),
     rows=jnp.moveaxis(out, windows, ends).reshape(*batch, width),
     fill=fills and fill is not None and fill == fill and fill != 0,
     restored=lambda rows: jnp.moveaxis(
@@ -75,7 +75,7 @@ def dynamic_slice(
   count, width = eqn.params["slice_sizes"]
   if width != table.shape[1]:
     return "is sliced into other pieces than whole rows"
-  start = _in_range(jnp.asarray(others[0]), table.shape[0] - count + 1, True)
+  start = in_range(jnp.asarray(others[0]), table.shape[0] - count + 1, True)
   ids = start + jnp.arange(count, dtype=jnp.int32)
   (rows,) = _jaxprs.bind(eqn, [table, *others])
   return LookUp(ids, ids, rows, False, lambda rows: rows)
@@ -104,7 +104,7 @@ FORMS: dict[str, Callable[..., LookUp | str]] = {
 }
 
 
-def _in_range(ids: jax.Array, num_rows: int, clips: bool) -> jax.Array:
+def in_range(ids: jax.Array, num_rows: int, clips: bool) -> jax.Array:
   """`ids` as int32, those out of range clipped or `num_rows`."""
   if jnp.iinfo(ids.dtype).bits < 32:
     ids = ids.astype(jnp.int32)
