@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from lm_data import LENGTH
+from lm_trainer import OPTIMIZERS
 
 from zenjax import traces
 
@@ -24,6 +25,8 @@ def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
     flags.steps = _COMPARE_STEPS if compare else _TRAIN_STEPS
   if flags.plot is None and compare:
     flags.plot = "train_lm.png"
+  if flags.lr is None:
+    _, flags.lr = OPTIMIZERS[flags.optimizer]
   if broken := _broken_rule(flags):
     parser.error(broken)
   return flags
@@ -31,6 +34,7 @@ def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_flags(add) -> None:
   add("--sync", choices=("zen", "pmean", "compare"), default="zen")
+  add("--optimizer", choices=tuple(OPTIMIZERS), default="adagrad")
   add(
     "--steps",
     type=int,
@@ -40,7 +44,10 @@ def _add_flags(add) -> None:
   add("--negatives", type=int, default=512, help="per device and step")
   add("--width", type=int, default=128, help="of the two tables")
   add("--vocab", type=int, help="keep so many words and join the rest")
-  add("--lr", type=float, default=0.03, help="learning rate of Adagrad")
+  rates = ", ".join(
+    f"{rate:g} {name}" for name, (_, rate) in OPTIMIZERS.items()
+  )
+  add("--lr", type=float, help=f"learning rate; default: {rates}")
   add("--seed", type=int, default=0)
   add("--corpus", metavar="FILE", help="UTF-8 text to train on")
   add("--eval-tokens", type=int, default=4096, help="of held-out text")

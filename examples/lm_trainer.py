@@ -20,20 +20,31 @@ from train_loop import pmean
 
 import zenjax
 
-SYNC = {"zen": zenjax.zen_sync, "pmean": pmean}
 
-
-def optimizer(sync: str, learning_rate: float) -> optax.GradientTransformation:
-  # Adagrad reads and writes one accumulator of a table's size, Adam two, and
-  # Adam's momentum moves even the rows that no word of the batch touched. On
-  # CPU devices that share two cores such sweeps of the tables would hide the
-  # synchronization. SGD sweeps less still, but hardly learns rare words.
+def _adagrad(learning_rate: float) -> optax.GradientTransformation:
   # The accumulator starts at zero: a gradient's entries are means over many
   # thousand words, and optax's default of 0.1 would drown them.
-  return optax.chain(
-    SYNC[sync](AXIS),
-    optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-10),
-  )
+  return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-10)
+
+
+# Name -> what makes it, and the learning rate that it has by default. The first
+# is the program's: it reads and writes one accumulator of a table's size, Adam
+# two, and Adam's momentum moves even the rows that no word of the batch
+# touched. On CPU devices that share two cores such sweeps of the tables hide
+# the synchronization. SGD sweeps less still, but hardly learns rare words.
+OPTIMIZERS = {
+  "adagrad": (_adagrad, 0.03),
+  "adam": (optax.adam, 0.01),
+}
+
+
+def transform(
+  sync: str, optimizer: str, learning_rate: float
+) -> optax.GradientTransformation:
+  """Synchronization and optimizer."""
+  make, _ = OPTIMIZERS[optimizer]
+  average = zenjax.zen_sync if sync == "zen" else pmean
+  return optax.chain(average(AXIS), make(learning_rate))
 
 
 class Trainer:
@@ -51,11 +62,12 @@ class Trainer:
     width: int,
     seed: int,
     sync: str,
+    optimizer: str,
     learning_rate: float,
     mesh: Mesh,
     recorder: lm_trace.Recorder | None = None,
   ):
-    tx = optimizer(sync, learning_rate)
+    tx = transform(sync, optimizer, learning_rate)
     model = LanguageModel(vocab, width, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
     self._sync = sync

@@ -145,6 +145,7 @@ class Job:
       width=self._flags.width,
       seed=self._flags.seed,
       sync=sync,
+      optimizer=self._flags.optimizer,
       learning_rate=self._flags.lr,
       mesh=self._mesh,
       recorder=recorder,
@@ -187,6 +188,7 @@ class Job:
     flags = vars(self._flags) | {"vocab": self._vocab}
     names = (
       "sync",
+      "optimizer",
       "vocab",
       "width",
       "lr",

@@ -223,6 +223,7 @@ def test_tracing_changes_nothing_and_sees_every_look_up(example, tmp_path):
     width=16,
     seed=0,
     sync="pmean",
+    optimizer="adagrad",
     learning_rate=0.1,
     mesh=Mesh(np.array(jax.devices()[:2]), (training.AXIS,)),
     recorder=recorder,
