@@ -232,6 +232,23 @@ def test_rows_do_not_wait():
     jax.vmap(step, axis_name="data")(*drawn(0, 2))
 
 
+@pytest.mark.parametrize("capacities", [(1, 1), (2, 3)])
+def test_report_tells_rounds_of_rows_and_none_that_wait(capacities):
+  """Rows that the first round left are sent by others."""
+  tx = zenjax.zen_sync("data", sparse=True, capacities=capacities)
+  params = jnp.zeros((ROWS, WIDTH))
+
+  def step(ids, values):
+    return tx.update(rows_of((ids, values)), tx.init(params))[1]
+
+  state = jax.jit(jax.vmap(step, axis_name="data"))(*drawn(0, 8))
+  state = jax.tree.map(lambda x: x[0], state)
+  (numbers,) = zenjax.stats(state).values()
+  assert numbers["rounds"] > 1 and not numbers["withheld"]
+  assert np.isfinite(numbers["growth"])
+  assert "rows wait" not in zenjax.report(state)
+
+
 def loss(params, ids):
   """Look-ups of one table, twice, and a dense layer."""
   hidden = jnp.take(params["table"], ids[:-1], axis=0)

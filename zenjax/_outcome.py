@@ -117,6 +117,9 @@ def outcome(
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
+  # Arrays have no dense path only where `on_overflow="carry"` lets rows wait.
+  # SparseRows never have one, and loops sent what the first round left.
+  may_wait = dense is None and plan.table.look_ups is None
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
   return Outcome(
@@ -131,7 +134,7 @@ def outcome(
     ),
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
-    withheld=unfinished(tally, plan) & (dense is None),
+    withheld=unfinished(tally, plan) & may_wait,
     above=enter & (dense is not None),
     dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )
