@@ -34,6 +34,13 @@ def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_flags(add) -> None:
   add("--sync", choices=("zen", "pmean", "compare"), default="zen")
+  add(
+    "--grads",
+    choices=("dense", "rows"),
+    default="dense",
+    help="of tables: arrays of their size, or only the rows looked up, which"
+    " the optimizer then updates alone",
+  )
   add("--optimizer", choices=tuple(OPTIMIZERS), default="adagrad")
   add(
     "--steps",
@@ -84,6 +91,11 @@ def _broken_rule(flags: argparse.Namespace) -> str | None:
     return f"--seed must not be negative, got {flags.seed}"
   if flags.vocab is not None and flags.vocab < 2:
     return f"--vocab must be at least 2, got {flags.vocab}"
+  if flags.grads == "rows" and flags.sync == "pmean":
+    return (
+      "--grads rows goes with --sync zen or compare, got --sync pmean, which"
+      " averages whole tables"
+    )
   if flags.checkpoint and flags.sync == "compare":
     return "--checkpoint goes with --sync zen or pmean, got --sync compare"
   if flags.resume and not flags.checkpoint:

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 import dataclasses
+from typing import Any
 
 import jax
 from jax import lax
@@ -34,23 +35,47 @@ def sparse_tables(params, axis_name: str) -> tuple[traces.Table, ...]:
 def nonzero_rows(grads, tables: tuple[traces.Table, ...]) -> dict:
   """Name -> [1, ceil(R / 8)] uint8, one bit for each row of a local gradient.
 
+  Args:
+    grads: Arrays, or SparseRows: of these an array of R bits is made, and none
+      of R rows.
+    tables: Which of them.
+  """
+  leaves = _named(grads)
+  return {
+    table.name: jnp.packbits(_is_nonzero(leaves[table.name]))[None]
+    for table in tables
+  }
+
+
+def _is_nonzero(table: jax.Array | zenjax.SparseRows) -> jax.Array:
+  """[R] bool."""
+  if not isinstance(table, zenjax.SparseRows):
+    return _has_bits(table)
+  # Look-ups of one row may cancel each other, as they would in the array.
+  rows = table.combine()
+  none = jnp.zeros(rows.num_rows, bool)
+  return none.at[rows.indices].set(_has_bits(rows.values), mode="drop")
+
+
+def _has_bits(rows: jax.Array) -> jax.Array:
+  """Which rows are not zero: [K, D] -> [K] bool.
+
   A row is zero where all of its bits are, signs apart: comparing floats would
   take subnormals for zero on CPU.
   """
-  leaves = _named(grads)
-  return {table.name: _packed(leaves[table.name]) for table in tables}
-
-
-def _packed(table: jax.Array) -> jax.Array:
-  bits = jnp.dtype(f"uint{8 * table.dtype.itemsize}")
-  raw = lax.bitcast_convert_type(table, bits)
+  bits = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+  raw = lax.bitcast_convert_type(rows, bits)
   unsigned = raw << np.array(1, bits)
-  return jnp.packbits(jnp.any(unsigned != 0, axis=1))[None]
+  return jnp.any(unsigned != 0, axis=1)
 
 
-def _named(tree) -> dict[str, jax.Array]:
+def _is_rows(node: Any) -> bool:
+  return isinstance(node, zenjax.SparseRows)
+
+
+def _named(tree) -> dict[str, Any]:
   """Leaves by the names that zenjax reports."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_rows)
   name = jax.tree_util.keystr
   return {name(path, simple=True, separator="."): x for path, x in flat}
 

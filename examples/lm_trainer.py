@@ -39,12 +39,24 @@ OPTIMIZERS = {
 
 
 def transform(
-  sync: str, optimizer: str, learning_rate: float
+  sync: str, grads: str, optimizer: str, learning_rate: float
 ) -> optax.GradientTransformation:
-  """Synchronization and optimizer."""
+  """Synchronization and optimizer, in the form that the gradients have."""
   make, _ = OPTIMIZERS[optimizer]
-  average = zenjax.zen_sync if sync == "zen" else pmean
-  return optax.chain(average(AXIS), make(learning_rate))
+  inner = make(learning_rate)
+  if sync == "pmean":
+    return optax.chain(pmean(AXIS), inner)
+  if grads == "rows":
+    inner = zenjax.lazy_rows(inner)
+  return optax.chain(zenjax.zen_sync(AXIS), inner)
+
+
+def is_lazy(grads: str, optimizer: str) -> bool:
+  """Whether rows that a step does not touch rest, where else they would move.
+
+  Adagrad leaves them alone whatever the gradients are; Adam does not.
+  """
+  return grads == "rows" and optimizer == "adam"
 
 
 class Trainer:
@@ -62,12 +74,13 @@ class Trainer:
     width: int,
     seed: int,
     sync: str,
+    grads: str,
     optimizer: str,
     learning_rate: float,
     mesh: Mesh,
     recorder: lm_trace.Recorder | None = None,
   ):
-    tx = transform(sync, optimizer, learning_rate)
+    tx = transform(sync, grads, optimizer, learning_rate)
     model = LanguageModel(vocab, width, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
     self._sync = sync
@@ -75,13 +88,13 @@ class Trainer:
     self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
     self._split = NamedSharding(mesh, P(AXIS))
     specs = zenjax.state_specs(self.opt_state, AXIS)
-    self._step = _compiled_step(graph, tx, mesh, specs)
+    self._step = _compiled_step(graph, tx, mesh, specs, grads)
     self._recorder = recorder
     if recorder:
       tables = lm_trace.sparse_tables(self.params, AXIS)
       recorder.start(tables, mesh.size)
       seen = functools.partial(lm_trace.nonzero_rows, tables=tables)
-      self._traced_step = _compiled_step(graph, tx, mesh, specs, seen)
+      self._traced_step = _compiled_step(graph, tx, mesh, specs, grads, seen)
     self._exact_loss = _compiled_exact_loss(graph, mesh)
 
   def step(self, batch: Batch) -> float:
@@ -110,18 +123,23 @@ class Trainer:
     return float(np.exp(self._exact_loss(self.params, windows)))
 
 
-def _compiled_step(graph, tx, mesh, specs, seen=lambda grads: ()):
+def _compiled_step(graph, tx, mesh, specs, grads_are, seen=lambda grads: ()):
   """`seen(grads)` of every device is returned beside the loss."""
 
   def step(params, opt_state, windows, negatives):
     def loss_fn(params):
       return sampled_loss(nnx.merge(graph, params), windows, negatives)
 
-    # Of the varying view the gradients stay local: zen_sync averages them.
-    varying = zenjax.as_varying(params, AXIS)
-    loss, grads = jax.value_and_grad(loss_fn)(varying)
+    if grads_are == "rows":
+      # Rows that were looked up, of the tables that only are; all are local.
+      loss, grads = zenjax.value_and_grad(loss_fn)(params)
+    else:
+      # Of the varying view the gradients stay local: zen_sync averages them.
+      varying = zenjax.as_varying(params, AXIS)
+      loss, grads = jax.value_and_grad(loss_fn)(varying)
     updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+    # As `optax.apply_updates`, and for updates that are rows.
+    params = zenjax.apply_updates(params, updates)
     return params, opt_state, lax.pmean(loss, AXIS), seen(grads)
 
   step = jax.shard_map(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 
+import zenjax
 from zenjax import traces
 
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
@@ -209,7 +210,24 @@ def test_rows_are_nonzero_by_their_bits(example):
     assert found.tolist() == sorted([1, *subnormal, 7, 10])
 
 
-def test_tracing_changes_nothing_and_sees_every_look_up(example, tmp_path):
+def test_look_ups_that_cancel_touch_no_row(example):
+  """As in the array that the same gradient would be."""
+  values = np.zeros((7, 2), np.float32)
+  values[:, 1] = [1, -1, 1, -0.0, np.nan, 1, 1]
+  ids = np.array([3, 3, 5, 6, 8, 9, 9])
+  tables = (traces.Table(name="t", rows=9, width=2, dtype="float32"),)
+  rows = example("lm_trace").nonzero_rows
+  given = zenjax.SparseRows(ids, values, 9)  # Row 9 is padding.
+  for grads in given, given.to_dense():
+    packed = jax.jit(lambda t: rows({"t": t}, tables))(grads)["t"]
+    found = np.flatnonzero(np.unpackbits(np.asarray(packed)[0]))
+    assert found.tolist() == [5, 8]
+
+
+@pytest.mark.parametrize("sync, grads", [("pmean", "dense"), ("zen", "rows")])
+def test_tracing_changes_nothing_and_sees_every_look_up(
+  example, tmp_path, sync, grads
+):
   """One step twice, traced and not: the same bits, and the rows looked up."""
   training, data = example("lm_trainer"), example("lm_data")
   recorder = example("lm_trace").Recorder(str(tmp_path / "trace"), 1)
@@ -222,7 +240,8 @@ def test_tracing_changes_nothing_and_sees_every_look_up(example, tmp_path):
     vocab=1999,
     width=16,
     seed=0,
-    sync="pmean",
+    sync=sync,
+    grads=grads,
     optimizer="adagrad",
     learning_rate=0.1,
     mesh=Mesh(np.array(jax.devices()[:2]), (training.AXIS,)),
