@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from zenjax._options import SparseSpec
@@ -180,7 +181,11 @@ def _differentiate(traced, found, options):
     return outs[0], (outs, run.ids)
 
   both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
-  (_, (outs, ids)), (dense, rows) = both(plain, taps)
+  (value, (outs, ids)), (dense, rows) = both(plain, taps)
+  # Of a loss that is linear in the rows, gradients would not wait for the
+  # look-ups, and XLA:CPU would copy a table that is updated meanwhile.
+  value, rows = lax.optimization_barrier((value, rows))
+  outs = [value, *outs[1:]]
   parts: dict[int, list[SparseRows]] = {i: [] for i in found.rows}
   _collect(found.sites, ids, rows, leaves, parts)
   left = iter(dense)
