@@ -152,9 +152,31 @@ def test_every_device_holds_its_share_of_the_state(partition):
   assert share < whole / 8 * 1.05
 
 
-def test_statistics_are_kept():
+def test_leaves_of_three_dimensions():
+  """Their last one makes the rows, as for zen_sync."""
+  adagrad = optax.adagrad(0.5)
+  tx = zenjax.owner_update(adagrad, "data", sparse=True, op="sum")
+  params = jnp.ones((5, 30, 4))
+  grads = np.zeros((N, 5, 30, 4), np.float32)
+  grads[1, 2, 7] = 3.0
+  grads[2, 2, 7] = 1.0
+
+  def step(grads):
+    return tx.update(grads, tx.init(params), params)[0]
+
+  got: Any = jax.vmap(step, axis_name="data")(grads)
+  want: Any
+  want, _ = adagrad.update(grads.sum(0), adagrad.init(params))
+  np.testing.assert_allclose(got[0], want, rtol=1e-6)
+
+
+def test_statistics_are_kept_and_owners_stay():
   tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
   _, _, state = trained(tx, rows=True)
+  same = zenjax.reshard(state, runners.mesh(N), "data")
+  jax.tree.map(np.testing.assert_array_equal, same, state)
+  with pytest.raises(ValueError, match="rows have other owners there"):
+    zenjax.reshard(state, runners.mesh(2), "data")
   stats = zenjax.stats(state)
   assert set(stats) == {"table", "other"}
   assert 0 < stats["table"]["density"] < 40 / ROWS * 2

@@ -61,7 +61,8 @@ class Owners:
     leaves, structure = jax.tree.flatten(params)
     for i, plan in plans.items():
       slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
-      table = _group.as_varying(leaves[i], context.axes)
+      table = _parts.as_table(leaves[i], self.options)
+      table = _group.as_varying(table, context.axes)
       leaves[i] = _owned.own_rows(table, slots, plan, context.axes[0])
     inner = self.inner.init(structure.unflatten(leaves))
     inner = self._wrapped(inner, structure, plans, context)
@@ -89,7 +90,7 @@ class Owners:
       structure=structure,
       plans=plans,
       grads=grads,
-      params=None if params is None else structure.flatten_up_to(params),
+      params=self._tables(params, structure, plans),
       extra=extra,
       axis=context.axes[0],
       scaled=context.scaled,
@@ -107,6 +108,16 @@ class Owners:
     sync = sync._replace(step=sync.step + 1)
     inner = self._wrapped(inner, structure, plans, context)
     return structure.unflatten(out), OwnerState(sync, inner)
+
+  def _tables(self, params, structure, plans):
+    """Leaves, those that travel sparse as `[R, D]`."""
+    if params is None:
+      return None
+    leaves = structure.flatten_up_to(params)
+    return [
+      _parts.as_table(x, self.options) if i in plans else x
+      for i, x in enumerate(leaves)
+    ]
 
   def _exchange(self, leaves, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""

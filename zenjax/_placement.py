@@ -207,7 +207,8 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
     The state for `mesh`, placed.
 
   Raises:
-    ValueError: An axis is not the mesh's.
+    ValueError: An axis is not the mesh's, or the state is one of
+      `owner_update` for another number of devices, whose owners are others.
 
   Example:
     >>> import jax
@@ -223,6 +224,7 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
   """
   axes = mesh_axes(axis_name, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+  _require_same_owners(state, devices)
 
   def moved(node: Any) -> Any:
     if isinstance(node, _state.LeafState) and node.residual is not None:
@@ -237,6 +239,24 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
     state,
     specs,
   )
+
+
+def _require_same_owners(state: Any, devices: int) -> None:
+  parts = jax.tree.leaves(state, is_leaf=_owned.is_owned)
+  if not any(_owned.is_owned(part) for part in parts):
+    return
+  sizes = [
+    _state.Sizes(*np.asarray(leaf.sizes))
+    for node in _state.find(state)
+    for leaf in node.leaves.values()
+  ]
+  if any(known.devices != devices for known in sizes):
+    raise ValueError(
+      f"`state` of owner_update must be of {devices} devices to be placed on"
+      f" them, got one of {[int(known.devices) for known in sizes]} (0 before"
+      " the first step): rows have other owners there. Make a new state with"
+      " `zenjax.init`."
+    )
 
 
 def _fold(leaf: _state.LeafState, devices: int) -> np.ndarray:
