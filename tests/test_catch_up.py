@@ -17,7 +17,7 @@ from examples import corpus
 import zenjax
 from zenjax import SparseRows
 
-ROWS, WIDTH, LOOK_UPS, STEPS = 3000, 4, 32, 200
+ROWS, WIDTH, LOOK_UPS, STEPS = 2000, 4, 32, 200
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,10 @@ def _as_optax_computes():
 def text():
   """Every step's words of a text, `[STEPS, LOOK_UPS]`, and what to predict."""
   ids = corpus.load_tokens(max_tokens=40_000).ids
-  assert ROWS / 2 < ids.max() + 1 <= ROWS
+  # Numbers go by frequency: few words are rarer than the table's last, in
+  # whichever Python's standard library.
+  ids = ids[ids < ROWS]
+  assert ids.max() == ROWS - 1
   every = len(ids) // STEPS
   ids = np.stack([ids[i * every :][:LOOK_UPS] for i in range(STEPS)])
   rng = np.random.default_rng(0)
