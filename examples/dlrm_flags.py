@@ -5,50 +5,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_trainer import OPTIMIZERS
+import processes
+import train_flags
 
 _COMPARE_STEPS = 100  # Two runs, to end in some minutes on two CPU cores.
 _TRAIN_STEPS = 300
 _ROWS = 500_000
+_PLOT = "train_dlrm.png"
 
 
 def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
   """Reads the flags, or ends the program with a message about a bad one."""
-  parser = argparse.ArgumentParser(
-    description=description,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  parser = train_flags.parser(description)
   _add_flags(parser.add_argument)
+  processes.add_flags(parser)
   flags = parser.parse_args(argv)
   broken = _broken_rule(flags)  # Before defaults hide what was given.
   if broken:
     parser.error(broken)
-  compare = flags.sync == "compare"
-  if flags.steps is None:
-    flags.steps = _COMPARE_STEPS if compare else _TRAIN_STEPS
-  if flags.plot is None and compare:
-    flags.plot = "train_dlrm.png"
-  if flags.lr is None:
-    _, flags.lr = OPTIMIZERS[flags.optimizer]
+  train_flags.set_defaults(
+    flags,
+    OPTIMIZERS,
+    compare_steps=_COMPARE_STEPS,
+    train_steps=_TRAIN_STEPS,
+    plot=_PLOT,
+  )
   if flags.rows is None:
     flags.rows = _ROWS
   return flags
 
 
-def _add_flags(add) -> None:
-  add("--sync", choices=("zen", "pmean", "compare"), default="zen")
-  add(
-    "--grads",
-    choices=("dense", "rows"),
-    default="dense",
-    help="of tables: arrays of their size, or only the rows looked up, which"
-    " the optimizer then updates alone",
-  )
-  add("--optimizer", choices=tuple(OPTIMIZERS), default="adagrad")
-  add(
-    "--steps",
-    type=int,
-    help=f"default: {_COMPARE_STEPS} in compare, else {_TRAIN_STEPS}",
-  )
+def _add_flags(add: train_flags.Add) -> None:
+  steps = f"{_COMPARE_STEPS} in compare, else {_TRAIN_STEPS}"
+  train_flags.add_training(add, OPTIMIZERS, steps)
   add("--batch", type=int, default=256, help="rows per device and step")
   add("--width", type=int, default=16, help="of the tables")
   add(
@@ -58,11 +47,6 @@ def _add_flags(add) -> None:
     help="rows of the tables over the published cardinalities; 1 needs 2.2 GB"
     " a device, and as much for the optimizer",
   )
-  rates = ", ".join(
-    f"{rate:g} {name}" for name, (_, rate) in OPTIMIZERS.items()
-  )
-  add("--lr", type=float, help=f"learning rate; default: {rates}")
-  add("--seed", type=int, default=0)
   add(
     "--data",
     metavar="FILE",
@@ -73,32 +57,17 @@ def _add_flags(add) -> None:
   add("--eval-every", type=int, default=25, help="steps between two AUCs")
   add("--generate", metavar="FILE", help="write rows here, and end")
   add("--rows", type=int, help=f"for --generate; default: {_ROWS}")
-  add("--checkpoint", metavar="DIR", help="save here, at the end and on Ctrl-C")
-  add("--resume", action="store_true", help="go on from --checkpoint")
-  add("--plot", metavar="FILE", help="default: train_dlrm.png in compare")
+  train_flags.add_output(add, _PLOT)
 
 
 _POSITIVE = ("steps", "batch", "width", "lr", "eval_rows", "eval_every", "rows")
 
 
 def _broken_rule(flags: argparse.Namespace) -> str | None:
-  for name in _POSITIVE:
-    value = getattr(flags, name)
-    if value is not None and not value > 0:
-      return f"--{name.replace('_', '-')} must be positive, got {value}"
+  if broken := train_flags.broken_rule(flags, _POSITIVE):
+    return broken
   if not 0 < flags.scale <= 1:
     return f"--scale must be over 0 and at most 1, got {flags.scale}"
-  if flags.seed < 0:
-    return f"--seed must not be negative, got {flags.seed}"
-  if flags.grads == "rows" and flags.sync == "pmean":
-    return (
-      "--grads rows goes with --sync zen or compare, got --sync pmean, which"
-      " averages whole tables"
-    )
-  if flags.checkpoint and flags.sync == "compare":
-    return "--checkpoint goes with --sync zen or pmean, got --sync compare"
-  if flags.resume and not flags.checkpoint:
-    return "--resume needs --checkpoint DIR, got no directory"
   return _broken_files(flags)
 
 

@@ -9,44 +9,26 @@ from dlrm_model import log_loss
 from dlrm_rows import Batch
 from flax import nnx
 import jax
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import numpy as np
 import optax
+from processes import place
+from processes import whole
 from train_loop import AXIS
-from train_loop import pmean
+from train_step import adagrad
+from train_step import descend
+from train_step import transform
 
 import zenjax
 
-
-def _adagrad(learning_rate: float) -> optax.GradientTransformation:
-  # The accumulator starts at zero: gradients are means over thousands of rows,
-  # and optax's default of 0.1 would drown them.
-  return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-10)
-
-
 # Name -> what makes it, and the learning rate that it has by default.
 OPTIMIZERS = {
-  "sgd": (optax.sgd, 1.0),
-  "adagrad": (_adagrad, 0.02),
+  "adagrad": (adagrad, 0.02),
   "row_adagrad": (zenjax.row_adagrad, 0.02),
   "adam": (optax.adam, 3e-3),
+  "sgd": (optax.sgd, 1.0),
 }
-
-
-def transform(
-  sync: str, grads: str, optimizer: str, learning_rate: float
-) -> optax.GradientTransformation:
-  """Synchronization and optimizer, in the form that the gradients have."""
-  make, _ = OPTIMIZERS[optimizer]
-  inner = make(learning_rate)
-  if sync == "pmean":
-    return optax.chain(pmean(AXIS), inner)
-  if grads == "rows":
-    inner = zenjax.lazy_rows(inner)
-  return optax.chain(zenjax.zen_sync(AXIS), inner)
 
 
 class Trainer:
@@ -69,11 +51,12 @@ class Trainer:
     learning_rate: float,
     mesh: Mesh,
   ):
-    tx = transform(sync, grads, optimizer, learning_rate)
+    make, _ = OPTIMIZERS[optimizer]
+    tx = transform(make(learning_rate), sync, grads)
     model = Dlrm(tables, width, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
     self._sync = sync
-    self.params = jax.device_put(params, NamedSharding(mesh, P()))
+    self.params = place(params, NamedSharding(mesh, P()))
     self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
     self._split = NamedSharding(mesh, P(AXIS))
     specs = zenjax.state_specs(self.opt_state, AXIS)
@@ -94,12 +77,10 @@ class Trainer:
   def auc(self, batch: Batch) -> float:
     """Exact AUC on some rows; devices divide their number."""
     _, numbers, ids = self._placed(batch)
-    return auc(
-      batch.labels, np.asarray(self._logits(self.params, numbers, ids))
-    )
+    return auc(batch.labels, whole(self._logits(self.params, numbers, ids)))
 
   def _placed(self, batch: Batch):
-    return jax.device_put((batch.labels, batch.numbers, batch.ids), self._split)
+    return place((batch.labels, batch.numbers, batch.ids), self._split)
 
 
 def _compiled_step(graph, tx, mesh, specs, grads_are):
@@ -107,17 +88,10 @@ def _compiled_step(graph, tx, mesh, specs, grads_are):
     def loss_fn(params):
       return log_loss(nnx.merge(graph, params), labels, numbers, ids)
 
-    if grads_are == "rows":
-      # Rows that were looked up, of the tables that only are; all are local.
-      loss, grads = zenjax.value_and_grad(loss_fn)(params)
-    else:
-      # Of the varying view the gradients stay local: zen_sync averages them.
-      varying = zenjax.as_varying(params, AXIS)
-      loss, grads = jax.value_and_grad(loss_fn)(varying)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    # As `optax.apply_updates`, and for updates that are rows.
-    params = zenjax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(loss, AXIS)
+    params, opt_state, loss, _ = descend(
+      loss_fn, tx, params, opt_state, grads_are
+    )
+    return params, opt_state, loss
 
   split = P(AXIS)
   step = jax.shard_map(

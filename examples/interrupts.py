@@ -2,6 +2,8 @@
 
 import signal
 
+from processes import any_of_them
+
 INTERRUPTED = 130  # What a shell reports for a program that Ctrl-C ended.
 
 
@@ -21,6 +23,11 @@ class Interrupt:
 
   def __exit__(self, *_) -> None:
     signal.signal(signal.SIGINT, self._before)
+
+  def agreed(self) -> bool:
+    """Whether it was pressed in any process; all of them must ask."""
+    self.requested = any_of_them(self.requested)
+    return self.requested
 
   def _request(self, *_) -> None:
     self.requested = True

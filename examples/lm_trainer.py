@@ -15,17 +15,13 @@ from lm_model import sampled_loss
 import lm_trace
 import numpy as np
 import optax
+from processes import place
 from train_loop import AXIS
-from train_loop import pmean
+from train_step import adagrad
+from train_step import descend
+from train_step import transform
 
 import zenjax
-
-
-def _adagrad(learning_rate: float) -> optax.GradientTransformation:
-  # The accumulator starts at zero: a gradient's entries are means over many
-  # thousand words, and optax's default of 0.1 would drown them.
-  return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=1e-10)
-
 
 # Name -> what makes it, and the learning rate that it has by default. The first
 # is the program's: it reads and writes one accumulator of a table's size, Adam
@@ -33,22 +29,9 @@ def _adagrad(learning_rate: float) -> optax.GradientTransformation:
 # touched. On CPU devices that share two cores such sweeps of the tables hide
 # the synchronization. SGD sweeps less still, but hardly learns rare words.
 OPTIMIZERS = {
-  "adagrad": (_adagrad, 0.03),
+  "adagrad": (adagrad, 0.03),
   "adam": (optax.adam, 0.01),
 }
-
-
-def transform(
-  sync: str, grads: str, optimizer: str, learning_rate: float
-) -> optax.GradientTransformation:
-  """Synchronization and optimizer, in the form that the gradients have."""
-  make, _ = OPTIMIZERS[optimizer]
-  inner = make(learning_rate)
-  if sync == "pmean":
-    return optax.chain(pmean(AXIS), inner)
-  if grads == "rows":
-    inner = zenjax.lazy_rows(inner)
-  return optax.chain(zenjax.zen_sync(AXIS), inner)
 
 
 def is_lazy(grads: str, optimizer: str) -> bool:
@@ -80,11 +63,12 @@ class Trainer:
     mesh: Mesh,
     recorder: lm_trace.Recorder | None = None,
   ):
-    tx = transform(sync, grads, optimizer, learning_rate)
+    make, _ = OPTIMIZERS[optimizer]
+    tx = transform(make(learning_rate), sync, grads)
     model = LanguageModel(vocab, width, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
     self._sync = sync
-    self.params = jax.device_put(params, NamedSharding(mesh, P()))
+    self.params = place(params, NamedSharding(mesh, P()))
     self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
     self._split = NamedSharding(mesh, P(AXIS))
     specs = zenjax.state_specs(self.opt_state, AXIS)
@@ -99,9 +83,7 @@ class Trainer:
 
   def step(self, batch: Batch) -> float:
     """Trains on one batch and returns its loss."""
-    windows, negatives = jax.device_put(
-      (batch.windows, batch.negatives), self._split
-    )
+    windows, negatives = place((batch.windows, batch.negatives), self._split)
     recorder = self._recorder
     if recorder and not recorder.wants_more:
       recorder = self._recorder = None
@@ -119,7 +101,7 @@ class Trainer:
 
   def perplexity(self, windows: np.ndarray) -> float:
     """Exact perplexity of [m, L + 1] words; devices divide m."""
-    windows = jax.device_put(windows, self._split)
+    windows = place(windows, self._split)
     return float(np.exp(self._exact_loss(self.params, windows)))
 
 
@@ -130,17 +112,10 @@ def _compiled_step(graph, tx, mesh, specs, grads_are, seen=lambda grads: ()):
     def loss_fn(params):
       return sampled_loss(nnx.merge(graph, params), windows, negatives)
 
-    if grads_are == "rows":
-      # Rows that were looked up, of the tables that only are; all are local.
-      loss, grads = zenjax.value_and_grad(loss_fn)(params)
-    else:
-      # Of the varying view the gradients stay local: zen_sync averages them.
-      varying = zenjax.as_varying(params, AXIS)
-      loss, grads = jax.value_and_grad(loss_fn)(varying)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    # As `optax.apply_updates`, and for updates that are rows.
-    params = zenjax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(loss, AXIS), seen(grads)
+    params, opt_state, loss, grads = descend(
+      loss_fn, tx, params, opt_state, grads_are
+    )
+    return params, opt_state, loss, seen(grads)
 
   step = jax.shard_map(
     step,

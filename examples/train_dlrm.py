@@ -6,11 +6,12 @@
   python examples/train_dlrm.py --data train.txt --checkpoint runs/criteo
   python examples/train_dlrm.py --generate clicks.tsv --rows 1000000
 
-Data-parallel on all accelerators, or else on 8 devices that the CPU plays. The
-26 tables have the cardinalities of Criteo's Kaggle data, scaled by --scale.
-Rows are made up, with clicks that can be predicted, unless --data names a file
-in Criteo's format. Ctrl-C ends the step in progress, saves a checkpoint if
-there is a directory for it, and leaves with exit code 130.
+Data-parallel on all accelerators, or else on 8 devices that the CPU plays; over
+several hosts with --coordinator, --num-processes and --process-id. The 26
+tables have the cardinalities of Criteo's Kaggle data, scaled by --scale. Rows
+are made up, with clicks that can be predicted, unless --data names a file in
+Criteo's format. Ctrl-C ends the step in progress, saves a checkpoint if there
+is a directory for it, and leaves with exit code 130.
 """
 
 import argparse
@@ -37,7 +38,10 @@ from dlrm_trainer import Trainer
 from interrupts import Interrupt
 from interrupts import INTERRUPTED
 from interrupts import stopped
+import jax
+import processes
 from tqdm import tqdm
+import train_flags
 from train_loop import make_mesh
 
 import zenjax
@@ -96,7 +100,7 @@ class Job:
     if store:
       store.save(found.done, trainer)
       store.close()
-    if self._interrupt.requested:
+    if self._interrupt.agreed():
       return stopped(found.done, flags.checkpoint)
     self._print(found)
     if flags.sync == "zen":
@@ -109,12 +113,12 @@ class Job:
     grads = self._flags.grads
     trainer = self._trainer("zen", grads)
     zen = self._run(trainer, "zen")
-    if self._interrupt.requested:
+    if self._interrupt.agreed():
       return stopped(zen.done)
     report = zenjax.report(trainer.opt_state)
     del trainer  # Two at a time would need twice the memory.
     pmean = self._run(self._trainer("pmean", "dense"), "pmean")
-    if self._interrupt.requested:
+    if self._interrupt.agreed():
       return stopped(pmean.done)
     table = dlrm_compare.table(zen=zen, pmean=pmean, grads=grads)
     print(f"\n{table}\n\n{report}")
@@ -196,7 +200,7 @@ class Job:
     flags = vars(self._flags)
     names = ("sync", "grads", "optimizer", "scale", "width", "batch", "lr")
     names += ("seed", "eval_rows")
-    settings = {f"--{name.replace('_', '-')}": flags[name] for name in names}
+    settings = train_flags.settings(flags, names)
     # The file may lie elsewhere by now.
     settings["--data"] = flags["data"] and Path(flags["data"]).name
     return Checkpoints(
@@ -212,7 +216,7 @@ class Job:
     )
 
   def _plot(self, runs: dict[str, Run]) -> None:
-    if self._flags.plot:
+    if self._flags.plot and jax.process_index() == 0:
       dlrm_plot.save(runs, self._flags.plot)
       print(f"plot: {os.path.abspath(self._flags.plot)}")
 
@@ -220,6 +224,13 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the program and returns its exit code."""
   flags = dlrm_flags.parse(__doc__ or "", argv)
+  if not flags.generate:
+    processes.join(flags)
+  with processes.only_first_prints(flags):
+    return start(flags)
+
+
+def start(flags: argparse.Namespace) -> int:
   interrupt = Interrupt()
   try:
     if flags.generate:

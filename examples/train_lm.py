@@ -6,10 +6,11 @@
   python examples/train_lm.py --corpus book.txt --checkpoint runs/book
   python examples/train_lm.py --steps 32 --trace runs/trace
 
-Data-parallel on all accelerators, or else on 8 devices that the CPU plays. The
-text is the source code of Python's standard library unless --corpus names
-another. Ctrl-C ends the step in progress, saves a checkpoint if there is a
-directory for it, and leaves with exit code 130.
+Data-parallel on all accelerators, or else on 8 devices that the CPU plays; over
+several hosts with --coordinator, --num-processes and --process-id. The text is
+the source code of Python's standard library unless --corpus names another.
+Ctrl-C ends the step in progress, saves a checkpoint if there is a directory for
+it, and leaves with exit code 130.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import corpus
 from interrupts import Interrupt
 from interrupts import INTERRUPTED
 from interrupts import stopped
+import jax
 import lm_compare
 import lm_data
 import lm_flags
@@ -29,6 +31,8 @@ import lm_trace
 from lm_trainer import is_lazy
 from lm_trainer import Trainer
 import numpy as np
+import processes
+import train_flags
 from train_loop import fit
 from train_loop import History
 from train_loop import make_mesh
@@ -51,6 +55,7 @@ def load(
   except (OSError, ValueError) as error:
     raise SystemExit(f"--corpus: {error}") from error
   ids, vocab = text.ids, len(text.vocab)
+  processes.require_same("The text", ids)
   if flags.vocab is not None and flags.vocab < vocab:
     ids, vocab = lm_data.cap_vocabulary(ids, flags.vocab), flags.vocab
   windows, held_out = lm_data.split(ids)
@@ -102,9 +107,11 @@ class Job:
     if store:
       store.save(done, trainer)
       store.close()
-    if self._interrupt.requested:
+    if self._interrupt.agreed():
       return stopped(done, flags.checkpoint)
     self._print_perplexity(trainer, done)
+    seconds = history.step_time
+    print(f"median step {seconds:.3f} s, {1 / seconds:.2f} steps a second")
     if flags.sync == "zen":
       print(zenjax.report(trainer.opt_state))
     self._plot({flags.sync: history})
@@ -119,7 +126,7 @@ class Job:
       if not outcomes:
         self._print_perplexity(trainer, 0)
       history = self._fit(trainer, sync)
-      if self._interrupt.requested:
+      if self._interrupt.agreed():
         return stopped(len(history.losses))
       perplexity = trainer.perplexity(self._held_out)
       outcomes[sync] = lm_compare.Outcome(history, perplexity)
@@ -131,7 +138,7 @@ class Job:
     if not is_lazy(grads, self._flags.optimizer):
       trainer = self._trainer("pmean", "dense")
       reordered = self._fit(trainer, "pmean reordered", rotate=True)
-      if self._interrupt.requested:
+      if self._interrupt.agreed():
         return stopped(len(reordered.losses))
       runs["pmean reordered"] = reordered
     table = lm_compare.table(**outcomes, grads=grads, reordered=reordered)
@@ -195,18 +202,9 @@ class Job:
     from checkpoints import Checkpoints
 
     flags = vars(self._flags) | {"vocab": self._vocab}
-    names = (
-      "sync",
-      "grads",
-      "optimizer",
-      "vocab",
-      "width",
-      "lr",
-      "batch_tokens",
-      "negatives",
-      "seed",
-    )
-    settings = {f"--{name.replace('_', '-')}": flags[name] for name in names}
+    names = ("sync", "grads", "optimizer", "vocab", "width", "lr")
+    names += ("batch_tokens", "negatives", "seed")
+    settings = train_flags.settings(flags, names)
     return Checkpoints(
       self._flags.checkpoint, settings, resume=self._flags.resume
     )
@@ -218,7 +216,7 @@ class Job:
     )
 
   def _plot(self, runs: dict[str, History]) -> None:
-    if self._flags.plot:
+    if self._flags.plot and jax.process_index() == 0:
       lm_plot.save(runs, self._flags.plot)
       print(f"plot: {os.path.abspath(self._flags.plot)}")
 
@@ -226,6 +224,12 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the program and returns its exit code."""
   flags = lm_flags.parse(__doc__ or "", argv)
+  processes.join(flags)
+  with processes.only_first_prints(flags):
+    return run(flags)
+
+
+def run(flags: argparse.Namespace) -> int:
   interrupt = Interrupt()
   try:
     job = Job(flags, interrupt)

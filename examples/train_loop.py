@@ -9,10 +9,8 @@ from typing import Protocol, TypeVar
 
 from interrupts import Interrupt
 import jax
-from jax import lax
 from jax.sharding import Mesh
 import numpy as np
-import optax
 from tqdm import tqdm
 
 AXIS = "data"
@@ -30,11 +28,6 @@ def make_mesh() -> Mesh:
     # Must precede the first use of a device; accelerators do not mind it.
     jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
   return Mesh(np.array(jax.devices()), (AXIS,))
-
-
-def pmean(axis_name: str) -> optax.GradientTransformation:
-  """What most programs do: a dense mean of all gradients."""
-  return optax.stateless(lambda updates, _: lax.pmean(updates, axis_name))
 
 
 class Batch(Protocol):
@@ -113,10 +106,15 @@ def fit(
   """
   history = History()
   bar = tqdm(
-    steps, desc=label, initial=steps.start, total=steps.stop, mininterval=1
+    steps,
+    desc=label,
+    initial=steps.start,
+    total=steps.stop,
+    mininterval=1,
+    disable=jax.process_index() > 0,
   )
   for step, batch in zip(bar, batches):
-    if interrupt.requested:
+    if interrupt.agreed():
       break
     start = time.perf_counter()
     history.losses.append(trainer.step(batch))
