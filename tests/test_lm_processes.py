@@ -1,6 +1,7 @@
 """`train_lm.py` in several processes, over loopback."""
 
 from collections.abc import Sequence
+import importlib
 import os
 import pathlib
 import re
@@ -138,8 +139,7 @@ def test_hosts_with_other_texts_are_refused(tmp_path, text):
 )
 def test_flags_that_no_run_has(flags, message, capsys, monkeypatch):
   monkeypatch.syspath_prepend(str(_EXAMPLE.parent))
-  import lm_flags
-
+  lm_flags = importlib.import_module("lm_flags")
   with pytest.raises(SystemExit) as end:
     lm_flags.parse("", flags)
   assert end.value.code == 2
