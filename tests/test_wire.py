@@ -138,10 +138,14 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
 
 
 @pytest.mark.parametrize(
-  ("scheme", "partition"),
-  [*_ZEN, ("all_gather", "auto"), ("recursive_doubling", "auto")],
+  ("scheme", "partition", "ids_first"),
+  [
+    *((*s, first) for s in _ZEN for first in (False, True)),
+    ("all_gather", "auto", False),
+    ("recursive_doubling", "auto", False),
+  ],
 )
-def test_rows_send_what_is_declared(scheme, partition):
+def test_rows_send_what_is_declared(scheme, partition, ids_first):
   """Look-ups of a large table beside an array; no dense path for them."""
 
   def tables(ids, values):
@@ -151,7 +155,7 @@ def test_rows_send_what_is_declared(scheme, partition):
     }
 
   args = (jax.ShapeDtypeStruct((96,), jnp.int32), table(96, 16))
-  kwargs = dict(scheme=scheme, partition=partition)
+  kwargs = dict(scheme=scheme, partition=partition, ids_first=ids_first)
   sync = zenjax.zen_sync("data", sparse=True, **kwargs)
   state = jax.eval_shape(sync.init, jax.eval_shape(tables, *args))
   step = jax.shard_map(
@@ -165,6 +169,10 @@ def test_rows_send_what_is_declared(scheme, partition):
   declared = _declare.declare(shapes, ("data",), (8,), **kwargs)
   first = [(f.op, f.words) for f in seen if not f.inside]
   assert first == [(m.op, m.words) for m in declared.first]
+  if ids_first:
+    one, more, *_ = declared.first
+    # Of 96 look-ups some words; the array's rows go with the values.
+    assert one.words <= 8 * (2 + 96) and more.words > one.words
   looped = [f for f in seen if set(f.inside) == {"stablehlo.while"}]
   assert [(f.op, f.words) for f in looped] == [
     (m.op, m.words) for turn in declared.loops for m in turn

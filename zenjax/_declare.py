@@ -57,7 +57,7 @@ def declare(
     **kwargs: As for `zen_sync`.
   """
   options = _options.check(axes, sparse=True, **_options.DEFAULTS | kwargs)
-  context = Context(axes=axes, sizes=tuple(sizes), mean=options.mean)
+  context = options.context(sizes)
   group = _select.named_leaves(tables, is_rows)
   platform = jax.default_backend()
   if options.scheme in DENSE:
@@ -71,7 +71,7 @@ def declare(
       *scheme.push_messages(plans, [p.first.push for p in plans], context),
       *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
     ],
-    loops=_rounds.loop_messages(plans, scheme, context),
+    loops=_rounds.loop_messages(plans, scheme, context.in_loops()),
     dense=[
       _dense.messages(plan.table, context, platform)
       for plan in plans

@@ -73,7 +73,7 @@ def context_of(options: Options) -> Context:
         f" {axis!r} is not; call update inside shard_map, pmap or vmap over"
         f" {axis!r}, or wrap the step in `zenjax.data_parallel`."
       ) from error
-  return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
+  return options.context(sizes)
 
 
 def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:

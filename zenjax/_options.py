@@ -1,6 +1,6 @@
 """What the user asked for, checked when the transform is built."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from zenjax._plan import Capacity
 from zenjax._plan import Partition
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
+from zenjax._schemes.base import Context
 
 AxisName = str | tuple[str, ...]
 SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
@@ -48,6 +49,16 @@ class Options:
   seed: int
   link: Link | None
   profile: Mapping[str, Profile] | None
+  ids_first: bool
+
+  def context(self, sizes: Sequence[int]) -> Context:
+    """Of an exchange over axes of these sizes."""
+    return Context(
+      axes=self.axes,
+      sizes=tuple(sizes),
+      mean=self.mean,
+      ids_first=self.ids_first,
+    )
 
   @property
   def rows_out(self) -> bool:
@@ -68,6 +79,7 @@ DEFAULTS: dict[str, Any] = dict(
   hash_seed=0,
   link=None,
   profile=None,
+  ids_first=False,
 )
 
 
@@ -86,6 +98,7 @@ def check(
   hash_seed: int,
   link: Link | None,
   profile: Mapping[str, Profile] | None,
+  ids_first: bool,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
   _one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
@@ -121,6 +134,7 @@ def check(
     seed=hash_seed,
     link=link,
     profile=profile,
+    ids_first=_ids_first(ids_first, scheme),
   )
 
 
@@ -150,6 +164,17 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
       "`profile` must map leaf names to what was measured of them, got"
       f" {profile!r}; give what `zenjax.profile(state)` returns."
     )
+
+
+def _ids_first(value: Any, scheme: str) -> bool:
+  if not isinstance(value, bool):
+    raise TypeError(f"`ids_first` must be True or False, got {value!r}.")
+  if value and scheme != "zen":
+    raise ValueError(
+      f"`ids_first=True` is for `scheme='zen'`, got {scheme=}; leave one of"
+      " them out."
+    )
+  return value
 
 
 def axes(axis_name: AxisName) -> Axes:

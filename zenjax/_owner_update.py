@@ -21,6 +21,7 @@ def owner_update(
   wire_dtype: Any = None,
   capacities: Capacities = None,
   hash_seed: int = 0,
+  ids_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients and runs `tx` at the owner of each row.
 
@@ -46,6 +47,7 @@ def owner_update(
     wire_dtype: See there; updates are cast too.
     capacities: See there.
     hash_seed: See there.
+    ids_first: See there.
 
   Returns:
     A transformation from local gradients, arrays or SparseRows, to updates that
@@ -92,6 +94,7 @@ def owner_update(
       wire_dtype=wire_dtype,
       capacities=capacities,
       hash_seed=hash_seed,
+      ids_first=ids_first,
     ),
   )
   if len(options.axes) > 1:

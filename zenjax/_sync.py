@@ -96,7 +96,7 @@ def sync(
     _progress.advance(*pa) for pa in zip(progress, arrived, sizes, plans)
   ]
   sources = [e.source for e in entered]
-  rounds = _rounds.Rounds(sources, plans, scheme, context, owner)
+  rounds = _rounds.Rounds(sources, plans, scheme, context.in_loops(), owner)
   turns = rounds.no_turns()
   if exact:
     with jax.named_scope("zenjax/rounds"):

@@ -40,6 +40,7 @@ def zen_sync(
   hash_seed: int = 0,
   link: Link | None = None,
   profile: Mapping[str, Profile] | None = None,
+  ids_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, sending only rows that are not zero.
 
@@ -119,6 +120,10 @@ def zen_sync(
     profile: Densities of leaves by name, for `scheme="auto"`: what
       `zenjax.profile(state)` says after some steps. By default a vocabulary's,
       1 % on a device.
+    ids_first: Sends ids of SparseRows in collectives of their own. Ids come
+      with the batch, so where collectives run beside computation (GPUs) they
+      are exchanged, and unions formed, while the backward pass still computes
+      the values. Elsewhere it only costs two latencies more.
 
   Returns:
     A transformation whose state is a `ZenSyncState`.
@@ -148,6 +153,7 @@ def zen_sync(
     hash_seed=hash_seed,
     link=link,
     profile=profile,
+    ids_first=ids_first,
   )
 
   def init_fn(params: optax.Params) -> Any:

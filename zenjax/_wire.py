@@ -6,7 +6,7 @@ gathers into all-reduces; integers travel as they are, and 26 tables cost one
 latency instead of 26.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 
 import jax
@@ -47,6 +47,27 @@ def from_words(
 def join(sections: Sequence[jax.Array]) -> jax.Array:
   """Concatenates `[b, k_i] uint32` sections to `[b, sum k_i]`."""
   return jnp.concatenate(sections, axis=1)
+
+
+def exchange(
+  sections: Sequence[jax.Array],
+  ahead: Sequence[bool],
+  send: Callable[[jax.Array], jax.Array],
+) -> list[jax.Array]:
+  """What `send` brings of sections: `[n, k_i]` of each `[b, k_i]`.
+
+  All go in one buffer, but for those `ahead`, which have one before it.
+  """
+  out = list(sections)
+  for early in (True, False):
+    at = [i for i, first in enumerate(ahead) if first is early]
+    if at:
+      chosen = [sections[i] for i in at]
+      received = send(join(chosen))
+      parts = split(received, [section.shape[1] for section in chosen])
+      for i, part in zip(at, parts):
+        out[i] = part
+  return out
 
 
 def split(buffer: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:

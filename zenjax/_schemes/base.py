@@ -89,10 +89,16 @@ class Context:
   axes: Axes  # slowest first
   sizes: tuple[int, ...]  # devices along each axis
   mean: bool
+  # Whether ids and counts of SparseRows go in messages of their own, ahead.
+  ids_first: bool = False
 
   @property
   def devices(self) -> int:
     return math.prod(self.sizes)
+
+  def in_loops(self) -> "Context":
+    """Of later rounds: their ids are no earlier known than the values."""
+    return dataclasses.replace(self, ids_first=False)
 
   def scaled(self, total: jax.Array) -> jax.Array:
     """The sum over devices, or their mean: divided once, at the owner."""
