@@ -6,6 +6,7 @@ import sys
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,3 +29,11 @@ _COMMON = {
 hypothesis.settings.register_profile("ci", derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("explore", **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("ZENJAX_HYPOTHESIS", "ci"))
+
+
+@pytest.fixture
+def as_optax_computes():
+  """Optax promotes dtypes and ranks."""
+  with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_rank_promotion("allow"):
+      yield

@@ -11,15 +11,9 @@ import pytest
 import zenjax
 from zenjax import SparseRows
 
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
 ROWS, WIDTH, LOOK_UPS = 4000, 4, 48
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_computes():
-  """Optax promotes dtypes and ranks."""
-  with jax.numpy_dtype_promotion("standard"):
-    with jax.numpy_rank_promotion("allow"):
-      yield
 
 
 def batches(steps):

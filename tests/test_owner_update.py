@@ -13,16 +13,11 @@ import runners
 
 import zenjax
 
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
 ROWS, WIDTH, N = 3000, 6, 4
 _TWO: Any = ("host", "device")
 TABLES = lambda name, _: name != "dense"
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_computes():
-  with jax.numpy_dtype_promotion("standard"):
-    with jax.numpy_rank_promotion("allow"):
-      yield
 
 
 def parameters():
