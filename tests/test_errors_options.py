@@ -1,0 +1,184 @@
+"""Options out of range, or that the leaves they are for do not fit.
+
+Messages name the option, what it was given, and a way out.
+"""
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from refusals import N
+from refusals import names
+from refusals import TABLE
+from refusals import trace
+from refusals import trace_pmean
+
+import zenjax
+
+LINK = zenjax.Link(bandwidth=1e9, latency_s=1e-6)
+PROFILE = zenjax.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
+
+
+@pytest.mark.parametrize(
+  ("option", "value", "remedies"),
+  [
+    ("scheme", "star", ["dense", "all_gather", "zen"]),
+    ("op", "max", ["mean", "sum"]),
+    ("on_overflow", "drop", ["exact", "carry"]),
+    ("output", "sparse", ["dense", "rows"]),
+    ("partition", "rows", ["auto", "hash", "columns"]),
+  ],
+)
+def test_unknown_choice(option, value, remedies):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", **{option: value})
+  names(error, f"`{option}`", repr(value), *remedies)
+  if option != "op":  # the name of `sparse_pmean` says it
+    with pytest.raises(ValueError) as error:
+      trace_pmean(**{option: value})
+    names(error, f"`{option}`", repr(value), *remedies)
+
+
+@pytest.mark.parametrize(
+  ("option", "value", "error"),
+  [
+    ("link", 12.5e9, TypeError),
+    ("profile", {"t": (1, 2)}, TypeError),
+    ("profile", {"other": PROFILE}, ValueError),
+  ],
+)
+def test_what_auto_chooses_by(option, value, error):
+  with pytest.raises(error, match=f"`{option}` must"):
+    trace_pmean(scheme="auto", **{option: value})
+
+
+@pytest.mark.parametrize("option", ["link", "profile"])
+def test_what_only_auto_needs(option):
+  value: Any = LINK if option == "link" else {"t": PROFILE}
+  with pytest.raises(ValueError, match=f"`{option}` is for `scheme='auto'`"):
+    zenjax.zen_sync("data", **{option: value})
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "latency_s"])
+def test_link_that_cannot_be(name):
+  numbers: Any = {"bandwidth": 1e9, "latency_s": 1e-6, name: -1.0}
+  with pytest.raises(ValueError, match=f"`{name}` of a Link must be"):
+    zenjax.Link(**numbers)
+
+
+@pytest.mark.parametrize("partition", [0, -2])
+def test_partition_not_positive(partition):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", partition=partition)
+  names(error, "`partition`", str(partition))
+
+
+@pytest.mark.parametrize("unit", [0, -4, "column"])
+def test_bad_unit(unit):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", unit=unit)
+  names(error, "`unit`", repr(unit), "row", "element")
+
+
+@pytest.mark.parametrize(
+  "capacities", [(0, 4), (-1, 4), (8, 4), (4,), (1, 2, 3)]
+)
+def test_bad_capacities(capacities):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", capacities=capacities)
+  names(error, "`capacities`", str(capacities))
+
+
+@pytest.mark.parametrize("capacities", [(1.5, 4), "4", ("1", "2")])
+def test_capacities_of_wrong_type(capacities):
+  with pytest.raises((TypeError, ValueError)) as error:
+    zenjax.zen_sync("data", capacities=capacities)
+  names(error, "`capacities`")
+
+
+@pytest.mark.parametrize(
+  "axis_name", [("data", "data"), ("host", "device", "host")]
+)
+def test_axis_given_twice(axis_name):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync(axis_name)
+  names(error, "`axis_name`", axis_name[0])
+
+
+def test_no_axis():
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync(())
+  names(error, "`axis_name`")
+
+
+@pytest.mark.parametrize("wire_dtype", [jnp.int8, jnp.complex64])
+def test_wire_dtype_not_floating(wire_dtype):
+  with pytest.raises((TypeError, ValueError)) as error:
+    zenjax.zen_sync("data", wire_dtype=wire_dtype)
+  names(error, "`wire_dtype`", jnp.dtype(wire_dtype).name)
+
+
+def test_unknown_option():
+  with pytest.raises(TypeError) as error:
+    trace_pmean(capacity=(2, 4))
+  names(error, "capacity")
+
+
+def test_capacities_larger_than_the_table():
+  with pytest.raises(ValueError) as error:
+    trace_pmean(capacities=(4, 41))
+  names(error, "`capacities`", "41", "40")
+
+
+def test_capacities_of_an_unknown_leaf():
+  params = {"t": jnp.zeros((40, 4))}
+  tx = zenjax.zen_sync("data", sparse=True, capacities={"nowhere": (2, 4)})
+  with pytest.raises(ValueError) as error:
+    state = tx.init(params)
+    trace(lambda x: tx.update({"t": x}, state)[0])
+  names(error, "`capacities`", "nowhere", "t")
+
+
+def test_partition_that_does_not_divide_the_devices():
+  with pytest.raises(ValueError) as error:
+    trace_pmean(partition=3)
+  names(error, "`partition`", "3", "2")
+
+
+@pytest.mark.parametrize(
+  "sparse", [{"a": True}, {"a": True, "c": False}, [True, False]]
+)
+def test_sparse_prefix_that_does_not_match(sparse):
+  params = {"a": jnp.zeros((40, 4)), "b": {"w": jnp.zeros((4, 4))}}
+  tx = zenjax.zen_sync("data", sparse=sparse)
+  with pytest.raises(ValueError) as error:
+    tx.init(params)
+  names(error, "`sparse`", "callable (name, leaf) -> bool")
+
+
+@pytest.mark.parametrize("sparse", [{"a": 1.5}, {"a": "yes"}])
+def test_sparse_prefix_of_something_else(sparse):
+  tx = zenjax.zen_sync("data", sparse=sparse)
+  with pytest.raises((TypeError, ValueError)) as error:
+    tx.init({"a": jnp.zeros((40, 4))})
+  names(error, "`sparse`", repr(sparse["a"]))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES[1:], ids=str)
+def test_wire_dtype_wider_than_the_leaf(dtype):
+  stack = jax.ShapeDtypeStruct((N, 40, 4), dtype)
+  with pytest.raises(ValueError) as error:
+    trace_pmean(stack, wire_dtype=jnp.float32)
+  names(error, "`wire_dtype`", "float32", dtype.name)
+
+
+def test_unit_that_does_not_divide_the_leaf():
+  """Either blocks of 7 are refused for 160 elements, or they are padded."""
+  try:
+    got = trace_pmean(unit=7)
+  except ValueError as error:
+    assert "`unit`" in str(error) and "7" in str(error)
+  else:
+    assert got.shape == TABLE.shape

@@ -1,0 +1,120 @@
+"""State and batches that do not fit the devices, or were placed by hand."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+import pytest
+from refusals import N
+from refusals import names
+import runners
+
+import zenjax
+
+
+def test_residuals_that_were_not_made_by_init():
+  """State of one device's shape, given as if it were everyone's."""
+  tx = optax.chain(
+    zenjax.zen_sync("data", sparse=True, on_overflow="carry"), optax.sgd(0.1)
+  )
+  params = {"t": jnp.zeros((41, 4))}
+  specs = zenjax.state_specs(
+    zenjax.init(tx, params, runners.mesh(N), "data"), "data"
+  )
+  assert P("data") in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+  with pytest.raises(ValueError):
+    state = tx.init(params)
+    mapped = jax.shard_map(
+      lambda s, x: tx.update({"t": x[0]}, s, params)[0],
+      mesh=runners.mesh(N),
+      in_specs=(specs, P("data")),
+      out_specs=P(),
+    )
+    jax.eval_shape(mapped, state, jnp.zeros((N, 41, 4)))
+
+
+@pytest.mark.parametrize("on_overflow", ["exact", "carry"])
+def test_init_over_an_axis_that_the_mesh_lacks(on_overflow):
+  tx = zenjax.zen_sync("data", sparse=True, on_overflow=on_overflow)
+  params = {"t": jnp.zeros((41, 4))}
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, params, runners.mesh(N), "batch")
+  names(error, "`axis_name`", "batch", "data")
+
+
+def test_init_over_another_axis_than_that_of_the_residuals():
+  tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
+  mesh = jax.make_mesh((N, N), ("data", "batch"))
+  params = {"t": jnp.zeros((41, 4))}
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, params, mesh, "batch")
+  names(error, "`axis_name`", "'data'", "zenjax.init")
+  (residual,) = (
+    leaf.residual
+    for leaf in zenjax.init(tx, params, mesh, "data").leaves.values()
+  )
+  assert residual.shape == (N, 41, 4)
+
+
+def test_reshard_to_a_mesh_without_the_axis():
+  state = zenjax.zen_sync("data").init({"t": jnp.zeros((41, 4))})
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(state, runners.mesh(N), "batch")
+  names(error, "`axis_name`", "batch", "data")
+
+
+def test_multisteps_of_a_scalar():
+  """Gradients accumulated per device need a dimension to be split along."""
+  tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, {"scale": jnp.zeros(())}, runners.mesh(N), "data")
+  names(error, "`state`", "MultiSteps", "(1,)")
+
+
+def test_multisteps_that_were_not_made_by_init():
+  """The raw error is of shapes that do not broadcast, deep in optax."""
+  tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
+  params = {"t": jnp.zeros((40, 4)), "other": jnp.zeros(6)}
+  step = zenjax.data_parallel(
+    lambda params, state, x: (params, state, x), runners.mesh(N), "data"
+  )
+  with pytest.raises(ValueError) as error:
+    step(params, tx.init(params), jnp.zeros(N))
+  names(error, "`opt_state`", "MultiSteps", "zenjax.init", "(6,)", "other")
+  made = zenjax.init(tx, params, runners.mesh(N), "data")
+  step(params, made, jnp.zeros(N))
+
+
+def test_axis_of_data_parallel_that_the_mesh_lacks():
+  with pytest.raises(ValueError) as error:
+    zenjax.data_parallel(lambda *a: a, runners.mesh(N), "batch")
+  names(error, "`axis_name`", "batch", "data")
+
+
+@pytest.mark.parametrize(
+  ("argument", "remedy", "remedied"),
+  [
+    (
+      jax.random.key(0),
+      "`jax.random.split(key, 2)`, and use `key[0]`",
+      jax.random.split(jax.random.key(0), 2),
+    ),
+    (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
+    (jnp.zeros((3, 2)), "pad or trim", jnp.zeros((4, 2))),
+  ],
+  ids=["key", "scalar", "odd"],
+)
+def test_batch_that_cannot_be_split(argument, remedy, remedied):
+  """What the message offers works."""
+
+  def step(params, state, x):
+    one = x[0]
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      one = jax.random.uniform(one)
+    return params, state, one
+
+  mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
+  with pytest.raises(ValueError) as error:
+    mapped({}, (), argument)
+  names(error, "`batch` argument 0", "2 devices", str(argument.shape), remedy)
+  assert jnp.isfinite(mapped({}, (), remedied)[2]).all()
