@@ -1,0 +1,177 @@
+"""Leaves of any shape, cut into any units; which of them travel sparse."""
+
+from typing import Any
+
+import cases
+from four_devices import F32
+from four_devices import N
+from four_devices import run_with
+from four_devices import table
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import runners
+
+import zenjax
+
+
+@pytest.mark.parametrize(
+  ("unit", "rows", "width", "runner", "partition"),
+  [
+    ("element", 40, 6, "vmap", "hash"),
+    ("element", 40, 6, "shard_map_vma_replicated", "auto"),
+    (4, 50, 12, "vmap", "columns"),
+    (4, 50, 12, "shard_map_vma_replicated", "hash"),
+    (3, 7, 9, "pmap", "auto"),
+    (256, 9, 512, "shard_map_replicated", "columns"),
+    (256, 9, 512, "vmap", "hash"),
+  ],
+)
+def test_units(unit, rows, width, runner, partition):
+  run = run_with(runner, unit=unit, partition=partition)
+  for name, stack in cases.every_case(N, rows, width, F32):
+    oracle.check(run(stack), stack, label=name)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_top_k_elements_of_a_vector(dtype):
+  """Sparsified gradients: single elements of a leaf of one dimension."""
+  rng = np.random.default_rng(0)
+  tx = zenjax.zen_sync("data", sparse=True, unit="element")
+  params = {"w": jnp.zeros(1000, dtype)}
+  state = tx.init(params)
+  run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
+  x = cases.normal(rng, N, 1, 1000, dtype)[:, 0]
+  x = np.where(rng.random(x.shape) < 0.02, x, np.zeros((), dtype))
+  oracle.check(run({"w": x})["w"], x)
+
+
+@pytest.mark.parametrize("shape", [(), (40,), (2, 3, 4)])
+def test_one_array_of_any_rank(shape):
+  run = run_with("vmap")
+  stack = np.random.default_rng(0).standard_normal((N, *shape)).astype(F32)
+  oracle.check(run(stack), stack)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_leaves_of_no_elements(shape):
+  """As `lax.pmean` takes them, alone and beside a table."""
+  rng = np.random.default_rng(0)
+  tx = zenjax.zen_sync("data", sparse=True)
+  stack = {"none": np.zeros((N, *shape), F32), "t": table(rng, 70, 3)}
+  state = tx.init(jax.tree.map(lambda x: x[0], stack))
+  run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
+  got = run(stack)
+  oracle.check(got["t"], stack["t"])
+  assert got["none"].shape == (N, *shape)
+
+
+LEAVES = {
+  "wide": ((200, 64), np.float32),
+  "narrow": ((1000, 1), np.float16),
+  "deep": ((3, 4, 5, 7), np.dtype(cases.BFLOAT16)),
+  "one": ((1, 9), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+  ("partition", "runner"),
+  [
+    ("auto", "shard_map_vma_replicated"),
+    (2, "pmap"),
+  ],
+)
+def test_many_leaves_in_one_exchange(partition, runner):
+  """Widths, dtypes and ranks all differ; each leaf is right on its own."""
+  rng = np.random.default_rng(3)
+  tx = zenjax.zen_sync("data", sparse=True, partition=partition)
+  params = {k: jnp.zeros(s, d) for k, (s, d) in LEAVES.items()}
+  state = tx.init(params)
+  run = runners.RUNNERS[runner](lambda g, _: tx.update(g, state)[0], N)
+  for density in (0.0, 0.03, 0.4, 1.0):
+    stack = {}
+    for key, (shape, dtype) in LEAVES.items():
+      rows = int(np.prod(shape[:-1]))
+      x = cases.normal(rng, N, rows, shape[-1], np.dtype(dtype))
+      ids = [rng.permutation(rows)[: round(density * rows)] for _ in range(N)]
+      stack[key] = cases.keep(x, ids).reshape(N, *shape)
+    got = run(stack)
+    for key, local in stack.items():
+      oracle.check(got[key], local, label=f"{key} at {density}")
+
+
+def test_row_zero_of_every_table():
+  """Tables share one id space, or every row 0 would meet on one owner."""
+  shapes = {f"t{i}": (50 + i, 4) for i in range(3)}
+  tx = zenjax.zen_sync("data", sparse=True)
+  state = tx.init({k: jnp.zeros(s) for k, s in shapes.items()})
+  run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
+  stack = {k: np.zeros((N, *s), np.float32) for k, s in shapes.items()}
+  for x in stack.values():
+    x[:, 0] = np.arange(1, N + 1, dtype=np.float32)[:, None]
+  got = run(stack)
+  for key, local in stack.items():
+    oracle.check(got[key], local, label=key)
+
+
+@pytest.mark.parametrize(
+  "sparse",
+  [
+    None,
+    True,
+    False,
+    {"a": True, "b": False},
+    {"a": {"embedding": False}, "b": True},
+    lambda name, leaf: leaf.ndim == 2 and "a" in name,
+  ],
+)
+def test_choosing_leaves_never_changes_the_result(sparse):
+  rng = np.random.default_rng(0)
+  tx = zenjax.zen_sync("data", sparse=sparse)
+  shapes = {
+    "a": {"embedding": (400, 8)},
+    "b": {"kernel": (8, 8), "scale": ()},
+  }
+  params = jax.tree.map(
+    jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple)
+  )
+  stack = jax.tree.map(
+    lambda p: rng.standard_normal((N, *p.shape)).astype(F32), params
+  )
+  state = tx.init(params)
+  run = runners.RUNNERS["vmap"](lambda g, _: tx.update(g, state)[0], N)
+  for a, b in zip(
+    jax.tree.leaves(run(stack)), jax.tree.leaves(stack), strict=True
+  ):
+    oracle.check(a, b)
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype", "sparse"),
+  [
+    ((520, 32), jnp.float32, True),
+    ((8192, 2), jnp.float32, True),
+    ((512, 128), jnp.float32, False),  # a down-projection, [4 d, d]
+    ((513, 128), jnp.float32, True),
+    ((511, 33), jnp.float32, False),  # too few rows
+    ((512, 31), jnp.float32, False),  # under 64 KiB
+    ((1024, 32), jnp.bfloat16, True),
+    ((65536,), jnp.float32, False),
+    ((2, 5000, 8), jnp.float32, False),
+    ((5000, 8), jnp.int32, False),
+  ],
+)
+def test_leaves_that_are_sparse_by_default(shape, dtype, sparse):
+  """The rule in README, at its borders."""
+  leaf = jax.ShapeDtypeStruct(shape, dtype)
+  state: Any = jax.eval_shape(zenjax.zen_sync("data").init, {"x": leaf})
+  assert list(state.leaves) == ["x"] * sparse
+
+
+def test_leaves_by_the_names_of_the_report():
+  params = {"token_embed": {"w": jnp.zeros((9, 2))}, "head": jnp.zeros((9, 2))}
+  tx = zenjax.zen_sync("data", sparse=lambda name, leaf: "embed" in name)
+  state: Any = tx.init(params)
+  assert list(state.leaves) == ["token_embed.w"]
