@@ -16,7 +16,6 @@ import optax
 
 from zenjax._plan import TablePlan
 from zenjax._rows import _on_rows
-from zenjax._rows import _trees
 from zenjax._schemes.base import Held
 
 
@@ -75,10 +74,7 @@ class Owner:
       rows = self.scaled(unions[i].rows)
       grads[i] = rows.astype(plan.table.dtype)
     out, new, tags = self._step(state, grads, at)
-    keep = lambda old, few, at: (
-      _on_rows.scatter(old, few, at) if at.has(old) else old
-    )
-    state = jax.tree.map(keep, state, new, tags)
+    state = _on_rows.with_rows(state, new, tags)
     found = []
     for (i, plan), own in zip(self.plans.items(), held):
       real = (unions[i].slots < plan.layout.slots)[:, None]
@@ -94,8 +90,7 @@ class Owner:
       at[i] = _on_rows.At(none, plan.layout.slots)
       grads[i] = jnp.zeros((0, plan.block_width), plan.table.dtype)
     out, rest, tags = self._step(state, grads, at)
-    once = lambda rows, few, at: rows if at.has(rows) else few
-    return out, jax.tree.map(once, state, rest, tags)
+    return out, _on_rows.with_rest(state, rest, tags)
 
   def _step(self, state, grads, at):
     grads = [grads.get(i, x) for i, x in enumerate(self.grads)]
@@ -107,13 +102,15 @@ class Owner:
           for i, x in enumerate(self.params)
         ]
       )
-    at = [at.get(i, _on_rows.At()) for i in range(len(grads))]
-    tags = _trees.tagged(
-      self.inner, state, self.structure.unflatten(at), _on_rows.At()
+    at = [at.get(i, _on_rows.ALL) for i in range(len(grads))]
+    out, new, tags = _on_rows.step(
+      self.inner,
+      self.structure.unflatten(at),
+      self.structure.unflatten(grads),
+      state,
+      params,
+      self.extra,
     )
-    few = jax.tree.map(_on_rows.gather, state, tags)
-    grads = self.structure.unflatten(grads)
-    out, new = self.inner.update(grads, few, params, **self.extra)
     return self.structure.flatten_up_to(out), new, tags
 
 

@@ -20,7 +20,6 @@ from zenjax import _tables
 from zenjax._options import Options
 from zenjax._rows import _on_rows
 from zenjax._rows import _separable
-from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
@@ -185,11 +184,10 @@ class Owners:
 
   def _wrapped(self, inner, structure, plans, context):
     """The state with what has rows of a table marked as a part."""
-    at = [_on_rows.At()] * structure.num_leaves
+    at = [_on_rows.ALL] * structure.num_leaves
     for i, plan in plans.items():
       at[i] = _on_rows.At(jnp.zeros(0, jnp.int32), plan.layout.slots)
-    at = structure.unflatten(at)
-    tags = _trees.tagged(self.inner, inner, at, _on_rows.At())
+    tags = _on_rows.of_state(self.inner, inner, structure.unflatten(at))
 
     def wrap(leaf, at):
       if not at.has(leaf):

@@ -106,7 +106,7 @@ def _ids_of_leaves(params, ids):
   """Which rows of each leaf are meant; None for none."""
   paths, _ = jax.tree_util.tree_flatten_with_path(params)
   if ids is None:
-    return [_on_rows.At() for _ in paths]
+    return [_on_rows.ALL for _ in paths]
   given = dict(jax.tree_util.tree_flatten_with_path(ids, is_leaf=is_rows)[0])
   found = [
     _at(jax.tree_util.keystr(path), leaf, given.pop(path))

@@ -53,17 +53,11 @@ def update(
   def step(state, values, chunks):
     """Updates of one chunk of each table; the state with its rows alone."""
     at = [
-      chunks[i].at if i in chunks else _on_rows.touched(x)
-      for i, x in enumerate(leaves)
+      chunks[i].at if i in chunks else _on_rows.ALL for i in range(len(leaves))
     ]
     at = structure.unflatten(at)
-    tags = _trees.tagged(inner, state, at, _on_rows.At())
-    few = jax.tree.map(_on_rows.gather, state, tags)
-    few_params = params
-    if params is not None:
-      few_params = jax.tree.map(_on_rows.gather, params, at)
-    grads = structure.unflatten(values)
-    out, new = inner.update(grads, few, few_params, **extra)
+    grads, few = structure.unflatten(values), _on_rows.gathered(params, at)
+    out, new, tags = _on_rows.step(inner, at, grads, state, few, extra)
     return structure.flatten_up_to(out), new, tags
 
   def body(trip, carry):
@@ -77,10 +71,7 @@ def update(
       chunks[i].written(x, out[i]) if i in chunks else x
       for i, x in enumerate(values)
     ]
-    put = lambda old, few, at: (
-      _on_rows.scatter(old, few, at) if at.has(old) else old
-    )
-    return jax.tree.map(put, state, new, tags), values
+    return _on_rows.with_rows(state, new, tags), values
 
   first = structure.flatten_up_to(_trees.values(merged))
   rows_state, values = lax.fori_loop(0, trips, body, (state, first))
@@ -90,12 +81,7 @@ def update(
     nothing[i].read(x) if i in nothing else x for i, x in enumerate(first)
   ]
   out, rest, tags = step(state, none, nothing)
-  state = jax.tree.map(
-    lambda loop, once, at: loop if at.has(loop) else once,
-    rows_state,
-    rest,
-    tags,
-  )
+  state = _on_rows.with_rest(rows_state, rest, tags)
   values = [values[i] if i in nothing else x for i, x in enumerate(out)]
   return structure.unflatten(values), state
 

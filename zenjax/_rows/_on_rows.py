@@ -15,6 +15,7 @@ from zenjax._rows._sparse_rows import is_rows
 
 # `(few_state, few_params, at) -> (few_state, few_params)`.
 Before = Callable[[Any, Any, Any], tuple[Any, Any]]
+_as_is: Before = lambda state, params, at: (state, params)
 
 
 def update(
@@ -23,7 +24,7 @@ def update(
   state: Any,
   params: Any,
   extra: dict[str, Any],
-  before: Before = lambda state, params, at: (state, params),
+  before: Before = _as_is,
 ) -> tuple[Any, Any]:
   """Runs `inner.update` on the rows of `merged` alone.
 
@@ -41,13 +42,63 @@ def update(
   at = jax.tree.map(touched, merged, is_leaf=is_rows)
   if params is not None:
     require_shapes(merged, params)
-  tags = _trees.tagged(inner, state, at, _ALL)
-  few = jax.tree.map(gather, state, tags)
-  few_params = None if params is None else jax.tree.map(gather, params, at)
-  few, few_params = before(few, few_params, at)
-  out, few = inner.update(_trees.values(merged), few, few_params, **extra)
+  grads, few_params = _trees.values(merged), gathered(params, at)
+  out, few, tags = step(inner, at, grads, state, few_params, extra, before)
   state = jax.tree.map(scatter, state, few, tags)
   return _trees.with_values(merged, out), state
+
+
+def step(
+  inner: optax.GradientTransformationExtraArgs,
+  at: Any,
+  grads: Any,
+  state: Any,
+  few_params: Any,
+  extra: dict[str, Any],
+  before: Before = _as_is,
+) -> tuple[Any, Any, Any]:
+  """Runs `inner.update` on some rows of the state, and writes nothing back.
+
+  Args:
+    inner: The transformation.
+    at: Which rows, in the structure of the parameters.
+    grads: `[K, D]` where `at` has rows.
+    state: Of `inner`, whole.
+    few_params: As `grads`, or None.
+    extra: Further arguments of `inner.update`.
+    before: Changes the rows of the state and the parameters first.
+
+  Returns:
+    Updates like `grads`, the state of these rows, and which rows those are in
+    each of its leaves: for `with_rows` and `with_rest`.
+  """
+  tags = of_state(inner, state, at)
+  few = jax.tree.map(gather, state, tags)
+  few, few_params = before(few, few_params, at)
+  out, few = inner.update(grads, few, few_params, **extra)
+  return out, few, tags
+
+
+def of_state(inner: Any, state: Any, at: Any) -> Any:
+  """Which rows are touched of each leaf of a state: those of its parameter."""
+  return _trees.tagged(inner, state, at, ALL)
+
+
+def gathered(params: Any, at: Any) -> Any:
+  """Touched rows of all parameters, if there are any."""
+  return None if params is None else jax.tree.map(gather, params, at)
+
+
+def with_rows(state: Any, few: Any, tags: Any) -> Any:
+  """Touched rows are written; what has no rows stays old."""
+  put = lambda old, few, at: scatter(old, few, at) if at.has(old) else old
+  return jax.tree.map(put, state, few, tags)
+
+
+def with_rest(state: Any, few: Any, tags: Any) -> Any:
+  """What has no rows becomes new; what has rows stays old."""
+  put = lambda old, few, at: old if at.has(old) else few
+  return jax.tree.map(put, state, few, tags)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,13 +119,13 @@ class At:
     return self.ids is not None and shape[:1] == (self.num_rows,)
 
 
-_ALL = At()
+ALL = At()
 
 
 def touched(leaf: Any) -> At:
   """The rows that an update touches."""
   if not is_rows(leaf):
-    return _ALL
+    return ALL
   return At(distinct(leaf.indices, leaf.num_rows), leaf.num_rows)
 
 
