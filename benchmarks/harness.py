@@ -115,7 +115,7 @@ def _measure_group(cases, repeats, warmup, bar, results):
     for turn in range(-warmup, repeats):
       for i in shuffled(len(built), turn):
         if not built[i].wrong:
-          seconds = _time(built[i].run)
+          seconds = seconds_of(built[i].run)
           if turn >= 0:
             times[i].append(seconds)
         bar.update()
@@ -161,7 +161,8 @@ def _settling():
   return functools.partial(jax.jit(total), np.zeros(mesh.size, np.float32))
 
 
-def _time(run):
+def seconds_of(run: Callable[[], Any]) -> float:
+  """Of one call, until its arrays are there and its memory is given back."""
   start = time.perf_counter()
   jax.block_until_ready(run())
   # CPU devices give memory back after their answer is there, half a second for

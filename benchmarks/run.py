@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import ctypes
 import importlib
 import os
@@ -14,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from benchmarks import harness
+from benchmarks import netns
 from benchmarks import record
 from benchmarks import table
 from benchmarks import workloads
@@ -35,11 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _keep_memory()
   # Imported when JAX is configured: it starts at the first array.
   subject = importlib.import_module(f"benchmarks.{options.command}")
-  try:
-    cases = subject.cases(options)
-  except ValueError as error:
-    parser.error(str(error))
-  results, complete = harness.measure(cases, repeats=options.repeats)
+  with contextlib.ExitStack() as stack:
+    try:
+      if vars(options).get("hosts"):
+        from benchmarks import step_links
+
+        cases = stack.enter_context(step_links.cases(options))
+      else:
+        cases = subject.cases(options)
+    except (RuntimeError, ValueError) as error:
+      parser.error(str(error))
+    results, complete = harness.measure(cases, repeats=options.repeats)
   table.show(_title(options), results, subject.COLUMNS)
   if not complete:
     print("Interrupted: this is what was measured until then.")
@@ -112,8 +120,9 @@ def _plain(value):
 
 def _title(options):
   device = jax.devices()[0]
+  count = vars(options).get("hosts") or options.devices
   return (
-    f"{options.command}: {options.devices} x {device.device_kind},"
+    f"{options.command}: {count} x {device.device_kind},"
     f" {os.cpu_count()} cores, JAX {jax.__version__}"
   )
 
@@ -181,6 +190,22 @@ def _add_step(commands):
     "--look-ups", type=_positive, default=4096, help="of a device and step"
   )
   step.add_argument("--devices", type=_positive, default=8)
+  step.add_argument(
+    "--hosts",
+    type=int,
+    choices=range(2, 9),
+    help="so many processes of one device each, in namespaces joined by links",
+  )
+  step.add_argument(
+    "--rate",
+    choices=tuple(netns.RATES),
+    help="of the links of --hosts; by default 1gbit",
+  )
+  step.add_argument(
+    "--loopback",
+    action="store_true",
+    help="--hosts are processes on 127.0.0.1: no root, no limit",
+  )
   step.add_argument(
     "--optimizer",
     choices=("adam", "adagrad", "row_adagrad", "sgd"),

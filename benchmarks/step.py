@@ -5,6 +5,7 @@ same look-ups go to every table: of equally many distinct rows, spread over it.
 """
 
 import argparse
+from collections.abc import Sequence
 import functools
 import itertools
 import os
@@ -62,14 +63,12 @@ def cases(options: argparse.Namespace) -> list[Case]:
     )
   mesh = Mesh(np.array(devices[: options.devices]), (AXIS,))
   names = options.variants or list(whole_step.VARIANTS)
-  _check_memory(names, options, mesh)
-  group = (
-    f"{options.look_ups:,} look-ups a device, D = {options.width},"
-    f" {options.optimizer}"
-  )
+  if devices[0].platform == "cpu":
+    # Others have memory of their own, and say when it is full.
+    check_memory(names, options, mesh.size)
   return [
     Case(
-      group=group,
+      group=title(options),
       name=f"{name} {rows:,}",
       build=functools.partial(
         whole_step.build, name, whole_step.Setting.of(options, rows), mesh
@@ -79,14 +78,23 @@ def cases(options: argparse.Namespace) -> list[Case]:
   ]
 
 
-def _check_memory(names, options, mesh):
-  if mesh.devices.flat[0].platform != "cpu":
-    return  # Each device has memory of its own, and says when it is full.
+def title(options: argparse.Namespace) -> str:
+  """What all cases have in common."""
+  return (
+    f"{options.look_ups:,} look-ups a device, D = {options.width},"
+    f" {options.optimizer}"
+  )
+
+
+def check_memory(
+  names: Sequence[str], options: argparse.Namespace, devices: int
+) -> None:
+  """Raises ValueError where this machine cannot hold all cases at once."""
   have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   need = 0
   for rows, name in itertools.product(options.rows, names):
-    tables = whole_step.tables_alive(name, options.optimizer, mesh.size)
-    need += tables * mesh.size * rows * options.width * 4
+    tables = whole_step.tables_alive(name, options.optimizer, devices)
+    need += tables * devices * rows * options.width * 4
   if need > have:
     raise ValueError(
       "`--rows` must fit in memory together, for steps on all of them take"

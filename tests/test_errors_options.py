@@ -42,6 +42,19 @@ def test_unknown_choice(option, value, remedies):
 
 
 @pytest.mark.parametrize(
+  ("given", "error"),
+  [
+    (dict(ids_first=1), TypeError),
+    (dict(ids_first=True, scheme="all_gather"), ValueError),
+    (dict(ids_first=True, scheme="auto"), ValueError),
+  ],
+)
+def test_what_sends_no_ids_first(given, error):
+  with pytest.raises(error, match="`ids_first"):
+    zenjax.zen_sync("data", **given)
+
+
+@pytest.mark.parametrize(
   ("option", "value", "error"),
   [
     ("link", 12.5e9, TypeError),

@@ -1,5 +1,9 @@
 """How hosts of `benchmarks.run network` compile, start and time their work."""
 
+import json
+import pathlib
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -11,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from benchmarks import run as command_line
 from benchmarks.network import work
 from benchmarks.network.common_start import CommonStart
-from benchmarks.network.shared_compiler import SharedCompiler
+from benchmarks.shared_compiler import SharedCompiler
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def test_one_host_compiles_for_all(tmp_path):
@@ -69,3 +76,32 @@ def test_noise_never_gives_a_negative_price():
   """A wide table that takes no longer than a narrow one of as many bytes."""
   samples = {"mask_0": [1.0], "mask_1": [0.1], "move_0": [0.1], "move_1": [9.0]}
   assert min(work.fit([samples]).values()) >= 0
+
+
+@pytest.mark.multiprocess
+def test_whole_steps_on_hosts_are_checked_and_timed(tmp_path):
+  """Over loopback, which needs no root; float64 says what must come out."""
+  arguments = "step --hosts 2 --loopback --rows 2000 --width 4 --look-ups 64"
+  arguments += " --variants dense rows --optimizer sgd --repeats 2"
+  path = tmp_path / "out.json"
+  # A process of its own: this one's JAX has eight devices.
+  command = [sys.executable, "-m", "benchmarks.run", *arguments.split()]
+  done = subprocess.run(
+    [*command, "--json", str(path)],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr
+  dense, rows = json.loads(path.read_text())["results"]
+  for found in (dense, rows):
+    assert found["wrong"] == 0 and len(found["times_s"]) == 2
+  assert rows["facts"]["wire_bytes"] < dense["facts"]["wire_bytes"] / 4
+
+
+def test_links_of_loopback_have_no_rate():
+  arguments = ["step", "--hosts", "2", "--loopback", "--rate", "1gbit"]
+  with pytest.raises(SystemExit) as end:
+    command_line.main([*arguments, "--rows", "2000"])
+  assert end.value.code == 2

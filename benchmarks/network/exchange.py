@@ -20,10 +20,10 @@ import optax
 
 from benchmarks import oracle
 from benchmarks import workloads
-from benchmarks.network.shared_compiler import SharedCompiler
 from benchmarks.network.variants import LEAF
 from benchmarks.network.variants import Variant
 from benchmarks.network.variants import VARIANTS
+from benchmarks.shared_compiler import SharedCompiler
 from benchmarks.workloads import Workload
 import zenjax
 

@@ -6,11 +6,7 @@ stops where a time is shorter than its bytes need on the link.
 
 from collections.abc import Callable
 import dataclasses
-import os
-import pathlib
-import sys
 import tempfile
-import time
 from typing import Any
 
 import tqdm
@@ -26,15 +22,14 @@ from benchmarks.network.cells import least_s
 from benchmarks.network.cells import require_limit
 from benchmarks.network.plan import Grid
 from benchmarks.network.plan import Plan
+from benchmarks.served import Served
 from benchmarks.testbed import Testbed
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Exchanges between two looks at the counters, or as many as there are batches.
 _COUNTED = 3
 # Eight hosts may share two cores while they compile.
 _SLOW_S = 900.0
 _CALL_S = 120.0
-_LOG_LINES = 8
 
 
 class Measurement:
@@ -63,7 +58,8 @@ class Measurement:
             tempfile.TemporaryDirectory(prefix="zenjax-network-") as cache,
             Testbed(hosts, "unlimited", self._grid.loopback) as bed,
           ):
-            self._measure(_Hosts(bed, cache), cells, points)
+            hosts = Served(bed, "benchmarks.network.host", cache)
+            self._measure(hosts, cells, points)
 
   def _measure(self, hosts, cells, points):
     for rate in self._grid.rates:
@@ -183,34 +179,3 @@ class Measurement:
           if turn >= 0:
             cell.host_times_s.append(seconds)
         self._bar.update()
-
-
-class _Hosts:
-  """The processes on a testbed's hosts."""
-
-  def __init__(self, bed: Testbed, cache: str):
-    self.bed = bed
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    self._hosts = bed.start(
-      [sys.executable, "-m", "benchmarks.network.host"],
-      {
-        "PYTHONPATH": path.rstrip(os.pathsep),
-        "ZENJAX_HOST_CACHE": cache,
-        "ZENJAX_HOST_EPOCH": str(time.monotonic()),
-      },
-    )
-
-  def ask(self, do: str, *, timeout: float, **arguments) -> list[Any]:
-    """Has every host do one thing; returns what each replies."""
-    try:
-      return self.bed.ask({"do": do, **arguments}, timeout)
-    except TimeoutError as error:
-      logs = (f"log of host {h.index} ends:\n{_tail(h)}" for h in self._hosts)
-      raise RuntimeError(
-        f"`{do}` of {arguments}: {error}\n" + "\n".join(logs)
-      ) from error
-
-
-def _tail(host):
-  lines = host.log.read_text(encoding="utf-8", errors="replace").splitlines()
-  return "\n".join(lines[-_LOG_LINES:]) or "-"

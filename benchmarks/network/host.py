@@ -4,31 +4,23 @@ Reads one command a line from stdin and answers with one line, JSON both.
 Started by `benchmarks.testbed`, which says in the environment which host it is.
 """
 
-import json
 import os
-import pathlib
-import sys
 import time
 
 import jax
+from jax.sharding import Mesh
+import numpy as np
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 1)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
-import numpy as np  # noqa: E402
-
-from benchmarks import workloads  # noqa: E402
-from benchmarks.network import collectives  # noqa: E402
-from benchmarks.network import local_work  # noqa: E402
-from benchmarks.network.common_start import CommonStart  # noqa: E402
-from benchmarks.network.exchange import AXIS  # noqa: E402
-from benchmarks.network.exchange import Exchange  # noqa: E402
-from benchmarks.network.exchange import Exchanges  # noqa: E402
-from benchmarks.network.shared_compiler import SharedCompiler  # noqa: E402
-from benchmarks.network.variants import VARIANTS  # noqa: E402
+from benchmarks import served
+from benchmarks import workloads
+from benchmarks.network import collectives
+from benchmarks.network import local_work
+from benchmarks.network.common_start import CommonStart
+from benchmarks.network.exchange import AXIS
+from benchmarks.network.exchange import Exchange
+from benchmarks.network.exchange import Exchanges
+from benchmarks.network.variants import VARIANTS
+from benchmarks.shared_compiler import SharedCompiler
 
 # Hosts reach a collective apart, and are timed from when the last one does.
 # Where both ends of a connection begin at once, Gloo sends both ways at once;
@@ -101,22 +93,9 @@ class Host:
 
 def main() -> None:
   """Serves until stdin ends."""
-  index, count = (
-    int(os.environ[f"ZENJAX_HOST_{key}"]) for key in ("INDEX", "COUNT")
-  )
-  jax.distributed.initialize(
-    os.environ["ZENJAX_COORDINATOR"], num_processes=count, process_id=index
-  )
-  jnp.zeros(()).block_until_ready()
-  host = Host(
-    SharedCompiler(pathlib.Path(os.environ["ZENJAX_HOST_CACHE"]), index),
-    float(os.environ["ZENJAX_HOST_EPOCH"]),
-  )
-  for line in sys.stdin:
-    message = json.loads(line)
-    reply = getattr(host, message.pop("do"))(**message)
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
+  served.configure()
+  compiler = served.join()
+  served.serve(Host(compiler, float(os.environ["ZENJAX_HOST_EPOCH"])))
 
 
 if __name__ == "__main__":
