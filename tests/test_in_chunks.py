@@ -26,7 +26,7 @@ def _small_chunks(monkeypatch):
 
 
 def gradients(seed):
-  """Two tables with room for other numbers of rows, and a dense leaf."""
+  """Tables with room for many, some and too few rows for a chunk; a bias."""
   rng = np.random.default_rng(seed)
 
   def rows(capacity, count, width):
@@ -39,7 +39,17 @@ def gradients(seed):
   return {
     "a": rows(53, 41, 3),
     "b": rows(19, 0 if seed == 1 else 19, 5),
+    "few": rows(5, 4, 2),
     "bias": jnp.array(rng.standard_normal(4), jnp.float32),
+  }
+
+
+def parameters():
+  return {
+    "a": jnp.ones((ROWS, 3)),
+    "b": jnp.ones((ROWS, 5)),
+    "few": jnp.ones((ROWS, 2)),
+    "bias": jnp.ones(4),
   }
 
 
@@ -51,7 +61,7 @@ ALONE = {
   "row_adagrad": zenjax.row_adagrad(0.1),
   "by label": optax.multi_transform(
     {"t": optax.adam(0.1), "d": optax.sgd(1.0)},
-    {"a": "t", "b": "t", "bias": "d"},
+    {"a": "t", "b": "t", "few": "d", "bias": "d"},
   ),
 }
 TOGETHER = {
@@ -59,16 +69,13 @@ TOGETHER = {
   "norm of a leaf": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
   "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
 }
+OPTIMIZERS = ALONE | TOGETHER
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, "norm of all"])
 def test_chunks_are_the_whole(name, monkeypatch):
-  params = {
-    "a": jnp.ones((ROWS, 3)),
-    "b": jnp.ones((ROWS, 5)),
-    "bias": jnp.ones(4),
-  }
-  tx = zenjax.lazy_rows(ALONE[name])
+  params = parameters()
+  tx = zenjax.lazy_rows(OPTIMIZERS[name])
 
   def trained(whole):
     monkeypatch.setattr(_in_chunks, "worth_it", lambda merged: not whole)
@@ -92,12 +99,29 @@ def test_chunks_are_the_whole(name, monkeypatch):
   assert np.abs(got[0]["b"] - 1).max() > 0.01
 
 
-@pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_needs_all_rows_is_found_out(name):
-  inner = optax.with_extra_args_support((ALONE | TOGETHER)[name])
-  grads = gradients(0)
-  params = {"a": jnp.ones((ROWS, 3)), "b": jnp.ones((ROWS, 5)), "bias": 1.0}
-  assert _in_chunks.separable(inner, grads, params) == (name in ALONE)
+  inner = optax.with_extra_args_support(OPTIMIZERS[name])
+  found = _in_chunks.separable(inner, gradients(0), parameters())
+  assert found == (name in ALONE)
+
+
+def test_further_arguments_are_of_all_rows():
+  """Nobody knows whether they could be cut: here they are one for each row."""
+
+  def scaled(updates, state, params=None, *, by=1.0):
+    return jax.tree.map(lambda x: x * by, updates), state
+
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), scaled
+  )
+  tx = zenjax.lazy_rows(inner)
+  grads: Any = gradients(0)["a"]
+  params = jnp.ones((ROWS, 3))
+  by = jnp.arange(1.0, 1 + grads.capacity)[:, None]
+  got: Any
+  got, _ = tx.update(grads, tx.init(params), params, by=by)
+  np.testing.assert_array_equal(got.values, grads.values * by)
 
 
 def test_rows_without_room_for_more_are_not_worth_it():
