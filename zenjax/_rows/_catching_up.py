@@ -13,6 +13,7 @@ from zenjax._rows import _behind
 from zenjax._rows import _idle
 from zenjax._rows import _law
 from zenjax._rows import _on_rows
+from zenjax._rows import _separable
 from zenjax._rows import _transitions
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
@@ -39,7 +40,7 @@ def catching_up(
   owner = Owner(inner)
 
   def init(params):
-    _on_rows.require_row_by_row(inner, params)
+    _separable.require_row_by_row(inner, params)
     owner.laws(params)
     state = CatchUpState(
       inner=inner.init(params),

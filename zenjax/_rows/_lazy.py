@@ -8,6 +8,7 @@ import optax
 from zenjax._rows import _catching_up
 from zenjax._rows import _in_chunks
 from zenjax._rows import _on_rows
+from zenjax._rows import _separable
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 
@@ -97,7 +98,7 @@ def lazy_rows(
     return _catching_up.catching_up(inner)
 
   def init(params):
-    _on_rows.require_row_by_row(inner, params)
+    _separable.require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):

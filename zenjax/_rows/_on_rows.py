@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zenjax import _select
@@ -163,39 +162,3 @@ def require_shapes(updates: Any, params: Any) -> None:
         f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"
         " parameter's first dimension."
       )
-
-
-def require_row_by_row(
-  inner: optax.GradientTransformationExtraArgs, params: Any
-) -> None:
-  """Compares a step on two of four rows with one on all, the others zero."""
-  rng = np.random.default_rng(0)
-  with jax.ensure_compile_time_eval():
-    small = [4, 3]
-    leaves, structure = jax.tree.flatten(params)
-    draw = lambda x: jnp.array(
-      rng.standard_normal(small if jnp.ndim(x) == 2 else [1] * jnp.ndim(x)),
-      jnp.result_type(x),
-    )
-    full = jax.tree.unflatten(structure, [draw(x) for x in leaves])
-    grads = jax.tree.map(
-      lambda x: x.at[2:].set(0) if jnp.ndim(x) == 2 else x, full
-    )
-    half = lambda tree: jax.tree.map(
-      lambda x: x[:2] if jnp.shape(x)[:1] == (4,) else x, tree
-    )
-    try:
-      state = inner.init(full)
-      want, _ = inner.update(grads, state, full)
-      got, _ = inner.update(half(grads), half(state), half(full))
-    except TypeError:
-      return  # It needs arguments that only the user has.
-    pairs = zip(jax.tree.leaves(half(want)), jax.tree.leaves(got))
-    alike = all(np.allclose(w, g, rtol=1e-3, atol=1e-6) for w, g in pairs)
-  if not alike:
-    raise ValueError(
-      "`inner` must update a row by that row alone, but it gave two rows other"
-      " updates than with the rest of the table beside them (as LAMB and"
-      " Adafactor do); use it on dense gradients, or another optimizer for"
-      " tables through `optax.multi_transform`."
-    )

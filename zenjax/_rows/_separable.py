@@ -4,7 +4,7 @@ Found by trying it on small arrays: a norm over all updates tells rows apart, a
 mean over a row its columns, and noise both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from typing import Any, NamedTuple
 
@@ -43,37 +43,93 @@ def kinds(
   Returns:
     Both False where it cannot be tried, say for want of further arguments.
   """
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  rng = np.random.default_rng(0)
-  small = [_ROWS, _COLUMNS]
-  drawn = lambda: structure.unflatten(
-    [
-      jnp.array(
-        rng.standard_normal(small if is_ else [1] * len(x.shape)), x.dtype
-      )
-      for x, is_ in zip(leaves, tables)
-    ]
-  )
-  marks = structure.unflatten(list(tables))
   with _as_optax_computes(), jax.ensure_compile_time_eval():
-    grads, params = drawn(), drawn()
     try:
-      state = inner.init(params)
-      tags = _trees.tagged(inner, state, marks, False)
-
-      def step(rows, columns):
-        cut = lambda tree, marks: jax.tree.map(
-          lambda x, mark: _cut(x, rows, columns) if mark else x, tree, marks
-        )
-        given = cut(params, marks) if with_params else None
-        part = inner.update(cut(grads, marks), cut(state, tags), given)
-        return part, (cut(whole[0], marks), cut(whole[1], tags))
-
-      whole = inner.update(grads, state, params if with_params else None)
-      by_rows = _alike(*step(2, _COLUMNS)) and _alike(*step(0, _COLUMNS))
-      return Kinds(by_rows, _alike(*step(_ROWS, 2)))
+      cut = _tried(inner, tree, tables, with_params)
+      by_rows = _alike(*cut(2, _COLUMNS)) and _alike(*cut(0, _COLUMNS))
+      return Kinds(by_rows, _alike(*cut(_ROWS, 2)))
     except Exception:  # Whatever it is, nothing is known then.
       return Kinds(False, False)
+
+
+def require_row_by_row(
+  inner: optax.GradientTransformationExtraArgs, params: Any
+) -> None:
+  """Tries `inner` with gradients of two rows, alone and beside rows without.
+
+  A norm over all updates is the same then, and is let pass.
+
+  Raises:
+    ValueError: The updates of these rows differ.
+  """
+  tables = [jnp.ndim(x) == 2 for x in jax.tree.leaves(params)]
+  with jax.ensure_compile_time_eval():
+    try:
+      cut = _tried(inner, params, tables, touched=2)
+      (alone, _), (beside, _) = cut(2, _COLUMNS)
+    except TypeError:
+      return  # It needs arguments that only the user has.
+    alike = _alike(alone, beside)
+  if not alike:
+    raise ValueError(
+      "`inner` must update a row by that row alone, but it gave two rows other"
+      " updates than with the rest of the table beside them (as LAMB and"
+      " Adafactor do); use it on dense gradients, or another optimizer for"
+      " tables through `optax.multi_transform`."
+    )
+
+
+def _tried(
+  inner: optax.GradientTransformationExtraArgs,
+  tree: Any,
+  tables: Sequence[bool],
+  with_params: bool = True,
+  touched: int = _ROWS,
+) -> Callable[[int, int], tuple[Any, Any]]:
+  """Steps of `inner` on small random tables.
+
+  Args:
+    inner: The transformation.
+    tree: Gradients or parameters, or their shapes.
+    tables: Which leaves are tables, in order.
+    with_params: Whether it is given parameters.
+    touched: How many rows have a gradient.
+
+  Returns:
+    `(rows, columns) -> (alone, beside)`: updates and state of a step on so many
+    rows and columns alone, and the same part of those of a step on all.
+  """
+  # Numbers of Python have a shape and a dtype after it.
+  tree = jax.eval_shape(lambda x: x, tree)
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  rng = np.random.default_rng(0)
+
+  def drawn(rows=_ROWS):
+    def draw(x, is_table):
+      shape = [_ROWS, _COLUMNS] if is_table else [1] * len(x.shape)
+      values = rng.standard_normal(shape)
+      if is_table:
+        values[rows:] = 0
+      return jnp.array(values, x.dtype)
+
+    return structure.unflatten(map(draw, leaves, tables))
+
+  grads, params = drawn(touched), drawn()
+  state = inner.init(params)
+  marks = structure.unflatten(list(tables))
+  tags = _trees.tagged(inner, state, marks, False)
+  given = params if with_params else None
+  updates, new = inner.update(grads, state, given)
+
+  def cut(rows, columns):
+    part = lambda tree, marks: jax.tree.map(
+      lambda x, mark: _cut(x, rows, columns) if mark else x, tree, marks
+    )
+    some = part(params, marks) if with_params else None
+    alone = inner.update(part(grads, marks), part(state, tags), some)
+    return alone, (part(updates, marks), part(new, tags))
+
+  return cut
 
 
 @contextlib.contextmanager
