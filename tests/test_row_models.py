@@ -1,12 +1,15 @@
 """Models as their libraries write them, and which of their tables give rows."""
 
 from collections.abc import Callable
+import operator
 from typing import Any
 
 from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -150,14 +153,29 @@ MODELS: dict[str, tuple[Callable, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_models(name):
-  make, tables = MODELS[name]
-  params, apply = make()
-
+def _loss_of(apply):
   def loss(params, ids):
     out = apply(params, ids).astype(jnp.float32)
     return jnp.mean(jnp.sin(out) ** 2) + jnp.mean(out)
+
+  return loss
+
+
+def _check(name, got, want):
+  """Gradients as rows, densified, beside those of `jax.grad`."""
+  is_rows = lambda x: isinstance(x, SparseRows)
+  leaves = jax.tree.leaves(got, is_leaf=is_rows)
+  assert sum(map(is_rows, leaves)) == MODELS[name][1]
+  tol = 1e-2 if "bfloat16" in name or "mixed" in name else 1e-5
+  for g, w in zip(leaves, jax.tree.leaves(want), strict=True):
+    g = g.to_dense() if is_rows(g) else g
+    np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_models(name):
+  params, apply = MODELS[name][0]()
+  loss = _loss_of(apply)
 
   @jax.jit
   def run(params, ids):
@@ -168,10 +186,34 @@ def test_gradients_of_models(name):
 
   (value, want), (got_value, got) = run(params, IDS)
   np.testing.assert_allclose(got_value, value, rtol=1e-6)
-  is_rows = lambda x: isinstance(x, SparseRows)
-  leaves = jax.tree.leaves(got, is_leaf=is_rows)
-  assert sum(map(is_rows, leaves)) == tables
-  tol = 1e-2 if "bfloat16" in name or "mixed" in name else 1e-5
-  for g, w in zip(leaves, jax.tree.leaves(want), strict=True):
-    g = g.to_dense() if is_rows(g) else g
-    np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
+  _check(name, got, want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_models_on_eight_devices(name):
+  """Each has ids of its own; what is left local is what jax.grad leaves so."""
+  params, apply = MODELS[name][0]()
+  loss = _loss_of(apply)
+
+  def run(params, ids):
+    varying = zenjax.as_varying(params, "data")
+    want = jax.grad(loss)(varying, ids[0])
+    got = zenjax.grad(loss)(params, ids[0])
+    return jax.tree.map(lambda x: x[None], (want, got))
+
+  mesh = Mesh(np.array(jax.devices()), ("data",))
+  assert mesh.size == 8
+  mapped = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(P(), P("data")),
+    out_specs=P("data"),
+    # The carry of Flax's scan begins as the same on all devices.
+    check_vma=name != "linen scan",
+  )
+  rng = np.random.default_rng(0)
+  ids = rng.integers(0, VOCABULARY, (8, *IDS.shape)).astype(np.int32)
+  wants, gots = jax.jit(mapped)(params, ids)
+  for i in range(8):
+    want, got = jax.tree.map(operator.itemgetter(i), (wants, gots))
+    _check(name, got, want)
