@@ -138,8 +138,8 @@ class Exchange:
     """What zenjax advises after unpinned steps on batches of their own."""
     run = self._shared.exchange(VARIANTS[self.variant.rehearsal])
     for seed in range(_REHEARSALS):
-      run(self._shared.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
-    if self.variant.rows_out:
+      run(run.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
+    if self.variant.options.get("on_overflow") == "carry":
       # One round must hold all rows, or some would wait for the next step.
       advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(LEAF)
       return advice and tuple(
@@ -155,7 +155,11 @@ class Exchange:
     specs = zenjax.state_specs(state, AXIS)
 
     def step(grads, state):
-      local = jax.tree.map(lambda x: x[0], grads)
+      local: Any = jax.tree.map(lambda x: x[0], grads)
+      if self.variant.rows_in:
+        ids, values = local[LEAF]
+        num_rows = self._shared.workload.rows
+        local = {LEAF: zenjax.SparseRows(ids, values, num_rows)}
       synced, state = tx.update(local, state)
       return jax.tree.map(lambda x: x[None], synced), state
 
@@ -166,7 +170,7 @@ class Exchange:
       out_specs=(P(AXIS), specs),
       check_vma=False,
     )
-    grads = self._shared.gradient(self._shared.batches[0])
+    grads = self.gradient(self._shared.batches[0])
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
     donated = (1,) if self.variant.rows_out else (0, 1)
@@ -175,6 +179,12 @@ class Exchange:
     lower_s = time.perf_counter() - start
     compiled, compile_s = self._shared.compiler.compile(lowered)
     return compiled, state, lower_s + compile_s
+
+  def gradient(self, batch: _Batch) -> dict[str, Any]:
+    """What every host has to send."""
+    if self.variant.rows_in:
+      return {LEAF: batch.placed}
+    return self._shared.gradient(batch)
 
   def __call__(self, grads: Any) -> Any:
     synced, self._state = self._step(grads, self._state)
@@ -190,7 +200,7 @@ class Exchange:
     """Wrong elements on this host over all batches."""
     wrong, sent = 0, []
     for batch in self._shared.batches:
-      got = self(self._shared.gradient(batch))[LEAF]
+      got = self(self.gradient(batch))[LEAF]
       wrong += oracle.count_wrong(self._whole(got), self._shared.wanted(batch))
       sent.append(self._counted())
     self.wire_bytes = float(np.mean(sent))
@@ -222,7 +232,7 @@ class Exchange:
     """
     batch = self._shared.batches[self._turn % len(self._shared.batches)]
     self._turn += 1
-    grads = self._shared.gradient(batch)
+    grads = self.gradient(batch)
     start = common_start()
     self(grads)
     return time.monotonic() - start

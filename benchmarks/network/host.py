@@ -71,7 +71,7 @@ class Host:
     """Exchanges with nothing else on the links, for their counters."""
     exchange, batches = self._built[variant], self._shared().batches
     for turn in range(times):
-      exchange(self._shared().gradient(batches[turn % len(batches)]))
+      exchange(exchange.gradient(batches[turn % len(batches)]))
 
   def collective(self, op: str, words: int, repeats: int) -> list[float]:
     """Seconds of a collective of `words` of 32 bits a host."""

@@ -17,12 +17,15 @@ class Variant:
       first rounds; "" where nothing is pinned. Where every host sees all rows
       needs are the same, whatever moves them.
     rows_out: Whether rows come back instead of a whole table.
+    rows_in: Whether gradients are SparseRows, as `zenjax.value_and_grad` gives
+      them; rows come back then too.
   """
 
   name: str
   options: dict[str, Any]
   rehearsal: str = ""
   rows_out: bool = False
+  rows_in: bool = False
 
   @property
   def pinned(self) -> bool:
@@ -65,6 +68,16 @@ VARIANTS: dict[str, Variant] = {
     *(
       Variant(name=f"{n}-pinned", options=o, rehearsal="zen", rows_out=True)
       for n, o in _ROWS.items()
+    ),
+    *(
+      Variant(
+        name=name,
+        options={"scheme": "zen"},
+        rehearsal=rehearsal,
+        rows_out=True,
+        rows_in=True,
+      )
+      for name, rehearsal in (("rows", ""), ("rows-pinned", "rows"))
     ),
   ]
 }
