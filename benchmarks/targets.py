@@ -47,7 +47,8 @@ def _cpu():
   return jax.devices("cpu")[:8]
 
 
-def _tpu():
+def tpu(topology: str) -> list[Any]:
+  """The devices of a TPU slice: "v5e:2x4", one of `TPUS`."""
   _require("libtpu")
   # A second process that loads libtpu would abort on its lock file.
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -56,7 +57,7 @@ def _tpu():
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
   os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
   described = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:2x4"
+    platform="tpu", topology_name=topology
   )
   return described.devices
 
@@ -81,6 +82,9 @@ def _require(module):
 # looks for a GPU.
 TARGETS: dict[str, Callable[[], list[Any]]] = {
   "cpu": _cpu,
-  "tpu-v5e": _tpu,
+  "tpu-v5e": lambda: tpu("v5e:2x4"),
   "gpu-h200": _gpu,
 }
+
+# One slice of every generation that is sold.
+TPUS = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1")

@@ -9,6 +9,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -87,3 +88,11 @@ def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """
   missing = tuple(varying_axes(like) - varying_axes(x))
   return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def struct(
+  shape: Sequence[int], dtype: DTypeLike, like: jax.Array
+) -> jax.ShapeDtypeStruct:
+  """What a kernel returns, varying over the axes that `like` varies over."""
+  kind = getattr(jax.typeof(like), "mat", None)
+  return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)

@@ -1,0 +1,27 @@
+"""Every operation, with what it can be computed by."""
+
+from zenjax.kernels._dispatch import Operation
+from zenjax.kernels.compact import reference as _compact
+from zenjax.kernels.expand import reference as _expand
+from zenjax.kernels.mask_pack import reference as _mask_pack
+from zenjax.kernels.merge import reference as _merge
+
+# `measured` names a file of benchmarks/results/; none is there yet, so
+# `implementation=None` takes the reference everywhere.
+mask_pack = Operation(
+  name="mask_pack",
+  reference=_mask_pack.mask_pack,
+  kernels={"tpu": "zenjax.kernels.mask_pack.pallas_tpu"},
+  measured={},
+)
+compact = Operation(
+  name="compact", reference=_compact.compact, kernels={}, measured={}
+)
+merge = Operation(name="merge", reference=_merge.merge, kernels={}, measured={})
+expand = Operation(
+  name="expand", reference=_expand.expand, kernels={}, measured={}
+)
+
+OPERATIONS = {
+  operation.name: operation for operation in (mask_pack, compact, merge, expand)
+}
