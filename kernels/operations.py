@@ -11,15 +11,30 @@ from zenjax.kernels.merge import reference as _merge
 mask_pack = Operation(
   name="mask_pack",
   reference=_mask_pack.mask_pack,
-  kernels={"tpu": "zenjax.kernels.mask_pack.pallas_tpu"},
+  kernels={
+    "tpu": "zenjax.kernels.mask_pack.pallas_tpu",
+    "cuda": "zenjax.kernels.mask_pack.pallas_gpu",
+  },
   measured={},
 )
 compact = Operation(
-  name="compact", reference=_compact.compact, kernels={}, measured={}
+  name="compact",
+  reference=_compact.compact,
+  kernels={
+    "tpu": "zenjax.kernels.compact.pallas_tpu",
+    "cuda": "zenjax.kernels.compact.pallas_gpu",
+  },
+  measured={},
 )
 merge = Operation(name="merge", reference=_merge.merge, kernels={}, measured={})
 expand = Operation(
-  name="expand", reference=_expand.expand, kernels={}, measured={}
+  name="expand",
+  reference=_expand.expand,
+  kernels={
+    "tpu": "zenjax.kernels.expand.pallas_tpu",
+    "cuda": "zenjax.kernels.expand.pallas_gpu",
+  },
+  measured={},
 )
 
 OPERATIONS = {

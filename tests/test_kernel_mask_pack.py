@@ -31,7 +31,24 @@ TPU = [
   Shape(700, 384, 6, "bfloat16"),
   Shape(600, 128, 4, "float8_e4m3fn"),
 ]
-KERNELS = [("tpu", shape) for shape in TPU]
+# One group and many, words that end within a program, widths that end within a
+# piece, more pieces than are unrolled.
+CUDA = [
+  Shape(1, 1, 8),
+  Shape(45_000, 1, 1),
+  Shape(999, 7, 5),
+  Shape(20_001, 16, 8),
+  Shape(700, 33, 4, contiguous=True),
+  Shape(1500, 130, 64),
+  Shape(300, 300, 3),
+  Shape(777, 9, 3, "bfloat16"),
+  Shape(2000, 40, 8, "float16"),
+  Shape(5001, 128, 8),
+  Shape(300, 256, 100),
+  Shape(700, 384, 6, "bfloat16"),
+  Shape(600, 128, 2, "float16"),
+]
+KERNELS = [("tpu", s) for s in TPU] + [("cuda", s) for s in CUDA]
 EXAMPLES = 40
 
 DRAWN = {
@@ -98,16 +115,17 @@ def test_every_block_is_read_once(shape):
 
 
 @pytest.mark.parametrize(
-  "shape, served",
+  "platform, shape, served",
   [
-    (Shape(1000, 128, 8, "float16"), "float32, bfloat16"),
-    (Shape(1000, 1 << 15, 8), "bytes"),
-    (Shape(1000, 128, 1000), "groups"),
+    ("tpu", Shape(1000, 128, 8, "float16"), "float32, bfloat16"),
+    ("tpu", Shape(1000, 1 << 15, 8), "bytes"),
+    ("tpu", Shape(1000, 128, 1000), "groups"),
+    ("cuda", Shape(1000, 128, 8, "float8_e5m2"), "float32, bfloat16"),
   ],
 )
-def test_refuses_and_says_what_it_serves(shape, served):
+def test_refuses_and_says_what_it_serves(platform, shape, served):
   table = kernel_cases.table(shape, 0, 0.1, 0.0)
   with pytest.raises(NotImplementedError, match=served):
-    pallas_tpu.mask_pack(table, shape.layout, interpret=True)
+    mask_pack.kernel(platform)(table, shape.layout, interpret=True)
   with pytest.raises(NotImplementedError, match=served):
     mask_pack(table, shape.layout, implementation="pallas")

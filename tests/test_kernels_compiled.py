@@ -3,17 +3,32 @@
 What a compiler tells of memory traffic is a count of bytes, never a time.
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from kernel_cases import Shape
+import numpy as np
 import pytest
 
 from benchmarks import targets
+from zenjax import _bitmap
+from zenjax import _compat
+from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Implementation
 from zenjax.kernels.operations import mask_pack
+
+# JAX 0.12 announces that Pallas will leave Triton.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 
 def device(name: str) -> Any:
@@ -26,17 +41,23 @@ def device(name: str) -> Any:
     return pytest.skip(str(error))
 
 
-@functools.cache
-def compiled(name: str, shape: Shape, implementation: Implementation) -> Any:
-  """`mask_pack` of a table on one device, chosen when it is lowered."""
-  on = SingleDeviceSharding(device(name))
-  table = jax.ShapeDtypeStruct(
-    (shape.rows, shape.width), shape.dtype, sharding=on
-  )
+def lowered(name: str, run: Callable[..., Any], *args: Any) -> Any:
+  """`run` on one device; Triton asks the mesh around it what that is."""
+  mesh = Mesh(np.array([device(name)]), ("one",))
+  on = NamedSharding(mesh, P())
+  placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in args]
+  mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+  return jax.jit(mapped).lower(*placed)
+
+
+def lowered_mask_pack(
+  name: str, shape: Shape, implementation: Implementation
+) -> Any:
+  table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   run = functools.partial(
     mask_pack, layout=shape.layout, implementation=implementation
   )
-  return jax.jit(run).lower(table).compile()
+  return lowered(name, run, table)
 
 
 WIDE, NARROW = Shape(1 << 20, 128, 8), Shape(1 << 20, 16, 8)
@@ -58,7 +79,7 @@ ON_ONE = [
   ids=str,
 )
 def test_mask_pack_compiles_for_every_tpu(topology, shape):
-  text = compiled(topology, shape, "pallas").as_text()
+  text = lowered_mask_pack(topology, shape, "pallas").compile().as_text()
   assert "zenjax_mask_pack" in text and "tpu_custom_call" in text
 
 
@@ -69,8 +90,126 @@ def test_mask_pack_moves_little_more_than_the_table_on_tpu(shape):
   table = shape.rows * shape.width * 4
   # What is not the table: weights, and words that turn.
   aside = 12 << 20
-  by_hand = compiled("v5e:2x4", shape, "pallas")
+  by_hand = lowered_mask_pack("v5e:2x4", shape, "pallas").compile()
   assert by_hand.cost_analysis()["bytes accessed"] < table + aside
   assert by_hand.memory_analysis().temp_size_in_bytes < 1 << 20
-  by_xla = compiled("v5e:2x4", shape, "xla")
+  by_xla = lowered_mask_pack("v5e:2x4", shape, "xla").compile()
   assert by_xla.cost_analysis()["bytes accessed"] > table + aside
+
+
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
+
+def ptx(program: Any, directory: Any, name: str) -> str:
+  """What Triton makes of the kernel `name`; an error if registers spill."""
+  program.compile(
+    compiler_options={
+      **NO_SPILLS,
+      "xla_dump_to": str(directory),
+      "xla_dump_emitter_re": ".*",
+    }
+  )
+  texts = [path.read_text() for path in directory.glob("*.ptx")]
+  (text,) = [text for text in texts if f".entry {name}" in text]
+  return text
+
+
+@pytest.mark.parametrize(
+  "shape, accesses",
+  [
+    (WIDE, 8),
+    (Shape(70_000_000, 32, 8), 2),  # more than 32 bits of bytes
+    (Shape(9000, 40, 8, "float16"), 1),
+  ],
+  ids=str,
+)
+def test_mask_pack_reads_16_bytes_at_once_on_h200(shape, accesses, tmp_path):
+  program = lowered_mask_pack("gpu-h200", shape, "pallas")
+  text = ptx(program, tmp_path, "zenjax_mask_pack")
+  loads = [line for line in text.splitlines() if "ld.global" in line]
+  assert len(loads) >= accesses
+  assert all("ld.global.v4.b32" in line for line in loads)
+
+
+@pytest.mark.parametrize(
+  "shape", [Shape(70_001, 1, 3), Shape(4999, 7, 5, "bfloat16")], ids=str
+)
+def test_mask_pack_of_odd_widths_compiles_for_h200(shape, tmp_path):
+  program = lowered_mask_pack("gpu-h200", shape, "pallas")
+  assert "ld.global" in ptx(program, tmp_path, "zenjax_mask_pack")
+
+
+def lowered_compact(name: str, shape: Shape, capacity: int) -> Any:
+  table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
+  words = jax.ShapeDtypeStruct((shape.groups, shape.layout.words), jnp.uint32)
+  first = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+
+  def run(table, words, first):
+    return operations.compact(
+      table,
+      _bitmap.index(words),
+      shape.layout,
+      first,
+      capacity,
+      implementation="pallas",
+    )
+
+  return lowered(name, run, table, words, first)
+
+
+def lowered_expand(name: str, shape: Shape, rows: int) -> Any:
+  table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
+  row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  values = jax.ShapeDtypeStruct((rows, shape.width), shape.dtype)
+  run = functools.partial(operations.expand, implementation="pallas")
+  return lowered(name, run, table, row, values)
+
+
+@pytest.mark.parametrize("topology", targets.TPUS)
+@pytest.mark.parametrize("shape", [WIDE, Shape(9000, 1 << 14, 8)], ids=str)
+def test_rows_alone_move_on_every_tpu(topology, shape):
+  table = shape.rows * shape.width * 4
+  compact = lowered_compact(topology, shape, 1000).compile()
+  assert "zenjax_compact" in compact.as_text()
+  assert compact.memory_analysis().temp_size_in_bytes < table // 10
+  expand = lowered_expand(topology, shape, 1000).compile()
+  assert "zenjax_expand" in expand.as_text()
+
+
+@pytest.mark.parametrize(
+  "shape, vector",
+  [
+    (WIDE, ".v4"),
+    (Shape(70_000_000, 32, 8), ".v4"),  # more than 32 bits of bytes
+    (Shape(70_001, 1, 3), ""),
+    (Shape(4999, 7, 5, "bfloat16"), ""),
+  ],
+  ids=str,
+)
+def test_rows_move_by_16_bytes_at_once_on_h200(shape, vector, tmp_path):
+  program = lowered_compact("gpu-h200", shape, 1000)
+  text = ptx(program, tmp_path / "compact", "zenjax_compact")
+  assert f"st.global{vector}" in text and f"ld.global{vector}" in text
+  program = lowered_expand("gpu-h200", shape, 1000)
+  text = ptx(program, tmp_path / "expand", "zenjax_expand")
+  assert f"st.global{vector}" in text and f"ld.global{vector}" in text
+
+
+def test_spills_are_found():
+  """A warp that holds 16,384 numbers at once: 512 registers a thread."""
+
+  def kernel(x, out):
+    whole = x[...]
+    out[...] = whole * jnp.max(whole)
+
+  def run(x):
+    return pl.pallas_call(
+      kernel,
+      out_shape=_compat.struct(x.shape, x.dtype, x),
+      compiler_params=plgpu.CompilerParams(num_warps=1),
+    )(x)
+
+  x = jax.ShapeDtypeStruct((1 << 14,), jnp.float32)
+  program = lowered("gpu-h200", run, x)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="spilling"):
+    program.compile(compiler_options=NO_SPILLS)

@@ -77,7 +77,7 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
   # A loop, not unrolled: the search is a third of what there is to compile.
   start = _compat.cast_like(jnp.zeros_like(k), bitmap.words)
   word = lax.fori_loop(0, steps, halve, start)
-  bit = _select_in_word(
+  bit = select_in_word(
     _take(bitmap.words, word), k - _take(bitmap.before, word)
   )
   found = k < bitmap.total[..., None]
@@ -86,12 +86,13 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
   return lax.optimization_barrier(slot)
 
 
-def _select_in_word(word: jax.Array, k: jax.Array) -> jax.Array:
+def select_in_word(word: jax.Array, k: jax.Array) -> jax.Array:
   """Position of set bit number `k` in `word`, by halving the word."""
   bit = jnp.zeros_like(k)
   for width in (16, 8, 4, 2, 1):
     low = word & np.uint32((1 << width) - 1)
-    ones = _popcount(low)
+    # Signed, which Triton also counts; at most 16 bits are left.
+    ones = lax.population_count(low.astype(jnp.int32))
     upper = k >= ones
     k = jnp.where(upper, k - ones, k)
     word = jnp.where(upper, word >> np.uint32(width), low)

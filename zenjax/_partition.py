@@ -81,13 +81,22 @@ class Layout:
     key = (word.astype(jnp.uint32) + np.uint32(self.first_word)) ^ mixed_seed
     return _mod(fmix32(key), self.groups).astype(jnp.int32)
 
-  def row(self, group: jax.Array, slot: jax.Array) -> jax.Array:
-    """Row at `(group, slot)`; `R` where there is none. int32, same shape."""
+  def row(
+    self, group: jax.Array, slot: jax.Array, *, look_up: bool = True
+  ) -> jax.Array:
+    """Row at `(group, slot)`; `R` where there is none. int32, same shape.
+
+    Args:
+      group: In `[0, m)`.
+      slot: In `[0, S]`.
+      look_up: Lane shifts from a table. Kernels have none and compute them.
+    """
     if self.in_order:
       row = group * self.slots + jnp.minimum(slot, self.slots - 1)
       valid = (slot < self.slots) & (row < self.num_rows)
       return jnp.where(valid, row, self.num_rows)
-    j = _mod(group - self._shift(slot) + 2 * self.groups, self.groups)
+    shift = self._shift(slot) if look_up else self._computed_shift(slot)
+    j = _mod(group - shift + 2 * self.groups, self.groups)
     # A slot of S marks padding: it is kept from overflowing int32 here.
     row = jnp.minimum(slot, self.slots - 1) * self.groups + j
     valid = (slot < self.slots) & (row < self.num_rows)
@@ -106,6 +115,11 @@ class Layout:
     lanes = jnp.asarray(self.lanes, jnp.int32)
     lane = lanes.at[slot & (LANES - 1)].get(mode="promise_in_bounds")
     return lane + self.turn(slot >> 5)
+
+  def _computed_shift(self, slot: jax.Array) -> jax.Array:
+    lane = (slot & (LANES - 1)).astype(jnp.uint32)
+    shift = _mod(fmix32(lane + np.uint32(1)), self.groups).astype(jnp.int32)
+    return shift + self.turn(slot >> 5)
 
 
 def _mod(x: jax.Array, m: int) -> jax.Array:
