@@ -23,13 +23,14 @@ class Built:
   """A case, compiled and checked.
 
   Attributes:
-    run: One call of what is measured. Returns its arrays, not awaited.
+    run: One call of what is measured. Returns its arrays, not awaited. None
+      where an answer is all there is to see.
     wrong: Elements that differ from the float64 oracle, over all devices.
     compile_s: Seconds to trace, lower and compile.
     facts: Numbers to report beside the time: bytes, density, imbalance.
   """
 
-  run: Callable[[], Any]
+  run: Callable[[], Any] | None
   wrong: int
   compile_s: float
   facts: dict[str, float]
@@ -114,8 +115,9 @@ def _measure_group(cases, repeats, warmup, bar, results):
   with _writing_back(results, first, times):
     for turn in range(-warmup, repeats):
       for i in shuffled(len(built), turn):
-        if not built[i].wrong:
-          seconds = seconds_of(built[i].run)
+        run = built[i].run
+        if run is not None and not built[i].wrong:
+          seconds = seconds_of(run)
           if turn >= 0:
             times[i].append(seconds)
         bar.update()

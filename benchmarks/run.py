@@ -137,6 +137,7 @@ def _parser():
   _add_sync(commands)
   _add_step(commands)
   _add_local(commands)
+  _add_kernels(commands)
   _add_memory(commands)
   _add_sparsity(commands)
   _add_network(commands)
@@ -228,6 +229,19 @@ def _add_local(commands):
   )
   local.set_defaults(devices=1)
   _add_common(local, repeats=25)
+
+
+def _add_kernels(commands):
+  kernels = commands.add_parser(
+    "kernels", help="every local operation by XLA and by hand-written kernels"
+  )
+  kernels.add_argument("--rows", type=_positive, default=4_194_304)
+  kernels.add_argument("--width", type=_positive, default=128)
+  kernels.add_argument(
+    "--density", type=_share, default=0.01, help="of nonzero rows"
+  )
+  kernels.set_defaults(devices=1)
+  _add_common(kernels, repeats=25)
 
 
 def _add_memory(commands):
@@ -358,6 +372,13 @@ def _positive(text):
   number = int(text)
   if number < 1:
     raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+  return number
+
+
+def _share(text):
+  number = float(text)
+  if not 0 < number <= 1:
+    raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
   return number
 
 

@@ -10,11 +10,13 @@ import optax
 import pytest
 
 from benchmarks import harness
+from benchmarks import kernel_work
 from benchmarks import training
 from benchmarks import variants
 from benchmarks import whole_step
 from benchmarks import workloads
 import zenjax
+from zenjax.kernels.operations import OPERATIONS
 
 # Drawn ids are exact where the source says so, else near what it was fitted to.
 _DRAWN = [
@@ -51,6 +53,36 @@ def _case(name, calls, wrong=0):
     run=lambda: calls.append(name), wrong=wrong, compile_s=0.0, facts={}
   )
   return harness.Case(group="group", name=name, build=lambda: built)
+
+
+def test_answers_alone_are_not_timed():
+  built = harness.Built(run=None, wrong=0, compile_s=0.0, facts={})
+  case = harness.Case(group="group", name="seen", build=lambda: built)
+  results, complete = harness.measure([case], repeats=4)
+  assert complete and results[0].times_s == ()
+
+
+@pytest.mark.parametrize("name", kernel_work.WORK)
+def test_kernels_answers_are_checked(name):
+  """The reference has no wrong element, and each leaf of it is looked at."""
+  work = kernel_work.WORK[name](kernel_work.gradient(500, 4, 0.1))
+  right = OPERATIONS[name].reference(*work.arrays, *work.static)
+  assert work.wrong(right) == 0
+  for field in _CHECKED[name]:
+    leaves, tree = jax.tree.flatten(right)
+    flat = np.array(leaves[field]).reshape(-1)
+    flat[0] = flat[0] == 0  # other than it was, whatever the dtype
+    leaves[field] = jax.numpy.asarray(flat.reshape(leaves[field].shape))
+    assert work.wrong(tree.unflatten(leaves)) > 0
+
+
+# Which leaves of an operation's result have one answer for any input.
+_CHECKED = {
+  "mask_pack": (0, 1),
+  "compact": (0, 1),
+  "merge": (0, 1, 2),
+  "expand": (0,),
+}
 
 
 def test_what_is_wrong_is_not_timed():
@@ -142,7 +174,7 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
 def test_whole_steps_leave_what_float64_does(name, optimizer):
   with jax.numpy_dtype_promotion("standard"):  # As optax computes.
     built = whole_step.build(name, _setting(optimizer), _two())
-  assert built.wrong == 0
+  assert built.wrong == 0 and built.run is not None
   jax.block_until_ready(built.run())
   sent = 2000 * 4 * 4
   # A dense exchange, or no more than the look-ups of both devices.
