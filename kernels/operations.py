@@ -26,7 +26,12 @@ compact = Operation(
   },
   measured={},
 )
-merge = Operation(name="merge", reference=_merge.merge, kernels={}, measured={})
+merge = Operation(
+  name="merge",
+  reference=_merge.merge,
+  kernels={"cuda": "zenjax.kernels.merge.pallas_gpu"},
+  measured={},
+)
 expand = Operation(
   name="expand",
   reference=_expand.expand,

@@ -195,6 +195,24 @@ def test_rows_move_by_16_bytes_at_once_on_h200(shape, vector, tmp_path):
   assert f"st.global{vector}" in text and f"ld.global{vector}" in text
 
 
+@pytest.mark.parametrize(
+  "width, dtype", [(128, "float32"), (7, "bfloat16")], ids=str
+)
+def test_merge_has_no_atomics_on_h200(width, dtype, tmp_path):
+  slots = jax.ShapeDtypeStruct((8, 1000), jnp.int32)
+  rows = jax.ShapeDtypeStruct((8, 1000, width), dtype)
+  limit = jax.ShapeDtypeStruct((), jnp.int32)
+
+  def run(slots, rows, limit):
+    merge = functools.partial(operations.merge, implementation="pallas")
+    return merge(slots, rows, limit, 3200, 2000, jnp.float32)
+
+  program = lowered("gpu-h200", run, slots, rows, limit)
+  text = ptx(program, tmp_path, "zenjax_merge")
+  assert "atom" not in text and "red.global" not in text
+  assert width % 4 or "ld.global.v4" in text
+
+
 def test_spills_are_found():
   """A warp that holds 16,384 numbers at once: 512 registers a thread."""
 

@@ -50,6 +50,21 @@ def merge(
   Returns:
     The union; sums run over sources in rank order.
   """
+  union, position = place(slots, limit, num_slots, capacity)
+  return union._replace(
+    rows=_sum_in_rank_order(position, rows, capacity, dtype)
+  )
+
+
+def place(
+  slots: jax.Array, limit: jax.Array, num_slots: int, capacity: int
+) -> tuple[Union, jax.Array]:
+  """The union without its rows, and where received ones belong in it.
+
+  Returns:
+    The union, whose `rows` are of no width, and `position: [n, C] int32`, from
+    `capacity` on for what is not summed, nowhere twice in a source.
+  """
   kept = jnp.where(slots < limit, slots, num_slots)
   # One more than is kept: the first slot left out is the new limit.
   index = _sorted if num_slots > _SLOTS_A_ROW * slots.size else _packed
@@ -60,15 +75,14 @@ def merge(
   # Padding gets positions out of range and all different: with no position
   # twice in a source XLA needs no atomics on GPUs.
   padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
-  position = jnp.where(kept < num_slots, position, padding)
-  union_slots = jnp.where(found[:-1] < limit, found[:-1], num_slots)
-  return Union(
-    slots=union_slots,
-    rows=_sum_in_rank_order(position, rows, capacity, dtype),
+  union = Union(
+    slots=jnp.where(found[:-1] < limit, found[:-1], num_slots),
+    rows=jnp.zeros((capacity, 0)),
     total=jnp.minimum(total, capacity),
     limit=limit,
     merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )
+  return union, jnp.where(kept < num_slots, position, padding)
 
 
 class _Index(NamedTuple):

@@ -1,0 +1,84 @@
+"""`merge` by kernels: the reference's bits, in interpret mode."""
+
+import functools
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import numpy as np
+import pytest
+
+from zenjax.kernels.operations import merge
+
+# Sources, rows of each, width, slots, capacity of the union, dtype.
+SHAPES = [
+  (8, 40, 16, 640, 100, "float32"),
+  (1, 7, 1, 32, 7, "float32"),
+  (5, 33, 130, 64, 64, "float32"),
+  (3, 100, 7, 100_000, 300, "bfloat16"),  # found by a sort
+  (4, 64, 128, 2048, 1, "float16"),
+  (2, 1, 300, 32, 5, "float32"),
+  (16, 9, 33, 320, 40, "bfloat16"),
+  (8, 300, 4, 992, 992, "float32"),
+]
+KERNELS = [(p, shape) for p in merge.kernels for shape in SHAPES]
+EXAMPLES = 63
+
+
+def test_at_least_500_examples():
+  assert EXAMPLES * len(SHAPES) >= 500
+
+
+@functools.cache
+def programs(platform, num_slots, capacity):
+  rest = {"num_slots": num_slots, "capacity": capacity, "dtype": jnp.float32}
+  kernel = functools.partial(merge.kernel(platform), interpret=True, **rest)
+  return jax.jit(kernel), jax.jit(functools.partial(merge.reference, **rest))
+
+
+def received(seed, shape, density):
+  """Sorted slots with values; sums of subnormals are the platform's own."""
+  n, count, width, num_slots, _, dtype = shape
+  rng = np.random.default_rng(seed)
+  slots = np.full((n, count), num_slots)
+  rows = np.zeros((n, count, width), np.float32)
+  for source in range(n):
+    some = rng.binomial(min(count, num_slots), density)
+    slots[source, :some] = np.sort(rng.choice(num_slots, some, replace=False))
+    # Of one source alone XLA, which interprets the kernel, makes 0 + x plain x.
+    zero = -0.0 if n > 1 else 0.0
+    values = [1.5, -1.5, 1e-3, zero, 0.0, 3e4, np.inf]
+    rows[source, :some] = rng.choice(values, (some, width))
+  return jnp.asarray(slots, jnp.int32), jnp.asarray(rows).astype(dtype)
+
+
+@pytest.mark.parametrize("platform, shape", KERNELS, ids=str)
+def test_same_bits_as_the_reference(platform, shape):
+  @hypothesis.settings(max_examples=EXAMPLES)
+  @hypothesis.given(
+    seed=st.integers(0, 2**32 - 1),
+    density=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
+    limit=st.sampled_from([0.0, 0.3, 1.0]),
+  )
+  def check(seed, density, limit):
+    slots, rows = received(seed, shape, density)
+    limit = jnp.int32(limit * shape[3])
+    kernel, reference = programs(platform, *shape[3:5])
+    kernel_cases.assert_same_bits(
+      kernel(slots, rows, limit), reference(slots, rows, limit)
+    )
+
+  check()
+
+
+@pytest.mark.parametrize(
+  "capacity, dtype, served",
+  [(0, "float32", "at least"), (3, "bfloat16", "sums")],
+)
+def test_refuses_and_says_what_it_serves(capacity, dtype, served):
+  slots, rows = received(0, SHAPES[0], 0.5)
+  args = slots, rows, jnp.int32(9), SHAPES[0][3], capacity, jnp.dtype(dtype)
+  with pytest.raises(NotImplementedError, match=served):
+    merge(*args, implementation="pallas")
