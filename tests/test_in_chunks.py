@@ -147,10 +147,5 @@ def test_the_loop_copies_nothing(monkeypatch):
   text = lowered.compile().as_text() or ""
   copies = [line for line in text.splitlines() if " copy(" in line]
   assert " while(" in text
-  shapes = [f"f32[{rows},{width}]"]
-  if not jax.__version__.startswith(
-    "0.10."
-  ):  # Which copies updates, not state.
-    shapes.append(f"f32[{room},{width}]")
-  for shape in shapes:
+  for shape in (f"f32[{rows},{width}]", f"f32[{room},{width}]"):
     assert not [line for line in copies if f"= {shape}" in line]

@@ -90,27 +90,26 @@ class _Chunk:
   """Which rows of a table a turn of the loop is for; none without a turn."""
 
   def __init__(self, rows: SparseRows, trip: Any):
-    self._size = _chunk(rows) if trip is not None else 0
-    begin = trip * self._size if trip is not None else 0
+    size = _chunk(rows) if trip is not None else 0
+    begin = trip * size if trip is not None else 0
     # The last chunk overlaps the one before: its first rows are done already.
-    self._start = jnp.minimum(begin, rows.capacity - self._size)
-    offset = jnp.arange(self._size, dtype=jnp.int32)
-    self._fresh = self._start + offset >= begin
+    start = jnp.minimum(begin, rows.capacity - size)
+    self._place = start + jnp.arange(size, dtype=jnp.int32)
+    self._fresh = self._place >= begin
     ids = self.read(rows.indices)
     ids = jnp.where(self._fresh, ids, rows.num_rows)
     distinct = _on_rows.distinct(ids, rows.num_rows)
     self.at = _on_rows.At(distinct, rows.num_rows)
 
   def read(self, x: jax.Array) -> jax.Array:
-    # Read once and for all: where a loop writes what it reads, XLA would copy
-    # the whole of it for readers that come after.
-    part = lax.dynamic_slice_in_dim(x, self._start, self._size)
-    return lax.optimization_barrier(part)
+    # A gather is done once. A slice is done by each who uses it, some of them
+    # after the loop wrote the chunk: for these XLA would copy all of `x`, that
+    # of JAX 0.10 whatever barrier stands behind the slice.
+    return x.at[self._place].get(mode="promise_in_bounds", unique_indices=True)
 
   def written(self, x: jax.Array, new: jax.Array) -> jax.Array:
-    at = self._start + jnp.arange(self._size, dtype=jnp.int32)
-    past = at + x.shape[0]  # Out of range and all different.
-    at = jnp.where(self._fresh, at, past)
+    past = self._place + x.shape[0]  # Out of range and all different.
+    at = jnp.where(self._fresh, self._place, past)
     return x.at[at].set(new, mode="drop", unique_indices=True)
 
 
