@@ -131,7 +131,21 @@ def test_rows_without_room_for_more_are_not_worth_it():
   assert _in_chunks.worth_it({"t": few, "u": more})
 
 
-def test_the_loop_copies_nothing(monkeypatch):
+def test_a_table_without_room_for_any_rows():
+  params = {"a": jnp.ones((ROWS, 3)), "none": jnp.ones((ROWS, 2))}
+  grads: Any = {
+    "a": gradients(0)["a"],
+    "none": SparseRows(jnp.arange(0), jnp.ones((0, 2)), ROWS),
+  }
+  assert _in_chunks.worth_it(grads)
+  tx = zenjax.lazy_rows(optax.sgd(1.0))
+  updates: Any
+  updates, _ = tx.update(grads, tx.init(params), params)
+  assert updates["none"].values.shape == (0, 2)
+  np.testing.assert_allclose(updates["a"].values, -grads["a"].values)
+
+
+def test_the_loop_copies_nothing():
   """Neither state nor updates, which it reads and writes."""
   tx = zenjax.lazy_rows(optax.adam(0.1))
   rows, room, width = 5000, 640, 4

@@ -116,8 +116,8 @@ class _Chunk:
 def _trips(rows: SparseRows) -> jax.Array:
   """Chunks up to the last row that is none of padding."""
   number = jnp.arange(1, rows.capacity + 1, dtype=jnp.int32)
-  end = jnp.max(jnp.where(rows.indices < rows.num_rows, number, 0))
-  return -(-end // _chunk(rows))
+  last = jnp.where(rows.indices < rows.num_rows, number, 0)
+  return -(-jnp.max(last, initial=0) // max(1, _chunk(rows)))
 
 
 def separable(
