@@ -36,6 +36,7 @@ class Listed(NamedTuple):
     return slots, rows, end - first
 
   def after(self, target: "Appended") -> "Listed":
+    """The same: sums are written elsewhere."""
     del target
     return self
 
@@ -53,6 +54,7 @@ class Appended(NamedTuple):
   total: jax.Array  # [] int32, how many there are
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "Appended":
+    """With sums behind those that came before."""
     real = arrived.row < plan.table.num_rows
     count = jnp.cumsum(real, dtype=jnp.int32)
     # Out of range and all different, so that no index stands twice.
@@ -69,6 +71,7 @@ class Appended(NamedTuple):
     )
 
   def rows(self, num_rows: int) -> SparseRows:
+    """All of them, of a table of so many rows."""
     return SparseRows(self.row, self.values, num_rows).as_unique()
 
 

@@ -51,15 +51,17 @@ class Masked(NamedTuple):
     return slots, rows, self.bitmap.total - first
 
   def after(self, target: "Whole") -> "Masked":
+    """The same once sums are written over the array, for further rounds."""
     return self._replace(table=target.table, carried=None)
 
 
 class Whole(NamedTuple):
-  """An array over which sums are written; grown by `written`."""
+  """An array over which sums are written."""
 
   table: jax.Array  # [R, D]
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "Whole":
+    """With sums in the place of local rows."""
     del plan
     return Whole(expand(self.table, arrived.row, arrived.values))
 

@@ -57,6 +57,18 @@ def sync(
   options: Options,
   context: Context,
 ) -> tuple[list[Any], dict[str, _state.LeafState]]:
+  """Synchronizes the leaves of a part.
+
+  Args:
+    part: The leaves, local.
+    state: Statistics before this step; None where there is no memory.
+    options: Of the transformation.
+    context: Axes and operation.
+
+  Returns:
+    What comes out for each leaf, in order, and the new statistics of those
+    leaves that have any, by name.
+  """
   if part.scheme in SPARSE:
     return _sync_rows(part, state, options, context)
   reduce = DENSE[part.scheme]

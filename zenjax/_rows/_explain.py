@@ -104,7 +104,7 @@ def explain_tables(
 
 def _uses(fun, argnums, tables, args, kwargs) -> list[TableUse]:
   params, loss = _value_and_grad.partial_loss(fun, argnums, args, kwargs)
-  traced = _tables_of.trace_tree(loss, params)
+  traced = _tables_of.trace(loss, params)
   found = _tables_of.find(traced, params, tables)
   return [
     _use(i, name, leaf, found)

@@ -38,7 +38,6 @@ def update(
   merged: Any,
   state: Any,
   params: Any,
-  extra: dict[str, Any],
 ) -> tuple[Any, Any]:
   """As `_on_rows.update`, of an `inner` that is `separable`.
 
@@ -57,7 +56,7 @@ def update(
     ]
     at = structure.unflatten(at)
     grads, few = structure.unflatten(values), _on_rows.gathered(params, at)
-    out, new, tags = _on_rows.step(inner, at, grads, state, few, extra)
+    out, new, tags = _on_rows.step(inner, at, grads, state, few, {})
     return structure.flatten_up_to(out), new, tags
 
   def body(trip, carry):
@@ -102,12 +101,14 @@ class _Chunk:
     self.at = _on_rows.At(distinct, rows.num_rows)
 
   def read(self, x: jax.Array) -> jax.Array:
+    """The chunk's part of `x: [K, ...]`."""
     # A gather is done once. A slice is done by each who uses it, some of them
     # after the loop wrote the chunk: for these XLA would copy all of `x`, that
     # of JAX 0.10 whatever barrier stands behind the slice.
     return x.at[self._place].get(mode="promise_in_bounds", unique_indices=True)
 
   def written(self, x: jax.Array, new: jax.Array) -> jax.Array:
+    """`x: [K, D]` with that part replaced, but for what is done already."""
     past = self._place + x.shape[0]  # Out of range and all different.
     at = jnp.where(self._fresh, self._place, past)
     return x.at[at].set(new, mode="drop", unique_indices=True)
@@ -147,7 +148,7 @@ def in_chunks_or_whole(
     merged,
     state,
     params,
-    cpu=lambda g, s, p: update(inner, g, s, p, extra),
+    cpu=lambda g, s, p: update(inner, g, s, p),
     default=whole,
   )
   return _trees.with_values(merged, values), state

@@ -73,20 +73,16 @@ class Tables:
         )
 
 
-def trace_tree(loss: Callable[[Any], Any], params: Any) -> Traced:
-  """As `trace`, of a function of any tree."""
-  leaves, structure = jax.tree.flatten(params)
-  return trace(lambda x: loss(jax.tree.unflatten(structure, x)), leaves)
-
-
-def trace(loss: Callable[..., Any], leaves: Sequence[Any]) -> Traced:
-  """Traces `loss(leaves)`, every leaf local to its device.
+def trace(loss: Callable[[Any], Any], params: Any) -> Traced:
+  """Traces `loss(params)`, every leaf local to its device.
 
   Under `shard_map(check_vma=True)` leaves are cast to vary over what the loss
   varies over, before they are differentiated by: autodiff sums the gradients
   of what it sees being cast.
   """
-  traced = _trace(loss, leaves)
+  leaves, structure = jax.tree.flatten(params)
+  of_leaves = lambda x: loss(jax.tree.unflatten(structure, x))
+  traced = _trace(of_leaves, leaves)
   lacking = [tuple(traced.varying - _compat.varying_axes(x)) for x in leaves]
   if not any(lacking):
     return traced
@@ -94,7 +90,7 @@ def trace(loss: Callable[..., Any], leaves: Sequence[Any]) -> Traced:
     lax.pcast(x, axes, to="varying") if axes else x
     for x, axes in zip(leaves, lacking)
   ]
-  return _trace(loss, local)
+  return _trace(of_leaves, local)
 
 
 def _trace(loss, leaves) -> Traced:

@@ -77,7 +77,7 @@ def value_and_grad(
   def value_and_grad_of(*args, **kwargs):
     params, loss = partial_loss(fun, argnums, args, kwargs)
     structure = jax.tree.structure(params)
-    traced = _tables_of.trace_tree(loss, params)
+    traced = _tables_of.trace(loss, params)
     found = _tables_of.find(traced, params, tables)
     found.require()
     out, grads = _differentiate(traced, found, options)
