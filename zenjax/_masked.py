@@ -16,12 +16,12 @@ from zenjax import _compat
 from zenjax import _dense
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
-from zenjax.kernels.compact.reference import compact
-from zenjax.kernels.expand.reference import expand
-from zenjax.kernels.mask_pack.reference import mask_pack
 from zenjax.kernels.mask_pack.reference import pack_rows
 from zenjax.kernels.mask_pack.reference import Packed
 from zenjax.kernels.mask_pack.reference import plus_zero_where
+from zenjax.kernels.operations import compact
+from zenjax.kernels.operations import expand
+from zenjax.kernels.operations import mask_pack
 
 
 class Carried(NamedTuple):

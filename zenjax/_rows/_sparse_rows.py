@@ -12,9 +12,9 @@ from zenjax import _bitmap
 from zenjax import _collectives
 from zenjax._partition import Layout
 from zenjax._rows import _row_ids
-from zenjax.kernels.compact.reference import compact
-from zenjax.kernels.mask_pack.reference import mask_pack
 from zenjax.kernels.mask_pack.reference import row_mask
+from zenjax.kernels.operations import compact
+from zenjax.kernels.operations import mask_pack
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -19,8 +19,8 @@ from zenjax._schemes import _sections
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
-from zenjax.kernels.merge.reference import merge
 from zenjax.kernels.merge.reference import Union
+from zenjax.kernels.operations import merge
 
 _COUNTS = 5
 

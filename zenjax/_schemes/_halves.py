@@ -7,7 +7,7 @@ from zenjax._plan import TablePlan
 from zenjax._schemes import _hops
 from zenjax._schemes import _sections
 from zenjax._schemes.base import Held
-from zenjax.kernels.merge.reference import merge
+from zenjax.kernels.operations import merge
 
 
 def take(

@@ -20,8 +20,8 @@ from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Tally
-from zenjax.kernels.merge.reference import merge
 from zenjax.kernels.merge.reference import Union
+from zenjax.kernels.operations import merge
 
 _PUSH_COUNTS = 2
 _PULL_COUNTS = len(Tally._fields)

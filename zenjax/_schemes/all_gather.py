@@ -26,7 +26,7 @@ from zenjax._schemes.base import Held
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import Outgoing
 from zenjax._schemes.base import Scheme
-from zenjax.kernels.merge.reference import merge
+from zenjax.kernels.operations import merge
 
 _COUNTS = 2
 
