@@ -19,6 +19,12 @@ from benchmarks.testbed import Testbed
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Of a host's log, where it does not answer.
 _LOG_LINES = 8
+# glibc's names for what `benchmarks.run` sets with mallopt.
+_KEPT = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": str(1 << 60),
+}
 
 
 class Served:
@@ -28,9 +34,17 @@ class Served:
     bed: Entered; nothing else runs on it.
     module: What every host runs; it calls `serve`.
     cache: A directory of this run alone, for what one compiles for all.
+    keep_memory: Whether hosts keep what they free, as `run --keep-memory`.
   """
 
-  def __init__(self, bed: Testbed, module: str, cache: str):
+  def __init__(
+    self,
+    bed: Testbed,
+    module: str,
+    cache: str,
+    *,
+    keep_memory: bool = False,
+  ):
     self.bed = bed
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     self._hosts = bed.start(
@@ -39,6 +53,7 @@ class Served:
         "PYTHONPATH": path.rstrip(os.pathsep),
         "ZENJAX_HOST_CACHE": cache,
         "ZENJAX_HOST_EPOCH": str(time.monotonic()),
+        **(_KEPT if keep_memory else {}),
       },
     )
 

@@ -33,7 +33,9 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
   with contextlib.ExitStack() as stack:
     stack.enter_context(bed)
     cache = stack.enter_context(tempfile.TemporaryDirectory())
-    served = Served(bed, "benchmarks.step_host", cache)
+    served = Served(
+      bed, "benchmarks.step_host", cache, keep_memory=options.keep_memory
+    )
     built = itertools.count()
     group = f"{step.title(options)}, {options.hosts} hosts, {rate}"
     yield [

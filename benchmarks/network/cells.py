@@ -174,9 +174,11 @@ def require_limit(cell: Cell, seconds: float) -> None:
     )
 
 
-def software(*, loopback: bool) -> dict[str, Any]:
+def software(*, loopback: bool, keep_memory: bool = False) -> dict[str, Any]:
   """What measures: versions, commit, code, and what joins the hosts."""
   place = "loopback" if loopback else "namespaces"
+  if keep_memory:
+    place += ", memory kept"
   return record.software() | {"hosts": place, "code": _digest()}
 
 

@@ -78,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="hosts are processes on 127.0.0.1: no root, no limit, no counters",
   )
   parser.add_argument(
+    "--keep-memory",
+    action="store_true",
+    help="hosts never return freed memory: no page faults in the times",
+  )
+  parser.add_argument(
     "--no-calibration",
     action="store_true",
     help="without times of single collectives",
@@ -106,7 +111,9 @@ class Job:
       from benchmarks.network import plots  # matplotlib: a second to import.
 
       plots.require_suffix(options.plot)
-    now = cells.software(loopback=options.loopback)
+    now = cells.software(
+      loopback=options.loopback, keep_memory=options.keep_memory
+    )
     self._found = Findings(now)
     if options.json:
       self._found = cells.load(options.json, now)
@@ -173,6 +180,7 @@ def _grid(options):
     batches=options.batches,
     calibrate=not options.no_calibration,
     loopback=options.loopback,
+    keep_memory=options.keep_memory,
   )
 
 

@@ -58,7 +58,12 @@ class Measurement:
             tempfile.TemporaryDirectory(prefix="zenjax-network-") as cache,
             Testbed(hosts, "unlimited", self._grid.loopback) as bed,
           ):
-            hosts = Served(bed, "benchmarks.network.host", cache)
+            hosts = Served(
+              bed,
+              "benchmarks.network.host",
+              cache,
+              keep_memory=self._grid.keep_memory,
+            )
             self._measure(hosts, cells, points)
 
   def _measure(self, hosts, cells, points):

@@ -20,6 +20,7 @@ class Grid:
     batches: Different batches that rounds go through in turn.
     calibrate: Whether single collectives are timed too.
     loopback: Whether hosts are mere processes on 127.0.0.1.
+    keep_memory: Whether their freed memory stays theirs.
   """
 
   hosts: tuple[int, ...]
@@ -30,6 +31,7 @@ class Grid:
   batches: int
   calibrate: bool
   loopback: bool
+  keep_memory: bool = False
 
   def keys(self) -> list[Key]:
     """Of all cells."""
