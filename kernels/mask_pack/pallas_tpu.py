@@ -13,64 +13,42 @@ computed here: XLA does that in the same pass as their prefix sums.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax import _compat
 from zenjax._partition import Layout
+from zenjax.kernels.mask_pack._tpu_sizes import LANES
+from zenjax.kernels.mask_pack._tpu_sizes import row_at
+from zenjax.kernels.mask_pack._tpu_sizes import Sizes
+from zenjax.kernels.mask_pack._tpu_sizes import sizes_of
+from zenjax.kernels.mask_pack._tpu_sizes import weights_of
 from zenjax.kernels.mask_pack.reference import Packed
-
-_LANES = 128
-_MOST_UNITS = 64  # of which the product has a row each
-# Bytes: two blocks, the weights and what is between them fit in the 16 MiB
-# that every TPU lends a kernel.
-_BLOCK = 2 << 20
-_MOST_BLOCK = 4 << 20
-_MOST_WEIGHTS = 5 << 20
 
 # What is known of a row when its bits are ORed; 0 where all are zero.
 _NONZERO, _NEGATIVE = 1, 2  # of a negative one all magnitudes are zero
 
 
-class _Sizes(NamedTuple):
-  """How a table is cut. A unit is packed into one row of words."""
-
-  across: bool  # rows lie along the lanes: the table is read transposed
-  groups: int  # m, 1 where rows follow each other
-  words: int  # W of all units, over all groups
-  per_unit: int  # words of a group in a unit
-  rows: int  # of a unit
-  half: int  # lanes of a half of the product: words of 16 bits
-  units: int  # of a step
-  block: int  # units read at a time
-
-  @property
-  def steps(self) -> int:
-    return pl.cdiv(pl.cdiv(self.words, self.per_unit), self.units)
-
-
 def check(table: jax.Array, layout: Layout) -> None:
   """Raises NotImplementedError where the kernel cannot serve."""
-  _sizes(table, layout)
+  sizes_of(table, layout)
 
 
 def mask_pack(
   table: jax.Array, layout: Layout, *, interpret: Any = False
 ) -> Packed:
   """See `reference.mask_pack`."""
-  sizes = _sizes(table, layout)
+  sizes = sizes_of(table, layout)
   if interpret:
     # XLA:CPU takes bfloat16 subnormals for zeros when it loads a block.
     bits = jnp.dtype(f"int{table.dtype.itemsize * 8}")
     table = lax.bitcast_convert_type(table, bits)
-  out = _call(table, sizes, _weights(table.dtype, layout, sizes), interpret)
+  out = _call(table, sizes, weights_of(table.dtype, layout, sizes), interpret)
   width = sizes.per_unit * sizes.groups
   units = out[:, :width]
   if not layout.in_order:
@@ -82,47 +60,6 @@ def mask_pack(
       words.reshape(layout.groups, layout.words), jnp.uint32
     ),
     negative=jnp.any(out[:, width:] != 0),
-  )
-
-
-def _sizes(table, layout):
-  rows, width = table.shape
-  itemsize = table.dtype.itemsize
-  if itemsize > 4 or table.dtype == jnp.float16:
-    raise NotImplementedError(
-      "dtypes of at most 32 bits that Mosaic loads: float32, bfloat16 and"
-      f" float8, got {table.dtype}"
-    )
-  m = 1 if layout.in_order else layout.groups
-  words = layout.words * (layout.groups if layout.in_order else 1)
-  # A unit's rows fill the lanes, for every byte of a 32-bit word.
-  few = _LANES * (4 // itemsize)
-  least = few // math.gcd(few, 32 * m)
-  fits = min((_LANES - 1) // m, _BLOCK // (32 * m * width * itemsize))
-  per_unit = max(least, fits // least * least)
-  unit = 32 * m * per_unit
-  half = pl.cdiv(per_unit * m + 1, _LANES) * _LANES
-  block, weights = unit * width * itemsize, unit * half * 2 * 2
-  if block > _MOST_BLOCK or weights > _MOST_WEIGHTS:
-    raise NotImplementedError(
-      f"{unit} rows at a time for {layout.groups} groups, in blocks of at most"
-      f" {_MOST_BLOCK} bytes with {_MOST_WEIGHTS} bytes of weights, got blocks"
-      f" of {block} and weights of {weights} bytes for width {width} and"
-      f" {table.dtype}"
-    )
-  units = min(_MOST_UNITS, pl.cdiv(pl.cdiv(words, per_unit), 8) * 8)
-  together = 1
-  while units % (2 * together) == 0 and 2 * together * block <= _BLOCK:
-    together *= 2
-  return _Sizes(
-    across=width % _LANES != 0,
-    groups=m,
-    words=words,
-    per_unit=per_unit,
-    rows=unit,
-    half=half,
-    units=units,
-    block=together,
   )
 
 
@@ -173,7 +110,7 @@ def _kernel(table, weights, words, found, *, sizes, num_rows):
     shape = found.shape
     at = lax.broadcasted_iota(jnp.int32, shape, 1)
     if not sizes.across:
-      at = _row_at(at, 4 // table.dtype.itemsize)
+      at = row_at(at, 4 // table.dtype.itemsize)
     unit = step * sizes.units + lax.broadcasted_iota(jnp.int32, shape, 0)
     mark = jnp.where(unit * sizes.rows + at < num_rows, found[...], 0)
     bits = jnp.where(mark == _NONZERO, 1.0, 0.0).astype(jnp.bfloat16)
@@ -218,13 +155,13 @@ def _mark_along(table, found, unit, to, rows):
   """Rows along sublanes: their marks go to lanes by a product with ones."""
   itemsize = table.dtype.itemsize
   pack = 4 // itemsize
-  ones = jnp.ones((16, _LANES), jnp.bfloat16)
+  ones = jnp.ones((16, LANES), jnp.bfloat16)
   marks = []
-  for start in range(0, rows, _LANES * pack):
-    at = pl.ds(unit * rows + start, _LANES * pack)
+  for start in range(0, rows, LANES * pack):
+    at = pl.ds(unit * rows + start, LANES * pack)
     seen = None
-    for lane in range(0, table.shape[1], _LANES):
-      raw = pltpu.bitcast(table[at, lane : lane + _LANES], jnp.int32)
+    for lane in range(0, table.shape[1], LANES):
+      raw = pltpu.bitcast(table[at, lane : lane + LANES], jnp.int32)
       seen = raw if seen is None else seen | raw
     assert seen is not None
     for part in range(pack):
@@ -258,33 +195,7 @@ def _tell(seen, itemsize):
   return nonzero, ~nonzero & ((seen & everything) != 0)
 
 
-def _row_at(position, pack):
-  """The row of a unit whose mark `_mark_along` puts at a lane."""
-  if pack == 1:
-    return position
-  start = position & -(_LANES * pack)
-  part = (position >> 7) & (pack - 1)
-  return start + (position & (_LANES - 1)) * pack + part
-
-
-def _weights(dtype, layout, sizes):
-  """`[rows, 2 half]`: the power of two and the column of every mark."""
-  row = np.arange(sizes.rows)
-  if not sizes.across:
-    row = _row_at(row, 4 // dtype.itemsize)
-  m = sizes.groups
-  word, lane, column = row // (32 * m), row // m % 32, row % m
-  shifts = np.zeros(32, int) if layout.in_order else np.array(layout.lanes)
-  group = (column + shifts[lane]) % m
-  weights = np.zeros((sizes.rows, 2 * sizes.half), np.float32)
-  high = lane >= 16
-  weights[
-    np.arange(sizes.rows), high * sizes.half + group * sizes.per_unit + word
-  ] = 2.0 ** (lane % 16)
-  return jnp.asarray(weights, jnp.bfloat16)
-
-
-def _turned(units: jax.Array, layout: Layout, sizes: _Sizes) -> jax.Array:
+def _turned(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
   """The same words, each moved on by its turn.
 
   Bit by bit of the turns, as a barrel shifter does: no gather of words.
