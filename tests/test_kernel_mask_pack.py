@@ -11,6 +11,7 @@ import kernel_cases
 from kernel_cases import Shape
 import pytest
 
+from zenjax.kernels.mask_pack import _tpu_sizes
 from zenjax.kernels.mask_pack import pallas_tpu
 from zenjax.kernels.operations import mask_pack
 
@@ -61,7 +62,7 @@ DRAWN = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
   """Several blocks of a small table, and short programs."""
-  monkeypatch.setattr(pallas_tpu, "_BLOCK", 32 << 10)
+  monkeypatch.setattr(_tpu_sizes, "_BLOCK", 32 << 10)
 
 
 @functools.cache
