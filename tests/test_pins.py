@@ -1,5 +1,6 @@
 """Sizes to pin that pay in no step: not advised, and warned of if given."""
 
+import functools
 from typing import Any
 import warnings
 
@@ -22,15 +23,21 @@ TABLE = {"embed": (ROWS, WIDTH)}
 
 def traced(shapes=TABLE, **options: Any) -> list[str]:
   """Messages of the warnings when a step is traced; nothing is compiled."""
-  tx = zenjax.zen_sync("data", sparse=True, **options)
-
-  def step(grads):
-    return tx.update(grads, tx.init(grads))
-
   stack = {
     name: jax.ShapeDtypeStruct((DEVICES, *shape), jnp.float32)
     for name, shape in shapes.items()
   }
+  return traced_on(stack, lambda grads: grads, **options)
+
+
+def traced_on(stack, gradients, **options: Any) -> list[str]:
+  """The same of what `gradients` makes of a device's part of `stack`."""
+  tx = zenjax.zen_sync("data", sparse=True, **options)
+
+  def step(part):
+    grads = gradients(part)
+    return tx.update(grads, tx.init(grads))
+
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     jax.eval_shape(jax.vmap(step, axis_name="data"), stack)
@@ -76,6 +83,15 @@ def test_no_warning_where_it_would_be_no_help():
   assert len(traced(few, capacities=(20, 20))) == 1
 
 
+def test_no_warning_of_rows_which_have_no_dense_path():
+  stack = (
+    jax.ShapeDtypeStruct((DEVICES, PIN[0]), jnp.int32),
+    jax.ShapeDtypeStruct((DEVICES, PIN[0], WIDTH), jnp.float32),
+  )
+  rows = lambda part: {"embed": zenjax.SparseRows(*part, num_rows=ROWS)}
+  assert traced_on(stack, rows, scheme="all_gather", capacities=PIN) == []
+
+
 def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
   """A table of 1000 rows whose steps needed these."""
   sizes = _state.Sizes(1000, 16, DEVICES, DEVICES, 1, 8, 8, 1, 0)
@@ -95,6 +111,8 @@ def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
     ([(8, 40)] * 8 + [(_state.DENSE_STEP,) * 2] * 2, False, (8, 40)),
     ([(_state.DENSE_STEP,) * 2] * 10, False, None),
     ([(8, 40)] * 10, True, None),
+    # The 90th percentile of the push, the 10th of the pull.
+    ([(10 * i, 200 + 10 * i) for i in range(11)], False, (90, 210)),
   ],
 )
 def test_advice_is_for_steps_that_travel_sparse(needs, dense, pin):
@@ -104,15 +122,21 @@ def test_advice_is_for_steps_that_travel_sparse(needs, dense, pin):
   assert zenjax.advise(state).get("t") == pin
 
 
-def test_steps_above_break_even_leave_no_mark_on_the_advice():
-  """A full step among sparse ones, as a regularizer now and then makes it."""
+@functools.cache
+def few_and_full() -> tuple[Any, ...]:
+  """A step on four devices, its first state, and gradients of two densities."""
   n, rows, width = 4, 2000, 16
   tx = zenjax.zen_sync("data", sparse=True)
   step = jax.jit(jax.vmap(tx.update, axis_name="data"))
   rng = np.random.default_rng(0)
   full = rng.standard_normal((n, rows, width)).astype(np.float32)
   few = cases.keep(full, [rng.permutation(rows)[:20] for _ in range(n)])
-  state = jax.vmap(tx.init)(full)
+  return step, jax.vmap(tx.init)(full), few, full
+
+
+def test_steps_above_break_even_leave_no_mark_on_the_advice():
+  """A full step among sparse ones, as a regularizer now and then makes it."""
+  step, state, few, full = few_and_full()
   for stack in (few, full, few, few):
     got, state = step(stack, state)
     oracle.check(got, stack)
@@ -120,3 +144,11 @@ def test_steps_above_break_even_leave_no_mark_on_the_advice():
   ((push, pull),) = zenjax.advise(mine).values()
   assert 5 <= push <= 20 and push <= pull <= 80
   assert f"({push}, {pull})" in zenjax.report(mine)
+
+
+def test_the_latest_steps_take_the_place_of_the_oldest():
+  step, state, few, _ = few_and_full()
+  state = state._replace(step=state.step + _state.HISTORY + 7)
+  _, state = step(few, state)
+  history = state.leaves["leaf"].history[0]
+  assert np.flatnonzero(np.any(history != 0, axis=1)).tolist() == [7]
