@@ -123,7 +123,8 @@ def zen_sync(
     ids_first: Sends ids of SparseRows in collectives of their own. Ids come
       with the batch, so where collectives run beside computation (GPUs) they
       are exchanged, and unions formed, while the backward pass still computes
-      the values. Elsewhere it only costs two latencies more.
+      the values: seen in compiled schedules, measured on none. Elsewhere it
+      only costs two latencies more, and arrays it leaves as they are.
 
   Returns:
     A transformation whose state is a `ZenSyncState`.
