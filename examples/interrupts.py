@@ -26,8 +26,9 @@ class Interrupt:
 
   def agreed(self) -> bool:
     """Whether it was pressed in any process; all of them must ask."""
-    self.requested = any_of_them(self.requested)
-    return self.requested
+    # Not kept in `requested`: a Ctrl-C that comes while they agree would be
+    # overwritten by what they agreed on without it.
+    return any_of_them(self.requested)
 
   def _request(self, *_) -> None:
     self.requested = True

@@ -113,6 +113,21 @@ def test_ctrl_c_of_one_stops_all_and_the_run_goes_on(tmp_path, text):
   assert last[0] == last[1]
 
 
+def test_ctrl_c_while_the_hosts_agree_is_not_lost(monkeypatch):
+  monkeypatch.syspath_prepend(str(_EXAMPLE.parent))
+  interrupts = importlib.import_module("interrupts")
+
+  def pressed_meanwhile(mine):
+    signal.raise_signal(signal.SIGINT)
+    return mine
+
+  monkeypatch.setattr(interrupts, "any_of_them", pressed_meanwhile)
+  with interrupts.Interrupt() as interrupt:
+    assert not interrupt.agreed()
+    monkeypatch.setattr(interrupts, "any_of_them", lambda mine: mine)
+    assert interrupt.agreed()
+
+
 def test_hosts_with_other_texts_are_refused(tmp_path, text):
   other = tmp_path / "other"
   other.write_text(text.read_text().replace("w1 ", "w2 "))
