@@ -9,7 +9,7 @@ import optax
 import zenjax
 
 jax.config.update("jax_num_cpu_devices", 8)  # where there is no accelerator
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+mesh = jax.make_mesh((len(jax.devices()),), ("data",))
 tx = optax.chain(zenjax.zen_sync("data"), optax.adagrad(0.02))
 
 

@@ -238,3 +238,34 @@ def test_partial_manual(width_spec, partition, check_vma):
   )
   for name, stack in cases.every_case(4, 90, 8, F32):
     oracle.check(run(stack), stack, label=name)
+
+
+def test_a_mesh_of_explicit_axes():
+  """As `jax.make_mesh` makes them, whatever the placement of the arguments."""
+  rng = np.random.default_rng(0)
+  batch = rng.integers(0, 600, 8), rng.standard_normal((8, 4), np.float32)
+  tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=True)
+
+  def step(table, state, ids, scale):
+    loss = lambda t: (t[ids] * scale).sum()
+    _, grads = zenjax.value_and_grad(loss)(table)
+    updates, state = tx.update(grads, state, table)
+    return zenjax.apply_updates(table, updates), state, jnp.sum(ids)
+
+  def after_steps(mesh, specs):
+    table = jnp.ones((600, 4))
+    state = zenjax.init(tx, table, mesh, "data")
+    train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    for spec in specs:
+      placed = jax.device_put(batch, spec and NamedSharding(mesh, spec))
+      table, state, total = train(table, state, *placed)
+      assert total == batch[0].sum()
+    return np.asarray(table)
+
+  devices = jax.devices()[:2]
+  explicit = jax.make_mesh((2,), ("data",), devices=devices)
+  assert explicit.axis_types == (AxisType.Explicit,)
+  specs = (None, P("data"))
+  np.testing.assert_array_equal(
+    after_steps(explicit, specs), after_steps(Mesh(devices, ("data",)), specs)
+  )

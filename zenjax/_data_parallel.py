@@ -71,15 +71,18 @@ def data_parallel(
   def mapped(params, opt_state, *batch):
     _check_batch(batch, devices)
     _check_accumulated(opt_state, params, devices)
+    same, split = PartitionSpec(), PartitionSpec(axes)
     specs = _placement.state_specs(opt_state, axis_name)
+    in_specs = (same, specs, *[split] * len(batch))
+    arguments = (params, opt_state, *batch)
     # check_vma=False leaves gradients local without a cast in the user's code.
     return jax.shard_map(
       local_step,
       mesh=mesh,
-      in_specs=(PartitionSpec(), specs, *[PartitionSpec(axes)] * len(batch)),
-      out_specs=(PartitionSpec(), specs, PartitionSpec()),
+      in_specs=in_specs,
+      out_specs=(same, specs, same),
       check_vma=False,
-    )(params, opt_state, *batch)
+    )(*_placement.on_mesh(arguments, mesh, in_specs))
 
   return mapped
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -187,6 +188,21 @@ def _shapes(
     lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
     jax.eval_shape(make, params),
   )
+
+
+def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:
+  """What `shard_map` over `mesh` takes by `specs`, a prefix of `tree`.
+
+  Axes of `jax.make_mesh` are explicit: over those `shard_map` wants arrays
+  placed as its specs say, and places them itself over all others.
+  """
+  if AxisType.Explicit not in mesh.axis_types:
+    return tree
+
+  def place(spec: PartitionSpec, part: Any) -> Any:
+    return jax.reshard(part, NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, specs, tree)
 
 
 def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
