@@ -120,6 +120,44 @@ def test_more_rows_of_all_tables_than_int32_counts():
     assert jax.tree.structure(got) == jax.tree.structure(stacks)
 
 
+CHAINED = {
+  "norm before": lambda sync: optax.chain(optax.clip_by_global_norm(1.0), sync),
+  "no lazy_rows": lambda sync: optax.chain(sync, optax.adam(0.1)),
+  "sgd": lambda sync: optax.chain(sync, optax.sgd(0.1)),
+  "MultiSteps": lambda sync: optax.MultiSteps(
+    optax.chain(sync, zenjax.lazy_rows(optax.adam(0.1))), 2
+  ),
+  "pmean": lambda sync: optax.chain(
+    optax.stateless(lambda g, p: jax.lax.pmean(g, "data")), sync
+  ),
+}
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", CHAINED)
+def test_rows_where_only_arrays_go(name, check_vma):
+  tx = CHAINED[name](zenjax.zen_sync("data", sparse=True))
+  table = jnp.ones((40, 4))
+
+  def step(ids):
+    rows = zenjax.SparseRows(ids, jnp.ones((2, 4)) * ids[:, None], 40)
+    # What MultiSteps accumulates varies, as `zenjax.init` places it.
+    state = zenjax.as_varying(tx.init(table), "data")
+    return tx.update(rows, state, table)[0]
+
+  mapped = jax.shard_map(
+    step,
+    mesh=runners.mesh(N),
+    in_specs=P("data"),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  with pytest.raises((TypeError, ValueError)) as error:
+    jax.eval_shape(mapped, jnp.zeros(2 * N, jnp.int32))
+  names(error, "optax", "inside", "lazy_rows")
+
+
 def test_apply_if_finite_around_zen_sync():
   """Under check_vma=True the local predicate can be seen."""
   tx = optax.apply_if_finite(

@@ -90,6 +90,66 @@ def test_what_does_not_know_rows_fails_loudly(transform):
     transform({"table": drawn()})
 
 
+UPDATES = "zenjax.apply_updates(params, updates)"
+SCALES = "rows.with_values(rows.values * factor)"
+INSIDE = "optax goes inside lazy_rows"
+NO_ARRAY = "run optax inside zenjax.lazy_rows"
+CURES = {
+  "optax.apply_updates": (lambda t, g: optax.apply_updates(t, g), UPDATES),
+  "table + rows": (lambda t, g: t + g, UPDATES),
+  "rows + table": (lambda t, g: g + t, UPDATES),
+  "table - rows": (lambda t, g: t - g, UPDATES),
+  "array of NumPy": (lambda t, g: np.ones((5, 3)) - g, UPDATES),
+  "rows * 2": (lambda t, g: g * 2, SCALES),
+  "2 * rows": (lambda t, g: 2 * g, SCALES),
+  "number of NumPy": (lambda t, g: np.float32(2) * g, SCALES),
+  "number of JAX": (lambda t, g: t[0, 0] * g, SCALES),
+  "rows / 2": (lambda t, g: g / 2, SCALES),
+  "-rows": (lambda t, g: -g, SCALES),
+  "jnp.asarray": (lambda t, g: jnp.asarray(g), "rows.to_dense()"),
+  "np.asarray": (lambda t, g: np.asarray(g), "rows.to_dense()"),
+  "jnp.sum": (lambda t, g: jnp.sum(g), ".to_dense()"),
+  "leaves": (lambda t, g: jax.tree.map(lambda x: x * x, g), INSIDE),
+  "optax.sgd": (lambda t, g: step(optax.sgd(0.1), t, g), INSIDE),
+  "optax.clip": (lambda t, g: step(optax.clip(1.0), t, g), INSIDE),
+  "optax.adam": (lambda t, g: step(optax.adam(0.1), t, g), NO_ARRAY),
+  "MultiSteps": (
+    lambda t, g: step(optax.MultiSteps(optax.sgd(0.1), 2), t, g),
+    NO_ARRAY,
+  ),
+}
+
+
+def step(tx, table, rows):
+  return tx.update(rows, tx.init(table), table)
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("name", CURES)
+def test_errors_name_the_cure(name):
+  wrong, cure = CURES[name]
+  for run in (wrong, jax.jit(wrong)):
+    with pytest.raises((TypeError, ValueError)) as error:
+      run(jnp.ones((5, 3)), drawn())
+    assert cure in str(error.value)
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_a_norm_within_jit_names_the_cure():
+  with pytest.raises(TypeError, match=INSIDE):
+    jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, ()))(drawn())
+
+
+def test_the_cures_are_cures():
+  rows, table = drawn(), jnp.ones((5, 3))
+  halved = rows.with_values(rows.values * 0.5)
+  np.testing.assert_array_equal(halved.to_dense(), rows.to_dense() * 0.5)
+  np.testing.assert_array_equal(
+    zenjax.apply_updates(table, rows), table + rows.to_dense()
+  )
+  assert "row_id" in str(jax.make_jaxpr(lambda r: r)(rows))
+
+
 def test_it_is_a_pytree_like_any_other():
   rows = drawn()
   stacked = jax.tree.map(lambda x: jnp.stack([x, x]), rows)

@@ -61,7 +61,9 @@ def zen_sync(
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
 
   Around it `optax.MultiSteps` accumulates what differs between devices: make
-  that state with `zenjax.init`, as for `on_overflow="carry"`.
+  that state with `zenjax.init`, as for `on_overflow="carry"`. It needs arrays,
+  of `jax.grad`: SparseRows of several batches are added with `+` and given to
+  one `update`.
 
   Transforms that branch on local gradients (`optax.apply_if_finite`) go after
   zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it

@@ -25,6 +25,10 @@ def lazy_rows(
   apply what comes out with `zenjax.apply_updates`. For TPU, tables whose width
   128 does not divide are stored by `zenjax.packed`, or each step copies them.
 
+  Optax around it sees SparseRows and raises an error: it goes inside, and of
+  clipping `zenjax.clip_by_global_norm` may stand before. `optax.MultiSteps`
+  needs gradients that are arrays; add SparseRows of several batches with `+`.
+
   Rows that a step does not touch keep their state and their parameters. For
   SGD, Adagrad and all else that does nothing where the gradient is zero, this
   equals `inner` on dense gradients to rounding. Adam and momentum would go on

@@ -27,7 +27,9 @@ _ROW_IDS = jex_random.define_prng_impl(
   random_bits=_not_a_key,
   fold_in=_not_a_key,
   name="zenjax_row_ids",
-  tag="row_id",
+  # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
+  # as in jaxprs.
+  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows",
 )
 
 

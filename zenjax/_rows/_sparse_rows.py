@@ -12,20 +12,21 @@ from zenjax import _bitmap
 from zenjax import _collectives
 from zenjax._partition import Layout
 from zenjax._rows import _row_ids
+from zenjax._rows._no_array import NoArray
 from zenjax.kernels.mask_pack.reference import row_mask
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class SparseRows:
+class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
 
   What `zenjax.value_and_grad` returns for a table that is only looked up, and
   `zen_sync(output="rows")` for a table that travels sparse. A pytree of two
   leaves: ids, in a dtype that admits no arithmetic, and values. A transform
-  that does not know SparseRows and scales or adds up all leaves therefore
-  raises a TypeError, where it would silently change plain integers.
+  that scales or adds up all leaves therefore raises a TypeError, where it would
+  silently change plain integers. Optax goes inside `zenjax.lazy_rows`.
 
   Attributes:
     indices: `[K] int32`; `num_rows` marks padding. An index that stands
@@ -124,11 +125,10 @@ class SparseRows:
     """Both, one behind the other: `K` is the sum of both.
 
     Raises:
-      TypeError: `other` is no SparseRows.
-      ValueError: It is one of another table.
+      TypeError, ValueError: `other` is no SparseRows, or of another table.
     """
     if not isinstance(other, SparseRows):
-      return NotImplemented
+      self._not_added(other)
     return concatenated([self, other])
 
   @classmethod
