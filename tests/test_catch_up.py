@@ -81,6 +81,7 @@ def test_is_as_near_to_the_formulas_as_the_dense_optimizer(name):
   assert furthest(got, want) < 2 * furthest(dense, want) + 1e-6
   assert furthest(got, dense) < 1e-5
   assert furthest(got_state.inner, dense_state) < 1e-5
+  assert int(got_state.late) == 0
 
 
 SCHEDULED = {
@@ -109,9 +110,11 @@ def test_equals_the_dense_optimizer(name):
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_without_the_call_gradients_are_of_rows_that_are_behind(name):
   dense, _ = text_steps.train_dense(ORACLES[name][0])
-  got, _ = text_steps.train_rows(ORACLES[name][0], before=False)
+  with pytest.warns(UserWarning, match="should come with `zenjax.catch_up`"):
+    got, state = text_steps.train_rows(ORACLES[name][0], before=False)
   # `lazy_rows` states how far they part.
   assert 1e-2 < furthest(got, dense) < 1.0
+  assert int(state.late) == text_steps.seen_again_after_a_gap()
 
 
 def devices_step(tx, params, state, ids, wanted):

@@ -29,6 +29,7 @@ ASKED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`catch_up=True` of `lazy_rows`")
 @pytest.mark.parametrize("name", ASKED)
 def test_only_the_rows_asked_for_catch_up(name):
   ids, moved = ASKED[name]
@@ -55,6 +56,8 @@ def test_only_the_rows_asked_for_catch_up(name):
   np.testing.assert_array_equal(new["b"], params["b"])
 
 
+# Gradients that are given depend on no rows that are behind.
+@pytest.mark.filterwarnings("ignore:`catch_up=True` of `lazy_rows`")
 def test_gradients_may_come_dense_and_as_rows_by_turns():
   inner = optax.adam(0.1)
   tx = zenjax.lazy_rows(inner, catch_up=True)

@@ -133,6 +133,7 @@ def test_short_floats(inner):
   )
 
 
+@pytest.mark.filterwarnings("ignore:`catch_up=True` of `lazy_rows`")
 @pytest.mark.parametrize("name", ["momentum", "schedule", "adam"])
 def test_float64_is_kept(name):
   with jax.enable_x64(True):

@@ -75,6 +75,16 @@ def train_rows(inner, before=True) -> tuple[Any, Any]:
   return jax.jit(lambda *x: zenjax.catch_up(tx, *x))(params, state)
 
 
+def seen_again_after_a_gap():
+  """How many distinct words of steps stood before, but not in the last step."""
+  late, last = 0, {}
+  for step, ids in enumerate(batches()[0]):
+    for i in set(ids.tolist()):
+      late += last.get(i, step - 1) < step - 1
+      last[i] = step
+  return late
+
+
 def furthest(a, b):
   """The largest difference of two trees."""
   leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

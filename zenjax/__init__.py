@@ -16,7 +16,7 @@ from zenjax._report import advise
 from zenjax._report import report
 from zenjax._report import stats
 from zenjax._rows._catch_up import catch_up
-from zenjax._rows._catching_up import CatchUpState
+from zenjax._rows._catch_up_state import CatchUpState
 from zenjax._rows._explain import explain_tables
 from zenjax._rows._explain import Explanation
 from zenjax._rows._explain import TableUse

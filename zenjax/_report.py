@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from zenjax import _state
+from zenjax._rows import _catch_up_state
 
 # Percentiles of recent needs that pinned sizes should hold. A push that
 # overflows costs another and a pull, so it is sized for most steps; a pull
@@ -171,7 +172,8 @@ def report(state: Any) -> str:
     and the `capacities=` to pin. Where `on_overflow="carry"` withheld rows
     there is nothing to compare, and a last line says what was counted. With
     `scheme="auto"` a line for each leaf shows what was predicted for every
-    scheme, the chosen one first.
+    scheme, the chosen one first. Where rows of `lazy_rows(..., catch_up=True)`
+    were behind when a step touched them, a line says how many and what to do.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -183,12 +185,16 @@ def report(state: Any) -> str:
     >>> print(zenjax.report(state))
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
-  nodes = _state.require(state)
+  lines = _lines(state, _state.require(state))
+  return "\n".join([*lines, *_catch_up_state.late_lines(state)])
+
+
+def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
   if not any(node.leaves for node in nodes):
-    return "zen_sync: no leaf travels sparse; every leaf takes psum."
+    return ["zen_sync: no leaf travels sparse; every leaf takes psum."]
   known, advice = stats(state), advise(state)
   if not known:
-    return "zen_sync: no step was taken on more than one device yet."
+    return ["zen_sync: no step was taken on more than one device yet."]
   steps = max(int(node.step) for node in nodes)
   rows = [_HEADINGS]
   rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
@@ -200,7 +206,7 @@ def report(state: Any) -> str:
   lines += _predictions(nodes)
   if any(s["withheld"] for s in known.values()):
     lines += [_WITHHELD]
-  return "\n".join(lines)
+  return lines
 
 
 def _line(

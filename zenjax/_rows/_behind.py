@@ -27,7 +27,7 @@ def caught_up(
   missed: jax.Array,
   end: jax.Array,
   counts: Sequence[jax.Array],
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
   """`leaves` with some rows where `missed` steps would have led them.
 
   Costs nothing where nobody missed any. Leaves are changed in place where the
@@ -42,17 +42,22 @@ def caught_up(
     counts: The counters at that step.
 
   Returns:
-    The leaves, and the steps that rows miss then, `[K]`: zeros.
+    The leaves; the steps that rows miss then, `[K]`: zeros; and how many rows
+    were late, `int32`: had missed steps that would have moved them.
   """
+  none = jnp.zeros((), jnp.int32)
   if law.is_nothing or not leaves[-1].size or not missed.size:
-    return list(leaves), jnp.zeros_like(missed)
+    return list(leaves), jnp.zeros_like(missed), none
   num_rows = len(leaves[-1])
   every = jnp.arange(num_rows, dtype=jnp.int32) if ids is None else ids
   *leaves, missed, every = _one_type([*leaves, missed, every])
   size = _block_size(len(every), leaves[-1].shape[1])
 
   def once(carry):
-    leaves, missed = carry
+    leaves, missed, _ = carry
+    # A row that has taken no step missed all of them.
+    stood = jnp.zeros_like(missed, bool) if law.moves_new else missed == end
+    late = jnp.sum((missed > 0) & ~stood, dtype=jnp.int32)
     alone = _steps_alone(law, leaves, None if ids is None else every, missed)
     # The longest first, and at the end those that missed nothing.
     order = jnp.argsort(-jnp.where(missed > 0, alone + 1, 0))
@@ -71,11 +76,12 @@ def caught_up(
       return [_on_rows.scatter(x, y, at) for x, y in zip(leaves, rows)]
 
     blocks = -(-jnp.sum(missed > 0, dtype=jnp.int32) // size)
-    return _turns(blocks, block, leaves), jnp.zeros_like(missed)
+    return _turns(blocks, block, leaves), jnp.zeros_like(missed), late
 
   behind = lambda carry: jnp.any(carry[1] > 0)
-  leaves, left = lax.while_loop(behind, once, (leaves, missed))
-  return list(leaves), left
+  carry = leaves, missed, _compat.cast_like(none, missed)
+  leaves, left, late = lax.while_loop(behind, once, carry)
+  return list(leaves), left, late
 
 
 def _go(law, x, missed, alone, end, counts):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax._rows import _catch_up_state
 from zenjax._rows import _catching_up
 from zenjax._rows import _idle
 from zenjax._rows import _on_rows
@@ -30,7 +31,9 @@ def catch_up(
   it more often or with more ids than needed changes results by rounding only.
 
   Where devices share parameters, all must bring the same rows up to date: give
-  the ids of all, `jax.lax.all_gather(ids, axis_name)`.
+  the ids of all, `jax.lax.all_gather(ids, axis_name)`. Rows that a step touches
+  and that were left out count in `CatchUpState.late`, of which `zenjax.report`
+  tells.
 
   Args:
     tx: The optimizer: `lazy_rows(..., catch_up=True)`, or what holds it.
@@ -56,22 +59,23 @@ def catch_up(
     >>> tx = zenjax.lazy_rows(optax.sgd(1.0, momentum=0.5), catch_up=True)
     >>> params = {"table": jnp.zeros((3, 1)), "bias": jnp.zeros(1)}
     >>> state = tx.init(params)
-    >>> for row in (1, 2):
+    >>> for row in (1, 2, 1):
+    ...   ids = {"table": jnp.array([row])}
+    ...   params, state = zenjax.catch_up(tx, params, state, ids)
+    ...   print(params["table"][:, 0].tolist())
     ...   rows = zenjax.SparseRows(jnp.array([row]), jnp.array([[-4.0]]), 3)
     ...   grads = {"table": rows, "bias": jnp.zeros(1)}
     ...   updates, state = tx.update(grads, state, params)
     ...   params = zenjax.apply_updates(params, updates)
-    >>> params["table"][:, 0].tolist()
-    [0.0, 4.0, 4.0]
-    >>> params, state = zenjax.catch_up(
-    ...   tx, params, state, {"table": jnp.array([1])}
-    ... )
-    >>> params["table"][:, 0].tolist()
+    [0.0, 0.0, 0.0]
+    [0.0, 4.0, 0.0]
     [0.0, 6.0, 4.0]
   """
   owners = _within(tx, params)
-  nodes, structure = jax.tree.flatten(opt_state, is_leaf=_catching_up.is_state)
-  number = sum(map(_catching_up.is_state, nodes))
+  nodes, structure = jax.tree.flatten(
+    opt_state, is_leaf=_catch_up_state.is_state
+  )
+  number = sum(map(_catch_up_state.is_state, nodes))
   if not owners or number != len(owners):
     raise ValueError(
       "`tx` must hold `lazy_rows(..., catch_up=True)` and `opt_state` be its"
@@ -80,9 +84,11 @@ def catch_up(
     )
   leaves, params_structure = jax.tree.flatten(params)
   wanted = _ids_of_leaves(params, ids)
+  for owner in owners:
+    owner.asked = True
   left = iter(owners)
   for place, node in enumerate(nodes):
-    if _catching_up.is_state(node):
+    if _catch_up_state.is_state(node):
       leaves, nodes[place] = next(left).bring(leaves, node, wanted)
   return params_structure.unflatten(leaves), structure.unflatten(nodes)
 
@@ -94,7 +100,7 @@ def _within(tx, params):
   def init(params):
     with _catching_up.asking() as found:
       state = tx.init(params)
-    for node in jax.tree.leaves(state, is_leaf=_catching_up.is_state):
+    for node in jax.tree.leaves(state, is_leaf=_catch_up_state.is_state):
       owners.extend(owner for made, owner in found if made is node)
     return state
 

@@ -1,36 +1,24 @@
-"""The transformation that lets rows catch up, and its state."""
+"""The transformation that lets rows catch up."""
 
 from collections.abc import Iterator
 import contextlib
 import contextvars
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from zenjax._rows import _behind
+from zenjax._rows import _catch_up_state
 from zenjax._rows import _idle
 from zenjax._rows import _law
 from zenjax._rows import _on_rows
 from zenjax._rows import _separable
 from zenjax._rows import _transitions
 from zenjax._rows import _trees
+from zenjax._rows._catch_up_state import CatchUpState
 from zenjax._rows._sparse_rows import is_rows
-
-
-class CatchUpState(NamedTuple):
-  """State of `lazy_rows(..., catch_up=True)`.
-
-  Attributes:
-    inner: Of the optimizer within.
-    current: Of each table `[R] int32`, how many steps a row has taken.
-    steps: `int32`, how many steps there were.
-  """
-
-  inner: Any
-  current: Any
-  steps: jax.Array
 
 
 def catching_up(
@@ -46,6 +34,7 @@ def catching_up(
       inner=inner.init(params),
       current=jax.tree.map(_none_taken, params),
       steps=jnp.zeros((), jnp.int32),
+      late=jnp.zeros((), jnp.int32),
     )
     asked = _found.get()
     if asked is not None:
@@ -65,9 +54,14 @@ def catching_up(
 
 
 class Owner:
-  """What `catch_up=True` knows of an optimizer."""
+  """What `catch_up=True` knows of an optimizer.
+
+  Attributes:
+    asked: Whether `zenjax.catch_up` was called, or the user told that it must.
+  """
 
   def __init__(self, inner: optax.GradientTransformationExtraArgs):
+    self.asked = False
     self._inner = inner
     self._laws: dict[Any, dict[int, _law.Law]] = {}
 
@@ -87,6 +81,7 @@ class Owner:
     current, current_structure = jax.tree.flatten(state.current)
     gone: dict[int, jax.Array] = {}
     left: dict[int, jax.Array] = {}
+    late: dict[int, jax.Array] = {}
 
     def before(few, few_params, touched):
       new, structure = jax.tree.flatten(few_params)
@@ -94,7 +89,7 @@ class Owner:
         if i in laws and at.ids is not None:
           old = new[i]
           missed = _missed(current[i], at, state.steps)
-          few, new[i], left[i] = _brought(
+          few, new[i], left[i], late[i] = _brought(
             laws[i], few, old, None, missed, state.steps
           )
           gone[i] = _difference(new[i], old)
@@ -103,6 +98,9 @@ class Owner:
     out, inner = _on_rows.update(
       self._inner, merged, state.inner, params, extra, before
     )
+    if late and not self.asked:
+      self.asked = True
+      _catch_up_state.warn_of_no_call()
     leaves, structure = jax.tree.flatten(_trees.values(out))
     leaves = [
       _sum(x, gone[i]) if i in gone else x for i, x in enumerate(leaves)
@@ -118,7 +116,8 @@ class Owner:
         # to ask would cost a pass through tables that never are.
         current[i] = current[i] + 1
     current = current_structure.unflatten(current)
-    return out, CatchUpState(inner, current, steps)
+    total = _catch_up_state.later(state.late, list(late.values()))
+    return out, CatchUpState(inner, current, steps, total)
 
   def bring(self, leaves, state, wanted):
     """All leaves of the parameters and the state after `catch_up`."""
@@ -136,29 +135,28 @@ class Owner:
       at, left = wanted[i], None
       if number in laws:
         missed = _missed(current[i], at, state.steps)
-        inner, leaves[i], left = _brought(
+        inner, leaves[i], left, _ = _brought(
           laws[number], inner, leaves[i], at.ids, missed, state.steps
         )
       current[i] = _taken(current[i], at, state.steps, left)
-    return leaves, CatchUpState(
-      inner, structure.unflatten(current), state.steps
-    )
+    current = structure.unflatten(current)
+    return leaves, state._replace(inner=inner, current=current)
 
 
 def _brought(law, state, table, ids, missed, end):
   """State and parameters of one table after the steps that rows missed.
 
-  And how many rows miss then: none.
+  And how many each row misses then: none; and how many rows were late.
   """
   leaves, structure = jax.tree.flatten(state)
   counts = [leaves[i] for i in law.idle.counters]
   own = [leaves[i] for i in law.idle.own]
-  (*own, table), left = _behind.caught_up(
+  (*own, table), left, late = _behind.caught_up(
     law, [*own, table], ids, missed, end, counts
   )
   for i, x in zip(law.idle.own, own):
     leaves[i] = x
-  return structure.unflatten(leaves), table, left
+  return structure.unflatten(leaves), table, left, late
 
 
 def _none_taken(leaf):
@@ -190,11 +188,6 @@ def _difference(new, old):
 
 def _sum(update, gone):
   return (_transitions.precise(update) + gone).astype(update.dtype)
-
-
-def is_state(node: Any) -> bool:
-  """For `is_leaf=`."""
-  return isinstance(node, CatchUpState)
 
 
 # States that `init` makes, and who made them, while somebody asks.

@@ -25,6 +25,7 @@ class Idle:
   Attributes:
     own: Which leaves of the state hold something for every row of the table.
     wide: Whether each of these holds something for every element.
+    zero: Whether `init` makes zeros of all of them.
     dtypes: Of these, then of the parameters.
     counters: Which leaves of the state count steps.
     start: What `init` makes of the counters.
@@ -35,6 +36,7 @@ class Idle:
 
   own: tuple[int, ...]
   wide: tuple[bool, ...]
+  zero: bool
   dtypes: tuple[Any, ...]
   counters: tuple[int, ...]
   start: tuple[jax.Array, ...]
@@ -44,7 +46,7 @@ class Idle:
   @property
   def kind(self) -> Any:
     """Equal for tables that are treated alike."""
-    return self.wide, self.program.text
+    return self.wide, self.zero, self.program.text
 
   def __call__(
     self, x: Sequence[jax.Array], counts: Sequence[jax.Array]
@@ -114,6 +116,7 @@ def idle_steps(
     return Idle(
       own=tuple(own),
       wide=tuple(jnp.shape(many[i]) == (2, 2) for i in own),
+      zero=not any(np.any(np.asarray(leaves[i])) for i in own),
       dtypes=tuple(dtypes),
       counters=counters,
       start=tuple(jnp.asarray(leaves[i]) for i in counters),

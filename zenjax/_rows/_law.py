@@ -49,6 +49,7 @@ class Law:
     idle: One such step.
     steps: How many are gone through one by one.
     at_rest: Whether a row of which all state is zero needs none of these.
+    moves_new: Whether it moves rows that have taken no step, as weight decay.
     mixes: `[n, n]`, which leaves the product of the others reads for which.
     whole: Whether the matrix of every step is `changes`, or the last entry.
     changes: That of the step with some counters, less one, if it varies.
@@ -58,6 +59,7 @@ class Law:
   idle: Idle
   steps: int
   at_rest: bool
+  moves_new: bool
   mixes: np.ndarray
   whole: bool
   changes: Callable[[Sequence[jax.Array]], jax.Array] | None
@@ -150,11 +152,7 @@ def _require_known(idle):
 
 
 def law(idle: Idle) -> Law:
-  """How rows change.
-
-  Raises:
-    Unlawful: Neither kind fits.
-  """
+  """How rows change; raises `Unlawful` where neither kind fits."""
   n = len(idle.dtypes)
   slopes = Slopes(idle)
   rests = _rests(idle)
@@ -168,6 +166,8 @@ def law(idle: Idle) -> Law:
   for i, j in shown:
     matrix[i, j] += slopes.value(i, j)
   varying = [(i, j) for i, j in shown if slopes.varies(i, j)]
+  fixed = [(i, j) for i, j in shown if slopes.value(i, j)]
+  of_parameter = any(j == n - 1 for _, j in fixed + varying)
   mixes = matrix != 0
   for i, j in varying:
     mixes[i, j] = True
@@ -181,6 +181,7 @@ def law(idle: Idle) -> Law:
     idle=idle,
     steps=0 if linear else _steps_until_still(idle),
     at_rest=rests,
+    moves_new=of_parameter or not (rests and idle.zero),
     mixes=mixes,
     whole=linear,
     changes=changes,

@@ -57,6 +57,11 @@ def lazy_rows(
   in float64. Without the call parameters parted by up to 0.5 with momentum and
   0.2 with Adam.
 
+  A `UserWarning` tells of an optimizer that steps before anyone called
+  `zenjax.catch_up` with it. `CatchUpState.late` counts rows that were behind
+  when a step touched them, as where each device gives its own ids alone, and
+  `zenjax.report` says so.
+
   A gradient that comes as an array is a step of all rows, and those behind stay
   so: the loss that it is of read all rows, so bring all up to date before it.
   What a missed step was is known by its number alone. Schedules are followed;
