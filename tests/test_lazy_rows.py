@@ -116,6 +116,16 @@ def test_what_mixes_rows_is_refused(inner):
     zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
 
 
+@pytest.mark.parametrize("catch_up", [False, True])
+def test_what_updates_in_some_steps_only_is_refused(catch_up):
+  inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+  inner = optax.chain(optax.scale(2.0), inner)
+  with pytest.raises(
+    ValueError, match="`inner` must not be `optax.MultiSteps`"
+  ):
+    zenjax.lazy_rows(inner, catch_up=catch_up).init(jnp.ones((ROWS, WIDTH)))
+
+
 def test_rows_of_another_table_are_refused():
   tx = zenjax.lazy_rows(optax.sgd(0.1))
   params = {"table": jnp.ones((ROWS, WIDTH))}

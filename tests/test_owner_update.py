@@ -195,6 +195,15 @@ def test_statistics_are_kept_and_owners_stay():
       "`partition` must be 'hash' or 'auto'",
     ),
     (
+      lambda: trained(
+        zenjax.owner_update(
+          optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "data"
+        ),
+        rows=True,
+      ),
+      "`tx` must not be `optax.MultiSteps`",
+    ),
+    (
       lambda: zenjax.owner_update(optax.sgd(0.1), _TWO),
       "`axis_name` must be one axis",
     ),
@@ -203,7 +212,7 @@ def test_statistics_are_kept_and_owners_stay():
       r"call `zenjax\.init",
     ),
   ],
-  ids=["norm", "columns", "axes", "init"],
+  ids=["norm", "columns", "accumulates", "axes", "init"],
 )
 def test_what_owners_cannot_do(make, message):
   with pytest.raises(ValueError, match=message):

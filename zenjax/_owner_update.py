@@ -55,8 +55,9 @@ def owner_update(
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis;
-      `tx` needs more than the row (a norm over all updates), or whole rows with
-      a `partition` by columns; the state was not made by `zenjax.init`.
+      `tx` needs more than the row (a norm over all updates), accumulates
+      gradients (`optax.MultiSteps`), or needs whole rows with a `partition` by
+      columns; the state was not made by `zenjax.init`.
 
   Example:
     >>> import jax

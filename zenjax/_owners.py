@@ -64,6 +64,7 @@ class Owners:
       table = _group.as_varying(table, context.axes)
       leaves[i] = _owned.own_rows(table, slots, plan, context.axes[0])
     inner = self.inner.init(structure.unflatten(leaves))
+    _separable.require_no_accumulation(inner, "tx")
     inner = self._wrapped(inner, structure, plans, context)
     names = [plan.table.name for plan in plans.values()]
     memory = {name: _state.empty_leaf(None) for name in names}

@@ -78,9 +78,10 @@ def lazy_rows(
     `inner`, made for dense parameters; with `catch_up` a `CatchUpState` of it.
 
   Raises:
-    ValueError: `inner` updates rows by others (LAMB, Adafactor): found by
-      trying it on small arrays in `init`. Not tried where it needs more
-      arguments than updates and parameters. With `catch_up`, that missed steps
+    ValueError: `inner` accumulates gradients (`optax.MultiSteps`), or updates
+      rows by others (LAMB, Adafactor): found by trying it on small arrays in
+      `init`. Not tried where it needs more arguments than updates and
+      parameters. With `catch_up`, that missed steps
       cannot be made up for: they would depend on more than the row and the
       number of the step, state is changed by other than factors (AMSGrad,
       AdaBelief), or rows never come to rest (Lion, Adam on L2).

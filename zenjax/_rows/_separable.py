@@ -52,6 +52,22 @@ def kinds(
       return Kinds(False, False)
 
 
+def require_no_accumulation(state: Any, argument: str) -> None:
+  """Raises ValueError where a `state` of `argument` accumulates gradients.
+
+  A row whose gradients come in steps that only accumulate is in none that
+  updates, and would never move.
+  """
+  accumulates = lambda node: isinstance(node, optax.MultiStepsState)
+  if any(map(accumulates, jax.tree.leaves(state, is_leaf=accumulates))):
+    raise ValueError(
+      f"`{argument}` must not be `optax.MultiSteps`, whose steps without an"
+      " update would lose the rows that they alone touch, got one; use larger"
+      " batches, or put it around the chain and take array gradients by"
+      " `jax.value_and_grad`."
+    )
+
+
 def require_row_by_row(
   inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> None:
@@ -60,8 +76,9 @@ def require_row_by_row(
   A norm over all updates is the same then, and is let pass.
 
   Raises:
-    ValueError: The updates of these rows differ.
+    ValueError: The updates of these rows differ, or come in some steps only.
   """
+  require_no_accumulation(jax.eval_shape(inner.init, params), "inner")
   tables = [jnp.ndim(x) == 2 for x in jax.tree.leaves(params)]
   with jax.ensure_compile_time_eval():
     try:
