@@ -5,6 +5,8 @@ from zenjax.kernels.compact import reference as _compact
 from zenjax.kernels.expand import reference as _expand
 from zenjax.kernels.mask_pack import reference as _mask_pack
 from zenjax.kernels.merge import reference as _merge
+from zenjax.kernels.pull import reference as _pull
+from zenjax.kernels.push import reference as _push
 
 # `measured` names a file of benchmarks/results/; none is there yet, so
 # `implementation=None` takes the reference everywhere.
@@ -45,3 +47,19 @@ expand = Operation(
 OPERATIONS = {
   operation.name: operation for operation in (mask_pack, compact, merge, expand)
 }
+
+# These need an axis, and more than one device to be measured on.
+push = Operation(
+  name="push",
+  reference=_push.push,
+  kernels={"tpu": "zenjax.kernels.push.pallas_tpu"},
+  measured={},
+)
+pull = Operation(
+  name="pull",
+  reference=_pull.pull,
+  kernels={"tpu": "zenjax.kernels.pull.pallas_tpu"},
+  measured={},
+)
+
+EXCHANGES = {operation.name: operation for operation in (push, pull)}

@@ -1,0 +1,1 @@
+"""Rows sent to everyone: each owner's own number of them."""

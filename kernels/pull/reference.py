@@ -1,0 +1,31 @@
+"""Whole buffers to everyone, padding and all."""
+
+from collections.abc import Sequence
+
+import jax
+
+from zenjax import _collectives
+from zenjax._collectives import Axes
+from zenjax.kernels import _counted
+
+
+def pull(
+  rows: Sequence[jax.Array], counts: jax.Array, axes: Axes
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """Sends every rank the first rows that this one has, as many as there are.
+
+  Args:
+    rows: `[C, D]` of each table, `C` and `D` its own. Rows past the count are
+      nobody's, whatever they hold.
+    counts: `[tables] int32`, how many rows there are; `C` where it is more.
+    axes: Along which to exchange, slowest first.
+
+  Returns:
+    `[n, C, D]` of each table, from every rank, zero past the count, and
+    `[n, tables] int32`; equal on all ranks.
+  """
+  counts = _counted.clipped(counts, rows)
+  come = _collectives.all_gather(counts, axes)
+  return _counted.sent(
+    rows, come, lambda x: _collectives.all_gather(x, axes)
+  ), come

@@ -1,0 +1,1 @@
+"""Rows sent to their owners: each source's own number of them."""
