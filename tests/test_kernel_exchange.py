@@ -21,6 +21,7 @@ from kernel_cases import Shape
 import numpy as np
 import pytest
 
+from zenjax.kernels import _lines_tpu
 from zenjax.kernels import _remote_tpu
 from zenjax.kernels.operations import EXCHANGES
 
@@ -30,8 +31,11 @@ PIECE = 1 << 13  # two tiles
 # copy and a single tile; widths and dtypes meet in one exchange.
 TABLES = ((20, 128, "float32"), (40, 128, "bfloat16"), (800, 7, "bfloat16"))
 # Where a copy more or less is sent, and what a buffer does not hold.
-EDGES = ((0, 1, 7, 8, 9, 16, 17, 25), (0, 16, 17, 32, 33, 40, 41, 99),
-         (0, 1, 292, 293, 585, 586, 800, 900))  # fmt: skip
+EDGES = (
+  (0, 1, 7, 8, 9, 16, 17, 25),
+  (0, 16, 17, 32, 33, 40, 41, 99),
+  (0, 1, 292, 293, 585, 586, 800, 900),
+)
 
 each_exchange = pytest.mark.parametrize("name", EXCHANGES)
 
@@ -94,19 +98,16 @@ def counts(kind: str) -> np.ndarray:
   rng = np.random.default_rng(len(kind))
   most = np.array([c for c, *_ in TABLES])
   shape = (N, N, len(TABLES))
-  full = np.broadcast_to(most, shape)
   if kind == "edges":
     return np.stack([rng.choice(edges, (N, N)) for edges in EDGES], axis=2)
-  some = {
-    "none": np.zeros(shape, bool),
-    "full": np.ones(shape, bool),
-    "one source": np.arange(N)[:, None, None] == 5,
-    "one rank": np.arange(N)[None, :, None] == 2,
-    "one table": np.arange(len(TABLES)) == 1,
-    "many": rng.random(shape) < 0.7,
-  }[kind]
-  drawn = full if kind != "many" else rng.integers(0, most + 1, shape)
-  return np.where(some, drawn, 0)
+  if kind == "many":
+    return rng.integers(0, most + 1, shape)
+  full = np.broadcast_to(most, shape)
+  if kind == "skewed":  # one source has all, one rank gets all, all have all
+    source, rank = np.ogrid[:N, :N]
+    sent = np.broadcast_arrays(source == 5, rank == 2, True)
+    return np.where(np.stack(sent, axis=2), full, 0)
+  return {"none": np.zeros_like(full), "full": full}[kind]
 
 
 def as_given(name: str, counts: np.ndarray) -> jax.Array:
@@ -122,21 +123,45 @@ def outcome(kernel: Any, given: Any) -> tuple[Any, bool]:
   return got, races.races_found
 
 
-KINDS = ["none", "full", "one source", "one rank", "one table", "many", "edges"]
+CASES = [
+  *(("push", kind) for kind in ("none", "full", "skewed", "many", "edges")),
+  *(("pull", kind) for kind in ("none", "many", "edges")),
+]
 
 
 def test_many_counts():
-  assert len(KINDS) * N * N * len(TABLES) >= 500
+  pushed = sum(name == "push" for name, _ in CASES)
+  assert pushed * N * N * len(TABLES) >= 500
 
 
-@each_exchange
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_rows_that_are_there_travel_and_bits_are_the_same(name, kind):
+@pytest.mark.parametrize("name, kind", CASES)
+def test_bits_of_the_padded_exchange_and_no_race(name, kind):
   given = rows(name), as_given(name, counts(kind))
   kernel, reference = programs(name)
   got, races = outcome(kernel, given)
   assert not races
   kernel_cases.assert_same_bits(got, reference(*given))
+
+
+@pytest.mark.parametrize("capacity, width, dtype", TABLES)
+def test_no_more_than_a_tile_is_sent_beyond_the_rows(
+  capacity, width, dtype, monkeypatch
+):
+  in_python = lambda steps, do: [do(i) for i in range(int(steps))]
+  monkeypatch.setattr(_lines_tpu, "loop", in_python)
+  like = jnp.zeros((1, capacity, width), dtype)
+  lines = _lines_tpu.Lines.of(like, PIECE)
+  size = lines.encode(like).shape[1]
+  for count in range(capacity + 1):
+    copied: list[pl.Slice] = []
+    lines.pieces(jnp.int32(count), copied.append)
+    end = 0
+    for piece in copied:
+      assert int(piece.start) == end and piece.size % lines.tile == 0
+      end += piece.size
+    rows, sent = count * width * like.dtype.itemsize, end * lines.line_bytes
+    assert end <= size and rows <= sent < rows + lines.tile * lines.line_bytes
+    assert len(copied) <= end // lines.piece + lines.piece // lines.tile
 
 
 SMALL = ((9, 128, "int32"),)
