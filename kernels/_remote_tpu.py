@@ -28,7 +28,8 @@ from zenjax.kernels._lines_tpu import Lines
 from zenjax.kernels._lines_tpu import loop
 
 PIECE = 1 << 16  # bytes of a large copy; not measured
-_MOST_BYTES = 1 << 31
+# What is under way is counted in 32 bits, in whole tiles.
+_MOST_BYTES = (1 << 31) - (1 << 12)
 
 
 def check(rows: Sequence[jax.Array], counts: jax.Array, axes: Axes) -> None:
@@ -45,12 +46,15 @@ def check(rows: Sequence[jax.Array], counts: jax.Array, axes: Axes) -> None:
       f"at most {LANES} arrays of rows, got {counts.shape[1]}"
     )
   for x in rows:
-    size = x[0].size * x.dtype.itemsize
-    if not 0 < size < _MOST_BYTES or x.dtype.itemsize > 4:
+    if not x.size or x.dtype.itemsize > 4:
       raise NotImplementedError(
-        "rows of at most 32 bits an element, at least one and less than 2 GiB"
-        f" for a rank, got {x.dtype}{list(x.shape)}"
+        "at least one row, of at most 32 bits an element, got"
+        f" {x.dtype}{list(x.shape)}"
       )
+  n = _collectives.size(axes)
+  arrive = n * sum(x.nbytes // x.shape[0] for x in rows)
+  if arrive >= _MOST_BYTES:
+    raise NotImplementedError(f"less than 2 GiB to receive, got {arrive}")
 
 
 def exchange(

@@ -248,7 +248,7 @@ def test_kernel_asked_for_is_never_replaced(name):
   "tables, served",
   [
     (((0, 128, "float32"),), "at least one"),
-    (((1 << 22, 128, "float32"),), "less than 2 GiB"),
+    (((1 << 19, 128, "float32"),), "less than 2 GiB"),
     (((8, 1, "int8"),) * 129, "at most 128 arrays"),
   ],
 )
