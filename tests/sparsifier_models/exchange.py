@@ -1,0 +1,46 @@
+"""What leaves the devices, and what they get back."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def exchange(
+  acc: np.ndarray, sent: np.ndarray, wire_dtype=None
+) -> tuple[np.ndarray, np.ndarray]:
+  """Averages what is sent and keeps the rest.
+
+  Without `wire_dtype` a sent element leaves a residual of exactly 0. With it
+  (not in the papers, asked for by the issue) the element is rounded once, its
+  rounding error stays on the device that made it, and sums are taken in wider
+  numbers. An error that is not finite (of an Inf, a NaN, or a value that
+  overflows on the wire) is dropped: kept, it would poison the residual.
+
+  Args:
+    acc: residual plus gradient, `[n, N]`.
+    sent: which elements of it each device contributes, `[n, N]` bool.
+    wire_dtype: the dtype that values are rounded to on their way.
+
+  Returns:
+    The update `[N]` in float64 and the new residuals `[n, N]`.
+  """
+  with np.errstate(invalid="ignore", over="ignore"):
+    wire = acc if wire_dtype is None else acc.astype(wire_dtype)
+    total = np.where(sent, wire.astype(np.float64), 0.0).sum(axis=0)
+    error = np.zeros_like(acc) if wire is acc else acc - wire.astype(acc.dtype)
+    # The comparison is False for a NaN.
+    error = np.where(np.abs(error) < np.inf, error, acc.dtype.type(0))
+  return total / len(acc), np.where(sent, error, acc)
+
+
+def sent_by_all(selected: Sequence[np.ndarray], shape) -> np.ndarray:
+  """Every device contributes its value at every index that any selected."""
+  return np.broadcast_to(sent_by_each(selected, shape).any(axis=0), shape)
+
+
+def sent_by_each(selected: Sequence[np.ndarray], shape) -> np.ndarray:
+  """Every device contributes its values at the indices it selected itself."""
+  sent = np.zeros(shape, bool)
+  for device, indices in enumerate(selected):
+    sent[device, indices] = True
+  return sent
