@@ -176,3 +176,18 @@ def test_every_comparison_has_an_exact_form_in_integers():
       assert ((ratio < partitions.LIGHT) == (count < below)).all()
       assert ((ratio > 1.1) == (10 * count > 11 * base)).all()
       assert ((ratio > 0.909) == (1_000 * count > 909 * base)).all()
+
+
+def test_what_a_block_is_worth_has_an_exact_form_in_32_bits():
+  """An estimate in float32, corrected by a remainder that wraps around."""
+  rng = np.random.default_rng(0)
+  for size in (32_768, 98_304, 10_000_019, 2**30 - 1):
+    block = partitions.BlockPartitions(size, 8).block_size
+    total = rng.integers(0, size + 1, 5_000).astype(np.int32)
+    total[:100] = np.arange(100) * min(1_024, size // 100)
+    share = np.float32(block / size)
+    guess = (total.astype(np.float32) * share).astype(np.int32)
+    rest = total * np.int32(block) - guess * np.int32(size)
+    worth = guess + (rest >= size) - (rest < 0)
+    want = total.astype(np.int64) * block // size
+    np.testing.assert_array_equal(worth, want)
