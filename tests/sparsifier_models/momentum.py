@@ -10,7 +10,7 @@ from .report import MomentumStep
 class MomentumCorrection:
   """Clip, add to the momentum, add the momentum up, select, mask both.
 
-  A device, in this order (the paper's algorithm 4, and the authors' program):
+  A device, in the order of the authors' program (`DGCSGDMemory`):
 
   1. `g` is clipped to the norm `clip_norm / sqrt(n)`, before it is added to
      anything.
