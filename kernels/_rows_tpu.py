@@ -1,8 +1,11 @@
 """Rows moved one by one between a table and a buffer, on a TPU.
 
 A copy of one row costs an instruction and its latency, which the others of a
-block hide; nothing but these rows moves. Rows must be whole tiles of lanes and
-stand alone in their words, or the hardware could not move one of them.
+block hide; nothing but these rows moves. Rows must be whole tiles of lanes, or
+the hardware could not move one of them. Where rows share words, what moves are
+the words of a row. A word is read, changed in part and written, and rows at
+different places in their words are written one after another: no two copies
+that are under way share a word.
 """
 
 import functools
@@ -15,24 +18,21 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from zenjax import _compat
-
-_LANES = 128
-_BLOCK = 1 << 20  # bytes of rows that are under way at once
-_MOST_ROWS = 256
-_LEAST_ROWS = 8
+from zenjax.kernels import _words_tpu
+from zenjax.kernels._words_tpu import LANES
+from zenjax.kernels._words_tpu import TILE
 
 
 def check(table: jax.Array) -> None:
   """Raises NotImplementedError where rows cannot be moved one by one."""
-  if table.dtype.itemsize != 4 or table.shape[1] % _LANES:
+  dtype, width = table.dtype, table.shape[1]
+  if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
     raise NotImplementedError(
-      "float32 rows of a width that 128 divides, which alone can be moved one"
-      f" by one, got {table.dtype} of width {table.shape[1]}"
+      "float32, bfloat16 and float8, which Mosaic loads, in rows of a width"
+      " that 128 divides, which can be moved one by one (`zenjax.packed` stores"
+      f" narrower tables so), got {dtype} of width {width}"
     )
-  if table.shape[1] * 4 * _LEAST_ROWS > _BLOCK:
-    raise NotImplementedError(
-      f"a width of at most {_BLOCK // 4 // _LEAST_ROWS}, got {table.shape[1]}"
-    )
+  _words_tpu.check(table)
 
 
 def gather(
@@ -40,18 +40,24 @@ def gather(
 ) -> jax.Array:
   """`[m, C, D]` rows of `table` at `row: [m, C]`; zeros where it is `R`."""
   m, count = row.shape
-  width, size = table.shape[1], _block_rows(table)
-  blocks = pl.cdiv(count, size)
-  return pl.pallas_call(
-    functools.partial(_gather, num_rows=table.shape[0]),
-    grid=(m, blocks),
-    in_specs=[_rows_of(size), pl.BlockSpec(memory_space=pl.ANY)],
-    out_specs=pl.BlockSpec((1, size, width), lambda g, b: (g, b, 0)),
-    out_shape=_compat.struct((m, count, width), table.dtype, table),
-    scratch_shapes=[pltpu.SemaphoreType.DMA],
+  cut, width = _words_tpu.cut_of(table), table.shape[1]
+  raw = _raw(table, interpret)
+  gathered = pl.pallas_call(
+    functools.partial(_gather, cut=cut),
+    grid=(m, pl.cdiv(count, cut.rows), width // cut.columns),
+    in_specs=[_rows_of(cut.rows)] + [pl.BlockSpec(memory_space=pl.ANY)] * 2,
+    out_specs=pl.BlockSpec(
+      (1, cut.rows, cut.columns), lambda g, b, c: (g, b, c)
+    ),
+    out_shape=_compat.struct((m, count, width), raw.dtype, table),
+    scratch_shapes=[_words(cut), pltpu.SemaphoreType.DMA],
+    cost_estimate=_words_tpu.moves(
+      row.nbytes + row.size * width * (4 + table.dtype.itemsize)
+    ),
     interpret=interpret,
     name=name,
-  )(_in_blocks(row, size, table.shape[0]), table)
+  )(_in_blocks(row, cut), *_words_tpu.split(raw, cut, interpret))
+  return lax.bitcast_convert_type(gathered, table.dtype)
 
 
 def scatter(
@@ -63,74 +69,156 @@ def scatter(
   interpret: Any,
 ) -> jax.Array:
   """`table` with `values: [C, D]` at `row: [C]`, in place; `R` is nowhere."""
-  width, size = table.shape[1], _block_rows(table)
-  return pl.pallas_call(
-    functools.partial(_scatter, num_rows=table.shape[0]),
-    grid=(1, pl.cdiv(row.size, size)),
+  cut, width = _words_tpu.cut_of(table), table.shape[1]
+  raw = _raw(table, interpret)
+  whole, last = _words_tpu.split(raw, cut, interpret)
+  written, last = pl.pallas_call(
+    functools.partial(_scatter, cut=cut),
+    grid=(1, pl.cdiv(row.size, cut.rows), width // cut.columns),
     in_specs=[
-      _rows_of(size),
-      pl.BlockSpec((size, width), lambda g, b: (b, 0)),
-      pl.BlockSpec(memory_space=pl.ANY),
+      _rows_of(cut.rows),
+      pl.BlockSpec((cut.rows, cut.columns), lambda g, b, c: (b, c)),
+      *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
     ],
-    out_specs=pl.BlockSpec(memory_space=pl.ANY),
-    out_shape=_compat.struct(table.shape, table.dtype, table),
-    scratch_shapes=[pltpu.SemaphoreType.DMA],
-    input_output_aliases={2: 0},
+    out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+    out_shape=[_compat.struct(x.shape, x.dtype, table) for x in (whole, last)],
+    scratch_shapes=[_words(cut), _words(cut), pltpu.SemaphoreType.DMA],
+    input_output_aliases={2: 0, 3: 1},
+    # Words of which a part is written are read first.
+    cost_estimate=_words_tpu.moves(
+      row.nbytes + values.nbytes + values.size * (4 if cut.pack == 1 else 8)
+    ),
     interpret=interpret,
     name=name,
-  )(_in_blocks(row[None], size, table.shape[0]), values, table)
+  )(_in_blocks(row[None], cut), _raw(values, interpret), whole, last)
+  written = _words_tpu.joined(written, last, cut, raw.dtype)
+  return lax.bitcast_convert_type(written, table.dtype)
 
 
-def _block_rows(table):
-  fits = _BLOCK // (table.shape[1] * 4) // _LEAST_ROWS * _LEAST_ROWS
-  return min(_MOST_ROWS, fits)
+def _raw(x, interpret):
+  """`x`, of which XLA:CPU would take bfloat16 subnormals for zeros."""
+  # On a TPU it would be copied to be of another dtype.
+  return _words_tpu.integers(x) if interpret else x
+
+
+def _words(cut):
+  """A word for every row of a block; nothing where rows are words."""
+  rows = cut.rows if cut.pack > 1 else TILE
+  return pltpu.VMEM((rows, cut.columns), jnp.int32)
 
 
 def _rows_of(size):
   return pl.BlockSpec(
-    (1, 1, 1, size), lambda g, b: (g, b, 0, 0), memory_space=pltpu.SMEM
+    (1, 1, 1, size), lambda g, b, c: (g, b, 0, 0), memory_space=pltpu.SMEM
   )
 
 
-def _in_blocks(row, size, nowhere):
-  """`[m, blocks, 1, size]`, the last block filled up with `nowhere`."""
+def _in_blocks(row, cut):
+  """`[m, blocks, 1, rows]`, the last block filled up with `R`."""
   m, count = row.shape
-  blocks = pl.cdiv(count, size)
+  blocks = pl.cdiv(count, cut.rows)
   row = jnp.pad(
-    row, ((0, 0), (0, blocks * size - count)), constant_values=nowhere
+    row,
+    ((0, 0), (0, blocks * cut.rows - count)),
+    constant_values=cut.num_rows,
   )
-  return row.reshape(m, blocks, 1, size)
+  return row.reshape(m, blocks, 1, cut.rows)
 
 
-def _gather(row, table, out, done, *, num_rows):
-  out[...] = jnp.zeros(out.shape, out.dtype)
-  move = lambda i, at: pltpu.make_async_copy(
-    table.at[pl.ds(at, 1)], out.at[0, pl.ds(i, 1)], done
-  )
-  _all_at_once(row, num_rows, move)
+def _gather(row, table, last, out, words, done, *, cut):
+  to = words if cut.pack > 1 else out.at[0]
+  to[...] = jnp.zeros(to.shape, to.dtype)
+  copies = _Copies(row, table, last, done, cut)
+  copies.all_at_once(lambda i, word: (word, to.at[pl.ds(i, 1)]))
+  if cut.pack == 1:
+    return
+
+  def join(j, carry):
+    """Rows that lie together in the buffer share words there."""
+    joined = jnp.zeros((1, cut.columns), jnp.int32)
+    for part in range(cut.pack):
+      i = j * cut.pack + part
+      _, up = cut.place(row[0, 0, 0, i])
+      one = lax.shift_right_logical(words[pl.ds(i, 1), :], up)
+      joined |= (one & _lowest(cut)) << (part * cut.bits)
+    # Rows up to this one have been read.
+    words[pl.ds(j, 1), :] = joined
+    return carry
+
+  count = cut.rows // cut.pack
+  lax.fori_loop(0, count, join, 0)
+  out[0] = pltpu.bitcast(words[:count, :], out.dtype)
 
 
-def _scatter(row, values, _, table, done, *, num_rows):
-  move = lambda i, at: pltpu.make_async_copy(
-    values.at[pl.ds(i, 1)], table.at[pl.ds(at, 1)], done
-  )
-  _all_at_once(row, num_rows, move)
+def _scatter(row, values, _, __, table, last, words, mine, done, *, cut):
+  copies = _Copies(row, table, last, done, cut)
+  if cut.pack == 1:
+    copies.all_at_once(lambda i, word: (values.at[pl.ds(i, 1)], word))
+    return
+  mine[: cut.rows // cut.pack, :] = pltpu.bitcast(values[...], jnp.int32)
+
+  def write(i, up):
+    word, part = cut.place(i)
+    one = lax.shift_right_logical(mine[pl.ds(word, 1), :], part)
+    kept = words[pl.ds(i, 1), :] & ~(_lowest(cut) << up)
+    words[pl.ds(i, 1), :] = kept | ((one & _lowest(cut)) << up)
+
+  for part in range(cut.pack):
+    up = part * cut.bits
+    copies.all_at_once(lambda i, word: (word, words.at[pl.ds(i, 1)]), up)
+    copies.each(lambda i, at, up=up: write(i, up), up)
+    copies.all_at_once(lambda i, word: (words.at[pl.ds(i, 1)], word), up)
 
 
-def _all_at_once(row, num_rows, move):
-  """Starts a copy for every row that is one, then awaits them all."""
+def _lowest(cut):
+  return jnp.int32((1 << cut.bits) - 1)
 
-  def each(do):
+
+class _Copies:
+  """Copies of the words of a block's rows."""
+
+  def __init__(self, row, table, last, done, cut):
+    self._row, self._last = row, last
+    self._table = _words_tpu.seen_as_words(table, cut)
+    self._done, self._cut = done, cut
+
+  def each(self, do, up=None):
+    """`do(i, word)` for the rows that are, all or those so far up."""
+    cut = self._cut
+
     def one(i, carry):
-      at = row[0, 0, 0, i]
+      at = self._row[0, 0, 0, i]
+      word, above = cut.place(at)
+      there = at < cut.num_rows
 
-      @pl.when(at < num_rows)
+      @pl.when(there if up is None else there & (above == up))
       def _():
-        do(move(i, at))
+        do(i, word)
 
       return carry
 
-    lax.fori_loop(0, row.shape[3], one, 0)
+    lax.fori_loop(0, cut.rows, one, 0)
 
-  each(lambda copy: copy.start())
-  each(lambda copy: copy.wait())
+  def all_at_once(self, between, up=None):
+    """Starts `between(i, word of a row)` for each, then awaits them all."""
+    cut = self._cut
+    columns = pl.ds(
+      pl.multiple_of(pl.program_id(2) * cut.columns, LANES), cut.columns
+    )
+
+    def copy(i, ref, at, do):
+      source, target = between(i, ref.at[pl.ds(at, 1), columns])
+      do(pltpu.make_async_copy(source, target, self._done))
+
+    def each(do):
+      def one(i, word):
+        if cut.num_rows % cut.pack == 0:
+          copy(i, self._table, word, do)
+          return
+        pl.when(word < cut.whole)(lambda: copy(i, self._table, word, do))
+        pl.when(word >= cut.whole)(lambda: copy(i, self._last, 0, do))
+
+      self.each(one, up)
+
+    each(lambda one: one.start())
+    each(lambda one: one.wait())

@@ -31,7 +31,10 @@ compact = Operation(
 merge = Operation(
   name="merge",
   reference=_merge.merge,
-  kernels={"cuda": "zenjax.kernels.merge.pallas_gpu"},
+  kernels={
+    "tpu": "zenjax.kernels.merge.pallas_tpu",
+    "cuda": "zenjax.kernels.merge.pallas_gpu",
+  },
   measured={},
 )
 expand = Operation(

@@ -13,7 +13,7 @@ import pytest
 from zenjax.kernels.operations import merge
 
 # Sources, rows of each, width, slots, capacity of the union, dtype.
-SHAPES = [
+CUDA = [
   (8, 40, 16, 640, 100, "float32"),
   (1, 7, 1, 32, 7, "float32"),
   (5, 33, 130, 64, 64, "float32"),
@@ -23,12 +23,28 @@ SHAPES = [
   (16, 9, 33, 320, 40, "bfloat16"),
   (8, 300, 4, 992, 992, "float32"),
 ]
-KERNELS = [(p, shape) for p in merge.kernels for shape in SHAPES]
+# Blocks of the union that are full and not, sources that have more than they
+# hold, one column piece and several, ranges that start within a word.
+TPU = [
+  (8, 40, 128, 640, 100, "float32"),
+  (1, 7, 128, 32, 7, "float32"),
+  (5, 33, 256, 64, 64, "float32"),
+  (3, 100, 128, 100_000, 300, "bfloat16"),  # found by a sort
+  (4, 64, 128, 2048, 1, "bfloat16"),
+  (2, 3, 384, 32, 5, "bfloat16"),
+  (16, 9, 128, 320, 40, "bfloat16"),
+  (8, 301, 128, 992, 992, "float32"),
+]
+KERNELS = [
+  *(("cuda", shape) for shape in CUDA),
+  *(("tpu", shape) for shape in TPU),
+]
 EXAMPLES = 63
 
 
 def test_at_least_500_examples():
-  assert EXAMPLES * len(SHAPES) >= 500
+  for platform in merge.kernels:
+    assert EXAMPLES * sum(p == platform for p, _ in KERNELS) >= 500
 
 
 @functools.cache
@@ -78,7 +94,7 @@ def test_same_bits_as_the_reference(platform, shape):
   [(0, "float32", "at least"), (3, "bfloat16", "sums")],
 )
 def test_refuses_and_says_what_it_serves(capacity, dtype, served):
-  slots, rows = received(0, SHAPES[0], 0.5)
-  args = slots, rows, jnp.int32(9), SHAPES[0][3], capacity, jnp.dtype(dtype)
+  slots, rows = received(0, CUDA[0], 0.5)
+  args = slots, rows, jnp.int32(9), CUDA[0][3], capacity, jnp.dtype(dtype)
   with pytest.raises(NotImplementedError, match=served):
     merge(*args, implementation="pallas")

@@ -30,13 +30,16 @@ CUDA = [
 ]
 TPU = [
   (Shape(1, 128, 8), 3),
-  (Shape(20_001, 128, 8), 40),
+  (Shape(5001, 128, 8), 40),
   (Shape(700, 256, 4, contiguous=True), 300),
   (Shape(1500, 128, 64), 7),
-  (Shape(300, 4096, 3), 129),
-  (Shape(5001, 128, 8), 256),
-  (Shape(777, 384, 5), 64),
+  (Shape(50, 4096, 3), 129),
   (Shape(999, 128, 1), 512),
+  # Rows that share words, of which the last may be alone.
+  (Shape(2001, 128, 8, "bfloat16"), 256),
+  (Shape(300, 256, 4, "bfloat16", contiguous=True), 100),
+  (Shape(2, 128, 1, "bfloat16"), 3),
+  (Shape(303, 384, 5, "float8_e5m2"), 64),
 ]
 KERNELS = [
   *(("cuda", shape, capacity) for shape, capacity in CUDA),
@@ -119,7 +122,8 @@ def test_expand_gives_the_bits_of_the_reference(platform, shape, capacity):
   "shape, capacity, served",
   [
     (Shape(1000, 128, 8, "float8_e5m2"), 8, "float32, bfloat16"),
-    (Shape(1000, 128, 8, "float8_e5m2"), 8, "128 divides"),
+    (Shape(1000, 64, 8, "float16"), 8, "zenjax.packed"),
+    (Shape(1, 128, 8, "bfloat16"), 1, "share words"),
     (Shape(1000, 128, 8), 0, "at least"),
   ],
 )

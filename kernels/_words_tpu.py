@@ -1,0 +1,138 @@
+"""Rows of narrow dtypes as Mosaic moves them: in words of 32 bits.
+
+Of a dtype with fewer bits `p = 2` or 4 rows lie beside each other in words. No
+copy can start or end within a word, so an array of `R` such rows is seen as
+`[R / p, D]` words; where `p` does not divide `R`, the last rows are copied
+aside, to a word of their own.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+LANES = 128
+TILE = 8  # words of a column
+_BLOCK = 1 << 20  # bytes of words that are under way at once
+_MOST_ROWS = 256
+
+
+class Cut(NamedTuple):
+  """What a step of a kernel moves, and where a row is in its word."""
+
+  num_rows: int
+  pack: int  # rows that share words
+  rows: int
+  columns: int
+
+  @property
+  def whole(self) -> int:
+    """Words, in a column, that rows of the table fill."""
+    return self.num_rows // self.pack
+
+  @property
+  def bits(self) -> int:
+    return 32 // self.pack
+
+  @property
+  def word(self) -> jnp.dtype:
+    return jnp.dtype(jnp.int32 if self.pack > 1 else jnp.float32)
+
+  def place(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The word of a row, and how far up in it the row is."""
+    word = lax.div(at, jnp.int32(self.pack))
+    return word, (at - word * self.pack) * self.bits
+
+
+def check(table: jax.Array) -> None:
+  """Raises NotImplementedError where rows fill no word."""
+  pack, num_rows = 4 // table.dtype.itemsize, table.shape[-2]
+  if num_rows < pack:
+    raise NotImplementedError(
+      f"at least {pack} rows of {table.dtype}, which share words of 32 bits,"
+      f" got {num_rows}"
+    )
+
+
+def cut_of(table: jax.Array) -> Cut:
+  """How much of `[..., R, D]` fits, twice, beside two blocks of results."""
+  *_, num_rows, width = table.shape
+  pack = 4 // table.dtype.itemsize
+  least = TILE * pack
+  columns = _columns(width, _BLOCK // 4 // least)
+  fits = _BLOCK // (columns * 4) // least * least
+  return Cut(num_rows, pack, min(_MOST_ROWS, fits), columns)
+
+
+def _columns(width, most):
+  """The largest divisor of `width` in whole tiles that is at most `most`."""
+  tiles = width // LANES
+  fitting = range(1, min(tiles, most // LANES) + 1)
+  return LANES * max(count for count in fitting if tiles % count == 0)
+
+
+def moves(nbytes: int) -> pl.CostEstimate:
+  """What a kernel tells XLA, which would count whole tables otherwise."""
+  return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=nbytes)
+
+
+def split(
+  table: jax.Array, cut: Cut, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+  """`[..., R, D]`, and `[..., 1, D]` the word that the last rows do not fill.
+
+  Where XLA would run the kernel the table is given to it as words: only Mosaic
+  sees one array as another. Both have no use where rows are words.
+  """
+  whole, pack = cut.whole * cut.pack, cut.pack
+  last = table[..., whole:, :]
+  missing = [(0, 0)] * table.ndim
+  missing[-2] = (0, pack - last.shape[-2])
+  last = _as_words(jnp.pad(last, missing), pack)
+  if interpret and pack > 1:
+    table = _as_words(table[..., :whole, :], pack)
+  return table, last
+
+
+def seen_as_words(table: Any, cut: Cut) -> Any:
+  """The reference `[..., R, D]`, as one of words."""
+  if table.dtype.itemsize == 4:
+    return table
+  every = (slice(None),) * (len(table.shape) - 2)
+  return table.at[*every, pl.ds(0, cut.whole * cut.pack)].bitcast(jnp.int32)
+
+
+def joined(
+  table: jax.Array, last: jax.Array, cut: Cut, dtype: jnp.dtype
+) -> jax.Array:
+  """Inverse of `split`; in place where the table is not given as words."""
+  rest = cut.num_rows % cut.pack
+  last = _as_rows(last, cut.pack, dtype)[:rest]
+  if table.shape[0] != cut.num_rows:
+    return jnp.concatenate([_as_rows(table, cut.pack, dtype), last])
+  return table.at[cut.num_rows - rest :].set(last) if rest else table
+
+
+def integers(x: jax.Array) -> jax.Array:
+  """The bits of `x`."""
+  return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+
+
+def _as_words(raw: jax.Array, pack: int) -> jax.Array:
+  """`[..., n, D]` to `[..., n / pack, D] int32`, the first row lowest."""
+  *batch, rows, width = raw.shape
+  apart = integers(raw).reshape(*batch, rows // pack, pack, width)
+  apart = jnp.swapaxes(apart, -1, -2)
+  if pack == 1:
+    apart = apart[..., 0]
+  return lax.bitcast_convert_type(apart, jnp.int32)
+
+
+def _as_rows(words: jax.Array, pack: int, dtype: jnp.dtype) -> jax.Array:
+  """Inverse of `_as_words`."""
+  *batch, rows, width = words.shape
+  split = lax.bitcast_convert_type(words, dtype)
+  split = split.reshape(*batch, rows, width, pack)
+  return jnp.swapaxes(split, -1, -2).reshape(*batch, rows * pack, width)
