@@ -17,6 +17,7 @@ LANES = 128
 TILE = 8  # words of a column
 _BLOCK = 1 << 20  # bytes of words that are under way at once
 _MOST_ROWS = 256
+_MOST_COLUMNS = 2048  # code is written out for all tiles of a row
 
 
 class Cut(NamedTuple):
@@ -61,15 +62,15 @@ def cut_of(table: jax.Array) -> Cut:
   *_, num_rows, width = table.shape
   pack = 4 // table.dtype.itemsize
   least = TILE * pack
-  columns = _columns(width, _BLOCK // 4 // least)
+  columns = _columns(width)
   fits = _BLOCK // (columns * 4) // least * least
   return Cut(num_rows, pack, min(_MOST_ROWS, fits), columns)
 
 
-def _columns(width, most):
-  """The largest divisor of `width` in whole tiles that is at most `most`."""
+def _columns(width):
+  """The largest divisor of `width` in whole tiles that is not too large."""
   tiles = width // LANES
-  fitting = range(1, min(tiles, most // LANES) + 1)
+  fitting = range(1, min(tiles, _MOST_COLUMNS // LANES) + 1)
   return LANES * max(count for count in fitting if tiles % count == 0)
 
 
@@ -120,19 +121,30 @@ def integers(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
 
 
-def _as_words(raw: jax.Array, pack: int) -> jax.Array:
+def _as_words(raw, pack):
   """`[..., n, D]` to `[..., n / pack, D] int32`, the first row lowest."""
-  *batch, rows, width = raw.shape
-  apart = integers(raw).reshape(*batch, rows // pack, pack, width)
-  apart = jnp.swapaxes(apart, -1, -2)
+  bits = 32 // pack
   if pack == 1:
-    apart = apart[..., 0]
-  return lax.bitcast_convert_type(apart, jnp.int32)
+    return integers(raw)
+  unsigned = jnp.dtype(f"uint{bits}")
+  words = jnp.zeros((), jnp.uint32)
+  # By shifts: XLA for TPU takes long over arrays of a few columns.
+  for part in range(pack):
+    row = lax.bitcast_convert_type(raw[..., part::pack, :], unsigned)
+    words |= row.astype(jnp.uint32) << (part * bits)
+  return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _as_rows(words: jax.Array, pack: int, dtype: jnp.dtype) -> jax.Array:
+def _as_rows(words, pack, dtype):
   """Inverse of `_as_words`."""
-  *batch, rows, width = words.shape
-  split = lax.bitcast_convert_type(words, dtype)
-  split = split.reshape(*batch, rows, width, pack)
-  return jnp.swapaxes(split, -1, -2).reshape(*batch, rows * pack, width)
+  if pack == 1:
+    return lax.bitcast_convert_type(words, dtype)
+  *batch, count, width = words.shape
+  bits = 32 // pack
+  words = lax.bitcast_convert_type(words, jnp.uint32)
+  parts = [
+    (words >> (part * bits)).astype(jnp.dtype(f"uint{bits}"))
+    for part in range(pack)
+  ]
+  rows = jnp.stack(parts, axis=-2).reshape(*batch, count * pack, width)
+  return lax.bitcast_convert_type(rows, dtype)

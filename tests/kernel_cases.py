@@ -62,6 +62,30 @@ def _as_float(raw, dtype):
   return lax.bitcast_convert_type(raw, jnp.dtype(dtype))
 
 
+def received(
+  seed: int, shape: tuple[int, int, int, int, int, str], density: float
+) -> tuple[jax.Array, jax.Array]:
+  """Sorted slots with values; sums of subnormals are the platform's own.
+
+  Args:
+    seed: Of everything that is drawn.
+    shape: Sources, rows of each, width, slots, capacity of the union, dtype.
+    density: Of the rows that a source sends.
+  """
+  n, count, width, num_slots, _, dtype = shape
+  rng = np.random.default_rng(seed)
+  slots = np.full((n, count), num_slots)
+  rows = np.zeros((n, count, width), np.float32)
+  for source in range(n):
+    some = rng.binomial(min(count, num_slots), density)
+    slots[source, :some] = np.sort(rng.choice(num_slots, some, replace=False))
+    # Of one source alone XLA, which interprets the kernel, makes 0 + x plain x.
+    zero = -0.0 if n > 1 else 0.0
+    values = [1.5, -1.5, 1e-3, zero, 0.0, 3e4, np.inf]
+    rows[source, :some] = rng.choice(values, (some, width))
+  return jnp.asarray(slots, jnp.int32), jnp.asarray(rows).astype(dtype)
+
+
 def bits(tree: Any) -> list[np.ndarray]:
   """The leaves of a result, floats as integers: equal means equal bits.
 

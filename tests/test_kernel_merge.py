@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import kernel_cases
-import numpy as np
 import pytest
 
 from zenjax.kernels.operations import merge
@@ -54,22 +53,6 @@ def programs(platform, num_slots, capacity):
   return jax.jit(kernel), jax.jit(functools.partial(merge.reference, **rest))
 
 
-def received(seed, shape, density):
-  """Sorted slots with values; sums of subnormals are the platform's own."""
-  n, count, width, num_slots, _, dtype = shape
-  rng = np.random.default_rng(seed)
-  slots = np.full((n, count), num_slots)
-  rows = np.zeros((n, count, width), np.float32)
-  for source in range(n):
-    some = rng.binomial(min(count, num_slots), density)
-    slots[source, :some] = np.sort(rng.choice(num_slots, some, replace=False))
-    # Of one source alone XLA, which interprets the kernel, makes 0 + x plain x.
-    zero = -0.0 if n > 1 else 0.0
-    values = [1.5, -1.5, 1e-3, zero, 0.0, 3e4, np.inf]
-    rows[source, :some] = rng.choice(values, (some, width))
-  return jnp.asarray(slots, jnp.int32), jnp.asarray(rows).astype(dtype)
-
-
 @pytest.mark.parametrize("platform, shape", KERNELS, ids=str)
 def test_same_bits_as_the_reference(platform, shape):
   @hypothesis.settings(max_examples=EXAMPLES)
@@ -79,7 +62,7 @@ def test_same_bits_as_the_reference(platform, shape):
     limit=st.sampled_from([0.0, 0.3, 1.0]),
   )
   def check(seed, density, limit):
-    slots, rows = received(seed, shape, density)
+    slots, rows = kernel_cases.received(seed, shape, density)
     limit = jnp.int32(limit * shape[3])
     kernel, reference = programs(platform, *shape[3:5])
     kernel_cases.assert_same_bits(
@@ -91,10 +74,14 @@ def test_same_bits_as_the_reference(platform, shape):
 
 @pytest.mark.parametrize(
   "capacity, dtype, served",
-  [(0, "float32", "at least"), (3, "bfloat16", "sums")],
+  [
+    (0, "float32", "at least"),
+    (3, "bfloat16", "sums"),
+    (3, "float32", "on tpu: .*zenjax.packed"),
+  ],
 )
 def test_refuses_and_says_what_it_serves(capacity, dtype, served):
-  slots, rows = received(0, CUDA[0], 0.5)
+  slots, rows = kernel_cases.received(0, CUDA[0], 0.5)
   args = slots, rows, jnp.int32(9), CUDA[0][3], capacity, jnp.dtype(dtype)
   with pytest.raises(NotImplementedError, match=served):
     merge(*args, implementation="pallas")

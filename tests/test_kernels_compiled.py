@@ -139,7 +139,12 @@ def test_mask_pack_of_odd_widths_compiles_for_h200(shape, tmp_path):
   assert "ld.global" in ptx(program, tmp_path, "zenjax_mask_pack")
 
 
-def lowered_compact(name: str, shape: Shape, capacity: int) -> Any:
+def lowered_compact(
+  name: str,
+  shape: Shape,
+  capacity: int,
+  implementation: Implementation = "pallas",
+) -> Any:
   table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   words = jax.ShapeDtypeStruct((shape.groups, shape.layout.words), jnp.uint32)
   first = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
@@ -151,26 +156,45 @@ def lowered_compact(name: str, shape: Shape, capacity: int) -> Any:
       shape.layout,
       first,
       capacity,
-      implementation="pallas",
+      implementation=implementation,
     )
 
   return lowered(name, run, table, words, first)
 
 
-def lowered_expand(name: str, shape: Shape, rows: int) -> Any:
+def lowered_expand(
+  name: str,
+  shape: Shape,
+  rows: int,
+  implementation: Implementation = "pallas",
+) -> Any:
   table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   row = jax.ShapeDtypeStruct((rows,), jnp.int32)
   values = jax.ShapeDtypeStruct((rows, shape.width), shape.dtype)
-  run = functools.partial(operations.expand, implementation="pallas")
+  run = functools.partial(operations.expand, implementation=implementation)
   return lowered(name, run, table, row, values)
 
 
-@pytest.mark.parametrize("topology", targets.TPUS)
-@pytest.mark.parametrize("shape", [WIDE, Shape(9000, 1 << 14, 8)], ids=str)
+ROWS_EVERYWHERE = [WIDE, Shape(1_000_003, 128, 8, "bfloat16")]
+ROWS_ON_ONE = [
+  Shape(1001, 1 << 16, 8),  # in pieces of a row
+  Shape(1001, 1 << 16, 8, "bfloat16"),
+  Shape(50_003, 384, 8, "float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize(
+  "topology, shape",
+  [(name, shape) for name in targets.TPUS for shape in ROWS_EVERYWHERE]
+  + [("v4:2x2x1", shape) for shape in ROWS_ON_ONE],
+  ids=str,
+)
 def test_rows_alone_move_on_every_tpu(topology, shape):
-  table = shape.rows * shape.width * 4
-  compact = lowered_compact(topology, shape, 1000).compile()
+  compact = lowered_compact(
+    topology, shape, 16 if shape.width > 384 else 1000
+  ).compile()
   assert "zenjax_compact" in compact.as_text()
+  table = shape.rows * shape.width * jnp.dtype(shape.dtype).itemsize
   assert compact.memory_analysis().temp_size_in_bytes < table // 10
   expand = lowered_expand(topology, shape, 1000).compile()
   assert "zenjax_expand" in expand.as_text()
@@ -195,22 +219,55 @@ def test_rows_move_by_16_bytes_at_once_on_h200(shape, vector, tmp_path):
   assert f"st.global{vector}" in text and f"ld.global{vector}" in text
 
 
+@pytest.mark.parametrize("operation", [lowered_compact, lowered_expand])
+def test_xla_counts_more_bytes_than_the_rows_kernels_declare(operation):
+  def counted(implementation):
+    program = operation("v5e:2x4", WIDE, 1000, implementation).compile()
+    return program.cost_analysis()["bytes accessed"]
+
+  assert counted("pallas") < counted("xla")
+
+
+def lowered_merge(
+  name: str,
+  shape: tuple[int, int, int],
+  dtype: str,
+  implementation: Implementation = "pallas",
+) -> Any:
+  """Of 3200 slots, into rows for 2000."""
+  slots = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+  rows = jax.ShapeDtypeStruct(shape, dtype)
+  limit = jax.ShapeDtypeStruct((), jnp.int32)
+
+  def run(slots, rows, limit):
+    merge = functools.partial(operations.merge, implementation=implementation)
+    return merge(slots, rows, limit, 3200, 2000, jnp.float32)
+
+  return lowered(name, run, slots, rows, limit)
+
+
 @pytest.mark.parametrize(
   "width, dtype", [(128, "float32"), (7, "bfloat16")], ids=str
 )
 def test_merge_has_no_atomics_on_h200(width, dtype, tmp_path):
-  slots = jax.ShapeDtypeStruct((8, 1000), jnp.int32)
-  rows = jax.ShapeDtypeStruct((8, 1000, width), dtype)
-  limit = jax.ShapeDtypeStruct((), jnp.int32)
-
-  def run(slots, rows, limit):
-    merge = functools.partial(operations.merge, implementation="pallas")
-    return merge(slots, rows, limit, 3200, 2000, jnp.float32)
-
-  program = lowered("gpu-h200", run, slots, rows, limit)
+  program = lowered_merge("gpu-h200", (8, 1000, width), dtype)
   text = ptx(program, tmp_path, "zenjax_merge")
   assert "atom" not in text and "red.global" not in text
   assert width % 4 or "ld.global.v4" in text
+
+
+@pytest.mark.parametrize(
+  "topology, shape, dtype",
+  [(name, (8, 1000, 128), "bfloat16") for name in targets.TPUS]
+  + [
+    ("v4:2x2x1", (64, 1000, 384), "float32"),
+    ("v4:2x2x1", (2, 1001, 1 << 16), "bfloat16"),  # the largest blocks
+  ],
+  ids=str,
+)
+def test_merge_compiles_for_every_tpu(topology, shape, dtype):
+  text = lowered_merge(topology, shape, dtype).compile().as_text()
+  assert "zenjax_merge" in text and "tpu_custom_call" in text
 
 
 def test_spills_are_found():
