@@ -23,27 +23,26 @@ CUDA = [
   (8, 300, 4, 992, 992, "float32"),
 ]
 # Blocks of the union that are full and not, sources that have more than they
-# hold, one column piece and several, ranges that start within a word.
+# hold, several pieces of a row, ranges that start and end within a word.
 TPU = [
   (8, 40, 128, 640, 100, "float32"),
   (1, 7, 128, 32, 7, "float32"),
-  (5, 33, 256, 64, 64, "float32"),
   (3, 100, 128, 100_000, 300, "bfloat16"),  # found by a sort
-  (4, 64, 128, 2048, 1, "bfloat16"),
-  (2, 3, 384, 32, 5, "bfloat16"),
+  (2, 3, 4096, 32, 1, "bfloat16"),
   (16, 9, 128, 320, 40, "bfloat16"),
-  (8, 301, 128, 992, 992, "float32"),
+  (8, 301, 384, 992, 992, "float32"),
 ]
 KERNELS = [
   *(("cuda", shape) for shape in CUDA),
   *(("tpu", shape) for shape in TPU),
 ]
-EXAMPLES = 63
+EXAMPLES = {"cuda": 63, "tpu": 84}
 
 
 def test_at_least_500_examples():
   for platform in merge.kernels:
-    assert EXAMPLES * sum(p == platform for p, _ in KERNELS) >= 500
+    shapes = sum(p == platform for p, _ in KERNELS)
+    assert EXAMPLES[platform] * shapes >= 500
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def programs(platform, num_slots, capacity):
 
 @pytest.mark.parametrize("platform, shape", KERNELS, ids=str)
 def test_same_bits_as_the_reference(platform, shape):
-  @hypothesis.settings(max_examples=EXAMPLES)
+  @hypothesis.settings(max_examples=EXAMPLES[platform])
   @hypothesis.given(
     seed=st.integers(0, 2**32 - 1),
     density=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]),
