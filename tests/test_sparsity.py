@@ -14,7 +14,7 @@ from benchmarks import row_sets
 from benchmarks import run
 from benchmarks import sparsity
 from zenjax import _plan
-from zenjax import _report
+from zenjax import _stats
 from zenjax import traces
 
 
@@ -181,8 +181,8 @@ def test_bytes_are_those_that_the_scheme_declares(tmp_path):
 
 def test_capacities_are_the_library_s_percentiles():
   needs = np.arange(1, 11), np.arange(101, 111)
-  assert _report.capacity(*needs, 1000) == (9, 101)
-  assert _report.capacity(*needs, 50) == (9, 50)
+  assert _stats.capacity(*needs, 1000) == (9, 101)
+  assert _stats.capacity(*needs, 50) == (9, 50)
 
 
 def test_published_figures_of_the_lstm():

@@ -12,9 +12,7 @@ from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs
 from zenjax._profile import profile
-from zenjax._report import advise
 from zenjax._report import report
-from zenjax._report import stats
 from zenjax._rows._catch_up import catch_up
 from zenjax._rows._catch_up_state import CatchUpState
 from zenjax._rows._explain import explain_tables
@@ -30,6 +28,8 @@ from zenjax._rows._sparse_rows import SparseRows
 from zenjax._rows._value_and_grad import grad
 from zenjax._rows._value_and_grad import value_and_grad
 from zenjax._state import ZenSyncState
+from zenjax._stats import advise
+from zenjax._stats import stats
 from zenjax._transform import sparse_pmean
 from zenjax._transform import sparse_psum
 from zenjax._transform import zen_sync
