@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from zenjax import _placement
+from zenjax import _replicas
 from zenjax import _select
 from zenjax._collectives import Axes
 from zenjax._options import AxisName
@@ -27,22 +28,36 @@ def data_parallel(
   One call gives the `shard_map`, the specs and local gradients: parameters
   are replicated, the optimizer state is placed by `state_specs`, each batch
   argument is split along its first dimension, and gradients taken inside are
-  those of the device's own part until `zen_sync` averages them.
+  those of the device's own part until `zen_sync` averages them. So neither
+  `as_varying` nor a `pmean` of the loss is needed.
+
+  Row gradients, `zenjax.value_and_grad` for `lazy_rows` or `owner_update`, are
+  taken in a step as any others; the example of `owner_update` shows one. Make
+  the state with `zenjax.init`.
+
+  Parameters and state stay equal on all devices only if gradients are averaged.
+  The traced step is looked at: a leaf that it makes of the device's own part of
+  the batch with no collective on the way is refused. That the collective
+  averages what it should is not seen. What a batch argument says to all alike,
+  as a rate in `x[0]`, needs a `lax.pmean` where a state keeps it.
 
   Args:
     step: `(params, opt_state, *batch) -> (params, opt_state, aux)`, written
-      for one device, with `zen_sync(axis_name)` in its optimizer chain.
+      for one device, with `zen_sync(axis_name)` in its optimizer chain, or
+      `lax.pmean`, `sparse_pmean` in itself. It may return parameters and state
+      as they came, to evaluate.
     mesh: A mesh that has the axes.
     axis_name: The axis or axes of `mesh` that batches are split over.
 
   Returns:
     A function of the same signature on global arrays. Floating leaves of
-    `aux` are averaged over devices, integers summed. Wrap it in `jax.jit`,
-    donating parameters and state.
+    `aux`, as the loss, are averaged over devices, integers summed. Wrap it in
+    `jax.jit`, donating parameters and state.
 
   Raises:
-    ValueError: A batch cannot be split evenly, an axis is not the mesh's, or
-      the state of `optax.MultiSteps` was not made by `zenjax.init`.
+    ValueError: A batch cannot be split evenly, an axis is not the mesh's, the
+      state of `optax.MultiSteps` was not made by `zenjax.init`, or the step
+      would leave devices with different parameters or states.
 
   Example:
     >>> import jax
@@ -64,10 +79,6 @@ def data_parallel(
   axes = _placement.mesh_axes(axis_name, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
 
-  def local_step(params, opt_state, *batch):
-    params, opt_state, aux = step(params, opt_state, *batch)
-    return params, opt_state, _average(aux, axes)
-
   def mapped(params, opt_state, *batch):
     _check_batch(batch, devices)
     _check_accumulated(opt_state, params, devices)
@@ -75,9 +86,14 @@ def data_parallel(
     specs = _placement.state_specs(opt_state, axis_name)
     in_specs = (same, specs, *[split] * len(batch))
     arguments = (params, opt_state, *batch)
+
+    def local_step(params, opt_state, *batch):
+      params, opt_state, aux = step(params, opt_state, *batch)
+      return params, opt_state, _average(aux, axes)
+
     # check_vma=False leaves gradients local without a cast in the user's code.
     return jax.shard_map(
-      local_step,
+      _replicas.checked(local_step, specs, mesh, axes),
       mesh=mesh,
       in_specs=in_specs,
       out_specs=(same, specs, same),
