@@ -31,7 +31,8 @@ def owner_update(
   sends the update back in the place of the sum: as many bytes, an n-th of the
   optimizer's work and of its memory on each of `n` devices, as in ZeRO. Losses
   are the same. Leaves that do not travel sparse take `pmean` and `tx` on every
-  device.
+  device. A zen_sync of the same axis before it would be a second: `zenjax.init`
+  refuses that.
 
   The state differs between devices: make it with `zenjax.init`, and place it by
   `zenjax.state_specs`. Rows that no device touched keep state and parameters,

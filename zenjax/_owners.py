@@ -10,6 +10,7 @@ import optax
 
 from zenjax import _auto
 from zenjax import _group
+from zenjax import _once
 from zenjax import _owned
 from zenjax import _parts
 from zenjax import _plan
@@ -54,6 +55,7 @@ class Owners:
           f" be made where axis {axis!r} is bound; call `zenjax.init(tx,"
           f" params, mesh, {axis!r})` instead of `tx.init`."
         ) from error
+    _once.will_sync("owner_update", params, self.options.axes)
     context = _group.context_of(self.options)
     chosen = _select.select(params, self.options.sparse, self.options.unit)
     plans = self._plans(params, chosen, context)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from zenjax import _group
+from zenjax import _once
 from zenjax import _options
 from zenjax import _owned
 from zenjax import _state
@@ -135,7 +136,7 @@ def init(
 
   Raises:
     ValueError: An axis is not the mesh's, or not the one that residuals are
-      kept over.
+      kept over; or `tx` synchronizes a leaf twice along one axis.
 
   Example:
     >>> import jax
@@ -147,7 +148,8 @@ def init(
     >>> state.leaves["leaf"].residual.shape
     (2, 6, 2)
   """
-  local = _shapes(tx, params, mesh, mesh_axes(axis_name, mesh))
+  with _once.required():
+    local = _shapes(tx, params, mesh, mesh_axes(axis_name, mesh))
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,

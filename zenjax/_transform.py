@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from zenjax import _group
+from zenjax import _once
 from zenjax import _options
 from zenjax import _select
 from zenjax import _state
@@ -64,6 +65,10 @@ def zen_sync(
   that state with `zenjax.init`, as for `on_overflow="carry"`. It needs arrays,
   of `jax.grad`: SparseRows of several batches are added with `+` and given to
   one `update`.
+
+  A leaf is synchronized once along an axis: `zenjax.init` refuses a chain with
+  another zen_sync, or `owner_update`, for it. `tx.init` cannot: it sees one
+  transformation at a time.
 
   Transforms that branch on local gradients (`optax.apply_if_finite`) go after
   zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it
@@ -176,6 +181,7 @@ def zen_sync(
 
 
 def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
+  _once.will_sync("zen_sync", params, options.axes)
   leaves: dict[str, _state.LeafState] = {}
   if options.scheme not in DENSE:
     chosen = _select.select(params, options.sparse, options.unit)
