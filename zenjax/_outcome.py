@@ -83,6 +83,7 @@ def outcome(
   turns: Turns,
   scheme: Scheme,
   context: Context,
+  exact: bool,
 ) -> Outcome:
   """What one table's exchange showed.
 
@@ -95,6 +96,7 @@ def outcome(
     turns: Of the loops.
     scheme: How rows travelled.
     context: Axes and operation.
+    exact: Whether loops sent what the first round left.
   """
   tally = first.tally
   went_dense = jnp.zeros((), bool) if dense is None else dense
@@ -117,9 +119,6 @@ def outcome(
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
-  # Arrays have no dense path only where `on_overflow="carry"` lets rows wait.
-  # SparseRows never have one, and loops sent what the first round left.
-  may_wait = dense is None and plan.table.look_ups is None
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
   return Outcome(
@@ -134,7 +133,7 @@ def outcome(
     ),
     wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
     went_dense=went_dense,
-    withheld=unfinished(tally, plan) & may_wait,
+    withheld=unfinished(tally, plan) & (not exact),
     above=enter & (dense is not None),
     dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
   )

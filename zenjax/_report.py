@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
+from zenjax import _owners
 from zenjax import _state
 from zenjax import _stats
 from zenjax._rows import _catch_up_state
@@ -31,6 +33,21 @@ _WITHHELD = (
 )
 
 
+_LEGEND = (
+  "of the last step. density: rows of a device that are not zero; union: of all"
+  " devices; growth: their ratio;",
+  "zen/g: rows split in g column groups; imb: the fullest buffer over the mean;"
+  " rounds: exchanges it took;",
+  "overflow: rows beyond the first one; MB: received by a device; bytes: beside"
+  " a dense all-reduce.",
+)
+
+_SAME_ROWS = (
+  "{}: all devices hold the same rows: were the gradients averaged before {}?"
+  " remove that pmean."
+)
+
+
 def report(state: Any) -> str:
   """A table of what the last step exchanged and what to pin.
 
@@ -40,14 +57,19 @@ def report(state: Any) -> str:
   Returns:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
     column groups, 1 for hashed rows), its density on a device, that of the
-    union over devices, their ratio (growth), imbalance of push and pull,
-    rounds, rows that overflowed the first push, megabytes received by a
-    device beside those of a dense all-reduce, whether zen_sync pays by bytes,
-    and the `capacities=` to pin. Where `on_overflow="carry"` withheld rows
-    there is nothing to compare, and a last line says what was counted. With
-    `scheme="auto"` a line for each leaf shows what was predicted for every
-    scheme, the chosen one first. Where rows of `lazy_rows(..., catch_up=True)`
-    were behind when a step touched them, a line says how many and what to do.
+    union over devices, their ratio (growth), imbalance of push and pull (the
+    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 where
+    all fitted the first), rows that overflowed the first push, megabytes
+    received by a device beside those of a dense all-reduce, whether zen_sync
+    pays by bytes, and the `capacities=` to pin. Below, what the columns are.
+
+    Where devices hold the same rows a line asks whether their gradients were
+    averaged before: then each sends what all have, and little is saved. Where
+    `on_overflow="carry"` withheld rows there is nothing to compare, and a last
+    line says what was counted. With `scheme="auto"` a line for each leaf shows
+    what was predicted for every scheme, the chosen one first. Where rows of
+    `lazy_rows(..., catch_up=True)` were behind when a step touched them, a line
+    says how many and what to do.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -64,23 +86,42 @@ def report(state: Any) -> str:
 
 
 def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
+  by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
-    return ["zen_sync: no leaf travels sparse; every leaf takes psum."]
+    return [f"{by}: no leaf travels sparse; every leaf takes psum."]
   known, advice = _stats.stats(state), _stats.advise(state)
   if not known:
-    return ["zen_sync: no step was taken on more than one device yet."]
+    return [f"{by}: no step was taken on more than one device yet."]
   steps = max(int(node.step) for node in nodes)
   rows = [_HEADINGS]
   rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
   devices = int(next(iter(known.values()))["devices"])
-  title = f"zen_sync after {steps} steps on {devices} devices"
-  lines = [title, *_columns(rows)]
+  title = f"{by} after {steps} steps on {devices} devices"
+  lines = [title, *_columns(rows), *_LEGEND]
+  lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
   if advice:
     lines += [f"to pin: capacities={advice}"]
   lines += _predictions(nodes)
   if any(s["withheld"] for s in known.values()):
     lines += [_WITHHELD]
   return lines
+
+
+def _synchronized_by(state: Any) -> str:
+  """Names of the transformations that the state is of."""
+  kinds = {_owners.OwnerState: "owner_update", _state.ZenSyncState: "zen_sync"}
+  is_one = lambda node: type(node) in kinds
+  nodes = jax.tree.leaves(state, is_leaf=is_one)
+  found = [kinds[type(node)] for node in nodes if is_one(node)]
+  return " and ".join(dict.fromkeys(found))
+
+
+def _same_rows(s: dict[str, float]) -> bool:
+  """Whether the union has no row more than a device; all rows tell nothing."""
+  if s["withheld"] or s["devices"] < 2 or not 0 < s["density"] < 1:
+    return False
+  # Counts went through float32.
+  return abs(s["union_density"] / s["density"] - 1) < 1e-6
 
 
 def _line(

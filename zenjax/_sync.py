@@ -106,7 +106,7 @@ def sync(
   as_equal = lambda x: _compat.as_invariant(x, context.axes)
   targets = [jax.tree.map(as_equal, p.target) for p in progress]
   outcomes = [
-    _outcome.outcome(*o, turns, scheme, context)
+    _outcome.outcome(*o, turns, scheme, context, exact)
     for o in zip(targets, progress, first, dense, plans)
   ]
   return Result(targets, outcomes, first, owned)

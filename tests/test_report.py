@@ -1,0 +1,91 @@
+"""What a report says beside its numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import runners
+
+import zenjax
+
+N = 4
+ROWS = 400
+
+
+def reported(tx, touched):
+  """The report after a step of gradients in the rows `touched: [N, k]`."""
+  params = jnp.zeros((ROWS, 8))
+  mesh = runners.mesh(N)
+  state = zenjax.init(tx, params, mesh, "data")
+
+  def step(params, state, ids):
+    grads = jnp.zeros_like(params).at[ids[0]].set(1.0)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, 0
+
+  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  _, state, _ = step(params, state, touched)
+  return zenjax.report(state)
+
+
+def rows_of_each(count, apart):
+  ids = np.arange(count) + apart * np.arange(N)[:, None]
+  return jnp.array(ids % ROWS)
+
+
+OWNER = zenjax.owner_update(optax.sgd(0.1), "data", sparse=True)
+ZEN = zenjax.zen_sync("data", sparse=True)
+
+
+@pytest.mark.parametrize(
+  ("count", "apart", "asked"),
+  [
+    (20, 0, True),
+    (300, 0, True),  # above break-even
+    (20, 1, False),
+    (ROWS, 0, False),  # no row is left to differ in
+  ],
+)
+@pytest.mark.parametrize("tx", [ZEN, OWNER], ids=["zen_sync", "owner_update"])
+def test_report_asks_where_all_devices_hold_the_same_rows(
+  tx, count, apart, asked
+):
+  shown = reported(tx, rows_of_each(count, apart))
+  by = "owner_update" if tx is OWNER else "zen_sync"
+  assert shown.startswith(f"{by} after 1 steps on {N} devices")
+  question = "leaf: all devices hold the same rows: were the gradients averaged"
+  assert (question in shown) == asked
+  assert (f"before {by}? remove that pmean" in shown) == asked
+  assert "rows wait" not in shown
+
+
+def test_report_does_not_ask_of_rows_that_wait():
+  tx = zenjax.zen_sync(
+    "data",
+    sparse=True,
+    on_overflow="carry",
+    partition="columns",
+    capacities=(20, 24),
+  )
+  shown = reported(tx, rows_of_each(30, 0))
+  assert "rows wait" in shown and "?" not in shown
+
+
+def test_report_explains_its_columns():
+  shown = reported(ZEN, rows_of_each(20, 3))
+  headings = shown.splitlines()[1]
+  legend = " ".join(shown.splitlines()[3:6])
+  explained = {
+    *("density", "union", "growth", "imb", "rounds", "overflow", "MB"),
+    "bytes",
+  }
+  for word in explained:
+    assert word in headings
+    assert f"{word}: " in legend
+  assert "zen/" in shown.splitlines()[2] and "zen/g: " in legend
+
+
+def test_report_names_owner_update_before_the_first_step():
+  state = zenjax.init(OWNER, jnp.zeros((ROWS, 8)), runners.mesh(N), "data")
+  assert zenjax.report(state).startswith("owner_update: no step was taken")
