@@ -4,12 +4,14 @@
 one platform, and may refuse shapes; it never changes a bit of the result.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import contextvars
 import dataclasses
 import importlib
 import inspect
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -17,7 +19,71 @@ from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
 
+from zenjax import _compat
+
 Implementation = Literal["xla", "pallas"]
+
+
+class Call(NamedTuple):
+  """An operation that was traced, and where its kernel runs.
+
+  Elsewhere the reference does; `EVERYWHERE` stands for all platforms.
+  """
+
+  name: str
+  kernels: frozenset[str]
+
+
+EVERYWHERE = "*"
+
+
+class _Forced(NamedTuple):
+  platform: str | None
+  interpret: Any
+
+
+_forced: contextvars.ContextVar[_Forced | None] = contextvars.ContextVar(
+  "forced", default=None
+)
+_recorded: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar(
+  "recorded", default=None
+)
+
+
+@contextlib.contextmanager
+def forced(platform: str | None, *, interpret: Any = False) -> Iterator[None]:
+  """What is traced in here takes the kernels for `platform`, measured or not.
+
+  For tests and benchmarks. Where a kernel cannot serve the reference runs, as
+  it does where `implementation=None` decides; an explicit `implementation=` is
+  obeyed in here as well.
+
+  Args:
+    platform: Of `Operation.kernels`; None for the reference everywhere.
+    interpret: As kernels take it; False where the program runs on `platform`.
+  """
+  token = _forced.set(_Forced(platform, interpret))
+  try:
+    yield
+  finally:
+    _forced.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+  """Lists the operations that are traced in here, in order.
+
+  What is recorded inside of another recording is in both.
+  """
+  calls: list[Call] = []
+  around = _recorded.get()
+  token = _recorded.set(calls)
+  try:
+    yield calls
+  finally:
+    _recorded.reset(token)
+    if around is not None:
+      around += calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +132,13 @@ class Operation:
         f" {implementation!r}; None takes the best that the platform has."
       )
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
+    how = _forced.get()
+    if implementation is None and how is not None:
+      return self._run_forced(how, args)
     asked = implementation == "pallas"
     platforms = self.kernels if asked else self.measured
     if implementation == "xla" or not (asked or platforms):
+      self._record()
       return self.reference(*args)
     refusals = {name: self.refusal(name, *args) for name in platforms}
     if asked and all(refusals.values()):
@@ -78,11 +148,33 @@ class Operation:
       for name, refusal in refusals.items()
       if not refusal
     }
+    self._record(*branches)
     otherwise = lambda: self.reference(*args)
     if asked:
       message = self._message(refusals)
       otherwise = lambda: _refuse(self.reference(*args), message)
     return lax.platform_dependent(default=otherwise, **branches)
+
+  def _run_forced(self, how: _Forced, args: tuple[Any, ...]) -> Any:
+    platform = how.platform
+    # The plain interpreter knows no types that vary over a mesh.
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    typed = any(map(_compat.varying_axes, arrays))
+    if (
+      platform is None
+      or platform not in self.kernels
+      or (how.interpret is True and typed)
+      or self.refusal(platform, *args)
+    ):
+      self._record()
+      return self.reference(*args)
+    self._record(EVERYWHERE)
+    return self.kernel(platform)(*args, interpret=how.interpret)
+
+  def _record(self, *kernels: str) -> None:
+    calls = _recorded.get()
+    if calls is not None:
+      calls.append(Call(self.name, frozenset(kernels)))
 
   def kernel(self, platform: str) -> Callable[..., Any]:
     """The kernel for `platform`."""
@@ -90,6 +182,12 @@ class Operation:
 
   def refusal(self, platform: str, *args: Any) -> str:
     """Why the kernel for `platform` cannot serve `args`; empty if it can."""
+    automatic = _compat.automatic_axes()
+    if automatic:
+      return (
+        "inside shard_map over all axes of a mesh, got a mesh of which"
+        f" {sorted(automatic)} are left to XLA, which cannot split a kernel"
+      )
     try:
       self._module(platform).check(*args)
     except NotImplementedError as error:

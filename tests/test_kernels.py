@@ -1,14 +1,19 @@
 """Which implementation runs: one contract for all operations."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 import kernel_cases
 from kernel_cases import Shape
+import numpy as np
 import pytest
 
 from zenjax import _bitmap
+from zenjax.kernels import _dispatch
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Operation
 from zenjax.kernels.operations import OPERATIONS
@@ -101,3 +106,39 @@ def test_measured_kernel_is_taken_on_its_platform_alone():
   table = kernel_cases.table(SHAPE, 1, 0.1, 0.1)
   want = operations.mask_pack.reference(table, SHAPE.layout)
   kernel_cases.assert_same_bits(run(table), want)
+
+
+def test_reference_runs_where_xla_splits_the_program():
+  """It cannot split a kernel: an axis of the mesh is not manual."""
+  measured = dataclasses.replace(
+    operations.mask_pack, measured={"tpu": "a.json"}
+  )
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+  def lowered(manual, implementation=None):
+    def run(table):
+      return measured(table, SHAPE.layout, implementation=implementation).words
+
+    mapped = jax.shard_map(
+      run,
+      mesh=mesh,
+      in_specs=P(),
+      out_specs=P(),
+      axis_names=manual,
+      check_vma=False,
+    )
+    return _lowered(mapped, "tpu")
+
+  assert "tpu_custom_call" in lowered({"data", "model"})
+  assert "tpu_custom_call" not in lowered({"data"})
+  with pytest.raises(NotImplementedError, match=r"\['model'\] are left to XLA"):
+    lowered({"data"}, "pallas")
+
+
+def test_explicit_choice_is_obeyed_where_kernels_are_forced():
+  args = arguments("merge")
+  with _dispatch.forced("cuda", interpret=True):
+    with _dispatch.recording() as calls:
+      operations.merge(*args)
+      operations.merge(*args, implementation="xla")
+  assert [bool(call.kernels) for call in calls] == [True, False]

@@ -22,6 +22,15 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
   return frozenset(manual.varying) if manual is not None else frozenset()
 
 
+def automatic_axes() -> frozenset[str]:
+  """Axes of the mesh around a trace over which XLA spreads programs itself.
+
+  None in a `shard_map` over all axes of its mesh, and none where no mesh is.
+  """
+  around = jax.sharding.get_abstract_mesh()
+  return frozenset(around.axis_names) - frozenset(around.manual_axes)
+
+
 def records_varying(axis_name: str) -> bool:
   """Whether types record variation over `axis_name` (`check_vma=True`).
 

@@ -14,6 +14,7 @@ from zenjax import _once
 from zenjax import _owned
 from zenjax import _parts
 from zenjax import _plan
+from zenjax import _ran
 from zenjax import _select
 from zenjax import _state
 from zenjax import _sync
@@ -24,6 +25,7 @@ from zenjax._rows import _separable
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
+from zenjax.kernels import _dispatch
 
 
 class OwnerState(NamedTuple):
@@ -125,14 +127,16 @@ class Owners:
     """Updates of tables by the leaf's number, the state, statistics."""
     plans = owner.plans
     group = [leaves[i] for i in plans]
-    result = _sync.sync(
-      [_parts.as_table(leaf, self.options) for _, leaf in group],
-      list(plans.values()),
-      SPARSE["zen"],
-      dataclasses.replace(context, mean=False),
-      owner=owner,
-      owned=inner,
-    )
+    with _dispatch.recording() as calls:
+      result = _sync.sync(
+        [_parts.as_table(leaf, self.options) for _, leaf in group],
+        list(plans.values()),
+        SPARSE["zen"],
+        dataclasses.replace(context, mean=False),
+        owner=owner,
+        owned=inner,
+      )
+    ran = _ran.number(calls)
     tables, memory = {}, dict(sync.leaves)
     for k, ((i, plan), named) in enumerate(zip(plans.items(), group)):
       tables[i] = _parts.leave(
@@ -145,6 +149,7 @@ class Owners:
         plan,
         context,
         _auto.Choice("zen", plan.column_groups),
+        ran,
       )
     return tables, result.owned, sync._replace(leaves=memory)
 

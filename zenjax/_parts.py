@@ -8,6 +8,7 @@ import jax
 from zenjax import _auto
 from zenjax import _compat
 from zenjax import _plan
+from zenjax import _ran
 from zenjax import _residual
 from zenjax import _select
 from zenjax import _state
@@ -23,6 +24,7 @@ from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import DenseScheme
+from zenjax.kernels import _dispatch
 
 
 class Part(NamedTuple):
@@ -97,16 +99,17 @@ def _sync_rows(
   carried = None
   if old and not options.exact:
     carried = [_residual.carried(leaf, options.unit) for leaf in old]
-  result = _sync.sync(
-    tables,
-    table_plans,
-    scheme,
-    context,
-    remembered=[leaf.dense for leaf in old] if old else None,
-    exact=options.exact,
-    carried=carried,
-    rows_only=options.rows_out and not options.exact,
-  )
+  with _dispatch.recording() as calls:
+    result = _sync.sync(
+      tables,
+      table_plans,
+      scheme,
+      context,
+      remembered=[leaf.dense for leaf in old] if old else None,
+      exact=options.exact,
+      carried=carried,
+      rows_only=options.rows_out and not options.exact,
+    )
   if old and not options.exact:
     # Rows to come out leave the table unwritten: what waits is in both.
     written = [_table_of(target) for target in result.targets]
@@ -121,6 +124,7 @@ def _sync_rows(
   ]
   new = {}
   if state and old:
+    ran = _ran.number(calls)
     for i, (name, _) in enumerate(group):
       new[name] = _state.after_step(
         old[i],
@@ -129,6 +133,7 @@ def _sync_rows(
         table_plans[i],
         context,
         part.choices[i],
+        ran,
       )
   return out, new
 

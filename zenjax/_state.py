@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
   pull: Any
   mean: Any  # 1 for op="mean", 0 for op="sum"
   scheme: Any  # index in `SCHEMES`
+  ran: Any = 0  # which kernels, see `_ran.decode`
 
 
 class Last(NamedTuple):
@@ -100,8 +101,12 @@ def after_step(
   plan: TablePlan,
   context: Context,
   choice: Choice,
+  ran: jax.Array | int,
 ) -> LeafState:
-  """The state of a leaf after step number `count`."""
+  """The state of a leaf after step number `count`.
+
+  `ran` says which kernels, as `_ran.number`.
+  """
   table, layout = plan.table, plan.layout
   sizes = Sizes(
     num_rows=table.num_rows,
@@ -113,6 +118,7 @@ def after_step(
     pull=plan.first.pull,
     mean=int(context.mean),
     scheme=SCHEMES.index(choice.scheme),
+    ran=ran,
   )
   last = Last(
     local_rows=outcome.local_rows,

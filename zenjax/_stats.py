@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from zenjax import _ran
 from zenjax import _state
 
 # Percentiles of recent needs that pinned sizes should hold. A push that
@@ -25,8 +26,9 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     `growth` (their ratio), `push_imbalance` (fullest pair over the mean),
     `pull_imbalance` (fullest owner over the mean), `rounds`, `overflow_rows`
     (of all devices, beyond the first push), `wire_bytes` and `dense_bytes`
-    (received by a device; a ring all-reduce's), `went_dense`, `withheld`.
-    Empty before the first step.
+    (received by a device; a ring all-reduce's), `went_dense`, `withheld`,
+    `by_xla` and `by_pallas` (local operations that ran by each; those of all
+    leaves that share an exchange). Empty before the first step.
 
     With `on_overflow="carry"` `density` counts rows that waited too. Where
     `withheld` is 1 some wait again: `union_density` then counts those that
@@ -78,6 +80,7 @@ def _numbers(leaf: _state.LeafState) -> dict[str, float]:
     "dense_bytes": last.dense_bytes,
     "went_dense": last.went_dense,
     "withheld": last.withheld,
+    **_ran.counts(sizes.ran),
   }
 
 
