@@ -28,12 +28,14 @@ class Built:
     wrong: Elements that differ from the float64 oracle, over all devices.
     compile_s: Seconds to trace, lower and compile.
     facts: Numbers to report beside the time: bytes, density, imbalance.
+    prepare: What must be done before each call, and awaited: not timed.
   """
 
   run: Callable[[], Any] | None
   wrong: int
   compile_s: float
   facts: dict[str, float]
+  prepare: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,10 @@ def _measure_group(cases, repeats, warmup, bar, results):
   with _writing_back(results, first, times):
     for turn in range(-warmup, repeats):
       for i in shuffled(len(built), turn):
-        run = built[i].run
+        run, prepare = built[i].run, built[i].prepare
         if run is not None and not built[i].wrong:
+          if prepare is not None:
+            jax.block_until_ready(prepare())
           seconds = seconds_of(run)
           if turn >= 0:
             times[i].append(seconds)

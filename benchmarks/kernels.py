@@ -46,13 +46,14 @@ def _over_read(result: Result, peers: Peers) -> float:
   return 2 * result.median_s / peers[_COPY].median_s
 
 
+OVER_FLOOR = table.Column("over\nfloor", _over_floor, ".2f")
 COLUMNS = (
   table.fact("must move\nMB", "bytes", unit=1e6),
   table.WRONG,
   table.COMPILE,
   table.TIME,
   table.SPREAD,
-  table.Column("over\nfloor", _over_floor, ".2f"),
+  OVER_FLOOR,
   table.Column("over one\nread", _over_read, ".2f"),
 )
 

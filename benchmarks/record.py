@@ -25,12 +25,17 @@ def save_json(
   *,
   options: dict[str, Any],
   complete: bool,
+  told: dict[str, Any] | None = None,
 ) -> None:
-  """Writes `results` with every sample, their environment and options."""
+  """Writes `results` with every sample, their environment and options.
+
+  `told` is what a command has to say beside them.
+  """
   document = {
     "complete": complete,
     "environment": environment(),
     "options": options,
+    **(told or {}),
     "results": [_record(result) for result in results],
   }
   write_json(path, document)

@@ -10,7 +10,8 @@ import pathlib
 import sys
 
 # Before JAX starts. With an accelerator: JAX_PLATFORMS=cuda python -m ...
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if sys.argv[1:2] != ["gpu"]:  # It takes the GPU that is there.
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _measure_network(parser, options)
   if options.command == "predict":
     return _predict(parser, options)
+  if options.command == "gpu":
+    return _measure_gpu(parser, options)
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
@@ -77,6 +80,16 @@ def _measure_network(parser, options) -> int:
   except (RuntimeError, ValueError) as error:
     return parser.error(str(error))
   return job.run()
+
+
+def _measure_gpu(parser, options) -> int:
+  """Tells more than a table."""
+  from benchmarks import gpu
+
+  try:
+    return gpu.run(options)
+  except ValueError as error:
+    return parser.error(str(error))
 
 
 def _predict(parser, options) -> int:
@@ -138,6 +151,7 @@ def _parser():
   _add_step(commands)
   _add_local(commands)
   _add_kernels(commands)
+  _add_gpu(commands)
   _add_memory(commands)
   _add_sparsity(commands)
   _add_network(commands)
@@ -242,6 +256,26 @@ def _add_kernels(commands):
   )
   kernels.set_defaults(devices=1)
   _add_common(kernels, repeats=25)
+
+
+def _add_gpu(commands):
+  gpu = commands.add_parser(
+    "gpu", help="everything that one GPU can show; without one, answers alone"
+  )
+  by_default = "by default {} on a GPU, {} without one"
+  gpu.add_argument(
+    "--rows",
+    type=_positive,
+    help=f"of a device; {by_default.format('4194304', '4000')}",
+  )
+  gpu.add_argument("--width", type=_positive, help="by default 128")
+  gpu.add_argument(
+    "--density",
+    type=_share,
+    help=f"of nonzero rows; {by_default.format('0.01', '0.02')}",
+  )
+  gpu.add_argument("--repeats", type=_positive, default=25, help="timed rounds")
+  gpu.add_argument("--json", type=pathlib.Path, metavar="FILE")
 
 
 def _add_memory(commands):
