@@ -16,8 +16,10 @@ from zenjax._state import LeafState
 from zenjax._state import Sizes
 from zenjax.kernels._dispatch import Call
 from zenjax.kernels._dispatch import EVERYWHERE
+from zenjax.kernels.operations import EXCHANGES
 from zenjax.kernels.operations import OPERATIONS
 
+_NAMES = (*OPERATIONS, *EXCHANGES)
 _XLA, _PALLAS = 1, 2
 
 
@@ -35,7 +37,7 @@ def number(calls: Sequence[Call]) -> jax.Array | int:
 
 def _encode(calls: Sequence[Call], platform: str) -> int:
   code = 0
-  places = {name: 2 * i for i, name in enumerate(OPERATIONS)}
+  places = {name: 2 * i for i, name in enumerate(_NAMES)}
   for call in calls:
     kernel = not call.kernels.isdisjoint((platform, EVERYWHERE))
     code |= (_PALLAS if kernel else _XLA) << places[call.name]
@@ -46,7 +48,7 @@ def decode(code: int) -> dict[str, list[str]]:
   """Operations by who ran them: "XLA" and "Pallas"; some of both."""
   ran = {"XLA": _XLA, "Pallas": _PALLAS}
   return {
-    by: [name for i, name in enumerate(OPERATIONS) if code >> 2 * i & bit]
+    by: [name for i, name in enumerate(_NAMES) if code >> 2 * i & bit]
     for by, bit in ran.items()
   }
 
