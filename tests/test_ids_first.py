@@ -1,8 +1,8 @@
 """`ids_first`: ids of look-ups are on their way while values are computed."""
 
-import re
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -71,21 +71,16 @@ def schedule(ids_first: bool) -> list[str]:
     )
     text = lowered.compile().as_text()
   assert text is not None and "is_scheduled=true" in text
-  entry = text[text.index("\nENTRY") :]
-  return entry[: entry.index("\n}")].splitlines()
-
-
-def lines(found: list[str], pattern: str) -> list[int]:
-  return [i for i, line in enumerate(found) if re.search(pattern, line)]
+  return hlo.computations(text)[""]
 
 
 @pytest.mark.parametrize("ids_first", [False, True])
 def test_compiled_for_gpus_they_leave_before_the_forward_pass(ids_first):
   found = schedule(ids_first)
-  starts = lines(found, r" all-to-all-start\(.*push/all_to_all")
-  ends = lines(found, r" all-to-all-done\(.*push/all_to_all")
-  forward = lines(found, r"^ *%gemm.*/jvp\(\)/dot_general")
-  backward = lines(
+  starts = hlo.lines(found, r" all-to-all-start\(.*push/all_to_all")
+  ends = hlo.lines(found, r" all-to-all-done\(.*push/all_to_all")
+  forward = hlo.lines(found, r"^ *%gemm.*/jvp\(\)/dot_general")
+  backward = hlo.lines(
     found, r"^ *%gemm.*transpose\(jvp\(\)\)/(dot_general|transpose)"
   )
   assert len(forward) == LAYERS <= len(backward)

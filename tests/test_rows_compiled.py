@@ -5,9 +5,9 @@ does. Letters: `T` look-ups a device, `R` rows, `D` width.
 """
 
 import functools
-import re
 from typing import Any, NamedTuple
 
+import hlo
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -27,23 +27,6 @@ ROWS, LOOK_UPS = 400_000, 256
 
 # XLA:CPU of JAX 0.10 does not keep gradients from overtaking look-ups.
 _WAITS = jax.__version_info__ >= (0, 12)
-
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
-# What may give an array of the table's size: names for one that is there, and
-# updates of rows, which XLA does in place where its memory figures say so. A
-# fusion is what is in it, and that is looked at as well.
-_NO_PASS = {
-  "bitcast",
-  "call",
-  "conditional",
-  "dynamic-update-slice",
-  "fusion",
-  "get-tuple-element",
-  "parameter",
-  "scatter",
-  "tuple",
-  "while",
-}
 
 
 class Compiled(NamedTuple):
@@ -87,7 +70,7 @@ def compiled(
   text, memory = program.as_text(), program.memory_analysis()
   assert text is not None and memory is not None
   return Compiled(
-    passes=passes(text, shape),
+    passes=hlo.passes(text, shape),
     temporary=memory.temp_size_in_bytes,
     arguments=memory.argument_size_in_bytes,
     aliased=memory.alias_size_in_bytes,
@@ -134,17 +117,6 @@ def _lowered(look_up, shape, width, mesh, donate, after):
     *jax.tree.map(placed(P()), replicated),
     *jax.tree.map(placed(P("data")), batch),
   )
-
-
-def passes(text: str, shape: tuple[int, int]) -> list[str]:
-  """Instructions of HLO text that write an array of `shape` anew."""
-  of_table = f"[{shape[0]},{shape[1]}]"
-  found = []
-  for line in text.splitlines():
-    match = _INSTRUCTION.match(line)
-    if match and of_table in match[1] and match[2] not in _NO_PASS:
-      found.append(line.strip())
-  return found
 
 
 def check(found: Compiled, shape: tuple[int, int]) -> None:

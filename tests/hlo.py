@@ -1,0 +1,114 @@
+"""What stands in the text of a compiled program."""
+
+import math
+import re
+from typing import NamedTuple
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(
+  r" = (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter"
+  r"|ragged-all-to-all|collective-permute|collective-broadcast)"
+  r"(-start)?\("
+)
+_CALLED = re.compile(
+  r"(body|calls|to_apply|branch_computations|true_computation"
+  r"|false_computation)=(\{[^}]*\}|[%\w.\-]+)"
+)
+_SHAPE = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
+# One collective that a TPU runs beside other work is written several times.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+# What may give an array of the table's size: names for one that is there, and
+# updates of rows, which XLA does in place where its memory figures say so. A
+# fusion is what is in it, and that is looked at as well.
+_NO_PASS = {
+  "bitcast",
+  "call",
+  "conditional",
+  "dynamic-update-slice",
+  "fusion",
+  "get-tuple-element",
+  "parameter",
+  "scatter",
+  "tuple",
+  "while",
+}
+
+
+class Found(NamedTuple):
+  """A collective of a compiled program."""
+
+  op: str
+  elements: int  # of all its results
+  inside: tuple[str, ...]  # loops and branches around it, outermost first
+
+
+def computations(text: str) -> dict[str, list[str]]:
+  """The lines of every computation; the entry's also under ""."""
+  found: dict[str, list[str]] = {}
+  lines: list[str] = []
+  for line in text.splitlines():
+    if header := _HEADER.match(line):
+      lines = found.setdefault(header[1], [])
+      if line.startswith("ENTRY"):
+        found[""] = lines
+    else:
+      lines.append(line)
+  return found
+
+
+def collectives(text: str, devices: int = 8) -> list[Found]:
+  """Every collective, calls followed from the entry."""
+  bodies = computations(text)
+  found: list[Found] = []
+  chains: set[tuple[str, ...]] = set()
+
+  def walk(name, inside):
+    for line in bodies[name]:
+      if match := _COLLECTIVE.search(line):
+        chain = _CHAIN.search(line)
+        seen = chain and (match[2], chain[1], *inside)
+        if not seen or seen not in chains:
+          chains.add(seen or ())
+          found.append(Found(match[2], _elements(match, devices), inside))
+      for how, names in _CALLED.findall(line):
+        kind = {"body": ("while",), "calls": (), "to_apply": ()}
+        around = kind.get(how, ("branch",))
+        for called in names.strip("{}").split(", "):
+          walk(called.removeprefix("%"), (*inside, *around))
+
+  walk("", ())
+  return found
+
+
+def _elements(match, devices):
+  shapes = (s.split(",") for s in _SHAPE.findall(match[1]))
+  total = sum(math.prod(int(d) for d in dims if d) for dims in shapes)
+  if not match[3]:
+    return total
+  # A start names its operands as well.
+  if match[2] == "all-gather":
+    return total * devices // (devices + 1)
+  return total // 2
+
+
+def passes(text: str, shape: tuple[int, int]) -> list[str]:
+  """Instructions that write an array of `shape` anew."""
+  of_table = f"[{shape[0]},{shape[1]}]"
+  found = []
+  for line in text.splitlines():
+    match = _INSTRUCTION.match(line)
+    if match and of_table in match[1] and match[2] not in _NO_PASS:
+      found.append(line.strip())
+  return found
+
+
+def copies(text: str, shape: tuple[int, int]) -> list[str]:
+  """Those of `passes` that are nothing but copies."""
+  return [x for x in passes(text, shape) if re.search(r" copy(-start)?\(", x)]
+
+
+def lines(found: list[str], pattern: str) -> list[int]:
+  """Where `pattern` stands."""
+  return [i for i, line in enumerate(found) if re.search(pattern, line)]

@@ -1,0 +1,128 @@
+"""Whole training steps, compiled for chips with none attached.
+
+What the compilers say is checked: what is sent, that no second table is held,
+that no register of a GPU spills, and that backward work runs beside the first
+round. CI compiles for TPU v5e and for H200, each kind of step once;
+`python -m pytest -m every_target` compiles the rest, some minutes more.
+"""
+
+import re
+
+import hlo
+import pytest
+import whole_steps
+from whole_steps import LAYERS
+from whole_steps import ROWS
+from whole_steps import TABLE
+from whole_steps import WIDTH
+
+from benchmarks import targets
+from zenjax.kernels.operations import OPERATIONS
+
+# JAX 0.12 announces that Pallas will leave Triton.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+_IN_CI = [
+  ("v5e:2x4", "array", "pallas"),
+  ("v5e:2x4", "rows", "xla"),
+  ("gpu-h200", "array", "xla"),
+  ("gpu-h200", "array", "pallas"),
+  ("gpu-h200", "rows", "pallas"),
+]
+# Where a compiler may rewrite collectives, they are counted on these two.
+_EXACT = ("v5e:2x4", "gpu-h200")
+_USED = {
+  "array": ("mask_pack", "compact", "merge", "expand"),
+  # Listed rows are found by a sort and gathered from what is listed.
+  "rows": ("merge",),
+}
+
+
+def _cases():
+  for target in (*targets.TPUS, "gpu-h200"):
+    for grads in ("array", "rows"):
+      for implementation in ("xla", "pallas"):
+        case = (target, grads, implementation)
+        if implementation == "pallas" and not _kernels(target, grads):
+          continue
+        marks = [] if case in _IN_CI else [pytest.mark.every_target]
+        yield pytest.param(*case, marks=marks, id="-".join(case))
+
+
+def _kernels(target, grads):
+  """Of the operations that such a step uses, those with a kernel there."""
+  platform = "cuda" if target == "gpu-h200" else "tpu"
+  return [x for x in _USED[grads] if platform in OPERATIONS[x].kernels]
+
+
+@pytest.mark.parametrize("target, grads, implementation", [*_cases()])
+def test_whole_step(target, grads, implementation):
+  try:
+    step = whole_steps.compile(target, grads, implementation)
+  except ImportError as error:
+    pytest.skip(str(error))
+  for name in OPERATIONS:
+    there = implementation == "pallas" and name in _kernels(target, grads)
+    assert (f"zenjax_{name}" in step.text) == there
+  check_memory(step, grads)
+  check_collectives(step, grads, exact=target in _EXACT)
+  if target == "gpu-h200":
+    check_overlap_on_gpus(step)
+  if target == "v5e:2x4":
+    check_overlap_on_tpus(step)
+
+
+def check_memory(step, grads):
+  """The table is updated in place; a dense gradient is one more, no copy."""
+  assert step.aliased >= TABLE
+  assert not hlo.copies(step.text, (ROWS, WIDTH))
+  if grads == "array":
+    assert TABLE <= step.temporary < 2 * TABLE
+  else:
+    assert not hlo.passes(step.text, (ROWS, WIDTH))
+    assert step.temporary < TABLE // 4
+
+
+def check_collectives(step, grads, exact):
+  """Those that zenjax declares, where it says, and the sums of the layers."""
+  declared = whole_steps.declared(grads, step.devices)
+  found = hlo.collectives(step.text, step.devices)
+  assert not any("branch" in f.inside for f in found)
+  if exact:
+    plain = [f for f in found if f.op == "all-reduce" and not f.inside]
+    assert sum(f.elements for f in plain) == declared.plain
+    rest = [tuple(f) for f in found if f not in plain]
+    assert sorted(rest) == sorted(declared.exchange)
+  # Whatever they are called: none over the table but in the dense path.
+  for f in found:
+    assert f.inside == ("while",) or f.elements < ROWS * WIDTH // 8
+    assert grads == "array" or f.inside != ("while",)
+
+
+def check_overlap_on_gpus(step):
+  """Gradients of weights are computed while the push is on its way."""
+  assert "is_scheduled=true" in step.text
+  entry = hlo.computations(step.text)[""]
+  (start,) = hlo.lines(entry, r" all-to-all-start\(.*zen/push/all_to_all")
+  (done,) = hlo.lines(entry, r" all-to-all-done\(.*zen/push/all_to_all")
+  backward = hlo.lines(entry, r"^ *%gemm.*op_name=[^ ]*transpose\(jvp\(")
+  beside = [i for i in backward if start < i < done]
+  assert 2 * LAYERS <= len(backward) and beside
+
+
+def check_overlap_on_tpus(step):
+  """A pull runs inside of backward matrix products."""
+  fused = [
+    "\n".join(body)
+    for name, body in hlo.computations(step.text).items()
+    if name.startswith("async_collective_fusion")
+  ]
+  beside = [
+    body
+    for body in fused
+    if re.search(r"all-gather\(.*zen/pull/all_gather", body)
+    and re.search(r" convolution\(.*transpose\(jvp\(", body)
+  ]
+  assert beside
