@@ -85,12 +85,12 @@ def collectives(text: str, devices: int = 8) -> list[Found]:
 def _elements(match, devices):
   shapes = (s.split(",") for s in _SHAPE.findall(match[1]))
   total = sum(math.prod(int(d) for d in dims if d) for dims in shapes)
-  if not match[3]:
+  # A start names its operands as well; a sum's does not in JAX 0.10.
+  operands = match[3] and match[1].startswith("(")
+  if not operands or (match[2] == "all-reduce" and match[1][1] != "("):
     return total
-  # A start names its operands as well.
-  if match[2] == "all-gather":
-    return total * devices // (devices + 1)
-  return total // 2
+  gathered = match[2] == "all-gather"
+  return total * devices // (devices + 1) if gathered else total // 2
 
 
 def passes(text: str, shape: tuple[int, int]) -> list[str]:

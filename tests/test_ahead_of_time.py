@@ -93,7 +93,7 @@ def check_collectives(step, grads, exact):
   if exact:
     plain = [f for f in found if f.op == "all-reduce" and not f.inside]
     assert sum(f.elements for f in plain) == declared.plain
-    rest = [tuple(f) for f in found if f not in plain]
+    rest = [f for f in found if f not in plain]
     assert sorted(rest) == sorted(declared.exchange)
   # Whatever they are called: none over the table but in the dense path.
   for f in found:

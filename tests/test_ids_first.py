@@ -74,7 +74,9 @@ def schedule(ids_first: bool) -> list[str]:
   return hlo.computations(text)[""]
 
 
-@pytest.mark.parametrize("ids_first", [False, True])
+@pytest.mark.parametrize(
+  "ids_first", [pytest.param(False, marks=pytest.mark.every_target), True]
+)
 def test_compiled_for_gpus_they_leave_before_the_forward_pass(ids_first):
   found = schedule(ids_first)
   starts = hlo.lines(found, r" all-to-all-start\(.*push/all_to_all")

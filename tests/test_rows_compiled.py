@@ -129,11 +129,20 @@ def check(found: Compiled, shape: tuple[int, int]) -> None:
   assert found.arguments < 3.1 * table
 
 
-# On TPU 128 divides the width, or the table is packed.
-WIDTHS = [("cpu", 128), ("cpu", 16), ("gpu-h200", 128), ("gpu-h200", 16)]
+# On TPU 128 divides the width, or the table is packed. Wide ones are in the
+# whole steps of `test_ahead_of_time.py` too.
+WIDTHS = [
+  ("cpu", 128),
+  ("cpu", 16),
+  ("gpu-h200", 16),
+  *(
+    pytest.param(target, 128, marks=pytest.mark.every_target)
+    for target in ("gpu-h200", "tpu-v5e")
+  ),
+]
 
 
-@pytest.mark.parametrize("target, width", [*WIDTHS, ("tpu-v5e", 128)])
+@pytest.mark.parametrize("target, width", WIDTHS)
 def test_step_holds_no_table_but_parameters_and_state(target, width):
   check(compiled(target, width), (ROWS, width))
 

@@ -13,6 +13,7 @@ import math
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
+from hlo import Found
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -25,6 +26,8 @@ from benchmarks import targets
 import zenjax
 from zenjax import _declare
 from zenjax import _dense
+from zenjax._plan import Partition
+from zenjax._schemes.base import Message
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Implementation
 
@@ -91,7 +94,7 @@ def devices(target: str) -> list[Any]:
 
 
 # Between them both layouts of rows; those of look-ups are split by columns.
-_PARTITION = {"array": "hash", "rows": "auto"}
+_PARTITION: dict[Grads, Partition] = {"array": "hash", "rows": "auto"}
 
 
 def _lowered(mesh, grads):
@@ -153,9 +156,9 @@ def _loss(params, ids, dense, target):
 
 
 class Declared(NamedTuple):
-  """Collectives of a step as `hlo.Found` has them, elements of results."""
+  """The collectives of a step."""
 
-  exchange: list[tuple[str, int, tuple[str, ...]]]
+  exchange: list[Found]
   plain: int  # elements of all sums of layers and of the loss
 
 
@@ -185,6 +188,6 @@ def declared(grads: Grads, devices: int) -> Declared:
   return Declared(exchange, plain)
 
 
-def _result(message, devices, inside):
+def _result(message: Message, devices: int, inside: tuple[str, ...]) -> Found:
   gathered = devices if message.op == "all_gather" else 1
-  return message.op.replace("_", "-"), message.words * gathered, inside
+  return Found(message.op.replace("_", "-"), message.words * gathered, inside)
