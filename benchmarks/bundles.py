@@ -1,0 +1,206 @@
+"""What the compiler says of every operation on a TPU: no time, none attached.
+
+`python -m benchmarks.bundles` compiles the operations by XLA and by Pallas, and
+tells the bytes that XLA's cost model has a program access, the instructions
+that read the table, and the bundles of machine code, with the registers that
+had to be stored to make room. A bundle in a loop counts once, whatever its
+turns, and bytes in fast memory count as those in slow memory do.
+"""
+
+import argparse
+from collections.abc import Iterator
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from benchmarks import kernel_work
+from benchmarks import targets
+from benchmarks.kernel_work import Work
+from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels.operations import OPERATIONS
+
+_PLATFORM = "tpu"
+_WAYS: tuple[Implementation, ...] = ("xla", "pallas")
+_NUMBERS = (
+  "must move\nMB",
+  "accessed\nMB",
+  "table\nreads",
+  "instruc-\ntions",
+  "bundles",
+  "spills",
+)
+_TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
+# Vector and scalar registers stored to make room.
+_SPILL = re.compile(r"\b[vs]st \[[vs]mem:\[#allocation\d+_spill")
+_PARAMETER = re.compile(r"%([\w.\-]+) = \S+ parameter\((\d+)\)")
+
+
+class Counts(NamedTuple):
+  """Of one compiled program."""
+
+  bytes: float  # accessed
+  reads: int  # instructions that take the first argument
+  instructions: int  # that are compiled to code of their own
+  bundles: int
+  spills: int  # stores of registers
+
+
+class Dump(NamedTuple):
+  """Machine code of what was compiled, by name of its instruction."""
+
+  bundles: dict[str, int]
+  spills: dict[str, int]
+
+
+def read(directory: pathlib.Path) -> Dump:
+  """What libtpu left in `directory`; control around all instructions aside."""
+  bundles: dict[str, int] = {}
+  spills: dict[str, int] = {}
+  for path in directory.glob("*final_bundles.txt"):
+    # <time>-<instruction>-<number of the pass>-<pass>.txt
+    _, _, rest = path.name.partition("-")
+    name = re.split(r"-\d+-", rest)[0]
+    if name.startswith("<") or name == "TLP":
+      continue
+    text = path.read_text()
+    if "schedule-analysis" in path.name:
+      if total := _TOTAL.search(text):
+        bundles[name] = int(total[1])
+    else:
+      spills[name] = len(_SPILL.findall(text))
+  return Dump(bundles, spills)
+
+
+def reads(text: str) -> int:
+  """Instructions of the entry of HLO text that take its first argument.
+
+  What only gives it another shape counts as those that take that.
+  """
+  lines = text[text.index("\nENTRY") :].splitlines()
+  names = {m[1] for m in map(_PARAMETER.search, lines) if m and m[2] == "0"}
+  count = 0
+  for line in lines:
+    name, _, operands = line.partition(" = ")
+    if names.isdisjoint(re.findall(r"%([\w.\-]+)[,)]", operands)):
+      continue
+    if re.search(r" (bitcast|copy-done|get-tuple-element)\(", operands):
+      names.add(name.strip().removeprefix("ROOT ").removeprefix("%"))
+    else:
+      count += 1
+  return count
+
+
+@contextlib.contextmanager
+def dumped() -> Iterator[pathlib.Path]:
+  """Has libtpu leave what it compiles; to be entered before it is loaded."""
+  with tempfile.TemporaryDirectory() as directory:
+    asked = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ["LIBTPU_INIT_ARGS"] = f"{asked} --xla_jf_dump_to={directory}"
+    yield pathlib.Path(directory)
+
+
+def count(
+  work: Work,
+  name: str,
+  way: Implementation,
+  device: Any,
+  directory: pathlib.Path,
+) -> Counts:
+  """Compiles an operation for one device."""
+  mesh = Mesh(np.array([device]), ("one",))
+  on = NamedSharding(mesh, P())
+  run = functools.partial(OPERATIONS[name], implementation=way)
+  mapped = jax.shard_map(
+    lambda *arrays: run(*arrays, *work.static),
+    mesh=mesh,
+    in_specs=P(),
+    out_specs=P(),
+  )
+  arguments = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), work.arrays
+  )
+  donated = (0,) if work.in_place else ()
+  for old in directory.iterdir():
+    old.unlink()
+  lowered = jax.jit(mapped, donate_argnums=donated).lower(*arguments)
+  compiled = lowered.compile()
+  dump, text = read(directory), compiled.as_text()
+  assert text is not None
+  cost: Any = compiled.cost_analysis()
+  return Counts(
+    bytes=cost["bytes accessed"],
+    reads=reads(text),
+    instructions=len(dump.bundles),
+    bundles=sum(dump.bundles.values()),
+    spills=sum(dump.spills.values()),
+  )
+
+
+def main() -> None:
+  options = _options()
+  console = rich.console.Console()
+  gradient = kernel_work.gradient(options.rows, options.width, options.density)
+  with dumped() as directory:
+    for topology in options.topologies:
+      device = targets.tpu(topology)[0]
+      shown = rich.table.Table(
+        title=f"{topology}  {options.rows:,} x {options.width} float32,"
+        f" {options.density:.1%} of rows",
+        box=rich.box.SIMPLE_HEAD,
+      )
+      shown.add_column("", no_wrap=True)
+      for header in _NUMBERS:
+        shown.add_column(header, justify="right")
+      for name in options.operations:
+        work = kernel_work.WORK[name](gradient)
+        for way in _WAYS:
+          if way == "pallas" and _PLATFORM not in OPERATIONS[name].kernels:
+            continue
+          try:
+            found = count(work, name, way, device, directory)
+          except NotImplementedError as error:
+            console.print(f"{name} {way}: {error}")
+            continue
+          shown.add_row(
+            f"{name} {way}",
+            f"{work.bytes / 1e6:.1f}",
+            f"{found.bytes / 1e6:.1f}",
+            str(found.reads),
+            str(found.instructions),
+            f"{found.bundles:,}",
+            str(found.spills),
+          )
+      console.print(shown)
+
+
+def _options() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.bundles", description=__doc__
+  )
+  parser.add_argument("--rows", type=int, default=1 << 20)
+  parser.add_argument("--width", type=int, default=128)
+  parser.add_argument("--density", type=float, default=0.01)
+  parser.add_argument(
+    "--topologies", nargs="+", choices=targets.TPUS, default=["v5e:2x4"]
+  )
+  parser.add_argument(
+    "--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS)
+  )
+  return parser.parse_args()
+
+
+if __name__ == "__main__":
+  main()
