@@ -29,6 +29,7 @@ import zenjax
 
 _PLATFORM = "cuda"
 _PARTITIONS = "hash", "columns"
+_INTERPRETED = " interpreted"
 # Rows, width and density: of the issue, and what an interpreter can do.
 _ON_GPU = 4_194_304, 128, 0.01
 _ON_CPU = 4000, 128, 0.02
@@ -75,19 +76,9 @@ def run(options: argparse.Namespace) -> int:
   sync = local_sync.Sync(*shape)
   cases = _cases(options, sync, on_gpu)
   results, complete = harness.measure(cases, repeats=options.repeats)
-  device = jax.devices()[0].device_kind
-  title = f"gpu: {device if on_gpu else 'no GPU, ' + device}"
-  table.show(f"{title}, JAX {jax.__version__}", results, COLUMNS)
   found = _predictions(sync, results, on_gpu)
-  if found:
-    link_times.show(found)
-  for name, state in list(sync.states.items())[-1:]:
-    print(f"{name}:\n{zenjax.report(state)}\n")
   ratios = _ratios(results) if on_gpu else {}
-  for name, ratio in ratios.items():
-    print(f"{name}: {ratio:.2f} times one read of the gradient, {device}")
-  if not on_gpu:
-    print(NO_GPU)
+  _show(results, found, ratios, sync, on_gpu)
   if not complete:
     print("Interrupted: this is what was measured until then.")
   if options.json:
@@ -96,6 +87,20 @@ def run(options: argparse.Namespace) -> int:
   if not complete:
     return 130
   return int(any(result.wrong for result in results))
+
+
+def _show(results, found, ratios, sync, on_gpu):
+  device = jax.devices()[0].device_kind
+  title = f"gpu: {device if on_gpu else 'no GPU, ' + device}"
+  table.show(f"{title}, JAX {jax.__version__}", results, COLUMNS)
+  if found:
+    link_times.show(found)
+  for name, state in list(sync.states.items())[-1:]:
+    print(f"{name}:\n{zenjax.report(state)}\n")
+  for name, ratio in ratios.items():
+    print(f"{name}: {ratio:.2f} times one read of the gradient, {device}")
+  if not on_gpu:
+    print(NO_GPU)
 
 
 def _take_sizes(options, on_gpu):
@@ -136,7 +141,7 @@ def _cases(options, sync: local_sync.Sync, on_gpu: bool) -> list[Case]:
   for partition in _PARTITIONS:
     for way, platform in (("xla", None), ("pallas", _PLATFORM)):
       interpreted = platform is not None and not on_gpu
-      name = f"zen {partition} {way}{' interpreted' if interpreted else ''}"
+      name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
       build = functools.partial(
         sync.build, name, partition, platform, interpreted
       )
@@ -166,6 +171,8 @@ def _predictions(
   for result in results:
     if result.name not in sync.states or result.wrong:
       continue
+    if result.name.endswith(_INTERPRETED):
+      continue  # The formula knows no implementation.
     state = sync.states[result.name]
     profile = zenjax.profile(state)[local_sync.LEAF]
     local = result.median_s / local_sync.DEVICES if on_gpu else math.nan
