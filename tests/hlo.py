@@ -25,6 +25,10 @@ _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 _NO_PASS = {
   "bitcast",
   "call",
+  # Of look-ups that a SparseCore does: a start names its operands.
+  "call-done",
+  "call-start",
+  "call-update",
   "conditional",
   "dynamic-update-slice",
   "fusion",

@@ -7,11 +7,9 @@ of weights are left when the table's is complete.
 Letters: `R` rows, `D` width, `T` look-ups a device.
 """
 
-import contextlib
 import functools
 import math
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 from hlo import Found
 import jax
@@ -28,7 +26,7 @@ from zenjax import _declare
 from zenjax import _dense
 from zenjax._plan import Partition
 from zenjax._schemes.base import Message
-from zenjax.kernels import operations
+from zenjax.kernels import _dispatch
 from zenjax.kernels._dispatch import Implementation
 
 # The table is 205 MB: smaller ones XLA may move to a TPU's fast memory.
@@ -50,17 +48,6 @@ class Step(NamedTuple):
   aliased: int  # outputs that lie where arguments did
 
 
-@contextlib.contextmanager
-def forced(implementation: Implementation):
-  """Has `implementation=None` take kernels wherever there are any."""
-  with contextlib.ExitStack() as stack:
-    if implementation == "pallas":
-      for operation in operations.OPERATIONS.values():
-        kernels = dict.fromkeys(operation.kernels, "forced")
-        stack.enter_context(mock.patch.dict(operation.measured, kernels))
-    yield
-
-
 def compile(target: str, grads: Grads, implementation: Implementation) -> Step:
   """The step for all devices of a target.
 
@@ -69,7 +56,8 @@ def compile(target: str, grads: Grads, implementation: Implementation) -> Step:
     jax.errors.JaxRuntimeError: Registers of a GPU spill.
   """
   mesh = Mesh(np.array(devices(target)), ("data",))
-  with forced(implementation), jax.numpy_dtype_promotion("standard"):
+  on = platform(target) if implementation == "pallas" else None
+  with _dispatch.forced(on), jax.numpy_dtype_promotion("standard"):
     lowered = _lowered(mesh, grads)
   options = {}
   if target == "gpu-h200" and grads == "array":
@@ -84,6 +72,11 @@ def compile(target: str, grads: Grads, implementation: Implementation) -> Step:
     temporary=memory.temp_size_in_bytes,
     aliased=memory.alias_size_in_bytes,
   )
+
+
+def platform(target: str) -> str:
+  """As `Operation.kernels` calls it."""
+  return "cuda" if target == "gpu-h200" else "tpu"
 
 
 def devices(target: str) -> list[Any]:
