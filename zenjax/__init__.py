@@ -27,6 +27,10 @@ from zenjax._rows._row_adagrad import RowAdagradState
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._rows._value_and_grad import grad
 from zenjax._rows._value_and_grad import value_and_grad
+from zenjax._sparsify._exdyna import exdyna
+from zenjax._sparsify._exdyna import micro
+from zenjax._sparsify._state import SparsifierState
+from zenjax._sparsify._state import SparsifierStats
 from zenjax._state import ZenSyncState
 from zenjax._stats import advise
 from zenjax._stats import stats
@@ -44,6 +48,7 @@ __all__ = (
   "CatchUpState",
   "clip_by_global_norm",
   "data_parallel",
+  "exdyna",
   "explain_tables",
   "Explanation",
   "global_norm",
@@ -51,6 +56,7 @@ __all__ = (
   "init",
   "lazy_rows",
   "Link",
+  "micro",
   "owner_update",
   "OwnerState",
   "packed",
@@ -63,6 +69,8 @@ __all__ = (
   "sparse_pmean",
   "sparse_psum",
   "SparseRows",
+  "SparsifierState",
+  "SparsifierStats",
   "state_specs",
   "stats",
   "TableUse",

@@ -101,10 +101,10 @@ def check(
   ids_first: bool,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  _one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
-  _one_of("op", op, ["mean", "sum"])
-  _one_of("on_overflow", on_overflow, ["exact", "carry"])
-  _one_of("output", output, ["same", "dense", "rows"])
+  one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
+  one_of("op", op, ["mean", "sum"])
+  one_of("on_overflow", on_overflow, ["exact", "carry"])
+  one_of("output", output, ["same", "dense", "rows"])
   _check_auto(scheme, link, profile)
   _check_unit(unit)
   if unit == "row" and scheme in SPARSE:
@@ -129,7 +129,7 @@ def check(
     output=output,
     unit=unit,
     partition=partition,
-    wire_dtype=_floating("wire_dtype", wire_dtype),
+    wire_dtype=floating("wire_dtype", wire_dtype),
     capacities=_capacities(capacities),
     seed=hash_seed,
     link=link,
@@ -138,7 +138,7 @@ def check(
   )
 
 
-def _one_of(name: str, value: Any, known: list[str]) -> None:
+def one_of(name: str, value: Any, known: list[str]) -> None:
   if not isinstance(value, str) or value not in known:
     options = ", ".join(repr(k) for k in known)
     raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
@@ -216,7 +216,7 @@ def _check_partition(partition: Partition) -> None:
     )
 
 
-def _floating(name: str, dtype: Any) -> jnp.dtype | None:
+def floating(name: str, dtype: Any) -> jnp.dtype | None:
   if dtype is None:
     return None
   if not jnp.issubdtype(dtype, jnp.floating):

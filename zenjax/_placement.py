@@ -17,6 +17,7 @@ from zenjax import _owned
 from zenjax import _state
 from zenjax._collectives import Axes
 from zenjax._options import AxisName
+from zenjax._sparsify._state import SparsifierState
 
 
 def as_varying(params: Any, axis_name: AxisName) -> Any:
@@ -56,9 +57,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
   Everything is replicated but what differs between devices: the residuals of
-  `on_overflow="carry"`, the gradients that `optax.MultiSteps` accumulates
-  around zen_sync, and what `owner_update` keeps of tables. Those are split
-  over `axis_name` along their first dimension.
+  `on_overflow="carry"` and of sparsifiers (`exdyna`, `micro`), the gradients
+  that `optax.MultiSteps` accumulates around either, and what `owner_update`
+  keeps of tables. Those are split over `axis_name` along their first dimension.
 
   Args:
     state: An optimizer state, or its shapes (`jax.eval_shape`).
@@ -86,6 +87,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     if isinstance(node, _state.LeafState):
       same = jax.tree.map(lambda _: PartitionSpec(), node)
       return same if node.residual is None else same._replace(residual=split)
+    if isinstance(node, SparsifierState):
+      same = jax.tree.map(lambda _: PartitionSpec(), node)
+      return same._replace(residual=split)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
@@ -97,7 +101,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """Whether `node` decides its own specs; the root was split already."""
-  if isinstance(node, _state.LeafState) or _owned.is_owned(node):
+  if isinstance(node, _state.LeafState | SparsifierState):
+    return True
+  if _owned.is_owned(node):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
@@ -121,12 +127,13 @@ def init(
 ) -> Any:
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
-  Needed for states that hold residuals (`on_overflow="carry"`) or gradients
-  that `optax.MultiSteps` accumulates; for others it is `tx.init(params)`
-  placed on all devices, so that the first step compiles as all later ones do.
+  Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
+  `micro`) or gradients that `optax.MultiSteps` accumulates; for others it is
+  `tx.init(params)` placed on all devices, so that the first step compiles as
+  all later ones do.
 
   Args:
-    tx: Any chain with `zen_sync` in it.
+    tx: Any chain with `zen_sync` or a sparsifier in it.
     params: Parameters, replicated.
     mesh: The mesh that steps run on.
     axis_name: As given to `zen_sync`.

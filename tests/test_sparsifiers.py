@@ -1,0 +1,193 @@
+"""`exdyna` and `micro`, step by step beside models in plain NumPy."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runners
+import sparsifier_cases as cases
+from sparsifier_models import thresholds
+
+from zenjax._sparsify import _exclusive
+from zenjax._sparsify import _partitions
+from zenjax._sparsify import _settings
+
+STEPS = 200
+
+
+def transform(kind: str, density: float = 0.05, **options: Any):
+  """The transforms of `cases.exdyna` and `cases.micro`: small blocks."""
+  blocks = functools.partial(_partitions.Blocks, blocks=64, align=4)
+  settings = dict(
+    controller="paper",
+    op="mean",
+    start=None,
+    capacity=None,
+    residual_dtype=None,
+    division=dict(exdyna=blocks, micro=_partitions.Even)[kind],
+  )
+  return _exclusive.transformation(
+    _settings.check("data", density, **settings | options)
+  )
+
+
+@functools.cache
+def compiled(kind: str, n: int, **options: Any):
+  """All steps of all devices, of gradients `[t, n, N]`."""
+  tx = transform(kind, **{"capacity": CAPACITY[n]} | options)
+
+  def train(state, draws):
+    def step(state, gradients):
+      updates, state = tx.update(gradients, state)
+      return state, (updates, state)
+
+    return jax.lax.scan(step, state, draws)[1]
+
+  def run(draws):
+    state = tx.init(draws[0])
+    return train(state, draws)
+
+  # States and updates are [n, t, ...]; what devices agree on is shown of each.
+  mapped = jax.jit(jax.vmap(run, in_axes=1, axis_name="data"))
+  return lambda draws: runners.to_host(mapped(jnp.asarray(draws)))
+
+
+def agreed(x: np.ndarray) -> np.ndarray:
+  """What all devices have, of `[n, ...]`."""
+  np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+  return x[0]
+
+
+def check(model, draws, updates, state):
+  """Every step of `[n, t, ...]` is the model's."""
+  update = agreed(updates)
+  step, threshold, parts, counts = (
+    agreed(x) for x in (state.step, state.threshold, state.parts, state.counts)
+  )
+  stats = jax.tree.map(agreed, state.stats)
+  for t, gradients in enumerate(draws):
+    want = model.step(gradients)
+    assert step[t] == t + 1
+    assert threshold[t] == want["threshold"], t
+    ends = np.cumsum(parts[t]) * getattr(model.partitions, "block_size", 1)
+    assert ends[:-1].tolist() == want["partitions"][1:-1].tolist(), t
+    places = want["assignment"]
+    chosen = [len(indices) for indices in want["selected"]]
+    assert counts[t][places].tolist() == chosen, t
+    residual = state.residual[:, t, 0]
+    np.testing.assert_array_equal(residual, want["residuals"], str(t))
+    np.testing.assert_allclose(update[t], want["updates"], rtol=1e-5, atol=1e-6)
+    union = np.sort(np.concatenate(want["selected"]))
+    assert set(np.flatnonzero(update[t])) <= set(union)
+    np.testing.assert_allclose(stats.density[t], want["density"], rtol=1e-6)
+    np.testing.assert_allclose(stats.build_up[t], want["build_up"], rtol=1e-6)
+    np.testing.assert_allclose(stats.imbalance[t], want["imbalance"], rtol=1e-6)
+    assert stats.threshold[t] == threshold[t]
+  before = np.pad(state.residual[:, :-1, 0], ((0, 0), (1, 0), (0, 0)))
+  norm = np.sqrt((before.astype(np.float64) ** 2).sum(axis=(0, 2)))
+  np.testing.assert_allclose(stats.residual_norm, norm, rtol=1e-5)
+
+
+def check_conserves(draws, updates, state):
+  """What was sent and what was kept are the gradients."""
+  n = draws.shape[1]
+  sent = n * agreed(updates).sum(axis=0, dtype=np.float64)
+  kept = state.residual[:, -1, 0].sum(axis=0, dtype=np.float64)
+  size = np.abs(draws).sum(axis=(0, 1), dtype=np.float64)
+  error = np.abs(sent + kept - draws.sum(axis=(0, 1), dtype=np.float64))
+  assert (error <= (len(draws) + n) * 2.0**-24 * size).all()
+  assert np.abs(kept).max() > 0
+
+
+def drawn(n: int, draw=cases.skewed, steps: int = STEPS) -> np.ndarray:
+  return np.stack([draw(t, n) for t in range(steps)])
+
+
+# Indices a device sends in a round: by default, or so few that many follow.
+CAPACITY = {1: 7, 2: None, 4: 3, 8: None}
+SOME = [("exdyna", 4), ("micro", 2)]
+
+
+@pytest.mark.parametrize("n", CAPACITY)
+@pytest.mark.parametrize("kind", ["exdyna", "micro"])
+def test_every_step_is_the_published_one(kind, n):
+  draws = drawn(n)
+  updates, state = compiled(kind, n)(draws)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32)
+  check(model, draws, updates, state)
+  capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
+  rounds = -(-agreed(state.counts).max(axis=1) // capacity)
+  assert (agreed(state.stats.rounds) == rounds).all() and rounds.max() > 1
+  check_conserves(draws, updates, state)
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_gradient_comes_out_once(kind, n, bad):
+  draws = drawn(n)
+  draws[0, -1, 7] = draws[0, 0, 900] = bad
+  updates, state = compiled(kind, n)(draws)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32)
+  check(model, draws, updates, state)
+  finite = np.isfinite(agreed(updates))
+  assert (~finite).sum(axis=0).sum() == 2 and finite[n:].all()
+  assert np.isfinite(state.residual[:, n:]).all()
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+@pytest.mark.parametrize("all_of_it", [0.0, 1e4], ids=["empty", "full"])
+def test_a_selection_of_nothing_and_one_of_everything(kind, n, all_of_it):
+  draws = np.full((STEPS, n, cases.SIZE), all_of_it, np.float32)
+  updates, state = compiled(kind, n)(draws)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32)
+  check(model, draws, updates, state)
+  assert (
+    agreed(state.stats.density) == (1.0 if all_of_it else n / 1_200)
+  ).all()
+
+
+class Following:
+  """The damped rule a step at a time, from a threshold that is given."""
+
+  def __init__(self, thresholds):
+    self._given, self.k, self.t = thresholds, 60, 0
+
+  @property
+  def value(self):
+    return self._given[self.t]
+
+  def update(self, count: int):
+    alone = thresholds.DampedThreshold(self.k, float(self.value))
+    alone.update(count)
+    self.t += 1
+    assert self.value == pytest.approx(alone.value, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+def test_every_step_of_the_default_controller(kind, n):
+  run = compiled(kind, n, controller="damped")
+  draws = drawn(n, cases.laplace)
+  updates, state = run(draws)
+  # Logarithms differ in the last bit, so the model takes our thresholds.
+  options = dict(controller="damped", start=1.0, force_one=False)
+  model = cases.EXCLUSIVE[kind](n, **options)
+  model.threshold = Following(agreed(state.threshold))
+  check(model, draws, updates, state)
+  check_conserves(draws, updates, state)
+  counts = agreed(state.counts).sum(axis=1)
+  assert counts[0] == 60  # The sample is the whole of a model as small as this.
+  assert counts[50:].mean() == pytest.approx(60, rel=0.1)
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+def test_a_threshold_that_came_to_nothing_is_sampled_again(kind, n):
+  draws = drawn(n, cases.laplace)
+  draws[:3] = 0
+  draws[3, :, 10:] = 0
+  _, state = compiled(kind, n, controller="damped")(draws)
+  counts = agreed(state.counts).sum(axis=1)
+  assert counts[:5].tolist() == [0, 0, 0, 10, 60]
+  assert agreed(state.threshold)[:4].tolist() == [0, 0, 0, 0]

@@ -1,0 +1,1 @@
+"""Sparsifiers: a small part of a dense gradient now, the rest later."""

@@ -1,0 +1,170 @@
+"""Sparsifiers whose devices select in partitions of their own, as a transform.
+
+A step is: accumulate, move partitions and threshold by the last step's counts,
+select, exchange, keep the rest.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax import _collectives
+from zenjax import _compat
+from zenjax import _group
+from zenjax._options import Options
+from zenjax._schemes.base import Context
+from zenjax._sparsify import _exchange
+from zenjax._sparsify import _flat
+from zenjax._sparsify import _selection
+from zenjax._sparsify import _settings
+from zenjax._sparsify import _thresholds
+from zenjax._sparsify._settings import Plan
+from zenjax._sparsify._settings import Settings
+from zenjax._sparsify._state import SparsifierState
+from zenjax._sparsify._state import SparsifierStats
+
+
+def transformation(
+  settings: Settings,
+) -> optax.GradientTransformationExtraArgs:
+  """The transform that `exdyna` and `micro` return."""
+
+  def init_fn(params: optax.Params) -> Any:
+    _flat.check_leaves(params, "params")
+    plan = _settings.plan(params, settings, _bound_size(settings.options))
+    return _init(plan, settings.options)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SparsifierState]:
+    del params, extra_args
+    _flat.check_leaves(updates, "updates")
+    context = _group.context_of(settings.options)
+    leaves = [leaf for _, leaf in _group.local_leaves(updates, context)]
+    plan = _settings.plan(updates, settings, context.devices)
+    _check_state(state, plan, context)
+    gradient = _flat.flatten(leaves, plan.dtype)
+    update, state = _step(gradient, state, plan, context)
+    structure = jax.tree.structure(updates)
+    return structure.unflatten(_flat.unflatten(update, leaves)), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _bound_size(options: Options) -> int:
+  try:
+    return _collectives.size(options.axes)
+  except NameError as error:
+    raise ValueError(
+      "A sparsifier keeps a residual on each device, so its state must be made"
+      f" where `axis_name` is bound, and {options.axes} is not; call"
+      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
+    ) from error
+
+
+def _init(plan: Plan, options: Options) -> SparsifierState:
+  parts = plan.division.start()
+  residual = jnp.zeros((1, plan.size), plan.dtype)
+  return SparsifierState(
+    step=jnp.zeros((), jnp.int32),
+    residual=_group.as_varying(residual, options.axes),
+    threshold=jnp.asarray(plan.controller.start, jnp.float32),
+    parts=jnp.asarray(parts),
+    counts=jnp.zeros(len(parts), jnp.int32),
+    stats=SparsifierStats(
+      *(jnp.zeros((), jnp.float32) for _ in SparsifierStats._fields)
+    ),
+  )
+
+
+def _check_state(state: Any, plan: Plan, context: Context) -> None:
+  want = (1, plan.size), plan.dtype, (context.devices,)
+  got = state.residual.shape, state.residual.dtype, state.parts.shape
+  if got != want:
+    raise ValueError(
+      "`state` must be made by `zenjax.init` for these gradients and devices:"
+      f" a residual of {want[0]} {want[1]} on each of {want[2][0]} devices,"
+      f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
+      " `zenjax.init(tx, params, mesh, axis_name)`, and give `zenjax."
+      "state_specs(state, axis_name)` to shard_map."
+    )
+
+
+def _step(
+  gradient: jax.Array, state: SparsifierState, plan: Plan, context: Context
+) -> tuple[jax.Array, SparsifierState]:
+  """One step on a device: `[N]` in, the update `[N]` and the state out."""
+  axes, n = context.axes, context.devices
+  residual = state.residual[0]
+  with jax.named_scope("zenjax/accumulate"):
+    acc = residual + gradient
+    wide = residual.astype(jnp.promote_types(plan.dtype, jnp.float32))
+    square = jnp.sum(wide * wide).astype(jnp.float32)
+  known = jax.tree.map(
+    lambda x: _compat.agreed(x, axes), state._replace(residual=())
+  )
+  count = jnp.sum(known.counts, dtype=jnp.int32)
+  later = known.step > 0
+  parts = plan.division.moved(known.parts, known.counts)
+  parts = jnp.where(later, parts, known.parts)
+  threshold = plan.controller.moved(known.threshold, count)
+  threshold = jnp.where(later, threshold, known.threshold)
+  turn = lax.rem(known.step, jnp.int32(n))
+  place = lax.rem(turn + lax.axis_index(axes), jnp.int32(n))
+  bounds = plan.division.bounds(parts)
+  start, end = bounds[place], bounds[place + 1]
+  with jax.named_scope("zenjax/select"):
+    threshold = _thresholds.begun(
+      threshold, acc, start, end, plan.controller, plan.k, axes
+    )
+    chosen = _selection.select(
+      acc,
+      start,
+      end,
+      _thresholds.bar(threshold, plan.controller),
+      known.step if plan.controller.forces else None,
+    )
+  with jax.named_scope("zenjax/exchange"):
+    out = _exchange.exchange(acc, chosen, square, plan.capacity, context)
+  # Partition p was searched by the rank that is `turn` less.
+  rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
+  counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
+  new = SparsifierState(
+    step=known.step + 1,
+    residual=out.kept[None],
+    threshold=threshold,
+    parts=parts,
+    counts=counts,
+    stats=_stats(out, counts, threshold, plan, context),
+  )
+  return out.update, new
+
+
+def _stats(
+  out: _exchange.Exchanged,
+  counts: jax.Array,
+  threshold: jax.Array,
+  plan: Plan,
+  context: Context,
+) -> SparsifierStats:
+  total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
+  most = jnp.max(counts).astype(jnp.float32) * context.devices
+  return SparsifierStats(
+    density_wanted=jnp.asarray(plan.density, jnp.float32),
+    density=total / np.float32(plan.size),
+    threshold=threshold,
+    build_up=total / np.float32(plan.k),
+    imbalance=jnp.where(total > 0, most / jnp.maximum(total, 1.0), 1.0),
+    residual_norm=jnp.sqrt(jnp.sum(out.numbers)),
+    wire_bytes=_exchange.received_bytes(
+      out.rounds, plan.capacity, plan.dtype, context.devices
+    ),
+    rounds=out.rounds.astype(jnp.float32),
+  )

@@ -1,0 +1,176 @@
+"""Which device searches which contiguous part of the flat vector.
+
+Every comparison of the published rules is made in integers, so that it is the
+same on every backend and equal to the authors' doubles.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+# The published size of an ExDyna model: blocks, and what their size is a
+# multiple of.
+BLOCKS = 1024
+ALIGN = 32
+
+
+class Division(Protocol):
+  """How a vector of `size` elements is cut into `n` partitions."""
+
+  @property
+  def longest(self) -> int:
+    """The most elements that a partition can ever have."""
+    ...
+
+  def start(self) -> np.ndarray:
+    """The state that partitions start from: `[n] int32`."""
+    ...
+
+  def bounds(self, parts: jax.Array) -> jax.Array:
+    """Partition `p` holds elements `[bounds[p], bounds[p + 1])`."""
+    ...
+
+  def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
+    """The partitions of the next step, from what was selected in each."""
+    ...
+
+
+def _even(total: int, n: int) -> np.ndarray:
+  quotient, remainder = divmod(total, n)
+  return np.array([quotient + (i < remainder) for i in range(n)], np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Even:
+  """MiCRO: even by elements, and they stay so."""
+
+  size: int
+  n: int
+
+  def __post_init__(self):
+    if self.size < self.n:
+      raise ValueError(
+        "`params` must have an element for every device at least, got"
+        f" {self.size} elements on {self.n} devices; use `zenjax.zen_sync`,"
+        " which averages a model as small as this."
+      )
+
+  @property
+  def longest(self) -> int:
+    return -(-self.size // self.n)
+
+  def start(self) -> np.ndarray:
+    return _even(self.size, self.n)
+
+  def bounds(self, parts: jax.Array) -> jax.Array:
+    return _ends(parts)
+
+  def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
+    del counts
+    return parts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+  """ExDyna: whole blocks, one at a time to a neighbour that has less to do.
+
+  What remains of the vector belongs to the last partition and to no block.
+  """
+
+  size: int
+  n: int
+  blocks: int = BLOCKS
+  align: int = ALIGN
+
+  def __post_init__(self):
+    if self.n > self.blocks:
+      raise ValueError(
+        f"`axis_name` must name at most {self.blocks} devices, a block each,"
+        f" got {self.n}; use `zenjax.micro`, which has no blocks."
+      )
+    if not self.block:
+      raise ValueError(
+        f"`params` must have at least {self.blocks * self.align} elements,"
+        f" {self.blocks} blocks of {self.align}, got {self.size}; use"
+        " `zenjax.micro`, which has no blocks, or `zenjax.zen_sync`."
+      )
+
+  @property
+  def block(self) -> int:
+    """Elements of a block."""
+    return self.size // self.blocks // self.align * self.align
+
+  @property
+  def fewest(self) -> int:
+    """Blocks that a partition keeps: at least `blocks / (4 n)`."""
+    return -(-self.blocks // (4 * self.n))
+
+  @property
+  def longest(self) -> int:
+    most = self.blocks - (self.n - 1) * self.fewest
+    return most * self.block + self.size - self.blocks * self.block
+
+  def start(self) -> np.ndarray:
+    return _even(self.blocks, self.n)
+
+  def bounds(self, parts: jax.Array) -> jax.Array:
+    return (_ends(parts) * self.block).at[-1].set(self.size)
+
+  def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
+    """One sweep from left to right over neighbours.
+
+    Both loads are taken before either of a pair moves, but after the moves
+    further left: left too heavy and right too light, one block goes right;
+    the reverse, one goes left.
+    """
+    total = jnp.sum(counts, dtype=jnp.int32)
+    fair = lax.div(total, jnp.int32(self.n))
+    heavy, light = _above(fair), _below(fair)
+    worth = self._worth(total)
+
+    def compare(i, carry):
+      parts, counts = carry
+      left, right = counts[i], counts[i + 1]
+      to_right = (left > heavy) & (right < light) & (parts[i] > self.fewest)
+      to_left = (left < light) & (right > heavy) & (parts[i + 1] > self.fewest)
+      step = to_right.astype(jnp.int32) - to_left.astype(jnp.int32)
+      step = jnp.where(fair > 0, step, 0)
+      parts = parts.at[i].add(-step).at[i + 1].add(step)
+      counts = counts.at[i].add(-step * worth).at[i + 1].add(step * worth)
+      return parts, counts
+
+    return lax.fori_loop(0, self.n - 1, compare, (parts, counts))[0]
+
+  def _worth(self, total: jax.Array) -> jax.Array:
+    """`block * total // size`: an estimate, set right by its remainder.
+
+    The remainder is small, so it is right although its terms wrap around.
+    """
+    share = np.float32(self.block / self.size)
+    guess = (total.astype(jnp.float32) * share).astype(jnp.int32)
+    rest = total * jnp.int32(self.block) - guess * jnp.int32(self.size)
+    more, less = rest >= self.size, rest < 0
+    return guess + more.astype(jnp.int32) - less.astype(jnp.int32)
+
+
+def _ends(lengths: jax.Array) -> jax.Array:
+  return jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0))
+
+
+def _above(fair: jax.Array) -> jax.Array:
+  """A count is larger than this where it is above `1.05 fair`."""
+  return fair + lax.div(fair, jnp.int32(20))
+
+
+def _below(fair: jax.Array) -> jax.Array:
+  """A count is smaller than this where it is below `0.95238 fair`."""
+  fair = fair.astype(jnp.uint32)
+  unit, part = jnp.uint32(50_000), jnp.uint32(47_619)
+  whole, rest = lax.div(fair, unit), lax.rem(fair, unit)
+  return (
+    part * whole + lax.div(part * rest + (unit - jnp.uint32(1)), unit)
+  ).astype(jnp.int32)

@@ -1,0 +1,121 @@
+"""What the user asked of a sparsifier, checked, and what follows from it."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax import _options
+from zenjax._options import AxisName
+from zenjax._options import Options
+from zenjax._sparsify import _flat
+from zenjax._sparsify import _thresholds
+from zenjax._sparsify._partitions import Division
+from zenjax._sparsify._thresholds import Controller
+
+# Indices that a device sends in the first round, over those of a fair share.
+_SLACK = 1.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+  """Checked arguments of `exdyna` and `micro`; see there."""
+
+  options: Options
+  density: float
+  controller: str
+  start: float | None
+  capacity: int | None
+  residual_dtype: jnp.dtype | None
+  division: Callable[[int, int], Division]  # of a size, over n devices
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+  """Static facts of one model on some devices."""
+
+  size: int
+  k: int
+  dtype: jnp.dtype
+  division: Division
+  controller: Controller
+  capacity: int
+  density: float
+
+
+def plan(tree: Any, settings: Settings, n: int) -> Plan:
+  size = _flat.size(tree)
+  k = int(settings.density * size)
+  if k == 0:
+    raise ValueError(
+      "`density` must select an element at least, got int(density * size) ="
+      f" int({settings.density} * {size}) = 0; give one of at least"
+      f" {1 / max(size, 1):.3g}."
+    )
+  division = settings.division(size, n)
+  kind = _thresholds.KINDS[settings.controller]
+  capacity = settings.capacity or int(_SLACK * k / n) + 1
+  capacity = min(capacity, division.longest)
+  if size + n * capacity >= 2**31:
+    raise ValueError(
+      f"`params` must have fewer than 2**31 elements, got {size} and room for"
+      f" {n * capacity} indices; give parts of the model a sparsifier each,"
+      " by `optax.multi_transform`."
+    )
+  return Plan(
+    size=size,
+    k=k,
+    dtype=_flat.dtype(tree, settings.residual_dtype),
+    division=division,
+    controller=kind(k, settings.start),
+    capacity=capacity,
+    density=settings.density,
+  )
+
+
+def check(
+  axis_name: AxisName,
+  density: float,
+  *,
+  controller: str,
+  op: str,
+  start: float | None,
+  capacity: int | None,
+  residual_dtype: Any,
+  division: Callable[[int, int], Division],
+) -> Settings:
+  """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
+  options: dict[str, Any] = _options.DEFAULTS | {"op": op}
+  _options.one_of("controller", controller, sorted(_thresholds.KINDS))
+  if not _is_number(density) or not 0 < density <= 1:
+    raise ValueError(
+      "`density` must be in (0, 1], the part of the model that a step sends,"
+      f" got {density!r}; give 0.01 for 1 %."
+    )
+  if start is not None and not (_is_number(start) and 0 < start < np.inf):
+    raise ValueError(
+      "`start` must be a positive threshold that float32 holds, got"
+      f" {start!r}; leave it out, and the controller finds one."
+    )
+  if capacity is not None and (
+    not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1
+  ):
+    raise ValueError(
+      "`capacity` must be a positive number of indices that a device sends in"
+      f" a round, got {capacity!r}; leave it out for {_SLACK} fair shares."
+    )
+  return Settings(
+    options=_options.check(axis_name, sparse=None, **options),
+    density=float(density),
+    controller=controller,
+    start=start,
+    capacity=capacity,
+    residual_dtype=_options.floating("residual_dtype", residual_dtype),
+    division=division,
+  )
+
+
+def _is_number(x: Any) -> bool:
+  return isinstance(x, int | float) and not isinstance(x, bool)

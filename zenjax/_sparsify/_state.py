@@ -1,0 +1,33 @@
+"""What a sparsifier remembers, and what it tells of a step."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class SparsifierStats(NamedTuple):
+  """Numbers of the last step, `[] float32` each; zeros before the first."""
+
+  density_wanted: jax.Array
+  density: jax.Array  # what all devices selected over the size of the model
+  threshold: jax.Array  # that the step selected with
+  build_up: jax.Array  # the union of all selections over the `k` wanted
+  imbalance: jax.Array  # the largest selection times n over their sum
+  residual_norm: jax.Array  # of all devices' residuals as the step began
+  wire_bytes: jax.Array  # received by a device
+  rounds: jax.Array
+
+
+class SparsifierState(NamedTuple):
+  """State of `exdyna` and `micro`; all but the residual equal on all devices.
+
+  Threshold, parts and counts are those that the last step worked with. The
+  next one moves them first.
+  """
+
+  step: jax.Array  # [] int32, steps taken
+  residual: jax.Array  # [1, N] on a device, [n, N] globally
+  threshold: jax.Array  # [] float32, 0 where it is still to be sampled
+  parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
+  counts: jax.Array  # [n] int32, what was selected in each partition
+  stats: SparsifierStats

@@ -1,0 +1,153 @@
+"""Thresholds that follow the density got: the published rule and another."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax import _collectives
+from zenjax._collectives import Axes
+
+# Below this a threshold is no more: subnormals are zero on some backends.
+_TINY = float(np.finfo(np.float32).tiny)
+_HUGE = float(np.finfo(np.float32).max)
+# Elements looked at for a first threshold: so many, and enough of them above
+# it that their number is right to an eighth.
+_SAMPLES = 8192
+_ABOVE = 64
+
+
+class Controller(Protocol):
+  """Moves a threshold, `[] float32`; 0 stands for one still to be sampled."""
+
+  @property
+  def start(self) -> float: ...
+
+  @property
+  def samples(self) -> bool:
+    """Whether a threshold of 0 is to be sampled."""
+    ...
+
+  @property
+  def forces(self) -> bool:
+    """Whether a device that selects nothing sends one element all the same."""
+    ...
+
+  def moved(self, threshold: jax.Array, count: jax.Array) -> jax.Array:
+    """The next threshold, from what all devices selected with the last."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paper:
+  """Online threshold scaling, the same in ExDyna and MiCRO; no clamps."""
+
+  k: int
+  first: float | None = None
+  samples: bool = False
+  forces: bool = True
+
+  @property
+  def start(self) -> float:
+    published = 1 / (2 * math.sqrt(self.k))
+    return published if self.first is None else self.first
+
+  def moved(self, threshold: jax.Array, count: jax.Array) -> jax.Array:
+    # 1.1 and 0.909 times k, in integers.
+    above, inside = self.k * 11 // 10, self.k * 909 // 1000
+    low = jnp.where(count > inside, np.float32(1.00125), np.float32(0.995))
+    return threshold * jnp.where(count > above, np.float32(1.005), low)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Damped:
+  """`log threshold += clip(0.03 log(count / k), -0.05, 0.05)`.
+
+  A higher gain oscillates. One that fell to nothing is sampled again.
+  """
+
+  k: int
+  first: float | None = None
+  samples: bool = True
+  forces: bool = False
+
+  @property
+  def start(self) -> float:
+    return 0.0 if self.first is None else self.first
+
+  def moved(self, threshold: jax.Array, count: jax.Array) -> jax.Array:
+    ratio = count.astype(jnp.float32) / np.float32(self.k)
+    step = jnp.clip(0.03 * jnp.log(ratio), -0.05, 0.05)
+    threshold = jnp.minimum(threshold * jnp.exp(step), np.float32(_HUGE))
+    return jnp.where(threshold < _TINY, jnp.zeros_like(threshold), threshold)
+
+
+KINDS: dict[str, Callable[[int, float | None], Controller]] = {
+  "damped": Damped,
+  "paper": Paper,
+}
+
+
+def bar(threshold: jax.Array, controller: Controller) -> jax.Array:
+  """What magnitudes are compared with.
+
+  Where not even a sample found a threshold, most elements are zero: all others
+  are selected.
+  """
+  return jnp.maximum(threshold, _TINY) if controller.samples else threshold
+
+
+def sampled(
+  acc: jax.Array, start: jax.Array, end: jax.Array, k: int, axes: Axes
+) -> jax.Array:
+  """A threshold that about `k` elements reach, `[] float32`, equal on all.
+
+  Each device looks at elements of its own partition, as in a selection. What
+  is not finite is no guide to the rest.
+
+  Args:
+    acc: `[N]` on a device.
+    start: Where its partition begins, `[] int32`.
+    end: Where it ends.
+    k: How many of all elements are to reach it.
+    axes: Of the devices.
+  """
+  size = acc.shape[0]
+  stride = size // max(_SAMPLES, -(-_ABOVE * size // k))
+  # Odd, so that no column of a matrix of 2^i columns is left out.
+  stride = max(1, stride - 1 + stride % 2)
+  values = jnp.abs(acc[::stride]).astype(jnp.float32)
+  at = jnp.arange(values.shape[0], dtype=jnp.int32) * stride
+  own = (at >= start) & (at < end) & (values < jnp.inf)
+  values = _collectives.psum(jnp.where(own, values, 0.0), axes)
+  rank = max(1, round(k * values.shape[0] / size))
+  found = jnp.sort(values)[values.shape[0] - rank]
+  return jnp.where(found < _TINY, 0.0, found)
+
+
+def begun(
+  threshold: jax.Array,
+  acc: jax.Array,
+  start: jax.Array,
+  end: jax.Array,
+  controller: Controller,
+  k: int,
+  axes: Axes,
+) -> jax.Array:
+  """`threshold`, sampled if it is still to be.
+
+  A loop that turns once or not at all: devices agree on whether.
+  """
+  if not controller.samples:
+    return threshold
+
+  def body(carry):
+    return jnp.zeros_like(carry[0]), sampled(acc, start, end, k, axes)
+
+  carry = (threshold == 0, threshold)
+  return lax.while_loop(lambda carry: carry[0], body, carry)[1]
