@@ -21,7 +21,7 @@ STEPS = 200
 def transform(kind: str, density: float = 0.05, **options: Any):
   """The transforms of `cases.exdyna` and `cases.micro`: small blocks."""
   blocks = functools.partial(_partitions.Blocks, blocks=64, align=4)
-  settings = dict(
+  settings: dict[str, Any] = dict(
     controller="paper",
     op="mean",
     start=None,
@@ -172,8 +172,8 @@ def test_every_step_of_the_default_controller(kind, n):
   draws = drawn(n, cases.laplace)
   updates, state = run(draws)
   # Logarithms differ in the last bit, so the model takes our thresholds.
-  options = dict(controller="damped", start=1.0, force_one=False)
-  model = cases.EXCLUSIVE[kind](n, **options)
+  options: dict[str, Any] = dict(controller="damped", start=1.0)
+  model: Any = cases.EXCLUSIVE[kind](n, force_one=False, **options)
   model.threshold = Following(agreed(state.threshold))
   check(model, draws, updates, state)
   check_conserves(draws, updates, state)

@@ -105,7 +105,7 @@ def _step(
   residual = state.residual[0]
   with jax.named_scope("zenjax/accumulate"):
     acc = residual + gradient
-    wide = residual.astype(jnp.promote_types(plan.dtype, jnp.float32))
+    wide = residual.astype(_collectives.accumulator(plan.dtype))
     square = jnp.sum(wide * wide).astype(jnp.float32)
   known = jax.tree.map(
     lambda x: _compat.agreed(x, axes), state._replace(residual=())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from zenjax import _bitmap
+from zenjax import _collectives
 
 
 class Selection(NamedTuple):
@@ -42,7 +43,7 @@ def select(
     step: Where nothing is large, element `step mod length` is sent; None if
       nothing is.
   """
-  wide = jnp.promote_types(acc.dtype, jnp.float32)
+  wide = _collectives.accumulator(acc.dtype)
   large = ~(jnp.abs(acc).astype(wide) < bar.astype(wide))
   at = jnp.arange(acc.shape[0], dtype=jnp.int32)
   own = large & (at >= start) & (at < end)

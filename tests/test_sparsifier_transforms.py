@@ -1,0 +1,287 @@
+"""`exdyna` and `micro` as users meet them: trees, dtypes, bad input."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from refusals import names
+import runners
+import sparsifier_models as models
+
+import zenjax
+
+N = 2
+STEPS = 5
+SIZE = 1_000
+
+
+def draws(seed: int = 0) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  return rng.laplace(size=(STEPS, N, SIZE)).astype(np.float32)
+
+
+def tree(flat):
+  """Leaves of `[..., SIZE]`: what follows it is seen in one order."""
+  lead = flat.shape[:-1]
+  return {
+    "a": flat[..., :600].reshape(*lead, 20, 30),
+    "b": [flat[..., 600:999], flat[..., 999]],
+  }
+
+
+def flat(tree, lead: int = 0):
+  leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+  return np.concatenate(
+    [x.reshape(*x.shape[:lead], -1) for x in leaves], axis=-1
+  )
+
+
+def by_shard_map(tx, gradients, check_vma: bool):
+  mesh = runners.mesh(N)
+  state = zenjax.init(tx, tree(gradients[0, 0]), mesh, "data")
+  specs = zenjax.state_specs(state, "data")
+
+  def step(gradients, state):
+    return tx.update(jax.tree.map(lambda g: g[0], gradients), state)
+
+  mapped: Any = jax.jit(
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P("data"), specs),
+      out_specs=(P(), specs),
+      check_vma=check_vma,
+    )
+  )
+  for t in range(STEPS):
+    updates, state = mapped(tree(gradients[t]), state)
+    copies = jax.tree.map(lambda x: runners.shards(x), updates)
+    assert all((x[0] == x[1]).all() for x in jax.tree.leaves(copies))
+    yield updates, state.residual, state.threshold
+  assert mapped._cache_size() == 1
+
+
+def by_pmap(tx, gradients):
+  devices = jax.devices()[:N]
+  params = tree(jnp.asarray(gradients[0]))
+  state = jax.pmap(tx.init, "data", devices=devices)(params)
+  step = jax.pmap(tx.update, "data", devices=devices)
+  for t in range(STEPS):
+    updates, state = step(tree(jnp.asarray(gradients[t])), state)
+    assert all((x[0] == x[1]).all() for x in jax.tree.leaves(updates))
+    first = jax.tree.map(lambda x: x[0], updates)
+    yield first, state.residual[:, 0], state.threshold[0]
+
+
+RUNNERS = {
+  "shard_map": lambda *a: by_shard_map(*a, check_vma=False),
+  "shard_map_vma": lambda *a: by_shard_map(*a, check_vma=True),
+  "pmap": by_pmap,
+}
+
+
+@pytest.mark.parametrize("run", RUNNERS.values(), ids=RUNNERS)
+def test_every_runner_takes_the_same_steps(run):
+  tx = zenjax.micro("data", 0.05, controller="paper", start=2.0, capacity=9)
+  options: dict[str, Any] = dict(start=2.0, threshold_dtype=np.float32)
+  model = models.Micro(SIZE, N, 0.05, **options)
+  gradients = draws()
+  steps = zip(gradients, run(tx, gradients), strict=True)
+  for local, (updates, residual, threshold) in steps:
+    want = model.step(local)
+    assert threshold == want["threshold"]
+    np.testing.assert_array_equal(residual, want["residuals"])
+    np.testing.assert_allclose(flat(updates), want["updates"], atol=1e-6)
+    shapes = jax.tree.map(np.shape, tree(local[0]))
+    assert jax.tree.map(np.shape, updates) == shapes
+
+
+def by_vmap(tx, gradients):
+  """`[t, n, ...]` of all updates and states."""
+
+  def train(gradients):
+    step = lambda state, g: tx.update(g, state)[::-1]
+    both = lambda state, g: (lambda s, u: (s, (u, s)))(*step(state, g))
+    first = jax.tree.map(lambda x: x[0], gradients)
+    return jax.lax.scan(both, tx.init(first), gradients)[1]
+
+  mapped = jax.vmap(train, in_axes=1, out_axes=1, axis_name="data")
+  return jax.jit(mapped)(gradients)
+
+
+def test_the_published_blocks_and_a_sample_of_the_vector():
+  rng = np.random.default_rng(0)
+  gradients = rng.laplace(size=(3, 3, 50_000)).astype(np.float32)
+  tx = zenjax.exdyna("data", 0.02)
+  updates, state = by_vmap(tx, jnp.asarray(gradients))
+  start = float(state.threshold[0, 0])
+  options: dict[str, Any] = dict(controller="damped", start=start)
+  model = models.ExDyna(50_000, 3, 0.02, force_one=False, **options)
+  for t in range(3):
+    want = model.step(gradients[t])
+    np.testing.assert_allclose(state.threshold[t], want["threshold"], 1e-6)
+    blocks = np.diff(want["partitions"])[:-1] // 32
+    assert state.parts[t, 0, :-1].tolist() == blocks.tolist()
+    np.testing.assert_array_equal(state.residual[t, :, 0], want["residuals"])
+    np.testing.assert_allclose(updates[t, 1], want["updates"], atol=1e-6)
+  assert state.stats.build_up[0, 0] == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize("residual_dtype", [None, jnp.float32])
+def test_leaves_of_16_bits(residual_dtype):
+  gradients = draws().astype(ml_dtypes.bfloat16)
+  tx = zenjax.micro(
+    "data", 0.05, controller="paper", start=2.0, residual_dtype=residual_dtype
+  )
+  updates, state = by_vmap(tx, jnp.asarray(gradients))
+  dtype = residual_dtype or ml_dtypes.bfloat16
+  options: dict[str, Any] = dict(
+    start=2.0, threshold_dtype=np.float32, dtype=dtype
+  )
+  model = models.Micro(SIZE, N, 0.05, **options)
+  assert updates.dtype == jnp.bfloat16 and state.residual.dtype == dtype
+  for t, local in enumerate(gradients):
+    want = model.step(local)
+    residual = np.asarray(state.residual[t, :, 0])
+    np.testing.assert_array_equal(residual, want["residuals"])
+    update = np.asarray(updates[t, 0]).astype(np.float64)
+    np.testing.assert_allclose(update, want["updates"], rtol=2**-8)
+
+
+def test_leaves_of_several_dtypes_come_back_in_their_own():
+  tx = zenjax.micro("data", 0.1, op="sum")
+  gradients = {
+    "half": jnp.ones((1, N, 40), jnp.bfloat16),
+    "none": jnp.ones((1, N, 0, 3)),
+    "whole": jnp.full((1, N, 60), 2.0),
+  }
+  updates, state = by_vmap(tx, gradients)
+  assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(
+    lambda x: x.dtype, gradients
+  )
+  # More are as large as the tenth largest than ten.
+  assert (updates["whole"] == 4).all() and not updates["half"].any()
+  assert state.residual.dtype == jnp.float32
+
+
+def trace(tx, size=SIZE, n=N, state=None):
+  """Traces a step on `n` devices; nothing is compiled."""
+  gradient = jax.ShapeDtypeStruct((n, size), jnp.float32)
+
+  def step(gradient):
+    return tx.update(gradient, state or tx.init(gradient))
+
+  return jax.eval_shape(jax.vmap(step, axis_name="data"), gradient)
+
+
+@pytest.mark.parametrize("make", [zenjax.exdyna, zenjax.micro])
+@pytest.mark.parametrize(
+  ("arguments", "options", "words"),
+  [
+    ((0,), {}, ["`density`", "(0, 1]", "0"]),
+    ((1.5,), {}, ["`density`", "(0, 1]", "1.5"]),
+    ((-0.1,), {}, ["`density`", "(0, 1]", "-0.1"]),
+    ((float("nan"),), {}, ["`density`", "(0, 1]", "nan"]),
+    (("1%",), {}, ["`density`", "(0, 1]", "'1%'"]),
+    ((0.1,), {"controller": "pid"}, ["`controller`", "'damped'", "'pid'"]),
+    ((0.1,), {"start": 0.0}, ["`start`", "positive", "0.0"]),
+    ((0.1,), {"start": np.inf}, ["`start`", "positive", "inf"]),
+    ((0.1,), {"capacity": 0}, ["`capacity`", "positive", "0"]),
+    ((0.1,), {"op": "max"}, ["`op`", "'mean'", "'max'"]),
+  ],
+)
+def test_arguments_out_of_range(make, arguments, options, words):
+  with pytest.raises(ValueError) as error:
+    make("data", *arguments, **options)
+  names(error, *words)
+
+
+@pytest.mark.parametrize(
+  ("tx", "size", "n", "words"),
+  [
+    (zenjax.micro("data", 1e-4), 9_999, 2, ["`density`", "9999", "0.0001"]),
+    (zenjax.micro("data", 1.0), 3, 4, ["`params`", "3", "4", "zen_sync"]),
+    (zenjax.exdyna("data", 0.1), 32_767, 2, ["`params`", "32768", "micro"]),
+    (
+      zenjax.exdyna("data", 0.1),
+      40_000,
+      1_025,
+      ["`axis_name`", "1024", "1025"],
+    ),
+  ],
+)
+def test_models_that_are_too_small(tx, size, n, words):
+  with pytest.raises(ValueError) as error:
+    trace(tx, size, n)
+  names(error, *words)
+
+
+def test_a_state_that_was_not_made_by_init():
+  tx = zenjax.micro("data", 0.1)
+  with pytest.raises(ValueError) as error:
+    tx.init(jnp.zeros(SIZE))
+  names(error, "`axis_name`", "zenjax.init")
+  made = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(N), "data")
+  local = made._replace(residual=made.residual[:1])
+  trace(tx, state=local)
+  for state, words in [
+    (made, ["(2, 1000)", "(1, 1000)", "zenjax.state_specs"]),
+    (local._replace(residual=made.residual[:1, :9]), ["(1, 9)", "(1, 1000)"]),
+    (local._replace(parts=made.parts[:1]), ["of 2 devices", "for 1"]),
+  ]:
+    with pytest.raises(ValueError) as error:
+      trace(tx, state=state)
+    names(error, "`state`", "zenjax.init", *words)
+
+
+def test_leaves_that_are_no_floating_arrays():
+  tx = zenjax.micro("data", 0.5)
+  rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), 4)
+  for leaf, word in [(jnp.zeros(8, jnp.int32), "int32"), (rows, "SparseRows")]:
+    with pytest.raises(TypeError) as error:
+      tx.init({"w": jnp.zeros(8), "t": leaf})
+    names(error, "`params`", "'t'", word, "zenjax.zen_sync")
+
+
+def test_a_gradient_that_autodiff_has_summed():
+  tx = zenjax.micro("data", 0.5)
+
+  def step(w):
+    return tx.update(w, tx.init(w))[0]
+
+  mapped = jax.shard_map(
+    step, mesh=runners.mesh(N), in_specs=P(), out_specs=P()
+  )
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(mapped, jnp.zeros(8))
+  names(error, "`updates`", "zenjax.as_varying")
+
+
+def test_in_a_chain_with_an_optimizer():
+  """Inside `data_parallel`, on a mesh, with momentum behind it."""
+  mesh = runners.mesh(4)
+  tx = optax.chain(zenjax.micro("data", 0.2), optax.sgd(0.03, 0.5))
+  target = jnp.linspace(-1, 1, 40)
+
+  def loss(w, x):
+    return jnp.mean((x @ (w - target)) ** 2)
+
+  def step(w, state, x):
+    value, gradient = jax.value_and_grad(loss)(w, x)
+    updates, state = tx.update(gradient, state, w)
+    return optax.apply_updates(w, updates), state, value
+
+  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  w = jnp.zeros(40)
+  state = zenjax.init(tx, w, mesh, "data")
+  rng, losses = np.random.default_rng(0), []
+  for _ in range(60):
+    x = rng.normal(size=(64, 40)).astype(np.float32)
+    w, state, value = step(w, state, x)
+    losses.append(float(value))
+  assert losses[-1] < losses[0] / 10
