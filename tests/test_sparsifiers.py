@@ -163,7 +163,8 @@ class Following:
     alone = thresholds.DampedThreshold(self.k, float(self.value))
     alone.update(count)
     self.t += 1
-    assert self.value == pytest.approx(alone.value, rel=1e-6)
+    if self.k / 4 <= count <= 4 * self.k:  # Else it is sampled again.
+      assert self.value == pytest.approx(alone.value, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind, n", SOME)
@@ -178,7 +179,9 @@ def test_every_step_of_the_default_controller(kind, n):
   check(model, draws, updates, state)
   check_conserves(draws, updates, state)
   counts = agreed(state.counts).sum(axis=1)
-  assert counts[0] == 60  # The sample is the whole of a model as small as this.
+  # The sample is the whole of a model as small as this.
+  sampled = np.flatnonzero((counts < 15) | (counts > 240)) + 1
+  assert (counts[[0, *sampled]] == 60).all()
   assert counts[50:].mean() == pytest.approx(60, rel=0.1)
 
 
@@ -187,7 +190,11 @@ def test_a_threshold_that_came_to_nothing_is_sampled_again(kind, n):
   draws = drawn(n, cases.laplace)
   draws[:3] = 0
   draws[3, :, 10:] = 0
+  draws[8] *= 100
+  draws[9:] *= 1e-3
   _, state = compiled(kind, n, controller="damped")(draws)
   counts = agreed(state.counts).sum(axis=1)
   assert counts[:5].tolist() == [0, 0, 0, 10, 60]
   assert agreed(state.threshold)[:4].tolist() == [0, 0, 0, 0]
+  assert counts[8] > 600 and counts[9] == 60
+  assert 15 <= counts[9:].min() and counts[50:].mean() == pytest.approx(60, 0.1)

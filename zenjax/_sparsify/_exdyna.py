@@ -52,11 +52,12 @@ def exdyna(
       together, in (0, 1].
     controller: What moves the threshold from step to step. `"damped"` starts
       at a quantile of a sample of the first gradients, and then multiplies by
-      `(selected / wanted) ** 0.03`, at most by 1.05; where nothing is large
-      nothing is sent. `"paper"` is the published rule: it starts at
-      `1 / (2 sqrt(k))` for `k = int(density * N)`, and multiplies by 1.005,
-      1.00125 or 0.995; each device sends one element at least. It settles
-      a little below `density`, and takes 462 steps for a factor of 10.
+      `(selected / wanted) ** 0.03`, at most by 1.05; after a step that was off
+      by more than a factor of 4 it samples again. `"paper"` is the published
+      rule: it starts at `1 / (2 sqrt(k))` for `k = int(density * N)`, and
+      multiplies by 1.005, 1.00125 or 0.995; each device sends one element at
+      least. It settles a little below `density`, and takes 462 steps for a
+      factor of 10.
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair

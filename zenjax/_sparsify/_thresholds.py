@@ -16,6 +16,9 @@ from zenjax._collectives import Axes
 # Below this a threshold is no more: subnormals are zero on some backends.
 _TINY = float(np.finfo(np.float32).tiny)
 _HUGE = float(np.finfo(np.float32).max)
+# A count this many times what is wanted, or less, tells that a threshold is of
+# no use.
+_FAR = 4
 # Elements looked at for a first threshold: so many, and enough of them above
 # it that their number is right to an eighth.
 _SAMPLES = 8192
@@ -68,7 +71,9 @@ class Paper:
 class Damped:
   """`log threshold += clip(0.03 log(count / k), -0.05, 0.05)`.
 
-  A higher gain oscillates. One that fell to nothing is sampled again.
+  A higher gain oscillates. One that is far off is sampled again: residuals
+  double from the first step to the second where gradients are alike, and the
+  threshold is to double with them.
   """
 
   k: int
@@ -81,10 +86,12 @@ class Damped:
     return 0.0 if self.first is None else self.first
 
   def moved(self, threshold: jax.Array, count: jax.Array) -> jax.Array:
-    ratio = count.astype(jnp.float32) / np.float32(self.k)
+    count = count.astype(jnp.float32)
+    ratio = count / np.float32(self.k)
+    far = (ratio > _FAR) | (ratio < 1 / _FAR)
     step = jnp.clip(0.03 * jnp.log(ratio), -0.05, 0.05)
-    threshold = jnp.minimum(threshold * jnp.exp(step), np.float32(_HUGE))
-    return jnp.where(threshold < _TINY, jnp.zeros_like(threshold), threshold)
+    threshold = jnp.minimum(threshold * jnp.exp(step), _HUGE)
+    return jnp.where(far | (threshold < _TINY), 0.0, threshold)
 
 
 KINDS: dict[str, Callable[[int, float | None], Controller]] = {
