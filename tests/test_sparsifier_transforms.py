@@ -285,3 +285,28 @@ def test_in_a_chain_with_an_optimizer():
     w, state, value = step(w, state, x)
     losses.append(float(value))
   assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_residuals_on_another_number_of_devices(devices):
+  """The steps of a model that begins with what was kept."""
+  tx = zenjax.micro("data", 0.05, controller="paper", start=2.0)
+  gradients = draws()
+  (*_, (_, residual, threshold)) = by_shard_map(tx, gradients, False)
+  params = tree(gradients[0, 0])
+  made = zenjax.init(tx, params, runners.mesh(N), "data")
+  state = made._replace(
+    step=made.step + STEPS, residual=residual, threshold=threshold
+  )
+  mesh = runners.mesh(devices)
+  moved = zenjax.reshard(state, mesh, "data")
+  assert moved.residual.shape == (devices, SIZE)
+  np.testing.assert_allclose(
+    np.sum(moved.residual, axis=0), np.sum(residual, axis=0), atol=1e-6
+  )
+  fresh = zenjax.init(tx, params, mesh, "data")
+  assert moved.parts.tolist() == fresh.parts.tolist()
+  assert moved.counts.tolist() == [0] * devices and moved.step == 0
+  assert float(moved.threshold) == float(threshold)
+  shardings = lambda state: jax.tree.map(lambda x: x.sharding, state)
+  assert shardings(moved) == shardings(fresh)

@@ -17,6 +17,7 @@ from zenjax import _owned
 from zenjax import _state
 from zenjax._collectives import Axes
 from zenjax._options import AxisName
+from zenjax._sparsify import _reshard
 from zenjax._sparsify._state import SparsifierState
 
 
@@ -220,8 +221,9 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
   A checkpoint of `on_overflow="carry"` holds one residual a device. On a mesh
   with another number of devices they are added up, or joined by zeros, and
   for `op="mean"` scaled by new over old devices: what the waiting rows would
-  still have added to the parameters is kept. Without residuals the state is
-  only placed.
+  still have added to the parameters is kept. Those of sparsifiers are added up
+  and not scaled: their sum, what is still to be sent, is kept. Without
+  residuals the state is only placed.
 
   Args:
     state: The restored state, with residuals of `[old, ...]`.
@@ -254,9 +256,12 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
   def moved(node: Any) -> Any:
     if isinstance(node, _state.LeafState) and node.residual is not None:
       return node._replace(residual=_fold(node, devices))
+    if isinstance(node, SparsifierState):
+      return _reshard.on_devices(node, devices)
     return node
 
-  is_leaf = lambda node: isinstance(node, _state.LeafState)
+  own = _state.LeafState | SparsifierState
+  is_leaf = lambda node: isinstance(node, own)
   state = jax.tree.map(moved, state, is_leaf=is_leaf)
   specs = state_specs(state, axis_name)
   return jax.tree.map(

@@ -39,7 +39,8 @@ class Division(Protocol):
     ...
 
 
-def _even(total: int, n: int) -> np.ndarray:
+def even(total: int, n: int) -> np.ndarray:
+  """`total` in `n` parts, the first of which have one more: `[n] int32`."""
   quotient, remainder = divmod(total, n)
   return np.array([quotient + (i < remainder) for i in range(n)], np.int32)
 
@@ -64,7 +65,7 @@ class Even:
     return -(-self.size // self.n)
 
   def start(self) -> np.ndarray:
-    return _even(self.size, self.n)
+    return even(self.size, self.n)
 
   def bounds(self, parts: jax.Array) -> jax.Array:
     return _ends(parts)
@@ -115,7 +116,7 @@ class Blocks:
     return most * self.block + self.size - self.blocks * self.block
 
   def start(self) -> np.ndarray:
-    return _even(self.blocks, self.n)
+    return even(self.blocks, self.n)
 
   def bounds(self, parts: jax.Array) -> jax.Array:
     return (_ends(parts) * self.block).at[-1].set(self.size)
