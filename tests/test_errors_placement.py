@@ -118,3 +118,32 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
     mapped({}, (), argument)
   names(error, "`batch` argument 0", "2 devices", str(argument.shape), remedy)
   assert jnp.isfinite(mapped({}, (), remedied)[2]).all()
+
+
+def test_an_axis_that_the_mesh_of_a_step_lacks():
+  tx = zenjax.zen_sync("batch", sparse=True)
+  table = jnp.zeros((41, 4))
+  state = tx.init(table)
+
+  def step(table, state, ids):
+    updates, state = tx.update(jnp.ones_like(table), state, table)
+    return table + updates, state, jnp.sum(ids)
+
+  train = zenjax.data_parallel(step, runners.mesh(N), "data")
+  with pytest.raises(NameError) as error:
+    jax.eval_shape(train, table, state, jnp.arange(N))
+  names(error, "`axis_name`", "'batch'", "a name that the mesh has", "'data'")
+
+
+def test_an_axis_name_that_is_a_mesh():
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync(runners.mesh(N))  # type: ignore[arg-type]
+  names(error, "`axis_name`", "name of an axis", "Mesh")
+
+
+def test_rows_of_owners_are_not_made_lazy():
+  owners = zenjax.owner_update(optax.sgd(0.1), "data")
+  tx = zenjax.lazy_rows(owners)
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, jnp.zeros((1000, 64)), runners.mesh(N), "data")
+  names(error, "`inner`", "owner_update in the place")

@@ -69,11 +69,20 @@ def context_of(options: Options) -> Context:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
       raise NameError(
-        f"`axis_name` must be bound where gradients are synchronized, and"
-        f" {axis!r} is not; call update inside shard_map, pmap or vmap over"
-        f" {axis!r}, or wrap the step in `zenjax.data_parallel`."
+        "`axis_name` must be bound where gradients are synchronized, and"
+        f" {axis!r} is not; {_way_to_bind(axis)}."
       ) from error
   return options.context(sizes)
+
+
+def _way_to_bind(axis: str) -> str:
+  bound = jax.sharding.get_abstract_mesh().axis_names
+  if bound:
+    return f"give a name that the mesh has, of {bound}"
+  return (
+    f"call update inside shard_map, pmap or vmap over {axis!r}, or wrap the"
+    " step in `zenjax.data_parallel`"
+  )
 
 
 def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:

@@ -186,6 +186,13 @@ def axes(axis_name: AxisName) -> Axes:
       "`axis_name` must name at least one axis, got an empty tuple; give the"
       ' name that shard_map or pmap binds, say "data".'
     )
+  for axis in axes:
+    if not isinstance(axis, str):
+      raise ValueError(
+        "`axis_name` must be the name of an axis, or a tuple of names, got"
+        f" {type(axis).__name__} {axis!r}; give the name that shard_map or pmap"
+        ' binds, say "data".'
+      )
   if len(set(axes)) != len(axes):
     raise ValueError(
       f"`axis_name` must name each axis once, got {axis_name!r}; list each"

@@ -54,8 +54,9 @@ class Owners:
       except NameError as error:
         raise ValueError(
           "`owner_update` keeps a part of the state on each device, so it must"
-          f" be made where axis {axis!r} is bound; call `zenjax.init(tx,"
-          f" params, mesh, {axis!r})` instead of `tx.init`."
+          f" be made where its axis {axis!r} is bound; call `zenjax.init(tx,"
+          " params, mesh, axis_name)` instead of `tx.init`, with one axis_name"
+          " for both."
         ) from error
     _once.will_sync("owner_update", params, self.options.axes)
     context = _group.context_of(self.options)

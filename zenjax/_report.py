@@ -39,8 +39,8 @@ _LEGEND = (
   " devices; growth: their ratio;",
   "zen/g: rows split in g column groups; imb: the fullest buffer over the mean;"
   " rounds: exchanges it took;",
-  "overflow: rows beyond the first one; MB: received by a device; bytes: beside"
-  " a dense all-reduce.",
+  "overflow: rows beyond the first push; MB: received by a device; bytes:"
+  " beside a dense all-reduce.",
 )
 
 _SAME_ROWS = (

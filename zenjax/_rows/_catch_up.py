@@ -121,7 +121,9 @@ def _ids_of_leaves(params, ids):
     for path, leaf in paths
   ]
   if given:
-    places = ", ".join(map(jax.tree_util.keystr, given))
+    places = ", ".join(
+      jax.tree_util.keystr(path) or "its root" for path in given
+    )
     raise ValueError(
       "`ids` must stand where `params` has tables, but it has no leaf at"
       f" {places}; give a tree like `params`, None for all else."

@@ -13,7 +13,7 @@ class _Named(type):
   def __repr__(cls) -> str:
     return (
       f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows, or give .to_dense()>"
+      " zenjax.lazy_rows, give .to_dense(), or take jax.grad (MultiSteps)>"
     )
 
 

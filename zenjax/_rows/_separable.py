@@ -86,6 +86,12 @@ def require_row_by_row(
       (alone, _), (beside, _) = cut(2, _COLUMNS)
     except TypeError:
       return  # It needs arguments that only the user has.
+    except NameError as error:
+      raise ValueError(
+        "`inner` must not synchronize devices, but it wants an axis of them"
+        f" ({error}); put zen_sync before lazy_rows, and owner_update in the"
+        " place of both."
+      ) from error
     alike = _alike(alone, beside)
   if not alike:
     raise ValueError(
