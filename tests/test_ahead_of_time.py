@@ -84,7 +84,7 @@ def check_memory(step, grads):
     assert TABLE <= step.temporary < 2 * TABLE
   else:
     assert not hlo.passes(step.text, (ROWS, WIDTH))
-    assert step.temporary < TABLE // 4
+    assert step.temporary < TABLE // 2
 
 
 def check_collectives(step, grads, exact):
