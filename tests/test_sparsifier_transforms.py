@@ -287,6 +287,10 @@ def test_in_a_chain_with_an_optimizer():
   assert losses[-1] < losses[0] / 10
 
 
+def placed_alike(one, other):
+  assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_residuals_on_another_number_of_devices(devices):
   """The steps of a model that begins with what was kept."""
@@ -308,5 +312,5 @@ def test_residuals_on_another_number_of_devices(devices):
   assert moved.parts.tolist() == fresh.parts.tolist()
   assert moved.counts.tolist() == [0] * devices and moved.step == 0
   assert float(moved.threshold) == float(threshold)
-  shardings = lambda state: jax.tree.map(lambda x: x.sharding, state)
-  assert shardings(moved) == shardings(fresh)
+  # On one device `P("data")` and `P()` are two names of one placement.
+  jax.tree.map(placed_alike, moved, fresh)
