@@ -11,6 +11,8 @@ from zenjax._placement import as_varying
 from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs
+from zenjax._planner._plan import LeafPlan
+from zenjax._planner._plan import Plan
 from zenjax._profile import profile
 from zenjax._report import report
 from zenjax._rows._catch_up import catch_up
@@ -55,11 +57,13 @@ __all__ = (
   "grad",
   "init",
   "lazy_rows",
+  "LeafPlan",
   "Link",
   "micro",
   "owner_update",
   "OwnerState",
   "packed",
+  "Plan",
   "profile",
   "Profile",
   "report",

@@ -1,4 +1,7 @@
-"""`scheme="auto"`: one way for every table, decided when it is traced."""
+"""Which way every table takes: as asked, as planned, or as predicted here.
+
+`scheme="auto"` decides when it is traced.
+"""
 
 from collections.abc import Sequence
 import dataclasses
@@ -12,6 +15,8 @@ from zenjax._cost import Prediction
 from zenjax._cost import Profile
 from zenjax._options import Options
 from zenjax._plan import Table
+from zenjax._planner._plan import Plan
+from zenjax._planner._plan import require_mesh
 from zenjax._schemes import DENSE
 from zenjax._schemes.base import Context
 
@@ -33,11 +38,13 @@ class Choice:
   Attributes:
     scheme: Its name.
     column_groups: Of zen; None as `partition` says.
+    group: Leaves of other numbers do not share its exchange.
     predictions: Of `scheme="auto"`, the fastest first; empty elsewhere.
   """
 
   scheme: str
   column_groups: int | None = None
+  group: int = 0
   predictions: tuple[Prediction, ...] = ()
 
 
@@ -49,6 +56,8 @@ def choose(
   Raises:
     ValueError: `profile` names what is no sparse leaf.
   """
+  if options.plan:
+    return _as_planned(tables, options.plan, context)
   if options.scheme != "auto":
     return [Choice(options.scheme)] * len(tables)
   profiles = options.profile or {}
@@ -89,4 +98,14 @@ def _choose_one(
   dense = next(p for p in found if p.scheme in DENSE)
   if not sparse and best.seconds > _WORTH * dense.seconds:
     best = dense
-  return Choice(best.scheme, best.column_groups, tuple(found))
+  return Choice(best.scheme, best.column_groups, predictions=tuple(found))
+
+
+def _as_planned(
+  tables: Sequence[Table], plan: Plan, context: Context
+) -> list[Choice]:
+  require_mesh(plan, tuple(zip(context.axes, context.sizes)))
+  leaves = [plan.by_name[table.name] for table in tables]
+  return [
+    Choice(leaf.scheme, leaf.column_groups, leaf.group) for leaf in leaves
+  ]

@@ -13,6 +13,7 @@ from zenjax import _select
 from zenjax import _state
 from zenjax._collectives import Axes
 from zenjax._options import Options
+from zenjax._planner._plan import require_tree
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 from zenjax._schemes.base import Context
@@ -39,6 +40,8 @@ def sync_tree(
   """
   context = context_of(options)
   leaves = local_leaves(tree, context)
+  if options.plan:
+    require_tree(options.plan, _select.shapes(leaves))
   chosen = _select.select(tree, options.sparse, options.unit)
   # One device has nothing to exchange, unless rows wait in a residual.
   alone = context.devices == 1 and options.exact and not options.rows_out

@@ -11,6 +11,7 @@ from zenjax._cost import Link
 from zenjax._cost import Profile
 from zenjax._plan import Capacity
 from zenjax._plan import Partition
+from zenjax._planner import _plan as _planned
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Context
@@ -44,12 +45,19 @@ class Options:
   output: str
   unit: Unit
   partition: Partition
-  wire_dtype: jnp.dtype | None
+  wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None  # one, or by leaf
   capacities: Capacity | dict[str, Capacity] | None
   seed: int
   link: Link | None
   profile: Mapping[str, Profile] | None
   ids_first: bool
+  plan: _planned.Plan | None = None
+
+  def wire_of(self, name: str) -> jnp.dtype | None:
+    """In which rows of a leaf travel; None for their own."""
+    if isinstance(self.wire_dtype, dict):
+      return self.wire_dtype.get(name)
+    return self.wire_dtype
 
   def context(self, sizes: Sequence[int]) -> Context:
     """Of an exchange over axes of these sizes."""
@@ -80,6 +88,7 @@ DEFAULTS: dict[str, Any] = dict(
   link=None,
   profile=None,
   ids_first=False,
+  plan=None,
 )
 
 
@@ -99,8 +108,11 @@ def check(
   link: Link | None,
   profile: Mapping[str, Profile] | None,
   ids_first: bool,
+  plan: _planned.Plan | None,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
+  if plan is not None:
+    _require_free(plan, locals())
   one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
   one_of("op", op, ["mean", "sum"])
   one_of("on_overflow", on_overflow, ["exact", "carry"])
@@ -120,7 +132,7 @@ def check(
       f" {scheme=}; use `unit='row'` with another scheme than 'block_sparse',"
       " or `output='dense'`."
     )
-  return Options(
+  options = Options(
     axes=axes(axis_name),
     sparse=sparse,
     scheme=scheme,
@@ -135,6 +147,57 @@ def check(
     link=link,
     profile=profile,
     ids_first=_ids_first(ids_first, scheme),
+  )
+  return _as_planned(options, plan) if plan else options
+
+
+# What a plan decides for every leaf.
+_DECIDED = (
+  "sparse",
+  "scheme",
+  "unit",
+  "partition",
+  "wire_dtype",
+  "capacities",
+  "link",
+  "profile",
+)
+
+
+def _require_free(plan: Any, given: dict[str, Any]) -> None:
+  """Raises where an argument stands beside a plan that decides it."""
+  if not isinstance(plan, _planned.Plan):
+    raise TypeError(
+      f"`plan` must be a zenjax.Plan, got {type(plan).__name__}; give what"
+      " `zenjax.plan` or `zenjax.Plan.from_json` returned."
+    )
+  for name in _DECIDED:
+    usual = DEFAULTS.get(name)
+    if given[name] is not usual and given[name] != usual:
+      raise ValueError(
+        f"`{name}` is decided by the plan for every leaf, got"
+        f" {given[name]!r} beside `plan`; leave one of them out."
+      )
+  _planned.require_version(plan)
+
+
+def _as_planned(options: Options, plan: _planned.Plan) -> Options:
+  known = [*SPARSE, _planned.DENSE]
+  for leaf in plan.leaves:
+    one_of(f"plan.leaves[{leaf.name!r}].scheme", leaf.scheme, known)
+  sparse = [leaf for leaf in plan.leaves if leaf.scheme != _planned.DENSE]
+  wire = {
+    leaf.name: floating("wire_dtype", jnp.dtype(leaf.wire_dtype))
+    for leaf in sparse
+    if leaf.wire_dtype
+  }
+  pinned = {leaf.name: leaf.capacities for leaf in sparse if leaf.capacities}
+  return dataclasses.replace(
+    options,
+    plan=plan,
+    sparse=plan.sparse,
+    wire_dtype=wire,
+    capacities=_capacities(pinned),
   )
 
 

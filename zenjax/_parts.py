@@ -41,15 +41,16 @@ def split(
   options: Options,
   context: Context,
 ) -> list[Part]:
-  """The sparse leaves by scheme: all in one but for `scheme="auto"`."""
+  """The sparse leaves by scheme and group: all in one unless one is chosen."""
   tables = [_tables.table_of(name, leaf, options) for name, leaf in group]
   _tables.check_names(tables, options)
   choices = _auto.choose(tables, options, context)
   parts = []
-  for scheme in dict.fromkeys(choice.scheme for choice in choices):
-    at = [i for i, choice in enumerate(choices) if choice.scheme == scheme]
+  keys = [(choice.scheme, choice.group) for choice in choices]
+  for key in dict.fromkeys(keys):
+    at = [i for i, other in enumerate(keys) if other == key]
     part = ([group[i] for i in at], [choices[i] for i in at])
-    parts.append(Part(scheme, at, *part))
+    parts.append(Part(key[0], at, *part))
   return parts
 
 

@@ -9,6 +9,7 @@ from zenjax import _owners
 from zenjax import _ran
 from zenjax import _state
 from zenjax import _stats
+from zenjax._columns import columns
 from zenjax._rows import _catch_up_state
 
 _HEADINGS = (
@@ -99,7 +100,7 @@ def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
   rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
   devices = int(next(iter(known.values()))["devices"])
   title = f"{by} after {steps} steps on {devices} devices"
-  lines = [title, *_columns(rows), *_LEGEND]
+  lines = [title, *columns(rows), *_LEGEND]
   lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
   if advice:
     lines += [f"to pin: capacities={advice}"]
@@ -183,14 +184,3 @@ def _bytes(s: dict[str, float]) -> str:
     return "dense"
   gain = _stats.ratio(s["dense_bytes"], s["wire_bytes"])
   return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-  widths = [max(len(cell) for cell in column) for column in zip(*rows)]
-  return [
-    "  ".join(
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths))
-    ).rstrip()
-    for row in rows
-  ]

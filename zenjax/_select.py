@@ -32,6 +32,16 @@ def named_leaves(
   return [(leaf_name(path), leaf) for path, leaf in flat]
 
 
+def shapes(
+  leaves: Sequence[tuple[str, Any]],
+) -> dict[str, tuple[tuple[int, ...], str]]:
+  """`(shape, dtype)` of each `(name, leaf)`, of SparseRows the table's."""
+  return {
+    name: (tuple(leaf.shape), jnp.dtype(leaf.dtype).name)
+    for name, leaf in leaves
+  }
+
+
 def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
   """For each leaf of `tree`, in order, whether it travels sparse.
 

@@ -124,7 +124,7 @@ def table_of(
       " `sparse`."
     )
   dtype = jnp.dtype(leaf.dtype)
-  wire = options.wire_dtype or dtype
+  wire = options.wire_of(name) or dtype
   if wire.itemsize > dtype.itemsize:
     raise ValueError(
       f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"

@@ -22,6 +22,8 @@ from zenjax._options import SchemeName
 from zenjax._options import SparseSpec
 from zenjax._options import Unit
 from zenjax._plan import Partition
+from zenjax._planner._plan import Plan
+from zenjax._planner._plan import require_tree
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import DENSE
 
@@ -42,6 +44,7 @@ def zen_sync(
   link: Link | None = None,
   profile: Mapping[str, Profile] | None = None,
   ids_first: bool = False,
+  plan: Plan | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, sending only rows that are not zero.
 
@@ -132,13 +135,16 @@ def zen_sync(
       are exchanged, and unions formed, while the backward pass still computes
       the values: seen in compiled schedules, measured on none. Elsewhere it
       only costs two latencies more, and arrays it leaves as they are.
+    plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
+      `scheme`, `partition`, `wire_dtype` and `capacities`.
 
   Returns:
     A transformation whose state is a `ZenSyncState`.
 
   Raises:
     ValueError: An argument is out of range, a gradient was already summed by
-      autodiff, or a leaf does not fit what was asked for.
+      autodiff, a leaf does not fit what was asked for, or a plan was made for
+      other leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating.
     NameError: In `update`, when no axis of that name is bound.
 
@@ -162,6 +168,7 @@ def zen_sync(
     link=link,
     profile=profile,
     ids_first=ids_first,
+    plan=plan,
   )
 
   def init_fn(params: optax.Params) -> Any:
@@ -183,6 +190,8 @@ def zen_sync(
 def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
   _once.will_sync("zen_sync", params, options.axes)
   leaves: dict[str, _state.LeafState] = {}
+  if options.plan:
+    require_tree(options.plan, _select.shapes(_select.named_leaves(params)))
   if options.scheme not in DENSE:
     chosen = _select.select(params, options.sparse, options.unit)
     named = _select.named_leaves(params, is_rows)

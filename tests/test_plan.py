@@ -1,0 +1,194 @@
+"""A plan: what zen_sync does by it, and where it refuses one."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from refusals import names
+
+import zenjax
+
+N = 4
+SHAPES = {"a": (640, 8), "b": (700, 4), "c": (512, 8), "w": (16, 4)}
+PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def leaf(name, **choice):
+  return zenjax.LeafPlan(
+    name=name, shape=SHAPES[name], dtype="float32", **choice
+  )
+
+
+PLAN = zenjax.Plan(
+  leaves=(
+    leaf("a", scheme="zen", column_groups=1, group=0, union=80.0),
+    leaf("b", scheme="zen", column_groups=4, group=1, capacities=(16, 64)),
+    leaf("c", scheme="all_gather", group=2, wire_dtype="bfloat16"),
+    leaf("w", scheme="dense"),
+  ),
+  mesh=(("data", N),),
+  seconds=0.010,
+  dense_seconds=0.030,
+  compute_seconds=0.008,
+)
+
+
+def gradients():
+  rng = np.random.default_rng(0)
+  found = {}
+  for name, shape in SHAPES.items():
+    rows = rng.random((N, shape[0], 1)) < (1 if name == "w" else 0.03)
+    values = rng.integers(-8, 9, (N, *shape))
+    found[name] = (rows * values).astype(np.float32)
+  return found
+
+
+def synced(tx):
+  step = lambda g: tx.update(g, tx.init(PARAMS))
+  return jax.jit(jax.vmap(step, axis_name="data"))
+
+
+@pytest.fixture(scope="module")
+def ran():
+  stack = gradients()
+  out, state = synced(zenjax.zen_sync("data", plan=PLAN))(stack)
+  return stack, out, jax.tree.map(lambda x: x[0], state)
+
+
+def test_equals_pmean(ran):
+  stack, out, _ = ran
+  for name in SHAPES:
+    oracle.check(np.asarray(out[name]), stack[name], label=name)
+
+
+def test_leaves_travel_as_planned(ran):
+  _, _, state = ran
+  assert set(state.leaves) == {"a", "b", "c"}
+  known = zenjax.stats(state)
+  assert known["a"]["column_groups"] == 1 and known["b"]["column_groups"] == 4
+  assert "all_gather" in zenjax.report(state)
+
+
+@pytest.mark.parametrize("groups, exchanges", [((0, 0), 1), ((0, 1), 2)])
+def test_a_group_shares_an_exchange(groups, exchanges):
+  leaves = tuple(
+    dataclasses.replace(x, group=group, scheme="zen", wire_dtype=None)
+    for x, group in zip(PLAN.leaves, groups)
+  )
+  leaves += (leaf("c", scheme="dense"), leaf("w", scheme="dense"))
+  plan = dataclasses.replace(PLAN, leaves=leaves)
+  tx = zenjax.zen_sync("data", plan=plan)
+  shapes = jax.tree.map(lambda x: jnp.zeros((N, *x.shape)), PARAMS)
+  mesh = jax.sharding.Mesh(jax.devices()[:N], ("data",))
+  split, same = jax.P("data"), jax.P()
+  step = lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(PARAMS))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=same)
+  text = jax.jit(mapped).lower(shapes).as_text()
+  # The first push of each, and that of its loop.
+  assert len(re.findall(r"stablehlo\.all_to_all", text)) == 2 * exchanges
+
+
+def test_comparison_with_what_a_run_showed(ran):
+  _, _, state = ran
+  measured = zenjax.stats(state)
+  text = PLAN.compare(measured, seconds=0.012)
+  union = measured["a"]["union_density"] * 640
+  assert f"{union / 80:.2f}" in text and "ratio 1.20" in text
+  with pytest.raises(ValueError) as error:
+    PLAN.compare({"a": measured["a"]})
+  names(error, "`measured`", "'b'", "'c'", "zenjax.stats")
+  with pytest.raises(ValueError, match="`seconds`"):
+    PLAN.compare(measured, seconds=0.0)
+
+
+def test_printed():
+  text = str(PLAN)
+  assert "zen/4" in text and "all_gather bfloat16" in text and "pmean" in text
+  assert "3.00x as fast" in text
+  dense = dataclasses.replace(PLAN, leaves=(leaf("w", scheme="dense"),))
+  assert not dense.pays and "plain pmean is best" in str(dense)
+
+
+def test_json():
+  assert zenjax.Plan.from_json(PLAN.to_json()) == PLAN
+  assert hash(zenjax.Plan.from_json(PLAN.to_json())) == hash(PLAN)
+
+
+@pytest.mark.parametrize(
+  "old, new, words",
+  [
+    ('"zenjax_plan": 1', '"zenjax_plan": 9', ["version 1", "zenjax.plan"]),
+    ('"scheme": "zen"', '"sheme": "zen"', ["leaves[0]", "'sheme'", "'scheme'"]),
+    ('"group": 0', '"group": "0"', ["`group`", "int", "'0'"]),
+    ('"data"', "7", ["`mesh`", "[[7, 4]]"]),
+    ("}\n  ],", "", ["cut short"]),
+  ],
+)
+def test_json_that_is_no_plan(old, new, words):
+  text = PLAN.to_json().replace(old, new)
+  assert text != PLAN.to_json()
+  with pytest.raises(ValueError) as error:
+    zenjax.Plan.from_json(text)
+  names(error, *words)
+
+
+def _synced(plan, params=PARAMS, n=N):
+  tx = zenjax.zen_sync("data", plan=plan)
+  grads = jax.tree.map(lambda x: jnp.zeros((n, *x.shape)), params)
+  step = lambda g: tx.update(g, tx.init(params))
+  return jax.eval_shape(jax.vmap(step, axis_name="data"), grads)
+
+
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (lambda: _synced(PLAN, {"a": PARAMS["a"]}), ["`plan`", "'b', 'c', 'w'"]),
+    (
+      lambda: _synced(PLAN, PARAMS | {"x": jnp.zeros(3)}),
+      ["nothing of ['x']", "zenjax.plan"],
+    ),
+    (
+      lambda: _synced(PLAN, PARAMS | {"w": jnp.zeros((8, 4))}),
+      ["'w'", "float32[16,4] there", "float32[8,4] here"],
+    ),
+    (lambda: _synced(PLAN, n=2), ["{'data': 4}", "{'data': 2}"]),
+    (
+      lambda: _synced(dataclasses.replace(PLAN, jax_version="0.1")),
+      ["0.1", jax.__version__],
+    ),
+    (
+      lambda: zenjax.zen_sync("data", plan=PLAN, scheme="ring"),
+      ["`scheme`", "'ring'", "beside `plan`"],
+    ),
+    (
+      lambda: zenjax.zen_sync("data", plan=PLAN, sparse=True),
+      ["`sparse`", "beside `plan`"],
+    ),
+    (
+      lambda: zenjax.zen_sync(
+        "data",
+        plan=dataclasses.replace(PLAN, leaves=(leaf("a", scheme="fast"),)),
+      ),
+      ["plan.leaves['a'].scheme", "'fast'"],
+    ),
+    (
+      lambda: dataclasses.replace(PLAN, leaves=PLAN.leaves * 2),
+      ["`leaves`", "once"],
+    ),
+  ],
+)
+def test_refused(call, words):
+  with pytest.raises(ValueError) as error:
+    call()
+  names(error, *words)
+
+
+def test_no_plan():
+  text: Any = PLAN.to_json()
+  with pytest.raises(TypeError, match="`plan` must be a zenjax.Plan"):
+    zenjax.zen_sync("data", plan=text)

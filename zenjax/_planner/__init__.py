@@ -1,0 +1,1 @@
+"""Which way each gradient travels, and whether any of them pays."""

@@ -1,0 +1,109 @@
+"""A plan as JSON, and back, every field checked."""
+
+import dataclasses
+import json
+from typing import Any
+
+_VERSION = 1
+_KEY = "zenjax_plan"
+
+
+def dumps(plan: Any) -> str:
+  return json.dumps({_KEY: _VERSION, **dataclasses.asdict(plan)}, indent=2)
+
+
+def loads(text: str, plan: Any, leaf: Any) -> Any:
+  """A `plan` of `leaf`s; see `Plan.from_json`."""
+  try:
+    found = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise ValueError(
+      f"`text` must be a plan as `Plan.to_json` writes it, and is no JSON at"
+      f" line {error.lineno}: was it cut short?"
+    ) from error
+  if not isinstance(found, dict) or found.pop(_KEY, None) != _VERSION:
+    raise ValueError(
+      f"`text` must be a plan of version {_VERSION}, as `Plan.to_json` writes"
+      " it; make it anew by `zenjax.plan`."
+    )
+  leaves = tuple(
+    _of(leaf, {**x, "shape": tuple(x.get("shape", ()))}, f"leaves[{i}]")
+    for i, x in enumerate(_records(found.get("leaves")))
+  )
+  pairs = found.get("mesh")
+  if not isinstance(pairs, list) or not all(_is_axis(x) for x in pairs):
+    raise ValueError(
+      f"`mesh` of a plan must be a list of [axis, devices], got {pairs!r}."
+    )
+  mesh = tuple((name, devices) for name, devices in pairs)
+  return _of(plan, {**found, "leaves": leaves, "mesh": mesh}, "the plan")
+
+
+def _records(found: Any) -> list[dict[str, Any]]:
+  if not isinstance(found, list) or not all(isinstance(x, dict) for x in found):
+    raise ValueError(
+      f"`leaves` of a plan must be a list of records, got {found!r:.60}."
+    )
+  return found
+
+
+def _is_axis(pair: Any) -> bool:
+  if not isinstance(pair, list) or len(pair) != 2:
+    return False
+  name, devices = pair
+  return isinstance(name, str) and isinstance(devices, int) and devices > 0
+
+
+def _of(kind: Any, values: dict[str, Any], where: str) -> Any:
+  fields = {field.name: field for field in dataclasses.fields(kind)}
+  needed = {
+    name
+    for name, field in fields.items()
+    if field.default is dataclasses.MISSING
+  }
+  wrong = sorted(set(values) - set(fields)), sorted(needed - set(values))
+  if any(wrong):
+    raise ValueError(
+      f"`text` must hold the fields of a plan: {where} has unknown {wrong[0]}"
+      f" and lacks {wrong[1]}; make it anew by `zenjax.plan`."
+    )
+  if isinstance(values.get("capacities"), list):
+    values["capacities"] = tuple(values["capacities"])
+  for name, value in values.items():
+    if not isinstance(value, _KINDS[name]):
+      raise ValueError(
+        f"`{name}` of {where} must be {_named(_KINDS[name])}, got {value!r}."
+      )
+  return kind(**values)
+
+
+_NUMBER = (int, float)
+_OPTIONAL = type(None)
+_KINDS: dict[str, Any] = dict(
+  capacities=(tuple, _OPTIONAL),
+  column_groups=int,
+  compute_seconds=_NUMBER,
+  dense_seconds=_NUMBER,
+  dtype=str,
+  group=int,
+  jax_version=str,
+  leaves=tuple,
+  machine=str,
+  mesh=tuple,
+  name=str,
+  overlap=bool,
+  reason=str,
+  runner_up=str,
+  runner_up_seconds=_NUMBER,
+  scheme=str,
+  seconds=_NUMBER,
+  shape=tuple,
+  union=(*_NUMBER, _OPTIONAL),
+  wire_bytes=_NUMBER,
+  wire_dtype=(str, _OPTIONAL),
+)
+
+
+def _named(kinds: Any) -> str:
+  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+  return " or ".join(kind.__name__ for kind in kinds)

@@ -1,0 +1,141 @@
+"""A plan as a person reads it, alone and beside what a run has shown."""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+from zenjax._columns import columns
+
+_HEADINGS = (
+  "leaf",
+  "shape",
+  "travels",
+  "group",
+  "ms",
+  "pmean ms",
+  "MB",
+  "runner-up",
+  "ms",
+  "because",
+)
+_COMPARED = (
+  "leaf",
+  "travels",
+  "union planned",
+  "seen",
+  "ratio",
+  "MB planned",
+  "seen",
+  "ratio",
+)
+
+
+def table(plan: Any) -> str:
+  """See `Plan`."""
+  devices = math.prod(n for _, n in plan.mesh)
+  axes = " x ".join(f"{name} {n}" for name, n in plan.mesh)
+  machine = f" on {plan.machine}" if plan.machine else ""
+  lines = [f"plan for {devices} devices ({axes}){machine}"]
+  if plan.leaves:
+    lines += columns([_HEADINGS, *(_line(leaf) for leaf in plan.leaves)])
+  if plan.dense_seconds:
+    kind = "beside" if plan.overlap else "after"
+    lines.append(
+      f"a step: {_ms(plan.seconds)} ms, with pmean alone"
+      f" {_ms(plan.dense_seconds)} ms, without any exchange"
+      f" {_ms(plan.compute_seconds)} ms; exchanges run {kind} the backward pass"
+    )
+  lines.append(verdict(plan))
+  return "\n".join(lines)
+
+
+def verdict(plan: Any) -> str:
+  """Whether anything gains, in one sentence."""
+  if not plan.pays:
+    return "plain pmean is best for every leaf: leave zen_sync out."
+  if not plan.dense_seconds:
+    return "no time was predicted."
+  gain = plan.dense_seconds / plan.seconds
+  return f"a step is predicted to be {gain:.2f}x as fast as with pmean alone."
+
+
+def _line(leaf: Any) -> tuple[str, ...]:
+  dense = leaf.scheme == "dense"
+  return (
+    leaf.name,
+    "x".join(map(str, leaf.shape)) or "-",
+    "pmean" if dense else leaf.choice,
+    "-" if dense else str(leaf.group),
+    _ms(leaf.seconds),
+    _ms(leaf.dense_seconds),
+    f"{leaf.wire_bytes / 1e6:.3g}",
+    leaf.runner_up or "-",
+    _ms(leaf.runner_up_seconds) if leaf.runner_up else "-",
+    leaf.reason or "-",
+  )
+
+
+def _ms(seconds: float) -> str:
+  return f"{seconds * 1e3:.3g}"
+
+
+def comparison(
+  plan: Any, measured: Mapping[str, Mapping[str, float]], seconds: float | None
+) -> str:
+  """See `Plan.compare`."""
+  if seconds is not None and not 0 < seconds < math.inf:
+    raise ValueError(
+      f"`seconds` must be what a step took, positive, got {seconds!r}; leave it"
+      " out where it was not measured."
+    )
+  sparse = [leaf for leaf in plan.leaves if leaf.scheme != "dense"]
+  missing = sorted(leaf.name for leaf in sparse if leaf.name not in measured)
+  if missing:
+    raise ValueError(
+      f"`measured` must tell of every leaf that the plan sends sparse, and does"
+      f" not of {missing}; give `zenjax.stats(state)` after a step with"
+      " `zen_sync(plan=plan)`."
+    )
+  found = [_Compared(leaf, measured[leaf.name]) for leaf in sparse]
+  found.sort(key=lambda c: -c.error)
+  lines = columns([_COMPARED, *(c.line() for c in found)], left=2)
+  if seconds is not None:
+    lines.append(
+      f"a step: {_ms(plan.seconds)} ms planned, {_ms(seconds)} ms seen,"
+      f" ratio {_ratio(seconds, plan.seconds)}"
+    )
+  return "\n".join(lines)
+
+
+class _Compared:
+  """One leaf as planned and as seen."""
+
+  def __init__(self, leaf: Any, seen: Mapping[str, float]):
+    self.leaf = leaf
+    self.union = seen["union_density"] * seen["num_rows"]
+    self.bytes = seen["wire_bytes"]
+
+  @property
+  def error(self) -> float:
+    """How far off bytes are, as a factor."""
+    if not self.leaf.wire_bytes or not self.bytes:
+      return math.inf
+    return abs(math.log(self.bytes / self.leaf.wire_bytes))
+
+  def line(self) -> tuple[str, ...]:
+    leaf = self.leaf
+    planned = "-" if leaf.union is None else f"{leaf.union:.0f}"
+    return (
+      leaf.name,
+      leaf.choice,
+      planned,
+      f"{self.union:.0f}",
+      _ratio(self.union, leaf.union),
+      f"{leaf.wire_bytes / 1e6:.3g}",
+      f"{self.bytes / 1e6:.3g}",
+      _ratio(self.bytes, leaf.wire_bytes),
+    )
+
+
+def _ratio(seen: float, planned: float | None) -> str:
+  return f"{seen / planned:.2f}" if planned else "-"
