@@ -225,3 +225,37 @@ def test_of_equals_the_fewest_collectives(growth, chosen):
   fastest, *_ = choice.predictions
   assert fastest.scheme in ("zen", "recursive_doubling")
   assert choice.scheme == chosen
+
+
+def test_several_levels():
+  """Of 4 hosts of 8 devices each link between hosts carries an eighth."""
+  size = 1000 * 8 * 4.0
+  both = Context(axes=("host", "device"), sizes=(4, 8), mean=True)
+  network = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
+  fabric = zenjax.Link(bandwidth=1e12, latency_s=0.0)
+  links = {"host": network, "device": fabric}
+  found = _cost.predict("dense", table(1000, 8), profile(10, 4), both, links)
+  within = 2 * 7 / 8 * size / 1e12
+  between = 2 * 3 / 4 * size / 8 / 1e9
+  assert found.wire_s == pytest.approx(within + between + 6e-3)
+  assert found.once_s == pytest.approx(6e-3)
+  # A link for all is that of every axis.
+  same = dict.fromkeys(both.axes, network)
+  for scheme in ("dense", "zen", "all_gather"):
+    one, by_axis = (
+      _cost.predict(scheme, table(1000, 8), profile(10, 4), both, link)
+      for link in (network, same)
+    )
+    assert one == by_axis
+
+
+def test_what_a_group_pays_once():
+  link = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
+  for scheme in _cost.CANDIDATES:
+    found = _cost.predict(
+      scheme, table(1000, 8), profile(10, 4), context(8), link
+    )
+    assert 0 < found.once_s < found.wire_s
+    assert found.once_s == pytest.approx(
+      found.wire_s - found.received / link.bandwidth
+    )

@@ -106,6 +106,10 @@ def _interpolate(curve: Curve, received: float) -> float:
   return y1 + (received - x1) * rate
 
 
+# One for all axes, or that of each.
+Links = Link | Mapping[str, Link]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
   """What was measured of a table's gradients.
@@ -143,6 +147,8 @@ class Prediction:
     column_groups: Of zen; 1 elsewhere.
     wire_s: On the link.
     local_s: On the device.
+    mask_s: Of that, before anything is sent.
+    once_s: Of `wire_s`, what tables of one exchange take together but once.
     received: Bytes a device receives.
     collectives: How many.
   """
@@ -153,6 +159,8 @@ class Prediction:
   local_s: float
   received: float
   collectives: int
+  mask_s: float = 0.0
+  once_s: float = 0.0
 
   @property
   def seconds(self) -> float:
@@ -165,10 +173,12 @@ def predict(
   table: Table,
   profile: Profile,
   context: Context,
-  link: Link,
+  link: Links,
   column_groups: int = 1,
 ) -> Prediction:
   """Time and bytes of one scheme for one table.
+
+  A device's own work is that of the fastest axis' link.
 
   Raises:
     ValueError: A scheme of ranges, and `profile.skew` is None.
@@ -178,23 +188,27 @@ def predict(
     loops = dense.loop_messages(table, context)
     messages = dense.messages(table, context)
     messages += [m for turns, m in loops for _ in range(turns)]
-    local = 0.0
+    mask = local = 0.0
   else:
     messages, block = _sparse_messages(
       scheme, table, profile, context, column_groups
     )
-    local = _mask_s(table, link.work)
+    work = _link_of(context.axes[-1], link).work
+    mask = _mask_s(table, work)
+    local = mask
     for message in messages:
       received = float(received_bytes([message], context))
       # The blocks of a summed row arrive side by side and are written as one.
       whole = message.op == "all_gather" and column_groups > 1
       row = block * column_groups if whole else block
-      local += _move_s(row, received, link.work)
+      local += _move_s(row, received, work)
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
     wire_s=sum(_message_s(m, context, link) for m in messages),
+    once_s=sum(_message_s(m, context, link, empty=True) for m in messages),
     local_s=local,
+    mask_s=mask,
     received=float(received_bytes(messages, context)),
     collectives=len(messages),
   )
@@ -239,9 +253,50 @@ def _sparse_messages(
   return [m._replace(words=float(m.words)) for m in messages], block
 
 
-def _message_s(message: Message, context: Context, link: Link) -> float:
-  received = float(received_bytes([message], context))
-  return link.seconds(message.op, devices_of(message, context), received)
+def _message_s(
+  message: Message, context: Context, link: Links, empty: bool = False
+) -> float:
+  """Seconds of a collective, or of what it takes with nothing in it."""
+  parts = _phases(message, context)
+  return sum(
+    _link_of(axis, link).seconds(op, n, 0.0 if empty else received)
+    for axis, op, n, received in parts
+  )
+
+
+def _phases(
+  message: Message, context: Context
+) -> list[tuple[str, str, int, float]]:
+  """`(axis, op, devices, bytes received)` of each level that a message crosses.
+
+  Libraries sum and gather level by level: a slow link carries of an array, for
+  each of the devices that share it, an equal part.
+  """
+  sizes = dict(zip(context.axes, context.sizes))
+  *fast, slowest = reversed([axis for axis in message.axes if axis in sizes])
+  part = message.words * 4.0
+  if not fast or message.op not in ("all_reduce", "all_gather"):
+    n = devices_of(message, context)
+    received = float(received_bytes([message], context))
+    return [(message.axes[0], message.op, n, received)]
+  found = []
+  if message.op == "all_gather":
+    for axis in (slowest, *reversed(fast)):
+      n = sizes[axis]
+      found.append((axis, "all_gather", n, (n - 1) * part))
+      part *= n
+    return found
+  for axis in fast:
+    n = sizes[axis]
+    part /= n
+    found.append((axis, "reduce_scatter", n, (n - 1) * part))
+    found.append((axis, "all_gather", n, (n - 1) * part))
+  n = sizes[slowest]
+  return [*found, (slowest, "all_reduce", n, 2 * (n - 1) / n * part)]
+
+
+def _link_of(axis: str, link: Links) -> Link:
+  return link if isinstance(link, Link) else link[axis]
 
 
 def _mask_s(table: Table, work: Work) -> float:
@@ -264,7 +319,7 @@ def choices(
   table: Table,
   profile: Profile,
   context: Context,
-  link: Link,
+  link: Links,
 ) -> list[Prediction]:
   """Every way that may be best for a table, the fastest first.
 
