@@ -11,8 +11,10 @@ from zenjax._placement import as_varying
 from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs
+from zenjax._planner._links import measure_links
 from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
+from zenjax._planner._topology import Topology
 from zenjax._profile import profile
 from zenjax._report import report
 from zenjax._rows._catch_up import catch_up
@@ -59,6 +61,7 @@ __all__ = (
   "lazy_rows",
   "LeafPlan",
   "Link",
+  "measure_links",
   "micro",
   "owner_update",
   "OwnerState",
@@ -78,6 +81,7 @@ __all__ = (
   "state_specs",
   "stats",
   "TableUse",
+  "Topology",
   "value_and_grad",
   "Work",
   "zen_sync",

@@ -31,6 +31,8 @@ _STEPS = {
   "reduce_scatter": lambda n: n - 1,
 }
 
+COLLECTIVES = tuple(_STEPS)
+
 # Points `(bytes received, seconds)` of a collective, ascending.
 Curve = tuple[tuple[float, float], ...]
 
@@ -86,12 +88,21 @@ class Link:
           " bytes a second, latency in seconds."
         )
 
+  def __hash__(self):
+    curves = frozenset(self.curves.items())
+    return hash((self.bandwidth, self.latency_s, curves, self.work))
+
   def seconds(self, op: str, devices: int, received: float) -> float:
     """Of a collective in which each of `devices` receives so many bytes."""
     curve = self.curves.get((op, devices))
     if curve:
       return _interpolate(curve, received)
-    return _STEPS[op](devices) * self.latency_s + received / self.bandwidth
+    return steps(op, devices) * self.latency_s + received / self.bandwidth
+
+
+def steps(op: str, devices: int) -> int:
+  """Messages that follow each other in a collective."""
+  return _STEPS[op](devices)
 
 
 def _interpolate(curve: Curve, received: float) -> float:

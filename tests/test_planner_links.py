@@ -1,0 +1,299 @@
+"""Topologies, and links that are measured."""
+
+import json
+import math
+import re
+import sys
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+import pytest
+
+import zenjax
+from zenjax._planner import _links
+from zenjax._planner import _machines
+from zenjax._planner import _single
+from zenjax._planner._levels import Fit
+from zenjax._planner._levels import Level
+
+CURVE = ((1e3, 1e-3), (1e6, 5e-3))
+
+
+def measured() -> zenjax.Topology:
+  """As measured: curves, fits, one of them without a slope, and local work."""
+  link = zenjax.Link(
+    bandwidth=1e9,
+    latency_s=1e-5,
+    curves={("all_gather", 4): CURVE, ("all_to_all", 4): CURVE[:1]},
+    work=zenjax.Work(mask_byte=1e-10),
+  )
+  fits = (
+    Fit(op="all_gather", latency_s=1e-3, bandwidth=2e8, error=0.1),
+    Fit(op="all_to_all", latency_s=1e-3, bandwidth=math.inf, error=0.0),
+  )
+  level = Level(name="data", devices=4, link=link, fits=fits)
+  return zenjax.Topology(levels=(level,), memory_bytes=1e9, source="here")
+
+
+# --- topologies -------------------------------------------------------------
+
+
+def test_json_there_and_back():
+  for topology in (
+    measured(),
+    zenjax.Topology.preset("tpu-v5p", 64, hosts=2, network="100gbit"),
+    zenjax.Topology.network("25gbit", 16),
+  ):
+    back = zenjax.Topology.from_json(topology.to_json())
+    assert back == topology
+    assert hash(back) == hash(topology)
+
+
+def test_hash_tells_topologies_apart():
+  assert measured() != measured().resized(data=8)
+  assert len({measured(), measured(), measured().resized(data=8)}) == 2
+
+
+def test_a_file_is_loaded(tmp_path):
+  path = tmp_path / "here.json"
+  path.write_text(measured().to_json())
+  assert zenjax.Topology.load(path) == measured()
+  with pytest.raises(ValueError, match="none.json.*cannot be read"):
+    zenjax.Topology.load(tmp_path / "none.json")
+
+
+def _level(**fields):
+  return lambda d: d["levels"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    (lambda d: d.update(version=7), "of version 1, got 7"),
+    (lambda d: d.update(levels=[]), "`levels`.*at least one"),
+    (lambda d: d.update(levels=d["levels"] * 2), "each once"),
+    (lambda d: d.update(levels=[3]), "level 0 must be an object, got 3"),
+    (lambda d: d.update(memory_bytes=-1), "'memory_bytes'.*not negative"),
+    (lambda d: d.pop("source"), "'source'.*be a str, got None"),
+    (_level(devices=True), "'devices' of level 0 must be a int, got True"),
+    (_level(devices=0), "`devices` of level 'data'.*got 0"),
+    (_level(bandwidth=0), "'bandwidth' of level 0 must be positive"),
+    (_level(latency_s="1"), "'latency_s' of level 0.*got '1'"),
+    (_level(work={"hash": 1}), "work of level 0 must hold only"),
+    (_level(curves=[{}]), "'points' of curve 0 of level 0"),
+    (
+      _level(curves=[{"op": "x", "devices": 2, "points": [[1, 2]]}]),
+      "curve 0.*one of .*all_gather.*got 'x'",
+    ),
+    (
+      _level(
+        curves=[{"op": "all_gather", "devices": 2, "points": [[2, 1], [1, 1]]}]
+      ),
+      "ascending bytes",
+    ),
+    (
+      _level(curves=[{"op": "all_gather", "devices": 2, "points": [[2]]}]),
+      r"pairs.*got \[2\]",
+    ),
+    (_level(fits=[{"op": "all_gather"}]), "'latency_s' of fit 0"),
+  ],
+)
+def test_broken_json_is_refused(change, said):
+  document = json.loads(measured().to_json())
+  change(document)
+  with pytest.raises(ValueError, match=said):
+    zenjax.Topology.from_json(json.dumps(document))
+
+
+def test_what_is_no_json_is_refused():
+  with pytest.raises(ValueError, match="`text` must be a topology in JSON"):
+    zenjax.Topology.from_json(measured().to_json()[:-20])
+
+
+@pytest.mark.parametrize("name", _machines.MACHINES)
+def test_presets_say_whose_figures_they_are(name):
+  topology = zenjax.Topology.preset(name, 8)
+  assert topology.sizes == (8,)
+  assert "a peak" in topology.source and "latency" in topology.source
+  # 16 GB is the smallest of these, 141 GB the largest.
+  assert 15e9 < (topology.memory_bytes or 0) < 150e9
+  assert 1e11 < topology.levels[0].link.bandwidth < 1e12
+
+
+def test_hosts_share_ports():
+  one_each = zenjax.Topology.preset("h200", 8, hosts=4, network="400gbit")
+  assert one_each.level("host").link.bandwidth == 50e9
+  shared = zenjax.Topology.preset(
+    "tpu-v5e", 8, hosts=4, network="100gbit", ports=2
+  )
+  assert shared.level("host").link.bandwidth == 12.5e9 * 2 / 8
+  assert shared.devices == 32
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    ({"machine": "h1000"}, "`machine`.*h100, h200.*got 'h1000'"),
+    ({"machine": "h100", "hosts": 2}, "`network` must be given"),
+    ({"machine": "h100", "network": "1gbit"}, "`network` must be given"),
+    ({"machine": "h100", "hosts": 2, "network": "fast"}, "got 'fast'"),
+    ({"machine": "h100", "hosts": 2, "network": "0gbit"}, "positive"),
+  ],
+)
+def test_unknown_machines_are_refused(arguments, said):
+  with pytest.raises(ValueError, match=said):
+    zenjax.Topology.preset(devices=8, **arguments)
+
+
+def test_other_numbers_of_devices():
+  larger = measured().resized(data=64)
+  assert larger.devices == 64
+  # The curve was measured with 4.
+  link = larger.levels[0].link
+  assert link.seconds("all_gather", 64, 1e9) == 63 * 1e-5 + 1
+  with pytest.raises(ValueError, match="'host'"):
+    measured().resized(host=2)
+
+
+# --- fits -------------------------------------------------------------------
+
+
+def test_a_line_is_found():
+  curve = tuple((x, 2e-4 + x / 5e8) for x in (1e3, 1e5, 1e7))
+  found = _links.fit("all_gather", curve)
+  assert found.latency_s == pytest.approx(2e-4)
+  assert found.bandwidth == pytest.approx(5e8)
+  assert found.error < 1e-9
+  assert found.seconds(1e6) == pytest.approx(2e-4 + 2e-3)
+
+
+def test_neither_number_is_negative():
+  falling = _links.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
+  assert falling.bandwidth == math.inf
+  # Least relative squares of a constant: 1/2 + 1 over 1/4 + 1, in ms.
+  assert falling.latency_s == pytest.approx(1.2e-3)
+  assert falling.error == pytest.approx(0.4)
+  steep = _links.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
+  assert steep.latency_s == 0
+  with pytest.raises(ValueError, match="positive seconds"):
+    _links.fit("all_gather", ((1e3, 0.0),))
+
+
+def test_a_poor_fit_is_told():
+  straight = tuple((x, 1e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
+  bent = ((1e3, 1e-4), (1e5, 9e-3), (1e7, 1e-2))
+  with pytest.warns(RuntimeWarning, match="'x'.*of all_to_all by [0-9]+%[.]"):
+    level = _links.level_of(
+      "x", 4, {"all_gather": straight, "all_to_all": bent}
+    )
+  assert [fit.op for fit in level.fits] == ["all_gather", "all_to_all"]
+  # A line is no matter where the curve is known.
+  assert level.link.seconds("all_to_all", 4, 1e5) == 9e-3
+
+
+def test_latency_is_of_one_message():
+  curve = tuple((x, 6e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
+  level = _links.level_of("x", 4, {"all_gather": curve})
+  assert level.link.latency_s == pytest.approx(2e-4)
+  # So what was measured comes back where the curve does not hold any more.
+  alone = zenjax.Link(bandwidth=level.link.bandwidth, latency_s=2e-4)
+  assert alone.seconds("all_gather", 4, 1e6) == pytest.approx(1.6e-3)
+
+
+# --- measuring --------------------------------------------------------------
+
+
+def mesh(*sizes: int) -> Mesh:
+  devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+  return Mesh(devices, ("host", "device")[-len(sizes) :])
+
+
+@pytest.mark.filterwarnings("ignore:Links along:RuntimeWarning")
+def test_every_collective_is_measured():
+  found = zenjax.measure_links(mesh(2), sizes=(1 << 12, 1 << 16), repeats=1)
+  (level,) = found.levels
+  assert (level.name, level.devices) == ("device", 2)
+  assert {fit.op for fit in level.fits} == set(_single.OPS)
+  for fit in level.fits:
+    curve = level.link.curves[fit.op, 2]
+    assert [x for x, _ in curve] == [1 << 12, 1 << 16]
+    for received, seconds in curve:
+      assert 0 < seconds < 60
+      assert level.link.seconds(fit.op, 2, received) == seconds
+      assert abs(fit.seconds(received) / seconds - 1) <= fit.error + 1e-9
+  assert zenjax.Topology.from_json(found.to_json()) == found
+
+
+@pytest.mark.filterwarnings("ignore:Links along:RuntimeWarning")
+def test_axes_are_measured_one_by_one(monkeypatch):
+  ops = {"all_gather": _single.OPS["all_gather"]}
+  monkeypatch.setattr(_single, "OPS", ops)
+  found = zenjax.measure_links(mesh(2, 2), sizes=(4096,), repeats=1)
+  assert [level.name for level in found.levels] == ["host", "device"]
+  explicit = jax.make_mesh((2, 1), ("a", "b"), devices=jax.devices()[:2])
+  found = zenjax.measure_links(explicit, sizes=(4096, 4097), repeats=1)
+  assert found.sizes == (2,)
+  # Sizes that round to one are measured once.
+  assert len(found.levels[0].link.curves["all_gather", 2]) == 1
+
+
+@pytest.mark.parametrize("op", _single.OPS)
+def test_a_single_collective_is_one(op):
+  n = 4
+  program, operand = _single.lowered(op, 64, mesh(n), "device")
+  named = re.findall(r"stablehlo\.(\w+)", program.as_text())
+  assert [name for name in named if name in _single.OPS] == [op]
+  assert operand.shape == (n, 64)
+  assert (
+    _single.received(op, 64, n)
+    == {
+      "all_gather": 3 * 256,
+      "all_reduce": 2 * 3 / 4 * 256,
+      "all_to_all": 3 / 4 * 256,
+      "collective_permute": 256,
+      "reduce_scatter": 3 / 4 * 256,
+    }[op]
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    ({"axis_name": "model"}, "`axis_name`.*'model'"),
+    ({"axis_name": ("device", "device")}, "each once"),
+    ({"axis_name": "host"}, "one device has no link"),
+    ({"sizes": ()}, "`sizes` must be positive"),
+    ({"sizes": (0,)}, "`sizes` must be positive"),
+    ({"repeats": 0}, "`repeats` must be a positive integer"),
+  ],
+)
+def test_bad_arguments_are_refused(arguments, said):
+  with pytest.raises(ValueError, match=said):
+    zenjax.measure_links(mesh(1, 2), **arguments)
+
+
+def test_one_device_has_no_link():
+  with pytest.raises(ValueError, match="one device has no link"):
+    zenjax.measure_links(mesh(1))
+
+
+def test_a_bar_needs_tqdm(monkeypatch):
+  monkeypatch.setitem(sys.modules, "tqdm", None)
+  with pytest.raises(ImportError, match=r"needs tqdm.*zenjax\[plan\]"):
+    zenjax.measure_links(mesh(2), progress=True)
+  with _links._bar(None, 3) as advance:
+    advance()
+
+
+def test_an_interrupt_leaves_no_bar(monkeypatch, capsys):
+  tqdm = pytest.importorskip("tqdm")
+
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(_single, "build", lambda *_: interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    zenjax.measure_links(mesh(2), sizes=(4096,), progress=True)
+  assert not tqdm.tqdm._instances
+  assert "links" in capsys.readouterr().err

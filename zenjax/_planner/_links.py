@@ -1,0 +1,267 @@
+"""What the links at hand give: every collective timed, and a line through it.
+
+A model of a link has two numbers; libraries differ by collective, and a line
+may miss what is measured. So both are kept: the line, with its error, for
+numbers of devices that were not measured, and the curve for the one that was.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+import warnings
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+import numpy as np
+
+from zenjax import _cost
+from zenjax._cost import Curve
+from zenjax._cost import Link
+from zenjax._planner import _single
+from zenjax._planner._levels import Fit
+from zenjax._planner._levels import Level
+from zenjax._planner._topology import Topology
+
+# Bytes that a device receives, about.
+SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
+# A line that misses a measured time by more than this is worth a warning.
+POOR = 0.3
+
+
+class _Point(NamedTuple):
+  axis: str
+  op: str
+  received: float
+  run: Callable[[], None]
+
+
+def measure_links(
+  mesh: Mesh,
+  axis_name: str | Sequence[str] | None = None,
+  *,
+  sizes: Sequence[int] = SIZES,
+  repeats: int = 7,
+  progress: bool | None = None,
+) -> Topology:
+  """Times each collective that the schemes use, along each axis of a mesh.
+
+  All groups of an axis run at once, as they do in training. Every size of every
+  collective is timed once in each repeat, so that what else the machine does
+  falls on all of them alike; medians count. A line is fitted by least squares
+  of the relative errors: small sizes decide the latency, large ones the
+  bandwidth. In a program of several processes all of them call this, and the
+  slowest one's time counts.
+
+  Args:
+    mesh: All of its devices take part; they must be idle otherwise.
+    axis_name: Which axes, from the slowest link to the fastest; by default all
+      that have several devices, in the mesh's order.
+    sizes: Bytes that a device receives, about.
+    repeats: How often each is timed.
+    progress: Whether to show a bar, which needs tqdm; by default where it is
+      installed and there is a terminal.
+
+  Returns:
+    A topology with a curve and a fit of each collective on each level. Its
+    links' bandwidth and latency are the median collective's.
+
+  Raises:
+    ValueError: No such axis, or nothing to measure.
+    ImportError: `progress=True` without tqdm.
+
+  Warns:
+    RuntimeWarning: A line misses a measured time by more than 30 %; it names
+      the collective.
+
+  Example:
+    >>> import warnings
+    >>> import zenjax
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> with warnings.catch_warnings():
+    ...   warnings.simplefilter("ignore")  # Fake devices make a poor link.
+    ...   found = zenjax.measure_links(mesh, sizes=(4096, 65536), repeats=2)
+    >>> found.levels[0].name, sorted(fit.op for fit in found.levels[0].fits)[0]
+    ('data', 'all_gather')
+    >>> found.levels[0].link.seconds("all_gather", 2, 8192) > 0
+    True
+  """
+  axes = _axes(mesh, axis_name)
+  sizes = _positive_sizes(sizes)
+  if not isinstance(repeats, int) or repeats < 1:
+    raise ValueError(f"`repeats` must be a positive integer, got {repeats!r}.")
+  pairs = [(a, op, s) for a in axes for op in _single.OPS for s in sizes]
+  with _bar(progress, len(pairs) * (repeats + 2)) as advance:
+    points = list(_build(mesh, pairs, advance))
+    seconds = _slowest_process(_time(points, repeats, advance))
+  levels = []
+  for axis in axes:
+    curves = _curves(points, seconds, axis)
+    levels.append(level_of(axis, mesh.shape[axis], curves))
+  return Topology(
+    levels=tuple(levels),
+    memory_bytes=_memory_bytes(mesh),
+    name=mesh.devices.flat[0].device_kind,
+    source=f"measured by zenjax.measure_links, JAX {jax.__version__}",
+  )
+
+
+def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
+  """A level from measured collectives; warns of fits that are poor.
+
+  Args:
+    name: Of the axis.
+    devices: Along it.
+    curves: `(bytes received, seconds)` by collective, ascending.
+  """
+  fits = tuple(fit(op, curve) for op, curve in curves.items())
+  poor = [f"{f.op} by {f.error:.0%}" for f in fits if f.error > POOR]
+  if poor:
+    warnings.warn(
+      f"Links along {name!r}: a straight line misses what was measured of"
+      f" {', '.join(poor)}. For {devices} devices predictions follow the"
+      " measured curve, for other numbers the line. Measure on an idle machine,"
+      " with more `repeats`, or with the `sizes` that matter.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+  finite = [f.bandwidth for f in fits if math.isfinite(f.bandwidth)]
+  # Where time does not grow with size, what was reached is all that is known.
+  reached = max(x / y for curve in curves.values() for x, y in curve)
+  steps = [_cost.steps(f.op, devices) for f in fits]
+  link = Link(
+    bandwidth=statistics.median(finite) if finite else reached,
+    latency_s=statistics.median(f.latency_s / s for f, s in zip(fits, steps)),
+    curves={(op, devices): curve for op, curve in curves.items()},
+  )
+  return Level(name=name, devices=devices, link=link, fits=fits)
+
+
+def fit(op: str, curve: Curve) -> Fit:
+  """The line of least relative squares, neither number negative.
+
+  Raises:
+    ValueError: A time that is not positive.
+  """
+  x, y = np.array(curve, np.float64).T
+  if not np.all(y > 0):
+    raise ValueError(
+      f"`curve` of {op} must hold positive seconds, got {y.tolist()}."
+    )
+  columns = np.stack([1 / y, x / y], axis=1)
+  found = []
+  for used in ([0, 1], [0], [1]):
+    part, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(y), rcond=None)
+    line = np.zeros(2)
+    line[used] = part
+    if np.all(line >= 0):
+      found.append((np.sum((columns @ line - 1) ** 2), *line))
+  _, latency, per_byte = min(found)
+  error = np.max(np.abs((latency + per_byte * x) / y - 1))
+  return Fit(
+    op=op,
+    latency_s=float(latency),
+    bandwidth=1 / float(per_byte) if per_byte > 0 else math.inf,
+    error=float(error),
+  )
+
+
+def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
+  several = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
+  if axis_name is None:
+    axes = several
+  else:
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+  if not axes or len(set(axes)) != len(axes) or not set(axes) <= set(several):
+    raise ValueError(
+      "`axis_name` must name axes of the mesh that have several devices, each"
+      f" once, got {axis_name!r} and a mesh of {dict(mesh.shape)}; one device"
+      " has no link."
+    )
+  return axes
+
+
+def _positive_sizes(sizes: Sequence[int]) -> list[int]:
+  if not sizes or any(not s > 0 for s in sizes):
+    raise ValueError(
+      f"`sizes` must be positive numbers of bytes, got {tuple(sizes)}."
+    )
+  return sorted(set(sizes))
+
+
+def _build(mesh, pairs, advance) -> Iterator[_Point]:
+  known = set()
+  for axis, op, size in pairs:
+    n = mesh.shape[axis]
+    words = _single.words_for(op, size, n)
+    if (axis, op, words) not in known:  # Small sizes may round to one.
+      known.add((axis, op, words))
+      run = _single.build(op, words, mesh, axis)
+      yield _Point(axis, op, _single.received(op, words, n), run)
+    advance()
+
+
+def _time(points: Sequence[_Point], repeats: int, advance) -> np.ndarray:
+  """Median seconds of each point; the first round warms up."""
+  rounds = []
+  for _ in range(repeats + 1):
+    times = []
+    for point in points:
+      start = time.perf_counter()
+      point.run()
+      times.append(time.perf_counter() - start)
+      advance()
+    rounds.append(times)
+  return np.median(np.array(rounds[1:]), axis=0)
+
+
+def _slowest_process(seconds: np.ndarray) -> np.ndarray:
+  if jax.process_count() == 1:
+    return seconds
+  # In microseconds, for JAX would make them float32 either way.
+  scaled = (seconds * 1e6).astype(np.float32)
+  every: Any = multihost_utils.process_allgather(scaled)
+  return np.max(np.asarray(every), axis=0) / 1e6
+
+
+def _curves(points, seconds, axis) -> dict[str, Curve]:
+  curves: dict[str, list[tuple[float, float]]] = {}
+  for point, s in zip(points, seconds):
+    if point.axis == axis:
+      curves.setdefault(point.op, []).append((point.received, float(s)))
+  return {op: tuple(sorted(curve)) for op, curve in curves.items()}
+
+
+def _memory_bytes(mesh: Mesh) -> float | None:
+  local = [
+    d for d in mesh.devices.flat if d.process_index == jax.process_index()
+  ]
+  stats = local[0].memory_stats() or {}
+  limit = stats.get("bytes_limit")
+  return float(limit) if limit else None
+
+
+@contextlib.contextmanager
+def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
+  """What to call after each piece of work."""
+  if wanted is False:
+    yield lambda: None
+    return
+  try:
+    import tqdm
+  except ImportError as error:
+    if wanted:
+      raise ImportError(
+        "`progress=True` needs tqdm, which is not installed: pip install"
+        ' "zenjax[plan]", or leave `progress` out.'
+      ) from error
+    yield lambda: None
+    return
+  hidden = None if wanted is None else False  # None: where it is no terminal.
+  with tqdm.tqdm(
+    total=total, desc="links", unit="run", leave=False, disable=hidden
+  ) as bar:
+    yield bar.update
