@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one benchmark; returns 1 if an answer was wrong, 130 on Ctrl-C."""
   parser = _parser()
   options = parser.parse_args(arguments)
-  if options.command == "sparsity":
+  if options.command in ("growth", "sparsity", "utility"):
     return _analyze(parser, options)
   if options.command == "network":
     return _measure_network(parser, options)
@@ -61,11 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _analyze(parser, options) -> int:
-  """Counts rows, times nothing: the one command that needs no devices."""
-  from benchmarks import sparsity
-
+  """Counts or computes, times nothing: what needs no devices."""
+  subject = importlib.import_module(f"benchmarks.{options.command}")
   try:
-    return sparsity.run(options)
+    return subject.run(options)
   except ValueError as error:
     parser.error(str(error))
   except KeyboardInterrupt:
@@ -154,6 +153,8 @@ def _parser():
   _add_gpu(commands)
   _add_memory(commands)
   _add_sparsity(commands)
+  _add_growth(commands)
+  _add_utility(commands)
   _add_network(commands)
   _add_predict(commands)
   return parser
@@ -327,6 +328,29 @@ def _add_sparsity(commands):
   )
   sparsity.add_argument("--plot", type=pathlib.Path, metavar="FILE")
   sparsity.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
+def _add_growth(commands):
+  growth = commands.add_parser(
+    "growth", help="unions of 16 times as many devices, predicted and real"
+  )
+  growth.add_argument(
+    "--devices", type=_several, default=4, help="of the recorded steps"
+  )
+  growth.add_argument(
+    "--steps", type=_positive, default=32, help="recorded, by default 32"
+  )
+  growth.add_argument(
+    "--tokens", type=_positive, default=4096, help="of a device and step"
+  )
+  growth.add_argument("--json", type=pathlib.Path, metavar="FILE")
+
+
+def _add_utility(commands):
+  utility = commands.add_parser(
+    "utility", help="set-ups in which compressed gradients pay, by formula"
+  )
+  utility.add_argument("--json", type=pathlib.Path, metavar="FILE")
 
 
 def _add_predict(commands):
