@@ -246,8 +246,8 @@ def _memory_bytes(mesh: Mesh) -> float | None:
 
 @contextlib.contextmanager
 def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
-  """What to call after each piece of work."""
-  if wanted is False:
+  """What to call after each piece of work; one of several processes shows it."""
+  if wanted is False or jax.process_index() > 0:
     yield lambda: None
     return
   try:
