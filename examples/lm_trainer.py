@@ -1,7 +1,5 @@
 """Data-parallel training of the language model with zenjax: its step."""
 
-import functools
-
 from flax import nnx
 import jax
 from jax import lax
@@ -75,10 +73,10 @@ class Trainer:
     self._step = _compiled_step(graph, tx, mesh, specs, grads)
     self._recorder = recorder
     if recorder:
-      tables = lm_trace.sparse_tables(self.params, AXIS)
-      recorder.start(tables, mesh.size)
-      seen = functools.partial(lm_trace.nonzero_rows, tables=tables)
-      self._traced_step = _compiled_step(graph, tx, mesh, specs, grads, seen)
+      recorder.start(self.params)
+      self._traced_step = _compiled_step(
+        graph, tx, mesh, specs, grads, recorder.rows
+      )
     self._exact_loss = _compiled_exact_loss(graph, mesh)
 
   def step(self, batch: Batch) -> float:

@@ -13,6 +13,7 @@ import pytest
 
 import zenjax
 from zenjax import traces
+from zenjax._planner import _record
 
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 _HEADER = traces.Header(
@@ -193,7 +194,7 @@ def example(monkeypatch):
     yield importlib.import_module
 
 
-def test_rows_are_nonzero_by_their_bits(example):
+def test_rows_are_nonzero_by_their_bits():
   table = np.zeros((11, 3), np.float32)
   table[1, 2] = 1.0
   table[2] = -0.0
@@ -201,7 +202,7 @@ def test_rows_are_nonzero_by_their_bits(example):
   table[7, 1] = np.nan
   table[10] = -1.0
   tables = (traces.Table(name="t", rows=11, width=3, dtype="float32"),)
-  rows = example("lm_trace").nonzero_rows
+  rows = _record.nonzero_rows
   for dtype in (jnp.float32, jnp.bfloat16):
     kept = jnp.asarray(table, dtype)
     packed = jax.jit(lambda t: rows({"t": t}, tables))(kept)["t"]
@@ -210,13 +211,13 @@ def test_rows_are_nonzero_by_their_bits(example):
     assert found.tolist() == sorted([1, *subnormal, 7, 10])
 
 
-def test_look_ups_that_cancel_touch_no_row(example):
+def test_look_ups_that_cancel_touch_no_row():
   """As in the array that the same gradient would be."""
   values = np.zeros((7, 2), np.float32)
   values[:, 1] = [1, -1, 1, -0.0, np.nan, 1, 1]
   ids = np.array([3, 3, 5, 6, 8, 9, 9])
   tables = (traces.Table(name="t", rows=9, width=2, dtype="float32"),)
-  rows = example("lm_trace").nonzero_rows
+  rows = _record.nonzero_rows
   given = zenjax.SparseRows(ids, values, 9)  # Row 9 is padding.
   for grads in given, given.to_dense():
     packed = jax.jit(lambda t: rows({"t": t}, tables))(grads)["t"]
@@ -281,3 +282,49 @@ def test_flags_are_checked(example, recorded, capsys, more, match):
     example("lm_flags").parse("", ["--trace", str(recorded), *more])
   assert caught.value.code == 2
   assert match in capsys.readouterr().err
+
+
+# --- recording --------------------------------------------------------------
+
+
+def _bits(sets, rows):
+  """As `Recorder.rows` gives it on each of the devices."""
+  found = np.zeros((len(sets), rows), bool)
+  for device, ids in zip(found, sets):
+    device[ids] = True
+  return jnp.asarray(np.packbits(found, axis=1))
+
+
+def test_recorded_steps_are_a_trace(tmp_path):
+  params = {"embed": jnp.zeros((1000, 20)), "bias": jnp.zeros(3)}
+  with zenjax.record(tmp_path / "t", params, steps=3, sparse=None) as recorder:
+    assert [t.name for t in recorder.tables] == ["embed"]
+    for sets in ([[1, 5], [999]], [[], [0]]):
+      recorder.write({"embed": _bits(sets, 1000)})
+    assert recorder.wants_more
+  trace = traces.read(tmp_path / "t")
+  # Two of three: what was announced is corrected.
+  assert (trace.header.steps, trace.header.devices) == (2, 2)
+  found = [[s.tolist() for s in step] for step in trace.sets["embed"]]
+  assert found == [[[1, 5], [999]], [[], [0]]]
+
+
+def test_no_more_steps_than_asked_for(tmp_path):
+  params = {"embed": jnp.zeros((1000, 20))}
+  recorder = zenjax.record(tmp_path / "t", params, steps=1)
+  recorder.write({"embed": _bits([[1]], 1000)})
+  assert not recorder.wants_more
+  with pytest.raises(ValueError, match="1 steps at most.*`wants_more`"):
+    recorder.write({"embed": _bits([[1]], 1000)})
+  with pytest.raises(ValueError, match="`directory` must be new or empty"):
+    zenjax.record(tmp_path / "t", params, steps=1)
+
+
+def test_a_recording_of_nothing_leaves_nothing(tmp_path):
+  with zenjax.record(tmp_path / "t", {"e": jnp.zeros((1000, 20))}) as recorder:
+    pass
+  assert recorder.close() == 0 and not (tmp_path / "t").exists()
+  with pytest.raises(ValueError, match="`params` must hold a leaf that"):
+    zenjax.record(tmp_path / "t", {"bias": jnp.zeros(3)})
+  with pytest.raises(ValueError, match="`steps` must be a positive"):
+    zenjax.record(tmp_path / "t", {"e": jnp.zeros((1000, 20))}, steps=0)

@@ -14,6 +14,8 @@ from zenjax._placement import state_specs
 from zenjax._planner._links import measure_links
 from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
+from zenjax._planner._record import record
+from zenjax._planner._record import Recorder
 from zenjax._planner._topology import Topology
 from zenjax._profile import profile
 from zenjax._report import report
@@ -69,6 +71,8 @@ __all__ = (
   "Plan",
   "profile",
   "Profile",
+  "record",
+  "Recorder",
   "report",
   "reshard",
   "row_adagrad",

@@ -246,7 +246,7 @@ def _memory_bytes(mesh: Mesh) -> float | None:
 
 @contextlib.contextmanager
 def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
-  """What to call after each piece of work; one of several processes shows it."""
+  """What to call after each piece of work; only the first process shows it."""
   if wanted is False or jax.process_index() > 0:
     yield lambda: None
     return

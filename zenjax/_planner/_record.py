@@ -1,0 +1,213 @@
+"""Records which rows of each table's gradient every device touched.
+
+Inside a step `Recorder.rows` packs one bit for each row of a local gradient;
+outside `Recorder.write` adds what all devices gave to a trace
+(`zenjax.traces`). Letters: `n` devices, `R` rows, `D` width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import os
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax import _transform
+from zenjax import traces
+from zenjax._rows._sparse_rows import SparseRows
+
+
+class Recorder:
+  """Writes the first steps of a run as a trace; see `record`.
+
+  Attributes:
+    tables: Whose rows are recorded.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    tables: Sequence[traces.Table],
+    steps: int,
+  ):
+    traces.check_free(directory)
+    self.tables = tuple(tables)
+    self._directory = directory
+    self._steps = steps
+    self._header: traces.Header | None = None
+    self._done = 0
+
+  @property
+  def wants_more(self) -> bool:
+    """Whether fewer steps were written than were asked for."""
+    return self._done < self._steps
+
+  def rows(self, grads: Any) -> dict[str, jax.Array]:
+    """Name -> `[1, ceil(R / 8)]` uint8, one bit for each row that is not zero.
+
+    Called where gradients are local; its result leaves `shard_map` through
+    `out_specs=P(axis_name)`.
+
+    Args:
+      grads: Of the parameters that `record` was given: arrays or SparseRows. Of
+        these an array of R bits is made, and none of R rows.
+    """
+    return nonzero_rows(grads, self.tables)
+
+  def write(self, packed: Mapping[str, jax.Array]) -> None:
+    """Writes one step, what `rows` gave on all devices: `[n, *]` each.
+
+    In a program of several processes all of them call it, and one writes.
+    """
+    if not self.wants_more:
+      raise ValueError(
+        f"`write` must be called for {self._steps} steps at most, and these are"
+        " written; ask `wants_more` first."
+      )
+    bits = {t.name: _on_host(packed[t.name]) for t in self.tables}
+    if jax.process_index() == 0:
+      self._write(bits)
+    self._done += 1
+
+  def _write(self, bits: Mapping[str, np.ndarray]) -> None:
+    if self._header is None:
+      (devices,) = {len(of_table) for of_table in bits.values()}
+      self._header = traces.Header(
+        tables=self.tables, devices=devices, steps=self._steps
+      )
+      traces.create(self._directory, self._header)
+    sets = [
+      [np.flatnonzero(d) for d in np.unpackbits(bits[t.name], axis=1)]
+      for t in self.tables
+    ]
+    traces.write_step(self._directory, self._header, self._done, sets)
+
+  def close(self) -> int:
+    """Ends the trace, also where fewer steps were taken; says how many."""
+    if self._header is not None:
+      traces.finish(self._directory, self._header, self._done)
+    return self._done
+
+  def __enter__(self) -> "Recorder":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+
+def record(
+  directory: str | os.PathLike,
+  params: Any,
+  *,
+  steps: int = 32,
+  sparse: Any = None,
+) -> Recorder:
+  """Starts a trace of the rows that training steps touch.
+
+  A planner learns from it how unions grow with the devices. Record steps that
+  lie far apart where devices read their data in order: neighbouring steps are
+  alike.
+
+  Args:
+    directory: Must be missing or empty; made with the first step.
+    params: Arrays, or their shapes.
+    steps: How many to record.
+    sparse: Which leaves are tables, as `zen_sync` takes it.
+
+  Raises:
+    ValueError: `directory` holds files, or there is no table.
+
+  Example:
+    >>> import tempfile
+    >>> import zenjax
+    >>> from jax.sharding import PartitionSpec as P
+    >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   with zenjax.record(directory, params, steps=1) as recorder:
+    ...     seen = jax.shard_map(
+    ...       lambda ids: recorder.rows(
+    ...         {"embed": params["embed"].at[ids].set(1.0), "bias": None}
+    ...       ),
+    ...       mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+    ...     )(jnp.array([3, 5, 3, 7]))
+    ...     recorder.write(seen)
+    ...   [s.tolist() for s in zenjax.traces.read(directory).sets["embed"][0]]
+    [[3, 5], [3, 7]]
+  """
+  if not isinstance(steps, int) or steps < 1:
+    raise ValueError(f"`steps` must be a positive integer, got {steps!r}.")
+  tables = _tables(params, sparse)
+  if not tables:
+    raise ValueError(
+      "`params` must hold a leaf that zen_sync sends sparse, but these are too"
+      " small or too wide; name one by `sparse`."
+    )
+  return Recorder(directory, tables, steps)
+
+
+def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
+  """The leaves that zen_sync sends sparse, whichever way they travel."""
+  tx = _transform.zen_sync("data", sparse=sparse)
+  chosen = jax.eval_shape(tx.init, params).leaves
+  return tuple(
+    traces.Table(
+      name=name,
+      rows=int(np.prod(leaf.shape[:-1])),
+      width=leaf.shape[-1],
+      dtype=leaf.dtype.name,
+    )
+    for name, leaf in _named(params).items()
+    if name in chosen
+  )
+
+
+def nonzero_rows(
+  grads: Any, tables: Sequence[traces.Table]
+) -> dict[str, jax.Array]:
+  """What `Recorder.rows` gives, of these tables."""
+  leaves = _named(grads)
+  return {
+    table.name: jnp.packbits(_is_nonzero(leaves[table.name]))[None]
+    for table in tables
+  }
+
+
+def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
+  """`[R]` bool."""
+  if not isinstance(table, SparseRows):
+    return _has_bits(table.reshape(-1, table.shape[-1]))
+  # Look-ups of one row may cancel each other, as they would in the array.
+  rows = table.combine()
+  none = jnp.zeros(rows.num_rows, bool)
+  return none.at[rows.indices].set(_has_bits(rows.values), mode="drop")
+
+
+def _has_bits(rows: jax.Array) -> jax.Array:
+  """Which rows are not zero: `[K, D]` -> `[K]` bool.
+
+  A row is zero where all of its bits are, signs apart: comparing floats would
+  take subnormals for zero on CPU.
+  """
+  bits = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+  raw = lax.bitcast_convert_type(rows, bits)
+  unsigned = raw << np.array(1, bits)
+  return jnp.any(unsigned != 0, axis=1)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Leaves by the names that zenjax reports."""
+  is_rows: Callable[[Any], bool] = lambda node: isinstance(node, SparseRows)
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_rows)
+  name = jax.tree_util.keystr
+  return {name(path, simple=True, separator="."): x for path, x in flat}
+
+
+def _on_host(packed: jax.Array) -> np.ndarray:
+  """`[n, *]`, those of other processes as well."""
+  if packed.is_fully_addressable:
+    return np.asarray(packed)
+  return np.asarray(multihost_utils.process_allgather(packed, tiled=True))
