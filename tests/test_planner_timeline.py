@@ -1,0 +1,164 @@
+"""The timeline of a step: what overlaps, what is exposed, what is refused."""
+
+import itertools
+import math
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from benchmarks import steps_drawn
+from zenjax._planner import _baselines
+from zenjax._planner import _exhaustive
+from zenjax._planner._timeline import each_by
+from zenjax._planner._timeline import Exchange
+from zenjax._planner._timeline import Option
+from zenjax._planner._timeline import simulate
+from zenjax._planner._timeline import Tensor
+
+_ZEN = Option("zen", 1.0, 3.0, 2.0, 100.0)
+_PMEAN = Option("pmean", 0.0, 5.0, 0.0, 800.0)
+_TWO = (
+  Tensor("head", 400.0, 4.0, (_PMEAN, _ZEN)),
+  Tensor("table", 900.0, 2.0, (_PMEAN, _ZEN)),
+)
+
+
+def test_pieces_of_a_step_that_overlaps():
+  timeline = simulate(_TWO, each_by(_TWO, ["zen", "zen"]))
+  assert timeline.backward == ((0.0, 4.0), (5.0, 7.0))  # A mask in between.
+  first, second = timeline.sent
+  assert (first.before, first.link) == ((4.0, 5.0), (5.0, 8.0))
+  assert (second.before, second.link) == ((7.0, 8.0), (8.0, 11.0))
+  # What comes after waits for the backward pass, and the last for the link.
+  assert (first.after, second.after) == ((8.0, 10.0), (11.0, 13.0))
+  assert timeline.iteration_s == 13.0
+  assert (timeline.compute_s, timeline.link_s) == (12.0, 6.0)
+  assert (timeline.exposed_s, timeline.overlapped_s) == (1.0, 5.0)
+  assert timeline.bytes == 200.0
+  assert list(timeline.bubbles()) == []
+
+
+def test_pieces_of_a_step_that_does_not():
+  timeline = simulate(_TWO, each_by(_TWO, ["pmean", "zen"]), "none")
+  assert timeline.backward == ((0.0, 4.0), (4.0, 6.0))
+  first, second = timeline.sent
+  assert first.link == (6.0, 11.0)
+  assert second.before == (11.0, 12.0)
+  assert (second.link, second.after) == ((12.0, 15.0), (15.0, 17.0))
+  assert timeline.iteration_s == 17.0
+  assert (timeline.exposed_s, timeline.overlapped_s) == (8.0, 0.0)
+
+
+def test_a_group_leaves_when_its_last_tensor_is_ready():
+  timeline = simulate(_TWO, [Exchange(0, 2, _PMEAN)])
+  assert timeline.sent[0].link == (6.0, 11.0)
+  assert timeline.exposed_s == 5.0
+
+
+def test_bubbles():
+  tensors = [Tensor(n, 1.0, 2.0, (Option("pmean", 0, 1.0),)) for n in "abc"]
+  timeline = simulate(tensors, _baselines.uncompressed(tensors))
+  assert list(timeline.bubbles()) == [1, 2]
+
+
+def _orders(chains, done=()):
+  """Every order of pieces, of each chain the first first."""
+  if not any(chains):
+    yield done
+  for k, chain in enumerate(chains):
+    if chain:
+      rest = [*chains[:k], chain[1:], *chains[k + 1 :]]
+      yield from _orders(rest, (*done, chain[0]))
+
+
+def test_no_order_of_compute_is_shorter():
+  """As `simulate` says of its rule: all orders of three exchanges' pieces."""
+  orders = list(_orders(list(_chains())))
+  orders = [order for order in orders if _feasible(order)]
+  assert len(orders) > 50
+  for seed in range(12):
+    tensors, _ = steps_drawn.small(seed, 3, 2)
+    for names in itertools.product(range(2), repeat=3):
+      if any(k >= len(t.options) for k, t in zip(names, tensors)):
+        continue
+      chosen = [t.options[k] for k, t in zip(names, tensors)]
+      best = min(_run(order, tensors, chosen) for order in orders)
+      assignment = [Exchange(j, j + 1, o) for j, o in enumerate(chosen)]
+      assert simulate(tensors, assignment).iteration_s == best
+
+
+def _chains():
+  yield [("backward", j) for j in range(3)]
+  yield [("before", j) for j in range(3)]  # In order, as the link is.
+  yield from ([("after", j)] for j in range(3))
+
+
+def _feasible(order):
+  at = {piece: k for k, piece in enumerate(order)}
+  return all(
+    at["backward", j] < at["before", j] < at["after", j] for j in range(3)
+  )
+
+
+def _run(order, tensors, chosen):
+  """Compute in this order, no gap but for what is waited for."""
+  compute = link = 0.0
+  arrived = {}
+  for kind, j in order:
+    if kind == "backward":
+      compute += tensors[j].backward_s
+    elif kind == "before":
+      compute += chosen[j].before_s
+      link = arrived[j] = max(link, compute) + chosen[j].link_s
+    else:
+      compute = max(compute, arrived[j]) + chosen[j].after_s
+  return compute
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(st.integers(0, 10_000))
+def test_bounds_of_an_iteration(seed):
+  tensors, merged = steps_drawn.small(seed, 5, 2)
+  for choices in _exhaustive.groupings(tensors, merged):
+    assignment = [options[-1] for options in choices]
+    timeline = simulate(tensors, assignment)
+    alone = simulate(tensors, assignment, "none")
+    first = timeline.sent[0]
+    assert timeline.iteration_s >= timeline.compute_s
+    assert timeline.iteration_s >= first.link.start_s + timeline.link_s
+    assert timeline.iteration_s <= alone.iteration_s
+    assert alone.iteration_s == alone.compute_s + alone.link_s
+    assert 0 <= timeline.exposed_s <= timeline.link_s
+
+
+def test_every_assignment_as_simulated():
+  """The oracle runs all options at once, and finds what `simulate` finds."""
+  tensors, merged = steps_drawn.small(7, 4, 3)
+  for overlap in ("overlap", "none"):
+    best = math.inf
+    for choices in _exhaustive.groupings(tensors, merged):
+      for assignment in itertools.product(*choices):
+        timeline = simulate(tensors, assignment, overlap)
+        best = min(best, timeline.iteration_s)
+    assignment, found = _exhaustive.exhaustive(tensors, merged, overlap=overlap)
+    assert found == best
+    assert simulate(tensors, assignment, overlap).iteration_s == best
+
+
+def test_impossible_figures_are_refused():
+  for value in (-1e-9, math.nan, math.inf):
+    with pytest.raises(ValueError, match="`link_s` of option 'zen' must be"):
+      Option("zen", 0.0, value)
+    with pytest.raises(ValueError, match="`backward_s` of tensor 'x' must be"):
+      Tensor("x", 4.0, value, (_ZEN,))
+  for options in ((), (_ZEN, _ZEN)):
+    with pytest.raises(ValueError, match="`options` of tensor 'x' must be one"):
+      Tensor("x", 4.0, 0.0, options)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 1)], [(1, 2)], [(0, 2), (1, 2)]])
+def test_assignments_hold_every_tensor_once(ranges):
+  assignment = [Exchange(i, j, _ZEN) for i, j in ranges]
+  with pytest.raises(ValueError, match="must hold each of 2 tensors once"):
+    simulate(_TWO, assignment)
