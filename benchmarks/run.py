@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _predict(parser, options)
   if options.command == "gpu":
     return _measure_gpu(parser, options)
+  if options.command == "search":
+    return _search(options)
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
@@ -101,6 +103,17 @@ def _predict(parser, options) -> int:
     return parser.error(str(error))
 
 
+def _search(options) -> int:
+  """Plans drawn steps; no device takes part."""
+  from benchmarks import search
+
+  try:
+    return search.run(options)
+  except KeyboardInterrupt:
+    print("Interrupted: nothing was saved.")
+  return 130
+
+
 def _keep_memory():
   """Has the C library keep what is freed instead of unmapping it."""
   # glibc maps every allocation above 32 MB anew, and gives back a thread's heap
@@ -157,6 +170,7 @@ def _parser():
   _add_utility(commands)
   _add_network(commands)
   _add_predict(commands)
+  _add_search(commands)
   return parser
 
 
@@ -363,6 +377,28 @@ def _add_predict(commands):
     metavar="FILE",
     help="that `network --json` wrote",
   )
+
+
+def _add_search(commands):
+  parser = commands.add_parser(
+    "search", help="the planner's search against all, Espresso and MergeComp"
+  )
+  parser.add_argument(
+    "--instances",
+    type=_positive,
+    default=200,
+    help="small ones of each kind, drawn; by default 200",
+  )
+  parser.add_argument(
+    "--tensors",
+    type=_several,
+    default=300,
+    help="of the large ones, by default 300",
+  )
+  parser.add_argument(
+    "--repeats", type=_positive, default=20, help="timed, by default 20"
+  )
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
 
 
 def _add_network(commands):

@@ -71,7 +71,7 @@ def model(seed: int, tensors: int, sparse: int) -> Drawn:
   ]
   sizes = np.exp(rng.uniform(np.log(1e3), np.log(1e8), tensors))
   with_rows = set(rng.choice(tensors, sparse, replace=False).tolist())
-  busy = 2 * rng.uniform(0.2, 2) / bandwidth
+  busy = 2 * rng.uniform(0.1, 1) / bandwidth
   drawn = []
   for j, size in enumerate(sizes.tolist()):
     work = size / memory

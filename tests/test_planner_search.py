@@ -1,6 +1,7 @@
 """The planner's search: as good as trying all, and never worse than others."""
 
 from itertools import combinations
+import json
 import math
 
 import hypothesis
@@ -8,6 +9,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from benchmarks import relaxed
+from benchmarks import run
+from benchmarks import search as search_benchmark
 from benchmarks import steps_drawn
 from zenjax._planner import _baselines
 from zenjax._planner import _exhaustive
@@ -68,6 +72,27 @@ def test_few_states_are_a_bound_and_an_answer():
         assert found.exact <= (found.timeline.iteration_s == best_s)
         inexact += not found.exact
   assert inexact  # Else nothing was shown.
+
+
+def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
+  for seed, sparse in ((0, 9), (1, 150), (2, 150)):
+    tensors, merged = steps_drawn.model(seed, 150, sparse)
+    found = search(tensors)
+    relaxed_s = relaxed.relaxed_s(tensors)
+    assert relaxed_s * (1 - 1e-9) <= found.timeline.iteration_s
+    assert found.timeline.iteration_s <= 1.005 * relaxed_s
+    assert found.bound_s <= found.timeline.iteration_s
+    grouped = search(tensors, merged).timeline.iteration_s
+    assert grouped <= found.timeline.iteration_s
+    greedy = simulate(tensors, _baselines.espresso(tensors)).iteration_s
+    assert found.timeline.iteration_s <= greedy
+
+
+def test_no_assignment_is_under_the_relaxed_one():
+  for seed in range(10):
+    tensors, _ = steps_drawn.small(seed, 5, 3)
+    _, best_s = _exhaustive.exhaustive(tensors)
+    assert relaxed.relaxed_s(tensors) <= best_s * (1 + 1e-9)
 
 
 def test_groups_are_asked_for_one_by_one():
@@ -222,3 +247,22 @@ def test_no_assignment_is_better(seed, data):
   found = search(tensors, merged, width=None)
   assert found.timeline.iteration_s <= iteration
   assert math.isfinite(iteration)
+
+
+def test_benchmark_keeps_samples_and_tells_a_miss(tmp_path, monkeypatch):
+  path = tmp_path / "search.json"
+  command = ["search", "--instances", "4", "--tensors", "12", "--repeats", "2"]
+  assert run.main([*command, "--json", str(path)]) == 0
+  saved = json.loads(path.read_text())
+  assert len(saved["small"]) == 8 and "numpy" in saved["environment"]
+  assert all(
+    one["found_s"]["search"] == one["best_s"] for one in saved["small"]
+  )
+  assert all(len(one["wall_s"]) == 2 for one in saved["large"])
+
+  def one_by_one(tensors, cost=None, *, width=16):
+    del cost
+    return search(tensors, overlap="none", width=width)
+
+  monkeypatch.setattr(search_benchmark, "search", one_by_one)
+  assert run.main(command) == 1

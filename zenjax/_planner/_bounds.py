@@ -15,7 +15,7 @@ import numpy as np
 from zenjax._planner._groups import Edges
 from zenjax._planner._groups import NEVER
 
-SHARES = np.linspace(0.0, 1.0, 13)
+SHARES = np.linspace(0.0, 1.0, 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

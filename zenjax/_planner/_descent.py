@@ -9,31 +9,40 @@ import numpy as np
 from zenjax._planner._groups import Edges
 from zenjax._planner._groups import NEVER
 
-_STARTS = np.linspace(0.0, 1.0, 9)
+_STARTS = np.linspace(0.0, 1.0, 17)
+_BEST = 3  # Starts from which to go on.
 
 
 def descend(edges: Edges) -> np.ndarray:
   """`[N]`: which of `edges.names` for each tensor by itself."""
   alone = np.stack([c[:, -1] for c in edges.costs[1:]], axis=1)
-  best, best_s = None, np.inf
+  work, link = alone[..., 0] + alone[..., 2], alone[..., 1]
+  found = []
   for share in _STARTS:
     # The best where compute and link are worth so much.
-    work = alone[..., 0] + alone[..., 2]
-    chosen = (share * work + (1 - share) * alone[..., 1]).argmin(axis=0)
-    seconds = np.inf
-    while True:
-      now, changed = _changes(edges.ready[1:], alone, chosen)
-      if not now < seconds:  # Rounding has no say in whether this ends.
-        break
-      seconds, at = now, np.unravel_index(changed.argmin(), changed.shape)
-      if now < best_s:
-        best, best_s = chosen, now
-      if not changed[at] < now:
-        break
-      chosen = chosen.copy()
-      chosen[at[1]] = at[0]
-  assert best is not None
-  return best
+    chosen = (share * work + (1 - share) * link).argmin(axis=0)
+    found.append((*_changes(edges.ready[1:], alone, chosen), chosen))
+  found.sort(key=lambda start: start[0])
+  ends = [_descend(edges.ready[1:], alone, *start) for start in found[:_BEST]]
+  return min(ends, key=lambda end: end[0])[1]
+
+
+def _descend(
+  ready: np.ndarray,
+  alone: np.ndarray,
+  seconds: float,
+  changed: np.ndarray,
+  chosen: np.ndarray,
+) -> tuple[float, np.ndarray]:
+  """The best change, again and again: the iteration and the choices."""
+  while True:
+    name, tensor = np.unravel_index(changed.argmin(), changed.shape)
+    following = chosen.copy()
+    following[tensor] = name
+    shorter, changed = _changes(ready, alone, following)
+    if not shorter < seconds:
+      return seconds, chosen
+    seconds, chosen = shorter, following
 
 
 def _changes(

@@ -49,8 +49,8 @@ class Merged:
     self._once = dict(once)
     self._sums: dict[str, np.ndarray] = {}
     for name, part in self._once.items():
-      rows = [_own(tensor, name) for tensor in tensors]
-      whole, fixed = np.array([rows, [_row(part)] * len(rows)])
+      whole = np.reshape([_own(tensor, name) for tensor in tensors], (-1, 4))
+      fixed = np.array(_row(part))
       if (whole < fixed).any():
         least = tensors[int((whole < fixed).any(axis=1).argmax())]
         raise ValueError(

@@ -118,6 +118,8 @@ def search(
   limits = _bounds.bounds(edges)
   bound_s, states = float(limits.under(0, np.zeros(4))), 0
   for limit in [_FIRST_WIDTH, width] if width is None else [width]:
+    if bound_s >= best_s * (1 - ROUNDING):
+      break
     swept = _Sweep(edges, limits, best_s, limit)
     states += len(swept.came)
     bound_s = max(bound_s, swept.bound_s)
@@ -162,16 +164,22 @@ class _Sweep:
     self.came = np.array([[0, -1, -1]])
     self._starts = [0, 1]
     for j in range(1, edges.size + 1):
+      if self._starts[j - edges.costs[j].shape[1]] == len(self.came):
+        self.path = []  # Nothing leads on.
+        return
       self._step(j)
     self.path = self._trace()
 
   def _step(self, j: int) -> None:
     edges, n = self._edges, self._edges.size
     low = j - edges.costs[j].shape[1]
-    # Most exchanges lead nowhere, whichever state they are added to.
-    ideal = self._ideal[:, low:j, None]
-    _, bound = self._reach(j, ideal, edges.costs[j].swapaxes(0, 1))
-    nodes, names = np.nonzero(bound < self._enough)
+    possible = edges.costs[j][..., 0].T < _groups.NEVER
+    if low < j - 1:
+      # Most groups lead nowhere, whichever state they are added to.
+      ideal = self._ideal[:, low:j, None]
+      _, bound = self._reach(j, ideal, edges.costs[j].swapaxes(0, 1))
+      possible &= bound < self._enough
+    nodes, names = possible.nonzero()
     counts = np.diff(self._starts)[low:j][nodes]
     parents = _ranges(np.array(self._starts)[low:j][nodes], counts)
     names = names.repeat(counts)
@@ -220,7 +228,7 @@ class _Sweep:
     if self._starts[n + 1] == self._starts[n]:
       return []
     *_, work, _, after = self._states[:, -1]
-    end = max(self._edges.ready[n] + work, after)
+    end = float(max(self._edges.ready[n] + work, after))
     self.bound_s = min(self.bound_s, end)
     path, at = [], len(self.came) - 1
     while at:

@@ -1,0 +1,181 @@
+"""`search`: the planner's search beside all assignments and what others do."""
+
+import argparse
+from collections.abc import Iterator
+import dataclasses
+import pathlib
+import time
+
+import tqdm
+
+from benchmarks import record
+from benchmarks import relaxed
+from benchmarks import search_table
+from benchmarks import steps_drawn
+from benchmarks.steps_drawn import Drawn
+from zenjax._planner import _baselines
+from zenjax._planner import _exhaustive
+from zenjax._planner._search import search
+from zenjax._planner._timeline import Assignment
+from zenjax._planner._timeline import simulate
+
+ALONE, GROUPS = "tensor by tensor", "groups"
+# Of each kind, tensors and options of the small instances.
+SMALL = {ALONE: (8, 4), GROUPS: (7, 3)}
+SEEDS = 3  # Large instances of each kind.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Small:
+  """One instance of which every assignment was tried.
+
+  Attributes:
+    kind: ALONE or GROUPS.
+    seed: It was drawn with.
+    best_s: The shortest iteration.
+    found_s: By each method.
+  """
+
+  kind: str
+  seed: int
+  best_s: float
+  found_s: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Large:
+  """One instance too large to try all.
+
+  Attributes:
+    kind: ALONE or GROUPS.
+    seed: It was drawn with.
+    tensors: How many.
+    sparse: How many have rows to leave out.
+    exact: Whether nothing can be better.
+    bound_s: No iteration is shorter, by the search itself.
+    relaxed_s: The same by a linear program, tensor by tensor.
+    found_s: By each method.
+    wall_s: That the search took, each time.
+    cpu_s: Of this process, meanwhile.
+    baseline_s: CPU time of the baseline, once.
+  """
+
+  kind: str
+  seed: int
+  tensors: int
+  sparse: int
+  exact: bool
+  bound_s: float
+  relaxed_s: float | None
+  found_s: dict[str, float]
+  wall_s: tuple[float, ...]
+  cpu_s: tuple[float, ...]
+  baseline_s: float
+
+
+def run(options: argparse.Namespace) -> int:
+  """Searches, prints and saves; returns 1 if the search missed a best."""
+  count = len(SMALL) * options.instances
+  sizes = [min(26, options.tensors), options.tensors]
+  total = count + len(SMALL) * len(sizes) * SEEDS
+  with tqdm.tqdm(total=total, unit="step", disable=None, leave=False) as bar:
+    small = []
+    for one in _small(options.instances):
+      small.append(one)
+      bar.update()
+    large = []
+    for one in _large(options.tensors, sizes, options.repeats):
+      large.append(one)
+      bar.update()
+  search_table.show(small, large)
+  if options.json:
+    settings = {key: _plain(value) for key, value in vars(options).items()}
+    document = {
+      "environment": record.software(),
+      "options": settings,
+      "small": [dataclasses.asdict(one) for one in small],
+      "large": [dataclasses.asdict(one) for one in large],
+    }
+    record.write_json(options.json, document)
+    print(f"Saved {options.json}")
+  return int(any(one.found_s["search"] != one.best_s for one in small))
+
+
+def _plain(value):
+  return str(value) if isinstance(value, pathlib.Path) else value
+
+
+def _small(instances: int) -> Iterator[Small]:
+  for kind, (tensors, count) in SMALL.items():
+    for seed in range(instances):
+      drawn = steps_drawn.small(seed, tensors, count)
+      cost = drawn.merged if kind == GROUPS else None
+      found = {"search": search(drawn.tensors, cost, width=None).assignment}
+      found["16 states"] = search(drawn.tensors, cost).assignment
+      found |= _others(kind, drawn)
+      if kind == ALONE:
+        thrice = _baselines.espresso(drawn.tensors, passes=3)
+        found["Espresso, 3 passes"] = thrice
+      else:
+        found["best of all cuts in two"] = _best_cut(drawn)
+      _, best_s = _exhaustive.exhaustive(drawn.tensors, cost)
+      seconds = {name: _seconds(drawn, a) for name, a in found.items()}
+      yield Small(kind=kind, seed=seed, best_s=best_s, found_s=seconds)
+
+
+def _others(kind: str, drawn: Drawn) -> dict[str, Assignment]:
+  if kind == ALONE:
+    return {"Espresso": _baselines.espresso(drawn.tensors)}
+  found = _baselines.mergecomp(drawn.tensors, drawn.merged)
+  return {"MergeComp": found} if found else {}
+
+
+def _best_cut(drawn: Drawn) -> Assignment:
+  n = len(drawn.tensors)
+  cuts = [
+    _baselines.cut_at(drawn.tensors, drawn.merged, cut)
+    for cut in range(1, n + 1)
+  ]
+  possible = [cut for cut in cuts if cut is not None]
+  return min(possible, key=lambda cut: _seconds(drawn, cut))
+
+
+def _seconds(drawn: Drawn, assignment: Assignment) -> float:
+  return simulate(drawn.tensors, assignment).iteration_s
+
+
+def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:
+  for kind in SMALL:
+    for sparse in sizes:
+      for seed in range(SEEDS):
+        drawn = steps_drawn.model(seed, tensors, sparse)
+        yield _measured(kind, seed, sparse, drawn, repeats)
+
+
+def _measured(kind, seed, sparse, drawn, repeats) -> Large:
+  cost = drawn.merged if kind == GROUPS else None
+  wall, cpu = [], []
+  for _ in range(repeats):
+    started = time.perf_counter(), time.process_time()
+    found = search(drawn.tensors, cost)
+    wall.append(time.perf_counter() - started[0])
+    cpu.append(time.process_time() - started[1])
+  found = search(drawn.tensors, cost)
+  started = time.process_time()
+  others = _others(kind, drawn)
+  baseline = time.process_time() - started
+  others["pmean"] = _baselines.uncompressed(drawn.tensors)
+  return Large(
+    kind=kind,
+    seed=seed,
+    tensors=len(drawn.tensors),
+    sparse=sparse,
+    exact=found.exact,
+    bound_s=found.bound_s,
+    relaxed_s=None if cost else relaxed.relaxed_s(drawn.tensors),
+    found_s={"search": found.timeline.iteration_s}
+    | {name: _seconds(drawn, a) for name, a in others.items()},
+    wall_s=tuple(wall),
+    cpu_s=tuple(cpu),
+    baseline_s=baseline,
+  )
