@@ -56,20 +56,23 @@ def _option(name: str, ticks: np.ndarray, number: int) -> Option:
 def model(seed: int, tensors: int, sparse: int) -> Drawn:
   """A model's tensors, of which so many have rows to leave out.
 
-  Sizes are log-uniform from 1 KB to 100 MB. Each goes as it is or in 16 bits,
-  and the sparse ones by two more schemes, at 1 to 60 % of the bytes. Link and
-  memory are drawn too: 200 MB/s to 30 GB/s, 3 to 300 GB/s, 10 to 300 us.
+  Half of them are tiny, 256 bytes to 64 KB, the others up to 100 MB, all
+  log-uniform. Each goes as it is or in 16 bits, and the sparse ones by two more
+  schemes, at 1 to 60 % of the bytes. Link and memory are drawn too: 200 MB/s to
+  30 GB/s, 3 to 300 GB/s, 10 us to 1 ms.
   """
   rng = np.random.default_rng(seed)
   bandwidth, memory = 10 ** rng.uniform((8.3, 9.5), (10.5, 11.5))
-  latency, launch = 10 ** rng.uniform(-5, -3.5), 1e-5
+  latency, launch = 10 ** rng.uniform(-5, -3), 1e-5
   once = [
     _rounded("pmean", 0.0, latency, 0.0),
     _rounded("pmean16", launch, latency, launch),
     _rounded("all_gather", launch, latency, launch),
     _rounded("zen", 2 * launch, 2 * latency, launch),
   ]
-  sizes = np.exp(rng.uniform(np.log(1e3), np.log(1e8), tensors))
+  sizes = np.exp(rng.uniform(np.log(64e3), np.log(1e8), tensors))
+  tiny = rng.permutation(tensors)[: tensors // 2]  # Biases and norms.
+  sizes[tiny] = np.exp(rng.uniform(np.log(256), np.log(64e3), len(tiny)))
   with_rows = set(rng.choice(tensors, sparse, replace=False).tolist())
   busy = 2 * rng.uniform(0.1, 1) / bandwidth
   drawn = []
