@@ -124,6 +124,8 @@ def test_presets_say_whose_figures_they_are(name):
 def test_hosts_share_ports():
   one_each = zenjax.Topology.preset("h200", 8, hosts=4, network="400gbit")
   assert one_each.level("host").link.bandwidth == 50e9
+  assert list(one_each.links) == ["host", "device"]
+  assert one_each.links["device"] == one_each.levels[1].link
   shared = zenjax.Topology.preset(
     "tpu-v5e", 8, hosts=4, network="100gbit", ports=2
   )

@@ -66,6 +66,11 @@ class Topology:
     """Devices along each level."""
     return tuple(level.devices for level in self.levels)
 
+  @property
+  def links(self) -> dict[str, Link]:
+    """That of each axis, as the cost model takes them."""
+    return {level.name: level.link for level in self.levels}
+
   def level(self, name: str) -> Level:
     """The level called `name`; raises `ValueError` where there is none."""
     for level in self.levels:
