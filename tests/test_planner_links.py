@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import zenjax
+from zenjax._planner import _fits
 from zenjax._planner import _links
 from zenjax._planner import _machines
 from zenjax._planner import _single
@@ -163,7 +164,7 @@ def test_other_numbers_of_devices():
 
 def test_a_line_is_found():
   curve = tuple((x, 2e-4 + x / 5e8) for x in (1e3, 1e5, 1e7))
-  found = _links.fit("all_gather", curve)
+  found = _fits.fit("all_gather", curve)
   assert found.latency_s == pytest.approx(2e-4)
   assert found.bandwidth == pytest.approx(5e8)
   assert found.error < 1e-9
@@ -171,24 +172,22 @@ def test_a_line_is_found():
 
 
 def test_neither_number_is_negative():
-  falling = _links.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
+  falling = _fits.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
   assert falling.bandwidth == math.inf
   # Least relative squares of a constant: 1/2 + 1 over 1/4 + 1, in ms.
   assert falling.latency_s == pytest.approx(1.2e-3)
   assert falling.error == pytest.approx(0.4)
-  steep = _links.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
+  steep = _fits.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
   assert steep.latency_s == 0
   with pytest.raises(ValueError, match="positive seconds"):
-    _links.fit("all_gather", ((1e3, 0.0),))
+    _fits.fit("all_gather", ((1e3, 0.0),))
 
 
 def test_a_poor_fit_is_told():
   straight = tuple((x, 1e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
   bent = ((1e3, 1e-4), (1e5, 9e-3), (1e7, 1e-2))
   with pytest.warns(RuntimeWarning, match="'x'.*of all_to_all by [0-9]+%[.]"):
-    level = _links.level_of(
-      "x", 4, {"all_gather": straight, "all_to_all": bent}
-    )
+    level = _fits.level_of("x", 4, {"all_gather": straight, "all_to_all": bent})
   assert [fit.op for fit in level.fits] == ["all_gather", "all_to_all"]
   # A line is no matter where the curve is known.
   assert level.link.seconds("all_to_all", 4, 1e5) == 9e-3
@@ -196,7 +195,7 @@ def test_a_poor_fit_is_told():
 
 def test_latency_is_of_one_message():
   curve = tuple((x, 6e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
-  level = _links.level_of("x", 4, {"all_gather": curve})
+  level = _fits.level_of("x", 4, {"all_gather": curve})
   assert level.link.latency_s == pytest.approx(2e-4)
   # So what was measured comes back where the curve does not hold any more.
   alone = zenjax.Link(bandwidth=level.link.bandwidth, latency_s=2e-4)

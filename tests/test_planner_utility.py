@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import utility
+from benchmarks import utility_setups as utility
 import zenjax
 from zenjax._plan import Table
 from zenjax._planner import _placing

@@ -30,6 +30,7 @@ import numpy as np
 from zenjax import _cost
 from zenjax import _plan
 from zenjax import traces
+from zenjax._planner import _subsets
 
 # Row ids of one table in one step, one ascending array a device.
 Sets = Sequence[np.ndarray]
@@ -72,7 +73,7 @@ class Growth:
     Raises:
       ValueError: The pool has fewer sets.
     """
-    return _expected(self.held, self._checked(devices))
+    return _subsets.expected(self.held, self._checked(devices))
 
   def error(self, devices: int) -> float:
     """Standard error of `union`, over it: each step is left out in turn.
@@ -85,7 +86,7 @@ class Growth:
       return float("nan")
     # With a step less as large a part of the pool is drawn.
     fewer = max(1, round(m * (self.steps - 1) / self.steps))
-    found = np.array([_expected(held, fewer) for held in self.without])
+    found = np.array([_subsets.expected(held, fewer) for held in self.without])
     spread = np.sum((found - found.mean()) ** 2)
     variance = spread * (self.steps - 1) / self.steps
     mean = found.mean()
@@ -96,7 +97,9 @@ class Growth:
     """What the first half of the steps says of the second half, less one."""
     if len(self.halves) < 2:
       return float("nan")
-    first, second = (_expected(held, len(held) - 1) for held in self.halves)
+    first, second = (
+      _subsets.expected(held, len(held) - 1) for held in self.halves
+    )
     return first / second - 1 if second else 0.0
 
   @property
@@ -132,7 +135,7 @@ class Growth:
     m = self._checked(devices)
     return _cost.Profile(
       rows=float(self.sizes.mean()),
-      fullest=_expected_fullest(self.sizes, m),
+      fullest=_subsets.fullest(self.sizes, m),
       union=self.union(m),
       devices=m,
       skew=self._skew(m),
@@ -145,7 +148,7 @@ class Growth:
       return 1.0, 1.0
     device = np.mean([m * load.max() / load.sum() for load in loads])
     touched, counts = self._touched
-    found = 1 - _missed(self.pooled, m)[counts]
+    found = 1 - _subsets.missed(self.pooled, m)[counts]
     union = np.bincount(
       np.searchsorted(edges, touched, side="right") - 1, found, m
     )
@@ -259,25 +262,3 @@ def _held(steps, rows, n) -> np.ndarray:
   for ids, number in steps:
     counts[ids] += number.astype(np.int32)
   return np.bincount(counts, minlength=n * len(steps) + 1)
-
-
-def _missed(pooled: int, m: int) -> np.ndarray:
-  """`[N + 1]`: that `m` of `N` sets miss a row which `c` of them hold."""
-  log_factorial = np.concatenate(
-    [[0], np.cumsum(np.log(np.arange(1, pooled + 1)))]
-  )
-  c = np.arange(pooled - m + 1)
-  log = log_factorial[pooled - c] - log_factorial[pooled - c - m]
-  log += log_factorial[pooled - m] - log_factorial[pooled]
-  return np.concatenate([np.exp(log), np.zeros(m)])
-
-
-def _expected(held: np.ndarray, m: int) -> float:
-  return float(held @ (1 - _missed(len(held) - 1, m)))
-
-
-def _expected_fullest(sizes: np.ndarray, m: int) -> float:
-  """Of `m` sets drawn without replacement, the largest; `sizes` ascend."""
-  # The largest is number k where the k smaller ones hold all the others.
-  none_above = _missed(len(sizes), m)[::-1]  # [k]: all m among the k smallest
-  return float(sizes @ np.diff(none_above))
