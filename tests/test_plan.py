@@ -107,7 +107,13 @@ def test_comparison_with_what_a_run_showed(ran):
 
 
 def test_printed():
-  text = str(PLAN)
+  second = dict(runner_up="zen/1", runner_up_seconds=0.1, reason="less time")
+  leaves = tuple(
+    x if x.name == "w" else dataclasses.replace(x, **second)
+    for x in PLAN.leaves
+  )
+  text = str(dataclasses.replace(PLAN, leaves=leaves))
+  assert "w without another way" in text and "less time" in text
   assert "zen/4" in text and "all_gather bfloat16" in text and "pmean" in text
   assert "3.00x as fast" in text
   dense = dataclasses.replace(PLAN, leaves=(leaf("w", scheme="dense"),))

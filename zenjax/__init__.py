@@ -12,6 +12,7 @@ from zenjax._placement import init
 from zenjax._placement import reshard
 from zenjax._placement import state_specs
 from zenjax._planner._links import measure_links
+from zenjax._planner._make import plan
 from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
 from zenjax._planner._record import record
@@ -68,6 +69,7 @@ __all__ = (
   "owner_update",
   "OwnerState",
   "packed",
+  "plan",
   "Plan",
   "profile",
   "Profile",

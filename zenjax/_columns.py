@@ -3,12 +3,19 @@
 from collections.abc import Sequence
 
 
-def columns(rows: Sequence[tuple[str, ...]], left: int = 1) -> list[str]:
-  """`rows` with cells below each other, the first `left` of a row ragged."""
+def columns(
+  rows: Sequence[tuple[str, ...]], left: int = 1, last_left: bool = False
+) -> list[str]:
+  """`rows` with cells below each other.
+
+  The first `left` of a row begin below each other, and the last one where it is
+  words; all others end so.
+  """
+  words = {*range(left), len(rows[0]) - 1 if last_left else 0}
   widths = [max(len(cell) for cell in column) for column in zip(*rows)]
   return [
     "  ".join(
-      cell.ljust(width) if i < left else cell.rjust(width)
+      cell.ljust(width) if i in words else cell.rjust(width)
       for i, (cell, width) in enumerate(zip(row, widths))
     ).rstrip()
     for row in rows

@@ -52,7 +52,7 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
   tree = jax.tree.map(_shape_of, tree, is_leaf=is_rows)
   leaves = named_leaves(tree)
   if sparse is None:
-    return [_is_table(leaf, unit) for _, leaf in leaves]
+    return [is_table(leaf, unit) for _, leaf in leaves]
   chosen = explicit(tree, sparse, "sparse")
   require_bools([name for name, _ in leaves], chosen, "sparse")
   for (name, leaf), wanted in zip(leaves, chosen):
@@ -100,7 +100,8 @@ def require_bools(
       )
 
 
-def _is_table(leaf: jax.Array, unit: Unit) -> bool:
+def is_table(leaf: Any, unit: Unit = "row") -> bool:
+  """Whether a leaf travels sparse where the user does not say."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     return False
   if leaf.size * leaf.dtype.itemsize < _MIN_BYTES:

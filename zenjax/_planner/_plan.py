@@ -21,6 +21,8 @@ class LeafPlan:
     name: As `zenjax.report` has it.
     shape: Of the parameter.
     dtype: Its name.
+    look_ups: Rows that a device brings, of SparseRows; None of an array.
+    ready: The part of a step's work until the gradient is complete.
     scheme: `"dense"` for pmean, or a sparse scheme of `zen_sync`.
     group: Sparse leaves of one scheme and one number share an exchange.
     column_groups: Of `"zen"`: 1 for hashed rows, the devices for columns.
@@ -44,6 +46,8 @@ class LeafPlan:
   group: int = 0
   column_groups: int = 1
   wire_dtype: str | None = None
+  look_ups: int | None = None
+  ready: float = 1.0
   capacities: tuple[int, int] | None = None
   seconds: float = 0.0
   dense_seconds: float = 0.0

@@ -1,6 +1,6 @@
 """A plan as a person reads it, alone and beside what a run has shown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import math
 from typing import Any
 
@@ -36,8 +36,12 @@ def table(plan: Any) -> str:
   axes = " x ".join(f"{name} {n}" for name, n in plan.mesh)
   machine = f" on {plan.machine}" if plan.machine else ""
   lines = [f"plan for {devices} devices ({axes}){machine}"]
-  if plan.leaves:
-    lines += columns([_HEADINGS, *(_line(leaf) for leaf in plan.leaves)])
+  open_to = [leaf for leaf in plan.leaves if leaf.runner_up]
+  if open_to:
+    lines += columns(
+      [_HEADINGS, *(_line(leaf) for leaf in open_to)], last_left=True
+    )
+  lines += _rest([leaf for leaf in plan.leaves if not leaf.runner_up])
   if plan.dense_seconds:
     kind = "beside" if plan.overlap else "after"
     lines.append(
@@ -47,6 +51,15 @@ def table(plan: Any) -> str:
     )
   lines.append(verdict(plan))
   return "\n".join(lines)
+
+
+def _rest(leaves: Sequence[Any]) -> list[str]:
+  """What has no choice: most leaves of most models."""
+  if not leaves:
+    return []
+  count = f"{len(leaves)} leaves" if len(leaves) > 1 else leaves[0].name
+  size = sum(leaf.wire_bytes for leaf in leaves) / 1e6
+  return [f"pmean, {size:.3g} MB a device: {count} without another way"]
 
 
 def verdict(plan: Any) -> str:
@@ -69,9 +82,9 @@ def _line(leaf: Any) -> tuple[str, ...]:
     _ms(leaf.seconds),
     _ms(leaf.dense_seconds),
     f"{leaf.wire_bytes / 1e6:.3g}",
-    leaf.runner_up or "-",
-    _ms(leaf.runner_up_seconds) if leaf.runner_up else "-",
-    leaf.reason or "-",
+    leaf.runner_up,
+    _ms(leaf.runner_up_seconds),
+    leaf.reason,
   )
 
 

@@ -1,0 +1,146 @@
+"""`plan`: the way of every gradient of a model on a machine, chosen."""
+
+from collections.abc import Callable, Mapping, Sequence
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from zenjax import _options
+from zenjax._cost import Profile
+from zenjax._options import AxisName
+from zenjax._planner import _traced
+from zenjax._planner._choosing import answer
+from zenjax._planner._choosing import Question
+from zenjax._planner._plan import Plan
+from zenjax._planner._topology import Topology
+from zenjax._planner._traced import Gradient
+from zenjax._schemes.base import Context
+
+
+def plan(
+  value_and_grad: Callable[..., Any],
+  *args: Any,
+  topology: Topology,
+  axis_name: AxisName = "data",
+  profile: Mapping[str, Profile] | None = None,
+  compute_seconds: float = 0.0,
+  overlap: bool = False,
+  wire_dtypes: Sequence[Any] = (),
+  capacities: Mapping[str, tuple[int, int]] | None = None,
+  memory_bytes: float | None = None,
+) -> Plan:
+  """Chooses how every gradient of a model travels, and says what it gains.
+
+  The model is traced and not run: shapes (`jax.ShapeDtypeStruct`) will do for
+  arrays. Each way is predicted by the bytes that its scheme declares, the links
+  of the topology, and the device's own work; which is best, and which leaves
+  share an exchange, is searched over a timeline of the step. Where nothing
+  gains, the plan says so, and all leaves take pmean.
+
+  Args:
+    value_and_grad: `jax.value_and_grad(loss)`, or zenjax's for tables that are
+      only looked up, called on one device's part of a batch.
+    *args: Its arguments: parameters first.
+    topology: The machine: `Topology.preset`, or what `measure_links` found.
+    axis_name: As `zen_sync` will have it: one axis for every level of the
+      topology, the slowest first.
+    profile: Densities by leaf name: what `zenjax.profile(state)` says after
+      some steps. Of leaves that it lacks a vocabulary's are assumed.
+    compute_seconds: What a step takes on one device without any exchange.
+    overlap: Whether exchanges run beside the backward pass, as XLA schedules
+      them on TPU and GPU and does not on CPU.
+    wire_dtypes: Dtypes to which rows may be rounded on the wire.
+    capacities: What `zenjax.advise(state)` says, to be pinned.
+    memory_bytes: That the buffers of one leaf's exchange may take.
+
+  Returns:
+    The plan: print it, and give it to `zen_sync(plan=...)`.
+
+  Raises:
+    TypeError: `value_and_grad` returns no pair, or a dtype is not floating.
+    ValueError: An argument is out of range, names a leaf that is not there, or
+      no way of a leaf fits the memory.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> def loss(params, ids):
+    ...   return jnp.mean((params["table"][ids] @ params["w"]) ** 2)
+    >>> params = {"table": jnp.zeros((100_000, 64)), "w": jnp.zeros((64, 64))}
+    >>> plan = zenjax.plan(
+    ...   zenjax.value_and_grad(loss), params, jnp.zeros(512, jnp.int32),
+    ...   topology=zenjax.Topology.network("10gbit", 8),
+    ... )
+    >>> [(leaf.name, leaf.scheme == "dense") for leaf in plan.leaves]
+    [('w', True), ('table', False)]
+    >>> plan.leaves[1].dense_seconds / plan.leaves[1].seconds > 10
+    True
+
+  References:
+    Wang et al., Espresso, EuroSys 2023, for the timeline; Wang et al.,
+    MergeComp, 2021, for groups; Agarwal et al., On the Utility of Gradient
+    Compression, MLSys 2022, for asking whether it pays at all.
+  """
+  axes = _options.axes(axis_name)
+  _check(axes, topology, compute_seconds, memory_bytes)
+  gradients = _traced.gradients(value_and_grad, *args)
+  _check_names(gradients, profile, "profile")
+  _check_names(gradients, capacities, "capacities")
+  wires = [_options.floating("wire_dtypes", dtype) for dtype in wire_dtypes]
+  return answer(
+    Question(
+      gradients=tuple(gradients),
+      context=Context(axes=axes, sizes=topology.sizes, mean=True),
+      links=dict(zip(axes, (level.link for level in topology.levels))),
+      machine=topology.name,
+      profiles=profile or {},
+      compute_seconds=compute_seconds,
+      overlap=overlap,
+      wire_dtypes=tuple(jnp.dtype(wire).name for wire in wires),
+      capacities=capacities or {},
+      memory_bytes=memory_bytes,
+    )
+  )
+
+
+def _check(
+  axes: Sequence[str],
+  topology: Any,
+  compute_seconds: float,
+  memory_bytes: float | None,
+) -> None:
+  if not isinstance(topology, Topology):
+    raise TypeError(
+      f"`topology` must be a zenjax.Topology, got {type(topology).__name__};"
+      " give `zenjax.Topology.preset(..)` or what `zenjax.measure_links` found."
+    )
+  if len(axes) != len(topology.levels):
+    names = [level.name for level in topology.levels]
+    raise ValueError(
+      "`axis_name` must name an axis for every level of the topology, the"
+      f" slowest first: its levels are {names}, got {tuple(axes)}."
+    )
+  if not 0 <= compute_seconds < math.inf:
+    raise ValueError(
+      "`compute_seconds` must be what a step takes without any exchange, not"
+      f" negative, got {compute_seconds!r}."
+    )
+  if memory_bytes is not None and not memory_bytes > 0:
+    raise ValueError(
+      f"`memory_bytes` must be positive, got {memory_bytes!r}; leave it out for"
+      " any."
+    )
+
+
+def _check_names(
+  gradients: Sequence[Gradient], given: Mapping[str, Any] | None, argument: str
+) -> None:
+  known = [gradient.name for gradient in gradients]
+  unknown = sorted(set(given or ()) - set(known))
+  if unknown:
+    raise ValueError(
+      f"`{argument}` must name leaves of the model, got {unknown}; they are"
+      f" {known}: was it recorded with another model?"
+    )
