@@ -14,9 +14,11 @@ from benchmarks import run
 from benchmarks import search as search_benchmark
 from benchmarks import steps_drawn
 from zenjax._planner import _baselines
+from zenjax._planner import _descent
 from zenjax._planner import _exhaustive
 from zenjax._planner import _groups
 from zenjax._planner._search import search
+from zenjax._planner._timeline import each_by
 from zenjax._planner._timeline import Option
 from zenjax._planner._timeline import simulate
 from zenjax._planner._timeline import Tensor
@@ -194,6 +196,22 @@ def test_espresso_is_not_exact():
     assert simulate(tensors, thrice).iteration_s <= greedy
     worse += greedy > 1.01 * search(tensors, width=None).timeline.iteration_s
   assert worse
+
+
+def test_one_state_is_never_worse_than_espresso():
+  """The search sets out from what the greedy finds, found in another way."""
+  for seed in range(15):
+    for tensors, _ in (
+      steps_drawn.small(seed, 10, 4),
+      steps_drawn.model(seed, 30, 15),
+    ):
+      edges = _groups.edges(tensors)
+      chosen = _descent.by_size(edges, tensors)
+      names = [edges.names[o] for o in chosen]
+      start = simulate(tensors, each_by(tensors, names)).iteration_s
+      greedy = simulate(tensors, _baselines.espresso(tensors)).iteration_s
+      assert start == greedy
+      assert search(tensors, width=1).timeline.iteration_s <= greedy
 
 
 def test_mergecomp_halves():

@@ -59,6 +59,7 @@ from zenjax._planner._timeline import Timeline
 ROUNDING = 1e-12
 _FIRST_WIDTH = 16
 _SPARE = 4  # States to look at for one to keep.
+_PAIRS = 128  # States up to which all pairs are compared at once.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def search(
   edges = _groups.edges(tensors, cost)
   if overlap == "none":
     edges = edges.serial()
-  names = [edges.names[o] for o in _descent.descend(edges)]
+  names = [edges.names[o] for o in _descent.descend(edges, tensors)]
   best = each_by(tensors, names)
   best_s = simulate(tensors, best, overlap).iteration_s
   limits = _bounds.bounds(edges)
@@ -242,6 +243,9 @@ def _nondominated(states: np.ndarray) -> np.ndarray:
   """Which of `[4, M]` no other is nowhere greater than; one of equals."""
   order = np.lexsort(states[::-1])
   left, kept = states[:, order], []
+  if order.size <= _PAIRS:
+    nowhere_greater = (left[:, :, None] <= left[:, None]).all(axis=0)
+    return order[~np.triu(nowhere_greater, 1).any(axis=0)]
   while order.size:
     # The least in lexicographic order is dominated by none that is left.
     kept.append(order[0])
