@@ -41,6 +41,12 @@ def test_unknown_choice(option, value, remedies):
     names(error, f"`{option}`", repr(value), *remedies)
 
 
+def test_overlap_is_a_bool():
+  options: Any = dict(overlap="each")
+  with pytest.raises(TypeError, match="`overlap` must be True or False"):
+    zenjax.zen_sync("data", **options)
+
+
 @pytest.mark.parametrize(
   ("given", "error"),
   [

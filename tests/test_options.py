@@ -28,6 +28,27 @@ def test_sum(check_vma):
   oracle.check(got["w"], stack["w"], "sum")
 
 
+def test_exchanges_of_their_own_change_no_bit():
+  rng = np.random.default_rng(0)
+  stack = {
+    "a": table(rng, 90, 6),
+    "b": table(rng, 70, 3),
+    "w": table(rng, 3, 3),
+  }
+  params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), stack)
+  sparse = {"a": True, "b": True, "w": False}
+
+  def run(**options):
+    tx = zenjax.zen_sync("data", sparse=sparse, **options)
+    step = lambda g: tx.update(g, tx.init(params))[0]
+    return jax.jit(jax.vmap(step, axis_name="data"))(stack)
+
+  together, alone = run(), run(overlap=True)
+  for name, leaf in stack.items():
+    np.testing.assert_array_equal(together[name], alone[name])
+    oracle.check(np.asarray(alone[name]), leaf)
+
+
 @pytest.mark.parametrize("seed", [1, 2**31 - 1])
 def test_hash_seeds(seed):
   run = run_with("vmap", partition="hash", hash_seed=seed)

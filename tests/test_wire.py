@@ -181,6 +181,19 @@ def test_rows_send_what_is_declared(scheme, partition, ids_first):
   assert len(dense) == len([m for turn in declared.dense for m in turn])
 
 
+def test_overlap_sends_each_table_by_itself():
+  tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
+  seen = collectives(lower(tables, 4, overlap=True))
+  first = [(f.op, f.words) for f in seen if not f.inside]
+  declared = _declare.declare(tables, ("data",), (4,), overlap=True)
+  assert first == [(m.op, m.words) for m in declared.first]
+  each = [
+    _declare.declare({name: tables[name]}, ("data",), (4,)) for name in "ab"
+  ]
+  assert declared.first == [m for part in each for m in part.first]
+  assert len(first) == 2 * len(_declare.declare(tables, ("data",), (4,)).first)
+
+
 @pytest.mark.parametrize("n", [3, 5, 6])
 def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   tables = {"a": table(2000, 24)}

@@ -58,6 +58,15 @@ def choose(
   """
   if options.plan:
     return _as_planned(tables, options.plan, context)
+  choices = _choose_each(tables, options, context)
+  if not options.overlap:
+    return choices
+  return [dataclasses.replace(c, group=i) for i, c in enumerate(choices)]
+
+
+def _choose_each(
+  tables: Sequence[Table], options: Options, context: Context
+) -> list[Choice]:
   if options.scheme != "auto":
     return [Choice(options.scheme)] * len(tables)
   profiles = options.profile or {}

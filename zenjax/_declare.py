@@ -59,6 +59,15 @@ def declare(
   options = _options.check(axes, sparse=True, **_options.DEFAULTS | kwargs)
   context = options.context(sizes)
   group = _select.named_leaves(tables, is_rows)
+  if options.overlap:
+    return _joined([_declare([leaf], options, context) for leaf in group])
+  return _declare(group, options, context)
+
+
+def _declare(
+  group: Sequence[tuple[str, Any]], options: Options, context: Context
+) -> Declared:
+  """Of leaves that share an exchange."""
   platform = jax.default_backend()
   if options.scheme in DENSE:
     return _declare_dense(group, DENSE[options.scheme], options, context)
@@ -77,6 +86,16 @@ def declare(
       for plan in plans
       if plan.table.look_ups is None
     ],
+  )
+
+
+def _joined(parts: Sequence[Declared]) -> Declared:
+  return Declared(
+    context=parts[0].context,
+    plans=tuple(plan for part in parts for plan in part.plans),
+    first=[m for part in parts for m in part.first],
+    loops=[turn for part in parts for turn in part.loops],
+    dense=[m for part in parts for m in part.dense],
   )
 
 

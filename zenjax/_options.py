@@ -51,6 +51,7 @@ class Options:
   link: Link | None
   profile: Mapping[str, Profile] | None
   ids_first: bool
+  overlap: bool = False
   plan: _planned.Plan | None = None
 
   def wire_of(self, name: str) -> jnp.dtype | None:
@@ -88,6 +89,7 @@ DEFAULTS: dict[str, Any] = dict(
   link=None,
   profile=None,
   ids_first=False,
+  overlap=False,
   plan=None,
 )
 
@@ -108,6 +110,7 @@ def check(
   link: Link | None,
   profile: Mapping[str, Profile] | None,
   ids_first: bool,
+  overlap: bool,
   plan: _planned.Plan | None,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
@@ -147,6 +150,7 @@ def check(
     link=link,
     profile=profile,
     ids_first=_ids_first(ids_first, scheme),
+    overlap=_bool("overlap", overlap),
   )
   return _as_planned(options, plan) if plan else options
 
@@ -161,6 +165,7 @@ _DECIDED = (
   "capacities",
   "link",
   "profile",
+  "overlap",
 )
 
 
@@ -229,10 +234,14 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
     )
 
 
-def _ids_first(value: Any, scheme: str) -> bool:
+def _bool(name: str, value: Any) -> bool:
   if not isinstance(value, bool):
-    raise TypeError(f"`ids_first` must be True or False, got {value!r}.")
-  if value and scheme != "zen":
+    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return value
+
+
+def _ids_first(value: Any, scheme: str) -> bool:
+  if _bool("ids_first", value) and scheme != "zen":
     raise ValueError(
       f"`ids_first=True` is for `scheme='zen'`, got {scheme=}; leave one of"
       " them out."

@@ -44,6 +44,7 @@ def zen_sync(
   link: Link | None = None,
   profile: Mapping[str, Profile] | None = None,
   ids_first: bool = False,
+  overlap: bool = False,
   plan: Plan | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, sending only rows that are not zero.
@@ -135,8 +136,13 @@ def zen_sync(
       are exchanged, and unions formed, while the backward pass still computes
       the values: seen in compiled schedules, measured on none. Elsewhere it
       only costs two latencies more, and arrays it leaves as they are.
+    overlap: Gives each table an exchange of its own, which leaves when that
+      gradient is complete, and not when the last one is. In schedules compiled
+      for GPUs the push of each stands beside backward work; TPUs push
+      beside it with the compiler option `xla_tpu_enable_async_all_to_all`, and
+      CPUs run nothing beside an exchange: there it only costs latencies.
     plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
-      `scheme`, `partition`, `wire_dtype` and `capacities`.
+      `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
 
   Returns:
     A transformation whose state is a `ZenSyncState`.
@@ -168,6 +174,7 @@ def zen_sync(
     link=link,
     profile=profile,
     ids_first=ids_first,
+    overlap=overlap,
     plan=plan,
   )
 
