@@ -42,6 +42,16 @@ class _Forced(NamedTuple):
   interpret: Any
 
 
+class _Asked(NamedTuple):
+  """By what a kernel was asked for, and what to give in its place."""
+
+  option: str
+  instead: str
+
+
+_ASKED = _Asked("implementation='pallas'", "implementation='xla'")
+
+
 _forced: contextvars.ContextVar[_Forced | None] = contextvars.ContextVar(
   "forced", default=None
 )
@@ -135,24 +145,57 @@ class Operation:
     how = _forced.get()
     if implementation is None and how is not None:
       return self._run_forced(how, args)
-    asked = implementation == "pallas"
-    platforms = self.kernels if asked else self.measured
-    if implementation == "xla" or not (asked or platforms):
+    if implementation == "pallas":
+      return self._run_kernel(args, _ASKED)
+    if implementation == "xla" or not self.measured:
       self._record()
       return self.reference(*args)
-    refusals = {name: self.refusal(name, *args) for name in platforms}
-    if asked and all(refusals.values()):
-      raise NotImplementedError(self._message(refusals))
+    return self._run_by_platform(
+      args,
+      {name: self.refusal(name, *args) for name in self.measured},
+      lambda: self.reference(*args),
+    )
+
+  def required(self, option: str, instead: str, *args: Any) -> Any:
+    """The operation on `args` by its kernel, which an option stands for.
+
+    As `implementation="pallas"`, but that `forced` interprets it.
+
+    Args:
+      option: With its value, for the message of an error.
+      instead: What runs everywhere, for the same.
+      *args: What the reference takes.
+
+    Raises:
+      NotImplementedError: The kernel cannot serve these arguments, or not on
+        the platform that the program is lowered for.
+    """
+    asked, how = _Asked(option, instead), _forced.get()
+    platform = how.platform if how else None
+    if how is None or platform is None or platform not in self.kernels:
+      return self._run_kernel(args, asked)
+    refusal = self.refusal(platform, *args)
+    if refusal:
+      raise NotImplementedError(self._message({platform: refusal}, asked))
+    self._record(EVERYWHERE)
+    return self.kernel(platform)(*args, interpret=how.interpret)
+
+  def _run_kernel(self, args: tuple[Any, ...], asked: "_Asked") -> Any:
+    refusals = {name: self.refusal(name, *args) for name in self.kernels}
+    message = self._message(refusals, asked)
+    if all(refusals.values()):
+      raise NotImplementedError(message)
+    return self._run_by_platform(
+      args, refusals, lambda: _refuse(self.reference(*args), message)
+    )
+
+  def _run_by_platform(self, args, refusals, otherwise):
     branches = {
       name: lambda name=name: self.kernel(name)(*args)
       for name, refusal in refusals.items()
       if not refusal
     }
     self._record(*branches)
-    otherwise = lambda: self.reference(*args)
-    if asked:
-      message = self._message(refusals)
-      otherwise = lambda: _refuse(self.reference(*args), message)
     return lax.platform_dependent(default=otherwise, **branches)
 
   def _run_forced(self, how: _Forced, args: tuple[Any, ...]) -> Any:
@@ -197,12 +240,11 @@ class Operation:
   def _module(self, platform: str) -> ModuleType:
     return importlib.import_module(self.kernels[platform])
 
-  def _message(self, refusals):
+  def _message(self, refusals, asked):
     served = [f"on {name}: {why or 'yes'}" for name, why in refusals.items()]
     return (
-      f"`implementation='pallas'`: `{self.name}` cannot run so here; it can be"
-      f" served {'; '.join(served) or 'nowhere yet'}. implementation='xla' runs"
-      " everywhere."
+      f"`{asked.option}`: `{self.name}` cannot run so here; it can be served"
+      f" {'; '.join(served) or 'nowhere yet'}. {asked.instead} runs everywhere."
     )
 
 

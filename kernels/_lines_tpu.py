@@ -27,7 +27,7 @@ class Lines(NamedTuple):
   piece: int  # lines of a large copy
 
   @classmethod
-  def of(cls, rows: jax.Array, piece: int) -> "Lines":
+  def of(cls, rows: jax.Array | jax.ShapeDtypeStruct, piece: int) -> "Lines":
     """For large copies of about `piece` bytes."""
     size, width = rows.dtype.itemsize, rows.shape[2]
     row, line, tile = width * size, LANES * 4, _TILE_ROW // 4
@@ -46,6 +46,11 @@ class Lines(NamedTuple):
       words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
       rows = words.reshape(rows.shape[0], -1, LANES)
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % self.tile), (0, 0)))
+
+  def bytes_of(self, count: int) -> int:
+    """What is sent of so many rows: whole tiles."""
+    tile = self.tile * self.line_bytes
+    return -(-count * self.row_bytes // tile) * tile
 
   def decode(self, lines: jax.Array, like: jax.Array) -> jax.Array:
     """Inverse of `encode`, of any number of parts."""

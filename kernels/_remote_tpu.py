@@ -57,6 +57,13 @@ def check(rows: Sequence[jax.Array], counts: jax.Array, axes: Axes) -> None:
     raise NotImplementedError(f"less than 2 GiB to receive, got {arrive}")
 
 
+def most_bytes(rows: Sequence[jax.ShapeDtypeStruct]) -> int:
+  """Sent to one device of `[C, D]` arrays that are full, counts included."""
+  parts = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in rows)
+  sent = (Lines.of(x, PIECE).bytes_of(x.shape[1]) for x in parts)
+  return LANES * 4 + sum(sent)
+
+
 def exchange(
   rows: Sequence[jax.Array],
   counts: jax.Array,

@@ -10,6 +10,7 @@ _COLLECTIVE = re.compile(
   r"|ragged-all-to-all|collective-permute|collective-broadcast)"
   r"(-start)?\("
 )
+_COPIES = re.compile(r"%zenjax_(?:push|pull)[\w.]* = (.*?) custom-call\(")
 _CALLED = re.compile(
   r"(body|calls|to_apply|branch_computations|true_computation"
   r"|false_computation)=(\{[^}]*\}|[%\w.\-]+)"
@@ -63,7 +64,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def collectives(text: str, devices: int = 8) -> list[Found]:
-  """Every collective, calls followed from the entry."""
+  """Every collective and remote copy, calls followed from the entry."""
   bodies = computations(text)
   found: list[Found] = []
   chains: set[tuple[str, ...]] = set()
@@ -76,6 +77,8 @@ def collectives(text: str, devices: int = 8) -> list[Found]:
         if not seen or seen not in chains:
           chains.add(seen or ())
           found.append(Found(match[2], _elements(match, devices), inside))
+      if match := _COPIES.search(line):
+        found.append(Found("remote-copy", _total(match[1]), inside))
       for how, names in _CALLED.findall(line):
         kind = {"body": ("while",), "calls": (), "to_apply": ()}
         around = kind.get(how, ("branch",))
@@ -86,9 +89,13 @@ def collectives(text: str, devices: int = 8) -> list[Found]:
   return found
 
 
+def _total(result):
+  shapes = (s.split(",") for s in _SHAPE.findall(result))
+  return sum(math.prod(int(d) for d in dims if d) for dims in shapes)
+
+
 def _elements(match, devices):
-  shapes = (s.split(",") for s in _SHAPE.findall(match[1]))
-  total = sum(math.prod(int(d) for d in dims if d) for dims in shapes)
+  total = _total(match[1])
   # A start names its operands as well; a sum's does not in JAX 0.10.
   operands = match[3] and match[1].startswith("(")
   if not operands or (match[2] == "all-reduce" and match[1][1] != "("):

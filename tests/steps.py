@@ -198,8 +198,13 @@ def _jaxprs_in(params) -> list:
   return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
 
-def lower_sync(tables: Any, mesh: Mesh, **kwargs: Any):
-  """A step that only synchronizes `tables`, lowered for `mesh`."""
+def lower_sync(
+  tables: Any, mesh: Mesh, platform: str | None = None, **kwargs: Any
+):
+  """A step that only synchronizes `tables`, lowered for `mesh`.
+
+  As if its devices were of `platform`, if one is given.
+  """
   tx = zenjax.zen_sync("data", sparse=True, **kwargs)
   replicated = NamedSharding(mesh, P())
   args = jax.tree.map(
@@ -212,4 +217,5 @@ def lower_sync(tables: Any, mesh: Mesh, **kwargs: Any):
     in_specs=P(),
     out_specs=P(),
   )
-  return jax.jit(step).lower(*args)
+  traced = jax.jit(step).trace(*args)
+  return traced.lower(lowering_platforms=(platform,) if platform else None)

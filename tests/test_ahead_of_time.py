@@ -55,6 +55,14 @@ def _cases():
         yield pytest.param(*case, marks=marks, id="-".join(case))
 
 
+def _copying():
+  for target in targets.TPUS:
+    for grads in ("array", "rows"):
+      in_ci = (target, grads) == ("v5e:2x4", "array")
+      marks = [] if in_ci else [pytest.mark.every_target]
+      yield pytest.param(target, grads, marks=marks, id=f"{target}-{grads}")
+
+
 def _kernels(target, grads):
   return _USED[whole_steps.platform(target), grads]
 
@@ -76,6 +84,23 @@ def test_whole_step(target, grads, implementation):
     check_overlap_on_tpus(step)
 
 
+@pytest.mark.parametrize("target, grads", [*_copying()])
+def test_whole_step_by_remote_copies(target, grads):
+  """Kernels carry the rows: no collective does, but for the dense path."""
+  try:
+    step = whole_steps.compile(target, grads, "xla", "remote_copies")
+  except ImportError as error:
+    pytest.skip(str(error))
+  check_memory(step, grads)
+  check_collectives(step, grads, target in _EXACT, "remote_copies")
+  found = hlo.collectives(step.text, step.devices)
+  assert sum(f.op == "remote-copy" and not f.inside for f in found) == 2
+  others = [f for f in found if f.op != "remote-copy"]
+  assert all(f.op == "all-reduce" or f.inside == ("while",) for f in others)
+  for name in ("push", "pull"):
+    assert f"zenjax_{name}" in step.text
+
+
 def check_memory(step, grads):
   """The table is updated in place; a dense gradient is one more, no copy."""
   assert step.aliased >= TABLE
@@ -87,9 +112,9 @@ def check_memory(step, grads):
     assert step.temporary < TABLE // 2
 
 
-def check_collectives(step, grads, exact):
+def check_collectives(step, grads, exact, exchange="collectives"):
   """Those that zenjax declares, where it says, and the sums of the layers."""
-  declared = whole_steps.declared(grads, step.devices)
+  declared = whole_steps.declared(grads, step.devices, exchange)
   found = hlo.collectives(step.text, step.devices)
   assert not any("branch" in f.inside for f in found)
   if exact:
@@ -100,7 +125,8 @@ def check_collectives(step, grads, exact):
   # Whatever they are called: none over the table but in the dense path.
   for f in found:
     assert f.inside == ("while",) or f.elements < ROWS * WIDTH // 8
-    assert grads == "array" or f.inside != ("while",)
+    dense = f.inside == ("while",) and f.op != "remote-copy"
+    assert grads == "array" or not dense
 
 
 def check_overlap_on_gpus(step):

@@ -8,6 +8,9 @@ from typing import Any
 import cases
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
 import pytest
 from refusals import N
 from refusals import names
@@ -29,6 +32,7 @@ PROFILE = zenjax.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
     ("on_overflow", "drop", ["exact", "carry"]),
     ("output", "sparse", ["dense", "rows"]),
     ("partition", "rows", ["auto", "hash", "columns"]),
+    ("exchange", "copies", ["collectives", "remote_copies"]),
   ],
 )
 def test_unknown_choice(option, value, remedies):
@@ -58,6 +62,55 @@ def test_overlap_is_a_bool():
 def test_what_sends_no_ids_first(given, error):
   with pytest.raises(error, match="`ids_first"):
     zenjax.zen_sync("data", **given)
+
+
+@pytest.mark.parametrize(
+  "other",
+  [dict(scheme="all_gather"), dict(scheme="auto"), dict(ids_first=True)],
+)
+def test_what_remote_copies_do_not_go_with(other):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", exchange="remote_copies", **other)
+  names(error, "`exchange='remote_copies'`", *other, "leave one of them out")
+
+
+def test_remote_copies_serve_one_axis():
+  with pytest.raises(NotImplementedError) as error:
+    zenjax.zen_sync(("host", "device"), exchange="remote_copies")
+  names(error, "('host', 'device')", "exchange='collectives'")
+
+
+def test_remote_copies_need_devices_of_a_mesh():
+  with pytest.raises(NotImplementedError) as error:
+    trace_pmean(exchange="remote_copies")
+  names(error, "exchange='remote_copies'", "inside shard_map", "'collectives'")
+
+
+def lowered_on_cpu(manual):
+  """Of two axes, those of them that shard_map takes over."""
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  mapped = jax.shard_map(
+    lambda x: zenjax.sparse_pmean(x, "data", exchange="remote_copies"),
+    mesh=Mesh(devices, ("data", "model")),
+    in_specs=P("data"),
+    out_specs=P(),
+    axis_names=manual,
+    check_vma=False,
+  )
+  return jax.jit(mapped).lower(jnp.zeros((80, 4)))
+
+
+@pytest.mark.parametrize(
+  ("manual", "served"),
+  [
+    ({"data"}, "inside shard_map over all axes"),
+    ({"data", "model"}, "on tpu: yes"),
+  ],
+)
+def test_remote_copies_are_never_replaced(manual, served):
+  with pytest.raises(NotImplementedError) as error:
+    lowered_on_cpu(manual)
+  names(error, "`exchange='remote_copies'`", served, "exchange='collectives'")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ LAYERS = 3
 TABLE = ROWS * WIDTH * 4  # bytes
 
 Grads = Literal["array", "rows"]
+Exchange = Literal["collectives", "remote_copies"]
 
 NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
@@ -48,7 +49,12 @@ class Step(NamedTuple):
   aliased: int  # outputs that lie where arguments did
 
 
-def compile(target: str, grads: Grads, implementation: Implementation) -> Step:
+def compile(
+  target: str,
+  grads: Grads,
+  implementation: Implementation,
+  exchange: Exchange = "collectives",
+) -> Step:
   """The step for all devices of a target.
 
   Raises:
@@ -58,7 +64,7 @@ def compile(target: str, grads: Grads, implementation: Implementation) -> Step:
   mesh = Mesh(np.array(devices(target)), ("data",))
   on = platform(target) if implementation == "pallas" else None
   with _dispatch.forced(on), jax.numpy_dtype_promotion("standard"):
-    lowered = _lowered(mesh, grads)
+    lowered = _lowered(mesh, grads, exchange)
   options = {}
   if target == "gpu-h200" and grads == "array":
     # Of look-ups XLA's own sort spills.
@@ -90,9 +96,9 @@ def devices(target: str) -> list[Any]:
 _PARTITION: dict[Grads, Partition] = {"array": "hash", "rows": "auto"}
 
 
-def _lowered(mesh, grads):
+def _lowered(mesh, grads, exchange):
   rows = grads == "rows"
-  sync = zenjax.zen_sync("data", partition=_PARTITION[grads])
+  sync = zenjax.zen_sync("data", partition=_PARTITION[grads], exchange=exchange)
   inner = optax.sgd(0.5)
   tx = optax.chain(sync, zenjax.lazy_rows(inner) if rows else inner)
 
@@ -156,7 +162,9 @@ class Declared(NamedTuple):
 
 
 @functools.cache
-def declared(grads: Grads, devices: int) -> Declared:
+def declared(
+  grads: Grads, devices: int, exchange: Exchange = "collectives"
+) -> Declared:
   """What the step must send, and nothing else."""
   leaf: Any = _params()["table"]
   if grads == "rows":
@@ -166,19 +174,25 @@ def declared(grads: Grads, devices: int) -> Declared:
       )
     )
   found = _declare.declare(
-    {"table": leaf}, ("data",), (devices,), partition=_PARTITION[grads]
+    {"table": leaf},
+    ("data",),
+    (devices,),
+    partition=_PARTITION[grads],
+    exchange=exchange,
   )
-  exchange = [_result(m, devices, ()) for m in found.first]
+  sent = [_result(m, devices, ()) for m in found.first]
   loops = [m for turn in found.loops for m in turn]
-  exchange += [_result(m, devices, ("while", "while")) for m in loops]
+  # One loop has no other around it.
+  inside = ("while",) * min(2, len(found.loops))
+  sent += [_result(m, devices, inside) for m in loops]
   if grads == "array":
     # Neither on CPUs, for which `declare` would tell.
     (plan,) = found.plans
     sums = _dense.messages(plan.table, found.context, "default")
-    exchange += [_result(m, devices, ("while",)) for m in sums]
+    sent += [_result(m, devices, ("while",)) for m in sums]
   layers = _params()["bottom"] + _params()["top"]
   plain = sum(math.prod(layer.shape) for layer in layers) + 1
-  return Declared(exchange, plain)
+  return Declared(sent, plain)
 
 
 def _result(message: Message, devices: int, inside: tuple[str, ...]) -> Found:

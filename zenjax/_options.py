@@ -51,6 +51,7 @@ class Options:
   link: Link | None
   profile: Mapping[str, Profile] | None
   ids_first: bool
+  remote_copies: bool
   overlap: bool = False
   plan: _planned.Plan | None = None
 
@@ -67,6 +68,7 @@ class Options:
       sizes=tuple(sizes),
       mean=self.mean,
       ids_first=self.ids_first,
+      remote_copies=self.remote_copies,
     )
 
   @property
@@ -91,6 +93,7 @@ DEFAULTS: dict[str, Any] = dict(
   ids_first=False,
   overlap=False,
   plan=None,
+  exchange="collectives",
 )
 
 
@@ -112,6 +115,7 @@ def check(
   ids_first: bool,
   overlap: bool,
   plan: _planned.Plan | None,
+  exchange: str,
 ) -> Options:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
   if plan is not None:
@@ -151,6 +155,13 @@ def check(
     profile=profile,
     ids_first=_ids_first(ids_first, scheme),
     overlap=_bool("overlap", overlap),
+    remote_copies=_remote_copies(
+      exchange,
+      scheme,
+      axis_name,
+      {"ids_first": ids_first, "overlap": overlap},
+      plan,
+    ),
   )
   return _as_planned(options, plan) if plan else options
 
@@ -247,6 +258,42 @@ def _ids_first(value: Any, scheme: str) -> bool:
       " them out."
     )
   return value
+
+
+def _remote_copies(
+  exchange: Any,
+  scheme: str,
+  axis_name: AxisName,
+  alone: Mapping[str, bool],
+  plan: _planned.Plan | None,
+) -> bool:
+  one_of("exchange", exchange, ["collectives", "remote_copies"])
+  if exchange == "collectives":
+    return False
+  if scheme != "zen":
+    raise ValueError(
+      f"`exchange='remote_copies'` is for `scheme='zen'`, got {scheme=}; leave"
+      " one of them out."
+    )
+  if plan is not None:
+    raise ValueError(
+      "`exchange='remote_copies'` is for `scheme='zen'`, and `plan` decides"
+      " schemes, by what collectives take; leave one of them out."
+    )
+  for name, given in alone.items():
+    if given:
+      raise ValueError(
+        f"`{name}=True` has parts sent beside the backward pass, and"
+        " `exchange='remote_copies'` sends everything in one kernel, beside"
+        " which nothing runs; leave one of them out."
+      )
+  if len(axes(axis_name)) > 1:
+    raise NotImplementedError(
+      "`exchange='remote_copies'` can serve one axis, got"
+      f" {axis_name=}: sums over slow links are exchanged by collectives; use"
+      " exchange='collectives', which runs everywhere."
+    )
+  return True
 
 
 def axes(axis_name: AxisName) -> Axes:

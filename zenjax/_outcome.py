@@ -131,7 +131,15 @@ def outcome(
     overflow_rows=jnp.where(
       went_dense, 0.0, pushed - jnp.sum(tally.merged.astype(jnp.float32))
     ),
-    wire_bytes=_wire_bytes(plan, went_dense, turns, scheme, context),
+    wire_bytes=_wire_bytes(
+      plan,
+      went_dense,
+      turns,
+      pushed / context.devices / groups,
+      jnp.sum(progress.union.astype(jnp.float32)) / groups,
+      scheme,
+      context,
+    ),
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (not exact),
     above=enter & (dense is not None),
@@ -143,10 +151,15 @@ def _wire_bytes(
   plan: TablePlan,
   went_dense: jax.Array,
   turns: Turns,
+  push_mean: jax.Array,
+  pull_mean: jax.Array,
   scheme: Scheme,
   context: Context,
 ) -> jax.Array:
-  """Bytes a device received for this table, padding included."""
+  """Bytes a device received for this table, padding included.
+
+  By remote copies, which send none: of the rows that there are, a mean.
+  """
 
   def push(size: int) -> float:
     messages = scheme.push_messages([plan], [size], context)
@@ -160,6 +173,9 @@ def _wire_bytes(
   pulls = jnp.array([pull(c.pull) for c in plan.chunks], jnp.float32)
   first = push(plan.first.push) + pull(plan.first.pull)
   turned = [t.astype(jnp.float32) for t in (turns.pushes, turns.pulls)]
-  rest = jnp.sum(turned[0] * pushes + turned[1] * pulls)
+  sparse = first + jnp.sum(turned[0] * pushes + turned[1] * pulls)
+  if context.remote_copies:
+    rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
+    sparse = jnp.minimum(sparse, rows)
   dense = _dense.received_bytes(plan.table, context.devices)
-  return first + rest + jnp.where(went_dense, dense, 0.0)
+  return sparse + jnp.where(went_dense, dense, 0.0)

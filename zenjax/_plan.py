@@ -106,6 +106,10 @@ _MOST_LONGER = 8
 _FIRST_ROWS = (_Size(4, 48 << 10), _Size(4, 48 << 10))
 _LARGE_ROWS = (_Size(8, 48 << 10), _Size(8, 128 << 10))
 _SMALL_ROWS = (_Size(32, 16 << 10), _Size(32, 32 << 10))
+# Padding that does not travel costs memory and local work: a first round of a
+# few times as many rows, and further ones no smaller. Not measured.
+_UNPADDED = (_Size(32, 48 << 10), _Size(16, 48 << 10))
+_UNPADDED_ROWS = (_Size(2, 48 << 10), _Size(2, 48 << 10))
 # With few slots a second size would cost more to compile than it saves.
 _ONE_SIZE_UP_TO = 1024
 # Parts of pinned sizes, (push, pull). The pull's is a low percentile of what
@@ -125,8 +129,12 @@ def plan_table(
   seed: int,
   first_word: int,
   contiguous: bool = False,
+  padded: bool = True,
 ) -> TablePlan:
-  """Sizes for one table; `pinned` is what the user gave in `capacities=`."""
+  """Sizes for one table; `pinned` is what the user gave in `capacities=`.
+
+  Where buffers do not travel as a whole, not `padded`, one size serves all.
+  """
   layout = Layout(
     num_rows=table.num_rows,
     groups=groups,
@@ -137,9 +145,10 @@ def plan_table(
   most = Capacity(*(min(table.at_most(k), layout.slots) for k in (1, devices)))
   if pinned:
     first = Capacity(*(min(c, m) for c, m in zip(pinned, most)))
+    pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
     chunks = tuple(
       Capacity(*(-(-size // part) for size, part in zip(first, parts)))
-      for parts in (_PINNED_LARGE, _PINNED_SMALL)
+      for parts in pinned_chunks
     )
   else:
     block = -(-table.width // column_groups) * table.wire_dtype.itemsize
@@ -149,6 +158,8 @@ def plan_table(
       if listed
       else (_FIRST, _LARGE, _SMALL)
     )
+    if not padded:
+      sizes = [_UNPADDED_ROWS if listed else _UNPADDED] * 3
     of = _parted(table, groups, devices, layout.slots)
     first, *chunks = (
       Capacity(
@@ -265,6 +276,7 @@ def plan_group(
   pinned: Sequence[Capacity | None],
   seed: int,
   contiguous: bool = False,
+  padded: bool = True,
 ) -> tuple[TablePlan, ...]:
   """Plans for tables that share one exchange and one space of hashed ids."""
   plans: list[TablePlan] = []
@@ -279,6 +291,7 @@ def plan_group(
       seed=seed,
       first_word=first_word,
       contiguous=contiguous,
+      padded=padded,
     )
     plans.append(plan)
     first_word += plan.layout.words

@@ -1,4 +1,4 @@
-"""Which implementation of the local operations a program runs.
+"""Which implementation of its operations a program runs.
 
 The platform decides when a program is lowered, so the program itself says what
 it runs: a number in the state, two bits an operation.
@@ -64,9 +64,16 @@ def lines(leaves: Iterable[LeafState]) -> list[str]:
   together = 0
   for leaf in leaves:
     together |= int(Sizes(*np.asarray(leaf.sizes)).ran)
-  parts = [
-    f"{', '.join(names)} by {by}"
-    for by, names in decode(together).items()
-    if names
+  return [
+    *_told("local operations", together, OPERATIONS),
+    *_told("remote copies", together, EXCHANGES),
   ]
-  return [f"local operations: {'; '.join(parts)}"] if parts else []
+
+
+def _told(what: str, code: int, operations: Iterable[str]) -> list[str]:
+  parts = []
+  for by, names in decode(code).items():
+    some = [name for name in names if name in operations]
+    if some:
+      parts.append(f"{', '.join(some)} by {by}")
+  return [f"{what}: {'; '.join(parts)}"] if parts else []

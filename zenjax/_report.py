@@ -72,7 +72,8 @@ def report(state: Any) -> str:
     what was predicted for every scheme, the chosen one first. Where rows of
     `lazy_rows(..., catch_up=True)` were behind when a step touched them, a line
     says how many and what to do. Another says which local operations ran by XLA
-    and which by Pallas kernels, on the platform that took the step.
+    and which by Pallas kernels, on the platform that took the step, and one
+    that rows went by remote copies, where they did.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.

@@ -27,8 +27,10 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     `pull_imbalance` (fullest owner over the mean), `rounds`, `overflow_rows`
     (of all devices, beyond the first push), `wire_bytes` and `dense_bytes`
     (received by a device; a ring all-reduce's), `went_dense`, `withheld`,
-    `by_xla` and `by_pallas` (local operations that ran by each; those of all
-    leaves that share an exchange). Empty before the first step.
+    `by_xla` and `by_pallas` (local operations and remote copies that ran by
+    each; those of all leaves that share an exchange). Empty before the first
+    step. Remote copies send no padding: `wire_bytes` are then those of the rows
+    that there were and of their ids, a mean over devices.
 
     With `on_overflow="carry"` `density` counts rows that waited too. Where
     `withheld` is 1 some wait again: `union_density` then counts those that

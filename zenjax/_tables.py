@@ -50,9 +50,11 @@ def plans(
     pinned=pinned,
     seed=options.seed,
     contiguous=scheme.contiguous,
+    padded=not context.remote_copies,
   )
   planned = tuple(scheme.fitted(plan) for plan in planned)
-  if options.exact:  # What does not fit would wait, and pins are for that.
+  # What does not fit would wait, and pins are for that; or it does not travel.
+  if options.exact and not options.remote_copies:
     for plan, given in zip(planned, pinned):
       if given:
         _warn_above_break_even(given, plan, scheme, context)

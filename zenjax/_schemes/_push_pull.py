@@ -4,17 +4,15 @@ Of each table three sections: counts, index, rows. The first two derive from
 ids alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from zenjax import _collectives
-from zenjax import _wire
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
+from zenjax._schemes._ways import Lengths
+from zenjax._schemes._ways import Sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
@@ -27,70 +25,32 @@ _PUSH_COUNTS = 2
 _PULL_COUNTS = len(Tally._fields)
 
 
-class Sections(NamedTuple):
-  """Of one table, `[b, words] uint32` each; as lengths, their words."""
-
-  counts: Any
-  index: Any
-  rows: Any
-
-
-def exchange(
-  tables: Sequence[Sections],
-  plans: Sequence[TablePlan],
-  context: Context,
-  send: Callable[[jax.Array], jax.Array],
-) -> list[Sections]:
-  """What `send` brings of all tables.
-
-  In one buffer; with `context.ids_first` the counts and ids of SparseRows go in
-  one before it, which waits for no gradient.
-  """
-  sections = [section for table in tables for section in table]
-  ahead = [early for plan in plans for early in _ahead(plan, context)]
-  parts = iter(_wire.exchange(sections, ahead, send))
-  return [Sections(next(parts), next(parts), next(parts)) for _ in tables]
-
-
-def words(
-  lengths: Sequence[Sections], plans: Sequence[TablePlan], context: Context
-) -> list[int]:
-  """Of each buffer that `exchange` sends, in order."""
-  sizes = [n for table in lengths for n in table]
-  ahead = [early for plan in plans for early in _ahead(plan, context)]
-  early = sum(n for n, first in zip(sizes, ahead) if first)
-  late = sum(sizes) - early
-  return [early, late] if any(ahead) else [late]
-
-
-def _ahead(plan: TablePlan, context: Context) -> Sections:
-  """Which sections go first: ids of an array are found in its gradient."""
-  early = context.ids_first and plan.table.look_ups is not None
-  return Sections(early, early, False)
-
-
-def push_lengths(plan: TablePlan, capacity: int) -> Sections:
-  """Words for one owner."""
-  return Sections(
-    _PUSH_COUNTS,
-    _sections.index_words(capacity, plan.layout.slots),
-    _wire.words_for(capacity * plan.block_width, plan.table.wire_dtype),
-  )
-
-
-def pull_lengths(plan: TablePlan, capacity: int) -> Sections:
-  """Words from one owner; the owners of a row group share out its index."""
+def push_lengths(plan: TablePlan, capacity: int) -> Lengths:
+  """For one owner."""
   index = _sections.index_words(capacity, plan.layout.slots)
-  whole = plan.layout.groups == 1
-  return Sections(
-    _PULL_COUNTS,
-    0 if whole else -(-index // plan.column_groups),
-    _wire.words_for(capacity * plan.block_width, plan.table.wire_dtype),
-  )
+  return Lengths(_PUSH_COUNTS, index, _rows(plan, capacity))
+
+
+def pull_lengths(plan: TablePlan, capacity: int) -> Lengths:
+  """From one owner; the owners of a row group share out its index."""
+  index = _pull_index_words(plan, capacity)
+  return Lengths(_PULL_COUNTS, index, _rows(plan, capacity))
+
+
+def _pull_index_words(plan: TablePlan, capacity: int) -> int:
+  if plan.layout.groups == 1:
+    return 0
+  index = _sections.index_words(capacity, plan.layout.slots)
+  return -(-index // plan.column_groups)
+
+
+def _rows(plan: TablePlan, capacity: int) -> jax.ShapeDtypeStruct:
+  shape = capacity, plan.block_width
+  return jax.ShapeDtypeStruct(shape, plan.table.wire_dtype)
 
 
 def push_sections(out: Outgoing, plan: TablePlan, capacity: int) -> Sections:
-  """What goes to every owner, `[n, words]` each."""
+  """What goes to every owner, `b = n`."""
   slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
   probe = jnp.broadcast_to(out.probe, remaining.shape)
   counts = _sections.encode_counts(remaining, probe)
@@ -99,24 +59,23 @@ def push_sections(out: Outgoing, plan: TablePlan, capacity: int) -> Sections:
   return Sections(
     jnp.repeat(counts, plan.column_groups, axis=0),
     jnp.repeat(index, plan.column_groups, axis=0),
-    _sections.encode_rows(rows, plan.table.wire_dtype),
+    rows.astype(plan.table.wire_dtype),
   )
 
 
 def merged(
   received: Sections, plan: TablePlan, capacity: int, room: int
 ) -> Held:
-  """The sum of what all sources pushed, `[n, words]` each."""
+  """The sum of what all sources pushed."""
   counts, index, rows = received
   table, num_slots = plan.table, plan.layout.slots
   remaining, probe = _sections.decode_counts(counts)
   slots = _sections.decode_index(index, capacity, num_slots)
-  shape = (capacity, plan.block_width)
   # A source that did not fit is complete up to the last row that it sent.
   ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
   union = merge(
     slots,
-    _wire.from_words(rows, shape, table.wire_dtype),
+    rows,
     jnp.min(ends),
     num_slots,
     room,
@@ -154,12 +113,12 @@ def pull_sections(
   context: Context,
   me: jax.Array,
 ) -> Sections:
-  """What goes to everyone, `[1, words]` each."""
+  """What goes to everyone, `b = 1`."""
   values = context.scaled(part.rows).astype(plan.table.dtype)
   return Sections(
     _sections.encode_counts(*tally),
     _index_share(part, plan, capacity, me),
-    _sections.encode_rows(values[None], plan.table.wire_dtype),
+    values[None].astype(plan.table.wire_dtype),
   )
 
 
@@ -167,7 +126,7 @@ def _index_share(
   union: Union, plan: TablePlan, capacity: int, me: jax.Array
 ) -> jax.Array:
   """This owner's part of its row group's index, `[1, words]`."""
-  length = pull_lengths(plan, capacity).index
+  length = _pull_index_words(plan, capacity)
   if not length:
     return jnp.zeros((1, 0), jnp.uint32)
   index = _sections.encode_index(union.slots[None], plan.layout.slots)
@@ -184,7 +143,7 @@ def arrived(
   plan: TablePlan,
   capacity: int,
 ) -> Arrived:
-  """What all owners sent, `[n, words]` each."""
+  """What all owners sent."""
   counts, index, rows = gathered
   table, layout, g = plan.table, plan.layout, plan.column_groups
   m, num_slots = layout.groups, layout.slots
@@ -195,9 +154,7 @@ def arrived(
     index_size = _sections.index_words(capacity, num_slots)
     index = index.reshape(m, -1)[:, :index_size]
     slots = _sections.decode_index(index, capacity, num_slots)
-  shape = (capacity, plan.block_width)
-  values = _wire.from_words(rows, shape, table.wire_dtype)
-  values = _sections.join_columns(values, g, table.width).astype(table.dtype)
+  values = _sections.join_columns(rows, g, table.width).astype(table.dtype)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
   return Arrived(
     row=layout.row(group, slots).reshape(-1),

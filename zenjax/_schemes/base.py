@@ -77,9 +77,9 @@ class Arrived(NamedTuple):
 class Message(NamedTuple):
   """One collective, as the lowered program shows it."""
 
-  op: str  # "all_to_all", "collective_permute", .. as StableHLO has it
+  op: str  # "all_to_all", .. as StableHLO has it, or "remote_copy"
   axes: Axes
-  words: Any  # of 32 bits, one device's operand
+  words: Any  # of 32 bits, one device's operand; of remote copies at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,8 @@ class Context:
   mean: bool
   # Whether ids and counts of SparseRows go in messages of their own, ahead.
   ids_first: bool = False
+  # Whether devices copy to each other what there is, in place of collectives.
+  remote_copies: bool = False
 
   @property
   def devices(self) -> int:
@@ -250,6 +252,7 @@ _RECEIVED: dict[str, Callable[[int], float]] = {
   "all_reduce": lambda n: 2 * (n - 1) / n,
   "all_to_all": lambda n: (n - 1) / n,
   "collective_permute": lambda n: 1,
+  "remote_copy": lambda n: (n - 1) / n,
   "reduce_scatter": lambda n: (n - 1) / n,
 }
 

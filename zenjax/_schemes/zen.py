@@ -25,10 +25,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax import _collectives
 from zenjax._plan import TablePlan
 from zenjax._schemes import _across
 from zenjax._schemes import _push_pull
+from zenjax._schemes import _ways
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
@@ -66,12 +66,7 @@ class Zen(Scheme):
         _push_pull.push_sections(*opc)
         for opc in zip(outgoing, plans, capacities)
       ]
-      received = _push_pull.exchange(
-        sections,
-        plans,
-        context,
-        lambda x: _collectives.all_to_all(x, context.axes[-1:]),
-      )
+      received = _ways.exchange(_ways.PUSH, sections, plans, context)
     with jax.named_scope("zen/merge"):
       room = [
         self.held_rows(plan, capacity, context)
@@ -94,8 +89,7 @@ class Zen(Scheme):
     context: Context,
   ) -> list[Arrived]:
     with jax.named_scope("zen/pull"):
-      fast = context.axes[-1:]
-      me = lax.axis_index(fast[0])
+      me = lax.axis_index(context.axes[-1])
       parts = [
         section(own.union, at, capacity)
         for own, at, capacity in zip(held, offset, capacities)
@@ -109,12 +103,7 @@ class Zen(Scheme):
         sections.append(
           _push_pull.pull_sections(tally, part, plan, capacity, context, me)
         )
-      gathered = _push_pull.exchange(
-        sections,
-        plans,
-        context,
-        lambda x: _collectives.all_gather(x[0], fast),
-      )
+      gathered = _ways.exchange(_ways.PULL, sections, plans, context)
       return [
         _push_pull.arrived(sections, part.slots, plan, capacity)
         for sections, part, plan, capacity in zip(
@@ -129,11 +118,7 @@ class Zen(Scheme):
     context: Context,
   ) -> list[Message]:
     lengths = [_push_pull.push_lengths(*pc) for pc in zip(plans, capacities)]
-    axes, devices = context.axes[-1:], context.sizes[-1]
-    pushes = [
-      Message("all_to_all", axes, words * devices)
-      for words in _push_pull.words(lengths, plans, context)
-    ]
+    pushes = _ways.messages(_ways.PUSH, lengths, plans, context)
     if len(context.axes) == 1:
       return pushes
     room = [self.held_rows(p, c, context) for p, c in zip(plans, capacities)]
@@ -146,10 +131,7 @@ class Zen(Scheme):
     context: Context,
   ) -> list[Message]:
     lengths = [_push_pull.pull_lengths(*pc) for pc in zip(plans, capacities)]
-    return [
-      Message("all_gather", context.axes[-1:], words)
-      for words in _push_pull.words(lengths, plans, context)
-    ]
+    return _ways.messages(_ways.PULL, lengths, plans, context)
 
   def expected_messages(
     self,
