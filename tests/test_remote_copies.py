@@ -65,7 +65,7 @@ def some_rows(seed, shape, density):
 @pytest.mark.filterwarnings("ignore:`capacities` of leaf:UserWarning")
 def test_two_tables_and_what_is_told_of_them():
   """Of two dtypes, in one exchange, for which all rows have room."""
-  n, pins = 2, {"a": (24, 24), "b": (20, 20)}
+  n, pins = 2, {"a": (32, 32), "b": (20, 20)}
   grads = {
     "a": jnp.asarray(some_rows(0, (n, 33, 8), 0.5)),
     "b": jnp.asarray(some_rows(1, (n, 20, 128), 0.3), jnp.bfloat16),

@@ -82,7 +82,12 @@ def check(run, n, seeds=range(4)):
 
 @pytest.mark.parametrize(
   ("way", "capacities"),
-  [*((way, (2, 5)) for way in WAYS), ("hash", None), ("columns", None)],
+  [
+    *((way, (2, 5)) for way in WAYS),
+    ("columns", (LOOK_UPS, 60)),  # one loop, of pulls
+    ("hash", None),
+    ("columns", None),
+  ],
   ids=str,
 )
 def test_sums_of_rows(way, capacities):

@@ -4,7 +4,7 @@ The platform decides when a program is lowered, so the program itself says what
 it runs: a number in the state, two bits an operation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 import functools
 
 import jax
@@ -70,7 +70,7 @@ def lines(leaves: Iterable[LeafState]) -> list[str]:
   ]
 
 
-def _told(what: str, code: int, operations: Iterable[str]) -> list[str]:
+def _told(what: str, code: int, operations: Collection[str]) -> list[str]:
   parts = []
   for by, names in decode(code).items():
     some = [name for name in names if name in operations]
