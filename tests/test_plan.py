@@ -172,6 +172,10 @@ def _synced(plan, params=PARAMS, n=N):
       ["`scheme`", "'ring'", "beside `plan`"],
     ),
     (
+      lambda: zenjax.zen_sync("data", plan=PLAN, exchange="remote_copies"),
+      ["`exchange='remote_copies'`", "`plan`", "leave one of them out"],
+    ),
+    (
       lambda: zenjax.zen_sync("data", plan=PLAN, sparse=True),
       ["`sparse`", "beside `plan`"],
     ),
