@@ -34,8 +34,13 @@ from zenjax._rows._row_adagrad import RowAdagradState
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._rows._value_and_grad import grad
 from zenjax._rows._value_and_grad import value_and_grad
+from zenjax._sparsify._error_feedback import error_feedback
 from zenjax._sparsify._exdyna import exdyna
 from zenjax._sparsify._exdyna import micro
+from zenjax._sparsify._local import random_k
+from zenjax._sparsify._local import threshold
+from zenjax._sparsify._local import top_k
+from zenjax._sparsify._state import ErrorFeedbackState
 from zenjax._sparsify._state import SparsifierState
 from zenjax._sparsify._state import SparsifierStats
 from zenjax._state import ZenSyncState
@@ -55,6 +60,8 @@ __all__ = (
   "CatchUpState",
   "clip_by_global_norm",
   "data_parallel",
+  "error_feedback",
+  "ErrorFeedbackState",
   "exdyna",
   "explain_tables",
   "Explanation",
@@ -71,8 +78,9 @@ __all__ = (
   "packed",
   "plan",
   "Plan",
-  "profile",
   "Profile",
+  "profile",
+  "random_k",
   "record",
   "Recorder",
   "report",
@@ -87,6 +95,8 @@ __all__ = (
   "state_specs",
   "stats",
   "TableUse",
+  "threshold",
+  "top_k",
   "Topology",
   "value_and_grad",
   "Work",

@@ -18,6 +18,7 @@ from zenjax import _state
 from zenjax._collectives import Axes
 from zenjax._options import AxisName
 from zenjax._sparsify import _reshard
+from zenjax._sparsify._state import FeedbackLeaf
 from zenjax._sparsify._state import SparsifierState
 
 
@@ -58,9 +59,10 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
   Everything is replicated but what differs between devices: the residuals of
-  `on_overflow="carry"` and of sparsifiers (`exdyna`, `micro`), the gradients
-  that `optax.MultiSteps` accumulates around either, and what `owner_update`
-  keeps of tables. Those are split over `axis_name` along their first dimension.
+  `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
+  `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
+  any, and what `owner_update` keeps of tables. Those are split over `axis_name`
+  along their first dimension.
 
   Args:
     state: An optimizer state, or its shapes (`jax.eval_shape`).
@@ -91,6 +93,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     if isinstance(node, SparsifierState):
       same = jax.tree.map(lambda _: PartitionSpec(), node)
       return same._replace(residual=split)
+    if isinstance(node, FeedbackLeaf):
+      own = jax.tree.map(lambda _: split, node)
+      return own._replace(wanted=PartitionSpec())
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
@@ -102,7 +107,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """Whether `node` decides its own specs; the root was split already."""
-  if isinstance(node, _state.LeafState | SparsifierState):
+  if isinstance(node, _state.LeafState | FeedbackLeaf | SparsifierState):
     return True
   if _owned.is_owned(node):
     return True
@@ -129,9 +134,9 @@ def init(
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
   Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
-  `micro`) or gradients that `optax.MultiSteps` accumulates; for others it is
-  `tx.init(params)` placed on all devices, so that the first step compiles as
-  all later ones do.
+  `micro`, `error_feedback`) or gradients that `optax.MultiSteps` accumulates;
+  for others it is `tx.init(params)` placed on all devices, so that the first
+  step compiles as all later ones do.
 
   Args:
     tx: Any chain with `zen_sync` or a sparsifier in it.
@@ -144,7 +149,8 @@ def init(
 
   Raises:
     ValueError: An axis is not the mesh's, or not the one that residuals are
-      kept over; or `tx` synchronizes a leaf twice along one axis.
+      kept over; or `tx` synchronizes a leaf twice along one axis, or before a
+      sparsifier selects from it.
 
   Example:
     >>> import jax
@@ -221,9 +227,9 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
   A checkpoint of `on_overflow="carry"` holds one residual a device. On a mesh
   with another number of devices they are added up, or joined by zeros, and
   for `op="mean"` scaled by new over old devices: what the waiting rows would
-  still have added to the parameters is kept. Those of sparsifiers are added up
-  and not scaled: their sum, what is still to be sent, is kept. Without
-  residuals the state is only placed.
+  still have added to the parameters is kept. Those of sparsifiers and of
+  `error_feedback`, its momenta too, are added up and not scaled: their sum,
+  what is still to be sent, is kept. Without residuals the state is only placed.
 
   Args:
     state: The restored state, with residuals of `[old, ...]`.
@@ -258,9 +264,11 @@ def reshard(state: Any, mesh: Mesh, axis_name: AxisName) -> Any:
       return node._replace(residual=_fold(node, devices))
     if isinstance(node, SparsifierState):
       return _reshard.on_devices(node, devices)
+    if isinstance(node, FeedbackLeaf):
+      return _reshard.leaf_on_devices(node, devices)
     return node
 
-  own = _state.LeafState | SparsifierState
+  own = _state.LeafState | FeedbackLeaf | SparsifierState
   is_leaf = lambda node: isinstance(node, own)
   state = jax.tree.map(moved, state, is_leaf=is_leaf)
   specs = state_specs(state, axis_name)

@@ -15,6 +15,7 @@ import optax
 from zenjax import _collectives
 from zenjax import _compat
 from zenjax import _group
+from zenjax import _once
 from zenjax._options import Options
 from zenjax._schemes.base import Context
 from zenjax._sparsify import _exchange
@@ -34,6 +35,7 @@ def transformation(
   """The transform that `exdyna` and `micro` return."""
 
   def init_fn(params: optax.Params) -> Any:
+    _once.will_sync(settings.by, params, settings.options.axes)
     _flat.check_leaves(params, "params")
     plan = _settings.plan(params, settings, _bound_size(settings.options))
     return _init(plan, settings.options)

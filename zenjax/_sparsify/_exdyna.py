@@ -108,6 +108,7 @@ def exdyna(
       capacity=capacity,
       residual_dtype=residual_dtype,
       division=_partitions.Blocks,
+      by="exdyna",
     )
   )
 
@@ -183,5 +184,6 @@ def micro(
       capacity=capacity,
       residual_dtype=residual_dtype,
       division=_partitions.Even,
+      by="micro",
     )
   )

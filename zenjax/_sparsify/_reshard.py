@@ -1,9 +1,12 @@
-"""A sparsifier's state on another number of devices."""
+"""Sparsifiers' states on another number of devices."""
+
+from typing import Any
 
 import numpy as np
 
 from zenjax import _collectives
 from zenjax._sparsify import _partitions
+from zenjax._sparsify._state import FeedbackLeaf
 from zenjax._sparsify._state import SparsifierState
 
 
@@ -18,16 +21,34 @@ def on_devices(state: SparsifierState, devices: int) -> SparsifierState:
   old = residual.shape[0]
   if old == devices:
     return state
-  # 16-bit residuals are added in a wider dtype, rounded once.
-  wide = np.zeros(
-    (devices, residual.shape[1]), _collectives.accumulator(residual.dtype)
-  )
-  for source in range(old):
-    wide[source % devices] += residual[source].astype(wide.dtype)
   total = int(np.asarray(state.parts).sum())
   return state._replace(
     step=np.zeros((), np.int32),
-    residual=wide.astype(residual.dtype),
+    residual=_folded(residual, devices),
     parts=_partitions.even(total, devices),
     counts=np.zeros(devices, np.int32),
   )
+
+
+def leaf_on_devices(leaf: FeedbackLeaf, devices: int) -> FeedbackLeaf:
+  """The same of a leaf of `error_feedback`; nothing is known of a last step."""
+  if leaf.selected.shape[0] == devices:
+    return leaf
+  return leaf._replace(
+    residual=_folded(leaf.residual, devices),
+    momentum=_folded(leaf.momentum, devices),
+    threshold=np.full(devices, np.nan, np.float32),
+    selected=np.zeros(devices, np.int32),
+  )
+
+
+def _folded(x: Any, devices: int) -> Any:
+  """`[old, ...]` as `[devices, ...]` of the same sum; None of None."""
+  if x is None:
+    return None
+  x = np.asarray(x)
+  # 16-bit floats are added in a wider dtype, rounded once.
+  wide = np.zeros((devices, *x.shape[1:]), _collectives.accumulator(x.dtype))
+  for source in range(x.shape[0]):
+    wide[source % devices] += x[source].astype(wide.dtype)
+  return wide.astype(x.dtype)

@@ -30,6 +30,7 @@ class Settings:
   capacity: int | None
   residual_dtype: jnp.dtype | None
   division: Callable[[int, int], Division]  # of a size, over n devices
+  by: str  # what the user called it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +86,13 @@ def check(
   capacity: int | None,
   residual_dtype: Any,
   division: Callable[[int, int], Division],
+  by: str = "a sparsifier",
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
   options: dict[str, Any] = _options.DEFAULTS | {"op": op}
   _options.one_of("controller", controller, sorted(_thresholds.KINDS))
-  if not _is_number(density) or not 0 < density <= 1:
-    raise ValueError(
-      "`density` must be in (0, 1], the part of the model that a step sends,"
-      f" got {density!r}; give 0.01 for 1 %."
-    )
-  if start is not None and not (_is_number(start) and 0 < start < np.inf):
+  check_density(density)
+  if start is not None and not (is_number(start) and 0 < start < np.inf):
     raise ValueError(
       "`start` must be a positive threshold that float32 holds, got"
       f" {start!r}; leave it out, and the controller finds one."
@@ -114,8 +112,18 @@ def check(
     capacity=capacity,
     residual_dtype=_options.floating("residual_dtype", residual_dtype),
     division=division,
+    by=by,
   )
 
 
-def _is_number(x: Any) -> bool:
+def check_density(density: Any) -> None:
+  """Raises `ValueError` where it is no part of a model."""
+  if not is_number(density) or not 0 < density <= 1:
+    raise ValueError(
+      "`density` must be in (0, 1], the part of the model that a step sends,"
+      f" got {density!r}; give 0.01 for 1 %."
+    )
+
+
+def is_number(x: Any) -> bool:
   return isinstance(x, int | float) and not isinstance(x, bool)

@@ -31,3 +31,23 @@ class SparsifierState(NamedTuple):
   parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
   counts: jax.Array  # [n] int32, what was selected in each partition
   stats: SparsifierStats
+
+
+class FeedbackLeaf(NamedTuple):
+  """What `error_feedback` remembers of one leaf, on each device its own.
+
+  Globally all but `wanted` have `n` in the place of the first 1.
+  """
+
+  residual: jax.Array | None  # [1, *shape]; None where all of it is sent
+  momentum: jax.Array | None  # [1, *shape]; None without momentum correction
+  threshold: jax.Array  # [1] float32, of the last step; NaN where there is none
+  selected: jax.Array  # [1] int32, elements that the last step selected
+  wanted: jax.Array  # [] float32, part of the leaf; NaN where none was named
+
+
+class ErrorFeedbackState(NamedTuple):
+  """State of `error_feedback`."""
+
+  step: jax.Array  # [] int32, steps taken
+  leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered

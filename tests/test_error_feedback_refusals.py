@@ -1,0 +1,157 @@
+"""What `error_feedback` and its selections refuse, and in which words."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from refusals import names
+import runners
+
+import zenjax
+
+# What types forbid is asked of it too.
+API: Any = zenjax
+TOP = zenjax.top_k(0.5)
+
+
+@pytest.mark.parametrize(
+  ("make", "words"),
+  [
+    (lambda: API.top_k(0), ["`density`", "(0, 1]", "0"]),
+    (lambda: API.top_k(1.5), ["`density`", "(0, 1]", "1.5"]),
+    (
+      lambda: API.top_k(float("nan"), method="sampled"),
+      ["`density`", "nan"],
+    ),
+    (
+      lambda: API.top_k(lambda _: 0.1),
+      ["`density`", "'exact'", "'sampled'"],
+    ),
+    (
+      lambda: API.top_k(0.1, method="sort"),
+      ["`method`", "'exact'", "'sort'"],
+    ),
+    (lambda: API.random_k("1%"), ["`density`", "'1%'"]),
+    (lambda: API.random_k(lambda _: 0.1), ["`density`", "(0, 1]"]),
+    (lambda: API.random_k(0.1, seed=-1), ["`seed`", "-1"]),
+    (lambda: API.random_k(0.1, apart=3), ["`axis_name`", "3"]),
+    (lambda: API.threshold(-1.0), ["`value`", "-1.0", "top_k"]),
+    (lambda: API.threshold(np.inf), ["`value`", "inf"]),
+    (lambda: API.error_feedback(TOP, ()), ["`axis_name`"]),
+    (
+      lambda: API.error_feedback(TOP, "data", momentum=1.0),
+      ["`momentum`", "[0, 1)", "1.0"],
+    ),
+    (
+      lambda: API.error_feedback(TOP, "data", clip_norm=0.0),
+      ["`clip_norm`", "positive", "0.0"],
+    ),
+    (
+      lambda: API.error_feedback(TOP, "data", nesterov=True),
+      ["`nesterov`", "`momentum`"],
+    ),
+    (
+      lambda: API.error_feedback(TOP, "data", wire_dtype=jnp.float32),
+      ["`wire_dtype`", "bfloat16", "float32"],
+    ),
+  ],
+)
+def test_arguments_out_of_range(make, words):
+  with pytest.raises(ValueError) as error:
+    make()
+  names(error, *words)
+
+
+def test_around_something_else():
+  with pytest.raises(TypeError) as error:
+    zenjax.error_feedback(optax.sgd(0.1), "data")
+  names(error, "`inner`", "zenjax.top_k", "GradientTransformation")
+
+
+def trace(tx, gradient, state=None, n=2):
+  """Traces a step; nothing is compiled."""
+
+  def step(gradient):
+    return tx.update(gradient, state or tx.init(gradient))
+
+  stack = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), gradient
+  )
+  return jax.eval_shape(jax.vmap(step, axis_name="data"), stack)
+
+
+def test_states_of_others():
+  tx = zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data")
+  with pytest.raises(ValueError) as error:
+    tx.init(jnp.zeros(8))
+  names(error, "`error_feedback`", "`axis_name`", "zenjax.init")
+  made = zenjax.init(tx, {"w": jnp.zeros(8)}, runners.mesh(2), "data")
+  for gradient, state, words in [
+    (jnp.zeros(8), made, ["leaf 'w'", "(2, 8)", "state_specs"]),
+    (jnp.zeros(9), made, ["leaf 'w'", "(1, 9)"]),
+    (jnp.zeros(8), made._replace(leaves={}), ["leaf 'w'", "nothing"]),
+  ]:
+    with pytest.raises(ValueError) as error:
+      trace(tx, {"w": gradient}, state)
+    names(error, "`state`", "zenjax.init", *words)
+
+
+def test_rows_that_are_to_be_selected_from():
+  rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), 4)
+  tx: Any = zenjax.top_k(0.5, sparse=True)
+  with pytest.raises(TypeError) as error:
+    tx.update({"t": rows}, tx.init({"t": jnp.zeros((4, 3))}))
+  names(error, "`updates`", "SparseRows", "'t'", "`sparse`")
+
+
+def test_gradients_that_autodiff_has_summed():
+  tx = zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data")
+  step = lambda w: tx.update(w, tx.init(w))[0]
+  step = jax.shard_map(step, mesh=runners.mesh(2), in_specs=P(), out_specs=P())
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(step, jnp.zeros(8))
+  names(error, "`updates`", "zenjax.as_varying")
+
+
+EF = lambda: zenjax.error_feedback(zenjax.top_k(0.5), "data")
+ZEN = lambda axis="data": zenjax.zen_sync(axis, unit="element")
+
+
+def made(*transforms, axes=("data",)):
+  devices = np.array(jax.devices()[: 2 ** len(axes)])
+  mesh = jax.sharding.Mesh(devices.reshape([2] * len(axes)), axes)
+  params = {"a": jnp.zeros(33_000), "b": jnp.zeros((3, 3))}
+  return zenjax.init(optax.chain(*transforms), params, mesh, axes)
+
+
+@pytest.mark.parametrize(
+  ("late", "words"),
+  [
+    (EF, ["error_feedback", "'a' (and 1 more)", "zenjax.zen_sync(..)"]),
+    (lambda: zenjax.top_k(0.5), ["top_k", "was averaged by zen_sync"]),
+    (lambda: zenjax.threshold(0.5), ["threshold", "local gradients"]),
+    (lambda: zenjax.random_k(0.5), ["random_k", "local gradients"]),
+    (lambda: zenjax.exdyna("data", 0.5), ["to exdyna", "leave zen_sync out"]),
+    (lambda: zenjax.micro("data", 0.5), ["to micro", "leave zen_sync out"]),
+  ],
+)
+def test_after_zen_sync(late, words):
+  with pytest.raises(ValueError) as error:
+    made(ZEN(), late())
+  names(error, "`tx`", *words)
+
+
+def test_in_its_place():
+  made(EF(), ZEN(), optax.sgd(0.1))
+  made(zenjax.top_k(0.5), ZEN(), optax.sgd(0.1))
+  # Between two axes: inside a host first.
+  axes = ("host", "device")
+  host = zenjax.error_feedback(zenjax.top_k(0.5), "host")
+  made(ZEN("device"), host, ZEN("host"), axes=axes)
+  made(ZEN("device"), zenjax.top_k(0.5), ZEN("host"), axes=axes)
+  with pytest.raises(ValueError):
+    made(ZEN("host"), host, axes=axes)

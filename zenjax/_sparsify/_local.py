@@ -1,0 +1,230 @@
+"""`top_k`, `threshold` and `random_k`: what a device selects on its own."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax import _collectives
+from zenjax import _once
+from zenjax import _options
+from zenjax._options import AxisName
+from zenjax._options import SparseSpec
+from zenjax._rows._sparse_rows import is_rows
+from zenjax._sparsify import _feedback
+from zenjax._sparsify import _selectors
+from zenjax._sparsify import _settings
+from zenjax._sparsify import _split
+from zenjax._sparsify._selectors import Density
+from zenjax._sparsify._selectors import Selector
+
+MethodName = Literal["exact", "sampled"]
+
+
+class SelectionState(NamedTuple):
+  """State of `top_k`, `threshold` and `random_k` where they stand alone."""
+
+  step: jax.Array  # [] int32
+
+
+class Sparsifier(optax.GradientTransformationExtraArgs):
+  """A transform that zeros what is not selected, and what it selects by.
+
+  `error_feedback` takes the latter alone.
+  """
+
+  by: str
+  selector: Selector
+  sparse: SparseSpec
+
+  def __new__(
+    cls, by: str, selector: Selector, sparse: SparseSpec
+  ) -> "Sparsifier":
+    def init_fn(params):
+      _once.will_select(by, params, None)
+      _feedback.chosen_leaves(params, sparse)
+      return SelectionState(jnp.zeros((), jnp.int32))
+
+    def update_fn(updates, state, params=None, **extra_args):
+      del params, extra_args
+      leaves = _feedback.chosen_leaves(updates, sparse)
+      out = [
+        _kept(leaf, selector, state.step, number) if selected else leaf
+        for number, (_, leaf, selected) in enumerate(leaves)
+      ]
+      structure = jax.tree.structure(updates, is_leaf=is_rows)
+      return structure.unflatten(out), SelectionState(state.step + 1)
+
+    made = super().__new__(cls, init_fn, update_fn)
+    made.by, made.selector, made.sparse = by, selector, sparse
+    return made
+
+
+def _kept(
+  leaf: jax.Array, selector: Selector, step: jax.Array, number: int
+) -> jax.Array:
+  acc = leaf.reshape(-1).astype(_collectives.accumulator(leaf.dtype))
+  chosen = selector.select(acc, step, number)
+  sent = _split.split(acc, None, chosen, lambda x: x).sent
+  return sent.reshape(leaf.shape).astype(leaf.dtype)
+
+
+def top_k(
+  density: Density,
+  *,
+  method: MethodName = "exact",
+  sparse: SparseSpec = None,
+) -> Sparsifier:
+  """Keeps the largest magnitudes of every leaf and zeros all others.
+
+  What comes out is for `zenjax.zen_sync(axis_name, unit="element")`, or for
+  `unit` a number of elements that travel together. Alone it forgets what it
+  zeros; `zenjax.error_feedback` around it sends that later. Each device selects
+  for itself: the union of `n` devices is up to `n` times as large, as `growth`
+  in `zenjax.report` shows, where `zenjax.exdyna` selects nothing twice.
+
+  A NaN counts as larger than all else, so that it does not stay in a residual.
+
+  Args:
+    density: The part of a leaf that a device keeps, in (0, 1]: of `size`
+      elements `int(density * size)`, but one at least. Or an optax schedule of
+      it, as for a warm-up, with `method="sampled"`; what it returns is not
+      checked.
+    method: `"exact"` keeps as many as asked for, among equals the first, by
+      `jax.lax.top_k`. `"sampled"` looks at one element in several, 8,192 at
+      least and others in each step, and keeps all that reach the sample's
+      quantile: right to about a tenth in a step and on average, more where
+      many are alike, and several times faster. It does not keep zeros.
+    sparse: Which leaves elements are selected of: a pytree prefix of bools, or
+      a callable `(name, leaf) -> bool`. All others pass through whole, as
+      zen_sync's `pmean` wants them. By default floating leaves of at least
+      64 KiB, those that zen_sync sends sparse with such a `unit`.
+
+  Returns:
+    A transformation of local gradients; also what `error_feedback` wants.
+
+  Raises:
+    ValueError: `density` is not in (0, 1]; a schedule with `method="exact"`; in
+      `zenjax.init`, when a leaf was averaged before by the same chain.
+    TypeError: In `update`, when a leaf to select from is SparseRows.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.top_k(0.4, sparse=True)
+    >>> gradient = jnp.array([1.0, -5.0, 2.0, 0.0, 3.0])
+    >>> tx.update(gradient, tx.init(gradient))[0].tolist()
+    [0.0, -5.0, 0.0, 0.0, 3.0]
+
+  References:
+    Alistarh et al., [The Convergence of Sparsified Gradient
+    Methods](https://arxiv.org/abs/1809.10505), NeurIPS 2018.
+  """
+  _options.one_of("method", method, ["exact", "sampled"])
+  if callable(density):
+    if method == "exact":
+      raise ValueError(
+        "`density` must be a number for method='exact', whose count is static,"
+        " got a schedule; give method='sampled'."
+      )
+    return Sparsifier("top_k", _selectors.Sampled(density), sparse)
+  _settings.check_density(density)
+  kind = _selectors.Exact if method == "exact" else _selectors.Sampled
+  return Sparsifier("top_k", kind(float(density)), sparse)
+
+
+def threshold(
+  value: float | Callable[[Any], Any],
+  *,
+  sparse: SparseSpec = None,
+) -> Sparsifier:
+  """Keeps what reaches a threshold in magnitude and zeros all else.
+
+  As `zenjax.top_k`, but for how many: none, where all are smaller, or all of
+  them. What is right for a threshold changes with the gradients, so `top_k`
+  with `method="sampled"` is easier to ask for.
+
+  Args:
+    value: At least 0, where everything is kept; or an optax schedule of it,
+      which is not checked.
+    sparse: As for `top_k`.
+
+  Returns:
+    A transformation of local gradients; also what `error_feedback` wants.
+
+  Raises:
+    ValueError: `value` is negative or not finite; or as `top_k`.
+    TypeError: As `top_k`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.threshold(2.0, sparse=True)
+    >>> gradient = jnp.array([1.0, -5.0, 2.0, 0.0, 3.0])
+    >>> tx.update(gradient, tx.init(gradient))[0].tolist()
+    [0.0, -5.0, 2.0, 0.0, 3.0]
+  """
+  if not callable(value):
+    if not _settings.is_number(value) or not 0 <= value < np.inf:
+      raise ValueError(
+        "`value` must be a threshold of at least 0, or a schedule of it, got"
+        f" {value!r}; `zenjax.top_k(density, method='sampled')` finds one."
+      )
+  return Sparsifier("threshold", _selectors.Threshold(value), sparse)
+
+
+def random_k(
+  density: float,
+  *,
+  seed: int = 0,
+  apart: AxisName | None = None,
+  sparse: SparseSpec = None,
+) -> Sparsifier:
+  """Keeps elements drawn at random, others in each step, and zeros the rest.
+
+  All devices draw the same ones, by a key of seed, leaf and step, so the union
+  is no larger than what one device keeps. With `apart` they draw each their
+  own, and the union of `n` devices is nearly `n` times as large.
+
+  Values are not scaled by `1 / density`: `zenjax.error_feedback` returns what
+  was left out. There a NaN waits until it is drawn, like all else, and leaves
+  nothing behind then.
+
+  Args:
+    density: The part of a leaf that is kept, in (0, 1]: of `size` elements
+      `int(density * size)`, but one at least. They are one of each of as many
+      runs of equal length, and any is as likely as another.
+    seed: Draws others; an integer in [0, 2**32).
+    apart: The axes over whose devices draws differ.
+    sparse: As for `zenjax.top_k`.
+
+  Returns:
+    A transformation of local gradients; also what `error_feedback` wants.
+
+  Raises:
+    ValueError: An argument is out of range, a schedule among them: how many
+      are drawn is static; or as `top_k`.
+    TypeError: As `top_k`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.random_k(0.25, sparse=True)
+    >>> gradient = jnp.ones(1_000)
+    >>> int(tx.update(gradient, tx.init(gradient))[0].sum())
+    250
+
+  References:
+    Stich, Cordonnier and Jaggi, [Sparsified SGD with
+    Memory](https://arxiv.org/abs/1809.07599), NeurIPS 2018.
+  """
+  _settings.check_density(density)
+  whole = isinstance(seed, int) and not isinstance(seed, bool)
+  if not whole or not 0 <= seed < 2**32:
+    raise ValueError(f"`seed` must be an integer in [0, 2**32), got {seed!r}.")
+  axes = () if apart is None else _options.axes(apart)
+  chosen = _selectors.Random(float(density), seed, axes)
+  return Sparsifier("random_k", chosen, sparse)
