@@ -79,6 +79,17 @@ def bound(*runs: np.ndarray) -> Any:
   )
 
 
+def check_stats(state, synced):
+  """What was selected, beside what `zen_sync` counted."""
+  told = zenjax.sparsifier_stats(state)["leaf"]
+  assert told["density"] == pytest.approx(0.02) == told["density_wanted"]
+  assert told["imbalance"] == 1 and np.isnan(told["threshold"])
+  assert 3 < told["build_up"] == pytest.approx(synced["growth"])
+  residual = np.asarray(state[0].leaves["leaf"].residual, np.float64)
+  norm = np.sqrt(np.square(residual).sum())
+  assert told["residual_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(("other", "check_vma"), [(1, False), (3, True)])
 def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   """In many rounds, and with residuals of four devices on others."""
@@ -89,6 +100,7 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   stats = zenjax.stats(state)["leaf"]
   assert stats["rounds"] > 1 and stats["overflow_rows"] > 0
   assert stats["density"] == pytest.approx(0.02)
+  check_stats(state, stats)
   gap = 4 * total + kept(state) - first.sum(axis=(0, 1), dtype=np.float64)
   assert (np.abs(gap) <= bound(first)).all() and np.abs(kept(state)).max() > 1
 
@@ -176,6 +188,22 @@ def test_what_is_no_floating_array_passes():
   assert update["i"][0].tolist() == [0, 1, 2]
   assert update["t"].values.shape == (2, 2, 3)
   assert update["w"][0].tolist() == [1, 1, 0, 0]
+
+
+def test_alone_and_in_blocks():
+  """Without feedback: what is left out is forgotten."""
+  tx = optax.chain(
+    zenjax.top_k(0.001, sparse=True),
+    zenjax.zen_sync("data", sparse=True, unit=8),
+  )
+  gradients = draws(2)
+  state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
+  total, _ = take(tx, state, gradients)
+  want = np.zeros(SIZE)
+  for local in gradients.reshape(-1, SIZE):
+    large = np.argsort(-np.abs(local))[:40]
+    want[large] += local[large] / 2
+  np.testing.assert_allclose(total, want, rtol=1e-5)
 
 
 def test_in_training_beside_dense():

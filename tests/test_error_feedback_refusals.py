@@ -100,6 +100,21 @@ def test_states_of_others():
     names(error, "`state`", "zenjax.init", *words)
 
 
+def test_statistics_of_no_sparsifier():
+  with pytest.raises(ValueError) as error:
+    zenjax.sparsifier_stats(zenjax.zen_sync("data").init(jnp.zeros(8)))
+  names(error, "`state`", "ZenSyncState", "error_feedback")
+
+
+def test_gradients_that_multi_steps_accumulates():
+  tx = optax.MultiSteps(optax.chain(EF(), ZEN()), 2)
+  state = zenjax.init(tx, jnp.zeros(33_000), runners.mesh(2), "data")
+  leaf = state.inner_opt_state[0].leaves["leaf"]
+  shapes = [x.shape for x in (leaf.residual, leaf.selected, leaf.wanted)]
+  assert shapes == [(2, 33_000), (2,), ()]
+  assert state.acc_grads.shape == (66_000,)
+
+
 def test_rows_that_are_to_be_selected_from():
   rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), 4)
   tx: Any = zenjax.top_k(0.5, sparse=True)

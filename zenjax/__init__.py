@@ -43,6 +43,7 @@ from zenjax._sparsify._local import top_k
 from zenjax._sparsify._state import ErrorFeedbackState
 from zenjax._sparsify._state import SparsifierState
 from zenjax._sparsify._state import SparsifierStats
+from zenjax._sparsify._stats import sparsifier_stats
 from zenjax._state import ZenSyncState
 from zenjax._stats import advise
 from zenjax._stats import stats
@@ -90,6 +91,7 @@ __all__ = (
   "sparse_pmean",
   "sparse_psum",
   "SparseRows",
+  "sparsifier_stats",
   "SparsifierState",
   "SparsifierStats",
   "state_specs",
