@@ -77,8 +77,9 @@ def error_feedback(
     wire_dtype: Selected values are rounded to this, bfloat16 or float16, and
       the error stays in the residual. Give `zen_sync` the same: what it pushes
       is then exact. It rounds the sums that it pulls once more, and no device
-      gets that error back; of bfloat16 that is up to `2**-8` of an update,
-      without a bias.
+      gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
+      with much in common lost 0.14 % (root of mean squares), without a bias;
+      0.17 % if only `zen_sync` rounds.
 
   Returns:
     A transformation whose state is a `zenjax.ErrorFeedbackState`.
@@ -115,7 +116,8 @@ def error_feedback(
     [The Convergence of Sparsified Gradient
     Methods](https://arxiv.org/abs/1809.10505), NeurIPS 2018.
   """
-  if not isinstance(inner, Sparsifier):
+  chosen = inner.chosen if isinstance(inner, Sparsifier) else None
+  if chosen is None:
     raise TypeError(
       "`inner` must be zenjax.top_k(..), zenjax.threshold(..) or"
       f" zenjax.random_k(..), got {type(inner).__name__}; other transformations"
@@ -137,8 +139,8 @@ def error_feedback(
     )
   return _feedback.transformation(
     _feedback.Feedback(
-      selector=inner.selector,
-      options=_options.check(axis_name, sparse=inner.sparse, **options),
+      selector=chosen[0],
+      options=_options.check(axis_name, sparse=chosen[1], **options),
       momentum=momentum,
       nesterov=nesterov,
       masking=masking,

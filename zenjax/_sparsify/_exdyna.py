@@ -39,7 +39,8 @@ def exdyna(
   Used as `zenjax.zen_sync` is, and in its place: first in a chain, inside
   `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients. The
   learning rate, momentum and weight decay come after it. Make its state with
-  `zenjax.init`: residuals differ between devices.
+  `zenjax.init`: residuals differ between devices. It refuses a chain where
+  `zen_sync` averages the same leaves.
 
   It is lossy in time, not in sum: `n` times all averages so far, and all
   residuals, are all gradients so far, to rounding. NaN and Inf are always

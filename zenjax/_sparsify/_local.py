@@ -31,36 +31,36 @@ class SelectionState(NamedTuple):
 
 
 class Sparsifier(optax.GradientTransformationExtraArgs):
-  """A transform that zeros what is not selected, and what it selects by.
+  """A transform that zeros what is not selected."""
 
-  `error_feedback` takes the latter alone.
-  """
+  # What selects, and from which leaves: all that `error_feedback` takes of it.
+  chosen: tuple[Selector, SparseSpec] | None = None
 
-  by: str
-  selector: Selector
-  sparse: SparseSpec
 
-  def __new__(
-    cls, by: str, selector: Selector, sparse: SparseSpec
-  ) -> "Sparsifier":
-    def init_fn(params):
-      _once.will_select(by, params, None)
-      _feedback.chosen_leaves(params, sparse)
-      return SelectionState(jnp.zeros((), jnp.int32))
+def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
+  def init_fn(params: optax.Params) -> Any:
+    _once.will_select(by, params, None)
+    _feedback.chosen_leaves(params, sparse)
+    return SelectionState(jnp.zeros((), jnp.int32))
 
-    def update_fn(updates, state, params=None, **extra_args):
-      del params, extra_args
-      leaves = _feedback.chosen_leaves(updates, sparse)
-      out = [
-        _kept(leaf, selector, state.step, number) if selected else leaf
-        for number, (_, leaf, selected) in enumerate(leaves)
-      ]
-      structure = jax.tree.structure(updates, is_leaf=is_rows)
-      return structure.unflatten(out), SelectionState(state.step + 1)
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SelectionState]:
+    del params, extra_args
+    leaves = _feedback.chosen_leaves(updates, sparse)
+    out = [
+      _kept(leaf, selector, state.step, number) if selected else leaf
+      for number, (_, leaf, selected) in enumerate(leaves)
+    ]
+    structure = jax.tree.structure(updates, is_leaf=is_rows)
+    return structure.unflatten(out), SelectionState(state.step + 1)
 
-    made = super().__new__(cls, init_fn, update_fn)
-    made.by, made.selector, made.sparse = by, selector, sparse
-    return made
+  made = Sparsifier(init_fn, update_fn)
+  made.chosen = selector, sparse
+  return made
 
 
 def _kept(
@@ -130,10 +130,10 @@ def top_k(
         "`density` must be a number for method='exact', whose count is static,"
         " got a schedule; give method='sampled'."
       )
-    return Sparsifier("top_k", _selectors.Sampled(density), sparse)
+    return _sparsifier("top_k", _selectors.Sampled(density), sparse)
   _settings.check_density(density)
   kind = _selectors.Exact if method == "exact" else _selectors.Sampled
-  return Sparsifier("top_k", kind(float(density)), sparse)
+  return _sparsifier("top_k", kind(float(density)), sparse)
 
 
 def threshold(
@@ -173,7 +173,7 @@ def threshold(
         "`value` must be a threshold of at least 0, or a schedule of it, got"
         f" {value!r}; `zenjax.top_k(density, method='sampled')` finds one."
       )
-  return Sparsifier("threshold", _selectors.Threshold(value), sparse)
+  return _sparsifier("threshold", _selectors.Threshold(value), sparse)
 
 
 def random_k(
@@ -227,4 +227,4 @@ def random_k(
     raise ValueError(f"`seed` must be an integer in [0, 2**32), got {seed!r}.")
   axes = () if apart is None else _options.axes(apart)
   chosen = _selectors.Random(float(density), seed, axes)
-  return Sparsifier("random_k", chosen, sparse)
+  return _sparsifier("random_k", chosen, sparse)
