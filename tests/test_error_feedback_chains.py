@@ -238,35 +238,3 @@ def test_in_training_beside_dense():
       losses.append(float(value))
   assert losses[-1] < losses[0] / 10
   assert state[0].leaves["leaf"].selected.tolist() == [4] * 4
-
-
-def test_pmap_takes_the_same_steps():
-  tx = zenjax.error_feedback(
-    zenjax.random_k(0.01, sparse=True, apart="data"), "data"
-  )
-  gradients, devices = draws(2), jax.devices()[:2]
-  state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
-  other = jax.pmap(tx.init, "data", devices=devices)(gradients[0])
-  step = jax.pmap(tx.update, "data", devices=devices)
-
-  def all_of(gradients, state):
-    sent: Any
-    sent, state = tx.update(gradients[0], state)
-    return sent[None], state
-
-  specs = zenjax.state_specs(state, "data")
-  mapped = jax.shard_map(
-    all_of,
-    mesh=runners.mesh(2),
-    in_specs=(P("data"), specs),
-    out_specs=(P("data"), specs),
-  )
-  mapped = jax.jit(mapped)
-  for local in gradients:
-    sent, state = mapped(local, state)
-    by_pmap, other = step(jnp.asarray(local), other)
-    np.testing.assert_array_equal(sent, by_pmap)
-  for name in ("residual", "selected"):
-    pair = (getattr(x.leaves["leaf"], name) for x in (state, other))
-    one, two = map(np.asarray, pair)
-    np.testing.assert_array_equal(one, two.reshape(one.shape))
