@@ -16,7 +16,6 @@ from sparsifier_models import thresholds
 
 import zenjax
 from zenjax._sparsify import _selectors
-from zenjax._sparsify import _split
 
 STEPS = 200
 SIZE = cases.SIZE
@@ -120,8 +119,9 @@ def drawn(n: int, steps: int = STEPS) -> np.ndarray:
   return np.stack([cases.laplace(t, n) for t in range(steps)])
 
 
-@pytest.mark.parametrize("n", NS)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+  ("kind", "n"), [(k, n) for k in MAKE for n in NS if k != "apart" or n == 4]
+)
 def test_every_step_is_the_model(kind, n):
   draws = drawn(n)
   out = compiled(kind)(draws)
@@ -235,37 +235,6 @@ def test_schedules():
   draws = drawn(2)
   model = models.ErrorFeedback(SIZE, 2, models.HardThreshold(rising))
   check(model, draws, compiled("", make=make)(draws))
-
-
-def test_densities_of_one_and_of_less_than_an_element():
-  draws = jnp.asarray(drawn(1, 1)[0, 0])
-  for kind in (_selectors.Exact, _selectors.Sampled):
-    for density, count in [(1.0, SIZE), (1e-6, 1)]:
-      chosen = kind(density).select(draws, jnp.int32(0), 0)
-      out = _split.split(draws, None, chosen, lambda x: x)
-      assert out.selected == count == np.count_nonzero(out.sent)
-
-
-def test_a_sample_is_right_on_average_whatever_the_scale():
-  size, density = 600_000, 0.01
-  steps = jnp.arange(40, dtype=jnp.int32)
-  rng = np.random.default_rng(0)
-  acc = rng.standard_t(3, size).astype(np.float32)
-  selector = _selectors.Sampled(density)
-  bars = jax.jit(
-    lambda acc: jax.lax.map(lambda t: selector.select(acc, t, 0).bar, steps)
-  )
-  for scale in (2.0**-16, 1.0):
-    found = np.asarray(bars(jnp.asarray(acc * np.float32(scale))))
-    got = [(np.abs(acc) >= bar).sum() for bar in found / scale]
-    ratio = np.array(got) / (density * size)
-    assert ratio.mean() == pytest.approx(1, abs=0.03) and ratio.std() < 0.15
-  # A quantile of the sample itself, which is another in each step.
-  values = _selectors.sample(jnp.abs(jnp.asarray(acc)), steps[3], 12_800)
-  assert 12_800 <= values.size < 14_000
-  rank = round(density * values.size)
-  assert found[3] == np.sort(np.asarray(values))[-rank]
-  assert len(set(found.tolist())) > 30
 
 
 def test_random_elements_are_distinct_and_alike():

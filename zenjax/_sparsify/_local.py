@@ -96,8 +96,9 @@ def top_k(
     method: `"exact"` keeps as many as asked for, among equals the first, by
       `jax.lax.top_k`. `"sampled"` looks at one element in several, 8,192 at
       least and others in each step, and keeps all that reach the sample's
-      quantile: right to about a tenth in a step and on average, more where
-      many are alike, and several times faster. It does not keep zeros.
+      quantile: right to about a tenth in a step and nearer on average, more
+      where many are alike. `error_feedback` then took less than half the time,
+      on a CPU, of 10,000,000 elements at 0.1 %. It does not keep zeros.
     sparse: Which leaves elements are selected of: a pytree prefix of bools, or
       a callable `(name, leaf) -> bool`. All others pass through whole, as
       zen_sync's `pmean` wants them. By default floating leaves of at least
