@@ -66,7 +66,12 @@ def test_what_sends_no_ids_first(given, error):
 
 @pytest.mark.parametrize(
   "other",
-  [dict(scheme="all_gather"), dict(scheme="auto"), dict(ids_first=True)],
+  [
+    dict(scheme="all_gather"),
+    dict(scheme="auto"),
+    dict(ids_first=True),
+    dict(overlap=True),
+  ],
 )
 def test_what_remote_copies_do_not_go_with(other):
   with pytest.raises(ValueError) as error:
