@@ -20,7 +20,7 @@ def made(tx, axes=("data",)):
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), axes[-1:])
   if len(axes) == 2:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes)
-  params = {"kernel": jnp.zeros((4, 4)), "table": jnp.zeros((40, 4))}
+  params = {"kernel": jnp.zeros((4, 4)), "table": jnp.zeros((8_192, 4))}
   return zenjax.init(tx, params, mesh, axes)
 
 
@@ -30,6 +30,12 @@ def zen(axis: Any = "data"):
 
 def owner(axis="data"):
   return zenjax.owner_update(optax.sgd(0.1), axis, sparse=TABLES)
+
+
+def exdyna():
+  return optax.masked(
+    zenjax.exdyna("data", 0.1), {"kernel": False, "table": True}
+  )
 
 
 def by_label(table, kernel):
@@ -47,8 +53,16 @@ def by_label(table, kernel):
       optax.chain(zen(), by_label(owner(), optax.sgd(0.1))),
       ("owner_update", "leaf 'table' is"),
     ),
+    (
+      optax.chain(zen(), zenjax.micro("data", 0.1)),
+      ("given to zen_sync and to micro", "leave one of them out"),
+    ),
+    (
+      optax.chain(exdyna(), zen()),
+      ("given to exdyna and to zen_sync", "leave one of them out"),
+    ),
   ],
-  ids=["owner", "twice", "same", "label"],
+  ids=["owner", "twice", "same", "label", "micro", "exdyna"],
 )
 def test_twice_along_one_axis(tx, words):
   with pytest.raises(ValueError) as error:

@@ -11,8 +11,10 @@ import runners
 import sparsifier_cases as cases
 from sparsifier_models import thresholds
 
+from zenjax._sparsify import _exchange
 from zenjax._sparsify import _exclusive
 from zenjax._sparsify import _partitions
+from zenjax._sparsify import _rest
 from zenjax._sparsify import _settings
 
 STEPS = 200
@@ -27,10 +29,11 @@ def transform(kind: str, density: float = 0.05, **options: Any):
     start=None,
     capacity=None,
     residual_dtype=None,
+    wire_dtype=None,
     division=dict(exdyna=blocks, micro=_partitions.Even)[kind],
   )
   return _exclusive.transformation(
-    _settings.check("data", density, **settings | options)
+    _settings.check(kind, "data", density, **settings | options)
   )
 
 
@@ -102,8 +105,34 @@ def check_conserves(draws, updates, state):
   assert np.abs(kept).max() > 0
 
 
+def check_rounds(n, state, wire=None):
+  """As many as the fullest needs, or one and a sum of all."""
+  capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
+  form = _exchange.Form(
+    size=cases.SIZE, dtype=cases.F32, wire=wire, capacity=capacity
+  )
+  most = agreed(state.counts).max(axis=1)
+  dense = most > form.most_in_rounds(n)
+  rounds = -(-most // capacity)
+  got, wire_bytes = agreed(state.stats.rounds), state.stats.wire_bytes[0]
+  assert (got == np.where(dense, 2, rounds)).all() and rounds.max() > 1
+  # Indices gathered, values summed by a ring; counts and norms beside.
+  each = (n - 1) * capacity * (4 + 2 * (2 if wire else 4))
+  whole = 2 * (n - 1) / n * (4 * cases.SIZE + 4 * -(-cases.SIZE // 32))
+  declared = np.where(dense, each + whole, rounds * each) + 8 * (n - 1)
+  np.testing.assert_allclose(wire_bytes, declared, rtol=1e-6)
+  fullest = [row[t % 64] for t, row in enumerate(agreed(state.fullest))]
+  assert fullest == most.tolist()
+  return dense
+
+
 def drawn(n: int, draw=cases.skewed, steps: int = STEPS) -> np.ndarray:
   return np.stack([draw(t, n) for t in range(steps)])
+
+
+def few_bits(draws: np.ndarray) -> np.ndarray:
+  """Float32 adds these without rounding, in any order."""
+  return np.round(draws * 2**10) / np.float32(2**10)
 
 
 # Indices a device sends in a round: by default, or so few that many follow.
@@ -118,10 +147,39 @@ def test_every_step_is_the_published_one(kind, n):
   updates, state = compiled(kind, n)(draws)
   model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32)
   check(model, draws, updates, state)
-  capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
-  rounds = -(-agreed(state.counts).max(axis=1) // capacity)
-  assert (agreed(state.stats.rounds) == rounds).all() and rounds.max() > 1
+  check_rounds(n, state)
   check_conserves(draws, updates, state)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("wire", [jnp.bfloat16, jnp.float16])
+def test_what_the_wire_rounds_is_kept(n, wire):
+  """Every value and every sum, in rounds and in sums of all."""
+  draws = few_bits(drawn(n, steps=80))
+  draws[40:42] *= 2**6
+  kind = "exdyna" if n > 1 else "micro"
+  wire = jnp.dtype(wire)
+  updates, state = compiled(kind, n, wire_dtype=wire, start=2.0)(draws)
+  options: dict[str, Any] = dict(start=2.0, wire_dtype=wire)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32, **options)
+  check(model, draws, updates, state)
+  dense = check_rounds(n, state, wire)
+  # Of few devices rounds cost no more than a sum, whatever was selected.
+  assert dense.any() == (n == 8) and not dense.all()
+  check_conserves(draws, updates, state)
+  sent = agreed(updates)
+  np.testing.assert_array_equal(sent, sent.astype(wire).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+def test_a_sum_of_all_goes_chunk_by_chunk(kind, n, monkeypatch):
+  monkeypatch.setattr(_rest, "_CHUNK", 500)
+  draws = few_bits(drawn(n, steps=4))
+  draws[1:] *= 2**10
+  updates, state = compiled.__wrapped__(kind, n)(draws)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32)
+  check(model, draws, updates, state)
+  assert agreed(state.stats.rounds)[1:].tolist() == [1 + 3] * 3
 
 
 @pytest.mark.parametrize("kind, n", SOME)

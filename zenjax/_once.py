@@ -69,9 +69,12 @@ def _require_apart(first: _Synced, second: _Synced) -> None:
     return
   kinds = {first.by, second.by}
   remedy = "leave one of them out"
-  if len(kinds) == 2 and "zen_sync" in kinds:
-    (other,) = kinds - {"zen_sync"}
-    remedy = f"leave zen_sync out, for {other} synchronizes by itself"
+  for most in ("zen_sync", "owner_update"):
+    if len(kinds) == 2 and most in kinds:
+      (other,) = kinds - {most}
+      gone, stays = (other, most) if most != "zen_sync" else (most, other)
+      remedy = f"leave {gone} out, for {stays} synchronizes by itself"
+      break
   raise ValueError(
     "`tx` must synchronize a leaf once along an axis, but leaf"
     f" {_named(both)} is given to {first.by} and to {second.by} along"

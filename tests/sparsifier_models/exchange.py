@@ -44,3 +44,32 @@ def sent_by_each(selected: Sequence[np.ndarray], shape) -> np.ndarray:
   for device, indices in enumerate(selected):
     sent[device, indices] = True
   return sent
+
+
+def round_sums(
+  updates: np.ndarray,
+  residuals: np.ndarray,
+  selected: Sequence[np.ndarray],
+  wire_dtype,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Means are rounded on their way back too, by those who selected.
+
+  What that takes of the sum stays with the device that selected the element.
+
+  Args:
+    updates: `[N]`, means.
+    residuals: `[n, N]`, of what `exchange` kept.
+    selected: by device; no two have an index in common.
+    wire_dtype: the dtype that means are rounded to.
+
+  Returns:
+    Both, after that.
+  """
+  n = len(residuals)
+  with np.errstate(invalid="ignore", over="ignore"):
+    rounded = updates.astype(wire_dtype).astype(np.float64)
+    lost = n * updates - n * rounded
+  lost = np.where(np.abs(lost) < np.inf, lost, 0.0)
+  for residual, indices in zip(residuals, selected, strict=True):
+    residual[indices] += lost[indices].astype(residual.dtype)
+  return rounded, residuals

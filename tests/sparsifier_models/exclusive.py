@@ -29,6 +29,8 @@ class _Exclusive:
      of its partition (`force_one`).
   5. All devices' values at all selected indices are summed and divided by `n`.
   6. Residual = acc, cleared at all selected indices on all devices.
+  7. With `wire_dtype`, which is not published, values and means are rounded on
+     their way, and what that takes stays (`exchange.round_sums`).
 
   Choices:
 
@@ -73,7 +75,12 @@ class _Exclusive:
       for device, place in enumerate(places)
     ]
     sent = exchange.sent_by_all(selected, acc.shape)
-    updates, self.residuals = exchange.exchange(acc, sent, self.wire_dtype)
+    updates, residuals = exchange.exchange(acc, sent, self.wire_dtype)
+    if self.wire_dtype is not None:
+      updates, residuals = exchange.round_sums(
+        updates, residuals, selected, self.wire_dtype
+      )
+    self.residuals = residuals
     for place, indices in zip(places, selected, strict=True):
       self._counts[place] = len(indices)
     self.steps += 1

@@ -25,6 +25,7 @@ from zenjax._sparsify import _settings
 from zenjax._sparsify import _thresholds
 from zenjax._sparsify._settings import Plan
 from zenjax._sparsify._settings import Settings
+from zenjax._sparsify._state import HISTORY
 from zenjax._sparsify._state import SparsifierState
 from zenjax._sparsify._state import SparsifierStats
 
@@ -37,6 +38,7 @@ def transformation(
   def init_fn(params: optax.Params) -> Any:
     _once.will_sync(settings.by, params, settings.options.axes)
     _flat.check_leaves(params, "params")
+    _once.will_sync(settings.name, params, settings.options.axes)
     plan = _settings.plan(params, settings, _bound_size(settings.options))
     return _init(plan, settings.options)
 
@@ -52,7 +54,7 @@ def transformation(
     leaves = [leaf for _, leaf in _group.local_leaves(updates, context)]
     plan = _settings.plan(updates, settings, context.devices)
     _check_state(state, plan, context)
-    gradient = _flat.flatten(leaves, plan.dtype)
+    gradient = _flat.flatten(leaves, plan.form.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
     return structure.unflatten(_flat.unflatten(update, leaves)), state
@@ -73,13 +75,14 @@ def _bound_size(options: Options) -> int:
 
 def _init(plan: Plan, options: Options) -> SparsifierState:
   parts = plan.division.start()
-  residual = jnp.zeros((1, plan.size), plan.dtype)
+  residual = jnp.zeros((1, plan.size), plan.form.dtype)
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
     residual=_group.as_varying(residual, options.axes),
     threshold=jnp.asarray(plan.controller.start, jnp.float32),
     parts=jnp.asarray(parts),
     counts=jnp.zeros(len(parts), jnp.int32),
+    fullest=jnp.zeros(HISTORY, jnp.int32),
     stats=SparsifierStats(
       *(jnp.zeros((), jnp.float32) for _ in SparsifierStats._fields)
     ),
@@ -87,7 +90,7 @@ def _init(plan: Plan, options: Options) -> SparsifierState:
 
 
 def _check_state(state: Any, plan: Plan, context: Context) -> None:
-  want = (1, plan.size), plan.dtype, (context.devices,)
+  want = (1, plan.size), plan.form.dtype, (context.devices,)
   got = state.residual.shape, state.residual.dtype, state.parts.shape
   if got != want:
     raise ValueError(
@@ -106,9 +109,11 @@ def _step(
   axes, n = context.axes, context.devices
   residual = state.residual[0]
   with jax.named_scope("zenjax/accumulate"):
-    acc = residual + gradient
-    wide = residual.astype(_collectives.accumulator(plan.dtype))
+    wide = residual.astype(_collectives.accumulator(plan.form.dtype))
     square = jnp.sum(wide * wide).astype(jnp.float32)
+    # First the sum, then the vector in place: else XLA copies it to keep both.
+    square, residual = lax.optimization_barrier((square, residual))
+    acc = residual + gradient
   known = jax.tree.map(
     lambda x: _compat.agreed(x, axes), state._replace(residual=())
   )
@@ -134,7 +139,7 @@ def _step(
       known.step if plan.controller.forces else None,
     )
   with jax.named_scope("zenjax/exchange"):
-    out = _exchange.exchange(acc, chosen, square, plan.capacity, context)
+    out = _exchange.exchange(acc, chosen, square, plan.form, context)
   # Partition p was searched by the rank that is `turn` less.
   rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
   counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
@@ -144,6 +149,7 @@ def _step(
     threshold=threshold,
     parts=parts,
     counts=counts,
+    fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
     stats=_stats(out, counts, threshold, plan, context),
   )
   return out.update, new
@@ -165,8 +171,9 @@ def _stats(
     build_up=total / np.float32(plan.k),
     imbalance=jnp.where(total > 0, most / jnp.maximum(total, 1.0), 1.0),
     residual_norm=jnp.sqrt(jnp.sum(out.numbers)),
-    wire_bytes=_exchange.received_bytes(
-      out.rounds, plan.capacity, plan.dtype, context.devices
+    wire_bytes=out.wire_bytes,
+    dense_bytes=jnp.asarray(
+      plan.form.dense_bytes(context.devices), jnp.float32
     ),
     rounds=out.rounds.astype(jnp.float32),
   )

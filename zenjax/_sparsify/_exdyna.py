@@ -21,6 +21,7 @@ def exdyna(
   start: float | None = None,
   capacity: int | None = None,
   residual_dtype: Any = None,
+  wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest gradients over devices and keeps the rest for later.
 
@@ -62,10 +63,15 @@ def exdyna(
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
-      shares. What does not fit follows in further rounds: a small one costs
-      time, never a gradient.
+      shares. What does not fit follows in further rounds, or in a sum of the
+      whole vector where that is less: a small one costs time, never a gradient.
+      `zenjax.advise` says what a run needed.
     residual_dtype: Of the residual. By default the leaves' own, or float32
       where they differ.
+    wire_dtype: Round values and their sums to this floating dtype for the
+      wire, as `jnp.bfloat16`; sums are taken in float32 at least. What rounding
+      takes stays in the residual: of a value on its device, of a sum on the
+      device that selected the element.
 
   Returns:
     A transformation whose state is a `zenjax.SparsifierState`, with
@@ -101,6 +107,7 @@ def exdyna(
   """
   return _exclusive.transformation(
     _settings.check(
+      "exdyna",
       axis_name,
       density,
       controller=controller,
@@ -108,6 +115,7 @@ def exdyna(
       start=start,
       capacity=capacity,
       residual_dtype=residual_dtype,
+      wire_dtype=wire_dtype,
       division=_partitions.Blocks,
       by="exdyna",
     )
@@ -123,6 +131,7 @@ def micro(
   start: float | None = None,
   capacity: int | None = None,
   residual_dtype: Any = None,
+  wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """As `zenjax.exdyna`, with partitions that are even and stay so.
 
@@ -137,6 +146,7 @@ def micro(
     start: The first threshold.
     capacity: Indices that a device sends in one round.
     residual_dtype: Of the residual.
+    wire_dtype: Of values and sums on the wire.
 
   Returns:
     A transformation whose state is a `zenjax.SparsifierState`.
@@ -177,6 +187,7 @@ def micro(
   """
   return _exclusive.transformation(
     _settings.check(
+      "micro",
       axis_name,
       density,
       controller=controller,
@@ -184,6 +195,7 @@ def micro(
       start=start,
       capacity=capacity,
       residual_dtype=residual_dtype,
+      wire_dtype=wire_dtype,
       division=_partitions.Even,
       by="micro",
     )

@@ -27,6 +27,7 @@ def on_devices(state: SparsifierState, devices: int) -> SparsifierState:
     residual=_folded(residual, devices),
     parts=_partitions.even(total, devices),
     counts=np.zeros(devices, np.int32),
+    fullest=np.zeros_like(np.asarray(state.fullest)),
   )
 
 

@@ -30,6 +30,10 @@ class Selection(NamedTuple):
     forced = (number == 0) & (self.bitmap.total == 0) & (self.sent > 0)
     return jnp.where(forced, self.forced, index)
 
+  def start_of(self, number: int) -> jax.Array:
+    """Where element number `number > 0` is, `[] int32`; past all if nowhere."""
+    return _bitmap.select(self.bitmap, jnp.array([number], jnp.int32))[0]
+
 
 def select(
   acc: jax.Array,

@@ -12,6 +12,7 @@ from zenjax._options import AxisName
 from zenjax._options import Options
 from zenjax._sparsify import _flat
 from zenjax._sparsify import _thresholds
+from zenjax._sparsify._exchange import Form
 from zenjax._sparsify._partitions import Division
 from zenjax._sparsify._thresholds import Controller
 
@@ -23,6 +24,7 @@ _SLACK = 1.25
 class Settings:
   """Checked arguments of `exdyna` and `micro`; see there."""
 
+  name: str
   options: Options
   density: float
   controller: str
@@ -39,10 +41,9 @@ class Plan:
 
   size: int
   k: int
-  dtype: jnp.dtype
   division: Division
   controller: Controller
-  capacity: int
+  form: Form
   density: float
 
 
@@ -68,15 +69,20 @@ def plan(tree: Any, settings: Settings, n: int) -> Plan:
   return Plan(
     size=size,
     k=k,
-    dtype=_flat.dtype(tree, settings.residual_dtype),
     division=division,
     controller=kind(k, settings.start),
-    capacity=capacity,
+    form=Form(
+      size=size,
+      dtype=_flat.dtype(tree, settings.residual_dtype),
+      wire=settings.options.wire_dtype,
+      capacity=capacity,
+    ),
     density=settings.density,
   )
 
 
 def check(
+  name: str,
   axis_name: AxisName,
   density: float,
   *,
@@ -85,11 +91,15 @@ def check(
   start: float | None,
   capacity: int | None,
   residual_dtype: Any,
+  wire_dtype: Any,
   division: Callable[[int, int], Division],
   by: str = "a sparsifier",
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  options: dict[str, Any] = _options.DEFAULTS | {"op": op}
+  options: dict[str, Any] = _options.DEFAULTS | {
+    "op": op,
+    "wire_dtype": wire_dtype,
+  }
   _options.one_of("controller", controller, sorted(_thresholds.KINDS))
   check_density(density)
   if start is not None and not (is_number(start) and 0 < start < np.inf):
@@ -105,6 +115,7 @@ def check(
       f" a round, got {capacity!r}; leave it out for {_SLACK} fair shares."
     )
   return Settings(
+    name=name,
     options=_options.check(axis_name, sparse=None, **options),
     density=float(density),
     controller=controller,

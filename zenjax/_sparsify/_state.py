@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import jax
 
+# Steps whose fullest selection is kept, for the advice on capacities.
+HISTORY = 64
+
 
 class SparsifierStats(NamedTuple):
   """Numbers of the last step, `[] float32` each; zeros before the first."""
@@ -15,6 +18,7 @@ class SparsifierStats(NamedTuple):
   imbalance: jax.Array  # the largest selection times n over their sum
   residual_norm: jax.Array  # of all devices' residuals as the step began
   wire_bytes: jax.Array  # received by a device
+  dense_bytes: jax.Array  # those of a ring all-reduce
   rounds: jax.Array
 
 
@@ -30,6 +34,7 @@ class SparsifierState(NamedTuple):
   threshold: jax.Array  # [] float32, 0 where it is still to be sampled
   parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
   counts: jax.Array  # [n] int32, what was selected in each partition
+  fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
   stats: SparsifierStats
 
 
