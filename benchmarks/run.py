@@ -162,6 +162,7 @@ def _parser():
   _add_sync(commands)
   _add_step(commands)
   _add_local(commands)
+  _add_select(commands)
   _add_kernels(commands)
   _add_gpu(commands)
   _add_memory(commands)
@@ -258,6 +259,27 @@ def _add_local(commands):
   )
   local.set_defaults(devices=1)
   _add_common(local, repeats=25)
+
+
+def _add_select(commands):
+  select = commands.add_parser(
+    "select", help="accumulate, threshold, compact: a sparsifier on one device"
+  )
+  select.add_argument("--elements", type=_positive, default=10_000_000)
+  select.add_argument(
+    "--density", type=_share, default=0.001, help="by default 0.001"
+  )
+  select.add_argument(
+    "--parts",
+    nargs="+",
+    type=_positive,
+    default=[1, 8],
+    metavar="N",
+    help="devices that share the search, of which one is measured; by default"
+    " 1 8",
+  )
+  select.set_defaults(devices=1)
+  _add_common(select, repeats=25)
 
 
 def _add_kernels(commands):

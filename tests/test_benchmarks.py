@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks import kernel_work
+from benchmarks import select
 from benchmarks import training
 from benchmarks import variants
 from benchmarks import whole_step
@@ -83,6 +84,28 @@ _CHECKED = {
   "merge": (0, 1, 2),
   "expand": (0,),
 }
+
+
+@pytest.mark.parametrize("name", select.VARIANTS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_selections_are_checked(name, parts, monkeypatch):
+  built = select.build(name, 5_003, 0.02, parts)
+  assert built.wrong == 0 and built.prepare and built.run
+  for _ in range(2):  # What is donated is there again.
+    jax.block_until_ready(built.prepare())
+    jax.block_until_ready(built.run())
+  right = select.VARIANTS[name]
+  by_one = lambda x: x.at[0].add(1)
+
+  def spoilt(*arguments):
+    answer = right.run(*arguments)
+    if isinstance(answer, jax.Array):
+      return by_one(answer)
+    return dataclasses.replace(answer, index=by_one(answer.index))
+
+  variant = dataclasses.replace(right, run=spoilt)
+  monkeypatch.setitem(select.VARIANTS, name, variant)
+  assert select.build(name, 5_003, 0.02, parts).wrong > 0
 
 
 def test_what_is_wrong_is_not_timed():

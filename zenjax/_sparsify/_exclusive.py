@@ -109,11 +109,7 @@ def _step(
   axes, n = context.axes, context.devices
   residual = state.residual[0]
   with jax.named_scope("zenjax/accumulate"):
-    wide = residual.astype(_collectives.accumulator(plan.form.dtype))
-    square = jnp.sum(wide * wide).astype(jnp.float32)
-    # First the sum, then the vector in place: else XLA copies it to keep both.
-    square, residual = lax.optimization_barrier((square, residual))
-    acc = residual + gradient
+    acc, square = accumulate(residual, gradient)
   known = jax.tree.map(
     lambda x: _compat.agreed(x, axes), state._replace(residual=())
   )
@@ -153,6 +149,17 @@ def _step(
     stats=_stats(out, counts, threshold, plan, context),
   )
   return out.update, new
+
+
+def accumulate(
+  residual: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """`[N]` of both, in place of the residual, and the square of its norm."""
+  wide = residual.astype(_collectives.accumulator(residual.dtype))
+  square = jnp.sum(wide * wide).astype(jnp.float32)
+  # First the sum, then the vector in place: else XLA copies it to keep both.
+  square, residual = lax.optimization_barrier((square, residual))
+  return residual + gradient, square
 
 
 def _stats(
