@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from lm_data import LENGTH
 from lm_trainer import OPTIMIZERS
 import processes
+from sparsified import KINDS
 import train_flags
 
 from zenjax import traces
@@ -36,6 +37,14 @@ def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_flags(add: train_flags.Add) -> None:
   steps = f"{_COMPARE_STEPS} in compare, else {_TRAIN_STEPS}"
   train_flags.add_training(add, OPTIMIZERS, steps)
+  add(
+    "--sparsifier",
+    choices=("none", *KINDS),
+    default="none",
+    help="in the place of zen_sync: the largest part of the whole gradient is"
+    " sent, the rest waits",
+  )
+  add("--density", type=float, default=0.01, help="that part; default: 0.01")
   add("--batch-tokens", type=int, default=4096, help="per device and step")
   add("--negatives", type=int, default=512, help="per device and step")
   add("--width", type=int, default=128, help="of the two tables")
@@ -65,7 +74,20 @@ def _broken_rule(flags: argparse.Namespace) -> str | None:
     )
   if flags.vocab is not None and flags.vocab < 2:
     return f"--vocab must be at least 2, got {flags.vocab}"
-  return _broken_trace(flags)
+  return _broken_sparsifier(flags) or _broken_trace(flags)
+
+
+def _broken_sparsifier(flags: argparse.Namespace) -> str | None:
+  if flags.sparsifier == "none":
+    return None
+  if flags.sync != "zen" or flags.grads != "dense":
+    return (
+      "--sparsifier takes the place of zen_sync and needs dense gradients, got"
+      f" --sync {flags.sync} --grads {flags.grads}"
+    )
+  if not 0 < flags.density <= 1:
+    return f"--density must be in (0, 1], got {flags.density}"
+  return None
 
 
 def _broken_trace(flags: argparse.Namespace) -> str | None:

@@ -29,7 +29,7 @@ def save(runs: Mapping[str, History], path: str) -> None:
     _plot_density(density, history)
   losses.set(title="Training loss", ylabel="nats a word")
   times.set(title="Step time", ylabel="seconds", ylim=(0, None))
-  density.set(title="Nonzero rows of the gradients", ylabel="%", ylim=(0, None))
+  density.set(title="What is sent of the gradients", ylabel="%", ylim=(0, None))
   for axes in (losses, times, density):
     axes.set_xlabel("step")
     if axes.get_legend_handles_labels()[0]:
@@ -42,9 +42,13 @@ def _plot_density(axes, history: History) -> None:
   for name, last in history.stats[-1].items():
     if not 0 < last["density"] < 1:
       continue
+    got = "got" if "density_wanted" in last else "a device"
     for key, style, what in (
-      ("density", "-", "a device"),
+      ("density", "-", got),
       ("union_density", "--", "all devices"),
+      ("density_wanted", ":", "wanted"),
     ):
+      if key not in last:  # Of a sparsifier, and of zen_sync.
+        continue
       values = [100 * step[name][key] for step in history.stats]
       axes.plot(values, style, label=f"{name}, {what}")

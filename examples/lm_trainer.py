@@ -14,6 +14,7 @@ import lm_trace
 import numpy as np
 import optax
 from processes import place
+from sparsified import Sparsifier
 from train_loop import AXIS
 from train_step import adagrad
 from train_step import descend
@@ -45,7 +46,7 @@ class Trainer:
 
   Attributes:
     params: parameters, equal on all devices.
-    opt_state: optimizer state; it holds zen_sync's statistics.
+    opt_state: optimizer state; it holds zen_sync's or a sparsifier's numbers.
   """
 
   def __init__(
@@ -59,13 +60,14 @@ class Trainer:
     optimizer: str,
     learning_rate: float,
     mesh: Mesh,
+    sparsifier: Sparsifier | None = None,
     recorder: lm_trace.Recorder | None = None,
   ):
     make, _ = OPTIMIZERS[optimizer]
-    tx = transform(make(learning_rate), sync, grads)
+    tx = transform(make(learning_rate), sync, grads, sparsifier)
     model = LanguageModel(vocab, width, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
-    self._sync = sync
+    self._tells = sync == "zen" or sparsifier is not None
     self.params = place(params, NamedSharding(mesh, P()))
     self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
     self._split = NamedSharding(mesh, P(AXIS))
@@ -94,8 +96,8 @@ class Trainer:
     return float(loss)  # Waits for the step: it is timed, and can be stopped.
 
   def stats(self) -> dict[str, dict[str, float]]:
-    """What zen_sync saw in the last step, by leaf; nothing for pmean."""
-    return zenjax.stats(self.opt_state) if self._sync == "zen" else {}
+    """What zen_sync or a sparsifier saw in the last step; else nothing."""
+    return zenjax.stats(self.opt_state) if self._tells else {}
 
   def perplexity(self, windows: np.ndarray) -> float:
     """Exact perplexity of [m, L + 1] words; devices divide m."""

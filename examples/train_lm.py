@@ -3,6 +3,7 @@
   python examples/train_lm.py                    # zen_sync
   python examples/train_lm.py --grads rows       # no gradient of table size
   python examples/train_lm.py --sync compare     # zen_sync beside pmean
+  python examples/train_lm.py --sparsifier exdyna --density 0.001
   python examples/train_lm.py --corpus book.txt --checkpoint runs/book
   python examples/train_lm.py --steps 32 --trace runs/trace
 
@@ -32,6 +33,7 @@ from lm_trainer import is_lazy
 from lm_trainer import Trainer
 import numpy as np
 import processes
+import sparsified
 import train_flags
 from train_loop import fit
 from train_loop import History
@@ -100,7 +102,8 @@ class Job:
       if store and step % _SAVE_EVERY == 0:
         store.save(step, trainer)
 
-    history = self._fit(trainer, flags.sync, start, after_step=save_sometimes)
+    label = flags.sync if flags.sparsifier == "none" else flags.sparsifier
+    history = self._fit(trainer, label, start, after_step=save_sometimes)
     done = start + len(history.losses)
     if recorder:
       recorder.close()
@@ -114,7 +117,9 @@ class Job:
     print(f"median step {seconds:.3f} s, {1 / seconds:.2f} steps a second")
     if flags.sync == "zen":
       print(zenjax.report(trainer.opt_state))
-    self._plot({flags.sync: history})
+    if flags.sparsifier != "none":
+      print("\n".join(sparsified.lines(history)))
+    self._plot({label: history})
     return 0
 
   def compare(self) -> int:
@@ -152,6 +157,12 @@ class Job:
       return None
     return lm_trace.Recorder(flags.trace, flags.trace_steps)
 
+  def _sparsifier(self) -> sparsified.Sparsifier | None:
+    flags = self._flags
+    if flags.sparsifier == "none":
+      return None
+    return sparsified.Sparsifier(flags.sparsifier, flags.density)
+
   def _trainer(
     self, sync: str, grads: str, recorder: lm_trace.Recorder | None = None
   ) -> Trainer:
@@ -164,6 +175,7 @@ class Job:
       optimizer=self._flags.optimizer,
       learning_rate=self._flags.lr,
       mesh=self._mesh,
+      sparsifier=self._sparsifier(),
       recorder=recorder,
     )
 
@@ -203,7 +215,7 @@ class Job:
 
     flags = vars(self._flags) | {"vocab": self._vocab}
     names = ("sync", "grads", "optimizer", "vocab", "width", "lr")
-    names += ("batch_tokens", "negatives", "seed")
+    names += ("batch_tokens", "negatives", "seed", "sparsifier", "density")
     settings = train_flags.settings(flags, names)
     return Checkpoints(
       self._flags.checkpoint, settings, resume=self._flags.resume

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 import optax
+from sparsified import Sparsifier
 from train_loop import AXIS
 
 import zenjax
@@ -25,7 +26,10 @@ def pmean(axis_name: str) -> optax.GradientTransformation:
 
 
 def transform(
-  optimizer: optax.GradientTransformation, sync: str, grads: str
+  optimizer: optax.GradientTransformation,
+  sync: str,
+  grads: str,
+  sparsifier: Sparsifier | None = None,
 ) -> optax.GradientTransformation:
   """Synchronization and optimizer, in the form that the gradients have.
 
@@ -33,7 +37,10 @@ def transform(
     optimizer: What makes updates of mean gradients.
     sync: "zen" or "pmean".
     grads: "dense", or "rows" of the tables that are only looked up.
+    sparsifier: What takes the place of either, of dense gradients.
   """
+  if sparsifier:
+    return optax.chain(sparsifier.transformation(), optimizer)
   if sync == "pmean":
     return optax.chain(pmean(AXIS), optimizer)
   if grads == "rows":

@@ -11,6 +11,7 @@ from zenjax import _state
 from zenjax import _stats
 from zenjax._columns import columns
 from zenjax._rows import _catch_up_state
+from zenjax._sparsify import _told
 
 _HEADINGS = (
   "leaf",
@@ -54,7 +55,8 @@ def report(state: Any) -> str:
   """A table of what the last step exchanged and what to pin.
 
   Args:
-    state: An optimizer state with a `ZenSyncState` anywhere inside.
+    state: An optimizer state with a `ZenSyncState` or `SparsifierState`
+      anywhere inside.
 
   Returns:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
@@ -75,8 +77,13 @@ def report(state: Any) -> str:
     and which by Pallas kernels, on the platform that took the step, and one
     that rows went by remote copies, where they did.
 
+    For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
+    threshold, build-up, imbalance of the selections, norm of the residuals,
+    rounds, megabytes beside those of a dense all-reduce, and the `capacity=`
+    to pin.
+
   Raises:
-    ValueError: There is no `ZenSyncState` in `state`.
+    ValueError: There is neither in `state`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -85,15 +92,32 @@ def report(state: Any) -> str:
     >>> print(zenjax.report(state))
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
-  lines = _lines(state, _state.require(state))
+  lines = _sparsifier_lines(state)
+  if not lines or _state.find(state):
+    lines = [*_lines(state, _state.require(state)), *lines]
   return "\n".join([*lines, *_catch_up_state.late_lines(state)])
+
+
+def _sparsifier_lines(state: Any) -> list[str]:
+  if not _told.find(state):
+    return []
+  known = _told.numbers(state)
+  if not known:
+    return ["sparsifier: no step was taken yet."]
+  first = next(iter(known.values()))
+  title = f"after {first['steps']:.0f} steps on {first['devices']:.0f} devices"
+  return [
+    f"sparsifier {title}",
+    *_columns(_told.rows(known)),
+    *_told.LEGEND,
+  ]
 
 
 def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
-  known, advice = _stats.stats(state), _stats.advise(state)
+  known, advice = _stats.of_leaves(nodes), _stats.advise(state)
   if not known:
     return [f"{by}: no step was taken on more than one device yet."]
   steps = max(int(node.step) for node in nodes)

@@ -6,6 +6,7 @@ import numpy as np
 
 from zenjax import _ran
 from zenjax import _state
+from zenjax._sparsify import _told
 
 # Percentiles of recent needs that pinned sizes should hold. A push that
 # overflows costs another and a pull, so it is sized for most steps; a pull
@@ -18,7 +19,8 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
   """Numbers of the last step for each leaf that travels sparse.
 
   Args:
-    state: An optimizer state with a `ZenSyncState` anywhere inside.
+    state: An optimizer state with a `ZenSyncState` or `SparsifierState`
+      anywhere inside.
 
   Returns:
     By leaf name: `num_rows`, `width`, `devices`, `density` (nonzero rows of a
@@ -36,8 +38,12 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     `withheld` is 1 some wait again: `union_density` then counts those that
     came back, and `growth` is NaN.
 
+    Of `exdyna` and `micro` under "sparsifier" (of a second one "sparsifier 2"),
+    the fields of `SparsifierStats`, `devices`, `steps`, and `capacity`: what
+    held the largest selection of 90 % of the last 64 steps.
+
   Raises:
-    ValueError: There is no `ZenSyncState` in `state`.
+    ValueError: There is neither in `state`.
 
   Example:
     >>> import jax
@@ -50,8 +56,14 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     >>> zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]["density"]
     0.125
   """
+  nodes = _state.find(state) if _told.find(state) else _state.require(state)
+  return of_leaves(nodes) | _told.numbers(state)
+
+
+def of_leaves(nodes: list[_state.ZenSyncState]) -> dict[str, dict[str, float]]:
+  """`stats` of leaves that travel sparse."""
   found: dict[str, dict[str, float]] = {}
-  for node in _state.require(state):
+  for node in nodes:
     for name, leaf in node.leaves.items():
       if int(np.asarray(leaf.sizes)[0]):
         found[name] = _numbers(leaf)

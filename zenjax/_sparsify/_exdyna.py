@@ -65,7 +65,7 @@ def exdyna(
     capacity: Indices that a device sends in one round; by default 1.25 fair
       shares. What does not fit follows in further rounds, or in a sum of the
       whole vector where that is less: a small one costs time, never a gradient.
-      `zenjax.advise` says what a run needed.
+      `zenjax.report` says what a run needed.
     residual_dtype: Of the residual. By default the leaves' own, or float32
       where they differ.
     wire_dtype: Round values and their sums to this floating dtype for the

@@ -1,0 +1,196 @@
+"""Sparsifiers' states: what is told of them, saved, accumulated around them."""
+
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+import numpy as np
+import optax
+import pytest
+from refusals import names
+import runners
+import sparsifier_models as models
+
+import zenjax
+
+N = 4
+SIZE = 1_000
+STEPS = 6
+
+
+def draws(steps: int = STEPS) -> np.ndarray:
+  rng = np.random.default_rng(0)
+  return rng.laplace(size=(steps, N, SIZE)).astype(np.float32)
+
+
+def stepper(tx, mesh, axes: Any = "data"):
+  """`(state, gradients [N, SIZE]) -> (update, state)` on the mesh."""
+
+  def step(update, state, gradients):
+    del update
+    update, state = tx.update(gradients[0], state)
+    return update, state, 0
+
+  mapped = jax.jit(zenjax.data_parallel(step, mesh, axes))
+  return lambda state, g: mapped(jnp.zeros(SIZE), state, g)[:2]
+
+
+def made(tx, mesh, axes: Any = "data"):
+  return zenjax.init(tx, jnp.zeros(SIZE), mesh, axes)
+
+
+@pytest.fixture(scope="module")
+def after():
+  """The state after some steps of `micro`, and what each selected at most."""
+  tx, mesh = zenjax.micro("data", 0.05, capacity=8), runners.mesh(N)
+  state, most = made(tx, mesh), []
+  step = stepper(tx, mesh)
+  for gradients in draws():
+    _, state = step(state, gradients)
+    most.append(int(state.counts.max()))
+  return state, most
+
+
+def test_before_the_first_step_there_is_nothing_to_tell():
+  state = made(zenjax.micro("data", 0.05), runners.mesh(N))
+  assert zenjax.report((state,)) == "sparsifier: no step was taken yet."
+  assert zenjax.stats((state,)) == {}
+
+
+def test_stats_of_the_last_step(after):
+  state, most = after
+  stats = zenjax.stats((state, optax.EmptyState()))["sparsifier"]
+  count = int(state.counts.sum())
+  assert stats["density_wanted"] == pytest.approx(0.05)
+  assert stats["density"] == pytest.approx(count / SIZE)
+  assert stats["build_up"] == pytest.approx(count / 50)
+  assert stats["imbalance"] == pytest.approx(N * most[-1] / count)
+  assert stats["rounds"] == -(-most[-1] // 8) and stats["devices"] == N
+  assert stats["dense_bytes"] == 2 * 3 / 4 * SIZE * 4
+  assert stats["steps"] == STEPS
+  # The second largest of six would hold no more than four of five.
+  assert stats["capacity"] == max(most)
+
+
+def test_what_is_pinned_holds_the_usual_selection(after):
+  """Nine of ten steps, of the last 64 alone."""
+  state, _ = after
+  needs = np.arange(64, dtype=np.int32)[::-1]
+  old = state._replace(step=np.int32(1_000), fullest=needs)
+  assert zenjax.stats(old)["sparsifier"]["capacity"] == 57
+
+
+def test_report_shows_every_number(after):
+  state, most = after
+  title, headings, row, *legend = zenjax.report(state).splitlines()
+  assert title == f"sparsifier after {STEPS} steps on {N} devices"
+  assert headings.split()[:3] == ["wanted", "density", "threshold"]
+  cells = row.split()
+  assert cells[:2] == ["sparsifier", "5.000%"]
+  assert cells[2] == f"{float(state.stats.density):.3%}"
+  assert cells[-1] == str(max(most)) and "fewer" in cells
+  assert "`capacity=`" in " ".join(legend)
+
+
+def test_report_of_both_kinds():
+  params = {"dense": jnp.zeros(SIZE), "table": jnp.zeros((600, 4))}
+  labels = {"dense": "micro", "table": "zen"}
+  transforms: Any = {
+    "micro": zenjax.micro("data", 0.05),
+    "zen": zenjax.zen_sync("data", sparse=True),
+  }
+  tx, mesh = optax.multi_transform(transforms, labels), runners.mesh(N)
+  state = zenjax.init(tx, params, mesh, "data")
+
+  def step(params, state, x):
+    grads = {"dense": x[0], "table": jnp.zeros((600, 4)).at[:3].set(x[0, 0])}
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, 0
+
+  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  _, state, _ = step(params, state, draws()[0])
+  text = zenjax.report(state)
+  assert "zen_sync after 1 steps" in text and "sparsifier after 1" in text
+  assert set(zenjax.stats(state)) == {"table", "sparsifier"}
+
+
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+def test_a_tuple_of_axes(wire):
+  """Ranks count from the slowest axis on, as everywhere."""
+  devices = np.array(jax.devices()[:N]).reshape(2, 2)
+  axes = ("host", "device")
+  mesh = jax.sharding.Mesh(devices, axes)
+  options: dict[str, Any] = dict(start=2.0, wire_dtype=wire)
+  float32: Any = np.float32
+  tx = zenjax.micro(axes, 0.05, controller="paper", capacity=9, **options)
+  model = models.Micro(SIZE, N, 0.05, threshold_dtype=float32, **options)
+  step, state = stepper(tx, mesh, axes), made(tx, mesh, axes)
+  for gradients in np.round(draws() * 2**10) / np.float32(2**10):
+    update, state = step(state, gradients)
+    want = model.step(gradients)
+    np.testing.assert_array_equal(state.residual, want["residuals"])
+    np.testing.assert_allclose(update, want["updates"], atol=1e-6)
+
+
+def test_inside_multi_steps():
+  """Means of local gradients go in; no gradient is lost."""
+  tx, mesh = zenjax.micro("data", 0.05), runners.mesh(N)
+  often: Any = optax.MultiSteps(tx, every_k_schedule=2)
+  step, state = stepper(often, mesh), made(often, mesh)
+  total = np.zeros(SIZE)
+  for t, gradients in enumerate(draws()):
+    with jax.numpy_dtype_promotion("standard"):  # As optax computes.
+      update, state = step(state, gradients)
+    assert bool(np.any(update)) == (t % 2 == 1)
+    total += N * np.asarray(update, np.float64)
+  residual = np.asarray(state.inner_opt_state.residual, np.float64)
+  kept = residual.sum(axis=0)
+  want = draws().sum(axis=(0, 1), dtype=np.float64) / 2
+  np.testing.assert_allclose(total + kept, want, atol=1e-5)
+  assert zenjax.stats(state)["sparsifier"]["steps"] == STEPS / 2
+
+
+@pytest.mark.parametrize("make", [zenjax.micro, zenjax.exdyna])
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(make):
+  size = 32_768 if make is zenjax.exdyna else SIZE
+  tx, mesh = make("data", 0.01), runners.mesh(N)
+  gradients = np.resize(draws(), (STEPS, N, size))
+  gradients = gradients * np.linspace(1, 2, size, dtype=np.float32)
+  params = jnp.zeros(size)
+
+  def step(update, state, g):
+    del update
+    return *tx.update(g[0], state), 0
+
+  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  state = zenjax.init(tx, params, mesh, "data")
+  for g in gradients[:3]:
+    _, state, _ = step(params, state, g)
+  saved = flax.serialization.to_bytes(jax.device_get(state))
+  fresh = zenjax.init(tx, params, mesh, "data")
+  restored = flax.serialization.from_bytes(jax.device_get(fresh), saved)
+  specs = zenjax.state_specs(restored, "data")
+  other = jax.tree.map(
+    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+    restored,
+    specs,
+  )
+  for g in gradients[3:]:
+    one, state, _ = step(params, state, g)
+    two, other, _ = step(params, other, g)
+    np.testing.assert_array_equal(one, two)
+  jax.tree.map(np.testing.assert_array_equal, state, other)
+
+
+def test_a_residual_of_another_tree():
+  tx, mesh = zenjax.micro("data", 0.05), runners.mesh(N)
+  other = zenjax.init(tx, jnp.zeros(SIZE - 1), mesh, "data")
+  restored = flax.serialization.from_bytes(
+    jax.device_get(made(tx, mesh)),
+    flax.serialization.to_bytes(jax.device_get(other)),
+  )
+  with pytest.raises(ValueError) as error:
+    stepper(tx, mesh)(restored, draws()[0])
+  names(error, "`state`", "(1, 999)", "(1, 1000)", "zenjax.init")
