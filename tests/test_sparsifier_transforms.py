@@ -193,11 +193,12 @@ def trace(tx, size=SIZE, n=N, state=None):
     ((0.1,), {"start": np.inf}, ["`start`", "positive", "inf"]),
     ((0.1,), {"capacity": 0}, ["`capacity`", "positive", "0"]),
     ((0.1,), {"op": "max"}, ["`op`", "'mean'", "'max'"]),
-    ((0.1,), {"wire_dtype": "int8"}, ["`wire_dtype`", "floating", "int8"]),
+    ((0.1,), {"wire_dtype": "int8"}, ["`wire_dtype`", "floating", "'int8'"]),
   ],
 )
 def test_arguments_out_of_range(make, arguments, options, words):
-  with pytest.raises(ValueError) as error:
+  kind = TypeError if "wire_dtype" in options else ValueError
+  with pytest.raises(kind) as error:
     make("data", *arguments, **options)
   names(error, *words)
 

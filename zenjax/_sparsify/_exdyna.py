@@ -83,7 +83,8 @@ def exdyna(
       `1024 * 32` elements, or there are more devices than 1,024; `density * N`
       is below 1; the state was not made by `zenjax.init` for these gradients;
       a gradient was already summed by autodiff.
-    TypeError: A leaf is not an array of floating numbers.
+    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
+      them.
     NameError: In `update`, when no axis of that name is bound.
 
   Example:
@@ -154,7 +155,8 @@ def micro(
   Raises:
     ValueError: As `zenjax.exdyna`; the model may be as small as an element
       for each device.
-    TypeError: A leaf is not an array of floating numbers.
+    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
+      them.
     NameError: In `update`, when no axis of that name is bound.
 
   Example:
