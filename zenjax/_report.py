@@ -108,7 +108,7 @@ def _sparsifier_lines(state: Any) -> list[str]:
   title = f"after {first['steps']:.0f} steps on {first['devices']:.0f} devices"
   return [
     f"sparsifier {title}",
-    *_columns(_told.rows(known)),
+    *columns(_told.rows(known)),
     *_told.LEGEND,
   ]
 

@@ -31,6 +31,7 @@ class Settings:
   start: float | None
   capacity: int | None
   residual_dtype: jnp.dtype | None
+  wire_dtype: jnp.dtype | None
   division: Callable[[int, int], Division]  # of a size, over n devices
   by: str  # what the user called it
 
@@ -74,7 +75,7 @@ def plan(tree: Any, settings: Settings, n: int) -> Plan:
     form=Form(
       size=size,
       dtype=_flat.dtype(tree, settings.residual_dtype),
-      wire=settings.options.wire_dtype,
+      wire=settings.wire_dtype,
       capacity=capacity,
     ),
     density=settings.density,
@@ -96,10 +97,7 @@ def check(
   by: str = "a sparsifier",
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  options: dict[str, Any] = _options.DEFAULTS | {
-    "op": op,
-    "wire_dtype": wire_dtype,
-  }
+  options: dict[str, Any] = _options.DEFAULTS | {"op": op}
   _options.one_of("controller", controller, sorted(_thresholds.KINDS))
   check_density(density)
   if start is not None and not (is_number(start) and 0 < start < np.inf):
@@ -122,6 +120,7 @@ def check(
     start=start,
     capacity=capacity,
     residual_dtype=_options.floating("residual_dtype", residual_dtype),
+    wire_dtype=_options.floating("wire_dtype", wire_dtype),
     division=division,
     by=by,
   )
