@@ -59,6 +59,10 @@ def test_what_is_sent_is_what_is_declared(wire):
   assert rest[0][0] == "all_reduce" and rest[0][1] < SIZE / 4
 
 
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12),
+  reason="older compilers copy what they could read before it is overwritten",
+)
 @pytest.mark.parametrize("wire", [None, jnp.bfloat16])
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_vector_is_not_copied(n, wire, monkeypatch):

@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax import _collectives
+from zenjax import _compat
 from zenjax._schemes.base import Context
 
 # Elements that are summed at a time, which bounds the memory that it takes.
@@ -69,9 +70,12 @@ def send(
       left = finite(values - sent) + jnp.where(own, lost, 0)
     came = jnp.where(chosen, mean.astype(update.dtype), was)
     left = jnp.where(chosen, left.astype(kept.dtype), old)
+    # All is read before any is written, in place. JAX 0.10 types what a barrier
+    # holds as varying where any of it does.
     came, left, update, kept = lax.optimization_barrier(
       (came, left, update, kept)
     )
+    came, update = (_compat.as_invariant(x, axes) for x in (came, update))
     return (
       turn + 1,
       lax.dynamic_update_slice(update, came, (first,)),
