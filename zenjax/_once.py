@@ -62,6 +62,10 @@ def required() -> Iterator[None]:
       _require_before(one, found[:i], found[i + 1 :])
 
 
+# What synchronizes, by what else it does.
+_LEAST_FIRST = ("zen_sync", "exdyna", "micro", "owner_update")
+
+
 def _require_apart(first: _Synced, second: _Synced) -> None:
   axes = _common_axes(first, second)
   both = _common_leaves(first, second)
@@ -69,12 +73,9 @@ def _require_apart(first: _Synced, second: _Synced) -> None:
     return
   kinds = {first.by, second.by}
   remedy = "leave one of them out"
-  for most in ("zen_sync", "owner_update"):
-    if len(kinds) == 2 and most in kinds:
-      (other,) = kinds - {most}
-      gone, stays = (other, most) if most != "zen_sync" else (most, other)
-      remedy = f"leave {gone} out, for {stays} synchronizes by itself"
-      break
+  if len(kinds) == 2:
+    gone, stays = sorted(kinds, key=_LEAST_FIRST.index)
+    remedy = f"leave {gone} out, for {stays} synchronizes by itself"
   raise ValueError(
     "`tx` must synchronize a leaf once along an axis, but leaf"
     f" {_named(both)} is given to {first.by} and to {second.by} along"

@@ -36,7 +36,6 @@ def transformation(
   """The transform that `exdyna` and `micro` return."""
 
   def init_fn(params: optax.Params) -> Any:
-    _once.will_sync(settings.by, params, settings.options.axes)
     _flat.check_leaves(params, "params")
     _once.will_sync(settings.name, params, settings.options.axes)
     plan = _settings.plan(params, settings, _bound_size(settings.options))

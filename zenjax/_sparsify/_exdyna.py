@@ -118,7 +118,6 @@ def exdyna(
       residual_dtype=residual_dtype,
       wire_dtype=wire_dtype,
       division=_partitions.Blocks,
-      by="exdyna",
     )
   )
 
@@ -199,6 +198,5 @@ def micro(
       residual_dtype=residual_dtype,
       wire_dtype=wire_dtype,
       division=_partitions.Even,
-      by="micro",
     )
   )

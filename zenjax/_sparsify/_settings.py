@@ -33,7 +33,6 @@ class Settings:
   residual_dtype: jnp.dtype | None
   wire_dtype: jnp.dtype | None
   division: Callable[[int, int], Division]  # of a size, over n devices
-  by: str  # what the user called it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,6 @@ def check(
   residual_dtype: Any,
   wire_dtype: Any,
   division: Callable[[int, int], Division],
-  by: str = "a sparsifier",
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
   options: dict[str, Any] = _options.DEFAULTS | {"op": op}
@@ -122,7 +120,6 @@ def check(
     residual_dtype=_options.floating("residual_dtype", residual_dtype),
     wire_dtype=_options.floating("wire_dtype", wire_dtype),
     division=division,
-    by=by,
   )
 
 
