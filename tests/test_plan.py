@@ -133,6 +133,8 @@ def test_json():
     ('"group": 0', '"group": "0"', ["`group`", "int", "'0'"]),
     ('"data"', "7", ["`mesh`", "[[7, 4]]"]),
     ("}\n  ],", "", ["cut short"]),
+    ('"wire_dtypes": []', '"wire_dtypes": 3', ["`wire_dtypes`", "got 3"]),
+    ('"topology": null', '"topology": {}', ["the topology", "version"]),
   ],
 )
 def test_json_that_is_no_plan(old, new, words):

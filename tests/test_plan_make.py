@@ -12,10 +12,10 @@ from refusals import names
 
 import zenjax
 from zenjax._planner import _choosing
+from zenjax._planner._levels import Level
 from zenjax._planner._search import search
 from zenjax._planner._timeline import simulate
 from zenjax._planner._traced import Gradient
-from zenjax._schemes.base import Context
 
 ROWS, WIDTH, BATCH = 100_000, 64, 512
 
@@ -40,6 +40,12 @@ def loss(params, ids):
 
 SLOW = zenjax.Topology.network("1gbit", 8)
 FAST = zenjax.Topology.preset("h100", 8)
+
+
+def machine(**link):
+  """Eight devices."""
+  level = Level(name="device", devices=8, link=zenjax.Link(**link))
+  return zenjax.Topology(levels=(level,))
 
 
 def plan(topology=SLOW, grad=zenjax.value_and_grad, **options):
@@ -83,19 +89,19 @@ def test_what_the_backward_pass_hides_takes_pmean():
   )
   question = _choosing.Question(
     gradients=(early, late),
-    context=Context(axes=("data",), sizes=(8,), mean=True),
-    links=zenjax.Link(
+    topology=machine(
       bandwidth=450e9,
       latency_s=1e-6,
       work=zenjax.Work(mask_byte=1e-9, move_byte=1e-9),
     ),
+    axes=("data",),
     compute_seconds=1.0,
     overlap=True,
   )
   hidden = _choosing.answer(question).by_name["early"]
   assert hidden.scheme == "dense"
-  slow = zenjax.Link(bandwidth=1e6, latency_s=1e-6)
-  exposed = dataclasses.replace(question, links=slow)
+  slow = machine(bandwidth=1e6, latency_s=1e-6)
+  exposed = dataclasses.replace(question, topology=slow)
   assert _choosing.answer(exposed).by_name["early"].scheme != "dense"
 
 
@@ -103,6 +109,9 @@ def test_two_levels():
   pod = zenjax.Topology.preset("h100", 8, hosts=4, network="100gbit")
   found = plan(pod, axis_name=("host", "device"))
   assert found.mesh == (("host", 4), ("device", 8))
+  assert found.topology == pod and found.devices == 32
+  assert zenjax.Plan.from_json(found.to_json()) == found
+  assert hash(zenjax.Plan.from_json(found.to_json())) == hash(found)
   assert found.by_name["table"].scheme != "dense"
 
 
@@ -141,8 +150,8 @@ def question(tables, overlap):
   }
   return _choosing.Question(
     gradients=gradients,
-    context=Context(axes=("data",), sizes=(8,), mean=True),
-    links=zenjax.Link(bandwidth=1e8, latency_s=1e-4),
+    topology=machine(bandwidth=1e8, latency_s=1e-4),
+    axes=("data",),
     profiles=profiles,
     compute_seconds=0.01,
     overlap=overlap,

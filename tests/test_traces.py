@@ -309,6 +309,32 @@ def test_recorded_steps_are_a_trace(tmp_path):
   assert found == [[[1, 5], [999]], [[], [0]]]
 
 
+def test_leaves_of_the_model_are_told(tmp_path):
+  params = {"bias": jnp.zeros(3), "embed": jnp.zeros((1000, 20))}
+  rows = zenjax.SparseRows(jnp.array([7, 7]), jnp.ones((2, 20)), 1000)
+  with zenjax.record(tmp_path / "t", params, steps=1) as recorder:
+    recorder.write(recorder.rows({"bias": params["bias"], "embed": rows}))
+  bias, embed = traces.read_header(tmp_path / "t").leaves
+  assert bias == traces.Leaf(name="bias", shape=(3,), dtype="float32")
+  assert (embed.shape, embed.look_ups) == ((1000, 20), 2)
+
+
+@pytest.mark.parametrize(
+  "leaves, words",
+  [
+    (3, "must list leaves, got leaves=3"),
+    ([{"name": "a", "dtype": "float32"}], "must give a leaf's shape"),
+    ([{"name": "a", "dtype": "f", "shape": [-1]}], "a leaf's shape"),
+    ([{"name": "a", "dtype": "float32", "shape": [3]}], "hold table 'embed'"),
+  ],
+)
+def test_leaves_that_cannot_be(recorded, leaves, words):
+  path = recorded / "trace.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"leaves": leaves}))
+  with pytest.raises(ValueError, match=words):
+    traces.read(recorded)
+
+
 def test_no_more_steps_than_asked_for(tmp_path):
   params = {"embed": jnp.zeros((1000, 20))}
   recorder = zenjax.record(tmp_path / "t", params, steps=1)

@@ -4,6 +4,7 @@ The same checks guard what is written and what is read.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,24 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+  """One parameter of the model, a table or not.
+
+  Attributes:
+    name: As `zenjax.report` has it.
+    shape: Of it.
+    dtype: Its name.
+    look_ups: Rows that a device's gradient has room for where it is SparseRows;
+      None of an array.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  look_ups: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
   """What `trace.json` says.
 
@@ -30,11 +49,13 @@ class Header:
     tables: In the order in which they are synchronized.
     devices: Devices of the run.
     steps: How many files of steps there are, or will be.
+    leaves: All parameters, for a planner; none where they were not told.
   """
 
   tables: tuple[Table, ...]
   devices: int
   steps: int
+  leaves: tuple[Leaf, ...] = ()
 
 
 class Where(NamedTuple):
@@ -50,7 +71,8 @@ class Where(NamedTuple):
 def document(header: Header) -> dict[str, Any]:
   """Inverse of `parse`."""
   fields = dataclasses.asdict(header)
-  return {"version": VERSION, **fields, "tables": list(fields["tables"])}
+  lists = {name: list(fields[name]) for name in ("tables", "leaves")}
+  return {"version": VERSION, **fields, **lists}
 
 
 def parse(document: Any, where: Where) -> Header:
@@ -69,23 +91,72 @@ def parse(document: Any, where: Where) -> Header:
   names = [table.name for table in parsed]
   if len(set(names)) != len(names):
     raise where.broken(f"must name each table once, got {names}")
+  leaves = _parse_leaves(document.get("leaves", []), where)
+  _require_tables(parsed, leaves, where)
   return Header(
     tables=parsed,
     devices=_count(document, "devices", where),
     steps=_count(document, "steps", where),
+    leaves=leaves,
   )
 
 
-def _parse_table(entry: Any, where: Where) -> Table:
+def _parse_leaves(entries: Any, where: Where) -> tuple[Leaf, ...]:
+  if not isinstance(entries, list):
+    raise where.broken(f"must list leaves, got leaves={entries!r}")
+  leaves = tuple(_parse_leaf(entry, where) for entry in entries)
+  names = [leaf.name for leaf in leaves]
+  if len(set(names)) != len(names):
+    raise where.broken(f"must name each leaf once, got {names}")
+  return leaves
+
+
+def _parse_leaf(entry: Any, where: Where) -> Leaf:
+  _check_named(entry, "leaf", where)
+  shape = entry.get("shape")
+  whole = isinstance(shape, list | tuple) and all(
+    type(size) is int and size >= 0 for size in shape
+  )
+  if not whole:
+    raise where.broken(f"must give a leaf's shape, got {entry!r}")
+  known = entry.get("look_ups") is not None
+  return Leaf(
+    name=entry["name"],
+    shape=tuple(shape),
+    dtype=entry["dtype"],
+    look_ups=_count(entry, "look_ups", where) if known else None,
+  )
+
+
+def _require_tables(
+  tables: tuple[Table, ...], leaves: tuple[Leaf, ...], where: Where
+) -> None:
+  """Where leaves are told, the tables are among them."""
+  known = {leaf.name: leaf for leaf in leaves}
+  for table in tables if leaves else ():
+    leaf = known.get(table.name)
+    size = table.rows * table.width
+    if leaf is None or math.prod(leaf.shape) != size:
+      raise where.broken(
+        f"must hold table {table.name!r}, {table.rows} x {table.width}, among"
+        f" its leaves, got {leaf}"
+      )
+
+
+def _check_named(entry: Any, kind: str, where: Where) -> None:
   if not isinstance(entry, dict):
-    raise where.broken(f"must hold an object for each table, got {entry!r}")
+    raise where.broken(f"must hold an object for each {kind}, got {entry!r}")
   for field in ("name", "dtype"):
     if not isinstance(entry.get(field), str):
-      raise where.broken(f"must give a table's {field}, got {entry!r}")
+      raise where.broken(f"must give a {kind}'s {field}, got {entry!r}")
   try:
     np.dtype(entry["dtype"])
   except TypeError as error:
     raise where.broken(f"must name a dtype, got {entry['dtype']!r}") from error
+
+
+def _parse_table(entry: Any, where: Where) -> Table:
+  _check_named(entry, "table", where)
   return Table(
     name=entry["name"],
     rows=_count(entry, "rows", where),

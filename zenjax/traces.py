@@ -1,7 +1,9 @@
 """Traces of a training run: which rows of which gradients were not zero.
 
 A trace is a directory. `trace.json` holds the version of the format, the
-number of devices and of steps, and name, rows, width and dtype of each table.
+number of devices and of steps, and name, rows, width and dtype of each table;
+`leaves`, where it is there, name, shape and dtype of every parameter, and the
+look-ups of a device where its gradient was SparseRows.
 `step-000000.npz` and so on hold one step each: for table `k` of `trace.json`
 `rows_k`, the row ids of device 0, then of device 1 and so on, `[*] uint32`,
 ascending within a device, and `offsets_k`, `[devices + 1] int64`: those of
@@ -26,6 +28,7 @@ import numpy as np
 
 from zenjax import _trace_format
 from zenjax._trace_format import Header
+from zenjax._trace_format import Leaf
 from zenjax._trace_format import Table
 from zenjax._trace_format import Where
 
@@ -34,6 +37,7 @@ __all__ = (
   "create",
   "finish",
   "Header",
+  "Leaf",
   "read",
   "read_header",
   "Table",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 
-from zenjax._cost import Links
+from zenjax._cost import Link
 from zenjax._cost import Profile
 from zenjax._planner import _strategies
 from zenjax._planner._plan import LeafPlan
@@ -16,6 +16,7 @@ from zenjax._planner._timeline import Exchange
 from zenjax._planner._timeline import Option
 from zenjax._planner._timeline import Overlap
 from zenjax._planner._timeline import simulate
+from zenjax._planner._topology import Topology
 from zenjax._planner._traced import Gradient
 from zenjax._schemes.base import Context
 
@@ -30,9 +31,8 @@ class Question:
 
   Attributes:
     gradients: As the program completes them.
-    context: Axes and sizes.
-    links: Of each axis.
-    machine: Its name.
+    topology: The machine.
+    axes: A name for each of its levels.
     profiles: Densities by leaf.
     compute_seconds: Of a step without any exchange.
     overlap: Whether exchanges run beside the backward pass.
@@ -42,9 +42,8 @@ class Question:
   """
 
   gradients: tuple[Gradient, ...]
-  context: Context
-  links: Links
-  machine: str = ""
+  topology: Topology
+  axes: tuple[str, ...]
   profiles: Mapping[str, Profile] = dataclasses.field(default_factory=dict)
   compute_seconds: float = 0.0
   overlap: bool = False
@@ -53,6 +52,18 @@ class Question:
     default_factory=dict
   )
   memory_bytes: float | None = None
+
+  @property
+  def context(self) -> Context:
+    """Of an exchange over all axes."""
+    return Context(axes=self.axes, sizes=self.topology.sizes, mean=True)
+
+  @property
+  def links(self) -> dict[str, Link]:
+    """That of each axis."""
+    return {
+      axis: level.link for axis, level in zip(self.axes, self.topology.levels)
+    }
 
   @property
   def mode(self) -> Overlap:
@@ -84,11 +95,14 @@ def answer(question: Question) -> Plan:
   return Plan(
     leaves=_leaves(question, honest, named),
     mesh=tuple(zip(question.context.axes, question.context.sizes)),
-    machine=question.machine,
+    machine=question.topology.name,
+    topology=question.topology,
     compute_seconds=question.compute_seconds,
     seconds=seconds_of(question, honest, named),
     dense_seconds=seconds_of(question, honest, _all_dense(question)),
     overlap=question.overlap,
+    wire_dtypes=question.wire_dtypes,
+    memory_bytes=question.memory_bytes,
   )
 
 
@@ -170,7 +184,9 @@ def _leaf(
     seconds=chosen.seconds,
     dense_seconds=dense.seconds if dense else 0.0,
     wire_bytes=chosen.received,
-    union=_union(question, i) if sparse else None,
+    rows=profile and profile.rows,
+    fullest=profile and profile.fullest,
+    union=_union(question, i),
     runner_up=second,
     runner_up_seconds=second_s,
     reason=_reason(question, space, i, name, profile),

@@ -15,7 +15,6 @@ from zenjax._planner._choosing import Question
 from zenjax._planner._plan import Plan
 from zenjax._planner._topology import Topology
 from zenjax._planner._traced import Gradient
-from zenjax._schemes.base import Context
 
 
 def plan(
@@ -92,9 +91,8 @@ def plan(
   return answer(
     Question(
       gradients=tuple(gradients),
-      context=Context(axes=axes, sizes=topology.sizes, mean=True),
-      links=dict(zip(axes, (level.link for level in topology.levels))),
-      machine=topology.name,
+      topology=topology,
+      axes=axes,
       profiles=profile or {},
       compute_seconds=compute_seconds,
       overlap=overlap,

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 import jax
 
 from zenjax._planner import _plan_json
 from zenjax._planner import _plan_text
+from zenjax._planner._topology import Topology
 
 # Of `LeafPlan.scheme`: what zen_sync calls a leaf that takes pmean.
 DENSE = "dense"
@@ -32,8 +34,10 @@ class LeafPlan:
     seconds: What its part of the exchange should take, local work included.
     dense_seconds: What pmean should take.
     wire_bytes: That a device should receive.
-    union: Nonzero rows of all devices that this was chosen for; None if no
-      rows were counted.
+    rows: Nonzero rows of a device that this was chosen for, mean; None if none
+      were counted, and a vocabulary's were assumed.
+    fullest: Those of the device that has most.
+    union: Those of all devices together.
     runner_up: What was second best, in words.
     runner_up_seconds: What that should take.
     reason: Why it was chosen, in words.
@@ -52,6 +56,8 @@ class LeafPlan:
   seconds: float = 0.0
   dense_seconds: float = 0.0
   wire_bytes: float = 0.0
+  rows: float | None = None
+  fullest: float | None = None
   union: float | None = None
   runner_up: str = ""
   runner_up_seconds: float = 0.0
@@ -80,10 +86,14 @@ class Plan:
     mesh: `(axis, devices)` of what gradients are averaged over, the slowest
       link first.
     machine: Name of the topology that it was made for.
+    topology: All of it, for `retune`.
     compute_seconds: Of a step on one device, without any exchange.
     seconds: Of a whole step, as planned.
     dense_seconds: Of a whole step where all leaves take pmean.
     overlap: Whether exchanges were taken to run beside the backward pass.
+    wire_dtypes: To which rows might be rounded on the wire.
+    memory_bytes: That the buffers of a leaf's exchange might take; None for
+      any.
     jax_version: Of the JAX that made it.
 
   Example:
@@ -100,10 +110,13 @@ class Plan:
   leaves: tuple[LeafPlan, ...]
   mesh: tuple[tuple[str, int], ...]
   machine: str = ""
+  topology: Topology | None = None
   compute_seconds: float = 0.0
   seconds: float = 0.0
   dense_seconds: float = 0.0
   overlap: bool = False
+  wire_dtypes: tuple[str, ...] = ()
+  memory_bytes: float | None = None
   jax_version: str = jax.__version__
 
   def __post_init__(self):
@@ -119,6 +132,11 @@ class Plan:
   @property
   def by_name(self) -> dict[str, LeafPlan]:
     return {leaf.name: leaf for leaf in self.leaves}
+
+  @property
+  def devices(self) -> int:
+    """All of the mesh."""
+    return math.prod(n for _, n in self.mesh)
 
   @property
   def pays(self) -> bool:

@@ -4,12 +4,18 @@ import dataclasses
 import json
 from typing import Any
 
+from zenjax._planner._topology import Topology
+
 _VERSION = 1
 _KEY = "zenjax_plan"
 
 
 def dumps(plan: Any) -> str:
-  return json.dumps({_KEY: _VERSION, **dataclasses.asdict(plan)}, indent=2)
+  # A topology's own form: `asdict` leaves keys that JSON has not.
+  topology = plan.topology and json.loads(plan.topology.to_json())
+  fields = dataclasses.asdict(dataclasses.replace(plan, topology=None))
+  document = {_KEY: _VERSION, **fields, "topology": topology}
+  return json.dumps(document, indent=2)
 
 
 def loads(text: str, plan: Any, leaf: Any) -> Any:
@@ -35,8 +41,25 @@ def loads(text: str, plan: Any, leaf: Any) -> Any:
     raise ValueError(
       f"`mesh` of a plan must be a list of [axis, devices], got {pairs!r}."
     )
-  mesh = tuple((name, devices) for name, devices in pairs)
-  return _of(plan, {**found, "leaves": leaves, "mesh": mesh}, "the plan")
+  read = {
+    "leaves": leaves,
+    "mesh": tuple((name, devices) for name, devices in pairs),
+    "topology": _topology(found.get("topology")),
+    "wire_dtypes": _names(found.get("wire_dtypes", [])),
+  }
+  return _of(plan, {**found, **read}, "the plan")
+
+
+def _topology(found: Any) -> Topology | None:
+  return None if found is None else Topology.from_json(json.dumps(found))
+
+
+def _names(found: Any) -> tuple[str, ...]:
+  if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+    raise ValueError(
+      f"`wire_dtypes` of a plan must be a list of names, got {found!r:.60}."
+    )
+  return tuple(found)
 
 
 def _records(found: Any) -> list[dict[str, Any]]:
@@ -85,24 +108,29 @@ _KINDS: dict[str, Any] = dict(
   compute_seconds=_NUMBER,
   dense_seconds=_NUMBER,
   dtype=str,
+  fullest=(*_NUMBER, _OPTIONAL),
   group=int,
   jax_version=str,
   leaves=tuple,
   look_ups=(int, _OPTIONAL),
   machine=str,
+  memory_bytes=(*_NUMBER, _OPTIONAL),
   mesh=tuple,
   name=str,
   overlap=bool,
   ready=_NUMBER,
   reason=str,
+  rows=(*_NUMBER, _OPTIONAL),
   runner_up=str,
   runner_up_seconds=_NUMBER,
   scheme=str,
   seconds=_NUMBER,
   shape=tuple,
+  topology=(Topology, _OPTIONAL),
   union=(*_NUMBER, _OPTIONAL),
   wire_bytes=_NUMBER,
   wire_dtype=(str, _OPTIONAL),
+  wire_dtypes=tuple,
 )
 
 

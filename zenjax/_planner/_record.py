@@ -5,7 +5,8 @@ outside `Recorder.write` adds what all devices gave to a trace
 (`zenjax.traces`). Letters: `n` devices, `R` rows, `D` width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import dataclasses
 import os
 from typing import Any
 
@@ -15,8 +16,10 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax import _select
 from zenjax import _transform
 from zenjax import traces
+from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
 
 
@@ -32,9 +35,12 @@ class Recorder:
     directory: str | os.PathLike,
     tables: Sequence[traces.Table],
     steps: int,
+    leaves: Sequence[traces.Leaf] = (),
   ):
     traces.check_free(directory)
     self.tables = tuple(tables)
+    self._leaves = tuple(leaves)
+    self._look_ups: dict[str, int] = {}
     self._directory = directory
     self._steps = steps
     self._header: traces.Header | None = None
@@ -55,6 +61,9 @@ class Recorder:
       grads: Of the parameters that `record` was given: arrays or SparseRows. Of
         these an array of R bits is made, and none of R rows.
     """
+    for name, leaf in _named(grads).items():
+      if isinstance(leaf, SparseRows):
+        self._look_ups[name] = leaf.capacity
     return nonzero_rows(grads, self.tables)
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
@@ -75,8 +84,15 @@ class Recorder:
   def _write(self, bits: Mapping[str, np.ndarray]) -> None:
     if self._header is None:
       (devices,) = {len(of_table) for of_table in bits.values()}
+      leaves = [
+        dataclasses.replace(leaf, look_ups=self._look_ups.get(leaf.name))
+        for leaf in self._leaves
+      ]
       self._header = traces.Header(
-        tables=self.tables, devices=devices, steps=self._steps
+        tables=self.tables,
+        devices=devices,
+        steps=self._steps,
+        leaves=tuple(leaves),
       )
       traces.create(self._directory, self._header)
     sets = [
@@ -146,7 +162,11 @@ def record(
       "`params` must hold a leaf that zen_sync sends sparse, but these are too"
       " small or too wide; name one by `sparse`."
     )
-  return Recorder(directory, tables, steps)
+  leaves = [
+    traces.Leaf(name=name, shape=tuple(x.shape), dtype=jnp.dtype(x.dtype).name)
+    for name, x in _named(params).items()
+  ]
+  return Recorder(directory, tables, steps, leaves)
 
 
 def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
@@ -200,10 +220,7 @@ def _has_bits(rows: jax.Array) -> jax.Array:
 
 def _named(tree: Any) -> dict[str, Any]:
   """Leaves by the names that zenjax reports."""
-  is_rows: Callable[[Any], bool] = lambda node: isinstance(node, SparseRows)
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_rows)
-  name = jax.tree_util.keystr
-  return {name(path, simple=True, separator="."): x for path, x in flat}
+  return dict(_select.named_leaves(tree, is_rows))
 
 
 def _on_host(packed: jax.Array) -> np.ndarray:

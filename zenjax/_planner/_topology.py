@@ -10,6 +10,7 @@ import os
 import pathlib
 
 from zenjax._cost import Link
+from zenjax._cost import Work
 from zenjax._planner import _level_json
 from zenjax._planner import _machines
 from zenjax._planner._levels import Level
@@ -105,7 +106,8 @@ class Topology:
   ) -> "Topology":
     """A known machine, by the figures that are published of it.
 
-    Peaks all of them, and not measurements; `source` says whose.
+    Peaks all of them, and not measurements; `source` says whose. So the
+    device's own work, by its memory's peak, is a floor.
 
     Args:
       machine: "h100", "h200", "tpu-v4", "tpu-v5e", "tpu-v5p" or "tpu-v6e".
@@ -119,7 +121,9 @@ class Topology:
         nothing.
     """
     known = _machines.machine(machine)
-    link = Link(bandwidth=known.bandwidth, latency_s=known.latency_s)
+    link = Link(
+      bandwidth=known.bandwidth, latency_s=known.latency_s, work=known.work
+    )
     levels = [Level(name="device", devices=devices, link=link)]
     source = f"{machine}: {known.source}"
     if (hosts > 1) != (network is not None):
@@ -129,7 +133,8 @@ class Topology:
       )
     if network is not None:
       share = (devices if ports is None else ports) / devices
-      levels.insert(0, _network_level("host", hosts, network, share))
+      outer = _network_level("host", hosts, network, share, known.work)
+      levels.insert(0, outer)
       source += f"; {network}: {_machines.NETWORK_SOURCE}"
     return cls(
       levels=tuple(levels),
@@ -139,12 +144,28 @@ class Topology:
     )
 
   @classmethod
-  def network(cls, rate: str, hosts: int) -> "Topology":
-    """Hosts of one device each on a network, say "100gbit", at line rate."""
+  def network(
+    cls, rate: str, hosts: int, machine: str | None = None
+  ) -> "Topology":
+    """Hosts of one device each on a network at line rate.
+
+    Args:
+      rate: Say "100gbit".
+      hosts: How many.
+      machine: Whose devices these are, as for `preset`: its memory tells how
+        long a device's own work takes at least. Without one it takes no time.
+
+    Raises:
+      ValueError: `rate` or `machine` is not known.
+    """
+    known = None if machine is None else _machines.machine(machine)
+    work = known.work if known else Work()
+    source = f"{rate}: {_machines.NETWORK_SOURCE}"
     return cls(
-      levels=(_network_level("host", hosts, rate, 1.0),),
-      name=rate,
-      source=f"{rate}: {_machines.NETWORK_SOURCE}",
+      levels=(_network_level("host", hosts, rate, 1.0, work),),
+      memory_bytes=known.memory_bytes if known else None,
+      name=f"{machine} on {rate}" if known else rate,
+      source=f"{source}; {machine}: {known.source}" if known else source,
     )
 
   def to_json(self) -> str:
@@ -201,7 +222,9 @@ class Topology:
     return cls.from_json(text)
 
 
-def _network_level(name: str, hosts: int, rate: str, share: float) -> Level:
+def _network_level(
+  name: str, hosts: int, rate: str, share: float, work: Work
+) -> Level:
   bandwidth, latency_s = _machines.network(rate)
-  link = Link(bandwidth=bandwidth * share, latency_s=latency_s)
+  link = Link(bandwidth=bandwidth * share, latency_s=latency_s, work=work)
   return Level(name=name, devices=hosts, link=link)
