@@ -126,6 +126,10 @@ class Growth:
     last = self.held[1] / self.pooled
     return whole, min(whole + beyond * float(last), float(self.rows))
 
+  def fullest(self, devices: int) -> float:
+    """Expected rows of the device that has most; of the pool's, beyond it."""
+    return _subsets.fullest(self.sizes, min(devices, self.pooled))
+
   def profile(self, devices: int) -> _cost.Profile:
     """What the cost model asks of a table, for so many devices.
 
@@ -135,7 +139,7 @@ class Growth:
     m = self._checked(devices)
     return _cost.Profile(
       rows=float(self.sizes.mean()),
-      fullest=_subsets.fullest(self.sizes, m),
+      fullest=self.fullest(m),
       union=self.union(m),
       devices=m,
       skew=self._skew(m),

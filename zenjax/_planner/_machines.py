@@ -7,6 +7,7 @@ are of one message between two devices.
 """
 
 import dataclasses
+import math
 import re
 
 from zenjax._cost import Work
@@ -119,7 +120,7 @@ def network(rate: str) -> tuple[float, float]:
     ValueError: `rate` is no number with "gbit" or "mbit" after it.
   """
   match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
-  if match is None or float(match[1]) <= 0:
+  if match is None or not 0 < float(match[1]) < math.inf:
     raise ValueError(
       "`network` must be a positive number and gbit or mbit, say '100gbit',"
       f" got {rate!r}."

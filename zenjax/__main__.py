@@ -1,0 +1,8 @@
+"""`python -m zenjax`: plans, links and what-ifs from a shell."""
+
+import sys
+
+from zenjax._planner._cli import main
+
+if __name__ == "__main__":
+  sys.exit(main())

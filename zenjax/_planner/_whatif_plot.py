@@ -1,0 +1,58 @@
+"""What `whatif` found, drawn: times above, scaling factors below."""
+
+from collections.abc import Mapping
+import importlib.util
+import os
+from typing import Any
+
+from zenjax._planner._whatif import Sweep
+
+_PLAN, _PMEAN, _TURN = "#0060a0", "#c04000", "#808080"
+
+
+def require() -> None:
+  """Raises `ImportError` where nothing can be drawn."""
+  if importlib.util.find_spec("matplotlib") is None:
+    raise ImportError(
+      '--plot needs matplotlib, which is not installed: pip install "zenjax'
+      '[plan]", or leave it out; the table says the same.'
+    )
+
+
+def save(
+  path: str | os.PathLike, sweeps: Mapping[Any, Sweep], title: str
+) -> None:
+  """One column for each of `sweeps`, which go by `_cli_whatif.Axis`."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(11, 6), layout="constrained")
+  grid = figure.subplots(2, len(sweeps), sharex="col", squeeze=False)
+  for column, (axis, sweep) in enumerate(sweeps.items()):
+    times, factors = grid[0][column], grid[1][column]
+    _draw(times, sweep, lambda p: (p.seconds * 1e3, p.dense_seconds * 1e3))
+    _draw(factors, sweep, lambda p: (p.scaling, p.dense_scaling))
+    compute = [p.compute_seconds * 1e3 for p in sweep.points]
+    at = [p.at for p in sweep.points]
+    times.plot(at, compute, ":", color="black", label="without any exchange")
+    times.set_yscale("log")
+    factors.set_ylim(0, 1.05)
+    factors.set_xscale("log", base=10 if axis.name == "links" else 2)
+    factors.set_xticks(at, [axis.show(x) for x in at], rotation=30)
+    factors.minorticks_off()
+    factors.set_xlabel(axis.label)
+  grid[0][0].set_ylabel("ms a step")
+  grid[1][0].set_ylabel("scaling factor")
+  grid[0][0].legend(frameon=False)
+  figure.suptitle(f"Predicted, varied from {title}")
+  figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, sweep: Sweep, values: Any) -> None:
+  at = [p.at for p in sweep.points]
+  planned, dense = zip(*map(values, sweep.points))
+  axes.plot(at, planned, "o-", color=_PLAN, label="planned")
+  axes.plot(at, dense, "s-", color=_PMEAN, label="plain pmean")
+  for turn in sweep.turns:
+    if at[0] <= turn.at <= at[-1]:
+      axes.axvline(turn.at, color=_TURN, linestyle="--", linewidth=1)
+  axes.spines[["top", "right"]].set_visible(False)
