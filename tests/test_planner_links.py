@@ -15,6 +15,7 @@ from zenjax._planner import _fits
 from zenjax._planner import _links
 from zenjax._planner import _machines
 from zenjax._planner import _single
+from zenjax._planner import _work
 from zenjax._planner._levels import Fit
 from zenjax._planner._levels import Level
 
@@ -224,12 +225,61 @@ def test_every_collective_is_measured():
       assert level.link.seconds(fit.op, 2, received) == seconds
       assert abs(fit.seconds(received) / seconds - 1) <= fit.error + 1e-9
   assert zenjax.Topology.from_json(found.to_json()) == found
+  work = level.link.work
+  assert work.mask_byte + work.mask_row > 0 and work.move_byte >= 0
+
+
+def test_work_is_that_of_all_devices_at_once(monkeypatch):
+  """On a mesh of two axes, nothing crosses them, and the bar ends."""
+  monkeypatch.setattr(_work, "TABLES", ((400, 16), (1600, 4)))
+  monkeypatch.setattr(_work, "MOVED", ((64, 16), (256, 4)))
+  turns = []
+  work = _work.measured(mesh(2, 2), 2, lambda: turns.append(1))
+  assert len(turns) == 4 * 3
+  for name in ("mask", "move"):
+    row, byte = (getattr(work, f"{name}_{x}") for x in ("row", "byte"))
+    assert row >= 0 and byte >= 0 and 0 < row + byte < 1
+
+
+def test_work_moves_every_row(monkeypatch):
+  """What is timed packs, merges and writes what it says."""
+  monkeypatch.setattr(_work, "TABLES", ())
+  monkeypatch.setattr(_work, "MOVED", ((64, 4),))
+  totals = []
+  real = jax.block_until_ready
+  note = lambda x: totals.append(x[1]) or real(x)
+  monkeypatch.setattr(_work.jax, "block_until_ready", note)
+  for run in _work.runs(mesh(2), 4).values():
+    run()
+  (total,) = totals
+  # Four sources of 16 rows each, of which few meet in one of 512 slots.
+  assert total.shape == (2,) and np.all((total > 32) & (total <= 64))
+
+
+def test_a_larger_scale_costs_a_row_no_less():
+  samples = {"mask_0": [3.0], "mask_1": [3.0], "move_0": [2.0], "move_1": [2.0]}
+  once, scaled = (_work.fit([samples], scale) for scale in (1, 4))
+  assert scaled == pytest.approx({k: x / 4 for k, x in once.items()})
+
+
+@pytest.mark.parametrize("name", _machines.MACHINES)
+def test_presets_have_a_floor_of_work(name):
+  topology = zenjax.Topology.preset(name, 8, hosts=2, network="100gbit")
+  (work,) = {level.link.work for level in topology.levels}
+  # From 819 GB/s to 4.8 TB/s.
+  assert 0.2e-12 <= work.mask_byte <= 1.3e-12
+  assert work.move_byte == 4 * work.mask_byte
+  assert "a floor" in topology.source
+  alone = zenjax.Topology.network("100gbit", 2, name)
+  assert alone.levels[0].link == topology.levels[0].link
+  assert alone.memory_bytes == topology.memory_bytes
 
 
 @pytest.mark.filterwarnings("ignore:Links along:RuntimeWarning")
 def test_axes_are_measured_one_by_one(monkeypatch):
   ops = {"all_gather": _single.OPS["all_gather"]}
   monkeypatch.setattr(_single, "OPS", ops)
+  monkeypatch.setattr(_work, "measured", lambda *_: zenjax.Work())
   found = zenjax.measure_links(mesh(2, 2), sizes=(4096,), repeats=1)
   assert [level.name for level in found.levels] == ["host", "device"]
   explicit = jax.make_mesh((2, 1), ("a", "b"), devices=jax.devices()[:2])

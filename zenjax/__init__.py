@@ -18,6 +18,7 @@ from zenjax._planner._plan import Plan
 from zenjax._planner._record import record
 from zenjax._planner._record import Recorder
 from zenjax._planner._topology import Topology
+from zenjax._planner._work import measure_work
 from zenjax._profile import profile
 from zenjax._report import report
 from zenjax._rows._catch_up import catch_up
@@ -73,6 +74,7 @@ __all__ = (
   "LeafPlan",
   "Link",
   "measure_links",
+  "measure_work",
   "micro",
   "owner_update",
   "OwnerState",

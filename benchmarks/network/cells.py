@@ -26,7 +26,6 @@ _CODE = (
   "benchmarks/network/local_work.py",
   "benchmarks/shared_compiler.py",
   "benchmarks/network/variants.py",
-  "benchmarks/network/work.py",
   "benchmarks/served.py",
   "benchmarks/ids.py",
   "benchmarks/netns.py",

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 from typing import Any
+import warnings
 
 import jax
 from jax.sharding import Mesh
@@ -17,8 +18,12 @@ from zenjax._planner._topology import Topology
 def run(options: argparse.Namespace) -> None:
   devices = _devices(options.devices)
   mesh = Mesh(np.array(devices), ("data",))
-  found = _links.measure_links(mesh, repeats=options.repeats)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", RuntimeWarning)
+    found = _links.measure_links(mesh, repeats=options.repeats)
   print(table(found))
+  for warning in caught:
+    print(f"note: {warning.message}")
   if options.json:
     options.json.write_text(found.to_json(), encoding="utf-8")
     print(f"saved {options.json}")

@@ -12,10 +12,10 @@ from zenjax._planner._from_trace import Recorded
 def run(options: argparse.Namespace) -> None:
   machine = arguments.topology(options)
   recorded = arguments.recorded(options)
-  print(_densities(options, recorded, machine.devices))
   plan = answer(
     recorded.question(machine, options.batch, **arguments.settings(options))
   )
+  print(_densities(options, recorded, machine.devices))
   print(plan)
   for note in arguments.notes(options, recorded, machine):
     print(note)

@@ -19,6 +19,8 @@ class Axis(NamedTuple):
   name: str
   label: str
   show: Callable[[float], str]
+  drawn: str
+  tick: Callable[[float], str]
 
 
 def mbit(text: str) -> float:
@@ -29,9 +31,10 @@ def _rate(at: float) -> str:
   return f"{at / 1e3:.3g} Gbit/s" if at >= 1e3 else f"{at:.3g} Mbit/s"
 
 
-HOSTS = Axis("hosts", "hosts", lambda at: f"{at:.0f}")
-LINKS = Axis("links", "link", _rate)
-BATCH = Axis("batch", "times the batch", lambda at: f"{at:.0f}")
+_whole = "{:.0f}".format
+HOSTS = Axis("hosts", "hosts", _whole, "hosts", _whole)
+LINKS = Axis("links", "link", _rate, "link, Gbit/s", lambda at: f"{at / 1e3:g}")
+BATCH = Axis("batch", "batch", _whole, "times the recorded batch", _whole)
 
 
 def add_sweeps(command: argparse.ArgumentParser) -> None:
@@ -83,9 +86,13 @@ def run(options: argparse.Namespace) -> None:
     compute_seconds=settings.pop("compute_seconds"),
     settings=settings,
   )
+  # Without a network it is one host's devices that are varied.
+  level = machine.levels[0].name
+  label = "hosts" if level == "host" else f"devices along {level!r}"
+  hosts = HOSTS._replace(label=label, drawn=label)
   rates = [mbit(rate) for rate in options.over_links]
   sweeps = {
-    HOSTS: _whatif.over_hosts(base, options.over_hosts),
+    hosts: _whatif.over_hosts(base, options.over_hosts),
     LINKS: _whatif.over_links(base, rates),
     BATCH: _whatif.over_batch(base, options.over_batch),
   }

@@ -8,6 +8,8 @@ two thirds of a step.
 
 from collections.abc import Sequence
 import dataclasses
+import math
+import os
 from typing import Any
 
 import numpy as np
@@ -93,6 +95,30 @@ def recorded(trace: traces.Trace) -> Recorded:
     pooled=header.devices * header.steps,
     whole=bool(header.leaves),
   )
+
+
+def profiles(
+  directory: str | os.PathLike, gradients: Sequence[Gradient], devices: int
+) -> dict[str, Profile]:
+  """Densities of a model's tables, for so many devices.
+
+  Raises:
+    ValueError: The trace is broken, or of another model.
+  """
+  trace = traces.read(directory)
+  shapes = {g.name: g.shape for g in gradients}
+  wrong = [
+    f"{t.name!r} {t.rows} x {t.width} there, {shapes.get(t.name, 'none')} here"
+    for t in trace.header.tables
+    if math.prod(shapes.get(t.name, ())) != t.rows * t.width
+    or shapes[t.name][-1] != t.width
+  ]
+  if wrong:
+    raise ValueError(
+      f"`trace` must be of the model that is planned, but of {wrong[0]}"
+      f" ({len(wrong)} such tables); record steps of this model."
+    )
+  return recorded(trace).profiles(devices)
 
 
 def _gradients(

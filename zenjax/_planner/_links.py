@@ -7,6 +7,7 @@ numbers of devices that were not measured, and the curve for the one that was.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from zenjax._cost import Curve
 from zenjax._planner import _fits
 from zenjax._planner import _single
+from zenjax._planner import _work
 from zenjax._planner._topology import Topology
 
 # Bytes that a device receives, about.
@@ -59,7 +61,8 @@ def measure_links(
 
   Returns:
     A topology with a curve and a fit of each collective on each level. Its
-    links' bandwidth and latency are the median collective's.
+    links' bandwidth and latency are the median collective's, their work is what
+    `measure_work` says of all devices at once.
 
   Raises:
     ValueError: No such axis, or nothing to measure.
@@ -86,13 +89,18 @@ def measure_links(
   if not isinstance(repeats, int) or repeats < 1:
     raise ValueError(f"`repeats` must be a positive integer, got {repeats!r}.")
   pairs = [(a, op, s) for a in axes for op in _single.OPS for s in sizes]
-  with _bar(progress, len(pairs) * (repeats + 2)) as advance:
+  kinds = len(_work.TABLES) + len(_work.MOVED)
+  total = len(pairs) * (repeats + 2) + kinds * (repeats + 1)
+  with _bar(progress, total) as advance:
     points = list(_build(mesh, pairs, advance))
     seconds = _slowest_process(_time(points, repeats, advance))
+    work = _work.measured(mesh, repeats, advance)
   levels = []
   for axis in axes:
     curves = _curves(points, seconds, axis)
-    levels.append(_fits.level_of(axis, mesh.shape[axis], curves))
+    level = _fits.level_of(axis, mesh.shape[axis], curves)
+    link = dataclasses.replace(level.link, work=work)
+    levels.append(dataclasses.replace(level, link=link))
   return Topology(
     levels=tuple(levels),
     memory_bytes=_memory_bytes(mesh),

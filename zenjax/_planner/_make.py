@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import math
+import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from zenjax import _options
 from zenjax._cost import Profile
 from zenjax._options import AxisName
+from zenjax._planner import _from_trace
 from zenjax._planner import _traced
 from zenjax._planner._choosing import answer
 from zenjax._planner._choosing import Question
@@ -23,6 +25,7 @@ def plan(
   topology: Topology,
   axis_name: AxisName = "data",
   profile: Mapping[str, Profile] | None = None,
+  trace: str | os.PathLike | None = None,
   compute_seconds: float = 0.0,
   overlap: bool = False,
   wire_dtypes: Sequence[Any] = (),
@@ -46,6 +49,8 @@ def plan(
       topology, the slowest first.
     profile: Densities by leaf name: what `zenjax.profile(state)` says after
       some steps. Of leaves that it lacks a vocabulary's are assumed.
+    trace: A directory that `zenjax.record` wrote, in the place of `profile`: it
+      tells the densities for any number of devices.
     compute_seconds: What a step takes on one device without any exchange.
     overlap: Whether exchanges run beside the backward pass, as XLA schedules
       them on TPU and GPU and does not on CPU.
@@ -85,6 +90,12 @@ def plan(
   axes = _options.axes(axis_name)
   _check(axes, topology, compute_seconds, memory_bytes)
   gradients = _traced.gradients(value_and_grad, *args)
+  if trace is not None:
+    if profile is not None:
+      raise ValueError(
+        "`trace` must be left out where `profile` is given: both tell densities."
+      )
+    profile = _from_trace.profiles(trace, gradients, topology.devices)
   _check_names(gradients, profile, "profile")
   _check_names(gradients, capacities, "capacities")
   wires = [_options.floating("wire_dtypes", dtype) for dtype in wire_dtypes]

@@ -7,7 +7,8 @@ from typing import Any
 
 from zenjax._planner._whatif import Sweep
 
-_PLAN, _PMEAN, _TURN = "#0060a0", "#c04000", "#808080"
+_PLAN, _PMEAN = "#0060a0", "#c04000"
+_TURN: dict[str, Any] = dict(color="#808080", linestyle="--", linewidth=1)
 
 
 def require() -> None:
@@ -24,8 +25,9 @@ def save(
 ) -> None:
   """One column for each of `sweeps`, which go by `_cli_whatif.Axis`."""
   from matplotlib.figure import Figure
+  from matplotlib.lines import Line2D
 
-  figure = Figure(figsize=(11, 6), layout="constrained")
+  figure = Figure(figsize=(11, 6.5), layout="constrained")
   grid = figure.subplots(2, len(sweeps), sharex="col", squeeze=False)
   for column, (axis, sweep) in enumerate(sweeps.items()):
     times, factors = grid[0][column], grid[1][column]
@@ -34,16 +36,23 @@ def save(
     compute = [p.compute_seconds * 1e3 for p in sweep.points]
     at = [p.at for p in sweep.points]
     times.plot(at, compute, ":", color="black", label="without any exchange")
-    times.set_yscale("log")
+    times.set_ylim(0, None)
     factors.set_ylim(0, 1.05)
-    factors.set_xscale("log", base=10 if axis.name == "links" else 2)
-    factors.set_xticks(at, [axis.show(x) for x in at], rotation=30)
+    factors.set_xscale("log")
+    factors.set_xticks(at, [axis.tick(x) for x in at])
     factors.minorticks_off()
-    factors.set_xlabel(axis.label)
+    factors.set_xlabel(axis.drawn)
   grid[0][0].set_ylabel("ms a step")
   grid[1][0].set_ylabel("scaling factor")
-  grid[0][0].legend(frameon=False)
   figure.suptitle(f"Predicted, varied from {title}")
+  handles, _ = grid[0][0].get_legend_handles_labels()
+  turn = Line2D([], [], label="the better choice changes", **_TURN)
+  figure.legend(
+    handles=[*handles, turn],
+    loc="outside lower center",
+    ncols=4,
+    frameon=False,
+  )
   figure.savefig(path, dpi=120)
 
 
@@ -54,5 +63,5 @@ def _draw(axes: Any, sweep: Sweep, values: Any) -> None:
   axes.plot(at, dense, "s-", color=_PMEAN, label="plain pmean")
   for turn in sweep.turns:
     if at[0] <= turn.at <= at[-1]:
-      axes.axvline(turn.at, color=_TURN, linestyle="--", linewidth=1)
+      axes.axvline(turn.at, **_TURN)
   axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,338 @@
+"""`python -m zenjax`: what it prints, saves and refuses."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zenjax
+from zenjax import traces
+from zenjax._planner import _choosing
+from zenjax._planner import _cli
+from zenjax._planner import _from_trace
+from zenjax._planner import _single
+from zenjax._planner import _whatif
+from zenjax._planner import _work
+
+ROWS, WIDTH, DEVICES, STEPS = 20_000, 32, 4, 4
+LEAVES = (
+  traces.Leaf(name="bias", shape=(WIDTH,), dtype="float32"),
+  traces.Leaf(name="table", shape=(ROWS, WIDTH), dtype="float32"),
+  traces.Leaf(name="w", shape=(64, 64), dtype="float32"),
+)
+HEADER = traces.Header(
+  tables=(traces.Table(name="table", rows=ROWS, width=WIDTH, dtype="float32"),),
+  devices=DEVICES,
+  steps=STEPS,
+  leaves=LEAVES,
+)
+
+
+def write(directory, header=HEADER, rows=200):
+  rng = np.random.default_rng(0)
+  traces.create(directory, header)
+  for step in range(header.steps):
+    drawn = [rng.permutation(ROWS)[:rows] for _ in range(DEVICES)]
+    sets = [np.sort(d) for d in drawn]
+    traces.write_step(directory, header, step, [sets])
+  return str(directory)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+  return write(tmp_path_factory.mktemp("cli") / "trace")
+
+
+def run(*words):
+  return _cli.main([str(word) for word in words])
+
+
+def refused(capsys, *words):
+  with pytest.raises(SystemExit) as stopped:
+    run(*words)
+  assert stopped.value.code == 2
+  return capsys.readouterr().err
+
+
+NETWORK = ("--hosts", "8", "--link", "10gbit", "--machine", "h100")
+
+
+# --- what a trace tells -----------------------------------------------------
+
+
+def test_densities_are_those_of_the_pool(trace):
+  found = _from_trace.recorded(traces.read(trace))
+  growth = found.growths["table"]
+  profile = found.profiles(8)["table"]
+  assert profile.rows == pytest.approx(200)
+  assert profile.union == growth.union(8)
+  # Twice the look-ups are two recorded devices.
+  twice = found.profiles(4, batch=2)["table"]
+  assert twice.rows == growth.union(2) and twice.union == growth.union(8)
+  assert found.pooled == DEVICES * STEPS and found.whole
+  beyond = found.profiles(64)["table"]
+  assert growth.union(16) < beyond.union <= growth.union(16) * 4
+
+
+def test_tables_are_complete_last(trace):
+  found = _from_trace.recorded(traces.read(trace)).gradients
+  assert [g.name for g in found] == ["bias", "w", "table"]
+  assert [g.ready for g in found] == pytest.approx([2 / 3, 1, 1])
+
+
+def plan_of(trace, rows=ROWS, **options):
+  shape = jax.ShapeDtypeStruct
+  params = {"table": shape((rows, WIDTH), jnp.float32)}
+  loss = lambda p, ids: jnp.sum(p["table"][ids])
+  return zenjax.plan(
+    zenjax.value_and_grad(loss),
+    params,
+    shape((256,), jnp.int32),
+    topology=zenjax.Topology.network("10gbit", 8),
+    trace=trace,
+    **options,
+  )
+
+
+def test_a_model_is_planned_by_its_trace(trace):
+  found = plan_of(trace).by_name["table"]
+  growth = _from_trace.recorded(traces.read(trace)).growths["table"]
+  assert found.rows == pytest.approx(200) and found.union == growth.union(8)
+  with pytest.raises(ValueError, match="`trace`.*'table' 20000 x 32 there"):
+    plan_of(trace, rows=3_000)
+  with pytest.raises(ValueError, match="`trace` must be left out"):
+    plan_of(trace, profile={})
+
+
+# --- plan -------------------------------------------------------------------
+
+
+def test_plan_prints_and_saves(trace, tmp_path, capsys):
+  path = tmp_path / "plan.json"
+  options = ("--compute-seconds", "0.01", "--json", path)
+  assert run("plan", "--trace", trace, *NETWORK, *options) == 0
+  out = capsys.readouterr().out
+  assert "plan for 8 devices (data 8) on h100 on 10gbit" in out
+  assert "2 leaves without another way" in out and "note" not in out
+  plan = zenjax.Plan.from_json(path.read_text())
+  assert plan.compute_seconds == 0.01 and plan.pays
+  assert {leaf.name for leaf in plan.leaves} == {"bias", "table", "w"}
+  assert plan.by_name["table"].union == pytest.approx(1545, rel=0.02)
+  # It is the model's: zen_sync takes it.
+  params = {x.name: np.zeros(x.shape, np.float32) for x in LEAVES}
+  zenjax.zen_sync("data", plan=plan).init(params)
+
+
+def test_plan_of_a_pod(trace, capsys):
+  pod = ("--machine", "h200", "--devices", "8", "--hosts", "2", "--link")
+  assert run("plan", "--trace", trace, *pod, "100gbit", "--overlap") == 0
+  out = capsys.readouterr().out
+  assert "16 devices (host 2 x device 8) on h200" in out
+  assert "does not say when gradients are complete" in out
+
+
+def test_plan_on_a_measured_machine(trace, tmp_path, capsys):
+  path = tmp_path / "machine.json"
+  path.write_text(zenjax.Topology.network("1gbit", 4).to_json())
+  assert run("plan", "--trace", trace, "--topology", path) == 0
+  assert "plan for 4 devices" in capsys.readouterr().out
+  run("plan", "--trace", trace, "--topology", path, "--hosts", "64")
+  out = capsys.readouterr().out
+  assert "plan for 64 devices" in out and "Record more steps" in out
+  assert "own work is taken to cost nothing" in out
+
+
+def test_tables_alone_are_told_to_be(tmp_path, capsys):
+  header = dataclasses.replace(HEADER, leaves=(), steps=1)
+  alone = write(tmp_path / "old", header)
+  assert run("plan", "--trace", alone, *NETWORK) == 0
+  assert "tells of tables only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "words, said",
+  [
+    (("--hosts", "8"), "--link and --hosts must be given together"),
+    (("--link", "1gbit"), "--link and --hosts must be given together"),
+    ((), "a machine must be described"),
+    (("--machine", "h100"), "a machine must be described"),
+    (("--hosts", "0", "--link", "1gbit"), "--hosts: must be at least 1, got 0"),
+    (("--hosts", "x", "--link", "1gbit"), "must be a whole number, got 'x'"),
+    (("--hosts", "8", "--link", "fast"), "say 100gbit, got 'fast'"),
+    (("--machine", "a100", *NETWORK[:4]), "invalid choice: 'a100'"),
+    (("--devices", "8", *NETWORK[:4]), "--devices must come with --machine"),
+    (
+      ("--topology", "none", "--link", "1gbit"),
+      "--link must not be given beside",
+    ),
+    (("--topology", "none"), "'none' cannot be read"),
+    ((*NETWORK, "--compute-seconds", "-1"), "must be finite and not negative"),
+    ((*NETWORK, "--compute-seconds", "nan"), "must be finite and not negative"),
+    ((*NETWORK, "--memory-gb", "0"), "must be positive"),
+    ((*NETWORK, "--memory-gb", "1e-8"), "`memory_bytes` must hold"),
+    ((*NETWORK, "--wire-dtypes", "int8"), "invalid choice: 'int8'"),
+    ((*NETWORK, "--json", "none/x.json"), "in a directory that is there"),
+  ],
+)
+def test_bad_input_is_refused(trace, capsys, words, said):
+  assert said in refused(capsys, "plan", "--trace", trace, *words)
+
+
+def test_broken_traces_are_refused(tmp_path, capsys):
+  none = refused(capsys, "plan", "--trace", tmp_path / "no", *NETWORK)
+  assert "must hold a trace" in none and "no/trace.json" in none
+  cut = write(tmp_path / "cut")
+  (tmp_path / "cut" / "step-000003.npz").unlink()
+  said = refused(capsys, "plan", "--trace", cut, *NETWORK)
+  assert "step-000003.npz is missing" in said
+  (tmp_path / "cut" / "step-000002.npz").write_bytes(b"PK")
+  assert "is cut short" in refused(capsys, "plan", "--trace", cut, *NETWORK)
+  other = write(tmp_path / "other")
+  path = tmp_path / "other" / "trace.json"
+  path.write_text(path.read_text().replace(f'"rows": {ROWS}', '"rows": 100'))
+  said = refused(capsys, "plan", "--trace", other, *NETWORK)
+  assert "must hold table 'table', 100 x 32" in said
+
+
+# --- links ------------------------------------------------------------------
+
+
+def test_links_prints_and_saves(monkeypatch, tmp_path, capsys):
+  ops = {"all_gather": _single.OPS["all_gather"]}
+  monkeypatch.setattr(_single, "OPS", ops)
+  work = zenjax.Work(mask_byte=2e-9)
+  monkeypatch.setattr(_work, "measured", lambda *_: work)
+  path = tmp_path / "machine.json"
+  assert run("links", "--devices", 2, "--repeats", 1, "--json", path) == 0
+  out = capsys.readouterr().out
+  assert "2 x cpu" in out and "all_gather" in out and "mask_byte 2 ns" in out
+  found = zenjax.Topology.load(path)
+  assert found.sizes == (2,) and found.levels[0].link.work == work
+
+
+def test_links_wants_devices(capsys):
+  assert "at least 2" in refused(capsys, "links", "--devices", "1")
+  said = refused(capsys, "links", "--devices", "99")
+  assert "those that JAX sees, 8 cpu, got 99" in said
+
+
+# --- whatif -----------------------------------------------------------------
+
+SWEEPS = ("--over-hosts", 2, 8, "--over-links", "1gbit", "--over-batch", 1, 2)
+
+
+def whatif(trace, *words):
+  options = ("--compute-seconds", "0.01", *SWEEPS)
+  return run("whatif", "--trace", trace, *NETWORK, *options, *words)
+
+
+def test_whatif_prints_and_saves(trace, tmp_path, capsys):
+  path = tmp_path / "whatif.json"
+  assert whatif(trace, "--json", path) == 0
+  out = capsys.readouterr().out
+  assert "8 devices on h100 on 10gbit" in out and "1 Gbit/s" in out
+  found = json.loads(path.read_text())
+  assert [len(found[k]["points"]) for k in ("hosts", "links", "batch")] == [
+    2,
+    1,
+    2,
+  ]
+  # Sixteen sets were recorded: 8 devices of twice the batch are the last.
+  assert "*" not in out
+  (rate,) = found["links"]["turns"]
+  assert not rate["pays"] and rate["at"] > 1e4
+  assert "on plain pmean is the better choice" in out
+
+
+def test_points_are_plans(trace):
+  recorded = _from_trace.recorded(traces.read(trace))
+  machine = zenjax.Topology.network("10gbit", 8, "h100")
+  base = _whatif.Base(
+    recorded=recorded,
+    topology=machine,
+    batch=1,
+    compute_seconds=0.01,
+    settings={},
+  )
+  point = base.larger_batch(2)
+  question = recorded.question(machine, 2, compute_seconds=0.02)
+  plan = _choosing.answer(question)
+  assert (point.seconds, point.dense_seconds) == (
+    plan.seconds,
+    plan.dense_seconds,
+  )
+  assert point.scaling == 0.02 / plan.seconds > point.dense_scaling
+  assert base.hosts(4).devices == 4 and not base.hosts(16).bounded
+  assert base.hosts(17).bounded
+  faster = _whatif.with_rate(machine, 20_000).levels[0].link
+  assert (
+    faster.bandwidth == 2.5e9 and faster.work == machine.levels[0].link.work
+  )
+
+
+def test_turning_points_are_found():
+  """Of a choice that is better from 5 to 18 only."""
+
+  def point(at):
+    pays = 5 <= at < 19
+    return _whatif.Point(
+      at=at,
+      devices=1,
+      compute_seconds=1.0,
+      seconds=1.0,
+      dense_seconds=2.0,
+      pays=pays,
+      bounded=False,
+    )
+
+  hosts = _whatif._sweep(point, [3, 30], [2, 4, 8, 16], _whatif._middle)
+  assert [(t.at, t.pays) for t in hosts.turns] == [(5, True), (19, False)]
+  assert [p.at for p in hosts.points] == [3, 30] and hosts.searched == (2, 30)
+  rate = _whatif._sweep(point, [1], [1.0, 10.0, 100.0], _whatif._geometric)
+  assert [t.at for t in rate.turns] == pytest.approx([5, 19], rel=0.02)
+
+
+def test_whatif_draws(trace, tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  path = tmp_path / "whatif.svg"
+  assert whatif(trace, "--plot", path) == 0
+  assert f"saved {path}" in capsys.readouterr().out
+  assert path.read_text().count("<svg") == 1
+
+
+def test_a_plot_needs_matplotlib(trace, tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  with pytest.raises(SystemExit) as stopped:
+    whatif(trace, "--plot", tmp_path / "x.png")
+  assert stopped.value.code == 2
+  assert 'pip install "zenjax[plan]"' in capsys.readouterr().err
+
+
+def test_whatif_needs_the_time_of_a_step(trace, capsys):
+  said = refused(capsys, "whatif", "--trace", trace, *NETWORK)
+  assert "required: --compute-seconds" in said
+
+
+# --- the command itself -----------------------------------------------------
+
+
+def test_it_runs_as_a_module():
+  found = subprocess.run(
+    [sys.executable, "-m", "zenjax", "--help"], capture_output=True, text=True
+  )
+  assert found.returncode == 0, found.stderr
+  assert all(word in found.stdout for word in ("plan", "links", "whatif"))
+
+
+def test_an_interrupt_says_so(trace, monkeypatch, capsys):
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(_from_trace, "recorded", interrupted)
+  assert run("plan", "--trace", trace, *NETWORK) == 130
+  assert "Interrupted" in capsys.readouterr().err
