@@ -17,6 +17,8 @@ from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
 from zenjax._planner._record import record
 from zenjax._planner._record import Recorder
+from zenjax._planner._retune import retune
+from zenjax._planner._retuned import Retuned
 from zenjax._planner._topology import Topology
 from zenjax._planner._work import measure_work
 from zenjax._profile import profile
@@ -88,6 +90,8 @@ __all__ = (
   "Recorder",
   "report",
   "reshard",
+  "retune",
+  "Retuned",
   "row_adagrad",
   "RowAdagradState",
   "sparse_pmean",

@@ -91,7 +91,11 @@ def answer(question: Question) -> Plan:
   ]
   if not question.overlap:
     named = _joined(named)
-  honest = question.space(1.0)
+  return planned(question, question.space(1.0), named)
+
+
+def planned(question: Question, honest: Space, named: "Named") -> Plan:
+  """The plan of these exchanges, as predicted without a margin."""
   return Plan(
     leaves=_leaves(question, honest, named),
     mesh=tuple(zip(question.context.axes, question.context.sizes)),

@@ -1,0 +1,232 @@
+"""A plan made again from what its own run has shown."""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from zenjax import _profile
+from zenjax import _state
+from zenjax import _stats
+from zenjax._cost import Profile
+from zenjax._planner import _choosing
+from zenjax._planner._choosing import Question
+from zenjax._planner._differ import changes
+from zenjax._planner._differ import strategy_name
+from zenjax._planner._plan import DENSE
+from zenjax._planner._plan import LeafPlan
+from zenjax._planner._plan import Plan
+from zenjax._planner._retuned import Retuned
+from zenjax._planner._strategies import Space
+from zenjax._planner._traced import Gradient
+from zenjax._planner._waste import still_wasted
+from zenjax._planner._waste import wasted_seconds
+
+# Sizes that differ by less than this part are left: steps differ as much.
+_NEAR = 0.1
+
+
+def retune(
+  state: Any,
+  plan: Plan,
+  *,
+  compile_seconds: float | None = None,
+  steps_left: int | None = None,
+) -> Retuned:
+  """Plans again from what the running job has seen, and says whether it pays.
+
+  Densities are those of the last step (`zenjax.profile`); leaves that take
+  pmean are not looked at, and keep what they were planned for. First rounds are
+  pinned to what recent steps needed (`zenjax.advise`) where a leaf's way stays;
+  a leaf with another one is left to zen_sync's guess, until a later retune.
+
+  The gain is predicted: a step with the densities seen, as it runs, less one as
+  planned anew. Bytes received beyond what the rows needed, as by first rounds
+  that are too large, count at their link's rate, as if nothing hid them; they
+  are gained where sizes are pinned or pmean takes over.
+
+  Args:
+    state: An optimizer state that has taken steps with `zen_sync(plan=plan)`.
+    plan: Which `zenjax.plan` made.
+    compile_seconds: What compiling the step takes: as long as it took before.
+    steps_left: That the new plan would run for.
+
+  Returns:
+    The new plan, what changes, and after how many steps compiling it is earned
+    back: print it. `zen_sync(plan=found.plan)` takes the state of the old one;
+    where a table goes over to pmean, or comes back, its part of the state is
+    made anew, and the optimizer's stays: `(tx.init(params)[0], *state[1:])`.
+
+  Raises:
+    TypeError: `plan` is none.
+    ValueError: `state` is of another plan or has taken no step, `plan` does not
+      say of which machine it is, or a number is negative.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> params = {"table": jnp.zeros((4096, 16))}
+    >>> loss = lambda params, ids: jnp.sum(params["table"][ids])
+    >>> plan = zenjax.plan(
+    ...   jax.value_and_grad(loss), params, jnp.zeros(8, jnp.int32),
+    ...   topology=zenjax.Topology.network("10mbit", 2),
+    ... )
+    >>> tx = zenjax.zen_sync("data", plan=plan)
+    >>> def step(ids):
+    ...   return tx.update(jax.grad(loss)(params, ids), tx.init(params))
+    >>> ids = jnp.array([[3, 5], [5, 9]])
+    >>> _, state = jax.jit(jax.vmap(step, axis_name="data"))(ids)
+    >>> state = jax.tree.map(lambda x: x[0], state)
+    >>> found = zenjax.retune(state, plan, compile_seconds=1.0, steps_left=1000)
+    >>> found.plan.leaves[0].rows, found.plan.leaves[0].union, found.pays
+    (2.0, 3.0, True)
+  """
+  _check(plan, compile_seconds, steps_left)
+  seen = _stats.of_leaves(_state.require(state))
+  _require_same(plan, seen)
+  question = _question(plan, _profile.profile(state))
+  # The way that runs may have outgrown the memory, and is predicted too.
+  space = dataclasses.replace(question, memory_bytes=None).space(1.0)
+  kept = _choosing.planned(question, space, _named(plan, space))
+  wasted = wasted_seconds(plan, space, seen)
+  found = [_choosing.answer(question)]
+  if _fits(question, plan):
+    found.insert(0, kept)
+  pinned = [_pinned(x, plan, _stats.advise(state)) for x in found]
+  then = [x.seconds + still_wasted(x, plan, wasted) for x in pinned]
+  best = int(np.argmin(then))  # The first of equals: what runs.
+  return Retuned(
+    plan=pinned[best],
+    changed=changes(plan, pinned[best]),
+    now_seconds=kept.seconds + sum(wasted.values()),
+    then_seconds=then[best],
+    compile_seconds=compile_seconds,
+    steps_left=steps_left,
+  )
+
+
+def _fits(question: Question, plan: Plan) -> bool:
+  """Whether every leaf's way still fits the memory."""
+  ways = question.space(1.0).predictions
+  return all(strategy_name(x) in found for x, found in zip(plan.leaves, ways))
+
+
+def _check(
+  plan: Any, compile_seconds: float | None, steps_left: int | None
+) -> None:
+  if not isinstance(plan, Plan):
+    raise TypeError(
+      f"`plan` must be a zenjax.Plan, got {type(plan).__name__}; give what"
+      " zen_sync has."
+    )
+  if plan.topology is None:
+    raise ValueError(
+      "`plan` must say for which machine it was made, and its `topology` is"
+      " None; make it by `zenjax.plan`."
+    )
+  if compile_seconds is not None and not 0 <= compile_seconds < math.inf:
+    raise ValueError(
+      "`compile_seconds` must be what compiling takes, not negative, got"
+      f" {compile_seconds!r}; leave it out where it is not known."
+    )
+  if steps_left is None:
+    return
+  if not isinstance(steps_left, int) or steps_left < 0:
+    raise ValueError(
+      "`steps_left` must be a whole number, not negative, got"
+      f" {steps_left!r}; leave it out where it is not known."
+    )
+
+
+def _require_same(plan: Plan, seen: Mapping[str, Mapping[str, float]]) -> None:
+  """That the run whose state this is had this plan."""
+  sparse = sorted(x.name for x in plan.leaves if x.scheme != DENSE)
+  if not sparse:
+    raise ValueError(
+      "`plan` must send a leaf sparse for a run to see anything, and sends"
+      " none; record steps with `zenjax.record` and plan by their trace."
+    )
+  if not seen:
+    raise ValueError(
+      "`state` must have taken a step with `zen_sync(plan=plan)`, and has taken"
+      " none; call `retune` later."
+    )
+  devices = {int(s["devices"]) for s in seen.values()}
+  if sorted(seen) != sparse or devices != {plan.devices}:
+    raise ValueError(
+      f"`state` must be of a run with this plan, which sends {sparse} sparse on"
+      f" {plan.devices} devices, got {sorted(seen)} on {sorted(devices)}."
+    )
+
+
+def _question(plan: Plan, seen: Mapping[str, Profile]) -> Question:
+  """What the plan answered, with the densities seen."""
+  assert plan.topology is not None
+  own = {x.name: p for x in plan.leaves if (p := _planned_for(x, plan))}
+  return Question(
+    gradients=tuple(
+      Gradient(
+        name=leaf.name,
+        shape=leaf.shape,
+        dtype=np.dtype(leaf.dtype),
+        look_ups=leaf.look_ups,
+        ready=leaf.ready,
+      )
+      for leaf in plan.leaves
+    ),
+    topology=plan.topology,
+    axes=tuple(axis for axis, _ in plan.mesh),
+    profiles={**own, **seen},
+    compute_seconds=plan.compute_seconds,
+    overlap=plan.overlap,
+    wire_dtypes=plan.wire_dtypes,
+    memory_bytes=plan.memory_bytes,
+  )
+
+
+def _planned_for(leaf: LeafPlan, plan: Plan) -> Profile | None:
+  rows, fullest, union = leaf.rows, leaf.fullest, leaf.union
+  if rows is None or fullest is None or union is None:
+    return None
+  return Profile(rows=rows, fullest=fullest, union=union, devices=plan.devices)
+
+
+def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
+  """Its exchanges, as the search has them."""
+  groups: dict[tuple[str, int], tuple[int, ...]] = {}
+  for i, leaf in enumerate(plan.leaves):
+    name = strategy_name(leaf)
+    if name not in space.predictions[i]:
+      raise ValueError(
+        f"`plan` must be one that `zenjax.plan` made: {leaf.name!r} travels by"
+        f" {name!r}, and it may by {sorted(space.predictions[i])}."
+      )
+    key = name, leaf.group
+    groups[key] = groups.get(key, ()) + (i,)
+  return [(name, members) for (name, _), members in groups.items()]
+
+
+def _pinned(
+  found: Plan, plan: Plan, advice: Mapping[str, tuple[int, int]]
+) -> Plan:
+  """With what recent steps needed, where it was counted for the same way."""
+  before = plan.by_name
+  leaves = []
+  for leaf in found.leaves:
+    old, capacities = before[leaf.name], None
+    if leaf.scheme != DENSE and leaf.choice == old.choice:
+      capacities = advice.get(leaf.name, old.capacities)
+      if _near(old.capacities, capacities):
+        capacities = old.capacities
+    leaves.append(dataclasses.replace(leaf, capacities=capacities))
+  return dataclasses.replace(found, leaves=tuple(leaves))
+
+
+def _near(old: tuple[int, int] | None, new: tuple[int, int] | None) -> bool:
+  """Whether they differ by no more than steps do from each other."""
+  if old is None or new is None:
+    return old is new
+  return all(abs(a - b) <= _NEAR * max(a, b) for a, b in zip(old, new))
