@@ -93,7 +93,8 @@ def plan(
   if trace is not None:
     if profile is not None:
       raise ValueError(
-        "`trace` must be left out where `profile` is given: both tell densities."
+        "`trace` must be left out where `profile` is given: both tell"
+        " densities."
       )
     profile = _from_trace.profiles(trace, gradients, topology.devices)
   _check_names(gradients, profile, "profile")
