@@ -106,6 +106,23 @@ def test_comparison_with_what_a_run_showed(ran):
     PLAN.compare(measured, seconds=0.0)
 
 
+def test_bytes_beyond_what_rows_need_are_told():
+  plan = zenjax.Plan(
+    leaves=(
+      leaf("a", scheme="zen", union=80.0, wire_bytes=1e4),
+      leaf("b", scheme="zen", union=80.0, wire_bytes=1e4, capacities=(9, 9)),
+      leaf("c", scheme="zen", union=10.0, wire_bytes=1e4),
+    ),
+    mesh=(("data", N),),
+  )
+  seen = dict(union_density=0.125, num_rows=640.0, wire_bytes=2e4)
+  text = plan.compare(dict.fromkeys("abc", seen))
+  # What was pinned is not guessed, and c has eight times its rows.
+  assert "more bytes than their rows need: a; first rounds are guessed" in text
+  gone = plan.compare(dict.fromkeys("abc", {**seen, "went_dense": 1.0}))
+  assert "more bytes" not in gone
+
+
 def test_printed():
   second = dict(runner_up="zen/1", runner_up_seconds=0.1, reason="less time")
   leaves = tuple(

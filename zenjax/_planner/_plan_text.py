@@ -30,6 +30,10 @@ _COMPARED = (
 )
 
 
+# Times as many bytes as rows tell of: no error of a prediction.
+_PADDED = 1.5
+
+
 def table(plan: Any) -> str:
   """See `Plan`."""
   devices = math.prod(n for _, n in plan.mesh)
@@ -112,6 +116,12 @@ def comparison(
   found = [_Compared(leaf, measured[leaf.name]) for leaf in sparse]
   found.sort(key=lambda c: -c.error)
   lines = columns([_COMPARED, *(c.line() for c in found)], left=2)
+  padded = [c.leaf.name for c in found if c.is_padded]
+  if padded:
+    lines.append(
+      f"more bytes than their rows need: {', '.join(padded)}; first rounds are"
+      " guessed until they are pinned, as by zenjax.retune"
+    )
   if seconds is not None:
     lines.append(
       f"a step: {_ms(plan.seconds)} ms planned, {_ms(seconds)} ms seen,"
@@ -127,6 +137,7 @@ class _Compared:
     self.leaf = leaf
     self.union = seen["union_density"] * seen["num_rows"]
     self.bytes = seen["wire_bytes"]
+    self.went_dense = bool(seen.get("went_dense", 0))
 
   @property
   def error(self) -> float:
@@ -135,9 +146,18 @@ class _Compared:
       return math.inf
     return abs(math.log(self.bytes / self.leaf.wire_bytes))
 
+  @property
+  def is_padded(self) -> bool:
+    """Whether bytes, not rows, are more than was planned."""
+    leaf = self.leaf
+    if leaf.capacities is not None or self.went_dense or not leaf.union:
+      return False
+    rows = max(self.union / leaf.union, 1.0)
+    return self.bytes > _PADDED * rows * leaf.wire_bytes
+
   def line(self) -> tuple[str, ...]:
     leaf = self.leaf
-    planned = "-" if leaf.union is None else f"{leaf.union:.0f}"
+    planned = "assumed" if leaf.union is None else f"{leaf.union:.0f}"
     return (
       leaf.name,
       leaf.choice,
