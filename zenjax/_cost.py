@@ -46,6 +46,12 @@ class Work:
     mask_row: The same, a row of it.
     move_byte: To pack, merge or write a row, a byte of what is received.
     move_row: The same, a row of it.
+
+  Example:
+    >>> import zenjax
+    >>> work = zenjax.Work(mask_byte=3e-13)
+    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6, work=work).work.mask_byte
+    3e-13
   """
 
   mask_byte: float = 0.0
@@ -133,6 +139,12 @@ class Profile:
     skew: Load of the fullest of as many ranges of rows over the mean, of a
       device's rows and of the union's; None if it was not measured, and ranges
       are then not predicted.
+
+  Example:
+    >>> import zenjax
+    >>> seen = zenjax.Profile(rows=100, fullest=110, union=200, devices=4)
+    >>> round(seen.union_of(16))
+    400
   """
 
   rows: float

@@ -126,6 +126,17 @@ def advise(
 
     The sizes are for the scheme that took these steps: in another's first round
     they may move more than break-even, of which zen_sync warns.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.zen_sync("data", sparse=True)
+    >>> grads = jnp.zeros((2, 8, 4)).at[:, 3].set(1.0)
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+    >>> _, state = jax.jit(step)(grads)
+    >>> zenjax.advise(jax.tree.map(lambda x: x[0], state))
+    {'leaf': (1, 1)}
   """
   advice: dict[str, tuple[int, int]] = {}
   for node in _state.require(state):

@@ -41,6 +41,14 @@ class LeafPlan:
     runner_up: What was second best, in words.
     runner_up_seconds: What that should take.
     reason: Why it was chosen, in words.
+
+  Example:
+    >>> import zenjax
+    >>> zenjax.LeafPlan(
+    ...   name="table", shape=(4096, 8), dtype="float32", scheme="zen",
+    ...   column_groups=2, wire_dtype="bfloat16",
+    ... ).choice
+    'zen/2 bfloat16'
   """
 
   name: str

@@ -28,6 +28,19 @@ class Recorder:
 
   Attributes:
     tables: Whose rows are recorded.
+
+  Example:
+    >>> import tempfile
+    >>> import zenjax
+    >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   recorder = zenjax.record(directory, params, steps=2)
+    ...   seen = recorder.rows({"embed": params["embed"].at[3].set(1.0)})
+    ...   recorder.write(seen)
+    ...   [t.name for t in recorder.tables], recorder.wants_more
+    ...   recorder.close()
+    (['embed'], True)
+    1
   """
 
   def __init__(
