@@ -99,6 +99,8 @@ def test_comparison_with_what_a_run_showed(ran):
   text = PLAN.compare(measured, seconds=0.012)
   union = measured["a"]["union_density"] * 640
   assert f"{union / 80:.2f}" in text and "ratio 1.20" in text
+  text = dataclasses.replace(PLAN, compute_seconds=0.0).compare(measured, 0.012)
+  assert "12 ms seen; planned were exchanges alone, 10 ms" in text
   with pytest.raises(ValueError) as error:
     PLAN.compare({"a": measured["a"]})
   names(error, "`measured`", "'b'", "'c'", "zenjax.stats")

@@ -120,6 +120,7 @@ def test_plan_prints_and_saves(trace, tmp_path, capsys):
   out = capsys.readouterr().out
   assert "plan for 8 devices (data 8) on h100 on 10gbit" in out
   assert "2 leaves without another way" in out and "note" not in out
+  assert "a step is predicted to be" in out
   plan = zenjax.Plan.from_json(path.read_text())
   assert plan.compute_seconds == 0.01 and plan.pays
   assert {leaf.name for leaf in plan.leaves} == {"bias", "table", "w"}
@@ -134,6 +135,7 @@ def test_plan_of_a_pod(trace, capsys):
   assert run("plan", "--trace", trace, *pod, "100gbit", "--overlap") == 0
   out = capsys.readouterr().out
   assert "16 devices (host 2 x device 8) on h200" in out
+  assert "all exchanges: " in out  # Nothing was said of a step.
   assert "does not say when gradients are complete" in out
 
 
@@ -152,7 +154,9 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
   header = dataclasses.replace(HEADER, leaves=(), steps=1)
   alone = write(tmp_path / "old", header)
   assert run("plan", "--trace", alone, *NETWORK) == 0
-  assert "tells of tables only" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert "tells of tables only" in out
+  assert "exchanges are predicted to be" in out
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,8 @@ def test_bad_input_is_refused(trace, capsys, words, said):
 def test_broken_traces_are_refused(tmp_path, capsys):
   none = refused(capsys, "plan", "--trace", tmp_path / "no", *NETWORK)
   assert "must hold a trace" in none and "no/trace.json" in none
+  # What is wrong is no option: no usage stands before it.
+  assert none.startswith("python -m zenjax plan: error: ")
   cut = write(tmp_path / "cut")
   (tmp_path / "cut" / "step-000003.npz").unlink()
   said = refused(capsys, "plan", "--trace", cut, *NETWORK)
@@ -304,6 +310,14 @@ def test_whatif_draws(trace, tmp_path, capsys):
   assert whatif(trace, "--plot", path) == 0
   assert f"saved {path}" in capsys.readouterr().out
   assert path.read_text().count("<svg") == 1
+
+
+def test_a_plot_has_a_known_ending(trace, tmp_path, capsys):
+  with pytest.raises(SystemExit) as stopped:
+    whatif(trace, "--plot", tmp_path / "x.jpg")
+  assert stopped.value.code == 2
+  said = capsys.readouterr().err
+  assert "must end in one of .png, .pdf, .svg, got" in said
 
 
 def test_a_plot_needs_matplotlib(trace, tmp_path, capsys, monkeypatch):

@@ -172,7 +172,7 @@ def read_header(directory: str | os.PathLike) -> Header:
   except OSError as error:
     raise ValueError(
       f"`directory` must hold a trace, but {path} cannot be read"
-      f" ({error.strerror}); give what `train_lm.py --trace` wrote."
+      f" ({error.strerror}); give a directory that `zenjax.record` wrote."
     ) from error
   except ValueError as error:
     raise where.broken(f"is no JSON: {error}") from error

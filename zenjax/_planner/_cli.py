@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     options.run(options)
   except (ImportError, OSError, ValueError) as error:
-    options.parser.error(str(error))
+    options.parser.exit(2, f"{options.parser.prog}: error: {error}\n")
   except KeyboardInterrupt:
     print("Interrupted: nothing was saved.", file=sys.stderr)
     return _INTERRUPTED

@@ -4,13 +4,16 @@ import argparse
 from collections.abc import Callable
 import dataclasses
 import json
-from typing import Any, NamedTuple
+import pathlib
+from typing import NamedTuple
 
 from zenjax._columns import columns
 from zenjax._planner import _cli_arguments as arguments
 from zenjax._planner import _machines
 from zenjax._planner import _whatif
 from zenjax._planner._whatif import Sweep
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 class Axis(NamedTuple):
@@ -65,10 +68,20 @@ def add_sweeps(command: argparse.ArgumentParser) -> None:
   )
   command.add_argument(
     "--plot",
-    type=arguments.output,
+    type=picture,
     metavar="FILE",
-    help="as PNG, PDF or SVG; needs matplotlib",
+    help="as its name ends: .png, .pdf or .svg; needs matplotlib",
   )
+
+
+def picture(text: str) -> pathlib.Path:
+  """A file that can be drawn, found out before the work."""
+  path = arguments.output(text)
+  if path.suffix not in _PICTURES:
+    raise argparse.ArgumentTypeError(
+      f"must end in one of {', '.join(_PICTURES)}, got {text!r}"
+    )
+  return path
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,14 +117,19 @@ def run(options: argparse.Namespace) -> None:
     print("\n" + table(axis, sweep))
   for note in arguments.notes(options, recorded, machine):
     print(note)
-  if options.json:
-    document = {axis.name: dataclasses.asdict(s) for axis, s in sweeps.items()}
-    _write(options.json, document)
+  # All is made before any of it is written: an interrupt leaves no half.
+  files = {}
   if options.plot:
     from zenjax._planner import _whatif_plot
 
-    _whatif_plot.save(options.plot, sweeps, title)
-    print(f"saved {options.plot}")
+    kind = options.plot.suffix[1:]
+    files[options.plot] = _whatif_plot.drawn(kind, sweeps, title)
+  if options.json:
+    document = {axis.name: dataclasses.asdict(s) for axis, s in sweeps.items()}
+    files[options.json] = (json.dumps(document, indent=1) + "\n").encode()
+  for path, content in files.items():
+    path.write_bytes(content)
+    print(f"saved {path}")
 
 
 def table(axis: Axis, sweep: Sweep) -> str:
@@ -145,8 +163,3 @@ def turns(axis: Axis, sweep: Sweep) -> list[str]:
     f"from {axis.show(turn.at)} on {better[turn.pays]} is the better choice"
     for turn in sweep.turns
   ]
-
-
-def _write(path: Any, document: dict[str, Any]) -> None:
-  path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-  print(f"saved {path}")

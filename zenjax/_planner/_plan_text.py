@@ -47,14 +47,23 @@ def table(plan: Any) -> str:
     )
   lines += _rest([leaf for leaf in plan.leaves if not leaf.runner_up])
   if plan.dense_seconds:
-    kind = "beside" if plan.overlap else "after"
-    lines.append(
-      f"a step: {_ms(plan.seconds)} ms, with pmean alone"
-      f" {_ms(plan.dense_seconds)} ms, without any exchange"
-      f" {_ms(plan.compute_seconds)} ms; exchanges run {kind} the backward pass"
-    )
+    lines.append(_times(plan))
   lines.append(verdict(plan))
   return "\n".join(lines)
+
+
+def _times(plan: Any) -> str:
+  """Of a whole step, or of its exchanges where no more is known."""
+  told = (
+    f"{_ms(plan.seconds)} ms, with pmean alone {_ms(plan.dense_seconds)} ms"
+  )
+  if not plan.compute_seconds:
+    return f"all exchanges: {told}; compute_seconds was not given"
+  kind = "beside" if plan.overlap else "after"
+  return (
+    f"a step: {told}, without any exchange {_ms(plan.compute_seconds)} ms;"
+    f" exchanges run {kind} the backward pass"
+  )
 
 
 def _rest(leaves: Sequence[Any]) -> list[str]:
@@ -73,7 +82,8 @@ def verdict(plan: Any) -> str:
   if not plan.dense_seconds:
     return "no time was predicted."
   gain = plan.dense_seconds / plan.seconds
-  return f"a step is predicted to be {gain:.2f}x as fast as with pmean alone."
+  what = "a step is" if plan.compute_seconds else "exchanges are"
+  return f"{what} predicted to be {gain:.2f}x as fast as with pmean alone."
 
 
 def _line(leaf: Any) -> tuple[str, ...]:
@@ -122,7 +132,12 @@ def comparison(
       f"more bytes than their rows need: {', '.join(padded)}; first rounds are"
       " guessed until they are pinned, as by zenjax.retune"
     )
-  if seconds is not None:
+  if seconds is not None and not plan.compute_seconds:
+    lines.append(
+      f"a step: {_ms(seconds)} ms seen; planned were exchanges alone,"
+      f" {_ms(plan.seconds)} ms, for compute_seconds was not given"
+    )
+  elif seconds is not None:
     lines.append(
       f"a step: {_ms(plan.seconds)} ms planned, {_ms(seconds)} ms seen,"
       f" ratio {_ratio(seconds, plan.seconds)}"

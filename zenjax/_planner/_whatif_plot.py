@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 import importlib.util
-import os
+import io
 from typing import Any
 
 from zenjax._planner._whatif import Sweep
@@ -20,10 +20,11 @@ def require() -> None:
     )
 
 
-def save(
-  path: str | os.PathLike, sweeps: Mapping[Any, Sweep], title: str
-) -> None:
-  """One column for each of `sweeps`, which go by `_cli_whatif.Axis`."""
+def drawn(kind: str, sweeps: Mapping[Any, Sweep], title: str) -> bytes:
+  """A picture, "png" say.
+
+  One column for each of `sweeps`, which go by `_cli_whatif.Axis`.
+  """
   from matplotlib.figure import Figure
   from matplotlib.lines import Line2D
 
@@ -46,14 +47,24 @@ def save(
   grid[1][0].set_ylabel("scaling factor")
   figure.suptitle(f"Predicted, varied from {title}")
   handles, _ = grid[0][0].get_legend_handles_labels()
-  turn = Line2D([], [], label="the better choice changes", **_TURN)
+  if any(map(_turns, sweeps.values())):
+    label = "the better choice changes"
+    handles.append(Line2D([], [], label=label, **_TURN))
   figure.legend(
-    handles=[*handles, turn],
+    handles=handles,
     loc="outside lower center",
     ncols=4,
     frameon=False,
   )
-  figure.savefig(path, dpi=120)
+  content = io.BytesIO()
+  figure.savefig(content, format=kind, dpi=120)
+  return content.getvalue()
+
+
+def _turns(sweep: Sweep) -> list[float]:
+  """Those between its points."""
+  first, last = sweep.points[0].at, sweep.points[-1].at
+  return [turn.at for turn in sweep.turns if first <= turn.at <= last]
 
 
 def _draw(axes: Any, sweep: Sweep, values: Any) -> None:
@@ -61,7 +72,6 @@ def _draw(axes: Any, sweep: Sweep, values: Any) -> None:
   planned, dense = zip(*map(values, sweep.points))
   axes.plot(at, planned, "o-", color=_PLAN, label="planned")
   axes.plot(at, dense, "s-", color=_PMEAN, label="plain pmean")
-  for turn in sweep.turns:
-    if at[0] <= turn.at <= at[-1]:
-      axes.axvline(turn.at, **_TURN)
+  for x in _turns(sweep):
+    axes.axvline(x, **_TURN)
   axes.spines[["top", "right"]].set_visible(False)
