@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _analyze(parser, options)
   if options.command == "network":
     return _measure_network(parser, options)
+  if options.command == "planned":
+    return _measure_planned(parser, options)
   if options.command == "predict":
     return _predict(parser, options)
   if options.command == "gpu":
@@ -44,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   subject = importlib.import_module(f"benchmarks.{options.command}")
   with contextlib.ExitStack() as stack:
     try:
-      if vars(options).get("hosts"):
+      if options.command == "step" and options.hosts:
         from benchmarks import step_links
 
         cases = stack.enter_context(step_links.cases(options))
+      elif options.command == "sparsified":
+        cases = stack.enter_context(subject.cases(options))
       else:
         cases = subject.cases(options)
     except (RuntimeError, ValueError) as error:
@@ -81,6 +85,16 @@ def _measure_network(parser, options) -> int:
   except (RuntimeError, ValueError) as error:
     return parser.error(str(error))
   return job.run()
+
+
+def _measure_planned(parser, options) -> int:
+  """Has processes of its own, as `network`."""
+  from benchmarks.planned import command
+
+  try:
+    return command.run(options)
+  except (RuntimeError, ValueError) as error:
+    return parser.error(str(error))
 
 
 def _measure_gpu(parser, options) -> int:
@@ -163,6 +177,7 @@ def _parser():
   _add_step(commands)
   _add_local(commands)
   _add_select(commands)
+  _add_sparsified(commands)
   _add_kernels(commands)
   _add_gpu(commands)
   _add_memory(commands)
@@ -170,6 +185,7 @@ def _parser():
   _add_growth(commands)
   _add_utility(commands)
   _add_network(commands)
+  _add_planned(commands)
   _add_predict(commands)
   _add_search(commands)
   return parser
@@ -280,6 +296,56 @@ def _add_select(commands):
   )
   select.set_defaults(devices=1)
   _add_common(select, repeats=25)
+
+
+def _add_sparsified(commands):
+  parser = commands.add_parser(
+    "sparsified", help="steps of a dense model between hosts, sparsified or not"
+  )
+  parser.add_argument(
+    "--width",
+    type=_positive,
+    default=1840,
+    help="of three square layers, by default 1840: 10 million parameters",
+  )
+  parser.add_argument(
+    "--batch", type=_positive, default=32, help="of a host, by default 32"
+  )
+  parser.add_argument(
+    "--density",
+    type=_share,
+    default=0.01,
+    help="that exdyna and micro send, by default 0.01",
+  )
+  parser.add_argument(
+    "--top",
+    type=_share,
+    default=0.05,
+    help="that every host selects by magnitude, by default 0.05",
+  )
+  parser.add_argument(
+    "--hosts", type=int, choices=range(2, 9), default=4, help="by default 4"
+  )
+  parser.add_argument(
+    "--rate",
+    choices=tuple(netns.RATES),
+    default="200mbit",
+    help="of their links, by default 200mbit",
+  )
+  parser.add_argument(
+    "--loopback",
+    action="store_true",
+    help="hosts are processes on 127.0.0.1: no root, no limit",
+  )
+  parser.add_argument(
+    "--variants",
+    nargs="+",
+    metavar="NAME",
+    help="of none, pmean, exdyna, micro, 'top zen', 'top zen, slots'; by"
+    " default all",
+  )
+  parser.set_defaults(devices=8)  # Idle: hosts have their own.
+  _add_common(parser, repeats=9)
 
 
 def _add_kernels(commands):
@@ -443,6 +509,25 @@ def _add_network(commands):
     type=pathlib.Path,
     metavar="FILE",
     help="several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
+  )
+
+
+def _add_planned(commands):
+  from benchmarks.planned import command
+
+  parser = commands.add_parser(
+    "planned", help="plans and other ways, predicted and measured between hosts"
+  )
+  command.add_arguments(parser)
+  parser.add_argument(
+    "--repeats", type=_positive, default=7, help="timed rounds, by default 7"
+  )
+  _add_batches(parser, 4)
+  parser.add_argument(
+    "--json",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="what to save to, and to go on from",
   )
 
 

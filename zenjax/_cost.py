@@ -174,6 +174,8 @@ class Prediction:
     once_s: Of `wire_s`, what tables of one exchange take together but once.
     received: Bytes a device receives.
     collectives: How many.
+    sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
+      just large enough as far as is known. None of dense ways.
   """
 
   scheme: str
@@ -184,6 +186,7 @@ class Prediction:
   collectives: int
   mask_s: float = 0.0
   once_s: float = 0.0
+  sizes: tuple[float, float] | None = None
 
   @property
   def seconds(self) -> float:
@@ -212,8 +215,9 @@ def predict(
     messages = dense.messages(table, context)
     messages += [m for turns, m in loops for _ in range(turns)]
     mask = local = 0.0
+    sizes = None
   else:
-    messages, block = _sparse_messages(
+    messages, block, sizes = _sparse_messages(
       scheme, table, profile, context, column_groups
     )
     work = _link_of(context.axes[-1], link).work
@@ -234,6 +238,7 @@ def predict(
     mask_s=mask,
     received=float(received_bytes(messages, context)),
     collectives=len(messages),
+    sizes=sizes,
   )
 
 
@@ -243,8 +248,8 @@ def _sparse_messages(
   profile: Profile,
   context: Context,
   column_groups: int,
-) -> tuple[list[Message], int]:
-  """Messages with sizes just large enough, and bytes of a row in them."""
+) -> tuple[list[Message], int, tuple[float, float]]:
+  """Messages of sizes just large enough, bytes of a row in them, the sizes."""
   scheme = SPARSE[name]
   m, g = scheme.groups(context.sizes, column_groups)
   plan = _plan.plan_table(
@@ -273,7 +278,8 @@ def _sparse_messages(
   push, pull = (min(x, plan.layout.slots) for x in (push, pull))
   messages = scheme.expected_messages(plan, context, push, pull)
   block = plan.block_width * table.wire_dtype.itemsize
-  return [m._replace(words=float(m.words)) for m in messages], block
+  as_floats = [m._replace(words=float(m.words)) for m in messages]
+  return as_floats, block, (float(push), float(pull))
 
 
 def _message_s(

@@ -1,6 +1,6 @@
 """What a run has found out, cell by cell, and the file that it resumes from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import hashlib
 import json
@@ -178,7 +178,7 @@ def software(*, loopback: bool, keep_memory: bool = False) -> dict[str, Any]:
   place = "loopback" if loopback else "namespaces"
   if keep_memory:
     place += ", memory kept"
-  return record.software() | {"hosts": place, "code": _digest()}
+  return record.software() | {"hosts": place, "code": digest(_CODE)}
 
 
 def load(path: pathlib.Path, now: dict[str, Any]) -> Findings:
@@ -209,11 +209,14 @@ def load(path: pathlib.Path, now: dict[str, Any]) -> Findings:
       f"`--json {path}` is not a whole file of this command"
       f" ({type(error).__name__}: {error}). Delete it or name another."
     ) from error
-  _require_same(path, then, now)
+  require_same(path, then, now)
   return found
 
 
-def _require_same(path, then, now):
+def require_same(
+  path: pathlib.Path, then: dict[str, Any], now: dict[str, Any]
+) -> None:
+  """Raises ValueError where another `software()` has measured what is there."""
   different = [
     f"{key} {then.get(key)}, now {now[key]}"
     for key in (*_SAME, "hosts")
@@ -246,8 +249,9 @@ def _cell(saved):
   return Cell(**values)
 
 
-def _digest():
-  paths = {p.resolve() for glob in _CODE for p in _ROOT.glob(glob)}
+def digest(globs: Sequence[str]) -> str:
+  """Of the files that these match, names and contents."""
+  paths = {p.resolve() for glob in globs for p in _ROOT.glob(glob)}
   digest = hashlib.sha256()
   for path in sorted(paths):
     name = path.relative_to(_ROOT).as_posix()

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 
 from zenjax._cost import Link
+from zenjax._cost import Prediction
 from zenjax._cost import Profile
 from zenjax._planner import _strategies
 from zenjax._planner._plan import LeafPlan
@@ -23,6 +25,8 @@ from zenjax._schemes.base import Context
 # Predictions err: a sparse way is taken where it should take less than this
 # part of what pmean takes.
 _MARGIN = 0.8
+# Steps differ: room for those with a few rows more than the mean of them.
+_SPARE = 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ def _leaf(
     group=group,
     column_groups=strategy.column_groups,
     wire_dtype=strategy.wire_dtype,
-    capacities=question.capacities.get(gradient.name) if sparse else None,
+    capacities=_first_round(question, gradient, chosen) if sparse else None,
     seconds=chosen.seconds,
     dense_seconds=dense.seconds if dense else 0.0,
     wire_bytes=chosen.received,
@@ -195,6 +199,24 @@ def _leaf(
     runner_up_seconds=second_s,
     reason=_reason(question, space, i, name, profile),
   )
+
+
+def _first_round(
+  question: Question, gradient: Gradient, chosen: Prediction
+) -> tuple[int, int] | None:
+  """Rows to pin: as given, or else what was predicted where rows were counted.
+
+  zen_sync guesses the sizes of a first round that nobody knows, and of a guess
+  too small another round follows.
+  """
+  given = question.capacities.get(gradient.name)
+  if given or gradient.name not in question.profiles or chosen.sizes is None:
+    return given
+  rows = math.prod(gradient.shape[:-1])
+  push, pull = (
+    min(max(math.ceil(size * _SPARE), 1), rows) for size in chosen.sizes
+  )
+  return push, pull
 
 
 def _union(question: Question, i: int) -> float | None:

@@ -24,6 +24,8 @@ from zenjax._planner._topology import Topology
 
 # Bytes that a device receives, about.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
+# Longer than the processes take to leave a barrier one after the other.
+_APART_S = 1e-3
 
 
 class _Point(NamedTuple):
@@ -93,7 +95,8 @@ def measure_links(
   total = len(pairs) * (repeats + 2) + kinds * (repeats + 1)
   with _bar(progress, total) as advance:
     points = list(_build(mesh, pairs, advance))
-    seconds = _slowest_process(_time(points, repeats, advance))
+    together = _starting_together(mesh)
+    seconds = _slowest_process(_time(points, repeats, together, advance))
     work = _work.measured(mesh, repeats, advance)
   levels = []
   for axis in axes:
@@ -144,18 +147,46 @@ def _build(mesh, pairs, advance) -> Iterator[_Point]:
     advance()
 
 
-def _time(points: Sequence[_Point], repeats: int, advance) -> np.ndarray:
+def _time(
+  points: Sequence[_Point],
+  repeats: int,
+  together: Callable[[], float],
+  advance: Callable[[], Any],
+) -> np.ndarray:
   """Median seconds of each point; the first round warms up."""
   rounds = []
   for _ in range(repeats + 1):
     times = []
     for point in points:
-      start = time.perf_counter()
+      start = together()
       point.run()
       times.append(time.perf_counter() - start)
       advance()
     rounds.append(times)
   return np.median(np.array(rounds[1:]), axis=0)
+
+
+def _starting_together(mesh: Mesh) -> Callable[[], float]:
+  """What returns when all processes are there, and says when that is.
+
+  Else the next collective would be charged with what some of them still do of
+  the last one. Where hosts are joined by Gloo, as those of CPUs are, every
+  second one begins late and its time counts: training reaches a collective
+  apart as well, and a connection whose ends do not begin at once sends one way
+  after the other, for up to twice the time.
+  """
+  if jax.process_count() == 1:
+    return time.perf_counter
+  apart = _APART_S if mesh.devices.flat[0].platform == "cpu" else 0.0
+
+  def together() -> float:
+    multihost_utils.sync_global_devices("zenjax.measure_links")
+    start = time.perf_counter() + apart
+    if jax.process_index() % 2:
+      time.sleep(apart)
+    return start
+
+  return together
 
 
 def _slowest_process(seconds: np.ndarray) -> np.ndarray:

@@ -29,8 +29,8 @@ class LeafPlan:
     group: Sparse leaves of one scheme and one number share an exchange.
     column_groups: Of `"zen"`: 1 for hashed rows, the devices for columns.
     wire_dtype: Name of the dtype in which rows travel; None for their own.
-    capacities: Rows of the first round, `(push, pull)`; None as zen_sync
-      guesses them.
+    capacities: Rows of the first round, `(push, pull)`: as given, or enough
+      for the rows that were counted; None as zen_sync guesses them.
     seconds: What its part of the exchange should take, local work included.
     dense_seconds: What pmean should take.
     wire_bytes: That a device should receive.

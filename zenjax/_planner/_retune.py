@@ -39,8 +39,8 @@ def retune(
 
   Densities are those of the last step (`zenjax.profile`); leaves that take
   pmean are not looked at, and keep what they were planned for. First rounds are
-  pinned to what recent steps needed (`zenjax.advise`) where a leaf's way stays;
-  a leaf with another one is left to zen_sync's guess, until a later retune.
+  pinned to what recent steps needed (`zenjax.advise`) where a leaf's way stays,
+  and of a leaf with another one to what its rows should need there.
 
   The gain is predicted: a step with the densities seen, as it runs, less one as
   planned anew. Bytes received beyond what the rows needed, as by first rounds
@@ -212,11 +212,14 @@ def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
 def _pinned(
   found: Plan, plan: Plan, advice: Mapping[str, tuple[int, int]]
 ) -> Plan:
-  """With what recent steps needed, where it was counted for the same way."""
+  """With what recent steps needed, where it was counted for the same way.
+
+  A leaf with another way keeps what the planner pins by the rows seen.
+  """
   before = plan.by_name
   leaves = []
   for leaf in found.leaves:
-    old, capacities = before[leaf.name], None
+    old, capacities = before[leaf.name], leaf.capacities
     if leaf.scheme != DENSE and leaf.choice == old.choice:
       capacities = advice.get(leaf.name, old.capacities)
       if _near(old.capacities, capacities):

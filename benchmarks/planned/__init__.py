@@ -1,0 +1,1 @@
+"""Plans beside what whole training steps take between hosts."""

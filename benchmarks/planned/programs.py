@@ -1,0 +1,166 @@
+"""Whole training steps of a model on the hosts: compiled, checked, timed."""
+
+from collections.abc import Callable
+import time
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from benchmarks.planned.models import Model
+from benchmarks.shared_compiler import SharedCompiler
+import zenjax
+
+AXIS = "data"
+# float32 sums over hosts in another order, and again in the layers behind.
+_RELATIVE = 1e-3
+
+
+def adagrad() -> optax.GradientTransformation:
+  """As the example programs have it."""
+  return optax.adagrad(0.03, initial_accumulator_value=0.0, eps=1e-10)
+
+
+def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
+  """Of arrays, or of rows where a table is only looked up."""
+  return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
+
+
+def pmean_then_adagrad() -> optax.GradientTransformation:
+  """What most programs do."""
+  mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+  return optax.chain(mean, adagrad())
+
+
+def planned(plan: zenjax.Plan, rows: bool) -> optax.GradientTransformation:
+  """As a plan says."""
+  optimizer = zenjax.lazy_rows(adagrad()) if rows else adagrad()
+  return optax.chain(zenjax.zen_sync(AXIS, plan=plan), optimizer)
+
+
+class Place:
+  """A model's parameters and batches, where the hosts have them."""
+
+  def __init__(self, model: Model, mesh: Mesh):
+    self.model, self.mesh = model, mesh
+    self.same = NamedSharding(mesh, P())
+    split = NamedSharding(mesh, P(AXIS))
+    self.batches = [
+      tuple(_placed(x, split) for x in batch) for batch in model.batches
+    ]
+
+  def params(self) -> Any:
+    """Fresh ones: a step takes them."""
+    return jax.tree.map(lambda x: _placed(x, self.same), self.model.params)
+
+  def own_part(self) -> tuple[Any, ...]:
+    """Shapes of one host's part of a batch."""
+    n = self.mesh.size
+    return tuple(
+      jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype)
+      for x in self.model.batches[0]
+    )
+
+
+class Program:
+  """A compiled step that hands parameters and state to the next.
+
+  Args:
+    place: Of the model.
+    tx: What makes updates of gradients.
+    rows: Whether gradients are of rows.
+    compiler: Of all hosts.
+  """
+
+  def __init__(
+    self,
+    place: Place,
+    tx: optax.GradientTransformation,
+    rows: bool,
+    compiler: SharedCompiler,
+  ):
+    self._place = place
+    self._params = place.params()
+    self._state = zenjax.init(tx, self._params, place.mesh, AXIS)
+    specs = zenjax.state_specs(self._state, AXIS)
+    gradients = value_and_grad(place.model.loss, rows)
+
+    def step(params, state, *batch):
+      loss, grads = gradients(params, *batch)
+      updates, state = tx.update(grads, state, params)
+      params = zenjax.apply_updates(params, updates)
+      return params, state, lax.pmean(loss, AXIS)
+
+    mapped = jax.shard_map(
+      step,
+      mesh=place.mesh,
+      in_specs=(P(), specs, *[P(AXIS)] * len(place.batches[0])),
+      out_specs=(P(), specs, P()),
+      check_vma=False,
+    )
+    start = time.perf_counter()
+    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(
+      self._params, self._state, *place.batches[0]
+    )
+    lower_s = time.perf_counter() - start
+    self._step, seconds = compiler.compile(lowered)
+    self.compile_s = lower_s + seconds
+    self._turn = 0
+
+  def __call__(self) -> float:
+    """Takes a step and waits for it; returns the mean loss."""
+    batches = self._place.batches
+    batch = batches[self._turn % len(batches)]
+    self._turn += 1
+    self._params, self._state, loss = self._step(
+      self._params, self._state, *batch
+    )
+    jax.block_until_ready((self._params, self._state))
+    return float(loss.addressable_shards[0].data)
+
+  def params(self) -> Any:
+    """As this host has them."""
+    return jax.tree.map(
+      lambda x: np.asarray(x.addressable_shards[0].data), self._params
+    )
+
+  def state(self, *, whole: bool = False) -> Any:
+    """The optimizer's state: this host's part of it, or that of all."""
+    if whole:
+      return jax.tree.map(
+        lambda x: multihost_utils.process_allgather(x, tiled=True), self._state
+      )
+    return jax.tree.map(
+      lambda x: np.asarray(x.addressable_shards[0].data), self._state
+    )
+
+  def squares(self) -> list[np.ndarray]:
+    """Adagrad's sums of squared gradients on this host."""
+    found = optax.tree.get(self._state, "sum_of_squares")
+    leaves = [leaf for leaf in jax.tree.leaves(found)]
+    return [np.asarray(x.addressable_shards[0].data) for x in leaves]
+
+  def time(self, common_start: Callable[[], float]) -> float:
+    """Seconds until this host is through, from when all have begun."""
+    start = common_start()
+    self()
+    return time.monotonic() - start
+
+
+def wrong(got: list[np.ndarray], want: list[np.ndarray]) -> int:
+  """Elements that differ by more than rounding does."""
+  return sum(
+    int(np.sum(np.abs(x - y) > _RELATIVE * (np.abs(y) + 1e-6 * np.max(y))))
+    for x, y in zip(got, want, strict=True)
+  )
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+  x = np.asarray(x)
+  return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])

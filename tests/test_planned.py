@@ -1,0 +1,238 @@
+"""What `benchmarks.run planned` says of predictions and of the planner."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import run as command_line
+from benchmarks.planned import found as findings
+from benchmarks.planned import show
+from benchmarks.planned import verdict
+from benchmarks.planned import ways
+from benchmarks.planned.found import Found
+from benchmarks.planned.found import Section
+from benchmarks.planned.found import Way
+from benchmarks.planned.models import MODELS
+import zenjax
+from zenjax._planner import _traced
+from zenjax._planner._choosing import Question
+
+
+def _section(**times: float) -> Section:
+  """Of ways that took so many seconds, all predicted at 1.0."""
+  known = {"pmean": 1.0, "planned": 1.0} | times
+  return Section(
+    hosts=4,
+    rate="200mbit",
+    model="lm",
+    repeats=5,
+    compute_s=0.1,
+    # 200 Mbit/s bring 20 MB of payload in 0.84 s: the link decides.
+    ways={
+      name: Way(program=name, predicted_s=1.0, received_bytes=20e6)
+      for name in known
+    },
+    host_times_s={
+      name: [[s * 0.9, s * (1 + 0.001 * i)] for i in range(5)]
+      for name, s in known.items()
+    },
+  )
+
+
+def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
+  section = _section(pmean=2.0)
+  section.ways["planned"].received_bytes = 1.0
+  cells = {cell.way: cell for cell in verdict.cells(section)}
+  assert cells["pmean"].error == pytest.approx(-0.5, abs=0.01)
+  assert cells["pmean"].by_link and not cells["planned"].by_link
+  assert verdict.lines([section])[:2] == [
+    "1 steps that the links limit: predicted with a median error of 50%, 90 %"
+    " of them within 50%",
+    "1 steps that the cores limit: predicted with a median error of 0%, 90 % of"
+    " them within 0%",
+  ]
+
+
+def test_no_rate_is_limited_by_a_link_that_has_no_limit():
+  section = dataclasses.replace(_section(), rate="unlimited")
+  assert not any(cell.by_link for cell in verdict.cells(section))
+
+
+@pytest.mark.parametrize(
+  "times, good, harmful",
+  [
+    ({"zen/1": 1.2}, True, False),
+    ({"zen/1": 0.97}, True, False),
+    ({"zen/1": 0.5}, False, False),
+    ({"planned": 1.02}, True, False),
+    ({"planned": 1.2}, False, True),
+  ],
+)
+def test_picks_are_judged_by_the_best_way_and_by_pmean(times, good, harmful):
+  found = verdict.pick(_section(**times))
+  assert found is not None
+  assert (found.good, found.harmful) == (good, harmful)
+  told = verdict.lines([_section(**times)])
+  assert any(f"{int(good)} of 1 cells" in line for line in told)
+  assert len(told) == 2 + (not good)
+
+
+def test_slower_by_chance_is_no_harm():
+  section = _section()
+  times = [1.5, 0.6, 1.4, 0.7, 1.1]
+  section.host_times_s["planned"] = [[t] for t in times]
+  found = verdict.pick(section)
+  assert found is not None
+  assert found.over_pmean[0] > verdict.NO_SLOWER and not found.harmful
+
+
+def test_what_was_not_timed_is_not_judged():
+  section = _section()
+  section.host_times_s["planned"] = []
+  assert verdict.pick(section) is None
+  assert verdict.lines([]) == []
+
+
+def test_a_file_is_gone_on_with(tmp_path):
+  path = tmp_path / "planned.json"
+  now = findings.software(loopback=True)
+  found = Found(now, {(4, "200mbit"): "{}"})
+  section = _section()
+  found.sections[section.key] = section
+  found.save(path, {}, complete=False)
+  loaded = findings.load(path, now)
+  assert loaded.sections == found.sections
+  assert loaded.topologies == found.topologies
+  assert section.is_done(5) and not section.is_done(6)
+  section.ways["pmean"].wrong = 1
+  assert not section.is_done(5)
+
+
+def test_files_of_others_are_refused(tmp_path):
+  path = tmp_path / "planned.json"
+  now = findings.software(loopback=True)
+  Found(now).save(path, {}, complete=True)
+  with pytest.raises(
+    ValueError, match="namespaces, now loopback|loopback, now"
+  ):
+    findings.load(path, now | {"hosts": "namespaces"})
+  path.write_text("{}")
+  with pytest.raises(ValueError, match="not a whole file of this command"):
+    findings.read(path)
+
+
+def test_the_table_tells_every_way(capsys):
+  section = _section()
+  section.ways["zen/1"] = Way(program="zen/1", predicted_s=1.0, wrong=3)
+  found = Found({}, sections={section.key: section})
+  show.show("title", found)
+  printed = capsys.readouterr().out
+  assert "lm, 4 hosts, 200mbit: 100.0 ms to compute" in printed
+  (line,) = [x for x in printed.splitlines() if "zen/1" in x]
+  assert line.split()[-1] == "3" and line.split()[1] == "-"
+  assert "of 1 cells" in printed
+
+
+def _question(tables: int) -> Question:
+  params = {f"t{i}": jnp.zeros((4096, 16)) for i in range(tables)}
+  params["w"] = jnp.zeros((16, 16))
+
+  def loss(params, ids):
+    rows = sum(params[f"t{i}"][ids] for i in range(tables))
+    return jnp.sum(rows @ params["w"])
+
+  found = _traced.gradients(
+    jax.value_and_grad(loss), params, jnp.zeros(64, jnp.int32)
+  )
+  return Question(
+    gradients=tuple(found),
+    topology=zenjax.Topology.network("1gbit", 4),
+    axes=("data",),
+    compute_seconds=0.01,
+  )
+
+
+def test_ways_are_plans_with_their_predictions():
+  found = ways.plans(_question(3))
+  assert {"planned", "dense", "zen/1", "zen/4", "zen/1 alone"} <= set(found)
+  assert found["planned"].seconds <= min(p.seconds for p in found.values())
+  groups = lambda plan: {x.group for x in plan.leaves if x.name.startswith("t")}
+  assert len(groups(found["zen/1"])) == 1
+  assert len(groups(found["zen/1 alone"])) == 3
+  # One exchange saves the latency of two.
+  assert found["zen/1"].seconds < found["zen/1 alone"].seconds
+  assert not found["dense"].pays
+  assert ways.received_bytes(found["zen/1"]) < ways.received_bytes(
+    found["dense"]
+  )
+
+
+def test_plans_that_differ_in_predictions_are_one_program():
+  found = ways.plans(_question(1))
+  slower = dataclasses.replace(found["zen/1"], seconds=9.0, machine="other")
+  assert ways.program(slower) == ways.program(found["zen/1"])
+  programs = {ways.program(plan) for plan in found.values()}
+  assert len(programs) == len(found) - 1  # "planned" is one of the others.
+
+
+@pytest.mark.parametrize("name", ("dlrm", "small"))
+def test_models_take_their_batches(name):
+  model = MODELS[name](2, 2)
+  batch = [jnp.asarray(x[: len(x) // 2]) for x in model.batches[1]]
+  shape = jax.eval_shape(model.loss, model.params, *batch)
+  assert shape.shape == () and len(model.batches) == 2
+
+
+def test_bad_input(tmp_path, capsys):
+  broken = tmp_path / "broken.json"
+  broken.write_text("[")
+  for arguments, told in (
+    (["--hosts", "9"], "invalid choice: 9"),
+    (["--models", "bert"], "invalid choice: 'bert'"),
+    (["--show", str(broken)], "not a whole file of this command"),
+    (["--loopback", "--json", str(broken)], "Delete it or name another"),
+  ):
+    with pytest.raises(SystemExit) as ended:
+      command_line.main(["planned", *arguments])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_two_hosts_from_end_to_end(tmp_path):
+  path = tmp_path / "planned.json"
+  done = subprocess.run(
+    [
+      *(sys.executable, "-m", "benchmarks.run", "planned", "--loopback"),
+      *("--hosts", "2", "--models", "small-rows", "--repeats", "5"),
+      *("--ways", "zen/1"),
+      *("--json", str(path)),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  # 1 where the plan is slower than pmean, which two hosts without links may
+  # make it: nothing is wrong, and everything was timed.
+  assert done.returncode in (0, 1), done.stderr
+  assert "of 1 cells" in done.stdout
+  document = json.loads(path.read_text())
+  assert document["complete"]
+  (section,) = document["sections"]
+  assert {"pmean", "planned", "zen/1"} <= set(section["ways"])
+  for way in section["ways"].values():
+    assert way["wrong"] == 0 and way["predicted_s"] > 0
+    assert np.shape(section["host_times_s"][way["program"]]) == (5, 2)
+  shown = subprocess.run(
+    [sys.executable, "-m", "benchmarks.run", "planned", "--show", str(path)],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert "small-rows, 2 hosts, unlimited" in shown.stdout
