@@ -1,5 +1,6 @@
 """Which leaves travel sparse, and how a leaf is seen as a table of rows."""
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,19 @@ def leaf_name(path: Any) -> str:
 def named_leaves(
   tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-  """`(name, leaf)` for each leaf; names are unique."""
+  """`(name, leaf)` for each leaf; names are unique.
+
+  Where keys that hold dots make two names equal, as in `{"a.b": x, "a":
+  {"b": y}}`, these leaves are named by their keys in full: `['a.b']` and
+  `['a']['b']`.
+  """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
-  return [(leaf_name(path), leaf) for path, leaf in flat]
+  names = [leaf_name(path) for path, _ in flat]
+  often = collections.Counter(names)
+  return [
+    (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
+    for name, (path, leaf) in zip(names, flat)
+  ]
 
 
 def shapes(

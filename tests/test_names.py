@@ -1,0 +1,65 @@
+"""Leaves whose keys hold dots: each has a name, and a memory, of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+from zenjax import _select
+
+N = 2
+# Both are "a.b" by keys and dots.
+TREE = {"a.b": jnp.zeros((8, 2)), "a": {"b": jnp.zeros((8, 2)), "c": 0.0}}
+CARRY = zenjax.zen_sync(
+  "data", sparse=True, on_overflow="carry", capacities=(1, 2)
+)
+TOP = zenjax.error_feedback(
+  zenjax.top_k(0.25, sparse=True), "data", momentum=0.0
+)
+
+
+def test_names_are_unique():
+  names = [name for name, _ in _select.named_leaves(TREE)]
+  assert names == ["['a']['b']", "a.c", "['a.b']"]
+  assert _select.named_leaves({"a": {"b": 1}}) == [("a.b", 1)]
+
+
+@pytest.mark.parametrize(
+  "tx", [CARRY, optax.chain(TOP, zenjax.zen_sync("data"))], ids=["zen", "top_k"]
+)
+def test_what_waits_is_that_of_the_leaf(tx):
+  """All gradients of the first step come out, and none twice."""
+  rng = np.random.default_rng(0)
+  tree = {"a.b": TREE["a.b"], "a": {"b": TREE["a"]["b"]}}
+  draw = lambda x: rng.integers(1, 9, (N, *x.shape)).astype(np.float32)
+  gradients = jax.tree.map(draw, tree)
+
+  def train(gradients):
+    def step(carry, turn):
+      state, total = carry
+      now = jax.tree.map(lambda g: jnp.where(turn == 0, g, 0), gradients)
+      updates, state = tx.update(now, state)
+      return (state, jax.tree.map(jnp.add, total, updates)), None
+
+    start = tx.init(gradients), jax.tree.map(jnp.zeros_like, gradients)
+    return jax.lax.scan(step, start, jnp.arange(9))[0][1]
+
+  totals = jax.jit(jax.vmap(train, axis_name="data"))(gradients)
+  jax.tree.map(
+    lambda t, g: np.testing.assert_array_equal(t[0], g.mean(axis=0)),
+    totals,
+    gradients,
+  )
+
+
+def test_a_plan():
+  shapes = jax.tree.map(lambda x: jnp.zeros((640, 2)), TREE)
+  loss = lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p))
+  found = zenjax.plan(
+    jax.value_and_grad(loss),
+    shapes,
+    topology=zenjax.Topology.network("1gbit", N),
+  )
+  assert {"['a']['b']", "['a.b']"} <= set(found.by_name)
