@@ -4,9 +4,13 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
+import jax
+
+from zenjax import _select
 from zenjax._cost import Link
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
+from zenjax._planner import _sharing
 from zenjax._planner import _strategies
 from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
@@ -16,7 +20,6 @@ from zenjax._planner._strategies import Space
 from zenjax._planner._timeline import each_by
 from zenjax._planner._timeline import Exchange
 from zenjax._planner._timeline import Option
-from zenjax._planner._timeline import Overlap
 from zenjax._planner._timeline import simulate
 from zenjax._planner._topology import Topology
 from zenjax._planner._traced import Gradient
@@ -69,10 +72,6 @@ class Question:
       axis: level.link for axis, level in zip(self.axes, self.topology.levels)
     }
 
-  @property
-  def mode(self) -> Overlap:
-    return "overlap" if self.overlap else "none"
-
   def space(self, margin: float) -> Space:
     return _strategies.space(
       self.gradients,
@@ -86,51 +85,50 @@ class Question:
     )
 
 
+# The exchanges of a step: a strategy's name, and the tensors that share it.
+Named = Sequence[tuple[str, tuple[int, ...]]]
+
+
 def answer(question: Question) -> Plan:
   """The plan with the shortest step."""
   careful = question.space(_MARGIN)
-  found = search(careful.tensors, careful.merged, overlap=question.mode)
-  named = [
-    (e.option.name, tuple(range(e.first, e.stop))) for e in found.assignment
-  ]
-  if not question.overlap:
-    named = _joined(named)
-  return planned(question, question.space(1.0), named)
+  return planned(question, question.space(1.0), _best(question, careful))
 
 
-def planned(question: Question, honest: Space, named: "Named") -> Plan:
+def planned(question: Question, honest: Space, named: Named) -> Plan:
   """The plan of these exchanges, as predicted without a margin."""
+  # What pmean would take is told even where its copies do not fit.
+  unlimited = dataclasses.replace(question, memory_bytes=None)
+  whole = honest if question.memory_bytes is None else unlimited.space(1.0)
+  dense = _best(question, _only_dense(whole))
   return Plan(
-    leaves=_leaves(question, honest, named),
+    leaves=_leaves(question, honest, whole, named),
     mesh=tuple(zip(question.context.axes, question.context.sizes)),
     machine=question.topology.name,
     topology=question.topology,
     compute_seconds=question.compute_seconds,
     seconds=seconds_of(question, honest, named),
-    dense_seconds=seconds_of(question, honest, _all_dense(question)),
+    dense_seconds=seconds_of(question, whole, dense),
     overlap=question.overlap,
     wire_dtypes=question.wire_dtypes,
     memory_bytes=question.memory_bytes,
   )
 
 
-# The exchanges of a step: a strategy's name, and the tensors that share it.
-Named = Sequence[tuple[str, tuple[int, ...]]]
+def _best(question: Question, space: Space) -> Named:
+  if not question.overlap:
+    return _sharing.shared(space)
+  found = search(space.tensors, space.merged, overlap="overlap").assignment
+  return [(e.option.name, tuple(range(e.first, e.stop))) for e in found]
 
 
-def _joined(named: Named) -> Named:
-  """Where nothing runs beside it, what goes one way goes together."""
-  groups: dict[str, tuple[int, ...]] = {}
-  for name, members in named:
-    groups[name] = groups.get(name, ()) + members
-  return list(groups.items())
-
-
-def _all_dense(question: Question) -> Named:
-  members = tuple(range(len(question.gradients)))
-  if question.overlap:  # As buckets of one, the finest that there are.
-    return [(PMEAN, (i,)) for i in members]
-  return [(PMEAN, members)] if members else []
+def _only_dense(space: Space) -> Space:
+  """The same, where all leaves take pmean."""
+  tensors = tuple(
+    dataclasses.replace(t, options=(each_by([t], [PMEAN])[0].option,))
+    for t in space.tensors
+  )
+  return dataclasses.replace(space, tensors=tensors)
 
 
 def seconds_of(question: Question, space: Space, named: Named) -> float:
@@ -159,21 +157,27 @@ def together(space: Space, name: str, members: Sequence[int]) -> Option:
 
 
 def _leaves(
-  question: Question, space: Space, named: Named
+  question: Question, space: Space, whole: Space, named: Named
 ) -> tuple[LeafPlan, ...]:
   found = {}
   for group, (name, members) in enumerate(named):
     for i in members:
-      found[i] = _leaf(question, space, i, name, group)
+      dense_s = whole.predictions[i][PMEAN].seconds
+      found[i] = _leaf(question, space, i, name, group, dense_s)
   return tuple(found[i] for i in sorted(found))
 
 
 def _leaf(
-  question: Question, space: Space, i: int, name: str, group: int
+  question: Question,
+  space: Space,
+  i: int,
+  name: str,
+  group: int,
+  dense_seconds: float,
 ) -> LeafPlan:
   gradient, strategy = question.gradients[i], space.strategies[name]
   ways = space.predictions[i]
-  chosen, dense = ways[name], ways.get(PMEAN)
+  chosen = ways[name]
   others = [(p.seconds, other) for other, p in ways.items() if other != name]
   second_s, second = min(others, default=(0.0, ""))
   sparse = name != PMEAN
@@ -190,14 +194,14 @@ def _leaf(
     wire_dtype=strategy.wire_dtype,
     capacities=_first_round(question, gradient, chosen) if sparse else None,
     seconds=chosen.seconds,
-    dense_seconds=dense.seconds if dense else 0.0,
+    dense_seconds=dense_seconds,
     wire_bytes=chosen.received,
-    rows=profile and profile.rows,
-    fullest=profile and profile.fullest,
+    rows=None if profile is None else float(profile.rows),
+    fullest=None if profile is None else float(profile.fullest),
     union=_union(question, i),
     runner_up=second,
     runner_up_seconds=second_s,
-    reason=_reason(question, space, i, name, profile),
+    reason=_reason(question, space, i, name, profile, dense_seconds),
   )
 
 
@@ -224,8 +228,9 @@ def _union(question: Question, i: int) -> float | None:
   profile = question.profiles.get(gradient.name)
   if profile is None:
     return None
-  rows = gradient.shape[0]
-  return min(profile.union_of(question.context.devices), float(rows))
+  leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+  rows, _ = _select.table_shape(leaf, "row")
+  return float(min(profile.union_of(question.context.devices), rows))
 
 
 def _reason(
@@ -234,14 +239,14 @@ def _reason(
   i: int,
   name: str,
   profile: Profile | None,
+  dense_seconds: float,
 ) -> str:
   ways = space.predictions[i]
   if name != PMEAN:
+    gain = dense_seconds / max(ways[name].seconds, 1e-12)
     assumed = "" if profile else ", of assumed densities"
-    if PMEAN not in ways:
-      return "pmean's copy does not fit the memory"
-    gain = ways[PMEAN].seconds / max(ways[name].seconds, 1e-12)
-    return f"{gain:.1f}x less time than pmean{assumed}"
+    unfit = "" if PMEAN in ways else ", whose copy does not fit the memory"
+    return f"{gain:.1f}x less time than pmean{unfit}{assumed}"
   if question.context.devices == 1:
     return "one device"
   if len(ways) == 1:
@@ -250,4 +255,6 @@ def _reason(
   ratio = best_s / max(ways[PMEAN].seconds, 1e-12)
   if ratio >= _MARGIN:
     return f"{best} would take {ratio:.2f}x as long"
+  if not question.overlap:
+    return f"{best} would need an exchange of its own"
   return "pmean hides behind the backward pass"

@@ -1,0 +1,120 @@
+"""Exchanges of a plan beside all that there are, and beside pmean alone."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zenjax
+from zenjax._planner import _choosing
+from zenjax._planner._traced import Gradient
+
+TABLES = [512, 1024, 4096, 8192]
+
+
+def question(seed: int, overlap: bool = False, tables: int = 3, **options):
+  """Tables with small leaves between them, as models have them."""
+  rng = np.random.default_rng(seed)
+  shapes, profiles = [], {}
+  for _ in range(tables):
+    shapes += [(64, 64)] * int(rng.integers(0, 3))
+    rows = int(rng.choice(TABLES))
+    seen = rows * float(rng.choice([0.02, 0.1, 0.3]))
+    profiles[f"leaf{len(shapes)}"] = zenjax.Profile(
+      rows=seen, fullest=seen, union=min(seen * 4, rows * 0.6), devices=8
+    )
+    shapes.append((rows, 32))
+  gradients = tuple(
+    Gradient(
+      name=f"leaf{i}",
+      shape=shape,
+      dtype=np.dtype(np.float32),
+      look_ups=None,
+      ready=(i + 1) / len(shapes),
+    )
+    for i, shape in enumerate(shapes)
+  )
+  rate = str(rng.choice(["10gbit", "100gbit"]))
+  return _choosing.Question(
+    gradients=gradients,
+    topology=zenjax.Topology.network(rate, 8),
+    axes=("data",),
+    profiles=profiles,
+    overlap=overlap,
+    **options,
+  )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("wires", [(), ("bfloat16",)])
+def test_no_exchanges_take_less_where_nothing_overlaps(seed, wires):
+  """Wherever tables stand: what goes one way shares an exchange."""
+  asked = question(seed, wire_dtypes=wires)
+  careful = asked.space(0.8)
+  ways = [[o.name for o in tensor.options] for tensor in careful.tensors]
+  best = np.inf
+  for chosen in itertools.product(*ways):
+    named = {
+      way: tuple(i for i, other in enumerate(chosen) if other == way)
+      for way in chosen
+    }
+    seconds = _choosing.seconds_of(asked, careful, list(named.items()))
+    best = min(best, seconds)
+  found = _choosing.answer(asked)
+  groups = {}
+  for i, leaf in enumerate(found.leaves):
+    way = " ".join(filter(None, (leaf.choice.split()[0], leaf.wire_dtype)))
+    groups[way] = (*groups.get(way, ()), i)
+  got = _choosing.seconds_of(asked, careful, list(groups.items()))
+  assert got == pytest.approx(best, rel=1e-9)
+  assert len({leaf.group for leaf in found.leaves}) == len(groups)
+  assert "hides" not in str(found)
+
+
+def test_many_leaves_at_once():
+  """Thirty tables and what stands between them."""
+  asked = question(0, tables=30)
+  found = _choosing.answer(asked)
+  assert found.pays and found.seconds < found.dense_seconds
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pmean_alone_is_as_well_grouped(overlap):
+  """No plan gains by what pmean alone could do as well."""
+  small = {f"w{i}": jnp.zeros((64, 64)) for i in range(9)}
+  loss = lambda p: sum(jnp.sum(x @ x) for x in p.values())
+  found = zenjax.plan(
+    jax.value_and_grad(loss),
+    small,
+    topology=zenjax.Topology.network("10gbit", 8),
+    overlap=overlap,
+    compute_seconds=1e-4,
+  )
+  assert not found.pays
+  assert found.seconds == pytest.approx(found.dense_seconds, rel=1e-9)
+
+
+def test_pmean_that_the_memory_does_not_hold_is_told_all_the_same():
+  def loss(params, ids):
+    return jnp.mean((params["table"][ids] + params["bias"][None]) ** 2)
+
+  shape = jax.ShapeDtypeStruct
+  params = {
+    "bias": shape((64,), jnp.float32),
+    "table": shape((100_000, 64), jnp.float32),
+  }
+  plan = lambda **options: zenjax.plan(
+    jax.value_and_grad(loss),
+    params,
+    shape((512,), jnp.int32),
+    topology=zenjax.Topology.network("1gbit", 8),
+    **options,
+  )
+  free, limited = plan(), plan(memory_bytes=15e6)
+  table = limited.by_name["table"]
+  assert limited.dense_seconds == free.dense_seconds
+  assert table.dense_seconds == free.by_name["table"].dense_seconds > 0
+  assert "x less time than pmean" in table.reason
+  assert "whose copy does not fit" in table.reason
