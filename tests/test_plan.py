@@ -139,6 +139,16 @@ def test_printed():
   assert not dense.pays and "plain pmean is best" in str(dense)
 
 
+def test_printed_of_a_plan_by_hand():
+  """What travels sparse is no leaf without another way."""
+  text = str(PLAN)
+  assert "zen/4" in text and "all_gather bfloat16" in text
+  assert "MB a device: w without another way" in text
+
+
+_JSON_SHAPE = '"shape": [\n        640,\n        8\n      ]'
+
+
 def test_json():
   assert zenjax.Plan.from_json(PLAN.to_json()) == PLAN
   assert hash(zenjax.Plan.from_json(PLAN.to_json())) == hash(PLAN)
@@ -151,6 +161,13 @@ def test_json():
     ('"scheme": "zen"', '"sheme": "zen"', ["leaves[0]", "'sheme'", "'scheme'"]),
     ('"group": 0', '"group": "0"', ["`group`", "int", "'0'"]),
     ('"data"', "7", ["`mesh`", "[[7, 4]]"]),
+    ('"group": 0', '"group": true', ["`group`", "int", "True"]),
+    ('"seconds": 0.01', '"seconds": NaN', ["`seconds`", "nan"]),
+    ('"ready": 1.0', '"ready": "x"', ["`ready` of leaves[0]", "'x'"]),
+    (_JSON_SHAPE, '"shape": 5', ["`shape` of leaves[0]", "5"]),
+    (_JSON_SHAPE, '"shape": "abc"', ["`shape` of leaves[0]", "'abc'"]),
+    (_JSON_SHAPE, '"shape": [640, 8.5]', ["`shape` of leaves[0]", "8.5"]),
+    (_JSON_SHAPE, '"shape": null', ["`shape` of leaves[0]", "None"]),
     ("}\n  ],", "", ["cut short"]),
     ('"wire_dtypes": []', '"wire_dtypes": 3', ["`wire_dtypes`", "got 3"]),
     ('"topology": null', '"topology": {}', ["the topology", "version"]),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from zenjax._planner._topology import Topology
@@ -33,7 +34,7 @@ def loads(text: str, plan: Any, leaf: Any) -> Any:
       " it; make it anew by `zenjax.plan`."
     )
   leaves = tuple(
-    _of(leaf, {**x, "shape": tuple(x.get("shape", ()))}, f"leaves[{i}]")
+    _of(leaf, _with_tuples(x, f"leaves[{i}]"), f"leaves[{i}]")
     for i, x in enumerate(_records(found.get("leaves")))
   )
   pairs = found.get("mesh")
@@ -70,11 +71,38 @@ def _records(found: Any) -> list[dict[str, Any]]:
   return found
 
 
+def _with_tuples(fields: dict[str, Any], where: str) -> dict[str, Any]:
+  """The same, lists of whole numbers as tuples."""
+  found = dict(fields)
+  for name in ("shape", "capacities"):
+    value = fields.get(name)
+    if value is None:
+      continue
+    if not isinstance(value, list) or not all(map(_is_count, value)):
+      raise ValueError(
+        f"`{name}` of {where} must be a list of whole numbers, got {value!r}."
+      )
+    found[name] = tuple(value)
+  return found
+
+
+def _is_count(x: Any) -> bool:
+  return type(x) is int and x >= 0
+
+
+def _is_of(value: Any, kinds: Any) -> bool:
+  if isinstance(value, bool):  # Which is an int as well.
+    return kinds is bool
+  if isinstance(value, float) and not math.isfinite(value):
+    return False
+  return isinstance(value, kinds)
+
+
 def _is_axis(pair: Any) -> bool:
   if not isinstance(pair, list) or len(pair) != 2:
     return False
   name, devices = pair
-  return isinstance(name, str) and isinstance(devices, int) and devices > 0
+  return isinstance(name, str) and _is_count(devices) and devices > 0
 
 
 def _of(kind: Any, values: dict[str, Any], where: str) -> Any:
@@ -90,10 +118,8 @@ def _of(kind: Any, values: dict[str, Any], where: str) -> Any:
       f"`text` must hold the fields of a plan: {where} has unknown {wrong[0]}"
       f" and lacks {wrong[1]}; make it anew by `zenjax.plan`."
     )
-  if isinstance(values.get("capacities"), list):
-    values["capacities"] = tuple(values["capacities"])
   for name, value in values.items():
-    if not isinstance(value, _KINDS[name]):
+    if not _is_of(value, _KINDS[name]):
       raise ValueError(
         f"`{name}` of {where} must be {_named(_KINDS[name])}, got {value!r}."
       )

@@ -40,12 +40,12 @@ def table(plan: Any) -> str:
   axes = " x ".join(f"{name} {n}" for name, n in plan.mesh)
   machine = f" on {plan.machine}" if plan.machine else ""
   lines = [f"plan for {devices} devices ({axes}){machine}"]
-  open_to = [leaf for leaf in plan.leaves if leaf.runner_up]
+  open_to = [leaf for leaf in plan.leaves if _has_choice(leaf)]
   if open_to:
     lines += columns(
       [_HEADINGS, *(_line(leaf) for leaf in open_to)], last_left=True
     )
-  lines += _rest([leaf for leaf in plan.leaves if not leaf.runner_up])
+  lines += _rest([leaf for leaf in plan.leaves if not _has_choice(leaf)])
   if plan.dense_seconds:
     lines.append(_times(plan))
   lines.append(verdict(plan))
@@ -64,6 +64,11 @@ def _times(plan: Any) -> str:
     f"a step: {told}, without any exchange {_ms(plan.compute_seconds)} ms;"
     f" exchanges run {kind} the backward pass"
   )
+
+
+def _has_choice(leaf: Any) -> bool:
+  """Whether there was one; of a plan by hand, whether one was made."""
+  return bool(leaf.runner_up) or leaf.scheme != "dense"
 
 
 def _rest(leaves: Sequence[Any]) -> list[str]:
@@ -96,9 +101,9 @@ def _line(leaf: Any) -> tuple[str, ...]:
     _ms(leaf.seconds),
     _ms(leaf.dense_seconds),
     f"{leaf.wire_bytes / 1e6:.3g}",
-    leaf.runner_up,
+    leaf.runner_up or "-",
     _ms(leaf.runner_up_seconds),
-    leaf.reason,
+    leaf.reason or "-",
   )
 
 
