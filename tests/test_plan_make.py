@@ -202,6 +202,8 @@ def test_seconds_are_those_of_the_timeline():
       ["`profile`", "'tabel'", "'table'", "another model"],
     ),
     (dict(capacities={"x": (1, 2)}), ["`capacities`", "'x'"]),
+    (dict(capacities={"table": "x"}), ["`capacities['table']`", "'x'"]),
+    (dict(capacities={"table": (9, 3)}), ["push <= pull", "(9, 3)"]),
   ],
 )
 def test_refused(options, words):
@@ -214,8 +216,26 @@ def test_refused_types():
   topology: Any = "h100"
   with pytest.raises(TypeError, match="`topology` must be a zenjax.Topology"):
     plan(topology)
-  with pytest.raises(TypeError, match="`wire_dtypes`"):
-    plan(wire_dtypes=(jnp.int8,))
+  for wrong in ((jnp.int8,), jnp.bfloat16, "bfloat16"):
+    with pytest.raises(TypeError, match="`wire_dtypes`"):
+      plan(wire_dtypes=wrong)
+  with pytest.raises(TypeError, match="`capacities` must map"):
+    plan(capacities=(16, 64))
+  with pytest.raises(TypeError, match="`profile` must map .* 3"):
+    plan(profile={"table": 3})
+  with pytest.raises(TypeError, match="`overlap`"):
+    plan(overlap="yes")
+
+
+def test_numbers_of_numpy_are_saved():
+  seen: Any = np.int64(512)
+  table = zenjax.Profile(rows=seen, fullest=seen, union=seen, devices=8)
+  found = plan(
+    profile={"table": table},
+    compute_seconds=np.float32(0.5),
+    memory_bytes=np.int64(10**9),
+  )
+  assert zenjax.Plan.from_json(found.to_json()) == found
 
 
 def test_the_plan_runs():

@@ -154,7 +154,7 @@ def check(
     link=link,
     profile=profile,
     ids_first=_ids_first(ids_first, scheme),
-    overlap=_bool("overlap", overlap),
+    overlap=boolean("overlap", overlap),
     remote_copies=_remote_copies(
       exchange,
       scheme,
@@ -235,6 +235,11 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
       f"`link` must be a zenjax.Link, got {link!r}; give"
       " zenjax.Link(bandwidth=bytes a second, latency_s=seconds)."
     )
+  check_profile(profile)
+
+
+def check_profile(profile: Any) -> None:
+  """Raises `TypeError` where it is no mapping of `Profile`s, and not None."""
   fit = isinstance(profile, Mapping) and all(
     isinstance(p, Profile) for p in profile.values()
   )
@@ -245,14 +250,14 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
     )
 
 
-def _bool(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
   if not isinstance(value, bool):
     raise TypeError(f"`{name}` must be True or False, got {value!r}.")
   return value
 
 
 def _ids_first(value: Any, scheme: str) -> bool:
-  if _bool("ids_first", value) and scheme != "zen":
+  if boolean("ids_first", value) and scheme != "zen":
     raise ValueError(
       f"`ids_first=True` is for `scheme='zen'`, got {scheme=}; leave one of"
       " them out."
@@ -360,6 +365,22 @@ def _capacities(
   if isinstance(capacities, Mapping):
     return {name: _capacity(c, f"[{name!r}]") for name, c in capacities.items()}
   return _capacity(capacities, "")
+
+
+def pins(
+  capacities: Mapping[str, tuple[int, int]] | None,
+) -> dict[str, tuple[int, int]]:
+  """Capacities by leaf, checked."""
+  if not isinstance(capacities, Mapping | None):
+    raise TypeError(
+      "`capacities` must map leaf names to pairs (push, pull), got"
+      f" {capacities!r}; give what `zenjax.advise(state)` returned."
+    )
+  found = {}
+  for name, value in (capacities or {}).items():
+    push, pull = _capacity(value, f"[{name!r}]")
+    found[name] = push, pull
+  return found
 
 
 def _capacity(value: Any, where: str) -> Capacity:

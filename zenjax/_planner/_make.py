@@ -1,6 +1,6 @@
 """`plan`: the way of every gradient of a model on a machine, chosen."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
 import os
 from typing import Any
@@ -62,7 +62,8 @@ def plan(
     The plan: print it, and give it to `zen_sync(plan=...)`.
 
   Raises:
-    TypeError: `value_and_grad` returns no pair, or a dtype is not floating.
+    TypeError: `value_and_grad` returns no pair, a dtype is not floating, or
+      an argument is of another kind.
     ValueError: An argument is out of range, names a leaf that is not there, or
       no way of a leaf fits the memory.
 
@@ -97,20 +98,21 @@ def plan(
         " densities."
       )
     profile = _from_trace.profiles(trace, gradients, topology.devices)
+  _options.check_profile(profile)
+  pins = _options.pins(capacities)
   _check_names(gradients, profile, "profile")
-  _check_names(gradients, capacities, "capacities")
-  wires = [_options.floating("wire_dtypes", dtype) for dtype in wire_dtypes]
+  _check_names(gradients, pins, "capacities")
   return answer(
     Question(
       gradients=tuple(gradients),
       topology=topology,
       axes=axes,
       profiles=profile or {},
-      compute_seconds=compute_seconds,
-      overlap=overlap,
-      wire_dtypes=tuple(jnp.dtype(wire).name for wire in wires),
-      capacities=capacities or {},
-      memory_bytes=memory_bytes,
+      compute_seconds=float(compute_seconds),
+      overlap=_options.boolean("overlap", overlap),
+      wire_dtypes=_wires(wire_dtypes),
+      capacities=pins,
+      memory_bytes=None if memory_bytes is None else float(memory_bytes),
     )
   )
 
@@ -142,6 +144,16 @@ def _check(
       f"`memory_bytes` must be positive, got {memory_bytes!r}; leave it out for"
       " any."
     )
+
+
+def _wires(dtypes: Any) -> tuple[str, ...]:
+  if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
+    raise TypeError(
+      "`wire_dtypes` must be a sequence of floating dtypes, got"
+      f" {dtypes!r}; give (jnp.bfloat16,) for one."
+    )
+  wires = [_options.floating("wire_dtypes", dtype) for dtype in dtypes]
+  return tuple(jnp.dtype(wire).name for wire in wires)
 
 
 def _check_names(
