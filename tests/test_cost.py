@@ -124,6 +124,9 @@ def test_zen_leads_by_volume_from_sixteen_devices(name, n):
 def test_union_growth_is_a_power_law():
   assert profile(10, 4, n=8).union_of(8) == pytest.approx(40)
   assert profile(10, 4, n=8).union_of(64) == pytest.approx(160)
+  # One device shows no growth: it is not taken for none.
+  assert profile(10, 1, n=1).union_of(1) == 10
+  assert profile(10, 1, n=1).union_of(16) == pytest.approx(10 * 16**0.75)
 
 
 # --- scheme="auto" ----------------------------------------------------------

@@ -154,9 +154,14 @@ class Profile:
   skew: tuple[float, float] | None = None
 
   def union_of(self, devices: int) -> float:
-    """Of another number of devices: a power law through what was seen."""
-    if self.devices <= 1 or self.rows <= 0:
+    """Of another number of devices: a power law through what was seen.
+
+    One device shows no growth: a vocabulary's is assumed.
+    """
+    if self.rows <= 0:
       return self.union
+    if self.devices <= 1:
+      return self.rows * devices**_plan.GROWTH
     power = math.log(max(self.union / self.rows, 1.0)) / math.log(self.devices)
     return self.rows * devices**power
 
