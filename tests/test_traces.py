@@ -309,6 +309,22 @@ def test_recorded_steps_are_a_trace(tmp_path):
   assert found == [[[1, 5], [999]], [[], [0]]]
 
 
+def test_vectors_and_numbers_have_rows_of_one_element(tmp_path):
+  """As zen_sync sees them where `sparse` chooses them."""
+  params = {"v": jnp.array([0.0, 3.0, 0.0, 4.0, 0.0]), "x": jnp.float32(2)}
+  with zenjax.record(tmp_path / "t", params, steps=1, sparse=True) as recorder:
+    recorder.write(recorder.rows(params))
+  trace = traces.read(tmp_path / "t")
+  assert [(t.rows, t.width) for t in trace.header.tables] == [(5, 1), (1, 1)]
+  assert trace.sets["v"][0][0].tolist() == [1, 3]
+  loss = lambda p: jnp.sum(p["v"]) * p["x"]
+  machine = zenjax.Topology.network("1gbit", 2)
+  found = zenjax.plan(
+    jax.value_and_grad(loss), params, topology=machine, trace=tmp_path / "t"
+  )
+  assert found.by_name["v"].rows == 2
+
+
 def test_leaves_of_the_model_are_told(tmp_path):
   params = {"bias": jnp.zeros(3), "embed": jnp.zeros((1000, 20))}
   rows = zenjax.SparseRows(jnp.array([7, 7]), jnp.ones((2, 20)), 1000)

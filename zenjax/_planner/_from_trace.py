@@ -8,12 +8,13 @@ two thirds of a step.
 
 from collections.abc import Sequence
 import dataclasses
-import math
 import os
 from typing import Any
 
+import jax
 import numpy as np
 
+from zenjax import _select
 from zenjax import traces
 from zenjax._cost import Profile
 from zenjax._planner import _growth
@@ -106,12 +107,14 @@ def profiles(
     ValueError: The trace is broken, or of another model.
   """
   trace = traces.read(directory)
-  shapes = {g.name: g.shape for g in gradients}
+  shapes = {
+    g.name: _select.table_shape(jax.ShapeDtypeStruct(g.shape, g.dtype), "row")
+    for g in gradients
+  }
   wrong = [
     f"{t.name!r} {t.rows} x {t.width} there, {shapes.get(t.name, 'none')} here"
     for t in trace.header.tables
-    if math.prod(shapes.get(t.name, ())) != t.rows * t.width
-    or shapes[t.name][-1] != t.width
+    if shapes.get(t.name) != (t.rows, t.width)
   ]
   if wrong:
     raise ValueError(

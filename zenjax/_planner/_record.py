@@ -186,16 +186,15 @@ def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
   """The leaves that zen_sync sends sparse, whichever way they travel."""
   tx = _transform.zen_sync("data", sparse=sparse)
   chosen = jax.eval_shape(tx.init, params).leaves
-  return tuple(
-    traces.Table(
-      name=name,
-      rows=int(np.prod(leaf.shape[:-1])),
-      width=leaf.shape[-1],
-      dtype=leaf.dtype.name,
-    )
-    for name, leaf in _named(params).items()
-    if name in chosen
-  )
+  tables = []
+  for name, leaf in _named(params).items():
+    if name in chosen:
+      rows, width = _select.table_shape(leaf, "row")
+      dtype = leaf.dtype.name
+      tables.append(
+        traces.Table(name=name, rows=rows, width=width, dtype=dtype)
+      )
+  return tuple(tables)
 
 
 def nonzero_rows(
@@ -212,7 +211,7 @@ def nonzero_rows(
 def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
   """`[R]` bool."""
   if not isinstance(table, SparseRows):
-    return _has_bits(table.reshape(-1, table.shape[-1]))
+    return _has_bits(_select.as_table(table, "row"))
   # Look-ups of one row may cancel each other, as they would in the array.
   rows = table.combine()
   none = jnp.zeros(rows.num_rows, bool)
