@@ -16,6 +16,7 @@ import zenjax
 # What types forbid is asked of it too.
 API: Any = zenjax
 TOP = zenjax.top_k(0.5)
+TOP_ALL = zenjax.top_k(0.5, sparse=True)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,26 @@ def test_states_of_others():
     with pytest.raises(ValueError) as error:
       trace(tx, {"w": gradient}, state)
     names(error, "`state`", "zenjax.init", *words)
+
+
+def test_a_state_without_the_momentum_that_is_asked_for():
+  made = zenjax.init(
+    zenjax.error_feedback(TOP_ALL, "data"),
+    jnp.zeros(8),
+    runners.mesh(1),
+    "data",
+  )
+  tx = zenjax.error_feedback(TOP_ALL, "data", momentum=0.9)
+  with pytest.raises(ValueError) as error:
+    trace(tx, jnp.zeros(8), made, n=1)
+  names(error, "`state`", "zenjax.init", "'momentum': (1, 8)")
+
+
+def test_numbers_of_numpy_are_densities():
+  gradient = jnp.array([1.0, -5.0, 2.0, 0.0])
+  tx = API.top_k(np.float32(0.25), sparse=True)
+  update, _ = tx.update(gradient, tx.init(gradient))
+  assert np.asarray(update).tolist() == [0, -5, 0, 0]
 
 
 def test_statistics_of_no_sparsifier():

@@ -59,6 +59,29 @@ def test_before_the_first_step_there_is_nothing_to_tell():
   assert zenjax.stats((state,)) == {}
 
 
+def test_several_sparsifiers_are_told_apart():
+  each = [zenjax.micro("data", density) for density in (0.25, 0.5)]
+  tx = optax.multi_transform(dict(enumerate(each)), {"a": 0, "b": 1})
+  params = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
+
+  def step(gradients):
+    return tx.update(gradients, tx.init(gradients))[1]
+
+  state = jax.jit(jax.vmap(step, axis_name="data"))(
+    jax.tree.map(lambda x: jnp.arange(16.0).reshape(2, 8), params)
+  )
+  told = zenjax.sparsifier_stats(jax.tree.map(lambda x: x[0], state))
+  wanted = {name: stats["density_wanted"] for name, stats in told.items()}
+  assert wanted == {"all": 0.25, "all 2": 0.5}
+
+
+def test_a_sparsifier_of_no_leaf():
+  tx = zenjax.micro("data", 0.5)
+  with pytest.raises(ValueError) as error:
+    jax.vmap(lambda _: tx.init({}), axis_name="data")(jnp.zeros(2))
+  names(error, "`params`", "micro", "multi_transform")
+
+
 def test_stats_of_the_last_step(after):
   state, most = after
   stats = zenjax.stats((state, optax.EmptyState()))["sparsifier"]

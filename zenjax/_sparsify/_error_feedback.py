@@ -79,7 +79,8 @@ def error_feedback(
       is then exact. It rounds the sums that it pulls once more, and no device
       gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
       with much in common lost 0.14 % (root of mean squares), without a bias;
-      0.17 % if only `zen_sync` rounds.
+      0.17 % if only `zen_sync` rounds. What exceeds it (of float16 65,504)
+      comes out as Inf, and is lost.
 
   Returns:
     A transformation whose state is a `zenjax.ErrorFeedbackState`.

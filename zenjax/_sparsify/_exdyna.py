@@ -71,7 +71,8 @@ def exdyna(
     wire_dtype: Round values and their sums to this floating dtype for the
       wire, as `jnp.bfloat16`; sums are taken in float32 at least. What rounding
       takes stays in the residual: of a value on its device, of a sum on the
-      device that selected the element.
+      device that selected the element. What exceeds it (of float16 65,504)
+      comes out as Inf, and is lost.
 
   Returns:
     A transformation whose state is a `zenjax.SparsifierState`, with

@@ -110,23 +110,25 @@ def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
       "tx, params, mesh, axis_name)` instead of `tx.init`."
     ) from error
   leaves = {
-    name: _init_leaf(leaf, selected, feedback)
+    name: _init_leaf(leaf, fields, feedback)
     for name, leaf, selected in chosen_leaves(params, feedback.options.sparse)
-    if selected or _has_momentum(leaf, feedback)
+    if (fields := _fields(leaf, selected, feedback))
   }
   return ErrorFeedbackState(jnp.zeros((), jnp.int32), leaves)
 
 
-def _has_momentum(leaf: Any, feedback: Feedback) -> bool:
-  return _clip.is_floating(leaf) and feedback.momentum is not None
+def _fields(leaf: Any, selected: bool, feedback: Feedback) -> list[str]:
+  """What is remembered of a leaf: fields of `FeedbackLeaf`."""
+  moves = _clip.is_floating(leaf) and feedback.momentum is not None
+  return ["residual"] * selected + ["momentum"] * moves
 
 
-def _init_leaf(leaf: Any, selected: bool, feedback: Feedback) -> FeedbackLeaf:
-  zeros = jnp.zeros((1, *leaf.shape), feedback.dtype(leaf))
+def _init_leaf(leaf: Any, kept: list[str], feedback: Feedback) -> FeedbackLeaf:
   varying = lambda x: _group.as_varying(x, feedback.options.axes)
+  zeros = varying(jnp.zeros((1, *leaf.shape), feedback.dtype(leaf)))
   return FeedbackLeaf(
-    residual=varying(zeros) if selected else None,
-    momentum=varying(zeros) if _has_momentum(leaf, feedback) else None,
+    residual=zeros if "residual" in kept else None,
+    momentum=zeros if "momentum" in kept else None,
     threshold=varying(jnp.full(1, jnp.nan, jnp.float32)),
     selected=varying(jnp.zeros(1, jnp.int32)),
     wanted=jnp.full((), jnp.nan, jnp.float32),
@@ -135,17 +137,20 @@ def _init_leaf(leaf: Any, selected: bool, feedback: Feedback) -> FeedbackLeaf:
 
 def _check_state(leaves: Any, state: Any, feedback: Feedback) -> None:
   want = {
-    name: (1, *leaf.shape)
+    name: dict.fromkeys(fields, (1, *leaf.shape))
     for name, leaf, selected in leaves
-    if selected or _has_momentum(leaf, feedback)
+    if (fields := _fields(leaf, selected, feedback))
   }
-  got = {}
-  for name, leaf in state.leaves.items():
-    kept = leaf.momentum if leaf.residual is None else leaf.residual
-    got[name] = kept.shape
-  wrong = sorted(
-    n for n in want.keys() | got.keys() if want.get(n) != got.get(n)
-  )
+  got = {
+    name: {
+      field: x.shape
+      for field in ("residual", "momentum")
+      if (x := getattr(leaf, field)) is not None
+    }
+    for name, leaf in state.leaves.items()
+  }
+  every = want.keys() | got.keys()
+  wrong = sorted(n for n in every if want.get(n) != got.get(n))
   if wrong:
     name = wrong[0]
     raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,12 +50,18 @@ class Plan:
 
 def plan(tree: Any, settings: Settings, n: int) -> Plan:
   size = _flat.size(tree)
+  if not size:
+    raise ValueError(
+      f"`params` must have elements for {settings.name} to select, got none;"
+      " leave it out where `optax.masked` or `optax.multi_transform` gives it"
+      " no leaf."
+    )
   k = int(settings.density * size)
   if k == 0:
     raise ValueError(
       "`density` must select an element at least, got int(density * size) ="
       f" int({settings.density} * {size}) = 0; give one of at least"
-      f" {1 / max(size, 1):.3g}."
+      f" {1 / size:.3g}."
     )
   division = settings.division(size, n)
   kind = _thresholds.KINDS[settings.controller]
@@ -133,4 +140,4 @@ def check_density(density: Any) -> None:
 
 
 def is_number(x: Any) -> bool:
-  return isinstance(x, int | float) and not isinstance(x, bool)
+  return isinstance(x, numbers.Real) and not isinstance(x, bool)

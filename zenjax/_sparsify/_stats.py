@@ -22,13 +22,14 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
 
   Returns:
     By name of the leaf, and by `"all"` for `exdyna` and `micro`, which see one
-    vector: `density_wanted`, `density` (what a device selected over the size,
-    mean; of `exdyna` and `micro` what all selected), `threshold` (mean over
-    devices), `build_up` (the union of all selections over what one device
-    should select: up to the number of devices), `imbalance` (the largest
-    selection times devices over the sum), `residual_norm` (of all devices, as
-    it is now; of `exdyna` and `micro` as the step began). NaN for what is not
-    known: a threshold of `top_k` by `method="exact"`, the union where no
+    vector (`"all 2"` and so on where there are more of these):
+    `density_wanted`, `density` (what a device selected over the size, mean; of
+    `exdyna` and `micro` what all selected), `threshold` (mean over devices),
+    `build_up` (the union of all selections over what one device should select:
+    up to the number of devices), `imbalance` (the largest selection times
+    devices over the sum), `residual_norm` (of all devices, as it is now; of
+    `exdyna` and `micro` as the step began). NaN for what is not known: a
+    threshold of `top_k` by `method="exact"`, the union where no
     `zen_sync(unit="element")` counted it.
 
   Raises:
@@ -67,10 +68,13 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
     )
   unions = _unions(state)
   found: dict[str, dict[str, float]] = {}
+  vectors = 0
   for node in nodes:
     if isinstance(node, SparsifierState):
       told = node.stats._asdict()
-      found["all"] = {key: float(told[key]) for key in _KEYS}
+      vectors += 1
+      name = f"all {vectors}" if vectors > 1 else "all"
+      found[name] = {key: float(told[key]) for key in _KEYS}
       continue
     for name, leaf in node.leaves.items():
       if leaf.residual is not None:
