@@ -73,6 +73,28 @@ def test_no_exchanges_take_less_where_nothing_overlaps(seed, wires):
   assert "hides" not in str(found)
 
 
+@pytest.mark.parametrize("way", ["zen/1", "zen/8", "recursive_doubling"])
+def test_rows_that_all_devices_have(way):
+  """What is pinned then is what zen_sync takes: push <= pull."""
+  table = Gradient(
+    name="table",
+    shape=(100_000, 64),
+    dtype=np.dtype(np.float32),
+    look_ups=None,
+    ready=1.0,
+  )
+  same = zenjax.Profile(rows=500, fullest=500, union=500, devices=8)
+  asked = _choosing.Question(
+    gradients=(table,),
+    topology=zenjax.Topology.network("1gbit", 8),
+    axes=("data",),
+    profiles={"table": same},
+  )
+  found = _choosing.planned(asked, asked.space(1.0), [(way, (0,))])
+  assert found.by_name["table"].capacities is not None
+  zenjax.zen_sync("data", plan=found)
+
+
 def test_many_leaves_at_once():
   """Thirty tables and what stands between them."""
   asked = question(0, tables=30)

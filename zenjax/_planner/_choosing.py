@@ -19,7 +19,6 @@ from zenjax._planner._strategies import PMEAN
 from zenjax._planner._strategies import Space
 from zenjax._planner._timeline import each_by
 from zenjax._planner._timeline import Exchange
-from zenjax._planner._timeline import Option
 from zenjax._planner._timeline import simulate
 from zenjax._planner._topology import Topology
 from zenjax._planner._traced import Gradient
@@ -135,25 +134,13 @@ def seconds_of(question: Question, space: Space, named: Named) -> float:
   """Of a whole step with these exchanges."""
   if question.overlap:
     exchanges = [
-      Exchange(m[0], m[-1] + 1, together(space, name, m)) for name, m in named
+      Exchange(m[0], m[-1] + 1, _sharing.together(space, name, m))
+      for name, m in named
     ]
     return simulate(space.tensors, exchanges, "overlap").iteration_s
-  options = [together(space, name, members) for name, members in named]
+  options = [_sharing.together(space, name, members) for name, members in named]
   spent = sum(o.work_s + o.link_s for o in options)
   return question.compute_seconds + spent
-
-
-def together(space: Space, name: str, members: Sequence[int]) -> Option:
-  """What these tensors take in one exchange."""
-  parts = [each_by([space.tensors[i]], [name])[0].option for i in members]
-  saved = (len(parts) - 1) * space.once[name]
-  return Option(
-    name,
-    before_s=sum(o.before_s for o in parts),
-    link_s=max(sum(o.link_s for o in parts) - saved, 0.0),
-    after_s=sum(o.after_s for o in parts),
-    bytes=sum(o.bytes for o in parts),
-  )
 
 
 def _leaves(
@@ -220,7 +207,8 @@ def _first_round(
   push, pull = (
     min(max(math.ceil(size * _SPARE), 1), rows) for size in chosen.sizes
   )
-  return push, pull
+  # Where all devices have the same rows, chance makes a push the fuller one.
+  return push, max(push, pull)
 
 
 def _union(question: Question, i: int) -> float | None:

@@ -15,6 +15,8 @@ import numpy as np
 
 from zenjax._planner import _groups
 from zenjax._planner._strategies import Space
+from zenjax._planner._timeline import each_by
+from zenjax._planner._timeline import Option
 
 # Strategies by name, and the tensors that share the exchange.
 Shared = list[tuple[str, tuple[int, ...]]]
@@ -73,3 +75,16 @@ def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
   if not ways:
     return math.inf
   return float(own[ways].min(axis=0).sum() + once[ways].sum())
+
+
+def together(space: Space, name: str, members: Sequence[int]) -> Option:
+  """What these tensors take in one exchange."""
+  parts = [each_by([space.tensors[i]], [name])[0].option for i in members]
+  saved = (len(parts) - 1) * space.once[name]
+  return Option(
+    name,
+    before_s=sum(o.before_s for o in parts),
+    link_s=max(sum(o.link_s for o in parts) - saved, 0.0),
+    after_s=sum(o.after_s for o in parts),
+    bytes=sum(o.bytes for o in parts),
+  )
