@@ -236,6 +236,24 @@ def test_refused(call, words):
   names(error, *words)
 
 
+@pytest.mark.parametrize("groups", [0, -1, 3])
+def test_column_groups_that_do_not_divide_the_devices(groups):
+  first = dataclasses.replace(PLAN.leaves[0], column_groups=groups)
+  plan = dataclasses.replace(PLAN, leaves=(first, *PLAN.leaves[1:]))
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", plan=plan)
+  names(error, "plan.leaves['a'].column_groups", "4 devices", str(groups))
+
+
+@pytest.mark.parametrize("dtype", ["bogus", "int8"])
+def test_wire_dtypes_that_are_none(dtype):
+  first = dataclasses.replace(PLAN.leaves[0], wire_dtype=dtype)
+  plan = dataclasses.replace(PLAN, leaves=(first, *PLAN.leaves[1:]))
+  with pytest.raises(TypeError) as error:
+    zenjax.zen_sync("data", plan=plan)
+  names(error, "plan.leaves['a'].wire_dtype", "floating dtype", dtype)
+
+
 def test_no_plan():
   text: Any = PLAN.to_json()
   with pytest.raises(TypeError, match="`plan` must be a zenjax.Plan"):

@@ -200,13 +200,11 @@ def _require_free(plan: Any, given: dict[str, Any]) -> None:
 def _as_planned(options: Options, plan: _planned.Plan) -> Options:
   known = [*SPARSE, _planned.DENSE]
   for leaf in plan.leaves:
-    one_of(f"plan.leaves[{leaf.name!r}].scheme", leaf.scheme, known)
+    where = f"plan.leaves[{leaf.name!r}]"
+    one_of(f"{where}.scheme", leaf.scheme, known)
+    _check_column_groups(leaf.column_groups, plan.mesh, where)
   sparse = [leaf for leaf in plan.leaves if leaf.scheme != _planned.DENSE]
-  wire = {
-    leaf.name: floating("wire_dtype", jnp.dtype(leaf.wire_dtype))
-    for leaf in sparse
-    if leaf.wire_dtype
-  }
+  wire = {leaf.name: _wire_named(leaf) for leaf in sparse if leaf.wire_dtype}
   pinned = {leaf.name: leaf.capacities for leaf in sparse if leaf.capacities}
   return dataclasses.replace(
     options,
@@ -215,6 +213,28 @@ def _as_planned(options: Options, plan: _planned.Plan) -> Options:
     wire_dtype=wire,
     capacities=_capacities(pinned),
   )
+
+
+def _check_column_groups(groups: Any, mesh: Any, where: str) -> None:
+  """They divide the devices of the fastest axis."""
+  axis, devices = mesh[-1] if mesh else ("", 1)
+  whole = isinstance(groups, int) and groups > 0
+  if not whole or devices % groups:
+    raise ValueError(
+      f"`{where}.column_groups` must divide the {devices} devices along"
+      f" {axis!r}, got {groups!r}; give 1 for hashed rows."
+    )
+
+
+def _wire_named(leaf: _planned.LeafPlan) -> jnp.dtype | None:
+  try:
+    dtype = jnp.dtype(leaf.wire_dtype)
+  except TypeError as error:
+    raise TypeError(
+      f"`plan.leaves[{leaf.name!r}].wire_dtype` must name a floating dtype such"
+      f" as 'bfloat16', got {leaf.wire_dtype!r}."
+    ) from error
+  return floating(f"plan.leaves[{leaf.name!r}].wire_dtype", dtype)
 
 
 def one_of(name: str, value: Any, known: list[str]) -> None:
