@@ -52,6 +52,7 @@ def _add_flags(add: train_flags.Add) -> None:
   add("--corpus", metavar="FILE", help="UTF-8 text to train on")
   add("--eval-tokens", type=int, default=4096, help="of held-out text")
   train_flags.add_output(add, _PLOT)
+  add("--out", metavar="DIR", help="numbers of every step go to steps.jsonl")
   add(
     "--trace",
     metavar="DIR",
@@ -74,6 +75,8 @@ def _broken_rule(flags: argparse.Namespace) -> str | None:
     )
   if flags.vocab is not None and flags.vocab < 2:
     return f"--vocab must be at least 2, got {flags.vocab}"
+  if flags.out and flags.sync == "compare":
+    return "--out goes with --sync zen or pmean, got --sync compare"
   return _broken_sparsifier(flags) or _broken_trace(flags)
 
 

@@ -26,7 +26,7 @@ def save(runs: Mapping[str, History], path: str) -> None:
     losses.plot(history.losses, label=label, linewidth=width)
     # The first step is left out: it compiles.
     times.plot(range(1, len(history.seconds)), history.seconds[1:], label=label)
-    _plot_density(density, history)
+    plot_density(density, history)
   losses.set(title="Training loss", ylabel="nats a word")
   times.set(title="Step time", ylabel="seconds", ylim=(0, None))
   density.set(title="What is sent of the gradients", ylabel="%", ylim=(0, None))
@@ -38,7 +38,8 @@ def save(runs: Mapping[str, History], path: str) -> None:
   plt.close(figure)
 
 
-def _plot_density(axes, history: History) -> None:
+def plot_density(axes, history: History) -> None:
+  """Draws what is sent over steps, by leaf or of a sparsifier."""
   for name, last in history.stats[-1].items():
     if not 0 < last["density"] < 1:
       continue

@@ -22,11 +22,11 @@ from interrupts import INTERRUPTED
 import jax
 import lm_data
 import lm_flags
+from lm_text import load
 from lm_trainer import Trainer
-from sparsified import KINDS
+from sparsified import EXCLUSIVE
 from sparsified import settled
 from sparsified import Sparsifier
-from train_lm import load
 from train_loop import fit
 from train_loop import History
 from train_loop import make_mesh
@@ -51,7 +51,7 @@ def parse(
     allow_abbrev=False,
   )
   add = parser.add_argument
-  add("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+  add("--kinds", nargs="+", choices=tuple(EXCLUSIVE), default=tuple(EXCLUSIVE))
   add("--controllers", nargs="+", choices=_CONTROLLERS, default=_CONTROLLERS)
   add("--scales", nargs="+", type=float, default=[1e-5, 1e-3, 1e-1])
   add("--json", type=pathlib.Path, metavar="FILE")

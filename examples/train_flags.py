@@ -51,9 +51,14 @@ def add_training(
 
 def add_output(add: Add, plot: str) -> None:
   """What is left behind; `plot` is the default of --plot in compare."""
+  add_files(add, f"{plot} in compare")
+
+
+def add_files(add: Add, plot: str) -> None:
+  """The same, with any default of --plot."""
   add("--checkpoint", metavar="DIR", help="save here, at the end and on Ctrl-C")
   add("--resume", action="store_true", help="go on from --checkpoint")
-  add("--plot", metavar="FILE", help=f"default: {plot} in compare")
+  add("--plot", metavar="FILE", help=f"default: {plot}")
 
 
 def set_defaults(
@@ -83,12 +88,8 @@ def broken_rule(
     flags: As parsed; None where a default comes later.
     positive: Names of those that must be.
   """
-  for name in positive:
-    value = getattr(flags, name)
-    if value is not None and not value > 0:
-      return f"--{name.replace('_', '-')} must be positive, got {value}"
-  if flags.seed < 0:
-    return f"--seed must not be negative, got {flags.seed}"
+  if broken := broken_run(flags, positive):
+    return broken
   if flags.grads == "rows" and flags.sync == "pmean":
     return (
       "--grads rows goes with --sync zen or compare, got --sync pmean, which"
@@ -96,9 +97,22 @@ def broken_rule(
     )
   if flags.checkpoint and flags.sync == "compare":
     return "--checkpoint goes with --sync zen or pmean, got --sync compare"
+  return processes.broken_rule(flags)
+
+
+def broken_run(
+  flags: argparse.Namespace, positive: Collection[str]
+) -> str | None:
+  """The same of the flags that every training program has."""
+  for name in positive:
+    value = getattr(flags, name)
+    if value is not None and not value > 0:
+      return f"--{name.replace('_', '-')} must be positive, got {value}"
+  if flags.seed < 0:
+    return f"--seed must not be negative, got {flags.seed}"
   if flags.resume and not flags.checkpoint:
     return "--resume needs --checkpoint DIR, got no directory"
-  return processes.broken_rule(flags)
+  return None
 
 
 def settings(

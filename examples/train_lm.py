@@ -3,7 +3,8 @@
   python examples/train_lm.py                    # zen_sync
   python examples/train_lm.py --grads rows       # no gradient of table size
   python examples/train_lm.py --sync compare     # zen_sync beside pmean
-  python examples/train_lm.py --sparsifier exdyna --density 0.001
+  python examples/train_lm.py --sparsifier exdyna --density 0.01 --optimizer sgd
+  python examples/train_lm.py --sparsifier top_k --out runs/top_k
   python examples/train_lm.py --corpus book.txt --checkpoint runs/book
   python examples/train_lm.py --steps 32 --trace runs/trace
 
@@ -19,7 +20,6 @@ from collections.abc import Callable, Sequence
 import os
 import sys
 
-import corpus
 from interrupts import Interrupt
 from interrupts import INTERRUPTED
 from interrupts import stopped
@@ -28,12 +28,13 @@ import lm_compare
 import lm_data
 import lm_flags
 import lm_plot
+from lm_text import load
 import lm_trace
 from lm_trainer import is_lazy
 from lm_trainer import Trainer
-import numpy as np
 import processes
 import sparsified
+from step_log import StepLog
 import train_flags
 from train_loop import fit
 from train_loop import History
@@ -42,37 +43,6 @@ from train_loop import make_mesh
 import zenjax
 
 _SAVE_EVERY = 500
-
-
-def load(
-  flags: argparse.Namespace, devices: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-  """Reads the text.
-
-  Returns:
-    Windows to train on, windows held out, and the number of words.
-  """
-  try:
-    text = corpus.load_tokens(flags.corpus)
-  except (OSError, ValueError) as error:
-    raise SystemExit(f"--corpus: {error}") from error
-  ids, vocab = text.ids, len(text.vocab)
-  processes.require_same("The text", ids)
-  if flags.vocab is not None and flags.vocab < vocab:
-    ids, vocab = lm_data.cap_vocabulary(ids, flags.vocab), flags.vocab
-  windows, held_out = lm_data.split(ids)
-  needed = devices * flags.batch_tokens // lm_data.LENGTH
-  if len(windows) < needed or len(held_out) < devices:
-    raise SystemExit(
-      f"--corpus must hold a batch for {devices} devices and some text beside,"
-      f" got {len(ids):,} tokens: give more text or a smaller --batch-tokens"
-    )
-  print(
-    f"{len(ids):,} tokens, {vocab:,} distinct; {devices} devices,"
-    f" {devices * flags.batch_tokens:,} tokens a step"
-  )
-  held_out = lm_data.sample_held_out(held_out, flags.eval_tokens, devices)
-  return windows, held_out, vocab
 
 
 class Job:
@@ -98,19 +68,25 @@ class Job:
       )
     self._print_perplexity(trainer, start)
 
-    def save_sometimes(step: int) -> None:
+    log, history = self._log(start), History()
+
+    def after_step(step: int) -> None:
+      if log:
+        log.write(step, history)
       if store and step % _SAVE_EVERY == 0:
         store.save(step, trainer)
 
     label = flags.sync if flags.sparsifier == "none" else flags.sparsifier
-    history = self._fit(trainer, label, start, after_step=save_sometimes)
-    done = start + len(history.losses)
+    self._fit(trainer, label, start, after_step=after_step, history=history)
+    done, stop = start + len(history.losses), self._interrupt.agreed()
+    if log:
+      log.close(keep=store is not None or not stop)
     if recorder:
       recorder.close()
     if store:
       store.save(done, trainer)
       store.close()
-    if self._interrupt.agreed():
+    if stop:
       return stopped(done, flags.checkpoint)
     self._print_perplexity(trainer, done)
     seconds = history.step_time
@@ -187,6 +163,7 @@ class Job:
     *,
     rotate: bool = False,
     after_step: Callable[[int], object] = lambda step: None,
+    history: History | None = None,
   ) -> History:
     batches = lm_data.batches(
       self._windows,
@@ -207,7 +184,16 @@ class Job:
       unit="tokens",
       interrupt=self._interrupt,
       after_step=after_step,
+      history=history,
     )
+
+  def _log(self, start: int) -> StepLog | None:
+    if not self._flags.out or jax.process_index() > 0:
+      return None
+    try:
+      return StepLog(self._flags.out, start)
+    except (OSError, ValueError) as error:
+      raise SystemExit(f"--out {error}") from error
 
   def _checkpoints(self):
     # Orbax takes seconds to import, and is needed for this only.

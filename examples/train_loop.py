@@ -21,13 +21,23 @@ _CPU_DEVICES = 8
 _WARM_UP = 3
 
 
-def make_mesh() -> Mesh:
-  """All devices in a row. A CPU plays several, or there is nothing to send."""
+def make_mesh(count: int | None = None) -> Mesh:
+  """Devices in a row. A CPU plays several, or there is nothing to send.
+
+  Args:
+    count: The first so many; by default all.
+
+  Raises:
+    ValueError: There are fewer.
+  """
   chosen = "xla_force_host_platform_device_count" in os.getenv("XLA_FLAGS", "")
   if jax.config.jax_num_cpu_devices < 0 and not chosen:
     # Must precede the first use of a device; accelerators do not mind it.
-    jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
-  return Mesh(np.array(jax.devices()), (AXIS,))
+    jax.config.update("jax_num_cpu_devices", max(_CPU_DEVICES, count or 0))
+  devices = jax.devices()
+  if count is not None and count > len(devices):
+    raise ValueError(f"must be at most {len(devices)}, got {count}")
+  return Mesh(np.array(devices[:count]), (AXIS,))
 
 
 class Batch(Protocol):
@@ -88,6 +98,7 @@ def fit(
   interrupt: Interrupt,
   after_step: Callable[[int], object] = lambda step: None,
   note: Callable[[], str] = lambda: "",
+  history: History | None = None,
 ) -> History:
   """Runs `steps`, or fewer on Ctrl-C, under a progress bar.
 
@@ -100,11 +111,12 @@ def fit(
     interrupt: Looked at after every step.
     after_step: Called with the number of steps done so far.
     note: What the progress bar shows beside loss and speed.
+    history: What grows with the steps, for `after_step` to look at.
 
   Returns:
     The history of the steps that were run.
   """
-  history = History()
+  history = History() if history is None else history
   bar = tqdm(
     steps,
     desc=label,

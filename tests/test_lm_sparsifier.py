@@ -40,12 +40,29 @@ def test_trains_and_tells_what_was_sent(small, capsys, tmp_path):
   assert picture.stat().st_size > 10_000
 
 
+def test_top_k_tells_its_build_up_and_logs_every_step(small, capsys, tmp_path):
+  options = ["--sparsifier", "top_k", "--out", str(tmp_path / "run")]
+  assert small("train_lm", "--steps", "6", *options) == 0
+  lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+  steps = [json.loads(line) for line in lines]
+  assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+  told = [step["sparsifier"] for step in steps]
+  for key in "density", "build_up", "imbalance", "threshold", "wire_bytes":
+    assert key in told[-1]
+  for s in told:
+    assert s["density"] == pytest.approx(s["density_wanted"])
+  assert all(1 <= s["build_up"] <= 2 for s in told)
+  mean = sum(s["build_up"] for s in told) / 6
+  assert f"build-up {mean:.3f}, imbalance 1.000" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
     (["--sync", "pmean"], "--sync pmean"),
     (["--grads", "rows"], "--grads rows"),
     (["--density", "2"], "--density must be in (0, 1], got 2.0"),
+    (["--sync", "compare", "--out", "x"], "--out goes with --sync zen or"),
   ],
 )
 def test_flags_that_do_not_go_together(small, capsys, arguments, words):
