@@ -14,7 +14,9 @@ import runners
 
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 _SMALL = ["--image-size=8", "--width=8", "--batch=8", "--steps=12"]
-_SMALL += ["--eval-every=6", "--lr=0.02"]
+_SMALL += ["--eval-every=6", "--lr=0.02", "--sparsifier=top_k"]
+_SMALL += ["--density=0.05"]
+_made = {}
 
 
 @pytest.fixture
@@ -156,14 +158,13 @@ def test_flags_are_checked(example, capsys, flags, words):
   assert words in capsys.readouterr().err
 
 
-def _kept(make):
+def _kept(name, make):
   """Runs of the same step compile it once, to save time."""
-  made = {}
 
   def make_once(graph, *args):
     # Optimizers are functions, new each time; states tell them apart.
     parts = [x for x in args if not isinstance(x, optax.GradientTransformation)]
-    return made.setdefault(str(parts), make(graph, *args))
+    return _made.setdefault((name, str(parts)), make(graph, *args))
 
   return make_once
 
@@ -173,7 +174,7 @@ def program(example, monkeypatch):
   """`train_cnn`, on two devices, and the trainers that it makes."""
   trainer = example("cnn_trainer")
   for name in "_compiled_step", "_compiled_correct":
-    monkeypatch.setattr(trainer, name, _kept(getattr(trainer, name)))
+    monkeypatch.setattr(trainer, name, _kept(name, getattr(trainer, name)))
   module, made = example("train_cnn"), []
 
   class Recorded(module.Trainer):
@@ -203,7 +204,7 @@ def test_resumed_as_if_never_stopped(
   example, program, photos, monkeypatch, tmp_path, capsys
 ):
   module, trainers = program
-  flags = [*_SMALL, "--sparsifier=top_k", "--density=0.05", f"--data={photos}"]
+  flags = [*_SMALL, f"--data={photos}"]
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   assert module.main([*flags, f"--out={whole}"]) == 0
   out = capsys.readouterr().out
