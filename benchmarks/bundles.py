@@ -3,8 +3,10 @@
 `python -m benchmarks.bundles` compiles the operations by XLA and by Pallas, and
 tells the bytes that XLA's cost model has a program access, the instructions
 that read the table, and the bundles of machine code, with the registers that
-had to be stored to make room. A bundle in a loop counts once, whatever its
-turns, and bytes in fast memory count as those in slow memory do.
+had to be stored to make room. What is in a loop counts once, bundles and bytes,
+whatever its turns: XLA's `merge` adds source by source in a loop, of which one
+counts, and a kernel declares all. Bytes in fast memory count as those in slow
+memory do, and every number gathered as the tile that it is in.
 """
 
 import argparse

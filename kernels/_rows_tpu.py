@@ -2,10 +2,13 @@
 
 A copy of one row costs an instruction and its latency, which the others of a
 block hide; nothing but these rows moves. Rows must be whole tiles of lanes, or
-the hardware could not move one of them. Where rows share words, what moves are
-the words of a row. A word is read, changed in part and written, and rows at
-different places in their words are written one after another: no two copies
-that are under way share a word.
+the hardware could not move one of them: narrower tables lie by columns, and to
+pack them here would take a second table and more bytes than their rows do
+(`benchmarks/README.md` has the compiler's count).
+
+Where rows share words, what moves are the words of a row. A word is read,
+changed in part and written, and rows at different places in their words are
+written one after another: no two copies that are under way share a word.
 """
 
 import functools
@@ -216,7 +219,9 @@ class _Copies:
           copy(i, self._table, word, do)
           return
         pl.when(word < cut.whole)(lambda: copy(i, self._table, word, do))
-        pl.when(word >= cut.whole)(lambda: copy(i, self._last, 0, do))
+        pl.when(word >= cut.whole)(
+          lambda: copy(i, self._last, word - cut.whole, do)
+        )
 
       self.each(one, up)
 

@@ -2,8 +2,8 @@
 
 Of a dtype with fewer bits `p = 2` or 4 rows lie beside each other in words. No
 copy can start or end within a word, so an array of `R` such rows is seen as
-`[R / p, D]` words; where `p` does not divide `R`, the last rows are copied
-aside, to a word of their own.
+`[R / p, D]` words; where `p` does not divide `R`, the rows past the last whole
+tile are copied aside, to words of their own.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 LANES = 128
@@ -30,8 +31,9 @@ class Cut(NamedTuple):
 
   @property
   def whole(self) -> int:
-    """Words, in a column, that rows of the table fill."""
-    return self.num_rows // self.pack
+    """Words, in a column, that are seen in the table; others are aside."""
+    rest = self.num_rows % TILE if self.num_rows % self.pack else 0
+    return (self.num_rows - rest) // self.pack
 
   @property
   def bits(self) -> int:
@@ -50,10 +52,12 @@ class Cut(NamedTuple):
 def check(table: jax.Array) -> None:
   """Raises NotImplementedError where rows fill no word."""
   pack, num_rows = 4 // table.dtype.itemsize, table.shape[-2]
-  if num_rows < pack:
+  # Mosaic of JAX 0.10 cuts arrays at whole tiles only.
+  least = TILE if num_rows % pack else pack
+  if num_rows < least:
     raise NotImplementedError(
-      f"at least {pack} rows of {table.dtype}, which share words of 32 bits,"
-      f" got {num_rows}"
+      f"at least {least} rows of {table.dtype}, {pack} of which share words of"
+      f" 32 bits, got {num_rows}"
     )
 
 
@@ -82,7 +86,7 @@ def moves(nbytes: int) -> pl.CostEstimate:
 def split(
   table: jax.Array, cut: Cut, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """`[..., R, D]`, and `[..., 1, D]` the word that the last rows do not fill.
+  """`[..., R, D]`, and `[..., k, D]` the words of the rows past its `whole`.
 
   Where XLA would run the kernel the table is given to it as words: only Mosaic
   sees one array as another. Both have no use where rows are words.
@@ -90,10 +94,13 @@ def split(
   whole, pack = cut.whole * cut.pack, cut.pack
   last = table[..., whole:, :]
   missing = [(0, 0)] * table.ndim
-  missing[-2] = (0, pack - last.shape[-2])
+  missing[-2] = (0, -last.shape[-2] % pack or pack * (not last.shape[-2]))
   last = _as_words(jnp.pad(last, missing), pack)
   if interpret and pack > 1:
     table = _as_words(table[..., :whole, :], pack)
+  if not interpret:
+    # XLA would copy what fits to fast memory, rows that nobody reads as well.
+    table = pltpu.with_memory_space_constraint(table, pltpu.HBM)
   return table, last
 
 
@@ -109,7 +116,7 @@ def joined(
   table: jax.Array, last: jax.Array, cut: Cut, dtype: jnp.dtype
 ) -> jax.Array:
   """Inverse of `split`; in place where the table is not given as words."""
-  rest = cut.num_rows % cut.pack
+  rest = cut.num_rows - cut.whole * cut.pack
   last = _as_rows(last, cut.pack, dtype)[:rest]
   if table.shape[0] != cut.num_rows:
     return jnp.concatenate([_as_rows(table, cut.pack, dtype), last])

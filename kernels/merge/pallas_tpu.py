@@ -156,17 +156,17 @@ def _kernel(ranges, position, rows, last, sums, words, at, arrived, *, cut):
           origin = pl.multiple_of((first + before) * TILE, TILE)
           copy(rows, origin, to, size * TILE)
 
-      def rest(word, carry):
-        copy(rows, word, word - first * TILE, 1)
-        return carry
+      def one_by_one(origin, before, begin, end):
+        def one(word, carry):
+          copy(origin, word - before, word - first * TILE, 1)
+          return carry
 
-      begin = jnp.maximum(start // cut.pack, tiles * TILE)
-      lax.fori_loop(begin, jnp.minimum(past, cut.whole), rest, 0)
+        begin = jnp.maximum(start // cut.pack, begin)
+        lax.fori_loop(begin, jnp.minimum(past, end), one, 0)
+
+      one_by_one(rows, 0, tiles * TILE, cut.whole)
       if cut.num_rows % cut.pack:
-
-        @pl.when(past > cut.whole)
-        def _():
-          copy(last, 0, cut.whole - first * TILE, 1)
+        one_by_one(last, cut.whole, cut.whole, cut.num_rows)
 
   def add(source):
     start, end = ranges[0, 0, source], ranges[0, 1, source]
