@@ -100,9 +100,11 @@ def _draw_learned(axes, shown: _Shown, styles, name: str) -> None:
     axes[1].plot(x, y, **_line(cell, styles))
   axes[0].set(xlabel="step", ylabel=name)
   axes[1].set(xlabel="MB that a device received", ylabel=name, xscale="log")
-  if name != "accuracy":
-    for one in axes:
+  for one in axes:
+    if name == "loss":
       one.set_yscale("log")
+    elif name != "accuracy":
+      _set_short_log(one)
 
 
 def _draw_selection(axes, shown: _Shown, styles) -> None:
@@ -115,6 +117,19 @@ def _draw_selection(axes, shown: _Shown, styles) -> None:
         y = y / cell.density
       steps = record["every"] * np.arange(1, len(y) + 1)
       one.plot(steps, y, **_line(cell, styles))
-    if best is not None:
+    if best is None:
+      _set_short_log(one)
+    else:
       one.axhline(best, color="gray", linewidth=0.5)
-    one.set(xlabel="step", ylabel=what, yscale="log")
+    one.set(xlabel="step", ylabel=what)
+
+
+def _set_short_log(axes) -> None:
+  """Of a decade or two, with numbers as people write them."""
+  axes.set_yscale("log")
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.yaxis.set_minor_formatter(_short_number)
+
+
+def _short_number(x: float, _: int) -> str:
+  return f"{x:g}" if f"{x:e}"[0] in "235" else ""
