@@ -78,6 +78,9 @@ def configure() -> None:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 1)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # What JAX reads back from its cache cannot be handed on to other hosts: it
+  # lacks functions there ("wrapped_tanh not found").
+  jax.config.update("jax_enable_compilation_cache", False)
 
 
 def join() -> SharedCompiler:
