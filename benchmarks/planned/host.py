@@ -53,8 +53,7 @@ class Host:
     self._trace = trace
     self._record()
     del self._place.batches[:RECORDED]
-    # What hosts that do not wait for each other take.
-    self._programs["none"] = self._program(programs.adagrad())
+    self._programs["none"] = self._program(programs.alone())
     self._programs["pmean"] = self._program(programs.pmean_then_adagrad())
     self._programs["pmean"]()
     self._want = self._programs["pmean"].squares()

@@ -32,6 +32,16 @@ def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
   return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
 
 
+def alone() -> optax.GradientTransformation:
+  """No exchange; gradients are written to memory all the same.
+
+  Without the barrier XLA makes one loop of gradient and optimizer, and what an
+  exchange adds would be charged with taking that apart.
+  """
+  whole = optax.stateless(lambda grads, _: lax.optimization_barrier(grads))
+  return optax.chain(whole, adagrad())
+
+
 def pmean_then_adagrad() -> optax.GradientTransformation:
   """What most programs do."""
   mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))

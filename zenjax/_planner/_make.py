@@ -51,7 +51,9 @@ def plan(
       some steps. Of leaves that it lacks a vocabulary's are assumed.
     trace: A directory that `zenjax.record` wrote, in the place of `profile`: it
       tells the densities for any number of devices.
-    compute_seconds: What a step takes on one device without any exchange.
+    compute_seconds: What a step takes on one device without any exchange: with
+      `jax.lax.optimization_barrier(grads)` in its place, or XLA joins gradient
+      and optimizer as no exchange lets it.
     overlap: Whether exchanges run beside the backward pass, as XLA schedules
       them on TPU and GPU and does not on CPU.
     wire_dtypes: Dtypes to which rows may be rounded on the wire.
