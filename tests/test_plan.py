@@ -135,7 +135,9 @@ def test_printed():
   assert "w without another way" in text and "less time" in text
   assert "zen/4" in text and "all_gather bfloat16" in text and "pmean" in text
   assert "3.00x as fast" in text
-  dense = dataclasses.replace(PLAN, leaves=(leaf("w", scheme="dense"),))
+  dense = dataclasses.replace(
+    PLAN, leaves=(leaf("w", scheme="dense"),), dense_seconds=PLAN.seconds
+  )
   assert not dense.pays and "plain pmean is best" in str(dense)
 
 

@@ -67,6 +67,21 @@ def test_a_table_on_a_slow_network(grad):
   assert found.mesh == (("data", 8),) and found.machine == "1gbit"
 
 
+def test_leaves_that_are_summed_in_turn():
+  """pmean has a buffer for each of four; zen_sync one for the small ones."""
+  link = {"bandwidth": 1e12, "latency_s": 1e-3}
+  at_once = plan(machine(**link), compute_seconds=1e-3)
+  in_turn = plan(machine(**link, buffer_s=0.01), compute_seconds=1e-3)
+  assert in_turn.dense_seconds == pytest.approx(
+    at_once.dense_seconds + 3 * 0.01, abs=1e-9
+  )
+  full = zenjax.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
+  slow = machine(bandwidth=1e9, latency_s=1e-3, buffer_s=0.01)
+  dense = plan(slow, jax.value_and_grad, profile={"table": full})
+  assert not dense.pays and dense.seconds < dense.dense_seconds
+  assert "small leaves in one buffer" in str(dense)
+
+
 def test_full_gradients_take_pmean():
   full = zenjax.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
   found = plan(grad=jax.value_and_grad, profile={"table": full})

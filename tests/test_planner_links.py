@@ -29,6 +29,7 @@ def measured() -> zenjax.Topology:
     latency_s=1e-5,
     curves={("all_gather", 4): CURVE, ("all_to_all", 4): CURVE[:1]},
     work=zenjax.Work(mask_byte=1e-10),
+    buffer_s=2e-3,
   )
   fits = (
     Fit(op="all_gather", latency_s=1e-3, bandwidth=2e8, error=0.1),
@@ -57,6 +58,14 @@ def test_hash_tells_topologies_apart():
   assert len({measured(), measured(), measured().resized(data=8)}) == 2
 
 
+def test_a_file_of_before_buffers_were_timed_is_read():
+  document = json.loads(measured().to_json())
+  del document["levels"][0]["buffer_s"]
+  back = zenjax.Topology.from_json(json.dumps(document))
+  assert back.levels[0].link.buffer_s == 0
+  assert back != measured()
+
+
 def test_a_file_is_loaded(tmp_path):
   path = tmp_path / "here.json"
   path.write_text(measured().to_json())
@@ -81,6 +90,7 @@ def _level(**fields):
     (_level(devices=True), "'devices' of level 0 must be a int, got True"),
     (_level(devices=0), "`devices` of level 'data'.*got 0"),
     (_level(bandwidth=0), "'bandwidth' of level 0 must be positive"),
+    (_level(buffer_s=-1), "'buffer_s' of level 0.*not negative"),
     (_level(latency_s="1"), "'latency_s' of level 0.*got '1'"),
     (_level(work={"hash": 1}), "work of level 0 must hold only"),
     (_level(curves=[{}]), "'points' of curve 0 of level 0"),
@@ -227,6 +237,25 @@ def test_every_collective_is_measured():
   assert zenjax.Topology.from_json(found.to_json()) == found
   work = level.link.work
   assert work.mask_byte + work.mask_row > 0 and work.move_byte >= 0
+
+
+@pytest.mark.parametrize(("many_s", "each_s"), [(0.085, 0.01), (0.004, 0.0)])
+def test_what_each_more_buffer_of_a_sum_takes(many_s, each_s):
+  few, many = _links._BUFFERS
+  run = lambda: None
+  points = [
+    _links._Point(axis, _links._sum_of(k), 0.0, run)
+    for axis in ("host", "device")
+    for k in (few, many)
+  ]
+  seconds = np.array([1.0, 2.0, 0.005, many_s])
+  found = _links._buffer_s(points, seconds, "device")
+  assert found == pytest.approx(each_s)
+
+
+def test_sums_of_several_buffers_are_several():
+  program, _ = _single.lowered_sums(3, mesh(2), "device")
+  assert program.as_text().count('"stablehlo.all_reduce"') == 3
 
 
 def test_work_is_that_of_all_devices_at_once(monkeypatch):

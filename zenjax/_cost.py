@@ -71,6 +71,8 @@ class Link:
       beside its bytes: buffers, and devices that do not arrive together. Where
       one is missing, bandwidth and latency stand for it.
     work: What a device's own part takes beside it; by default nothing.
+    buffer_s: Of every buffer but the first in one collective of several, as
+      `lax.pmean` of a tree is: Gloo takes them one after the other.
 
   Example:
     >>> import zenjax
@@ -84,9 +86,10 @@ class Link:
     default_factory=dict
   )
   work: Work = Work()
+  buffer_s: float = 0.0
 
   def __post_init__(self):
-    for name in ("bandwidth", "latency_s"):
+    for name in ("bandwidth", "latency_s", "buffer_s"):
       value = getattr(self, name)
       if not value >= 0 or (name == "bandwidth" and not value > 0):
         raise ValueError(
@@ -96,7 +99,8 @@ class Link:
 
   def __hash__(self):
     curves = frozenset(self.curves.items())
-    return hash((self.bandwidth, self.latency_s, curves, self.work))
+    numbers = self.bandwidth, self.latency_s, self.buffer_s
+    return hash((numbers, curves, self.work))
 
   def seconds(self, op: str, devices: int, received: float) -> float:
     """Of a collective in which each of `devices` receives so many bytes."""
@@ -125,6 +129,11 @@ def _interpolate(curve: Curve, received: float) -> float:
 
 # One for all axes, or that of each.
 Links = Link | Mapping[str, Link]
+
+
+def buffer_s(context: Context, link: Links) -> float:
+  """Of one more buffer in a sum over all axes, each of which it crosses."""
+  return sum(_link_of(axis, link).buffer_s for axis in context.axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from zenjax import _compat
 from zenjax import _parts
 from zenjax import _select
 from zenjax import _state
+from zenjax import _totals
 from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._planner._plan import require_tree
@@ -49,10 +50,11 @@ def sync_tree(
     chosen = [False] * len(leaves)
   elif options.scheme not in DENSE:
     check_state(leaves, chosen, state)
-  out = [
-    None if sparse else _parts.total(leaf, DENSE["dense"], options, context)
-    for (_, leaf), sparse in zip(leaves, chosen)
-  ]
+  out: list[Any] = [None] * len(leaves)
+  whole = [i for i, sparse in enumerate(chosen) if not sparse]
+  summed = _totals.totals([leaves[i][1] for i in whole], options, context)
+  for i, value in zip(whole, summed):
+    out[i] = value
   at = [i for i, sparse in enumerate(chosen) if sparse]
   new_leaves = dict(state.leaves) if state else {}
   for part in _parts.split([leaves[i] for i in at], options, context):

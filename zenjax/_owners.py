@@ -19,11 +19,11 @@ from zenjax import _select
 from zenjax import _state
 from zenjax import _sync
 from zenjax import _tables
+from zenjax import _totals
 from zenjax._options import Options
 from zenjax._rows import _on_rows
 from zenjax._rows import _separable
 from zenjax._rows._sparse_rows import is_rows
-from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 from zenjax.kernels import _dispatch
 
@@ -86,10 +86,11 @@ class Owners:
     _group.check_state(leaves, chosen, state.sync)
     plans = self._plans(updates, chosen, context)
     dense = dataclasses.replace(options, output="dense")
-    grads = [
-      leaf if i in plans else _parts.total(leaf, DENSE["dense"], dense, context)
-      for i, (_, leaf) in enumerate(leaves)
-    ]
+    grads = [leaf for _, leaf in leaves]
+    whole = [i for i in range(len(leaves)) if i not in plans]
+    summed = _totals.totals([grads[i] for i in whole], dense, context)
+    for i, value in zip(whole, summed):
+      grads[i] = value
     owner = _owned.Owner(
       inner=self.inner,
       structure=structure,

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 
 from zenjax import _auto
-from zenjax import _compat
 from zenjax import _plan
 from zenjax import _ran
 from zenjax import _residual
@@ -14,6 +13,7 @@ from zenjax import _select
 from zenjax import _state
 from zenjax import _sync
 from zenjax import _tables
+from zenjax import _totals
 from zenjax._listed import Appended
 from zenjax._options import Options
 from zenjax._progress import Target
@@ -23,7 +23,6 @@ from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
-from zenjax._schemes.base import DenseScheme
 from zenjax.kernels import _dispatch
 
 
@@ -75,7 +74,9 @@ def sync(
   if part.scheme in SPARSE:
     return _sync_rows(part, state, options, context)
   reduce = DENSE[part.scheme]
-  out = [total(leaf, reduce, options, context) for _, leaf in part.leaves]
+  out = [
+    _totals.total(leaf, reduce, options, context) for _, leaf in part.leaves
+  ]
   new = {}
   if state and options.scheme == "auto":
     for (name, leaf), choice in zip(part.leaves, part.choices):
@@ -170,26 +171,3 @@ def _table_of(target: Target) -> jax.Array:
   if isinstance(target, Appended):
     raise AssertionError("SparseRows do not wait")
   return target.table
-
-
-def total(
-  leaf: Any, scheme: DenseScheme, options: Options, context: Context
-) -> Any:
-  """The sum or mean of a leaf that travels as a whole.
-
-  SparseRows are made an array for it: of a table that is judged small, or for
-  a scheme that knows no rows.
-  """
-  if leaf.dtype == jax.dtypes.float0:
-    return leaf
-  if not is_rows(leaf):
-    return scheme.reduce(leaf, context)
-  merged = leaf.combine()
-  dense = options.output == "dense"
-  if context.devices == 1 or not leaf.capacity:
-    as_equal = lambda x: _compat.as_invariant(x, context.axes)
-    row, values = as_equal(merged.indices), as_equal(merged.values)
-    merged = SparseRows(row, values, leaf.num_rows).as_unique()
-    return merged.to_dense() if dense else merged
-  table = scheme.reduce(merged.to_dense(), context)
-  return table if dense else SparseRows.in_place(table)

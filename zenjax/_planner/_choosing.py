@@ -100,6 +100,9 @@ def planned(question: Question, honest: Space, named: Named) -> Plan:
   unlimited = dataclasses.replace(question, memory_bytes=None)
   whole = honest if question.memory_bytes is None else unlimited.space(1.0)
   dense = _best(question, _only_dense(whole))
+  more_s = _strategies.plain_pmean_s(
+    question.gradients, question.context, question.links
+  )
   return Plan(
     leaves=_leaves(question, honest, whole, named),
     mesh=tuple(zip(question.context.axes, question.context.sizes)),
@@ -107,7 +110,7 @@ def planned(question: Question, honest: Space, named: Named) -> Plan:
     topology=question.topology,
     compute_seconds=question.compute_seconds,
     seconds=seconds_of(question, honest, named),
-    dense_seconds=seconds_of(question, whole, dense),
+    dense_seconds=seconds_of(question, whole, dense) + more_s,
     overlap=question.overlap,
     wire_dtypes=question.wire_dtypes,
     memory_bytes=question.memory_bytes,

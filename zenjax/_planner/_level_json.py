@@ -21,6 +21,7 @@ def document(level: Level) -> dict[str, Any]:
     "devices": level.devices,
     "bandwidth": link.bandwidth,
     "latency_s": link.latency_s,
+    "buffer_s": link.buffer_s,
     "work": dataclasses.asdict(link.work),
     "curves": [
       {"op": op, "devices": n, "points": [list(p) for p in points]}
@@ -52,6 +53,8 @@ def parse(entry: Any, index: int) -> Level:
     link=Link(
       bandwidth=number(fields, "bandwidth", where, positive=True),
       latency_s=number(fields, "latency_s", where),
+      # Files of before it was known have none.
+      buffer_s=number({"buffer_s": 0.0, **fields}, "buffer_s", where),
       curves=curves,
       work=_cost.Work(**numbers),
     ),

@@ -24,6 +24,8 @@ from zenjax._planner._topology import Topology
 
 # Bytes that a device receives, about.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
+# Small buffers summed at once: what each takes beside the first is found so.
+_BUFFERS = (1, 9)
 # Longer than the processes take to leave a barrier one after the other.
 _APART_S = 1e-3
 
@@ -64,7 +66,8 @@ def measure_links(
   Returns:
     A topology with a curve and a fit of each collective on each level. Its
     links' bandwidth and latency are the median collective's, their work is what
-    `measure_work` says of all devices at once.
+    `measure_work` says of all devices at once, and `buffer_s` what each of nine
+    small buffers took in one sum beside the first.
 
   Raises:
     ValueError: No such axis, or nothing to measure.
@@ -92,9 +95,10 @@ def measure_links(
     raise ValueError(f"`repeats` must be a positive integer, got {repeats!r}.")
   pairs = [(a, op, s) for a in axes for op in _single.OPS for s in sizes]
   kinds = len(_work.TABLES) + len(_work.MOVED)
-  total = len(pairs) * (repeats + 2) + kinds * (repeats + 1)
-  with _bar(progress, total) as advance:
+  total = (len(pairs) + len(axes) * len(_BUFFERS)) * (repeats + 2)
+  with _bar(progress, total + kinds * (repeats + 1)) as advance:
     points = list(_build(mesh, pairs, advance))
+    points += _build_sums(mesh, axes, advance)
     together = _starting_together(mesh)
     seconds = _slowest_process(_time(points, repeats, together, advance))
     work = _work.measured(mesh, repeats, advance)
@@ -102,7 +106,9 @@ def measure_links(
   for axis in axes:
     curves = _curves(points, seconds, axis)
     level = _fits.level_of(axis, mesh.shape[axis], curves)
-    link = dataclasses.replace(level.link, work=work)
+    link = dataclasses.replace(
+      level.link, work=work, buffer_s=_buffer_s(points, seconds, axis)
+    )
     levels.append(dataclasses.replace(level, link=link))
   return Topology(
     levels=tuple(levels),
@@ -145,6 +151,18 @@ def _build(mesh, pairs, advance) -> Iterator[_Point]:
       run = _single.build(op, words, mesh, axis)
       yield _Point(axis, op, _single.received(op, words, n), run)
     advance()
+
+
+def _build_sums(mesh, axes, advance) -> Iterator[_Point]:
+  for axis in axes:
+    for buffers in _BUFFERS:
+      run = _single.build_sums(buffers, mesh, axis)
+      yield _Point(axis, _sum_of(buffers), 0.0, run)
+      advance()
+
+
+def _sum_of(buffers: int) -> str:
+  return f"sum of {buffers}"
 
 
 def _time(
@@ -201,9 +219,17 @@ def _slowest_process(seconds: np.ndarray) -> np.ndarray:
 def _curves(points, seconds, axis) -> dict[str, Curve]:
   curves: dict[str, list[tuple[float, float]]] = {}
   for point, s in zip(points, seconds):
-    if point.axis == axis:
+    if point.axis == axis and point.op in _single.OPS:
       curves.setdefault(point.op, []).append((point.received, float(s)))
   return {op: tuple(sorted(curve)) for op, curve in curves.items()}
+
+
+def _buffer_s(points, seconds, axis) -> float:
+  """Of each further one; none where noise exceeds it."""
+  of = {point.op: s for point, s in zip(points, seconds) if point.axis == axis}
+  few, many = _BUFFERS
+  more_s = float(of[_sum_of(many)] - of[_sum_of(few)])
+  return max(more_s / (many - few), 0.0)
 
 
 def _memory_bytes(mesh: Mesh) -> float | None:

@@ -42,6 +42,10 @@ def _collective_permute(x: jax.Array, axis: str, n: int) -> jax.Array:
   return _collectives.permute(x, axis, pairs)
 
 
+# Elements of a buffer that takes its latencies and no more.
+_SMALL = 64
+
+
 class Single(NamedTuple):
   """One collective and what its operand holds: bits, or numbers to sum."""
 
@@ -82,7 +86,27 @@ def build(op: str, words: int, mesh: Mesh, axis: str) -> Callable[[], None]:
   Returns:
     What runs it once and waits for it.
   """
-  program, x = lowered(op, words, mesh, axis)
+  return _runner(*lowered(op, words, mesh, axis))
+
+
+def build_sums(buffers: int, mesh: Mesh, axis: str) -> Callable[[], None]:
+  """As `build`: one sum of so many small buffers, as of a tree's leaves."""
+  return _runner(*lowered_sums(buffers, mesh, axis))
+
+
+def lowered_sums(
+  buffers: int, mesh: Mesh, axis: str
+) -> tuple[jax.stages.Lowered, jax.Array]:
+  """The program of `build_sums`, and its operand."""
+
+  def sums(x: jax.Array) -> jax.Array:
+    parts = jnp.split(x, buffers)
+    return jnp.concatenate([_collectives.psum(p, (axis,)) for p in parts])
+
+  return _lowered(sums, _SMALL * buffers, jnp.float32, mesh)
+
+
+def _runner(program: jax.stages.Lowered, x: jax.Array) -> Callable[[], None]:
   compiled = program.compile()
 
   def run():
@@ -96,14 +120,23 @@ def lowered(
 ) -> tuple[jax.stages.Lowered, jax.Array]:
   """The program of `build`, and its operand."""
   single, n = OPS[op], mesh.shape[axis]
+  return _lowered(lambda x: single.apply(x, axis, n), words, single.dtype, mesh)
+
+
+def _lowered(
+  apply: Callable[[jax.Array], jax.Array],
+  words: int,
+  dtype: DTypeLike,
+  mesh: Mesh,
+) -> tuple[jax.stages.Lowered, jax.Array]:
+  """`apply` of `[words]` on each device, and what it is applied to."""
   names = mesh.axis_names
   split = NamedSharding(mesh, P(*names))
   shape = (*mesh.devices.shape, words)
-  x = jax.jit(lambda: jnp.zeros(shape, single.dtype), out_shardings=split)()
+  x = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
 
   def local(x: jax.Array) -> jax.Array:
-    found = single.apply(x.reshape(-1), axis, n)
-    return found.reshape(*(1 for _ in names), -1)
+    return apply(x.reshape(-1)).reshape(*(1 for _ in names), -1)
 
   mapped = jax.shard_map(
     local,

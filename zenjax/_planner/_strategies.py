@@ -9,6 +9,7 @@ import numpy as np
 from zenjax import _cost
 from zenjax import _plan
 from zenjax import _select
+from zenjax import _totals
 from zenjax._cost import Links
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
@@ -156,9 +157,26 @@ def _predict(
   profile = profile or _cost.assumed(table, context.devices)
   # The schemes' formulas serve traced numbers as well: these are none.
   with jax.ensure_compile_time_eval():
-    return _cost.predict(
+    found = _cost.predict(
       strategy.scheme, table, profile, context, links, strategy.column_groups
     )
+  if strategy.scheme not in DENSE or _shares_buffer(gradient):
+    return found
+  more_s = _cost.buffer_s(context, links)
+  return dataclasses.replace(found, wire_s=found.wire_s + more_s)
+
+
+def _shares_buffer(gradient: Gradient) -> bool:
+  """Where buffers are summed in turn, small leaves are sent as one."""
+  return _size(gradient) <= _totals.JOINED_BYTES
+
+
+def plain_pmean_s(
+  gradients: Sequence[Gradient], context: Context, links: Links
+) -> float:
+  """What `lax.pmean` takes beside zen_sync's sums: a buffer for each leaf."""
+  own = sum(_shares_buffer(gradient) for gradient in gradients)
+  return (own - 1) * _cost.buffer_s(context, links)
 
 
 def _table(gradient: Gradient, strategy: Strategy) -> _plan.Table:
