@@ -109,7 +109,8 @@ def check_memory(step, grads):
     assert TABLE <= step.temporary < 2 * TABLE
   else:
     assert not hlo.passes(step.text, (ROWS, WIDTH))
-    assert step.temporary < TABLE // 2
+    # What all devices look up has room, and is held a few times.
+    assert step.temporary < TABLE // 16 * step.devices
 
 
 def check_collectives(step, grads, exact, exchange="collectives"):

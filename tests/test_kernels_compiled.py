@@ -249,7 +249,7 @@ def test_no_view_packs_a_narrow_table_for_free():
 
   for view in (lambda x: x.reshape(-1, 128), strided):
     accessed, temporary = compiled(view, table)
-    assert accessed > 2 * nbytes and temporary > nbytes
+    assert accessed > 2 * nbytes and temporary >= nbytes
   row = jax.ShapeDtypeStruct((8, 10_000), jnp.int32)
   _, temporary = compiled(lambda x, row: x.at[row].get(mode="fill"), table, row)
   assert temporary < nbytes // 100

@@ -71,7 +71,7 @@ def enter(
   plan: TablePlan,
   remembered: jax.Array | None,
   carried: Carried | None,
-) -> tuple[Masked, jax.Array, jax.Array]:
+) -> tuple[Masked, jax.Array]:
   """What a table sends, empty where it is known to be dense.
 
   Args:
@@ -81,8 +81,8 @@ def enter(
     carried: What waited until now, if rows may wait.
 
   Returns:
-    The rows to send, a sampled count of those of a table known to be dense,
-    and the table without negative zeros in the rows that nobody sends.
+    The rows to send, of the table without negative zeros in those that nobody
+    sends, and a sampled count of those of a table known to be dense.
   """
   if remembered is None:
     packed, probe = _pack(table, plan)
@@ -97,9 +97,9 @@ def enter(
   if carried is not None:
     words |= _late_words(carried, plan, words)
     late = carried.rows
-  source = Masked(table, _bitmap.index(words), late)
-  # All who write take what comes back, or XLA would keep a copy.
-  return source, probe, plus_zero_where(packed.negative, table)
+  # All who read or write take what comes back, or XLA would keep a copy.
+  cleared = plus_zero_where(packed.negative, table)
+  return Masked(cleared, _bitmap.index(words), late), probe
 
 
 def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:

@@ -131,8 +131,10 @@ def _enter(
   if isinstance(leaf, SparseRows):
     source, probe = _listed.enter(leaf, plan)
     return _Entered(source, _listed.room(plan, context.devices), probe)
-  source, probe, cleared = _masked.enter(leaf, plan, remembered, carried)
-  return _Entered(source, Whole(leaf if rows_only else cleared), probe)
+  source, probe = _masked.enter(leaf, plan, remembered, carried)
+  if rows_only:  # Nothing is written over the leaf.
+    source = source._replace(table=leaf)
+  return _Entered(source, Whole(source.table), probe)
 
 
 def _verdicts(
