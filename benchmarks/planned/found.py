@@ -41,7 +41,7 @@ class Way:
     received_bytes: By a host in a step, as predicted.
     wrong: Elements that are not those of `pmean`, over hosts.
     compile_s: Of the host that compiles for all.
-    plan: As JSON.
+    plan: The planner's, as JSON without the machine; None of other ways.
   """
 
   program: str

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import json
 import pathlib
 import tempfile
 from typing import Any
@@ -159,8 +160,13 @@ class Measurement:
     told: dict[str, dict[str, Any]] = served.ask(
       "plans", timeout=_SLOW_S, topology=topology, compute_seconds=compute_s
     )[0]
-    dense = told.pop(DENSE)
-    ways = {BASELINE: Way(**dense | {"program": BASELINE, "plan": None})}
+    ways = {
+      BASELINE: Way(
+        program=BASELINE,
+        predicted_s=told[DENSE]["pmean_s"],
+        received_bytes=told[DENSE]["received_bytes"],
+      )
+    }
     unknown = sorted(set(self._grid.ways or ()) - set(told))
     if unknown:
       raise RuntimeError(
@@ -175,9 +181,12 @@ class Measurement:
         "build", timeout=_SLOW_S, program=facts["program"], plan=facts["plan"]
       )
       ways[name] = Way(
-        **facts,
+        program=facts["program"],
+        predicted_s=facts["predicted_s"],
+        received_bytes=facts["received_bytes"],
         wrong=sum(reply["wrong"] for reply in replies),
         compile_s=replies[0]["compile_s"],
+        plan=_without_machine(facts["plan"]) if name == PLANNED else None,
       )
     return ways
 
@@ -194,3 +203,8 @@ class Measurement:
         seconds = served.ask("time", timeout=_CALL_S, program=programs[i])
         if turn >= 0:
           times[programs[i]].append(seconds)
+
+
+def _without_machine(plan: str) -> str:
+  """A file has each machine once, and not in every plan again."""
+  return json.dumps({**json.loads(plan), "topology": None})

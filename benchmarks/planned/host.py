@@ -92,6 +92,7 @@ class Host:
         "plan": plan.to_json(),
         "program": ways.program(plan),
         "predicted_s": plan.seconds,
+        "pmean_s": plan.dense_seconds,
         "received_bytes": ways.received_bytes(plan),
       }
       for name, plan in ways.plans(asked).items()
