@@ -136,6 +136,42 @@ def test_the_damped_rule_by_hand():
     assert threshold.value == pytest.approx(2.0 * math.exp(step)), count
 
 
+def test_the_drift_by_hand():
+  threshold = models.DampedThreshold(100, 2.0)
+  threshold.update(120)
+  assert threshold.drift == pytest.approx(0.0002)
+  threshold.update(100)
+  assert threshold.value == pytest.approx(2.0 * 1.2**0.03 * math.exp(0.0002))
+  threshold.update(80)
+  assert threshold.drift == pytest.approx(0)
+  for drift, count, after in [
+    (0.03, 90, 0.0299),
+    (0.03, 75, 0.02975),
+    (0.03, 50, 0.02975),
+    (0.03, 150, 0.03025),
+    (0.03, 300, 0.03),  # 0.063 is cut to 0.05: nothing adds up
+    (-0.03, 300, -0.02975),
+    (-0.03, 400, -0.02975),
+    (0.03, 401, 0.0),  # far off
+    (0.03, 25, 0.02975),
+    (0.03, 24, 0.0),
+    (0.03, 0, 0.0),
+  ]:
+    threshold = models.DampedThreshold(100, 2.0)
+    threshold.drift = drift
+    threshold.update(count)
+    assert threshold.drift == pytest.approx(after), (drift, count)
+
+
+def test_a_single_stays_one():
+  threshold = models.DampedThreshold(100, 2.0, np.float32)
+  threshold.update(113)
+  assert threshold.value.dtype == threshold.drift.dtype == np.float32
+  assert threshold.drift == cases.F32.type(0.001) * (
+    cases.F32.type(113) / cases.F32.type(100) - cases.F32.type(1)
+  )
+
+
 def shifted(pool: np.ndarray, size: int):
   """Gradients that cost no new random numbers: windows of one long draw."""
   shifts = np.random.default_rng(1).integers(0, pool.shape[1] - size, 1_000)
@@ -160,6 +196,21 @@ def test_the_damped_rule_finds_it_at_any_scale_and_sooner(scale):
   results = cases.train(model, 300, shifted(pool, 2_048))
   got = [result["density"] for result in results]
   assert np.mean(got[100:]) == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [-0.009, 0.009])
+def test_the_damped_rule_follows_a_scale_that_shrinks_or_grows(rate):
+  pool = cases.laplace(0, 2, 9_000)
+  draw = shifted(pool, 2_048)
+  grown = lambda t, n: draw(t, n) * cases.F32.type(math.exp(rate * t))
+  start = float(np.quantile(np.abs(pool), 0.98))
+  model = cases.micro(2, 2_048, 0.02, controller="damped", start=start)
+  got = [result["density"] for result in cases.train(model, 600, grown)]
+  assert np.mean(got[100:]) == pytest.approx(0.02, rel=0.05)
+  without = cases.micro(2, 2_048, 0.02, controller="damped", start=start)
+  without.threshold = models.DampedThreshold(40, start, drift_gain=0)
+  got = [result["density"] for result in cases.train(without, 600, grown)]
+  assert abs(np.mean(got[100:]) / 0.02 - 1) > 0.2
 
 
 def test_every_comparison_has_an_exact_form_in_integers():

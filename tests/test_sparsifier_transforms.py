@@ -304,6 +304,7 @@ def test_residuals_on_another_number_of_devices(devices):
   state = made._replace(
     step=made.step + STEPS, residual=residual, threshold=threshold
   )
+  state = state._replace(drift=jnp.float32(-0.01))
   mesh = runners.mesh(devices)
   moved = zenjax.reshard(state, mesh, "data")
   assert moved.residual.shape == (devices, SIZE)
@@ -314,5 +315,6 @@ def test_residuals_on_another_number_of_devices(devices):
   assert moved.parts.tolist() == fresh.parts.tolist()
   assert moved.counts.tolist() == [0] * devices and moved.step == 0
   assert float(moved.threshold) == float(threshold)
+  assert float(moved.drift) == float(state.drift) != 0
   # On one device `P("data")` and `P()` are two names of one placement.
   jax.tree.map(placed_alike, moved, fresh)

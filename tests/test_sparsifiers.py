@@ -172,6 +172,16 @@ def test_what_the_wire_rounds_is_kept(n, wire):
 
 
 @pytest.mark.parametrize("kind, n", SOME)
+def test_the_default_controller_follows_a_scale_that_shrinks(kind, n):
+  scale = np.exp(-0.009 * np.arange(500, dtype=np.float32))
+  draws = drawn(n, cases.laplace, 500) * scale[:, None, None]
+  _, state = compiled(kind, n, controller="damped")(draws)
+  counts = agreed(state.counts).sum(axis=1)
+  assert counts[100:].mean() == pytest.approx(60, rel=0.05)
+  assert agreed(state.drift)[-100:].mean() == pytest.approx(-0.009, rel=0.15)
+
+
+@pytest.mark.parametrize("kind, n", SOME)
 def test_a_sum_of_all_goes_chunk_by_chunk(kind, n, monkeypatch):
   monkeypatch.setattr(_rest, "_CHUNK", 500)
   draws = few_bits(drawn(n, steps=4))
@@ -210,22 +220,28 @@ def test_a_selection_of_nothing_and_one_of_everything(kind, n, all_of_it):
 class Following:
   """The damped rule a step at a time, from a threshold that is given."""
 
-  def __init__(self, thresholds):
-    self._given, self.k, self.t = thresholds, 60, 0
+  def __init__(self, thresholds, drifts):
+    self._given, self._drifts = thresholds, drifts
+    self.k, self.t = 60, 0
 
   @property
   def value(self):
     return self._given[self.t]
 
   def update(self, count: int):
-    alone = thresholds.DampedThreshold(self.k, float(self.value))
+    alone = thresholds.DampedThreshold(self.k, self.value, cases.F32)
+    alone.drift = self._drifts[self.t]
     alone.update(count)
     self.t += 1
     if self.k / 4 <= count <= 4 * self.k:  # Else it is sampled again.
       assert self.value == pytest.approx(alone.value, rel=1e-6)
+    # A multiplication and an addition, or both at once.
+    drift = self._drifts[self.t]
+    assert drift == pytest.approx(alone.drift, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind, n", SOME)
+@pytest.mark.parametrize("n", CAPACITY)
+@pytest.mark.parametrize("kind", ["exdyna", "micro"])
 def test_every_step_of_the_default_controller(kind, n):
   run = compiled(kind, n, controller="damped")
   draws = drawn(n, cases.laplace)
@@ -233,13 +249,15 @@ def test_every_step_of_the_default_controller(kind, n):
   # Logarithms differ in the last bit, so the model takes our thresholds.
   options: dict[str, Any] = dict(controller="damped", start=1.0)
   model: Any = cases.EXCLUSIVE[kind](n, force_one=False, **options)
-  model.threshold = Following(agreed(state.threshold))
+  drifts = agreed(state.drift)
+  model.threshold = Following(agreed(state.threshold), drifts)
   check(model, draws, updates, state)
   check_conserves(draws, updates, state)
   counts = agreed(state.counts).sum(axis=1)
   # The sample is the whole of a model as small as this.
   sampled = np.flatnonzero((counts < 15) | (counts > 240)) + 1
   assert (counts[[0, *sampled]] == 60).all()
+  assert not drifts[[0, *sampled]].any() and drifts[1:].any()
   assert counts[50:].mean() == pytest.approx(60, rel=0.1)
 
 
@@ -254,5 +272,6 @@ def test_a_threshold_that_came_to_nothing_is_sampled_again(kind, n):
   counts = agreed(state.counts).sum(axis=1)
   assert counts[:5].tolist() == [0, 0, 0, 10, 60]
   assert agreed(state.threshold)[:4].tolist() == [0, 0, 0, 0]
+  assert agreed(state.drift)[:5].tolist() == [0, 0, 0, 0, 0]
   assert counts[8] > 600 and counts[9] == 60
   assert 15 <= counts[9:].min() and counts[50:].mean() == pytest.approx(60, 0.1)

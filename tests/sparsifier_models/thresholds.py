@@ -1,6 +1,7 @@
 """Thresholds that follow the density got. `peers.md` 4.2 and 4.3b."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -52,27 +53,50 @@ class PaperThreshold:
 
 
 class DampedThreshold:
-  """`log threshold += clip(0.03 log(count / k), -0.05, 0.05)`.
+  """`log threshold += clip(0.03 log(ratio) + drift, -0.05, 0.05)`.
 
-  Not published: the rule of `peers.md` 4.3b, for the default controller. The
-  start, a sampled quantile, is given. A count of 0 moves by -0.05. Computed in
-  float64 and rounded to `dtype`: logarithms differ between programs in the
-  last bit, so this is to be compared up to rounding.
+  `ratio` is `count / k`. Not published: the rule of `peers.md` 4.3b, for the
+  default controller, and a `drift`, which adds up `0.001 clip(ratio - 1, -0.25,
+  0.25)`. In this order:
+
+  1. The threshold moves, by the drift of the step before.
+  2. The drift adds up, but for a step that was cut to a limit. With a ratio
+     above 4 or below 1/4 it is 0 instead, the clipped step the same: a program
+     that samples a threshold does so there, and begins anew.
+
+  The start, a sampled quantile, is given. Everything is computed in `dtype`,
+  an operation at a time. Logarithms differ between programs in the last bit, so
+  this is to be compared up to rounding.
   """
 
   def __init__(
     self,
     k: int,
     start: float,
-    dtype=np.float64,
+    dtype: Any = np.float64,
     gain: float = 0.03,
+    drift_gain: float = 0.001,
+    drift_limit: float = 0.25,
     limit: float = 0.05,
+    far: float = 4.0,
   ):
-    self.k, self.gain, self.limit = k, gain, limit
-    self.value = np.dtype(dtype).type(start)
+    self.k = k
+    self._type = np.dtype(dtype).type
+    self.value, self.drift = self._type(start), self._type(0)
+    self._gain, self._drift_gain = self._type(gain), self._type(drift_gain)
+    self._drift_limit = self._type(drift_limit)
+    self._limit, self._far = self._type(limit), self._type(far)
 
   def update(self, count: int) -> None:
     """Moves the threshold by what was sent last, all devices together."""
-    step = self.gain * math.log(count / self.k) if count else -self.limit
-    step = min(max(step, -self.limit), self.limit)
-    self.value = type(self.value)(float(self.value) * math.exp(step))
+    one = self._type(1)
+    ratio = self._type(count) / self._type(self.k)
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+      wanted = self._gain * np.log(ratio) + self.drift
+      step = min(max(wanted, -self._limit), self._limit)
+      self.value = self.value * np.exp(step)
+    if ratio > self._far or ratio < one / self._far:
+      self.drift = self._type(0)
+    elif abs(wanted) <= self._limit:
+      error = min(max(ratio - one, -self._drift_limit), self._drift_limit)
+      self.drift = self.drift + self._drift_gain * error

@@ -79,6 +79,7 @@ def _init(plan: Plan, options: Options) -> SparsifierState:
     step=jnp.zeros((), jnp.int32),
     residual=_group.as_varying(residual, options.axes),
     threshold=jnp.asarray(plan.controller.start, jnp.float32),
+    drift=jnp.zeros((), jnp.float32),
     parts=jnp.asarray(parts),
     counts=jnp.zeros(len(parts), jnp.int32),
     fullest=jnp.zeros(HISTORY, jnp.int32),
@@ -116,8 +117,11 @@ def _step(
   later = known.step > 0
   parts = plan.division.moved(known.parts, known.counts)
   parts = jnp.where(later, parts, known.parts)
-  threshold = plan.controller.moved(known.threshold, count)
-  threshold = jnp.where(later, threshold, known.threshold)
+  last = _thresholds.Place(known.threshold, known.drift)
+  moved = plan.controller.moved(last, count)
+  threshold, drift = (
+    jnp.where(later, new, old) for new, old in zip(moved, last)
+  )
   turn = lax.rem(known.step, jnp.int32(n))
   place = lax.rem(turn + lax.axis_index(axes), jnp.int32(n))
   bounds = plan.division.bounds(parts)
@@ -142,6 +146,7 @@ def _step(
     step=known.step + 1,
     residual=out.kept[None],
     threshold=threshold,
+    drift=drift,
     parts=parts,
     counts=counts,
     fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),

@@ -54,8 +54,12 @@ def exdyna(
       together, in (0, 1].
     controller: What moves the threshold from step to step. `"damped"` starts
       at a quantile of a sample of the first gradients, and then multiplies by
-      `(selected / wanted) ** 0.03`, at most by 1.05; after a step that was off
-      by more than a factor of 4 it samples again. `"paper"` is the published
+      `(selected / wanted) ** 0.03` and by what a step has to be for gradients
+      that shrink or grow, which it learns: `exp(drift)`, where the drift adds
+      up `0.001 * (selected / wanted - 1)`, of which at most a quarter counts.
+      Both together are 1.05 at most. After a step that was off by more than a
+      factor of 4 it samples again, and forgets the drift. `"paper"` is the
+      published
       rule: it starts at `1 / (2 sqrt(k))` for `k = int(density * N)`, and
       multiplies by 1.005, 1.00125 or 0.995; each device sends one element at
       least. It settles a little below `density`, and takes 462 steps for a

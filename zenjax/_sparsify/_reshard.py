@@ -15,7 +15,7 @@ def on_devices(state: SparsifierState, devices: int) -> SparsifierState:
 
   Residuals are added up, or joined by zeros, so that their sum is kept;
   partitions are even again, and nothing moves by the counts of others. The
-  threshold stays.
+  threshold and its drift stay.
   """
   residual = np.asarray(state.residual)
   old = residual.shape[0]

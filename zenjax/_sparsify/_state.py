@@ -25,13 +25,14 @@ class SparsifierStats(NamedTuple):
 class SparsifierState(NamedTuple):
   """State of `exdyna` and `micro`; all but the residual equal on all devices.
 
-  Threshold, parts and counts are those that the last step worked with. The
-  next one moves them first.
+  Threshold, drift, parts and counts are those that the last step worked with.
+  The next one moves them first.
   """
 
   step: jax.Array  # [] int32, steps taken
   residual: jax.Array  # [1, N] on a device, [n, N] globally
   threshold: jax.Array  # [] float32, 0 where it is still to be sampled
+  drift: jax.Array  # [] float32, what its logarithm moves by a step
   parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
   counts: jax.Array  # [n] int32, what was selected in each partition
   fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
