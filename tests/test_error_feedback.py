@@ -174,11 +174,14 @@ def test_rounding_for_the_wire_stays_in_the_residual(kind, wire):
   out = compiled(kind, wire_dtype=jnp.dtype(wire), **options)(draws)
   select = models.TopK(K) if kind == "top_k" else models.HardThreshold(1e-9)
   model = models.ErrorFeedback(SIZE, 2, select, wire_dtype=wire)
-  with np.errstate(over="ignore", invalid="ignore"):
-    check(model, draws, out)
+  check(model, draws, out)
   sent = out[0]
   np.testing.assert_array_equal(sent, sent.astype(wire).astype(np.float32))
-  assert np.isfinite(out[-1].leaves["leaf"].residual).all()
+  residual = out[-1].leaves["leaf"].residual
+  assert np.isfinite(residual).all() and np.isfinite(sent).all()
+  # What exceeds the wire goes in as many steps as it takes.
+  gone = sent[..., -1].sum(dtype=np.float64) + residual[:, -1, 0, -1].sum()
+  assert gone == pytest.approx(draws[..., -1].sum(dtype=np.float64), rel=1e-6)
 
 
 @pytest.mark.parametrize("residual_dtype", [None, np.float32])

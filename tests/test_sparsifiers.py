@@ -15,6 +15,7 @@ from zenjax._sparsify import _exchange
 from zenjax._sparsify import _exclusive
 from zenjax._sparsify import _partitions
 from zenjax._sparsify import _rest
+from zenjax._sparsify import _rounding
 from zenjax._sparsify import _settings
 
 STEPS = 200
@@ -169,6 +170,66 @@ def test_what_the_wire_rounds_is_kept(n, wire):
   check_conserves(draws, updates, state)
   sent = agreed(updates)
   np.testing.assert_array_equal(sent, sent.astype(wire).astype(np.float32))
+
+
+# In the elements after one another; float16 holds up to 65,504.
+LARGE = (3e5, -2.5e6, 70_016, 65_504, -65_536)
+
+
+@pytest.mark.parametrize("kind, n", [("exdyna", 8), ("micro", 2)])
+def test_what_the_wire_cannot_hold_waits(kind, n):
+  draws = few_bits(drawn(n, steps=60))
+  draws[20:22] *= 2**6
+  # Nothing else there, so that sums need no more bits than float32 has.
+  draws[:, :, 500:505] = 0
+  for t in (5, 20):
+    draws[t, 0, 500:505] = LARGE
+    draws[t, 1, 500:502] = 2e5, -3e5
+  options: dict[str, Any] = dict(start=2.0, wire_dtype=jnp.dtype(np.float16))
+  updates, state = compiled(kind, n, **options)(draws)
+  model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32, **options)
+  check(model, draws, updates, state)
+  dense = check_rounds(n, state, np.dtype(np.float16))
+  assert dense.any() == (n == 8)
+  check_conserves(draws, updates, state)
+  assert np.isfinite(updates).all() and np.isfinite(state.residual).all()
+  # 2.8 million in 39 steps of 65,504.
+  assert np.abs(state.residual[:, 5, 0, 500:505]).max() > 2e6
+  assert (state.residual[:, -1, 0, 502:505] == 0).all()
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_a_sum_that_the_wire_cannot_hold_waits(n):
+  # What a sum lacks waits until the device that has it comes by again.
+  draws = few_bits(drawn(n, steps=12 * n))
+  draws[:, :, 500:502] = 0
+  draws[3, :, 500], draws[3, :, 501] = 60_000, -40_000
+  options: dict[str, Any] = dict(op="sum", wire_dtype=jnp.dtype(np.float16))
+  updates, state = compiled("exdyna", n, start=2.0, **options)(draws)
+  check_conserves(draws, updates / np.float32(n), state)
+  assert np.isfinite(updates).all()
+  assert agreed(updates)[:, 500].max() == 65_504
+  assert agreed(updates)[:, 500].sum() == n * 60_000
+  assert (state.residual[:, -1, 0, 500:502] == 0).all()
+
+
+@pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("wire", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_what_is_finite_stays_so_where_the_rest_can_be_kept(kept, wire):
+  values = np.array([7e4, -3.39e38, 3, 65_504, -65_530, np.inf, np.nan])
+  with np.errstate(over="ignore"):
+    x = jnp.asarray(values.astype(kept))
+  got = _rounding.saturated(x, jnp.dtype(wire), x.dtype)
+  got = np.asarray(got.astype(wire), np.float64)
+  x = np.asarray(x, np.float64)
+  if jnp.finfo(kept).max > jnp.finfo(wire).max:
+    most = float(jnp.finfo(wire).max)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(x))
+    within = np.abs(x) <= most
+    np.testing.assert_array_equal(got[within], x[within].astype(wire))
+    assert (np.abs(got[:5]) >= 0.99 * np.minimum(np.abs(x[:5]), most)).all()
+  else:
+    np.testing.assert_array_equal(got, x.astype(wire).astype(np.float64))
 
 
 @pytest.mark.parametrize("kind, n", SOME)

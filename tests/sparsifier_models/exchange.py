@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 
 
@@ -13,8 +14,9 @@ def exchange(
   Without `wire_dtype` a sent element leaves a residual of exactly 0. With it
   (not in the papers, asked for by the issue) the element is rounded once, its
   rounding error stays on the device that made it, and sums are taken in wider
-  numbers. An error that is not finite (of an Inf, a NaN, or a value that
-  overflows on the wire) is dropped: kept, it would poison the residual.
+  numbers. Of a finite value that the wire cannot hold its largest is sent, and
+  the rest is such an error. One that is not finite (of an Inf or a NaN) is
+  dropped: kept, it would poison the residual.
 
   Args:
     acc: residual plus gradient, `[n, N]`.
@@ -25,12 +27,21 @@ def exchange(
     The update `[N]` in float64 and the new residuals `[n, N]`.
   """
   with np.errstate(invalid="ignore", over="ignore"):
-    wire = acc if wire_dtype is None else acc.astype(wire_dtype)
+    wire = acc if wire_dtype is None else saturated(acc, wire_dtype)
     total = np.where(sent, wire.astype(np.float64), 0.0).sum(axis=0)
     error = np.zeros_like(acc) if wire is acc else acc - wire.astype(acc.dtype)
     # The comparison is False for a NaN.
     error = np.where(np.abs(error) < np.inf, error, acc.dtype.type(0))
   return total / len(acc), np.where(sent, error, acc)
+
+
+def saturated(x: np.ndarray, dtype) -> np.ndarray:
+  """`x` in `dtype`; what is finite stays so."""
+  most = ml_dtypes.finfo(dtype).max
+  if most >= ml_dtypes.finfo(x.dtype).max:
+    return x.astype(dtype)
+  within = np.clip(x, -x.dtype.type(most), x.dtype.type(most))
+  return np.where(np.isinf(x), x, within).astype(dtype)
 
 
 def sent_by_all(selected: Sequence[np.ndarray], shape) -> np.ndarray:
@@ -54,7 +65,8 @@ def round_sums(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Means are rounded on their way back too, by those who selected.
 
-  What that takes of the sum stays with the device that selected the element.
+  What that takes of the sum stays with the device that selected the element. A
+  mean of what the wire holds does not exceed it.
 
   Args:
     updates: `[N]`, means.

@@ -79,8 +79,9 @@ def error_feedback(
       is then exact. It rounds the sums that it pulls once more, and no device
       gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
       with much in common lost 0.14 % (root of mean squares), without a bias;
-      0.17 % if only `zen_sync` rounds. What exceeds it (of float16 65,504)
-      comes out as Inf, and is lost.
+      0.17 % if only `zen_sync` rounds. Of what exceeds it (of float16 65,504)
+      as much is sent as fits, and the rest stays, where the residual's dtype
+      holds more; a sum by `zen_sync(op="sum")` that exceeds it is Inf.
 
   Returns:
     A transformation whose state is a `zenjax.ErrorFeedbackState`.

@@ -2,7 +2,8 @@
 
 Devices select in partitions of their own, so no index comes twice, and each
 device adds its value at every index that any of them selected. What rounding
-for the wire takes from a value stays with the device that rounded it.
+for the wire takes from a value stays with the device that rounded it, and so
+does what the wire cannot hold of a finite one. Sums are taken in 32 bits.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from zenjax import _collectives
 from zenjax import _wire
 from zenjax._schemes.base import Context
 from zenjax._sparsify import _rest
+from zenjax._sparsify import _rounding
 from zenjax._sparsify._selection import Selection
 
 # Words before the indices of the first round: how many were selected, and a
@@ -151,23 +153,27 @@ def _sum_of(
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
   """What `[n, C]` values come to over devices, and what stays of them."""
   wide = _collectives.accumulator(form.dtype)
-  axes = context.axes
+  axes, wire = context.axes, form.wire
 
   def exact(values):
     total = _collectives.psum(values.astype(wide), axes)
     return context.scaled(total), jnp.zeros_like(values)
 
+  if wire is None:
+    return exact
+
   def rounded(values):
     # A sum in 16 bits would round where nobody can keep it. So each device sums
     # what it selected itself, and keeps what its own rounding takes.
-    sent = values.astype(form.wire)
+    sent = _rounding.saturated(values.astype(wide), wire, form.dtype)
+    sent = sent.astype(wire)
     left = _rest.finite(values.astype(wide) - sent.astype(wide))
     words = _collectives.all_to_all(_wire.to_words(sent), axes)
     shares = _wire.from_words(words, values.shape[1:], sent.dtype)
     total = jnp.sum(shares.astype(wide), axis=0)
-    mean, lost = _rest.rounded(total, sent.dtype, context)
+    mean, lost = _rest.rounded(total, sent.dtype, form.dtype, context)
     words = _collectives.all_gather(_wire.to_words(mean[None])[0], axes)
     came = _wire.from_words(words, values.shape[1:], sent.dtype)
     return came, left.at[lax.axis_index(axes)].add(lost)
 
-  return exact if form.wire is None else rounded
+  return rounded

@@ -59,11 +59,10 @@ def exdyna(
       up `0.001 * (selected / wanted - 1)`, of which at most a quarter counts.
       Both together are 1.05 at most. After a step that was off by more than a
       factor of 4 it samples again, and forgets the drift. `"paper"` is the
-      published
-      rule: it starts at `1 / (2 sqrt(k))` for `k = int(density * N)`, and
-      multiplies by 1.005, 1.00125 or 0.995; each device sends one element at
-      least. It settles a little below `density`, and takes 462 steps for a
-      factor of 10.
+      published rule: it starts at `1 / (2 sqrt(k))` for `k = int(density *
+      N)`, and multiplies by 1.005, 1.00125 or 0.995; each device sends one
+      element at least. It settles a little below `density`, and takes 462 steps
+      for a factor of 10.
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
@@ -75,8 +74,9 @@ def exdyna(
     wire_dtype: Round values and their sums to this floating dtype for the
       wire, as `jnp.bfloat16`; sums are taken in float32 at least. What rounding
       takes stays in the residual: of a value on its device, of a sum on the
-      device that selected the element. What exceeds it (of float16 65,504)
-      comes out as Inf, and is lost.
+      device that selected the element. Of what exceeds it (of float16 65,504)
+      as much is sent as fits, and the rest stays too, where the residual's
+      dtype can hold more.
 
   Returns:
     A transformation whose state is a `zenjax.SparsifierState`, with

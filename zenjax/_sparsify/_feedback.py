@@ -239,12 +239,14 @@ def _moved(
 def _wire(
   leaf_dtype: jnp.dtype, feedback: Feedback
 ) -> Callable[[jax.Array], jax.Array]:
-  """Rounds to values that the leaf holds, and the wire."""
+  """Rounds to values that the leaf holds, and the wire.
+
+  Of what is finite the largest that they hold.
+  """
 
   def wire(x):
-    x = _rounding.rounded(x, leaf_dtype)
-    if feedback.wire_dtype is not None:
-      x = _rounding.rounded(x, feedback.wire_dtype)
+    for dtype in filter(None, (leaf_dtype, feedback.wire_dtype)):
+      x = _rounding.rounded(_rounding.saturated(x, dtype, x.dtype), dtype)
     return x
 
   return wire

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zenjax import _collectives
 from zenjax import _compat
 from zenjax._schemes.base import Context
+from zenjax._sparsify import _rounding
 
 # Elements that are summed at a time, which bounds the memory that it takes.
 _CHUNK = 1 << 20
@@ -61,12 +62,15 @@ def send(
       lax.dynamic_slice(x, (first,), (chunk,)) for x in (kept, update)
     )
     values = jnp.where(chosen, old, 0).astype(wide)
-    sent = values if wire is None else values.astype(wire).astype(wide)
+    sent = values
+    if wire is not None:
+      sent = _rounding.saturated(values, wire, kept.dtype)
+      sent = sent.astype(wire).astype(wide)
     total = _collectives.psum(sent, axes)
     if wire is None:
       mean, left = context.scaled(total), jnp.zeros_like(values)
     else:
-      mean, lost = rounded(total, wire, context)
+      mean, lost = rounded(total, wire, kept.dtype, context)
       left = finite(values - sent) + jnp.where(own, lost, 0)
     came = jnp.where(chosen, mean.astype(update.dtype), was)
     left = jnp.where(chosen, left.astype(kept.dtype), old)
@@ -94,10 +98,13 @@ def sum_bytes(vector: jax.Array, n: int) -> float:
 
 
 def rounded(
-  total: jax.Array, wire: jnp.dtype, context: Context
+  total: jax.Array, wire: jnp.dtype, kept: jnp.dtype, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  """The mean or sum as it goes on the wire, and what it lacks of `total`."""
-  mean = context.scaled(total).astype(wire)
+  """The mean or sum as it goes on the wire, and what it lacks of `total`.
+
+  A sum may exceed the wire's largest where no value does.
+  """
+  mean = _rounding.saturated(context.scaled(total), wire, kept).astype(wire)
   back = mean.astype(total.dtype)
   times = context.devices if context.mean else 1
   return mean, finite(total - back * jnp.asarray(times, total.dtype))
