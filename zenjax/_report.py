@@ -12,6 +12,7 @@ from zenjax import _stats
 from zenjax._columns import columns
 from zenjax._rows import _catch_up_state
 from zenjax._sparsify import _told
+from zenjax._sparsify import _told_feedback
 
 _HEADINGS = (
   "leaf",
@@ -55,8 +56,8 @@ def report(state: Any) -> str:
   """A table of what the last step exchanged and what to pin.
 
   Args:
-    state: An optimizer state with a `ZenSyncState` or `SparsifierState`
-      anywhere inside.
+    state: An optimizer state with a `ZenSyncState`, `SparsifierState` or
+      `ErrorFeedbackState` anywhere inside.
 
   Returns:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
@@ -80,10 +81,12 @@ def report(state: Any) -> str:
     For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
     threshold, build-up, imbalance of the selections, norm of the residuals,
     rounds, megabytes beside those of a dense all-reduce, and the `capacity=`
-    to pin.
+    to pin. For each leaf of `error_feedback` the density wanted and got,
+    threshold, build-up, imbalance and norm of the residuals; on devices of
+    several processes a line says who has them.
 
   Raises:
-    ValueError: There is neither in `state`.
+    ValueError: There is none of these in `state`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -92,7 +95,7 @@ def report(state: Any) -> str:
     >>> print(zenjax.report(state))
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
-  lines = _sparsifier_lines(state)
+  lines = [*_sparsifier_lines(state), *_told_feedback.lines(state)]
   if not lines or _state.find(state):
     lines = [*_lines(state, _state.require(state)), *lines]
   return "\n".join([*lines, *_catch_up_state.late_lines(state)])

@@ -75,11 +75,34 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
       vectors += 1
       name = f"all {vectors}" if vectors > 1 else "all"
       found[name] = {key: float(told[key]) for key in _KEYS}
-      continue
-    for name, leaf in node.leaves.items():
-      if leaf.residual is not None:
-        found[name] = _numbers(leaf, unions.get(name))
+    else:
+      found |= _of_leaves(node, unions)
   return found
+
+
+def of_feedback(state: Any) -> dict[str, dict[str, float]]:
+  """Those of `error_feedback` alone."""
+  found: dict[str, dict[str, float]] = {}
+  unions = _unions(state)
+  for node in find_feedback(state):
+    found |= _of_leaves(node, unions)
+  return found
+
+
+def find_feedback(state: Any) -> list[ErrorFeedbackState]:
+  """Every `ErrorFeedbackState` inside an optimizer state, in order."""
+  is_one = lambda node: isinstance(node, ErrorFeedbackState)
+  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+
+
+def _of_leaves(
+  node: ErrorFeedbackState, unions: dict[str, tuple[int, float]]
+) -> dict[str, dict[str, float]]:
+  return {
+    name: _numbers(leaf, unions.get(name))
+    for name, leaf in node.leaves.items()
+    if leaf.residual is not None
+  }
 
 
 _KEYS = (
