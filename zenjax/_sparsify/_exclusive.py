@@ -77,6 +77,7 @@ def _init(plan: Plan, options: Options) -> SparsifierState:
   residual = jnp.zeros((1, plan.size), plan.form.dtype)
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
+    tree={plan.tree: jnp.asarray(plan.size, jnp.int32)},
     residual=_group.as_varying(residual, options.axes),
     threshold=jnp.asarray(plan.controller.start, jnp.float32),
     drift=jnp.zeros((), jnp.float32),
@@ -99,6 +100,14 @@ def _check_state(state: Any, plan: Plan, context: Context) -> None:
       f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
       " `zenjax.init(tx, params, mesh, axis_name)`, and give `zenjax."
       "state_specs(state, axis_name)` to shard_map."
+    )
+  if plan.tree not in state.tree:
+    raise ValueError(
+      "`state` must be made by `zenjax.init` for a tree of these names and"
+      f" shapes, fingerprint {plan.tree}, got one of another tree of"
+      f" {plan.size} elements, {', '.join(state.tree)}: what waits would be"
+      " added to other parameters; call `zenjax.init(tx, params, mesh,"
+      " axis_name)`."
     )
 
 
@@ -144,6 +153,7 @@ def _step(
   counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
   new = SparsifierState(
     step=known.step + 1,
+    tree=known.tree,
     residual=out.kept[None],
     threshold=threshold,
     drift=drift,

@@ -86,8 +86,8 @@ def exdyna(
   Raises:
     ValueError: An argument is out of range; the model has fewer than
       `1024 * 32` elements, or there are more devices than 1,024; `density * N`
-      is below 1; the state was not made by `zenjax.init` for these gradients;
-      a gradient was already summed by autodiff.
+      is below 1; the state was not made by `zenjax.init` for gradients of these
+      names and shapes; a gradient was already summed by autodiff.
     TypeError: A leaf is not an array of floating numbers, or a dtype not one of
       them.
     NameError: In `update`, when no axis of that name is bound.

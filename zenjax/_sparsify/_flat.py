@@ -1,6 +1,7 @@
 """A tree of gradients as one vector, and back."""
 
 from collections.abc import Sequence
+import hashlib
 from typing import Any
 
 import jax
@@ -26,6 +27,13 @@ def check_leaves(tree: Any, argument: str) -> None:
 def size(tree: Any) -> int:
   """Elements of all leaves."""
   return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def fingerprint(tree: Any) -> str:
+  """Of what lies where in the vector: names and shapes, in order."""
+  named = _select.named_leaves(tree)
+  lies = [(name, *map(int, leaf.shape)) for name, leaf in named]
+  return hashlib.blake2s(repr(lies).encode(), digest_size=6).hexdigest()
 
 
 def dtype(tree: Any, wanted: Any) -> jnp.dtype:

@@ -40,6 +40,7 @@ class Settings:
 class Plan:
   """Static facts of one model on some devices."""
 
+  tree: str  # its fingerprint
   size: int
   k: int
   division: Division
@@ -74,6 +75,7 @@ def plan(tree: Any, settings: Settings, n: int) -> Plan:
       " by `optax.multi_transform`."
     )
   return Plan(
+    tree=_flat.fingerprint(tree),
     size=size,
     k=k,
     division=division,

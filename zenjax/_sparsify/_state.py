@@ -30,6 +30,9 @@ class SparsifierState(NamedTuple):
   """
 
   step: jax.Array  # [] int32, steps taken
+  # `N` under a fingerprint of the tree: a key is there when a step is traced,
+  # and when a checkpoint is restored into a state.
+  tree: dict[str, jax.Array]
   residual: jax.Array  # [1, N] on a device, [n, N] globally
   threshold: jax.Array  # [] float32, 0 where it is still to be sampled
   drift: jax.Array  # [] float32, what its logarithm moves by a step
