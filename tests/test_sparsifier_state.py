@@ -220,7 +220,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_residual_of_another_tree_of_as_many_elements(other):
-  tx = zenjax.micro("data", 0.05)
+  tx: Any = zenjax.micro("data", 0.05)
   own = {"a": jnp.zeros((4, 100)), "b": jnp.zeros(600)}
 
   def both(params):
