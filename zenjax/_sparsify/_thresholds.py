@@ -89,7 +89,7 @@ class Damped:
 
   A threshold that is far off is sampled again: residuals double from the first
   step to the second where gradients are alike, and the threshold is to double
-  with them. A drift that outlives this winds up: of 0.2 % up to 40 % were lost.
+  with them. A drift that outlives this winds up: up to 40 % were lost.
   """
 
   k: int
