@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _measure_network(parser, options)
   if options.command == "planned":
     return _measure_planned(parser, options)
+  if options.command == "groups":
+    return _measure_groups(parser, options)
   if options.command == "predict":
     return _predict(parser, options)
   if options.command == "gpu":
@@ -90,6 +92,16 @@ def _measure_network(parser, options) -> int:
 def _measure_planned(parser, options) -> int:
   """Has processes of its own, as `network`."""
   from benchmarks.planned import command
+
+  try:
+    return command.run(options)
+  except (RuntimeError, ValueError) as error:
+    return parser.error(str(error))
+
+
+def _measure_groups(parser, options) -> int:
+  """Has processes of its own, as `network`."""
+  from benchmarks.groups import command
 
   try:
     return command.run(options)
@@ -186,6 +198,7 @@ def _parser():
   _add_utility(commands)
   _add_network(commands)
   _add_planned(commands)
+  _add_groups(commands)
   _add_predict(commands)
   _add_search(commands)
   return parser
@@ -529,6 +542,35 @@ def _add_planned(commands):
     metavar="FILE",
     help="what to save to, and to go on from",
   )
+
+
+def _add_groups(commands):
+  from benchmarks.groups import command
+
+  parser = commands.add_parser(
+    "groups", help="a compressed CNN's gradients in one exchange, few or many"
+  )
+  command.add_arguments(parser)
+  parser.add_argument(
+    "--width", type=_positive, default=32, help="of train_cnn.py, by default 32"
+  )
+  parser.add_argument(
+    "--batch", type=_positive, default=16, help="of a host, by default 16"
+  )
+  parser.add_argument(
+    "--image-size", type=_positive, default=16, help="by default 16"
+  )
+  parser.add_argument(
+    "--density",
+    type=_share,
+    default=0.01,
+    help="that every host selects by magnitude, by default 0.01",
+  )
+  parser.add_argument(
+    "--repeats", type=_positive, default=15, help="timed rounds, by default 15"
+  )
+  _add_batches(parser, 4)
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
 
 
 def _add_batches(command, default):

@@ -1,0 +1,1 @@
+"""How many exchanges a compressed CNN's gradients are best sent in."""

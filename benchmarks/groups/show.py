@@ -1,0 +1,166 @@
+"""The tables of a run: what was measured, what was simulated, what follows."""
+
+from collections.abc import Iterator
+import math
+
+import rich.box
+import rich.table
+
+from benchmarks import table as tables
+from benchmarks.groups import ways
+from benchmarks.groups.found import Found
+from benchmarks.groups.found import Section
+from benchmarks.groups.simulated import Simulated
+from benchmarks.planned.verdict import told
+
+_NONE = "none"
+_MEASURED = (
+  "exchanges",
+  "predicted\nms",
+  "measured\nms",
+  "over the best\n(95 %)",
+  "receives\nkB",
+  "rounds",
+  "wrong",
+)
+_SIMULATED = (
+  "compute\nms",
+  "one\nms",
+  "each leaf\nms",
+  "best cut\nms",
+  "MergeComp\nms",
+  "exact\nms",
+  "unimodal",
+)
+
+
+def show(found: Found) -> None:
+  """Prints all of it."""
+  hosts, loopback = (found.options[k] for k in ("hosts", "loopback"))
+  place = "processes" if loopback else "network namespaces"
+  leaves = found.leaves
+  elements = sum(leaf["elements"] for leaf in leaves)
+  console = tables.console()
+  console.print(
+    f"groups: {hosts} {place} on {found.environment['cores']} cores, JAX"
+    f" {found.environment['jax']}; {len(leaves)} compressed leaves of"
+    f" {elements:,} elements, {found.lost} of them lost",
+    markup=False,
+    highlight=False,
+  )
+  for section in found.sections:
+    console.print(_measured(section))
+  if found.simulated:
+    console.print(_simulated(found.simulated))
+  for line in lines(found):
+    console.print(line, markup=False, highlight=False)
+
+
+def _table(title: str, first: str, headers: tuple[str, ...]):
+  shown = rich.table.Table(
+    title=title,
+    box=rich.box.SIMPLE_HEAD,
+    title_justify="left",
+    padding=(0, 1),
+  )
+  shown.add_column(first, no_wrap=True)
+  for header in headers:
+    shown.add_column(header, justify="right", no_wrap=True)
+  return shown
+
+
+def _measured(section: Section) -> rich.table.Table:
+  none_s = section.median_s(_NONE)
+  title = f"{section.rate}: {none_s * 1e3:.1f} ms without these exchanges"
+  shown = _table(title, "way", _MEASURED)
+  best = section.best()
+  for name, way in section.ways.items():
+    over = "-"
+    if best is not None and section.times_s(way.program):
+      over = told(section.over(way.program, best))
+    wrong = f"[bold red]{way.wrong}[/]" if way.wrong else "0"
+    shown.add_row(
+      name,
+      str(len(way.stops)),
+      _ms(none_s + way.exchanges_s),
+      _ms(section.median_s(way.program)),
+      over,
+      f"{way.told.get('wire_bytes', math.nan) / 1e3:.1f}",
+      f"{way.told.get('rounds', math.nan):.0f}",
+      wrong,
+    )
+  return shown
+
+
+def _simulated(rows: list[Simulated]) -> rich.table.Table:
+  shown = _table(
+    "SIMULATED, nothing measured: exchanges beside the backward pass",
+    "machine\n  images of a device, schemes",
+    _SIMULATED,
+  )
+  machine = ""
+  for x in rows:
+    if x.machine != machine:
+      machine = x.machine
+      shown.add_row(f"[bold]{machine}[/bold]")
+    cut = min(x.cuts_s)
+    shown.add_row(
+      f"  {x.images:,}, {' or '.join(x.schemes)}",
+      _ms(x.compute_s, 3),
+      _ms(x.one_s, 3),
+      _ms(x.each_s, 3),
+      f"{cut * 1e3:.3f} ({x.cuts_s.index(cut) + 1})",
+      f"{x.mergecomp_s * 1e3:.3f} ({_stops(x.mergecomp)})",
+      f"{x.search_s * 1e3:.3f} ({_stops(x.search)})",
+      "yes" if x.unimodal else "no",
+    )
+  return shown
+
+
+def _ms(seconds: float, digits: int = 1) -> str:
+  return f"{seconds * 1e3:.{digits}f}"
+
+
+def _stops(stops: ways.Stops) -> str:
+  """The cuts, without the end that all ways have."""
+  return " ".join(map(str, stops[:-1])) or "none"
+
+
+def lines(found: Found) -> Iterator[str]:
+  """What follows, in words."""
+  for section in found.sections:
+    yield from _of_section(section)
+  rows = found.simulated
+  if rows:
+    yield (
+      f"simulated: time is unimodal in the cut in {_count(rows, 'unimodal')};"
+      " MergeComp's halving comes within 1 % of the exact search in"
+      f" {_near(rows)}"
+    )
+
+
+def _of_section(section: Section) -> Iterator[str]:
+  known = section.ways.get(ways.MERGECOMP)
+  if known is None or not section.times_s(known.program):
+    return
+  for name in (ways.ONE, ways.EACH):
+    other = section.ways[name]
+    if section.times_s(other.program):
+      ratio = section.over(known.program, other.program)
+      yield (
+        f"{section.rate}: MergeComp's choice, {_exchanges(known.stops)}, takes"
+        f" {told(ratio)} of {name}"
+      )
+
+
+def _exchanges(stops: ways.Stops) -> str:
+  return "one exchange" if len(stops) == 1 else f"{len(stops)} exchanges"
+
+
+def _count(rows: list[Simulated], name: str) -> str:
+  return f"{sum(getattr(x, name) for x in rows)} of {len(rows)} cases"
+
+
+def _near(rows: list[Simulated]) -> str:
+  near = sum(x.mergecomp_s <= 1.01 * x.search_s for x in rows)
+  return f"{near} of {len(rows)}"

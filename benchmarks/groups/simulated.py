@@ -1,0 +1,133 @@
+"""The same network where exchanges run beside the backward pass: simulated.
+
+Nothing here is measured. Links and memory are those of presets, a step's
+computation is the least that the memory's peak lets it take.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+from benchmarks.groups import model as models
+from benchmarks.groups import ways
+from benchmarks.groups.ways import Stops
+from benchmarks.planned.models import Model
+import zenjax
+from zenjax._cost import Profile
+from zenjax._planner import _baselines
+from zenjax._planner import _machines
+from zenjax._planner._search import search
+
+_DEVICE, _DEVICES = "h100", 8
+_NETWORK = "10gbit"
+_IMAGES = (32, 1024)
+_SCHEMES = (("zen",), ("dense", "zen"))
+# Sums in another order.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+  """Iteration times on a machine, in seconds.
+
+  Attributes:
+    machine: Its name.
+    schemes: From which each exchange takes its best.
+    images: Of a device and step.
+    compute_s: Of a step without any exchange.
+    each_s: With an exchange for each leaf.
+    cuts_s: With two exchanges, by how many leaves are in the first.
+    one_s: With one.
+    mergecomp: Where halving ends; one stop where it is no cut.
+    mergecomp_s: How long that takes.
+    search: What the exact search takes.
+    search_s: How long that takes.
+  """
+
+  machine: str
+  schemes: tuple[str, ...]
+  images: int
+  compute_s: float
+  each_s: float
+  cuts_s: tuple[float, ...]
+  one_s: float
+  mergecomp: Stops
+  mergecomp_s: float
+  search: Stops
+  search_s: float
+
+  @property
+  def unimodal(self) -> bool:
+    """Whether time never falls again behind the best cut."""
+    return is_unimodal(self.cuts_s)
+
+
+def is_unimodal(seconds: tuple[float, ...]) -> bool:
+  """Falling, or equal up to rounding, and from some place on rising."""
+  steps = [
+    math.copysign(1, after - before)
+    for before, after in zip(seconds, seconds[1:])
+    if abs(after - before) > _ROUNDING * before
+  ]
+  return steps == sorted(steps)
+
+
+def machines() -> dict[str, zenjax.Topology]:
+  """By name: devices that one fabric joins, and hosts of one on a network."""
+  return {
+    f"{_DEVICES} x {_DEVICE}, NVLink": zenjax.Topology.preset(
+      _DEVICE, _DEVICES
+    ),
+    f"{_DEVICES} x {_DEVICE}, {_NETWORK}": zenjax.Topology.network(
+      _NETWORK, _DEVICES, _DEVICE
+    ),
+  }
+
+
+def simulate(
+  model: Model, profiles: Mapping[str, Profile]
+) -> list[dict[str, Any]]:
+  """On every machine, with every set of schemes, of few and many images."""
+  found = []
+  memory = _machines.machine(_DEVICE).memory_bandwidth
+  for images in _IMAGES:
+    gradients = models.compressed(model, images)
+    compute_s = models.moved_bytes(model, images) / memory
+    for name, topology in machines().items():
+      for schemes in _SCHEMES:
+        costs = ways.priced(gradients, profiles, topology, compute_s, schemes)
+        made = _on(costs, name, schemes, images, compute_s)
+        found.append(dataclasses.asdict(made))
+  return found
+
+
+def _on(
+  costs: ways.Priced,
+  machine: str,
+  schemes: tuple[str, ...],
+  images: int,
+  compute_s: float,
+) -> Simulated:
+  tensors, merged = costs.tensors, costs.merged
+  n = len(tensors)
+  cut = [
+    ways.seconds_of(costs, _baselines.cut_at(tensors, merged, k))
+    for k in range(1, n + 1)
+  ]
+  halved = _baselines.mergecomp(tensors, merged)
+  return Simulated(
+    machine=machine,
+    schemes=schemes,
+    images=images,
+    compute_s=compute_s,
+    each_s=search(tensors, width=None).timeline.iteration_s,
+    cuts_s=tuple(cut[:-1]),
+    one_s=cut[-1],
+    mergecomp=ways.stops_of(halved),
+    mergecomp_s=ways.seconds_of(costs, halved),
+    search=ways.stops_of(
+      best := search(tensors, merged, width=None).assignment
+    ),
+    search_s=ways.seconds_of(costs, best),
+  )

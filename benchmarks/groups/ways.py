@@ -1,0 +1,197 @@
+"""Ways to group gradients into exchanges, and what each should take.
+
+A way is its stops: after how many gradients of the backward pass each of its
+exchanges leaves. The last stop is the number of gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from benchmarks.planned.programs import AXIS
+import zenjax
+from zenjax import _cost
+from zenjax import _plan
+from zenjax._cost import Profile
+from zenjax._planner import _baselines
+from zenjax._planner._groups import Merged
+from zenjax._planner._search import search
+from zenjax._planner._timeline import Assignment
+from zenjax._planner._timeline import Option
+from zenjax._planner._timeline import simulate
+from zenjax._planner._timeline import Tensor
+from zenjax._planner._traced import Gradient
+from zenjax._schemes.base import Context
+
+Stops = tuple[int, ...]
+ONE, EACH = "one exchange", "each leaf"
+MERGECOMP, SEARCH = "MergeComp", "exact search"
+_OVERLAP = ", if they overlapped"
+
+
+def by_hand(leaves: int) -> dict[str, Stops]:
+  """One exchange, one a leaf, two cut after each quarter, and four."""
+  quarters = dict.fromkeys(round(leaves * k / 4) for k in (1, 2, 3))
+  cuts = [cut for cut in quarters if 0 < cut < leaves]
+  ways: dict[str, Stops] = {ONE: (leaves,)}
+  ways |= {f"2, cut after {cut}": (cut, leaves) for cut in cuts}
+  if len(cuts) == 3:
+    ways["4"] = (*cuts, leaves)
+  return ways | {EACH: tuple(range(1, leaves + 1))}
+
+
+def exchanges(
+  names: Sequence[str],
+  stops: Stops,
+  capacities: Mapping[str, tuple[int, int]] | None,
+  *,
+  kept: Sequence[str] = (),
+) -> optax.GradientTransformation:
+  """A `zen_sync` for each group; plans by hand are of rows, these elements.
+
+  Args:
+    names: Of the gradients, as the backward pass completes them.
+    stops: Of the way.
+    capacities: To be pinned.
+    kept: Of gradients that go nowhere.
+  """
+  syncs: dict[str, optax.GradientTransformation] = {
+    "whole": zenjax.zen_sync(AXIS, sparse=False),
+    "kept": optax.identity(),
+  }
+  group_of = dict.fromkeys(kept, "kept")
+  for group, (start, stop) in enumerate(zip((0, *stops), stops)):
+    members = names[start:stop]
+    group_of |= dict.fromkeys(members, str(group))
+    pinned = capacities and {name: capacities[name] for name in members}
+    syncs[str(group)] = zenjax.zen_sync(
+      AXIS, sparse=True, unit="element", capacities=pinned
+    )
+
+  def labels(params):
+    return {name: group_of.get(name, "whole") for name in params}
+
+  return optax.partition(syncs, labels)
+
+
+class Priced(NamedTuple):
+  """Gradients with what each takes by itself, and what some take together.
+
+  Attributes:
+    tensors: As the backward pass completes them.
+    merged: Of those that share an exchange.
+    once: What of that an exchange pays once, by scheme.
+  """
+
+  tensors: tuple[Tensor, ...]
+  merged: Merged
+  once: Mapping[str, Option]
+
+  def together(self, stops: Stops) -> float:
+    """Seconds of a way's exchanges by zen, one after another."""
+    found = 0.0
+    for i, j in zip((0, *stops), stops):
+      option = self.merged(i, j, "zen")
+      assert option is not None, (i, j)
+      found += option.work_s + option.link_s
+    return found
+
+
+def priced(
+  gradients: Sequence[Gradient],
+  profiles: Mapping[str, Profile],
+  topology: zenjax.Topology,
+  compute_seconds: float,
+  schemes: Sequence[str] = ("zen",),
+) -> Priced:
+  """As the planner has it, of elements in the place of rows.
+
+  The pass ends with the last of `gradients`: what it does after that is taken
+  to be before the first.
+
+  Args:
+    gradients: As the backward pass completes them.
+    profiles: Selected elements, by name.
+    topology: The links.
+    compute_seconds: Of a step without any exchange.
+    schemes: That there are to choose from.
+  """
+  axes = tuple(level.name for level in topology.levels)
+  context = Context(axes=axes, sizes=topology.sizes, mean=True)
+  tensors, once = [], dict.fromkeys(schemes, math.inf)
+  before = gradients[-1].ready - 1.0
+  for gradient in gradients:
+    size = math.prod(gradient.shape)
+    table = _plan.Table(
+      name=gradient.name,
+      num_rows=size,
+      width=1,
+      dtype=jnp.dtype(gradient.dtype),
+      wire_dtype=jnp.dtype(gradient.dtype),
+    )
+    options = []
+    for scheme in schemes:
+      profile = profiles[gradient.name]
+      p = _cost.predict(scheme, table, profile, context, topology.links)
+      after_s = p.local_s - p.mask_s
+      options.append(Option(scheme, p.mask_s, p.wire_s, after_s, p.received))
+      once[scheme] = min(once[scheme], p.once_s, p.wire_s)
+    tensors.append(
+      Tensor(
+        name=gradient.name,
+        bytes=size * gradient.dtype.itemsize,
+        backward_s=(gradient.ready - before) * compute_seconds,
+        options=tuple(options),
+      )
+    )
+    before = gradient.ready
+  fixed = {name: Option(name, link_s=s) for name, s in once.items()}
+  return Priced(tuple(tensors), Merged(tensors, fixed), fixed)
+
+
+def chosen(costs: Priced) -> dict[str, Stops]:
+  """What MergeComp's halving and the exact search take.
+
+  Both as hosts run that do nothing beside an exchange, and as they would
+  choose if exchanges ran beside the backward pass.
+  """
+  none = _one_by_one(costs)
+  found = {
+    MERGECOMP: _baselines.mergecomp(none.tensors, none.merged),
+    SEARCH: search(none.tensors, none.merged, width=None).assignment,
+    MERGECOMP + _OVERLAP: _baselines.mergecomp(costs.tensors, costs.merged),
+    SEARCH + _OVERLAP: search(
+      costs.tensors, costs.merged, width=None
+    ).assignment,
+  }
+  return {name: stops_of(ways) for name, ways in found.items()}
+
+
+def _one_by_one(costs: Priced) -> Priced:
+  """The same where all is work of the device, beside which nothing runs."""
+
+  def serial(option: Option) -> Option:
+    seconds = option.work_s + option.link_s
+    return Option(option.name, before_s=seconds, bytes=option.bytes)
+
+  tensors = tuple(
+    dataclasses.replace(t, options=tuple(map(serial, t.options)))
+    for t in costs.tensors
+  )
+  once = {name: serial(option) for name, option in costs.once.items()}
+  return Priced(tensors, Merged(tensors, once), once)
+
+
+def stops_of(assignment: Assignment | None) -> Stops:
+  assert assignment is not None  # All of them share their schemes.
+  return tuple(exchange.stop for exchange in assignment)
+
+
+def seconds_of(costs: Priced, assignment: Assignment | None) -> float:
+  """Of a step in which exchanges run beside the backward pass."""
+  assert assignment is not None
+  return simulate(costs.tensors, assignment).iteration_s
