@@ -567,6 +567,12 @@ def _add_groups(commands):
     help="that every host selects by magnitude, by default 0.01",
   )
   parser.add_argument(
+    "--least",
+    type=_positive,
+    default=1024,
+    help="elements of a leaf that is compressed, by default 1024",
+  )
+  parser.add_argument(
     "--repeats", type=_positive, default=15, help="timed rounds, by default 15"
   )
   _add_batches(parser, 4)

@@ -13,6 +13,7 @@ from benchmarks import harness
 from benchmarks import netns
 from benchmarks import record
 from benchmarks.groups import found as findings
+from benchmarks.groups import model as models
 from benchmarks.groups import show
 from benchmarks.groups.found import Found
 from benchmarks.groups.found import Section
@@ -72,6 +73,10 @@ class _Job:
       raise ValueError(
         f"`--width` must be a multiple of 8, got {options.width}."
       )
+    network = models.cnn(
+      options.hosts, options.width, options.batch, options.image_size, 1
+    )
+    models.require_several(network, options.least)
     self._options = options
     given = options.rates or (
       ["unlimited"] if options.loopback else ["200mbit", "1gbit"]
@@ -125,6 +130,7 @@ class _Job:
         size=options.image_size,
         batches=options.batches,
         density=options.density,
+        least=options.least,
       )
       self._found.leaves = told[0]["leaves"]
       self._found.lost = sum(x["lost"] for x in told)

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks import interrupts
 from benchmarks import record
+from benchmarks.groups import ways
 from benchmarks.groups.simulated import Simulated
 from benchmarks.groups.ways import Stops
 from benchmarks.network import paired
@@ -37,7 +38,7 @@ class Way:
   @property
   def program(self) -> str:
     """Ways with the same program were measured as one."""
-    return ",".join(map(str, self.stops))
+    return ways.program(self.stops)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -104,8 +105,8 @@ class Found:
   @property
   def wrong(self) -> int:
     """Elements of all answers together."""
-    ways = [way for section in self.sections for way in section.ways.values()]
-    return self.lost + sum(way.wrong for way in ways)
+    every = [way for x in self.sections for way in x.ways.values()]
+    return self.lost + sum(way.wrong for way in every)
 
   def save(self, path: pathlib.Path) -> None:
     """Writes all of it; what was there stays until all is written."""
@@ -132,15 +133,15 @@ def read(path: pathlib.Path) -> Found:
 
 
 def _section(fields: dict[str, Any]) -> Section:
-  ways = fields.pop("ways")
-  for way in ways.values():
+  known = fields.pop("ways")
+  for way in known.values():
     way["stops"] = tuple(way["stops"])
-  return Section(ways={k: Way(**x) for k, x in ways.items()}, **fields)
+  return Section(ways={k: Way(**x) for k, x in known.items()}, **fields)
 
 
 def simulated_of(told: list[dict[str, Any]]) -> list[Simulated]:
   """Of what JSON makes lists of."""
-  tuples = ("schemes", "cuts_s", "mergecomp", "search")
+  tuples = ("cuts_s", "mergecomp", "search")
   return [
     Simulated(**{k: tuple(v) if k in tuples else v for k, v in x.items()})
     for x in told

@@ -26,9 +26,11 @@ from zenjax._sparsify._state import ErrorFeedbackState
 
 NONE = "none"
 _RATE = 0.05
-# Steps that tell capacities, and what they get beside: no step of a way is to
-# need a second round where one of another does not.
-_WARM_UP, _SPARE = 8, 1.25
+# Steps that tell what is selected.
+_WARM_UP = 8
+# Over the mean, of what is drawn by a hash: no step of a way is to need a
+# second round where one of another does not.
+_SPREADS, _MORE = 4, 1.1
 # Steps after which parameters are compared.
 _COMPARED = 3
 # float32 sums in another order; a rate that was multiplied with and divided by.
@@ -56,26 +58,33 @@ class Host:
     return found.to_json()
 
   def model(
-    self, width: int, batch: int, size: int, batches: int, density: float
+    self,
+    width: int,
+    batch: int,
+    size: int,
+    batches: int,
+    density: float,
+    least: int,
   ) -> dict[str, Any]:
-    """Takes the network, and rehearses one exchange for what to pin."""
+    """Takes the network, and compiles one exchange and none."""
     n = self._mesh.size
     self._model = models.cnn(n, width, batch, size, batches)
     self._place = Place(self._model, self._mesh)
-    self._gradients = models.compressed(self._model, batch)
+    self._gradients = models.compressed(self._model, batch, least)
     self._names = [g.name for g in self._gradients]
-    self._density = density
-    self._capacities = None
-    one = (len(self._names),)
-    rehearsal = self._program(one)
-    lost = self._lost(rehearsal)
-    for _ in range(_WARM_UP):
-      rehearsal()
-    advised = zenjax.advise(rehearsal.state())
-    self._profiles = zenjax.profile(rehearsal.state())
-    self._capacities = {name: self._pinned(*x) for name, x in advised.items()}
+    self._density, self._least = density, least
+    self._capacities = {
+      g.name: _capacity(density * math.prod(g.shape), n)
+      for g in self._gradients
+    }
     self._programs[NONE] = self._program(None)
-    self._want = self._after_steps(self._program(one))
+    stops = (len(self._names),)
+    one = self._programs[ways.program(stops)] = self._program(stops)
+    lost = self._lost(one)
+    self._want = self._after_steps(one)
+    for _ in range(_WARM_UP):
+      one()
+    self._profiles = zenjax.profile(one.state())
     return {
       "lost": lost,
       "leaves": [
@@ -89,10 +98,6 @@ class Host:
         for g in self._gradients
       ],
     }
-
-  def _pinned(self, push: int, pull: int) -> tuple[int, int]:
-    push, pull = (math.ceil(_SPARE * x) for x in (push, pull))
-    return push, max(push, pull)
 
   def _program(self, stops: ways.Stops | None) -> Program:
     """A way's; of None all but the exchanges of what is compressed."""
@@ -114,7 +119,8 @@ class Host:
     return Program(self._place, tx, False, self._compiler)
 
   def _after_steps(self, program: Program) -> dict[str, np.ndarray]:
-    for _ in range(_COMPARED):
+    """Parameters when a fresh program has taken so many steps."""
+    while program.steps < _COMPARED:
       program()
     return program.params()
 
@@ -155,11 +161,13 @@ class Host:
 
   def build(self, program: str, stops: list[int]) -> dict[str, Any]:
     """Compiles a way and compares parameters with those of one exchange."""
-    made = self._programs[program] = self._program(tuple(stops))
-    got = self._after_steps(made)
+    got = self._want
+    if program not in self._programs:
+      self._programs[program] = self._program(tuple(stops))
+      got = self._after_steps(self._programs[program])
     bits = b"".join(got[name].tobytes() for name in sorted(got))
     return {
-      "compile_s": made.compile_s,
+      "compile_s": self._programs[program].compile_s,
       "wrong": self._wrong(got),
       "digest": zlib.crc32(bits),
     }
@@ -187,7 +195,16 @@ class Host:
 
   def simulate(self) -> list[dict[str, Any]]:
     """Iteration times on machines that are not here."""
-    return simulated.simulate(self._model, self._profiles)
+    return simulated.simulate(self._model, self._profiles, self._least)
+
+
+def _capacity(selected: float, hosts: int) -> tuple[int, int]:
+  """For a hash's parts of what a host selects, and of what all do."""
+  push, pull = (
+    math.ceil(_MORE * x + _SPREADS * math.sqrt(_MORE * x))
+    for x in (selected / hosts, selected)
+  )
+  return push, pull
 
 
 def _residuals(state: Any) -> dict[str, np.ndarray]:

@@ -13,9 +13,6 @@ from zenjax import _select
 from zenjax._planner import _traced
 from zenjax._planner._traced import Gradient
 
-# A leaf of fewer elements is sent whole: a hundredth of it is nothing, and
-# where zen_sync finds one dense it adds a sum to whichever exchange it is in.
-LEAST_ELEMENTS = 1024
 _CLASSES, _CHANNELS = 10, 3
 _SEED, _NOISE = 0, 1.0
 
@@ -67,12 +64,26 @@ def _batches(rng, images, size, batches) -> list[tuple[np.ndarray, ...]]:
   return found
 
 
-def compressed(model: Model, images: int) -> list[Gradient]:
-  """The gradients that are, as the backward pass completes them."""
+def compressed(model: Model, images: int, least: int) -> list[Gradient]:
+  """Gradients of so many elements, as the backward pass completes them.
+
+  A smaller one is sent whole, with all such: a hundredth of it is nothing, and
+  where zen_sync finds one dense it adds a sum to whichever exchange it is in.
+  """
   found = _traced.gradients(
     jax.value_and_grad(model.loss), model.params, *_part(model, images)
   )
-  return [g for g in found if math.prod(g.shape) >= LEAST_ELEMENTS]
+  return [g for g in found if math.prod(g.shape) >= least]
+
+
+def require_several(model: Model, least: int) -> None:
+  """Raises `ValueError` where fewer than two leaves are so large."""
+  second = sorted(x.size for x in model.params.values())[-2]
+  if least > second:
+    raise ValueError(
+      f"`--least` must be at most {second:,}, which two leaves of this network"
+      f" have, got {least:,}: one leaf needs no groups."
+    )
 
 
 def moved_bytes(model: Model, images: int) -> float:

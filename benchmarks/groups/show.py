@@ -30,7 +30,7 @@ _SIMULATED = (
   "best cut\nms",
   "MergeComp\nms",
   "exact\nms",
-  "unimodal",
+  "unimodal\nin the cut",
 )
 
 
@@ -95,7 +95,7 @@ def _measured(section: Section) -> rich.table.Table:
 def _simulated(rows: list[Simulated]) -> rich.table.Table:
   shown = _table(
     "SIMULATED, nothing measured: exchanges beside the backward pass",
-    "machine\n  images of a device, schemes",
+    "machine\n  images of a device",
     _SIMULATED,
   )
   machine = ""
@@ -105,7 +105,7 @@ def _simulated(rows: list[Simulated]) -> rich.table.Table:
       shown.add_row(f"[bold]{machine}[/bold]")
     cut = min(x.cuts_s)
     shown.add_row(
-      f"  {x.images:,}, {' or '.join(x.schemes)}",
+      f"  {x.images:,}",
       _ms(x.compute_s, 3),
       _ms(x.one_s, 3),
       _ms(x.each_s, 3),
@@ -131,6 +131,9 @@ def lines(found: Found) -> Iterator[str]:
   for section in found.sections:
     yield from _of_section(section)
   rows = found.simulated
+  for x in rows:
+    curve = " ".join(_ms(s, 3) for s in x.cuts_s)
+    yield f"simulated, {x.machine}, {x.images:,} images, cut after 1..: {curve}"
   if rows:
     yield (
       f"simulated: time is unimodal in the cut in {_count(rows, 'unimodal')};"

@@ -22,7 +22,6 @@ from zenjax._planner._search import search
 _DEVICE, _DEVICES = "h100", 8
 _NETWORK = "10gbit"
 _IMAGES = (32, 1024)
-_SCHEMES = (("zen",), ("dense", "zen"))
 # Sums in another order.
 _ROUNDING = 1e-9
 
@@ -33,7 +32,6 @@ class Simulated:
 
   Attributes:
     machine: Its name.
-    schemes: From which each exchange takes its best.
     images: Of a device and step.
     compute_s: Of a step without any exchange.
     each_s: With an exchange for each leaf.
@@ -46,7 +44,6 @@ class Simulated:
   """
 
   machine: str
-  schemes: tuple[str, ...]
   images: int
   compute_s: float
   each_s: float
@@ -86,26 +83,23 @@ def machines() -> dict[str, zenjax.Topology]:
 
 
 def simulate(
-  model: Model, profiles: Mapping[str, Profile]
+  model: Model, profiles: Mapping[str, Profile], least: int
 ) -> list[dict[str, Any]]:
-  """On every machine, with every set of schemes, of few and many images."""
+  """On every machine, of few and many images; what is compressed by zen."""
   found = []
   memory = _machines.machine(_DEVICE).memory_bandwidth
-  for images in _IMAGES:
-    gradients = models.compressed(model, images)
-    compute_s = models.moved_bytes(model, images) / memory
-    for name, topology in machines().items():
-      for schemes in _SCHEMES:
-        costs = ways.priced(gradients, profiles, topology, compute_s, schemes)
-        made = _on(costs, name, schemes, images, compute_s)
-        found.append(dataclasses.asdict(made))
+  for name, topology in machines().items():
+    for images in _IMAGES:
+      gradients = models.compressed(model, images, least)
+      compute_s = models.moved_bytes(model, images) / memory
+      costs = ways.priced(gradients, profiles, topology, compute_s)
+      found.append(dataclasses.asdict(_on(costs, name, images, compute_s)))
   return found
 
 
 def _on(
   costs: ways.Priced,
   machine: str,
-  schemes: tuple[str, ...],
   images: int,
   compute_s: float,
 ) -> Simulated:
@@ -118,7 +112,6 @@ def _on(
   halved = _baselines.mergecomp(tensors, merged)
   return Simulated(
     machine=machine,
-    schemes=schemes,
     images=images,
     compute_s=compute_s,
     each_s=search(tensors, width=None).timeline.iteration_s,

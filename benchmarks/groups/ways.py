@@ -28,9 +28,15 @@ from zenjax._planner._traced import Gradient
 from zenjax._schemes.base import Context
 
 Stops = tuple[int, ...]
+ZEN = "zen"
 ONE, EACH = "one exchange", "each leaf"
 MERGECOMP, SEARCH = "MergeComp", "exact search"
 _OVERLAP = ", if they overlapped"
+
+
+def program(stops: Stops) -> str:
+  """Ways of the same stops are one program."""
+  return ",".join(map(str, stops))
 
 
 def by_hand(leaves: int) -> dict[str, Stops]:
@@ -84,18 +90,18 @@ class Priced(NamedTuple):
   Attributes:
     tensors: As the backward pass completes them.
     merged: Of those that share an exchange.
-    once: What of that an exchange pays once, by scheme.
+    once: What of that an exchange pays once.
   """
 
   tensors: tuple[Tensor, ...]
   merged: Merged
-  once: Mapping[str, Option]
+  once: Option
 
   def together(self, stops: Stops) -> float:
     """Seconds of a way's exchanges by zen, one after another."""
     found = 0.0
     for i, j in zip((0, *stops), stops):
-      option = self.merged(i, j, "zen")
+      option = self.merged(i, j, ZEN)
       assert option is not None, (i, j)
       found += option.work_s + option.link_s
     return found
@@ -106,7 +112,6 @@ def priced(
   profiles: Mapping[str, Profile],
   topology: zenjax.Topology,
   compute_seconds: float,
-  schemes: Sequence[str] = ("zen",),
 ) -> Priced:
   """As the planner has it, of elements in the place of rows.
 
@@ -118,11 +123,10 @@ def priced(
     profiles: Selected elements, by name.
     topology: The links.
     compute_seconds: Of a step without any exchange.
-    schemes: That there are to choose from.
   """
   axes = tuple(level.name for level in topology.levels)
   context = Context(axes=axes, sizes=topology.sizes, mean=True)
-  tensors, once = [], dict.fromkeys(schemes, math.inf)
+  tensors, once = [], math.inf
   before = gradients[-1].ready - 1.0
   for gradient in gradients:
     size = math.prod(gradient.shape)
@@ -133,24 +137,20 @@ def priced(
       dtype=jnp.dtype(gradient.dtype),
       wire_dtype=jnp.dtype(gradient.dtype),
     )
-    options = []
-    for scheme in schemes:
-      profile = profiles[gradient.name]
-      p = _cost.predict(scheme, table, profile, context, topology.links)
-      after_s = p.local_s - p.mask_s
-      options.append(Option(scheme, p.mask_s, p.wire_s, after_s, p.received))
-      once[scheme] = min(once[scheme], p.once_s, p.wire_s)
+    profile = profiles[gradient.name]
+    p = _cost.predict(ZEN, table, profile, context, topology.links)
+    option = Option(ZEN, p.mask_s, p.wire_s, p.local_s - p.mask_s, p.received)
+    once = min(once, p.once_s, p.wire_s)
     tensors.append(
       Tensor(
         name=gradient.name,
         bytes=size * gradient.dtype.itemsize,
         backward_s=(gradient.ready - before) * compute_seconds,
-        options=tuple(options),
+        options=(option,),
       )
     )
     before = gradient.ready
-  fixed = {name: Option(name, link_s=s) for name, s in once.items()}
-  return Priced(tuple(tensors), Merged(tensors, fixed), fixed)
+  return _with(tuple(tensors), Option(ZEN, link_s=once))
 
 
 def chosen(costs: Priced) -> dict[str, Stops]:
@@ -182,8 +182,11 @@ def _one_by_one(costs: Priced) -> Priced:
     dataclasses.replace(t, options=tuple(map(serial, t.options)))
     for t in costs.tensors
   )
-  once = {name: serial(option) for name, option in costs.once.items()}
-  return Priced(tensors, Merged(tensors, once), once)
+  return _with(tensors, serial(costs.once))
+
+
+def _with(tensors: tuple[Tensor, ...], once: Option) -> Priced:
+  return Priced(tensors, Merged(tensors, {ZEN: once}), once)
 
 
 def stops_of(assignment: Assignment | None) -> Stops:

@@ -134,6 +134,11 @@ class Program:
     jax.block_until_ready((self._params, self._state))
     return float(loss.addressable_shards[0].data)
 
+  @property
+  def steps(self) -> int:
+    """That were taken."""
+    return self._turn
+
   def params(self) -> Any:
     """As this host has them."""
     return jax.tree.map(
