@@ -86,7 +86,7 @@ class _Job:
       Testbed(options.hosts, rate, options.loopback)  # Only checked.
     settings = {k: _plain(v) for k, v in vars(options).items()}
     self._found = Found(environment=record.software(), options=settings)
-    self._programs: dict[str, dict[str, Any]] = {}
+    self._programs: dict[str, tuple[int, float]] = {}
 
   def run(self) -> int:
     status, last_words = 0, ""

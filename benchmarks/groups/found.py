@@ -142,7 +142,7 @@ def _section(fields: dict[str, Any]) -> Section:
 def simulated_of(told: list[dict[str, Any]]) -> list[Simulated]:
   """Of what JSON makes lists of."""
   tuples = ("cuts_s", "mergecomp", "search")
-  return [
-    Simulated(**{k: tuple(v) if k in tuples else v for k, v in x.items()})
-    for x in told
+  listed: list[dict[str, Any]] = [
+    {k: tuple(v) if k in tuples else v for k, v in x.items()} for x in told
   ]
+  return [Simulated(**x) for x in listed]

@@ -4,7 +4,7 @@ A way is its stops: after how many gradients of the backward pass each of its
 exchanges leaves. The last stop is the number of gradients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
 import math
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def exchanges(
     capacities: To be pinned.
     kept: Of gradients that go nowhere.
   """
-  syncs: dict[str, optax.GradientTransformation] = {
+  syncs: dict[Hashable, optax.GradientTransformation] = {
     "whole": zenjax.zen_sync(AXIS, sparse=False),
     "kept": optax.identity(),
   }
