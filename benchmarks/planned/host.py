@@ -20,7 +20,7 @@ from benchmarks.shared_compiler import SharedCompiler
 import zenjax
 
 # Bytes of a collective: the largest takes a second where links are slowest.
-SIZES = tuple(1 << log for log in (12, 14, 16, 18, 20, 22, 24))
+_SIZES = tuple(1 << log for log in (12, 14, 16, 18, 20, 22, 24))
 # A plan is made of what so many steps touched, and others are timed.
 RECORDED = 8
 
@@ -39,7 +39,7 @@ class Host:
   def links(self, repeats: int) -> str:
     """The machine, measured."""
     found = zenjax.measure_links(
-      self._mesh, AXIS, sizes=SIZES, repeats=repeats, progress=False
+      self._mesh, AXIS, sizes=_SIZES, repeats=repeats, progress=False
     )
     return found.to_json()
 
