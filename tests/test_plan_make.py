@@ -82,6 +82,30 @@ def test_leaves_that_are_summed_in_turn():
   assert "small leaves in one buffer" in str(dense)
 
 
+def test_leaves_of_one_exchange_take_what_their_bytes_take():
+  """Not as long as each by itself, quick after a pause, thirty times."""
+  burst = ((1e3, 1e-3), (1e5, 2e-3), (1e6, 3e-2), (1e7, 3e-1))
+  curves = {("all_reduce", 8): burst}
+  gradients = tuple(
+    Gradient(
+      name=f"w{i}",
+      shape=(10_000,),
+      dtype=np.dtype(np.float32),
+      look_ups=None,
+      ready=1.0,
+    )
+    for i in range(30)
+  )
+  question = _choosing.Question(
+    gradients=gradients,
+    topology=machine(bandwidth=1e9, latency_s=1e-3, curves=curves),
+    axes=("data",),
+  )
+  received = 30 * 40_000 * 2 * 7 / 8
+  total_s = 3e-2 + (received - 1e6) * (0.27 / 9e6)
+  assert _choosing.answer(question).seconds == pytest.approx(total_s)
+
+
 def test_full_gradients_take_pmean():
   full = zenjax.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
   found = plan(grad=jax.value_and_grad, profile={"table": full})

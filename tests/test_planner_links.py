@@ -213,6 +213,24 @@ def test_latency_is_of_one_message():
   assert alone.seconds("all_gather", 4, 1e6) == pytest.approx(1.6e-3)
 
 
+def test_what_a_link_lends_after_a_pause_it_lends_once():
+  burst = ((1e3, 1e-3), (1e5, 2e-3), (1e6, 3e-2), (1e7, 3e-1 + 3e-3))
+  link = zenjax.Link(
+    bandwidth=1e9, latency_s=1.0, curves={("all_gather", 4): burst}
+  )
+  found = _fits.lasting(link)
+  byte_s = 0.273 / 9e6
+  for (received, seconds), (_, was) in zip(
+    found.curves["all_gather", 4], burst, strict=True
+  ):
+    straight = 1e-3 + (received - 1e3) * byte_s
+    assert seconds == pytest.approx(max(straight, was))
+  assert found.seconds("all_gather", 4, 1e5) > 2 * 2e-3
+  assert found.seconds("all_gather", 2, 1e5) == 1 + 1e-4
+  alone = {("all_gather", 4): burst[:1]}
+  assert _fits.lasting(zenjax.Link(bandwidth=1, latency_s=0, curves=alone))
+
+
 # --- measuring --------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ paper, or by what its collectives were measured to take: libraries differ by
 collective as much as links do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 
@@ -127,6 +127,9 @@ def _interpolate(curve: Curve, received: float) -> float:
   return y1 + (received - x1) * rate
 
 
+# An axis, a collective along it, its devices, bytes that each receives.
+Phase = tuple[str, str, int, float]
+
 # One for all axes, or that of each.
 Links = Link | Mapping[str, Link]
 
@@ -190,6 +193,8 @@ class Prediction:
     collectives: How many.
     sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
       just large enough as far as is known. None of dense ways.
+    phases: What `wire_s` is the sum of: `(axis, collective, devices, bytes)`.
+    apart_s: And this, which no exchange shares.
   """
 
   scheme: str
@@ -201,6 +206,8 @@ class Prediction:
   mask_s: float = 0.0
   once_s: float = 0.0
   sizes: tuple[float, float] | None = None
+  phases: tuple[Phase, ...] = ()
+  apart_s: float = 0.0
 
   @property
   def seconds(self) -> float:
@@ -243,16 +250,26 @@ def predict(
       whole = message.op == "all_gather" and column_groups > 1
       row = block * column_groups if whole else block
       local += _move_s(row, received, work)
+  phases = [phase for m in messages for phase in _phases(m, context)]
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
-    wire_s=sum(_message_s(m, context, link) for m in messages),
-    once_s=sum(_message_s(m, context, link, empty=True) for m in messages),
+    wire_s=wire_s(phases, link),
+    once_s=wire_s([(*phase[:3], 0.0) for phase in phases], link),
     local_s=local,
     mask_s=mask,
     received=float(received_bytes(messages, context)),
     collectives=len(messages),
     sizes=sizes,
+    phases=tuple(phases),
+  )
+
+
+def wire_s(phases: Iterable[Phase], link: Links) -> float:
+  """Seconds of collectives, one after the other."""
+  return sum(
+    _link_of(axis, link).seconds(op, n, received)
+    for axis, op, n, received in phases
   )
 
 
@@ -296,21 +313,8 @@ def _sparse_messages(
   return as_floats, block, (float(push), float(pull))
 
 
-def _message_s(
-  message: Message, context: Context, link: Links, empty: bool = False
-) -> float:
-  """Seconds of a collective, or of what it takes with nothing in it."""
-  parts = _phases(message, context)
-  return sum(
-    _link_of(axis, link).seconds(op, n, 0.0 if empty else received)
-    for axis, op, n, received in parts
-  )
-
-
-def _phases(
-  message: Message, context: Context
-) -> list[tuple[str, str, int, float]]:
-  """`(axis, op, devices, bytes received)` of each level that a message crosses.
+def _phases(message: Message, context: Context) -> list[Phase]:
+  """Of each level that a message crosses.
 
   Libraries sum and gather level by level: a slow link carries of an array, for
   each of the devices that share it, an equal part.

@@ -34,6 +34,17 @@ class OwnerState(NamedTuple):
   Attributes:
     sync: Statistics, as of `zen_sync`.
     inner: Of the optimizer within, with `Owned` parts of tables.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> tx = zenjax.owner_update(optax.adam(1e-3), "data")
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> params = {"table": jnp.zeros((600, 32))}
+    >>> state = zenjax.init(tx, params, mesh, "data")
+    >>> int(state.sync.step), sorted(state.sync.leaves)
+    (0, ['table'])
   """
 
   sync: _state.ZenSyncState

@@ -76,7 +76,15 @@ class LeafState(NamedTuple):
 
 
 class ZenSyncState(NamedTuple):
-  """State of `zen_sync`: the number of steps and the memory of each leaf."""
+  """State of `zen_sync`: the number of steps and the memory of each leaf.
+
+  Example:
+    >>> import zenjax
+    >>> params = {"table": jnp.zeros((600, 32)), "bias": jnp.zeros(32)}
+    >>> state = zenjax.zen_sync("data").init(params)
+    >>> int(state.step), sorted(state.leaves)
+    (0, ['table'])
+  """
 
   step: jax.Array  # [] int32
   leaves: dict[str, LeafState]  # by name; leaves that travel sparse

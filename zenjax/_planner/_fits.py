@@ -1,5 +1,6 @@
 """Lines through what collectives were measured to take, and their errors."""
 
+import dataclasses
 import math
 import statistics
 import warnings
@@ -74,3 +75,22 @@ def fit(op: str, curve: Curve) -> Fit:
     bandwidth=1 / float(per_byte) if per_byte > 0 else math.inf,
     error=float(error),
   )
+
+
+def lasting(link: Link) -> Link:
+  """The link as it is to leaves that share an exchange with many others.
+
+  What a link sends faster at first, as after a pause from a token bucket, it
+  does once: all later bytes go at the rate of the largest that were timed.
+  """
+  curves = {key: _lasting(curve) for key, curve in link.curves.items()}
+  return dataclasses.replace(link, curves=curves)
+
+
+def _lasting(curve: Curve) -> Curve:
+  if len(curve) == 1:
+    return curve
+  (x1, y1), (x2, y2) = curve[-2:]
+  byte_s = max((y2 - y1) / (x2 - x1), 0.0)
+  first, least = curve[0][0], min(y for _, y in curve)
+  return tuple((x, max(y, least + (x - first) * byte_s)) for x, y in curve)

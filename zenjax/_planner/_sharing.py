@@ -7,13 +7,16 @@ that is open. No set of so many ways costs less than the cheapest so many and
 every tensor's best: sets are tried by size until that bound is too high.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import itertools
 import math
 
 import numpy as np
 
+from zenjax import _cost
 from zenjax._planner import _groups
+from zenjax._planner._strategies import PMEAN
+from zenjax._planner._strategies import raised_by
 from zenjax._planner._strategies import Space
 from zenjax._planner._timeline import each_by
 from zenjax._planner._timeline import Option
@@ -80,11 +83,36 @@ def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
 def together(space: Space, name: str, members: Sequence[int]) -> Option:
   """What these tensors take in one exchange."""
   parts = [each_by([space.tensors[i]], [name])[0].option for i in members]
-  saved = (len(parts) - 1) * space.once[name]
   return Option(
     name,
     before_s=sum(o.before_s for o in parts),
-    link_s=max(sum(o.link_s for o in parts) - saved, 0.0),
+    link_s=_link_s(space, name, members),
     after_s=sum(o.after_s for o in parts),
     bytes=sum(o.bytes for o in parts),
   )
+
+
+def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
+  """Of collectives that carry what all of them send."""
+  found = [space.predictions[i][name] for i in members]
+  received: dict[tuple[int, str, str, int], float] = {}
+  for prediction in found:
+    for k, (axis, op, n, more) in enumerate(prediction.phases):
+      at = k, axis, op, n
+      received[at] = received.get(at, 0.0) + more
+  phases = [(*at[1:], total) for at, total in received.items()]
+  seconds = _cost.wire_s(phases, space.links) + sum(p.apart_s for p in found)
+  return seconds * raised_by(found[0].scheme, space.margin)
+
+
+def alike(space: Space, shared: Shared) -> Iterator[Shared]:
+  """What travels sparse all by one way, for each that all of it has.
+
+  The sums above are of every tensor by itself; the whole is known better.
+  """
+  sparse = sorted(i for name, at in shared if name != PMEAN for i in at)
+  rest = [(name, at) for name, at in shared if name == PMEAN]
+  for name in space.strategies:
+    if sparse and all(name in space.predictions[i] for i in sparse):
+      if name != PMEAN:
+        yield [*rest, (name, tuple(sparse))]

@@ -10,9 +10,11 @@ from zenjax import _cost
 from zenjax import _plan
 from zenjax import _select
 from zenjax import _totals
+from zenjax._cost import Link
 from zenjax._cost import Links
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
+from zenjax._planner import _fits
 from zenjax._planner._groups import Merged
 from zenjax._planner._timeline import Option
 from zenjax._planner._timeline import Tensor
@@ -48,6 +50,8 @@ class Space:
     once: Seconds on the link that a group pays once, by the names of options.
     strategies: By the names of options.
     predictions: Of each tensor, by the names of its options, as predicted.
+    links: Of each axis.
+    margin: By which part sparse ways are raised.
   """
 
   tensors: tuple[Tensor, ...]
@@ -55,13 +59,15 @@ class Space:
   once: Mapping[str, float]
   strategies: Mapping[str, Strategy]
   predictions: tuple[Mapping[str, Prediction], ...]
+  links: Links
+  margin: float
 
 
 def space(
   gradients: Sequence[Gradient],
   profiles: Mapping[str, Profile],
   context: Context,
-  links: Links,
+  links: Mapping[str, Link],
   *,
   compute_seconds: float,
   wire_dtypes: Sequence[str],
@@ -87,11 +93,12 @@ def space(
   strategies: dict[str, Strategy] = {}
   tensors, predictions = [], []
   before = 0.0
+  lasting = {axis: _fits.lasting(link) for axis, link in links.items()}
   for gradient in gradients:
     found = {}
     profile = profiles.get(gradient.name)
     for strategy in _ways(gradient, context, wire_dtypes):
-      prediction = _predict(strategy, gradient, profile, context, links)
+      prediction = _predict(strategy, gradient, profile, context, lasting)
       strategies[strategy.name] = strategy
       found[strategy.name] = prediction
     found = _fitting(gradient, found, memory_bytes)
@@ -114,7 +121,14 @@ def space(
     once=once,
     strategies=strategies,
     predictions=tuple(predictions),
+    links=links,
+    margin=margin,
   )
+
+
+def raised_by(scheme: str, margin: float) -> float:
+  """Sparse ways are to be shorter than others by a margin."""
+  return 1.0 if scheme in DENSE else 1 / margin
 
 
 def _ways(
@@ -163,7 +177,9 @@ def _predict(
   if strategy.scheme not in DENSE or _shares_buffer(gradient):
     return found
   more_s = _cost.buffer_s(context, links)
-  return dataclasses.replace(found, wire_s=found.wire_s + more_s)
+  return dataclasses.replace(
+    found, wire_s=found.wire_s + more_s, apart_s=more_s
+  )
 
 
 def _shares_buffer(gradient: Gradient) -> bool:
@@ -234,7 +250,7 @@ def _times(
   p: Prediction, margin: float, wire_s: float
 ) -> tuple[float, float, float]:
   """Before, on and after the link."""
-  raised = 1.0 if p.scheme in DENSE else 1 / margin
+  raised = raised_by(p.scheme, margin)
   return p.mask_s * raised, wire_s * raised, (p.local_s - p.mask_s) * raised
 
 
@@ -245,7 +261,7 @@ def _once(
   once: dict[str, float] = {}
   for found in predictions:
     for name, p in found.items():
-      raised = 1.0 if p.scheme in DENSE else 1 / margin
+      raised = raised_by(p.scheme, margin)
       least = min(p.once_s, p.wire_s) * raised
       once[name] = min(once.get(name, least), least)
   return once

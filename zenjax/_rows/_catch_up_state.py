@@ -29,6 +29,14 @@ class CatchUpState(NamedTuple):
       `zenjax.catch_up` is called as it should. Rows that have taken no step
       count only where an optimizer moves such rows too, as weight decay does.
       `zenjax.report` tells of it. It stops at `2**31 - 1`.
+
+  Example:
+    >>> import optax
+    >>> import zenjax
+    >>> tx = zenjax.lazy_rows(optax.sgd(0.1, 0.9), catch_up=True)
+    >>> state = tx.init({"table": jnp.zeros((600, 32))})
+    >>> state.current["table"].shape, int(state.steps), int(state.late)
+    ((600,), 0, 0)
   """
 
   inner: Any

@@ -25,6 +25,15 @@ class TableUse:
     look_ups: Rows that a call reads of it; 0 where it is not only looked up.
     reason: Why its gradient is dense; "" where it is rows.
     place: The line of the program that the reason is about, if it is one.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> loss = lambda table, ids: jnp.sum(table[ids])
+    >>> found = zenjax.explain_tables(loss, jnp.ones((9, 4)), jnp.arange(3))
+    >>> (use,) = found.uses
+    >>> use.rows, use.look_ups, use.shape
+    (True, 3, (9, 4))
   """
 
   name: str
@@ -41,6 +50,14 @@ class Explanation:
 
   Attributes:
     uses: One of each leaf.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> loss = lambda table, ids: jnp.sum(table[ids])
+    >>> args = jnp.ones((9, 4)), jnp.arange(3)
+    >>> [use.reason for use in zenjax.explain_tables(loss, *args).uses]
+    ['']
   """
 
   uses: tuple[TableUse, ...]

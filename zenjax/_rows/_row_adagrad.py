@@ -8,7 +8,15 @@ import optax
 
 
 class RowAdagradState(NamedTuple):
-  """The accumulators: `[R, 1]` of tables, of other leaves as they are."""
+  """The accumulators: `[R, 1]` of tables, of other leaves as they are.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> state = zenjax.row_adagrad(0.1).init({"table": jnp.zeros((600, 32))})
+    >>> state[0].sum_of_squares["table"].shape
+    (600, 1)
+  """
 
   sum_of_squares: Any
 

@@ -9,7 +9,19 @@ HISTORY = 64
 
 
 class SparsifierStats(NamedTuple):
-  """Numbers of the last step, `[] float32` each; zeros before the first."""
+  """Numbers of the last step, `[] float32` each; zeros before the first.
+
+  `zenjax.sparsifier_stats` has them as Python's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.micro("data", density=0.001)
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> float(state.stats.rounds)
+    0.0
+  """
 
   density_wanted: jax.Array
   density: jax.Array  # what all devices selected over the size of the model
@@ -27,6 +39,15 @@ class SparsifierState(NamedTuple):
 
   Threshold, drift, parts and counts are those that the last step worked with.
   The next one moves them first.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.exdyna("data", density=0.001)
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> state.residual.shape, state.parts.tolist()  # of 1,024 blocks
+    ((2, 50000), [512, 512])
   """
 
   step: jax.Array  # [] int32, steps taken
@@ -56,7 +77,17 @@ class FeedbackLeaf(NamedTuple):
 
 
 class ErrorFeedbackState(NamedTuple):
-  """State of `error_feedback`."""
+  """State of `error_feedback`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.error_feedback(zenjax.top_k(0.01), "data")
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
+    >>> state.leaves["w"].residual.shape
+    (2, 400, 80)
+  """
 
   step: jax.Array  # [] int32, steps taken
   leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered
