@@ -129,6 +129,7 @@ def test_bad_input(tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.more  # Of such hosts `planned` and `sparsified` have tests.
 @pytest.mark.multiprocess
 def test_two_hosts_from_end_to_end(tmp_path):
   path = tmp_path / "groups.json"

@@ -127,7 +127,9 @@ def devices_step(tx, params, state, ids, wanted):
   return zenjax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+)
 def test_devices_agree_with_one_that_sees_all(check_vma):
   inner = optax.adamw(RATE)
   tx = optax.chain(

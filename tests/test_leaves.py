@@ -80,7 +80,7 @@ LEAVES = {
   ("partition", "runner"),
   [
     ("auto", "shard_map_vma_replicated"),
-    (2, "pmap"),
+    pytest.param(2, "pmap", marks=pytest.mark.more),
   ],
 )
 def test_many_leaves_in_one_exchange(partition, runner):

@@ -89,7 +89,9 @@ def _is_running(pid: int) -> bool:
   return True
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+  "processes", [pytest.param(2, marks=pytest.mark.more), 4]
+)
 def test_equals_one_process(processes, tmp_path):
   """Table bit-equal (zen adds rank by rank), dense leaf within rounding (gloo's
   psum adds in an order of its own)."""
@@ -122,7 +124,7 @@ def test_many_steps_equal_the_mean_of_all_gradients(tmp_path):
   assert max(map(float, errors)) < 1e-5
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.more)])
 def test_killed_process_ends_the_others(victim, tmp_path):
   """With no launcher to end them, as on a cluster."""
   port = _free_port()

@@ -135,6 +135,7 @@ def test_pushes_on_tpus():
   assert len(pushes) == len(TABLES) and pushes[0]
 
 
+@pytest.mark.every_target
 def test_pulls_on_tpus():
   """The compiler runs a gather inside of a product."""
   text = _compiled("v5e:2x4", False, {})

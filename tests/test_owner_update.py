@@ -104,10 +104,10 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize(
   ("name", "options"),
   [
-    ("adamw", dict(partition="columns")),
+    pytest.param("adamw", dict(partition="columns"), marks=pytest.mark.more),
     ("adamw", dict(partition="hash", capacities=(2, 5))),
     ("anchored", dict(partition=2, capacities=(3, 4))),
-    ("row_adagrad", {}),
+    pytest.param("row_adagrad", {}, marks=pytest.mark.more),
     ("by label", {}),
   ],
 )
@@ -137,7 +137,9 @@ def test_gradients_that_are_arrays(check_vma):
     )
 
 
-@pytest.mark.parametrize("partition", ["hash", "columns"])
+@pytest.mark.parametrize(
+  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+)
 def test_every_device_holds_its_share_of_the_state(partition):
   """Counted by XLA: what the compiled step takes, but for parameters."""
   mesh, table = runners.mesh(8), jnp.zeros((64_000, 16))

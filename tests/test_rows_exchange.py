@@ -261,7 +261,9 @@ def loss(params, ids):
   return jnp.mean((hidden - context + 1.0) ** 2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+)
 def test_training_on_rows_equals_training_on_arrays(check_vma):
   """Every part at once: gradient, exchange, optimizer, parameters."""
   rng = np.random.default_rng(0)
