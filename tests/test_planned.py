@@ -90,6 +90,10 @@ def test_slower_by_chance_is_no_harm():
   found = verdict.pick(section)
   assert found is not None
   assert found.over_pmean[0] > verdict.NO_SLOWER and not found.harmful
+  assert not found.good and not found.far
+  section.host_times_s["planned"] = [[1.5]] * 5
+  found = verdict.pick(section)
+  assert found is not None and found.far and found.harmful
 
 
 def test_what_was_not_timed_is_not_judged():

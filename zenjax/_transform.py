@@ -54,8 +54,9 @@ def zen_sync(
   of this device's part of the batch, and returns *global* ones, equal on all
   devices: what `jax.lax.pmean` returns, to rounding, for every input. It is
   used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
-  chain. Leaves that do not travel sparse take `pmean`, so the one line
-  replaces the user's own.
+  chain. Leaves that do not travel sparse take `pmean`, small ones together in
+  one sum where CPUs of several processes would send them one after the other,
+  so the one line replaces the user's own.
 
   A gradient may be an array, of which rows of zeros stay where they are, or
   `SparseRows`, as `zenjax.value_and_grad` gives them of tables that are only

@@ -61,6 +61,12 @@ class Pick:
     return self.over_best[0] <= NEAR
 
   @property
+  def far(self) -> bool:
+    """Farther from the best than that, and not by chance."""
+    ratio, interval = self.over_best
+    return ratio > NEAR and interval is not None and interval.low > NEAR
+
+  @property
   def harmful(self) -> bool:
     """Slower than `pmean`, and not by chance."""
     ratio, interval = self.over_pmean
@@ -118,7 +124,8 @@ def _picks(sections: Sequence[Section]) -> Iterator[str]:
   good, harmful = [p for p in found if p.good], [p for p in found if p.harmful]
   yield (
     f"the plan is within {NEAR - 1:.0%} of the best way measured in"
-    f" {len(good)} of {len(found)} cells, slower than pmean by more than"
+    f" {len(good)} of {len(found)} cells, surely not in"
+    f" {sum(p.far for p in found)}, slower than pmean by more than"
     f" {NO_SLOWER - 1:.0%} in {len(harmful)}"
   )
   for p in found:
