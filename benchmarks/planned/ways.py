@@ -1,6 +1,7 @@
 """The ways that a plan is measured beside, as plans with their predictions."""
 
 from collections.abc import Callable
+import hashlib
 from typing import Any
 
 from benchmarks.planned.programs import AXIS
@@ -66,7 +67,7 @@ def program(plan: zenjax.Plan) -> str:
     (x.name, x.scheme, x.group, x.column_groups, x.wire_dtype, x.capacities)
     for x in plan.leaves
   ]
-  return repr(leaves)
+  return hashlib.blake2s(repr(leaves).encode(), digest_size=6).hexdigest()
 
 
 def received_bytes(plan: zenjax.Plan) -> float:
