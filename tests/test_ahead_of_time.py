@@ -91,7 +91,8 @@ def test_whole_step_by_remote_copies(target, grads):
     step = whole_steps.compile(target, grads, "xla", "remote_copies")
   except ImportError as error:
     pytest.skip(str(error))
-  check_memory(step, grads)
+  # Kernels' buffers have room for all that a device may send to another.
+  check_memory(step, grads, look_ups=12)
   check_collectives(step, grads, target in _EXACT, "remote_copies")
   found = hlo.collectives(step.text, step.devices)
   assert sum(f.op == "remote-copy" and not f.inside for f in found) == 2
@@ -101,16 +102,19 @@ def test_whole_step_by_remote_copies(target, grads):
     assert f"zenjax_{name}" in step.text
 
 
-def check_memory(step, grads):
-  """The table is updated in place; a dense gradient is one more, no copy."""
+def check_memory(step, grads, look_ups=16):
+  """The table is updated in place; a dense gradient is one more, no copy.
+
+  Of rows a device holds less than the `look_ups`-th part of a table for each
+  device that looks rows up.
+  """
   assert step.aliased >= TABLE
   assert not hlo.copies(step.text, (ROWS, WIDTH))
   if grads == "array":
     assert TABLE <= step.temporary < 2 * TABLE
   else:
     assert not hlo.passes(step.text, (ROWS, WIDTH))
-    # What all devices look up has room, and is held a few times.
-    assert step.temporary < TABLE // 16 * step.devices
+    assert step.temporary < TABLE // look_ups * step.devices
 
 
 def check_collectives(step, grads, exact, exchange="collectives"):
