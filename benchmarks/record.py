@@ -1,5 +1,6 @@
 """What a run leaves in a file: raw samples, and what produced them."""
 
+import argparse
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
@@ -39,6 +40,14 @@ def save_json(
     "results": [_record(result) for result in results],
   }
   write_json(path, document)
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+  """What a command was asked for, as JSON holds it."""
+  return {
+    name: str(value) if isinstance(value, pathlib.Path) else value
+    for name, value in vars(options).items()
+  }
 
 
 def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ def _keep_memory():
 
 def _save(options, results, complete):
   if options.json:
-    settings = {name: _plain(value) for name, value in vars(options).items()}
+    settings = record.settings(options)
     record.save_json(options.json, results, options=settings, complete=complete)
     print(f"Saved {options.json}")
   if options.plot:
@@ -163,10 +163,6 @@ def _save(options, results, complete):
 
     plot.save_plot(options.plot, results)
     print(f"Saved {options.plot}")
-
-
-def _plain(value):
-  return str(value) if isinstance(value, pathlib.Path) else value
 
 
 def _title(options):

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator
 import dataclasses
-import pathlib
 import time
 
 import tqdm
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
       bar.update()
   search_table.show(small, large)
   if options.json:
-    settings = {key: _plain(value) for key, value in vars(options).items()}
+    settings = record.settings(options)
     document = {
       "environment": record.software(),
       "options": settings,
@@ -103,10 +102,6 @@ def run(options: argparse.Namespace) -> int:
     one.found_s["search"] > min(one.found_s.values()) for one in large
   )
   return int(missed or beaten)
-
-
-def _plain(value):
-  return str(value) if isinstance(value, pathlib.Path) else value
 
 
 def _small(instances: int) -> Iterator[Small]:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import pathlib
 
 import tqdm
 
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _save(options, found):
   if options.json:
-    settings = {key: _plain(value) for key, value in vars(options).items()}
+    settings = record.settings(options)
     document = {
       "environment": record.environment(),
       "options": settings,
@@ -61,7 +60,3 @@ def _save(options, found):
     with record.whole(options.plot) as path:
       sparsity_plot.save_plot(path, found)
     print(f"Saved {options.plot}")
-
-
-def _plain(value):
-  return str(value) if isinstance(value, pathlib.Path) else value

@@ -50,11 +50,9 @@ def sync_tree(
     chosen = [False] * len(leaves)
   elif options.scheme not in DENSE:
     check_state(leaves, chosen, state)
-  out: list[Any] = [None] * len(leaves)
-  whole = [i for i, sparse in enumerate(chosen) if not sparse]
-  summed = _totals.totals([leaves[i][1] for i in whole], options, context)
-  for i, value in zip(whole, summed):
-    out[i] = value
+  whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if not chosen[i]}
+  summed = _totals.totals(whole, options, context)
+  out = [summed.get(i) for i in range(len(leaves))]
   at = [i for i, sparse in enumerate(chosen) if sparse]
   new_leaves = dict(state.leaves) if state else {}
   for part in _parts.split([leaves[i] for i in at], options, context):

@@ -97,11 +97,9 @@ class Owners:
     _group.check_state(leaves, chosen, state.sync)
     plans = self._plans(updates, chosen, context)
     dense = dataclasses.replace(options, output="dense")
-    grads = [leaf for _, leaf in leaves]
-    whole = [i for i in range(len(leaves)) if i not in plans]
-    summed = _totals.totals([grads[i] for i in whole], dense, context)
-    for i, value in zip(whole, summed):
-      grads[i] = value
+    whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if i not in plans}
+    summed = _totals.totals(whole, dense, context)
+    grads = [summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
     owner = _owned.Owner(
       inner=self.inner,
       structure=structure,

@@ -6,7 +6,7 @@ the other, each with all its latencies: 36 leaves of a recommender between four
 hosts took 220 ms more than one buffer of their size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 import functools
 from typing import Any
 
@@ -29,10 +29,10 @@ JOINED_BYTES = 1 << 20
 
 
 def totals(
-  leaves: Sequence[Any], options: Options, context: Context
-) -> list[Any]:
-  """The sum or mean of each leaf, by `psum`."""
-  out: list[Any] = [None] * len(leaves)
+  leaves: Mapping[int, Any], options: Options, context: Context
+) -> dict[int, Any]:
+  """The sum or mean of each leaf, by `psum`, under the leaf's own key."""
+  out = {}
   for at in _buffers(leaves, context):
     if len(at) == 1:
       out[at[0]] = total(leaves[at[0]], DENSE["dense"], options, context)
@@ -42,12 +42,11 @@ def totals(
       cpu=functools.partial(_in_one, context=context),
       default=functools.partial(_each, context=context),
     )
-    for i, value in zip(at, joined):
-      out[i] = value
+    out |= zip(at, joined)
   return out
 
 
-def _buffers(leaves: Sequence[Any], context: Context) -> list[list[int]]:
+def _buffers(leaves: Mapping[int, Any], context: Context) -> list[list[int]]:
   """Which leaves share one: of one type, that vary over the same axes.
 
   Where XLA spreads programs over an axis itself, leaves lie there in ways of
@@ -55,9 +54,9 @@ def _buffers(leaves: Sequence[Any], context: Context) -> list[list[int]]:
   """
   joins = buffers_in_turn() and context.devices > 1
   if not joins or _compat.automatic_axes():
-    return [[i] for i in range(len(leaves))]
+    return [[i] for i in leaves]
   keys: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
+  for i, leaf in leaves.items():
     keys.setdefault(_kind(leaf) or i, []).append(i)
   return list(keys.values())
 

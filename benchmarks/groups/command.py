@@ -1,7 +1,6 @@
 """`groups`: one exchange, one a leaf, or a few, between hosts and simulated."""
 
 import argparse
-import pathlib
 import sys
 import tempfile
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import tqdm
 
 from benchmarks import harness
+from benchmarks import hosts_arguments
 from benchmarks import netns
 from benchmarks import record
 from benchmarks.groups import found as findings
@@ -40,17 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="NAME",
     help=f"of {', '.join(netns.RATES)}; by default 200mbit 1gbit",
   )
-  parser.add_argument(
-    "--loopback",
-    action="store_true",
-    help="hosts are processes on 127.0.0.1: no root, no limit",
-  )
-  parser.add_argument(
-    "--show",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="print what --json wrote there, and measure nothing",
-  )
+  hosts_arguments.add(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +74,7 @@ class _Job:
     self._rates = list(dict.fromkeys(given))
     for rate in self._rates:
       Testbed(options.hosts, rate, options.loopback)  # Only checked.
-    settings = {k: _plain(v) for k, v in vars(options).items()}
+    settings = record.settings(options)
     self._found = Found(environment=record.software(), options=settings)
     self._programs: dict[str, tuple[int, float]] = {}
 
@@ -193,7 +183,3 @@ class _Job:
         if turn >= 0:
           times[programs[i]].append(seconds)
       self._bar.update(turn >= 0)
-
-
-def _plain(value: Any) -> Any:
-  return str(value) if isinstance(value, pathlib.Path) else value

@@ -2,11 +2,11 @@
 
 import argparse
 import os
-import pathlib
 import sys
 from typing import Any
 
 from benchmarks import netns
+from benchmarks import record
 from benchmarks import workloads
 from benchmarks.network import cells
 from benchmarks.network import crossing
@@ -149,7 +149,7 @@ class Job:
   def _save(self):
     if self._options.json:
       left = Plan(self._grid, self._found)
-      settings = {k: _plain(v) for k, v in vars(self._options).items()}
+      settings = record.settings(self._options)
       complete = not left.cells and not left.points
       self._found.save(self._options.json, settings, complete=complete)
 
@@ -182,7 +182,3 @@ def _grid(options):
     loopback=options.loopback,
     keep_memory=options.keep_memory,
   )
-
-
-def _plain(value):
-  return str(value) if isinstance(value, pathlib.Path) else value

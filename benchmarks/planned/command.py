@@ -2,11 +2,12 @@
 
 import argparse
 import os
-import pathlib
 import sys
 from typing import Any
 
+from benchmarks import hosts_arguments
 from benchmarks import netns
+from benchmarks import record
 from benchmarks.planned import found as findings
 from benchmarks.planned import show
 from benchmarks.planned import verdict
@@ -49,17 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="what to measure beside the plan and pmean, say all_gather zen/1"
     " zen/4 'zen/1 alone'; by default all",
   )
-  parser.add_argument(
-    "--loopback",
-    action="store_true",
-    help="hosts are processes on 127.0.0.1: no root, no limit",
-  )
-  parser.add_argument(
-    "--show",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="print what --json wrote there, and measure nothing",
-  )
+  hosts_arguments.add(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,7 +108,7 @@ class _Job:
   def _save(self) -> None:
     if self._options.json:
       complete = not self._grid.left(self._found)
-      settings = {k: _plain(v) for k, v in vars(self._options).items()}
+      settings = record.settings(self._options)
       self._found.save(self._options.json, settings, complete=complete)
 
   def _title(self) -> str:
@@ -140,7 +131,3 @@ def _grid(options: argparse.Namespace) -> Grid:
     loopback=options.loopback,
     ways=options.ways and tuple(options.ways),
   )
-
-
-def _plain(value: Any) -> Any:
-  return str(value) if isinstance(value, pathlib.Path) else value
