@@ -22,10 +22,12 @@ SHARES = np.linspace(0.0, 1.0, 9)
 class Bounds:
   """What is added to where a path stands after so many tensors.
 
+  Shares come first, so that numpy's inner loops go over many states.
+
   Attributes:
     shares: `[K]`, of the path through compute alone.
     ready: When the backward pass alone ends.
-    compute: `[N + 1, K]`, of paths that are still on compute.
+    compute: `[K, N + 1]`, of paths that are still on compute.
     link: The same of those on the link.
     after: Of those on work after the link.
   """
@@ -41,37 +43,44 @@ class Bounds:
 
     The four are work before exchanges, all work, link end, end of work after.
     """
-    share = self.shares
-    before, work, link, after = (x[..., None] for x in states)
-    rest = np.maximum(
-      (1 - share) * before + self.compute[j], (1 - share) * link + self.link[j]
+    before, work, link, after = states.reshape(4, -1)
+    share = self.shares[:, None]
+    compute, on_link, later = (
+      table[:, j, None] for table in (self.compute, self.link, self.after)
     )
-    rest = np.maximum(rest, (1 - share) * after + self.after[j])
-    return (share * (self.ready + work) + rest).max(axis=-1)
+    rest = np.maximum(
+      before * (1 - share) + compute, link * (1 - share) + on_link
+    )
+    np.maximum(rest, after * (1 - share) + later, out=rest)
+    rest += share * (work + self.ready)
+    return rest.max(axis=0).reshape(states.shape[1:])
 
 
 def bounds(edges: Edges) -> Bounds:
   """Goes through the exchanges backward."""
-  n, share = edges.size, SHARES
+  n, share = edges.size, SHARES[:, None, None]
   rest = 1 - share
-  shape = (n + 1, len(share))
+  shape = (len(SHARES), n + 1)
   compute, link, after = (np.full(shape, NEVER) for _ in range(3))
-  compute[n], link[n], after[n] = rest * edges.ready[n], 0.0, 0.0
+  leaves = (1 - SHARES) * edges.ready[:, None]
+  compute[:, n], link[:, n], after[:, n] = leaves[n], 0.0, 0.0
   for j in range(n, 0, -1):
-    parts = edges.costs[j][..., None]
-    work = share * (parts[:, :, 0] + parts[:, :, 2])
-    before, on_link, later = (rest * parts[:, :, k] for k in range(3))
-    tail = np.maximum(link[j], later + after[j])
-    leave = rest * edges.ready[j] + on_link + tail
-    at = slice(j - parts.shape[1], j)
+    before, on_link, later = np.moveaxis(edges.costs[j], -1, 0)
+    work = share * (before + later)
+    behind = rest * later + after[:, j, None, None]
+    on_link = rest * on_link + np.maximum(link[:, j, None, None], behind)
+    leave = leaves[j][:, None, None] + on_link
+    leave = np.maximum(compute[:, j, None, None], leave)
+    at = slice(j - before.shape[1], j)
     for table, value in (
-      (after, work + later + after[j]),
-      (link, work + on_link + tail),
-      (compute, work + before + np.maximum(compute[j], leave)),
+      (after, behind),
+      (link, on_link),
+      (compute, rest * before + leave),
     ):
-      np.minimum(table[at], value.min(axis=0), out=table[at])
+      value += work
+      np.minimum(table[:, at], value.min(axis=1), out=table[:, at])
   return Bounds(
-    shares=share,
+    shares=SHARES,
     ready=float(edges.ready[n]),
     compute=compute,
     link=link,

@@ -244,8 +244,11 @@ def _nondominated(states: np.ndarray) -> np.ndarray:
   order = np.lexsort(states[::-1])
   left, kept = states[:, order], []
   if order.size <= _PAIRS:
-    nowhere_greater = (left[:, :, None] <= left[:, None]).all(axis=0)
-    return order[~np.triu(nowhere_greater, 1).any(axis=0)]
+    # Of two in order the first is not greater in the first figure.
+    nowhere_greater = ~np.tri(order.size, dtype=bool)
+    for figure in left[1:]:
+      nowhere_greater &= figure[:, None] <= figure
+    return order[~nowhere_greater.any(axis=0)]
   while order.size:
     # The least in lexicographic order is dominated by none that is left.
     kept.append(order[0])
