@@ -73,6 +73,39 @@ def test_no_exchanges_take_less_where_nothing_overlaps(seed, wires):
   assert "hides" not in str(found)
 
 
+@pytest.mark.parametrize("fullest, joins", [(600, True), (1000, False)])
+def test_a_small_table_joins_an_exchange_where_that_takes_less(fullest, joins):
+  """By however little: the exchange as such has paid for its risk."""
+  shapes = {"matrix": (64, 64), "small": (1100, 32), "large": (100_000, 32)}
+  rows = {"small": (fullest, 1000), "large": (400, 2000)}
+  gradients = tuple(
+    Gradient(
+      name=name,
+      shape=shape,
+      dtype=np.dtype(np.float32),
+      look_ups=None,
+      ready=1.0,
+    )
+    for name, shape in shapes.items()
+  )
+  asked = _choosing.Question(
+    gradients=gradients,
+    topology=zenjax.Topology.network("1gbit", 8),
+    axes=("data",),
+    profiles={
+      name: zenjax.Profile(rows=one, fullest=one, union=union, devices=8)
+      for name, (one, union) in rows.items()
+    },
+  )
+  found = _choosing.answer(asked)
+  groups = [leaf.group for leaf in found.leaves]
+  assert (groups[1] == groups[2] != groups[0]) == joins
+  space = asked.space(1.0)
+  for way in set(space.strategies) - {"dense"}:
+    both = _choosing.planned(asked, space, [("dense", (0,)), (way, (1, 2))])
+    assert found.seconds <= both.seconds
+
+
 @pytest.mark.parametrize("way", ["zen/1", "zen/8", "recursive_doubling"])
 def test_rows_that_all_devices_have(way):
   """What is pinned then is what zen_sync takes: push <= pull."""

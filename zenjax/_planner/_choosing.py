@@ -1,6 +1,6 @@
 """The search's answer for some gradients on some links, as a `Plan`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import math
 
@@ -15,6 +15,7 @@ from zenjax._planner import _strategies
 from zenjax._planner._plan import LeafPlan
 from zenjax._planner._plan import Plan
 from zenjax._planner._search import search
+from zenjax._planner._sharing import Named
 from zenjax._planner._strategies import PMEAN
 from zenjax._planner._strategies import Space
 from zenjax._planner._timeline import each_by
@@ -84,14 +85,14 @@ class Question:
     )
 
 
-# The exchanges of a step: a strategy's name, and the tensors that share it.
-Named = Sequence[tuple[str, tuple[int, ...]]]
-
-
 def answer(question: Question) -> Plan:
   """The plan with the shortest step."""
-  careful = question.space(_MARGIN)
-  return planned(question, question.space(1.0), _best(question, careful))
+  honest = question.space(1.0)
+  named = _best(question, question.space(_MARGIN))
+  if not question.overlap:
+    # Where a sparse exchange is worth its risk, what joins it is a small one.
+    named = _shortest(question, honest, named)
+  return planned(question, honest, named)
 
 
 def planned(question: Question, honest: Space, named: Named) -> Plan:
@@ -119,13 +120,17 @@ def planned(question: Question, honest: Space, named: Named) -> Plan:
 
 def _best(question: Question, space: Space) -> Named:
   if not question.overlap:
-    found = _sharing.shared(space)
-    return min(
-      [found, *_sharing.alike(space, found)],
-      key=lambda named: seconds_of(question, space, named),
-    )
+    return _shortest(question, space, _sharing.shared(space))
   found = search(space.tensors, space.merged, overlap="overlap").assignment
   return [(e.option.name, tuple(range(e.first, e.stop))) for e in found]
+
+
+def _shortest(question: Question, space: Space, named: Named) -> Named:
+  """Of these exchanges and those of all by one way."""
+  return min(
+    [named, *_sharing.alike(space, named)],
+    key=lambda each: seconds_of(question, space, each),
+  )
 
 
 def _only_dense(space: Space) -> Space:
@@ -239,6 +244,8 @@ def _reason(
   ways = space.predictions[i]
   if name != PMEAN:
     gain = dense_seconds / max(ways[name].seconds, 1e-12)
+    if gain < 1 and PMEAN in ways:
+      return f"joins an exchange; alone it would take {1 / gain:.1f}x as long"
     assumed = "" if profile else ", of assumed densities"
     unfit = "" if PMEAN in ways else ", whose copy does not fit the memory"
     return f"{gain:.1f}x less time than pmean{unfit}{assumed}"

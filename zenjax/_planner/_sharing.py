@@ -21,11 +21,11 @@ from zenjax._planner._strategies import Space
 from zenjax._planner._timeline import each_by
 from zenjax._planner._timeline import Option
 
-# Strategies by name, and the tensors that share the exchange.
-Shared = list[tuple[str, tuple[int, ...]]]
+# The exchanges of a step: a strategy's name, and the tensors that share it.
+Named = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def shared(space: Space) -> Shared:
+def shared(space: Space) -> Named:
   """The exchanges with the least seconds together: exact."""
   names, own, once = _tables(space)
   forced = [o for o in range(len(names)) if _is_forced(own, o)]
@@ -105,14 +105,20 @@ def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
   return seconds * raised_by(found[0].scheme, space.margin)
 
 
-def alike(space: Space, shared: Shared) -> Iterator[Shared]:
-  """What travels sparse all by one way, for each that all of it has.
+def alike(space: Space, named: Named) -> Iterator[Named]:
+  """What travels sparse all by one way, and all that can; for each way.
 
   The sums above are of every tensor by itself; the whole is known better.
   """
-  sparse = sorted(i for name, at in shared if name != PMEAN for i in at)
-  rest = [(name, at) for name, at in shared if name == PMEAN]
-  for name in space.strategies:
-    if sparse and all(name in space.predictions[i] for i in sparse):
-      if name != PMEAN:
-        yield [*rest, (name, tuple(sparse))]
+  sparse = {i for name, at in named if name != PMEAN for i in at}
+  if not sparse:
+    return
+  for way in space.strategies:
+    having = {i for i, found in enumerate(space.predictions) if way in found}
+    if way == PMEAN or not sparse <= having:
+      continue
+    for members in (sparse,) if sparse == having else (sparse, having):
+      rest = [
+        (name, tuple(i for i in at if i not in members)) for name, at in named
+      ]
+      yield [*[x for x in rest if x[1]], (way, tuple(sorted(members)))]
