@@ -36,7 +36,7 @@ def _layers(layers, x):
   return x
 
 
-def compiled(target, rows, options):
+def compiled(target, rows, options, look_ups=LOOK_UPS):
   """The text of a whole step for the eight devices of a target."""
   mesh = Mesh(np.array(whole_steps.devices(target)), ("data",))
   inner = optax.sgd(0.5)
@@ -64,7 +64,7 @@ def compiled(target, rows, options):
   parts = ("bottom", "middle", "top")
   params = {part: [shape(WIDTH, WIDTH)] * LAYERS for part in parts}
   params |= {name: shape(ROWS, WIDTH) for name in TABLES}
-  count = mesh.size * LOOK_UPS
+  count = mesh.size * look_ups
   values = shape(count, WIDTH)
   batch = jax.ShapeDtypeStruct((count, 2), jnp.int32), values, values
   specs = P(), P(), *[P("data")] * 3
@@ -123,16 +123,24 @@ def test_each_table_is_pushed_beside_backward_work_on_gpus(rows):
   assert sum(bool(products) for products in pushes) >= least
 
 
-def test_pushes_on_tpus():
-  """That of the table whose gradient is complete first."""
+@pytest.mark.parametrize(
+  "rows",
+  [
+    pytest.param(False, id="arrays"),
+    pytest.param(True, id="rows", marks=pytest.mark.every_target),
+  ],
+)
+def test_each_table_is_pushed_beside_backward_work_on_tpus(rows):
   option = {"xla_tpu_enable_async_all_to_all": "true"}
-  text = _compiled("v5e:2x4", False, option)
+  text = _compiled("v5e:2x4", rows, option, 4 * LOOK_UPS)
   pushes = beside(
     text,
     r" all-to-all-start\(.*zen/push/all_to_all",
     r" all-to-all-done\(.*zen/push/all_to_all",
   )
-  assert len(pushes) == len(TABLES) and pushes[0]
+  assert len(pushes) == len(TABLES) * (2 if rows else 1)
+  # Of rows, ids go first, which gradients have nothing to do with.
+  assert all(pushes[-len(TABLES) :])
 
 
 @pytest.mark.every_target

@@ -33,7 +33,8 @@ class Declared:
   Attributes:
     context: Axes and sizes.
     plans: One for each table.
-    first: Of the first round, in order.
+    first: Of the first round, in order; of tables with an exchange each, those
+      of one table after those of another.
     loops: Of one turn of each loop.
     dense: Of one turn of each table's dense path, on devices as those here.
   """

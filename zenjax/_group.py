@@ -1,6 +1,6 @@
 """A tree of gradients: which leaves share the sparse exchange, which psum."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._planner._plan import require_tree
 from zenjax._rows._sparse_rows import is_rows
+from zenjax._schemes import _after
 from zenjax._schemes import DENSE
 from zenjax._schemes.base import Context
 
@@ -55,13 +56,36 @@ def sync_tree(
   out = [summed.get(i) for i in range(len(leaves))]
   at = [i for i, sparse in enumerate(chosen) if sparse]
   new_leaves = dict(state.leaves) if state else {}
-  for part in _parts.split([leaves[i] for i in at], options, context):
-    synced, new = _parts.sync(part, state, options, context)
+  parts = _parts.split([leaves[i] for i in at], options, context)
+  for part, begun, after in _begun(parts, state, options, context):
+    synced, new = _parts.finish(part, begun, state, options, context, after)
     new_leaves |= new
     for i, value in zip(part.at, synced):
       out[at[i]] = value
   structure = jax.tree.structure(tree, is_leaf=is_rows)
   return jax.tree.unflatten(structure, out), new_leaves
+
+
+def _begun(
+  parts: Sequence[_parts.Part],
+  state: _state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> Iterator[tuple[_parts.Part, _parts.Begun | None, jax.Array | None]]:
+  """Each part with what was sent of it, and what its sums wait for.
+
+  Where exchanges run beside the backward pass that is all of the pushes.
+  """
+  if len(parts) == 1 or not options.overlaps:
+    for part in parts:
+      yield part, _parts.begin(part, state, options, context), None
+    return
+  begun = [_parts.begin(part, state, options, context) for part in parts]
+  marks = [x.mark for x in begun if x]
+  known = [mark for mark in marks if mark is not None]
+  after = _after.of_all(known) if len(known) > 1 else None
+  for part, sent in zip(parts, begun):
+    yield part, sent, after
 
 
 def context_of(options: Options) -> Context:

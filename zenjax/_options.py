@@ -76,6 +76,11 @@ class Options:
     """Whether arrays come back as SparseRows."""
     return self.output == "rows"
 
+  @property
+  def overlaps(self) -> bool:
+    """Whether exchanges are to run beside the backward pass."""
+    return self.plan.overlap if self.plan else self.overlap
+
 
 # Of every argument of `zen_sync` but `axis_name` and `sparse`.
 DEFAULTS: dict[str, Any] = dict(
@@ -238,6 +243,7 @@ def _wire_named(leaf: _planned.LeafPlan) -> jnp.dtype | None:
 
 
 def one_of(name: str, value: Any, known: list[str]) -> None:
+  """Raises `ValueError` where a value is none of those known."""
   if not isinstance(value, str) or value not in known:
     options = ", ".join(repr(k) for k in known)
     raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
@@ -271,6 +277,7 @@ def check_profile(profile: Any) -> None:
 
 
 def boolean(name: str, value: Any) -> bool:
+  """The value; raises `TypeError` where it is neither True nor False."""
   if not isinstance(value, bool):
     raise TypeError(f"`{name}` must be True or False, got {value!r}.")
   return value
@@ -368,6 +375,7 @@ def _check_partition(partition: Partition) -> None:
 
 
 def floating(name: str, dtype: Any) -> jnp.dtype | None:
+  """The dtype; raises `TypeError` where it is no floating one."""
   if dtype is None:
     return None
   if not jnp.issubdtype(dtype, jnp.floating):

@@ -139,14 +139,15 @@ class Owners:
     plans = owner.plans
     group = [leaves[i] for i in plans]
     with _dispatch.recording() as calls:
-      result = _sync.sync(
-        [_parts.as_table(leaf, self.options) for _, leaf in group],
+      exchange = _sync.Exchange(
         list(plans.values()),
         SPARSE["zen"],
         dataclasses.replace(context, mean=False),
-        owner=owner,
-        owned=inner,
       )
+      begun = exchange.begin(
+        [_parts.as_table(leaf, self.options) for _, leaf in group]
+      )
+      result = exchange.finish(begun, owner=owner, owned=inner)
     ran = _ran.number(calls)
     tables, memory = {}, dict(sync.leaves)
     for k, ((i, plan), named) in enumerate(zip(plans.items(), group)):

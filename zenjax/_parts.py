@@ -53,26 +53,81 @@ def split(
   return parts
 
 
-def sync(
+class Begun(NamedTuple):
+  """Rows of a part on their way: the first push is sent."""
+
+  exchange: _sync.Exchange
+  tables: list[Any]  # arrays or SparseRows, as they were sent
+  sent: _sync.Begun
+  calls: list[_dispatch.Call]
+
+  @property
+  def mark(self) -> jax.Array | None:
+    """Tells when that push has arrived, if anything of it is left to do."""
+    return self.exchange.scheme.mark(self.sent.received)
+
+
+def begin(
   part: Part,
   state: _state.ZenSyncState | None,
   options: Options,
   context: Context,
-) -> tuple[list[Any], dict[str, _state.LeafState]]:
-  """Synchronizes the leaves of a part.
+) -> Begun | None:
+  """Sends the first push of a part; None where it travels dense.
 
   Args:
     part: The leaves, local.
     state: Statistics before this step; None where there is no memory.
     options: Of the transformation.
     context: Axes and operation.
+  """
+  if part.scheme in DENSE:
+    return None
+  scheme, group = SPARSE[part.scheme], part.leaves
+  columns = [choice.column_groups for choice in part.choices]
+  plans = _tables.plans(group, scheme, options, context, columns)
+  old = [state.leaves[name] for name, _ in group] if state else None
+  tables = [as_table(leaf, options) for _, leaf in group]
+  carried = None
+  if old and not options.exact:
+    carried = [_residual.carried(leaf, options.unit) for leaf in old]
+  exchange = _sync.Exchange(
+    plans,
+    scheme,
+    context,
+    remembered=[leaf.dense for leaf in old] if old else None,
+    exact=options.exact,
+  )
+  rows_only = options.rows_out and not options.exact
+  with _dispatch.recording() as calls:
+    sent = exchange.begin(tables, carried=carried, rows_only=rows_only)
+  return Begun(exchange, tables, sent, calls)
+
+
+def finish(
+  part: Part,
+  begun: Begun | None,
+  state: _state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+  after: jax.Array | None = None,
+) -> tuple[list[Any], dict[str, _state.LeafState]]:
+  """Synchronizes the leaves of a part.
+
+  Args:
+    part: The leaves, local.
+    begun: What `begin` returned for it.
+    state: Statistics before this step; None where there is no memory.
+    options: Of the transformation.
+    context: Axes and operation.
+    after: What is to arrive before any of it is summed.
 
   Returns:
     What comes out for each leaf, in order, and the new statistics of those
     leaves that have any, by name.
   """
-  if part.scheme in SPARSE:
-    return _sync_rows(part, state, options, context)
+  if begun:
+    return _sync_rows(part, begun, state, options, after)
   reduce = DENSE[part.scheme]
   out = [
     _totals.total(leaf, reduce, options, context) for _, leaf in part.leaves
@@ -89,51 +144,37 @@ def sync(
 
 def _sync_rows(
   part: Part,
+  begun: Begun,
   state: _state.ZenSyncState | None,
   options: Options,
-  context: Context,
+  after: jax.Array | None,
 ) -> tuple[list[Any], dict[str, _state.LeafState]]:
-  scheme, group = SPARSE[part.scheme], part.leaves
-  columns = [choice.column_groups for choice in part.choices]
-  table_plans = _tables.plans(group, scheme, options, context, columns)
+  group, exchange = part.leaves, begun.exchange
   old = [state.leaves[name] for name, _ in group] if state else None
-  tables = [as_table(leaf, options) for _, leaf in group]
-  carried = None
-  if old and not options.exact:
-    carried = [_residual.carried(leaf, options.unit) for leaf in old]
   with _dispatch.recording() as calls:
-    result = _sync.sync(
-      tables,
-      table_plans,
-      scheme,
-      context,
-      remembered=[leaf.dense for leaf in old] if old else None,
-      exact=options.exact,
-      carried=carried,
-      rows_only=options.rows_out and not options.exact,
-    )
+    result = exchange.finish(begun.sent, after=after)
   if old and not options.exact:
     # Rows to come out leave the table unwritten: what waits is in both.
     written = [_table_of(target) for target in result.targets]
-    sources = tables if options.rows_out else written
+    sources = begun.tables if options.rows_out else written
     old = [
       _residual.keep(*k, options.unit)
-      for k in zip(sources, old, result.first, table_plans)
+      for k in zip(sources, old, result.first, exchange.plans)
     ]
   out = [
     leave(*r, options)
-    for r in zip(group, result.targets, result.first, table_plans)
+    for r in zip(group, result.targets, result.first, exchange.plans)
   ]
   new = {}
   if state and old:
-    ran = _ran.number(calls)
+    ran = _ran.number([*begun.calls, *calls])
     for i, (name, _) in enumerate(group):
       new[name] = _state.after_step(
         old[i],
         state.step,
         result.outcomes[i],
-        table_plans[i],
-        context,
+        exchange.plans[i],
+        exchange.context,
         part.choices[i],
         ran,
       )

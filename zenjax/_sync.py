@@ -7,6 +7,7 @@ instead, and may be remembered as dense.
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -38,27 +39,14 @@ class Result(NamedTuple):
   targets: list[Target]  # synced
   outcomes: list[_outcome.Outcome]
   first: list[Arrived]  # what the first pull brought
-  owned: Any = ()  # what owners keep, see `sync`
+  owned: Any = ()  # what owners keep
 
 
-def sync(
-  leaves: Sequence[jax.Array | SparseRows],
-  plans: Sequence[TablePlan],
-  scheme: Scheme,
-  context: Context,
-  *,
-  remembered: Sequence[jax.Array] | None = None,
-  exact: bool = True,
-  carried: Sequence[Carried] | None = None,
-  rows_only: bool = False,
-  owner: _rounds.Owner | None = None,
-  owned: Any = (),
-) -> Result:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
   """Synchronizes local tables over `context.axes`.
 
-  Args:
-    leaves: Local gradients: `[R, D]`, of which rows of zeros are not sent, or
-      SparseRows.
+  Attributes:
     plans: Sizes for each table.
     scheme: How rows travel.
     context: Axes and operation.
@@ -66,50 +54,102 @@ def sync(
       (`[] bool`, equal on all devices). None where there is no memory.
     exact: Whether rows that do not fit the first round follow in loops. If
       False they keep their local values in the tables that come back.
-    carried: For each table what waited until now, if rows may wait.
-    rows_only: Whether only what arrives is used, and not the tables: these
-      are then read and never written.
-    owner: What owners make of the sums of each push before they are pulled.
-      Tables then never take the dense path, where nobody owns anything.
-    owned: What it keeps on a device from push to push.
   """
-  known = remembered if exact else None
-  nothing = [None] * len(plans)
-  with jax.named_scope("zenjax/mask"):
-    entered = [
-      _enter(*entry, context, rows_only)
-      for entry in zip(leaves, plans, known or nothing, carried or nothing)
+
+  plans: Sequence[TablePlan]
+  scheme: Scheme
+  context: Context
+  remembered: Sequence[jax.Array] | None = None
+  exact: bool = True
+
+  def begin(
+    self,
+    leaves: Sequence[jax.Array | SparseRows],
+    *,
+    carried: Sequence[Carried] | None = None,
+    rows_only: bool = False,
+  ) -> "Begun":
+    """Sends the first push.
+
+    Args:
+      leaves: Local gradients: `[R, D]`, of which rows of zeros are not sent, or
+        SparseRows.
+      carried: For each table what waited until now, if rows may wait.
+      rows_only: Whether only what arrives is used, and not the tables: these
+        are then read and never written.
+    """
+    nothing = [None] * len(self.plans)
+    columns = leaves, self.plans, self._known or nothing, carried or nothing
+    with jax.named_scope("zenjax/mask"):
+      entered = [_enter(*e, self.context, rows_only) for e in zip(*columns)]
+    progress = [
+      _progress.begin(e.target, plan) for e, plan in zip(entered, self.plans)
     ]
-  progress = [_progress.begin(e.target, p) for e, p in zip(entered, plans)]
-  outgoing = [
-    Outgoing(e.source, p.start, e.probe) for e, p in zip(entered, progress)
-  ]
-  held = scheme.push(outgoing, plans, [p.first.push for p in plans], context)
-  if owner:
-    held, owned = owner(held, owned)
-  sizes = [plan.first.pull for plan in plans]
-  first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
-  may_sum = exact and owner is None
-  dense = _verdicts(first, plans, scheme, context, known, may_sum)
-  arrived = [_unless(*ap) for ap in zip(first, dense, plans)]
-  progress = [
-    _progress.advance(*pa) for pa in zip(progress, arrived, sizes, plans)
-  ]
-  sources = [e.source for e in entered]
-  rounds = _rounds.Rounds(sources, plans, scheme, context.in_loops(), owner)
-  turns = rounds.no_turns()
-  if exact:
-    with jax.named_scope("zenjax/rounds"):
-      progress, turns, owned = rounds.run(progress, held, dense, owned)
-    with jax.named_scope("zenjax/dense"):
-      progress = [_sum_where(*pd, context) for pd in zip(progress, dense)]
-  as_equal = lambda x: _compat.as_invariant(x, context.axes)
-  targets = [jax.tree.map(as_equal, p.target) for p in progress]
-  outcomes = [
-    _outcome.outcome(*o, turns, scheme, context, exact)
-    for o in zip(targets, progress, first, dense, plans)
-  ]
-  return Result(targets, outcomes, first, owned)
+    outgoing = [
+      Outgoing(e.source, p.start, e.probe) for e, p in zip(entered, progress)
+    ]
+    sizes = [plan.first.push for plan in self.plans]
+    received = self.scheme.send(outgoing, self.plans, sizes, self.context)
+    return Begun([e.source for e in entered], progress, received)
+
+  def finish(
+    self,
+    begun: "Begun",
+    *,
+    after: jax.Array | None = None,
+    owner: _rounds.Owner | None = None,
+    owned: Any = (),
+  ) -> Result:
+    """Sums what the first push brought, and does all the rest.
+
+    Args:
+      begun: What `begin` returned.
+      after: Marks what that sum should wait for, see `_schemes/_after.py`.
+      owner: What owners make of the sums of each push before they are pulled.
+        Tables then never take the dense path, where nobody owns anything.
+      owned: What it keeps on a device from push to push.
+    """
+    plans, scheme, context = self.plans, self.scheme, self.context
+    sizes = [plan.first.push for plan in plans]
+    held = scheme.merge(begun.received, plans, sizes, context, after)
+    if owner:
+      held, owned = owner(held, owned)
+    sizes = [plan.first.pull for plan in plans]
+    first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
+    may_sum = self.exact and owner is None
+    dense = _verdicts(first, plans, scheme, context, self._known, may_sum)
+    arrived = [_unless(*ap) for ap in zip(first, dense, plans)]
+    progress = [
+      _progress.advance(*pa)
+      for pa in zip(begun.progress, arrived, sizes, plans)
+    ]
+    loops = context.in_loops()
+    rounds = _rounds.Rounds(begun.sources, plans, scheme, loops, owner)
+    turns = rounds.no_turns()
+    if self.exact:
+      with jax.named_scope("zenjax/rounds"):
+        progress, turns, owned = rounds.run(progress, held, dense, owned)
+      with jax.named_scope("zenjax/dense"):
+        progress = [_sum_where(*pd, context) for pd in zip(progress, dense)]
+    as_equal = lambda x: _compat.as_invariant(x, context.axes)
+    targets = [jax.tree.map(as_equal, p.target) for p in progress]
+    outcomes = [
+      _outcome.outcome(*o, turns, scheme, context, self.exact)
+      for o in zip(targets, progress, first, dense, plans)
+    ]
+    return Result(targets, outcomes, first, owned)
+
+  @property
+  def _known(self) -> Sequence[jax.Array] | None:
+    return self.remembered if self.exact else None
+
+
+class Begun(NamedTuple):
+  """An exchange whose first push was sent; one entry a table in each list."""
+
+  sources: list[Masked | Listed]
+  progress: list[_progress.Progress]
+  received: Any  # by `Scheme.send`
 
 
 class _Entered(NamedTuple):

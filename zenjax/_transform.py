@@ -140,9 +140,12 @@ def zen_sync(
       only costs two latencies more, and arrays it leaves as they are.
     overlap: Gives each table an exchange of its own, which leaves when that
       gradient is complete, and not when the last one is. In schedules compiled
-      for GPUs the push of each stands beside backward work; TPUs push
-      beside it with the compiler option `xla_tpu_enable_async_all_to_all`, and
-      CPUs run nothing beside an exchange: there it only costs latencies.
+      for GPUs, and for TPUs with the compiler option
+      `xla_tpu_enable_async_all_to_all`, the push of each stands beside backward
+      work; on TPUs sums wait for all pushes, or one table's would take the
+      place of backward work beside another's push. CPUs run nothing beside an
+      exchange: there it only costs latencies. It is for tables whose gradients
+      are complete early.
     plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
       `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
     exchange: What carries rows between devices. `"collectives"` run everywhere

@@ -85,6 +85,18 @@ def exchange(
   In one buffer; with `context.ids_first` the counts and ids of SparseRows go in
   one before it, which waits for no gradient.
   """
+  rows = [jax.typeof(table.rows) for table in tables]
+  shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
+  return decoded(sent(way, tables, plans, context), shapes, context)
+
+
+def sent(
+  way: Way,
+  tables: Sequence[Sections],
+  plans: Sequence[TablePlan],
+  context: Context,
+) -> list[Sections]:
+  """As `exchange`, but what collectives brought of rows is still words."""
   if context.remote_copies:
     return _copied(way, tables, context)
   sections = [
@@ -98,13 +110,20 @@ def exchange(
       sections, _ahead(plans, context), lambda x: way.send(x, axes)
     )
   )
+  return [Sections(next(come), next(come), next(come)) for _ in tables]
+
+
+def decoded(
+  come: Sequence[Sections],
+  rows: Sequence[jax.ShapeDtypeStruct],
+  context: Context,
+) -> list[Sections]:
+  """What `sent` returned, with rows of these shapes in each part."""
+  if context.remote_copies:
+    return list(come)
   return [
-    Sections(
-      counts=next(come),
-      ids=next(come),
-      rows=_wire.from_words(next(come), rows.shape[1:], rows.dtype),
-    )
-    for *_, rows in tables
+    table._replace(rows=_wire.from_words(table.rows, like.shape, like.dtype))
+    for table, like in zip(come, rows)
   ]
 
 

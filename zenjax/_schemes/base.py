@@ -145,6 +145,31 @@ class Scheme(abc.ABC):
   ) -> list[Held]:
     """Sends the first rows from `start` on, as many as fit, and sums them."""
 
+  def send(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> Any:
+    """The collectives of a push; `merge` does the rest, if there is any."""
+    return self.push(outgoing, plans, capacities, context)
+
+  def mark(self, received: Any) -> jax.Array | None:
+    """Tells when `send` is over: see `_after`; None where nothing is left."""
+    return None
+
+  def merge(
+    self,
+    received: Any,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+    after: jax.Array | None = None,
+  ) -> list[Held]:
+    """Sums what `send` returned, once what `after` marks has arrived."""
+    return received
+
   @abc.abstractmethod
   def pull(
     self,

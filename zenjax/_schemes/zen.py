@@ -27,8 +27,10 @@ import jax.numpy as jnp
 
 from zenjax._plan import TablePlan
 from zenjax._schemes import _across
+from zenjax._schemes import _after
 from zenjax._schemes import _push_pull
 from zenjax._schemes import _ways
+from zenjax._schemes._ways import Sections
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
 from zenjax._schemes.base import Held
@@ -61,13 +63,40 @@ class Zen(Scheme):
     capacities: Sequence[int],
     context: Context,
   ) -> list[Held]:
+    received = self.send(outgoing, plans, capacities, context)
+    return self.merge(received, plans, capacities, context)
+
+  def send(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Sections]:
     with jax.named_scope("zen/push"):
       sections = [
         _push_pull.push_sections(*opc)
         for opc in zip(outgoing, plans, capacities)
       ]
-      received = _ways.exchange(_ways.PUSH, sections, plans, context)
+      return _ways.sent(_ways.PUSH, sections, plans, context)
+
+  def mark(self, received: list[Sections]) -> jax.Array:
+    return _after.mark(received[-1].rows)  # Last, also where ids go first.
+
+  def merge(
+    self,
+    received: list[Sections],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+    after: jax.Array | None = None,
+  ) -> list[Held]:
     with jax.named_scope("zen/merge"):
+      if after is not None:
+        received = [_waiting(table, after) for table in received]
+      sizes = [_push_pull.push_lengths(*pc) for pc in zip(plans, capacities)]
+      rows = [size.rows for size in sizes]
+      received = _ways.decoded(received, rows, context)
       room = [
         self.held_rows(plan, capacity, context)
         for plan, capacity in zip(plans, capacities)
@@ -148,3 +177,9 @@ class Zen(Scheme):
       *_across.expected_messages(plan, context, pull),
       Message("all_gather", axes, pull * (block + pull_index) / 4),
     ]
+
+
+def _waiting(sent: Sections, after: jax.Array) -> Sections:
+  """What a push brought, not to be read before `after` is known."""
+  count = sent.counts[0, _ways.PUSH.there].astype(jnp.int32)
+  return Sections(*_after.wait(sent, count, after))
