@@ -136,7 +136,11 @@ Links = Link | Mapping[str, Link]
 
 def buffer_s(context: Context, link: Links) -> float:
   """Of one more buffer in a sum over all axes, each of which it crosses."""
-  return sum(_link_of(axis, link).buffer_s for axis in context.axes)
+  return sum(
+    _link_of(axis, link).buffer_s
+    for axis, size in zip(context.axes, context.sizes)
+    if size > 1
+  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

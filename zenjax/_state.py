@@ -4,7 +4,7 @@ Every array is small, of fixed shape and equal on all devices, residuals
 excepted, so the state checkpoints as it is and never causes a recompile.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ DENSE_STEP = -1
 # Names that a state keeps as numbers.
 SCHEMES = (*SPARSE, *DENSE)
 PREDICTED = _cost.CANDIDATES
+
+Node = TypeVar("Node")
 
 
 class Sizes(NamedTuple):
@@ -196,19 +198,22 @@ def _predicted(choice: Choice) -> jax.Array:
 
 def require(state: Any) -> list[ZenSyncState]:
   """As `find`; raises `ValueError` where there is none."""
-  nodes = find(state)
-  if not nodes:
+  found = find(state)
+  if not found:
     raise ValueError(
       "`state` must hold a ZenSyncState, got"
       f" {type(state).__name__}; give the state that"
       " `optax.chain(zen_sync(..), ..)` returned."
     )
-  return nodes
+  return found
 
 
 def find(state: Any) -> list[ZenSyncState]:
   """Every `ZenSyncState` inside an optimizer state, in order."""
-  nodes = jax.tree.leaves(
-    state, is_leaf=lambda node: isinstance(node, ZenSyncState)
-  )
-  return [node for node in nodes if isinstance(node, ZenSyncState)]
+  return nodes(state, ZenSyncState)
+
+
+def nodes(state: Any, kind: type[Node]) -> list[Node]:
+  """Every node of a kind inside an optimizer state, in order."""
+  is_one = lambda node: isinstance(node, kind)
+  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

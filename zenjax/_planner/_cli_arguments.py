@@ -96,6 +96,7 @@ def add_machine(command: argparse.ArgumentParser) -> None:
 
 
 def add_output(command: argparse.ArgumentParser, what: str) -> None:
+  """A file for what a command found."""
   command.add_argument("--json", type=output, metavar="FILE", help=what)
 
 
@@ -139,6 +140,7 @@ def topology(options: argparse.Namespace) -> Topology:
 
 
 def recorded(options: argparse.Namespace) -> Recorded:
+  """What the trace tells; raises `ValueError` where it is none."""
   return _from_trace.recorded(traces.read(options.trace))
 
 
@@ -183,6 +185,7 @@ def notes(
 
 
 def positive(text: str) -> int:
+  """1 or more."""
   found = _whole(text)
   if found < 1:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -190,6 +193,7 @@ def positive(text: str) -> int:
 
 
 def several(text: str) -> int:
+  """2 or more."""
   found = _whole(text)
   if found < 2:
     raise argparse.ArgumentTypeError(
@@ -208,6 +212,7 @@ def _whole(text: str) -> int:
 
 
 def number(text: str) -> float:
+  """Finite, and not negative."""
   try:
     found = float(text)
   except ValueError as error:
@@ -222,6 +227,7 @@ def number(text: str) -> float:
 
 
 def positive_number(text: str) -> float:
+  """Finite, and more than nothing."""
   found = number(text)
   if not found:
     raise argparse.ArgumentTypeError(f"must be positive, got {text}")
@@ -229,6 +235,7 @@ def positive_number(text: str) -> float:
 
 
 def rate(text: str) -> str:
+  """Of a link, as `Topology.network` takes it."""
   try:
     _machines.network(text)
   except ValueError as error:

@@ -16,6 +16,7 @@ from zenjax._planner._topology import Topology
 
 
 def run(options: argparse.Namespace) -> None:
+  """Measures the links between devices of this process, prints and saves."""
   devices = _devices(options.devices)
   mesh = Mesh(np.array(devices), ("data",))
   with warnings.catch_warnings(record=True) as caught:

@@ -10,6 +10,7 @@ from zenjax._planner._from_trace import Recorded
 
 
 def run(options: argparse.Namespace) -> None:
+  """Plans for what a trace tells, prints and saves."""
   machine = arguments.topology(options)
   recorded = arguments.recorded(options)
   plan = answer(

@@ -27,6 +27,7 @@ class Axis(NamedTuple):
 
 
 def mbit(text: str) -> float:
+  """A rate as `rate` lets it through, in Mbit/s."""
   return _machines.network(text)[0] * 8 / 1e6
 
 
@@ -41,6 +42,7 @@ BATCH = Axis("batch", "batch", _whole, "times the recorded batch", _whole)
 
 
 def add_sweeps(command: argparse.ArgumentParser) -> None:
+  """Hosts, links and batches to predict for."""
   group = command.add_argument_group("what is varied, one at a time")
   group.add_argument(
     "--over-hosts",
@@ -85,6 +87,7 @@ def picture(text: str) -> pathlib.Path:
 
 
 def run(options: argparse.Namespace) -> None:
+  """Predicts every sweep, prints, draws and saves."""
   if options.plot:
     from zenjax._planner import _whatif_plot  # A second to import.
 

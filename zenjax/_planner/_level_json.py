@@ -14,6 +14,7 @@ REMEDY = "write it with `Topology.to_json`, or measure with `measure_links`"
 
 
 def document(level: Level) -> dict[str, Any]:
+  """A level as JSON holds it."""
   link = level.link
   finite = lambda x: x if math.isfinite(x) else None
   return {
@@ -35,6 +36,7 @@ def document(level: Level) -> dict[str, Any]:
 
 
 def parse(entry: Any, index: int) -> Level:
+  """A level from its document; raises `ValueError` by what is wrong in it."""
   where = f"level {index}"
   fields = object(entry, where)
   work = object(fields.get("work", {}), f"work of {where}")
@@ -95,12 +97,14 @@ def _parse_fit(entry: Any, where: str) -> Fit:
 
 
 def object(value: Any, where: str) -> dict[str, Any]:
+  """The value; raises `ValueError` where it is no object."""
   if not isinstance(value, dict):
     raise broken(where, "be an object", value)
   return value
 
 
 def get(fields: dict[str, Any], name: str, kind: Callable, where: str) -> Any:
+  """A field of exactly that kind; raises `ValueError` where it is another."""
   value = fields.get(name)
   if type(value) is not kind:  # True is no number here.
     raise broken(f"{name!r} of {where}", f"be a {kind.__name__}", value)
@@ -110,6 +114,7 @@ def get(fields: dict[str, Any], name: str, kind: Callable, where: str) -> Any:
 def number(
   fields: dict[Any, Any], name: Any, where: str, positive: bool = False
 ) -> float:
+  """A finite field, not negative; raises `ValueError` where it is none."""
   value = fields.get(name)
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise broken(f"{name!r} of {where}", "be a number, not negative", value)
@@ -121,4 +126,5 @@ def number(
 
 
 def broken(what: str, must: str, value: Any) -> ValueError:
+  """The error that names the field, its rule, its value and the remedy."""
   return ValueError(f"{what} must {must}, got {value!r}; {REMEDY}.")

@@ -12,6 +12,7 @@ _KEY = "zenjax_plan"
 
 
 def dumps(plan: Any) -> str:
+  """A plan as JSON, its topology in the form that it has by itself."""
   # A topology's own form: `asdict` leaves keys that JSON has not.
   topology = plan.topology and json.loads(plan.topology.to_json())
   fields = dataclasses.asdict(dataclasses.replace(plan, topology=None))

@@ -15,6 +15,7 @@ def missed(pooled: int, m: int) -> np.ndarray:
 
 
 def expected(held: np.ndarray, m: int) -> float:
+  """Rows in the union of `m` sets; `held[c]` rows are in `c` of the `N`."""
   return float(held @ (1 - missed(len(held) - 1, m)))
 
 

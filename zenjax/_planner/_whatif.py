@@ -137,14 +137,17 @@ def with_rate(topology: Topology, mbit: float) -> Topology:
 
 
 def over_hosts(base: Base, hosts: Sequence[int]) -> Sweep:
+  """Steps on so many of the outermost level each."""
   return _sweep(base.hosts, hosts, _doubled(max(hosts)), _middle)
 
 
 def over_links(base: Base, mbit: Sequence[float]) -> Sweep:
+  """Steps with an outermost level of such rates."""
   return _sweep(base.link, mbit, RATES_MBIT, _geometric)
 
 
 def over_batch(base: Base, batches: Sequence[int]) -> Sweep:
+  """Steps of so many times the recorded batch."""
   return _sweep(base.larger_batch, batches, _doubled(max(batches)), _middle)
 
 

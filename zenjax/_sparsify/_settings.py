@@ -50,6 +50,11 @@ class Plan:
 
 
 def plan(tree: Any, settings: Settings, n: int) -> Plan:
+  """Sizes for the leaves of `tree` on `n` devices.
+
+  Raises:
+    ValueError: There is nothing to select, or no element of it.
+  """
   size = _flat.size(tree)
   if not size:
     raise ValueError(
@@ -142,4 +147,5 @@ def check_density(density: Any) -> None:
 
 
 def is_number(x: Any) -> bool:
+  """Whether it is a real number; True and False are none."""
   return isinstance(x, numbers.Real) and not isinstance(x, bool)

@@ -91,8 +91,7 @@ def of_feedback(state: Any) -> dict[str, dict[str, float]]:
 
 def find_feedback(state: Any) -> list[ErrorFeedbackState]:
   """Every `ErrorFeedbackState` inside an optimizer state, in order."""
-  is_one = lambda node: isinstance(node, ErrorFeedbackState)
-  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+  return _state.nodes(state, ErrorFeedbackState)
 
 
 def _of_leaves(

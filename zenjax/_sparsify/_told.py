@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
+from zenjax import _state
 from zenjax._sparsify._state import SparsifierState
 
 # Of recent steps whose fullest selection a capacity should hold: what does not
@@ -39,8 +39,7 @@ LEGEND = (
 
 def find(state: Any) -> list[SparsifierState]:
   """Every `SparsifierState` inside an optimizer state, in order."""
-  is_one = lambda node: isinstance(node, SparsifierState)
-  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+  return _state.nodes(state, SparsifierState)
 
 
 def numbers(state: Any) -> dict[str, dict[str, float]]:
