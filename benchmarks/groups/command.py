@@ -9,9 +9,9 @@ import numpy as np
 import tqdm
 
 from benchmarks import harness
-from benchmarks import hosts_arguments
 from benchmarks import netns
 from benchmarks import record
+from benchmarks.commands import arguments
 from benchmarks.groups import found as findings
 from benchmarks.groups import model as models
 from benchmarks.groups import show
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="NAME",
     help=f"of {', '.join(netns.RATES)}; by default 200mbit 1gbit",
   )
-  hosts_arguments.add(parser)
+  arguments.add_place(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -190,6 +190,7 @@ def _with(tensors: tuple[Tensor, ...], once: Option) -> Priced:
 
 
 def stops_of(assignment: Assignment | None) -> Stops:
+  """After how many tensors each exchange leaves."""
   assert assignment is not None  # All of them share their schemes.
   return tuple(exchange.stop for exchange in assignment)
 

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import netns
 from benchmarks import record
 from benchmarks import workloads
+from benchmarks.commands import arguments
 from benchmarks.network import cells
 from benchmarks.network import crossing
 from benchmarks.network import papers
@@ -72,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="for what is not said otherwise take what two cores do in 10 minutes:"
     f" 4 hosts, lm1b-lstm and squad-bert, {', '.join(_SMALL['variants'])}",
   )
-  parser.add_argument(
-    "--loopback",
-    action="store_true",
-    help="hosts are processes on 127.0.0.1: no root, no limit, no counters",
-  )
+  arguments.add_loopback(parser)
   parser.add_argument(
     "--keep-memory",
     action="store_true",
@@ -89,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-class Job:
-  """A run that can start.
+def run(options: argparse.Namespace) -> int:
+  """Measures, prints, saves; returns the exit code.
 
   Args:
     options: What `add_arguments` has parsed, with `repeats`, `batches`, `json`
@@ -100,7 +97,10 @@ class Job:
     ValueError: A file is none of this command's, or a name is none.
     RuntimeError: This machine or user cannot have namespaces.
   """
+  return _Job(options).run()
 
+
+class _Job:
   def __init__(self, options: argparse.Namespace):
     self._options = options
     self._grid = _grid(options)
@@ -119,7 +119,6 @@ class Job:
       self._found = cells.load(options.json, now)
 
   def run(self) -> int:
-    """Measures, prints, saves; returns the exit code."""
     status, last_words = 0, ""
     try:
       self._save()  # A file that cannot be written ends the run here.

@@ -1,8 +1,8 @@
 """`predict`: the formulas' record on what `network --json` has left."""
 
+import argparse
 from collections.abc import Iterator, Sequence
 import json
-import pathlib
 
 import numpy as np
 import rich.box
@@ -13,20 +13,23 @@ from benchmarks.network import picks as picks_lib
 from benchmarks.network import predict
 
 
-def run(path: pathlib.Path) -> int:
+def run(options: argparse.Namespace) -> int:
   """Prints all tables.
 
+  Args:
+    options: With `file`, a path.
+
   Raises:
-    ValueError: `path` is not what `network --json` writes.
+    ValueError: The file is not what `network --json` writes.
   """
   try:
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = json.loads(options.file.read_text(encoding="utf-8"))
     cells = predict.cells(document)
     picks = picks_lib.picks(document)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"FILE must be what `network --json` wrote, with its calibration, got"
-      f" {path} ({type(error).__name__}: {error}). Run `network` again."
+      f" {options.file} ({type(error).__name__}: {error}). Run `network` again."
     ) from error
   _show_cells(cells)
   _show_picks(picks)

@@ -5,9 +5,9 @@ import os
 import sys
 from typing import Any
 
-from benchmarks import hosts_arguments
 from benchmarks import netns
 from benchmarks import record
+from benchmarks.commands import arguments
 from benchmarks.planned import found as findings
 from benchmarks.planned import show
 from benchmarks.planned import verdict
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="what to measure beside the plan and pmean, say all_gather zen/1"
     " zen/4 'zen/1 alone'; by default all",
   )
-  hosts_arguments.add(parser)
+  arguments.add_place(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""What every command of `benchmarks.run` is asked for."""
