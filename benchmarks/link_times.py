@@ -16,8 +16,8 @@ import rich.table
 from benchmarks import local_sync
 from benchmarks import table as tables
 from zenjax import _cost
-from zenjax._cost import Link
 from zenjax._cost import Profile
+from zenjax._link import Link
 from zenjax._plan import Table
 from zenjax._schemes.base import Context
 

@@ -262,3 +262,29 @@ def test_what_a_group_pays_once():
     assert found.once_s == pytest.approx(
       found.wire_s - found.received / link.bandwidth
     )
+
+
+_TEXT: Any = "1gbit"
+
+
+@pytest.mark.parametrize(
+  ("make", "said"),
+  [
+    (lambda: zenjax.Link(bandwidth=_TEXT, latency_s=0.0), "a number.*1gbit"),
+    (lambda: zenjax.Link(bandwidth=0.0, latency_s=0.0), "must be positive"),
+    (lambda: zenjax.Link(bandwidth=1e9, latency_s=-1.0), "be 0 or more"),
+    (lambda: zenjax.Work(mask_byte=-1.0), "`mask_byte`.*be 0 or more"),
+    (lambda: _with_curve("allreduce", ((0.0, 1.0),)), "`curves`.*'allreduce'"),
+    (
+      lambda: _with_curve("all_reduce", ((2.0, 1.0), (1.0, 2.0))),
+      "ascending bytes",
+    ),
+  ],
+)
+def test_a_link_that_none_can_be_is_refused(make, said):
+  with pytest.raises((TypeError, ValueError), match=said):
+    make()
+
+
+def _with_curve(op, curve):
+  return zenjax.Link(bandwidth=1e9, latency_s=0.0, curves={(op, 2): curve})

@@ -28,6 +28,12 @@ def test_unbound_axis():
   names(error, "data")
 
 
+def test_an_axis_of_the_mesh_over_which_nothing_is_mapped():
+  with jax.set_mesh(runners.mesh(N)), pytest.raises(NameError) as error:
+    jax.eval_shape(lambda x: zenjax.sparse_pmean(x, "data"), jnp.zeros((40, 4)))
+  names(error, "'data'", "nothing is mapped over it", "shard_map")
+
+
 def test_one_of_two_axes_unbound():
   with pytest.raises(NameError) as error:
     trace(lambda x: zenjax.sparse_pmean(x, ("host", "data")))

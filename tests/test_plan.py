@@ -145,7 +145,7 @@ def test_printed_of_a_plan_by_hand():
   """What travels sparse is no leaf without another way."""
   text = str(PLAN)
   assert "zen/4" in text and "all_gather bfloat16" in text
-  assert "MB a device: w without another way" in text
+  assert "MB a device, at least 0 ms: w without another way" in text
 
 
 _JSON_SHAPE = '"shape": [\n        640,\n        8\n      ]'

@@ -255,6 +255,10 @@ def test_refused_types():
   topology: Any = "h100"
   with pytest.raises(TypeError, match="`topology` must be a zenjax.Topology"):
     plan(topology)
+  text: Any = "1"
+  for name in ("compute_seconds", "memory_bytes"):
+    with pytest.raises(TypeError, match=f"`{name}` must be a number, got '1'"):
+      plan(**{name: text})
   for wrong in ((jnp.int8,), jnp.bfloat16, "bfloat16"):
     with pytest.raises(TypeError, match="`wire_dtypes`"):
       plan(wire_dtypes=wrong)

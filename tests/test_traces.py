@@ -309,6 +309,24 @@ def test_recorded_steps_are_a_trace(tmp_path):
   assert found == [[[1, 5], [999]], [[], [0]]]
 
 
+def test_a_step_of_data_parallel_hands_out_what_all_devices_touched(tmp_path):
+  params = {"embed": jnp.zeros((1000, 20))}
+  mesh = Mesh(jax.devices()[:2], ("data",))
+  with zenjax.record(tmp_path / "t", params, steps=1) as recorder:
+
+    def step(params, state, ids):
+      loss = lambda p: jnp.sum(p["embed"][ids])
+      seen = recorder.rows(jax.grad(loss)(params))
+      return params, state, {"seen": seen, "count": jnp.int32(ids.size)}
+
+    train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    told = train(params, (), jnp.array([1, 5, 5, 999]))[2]
+    assert told["count"] == 4
+    recorder.write(told["seen"])
+  (found,) = traces.read(tmp_path / "t").sets["embed"]
+  assert [sets.tolist() for sets in found] == [[1, 5], [5, 999]]
+
+
 def test_vectors_and_numbers_have_rows_of_one_element(tmp_path):
   """As zen_sync sees them where `sparse` chooses them."""
   params = {"v": jnp.array([0.0, 3.0, 0.0, 4.0, 0.0]), "x": jnp.float32(2)}

@@ -1,16 +1,16 @@
 """Sparse gradient synchronization for JAX, as an optax transformation."""
 
 from zenjax import packed
-from zenjax._cost import Link
 from zenjax._cost import Profile
-from zenjax._cost import Work
 from zenjax._data_parallel import data_parallel
+from zenjax._link import Link
+from zenjax._link import Work
 from zenjax._owner_update import owner_update
 from zenjax._owners import OwnerState
 from zenjax._placement import as_varying
 from zenjax._placement import init
-from zenjax._placement import reshard
 from zenjax._placement import state_specs
+from zenjax._planner._levels import Level
 from zenjax._planner._links import measure_links
 from zenjax._planner._make import plan
 from zenjax._planner._plan import LeafPlan
@@ -23,6 +23,7 @@ from zenjax._planner._topology import Topology
 from zenjax._planner._work import measure_work
 from zenjax._profile import profile
 from zenjax._report import report
+from zenjax._reshard import reshard
 from zenjax._rows._catch_up import catch_up
 from zenjax._rows._catch_up_state import CatchUpState
 from zenjax._rows._explain import explain_tables
@@ -74,6 +75,7 @@ __all__ = (
   "init",
   "lazy_rows",
   "LeafPlan",
+  "Level",
   "Link",
   "measure_links",
   "measure_work",

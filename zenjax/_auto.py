@@ -10,9 +10,9 @@ import jax
 
 from zenjax import _cost
 from zenjax import _plan
-from zenjax._cost import Link
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
+from zenjax._link import Link
 from zenjax._options import Options
 from zenjax._plan import Table
 from zenjax._planner._plan import Plan

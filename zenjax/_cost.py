@@ -4,16 +4,17 @@
               + mask + rows handled
 
 Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
-predicted is what is sent. A link may be given by two numbers, as in the Zen
-paper, or by what its collectives were measured to take: libraries differ by
-collective as much as links do.
+predicted is what is sent.
 """
 
-from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 
+from zenjax import _link
 from zenjax import _plan
+from zenjax._link import Links
+from zenjax._link import Phase
+from zenjax._link import Work
 from zenjax._plan import Table
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
@@ -21,126 +22,6 @@ from zenjax._schemes.base import Context
 from zenjax._schemes.base import devices_of
 from zenjax._schemes.base import Message
 from zenjax._schemes.base import received_bytes
-
-# Messages that follow each other in a collective of `n` devices.
-_STEPS = {
-  "all_gather": lambda n: n - 1,
-  "all_reduce": lambda n: 2 * (n - 1),
-  "all_to_all": lambda n: n - 1,
-  "collective_permute": lambda n: 1,
-  "reduce_scatter": lambda n: n - 1,
-}
-
-COLLECTIVES = tuple(_STEPS)
-
-# Points `(bytes received, seconds)` of a collective, ascending.
-Curve = tuple[tuple[float, float], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-  """What a device's own work takes, in seconds.
-
-  Attributes:
-    mask_byte: To find the nonzero rows, a byte of the table.
-    mask_row: The same, a row of it.
-    move_byte: To pack, merge or write a row, a byte of what is received.
-    move_row: The same, a row of it.
-
-  Example:
-    >>> import zenjax
-    >>> work = zenjax.Work(mask_byte=3e-13)
-    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6, work=work).work.mask_byte
-    3e-13
-  """
-
-  mask_byte: float = 0.0
-  mask_row: float = 0.0
-  move_byte: float = 0.0
-  move_row: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-  """What connects a device to the others.
-
-  Attributes:
-    bandwidth: Bytes a second that a device receives while it sends as many.
-    latency_s: Of one message between two devices.
-    curves: Measured collectives, by `(name, devices)`, with all that one costs
-      beside its bytes: buffers, and devices that do not arrive together. Where
-      one is missing, bandwidth and latency stand for it.
-    work: What a device's own part takes beside it; by default nothing.
-    buffer_s: Of every buffer but the first in one collective of several, as
-      `lax.pmean` of a tree is: Gloo takes them one after the other.
-
-  Example:
-    >>> import zenjax
-    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6).bandwidth
-    12500000000.0
-  """
-
-  bandwidth: float
-  latency_s: float
-  curves: Mapping[tuple[str, int], Curve] = dataclasses.field(
-    default_factory=dict
-  )
-  work: Work = Work()
-  buffer_s: float = 0.0
-
-  def __post_init__(self):
-    for name in ("bandwidth", "latency_s", "buffer_s"):
-      value = getattr(self, name)
-      if not value >= 0 or (name == "bandwidth" and not value > 0):
-        raise ValueError(
-          f"`{name}` of a Link must be positive, got {value!r}; bandwidth is in"
-          " bytes a second, latency in seconds."
-        )
-
-  def __hash__(self):
-    curves = frozenset(self.curves.items())
-    numbers = self.bandwidth, self.latency_s, self.buffer_s
-    return hash((numbers, curves, self.work))
-
-  def seconds(self, op: str, devices: int, received: float) -> float:
-    """Of a collective in which each of `devices` receives so many bytes."""
-    curve = self.curves.get((op, devices))
-    if curve:
-      return _interpolate(curve, received)
-    return steps(op, devices) * self.latency_s + received / self.bandwidth
-
-
-def steps(op: str, devices: int) -> int:
-  """Messages that follow each other in a collective."""
-  return _STEPS[op](devices)
-
-
-def _interpolate(curve: Curve, received: float) -> float:
-  """Linear between points, and beyond the last at its rate."""
-  if len(curve) == 1 or received <= curve[0][0]:
-    return curve[0][1]
-  for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
-    if received <= x1:
-      return y0 + (y1 - y0) * (received - x0) / (x1 - x0)
-  (x0, y0), (x1, y1) = curve[-2:]
-  rate = max((y1 - y0) / (x1 - x0), 0.0)
-  return y1 + (received - x1) * rate
-
-
-# An axis, a collective along it, its devices, bytes that each receives.
-Phase = tuple[str, str, int, float]
-
-# One for all axes, or that of each.
-Links = Link | Mapping[str, Link]
-
-
-def buffer_s(context: Context, link: Links) -> float:
-  """Of one more buffer in a sum over all axes, each of which it crosses."""
-  return sum(
-    _link_of(axis, link).buffer_s
-    for axis, size in zip(context.axes, context.sizes)
-    if size > 1
-  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +126,7 @@ def predict(
     messages, block, sizes = _sparse_messages(
       scheme, table, profile, context, column_groups
     )
-    work = _link_of(context.axes[-1], link).work
+    work = _link.of_axis(context.axes[-1], link).work
     mask = _mask_s(table, work)
     local = mask
     for message in messages:
@@ -258,22 +139,14 @@ def predict(
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
-    wire_s=wire_s(phases, link),
-    once_s=wire_s([(*phase[:3], 0.0) for phase in phases], link),
+    wire_s=_link.wire_s(phases, link),
+    once_s=_link.wire_s([(*phase[:3], 0.0) for phase in phases], link),
     local_s=local,
     mask_s=mask,
     received=float(received_bytes(messages, context)),
     collectives=len(messages),
     sizes=sizes,
     phases=tuple(phases),
-  )
-
-
-def wire_s(phases: Iterable[Phase], link: Links) -> float:
-  """Seconds of collectives, one after the other."""
-  return sum(
-    _link_of(axis, link).seconds(op, n, received)
-    for axis, op, n, received in phases
   )
 
 
@@ -344,10 +217,6 @@ def _phases(message: Message, context: Context) -> list[Phase]:
     found.append((axis, "all_gather", n, (n - 1) * part))
   n = sizes[slowest]
   return [*found, (slowest, "all_reduce", n, 2 * (n - 1) / n * part)]
-
-
-def _link_of(axis: str, link: Links) -> Link:
-  return link if isinstance(link, Link) else link[axis]
 
 
 def _mask_s(table: Table, work: Work) -> float:

@@ -13,9 +13,11 @@ import optax
 
 from zenjax import _placement
 from zenjax import _replicas
+from zenjax import _row_sets
 from zenjax import _select
+from zenjax._arguments import AxisName
 from zenjax._collectives import Axes
-from zenjax._options import AxisName
+from zenjax._row_sets import RowSets
 
 
 def data_parallel(
@@ -51,8 +53,9 @@ def data_parallel(
 
   Returns:
     A function of the same signature on global arrays. Floating leaves of
-    `aux`, as the loss, are averaged over devices, integers summed. Wrap it in
-    `jax.jit`, donating parameters and state.
+    `aux`, as the loss, are averaged over devices, integers summed; what
+    `Recorder.rows` returns is that of every device. Wrap it in `jax.jit`,
+    donating parameters and state.
 
   Raises:
     ValueError: A batch cannot be split evenly, an axis is not the mesh's, the
@@ -105,6 +108,8 @@ def data_parallel(
 
 def _average(aux: Any, axes: Axes) -> Any:
   def one(leaf):
+    if isinstance(leaf, RowSets):
+      return _row_sets.of_all(leaf, axes)
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
       return lax.pmean(leaf, axes)
@@ -112,7 +117,8 @@ def _average(aux: Any, axes: Axes) -> Any:
       leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, axes
     )
 
-  return jax.tree.map(one, aux)
+  is_sets = lambda node: isinstance(node, RowSets)
+  return jax.tree.map(one, aux, is_leaf=is_sets)
 
 
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:

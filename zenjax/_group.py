@@ -74,7 +74,7 @@ def _begun(
 ) -> Iterator[tuple[_parts.Part, _parts.Begun | None, jax.Array | None]]:
   """Each part with what was sent of it, and what its sums wait for.
 
-  Where exchanges run beside the backward pass that is all of the pushes.
+  Where exchanges run beside the backward pass, all pushes of zen.
   """
   if len(parts) == 1 or not options.overlaps:
     for part in parts:
@@ -103,9 +103,14 @@ def context_of(options: Options) -> Context:
 
 
 def _way_to_bind(axis: str) -> str:
-  bound = jax.sharding.get_abstract_mesh().axis_names
-  if bound:
-    return f"give a name that the mesh has, of {bound}"
+  known = jax.sharding.get_abstract_mesh().axis_names
+  if axis in known:
+    return (
+      "the mesh has it, but nothing is mapped over it here; call update inside"
+      " shard_map, or wrap the step in `zenjax.data_parallel`"
+    )
+  if known:
+    return f"give a name that the mesh has, of {known}"
   return (
     f"call update inside shard_map, pmap or vmap over {axis!r}, or wrap the"
     " step in `zenjax.data_parallel`"
@@ -134,9 +139,13 @@ def _check_local(name: str, leaf: Any, axes: Axes) -> None:
         f"`updates` must be local gradients, and leaf {name!r} does not vary"
         f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
         " gradients of replicated parameters by itself. Differentiate with"
-        f" respect to `zenjax.as_varying(params, {axis!r})`, or pass"
+        f" respect to `zenjax.as_varying(params, {_as_given(axes)})`, or pass"
         " check_vma=False to shard_map."
       )
+
+
+def _as_given(axes: Axes) -> str:
+  return repr(axes[0] if len(axes) == 1 else axes)
 
 
 def check_state(

@@ -5,8 +5,8 @@ from typing import Any
 import optax
 
 from zenjax import _options
-from zenjax._options import Capacities
-from zenjax._options import SparseSpec
+from zenjax._arguments import Capacities
+from zenjax._arguments import SparseSpec
 from zenjax._owners import Owners
 from zenjax._plan import Partition
 

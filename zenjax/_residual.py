@@ -12,7 +12,7 @@ from zenjax import _compat
 from zenjax import _masked
 from zenjax import _outcome
 from zenjax import _select
-from zenjax._options import Unit
+from zenjax._arguments import Unit
 from zenjax._plan import TablePlan
 from zenjax._schemes.base import Arrived
 from zenjax._state import LeafState

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._options import SparseSpec
-from zenjax._options import Unit
+from zenjax._arguments import SparseSpec
+from zenjax._arguments import Unit
 from zenjax._rows._sparse_rows import is_rows
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras

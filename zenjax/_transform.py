@@ -13,14 +13,14 @@ from zenjax import _once
 from zenjax import _options
 from zenjax import _select
 from zenjax import _state
-from zenjax._cost import Link
+from zenjax._arguments import AxisName
+from zenjax._arguments import Capacities
+from zenjax._arguments import SchemeName
+from zenjax._arguments import SparseSpec
+from zenjax._arguments import Unit
 from zenjax._cost import Profile
-from zenjax._options import AxisName
-from zenjax._options import Capacities
+from zenjax._link import Link
 from zenjax._options import Options
-from zenjax._options import SchemeName
-from zenjax._options import SparseSpec
-from zenjax._options import Unit
 from zenjax._plan import Partition
 from zenjax._planner._plan import Plan
 from zenjax._planner._plan import require_tree
@@ -142,10 +142,10 @@ def zen_sync(
       gradient is complete, and not when the last one is. In schedules compiled
       for GPUs, and for TPUs with the compiler option
       `xla_tpu_enable_async_all_to_all`, the push of each stands beside backward
-      work; on TPUs sums wait for all pushes, or one table's would take the
-      place of backward work beside another's push. CPUs run nothing beside an
-      exchange: there it only costs latencies. It is for tables whose gradients
-      are complete early.
+      work; on TPUs sums of "zen" wait for all pushes, or one table's would take
+      the place of backward work beside another's push. CPUs run nothing beside
+      an exchange: there it only costs latencies. It is for tables whose
+      gradients are complete early.
     plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
       `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
     exchange: What carries rows between devices. `"collectives"` run everywhere

@@ -7,9 +7,9 @@ import math
 import jax
 
 from zenjax import _select
-from zenjax._cost import Link
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
+from zenjax._link import Link
 from zenjax._planner import _sharing
 from zenjax._planner import _strategies
 from zenjax._planner._plan import LeafPlan

@@ -5,7 +5,7 @@ import math
 import pathlib
 
 from zenjax import traces
-from zenjax._cost import Work
+from zenjax._link import Work
 from zenjax._planner import _from_trace
 from zenjax._planner import _machines
 from zenjax._planner._from_trace import Recorded

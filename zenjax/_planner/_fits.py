@@ -7,9 +7,9 @@ import warnings
 
 import numpy as np
 
-from zenjax import _cost
-from zenjax._cost import Curve
-from zenjax._cost import Link
+from zenjax import _link
+from zenjax._link import Curve
+from zenjax._link import Link
 from zenjax._planner._levels import Fit
 from zenjax._planner._levels import Level
 
@@ -39,7 +39,7 @@ def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
   finite = [f.bandwidth for f in fits if math.isfinite(f.bandwidth)]
   # Where time does not grow with size, what was reached is all that is known.
   reached = max(x / y for curve in curves.values() for x, y in curve)
-  steps = [_cost.steps(f.op, devices) for f in fits]
+  steps = [_link.steps(f.op, devices) for f in fits]
   link = Link(
     bandwidth=statistics.median(finite) if finite else reached,
     latency_s=statistics.median(f.latency_s / s for f, s in zip(fits, steps)),

@@ -5,8 +5,8 @@ import dataclasses
 import math
 from typing import Any
 
-from zenjax import _cost
-from zenjax._cost import Link
+from zenjax import _link
+from zenjax._link import Link
 from zenjax._planner._levels import Fit
 from zenjax._planner._levels import Level
 
@@ -40,7 +40,7 @@ def parse(entry: Any, index: int) -> Level:
   where = f"level {index}"
   fields = object(entry, where)
   work = object(fields.get("work", {}), f"work of {where}")
-  known = {f.name for f in dataclasses.fields(_cost.Work)}
+  known = {f.name for f in dataclasses.fields(_link.Work)}
   if unknown := set(work) - known:
     raise broken(f"work of {where}", f"hold only {sorted(known)}", unknown)
   curves = dict(
@@ -58,7 +58,7 @@ def parse(entry: Any, index: int) -> Level:
       # Files of before it was known have none.
       buffer_s=number({"buffer_s": 0.0, **fields}, "buffer_s", where),
       curves=curves,
-      work=_cost.Work(**numbers),
+      work=_link.Work(**numbers),
     ),
     fits=tuple(
       _parse_fit(fit, f"fit {i} of {where}") for i, fit in enumerate(fits)
@@ -78,8 +78,8 @@ def _parse_curve(entry: Any, where: str):
   if not points or sizes != sorted(set(sizes)):
     raise broken(where, "hold points of ascending bytes", points)
   op = get(fields, "op", str, where)
-  if op not in _cost.COLLECTIVES:
-    raise broken(where, f"be of one of {list(_cost.COLLECTIVES)}", op)
+  if op not in _link.COLLECTIVES:
+    raise broken(where, f"be of one of {list(_link.COLLECTIVES)}", op)
   return (op, get(fields, "devices", int, where)), tuple(points)
 
 

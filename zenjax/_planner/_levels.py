@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from zenjax._cost import Link
+from zenjax._link import Link
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,13 @@ class Level:
     devices: Along it.
     link: What connects a device to those.
     fits: Of each collective that was measured.
+
+  Example:
+    >>> import zenjax
+    >>> link = zenjax.Link(bandwidth=3e9, latency_s=2e-5)
+    >>> rack = zenjax.Level(name="data", devices=16, link=link)
+    >>> zenjax.Topology(levels=(rack,)).devices
+    16
   """
 
   name: str

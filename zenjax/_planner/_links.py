@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 import numpy as np
 
-from zenjax._cost import Curve
+from zenjax._link import Curve
 from zenjax._planner import _fits
 from zenjax._planner import _single
 from zenjax._planner import _work
@@ -67,7 +67,7 @@ def measure_links(
     A topology with a curve and a fit of each collective on each level. Its
     links' bandwidth and latency are the median collective's, their work is what
     `measure_work` says of all devices at once, and `buffer_s` what each of nine
-    small buffers took in one sum beside the first.
+    small buffers took in one sum beside the first, between processes.
 
   Raises:
     ValueError: No such axis, or nothing to measure.
@@ -106,9 +106,10 @@ def measure_links(
   for axis in axes:
     curves = _curves(points, seconds, axis)
     level = _fits.level_of(axis, mesh.shape[axis], curves)
-    link = dataclasses.replace(
-      level.link, work=work, buffer_s=_buffer_s(points, seconds, axis)
-    )
+    # Within one process zen_sync joins no buffers: see `_totals`.
+    joins = jax.process_count() > 1
+    each_s = _buffer_s(points, seconds, axis) if joins else 0.0
+    link = dataclasses.replace(level.link, work=work, buffer_s=each_s)
     levels.append(dataclasses.replace(level, link=link))
   return Topology(
     levels=tuple(levels),

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 
-from zenjax._cost import Work
+from zenjax._link import Work
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

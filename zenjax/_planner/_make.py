@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zenjax import _options
+from zenjax import _arguments
+from zenjax._arguments import AxisName
 from zenjax._cost import Profile
-from zenjax._options import AxisName
 from zenjax._planner import _from_trace
 from zenjax._planner import _traced
 from zenjax._planner._choosing import answer
@@ -90,9 +90,14 @@ def plan(
     MergeComp, 2021, for groups; Agarwal et al., On the Utility of Gradient
     Compression, MLSys 2022, for asking whether it pays at all.
   """
-  axes = _options.axes(axis_name)
+  axes = _arguments.axes(axis_name)
   _check(axes, topology, compute_seconds, memory_bytes)
   gradients = _traced.gradients(value_and_grad, *args)
+  if not gradients:
+    raise ValueError(
+      "`value_and_grad` must return gradients, got a tree without leaves; give"
+      " parameters as its first argument."
+    )
   if trace is not None:
     if profile is not None:
       raise ValueError(
@@ -100,8 +105,8 @@ def plan(
         " densities."
       )
     profile = _from_trace.profiles(trace, gradients, topology.devices)
-  _options.check_profile(profile)
-  pins = _options.pins(capacities)
+  _arguments.check_profile(profile)
+  pins = _arguments.pins(capacities)
   _check_names(gradients, profile, "profile")
   _check_names(gradients, pins, "capacities")
   return answer(
@@ -111,7 +116,7 @@ def plan(
       axes=axes,
       profiles=profile or {},
       compute_seconds=float(compute_seconds),
-      overlap=_options.boolean("overlap", overlap),
+      overlap=_arguments.boolean("overlap", overlap),
       wire_dtypes=_wires(wire_dtypes),
       capacities=pins,
       memory_bytes=None if memory_bytes is None else float(memory_bytes),
@@ -136,12 +141,14 @@ def _check(
       "`axis_name` must name an axis for every level of the topology, the"
       f" slowest first: its levels are {names}, got {tuple(axes)}."
     )
-  if not 0 <= compute_seconds < math.inf:
+  if not 0 <= _arguments.number("compute_seconds", compute_seconds) < math.inf:
     raise ValueError(
       "`compute_seconds` must be what a step takes without any exchange, not"
       f" negative, got {compute_seconds!r}."
     )
-  if memory_bytes is not None and not memory_bytes > 0:
+  if memory_bytes is None:
+    return
+  if not _arguments.number("memory_bytes", memory_bytes) > 0:
     raise ValueError(
       f"`memory_bytes` must be positive, got {memory_bytes!r}; leave it out for"
       " any."
@@ -154,7 +161,7 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
       "`wire_dtypes` must be a sequence of floating dtypes, got"
       f" {dtypes!r}; give (jnp.bfloat16,) for one."
     )
-  wires = [_options.floating("wire_dtypes", dtype) for dtype in dtypes]
+  wires = [_arguments.floating("wire_dtypes", dtype) for dtype in dtypes]
   return tuple(jnp.dtype(wire).name for wire in wires)
 
 

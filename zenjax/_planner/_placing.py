@@ -17,8 +17,8 @@ import dataclasses
 
 from zenjax import _cost
 from zenjax import _plan
-from zenjax._cost import Link
 from zenjax._cost import Profile
+from zenjax._link import Link
 from zenjax._plan import Table
 from zenjax._schemes.base import Context
 

@@ -10,7 +10,7 @@ _HEADINGS = (
   "leaf",
   "shape",
   "travels",
-  "group",
+  "exchange",
   "ms",
   "pmean ms",
   "MB",
@@ -79,7 +79,11 @@ def _rest(leaves: Sequence[Any]) -> list[str]:
     return []
   count = f"{len(leaves)} leaves" if len(leaves) > 1 else leaves[0].name
   size = sum(leaf.wire_bytes for leaf in leaves) / 1e6
-  return [f"pmean, {size:.3g} MB a device: {count} without another way"]
+  least = _ms(max(leaf.seconds for leaf in leaves))
+  return [
+    f"pmean, {size:.3g} MB a device, at least {least} ms: {count} without"
+    " another way"
+  ]
 
 
 def verdict(plan: Any) -> str:

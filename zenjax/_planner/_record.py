@@ -19,6 +19,7 @@ import numpy as np
 from zenjax import _select
 from zenjax import _transform
 from zenjax import traces
+from zenjax._row_sets import RowSets
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
 
@@ -64,11 +65,11 @@ class Recorder:
     """Whether fewer steps were written than were asked for."""
     return self._done < self._steps
 
-  def rows(self, grads: Any) -> dict[str, jax.Array]:
+  def rows(self, grads: Any) -> RowSets:
     """Name -> `[1, ceil(R / 8)]` uint8, one bit for each row that is not zero.
 
     Called where gradients are local; its result leaves `shard_map` through
-    `out_specs=P(axis_name)`.
+    `out_specs=P(axis_name)`, and a step of `data_parallel` in its `aux`.
 
     Args:
       grads: Of the parameters that `record` was given: arrays or SparseRows. Of
@@ -197,15 +198,13 @@ def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
   return tuple(tables)
 
 
-def nonzero_rows(
-  grads: Any, tables: Sequence[traces.Table]
-) -> dict[str, jax.Array]:
+def nonzero_rows(grads: Any, tables: Sequence[traces.Table]) -> RowSets:
   """What `Recorder.rows` gives, of these tables."""
   leaves = _named(grads)
-  return {
-    table.name: jnp.packbits(_is_nonzero(leaves[table.name]))[None]
+  return RowSets(
+    (table.name, jnp.packbits(_is_nonzero(leaves[table.name]))[None])
     for table in tables
-  }
+  )
 
 
 def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from zenjax import _cost
+from zenjax import _link
 from zenjax._planner import _groups
 from zenjax._planner._strategies import PMEAN
 from zenjax._planner._strategies import raised_by
@@ -101,7 +101,7 @@ def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
       at = k, axis, op, n
       received[at] = received.get(at, 0.0) + more
   phases = [(*at[1:], total) for at, total in received.items()]
-  seconds = _cost.wire_s(phases, space.links) + sum(p.apart_s for p in found)
+  seconds = _link.wire_s(phases, space.links) + sum(p.apart_s for p in found)
   return seconds * raised_by(found[0].scheme, space.margin)
 
 

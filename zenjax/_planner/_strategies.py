@@ -7,13 +7,14 @@ import jax
 import numpy as np
 
 from zenjax import _cost
+from zenjax import _link
 from zenjax import _plan
 from zenjax import _select
 from zenjax import _totals
-from zenjax._cost import Link
-from zenjax._cost import Links
 from zenjax._cost import Prediction
 from zenjax._cost import Profile
+from zenjax._link import Link
+from zenjax._link import Links
 from zenjax._planner import _fits
 from zenjax._planner._groups import Merged
 from zenjax._planner._timeline import Option
@@ -176,7 +177,7 @@ def _predict(
     )
   if strategy.scheme not in DENSE or _shares_buffer(gradient):
     return found
-  more_s = _cost.buffer_s(context, links)
+  more_s = _link.buffer_s(context, links)
   return dataclasses.replace(
     found, wire_s=found.wire_s + more_s, apart_s=more_s
   )
@@ -192,7 +193,7 @@ def plain_pmean_s(
 ) -> float:
   """What `lax.pmean` takes beside zen_sync's sums: a buffer for each leaf."""
   own = sum(_shares_buffer(gradient) for gradient in gradients)
-  return (own - 1) * _cost.buffer_s(context, links)
+  return (own - 1) * _link.buffer_s(context, links)
 
 
 def _table(gradient: Gradient, strategy: Strategy) -> _plan.Table:

@@ -9,8 +9,8 @@ import math
 import os
 import pathlib
 
-from zenjax._cost import Link
-from zenjax._cost import Work
+from zenjax._link import Link
+from zenjax._link import Work
 from zenjax._planner import _level_json
 from zenjax._planner import _machines
 from zenjax._planner._levels import Level

@@ -22,7 +22,7 @@ taken to grow with the size; nothing here was measured by zenjax.
 import dataclasses
 import math
 
-from zenjax._cost import Link
+from zenjax._link import Link
 
 # What DDP takes by default, and the paper with it.
 BUCKET_BYTES = 25 * 2**20

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
-from zenjax._cost import Link
+from zenjax._link import Link
 from zenjax._planner import _machines
 from zenjax._planner._choosing import answer
 from zenjax._planner._from_trace import Recorded

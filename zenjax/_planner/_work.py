@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from zenjax import _bitmap
-from zenjax._cost import Work
+from zenjax._link import Work
 from zenjax._partition import Layout
 from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.expand.reference import expand

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax import _select
-from zenjax._options import SparseSpec
+from zenjax._arguments import SparseSpec
 from zenjax._rows import _tables_of
 from zenjax._rows import _value_and_grad
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from zenjax import _compat
 from zenjax import _select
-from zenjax._options import SparseSpec
+from zenjax._arguments import SparseSpec
 from zenjax._rows import _jaxprs
 from zenjax._rows import _tapped
 from zenjax._rows._tapped import Nest

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._options import SparseSpec
+from zenjax._arguments import SparseSpec
 from zenjax._rows import _sparse_rows
 from zenjax._rows import _tables_of
 from zenjax._rows import _tapped

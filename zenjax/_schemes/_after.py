@@ -17,20 +17,9 @@ import jax.numpy as jnp
 
 
 def mark(received: jax.Array) -> jax.Array:
-  """`[] int32`, never positive, known once all these words have arrived.
-
-  Elsewhere than on TPUs it is known at once, and nothing waits.
-  """
+  """`[] int32`, never positive, known once all these words have arrived."""
   number = lax.bitcast_convert_type(received.reshape(-1)[0], jnp.int32)
-  return lax.platform_dependent(number, tpu=_unseen, default=_zero)
-
-
-def _unseen(number: jax.Array) -> jax.Array:
   return jnp.minimum(number, 0)
-
-
-def _zero(number: jax.Array) -> jax.Array:
-  return number & 0
 
 
 def of_all(marks: Sequence[jax.Array]) -> jax.Array:
@@ -41,12 +30,22 @@ def of_all(marks: Sequence[jax.Array]) -> jax.Array:
 def wait(
   arrays: Sequence[jax.Array], count: jax.Array, marked: jax.Array
 ) -> list[jax.Array]:
-  """Words as they are, but not before `marked` is known.
+  """Words as they are, on TPUs not before `marked` is known.
 
   Args:
     arrays: What waits.
     count: `[] int32`, never negative, which only who calls this knows.
     marked: Of `mark`.
   """
-  zero = jnp.maximum(count, marked) - count
+  zero = lax.platform_dependent(
+    count, marked, tpu=_unseen_zero, default=_plain_zero
+  )
   return [x + zero.astype(x.dtype) for x in arrays]
+
+
+def _unseen_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
+  return jnp.maximum(count, marked) - count
+
+
+def _plain_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
+  return (count & 0) | (marked & 0)

@@ -152,7 +152,10 @@ class Scheme(abc.ABC):
     capacities: Sequence[int],
     context: Context,
   ) -> Any:
-    """The collectives of a push; `merge` does the rest, if there is any."""
+    """The collectives of a push; `merge` does the rest.
+
+    By default the whole push: then nothing is left, and nothing can wait.
+    """
     return self.push(outgoing, plans, capacities, context)
 
   def mark(self, received: Any) -> jax.Array | None:
@@ -167,7 +170,10 @@ class Scheme(abc.ABC):
     context: Context,
     after: jax.Array | None = None,
   ) -> list[Held]:
-    """Sums what `send` returned, once what `after` marks has arrived."""
+    """Sums what `send` returned, once what `after` marks has arrived.
+
+    By default there is nothing left to sum.
+    """
     return received
 
   @abc.abstractmethod

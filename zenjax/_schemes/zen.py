@@ -29,6 +29,7 @@ from zenjax._plan import TablePlan
 from zenjax._schemes import _across
 from zenjax._schemes import _after
 from zenjax._schemes import _push_pull
+from zenjax._schemes import _sections
 from zenjax._schemes import _ways
 from zenjax._schemes._ways import Sections
 from zenjax._schemes.base import Arrived
@@ -181,5 +182,5 @@ class Zen(Scheme):
 
 def _waiting(sent: Sections, after: jax.Array) -> Sections:
   """What a push brought, not to be read before `after` is known."""
-  count = sent.counts[0, _ways.PUSH.there].astype(jnp.int32)
+  count = _sections.decode_counts(sent.counts)[_ways.PUSH.there][0]
   return Sections(*_after.wait(sent, count, after))

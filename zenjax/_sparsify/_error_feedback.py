@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zenjax import _arguments
 from zenjax import _options
-from zenjax._options import AxisName
+from zenjax._arguments import AxisName
 from zenjax._sparsify import _feedback
 from zenjax._sparsify import _settings
 from zenjax._sparsify._local import Sparsifier
@@ -133,7 +134,7 @@ def error_feedback(
       " momentum=0.9, or leave it out."
     )
   options: dict[str, Any] = _options.DEFAULTS
-  wire = _options.floating("wire_dtype", wire_dtype)
+  wire = _arguments.floating("wire_dtype", wire_dtype)
   if wire is not None and wire not in _WIRE:
     raise ValueError(
       "`wire_dtype` must be bfloat16 or float16, got"
@@ -147,7 +148,7 @@ def error_feedback(
       nesterov=nesterov,
       masking=masking,
       clip_norm=clip_norm,
-      residual_dtype=_options.floating("residual_dtype", residual_dtype),
+      residual_dtype=_arguments.floating("residual_dtype", residual_dtype),
       wire_dtype=wire,
     )
   )

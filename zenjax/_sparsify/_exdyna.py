@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import optax
 
-from zenjax._options import AxisName
+from zenjax._arguments import AxisName
 from zenjax._sparsify import _exclusive
 from zenjax._sparsify import _partitions
 from zenjax._sparsify import _settings

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zenjax import _arguments
 from zenjax import _collectives
 from zenjax import _once
-from zenjax import _options
-from zenjax._options import AxisName
-from zenjax._options import SparseSpec
+from zenjax._arguments import AxisName
+from zenjax._arguments import SparseSpec
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._sparsify import _feedback
 from zenjax._sparsify import _selectors
@@ -124,7 +124,7 @@ def top_k(
     Alistarh et al., [The Convergence of Sparsified Gradient
     Methods](https://arxiv.org/abs/1809.10505), NeurIPS 2018.
   """
-  _options.one_of("method", method, ["exact", "sampled"])
+  _arguments.one_of("method", method, ["exact", "sampled"])
   if callable(density):
     if method == "exact":
       raise ValueError(
@@ -226,6 +226,6 @@ def random_k(
   whole = isinstance(seed, int) and not isinstance(seed, bool)
   if not whole or not 0 <= seed < 2**32:
     raise ValueError(f"`seed` must be an integer in [0, 2**32), got {seed!r}.")
-  axes = () if apart is None else _options.axes(apart)
+  axes = () if apart is None else _arguments.axes(apart)
   chosen = _selectors.Random(float(density), seed, axes)
   return _sparsifier("random_k", chosen, sparse)

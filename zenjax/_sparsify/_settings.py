@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax import _arguments
 from zenjax import _options
-from zenjax._options import AxisName
+from zenjax._arguments import AxisName
 from zenjax._options import Options
 from zenjax._sparsify import _flat
 from zenjax._sparsify import _thresholds
@@ -110,7 +111,7 @@ def check(
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
   options: dict[str, Any] = _options.DEFAULTS | {"op": op}
-  _options.one_of("controller", controller, sorted(_thresholds.KINDS))
+  _arguments.one_of("controller", controller, sorted(_thresholds.KINDS))
   check_density(density)
   if start is not None and not (is_number(start) and 0 < start < np.inf):
     raise ValueError(
@@ -131,8 +132,8 @@ def check(
     controller=controller,
     start=start,
     capacity=capacity,
-    residual_dtype=_options.floating("residual_dtype", residual_dtype),
-    wire_dtype=_options.floating("wire_dtype", wire_dtype),
+    residual_dtype=_arguments.floating("residual_dtype", residual_dtype),
+    wire_dtype=_arguments.floating("wire_dtype", wire_dtype),
     division=division,
   )
 
