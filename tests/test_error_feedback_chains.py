@@ -90,7 +90,10 @@ def check_stats(state, synced):
   assert told["residual_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize(("other", "check_vma"), [(1, False), (3, True)])
+@pytest.mark.parametrize(
+  ("other", "check_vma"),
+  [pytest.param(1, False, marks=pytest.mark.more), (3, True)],
+)
 def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   """In many rounds, and with residuals of four devices on others."""
   tx = chain(zenjax.top_k(0.02, sparse=True), capacities=(60, 100))
@@ -119,7 +122,9 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   assert (np.abs(gap) <= bound(first, later)).all()
 
 
-@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+  "kind", [pytest.param(jnp.bfloat16, marks=pytest.mark.more), jnp.float16]
+)
 def test_only_sums_are_rounded_on_the_wire(kind):
   tx = chain(zenjax.top_k(0.02, method="sampled", sparse=True), wire_dtype=kind)
   gradients = draws(4)

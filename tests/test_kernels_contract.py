@@ -107,7 +107,15 @@ def failures(program: Program, named_stacks) -> list[str]:
   return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+  "program",
+  [
+    *PROGRAMS[:-3],
+    pytest.param(PROGRAMS[-3], marks=pytest.mark.more),
+    *PROGRAMS[-2:],
+  ],
+  ids=str,
+)
 def test_every_case_with_kernels(program):
   rows, width = program.shape
   stacks = cases.every_case(program.n, rows, width, program.dtype)

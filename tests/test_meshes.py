@@ -85,7 +85,9 @@ def test_hierarchy(scheme, shape, check_vma):
 
 
 @pytest.mark.parametrize("partition", ["hash", "columns"])
-@pytest.mark.parametrize("capacities", [None, (1, 2), (4, 12)])
+@pytest.mark.parametrize(
+  "capacities", [pytest.param(None, marks=pytest.mark.more), (1, 2), (4, 12)]
+)
 def test_hierarchy_with_rounds(partition, capacities):
   run = hierarchical(
     lambda x, axes: zenjax.sparse_pmean(

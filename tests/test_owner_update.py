@@ -124,7 +124,9 @@ def test_losses_are_those_of_the_replicated_form(name, options):
   assert losses[-1] != losses[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+)
 def test_gradients_that_are_arrays(check_vma):
   """What is not touched is not decayed: adagrad is exact."""
   tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)

@@ -39,8 +39,8 @@ WAYS = {
   "columns": {"partition": "columns"},
   "columns, two rows a round": {"partition": "columns", "capacities": (2, 2)},
 }
-EXAMPLES = 90  # times 4 shapes times 7 ways: 2,520 under vmap
-EXAMPLES_ON_DEVICES = 60
+EXAMPLES = 45  # times 4 shapes times 7 ways: 1,260 under vmap
+EXAMPLES_ON_DEVICES = 40
 
 
 @functools.cache

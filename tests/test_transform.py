@@ -125,7 +125,11 @@ def zen_for(key):
 @pytest.mark.parametrize(
   ("name", "check_vma"),
   [(name, True) for name in TRANSFORMS]
-  + [("adam", False), ("multi_transform", False), ("MultiSteps", False)],
+  + [
+    pytest.param("adam", False, marks=pytest.mark.more),
+    pytest.param("multi_transform", False, marks=pytest.mark.more),
+    ("MultiSteps", False),
+  ],
 )
 def test_same_training_as_pmean(name, check_vma):
   make = TRANSFORMS[name]

@@ -48,9 +48,14 @@ _PEERS = [
     *(
       (*s, *n)
       for s in _ZEN
-      for n in [*itertools.product([2, 4, 8], _FORMATS), (8, None)]
+      for n in [*itertools.product([2, 8], _FORMATS), (8, None)]
     ),
-    *((*s, *n) for s in _PEERS for n in itertools.product([2, 8], _FORMATS)),
+    *((*s, 8, format) for s in _PEERS for format in _FORMATS),
+    *(
+      pytest.param(*s, 2, format, marks=pytest.mark.more)
+      for s in _PEERS
+      for format in _FORMATS
+    ),
   ],
 )
 def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
