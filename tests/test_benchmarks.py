@@ -191,7 +191,7 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
     ("rows", "sgd"),
     ("rows-pinned", "adam"),
     ("owners", "row_adagrad"),
-    ("zen", "adagrad"),
+    pytest.param("zen", "adagrad", marks=pytest.mark.more),
   ],
 )
 def test_whole_steps_leave_what_float64_does(name, optimizer):

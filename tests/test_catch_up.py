@@ -72,7 +72,15 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param("momentum", marks=pytest.mark.more),
+    "nesterov",
+    pytest.param("adam", marks=pytest.mark.more),
+    "adamw",
+  ],
+)
 def test_is_as_near_to_the_formulas_as_the_dense_optimizer(name):
   tx, oracle = ORACLES[name]
   want = oracle()
@@ -100,7 +108,13 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULED)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.more) if name == "clipped" else name
+    for name in SCHEDULED
+  ],
+)
 def test_equals_the_dense_optimizer(name):
   dense, _ = text_steps.train_dense(SCHEDULED[name])
   got, _ = text_steps.train_rows(SCHEDULED[name])

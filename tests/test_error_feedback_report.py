@@ -51,7 +51,14 @@ def lines(state: Any) -> list[str]:
   return text[first:]
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+  "kind",
+  [
+    "top_k",
+    "threshold",
+    pytest.param("random_k", marks=pytest.mark.more),
+  ],
+)
 def test_every_number_of_every_leaf(kind):
   state = after(MAKE[kind](), 2)
   title, headings, row, *legend = lines(state)

@@ -62,9 +62,9 @@ def nested_vmap(f, shape):
   [
     ("zen", (2, 4), True),
     ("zen", (2, 4), False),
-    ("zen", (4, 2), True),
+    pytest.param("zen", (4, 2), True, marks=pytest.mark.more),
     ("zen", (3, 2), False),
-    ("zen", (1, 5), True),
+    pytest.param("zen", (1, 5), True, marks=pytest.mark.more),
     ("zen", (5, 1), True),
     ("all_gather", (2, 4), True),
     ("all_gather", (3, 2), False),
@@ -226,10 +226,10 @@ def _by_data_rank(result, width) -> np.ndarray:
   ("width_spec", "partition", "check_vma"),
   [
     (None, "hash", True),
-    ("model", "hash", True),
+    pytest.param("model", "hash", True, marks=pytest.mark.more),
     ("model", "hash", False),
     ("model", "columns", True),
-    ("model", "columns", False),
+    pytest.param("model", "columns", False, marks=pytest.mark.more),
   ],
 )
 def test_partial_manual(width_spec, partition, check_vma):

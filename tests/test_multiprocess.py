@@ -143,7 +143,9 @@ def test_killed_process_ends_the_others(victim, tmp_path):
     assert survivor.wait(90) != 0
 
 
-@pytest.mark.parametrize("interrupt", [False, True])
+@pytest.mark.parametrize(
+  "interrupt", [pytest.param(False, marks=pytest.mark.more), True]
+)
 def test_launcher_leaves_nothing_behind(interrupt, tmp_path):
   with _Launched(tmp_path / "log", *_ENDLESS) as launched:
     launched.wait_for(r"step +5 ")

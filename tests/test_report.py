@@ -47,7 +47,13 @@ ZEN = zenjax.zen_sync("data", sparse=True)
     (ROWS, 0, False),  # no row is left to differ in
   ],
 )
-@pytest.mark.parametrize("tx", [ZEN, OWNER], ids=["zen_sync", "owner_update"])
+@pytest.mark.parametrize(
+  "tx",
+  [
+    pytest.param(ZEN, id="zen_sync"),
+    pytest.param(OWNER, id="owner_update", marks=pytest.mark.more),
+  ],
+)
 def test_report_asks_where_all_devices_hold_the_same_rows(
   tx, count, apart, asked
 ):

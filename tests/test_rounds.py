@@ -19,7 +19,9 @@ N, ROWS, WIDTH = 4, 6000, 2
 DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
 
 
-@pytest.mark.parametrize("partition", ["hash", "columns"])
+@pytest.mark.parametrize(
+  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+)
 def test_every_density_comes_back_whole(partition):
   tx = zenjax.zen_sync("data", sparse=True, partition=partition)
   step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))

@@ -84,7 +84,9 @@ def test_other_uses_stay_dense(name):
   assert reason in use.reason and not use.rows
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+)
 def test_gradients_are_local_on_devices(check_vma):
   """All forms in one program, each device with ids of its own."""
 

@@ -124,7 +124,12 @@ def zen_for(key):
 
 @pytest.mark.parametrize(
   ("name", "check_vma"),
-  [(name, True) for name in TRANSFORMS]
+  [
+    pytest.param(name, True, marks=pytest.mark.more)
+    if name in ("adam", "masked")  # "chain" and "multi_transform" are as much.
+    else (name, True)
+    for name in TRANSFORMS
+  ]
   + [
     pytest.param("adam", False, marks=pytest.mark.more),
     pytest.param("multi_transform", False, marks=pytest.mark.more),
