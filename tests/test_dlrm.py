@@ -177,8 +177,9 @@ _SMALL += ["--lr=0.05", "--eval-every=10"]
 
 
 @pytest.fixture
-def program(example, monkeypatch):
+def program(example, monkeypatch, tmp_path):
   """`train_dlrm`. Runs of the same step compile it once, to save time."""
+  monkeypatch.chdir(tmp_path)  # Plots are written where it runs.
   trainer = example("dlrm_trainer")
   for name in "_compiled_step", "_compiled_logits":
     monkeypatch.setattr(trainer, name, _kept(getattr(trainer, name)))
