@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 LENGTH = 64  # L. A window holds L + 1 words and predicts all but the first.
+PADDING = -1  # In the place of words, where the text ends within a window.
 
 # Windows are held out in stretches of HELD_OUT_RUN, one stretch in
 # HELD_OUT_EVERY, so that most of their surroundings were not trained on either.
@@ -22,7 +23,7 @@ class Batch:
   """What all devices train on in one step, split along the leading axes.
 
   Attributes:
-    windows: [n * B, L + 1] int32, words.
+    windows: [n * B, L + 1] int32, words or `PADDING`.
     negatives: [n * S] int32, words drawn from `log_uniform`.
   """
 
@@ -46,9 +47,14 @@ class Batch:
 
 
 def split(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Cuts a text into windows, [*, L + 1]: to train on, and held out."""
-  count = len(ids) // (LENGTH + 1)
-  windows = ids[: count * (LENGTH + 1)].reshape(count, LENGTH + 1)
+  """Cuts a text into windows, [*, L + 1]: to train on, and held out.
+
+  The last one is padded.
+  """
+  missing = -len(ids) % (LENGTH + 1)
+  windows = np.pad(ids, (0, missing), constant_values=PADDING)
+  windows = windows.reshape(-1, LENGTH + 1)
+  count = len(windows)
   held = np.arange(count) // _HELD_OUT_RUN % _HELD_OUT_EVERY
   held = held == _HELD_OUT_EVERY // 2
   return windows[~held], windows[held]

@@ -9,6 +9,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+import zenjax
+
 _CONTEXT = 4  # How many words, the present one included, are seen directly.
 
 
@@ -38,7 +40,10 @@ class LanguageModel(nnx.Module):
 
 
 def sampled_loss(
-  model: LanguageModel, windows: jax.Array, negatives: jax.Array
+  model: LanguageModel,
+  windows: jax.Array,
+  negatives: jax.Array,
+  axis_name: str | None = None,
 ) -> jax.Array:
   """Estimates the mean cross-entropy from a sample of the vocabulary.
 
@@ -48,22 +53,34 @@ def sampled_loss(
 
   Args:
     model: The model.
-    windows: [B, L + 1] int32.
+    windows: [B, L + 1] int32, negative where a window is padded.
     negatives: [S] int32, drawn from the log-uniform law.
+    axis_name: Of the devices that share the batch. The loss is then this
+      device's share: their mean, and that of gradients, is the whole batch's.
 
   Returns:
     A scalar, nats a word.
   """
-  states = model(windows[:, :-1])
+  words = jnp.maximum(windows, 0)  # Whatever padding is taken for.
+  states = model(words[:, :-1])
   states = states.reshape(-1, states.shape[-1])  # [N, D]
-  targets = windows[:, 1:].reshape(-1)  # [N]
+  targets = words[:, 1:].reshape(-1)  # [N]
   true = jnp.sum(states * model.softmax(targets), axis=-1, keepdims=True)
   other = states @ model.softmax(negatives).T  # [N, S]
   other -= jnp.log(_expected_count(negatives, model.softmax.num_embeddings))
   # A negative that is the target itself is in the denominator already.
   other = jnp.where(negatives == targets[:, None], -jnp.inf, other)
   logits = jnp.concatenate([true, other], axis=-1)
-  return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - true[:, 0])
+  losses = jax.nn.logsumexp(logits, axis=-1) - true[:, 0]
+  return _mean(losses, windows[:, 1:].reshape(-1) >= 0, axis_name)
+
+
+def _mean(
+  losses: jax.Array, counted: jax.Array, axis_name: str | None
+) -> jax.Array:
+  if axis_name is not None:
+    return zenjax.weighted_mean(losses, counted, axis_name)
+  return jnp.sum(losses * counted) / jnp.sum(counted)
 
 
 def _expected_count(negatives: jax.Array, vocab: int) -> jax.Array:
@@ -72,7 +89,11 @@ def _expected_count(negatives: jax.Array, vocab: int) -> jax.Array:
 
 
 def exact_loss(
-  model: LanguageModel, windows: jax.Array, *, chunk: int = 64
+  model: LanguageModel,
+  windows: jax.Array,
+  axis_name: str | None = None,
+  *,
+  chunk: int = 64,
 ) -> jax.Array:
   """Mean cross-entropy over the whole vocabulary.
 
@@ -81,13 +102,15 @@ def exact_loss(
 
   Args:
     model: The model.
-    windows: [B, L + 1] int32; `chunk` divides B * L.
+    windows: As for `sampled_loss`; `chunk` divides B * L.
+    axis_name: As for `sampled_loss`.
     chunk: Predictions at a time.
 
   Returns:
     A scalar, nats a word.
   """
-  states = model(windows[:, :-1])
+  words = jnp.maximum(windows, 0)
+  states = model(words[:, :-1])
   table = model.softmax.embedding[...]  # [V, D]
 
   def loss(part):
@@ -97,5 +120,6 @@ def exact_loss(
     return jax.nn.logsumexp(logits, axis=-1) - true[:, 0]
 
   states = states.reshape(-1, chunk, states.shape[-1])
-  targets = windows[:, 1:].reshape(-1, chunk)
-  return jnp.mean(lax.map(loss, (states, targets)))
+  targets = words[:, 1:].reshape(-1, chunk)
+  losses = lax.map(loss, (states, targets)).reshape(-1)
+  return _mean(losses, windows[:, 1:].reshape(-1) >= 0, axis_name)

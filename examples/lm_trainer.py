@@ -116,7 +116,8 @@ def _compiled_step(graph, tx, mesh, specs, grads_are, seen=lambda grads: ()):
 
   def step(params, opt_state, windows, negatives):
     def loss_fn(params):
-      return sampled_loss(nnx.merge(graph, params), windows, negatives)
+      model = nnx.merge(graph, params)
+      return sampled_loss(model, windows, negatives, AXIS)
 
     params, opt_state, loss, grads = descend(
       loss_fn, tx, params, opt_state, grads_are
@@ -134,7 +135,7 @@ def _compiled_step(graph, tx, mesh, specs, grads_are, seen=lambda grads: ()):
 
 def _compiled_exact_loss(graph, mesh):
   def loss(params, windows):
-    return lax.pmean(exact_loss(nnx.merge(graph, params), windows), AXIS)
+    return lax.pmean(exact_loss(nnx.merge(graph, params), windows, AXIS), AXIS)
 
   return jax.jit(
     jax.shard_map(loss, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())

@@ -153,7 +153,7 @@ def test_gradients_that_autodiff_has_summed():
   names(error, "`updates`", "zenjax.as_varying")
 
 
-EF = lambda: zenjax.error_feedback(zenjax.top_k(0.5), "data")
+EF = lambda: zenjax.error_feedback(zenjax.top_k(0.1), "data")
 ZEN = lambda axis="data": zenjax.zen_sync(axis, unit="element")
 
 
@@ -168,11 +168,11 @@ def made(*transforms, axes=("data",)):
   ("late", "words"),
   [
     (EF, ["error_feedback", "'a' (and 1 more)", "zenjax.zen_sync(..)"]),
-    (lambda: zenjax.top_k(0.5), ["top_k", "was averaged by zen_sync"]),
+    (lambda: zenjax.top_k(0.1), ["top_k", "was averaged by zen_sync"]),
     (lambda: zenjax.threshold(0.5), ["threshold", "local gradients"]),
-    (lambda: zenjax.random_k(0.5), ["random_k", "local gradients"]),
-    (lambda: zenjax.exdyna("data", 0.5), ["to exdyna", "leave zen_sync out"]),
-    (lambda: zenjax.micro("data", 0.5), ["to micro", "leave zen_sync out"]),
+    (lambda: zenjax.random_k(0.1), ["random_k", "local gradients"]),
+    (lambda: zenjax.exdyna("data", 0.1), ["to exdyna", "leave zen_sync out"]),
+    (lambda: zenjax.micro("data", 0.1), ["to micro", "leave zen_sync out"]),
   ],
 )
 def test_after_zen_sync(late, words):
@@ -183,11 +183,11 @@ def test_after_zen_sync(late, words):
 
 def test_in_its_place():
   made(EF(), ZEN(), optax.sgd(0.1))
-  made(zenjax.top_k(0.5), ZEN(), optax.sgd(0.1))
+  made(zenjax.top_k(0.1), ZEN(), optax.sgd(0.1))
   # Between two axes: inside a host first.
   axes = ("host", "device")
-  host = zenjax.error_feedback(zenjax.top_k(0.5), "host")
+  host = zenjax.error_feedback(zenjax.top_k(0.1), "host")
   made(ZEN("device"), host, ZEN("host"), axes=axes)
-  made(ZEN("device"), zenjax.top_k(0.5), ZEN("host"), axes=axes)
+  made(ZEN("device"), zenjax.top_k(0.1), ZEN("host"), axes=axes)
   with pytest.raises(ValueError):
     made(ZEN("host"), host, axes=axes)

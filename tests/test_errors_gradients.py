@@ -93,6 +93,34 @@ def test_leaves_that_are_not_real_floats(dtype):
   names(error, "ids", jnp.dtype(dtype).name, "sparse")
 
 
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: zenjax.zen_sync("data"),
+    lambda: zenjax.owner_update(optax.sgd(0.1), "data"),
+    lambda: zenjax.error_feedback(zenjax.top_k(0.1), "data"),
+  ],
+)
+def test_gradients_by_integers(make):
+  params = {"ids": jnp.arange(3), "w": jnp.ones(3)}
+  loss = lambda params: jnp.sum(params["w"] * params["w"])
+  grads = jax.grad(loss, allow_int=True)(params)
+  tx = make()
+  with pytest.raises(TypeError) as error:
+    trace(lambda _: tx.update(grads, tx.init(params), params)[0])
+  names(error, "`updates`", "'ids'", "float0", "`optax.partition`")
+  labels = {"ids": "off", "w": "on"}
+  tx = optax.partition({"on": make(), "off": optax.set_to_zero()}, labels)
+
+  def step(_):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return zenjax.apply_updates(params, updates)
+
+  out = jax.vmap(step, axis_name="data")(jnp.zeros(N))
+  assert out["ids"][0].tolist() == [0, 1, 2]
+  assert out["w"].shape == (N, 3)
+
+
 def test_more_rows_than_int32_counts():
   stack = jax.ShapeDtypeStruct((N, 2**31, 1), jnp.float32)
   with pytest.raises(ValueError) as error:

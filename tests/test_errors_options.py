@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 from refusals import N
 from refusals import names
@@ -205,8 +206,16 @@ def test_unknown_option():
 
 def test_capacities_larger_than_the_table():
   with pytest.raises(ValueError) as error:
-    trace_pmean(capacities=(4, 41))
+    trace_pmean(capacities={"leaf": (4, 41)})
   names(error, "`capacities`", "41", "40")
+
+
+def test_capacities_of_all_tables_are_cut_to_each():
+  """Of a table whose rows they all hold they pay in no step."""
+  with pytest.warns(UserWarning, match=r"\(4, 40\).*Give `capacities` by leaf"):
+    assert trace_pmean(capacities=(4, 41)).shape == TABLE.shape
+  many = jax.ShapeDtypeStruct((N, 10_000, 4), jnp.float32)
+  assert trace_pmean(many, capacities=(4, 41)).shape == many.shape
 
 
 def test_capacities_of_an_unknown_leaf():
@@ -241,6 +250,89 @@ def test_sparse_prefix_of_something_else(sparse):
   with pytest.raises((TypeError, ValueError)) as error:
     tx.init({"a": jnp.zeros((40, 4))})
   names(error, "`sparse`", repr(sparse["a"]))
+
+
+@pytest.mark.parametrize(
+  "wire_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=str
+)
+@pytest.mark.parametrize(
+  "make", [zenjax.zen_sync, lambda a, **k: zenjax.exdyna(a, 0.1, **k)]
+)
+def test_wire_dtype_of_8_bits(make, wire_dtype):
+  with pytest.raises(ValueError) as error:
+    make("data", wire_dtype=wire_dtype)
+  names(error, "`wire_dtype`", jnp.dtype(wire_dtype).name, "jnp.bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_wire_dtype_without_the_range_of_the_leaf(dtype):
+  """70,000 would come out as Inf, 1e-9 as zero."""
+  stack = jax.ShapeDtypeStruct((N, 40, 4), dtype)
+  with pytest.raises(ValueError) as error:
+    trace_pmean(stack, wire_dtype=jnp.float16)
+  names(error, "`wire_dtype`", "float16", "65504", "6e-08", "jnp.bfloat16")
+
+
+def test_wire_dtypes_with_the_range_of_the_leaf():
+  for leaf, wire in [("float32", "bfloat16"), ("float16", "float16")]:
+    stack = jax.ShapeDtypeStruct((N, 40, 4), jnp.dtype(leaf))
+    assert trace_pmean(stack, wire_dtype=wire).dtype == leaf
+
+
+NAMED = lambda name, _: name == "emb"
+
+
+@pytest.mark.parametrize(
+  ("use", "argument"),
+  [
+    (lambda p: zenjax.zen_sync("data", sparse=NAMED).init(p), "`sparse`"),
+    (lambda p: zenjax.top_k(0.1, sparse=NAMED).init(p), "`sparse`"),
+    (
+      lambda p: zenjax.grad(lambda p: jnp.sum(p["t"]), tables=NAMED)(p),
+      "`tables`",
+    ),
+  ],
+)
+def test_a_choice_of_no_leaf(use, argument):
+  params = {
+    "t": jnp.zeros((40, 4)),
+    **{f"b{i}": jnp.zeros(2) for i in range(13)},
+  }
+  with pytest.warns(UserWarning, match="should choose a leaf") as warned:
+    use(params)
+  text = str(warned[0].message)
+  assert argument in text and "'b0', 'b1'" in text and "and 2 more" in text
+
+
+def test_choices_that_are_meant():
+  """A word for no leaf, for some, and for the other part of a tree."""
+  params = {"emb": jnp.zeros((40, 4)), "t": jnp.zeros((40, 4))}
+  zenjax.zen_sync("data", sparse=False).init(params)
+  zenjax.zen_sync("data", sparse=NAMED).init(params)
+  other = optax.masked(
+    zenjax.zen_sync("data", sparse=NAMED), {"emb": False, "t": True}
+  )
+  other.init(params)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda density: zenjax.exdyna("data", density),
+    lambda density: zenjax.micro("data", density),
+    lambda density: zenjax.top_k(density),
+    lambda density: zenjax.random_k(density),
+    lambda density: zenjax.error_feedback(zenjax.top_k(density), "data"),
+  ],
+  ids=["exdyna", "micro", "top_k", "random_k", "error_feedback"],
+)
+def test_a_density_that_is_no_small_part(make):
+  init = lambda density, size: trace(
+    lambda _: make(density).init(jnp.zeros(size))
+  )
+  with pytest.warns(UserWarning, match=r"`density`.*100%.*for 1 % give 0.01"):
+    init(1, 40_000)
+  init(0.2, 40_000)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES[1:], ids=str)

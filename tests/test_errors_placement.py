@@ -101,8 +101,9 @@ def test_axis_of_data_parallel_that_the_mesh_lacks():
     ),
     (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
     (jnp.zeros((3, 2)), "pad or trim", jnp.zeros((4, 2))),
+    (jnp.zeros((0, 2)), "skip the step", jnp.zeros((2, 2))),
   ],
-  ids=["key", "scalar", "odd"],
+  ids=["key", "scalar", "odd", "empty"],
 )
 def test_batch_that_cannot_be_split(argument, remedy, remedied):
   """What the message offers works."""
@@ -111,13 +112,59 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
     one = x[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       one = jax.random.uniform(one)
-    return params, state, one
+    return params, state, one.sum()
 
   mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
   with pytest.raises(ValueError) as error:
     mapped({}, (), argument)
   names(error, "`batch` argument 0", "2 devices", str(argument.shape), remedy)
   assert jnp.isfinite(mapped({}, (), remedied)[2]).all()
+
+
+_AUTOMATIC = jax.sharding.AxisType.Auto
+_EXPLICIT = jax.sharding.AxisType.Explicit
+
+
+def sharded(axis_type, spec):
+  """A mesh, and parameters of which the table is sharded."""
+  mesh = jax.make_mesh((N, N), ("data", "model"), (axis_type, axis_type))
+  params = {"bias": jnp.zeros(4), "table": jnp.zeros((40, 4))}
+  placed = jax.sharding.NamedSharding(mesh, spec)
+  return mesh, params | {"table": jax.device_put(params["table"], placed)}
+
+
+_WORDS = ("`params`", "'table'", "(40, 4)", "gathered", "not supported", "P()")
+
+
+@pytest.mark.parametrize("axis_type", [_AUTOMATIC, _EXPLICIT])
+@pytest.mark.parametrize("spec", [P("data"), P(None, ("model", "data"))])
+def test_table_that_is_sharded_over_the_data(axis_type, spec):
+  """It would be gathered on every device, in silence."""
+  mesh, params = sharded(axis_type, spec)
+  tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+  step = lambda params, state, x: (params, state, x.mean())
+  step = zenjax.data_parallel(step, mesh, "data")
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, params, mesh, "data")
+  names(error, *_WORDS, str(spec))
+  with pytest.raises(ValueError) as error:
+    step(params, (), jnp.zeros(N))
+  names(error, *_WORDS)
+  if axis_type == _EXPLICIT:  # Of others nothing is seen under `jit`.
+    with pytest.raises(ValueError) as error:
+      jax.jit(step).lower(params, (), jnp.zeros(N))
+    names(error, *_WORDS)
+
+
+def test_table_that_is_sharded_over_another_axis():
+  """`init` may gather columns, as zen_sync does; a step would keep all."""
+  mesh, params = sharded(_AUTOMATIC, P(None, "model"))
+  tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+  zenjax.init(tx, params, mesh, "data")
+  step = zenjax.data_parallel(lambda p, s, x: (p, s, 0), mesh, "data")
+  with pytest.raises(ValueError) as error:
+    step(params, (), jnp.zeros(N))
+  names(error, *_WORDS)
 
 
 def test_an_axis_that_the_mesh_of_a_step_lacks():

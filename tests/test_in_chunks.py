@@ -65,14 +65,22 @@ ALONE = {
   ),
 }
 TOGETHER = {
-  "norm of all": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
-  "norm of a leaf": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
-  "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+  "norm of all": optax.chain(optax.clip_by_global_norm(5.0), optax.adam(0.1)),
+  "norm of a leaf": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+  "all is finite": optax.apply_if_finite(
+    optax.chain(optax.clip_by_global_norm(5.0), optax.adagrad(0.1)), 3
+  ),
+  "two norms": optax.chain(
+    optax.clip_by_global_norm(5.0),
+    optax.clip_by_block_rms(0.05),
+    optax.sgd(0.1, momentum=0.9),
+  ),
 }
 OPTIMIZERS = ALONE | TOGETHER
 
 
-@pytest.mark.parametrize("name", [*ALONE, "norm of all"])
+@pytest.mark.filterwarnings("ignore:weight decay")
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_chunks_are_the_whole(name, monkeypatch):
   params = parameters()
   tx = zenjax.lazy_rows(OPTIMIZERS[name])
@@ -99,15 +107,8 @@ def test_chunks_are_the_whole(name, monkeypatch):
   assert np.abs(got[0]["b"] - 1).max() > 0.01
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_needs_all_rows_is_found_out(name):
-  inner = optax.with_extra_args_support(OPTIMIZERS[name])
-  found = _in_chunks.separable(inner, gradients(0), parameters())
-  assert found == (name in ALONE)
-
-
-def test_further_arguments_are_of_all_rows():
-  """Nobody knows whether they could be cut: here they are one for each row."""
+def test_further_arguments_must_not_have_rows():
+  """Nobody knows how they would be cut: here they are one for each row."""
 
   def scaled(updates, state, params=None, *, by=1.0):
     return jax.tree.map(lambda x: x * by, updates), state
@@ -118,10 +119,12 @@ def test_further_arguments_are_of_all_rows():
   tx = zenjax.lazy_rows(inner)
   grads: Any = gradients(0)["a"]
   params = jnp.ones((ROWS, 3))
-  by = jnp.arange(1.0, 1 + grads.capacity)[:, None]
   got: Any
-  got, _ = tx.update(grads, tx.init(params), params, by=by)
-  np.testing.assert_array_equal(got.values, grads.values * by)
+  got, _ = tx.update(grads, tx.init(params), params, by=jnp.float32(3.0))
+  np.testing.assert_array_equal(got.values, grads.values * 3)
+  by = jnp.arange(1.0, 1 + grads.capacity)[:, None]
+  with pytest.raises(ValueError, match="cannot be traced with these arguments"):
+    tx.update(grads, tx.init(params), params, by=by)
 
 
 def test_rows_without_room_for_more_are_not_worth_it():

@@ -116,6 +116,121 @@ def test_what_mixes_rows_is_refused(inner):
     zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
 
 
+def test_what_moves_rows_without_gradients_is_told():
+  params = {"table": jnp.ones((ROWS, WIDTH)), "bias": jnp.zeros(3)}
+  for inner in (optax.adamw(0.1), optax.lion(0.1), optax.yogi(0.1)):
+    with pytest.warns(UserWarning, match="no others of table 'table'"):
+      zenjax.lazy_rows(inner).init(params)
+  zenjax.lazy_rows(optax.adamw(0.1), catch_up=True).init(params)
+  bias = {"table": False, "bias": True}
+  zenjax.lazy_rows(optax.adamw(0.1, mask=bias)).init(params)
+
+
+@pytest.mark.parametrize(
+  "scaled",
+  [
+    lambda g: g * jnp.arange(1.0, 1 + len(g))[:, None],
+    lambda g: g * np.arange(1.0, 1 + len(g), dtype=np.float32)[:, None],
+    lambda g: g * jax.random.uniform(jax.random.key(0), g.shape),
+    lambda g: jnp.cumsum(g, axis=0),
+    lambda g: g[::-1],
+    lambda g: g - jnp.roll(g, 1, axis=0),
+    lambda g: jnp.sort(g, axis=0),
+    lambda g: g.reshape(g.shape[::-1]).reshape(g.shape) @ (g.T @ g) @ g.T @ g,
+    lambda g: g / (1 + jnp.max(g)) + jnp.argmax(g),
+    lambda g: g * jnp.unique(g, size=len(g))[:, None],
+    lambda g: jax.lax.fori_loop(0, 2, lambda _, x: x - jnp.mean(x, 0), g),
+    lambda g: jnp.where(jnp.linalg.norm(g, axis=0) > 1, jnp.flip(g), g),
+  ],
+)
+def test_a_users_own_mixing_of_rows_is_refused(scaled):
+  """Whatever the numbers are: some of these do nothing to small gradients."""
+  inner = optax.stateless(lambda updates, _: jax.tree.map(scaled, updates))
+  with pytest.raises(ValueError, match="must update a row by that row alone"):
+    zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
+
+
+@pytest.mark.filterwarnings("ignore:weight decay")
+@pytest.mark.parametrize(
+  "scaled",
+  [
+    lambda g: g / jnp.sqrt(jnp.sum(g**2) + 1.0),
+    lambda g: g / (1.0 + jnp.linalg.norm(g)),
+    lambda g: g / (1.0 + jnp.mean(jnp.abs(g))),
+    lambda g: g / (1.0 + jnp.max(jnp.abs(g))),
+    lambda g: g + jnp.min(g),
+    lambda g: g * jnp.mean(jnp.cos(g)),
+    lambda g: g @ (g.T @ g),
+    lambda g: g / (1.0 + jnp.vdot(g, g)),
+    lambda g: jnp.where(jnp.any(jnp.abs(g) > 1e3), 0.0, g),
+    lambda g: g * (jnp.mean(g == 0) + jnp.sum(jnp.ravel(g) ** 2)),
+    lambda g: g - jnp.mean(g, axis=0),
+    lambda g: g * (2.0 if len(g) == ROWS else 1.0) * len(g),
+    lambda g: g / (1e-3 + jnp.std(g, axis=1, keepdims=True)),
+    lambda g: g / (1.0 + jnp.sum(g * g / (1.0 + jnp.sum(g**2)))),
+  ],
+)
+def test_a_users_own_values_of_all_rows_are_those_of_the_table(scaled):
+  def update(updates, state, params=None):
+    state += optax.tree.sum(jax.tree.map(jnp.abs, updates))
+    return jax.tree.map(scaled, updates), state
+
+  inner: Any = optax.GradientTransformation(
+    lambda params: jnp.zeros(()), update
+  )
+  tx: Any = zenjax.lazy_rows(inner)
+  table = jnp.ones((ROWS, WIDTH))
+  for ids, values in batches(1):
+    rows: Any = SparseRows(ids, 50.0 * values, ROWS).combine()
+    got, total = tx.update(rows, tx.init(table), table)
+    want, sum_ = inner.update(rows.to_dense(), inner.init(table), table)
+    np.testing.assert_allclose(total, sum_, rtol=1e-5)
+    at = np.unique(ids)
+    got = np.asarray(got.to_dense())[at]
+    np.testing.assert_allclose(got, want[at], rtol=2e-4, atol=1e-5)
+
+
+def by_size(leaf):
+  return "tall" if leaf.shape[0] > 100 else "short"
+
+
+def of_size(x):
+  return x * (1.0 if x.shape[0] > 100 else 0.5)
+
+
+RATE_BY_SIZE = optax.stateless(lambda u, _: jax.tree.map(of_size, u))
+BY_SIZE = {
+  "labels": optax.partition(
+    {"tall": optax.sgd(0.5), "short": optax.sgd(0.1)},
+    lambda tree: jax.tree.map(by_size, tree),
+  ),
+  "mask": optax.masked(
+    optax.scale(0.1), lambda tree: jax.tree.map(lambda x: len(x) > 100, tree)
+  ),
+  "mask of a state": optax.masked(
+    optax.adagrad(0.1), lambda tree: jax.tree.map(lambda x: len(x) > 100, tree)
+  ),
+}
+
+
+def test_a_number_chosen_by_size_is_that_of_the_table():
+  got, _ = run(zenjax.lazy_rows(RATE_BY_SIZE), 2, rows=True)
+  want, _ = run(RATE_BY_SIZE, 2, rows=False)
+  jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, 1e-6), got, want)
+
+
+def test_missed_steps_of_a_number_chosen_by_size_are_refused():
+  inner = optax.chain(optax.trace(0.9), RATE_BY_SIZE)
+  with pytest.raises(ValueError, match="must do the same whatever size"):
+    run(zenjax.lazy_rows(inner, catch_up=True), 1, rows=True)
+
+
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_another_program_by_size_is_refused(name):
+  with pytest.raises(ValueError, match="masks and labels that depend on sizes"):
+    run(zenjax.lazy_rows(BY_SIZE[name]), 1, rows=True)
+
+
 @pytest.mark.parametrize("catch_up", [False, True])
 def test_what_updates_in_some_steps_only_is_refused(catch_up):
   inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()

@@ -175,3 +175,33 @@ def test_leaves_by_the_names_of_the_report():
   tx = zenjax.zen_sync("data", sparse=lambda name, leaf: "embed" in name)
   state: Any = tx.init(params)
   assert list(state.leaves) == ["token_embed.w"]
+
+
+INTEGERS = {
+  "int32": np.array([[1, 2], [2, 5]], np.int32),
+  "uint8": np.array([[200, 2], [100, 255]], np.uint8),
+  "bool": np.array([[True, False], [True, True]]),
+  "complex64": np.array([[1 + 2j, 3], [4j, 5]], np.complex64),
+  "scalar": np.array([3, 4], np.int32),
+  "none": np.zeros((2, 0), np.int32),
+}
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_leaves_that_are_no_floats_are_those_of_jax(op, x64):
+  """Values and dtypes; `lax.pmean` of integers is floating."""
+  stack: dict[str, Any] = dict(INTEGERS)
+  if x64:
+    stack["int64"] = np.array([[2**40, 1], [5, 2**41]])
+  with jax.enable_x64(x64):
+    tx: Any = zenjax.zen_sync("data", op=op)
+    reduce = jax.lax.pmean if op == "mean" else jax.lax.psum
+
+    def step(x):
+      return tx.update(x, tx.init(x))[0], reduce(x, "data")
+
+    got, want = jax.vmap(step, axis_name="data")(stack)
+  for name in stack:
+    assert got[name].dtype == want[name].dtype
+    np.testing.assert_array_equal(got[name], want[name], err_msg=name)

@@ -6,6 +6,7 @@ import re
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 import optax
@@ -99,6 +100,27 @@ def test_rows_train_as_arrays_do(example):
   # an entry that is all rounding may go another way.
   for one, other in zip(params, same, strict=True):
     assert np.mean(~np.isclose(one, other, rtol=0, atol=1e-5)) < 1e-4
+
+
+def test_every_word_of_a_text_counts_once(example):
+  """The last window is padded, and with it one of two devices."""
+  data, model = example("lm_data"), example("lm_model")
+  length = data.LENGTH + 1
+  text = np.random.default_rng(0).integers(0, _VOCAB, length + 9, np.int32)
+  windows, held_out = data.split(text)
+  assert windows.shape == (2, length) and not len(held_out)
+  np.testing.assert_array_equal(windows[windows != data.PADDING], text)
+  trainer = _trainer(example, "zen", "rows", "adagrad")
+  made = model.LanguageModel(_VOCAB, _WIDTH, rngs=nnx.Rngs(0))
+  # 64 words of one window and 8 of the other, each with its own past.
+  one, other = (made(jnp.asarray(w[None])) for w in (windows[0], text[length:]))
+  states = jnp.concatenate([one[0, :-1], other[0, :-1]])
+  logits = states @ made.softmax.embedding[...].T
+  targets = np.concatenate([windows[0, 1:], text[length + 1 :]])
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+  assert len(losses) == data.LENGTH + 8
+  found = np.log(trainer.perplexity(windows))
+  np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
 
 
 def test_lazy_adam_moves_the_rows_of_a_step_alone(example):

@@ -97,7 +97,7 @@ def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
   sizes = _state.Sizes(1000, 16, DEVICES, DEVICES, 1, 8, 8, 1, 0)
   history = np.zeros((_state.HISTORY, 2), np.int32)
   history[: len(needs)] = needs
-  return _state.empty_leaf(None)._replace(
+  return _state.empty_leaf(None, mean=True, devices=0)._replace(
     sizes=jnp.array(sizes, jnp.int32),
     history=jnp.array(history),
     dense=jnp.array(dense),

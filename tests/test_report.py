@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import names
 import runners
 
 import zenjax
@@ -95,3 +96,26 @@ def test_report_explains_its_columns():
 def test_report_names_owner_update_before_the_first_step():
   state = zenjax.init(OWNER, jnp.zeros((ROWS, 8)), runners.mesh(N), "data")
   assert zenjax.report(state).startswith("owner_update: no step was taken")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_report_where_nothing_was_exchanged(steps):
+  tx, mesh, grads = ZEN, runners.mesh(1), jnp.zeros((ROWS, 8))
+  state = zenjax.init(tx, grads, mesh, "data")
+  step = jax.vmap(tx.update, (None, None), axis_name="data", axis_size=1)
+  for _ in range(steps):
+    state = jax.tree.map(lambda x: x[0], step(grads, state)[1])
+  told = [
+    "no step was taken yet.",
+    "the step was taken on one device: nothing was exchanged.",
+    "the 2 steps were taken on one device: nothing was exchanged.",
+  ]
+  assert zenjax.report(state) == f"zen_sync: {told[steps]}"
+
+
+@pytest.mark.parametrize("name", ["stats", "report", "advise", "profile"])
+def test_numbers_are_read_outside_of_jit(name):
+  state = ZEN.init(jnp.zeros((ROWS, 8)))
+  with pytest.raises(TypeError) as error:
+    jax.eval_shape(getattr(zenjax, name), state)
+  names(error, "`state`", "`jit`", f"`zenjax.{name}`", "outside")

@@ -218,7 +218,10 @@ def test_16_bit_rows_are_summed_in_float32():
   [
     (dict(unit="element"), "`unit` must be 'row' for SparseRows"),
     (dict(scheme="block_sparse"), "another scheme than 'block_sparse'"),
-    (dict(capacities=(200_000, 200_000)), "`capacities` must not exceed"),
+    (
+      dict(capacities={"leaf": (200_000, 200_000)}),
+      "`capacities` must not exceed",
+    ),
   ],
 )
 def test_what_rows_cannot_do(kwargs, message):

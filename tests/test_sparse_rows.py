@@ -93,6 +93,7 @@ def test_what_does_not_know_rows_fails_loudly(transform):
 UPDATES = "zenjax.apply_updates(params, updates)"
 SCALES = "rows.with_values(rows.values * factor)"
 INSIDE = "optax goes inside lazy_rows"
+CLIP = "zenjax.clip_by_global_norm"
 NO_ARRAY = "run optax inside zenjax.lazy_rows"
 CURES = {
   "optax.apply_updates": (lambda t, g: optax.apply_updates(t, g), UPDATES),
@@ -112,6 +113,8 @@ CURES = {
   "leaves": (lambda t, g: jax.tree.map(lambda x: x * x, g), INSIDE),
   "optax.sgd": (lambda t, g: step(optax.sgd(0.1), t, g), INSIDE),
   "optax.clip": (lambda t, g: step(optax.clip(1.0), t, g), INSIDE),
+  "clip": (lambda t, g: step(optax.clip(1.0), t, g), CLIP),
+  "decay": (lambda t, g: step(optax.add_decayed_weights(0.1), t, g), NO_ARRAY),
   "optax.adam": (lambda t, g: step(optax.adam(0.1), t, g), NO_ARRAY),
   "MultiSteps": (
     lambda t, g: step(optax.MultiSteps(optax.sgd(0.1), 2), t, g),
@@ -136,8 +139,53 @@ def test_errors_name_the_cure(name):
 
 @pytest.mark.usefixtures("as_optax_computes")
 def test_a_norm_within_jit_names_the_cure():
-  with pytest.raises(TypeError, match=INSIDE):
+  with pytest.raises(TypeError, match=f"{INSIDE}, {CLIP}"):
     jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, ()))(drawn())
+
+
+ZEROS = {
+  "zeros_like": lambda rows: jax.tree.map(jnp.zeros_like, rows),
+  "full_like": lambda rows: jax.tree.map(lambda x: jnp.full_like(x, 0), rows),
+  "optax": optax.tree.zeros_like,
+  "ones_like": lambda rows: jax.tree.map(jnp.ones_like, rows),
+}
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_that_others_make_are_no_row(name):
+  """Row 0 would be one that was touched."""
+  rows = SparseRows(jnp.array([0, 3]), jnp.ones((2, 3)), 5)
+  zeros = jax.jit(ZEROS[name])(rows)
+  assert zeros.combine().indices.tolist() == [5, 5]
+  np.testing.assert_array_equal(zeros.to_dense(), 0)
+  np.testing.assert_array_equal((rows + zeros).to_dense(), rows.to_dense())
+  lazy: Any = zenjax.lazy_rows(optax.adam(0.1))
+  table = jnp.ones((5, 3))
+  _, state = lazy.update(rows, lazy.init(table), table)
+  update, _ = lazy.update(zeros, state, table)
+  np.testing.assert_array_equal(zenjax.apply_updates(table, update), table)
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_zero_nans_keeps_ids():
+  values = jnp.array([[1.0], [jnp.nan]])
+  rows = SparseRows(jnp.array([4, 0]), values, 5)
+  tx: Any = optax.zero_nans()
+  update, _ = tx.update(rows, tx.init(rows))
+  assert update.indices.tolist() == [4, 0]
+  assert update.values.tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_tables_without_rows():
+  table, rows = jnp.ones((0, 3)), SparseRows([0], jnp.ones((1, 3)), 0)
+  tx: Any = zenjax.lazy_rows(optax.adam(0.1))
+  update, _ = tx.update(rows, tx.init(table), table)
+  assert zenjax.apply_updates(table, update).shape == (0, 3)
+  assert rows.to_dense().shape == (0, 3)
+  assert SparseRows.from_dense(table, 2).indices.tolist() == [0, 0]
+  assert float(zenjax.global_norm(rows)) == 0.0
 
 
 def test_the_cures_are_cures():

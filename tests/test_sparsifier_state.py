@@ -242,6 +242,25 @@ def test_a_residual_of_another_tree_of_as_many_elements(other):
     flax.serialization.from_bytes(state, flax.serialization.to_bytes(wrong))
 
 
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_state_of_the_other_op(op):
+  """What waits would be applied with another weight."""
+  other = {"mean": "sum", "sum": "mean"}[op]
+  params, tx = jnp.zeros(SIZE), zenjax.micro("data", 0.05, op=op)
+  shapes = lambda tx: jax.vmap(lambda _: tx.init(params), axis_name="data")(
+    jnp.zeros(N)
+  )
+  state, wrong = shapes(tx), shapes(zenjax.micro("data", 0.05, op=other))
+  step = jax.vmap(tx.update, (None, 0), axis_name="data")
+  _, after = jax.eval_shape(step, params, state)
+  assert after.op.keys() == state.op.keys() == {op}
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(step, params, wrong)
+  names(error, "`op`", "micro", f"op={op!r}", f"op={other!r}", "zenjax.init")
+  with pytest.raises(ValueError, match="keys"):
+    flax.serialization.from_bytes(state, flax.serialization.to_bytes(wrong))
+
+
 def test_a_residual_of_another_tree():
   tx, mesh = zenjax.micro("data", 0.05), runners.mesh(N)
   other = zenjax.init(tx, jnp.zeros(SIZE - 1), mesh, "data")

@@ -1,10 +1,14 @@
 """Sparse gradient synchronization for JAX, as an optax transformation."""
 
 from zenjax import packed
+from zenjax._check import check
+from zenjax._check import Checked
 from zenjax._cost import Profile
 from zenjax._data_parallel import data_parallel
 from zenjax._link import Link
 from zenjax._link import Work
+from zenjax._of_all import global_norm
+from zenjax._of_all import weighted_mean
 from zenjax._owner_update import owner_update
 from zenjax._owners import OwnerState
 from zenjax._placement import as_varying
@@ -32,7 +36,6 @@ from zenjax._rows._explain import TableUse
 from zenjax._rows._lazy import apply_updates
 from zenjax._rows._lazy import lazy_rows
 from zenjax._rows._norm import clip_by_global_norm
-from zenjax._rows._norm import global_norm
 from zenjax._rows._row_adagrad import row_adagrad
 from zenjax._rows._row_adagrad import RowAdagradState
 from zenjax._rows._sparse_rows import SparseRows
@@ -63,6 +66,8 @@ __all__ = (
   "as_varying",
   "catch_up",
   "CatchUpState",
+  "check",
+  "Checked",
   "clip_by_global_norm",
   "data_parallel",
   "error_feedback",
@@ -109,6 +114,7 @@ __all__ = (
   "top_k",
   "Topology",
   "value_and_grad",
+  "weighted_mean",
   "Work",
   "zen_sync",
   "ZenSyncState",

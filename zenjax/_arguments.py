@@ -28,7 +28,7 @@ SchemeName = Literal[
   "split_dense_gather",
   "zen",
 ]
-Unit = Literal["row", "element"] | int
+Unit = Literal["auto", "row", "element"] | int
 
 
 def axes(axis_name: AxisName) -> Axes:
@@ -87,6 +87,24 @@ def floating(name: str, dtype: Any) -> jnp.dtype | None:
   return jnp.dtype(dtype)
 
 
+def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
+  """The dtype; raises where values may not be rounded to it on the wire."""
+  wire = floating(name, dtype)
+  if wire is not None and wire.itemsize < 2:
+    raise ValueError(
+      f"`{name}` must be of 16 bits or more, got {wire.name}: values are not"
+      f" scaled, and what is beyond {float(jnp.finfo(wire).max):g} would be"
+      " lost; give jnp.bfloat16."
+    )
+  return wire
+
+
+def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
+  """Whether `wire` has every exponent of `dtype`."""
+  to, of = jnp.finfo(wire), jnp.finfo(dtype)
+  return to.maxexp >= of.maxexp and to.minexp <= of.minexp
+
+
 def check_profile(profile: Any) -> None:
   """Raises `TypeError` where it is no mapping of `Profile`s, and not None."""
   fit = isinstance(profile, Mapping) and all(
@@ -102,10 +120,10 @@ def check_profile(profile: Any) -> None:
 def check_unit(unit: Unit) -> None:
   """Raises `ValueError` where it is no way to see a leaf as rows."""
   block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0
-  if not block and unit not in ("row", "element"):
+  if not block and unit not in ("auto", "row", "element"):
     raise ValueError(
-      "`unit` must be 'row', 'element' or a block size of at least 1, got"
-      f" {unit!r}."
+      "`unit` must be 'auto', 'row', 'element' or a block size of at least 1,"
+      f" got {unit!r}."
     )
 
 

@@ -77,12 +77,12 @@ def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """Sum over `axes`; 16-bit floats are summed in float32."""
+  """`lax.psum`, dtypes included; narrow floats are summed in float32."""
   return _accumulated(lambda v: lax.psum(v, axes), x)
 
 
 def pmean(x: jax.Array, axes: Axes) -> jax.Array:
-  """Mean over `axes`; 16-bit floats are averaged in float32."""
+  """`lax.pmean`, dtypes included; narrow floats are averaged in float32."""
   return _accumulated(lambda v: lax.pmean(v, axes), x)
 
 
@@ -95,4 +95,8 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 def _accumulated(
   reduce: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-  return reduce(x.astype(accumulator(x.dtype))).astype(x.dtype)
+  wide = accumulator(x.dtype)
+  # Integers and bools come out as JAX makes them: their means are floating.
+  return (
+    reduce(x) if wide == x.dtype else reduce(x.astype(wide)).astype(x.dtype)
+  )

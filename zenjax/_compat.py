@@ -4,8 +4,13 @@ Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
 """
 
 from collections.abc import Sequence
+import time
+from typing import Any
 
 import jax
+
+# What `jax.distributed` keeps of it is not public.
+from jax._src import distributed
 from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
@@ -99,9 +104,48 @@ def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
   return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def cast_alike(values: Sequence[Any]) -> list[Any]:
+  """Returns values that all vary over the axes that any of them varies over."""
+  axes = [varying_axes(x) for x in values]
+  joined = frozenset().union(*axes)
+  return [
+    jax.lax.pcast(x, tuple(joined - own), to="varying") if joined - own else x
+    for x, own in zip(values, axes)
+  ]
+
+
 def struct(
   shape: Sequence[int], dtype: DTypeLike, like: jax.Array
 ) -> jax.ShapeDtypeStruct:
   """What a kernel returns, varying over the axes that `like` varies over."""
   kind = getattr(jax.typeof(like), "mat", None)
   return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
+
+
+class KeyValueStore:
+  """What processes that `jax.distributed` joined can tell each other."""
+
+  def __init__(self, client: Any):
+    self.client = client
+
+  def set(self, key: str, value: str) -> None:
+    self.client.key_value_set(key, value, allow_overwrite=True)
+
+  def get(self, key: str, seconds: float) -> str | None:
+    """The value, waited for so long; None if it did not come."""
+    deadline = time.monotonic() + seconds
+    while True:
+      # In turns, for Ctrl-C comes between them.
+      left = min(1.0, max(0.001, deadline - time.monotonic()))
+      try:
+        return self.client.blocking_key_value_get(key, int(1000 * left) or 1)
+      except Exception as error:
+        late = time.monotonic() >= deadline
+        if late or "DEADLINE_EXCEEDED" not in str(error):
+          return None
+
+
+def key_value_store() -> KeyValueStore | None:
+  """None where `jax.distributed` was not initialized."""
+  client = distributed.global_state.client
+  return KeyValueStore(client) if client is not None else None

@@ -1,10 +1,9 @@
 """`data_parallel`: a training step mapped over the devices of a mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
@@ -13,17 +12,17 @@ import optax
 
 from zenjax import _placement
 from zenjax import _replicas
-from zenjax import _row_sets
+from zenjax import _returned
 from zenjax import _select
 from zenjax._arguments import AxisName
-from zenjax._collectives import Axes
-from zenjax._row_sets import RowSets
 
 
 def data_parallel(
   step: Callable[..., tuple[Any, Any, Any]],
   mesh: Mesh,
   axis_name: AxisName,
+  *,
+  aux_specs: str | Mapping[str, str] | None = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
   """Maps a training step over devices, for users of plain `jit`.
 
@@ -43,6 +42,30 @@ def data_parallel(
   averages what it should is not seen. What a batch argument says to all alike,
   as a rate in `x[0]`, needs a `lax.pmean` where a state keeps it.
 
+  Inside a step everything is one device's: losses, gradients and their norms,
+  masks, statistics of a batch (batch norm), the other examples of a batch
+  (in-batch negatives), random numbers. `zenjax.global_norm(grads, axis_name)`
+  and `zenjax.weighted_mean` give those of all devices.
+
+  What `aux` holds comes out of the step by these rules, which are read from
+  the traced step:
+
+  - What is equal on all devices comes out as it is: what is not made of the
+    batch, and what `lax.pmean`, `psum`, `pmax`, `pmin` or `all_gather` return.
+    A length, `x.shape[0]`, is equal, too: that of one device's part.
+  - Floating scalars, as the loss, are averaged over devices: sums and maxima,
+    too, so that a count in floats comes out an n-th (give it as an integer, or
+    `aux_specs={"count": "sum"}`; take `lax.pmax` of a maximum).
+  - Integers that are sums over the examples, as the number of right answers,
+    are summed.
+  - Arrays that are made example by example are joined along their first
+    dimension, in the order of the batch: predictions, losses by example.
+  - What `Recorder.rows` returns is that of every device.
+
+  Anything else is refused until `aux_specs` says what it is: predictions that
+  batch norm or dropout ties to other examples of the device (`"batch"`),
+  histograms made by `x.at[i].add` (`"sum"`), integer maxima (`lax.pmax`).
+
   Args:
     step: `(params, opt_state, *batch) -> (params, opt_state, aux)`, written
       for one device, with `zen_sync(axis_name)` in its optimizer chain, or
@@ -50,17 +73,28 @@ def data_parallel(
       as they came, to evaluate.
     mesh: A mesh that has the axes.
     axis_name: The axis or axes of `mesh` that batches are split over.
+    aux_specs: What becomes of leaves of `aux`, in the place of the rules: a
+      word for all, or a mapping from names, as of `zenjax.report`, to words for
+      some. `"mean"` and `"sum"` are over devices and take any shape; `"batch"`
+      joins the devices' parts along the first dimension; `"same"` takes the
+      value of one device, as the caller knows that all have it.
 
   Returns:
-    A function of the same signature on global arrays. Floating leaves of
-    `aux`, as the loss, are averaged over devices, integers summed; what
-    `Recorder.rows` returns is that of every device. Wrap it in `jax.jit`,
-    donating parameters and state.
+    A function of the same signature on global arrays. Wrap it in `jax.jit`,
+    donating parameters and state. Arrays by example stay on the devices that
+    made them; with several processes
+    `jax.experimental.multihost_utils.process_allgather(x, tiled=True)` reads
+    all of one.
 
   Raises:
-    ValueError: A batch cannot be split evenly, an axis is not the mesh's, the
-      state of `optax.MultiSteps` was not made by `zenjax.init`, or the step
-      would leave devices with different parameters or states.
+    ValueError: A batch cannot be split evenly or is empty, an axis is not the
+      mesh's, the state of `optax.MultiSteps` was not made by `zenjax.init`, a
+      state was made for another number of devices (`zenjax.reshard` moves it),
+      the step would leave devices with different parameters or states, a leaf
+      of `aux` is ambiguous, or parameters are sharded, which would be gathered
+      on every device. Under `jit` the placement over automatic axes cannot be
+      seen; `zenjax.init` sees it.
+    TypeError: The step does not return three things.
 
   Example:
     >>> import jax
@@ -78,53 +112,62 @@ def data_parallel(
     >>> table, _, _ = step(table, tx.init(table), jnp.array([0, 0, 1, 3]))
     >>> table[:, 0].tolist()
     [-1.0, -0.5, 0.0, -0.5]
+
+    Evaluation, where scores come out in the order of the batch:
+
+    >>> def evaluate(table, state, ids):
+    ...   scores = table[ids].sum(-1)
+    ...   return table, state, {"scores": scores, "mean": scores.mean()}
+    >>> evaluate = jax.jit(zenjax.data_parallel(evaluate, mesh, "data"))
+    >>> _, _, aux = evaluate(table, (), jnp.array([3, 2, 1, 0]))
+    >>> aux["scores"].tolist(), float(aux["mean"])
+    ([-0.5, 0.0, -0.5, -1.0], -0.5)
   """
   axes = _placement.mesh_axes(axis_name, mesh)
+  aux_specs = _returned.check(aux_specs)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
 
   def mapped(params, opt_state, *batch):
     _check_batch(batch, devices)
+    _placement.require_devices(opt_state, "opt_state", devices)
+    _placement.require_replicated(params, "params", mesh.axis_names)
     _check_accumulated(opt_state, params, devices)
     same, split = PartitionSpec(), PartitionSpec(axes)
     specs = _placement.state_specs(opt_state, axis_name)
     in_specs = (same, specs, *[split] * len(batch))
     arguments = (params, opt_state, *batch)
+    looked_at = _replicas.checked(step, specs, mesh, axes)
+    layouts: list[_returned.Layout] = []
 
     def local_step(params, opt_state, *batch):
-      params, opt_state, aux = step(params, opt_state, *batch)
-      return params, opt_state, _average(aux, axes)
+      params, opt_state, aux, flows = looked_at(params, opt_state, *batch)
+      parts, layout = _returned.parted(aux, flows, aux_specs, axes, devices > 1)
+      layouts.append(layout)
+      return params, opt_state, parts
 
     # check_vma=False leaves gradients local without a cast in the user's code.
-    return jax.shard_map(
-      _replicas.checked(local_step, specs, mesh, axes),
+    params, opt_state, parts = jax.shard_map(
+      local_step,
       mesh=mesh,
       in_specs=in_specs,
-      out_specs=(same, specs, same),
+      out_specs=(same, specs, _returned.Parts.specs(axes)),
       check_vma=False,
     )(*_placement.on_mesh(arguments, mesh, in_specs))
+    return params, opt_state, layouts[-1].whole(parts)
 
   return mapped
-
-
-def _average(aux: Any, axes: Axes) -> Any:
-  def one(leaf):
-    if isinstance(leaf, RowSets):
-      return _row_sets.of_all(leaf, axes)
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-      return lax.pmean(leaf, axes)
-    return lax.psum(
-      leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, axes
-    )
-
-  is_sets = lambda node: isinstance(node, RowSets)
-  return jax.tree.map(one, aux, is_leaf=is_sets)
 
 
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
   for position, argument in enumerate(batch):
     for leaf in jax.tree.leaves(argument):
       shape = np.shape(leaf)
+      if shape and not shape[0]:
+        raise ValueError(
+          f"`batch` argument {position} must have at least one row for each of"
+          f" {devices} devices, got shape {shape}; skip the step, for a mean"
+          " over no examples is NaN."
+        )
       if not shape or shape[0] % devices:
         raise ValueError(
           f"`batch` argument {position} must have a first dimension that"
@@ -143,7 +186,7 @@ def _remedy(leaf: Any, devices: int) -> str:
     )
   return (
     f"give every device a copy, `jnp.full({devices}, x)`, and use `x[0]` in"
-    " the step"
+    " the step (a step number is best kept in the state: `(opt_state, n)`)"
   )
 
 

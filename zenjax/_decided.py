@@ -86,4 +86,4 @@ def _wire_named(leaf: _planned.LeafPlan) -> jnp.dtype | None:
       f"`plan.leaves[{leaf.name!r}].wire_dtype` must name a floating dtype such"
       f" as 'bfloat16', got {leaf.wire_dtype!r}."
     ) from error
-  return _arguments.floating(f"plan.leaves[{leaf.name!r}].wire_dtype", dtype)
+  return _arguments.wire_dtype(f"plan.leaves[{leaf.name!r}].wire_dtype", dtype)

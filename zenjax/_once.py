@@ -1,10 +1,11 @@
 """Refuses chains that average a leaf twice, or select from it after that."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
 import itertools
 from typing import Any, NamedTuple
+import warnings
 
 from zenjax import _select
 from zenjax._collectives import Axes
@@ -17,6 +18,7 @@ class _Synced(NamedTuple):
   axes: Axes | None  # None where it is not told
   selects: bool
   leaves: list[tuple[str, Any]]  # what `optax.masked` leaves out is no leaf
+  picked: Sequence[Any] = ()  # those that it selects from
 
 
 _found: contextvars.ContextVar[list[_Synced] | None] = contextvars.ContextVar(
@@ -29,9 +31,11 @@ def will_sync(by: str, params: Any, axes: Axes) -> None:
   _note(_Synced(by, axes, False, _select.named_leaves(params)))
 
 
-def will_select(by: str, params: Any, axes: Axes | None) -> None:
+def will_select(
+  by: str, params: Any, axes: Axes | None, picked: Sequence[Any]
+) -> None:
   """Called by the `init` of what needs gradients that are not yet averaged."""
-  _note(_Synced(by, axes, True, _select.named_leaves(params)))
+  _note(_Synced(by, axes, True, _select.named_leaves(params), picked))
 
 
 def _note(synced: _Synced) -> None:
@@ -60,6 +64,7 @@ def required() -> Iterator[None]:
   for i, one in enumerate(found):
     if one.selects:
       _require_before(one, found[:i], found[i + 1 :])
+      _warn_of_whole(one, found[i + 1 :])
 
 
 # What synchronizes, by what else it does.
@@ -103,6 +108,23 @@ def _require_before(
         f" was averaged by {other.by} before it, along {other.axes}; write"
         f" `optax.chain(zenjax.{one.by}(..), zenjax.{other.by}(..), ..)`."
       )
+
+
+def _warn_of_whole(one: _Synced, after: list[_Synced]) -> None:
+  """Where what synchronizes does not see the leaf that was selected from."""
+  sums = [other for other in after if not other.selects]
+  zen = [other for other in sums if other.by == "zen_sync"]
+  taken = {id(leaf) for other in zen for _, leaf in other.leaves}
+  picked = {id(leaf) for leaf in one.picked} - taken
+  names = [name for name, leaf in one.leaves if id(leaf) in picked]
+  if sums and names:
+    warnings.warn(
+      f"A zen_sync should follow {one.by} in `tx` for leaf {_named(names)}, and"
+      " none is given that leaf: what something between makes of it, or another"
+      " sum, sends all of it. Put zenjax.zen_sync right behind, or give it"
+      " `unit='element'`.",
+      stacklevel=3,
+    )
 
 
 def _common_axes(first: _Synced, second: _Synced) -> list[str]:

@@ -1,6 +1,6 @@
 """What the user asked for, checked when the transform is built."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -33,7 +33,7 @@ class Options:
   mean: bool
   exact: bool
   output: str
-  unit: Unit
+  unit: Unit  # of leaves of which nothing else is said: never "auto"
   partition: Partition
   wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None  # one, or by leaf
   capacities: Capacity | dict[str, Capacity] | None
@@ -44,6 +44,19 @@ class Options:
   remote_copies: bool
   overlap: bool = False
   plan: _planned.Plan | None = None
+  # Whether leaves that a sparsifier selects from travel by elements.
+  follows: bool = False
+  # These leaves, with the dtype that they were rounded to.
+  selected: Mapping[str, jnp.dtype] = dataclasses.field(default_factory=dict)
+
+  def unit_of(self, name: str) -> Unit:
+    """What of a leaf is sent or not sent as a whole."""
+    return "element" if name in self.elements else self.unit
+
+  @property
+  def elements(self) -> Collection[str]:
+    """Leaves that travel by elements whatever `unit` is."""
+    return self.selected if self.follows else ()
 
   def wire_of(self, name: str) -> jnp.dtype | None:
     """In which rows of a leaf travel; None for their own."""
@@ -78,7 +91,7 @@ DEFAULTS: dict[str, Any] = dict(
   op="mean",
   on_overflow="exact",
   output="same",
-  unit="row",
+  unit="auto",
   partition="auto",
   wire_dtype=None,
   capacities=None,
@@ -121,6 +134,8 @@ def check(
   _arguments.one_of("output", output, ["same", "dense", "rows"])
   _check_auto(scheme, link, profile)
   _arguments.check_unit(unit)
+  follows = unit == "auto"
+  unit = "row" if follows else unit
   if unit == "row" and scheme in SPARSE:
     unit = SPARSE[scheme].unit or unit
   _arguments.check_partition(partition)
@@ -143,13 +158,14 @@ def check(
     output=output,
     unit=unit,
     partition=partition,
-    wire_dtype=_arguments.floating("wire_dtype", wire_dtype),
+    wire_dtype=_arguments.wire_dtype("wire_dtype", wire_dtype),
     capacities=_arguments.capacities_of(capacities),
     seed=hash_seed,
     link=link,
     profile=profile,
     ids_first=_ids_first(ids_first, scheme),
     overlap=_arguments.boolean("overlap", overlap),
+    follows=follows,
     remote_copies=_remote_copies(
       exchange,
       scheme,

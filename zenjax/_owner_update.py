@@ -35,11 +35,17 @@ def owner_update(
   refuses that.
 
   The state differs between devices: make it with `zenjax.init`, and place it by
-  `zenjax.state_specs`. Rows that no device touched keep state and parameters,
-  as in `lazy_rows`.
+  `zenjax.state_specs`. It says for which owners it was made, and a step refuses
+  it where rows have others; `zenjax.reshard` moves it to another number of
+  devices, and to the form to save, in the order of rows. Rows that no device
+  touched keep state and parameters, as in `lazy_rows`.
 
   Args:
-    tx: What updates a row by that row's gradient, state and parameters.
+    tx: What updates a row by that row's gradient, state and parameters, and
+      by values of all gradients, as for `lazy_rows`. For such values, a norm
+      say, owners reduce the rows of every push before the first is updated, and
+      exchange the results: one small collective for each norm that needs
+      another, and pushes of a further round are sent once more.
     axis_name: One axis that devices are mapped over.
     sparse: As for `zen_sync`, like all that follow.
     op: See there.
@@ -56,9 +62,10 @@ def owner_update(
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis;
-      `tx` needs more than the row (a norm over all updates), accumulates
-      gradients (`optax.MultiSteps`), or needs whole rows with a `partition` by
-      columns; the state was not made by `zenjax.init`.
+      `tx` updates rows by others (see `lazy_rows`), accumulates gradients
+      (`optax.MultiSteps`), needs whole rows with a `partition` by columns or
+      of a leaf that has not two dimensions; the state was not made by
+      `zenjax.init`, or for other owners.
 
   Example:
     >>> import jax

@@ -8,8 +8,9 @@ block is rotated by a pseudo-random amount. Row `r = q * m + j` belongs to
 so each group owns exactly one row of each block: no collision, no index sets
 kept in memory, and both directions cost a few integer operations. The lane
 shifts are constants and the turns change once in 32 slots, so a packed bitmap
-is rotated by whole words. For any set of rows the load of a group varies no
-more than under an independent hash; contiguous clusters balance perfectly.
+is rotated by whole words. The load of a group varies no more than under an
+independent hash, unless ids were chosen by the lane shifts themselves, 32 of
+which then stay together; contiguous clusters balance perfectly.
 
 Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
 """

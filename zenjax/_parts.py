@@ -14,6 +14,7 @@ from zenjax import _state
 from zenjax import _sync
 from zenjax import _tables
 from zenjax import _totals
+from zenjax._arguments import Unit
 from zenjax._listed import Appended
 from zenjax._options import Options
 from zenjax._progress import Target
@@ -87,10 +88,13 @@ def begin(
   columns = [choice.column_groups for choice in part.choices]
   plans = _tables.plans(group, scheme, options, context, columns)
   old = [state.leaves[name] for name, _ in group] if state else None
-  tables = [as_table(leaf, options) for _, leaf in group]
+  tables = [as_table(leaf, options.unit_of(name)) for name, leaf in group]
   carried = None
   if old and not options.exact:
-    carried = [_residual.carried(leaf, options.unit) for leaf in old]
+    carried = [
+      _residual.carried(leaf, options.unit_of(name))
+      for leaf, (name, _) in zip(old, group)
+    ]
   exchange = _sync.Exchange(
     plans,
     scheme,
@@ -158,7 +162,7 @@ def _sync_rows(
     written = [_table_of(target) for target in result.targets]
     sources = begun.tables if options.rows_out else written
     old = [
-      _residual.keep(*k, options.unit)
+      _residual.keep(*k, options.unit_of(k[-1].table.name))
       for k in zip(sources, old, result.first, exchange.plans)
     ]
   out = [
@@ -181,9 +185,9 @@ def _sync_rows(
   return out, new
 
 
-def as_table(leaf: Any, options: Options) -> Any:
+def as_table(leaf: Any, unit: Unit) -> Any:
   """What is exchanged of a leaf: `[R, D]`, or SparseRows as they are."""
-  return leaf if is_rows(leaf) else _select.as_table(leaf, options.unit)
+  return leaf if is_rows(leaf) else _select.as_table(leaf, unit)
 
 
 def leave(

@@ -1,8 +1,10 @@
 """Where parameters and states live: types, specs, placement."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import core
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -12,13 +14,18 @@ import optax
 
 from zenjax import _arguments
 from zenjax import _group
+from zenjax import _holding
 from zenjax import _once
 from zenjax import _owned
+from zenjax import _select
 from zenjax import _state
 from zenjax._arguments import AxisName
 from zenjax._collectives import Axes
 from zenjax._sparsify._state import FeedbackLeaf
 from zenjax._sparsify._state import SparsifierState
+
+# Nodes that may differ between devices, and say of how many.
+_OWN = _state.LeafState | FeedbackLeaf | SparsifierState | _holding.Holding
 
 
 def as_varying(params: Any, axis_name: AxisName) -> Any:
@@ -84,7 +91,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   split = PartitionSpec(_arguments.axes(axis_name))
 
   def spec(node: Any) -> Any:
-    if _owned.is_owned(node):
+    if isinstance(node, _owned.Owned | _holding.Holding):
       return jax.tree.map(lambda _: split, node)
     if isinstance(node, _state.LeafState):
       same = jax.tree.map(lambda _: PartitionSpec(), node)
@@ -106,9 +113,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """Whether `node` decides its own specs; the root was split already."""
-  if isinstance(node, _state.LeafState | FeedbackLeaf | SparsifierState):
-    return True
-  if _owned.is_owned(node):
+  if isinstance(node, _OWN | _owned.Owned):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
@@ -124,6 +129,39 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
+def require_devices(state: Any, argument: str, devices: int) -> None:
+  """Raises ValueError where a state was made for other devices than these.
+
+  By shapes of global arrays; steps look at those of a device.
+  """
+  for node in own_nodes(state):
+    if isinstance(node, _holding.Holding) and _holding.IN_ROWS in node.tables:
+      raise ValueError(_holding.in_rows_message(argument))
+    by, had = made_for(node)
+    if had != devices:
+      raise ValueError(_holding.others_message(argument, by, had, devices))
+
+
+def own_nodes(state: Any) -> list[Any]:
+  """Lists the nodes that differ between devices and say of how many."""
+  is_own = lambda node: isinstance(node, _OWN)
+  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  exact = lambda x: isinstance(x, _state.LeafState) and x.residual is None
+  return [node for node in nodes if not exact(node)]
+
+
+def made_for(node: Any) -> tuple[str, int]:
+  """Returns what made a node of `own_nodes`, and for how many devices."""
+  if isinstance(node, _state.LeafState):
+    return "on_overflow='carry'", np.shape(node.residual)[0]
+  if isinstance(node, SparsifierState):
+    return "a sparsifier", node.residual.shape[0]
+  if isinstance(node, FeedbackLeaf):
+    return "error_feedback", node.selected.shape[0]
+  (tables,) = node.tables.values()
+  return "owner_update", tables.shape[0]
+
+
 def init(
   tx: optax.GradientTransformation | optax.MultiSteps,
   params: Any,
@@ -133,9 +171,10 @@ def init(
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
   Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
-  `micro`, `error_feedback`) or gradients that `optax.MultiSteps` accumulates;
-  for others it is `tx.init(params)` placed on all devices, so that the first
-  step compiles as all later ones do.
+  `micro`, `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
+  what `owner_update` keeps of the rows that a device owns; for others it is
+  `tx.init(params)` placed on all devices, so that the first step compiles as
+  all later ones do.
 
   Args:
     tx: Any chain with `zen_sync` or a sparsifier in it.
@@ -149,7 +188,7 @@ def init(
   Raises:
     ValueError: An axis is not the mesh's, or not the one that residuals are
       kept over; or `tx` synchronizes a leaf twice along one axis, or before a
-      sparsifier selects from it.
+      sparsifier selects from it; or a parameter is sharded over `axis_name`.
 
   Example:
     >>> import jax
@@ -161,8 +200,10 @@ def init(
     >>> state.leaves["leaf"].residual.shape
     (2, 6, 2)
   """
+  axes = mesh_axes(axis_name, mesh)
+  require_replicated(params, "params", axes)
   with _once.required():
-    local = _shapes(tx, params, mesh, mesh_axes(axis_name, mesh))
+    local = _shapes(tx, params, mesh, axes)
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,
@@ -183,6 +224,37 @@ def mesh_axes(axis_name: AxisName, mesh: Mesh) -> Axes:
       f" {mesh.axis_names}."
     )
   return axes
+
+
+def require_replicated(tree: Any, argument: str, axes: Sequence[str]) -> None:
+  """Refuses leaves sharded over `axes`, which `shard_map` would gather.
+
+  Under `jit` types tell of explicit axes, and nothing tells of others.
+  """
+  for name, leaf in _select.named_leaves(tree):
+    split = _spec_over(leaf, axes)
+    if split is None:
+      continue
+    raise ValueError(
+      f"`{argument}` must be replicated, and leaf {name!r} of shape"
+      f" {np.shape(leaf)} is sharded by {split}: all of it would be gathered on"
+      " every device. Tables that are larger than a device are not supported"
+      " yet; place it whole by `jax.device_put(x, jax.NamedSharding(mesh,"
+      " jax.P()))`."
+    )
+
+
+def _spec_over(leaf: Any, axes: Sequence[str]) -> PartitionSpec | None:
+  """The spec of a leaf, if it is known to be split over one of `axes`."""
+  traced = isinstance(leaf, core.Tracer)
+  placed = jax.typeof(leaf) if traced else leaf
+  sharding = getattr(placed, "sharding", None)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  sizes = sharding.mesh.shape
+  named = jax.tree.leaves(tuple(sharding.spec))
+  over = any(axis in axes and sizes[axis] > 1 for axis in named)
+  return sharding.spec if over else None
 
 
 def _shapes(

@@ -35,6 +35,7 @@ def profile(state: Any) -> dict[str, Profile]:
     >>> zenjax.profile(state)["leaf"].union
     1.0
   """
+  _state.require_numbers(state, "profile")
   found = {}
   for node in _state.require(state):
     for name, leaf in node.leaves.items():

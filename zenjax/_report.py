@@ -87,6 +87,7 @@ def report(state: Any) -> str:
 
   Raises:
     ValueError: There is none of these in `state`.
+    TypeError: It is called inside `jit`; call it on the state after the step.
 
   Example:
     >>> import jax.numpy as jnp
@@ -95,6 +96,7 @@ def report(state: Any) -> str:
     >>> print(zenjax.report(state))
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
+  _state.require_numbers(state, "report")
   lines = [*_sparsifier_lines(state), *_told_feedback.lines(state)]
   if not lines or _state.find(state):
     lines = [*_lines(state, _state.require(state)), *lines]
@@ -121,9 +123,12 @@ def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
   if not any(node.leaves for node in nodes):
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
   known, advice = _stats.of_leaves(nodes), _stats.advise(state)
-  if not known:
-    return [f"{by}: no step was taken on more than one device yet."]
   steps = max(int(node.step) for node in nodes)
+  if not steps:
+    return [f"{by}: no step was taken yet."]
+  if not known:
+    alone = "step was" if steps == 1 else f"{steps} steps were"
+    return [f"{by}: the {alone} taken on one device: nothing was exchanged."]
   rows = [_HEADINGS]
   rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
   devices = int(next(iter(known.values()))["devices"])

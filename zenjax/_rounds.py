@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from zenjax import _collectives
 from zenjax import _held
 from zenjax._plan import LARGE
 from zenjax._plan import SMALL
@@ -37,9 +38,33 @@ _LARGE_PUSH_FROM = fractions.Fraction(1, 2)
 _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
 
-# Changes what was pushed before it is pulled, and what it keeps from push to
-# push: `(held, owned) -> (held, owned)`.
-Owner = Callable[[list[Held], Any], tuple[list[Held], Any]]
+class Owner(Protocol):
+  """What owners do with the rows of a push before these are pulled."""
+
+  def __call__(
+    self, held: Sequence[Held], state: Any
+  ) -> tuple[list[Held], Any]:
+    """Changes them, and what is kept from push to push."""
+    ...
+
+  @property
+  def depth(self) -> int:
+    """How often owners must first agree on a value of all rows."""
+    ...
+
+  def nothing(self, level: int) -> Any:
+    """Returns what is found before any push."""
+    ...
+
+  def reduced(
+    self, level: int, parts: Any, held: Sequence[Held], state: Any
+  ) -> Any:
+    """Joins what was found with what a push brought."""
+    ...
+
+  def agreed(self, parts: Any) -> "Owner":
+    """Returns the owner that knows what all have found."""
+    ...
 
 
 class Turns(NamedTuple):
@@ -123,6 +148,57 @@ class Rounds:
     else:
       flow = lax.while_loop(self._unfinished, body, flow)
     return flow.progress, flow.turns, flow.owned
+
+  def visit(
+    self,
+    progress: Sequence[Progress],
+    held: Sequence[Held],
+    joined: Callable[[Any, list[Held]], Any],
+    found: Any,
+  ) -> tuple[Any, jax.Array]:
+    """Shows what did not fit the first push to its owners; nothing is pulled.
+
+    Args:
+      progress: Before the first pull.
+      held: By the first push.
+      joined: What owners make of a push and of `found`.
+      found: Made of the first push.
+
+    Returns:
+      What was found in all pushes, and how many these were, `[] int32`.
+    """
+    number = jnp.zeros((), jnp.int32)
+    if not _levels(self.plans, self.scheme, self.context)[0]:
+      return found, number
+    sizes = [plan.chunks[LARGE].push for plan in self.plans]
+    ends = [plan.layout.slots for plan in self.plans]
+
+    def unsent(flow):
+      starts, _, _ = flow
+      return _any([jnp.any(s < e) for s, e in zip(starts, ends)])
+
+    def turn(flow):
+      starts, number, found = flow
+      # As in `_push`: without this a turn that never comes would be run.
+      starts, number = lax.optimization_barrier((starts, number))
+      outgoing = [
+        Outgoing(source.after(p.target), jnp.minimum(start, end), number * 0)
+        for p, source, start, end in zip(progress, self.sources, starts, ends)
+      ]
+      held = self.scheme.push(outgoing, self.plans, sizes, self.context)
+      return self._limits(held), number + 1, joined(found, held)
+
+    flow = self._limits(held), number, found
+    _, number, found = lax.while_loop(unsent, turn, flow)
+    return found, number
+
+  def _limits(self, held: Sequence[Held]) -> list[jax.Array]:
+    """Up to which slot rows of each table have reached their owners, `[m]`."""
+    own = jnp.stack([h.union.limit for h in held])
+    limits = _collectives.all_gather(own, self.context.axes)
+    return [
+      limits[:: plan.column_groups, i] for i, plan in enumerate(self.plans)
+    ]
 
   def _unfinished(self, flow: _Flow) -> jax.Array:
     return self._unsent(flow) | _any([p.pending > 0 for p in flow.progress])

@@ -1,11 +1,13 @@
 """Which leaves travel sparse, and how a leaf is seen as a table of rows."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zenjax._arguments import SparseSpec
 from zenjax._arguments import Unit
@@ -18,6 +20,9 @@ from zenjax._rows._sparse_rows import is_rows
 _TALL = 4
 _MIN_ROWS = 512
 _MIN_BYTES = 1 << 16
+
+# Names that a message holds.
+_SHOWN = 12
 
 
 def leaf_name(path: Any) -> str:
@@ -53,8 +58,19 @@ def shapes(
   }
 
 
-def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
+def select(
+  tree: Any,
+  sparse: SparseSpec,
+  unit: Unit,
+  elements: Collection[str] = (),
+) -> list[bool]:
   """For each leaf of `tree`, in order, whether it travels sparse.
+
+  Args:
+    tree: Arrays and SparseRows.
+    sparse: As given to `zen_sync`.
+    unit: What of a leaf is sent as a whole.
+    elements: Names of leaves of which it is an element.
 
   Raises:
     ValueError: `sparse` is no prefix of the tree, or holds other than bools.
@@ -63,7 +79,8 @@ def select(tree: Any, sparse: SparseSpec, unit: Unit) -> list[bool]:
   tree = jax.tree.map(_shape_of, tree, is_leaf=is_rows)
   leaves = named_leaves(tree)
   if sparse is None:
-    return [is_table(leaf, unit) for _, leaf in leaves]
+    unit_of = lambda name: "element" if name in elements else unit
+    return [is_table(leaf, unit_of(name)) for name, leaf in leaves]
   chosen = explicit(tree, sparse, "sparse")
   require_bools([name for name, _ in leaves], chosen, "sparse")
   for (name, leaf), wanted in zip(leaves, chosen):
@@ -109,6 +126,28 @@ def require_bools(
         f"`{argument}` must give a bool for every leaf, got {wanted!r} for leaf"
         f" {name!r}; give True, False or a callable (name, leaf) -> bool."
       )
+
+
+def warn_of_none(
+  tree: Any, sparse: SparseSpec, chosen: Sequence[Any], argument: str
+) -> None:
+  """Warns of a callable that chooses no leaf of `tree`.
+
+  Silent for a part of a tree, whose other parts it may be meant for.
+  """
+  is_out = lambda node: isinstance(node, optax.MaskedNode)
+  parts = jax.tree.leaves(tree, is_leaf=lambda x: is_out(x) or is_rows(x))
+  if not callable(sparse) or any(chosen) or any(map(is_out, parts)):
+    return
+  names = [name for name, _ in named_leaves(tree, is_rows)]
+  if names:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    warnings.warn(
+      f"`{argument}` should choose a leaf, and it is False for all: {shown}"
+      f"{more}; compare with these names, or leave it out.",
+      stacklevel=3,
+    )
 
 
 def is_table(leaf: Any, unit: Unit = "row") -> bool:

@@ -4,9 +4,11 @@ Every array is small, of fixed shape and equal on all devices, residuals
 excepted, so the state checkpoints as it is and never causes a recompile.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax import core
 import jax.numpy as jnp
 
 from zenjax import _cost
@@ -90,18 +92,60 @@ class ZenSyncState(NamedTuple):
 
   step: jax.Array  # [] int32
   leaves: dict[str, LeafState]  # by name; leaves that travel sparse
+  # By name, leaves that a sparsifier before it selects from: 1 for op="mean"
+  # and 0 for op="sum", in the dtype that it rounds them to. Names and dtypes
+  # are known when a step is traced, and when a checkpoint is restored into a
+  # state.
+  selected: dict[str, jax.Array] = {}
 
 
-def empty_leaf(residual: jax.Array | None) -> LeafState:
-  """The state of a leaf before the first step."""
+def empty_leaf(
+  residual: jax.Array | None, *, mean: bool, devices: int
+) -> LeafState:
+  """The state of a leaf before the first step, `devices` 0 if unknown."""
+  nothing = Sizes(*[0] * len(Sizes._fields))
+  sizes = nothing._replace(mean=int(mean), devices=devices)
   return LeafState(
-    sizes=jnp.zeros(len(Sizes._fields), jnp.int32),
+    sizes=jnp.array(sizes, jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
     history=jnp.zeros((HISTORY, 2), jnp.int32),
     predicted=jnp.zeros(len(PREDICTED), jnp.float32),
     dense=jnp.zeros((), bool),
     residual=residual,
   )
+
+
+def read_by_a_step(
+  state: ZenSyncState, arrays: Collection[str], exact: bool
+) -> ZenSyncState:
+  """`state` with None for all that a step writes and does not read.
+
+  Args:
+    state: Before the step.
+    arrays: Names of leaves that are arrays: what is dense is remembered.
+    exact: Whether no rows wait; else `last` tells whether some do.
+  """
+
+  def read(name: str, leaf: LeafState) -> LeafState:
+    written = ["sizes", "predicted"]
+    written += ["last"] * exact
+    written += ["dense"] * (not exact or name not in arrays)
+    return leaf._replace(**dict.fromkeys(written))
+
+  leaves = {name: read(name, leaf) for name, leaf in state.leaves.items()}
+  return ZenSyncState(state.step, leaves)
+
+
+def with_rest(
+  leaves: dict[str, LeafState], state: ZenSyncState
+) -> dict[str, LeafState]:
+  """Leaves of which a step has left something None: that stays as it was."""
+
+  def filled(leaf: LeafState, old: LeafState) -> LeafState:
+    left = {k: x for k, x in old._asdict().items() if getattr(leaf, k) is None}
+    return leaf._replace(**left)
+
+  return {k: filled(leaf, state.leaves[k]) for k, leaf in leaves.items()}
 
 
 def after_step(
@@ -194,6 +238,16 @@ def _predicted(choice: Choice) -> jax.Array:
   for prediction in reversed(choice.predictions):
     best[prediction.scheme] = prediction.seconds
   return jnp.array([best[name] for name in PREDICTED], jnp.float32)
+
+
+def require_numbers(state: Any, function: str) -> None:
+  """Raises `TypeError` inside a trace, where there is nothing to read yet."""
+  if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(state)):
+    raise TypeError(
+      "`state` must hold numbers, and inside `jit`, `shard_map` or `pmap` there"
+      f" are none yet; call `zenjax.{function}` on the state that the step"
+      " returned, outside of it."
+    )
 
 
 def require(state: Any) -> list[ZenSyncState]:

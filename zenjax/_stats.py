@@ -44,6 +44,7 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
 
   Raises:
     ValueError: There is neither in `state`.
+    TypeError: It is called inside `jit`; call it on the state after the step.
 
   Example:
     >>> import jax
@@ -56,6 +57,7 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     >>> zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]["density"]
     0.125
   """
+  _state.require_numbers(state, "stats")
   nodes = _state.find(state) if _told.find(state) else _state.require(state)
   return of_leaves(nodes) | _told.numbers(state)
 
@@ -138,6 +140,7 @@ def advise(
     >>> zenjax.advise(jax.tree.map(lambda x: x[0], state))
     {'leaf': (1, 1)}
   """
+  _state.require_numbers(state, "advise")
   advice: dict[str, tuple[int, int]] = {}
   for node in _state.require(state):
     steps = min(int(node.step), _state.HISTORY)

@@ -8,6 +8,7 @@ instead, and may be remembered as dense.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from zenjax._listed import Listed
 from zenjax._masked import Carried
 from zenjax._masked import Masked
 from zenjax._masked import Whole
+from zenjax._plan import LARGE
 from zenjax._plan import TablePlan
 from zenjax._progress import Target
 from zenjax._rows._sparse_rows import SparseRows
@@ -40,6 +42,7 @@ class Result(NamedTuple):
   outcomes: list[_outcome.Outcome]
   first: list[Arrived]  # what the first pull brought
   owned: Any = ()  # what owners keep
+  owner: Any = None  # as it knows values of all rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +115,10 @@ class Exchange:
     plans, scheme, context = self.plans, self.scheme, self.context
     sizes = [plan.first.push for plan in plans]
     held = scheme.merge(begun.received, plans, sizes, context, after)
+    surveys = jnp.zeros((), jnp.int32)
     if owner:
+      with jax.named_scope("zenjax/survey"):
+        owner, surveys = self._surveyed(begun, held, owner, owned)
       held, owned = owner(held, owned)
     sizes = [plan.first.pull for plan in plans]
     first = scheme.pull(held, [0] * len(plans), plans, sizes, context)
@@ -131,13 +137,26 @@ class Exchange:
         progress, turns, owned = rounds.run(progress, held, dense, owned)
       with jax.named_scope("zenjax/dense"):
         progress = [_sum_where(*pd, context) for pd in zip(progress, dense)]
+    turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
     as_equal = lambda x: _compat.as_invariant(x, context.axes)
     targets = [jax.tree.map(as_equal, p.target) for p in progress]
     outcomes = [
       _outcome.outcome(*o, turns, scheme, context, self.exact)
       for o in zip(targets, progress, first, dense, plans)
     ]
-    return Result(targets, outcomes, first, owned)
+    return Result(targets, outcomes, first, owned, owner)
+
+  def _surveyed(self, begun, held, owner, owned):
+    """The owner with reductions over all rows, and how many pushes it took."""
+    loops = self.context.in_loops()
+    rounds = _rounds.Rounds(begun.sources, self.plans, self.scheme, loops)
+    pushes = jnp.zeros((), jnp.int32)
+    for level in range(owner.depth):
+      add = functools.partial(owner.reduced, level, state=owned)
+      parts = add(owner.nothing(level), held)
+      parts, more = rounds.visit(begun.progress, held, add, parts)
+      owner, pushes = owner.agreed(parts), pushes + more
+    return owner, pushes
 
   @property
   def _known(self) -> Sequence[jax.Array] | None:

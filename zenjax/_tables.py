@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax import _arguments
 from zenjax import _dense
 from zenjax import _plan
 from zenjax import _select
@@ -57,7 +58,8 @@ def plans(
   if options.exact and not options.remote_copies:
     for plan, given in zip(planned, pinned):
       if given:
-        _warn_above_break_even(given, plan, scheme, context)
+        by_leaf = isinstance(options.capacities, dict)
+        _warn_above_break_even(given, plan, scheme, context, by_leaf)
   return planned
 
 
@@ -66,6 +68,7 @@ def _warn_above_break_even(
   plan: _plan.TablePlan,
   scheme: Scheme,
   context: Context,
+  by_leaf: bool,
 ) -> None:
   """Says which pinned first round pays in no step.
 
@@ -101,8 +104,9 @@ def _warn_above_break_even(
     f" below break-even, {scheme.break_even:.0%} of a dense exchange's bytes,"
     f" and {tuple(given)} make it {first / dense:.0%} with"
     f" scheme={scheme.name!r}: steps that need so much take the dense path on"
-    " top of it, and all others send more than they need. Leave the leaf out,"
-    " or pin what `zenjax.advise` says after steps with this scheme.",
+    " top of it, and all others send more than they need."
+    f" {'Leave' if by_leaf else 'Give `capacities` by leaf, leave'} the leaf"
+    " out, or pin what `zenjax.advise` says after steps with this scheme.",
     stacklevel=2,
   )
 
@@ -117,11 +121,18 @@ def table_of(
   """A leaf's static facts; raises `ValueError` where it cannot travel."""
   if isinstance(leaf, SparseRows):
     _require_rows(name, options)
-  rows, width = _select.table_shape(leaf, options.unit)
+  unit = options.unit_of(name)
+  if unit == "element" and options.rows_out:
+    raise ValueError(
+      "`output='rows'` returns rows of a leaf, and a sparsifier before zen_sync"
+      f" selects elements of leaf {name!r}; leave `output` out, or give"
+      " `unit='row'`, by which all of it is sent."
+    )
+  rows, width = _select.table_shape(leaf, unit)
   if rows > _MAX_ROWS:
     raise ValueError(
       f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
-      f" `unit={options.unit!r}`, more than the {_MAX_ROWS} that int32 slots"
+      f" `unit={unit!r}`, more than the {_MAX_ROWS} that int32 slots"
       " count; choose a larger `unit`, split the leaf, or leave it out of"
       " `sparse`."
     )
@@ -131,6 +142,17 @@ def table_of(
     raise ValueError(
       f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
       f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
+    )
+  if not _arguments.has_range_of(wire, dtype) and not (
+    options.mean and options.selected.get(name) == wire
+  ):
+    info = jnp.finfo(wire)
+    raise ValueError(
+      f"`wire_dtype` must have the range of the leaf, and {wire} holds nothing"
+      f" beyond {float(info.max):g} or below"
+      f" {float(info.smallest_subnormal):.1g}: such values of leaf {name!r} of"
+      f" {dtype} would come out as Inf or zero; give jnp.bfloat16, or leave it"
+      " out."
     )
   return _plan.Table(
     name=name,
@@ -160,6 +182,8 @@ def _require_rows(name: str, options: Options) -> None:
 
 def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:
   sizes = options.capacities
+  if isinstance(sizes, _plan.Capacity):  # Of all leaves; some have fewer rows.
+    return _plan.Capacity(*(min(c, table.num_rows) for c in sizes))
   if isinstance(sizes, dict):
     sizes = sizes.get(table.name)
   if sizes is not None and sizes.pull > table.num_rows:

@@ -63,7 +63,7 @@ def _buffers(leaves: Mapping[int, Any], context: Context) -> list[list[int]]:
 
 def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
   """What must be alike to share a buffer, None of what has its own."""
-  if is_rows(leaf) or leaf.dtype == jax.dtypes.float0:
+  if is_rows(leaf):
     return None
   wide = _collectives.accumulator(leaf.dtype)
   if leaf.size * wide.itemsize > JOINED_BYTES:
@@ -86,7 +86,10 @@ def _in_one(*leaves: jax.Array, context: Context) -> tuple[jax.Array, ...]:
   flat = DENSE["dense"].reduce(flat, context)
   ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
   parts = zip(leaves, jnp.split(flat, ends))
-  return tuple(x.reshape(leaf.shape).astype(leaf.dtype) for leaf, x in parts)
+  return tuple(
+    x.reshape(leaf.shape).astype(leaf.dtype if wide != leaf.dtype else x.dtype)
+    for leaf, x in parts
+  )
 
 
 def total(
@@ -97,8 +100,6 @@ def total(
   SparseRows are made an array for it: of a table that is judged small, or for
   a scheme that knows no rows.
   """
-  if leaf.dtype == jax.dtypes.float0:
-    return leaf
   if not is_rows(leaf):
     return scheme.reduce(leaf, context)
   merged = leaf.combine()

@@ -1,6 +1,7 @@
 """`zen_sync`: gradient synchronization as an optax transformation."""
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -8,10 +9,16 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
+from zenjax import _before
+from zenjax import _collectives
 from zenjax import _group
+from zenjax import _marks
 from zenjax import _once
 from zenjax import _options
+from zenjax import _plainly
+from zenjax import _same_program
 from zenjax import _select
+from zenjax import _selected
 from zenjax import _state
 from zenjax._arguments import AxisName
 from zenjax._arguments import Capacities
@@ -36,7 +43,7 @@ def zen_sync(
   op: str = "mean",
   on_overflow: str = "exact",
   output: str = "same",
-  unit: Unit = "row",
+  unit: Unit = "auto",
   partition: Partition = "auto",
   wire_dtype: Any = None,
   capacities: Capacities = None,
@@ -54,7 +61,8 @@ def zen_sync(
   of this device's part of the batch, and returns *global* ones, equal on all
   devices: what `jax.lax.pmean` returns, to rounding, for every input. It is
   used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
-  chain. Leaves that do not travel sparse take `pmean`, small ones together in
+  chain. Leaves that do not travel sparse take `pmean`, with its dtypes (means
+  of integers are floating), small ones together in
   one sum where CPUs of several processes would send them one after the other,
   so the one line replaces the user's own.
 
@@ -75,6 +83,12 @@ def zen_sync(
   A leaf is synchronized once along an axis: `zenjax.init` refuses a chain with
   another zen_sync, or `owner_update`, for it. `tx.init` cannot: it sees one
   transformation at a time.
+
+  Derivatives through it, of an update by what it was made of, are those of
+  `jax.lax.pmean`, rounding for the wire left aside, in either direction and of
+  any order. SparseRows come out with a derivative where their ids decide which
+  rows they are. Else, and of what `on_overflow="carry"` keeps, a
+  NotImplementedError says so.
 
   Transforms that branch on local gradients (`optax.apply_if_finite`) go after
   zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it
@@ -101,7 +115,8 @@ def zen_sync(
       callable `(name, leaf) -> bool`, named as in `zenjax.report`. By default
       those of two dimensions, at least 512 rows and 64 KiB, and more than 4
       times as many rows as columns; with another `unit` than rows, any of
-      64 KiB. A leaf judged wrongly costs time, never a wrong result.
+      64 KiB. A leaf judged wrongly costs time, never a wrong result. A
+      `UserWarning` tells of a callable that chooses no leaf.
     scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
       of the systems before it: `"all_gather"` (everyone gets all rows),
       `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
@@ -118,13 +133,20 @@ def zen_sync(
       `on_overflow="carry"` as many as one round brings.
     unit: What is sent or not as a whole: `"row"` (the last dimension),
       `"element"`, or a number of consecutive elements. SparseRows are rows.
+      `"auto"` are rows, or what the scheme has in their place, and elements for
+      leaves that a sparsifier before it in the chain selects from (`top_k`,
+      `threshold`, `random_k`, with `error_feedback` or without): init the
+      chain as a whole.
     partition: Who sums a row: `"hash"` spreads rows over devices, `"columns"`
       splits every row, a number `g` that divides the devices makes `g` column
       groups of hashed rows; `"auto"` takes the fewest bytes by formula.
     wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
-      switch; sums stay in float32.
+      switch; sums stay in float32. It must have the range of the leaf's dtype,
+      as bfloat16 has float32's; float16 has it of float16, and of means of what
+      `error_feedback(wire_dtype=jnp.float16)` before it has rounded.
     capacities: Rows that the first round's buffers hold, `(push, pull)` for
-      all leaves or a mapping from leaf name; `zenjax.report` advises them. The
+      all leaves, cut to the rows that each has, or a mapping from leaf name;
+      `zenjax.report` advises them. The
       rest follows in parts of these, so small ones cost turns, never rows. Of
       large ones that pay in no step a `UserWarning` says so.
     hash_seed: Draws another hash.
@@ -165,7 +187,8 @@ def zen_sync(
     ValueError: An argument is out of range, a gradient was already summed by
       autodiff, a leaf does not fit what was asked for, or a plan was made for
       other leaves, devices or another JAX.
-    TypeError: A leaf chosen explicitly is not floating.
+    TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
+      as `jax.grad(.., allow_int=True)` gives of integers.
     NotImplementedError: `exchange="remote_copies"` cannot serve what it was
       given; on other platforms than TPUs it says so when a step is compiled.
     NameError: In `update`, when no axis of that name is bound.
@@ -205,8 +228,16 @@ def zen_sync(
     **extra_args: Any,
   ) -> tuple[optax.Updates, _state.ZenSyncState]:
     del params, extra_args
+    _before.require_linear("zen_sync", op)
+    exchange = _exchange(updates, options)
+    state = _with_residuals(state, exchange, "waited")
+    updates = _marked(updates, exchange, "local")
     synced, leaves = _group.sync_tree(updates, state, options)
-    return synced, _state.ZenSyncState(state.step + 1, leaves)
+    facts = _same_program.described("zen_sync", options, updates)
+    exchange.facts.update(facts)
+    synced = _marked(synced, exchange, "synced")
+    state = state._replace(step=state.step + 1, leaves=leaves)
+    return synced, _with_residuals(state, exchange, "waits")
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -214,16 +245,64 @@ def zen_sync(
 def _init(params: optax.Params, options: Options) -> _state.ZenSyncState:
   _once.will_sync("zen_sync", params, options.axes)
   leaves: dict[str, _state.LeafState] = {}
+  named = _select.named_leaves(params, is_rows)
+  selected = {
+    name: jnp.full((), options.mean, note.wire or leaf.dtype)
+    for name, leaf in named
+    if (note := _selected.will_sum(leaf, options.axes))
+  }
+  options = _group.following(options, selected)
   if options.plan:
     require_tree(options.plan, _select.shapes(_select.named_leaves(params)))
   if options.scheme not in DENSE:
-    chosen = _select.select(params, options.sparse, options.unit)
-    named = _select.named_leaves(params, is_rows)
+    chosen = _group.chosen_leaves(params, options)
+    _select.warn_of_none(params, options.sparse, chosen, "sparse")
+    _group.warn_of_whole(named, chosen, options)
     for (name, leaf), sparse in zip(named, chosen):
       if sparse:
         residual = None if options.exact else _residual(leaf, options)
-        leaves[name] = _state.empty_leaf(residual)
-  return _state.ZenSyncState(jnp.zeros((), jnp.int32), leaves)
+        # Where a residual is kept its axes are bound.
+        devices = 0 if options.exact else _collectives.size(options.axes)
+        leaves[name] = _state.empty_leaf(
+          residual, mean=options.mean, devices=devices
+        )
+  return _state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
+
+
+def _exchange(updates: Any, options: Options) -> _marks.Exchange:
+  names = tuple(name for name, _ in _select.named_leaves(updates, is_rows))
+  plain = functools.partial(_plainly.means, options=options)
+  return _marks.Exchange(
+    "zen_sync",
+    options,
+    names,
+    # Rows that wait are no part of a plain mean.
+    plain if options.exact else None,
+  )
+
+
+def _marked(tree: Any, exchange: _marks.Exchange, role: str) -> Any:
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  marked = _marks.marked(leaves, exchange, role)
+  for leaf, same in zip(leaves, marked):
+    _selected.hand_on(leaf, same)
+  return structure.unflatten(marked)
+
+
+def _with_residuals(state: Any, exchange: _marks.Exchange, role: str) -> Any:
+  """`state` with marks at what waits."""
+  if exchange.options.exact:
+    return state
+  known = [state.leaves.get(name) for name in exchange.names]
+  residuals = _marks.marked(
+    [leaf and leaf.residual for leaf in known], exchange, role
+  )
+  leaves = {
+    name: leaf._replace(residual=residual)
+    for name, leaf, residual in zip(exchange.names, known, residuals)
+    if leaf is not None
+  }
+  return state._replace(leaves=state.leaves | leaves)
 
 
 def _residual(leaf: jax.Array, options: Options) -> jax.Array:
@@ -251,7 +330,7 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
 
   Returns:
     The mean over devices, equal on all: of `x`'s shape and dtype, an array or
-    SparseRows as `output` says.
+    SparseRows as `output` says. Its derivatives are those of `lax.pmean`.
 
   Example:
     >>> import jax

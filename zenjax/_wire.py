@@ -19,8 +19,26 @@ def words_for(count: int, dtype: jnp.dtype) -> int:
   return -(-count * jnp.dtype(dtype).itemsize // 4)
 
 
+@jax.custom_jvp
+def _constant(x: jax.Array) -> jax.Array:
+  """`x`, of which no derivative is asked: bits have none."""
+  return x
+
+
+@_constant.defjvp
+def _refuse_derivative(primals, tangents):
+  del primals, tangents
+  raise NotImplementedError(
+    "Rows that owner_update exchanges have no derivative; differentiate a step"
+    " with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or put"
+    " jax.lax.stop_gradient around what goes into `update`."
+  )
+
+
 def to_words(x: jax.Array) -> jax.Array:
   """`[b, ...]` of any dtype to `[b, words] uint32`, padded with zeros."""
+  if jnp.issubdtype(x.dtype, jnp.inexact):
+    x = _constant(x)
   flat = x.reshape(x.shape[0], -1)
   size = flat.dtype.itemsize
   if size >= 4:

@@ -58,6 +58,7 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._rows import _look_ups
+from zenjax._rows import _row_ids
 
 __all__ = ("pack", "packed_shape", "take", "unpack")
 
@@ -169,15 +170,14 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
     SparseRows(rows [ 1 31] of 32, values float32[2,128])
   """
   _require_packed(table, shape)
-  ids = jnp.asarray(ids)
+  ids = _row_ids.given(ids)
   if not jnp.issubdtype(ids.dtype, jnp.integer):
     raise TypeError(
       f"`ids` must be integers, got {ids.dtype}; convert them with"
       " `.astype(jnp.int32)`."
     )
   num_rows, width = shape
-  if jnp.iinfo(ids.dtype).bits < 32:
-    ids = ids.astype(jnp.int32)
+  ids = _row_ids.narrowed(ids, num_rows)
   ids = jnp.where(ids < 0, ids + num_rows, ids)
   row = _look_ups.in_range(ids, num_rows, clips=False)
   beside = _beside(shape)

@@ -51,7 +51,8 @@ def add_model(
     choices=("bfloat16", "float16"),
     default=[],
     metavar="DTYPE",
-    help="bfloat16 or float16: rows may be rounded to these on the wire",
+    help="bfloat16 or float16: rows of leaves that have no greater range may be"
+    " rounded to these on the wire",
   )
   group.add_argument(
     "--memory-gb",

@@ -56,7 +56,8 @@ def plan(
       and optimizer as no exchange lets it.
     overlap: Whether exchanges run beside the backward pass, as XLA schedules
       them on TPU and GPU and does not on CPU.
-    wire_dtypes: Dtypes to which rows may be rounded on the wire.
+    wire_dtypes: Dtypes to which rows may be rounded on the wire; for leaves of
+      which they have the range, as bfloat16 has float32's and float16 has not.
     capacities: What `zenjax.advise(state)` says, to be pinned.
     memory_bytes: That the buffers of one leaf's exchange may take.
 
@@ -161,7 +162,7 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
       "`wire_dtypes` must be a sequence of floating dtypes, got"
       f" {dtypes!r}; give (jnp.bfloat16,) for one."
     )
-  wires = [_arguments.floating("wire_dtypes", dtype) for dtype in dtypes]
+  wires = [_arguments.wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
   return tuple(jnp.dtype(wire).name for wire in wires)
 
 

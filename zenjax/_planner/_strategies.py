@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from zenjax import _arguments
 from zenjax import _cost
 from zenjax import _link
 from zenjax import _plan
@@ -146,6 +147,7 @@ def _ways(
     name
     for name in wire_dtypes
     if jax.numpy.dtype(name).itemsize < gradient.dtype.itemsize
+    and _arguments.has_range_of(jax.numpy.dtype(name), gradient.dtype)
   ]
   for wire in (None, *narrower):
     for scheme in _cost.CANDIDATES:

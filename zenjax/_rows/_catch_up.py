@@ -10,6 +10,7 @@ from zenjax._rows import _catch_up_state
 from zenjax._rows import _catching_up
 from zenjax._rows import _idle
 from zenjax._rows import _on_rows
+from zenjax._rows import _row_ids
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
 
@@ -141,15 +142,16 @@ def _at(name, leaf, ids):
     )
   num_rows = len(leaf)
   if is_rows(ids):
-    ids = ids.indices
+    ids = jnp.ravel(ids.indices)
   else:
-    ids = jnp.ravel(jnp.asarray(ids))
+    ids = _row_ids.given(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
       raise TypeError(
         f"`ids` of {name} must be integers, got {ids.dtype}; convert them with"
         " `.astype(jnp.int32)`."
       )
+    ids = jnp.ravel(_row_ids.narrowed(ids, num_rows))
     ids = jnp.where(ids < 0, ids + num_rows, ids)
-    ids = jnp.clip(ids, 0, num_rows - 1).astype(jnp.int32)
+    ids = jnp.clip(ids, 0, num_rows - 1)
   once = SparseRows(ids, jnp.zeros((len(ids), 0), jnp.float32), num_rows)
   return _on_rows.touched(once.combine())

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._rows import _behind
+from zenjax._rows import _by_rows
 from zenjax._rows import _catch_up_state
 from zenjax._rows import _idle
 from zenjax._rows import _law
 from zenjax._rows import _on_rows
-from zenjax._rows import _separable
 from zenjax._rows import _transitions
 from zenjax._rows import _trees
 from zenjax._rows._catch_up_state import CatchUpState
@@ -28,7 +28,7 @@ def catching_up(
   owner = Owner(inner)
 
   def init(params):
-    _separable.require_row_by_row(inner, params)
+    _by_rows.require_row_by_row(inner, params, catches_up=True)
     owner.laws(params)
     state = CatchUpState(
       inner=inner.init(params),
@@ -64,6 +64,7 @@ class Owner:
     self.asked = False
     self._inner = inner
     self._laws: dict[Any, dict[int, _law.Law]] = {}
+    self._programs = _by_rows.Programs(inner)
 
   def laws(self, params: Any) -> dict[int, _law.Law]:
     """Of tables that missed steps would change, by the leaf's number."""
@@ -95,9 +96,24 @@ class Owner:
           gone[i] = _difference(new[i], old)
       return few, structure.unflatten(new)
 
-    out, inner = _on_rows.update(
-      self._inner, merged, state.inner, params, extra, before
+    _on_rows.require_shapes(merged, params)
+    program = _by_rows.of_rows(
+      self._programs, merged, state.inner, params, extra
     )
+    if program is None:
+      out, inner = self._inner.update(merged, state.inner, params, **extra)
+    elif program.knows_size and laws:
+      raise ValueError(
+        "`inner` of `lazy_rows(..., catch_up=True)` must do the same whatever"
+        " size a table has, but it reads sizes in Python, of tables of shapes"
+        f" {[*program.tables.values()]}; give masks, labels and rates by name,"
+        " as trees, or leave `catch_up` out."
+      )
+    else:
+      merged = _trees.with_room(merged, program.fewest)
+      out, inner = _on_rows.update(
+        self._inner, program, merged, state.inner, params, extra, before
+      )
     if late and not self.asked:
       self.asked = True
       _catch_up_state.warn_of_no_call()

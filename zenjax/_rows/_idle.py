@@ -135,39 +135,6 @@ def owners(inner: Any, state: Any, params: Any) -> list[int]:
   return jax.tree.leaves(_trees.tagged(inner, state, numbers, -1))
 
 
-def is_elementwise(
-  inner: optax.GradientTransformationExtraArgs,
-  params: Any,
-  idles: dict[int, Idle],
-) -> bool:
-  """Whether a step on a table is that on its elements, tried at some sizes."""
-  small = _small(params, 2)
-  start = inner.init(small)
-  tables = jax.tree.leaves(small)
-
-  @jax.jit
-  def both_ways(state):
-    new, updates = map(jax.tree.leaves, _step(inner, state, small))
-    leaves, found = jax.tree.leaves(state), []
-    for i, idle in idles.items():
-      x = [*(leaves[j] for j in idle.own), tables[i]]
-      counts = [jnp.full(2, leaves[j]) for j in idle.counters]
-      want = [*(new[j] for j in idle.own), updates[i]]
-      found.append((idle.rows(as_rows(idle, x), counts), as_rows(idle, want)))
-    return found
-
-  rng = np.random.default_rng(0)
-  # Clipping and epsilons show at some size of the state or at none.
-  for scale in (1e-3, 1.0, 1e3):
-    leaves, structure = jax.tree.flatten(start)
-    drawn = [_drawn(rng, x, scale) if jnp.ndim(x) else x for x in leaves]
-    state = structure.unflatten(drawn)
-    for got, want in both_ways(state):
-      if not all(_alike(g, w) for g, w in zip(got, want)):
-        return False
-  return True
-
-
 def as_rows(idle: Idle, leaves: Sequence[jax.Array]) -> list[jax.Array]:
   """`[k, D]`, or `[k]` of leaves that are not wide, as `Idle.rows` takes."""
   wide = (*idle.wide, True)
@@ -206,8 +173,3 @@ def _counters(trace, leaves, tags):
       (third,) = count([second])
       if (int(second) - int(x), int(third) - int(second)) == (1, 1):
         yield i
-
-
-def _alike(got, want):
-  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-  return got.shape == want.shape and np.allclose(got, want, rtol=1e-5, atol=0)

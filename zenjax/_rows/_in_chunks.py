@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._rows import _on_rows
-from zenjax._rows import _separable
 from zenjax._rows import _trees
+from zenjax._rows._row_program import RowProgram
+from zenjax._rows._row_program import Totals
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._rows._sparse_rows import SparseRows
 
@@ -35,11 +36,13 @@ def _chunk(rows: SparseRows) -> int:
 
 def update(
   inner: optax.GradientTransformationExtraArgs,
+  program: RowProgram,
   merged: Any,
   state: Any,
   params: Any,
+  extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-  """As `_on_rows.update`, of an `inner` that is `separable`.
+  """As `_on_rows.update`, some rows at a time.
 
   Returns:
     The values of the updates, `[K, D]` in the place of SparseRows, and the
@@ -48,38 +51,61 @@ def update(
   leaves, structure = jax.tree.flatten(merged, is_leaf=is_rows)
   tables = [i for i, x in enumerate(leaves) if is_rows(x)]
   trips = jnp.stack([_trips(leaves[i]) for i in tables]).max()
+  first = structure.flatten_up_to(_trees.values(merged))
 
-  def step(state, values, chunks):
-    """Updates of one chunk of each table; the state with its rows alone."""
+  def cut(values, chunks):
+    """One chunk of each table: which rows, gradients and parameters."""
     at = [
       chunks[i].at if i in chunks else _on_rows.ALL for i in range(len(leaves))
     ]
     at = structure.unflatten(at)
-    grads, few = structure.unflatten(values), _on_rows.gathered(params, at)
-    out, new, tags = _on_rows.step(inner, at, grads, state, few, {})
+    grads = [
+      chunks[i].read(x) if i in chunks else x for i, x in enumerate(values)
+    ]
+    return at, structure.unflatten(grads), _on_rows.gathered(params, at)
+
+  def chunks_of(trip):
+    return {i: _Chunk(leaves[i], trip, program.fewest) for i in tables}
+
+  totals: Totals = {}
+  for level in range(program.depth):
+
+    def reduce(trip, parts, level=level, totals=totals):
+      at, grads, few = cut(first, chunks_of(trip))
+      more = _on_rows.parts(
+        program, level, at, grads, state, few, extra, totals
+      )
+      return program.joined(parts, more)
+
+    parts = lax.fori_loop(
+      0, trips, reduce, program.none(level, leaves[tables[0]].values)
+    )
+    real = {i: leaves[i].indices < leaves[i].num_rows for i in tables}
+    parts = program.finished(parts, _on_rows.counted(real))
+    totals = {**totals, **parts}
+
+  def step(state, values, chunks):
+    """Updates of one chunk of each table; the state with its rows alone."""
+    at, grads, few = cut(values, chunks)
+    out, new, tags = _on_rows.step(
+      inner, program, at, grads, state, few, extra, totals
+    )
     return structure.flatten_up_to(out), new, tags
 
   def body(trip, carry):
     state, values = carry
-    chunks = {i: _Chunk(leaves[i], trip) for i in tables}
-    some = [
-      chunks[i].read(x) if i in chunks else x for i, x in enumerate(values)
-    ]
-    out, new, tags = step(state, some, chunks)
+    chunks = chunks_of(trip)
+    out, new, tags = step(state, values, chunks)
     values = [
       chunks[i].written(x, out[i]) if i in chunks else x
       for i, x in enumerate(values)
     ]
     return _on_rows.with_rows(state, new, tags), values
 
-  first = structure.flatten_up_to(_trees.values(merged))
   rows_state, values = lax.fori_loop(0, trips, body, (state, first))
   # What belongs to no table, once: as if no row were touched.
-  nothing = {i: _Chunk(leaves[i], None) for i in tables}
-  none = [
-    nothing[i].read(x) if i in nothing else x for i, x in enumerate(first)
-  ]
-  out, rest, tags = step(state, none, nothing)
+  nothing = chunks_of(None)
+  out, rest, tags = step(state, first, nothing)
   state = _on_rows.with_rest(rows_state, rest, tags)
   values = [values[i] if i in nothing else x for i, x in enumerate(out)]
   return structure.unflatten(values), state
@@ -88,9 +114,9 @@ def update(
 class _Chunk:
   """Which rows of a table a turn of the loop is for; none without a turn."""
 
-  def __init__(self, rows: SparseRows, trip: Any):
-    size = _chunk(rows) if trip is not None else 0
-    begin = trip * size if trip is not None else 0
+  def __init__(self, rows: SparseRows, trip: Any, fewest: int):
+    size = _chunk(rows) if trip is not None else min(fewest, rows.capacity)
+    begin = trip * size if trip is not None else rows.capacity
     # The last chunk overlaps the one before: its first rows are done already.
     start = jnp.minimum(begin, rows.capacity - size)
     self._place = start + jnp.arange(size, dtype=jnp.int32)
@@ -121,34 +147,27 @@ def _trips(rows: SparseRows) -> jax.Array:
   return -(-jnp.max(last, initial=0) // max(1, _chunk(rows)))
 
 
-def separable(
-  inner: optax.GradientTransformationExtraArgs, merged: Any, params: Any
-) -> bool:
-  """Whether rows may be updated some at a time."""
-  tables = [is_rows(x) for x in jax.tree.leaves(merged, is_leaf=is_rows)]
-  return _separable.kinds(inner, merged, tables, params is not None).by_rows
-
-
 def in_chunks_or_whole(
   inner: optax.GradientTransformationExtraArgs,
+  program: RowProgram,
   merged: Any,
   state: Any,
   params: Any,
   extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-  """As `_on_rows.update`: on CPUs in chunks, if that makes no difference."""
-  if extra or not worth_it(merged) or not separable(inner, merged, params):
-    return _on_rows.update(inner, merged, state, params, extra)
+  """As `_on_rows.update`: on CPUs in chunks."""
+  if not worth_it(merged):
+    return _on_rows.update(inner, program, merged, state, params, extra)
 
   def whole(merged, state, params):
-    out, state = _on_rows.update(inner, merged, state, params, extra)
+    out, state = _on_rows.update(inner, program, merged, state, params, extra)
     return _trees.values(out), state
 
   values, state = lax.platform_dependent(
     merged,
     state,
     params,
-    cpu=lambda g, s, p: update(inner, g, s, p),
+    cpu=lambda g, s, p: update(inner, program, g, s, p, extra),
     default=whole,
   )
   return _trees.with_values(merged, values), state

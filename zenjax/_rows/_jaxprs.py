@@ -51,6 +51,9 @@ def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
   return list(found) if eqn.primitive.multiple_results else [found]
 
 
+UNKNOWN = "an unknown line"
+
+
 def place(eqn: jex_core.JaxprEqn) -> str:
   """The innermost line of neither JAX nor zenjax that led to an equation."""
   traceback = eqn.source_info.traceback
@@ -58,4 +61,4 @@ def place(eqn: jex_core.JaxprEqn) -> str:
     path = pathlib.Path(frame.file_name)
     if _LIBRARY not in path.parents and _ZENJAX not in path.parents:
       return f"{path.name}:{frame.line_num} ({frame.function_name})"
-  return "an unknown line"
+  return UNKNOWN

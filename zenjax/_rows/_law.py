@@ -27,6 +27,7 @@ import optax
 
 from zenjax import _select
 from zenjax._rows import _idle
+from zenjax._rows import _row_program
 from zenjax._rows import _transitions
 from zenjax._rows._idle import Idle
 from zenjax._rows._slopes import Slopes
@@ -126,7 +127,8 @@ def laws(
         shared[idle.kind] = law(idle)
     except Unlawful as error:
       raise ValueError(_refusal(f"{error} (table {names[table]!r})")) from None
-  if not _idle.is_elementwise(inner, params, idles):
+  tables = [i in idles for i in range(len(names))]
+  if not _row_program.is_elementwise(inner, params, tables):
     raise ValueError(_refusal("it moves elements of a table by others"))
   found = {
     i: dataclasses.replace(shared[idle.kind], idle=idle)

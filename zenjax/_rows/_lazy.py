@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import optax
 
+from zenjax._rows import _by_rows
 from zenjax._rows import _catching_up
 from zenjax._rows import _in_chunks
 from zenjax._rows import _on_rows
-from zenjax._rows import _separable
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 
@@ -34,8 +34,17 @@ def lazy_rows(
   equals `inner` on dense gradients to rounding. Adam and momentum would go on
   decaying moments and moving such rows; here moments wait as they are for the
   row's next gradient, and Adam corrects their bias by the number of all steps
-  (LazyAdam). Weight decay acts on touched rows only. Norms over all updates
-  (`optax.clip_by_global_norm`) are the same: rows left out are zero.
+  (LazyAdam). Weight decay acts on touched rows only: a `UserWarning` says so.
+
+  How `inner` treats rows is read off its program. Values of all gradients come
+  out as on arrays, in however many parts rows are updated: a global norm, a
+  mean, a maximum, a flag that all is finite (`optax.clip_by_global_norm`,
+  `clip_by_block_rms`, `apply_if_finite`, NovoGrad). An optimizer that needs
+  other rows in another way is refused, and the error names the line: what
+  reads the state or the parameters of rows without a gradient (LAMB, Adafactor,
+  a norm taken behind Adam), draws or numbers rows, or empties at some steps
+  what waits in all of them. `python tests/optax_table.py` prints what each
+  transformation of optax does.
 
   With `catch_up=True` a row remembers the last step that it took, in 4 bytes,
   and is given those that it missed, as with gradients of zero, when it is next
@@ -70,7 +79,7 @@ def lazy_rows(
 
   Args:
     inner: Any transformation that updates a row by that row's gradient, state
-      and parameters; `chain` as usual.
+      and parameters, and by values of all gradients; `chain` as usual.
     catch_up: Whether rows are given the steps that they missed.
 
   Returns:
@@ -79,12 +88,12 @@ def lazy_rows(
 
   Raises:
     ValueError: `inner` accumulates gradients (`optax.MultiSteps`), or updates
-      rows by others (LAMB, Adafactor): found by trying it on small arrays in
-      `init`. Not tried where it needs more arguments than updates and
-      parameters. With `catch_up`, that missed steps
-      cannot be made up for: they would depend on more than the row and the
-      number of the step, state is changed by other than factors (AMSGrad,
-      AdaBelief), or rows never come to rest (Lion, Adam on L2).
+      rows by others (LAMB, Adafactor). `init` says so; where `inner` needs
+      more arguments than updates, parameters and `value`, and where leaves of
+      two dimensions are treated unlike, `update` does. With `catch_up`, that
+      missed steps cannot be made up for: they would depend on more than the row
+      and the number of the step, state is changed by other than factors
+      (AMSGrad, AdaBelief), or rows never come to rest (Lion, Adam on L2).
 
   Example:
     >>> import jax.numpy as jnp
@@ -107,13 +116,23 @@ def lazy_rows(
   if catch_up:
     return _catching_up.catching_up(inner)
 
+  programs = _by_rows.Programs(inner)
+
   def init(params):
-    _separable.require_row_by_row(inner, params)
+    _by_rows.require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
     merged = _trees.combined(updates)
-    return _in_chunks.in_chunks_or_whole(inner, merged, state, params, extra)
+    if params is not None:
+      _on_rows.require_shapes(merged, params)
+    program = _by_rows.of_rows(programs, merged, state, params, extra)
+    if program is None:
+      return inner.update(updates, state, params, **extra)
+    merged = _trees.with_room(merged, program.fewest)
+    return _in_chunks.in_chunks_or_whole(
+      inner, program, merged, state, params, extra
+    )
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -123,7 +142,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
   Args:
     params: A tree of arrays.
-    updates: The same with SparseRows for tables, or None for what stays.
+    updates: The same with SparseRows for tables, or None for what stays, as
+      does what has a gradient of float0, by `jax.grad(.., allow_int=True)`.
 
   Returns:
     The sums, in the dtypes of `params`; in place where these are donated.
@@ -141,7 +161,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
   _on_rows.require_shapes(updates, params)
 
   def apply(u, p):
-    if u is None:
+    if u is None or u.dtype == jax.dtypes.float0:
       return p
     if is_rows(u):
       return p.at[u.indices].add(u.values.astype(p.dtype), mode="drop")

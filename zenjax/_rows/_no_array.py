@@ -13,7 +13,9 @@ class _Named(type):
   def __repr__(cls) -> str:
     return (
       f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows, give .to_dense(), or take jax.grad (MultiSteps)>"
+      " zenjax.lazy_rows (weight decay too), clip by"
+      " zenjax.clip_by_global_norm, give .to_dense(), or take jax.grad"
+      " (MultiSteps)>"
     )
 
 

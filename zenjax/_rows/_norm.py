@@ -10,25 +10,7 @@ from zenjax._rows import _trees
 
 
 def global_norm(updates: Any) -> jax.Array:
-  """`optax.global_norm` of a tree that may hold SparseRows.
-
-  Rows of the same index are added up before they are squared.
-
-  Args:
-    updates: A tree of arrays and SparseRows.
-
-  Returns:
-    A scalar, the norm of all of it as one vector.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> import zenjax
-    >>> rows = zenjax.SparseRows(
-    ...   jnp.array([2, 2, 7]), jnp.array([[1.0], [3.0], [9.0]]), num_rows=7
-    ... )
-    >>> float(zenjax.global_norm({"table": rows, "bias": jnp.array([3.0])}))
-    5.0
-  """
+  """`optax.global_norm`; rows of one index are added up first."""
   leaves = jax.tree.leaves(_trees.values(_trees.combined(updates)))
   return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves))
 

@@ -1,7 +1,8 @@
 """A table of which only some rows are held."""
 
 from collections.abc import Sequence
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -18,6 +19,13 @@ from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
 
 
+class Facts(NamedTuple):
+  """What is known of rows beside what they are."""
+
+  unique: bool = False  # every index stands once
+  by_value: bool = False  # values decided which rows these are
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
@@ -29,10 +37,17 @@ class SparseRows(NoArray):
   silently change plain integers. Optax goes inside `zenjax.lazy_rows`.
 
   Attributes:
-    indices: `[K] int32`; `num_rows` marks padding. An index that stands
-      twice means the sum of its rows.
+    indices: `[K] int32`; `num_rows`, and all else beyond the table, marks
+      padding. Negative ones count from the end, as where JAX indexes. An index
+      that stands twice means the sum of its rows. Integers of any dtype may be
+      given; those that int32 cannot hold are beyond the table.
     values: `[K, D]`.
     num_rows: Rows of the whole table: static.
+
+  Under `jax.vmap` each of a batch is a SparseRows of its own. Outside of it
+  several lie in one, with more dimensions in front, as `jax.vmap` and
+  `jax.lax.scan` stack them: `to_dense` and `combine` take that too, and all
+  else that needs one table raises a ValueError.
 
   Raises:
     TypeError: `indices` are no integers.
@@ -52,17 +67,17 @@ class SparseRows(NoArray):
     SparseRows(rows [1 3 3] of 3, values float32[3,2])
   """
 
-  # `_unique`: every index is known to stand once. Not part of the pytree, or
-  # trees of the same rows would differ: what is rebuilt is sorted once more.
-  __slots__ = ("_ids", "values", "num_rows", "_unique")
+  # `facts` are no part of the pytree, or trees of the same rows would differ:
+  # what is rebuilt is sorted once more.
+  __slots__ = ("_ids", "values", "num_rows", "facts")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
-    indices, values = jnp.asarray(indices), jnp.asarray(values)
+    indices, values = _row_ids.given(indices), jnp.asarray(values)
     _require(indices, values, num_rows)
-    self._ids = _row_ids.seal(indices.astype(jnp.int32))
+    self._ids = _row_ids.seal(_row_ids.narrowed(indices, num_rows))
     self.values = values
     self.num_rows = num_rows
-    self._unique = False
+    self.facts = Facts()
 
   @property
   def indices(self) -> Any:
@@ -70,18 +85,19 @@ class SparseRows(NoArray):
     return _row_ids.unseal(ids) if _row_ids.is_sealed(ids) else ids
 
   @property
-  def shape(self) -> tuple[int, int]:
-    """Of the whole table."""
-    return self.num_rows, self.values.shape[-1]
+  def shape(self) -> tuple[int, ...]:
+    """Of the whole table: `(num_rows, D)`; of a stack, of all of them."""
+    *stacked, _, width = self.values.shape
+    return *stacked, self.num_rows, width
 
   @property
   def ndim(self) -> int:
-    return 2
+    return len(self.shape)
 
   @property
   def size(self) -> int:
     """Elements of the whole table."""
-    return self.num_rows * self.values.shape[-1]
+    return math.prod(self.shape)
 
   @property
   def dtype(self) -> Any:
@@ -90,10 +106,12 @@ class SparseRows(NoArray):
   @property
   def capacity(self) -> int:
     """`K`, rows that there is room for."""
-    return self.values.shape[0]
+    return self.values.shape[-2]
 
   def to_dense(self) -> jax.Array:
     """The whole table, `[num_rows, D]`."""
+    if self.ndim > 2:
+      return jax.vmap(SparseRows.to_dense)(self)
     zeros = jnp.zeros(self.shape, self.values.dtype)
     return zeros.at[self.indices].add(self.values, mode="drop")
 
@@ -104,21 +122,27 @@ class SparseRows(NoArray):
     sort of `K` ids, unless every index stands once already, as in what
     `zen_sync` and `combine` return.
     """
-    return self if self._unique or not self.capacity else combined(self)
+    if self.ndim > 2:
+      return jax.vmap(SparseRows.combine)(self)
+    return self if self.facts.unique or not self.capacity else combined(self)
 
   def as_unique(self) -> "SparseRows":
     """The same, of which the caller knows that no index stands twice.
 
     Padding must be zero.
     """
+    return self.with_facts(self.facts._replace(unique=True))
+
+  def with_facts(self, facts: Facts) -> "SparseRows":
+    """The same, of which the caller knows `facts`."""
     rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
-    rows._unique = True
+    rows.facts = facts
     return rows
 
   def with_values(self, values: Any) -> "SparseRows":
     """The same rows with other `values: [K, D']`."""
     rows = SparseRows(self.indices, values, self.num_rows)
-    rows._unique = self._unique
+    rows.facts = self.facts
     return rows
 
   def __add__(self, other: Any) -> "SparseRows":
@@ -129,6 +153,7 @@ class SparseRows(NoArray):
     """
     if not isinstance(other, SparseRows):
       self._not_added(other)
+    require_one("one that is added", self)
     return concatenated([self, other])
 
   @classmethod
@@ -137,11 +162,18 @@ class SparseRows(NoArray):
     num_rows = table.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     nonzero = row_mask(table).nonzero
-    return cls(jnp.where(nonzero, row, num_rows), table, num_rows).as_unique()
+    rows = cls(jnp.where(nonzero, row, num_rows), table, num_rows)
+    return rows.with_facts(Facts(unique=True, by_value=True))
 
   @classmethod
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
     """The nonzero rows of `table: [R, D]`, the first `capacity` of them."""
+    if not len(table):
+      return cls(
+        jnp.zeros(capacity, jnp.int32),
+        jnp.zeros((capacity, table.shape[1]), table.dtype),
+        0,
+      )
     layout = Layout(num_rows=table.shape[0], groups=1)
     bitmap = _bitmap.index(mask_pack(table, layout).words)
     first = jnp.zeros(1, jnp.int32)
@@ -172,7 +204,7 @@ class SparseRows(NoArray):
     self = object.__new__(cls)
     self._ids, self.values = children
     self.num_rows = num_rows
-    self._unique = False
+    self.facts = Facts()
     return self
 
 
@@ -224,6 +256,17 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
     jnp.concatenate([part.values for part in parts]),
     first.num_rows,
   )
+
+
+def require_one(what: str, rows: SparseRows) -> None:
+  """Raises ValueError for several SparseRows stacked in one."""
+  if rows.ndim > 2:
+    raise ValueError(
+      f"SparseRows must be of one table, `values: [K, D]`, and {what} has"
+      f" values of shape {rows.values.shape}: several in a stack, as jax.vmap"
+      " and jax.lax.scan make them; use them inside jax.vmap, or give"
+      " `.to_dense()`."
+    )
 
 
 def is_rows(node: Any) -> bool:

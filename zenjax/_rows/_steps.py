@@ -11,6 +11,8 @@ import jax
 from jax.extend import core as jex_core
 import jax.numpy as jnp
 
+from zenjax._rows import _look_ups
+
 # `(rows [..., D], ids [...]) -> rows`.
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -74,9 +76,11 @@ def row_set(
   if at != 0 or not one or jnp.size(row) != width:
     return "is written to at more than one row"
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
-  if mode == jax.lax.GatherScatterMode.CLIP:
-    indices = jnp.clip(indices, 0, num_rows - 1)
-  at_row, row = jnp.reshape(indices, ()), jnp.reshape(row, width)
+  clips = mode == jax.lax.GatherScatterMode.CLIP
+  at_row = _look_ups.in_range(jnp.reshape(indices, ()), num_rows, clips)
+  # Out of range nothing is written, and look-ups out of range are `num_rows`.
+  at_row = jnp.where(at_row < num_rows, at_row, -1)
+  row = jnp.reshape(row, width)
   return lambda rows, ids: jnp.where(
     (ids == at_row)[..., None], _beside(row, rows), rows
   )

@@ -137,6 +137,7 @@ def find(
   if spec is not None:
     wanted = _select.explicit(tree, spec, "tables")
     _select.require_bools(names, wanted, "tables")
+    _select.warn_of_none(tree, spec, wanted, "tables")
   unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
   candidates = [i for i, reason in unfit.items() if not reason]
   run = _look(traced, leaves, candidates)

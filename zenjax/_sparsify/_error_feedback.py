@@ -34,15 +34,18 @@ def error_feedback(
 
     optax.chain(
       zenjax.error_feedback(zenjax.top_k(0.01), "data"),
-      zenjax.zen_sync("data", unit="element"),
+      zenjax.zen_sync("data"),
       optax.sgd(0.1),
     )
+
+  That zen_sync then sends elements, for leaves that `inner` selects from.
 
   Each device adds a gradient to its residual, sends what `inner` selects of
   the sum, and keeps the rest: `n` times all averages so far, and the residuals
   of all devices, are all gradients so far, to rounding. Make the state with
-  `zenjax.init`; `zenjax.reshard` takes it to another number of devices and
-  keeps the sum of the residuals.
+  `zenjax.init`; `zenjax.reshard` takes it to another number of devices, where
+  what waits has the weight that it had. Give it the state of the zen_sync too,
+  which says `op`: without, `"mean"` is assumed.
 
   With `momentum` and `clip_norm` this is Deep Gradient Compression: gradients
   are clipped, momentum is accumulated on each device *before* the selection
@@ -101,7 +104,7 @@ def error_feedback(
     >>> import zenjax
     >>> tx = optax.chain(
     ...   zenjax.error_feedback(zenjax.top_k(0.25, sparse=True), "data"),
-    ...   zenjax.zen_sync("data", sparse=True, unit="element"),
+    ...   zenjax.zen_sync("data", sparse=True),
     ... )
     >>> grads = jnp.array([[4.0, 1.0, 0.0, 3.0], [1.0, 1.0, 5.0, -4.0]])
     >>> def step(g):

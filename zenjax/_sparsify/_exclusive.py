@@ -4,6 +4,7 @@ A step is: accumulate, move partitions and threshold by the last step's counts,
 select, exchange, keep the rest.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zenjax import _before
 from zenjax import _collectives
 from zenjax import _compat
 from zenjax import _group
+from zenjax import _marks
 from zenjax import _once
+from zenjax import _same_program
 from zenjax._options import Options
 from zenjax._schemes.base import Context
 from zenjax._sparsify import _exchange
@@ -38,6 +42,8 @@ def transformation(
   def init_fn(params: optax.Params) -> Any:
     _flat.check_leaves(params, "params")
     _once.will_sync(settings.name, params, settings.options.axes)
+    leaves = jax.tree.leaves(params)
+    _settings.warn_of_much(settings.name, settings.density, leaves)
     plan = _settings.plan(params, settings, _bound_size(settings.options))
     return _init(plan, settings.options)
 
@@ -48,17 +54,46 @@ def transformation(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SparsifierState]:
     del params, extra_args
+    op = "mean" if settings.options.mean else "sum"
+    _before.require_linear(settings.name, op)
     _flat.check_leaves(updates, "updates")
     context = _group.context_of(settings.options)
-    leaves = [leaf for _, leaf in _group.local_leaves(updates, context)]
+    named = _group.local_leaves(updates, context)
+    exchange = _marks.Exchange(
+      settings.name, settings.options, tuple(name for name, _ in named)
+    )
+    leaves = _marks.marked([leaf for _, leaf in named], exchange, "local")
     plan = _settings.plan(updates, settings, context.devices)
-    _check_state(state, plan, context)
+    _check_state(state, plan, context, settings)
+    state = _with_residual(state, exchange, "waited")
     gradient = _flat.flatten(leaves, plan.form.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
-    return structure.unflatten(_flat.unflatten(update, leaves)), state
+    update = _marks.marked(_flat.unflatten(update, leaves), exchange, "synced")
+    state = _with_residual(state, exchange, "waits")
+    exchange.facts.update(_facts(settings, updates))
+    return structure.unflatten(update), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _facts(settings: Settings, updates: Any) -> dict[str, str]:
+  asked = {
+    field.name: getattr(settings, field.name)
+    for field in dataclasses.fields(settings)
+    if field.name not in ("name", "options", "division")
+  }
+  return _same_program.described(
+    settings.name, settings.options, updates, **asked
+  )
+
+
+def _with_residual(
+  state: SparsifierState, exchange: _marks.Exchange, role: str
+) -> SparsifierState:
+  """`state` with a mark at what waits, of all leaves one after the other."""
+  (residual,) = _marks.marked([state.residual], exchange, role)
+  return state._replace(residual=residual)
 
 
 def _bound_size(options: Options) -> int:
@@ -78,6 +113,7 @@ def _init(plan: Plan, options: Options) -> SparsifierState:
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
     tree={plan.tree: jnp.asarray(plan.size, jnp.int32)},
+    op={_op(options): jnp.ones((), jnp.int32)},
     residual=_group.as_varying(residual, options.axes),
     threshold=jnp.asarray(plan.controller.start, jnp.float32),
     drift=jnp.zeros((), jnp.float32),
@@ -90,7 +126,13 @@ def _init(plan: Plan, options: Options) -> SparsifierState:
   )
 
 
-def _check_state(state: Any, plan: Plan, context: Context) -> None:
+def _op(options: Options) -> str:
+  return "mean" if options.mean else "sum"
+
+
+def _check_state(
+  state: Any, plan: Plan, context: Context, settings: Settings
+) -> None:
   want = (1, plan.size), plan.form.dtype, (context.devices,)
   got = state.residual.shape, state.residual.dtype, state.parts.shape
   if got != want:
@@ -98,8 +140,9 @@ def _check_state(state: Any, plan: Plan, context: Context) -> None:
       "`state` must be made by `zenjax.init` for these gradients and devices:"
       f" a residual of {want[0]} {want[1]} on each of {want[2][0]} devices,"
       f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
-      " `zenjax.init(tx, params, mesh, axis_name)`, and give `zenjax."
-      "state_specs(state, axis_name)` to shard_map."
+      " `zenjax.init(tx, params, mesh, axis_name)`, or `zenjax.reshard(state,"
+      " mesh, axis_name)` for one of another number of devices, and give"
+      " `zenjax.state_specs(state, axis_name)` to shard_map."
     )
   if plan.tree not in state.tree:
     raise ValueError(
@@ -108,6 +151,14 @@ def _check_state(state: Any, plan: Plan, context: Context) -> None:
       f" {plan.size} elements, {', '.join(state.tree)}: what waits would be"
       " added to other parameters; call `zenjax.init(tx, params, mesh,"
       " axis_name)`."
+    )
+  op = _op(settings.options)
+  if op not in state.op:
+    raise ValueError(
+      f"`op` of {settings.name} must be that of its state, got op={op!r} and a"
+      f" state made with op={', '.join(map(repr, state.op))}: what waits would"
+      " be applied with another weight; give the `op` of before, or call"
+      " `zenjax.init(tx, params, mesh, axis_name)` for a new state."
     )
 
 
@@ -154,6 +205,7 @@ def _step(
   new = SparsifierState(
     step=known.step + 1,
     tree=known.tree,
+    op=known.op,
     residual=out.kept[None],
     threshold=threshold,
     drift=drift,

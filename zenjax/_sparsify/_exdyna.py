@@ -41,7 +41,8 @@ def exdyna(
   `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients. The
   learning rate, momentum and weight decay come after it. Make its state with
   `zenjax.init`: residuals differ between devices. It refuses a chain where
-  `zen_sync` averages the same leaves.
+  `zen_sync` averages the same leaves. `zenjax.reshard` takes the state to
+  another number of devices, where what waits has the weight that it had.
 
   It is lossy in time, not in sum: `n` times all averages so far, and all
   residuals, are all gradients so far, to rounding. NaN and Inf are always
@@ -87,7 +88,8 @@ def exdyna(
     ValueError: An argument is out of range; the model has fewer than
       `1024 * 32` elements, or there are more devices than 1,024; `density * N`
       is below 1; the state was not made by `zenjax.init` for gradients of these
-      names and shapes; a gradient was already summed by autodiff.
+      names and shapes, or with another `op`; a gradient was already summed by
+      autodiff.
     TypeError: A leaf is not an array of floating numbers, or a dtype not one of
       them.
     NameError: In `update`, when no axis of that name is bound.

@@ -13,14 +13,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zenjax import _before
 from zenjax import _collectives
 from zenjax import _group
 from zenjax import _once
 from zenjax import _select
+from zenjax import _selected
+from zenjax._collectives import Axes
 from zenjax._options import Options
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._sparsify import _clip
 from zenjax._sparsify import _rounding
+from zenjax._sparsify import _settings
 from zenjax._sparsify import _split
 from zenjax._sparsify._selectors import Bar
 from zenjax._sparsify._selectors import Selector
@@ -62,13 +66,45 @@ def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
   return [(name, leaf, s) for (name, leaf), s in zip(named, chosen)]
 
 
+def begin(
+  by: str,
+  params: Any,
+  sparse: Any,
+  selector: Selector,
+  *,
+  axes: Axes | None = None,
+  wire: jnp.dtype | None = None,
+) -> list[tuple[str, Any, bool]]:
+  """Tells all who ask, as an `init` does, what will be selected from.
+
+  Args:
+    by: Who selects.
+    params: Its parameters.
+    sparse: Which leaves.
+    selector: How.
+    axes: Over which gradients must be local; None where it is not told.
+    wire: To which selected values are rounded.
+
+  Returns:
+    As `chosen_leaves`.
+  """
+  leaves = chosen_leaves(params, sparse)
+  picked = [leaf for _, leaf, selected in leaves if selected]
+  _once.will_select(by, params, axes, picked)
+  for leaf in picked:
+    _selected.will_send(by, leaf, wire)
+  chosen = [selected for *_, selected in leaves]
+  _select.warn_of_none(params, sparse, chosen, "sparse")
+  _settings.warn_of_much(by, getattr(selector, "density", 0.0), picked)
+  return leaves
+
+
 def transformation(
   feedback: Feedback,
 ) -> optax.GradientTransformationExtraArgs:
   """The transform that `error_feedback` returns."""
 
   def init_fn(params: optax.Params) -> Any:
-    _once.will_select(BY, params, feedback.options.axes)
     return _init(params, feedback)
 
   def update_fn(
@@ -78,10 +114,11 @@ def transformation(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ErrorFeedbackState]:
     del params, extra_args
+    _before.is_real("error_feedback")
     context = _group.context_of(feedback.options)
     _group.local_leaves(updates, context)
     leaves = chosen_leaves(updates, feedback.options.sparse)
-    _check_state(leaves, state, feedback)
+    _check_state(leaves, state, feedback, context.devices)
     local = [leaf for _, leaf, _ in leaves]
     scale = _clip.scale(local, feedback.clip_norm, context.devices)
     out, new = [], {}
@@ -89,9 +126,11 @@ def transformation(
       if name not in state.leaves:
         out.append(_clip.scaled(leaf, scale))
         continue
-      step = functools.partial(_selected, state.step, number)
+      step = functools.partial(_select_from, state.step, number)
       step = step if selected else _whole
       sent, new[name] = step(leaf, state.leaves[name], scale, feedback)
+      if selected:
+        _selected.send(BY, sent, feedback.wire_dtype)
       out.append(sent)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, new)
@@ -109,9 +148,17 @@ def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
       f" made where `axis_name` is bound, and {axes} is not; call `zenjax.init("
       "tx, params, mesh, axis_name)` instead of `tx.init`."
     ) from error
+  begun = begin(
+    BY,
+    params,
+    feedback.options.sparse,
+    feedback.selector,
+    axes=axes,
+    wire=feedback.wire_dtype,
+  )
   leaves = {
     name: _init_leaf(leaf, fields, feedback)
-    for name, leaf, selected in chosen_leaves(params, feedback.options.sparse)
+    for name, leaf, selected in begun
     if (fields := _fields(leaf, selected, feedback))
   }
   return ErrorFeedbackState(jnp.zeros((), jnp.int32), leaves)
@@ -135,7 +182,9 @@ def _init_leaf(leaf: Any, kept: list[str], feedback: Feedback) -> FeedbackLeaf:
   )
 
 
-def _check_state(leaves: Any, state: Any, feedback: Feedback) -> None:
+def _check_state(
+  leaves: Any, state: Any, feedback: Feedback, devices: int
+) -> None:
   want = {
     name: dict.fromkeys(fields, (1, *leaf.shape))
     for name, leaf, selected in leaves
@@ -151,6 +200,18 @@ def _check_state(leaves: Any, state: Any, feedback: Feedback) -> None:
   }
   every = want.keys() | got.keys()
   wrong = sorted(n for n in every if want.get(n) != got.get(n))
+  for name in wrong:
+    needed, kept = want.get(name, {}), got.get(name, {})
+    parts = {shape[0] for shape in kept.values()}
+    one = {field: (1, *shape[1:]) for field, shape in kept.items()}
+    if needed and one == needed and len(parts) == 1:
+      raise ValueError(
+        f"`state` of error_feedback must keep one of each of leaf {name!r} on"
+        f" each of {devices} devices, got {kept} on a device, as of"
+        f" {parts.pop() * devices} devices; call `zenjax.reshard(state, mesh,"
+        " axis_name)`, or `zenjax.init` for a new one, and give"
+        " `zenjax.state_specs(state, axis_name)` to shard_map."
+      )
   if wrong:
     name = wrong[0]
     raise ValueError(
@@ -162,7 +223,7 @@ def _check_state(leaves: Any, state: Any, feedback: Feedback) -> None:
     )
 
 
-def _selected(
+def _select_from(
   step: jax.Array,
   number: int,
   leaf: jax.Array,

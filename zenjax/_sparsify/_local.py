@@ -10,7 +10,7 @@ import optax
 
 from zenjax import _arguments
 from zenjax import _collectives
-from zenjax import _once
+from zenjax import _selected
 from zenjax._arguments import AxisName
 from zenjax._arguments import SparseSpec
 from zenjax._rows._sparse_rows import is_rows
@@ -39,8 +39,7 @@ class Sparsifier(optax.GradientTransformationExtraArgs):
 
 def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
   def init_fn(params: optax.Params) -> Any:
-    _once.will_select(by, params, None)
-    _feedback.chosen_leaves(params, sparse)
+    _feedback.begin(by, params, sparse, selector)
     return SelectionState(jnp.zeros((), jnp.int32))
 
   def update_fn(
@@ -52,7 +51,9 @@ def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
     del params, extra_args
     leaves = _feedback.chosen_leaves(updates, sparse)
     out = [
-      _kept(leaf, selector, state.step, number) if selected else leaf
+      _selected.send(by, _kept(leaf, selector, state.step, number))
+      if selected
+      else leaf
       for number, (_, leaf, selected) in enumerate(leaves)
     ]
     structure = jax.tree.structure(updates, is_leaf=is_rows)
@@ -80,11 +81,12 @@ def top_k(
 ) -> Sparsifier:
   """Keeps the largest magnitudes of every leaf and zeros all others.
 
-  What comes out is for `zenjax.zen_sync(axis_name, unit="element")`, or for
-  `unit` a number of elements that travel together. Alone it forgets what it
-  zeros; `zenjax.error_feedback` around it sends that later. Each device selects
-  for itself: the union of `n` devices is up to `n` times as large, as `growth`
-  in `zenjax.report` shows, where `zenjax.exdyna` selects nothing twice.
+  What comes out is for `zenjax.zen_sync(axis_name)` behind it in a chain, which
+  sends elements of such leaves, or with a number for `unit` as many together.
+  Alone it forgets what it zeros; `zenjax.error_feedback` around it sends that
+  later. Each device selects for itself: the union of `n` devices is up to `n`
+  times as large, as `growth` in `zenjax.report` shows, where `zenjax.exdyna`
+  selects nothing twice.
 
   A NaN counts as larger than all else, so that it does not stay in a residual.
 

@@ -1,9 +1,10 @@
 """What the user asked of a sparsifier, checked, and what follows from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import numbers
 from typing import Any
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,10 @@ from zenjax._sparsify._thresholds import Controller
 
 # Indices that a device sends in the first round, over those of a fair share.
 _SLACK = 1.25
+# From there on a sparsifier saves little: 1 for 1 % is the usual slip. Models
+# of fewer bytes are for trying out.
+_MUCH = 0.25
+_MUCH_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,7 @@ def check(
     start=start,
     capacity=capacity,
     residual_dtype=_arguments.floating("residual_dtype", residual_dtype),
-    wire_dtype=_arguments.floating("wire_dtype", wire_dtype),
+    wire_dtype=_arguments.wire_dtype("wire_dtype", wire_dtype),
     division=division,
   )
 
@@ -145,6 +150,20 @@ def check_density(density: Any) -> None:
       "`density` must be in (0, 1], the part of the model that a step sends,"
       f" got {density!r}; give 0.01 for 1 %."
     )
+
+
+def warn_of_much(by: str, density: Any, leaves: Sequence[Any]) -> None:
+  """Warns of a density that is no small part of what is selected from."""
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  if callable(density) or density < _MUCH or size < _MUCH_BYTES:
+    return
+  warnings.warn(
+    f"`density` of {by} should be a small part of the model, in any case below"
+    f" {_MUCH}, got {density:g}, which is {density:.0%} in each step: indices"
+    " travel beside values, and it may take more bytes than a dense sum; for"
+    f" {density:g} % give {density / 100:g}.",
+    stacklevel=3,
+  )
 
 
 def is_number(x: Any) -> bool:

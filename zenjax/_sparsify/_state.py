@@ -54,6 +54,7 @@ class SparsifierState(NamedTuple):
   # `N` under a fingerprint of the tree: a key is there when a step is traced,
   # and when a checkpoint is restored into a state.
   tree: dict[str, jax.Array]
+  op: dict[str, jax.Array]  # 1 under "mean" or "sum", a key as in `tree`
   residual: jax.Array  # [1, N] on a device, [n, N] globally
   threshold: jax.Array  # [] float32, 0 where it is still to be sampled
   drift: jax.Array  # [] float32, what its logarithm moves by a step

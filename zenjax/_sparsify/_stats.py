@@ -57,6 +57,7 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
     >>> stats["density"], stats["build_up"], stats["residual_norm"]
     (0.25, 2.0, 4.0)
   """
+  _state.require_numbers(state, "sparsifier_stats")
   kinds = ErrorFeedbackState | SparsifierState
   nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
   nodes = [node for node in nodes if isinstance(node, kinds)]

@@ -1,0 +1,208 @@
+"""States that are used on other devices, or by others, than they are for."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from refusals import names
+import runners
+
+import zenjax
+
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
+PARAMS = {"dense": jnp.zeros((3, 3)), "table": jnp.zeros((128, 4))}
+TABLES = lambda name, _: name == "table"
+
+
+def owners(**options):
+  inner = options.pop("inner", optax.adam(0.1))
+  return zenjax.owner_update(inner, "data", sparse=TABLES, **options)
+
+
+TRANSFORMS: dict[str, Any] = {
+  "carry": zenjax.zen_sync("data", sparse=TABLES, on_overflow="carry"),
+  "error_feedback": optax.chain(
+    zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data", momentum=0.9),
+    zenjax.zen_sync("data", sparse=True, unit="element"),
+  ),
+  "micro": zenjax.micro("data", 0.5),
+  "owner_update": owners(),
+  "accumulated": optax.MultiSteps(owners(), 2),
+}
+
+
+def traced(tx, state, n, *, by, params=PARAMS, donate=False):
+  """Traces a step on `n` devices; nothing is compiled."""
+
+  def update(grads, state):
+    return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+
+  mesh = runners.mesh(n)
+  grads = jax.tree.map(lambda x: jnp.ones((n, *x.shape)), params)
+  if by == "data_parallel":
+    step = lambda params, state, grads: (*update(grads, state), 0)
+    step = zenjax.data_parallel(step, mesh, "data")
+    step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    return jax.eval_shape(step, params, state, grads)
+  specs = zenjax.state_specs(state, "data")
+  if by == "specs that say it is equal":
+    specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: x == P("data"))
+  mapped = jax.shard_map(
+    update,
+    mesh=mesh,
+    in_specs=(P("data"), specs),
+    out_specs=(P(), specs),
+    check_vma=by == "shard_map",
+  )
+  return jax.eval_shape(jax.jit(mapped), grads, state)
+
+
+def made(tx, n, params=PARAMS):
+  return zenjax.init(tx, params, runners.mesh(n), "data")
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_another_number_of_devices(kind):
+  """Each count is named, and what moves the state; where that is, it runs."""
+  tx = TRANSFORMS[kind]
+  states = {n: made(tx, n) for n in (1, 3, 4)}
+  for had, n in ((4, 2), (4, 8), (4, 1), (3, 1), (1, 2), (3, 2)):
+    for donate in (False, True):
+      with pytest.raises(ValueError) as error:
+        traced(tx, states[had], n, by="data_parallel", donate=donate)
+      words = [f"the {n} devices", f"made for {had}", "zenjax.reshard(state"]
+      names(error, "`opt_state`", *words)
+  # A device then has the parts of several.
+  for had, n in ((4, 2), (3, 1), (4, 1)):
+    for state in (states[had], jax.tree.map(np.asarray, states[had])):
+      with pytest.raises(ValueError) as error:
+        traced(tx, state, n, by="shard_map")
+      names(error, "`state`", f"{n} devices", str(had), "zenjax.reshard(state")
+  for n in (1, 2):
+    state = zenjax.reshard(states[4], runners.mesh(n), "data")
+    traced(tx, state, n, by="shard_map")
+    traced(tx, state, n, by="data_parallel")
+
+
+@pytest.mark.parametrize("kind", ["micro", "owner_update"])
+def test_states_of_mapped_devices_that_are_cut(kind):
+  """As of `pmap`, where a state has a dimension of devices in front."""
+  tx = TRANSFORMS[kind]
+  step = jax.vmap(lambda g, s: tx.update(g, s, PARAMS), axis_name="data")
+  stack = lambda n: jax.tree.map(lambda x: jnp.ones((n, *x.shape)), PARAMS)
+  init = lambda _: tx.init(PARAMS)
+  state = jax.vmap(init, axis_name="data")(jnp.zeros(4))
+  jax.eval_shape(step, stack(4), state)
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(step, stack(2), jax.tree.map(lambda x: x[:2], state))
+  names(error, "`state`", "2 devices", "made for 4", "zenjax.reshard(state")
+
+
+@pytest.mark.parametrize("kind", ["carry", "error_feedback", "owner_update"])
+def test_parts_that_are_not_split(kind):
+  tx = TRANSFORMS[kind]
+  with pytest.raises(ValueError) as error:
+    traced(tx, made(tx, 4), 4, by="specs that say it is equal")
+  names(error, "`state`", "zenjax.state_specs")
+
+
+def test_leaves_of_four_devices_in_the_structure_of_two():
+  """As of checkpoints that keep no keys: their shapes tell."""
+  tx = owners()
+  leaves = [np.asarray(x) for x in jax.tree.leaves(made(tx, 4))]
+  fresh = made(tx, 2)
+  state = jax.tree.structure(fresh).unflatten(leaves)
+  parts = lambda state: state.inner[0].mu["table"].part.shape
+  assert parts(state) == parts(fresh), "shapes of parts tell nothing here"
+  with pytest.raises(ValueError) as error:
+    traced(tx, state, 2, by="shard_map")
+  names(error, "`state`", "2 devices", "saved on 4", "zenjax.reshard(state")
+  moved = zenjax.reshard(state, runners.mesh(2), "data")
+  want = zenjax.reshard(made(tx, 4), runners.mesh(2), "data")
+  assert jax.tree.structure(moved) == jax.tree.structure(want)
+  jax.tree.map(np.testing.assert_array_equal, moved, want)
+
+
+def test_a_state_in_the_order_of_rows():
+  tx = owners()
+  saved = zenjax.reshard(made(tx, 4))
+  for by, argument in (("shard_map", "state"), ("data_parallel", "opt_state")):
+    with pytest.raises(ValueError) as error:
+      traced(tx, saved, 1, by=by)
+    names(error, f"`{argument}`", "order of rows", "zenjax.reshard(state, mesh")
+
+
+@pytest.mark.parametrize(
+  "other",
+  [
+    dict(hash_seed=1),
+    dict(partition="columns"),
+    dict(partition=2),
+    dict(sparse=True),
+  ],
+)
+def test_other_owners_on_as_many_devices(other):
+  """Which `like` makes those of the state, but of tables there must be all."""
+  tx = owners()
+  options: Any = dict(sparse=TABLES) | other
+  wanted = zenjax.owner_update(optax.adam(0.1), "data", **options)
+  state = made(tx, 4)
+  with pytest.raises(ValueError) as error:
+    traced(wanted, state, 4, by="shard_map")
+  if "sparse" in other:
+    names(error, "`state`", "'dense'")
+    return
+  names(error, "`state`", "4 devices", *other, "like=zenjax.init")
+  like = made(wanted, 2)
+  moved = zenjax.reshard(state, runners.mesh(2), "data", like=like)
+  assert jax.tree.structure(moved) == jax.tree.structure(like)
+  traced(wanted, moved, 2, by="shard_map")
+
+
+def test_another_shape_of_a_table():
+  tx, other = owners(), PARAMS | {"table": jnp.zeros((127, 4))}
+  with pytest.raises(ValueError) as error:
+    traced(tx, made(tx, 4), 4, by="shard_map", params=other)
+  names(error, "`state`", "tables and owners", "owner_update")
+
+
+def test_what_keeps_nothing_of_tables_is_of_any_number_of_devices():
+  tx = owners(inner=optax.sgd(0.1))
+  state = made(tx, 4)
+  assert state.owners is None
+  traced(tx, state, 2, by="shard_map")
+  traced(tx, state, 2, by="data_parallel")
+
+
+@pytest.mark.parametrize(
+  ("made_by", "used_by", "words"),
+  [
+    ("carry", "exact", ["'exact'", "'carry'", "would be lost"]),
+    ("exact", "carry", ["'carry'", "'exact'", "zenjax.init"]),
+  ],
+)
+def test_a_residual_where_none_is_wanted_and_the_reverse(
+  made_by, used_by, words
+):
+  tx = {
+    kind: zenjax.zen_sync("data", sparse=TABLES, on_overflow=kind)
+    for kind in ("carry", "exact")
+  }
+  for n in (1, 2):
+    if n == 1 and used_by == "carry":
+      continue
+    with pytest.raises(ValueError) as error:
+      traced(tx[used_by], made(tx[made_by], n), n, by="shard_map")
+    names(error, "`state`", "'table'", *words)
+
+
+def test_a_residual_of_another_shape():
+  tx, other = TRANSFORMS["carry"], PARAMS | {"table": jnp.zeros((64, 8))}
+  with pytest.raises(ValueError) as error:
+    traced(tx, made(tx, 2), 2, by="shard_map", params=other)
+  names(error, "`state`", "'table'", "(1, 64, 8)", "zenjax.init")

@@ -1,0 +1,623 @@
+"""States that are saved, and go on with another number of devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from refusals import names
+import runners
+
+import zenjax
+from zenjax._sparsify._state import FeedbackLeaf
+
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
+ROWS, WIDTH = 37, 4
+SHARES = 24  # of a batch: 8, 3 and 1 devices take as many each
+
+PARAMS: dict[str, Any] = {
+  "big": jnp.zeros(32_768),
+  "bias": jnp.zeros(3),
+  "heavy": jnp.zeros(200),
+  "kernel": jnp.zeros(400),
+  "late": jnp.zeros((64, WIDTH)),
+  "passed": jnp.zeros(300),
+  "small": jnp.zeros(100),
+  "table": jnp.zeros((ROWS, WIDTH)),
+}
+
+
+def everything():
+  """Each kind of state that differs between devices, for leaves of its own."""
+  carry: Any = dict(on_overflow="carry", capacities=(1, 2))
+  table: Any = dict(sparse=lambda name, _: name == "table")
+  sent = zenjax.zen_sync("data", sparse=True, unit="element")
+  top_k = zenjax.top_k(0.05, sparse=True)
+  drawn = zenjax.random_k(0.05, sparse=True)
+  large = zenjax.threshold(1.0, sparse=True)
+  moved = zenjax.error_feedback(drawn, "data", momentum=0.5)
+  kinds: Any = {
+    "exdyna": zenjax.exdyna("data", 0.01),
+    "micro": zenjax.micro("data", 0.05),
+    "owner_update": zenjax.owner_update(optax.adam(0.1), "data", **table),
+    "top_k": optax.chain(zenjax.error_feedback(top_k, "data"), sent),
+    "threshold": optax.chain(zenjax.error_feedback(large, "data"), sent),
+    "momentum": optax.chain(moved, sent),
+    "carry": zenjax.zen_sync("data", sparse=True, **carry),
+  }
+  labels = dict(
+    big="exdyna",
+    bias="owner_update",
+    heavy="momentum",
+    kernel="top_k",
+    late="carry",
+    passed="threshold",
+    small="micro",
+    table="owner_update",
+  )
+  return optax.multi_transform(kinds, labels)
+
+
+def draw(steps: int, seed: int) -> dict[str, np.ndarray]:
+  """Gradients of each share of each batch, few rows of tables among them."""
+  rng = np.random.default_rng(seed)
+  out = {}
+  for name, leaf in PARAMS.items():
+    x = rng.laplace(size=(steps, SHARES, *leaf.shape)).astype(np.float32)
+    if leaf.ndim == 2:
+      x *= rng.random((steps, SHARES, len(leaf), 1)) < 0.1
+    out[name] = x
+  return out
+
+
+# What is sent and what waits of these are all gradients.
+LOSSLESS = ("big", "kernel", "late", "passed", "small")
+
+
+class Run:
+  """Steps of all of them on any number of devices."""
+
+  def __init__(self):
+    self.tx = everything()
+    self._steps = {}
+
+  def init(self, n):
+    return zenjax.init(self.tx, PARAMS, runners.mesh(n), "data")
+
+  def step(self, n):
+    def step(params, state, gradients):
+      del params
+      local = jax.tree.map(lambda g: g.mean(axis=0), gradients)
+      updates, state = self.tx.update(local, state, PARAMS)
+      return updates, state, 0
+
+    if n not in self._steps:
+      mapped = zenjax.data_parallel(step, runners.mesh(n), "data")
+      self._steps[n] = jax.jit(mapped)
+    return self._steps[n]
+
+  def take(self, n, state, gradients):
+    """Updates of each step, `[t, ..]` a leaf, and the state."""
+    found = []
+    for t in range(len(gradients["table"])):
+      now = {name: x[t] for name, x in gradients.items()}
+      updates, state, _ = self.step(n)(PARAMS, state, now)
+      found.append(jax.tree.map(np.asarray, updates))
+    stack = lambda *x: np.stack(x).astype(np.float64)
+    return jax.tree.map(stack, *found), state
+
+
+@pytest.fixture(scope="module")
+def run():
+  return Run()
+
+
+def inner_of(state, kind):
+  return state.inner_states[kind].inner_state
+
+
+def kept(state) -> dict[str, np.ndarray]:
+  """What waits, in the weight of a mean over devices."""
+  top, _ = inner_of(state, "top_k")
+  moved, _ = inner_of(state, "momentum")
+  passed, _ = inner_of(state, "threshold")
+  waits = {
+    "big": inner_of(state, "exdyna").residual,
+    "heavy": moved.leaves["heavy"].residual,
+    "kernel": top.leaves["kernel"].residual,
+    "late": inner_of(state, "carry").leaves["late"].residual,
+    "momentum": moved.leaves["heavy"].momentum,
+    "passed": passed.leaves["passed"].residual,
+    "small": inner_of(state, "micro").residual,
+  }
+  return {
+    name: np.asarray(x, np.float64).mean(axis=0) for name, x in waits.items()
+  }
+
+
+def test_a_run_that_moves_goes_on_as_one_that_never_did(run):
+  """From eight devices to three, one and eight again, by way of the host.
+
+  What is owned is that of the run that never moved. Of what waits nothing is
+  lost or weighs more: all updates, and the mean of what waits, are the sum of
+  mean gradients, over each part of the run and over all of it.
+  """
+  first, later = draw(4, 0), draw(20, 1)
+  _, state = run.take(8, run.init(8), first)
+  stayed, _ = run.take(8, state, later)
+  begun, at = kept(state), 0
+  assert all(np.abs(x).max() > 0 for x in begun.values())
+  whole = {name: begun[name].copy() for name in LOSSLESS}
+  for n, steps in ((3, 7), (1, 6), (8, 7)):
+    before = kept(state)
+    saved = zenjax.reshard(state)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(saved))
+    state = zenjax.reshard(saved, runners.mesh(n), "data")
+    same = zenjax.reshard(state, runners.mesh(n), "data")
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    after = kept(state)
+    for name in before:
+      np.testing.assert_allclose(
+        after[name], before[name], rtol=1e-5, atol=1e-6
+      )
+    now = {name: x[at : at + steps] for name, x in later.items()}
+    sent, state = run.take(n, state, now)
+    for name in ("table", "bias"):
+      np.testing.assert_allclose(
+        sent[name], stayed[name][at : at + steps], rtol=2e-4, atol=2e-6
+      )
+    for name in LOSSLESS:
+      given = now[name].mean(axis=1, dtype=np.float64).sum(axis=0)
+      total = sent[name].sum(axis=0) + kept(state)[name]
+      np.testing.assert_allclose(
+        total, before[name] + given, rtol=1e-5, atol=1e-5
+      )
+      whole[name] += given - sent[name].sum(axis=0)
+    at += steps
+  assert at == len(later["big"])
+  for name in LOSSLESS:
+    np.testing.assert_allclose(
+      kept(state)[name], whole[name], rtol=1e-5, atol=5e-5
+    )
+
+
+def of_op(op: str) -> dict[str, Any]:
+  """Transformations before whose sums gradients wait."""
+  feedback = zenjax.error_feedback(
+    zenjax.top_k(0.01, sparse=lambda name, _: name.endswith("w")),
+    "data",
+    momentum=0.5,
+  )
+  sparse: Any = dict(op=op, sparse=lambda name, _: name == "w")
+  return {
+    "exdyna": zenjax.exdyna("data", 0.01, op=op),
+    "micro": zenjax.micro("data", 0.01, op=op),
+    "rows": optax.chain(feedback, zenjax.zen_sync("data", **sparse)),
+    "dense": optax.chain(
+      feedback, zenjax.zen_sync("data", op=op, scheme="dense")
+    ),
+  }
+
+
+def filled(state: Any, values: np.ndarray) -> Any:
+  """The state with `values: [n]` for each element that waits on a device."""
+  given = lambda x: np.broadcast_to(
+    values.reshape(-1, *[1] * (x.ndim - 1)), x.shape
+  ).astype(x.dtype)
+
+  def fill(node: Any) -> Any:
+    fields = [k for k in ("residual", "momentum") if hasattr(node, k)]
+    old = {k: getattr(node, k) for k in fields}
+    return node._replace(
+      **{k: given(x) for k, x in old.items() if x is not None}
+    )
+
+  kept = zenjax.SparsifierState | FeedbackLeaf
+  is_leaf = lambda node: isinstance(node, kept)
+  return jax.tree.map(
+    lambda node: fill(node) if is_leaf(node) else node, state, is_leaf=is_leaf
+  )
+
+
+def sums(state: Any) -> list[float]:
+  """Of an element of each array that waits, over devices."""
+  waits = [
+    x
+    for node in jax.tree.leaves(
+      state, is_leaf=lambda x: isinstance(x, FeedbackLeaf)
+    )
+    if isinstance(node, FeedbackLeaf)
+    for x in (node.residual, node.momentum)
+    if x is not None
+  ]
+  waits += [state.residual] if hasattr(state, "residual") else []
+  return [float(np.asarray(x).reshape(len(x), -1)[:, 0].sum()) for x in waits]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_what_waits_keeps_the_weight_that_it_has_by_op(op):
+  """Also before any step, and from the form to save.
+
+  Of leaves that go whole, whose zen_sync remembers nothing of them, and of a
+  zen_sync that sums whole arrays alone.
+  """
+  params = {"bias": jnp.zeros(3), "w": jnp.zeros(32_768)}
+  for kind, tx in of_op(op).items():
+    state = zenjax.init(tx, params, runners.mesh(8), "data")
+    state = filled(state, np.arange(1.0, 9.0))
+    count = 1 if kind in ("exdyna", "micro") else 3
+    for n in (3, 1, 8):
+      state = zenjax.reshard(zenjax.reshard(state), runners.mesh(n), "data")
+      weight = n / 8 if op == "mean" else 1.0
+      assert sums(state) == pytest.approx([36 * weight] * count), (kind, n)
+
+
+def test_feedback_alone_is_averaged():
+  feedback = zenjax.error_feedback(zenjax.top_k(0.25, sparse=True), "data")
+  state = zenjax.init(feedback, jnp.zeros(4), runners.mesh(8), "data")
+  state = filled(state, np.arange(1.0, 9.0))
+  assert sums(zenjax.reshard(state, runners.mesh(2), "data")) == [9.0]
+
+
+def test_feedback_whose_zen_syncs_say_both():
+  """Of a leaf that none of them remembers; of others each says its own."""
+  kinds: Any = {op: of_op(op)["dense"] for op in ("mean", "sum")}
+  params = {op: {"bias": jnp.zeros(3), "w": jnp.zeros(8)} for op in kinds}
+  labels = {op: {"bias": op, "w": op} for op in kinds}
+  tx = optax.multi_transform(kinds, labels)
+  state = zenjax.init(tx, params, runners.mesh(8), "data")
+  state = filled(state, np.arange(1.0, 9.0))
+  mesh = runners.mesh(2)
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(state, mesh, "data")
+  names(error, "`state`", "bias", "op='mean'", "op='sum'", "sync_state")
+  for op, sum_now in (("mean", 9.0), ("sum", 36.0)):
+    feedback, sync = state.inner_states[op].inner_state
+    moved, _ = zenjax.reshard((feedback, sync), mesh, "data")
+    assert sums(moved) == [sum_now] * 3
+
+
+def test_a_residual_that_does_not_hold_what_waits():
+  tx = zenjax.micro("data", 0.5, residual_dtype=jnp.float16)
+  state = zenjax.init(tx, jnp.zeros(8), runners.mesh(1), "data")
+  full = filled(state, np.array([60_000.0]))
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(full, runners.mesh(2), "data")
+  names(error, "`state`", "float16", "1.2e+05", "residual_dtype")
+  # What is no number waits as it is.
+  wrong = filled(state, np.array([np.inf]))
+  assert sums(zenjax.reshard(wrong, runners.mesh(2), "data")) == [np.inf]
+
+
+def remembers() -> optax.GradientTransformation:
+  """Keeps of each row what the parameters were as the state was made."""
+  return optax.GradientTransformation(
+    lambda params: optax.TraceState(params),
+    lambda updates, state, params=None: (updates, state),
+  )
+
+
+def counts() -> optax.GradientTransformation:
+  """Keeps a whole number of each row, whatever columns an owner has."""
+  init = lambda params: optax.TraceState(
+    jax.tree.map(lambda x: jnp.full((len(x), 1), 7, jnp.int32), params)
+  )
+  return optax.GradientTransformation(
+    init, lambda updates, state, params=None: (updates, state)
+  )
+
+
+# Every element says where it belongs, and no row is one of padding.
+PLACED = {
+  "bf16": jnp.arange(1, 101, dtype=jnp.bfloat16).reshape(50, 2),
+  "deep": 1.0 + jnp.arange(600.0).reshape(5, 30, 4),
+  "dense": 1.0 + jnp.arange(6.0),
+  "long": 1.0 + jnp.arange(128.0 * 3).reshape(128, 3),
+  "table": 1.0 + jnp.arange(37.0 * 9).reshape(37, 9),
+}
+INNER = {
+  "adagrad": optax.adagrad(0.1, initial_accumulator_value=0.5),
+  "by label": optax.multi_transform(
+    {
+      "a": optax.chain(remembers(), optax.adam(0.1)),
+      "b": optax.sgd(0.1),
+      "c": optax.masked(remembers(), lambda p: jax.tree.map(jnp.ndim, p)),
+    },
+    dict(bf16="b", deep="a", dense="a", long="c", table="a"),
+  ),
+  "remembers": remembers(),
+  "row_adagrad": optax.chain(
+    remembers(), zenjax.row_adagrad(0.1, initial_accumulator_value=0.5)
+  ),
+}
+
+
+def owners(inner, whole_rows=False, **options):
+  left = ("deep", "dense") if whole_rows else ("dense",)
+  return zenjax.owner_update(
+    inner, "data", sparse=lambda name, _: name not in left, **options
+  )
+
+
+def equal(one, other):
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(
+  ("inner", "options", "devices"),
+  [
+    ("remembers", dict(hash_seed=5), (8, 3, 1, 8, 2)),
+    ("remembers", dict(partition="columns"), (8, 3, 1, 5)),
+    ("remembers", dict(partition=2), (8, 2, 4)),
+    ("row_adagrad", dict(whole_rows=True), (3, 8, 1)),
+    ("by label", dict(partition=2), (4, 8)),
+    ("adagrad", dict(partition="columns"), (3, 8)),
+  ],
+)
+def test_what_moves_is_what_is_made_there(inner, options, devices):
+  """Of every row and column, padding included, as `init` lays it out."""
+  tx = owners(INNER[inner], **options)
+  made = {n: zenjax.init(tx, PLACED, runners.mesh(n), "data") for n in devices}
+  first, *others = devices
+  saved, state = zenjax.reshard(made[first]), made[first]
+  for n in others:
+    host = jax.tree.map(np.asarray, state)
+    for form in (saved, state, host):
+      moved = zenjax.reshard(form, runners.mesh(n), "data")
+      equal(moved, made[n])
+      jax.tree.map(
+        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0,
+        moved,
+        made[n],
+      )
+    state = moved
+    again = zenjax.reshard(state)
+    assert jax.tree.structure(again) == jax.tree.structure(saved)
+    equal(again.inner, saved.inner)
+  if inner == "remembers":
+    for name, leaf in PLACED.items():
+      found = saved.inner.trace[name]
+      if name != "dense":
+        found = found.part
+        leaf = leaf.reshape(-1, leaf.shape[-1])
+      np.testing.assert_array_equal(found, leaf)
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns", 2])
+def test_numbers_of_rows_that_have_no_columns(partition):
+  """Also where an owner has one column of a table."""
+  tx, ids = owners(counts(), partition=partition), np.arange(37)[:, None]
+  params = {"table": jnp.zeros((37, 8))}
+  made = {n: zenjax.init(tx, params, runners.mesh(n), "data") for n in (8, 2)}
+  saved = zenjax.reshard(made[8])
+  (part,) = jax.tree.leaves(saved.inner)
+  assert part.tolist() == [[7]] * 37
+  numbered = saved._replace(
+    inner=jax.tree.map(lambda x: ids.astype(x.dtype), saved.inner)
+  )
+  for n in (2, 8):
+    state = zenjax.reshard(numbered, runners.mesh(n), "data")
+    (part,), (fresh,) = map(jax.tree.leaves, (state.inner, made[n].inner))
+    assert part.shape == fresh.shape
+    assert sorted(set(part[:, 0].tolist())) == list(range(37))
+    np.testing.assert_array_equal(
+      zenjax.reshard(state).inner[0]["table"].part, ids
+    )
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16])
+def test_residuals_over_two_axes(op, kind):
+  """Rounded once: whole numbers, of which a dtype holds the sums."""
+  axes = ("host", "device")
+
+  def mesh(*shape):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return jax.sharding.Mesh(devices, axes)
+
+  carry: Any = dict(on_overflow="carry", op=op)
+  tx = zenjax.zen_sync(axes, sparse=True, **carry)
+  params = jnp.zeros((5, 2), kind)
+  state = zenjax.init(tx, params, mesh(2, 4), axes)
+  waits = np.random.default_rng(0).integers(0, 9, (8, 5, 2))
+  (name,) = state.leaves
+  leaf = state.leaves[name]._replace(residual=waits.astype(kind))
+  state = state._replace(leaves={name: leaf})
+  for shape in ((1, 2), (2, 2), (1, 1), (2, 4), (1, 3)):
+    n = int(np.prod(shape))
+    moved = zenjax.reshard(zenjax.reshard(state), mesh(*shape), axes)
+    fresh = zenjax.init(tx, params, mesh(*shape), axes)
+    assert jax.tree.structure(moved) == jax.tree.structure(fresh)
+    residual = moved.leaves[name].residual
+    assert residual.shape == (n, 5, 2) and residual.dtype == kind
+    assert residual.sharding.is_equivalent_to(
+      fresh.leaves[name].residual.sharding, 3
+    )
+    got = np.asarray(residual).astype(np.float64).sum(axis=0)
+    scale = n / 8 if op == "mean" else 1.0
+    np.testing.assert_allclose(
+      got, waits.sum(axis=0) * scale, rtol=0.02 if n == 3 else 1e-2
+    )
+
+
+def test_residuals_that_are_copies_along_an_axis():
+  """They are of the hosts, and each device of a host has the same."""
+  axes, tx = (
+    ("host", "device"),
+    zenjax.zen_sync("host", sparse=True, on_overflow="carry"),
+  )
+  devices = np.array(jax.devices())
+  meshes = [
+    jax.sharding.Mesh(devices[: a * b].reshape(a, b), axes)
+    for a, b in ((2, 4), (1, 2))
+  ]
+  state = zenjax.init(tx, jnp.zeros((5, 2)), meshes[0], axes)
+  same = zenjax.reshard(state, meshes[0], axes)
+  jax.tree.map(np.testing.assert_array_equal, same, state)
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(same, meshes[1], axes)
+  names(error, "`axis_name`", "2 devices", "with 8")
+
+
+def accumulating(tx, n, mini_step, values):
+  """A state on `n` devices that has accumulated `values: [n, ..]`."""
+  tx = optax.MultiSteps(tx, 4)
+  params = {"table": jnp.zeros((5, 2)), "w": jnp.zeros(3)}
+  state = zenjax.init(tx, params, runners.mesh(n), "data")
+  accumulated = {k: v.reshape(-1, *v.shape[2:]) for k, v in values.items()}
+  return state._replace(
+    mini_step=jnp.asarray(mini_step, jnp.int32), acc_grads=accumulated
+  )
+
+
+def local(n):
+  rng = np.random.default_rng(n)
+  draw = lambda *shape: rng.laplace(size=(n, *shape)).astype(np.float32)
+  return {"table": draw(5, 2), "w": draw(3)}
+
+
+SYNCS: dict[str, Any] = {
+  "mean": zenjax.zen_sync("data", sparse=True),
+  "sum": zenjax.zen_sync("data", sparse=True, op="sum"),
+  "owners": zenjax.owner_update(optax.adam(0.1), "data", sparse=True),
+  "micro": zenjax.micro("data", 0.5),
+  "micro sum": zenjax.micro("data", 0.5, op="sum"),
+  "feedback sum": optax.chain(
+    zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data"),
+    zenjax.zen_sync("data", op="sum", scheme="dense"),
+  ),
+}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_gradients_that_multi_steps_accumulates(sync):
+  """What an update would be of them is kept."""
+  tx = optax.chain(SYNCS[sync], optax.sgd(0.1))
+  values = local(4)
+  state = accumulating(tx, 4, 3, values)
+  like = accumulating(tx, 2, 0, local(2))
+  for n in (2, 3, 8, 4):
+    # `zen_sync` says so after its first update.
+    given = like if n == 2 else None
+    if sync in ("mean", "sum") and n != 2:
+      sync_state, *rest = state.inner_opt_state
+      leaves = {
+        name: leaf._replace(sizes=leaf.sizes.at[2].set(4))
+        for name, leaf in sync_state.leaves.items()
+      }
+      inner = (sync_state._replace(leaves=leaves), *rest)
+      state = state._replace(inner_opt_state=inner)
+    moved = zenjax.reshard(state, runners.mesh(n), "data", like=given)
+    assert int(moved.mini_step) == 3
+    for name, old in values.items():
+      new = np.asarray(moved.acc_grads[name]).reshape(n, *old.shape[1:])
+      scale = 1.0 if "sum" in sync else n / 4
+      np.testing.assert_allclose(
+        new.sum(axis=0), old.sum(axis=0) * scale, rtol=1e-5, atol=1e-6
+      )
+
+
+def test_gradients_that_were_averaged_before_they_are_accumulated():
+  """Each device has a copy, and keeps it."""
+  tx = zenjax.zen_sync("data", sparse=True)
+  params = {"w": jnp.zeros(3)}
+  tx = optax.chain(
+    tx, optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
+  )
+  state = zenjax.init(tx, params, runners.mesh(4), "data")
+  mean = np.array([1.0, 2.0, 4.0], np.float32)
+  sharding = state[1].acc_grads["w"].sharding
+  copies = jax.device_put(np.tile(mean, 4), sharding)
+  steps = state[1]._replace(acc_grads={"w": copies}, mini_step=jnp.int32(2))
+  moved = zenjax.reshard((state[0], steps), runners.mesh(3), "data")
+  assert moved[1].acc_grads["w"].tolist() == [*mean.tolist()] * 3
+
+
+def test_accumulated_gradients_of_which_nothing_is_known():
+  tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
+  host = accumulating(tx, 4, 3, local(4))
+  mesh = runners.mesh(2)
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(host, mesh, "data")
+  names(error, "`like`", "zenjax.init", "MultiSteps")
+  like = accumulating(tx, 2, 0, local(2))
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(host, mesh, "data", like=like)
+  names(error, "`state`", "`mini_step` 0", "averaged or summed")
+  # Of "w" a zen_sync that sends no leaf sparse does not say so.
+  kinds: Any = {
+    "table": zenjax.micro("data", 0.5),
+    "w": zenjax.zen_sync("data"),
+  }
+  both = optax.multi_transform(kinds, {"table": "table", "w": "w"})
+  with pytest.raises(ValueError) as error:
+    zenjax.reshard(
+      accumulating(both, 4, 3, local(4)),
+      mesh,
+      "data",
+      like=accumulating(both, 2, 0, local(2)),
+    )
+  names(error, "`state`", "`mini_step` 0", "averaged or summed")
+  nothing = jax.tree.map(np.zeros_like, local(4))
+  state = accumulating(tx, 4, 0, nothing)
+  moved = zenjax.reshard(state, mesh, "data", like=like)
+  assert moved.acc_grads["table"].shape == (10, 2)
+  assert not np.any(moved.acc_grads["table"])
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    (lambda s, mesh: zenjax.reshard(s, mesh), ["`mesh`", "`axis_name`"]),
+    (
+      lambda s, mesh: zenjax.reshard(s, mesh, "data", like=()),
+      ["`like`", "same transformations"],
+    ),
+    (
+      lambda s, mesh: zenjax.reshard(
+        s._replace(owners=jax.tree.map(lambda x: x[:1], s.owners)), mesh, "data"
+      ),
+      ["`state`", "got 1 parts", "for 4 devices"],
+    ),
+    (
+      lambda s, mesh: zenjax.reshard(
+        s._replace(inner=jax.tree.map(lambda x: x[:64], s.inner)), mesh, "data"
+      ),
+      ["`state`", "128 rows on 4 devices", "got 64"],
+    ),
+    (
+      lambda s, mesh: zenjax.reshard(s, runners.mesh(3), "data"),
+      ["`mesh`", "partition=2", "got 3", "`like=`"],
+    ),
+    (
+      lambda s, mesh: zenjax.reshard(
+        s,
+        mesh,
+        "data",
+        like=zenjax.init(
+          owners(remembers()), {"table": jnp.zeros((38, 4))}, mesh, "data"
+        ),
+      ),
+      ["`like`", "(37, 4)", "(38, 4)"],
+    ),
+  ],
+)
+def test_what_cannot_be_moved(change, words):
+  tx, params = owners(remembers(), partition=2), {"table": jnp.zeros((37, 4))}
+  state = zenjax.init(tx, params, runners.mesh(4), "data")
+  with pytest.raises(ValueError) as error:
+    change(state, runners.mesh(2))
+  names(error, *words)
+
+
+def test_what_is_kept_by_the_shape_of_a_part():
+  """Owners of another number of devices would keep something else."""
+  mask = lambda params: jax.tree.map(lambda x: x.shape[1] == WIDTH, params)
+  tx = owners(optax.masked(remembers(), mask))
+  with pytest.raises(ValueError) as error:
+    zenjax.init(tx, {"table": PARAMS["table"]}, runners.mesh(2), "data")
+  names(error, "`tx`", "optax.masked", "by their names")
