@@ -24,7 +24,7 @@ from benchmarks import targets
 import zenjax
 from zenjax import _declare
 from zenjax import _dense
-from zenjax._plan import Partition
+from zenjax._arguments import Partition
 from zenjax._schemes.base import Message
 from zenjax.kernels import _dispatch
 from zenjax.kernels._dispatch import Implementation

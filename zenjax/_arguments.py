@@ -5,14 +5,11 @@ Each rule raises with the argument, what it may be, what it is and the remedy.
 
 from collections.abc import Mapping
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from zenjax._collectives import Axes
-from zenjax._cost import Profile
-from zenjax._plan import Capacity
-from zenjax._plan import Partition
 
 AxisName = str | tuple[str, ...]
 SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
@@ -29,6 +26,14 @@ SchemeName = Literal[
   "zen",
 ]
 Unit = Literal["auto", "row", "element"] | int
+Partition = Literal["auto", "hash", "columns"] | int
+
+
+class Capacity(NamedTuple):
+  """Rows that the buffers of one push and pull hold."""
+
+  push: int  # C
+  pull: int  # U
 
 
 def axes(axis_name: AxisName) -> Axes:
@@ -103,18 +108,6 @@ def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
   """Whether `wire` has every exponent of `dtype`."""
   to, of = jnp.finfo(wire), jnp.finfo(dtype)
   return to.maxexp >= of.maxexp and to.minexp <= of.minexp
-
-
-def check_profile(profile: Any) -> None:
-  """Raises `TypeError` where it is no mapping of `Profile`s, and not None."""
-  fit = isinstance(profile, Mapping) and all(
-    isinstance(p, Profile) for p in profile.values()
-  )
-  if profile is not None and not fit:
-    raise TypeError(
-      "`profile` must map leaf names to what was measured of them, got"
-      f" {profile!r}; give what `zenjax.profile(state)` returns."
-    )
 
 
 def check_unit(unit: Unit) -> None:

@@ -7,8 +7,10 @@ Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
 predicted is what is sent.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
+from typing import Any
 
 from zenjax import _link
 from zenjax import _plan
@@ -260,3 +262,15 @@ def assumed(table: Table, devices: int) -> Profile:
   """A vocabulary's densities, where nothing was measured."""
   rows, union = _plan.assumed_rows(table, devices)
   return Profile(rows=rows, fullest=rows, union=union, devices=devices)
+
+
+def check_profile(profile: Any) -> None:
+  """Raises `TypeError` where it is no mapping of `Profile`s, and not None."""
+  fit = isinstance(profile, Mapping) and all(
+    isinstance(p, Profile) for p in profile.values()
+  )
+  if profile is not None and not fit:
+    raise TypeError(
+      "`profile` must map leaf names to what was measured of them, got"
+      f" {profile!r}; give what `zenjax.profile(state)` returns."
+    )

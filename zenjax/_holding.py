@@ -17,7 +17,7 @@ import numpy as np
 
 from zenjax import _owned
 from zenjax import _plan
-from zenjax._plan import Partition
+from zenjax._arguments import Partition
 from zenjax._plan import TablePlan
 
 # The key of a state that lies as its tables do.

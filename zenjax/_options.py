@@ -7,16 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from zenjax import _arguments
+from zenjax import _cost
 from zenjax import _decided
 from zenjax._arguments import AxisName
 from zenjax._arguments import Capacities
+from zenjax._arguments import Capacity
+from zenjax._arguments import Partition
 from zenjax._arguments import SparseSpec
 from zenjax._arguments import Unit
 from zenjax._collectives import Axes
 from zenjax._cost import Profile
 from zenjax._link import Link
-from zenjax._plan import Capacity
-from zenjax._plan import Partition
 from zenjax._planner import _plan as _planned
 from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
@@ -191,7 +192,7 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
       f"`link` must be a zenjax.Link, got {link!r}; give"
       " zenjax.Link(bandwidth=bytes a second, latency_s=seconds)."
     )
-  _arguments.check_profile(profile)
+  _cost.check_profile(profile)
 
 
 def _ids_first(value: Any, scheme: str) -> bool:

@@ -6,9 +6,9 @@ import optax
 
 from zenjax import _options
 from zenjax._arguments import Capacities
+from zenjax._arguments import Partition
 from zenjax._arguments import SparseSpec
 from zenjax._owners import Owners
-from zenjax._plan import Partition
 
 
 def owner_update(

@@ -19,7 +19,6 @@ from zenjax import _once
 from zenjax import _owned
 from zenjax import _parts
 from zenjax import _plan
-from zenjax import _ran
 from zenjax import _same_program
 from zenjax import _select
 from zenjax import _state
@@ -33,7 +32,6 @@ from zenjax._rows import _row_program
 from zenjax._rows import _trees
 from zenjax._rows._sparse_rows import is_rows
 from zenjax._schemes import SPARSE
-from zenjax.kernels import _dispatch
 
 
 class OwnerState(NamedTuple):
@@ -179,17 +177,15 @@ class Owners:
     """Updates of tables by the leaf's number, the state, statistics."""
     plans = owner.plans
     group = [leaves[i] for i in plans]
-    with _dispatch.recording() as calls:
-      exchange = _sync.Exchange(
-        list(plans.values()),
-        SPARSE["zen"],
-        dataclasses.replace(context, mean=False),
-      )
-      begun = exchange.begin(
-        [_parts.as_table(leaf, self.options.unit) for _, leaf in group]
-      )
-      result = exchange.finish(begun, owner=owner, owned=inner)
-    ran = _ran.number(calls)
+    exchange = _sync.Exchange(
+      list(plans.values()),
+      SPARSE["zen"],
+      dataclasses.replace(context, mean=False),
+    )
+    begun = exchange.begin(
+      [_parts.as_table(leaf, self.options.unit) for _, leaf in group]
+    )
+    result = exchange.finish(begun, owner=owner, owned=inner)
     tables, memory = {}, dict(sync.leaves)
     for k, ((i, plan), named) in enumerate(zip(plans.items(), group)):
       tables[i] = _parts.leave(
@@ -202,7 +198,6 @@ class Owners:
         plan,
         context,
         _auto.Choice("zen", plan.column_groups),
-        ran,
       )
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 

@@ -7,7 +7,6 @@ import jax
 
 from zenjax import _auto
 from zenjax import _plan
-from zenjax import _ran
 from zenjax import _residual
 from zenjax import _select
 from zenjax import _state
@@ -24,7 +23,6 @@ from zenjax._schemes import DENSE
 from zenjax._schemes import SPARSE
 from zenjax._schemes.base import Arrived
 from zenjax._schemes.base import Context
-from zenjax.kernels import _dispatch
 
 
 class Part(NamedTuple):
@@ -60,7 +58,6 @@ class Begun(NamedTuple):
   exchange: _sync.Exchange
   tables: list[Any]  # arrays or SparseRows, as they were sent
   sent: _sync.Begun
-  calls: list[_dispatch.Call]
 
   @property
   def mark(self) -> jax.Array | None:
@@ -103,9 +100,8 @@ def begin(
     exact=options.exact,
   )
   rows_only = options.rows_out and not options.exact
-  with _dispatch.recording() as calls:
-    sent = exchange.begin(tables, carried=carried, rows_only=rows_only)
-  return Begun(exchange, tables, sent, calls)
+  sent = exchange.begin(tables, carried=carried, rows_only=rows_only)
+  return Begun(exchange, tables, sent)
 
 
 def finish(
@@ -155,8 +151,7 @@ def _sync_rows(
 ) -> tuple[list[Any], dict[str, _state.LeafState]]:
   group, exchange = part.leaves, begun.exchange
   old = [state.leaves[name] for name, _ in group] if state else None
-  with _dispatch.recording() as calls:
-    result = exchange.finish(begun.sent, after=after)
+  result = exchange.finish(begun.sent, after=after)
   if old and not options.exact:
     # Rows to come out leave the table unwritten: what waits is in both.
     written = [_table_of(target) for target in result.targets]
@@ -171,7 +166,6 @@ def _sync_rows(
   ]
   new = {}
   if state and old:
-    ran = _ran.number([*begun.calls, *calls])
     for i, (name, _) in enumerate(group):
       new[name] = _state.after_step(
         old[i],
@@ -180,7 +174,6 @@ def _sync_rows(
         exchange.plans[i],
         exchange.context,
         part.choices[i],
-        ran,
       )
   return out, new
 

@@ -8,24 +8,16 @@ round (push), `U` rows of one group's union (pull).
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from zenjax._arguments import Capacity
+from zenjax._arguments import Partition
 from zenjax._partition import Layout
-
-Partition = Literal["auto", "hash", "columns"] | int
-
 
 # Indices of `TablePlan.chunks`.
 LARGE, SMALL = 0, 1
-
-
-class Capacity(NamedTuple):
-  """Rows that the buffers of one push and pull hold."""
-
-  push: int  # C
-  pull: int  # U
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from zenjax import _owners
-from zenjax import _ran
 from zenjax import _state
 from zenjax import _stats
 from zenjax._columns import columns
@@ -74,9 +73,7 @@ def report(state: Any) -> str:
     line says what was counted. With `scheme="auto"` a line for each leaf shows
     what was predicted for every scheme, the chosen one first. Where rows of
     `lazy_rows(..., catch_up=True)` were behind when a step touched them, a line
-    says how many and what to do. Another says which local operations ran by XLA
-    and which by Pallas kernels, on the platform that took the step, and one
-    that rows went by remote copies, where they did.
+    says how many and what to do.
 
     For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
     threshold, build-up, imbalance of the selections, norm of the residuals,
@@ -138,7 +135,6 @@ def _lines(state: Any, nodes: list[_state.ZenSyncState]) -> list[str]:
   if advice:
     lines += [f"to pin: capacities={advice}"]
   lines += _predictions(nodes)
-  lines += _ran.lines(leaf for node in nodes for leaf in node.leaves.values())
   if any(s["withheld"] for s in known.values()):
     lines += [_WITHHELD]
   return lines

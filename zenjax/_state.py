@@ -44,7 +44,6 @@ class Sizes(NamedTuple):
   pull: Any
   mean: Any  # 1 for op="mean", 0 for op="sum"
   scheme: Any  # index in `SCHEMES`
-  ran: Any = 0  # which kernels, see `_ran.decode`
 
 
 class Last(NamedTuple):
@@ -155,12 +154,8 @@ def after_step(
   plan: TablePlan,
   context: Context,
   choice: Choice,
-  ran: jax.Array | int,
 ) -> LeafState:
-  """The state of a leaf after step number `count`.
-
-  `ran` says which kernels, as `_ran.number`.
-  """
+  """The state of a leaf after step number `count`."""
   table, layout = plan.table, plan.layout
   sizes = Sizes(
     num_rows=table.num_rows,
@@ -172,7 +167,6 @@ def after_step(
     pull=plan.first.pull,
     mean=int(context.mean),
     scheme=SCHEMES.index(choice.scheme),
-    ran=ran,
   )
   last = Last(
     local_rows=outcome.local_rows,

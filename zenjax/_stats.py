@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from zenjax import _ran
 from zenjax import _state
 from zenjax._sparsify import _told
 
@@ -28,11 +27,10 @@ def stats(state: Any) -> dict[str, dict[str, float]]:
     `growth` (their ratio), `push_imbalance` (fullest pair over the mean),
     `pull_imbalance` (fullest owner over the mean), `rounds`, `overflow_rows`
     (of all devices, beyond the first push), `wire_bytes` and `dense_bytes`
-    (received by a device; a ring all-reduce's), `went_dense`, `withheld`,
-    `by_xla` and `by_pallas` (local operations and remote copies that ran by
-    each; those of all leaves that share an exchange). Empty before the first
-    step. Remote copies send no padding: `wire_bytes` are then those of the rows
-    that there were and of their ids, a mean over devices.
+    (received by a device; a ring all-reduce's), `went_dense` and `withheld`.
+    Empty before the first step. Remote copies send no padding: `wire_bytes` are
+    then those of the rows that there were and of their ids, a mean over
+    devices.
 
     With `on_overflow="carry"` `density` counts rows that waited too. Where
     `withheld` is 1 some wait again: `union_density` then counts those that
@@ -96,7 +94,6 @@ def _numbers(leaf: _state.LeafState) -> dict[str, float]:
     "dense_bytes": last.dense_bytes,
     "went_dense": last.went_dense,
     "withheld": last.withheld,
-    **_ran.counts(sizes.ran),
   }
 
 

@@ -11,6 +11,7 @@ from zenjax import _arguments
 from zenjax import _dense
 from zenjax import _plan
 from zenjax import _select
+from zenjax._arguments import Capacity
 from zenjax._options import Options
 from zenjax._rows._sparse_rows import SparseRows
 from zenjax._schemes.base import Context
@@ -64,7 +65,7 @@ def plans(
 
 
 def _warn_above_break_even(
-  given: _plan.Capacity,
+  given: Capacity,
   plan: _plan.TablePlan,
   scheme: Scheme,
   context: Context,
@@ -80,7 +81,7 @@ def _warn_above_break_even(
     return  # SparseRows take no dense path, and may be few of a small table.
   dense = _dense.received_bytes(plan.table, context.devices)
 
-  def needed(size: _plan.Capacity) -> float:
+  def needed(size: Capacity) -> float:
     # The formulas serve traced numbers as well: these are none.
     with jax.ensure_compile_time_eval():
       push, pull = float(size.push), float(size.pull)
@@ -180,10 +181,10 @@ def _require_rows(name: str, options: Options) -> None:
     )
 
 
-def _pinned(table: _plan.Table, options: Options) -> _plan.Capacity | None:
+def _pinned(table: _plan.Table, options: Options) -> Capacity | None:
   sizes = options.capacities
-  if isinstance(sizes, _plan.Capacity):  # Of all leaves; some have fewer rows.
-    return _plan.Capacity(*(min(c, table.num_rows) for c in sizes))
+  if isinstance(sizes, Capacity):  # Of all leaves; some have fewer rows.
+    return Capacity(*(min(c, table.num_rows) for c in sizes))
   if isinstance(sizes, dict):
     sizes = sizes.get(table.name)
   if sizes is not None and sizes.pull > table.num_rows:

@@ -22,13 +22,13 @@ from zenjax import _selected
 from zenjax import _state
 from zenjax._arguments import AxisName
 from zenjax._arguments import Capacities
+from zenjax._arguments import Partition
 from zenjax._arguments import SchemeName
 from zenjax._arguments import SparseSpec
 from zenjax._arguments import Unit
 from zenjax._cost import Profile
 from zenjax._link import Link
 from zenjax._options import Options
-from zenjax._plan import Partition
 from zenjax._planner._plan import Plan
 from zenjax._planner._plan import require_tree
 from zenjax._rows._sparse_rows import is_rows

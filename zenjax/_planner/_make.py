@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zenjax import _arguments
+from zenjax import _cost
 from zenjax._arguments import AxisName
 from zenjax._cost import Profile
 from zenjax._planner import _from_trace
@@ -106,7 +107,7 @@ def plan(
         " densities."
       )
     profile = _from_trace.profiles(trace, gradients, topology.devices)
-  _arguments.check_profile(profile)
+  _cost.check_profile(profile)
   pins = _arguments.pins(capacities)
   _check_names(gradients, profile, "profile")
   _check_names(gradients, pins, "capacities")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from zenjax import _collectives
 from zenjax import _wire
-from zenjax._plan import Capacity
+from zenjax._arguments import Capacity
 from zenjax._plan import TablePlan
 from zenjax._schemes import _sections
 from zenjax._schemes import _whole
