@@ -14,7 +14,7 @@ from benchmarks import measures
 from benchmarks import owners
 from benchmarks.row_sets import Observed
 from benchmarks.row_sets import Sets
-from zenjax import _stats
+from zenjax._src.report import stats
 
 PARTS = (2, 4, 8, 16, 32, 64, 128)
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -231,7 +231,7 @@ def _balance(observed, steps, unions, n, name, seed, ideal) -> Balance:
   ]
   return dataclasses.replace(
     shown,
-    capacity=_stats.capacity(pushes, pulls, observed.table.num_rows),
+    capacity=stats.capacity(pushes, pulls, observed.table.num_rows),
     bytes=float(np.mean(sizes)),
     over_ideal=float(np.mean(sizes)) / ideal if ideal else None,
   )

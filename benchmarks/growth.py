@@ -16,7 +16,7 @@ from benchmarks import record
 from benchmarks import table as tables
 from benchmarks import workloads
 from examples import corpus
-from zenjax._planner import _growth
+from zenjax._src.planner import union_growth
 
 # Steps of the larger number of devices, whose mean is what is predicted.
 _REAL_STEPS = 16
@@ -100,7 +100,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
       f" predicted, got {steps}."
     )
   for case in _cases(options, n, larger, steps):
-    found = _growth.growth(case.recorded, case.rows)
+    found = union_growth.growth(case.recorded, case.rows)
     real = [len(np.unique(np.concatenate(step))) for step in case.real]
     mean = float(np.mean(real))
     line = found.union(1) * larger**case.power

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import oracle
-from zenjax import _bitmap
-from zenjax._partition import Layout
+from zenjax._src.core import bitmaps
+from zenjax._src.core.partition import Layout
 
 DEVICES = 8
 
@@ -98,7 +98,7 @@ def compact(g: Gradient) -> Work:
     different = int(np.count_nonzero(np.asarray(result[0]) != slots))
     return different + oracle.count_different(np.asarray(result[1]), rows)
 
-  bitmap = _bitmap.index(jnp.asarray(g.words))
+  bitmap = bitmaps.index(jnp.asarray(g.words))
   return Work(
     arrays=(g.table, bitmap),
     static=(g.layout, jnp.zeros(DEVICES, jnp.int32), capacity),

@@ -15,11 +15,11 @@ import rich.table
 
 from benchmarks import local_sync
 from benchmarks import table as tables
-from zenjax import _cost
-from zenjax._cost import Profile
-from zenjax._link import Link
-from zenjax._plan import Table
-from zenjax._schemes.base import Context
+from zenjax._src.machine import cost
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.link_models import Link
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
 
 # Nominal: NVLink 4 has 18 links of 25 GB/s each way. Latencies are assumed.
 LINKS = {
@@ -76,10 +76,10 @@ def predictions(
   )
   found = []
   for name, link in LINKS.items():
-    dense = _cost.predict("dense", table, profile, context, link)
+    dense = cost.predict("dense", table, profile, context, link)
     found.append(_predicted(name, link, DENSE, dense, 0.0))
     for way in ways:
-      zen = _cost.predict(
+      zen = cost.predict(
         "zen", table, profile, context, link, way.column_groups
       )
       found.append(_predicted(name, link, way.name, zen, way.local_s))

@@ -16,8 +16,8 @@ from benchmarks import oracle
 from benchmarks import table
 from benchmarks.harness import Built
 from benchmarks.harness import Case
-from zenjax import _bitmap
-from zenjax._partition import Layout
+from zenjax._src.core import bitmaps
+from zenjax._src.core.partition import Layout
 from zenjax.kernels.compact.reference import compact
 from zenjax.kernels.mask_pack.reference import mask_pack
 
@@ -93,7 +93,7 @@ def _build_rows(rows, width, density):
   capacity = int(mean + 5 * mean**0.5)  # What the fullest of 8 owners needs.
 
   def pack(g):
-    bitmap = _bitmap.index(mask_pack(g, layout).words)
+    bitmap = bitmaps.index(mask_pack(g, layout).words)
     first = jnp.zeros(DEVICES, jnp.int32)
     return compact(g, bitmap, layout, first, capacity)
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import measures
-from zenjax import _partition
-from zenjax import _plan
-from zenjax._schemes import SPARSE
-from zenjax._schemes.base import Context
-from zenjax._schemes.base import received_bytes
+from zenjax._src.core import partition
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import received_bytes
+from zenjax._src.schemes.registry import SPARSE
 
 CONTIGUOUS = "contiguous"
 INDEPENDENT = "independent hash"
@@ -27,8 +27,8 @@ NAMES = (CONTIGUOUS, INDEPENDENT, ROTATION, COLUMNS)
 
 
 def plan(
-  tables: Sequence[_plan.Table], index: int, n: int, name: str, seed: int
-) -> _plan.TablePlan:
+  tables: Sequence[buffer_sizes.Table], index: int, n: int, name: str, seed: int
+) -> buffer_sizes.TablePlan:
   """How `zen_sync` lays out table `index` of those that travel together.
 
   Args:
@@ -39,7 +39,7 @@ def plan(
     seed: `hash_seed`.
   """
   groups = (1, n) if name == COLUMNS else (n, 1)
-  plans = _plan.plan_group(
+  plans = buffer_sizes.plan_group(
     tables,
     row_groups=[groups[0]] * len(tables),
     column_groups=[groups[1]] * len(tables),
@@ -51,7 +51,7 @@ def plan(
 
 
 def owner(
-  tables: Sequence[_plan.Table], index: int, n: int, name: str, seed: int
+  tables: Sequence[buffer_sizes.Table], index: int, n: int, name: str, seed: int
 ) -> np.ndarray:
   """`[R] int32`: the owner of each row of table `index`; not for `COLUMNS`."""
   rows = tables[index].num_rows
@@ -60,15 +60,17 @@ def owner(
     return np.repeat(np.arange(n, dtype=np.int32), sizes)
   if name == INDEPENDENT:
     # Mixed first: a small number would only permute neighbours.
-    key = _partition.fmix32(jnp.full(1, seed, jnp.uint32) ^ _INDEPENDENT)
-    mixed = _partition.fmix32(jnp.arange(rows, dtype=jnp.uint32) ^ key)
+    key = partition.fmix32(jnp.full(1, seed, jnp.uint32) ^ _INDEPENDENT)
+    mixed = partition.fmix32(jnp.arange(rows, dtype=jnp.uint32) ^ key)
     return (np.asarray(mixed) % np.uint32(n)).astype(np.int32)
   layout = plan(tables, index, n, name, seed).layout
   ids = jnp.arange(rows, dtype=jnp.int32)
   return np.asarray(jax.jit(lambda r: layout.place(r)[0])(ids))
 
 
-def fitted_bytes(table_plan: _plan.TablePlan, push: int, pull: int) -> int:
+def fitted_bytes(
+  table_plan: buffer_sizes.TablePlan, push: int, pull: int
+) -> int:
   """Bytes a device receives in one push and one pull of just these sizes.
 
   Args:

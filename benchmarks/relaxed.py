@@ -11,7 +11,7 @@ import numpy as np
 from scipy import optimize
 from scipy import sparse
 
-from zenjax._planner._timeline import Tensor
+from zenjax._src.planner.timeline import Tensor
 
 
 def relaxed_s(tensors: Sequence[Tensor]) -> float:

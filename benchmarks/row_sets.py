@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import workloads
 from zenjax import traces
-from zenjax._plan import Table
+from zenjax._src.schemes.buffer_sizes import Table
 
 # The devices of a workload's statistics, as those in `workloads` are stated.
 _WORKLOAD_DEVICES = 8

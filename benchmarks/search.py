@@ -11,12 +11,12 @@ from benchmarks import record
 from benchmarks import relaxed
 from benchmarks import search_table
 from benchmarks import steps_drawn
+from benchmarks.planner import baselines
+from benchmarks.planner import exhaustive
 from benchmarks.steps_drawn import Drawn
-from zenjax._planner import _baselines
-from zenjax._planner import _exhaustive
-from zenjax._planner._search import search
-from zenjax._planner._timeline import Assignment
-from zenjax._planner._timeline import simulate
+from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import Assignment
+from zenjax._src.planner.timeline import simulate
 
 ALONE, GROUPS = "tensor by tensor", "groups"
 # Of each kind, tensors and options of the small instances.
@@ -113,26 +113,26 @@ def _small(instances: int) -> Iterator[Small]:
       found["16 states"] = search(drawn.tensors, cost).assignment
       found |= _others(kind, drawn)
       if kind == ALONE:
-        thrice = _baselines.espresso(drawn.tensors, passes=3)
+        thrice = baselines.espresso(drawn.tensors, passes=3)
         found["Espresso, 3 passes"] = thrice
       else:
         found["best of all cuts in two"] = _best_cut(drawn)
-      _, best_s = _exhaustive.exhaustive(drawn.tensors, cost)
+      _, best_s = exhaustive.exhaustive(drawn.tensors, cost)
       seconds = {name: _seconds(drawn, a) for name, a in found.items()}
       yield Small(kind=kind, seed=seed, best_s=best_s, found_s=seconds)
 
 
 def _others(kind: str, drawn: Drawn) -> dict[str, Assignment]:
   if kind == ALONE:
-    return {"Espresso": _baselines.espresso(drawn.tensors)}
-  found = _baselines.mergecomp(drawn.tensors, drawn.merged)
+    return {"Espresso": baselines.espresso(drawn.tensors)}
+  found = baselines.mergecomp(drawn.tensors, drawn.merged)
   return {"MergeComp": found} if found else {}
 
 
 def _best_cut(drawn: Drawn) -> Assignment:
   n = len(drawn.tensors)
   cuts = [
-    _baselines.cut_at(drawn.tensors, drawn.merged, cut)
+    baselines.cut_at(drawn.tensors, drawn.merged, cut)
     for cut in range(1, n + 1)
   ]
   possible = [cut for cut in cuts if cut is not None]
@@ -163,7 +163,7 @@ def _measured(kind, seed, sparse, drawn, repeats) -> Large:
   started = time.process_time()
   others = _others(kind, drawn)
   baseline = time.process_time() - started
-  others["pmean"] = _baselines.uncompressed(drawn.tensors)
+  others["pmean"] = baselines.uncompressed(drawn.tensors)
   return Large(
     kind=kind,
     seed=seed,

@@ -21,11 +21,11 @@ from benchmarks import oracle
 from benchmarks import table
 from benchmarks.harness import Built
 from benchmarks.harness import Case
-from zenjax._sparsify import _exclusive
-from zenjax._sparsify import _partitions
-from zenjax._sparsify import _selection
-from zenjax._sparsify import _settings
-from zenjax._sparsify import _thresholds
+from zenjax._src.sparsify import checked_settings
+from zenjax._src.sparsify import element_exchange
+from zenjax._src.sparsify import exdyna
+from zenjax._src.sparsify import partitions
+from zenjax._src.sparsify import thresholds
 
 COPY = "x + 1"
 IN_PLACE = "x + 1, in place"
@@ -170,7 +170,7 @@ def build(name: str, size: int, density: float, parts: int) -> Built:
 def _problem(size: int, density: float, parts: int) -> Problem:
   rng = np.random.default_rng(size)
   draw = lambda: jnp.asarray(rng.laplace(size=size).astype(np.float32))
-  settings = _settings.check(
+  settings = checked_settings.check(
     "micro",
     "data",
     density,
@@ -180,9 +180,9 @@ def _problem(size: int, density: float, parts: int) -> Problem:
     capacity=None,
     residual_dtype=None,
     wire_dtype=None,
-    division=_partitions.Even,
+    division=partitions.Even,
   )
-  plan = _settings.plan(np.zeros(size, np.float32), settings, parts)
+  plan = checked_settings.plan(np.zeros(size, np.float32), settings, parts)
   bounds = plan.division.bounds(jnp.asarray(plan.division.start()))
   middle = parts // 2
   return Problem(
@@ -215,12 +215,12 @@ def _exclusive_step(
   """As `zenjax.exdyna` and `zenjax.micro` do it."""
   k, capacity = plan
   if norm:
-    acc, square = _exclusive.accumulate(residual, gradient)
+    acc, square = exdyna.accumulate(residual, gradient)
   else:
     acc, square = residual + gradient, jnp.float32(0)
   if sampled:
-    threshold = _thresholds.sampled(acc, start, end, k, ())
-  chosen = _selection.select(acc, start, end, threshold, None)
+    threshold = thresholds.sampled(acc, start, end, k, ())
+  chosen = element_exchange.select(acc, start, end, threshold, None)
   index = chosen.indices(jnp.int32(0), capacity, acc.shape[0])
   return _Found(acc, index, threshold, square)
 

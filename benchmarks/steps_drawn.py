@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenjax._planner._groups import Merged
-from zenjax._planner._timeline import Option
-from zenjax._planner._timeline import Tensor
+from zenjax._src.planner.groups import Merged
+from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import Tensor
 
 _TICK = 2.0**-20
 

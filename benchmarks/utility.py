@@ -11,14 +11,14 @@ import rich.table
 from benchmarks import record
 from benchmarks import table as tables
 from benchmarks import utility_setups
+from benchmarks.planner import placing
+from benchmarks.planner import utility_model
 from benchmarks.utility_setups import BATCHES
 from benchmarks.utility_setups import DENSE
 from benchmarks.utility_setups import Found
 from benchmarks.utility_setups import NETWORKS
 from benchmarks.utility_setups import NVLINK
 from benchmarks.utility_setups import TABLED
-from zenjax._planner import _placing
-from zenjax._planner import _utility
 
 SHOWN = (8, 64)
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
   _show_tables([found for found, _ in with_tables])
   for found, use in with_tables:
     if found.setup.devices == 64 and found.link == "25gbit":
-      print(_placing.replicate_or_shard([use], 64, found.setup.link)[0])
+      print(placing.replicate_or_shard([use], 64, found.setup.link)[0])
   if options.json:
     every = [*without, *(found for found, _ in with_tables)]
     record.write_json(
@@ -75,7 +75,7 @@ def _show_counts(found: list[Found]) -> None:
     *NETWORKS,
     NVLINK,
   )
-  names = (method.name for method in _utility.METHODS)
+  names = (method.name for method in utility_model.METHODS)
   for name in names:
     made.add_row(name, *(_count(found, rate, name, 0) for rate in _links()))
   made.add_row("any", *(_count(found, rate, None, 0) for rate in _links()))
@@ -144,5 +144,5 @@ def _show_tables(found: list[Found]) -> None:
 
 
 def _both(found: Found) -> str:
-  lossy = max(found.gain(m.name) for m in _utility.METHODS)
+  lossy = max(found.gain(m.name) for m in utility_model.METHODS)
   return f"{found.gain('zen'):+.0%}, {lossy:+.0%}"

@@ -1,6 +1,6 @@
 """The set-ups of `utility`, and what every method makes of them.
 
-The models of the Utility paper (`zenjax._planner._utility`) over a grid of
+The models of the Utility paper (`utility_model`) over a grid of
 dense models, and over models with tables as the Zen paper has them, with zen
 beside. Nothing here is measured.
 """
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import workloads
+from benchmarks.planner import placing
+from benchmarks.planner import utility_model
+from benchmarks.planner.utility_model import Outcome
+from benchmarks.planner.utility_model import Setup
 import zenjax
-from zenjax import _cost
-from zenjax._plan import Table
-from zenjax._planner import _growth
-from zenjax._planner import _placing
-from zenjax._planner import _utility
-from zenjax._planner._utility import Outcome
-from zenjax._planner._utility import Setup
-from zenjax._schemes.base import Context
+from zenjax._src.machine import cost
+from zenjax._src.planner import union_growth
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
 
 NETWORKS = ("1gbit", "10gbit", "25gbit", "100gbit")
 # NVLink joins 8 devices: there is no more of it.
@@ -108,18 +108,18 @@ def dense() -> Iterator[Found]:
         devices=devices,
         link=link,
       )
-      yield Found(rate, batch, setup, _utility.outcomes(setup))
+      yield Found(rate, batch, setup, utility_model.outcomes(setup))
 
 
-def tabled() -> Iterator[tuple[Found, _placing.Use]]:
+def tabled() -> Iterator[tuple[Found, placing.Use]]:
   """Models with one, and how it is used."""
   for name in TABLED:
     table, profiles = table_of(name)
     for devices, profile in profiles.items():
       for rate, link in links(devices).items():
         setup = with_table(name, table, profile, devices, link)
-        found = Found(rate, 1.0, setup, _utility.outcomes(setup))
-        yield found, _placing.Use(table=table, profile=profile)
+        found = Found(rate, 1.0, setup, utility_model.outcomes(setup))
+        yield found, placing.Use(table=table, profile=profile)
 
 
 def with_table(
@@ -132,7 +132,7 @@ def with_table(
   """One of `TABLED` where zen takes what its formula says, and packs rows."""
   model, size = TABLED[name], table.num_rows * table.width * 4
   context = Context(axes=("data",), sizes=(devices,), mean=True)
-  ways = _cost.choices(table, profile, context, link)
+  ways = cost.choices(table, profile, context, link)
   exchange = next(p for p in ways if p.scheme == "zen")
   return Setup(
     model=name,
@@ -146,14 +146,14 @@ def with_table(
 
 
 @functools.cache
-def pooled(name: str) -> _growth.Growth:
+def pooled(name: str) -> union_growth.Growth:
   """Of a workload at the size for two cores, from steps of 4 devices."""
   scaled = workloads.SCALED[name]
   recorded = [
     [np.unique(ids) for ids in workloads.ids(scaled, 4, seed)]
     for seed in range(_STEPS)
   ]
-  return _growth.growth(recorded, scaled.rows)
+  return union_growth.growth(recorded, scaled.rows)
 
 
 def table_of(name: str) -> tuple[Table, dict[int, zenjax.Profile]]:

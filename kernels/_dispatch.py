@@ -19,7 +19,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
 
-from zenjax import _compat
+from zenjax._src.core import compat
 
 Implementation = Literal["xla", "pallas"]
 
@@ -202,7 +202,7 @@ class Operation:
     platform = how.platform
     # The plain interpreter knows no types that vary over a mesh.
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    typed = any(map(_compat.varying_axes, arrays))
+    typed = any(map(compat.varying_axes, arrays))
     if (
       platform is None
       or platform not in self.kernels
@@ -225,7 +225,7 @@ class Operation:
 
   def refusal(self, platform: str, *args: Any) -> str:
     """Why the kernel for `platform` cannot serve `args`; empty if it can."""
-    automatic = _compat.automatic_axes()
+    automatic = compat.automatic_axes()
     if automatic:
       return (
         "inside shard_map over all axes of a mesh, got a mesh of which"

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from zenjax import _collectives
-from zenjax._collectives import Axes
+from zenjax._src.core import collectives
+from zenjax._src.core.collectives import Axes
 from zenjax.kernels._lines_tpu import LANES
 from zenjax.kernels._lines_tpu import Lines
 from zenjax.kernels._lines_tpu import loop
@@ -51,7 +51,7 @@ def check(rows: Sequence[jax.Array], counts: jax.Array, axes: Axes) -> None:
         "at least one row, of at most 32 bits an element, got"
         f" {x.dtype}{list(x.shape)}"
       )
-  n = _collectives.size(axes)
+  n = collectives.size(axes)
   arrive = n * sum(x.nbytes // x.shape[0] for x in rows)
   if arrive >= _MOST_BYTES:
     raise NotImplementedError(f"less than 2 GiB to receive, got {arrive}")
@@ -93,7 +93,7 @@ def exchange(
   # Lanes in a tile of their own: the least that can be copied.
   told = jnp.pad(counts, ((0, 0), (0, LANES - counts.shape[1])))[:, None]
   sent = [told, *(line.encode(x) for line, x in zip(lines, rows))]
-  n = _collectives.size(axes)
+  n = collectives.size(axes)
   # Else XLA brings whole buffers to faster memory first, padding and all.
   there = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(sent)
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from zenjax import _compat
+from zenjax._src.core import compat
 from zenjax.kernels import _words_tpu
 from zenjax.kernels._words_tpu import LANES
 from zenjax.kernels._words_tpu import TILE
@@ -52,7 +52,7 @@ def gather(
     out_specs=pl.BlockSpec(
       (1, cut.rows, cut.columns), lambda g, b, c: (g, b, c)
     ),
-    out_shape=_compat.struct((m, count, width), raw.dtype, table),
+    out_shape=compat.struct((m, count, width), raw.dtype, table),
     scratch_shapes=[_words(cut), pltpu.SemaphoreType.DMA],
     cost_estimate=_words_tpu.moves(
       row.nbytes + row.size * width * (4 + table.dtype.itemsize)
@@ -84,7 +84,7 @@ def scatter(
       *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
     ],
     out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-    out_shape=[_compat.struct(x.shape, x.dtype, table) for x in (whole, last)],
+    out_shape=[compat.struct(x.shape, x.dtype, table) for x in (whole, last)],
     scratch_shapes=[_words(cut), _words(cut), pltpu.SemaphoreType.DMA],
     input_output_aliases={2: 0, 3: 1},
     # Words of which a part is written are read first.

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._partition import Layout
+from zenjax._src.core.partition import Layout
 
 
 class Shape(NamedTuple):

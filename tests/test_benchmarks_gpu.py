@@ -13,7 +13,7 @@ from benchmarks import harness
 from benchmarks import link_times
 from benchmarks import local_sync
 from benchmarks import targets
-from zenjax._cost import Profile
+from zenjax._src.machine.cost import Profile
 from zenjax.kernels import _dispatch
 
 ROWS, WIDTH, DENSITY = 400, 4, 0.02

@@ -18,8 +18,8 @@ from benchmarks.groups.found import Found
 from benchmarks.groups.found import Section
 from benchmarks.groups.found import Way
 import zenjax
-from zenjax._cost import Profile
-from zenjax._planner._traced import Gradient
+from zenjax._src.machine.cost import Profile
+from zenjax._src.planner.gradient_trace import Gradient
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 

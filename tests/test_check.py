@@ -22,10 +22,8 @@ import runners
 import steps
 
 import zenjax
-from zenjax import _check
-from zenjax import _exact
-from zenjax import _group
-from zenjax import _residual
+from zenjax._src.report import check
+from zenjax._src.sync import gradient_tree
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
@@ -162,7 +160,7 @@ def test_plain_programs_have_no_exchange(rows):
   mesh, step = runners.mesh(2), jax.jit(step_of(tx, rows))
   state = zenjax.init(tx, params(), mesh, "data")
   arguments = params(), state, IDS, TARGETS
-  run = _check._Run(step, mesh, ("data",))
+  run = check._Run(step, mesh, ("data",))
   plain = jax.make_jaxpr(lambda *args: run.on_mesh(args, plainly=True)[1])
   own = jax.make_jaxpr(zenjax.data_parallel(step, mesh, "data"))
   found = [set(steps.collectives(f(*arguments).jaxpr)) for f in (plain, own)]
@@ -206,13 +204,13 @@ def _of_another_device(table):
   ],
 )
 def test_a_broken_exchange_is_found(monkeypatch, broken, what):
-  right = _group.sync_tree
+  right = gradient_tree.sync_tree
 
   def sync_tree(tree, state, options):
     synced, leaves = right(tree, state, options)
     return synced | {"table": broken(synced["table"])}, leaves
 
-  monkeypatch.setattr(_group, "sync_tree", sync_tree)
+  monkeypatch.setattr(gradient_tree, "sync_tree", sync_tree)
   tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
   result = checked(tx)
   assert not result.ok
@@ -223,14 +221,14 @@ def test_a_broken_exchange_is_found(monkeypatch, broken, what):
 
 
 def test_rows_that_are_lost_while_they_wait_are_found(monkeypatch):
-  right = _residual.keep
+  right = gradient_tree.keep
 
   def keep(*args):
     leaf = right(*args)
     assert leaf.residual is not None
     return leaf._replace(residual=leaf.residual.at[:, 90:].set(0))
 
-  monkeypatch.setattr(_residual, "keep", keep)
+  monkeypatch.setattr(gradient_tree, "keep", keep)
   tx = optax.chain(zen(on_overflow="carry", capacities=(1, 2)), optax.sgd(0.1))
   result = checked(tx)
   assert not found(result, "exchange")["table"].ok
@@ -323,20 +321,20 @@ def test_bounds_hold_those_of_the_oracle_and_little_more(dtype, op):
   def holds(stack):
     n = shape.n
     scale = n if op == "mean" else 1
-    total = _exact.Total.zeros(stack.shape[1:])
+    total = check.Total.zeros(stack.shape[1:])
     for x in stack:
       total.add(x)
-    allowed, free = _exact.roundings(total, n, dtype, op == "mean")
+    allowed, free = check.roundings(total, n, dtype, op == "mean")
     low, high = (x.astype(np.float64) * scale for x in oracle.bounds(stack, op))
     for end in (low, high):
       overflows = np.isinf(end) & np.isfinite(total.value)
-      found = _exact.judged(
+      found = check.judged(
         np.where(overflows, total.value, end), total.value, allowed, free
       )
       assert found.ok, found
     # Four times as far is wrong, wherever anything is.
     far = np.where(free, 0, 4 * allowed + 1e-30)
-    moved = _exact.judged(total.value + far, total.value, allowed, free)
+    moved = check.judged(total.value + far, total.value, allowed, free)
     known = np.isfinite(total.value) & ~free
     big = known & (far > 1e-15 * np.abs(total.value))
     assert moved.wrong >= big.sum()

@@ -20,7 +20,7 @@ import runners
 import steps
 
 import zenjax
-from zenjax._partition import Layout
+from zenjax._src.core.partition import Layout
 
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (

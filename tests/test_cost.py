@@ -11,11 +11,11 @@ import runners
 import steps
 
 import zenjax
-from zenjax import _auto
-from zenjax import _cost
-from zenjax import _options
-from zenjax import _plan
-from zenjax._schemes.base import Context
+from zenjax._src.machine import cost
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.base import Context
+from zenjax._src.sync import choose
+from zenjax._src.sync import sync_options
 
 SLOW = zenjax.Link(bandwidth=25e6, latency_s=1e-4)
 # The five workloads of the Zen paper, at 8 devices: rows, width, density in per
@@ -29,9 +29,9 @@ PAPER = {
 }
 
 
-def table(rows: int, width: int) -> _plan.Table:
+def table(rows: int, width: int) -> buffer_sizes.Table:
   dtype = jnp.dtype(jnp.float32)
-  return _plan.Table(
+  return buffer_sizes.Table(
     name="t", num_rows=rows, width=width, dtype=dtype, wire_dtype=dtype
   )
 
@@ -45,7 +45,7 @@ def profile(rows: float, growth: float, n: int = 8) -> zenjax.Profile:
 
 
 def seconds(scheme: str, n: int, link: zenjax.Link, **kwargs: Any) -> float:
-  found = _cost.predict(
+  found = cost.predict(
     scheme, table(1000, 8), profile(10, 4), context(n), link, **kwargs
   )
   return found.seconds
@@ -76,8 +76,8 @@ def test_columns_are_balanced_and_ranges_are_not():
   skewed = zenjax.Profile(
     rows=1130, fullest=1130, union=5000, devices=8, skew=(6.0, 6.0)
   )
-  columns = _cost.predict("zen", t, skewed, c, SLOW, column_groups=8)
-  ranges = _cost.predict("split_all_gather", t, skewed, c, SLOW)
+  columns = cost.predict("zen", t, skewed, c, SLOW, column_groups=8)
+  ranges = cost.predict("split_all_gather", t, skewed, c, SLOW)
   ideal = 7 / 8 * (1130 + 5000) * 512
   assert columns.received == pytest.approx(ideal, rel=0.02)
   assert ranges.received == pytest.approx(6 * ideal, rel=0.03)
@@ -117,7 +117,7 @@ def test_zen_leads_by_volume_from_sixteen_devices(name, n):
   rows, width, density, growth = PAPER[name]
   measured = profile(rows * density / 100, growth)
   link = zenjax.Link(bandwidth=1e9, latency_s=0.0)
-  best = _cost.choices(table(rows, width), measured, context(n), link)[0]
+  best = cost.choices(table(rows, width), measured, context(n), link)[0]
   assert best.scheme == "zen"
 
 
@@ -200,13 +200,13 @@ def test_small_gains_are_left_alone(part, chosen):
     latency_s=1.0,
     curves={(op, 2): ((1.0, s),) for op, s in times.items()},
   )
-  options = _options.check(
+  options = sync_options.check(
     "data",
     sparse=True,
-    **_options.DEFAULTS
+    **sync_options.DEFAULTS
     | {"scheme": "auto", "link": link, "profile": {"t": profile(2, 2, n=2)}},
   )
-  (choice,) = _auto.choose([table(64, 4)], options, context(2))
+  (choice,) = choose.choose([table(64, 4)], options, context(2))
   assert choice.predictions[0].scheme == "all_gather"
   assert choice.scheme == {"dense": "dense", "sparse": "all_gather"}[chosen]
 
@@ -218,13 +218,13 @@ def test_of_equals_the_fewest_collectives(growth, chosen):
   """At 4 devices zen carries (1 + growth) / 4 of what a gather does."""
   link = zenjax.Link(bandwidth=1e9, latency_s=0.0)
   few = profile(1000, growth, n=4)
-  options = _options.check(
+  options = sync_options.check(
     "data",
     sparse=True,
-    **_options.DEFAULTS
+    **sync_options.DEFAULTS
     | {"scheme": "auto", "link": link, "profile": {"t": few}},
   )
-  (choice,) = _auto.choose([table(100_000, 256)], options, context(4))
+  (choice,) = choose.choose([table(100_000, 256)], options, context(4))
   fastest, *_ = choice.predictions
   assert fastest.scheme in ("zen", "recursive_doubling")
   assert choice.scheme == chosen
@@ -237,7 +237,7 @@ def test_several_levels():
   network = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
   fabric = zenjax.Link(bandwidth=1e12, latency_s=0.0)
   links = {"host": network, "device": fabric}
-  found = _cost.predict("dense", table(1000, 8), profile(10, 4), both, links)
+  found = cost.predict("dense", table(1000, 8), profile(10, 4), both, links)
   within = 2 * 7 / 8 * size / 1e12
   between = 2 * 3 / 4 * size / 8 / 1e9
   assert found.wire_s == pytest.approx(within + between + 6e-3)
@@ -246,7 +246,7 @@ def test_several_levels():
   same = dict.fromkeys(both.axes, network)
   for scheme in ("dense", "zen", "all_gather"):
     one, by_axis = (
-      _cost.predict(scheme, table(1000, 8), profile(10, 4), both, link)
+      cost.predict(scheme, table(1000, 8), profile(10, 4), both, link)
       for link in (network, same)
     )
     assert one == by_axis
@@ -254,8 +254,8 @@ def test_several_levels():
 
 def test_what_a_group_pays_once():
   link = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
-  for scheme in _cost.CANDIDATES:
-    found = _cost.predict(
+  for scheme in cost.CANDIDATES:
+    found = cost.predict(
       scheme, table(1000, 8), profile(10, 4), context(8), link
     )
     assert 0 < found.once_s < found.wire_s

@@ -15,7 +15,7 @@ import sparsifier_models as models
 from sparsifier_models import thresholds
 
 import zenjax
-from zenjax._sparsify import _selectors
+from zenjax._src.sparsify import selectors
 
 STEPS = 200
 SIZE = cases.SIZE
@@ -72,7 +72,7 @@ class Given:
 def draw(kind: str, n: int, steps: int) -> np.ndarray:
   """The indices that each device draws: `[t, n, k]`."""
   axes = ("data",) if kind == "apart" else ()
-  selector = _selectors.Random(DENSITY, 0, axes)
+  selector = selectors.Random(DENSITY, 0, axes)
   acc = jnp.zeros(SIZE)
 
   def of_device(_):
@@ -256,7 +256,7 @@ def test_random_elements_are_distinct_and_alike():
 
   # Others in every leaf and with another seed.
   def one(seed, leaf):
-    chosen = _selectors.Random(DENSITY, seed, ())
+    chosen = selectors.Random(DENSITY, seed, ())
     return set(chosen.select(acc, jnp.int32(0), leaf).at.tolist())
 
   acc = jnp.zeros(SIZE)

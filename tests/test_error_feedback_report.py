@@ -11,7 +11,7 @@ import pytest
 import runners
 
 import zenjax
-from zenjax._sparsify import _told_feedback
+from zenjax._src.report import stats
 
 N, SIZE = 2, 2_000
 _A: Any = {"a": True, "b": False}
@@ -94,7 +94,7 @@ def test_a_chain_that_selects_from_no_leaf():
 def test_one_process_of_several_asks_for_no_number(monkeypatch):
   """That would wait for the others for ever."""
   state = after(MAKE["top_k"](), 1)
-  monkeypatch.setattr(_told_feedback, "_is_here", lambda _: False)
-  monkeypatch.setattr(_told_feedback._stats, "of_feedback", None)
+  monkeypatch.setattr(stats, "_is_here", lambda _: False)
+  monkeypatch.setattr(stats._stats, "of_feedback", None)
   (line,) = lines(state)
   assert "several processes" in line and "zenjax.sparsifier_stats" in line

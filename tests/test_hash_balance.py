@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zenjax import _partition
-from zenjax._partition import Layout
+from zenjax._src.core import partition
+from zenjax._src.core.partition import Layout
 
 ROWS = 1 << 24
 IDS = 4096  # of every set, or `place` would be compiled for each
@@ -117,13 +117,13 @@ def test_first_rows_of_tables_do_not_meet(n):
 
 @OWNERS
 def test_without_shifts_of_lanes_ids_cluster(n, monkeypatch):
-  monkeypatch.setattr(_partition, "_lane_constants", lambda: (0,) * 32)
+  monkeypatch.setattr(partition, "_lane_constants", lambda: (0,) * 32)
   assert exceeding(n)
 
 
 @OWNERS
 def test_without_turns_of_blocks_ids_meet_on_one_owner(n, monkeypatch):
-  monkeypatch.setattr(_partition, "fmix32", jnp.zeros_like)
+  monkeypatch.setattr(partition, "fmix32", jnp.zeros_like)
   assert f"every {32 * n}th, seed 0" in exceeding(n)
 
 

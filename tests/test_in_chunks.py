@@ -10,7 +10,7 @@ import pytest
 
 import zenjax
 from zenjax import SparseRows
-from zenjax._rows import _in_chunks
+from zenjax._src.rows import lazy
 
 ROWS = 500
 
@@ -18,8 +18,8 @@ ROWS = 500
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
   """Chunks of 8 rows; optax promotes dtypes and ranks."""
-  monkeypatch.setattr(_in_chunks, "_BYTES", 1)
-  monkeypatch.setattr(_in_chunks, "_MIN_ROWS", 8)
+  monkeypatch.setattr(lazy, "_BYTES", 1)
+  monkeypatch.setattr(lazy, "_MIN_ROWS", 8)
   with jax.numpy_dtype_promotion("standard"):
     with jax.numpy_rank_promotion("allow"):
       yield
@@ -86,7 +86,7 @@ def test_chunks_are_the_whole(name, monkeypatch):
   tx = zenjax.lazy_rows(OPTIMIZERS[name])
 
   def trained(whole):
-    monkeypatch.setattr(_in_chunks, "worth_it", lambda merged: not whole)
+    monkeypatch.setattr(lazy, "worth_it", lambda merged: not whole)
 
     @jax.jit
     def step(params, state, grads):
@@ -130,8 +130,8 @@ def test_further_arguments_must_not_have_rows():
 def test_rows_without_room_for_more_are_not_worth_it():
   few = SparseRows(jnp.arange(16), jnp.ones((16, 3)), ROWS)
   more = SparseRows(jnp.arange(17), jnp.ones((17, 3)), ROWS)
-  assert not _in_chunks.worth_it({"t": few})
-  assert _in_chunks.worth_it({"t": few, "u": more})
+  assert not lazy.worth_it({"t": few})
+  assert lazy.worth_it({"t": few, "u": more})
 
 
 def test_a_table_without_room_for_any_rows():
@@ -140,7 +140,7 @@ def test_a_table_without_room_for_any_rows():
     "a": gradients(0)["a"],
     "none": SparseRows(jnp.arange(0), jnp.ones((0, 2)), ROWS),
   }
-  assert _in_chunks.worth_it(grads)
+  assert lazy.worth_it(grads)
   tx = zenjax.lazy_rows(optax.sgd(1.0))
   updates: Any
   updates, _ = tx.update(grads, tx.init(params), params)

@@ -12,7 +12,7 @@ from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax import _bitmap
+from zenjax._src.core import bitmaps
 from zenjax.kernels import _dispatch
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Operation
@@ -27,7 +27,7 @@ def arguments(name):
   table = kernel_cases.table(SHAPE, 1, 0.1, 0.1)
   layout = SHAPE.layout
   words = operations.mask_pack.reference(table, layout).words
-  bitmap = _bitmap.index(words)
+  bitmap = bitmaps.index(words)
   first = jnp.zeros(SHAPE.groups, jnp.int32)
   slots, rows = operations.compact.reference(table, bitmap, layout, first, 16)
   limit = jnp.int32(layout.slots)

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from benchmarks import targets
-from zenjax import _bitmap
-from zenjax import _compat
+from zenjax._src.core import bitmaps
+from zenjax._src.core import compat
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Implementation
 from zenjax.kernels.merge import reference
@@ -157,7 +157,7 @@ def lowered_compact(
   def run(table, words, first):
     return operations.compact(
       table,
-      _bitmap.index(words),
+      bitmaps.index(words),
       shape.layout,
       first,
       capacity,
@@ -335,7 +335,7 @@ def test_spills_are_found():
   def run(x):
     return pl.pallas_call(
       kernel,
-      out_shape=_compat.struct(x.shape, x.dtype, x),
+      out_shape=compat.struct(x.shape, x.dtype, x),
       compiler_params=plgpu.CompilerParams(num_warps=1),
     )(x)
 

@@ -19,7 +19,7 @@ from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax import _bitmap
+from zenjax._src.core import bitmaps
 from zenjax.kernels.mask_pack import _tpu_sizes
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.operations import OPERATIONS
@@ -77,7 +77,7 @@ def draw_compact(rng: np.random.Generator) -> Drawn:
   layout = shape.layout
 
   def prepare(table, first):
-    bitmap = _bitmap.index(mask_pack.reference(table, layout).words)
+    bitmap = bitmaps.index(mask_pack.reference(table, layout).words)
     return table, bitmap, first
 
   def contents(rng):

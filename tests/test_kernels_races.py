@@ -14,7 +14,7 @@ from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax import _bitmap
+from zenjax._src.core import bitmaps
 from zenjax.kernels import _words_tpu
 from zenjax.kernels import operations
 
@@ -36,7 +36,7 @@ def compact(shape):
   table = kernel_cases.table(shape, 1, 0.1, 0.0)
   words = operations.mask_pack.reference(table, shape.layout).words
   first = jnp.zeros(shape.groups, jnp.int32)
-  return table, _bitmap.index(words), shape.layout, first, 24
+  return table, bitmaps.index(words), shape.layout, first, 24
 
 
 def expand(shape):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zenjax
-from zenjax import _select
+from zenjax._src.core import leaf_util
 
 N = 2
 # Both are "a.b" by keys and dots.
@@ -21,9 +21,9 @@ TOP = zenjax.error_feedback(
 
 
 def test_names_are_unique():
-  names = [name for name, _ in _select.named_leaves(TREE)]
+  names = [name for name, _ in leaf_util.named_leaves(TREE)]
   assert names == ["['a']['b']", "a.c", "['a.b']"]
-  assert _select.named_leaves({"a": {"b": 1}}) == [("a.b", 1)]
+  assert leaf_util.named_leaves({"a": {"b": 1}}) == [("a.b", 1)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from benchmarks import run as command_line
 from benchmarks.network.common_start import CommonStart
 from benchmarks.shared_compiler import SharedCompiler
-from zenjax._planner import _work
+from zenjax._src.machine import local_work
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -60,10 +60,12 @@ def test_a_common_start_is_an_instant_to_come():
 def test_work_is_that_of_the_last_host():
   """Of rows and bytes that cost 1 us and 1 ns, on the slower of two hosts."""
   price = lambda shape: shape[0] * (1e-6 + shape[1] * 4e-9)
-  slow = {f"mask_{i}": [price(s)] * 3 for i, s in enumerate(_work.TABLES)}
-  slow |= {f"move_{i}": [2 * price(s)] * 3 for i, s in enumerate(_work.MOVED)}
+  slow = {f"mask_{i}": [price(s)] * 3 for i, s in enumerate(local_work.TABLES)}
+  slow |= {
+    f"move_{i}": [2 * price(s)] * 3 for i, s in enumerate(local_work.MOVED)
+  }
   fast = {name: [0.0] * 3 for name in slow}
-  fitted = _work.fit([fast, slow])
+  fitted = local_work.fit([fast, slow])
   assert fitted == {
     "mask_byte": pytest.approx(1e-9),
     "mask_row": pytest.approx(1e-6),
@@ -75,7 +77,7 @@ def test_work_is_that_of_the_last_host():
 def test_noise_never_gives_a_negative_price():
   """A wide table that takes no longer than a narrow one of as many bytes."""
   samples = {"mask_0": [1.0], "mask_1": [0.1], "move_0": [0.1], "move_1": [9.0]}
-  assert min(_work.fit([samples]).values()) >= 0
+  assert min(local_work.fit([samples]).values()) >= 0
 
 
 @pytest.mark.multiprocess

@@ -21,7 +21,7 @@ import pytest
 
 import zenjax
 from zenjax import SparseRows
-from zenjax._rows import _in_chunks
+from zenjax._src.rows import lazy
 
 pytestmark = [
   pytest.mark.usefixtures("as_optax_computes"),
@@ -182,8 +182,8 @@ def run_lazy(name, then, monkeypatch):
 
     def step(*args, size=size, least=least):
       with monkeypatch.context() as patch:
-        patch.setattr(_in_chunks, "_BYTES", size)
-        patch.setattr(_in_chunks, "_MIN_ROWS", least)
+        patch.setattr(lazy, "_BYTES", size)
+        patch.setattr(lazy, "_MIN_ROWS", least)
         return lazy_step(tx, extra, *args)
 
     steps[form] = jax.jit(step)

@@ -14,7 +14,7 @@ import runners
 import steps
 
 import zenjax
-from zenjax._schemes import _after
+from zenjax._src.schemes import transport
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -32,7 +32,7 @@ def test_sum(check_vma):
 @pytest.mark.parametrize("wait", [False, True])
 def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
   if wait:  # As on TPUs, where sums wait for all pushes.
-    monkeypatch.setattr(_after, "_plain_zero", _after._unseen_zero)
+    monkeypatch.setattr(transport, "_plain_zero", transport._unseen_zero)
   rng = np.random.default_rng(0)
   stack = {
     "a": table(rng, 90, 6),

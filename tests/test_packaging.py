@@ -100,7 +100,10 @@ def test_installs_one_package_that_needs_three():
 def test_every_module_imports():
   found = pkgutil.walk_packages(zenjax.__path__, "zenjax.")
   names = {module.name for module in found}
-  assert {"zenjax._schemes.zen", "zenjax.kernels.compact.reference"} <= names
+  assert {
+    "zenjax._src.schemes.zen",
+    "zenjax.kernels.compact.reference",
+  } <= names
   for name in names:
     importlib.import_module(name)
 

@@ -12,7 +12,7 @@ import oracle
 import pytest
 
 import zenjax
-from zenjax import _state
+from zenjax._src.sync import sync_state
 
 ROWS, WIDTH, DEVICES = 50_000, 128, 8
 # 20 % of the rows on each of 8 devices, and their union: what steps of zen by
@@ -92,12 +92,12 @@ def test_no_warning_of_rows_which_have_no_dense_path():
   assert traced_on(stack, rows, scheme="all_gather", capacities=PIN) == []
 
 
-def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
+def _leaf(needs, *, dense: bool = False) -> sync_state.LeafState:
   """A table of 1000 rows whose steps needed these."""
-  sizes = _state.Sizes(1000, 16, DEVICES, DEVICES, 1, 8, 8, 1, 0)
-  history = np.zeros((_state.HISTORY, 2), np.int32)
+  sizes = sync_state.Sizes(1000, 16, DEVICES, DEVICES, 1, 8, 8, 1, 0)
+  history = np.zeros((sync_state.HISTORY, 2), np.int32)
   history[: len(needs)] = needs
-  return _state.empty_leaf(None, mean=True, devices=0)._replace(
+  return sync_state.empty_leaf(None, mean=True, devices=0)._replace(
     sizes=jnp.array(sizes, jnp.int32),
     history=jnp.array(history),
     dense=jnp.array(dense),
@@ -108,15 +108,15 @@ def _leaf(needs, *, dense: bool = False) -> _state.LeafState:
   ("needs", "dense", "pin"),
   [
     ([(8, 40)] * 10, False, (8, 40)),
-    ([(8, 40)] * 8 + [(_state.DENSE_STEP,) * 2] * 2, False, (8, 40)),
-    ([(_state.DENSE_STEP,) * 2] * 10, False, None),
+    ([(8, 40)] * 8 + [(sync_state.DENSE_STEP,) * 2] * 2, False, (8, 40)),
+    ([(sync_state.DENSE_STEP,) * 2] * 10, False, None),
     ([(8, 40)] * 10, True, None),
     # The 90th percentile of the push, the 10th of the pull.
     ([(10 * i, 200 + 10 * i) for i in range(11)], False, (90, 210)),
   ],
 )
 def test_advice_is_for_steps_that_travel_sparse(needs, dense, pin):
-  state = _state.ZenSyncState(
+  state = sync_state.ZenSyncState(
     jnp.array(len(needs), jnp.int32), {"t": _leaf(needs, dense=dense)}
   )
   assert zenjax.advise(state).get("t") == pin
@@ -148,7 +148,7 @@ def test_steps_above_break_even_leave_no_mark_on_the_advice():
 
 def test_the_latest_steps_take_the_place_of_the_oldest():
   step, state, few, _ = few_and_full()
-  state = state._replace(step=state.step + _state.HISTORY + 7)
+  state = state._replace(step=state.step + sync_state.HISTORY + 7)
   _, state = step(few, state)
   history = state.leaves["leaf"].history[0]
   assert np.flatnonzero(np.any(history != 0, axis=1)).tolist() == [7]

@@ -12,12 +12,12 @@ import pytest
 
 import zenjax
 from zenjax import traces
-from zenjax._planner import _choosing
-from zenjax._planner import _cli
-from zenjax._planner import _from_trace
-from zenjax._planner import _single
-from zenjax._planner import _whatif
-from zenjax._planner import _work
+from zenjax._src.machine import local_work
+from zenjax._src.machine import measure
+from zenjax._src.planner import choosing
+from zenjax._src.planner import cli
+from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import what_if
 
 ROWS, WIDTH, DEVICES, STEPS = 20_000, 32, 4, 4
 LEAVES = (
@@ -49,7 +49,7 @@ def trace(tmp_path_factory):
 
 
 def run(*words):
-  return _cli.main([str(word) for word in words])
+  return cli.main([str(word) for word in words])
 
 
 def refused(capsys, *words):
@@ -66,7 +66,7 @@ NETWORK = ("--hosts", "8", "--link", "10gbit", "--machine", "h100")
 
 
 def test_densities_are_those_of_the_pool(trace):
-  found = _from_trace.recorded(traces.read(trace))
+  found = recorded_runs.recorded(traces.read(trace))
   growth = found.growths["table"]
   profile = found.profiles(8)["table"]
   assert profile.rows == pytest.approx(200)
@@ -80,7 +80,7 @@ def test_densities_are_those_of_the_pool(trace):
 
 
 def test_tables_are_complete_last(trace):
-  found = _from_trace.recorded(traces.read(trace)).gradients
+  found = recorded_runs.recorded(traces.read(trace)).gradients
   assert [g.name for g in found] == ["bias", "w", "table"]
   assert [g.ready for g in found] == pytest.approx([2 / 3, 1, 1])
 
@@ -101,7 +101,7 @@ def plan_of(trace, rows=ROWS, **options):
 
 def test_a_model_is_planned_by_its_trace(trace):
   found = plan_of(trace).by_name["table"]
-  growth = _from_trace.recorded(traces.read(trace)).growths["table"]
+  growth = recorded_runs.recorded(traces.read(trace)).growths["table"]
   assert found.rows == pytest.approx(200)
   assert found.union == pytest.approx(growth.union(8))
   with pytest.raises(ValueError, match="`trace`.*'table' 20000 x 32 there"):
@@ -210,10 +210,10 @@ def test_broken_traces_are_refused(tmp_path, capsys):
 
 
 def test_links_prints_and_saves(monkeypatch, tmp_path, capsys):
-  ops = {"all_gather": _single.OPS["all_gather"]}
-  monkeypatch.setattr(_single, "OPS", ops)
+  ops = {"all_gather": measure.OPS["all_gather"]}
+  monkeypatch.setattr(measure, "OPS", ops)
   work = zenjax.Work(mask_byte=2e-9)
-  monkeypatch.setattr(_work, "measured", lambda *_: work)
+  monkeypatch.setattr(local_work, "measured", lambda *_: work)
   path = tmp_path / "machine.json"
   assert run("links", "--devices", 2, "--repeats", 1, "--json", path) == 0
   out = capsys.readouterr().out
@@ -257,9 +257,9 @@ def test_whatif_prints_and_saves(trace, tmp_path, capsys):
 
 
 def test_points_are_plans(trace):
-  recorded = _from_trace.recorded(traces.read(trace))
+  recorded = recorded_runs.recorded(traces.read(trace))
   machine = zenjax.Topology.network("10gbit", 8, "h100")
-  base = _whatif.Base(
+  base = what_if.Base(
     recorded=recorded,
     topology=machine,
     batch=1,
@@ -268,7 +268,7 @@ def test_points_are_plans(trace):
   )
   point = base.larger_batch(2)
   question = recorded.question(machine, 2, compute_seconds=0.02)
-  plan = _choosing.answer(question)
+  plan = choosing.answer(question)
   assert (point.seconds, point.dense_seconds) == (
     plan.seconds,
     plan.dense_seconds,
@@ -276,7 +276,7 @@ def test_points_are_plans(trace):
   assert point.scaling == 0.02 / plan.seconds > point.dense_scaling
   assert base.hosts(4).devices == 4 and not base.hosts(16).bounded
   assert base.hosts(17).bounded
-  faster = _whatif.with_rate(machine, 20_000).levels[0].link
+  faster = what_if.with_rate(machine, 20_000).levels[0].link
   assert (
     faster.bandwidth == 2.5e9 and faster.work == machine.levels[0].link.work
   )
@@ -287,7 +287,7 @@ def test_turning_points_are_found():
 
   def point(at):
     pays = 5 <= at < 19
-    return _whatif.Point(
+    return what_if.Point(
       at=at,
       devices=1,
       compute_seconds=1.0,
@@ -297,10 +297,10 @@ def test_turning_points_are_found():
       bounded=False,
     )
 
-  hosts = _whatif._sweep(point, [3, 30], [2, 4, 8, 16], _whatif._middle)
+  hosts = what_if._sweep(point, [3, 30], [2, 4, 8, 16], what_if._middle)
   assert [(t.at, t.pays) for t in hosts.turns] == [(5, True), (19, False)]
   assert [p.at for p in hosts.points] == [3, 30] and hosts.searched == (2, 30)
-  rate = _whatif._sweep(point, [1], [1.0, 10.0, 100.0], _whatif._geometric)
+  rate = what_if._sweep(point, [1], [1.0, 10.0, 100.0], what_if._geometric)
   assert [t.at for t in rate.turns] == pytest.approx([5, 19], rel=0.02)
 
 
@@ -348,6 +348,6 @@ def test_an_interrupt_says_so(trace, monkeypatch, capsys):
   def interrupted(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(_from_trace, "recorded", interrupted)
+  monkeypatch.setattr(recorded_runs, "recorded", interrupted)
   assert run("plan", "--trace", trace, *NETWORK) == 130
   assert "Interrupted" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import zenjax
-from zenjax._planner import _choosing
-from zenjax._planner._traced import Gradient
+from zenjax._src.planner import choosing
+from zenjax._src.planner.gradient_trace import Gradient
 
 TABLES = [512, 1024, 4096, 8192]
 
@@ -37,7 +37,7 @@ def question(seed: int, overlap: bool = False, tables: int = 3, **options):
     for i, shape in enumerate(shapes)
   )
   rate = str(rng.choice(["10gbit", "100gbit"]))
-  return _choosing.Question(
+  return choosing.Question(
     gradients=gradients,
     topology=zenjax.Topology.network(rate, 8),
     axes=("data",),
@@ -60,14 +60,14 @@ def test_no_exchanges_take_less_where_nothing_overlaps(seed, wires):
       way: tuple(i for i, other in enumerate(chosen) if other == way)
       for way in chosen
     }
-    seconds = _choosing.seconds_of(asked, careful, list(named.items()))
+    seconds = choosing.seconds_of(asked, careful, list(named.items()))
     best = min(best, seconds)
-  found = _choosing.answer(asked)
+  found = choosing.answer(asked)
   groups = {}
   for i, leaf in enumerate(found.leaves):
     way = " ".join(filter(None, (leaf.choice.split()[0], leaf.wire_dtype)))
     groups[way] = (*groups.get(way, ()), i)
-  got = _choosing.seconds_of(asked, careful, list(groups.items()))
+  got = choosing.seconds_of(asked, careful, list(groups.items()))
   assert got == pytest.approx(best, rel=1e-9)
   assert len({leaf.group for leaf in found.leaves}) == len(groups)
   assert "hides" not in str(found)
@@ -88,7 +88,7 @@ def test_a_small_table_joins_an_exchange_where_that_takes_less(fullest, joins):
     )
     for name, shape in shapes.items()
   )
-  asked = _choosing.Question(
+  asked = choosing.Question(
     gradients=gradients,
     topology=zenjax.Topology.network("1gbit", 8),
     axes=("data",),
@@ -97,12 +97,12 @@ def test_a_small_table_joins_an_exchange_where_that_takes_less(fullest, joins):
       for name, (one, union) in rows.items()
     },
   )
-  found = _choosing.answer(asked)
+  found = choosing.answer(asked)
   groups = [leaf.group for leaf in found.leaves]
   assert (groups[1] == groups[2] != groups[0]) == joins
   space = asked.space(1.0)
   for way in set(space.strategies) - {"dense"}:
-    both = _choosing.planned(asked, space, [("dense", (0,)), (way, (1, 2))])
+    both = choosing.planned(asked, space, [("dense", (0,)), (way, (1, 2))])
     assert found.seconds <= both.seconds
 
 
@@ -117,13 +117,13 @@ def test_rows_that_all_devices_have(way):
     ready=1.0,
   )
   same = zenjax.Profile(rows=500, fullest=500, union=500, devices=8)
-  asked = _choosing.Question(
+  asked = choosing.Question(
     gradients=(table,),
     topology=zenjax.Topology.network("1gbit", 8),
     axes=("data",),
     profiles={"table": same},
   )
-  found = _choosing.planned(asked, asked.space(1.0), [(way, (0,))])
+  found = choosing.planned(asked, asked.space(1.0), [(way, (0,))])
   assert found.by_name["table"].capacities is not None
   zenjax.zen_sync("data", plan=found)
 
@@ -131,7 +131,7 @@ def test_rows_that_all_devices_have(way):
 def test_many_leaves_at_once():
   """Thirty tables and what stands between them."""
   asked = question(0, tables=30)
-  found = _choosing.answer(asked)
+  found = choosing.answer(asked)
   assert found.pays and found.seconds < found.dense_seconds
 
 

@@ -11,11 +11,11 @@ import pytest
 from refusals import names
 
 import zenjax
-from zenjax._planner import _choosing
-from zenjax._planner._levels import Level
-from zenjax._planner._search import search
-from zenjax._planner._timeline import simulate
-from zenjax._planner._traced import Gradient
+from zenjax._src.machine.topologies import Level
+from zenjax._src.planner import choosing
+from zenjax._src.planner.gradient_trace import Gradient
+from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import simulate
 
 ROWS, WIDTH, BATCH = 100_000, 64, 512
 
@@ -96,14 +96,14 @@ def test_leaves_of_one_exchange_take_what_their_bytes_take():
     )
     for i in range(30)
   )
-  question = _choosing.Question(
+  question = choosing.Question(
     gradients=gradients,
     topology=machine(bandwidth=1e9, latency_s=1e-3, curves=curves),
     axes=("data",),
   )
   received = 30 * 40_000 * 2 * 7 / 8
   total_s = 3e-2 + (received - 1e6) * (0.27 / 9e6)
-  assert _choosing.answer(question).seconds == pytest.approx(total_s)
+  assert choosing.answer(question).seconds == pytest.approx(total_s)
 
 
 def test_full_gradients_take_pmean():
@@ -126,7 +126,7 @@ def test_what_the_backward_pass_hides_takes_pmean():
   early = dataclasses.replace(
     late, name="early", shape=(ROWS, WIDTH), ready=0.1
   )
-  question = _choosing.Question(
+  question = choosing.Question(
     gradients=(early, late),
     topology=machine(
       bandwidth=450e9,
@@ -137,11 +137,11 @@ def test_what_the_backward_pass_hides_takes_pmean():
     compute_seconds=1.0,
     overlap=True,
   )
-  hidden = _choosing.answer(question).by_name["early"]
+  hidden = choosing.answer(question).by_name["early"]
   assert hidden.scheme == "dense"
   slow = machine(bandwidth=1e6, latency_s=1e-6)
   exposed = dataclasses.replace(question, topology=slow)
-  assert _choosing.answer(exposed).by_name["early"].scheme != "dense"
+  assert choosing.answer(exposed).by_name["early"].scheme != "dense"
 
 
 def test_two_levels():
@@ -187,7 +187,7 @@ def question(tables, overlap):
     )
     for g in gradients
   }
-  return _choosing.Question(
+  return choosing.Question(
     gradients=gradients,
     topology=machine(bandwidth=1e8, latency_s=1e-4),
     axes=("data",),
@@ -202,14 +202,14 @@ def test_groups_share_what_is_paid_once(overlap):
   """No plan by one exchange a table, or by one for all, is better."""
   asked = question([2_000, 60_000, 1_200, 9_000, 30_000], overlap)
   space = asked.space(1.0)
-  found = _choosing.answer(asked)
+  found = choosing.answer(asked)
   members = range(len(asked.gradients))
   single = []
   for ways in itertools.product(*[("dense", "zen/1", "zen/8")] * len(members)):
     named = [(way, (i,)) for i, way in enumerate(ways)]
-    single.append(_choosing.seconds_of(asked, space, named))
+    single.append(choosing.seconds_of(asked, space, named))
   whole = [
-    _choosing.seconds_of(asked, space, [(way, tuple(members))])
+    choosing.seconds_of(asked, space, [(way, tuple(members))])
     for way in ("dense", "zen/1", "zen/8")
   ]
   # The margin may keep a leaf dense that would gain less than a fifth.
@@ -224,7 +224,7 @@ def test_seconds_are_those_of_the_timeline():
   best = search(space.tensors, space.merged, overlap="overlap").assignment
   named = [(e.option.name, tuple(range(e.first, e.stop))) for e in best]
   expected = simulate(space.tensors, best, "overlap").iteration_s
-  assert _choosing.seconds_of(asked, space, named) == pytest.approx(expected)
+  assert choosing.seconds_of(asked, space, named) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zenjax
-from zenjax._planner import _traced
+from zenjax._src.planner import gradient_trace
 
 LAYERS, WIDTH, BATCH = 4, 64, 256
 
@@ -38,7 +38,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_from_the_loss_to_the_inputs(way):
-  found = _traced.gradients(WAYS[way], *ARGS)
+  found = gradient_trace.gradients(WAYS[way], *ARGS)
   order = [f"layers.{i}" for i in reversed(range(LAYERS))]
   assert [g.name for g in found] == [*order, "table"]
   ready = [g.ready for g in found]
@@ -59,7 +59,7 @@ def test_a_scan_completes_its_gradients_at_its_end():
 
   params = {"w": shape(8, WIDTH, WIDTH), "last": shape(WIDTH, WIDTH)}
   args = params, shape(BATCH, WIDTH)
-  last, first = _traced.gradients(jax.value_and_grad(scanned), *args)
+  last, first = gradient_trace.gradients(jax.value_and_grad(scanned), *args)
   assert (last.name, first.name) == ("last", "w")
   assert last.ready < 0.6 and first.ready == pytest.approx(1.0)
 
@@ -69,7 +69,7 @@ def test_products_are_counted_as_the_compiler_counts_them():
   analysis = compiled.cost_analysis()
   assert analysis is not None
   jaxpr = jax.make_jaxpr(WAYS["plain"])(*ARGS).jaxpr
-  products = sum(_traced._flops(eqn) for eqn in jaxpr.eqns)
+  products = sum(gradient_trace._flops(eqn) for eqn in jaxpr.eqns)
   # One layer forward, two products backward.
   assert products == 3 * LAYERS * 2 * BATCH * WIDTH * WIDTH
   assert products == pytest.approx(analysis["flops"], rel=0.05)
@@ -84,13 +84,13 @@ def test_convolutions_are_counted():
     )
 
   jaxpr = jax.make_jaxpr(convolved)(shape(3, 3, 4, 8), shape(2, 6, 6, 4)).jaxpr
-  products = sum(_traced._flops(eqn) for eqn in jaxpr.eqns)
+  products = sum(gradient_trace._flops(eqn) for eqn in jaxpr.eqns)
   assert products == 2 * (3 * 3 * 4) * (2 * 6 * 6 * 8)
 
 
 def test_rows_that_are_looked_up_cost_no_table():
   small, large = (
-    _traced.gradients(
+    gradient_trace.gradients(
       zenjax.value_and_grad(lambda t, ids: jnp.sum(t[ids])),
       shape(rows, WIDTH),
       shape(BATCH, dtype=jnp.int32),
@@ -102,4 +102,4 @@ def test_rows_that_are_looked_up_cost_no_table():
 
 def test_no_pair():
   with pytest.raises(TypeError, match="`value_and_grad` must return a pair"):
-    _traced.gradients(jax.grad(loss), *ARGS)
+    gradient_trace.gradients(jax.grad(loss), *ARGS)

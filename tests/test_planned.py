@@ -20,8 +20,8 @@ from benchmarks.planned.found import Section
 from benchmarks.planned.found import Way
 from benchmarks.planned.models import MODELS
 import zenjax
-from zenjax._planner import _traced
-from zenjax._planner._choosing import Question
+from zenjax._src.planner import gradient_trace
+from zenjax._src.planner.choosing import Question
 
 
 def _section(**times: float) -> Section:
@@ -151,7 +151,7 @@ def _question(tables: int) -> Question:
     rows = sum(params[f"t{i}"][ids] for i in range(tables))
     return jnp.sum(rows @ params["w"])
 
-  found = _traced.gradients(
+  found = gradient_trace.gradients(
     jax.value_and_grad(loss), params, jnp.zeros(64, jnp.int32)
   )
   return Question(

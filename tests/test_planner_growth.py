@@ -10,9 +10,9 @@ import pytest
 from benchmarks import growth_ids
 from benchmarks import workloads
 from examples import corpus
-from zenjax import _plan
 from zenjax import traces
-from zenjax._planner import _growth
+from zenjax._src.planner import union_growth
+from zenjax._src.schemes import buffer_sizes
 
 
 def recorded(steps: int, devices: int, rows: int, seed: int = 0):
@@ -30,7 +30,7 @@ def test_expectation_is_that_of_all_subsets(m):
   steps = recorded(3, 2, 12)
   pool = [set(s.tolist()) for step in steps for s in step]
   subsets = list(itertools.combinations(pool, m))
-  found = _growth.growth(steps, 12)
+  found = union_growth.growth(steps, 12)
   unions = [len(set().union(*subset)) for subset in subsets]
   assert found.union(m) == pytest.approx(np.mean(unions))
   fullest = [max(map(len, subset)) for subset in subsets]
@@ -39,11 +39,11 @@ def test_expectation_is_that_of_all_subsets(m):
 
 def test_steps_are_left_out_one_by_one():
   steps = recorded(5, 2, 40)
-  found = _growth.growth(steps, 40)
+  found = union_growth.growth(steps, 40)
   for t, without in enumerate(found.without):
-    alone = _growth.growth(steps[:t] + steps[t + 1 :], 40)
+    alone = union_growth.growth(steps[:t] + steps[t + 1 :], 40)
     assert without.tolist() == alone.held.tolist()
-  first, second = (_growth.growth(s, 40) for s in (steps[:2], steps[2:4]))
+  first, second = (union_growth.growth(s, 40) for s in (steps[:2], steps[2:4]))
   assert [h.tolist() for h in found.halves] == [
     first.held.tolist(),
     second.held.tolist(),
@@ -56,7 +56,7 @@ def test_error_is_of_the_size_of_the_spread():
   rng = np.random.default_rng(0)
   common = rng.random(300) ** 6
   found = [
-    _growth.growth(
+    union_growth.growth(
       [
         [np.flatnonzero(rng.random(300) < common) for _ in range(2)]
         for _ in range(16)
@@ -71,7 +71,7 @@ def test_error_is_of_the_size_of_the_spread():
 
 
 def test_one_step_has_no_error_and_no_halves():
-  found = _growth.growth(recorded(1, 3, 20), 20)
+  found = union_growth.growth(recorded(1, 3, 20), 20)
   assert math.isnan(found.error(2)) and math.isnan(found.drift)
   assert found.step_ratio == pytest.approx(1)
 
@@ -79,47 +79,47 @@ def test_one_step_has_no_error_and_no_halves():
 def test_devices_of_a_step_that_are_alike_are_told():
   rng = np.random.default_rng(0)
   same = [[np.sort(rng.permutation(100)[:10])] * 2 for _ in range(8)]
-  assert _growth.growth(same, 100).step_ratio < 0.6
+  assert union_growth.growth(same, 100).step_ratio < 0.6
   # Two hosts that read texts of their own.
   own = [[np.arange(10), np.arange(50, 60)] for _ in range(8)]
-  assert _growth.growth(own, 100).step_ratio > 1.3
+  assert union_growth.growth(own, 100).step_ratio > 1.3
 
 
 def test_beyond_the_pool_are_bounds():
   steps = recorded(8, 2, 60)
-  few = _growth.growth(steps[:3], 60)
+  few = union_growth.growth(steps[:3], 60)
   with pytest.raises(ValueError, match="6 row sets of 3 steps.*record 6 steps"):
     few.union(12)
   low, high = few.bounds(12)
   assert few.union(6) == low <= high <= 60
   assert few.bounds(4) == (few.union(4),) * 2
   # Of one pool, for every part of it: a union's growth never speeds up.
-  whole = _growth.growth(steps, 60)
+  whole = union_growth.growth(steps, 60)
   curve = [whole.union(m) for m in range(1, 17)]
   assert np.all(np.diff(curve, 2) < 1e-9)
 
 
 def test_profile_holds_for_ranges():
   steps = [[np.arange(10)] * 2 for _ in range(4)]
-  found = _growth.growth(steps, 100).profile(4)
+  found = union_growth.growth(steps, 100).profile(4)
   assert (found.rows, found.fullest, found.union) == (10, 10, 10)
   assert found.skew == (4.0, 4.0)
   spread = [[np.arange(0, 100, 5)] * 2 for _ in range(4)]
-  assert _growth.growth(spread, 100).profile(4).skew == (1.0, 1.0)
+  assert union_growth.growth(spread, 100).profile(4).skew == (1.0, 1.0)
   empty = [[np.zeros(0, np.uint32)] * 2 for _ in range(2)]
-  assert _growth.growth(empty, 100).profile(2).union == 0
+  assert union_growth.growth(empty, 100).profile(2).union == 0
 
 
 @pytest.mark.parametrize("steps", [[], [[]], [[np.arange(2)], []]])
 def test_uneven_recordings_are_refused(steps):
   with pytest.raises(ValueError, match="`recorded` must hold steps of one"):
-    _growth.growth(steps, 10)
+    union_growth.growth(steps, 10)
 
 
 @pytest.mark.parametrize("devices", [0, -1, 2.0])
 def test_devices_are_counted(devices):
   with pytest.raises(ValueError, match="`devices` must be a positive"):
-    _growth.growth(recorded(2, 2, 10), 10).union(devices)
+    union_growth.growth(recorded(2, 2, 10), 10).union(devices)
 
 
 def test_traces_are_of_the_model_that_is_planned(tmp_path):
@@ -130,25 +130,25 @@ def test_traces_are_of_the_model_that_is_planned(tmp_path):
     traces.write_step(tmp_path, header, number, [step])
   trace = traces.read(tmp_path)
   dtype = jnp.dtype(jnp.float32)
-  made = lambda name, rows: _plan.Table(
+  made = lambda name, rows: buffer_sizes.Table(
     name=name, num_rows=rows, width=4, dtype=dtype, wire_dtype=dtype
   )
-  found = _growth.growth_of(trace, [made("embed", 40)])
+  found = union_growth.growth_of(trace, [made("embed", 40)])
   assert found["embed"].pooled == 6
   for name, rows, said in (
     ("embed", 41, r"'embed' \(41, 4\) it holds \(40, 4\)"),
     ("other", 40, r"'other' \(40, 4\) it holds nothing"),
   ):
     with pytest.raises(ValueError, match=f"`trace` must be.*{said}"):
-      _growth.growth_of(trace, [made(name, rows)])
+      union_growth.growth_of(trace, [made(name, rows)])
 
 
 # --- what others have published, and real ids -------------------------------
 
 
-def pooled(name: str, devices: int, steps: int) -> _growth.Growth:
+def pooled(name: str, devices: int, steps: int) -> union_growth.Growth:
   workload = workloads.get(name)
-  return _growth.growth(
+  return union_growth.growth(
     [
       [np.unique(ids) for ids in workloads.ids(workload, devices, seed)]
       for seed in range(steps)
@@ -171,7 +171,7 @@ def test_sixteen_times_as_many_devices_on_real_ids(order):
   text = corpus.load_tokens(max_tokens=400_000)
   draw = growth_ids.ORDERS[order]
   steps = list(itertools.islice(draw(text.ids, 4, 512, seed=0), 32))
-  found = _growth.growth(steps, len(text.vocab))
+  found = union_growth.growth(steps, len(text.vocab))
   real = itertools.islice(draw(text.ids, 64, 512, seed=1), 8)
   unions = [len(np.unique(np.concatenate(step))) for step in real]
   assert found.union(64) == pytest.approx(np.mean(unions), rel=0.1)

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 import zenjax
-from zenjax._planner import _fits
-from zenjax._planner import _links
-from zenjax._planner import _machines
-from zenjax._planner import _single
-from zenjax._planner import _work
-from zenjax._planner._levels import Fit
-from zenjax._planner._levels import Level
+from zenjax._src.machine import local_work
+from zenjax._src.machine import measure
+from zenjax._src.machine import topologies
+from zenjax._src.machine.topologies import Fit
+from zenjax._src.machine.topologies import Level
 
 CURVE = ((1e3, 1e-3), (1e6, 5e-3))
 
@@ -123,7 +121,7 @@ def test_what_is_no_json_is_refused():
     zenjax.Topology.from_json(measured().to_json()[:-20])
 
 
-@pytest.mark.parametrize("name", _machines.MACHINES)
+@pytest.mark.parametrize("name", topologies.MACHINES)
 def test_presets_say_whose_figures_they_are(name):
   topology = zenjax.Topology.preset(name, 8)
   assert topology.sizes == (8,)
@@ -175,7 +173,7 @@ def test_other_numbers_of_devices():
 
 def test_a_line_is_found():
   curve = tuple((x, 2e-4 + x / 5e8) for x in (1e3, 1e5, 1e7))
-  found = _fits.fit("all_gather", curve)
+  found = measure.fit("all_gather", curve)
   assert found.latency_s == pytest.approx(2e-4)
   assert found.bandwidth == pytest.approx(5e8)
   assert found.error < 1e-9
@@ -183,22 +181,24 @@ def test_a_line_is_found():
 
 
 def test_neither_number_is_negative():
-  falling = _fits.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
+  falling = measure.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
   assert falling.bandwidth == math.inf
   # Least relative squares of a constant: 1/2 + 1 over 1/4 + 1, in ms.
   assert falling.latency_s == pytest.approx(1.2e-3)
   assert falling.error == pytest.approx(0.4)
-  steep = _fits.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
+  steep = measure.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
   assert steep.latency_s == 0
   with pytest.raises(ValueError, match="positive seconds"):
-    _fits.fit("all_gather", ((1e3, 0.0),))
+    measure.fit("all_gather", ((1e3, 0.0),))
 
 
 def test_a_poor_fit_is_told():
   straight = tuple((x, 1e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
   bent = ((1e3, 1e-4), (1e5, 9e-3), (1e7, 1e-2))
   with pytest.warns(RuntimeWarning, match="'x'.*of all_to_all by [0-9]+%[.]"):
-    level = _fits.level_of("x", 4, {"all_gather": straight, "all_to_all": bent})
+    level = measure.level_of(
+      "x", 4, {"all_gather": straight, "all_to_all": bent}
+    )
   assert [fit.op for fit in level.fits] == ["all_gather", "all_to_all"]
   # A line is no matter where the curve is known.
   assert level.link.seconds("all_to_all", 4, 1e5) == 9e-3
@@ -206,7 +206,7 @@ def test_a_poor_fit_is_told():
 
 def test_latency_is_of_one_message():
   curve = tuple((x, 6e-4 + x / 1e9) for x in (1e3, 1e5, 1e7))
-  level = _fits.level_of("x", 4, {"all_gather": curve})
+  level = measure.level_of("x", 4, {"all_gather": curve})
   assert level.link.latency_s == pytest.approx(2e-4)
   # So what was measured comes back where the curve does not hold any more.
   alone = zenjax.Link(bandwidth=level.link.bandwidth, latency_s=2e-4)
@@ -218,7 +218,7 @@ def test_what_a_link_lends_after_a_pause_it_lends_once():
   link = zenjax.Link(
     bandwidth=1e9, latency_s=1.0, curves={("all_gather", 4): burst}
   )
-  found = _fits.lasting(link)
+  found = measure.lasting(link)
   byte_s = 0.273 / 9e6
   for (received, seconds), (_, was) in zip(
     found.curves["all_gather", 4], burst, strict=True
@@ -228,7 +228,7 @@ def test_what_a_link_lends_after_a_pause_it_lends_once():
   assert found.seconds("all_gather", 4, 1e5) > 2 * 2e-3
   assert found.seconds("all_gather", 2, 1e5) == 1 + 1e-4
   alone = {("all_gather", 4): burst[:1]}
-  assert _fits.lasting(zenjax.Link(bandwidth=1, latency_s=0, curves=alone))
+  assert measure.lasting(zenjax.Link(bandwidth=1, latency_s=0, curves=alone))
 
 
 # --- measuring --------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_every_collective_is_measured():
   found = zenjax.measure_links(mesh(2), sizes=(1 << 12, 1 << 16), repeats=1)
   (level,) = found.levels
   assert (level.name, level.devices) == ("device", 2)
-  assert {fit.op for fit in level.fits} == set(_single.OPS)
+  assert {fit.op for fit in level.fits} == set(measure.OPS)
   for fit in level.fits:
     curve = level.link.curves[fit.op, 2]
     assert [x for x, _ in curve] == [1 << 12, 1 << 16]
@@ -259,29 +259,29 @@ def test_every_collective_is_measured():
 
 @pytest.mark.parametrize(("many_s", "each_s"), [(0.085, 0.01), (0.004, 0.0)])
 def test_what_each_more_buffer_of_a_sum_takes(many_s, each_s):
-  few, many = _links._BUFFERS
+  few, many = measure._BUFFERS
   run = lambda: None
   points = [
-    _links._Point(axis, _links._sum_of(k), 0.0, run)
+    measure._Point(axis, measure._sum_of(k), 0.0, run)
     for axis in ("host", "device")
     for k in (few, many)
   ]
   seconds = np.array([1.0, 2.0, 0.005, many_s])
-  found = _links._buffer_s(points, seconds, "device")
+  found = measure._buffer_s(points, seconds, "device")
   assert found == pytest.approx(each_s)
 
 
 def test_sums_of_several_buffers_are_several():
-  program, _ = _single.lowered_sums(3, mesh(2), "device")
+  program, _ = measure.lowered_sums(3, mesh(2), "device")
   assert program.as_text().count('"stablehlo.all_reduce"') == 3
 
 
 def test_work_is_that_of_all_devices_at_once(monkeypatch):
   """On a mesh of two axes, nothing crosses them, and the bar ends."""
-  monkeypatch.setattr(_work, "TABLES", ((400, 16), (1600, 4)))
-  monkeypatch.setattr(_work, "MOVED", ((64, 16), (256, 4)))
+  monkeypatch.setattr(local_work, "TABLES", ((400, 16), (1600, 4)))
+  monkeypatch.setattr(local_work, "MOVED", ((64, 16), (256, 4)))
   turns = []
-  work = _work.measured(mesh(2, 2), 2, lambda: turns.append(1))
+  work = local_work.measured(mesh(2, 2), 2, lambda: turns.append(1))
   assert len(turns) == 4 * 3
   for name in ("mask", "move"):
     row, byte = (getattr(work, f"{name}_{x}") for x in ("row", "byte"))
@@ -290,13 +290,13 @@ def test_work_is_that_of_all_devices_at_once(monkeypatch):
 
 def test_work_moves_every_row(monkeypatch):
   """What is timed packs, merges and writes what it says."""
-  monkeypatch.setattr(_work, "TABLES", ())
-  monkeypatch.setattr(_work, "MOVED", ((64, 4),))
+  monkeypatch.setattr(local_work, "TABLES", ())
+  monkeypatch.setattr(local_work, "MOVED", ((64, 4),))
   totals = []
   real = jax.block_until_ready
   note = lambda x: totals.append(x[1]) or real(x)
-  monkeypatch.setattr(_work.jax, "block_until_ready", note)
-  for run in _work.runs(mesh(2), 4).values():
+  monkeypatch.setattr(local_work.jax, "block_until_ready", note)
+  for run in local_work.runs(mesh(2), 4).values():
     run()
   (total,) = totals
   # Four sources of 16 rows each, of which few meet in one of 512 slots.
@@ -305,11 +305,11 @@ def test_work_moves_every_row(monkeypatch):
 
 def test_a_larger_scale_costs_a_row_no_less():
   samples = {"mask_0": [3.0], "mask_1": [3.0], "move_0": [2.0], "move_1": [2.0]}
-  once, scaled = (_work.fit([samples], scale) for scale in (1, 4))
+  once, scaled = (local_work.fit([samples], scale) for scale in (1, 4))
   assert scaled == pytest.approx({k: x / 4 for k, x in once.items()})
 
 
-@pytest.mark.parametrize("name", _machines.MACHINES)
+@pytest.mark.parametrize("name", topologies.MACHINES)
 def test_presets_have_a_floor_of_work(name):
   topology = zenjax.Topology.preset(name, 8, hosts=2, network="100gbit")
   (work,) = {level.link.work for level in topology.levels}
@@ -324,9 +324,9 @@ def test_presets_have_a_floor_of_work(name):
 
 @pytest.mark.filterwarnings("ignore:Links along:RuntimeWarning")
 def test_axes_are_measured_one_by_one(monkeypatch):
-  ops = {"all_gather": _single.OPS["all_gather"]}
-  monkeypatch.setattr(_single, "OPS", ops)
-  monkeypatch.setattr(_work, "measured", lambda *_: zenjax.Work())
+  ops = {"all_gather": measure.OPS["all_gather"]}
+  monkeypatch.setattr(measure, "OPS", ops)
+  monkeypatch.setattr(local_work, "measured", lambda *_: zenjax.Work())
   found = zenjax.measure_links(mesh(2, 2), sizes=(4096,), repeats=1)
   assert [level.name for level in found.levels] == ["host", "device"]
   explicit = jax.make_mesh((2, 1), ("a", "b"), devices=jax.devices()[:2])
@@ -336,15 +336,15 @@ def test_axes_are_measured_one_by_one(monkeypatch):
   assert len(found.levels[0].link.curves["all_gather", 2]) == 1
 
 
-@pytest.mark.parametrize("op", _single.OPS)
+@pytest.mark.parametrize("op", measure.OPS)
 def test_a_single_collective_is_one(op):
   n = 4
-  program, operand = _single.lowered(op, 64, mesh(n), "device")
+  program, operand = measure.lowered(op, 64, mesh(n), "device")
   named = re.findall(r"stablehlo\.(\w+)", program.as_text())
-  assert [name for name in named if name in _single.OPS] == [op]
+  assert [name for name in named if name in measure.OPS] == [op]
   assert operand.shape == (n, 64)
   assert (
-    _single.received(op, 64, n)
+    measure.received(op, 64, n)
     == {
       "all_gather": 3 * 256,
       "all_reduce": 2 * 3 / 4 * 256,
@@ -380,7 +380,7 @@ def test_a_bar_needs_tqdm(monkeypatch):
   monkeypatch.setitem(sys.modules, "tqdm", None)
   with pytest.raises(ImportError, match=r"needs tqdm.*zenjax\[plan\]"):
     zenjax.measure_links(mesh(2), progress=True)
-  with _links._bar(None, 3) as advance:
+  with measure._bar(None, 3) as advance:
     advance()
 
 
@@ -390,7 +390,7 @@ def test_an_interrupt_leaves_no_bar(monkeypatch, capsys):
   def interrupted(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(_single, "build", lambda *_: interrupted)
+  monkeypatch.setattr(measure, "build", lambda *_: interrupted)
   with pytest.raises(KeyboardInterrupt):
     zenjax.measure_links(mesh(2), sizes=(4096,), progress=True)
   assert not tqdm.tqdm._instances

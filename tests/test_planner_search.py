@@ -13,15 +13,15 @@ from benchmarks import relaxed
 from benchmarks import run
 from benchmarks import search as search_benchmark
 from benchmarks import steps_drawn
-from zenjax._planner import _baselines
-from zenjax._planner import _descent
-from zenjax._planner import _exhaustive
-from zenjax._planner import _groups
-from zenjax._planner._search import search
-from zenjax._planner._timeline import each_by
-from zenjax._planner._timeline import Option
-from zenjax._planner._timeline import simulate
-from zenjax._planner._timeline import Tensor
+from benchmarks.planner import baselines
+from benchmarks.planner import exhaustive
+from zenjax._src.planner import groups
+from zenjax._src.planner import plan_search
+from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import each_by
+from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import Tensor
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -29,12 +29,12 @@ def test_equals_exhaustive_tensor_by_tensor(part):
   for seed in range(25 * part, 25 * part + 25):
     tensors, _ = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 4)
     found = search(tensors, width=None)
-    best, best_s = _exhaustive.exhaustive(tensors)
+    best, best_s = exhaustive.exhaustive(tensors)
     assert found.timeline.iteration_s == best_s
     assert simulate(tensors, best).iteration_s == best_s
     assert simulate(tensors, found.assignment) == found.timeline
     assert found.exact and found.bound_s == best_s
-    greedy = simulate(tensors, _baselines.espresso(tensors))
+    greedy = simulate(tensors, baselines.espresso(tensors))
     assert best_s <= greedy.iteration_s
 
 
@@ -43,12 +43,12 @@ def test_equals_exhaustive_with_groups(part):
   for seed in range(25 * part, 25 * part + 25):
     tensors, merged = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 3)
     found = search(tensors, merged, width=None)
-    best, best_s = _exhaustive.exhaustive(tensors, merged)
+    best, best_s = exhaustive.exhaustive(tensors, merged)
     assert found.timeline.iteration_s == best_s
     assert simulate(tensors, best).iteration_s == best_s
     assert simulate(tensors, found.assignment) == found.timeline
     assert found.exact
-    cut = _baselines.mergecomp(tensors, merged)
+    cut = baselines.mergecomp(tensors, merged)
     assert cut is None or best_s <= simulate(tensors, cut).iteration_s
     assert best_s <= search(tensors, width=None).timeline.iteration_s
 
@@ -58,7 +58,7 @@ def test_equals_exhaustive_where_nothing_overlaps():
     tensors, merged = steps_drawn.small(seed, 1 + seed % 5, 3)
     for cost in (None, merged):
       found = search(tensors, cost, overlap="none", width=None)
-      _, best_s = _exhaustive.exhaustive(tensors, cost, overlap="none")
+      _, best_s = exhaustive.exhaustive(tensors, cost, overlap="none")
       assert found.timeline.iteration_s == best_s and found.exact
 
 
@@ -86,14 +86,14 @@ def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
     assert found.bound_s <= found.timeline.iteration_s
     grouped = search(tensors, merged).timeline.iteration_s
     assert grouped <= found.timeline.iteration_s
-    greedy = simulate(tensors, _baselines.espresso(tensors)).iteration_s
+    greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
     assert found.timeline.iteration_s <= greedy
 
 
 def test_no_assignment_is_under_the_relaxed_one():
   for seed in range(10):
     tensors, _ = steps_drawn.small(seed, 5, 3)
-    _, best_s = _exhaustive.exhaustive(tensors)
+    _, best_s = exhaustive.exhaustive(tensors)
     assert relaxed.relaxed_s(tensors) <= best_s * (1 + 1e-9)
 
 
@@ -107,7 +107,7 @@ def test_groups_are_asked_for_one_by_one():
       return merged(i, j, name) if j - i == 2 and name != "s1" else None
 
     found = search(tensors, pairs, width=None)
-    _, best_s = _exhaustive.exhaustive(tensors, pairs)
+    _, best_s = exhaustive.exhaustive(tensors, pairs)
     assert found.timeline.iteration_s == best_s
     for first, stop, option in found.assignment:
       assert stop - first == 1 or (stop - first == 2 and option.name != "s1")
@@ -125,15 +125,15 @@ def test_merged_pays_once_what_is_paid_once():
     Tensor("y", 8.0, 0.0, (two,)),
     Tensor("z", 8.0, 0.0, (other,)),
   ]
-  merged = _groups.Merged(tensors, once)
+  merged = groups.Merged(tensors, once)
   assert merged(0, 2, "a") == Option("a", 3.0, 4.0, 5.0, 16.0)
   assert merged(1, 3, "a") is None  # z cannot
   assert merged(0, 2, "b") is None  # b cannot merge
   table = merged.ending_at(3, "a")
-  assert (table == _groups.NEVER).all()
+  assert (table == groups.NEVER).all()
   assert merged.ending_at(2, "a").tolist() == [[3.0, 4.0, 5.0], [2.0, 3.0, 4.0]]
   with pytest.raises(ValueError, match="`once` of 'a' must be no more .* 'x'"):
-    _groups.Merged(tensors, {"a": Option("a", 2.5)})
+    groups.Merged(tensors, {"a": Option("a", 2.5)})
 
 
 def test_splits_numbers_evenly():
@@ -170,7 +170,7 @@ def test_width_and_overlap_are_checked():
 def test_too_many_to_try_are_refused():
   tensors, _ = steps_drawn.small(0, 40, 3)
   with pytest.raises(ValueError, match="use `search`"):
-    _exhaustive.exhaustive(tensors)
+    exhaustive.exhaustive(tensors)
 
 
 def test_espresso_leaves_what_is_sent_before_a_bubble():
@@ -178,12 +178,12 @@ def test_espresso_leaves_what_is_sent_before_a_bubble():
   dense, sparse = Option("pmean", 0, 1.0), Option("zen", 0.25, 0.25)
   early = Tensor("early", 9.0, 0.0, (dense, Option("zen", 0.0, 0.5)))
   last = Tensor("last", 5.0, 4.0, (dense, sparse))
-  names = [e.option.name for e in _baselines.espresso([early, last])]
+  names = [e.option.name for e in baselines.espresso([early, last])]
   assert names == ["pmean", "zen"]
   # Of equal size: the one that is ready last is taken first, and the other then
   # has nothing to gain.
   pair = [Tensor(n, 4.0, 1.0, (dense, sparse)) for n in "ab"]
-  assert [e.option.name for e in _baselines.espresso(pair)] == ["pmean", "zen"]
+  assert [e.option.name for e in baselines.espresso(pair)] == ["pmean", "zen"]
 
 
 def test_espresso_is_not_exact():
@@ -191,8 +191,8 @@ def test_espresso_is_not_exact():
   worse = 0
   for seed in range(30):
     tensors, _ = steps_drawn.small(seed, 6, 4)
-    greedy = simulate(tensors, _baselines.espresso(tensors)).iteration_s
-    thrice = _baselines.espresso(tensors, passes=3)
+    greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
+    thrice = baselines.espresso(tensors, passes=3)
     assert simulate(tensors, thrice).iteration_s <= greedy
     worse += greedy > 1.01 * search(tensors, width=None).timeline.iteration_s
   assert worse
@@ -205,11 +205,11 @@ def test_one_state_is_never_worse_than_espresso():
       steps_drawn.small(seed, 10, 4),
       steps_drawn.model(seed, 30, 15),
     ):
-      edges = _groups.edges(tensors)
-      chosen = _descent.by_size(edges, tensors)
+      edges = groups.edges(tensors)
+      chosen = plan_search.by_size(edges, tensors)
       names = [edges.names[o] for o in chosen]
       start = simulate(tensors, each_by(tensors, names)).iteration_s
-      greedy = simulate(tensors, _baselines.espresso(tensors)).iteration_s
+      greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
       assert start == greedy
       assert search(tensors, width=1).timeline.iteration_s <= greedy
 
@@ -218,10 +218,10 @@ def test_mergecomp_halves():
   """With one scheme of affine cost, its halving finds the best cut."""
   for seed in range(20):
     tensors, merged = steps_drawn.small(seed, 20, 1)
-    cuts = [_baselines.cut_at(tensors, merged, cut) for cut in range(2, 19)]
-    cuts.append(_baselines.cut_at(tensors, merged, 20))
+    cuts = [baselines.cut_at(tensors, merged, cut) for cut in range(2, 19)]
+    cuts.append(baselines.cut_at(tensors, merged, 20))
     seconds = [simulate(tensors, cut).iteration_s for cut in cuts if cut]
-    found = _baselines.mergecomp(tensors, merged)
+    found = baselines.mergecomp(tensors, merged)
     assert found is not None and len(found) <= 2
     assert simulate(tensors, found).iteration_s <= 1.02 * min(seconds)
 
@@ -258,7 +258,7 @@ def test_no_assignment_is_better(seed, data):
   while (at := assignment[-1].stop if assignment else 0) < len(tensors):
     stop = int(drawn.integers(at + 1, len(tensors) + 1))
     name = f"s{drawn.integers(3)}"
-    exchange = _groups.exchange(tensors, merged, at, stop, name)
+    exchange = groups.exchange(tensors, merged, at, stop, name)
     if exchange is not None:
       assignment.append(exchange)
   iteration = simulate(tensors, assignment).iteration_s

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 import pytest
 
 from benchmarks import steps_drawn
-from zenjax._planner import _baselines
-from zenjax._planner import _exhaustive
-from zenjax._planner._timeline import each_by
-from zenjax._planner._timeline import Exchange
-from zenjax._planner._timeline import Option
-from zenjax._planner._timeline import simulate
-from zenjax._planner._timeline import Tensor
+from benchmarks.planner import baselines
+from benchmarks.planner import exhaustive
+from zenjax._src.planner.timeline import each_by
+from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import Tensor
 
 _ZEN = Option("zen", 1.0, 3.0, 2.0, 100.0)
 _PMEAN = Option("pmean", 0.0, 5.0, 0.0, 800.0)
@@ -58,7 +58,7 @@ def test_a_group_leaves_when_its_last_tensor_is_ready():
 
 def test_bubbles():
   tensors = [Tensor(n, 1.0, 2.0, (Option("pmean", 0, 1.0),)) for n in "abc"]
-  timeline = simulate(tensors, _baselines.uncompressed(tensors))
+  timeline = simulate(tensors, baselines.uncompressed(tensors))
   assert list(timeline.bubbles()) == [1, 2]
 
 
@@ -120,7 +120,7 @@ def _run(order, tensors, chosen):
 @hypothesis.given(st.integers(0, 10_000))
 def test_bounds_of_an_iteration(seed):
   tensors, merged = steps_drawn.small(seed, 5, 2)
-  for choices in _exhaustive.groupings(tensors, merged):
+  for choices in exhaustive.groupings(tensors, merged):
     assignment = [options[-1] for options in choices]
     timeline = simulate(tensors, assignment)
     alone = simulate(tensors, assignment, "none")
@@ -137,11 +137,11 @@ def test_every_assignment_as_simulated():
   tensors, merged = steps_drawn.small(7, 4, 3)
   for overlap in ("overlap", "none"):
     best = math.inf
-    for choices in _exhaustive.groupings(tensors, merged):
+    for choices in exhaustive.groupings(tensors, merged):
       for assignment in itertools.product(*choices):
         timeline = simulate(tensors, assignment, overlap)
         best = min(best, timeline.iteration_s)
-    assignment, found = _exhaustive.exhaustive(tensors, merged, overlap=overlap)
+    assignment, found = exhaustive.exhaustive(tensors, merged, overlap=overlap)
     assert found == best
     assert simulate(tensors, assignment, overlap).iteration_s == best
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import utility_setups as utility
+from benchmarks.planner import placing
+from benchmarks.planner import utility_model
+from benchmarks.planner.utility_model import Setup
 import zenjax
-from zenjax._plan import Table
-from zenjax._planner import _placing
-from zenjax._planner import _utility
-from zenjax._planner._utility import Setup
+from zenjax._src.schemes.buffer_sizes import Table
 
 LATENCY, BANDWIDTH = 1e-5, 1.25e9
 LINK = zenjax.Link(bandwidth=BANDWIDTH, latency_s=LATENCY)
@@ -37,8 +37,8 @@ def gather(size: float, n: int = 8) -> float:
   return (n - 1) * (LATENCY + size / BANDWIDTH)
 
 
-def method(name: str) -> _utility.Method:
-  return next(m for m in _utility.METHODS if m.name == name)
+def method(name: str) -> utility_model.Method:
+  return next(m for m in utility_model.METHODS if m.name == name)
 
 
 # --- formulas ---------------------------------------------------------------
@@ -46,18 +46,22 @@ def method(name: str) -> _utility.Method:
 
 @pytest.mark.parametrize("backward_s", [1e-3, 1.0])
 def test_buckets_but_the_last_are_hidden(backward_s):
-  before = max(_utility.CONTENTION * backward_s, 2 * ring(25 * MIB))
+  before = max(utility_model.CONTENTION * backward_s, 2 * ring(25 * MIB))
   want = before + ring(10 * MIB)
-  assert _utility.sync_s(setup(backward_s=backward_s)) == pytest.approx(want)
+  assert utility_model.sync_s(setup(backward_s=backward_s)) == pytest.approx(
+    want
+  )
 
 
 def test_a_table_is_the_last_bucket():
   tabled = setup(table_bytes=40.0 * MIB, zen_s=0.002)
-  rest = max(_utility.CONTENTION * 0.05, ring(20 * MIB))
-  assert _utility.sync_s(tabled) == pytest.approx(rest + ring(40 * MIB))
-  assert _utility.zen_s(tabled) == pytest.approx(rest + 0.002)
+  rest = max(utility_model.CONTENTION * 0.05, ring(20 * MIB))
+  assert utility_model.sync_s(tabled) == pytest.approx(rest + ring(40 * MIB))
+  assert utility_model.zen_s(tabled) == pytest.approx(rest + 0.002)
   only = setup(table_bytes=60.0 * MIB, zen_s=0.0)
-  assert _utility.zen_s(only) == pytest.approx(_utility.CONTENTION * 0.05)
+  assert utility_model.zen_s(only) == pytest.approx(
+    utility_model.CONTENTION * 0.05
+  )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,8 @@ def test_a_table_is_the_last_bucket():
   ],
 )
 def test_what_is_encoded_leaves_after_backward(name, sent):
-  size = 2 * _utility.RESNET50_BYTES
-  found = _utility.compressed_s(setup(gradient_bytes=size), method(name))
+  size = 2 * utility_model.RESNET50_BYTES
+  found = utility_model.compressed_s(setup(gradient_bytes=size), method(name))
   encode = 2 * method(name).encode_s
   assert found == pytest.approx(0.05 + encode + sent(size))
 
@@ -78,8 +82,9 @@ def test_what_is_encoded_leaves_after_backward(name, sent):
 def test_gathers_grow_with_the_devices_and_sums_do_not():
   few, many = setup(devices=8), setup(devices=96)
   grown = {
-    m.name: _utility.compressed_s(many, m) - _utility.compressed_s(few, m)
-    for m in _utility.METHODS
+    m.name: utility_model.compressed_s(many, m)
+    - utility_model.compressed_s(few, m)
+    for m in utility_model.METHODS
   }
   assert grown["PowerSGD, rank 4"] < 0.01
   assert grown["signSGD"] > 0.1 and grown["top-10 %"] > 0.5
@@ -103,11 +108,11 @@ def test_set_ups_are_checked(fields, said):
 
 def test_four_to_seven_times_are_enough_at_10_gbit():
   """At the small batch; a large one hides nearly all of it by itself."""
-  resnet = setup(gradient_bytes=_utility.RESNET50_BYTES, devices=64)
+  resnet = setup(gradient_bytes=utility_model.RESNET50_BYTES, devices=64)
   small = dataclasses.replace(resnet, backward_s=0.122 / 4)
-  assert 4 <= _utility.needed_ratio(small) <= 7
+  assert 4 <= utility_model.needed_ratio(small) <= 7
   large = dataclasses.replace(resnet, backward_s=0.122)
-  assert _utility.needed_ratio(large) < 1.5
+  assert utility_model.needed_ratio(large) < 1.5
 
 
 def test_dense_models_gain_nothing_on_fast_links():
@@ -121,7 +126,7 @@ def test_dense_models_gain_nothing_on_fast_links():
   assert sum(share["25gbit"]) < 0.3 * len(share["25gbit"])
   # The paper's own links, at the batches that a GPU is filled by.
   full = [f for f in found if f.link == "10gbit" and f.batch == 1]
-  pairs = [f.gain(m.name) > 0.05 for f in full for m in _utility.METHODS]
+  pairs = [f.gain(m.name) > 0.05 for f in full for m in utility_model.METHODS]
   assert sum(pairs) < 0.15 * len(pairs)
   # What there is to gain is on slow links.
   assert all(share["1gbit"])
@@ -130,7 +135,7 @@ def test_dense_models_gain_nothing_on_fast_links():
 def test_tables_gain_by_zen_where_links_are_slow():
   found = [f for f, _ in utility.tabled()]
   for f in found:
-    lossy = max(f.gain(m.name) for m in _utility.METHODS)
+    lossy = max(f.gain(m.name) for m in utility_model.METHODS)
     if f.link in ("10gbit", "25gbit") and f.setup.model == "lm1b-lstm":
       assert f.gain("zen") > max(lossy, 0.5)
     if f.link == utility.NVLINK:
@@ -153,7 +158,7 @@ def test_lstm_of_the_zen_paper():
   )
   link = zenjax.Topology.network("25gbit", 16).levels[0].link
   lstm = utility.with_table("lm1b-lstm", table, machine, 16, link)
-  gain = _utility.sync_s(lstm) / _utility.zen_s(lstm)
+  gain = utility_model.sync_s(lstm) / utility_model.zen_s(lstm)
   assert gain == pytest.approx(3.1, rel=0.15)
 
 
@@ -184,21 +189,21 @@ def test_balanced_parallelism_of_nmt_is_36_percent_lower():
 
 def use(
   rows: float, union: float, *, look_ups: float | None = None, name: str = "t"
-) -> _placing.Use:
+) -> placing.Use:
   f32 = jnp.dtype(jnp.float32)
   table = Table(
     name=name, num_rows=100_000, width=64, dtype=f32, wire_dtype=f32
   )
   profile = zenjax.Profile(rows=rows, fullest=rows, union=union, devices=8)
-  return _placing.Use(table=table, profile=profile, look_ups=look_ups)
+  return placing.Use(table=table, profile=profile, look_ups=look_ups)
 
 
-def way(advice: _placing.Advice, name: str) -> _placing.Way:
+def way(advice: placing.Advice, name: str) -> placing.Way:
   return next(w for w in advice.ways if w.name == name)
 
 
-def advise(*uses: _placing.Use, **options) -> list[_placing.Advice]:
-  return _placing.replicate_or_shard(uses, 8, LINK, **options)
+def advise(*uses: placing.Use, **options) -> list[placing.Advice]:
+  return placing.replicate_or_shard(uses, 8, LINK, **options)
 
 
 def test_distinct_rows_of_a_shard_are_never_more_bytes():
@@ -244,5 +249,5 @@ def test_advice_is_shown_with_all_ways():
     assert name in shown
   assert shown.startswith("t: replicate, zen, for a shard would take")
   with pytest.raises(ValueError, match="`devices` must be at least 2"):
-    _placing.replicate_or_shard([use(1, 1)], 1, LINK)
+    placing.replicate_or_shard([use(1, 1)], 1, LINK)
   assert math.isfinite(advice.choice.seconds)

@@ -8,7 +8,7 @@ import pytest
 from runners import AXIS
 
 import zenjax
-from zenjax import _masked
+from zenjax._src.sync import table_sources
 from zenjax.kernels import _dispatch
 from zenjax.kernels import operations
 from zenjax.kernels.operations import OPERATIONS
@@ -61,7 +61,7 @@ def test_follows_the_platform_of_the_program(platform, kernels, monkeypatch):
   measured = dataclasses.replace(
     operations.mask_pack, measured={"tpu": "a.json"}
   )
-  monkeypatch.setattr(_masked, "mask_pack", measured)
+  monkeypatch.setattr(table_sources, "mask_pack", measured)
   mapped = jax.jit(jax.vmap(step, axis_name=AXIS))
   text = mapped.trace(GRADS).lower(lowering_platforms=(platform,)).as_text()
   assert ("tpu_custom_call" in text) == kernels

@@ -6,6 +6,7 @@ compiled for TPUs are in `test_ahead_of_time.py`.
 
 from typing import Any
 
+import declaring
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from stablehlo import collectives
 import steps
 
 import zenjax
-from zenjax import _declare
 from zenjax.kernels import _dispatch
 
 AXIS = runners.AXIS
@@ -147,7 +147,7 @@ def test_remote_copies_are_declared(partition, pinned, loops):
   seen = collectives(
     steps.lower_sync(tables, runners.mesh(8), platform="tpu", **kwargs)
   )
-  declared = _declare.declare(tables, ("data",), (8,), **kwargs)
+  declared = declaring.declare(tables, ("data",), (8,), **kwargs)
   copies = [f for f in seen if f.op == "remote_copy"]
   assert [f.words for f in copies if not f.inside] == [
     m.words for m in declared.first

@@ -11,7 +11,7 @@ from refusals import names
 import runners
 
 import zenjax
-from zenjax._sparsify._state import FeedbackLeaf
+from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 

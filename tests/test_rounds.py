@@ -5,6 +5,7 @@ that the first round holds to one where the table is summed dense.
 """
 
 import cases
+import declaring
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,7 @@ import oracle
 import pytest
 
 import zenjax
-from zenjax import _declare
-from zenjax._schemes import _sections
+from zenjax._src.schemes import encoding
 
 N, ROWS, WIDTH = 4, 6000, 2
 DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
@@ -47,7 +47,7 @@ def test_every_density_comes_back_whole(partition):
 
 def test_chunks_come_in_two_sizes_where_slots_are_many():
   shape = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
-  plan = _declare.declare(shape, ("data",), (N,), partition="hash").plans[0]
+  plan = declaring.declare(shape, ("data",), (N,), partition="hash").plans[0]
   large, small = plan.chunks
   assert large.push > 2 * small.push
   assert large.pull > 2 * small.pull
@@ -56,5 +56,5 @@ def test_chunks_come_in_two_sizes_where_slots_are_many():
 def test_sums_of_counts_stop_at_the_largest_int32():
   most = np.iinfo(np.int32).max
   for counts in ([3, 4], [2**30, 2**29 + 1], [2**30, 2**30], [most] * 5):
-    total = _sections.sum_counts(jnp.array(counts, jnp.int32))
+    total = encoding.sum_counts(jnp.array(counts, jnp.int32))
     assert int(total) == min(sum(counts), most)

@@ -12,7 +12,7 @@ import runners
 from test_wire import collectives
 
 import zenjax
-from zenjax._sparsify import _rest
+from zenjax._src.sparsify import element_exchange
 
 SIZE = 100_003
 DENSITY = 0.01
@@ -67,7 +67,7 @@ def test_what_is_sent_is_what_is_declared(wire):
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_vector_is_not_copied(n, wire, monkeypatch):
   """Accumulated in place of the residual, read and cleared in place."""
-  monkeypatch.setattr(_rest, "_CHUNK", SIZE // 50)
+  monkeypatch.setattr(element_exchange, "_CHUNK", SIZE // 50)
   compiled = lowered(n, wire_dtype=wire).compile()
   text = compiled.as_text() or ""
   of_vector = rf"f32\[(1,)?{SIZE}\]"

@@ -11,19 +11,18 @@ import runners
 import sparsifier_cases as cases
 from sparsifier_models import thresholds
 
-from zenjax._sparsify import _exchange
-from zenjax._sparsify import _exclusive
-from zenjax._sparsify import _partitions
-from zenjax._sparsify import _rest
-from zenjax._sparsify import _rounding
-from zenjax._sparsify import _settings
+from zenjax._src.sparsify import checked_settings
+from zenjax._src.sparsify import element_exchange
+from zenjax._src.sparsify import exdyna
+from zenjax._src.sparsify import flat_vector
+from zenjax._src.sparsify import partitions
 
 STEPS = 200
 
 
 def transform(kind: str, density: float = 0.05, **options: Any):
   """The transforms of `cases.exdyna` and `cases.micro`: small blocks."""
-  blocks = functools.partial(_partitions.Blocks, blocks=64, align=4)
+  blocks = functools.partial(partitions.Blocks, blocks=64, align=4)
   settings: dict[str, Any] = dict(
     controller="paper",
     op="mean",
@@ -31,10 +30,10 @@ def transform(kind: str, density: float = 0.05, **options: Any):
     capacity=None,
     residual_dtype=None,
     wire_dtype=None,
-    division=dict(exdyna=blocks, micro=_partitions.Even)[kind],
+    division=dict(exdyna=blocks, micro=partitions.Even)[kind],
   )
-  return _exclusive.transformation(
-    _settings.check(kind, "data", density, **settings | options)
+  return exdyna.transformation(
+    checked_settings.check(kind, "data", density, **settings | options)
   )
 
 
@@ -109,7 +108,7 @@ def check_conserves(draws, updates, state):
 def check_rounds(n, state, wire=None):
   """As many as the fullest needs, or one and a sum of all."""
   capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
-  form = _exchange.Form(
+  form = element_exchange.Form(
     size=cases.SIZE, dtype=cases.F32, wire=wire, capacity=capacity
   )
   most = agreed(state.counts).max(axis=1)
@@ -219,7 +218,7 @@ def test_what_is_finite_stays_so_where_the_rest_can_be_kept(kept, wire):
   values = np.array([7e4, -3.39e38, 3, 65_504, -65_530, np.inf, np.nan])
   with np.errstate(over="ignore"):
     x = jnp.asarray(values.astype(kept))
-  got = _rounding.saturated(x, jnp.dtype(wire), x.dtype)
+  got = flat_vector.saturated(x, jnp.dtype(wire), x.dtype)
   got = np.asarray(got.astype(wire), np.float64)
   x = np.asarray(x, np.float64)
   if jnp.finfo(kept).max > jnp.finfo(wire).max:
@@ -244,7 +243,7 @@ def test_the_default_controller_follows_a_scale_that_shrinks(kind, n):
 
 @pytest.mark.parametrize("kind, n", SOME)
 def test_a_sum_of_all_goes_chunk_by_chunk(kind, n, monkeypatch):
-  monkeypatch.setattr(_rest, "_CHUNK", 500)
+  monkeypatch.setattr(element_exchange, "_CHUNK", 500)
   draws = few_bits(drawn(n, steps=4))
   draws[1:] *= 2**10
   updates, state = compiled.__wrapped__(kind, n)(draws)

@@ -13,9 +13,9 @@ from benchmarks import owners
 from benchmarks import row_sets
 from benchmarks import run
 from benchmarks import sparsity
-from zenjax import _plan
-from zenjax import _stats
 from zenjax import traces
+from zenjax._src.report import stats
+from zenjax._src.schemes import buffer_sizes
 
 
 def _sets(*ids):
@@ -75,7 +75,9 @@ def test_nothing_sent_is_balanced():
 def _tables(*rows):
   f32 = jnp.dtype(jnp.float32)
   return tuple(
-    _plan.Table(name=str(r), num_rows=r, width=8, dtype=f32, wire_dtype=f32)
+    buffer_sizes.Table(
+      name=str(r), num_rows=r, width=8, dtype=f32, wire_dtype=f32
+    )
     for r in rows
   )
 
@@ -181,8 +183,8 @@ def test_bytes_are_those_that_the_scheme_declares(tmp_path):
 
 def test_capacities_are_the_library_s_percentiles():
   needs = np.arange(1, 11), np.arange(101, 111)
-  assert _stats.capacity(*needs, 1000) == (9, 101)
-  assert _stats.capacity(*needs, 50) == (9, 50)
+  assert stats.capacity(*needs, 1000) == (9, 101)
+  assert stats.capacity(*needs, 50) == (9, 50)
 
 
 def test_published_figures_of_the_lstm():

@@ -9,7 +9,7 @@ import pytest
 import runners
 
 import zenjax
-from zenjax import _totals
+from zenjax._src.sync import gradient_tree
 
 N = 4
 SHAPES = {
@@ -40,7 +40,7 @@ def mean(grads, axis):
 
 @pytest.fixture
 def in_turn(monkeypatch):
-  monkeypatch.setattr(_totals, "buffers_in_turn", lambda: True)
+  monkeypatch.setattr(gradient_tree, "buffers_in_turn", lambda: True)
 
 
 @pytest.mark.usefixtures("in_turn")
@@ -74,6 +74,6 @@ def sums(f):
 
 def test_small_leaves_of_a_type_are_summed_as_one(monkeypatch):
   assert sums(mean) == len(SHAPES)
-  monkeypatch.setattr(_totals, "buffers_in_turn", lambda: True)
+  monkeypatch.setattr(gradient_tree, "buffers_in_turn", lambda: True)
   # Those added in float32, those in int32, and the large one.
   assert sums(mean) == 3

@@ -13,7 +13,7 @@ import pytest
 
 import zenjax
 from zenjax import traces
-from zenjax._planner import _record
+from zenjax._src.planner import record
 
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 _HEADER = traces.Header(
@@ -202,7 +202,7 @@ def test_rows_are_nonzero_by_their_bits():
   table[7, 1] = np.nan
   table[10] = -1.0
   tables = (traces.Table(name="t", rows=11, width=3, dtype="float32"),)
-  rows = _record.nonzero_rows
+  rows = record.nonzero_rows
   for dtype in (jnp.float32, jnp.bfloat16):
     kept = jnp.asarray(table, dtype)
     packed = jax.jit(lambda t: rows({"t": t}, tables))(kept)["t"]
@@ -217,7 +217,7 @@ def test_look_ups_that_cancel_touch_no_row():
   values[:, 1] = [1, -1, 1, -0.0, np.nan, 1, 1]
   ids = np.array([3, 3, 5, 6, 8, 9, 9])
   tables = (traces.Table(name="t", rows=9, width=2, dtype="float32"),)
-  rows = _record.nonzero_rows
+  rows = record.nonzero_rows
   given = zenjax.SparseRows(ids, values, 9)  # Row 9 is padding.
   for grads in given, given.to_dense():
     packed = jax.jit(lambda t: rows({"t": t}, tables))(grads)["t"]

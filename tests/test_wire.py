@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import declaring
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,8 +14,7 @@ from stablehlo import collectives
 import steps
 
 import zenjax
-from zenjax import _declare
-from zenjax._schemes.base import received_bytes
+from zenjax._src.schemes.base import received_bytes
 
 
 def lower(tables: dict[str, jax.ShapeDtypeStruct], n: int, **kwargs: Any):
@@ -65,7 +65,7 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
     scheme=scheme, partition=partition, capacities=pinned, unit=unit
   )
   seen = collectives(lower(tables, n, **kwargs))
-  declared = _declare.declare(tables, ("data",), (n,), **kwargs)
+  declared = declaring.declare(tables, ("data",), (n,), **kwargs)
   first = [(f.op, f.words, f.dtype) for f in seen if not f.inside]
   assert first == [(m.op, m.words, "ui32") for m in declared.first]
   # Around the dense path is a case with a constant: it differs by platform.
@@ -110,7 +110,7 @@ def test_rows_send_what_is_declared(scheme, partition, ids_first):
   )
   seen = collectives(jax.jit(step).lower(*args, state))
   shapes = jax.eval_shape(tables, *args)
-  declared = _declare.declare(shapes, ("data",), (8,), **kwargs)
+  declared = declaring.declare(shapes, ("data",), (8,), **kwargs)
   first = [(f.op, f.words) for f in seen if not f.inside]
   assert first == [(m.op, m.words) for m in declared.first]
   if ids_first:
@@ -129,16 +129,16 @@ def test_overlap_sends_each_table_by_itself():
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
   seen = collectives(lower(tables, 4, overlap=True))
   first = [(f.op, f.words) for f in seen if not f.inside]
-  declared = _declare.declare(tables, ("data",), (4,), overlap=True)
+  declared = declaring.declare(tables, ("data",), (4,), overlap=True)
   # All pushes are sent before the first of them is summed.
   ops = ["all_to_all"] * 2 + ["all_gather"] * 2
   assert [op for op, _ in first] == ops
   assert sorted(first) == sorted((m.op, m.words) for m in declared.first)
   each = [
-    _declare.declare({name: tables[name]}, ("data",), (4,)) for name in "ab"
+    declaring.declare({name: tables[name]}, ("data",), (4,)) for name in "ab"
   ]
   assert declared.first == [m for part in each for m in part.first]
-  assert len(first) == 2 * len(_declare.declare(tables, ("data",), (4,)).first)
+  assert len(first) == 2 * len(declaring.declare(tables, ("data",), (4,)).first)
 
 
 @pytest.mark.parametrize("n", [3, 5, 6])
@@ -146,7 +146,7 @@ def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   tables = {"a": table(2000, 24)}
   kwargs = dict(scheme="recursive_doubling", capacities=_SLOTS)
   seen = collectives(lower(tables, n, **kwargs))
-  declared = _declare.declare(tables, ("data",), (n,), **kwargs)
+  declared = declaring.declare(tables, ("data",), (n,), **kwargs)
   first = [(f.op, f.words) for f in seen if not f.inside]
   assert first == [(m.op, m.words) for m in declared.first]
   doublings = n.bit_length() - 1
@@ -158,7 +158,7 @@ def test_recursive_doubling_folds_what_is_no_power_of_two(n):
 def test_dense_schemes_send_what_they_declare(scheme, n):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
   seen = collectives(lower(tables, n, scheme=scheme))
-  declared = _declare.declare(tables, ("data",), (n,), scheme=scheme)
+  declared = declaring.declare(tables, ("data",), (n,), scheme=scheme)
   assert [(f.op, f.words) for f in seen if not f.inside] == [
     (m.op, m.words) for m in declared.first
   ]
@@ -182,7 +182,7 @@ def test_any_number_of_tables_shares_one_exchange(partition, count):
 def test_bitmap_is_chosen_where_it_is_smaller():
   tables = {"a": table(2000, 8)}
   for push, pull in (_SLOTS, _BITMAP):
-    declared = _declare.declare(
+    declared = declaring.declare(
       tables, ("data",), (8,), partition="hash", capacities=(push, pull)
     )
     slots_a_group = 256

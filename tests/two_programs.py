@@ -23,9 +23,9 @@ import numpy as np
 import optax
 
 import zenjax
-from zenjax import _compat
-from zenjax import _group
-from zenjax import _same_program
+from zenjax._src.core import compat
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import same_program
 
 ROWS, EXAMPLES = 100, 8
 
@@ -66,7 +66,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
-  _same_program.WAIT_S = 5.0
+  same_program.WAIT_S = 5.0
   options: dict[str, Any] = {"scheme": "all_gather"}
   for pair in given:
     name, _, value = pair.partition("=")
@@ -74,7 +74,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   restore, save = (options.pop(name, None) for name in ("restore", "save"))
   begin, steps = options.pop("begin", 0), options.pop("steps", 2)
   if what == "broken":
-    _group.sync_tree = loses_a_row(_group.sync_tree)
+    gradient_tree.sync_tree = loses_a_row(gradient_tree.sync_tree)
   tx = optax.chain(
     zenjax.zen_sync("data", sparse=True, **options), optax.sgd(1.0)
   )
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     print("refused:", error, flush=True)
     code = 3
   # Without a barrier, but the coordinator last: others abort with it.
-  store = _compat.key_value_store()
+  store = compat.key_value_store()
   assert store is not None
   if jax.process_index():
     store.set("done", "done")

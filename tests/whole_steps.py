@@ -11,6 +11,7 @@ import functools
 import math
 from typing import Any, Literal, NamedTuple
 
+import declaring
 from hlo import Found
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,9 @@ import optax
 
 from benchmarks import targets
 import zenjax
-from zenjax import _declare
-from zenjax import _dense
-from zenjax._arguments import Partition
-from zenjax._schemes.base import Message
+from zenjax._src.core.arguments import Partition
+from zenjax._src.schemes import dense_path
+from zenjax._src.schemes.base import Message
 from zenjax.kernels import _dispatch
 from zenjax.kernels._dispatch import Implementation
 
@@ -173,7 +173,7 @@ def declared(
         jnp.zeros(LOOK_UPS, jnp.int32), jnp.zeros((LOOK_UPS, WIDTH)), ROWS
       )
     )
-  found = _declare.declare(
+  found = declaring.declare(
     {"table": leaf},
     ("data",),
     (devices,),
@@ -188,7 +188,7 @@ def declared(
   if grads == "array":
     # Neither on CPUs, for which `declare` would tell.
     (plan,) = found.plans
-    sums = _dense.messages(plan.table, found.context, "default")
+    sums = dense_path.messages(plan.table, found.context, "default")
     sent += [_result(m, devices, ("while",)) for m in sums]
   layers = _params()["bottom"] + _params()["top"]
   plain = sum(math.prod(layer.shape) for layer in layers) + 1

@@ -2,7 +2,7 @@
 
 import sys
 
-from zenjax._planner._cli import main
+from zenjax._src.planner.cli import main
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -57,8 +57,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._rows import _look_ups
-from zenjax._rows import _row_ids
+from zenjax._src.core import sparse_rows
+from zenjax._src.rows import look_ups
 
 __all__ = ("pack", "packed_shape", "take", "unpack")
 
@@ -170,16 +170,16 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
     SparseRows(rows [ 1 31] of 32, values float32[2,128])
   """
   _require_packed(table, shape)
-  ids = _row_ids.given(ids)
+  ids = sparse_rows.given(ids)
   if not jnp.issubdtype(ids.dtype, jnp.integer):
     raise TypeError(
       f"`ids` must be integers, got {ids.dtype}; convert them with"
       " `.astype(jnp.int32)`."
     )
   num_rows, width = shape
-  ids = _row_ids.narrowed(ids, num_rows)
+  ids = sparse_rows.narrowed(ids, num_rows)
   ids = jnp.where(ids < 0, ids + num_rows, ids)
-  row = _look_ups.in_range(ids, num_rows, clips=False)
+  row = look_ups.in_range(ids, num_rows, clips=False)
   beside = _beside(shape)
   # The last packed row may hold more than the table: past its end is past it.
   at = jnp.where(row < num_rows, row // beside, table.shape[0])

@@ -21,7 +21,7 @@ from benchmarks.planned.programs import Place
 from benchmarks.planned.programs import Program
 from benchmarks.shared_compiler import SharedCompiler
 import zenjax
-from zenjax._sparsify._state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 
 NONE = "none"
 # Bytes of a collective: from what a small leaf brings to several times all.

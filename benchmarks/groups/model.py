@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.planned.models import Model
 from examples import cnn_model
-from zenjax import _select
-from zenjax._planner import _traced
-from zenjax._planner._traced import Gradient
+from zenjax._src.core import leaf_util
+from zenjax._src.planner import gradient_trace
+from zenjax._src.planner.gradient_trace import Gradient
 
 _CLASSES, _CHANNELS = 10, 3
 _SEED, _NOISE = 0, 1.0
@@ -32,7 +32,7 @@ def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
   )
   graph, state = nnx.split(shapes, nnx.Param)
   structure = jax.tree.structure(state)
-  named = _select.named_leaves(state)
+  named = leaf_util.named_leaves(state)
   rng = np.random.default_rng(_SEED)
 
   def loss(params, images, labels):
@@ -70,7 +70,7 @@ def compressed(model: Model, images: int, least: int) -> list[Gradient]:
   A smaller one is sent whole, with all such: a hundredth of it is nothing, and
   where zen_sync finds one dense it adds a sum to whichever exchange it is in.
   """
-  found = _traced.gradients(
+  found = gradient_trace.gradients(
     jax.value_and_grad(model.loss), model.params, *_part(model, images)
   )
   return [g for g in found if math.prod(g.shape) >= least]
@@ -90,7 +90,7 @@ def moved_bytes(model: Model, images: int) -> float:
   """Of a step of so many images, as on a roofline: what memory lets take."""
   step = jax.make_jaxpr(jax.value_and_grad(model.loss))
   traced = step(model.params, *_part(model, images))
-  return _traced._walk(traced.jaxpr, 0.0)[0]
+  return gradient_trace._walk(traced.jaxpr, 0.0)[0]
 
 
 def _part(model: Model, images: int) -> list[jax.ShapeDtypeStruct]:

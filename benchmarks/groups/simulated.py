@@ -13,11 +13,11 @@ from benchmarks.groups import model as models
 from benchmarks.groups import ways
 from benchmarks.groups.ways import Stops
 from benchmarks.planned.models import Model
+from benchmarks.planner import baselines
 import zenjax
-from zenjax._cost import Profile
-from zenjax._planner import _baselines
-from zenjax._planner import _machines
-from zenjax._planner._search import search
+from zenjax._src.machine import topologies
+from zenjax._src.machine.cost import Profile
+from zenjax._src.planner.plan_search import search
 
 _DEVICE, _DEVICES = "h100", 8
 _NETWORK = "10gbit"
@@ -87,7 +87,7 @@ def simulate(
 ) -> list[dict[str, Any]]:
   """On every machine, of few and many images; what is compressed by zen."""
   found = []
-  memory = _machines.machine(_DEVICE).memory_bandwidth
+  memory = topologies.known_machine(_DEVICE).memory_bandwidth
   for name, topology in machines().items():
     for images in _IMAGES:
       gradients = models.compressed(model, images, least)
@@ -106,10 +106,10 @@ def _on(
   tensors, merged = costs.tensors, costs.merged
   n = len(tensors)
   cut = [
-    ways.seconds_of(costs, _baselines.cut_at(tensors, merged, k))
+    ways.seconds_of(costs, baselines.cut_at(tensors, merged, k))
     for k in range(1, n + 1)
   ]
-  halved = _baselines.mergecomp(tensors, merged)
+  halved = baselines.mergecomp(tensors, merged)
   return Simulated(
     machine=machine,
     images=images,

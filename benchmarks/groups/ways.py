@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.planned.programs import AXIS
+from benchmarks.planner import baselines
 import zenjax
-from zenjax import _cost
-from zenjax import _plan
-from zenjax._cost import Profile
-from zenjax._planner import _baselines
-from zenjax._planner._groups import Merged
-from zenjax._planner._search import search
-from zenjax._planner._timeline import Assignment
-from zenjax._planner._timeline import Option
-from zenjax._planner._timeline import simulate
-from zenjax._planner._timeline import Tensor
-from zenjax._planner._traced import Gradient
-from zenjax._schemes.base import Context
+from zenjax._src.machine import cost
+from zenjax._src.machine.cost import Profile
+from zenjax._src.planner.gradient_trace import Gradient
+from zenjax._src.planner.groups import Merged
+from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import Assignment
+from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import Tensor
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.base import Context
 
 Stops = tuple[int, ...]
 ZEN = "zen"
@@ -130,7 +130,7 @@ def priced(
   before = gradients[-1].ready - 1.0
   for gradient in gradients:
     size = math.prod(gradient.shape)
-    table = _plan.Table(
+    table = buffer_sizes.Table(
       name=gradient.name,
       num_rows=size,
       width=1,
@@ -138,7 +138,7 @@ def priced(
       wire_dtype=jnp.dtype(gradient.dtype),
     )
     profile = profiles[gradient.name]
-    p = _cost.predict(ZEN, table, profile, context, topology.links)
+    p = cost.predict(ZEN, table, profile, context, topology.links)
     option = Option(ZEN, p.mask_s, p.wire_s, p.local_s - p.mask_s, p.received)
     once = min(once, p.once_s, p.wire_s)
     tensors.append(
@@ -161,9 +161,9 @@ def chosen(costs: Priced) -> dict[str, Stops]:
   """
   none = _one_by_one(costs)
   found = {
-    MERGECOMP: _baselines.mergecomp(none.tensors, none.merged),
+    MERGECOMP: baselines.mergecomp(none.tensors, none.merged),
     SEARCH: search(none.tensors, none.merged, width=None).assignment,
-    MERGECOMP + _OVERLAP: _baselines.mergecomp(costs.tensors, costs.merged),
+    MERGECOMP + _OVERLAP: baselines.mergecomp(costs.tensors, costs.merged),
     SEARCH + _OVERLAP: search(
       costs.tensors, costs.merged, width=None
     ).assignment,

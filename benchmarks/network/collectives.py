@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh
 
-from zenjax._planner import _single
+from zenjax._src.machine import measure
 
 AXIS = "data"
 
@@ -12,4 +12,4 @@ AXIS = "data"
 def build(op: str, words: int, mesh: Mesh) -> Callable[[], None]:
   """Compiles one collective whose operand has `words` of 32 bits a device."""
   words = -(-words // mesh.size) * mesh.size
-  return _single.build(op, words, mesh, AXIS)
+  return measure.build(op, words, mesh, AXIS)

@@ -23,7 +23,7 @@ from benchmarks.network.plan import Grid
 from benchmarks.network.plan import Plan
 from benchmarks.served import Served
 from benchmarks.testbed import Testbed
-from zenjax._planner import _work
+from zenjax._src.machine import local_work
 
 # Exchanges between two looks at the counters, or as many as there are batches.
 _COUNTED = 3
@@ -75,7 +75,7 @@ class Measurement:
     if points and hosts.bed.hosts not in self._found.work:
       self._bar.set_postfix_str("local work")
       replies = hosts.ask("work", timeout=_SLOW_S)
-      self._found.work[hosts.bed.hosts] = _work.fit(replies)
+      self._found.work[hosts.bed.hosts] = local_work.fit(replies)
     for workload in self._grid.workloads:
       keys = [key for key in cells if key.workload == workload]
       if keys:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from zenjax._planner import _work
+from zenjax._src.machine import local_work
 
 _REPEATS = 9
 
@@ -25,7 +25,7 @@ def measure(
     common_start: Returns on all hosts at one instant, and says which.
   """
   own = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
-  runs = _work.runs(own, mesh.size)
+  runs = local_work.runs(own, mesh.size)
   return {name: _samples(run, common_start) for name, run in runs.items()}
 
 

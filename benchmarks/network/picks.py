@@ -11,9 +11,9 @@ from benchmarks.network import predict
 from benchmarks.network import profiles
 from benchmarks.network.paired import Interval
 import zenjax
-from zenjax import _auto
-from zenjax import _options
-from zenjax._schemes.base import Context
+from zenjax._src.schemes.base import Context
+from zenjax._src.sync import choose
+from zenjax._src.sync import sync_options
 
 # How near to the best measured time is good enough, and to `psum`.
 NEAR, NO_SLOWER = 1.10, 1.05
@@ -96,11 +96,11 @@ def _ratio(times: list[float], base: list[float]) -> Ratio:
 
 def _choice(
   document: dict[str, Any], section: tuple[str, int, str]
-) -> _auto.Choice:
+) -> choose.Choice:
   name, hosts, rate = section
   workload, batches = workloads.get(name), document["options"]["batches"]
   link = predict.link(document, hosts, rate)
-  (choice,) = _auto.choose(
+  (choice,) = choose.choose(
     [profiles.table(workload, None)],
     _options_of_auto(profiles.profile(workload, hosts, None, batches), link),
     Context(axes=("data",), sizes=(hosts,), mean=True),
@@ -110,11 +110,11 @@ def _choice(
 
 def _options_of_auto(
   profile: zenjax.Profile, link: zenjax.Link
-) -> _options.Options:
-  return _options.check(
+) -> sync_options.Options:
+  return sync_options.check(
     "data",
     sparse=True,
-    **_options.DEFAULTS
+    **sync_options.DEFAULTS
     | {"scheme": "auto", "link": link, "profile": {"table": profile}},
   )
 
@@ -131,7 +131,7 @@ def _variants_of_auto(hosts: int) -> dict[tuple[str, int], str]:
 
 
 def _nearest(
-  choice: _auto.Choice, variants: dict[tuple[str, int], str], hosts: int
+  choice: choose.Choice, variants: dict[tuple[str, int], str], hosts: int
 ) -> str:
   """A grid between hash and columns counts as the nearer end."""
   if choice.scheme != "zen":

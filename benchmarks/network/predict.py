@@ -13,10 +13,10 @@ from benchmarks.network import profiles
 from benchmarks.network.calibration import Point
 from benchmarks.network.variants import VARIANTS
 import zenjax
-from zenjax import _cost
-from zenjax import _plan
-from zenjax._schemes import SPARSE
-from zenjax._schemes.base import Context
+from zenjax._src.machine import cost
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.registry import SPARSE
 
 # Hosts to which the formula is carried on, beyond those that were run.
 _BEYOND = (16, 64, 256, 1024)
@@ -31,7 +31,7 @@ class Cell:
   workload: str
   variant: str
   measured_s: float
-  predicted: _cost.Prediction
+  predicted: cost.Prediction
   line_s: float  # that the link needs for its bytes
 
   @property
@@ -84,7 +84,7 @@ def predicted(
   hosts: int,
   batches: int,
   on: zenjax.Link,
-) -> _cost.Prediction | None:
+) -> cost.Prediction | None:
   """For a variant whose sizes fit; None for the others."""
   variant = VARIANTS[name]
   options = variant.options
@@ -94,12 +94,12 @@ def predicted(
   unit = SPARSE[scheme].unit if scheme in SPARSE else None
   table = profiles.table(workload, unit)
   profile = profiles.profile(workload, hosts, unit, batches)
-  groups = _plan.choose_column_groups(
+  groups = buffer_sizes.choose_column_groups(
     table, hosts, options.get("partition", "auto")
   )
   context = Context(axes=("data",), sizes=(hosts,), mean=True)
   groups = groups if scheme == "zen" else 1
-  return _cost.predict(scheme, table, profile, context, on, groups)
+  return cost.predict(scheme, table, profile, context, on, groups)
 
 
 def cells(document: dict[str, Any]) -> list[Cell]:
@@ -130,7 +130,7 @@ def cells(document: dict[str, Any]) -> list[Cell]:
 
 def beyond(
   name: str, rate: str, batches: int, latency_s: float
-) -> dict[int, list[_cost.Prediction]]:
+) -> dict[int, list[cost.Prediction]]:
   """By formula alone, for more hosts than were run: the fastest first.
 
   The union grows by the power law through what 8 hosts touch, links are at line
@@ -142,7 +142,7 @@ def beyond(
   bandwidth = limit.bytes_per_s if limit else 1e10
   on = zenjax.Link(bandwidth=bandwidth, latency_s=latency_s)
   return {
-    n: _cost.choices(
+    n: cost.choices(
       profiles.table(workload, None),
       profile,
       Context(axes=("data",), sizes=(n,), mean=True),

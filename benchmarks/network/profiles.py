@@ -8,8 +8,8 @@ import numpy as np
 from benchmarks import workloads
 from benchmarks.workloads import Workload
 import zenjax
-from zenjax._partition import Layout
-from zenjax._plan import Table
+from zenjax._src.core.partition import Layout
+from zenjax._src.schemes.buffer_sizes import Table
 
 
 def table(workload: Workload, unit: int | None) -> Table:

@@ -6,10 +6,10 @@ from typing import Any
 
 from benchmarks.planned.programs import AXIS
 import zenjax
-from zenjax._planner import _choosing
-from zenjax._planner import _from_trace
-from zenjax._planner import _traced
-from zenjax._planner._choosing import Question
+from zenjax._src.planner import choosing
+from zenjax._src.planner import gradient_trace
+from zenjax._src.planner import recorded_runs
+from zenjax._src.planner.choosing import Question
 
 PLANNED = "planned"
 DENSE = "dense"
@@ -24,12 +24,12 @@ def question(
   compute_seconds: float,
 ) -> Question:
   """What `zenjax.plan` asks, with these arguments."""
-  gradients = _traced.gradients(value_and_grad, *arguments)
+  gradients = gradient_trace.gradients(value_and_grad, *arguments)
   return Question(
     gradients=tuple(gradients),
     topology=topology,
     axes=(AXIS,),
-    profiles=_from_trace.profiles(trace, gradients, topology.devices),
+    profiles=recorded_runs.profiles(trace, gradients, topology.devices),
     compute_seconds=compute_seconds,
   )
 
@@ -44,15 +44,15 @@ def plans(asked: Question) -> dict[str, zenjax.Plan]:
   dense = tuple(i for i in range(len(asked.gradients)) if i not in tables)
   rest = [(DENSE, dense)] if dense else []
   n = asked.topology.devices
-  found = {PLANNED: _choosing.answer(asked)}
+  found = {PLANNED: choosing.answer(asked)}
   every = (DENSE, tuple(range(len(asked.gradients))))
-  found[DENSE] = _choosing.planned(asked, space, [every])
+  found[DENSE] = choosing.planned(asked, space, [every])
   for way in _ways(n):
     named = [*rest, (way, tuple(tables))]
-    found[way] = _choosing.planned(asked, space, named)
+    found[way] = choosing.planned(asked, space, named)
   if len(tables) > 2:
     alone = [*rest, *[("zen/1", (i,)) for i in tables]]
-    found["zen/1 alone"] = _choosing.planned(asked, space, alone)
+    found["zen/1 alone"] = choosing.planned(asked, space, alone)
   return found
 
 

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
-from zenjax._partition import Layout
+from zenjax._src.core import bitmaps
+from zenjax._src.core.partition import Layout
 
 
 def compact(
   table: jax.Array,
-  bitmap: _bitmap.Bitmap,
+  bitmap: bitmaps.Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -28,7 +28,7 @@ def compact(
     `rows: [m, C, D]`, zero there.
   """
   wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
-  slots = _bitmap.select(bitmap, wanted)
+  slots = bitmaps.select(bitmap, wanted)
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   row = layout.row(group, slots)
   return slots, table.at[row].get(mode="fill", fill_value=0)

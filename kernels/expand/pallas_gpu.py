@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from zenjax import _compat
+from zenjax._src.core import compat
 from zenjax.kernels import _triton
 
 
@@ -37,7 +37,7 @@ def expand(
     grid=(pl.cdiv(row.size, tile.rows),),
     in_specs=[_triton.WHOLE] * 3,
     out_specs=_triton.WHOLE,
-    out_shape=_compat.struct(table.shape, cast(table).dtype, table),
+    out_shape=compat.struct(table.shape, cast(table).dtype, table),
     input_output_aliases={2: 0},
     compiler_params=_triton.PARAMETERS,
     interpret=interpret,

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._partition import Layout
+from zenjax._src.core.partition import Layout
 
 LANES = 128
 _MOST_UNITS = 64  # of which the product has a row each

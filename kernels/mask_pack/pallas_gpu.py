@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from zenjax import _compat
-from zenjax._partition import LANES
-from zenjax._partition import Layout
+from zenjax._src.core import compat
+from zenjax._src.core.partition import LANES
+from zenjax._src.core.partition import Layout
 from zenjax.kernels import _triton
 from zenjax.kernels.mask_pack.reference import Packed
 
@@ -61,8 +61,8 @@ def mask_pack(
     in_specs=[_triton.WHOLE],
     out_specs=[_triton.WHOLE] * 2,
     out_shape=[
-      _compat.struct((flat.groups, flat.words), jnp.uint32, table),
-      _compat.struct((grid,), jnp.int32, table),
+      compat.struct((flat.groups, flat.words), jnp.uint32, table),
+      compat.struct((grid,), jnp.int32, table),
     ],
     compiler_params=_triton.PARAMETERS,
     interpret=interpret,

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from zenjax import _compat
-from zenjax._partition import Layout
+from zenjax._src.core import compat
+from zenjax._src.core.partition import Layout
 from zenjax.kernels.mask_pack._tpu_sizes import LANES
 from zenjax.kernels.mask_pack._tpu_sizes import row_at
 from zenjax.kernels.mask_pack._tpu_sizes import Sizes
@@ -83,7 +83,7 @@ def _call(table, sizes, weights, interpret):
       pl.BlockSpec(memory_space=pltpu.VMEM),
     ],
     out_specs=pl.BlockSpec((sizes.units, sizes.half), lambda i, s: (i, 0)),
-    out_shape=_compat.struct((count, sizes.half), jnp.int32, table),
+    out_shape=compat.struct((count, sizes.half), jnp.int32, table),
     scratch_shapes=[pltpu.VMEM((sizes.units, sizes.rows), jnp.int32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary")

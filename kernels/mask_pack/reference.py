@@ -7,10 +7,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax import _bitmap
-from zenjax import _compat
-from zenjax._partition import LANES
-from zenjax._partition import Layout
+from zenjax._src.core import bitmaps
+from zenjax._src.core import compat
+from zenjax._src.core.partition import LANES
+from zenjax._src.core.partition import Layout
 
 
 class RowMask(NamedTuple):
@@ -90,7 +90,7 @@ def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   m, words = layout.groups, layout.words
   padding = words * LANES * m - layout.num_rows
   if layout.in_order:
-    return _bitmap.pack(jnp.pad(mask, (0, padding)).reshape(m, -1))
+    return bitmaps.pack(jnp.pad(mask, (0, padding)).reshape(m, -1))
   blocks = jnp.pad(mask, (0, padding)).reshape(words, LANES, m)
   lane = lax.broadcasted_iota(jnp.uint32, blocks.shape, 1)
   packed = jnp.sum(blocks.astype(jnp.uint32) << lane, axis=1, dtype=jnp.uint32)
@@ -121,5 +121,5 @@ def _rotate(packed: jax.Array, layout: Layout) -> jax.Array:
     return rotated | (lanes & jnp.asarray(masks, jnp.uint32)[i])
 
   start = jnp.zeros((m, layout.words), jnp.uint32)
-  start = _compat.cast_like(start, packed)
+  start = compat.cast_like(start, packed)
   return lax.fori_loop(0, len(shifts), gather, start)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from zenjax import _compat
+from zenjax._src.core import compat
 from zenjax.kernels import _triton
 from zenjax.kernels.merge import reference
 
@@ -64,7 +64,7 @@ def merge(
     grid=(pl.cdiv(capacity, tile.rows), pl.cdiv(width, columns)),
     in_specs=[_triton.WHOLE] * 3,
     out_specs=_triton.WHOLE,
-    out_shape=_compat.struct((capacity, width), dtype, rows),
+    out_shape=compat.struct((capacity, width), dtype, rows),
     compiler_params=_triton.PARAMETERS,
     interpret=interpret,
     name="zenjax_merge",

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from zenjax import _compat
-from zenjax import _search
+from zenjax._src.core import bitmaps
+from zenjax._src.core import compat
 from zenjax.kernels import _words_tpu
 from zenjax.kernels._words_tpu import LANES
 from zenjax.kernels._words_tpu import TILE
@@ -75,7 +75,7 @@ def merge(
       *[pl.BlockSpec(memory_space=pl.ANY)] * 3,
     ],
     out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda b, c: (b, c)),
-    out_shape=_compat.struct((capacity, width), dtype, rows),
+    out_shape=compat.struct((capacity, width), dtype, rows),
     scratch_shapes=[
       # Tiles with a range in them: it may start and end within one.
       pltpu.VMEM((2, cut.rows // cut.pack + 2 * TILE, cut.columns), cut.word),
@@ -98,7 +98,7 @@ def merge(
 def _ranges(position, blocks, size, capacity):
   """`[blocks, 2, n]`: where each source's rows for a block start and end."""
   edges = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * size, capacity)
-  bound = jax.vmap(_search.lower_bound, (0, None), 1)(position, edges)
+  bound = jax.vmap(bitmaps.lower_bound, (0, None), 1)(position, edges)
   return jnp.stack([bound[:-1], bound[1:]], axis=1)
 
 

@@ -7,9 +7,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax import _bitmap
-from zenjax import _compat
-from zenjax import _search
+from zenjax._src.core import bitmaps
+from zenjax._src.core import compat
 
 # A bitmap costs by the slots, a sort by what is received: about as much for so
 # many slots a row (XLA:CPU, 0.10 and 0.12).
@@ -95,9 +94,9 @@ class _Index(NamedTuple):
 
 def _packed(slots: jax.Array, num_slots: int, k: int) -> _Index:
   """By a bitmap over all slots."""
-  bitmap = _bitmap.index(_bitmap.from_slots(slots, num_slots))
-  found = _bitmap.select(bitmap, jnp.arange(k, dtype=jnp.int32))
-  return _Index(found, bitmap.total, lambda at: _bitmap.rank(bitmap, at))
+  bitmap = bitmaps.index(bitmaps.from_slots(slots, num_slots))
+  found = bitmaps.select(bitmap, jnp.arange(k, dtype=jnp.int32))
+  return _Index(found, bitmap.total, lambda at: bitmaps.rank(bitmap, at))
 
 
 def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
@@ -112,7 +111,7 @@ def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
     .at[jnp.where(new, count - 1, past)]
     .set(ordered, mode="drop", unique_indices=True)
   )
-  return _Index(found, count[-1], lambda at: _search.lower_bound(found, at))
+  return _Index(found, count[-1], lambda at: bitmaps.lower_bound(found, at))
 
 
 def _sum_in_rank_order(
@@ -126,5 +125,5 @@ def _sum_in_rank_order(
     return total.at[at].add(row.astype(dtype), mode="drop", unique_indices=True)
 
   total = jnp.zeros((capacity, rows.shape[2]), dtype)
-  total = _compat.cast_like(total, rows)
+  total = compat.cast_like(total, rows)
   return lax.fori_loop(0, rows.shape[0], add, total)

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from zenjax import _compat
-from zenjax._collectives import Axes
+from zenjax._src.core import compat
+from zenjax._src.core.collectives import Axes
 from zenjax.kernels import _counted
 from zenjax.kernels import _remote_tpu
 
@@ -39,6 +39,6 @@ def pull(
   )
   # Everyone was sent the same.
   come, counts = jax.tree.map(
-    lambda x: _compat.as_invariant(x, axes), (come, counts)
+    lambda x: compat.as_invariant(x, axes), (come, counts)
   )
   return _counted.sent(come, counts, lambda x: x), counts

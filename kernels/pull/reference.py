@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import jax
 
-from zenjax import _collectives
-from zenjax._collectives import Axes
+from zenjax._src.core import collectives
+from zenjax._src.core.collectives import Axes
 from zenjax.kernels import _counted
 
 
@@ -25,7 +25,7 @@ def pull(
     `[n, tables] int32`; equal on all ranks.
   """
   counts = _counted.clipped(counts, rows)
-  come = _collectives.all_gather(counts, axes)
+  come = collectives.all_gather(counts, axes)
   return _counted.sent(
-    rows, come, lambda x: _collectives.all_gather(x, axes)
+    rows, come, lambda x: collectives.all_gather(x, axes)
   ), come

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zenjax._collectives import Axes
+from zenjax._src.core.collectives import Axes
 from zenjax.kernels import _counted
 from zenjax.kernels import _remote_tpu
 

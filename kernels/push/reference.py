@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import jax
 
-from zenjax import _collectives
-from zenjax._collectives import Axes
+from zenjax._src.core import collectives
+from zenjax._src.core.collectives import Axes
 from zenjax.kernels import _counted
 
 
@@ -25,7 +25,7 @@ def push(
     `[n, tables] int32`.
   """
   counts = _counted.clipped(counts, rows)
-  come = _collectives.all_to_all(counts, axes)
+  come = collectives.all_to_all(counts, axes)
   return _counted.sent(
-    rows, come, lambda x: _collectives.all_to_all(x, axes)
+    rows, come, lambda x: collectives.all_to_all(x, axes)
   ), come

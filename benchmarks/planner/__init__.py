@@ -1,0 +1,1 @@
+"""What others plan, beside the planner: oracles and models of papers."""

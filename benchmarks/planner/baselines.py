@@ -1,0 +1,117 @@
+"""What others do, by name, on the same timeline: the search must not be worse.
+
+Espresso (EuroSys 2023) as its Algorithm 1 has it; the program that came with it
+differs (one candidate a tensor, by its size). MergeComp (arXiv 2103.15195) as
+its program has it, one cut found by halving, beside no cut at all; its groups
+take their best strategy here, where the paper has one for the whole model.
+"""
+
+from collections.abc import Sequence
+import itertools
+import math
+
+from zenjax._src.planner import groups
+from zenjax._src.planner.groups import Cost
+from zenjax._src.planner.timeline import Assignment
+from zenjax._src.planner.timeline import each_by
+from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import Tensor
+
+
+def uncompressed(tensors: Sequence[Tensor]) -> Assignment:
+  """Each tensor by itself and by its first option."""
+  return each_by(tensors, [tensor.options[0].name for tensor in tensors])
+
+
+def espresso(tensors: Sequence[Tensor], *, passes: int = 1) -> Assignment:
+  """The greedy of Espresso's Algorithm 1, each tensor by itself.
+
+  Tensors are taken by size, the largest first and of equals the
+  one that is ready last; each gets the option with which the iteration is
+  shortest, what was decided before being kept. Uncompressed tensors that are
+  sent before a bubble, the link then being idle, are left as they are.
+
+  Args:
+    tensors: The first option of each is the uncompressed one.
+    passes: How often to go through all; the paper's is 1.
+  """
+  chosen = list(uncompressed(tensors))
+  order = sorted(
+    range(len(tensors)), key=lambda j: (tensors[j].bytes, j), reverse=True
+  )
+  for _ in range(passes):
+    removed: set[int] = set()
+    _remove(tensors, chosen, removed)
+    for j in order:
+      if j not in removed:
+        chosen[j] = _best_option(tensors, chosen, j)
+        _remove(tensors, chosen, removed)
+  return tuple(chosen)
+
+
+def _remove(tensors, chosen, removed) -> None:
+  """Adds uncompressed tensors that are sent before the last bubble."""
+  last = max(simulate(tensors, chosen).bubbles(), default=0)
+  for j in range(last):
+    if chosen[j].option is tensors[j].options[0]:
+      removed.add(j)
+
+
+def _best_option(tensors, chosen, j) -> Exchange:
+  candidates = [chosen[j]]
+  candidates += [Exchange(j, j + 1, option) for option in tensors[j].options]
+
+  def iteration(exchange):
+    changed = [*chosen[:j], exchange, *chosen[j + 1 :]]
+    return simulate(tensors, changed).iteration_s
+
+  return min(candidates, key=iteration)
+
+
+def mergecomp(tensors: Sequence[Tensor], cost: Cost) -> Assignment | None:
+  """One group or two, the cut found by halving as if time had one minimum.
+
+  Returns:
+    None if no such groups can be exchanged.
+  """
+  n = len(tensors)
+  tried: dict[int, Assignment | None] = {}
+
+  def seconds(cut: int) -> float:
+    tried.setdefault(cut, cut_at(tensors, cost, cut))
+    return _seconds(tensors, tried[cut])
+
+  start, end = 1, n - 1
+  while start < end - 1:
+    middle = (start + end) // 2
+    if seconds(middle) > seconds(middle + 1):
+      start = middle + 1
+    else:
+      end = middle
+  seconds(n)  # No cut.
+  best = min(tried, key=seconds)
+  return tried[best]
+
+
+def cut_at(
+  tensors: Sequence[Tensor], cost: Cost, cut: int
+) -> Assignment | None:
+  """Two groups, or one if `cut` is the number of tensors: the best options."""
+  n = len(tensors)
+  names = dict.fromkeys(o.name for tensor in tensors for o in tensor.options)
+  choices = []
+  for i, j in ((0, cut), (cut, n)) if cut < n else ((0, n),):
+    ones = [groups.exchange(tensors, cost, i, j, name) for name in names]
+    choices.append([one for one in ones if one is not None])
+  return min(
+    itertools.product(*choices),
+    key=lambda assignment: _seconds(tensors, assignment),
+    default=None,
+  )
+
+
+def _seconds(tensors, assignment) -> float:
+  if assignment is None:
+    return math.inf
+  return simulate(tensors, assignment).iteration_s

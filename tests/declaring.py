@@ -1,0 +1,120 @@
+"""What an exchange will send, without tracing it.
+
+The lowered program holds exactly these collectives: the tests compare them,
+benchmarks and predictions use them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+from zenjax._src.core import leaf_util
+from zenjax._src.core.collectives import Axes
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.schemes import dense_path
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import DenseScheme
+from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.registry import DENSE
+from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.sync import further_rounds
+from zenjax._src.sync import leaf_tables
+from zenjax._src.sync import sync_options
+from zenjax._src.sync.sync_options import Options
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+  """The collectives of one exchange.
+
+  Attributes:
+    context: Axes and sizes.
+    plans: One for each table.
+    first: Of the first round, in order; of tables with an exchange each, those
+      of one table after those of another.
+    loops: Of one turn of each loop.
+    dense: Of one turn of each table's dense path, on devices as those here.
+  """
+
+  context: Context
+  plans: tuple[TablePlan, ...]
+  first: list[Message]
+  loops: list[list[Message]]
+  dense: list[list[Message]]
+
+
+def declare(
+  tables: Any, axes: Axes, sizes: Sequence[int], **kwargs: Any
+) -> Declared:
+  """Declares the sparse exchange of all leaves of `tables`.
+
+  Args:
+    tables: Arrays, SparseRows, or their shapes.
+    axes: Axis names, slowest first.
+    sizes: Devices along each.
+    **kwargs: As for `zen_sync`.
+  """
+  options = sync_options.check(
+    axes, sparse=True, **sync_options.DEFAULTS | kwargs
+  )
+  context = options.context(sizes)
+  group = leaf_util.named_leaves(tables, is_rows)
+  if options.overlap:
+    return _joined([_declare([leaf], options, context) for leaf in group])
+  return _declare(group, options, context)
+
+
+def _declare(
+  group: Sequence[tuple[str, Any]], options: Options, context: Context
+) -> Declared:
+  """Of leaves that share an exchange."""
+  platform = jax.default_backend()
+  if options.scheme in DENSE:
+    return _declare_dense(group, DENSE[options.scheme], options, context)
+  scheme = SPARSE[options.scheme]
+  plans = leaf_tables.plans(
+    group, scheme, options, context, [None] * len(group)
+  )
+  return Declared(
+    context=context,
+    plans=plans,
+    first=[
+      *scheme.push_messages(plans, [p.first.push for p in plans], context),
+      *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
+    ],
+    loops=further_rounds.loop_messages(plans, scheme, context.in_loops()),
+    dense=[
+      dense_path.messages(plan.table, context, platform)
+      for plan in plans
+      if plan.table.look_ups is None
+    ],
+  )
+
+
+def _joined(parts: Sequence[Declared]) -> Declared:
+  return Declared(
+    context=parts[0].context,
+    plans=tuple(plan for part in parts for plan in part.plans),
+    first=[m for part in parts for m in part.first],
+    loops=[turn for part in parts for turn in part.loops],
+    dense=[m for part in parts for m in part.dense],
+  )
+
+
+def _declare_dense(
+  group: Sequence[tuple[str, jax.Array]],
+  scheme: DenseScheme,
+  options: Options,
+  context: Context,
+) -> Declared:
+  tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
+  first = [m for table in tables for m in scheme.messages(table, context)]
+  loops = [
+    [message]
+    for table in tables
+    for _, message in scheme.loop_messages(table, context)
+  ]
+  return Declared(context=context, plans=(), first=first, loops=loops, dense=[])

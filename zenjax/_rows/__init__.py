@@ -1,1 +1,0 @@
-"""Gradients held as rows."""

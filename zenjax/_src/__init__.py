@@ -1,0 +1,1 @@
+"""The implementation; `zenjax` and its namespaces are the interface."""

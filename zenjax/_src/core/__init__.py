@@ -1,0 +1,1 @@
+"""Things that know of no exchange: arrays, rows, the wire, traced programs."""

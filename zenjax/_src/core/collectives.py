@@ -1,0 +1,102 @@
+"""The only caller of `jax.lax` collectives.
+
+An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
+count in that order.
+"""
+
+from collections.abc import Callable, Sequence
+import math
+from typing import TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax._src.core import compat
+
+Axes = tuple[str, ...]
+T = TypeVar("T")
+
+
+def size(axes: Axes) -> int:
+  """Devices along `axes`: static."""
+  return math.prod(lax.axis_size(a) for a in axes)
+
+
+def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
+  """Sends `x[p]` to rank `p`; row `s` of the result came from rank `s`."""
+  return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[...]` on each device to `[n, ...]` on all, typed as equal on all.
+
+  One axis at a time (tuples fail under nested `vmap`) and never tiled (TPUs
+  turn tiled gathers of odd lengths into all-reduces).
+  """
+  shape = x.shape
+  for axis in reversed(axes):
+    x = lax.all_gather(x, axis, axis=0, tiled=False)
+  return compat.as_invariant(x.reshape(-1, *shape), axes)
+
+
+def permute(
+  x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
+  """Sends `x` from source to destination of each pair.
+
+  Devices that no pair names get what they need not read: `vmap` takes whole
+  permutations only, so the others are completed to one.
+  """
+  n = lax.axis_size(axis)
+  sources, destinations = ({p[i] for p in pairs} for i in (0, 1))
+  idle = [i for i in range(n) if i not in sources]
+  deaf = [i for i in range(n) if i not in destinations]
+  # Those that are both keep their own; the rest answers whom it hears.
+  alone = [i for i in idle if i in deaf]
+  rest = zip(
+    [i for i in idle if i not in alone], [i for i in deaf if i not in alone]
+  )
+  return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *rest])
+
+
+def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
+  """Sends `x` to the device `by` ranks ahead, in a circle."""
+  n = lax.axis_size(axis)
+  return permute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+
+def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[k]` on each device to the sum's share of its rank, `[k / size]`.
+
+  Shares are along the last axis alone; the others sum whole ones.
+  """
+  *slow, fast = axes
+  shard = lax.psum_scatter(x, fast, scatter_dimension=0, tiled=True)
+  return lax.psum(shard, tuple(slow)) if slow else shard
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+  """`lax.psum`, dtypes included; narrow floats are summed in float32."""
+  return _accumulated(lambda v: lax.psum(v, axes), x)
+
+
+def pmean(x: jax.Array, axes: Axes) -> jax.Array:
+  """`lax.pmean`, dtypes included; narrow floats are averaged in float32."""
+  return _accumulated(lambda v: lax.pmean(v, axes), x)
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+  """The dtype in which values of `dtype` are summed."""
+  narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+  return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def _accumulated(
+  reduce: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+  wide = accumulator(x.dtype)
+  # Integers and bools come out as JAX makes them: their means are floating.
+  return (
+    reduce(x) if wide == x.dtype else reduce(x.astype(wide)).astype(x.dtype)
+  )

@@ -1,0 +1,149 @@
+"""What differs between JAX versions, or is not public, each with its reason.
+
+Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
+"""
+
+from collections.abc import Sequence
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax.extend import core as jex_core
+from jax.interpreters import batching
+from jax.interpreters import mlir
+from jax.typing import DTypeLike
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+  """Mesh axes over which the type of `x` says it varies.
+
+  Empty under `pmap`, `vmap` and `shard_map(check_vma=False)`, which keep no
+  such record. The attribute was `.vma` before JAX 0.10.
+  """
+  manual = getattr(jax.typeof(x), "mat", None)
+  return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def automatic_axes() -> frozenset[str]:
+  """Axes of the mesh around a trace over which XLA spreads programs itself.
+
+  None in a `shard_map` over all axes of its mesh, and none where no mesh is.
+  """
+  around = jax.sharding.get_abstract_mesh()
+  return frozenset(around.axis_names) - frozenset(around.manual_axes)
+
+
+def records_varying(axis_name: str) -> bool:
+  """Whether types record variation over `axis_name` (`check_vma=True`).
+
+  The device's own index varies by definition, so its type tells.
+  """
+  return bool(varying_axes(jax.lax.axis_index(axis_name)))
+
+
+_as_invariant_p = jex_core.Primitive("zenjax_as_invariant")
+
+
+def as_invariant(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Declares that `x` is equal on all devices along `axes`, at no cost.
+
+  `shard_map(check_vma=True)` has no way to see that a buffer whose rows were
+  all overwritten with gathered ones is replicated. The caller proves it (the
+  tests compare every replica bit for bit); this changes the type alone.
+  """
+  dropped = tuple(a for a in axes if a in varying_axes(x))
+  return _as_invariant_p.bind(x, axes=dropped) if dropped else x
+
+
+def _abstract_eval(aval, *, axes):
+  kept = aval.mat.varying - frozenset(axes)
+  return aval.update(manual_axis_type=aval.mat.update(varying=kept))
+
+
+_as_invariant_p.def_impl(lambda x, *, axes: x)
+_as_invariant_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(_as_invariant_p, lambda ctx, x, *, axes: [x])
+batching.defvectorized(_as_invariant_p)
+
+
+_first_copy_p = jex_core.Primitive("zenjax_first_copy")
+
+
+def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """`x`, equal on all devices along `axes`, and known to be.
+
+  As `as_invariant`; under `vmap` with such an axis name one copy is kept, as
+  `lax.all_gather` does, so that loops may turn on what devices agree on.
+  """
+  return as_invariant(_first_copy_p.bind(x, axes=tuple(axes)), axes)
+
+
+def _keep_first(axis_data, args, dims, *, axes):
+  (x,), (dim,) = args, dims
+  if axis_data.name in axes and dim is not None:
+    return jax.lax.index_in_dim(x, 0, dim, keepdims=False), None
+  return _first_copy_p.bind(x, axes=axes), dim
+
+
+_first_copy_p.def_impl(lambda x, *, axes: x)
+_first_copy_p.def_abstract_eval(lambda aval, *, axes: aval)
+mlir.register_lowering(_first_copy_p, lambda ctx, x, *, axes: [x])
+batching.fancy_primitive_batchers[_first_copy_p] = _keep_first
+
+
+def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  """`x` typed as varying over the axes that `like` varies over.
+
+  Branches and loop carries must agree in type; `pcast` raises on axes that
+  vary already and where no types are kept.
+  """
+  missing = tuple(varying_axes(like) - varying_axes(x))
+  return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def cast_alike(values: Sequence[Any]) -> list[Any]:
+  """Returns values that all vary over the axes that any of them varies over."""
+  axes = [varying_axes(x) for x in values]
+  joined = frozenset().union(*axes)
+  return [
+    jax.lax.pcast(x, tuple(joined - own), to="varying") if joined - own else x
+    for x, own in zip(values, axes)
+  ]
+
+
+def struct(
+  shape: Sequence[int], dtype: DTypeLike, like: jax.Array
+) -> jax.ShapeDtypeStruct:
+  """What a kernel returns, varying over the axes that `like` varies over."""
+  kind = getattr(jax.typeof(like), "mat", None)
+  return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
+
+
+class KeyValueStore:
+  """What processes that `jax.distributed` joined can tell each other."""
+
+  def __init__(self, client: Any):
+    self.client = client
+
+  def set(self, key: str, value: str) -> None:
+    self.client.key_value_set(key, value, allow_overwrite=True)
+
+  def get(self, key: str, seconds: float) -> str | None:
+    """The value, waited for so long; None if it did not come."""
+    deadline = time.monotonic() + seconds
+    while True:
+      # In turns, for Ctrl-C comes between them.
+      left = min(1.0, max(0.001, deadline - time.monotonic()))
+      try:
+        return self.client.blocking_key_value_get(key, int(1000 * left) or 1)
+      except Exception as error:
+        late = time.monotonic() >= deadline
+        if late or "DEADLINE_EXCEEDED" not in str(error):
+          return None
+
+
+def key_value_store() -> KeyValueStore | None:
+  """None where `jax.distributed` was not initialized."""
+  client = distributed.global_state.client
+  return KeyValueStore(client) if client is not None else None

@@ -1,0 +1,189 @@
+"""Which leaves travel sparse, and how a leaf is seen as a table of rows."""
+
+import collections
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.arguments import Unit
+from zenjax._src.core.sparse_rows import is_rows
+
+# The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
+# lay them out as [vocabulary, width]; kernels of dense layers are rarely more
+# than four times as tall as wide, the down-projection of a transformer being
+# just that. Below 64 KiB latency decides, and one psum has less.
+_TALL = 4
+_MIN_ROWS = 512
+_MIN_BYTES = 1 << 16
+
+# Names that a message holds.
+_SHOWN = 12
+
+
+def leaf_name(path: Any) -> str:
+  """The name of a leaf in reports and in `capacities=`: keys and dots."""
+  return jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
+
+
+def named_leaves(
+  tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+  """`(name, leaf)` for each leaf; names are unique.
+
+  Where keys that hold dots make two names equal, as in `{"a.b": x, "a":
+  {"b": y}}`, these leaves are named by their keys in full: `['a.b']` and
+  `['a']['b']`.
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+  names = [leaf_name(path) for path, _ in flat]
+  often = collections.Counter(names)
+  return [
+    (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
+    for name, (path, leaf) in zip(names, flat)
+  ]
+
+
+def shapes(
+  leaves: Sequence[tuple[str, Any]],
+) -> dict[str, tuple[tuple[int, ...], str]]:
+  """`(shape, dtype)` of each `(name, leaf)`, of SparseRows the table's."""
+  return {
+    name: (tuple(leaf.shape), jnp.dtype(leaf.dtype).name)
+    for name, leaf in leaves
+  }
+
+
+def select(
+  tree: Any,
+  sparse: SparseSpec,
+  unit: Unit,
+  elements: Collection[str] = (),
+) -> list[bool]:
+  """For each leaf of `tree`, in order, whether it travels sparse.
+
+  Args:
+    tree: Arrays and SparseRows.
+    sparse: As given to `zen_sync`.
+    unit: What of a leaf is sent as a whole.
+    elements: Names of leaves of which it is an element.
+
+  Raises:
+    ValueError: `sparse` is no prefix of the tree, or holds other than bools.
+    TypeError: A leaf chosen explicitly is not floating.
+  """
+  tree = jax.tree.map(_shape_of, tree, is_leaf=is_rows)
+  leaves = named_leaves(tree)
+  if sparse is None:
+    unit_of = lambda name: "element" if name in elements else unit
+    return [is_table(leaf, unit_of(name)) for name, leaf in leaves]
+  chosen = explicit(tree, sparse, "sparse")
+  require_bools([name for name, _ in leaves], chosen, "sparse")
+  for (name, leaf), wanted in zip(leaves, chosen):
+    if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise TypeError(
+        f"`sparse` chose leaf {name!r}, which must be floating to travel"
+        f" sparse, got dtype {leaf.dtype}; leave it out of `sparse` and it"
+        " takes psum."
+      )
+  # A leaf without elements has no row to send.
+  return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
+
+
+def _shape_of(leaf: Any) -> Any:
+  """SparseRows as the array that they stand for."""
+  if is_rows(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+  return leaf
+
+
+def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
+  """What `argument` says of each leaf: a prefix of the tree, or a callable."""
+  if callable(sparse):
+    return [bool(sparse(name, leaf)) for name, leaf in named_leaves(tree)]
+  try:
+    chosen = jax.tree.broadcast(sparse, tree)
+  except ValueError as error:
+    raise ValueError(
+      f"`{argument}` must be a pytree prefix of the gradients: it has structure"
+      f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
+      " give a bool for every subtree, or a callable (name, leaf) -> bool."
+    ) from error
+  return jax.tree.leaves(chosen)
+
+
+def require_bools(
+  names: Sequence[str], chosen: Sequence[Any], argument: str
+) -> None:
+  """Raises ValueError at the first leaf for which there is something else."""
+  for name, wanted in zip(names, chosen):
+    if not isinstance(wanted, bool):
+      raise ValueError(
+        f"`{argument}` must give a bool for every leaf, got {wanted!r} for leaf"
+        f" {name!r}; give True, False or a callable (name, leaf) -> bool."
+      )
+
+
+def warn_of_none(
+  tree: Any, sparse: SparseSpec, chosen: Sequence[Any], argument: str
+) -> None:
+  """Warns of a callable that chooses no leaf of `tree`.
+
+  Silent for a part of a tree, whose other parts it may be meant for.
+  """
+  is_out = lambda node: isinstance(node, optax.MaskedNode)
+  parts = jax.tree.leaves(tree, is_leaf=lambda x: is_out(x) or is_rows(x))
+  if not callable(sparse) or any(chosen) or any(map(is_out, parts)):
+    return
+  names = [name for name, _ in named_leaves(tree, is_rows)]
+  if names:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    warnings.warn(
+      f"`{argument}` should choose a leaf, and it is False for all: {shown}"
+      f"{more}; compare with these names, or leave it out.",
+      stacklevel=3,
+    )
+
+
+def is_table(leaf: Any, unit: Unit = "row") -> bool:
+  """Whether a leaf travels sparse where the user does not say."""
+  if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    return False
+  if leaf.size * leaf.dtype.itemsize < _MIN_BYTES:
+    return False
+  if unit != "row":
+    return True
+  rows, width = leaf.shape[0], leaf.shape[-1]
+  return leaf.ndim == 2 and rows >= _MIN_ROWS and rows > _TALL * width
+
+
+def table_shape(leaf: Any, unit: Unit) -> tuple[int, int]:
+  """`(R, D)` of a leaf: rows fold all dimensions but the last.
+
+  With `unit="row"` a leaf of one dimension has rows of one element.
+  """
+  if unit == "element":
+    return leaf.size, 1
+  if isinstance(unit, int):
+    return -(-leaf.size // unit), unit
+  width = leaf.shape[-1] if leaf.ndim > 1 else 1
+  return leaf.size // width if width else 0, width
+
+
+def as_table(leaf: jax.Array, unit: Unit) -> jax.Array:
+  """`leaf` as `[R, D]`; the last block is padded with zeros."""
+  rows, width = table_shape(leaf, unit)
+  if rows * width != leaf.size:
+    flat = jnp.pad(leaf.reshape(-1), (0, rows * width - leaf.size))
+    return flat.reshape(rows, width)
+  return leaf.reshape(rows, width)
+
+
+def from_table(table: jax.Array, like: jax.Array) -> jax.Array:
+  """Inverse of `as_table`."""
+  return table.reshape(-1)[: like.size].reshape(like.shape)

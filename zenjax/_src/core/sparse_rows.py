@@ -1,0 +1,423 @@
+"""A table of which only some rows are held."""
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.extend import random as jex_random
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core import bitmaps
+from zenjax._src.core import collectives
+from zenjax._src.core.partition import Layout
+from zenjax.kernels.mask_pack.reference import row_mask
+from zenjax.kernels.operations import compact
+from zenjax.kernels.operations import mask_pack
+
+# Row ids in an array that refuses arithmetic.
+#
+# A transform that maps `lambda g: 0.1 * g` over all leaves would multiply plain
+# integers too, and train on the rows of other ids without a word. Ids therefore
+# travel in an extended dtype, of which JAX knows that it may be moved but not
+# computed with: what does not know SparseRows raises a TypeError. Random keys
+# are the one such dtype that JAX lets others define.
+
+
+def _not_a_key(*args, **kwargs):
+  del args, kwargs
+  raise TypeError("Row ids of a SparseRows are no random key.")
+
+
+_ROW_IDS = jex_random.define_prng_impl(
+  key_shape=(1,),
+  seed=_not_a_key,
+  split=_not_a_key,
+  random_bits=_not_a_key,
+  fold_in=_not_a_key,
+  name="zenjax_row_ids",
+  # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
+  # as in jaxprs.
+  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows,"
+  " zenjax.clip_by_global_norm clips it",
+)
+
+# Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
+# be no row: they stand for the least integer, which is beyond any table.
+_NOWHERE = np.uint32(1 << 31)
+
+
+def given(ids: Any) -> Any:
+  """Returns ids as an array of their own dtype.
+
+  NumPy's where they are not JAX's yet: without x64, JAX cuts int64 to 32 bits,
+  and what is out of range would be another row.
+  """
+  if hasattr(ids, "__jax_array__"):
+    return jnp.asarray(ids)
+  if any(isinstance(x, jax.Array) for x in jax.tree.leaves(ids)):
+    return jnp.asarray(ids)
+  return np.asarray(ids)
+
+
+def narrowed(ids: Any, num_rows: int) -> jax.Array:
+  """Returns integer ids as int32; what is out of range stays on its side.
+
+  Args:
+    ids: What `given` returned.
+    num_rows: Rows of the table.
+  """
+  info = jnp.iinfo(ids.dtype)
+  if info.min < 0 and info.bits <= 32 or info.bits < 32:
+    return jnp.asarray(ids.astype(jnp.int32))
+  # One past either end: -1 is the last row.
+  low = -num_rows - 1 if info.min < 0 else 0
+  bounds = (np.asarray(bound, ids.dtype) for bound in (low, num_rows))
+  clip = jnp.clip if isinstance(ids, jax.Array) else np.clip
+  return jnp.asarray(clip(ids, *bounds).astype(jnp.int32))
+
+
+def seal(ids: jax.Array) -> jax.Array:
+  """`[K] int32` as `[K]` of the extended dtype."""
+  words = lax.bitcast_convert_type(ids, jnp.uint32) ^ _NOWHERE
+  return jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
+
+
+def unseal(sealed: jax.Array) -> jax.Array:
+  """Inverse of `seal`."""
+  words = jax.random.key_data(sealed)[..., 0]
+  return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
+
+
+def is_sealed(x: Any) -> bool:
+  """Whether `x` came from `seal`; specs, shapes and the like did not."""
+  is_array = isinstance(x, jax.Array)
+  return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# What is no array, and says what to do where one is wanted.
+#
+# Errors of Python, NumPy, JAX and optax name a class or an operator and know no
+# cure. Operators therefore raise one of their own, and the class's name holds
+# it for all that print the class: JAX for trees of two structures, as
+# `optax.adam` meets them, and for arguments that must be arrays.
+
+
+class _Named(type):
+  def __repr__(cls) -> str:
+    return (
+      f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
+      " zenjax.lazy_rows (weight decay too), clip by"
+      " zenjax.clip_by_global_norm, give .to_dense(), or take jax.grad"
+      " (MultiSteps)>"
+    )
+
+
+class NoArray(metaclass=_Named):
+  """Base of a class that holds some rows of a table."""
+
+  __slots__ = ()
+
+  # NumPy's operators would apply themselves to each element beside the rows.
+  __array_ufunc__ = None
+
+  def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(
+      "SparseRows hold some rows of a table and are no array; `rows.values` are"
+      " these, `rows.to_dense()` is the whole table."
+    )
+
+  def _not_added(self, other: Any) -> NoReturn:
+    raise TypeError(
+      "SparseRows are added to SparseRows of the same table and to nothing"
+      f" else, got {type(other).__name__}; parameters are updated by"
+      " `zenjax.apply_updates(params, updates)`, and `rows.to_dense()` is an"
+      " array."
+    )
+
+  def _not_scaled(self, other: Any = None) -> NoReturn:
+    del other
+    raise TypeError(
+      "SparseRows take no arithmetic but `+`; scale them by"
+      " `rows.with_values(rows.values * factor)`."
+    )
+
+  __radd__ = __sub__ = __rsub__ = _not_added
+  __mul__ = __rmul__ = __truediv__ = __neg__ = _not_scaled
+
+
+class Facts(NamedTuple):
+  """What is known of rows beside what they are."""
+
+  unique: bool = False  # every index stands once
+  by_value: bool = False  # values decided which rows these are
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class SparseRows(NoArray):
+  """Rows of a `[num_rows, D]` array; all others are zero.
+
+  What `zenjax.value_and_grad` returns for a table that is only looked up, and
+  `zen_sync(output="rows")` for a table that travels sparse. A pytree of two
+  leaves: ids, in a dtype that admits no arithmetic, and values. A transform
+  that scales or adds up all leaves therefore raises a TypeError, where it would
+  silently change plain integers. Optax goes inside `zenjax.lazy_rows`.
+
+  Attributes:
+    indices: `[K] int32`; `num_rows`, and all else beyond the table, marks
+      padding. Negative ones count from the end, as where JAX indexes. An index
+      that stands twice means the sum of its rows. Integers of any dtype may be
+      given; those that int32 cannot hold are beyond the table.
+    values: `[K, D]`.
+    num_rows: Rows of the whole table: static.
+
+  Under `jax.vmap` each of a batch is a SparseRows of its own. Outside of it
+  several lie in one, with more dimensions in front, as `jax.vmap` and
+  `jax.lax.scan` stack them: `to_dense` and `combine` take that too, and all
+  else that needs one table raises a ValueError.
+
+  Raises:
+    TypeError: `indices` are no integers.
+    ValueError: Shapes do not fit, or `num_rows` does not fit int32.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> rows = zenjax.SparseRows(
+    ...   indices=jnp.array([1, 3, 1]), values=jnp.ones((3, 2)), num_rows=3
+    ... )
+    >>> rows
+    SparseRows(rows [1 3 1] of 3, values float32[3,2])
+    >>> rows.to_dense().tolist()
+    [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+    >>> rows.combine()
+    SparseRows(rows [1 3 3] of 3, values float32[3,2])
+  """
+
+  # `facts` are no part of the pytree, or trees of the same rows would differ:
+  # what is rebuilt is sorted once more.
+  __slots__ = ("_ids", "values", "num_rows", "facts")
+
+  def __init__(self, indices: Any, values: Any, num_rows: int):
+    indices, values = given(indices), jnp.asarray(values)
+    _require(indices, values, num_rows)
+    self._ids = seal(narrowed(indices, num_rows))
+    self.values = values
+    self.num_rows = num_rows
+    self.facts = Facts()
+
+  @property
+  def indices(self) -> Any:
+    ids = self._ids
+    return unseal(ids) if is_sealed(ids) else ids
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the whole table: `(num_rows, D)`; of a stack, of all of them."""
+    *stacked, _, width = self.values.shape
+    return *stacked, self.num_rows, width
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  @property
+  def size(self) -> int:
+    """Elements of the whole table."""
+    return math.prod(self.shape)
+
+  @property
+  def dtype(self) -> Any:
+    return self.values.dtype
+
+  @property
+  def capacity(self) -> int:
+    """`K`, rows that there is room for."""
+    return self.values.shape[-2]
+
+  def to_dense(self) -> jax.Array:
+    """The whole table, `[num_rows, D]`."""
+    if self.ndim > 2:
+      return jax.vmap(SparseRows.to_dense)(self)
+    zeros = jnp.zeros(self.shape, self.values.dtype)
+    return zeros.at[self.indices].add(self.values, mode="drop")
+
+  def combine(self) -> "SparseRows":
+    """The same with every index once; padding is zero.
+
+    16-bit values are summed in float32. Indices ascend after it, and it costs a
+    sort of `K` ids, unless every index stands once already, as in what
+    `zen_sync` and `combine` return.
+    """
+    if self.ndim > 2:
+      return jax.vmap(SparseRows.combine)(self)
+    return self if self.facts.unique or not self.capacity else combined(self)
+
+  def as_unique(self) -> "SparseRows":
+    """The same, of which the caller knows that no index stands twice.
+
+    Padding must be zero.
+    """
+    return self.with_facts(self.facts._replace(unique=True))
+
+  def with_facts(self, facts: Facts) -> "SparseRows":
+    """The same, of which the caller knows `facts`."""
+    rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
+    rows.facts = facts
+    return rows
+
+  def with_values(self, values: Any) -> "SparseRows":
+    """The same rows with other `values: [K, D']`."""
+    rows = SparseRows(self.indices, values, self.num_rows)
+    rows.facts = self.facts
+    return rows
+
+  def __add__(self, other: Any) -> "SparseRows":
+    """Both, one behind the other: `K` is the sum of both.
+
+    Raises:
+      TypeError, ValueError: `other` is no SparseRows, or of another table.
+    """
+    if not isinstance(other, SparseRows):
+      self._not_added(other)
+    require_one("one that is added", self)
+    return concatenated([self, other])
+
+  @classmethod
+  def in_place(cls, table: jax.Array) -> "SparseRows":
+    """All rows of `table: [R, D]`, those of zeros as padding; no copy."""
+    num_rows = table.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    nonzero = row_mask(table).nonzero
+    rows = cls(jnp.where(nonzero, row, num_rows), table, num_rows)
+    return rows.with_facts(Facts(unique=True, by_value=True))
+
+  @classmethod
+  def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
+    """The nonzero rows of `table: [R, D]`, the first `capacity` of them."""
+    if not len(table):
+      return cls(
+        jnp.zeros(capacity, jnp.int32),
+        jnp.zeros((capacity, table.shape[1]), table.dtype),
+        0,
+      )
+    layout = Layout(num_rows=table.shape[0], groups=1)
+    bitmap = bitmaps.index(mask_pack(table, layout).words)
+    first = jnp.zeros(1, jnp.int32)
+    slots, rows = compact(table, bitmap, layout, first, capacity)
+    row = layout.row(jnp.zeros_like(slots), slots)
+    return cls(row[0], rows[0], table.shape[0])
+
+  def __repr__(self) -> str:
+    ids = self.indices
+    known = isinstance(ids, jax.Array) and not isinstance(ids, Tracer)
+    which = np.array2string(np.asarray(ids), threshold=8) if known else "..."
+    values = self.values
+    if hasattr(values, "shape"):
+      values = f"{values.dtype}[{','.join(map(str, values.shape))}]"
+    return f"SparseRows(rows {which} of {self.num_rows}, values {values})"
+
+  def tree_flatten_with_keys(self):
+    key = jax.tree_util.GetAttrKey
+    children = ((key("indices"), self._ids), (key("values"), self.values))
+    return children, self.num_rows
+
+  def tree_flatten(self):
+    return (self._ids, self.values), self.num_rows
+
+  @classmethod
+  def tree_unflatten(cls, num_rows, children) -> "SparseRows":
+    # Children may be anything: specs, shapes, None. Nothing is checked here.
+    self = object.__new__(cls)
+    self._ids, self.values = children
+    self.num_rows = num_rows
+    self.facts = Facts()
+    return self
+
+
+def combined(rows: SparseRows) -> SparseRows:
+  """See `SparseRows.combine`."""
+  ids, values = rows.indices, rows.values
+  # As everywhere in JAX, what is negative counts from the end.
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  ids = jnp.where(ids < 0, rows.num_rows, ids)
+  order = jnp.argsort(ids, stable=True)
+  ids = ids[order]
+  starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+  segment = jnp.cumsum(starts, dtype=jnp.int32)[: len(ids)] - 1
+  wide = collectives.accumulator(values.dtype)
+  # What stands for nothing may hold anything, NaN included.
+  real = (ids < rows.num_rows)[:, None]
+  sorted_values = jnp.where(real, values[order].astype(wide), 0)
+  total = (
+    jnp.zeros_like(sorted_values)
+    .at[segment]
+    .add(sorted_values, indices_are_sorted=True)
+  )
+  unique = (
+    jnp.full_like(ids, rows.num_rows)
+    .at[segment]
+    .set(ids, indices_are_sorted=True)
+  )
+  total = total.astype(values.dtype)
+  return SparseRows(unique, total, rows.num_rows).as_unique()
+
+
+def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
+  """All parts, one behind the other.
+
+  Raises:
+    ValueError: They are not of one table.
+  """
+  first = parts[0]
+  for part in parts[1:]:
+    if part.shape != first.shape:
+      raise ValueError(
+        "SparseRows that are added must be rows of one table: `num_rows` and"
+        f" width must agree, got {first.shape} and {part.shape}."
+      )
+  if len(parts) == 1:
+    return first
+  return SparseRows(
+    jnp.concatenate([part.indices for part in parts]),
+    jnp.concatenate([part.values for part in parts]),
+    first.num_rows,
+  )
+
+
+def require_one(what: str, rows: SparseRows) -> None:
+  """Raises ValueError for several SparseRows stacked in one."""
+  if rows.ndim > 2:
+    raise ValueError(
+      f"SparseRows must be of one table, `values: [K, D]`, and {what} has"
+      f" values of shape {rows.values.shape}: several in a stack, as jax.vmap"
+      " and jax.lax.scan make them; use them inside jax.vmap, or give"
+      " `.to_dense()`."
+    )
+
+
+def is_rows(node: Any) -> bool:
+  """For `is_leaf=`."""
+  return isinstance(node, SparseRows)
+
+
+def _require(indices, values, num_rows):
+  if not jnp.issubdtype(indices.dtype, jnp.integer):
+    raise TypeError(
+      f"`indices` of SparseRows must be integers, got {indices.dtype}; convert"
+      " ids with `.astype(jnp.int32)`."
+    )
+  fits = values.ndim == 2 and indices.shape == values.shape[:1]
+  if not fits:
+    raise ValueError(
+      "SparseRows takes `indices: [K]` and `values: [K, D]`, got"
+      f" {indices.shape} and {values.shape}; reshape look-ups of several"
+      " dimensions to one."
+    )
+  if not 0 <= num_rows < 2**31 - 1:
+    raise ValueError(
+      f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are int32."
+    )

@@ -1,0 +1,1 @@
+"""What links and devices cost."""

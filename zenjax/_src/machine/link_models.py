@@ -1,0 +1,175 @@
+"""What connects devices: latency and bandwidth, or measured collectives.
+
+A link may be given by two numbers, as in the Zen paper, or by what its
+collectives were measured to take: libraries differ by collective as much as
+links do.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import numbers
+from typing import Any
+
+from zenjax._src.schemes.base import Context
+
+# Messages that follow each other in a collective of `n` devices.
+_STEPS = {
+  "all_gather": lambda n: n - 1,
+  "all_reduce": lambda n: 2 * (n - 1),
+  "all_to_all": lambda n: n - 1,
+  "collective_permute": lambda n: 1,
+  "reduce_scatter": lambda n: n - 1,
+}
+
+COLLECTIVES = tuple(_STEPS)
+
+# Points `(bytes received, seconds)` of a collective, ascending.
+Curve = tuple[tuple[float, float], ...]
+
+
+def _check_number(what: str, value: Any) -> None:
+  if not isinstance(value, numbers.Real):
+    raise TypeError(f"{what} must be a number, got {value!r}.")
+  if not float(value) >= 0:
+    raise ValueError(
+      f"{what} must be 0 or more, got {value!r}; bytes are by the second, times"
+      " in seconds."
+    )
+
+
+def _check_curve(key: tuple[str, int], curve: Curve) -> None:
+  if key[0] not in COLLECTIVES:
+    raise ValueError(
+      f"`curves` of a Link must be of {', '.join(COLLECTIVES)}, got {key!r}."
+    )
+  sizes = [received for received, _ in curve]
+  if any(a >= b for a, b in zip(sizes, sizes[1:])):
+    raise ValueError(
+      f"`curves[{key!r}]` of a Link must be points (bytes, seconds) of"
+      f" ascending bytes, got {curve!r}."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+  """What a device's own work takes, in seconds.
+
+  Attributes:
+    mask_byte: To find the nonzero rows, a byte of the table.
+    mask_row: The same, a row of it.
+    move_byte: To pack, merge or write a row, a byte of what is received.
+    move_row: The same, a row of it.
+
+  Example:
+    >>> import zenjax
+    >>> work = zenjax.Work(mask_byte=3e-13)
+    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6, work=work).work.mask_byte
+    3e-13
+  """
+
+  mask_byte: float = 0.0
+  mask_row: float = 0.0
+  move_byte: float = 0.0
+  move_row: float = 0.0
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      _check_number(f"`{field.name}` of Work", getattr(self, field.name))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+  """What connects a device to the others.
+
+  Attributes:
+    bandwidth: Bytes a second that a device receives while it sends as many.
+    latency_s: Of one message between two devices.
+    curves: Measured collectives, by `(name, devices)`, with all that one costs
+      beside its bytes: buffers, and devices that do not arrive together. Where
+      one is missing, bandwidth and latency stand for it.
+    work: What a device's own part takes beside it; by default nothing.
+    buffer_s: Of every buffer but the first in one collective of several, as
+      `lax.pmean` of a tree is: Gloo takes them one after the other.
+
+  Example:
+    >>> import zenjax
+    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6).bandwidth
+    12500000000.0
+  """
+
+  bandwidth: float
+  latency_s: float
+  curves: Mapping[tuple[str, int], Curve] = dataclasses.field(
+    default_factory=dict
+  )
+  work: Work = Work()
+  buffer_s: float = 0.0
+
+  def __post_init__(self):
+    for name in ("bandwidth", "latency_s", "buffer_s"):
+      _check_number(f"`{name}` of a Link", getattr(self, name))
+    if not self.bandwidth > 0:
+      raise ValueError(
+        f"`bandwidth` of a Link must be positive, got {self.bandwidth!r}; it is"
+        " in bytes a second."
+      )
+    for key, curve in self.curves.items():
+      _check_curve(key, curve)
+
+  def __hash__(self):
+    curves = frozenset(self.curves.items())
+    numbers = self.bandwidth, self.latency_s, self.buffer_s
+    return hash((numbers, curves, self.work))
+
+  def seconds(self, op: str, devices: int, received: float) -> float:
+    """Of a collective in which each of `devices` receives so many bytes."""
+    curve = self.curves.get((op, devices))
+    if curve:
+      return _interpolate(curve, received)
+    return steps(op, devices) * self.latency_s + received / self.bandwidth
+
+
+def steps(op: str, devices: int) -> int:
+  """Messages that follow each other in a collective."""
+  return _STEPS[op](devices)
+
+
+def _interpolate(curve: Curve, received: float) -> float:
+  """Linear between points; constant before, at the last rate beyond them."""
+  if len(curve) == 1 or received <= curve[0][0]:
+    return curve[0][1]
+  for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+    if received <= x1:
+      return y0 + (y1 - y0) * (received - x0) / (x1 - x0)
+  (x0, y0), (x1, y1) = curve[-2:]
+  rate = max((y1 - y0) / (x1 - x0), 0.0)
+  return y1 + (received - x1) * rate
+
+
+# An axis, a collective along it, its devices, bytes that each receives.
+Phase = tuple[str, str, int, float]
+
+# One for all axes, or that of each.
+Links = Link | Mapping[str, Link]
+
+
+def buffer_s(context: Context, link: Links) -> float:
+  """Of one more buffer in a sum over all axes, each of which it crosses."""
+  return sum(
+    of_axis(axis, link).buffer_s
+    for axis, size in zip(context.axes, context.sizes)
+    if size > 1
+  )
+
+
+def wire_s(phases: Iterable[Phase], link: Links) -> float:
+  """Seconds of collectives, one after the other."""
+  return sum(
+    of_axis(axis, link).seconds(op, n, received)
+    for axis, op, n, received in phases
+  )
+
+
+def of_axis(axis: str, link: Links) -> Link:
+  """The link along an axis."""
+  return link if isinstance(link, Link) else link[axis]

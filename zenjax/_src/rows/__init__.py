@@ -1,0 +1,1 @@
+"""Gradients held as rows, and optimizers on them."""

@@ -1,0 +1,55 @@
+"""Norms and clipping of trees in which some gradients are rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.rows import trees
+
+
+def global_norm(updates: Any) -> jax.Array:
+  """`optax.global_norm`; rows of one index are added up first."""
+  leaves = jax.tree.leaves(trees.values(trees.combined(updates)))
+  return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+  """`optax.clip_by_global_norm` of trees that may hold SparseRows.
+
+  Rows come out combined: every index once. After `zen_sync` in a chain, so that
+  all devices scale alike.
+
+  Args:
+    max_norm: The largest norm that updates may have.
+
+  Returns:
+    A stateless transformation.
+
+  Raises:
+    ValueError: `max_norm` is not positive.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> rows = zenjax.SparseRows(jnp.array([2]), jnp.array([[4.0]]), num_rows=7)
+    >>> clip = zenjax.clip_by_global_norm(1.0)
+    >>> clip.update(rows, clip.init(rows))[0].values.tolist()
+    [[1.0]]
+  """
+  if not max_norm > 0:
+    raise ValueError(
+      f"`max_norm` must be positive, got {max_norm!r}; to drop all updates use"
+      " `optax.set_to_zero()`."
+    )
+  clip = optax.clip_by_global_norm(max_norm)
+
+  def update(updates, state, params=None):
+    del params
+    merged = trees.combined(updates)
+    values, state = clip.update(trees.values(merged), state)
+    return trees.with_values(merged, values), state
+
+  return optax.GradientTransformation(lambda params: clip.init({}), update)

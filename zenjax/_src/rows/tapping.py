@@ -1,0 +1,382 @@
+"""Runs a traced program so that its look-ups can be differentiated by rows.
+
+A table goes through the program as a `View`. Where rows are looked up, a *tap*
+of zeros is added to them: the gradient by the tap is the gradient of the rows,
+and no gradient of the table is ever made. The first run has no taps; it finds
+the look-ups (`Site`), and whatever is done to a table that is none.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+import jax.numpy as jnp
+
+from zenjax._src.core import compat
+from zenjax._src.core import jaxprs
+from zenjax._src.rows import look_ups
+
+# What may be done to a whole table so that it is done to its rows instead.
+#
+# A cast, a factor, a row set to a constant: such a step gives the same rows
+# whether the table takes it before rows are looked up or the rows do after.
+
+
+# `(rows [..., D], ids [...]) -> rows`.
+Step = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Operand(NamedTuple):
+  """What goes into an equation beside the table."""
+
+  value: Any
+  # What it was broadcast from, and to which dimensions; None if it was not.
+  source: tuple[Any, tuple[int, ...]] | None
+
+
+def cast(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """To another floating dtype."""
+  del at, others
+  dtype = eqn.params["new_dtype"]
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return f"is cast to {jnp.dtype(dtype).name}"
+  return lambda rows, ids: rows.astype(dtype)
+
+
+def negative(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """Minus the table."""
+  del eqn, at, others
+  return lambda rows, ids: -rows
+
+
+def times(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """By a scalar, or a factor for each column."""
+  del at
+  factor = _of_a_row(others[0], eqn)
+  if factor is None:
+    return "is multiplied by more than a factor or a row of factors"
+  return lambda rows, ids: rows * _beside(factor, rows)
+
+
+def over(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """Divided by a scalar, or a divisor for each column."""
+  divisor = _of_a_row(others[0], eqn)
+  if at != 0 or divisor is None:
+    return "is in a quotient other than over a scalar or a row"
+  return lambda rows, ids: rows / _beside(divisor, rows)
+
+
+def row_set(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """One row replaced, as for padding: `table.at[0].set(0)`."""
+  dims = eqn.params["dimension_numbers"]
+  indices, row = (other.value for other in others)
+  one = jnp.size(indices) == 1 and tuple(dims.inserted_window_dims) == (0,)
+  num_rows, width = _shape(eqn)
+  if at != 0 or not one or jnp.size(row) != width:
+    return "is written to at more than one row"
+  mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+  clips = mode == jax.lax.GatherScatterMode.CLIP
+  at_row = look_ups.in_range(jnp.reshape(indices, ()), num_rows, clips)
+  # Out of range nothing is written, and look-ups out of range are `num_rows`.
+  at_row = jnp.where(at_row < num_rows, at_row, -1)
+  row = jnp.reshape(row, width)
+  return lambda rows, ids: jnp.where(
+    (ids == at_row)[..., None], _beside(row, rows), rows
+  )
+
+
+STEPS: dict[str, Callable[..., Step | str]] = {
+  "convert_element_type": cast,
+  "neg": negative,
+  "mul": times,
+  "div": over,
+  "scatter": row_set,
+}
+
+# What changes the values that a fill stands for, unless it is 0 or NaN.
+SCALES = ("neg", "mul", "div")
+
+# What changes types or places only is done to the table as it is.
+TYPES = ("copy", "copy_p", "pvary", "pcast")
+PLACES = (*TYPES, "sharding_constraint", "reshard")
+
+
+def _of_a_row(operand: Operand, eqn: jex_core.JaxprEqn) -> Any | None:
+  """A scalar or `[D]`, if that is all that the operand is."""
+  _, width = _shape(eqn)
+  candidates: list[tuple[Any, Any]] = [(operand.value, None)]
+  if operand.source is not None:
+    candidates.append(operand.source)
+  for value, dims in candidates:
+    shape = jnp.shape(value)
+    if shape == ():
+      return value
+    across = dims in (None, (0, 1)) and shape == (1, width)
+    if across or (dims == (1,) and shape in [(width,), (1,)]):
+      return jnp.reshape(value, -1)
+  return None
+
+
+def _beside(row: Any, rows: jax.Array) -> jax.Array:
+  """A scalar or `[D]` with as many dimensions as `rows: [..., D]`."""
+  return jnp.reshape(row, (*[1] * (rows.ndim - 1), -1))
+
+
+def _shape(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
+  aval: Any = eqn.outvars[0].aval
+  return aval.shape
+
+
+class View(NamedTuple):
+  """A table on its way to its look-ups."""
+
+  param: int
+  table: jax.Array  # [R, D]
+  steps: tuple[Step, ...] = ()
+  scaled: bool = False
+  mixed: bool = False  # whether a step has other operands
+
+  def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows as the program sees them; `ids` are those that were read."""
+    for step in self.steps:
+      rows = step(rows, ids)
+    return rows
+
+  def whole(self) -> jax.Array:
+    """As the program sees it, for what is not differentiated."""
+    ids = jnp.arange(self.table.shape[0], dtype=jnp.int32)
+    return self.of(self.table, ids)
+
+
+class Site(NamedTuple):
+  """One look-up: what its tap must be."""
+
+  param: int
+  shape: tuple[int, ...]  # [..., D]
+  dtype: Any
+  varying: frozenset[str]
+
+  def tap(self, lengths: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros typed like the rows, or autodiff sums them over devices."""
+    zeros = jnp.zeros((*lengths, *self.shape), self.dtype)
+    axes = tuple(self.varying)
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+class Nest(NamedTuple):
+  """Look-ups inside a scan, or inside what is rematerialized."""
+
+  length: int | None
+  sites: list["Site | Nest"]
+
+  def tap(self, lengths: tuple[int, ...] = ()) -> list[Any]:
+    """Taps of all sites within, one for each turn."""
+    inner = lengths if self.length is None else (*lengths, self.length)
+    return [site.tap(inner) for site in self.sites]
+
+
+class Refusal(NamedTuple):
+  """What keeps a table's gradient dense."""
+
+  reason: str
+  place: str
+
+
+@dataclasses.dataclass
+class Run:
+  """One evaluation.
+
+  Attributes:
+    taps: Of the sites, in order; None to find them.
+    sites: Those found.
+    ids: Looked up, nested like the sites: those of a scan have its length
+      first.
+    refusals: By parameter, the first of each.
+  """
+
+  taps: Sequence[Any] | None = None
+  sites: list[Site | Nest] = dataclasses.field(default_factory=list)
+  ids: list[Any] = dataclasses.field(default_factory=list)
+  refusals: dict[int, Refusal] = dataclasses.field(default_factory=dict)
+
+  def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list:
+    """The program's outputs; a table that is one of them stays a `View`."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    broadcasts: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+
+    def read(atom):
+      is_literal = isinstance(atom, jex_core.Literal)
+      return atom.val if is_literal else env[atom]
+
+    def operand(atom):
+      is_literal = isinstance(atom, jex_core.Literal)
+      return Operand(read(atom), None if is_literal else broadcasts.get(atom))
+
+    for eqn in jaxpr.eqns:
+      operands = [operand(atom) for atom in eqn.invars]
+      values = [o.value for o in operands]
+      if any(isinstance(value, View) for value in values):
+        outs = self._with_views(eqn, operands)
+      else:
+        outs = jaxprs.bind(eqn, values)
+        source = _broadcast_from(eqn, operands)
+        if source is not None:
+          broadcasts[eqn.outvars[0]] = source
+      env.update(zip(eqn.outvars, outs))
+    return [read(atom) for atom in jaxpr.outvars]
+
+  def _with_views(self, eqn, operands) -> list:
+    name = eqn.primitive.name
+    values = [o.value for o in operands]
+    if name in jaxprs.CALLS:
+      return self.run(*jaxprs.called(eqn), values)
+    if name in ("checkpoint", "remat", "remat2"):
+      return self._rematerialized(eqn, values)
+    if name == "scan":
+      return self._scan(eqn, values)
+    if name == "stop_gradient":
+      return jaxprs.bind(eqn, wholes(values))
+    at, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
+    view = values[at]
+    others = [*operands[:at], *operands[at + 1 :]]
+    if more:
+      return self._refuse(eqn, values, f"is used by `{name}` with other tables")
+    if name in PLACES:
+      (table,) = jaxprs.bind(eqn, [view.table])
+      return [view._replace(table=table)]
+    if name in STEPS:
+      step = STEPS[name](eqn, at, others)
+      if isinstance(step, str):
+        return self._refuse(eqn, values, step)
+      changed = view._replace(
+        steps=(*view.steps, step),
+        scaled=view.scaled or name in SCALES,
+        mixed=view.mixed or bool(others),
+      )
+      return [changed]
+    if name in look_ups.FORMS and at == 0:
+      return self._look_up(eqn, view, values)
+    return self._refuse(eqn, values, f"is used by `{name}`")
+
+  def _look_up(self, eqn, view, values) -> list:
+    read = look_ups.FORMS[eqn.primitive.name]
+    found = read(eqn, view.table, values[1:])
+    if isinstance(found, str):
+      return self._refuse(eqn, values, found)
+    if found.fill and view.scaled:
+      reason = "is scaled, and ids out of range read a value of their own"
+      return self._refuse(eqn, values, reason)
+    rows = found.rows
+    varying = compat.varying_axes(rows)
+    self.sites.append(Site(view.param, rows.shape, rows.dtype, varying))
+    if self.taps is not None:
+      rows = rows + self.taps[len(self.sites) - 1]
+    self.ids.append(found.ids)
+    return [found.restored(_stepped(view, found, rows))]
+
+  def _scan(self, eqn, values) -> list:
+    consts, carry, xs = jaxprs.scan_parts(eqn, values)
+    if any(isinstance(value, View) for value in [*carry, *xs]):
+      return self._refuse(eqn, values, "is carried or cut up by a `scan`")
+    body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
+
+    def turn(carry, inputs):
+      nonlocal inner
+      xs, taps = inputs
+      inner = Run(taps=taps, refusals=self.refusals)
+      outs = inner.run(body, body_consts, [*consts, *carry, *xs])
+      outs = self._returned(eqn, outs)
+      return outs[: len(carry)], (outs[len(carry) :], inner.ids)
+
+    inner = Run()
+    carry, (ys, ids) = lax.scan(
+      turn,
+      carry,
+      (xs, self._inner_taps()),
+      length=eqn.params["length"],
+      reverse=eqn.params["reverse"],
+      unroll=eqn.params["unroll"],
+    )
+    self.sites.append(Nest(eqn.params["length"], inner.sites))
+    self.ids.append(ids)
+    return [*carry, *ys]
+
+  def _rematerialized(self, eqn, values) -> list:
+    body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
+    is_view = [isinstance(value, View) for value in values]
+
+    def inside(taps, plain):
+      nonlocal inner
+      left = iter(plain)
+      args = [v if is_ else next(left) for v, is_ in zip(values, is_view)]
+      inner = Run(taps=taps, refusals=self.refusals)
+      outs = inner.run(body, body_consts, args)
+      return self._returned(eqn, outs), inner.ids
+
+    inner = Run()
+    params = eqn.params
+    inside = jax.checkpoint(
+      inside, policy=params["policy"], prevent_cse=params["prevent_cse"]
+    )
+    plain = [v for v, is_ in zip(values, is_view) if not is_]
+    outs, ids = inside(self._inner_taps(), plain)
+    self.sites.append(Nest(None, inner.sites))
+    self.ids.append(ids)
+    return outs
+
+  def _inner_taps(self):
+    return None if self.taps is None else self.taps[len(self.sites)]
+
+  def _returned(self, eqn, outs) -> list:
+    self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
+    return wholes(outs)
+
+  def _refuse(self, eqn, values, reason) -> list:
+    self._note(eqn, values, reason)
+    return jaxprs.bind(eqn, wholes(values))
+
+  def _note(self, eqn, values, reason):
+    for value in values:
+      if isinstance(value, View):
+        refusal = Refusal(reason, jaxprs.source_place(eqn))
+        self.refusals.setdefault(value.param, refusal)
+
+
+def _broadcast_from(eqn, operands):
+  """What the equation's value was broadcast from, if it was."""
+  name = eqn.primitive.name
+  if name == "broadcast_in_dim":
+    return operands[0].value, tuple(eqn.params["broadcast_dimensions"])
+  if name in TYPES and operands[0].source is not None:
+    value, dims = operands[0].source
+    return jaxprs.bind(eqn, [value])[0], dims
+  return None
+
+
+def _stepped(view, found, rows):
+  """`view.of`; what is out of range has no gradient by any operand."""
+  if not view.mixed:
+    return view.of(rows, found.read)
+  real = (found.ids < view.table.shape[0])[..., None]
+  other = lax.stop_gradient(view.of(rows, found.read))
+  # Zeros, for a gradient of 0 times NaN would be NaN.
+  rows = view.of(jnp.where(real, rows, 0), found.read)
+  return jnp.where(real, rows, other)
+
+
+def wholes(values: Sequence[Any]) -> list:
+  """The same with whole tables in the place of views."""
+  return [v.whole() if isinstance(v, View) else v for v in values]

@@ -1,0 +1,73 @@
+"""Trees in which some leaves are SparseRows, seen by their values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.core.sparse_rows import SparseRows
+
+
+def combined(tree: Any) -> Any:
+  """The same with every index of SparseRows once."""
+  return jax.tree.map(
+    lambda x: x.combine() if is_rows(x) else x, tree, is_leaf=is_rows
+  )
+
+
+def with_room(tree: Any, least: int) -> Any:
+  """Returns the tree with room for `least` rows in all SparseRows."""
+  none = lambda x: SparseRows(
+    jnp.full(least, x.num_rows, jnp.int32),
+    jnp.zeros((least, x.shape[1]), x.dtype),
+    x.num_rows,
+  )
+  return jax.tree.map(
+    lambda x: none(x) if is_rows(x) and x.capacity < least else x,
+    tree,
+    is_leaf=is_rows,
+  )
+
+
+def values(tree: Any) -> Any:
+  """Arrays alone: `[K, D]` in the place of SparseRows."""
+  return jax.tree.map(
+    lambda x: x.values if is_rows(x) else x, tree, is_leaf=is_rows
+  )
+
+
+def with_values(tree: Any, new: Any) -> Any:
+  """`tree` with other values, given as `values` gives them."""
+
+  def put(leaf, value):
+    if is_rows(leaf):
+      return leaf.with_values(value)
+    return value
+
+  return jax.tree.map(put, tree, new, is_leaf=is_rows)
+
+
+def tagged(inner: Any, state: Any, tags: Any, rest: Any) -> Any:
+  """The structure of a state of `inner`, leaves marked by their parameters.
+
+  Args:
+    inner: The transformation.
+    state: Its state.
+    tags: In the structure of the parameters.
+    rest: For leaves that belong to no parameter.
+  """
+  return optax.tree_utils.tree_map_params(
+    inner,
+    lambda x, tag: x if is_masked(x) else tag,
+    state,
+    tags,
+    transform_non_params=lambda _: rest,
+    is_leaf=is_masked,
+  )
+
+
+def is_masked(node: Any) -> bool:
+  """Whether optax left a parameter out here, as `multi_transform` does."""
+  return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,1 @@
+"""Ways of moving rows between devices."""

@@ -1,0 +1,307 @@
+"""What a scheme is: a push, a pull, and the bytes that each declares.
+
+A scheme moves rows; it knows nothing of rounds, of the dense path, of
+statistics or of optax. Adding one is a file here and a row in the table of
+`zenjax._src.schemes.registry`.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from zenjax._src.core.collectives import Axes
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax.kernels.merge.reference import Union
+
+
+class Source(Protocol):
+  """The local rows of one table."""
+
+  def rows_from(
+    self, start: jax.Array, plan: TablePlan, capacity: int
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first rows of every group from slot `start: [m] int32` on.
+
+    Returns:
+      `slots: [m, C] int32`, ascending, `S` where a group has no more rows;
+      `rows: [m, C, D]`, zero there; and how many there are in all, `[m] int32`.
+    """
+    ...
+
+
+class Outgoing(NamedTuple):
+  """One table as it enters a round."""
+
+  source: Source
+  start: jax.Array  # [m] int32, slots below are done; equal on all devices
+  probe: jax.Array  # [] int32, any local count whose sum is wanted
+
+
+class Held(NamedTuple):
+  """What a device holds of one table between push and pull."""
+
+  union: Union  # the rows that it owns, summed
+  pushed: jax.Array  # [] int32, rows waiting at `start`, summed over devices
+  fullest: jax.Array  # [] int32, the same of the device that had most
+  probe: jax.Array  # [] int32, sum of `Outgoing.probe`
+
+
+class Tally(NamedTuple):
+  """Counts that every device knows after a pull, one for each row group."""
+
+  limit: jax.Array  # [m] int32, all slots below are done
+  end: jax.Array  # [m] int32, all slots below were pushed and summed
+  union: jax.Array  # [m] int32, rows that this pull brought
+  total: jax.Array  # [m] int32, rows that the owner holds
+  pending: jax.Array  # [m] int32, rows that it has still to send
+  pushed: jax.Array  # [m] int32, see Held
+  fullest: jax.Array  # [m] int32
+  merged: jax.Array  # [m] int32, rows of all devices that were summed
+  probe: jax.Array  # [m] int32
+
+
+class Arrived(NamedTuple):
+  """One table's share of what a pull brought, equal on all devices."""
+
+  row: jax.Array  # [k] int32, R where there is none
+  values: jax.Array  # [k, D] in the table's dtype
+  tally: Tally
+
+
+class Message(NamedTuple):
+  """One collective, as the lowered program shows it."""
+
+  op: str  # "all_to_all", .. as StableHLO has it, or "remote_copy"
+  axes: Axes
+  words: Any  # of 32 bits, one device's operand; of remote copies at most
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+  """What all tables of an exchange share."""
+
+  axes: Axes  # slowest first
+  sizes: tuple[int, ...]  # devices along each axis
+  mean: bool
+  # Whether ids and counts of SparseRows go in messages of their own, ahead.
+  ids_first: bool = False
+  # Whether devices copy to each other what there is, in place of collectives.
+  remote_copies: bool = False
+
+  @property
+  def devices(self) -> int:
+    return math.prod(self.sizes)
+
+  def in_loops(self) -> "Context":
+    """Of later rounds: their ids are no earlier known than the values."""
+    return dataclasses.replace(self, ids_first=False)
+
+  def scaled(self, total: jax.Array) -> jax.Array:
+    """The sum over devices, or their mean: divided once, at the owner."""
+    if not self.mean or self.devices == 1:
+      return total
+    return total / jnp.asarray(self.devices, total.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheme(abc.ABC):
+  """A way of moving the nonzero rows of several tables in one exchange.
+
+  Attributes:
+    name: Its key in the table of schemes.
+    contiguous: Whether owners hold ranges of rows and not a hash's share.
+    unit: Elements that travel as a whole where the user says nothing; None for
+      a row.
+    break_even: The part of a dense exchange's bytes up to which it pays.
+      Packing and merging cost local work that a dense sum does not have.
+  """
+
+  name: str
+  contiguous: bool = False
+  unit: int | None = None
+  break_even: float = 0.5
+
+  def fitted(self, plan: TablePlan) -> TablePlan:
+    """`plan` with sizes as this scheme needs them."""
+    return plan
+
+  @abc.abstractmethod
+  def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
+    """`(m, g)`: row and column groups over axes of `sizes`."""
+
+  @abc.abstractmethod
+  def push(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Held]:
+    """Sends the first rows from `start` on, as many as fit, and sums them."""
+
+  def send(
+    self,
+    outgoing: Sequence[Outgoing],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> Any:
+    """The collectives of a push; `merge` does the rest.
+
+    By default the whole push: then nothing is left, and nothing can wait.
+    """
+    return self.push(outgoing, plans, capacities, context)
+
+  def mark(self, received: Any) -> jax.Array | None:
+    """Tells when `send` is over: see `_after`; None where nothing is left."""
+    return None
+
+  def merge(
+    self,
+    received: Any,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+    after: jax.Array | None = None,
+  ) -> list[Held]:
+    """Sums what `send` returned, once what `after` marks has arrived.
+
+    By default there is nothing left to sum.
+    """
+    return received
+
+  @abc.abstractmethod
+  def pull(
+    self,
+    held: Sequence[Held],
+    offset: Sequence[jax.Array] | Sequence[int],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Arrived]:
+    """Brings everyone each owner's rows from number `offset` on."""
+
+  @abc.abstractmethod
+  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
+    """Rows that `Held.union` has room for after a push of `capacity`."""
+
+  @abc.abstractmethod
+  def push_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    """The collectives of one push, in order."""
+
+  @abc.abstractmethod
+  def pull_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    """The collectives of one pull, in order."""
+
+  @abc.abstractmethod
+  def expected_messages(
+    self,
+    plan: TablePlan,
+    context: Context,
+    push: jax.Array | float,
+    pull: jax.Array | float,
+  ) -> list[Message]:
+    """The collectives for one table with buffers just large enough.
+
+    The formula of a scheme: its bytes and its time follow from it. `push` rows
+    for the fullest pair of source and row group, `pull` rows in the fullest
+    union of a row group.
+    """
+
+
+class DenseScheme(Protocol):
+  """A way of summing a whole leaf."""
+
+  @property
+  def name(self) -> str:
+    """Its key in the table of schemes."""
+    ...
+
+  def reduce(self, leaf: jax.Array, context: Context) -> jax.Array:
+    """The sum or mean over all devices."""
+    ...
+
+  def messages(self, table: Table, context: Context) -> list[Message]:
+    """The collectives outside any loop, in order."""
+    ...
+
+  def loop_messages(
+    self, table: Table, context: Context
+  ) -> list[tuple[int, Message]]:
+    """Loops with one collective each: how often it turns, and which."""
+    ...
+
+
+def received_bytes(
+  messages: Sequence[Message], context: Context
+) -> jax.Array | float:
+  """Bytes a device receives from others for the `messages` of a round."""
+  total = 0.0
+  for message in messages:
+    n = devices_of(message, context)
+    total = total + message.words * 4 * _RECEIVED[message.op](n)
+  return total
+
+
+def expected_bytes(
+  scheme: Scheme,
+  plan: TablePlan,
+  push: jax.Array | float,
+  pull: jax.Array | float,
+  context: Context,
+) -> jax.Array | float:
+  """By the scheme's formula: see `Scheme.expected_messages`."""
+  messages = scheme.expected_messages(plan, context, push, pull)
+  return received_bytes(messages, context)
+
+
+def devices_of(message: Message, context: Context) -> int:
+  """How many take part in a collective."""
+  sizes = dict(zip(context.axes, context.sizes))
+  return math.prod(sizes[axis] for axis in message.axes)
+
+
+# Of `n` devices' operands, what one of them receives; an all-reduce is a ring.
+_RECEIVED: dict[str, Callable[[int], float]] = {
+  "all_gather": lambda n: n - 1,
+  "all_reduce": lambda n: 2 * (n - 1) / n,
+  "all_to_all": lambda n: (n - 1) / n,
+  "collective_permute": lambda n: 1,
+  "remote_copy": lambda n: (n - 1) / n,
+  "reduce_scatter": lambda n: (n - 1) / n,
+}
+
+
+def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:
+  """Rows number `offset` to `offset + capacity` of a union, and its limit.
+
+  The limit is where this section ends, or the union's own after its last.
+  """
+  num_rows = union.slots.shape[0]
+  wanted = offset + jnp.arange(capacity, dtype=jnp.int32)
+  past = jnp.iinfo(jnp.int32).max
+  slots = union.slots.at[wanted].get(mode="fill", fill_value=past)
+  end = jnp.minimum(offset + capacity, num_rows - 1)
+  more = union.total > offset + capacity
+  return union._replace(
+    slots=slots,
+    rows=union.rows.at[wanted].get(mode="fill", fill_value=0),
+    total=jnp.clip(union.total - offset, 0, capacity),
+    limit=jnp.where(more, union.slots[end], union.limit),
+  )

@@ -1,0 +1,294 @@
+"""Static sizes of an exchange, decided when it is traced.
+
+Letters: `n` devices, `m` row groups times `g` column groups are `n`; `R`
+rows, `D` width, `S` slots of a group; `C` rows a source sends a group in one
+round (push), `U` rows of one group's union (pull).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from zenjax._src.core.arguments import Capacity
+from zenjax._src.core.arguments import Partition
+from zenjax._src.core.partition import Layout
+
+# Indices of `TablePlan.chunks`.
+LARGE, SMALL = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+  """Static facts of one leaf, seen as `[num_rows, width]`.
+
+  Attributes:
+    name: Of the leaf.
+    num_rows: `R`.
+    width: `D`.
+    dtype: Of its elements.
+    wire_dtype: In which they travel.
+    look_ups: `K`, rows that a device holds of it at most: those of SparseRows.
+      None for an array, which may hold all.
+  """
+
+  name: str
+  num_rows: int
+  width: int
+  dtype: jnp.dtype
+  wire_dtype: jnp.dtype
+  look_ups: int | None = None
+
+  def at_most(self, devices: int) -> int:
+    """Rows that `devices` may hold together."""
+    if self.look_ups is None:
+      return self.num_rows
+    return min(self.num_rows, devices * self.look_ups)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TablePlan:
+  """How one table travels.
+
+  Attributes:
+    table: What travels.
+    layout: Its row groups.
+    column_groups: `g`.
+    most: More rows than these no push and no pull can have to bring.
+    first: Capacity of the first push and pull, which are unconditional.
+    pinned: Whether the user gave it.
+    chunks: Capacity of those in the loops: `LARGE` while much is left, then
+      `SMALL`.
+  """
+
+  table: Table
+  layout: Layout
+  column_groups: int
+  most: Capacity
+  first: Capacity
+  pinned: bool
+  chunks: tuple[Capacity, Capacity]
+
+  @property
+  def block_width(self) -> int:
+    """`ceil(D / g)`, columns that one owner sums."""
+    return -(-self.table.width // self.column_groups)
+
+
+class _Size(NamedTuple):
+  """How large a push or pull is that knows nothing of the density."""
+
+  part: float  # of the rows that there may be, as a divisor
+  least_bytes: int  # to one device: what takes no longer than less would
+
+
+# Nothing is known of the density when a step is traced. The first round holds
+# a local density of 1/128 of the table and a union of 1/64, which wastes
+# little of a dense exchange's time where the gradient is empty. Large chunks
+# keep turns few for gradients near break-even, small ones waste little at the
+# end. Where these are messages so short that latency decides, they are longer.
+_FIRST = (_Size(128, 48 << 10), _Size(64, 48 << 10))
+_LARGE = (_Size(48, 48 << 10), _Size(32, 128 << 10))
+_SMALL = (_Size(192, 16 << 10), _Size(256, 32 << 10))
+_MOST_LONGER = 8
+# Rows of look-ups are at most so many, and text repeats its words: what is
+# distinct is a quarter to a tenth. All that there may be is a mean over groups.
+_FIRST_ROWS = (_Size(4, 48 << 10), _Size(4, 48 << 10))
+_LARGE_ROWS = (_Size(8, 48 << 10), _Size(8, 128 << 10))
+_SMALL_ROWS = (_Size(32, 16 << 10), _Size(32, 32 << 10))
+# Padding that does not travel costs memory and local work: a first round of a
+# few times as many rows, and further ones no smaller. Not measured.
+_UNPADDED = (_Size(32, 48 << 10), _Size(16, 48 << 10))
+_UNPADDED_ROWS = (_Size(2, 48 << 10), _Size(2, 48 << 10))
+# With few slots a second size would cost more to compile than it saves.
+_ONE_SIZE_UP_TO = 1024
+# Parts of pinned sizes, (push, pull). The pull's is a low percentile of what
+# is needed, so that small chunks follow at nearly every step.
+_PINNED_LARGE = (1, 8)
+_PINNED_SMALL = (8, 64)
+_MIN_ROWS = 8
+
+
+def plan_table(
+  table: Table,
+  *,
+  groups: int,
+  column_groups: int,
+  devices: int,
+  pinned: Capacity | None,
+  seed: int,
+  first_word: int,
+  contiguous: bool = False,
+  padded: bool = True,
+) -> TablePlan:
+  """Sizes for one table; `pinned` is what the user gave in `capacities=`.
+
+  Where buffers do not travel as a whole, not `padded`, one size serves all.
+  """
+  layout = Layout(
+    num_rows=table.num_rows,
+    groups=groups,
+    seed=seed,
+    first_word=first_word,
+    contiguous=contiguous,
+  )
+  most = Capacity(*(min(table.at_most(k), layout.slots) for k in (1, devices)))
+  if pinned:
+    first = Capacity(*(min(c, m) for c, m in zip(pinned, most)))
+    pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
+    chunks = tuple(
+      Capacity(*(-(-size // part) for size, part in zip(first, parts)))
+      for parts in pinned_chunks
+    )
+  else:
+    block = -(-table.width // column_groups) * table.wire_dtype.itemsize
+    listed = table.look_ups is not None
+    sizes = (
+      (_FIRST_ROWS, _LARGE_ROWS, _SMALL_ROWS)
+      if listed
+      else (_FIRST, _LARGE, _SMALL)
+    )
+    if not padded:
+      sizes = [_UNPADDED_ROWS if listed else _UNPADDED] * 3
+    of = _parted(table, groups, devices, layout.slots)
+    first, *chunks = (
+      Capacity(
+        _unpinned(push, of[0], block + 4),
+        _unpinned(pull, of[1], block),
+      )
+      for push, pull in sizes
+    )
+  large, small = (_clip(chunk, most) for chunk in chunks)
+  if max(most) <= _ONE_SIZE_UP_TO:
+    small = large
+  return TablePlan(
+    table=table,
+    layout=layout,
+    column_groups=column_groups,
+    most=most,
+    first=first if pinned else _clip(first, most),
+    pinned=pinned is not None,
+    chunks=(large, small),
+  )
+
+
+def _parted(
+  table: Table, groups: int, devices: int, slots: int
+) -> tuple[float, float]:
+  """Rows of a group of which sizes are parts, `(push, pull)`."""
+  if table.look_ups is None:
+    return slots, slots
+  union = table.look_ups * devices**GROWTH
+  return table.look_ups / groups, min(union / groups, slots)
+
+
+def _unpinned(size: _Size, of: float, row_bytes: int) -> int:
+  rows = math.ceil(of / size.part)
+  return max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
+
+
+def _clip(capacity: Capacity, most: Capacity) -> Capacity:
+  """At least a few rows, which cost nothing, and no more than there may be."""
+  return Capacity(
+    *(min(max(c, _MIN_ROWS), high) for c, high in zip(capacity, most))
+  )
+
+
+def choose_column_groups(
+  table: Table, devices: int, partition: Partition
+) -> int:
+  """`g` for a table: a divisor of `devices`.
+
+  `"auto"` takes the fewest bytes by the formula below, for the densities of
+  a vocabulary.
+  """
+  if partition == "hash":
+    return 1
+  if partition == "columns":
+    return devices
+  if partition != "auto":
+    return int(partition)
+  if table.dtype.itemsize > 4:
+    # Owners of float64 are those of float32, whose state `zenjax.check` widens.
+    narrow = jnp.dtype(jnp.float32)
+    table = dataclasses.replace(table, dtype=narrow, wire_dtype=narrow)
+  # Blocks of a few bytes cost more in local work than balance saves.
+  row = table.width * table.dtype.itemsize
+  divisors = [
+    g
+    for g in range(1, devices + 1)
+    if devices % g == 0 and (g == 1 or row >= g * _MIN_BLOCK_BYTES)
+  ]
+  return min(divisors, key=lambda g: expected_bytes(table, devices, g))
+
+
+# What is assumed of gradients of which nothing is known: a vocabulary's density
+# and how the union of devices grows; of look-ups, how many are of other rows.
+_DENSITY = 0.01
+_DISTINCT = 0.25
+GROWTH = 0.75
+_MIN_BLOCK_BYTES = 64
+
+
+def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
+  """Rows of a device, and of the union of all."""
+  if table.look_ups is None:
+    rows = table.num_rows * _DENSITY
+  else:
+    rows = min(table.look_ups * _DISTINCT, table.num_rows)
+  return rows, min(rows * devices**GROWTH, table.num_rows)
+
+
+def expected_bytes(table: Table, devices: int, column_groups: int) -> float:
+  """Bytes a device receives, balls-in-bins imbalance and padding included.
+
+  A group's load of mean `k` exceeds it by about `sqrt(2 k ln(groups))` in the
+  fullest one. The push carries an index with every block of columns, the pull
+  one for each row, or none where every owner sees all ids (`m = 1`).
+  """
+  groups = devices // column_groups
+  block = -(-table.width // column_groups) * table.wire_dtype.itemsize
+  rows, union = assumed_rows(table, devices)
+  pushed = fullest(rows, groups, devices * groups)
+  pulled = fullest(union, groups, groups)
+  index = 0 if groups == 1 else 4 / column_groups
+  return (devices - 1) * (pushed * (block + 4) + pulled * (block + index))
+
+
+def fullest(rows: float, groups: int, draws: int) -> float:
+  """Rows of the fullest of so many groups that a hash fills."""
+  mean = max(rows / groups, 1.0)
+  return mean + math.sqrt(2 * mean * math.log(draws)) if groups > 1 else mean
+
+
+def plan_group(
+  tables: Sequence[Table],
+  *,
+  row_groups: Sequence[int],
+  column_groups: Sequence[int],
+  devices: int,
+  pinned: Sequence[Capacity | None],
+  seed: int,
+  contiguous: bool = False,
+  padded: bool = True,
+) -> tuple[TablePlan, ...]:
+  """Plans for tables that share one exchange and one space of hashed ids."""
+  plans: list[TablePlan] = []
+  first_word = 0
+  for table, m, g, sizes in zip(tables, row_groups, column_groups, pinned):
+    plan = plan_table(
+      table,
+      groups=m,
+      column_groups=g,
+      devices=devices,
+      pinned=sizes,
+      seed=seed,
+      first_word=first_word,
+      contiguous=contiguous,
+      padded=padded,
+    )
+    plans.append(plan)
+    first_word += plan.layout.words
+  return tuple(plans)

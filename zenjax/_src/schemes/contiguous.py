@@ -1,0 +1,186 @@
+"""SparCML's dynamic split all-gather: the second half travels dense.
+
+DSAR_Split_allgather (Renggli et al., SC 2019): rows go to the owner of their
+range as in `split_all_gather`; the owner then sends its whole range, with no
+index, for where the union is dense an index is all that sparsity would add.
+
+    bytes = (n - 1) / n * (s * d * R * (D * size + index) + R * D * size)
+
+which is never less than half of a dense exchange: at most twice as fast. What
+SparCML decides when it runs, which format the second half has, a static program
+decides when it is traced, by the choice of the scheme; where the first push
+overflows, the table takes the dense path.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from zenjax._src.core import collectives
+from zenjax._src.core import wire_format
+from zenjax._src.core.arguments import Capacity
+from zenjax._src.schemes import all_gather
+from zenjax._src.schemes import encoding
+from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import Held
+from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.zen import Zen
+
+# SparCML's split all-gather: contiguous ranges of rows, one for each device.
+#
+# SSAR_Split_allgather (Renggli et al., SC 2019), and a parameter server that is
+# spread over the workers ("Sparse PS" in ZEN, OSDI 2025, appendix B.1): what
+# zen does but for the balance. Ids sorted by frequency meet in the first range,
+# whose owner's load, `s` times the mean, decides for all:
+#
+#     bytes = (n - 1) / n * s * (d + dn) * R * (D * size + index)
+#
+# SparCML sends messages of the size that they have; here every pair's buffer is
+# as large as the fullest one's, and what does not fit follows in rounds.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitAllGather(Zen):
+  """Zen with ranges for owners."""
+
+  name: str = "split_all_gather"
+  contiguous: bool = True
+
+  def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
+    del column_groups
+    return sizes[-1], 1
+
+
+_COUNTS = len(Tally._fields) + 1
+# Unpinned, the first push holds this part of the slots for every pair.
+_PART = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitDenseGather(SplitAllGather):
+  """A sparse push to ranges, and ranges as they are for a pull."""
+
+  name: str = "split_dense_gather"
+  break_even: float = 1.0
+
+  def fitted(self, plan: TablePlan) -> TablePlan:
+    slots = plan.layout.slots
+    push = max(-(-slots // _PART), plan.first.push)
+    push = plan.first.push if plan.pinned else push
+    whole = Capacity(push, slots)
+    return dataclasses.replace(plan, first=whole, chunks=(whole, whole))
+
+  def pull(
+    self,
+    held: Sequence[Held],
+    offset: Sequence[jax.Array] | Sequence[int],
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Arrived]:
+    del offset, capacities
+    with jax.named_scope("split_dense_gather/pull"):
+      sections: list[jax.Array] = []
+      lengths: list[int] = []
+      for own, plan in zip(held, plans):
+        sections += _sections_of(own, plan, context)
+        lengths += _lengths(plan)
+      buffer = wire_format.join(sections)[0]
+      gathered = collectives.all_gather(buffer, context.axes[-1:])
+      parts = iter(wire_format.split(gathered, lengths))
+      return [_arrive(next(parts), next(parts), plan) for plan in plans]
+
+  def pull_messages(
+    self,
+    plans: Sequence[TablePlan],
+    capacities: Sequence[int],
+    context: Context,
+  ) -> list[Message]:
+    del capacities
+    words = sum(sum(_lengths(plan)) for plan in plans)
+    return [Message("all_gather", context.axes[-1:], words)]
+
+  def expected_messages(
+    self,
+    plan: TablePlan,
+    context: Context,
+    push: jax.Array | float,
+    pull: jax.Array | float,
+  ) -> list[Message]:
+    del pull
+    axes, n = context.axes[-1:], context.sizes[-1]
+    row = plan.table.width * plan.table.wire_dtype.itemsize
+    return [
+      Message("all_to_all", axes, n * push * (row + 4.0) / 4),
+      Message("all_gather", axes, plan.layout.slots * row / 4.0),
+    ]
+
+
+def _lengths(plan: TablePlan) -> list[int]:
+  elements = plan.layout.slots * plan.table.width
+  return [_COUNTS, wire_format.words_for(elements, plan.table.wire_dtype)]
+
+
+def _sections_of(
+  own: Held, plan: TablePlan, context: Context
+) -> list[jax.Array]:
+  """`[1, words]` each: counts and the whole range."""
+  union, slots = own.union, plan.layout.slots
+  counts = (*all_gather.tally(own), union.slots[0])
+  shape = (slots, plan.table.width)
+  values = context.scaled(union.rows).astype(plan.table.dtype)
+  dense = jnp.zeros(shape, plan.table.dtype)
+  dense = dense.at[union.slots].set(values, mode="drop")
+  return [
+    encoding.encode_counts(*(count[None] for count in counts)),
+    encoding.encode_rows(dense[None], plan.table.wire_dtype),
+  ]
+
+
+def _arrive(counts: jax.Array, words: jax.Array, plan: TablePlan) -> Arrived:
+  table, layout = plan.table, plan.layout
+  *tally, lowest = encoding.decode_counts(counts)
+  tally = Tally(*tally)
+  shape = (layout.slots, table.width)
+  values = wire_format.from_words(words, shape, table.wire_dtype)
+  slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
+  group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+  # Between its first row and its limit an owner knows every row: those that
+  # it does not hold are zero on all devices.
+  known = (slot >= lowest[:, None]) & (slot < tally.limit[:, None])
+  row = jnp.where(known, layout.row(group, slot), table.num_rows)
+  return Arrived(
+    row=row.reshape(-1),
+    values=values.astype(table.dtype).reshape(-1, table.width),
+    tally=tally,
+  )
+
+
+# OmniReduce's idea on collectives: only nonzero blocks of elements travel.
+#
+# OmniReduce (Fei et al., SIGCOMM 2021) cuts a tensor into blocks of 256
+# elements and streams the nonzero ones to aggregators, which own contiguous
+# ranges. The same here: blocks, ranges, nothing sent for a block of zeros. Not
+# the same: its aggregators ask each worker for its next nonzero block, so
+# blocks need no index and all workers' blocks overlap in time; XLA has no place
+# for a server that answers, so blocks travel with their numbers, through an
+# `all_to_all` and an `all_gather`. A block is sent whole where one element of
+# it is not zero:
+#
+#     bytes = (n - 1) / n * s * (d_256 + dn_256) * (N * size + index)
+#
+# with `N` elements, densities of blocks, and `s` the load of the fullest range
+# over the mean. `unit=` with a number gives another size of block.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockSparse(SplitAllGather):
+  """Ranges of blocks."""
+
+  name: str = "block_sparse"
+  unit: int | None = 256

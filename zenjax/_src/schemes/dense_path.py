@@ -1,0 +1,172 @@
+"""The dense path: the sum of a whole table, or nothing, in place.
+
+A collective over the whole table under a conditional would hold a second copy
+of it. Loops that turn zero times where the table travels sparse hold one chunk
+of rows, or one share of the sum where devices share memory.
+"""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax.kernels.mask_pack.reference import row_mask
+
+# Elements summed at a time. Links want enough for their rate and not their
+# latency to decide: 16 MiB in float32. CPU devices share memory: where that is
+# not all of a table, chunks that stay in the cache are faster.
+_ELEMENTS = 1 << 22
+_CACHED_ELEMENTS = 1 << 18
+
+# Rows looked at to learn the density of a table that travels dense.
+_SAMPLES = 1024
+
+# Rows looked at to guess that a table is full, before all of it is read.
+_RUNS, _RUN = 16, 16
+_NEARLY_ALL = 0.9
+
+
+def reduce_where(
+  table: jax.Array, wanted: jax.Array, context: Context
+) -> jax.Array:
+  """`psum` or `pmean` of `table: [R, D]` where `wanted: [] bool`.
+
+  `wanted` is equal on all devices; where it is False nothing is exchanged and
+  the table comes back as it is.
+  """
+  num_rows, width = table.shape
+
+  def chunks(platform):
+    rows = _chunk_rows(num_rows, width, platform)
+    return functools.partial(_reduce_chunks, rows=rows, context=context)
+
+  cpu = chunks("cpu")
+  if _in_shares(table.size, table.dtype, context, "cpu"):
+    cpu = functools.partial(_reduce_shares, context=context)
+  return lax.platform_dependent(
+    table, wanted, cpu=cpu, default=chunks("default")
+  )
+
+
+def _in_shares(
+  elements: int, dtype: jnp.dtype, context: Context, platform: str
+) -> bool:
+  """Whether devices sum a share each: those of one process that are CPUs.
+
+  Not over a network: gloo takes less for an all-reduce than for its halves.
+  """
+  alone = platform == "cpu" and jax.process_count() == 1
+  even = elements % context.sizes[-1] == 0
+  return alone and even and collectives.accumulator(dtype) == dtype
+
+
+def _chunk_rows(num_rows: int, width: int, platform: str) -> int:
+  cached = platform == "cpu" and num_rows * width > _ELEMENTS
+  elements = _CACHED_ELEMENTS if cached else _ELEMENTS
+  return max(1, min(elements // width, num_rows))
+
+
+def messages(table: Table, context: Context, platform: str) -> list[Message]:
+  """The collectives of one turn, in order."""
+  elements = table.num_rows * table.width
+  each = collectives.accumulator(table.dtype).itemsize // 4
+  if not _in_shares(elements, table.dtype, context, platform):
+    rows = _chunk_rows(table.num_rows, table.width, platform)
+    return [Message("all_reduce", context.axes, rows * table.width * each)]
+  words = elements * each
+  share = words // context.sizes[-1]
+  slow, fast = context.axes[:-1], context.axes[-1:]
+  return [
+    Message("reduce_scatter", fast, words),
+    *([Message("all_reduce", slow, share)] if slow else []),
+    Message("all_gather", fast, share),
+  ]
+
+
+def _reduce_shares(
+  table: jax.Array, wanted: jax.Array, context: Context
+) -> jax.Array:
+  """Every device sums a share, then all gather them.
+
+  An all-reduce could not write where it reads, and what it writes would be
+  copied into the table. The gathered shares go there: nothing reads it then.
+  """
+
+  def body(carry):
+    more, table = carry
+    share = collectives.sum_in_shards(table.reshape(-1), context.axes)
+    shares = collectives.all_gather(context.scaled(share), context.axes[-1:])
+    whole = compat.cast_like(shares.reshape(table.shape), table)
+    return jnp.zeros_like(more), whole
+
+  return lax.while_loop(lambda carry: carry[0], body, (wanted, table))[1]
+
+
+def _reduce_chunks(
+  table: jax.Array, wanted: jax.Array, rows: int, context: Context
+) -> jax.Array:
+  num_rows = table.shape[0]
+  trips = jnp.where(wanted, -(-num_rows // rows), 0)
+  offsets = jnp.arange(rows, dtype=jnp.int32)[:, None]
+
+  def body(trip, table):
+    # The last chunk overlaps the one before: its first rows are done already.
+    start = jnp.minimum(trip * rows, num_rows - rows)
+    chunk = lax.dynamic_slice_in_dim(table, start, rows)
+    total = _reduce(chunk, context)
+    if num_rows % rows:
+      total = jnp.where(start + offsets >= trip * rows, total, chunk)
+    return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
+
+  return lax.fori_loop(jnp.zeros_like(trips), trips, body, table)
+
+
+def received_bytes(table: Table, devices: int) -> float:
+  """Bytes a device receives in a ring all-reduce of the whole table."""
+  wide = collectives.accumulator(table.dtype).itemsize
+  return 2 * (devices - 1) / devices * table.num_rows * table.width * wide
+
+
+def sample_count(num_rows: int) -> int:
+  """Rows that `sample` looks at."""
+  return -(-num_rows // _stride(num_rows))
+
+
+def sample(table: jax.Array) -> jax.Array:
+  """Nonzero rows among the sampled ones: `[] int32`."""
+  return _count(table[:: _stride(table.shape[0])])
+
+
+def looks_full(table: jax.Array) -> jax.Array:
+  """Whether nearly all of a few rows are nonzero: `[] bool`.
+
+  Rows beside each other in a few places: what is read is next to nothing.
+  """
+  num_rows = table.shape[0]
+  run = min(_RUN, num_rows)
+  start = np.linspace(0, num_rows - run, _RUNS).astype(np.int32)
+  row = (start[:, None] + np.arange(run, dtype=np.int32)).reshape(-1)
+  rows = table.at[row].get(mode="promise_in_bounds")
+  return _count(rows) >= int(rows.shape[0] * _NEARLY_ALL)
+
+
+def _count(rows: jax.Array) -> jax.Array:
+  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
+
+
+def _stride(num_rows: int) -> int:
+  return max(1, num_rows // _SAMPLES)
+
+
+def _reduce(chunk: jax.Array, context: Context) -> jax.Array:
+  total = collectives.psum(
+    chunk.astype(collectives.accumulator(chunk.dtype)), context.axes
+  )
+  return context.scaled(total).astype(chunk.dtype)

@@ -1,0 +1,27 @@
+"""Ways of synchronizing sparse leaves, by name."""
+
+from zenjax._src.schemes.all_gather import AllGather
+from zenjax._src.schemes.base import DenseScheme
+from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.contiguous import BlockSparse
+from zenjax._src.schemes.contiguous import SplitAllGather
+from zenjax._src.schemes.contiguous import SplitDenseGather
+from zenjax._src.schemes.dense import Dense
+from zenjax._src.schemes.dense import Ring
+from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
+from zenjax._src.schemes.zen import Zen
+
+# Rows that are zero stay where they are.
+SPARSE: dict[str, Scheme] = {
+  "all_gather": AllGather(),
+  "block_sparse": BlockSparse(),
+  "recursive_doubling": RecursiveDoubling(),
+  "split_all_gather": SplitAllGather(),
+  "split_dense_gather": SplitDenseGather(),
+  "zen": Zen(),
+}
+# Every leaf is summed as it is; nothing is packed.
+DENSE: dict[str, DenseScheme] = {
+  "dense": Dense(),
+  "ring": Ring(),
+}

@@ -1,0 +1,457 @@
+"""`exdyna` and `micro`: sparsifiers without build-up, as optax transforms."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.schemes.base import Context
+from zenjax._src.sparsify import checked_settings
+from zenjax._src.sparsify import element_exchange
+from zenjax._src.sparsify import flat_vector
+from zenjax._src.sparsify import partitions
+from zenjax._src.sparsify import thresholds
+from zenjax._src.sparsify.checked_settings import Plan
+from zenjax._src.sparsify.checked_settings import Settings
+from zenjax._src.sparsify.sparsifier_state import HISTORY
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
+from zenjax._src.sparsify.sparsifier_state import SparsifierStats
+from zenjax._src.sync import chains
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import marking
+from zenjax._src.sync import same_program
+from zenjax._src.sync.sync_options import Options
+
+# Sparsifiers whose devices select in partitions of their own, as a transform.
+#
+# A step is: accumulate, move partitions and threshold by the last step's
+# counts, select, exchange, keep the rest.
+
+
+def transformation(
+  settings: Settings,
+) -> optax.GradientTransformationExtraArgs:
+  """The transform that `exdyna` and `micro` return."""
+
+  def init_fn(params: optax.Params) -> Any:
+    flat_vector.check_leaves(params, "params")
+    chains.will_sync(settings.name, params, settings.options.axes)
+    leaves = jax.tree.leaves(params)
+    checked_settings.warn_of_much(settings.name, settings.density, leaves)
+    plan = checked_settings.plan(
+      params, settings, _bound_size(settings.options)
+    )
+    return _init(plan, settings.options)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, SparsifierState]:
+    del params, extra_args
+    op = "mean" if settings.options.mean else "sum"
+    chains.require_linear(settings.name, op)
+    flat_vector.check_leaves(updates, "updates")
+    context = gradient_tree.context_of(settings.options)
+    named = gradient_tree.local_leaves(updates, context)
+    exchange = marking.Exchange(
+      settings.name, settings.options, tuple(name for name, _ in named)
+    )
+    leaves = marking.marked([leaf for _, leaf in named], exchange, "local")
+    plan = checked_settings.plan(updates, settings, context.devices)
+    _check_state(state, plan, context, settings)
+    state = _with_residual(state, exchange, "waited")
+    gradient = flat_vector.flatten(leaves, plan.form.dtype)
+    update, state = _step(gradient, state, plan, context)
+    structure = jax.tree.structure(updates)
+    update = marking.marked(
+      flat_vector.unflatten(update, leaves), exchange, "synced"
+    )
+    state = _with_residual(state, exchange, "waits")
+    exchange.facts.update(_facts(settings, updates))
+    return structure.unflatten(update), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _facts(settings: Settings, updates: Any) -> dict[str, str]:
+  asked = {
+    field.name: getattr(settings, field.name)
+    for field in dataclasses.fields(settings)
+    if field.name not in ("name", "options", "division")
+  }
+  return same_program.described(
+    settings.name, settings.options, updates, **asked
+  )
+
+
+def _with_residual(
+  state: SparsifierState, exchange: marking.Exchange, role: str
+) -> SparsifierState:
+  """`state` with a mark at what waits, of all leaves one after the other."""
+  (residual,) = marking.marked([state.residual], exchange, role)
+  return state._replace(residual=residual)
+
+
+def _bound_size(options: Options) -> int:
+  try:
+    return collectives.size(options.axes)
+  except NameError as error:
+    raise ValueError(
+      "A sparsifier keeps a residual on each device, so its state must be made"
+      f" where `axis_name` is bound, and {options.axes} is not; call"
+      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
+    ) from error
+
+
+def _init(plan: Plan, options: Options) -> SparsifierState:
+  parts = plan.division.start()
+  residual = jnp.zeros((1, plan.size), plan.form.dtype)
+  return SparsifierState(
+    step=jnp.zeros((), jnp.int32),
+    tree={plan.tree: jnp.asarray(plan.size, jnp.int32)},
+    op={_op(options): jnp.ones((), jnp.int32)},
+    residual=gradient_tree.as_varying(residual, options.axes),
+    threshold=jnp.asarray(plan.controller.start, jnp.float32),
+    drift=jnp.zeros((), jnp.float32),
+    parts=jnp.asarray(parts),
+    counts=jnp.zeros(len(parts), jnp.int32),
+    fullest=jnp.zeros(HISTORY, jnp.int32),
+    stats=SparsifierStats(
+      *(jnp.zeros((), jnp.float32) for _ in SparsifierStats._fields)
+    ),
+  )
+
+
+def _op(options: Options) -> str:
+  return "mean" if options.mean else "sum"
+
+
+def _check_state(
+  state: Any, plan: Plan, context: Context, settings: Settings
+) -> None:
+  want = (1, plan.size), plan.form.dtype, (context.devices,)
+  got = state.residual.shape, state.residual.dtype, state.parts.shape
+  if got != want:
+    raise ValueError(
+      "`state` must be made by `zenjax.init` for these gradients and devices:"
+      f" a residual of {want[0]} {want[1]} on each of {want[2][0]} devices,"
+      f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
+      " `zenjax.init(tx, params, mesh, axis_name)`, or `zenjax.reshard(state,"
+      " mesh, axis_name)` for one of another number of devices, and give"
+      " `zenjax.state_specs(state, axis_name)` to shard_map."
+    )
+  if plan.tree not in state.tree:
+    raise ValueError(
+      "`state` must be made by `zenjax.init` for a tree of these names and"
+      f" shapes, fingerprint {plan.tree}, got one of another tree of"
+      f" {plan.size} elements, {', '.join(state.tree)}: what waits would be"
+      " added to other parameters; call `zenjax.init(tx, params, mesh,"
+      " axis_name)`."
+    )
+  op = _op(settings.options)
+  if op not in state.op:
+    raise ValueError(
+      f"`op` of {settings.name} must be that of its state, got op={op!r} and a"
+      f" state made with op={', '.join(map(repr, state.op))}: what waits would"
+      " be applied with another weight; give the `op` of before, or call"
+      " `zenjax.init(tx, params, mesh, axis_name)` for a new state."
+    )
+
+
+def _step(
+  gradient: jax.Array, state: SparsifierState, plan: Plan, context: Context
+) -> tuple[jax.Array, SparsifierState]:
+  """One step on a device: `[N]` in, the update `[N]` and the state out."""
+  axes, n = context.axes, context.devices
+  residual = state.residual[0]
+  with jax.named_scope("zenjax/accumulate"):
+    acc, square = accumulate(residual, gradient)
+  known = jax.tree.map(
+    lambda x: compat.agreed(x, axes), state._replace(residual=())
+  )
+  count = jnp.sum(known.counts, dtype=jnp.int32)
+  later = known.step > 0
+  parts = plan.division.moved(known.parts, known.counts)
+  parts = jnp.where(later, parts, known.parts)
+  last = thresholds.Place(known.threshold, known.drift)
+  moved = plan.controller.moved(last, count)
+  threshold, drift = (
+    jnp.where(later, new, old) for new, old in zip(moved, last)
+  )
+  turn = lax.rem(known.step, jnp.int32(n))
+  place = lax.rem(turn + lax.axis_index(axes), jnp.int32(n))
+  bounds = plan.division.bounds(parts)
+  start, end = bounds[place], bounds[place + 1]
+  with jax.named_scope("zenjax/select"):
+    threshold = thresholds.begun(
+      threshold, acc, start, end, plan.controller, plan.k, axes
+    )
+    chosen = element_exchange.select(
+      acc,
+      start,
+      end,
+      thresholds.bar(threshold, plan.controller),
+      known.step if plan.controller.forces else None,
+    )
+  with jax.named_scope("zenjax/exchange"):
+    out = element_exchange.exchange(acc, chosen, square, plan.form, context)
+  # Partition p was searched by the rank that is `turn` less.
+  rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
+  counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
+  new = SparsifierState(
+    step=known.step + 1,
+    tree=known.tree,
+    op=known.op,
+    residual=out.kept[None],
+    threshold=threshold,
+    drift=drift,
+    parts=parts,
+    counts=counts,
+    fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
+    stats=_stats(out, counts, threshold, plan, context),
+  )
+  return out.update, new
+
+
+def accumulate(
+  residual: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """`[N]` of both, in place of the residual, and the square of its norm."""
+  wide = residual.astype(collectives.accumulator(residual.dtype))
+  square = jnp.sum(wide * wide).astype(jnp.float32)
+  # First the sum, then the vector in place: else XLA copies it to keep both.
+  square, residual = lax.optimization_barrier((square, residual))
+  return residual + gradient, square
+
+
+def _stats(
+  out: element_exchange.Exchanged,
+  counts: jax.Array,
+  threshold: jax.Array,
+  plan: Plan,
+  context: Context,
+) -> SparsifierStats:
+  total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
+  most = jnp.max(counts).astype(jnp.float32) * context.devices
+  return SparsifierStats(
+    density_wanted=jnp.asarray(plan.density, jnp.float32),
+    density=total / np.float32(plan.size),
+    threshold=threshold,
+    build_up=total / np.float32(plan.k),
+    imbalance=jnp.where(total > 0, most / jnp.maximum(total, 1.0), 1.0),
+    residual_norm=jnp.sqrt(jnp.sum(out.numbers)),
+    wire_bytes=out.wire_bytes,
+    dense_bytes=jnp.asarray(
+      plan.form.dense_bytes(context.devices), jnp.float32
+    ),
+    rounds=out.rounds.astype(jnp.float32),
+  )
+
+
+ControllerName = Literal["damped", "paper"]
+
+
+def exdyna(
+  axis_name: AxisName,
+  density: float,
+  *,
+  controller: ControllerName = "damped",
+  op: str = "mean",
+  start: float | None = None,
+  capacity: int | None = None,
+  residual_dtype: Any = None,
+  wire_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Averages the largest gradients over devices and keeps the rest for later.
+
+  For models whose gradients are dense. All leaves are seen as one vector of
+  `N` elements, to which each device adds its residual: what it did not send
+  until now. The vector is cut into a partition for each device, of which
+  partitions rotate with the steps. A device selects the elements of its own
+  partition that are not below a threshold; all of them together are about
+  `density * N`, none is selected twice. Then all devices exchange their values
+  at all selected elements: the average of these is the update, and is zero
+  elsewhere. All others wait in the residual.
+
+  Partitions are of 1,024 blocks. Each step one block moves from a partition
+  where too much was selected to a neighbour that had too little.
+
+  Used as `zenjax.zen_sync` is, and in its place: first in a chain, inside
+  `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients. The
+  learning rate, momentum and weight decay come after it. Make its state with
+  `zenjax.init`: residuals differ between devices. It refuses a chain where
+  `zen_sync` averages the same leaves. `zenjax.reshard` takes the state to
+  another number of devices, where what waits has the weight that it had.
+
+  It is lossy in time, not in sum: `n` times all averages so far, and all
+  residuals, are all gradients so far, to rounding. NaN and Inf are always
+  selected: they come out once, within `n` steps, and leave no trace in
+  residual or threshold.
+
+  Args:
+    axis_name: The axis that devices are mapped over, or a tuple of axes.
+    density: The part of the model that a step is to send, of all devices
+      together, in (0, 1].
+    controller: What moves the threshold from step to step. `"damped"` starts
+      at a quantile of a sample of the first gradients, and then multiplies by
+      `(selected / wanted) ** 0.03` and by what a step has to be for gradients
+      that shrink or grow, which it learns: `exp(drift)`, where the drift adds
+      up `0.001 * (selected / wanted - 1)`, of which at most a quarter counts.
+      Both together are 1.05 at most. After a step that was off by more than a
+      factor of 4 it samples again, and forgets the drift. `"paper"` is the
+      published rule: it starts at `1 / (2 sqrt(k))` for `k = int(density *
+      N)`, and multiplies by 1.005, 1.00125 or 0.995; each device sends one
+      element at least. It settles a little below `density`, and takes 462 steps
+      for a factor of 10.
+    op: `"mean"` or `"sum"`.
+    start: The first threshold, instead of the controller's own.
+    capacity: Indices that a device sends in one round; by default 1.25 fair
+      shares. What does not fit follows in further rounds, or in a sum of the
+      whole vector where that is less: a small one costs time, never a gradient.
+      `zenjax.report` says what a run needed.
+    residual_dtype: Of the residual. By default the leaves' own, or float32
+      where they differ.
+    wire_dtype: Round values and their sums to this floating dtype for the
+      wire, as `jnp.bfloat16`; sums are taken in float32 at least. What rounding
+      takes stays in the residual: of a value on its device, of a sum on the
+      device that selected the element. Of what exceeds it (of float16 65,504)
+      as much is sent as fits, and the rest stays too, where the residual's
+      dtype can hold more.
+
+  Returns:
+    A transformation whose state is a `zenjax.SparsifierState`, with
+    `SparsifierStats` of the last step. Updates have the shapes and dtypes of
+    the gradients, and are equal on all devices.
+
+  Raises:
+    ValueError: An argument is out of range; the model has fewer than
+      `1024 * 32` elements, or there are more devices than 1,024; `density * N`
+      is below 1; the state was not made by `zenjax.init` for gradients of these
+      names and shapes, or with another `op`; a gradient was already summed by
+      autodiff.
+    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
+      them.
+    NameError: In `update`, when no axis of that name is bound.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.exdyna("data", 1 / 16_384)  # 2 of 32,768 elements
+    >>> grads = jnp.ones((2, 32_768)).at[0, 5].set(6.0).at[1, 20_000].set(-9.0)
+    >>> def step(g):
+    ...   return tx.update(g, tx.init(g))
+    >>> update, state = jax.jit(jax.vmap(step, axis_name="data"))(grads)
+    >>> jnp.flatnonzero(update[0]).tolist(), update[1, [5, 20_000]].tolist()
+    ([5, 20000], [3.5, -4.0])
+    >>> state.residual[:, 0, 4:7].tolist()  # the rest waits on its device
+    [[1.0, 0.0, 1.0], [1.0, 0.0, 1.0]]
+
+  References:
+    Yoon and Oh, [Preserving Near-Optimal Gradient Sparsification Cost for
+    Scalable Distributed Deep Learning](https://arxiv.org/abs/2402.13781),
+    CCGrid 2024.
+  """
+  return transformation(
+    checked_settings.check(
+      "exdyna",
+      axis_name,
+      density,
+      controller=controller,
+      op=op,
+      start=start,
+      capacity=capacity,
+      residual_dtype=residual_dtype,
+      wire_dtype=wire_dtype,
+      division=partitions.Blocks,
+    )
+  )
+
+
+def micro(
+  axis_name: AxisName,
+  density: float,
+  *,
+  controller: ControllerName = "damped",
+  op: str = "mean",
+  start: float | None = None,
+  capacity: int | None = None,
+  residual_dtype: Any = None,
+  wire_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """As `zenjax.exdyna`, with partitions that are even and stay so.
+
+  Cheaper by the little that moving them costs, and for models of any size; the
+  devices' selections are as uneven as the large gradients lie.
+
+  Args:
+    axis_name: As for `zenjax.exdyna`, as all arguments.
+    density: The part of the model that a step is to send.
+    controller: `"damped"` or `"paper"`.
+    op: `"mean"` or `"sum"`.
+    start: The first threshold.
+    capacity: Indices that a device sends in one round.
+    residual_dtype: Of the residual.
+    wire_dtype: Of values and sums on the wire.
+
+  Returns:
+    A transformation whose state is a `zenjax.SparsifierState`.
+
+  Raises:
+    ValueError: As `zenjax.exdyna`; the model may be as small as an element
+      for each device.
+    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
+      them.
+    NameError: In `update`, when no axis of that name is bound.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> tx = zenjax.micro("data", 0.25)
+    >>> state = zenjax.init(tx, jnp.zeros(8), mesh, "data")
+    >>> @jax.jit
+    ... def step(grads, state):
+    ...   specs = zenjax.state_specs(state, "data")
+    ...   split, same = jax.P("data"), jax.P()
+    ...   update = lambda g, state: tx.update(g[0], state)
+    ...   mapped = jax.shard_map(
+    ...     update, mesh=mesh, in_specs=(split, specs), out_specs=(same, specs)
+    ...   )
+    ...   return mapped(grads, state)
+    >>> grads = jnp.ones((2, 8)).at[0, 1].set(5.0).at[1, 6].set(3.0)
+    >>> update, state = step(grads, state)
+    >>> update.tolist()
+    [0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0]
+    >>> float(state.stats.density)
+    0.25
+
+  References:
+    Yoon and Oh, [MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and
+    Accelerating Distributed DNN Training](https://arxiv.org/abs/2310.00967),
+    HiPC 2023.
+  """
+  return transformation(
+    checked_settings.check(
+      "micro",
+      axis_name,
+      density,
+      controller=controller,
+      op=op,
+      start=start,
+      capacity=capacity,
+      residual_dtype=residual_dtype,
+      wire_dtype=wire_dtype,
+      division=partitions.Even,
+    )
+  )

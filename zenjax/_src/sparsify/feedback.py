@@ -1,0 +1,433 @@
+"""Error feedback as a transform: accumulate, select, send, keep the rest.
+
+With momentum correction, local clipping and masking these are the steps of
+Deep Gradient Compression.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.core import bitmaps
+from zenjax._src.core import collectives
+from zenjax._src.core import leaf_util
+from zenjax._src.core.collectives import Axes
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.sparsify import checked_settings
+from zenjax._src.sparsify import flat_vector
+from zenjax._src.sparsify.selectors import Bar
+from zenjax._src.sparsify.selectors import Indices
+from zenjax._src.sparsify.selectors import Selector
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
+from zenjax._src.sync import chains
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync.sync_options import Options
+
+# An accumulated leaf in two: what is sent now and what waits.
+#
+# By a bar both are written in one pass where XLA writes two arrays at once, on
+# GPU and TPU. On CPU it does not: there the sum is formed once and read thrice,
+# for each of them would form it again, from a copy of the residual.
+
+
+class Split(NamedTuple):
+  """All `[N]` but the count."""
+
+  sent: jax.Array  # zero where nothing is
+  kept: jax.Array  # what was not sent, and its rounding error where it was
+  momentum: jax.Array | None  # zero where something was sent
+  selected: jax.Array  # [] int32
+
+
+def split(
+  acc: jax.Array,
+  momentum: jax.Array | None,
+  chosen: Indices | Bar,
+  wire: Callable[[jax.Array], jax.Array],
+) -> Split:
+  """Splits `acc: [N]`.
+
+  Args:
+    acc: What is to be sent, sooner or later.
+    momentum: What is to be forgotten where it was sent, if anything is.
+    chosen: Where.
+    wire: Rounds values to those that can be sent.
+  """
+  zero = jnp.zeros((), acc.dtype)
+  if isinstance(chosen, Bar):
+    acc = lax.platform_dependent(
+      acc, cpu=lax.optimization_barrier, default=lambda acc: acc
+    )
+    large = ~(jnp.abs(acc) < chosen.bar)
+    sent = wire(acc)
+    return Split(
+      sent=jnp.where(large, sent, zero),
+      kept=jnp.where(large, _error(acc, sent), acc),
+      momentum=_where_not(large, momentum),
+      selected=_count(large),
+    )
+  index = chosen.at
+  into: dict[str, Any] = dict(mode="promise_in_bounds", unique_indices=True)
+  values = acc.at[index].get(**into)
+  sent = wire(values)
+  if momentum is not None:
+    momentum = momentum.at[index].set(jnp.zeros((), momentum.dtype), **into)
+  return Split(
+    sent=jnp.zeros_like(acc).at[index].set(sent, **into),
+    kept=acc.at[index].set(_error(values, sent), **into),
+    momentum=momentum,
+    selected=jnp.full((), index.shape[0], jnp.int32),
+  )
+
+
+def _count(large: jax.Array) -> jax.Array:
+  """How many of `[N] bool` are set.
+
+  By words of 32: XLA:CPU writes an integer an element for the plain sum.
+  """
+  even = large.shape[0] // 32 * 32
+  words = bitmaps.pack(large[:even])
+  ones = jnp.sum(lax.population_count(words).astype(jnp.int32))
+  return ones + jnp.sum(large[even:], dtype=jnp.int32)
+
+
+def _error(values: jax.Array, sent: jax.Array) -> jax.Array:
+  """What rounding took; of what is not finite nothing, or it would stay."""
+  if sent is values:
+    return jnp.zeros_like(values)
+  error = values - sent
+  return jnp.where(jnp.abs(error) < jnp.inf, error, jnp.zeros_like(error))
+
+
+def _where_not(large: jax.Array, x: jax.Array | None) -> jax.Array | None:
+  return None if x is None else jnp.where(large, jnp.zeros_like(x), x)
+
+
+def finite(x: jax.Array) -> jax.Array:
+  """`x` with zeros for what is not finite."""
+  return jnp.where(lax.is_finite(x), x, jnp.zeros_like(x))
+
+
+# Clipping of one device's gradients, before anything is added to them.
+
+
+def clip_scale(
+  leaves: Sequence[Any], norm: float | None, devices: int
+) -> jax.Array | None:
+  """What scales leaves to a norm of `norm / sqrt(devices)`, `[] float32`.
+
+  1 where theirs is smaller, None where `norm` is.
+  """
+  if norm is None:
+    return None
+  square = jnp.zeros((), jnp.float32)
+  for leaf in filter(is_floating, leaves):
+    square += jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+  have = jnp.sqrt(square)
+  bound = jnp.float32(norm / math.sqrt(devices))
+  # A norm that is not finite clips nothing: one NaN is not to become many.
+  long = (have > bound) & (have < jnp.inf)
+  return jnp.where(long, bound / have, 1.0)
+
+
+def scaled(leaf: Any, factor: jax.Array | None) -> Any:
+  """`leaf` times `factor`; what is no floating array stays as it is."""
+  if factor is None or not is_floating(leaf):
+    return leaf
+  wide = leaf.astype(collectives.accumulator(leaf.dtype))
+  return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
+
+
+def is_floating(leaf: Any) -> bool:
+  """Whether it is an array of floating numbers."""
+  return not is_rows(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+BY = "error_feedback"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+  """Checked arguments of `error_feedback`; see there."""
+
+  selector: Selector
+  options: Options  # axes, and which leaves are selected from
+  momentum: float | None
+  nesterov: bool
+  masking: bool
+  clip_norm: float | None
+  residual_dtype: jnp.dtype | None
+  wire_dtype: jnp.dtype | None
+
+  def dtype(self, leaf: Any) -> jnp.dtype:
+    """What is remembered of a leaf in."""
+    return self.residual_dtype or jnp.dtype(leaf.dtype)
+
+
+def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
+  """`(name, leaf, whether elements of it are selected)` of every leaf."""
+  chosen = leaf_util.select(tree, sparse, "element")
+  named = leaf_util.named_leaves(tree, is_rows)
+  for (name, leaf), selected in zip(named, chosen):
+    if selected and is_rows(leaf):
+      raise TypeError(
+        "`updates` must hold arrays where elements are selected, got SparseRows"
+        f" in leaf {name!r}, which are sparse already; leave it out by the"
+        " `sparse` of top_k, threshold or random_k."
+      )
+  return [(name, leaf, s) for (name, leaf), s in zip(named, chosen)]
+
+
+def begin(
+  by: str,
+  params: Any,
+  sparse: Any,
+  selector: Selector,
+  *,
+  axes: Axes | None = None,
+  wire: jnp.dtype | None = None,
+) -> list[tuple[str, Any, bool]]:
+  """Tells all who ask, as an `init` does, what will be selected from.
+
+  Args:
+    by: Who selects.
+    params: Its parameters.
+    sparse: Which leaves.
+    selector: How.
+    axes: Over which gradients must be local; None where it is not told.
+    wire: To which selected values are rounded.
+
+  Returns:
+    As `chosen_leaves`.
+  """
+  leaves = chosen_leaves(params, sparse)
+  picked = [leaf for _, leaf, selected in leaves if selected]
+  chains.will_select(by, params, axes, picked)
+  for leaf in picked:
+    chains.will_send(by, leaf, wire)
+  chosen = [selected for *_, selected in leaves]
+  leaf_util.warn_of_none(params, sparse, chosen, "sparse")
+  checked_settings.warn_of_much(by, getattr(selector, "density", 0.0), picked)
+  return leaves
+
+
+def transformation(
+  feedback: Feedback,
+) -> optax.GradientTransformationExtraArgs:
+  """The transform that `error_feedback` returns."""
+
+  def init_fn(params: optax.Params) -> Any:
+    return _init(params, feedback)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, ErrorFeedbackState]:
+    del params, extra_args
+    chains.is_real("error_feedback")
+    context = gradient_tree.context_of(feedback.options)
+    gradient_tree.local_leaves(updates, context)
+    leaves = chosen_leaves(updates, feedback.options.sparse)
+    _check_state(leaves, state, feedback, context.devices)
+    local = [leaf for _, leaf, _ in leaves]
+    scale = clip_scale(local, feedback.clip_norm, context.devices)
+    out, new = [], {}
+    for number, (name, leaf, selected) in enumerate(leaves):
+      if name not in state.leaves:
+        out.append(scaled(leaf, scale))
+        continue
+      step = functools.partial(_select_from, state.step, number)
+      step = step if selected else _whole
+      sent, new[name] = step(leaf, state.leaves[name], scale, feedback)
+      if selected:
+        chains.send(BY, sent, feedback.wire_dtype)
+      out.append(sent)
+    structure = jax.tree.structure(updates, is_leaf=is_rows)
+    return structure.unflatten(out), ErrorFeedbackState(state.step + 1, new)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
+  axes = feedback.options.axes
+  try:
+    collectives.size(axes)
+  except NameError as error:
+    raise ValueError(
+      "`error_feedback` keeps a residual on each device, so its state must be"
+      f" made where `axis_name` is bound, and {axes} is not; call `zenjax.init("
+      "tx, params, mesh, axis_name)` instead of `tx.init`."
+    ) from error
+  begun = begin(
+    BY,
+    params,
+    feedback.options.sparse,
+    feedback.selector,
+    axes=axes,
+    wire=feedback.wire_dtype,
+  )
+  leaves = {
+    name: _init_leaf(leaf, fields, feedback)
+    for name, leaf, selected in begun
+    if (fields := _fields(leaf, selected, feedback))
+  }
+  return ErrorFeedbackState(jnp.zeros((), jnp.int32), leaves)
+
+
+def _fields(leaf: Any, selected: bool, feedback: Feedback) -> list[str]:
+  """What is remembered of a leaf: fields of `FeedbackLeaf`."""
+  moves = is_floating(leaf) and feedback.momentum is not None
+  return ["residual"] * selected + ["momentum"] * moves
+
+
+def _init_leaf(leaf: Any, kept: list[str], feedback: Feedback) -> FeedbackLeaf:
+  varying = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
+  zeros = varying(jnp.zeros((1, *leaf.shape), feedback.dtype(leaf)))
+  return FeedbackLeaf(
+    residual=zeros if "residual" in kept else None,
+    momentum=zeros if "momentum" in kept else None,
+    threshold=varying(jnp.full(1, jnp.nan, jnp.float32)),
+    selected=varying(jnp.zeros(1, jnp.int32)),
+    wanted=jnp.full((), jnp.nan, jnp.float32),
+  )
+
+
+def _check_state(
+  leaves: Any, state: Any, feedback: Feedback, devices: int
+) -> None:
+  want = {
+    name: dict.fromkeys(fields, (1, *leaf.shape))
+    for name, leaf, selected in leaves
+    if (fields := _fields(leaf, selected, feedback))
+  }
+  got = {
+    name: {
+      field: x.shape
+      for field in ("residual", "momentum")
+      if (x := getattr(leaf, field)) is not None
+    }
+    for name, leaf in state.leaves.items()
+  }
+  every = want.keys() | got.keys()
+  wrong = sorted(n for n in every if want.get(n) != got.get(n))
+  for name in wrong:
+    needed, kept = want.get(name, {}), got.get(name, {})
+    parts = {shape[0] for shape in kept.values()}
+    one = {field: (1, *shape[1:]) for field, shape in kept.items()}
+    if needed and one == needed and len(parts) == 1:
+      raise ValueError(
+        f"`state` of error_feedback must keep one of each of leaf {name!r} on"
+        f" each of {devices} devices, got {kept} on a device, as of"
+        f" {parts.pop() * devices} devices; call `zenjax.reshard(state, mesh,"
+        " axis_name)`, or `zenjax.init` for a new one, and give"
+        " `zenjax.state_specs(state, axis_name)` to shard_map."
+      )
+  if wrong:
+    name = wrong[0]
+    raise ValueError(
+      "`state` must be made by `zenjax.init` for these gradients: of leaf"
+      f" {name!r} it keeps {got.get(name, 'nothing')} on a device, and"
+      f" {want.get(name, 'nothing')} is needed; call `zenjax.init(tx, params,"
+      " mesh, axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
+      " shard_map."
+    )
+
+
+def _select_from(
+  step: jax.Array,
+  number: int,
+  leaf: jax.Array,
+  memory: FeedbackLeaf,
+  scale: jax.Array | None,
+  feedback: Feedback,
+) -> tuple[jax.Array, FeedbackLeaf]:
+  """What is sent of leaf `number`, and what is remembered."""
+  assert memory.residual is not None
+  dtype = memory.residual.dtype
+  gradient = scaled(leaf, scale)
+  with jax.named_scope("zenjax/accumulate"):
+    momentum, moved = _moved(gradient, memory, feedback)
+    parts = (memory.residual[0], *moved)
+    sums = lambda a, b: flat_vector.total(a, b, dtype)
+    acc = functools.reduce(sums, parts).reshape(-1)
+  with jax.named_scope("zenjax/select"):
+    chosen = feedback.selector.select(acc, step, number)
+    out = split(
+      acc,
+      None if momentum is None else momentum.reshape(-1),
+      chosen,
+      _wire(leaf.dtype, feedback),
+    )
+  if momentum is not None and out.momentum is not None:
+    # Without masking nothing else clears it.
+    kept = out.momentum if feedback.masking else finite(momentum)
+    momentum = kept.reshape(memory.residual.shape).astype(dtype)
+  bar = chosen.bar if isinstance(chosen, Bar) else jnp.float32(jnp.nan)
+  like = lambda x: gradient_tree.as_varying(x.reshape(1), feedback.options.axes)
+  return out.sent.reshape(leaf.shape).astype(leaf.dtype), FeedbackLeaf(
+    residual=out.kept.reshape(memory.residual.shape).astype(dtype),
+    momentum=momentum,
+    threshold=like(bar.astype(jnp.float32)),
+    selected=like(out.selected),
+    wanted=feedback.selector.wanted(leaf.size, step),
+  )
+
+
+def _whole(
+  leaf: jax.Array,
+  memory: FeedbackLeaf,
+  scale: jax.Array | None,
+  feedback: Feedback,
+) -> tuple[jax.Array, FeedbackLeaf]:
+  """A leaf of which all is sent: its momentum, as an optimizer would."""
+  momentum, moved = _moved(scaled(leaf, scale), memory, feedback)
+  assert momentum is not None and memory.momentum is not None
+  dtype = memory.momentum.dtype
+  sent = functools.reduce(lambda a, b: flat_vector.total(a, b, dtype), moved)
+  momentum = finite(momentum).astype(dtype)[None]
+  return sent.astype(leaf.dtype), memory._replace(momentum=momentum)
+
+
+def _moved(
+  gradient: jax.Array, memory: FeedbackLeaf, feedback: Feedback
+) -> tuple[jax.Array | None, list[jax.Array]]:
+  """The new momentum, and what is added to the residual one after another."""
+  if memory.momentum is None:
+    return None, [gradient]
+  dtype = memory.momentum.dtype
+  total = lambda a, b: flat_vector.total(a, b, dtype)
+  old, factor = memory.momentum[0], feedback.momentum
+  times = lambda x: flat_vector.rounded(
+    x.astype(collectives.accumulator(dtype)) * factor, dtype
+  )
+  if feedback.nesterov:
+    momentum = times(total(old, gradient))
+    return momentum, [momentum, gradient]
+  momentum = total(times(old), gradient)
+  return momentum, [momentum]
+
+
+def _wire(
+  leaf_dtype: jnp.dtype, feedback: Feedback
+) -> Callable[[jax.Array], jax.Array]:
+  """Rounds to values that the leaf holds, and the wire.
+
+  Of what is finite the largest that they hold.
+  """
+
+  def wire(x):
+    for dtype in filter(None, (leaf_dtype, feedback.wire_dtype)):
+      x = flat_vector.rounded(flat_vector.saturated(x, dtype, x.dtype), dtype)
+    return x
+
+  return wire

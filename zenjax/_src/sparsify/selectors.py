@@ -1,0 +1,188 @@
+"""Which elements of a leaf a device selects on its own.
+
+A selector gives either the elements' indices, or a bar that magnitudes must
+reach: so what is to be read and written follows from the form alone.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.collectives import Axes
+
+# A part, or an optax schedule of it.
+Density = float | Callable[[Any], Any]
+
+# Below this nothing is large: subnormals are zero on some backends.
+_TINY = float(np.finfo(np.float32).tiny)
+# Elements looked at for a quantile: so many, and enough of them above it that
+# their number is right to a tenth; of a schedule, a part of all.
+_SAMPLES = 8192
+_ABOVE = 128
+_PART = 64
+
+
+class Indices(NamedTuple):
+  """Selected one by one."""
+
+  at: jax.Array  # [k] int32, distinct
+
+
+class Bar(NamedTuple):
+  """Selected by magnitude: all that is not below, so NaN too."""
+
+  bar: jax.Array  # [] in the dtype that magnitudes are compared in
+
+
+class Selector(Protocol):
+  """Selects from one leaf at a time."""
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    """The part of a leaf that it is to select, `[] float32`, or NaN."""
+    ...
+
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices | Bar:
+    """From `acc: [N]` in step number `step` of leaf number `leaf`."""
+    ...
+
+
+def count(density: float, size: int) -> int:
+  """`int(density * size)`, and one at least."""
+  return max(1, int(density * size))
+
+
+def _part(density: float, size: int) -> jax.Array:
+  return jnp.float32(count(density, size) / size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exact:
+  """The `k` largest; among equals the first, NaN before all."""
+
+  density: float
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    del step
+    return _part(self.density, size)
+
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices:
+    del step, leaf
+    k = count(self.density, acc.shape[0])
+    return Indices(lax.top_k(jnp.abs(acc), k)[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+  """All that reach a quantile of a sample, which moves with the steps."""
+
+  density: Density
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    if callable(self.density):
+      return jnp.asarray(self.density(step)).astype(jnp.float32)
+    return _part(self.density, size)
+
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Bar:
+    del leaf
+    size = acc.shape[0]
+    part = self.wanted(size, step)
+    if callable(self.density):
+      least = size // _PART
+    else:
+      least = math.ceil(_ABOVE / self.density)
+    values = sample(jnp.abs(acc), step, max(_SAMPLES, least))
+    wide = collectives.accumulator(acc.dtype)
+    rank = jnp.round(part * np.float32(values.shape[0])).astype(jnp.int32)
+    rank = jnp.clip(rank, 1, values.shape[0])
+    found = largest(values.astype(jnp.float32), rank).astype(wide)
+    return Bar(jnp.where(part < 1, jnp.maximum(found, _TINY), 0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Threshold:
+  """All that reach a threshold that is given."""
+
+  value: float | Callable[[Any], Any]
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    del size, step
+    return jnp.float32(jnp.nan)
+
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Bar:
+    del leaf
+    value = self.value(step) if callable(self.value) else self.value
+    return Bar(jnp.asarray(value).astype(collectives.accumulator(acc.dtype)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Random:
+  """One element of each of `k` equal runs, which begin anywhere.
+
+  So all are distinct, and each is as likely as another.
+  """
+
+  density: float
+  seed: int
+  apart: Axes  # over which devices draw elements of their own
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    del step
+    return _part(self.density, size)
+
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices:
+    size = acc.shape[0]
+    key = jax.random.key(self.seed)
+    key = jax.random.fold_in(jax.random.fold_in(key, leaf), step)
+    if self.apart:
+      key = jax.random.fold_in(key, lax.axis_index(self.apart))
+    within, where = jax.random.split(key)
+    k = count(self.density, size)
+    length, longer = divmod(size, k)
+    run = jnp.arange(k, dtype=jnp.int32)
+    start = run * jnp.int32(length) + jnp.minimum(run, longer)
+    more = length + (run < longer).astype(jnp.int32)
+    index = start + jax.random.randint(within, (k,), 0, more, jnp.int32)
+    # Turned by `by`, without a sum above 2^31.
+    by = jax.random.randint(where, (), 0, size, jnp.int32)
+    room = size - by
+    return Indices(jnp.where(index < room, index + by, index - room))
+
+
+def sample(values: jax.Array, step: jax.Array, least: int) -> jax.Array:
+  """At least `least` of `values: [N]`, or all; zero where not finite."""
+  size = values.shape[0]
+  stride = max(1, size // least)
+  # Odd, so that no column of a matrix of 2^i columns is left out.
+  stride -= 1 - stride % 2
+  length = (size // stride - 1) * stride + 1
+  # Others in every step, or what a sample missed would be missed for ever.
+  places = size - length + 1
+  first = lax.rem(step, jnp.int32(places))
+  part = lax.dynamic_slice(values, (first,), (length,))[::stride]
+  return jnp.where(part < jnp.inf, part, jnp.zeros_like(part))
+
+
+def largest(values: jax.Array, rank: jax.Array) -> jax.Array:
+  """Number `rank`, from 1, of `values: [m] float32 >= 0` in falling order.
+
+  Bit by bit, for the bits of such numbers are ordered as they are: a sort of
+  the sample takes longer than all else.
+  """
+  bits = lax.bitcast_convert_type(values, jnp.int32)
+
+  def body(i, low):
+    bit = jnp.left_shift(jnp.int32(1), jnp.int32(30) - i)
+    enough = jnp.sum(bits >= (low | bit), dtype=jnp.int32) >= rank
+    return jnp.where(enough, low | bit, low)
+
+  start = compat.cast_like(jnp.int32(0), bits)
+  found = lax.fori_loop(jnp.int32(0), jnp.int32(31), body, start)
+  return lax.bitcast_convert_type(found, jnp.float32)

@@ -1,0 +1,172 @@
+"""What a sparsifier remembers, and what it tells of a step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.sparsify import partitions
+
+# Steps whose fullest selection is kept, for the advice on capacities.
+HISTORY = 64
+
+
+class SparsifierStats(NamedTuple):
+  """Numbers of the last step, `[] float32` each; zeros before the first.
+
+  `zenjax.sparsifier_stats` has them as Python's.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.micro("data", density=0.001)
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> float(state.stats.rounds)
+    0.0
+  """
+
+  density_wanted: jax.Array
+  density: jax.Array  # what all devices selected over the size of the model
+  threshold: jax.Array  # that the step selected with
+  build_up: jax.Array  # the union of all selections over the `k` wanted
+  imbalance: jax.Array  # the largest selection times n over their sum
+  residual_norm: jax.Array  # of all devices' residuals as the step began
+  wire_bytes: jax.Array  # received by a device
+  dense_bytes: jax.Array  # those of a ring all-reduce
+  rounds: jax.Array
+
+
+class SparsifierState(NamedTuple):
+  """State of `exdyna` and `micro`; all but the residual equal on all devices.
+
+  Threshold, drift, parts and counts are those that the last step worked with.
+  The next one moves them first.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.exdyna("data", density=0.001)
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> state.residual.shape, state.parts.tolist()  # of 1,024 blocks
+    ((2, 50000), [512, 512])
+  """
+
+  step: jax.Array  # [] int32, steps taken
+  # `N` under a fingerprint of the tree: a key is there when a step is traced,
+  # and when a checkpoint is restored into a state.
+  tree: dict[str, jax.Array]
+  op: dict[str, jax.Array]  # 1 under "mean" or "sum", a key as in `tree`
+  residual: jax.Array  # [1, N] on a device, [n, N] globally
+  threshold: jax.Array  # [] float32, 0 where it is still to be sampled
+  drift: jax.Array  # [] float32, what its logarithm moves by a step
+  parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
+  counts: jax.Array  # [n] int32, what was selected in each partition
+  fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
+  stats: SparsifierStats
+
+
+class FeedbackLeaf(NamedTuple):
+  """What `error_feedback` remembers of one leaf, on each device its own.
+
+  Globally all but `wanted` have `n` in the place of the first 1.
+  """
+
+  residual: jax.Array | None  # [1, *shape]; None where all of it is sent
+  momentum: jax.Array | None  # [1, *shape]; None without momentum correction
+  threshold: jax.Array  # [1] float32, of the last step; NaN where there is none
+  selected: jax.Array  # [1] int32, elements that the last step selected
+  wanted: jax.Array  # [] float32, part of the leaf; NaN where none was named
+
+
+class ErrorFeedbackState(NamedTuple):
+  """State of `error_feedback`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.error_feedback(zenjax.top_k(0.01), "data")
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> state = zenjax.init(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
+    >>> state.leaves["w"].residual.shape
+    (2, 400, 80)
+  """
+
+  step: jax.Array  # [] int32, steps taken
+  leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered
+
+
+# Sparsifiers' states on another number of devices.
+
+
+def on_devices(state: SparsifierState, devices: int) -> SparsifierState:
+  """`state` of any number of devices for `devices`: no gradient is lost.
+
+  Residuals are added up, or joined by zeros, so that their sum is kept, or for
+  `op="mean"` what is to be averaged of them; partitions are even again, and
+  nothing moves by the counts of others. The threshold and its drift stay.
+  """
+  residual = np.asarray(state.residual)
+  old = residual.shape[0]
+  if old == devices:
+    return state
+  if len(state.parts) != old:
+    raise ValueError(
+      "`axis_name` must be that of the sparsifier, which has partitions for"
+      f" {len(state.parts)} devices, got a state with residuals of {old}: along"
+      " further axes they are copies, and would be added up."
+    )
+  total = int(np.asarray(state.parts).sum())
+  return state._replace(
+    step=np.zeros((), np.int32),
+    residual=folded(residual, devices, averages=averages(state)),
+    parts=partitions.even(total, devices),
+    counts=np.zeros(devices, np.int32),
+    fullest=np.zeros_like(np.asarray(state.fullest)),
+  )
+
+
+def averages(state: SparsifierState) -> bool:
+  """Returns whether what waits is to be averaged, not summed."""
+  return "mean" in state.op
+
+
+def leaf_on_devices(
+  leaf: FeedbackLeaf, devices: int, *, averages: bool
+) -> FeedbackLeaf:
+  """The same of a leaf of `error_feedback`; nothing is known of a last step."""
+  return leaf._replace(
+    residual=folded(leaf.residual, devices, averages=averages),
+    momentum=folded(leaf.momentum, devices, averages=averages),
+    threshold=np.full(devices, np.nan, np.float32),
+    selected=np.zeros(devices, np.int32),
+  )
+
+
+def folded(x: Any, devices: int, *, averages: bool) -> Any:
+  """Returns `[old, ...]` as `[devices, ...]` of the same sum; None of None.
+
+  Where it `averages` the sum over as many is kept: that of the same mean.
+  """
+  if x is None:
+    return None
+  x = np.asarray(x)
+  scale = devices / len(x) if averages else 1.0
+  # 16-bit floats are added in a wider dtype, rounded once.
+  wide = np.zeros((devices, *x.shape[1:]), collectives.accumulator(x.dtype))
+  for source in range(x.shape[0]):
+    wide[source % devices] += x[source].astype(wide.dtype)
+  wide *= wide.dtype.type(scale)
+  with np.errstate(over="ignore"):
+    out = wide.astype(x.dtype)
+  lost = np.isfinite(wide) & ~np.isfinite(out)
+  if lost.any():
+    raise ValueError(
+      f"`state` keeps {x.dtype} of what waits on {len(x)} devices, which does"
+      f" not hold its sum for {devices}, up to {np.abs(wide[lost]).max():.3g};"
+      " move it when less waits, or keep it in float32, as `residual_dtype=`"
+      " has it."
+    )
+  return out

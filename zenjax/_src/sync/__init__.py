@@ -1,0 +1,1 @@
+"""`zen_sync` and `owner_update`: a tree of gradients, exchanged."""

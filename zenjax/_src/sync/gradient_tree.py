@@ -1,0 +1,800 @@
+"""A tree of gradients: which leaves share the sparse exchange, which psum."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+import warnings
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core import leaf_util
+from zenjax._src.core.arguments import Unit
+from zenjax._src.core.collectives import Axes
+from zenjax._src.core.sparse_rows import Facts
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.core.sparse_rows import require_one
+from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes import transport
+from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import DenseScheme
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.registry import DENSE
+from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.sync import chains
+from zenjax._src.sync import choose
+from zenjax._src.sync import leaf_tables
+from zenjax._src.sync import outcome
+from zenjax._src.sync import sync_state
+from zenjax._src.sync import table_exchange
+from zenjax._src.sync import table_sources
+from zenjax._src.sync.further_rounds import Target
+from zenjax._src.sync.plans import require_tree
+from zenjax._src.sync.sync_options import Options
+from zenjax._src.sync.sync_state import LeafState
+from zenjax._src.sync.table_sources import Appended
+
+# Derivatives of an exchange: those of `psum` or `pmean`, which it equals.
+#
+# An exchange itself is made of bits, loops and look-ups of what is not zero:
+# derivatives of these are errors of JAX or, of bits, zeros without a word. A
+# sum is linear in its operands, whichever rows are zero: tangents are summed as
+# arrays, by `lax.psum`, which JAX knows how to transpose.
+
+
+def as_of_psum(
+  exchange: Callable[[Any, Any], tuple[Any, Any]],
+  tree: Any,
+  state: Any,
+  options: Options,
+  context: Context,
+) -> tuple[Any, Any]:
+  """`exchange(tree, state)`, linear in the leaves of `tree`.
+
+  Args:
+    exchange: Returns the synced tree and a new state; closes over no arrays.
+    tree: Local gradients.
+    state: What is remembered, of which nothing is differentiated.
+    options: Of the transformation.
+    context: Axes and operation.
+  """
+  known = _facts(tree)
+  made: list[Facts] = []
+
+  @jax.custom_jvp
+  def call(tree, state):
+    out, new = exchange(_with_facts(tree, known), state)
+    made[:] = _facts(out)
+    return out, new
+
+  @call.defjvp
+  def derivative(primals, tangents):
+    tree, moved = primals[0], tangents[0]
+    if not options.exact:
+      raise NotImplementedError(
+        "`on_overflow='carry'` keeps rows for later steps, by their number, and"
+        " what comes out has no derivative; differentiate with"
+        " `on_overflow='exact'`."
+      )
+    out, new = call(*primals)
+    given, moved = (jax.tree.leaves(x, is_leaf=is_rows) for x in (tree, moved))
+    found, structure = jax.tree.flatten(out, is_leaf=is_rows)
+    left = iter(made)
+    moved = [
+      _moved(leaf, tangent, x, next(left) if is_rows(x) else None, context)
+      for leaf, tangent, x in zip(given, moved, found)
+    ]
+    return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
+
+  out, new = call(tree, state)
+  return _with_facts(out, made), new
+
+
+def _moved(
+  leaf: Any,
+  tangent: Any,
+  out: Any,
+  facts: Facts | None,
+  context: Context,
+) -> Any:
+  """The tangent of what comes out for a leaf."""
+  if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    return _zero(out)
+  if facts and facts.by_value:
+    raise NotImplementedError(
+      "SparseRows that come out hold the rows of a sum that are not zero, and"
+      " derivatives of the others would be lost; differentiate with"
+      " `output='dense'`."
+    )
+  if is_rows(leaf):
+    wide = collectives.accumulator(leaf.dtype)
+    rows = SparseRows(leaf.indices, tangent.values.astype(wide), leaf.num_rows)
+    tangent = rows.to_dense().astype(leaf.dtype)
+  reduce = collectives.pmean if context.mean else collectives.psum
+  total = reduce(tangent, context.axes)
+  if not is_rows(out):
+    return total
+  values = total.at[out.indices].get(mode="fill", fill_value=0)
+  ids, _ = jax.tree.leaves(out)
+  return SparseRows.tree_unflatten(out.num_rows, (_zero(ids), values))
+
+
+def _zero(x: Any) -> Any:
+  """The tangent of what does not move."""
+  if jnp.issubdtype(x.dtype, jnp.inexact):
+    return jnp.zeros_like(x)
+  return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _facts(tree: Any) -> list[Facts]:
+  """What SparseRows know of themselves and trees forget."""
+  found = jax.tree.leaves(tree, is_leaf=is_rows)
+  return [x.facts for x in found if is_rows(x)]
+
+
+def _with_facts(tree: Any, facts: list[Facts]) -> Any:
+  left = iter(facts)
+
+  def known(x):
+    return x.with_facts(next(left)) if is_rows(x) else x
+
+  return jax.tree.map(known, tree, is_leaf=is_rows)
+
+
+# Leaves that travel as a whole: summed each by itself, or small ones in one.
+#
+# XLA joins the sums of a step, and TPUs and GPUs then send them as one. Gloo,
+# which joins CPUs of several processes, takes the buffers of such a sum one
+# after the other, each with all its latencies: 36 leaves of a recommender
+# between four hosts took 220 ms more than one buffer of their size.
+
+
+# A larger leaf takes longer to be copied twice than it has of latencies.
+JOINED_BYTES = 1 << 20
+
+
+def totals(
+  leaves: Mapping[int, Any], options: Options, context: Context
+) -> dict[int, Any]:
+  """The sum or mean of each leaf, by `psum`, under the leaf's own key."""
+  out = {}
+  for at in _buffers(leaves, context):
+    if len(at) == 1:
+      out[at[0]] = total(leaves[at[0]], DENSE["dense"], options, context)
+      continue
+    joined = lax.platform_dependent(
+      *(leaves[i] for i in at),
+      cpu=functools.partial(_in_one, context=context),
+      default=functools.partial(_each, context=context),
+    )
+    out |= zip(at, joined)
+  return out
+
+
+def _buffers(leaves: Mapping[int, Any], context: Context) -> list[list[int]]:
+  """Which leaves share one: of one type, that vary over the same axes.
+
+  Where XLA spreads programs over an axis itself, leaves lie there in ways of
+  their own.
+  """
+  joins = buffers_in_turn() and context.devices > 1
+  if not joins or compat.automatic_axes():
+    return [[i] for i in leaves]
+  keys: dict[Any, list[int]] = {}
+  for i, leaf in leaves.items():
+    keys.setdefault(_kind(leaf) or i, []).append(i)
+  return list(keys.values())
+
+
+def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
+  """What must be alike to share a buffer, None of what has its own."""
+  if is_rows(leaf):
+    return None
+  wide = collectives.accumulator(leaf.dtype)
+  if leaf.size * wide.itemsize > JOINED_BYTES:
+    return None
+  return wide, compat.varying_axes(leaf)
+
+
+def buffers_in_turn() -> bool:
+  """Whether CPUs, if the program is for them, sum buffers over a network."""
+  return jax.process_count() > 1
+
+
+def _each(*leaves: jax.Array, context: Context) -> tuple[jax.Array, ...]:
+  return tuple(DENSE["dense"].reduce(leaf, context) for leaf in leaves)
+
+
+def _in_one(*leaves: jax.Array, context: Context) -> tuple[jax.Array, ...]:
+  wide = collectives.accumulator(leaves[0].dtype)
+  flat = jnp.concatenate([leaf.astype(wide).reshape(-1) for leaf in leaves])
+  flat = DENSE["dense"].reduce(flat, context)
+  ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
+  parts = zip(leaves, jnp.split(flat, ends))
+  return tuple(
+    x.reshape(leaf.shape).astype(leaf.dtype if wide != leaf.dtype else x.dtype)
+    for leaf, x in parts
+  )
+
+
+def total(
+  leaf: Any, scheme: DenseScheme, options: Options, context: Context
+) -> Any:
+  """The sum or mean of a leaf that travels as a whole.
+
+  SparseRows are made an array for it: of a table that is judged small, or for
+  a scheme that knows no rows.
+  """
+  if not is_rows(leaf):
+    return scheme.reduce(leaf, context)
+  merged = leaf.combine()
+  dense = options.output == "dense"
+  if context.devices == 1 or not leaf.capacity:
+    as_equal = lambda x: compat.as_invariant(x, context.axes)
+    row, values = as_equal(merged.indices), as_equal(merged.values)
+    merged = SparseRows(row, values, leaf.num_rows).as_unique()
+    return merged.to_dense() if dense else merged
+  table = scheme.reduce(merged.to_dense(), context)
+  return table if dense else SparseRows.in_place(table)
+
+
+# Rows that wait for the next step: `on_overflow="carry"`.
+#
+# Where nothing waits, which is nearly always, the table is not read for it:
+# every pass is a loop that turns once or not at all, in place.
+
+
+def carried_rows(leaf: LeafState, unit: Unit) -> table_sources.Carried:
+  """What waits from earlier steps, seen as a table."""
+  residual = _residual_of(leaf)
+  return table_sources.Carried(
+    leaf_util.as_table(residual[0], unit), leaf.waiting
+  )
+
+
+def keep(
+  table: jax.Array,
+  leaf: LeafState,
+  first: Arrived,
+  plan: TablePlan,
+  unit: Unit,
+) -> LeafState:
+  """`leaf` with the rows that were not exchanged.
+
+  Args:
+    table: `[R, D]` after the exchange, or before it: these rows are local in
+      both.
+    leaf: What waited until now.
+    first: What the round brought; slots from its limit on were not summed.
+    plan: Of the table.
+    unit: How a leaf is seen as rows.
+  """
+
+  # The same shape in and out: XLA then writes in place.
+  def body(carry):
+    flag, late = carry
+    zero = jnp.zeros((), late.dtype)
+    waits = jnp.where(_done(first, plan), zero, late + table)
+    return jnp.zeros_like(flag), compat.cast_like(waits, late)
+
+  residual = _residual_of(leaf)
+  waiting = outcome.unfinished(first.tally, plan)
+  # Where nothing waits and nothing did, it is zero and stays so.
+  late = leaf_util.as_table(residual[0], unit)
+  carry = (waiting | leaf.waiting, late)
+  late = lax.while_loop(lambda c: c[0], body, carry)[1]
+  residual = leaf_util.from_table(late, residual)
+  return leaf._replace(residual=residual)
+
+
+def withhold(table: jax.Array, first: Arrived, plan: TablePlan) -> jax.Array:
+  """`table` after the exchange with zeros in the rows that wait."""
+
+  def body(carry):
+    flag, table = carry
+    zero = jnp.zeros((), table.dtype)
+    return jnp.zeros_like(flag), jnp.where(_done(first, plan), table, zero)
+
+  carry = (outcome.unfinished(first.tally, plan), table)
+  return lax.while_loop(lambda c: c[0], body, carry)[1]
+
+
+def _residual_of(leaf: LeafState) -> jax.Array:
+  if leaf.residual is None:
+    raise AssertionError("carry keeps a residual for every leaf")
+  return leaf.residual
+
+
+def _done(first: Arrived, plan: TablePlan) -> jax.Array:
+  """Rows that the round summed, `[R, 1] bool`."""
+  row = jnp.arange(plan.table.num_rows, dtype=jnp.int32)
+  group, slot = plan.layout.place(row)
+  return (slot < first.tally.limit[group])[:, None]
+
+
+# Sparse leaves that share an exchange, and what comes out for each.
+
+
+class Part(NamedTuple):
+  """Leaves that share an exchange."""
+
+  scheme: str
+  at: list[int]  # which of the sparse leaves
+  leaves: list[tuple[str, jax.Array | SparseRows]]
+  choices: list[choose.Choice]
+
+
+def split(
+  group: Sequence[tuple[str, jax.Array | SparseRows]],
+  options: Options,
+  context: Context,
+) -> list[Part]:
+  """The sparse leaves by scheme and group: all in one unless one is chosen."""
+  tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
+  leaf_tables.check_names(tables, options)
+  choices = choose.choose(tables, options, context)
+  parts = []
+  keys = [(choice.scheme, choice.group) for choice in choices]
+  for key in dict.fromkeys(keys):
+    at = [i for i, other in enumerate(keys) if other == key]
+    part = ([group[i] for i in at], [choices[i] for i in at])
+    parts.append(Part(key[0], at, *part))
+  return parts
+
+
+class Begun(NamedTuple):
+  """Rows of a part on their way: the first push is sent."""
+
+  exchange: table_exchange.Exchange
+  tables: list[Any]  # arrays or SparseRows, as they were sent
+  sent: table_exchange.Begun
+
+  @property
+  def mark(self) -> jax.Array | None:
+    """Tells when that push has arrived, if anything of it is left to do."""
+    return self.exchange.scheme.mark(self.sent.received)
+
+
+def begin(
+  part: Part,
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> Begun | None:
+  """Sends the first push of a part; None where it travels dense.
+
+  Args:
+    part: The leaves, local.
+    state: Statistics before this step; None where there is no memory.
+    options: Of the transformation.
+    context: Axes and operation.
+  """
+  if part.scheme in DENSE:
+    return None
+  scheme, group = SPARSE[part.scheme], part.leaves
+  columns = [choice.column_groups for choice in part.choices]
+  plans = leaf_tables.plans(group, scheme, options, context, columns)
+  old = [state.leaves[name] for name, _ in group] if state else None
+  tables = [as_table(leaf, options.unit_of(name)) for name, leaf in group]
+  carried = None
+  if old and not options.exact:
+    carried = [
+      carried_rows(leaf, options.unit_of(name))
+      for leaf, (name, _) in zip(old, group)
+    ]
+  exchange = table_exchange.Exchange(
+    plans,
+    scheme,
+    context,
+    remembered=[leaf.dense for leaf in old] if old else None,
+    exact=options.exact,
+  )
+  rows_only = options.rows_out and not options.exact
+  sent = exchange.begin(tables, carried=carried, rows_only=rows_only)
+  return Begun(exchange, tables, sent)
+
+
+def finish(
+  part: Part,
+  begun: Begun | None,
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+  after: jax.Array | None = None,
+) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
+  """Synchronizes the leaves of a part.
+
+  Args:
+    part: The leaves, local.
+    begun: What `begin` returned for it.
+    state: Statistics before this step; None where there is no memory.
+    options: Of the transformation.
+    context: Axes and operation.
+    after: What is to arrive before any of it is summed.
+
+  Returns:
+    What comes out for each leaf, in order, and the new statistics of those
+    leaves that have any, by name.
+  """
+  if begun:
+    return _sync_rows(part, begun, state, options, after)
+  reduce = DENSE[part.scheme]
+  out = [total(leaf, reduce, options, context) for _, leaf in part.leaves]
+  new = {}
+  if state and options.scheme == "auto":
+    for (name, leaf), choice in zip(part.leaves, part.choices):
+      table = leaf_tables.table_of(name, leaf, options)
+      new[name] = sync_state.after_dense_step(
+        state.leaves[name], table, context, choice
+      )
+  return out, new
+
+
+def _sync_rows(
+  part: Part,
+  begun: Begun,
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  after: jax.Array | None,
+) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
+  group, exchange = part.leaves, begun.exchange
+  old = [state.leaves[name] for name, _ in group] if state else None
+  result = exchange.finish(begun.sent, after=after)
+  if old and not options.exact:
+    # Rows to come out leave the table unwritten: what waits is in both.
+    written = [_table_of(target) for target in result.targets]
+    sources = begun.tables if options.rows_out else written
+    old = [
+      keep(*k, options.unit_of(k[-1].table.name))
+      for k in zip(sources, old, result.first, exchange.plans)
+    ]
+  out = [
+    leave(*r, options)
+    for r in zip(group, result.targets, result.first, exchange.plans)
+  ]
+  new = {}
+  if state and old:
+    for i, (name, _) in enumerate(group):
+      new[name] = sync_state.after_step(
+        old[i],
+        state.step,
+        result.outcomes[i],
+        exchange.plans[i],
+        exchange.context,
+        part.choices[i],
+      )
+  return out, new
+
+
+def as_table(leaf: Any, unit: Unit) -> Any:
+  """What is exchanged of a leaf: `[R, D]`, or SparseRows as they are."""
+  return leaf if is_rows(leaf) else leaf_util.as_table(leaf, unit)
+
+
+def leave(
+  named: tuple[str, Any],
+  target: Target,
+  first: Arrived,
+  plan: buffer_sizes.TablePlan,
+  options: Options,
+) -> jax.Array | SparseRows:
+  """What comes out for a leaf: as it came, unless `output` says otherwise."""
+  num_rows, leaf = plan.table.num_rows, named[1]
+  if isinstance(target, Appended):
+    rows = target.rows(num_rows)
+    return rows.to_dense() if options.output == "dense" else rows
+  if not options.rows_out:
+    table = target.table
+    if not options.exact:
+      table = withhold(table, first, plan)
+    return leaf_util.from_table(table, leaf)
+  if not options.exact:
+    return SparseRows(first.row, first.values, num_rows)
+  return SparseRows.in_place(target.table)
+
+
+def _table_of(target: Target) -> jax.Array:
+  if isinstance(target, Appended):
+    raise AssertionError("SparseRows do not wait")
+  return target.table
+
+
+def as_varying(tree: Any, axes: Axes) -> Any:
+  """Casts leaves to vary over those of `axes` that types record."""
+  recorded = frozenset(a for a in axes if compat.records_varying(a))
+
+  def cast(x):
+    missing = tuple(recorded - compat.varying_axes(jnp.asarray(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
+def sync_tree(
+  tree: Any, state: sync_state.ZenSyncState | None, options: Options
+) -> tuple[Any, dict[str, sync_state.LeafState]]:
+  """Synchronizes every leaf; `state=None` is without memory.
+
+  Returns:
+    The tree, synced, and the new state of its sparse leaves.
+  """
+  context = context_of(options)
+  leaves = local_leaves(tree, context)
+  if options.plan:
+    require_tree(options.plan, leaf_util.shapes(leaves))
+  options = following(options, state.selected if state else {})
+  options = _as_noted(leaves, state, options)
+  # Numbers that a step only writes stay outside, or they would be read.
+  memory = state
+  if state:
+    arrays = {name for name, leaf in leaves if not is_rows(leaf)}
+    memory = sync_state.read_by_a_step(state, arrays, options.exact)
+  synced, new_leaves = as_of_psum(
+    lambda tree, state: _exchanged(tree, state, options, context),
+    tree,
+    memory,
+    options,
+    context,
+  )
+  return synced, sync_state.with_rest(new_leaves, state) if state else {}
+
+
+def _exchanged(
+  tree: Any,
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> tuple[Any, dict[str, sync_state.LeafState]]:
+  """As `sync_tree`, of leaves that were looked at."""
+  leaves = leaf_util.named_leaves(tree, is_rows)
+  chosen = chosen_leaves(tree, options)
+  _check_residuals(leaves, state, options, context)
+  # One device has nothing to exchange, unless rows wait in a residual.
+  alone = context.devices == 1 and options.exact and not options.rows_out
+  if alone:
+    chosen = [False] * len(leaves)
+  elif options.scheme not in DENSE:
+    check_state(leaves, chosen, state)
+  whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if not chosen[i]}
+  summed = totals(whole, options, context)
+  out = [summed.get(i) for i in range(len(leaves))]
+  at = [i for i, sparse in enumerate(chosen) if sparse]
+  new_leaves = dict(state.leaves) if state else {}
+  parts = split([leaves[i] for i in at], options, context)
+  for part, begun, after in _begun(parts, state, options, context):
+    synced, new = finish(part, begun, state, options, context, after)
+    new_leaves |= new
+    for i, value in zip(part.at, synced):
+      out[at[i]] = value
+  structure = jax.tree.structure(tree, is_leaf=is_rows)
+  return jax.tree.unflatten(structure, out), new_leaves
+
+
+def _begun(
+  parts: Sequence[Part],
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> Iterator[tuple[Part, Begun | None, jax.Array | None]]:
+  """Each part with what was sent of it, and what its sums wait for.
+
+  Where exchanges run beside the backward pass, all pushes of zen.
+  """
+  if len(parts) == 1 or not options.overlaps:
+    for part in parts:
+      yield part, begin(part, state, options, context), None
+    return
+  begun = [begin(part, state, options, context) for part in parts]
+  marks = [x.mark for x in begun if x]
+  known = [mark for mark in marks if mark is not None]
+  after = transport.of_all(known) if len(known) > 1 else None
+  for part, sent in zip(parts, begun):
+    yield part, sent, after
+
+
+def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:
+  """`options` behind a sparsifier that selects from these leaves.
+
+  Args:
+    options: Of the transformation.
+    selected: As in `ZenSyncState`.
+  """
+  if not selected:
+    return options
+  if options.plan:
+    raise ValueError(
+      "`plan` decides for gradients that no sparsifier has selected from, but"
+      f" one before zen_sync selects elements of leaf {next(iter(selected))!r};"
+      " leave `plan` out, or the sparsifier."
+    )
+  dtypes = {name: jnp.dtype(x.dtype) for name, x in selected.items()}
+  return dataclasses.replace(options, selected=dtypes)
+
+
+def chosen_leaves(tree: Any, options: Options) -> list[bool]:
+  """For each leaf, in order, whether it travels sparse."""
+  return leaf_util.select(tree, options.sparse, options.unit, options.elements)
+
+
+def warn_of_whole(
+  leaves: Sequence[tuple[str, Any]], chosen: Sequence[bool], options: Options
+) -> None:
+  """Warns where elements were selected and the user has all of a leaf sent."""
+  for (name, leaf), sparse in zip(leaves, chosen):
+    if name not in options.selected or not leaf_util.is_table(leaf, "element"):
+      continue
+    if sparse and options.unit_of(name) != "row":
+      continue
+    given = (
+      f"unit={options.unit!r}" if sparse or not options.follows else "sparse"
+    )
+    warnings.warn(
+      f"zen_sync should send of leaf {name!r} only the elements that a"
+      f" sparsifier before it selects, and by `{given}` it sends all of it;"
+      " leave that out, and it sends elements.",
+      stacklevel=3,
+    )
+
+
+def _as_noted(
+  leaves: Sequence[tuple[str, Any]],
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+) -> Options:
+  """`options` of gradients that a sparsifier has returned just now.
+
+  Without a state they are taken as they come. A state was made for them.
+  """
+  notes = {
+    name: note
+    for name, leaf in leaves
+    if (note := chains.sent(leaf)) and name not in options.selected
+  }
+  if state is None:
+    found = {
+      name: jnp.zeros((), notes[name].wire or leaf.dtype)
+      for name, leaf in leaves
+      if name in notes
+    }
+    return following(options, found)
+  for name, leaf in leaves:
+    large = name in notes and leaf_util.is_table(leaf, "element")
+    if large and options.follows and options.scheme not in DENSE:
+      raise ValueError(
+        f"`state` must be made for what {notes[name].by} selects, and this one"
+        f" is of a zen_sync that knows of no sparsifier before it: of leaf"
+        f" {name!r} all would be sent. Make one state of the whole chain,"
+        f" `zenjax.init(optax.chain(zenjax.{notes[name].by}(..),"
+        " zenjax.zen_sync(..)), params, mesh, axis_name)`, or give zen_sync"
+        " `unit='element'`."
+      )
+  return options
+
+
+def context_of(options: Options) -> Context:
+  """Axes with their sizes; raises NameError where one is not bound."""
+  sizes = []
+  for axis in options.axes:
+    try:
+      sizes.append(int(lax.axis_size(axis)))
+    except NameError as error:
+      raise NameError(
+        "`axis_name` must be bound where gradients are synchronized, and"
+        f" {axis!r} is not; {_way_to_bind(axis)}."
+      ) from error
+  return options.context(sizes)
+
+
+def _way_to_bind(axis: str) -> str:
+  known = jax.sharding.get_abstract_mesh().axis_names
+  if axis in known:
+    return (
+      "the mesh has it, but nothing is mapped over it here; call update inside"
+      " shard_map, or wrap the step in `zenjax.data_parallel`"
+    )
+  if known:
+    return f"give a name that the mesh has, of {known}"
+  return (
+    f"call update inside shard_map, pmap or vmap over {axis!r}, or wrap the"
+    " step in `zenjax.data_parallel`"
+  )
+
+
+def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
+  """`(name, leaf)` of each gradient; ValueError where one is not local."""
+  leaves = leaf_util.named_leaves(tree, is_rows)
+  for name, leaf in leaves:
+    if is_rows(leaf):
+      require_one(f"leaf {name!r} of `updates`", leaf)
+    _check_local(name, leaf, context.axes)
+  return leaves
+
+
+def _check_local(name: str, leaf: Any, axes: Axes) -> None:
+  """Refuses a gradient that autodiff has summed already.
+
+  Types tell only under check_vma; elsewhere gradients are local anyway.
+  """
+  if leaf.dtype == jax.dtypes.float0:
+    raise TypeError(
+      f"`updates` must be gradients, and leaf {name!r} is float0, which"
+      " jax.grad(.., allow_int=True) gives for integers: there is nothing to"
+      " average; keep it out by `optax.partition`, and apply updates by"
+      " `zenjax.apply_updates`, which leaves such a parameter as it is."
+    )
+  varying = compat.varying_axes(leaf.values if is_rows(leaf) else leaf)
+  for axis in axes:
+    if axis not in varying and compat.records_varying(axis):
+      raise ValueError(
+        f"`updates` must be local gradients, and leaf {name!r} does not vary"
+        f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
+        " gradients of replicated parameters by itself. Differentiate with"
+        f" respect to `zenjax.as_varying(params, {_as_given(axes)})`, or pass"
+        " check_vma=False to shard_map."
+      )
+
+
+def _as_given(axes: Axes) -> str:
+  return repr(axes[0] if len(axes) == 1 else axes)
+
+
+def _check_residuals(
+  leaves: Sequence[tuple[str, Any]],
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
+) -> None:
+  """Raises ValueError where what waits is not that of a device."""
+  shapes = {name: tuple(leaf.shape) for name, leaf in leaves}
+  for name, leaf in state.leaves.items() if state else ():
+    if name not in shapes or (leaf.residual is None and options.exact):
+      continue
+    if leaf.residual is None or options.exact:
+      made, used = ("exact", "carry")[:: 1 if leaf.residual is None else -1]
+      raise ValueError(
+        f"`state` must be made with `on_overflow={used!r}`, as it is used, got"
+        f" one of {made!r} for leaf {name!r}; "
+        + (
+          "call `zenjax.init(tx, params, mesh, axis_name)`."
+          if leaf.residual is None
+          else "rows that wait in its residual would be lost; go on with"
+          " `on_overflow='carry'`."
+        )
+      )
+    parts, *shape = leaf.residual.shape
+    if tuple(shape) != shapes[name]:
+      raise ValueError(
+        f"`state` must keep a residual of shape {(1, *shapes[name])} of leaf"
+        f" {name!r} on a device, got {leaf.residual.shape}; call `zenjax.init("
+        "tx, params, mesh, axis_name)` with these parameters."
+      )
+    if parts != 1:
+      raise ValueError(
+        "`state` of on_overflow='carry' must keep one residual of leaf"
+        f" {name!r} on each of {context.devices} devices, got {parts}, as of"
+        f" {parts * context.devices} devices; call `zenjax.reshard(state, mesh,"
+        " axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
+        " shard_map."
+      )
+
+
+def check_state(
+  leaves: Sequence[tuple[str, Any]],
+  chosen: Sequence[bool],
+  state: sync_state.ZenSyncState | None,
+) -> None:
+  """Raises ValueError where a state remembers other leaves than these."""
+  names = {name for (name, _), sparse in zip(leaves, chosen) if sparse}
+  if state is not None and names != set(state.leaves):
+    raise ValueError(
+      "`state` must be made for these gradients: it remembers sparse leaves"
+      f" {sorted(state.leaves)}, these have {sorted(names)}; call init with"
+      " parameters of the same structure and shapes."
+    )

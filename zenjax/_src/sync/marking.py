@@ -1,0 +1,371 @@
+"""Marks in a traced step: what goes into an exchange, and what comes out.
+
+A mark is an identity that leaves no trace in a compiled program. Who holds the
+jaxpr of a step finds the values at its marks, wherever the step synchronizes:
+in a `jit` of the user's own, in the branch of `optax.MultiSteps`, in a scan.
+Contexts would not do, for JAX keeps what it traced once and would skip them.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad
+from jax.interpreters import batching
+from jax.interpreters import mlir
+import jax.numpy as jnp
+
+from zenjax._src.core import jaxprs
+from zenjax._src.core import sparse_rows
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.sync import same_program
+from zenjax._src.sync.sync_options import Options
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+  """One call of a transformation that synchronizes: equal to itself alone.
+
+  Attributes:
+    by: The transformation's name.
+    options: Of it.
+    names: Of the leaves.
+    plain: What comes out, made by plain collectives of what went in: `(leaves,
+      like) -> leaves`, `like` being shapes of what came out. None where that
+      is not known.
+    facts: What all processes must have alike, see `_same_program`: known when
+      the exchange is traced.
+  """
+
+  by: str
+  # Jaxprs show a mark: not all of this.
+  options: Options = dataclasses.field(repr=False)
+  names: tuple[str, ...] = dataclasses.field(repr=False)
+  plain: Callable[[Sequence[Any], Sequence[Any]], list[Any]] | None = (
+    dataclasses.field(default=None, repr=False)
+  )
+  facts: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+
+
+class Mark(NamedTuple):
+  """The place of an array in an exchange."""
+
+  exchange: Exchange
+  # "local" goes in, "synced" comes out; "waited" and "waits" are residuals.
+  role: str
+  leaf: int
+  num_rows: int | None  # of the table, where the leaf is SparseRows
+  field: str  # "array", or "ids" and "values" of SparseRows
+
+
+_mark_p = jex_core.Primitive("zenjax_mark")
+_mark_p.def_impl(lambda x, *, mark: x)
+_mark_p.def_abstract_eval(lambda aval, *, mark: aval)
+
+
+def _lowered(ctx, x, *, mark):
+  del ctx
+  # Once an exchange, and only where a program is really compiled.
+  if mark.role == "local":
+    same_program.compare(mark.exchange.facts)
+  return [x]
+
+
+mlir.register_lowering(_mark_p, _lowered)
+batching.defvectorized(_mark_p)
+ad.primitive_jvps[_mark_p] = lambda primals, tangents, *, mark: (
+  _mark_p.bind(*primals, mark=mark),
+  tangents[0],
+)
+
+
+def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
+  """Returns the same arrays and SparseRows with marks; None stays None."""
+  return [_marked(x, exchange, role, i) for i, x in enumerate(leaves)]
+
+
+def _marked(leaf: Any, exchange: Exchange, role: str, i: int) -> Any:
+  if leaf is None or leaf.dtype == jax.dtypes.float0:
+    return leaf
+  if not is_rows(leaf):
+    mark = Mark(exchange, role, i, None, "array")
+    return _mark_p.bind(jnp.asarray(leaf), mark=mark)
+  (ids, values), num_rows = leaf.tree_flatten()
+  bind = lambda x, field: _mark_p.bind(
+    x, mark=Mark(exchange, role, i, num_rows, field)
+  )
+  rows = SparseRows.tree_unflatten(
+    num_rows, (bind(ids, "ids"), bind(values, "values"))
+  )
+  return rows.with_facts(leaf.facts)
+
+
+class Found(NamedTuple):
+  """The value at a mark."""
+
+  mark: Mark
+  value: jax.Array  # [*turns, ...], ids as int32
+  ran: jax.Array  # [*turns] bool, whether the branch was taken
+
+
+def read(
+  jaxpr: Any,
+  args: Sequence[Any],
+  plainly: bool = False,
+  wanted: int | None = None,
+) -> tuple[list[Any], list[Found]]:
+  """Runs a program, and finds what is at its marks.
+
+  Args:
+    jaxpr: Closed.
+    args: What it is given.
+    plainly: Whether exchanges are done by their `plain` instead; where there
+      is none they stay.
+    wanted: How many of the first outputs are wanted, by default all. What
+      only others need is not run, and they are None.
+
+  Returns:
+    The outputs, and the values in the order of the program.
+
+  Raises:
+    NotImplementedError: An exchange stands in a `while_loop`, whose turns
+      nobody knows.
+  """
+  opened, consts = jaxprs.opened(jaxpr)
+  count = len(opened.outvars) if wanted is None else wanted
+  outs = [i < count for i in range(len(opened.outvars))]
+  return _Reader(plainly).run(opened, consts, args, outs)
+
+
+@dataclasses.dataclass
+class _Reader:
+  plainly: bool
+  # By exchange and role: values of its leaves, by leaf and field.
+  open: dict[tuple[Exchange, str], dict] = dataclasses.field(
+    default_factory=dict
+  )
+
+  def run(
+    self,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    wanted: Sequence[bool] | None = None,
+  ):
+    wanted = wanted or [True] * len(jaxpr.outvars)
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    found: list[Found] = []
+
+    def value_of(atom):
+      return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+
+    ahead = _Ahead(jaxpr)
+    eqns, needed = self._needed(jaxpr, wanted)
+    for eqn in eqns:
+      if eqn.primitive is _mark_p:
+        # What is replaced was not run.
+        skip = self._replaced(eqn)
+        value = None if skip else value_of(eqn.invars[0])
+        env[eqn.outvars[0]] = self._at(eqn, value, found, ahead)
+        continue
+      values = [value_of(atom) for atom in eqn.invars]
+      if has_marks(eqn):
+        used = [x in needed for x in eqn.outvars]
+        outs, inner = self._within(eqn, values, used)
+        found += inner
+      else:
+        outs = jaxprs.bind(eqn, values)
+      env.update(zip(eqn.outvars, outs))
+    outs = [
+      value_of(atom) if out else None
+      for atom, out in zip(jaxpr.outvars, wanted)
+    ]
+    return outs, found
+
+  def _needed(self, jaxpr: Any, wanted: Sequence[bool]):
+    """Returns equations that marks and outputs need, and their inputs."""
+    literal = lambda atom: isinstance(atom, jex_core.Literal)
+    outs = [x for x, out in zip(jaxpr.outvars, wanted) if out]
+    needed = {x for x in outs if not literal(x)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+      local = eqn.primitive is _mark_p and eqn.params["mark"].role == "local"
+      used = any(x in needed for x in eqn.outvars)
+      # A program that is only looked into runs whole, effects and all.
+      if self.plainly and not (local or used or has_marks(eqn)):
+        continue
+      kept.append(eqn)
+      if not self._replaced(eqn):
+        needed |= {x for x in eqn.invars if not literal(x)}
+    return kept[::-1], needed
+
+  def _replaced(self, eqn: Any) -> bool:
+    if eqn.primitive is not _mark_p or not self.plainly:
+      return False
+    mark = eqn.params["mark"]
+    return mark.role == "synced" and mark.exchange.plain is not None
+
+  def _at(self, eqn, value, found, ahead):
+    mark = eqn.params["mark"]
+    key = (mark.leaf, mark.field)
+    if mark.role == "local":
+      self.open.setdefault((mark.exchange, "local"), {})[key] = value
+      self.open.pop((mark.exchange, "plain"), None)
+    if self._replaced(eqn):
+      value = self._plain(mark.exchange, ahead)[key]
+    shown = sparse_rows.unseal(value) if mark.field == "ids" else value
+    found.append(Found(mark, shown, jnp.ones((), bool)))
+    return value
+
+  def _plain(self, exchange, ahead):
+    """Runs plain collectives: what comes out, by leaf and field."""
+    if (exchange, "plain") not in self.open:
+      local = _leaves(self.open[exchange, "local"], ahead.tables(exchange))
+      like = _leaves(ahead.synced(exchange), ahead.tables(exchange))
+      made = exchange.plain(
+        [local.get(i) for i in range(len(exchange.names))],
+        [like.get(i) for i in range(len(exchange.names))],
+      )
+      self.open[exchange, "plain"] = {
+        (i, field): value
+        for i, leaf in enumerate(made)
+        if leaf is not None
+        for field, value in _fields(leaf)
+      }
+    return self.open[exchange, "plain"]
+
+  def _within(self, eqn, values, used):
+    name = eqn.primitive.name
+    if name in jaxprs.CALLS:
+      return self.run(*jaxprs.called(eqn), values, used)
+    if name in ("checkpoint", "remat", "remat2"):
+      return self.run(*jaxprs.opened(eqn.params["jaxpr"]), values, used)
+    if name == "cond":
+      return self._cond(eqn, values)
+    if name == "scan":
+      return self._scan(eqn, values)
+    raise NotImplementedError(
+      f"`step` synchronizes inside a `{name}`, which cannot be looked into;"
+      " give `zenjax.check` a step that synchronizes outside of it."
+    )
+
+  def _cond(self, eqn, values):
+    index, *operands = values
+    branches = [jaxprs.opened(b) for b in eqn.params["branches"]]
+    shapes = []
+    for branch, consts in branches:
+      marks: list[Mark] = []
+
+      def traced(*operands, branch=branch, consts=consts, marks=marks):
+        _, found = _Reader(self.plainly).run(branch, consts, operands)
+        marks += [f.mark for f in found]
+        return [(f.value, f.ran) for f in found]
+
+      # Traced before, for a branch has to know what the others find.
+      out = jax.eval_shape(traced, *operands)
+      shapes.append((marks, out))
+
+    def branch_of(own):
+      branch, consts = branches[own]
+
+      def run(*operands):
+        outs, found = _Reader(self.plainly).run(branch, consts, operands)
+        given = []
+        for b, (_, like) in enumerate(shapes):
+          zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+          mine = [(f.value, f.ran) for f in found]
+          given.append(mine if b == own else jax.tree.map(zeros, like))
+        return outs, given
+
+      return run
+
+    outs, given = lax.switch(
+      index, [branch_of(b) for b in range(len(branches))], *operands
+    )
+    found = [
+      Found(mark, value, ran)
+      for (marks, _), values in zip(shapes, given)
+      for mark, (value, ran) in zip(marks, values)
+    ]
+    return outs, found
+
+  def _scan(self, eqn, values):
+    consts, carry, xs = jaxprs.scan_parts(eqn, values)
+    body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
+    marks: list[Mark] = []
+
+    def turn(carry, xs):
+      outs, found = _Reader(self.plainly).run(
+        body, body_consts, [*consts, *carry, *xs]
+      )
+      marks[:] = [f.mark for f in found]
+      shown = [(f.value, f.ran) for f in found]
+      return outs[: len(carry)], (outs[len(carry) :], shown)
+
+    carry, (ys, shown) = lax.scan(
+      turn,
+      carry,
+      xs,
+      length=eqn.params["length"],
+      reverse=eqn.params["reverse"],
+      unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys], [Found(m, *s) for m, s in zip(marks, shown)]
+
+
+class _Ahead:
+  """The marks of a program before it runs."""
+
+  def __init__(self, jaxpr: Any):
+    self._marks = [
+      (eqn.params["mark"], eqn.outvars[0].aval)
+      for eqn in jaxpr.eqns
+      if eqn.primitive is _mark_p
+    ]
+
+  def synced(self, exchange: Exchange) -> dict:
+    return {
+      (mark.leaf, mark.field): aval
+      for mark, aval in self._marks
+      if mark.exchange is exchange and mark.role == "synced"
+    }
+
+  def tables(self, exchange: Exchange) -> dict[int, int]:
+    return {
+      mark.leaf: mark.num_rows
+      for mark, _ in self._marks
+      if mark.exchange is exchange and mark.num_rows is not None
+    }
+
+
+def _leaves(values: dict, tables: dict[int, int]) -> dict[int, Any]:
+  """Joins fields to leaves, arrays or SparseRows; shapes as well as values."""
+  leaves = {}
+  for (leaf, field), value in values.items():
+    if field == "array":
+      leaves[leaf] = value
+    elif field == "ids":
+      both = value, values[leaf, "values"]
+      leaves[leaf] = SparseRows.tree_unflatten(tables[leaf], both)
+  return leaves
+
+
+def _fields(leaf: Any) -> list[tuple[str, Any]]:
+  if not is_rows(leaf):
+    return [("array", leaf)]
+  ids, values = leaf.tree_flatten()[0]
+  return [("ids", ids), ("values", values)]
+
+
+def has_marks(eqn: jex_core.JaxprEqn) -> bool:
+  """Tells whether a program that an equation runs has a mark."""
+  programs = list(jex_core.jaxprs_in_params(eqn.params))
+  return any(
+    inner.primitive is _mark_p or has_marks(inner)
+    for program in programs
+    for inner in jaxprs.opened(program)[0].eqns
+  )

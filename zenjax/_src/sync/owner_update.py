@@ -1,0 +1,448 @@
+"""`owner_update`: owners of rows update them, and hold the state alone."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenjax._src.core import leaf_util
+from zenjax._src.core.arguments import Capacities
+from zenjax._src.core.arguments import Partition
+from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import by_rows
+from zenjax._src.rows import row_program
+from zenjax._src.rows import touched_rows
+from zenjax._src.rows import trees
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.sync import chains
+from zenjax._src.sync import choose
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import leaf_tables
+from zenjax._src.sync import marking
+from zenjax._src.sync import owner_rows
+from zenjax._src.sync import same_program
+from zenjax._src.sync import sync_options
+from zenjax._src.sync import sync_state
+from zenjax._src.sync import table_exchange
+from zenjax._src.sync.sync_options import Options
+
+# The transformation of `owner_update`, and its state.
+
+
+class OwnerState(NamedTuple):
+  """State of `owner_update`.
+
+  Attributes:
+    sync: Statistics, as of `zen_sync`.
+    inner: Of the optimizer within, with `Owned` parts of tables.
+    owners: What these parts were made for: devices, hash and columns. None
+      where nothing is kept of tables.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> tx = zenjax.owner_update(optax.adam(1e-3), "data")
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> params = {"table": jnp.zeros((600, 32))}
+    >>> state = zenjax.init(tx, params, mesh, "data")
+    >>> int(state.sync.step), sorted(state.sync.leaves)
+    (0, ['table'])
+  """
+
+  sync: sync_state.ZenSyncState
+  inner: Any
+  owners: Any  # a `Holding`, or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+  """Devices that each update the rows that they sum."""
+
+  inner: optax.GradientTransformationExtraArgs
+  options: Options
+
+  @functools.cached_property
+  def _programs(self) -> by_rows.Programs:
+    return by_rows.Programs(self.inner)
+
+  def init(self, params: Any) -> OwnerState:
+    for axis in self.options.axes:
+      try:
+        lax.axis_size(axis)
+      except NameError as error:
+        raise ValueError(
+          "`owner_update` keeps a part of the state on each device, so it must"
+          f" be made where its axis {axis!r} is bound; call `zenjax.init(tx,"
+          " params, mesh, axis_name)` instead of `tx.init`, with one axis_name"
+          " for both."
+        ) from error
+    chains.will_sync("owner_update", params, self.options.axes)
+    make = lambda params: self.inner.init(params)
+    by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
+    context = gradient_tree.context_of(self.options)
+    chosen = leaf_util.select(params, self.options.sparse, self.options.unit)
+    leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
+    plans, partition = self._plans(params, chosen, context)
+    if plans:
+      program = self._program_of(params, chosen)
+      names = [name for name, _ in leaf_util.named_leaves(params)]
+      by_rows.warn_of_decay(program, names, plans)
+    leaves, structure = jax.tree.flatten(params)
+    empty = list(leaves)
+    for i, plan in plans.items():
+      slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
+      table = gradient_tree.as_table(leaves[i], self.options.unit)
+      table = gradient_tree.as_varying(table, context.axes)
+      leaves[i] = owner_rows.own_rows(table, slots, plan, context.axes[0])
+      # A column more tells which dimensions are columns.
+      wider = plan.layout.slots, plan.block_width + 1
+      empty[i] = jnp.zeros(wider, table.dtype)
+    inner = self.inner.init(structure.unflatten(leaves))
+    inner = self._wrapped(inner, structure, plans, context)
+    empty = self.inner.init(structure.unflatten(empty))
+    owners = self._holding(inner, empty, structure, plans, partition, context)
+    names = [plan.table.name for plan in plans.values()]
+    new = sync_state.empty_leaf(
+      None, mean=context.mean, devices=context.devices
+    )
+    memory = dict.fromkeys(names, new)
+    sync = sync_state.ZenSyncState(jnp.zeros((), jnp.int32), memory)
+    return OwnerState(sync, inner, owners)
+
+  def update(
+    self, updates: Any, state: Any, params: Any = None, **extra: Any
+  ) -> tuple[Any, OwnerState]:
+    options, context = self.options, gradient_tree.context_of(self.options)
+    op = "mean" if options.mean else "sum"
+    chains.require_linear("owner_update", op)
+    structure = jax.tree.structure(updates, is_leaf=is_rows)
+    leaves = gradient_tree.local_leaves(updates, context)
+    names = [name for name, _ in leaves]
+    exchange = marking.Exchange("owner_update", options, tuple(names))
+    local = marking.marked([leaf for _, leaf in leaves], exchange, "local")
+    leaves = list(zip(names, local))
+    chosen = leaf_util.select(updates, options.sparse, options.unit)
+    gradient_tree.check_state(leaves, chosen, state.sync)
+    plans, _ = self._plans(updates, chosen, context)
+    owner_rows.require(state.owners, plans.values(), context.devices)
+    dense = dataclasses.replace(options, output="dense")
+    whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if i not in plans}
+    summed = gradient_tree.totals(whole, dense, context)
+    grads = [summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
+    program = self._program_of(updates, chosen, params, state, extra)
+    owner = owner_rows.Owner(
+      inner=self.inner,
+      program=program,
+      structure=structure,
+      plans=plans,
+      grads=grads,
+      params=self._tables(params, structure, plans),
+      extra=extra,
+      axis=context.axes[0],
+      scaled=context.scaled,
+    )
+    inner = owner_rows.unwrapped(state.inner)
+    out, sync = [None] * len(leaves), state.sync
+    if plans:
+      tables, inner, sync, owner = self._exchange(
+        leaves, owner, inner, state.sync, context
+      )
+      for i, value in tables.items():
+        out[i] = value
+    rest, inner = owner.finish(inner)
+    out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
+    sync = sync._replace(step=sync.step + 1)
+    out = marking.marked(out, exchange, "synced")
+    facts = same_program.described("owner_update", options, updates)
+    exchange.facts.update(facts)
+    inner = self._wrapped(inner, structure, plans, context)
+    new = OwnerState(sync, inner, state.owners)
+    return structure.unflatten(out), new
+
+  def _tables(self, params, structure, plans):
+    """Leaves, those that travel sparse as `[R, D]`."""
+    if params is None:
+      return None
+    leaves = structure.flatten_up_to(params)
+    return [
+      gradient_tree.as_table(x, self.options.unit) if i in plans else x
+      for i, x in enumerate(leaves)
+    ]
+
+  def _exchange(self, leaves, owner, inner, sync, context):
+    """Updates of tables by the leaf's number, the state, statistics."""
+    plans = owner.plans
+    group = [leaves[i] for i in plans]
+    exchange = table_exchange.Exchange(
+      list(plans.values()),
+      SPARSE["zen"],
+      dataclasses.replace(context, mean=False),
+    )
+    begun = exchange.begin(
+      [gradient_tree.as_table(leaf, self.options.unit) for _, leaf in group]
+    )
+    result = exchange.finish(begun, owner=owner, owned=inner)
+    tables, memory = {}, dict(sync.leaves)
+    for k, ((i, plan), named) in enumerate(zip(plans.items(), group)):
+      tables[i] = gradient_tree.leave(
+        named, result.targets[k], result.first[k], plan, self.options
+      )
+      memory[plan.table.name] = sync_state.after_step(
+        memory[plan.table.name],
+        sync.step,
+        result.outcomes[k],
+        plan,
+        context,
+        choose.Choice("zen", plan.column_groups),
+      )
+    return tables, result.owned, sync._replace(leaves=memory), result.owner
+
+  def _plans(self, tree, chosen, context):
+    """Of the leaves that travel sparse, by number, and who is to own rows.
+
+    Owners are those of arrays, whatever form gradients have: the state is laid
+    out by them.
+    """
+    named = leaf_util.named_leaves(tree, is_rows)
+    at = [i for i, sparse in enumerate(chosen) if sparse]
+    if not at:
+      return {}, "hash"
+    by_columns = self._program_of(tree, chosen).splits_columns
+    if not by_columns:
+      self._require_tables([named[i] for i in at])
+    if not by_columns and self.options.partition not in ("auto", "hash"):
+      raise ValueError(
+        "`partition` must be 'hash' or 'auto' where `tx` needs whole rows, as"
+        f" row_adagrad does, got {self.options.partition!r}."
+      )
+    wanted = self.options.partition if by_columns else "hash"
+    columns = []
+    for i in at:
+      name, leaf = named[i]
+      shape: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+      table = leaf_tables.table_of(name, shape, self.options)
+      columns.append(
+        buffer_sizes.choose_column_groups(table, context.sizes[-1], wanted)
+      )
+    group = [named[i] for i in at]
+    scheme = SPARSE["zen"]
+    plans = leaf_tables.plans(group, scheme, self.options, context, columns)
+    return dict(zip(at, plans)), wanted
+
+  def _require_tables(self, named):
+    """Refuses leaves that `tx` sees in another shape, if that matters to it."""
+    for name, leaf in named:
+      if leaf.ndim != 2 or self.options.unit != "row":
+        raise ValueError(
+          "`tx` of owner_update must update single elements, or leaves of two"
+          f" dimensions by rows: it takes rows of leaf {name!r} together, which"
+          f" has shape {leaf.shape}; leave that leaf out by `sparse=`."
+        )
+
+  def _program_of(self, tree, chosen, params=None, state=None, extra=None):
+    """The update of whole tables; without a state, as for a first step.
+
+    Raises:
+      ValueError: It does not update tables by rows.
+    """
+    types = self._table_types(tree, chosen)
+    params = None if params is None else self._table_types(params, chosen)
+    make = lambda params: self.inner.init(params)
+    whole = jax.eval_shape(make, types if params is None else params)
+    if state is not None:
+      own = jax.tree.leaves(owner_rows.unwrapped(state.inner))
+      leaves, structure = jax.tree.flatten(whole)
+      whole = structure.unflatten(
+        [
+          row_program.type_of(x).update(shape=w.shape)
+          for x, w in zip(own, leaves)
+        ]
+      )
+    given = types if state is None else params
+    try:
+      program = self._programs.of(types, whole, given, extra or {}, chosen)
+    except NameError as error:
+      raise ValueError(
+        f"`tx` must not synchronize devices, but it wants an axis of them"
+        f" ({error}); owner_update is in the place of zen_sync."
+      ) from error
+    names = [name for name, _ in leaf_util.named_leaves(tree, is_rows)]
+    by_rows.require(program, names, "tx", by_rows.REMEDY)
+    return program
+
+  def _table_types(self, tree, chosen):
+    """Types of leaves; of those that travel sparse as `[R, D]`."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+    found = []
+    for leaf, is_table in zip(leaves, chosen):
+      kind = row_program.type_of(leaf)
+      if is_table:
+        shape = leaf_util.table_shape(kind, self.options.unit)
+        kind = kind.update(shape=shape)
+      found.append(kind)
+    return structure.unflatten(found)
+
+  def _wrapped(self, inner, structure, plans, context):
+    """The state with what has rows of a table marked as a part."""
+    at = [touched_rows.ALL] * structure.num_leaves
+    for i, plan in plans.items():
+      at[i] = touched_rows.At(jnp.zeros(0, jnp.int32), plan.layout.slots)
+    tags = trees.tagged(
+      self.inner, inner, structure.unflatten(at), touched_rows.ALL
+    )
+
+    def wrap(leaf, at):
+      if not at.has(leaf):
+        return leaf
+      return owner_rows.Owned(gradient_tree.as_varying(leaf, context.axes))
+
+    return jax.tree.map(wrap, inner, tags)
+
+  def _holding(self, inner, empty, structure, plans, partition, context):
+    """Describes the owners of a new state's parts; None where it has none.
+
+    `empty` is of tables of zeros that have a column more.
+    """
+    number = dict(zip(plans, range(len(plans))))
+    at = [number.get(i, -1) for i in range(structure.num_leaves)]
+    at = structure.unflatten(at)
+    tables = trees.tagged(self.inner, owner_rows.unwrapped(inner), at, -1)
+    if jax.tree.structure(empty) != jax.tree.structure(tables):
+      raise ValueError(
+        "`tx` must keep the same of a table whatever its shape, as owners of"
+        " more devices have less of it, but with a column more it keeps other"
+        " arrays; choose leaves by their names, not by shapes, as in"
+        " `optax.masked` and `optax.multi_transform`."
+      )
+    nodes, parted = jax.tree.flatten(inner, is_leaf=owner_rows.is_owned)
+    each = zip(nodes, parted.flatten_up_to(tables), parted.flatten_up_to(empty))
+    parts = [one for one in each if owner_rows.is_owned(one[0])]
+    if not parts:
+      return None
+    lies = [
+      owner_rows.Lies(table, int(node.part.shape[1:2] != fill.shape[1:2]))
+      for node, table, fill in parts
+    ]
+    padding = [fill.reshape(-1)[0].astype(jnp.float32) for *_, fill in parts]
+    devices = context.devices
+    facts = [owner_rows.facts_of(p, devices, partition) for p in plans.values()]
+    facts = jnp.asarray(np.array([facts], np.uint32))
+    made_for = owner_rows.Holding(
+      tables={owner_rows.key_of(plans.values(), devices): facts},
+      leaves=jnp.asarray(np.array([lies], np.uint32)),
+      padding=jnp.stack(padding)[None],
+    )
+    return gradient_tree.as_varying(made_for, context.axes)
+
+
+def owner_update(
+  tx: optax.GradientTransformation,
+  axis_name: str,
+  *,
+  sparse: SparseSpec = None,
+  op: str = "mean",
+  partition: Partition = "auto",
+  wire_dtype: Any = None,
+  capacities: Capacities = None,
+  hash_seed: int = 0,
+  ids_first: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Synchronizes gradients and runs `tx` at the owner of each row.
+
+  In the place of `chain(zen_sync(axis_name), lazy_rows(tx))`. There every
+  device gets all sums and updates all of them, with a state of its own of every
+  table. Here the owner of a row, who sums its gradients, also updates it, and
+  sends the update back in the place of the sum: as many bytes, an n-th of the
+  optimizer's work and of its memory on each of `n` devices, as in ZeRO. Losses
+  are the same. Leaves that do not travel sparse take `pmean` and `tx` on every
+  device. A zen_sync of the same axis before it would be a second: `zenjax.init`
+  refuses that.
+
+  The state differs between devices: make it with `zenjax.init`, and place it by
+  `zenjax.state_specs`. It says for which owners it was made, and a step refuses
+  it where rows have others; `zenjax.reshard` moves it to another number of
+  devices, and to the form to save, in the order of rows. Rows that no device
+  touched keep state and parameters, as in `lazy_rows`.
+
+  Args:
+    tx: What updates a row by that row's gradient, state and parameters, and
+      by values of all gradients, as for `lazy_rows`. For such values, a norm
+      say, owners reduce the rows of every push before the first is updated, and
+      exchange the results: one small collective for each norm that needs
+      another, and pushes of a further round are sent once more.
+    axis_name: One axis that devices are mapped over.
+    sparse: As for `zen_sync`, like all that follow.
+    op: See there.
+    partition: See there. What is no business of single elements, as
+      `row_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
+    wire_dtype: See there; updates are cast too.
+    capacities: See there.
+    hash_seed: See there.
+    ids_first: See there.
+
+  Returns:
+    A transformation from local gradients, arrays or SparseRows, to updates that
+    are equal on all devices, for `zenjax.apply_updates`.
+
+  Raises:
+    ValueError: An argument is out of range; `axis_name` is more than one axis;
+      `tx` updates rows by others (see `lazy_rows`), accumulates gradients
+      (`optax.MultiSteps`), needs whole rows with a `partition` by columns or
+      of a leaf that has not two dimensions; the state was not made by
+      `zenjax.init`, or for other owners.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> adagrad = optax.adagrad(1.0, initial_accumulator_value=0.0)
+    >>> tx = zenjax.owner_update(adagrad, "data", sparse=True)
+    >>> table = jnp.zeros((1000, 8))
+    >>> state = zenjax.init(tx, table, mesh, "data")
+    >>> squares = state.inner[0].sum_of_squares.part
+    >>> squares.addressable_shards[0].data.size, table.size  # half, padded
+    (4096, 8000)
+    >>> def step(table, state, ids):
+    ...   loss, grads = zenjax.value_and_grad(lambda t: t[ids].sum())(table)
+    ...   updates, state = tx.update(grads, state, table)
+    ...   return zenjax.apply_updates(table, updates), state, loss
+    >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    >>> table, state, _ = step(table, state, jnp.array([3, 3, 5, 9]))
+    >>> table[jnp.array([3, 4, 5]), 0].round(3).tolist()
+    [-1.0, 0.0, -1.0]
+
+  References:
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", SC 2020, stage 1.
+  """
+  options = sync_options.check(
+    axis_name,
+    **sync_options.DEFAULTS
+    | dict(
+      sparse=sparse,
+      op=op,
+      partition=partition,
+      wire_dtype=wire_dtype,
+      capacities=capacities,
+      hash_seed=hash_seed,
+      ids_first=ids_first,
+    ),
+  )
+  if len(options.axes) > 1:
+    raise ValueError(
+      f"`axis_name` must be one axis for owner_update, got {axis_name!r}; give"
+      " the axis of the fastest links, and average over the others before, or"
+      " use `zen_sync` and `lazy_rows`."
+    )
+  owners = Owners(optax.with_extra_args_support(tx), options)
+  return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -1,0 +1,267 @@
+"""What zen_sync remembers: statistics, what is dense, residuals.
+
+Every array is small, of fixed shape and equal on all devices, residuals
+excepted, so the state checkpoints as it is and never causes a recompile.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax import core
+import jax.numpy as jnp
+
+from zenjax._src.machine import cost
+from zenjax._src.schemes import dense_path
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.registry import DENSE
+from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.sync.choose import Choice
+from zenjax._src.sync.outcome import Outcome
+
+# Steps whose needs are kept, for the advice on capacities.
+HISTORY = 64
+# In place of the needs of a step above break-even.
+DENSE_STEP = -1
+# Names that a state keeps as numbers.
+SCHEMES = (*SPARSE, *DENSE)
+PREDICTED = cost.CANDIDATES
+
+Node = TypeVar("Node")
+
+
+class Sizes(NamedTuple):
+  """Static facts of a leaf, kept as numbers so that a report needs no more."""
+
+  num_rows: Any
+  width: Any
+  devices: Any
+  row_groups: Any
+  column_groups: Any
+  push: Any  # capacity of the first round
+  pull: Any
+  mean: Any  # 1 for op="mean", 0 for op="sum"
+  scheme: Any  # index in `SCHEMES`
+
+
+class Last(NamedTuple):
+  """Numbers of the last step."""
+
+  local_rows: Any  # nonzero rows of a device, mean
+  union_rows: Any
+  push_need: Any  # rows of the fullest (source, group) pair
+  pull_need: Any  # rows of the fullest group's union
+  push_mean: Any  # rows of a pair, mean
+  rounds: Any
+  overflow_rows: Any
+  wire_bytes: Any
+  dense_bytes: Any
+  went_dense: Any
+  withheld: Any  # 1 where rows wait for the next step
+
+
+class LeafState(NamedTuple):
+  """Memory of one sparse leaf."""
+
+  sizes: jax.Array  # [len(Sizes)] int32
+  last: jax.Array  # [len(Last)] float32
+  history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
+  predicted: jax.Array  # [len(PREDICTED)] float32, seconds, of scheme="auto"
+  dense: jax.Array  # [] bool, travels dense next time
+  residual: jax.Array | None  # [1, *leaf.shape] on a device, or None
+
+  @property
+  def waiting(self) -> jax.Array:
+    """Whether some residual is not zero: `[] bool`."""
+    return self.last[Last._fields.index("withheld")] > 0
+
+
+class ZenSyncState(NamedTuple):
+  """State of `zen_sync`: the number of steps and the memory of each leaf.
+
+  Example:
+    >>> import zenjax
+    >>> params = {"table": jnp.zeros((600, 32)), "bias": jnp.zeros(32)}
+    >>> state = zenjax.zen_sync("data").init(params)
+    >>> int(state.step), sorted(state.leaves)
+    (0, ['table'])
+  """
+
+  step: jax.Array  # [] int32
+  leaves: dict[str, LeafState]  # by name; leaves that travel sparse
+  # By name, leaves that a sparsifier before it selects from: 1 for op="mean"
+  # and 0 for op="sum", in the dtype that it rounds them to. Names and dtypes
+  # are known when a step is traced, and when a checkpoint is restored into a
+  # state.
+  selected: dict[str, jax.Array] = {}
+
+
+def empty_leaf(
+  residual: jax.Array | None, *, mean: bool, devices: int
+) -> LeafState:
+  """The state of a leaf before the first step, `devices` 0 if unknown."""
+  nothing = Sizes(*[0] * len(Sizes._fields))
+  sizes = nothing._replace(mean=int(mean), devices=devices)
+  return LeafState(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.zeros(len(Last._fields), jnp.float32),
+    history=jnp.zeros((HISTORY, 2), jnp.int32),
+    predicted=jnp.zeros(len(PREDICTED), jnp.float32),
+    dense=jnp.zeros((), bool),
+    residual=residual,
+  )
+
+
+def read_by_a_step(
+  state: ZenSyncState, arrays: Collection[str], exact: bool
+) -> ZenSyncState:
+  """`state` with None for all that a step writes and does not read.
+
+  Args:
+    state: Before the step.
+    arrays: Names of leaves that are arrays: what is dense is remembered.
+    exact: Whether no rows wait; else `last` tells whether some do.
+  """
+
+  def read(name: str, leaf: LeafState) -> LeafState:
+    written = ["sizes", "predicted"]
+    written += ["last"] * exact
+    written += ["dense"] * (not exact or name not in arrays)
+    return leaf._replace(**dict.fromkeys(written))
+
+  leaves = {name: read(name, leaf) for name, leaf in state.leaves.items()}
+  return ZenSyncState(state.step, leaves)
+
+
+def with_rest(
+  leaves: dict[str, LeafState], state: ZenSyncState
+) -> dict[str, LeafState]:
+  """Leaves of which a step has left something None: that stays as it was."""
+
+  def filled(leaf: LeafState, old: LeafState) -> LeafState:
+    left = {k: x for k, x in old._asdict().items() if getattr(leaf, k) is None}
+    return leaf._replace(**left)
+
+  return {k: filled(leaf, state.leaves[k]) for k, leaf in leaves.items()}
+
+
+def after_step(
+  leaf: LeafState,
+  count: jax.Array,
+  outcome: Outcome,
+  plan: TablePlan,
+  context: Context,
+  choice: Choice,
+) -> LeafState:
+  """The state of a leaf after step number `count`."""
+  table, layout = plan.table, plan.layout
+  sizes = Sizes(
+    num_rows=table.num_rows,
+    width=table.width,
+    devices=context.devices,
+    row_groups=layout.groups,
+    column_groups=plan.column_groups,
+    push=plan.first.push,
+    pull=plan.first.pull,
+    mean=int(context.mean),
+    scheme=SCHEMES.index(choice.scheme),
+  )
+  last = Last(
+    local_rows=outcome.local_rows,
+    union_rows=outcome.union_rows,
+    push_need=outcome.push_need,
+    pull_need=outcome.pull_need,
+    push_mean=outcome.push_mean,
+    rounds=outcome.rounds,
+    overflow_rows=outcome.overflow_rows,
+    wire_bytes=outcome.wire_bytes,
+    dense_bytes=dense_path.received_bytes(table, context.devices),
+    went_dense=outcome.went_dense.astype(jnp.float32),
+    withheld=outcome.withheld.astype(jnp.float32),
+  )
+  need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
+  need = jnp.where(outcome.above, DENSE_STEP, need)
+  return leaf._replace(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
+    history=leaf.history.at[count % HISTORY].set(need),
+    dense=outcome.dense_next,
+    predicted=_predicted(choice),
+  )
+
+
+def after_dense_step(
+  leaf: LeafState, table: Table, context: Context, choice: Choice
+) -> LeafState:
+  """The state of a leaf that was summed as it is, and not looked at."""
+  dense = dense_path.received_bytes(table, context.devices)
+  sizes = Sizes(
+    num_rows=table.num_rows,
+    width=table.width,
+    devices=context.devices,
+    row_groups=1,
+    column_groups=1,
+    push=0,
+    pull=0,
+    mean=int(context.mean),
+    scheme=SCHEMES.index(choice.scheme),
+  )
+  last = Last(*[float("nan")] * len(Last._fields))
+  last = last._replace(
+    rounds=0.0,
+    overflow_rows=0.0,
+    withheld=0.0,
+    wire_bytes=dense,
+    dense_bytes=dense,
+    went_dense=1.0,
+  )
+  return leaf._replace(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.array(last, jnp.float32),
+    predicted=_predicted(choice),
+    # Nothing was counted: there is nothing to advise.
+    dense=jnp.ones((), bool),
+  )
+
+
+def _predicted(choice: Choice) -> jax.Array:
+  """The best of every candidate, zero where none was predicted."""
+  best: dict[str, float] = dict.fromkeys(PREDICTED, 0.0)
+  for prediction in reversed(choice.predictions):
+    best[prediction.scheme] = prediction.seconds
+  return jnp.array([best[name] for name in PREDICTED], jnp.float32)
+
+
+def require_numbers(state: Any, function: str) -> None:
+  """Raises `TypeError` inside a trace, where there is nothing to read yet."""
+  if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(state)):
+    raise TypeError(
+      "`state` must hold numbers, and inside `jit`, `shard_map` or `pmap` there"
+      f" are none yet; call `zenjax.{function}` on the state that the step"
+      " returned, outside of it."
+    )
+
+
+def require(state: Any) -> list[ZenSyncState]:
+  """As `find`; raises `ValueError` where there is none."""
+  found = find(state)
+  if not found:
+    raise ValueError(
+      "`state` must hold a ZenSyncState, got"
+      f" {type(state).__name__}; give the state that"
+      " `optax.chain(zen_sync(..), ..)` returned."
+    )
+  return found
+
+
+def find(state: Any) -> list[ZenSyncState]:
+  """Every `ZenSyncState` inside an optimizer state, in order."""
+  return nodes(state, ZenSyncState)
+
+
+def nodes(state: Any, kind: type[Node]) -> list[Node]:
+  """Every node of a kind inside an optimizer state, in order."""
+  is_one = lambda node: isinstance(node, kind)
+  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

@@ -1,0 +1,424 @@
+"""`zen_sync`: gradient synchronization as an optax transformation."""
+
+from collections.abc import Mapping, Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.core import collectives
+from zenjax._src.core import leaf_util
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.arguments import Capacities
+from zenjax._src.core.arguments import Partition
+from zenjax._src.core.arguments import SchemeName
+from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.arguments import Unit
+from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.link_models import Link
+from zenjax._src.schemes.registry import DENSE
+from zenjax._src.sync import chains
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import marking
+from zenjax._src.sync import same_program
+from zenjax._src.sync import sync_options
+from zenjax._src.sync import sync_state
+from zenjax._src.sync.plans import Plan
+from zenjax._src.sync.plans import require_tree
+from zenjax._src.sync.sync_options import Options
+
+# What `zen_sync` stands for, by JAX's own collectives and nothing else.
+#
+# `zenjax.check` runs a step with it in the place of an exchange.
+
+
+def means(
+  leaves: Sequence[Any], like: Sequence[Any], options: Options
+) -> list[Any]:
+  """Returns the mean or sum of each leaf over devices, formed as `like`."""
+  return [
+    None if x is None else _mean(x, shape, options)
+    for x, shape in zip(leaves, like)
+  ]
+
+
+def _mean(leaf: Any, like: Any, options: Options) -> Any:
+  if is_rows(leaf) and is_rows(like):
+    return _rows(leaf, like.values.shape[0], options)
+  whole = leaf.combine().to_dense() if is_rows(leaf) else leaf
+  reduce = lax.pmean if options.mean else lax.psum
+  wide = collectives.accumulator(whole.dtype)
+  mean = reduce(whole.astype(wide), options.axes)
+  if is_rows(like):
+    return SparseRows.in_place(mean.astype(like.values.dtype))
+  return mean.astype(like.dtype)
+
+
+def _rows(rows: SparseRows, room: int, options: Options) -> SparseRows:
+  """Gathers rows of all devices, each once; `room` is enough for them."""
+  ids, values = rows.indices, rows.values
+  for axis in reversed(options.axes):
+    ids = lax.all_gather(ids, axis).reshape(-1)
+    values = lax.all_gather(values, axis).reshape(-1, values.shape[-1])
+  wide = collectives.accumulator(values.dtype)
+  total = SparseRows(ids, values.astype(wide), rows.num_rows).combine()
+  devices = collectives.size(options.axes) if options.mean else 1
+  missing = max(0, room - total.capacity)
+  ids = jnp.pad(total.indices, (0, missing), constant_values=rows.num_rows)
+  values = jnp.pad(total.values / devices, ((0, missing), (0, 0)))
+  values = values.astype(rows.values.dtype)
+  return SparseRows(ids[:room], values[:room], rows.num_rows)
+
+
+def zen_sync(
+  axis_name: AxisName,
+  *,
+  sparse: SparseSpec = None,
+  scheme: SchemeName = "zen",
+  op: str = "mean",
+  on_overflow: str = "exact",
+  output: str = "same",
+  unit: Unit = "auto",
+  partition: Partition = "auto",
+  wire_dtype: Any = None,
+  capacities: Capacities = None,
+  hash_seed: int = 0,
+  link: Link | None = None,
+  profile: Mapping[str, Profile] | None = None,
+  ids_first: bool = False,
+  overlap: bool = False,
+  plan: Plan | None = None,
+  exchange: str = "collectives",
+) -> optax.GradientTransformationExtraArgs:
+  """Averages gradients over devices, sending only rows that are not zero.
+
+  Unlike other optax transformations this one takes *local* gradients, those
+  of this device's part of the batch, and returns *global* ones, equal on all
+  devices: what `jax.lax.pmean` returns, to rounding, for every input. It is
+  used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
+  chain. Leaves that do not travel sparse take `pmean`, with its dtypes (means
+  of integers are floating), small ones together in
+  one sum where CPUs of several processes would send them one after the other,
+  so the one line replaces the user's own.
+
+  A gradient may be an array, of which rows of zeros stay where they are, or
+  `SparseRows`, as `zenjax.value_and_grad` gives them of tables that are only
+  looked up: then nothing on the way has the size of the table, and what comes
+  out are the rows of all devices, each once, for `zenjax.lazy_rows`. They have
+  room for the look-ups of all devices, or the whole table if that is less.
+
+  Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
+  parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
+
+  Around it `optax.MultiSteps` accumulates what differs between devices: make
+  that state with `zenjax.init`, as for `on_overflow="carry"`. It needs arrays,
+  of `jax.grad`: SparseRows of several batches are added with `+` and given to
+  one `update`.
+
+  A leaf is synchronized once along an axis: `zenjax.init` refuses a chain with
+  another zen_sync, or `owner_update`, for it. `tx.init` cannot: it sees one
+  transformation at a time.
+
+  Derivatives through it, of an update by what it was made of, are those of
+  `jax.lax.pmean`, rounding for the wire left aside, in either direction and of
+  any order. SparseRows come out with a derivative where their ids decide which
+  rows they are. Else, and of what `on_overflow="carry"` keeps, a
+  NotImplementedError says so.
+
+  Transforms that branch on local gradients (`optax.apply_if_finite`) go after
+  zen_sync: `chain(zen_sync(..), apply_if_finite(adam(..), ..))`. Around it
+  they would send devices down different branches, and the devices hang.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.scale(2))
+    >>> params = jnp.zeros((6, 2))
+    >>> grads = jnp.zeros((2, 6, 2)).at[0, 1].set(2.0).at[1, 4].set(4.0)
+    >>> update = jax.vmap(
+    ...   lambda g: tx.update(g, tx.init(params))[0], axis_name="data"
+    ... )
+    >>> jax.jit(update)(grads)[0, :, 0].tolist()  # the same on both devices
+    [0.0, 2.0, 0.0, 0.0, 4.0, 0.0]
+
+  Args:
+    axis_name: The axis that devices are mapped over; a tuple from the slowest
+      link to the fastest (`("host", "device")`) for the hierarchical form.
+    sparse: Which leaves travel sparse: a pytree prefix of bools, or a
+      callable `(name, leaf) -> bool`, named as in `zenjax.report`. By default
+      those of two dimensions, at least 512 rows and 64 KiB, and more than 4
+      times as many rows as columns; with another `unit` than rows, any of
+      64 KiB. A leaf judged wrongly costs time, never a wrong result. A
+      `UserWarning` tells of a callable that chooses no leaf.
+    scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
+      of the systems before it: `"all_gather"` (everyone gets all rows),
+      `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
+      (SparCML), `"block_sparse"` (OmniReduce), `"dense"` (`psum`) and
+      `"ring"` (the same bytes, step by step). `"auto"` predicts the time of
+      each for every leaf and takes the fastest; `zenjax.report` shows them.
+    op: `"mean"` or `"sum"`.
+    on_overflow: `"exact"` exchanges rows that do not fit the first round's
+      buffers in further rounds. `"carry"` keeps them for the next step in a
+      per-device residual; make that state with `zenjax.init`.
+    output: What comes out for leaves that travel sparse: `"same"` as came in,
+      `"dense"` for arrays, `"rows"` for `SparseRows`. Of an array these hold
+      as many rows as the table, the only exact bound, and with
+      `on_overflow="carry"` as many as one round brings.
+    unit: What is sent or not as a whole: `"row"` (the last dimension),
+      `"element"`, or a number of consecutive elements. SparseRows are rows.
+      `"auto"` are rows, or what the scheme has in their place, and elements for
+      leaves that a sparsifier before it in the chain selects from (`top_k`,
+      `threshold`, `random_k`, with `error_feedback` or without): init the
+      chain as a whole.
+    partition: Who sums a row: `"hash"` spreads rows over devices, `"columns"`
+      splits every row, a number `g` that divides the devices makes `g` column
+      groups of hashed rows; `"auto"` takes the fewest bytes by formula.
+    wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
+      switch; sums stay in float32. It must have the range of the leaf's dtype,
+      as bfloat16 has float32's; float16 has it of float16, and of means of what
+      `error_feedback(wire_dtype=jnp.float16)` before it has rounded.
+    capacities: Rows that the first round's buffers hold, `(push, pull)` for
+      all leaves, cut to the rows that each has, or a mapping from leaf name;
+      `zenjax.report` advises them. The
+      rest follows in parts of these, so small ones cost turns, never rows. Of
+      large ones that pay in no step a `UserWarning` says so.
+    hash_seed: Draws another hash.
+    link: What connects the devices, for `scheme="auto"`; by default 100 Gbit/s
+      with 10 microseconds.
+    profile: Densities of leaves by name, for `scheme="auto"`: what
+      `zenjax.profile(state)` says after some steps. By default a vocabulary's,
+      1 % on a device.
+    ids_first: Sends ids of SparseRows in collectives of their own. Ids come
+      with the batch, so where collectives run beside computation (GPUs) they
+      are exchanged, and unions formed, while the backward pass still computes
+      the values: seen in compiled schedules, measured on none. Elsewhere it
+      only costs two latencies more, and arrays it leaves as they are.
+    overlap: Gives each table an exchange of its own, which leaves when that
+      gradient is complete, and not when the last one is. In schedules compiled
+      for GPUs, and for TPUs with the compiler option
+      `xla_tpu_enable_async_all_to_all`, the push of each stands beside backward
+      work; on TPUs sums of "zen" wait for all pushes, or one table's would take
+      the place of backward work beside another's push. CPUs run nothing beside
+      an exchange: there it only costs latencies. It is for tables whose
+      gradients are complete early.
+    plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
+      `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
+    exchange: What carries rows between devices. `"collectives"` run everywhere
+      and send whole buffers, padding and all. `"remote_copies"` is for TPUs:
+      one kernel in the place of each collective, by which every device writes
+      the rows that it has into the memory of the others, counts first. Padding
+      stays where it is (ids travel as before), so buffers are larger and
+      further rounds fewer. The sums are the same bits. It was compiled for
+      TPUs and checked in a simulator, and measured on none; nothing runs
+      beside such a kernel. For one axis, inside `shard_map` over all axes of
+      its mesh, at most 127 tables of at most 32 bits an element.
+
+  Returns:
+    A transformation whose state is a `ZenSyncState`.
+
+  Raises:
+    ValueError: An argument is out of range, a gradient was already summed by
+      autodiff, a leaf does not fit what was asked for, or a plan was made for
+      other leaves, devices or another JAX.
+    TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
+      as `jax.grad(.., allow_int=True)` gives of integers.
+    NotImplementedError: `exchange="remote_copies"` cannot serve what it was
+      given; on other platforms than TPUs it says so when a step is compiled.
+    NameError: In `update`, when no axis of that name is bound.
+
+  References:
+    Wang et al., [ZEN: Empowering Distributed Training with Sparsity-driven
+    Data Synchronization](https://www.usenix.org/conference/osdi25/presentation/wang-zhuang),
+    OSDI 2025.
+  """
+  options = sync_options.check(
+    axis_name,
+    sparse=sparse,
+    scheme=scheme,
+    op=op,
+    on_overflow=on_overflow,
+    output=output,
+    unit=unit,
+    partition=partition,
+    wire_dtype=wire_dtype,
+    capacities=capacities,
+    hash_seed=hash_seed,
+    link=link,
+    profile=profile,
+    ids_first=ids_first,
+    overlap=overlap,
+    plan=plan,
+    exchange=exchange,
+  )
+
+  def init_fn(params: optax.Params) -> Any:
+    return _init(params, options)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, sync_state.ZenSyncState]:
+    del params, extra_args
+    chains.require_linear("zen_sync", op)
+    exchange = _exchange(updates, options)
+    state = _with_residuals(state, exchange, "waited")
+    updates = _marked(updates, exchange, "local")
+    synced, leaves = gradient_tree.sync_tree(updates, state, options)
+    facts = same_program.described("zen_sync", options, updates)
+    exchange.facts.update(facts)
+    synced = _marked(synced, exchange, "synced")
+    state = state._replace(step=state.step + 1, leaves=leaves)
+    return synced, _with_residuals(state, exchange, "waits")
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
+  chains.will_sync("zen_sync", params, options.axes)
+  leaves: dict[str, sync_state.LeafState] = {}
+  named = leaf_util.named_leaves(params, is_rows)
+  selected = {
+    name: jnp.full((), options.mean, note.wire or leaf.dtype)
+    for name, leaf in named
+    if (note := chains.will_sum(leaf, options.axes))
+  }
+  options = gradient_tree.following(options, selected)
+  if options.plan:
+    require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
+  if options.scheme not in DENSE:
+    chosen = gradient_tree.chosen_leaves(params, options)
+    leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
+    gradient_tree.warn_of_whole(named, chosen, options)
+    for (name, leaf), sparse in zip(named, chosen):
+      if sparse:
+        residual = None if options.exact else _residual(leaf, options)
+        # Where a residual is kept its axes are bound.
+        devices = 0 if options.exact else collectives.size(options.axes)
+        leaves[name] = sync_state.empty_leaf(
+          residual, mean=options.mean, devices=devices
+        )
+  return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
+
+
+def _exchange(updates: Any, options: Options) -> marking.Exchange:
+  names = tuple(name for name, _ in leaf_util.named_leaves(updates, is_rows))
+  plain = functools.partial(means, options=options)
+  return marking.Exchange(
+    "zen_sync",
+    options,
+    names,
+    # Rows that wait are no part of a plain mean.
+    plain if options.exact else None,
+  )
+
+
+def _marked(tree: Any, exchange: marking.Exchange, role: str) -> Any:
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  marked = marking.marked(leaves, exchange, role)
+  for leaf, same in zip(leaves, marked):
+    chains.hand_on(leaf, same)
+  return structure.unflatten(marked)
+
+
+def _with_residuals(state: Any, exchange: marking.Exchange, role: str) -> Any:
+  """`state` with marks at what waits."""
+  if exchange.options.exact:
+    return state
+  known = [state.leaves.get(name) for name in exchange.names]
+  residuals = marking.marked(
+    [leaf and leaf.residual for leaf in known], exchange, role
+  )
+  leaves = {
+    name: leaf._replace(residual=residual)
+    for name, leaf, residual in zip(exchange.names, known, residuals)
+    if leaf is not None
+  }
+  return state._replace(leaves=state.leaves | leaves)
+
+
+def _residual(leaf: jax.Array, options: Options) -> jax.Array:
+  for axis in options.axes:
+    try:
+      lax.axis_size(axis)
+    except NameError as error:
+      raise ValueError(
+        "`on_overflow='carry'` keeps a residual on each device, so its state"
+        f" must be made where axis {axis!r} is bound; call `zenjax.init(tx,"
+        " params, mesh, axis_name)` with the `axis_name` that zen_sync has,"
+        " instead of `tx.init`."
+      ) from error
+  zeros = jnp.zeros((1, *leaf.shape), leaf.dtype)
+  return gradient_tree.as_varying(zeros, options.axes)
+
+
+def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  """`lax.pmean` of one array of which most rows are zero, or of SparseRows.
+
+  Args:
+    x: Local array; rows are its last dimension unless `unit` says otherwise.
+    axis_name: As for `zen_sync`.
+    **kwargs: As for `zen_sync`, but for `sparse` and `op`.
+
+  Returns:
+    The mean over devices, equal on all: of `x`'s shape and dtype, an array or
+    SparseRows as `output` says. Its derivatives are those of `lax.pmean`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> x = jnp.zeros((2, 4, 1)).at[0, 3].set(1.0)
+    >>> mean = jax.vmap(
+    ...   lambda x: zenjax.sparse_pmean(x, "data"), axis_name="data"
+    ... )
+    >>> jax.jit(mean)(x)[1, :, 0].tolist()
+    [0.0, 0.0, 0.0, 0.5]
+  """
+  return _one(x, axis_name, "mean", kwargs)
+
+
+def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  """`lax.psum` of one array of which most rows are zero, or of SparseRows.
+
+  As `sparse_pmean`, without the division.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> x = jnp.zeros((2, 4, 1)).at[:, 3].set(1.0)
+    >>> total = jax.vmap(
+    ...   lambda x: zenjax.sparse_psum(x, "data"), axis_name="data"
+    ... )
+    >>> jax.jit(total)(x)[0, :, 0].tolist()
+    [0.0, 0.0, 0.0, 2.0]
+  """
+  return _one(x, axis_name, "sum", kwargs)
+
+
+def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
+  if kwargs.get("on_overflow", "exact") != "exact":
+    raise ValueError(
+      "`on_overflow` must be 'exact' here, got"
+      f" {kwargs['on_overflow']!r}: there is no state to carry rows in; use"
+      " `zenjax.zen_sync`."
+    )
+  settings: dict[str, Any] = sync_options.DEFAULTS | {"op": op}
+  unknown = sorted(set(kwargs) - set(settings) | {"op"} & set(kwargs))
+  if unknown:
+    raise TypeError(
+      f"unexpected keyword arguments {unknown}; known are {sorted(settings)}."
+    )
+  settings |= kwargs
+  options = sync_options.check(axis_name, sparse=True, **settings)
+  synced, _ = gradient_tree.sync_tree(x, None, options)
+  return synced

@@ -1,0 +1,1 @@
+"""A training step over a mesh: placement, states, checks."""

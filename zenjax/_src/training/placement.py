@@ -1,0 +1,295 @@
+"""Where parameters and states live: types, specs, placement."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import core
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+import optax
+
+from zenjax._src.core import arguments
+from zenjax._src.core import leaf_util
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
+from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
+from zenjax._src.sync import chains
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import owner_rows
+from zenjax._src.sync import sync_state
+
+# Nodes that may differ between devices, and say of how many.
+_OWN = (
+  sync_state.LeafState | FeedbackLeaf | SparsifierState | owner_rows.Holding
+)
+
+
+def as_varying(params: Any, axis_name: AxisName) -> Any:
+  """The view of replicated parameters whose gradients stay local.
+
+  Inside `shard_map(check_vma=True)` autodiff sums gradients of replicated
+  values over devices by itself, before anyone can send less than all of
+  them. Differentiate with respect to this view instead. It costs nothing,
+  does nothing under `pmap`, `vmap` and `check_vma=False`, where gradients
+  are local anyway, and twice is once.
+
+  Args:
+    params: Any tree of arrays.
+    axis_name: The axis or axes that gradients are to be synchronized over.
+
+  Returns:
+    The same values, typed as varying over the axes.
+
+  Raises:
+    NameError: No axis of that name is bound.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> def local_grad(w, x):
+    ...   w = zenjax.as_varying(w, "data")
+    ...   return jax.grad(lambda w: jnp.sum(w * x))(w)
+    >>> w, x = jnp.zeros(2), jnp.array([[1.0, 0.0], [0.0, 5.0]])
+    >>> jax.vmap(local_grad, (None, 0), axis_name="data")(w, x).tolist()
+    [[1.0, 0.0], [0.0, 5.0]]
+  """
+  return gradient_tree.as_varying(params, arguments.axes(axis_name))
+
+
+def state_specs(state: Any, axis_name: AxisName) -> Any:
+  """Partition specs of an optimizer state for `shard_map` and checkpoints.
+
+  Everything is replicated but what differs between devices: the residuals of
+  `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
+  `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
+  any, and what `owner_update` keeps of tables. Those are split over `axis_name`
+  along their first dimension.
+
+  Args:
+    state: An optimizer state, or its shapes (`jax.eval_shape`).
+    axis_name: As given to `zen_sync`.
+
+  Returns:
+    A tree of `PartitionSpec` of the same structure.
+
+  Raises:
+    ValueError: `MultiSteps` accumulates a gradient without dimensions, which
+      no spec can split.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> state = zenjax.zen_sync("data").init({"w": jnp.zeros(3)})
+    >>> zenjax.state_specs(state, "data").step
+    P()
+  """
+  split = PartitionSpec(arguments.axes(axis_name))
+
+  def spec(node: Any) -> Any:
+    if isinstance(node, owner_rows.Owned | owner_rows.Holding):
+      return jax.tree.map(lambda _: split, node)
+    if isinstance(node, sync_state.LeafState):
+      same = jax.tree.map(lambda _: PartitionSpec(), node)
+      return same if node.residual is None else same._replace(residual=split)
+    if isinstance(node, SparsifierState):
+      same = jax.tree.map(lambda _: PartitionSpec(), node)
+      return same._replace(residual=split)
+    if isinstance(node, FeedbackLeaf):
+      own = jax.tree.map(lambda _: split, node)
+      return own._replace(wanted=PartitionSpec())
+    if isinstance(node, optax.MultiStepsState):
+      rest = state_specs(node._replace(acc_grads=None), axis_name)
+      acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
+      return rest._replace(acc_grads=acc)
+    return PartitionSpec()
+
+  return jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
+
+
+def _has_own(node: Any, root: Any) -> bool:
+  """Whether `node` decides its own specs; the root was split already."""
+  if isinstance(node, _OWN | owner_rows.Owned):
+    return True
+  own = isinstance(node, optax.MultiStepsState)
+  return own and not (node is root and node.acc_grads is None)
+
+
+def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
+  if not np.ndim(leaf):
+    raise ValueError(
+      "`state` must not accumulate gradients without dimensions: they differ"
+      " between devices and no spec can split them; give that parameter of"
+      " `optax.MultiSteps` the shape (1,)."
+    )
+  return split
+
+
+def require_devices(state: Any, argument: str, devices: int) -> None:
+  """Raises ValueError where a state was made for other devices than these.
+
+  By shapes of global arrays; steps look at those of a device.
+  """
+  for node in own_nodes(state):
+    if (
+      isinstance(node, owner_rows.Holding) and owner_rows.IN_ROWS in node.tables
+    ):
+      raise ValueError(owner_rows.in_rows_message(argument))
+    by, had = made_for(node)
+    if had != devices:
+      raise ValueError(owner_rows.others_message(argument, by, had, devices))
+
+
+def own_nodes(state: Any) -> list[Any]:
+  """Lists the nodes that differ between devices and say of how many."""
+  is_own = lambda node: isinstance(node, _OWN)
+  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  exact = lambda x: isinstance(x, sync_state.LeafState) and x.residual is None
+  return [node for node in nodes if not exact(node)]
+
+
+def made_for(node: Any) -> tuple[str, int]:
+  """Returns what made a node of `own_nodes`, and for how many devices."""
+  if isinstance(node, sync_state.LeafState):
+    return "on_overflow='carry'", np.shape(node.residual)[0]
+  if isinstance(node, SparsifierState):
+    return "a sparsifier", node.residual.shape[0]
+  if isinstance(node, FeedbackLeaf):
+    return "error_feedback", node.selected.shape[0]
+  (tables,) = node.tables.values()
+  return "owner_update", tables.shape[0]
+
+
+def init(
+  tx: optax.GradientTransformation | optax.MultiSteps,
+  params: Any,
+  mesh: Mesh,
+  axis_name: AxisName,
+) -> Any:
+  """An optimizer state, made where its axis is bound and placed on `mesh`.
+
+  Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
+  `micro`, `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
+  what `owner_update` keeps of the rows that a device owns; for others it is
+  `tx.init(params)` placed on all devices, so that the first step compiles as
+  all later ones do.
+
+  Args:
+    tx: Any chain with `zen_sync` or a sparsifier in it.
+    params: Parameters, replicated.
+    mesh: The mesh that steps run on.
+    axis_name: As given to `zen_sync`.
+
+  Returns:
+    The state; each leaf a global array sharded by `state_specs`.
+
+  Raises:
+    ValueError: An axis is not the mesh's, or not the one that residuals are
+      kept over; or `tx` synchronizes a leaf twice along one axis, or before a
+      sparsifier selects from it; or a parameter is sharded over `axis_name`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
+    >>> state = zenjax.init(tx, jnp.zeros((6, 2)), mesh, "data")
+    >>> state.leaves["leaf"].residual.shape
+    (2, 6, 2)
+  """
+  axes = mesh_axes(axis_name, mesh)
+  require_replicated(params, "params", axes)
+  with chains.required():
+    local = _shapes(tx, params, mesh, axes)
+  mapped = jax.shard_map(
+    tx.init,
+    mesh=mesh,
+    in_specs=PartitionSpec(),
+    out_specs=state_specs(local, axis_name),
+    check_vma=False,
+  )
+  return jax.jit(mapped)(params)
+
+
+def mesh_axes(axis_name: AxisName, mesh: Mesh) -> Axes:
+  """`axis_name` as a tuple of axes that `mesh` has."""
+  axes = arguments.axes(axis_name)
+  unknown = [axis for axis in axes if axis not in mesh.axis_names]
+  if unknown:
+    raise ValueError(
+      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
+      f" {mesh.axis_names}."
+    )
+  return axes
+
+
+def require_replicated(tree: Any, argument: str, axes: Sequence[str]) -> None:
+  """Refuses leaves sharded over `axes`, which `shard_map` would gather.
+
+  Under `jit` types tell of explicit axes, and nothing tells of others.
+  """
+  for name, leaf in leaf_util.named_leaves(tree):
+    split = _spec_over(leaf, axes)
+    if split is None:
+      continue
+    raise ValueError(
+      f"`{argument}` must be replicated, and leaf {name!r} of shape"
+      f" {np.shape(leaf)} is sharded by {split}: all of it would be gathered on"
+      " every device. Tables that are larger than a device are not supported"
+      " yet; place it whole by `jax.device_put(x, jax.NamedSharding(mesh,"
+      " jax.P()))`."
+    )
+
+
+def _spec_over(leaf: Any, axes: Sequence[str]) -> PartitionSpec | None:
+  """The spec of a leaf, if it is known to be split over one of `axes`."""
+  traced = isinstance(leaf, core.Tracer)
+  placed = jax.typeof(leaf) if traced else leaf
+  sharding = getattr(placed, "sharding", None)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  sizes = sharding.mesh.shape
+  named = jax.tree.leaves(tuple(sharding.spec))
+  over = any(axis in axes and sizes[axis] > 1 for axis in named)
+  return sharding.spec if over else None
+
+
+def _shapes(
+  tx: optax.GradientTransformation | optax.MultiSteps,
+  params: Any,
+  mesh: Mesh,
+  axes: Axes,
+) -> Any:
+  """The state of one device, in shapes: which leaves are split is known then.
+
+  No axis but `axes` is bound, so that a residual over another is refused.
+  """
+  make = tx.init
+  for axis in axes:
+    size = mesh.shape[axis]
+    make = jax.vmap(make, in_axes=None, axis_name=axis, axis_size=size)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
+    jax.eval_shape(make, params),
+  )
+
+
+def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:
+  """What `shard_map` over `mesh` takes by `specs`, a prefix of `tree`.
+
+  Axes of `jax.make_mesh` are explicit: over those `shard_map` wants arrays
+  placed as its specs say, and places them itself over all others.
+  """
+  if AxisType.Explicit not in mesh.axis_types:
+    return tree
+
+  def place(spec: PartitionSpec, part: Any) -> Any:
+    return jax.reshard(part, NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, specs, tree)

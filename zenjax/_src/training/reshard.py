@@ -1,0 +1,354 @@
+"""A state that goes on with another number of devices, or is saved."""
+
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+import numpy as np
+import optax
+
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.sparsify import sparsifier_state
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
+from zenjax._src.sync import owner_rows
+from zenjax._src.sync import sync_state
+from zenjax._src.sync.owner_update import OwnerState
+from zenjax._src.training import placement
+
+
+def reshard(
+  state: Any,
+  mesh: Mesh | None = None,
+  axis_name: AxisName | None = None,
+  *,
+  like: Any = None,
+) -> Any:
+  """Moves a state to another number of devices, or to the host.
+
+  With a mesh the state is placed on it and goes on there, whatever devices it
+  is of: a state of a step, host arrays of a checkpoint, or what this function
+  returned. Without a mesh host arrays come back, in which what `owner_update`
+  keeps of a table lies as the table does, `[R, ..]` row by row. That is the
+  form to save: the same of any number of devices, so that a checkpoint of it is
+  restored into `zenjax.reshard(zenjax.init(tx, params, mesh, axis_name))` for
+  any mesh. Residuals in it are those of each device, `[old, ..]`.
+
+  Nothing that a state holds is lost:
+
+  - What `owner_update` keeps of a row goes to the row's new owner, bit by bit.
+  - What waits on each device is added up, or joined by zeros, and for
+    `op="mean"` scaled by new over old devices: what it would still have added
+    to the parameters is kept. So are moved: residuals of `on_overflow="carry"`,
+    `exdyna`, `micro` and `error_feedback`, its momenta, and gradients that
+    `optax.MultiSteps` accumulates before any of them or `owner_update`.
+  - All else is equal on all devices, and is only placed.
+
+  The `op` of what `error_feedback` keeps is that of the `zen_sync` behind it,
+  whose state says so: give `state` whole, or both as a tuple. Where none is in
+  it, as before a `lax.pmean` of the user's own, `op="mean"` is assumed.
+
+  On as many devices as before no number changes.
+
+  Args:
+    state: The state, whole: of a step, or restored. Residuals are `[old, ..]`.
+    mesh: The mesh to go on with; None for the form to save.
+    axis_name: As given to `zen_sync`; None without a mesh.
+    like: A state of `zenjax.init` for `mesh`. It is needed where owner_update
+      has another `partition`, `hash_seed` or `wire_dtype` than the state was
+      made with, and where gradients that `MultiSteps` accumulates are all that
+      differs between devices: then only their shapes tell of how many.
+
+  Returns:
+    The state for `mesh`, placed; or on the host, in the order of rows.
+
+  Raises:
+    ValueError: An axis is not the mesh's; one of `mesh` and `axis_name` is
+      missing; the state is not whole; column groups do not divide the devices;
+      `MultiSteps` accumulates, and nothing says of how many devices, or
+      whether means or sums; two zen_syncs of a state say both of what
+      `error_feedback` keeps; or a 16-bit residual does not hold a sum.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> devices = jax.devices()
+    >>> four = jax.sharding.Mesh(devices[:4], ("data",))
+    >>> two = jax.sharding.Mesh(devices[:2], ("data",))
+    >>> tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=True)
+    >>> state = zenjax.init(tx, jnp.zeros((700, 2)), four, "data")
+    >>> saved = zenjax.reshard(state)
+    >>> saved.inner[0].sum_of_squares.part.shape
+    (700, 2)
+    >>> state = zenjax.reshard(saved, two, "data")
+    >>> state.inner[0].sum_of_squares.part.shape  # 352 rows a device, padded
+    (704, 2)
+  """
+  if (mesh is None) != (axis_name is None):
+    raise ValueError(
+      "`mesh` and `axis_name` must be given both, to place a state, or neither,"
+      f" to save it, got {mesh=} and {axis_name=}."
+    )
+  if mesh is None or axis_name is None:
+    return _moved_to(jax.tree.map(_on_host, state), None, None)
+  axes = placement.mesh_axes(axis_name, mesh)
+  devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+  state = _moved_to(state, devices, like)
+  specs = placement.state_specs(state, axis_name)
+  return jax.tree.map(
+    lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
+  )
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+  """Runs `jax.device_put`, also from other devices of several processes."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if x.sharding.device_set != sharding.device_set:
+      x = _on_host(x)
+  return jax.device_put(x, sharding)
+
+
+def _on_host(x: Any) -> Any:
+  """Returns the whole as a NumPy array; keys of `jax.random` stay."""
+  if isinstance(x, jax.Array):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return x
+    if not x.is_fully_addressable:
+      x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
+
+
+_MOVES = (
+  sync_state.LeafState,
+  ErrorFeedbackState,
+  SparsifierState,
+  OwnerState,
+  optax.MultiStepsState,
+)
+
+
+def _moved_to(state: Any, devices: int | None, like: Any) -> Any:
+  """Returns `state` for so many devices; for None the form to save."""
+  alike = None if like is None else _nodes(like)
+  if alike is not None:
+    kinds = lambda nodes: [type(node).__name__ for node in nodes]
+    if kinds(alike) != kinds(_nodes(state)):
+      raise ValueError(
+        "`like` must be a state of the same transformations as `state`, got"
+        f" one of {kinds(alike)} for {kinds(_nodes(state))}; make it by"
+        " `zenjax.init(tx, params, mesh, axis_name)`."
+      )
+  others = iter(alike or ())
+  syncs = sync_state.nodes(state, sync_state.ZenSyncState)
+
+  def moved(node: Any) -> Any:
+    if not isinstance(node, _MOVES):
+      return node
+    other = next(others, None)
+    if isinstance(node, OwnerState):
+      return _of_owners(node, devices, other)
+    if devices is None:
+      if isinstance(node, optax.MultiStepsState):
+        return node._replace(inner_opt_state=tree(node.inner_opt_state))
+      return node
+    if isinstance(node, optax.MultiStepsState):
+      node = node._replace(acc_grads=_accumulated(node, devices, other))
+      return node._replace(inner_opt_state=tree(node.inner_opt_state))
+    if isinstance(node, sync_state.LeafState):
+      return _folded(node, devices)
+    if isinstance(node, SparsifierState):
+      return sparsifier_state.on_devices(jax.tree.map(_on_host, node), devices)
+    return _of_feedback(node, devices, syncs)
+
+  is_leaf = lambda node: isinstance(node, _MOVES)
+  tree = lambda part: jax.tree.map(moved, part, is_leaf=is_leaf)
+  return tree(state)
+
+
+def _nodes(state: Any) -> list[Any]:
+  """Lists the nodes that are moved, in that order."""
+  is_leaf = lambda node: isinstance(node, _MOVES)
+  found = []
+  for node in jax.tree.leaves(state, is_leaf=is_leaf):
+    if is_leaf(node):
+      found.append(node)
+    if isinstance(node, optax.MultiStepsState):
+      found += _nodes(node.inner_opt_state)
+  return found
+
+
+def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
+  sync, inner, owners = state
+  if owners is not None:
+    inner, owners = jax.tree.map(_on_host, (inner, owners))
+    if devices is None:
+      inner, owners = owner_rows.in_rows(inner, owners)
+    else:
+      wanted = like and jax.tree.map(_on_host, like.owners)
+      inner, owners = owner_rows.on_owners(inner, owners, devices, wanted)
+  if devices is not None:
+    leaves = {k: _folded(leaf, devices) for k, leaf in sync.leaves.items()}
+    sync = sync._replace(leaves=leaves)
+  return OwnerState(sync, inner, owners)
+
+
+def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
+  """Returns the leaf with a residual on each of so many devices, if any."""
+  sizes = sync_state.Sizes(*map(int, _on_host(leaf.sizes)))
+  old = sizes.devices if leaf.residual is None else leaf.residual.shape[0]
+  if old in (0, devices):
+    return leaf
+  residual = leaf.residual
+  if residual is not None:
+    if sizes.devices not in (0, old):
+      raise ValueError(
+        "`axis_name` must be that of zen_sync, which keeps residuals of"
+        f" {sizes.devices} devices, got a state with {old}: along further axes"
+        " they are copies, and would be added up."
+      )
+    residual = sparsifier_state.folded(
+      _on_host(residual), devices, averages=bool(sizes.mean)
+    )
+  sizes = sizes._replace(devices=devices)
+  return leaf._replace(sizes=np.array(sizes, np.int32), residual=residual)
+
+
+def _of_feedback(
+  state: ErrorFeedbackState, devices: int, syncs: list[sync_state.ZenSyncState]
+) -> ErrorFeedbackState:
+  """Returns the state for so many devices, in the weight of its zen_sync."""
+  means = [_means(sync) for sync in syncs]
+  leaves = {}
+  for name, leaf in state.leaves.items():
+    if leaf.selected.shape[0] != devices:
+      leaf = sparsifier_state.leaf_on_devices(
+        jax.tree.map(_on_host, leaf), devices, averages=_averages(name, means)
+      )
+    leaves[name] = leaf
+  return state._replace(leaves=leaves)
+
+
+def _averages(name: str, means: list[dict[str, bool]]) -> bool:
+  """Returns whether zen_sync averages a leaf, by `_means` of each.
+
+  One that knows the leaf says so; else all of them, and one that knows no leaf
+  is taken to average.
+  """
+  told = {known[name] for known in means if name in known}
+  told = told or {x for known in means for x in known.values() or [True]}
+  told = told or {True}
+  if len(told) > 1:
+    raise ValueError(
+      "`state` must say by one `op` what becomes of what error_feedback keeps"
+      f" of leaf {name!r}, and its zen_syncs have op='mean' and op='sum'; move"
+      " that state with the one of the zen_sync behind it alone, by"
+      " `zenjax.reshard((feedback_state, sync_state), mesh, axis_name)`."
+    )
+  return told.pop()
+
+
+def _means(sync: sync_state.ZenSyncState) -> dict[str, bool]:
+  """Returns by name whether leaves are averaged, of those that it knows."""
+  at = sync_state.Sizes._fields.index("mean")
+  selected = {k: bool(_on_host(x)) for k, x in sync.selected.items()}
+  return selected | {
+    name: bool(_on_host(leaf.sizes)[at]) for name, leaf in sync.leaves.items()
+  }
+
+
+# States of what sums gradients: `MultiSteps` around it accumulates local ones.
+_SYNCS: Any = sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState
+
+
+def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
+  """Divides gradients `[old * R, ..]` that devices accumulated among others."""
+  leaves, structure = jax.tree.flatten(node.acc_grads)
+  if not leaves:
+    return node.acc_grads
+  old = _accumulated_on(node, devices, like)
+  if old == devices:
+    return node.acc_grads
+  if any(x.shape[0] % old for x in leaves):
+    raise ValueError(
+      "`state` must hold what `optax.MultiSteps` accumulates on each of the"
+      f" {old} devices that it is of, got shapes {[x.shape for x in leaves]};"
+      " make it with `zenjax.init(tx, params, mesh, axis_name)`."
+    )
+  parts = [_on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
+  moved = _moved_parts(parts, node.inner_opt_state, devices, old)
+  return structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in moved])
+
+
+def _moved_parts(
+  parts: list[np.ndarray], inner: Any, devices: int, old: int
+) -> list[np.ndarray]:
+  """Returns `[devices, R, ..]` of each leaf, `[old, R, ..]`.
+
+  Gradients that were averaged before `MultiSteps` lie there as copies, and stay
+  copies.
+  """
+  local = bool(sync_state.nodes(inner, _SYNCS))
+  same = lambda x: np.array_equal(x, np.broadcast_to(x[:1], x.shape))
+  empty = not any(x.any() for x in parts)
+  if empty or (not local and all(map(same, parts))):
+    return [np.repeat(x[:1], devices, axis=0) for x in parts]
+  means = set()
+  for node in sync_state.nodes(inner, _SYNCS):
+    if isinstance(node, SparsifierState):
+      means.add(sparsifier_state.averages(node))
+    if isinstance(node, sync_state.ZenSyncState):
+      means |= set(_means(node).values()) or {None}
+  if local and not means:  # Of `error_feedback` alone.
+    means = {True}
+  if len(means) != 1 or None in means:
+    raise ValueError(
+      "`state` must be moved where `optax.MultiSteps` has accumulated nothing"
+      " yet (`mini_step` 0): nothing in it says whether these gradients are to"
+      " be averaged or summed over devices; take the steps that are left until"
+      " the next update first."
+    )
+  (averages,) = means
+  return [sparsifier_state.folded(x, devices, averages=averages) for x in parts]
+
+
+def _accumulated_on(
+  node: optax.MultiStepsState, devices: int, like: Any
+) -> int:
+  """Returns of how many devices gradients lie side by side."""
+  (first, *_) = jax.tree.leaves(node.acc_grads)
+  if like is not None:
+    (new, *_) = jax.tree.leaves(like.acc_grads)
+    return first.shape[0] * devices // new.shape[0]
+  own = [placement.made_for(x)[1] for x in _own_nodes(node)]
+  shards = 1
+  if isinstance(first, jax.Array):
+    shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
+  devices_at = sync_state.Sizes._fields.index("devices")
+  told = [
+    int(_on_host(leaf.sizes)[devices_at])
+    for sync in sync_state.nodes(node, sync_state.ZenSyncState)
+    for leaf in sync.leaves.values()
+  ]
+  # One device alone may be where a checkpoint was loaded to.
+  for counts in (own, [shards] if shards > 1 else [], filter(None, told)):
+    found = set(counts)
+    if len(found) == 1:
+      return found.pop()
+  raise ValueError(
+    "`like` must be given, a state of `zenjax.init(tx, params, mesh,"
+    " axis_name)`, to move what `optax.MultiSteps` accumulates: nothing in"
+    " `state` says of how many devices it is."
+  )
+
+
+def _own_nodes(state: Any) -> list[Any]:
+  """Lists the nodes that say of how many devices `state` is."""
+  saved = lambda x: (
+    isinstance(x, owner_rows.Holding) and owner_rows.IN_ROWS in x.tables
+  )
+  return [x for x in placement.own_nodes(state) if not saved(x)]
