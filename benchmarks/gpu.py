@@ -174,7 +174,7 @@ def _predictions(
     if result.name.endswith(_INTERPRETED):
       continue  # The formula knows no implementation.
     state = sync.states[result.name]
-    profile = zenjax.profile(state)[local_sync.LEAF]
+    profile = zenjax.planner.profile(state)[local_sync.LEAF]
     local = result.median_s / local_sync.DEVICES if on_gpu else math.nan
     groups = int(zenjax.stats(state)[local_sync.LEAF]["column_groups"])
     way = link_times.Way(name=result.name, column_groups=groups, local_s=local)

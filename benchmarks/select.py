@@ -212,7 +212,7 @@ def _add_one(plan, residual, *rest):
 def _exclusive_step(
   plan, residual, gradient, start, end, threshold, *, sampled, norm
 ):
-  """As `zenjax.exdyna` and `zenjax.micro` do it."""
+  """As `zenjax.sparsify.exdyna` and `zenjax.sparsify.micro` do it."""
   k, capacity = plan
   if norm:
     acc, square = exdyna.accumulate(residual, gradient)

@@ -62,18 +62,18 @@ def _pmean(setting: Setting, capacities: Any) -> Any:
 
 def _exdyna(setting: Setting, capacities: Any) -> Any:
   del capacities
-  return zenjax.exdyna(AXIS, setting.density)
+  return zenjax.sparsify.exdyna(AXIS, setting.density)
 
 
 def _micro(setting: Setting, capacities: Any) -> Any:
   del capacities
-  return zenjax.micro(AXIS, setting.density)
+  return zenjax.sparsify.micro(AXIS, setting.density)
 
 
 def _top(setting: Setting, capacities: Any) -> Any:
-  top = zenjax.top_k(setting.top, method="sampled")
+  top = zenjax.sparsify.top_k(setting.top, method="sampled")
   return optax.chain(
-    zenjax.error_feedback(top, AXIS),
+    zenjax.sparsify.error_feedback(top, AXIS),
     zenjax.zen_sync(AXIS, unit="element", capacities=capacities),
   )
 

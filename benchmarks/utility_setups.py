@@ -85,14 +85,14 @@ class Found(NamedTuple):
     return next(o.gain for o in self.outcomes if o.method == method)
 
 
-def links(devices: int) -> dict[str, zenjax.Link]:
+def links(devices: int) -> dict[str, zenjax.planner.Link]:
   """Those that join so many devices."""
   found = {
-    rate: zenjax.Topology.network(rate, devices).levels[0].link
+    rate: zenjax.planner.Topology.network(rate, devices).levels[0].link
     for rate in NETWORKS
   }
   if devices == 8:
-    found[NVLINK] = zenjax.Topology.preset("h100", 8).levels[0].link
+    found[NVLINK] = zenjax.planner.Topology.preset("h100", 8).levels[0].link
   return found
 
 
@@ -125,9 +125,9 @@ def tabled() -> Iterator[tuple[Found, placing.Use]]:
 def with_table(
   name: str,
   table: Table,
-  profile: zenjax.Profile,
+  profile: zenjax.planner.Profile,
   devices: int,
-  link: zenjax.Link,
+  link: zenjax.planner.Link,
 ) -> Setup:
   """One of `TABLED` where zen takes what its formula says, and packs rows."""
   model, size = TABLED[name], table.num_rows * table.width * 4
@@ -156,7 +156,7 @@ def pooled(name: str) -> union_growth.Growth:
   return union_growth.growth(recorded, scaled.rows)
 
 
-def table_of(name: str) -> tuple[Table, dict[int, zenjax.Profile]]:
+def table_of(name: str) -> tuple[Table, dict[int, zenjax.planner.Profile]]:
   """The published table, with the densities of the smaller one."""
   full, growth = workloads.FULL[name], pooled(name)
   larger = full.rows / growth.rows
@@ -165,7 +165,7 @@ def table_of(name: str) -> tuple[Table, dict[int, zenjax.Profile]]:
     name=name, num_rows=full.rows, width=full.width, dtype=f32, wire_dtype=f32
   )
   return table, {
-    n: zenjax.Profile(
+    n: zenjax.planner.Profile(
       rows=growth.union(1) * larger,
       fullest=growth.union(1) * larger,
       union=growth.union(n) * larger,

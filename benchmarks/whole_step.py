@@ -28,7 +28,7 @@ _RATE = 0.5
 _OPTIMIZERS: dict[str, Callable[[], Any]] = {
   "adam": lambda: optax.adam(_RATE),
   "adagrad": lambda: optax.adagrad(_RATE, initial_accumulator_value=0.0),
-  "row_adagrad": lambda: zenjax.row_adagrad(_RATE),
+  "row_adagrad": lambda: zenjax.rows.row_adagrad(_RATE),
   "sgd": lambda: optax.sgd(_RATE),
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)

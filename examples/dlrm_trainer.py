@@ -25,7 +25,7 @@ import zenjax
 # Name -> what makes it, and the learning rate that it has by default.
 OPTIMIZERS = {
   "adagrad": (adagrad, 0.02),
-  "row_adagrad": (zenjax.row_adagrad, 0.02),
+  "row_adagrad": (zenjax.rows.row_adagrad, 0.02),
   "adam": (optax.adam, 3e-3),
   "sgd": (optax.sgd, 1.0),
 }

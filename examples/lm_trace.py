@@ -26,12 +26,14 @@ class Recorder:
     traces.check_free(directory)
     self._directory = directory
     self._steps = steps
-    self._recorder: zenjax.Recorder | None = None
+    self._recorder: zenjax.planner.Recorder | None = None
 
   def start(self, params: Any) -> None:
     """Finds the tables; before the first step is traced."""
     try:
-      self._recorder = zenjax.record(self._directory, params, steps=self._steps)
+      self._recorder = zenjax.planner.record(
+        self._directory, params, steps=self._steps
+      )
     except ValueError as error:
       raise SystemExit(
         f"--trace: {error} Here: raise --vocab or lower --width"
@@ -56,6 +58,6 @@ class Recorder:
       print(f"trace of {done} steps: {self._directory}")
 
   @property
-  def _started(self) -> zenjax.Recorder:
+  def _started(self) -> zenjax.planner.Recorder:
     assert self._recorder is not None  # The trainer starts it.
     return self._recorder

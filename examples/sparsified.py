@@ -12,10 +12,10 @@ from train_loop import History
 import zenjax
 
 # These agree on what is selected, and exchange it themselves.
-EXCLUSIVE = {"exdyna": zenjax.exdyna, "micro": zenjax.micro}
+EXCLUSIVE = {"exdyna": zenjax.sparsify.exdyna, "micro": zenjax.sparsify.micro}
 
 # Of these every device selects for itself, and zen_sync sends the union.
-LOCAL = {"top_k": zenjax.top_k, "random_k": zenjax.random_k}
+LOCAL = {"top_k": zenjax.sparsify.top_k, "random_k": zenjax.sparsify.random_k}
 
 KINDS = (*EXCLUSIVE, *LOCAL)
 
@@ -63,7 +63,9 @@ class Sparsifier:
     sync = zenjax.zen_sync(
       AXIS, sparse=True, unit="element", capacities=self.capacities
     )
-    return optax.flatten(optax.chain(zenjax.error_feedback(select, AXIS), sync))
+    return optax.flatten(
+      optax.chain(zenjax.sparsify.error_feedback(select, AXIS), sync)
+    )
 
 
 def stats(opt_state: Any) -> dict[str, dict[str, float]]:
@@ -75,7 +77,7 @@ def stats(opt_state: Any) -> dict[str, dict[str, float]]:
   found = zenjax.stats(opt_state)
   if "sparsifier" in found:
     return {"sparsifier": found["sparsifier"]}
-  ((name, numbers),) = zenjax.sparsifier_stats(opt_state).items()
+  ((name, numbers),) = zenjax.sparsify.sparsifier_stats(opt_state).items()
   sent = {key: found[name][key] for key in _SENT}
   return {"sparsifier": numbers | sent}
 

@@ -39,9 +39,11 @@ REFUSED = {
   "owners not finite": optax.apply_if_finite(
     zenjax.owner_update(optax.sgd(0.1), "data"), 3
   ),
-  "sparsifier": optax.chain(optax.clip(1.0), zenjax.micro("data", 0.1)),
+  "sparsifier": optax.chain(
+    optax.clip(1.0), zenjax.sparsify.micro("data", 0.1)
+  ),
   "sparsifier not finite": optax.apply_if_finite(
-    optax.chain(zenjax.micro("data", 0.1), AFTER), 3
+    optax.chain(zenjax.sparsify.micro("data", 0.1), AFTER), 3
   ),
   "sum": optax.chain(
     optax.add_decayed_weights(0.1), zenjax.zen_sync("data", op="sum")
@@ -93,7 +95,7 @@ def test_what_must_not_come_before_is_named(name):
 
 
 def test_rows_are_not_clipped_before():
-  tx = optax.chain(zenjax.clip_by_global_norm(1.0), SYNC)
+  tx = optax.chain(zenjax.rows.clip_by_global_norm(1.0), SYNC)
   rows = SparseRows(jnp.zeros(4, jnp.int32), jnp.ones((4, 32)), 600)
   both = jax.tree.map(lambda x: jnp.stack([x, x]), rows)
   with pytest.raises(ValueError, match="stands after `clip_by_global_norm`"):
@@ -123,7 +125,7 @@ def test_sums_and_sparsifiers_of_some_leaves_come_before():
   both = optax.chain(optax.masked(SYNC, table), optax.masked(SYNC, rest), AFTER)
   shapes = jax.tree.map(jnp.shape, gradients())
   assert jax.tree.map(jnp.shape, updates_of(both, gradients())) == shapes
-  keep = zenjax.error_feedback(zenjax.top_k(0.01), "data")
+  keep = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data")
   unit = zenjax.zen_sync("data", unit="element")
   some = optax.chain(optax.masked(keep, table), unit)
   assert jax.tree.map(jnp.shape, updates_of(some, gradients())) == shapes
@@ -138,6 +140,6 @@ def test_sums_over_two_axes_and_sparsifiers_come_before():
   grads = jax.tree.map(lambda x: jnp.ones((2, 2, *x.shape)), PARAMS)
   made = jax.eval_shape(both, grads, state)
   assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, grads)
-  keep = zenjax.error_feedback(zenjax.top_k(0.01), "data")
+  keep = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data")
   tx = optax.chain(keep, zenjax.zen_sync("data", unit="element"), AFTER)
   updates_of(tx, gradients())

@@ -40,7 +40,7 @@ def _costs(compute_s: float) -> ways.Priced:
   return ways.priced(
     gradients,
     {g.name: seen for g in gradients},
-    zenjax.Topology.network("1gbit", 4),
+    zenjax.planner.Topology.network("1gbit", 4),
     compute_s,
   )
 

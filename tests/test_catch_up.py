@@ -124,7 +124,9 @@ def test_equals_the_dense_optimizer(name):
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_without_the_call_gradients_are_of_rows_that_are_behind(name):
   dense, _ = text_steps.train_dense(ORACLES[name][0])
-  with pytest.warns(UserWarning, match="should come with `zenjax.catch_up`"):
+  with pytest.warns(
+    UserWarning, match="should come with `zenjax.rows.catch_up`"
+  ):
     got, state = text_steps.train_rows(ORACLES[name][0], before=False)
   # `lazy_rows` states how far they part.
   assert 1e-2 < furthest(got, dense) < 1.0
@@ -134,7 +136,7 @@ def test_without_the_call_gradients_are_of_rows_that_are_behind(name):
 def devices_step(tx, params, state, ids, wanted):
   """A step on one of several devices that look up ids of their own."""
   every = jax.lax.all_gather(ids, "data", to="invarying", tiled=True)
-  params, state = zenjax.catch_up(tx, params, state, {"table": every})
+  params, state = zenjax.rows.catch_up(tx, params, state, {"table": every})
   local = zenjax.as_varying(params, "data")
   grads = jax.grad(text_steps.loss)(local, ids, wanted)
   updates, state = tx.update(grads, state, params)
@@ -166,7 +168,7 @@ def test_devices_agree_with_one_that_sees_all(check_vma):
   )
   for ids, wanted in list(zip(*text_steps.batches()))[:15]:
     params, state = step(params, state, ids, wanted)
-  params, _ = jax.jit(lambda *x: zenjax.catch_up(tx, *x))(params, state)
+  params, _ = jax.jit(lambda *x: zenjax.rows.catch_up(tx, *x))(params, state)
   want, _ = text_steps.train_dense(inner, 15)
   assert furthest(params, want) < 1e-5
   for leaf in jax.tree.leaves((params, state)):

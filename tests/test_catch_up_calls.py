@@ -44,7 +44,7 @@ def test_only_the_rows_asked_for_catch_up(name):
     for grads in (ones, {"a": {"table": rows_of([ROWS], 1)}, "b": ones["b"]}):
       updates, state = tx.update(grads, state, params)
       params = zenjax.apply_updates(params, updates)
-    new, state = zenjax.catch_up(tx, params, state, {"a": {"table": ids}})
+    new, state = zenjax.rows.catch_up(tx, params, state, {"a": {"table": ids}})
     return params, new, state
 
   params, new, state = run(start)
@@ -68,7 +68,7 @@ def test_gradients_may_come_dense_and_as_rows_by_turns():
     dense = given.to_dense() if is_rows else given
     grads: Any = given
     if not is_rows:
-      got, state = zenjax.catch_up(tx, got, state)
+      got, state = zenjax.rows.catch_up(tx, got, state)
     updates, state = tx.update(grads, state, got)
     got = zenjax.apply_updates(got, updates)
     updates, want_state = inner.update(dense, want_state, want)
@@ -79,7 +79,7 @@ def test_gradients_may_come_dense_and_as_rows_by_turns():
   for ids in ([0, 1], [ROWS, 1], None, [3, 0], [ROWS, ROWS], None, [2, ROWS]):
     carry = step(*carry, table if ids is None else rows_of(ids))
   got, state, want, _ = carry
-  got, _ = jax.jit(lambda *x: zenjax.catch_up(tx, *x))(got, state)
+  got, _ = jax.jit(lambda *x: zenjax.rows.catch_up(tx, *x))(got, state)
   np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -88,7 +88,7 @@ def test_step_holds_no_array_of_the_table_but_the_table():
   tx = zenjax.lazy_rows(optax.adamw(0.1), catch_up=True)
 
   def step(table, state, ids, values):
-    table, state = zenjax.catch_up(tx, table, state, ids)
+    table, state = zenjax.rows.catch_up(tx, table, state, ids)
     grads: Any = SparseRows(ids, values, num_rows)
     updates, state = tx.update(grads, state, table)
     return zenjax.apply_updates(table, updates), state
@@ -108,7 +108,7 @@ def test_a_step_compiles_once():
   tx = zenjax.lazy_rows(optax.adam(0.1), catch_up=True)
 
   def step(table, state, ids):
-    table, state = zenjax.catch_up(tx, table, state, ids)
+    table, state = zenjax.rows.catch_up(tx, table, state, ids)
     grads: Any = SparseRows(ids, jnp.ones((2, WIDTH)), ROWS)
     updates, state = tx.update(grads, state, table)
     return zenjax.apply_updates(table, updates), state
@@ -160,11 +160,11 @@ def test_errors_say_what_to_do():
   with pytest.raises(ValueError, match="`params` must be given"):
     tx.update(params, state)
   with pytest.raises(ValueError, match="no leaf at \\['tabel'\\]"):
-    zenjax.catch_up(tx, params, state, {"tabel": jnp.array([1])})
+    zenjax.rows.catch_up(tx, params, state, {"tabel": jnp.array([1])})
   with pytest.raises(ValueError, match="must be of tables"):
-    zenjax.catch_up(tx, params, state, {"bias": jnp.array([1])})
+    zenjax.rows.catch_up(tx, params, state, {"bias": jnp.array([1])})
   with pytest.raises(TypeError, match="must be integers, got float32"):
-    zenjax.catch_up(tx, params, state, {"table": jnp.array([1.0])})
+    zenjax.rows.catch_up(tx, params, state, {"table": jnp.array([1.0])})
   plain = zenjax.lazy_rows(optax.adam(0.1))
   with pytest.raises(ValueError, match="must hold `lazy_rows"):
-    zenjax.catch_up(plain, params, plain.init(params))
+    zenjax.rows.catch_up(plain, params, plain.init(params))

@@ -51,7 +51,7 @@ def after_gaps(name):
       params, state = carry
       ids = jnp.where(gaps == left, jnp.arange(ROWS), ROWS)
       ids = SparseRows(ids, jnp.zeros((ROWS, WIDTH)), ROWS)
-      params, state = zenjax.catch_up(tx, params, state, ids)
+      params, state = zenjax.rows.catch_up(tx, params, state, ids)
       updates, state = tx.update(nothing, state, params)
       return (zenjax.apply_updates(params, updates), state), None
 
@@ -62,7 +62,7 @@ def after_gaps(name):
     left = LONGEST - jnp.arange(LONGEST)
     want, _ = jax.lax.scan(dense, (params, state.inner), length=LONGEST)
     (params, state), _ = jax.lax.scan(lazy, (params, state), left)
-    params, state = zenjax.catch_up(tx, params, state)
+    params, state = zenjax.rows.catch_up(tx, params, state)
     return (params, state.inner), want
 
   return run
@@ -98,7 +98,7 @@ def test_many_steps_are_a_power():
     trace = momentum * trace
     want = want - rate * (trace + decay * want)
   state = state._replace(steps=state.steps + steps)
-  table, _ = zenjax.catch_up(tx, table, state)
+  table, _ = zenjax.rows.catch_up(tx, table, state)
   np.testing.assert_allclose(table, want, rtol=1e-6)
 
 
@@ -124,7 +124,7 @@ def test_short_floats(inner):
       lambda x: x + 19 if x.dtype == jnp.int32 else x, state.inner
     )
     state = state._replace(steps=state.steps + 19, inner=inner_state)
-    return zenjax.catch_up(tx, got, state)[0], want
+    return zenjax.rows.catch_up(tx, got, state)[0], want
 
   got, want = run(start)
   assert got.dtype == jnp.bfloat16
@@ -152,6 +152,6 @@ def test_float64_is_kept(name):
       updates, want_state = inner.update(dense, want_state, want)
       want = optax.apply_updates(want, updates)
       grads = nothing
-    got, _ = zenjax.catch_up(tx, got, state)
+    got, _ = zenjax.rows.catch_up(tx, got, state)
     assert got.dtype == jnp.float64
     np.testing.assert_allclose(got, want, rtol=1e-13)

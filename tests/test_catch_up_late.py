@@ -49,7 +49,7 @@ def warned(tx, *calls, table=None):
   def trace(call, params, state):
     if call is not None:
       ids = {"table": jnp.array([1, 3])} if call == "ids" else None
-      params, state = zenjax.catch_up(tx, params, state, ids)
+      params, state = zenjax.rows.catch_up(tx, params, state, ids)
     if call != "alone":
       grads = PARAMS | {"table": rows_of(1, 3) if table is None else table}
       params, state = tx.update(grads, state, params)
@@ -67,7 +67,7 @@ def warned(tx, *calls, table=None):
 def test_an_optimizer_that_nobody_asked_says_so_once(name):
   (said,) = warned(HOLDERS[name](), None, None)
   for word in (
-    "`zenjax.catch_up`",
+    "`zenjax.rows.catch_up`",
     "before the gradients",
     "all_gather",
     "par",
@@ -150,7 +150,7 @@ def trained(every: bool):
 
   def step(params, state, ids):
     mine = jax.lax.all_gather(ids, "data", tiled=True) if every else ids
-    params, state = zenjax.catch_up(tx, params, state, {"table": mine})
+    params, state = zenjax.rows.catch_up(tx, params, state, {"table": mine})
     values = jnp.ones((len(ids), WIDTH))
     grads = {"table": SparseRows(ids, values, ROWS), "bias": jnp.ones(2)}
     updates, state = tx.update(grads, state, params)

@@ -111,7 +111,7 @@ def test_rows_that_wait():
 @pytest.mark.parametrize("name", ["micro", "owner_update"])
 def test_other_transformations(name):
   if name == "micro":
-    tx = optax.chain(zenjax.micro("data", 0.05), optax.sgd(0.1))
+    tx = optax.chain(zenjax.sparsify.micro("data", 0.05), optax.sgd(0.1))
   else:
     tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=SPARSE)
   result = checked(tx, step=step_of(tx, rows=name == "owner_update"))

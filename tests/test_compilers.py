@@ -82,7 +82,7 @@ def synced(grads, axes) -> Any:
 )
 def test_scans_over_microbatches(where, rows):
   """#49143: what the scan turns over is the loss, gradients, or exchanges."""
-  grad = zenjax.grad if rows else jax.grad
+  grad = zenjax.rows.grad if rows else jax.grad
   table = jnp.zeros((VOCABULARY, WIDTH))
 
   def step(ids, cotangents):
@@ -117,7 +117,7 @@ def test_sequences_split_over_a_second_axis(rows):
   """
   axes = ("data", "model")
   mesh = Mesh(np.asarray(jax.devices()[:DEVICES]).reshape(2, 2), axes)
-  grad = zenjax.grad if rows else jax.grad
+  grad = zenjax.rows.grad if rows else jax.grad
   table = jnp.zeros((VOCABULARY, WIDTH))
   kept = VOCABULARY // 2
 
@@ -149,7 +149,7 @@ def test_vocabularies_that_xla_splits_over_an_automatic_axis(rows):
     ("data", "model"),
     axis_types=(AxisType.Auto, AxisType.Auto),
   )
-  grad = zenjax.grad if rows else jax.grad
+  grad = zenjax.rows.grad if rows else jax.grad
 
   def step(table, ids, cotangents):
     return synced(grad(loss)(table, ids, cotangents), "data")

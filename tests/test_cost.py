@@ -17,7 +17,7 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.sync import choose
 from zenjax._src.sync import sync_options
 
-SLOW = zenjax.Link(bandwidth=25e6, latency_s=1e-4)
+SLOW = zenjax.planner.Link(bandwidth=25e6, latency_s=1e-4)
 # The five workloads of the Zen paper, at 8 devices: rows, width, density in per
 # cent, growth.
 PAPER = {
@@ -40,11 +40,15 @@ def context(n: int) -> Context:
   return Context(axes=("data",), sizes=(n,), mean=True)
 
 
-def profile(rows: float, growth: float, n: int = 8) -> zenjax.Profile:
-  return zenjax.Profile(rows=rows, fullest=rows, union=rows * growth, devices=n)
+def profile(rows: float, growth: float, n: int = 8) -> zenjax.planner.Profile:
+  return zenjax.planner.Profile(
+    rows=rows, fullest=rows, union=rows * growth, devices=n
+  )
 
 
-def seconds(scheme: str, n: int, link: zenjax.Link, **kwargs: Any) -> float:
+def seconds(
+  scheme: str, n: int, link: zenjax.planner.Link, **kwargs: Any
+) -> float:
   found = cost.predict(
     scheme, table(1000, 8), profile(10, 4), context(n), link, **kwargs
   )
@@ -73,7 +77,7 @@ def test_recursive_doubling_sends_the_unions():
 
 def test_columns_are_balanced_and_ranges_are_not():
   t, c = table(100_000, 128), context(8)
-  skewed = zenjax.Profile(
+  skewed = zenjax.planner.Profile(
     rows=1130, fullest=1130, union=5000, devices=8, skew=(6.0, 6.0)
   )
   columns = cost.predict("zen", t, skewed, c, SLOW, column_groups=8)
@@ -90,7 +94,7 @@ def test_ranges_need_a_skew():
 
 def test_measured_collectives_replace_the_formula():
   curve = ((1e3, 1e-3), (1e6, 5e-3))
-  link = zenjax.Link(
+  link = zenjax.planner.Link(
     bandwidth=1.0, latency_s=1.0, curves={("all_gather", 8): curve}
   )
   assert link.seconds("all_gather", 8, 10) == 1e-3
@@ -101,8 +105,8 @@ def test_measured_collectives_replace_the_formula():
 
 
 def test_local_work_is_added():
-  work = zenjax.Work(mask_byte=1e-9, mask_row=1e-6, move_row=1e-5)
-  link = zenjax.Link(bandwidth=1e18, latency_s=0.0, work=work)
+  work = zenjax.planner.Work(mask_byte=1e-9, mask_row=1e-6, move_row=1e-5)
+  link = zenjax.planner.Link(bandwidth=1e18, latency_s=0.0, work=work)
   row = 8 * 4
   moved = 7 * 10 * (row + 4) / row * 1e-5
   want = 32_000e-9 + 1000e-6 + moved
@@ -116,7 +120,7 @@ def test_zen_leads_by_volume_from_sixteen_devices(name, n):
   """Theorem 1: Balanced Parallelism beats Hierarchical Centralization."""
   rows, width, density, growth = PAPER[name]
   measured = profile(rows * density / 100, growth)
-  link = zenjax.Link(bandwidth=1e9, latency_s=0.0)
+  link = zenjax.planner.Link(bandwidth=1e9, latency_s=0.0)
   best = cost.choices(table(rows, width), measured, context(n), link)[0]
   assert best.scheme == "zen"
 
@@ -155,7 +159,7 @@ def trained(**options: Any) -> steps.Trainer:
 
 
 def test_auto_chooses_for_every_leaf_by_what_was_measured():
-  measured = zenjax.profile(trained().state)
+  measured = zenjax.planner.profile(trained().state)
   assert measured["few"].rows == pytest.approx(30)
   assert 150 < measured["few"].union < 240
   trainer = trained(scheme="auto", link=SLOW, profile=measured)
@@ -166,7 +170,7 @@ def test_auto_chooses_for_every_leaf_by_what_was_measured():
   assert "auto, predicted ms for all: dense" in report
   assert "auto, predicted ms for few: " in report
   # A leaf that nobody looks at has no density, and nothing to pin.
-  assert set(zenjax.profile(trainer.state)) == {"few"}
+  assert set(zenjax.planner.profile(trainer.state)) == {"few"}
   assert set(zenjax.advise(trainer.state)) == {"few"}
 
 
@@ -195,7 +199,7 @@ def test_small_gains_are_left_alone(part, chosen):
   """A gather that takes a part of what the sum takes, and nothing faster."""
   times = {"all_reduce": 1.0, "all_gather": part}
   times |= {"all_to_all": 5.0, "collective_permute": 5.0}
-  link = zenjax.Link(
+  link = zenjax.planner.Link(
     bandwidth=1.0,
     latency_s=1.0,
     curves={(op, 2): ((1.0, s),) for op, s in times.items()},
@@ -216,7 +220,7 @@ def test_small_gains_are_left_alone(part, chosen):
 )
 def test_of_equals_the_fewest_collectives(growth, chosen):
   """At 4 devices zen carries (1 + growth) / 4 of what a gather does."""
-  link = zenjax.Link(bandwidth=1e9, latency_s=0.0)
+  link = zenjax.planner.Link(bandwidth=1e9, latency_s=0.0)
   few = profile(1000, growth, n=4)
   options = sync_options.check(
     "data",
@@ -234,8 +238,8 @@ def test_several_levels():
   """Of 4 hosts of 8 devices each link between hosts carries an eighth."""
   size = 1000 * 8 * 4.0
   both = Context(axes=("host", "device"), sizes=(4, 8), mean=True)
-  network = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
-  fabric = zenjax.Link(bandwidth=1e12, latency_s=0.0)
+  network = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-3)
+  fabric = zenjax.planner.Link(bandwidth=1e12, latency_s=0.0)
   links = {"host": network, "device": fabric}
   found = cost.predict("dense", table(1000, 8), profile(10, 4), both, links)
   within = 2 * 7 / 8 * size / 1e12
@@ -253,7 +257,7 @@ def test_several_levels():
 
 
 def test_what_a_group_pays_once():
-  link = zenjax.Link(bandwidth=1e9, latency_s=1e-3)
+  link = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-3)
   for scheme in cost.CANDIDATES:
     found = cost.predict(
       scheme, table(1000, 8), profile(10, 4), context(8), link
@@ -270,10 +274,19 @@ _TEXT: Any = "1gbit"
 @pytest.mark.parametrize(
   ("make", "said"),
   [
-    (lambda: zenjax.Link(bandwidth=_TEXT, latency_s=0.0), "a number.*1gbit"),
-    (lambda: zenjax.Link(bandwidth=0.0, latency_s=0.0), "must be positive"),
-    (lambda: zenjax.Link(bandwidth=1e9, latency_s=-1.0), "be 0 or more"),
-    (lambda: zenjax.Work(mask_byte=-1.0), "`mask_byte`.*be 0 or more"),
+    (
+      lambda: zenjax.planner.Link(bandwidth=_TEXT, latency_s=0.0),
+      "a number.*1gbit",
+    ),
+    (
+      lambda: zenjax.planner.Link(bandwidth=0.0, latency_s=0.0),
+      "must be positive",
+    ),
+    (
+      lambda: zenjax.planner.Link(bandwidth=1e9, latency_s=-1.0),
+      "be 0 or more",
+    ),
+    (lambda: zenjax.planner.Work(mask_byte=-1.0), "`mask_byte`.*be 0 or more"),
     (lambda: _with_curve("allreduce", ((0.0, 1.0),)), "`curves`.*'allreduce'"),
     (
       lambda: _with_curve("all_reduce", ((2.0, 1.0), (1.0, 2.0))),
@@ -287,4 +300,6 @@ def test_a_link_that_none_can_be_is_refused(make, said):
 
 
 def _with_curve(op, curve):
-  return zenjax.Link(bandwidth=1e9, latency_s=0.0, curves={(op, 2): curve})
+  return zenjax.planner.Link(
+    bandwidth=1e9, latency_s=0.0, curves={(op, 2): curve}
+  )

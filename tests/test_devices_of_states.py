@@ -27,10 +27,12 @@ def owners(**options):
 TRANSFORMS: dict[str, Any] = {
   "carry": zenjax.zen_sync("data", sparse=TABLES, on_overflow="carry"),
   "error_feedback": optax.chain(
-    zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data", momentum=0.9),
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.5, sparse=True), "data", momentum=0.9
+    ),
     zenjax.zen_sync("data", sparse=True, unit="element"),
   ),
-  "micro": zenjax.micro("data", 0.5),
+  "micro": zenjax.sparsify.micro("data", 0.5),
   "owner_update": owners(),
   "accumulated": optax.MultiSteps(owners(), 2),
 }

@@ -24,11 +24,13 @@ DENSITY = K / SIZE
 NS = [1, 2, 4, 8]
 
 MAKE: dict[str, Any] = {
-  "top_k": lambda: zenjax.top_k(DENSITY, sparse=True),
-  "sampled": lambda: zenjax.top_k(DENSITY, method="sampled", sparse=True),
-  "threshold": lambda: zenjax.threshold(0.4, sparse=True),
-  "random_k": lambda: zenjax.random_k(DENSITY, sparse=True),
-  "apart": lambda: zenjax.random_k(DENSITY, apart="data", sparse=True),
+  "top_k": lambda: zenjax.sparsify.top_k(DENSITY, sparse=True),
+  "sampled": lambda: zenjax.sparsify.top_k(
+    DENSITY, method="sampled", sparse=True
+  ),
+  "threshold": lambda: zenjax.sparsify.threshold(0.4, sparse=True),
+  "random_k": lambda: zenjax.sparsify.random_k(DENSITY, sparse=True),
+  "apart": lambda: zenjax.sparsify.random_k(DENSITY, apart="data", sparse=True),
 }
 
 
@@ -36,7 +38,7 @@ MAKE: dict[str, Any] = {
 def compiled(kind: str, **options: Any):
   """All steps of all devices, of gradients `[t, n, N]`: `[n, t, ...]`."""
   make = options.pop("make", None) or MAKE[kind]
-  tx = zenjax.error_feedback(make(), "data", **options)
+  tx = zenjax.sparsify.error_feedback(make(), "data", **options)
 
   def run(draws):
     def step(state, gradients):
@@ -169,7 +171,7 @@ def test_rounding_for_the_wire_stays_in_the_residual(kind, wire):
   scale = np.geomspace(1e-8, 1, SIZE, dtype=np.float32)
   draws = drawn(2, 40) * scale
   draws[3, 0, -1] = 1e6
-  make = lambda: zenjax.threshold(1e-9, sparse=True)
+  make = lambda: zenjax.sparsify.threshold(1e-9, sparse=True)
   options = {} if kind == "top_k" else dict(make=make)
   out = compiled(kind, wire_dtype=jnp.dtype(wire), **options)(draws)
   select = models.TopK(K) if kind == "top_k" else models.HardThreshold(1e-9)
@@ -226,7 +228,7 @@ def test_schedules():
   """A density over steps, and a threshold."""
   options: dict[str, Any] = dict(staircase=True, end_value=0.02)
   warm = optax.exponential_decay(0.25, 10, 0.25, **options)
-  make = lambda: zenjax.top_k(warm, method="sampled", sparse=True)
+  make = lambda: zenjax.sparsify.top_k(warm, method="sampled", sparse=True)
   leaf = compiled("", make=make)(drawn(2, 40))[-1].leaves["leaf"]
   wanted = [0.25] * 10 + [0.0625] * 10 + [0.02] * 20
   np.testing.assert_allclose(leaf.wanted[0], wanted, rtol=1e-6)
@@ -234,7 +236,7 @@ def test_schedules():
   assert (count == np.round(np.array(wanted) * SIZE)).all()
 
   rising = lambda step: np.float32(2**-7) * (step + 1)
-  make = lambda: zenjax.threshold(rising, sparse=True)
+  make = lambda: zenjax.sparsify.threshold(rising, sparse=True)
   draws = drawn(2)
   model = models.ErrorFeedback(SIZE, 2, models.HardThreshold(rising))
   check(model, draws, compiled("", make=make)(draws))

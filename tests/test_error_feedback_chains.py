@@ -19,7 +19,9 @@ WORDS: dict[str, Any] = dict(sparse=True, unit="element")
 
 def chain(inner, *, capacities=None, wire_dtype=None, **options):
   return optax.chain(
-    zenjax.error_feedback(inner, "data", wire_dtype=wire_dtype, **options),
+    zenjax.sparsify.error_feedback(
+      inner, "data", wire_dtype=wire_dtype, **options
+    ),
     zenjax.zen_sync(
       "data", capacities=capacities, wire_dtype=wire_dtype, **WORDS
     ),
@@ -81,7 +83,7 @@ def bound(*runs: np.ndarray) -> Any:
 
 def check_stats(state, synced):
   """What was selected, beside what `zen_sync` counted."""
-  told = zenjax.sparsifier_stats(state)["leaf"]
+  told = zenjax.sparsify.sparsifier_stats(state)["leaf"]
   assert told["density"] == pytest.approx(0.02) == told["density_wanted"]
   assert told["imbalance"] == 1 and np.isnan(told["threshold"])
   assert 3 < told["build_up"] == pytest.approx(synced["growth"])
@@ -96,7 +98,7 @@ def check_stats(state, synced):
 )
 def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   """In many rounds, and with residuals of four devices on others."""
-  tx = chain(zenjax.top_k(0.02, sparse=True), capacities=(60, 100))
+  tx = chain(zenjax.sparsify.top_k(0.02, sparse=True), capacities=(60, 100))
   params, first, later = jnp.zeros(SIZE), draws(4), draws(other, 1)
   state = zenjax.init(tx, params, runners.mesh(4), "data")
   total, state = take(tx, state, first, check_vma)
@@ -108,7 +110,7 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   assert (np.abs(gap) <= bound(first)).all() and np.abs(kept(state)).max() > 1
 
   before = kept(state)
-  tx = chain(zenjax.top_k(0.02, sparse=True))
+  tx = chain(zenjax.sparsify.top_k(0.02, sparse=True))
   fresh = zenjax.init(tx, params, runners.mesh(other), "data")
   moved = zenjax.reshard(state[:1], runners.mesh(other), "data")
   assert moved[0].step == STEPS
@@ -127,7 +129,9 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   "kind", [pytest.param(jnp.bfloat16, marks=pytest.mark.more), jnp.float16]
 )
 def test_only_sums_are_rounded_on_the_wire(kind):
-  tx = chain(zenjax.top_k(0.02, method="sampled", sparse=True), wire_dtype=kind)
+  tx = chain(
+    zenjax.sparsify.top_k(0.02, method="sampled", sparse=True), wire_dtype=kind
+  )
   gradients = draws(4)
   state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(4), "data")
   total, state = take(tx, state, gradients)
@@ -148,7 +152,9 @@ def tree(flat):
 def test_small_leaves_go_whole_and_have_momentum():
   """By default: below 64 KiB."""
   tx = optax.chain(
-    zenjax.error_feedback(zenjax.top_k(0.01), "data", momentum=0.9),
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.01), "data", momentum=0.9
+    ),
     zenjax.zen_sync("data", unit="element"),
   )
   plain = optax.chain(zenjax.zen_sync("data", scheme="dense"), optax.trace(0.9))
@@ -178,8 +184,10 @@ def test_small_leaves_go_whole_and_have_momentum():
 
 
 def test_what_is_no_floating_array_passes():
-  tx: Any = zenjax.error_feedback(
-    zenjax.top_k(0.5, sparse=lambda name, _: name == "w"), "data", momentum=0.9
+  tx: Any = zenjax.sparsify.error_feedback(
+    zenjax.sparsify.top_k(0.5, sparse=lambda name, _: name == "w"),
+    "data",
+    momentum=0.9,
   )
   rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.ones((2, 3)), 4)
   params = {
@@ -201,7 +209,7 @@ def test_what_is_no_floating_array_passes():
 def test_alone_and_in_blocks():
   """Without feedback: what is left out is forgotten."""
   tx = optax.chain(
-    zenjax.top_k(0.001, sparse=True),
+    zenjax.sparsify.top_k(0.001, sparse=True),
     zenjax.zen_sync("data", sparse=True, unit=8),
   )
   gradients = draws(2)
@@ -218,8 +226,8 @@ def test_in_training_beside_dense():
   """A warm-up by a schedule, inside `data_parallel`; nothing recompiles."""
   warm = optax.linear_schedule(0.5, 0.1, 20)
   tx = optax.chain(
-    zenjax.error_feedback(
-      zenjax.top_k(warm, method="sampled", sparse=True),
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(warm, method="sampled", sparse=True),
       "data",
       momentum=0.5,
       clip_norm=100.0,

@@ -15,8 +15,8 @@ import zenjax
 
 # What types forbid is asked of it too.
 API: Any = zenjax
-TOP = zenjax.top_k(0.5)
-TOP_ALL = zenjax.top_k(0.5, sparse=True)
+TOP = zenjax.sparsify.top_k(0.5)
+TOP_ALL = zenjax.sparsify.top_k(0.5, sparse=True)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_arguments_out_of_range(make, words):
 
 def test_around_something_else():
   with pytest.raises(TypeError) as error:
-    zenjax.error_feedback(optax.sgd(0.1), "data")
-  names(error, "`inner`", "zenjax.top_k", "GradientTransformation")
+    zenjax.sparsify.error_feedback(optax.sgd(0.1), "data")
+  names(error, "`inner`", "zenjax.sparsify.top_k", "GradientTransformation")
 
 
 def trace(tx, gradient, state=None, n=2):
@@ -86,7 +86,9 @@ def trace(tx, gradient, state=None, n=2):
 
 
 def test_states_of_others():
-  tx = zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data")
+  tx = zenjax.sparsify.error_feedback(
+    zenjax.sparsify.top_k(0.5, sparse=True), "data"
+  )
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(8))
   names(error, "`error_feedback`", "`axis_name`", "zenjax.init")
@@ -103,12 +105,12 @@ def test_states_of_others():
 
 def test_a_state_without_the_momentum_that_is_asked_for():
   made = zenjax.init(
-    zenjax.error_feedback(TOP_ALL, "data"),
+    zenjax.sparsify.error_feedback(TOP_ALL, "data"),
     jnp.zeros(8),
     runners.mesh(1),
     "data",
   )
-  tx = zenjax.error_feedback(TOP_ALL, "data", momentum=0.9)
+  tx = zenjax.sparsify.error_feedback(TOP_ALL, "data", momentum=0.9)
   with pytest.raises(ValueError) as error:
     trace(tx, jnp.zeros(8), made, n=1)
   names(error, "`state`", "zenjax.init", "'momentum': (1, 8)")
@@ -123,7 +125,7 @@ def test_numbers_of_numpy_are_densities():
 
 def test_statistics_of_no_sparsifier():
   with pytest.raises(ValueError) as error:
-    zenjax.sparsifier_stats(zenjax.zen_sync("data").init(jnp.zeros(8)))
+    zenjax.sparsify.sparsifier_stats(zenjax.zen_sync("data").init(jnp.zeros(8)))
   names(error, "`state`", "ZenSyncState", "error_feedback")
 
 
@@ -138,14 +140,16 @@ def test_gradients_that_multi_steps_accumulates():
 
 def test_rows_that_are_to_be_selected_from():
   rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), 4)
-  tx: Any = zenjax.top_k(0.5, sparse=True)
+  tx: Any = zenjax.sparsify.top_k(0.5, sparse=True)
   with pytest.raises(TypeError) as error:
     tx.update({"t": rows}, tx.init({"t": jnp.zeros((4, 3))}))
   names(error, "`updates`", "SparseRows", "'t'", "`sparse`")
 
 
 def test_gradients_that_autodiff_has_summed():
-  tx = zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data")
+  tx = zenjax.sparsify.error_feedback(
+    zenjax.sparsify.top_k(0.5, sparse=True), "data"
+  )
   step = lambda w: tx.update(w, tx.init(w))[0]
   step = jax.shard_map(step, mesh=runners.mesh(2), in_specs=P(), out_specs=P())
   with pytest.raises(ValueError) as error:
@@ -153,7 +157,7 @@ def test_gradients_that_autodiff_has_summed():
   names(error, "`updates`", "zenjax.as_varying")
 
 
-EF = lambda: zenjax.error_feedback(zenjax.top_k(0.1), "data")
+EF = lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data")
 ZEN = lambda axis="data": zenjax.zen_sync(axis, unit="element")
 
 
@@ -168,11 +172,17 @@ def made(*transforms, axes=("data",)):
   ("late", "words"),
   [
     (EF, ["error_feedback", "'a' (and 1 more)", "zenjax.zen_sync(..)"]),
-    (lambda: zenjax.top_k(0.1), ["top_k", "was averaged by zen_sync"]),
-    (lambda: zenjax.threshold(0.5), ["threshold", "local gradients"]),
-    (lambda: zenjax.random_k(0.1), ["random_k", "local gradients"]),
-    (lambda: zenjax.exdyna("data", 0.1), ["to exdyna", "leave zen_sync out"]),
-    (lambda: zenjax.micro("data", 0.1), ["to micro", "leave zen_sync out"]),
+    (lambda: zenjax.sparsify.top_k(0.1), ["top_k", "was averaged by zen_sync"]),
+    (lambda: zenjax.sparsify.threshold(0.5), ["threshold", "local gradients"]),
+    (lambda: zenjax.sparsify.random_k(0.1), ["random_k", "local gradients"]),
+    (
+      lambda: zenjax.sparsify.exdyna("data", 0.1),
+      ["to exdyna", "leave zen_sync out"],
+    ),
+    (
+      lambda: zenjax.sparsify.micro("data", 0.1),
+      ["to micro", "leave zen_sync out"],
+    ),
   ],
 )
 def test_after_zen_sync(late, words):
@@ -183,11 +193,11 @@ def test_after_zen_sync(late, words):
 
 def test_in_its_place():
   made(EF(), ZEN(), optax.sgd(0.1))
-  made(zenjax.top_k(0.1), ZEN(), optax.sgd(0.1))
+  made(zenjax.sparsify.top_k(0.1), ZEN(), optax.sgd(0.1))
   # Between two axes: inside a host first.
   axes = ("host", "device")
-  host = zenjax.error_feedback(zenjax.top_k(0.1), "host")
+  host = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "host")
   made(ZEN("device"), host, ZEN("host"), axes=axes)
-  made(ZEN("device"), zenjax.top_k(0.1), ZEN("host"), axes=axes)
+  made(ZEN("device"), zenjax.sparsify.top_k(0.1), ZEN("host"), axes=axes)
   with pytest.raises(ValueError):
     made(ZEN("host"), host, axes=axes)

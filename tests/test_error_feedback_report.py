@@ -16,16 +16,16 @@ from zenjax._src.report import stats
 N, SIZE = 2, 2_000
 _A: Any = {"a": True, "b": False}
 MAKE: dict[str, Any] = {
-  "top_k": lambda: zenjax.top_k(0.05, sparse=_A),
-  "threshold": lambda: zenjax.threshold(0.9, sparse=_A),
-  "random_k": lambda: zenjax.random_k(0.05, apart="data", sparse=_A),
+  "top_k": lambda: zenjax.sparsify.top_k(0.05, sparse=_A),
+  "threshold": lambda: zenjax.sparsify.threshold(0.9, sparse=_A),
+  "random_k": lambda: zenjax.sparsify.random_k(0.05, apart="data", sparse=_A),
 }
 
 
 def after(inner, steps: int, **options: Any):
   """The state after some steps of a chain with zen_sync."""
   tx = optax.chain(
-    zenjax.error_feedback(inner, "data", **options),
+    zenjax.sparsify.error_feedback(inner, "data", **options),
     zenjax.zen_sync("data", sparse=_A, unit="element"),
   )
   params, mesh = {"a": jnp.zeros(SIZE), "b": jnp.zeros(3)}, runners.mesh(N)
@@ -65,7 +65,7 @@ def test_every_number_of_every_leaf(kind):
   assert title == "error_feedback after 2 steps on 2 devices"
   names = re.split(r"\s{2,}", headings.strip())
   cells = dict(zip(["name", *names], row.split(), strict=True))
-  told = zenjax.sparsifier_stats(state)["a"]
+  told = zenjax.sparsify.sparsifier_stats(state)["a"]
   assert cells.pop("name") == "a"
   assert cells["density"] == f"{told['density']:.3%}"
   assert cells["imbalance"] == f"{told['imbalance']:.2f}"
@@ -86,7 +86,7 @@ def test_before_the_first_step():
 
 
 def test_a_chain_that_selects_from_no_leaf():
-  none = zenjax.top_k(0.05, sparse=False)
+  none = zenjax.sparsify.top_k(0.05, sparse=False)
   (line,) = lines(after(none, 1, momentum=0.9))
   assert line == "error_feedback: it selects from no leaf."
 
@@ -97,4 +97,6 @@ def test_one_process_of_several_asks_for_no_number(monkeypatch):
   monkeypatch.setattr(stats, "_is_here", lambda _: False)
   monkeypatch.setattr(stats._stats, "of_feedback", None)
   (line,) = lines(state)
-  assert "several processes" in line and "zenjax.sparsifier_stats" in line
+  assert (
+    "several processes" in line and "zenjax.sparsify.sparsifier_stats" in line
+  )

@@ -13,14 +13,14 @@ import zenjax
 
 SIZE = 2_000
 INNER: dict[str, Any] = {
-  "top_k": lambda: zenjax.top_k(0.01, sparse=True),
-  "sampled": lambda: zenjax.top_k(0.01, method="sampled", sparse=True),
-  "random_k": lambda: zenjax.random_k(0.01, sparse=True, apart="data"),
+  "top_k": lambda: zenjax.sparsify.top_k(0.01, sparse=True),
+  "sampled": lambda: zenjax.sparsify.top_k(0.01, method="sampled", sparse=True),
+  "random_k": lambda: zenjax.sparsify.random_k(0.01, sparse=True, apart="data"),
 }
 
 
 def transform(kind: str):
-  return zenjax.error_feedback(
+  return zenjax.sparsify.error_feedback(
     INNER[kind](), "data", momentum=0.5, clip_norm=1e3, wire_dtype=jnp.bfloat16
   )
 

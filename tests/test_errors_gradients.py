@@ -98,7 +98,7 @@ def test_leaves_that_are_not_real_floats(dtype):
   [
     lambda: zenjax.zen_sync("data"),
     lambda: zenjax.owner_update(optax.sgd(0.1), "data"),
-    lambda: zenjax.error_feedback(zenjax.top_k(0.1), "data"),
+    lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data"),
   ],
 )
 def test_gradients_by_integers(make):

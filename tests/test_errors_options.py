@@ -21,8 +21,8 @@ from refusals import trace_pmean
 
 import zenjax
 
-LINK = zenjax.Link(bandwidth=1e9, latency_s=1e-6)
-PROFILE = zenjax.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
+LINK = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-6)
+PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_only_auto_needs(option):
 def test_link_that_cannot_be(name):
   numbers: Any = {"bandwidth": 1e9, "latency_s": 1e-6, name: -1.0}
   with pytest.raises(ValueError, match=f"`{name}` of a Link must be"):
-    zenjax.Link(**numbers)
+    zenjax.planner.Link(**numbers)
 
 
 @pytest.mark.parametrize("partition", [0, -2])
@@ -256,7 +256,7 @@ def test_sparse_prefix_of_something_else(sparse):
   "wire_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=str
 )
 @pytest.mark.parametrize(
-  "make", [zenjax.zen_sync, lambda a, **k: zenjax.exdyna(a, 0.1, **k)]
+  "make", [zenjax.zen_sync, lambda a, **k: zenjax.sparsify.exdyna(a, 0.1, **k)]
 )
 def test_wire_dtype_of_8_bits(make, wire_dtype):
   with pytest.raises(ValueError) as error:
@@ -286,9 +286,9 @@ NAMED = lambda name, _: name == "emb"
   ("use", "argument"),
   [
     (lambda p: zenjax.zen_sync("data", sparse=NAMED).init(p), "`sparse`"),
-    (lambda p: zenjax.top_k(0.1, sparse=NAMED).init(p), "`sparse`"),
+    (lambda p: zenjax.sparsify.top_k(0.1, sparse=NAMED).init(p), "`sparse`"),
     (
-      lambda p: zenjax.grad(lambda p: jnp.sum(p["t"]), tables=NAMED)(p),
+      lambda p: zenjax.rows.grad(lambda p: jnp.sum(p["t"]), tables=NAMED)(p),
       "`tables`",
     ),
   ],
@@ -318,11 +318,13 @@ def test_choices_that_are_meant():
 @pytest.mark.parametrize(
   "make",
   [
-    lambda density: zenjax.exdyna("data", density),
-    lambda density: zenjax.micro("data", density),
-    lambda density: zenjax.top_k(density),
-    lambda density: zenjax.random_k(density),
-    lambda density: zenjax.error_feedback(zenjax.top_k(density), "data"),
+    lambda density: zenjax.sparsify.exdyna("data", density),
+    lambda density: zenjax.sparsify.micro("data", density),
+    lambda density: zenjax.sparsify.top_k(density),
+    lambda density: zenjax.sparsify.random_k(density),
+    lambda density: zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(density), "data"
+    ),
   ],
   ids=["exdyna", "micro", "top_k", "random_k", "error_feedback"],
 )

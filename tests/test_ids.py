@@ -61,13 +61,13 @@ def test_catch_up_takes_the_nearest_row(ids, row):
   tx: Any = zenjax.lazy_rows(optax.sgd(1.0, momentum=0.5), catch_up=True)
   table = jnp.zeros((R, 1))
   state = tx.init(table)
-  table, state = zenjax.catch_up(tx, table, state)
+  table, state = zenjax.rows.catch_up(tx, table, state)
   update, state = tx.update(
     SparseRows(np.arange(R), jnp.ones((R, 1)), R), state, table
   )
   # A step on no row, after which all are behind.
   _, state = tx.update(SparseRows([R], jnp.ones((1, 1)), R), state, table)
-  brought, _ = zenjax.catch_up(tx, table, state, ids)
+  brought, _ = zenjax.rows.catch_up(tx, table, state, ids)
   assert np.flatnonzero(np.asarray(brought)).tolist() == [row]
 
 

@@ -58,7 +58,7 @@ ALONE = {
   "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
   "adagrad": optax.adagrad(0.1),
   "adamw": optax.adamw(optax.exponential_decay(0.1, 2, 0.5)),
-  "row_adagrad": zenjax.row_adagrad(0.1),
+  "row_adagrad": zenjax.rows.row_adagrad(0.1),
   "by label": optax.multi_transform(
     {"t": optax.adam(0.1), "d": optax.sgd(1.0)},
     {"a": "t", "b": "t", "few": "d", "bias": "d"},

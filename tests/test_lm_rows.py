@@ -79,7 +79,9 @@ def test_both_tables_are_only_looked_up(example):
     return model.sampled_loss(nnx.merge(graph, params), windows, negatives)
 
   batch = next(_batches(example, 1))
-  found = zenjax.explain_tables(loss, params, batch.windows, batch.negatives)
+  found = zenjax.rows.explain_tables(
+    loss, params, batch.windows, batch.negatives
+  )
   rows = {use.name: use.look_ups for use in found.uses if use.rows}
   assert rows == {
     "embed.embedding.value": batch.size,

@@ -15,8 +15,8 @@ TREE = {"a.b": jnp.zeros((8, 2)), "a": {"b": jnp.zeros((8, 2)), "c": 0.0}}
 CARRY = zenjax.zen_sync(
   "data", sparse=True, on_overflow="carry", capacities=(1, 2)
 )
-TOP = zenjax.error_feedback(
-  zenjax.top_k(0.25, sparse=True), "data", momentum=0.0
+TOP = zenjax.sparsify.error_feedback(
+  zenjax.sparsify.top_k(0.25, sparse=True), "data", momentum=0.0
 )
 
 
@@ -57,9 +57,9 @@ def test_what_waits_is_that_of_the_leaf(tx):
 def test_a_plan():
   shapes = jax.tree.map(lambda x: jnp.zeros((640, 2)), TREE)
   loss = lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p))
-  found = zenjax.plan(
+  found = zenjax.planner.plan(
     jax.value_and_grad(loss),
     shapes,
-    topology=zenjax.Topology.network("1gbit", N),
+    topology=zenjax.planner.Topology.network("1gbit", N),
   )
   assert {"['a']['b']", "['a.b']"} <= set(found.by_name)

@@ -34,7 +34,7 @@ def owner(axis="data"):
 
 def exdyna():
   return optax.masked(
-    zenjax.exdyna("data", 0.1), {"kernel": False, "table": True}
+    zenjax.sparsify.exdyna("data", 0.1), {"kernel": False, "table": True}
   )
 
 
@@ -54,7 +54,7 @@ def by_label(table, kernel):
       ("owner_update", "leaf 'table' is"),
     ),
     (
-      optax.chain(zen(), zenjax.micro("data", 0.1)),
+      optax.chain(zen(), zenjax.sparsify.micro("data", 0.1)),
       ("given to zen_sync and to micro", "leave zen_sync out"),
     ),
     (

@@ -42,7 +42,7 @@ def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
   [
     (optax.adagrad(0.5), (5, 30, 4)),  # The last dimension makes the rows.
     # 128 columns would be split if a row could be.
-    (zenjax.row_adagrad(0.5), (96, 128)),
+    (zenjax.rows.row_adagrad(0.5), (96, 128)),
   ],
   ids=["folded", "whole rows"],
 )

@@ -96,7 +96,7 @@ OPTIMIZERS: dict[str, Any] = {
   "adamw": optax.adamw(0.03, weight_decay=0.1),
   "adagrad": optax.adagrad(0.3),
   "anchored": optax.chain(anchored(0.1), optax.adagrad(0.3)),
-  "row_adagrad": zenjax.row_adagrad(0.3),
+  "row_adagrad": zenjax.rows.row_adagrad(0.3),
   "clipped": optax.apply_if_finite(
     optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.3)), 3
   ),
@@ -205,7 +205,7 @@ def test_statistics_are_kept_where_a_state_moves():
     (
       lambda: trained(
         zenjax.owner_update(
-          zenjax.row_adagrad(0.1), "data", partition="columns"
+          zenjax.rows.row_adagrad(0.1), "data", partition="columns"
         ),
         rows=True,
       ),

@@ -76,7 +76,7 @@ def test_gradients_are_rows_and_those_of_the_plain_table(width, ids):
   plain = table(width)
   want = jax.grad(lambda t: loss(jnp.take(t, ids, axis=0)))(plain)
   look_up = lambda t: packed.take(t, ids, plain.shape)
-  got = zenjax.grad(lambda t: loss(look_up(t)))(packed.pack(plain))
+  got = zenjax.rows.grad(lambda t: loss(look_up(t)))(packed.pack(plain))
   assert isinstance(got, zenjax.SparseRows) and got.capacity == len(ids)
   np.testing.assert_allclose(got.to_dense(), packed.pack(want), rtol=1e-6)
 
@@ -103,7 +103,7 @@ def _compare(tx, dense):
   with jax.numpy_dtype_promotion("standard"):
     want = train(dense, jax.grad, plain, lambda t, ids: t[ids])
     look_up = functools.partial(packed.take, shape=plain.shape)
-    got = train(tx, zenjax.grad, packed.pack(plain), look_up)
+    got = train(tx, zenjax.rows.grad, packed.pack(plain), look_up)
   got = packed.unpack(got, plain.shape)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
   assert np.any(got != plain)
@@ -124,7 +124,7 @@ def test_lazy_adam_moves_the_neighbours():
   look_up = lambda t, row: jnp.sum(packed.take(t, row, (ROWS, 16)))
   before = params
   for row in (17, 16):
-    grads = zenjax.grad(look_up)(params, jnp.array([row]))
+    grads = zenjax.rows.grad(look_up)(params, jnp.array([row]))
     updates, state = tx.update(grads, state, params)
     before, params = params, zenjax.apply_updates(params, updates)
   moved = np.any(

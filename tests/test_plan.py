@@ -19,12 +19,12 @@ PARAMS = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
 def leaf(name, **choice):
-  return zenjax.LeafPlan(
+  return zenjax.planner.LeafPlan(
     name=name, shape=SHAPES[name], dtype="float32", **choice
   )
 
 
-PLAN = zenjax.Plan(
+PLAN = zenjax.planner.Plan(
   leaves=(
     leaf("a", scheme="zen", column_groups=1, group=0, union=80.0),
     leaf("b", scheme="zen", column_groups=4, group=1, capacities=(16, 64)),
@@ -109,7 +109,7 @@ def test_comparison_with_what_a_run_showed(ran):
 
 
 def test_bytes_beyond_what_rows_need_are_told():
-  plan = zenjax.Plan(
+  plan = zenjax.planner.Plan(
     leaves=(
       leaf("a", scheme="zen", union=80.0, wire_bytes=1e4),
       leaf("b", scheme="zen", union=80.0, wire_bytes=1e4, capacities=(9, 9)),
@@ -152,14 +152,18 @@ _JSON_SHAPE = '"shape": [\n        640,\n        8\n      ]'
 
 
 def test_json():
-  assert zenjax.Plan.from_json(PLAN.to_json()) == PLAN
-  assert hash(zenjax.Plan.from_json(PLAN.to_json())) == hash(PLAN)
+  assert zenjax.planner.Plan.from_json(PLAN.to_json()) == PLAN
+  assert hash(zenjax.planner.Plan.from_json(PLAN.to_json())) == hash(PLAN)
 
 
 @pytest.mark.parametrize(
   "old, new, words",
   [
-    ('"zenjax_plan": 1', '"zenjax_plan": 9', ["version 1", "zenjax.plan"]),
+    (
+      '"zenjax_plan": 1',
+      '"zenjax_plan": 9',
+      ["version 1", "zenjax.planner.plan"],
+    ),
     ('"scheme": "zen"', '"sheme": "zen"', ["leaves[0]", "'sheme'", "'scheme'"]),
     ('"group": 0', '"group": "0"', ["`group`", "int", "'0'"]),
     ('"data"', "7", ["`mesh`", "[[7, 4]]"]),
@@ -179,7 +183,7 @@ def test_json_that_is_no_plan(old, new, words):
   text = PLAN.to_json().replace(old, new)
   assert text != PLAN.to_json()
   with pytest.raises(ValueError) as error:
-    zenjax.Plan.from_json(text)
+    zenjax.planner.Plan.from_json(text)
   names(error, *words)
 
 
@@ -196,7 +200,7 @@ def _synced(plan, params=PARAMS, n=N):
     (lambda: _synced(PLAN, {"a": PARAMS["a"]}), ["`plan`", "'b', 'c', 'w'"]),
     (
       lambda: _synced(PLAN, PARAMS | {"x": jnp.zeros(3)}),
-      ["nothing of ['x']", "zenjax.plan"],
+      ["nothing of ['x']", "zenjax.planner.plan"],
     ),
     (
       lambda: _synced(PLAN, PARAMS | {"w": jnp.zeros((8, 4))}),
@@ -258,5 +262,5 @@ def test_wire_dtypes_that_are_none(dtype):
 
 def test_no_plan():
   text: Any = PLAN.to_json()
-  with pytest.raises(TypeError, match="`plan` must be a zenjax.Plan"):
+  with pytest.raises(TypeError, match="`plan` must be a zenjax.planner.Plan"):
     zenjax.zen_sync("data", plan=text)

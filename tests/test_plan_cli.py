@@ -89,11 +89,11 @@ def plan_of(trace, rows=ROWS, **options):
   shape = jax.ShapeDtypeStruct
   params = {"table": shape((rows, WIDTH), jnp.float32)}
   loss = lambda p, ids: jnp.sum(p["table"][ids])
-  return zenjax.plan(
+  return zenjax.planner.plan(
     zenjax.value_and_grad(loss),
     params,
     shape((256,), jnp.int32),
-    topology=zenjax.Topology.network("10gbit", 8),
+    topology=zenjax.planner.Topology.network("10gbit", 8),
     trace=trace,
     **options,
   )
@@ -121,7 +121,7 @@ def test_plan_prints_and_saves(trace, tmp_path, capsys):
   assert "plan for 8 devices (data 8) on h100 on 10gbit" in out
   assert "2 leaves without another way" in out and "note" not in out
   assert "a step is predicted to be" in out
-  plan = zenjax.Plan.from_json(path.read_text())
+  plan = zenjax.planner.Plan.from_json(path.read_text())
   assert plan.compute_seconds == 0.01 and plan.pays
   assert {leaf.name for leaf in plan.leaves} == {"bias", "table", "w"}
   assert plan.by_name["table"].union == pytest.approx(1545, rel=0.02)
@@ -141,7 +141,7 @@ def test_plan_of_a_pod(trace, capsys):
 
 def test_plan_on_a_measured_machine(trace, tmp_path, capsys):
   path = tmp_path / "machine.json"
-  path.write_text(zenjax.Topology.network("1gbit", 4).to_json())
+  path.write_text(zenjax.planner.Topology.network("1gbit", 4).to_json())
   assert run("plan", "--trace", trace, "--topology", path) == 0
   assert "plan for 4 devices" in capsys.readouterr().out
   run("plan", "--trace", trace, "--topology", path, "--hosts", "64")
@@ -212,13 +212,13 @@ def test_broken_traces_are_refused(tmp_path, capsys):
 def test_links_prints_and_saves(monkeypatch, tmp_path, capsys):
   ops = {"all_gather": measure.OPS["all_gather"]}
   monkeypatch.setattr(measure, "OPS", ops)
-  work = zenjax.Work(mask_byte=2e-9)
+  work = zenjax.planner.Work(mask_byte=2e-9)
   monkeypatch.setattr(local_work, "measured", lambda *_: work)
   path = tmp_path / "machine.json"
   assert run("links", "--devices", 2, "--repeats", 1, "--json", path) == 0
   out = capsys.readouterr().out
   assert "2 x cpu" in out and "all_gather" in out and "mask_byte 2 ns" in out
-  found = zenjax.Topology.load(path)
+  found = zenjax.planner.Topology.load(path)
   assert found.sizes == (2,) and found.levels[0].link.work == work
 
 
@@ -258,7 +258,7 @@ def test_whatif_prints_and_saves(trace, tmp_path, capsys):
 
 def test_points_are_plans(trace):
   recorded = recorded_runs.recorded(traces.read(trace))
-  machine = zenjax.Topology.network("10gbit", 8, "h100")
+  machine = zenjax.planner.Topology.network("10gbit", 8, "h100")
   base = what_if.Base(
     recorded=recorded,
     topology=machine,

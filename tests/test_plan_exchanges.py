@@ -22,7 +22,7 @@ def question(seed: int, overlap: bool = False, tables: int = 3, **options):
     shapes += [(64, 64)] * int(rng.integers(0, 3))
     rows = int(rng.choice(TABLES))
     seen = rows * float(rng.choice([0.02, 0.1, 0.3]))
-    profiles[f"leaf{len(shapes)}"] = zenjax.Profile(
+    profiles[f"leaf{len(shapes)}"] = zenjax.planner.Profile(
       rows=seen, fullest=seen, union=min(seen * 4, rows * 0.6), devices=8
     )
     shapes.append((rows, 32))
@@ -39,7 +39,7 @@ def question(seed: int, overlap: bool = False, tables: int = 3, **options):
   rate = str(rng.choice(["10gbit", "100gbit"]))
   return choosing.Question(
     gradients=gradients,
-    topology=zenjax.Topology.network(rate, 8),
+    topology=zenjax.planner.Topology.network(rate, 8),
     axes=("data",),
     profiles=profiles,
     overlap=overlap,
@@ -90,10 +90,12 @@ def test_a_small_table_joins_an_exchange_where_that_takes_less(fullest, joins):
   )
   asked = choosing.Question(
     gradients=gradients,
-    topology=zenjax.Topology.network("1gbit", 8),
+    topology=zenjax.planner.Topology.network("1gbit", 8),
     axes=("data",),
     profiles={
-      name: zenjax.Profile(rows=one, fullest=one, union=union, devices=8)
+      name: zenjax.planner.Profile(
+        rows=one, fullest=one, union=union, devices=8
+      )
       for name, (one, union) in rows.items()
     },
   )
@@ -116,10 +118,10 @@ def test_rows_that_all_devices_have(way):
     look_ups=None,
     ready=1.0,
   )
-  same = zenjax.Profile(rows=500, fullest=500, union=500, devices=8)
+  same = zenjax.planner.Profile(rows=500, fullest=500, union=500, devices=8)
   asked = choosing.Question(
     gradients=(table,),
-    topology=zenjax.Topology.network("1gbit", 8),
+    topology=zenjax.planner.Topology.network("1gbit", 8),
     axes=("data",),
     profiles={"table": same},
   )
@@ -140,10 +142,10 @@ def test_pmean_alone_is_as_well_grouped(overlap):
   """No plan gains by what pmean alone could do as well."""
   small = {f"w{i}": jnp.zeros((64, 64)) for i in range(9)}
   loss = lambda p: sum(jnp.sum(x @ x) for x in p.values())
-  found = zenjax.plan(
+  found = zenjax.planner.plan(
     jax.value_and_grad(loss),
     small,
-    topology=zenjax.Topology.network("10gbit", 8),
+    topology=zenjax.planner.Topology.network("10gbit", 8),
     overlap=overlap,
     compute_seconds=1e-4,
   )
@@ -160,11 +162,11 @@ def test_pmean_that_the_memory_does_not_hold_is_told_all_the_same():
     "bias": shape((64,), jnp.float32),
     "table": shape((100_000, 64), jnp.float32),
   }
-  plan = lambda **options: zenjax.plan(
+  plan = lambda **options: zenjax.planner.plan(
     jax.value_and_grad(loss),
     params,
     shape((512,), jnp.int32),
-    topology=zenjax.Topology.network("1gbit", 8),
+    topology=zenjax.planner.Topology.network("1gbit", 8),
     **options,
   )
   free, limited = plan(), plan(memory_bytes=15e6)

@@ -1,4 +1,4 @@
-"""`zenjax.plan`: what is chosen for models on machines, and why."""
+"""`zenjax.planner.plan`: what is chosen for models on machines, and why."""
 
 import dataclasses
 import itertools
@@ -38,19 +38,19 @@ def loss(params, ids):
   return jnp.mean(x**2)
 
 
-SLOW = zenjax.Topology.network("1gbit", 8)
-FAST = zenjax.Topology.preset("h100", 8)
+SLOW = zenjax.planner.Topology.network("1gbit", 8)
+FAST = zenjax.planner.Topology.preset("h100", 8)
 
 
 def machine(**link):
   """Eight devices."""
-  level = Level(name="device", devices=8, link=zenjax.Link(**link))
-  return zenjax.Topology(levels=(level,))
+  level = Level(name="device", devices=8, link=zenjax.planner.Link(**link))
+  return zenjax.planner.Topology(levels=(level,))
 
 
 def plan(topology=SLOW, grad=zenjax.value_and_grad, **options):
   args = PARAMS, shape(BATCH, dtype=jnp.int32)
-  return zenjax.plan(grad(loss), *args, topology=topology, **options)
+  return zenjax.planner.plan(grad(loss), *args, topology=topology, **options)
 
 
 @pytest.mark.parametrize("grad", [zenjax.value_and_grad, jax.value_and_grad])
@@ -75,7 +75,7 @@ def test_leaves_that_are_summed_in_turn():
   assert in_turn.dense_seconds == pytest.approx(
     at_once.dense_seconds + 3 * 0.01, abs=1e-9
   )
-  full = zenjax.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
+  full = zenjax.planner.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
   slow = machine(bandwidth=1e9, latency_s=1e-3, buffer_s=0.01)
   dense = plan(slow, jax.value_and_grad, profile={"table": full})
   assert not dense.pays and dense.seconds < dense.dense_seconds
@@ -107,7 +107,7 @@ def test_leaves_of_one_exchange_take_what_their_bytes_take():
 
 
 def test_full_gradients_take_pmean():
-  full = zenjax.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
+  full = zenjax.planner.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
   found = plan(grad=jax.value_and_grad, profile={"table": full})
   assert not found.pays and found.seconds == found.dense_seconds
   assert "plain pmean is best" in str(found)
@@ -131,7 +131,7 @@ def test_what_the_backward_pass_hides_takes_pmean():
     topology=machine(
       bandwidth=450e9,
       latency_s=1e-6,
-      work=zenjax.Work(mask_byte=1e-9, move_byte=1e-9),
+      work=zenjax.planner.Work(mask_byte=1e-9, move_byte=1e-9),
     ),
     axes=("data",),
     compute_seconds=1.0,
@@ -145,12 +145,12 @@ def test_what_the_backward_pass_hides_takes_pmean():
 
 
 def test_two_levels():
-  pod = zenjax.Topology.preset("h100", 8, hosts=4, network="100gbit")
+  pod = zenjax.planner.Topology.preset("h100", 8, hosts=4, network="100gbit")
   found = plan(pod, axis_name=("host", "device"))
   assert found.mesh == (("host", 4), ("device", 8))
   assert found.topology == pod and found.devices == 32
-  assert zenjax.Plan.from_json(found.to_json()) == found
-  assert hash(zenjax.Plan.from_json(found.to_json())) == hash(found)
+  assert zenjax.planner.Plan.from_json(found.to_json()) == found
+  assert hash(zenjax.planner.Plan.from_json(found.to_json())) == hash(found)
   assert found.by_name["table"].scheme != "dense"
 
 
@@ -179,7 +179,7 @@ def question(tables, overlap):
     for i, rows in enumerate(tables)
   )
   profiles = {
-    g.name: zenjax.Profile(
+    g.name: zenjax.planner.Profile(
       rows=(mean := g.shape[0] * rng.choice([0.001, 0.1, 0.9])),
       fullest=mean,
       union=min(mean * 4, g.shape[0]),
@@ -236,7 +236,9 @@ def test_seconds_are_those_of_the_timeline():
     (dict(memory_bytes=100), ["`memory_bytes`", "MB at least"]),
     (
       dict(
-        profile={"tabel": zenjax.Profile(rows=1, fullest=1, union=1, devices=2)}
+        profile={
+          "tabel": zenjax.planner.Profile(rows=1, fullest=1, union=1, devices=2)
+        }
       ),
       ["`profile`", "'tabel'", "'table'", "another model"],
     ),
@@ -253,7 +255,9 @@ def test_refused(options, words):
 
 def test_refused_types():
   topology: Any = "h100"
-  with pytest.raises(TypeError, match="`topology` must be a zenjax.Topology"):
+  with pytest.raises(
+    TypeError, match="`topology` must be a zenjax.planner.Topology"
+  ):
     plan(topology)
   text: Any = "1"
   for name in ("compute_seconds", "memory_bytes"):
@@ -272,13 +276,13 @@ def test_refused_types():
 
 def test_numbers_of_numpy_are_saved():
   seen: Any = np.int64(512)
-  table = zenjax.Profile(rows=seen, fullest=seen, union=seen, devices=8)
+  table = zenjax.planner.Profile(rows=seen, fullest=seen, union=seen, devices=8)
   found = plan(
     profile={"table": table},
     compute_seconds=np.float32(0.5),
     memory_bytes=np.int64(10**9),
   )
-  assert zenjax.Plan.from_json(found.to_json()) == found
+  assert zenjax.planner.Plan.from_json(found.to_json()) == found
 
 
 def test_the_plan_runs():
@@ -286,12 +290,14 @@ def test_the_plan_runs():
   n, rows = 4, 2048
   params = {"table": jnp.zeros((rows, 8)), "w": jnp.zeros((8, 8))}
   objective = lambda p, ids: jnp.sum(p["table"][ids] @ p["w"])
-  found = zenjax.plan(
+  found = zenjax.planner.plan(
     jax.value_and_grad(objective),
     params,
     jnp.zeros(16, jnp.int32),
-    topology=zenjax.Topology.network("10mbit", n),
-    profile={"table": zenjax.Profile(rows=8, fullest=8, union=24, devices=n)},
+    topology=zenjax.planner.Topology.network("10mbit", n),
+    profile={
+      "table": zenjax.planner.Profile(rows=8, fullest=8, union=24, devices=n)
+    },
   )
   assert found.by_name["table"].scheme != "dense"
   tx = zenjax.zen_sync("data", plan=found)

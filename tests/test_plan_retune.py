@@ -1,4 +1,4 @@
-"""`zenjax.retune`: a plan made again from what its run has shown."""
+"""`zenjax.planner.retune`: a plan made again from what its run has shown."""
 
 import dataclasses
 from typing import Any
@@ -23,12 +23,14 @@ def loss(params, ids):
 
 
 def planned(rows: float, union: float, rate="10mbit", **options):
-  profile = zenjax.Profile(rows=rows, fullest=rows, union=union, devices=N)
-  return zenjax.plan(
+  profile = zenjax.planner.Profile(
+    rows=rows, fullest=rows, union=union, devices=N
+  )
+  return zenjax.planner.plan(
     jax.value_and_grad(loss),
     PARAMS,
     jnp.zeros(64, jnp.int32),
-    topology=zenjax.Topology.network(rate, N),
+    topology=zenjax.planner.Topology.network(rate, N),
     profile={"table": profile},
     compute_seconds=0.01,
     **options,
@@ -68,7 +70,7 @@ def few(stepped):
 
 
 def retune(state, plan=SPARSE, steps_left=1_000_000, compile_seconds=5.0):
-  return zenjax.retune(
+  return zenjax.planner.retune(
     state, plan, steps_left=steps_left, compile_seconds=compile_seconds
   )
 
@@ -101,12 +103,12 @@ def test_it_pays_where_steps_are_left(few):
 
 
 def test_what_is_not_told_is_left_to_the_reader(few):
-  found = zenjax.retune(few, SPARSE)
+  found = zenjax.planner.retune(few, SPARSE)
   assert found.gain_seconds > 0 and found.pays is found.earned_after is None
   assert "1,000 steps gain" in str(found)
-  found = zenjax.retune(few, SPARSE, steps_left=200)
+  found = zenjax.planner.retune(few, SPARSE, steps_left=200)
   assert found.pays is None and "the 200 steps left gain" in str(found)
-  found = zenjax.retune(few, SPARSE, compile_seconds=2.0)
+  found = zenjax.planner.retune(few, SPARSE, compile_seconds=2.0)
   assert found.pays is None and (found.earned_after or 0) > 1
   assert "pays where more are left" in str(found)
 
@@ -162,7 +164,7 @@ def test_what_is_as_planned_stays(few):
 
 def test_plans_keep_what_it_takes(few):
   plan = planned(40, 160, wire_dtypes=(jnp.bfloat16,), memory_bytes=1e9)
-  read = zenjax.Plan.from_json(plan.to_json())
+  read = zenjax.planner.Plan.from_json(plan.to_json())
   assert read == plan and hash(read) == hash(plan)
   assert read.wire_dtypes == ("bfloat16",) and read.memory_bytes == 1e9
   again = retune(few, read)
@@ -171,7 +173,7 @@ def test_plans_keep_what_it_takes(few):
 
 def test_leaves_that_were_not_seen_keep_their_densities(few):
   """Those that take pmean are planned again by what they were planned for."""
-  full = zenjax.LeafPlan(
+  full = zenjax.planner.LeafPlan(
     name="wide",
     shape=(ROWS, WIDTH),
     dtype="float32",
@@ -184,7 +186,7 @@ def test_leaves_that_were_not_seen_keep_their_densities(few):
   assert retune(few, plan).plan.by_name["wide"].scheme == "dense"
   unknown = dataclasses.replace(full, rows=None, fullest=None, union=None)
   plan = dataclasses.replace(SPARSE, leaves=(*SPARSE.leaves, unknown))
-  # Assumed to be a vocabulary, as `zenjax.plan` does.
+  # Assumed to be a vocabulary, as `zenjax.planner.plan` does.
   assert retune(few, plan).plan.by_name["wide"].scheme != "dense"
 
 
@@ -195,7 +197,7 @@ def test_leaves_that_were_not_seen_keep_their_densities(few):
     (lambda s: retune(s, compile_seconds=-1.0), ["`compile_seconds`", "-1.0"]),
     (
       lambda s: retune(s, dataclasses.replace(SPARSE, topology=None)),
-      ["`plan`", "topology", "zenjax.plan"],
+      ["`plan`", "topology", "zenjax.planner.plan"],
     ),
     (
       lambda s: retune(zenjax.zen_sync("data", plan=SPARSE).init(PARAMS)),
@@ -203,7 +205,7 @@ def test_leaves_that_were_not_seen_keep_their_densities(few):
     ),
     (
       lambda s: retune(s, planned(ROWS, ROWS)),
-      ["`plan` must send a leaf sparse", "zenjax.record"],
+      ["`plan` must send a leaf sparse", "zenjax.planner.record"],
     ),
     (
       lambda s: retune(s, dataclasses.replace(SPARSE, mesh=(("data", 8),))),
@@ -227,5 +229,5 @@ def test_ways_that_no_plan_has_are_refused(few):
 
 def test_no_plan():
   plan: Any = SPARSE.to_json()
-  with pytest.raises(TypeError, match="`plan` must be a zenjax.Plan"):
+  with pytest.raises(TypeError, match="`plan` must be a zenjax.planner.Plan"):
     retune({}, plan)

@@ -156,7 +156,7 @@ def _question(tables: int) -> Question:
   )
   return Question(
     gradients=tuple(found),
-    topology=zenjax.Topology.network("1gbit", 4),
+    topology=zenjax.planner.Topology.network("1gbit", 4),
     axes=("data",),
     compute_seconds=0.01,
   )

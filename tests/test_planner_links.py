@@ -20,13 +20,13 @@ from zenjax._src.machine.topologies import Level
 CURVE = ((1e3, 1e-3), (1e6, 5e-3))
 
 
-def measured() -> zenjax.Topology:
+def measured() -> zenjax.planner.Topology:
   """As measured: curves, fits, one of them without a slope, and local work."""
-  link = zenjax.Link(
+  link = zenjax.planner.Link(
     bandwidth=1e9,
     latency_s=1e-5,
     curves={("all_gather", 4): CURVE, ("all_to_all", 4): CURVE[:1]},
-    work=zenjax.Work(mask_byte=1e-10),
+    work=zenjax.planner.Work(mask_byte=1e-10),
     buffer_s=2e-3,
   )
   fits = (
@@ -34,7 +34,9 @@ def measured() -> zenjax.Topology:
     Fit(op="all_to_all", latency_s=1e-3, bandwidth=math.inf, error=0.0),
   )
   level = Level(name="data", devices=4, link=link, fits=fits)
-  return zenjax.Topology(levels=(level,), memory_bytes=1e9, source="here")
+  return zenjax.planner.Topology(
+    levels=(level,), memory_bytes=1e9, source="here"
+  )
 
 
 # --- topologies -------------------------------------------------------------
@@ -43,10 +45,10 @@ def measured() -> zenjax.Topology:
 def test_json_there_and_back():
   for topology in (
     measured(),
-    zenjax.Topology.preset("tpu-v5p", 64, hosts=2, network="100gbit"),
-    zenjax.Topology.network("25gbit", 16),
+    zenjax.planner.Topology.preset("tpu-v5p", 64, hosts=2, network="100gbit"),
+    zenjax.planner.Topology.network("25gbit", 16),
   ):
-    back = zenjax.Topology.from_json(topology.to_json())
+    back = zenjax.planner.Topology.from_json(topology.to_json())
     assert back == topology
     assert hash(back) == hash(topology)
 
@@ -59,7 +61,7 @@ def test_hash_tells_topologies_apart():
 def test_a_file_of_before_buffers_were_timed_is_read():
   document = json.loads(measured().to_json())
   del document["levels"][0]["buffer_s"]
-  back = zenjax.Topology.from_json(json.dumps(document))
+  back = zenjax.planner.Topology.from_json(json.dumps(document))
   assert back.levels[0].link.buffer_s == 0
   assert back != measured()
 
@@ -67,9 +69,9 @@ def test_a_file_of_before_buffers_were_timed_is_read():
 def test_a_file_is_loaded(tmp_path):
   path = tmp_path / "here.json"
   path.write_text(measured().to_json())
-  assert zenjax.Topology.load(path) == measured()
+  assert zenjax.planner.Topology.load(path) == measured()
   with pytest.raises(ValueError, match="none.json.*cannot be read"):
-    zenjax.Topology.load(tmp_path / "none.json")
+    zenjax.planner.Topology.load(tmp_path / "none.json")
 
 
 def _level(**fields):
@@ -113,17 +115,17 @@ def test_broken_json_is_refused(change, said):
   document = json.loads(measured().to_json())
   change(document)
   with pytest.raises(ValueError, match=said):
-    zenjax.Topology.from_json(json.dumps(document))
+    zenjax.planner.Topology.from_json(json.dumps(document))
 
 
 def test_what_is_no_json_is_refused():
   with pytest.raises(ValueError, match="`text` must be a topology in JSON"):
-    zenjax.Topology.from_json(measured().to_json()[:-20])
+    zenjax.planner.Topology.from_json(measured().to_json()[:-20])
 
 
 @pytest.mark.parametrize("name", topologies.MACHINES)
 def test_presets_say_whose_figures_they_are(name):
-  topology = zenjax.Topology.preset(name, 8)
+  topology = zenjax.planner.Topology.preset(name, 8)
   assert topology.sizes == (8,)
   assert "a peak" in topology.source and "latency" in topology.source
   # 16 GB is the smallest of these, 141 GB the largest.
@@ -132,11 +134,13 @@ def test_presets_say_whose_figures_they_are(name):
 
 
 def test_hosts_share_ports():
-  one_each = zenjax.Topology.preset("h200", 8, hosts=4, network="400gbit")
+  one_each = zenjax.planner.Topology.preset(
+    "h200", 8, hosts=4, network="400gbit"
+  )
   assert one_each.level("host").link.bandwidth == 50e9
   assert list(one_each.links) == ["host", "device"]
   assert one_each.links["device"] == one_each.levels[1].link
-  shared = zenjax.Topology.preset(
+  shared = zenjax.planner.Topology.preset(
     "tpu-v5e", 8, hosts=4, network="100gbit", ports=2
   )
   assert shared.level("host").link.bandwidth == 12.5e9 * 2 / 8
@@ -155,7 +159,7 @@ def test_hosts_share_ports():
 )
 def test_unknown_machines_are_refused(arguments, said):
   with pytest.raises(ValueError, match=said):
-    zenjax.Topology.preset(devices=8, **arguments)
+    zenjax.planner.Topology.preset(devices=8, **arguments)
 
 
 def test_other_numbers_of_devices():
@@ -209,13 +213,13 @@ def test_latency_is_of_one_message():
   level = measure.level_of("x", 4, {"all_gather": curve})
   assert level.link.latency_s == pytest.approx(2e-4)
   # So what was measured comes back where the curve does not hold any more.
-  alone = zenjax.Link(bandwidth=level.link.bandwidth, latency_s=2e-4)
+  alone = zenjax.planner.Link(bandwidth=level.link.bandwidth, latency_s=2e-4)
   assert alone.seconds("all_gather", 4, 1e6) == pytest.approx(1.6e-3)
 
 
 def test_what_a_link_lends_after_a_pause_it_lends_once():
   burst = ((1e3, 1e-3), (1e5, 2e-3), (1e6, 3e-2), (1e7, 3e-1 + 3e-3))
-  link = zenjax.Link(
+  link = zenjax.planner.Link(
     bandwidth=1e9, latency_s=1.0, curves={("all_gather", 4): burst}
   )
   found = measure.lasting(link)
@@ -228,7 +232,9 @@ def test_what_a_link_lends_after_a_pause_it_lends_once():
   assert found.seconds("all_gather", 4, 1e5) > 2 * 2e-3
   assert found.seconds("all_gather", 2, 1e5) == 1 + 1e-4
   alone = {("all_gather", 4): burst[:1]}
-  assert measure.lasting(zenjax.Link(bandwidth=1, latency_s=0, curves=alone))
+  assert measure.lasting(
+    zenjax.planner.Link(bandwidth=1, latency_s=0, curves=alone)
+  )
 
 
 # --- measuring --------------------------------------------------------------
@@ -241,7 +247,9 @@ def mesh(*sizes: int) -> Mesh:
 
 @pytest.mark.filterwarnings("ignore:Links along:RuntimeWarning")
 def test_every_collective_is_measured():
-  found = zenjax.measure_links(mesh(2), sizes=(1 << 12, 1 << 16), repeats=1)
+  found = zenjax.planner.measure_links(
+    mesh(2), sizes=(1 << 12, 1 << 16), repeats=1
+  )
   (level,) = found.levels
   assert (level.name, level.devices) == ("device", 2)
   assert {fit.op for fit in level.fits} == set(measure.OPS)
@@ -252,7 +260,7 @@ def test_every_collective_is_measured():
       assert 0 < seconds < 60
       assert level.link.seconds(fit.op, 2, received) == seconds
       assert abs(fit.seconds(received) / seconds - 1) <= fit.error + 1e-9
-  assert zenjax.Topology.from_json(found.to_json()) == found
+  assert zenjax.planner.Topology.from_json(found.to_json()) == found
   work = level.link.work
   assert work.mask_byte + work.mask_row > 0 and work.move_byte >= 0
 
@@ -311,13 +319,13 @@ def test_a_larger_scale_costs_a_row_no_less():
 
 @pytest.mark.parametrize("name", topologies.MACHINES)
 def test_presets_have_a_floor_of_work(name):
-  topology = zenjax.Topology.preset(name, 8, hosts=2, network="100gbit")
+  topology = zenjax.planner.Topology.preset(name, 8, hosts=2, network="100gbit")
   (work,) = {level.link.work for level in topology.levels}
   # From 819 GB/s to 4.8 TB/s.
   assert 0.2e-12 <= work.mask_byte <= 1.3e-12
   assert work.move_byte == 4 * work.mask_byte
   assert "a floor" in topology.source
-  alone = zenjax.Topology.network("100gbit", 2, name)
+  alone = zenjax.planner.Topology.network("100gbit", 2, name)
   assert alone.levels[0].link == topology.levels[0].link
   assert alone.memory_bytes == topology.memory_bytes
 
@@ -326,11 +334,11 @@ def test_presets_have_a_floor_of_work(name):
 def test_axes_are_measured_one_by_one(monkeypatch):
   ops = {"all_gather": measure.OPS["all_gather"]}
   monkeypatch.setattr(measure, "OPS", ops)
-  monkeypatch.setattr(local_work, "measured", lambda *_: zenjax.Work())
-  found = zenjax.measure_links(mesh(2, 2), sizes=(4096,), repeats=1)
+  monkeypatch.setattr(local_work, "measured", lambda *_: zenjax.planner.Work())
+  found = zenjax.planner.measure_links(mesh(2, 2), sizes=(4096,), repeats=1)
   assert [level.name for level in found.levels] == ["host", "device"]
   explicit = jax.make_mesh((2, 1), ("a", "b"), devices=jax.devices()[:2])
-  found = zenjax.measure_links(explicit, sizes=(4096, 4097), repeats=1)
+  found = zenjax.planner.measure_links(explicit, sizes=(4096, 4097), repeats=1)
   assert found.sizes == (2,)
   # Sizes that round to one are measured once.
   assert len(found.levels[0].link.curves["all_gather", 2]) == 1
@@ -368,18 +376,18 @@ def test_a_single_collective_is_one(op):
 )
 def test_bad_arguments_are_refused(arguments, said):
   with pytest.raises(ValueError, match=said):
-    zenjax.measure_links(mesh(1, 2), **arguments)
+    zenjax.planner.measure_links(mesh(1, 2), **arguments)
 
 
 def test_one_device_has_no_link():
   with pytest.raises(ValueError, match="one device has no link"):
-    zenjax.measure_links(mesh(1))
+    zenjax.planner.measure_links(mesh(1))
 
 
 def test_a_bar_needs_tqdm(monkeypatch):
   monkeypatch.setitem(sys.modules, "tqdm", None)
   with pytest.raises(ImportError, match=r"needs tqdm.*zenjax\[plan\]"):
-    zenjax.measure_links(mesh(2), progress=True)
+    zenjax.planner.measure_links(mesh(2), progress=True)
   with measure._bar(None, 3) as advance:
     advance()
 
@@ -392,6 +400,6 @@ def test_an_interrupt_leaves_no_bar(monkeypatch, capsys):
 
   monkeypatch.setattr(measure, "build", lambda *_: interrupted)
   with pytest.raises(KeyboardInterrupt):
-    zenjax.measure_links(mesh(2), sizes=(4096,), progress=True)
+    zenjax.planner.measure_links(mesh(2), sizes=(4096,), progress=True)
   assert not tqdm.tqdm._instances
   assert "links" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import zenjax
 from zenjax._src.schemes.buffer_sizes import Table
 
 LATENCY, BANDWIDTH = 1e-5, 1.25e9
-LINK = zenjax.Link(bandwidth=BANDWIDTH, latency_s=LATENCY)
+LINK = zenjax.planner.Link(bandwidth=BANDWIDTH, latency_s=LATENCY)
 MIB = 2**20
 
 
@@ -150,13 +150,13 @@ def test_lstm_of_the_zen_paper():
   table, _ = utility.table_of("lm1b-lstm")
   found = utility.pooled("lm1b-lstm")
   larger = table.num_rows / found.rows
-  machine = zenjax.Profile(
+  machine = zenjax.planner.Profile(
     rows=found.union(8) * larger,
     fullest=found.union(8) * larger,
     union=found.union(128) * larger,
     devices=16,
   )
-  link = zenjax.Topology.network("25gbit", 16).levels[0].link
+  link = zenjax.planner.Topology.network("25gbit", 16).levels[0].link
   lstm = utility.with_table("lm1b-lstm", table, machine, 16, link)
   gain = utility_model.sync_s(lstm) / utility_model.zen_s(lstm)
   assert gain == pytest.approx(3.1, rel=0.15)
@@ -194,7 +194,9 @@ def use(
   table = Table(
     name=name, num_rows=100_000, width=64, dtype=f32, wire_dtype=f32
   )
-  profile = zenjax.Profile(rows=rows, fullest=rows, union=union, devices=8)
+  profile = zenjax.planner.Profile(
+    rows=rows, fullest=rows, union=union, devices=8
+  )
   return placing.Use(table=table, profile=profile, look_ups=look_ups)
 
 

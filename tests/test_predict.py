@@ -182,5 +182,5 @@ def test_profile_counts_rows_blocks_and_ranges():
   assert rows.rows < blocks.rows < 2 * rows.rows
   first = np.unique(ids[0])
   touched = {e // 256 for i in first for e in range(i * 192, (i + 1) * 192)}
-  assert isinstance(blocks, zenjax.Profile)
+  assert isinstance(blocks, zenjax.planner.Profile)
   assert abs(blocks.fullest - len(touched)) / len(touched) < 0.1

@@ -35,16 +35,18 @@ def everything():
   carry: Any = dict(on_overflow="carry", capacities=(1, 2))
   table: Any = dict(sparse=lambda name, _: name == "table")
   sent = zenjax.zen_sync("data", sparse=True, unit="element")
-  top_k = zenjax.top_k(0.05, sparse=True)
-  drawn = zenjax.random_k(0.05, sparse=True)
-  large = zenjax.threshold(1.0, sparse=True)
-  moved = zenjax.error_feedback(drawn, "data", momentum=0.5)
+  top_k = zenjax.sparsify.top_k(0.05, sparse=True)
+  drawn = zenjax.sparsify.random_k(0.05, sparse=True)
+  large = zenjax.sparsify.threshold(1.0, sparse=True)
+  moved = zenjax.sparsify.error_feedback(drawn, "data", momentum=0.5)
   kinds: Any = {
-    "exdyna": zenjax.exdyna("data", 0.01),
-    "micro": zenjax.micro("data", 0.05),
+    "exdyna": zenjax.sparsify.exdyna("data", 0.01),
+    "micro": zenjax.sparsify.micro("data", 0.05),
     "owner_update": zenjax.owner_update(optax.adam(0.1), "data", **table),
-    "top_k": optax.chain(zenjax.error_feedback(top_k, "data"), sent),
-    "threshold": optax.chain(zenjax.error_feedback(large, "data"), sent),
+    "top_k": optax.chain(zenjax.sparsify.error_feedback(top_k, "data"), sent),
+    "threshold": optax.chain(
+      zenjax.sparsify.error_feedback(large, "data"), sent
+    ),
     "momentum": optax.chain(moved, sent),
     "carry": zenjax.zen_sync("data", sparse=True, **carry),
   }
@@ -186,15 +188,15 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(run):
 
 def of_op(op: str) -> dict[str, Any]:
   """Transformations before whose sums gradients wait."""
-  feedback = zenjax.error_feedback(
-    zenjax.top_k(0.01, sparse=lambda name, _: name.endswith("w")),
+  feedback = zenjax.sparsify.error_feedback(
+    zenjax.sparsify.top_k(0.01, sparse=lambda name, _: name.endswith("w")),
     "data",
     momentum=0.5,
   )
   sparse: Any = dict(op=op, sparse=lambda name, _: name == "w")
   return {
-    "exdyna": zenjax.exdyna("data", 0.01, op=op),
-    "micro": zenjax.micro("data", 0.01, op=op),
+    "exdyna": zenjax.sparsify.exdyna("data", 0.01, op=op),
+    "micro": zenjax.sparsify.micro("data", 0.01, op=op),
     "rows": optax.chain(feedback, zenjax.zen_sync("data", **sparse)),
     "dense": optax.chain(
       feedback, zenjax.zen_sync("data", op=op, scheme="dense")
@@ -215,7 +217,7 @@ def filled(state: Any, values: np.ndarray) -> Any:
       **{k: given(x) for k, x in old.items() if x is not None}
     )
 
-  kept = zenjax.SparsifierState | FeedbackLeaf
+  kept = zenjax.sparsify.SparsifierState | FeedbackLeaf
   is_leaf = lambda node: isinstance(node, kept)
   return jax.tree.map(
     lambda node: fill(node) if is_leaf(node) else node, state, is_leaf=is_leaf
@@ -256,7 +258,9 @@ def test_what_waits_keeps_the_weight_that_it_has_by_op(op):
 
 
 def test_feedback_alone_is_averaged():
-  feedback = zenjax.error_feedback(zenjax.top_k(0.25, sparse=True), "data")
+  feedback = zenjax.sparsify.error_feedback(
+    zenjax.sparsify.top_k(0.25, sparse=True), "data"
+  )
   state = zenjax.init(feedback, jnp.zeros(4), runners.mesh(8), "data")
   state = filled(state, np.arange(1.0, 9.0))
   assert sums(zenjax.reshard(state, runners.mesh(2), "data")) == [9.0]
@@ -281,7 +285,7 @@ def test_feedback_whose_zen_syncs_say_both():
 
 
 def test_a_residual_that_does_not_hold_what_waits():
-  tx = zenjax.micro("data", 0.5, residual_dtype=jnp.float16)
+  tx = zenjax.sparsify.micro("data", 0.5, residual_dtype=jnp.float16)
   state = zenjax.init(tx, jnp.zeros(8), runners.mesh(1), "data")
   full = filled(state, np.array([60_000.0]))
   with pytest.raises(ValueError) as error:
@@ -330,7 +334,7 @@ INNER = {
   ),
   "remembers": remembers(),
   "row_adagrad": optax.chain(
-    remembers(), zenjax.row_adagrad(0.1, initial_accumulator_value=0.5)
+    remembers(), zenjax.rows.row_adagrad(0.1, initial_accumulator_value=0.5)
   ),
 }
 
@@ -484,10 +488,12 @@ SYNCS: dict[str, Any] = {
   "mean": zenjax.zen_sync("data", sparse=True),
   "sum": zenjax.zen_sync("data", sparse=True, op="sum"),
   "owners": zenjax.owner_update(optax.adam(0.1), "data", sparse=True),
-  "micro": zenjax.micro("data", 0.5),
-  "micro sum": zenjax.micro("data", 0.5, op="sum"),
+  "micro": zenjax.sparsify.micro("data", 0.5),
+  "micro sum": zenjax.sparsify.micro("data", 0.5, op="sum"),
   "feedback sum": optax.chain(
-    zenjax.error_feedback(zenjax.top_k(0.5, sparse=True), "data"),
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.5, sparse=True), "data"
+    ),
     zenjax.zen_sync("data", op="sum", scheme="dense"),
   ),
 }
@@ -550,7 +556,7 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   names(error, "`state`", "`mini_step` 0", "averaged or summed")
   # Of "w" a zen_sync that sends no leaf sparse does not say so.
   kinds: Any = {
-    "table": zenjax.micro("data", 0.5),
+    "table": zenjax.sparsify.micro("data", 0.5),
     "w": zenjax.zen_sync("data"),
   }
   both = optax.multi_transform(kinds, {"table": "table", "w": "w"})

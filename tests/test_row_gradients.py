@@ -80,7 +80,7 @@ def test_other_uses_stay_dense(name):
   assert_close(got[0], want[0])
   assert_close(got[1], want[1])
   assert kinds == [False]
-  (use,) = zenjax.explain_tables(f, row_cases.table(), IDS).uses
+  (use,) = zenjax.rows.explain_tables(f, row_cases.table(), IDS).uses
   assert reason in use.reason and not use.rows
 
 
@@ -111,7 +111,7 @@ def test_dense_gradients_are_local_too(check_vma):
 
   def run(params, ids):
     view = zenjax.as_varying(params, "data")
-    found = jax.grad(_loss)(view, ids), zenjax.grad(_loss)(params, ids)
+    found = jax.grad(_loss)(view, ids), zenjax.rows.grad(_loss)(params, ids)
     found = jax.tree.map(dense, found, is_leaf=lambda x: not is_tree(x))
     return jax.tree.map(lambda x: x[None], found)
 
@@ -125,7 +125,7 @@ def test_gradients_are_local_under_pmap():
   """An axis without types: as `jax.grad`, of the device's own ids."""
   f = ROWS_ONLY["twice"]
   run = jax.vmap(
-    lambda t, i: (jax.grad(f)(t, i), zenjax.grad(f)(t, i).to_dense()),
+    lambda t, i: (jax.grad(f)(t, i), zenjax.rows.grad(f)(t, i).to_dense()),
     (None, 0),
     axis_name="data",
   )
@@ -197,7 +197,7 @@ def _loss(params, ids):
 def test_each_parameter_has_its_own_form():
   ids = jnp.abs(jnp.array(IDS))
   want = jax.grad(_loss)(_params(), ids)
-  got = zenjax.grad(_loss)(_params(), ids)
+  got = zenjax.rows.grad(_loss)(_params(), ids)
   rows = {name for name, g in got.items() if isinstance(g, SparseRows)}
   assert rows == {"items", "users"}
   for name in want:
@@ -216,7 +216,9 @@ def test_argnums_and_aux():
   assert_close(value, 2 * by_scale)
   assert isinstance(by_params["items"], SparseRows)
   assert not isinstance(by_params["users"], SparseRows)
-  (only,), _ = zenjax.grad(f, argnums=(1,), has_aux=True)(2.0, _params(), IDS)
+  (only,), _ = zenjax.rows.grad(f, argnums=(1,), has_aux=True)(
+    2.0, _params(), IDS
+  )
   assert_close(only["items"].values, by_params["items"].values)
 
 
@@ -224,7 +226,7 @@ def test_tables_chooses():
   f = lambda p, i: row_cases.loss(p["items"][i]) + row_cases.loss(p["users"][i])
   by_name = lambda name, leaf: name == "items"
   for tables in (by_name, {**dict.fromkeys(_params(), False), "items": True}):
-    got = zenjax.grad(f, tables=tables)(_params(), IDS)
+    got = zenjax.rows.grad(f, tables=tables)(_params(), IDS)
     rows = [name for name, g in got.items() if isinstance(g, SparseRows)]
     assert rows == ["items"]
     assert_close(got["users"], jax.grad(f)(_params(), IDS)["users"])
@@ -232,7 +234,7 @@ def test_tables_chooses():
 
 def test_tables_may_demand_many_look_ups():
   f, _ = ALSO_ELSE["all rows"]
-  got = zenjax.grad(f, tables=True)(row_cases.table(), IDS)
+  got = zenjax.rows.grad(f, tables=True)(row_cases.table(), IDS)
   assert isinstance(got, SparseRows)
   assert_close(got.to_dense(), jax.grad(f)(row_cases.table(), IDS))
 
@@ -241,7 +243,7 @@ def test_tables_may_demand_many_look_ups():
 def test_an_impossible_demand_says_where(name):
   f, reason = ALSO_ELSE[name]
   with pytest.raises(ValueError, match="`tables` demands rows of 'leaf'") as e:
-    zenjax.grad(f, tables=True)(row_cases.table(), IDS)
+    zenjax.rows.grad(f, tables=True)(row_cases.table(), IDS)
   assert reason in str(e.value)
   if name != "not read":
     assert "row_cases.py:" in str(e.value)
@@ -250,28 +252,28 @@ def test_an_impossible_demand_says_where(name):
 @pytest.mark.parametrize("tables", ["items", {"items": 3}, [True]])
 def test_tables_of_another_kind(tables):
   with pytest.raises(ValueError, match="`tables` must"):
-    zenjax.grad(_loss, tables=tables)(_params(), IDS)
+    zenjax.rows.grad(_loss, tables=tables)(_params(), IDS)
 
 
 def test_argnums_out_of_range():
   with pytest.raises(ValueError, match="`argnums` must be positions"):
-    zenjax.grad(_loss, argnums=2)(_params(), IDS)
+    zenjax.rows.grad(_loss, argnums=2)(_params(), IDS)
 
 
 def test_aux_that_is_missing():
   with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\)"):
-    zenjax.grad(_loss, has_aux=True)(_params(), IDS)
+    zenjax.rows.grad(_loss, has_aux=True)(_params(), IDS)
 
 
 def test_ids_must_be_integers():
   with pytest.raises(TypeError, match="integer"):
-    zenjax.grad(lambda t, i: t[i].sum())(row_cases.table(), jnp.ones(3))
+    zenjax.rows.grad(lambda t, i: t[i].sum())(row_cases.table(), jnp.ones(3))
 
 
 def test_explanation_reads_well():
   shapes = jax.eval_shape(_params)
   ids = jax.ShapeDtypeStruct((8,), jnp.int32)
-  said = str(zenjax.explain_tables(_loss, shapes, ids)).splitlines()
+  said = str(zenjax.rows.explain_tables(_loss, shapes, ids)).splitlines()
   assert said[0].split() == ["leaf", "shape", "gradient", "why"]
   items = next(line for line in said if line.startswith("items"))
   assert items.split(maxsplit=3)[1:] == ["40x4", "rows", "8 rows looked up"]

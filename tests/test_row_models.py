@@ -198,7 +198,7 @@ def test_gradients_of_models_on_eight_devices(name):
   def run(params, ids):
     varying = zenjax.as_varying(params, "data")
     want = jax.grad(loss)(varying, ids[0])
-    got = zenjax.grad(loss)(params, ids[0])
+    got = zenjax.rows.grad(loss)(params, ids[0])
     return jax.tree.map(lambda x: x[None], (want, got))
 
   mesh = Mesh(np.array(jax.devices()), ("data",))

@@ -16,8 +16,10 @@ import zenjax
 PARAMS = {"bias": jnp.zeros(30), "kernel": jnp.zeros((300, 100))}
 TABLES = {**PARAMS, "table": jnp.zeros((9_000, 4))}
 ALL = {"kernel": True, "table": True}
-EF = lambda *a, **k: zenjax.error_feedback(zenjax.top_k(0.01, *a), "data", **k)
-TOP = lambda: zenjax.top_k(0.01)
+EF = lambda *a, **k: zenjax.sparsify.error_feedback(
+  zenjax.sparsify.top_k(0.01, *a), "data", **k
+)
+TOP = lambda: zenjax.sparsify.top_k(0.01)
 ZEN = lambda **k: zenjax.zen_sync("data", **k)
 
 
@@ -92,7 +94,10 @@ def test_a_step_is_that_of_the_largest():
 def test_other_leaves_are_rows():
   only = lambda name, _: name == "kernel"
   tx = optax.chain(
-    zenjax.error_feedback(zenjax.top_k(0.01, sparse=only), "data"), ZEN()
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.01, sparse=only), "data"
+    ),
+    ZEN(),
   )
   state = made(tx, TABLES)
   assert by_element(state) == [["kernel"]]
@@ -218,7 +223,7 @@ def test_a_state_that_was_made_apart(first, mapped):
 
 
 def test_of_one_array():
-  top = zenjax.top_k(0.01)
+  top = zenjax.sparsify.top_k(0.01)
 
   def step(x, **given):
     x, _ = top.update(x, top.init(x))
@@ -258,9 +263,11 @@ def test_rows_of_what_elements_are_selected_of():
 
 
 def test_a_plan_knows_no_sparsifier():
-  topology = zenjax.Topology.network("25gbit", 2, machine="h100")
+  topology = zenjax.planner.Topology.network("25gbit", 2, machine="h100")
   loss = lambda params: jnp.sum(params["kernel"]) + jnp.sum(params["bias"])
-  plan = zenjax.plan(jax.value_and_grad(loss), PARAMS, topology=topology)
+  plan = zenjax.planner.plan(
+    jax.value_and_grad(loss), PARAMS, topology=topology
+  )
   with pytest.raises(ValueError) as error:
     made(optax.chain(TOP(), ZEN(plan=plan)))
   names(error, "`plan`", "'kernel'", "sparsifier")

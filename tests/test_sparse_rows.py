@@ -93,7 +93,7 @@ def test_what_does_not_know_rows_fails_loudly(transform):
 UPDATES = "zenjax.apply_updates(params, updates)"
 SCALES = "rows.with_values(rows.values * factor)"
 INSIDE = "optax goes inside lazy_rows"
-CLIP = "zenjax.clip_by_global_norm"
+CLIP = "zenjax.rows.clip_by_global_norm"
 NO_ARRAY = "run optax inside zenjax.lazy_rows"
 CURES = {
   "optax.apply_updates": (lambda t, g: optax.apply_updates(t, g), UPDATES),
@@ -250,7 +250,7 @@ def test_norm_and_clipping_are_those_of_the_dense_tree():
   )
   for most in (0.5, 1e6):
     clip, theirs = (
-      zenjax.clip_by_global_norm(most),
+      zenjax.rows.clip_by_global_norm(most),
       optax.clip_by_global_norm(most),
     )
     got, _ = jax.jit(clip.update)(tree, clip.init(tree))
@@ -263,4 +263,4 @@ def test_norm_and_clipping_are_those_of_the_dense_tree():
 
 def test_a_norm_of_nothing_is_no_bound():
   with pytest.raises(ValueError, match="`max_norm` must be positive"):
-    zenjax.clip_by_global_norm(0.0)
+    zenjax.rows.clip_by_global_norm(0.0)

@@ -21,7 +21,7 @@ DENSITY = 0.01
 def lowered(n: int, **options: Any):
   """A step on `n` devices that gives its parameters and state away."""
   mesh = runners.mesh(n)
-  tx = zenjax.micro("data", DENSITY, **options)
+  tx = zenjax.sparsify.micro("data", DENSITY, **options)
   params = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
   state = jax.eval_shape(lambda p: zenjax.init(tx, p, mesh, "data"), params)
   specs = zenjax.state_specs(state, "data")

@@ -44,7 +44,7 @@ def made(tx, mesh, axes: Any = "data"):
 @pytest.fixture(scope="module")
 def after():
   """The state after some steps of `micro`, and what each selected at most."""
-  tx, mesh = zenjax.micro("data", 0.05, capacity=8), runners.mesh(N)
+  tx, mesh = zenjax.sparsify.micro("data", 0.05, capacity=8), runners.mesh(N)
   state, most = made(tx, mesh), []
   step = stepper(tx, mesh)
   for gradients in draws():
@@ -54,13 +54,13 @@ def after():
 
 
 def test_before_the_first_step_there_is_nothing_to_tell():
-  state = made(zenjax.micro("data", 0.05), runners.mesh(N))
+  state = made(zenjax.sparsify.micro("data", 0.05), runners.mesh(N))
   assert zenjax.report((state,)) == "sparsifier: no step was taken yet."
   assert zenjax.stats((state,)) == {}
 
 
 def test_several_sparsifiers_are_told_apart():
-  each = [zenjax.micro("data", density) for density in (0.25, 0.5)]
+  each = [zenjax.sparsify.micro("data", density) for density in (0.25, 0.5)]
   tx = optax.multi_transform(dict(enumerate(each)), {"a": 0, "b": 1})
   params = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
 
@@ -70,13 +70,13 @@ def test_several_sparsifiers_are_told_apart():
   state = jax.jit(jax.vmap(step, axis_name="data"))(
     jax.tree.map(lambda x: jnp.arange(16.0).reshape(2, 8), params)
   )
-  told = zenjax.sparsifier_stats(jax.tree.map(lambda x: x[0], state))
+  told = zenjax.sparsify.sparsifier_stats(jax.tree.map(lambda x: x[0], state))
   wanted = {name: stats["density_wanted"] for name, stats in told.items()}
   assert wanted == {"all": 0.25, "all 2": 0.5}
 
 
 def test_a_sparsifier_of_no_leaf():
-  tx = zenjax.micro("data", 0.5)
+  tx = zenjax.sparsify.micro("data", 0.5)
   with pytest.raises(ValueError) as error:
     jax.vmap(lambda _: tx.init({}), axis_name="data")(jnp.zeros(2))
   names(error, "`params`", "micro", "multi_transform")
@@ -121,7 +121,7 @@ def test_report_of_both_kinds():
   params = {"dense": jnp.zeros(SIZE), "table": jnp.zeros((600, 4))}
   labels = {"dense": "micro", "table": "zen"}
   transforms: Any = {
-    "micro": zenjax.micro("data", 0.05),
+    "micro": zenjax.sparsify.micro("data", 0.05),
     "zen": zenjax.zen_sync("data", sparse=True),
   }
   tx, mesh = optax.multi_transform(transforms, labels), runners.mesh(N)
@@ -147,7 +147,9 @@ def test_a_tuple_of_axes(wire):
   mesh = jax.sharding.Mesh(devices, axes)
   options: dict[str, Any] = dict(start=2.0, wire_dtype=wire)
   float32: Any = np.float32
-  tx = zenjax.micro(axes, 0.05, controller="paper", capacity=9, **options)
+  tx = zenjax.sparsify.micro(
+    axes, 0.05, controller="paper", capacity=9, **options
+  )
   model = models.Micro(SIZE, N, 0.05, threshold_dtype=float32, **options)
   step, state = stepper(tx, mesh, axes), made(tx, mesh, axes)
   for gradients in np.round(draws() * 2**10) / np.float32(2**10):
@@ -159,7 +161,7 @@ def test_a_tuple_of_axes(wire):
 
 def test_inside_multi_steps():
   """Means of local gradients go in; no gradient is lost."""
-  tx, mesh = zenjax.micro("data", 0.05), runners.mesh(N)
+  tx, mesh = zenjax.sparsify.micro("data", 0.05), runners.mesh(N)
   often: Any = optax.MultiSteps(tx, every_k_schedule=2)
   step, state = stepper(often, mesh), made(often, mesh)
   total = np.zeros(SIZE)
@@ -175,9 +177,11 @@ def test_inside_multi_steps():
   assert zenjax.stats(state)["sparsifier"]["steps"] == STEPS / 2
 
 
-@pytest.mark.parametrize("make", [zenjax.micro, zenjax.exdyna])
+@pytest.mark.parametrize(
+  "make", [zenjax.sparsify.micro, zenjax.sparsify.exdyna]
+)
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(make):
-  size = 32_768 if make is zenjax.exdyna else SIZE
+  size = 32_768 if make is zenjax.sparsify.exdyna else SIZE
   tx, mesh = make("data", 0.01), runners.mesh(N)
   gradients = np.resize(draws(), (STEPS, N, size))
   gradients = gradients * np.linspace(1, 2, size, dtype=np.float32)
@@ -220,7 +224,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_residual_of_another_tree_of_as_many_elements(other):
-  tx: Any = zenjax.micro("data", 0.05)
+  tx: Any = zenjax.sparsify.micro("data", 0.05)
   own = {"a": jnp.zeros((4, 100)), "b": jnp.zeros(600)}
 
   def both(params):
@@ -246,11 +250,14 @@ def test_a_residual_of_another_tree_of_as_many_elements(other):
 def test_a_state_of_the_other_op(op):
   """What waits would be applied with another weight."""
   other = {"mean": "sum", "sum": "mean"}[op]
-  params, tx = jnp.zeros(SIZE), zenjax.micro("data", 0.05, op=op)
+  params, tx = jnp.zeros(SIZE), zenjax.sparsify.micro("data", 0.05, op=op)
   shapes = lambda tx: jax.vmap(lambda _: tx.init(params), axis_name="data")(
     jnp.zeros(N)
   )
-  state, wrong = shapes(tx), shapes(zenjax.micro("data", 0.05, op=other))
+  state, wrong = (
+    shapes(tx),
+    shapes(zenjax.sparsify.micro("data", 0.05, op=other)),
+  )
   step = jax.vmap(tx.update, (None, 0), axis_name="data")
   _, after = jax.eval_shape(step, params, state)
   assert after.op.keys() == state.op.keys() == {op}
@@ -262,7 +269,7 @@ def test_a_state_of_the_other_op(op):
 
 
 def test_a_residual_of_another_tree():
-  tx, mesh = zenjax.micro("data", 0.05), runners.mesh(N)
+  tx, mesh = zenjax.sparsify.micro("data", 0.05), runners.mesh(N)
   other = zenjax.init(tx, jnp.zeros(SIZE - 1), mesh, "data")
   with pytest.raises(ValueError) as error:
     stepper(tx, mesh)(other, draws()[0])

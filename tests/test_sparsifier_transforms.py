@@ -87,7 +87,9 @@ RUNNERS = {
 
 @pytest.mark.parametrize("run", RUNNERS.values(), ids=RUNNERS)
 def test_every_runner_takes_the_same_steps(run):
-  tx = zenjax.micro("data", 0.05, controller="paper", start=2.0, capacity=9)
+  tx = zenjax.sparsify.micro(
+    "data", 0.05, controller="paper", start=2.0, capacity=9
+  )
   options: dict[str, Any] = dict(start=2.0, threshold_dtype=np.float32)
   model = models.Micro(SIZE, N, 0.05, **options)
   gradients = draws()
@@ -117,7 +119,7 @@ def by_vmap(tx, gradients):
 def test_the_published_blocks_and_a_sample_of_the_vector():
   rng = np.random.default_rng(0)
   gradients = rng.laplace(size=(3, 3, 50_000)).astype(np.float32)
-  tx = zenjax.exdyna("data", 0.02)
+  tx = zenjax.sparsify.exdyna("data", 0.02)
   updates, state = by_vmap(tx, jnp.asarray(gradients))
   start = float(state.threshold[0, 0])
   options: dict[str, Any] = dict(controller="damped", start=start)
@@ -135,7 +137,7 @@ def test_the_published_blocks_and_a_sample_of_the_vector():
 @pytest.mark.parametrize("residual_dtype", [None, jnp.float32])
 def test_leaves_of_16_bits(residual_dtype):
   gradients = draws().astype(ml_dtypes.bfloat16)
-  tx = zenjax.micro(
+  tx = zenjax.sparsify.micro(
     "data", 0.05, controller="paper", start=2.0, residual_dtype=residual_dtype
   )
   updates, state = by_vmap(tx, jnp.asarray(gradients))
@@ -154,7 +156,7 @@ def test_leaves_of_16_bits(residual_dtype):
 
 
 def test_leaves_of_several_dtypes_come_back_in_their_own():
-  tx = zenjax.micro("data", 0.1, op="sum")
+  tx = zenjax.sparsify.micro("data", 0.1, op="sum")
   gradients = {
     "half": jnp.ones((1, N, 40), jnp.bfloat16),
     "none": jnp.ones((1, N, 0, 3)),
@@ -179,7 +181,9 @@ def trace(tx, size=SIZE, n=N, state=None):
   return jax.eval_shape(jax.vmap(step, axis_name="data"), gradient)
 
 
-@pytest.mark.parametrize("make", [zenjax.exdyna, zenjax.micro])
+@pytest.mark.parametrize(
+  "make", [zenjax.sparsify.exdyna, zenjax.sparsify.micro]
+)
 @pytest.mark.parametrize(
   ("arguments", "options", "words"),
   [
@@ -206,11 +210,26 @@ def test_arguments_out_of_range(make, arguments, options, words):
 @pytest.mark.parametrize(
   ("tx", "size", "n", "words"),
   [
-    (zenjax.micro("data", 1e-4), 9_999, 2, ["`density`", "9999", "0.0001"]),
-    (zenjax.micro("data", 1.0), 3, 4, ["`params`", "3", "4", "zen_sync"]),
-    (zenjax.exdyna("data", 0.1), 32_767, 2, ["`params`", "32768", "micro"]),
     (
-      zenjax.exdyna("data", 0.1),
+      zenjax.sparsify.micro("data", 1e-4),
+      9_999,
+      2,
+      ["`density`", "9999", "0.0001"],
+    ),
+    (
+      zenjax.sparsify.micro("data", 1.0),
+      3,
+      4,
+      ["`params`", "3", "4", "zen_sync"],
+    ),
+    (
+      zenjax.sparsify.exdyna("data", 0.1),
+      32_767,
+      2,
+      ["`params`", "32768", "micro"],
+    ),
+    (
+      zenjax.sparsify.exdyna("data", 0.1),
       40_000,
       1_025,
       ["`axis_name`", "1024", "1025"],
@@ -224,7 +243,7 @@ def test_models_that_are_too_small(tx, size, n, words):
 
 
 def test_a_state_that_was_not_made_by_init():
-  tx = zenjax.micro("data", 0.1)
+  tx = zenjax.sparsify.micro("data", 0.1)
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(SIZE))
   names(error, "`axis_name`", "zenjax.init")
@@ -242,7 +261,7 @@ def test_a_state_that_was_not_made_by_init():
 
 
 def test_leaves_that_are_no_floating_arrays():
-  tx = zenjax.micro("data", 0.5)
+  tx = zenjax.sparsify.micro("data", 0.5)
   rows = zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), 4)
   for leaf, word in [(jnp.zeros(8, jnp.int32), "int32"), (rows, "SparseRows")]:
     with pytest.raises(TypeError) as error:
@@ -251,7 +270,7 @@ def test_leaves_that_are_no_floating_arrays():
 
 
 def test_a_gradient_that_autodiff_has_summed():
-  tx = zenjax.micro("data", 0.5)
+  tx = zenjax.sparsify.micro("data", 0.5)
 
   def step(w):
     return tx.update(w, tx.init(w))[0]
@@ -267,7 +286,7 @@ def test_a_gradient_that_autodiff_has_summed():
 def test_in_a_chain_with_an_optimizer():
   """Inside `data_parallel`, on a mesh, with momentum behind it."""
   mesh = runners.mesh(4)
-  tx = optax.chain(zenjax.micro("data", 0.2), optax.sgd(0.03, 0.5))
+  tx = optax.chain(zenjax.sparsify.micro("data", 0.2), optax.sgd(0.03, 0.5))
   target = jnp.linspace(-1, 1, 40)
 
   def loss(w, x):
@@ -296,7 +315,7 @@ def placed_alike(one, other):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_residuals_on_another_number_of_devices(devices):
   """The steps of a model that begins with what was kept."""
-  tx = zenjax.micro("data", 0.05, controller="paper", start=2.0)
+  tx = zenjax.sparsify.micro("data", 0.05, controller="paper", start=2.0)
   gradients = draws()
   (*_, (_, residual, threshold)) = by_shard_map(tx, gradients, False)
   params = tree(gradients[0, 0])

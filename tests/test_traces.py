@@ -297,7 +297,9 @@ def _bits(sets, rows):
 
 def test_recorded_steps_are_a_trace(tmp_path):
   params = {"embed": jnp.zeros((1000, 20)), "bias": jnp.zeros(3)}
-  with zenjax.record(tmp_path / "t", params, steps=3, sparse=None) as recorder:
+  with zenjax.planner.record(
+    tmp_path / "t", params, steps=3, sparse=None
+  ) as recorder:
     assert [t.name for t in recorder.tables] == ["embed"]
     for sets in ([[1, 5], [999]], [[], [0]]):
       recorder.write({"embed": _bits(sets, 1000)})
@@ -312,7 +314,7 @@ def test_recorded_steps_are_a_trace(tmp_path):
 def test_a_step_of_data_parallel_hands_out_what_all_devices_touched(tmp_path):
   params = {"embed": jnp.zeros((1000, 20))}
   mesh = Mesh(jax.devices()[:2], ("data",))
-  with zenjax.record(tmp_path / "t", params, steps=1) as recorder:
+  with zenjax.planner.record(tmp_path / "t", params, steps=1) as recorder:
 
     def step(params, state, ids):
       loss = lambda p: jnp.sum(p["embed"][ids])
@@ -330,14 +332,16 @@ def test_a_step_of_data_parallel_hands_out_what_all_devices_touched(tmp_path):
 def test_vectors_and_numbers_have_rows_of_one_element(tmp_path):
   """As zen_sync sees them where `sparse` chooses them."""
   params = {"v": jnp.array([0.0, 3.0, 0.0, 4.0, 0.0]), "x": jnp.float32(2)}
-  with zenjax.record(tmp_path / "t", params, steps=1, sparse=True) as recorder:
+  with zenjax.planner.record(
+    tmp_path / "t", params, steps=1, sparse=True
+  ) as recorder:
     recorder.write(recorder.rows(params))
   trace = traces.read(tmp_path / "t")
   assert [(t.rows, t.width) for t in trace.header.tables] == [(5, 1), (1, 1)]
   assert trace.sets["v"][0][0].tolist() == [1, 3]
   loss = lambda p: jnp.sum(p["v"]) * p["x"]
-  machine = zenjax.Topology.network("1gbit", 2)
-  found = zenjax.plan(
+  machine = zenjax.planner.Topology.network("1gbit", 2)
+  found = zenjax.planner.plan(
     jax.value_and_grad(loss), params, topology=machine, trace=tmp_path / "t"
   )
   assert found.by_name["v"].rows == 2
@@ -346,7 +350,7 @@ def test_vectors_and_numbers_have_rows_of_one_element(tmp_path):
 def test_leaves_of_the_model_are_told(tmp_path):
   params = {"bias": jnp.zeros(3), "embed": jnp.zeros((1000, 20))}
   rows = zenjax.SparseRows(jnp.array([7, 7]), jnp.ones((2, 20)), 1000)
-  with zenjax.record(tmp_path / "t", params, steps=1) as recorder:
+  with zenjax.planner.record(tmp_path / "t", params, steps=1) as recorder:
     recorder.write(recorder.rows({"bias": params["bias"], "embed": rows}))
   bias, embed = traces.read_header(tmp_path / "t").leaves
   assert bias == traces.Leaf(name="bias", shape=(3,), dtype="float32")
@@ -371,20 +375,22 @@ def test_leaves_that_cannot_be(recorded, leaves, words):
 
 def test_no_more_steps_than_asked_for(tmp_path):
   params = {"embed": jnp.zeros((1000, 20))}
-  recorder = zenjax.record(tmp_path / "t", params, steps=1)
+  recorder = zenjax.planner.record(tmp_path / "t", params, steps=1)
   recorder.write({"embed": _bits([[1]], 1000)})
   assert not recorder.wants_more
   with pytest.raises(ValueError, match="1 steps at most.*`wants_more`"):
     recorder.write({"embed": _bits([[1]], 1000)})
   with pytest.raises(ValueError, match="`directory` must be new or empty"):
-    zenjax.record(tmp_path / "t", params, steps=1)
+    zenjax.planner.record(tmp_path / "t", params, steps=1)
 
 
 def test_a_recording_of_nothing_leaves_nothing(tmp_path):
-  with zenjax.record(tmp_path / "t", {"e": jnp.zeros((1000, 20))}) as recorder:
+  with zenjax.planner.record(
+    tmp_path / "t", {"e": jnp.zeros((1000, 20))}
+  ) as recorder:
     pass
   assert recorder.close() == 0 and not (tmp_path / "t").exists()
   with pytest.raises(ValueError, match="`params` must hold a leaf that"):
-    zenjax.record(tmp_path / "t", {"bias": jnp.zeros(3)})
+    zenjax.planner.record(tmp_path / "t", {"bias": jnp.zeros(3)})
   with pytest.raises(ValueError, match="`steps` must be a positive"):
-    zenjax.record(tmp_path / "t", {"e": jnp.zeros((1000, 20))}, steps=0)
+    zenjax.planner.record(tmp_path / "t", {"e": jnp.zeros((1000, 20))}, steps=0)

@@ -65,14 +65,14 @@ def train_rows(inner, before=True) -> tuple[Any, Any]:
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, state, ids, wanted):
     if before:
-      params, state = zenjax.catch_up(tx, params, state, {"table": ids})
-    grads = zenjax.grad(loss)(params, ids, wanted)
+      params, state = zenjax.rows.catch_up(tx, params, state, {"table": ids})
+    grads = zenjax.rows.grad(loss)(params, ids, wanted)
     updates, state = tx.update(grads, state, params)
     return zenjax.apply_updates(params, updates), state
 
   for ids, wanted in zip(*batches()):
     params, state = step(params, state, ids, wanted)
-  return jax.jit(lambda *x: zenjax.catch_up(tx, *x))(params, state)
+  return jax.jit(lambda *x: zenjax.rows.catch_up(tx, *x))(params, state)
 
 
 def seen_again_after_a_gap():

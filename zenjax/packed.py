@@ -31,7 +31,7 @@ What packing costs:
   moments of such neighbours and move them by these, as on dense gradients;
   weight decay acts on them. `row_adagrad` keeps one accumulator for all of
   them, which is another optimizer. `lazy_rows(catch_up=True)` remains the dense
-  optimizer; the ids that `zenjax.catch_up` takes are those of packed rows,
+  optimizer; the ids that `zenjax.rows.catch_up` takes are those of packed rows,
   `ids // (128 // D)`.
 - `zenjax.value_and_grad` keeps a gradient dense where there are as many
   look-ups as rows, and of packed rows there are fewer.
@@ -166,7 +166,7 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
     >>> look_up(table, jnp.array([33, -1])).tolist()
     [[132.0, 133.0, 134.0, 135.0], [3996.0, 3997.0, 3998.0, 3999.0]]
     >>> loss = lambda table, ids: look_up(table, ids).sum()
-    >>> zenjax.grad(loss)(table, jnp.array([33, -1]))
+    >>> zenjax.rows.grad(loss)(table, jnp.array([33, -1]))
     SparseRows(rows [ 1 31] of 32, values float32[2,128])
   """
   _require_packed(table, shape)

@@ -371,7 +371,8 @@ def read_header(directory: str | os.PathLike) -> Header:
   except OSError as error:
     raise ValueError(
       f"`directory` must hold a trace, but {path} cannot be read"
-      f" ({error.strerror}); give a directory that `zenjax.record` wrote."
+      f" ({error.strerror}); give a directory that `zenjax.planner.record`"
+      " wrote."
     ) from error
   except ValueError as error:
     raise where.broken(f"is no JSON: {error}") from error

@@ -49,7 +49,7 @@ class Host:
 
   def links(self, repeats: int) -> str:
     """The machine, measured."""
-    found = zenjax.measure_links(
+    found = zenjax.planner.measure_links(
       self._mesh,
       AXIS,
       sizes=_SIZES,
@@ -85,7 +85,7 @@ class Host:
     self._want = self._after_steps(one)
     for _ in range(_WARM_UP):
       one()
-    self._profiles = zenjax.profile(one.state())
+    self._profiles = zenjax.planner.profile(one.state())
     return {
       "lost": lost,
       "leaves": [
@@ -106,13 +106,13 @@ class Host:
     if stops is None:
       names, stops, whole = [], (), tuple(self._names)
     chosen = lambda name, leaf: name in self._names
-    top = zenjax.top_k(self._density, sparse=chosen, method="sampled")
+    top = zenjax.sparsify.top_k(self._density, sparse=chosen, method="sampled")
     # Gradients and selections are written to memory in all ways alike, and the
     # program up to there is the same.
     written = optax.stateless(lambda x, _: lax.optimization_barrier(x))
     tx = optax.chain(
       written,
-      zenjax.error_feedback(top, AXIS),
+      zenjax.sparsify.error_feedback(top, AXIS),
       written,
       ways.exchanges(names, stops, self._capacities, kept=whole),
       optax.sgd(_RATE),
@@ -151,7 +151,7 @@ class Host:
     costs = ways.priced(
       self._gradients,
       self._profiles,
-      zenjax.Topology.from_json(topology),
+      zenjax.planner.Topology.from_json(topology),
       compute_s,
     )
     named = ways.by_hand(len(self._gradients)) | ways.chosen(costs)

@@ -70,13 +70,13 @@ def is_unimodal(seconds: tuple[float, ...]) -> bool:
   return steps == sorted(steps)
 
 
-def machines() -> dict[str, zenjax.Topology]:
+def machines() -> dict[str, zenjax.planner.Topology]:
   """By name: devices that one fabric joins, and hosts of one on a network."""
   return {
-    f"{_DEVICES} x {_DEVICE}, NVLink": zenjax.Topology.preset(
+    f"{_DEVICES} x {_DEVICE}, NVLink": zenjax.planner.Topology.preset(
       _DEVICE, _DEVICES
     ),
-    f"{_DEVICES} x {_DEVICE}, {_NETWORK}": zenjax.Topology.network(
+    f"{_DEVICES} x {_DEVICE}, {_NETWORK}": zenjax.planner.Topology.network(
       _NETWORK, _DEVICES, _DEVICE
     ),
   }

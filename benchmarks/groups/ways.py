@@ -110,7 +110,7 @@ class Priced(NamedTuple):
 def priced(
   gradients: Sequence[Gradient],
   profiles: Mapping[str, Profile],
-  topology: zenjax.Topology,
+  topology: zenjax.planner.Topology,
   compute_seconds: float,
 ) -> Priced:
   """As the planner has it, of elements in the place of rows.

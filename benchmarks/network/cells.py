@@ -110,8 +110,8 @@ class Findings:
     software: What has measured: versions, machine, code.
     links: What `Testbed.probe` said, one a (hosts, rate).
     calibration: Single collectives, as `calibration.record` makes them.
-    work: Seconds of each kind of local work, as `zenjax.Work` has them, by
-      number of hosts: until the last one is through, all at it together.
+    work: Seconds of each kind of local work, as `zenjax.planner.Work` has them,
+      by number of hosts: until the last one is through, all at it together.
     cells: By key, in the order of measuring.
   """
 

@@ -109,7 +109,7 @@ def _choice(
 
 
 def _options_of_auto(
-  profile: zenjax.Profile, link: zenjax.Link
+  profile: zenjax.planner.Profile, link: zenjax.planner.Link
 ) -> sync_options.Options:
   return sync_options.check(
     "data",

@@ -48,7 +48,9 @@ class Cell:
     return self.line_s < self.predicted.seconds / 2
 
 
-def link(document: dict[str, Any], hosts: int, rate: str) -> zenjax.Link:
+def link(
+  document: dict[str, Any], hosts: int, rate: str
+) -> zenjax.planner.Link:
   """The links of one testbed as the run itself measured them.
 
   Raises:
@@ -70,11 +72,11 @@ def link(document: dict[str, Any], hosts: int, rate: str) -> zenjax.Link:
   # on one machine found it ten times apart, and times fit no better with it.
   work = {name: s for name, s in work.items() if name != "collective"}
   limit = netns.RATES[rate]
-  return zenjax.Link(
+  return zenjax.planner.Link(
     bandwidth=limit.bytes_per_s if limit else 1e10,
     latency_s=min(y for curve in points.values() for _, y in curve) / hosts,
     curves={(op, hosts): tuple(sorted(c)) for op, c in points.items()},
-    work=zenjax.Work(**work),
+    work=zenjax.planner.Work(**work),
   )
 
 
@@ -83,7 +85,7 @@ def predicted(
   workload: workloads.Workload,
   hosts: int,
   batches: int,
-  on: zenjax.Link,
+  on: zenjax.planner.Link,
 ) -> cost.Prediction | None:
   """For a variant whose sizes fit; None for the others."""
   variant = VARIANTS[name]
@@ -140,7 +142,7 @@ def beyond(
   profile = profiles.profile(workload, 8, None, batches)
   limit = netns.RATES[rate]
   bandwidth = limit.bytes_per_s if limit else 1e10
-  on = zenjax.Link(bandwidth=bandwidth, latency_s=latency_s)
+  on = zenjax.planner.Link(bandwidth=bandwidth, latency_s=latency_s)
   return {
     n: cost.choices(
       profiles.table(workload, None),

@@ -25,7 +25,7 @@ def table(workload: Workload, unit: int | None) -> Table:
 
 def profile(
   workload: Workload, n: int, unit: int | None, batches: int
-) -> zenjax.Profile:
+) -> zenjax.planner.Profile:
   """Mean over the batches that were timed, of rows or of blocks."""
   num_rows = table(workload, unit).num_rows
   slots = Layout(num_rows=num_rows, groups=n, contiguous=True).slots
@@ -41,7 +41,7 @@ def profile(
     pulled = _fullest_range(union, slots, n) * n / len(union)
     found.append((rows, fullest, len(union), pushed, pulled))
   rows, fullest, union, pushed, pulled = np.mean(found, axis=0)
-  return zenjax.Profile(
+  return zenjax.planner.Profile(
     rows=rows, fullest=fullest, union=union, devices=n, skew=(pushed, pulled)
   )
 

@@ -38,7 +38,7 @@ class Host:
 
   def links(self, repeats: int) -> str:
     """The machine, measured."""
-    found = zenjax.measure_links(
+    found = zenjax.planner.measure_links(
       self._mesh, AXIS, sizes=_SIZES, repeats=repeats, progress=False
     )
     return found.to_json()
@@ -61,7 +61,7 @@ class Host:
   def _record(self) -> None:
     place, params = self._place, self._place.params()
     gradients = programs.value_and_grad(place.model.loss, self._rows)
-    with zenjax.record(self._trace, params, steps=RECORDED) as recorder:
+    with zenjax.planner.record(self._trace, params, steps=RECORDED) as recorder:
       seen = jax.shard_map(
         lambda params, *batch: recorder.rows(gradients(params, *batch)[1]),
         mesh=self._mesh,
@@ -83,7 +83,7 @@ class Host:
     asked = ways.question(
       programs.value_and_grad(place.model.loss, self._rows),
       (place.model.params, *place.own_part()),
-      topology=zenjax.Topology.from_json(topology),
+      topology=zenjax.planner.Topology.from_json(topology),
       trace=self._trace,
       compute_seconds=compute_seconds,
     )
@@ -101,7 +101,7 @@ class Host:
   def build(self, program: str, plan: str) -> dict[str, Any]:
     """Compiles a plan, and compares a step with that of pmean."""
     if program not in self._built:
-      tx = programs.planned(zenjax.Plan.from_json(plan), self._rows)
+      tx = programs.planned(zenjax.planner.Plan.from_json(plan), self._rows)
       made = self._programs[program] = self._program(tx, self._rows)
       made()
       self._built[program] = {

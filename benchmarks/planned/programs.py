@@ -48,7 +48,9 @@ def pmean_then_adagrad() -> optax.GradientTransformation:
   return optax.chain(mean, adagrad())
 
 
-def planned(plan: zenjax.Plan, rows: bool) -> optax.GradientTransformation:
+def planned(
+  plan: zenjax.planner.Plan, rows: bool
+) -> optax.GradientTransformation:
   """As a plan says."""
   optimizer = zenjax.lazy_rows(adagrad()) if rows else adagrad()
   return optax.chain(zenjax.zen_sync(AXIS, plan=plan), optimizer)

@@ -19,11 +19,11 @@ def question(
   value_and_grad: Callable[..., Any],
   arguments: tuple[Any, ...],
   *,
-  topology: zenjax.Topology,
+  topology: zenjax.planner.Topology,
   trace: str,
   compute_seconds: float,
 ) -> Question:
-  """What `zenjax.plan` asks, with these arguments."""
+  """What `zenjax.planner.plan` asks, with these arguments."""
   gradients = gradient_trace.gradients(value_and_grad, *arguments)
   return Question(
     gradients=tuple(gradients),
@@ -34,8 +34,8 @@ def question(
   )
 
 
-def plans(asked: Question) -> dict[str, zenjax.Plan]:
-  """By name: what `zenjax.plan` answers, and every way for all tables alike.
+def plans(asked: Question) -> dict[str, zenjax.planner.Plan]:
+  """By name: the plan of `zenjax.planner`, and every way for all tables alike.
 
   `... alone` has an exchange for each table, the others one for all.
   """
@@ -61,7 +61,7 @@ def _ways(n: int) -> list[str]:
   return ["all_gather", "recursive_doubling", "zen/1", f"zen/{n}"]
 
 
-def program(plan: zenjax.Plan) -> str:
+def program(plan: zenjax.planner.Plan) -> str:
   """Plans that agree in this are one program."""
   leaves = [
     (x.name, x.scheme, x.group, x.column_groups, x.wire_dtype, x.capacities)
@@ -70,6 +70,6 @@ def program(plan: zenjax.Plan) -> str:
   return hashlib.blake2s(repr(leaves).encode(), digest_size=6).hexdigest()
 
 
-def received_bytes(plan: zenjax.Plan) -> float:
+def received_bytes(plan: zenjax.planner.Plan) -> float:
   """What a host receives in a step, as predicted."""
   return sum(leaf.wire_bytes for leaf in plan.leaves)

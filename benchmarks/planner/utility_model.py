@@ -136,7 +136,7 @@ def outcomes(setup: Setup) -> list[Outcome]:
 
   Example:
     >>> import zenjax
-    >>> fast = zenjax.Link(bandwidth=12.5e9, latency_s=1e-5)
+    >>> fast = zenjax.planner.Link(bandwidth=12.5e9, latency_s=1e-5)
     >>> resnet = Setup(model="ResNet-50", gradient_bytes=RESNET50_BYTES,
     ...   backward_s=0.122, devices=64, link=fast)
     >>> outcomes(resnet)[0].method

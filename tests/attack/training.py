@@ -99,10 +99,12 @@ _TABLES = {
 
 def _plan(*ways: dict[str, Any]):
   leaves = [
-    zenjax.LeafPlan(name=name, shape=shape, dtype=np.dtype(dtype).name, **way)
+    zenjax.planner.LeafPlan(
+      name=name, shape=shape, dtype=np.dtype(dtype).name, **way
+    )
     for (name, (shape, dtype)), way in zip(_TABLES.items(), ways)
   ]
-  plan = zenjax.Plan(leaves=tuple(leaves), mesh=(("data", 4),))
+  plan = zenjax.planner.Plan(leaves=tuple(leaves), mesh=(("data", 4),))
   return lambda: zenjax.zen_sync("data", plan=plan)
 
 
@@ -155,9 +157,9 @@ def _waits(state):
 
 
 def _feedback():
-  top = zenjax.top_k(0.1, sparse=True)
+  top = zenjax.sparsify.top_k(0.1, sparse=True)
   return optax.chain(
-    zenjax.error_feedback(top, "data"),
+    zenjax.sparsify.error_feedback(top, "data"),
     zenjax.zen_sync("data", sparse=True, unit="element"),
   )
 
@@ -433,7 +435,7 @@ FRONTS = (
   ),
   _kept(
     "micro",
-    lambda: zenjax.micro("data", 0.05),
+    lambda: zenjax.sparsify.micro("data", 0.05),
     lambda state: state.residual,
     (40, 5),
     np.float32,
@@ -441,7 +443,7 @@ FRONTS = (
   ),
   _kept(
     "exdyna",
-    lambda: zenjax.exdyna("data", 0.01),
+    lambda: zenjax.sparsify.exdyna("data", 0.01),
     lambda state: state.residual,
     (512, 64),
     np.float32,

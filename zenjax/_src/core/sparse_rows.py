@@ -42,7 +42,7 @@ _ROW_IDS = jex_random.define_prng_impl(
   # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
   # as in jaxprs.
   tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows,"
-  " zenjax.clip_by_global_norm clips it",
+  " zenjax.rows.clip_by_global_norm clips it",
 )
 
 # Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
@@ -111,7 +111,7 @@ class _Named(type):
     return (
       f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
       " zenjax.lazy_rows (weight decay too), clip by"
-      " zenjax.clip_by_global_norm, give .to_dense(), or take jax.grad"
+      " zenjax.rows.clip_by_global_norm, give .to_dense(), or take jax.grad"
       " (MultiSteps)>"
     )
 

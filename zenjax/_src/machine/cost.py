@@ -41,7 +41,9 @@ class Profile:
 
   Example:
     >>> import zenjax
-    >>> seen = zenjax.Profile(rows=100, fullest=110, union=200, devices=4)
+    >>> seen = zenjax.planner.Profile(
+    ...   rows=100, fullest=110, union=200, devices=4
+    ... )
     >>> round(seen.union_of(16))
     400
   """
@@ -272,5 +274,5 @@ def check_profile(profile: Any) -> None:
   if profile is not None and not fit:
     raise TypeError(
       "`profile` must map leaf names to what was measured of them, got"
-      f" {profile!r}; give what `zenjax.profile(state)` returns."
+      f" {profile!r}; give what `zenjax.planner.profile(state)` returns."
     )

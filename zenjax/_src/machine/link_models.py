@@ -62,8 +62,11 @@ class Work:
 
   Example:
     >>> import zenjax
-    >>> work = zenjax.Work(mask_byte=3e-13)
-    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6, work=work).work.mask_byte
+    >>> work = zenjax.planner.Work(mask_byte=3e-13)
+    >>> link = zenjax.planner.Link(
+    ...   bandwidth=12.5e9, latency_s=5e-6, work=work
+    ... )
+    >>> link.work.mask_byte
     3e-13
   """
 
@@ -93,7 +96,7 @@ class Link:
 
   Example:
     >>> import zenjax
-    >>> zenjax.Link(bandwidth=12.5e9, latency_s=5e-6).bandwidth
+    >>> zenjax.planner.Link(bandwidth=12.5e9, latency_s=5e-6).bandwidth
     12500000000.0
   """
 

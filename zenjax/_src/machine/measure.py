@@ -317,7 +317,9 @@ def measure_links(
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> with warnings.catch_warnings():
     ...   warnings.simplefilter("ignore")  # Fake devices make a poor link.
-    ...   found = zenjax.measure_links(mesh, sizes=(4096, 65536), repeats=2)
+    ...   found = zenjax.planner.measure_links(
+    ...     mesh, sizes=(4096, 65536), repeats=2
+    ...   )
     >>> found.levels[0].name, sorted(fit.op for fit in found.levels[0].fits)[0]
     ('data', 'all_gather')
     >>> found.levels[0].link.seconds("all_gather", 2, 8192) > 0
@@ -349,7 +351,7 @@ def measure_links(
     levels=tuple(levels),
     memory_bytes=_memory_bytes(mesh),
     name=mesh.devices.flat[0].device_kind,
-    source=f"measured by zenjax.measure_links, JAX {jax.__version__}",
+    source=f"measured by zenjax.planner.measure_links, JAX {jax.__version__}",
   )
 
 
@@ -433,7 +435,7 @@ def _starting_together(mesh: Mesh) -> Callable[[], float]:
   apart = _APART_S if mesh.devices.flat[0].platform == "cpu" else 0.0
 
   def together() -> float:
-    multihost_utils.sync_global_devices("zenjax.measure_links")
+    multihost_utils.sync_global_devices("zenjax.planner.measure_links")
     start = time.perf_counter() + apart
     if jax.process_index() % 2:
       time.sleep(apart)

@@ -1,6 +1,7 @@
 """A machine as the planner sees it: its links, level by level, and its memory.
 
-A mesh axis is a level; the links of a level are all alike, as `zenjax.Link`.
+A mesh axis is a level; the links of a level are all alike, as
+`zenjax.planner.Link`.
 """
 
 from collections.abc import Callable
@@ -53,9 +54,9 @@ class Level:
 
   Example:
     >>> import zenjax
-    >>> link = zenjax.Link(bandwidth=3e9, latency_s=2e-5)
-    >>> rack = zenjax.Level(name="data", devices=16, link=link)
-    >>> zenjax.Topology(levels=(rack,)).devices
+    >>> link = zenjax.planner.Link(bandwidth=3e9, latency_s=2e-5)
+    >>> rack = zenjax.planner.Level(name="data", devices=16, link=link)
+    >>> zenjax.planner.Topology(levels=(rack,)).devices
     16
   """
 
@@ -198,7 +199,7 @@ def broken(what: str, must: str, value: Any) -> ValueError:
 # Known machines: figures that others publish, each with its source.
 #
 # What a vendor publishes is a peak: what collectives reach of it has to be
-# measured (`zenjax.measure_links`). A bandwidth here is what one device
+# measured (`zenjax.planner.measure_links`). A bandwidth here is what one device
 # receives while it sends as many bytes; vendors state both directions added up.
 # Latencies are of one message between two devices.
 
@@ -228,7 +229,7 @@ class Machine:
     To find nonzero rows a table is read once. What is received passes through
     memory twice, as it is packed or merged and as it is written, and is read
     and written each time. No kernel starts and no row is looked up in no time,
-    as it says here: `zenjax.measure_work` knows more.
+    as it says here: `zenjax.planner.measure_work` knows more.
     """
     byte_s = 1 / self.memory_bandwidth
     return Work(mask_byte=byte_s, move_byte=4 * byte_s)
@@ -298,7 +299,7 @@ def known_machine(name: str) -> Machine:
   if name not in MACHINES:
     raise ValueError(
       f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}; measure"
-      " any other with `zenjax.measure_links`."
+      " any other with `zenjax.planner.measure_links`."
     )
   return MACHINES[name]
 
@@ -334,12 +335,14 @@ class Topology:
 
   Example:
     >>> import zenjax
-    >>> pod = zenjax.Topology.preset("h100", 8, hosts=4, network="400gbit")
+    >>> pod = zenjax.planner.Topology.preset(
+    ...   "h100", 8, hosts=4, network="400gbit"
+    ... )
     >>> [(level.name, level.devices) for level in pod.levels]
     [('host', 4), ('device', 8)]
     >>> pod.devices, pod.levels[1].link.bandwidth
     (32, 450000000000.0)
-    >>> zenjax.Topology.from_json(pod.to_json()) == pod
+    >>> zenjax.planner.Topology.from_json(pod.to_json()) == pod
     True
   """
 

@@ -95,7 +95,7 @@ def add_model(
     type=pathlib.Path,
     required=True,
     metavar="DIR",
-    help="that zenjax.record wrote",
+    help="that zenjax.planner.record wrote",
   )
   group.add_argument(
     "--compute-seconds",
@@ -559,8 +559,8 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m zenjax",
     description="Plans how gradients travel, from steps that were recorded.",
-    epilog="A trace is a directory that `zenjax.record` wrote. Inside a program"
-    " `zenjax.plan` plans a model without one.",
+    epilog="`zenjax.planner.record` writes a trace, which is a directory. In a"
+    " program `zenjax.planner.plan` plans a model without one.",
   )
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   plan = commands.add_parser(
@@ -573,7 +573,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   add_model(plan)
   add_machine(plan)
-  add_output(plan, "the plan, for zenjax.Plan.from_json")
+  add_output(plan, "the plan, for zenjax.planner.Plan.from_json")
   plan.set_defaults(run=run_plan, parser=plan)
 
   links = commands.add_parser(

@@ -48,10 +48,10 @@ def plan(
     topology: The machine: `Topology.preset`, or what `measure_links` found.
     axis_name: As `zen_sync` will have it: one axis for every level of the
       topology, the slowest first.
-    profile: Densities by leaf name: what `zenjax.profile(state)` says after
-      some steps. Of leaves that it lacks a vocabulary's are assumed.
-    trace: A directory that `zenjax.record` wrote, in the place of `profile`: it
-      tells the densities for any number of devices.
+    profile: Densities by leaf name: what `zenjax.planner.profile(state)` says
+      after some steps. Of leaves that it lacks a vocabulary's are assumed.
+    trace: A directory that `zenjax.planner.record` wrote, in the place of
+      `profile`: it tells the densities for any number of devices.
     compute_seconds: What a step takes on one device without any exchange: with
       `jax.lax.optimization_barrier(grads)` in its place, or XLA joins gradient
       and optimizer as no exchange lets it.
@@ -78,9 +78,9 @@ def plan(
     >>> def loss(params, ids):
     ...   return jnp.mean((params["table"][ids] @ params["w"]) ** 2)
     >>> params = {"table": jnp.zeros((100_000, 64)), "w": jnp.zeros((64, 64))}
-    >>> plan = zenjax.plan(
+    >>> plan = zenjax.planner.plan(
     ...   zenjax.value_and_grad(loss), params, jnp.zeros(512, jnp.int32),
-    ...   topology=zenjax.Topology.network("10gbit", 8),
+    ...   topology=zenjax.planner.Topology.network("10gbit", 8),
     ... )
     >>> [(leaf.name, leaf.scheme == "dense") for leaf in plan.leaves]
     [('w', True), ('table', False)]
@@ -134,8 +134,10 @@ def _check(
 ) -> None:
   if not isinstance(topology, Topology):
     raise TypeError(
-      f"`topology` must be a zenjax.Topology, got {type(topology).__name__};"
-      " give `zenjax.Topology.preset(..)` or what `zenjax.measure_links` found."
+      "`topology` must be a zenjax.planner.Topology, got"
+      f" {type(topology).__name__};"
+      " give `zenjax.planner.Topology.preset(..)` or what"
+      " `zenjax.planner.measure_links` found."
     )
   if len(axes) != len(topology.levels):
     names = [level.name for level in topology.levels]

@@ -35,7 +35,7 @@ class Recorder:
     >>> import zenjax
     >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...   recorder = zenjax.record(directory, params, steps=2)
+    ...   recorder = zenjax.planner.record(directory, params, steps=2)
     ...   seen = recorder.rows({"embed": params["embed"].at[3].set(1.0)})
     ...   recorder.write(seen)
     ...   [t.name for t in recorder.tables], recorder.wants_more
@@ -157,7 +157,7 @@ def record(
     >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...   with zenjax.record(directory, params, steps=1) as recorder:
+    ...   with zenjax.planner.record(directory, params, steps=1) as recorder:
     ...     seen = jax.shard_map(
     ...       lambda ids: recorder.rows(
     ...         {"embed": params["embed"].at[ids].set(1.0), "bias": None}

@@ -37,11 +37,11 @@ class Retuned:
 
   Example:
     >>> import zenjax
-    >>> leaf = zenjax.LeafPlan(
+    >>> leaf = zenjax.planner.LeafPlan(
     ...   name="table", shape=(4096, 8), dtype="float32", scheme="dense"
     ... )
-    >>> found = zenjax.Retuned(
-    ...   plan=zenjax.Plan(leaves=(leaf,), mesh=(("data", 8),)),
+    >>> found = zenjax.planner.Retuned(
+    ...   plan=zenjax.planner.Plan(leaves=(leaf,), mesh=(("data", 8),)),
     ...   changed=("table: zen/1 -> dense",),
     ...   now_seconds=0.5, then_seconds=0.25,
     ...   compile_seconds=5.0, steps_left=1000,
@@ -213,10 +213,10 @@ def retune(
 ) -> Retuned:
   """Plans again from what the running job has seen, and says whether it pays.
 
-  Densities are those of the last step (`zenjax.profile`); leaves that take
-  pmean are not looked at, and keep what they were planned for. First rounds are
-  pinned to what recent steps needed (`zenjax.advise`) where a leaf's way stays,
-  and of a leaf with another one to what its rows should need there.
+  Densities are those of the last step (`zenjax.planner.profile`); leaves that
+  take pmean are not looked at, and keep what they were planned for. First
+  rounds are pinned to what recent steps needed (`zenjax.advise`) where a leaf's
+  way stays, and of a leaf with another one to what its rows should need there.
 
   The gain is predicted: a step with the densities seen, as it runs, less one as
   planned anew. Bytes received beyond what the rows needed, as by first rounds
@@ -225,7 +225,7 @@ def retune(
 
   Args:
     state: An optimizer state that has taken steps with `zen_sync(plan=plan)`.
-    plan: Which `zenjax.plan` made.
+    plan: Which `zenjax.planner.plan` made.
     compile_seconds: What compiling the step takes: as long as it took before.
     steps_left: That the new plan would run for.
 
@@ -246,9 +246,9 @@ def retune(
     >>> import zenjax
     >>> params = {"table": jnp.zeros((4096, 16))}
     >>> loss = lambda params, ids: jnp.sum(params["table"][ids])
-    >>> plan = zenjax.plan(
+    >>> plan = zenjax.planner.plan(
     ...   jax.value_and_grad(loss), params, jnp.zeros(8, jnp.int32),
-    ...   topology=zenjax.Topology.network("10mbit", 2),
+    ...   topology=zenjax.planner.Topology.network("10mbit", 2),
     ... )
     >>> tx = zenjax.zen_sync("data", plan=plan)
     >>> def step(ids):
@@ -256,7 +256,9 @@ def retune(
     >>> ids = jnp.array([[3, 5], [5, 9]])
     >>> _, state = jax.jit(jax.vmap(step, axis_name="data"))(ids)
     >>> state = jax.tree.map(lambda x: x[0], state)
-    >>> found = zenjax.retune(state, plan, compile_seconds=1.0, steps_left=1000)
+    >>> found = zenjax.planner.retune(
+    ...   state, plan, compile_seconds=1.0, steps_left=1000
+    ... )
     >>> found.plan.leaves[0].rows, found.plan.leaves[0].union, found.pays
     (2.0, 3.0, True)
   """
@@ -295,13 +297,14 @@ def _check(
 ) -> None:
   if not isinstance(plan, Plan):
     raise TypeError(
-      f"`plan` must be a zenjax.Plan, got {type(plan).__name__}; give what"
+      f"`plan` must be a zenjax.planner.Plan, got {type(plan).__name__}; give"
+      " what"
       " zen_sync has."
     )
   if plan.topology is None:
     raise ValueError(
       "`plan` must say for which machine it was made, and its `topology` is"
-      " None; make it by `zenjax.plan`."
+      " None; make it by `zenjax.planner.plan`."
     )
   if compile_seconds is not None and not 0 <= compile_seconds < math.inf:
     raise ValueError(
@@ -323,7 +326,8 @@ def _require_same(plan: Plan, seen: Mapping[str, Mapping[str, float]]) -> None:
   if not sparse:
     raise ValueError(
       "`plan` must send a leaf sparse for a run to see anything, and sends"
-      " none; record steps with `zenjax.record` and plan by their trace."
+      " none; record steps with `zenjax.planner.record` and plan by their"
+      " trace."
     )
   if not seen:
     raise ValueError(
@@ -377,7 +381,8 @@ def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
     name = strategy_name(leaf)
     if name not in space.predictions[i]:
       raise ValueError(
-        f"`plan` must be one that `zenjax.plan` made: {leaf.name!r} travels by"
+        f"`plan` must be one that `zenjax.planner.plan` made: {leaf.name!r}"
+        " travels by"
         f" {name!r}, and it may by {sorted(space.predictions[i])}."
       )
     key = name, leaf.group

@@ -288,7 +288,7 @@ def profile(state: Any) -> dict[str, Profile]:
     >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
     >>> _, state = jax.jit(step)(grads)
     >>> state = jax.tree.map(lambda x: x[0], state)
-    >>> zenjax.profile(state)["leaf"].union
+    >>> zenjax.planner.profile(state)["leaf"].union
     1.0
   """
   sync_state.require_numbers(state, "profile")
@@ -348,9 +348,9 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
     >>> import zenjax
     >>> import optax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> top = zenjax.top_k(0.25, sparse=True)
+    >>> top = zenjax.sparsify.top_k(0.25, sparse=True)
     >>> tx = optax.chain(
-    ...   zenjax.error_feedback(top, "data"),
+    ...   zenjax.sparsify.error_feedback(top, "data"),
     ...   zenjax.zen_sync("data", sparse=True, unit="element"),
     ... )
     >>> def step(w, state, grads):
@@ -360,7 +360,7 @@ def sparsifier_stats(state: Any) -> dict[str, dict[str, float]]:
     >>> grads = jnp.array([[7.0, 2.0, 0.0, 3.0], [1.0, 1.0, 1.0, -7.0]])
     >>> state = zenjax.init(tx, grads[0], mesh, "data")
     >>> _, state, _ = step(grads[0], state, grads)
-    >>> stats = zenjax.sparsifier_stats(state)["leaf"]
+    >>> stats = zenjax.sparsify.sparsifier_stats(state)["leaf"]
     >>> stats["density"], stats["build_up"], stats["residual_norm"]
     (0.25, 2.0, 4.0)
   """
@@ -510,7 +510,8 @@ def lines(state: Any) -> list[str]:
   title = f"error_feedback after {steps} steps on {len(counts[0])} devices"
   if not all(_is_here(count) for count in counts):
     return [
-      f"{title} of several processes: zenjax.sparsifier_stats has its numbers,"
+      f"{title} of several processes: zenjax.sparsify.sparsifier_stats has"
+      " its numbers,"
       " where all of them call it."
     ]
   known = of_feedback(state)

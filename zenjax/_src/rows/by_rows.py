@@ -150,7 +150,8 @@ def warn_of_decay(
     warnings.warn(
       "weight decay, or what else moves rows without a gradient, acts on the"
       f" rows that a step touches and on no others of table {found[0]!r};"
-      " `zenjax.lazy_rows(.., catch_up=True)` with `zenjax.catch_up` makes up"
+      " `zenjax.lazy_rows(.., catch_up=True)` with `zenjax.rows.catch_up`"
+      " makes up"
       " for the steps that a row misses, `optax.masked` leaves the table out.",
       stacklevel=2,
     )

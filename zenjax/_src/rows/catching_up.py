@@ -29,7 +29,7 @@ from zenjax._src.rows.idle_law import Law
 _MOST = np.iinfo(np.int32).max
 
 _REMEDY = (
-  "call `params, opt_state = zenjax.catch_up(tx, params, opt_state, ids)`"
+  "call `params, opt_state = zenjax.rows.catch_up(tx, params, opt_state, ids)`"
   " before the gradients of each step, with the ids of all devices,"
   " `jax.lax.all_gather(ids, axis_name)`"
 )
@@ -44,9 +44,9 @@ class CatchUpState(NamedTuple):
     steps: `int32`, how many steps there were.
     late: `int32`, how many rows of all updates so far were behind when `update`
       saw them, so that gradients were taken where they stood: zero if
-      `zenjax.catch_up` is called as it should. Rows that have taken no step
-      count only where an optimizer moves such rows too, as weight decay does.
-      `zenjax.report` tells of it. It stops at `2**31 - 1`.
+      `zenjax.rows.catch_up` is called as it should. Rows that have taken no
+      step count only where an optimizer moves such rows too, as weight decay
+      does. `zenjax.report` tells of it. It stops at `2**31 - 1`.
 
   Example:
     >>> import optax
@@ -78,7 +78,8 @@ def later(late: jax.Array, more: Sequence[jax.Array]) -> jax.Array:
 def warn_of_no_call() -> None:
   """For an optimizer that nobody asked to bring rows up to date."""
   warnings.warn(
-    "`catch_up=True` of `lazy_rows` should come with `zenjax.catch_up`, which"
+    "`catch_up=True` of `lazy_rows` should come with `zenjax.rows.catch_up`,"
+    " which"
     f" was not called with this optimizer: {_REMEDY}. Otherwise gradients are"
     " taken of rows that miss steps, and parameters part from those of the"
     " dense optimizer; with `catch_up=False` rows keep what they have.",
@@ -274,7 +275,8 @@ class Owner:
   """What `catch_up=True` knows of an optimizer.
 
   Attributes:
-    asked: Whether `zenjax.catch_up` was called, or the user told that it must.
+    asked: Whether `zenjax.rows.catch_up` was called, or the user told that it
+      must.
   """
 
   def __init__(self, inner: optax.GradientTransformationExtraArgs):
@@ -487,7 +489,7 @@ def catch_up(
     >>> state = tx.init(params)
     >>> for row in (1, 2, 1):
     ...   ids = {"table": jnp.array([row])}
-    ...   params, state = zenjax.catch_up(tx, params, state, ids)
+    ...   params, state = zenjax.rows.catch_up(tx, params, state, ids)
     ...   print(params["table"][:, 0].tolist())
     ...   rows = zenjax.SparseRows(jnp.array([row]), jnp.array([[-4.0]]), 3)
     ...   grads = {"table": rows, "bias": jnp.zeros(1)}

@@ -30,7 +30,8 @@ class TableUse:
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> loss = lambda table, ids: jnp.sum(table[ids])
-    >>> found = zenjax.explain_tables(loss, jnp.ones((9, 4)), jnp.arange(3))
+    >>> params, ids = jnp.ones((9, 4)), jnp.arange(3)
+    >>> found = zenjax.rows.explain_tables(loss, params, ids)
     >>> (use,) = found.uses
     >>> use.rows, use.look_ups, use.shape
     (True, 3, (9, 4))
@@ -56,7 +57,7 @@ class Explanation:
     >>> import zenjax
     >>> loss = lambda table, ids: jnp.sum(table[ids])
     >>> args = jnp.ones((9, 4)), jnp.arange(3)
-    >>> [use.reason for use in zenjax.explain_tables(loss, *args).uses]
+    >>> [use.reason for use in zenjax.rows.explain_tables(loss, *args).uses]
     ['']
   """
 
@@ -99,7 +100,7 @@ def explain_tables(
     >>> def loss(params, ids):
     ...   return jnp.sum(params["table"][ids] @ params["w"])
     >>> params = {"table": jnp.ones((9, 4)), "w": jnp.ones((4, 2))}
-    >>> print(zenjax.explain_tables(loss, params, jnp.array([1, 2])))
+    >>> print(zenjax.rows.explain_tables(loss, params, jnp.array([1, 2])))
     leaf   shape  gradient  why
     table  9x4    rows      2 rows looked up
     w      4x2    dense     is used by `dot_general`, at <doctest ... (loss)

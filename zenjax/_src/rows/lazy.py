@@ -194,8 +194,9 @@ def lazy_rows(
   128 does not divide are stored by `zenjax.packed`, or each step copies them.
 
   Optax around it sees SparseRows and raises an error: it goes inside, and of
-  clipping `zenjax.clip_by_global_norm` may stand before. `optax.MultiSteps`
-  needs gradients that are arrays; add SparseRows of several batches with `+`.
+  clipping `zenjax.rows.clip_by_global_norm` may stand before.
+  `optax.MultiSteps` needs gradients that are arrays; add SparseRows of several
+  batches with `+`.
 
   Rows that a step does not touch keep their state and their parameters. For
   SGD, Adagrad and all else that does nothing where the gradient is zero, this
@@ -227,17 +228,17 @@ def lazy_rows(
     of all further steps are products as above.
 
   Rows must be brought up to date *before* a loss reads them, or gradients are
-  taken where the row stood: call `zenjax.catch_up` before the gradients, and
-  without ids before an evaluation and at the end. Then 200 steps on a text gave
-  the dense optimizer's parameters to 2e-6 with momentum (with and without
+  taken where the row stood: call `zenjax.rows.catch_up` before the gradients,
+  and without ids before an evaluation and at the end. Then 200 steps on a text
+  gave the dense optimizer's parameters to 2e-6 with momentum (with and without
   Nesterov) and 3e-6 with Adam and AdamW; each was 0.5e-6 to 6e-6 from the same
   in float64. Without the call parameters parted by up to 0.5 with momentum and
   0.2 with Adam.
 
   A `UserWarning` tells of an optimizer that steps before anyone called
-  `zenjax.catch_up` with it. `CatchUpState.late` counts rows that were behind
-  when a step touched them, as where each device gives its own ids alone, and
-  `zenjax.report` says so.
+  `zenjax.rows.catch_up` with it. `CatchUpState.late` counts rows that were
+  behind when a step touched them, as where each device gives its own ids alone,
+  and `zenjax.report` says so.
 
   A gradient that comes as an array is a step of all rows, and those behind stay
   so: the loss that it is of read all rows, so bring all up to date before it.

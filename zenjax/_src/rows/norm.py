@@ -35,7 +35,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     >>> import optax
     >>> import zenjax
     >>> rows = zenjax.SparseRows(jnp.array([2]), jnp.array([[4.0]]), num_rows=7)
-    >>> clip = zenjax.clip_by_global_norm(1.0)
+    >>> clip = zenjax.rows.clip_by_global_norm(1.0)
     >>> clip.update(rows, clip.init(rows))[0].values.tolist()
     [[1.0]]
   """

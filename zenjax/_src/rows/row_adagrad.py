@@ -13,7 +13,8 @@ class RowAdagradState(NamedTuple):
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> state = zenjax.row_adagrad(0.1).init({"table": jnp.zeros((600, 32))})
+    >>> params = {"table": jnp.zeros((600, 32))}
+    >>> state = zenjax.rows.row_adagrad(0.1).init(params)
     >>> state[0].sum_of_squares["table"].shape
     (600, 1)
   """
@@ -50,7 +51,7 @@ def row_adagrad(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.row_adagrad(1.0)
+    >>> tx = zenjax.rows.row_adagrad(1.0)
     >>> grads = jnp.array([[3.0, 3.0], [0.0, 0.0]])
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> updates[0].round(3).tolist(), state[0].sum_of_squares.tolist()

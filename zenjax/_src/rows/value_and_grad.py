@@ -121,7 +121,8 @@ def grad(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> zenjax.grad(lambda table: table[jnp.array([1])].sum())(jnp.ones((3, 1)))
+    >>> loss = lambda table: table[jnp.array([1])].sum()
+    >>> zenjax.rows.grad(loss)(jnp.ones((3, 1)))
     SparseRows(rows [1] of 3, values float32[1,1])
   """
   both = value_and_grad(

@@ -33,7 +33,7 @@ def error_feedback(
   nothing itself::
 
     optax.chain(
-      zenjax.error_feedback(zenjax.top_k(0.01), "data"),
+      zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data"),
       zenjax.zen_sync("data"),
       optax.sgd(0.1),
     )
@@ -52,7 +52,8 @@ def error_feedback(
   (`u = momentum * u + g`, and `u` is added to the residual), and where
   something was sent `u` is cleared too (`masking`). The optimizer that follows
   has no momentum then: `optax.sgd(rate)`. The sum above does not hold any more,
-  by design. For its warm-up give `zenjax.top_k` a schedule of densities.
+  by design. For its warm-up give `zenjax.sparsify.top_k` a schedule of
+  densities.
 
   Leaves that `inner` leaves whole have no residual. With `momentum` they have
   one of their own all the same, and it is what they send. SparseRows and
@@ -67,7 +68,8 @@ def error_feedback(
   types tell; a `lax.pmean` of the user's own before it is not seen otherwise.
 
   Args:
-    inner: `zenjax.top_k`, `zenjax.threshold` or `zenjax.random_k`.
+    inner: `zenjax.sparsify.top_k`, `zenjax.sparsify.threshold` or
+      `zenjax.sparsify.random_k`.
     axis_name: As given to the `zen_sync` that follows: over these axes devices
       have residuals of their own.
     momentum: Of the momentum correction, in [0, 1); None for none.
@@ -88,7 +90,7 @@ def error_feedback(
       holds more; a sum by `zen_sync(op="sum")` that exceeds it is Inf.
 
   Returns:
-    A transformation whose state is a `zenjax.ErrorFeedbackState`.
+    A transformation whose state is a `zenjax.sparsify.ErrorFeedbackState`.
 
   Raises:
     ValueError: An argument is out of range; the state was not made by
@@ -103,7 +105,9 @@ def error_feedback(
     >>> import optax
     >>> import zenjax
     >>> tx = optax.chain(
-    ...   zenjax.error_feedback(zenjax.top_k(0.25, sparse=True), "data"),
+    ...   zenjax.sparsify.error_feedback(
+    ...     zenjax.sparsify.top_k(0.25, sparse=True), "data"
+    ...   ),
     ...   zenjax.zen_sync("data", sparse=True),
     ... )
     >>> grads = jnp.array([[4.0, 1.0, 0.0, 3.0], [1.0, 1.0, 5.0, -4.0]])
@@ -125,8 +129,10 @@ def error_feedback(
   chosen = inner.chosen if isinstance(inner, Sparsifier) else None
   if chosen is None:
     raise TypeError(
-      "`inner` must be zenjax.top_k(..), zenjax.threshold(..) or"
-      f" zenjax.random_k(..), got {type(inner).__name__}; other transformations"
+      "`inner` must be zenjax.sparsify.top_k(..),"
+      " zenjax.sparsify.threshold(..) or"
+      f" zenjax.sparsify.random_k(..), got {type(inner).__name__}; other"
+      " transformations"
       " go before or after error_feedback in the chain."
     )
   _check_number("momentum", momentum, 0, 1, "0.9")

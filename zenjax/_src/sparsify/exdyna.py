@@ -328,7 +328,7 @@ def exdyna(
       dtype can hold more.
 
   Returns:
-    A transformation whose state is a `zenjax.SparsifierState`, with
+    A transformation whose state is a `zenjax.sparsify.SparsifierState`, with
     `SparsifierStats` of the last step. Updates have the shapes and dtypes of
     the gradients, and are equal on all devices.
 
@@ -346,7 +346,7 @@ def exdyna(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.exdyna("data", 1 / 16_384)  # 2 of 32,768 elements
+    >>> tx = zenjax.sparsify.exdyna("data", 1 / 16_384)  # 2 of 32,768 elements
     >>> grads = jnp.ones((2, 32_768)).at[0, 5].set(6.0).at[1, 20_000].set(-9.0)
     >>> def step(g):
     ...   return tx.update(g, tx.init(g))
@@ -388,13 +388,13 @@ def micro(
   residual_dtype: Any = None,
   wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """As `zenjax.exdyna`, with partitions that are even and stay so.
+  """As `zenjax.sparsify.exdyna`, with partitions that are even and stay so.
 
   Cheaper by the little that moving them costs, and for models of any size; the
   devices' selections are as uneven as the large gradients lie.
 
   Args:
-    axis_name: As for `zenjax.exdyna`, as all arguments.
+    axis_name: As for `zenjax.sparsify.exdyna`, as all arguments.
     density: The part of the model that a step is to send.
     controller: `"damped"` or `"paper"`.
     op: `"mean"` or `"sum"`.
@@ -404,11 +404,11 @@ def micro(
     wire_dtype: Of values and sums on the wire.
 
   Returns:
-    A transformation whose state is a `zenjax.SparsifierState`.
+    A transformation whose state is a `zenjax.sparsify.SparsifierState`.
 
   Raises:
-    ValueError: As `zenjax.exdyna`; the model may be as small as an element
-      for each device.
+    ValueError: As `zenjax.sparsify.exdyna`; the model may be as small as an
+      element for each device.
     TypeError: A leaf is not an array of floating numbers, or a dtype not one of
       them.
     NameError: In `update`, when no axis of that name is bound.
@@ -418,7 +418,7 @@ def micro(
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> tx = zenjax.micro("data", 0.25)
+    >>> tx = zenjax.sparsify.micro("data", 0.25)
     >>> state = zenjax.init(tx, jnp.zeros(8), mesh, "data")
     >>> @jax.jit
     ... def step(grads, state):

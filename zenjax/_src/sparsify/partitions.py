@@ -91,13 +91,13 @@ class Blocks:
     if self.n > self.blocks:
       raise ValueError(
         f"`axis_name` must name at most {self.blocks} devices, a block each,"
-        f" got {self.n}; use `zenjax.micro`, which has no blocks."
+        f" got {self.n}; use `zenjax.sparsify.micro`, which has no blocks."
       )
     if not self.block:
       raise ValueError(
         f"`params` must have at least {self.blocks * self.align} elements,"
         f" {self.blocks} blocks of {self.align}, got {self.size}; use"
-        " `zenjax.micro`, which has no blocks, or `zenjax.zen_sync`."
+        " `zenjax.sparsify.micro`, which has no blocks, or `zenjax.zen_sync`."
       )
 
   @property

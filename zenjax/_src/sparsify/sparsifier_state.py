@@ -15,12 +15,12 @@ HISTORY = 64
 class SparsifierStats(NamedTuple):
   """Numbers of the last step, `[] float32` each; zeros before the first.
 
-  `zenjax.sparsifier_stats` has them as Python's.
+  `zenjax.sparsify.sparsifier_stats` has them as Python's.
 
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.micro("data", density=0.001)
+    >>> tx = zenjax.sparsify.micro("data", density=0.001)
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
     >>> float(state.stats.rounds)
@@ -47,7 +47,7 @@ class SparsifierState(NamedTuple):
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.exdyna("data", density=0.001)
+    >>> tx = zenjax.sparsify.exdyna("data", density=0.001)
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
     >>> state.residual.shape, state.parts.tolist()  # of 1,024 blocks
@@ -87,7 +87,7 @@ class ErrorFeedbackState(NamedTuple):
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.error_feedback(zenjax.top_k(0.01), "data")
+    >>> tx = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data")
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> state = zenjax.init(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
     >>> state.leaves["w"].residual.shape

@@ -82,10 +82,10 @@ def top_k(
 
   What comes out is for `zenjax.zen_sync(axis_name)` behind it in a chain, which
   sends elements of such leaves, or with a number for `unit` as many together.
-  Alone it forgets what it zeros; `zenjax.error_feedback` around it sends that
-  later. Each device selects for itself: the union of `n` devices is up to `n`
-  times as large, as `growth` in `zenjax.report` shows, where `zenjax.exdyna`
-  selects nothing twice.
+  Alone it forgets what it zeros; `zenjax.sparsify.error_feedback` around it
+  sends that later. Each device selects for itself: the union of `n` devices is
+  up to `n` times as large, as `growth` in `zenjax.report` shows, where
+  `zenjax.sparsify.exdyna` selects nothing twice.
 
   A NaN counts as larger than all else, so that it does not stay in a residual.
 
@@ -116,7 +116,7 @@ def top_k(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.top_k(0.4, sparse=True)
+    >>> tx = zenjax.sparsify.top_k(0.4, sparse=True)
     >>> gradient = jnp.array([1.0, -5.0, 2.0, 0.0, 3.0])
     >>> tx.update(gradient, tx.init(gradient))[0].tolist()
     [0.0, -5.0, 0.0, 0.0, 3.0]
@@ -145,9 +145,9 @@ def threshold(
 ) -> Sparsifier:
   """Keeps what reaches a threshold in magnitude and zeros all else.
 
-  As `zenjax.top_k`, but for how many: none, where all are smaller, or all of
-  them. What is right for a threshold changes with the gradients, so `top_k`
-  with `method="sampled"` is easier to ask for.
+  As `zenjax.sparsify.top_k`, but for how many: none, where all are smaller, or
+  all of them. What is right for a threshold changes with the gradients, so
+  `top_k` with `method="sampled"` is easier to ask for.
 
   Args:
     value: At least 0, where everything is kept; or an optax schedule of it,
@@ -164,7 +164,7 @@ def threshold(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.threshold(2.0, sparse=True)
+    >>> tx = zenjax.sparsify.threshold(2.0, sparse=True)
     >>> gradient = jnp.array([1.0, -5.0, 2.0, 0.0, 3.0])
     >>> tx.update(gradient, tx.init(gradient))[0].tolist()
     [0.0, -5.0, 2.0, 0.0, 3.0]
@@ -173,7 +173,8 @@ def threshold(
     if not checked_settings.is_number(value) or not 0 <= value < np.inf:
       raise ValueError(
         "`value` must be a threshold of at least 0, or a schedule of it, got"
-        f" {value!r}; `zenjax.top_k(density, method='sampled')` finds one."
+        f" {value!r}; `zenjax.sparsify.top_k(density, method='sampled')`"
+        " finds one."
       )
   return _sparsifier("threshold", selectors.Threshold(value), sparse)
 
@@ -191,9 +192,9 @@ def random_k(
   is no larger than what one device keeps. With `apart` they draw each their
   own, and the union of `n` devices is nearly `n` times as large.
 
-  Values are not scaled by `1 / density`: `zenjax.error_feedback` returns what
-  was left out. There a NaN waits until it is drawn, like all else, and leaves
-  nothing behind then.
+  Values are not scaled by `1 / density`: `zenjax.sparsify.error_feedback`
+  returns what was left out. There a NaN waits until it is drawn, like all else,
+  and leaves nothing behind then.
 
   Args:
     density: The part of a leaf that is kept, in (0, 1]: of `size` elements
@@ -201,7 +202,7 @@ def random_k(
       runs of equal length, and any is as likely as another.
     seed: Draws others; an integer in [0, 2**32).
     apart: The axes over whose devices draws differ.
-    sparse: As for `zenjax.top_k`.
+    sparse: As for `zenjax.sparsify.top_k`.
 
   Returns:
     A transformation of local gradients; also what `error_feedback` wants.
@@ -214,7 +215,7 @@ def random_k(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.random_k(0.25, sparse=True)
+    >>> tx = zenjax.sparsify.random_k(0.25, sparse=True)
     >>> gradient = jnp.ones(1_000)
     >>> int(tx.update(gradient, tx.init(gradient))[0].sum())
     250

@@ -74,7 +74,7 @@ def _choose_each(
   if unknown:
     raise ValueError(
       f"`profile` must name leaves that travel sparse, got {unknown}; they are"
-      f" {[table.name for table in tables]}: give what `zenjax.profile`"
+      f" {[table.name for table in tables]}: give what `zenjax.planner.profile`"
       " returned for a state of the same parameters."
     )
   return [

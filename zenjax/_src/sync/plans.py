@@ -39,7 +39,7 @@ def loads(text: str, plan: Any, leaf: Any) -> Any:
   if not isinstance(found, dict) or found.pop(_KEY, None) != _VERSION:
     raise ValueError(
       f"`text` must be a plan of version {_VERSION}, as `Plan.to_json` writes"
-      " it; make it anew by `zenjax.plan`."
+      " it; make it anew by `zenjax.planner.plan`."
     )
   leaves = tuple(
     _of(leaf, _with_tuples(x, f"leaves[{i}]"), f"leaves[{i}]")
@@ -124,7 +124,7 @@ def _of(kind: Any, values: dict[str, Any], where: str) -> Any:
   if any(wrong):
     raise ValueError(
       f"`text` must hold the fields of a plan: {where} has unknown {wrong[0]}"
-      f" and lacks {wrong[1]}; make it anew by `zenjax.plan`."
+      f" and lacks {wrong[1]}; make it anew by `zenjax.planner.plan`."
     )
   for name, value in values.items():
     if not _is_of(value, _KINDS[name]):
@@ -316,7 +316,7 @@ def comparison(
   if padded:
     lines.append(
       f"more bytes than their rows need: {', '.join(padded)}; first rounds are"
-      " guessed until they are pinned, as by zenjax.retune"
+      " guessed until they are pinned, as by zenjax.planner.retune"
     )
   if seconds is not None and not plan.compute_seconds:
     lines.append(
@@ -408,7 +408,7 @@ class LeafPlan:
 
   Example:
     >>> import zenjax
-    >>> zenjax.LeafPlan(
+    >>> zenjax.planner.LeafPlan(
     ...   name="table", shape=(4096, 8), dtype="float32", scheme="zen",
     ...   column_groups=2, wire_dtype="bfloat16",
     ... ).choice
@@ -450,8 +450,8 @@ class LeafPlan:
 class Plan:
   """How every gradient of a model travels, for `zen_sync(plan=...)`.
 
-  Made by `zenjax.plan`. It holds for one tree of parameters on one mesh: with
-  others, and with another release of JAX, `zen_sync` refuses it.
+  Made by `zenjax.planner.plan`. It holds for one tree of parameters on one
+  mesh: with others, and with another release of JAX, `zen_sync` refuses it.
 
   Attributes:
     leaves: One for every parameter.
@@ -470,11 +470,11 @@ class Plan:
 
   Example:
     >>> import zenjax
-    >>> leaf = zenjax.LeafPlan(
+    >>> leaf = zenjax.planner.LeafPlan(
     ...   name="table", shape=(4096, 8), dtype="float32", scheme="zen"
     ... )
-    >>> plan = zenjax.Plan(leaves=(leaf,), mesh=(("data", 8),))
-    >>> zenjax.Plan.from_json(plan.to_json()) == plan
+    >>> plan = zenjax.planner.Plan(leaves=(leaf,), mesh=(("data", 8),))
+    >>> zenjax.planner.Plan.from_json(plan.to_json()) == plan
     True
     >>> tx = zenjax.zen_sync("data", plan=plan)
   """
@@ -585,7 +585,7 @@ def require_tree(
   if told:
     raise ValueError(
       f"`plan` must be made for these gradients, but {'; '.join(told)}; call"
-      " `zenjax.plan` for the parameters of this model."
+      " `zenjax.planner.plan` for the parameters of this model."
     )
 
 
@@ -594,7 +594,7 @@ def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
   if plan.mesh != mesh:
     raise ValueError(
       f"`plan` must be made for the devices at hand: it is for"
-      f" {dict(plan.mesh)}, got {dict(mesh)}; call `zenjax.plan` with a"
+      f" {dict(plan.mesh)}, got {dict(mesh)}; call `zenjax.planner.plan` with a"
       " topology of these."
     )
 
@@ -605,7 +605,7 @@ def require_version(plan: Plan) -> None:
     raise ValueError(
       f"`plan` must be made by the JAX that runs it, {jax.__version__}, whose"
       f" programs it predicts; it was made by {plan.jax_version}. Call"
-      " `zenjax.plan` again."
+      " `zenjax.planner.plan` again."
     )
 
 

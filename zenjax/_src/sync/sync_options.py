@@ -40,8 +40,8 @@ _NAMES = (
 
 # How else to say it.
 _WAYS = {
-  "capacities": ", or give `zenjax.plan` these capacities",
-  "profile": ", or give `zenjax.plan` this profile",
+  "capacities": ", or give `zenjax.planner.plan` these capacities",
+  "profile": ", or give `zenjax.planner.plan` this profile",
 }
 
 
@@ -51,8 +51,9 @@ def require_free(
   """Raises where an argument stands beside a plan that decides it."""
   if not isinstance(plan, plans.Plan):
     raise TypeError(
-      f"`plan` must be a zenjax.Plan, got {type(plan).__name__}; give what"
-      " `zenjax.plan` or `zenjax.Plan.from_json` returned."
+      f"`plan` must be a zenjax.planner.Plan, got {type(plan).__name__}; give"
+      " what"
+      " `zenjax.planner.plan` or `zenjax.planner.Plan.from_json` returned."
     )
   for name in _NAMES:
     value, default = given[name], usual.get(name)
@@ -270,8 +271,8 @@ def _check_auto(scheme: str, link: Any, profile: Any) -> None:
       )
   if link is not None and not isinstance(link, Link):
     raise TypeError(
-      f"`link` must be a zenjax.Link, got {link!r}; give"
-      " zenjax.Link(bandwidth=bytes a second, latency_s=seconds)."
+      f"`link` must be a zenjax.planner.Link, got {link!r}; give"
+      " zenjax.planner.Link(bandwidth=bytes a second, latency_s=seconds)."
     )
   cost.check_profile(profile)
 

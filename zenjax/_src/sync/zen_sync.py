@@ -193,8 +193,8 @@ def zen_sync(
     link: What connects the devices, for `scheme="auto"`; by default 100 Gbit/s
       with 10 microseconds.
     profile: Densities of leaves by name, for `scheme="auto"`: what
-      `zenjax.profile(state)` says after some steps. By default a vocabulary's,
-      1 % on a device.
+      `zenjax.planner.profile(state)` says after some steps. By default a
+      vocabulary's, 1 % on a device.
     ids_first: Sends ids of SparseRows in collectives of their own. Ids come
       with the batch, so where collectives run beside computation (GPUs) they
       are exchanged, and unions formed, while the backward pass still computes
@@ -208,8 +208,8 @@ def zen_sync(
       the place of backward work beside another's push. CPUs run nothing beside
       an exchange: there it only costs latencies. It is for tables whose
       gradients are complete early.
-    plan: What `zenjax.plan` chose for every leaf, in the place of `sparse`,
-      `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
+    plan: What `zenjax.planner.plan` chose for every leaf, in the place of
+      `sparse`, `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
     exchange: What carries rows between devices. `"collectives"` run everywhere
       and send whole buffers, padding and all. `"remote_copies"` is for TPUs:
       one kernel in the place of each collective, by which every device writes

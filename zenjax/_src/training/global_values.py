@@ -115,8 +115,8 @@ def weighted_mean(
     raise NameError(
       f"`axis_name` of `weighted_mean` must be bound, got {axis_name!r}: call"
       " it in a step inside shard_map, pmap, vmap or `zenjax.data_parallel`. To"
-      " plan or explain a loss outside of one, give `zenjax.plan` and"
-      " `zenjax.explain_tables` a loss without it."
+      " plan or explain a loss outside of one, give `zenjax.planner.plan` and"
+      " `zenjax.rows.explain_tables` a loss without it."
     ) from error
   values, weights = jnp.asarray(values), jnp.asarray(weights)
   _check(values, weights)

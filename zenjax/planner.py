@@ -1,0 +1,40 @@
+"""Plans: which way each gradient travels, and what that should take.
+
+`plan` chooses for a model and a machine, `zen_sync(plan=)` follows.
+`record` notes which rows a run touches, `retune` plans again from what it
+showed.
+"""
+
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.link_models import Link
+from zenjax._src.machine.link_models import Work
+from zenjax._src.machine.local_work import measure_work
+from zenjax._src.machine.measure import measure_links
+from zenjax._src.machine.topologies import Level
+from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner.make import plan
+from zenjax._src.planner.record import record
+from zenjax._src.planner.record import Recorder
+from zenjax._src.planner.retune import retune
+from zenjax._src.planner.retune import Retuned
+from zenjax._src.report.stats import profile
+from zenjax._src.sync.plans import LeafPlan
+from zenjax._src.sync.plans import Plan
+
+__all__ = (
+  "LeafPlan",
+  "Level",
+  "Link",
+  "measure_links",
+  "measure_work",
+  "plan",
+  "Plan",
+  "profile",
+  "Profile",
+  "record",
+  "Recorder",
+  "retune",
+  "Retuned",
+  "Topology",
+  "Work",
+)

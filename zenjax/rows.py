@@ -1,0 +1,23 @@
+"""Gradients held as rows, beside `value_and_grad` and `lazy_rows`."""
+
+from zenjax._src.rows.catching_up import catch_up
+from zenjax._src.rows.catching_up import CatchUpState
+from zenjax._src.rows.explain import explain_tables
+from zenjax._src.rows.explain import Explanation
+from zenjax._src.rows.explain import TableUse
+from zenjax._src.rows.norm import clip_by_global_norm
+from zenjax._src.rows.row_adagrad import row_adagrad
+from zenjax._src.rows.row_adagrad import RowAdagradState
+from zenjax._src.rows.value_and_grad import grad
+
+__all__ = (
+  "catch_up",
+  "CatchUpState",
+  "clip_by_global_norm",
+  "explain_tables",
+  "Explanation",
+  "grad",
+  "row_adagrad",
+  "RowAdagradState",
+  "TableUse",
+)

@@ -1,0 +1,25 @@
+"""Sparsifiers: a small part of a dense gradient now, the rest later."""
+
+from zenjax._src.report.stats import sparsifier_stats
+from zenjax._src.sparsify.error_feedback import error_feedback
+from zenjax._src.sparsify.exdyna import exdyna
+from zenjax._src.sparsify.exdyna import micro
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
+from zenjax._src.sparsify.sparsifier_state import SparsifierStats
+from zenjax._src.sparsify.top_k import random_k
+from zenjax._src.sparsify.top_k import threshold
+from zenjax._src.sparsify.top_k import top_k
+
+__all__ = (
+  "error_feedback",
+  "ErrorFeedbackState",
+  "exdyna",
+  "micro",
+  "random_k",
+  "sparsifier_stats",
+  "SparsifierState",
+  "SparsifierStats",
+  "threshold",
+  "top_k",
+)
