@@ -55,11 +55,11 @@ def tables(matrix: np.ndarray) -> np.ndarray:
   base, found = np.asarray(matrix, np.float64), []
   with np.errstate(all="ignore"):
     for _ in range(_DIGITS):
-      powers_of = [np.eye(len(matrix))]
+      powers = [np.eye(len(matrix))]
       for _ in range(1 << _BITS):
-        powers_of.append(powers_of[-1] @ base)
-      found.append(powers_of[:-1])
-      base = powers_of[-1]
+        powers.append(powers[-1] @ base)
+      found.append(powers[:-1])
+      base = powers[-1]
   return np.array(found)
 
 

@@ -119,7 +119,7 @@ def merged(
 
 def tally_of(own: Held, part: Union, pending: jax.Array) -> Tally:
   """This owner's counts, `[1]` each."""
-  tally_of = Tally(
+  tally = Tally(
     limit=part.limit,
     end=own.union.limit,
     union=part.total,
@@ -130,7 +130,7 @@ def tally_of(own: Held, part: Union, pending: jax.Array) -> Tally:
     merged=own.union.merged,
     probe=own.probe,
   )
-  return Tally(*(count[None] for count in tally_of))
+  return Tally(*(count[None] for count in tally))
 
 
 def pull_sections(
@@ -144,7 +144,7 @@ def pull_sections(
   """What goes to everyone, `b = 1`."""
   values = context.scaled(part.rows).astype(plan.table.dtype)
   return Sections(
-    encoding.encode_counts(*tally_of),
+    encoding.encode_counts(*tally),
     _index_share(part, plan, capacity, me),
     values[None].astype(plan.table.wire_dtype),
   )

@@ -361,7 +361,7 @@ class Examples(NamedTuple):
 class Flow(NamedTuple):
   """What went into a value."""
 
-  owned_values: frozenset[str]  # axes that devices' own data lie along
+  own: frozenset[str]  # axes that devices' own data lie along
   met: frozenset[str]  # those that a collective then brought together
   differs: frozenset[str]  # those along which it is not known to be equal
   # Known of what differs: it is made example by example, or adds them up.
