@@ -21,6 +21,7 @@ from zenjax._src.machine import topologies
 from zenjax._src.machine.link_models import Work
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import what_if
 from zenjax._src.planner.choosing import answer
 from zenjax._src.planner.recorded_runs import Recorded
 from zenjax._src.planner.what_if import Sweep
@@ -452,8 +453,6 @@ def picture(text: str) -> pathlib.Path:
 def run_whatif(options: argparse.Namespace) -> None:
   """Predicts every sweep, prints, draws and saves."""
   if options.plot:
-    from zenjax._src.planner import what_if  # A second to import.
-
     what_if.require()
   machine = topology(options)
   recorded = recorded_model(options)
@@ -486,8 +485,6 @@ def run_whatif(options: argparse.Namespace) -> None:
   # All is made before any of it is written: an interrupt leaves no half.
   files = {}
   if options.plot:
-    from zenjax._src.planner import what_if
-
     kind = options.plot.suffix[1:]
     files[options.plot] = what_if.drawn(kind, sweeps, title)
   if options.json:
