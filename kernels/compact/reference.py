@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import bitmaps
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
 
 
@@ -31,4 +32,4 @@ def compact(
   slots = bitmaps.select(bitmap, wanted)
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   row = layout.row(group, slots)
-  return slots, table.at[row].get(mode="fill", fill_value=0)
+  return slots, indexing.take_or(table, row, 0)

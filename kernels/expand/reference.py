@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from zenjax._src.core import indexing
+
 
 def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
   """`table` with `values` at `row`; rows `>= R` are padding and dropped.
@@ -19,4 +21,4 @@ def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
   num_rows = table.shape[0]
   padding = num_rows + jnp.arange(row.shape[0], dtype=jnp.int32)
   row = jnp.where(row < num_rows, row, padding)
-  return table.at[row].set(values, mode="drop", unique_indices=True)
+  return indexing.put(table, row, values)

@@ -9,6 +9,7 @@ import numpy as np
 
 from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
 
@@ -117,7 +118,7 @@ def _rotate(packed: jax.Array, layout: Layout) -> jax.Array:
   def gather(i, rotated):
     column = unturned - jnp.asarray(shifts, jnp.int32)[i]
     column = lax.rem(column, lax.full_like(column, m))
-    lanes = flat.at[word * m + column].get(mode="promise_in_bounds")
+    lanes = indexing.take(flat, word * m + column)
     return rotated | (lanes & jnp.asarray(masks, jnp.uint32)[i])
 
   start = jnp.zeros((m, layout.words), jnp.uint32)

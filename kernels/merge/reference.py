@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 
 # A bitmap costs by the slots, a sort by what is received: about as much for so
 # many slots a row (XLA:CPU, 0.10 and 0.12).
@@ -122,7 +123,7 @@ def _sum_in_rank_order(
   def add(source, total):
     at = lax.dynamic_index_in_dim(position, source, keepdims=False)
     row = lax.dynamic_index_in_dim(rows, source, keepdims=False)
-    return total.at[at].add(row.astype(dtype), mode="drop", unique_indices=True)
+    return indexing.add(total, at, row.astype(dtype))
 
   total = jnp.zeros((capacity, rows.shape[2]), dtype)
   total = compat.cast_like(total, rows)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 
 
 class Bitmap(NamedTuple):
@@ -113,8 +114,7 @@ def _take(x: jax.Array, at: jax.Array) -> jax.Array:
   if math.prod(batch) > 1:
     base = lax.broadcasted_iota(jnp.int32, (math.prod(batch), 1), 0) * size
     at = at + base.reshape(*batch, 1)
-  flat = x.reshape(-1).at[at.reshape(-1)]
-  return flat.get(mode="promise_in_bounds").reshape(at.shape)
+  return indexing.take(x.reshape(-1), at.reshape(-1)).reshape(at.shape)
 
 
 def _popcount(word: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def lower_bound(ascending: jax.Array, x: jax.Array) -> jax.Array:
     # All before `low` are less; the largest power of two first.
     step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
     ahead = jnp.minimum(low + step, size)
-    value = ascending.at[ahead - 1].get(mode="promise_in_bounds")
+    value = indexing.take(ascending, ahead - 1)
     return jnp.where(value < x, ahead, low)
 
   # What is a constant so far varies as its input does.

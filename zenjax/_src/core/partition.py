@@ -23,6 +23,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.core import indexing
+
 LANES = 32
 
 
@@ -114,7 +116,7 @@ class Layout:
 
   def _shift(self, slot: jax.Array) -> jax.Array:
     lanes = jnp.asarray(self.lanes, jnp.int32)
-    lane = lanes.at[slot & (LANES - 1)].get(mode="promise_in_bounds")
+    lane = indexing.take(lanes, slot & (LANES - 1))
     return lane + self.turn(slot >> 5)
 
   def _computed_shift(self, slot: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from zenjax._src.core import indexing
 from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.buffer_sizes import TablePlan
@@ -296,12 +297,12 @@ def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:
   num_rows = union.slots.shape[0]
   wanted = offset + jnp.arange(capacity, dtype=jnp.int32)
   past = jnp.iinfo(jnp.int32).max
-  slots = union.slots.at[wanted].get(mode="fill", fill_value=past)
+  slots = indexing.take_or(union.slots, wanted, past)
   end = jnp.minimum(offset + capacity, num_rows - 1)
   more = union.total > offset + capacity
   return union._replace(
     slots=slots,
-    rows=union.rows.at[wanted].get(mode="fill", fill_value=0),
+    rows=indexing.take_or(union.rows, wanted, 0),
     total=jnp.clip(union.total - offset, 0, capacity),
     limit=jnp.where(more, union.slots[end], union.limit),
   )

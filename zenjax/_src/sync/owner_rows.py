@@ -18,6 +18,7 @@ import optax
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.arguments import Partition
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_program import RowProgram
@@ -203,7 +204,7 @@ def own_rows(
   """This owner's columns of its rows at `slots: [k]`, zeros where none is."""
   me, g = lax.axis_index(axis), plan.column_groups
   row = plan.layout.row(me // g, slots)
-  rows = table.at[row].get(mode="fill", fill_value=0)
+  rows = indexing.take_or(table, row, 0)
   if g == 1:
     return rows
   missing = plan.block_width * g - table.shape[1]

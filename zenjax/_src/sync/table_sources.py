@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.sparse_rows import SparseRows
 from zenjax._src.schemes import dense_path
 from zenjax._src.schemes.base import Arrived
@@ -48,7 +49,7 @@ class Masked(NamedTuple):
     if self.carried is not None:
       group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
       row = layout.row(group, slots)
-      rows += self.carried.at[row].get(mode="fill", fill_value=0)
+      rows += indexing.take_or(self.carried, row, 0)
     return slots, rows, self.bitmap.total - first
 
   def after(self, target: "Whole") -> "Masked":
@@ -176,9 +177,9 @@ class Listed(NamedTuple):
     at = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
     there = at < end[:, None]
     at = jnp.where(there, at, self.place.shape[0])
-    place = self.place.at[at].get(mode="fill", fill_value=0)
+    place = indexing.take_or(self.place, at, 0)
     slots = jnp.where(there, place - begin[:, None], num_slots)
-    rows = self.values.at[at].get(mode="fill", fill_value=0)
+    rows = indexing.take_or(self.values, at, 0)
     return slots, rows, end - first
 
   def after(self, target: "Appended") -> "Listed":
@@ -208,7 +209,7 @@ class Appended(NamedTuple):
     at = jnp.where(real, self.total + count - 1, past)
 
     def put(x, new):
-      return x.at[at].set(new, mode="drop", unique_indices=True)
+      return indexing.put(x, at, new)
 
     return Appended(
       row=put(self.row, arrived.row),
