@@ -57,12 +57,10 @@ def declare(
     sizes: Devices along each.
     **kwargs: As for `zen_sync`.
   """
-  options = sync_options.check(
-    axes, sparse=True, **sync_options.DEFAULTS | kwargs
-  )
+  options = sync_options.check(axes, sparse=True, **kwargs)
   context = options.context(sizes)
   group = leaf_util.named_leaves(tables, is_rows)
-  if options.overlap:
+  if options.tuning.overlap:
     return _joined([_declare([leaf], options, context) for leaf in group])
   return _declare(group, options, context)
 

@@ -162,7 +162,9 @@ def test_auto_chooses_for_every_leaf_by_what_was_measured():
   measured = zenjax.planner.profile(trained().state)
   assert measured["few"].rows == pytest.approx(30)
   assert 150 < measured["few"].union < 240
-  trainer = trained(scheme="auto", link=SLOW, profile=measured)
+  trainer = trained(
+    scheme="auto", tuning=zenjax.Tuning(link=SLOW, profile=measured)
+  )
   found = zenjax.stats(trainer.state)
   assert found["all"]["wire_bytes"] == found["all"]["dense_bytes"]
   assert found["few"]["wire_bytes"] < found["few"]["dense_bytes"] / 3
@@ -182,7 +184,7 @@ def test_auto_carries_rows_whatever_is_predicted():
     sparse=True,
     scheme="auto",
     on_overflow="carry",
-    profile={"t": dense},
+    tuning=zenjax.Tuning(profile={"t": dense}),
     capacities={"t": (400, 3000)},
   )
   trainer = steps.Trainer(tx, {"t": jnp.zeros((3000, 4))}, runners.mesh(8))
@@ -207,8 +209,8 @@ def test_small_gains_are_left_alone(part, chosen):
   options = sync_options.check(
     "data",
     sparse=True,
-    **sync_options.DEFAULTS
-    | {"scheme": "auto", "link": link, "profile": {"t": profile(2, 2, n=2)}},
+    scheme="auto",
+    tuning=zenjax.Tuning(link=link, profile={"t": profile(2, 2, n=2)}),
   )
   (choice,) = choose.choose([table(64, 4)], options, context(2))
   assert choice.predictions[0].scheme == "all_gather"
@@ -225,8 +227,8 @@ def test_of_equals_the_fewest_collectives(growth, chosen):
   options = sync_options.check(
     "data",
     sparse=True,
-    **sync_options.DEFAULTS
-    | {"scheme": "auto", "link": link, "profile": {"t": few}},
+    scheme="auto",
+    tuning=zenjax.Tuning(link=link, profile={"t": few}),
   )
   (choice,) = choose.choose([table(100_000, 256)], options, context(4))
   fastest, *_ = choice.predictions

@@ -142,7 +142,7 @@ def test_a_state_in_the_order_of_rows():
 @pytest.mark.parametrize(
   "other",
   [
-    dict(hash_seed=1),
+    dict(tuning=zenjax.Tuning(hash_seed=1)),
     dict(partition="columns"),
     dict(partition=2),
     dict(sparse=True),

@@ -95,7 +95,7 @@ def test_one_process_of_several_asks_for_no_number(monkeypatch):
   """That would wait for the others for ever."""
   state = after(MAKE["top_k"](), 1)
   monkeypatch.setattr(stats, "_is_here", lambda _: False)
-  monkeypatch.setattr(stats._stats, "of_feedback", None)
+  monkeypatch.setattr(stats, "of_feedback", None)
   (line,) = lines(state)
   assert (
     "several processes" in line and "zenjax.sparsify.sparsifier_stats" in line

@@ -3,6 +3,7 @@
 Messages name the option, what it was given, and a way out.
 """
 
+import dataclasses
 from typing import Any
 
 import cases
@@ -23,6 +24,14 @@ import zenjax
 
 LINK = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-6)
 PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
+COPIES = zenjax.Tuning(exchange="remote_copies")
+TUNED = {field.name for field in dataclasses.fields(zenjax.Tuning)}
+
+
+def options(**given: Any) -> dict[str, Any]:
+  """Arguments of `zen_sync`, of which some are those of its tuning."""
+  tuned = {name: given.pop(name) for name in TUNED & set(given)}
+  return given | ({"tuning": zenjax.Tuning(**tuned)} if tuned else {})
 
 
 @pytest.mark.parametrize(
@@ -38,18 +47,18 @@ PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
 )
 def test_unknown_choice(option, value, remedies):
   with pytest.raises(ValueError) as error:
-    zenjax.zen_sync("data", **{option: value})
+    zenjax.zen_sync("data", **options(**{option: value}))
   names(error, f"`{option}`", repr(value), *remedies)
   if option != "op":  # the name of `sparse_pmean` says it
     with pytest.raises(ValueError) as error:
-      trace_pmean(**{option: value})
+      trace_pmean(**options(**{option: value}))
     names(error, f"`{option}`", repr(value), *remedies)
 
 
 def test_overlap_is_a_bool():
-  options: Any = dict(overlap="each")
+  each: Any = "each"
   with pytest.raises(TypeError, match="`overlap` must be True or False"):
-    zenjax.zen_sync("data", **options)
+    zenjax.Tuning(overlap=each)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_overlap_is_a_bool():
 )
 def test_what_sends_no_ids_first(given, error):
   with pytest.raises(error, match="`ids_first"):
-    zenjax.zen_sync("data", **given)
+    zenjax.zen_sync("data", **options(**given))
 
 
 @pytest.mark.parametrize(
@@ -76,19 +85,19 @@ def test_what_sends_no_ids_first(given, error):
 )
 def test_what_remote_copies_do_not_go_with(other):
   with pytest.raises(ValueError) as error:
-    zenjax.zen_sync("data", exchange="remote_copies", **other)
+    zenjax.zen_sync("data", **options(exchange="remote_copies", **other))
   names(error, "`exchange='remote_copies'`", *other, "leave one of them out")
 
 
 def test_remote_copies_serve_one_axis():
   with pytest.raises(NotImplementedError) as error:
-    zenjax.zen_sync(("host", "device"), exchange="remote_copies")
+    zenjax.zen_sync(("host", "device"), tuning=COPIES)
   names(error, "('host', 'device')", "exchange='collectives'")
 
 
 def test_remote_copies_need_devices_of_a_mesh():
   with pytest.raises(NotImplementedError) as error:
-    trace_pmean(exchange="remote_copies")
+    trace_pmean(tuning=COPIES)
   names(error, "exchange='remote_copies'", "inside shard_map", "'collectives'")
 
 
@@ -96,7 +105,7 @@ def lowered_on_cpu(manual):
   """Of two axes, those of them that shard_map takes over."""
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
   mapped = jax.shard_map(
-    lambda x: zenjax.sparse_pmean(x, "data", exchange="remote_copies"),
+    lambda x: zenjax.sparse_pmean(x, "data", tuning=COPIES),
     mesh=Mesh(devices, ("data", "model")),
     in_specs=P("data"),
     out_specs=P(),
@@ -129,14 +138,14 @@ def test_remote_copies_are_never_replaced(manual, served):
 )
 def test_what_auto_chooses_by(option, value, error):
   with pytest.raises(error, match=f"`{option}` must"):
-    trace_pmean(scheme="auto", **{option: value})
+    trace_pmean(scheme="auto", **options(**{option: value}))
 
 
 @pytest.mark.parametrize("option", ["link", "profile"])
 def test_what_only_auto_needs(option):
   value: Any = LINK if option == "link" else {"t": PROFILE}
   with pytest.raises(ValueError, match=f"`{option}` is for `scheme='auto'`"):
-    zenjax.zen_sync("data", **{option: value})
+    zenjax.zen_sync("data", **options(**{option: value}))
 
 
 @pytest.mark.parametrize("name", ["bandwidth", "latency_s"])

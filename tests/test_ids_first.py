@@ -27,7 +27,7 @@ def schedule(ids_first: bool) -> list[str]:
     pytest.skip(str(error))
   mesh = Mesh(np.array(devices), ("data",))
   tx = optax.chain(
-    zenjax.zen_sync("data", ids_first=ids_first),
+    zenjax.zen_sync("data", tuning=zenjax.Tuning(ids_first=ids_first)),
     zenjax.lazy_rows(optax.adagrad(0.1)),
   )
 

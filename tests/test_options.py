@@ -47,7 +47,7 @@ def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
     step = lambda g: tx.update(g, tx.init(params))[0]
     return jax.jit(jax.vmap(step, axis_name="data"))(stack)
 
-  together, alone = run(), run(overlap=True)
+  together, alone = run(), run(tuning=zenjax.Tuning(overlap=True))
   for name, leaf in stack.items():
     np.testing.assert_array_equal(together[name], alone[name])
     oracle.check(np.asarray(alone[name]), leaf)
@@ -55,7 +55,7 @@ def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
 
 @pytest.mark.parametrize("seed", [1, 2**31 - 1])
 def test_hash_seeds(seed):
-  run = run_with("vmap", partition="hash", hash_seed=seed)
+  run = run_with("vmap", partition="hash", tuning=zenjax.Tuning(hash_seed=seed))
   for name, stack in cases.every_case(N, 157, 3, F32):
     oracle.check(run(stack), stack, label=name)
 

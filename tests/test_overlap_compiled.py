@@ -41,7 +41,7 @@ def compiled(target, rows, options, look_ups=LOOK_UPS):
   mesh = Mesh(np.array(whole_steps.devices(target)), ("data",))
   inner = optax.sgd(0.5)
   tx = optax.chain(
-    zenjax.zen_sync("data", overlap=True, ids_first=rows),
+    zenjax.zen_sync("data", tuning=zenjax.Tuning(overlap=True, ids_first=rows)),
     zenjax.lazy_rows(inner) if rows else inner,
   )
 

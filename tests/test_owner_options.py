@@ -67,7 +67,7 @@ def test_options_are_those_of_the_exchange():
   np.testing.assert_array_equal(pinned, plain)
   after = jax.tree.map(lambda x: x[0], after)
   assert zenjax.stats(after)["leaf"]["rounds"] > 1
-  drawn, other = updates(inner, grads, hash_seed=1)
+  drawn, other = updates(inner, grads, tuning=zenjax.Tuning(hash_seed=1))
   np.testing.assert_array_equal(drawn, plain)
   of_rows = lambda state: state.inner[0].sum_of_squares.part
   assert not np.array_equal(of_rows(state), of_rows(other))

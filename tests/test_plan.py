@@ -216,7 +216,9 @@ def _synced(plan, params=PARAMS, n=N):
       ["`scheme`", "'ring'", "beside `plan`"],
     ),
     (
-      lambda: zenjax.zen_sync("data", plan=PLAN, exchange="remote_copies"),
+      lambda: zenjax.zen_sync(
+        "data", plan=PLAN, tuning=zenjax.Tuning(exchange="remote_copies")
+      ),
       ["`exchange='remote_copies'`", "`plan`", "leave one of them out"],
     ),
     (

@@ -77,7 +77,7 @@ def test_two_tables_and_what_is_told_of_them():
       sparse=True,
       partition="hash",
       capacities=pins,
-      exchange=exchange,
+      tuning=zenjax.Tuning(exchange=exchange),
     )
     return tx.update(x, tx.init(x))
 
@@ -112,7 +112,7 @@ def test_rounds_for_what_does_not_fit():
       AXIS,
       partition=2,
       capacities=(5, 12),
-      exchange=exchange,
+      tuning=zenjax.Tuning(exchange=exchange),
     ).to_dense()
 
   got, want = both_ways(f, n, (ids, values))
@@ -141,7 +141,9 @@ def test_remote_copies_are_declared(partition, pinned, loops):
     "b": jax.ShapeDtypeStruct((1111, 5), jnp.float32),
   }
   kwargs: dict[str, Any] = dict(
-    partition=partition, capacities=pinned, exchange="remote_copies"
+    partition=partition,
+    capacities=pinned,
+    tuning=zenjax.Tuning(exchange="remote_copies"),
   )
   seen = collectives(
     steps.lower_sync(tables, runners.mesh(8), platform="tpu", **kwargs)
@@ -169,7 +171,9 @@ def test_one_loop_of_pulls_stands_alone():
     return zenjax.sparse_psum(rows, "data", **kwargs)
 
   kwargs: dict[str, Any] = dict(
-    partition="columns", capacities=(96, 100), exchange="remote_copies"
+    partition="columns",
+    capacities=(96, 100),
+    tuning=zenjax.Tuning(exchange="remote_copies"),
   )
   step = jax.shard_map(
     sync, mesh=runners.mesh(8), in_specs=P("data"), out_specs=P()

@@ -354,7 +354,7 @@ def equal(one, other):
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
-    ("remembers", dict(hash_seed=5), (8, 3, 1, 8, 2)),
+    ("remembers", dict(tuning=zenjax.Tuning(hash_seed=5)), (8, 3, 1, 8, 2)),
     ("remembers", dict(partition="columns"), (8, 3, 1, 5)),
     ("remembers", dict(partition=2), (8, 2, 4)),
     ("row_adagrad", dict(whole_rows=True), (3, 8, 1)),

@@ -23,8 +23,12 @@ WAYS = {
   "hash": dict(partition="hash"),
   "columns": dict(partition="columns"),
   "grid": dict(partition=2),
-  "hash, ids first": dict(partition="hash", ids_first=True),
-  "columns, ids first": dict(partition="columns", ids_first=True),
+  "hash, ids first": dict(
+    partition="hash", tuning=zenjax.Tuning(ids_first=True)
+  ),
+  "columns, ids first": dict(
+    partition="columns", tuning=zenjax.Tuning(ids_first=True)
+  ),
   "all_gather": dict(scheme="all_gather"),
   "recursive_doubling": dict(scheme="recursive_doubling"),
   "split_all_gather": dict(scheme="split_all_gather"),
@@ -101,7 +105,9 @@ def test_sums_of_rows(way, capacities):
 @pytest.mark.parametrize("ids_first", [False, True])
 def test_two_axes(ids_first):
   axes = ("host", "device")
-  f = lambda *x: summed(x, axes, capacities=(2, 5), ids_first=ids_first)
+  f = lambda *x: summed(
+    x, axes, capacities=(2, 5), tuning=zenjax.Tuning(ids_first=ids_first)
+  )
   mapped = jax.jit(
     jax.vmap(jax.vmap(f, axis_name=axes[1]), axis_name=axes[0], out_axes=None)
   )

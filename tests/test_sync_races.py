@@ -60,7 +60,7 @@ def sync(exchange: Any) -> Any:
       sparse=True,
       partition="hash",
       capacities=(8, 16),
-      exchange=exchange,
+      tuning=zenjax.Tuning(exchange=exchange),
     )
     updates: Any = tx.update(grad[0], tx.init(grad[0]))[0]
     return updates[None]

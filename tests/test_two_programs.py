@@ -55,7 +55,7 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
       " process 1",
     ),
     pytest.param(
-      "hash_seed=1",
+      "tuning=zenjax.Tuning(hash_seed=1)",
       "",
       "hash_seed is 1 on process 0 and 0 on process 1",
       marks=pytest.mark.more,

@@ -61,7 +61,7 @@ _PEERS = [
 def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
   unit = 8 if scheme == "block_sparse" else "row"
-  kwargs = dict(
+  kwargs: Any = dict(
     scheme=scheme, partition=partition, capacities=pinned, unit=unit
   )
   seen = collectives(lower(tables, n, **kwargs))
@@ -99,7 +99,11 @@ def test_rows_send_what_is_declared(scheme, partition, ids_first):
     }
 
   args = (jax.ShapeDtypeStruct((96,), jnp.int32), table(96, 16))
-  kwargs = dict(scheme=scheme, partition=partition, ids_first=ids_first)
+  kwargs: Any = dict(
+    scheme=scheme,
+    partition=partition,
+    tuning=zenjax.Tuning(ids_first=ids_first),
+  )
   sync = zenjax.zen_sync("data", sparse=True, **kwargs)
   state = jax.eval_shape(sync.init, jax.eval_shape(tables, *args))
   step = jax.shard_map(
@@ -127,9 +131,11 @@ def test_rows_send_what_is_declared(scheme, partition, ids_first):
 
 def test_overlap_sends_each_table_by_itself():
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
-  seen = collectives(lower(tables, 4, overlap=True))
+  seen = collectives(lower(tables, 4, tuning=zenjax.Tuning(overlap=True)))
   first = [(f.op, f.words) for f in seen if not f.inside]
-  declared = declaring.declare(tables, ("data",), (4,), overlap=True)
+  declared = declaring.declare(
+    tables, ("data",), (4,), tuning=zenjax.Tuning(overlap=True)
+  )
   # All pushes are sent before the first of them is summed.
   ops = ["all_to_all"] * 2 + ["all_gather"] * 2
   assert [op for op, _ in first] == ops
@@ -144,7 +150,7 @@ def test_overlap_sends_each_table_by_itself():
 @pytest.mark.parametrize("n", [3, 5, 6])
 def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   tables = {"a": table(2000, 24)}
-  kwargs = dict(scheme="recursive_doubling", capacities=_SLOTS)
+  kwargs: Any = dict(scheme="recursive_doubling", capacities=_SLOTS)
   seen = collectives(lower(tables, n, **kwargs))
   declared = declaring.declare(tables, ("data",), (n,), **kwargs)
   first = [(f.op, f.words) for f in seen if not f.inside]

@@ -98,7 +98,9 @@ _PARTITION: dict[Grads, Partition] = {"array": "hash", "rows": "auto"}
 
 def _lowered(mesh, grads, exchange):
   rows = grads == "rows"
-  sync = zenjax.zen_sync("data", partition=_PARTITION[grads], exchange=exchange)
+  sync = zenjax.zen_sync(
+    "data", partition=_PARTITION[grads], tuning=zenjax.Tuning(exchange=exchange)
+  )
   inner = optax.sgd(0.5)
   tx = optax.chain(sync, zenjax.lazy_rows(inner) if rows else inner)
 
@@ -178,7 +180,7 @@ def declared(
     ("data",),
     (devices,),
     partition=_PARTITION[grads],
-    exchange=exchange,
+    tuning=zenjax.Tuning(exchange=exchange),
   )
   sent = [_result(m, devices, ()) for m in found.first]
   loops = [m for turn in found.loops for m in turn]

@@ -16,6 +16,7 @@ from zenjax._src.rows.lazy import lazy_rows
 from zenjax._src.rows.value_and_grad import value_and_grad
 from zenjax._src.sync.owner_update import owner_update
 from zenjax._src.sync.owner_update import OwnerState
+from zenjax._src.sync.sync_options import Tuning
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.sync.zen_sync import sparse_pmean
 from zenjax._src.sync.zen_sync import sparse_psum
@@ -54,6 +55,7 @@ __all__ = (
   "state_specs",
   "stats",
   "traces",
+  "Tuning",
   "value_and_grad",
   "weighted_mean",
   "zen_sync",

@@ -114,8 +114,8 @@ def _options_of_auto(
   return sync_options.check(
     "data",
     sparse=True,
-    **sync_options.DEFAULTS
-    | {"scheme": "auto", "link": link, "profile": {"table": profile}},
+    scheme="auto",
+    tuning=zenjax.Tuning(link=link, profile={"table": profile}),
   )
 
 

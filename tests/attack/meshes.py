@@ -222,7 +222,7 @@ FRONTS = (
   rows("rows of 2**30", 2**30 - 1, op="sum"),
   rows("rows of 2**30, one a round", 2**30 - 1, capacities=(1, 1)),
   rows("rows of a small table", 40, partition="columns"),
-  rows("rows, ids first", 5000, ids_first=True, op="sum"),
+  rows("rows, ids first", 5000, tuning=zenjax.Tuning(ids_first=True), op="sum"),
   rows("rows, all_gather", 1000, scheme="all_gather", op="sum"),
   rows(
     "rows on two axes",

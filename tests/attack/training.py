@@ -405,7 +405,9 @@ FRONTS = (
   ),
   means(
     "overlap",
-    lambda: zenjax.zen_sync("data", sparse=True, overlap=True),
+    lambda: zenjax.zen_sync(
+      "data", sparse=True, tuning=zenjax.Tuning(overlap=True)
+    ),
     _TABLES,
     4,
   ),

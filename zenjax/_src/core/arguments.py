@@ -60,11 +60,12 @@ def axes(axis_name: AxisName) -> Axes:
   return axes
 
 
-def one_of(name: str, value: Any, known: list[str]) -> None:
-  """Raises `ValueError` where a value is none of those known."""
+def one_of(name: str, value: Any, known: list[str]) -> str:
+  """Returns the value; raises `ValueError` where it is none of those known."""
   if not isinstance(value, str) or value not in known:
     options = ", ".join(repr(k) for k in known)
     raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
+  return value
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -110,18 +111,19 @@ def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
   return to.maxexp >= of.maxexp and to.minexp <= of.minexp
 
 
-def check_unit(unit: Unit) -> None:
-  """Raises `ValueError` where it is no way to see a leaf as rows."""
+def check_unit(unit: Unit) -> Unit:
+  """Returns it; raises `ValueError` where it is no way to see rows."""
   block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0
   if not block and unit not in ("auto", "row", "element"):
     raise ValueError(
       "`unit` must be 'auto', 'row', 'element' or a block size of at least 1,"
       f" got {unit!r}."
     )
+  return unit
 
 
-def check_partition(partition: Partition) -> None:
-  """Raises `ValueError` where it is no way to share out a table."""
+def check_partition(partition: Partition) -> Partition:
+  """Returns it; raises `ValueError` where it cannot share out a table."""
   grid = (
     isinstance(partition, int)
     and not isinstance(partition, bool)
@@ -132,6 +134,7 @@ def check_partition(partition: Partition) -> None:
       "`partition` must be 'auto', 'hash', 'columns' or a number of column"
       f" groups that divides the devices, got {partition!r}."
     )
+  return partition
 
 
 def capacities_of(

@@ -115,7 +115,6 @@ def check(
   division: Callable[[int, int], Division],
 ) -> Settings:
   """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
-  options: dict[str, Any] = sync_options.DEFAULTS | {"op": op}
   arguments.one_of("controller", controller, sorted(thresholds.KINDS))
   check_density(density)
   if start is not None and not (is_number(start) and 0 < start < np.inf):
@@ -132,7 +131,7 @@ def check(
     )
   return Settings(
     name=name,
-    options=sync_options.check(axis_name, sparse=None, **options),
+    options=sync_options.check(axis_name, op=op),
     density=float(density),
     controller=controller,
     start=start,

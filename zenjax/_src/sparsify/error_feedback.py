@@ -142,7 +142,6 @@ def error_feedback(
       "`nesterov` is a form of momentum, and `momentum` is None; give"
       " momentum=0.9, or leave it out."
     )
-  options: dict[str, Any] = sync_options.DEFAULTS
   wire = arguments.floating("wire_dtype", wire_dtype)
   if wire is not None and wire not in _WIRE:
     raise ValueError(
@@ -152,7 +151,7 @@ def error_feedback(
   return feedback.transformation(
     feedback.Feedback(
       selector=chosen[0],
-      options=sync_options.check(axis_name, sparse=chosen[1], **options),
+      options=sync_options.check(axis_name, sparse=chosen[1]),
       momentum=momentum,
       nesterov=nesterov,
       masking=masking,

@@ -59,7 +59,7 @@ def choose(
   if options.plan:
     return _as_planned(tables, options.plan, context)
   choices = _choose_each(tables, options, context)
-  if not options.overlap:
+  if not options.tuning.overlap:
     return choices
   return [dataclasses.replace(c, group=i) for i, c in enumerate(choices)]
 
@@ -69,7 +69,7 @@ def _choose_each(
 ) -> list[Choice]:
   if options.scheme != "auto":
     return [Choice(options.scheme)] * len(tables)
-  profiles = options.profile or {}
+  profiles = options.tuning.profile or {}
   unknown = sorted(set(profiles) - {table.name for table in tables})
   if unknown:
     raise ValueError(
@@ -89,7 +89,7 @@ def _choose_one(
   profile = profile or cost.assumed(table, context.devices)
   # The schemes' formulas serve traced numbers as well: these are none.
   with jax.ensure_compile_time_eval():
-    found = cost.choices(table, profile, context, options.link or _LINK)
+    found = cost.choices(table, profile, context, options.tuning.link or _LINK)
   # Rows to come out, or to wait, need an exchange of rows.
   listed = table.look_ups is not None
   sparse = listed or options.rows_out or not options.exact

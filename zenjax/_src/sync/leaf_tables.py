@@ -50,13 +50,13 @@ def plans(
     column_groups=[g for _, g in groups],
     devices=context.devices,
     pinned=pinned,
-    seed=options.seed,
+    seed=options.tuning.hash_seed,
     contiguous=scheme.contiguous,
     padded=not context.remote_copies,
   )
   planned = tuple(scheme.fitted(plan) for plan in planned)
   # What does not fit would wait, and pins are for that; or it does not travel.
-  if options.exact and not options.remote_copies:
+  if options.exact and not context.remote_copies:
     for plan, given in zip(planned, pinned):
       if given:
         by_leaf = isinstance(options.capacities, dict)

@@ -32,6 +32,7 @@ from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import table_exchange
 from zenjax._src.sync.sync_options import Options
+from zenjax._src.sync.sync_options import Tuning
 
 # The transformation of `owner_update`, and its state.
 
@@ -352,8 +353,7 @@ def owner_update(
   partition: Partition = "auto",
   wire_dtype: Any = None,
   capacities: Capacities = None,
-  hash_seed: int = 0,
-  ids_first: bool = False,
+  tuning: Tuning | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients and runs `tx` at the owner of each row.
 
@@ -385,8 +385,7 @@ def owner_update(
       `row_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
     wire_dtype: See there; updates are cast too.
     capacities: See there.
-    hash_seed: See there.
-    ids_first: See there.
+    tuning: See there; of it `hash_seed` and `ids_first`.
 
   Returns:
     A transformation from local gradients, arrays or SparseRows, to updates that
@@ -425,19 +424,22 @@ def owner_update(
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", SC 2020, stage 1.
   """
+  tuning = tuning or Tuning()
   options = sync_options.check(
     axis_name,
-    **sync_options.DEFAULTS
-    | dict(
-      sparse=sparse,
-      op=op,
-      partition=partition,
-      wire_dtype=wire_dtype,
-      capacities=capacities,
-      hash_seed=hash_seed,
-      ids_first=ids_first,
-    ),
+    sparse=sparse,
+    op=op,
+    partition=partition,
+    wire_dtype=wire_dtype,
+    capacities=capacities,
+    tuning=tuning,
   )
+  usual = Tuning(hash_seed=tuning.hash_seed, ids_first=tuning.ids_first)
+  if tuning != usual:
+    raise ValueError(
+      "`tuning` of owner_update must set `hash_seed` and `ids_first` alone, got"
+      f" {tuning}; the rest is of `zen_sync`."
+    )
   if len(options.axes) > 1:
     raise ValueError(
       f"`axis_name` must be one axis for owner_update, got {axis_name!r}; give"

@@ -1,14 +1,13 @@
 """What the user asked for, checked when the transform is built."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
@@ -25,17 +24,16 @@ from zenjax._src.sync import plans
 # What a plan decides for every leaf, in the place of arguments.
 
 
-_NAMES = (
+# Arguments, then fields of `tuning`.
+_DECIDED = (
   "sparse",
   "scheme",
   "unit",
   "partition",
   "wire_dtype",
   "capacities",
-  "link",
-  "profile",
-  "overlap",
 )
+_DECIDED_TUNING = ("link", "profile", "overlap")
 
 
 # How else to say it.
@@ -45,18 +43,22 @@ _WAYS = {
 }
 
 
-def require_free(
-  plan: Any, given: Mapping[str, Any], usual: Mapping[str, Any]
-) -> None:
+def require_free(plan: Any, given: Mapping[str, Any]) -> None:
   """Raises where an argument stands beside a plan that decides it."""
   if not isinstance(plan, plans.Plan):
     raise TypeError(
       f"`plan` must be a zenjax.planner.Plan, got {type(plan).__name__}; give"
-      " what"
-      " `zenjax.planner.plan` or `zenjax.planner.Plan.from_json` returned."
+      " what `zenjax.planner.plan` or `zenjax.planner.Plan.from_json` returned."
     )
-  for name in _NAMES:
-    value, default = given[name], usual.get(name)
+  beside = {
+    name: (given[name], ARGUMENTS[name].default)
+    for name in _DECIDED
+    if name in given
+  }
+  tuning, usual = _tuning(given.get("tuning")), Tuning()
+  for name in _DECIDED_TUNING:
+    beside[name] = getattr(tuning, name), getattr(usual, name)
+  for name, (value, default) in beside.items():
     alike = type(value) is type(default) and value == default
     if value is not default and not alike:
       raise ValueError(
@@ -107,6 +109,75 @@ def _wire_named(leaf: plans.LeafPlan) -> jnp.dtype | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+  """How an exchange runs, for experts: it changes times and never sums.
+
+  Attributes:
+    exchange: What carries rows between devices. `"collectives"` run everywhere
+      and send whole buffers, padding and all. `"remote_copies"` is for TPUs:
+      one kernel in the place of each collective, by which every device writes
+      the rows that it has into the memory of the others, counts first. Padding
+      stays where it is (ids travel as before), so buffers are larger and
+      further rounds fewer. The sums are the same bits. It was compiled for
+      TPUs and checked in a simulator, and measured on none; nothing runs
+      beside such a kernel. For one axis, inside `shard_map` over all axes of
+      its mesh, at most 127 tables of at most 32 bits an element.
+    hash_seed: Draws another hash.
+    ids_first: Sends ids of SparseRows in collectives of their own. Ids come
+      with the batch, so where collectives run beside computation (GPUs) they
+      are exchanged, and unions formed, while the backward pass still computes
+      the values: seen in compiled schedules, measured on none. Elsewhere it
+      only costs two latencies more, and arrays it leaves as they are.
+    link: The connection of the devices, for `scheme="auto"`; by default 100
+      Gbit/s with 10 microseconds.
+    overlap: Gives each table an exchange of its own, which leaves when that
+      gradient is complete, and not when the last one is. In schedules compiled
+      for GPUs, and for TPUs with the compiler option
+      `xla_tpu_enable_async_all_to_all`, the push of each stands beside backward
+      work; on TPUs sums of "zen" wait for all pushes, or one table's would take
+      the place of backward work beside another's push. CPUs run nothing beside
+      an exchange: there it only costs latencies. It is for tables whose
+      gradients are complete early.
+    profile: Densities of leaves by name, for `scheme="auto"`, as
+      `zenjax.planner.profile(state)` finds them after some steps. By default a
+      vocabulary's, 1 % on a device.
+
+  Raises:
+    ValueError: A value is out of range.
+    TypeError: A value is of another type.
+
+  Example:
+    >>> import zenjax
+    >>> tx = zenjax.zen_sync("data", tuning=zenjax.Tuning(overlap=True))
+  """
+
+  exchange: Literal["collectives", "remote_copies"] = "collectives"
+  hash_seed: int = 0
+  ids_first: bool = False
+  link: Link | None = None
+  overlap: bool = False
+  profile: Mapping[str, Profile] | None = None
+
+  def __post_init__(self):
+    arguments.one_of(
+      "exchange", self.exchange, ["collectives", "remote_copies"]
+    )
+    seed = self.hash_seed
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+      raise ValueError(
+        f"`hash_seed` must be an integer in [0, 2**32), got hash_seed={seed!r}."
+      )
+    arguments.boolean("ids_first", self.ids_first)
+    arguments.boolean("overlap", self.overlap)
+    if self.link is not None and not isinstance(self.link, Link):
+      raise TypeError(
+        f"`link` must be a zenjax.planner.Link, got {self.link!r}; give"
+        " zenjax.planner.Link(bandwidth=bytes a second, latency_s=seconds)."
+      )
+    cost.check_profile(self.profile)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
   """Checked arguments of `zen_sync`; see there."""
 
@@ -120,12 +191,7 @@ class Options:
   partition: Partition
   wire_dtype: jnp.dtype | dict[str, jnp.dtype] | None  # one, or by leaf
   capacities: Capacity | dict[str, Capacity] | None
-  seed: int
-  link: Link | None
-  profile: Mapping[str, Profile] | None
-  ids_first: bool
-  remote_copies: bool
-  overlap: bool = False
+  tuning: Tuning
   plan: plans.Plan | None = None
   # Whether leaves that a sparsifier selects from travel by elements.
   follows: bool = False
@@ -153,8 +219,8 @@ class Options:
       axes=self.axes,
       sizes=tuple(sizes),
       mean=self.mean,
-      ids_first=self.ids_first,
-      remote_copies=self.remote_copies,
+      ids_first=self.tuning.ids_first,
+      remote_copies=self.tuning.exchange == "remote_copies",
     )
 
   @property
@@ -165,137 +231,117 @@ class Options:
   @property
   def overlaps(self) -> bool:
     """Whether exchanges are to run beside the backward pass."""
-    return self.plan.overlap if self.plan else self.overlap
+    return self.plan.overlap if self.plan else self.tuning.overlap
 
 
-# Of every argument of `zen_sync` but `axis_name` and `sparse`.
-DEFAULTS: dict[str, Any] = dict(
-  scheme="zen",
-  op="mean",
-  on_overflow="exact",
-  output="same",
-  unit="auto",
-  partition="auto",
-  wire_dtype=None,
-  capacities=None,
-  hash_seed=0,
-  link=None,
-  profile=None,
-  ids_first=False,
-  overlap=False,
-  plan=None,
-  exchange="collectives",
-)
+def _tuning(value: Any) -> Tuning:
+  if value is None:
+    return Tuning()
+  if not isinstance(value, Tuning):
+    raise TypeError(
+      f"`tuning` must be a zenjax.Tuning, got {value!r}; give"
+      " zenjax.Tuning(overlap=True) or such."
+    )
+  return value
 
 
-def check(
-  axis_name: AxisName,
-  *,
-  sparse: SparseSpec,
-  scheme: str,
-  op: str,
-  on_overflow: str,
-  output: str,
-  unit: Unit,
-  partition: Partition,
-  wire_dtype: Any,
-  capacities: Capacities,
-  hash_seed: int,
-  link: Link | None,
-  profile: Mapping[str, Profile] | None,
-  ids_first: bool,
-  overlap: bool,
-  plan: plans.Plan | None,
-  exchange: str,
-) -> Options:
-  """Raises `ValueError` or `TypeError` where an argument cannot be meant."""
+class Argument(NamedTuple):
+  """An argument of `zen_sync`."""
+
+  default: Any
+  rule: Callable[[Any], Any] | None = None  # returns it checked, or raises
+
+
+def _one_of(name: str, *known: str) -> Callable[[Any], Any]:
+  return lambda value: arguments.one_of(name, value, list(known))
+
+
+# All but `axis_name`.
+ARGUMENTS = {
+  "sparse": Argument(None),
+  "scheme": Argument(
+    "zen", _one_of("scheme", "auto", *sorted([*DENSE, *SPARSE]))
+  ),
+  "op": Argument("mean", _one_of("op", "mean", "sum")),
+  "on_overflow": Argument("exact", _one_of("on_overflow", "exact", "carry")),
+  "output": Argument("same", _one_of("output", "same", "dense", "rows")),
+  "unit": Argument("auto", arguments.check_unit),
+  "partition": Argument("auto", arguments.check_partition),
+  "wire_dtype": Argument(None, lambda x: arguments.wire_dtype("wire_dtype", x)),
+  "capacities": Argument(None, arguments.capacities_of),
+  "plan": Argument(None),
+  "tuning": Argument(None, _tuning),
+}
+
+
+def check(axis_name: AxisName, **given: Any) -> Options:
+  """Returns the options of a `zen_sync` with these arguments.
+
+  Raises:
+    ValueError: An argument is out of range, or cannot be meant beside others.
+    TypeError: An argument is unknown or of another type.
+  """
+  unknown = sorted(set(given) - set(ARGUMENTS))
+  if unknown:
+    raise TypeError(
+      f"unexpected keyword arguments {unknown}; known are {sorted(ARGUMENTS)}."
+    )
+  plan = given.get("plan")
   if plan is not None:
-    require_free(plan, locals(), DEFAULTS)
-  arguments.one_of("scheme", scheme, ["auto", *sorted([*DENSE, *SPARSE])])
-  arguments.one_of("op", op, ["mean", "sum"])
-  arguments.one_of("on_overflow", on_overflow, ["exact", "carry"])
-  arguments.one_of("output", output, ["same", "dense", "rows"])
-  _check_auto(scheme, link, profile)
-  arguments.check_unit(unit)
+    require_free(plan, given)
+  found = {}
+  for name, argument in ARGUMENTS.items():
+    value = given.get(name, argument.default)
+    found[name] = argument.rule(value) if argument.rule else value
+  scheme, tuning, unit = found["scheme"], found["tuning"], found["unit"]
   follows = unit == "auto"
   unit = "row" if follows else unit
   if unit == "row" and scheme in SPARSE:
     unit = SPARSE[scheme].unit or unit
-  arguments.check_partition(partition)
-  if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
-    raise ValueError(
-      f"`hash_seed` must be an integer in [0, 2**32), got {hash_seed=}."
-    )
-  if output == "rows" and unit != "row":
+  if found["output"] == "rows" and unit != "row":
     raise ValueError(
       f"`output='rows'` returns rows of the leaf, got {unit=} with"
       f" {scheme=}; use `unit='row'` with another scheme than 'block_sparse',"
       " or `output='dense'`."
     )
+  axes = arguments.axes(axis_name)
+  _check_tuning(tuning, scheme, axes, plan)
   options = Options(
-    axes=arguments.axes(axis_name),
-    sparse=sparse,
+    axes=axes,
+    sparse=found["sparse"],
     scheme=scheme,
-    mean=op == "mean",
-    exact=on_overflow == "exact",
-    output=output,
+    mean=found["op"] == "mean",
+    exact=found["on_overflow"] == "exact",
+    output=found["output"],
     unit=unit,
-    partition=partition,
-    wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
-    capacities=arguments.capacities_of(capacities),
-    seed=hash_seed,
-    link=link,
-    profile=profile,
-    ids_first=_ids_first(ids_first, scheme),
-    overlap=arguments.boolean("overlap", overlap),
+    partition=found["partition"],
+    wire_dtype=found["wire_dtype"],
+    capacities=found["capacities"],
+    tuning=tuning,
     follows=follows,
-    remote_copies=_remote_copies(
-      exchange,
-      scheme,
-      axis_name,
-      {"ids_first": ids_first, "overlap": overlap},
-      plan,
-    ),
   )
   if plan:
     return dataclasses.replace(options, **by_plan(plan))
   return options
 
 
-def _check_auto(scheme: str, link: Any, profile: Any) -> None:
-  for name, value in (("link", link), ("profile", profile)):
-    if value is not None and scheme != "auto":
+def _check_tuning(
+  tuning: Tuning, scheme: str, axes: Axes, plan: plans.Plan | None
+) -> None:
+  """Raises where it does not fit the arguments beside it."""
+  for name in ("link", "profile"):
+    if getattr(tuning, name) is not None and scheme != "auto":
       raise ValueError(
         f"`{name}` is for `scheme='auto'`, which chooses by it, got {scheme=};"
         " leave it out."
       )
-  if link is not None and not isinstance(link, Link):
-    raise TypeError(
-      f"`link` must be a zenjax.planner.Link, got {link!r}; give"
-      " zenjax.planner.Link(bandwidth=bytes a second, latency_s=seconds)."
-    )
-  cost.check_profile(profile)
-
-
-def _ids_first(value: Any, scheme: str) -> bool:
-  if arguments.boolean("ids_first", value) and scheme != "zen":
+  if tuning.ids_first and scheme != "zen":
     raise ValueError(
       f"`ids_first=True` is for `scheme='zen'`, got {scheme=}; leave one of"
       " them out."
     )
-  return value
-
-
-def _remote_copies(
-  exchange: Any,
-  scheme: str,
-  axis_name: AxisName,
-  alone: Mapping[str, bool],
-  plan: plans.Plan | None,
-) -> bool:
-  arguments.one_of("exchange", exchange, ["collectives", "remote_copies"])
-  if exchange == "collectives":
-    return False
+  if tuning.exchange == "collectives":
+    return
   if scheme != "zen":
     raise ValueError(
       f"`exchange='remote_copies'` is for `scheme='zen'`, got {scheme=}; leave"
@@ -306,17 +352,16 @@ def _remote_copies(
       "`exchange='remote_copies'` is for `scheme='zen'`, and `plan` decides"
       " schemes, by what collectives take; leave one of them out."
     )
-  for name, given in alone.items():
-    if given:
+  for name in ("ids_first", "overlap"):
+    if getattr(tuning, name):
       raise ValueError(
         f"`{name}=True` has parts sent beside the backward pass, and"
         " `exchange='remote_copies'` sends everything in one kernel, beside"
         " which nothing runs; leave one of them out."
       )
-  if len(arguments.axes(axis_name)) > 1:
+  if len(axes) > 1:
     raise NotImplementedError(
       "`exchange='remote_copies'` can serve one axis, got"
-      f" {axis_name=}: sums over slow links are exchanged by collectives; use"
-      " exchange='collectives', which runs everywhere."
+      f" axis_name={axes!r}: sums over slow links are exchanged by collectives;"
+      " use exchange='collectives', which runs everywhere."
     )
-  return True

@@ -1,6 +1,6 @@
 """`zen_sync`: gradient synchronization as an optax transformation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -19,8 +19,6 @@ from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.sparse_rows import is_rows
 from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.machine.cost import Profile
-from zenjax._src.machine.link_models import Link
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
@@ -31,6 +29,7 @@ from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
+from zenjax._src.sync.sync_options import Tuning
 
 # What `zen_sync` stands for, by JAX's own collectives and nothing else.
 #
@@ -87,13 +86,8 @@ def zen_sync(
   partition: Partition = "auto",
   wire_dtype: Any = None,
   capacities: Capacities = None,
-  hash_seed: int = 0,
-  link: Link | None = None,
-  profile: Mapping[str, Profile] | None = None,
-  ids_first: bool = False,
-  overlap: bool = False,
   plan: Plan | None = None,
-  exchange: str = "collectives",
+  tuning: Tuning | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, sending only rows that are not zero.
 
@@ -189,36 +183,10 @@ def zen_sync(
       `zenjax.report` advises them. The
       rest follows in parts of these, so small ones cost turns, never rows. Of
       large ones that pay in no step a `UserWarning` says so.
-    hash_seed: Draws another hash.
-    link: What connects the devices, for `scheme="auto"`; by default 100 Gbit/s
-      with 10 microseconds.
-    profile: Densities of leaves by name, for `scheme="auto"`: what
-      `zenjax.planner.profile(state)` says after some steps. By default a
-      vocabulary's, 1 % on a device.
-    ids_first: Sends ids of SparseRows in collectives of their own. Ids come
-      with the batch, so where collectives run beside computation (GPUs) they
-      are exchanged, and unions formed, while the backward pass still computes
-      the values: seen in compiled schedules, measured on none. Elsewhere it
-      only costs two latencies more, and arrays it leaves as they are.
-    overlap: Gives each table an exchange of its own, which leaves when that
-      gradient is complete, and not when the last one is. In schedules compiled
-      for GPUs, and for TPUs with the compiler option
-      `xla_tpu_enable_async_all_to_all`, the push of each stands beside backward
-      work; on TPUs sums of "zen" wait for all pushes, or one table's would take
-      the place of backward work beside another's push. CPUs run nothing beside
-      an exchange: there it only costs latencies. It is for tables whose
-      gradients are complete early.
     plan: What `zenjax.planner.plan` chose for every leaf, in the place of
-      `sparse`, `scheme`, `partition`, `wire_dtype`, `capacities` and `overlap`.
-    exchange: What carries rows between devices. `"collectives"` run everywhere
-      and send whole buffers, padding and all. `"remote_copies"` is for TPUs:
-      one kernel in the place of each collective, by which every device writes
-      the rows that it has into the memory of the others, counts first. Padding
-      stays where it is (ids travel as before), so buffers are larger and
-      further rounds fewer. The sums are the same bits. It was compiled for
-      TPUs and checked in a simulator, and measured on none; nothing runs
-      beside such a kernel. For one axis, inside `shard_map` over all axes of
-      its mesh, at most 127 tables of at most 32 bits an element.
+      `sparse`, `scheme`, `partition`, `wire_dtype`, `capacities` and
+      `tuning.overlap`.
+    tuning: How the exchange runs, for experts: see `zenjax.Tuning`.
 
   Returns:
     A transformation whose state is a `ZenSyncState`.
@@ -229,8 +197,9 @@ def zen_sync(
       other leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
       as `jax.grad(.., allow_int=True)` gives of integers.
-    NotImplementedError: `exchange="remote_copies"` cannot serve what it was
-      given; on other platforms than TPUs it says so when a step is compiled.
+    NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
+      it was given; on other platforms than TPUs it says so when a step is
+      compiled.
     NameError: In `update`, when no axis of that name is bound.
 
   References:
@@ -238,25 +207,7 @@ def zen_sync(
     Data Synchronization](https://www.usenix.org/conference/osdi25/presentation/wang-zhuang),
     OSDI 2025.
   """
-  options = sync_options.check(
-    axis_name,
-    sparse=sparse,
-    scheme=scheme,
-    op=op,
-    on_overflow=on_overflow,
-    output=output,
-    unit=unit,
-    partition=partition,
-    wire_dtype=wire_dtype,
-    capacities=capacities,
-    hash_seed=hash_seed,
-    link=link,
-    profile=profile,
-    ids_first=ids_first,
-    overlap=overlap,
-    plan=plan,
-    exchange=exchange,
-  )
+  options = sync_options.check(**locals())
 
   def init_fn(params: optax.Params) -> Any:
     return _init(params, options)
@@ -412,13 +363,8 @@ def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
       f" {kwargs['on_overflow']!r}: there is no state to carry rows in; use"
       " `zenjax.zen_sync`."
     )
-  settings: dict[str, Any] = sync_options.DEFAULTS | {"op": op}
-  unknown = sorted(set(kwargs) - set(settings) | {"op"} & set(kwargs))
-  if unknown:
-    raise TypeError(
-      f"unexpected keyword arguments {unknown}; known are {sorted(settings)}."
-    )
-  settings |= kwargs
-  options = sync_options.check(axis_name, sparse=True, **settings)
+  if "op" in kwargs or "sparse" in kwargs:
+    raise TypeError("`op` and `sparse` are decided by the function itself.")
+  options = sync_options.check(axis_name, sparse=True, op=op, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
   return synced

@@ -143,7 +143,7 @@ def weighted_mean(
 
 
 def _usual(axis_name: AxisName) -> Options:
-  return sync_options.check(axis_name, sparse=None, **sync_options.DEFAULTS)
+  return sync_options.check(axis_name)
 
 
 def _check(values: jax.Array, weights: jax.Array) -> None:
