@@ -15,6 +15,7 @@ from zenjax._src.core import partition
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import received_bytes
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.registry import SPARSE
 
 CONTIGUOUS = "contiguous"
@@ -82,7 +83,7 @@ def fitted_bytes(
   context = Context(axes=("data",), sizes=(n,), mean=True)
   zen = SPARSE["zen"]
   messages = [
-    *zen.push_messages([table_plan], [push], context),
-    *zen.pull_messages([table_plan], [pull], context),
+    *zen.push_messages([Room(table_plan, push)], context),
+    *zen.pull_messages([Room(table_plan, pull)], context),
   ]
   return round(float(received_bytes(messages, context)))

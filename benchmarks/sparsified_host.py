@@ -24,7 +24,7 @@ from benchmarks.planned.programs import Place
 from benchmarks.planned.programs import Program
 from benchmarks.shared_compiler import SharedCompiler
 import zenjax
-from zenjax._src.schemes import encoding
+from zenjax._src.core import wire
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 
@@ -82,7 +82,7 @@ def _top(setting: Setting, capacities: Any) -> Any:
 def _slots_only() -> Iterator[None]:
   """Indices as numbers, where zenjax would send a bitmap for it is smaller."""
   with mock.patch.multiple(
-    encoding,
+    wire,
     index_words=lambda capacity, num_slots: capacity,
     encode_index=lambda slots, num_slots: slots.astype(jnp.uint32),
     decode_index=lambda words, capacity, num_slots: words.astype(jnp.int32),

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from zenjax._src.core import wire_format
+from zenjax._src.core import wire
 
 LANES = 128
 _TILE_ROW = 32  # bytes of a tile below one another, whatever the dtype
@@ -42,7 +42,7 @@ class Lines(NamedTuple):
   def encode(self, rows: jax.Array) -> jax.Array:
     """`[b, C, D]` to `[b, lines, width]`, whole tiles."""
     if not self._are_rows:
-      words = wire_format.to_words(rows)
+      words = wire.to_words(rows)
       words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
       rows = words.reshape(rows.shape[0], -1, LANES)
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % self.tile), (0, 0)))
@@ -57,8 +57,8 @@ class Lines(NamedTuple):
     if self._are_rows:
       return lines[:, : like.shape[1]]
     words = lines.reshape(lines.shape[0], -1)
-    words = words[:, : wire_format.words_for(like[0].size, like.dtype)]
-    return wire_format.from_words(words, like.shape[1:], like.dtype)
+    words = words[:, : wire.words_for(like[0].size, like.dtype)]
+    return wire.from_words(words, like.shape[1:], like.dtype)
 
   def pieces(self, count: jax.Array, do: Callable[[pl.Slice], None]) -> None:
     """`do(slice)` for the lines of each copy that `count` rows take.

@@ -17,10 +17,11 @@ from zenjax._src.schemes import dense_path
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import DenseScheme
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync import further_rounds
+from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_options
 from zenjax._src.sync.sync_options import Options
@@ -80,10 +81,10 @@ def _declare(
     context=context,
     plans=plans,
     first=[
-      *scheme.push_messages(plans, [p.first.push for p in plans], context),
-      *scheme.pull_messages(plans, [p.first.pull for p in plans], context),
+      *scheme.push_messages([Room(p, p.first.push) for p in plans], context),
+      *scheme.pull_messages([Room(p, p.first.pull) for p in plans], context),
     ],
-    loops=further_rounds.loop_messages(plans, scheme, context.in_loops()),
+    loops=exchange.loop_messages(plans, scheme, context.in_loops()),
     dense=[
       dense_path.messages(plan.table, context, platform)
       for plan in plans

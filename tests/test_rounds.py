@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 import zenjax
-from zenjax._src.schemes import encoding
+from zenjax._src.core import wire
 
 N, ROWS, WIDTH = 4, 6000, 2
 DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
@@ -56,5 +56,5 @@ def test_chunks_come_in_two_sizes_where_slots_are_many():
 def test_sums_of_counts_stop_at_the_largest_int32():
   most = np.iinfo(np.int32).max
   for counts in ([3, 4], [2**30, 2**29 + 1], [2**30, 2**30], [most] * 5):
-    total = encoding.sum_counts(jnp.array(counts, jnp.int32))
+    total = wire.sum_counts(jnp.array(counts, jnp.int32))
     assert int(total) == min(sum(counts), most)

@@ -40,6 +40,11 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
   return compat.as_invariant(x.reshape(-1, *shape), axes)
 
 
+def gather_parts(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[1, k]` on each device to `[n, k]` on all, by `all_gather`."""
+  return all_gather(x[0], axes)
+
+
 def permute(
   x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:

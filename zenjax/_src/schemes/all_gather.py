@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import wire_format
-from zenjax._src.schemes import encoding
+from zenjax._src.core import wire
 from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import TablePlan
@@ -47,8 +48,9 @@ def tally(own: Held) -> Tally:
   )
 
 
-def arrive(own: Held, plan: TablePlan, context: Context) -> Arrived:
-  """All that is held, equal on all devices already."""
+def arrive(asked: Asked, context: Context) -> Arrived:
+  """Returns all that is held, equal on all devices already."""
+  plan, own = asked.room.plan, asked.held
   union = own.union
   return Arrived(
     row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
@@ -70,66 +72,33 @@ class AllGather(Scheme):
     del sizes, column_groups
     return 1, 1
 
-  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
-    return min(plan.most.pull, capacity * context.devices)
+  def held_rows(self, room: Room, context: Context) -> int:
+    return min(room.plan.most.pull, room.capacity * context.devices)
 
-  def push(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Held]:
+  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     with jax.named_scope("all_gather/send"):
-      sections: list[jax.Array] = []
-      lengths: list[int] = []
-      for out, plan, capacity in zip(outgoing, plans, capacities):
-        sections += _sections_of(out, plan, capacity)
-        lengths += _lengths(plan, capacity)
-      buffer = wire_format.join(sections)[0]
-      gathered = collectives.all_gather(buffer, context.axes)
+      sections = [_sections_of(out) for out in outgoing]
+      received = wire.exchange(sections, collectives.gather_parts, context.axes)
     with jax.named_scope("all_gather/merge"):
-      parts = iter(wire_format.split(gathered, lengths))
       return [
-        _merge(
-          next(parts),
-          next(parts),
-          next(parts),
-          plan,
-          capacity,
-          self.held_rows(plan, capacity, context),
-        )
-        for plan, capacity in zip(plans, capacities)
+        _merge(parts, out.room, self.held_rows(out.room, context))
+        for out, parts in zip(outgoing, received)
       ]
 
-  def pull(
-    self,
-    held: Sequence[Held],
-    offset: Sequence[jax.Array] | Sequence[int],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Arrived]:
+  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     """Everyone holds the whole union already: nothing moves."""
-    del offset, capacities
-    return [arrive(own, plan, context) for own, plan in zip(held, plans)]
+    return [arrive(table, context) for table in asked]
 
   def push_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    words = sum(sum(_lengths(p, c)) for p, c in zip(plans, capacities))
+    words = sum(sum(_lengths(room)) for room in rooms)
     return [Message("all_gather", context.axes, words)]
 
   def pull_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    del plans, capacities, context
+    del rooms, context
     return []
 
   def expected_messages(
@@ -144,50 +113,44 @@ class AllGather(Scheme):
     return [Message("all_gather", context.axes, push * row / 4)]
 
 
-def _lengths(plan: TablePlan, capacity: int) -> list[int]:
-  table = plan.table
+def _lengths(room: Room) -> list[int]:
+  table = room.plan.table
   return [
     _COUNTS,
-    encoding.index_words(capacity, plan.layout.slots),
-    wire_format.words_for(capacity * table.width, table.wire_dtype),
+    wire.index_words(room.capacity, room.plan.layout.slots),
+    wire.words_for(room.capacity * table.width, table.wire_dtype),
   ]
 
 
-def _sections_of(
-  out: Outgoing, plan: TablePlan, capacity: int
-) -> list[jax.Array]:
+def _sections_of(out: Outgoing) -> list[jax.Array]:
   """`[1, words]` each."""
-  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
+  plan = out.room.plan
+  slots, rows, remaining = out.rows()
   return [
-    encoding.encode_counts(remaining, out.probe[None]),
-    encoding.encode_index(slots, plan.layout.slots),
-    encoding.encode_rows(rows, plan.table.wire_dtype),
+    wire.encode_counts(remaining, out.probe[None]),
+    wire.encode_index(slots, plan.layout.slots),
+    wire.encode_rows(rows, plan.table.wire_dtype),
   ]
 
 
-def _merge(
-  counts: jax.Array,
-  index: jax.Array,
-  rows: jax.Array,
-  plan: TablePlan,
-  capacity: int,
-  room: int,
-) -> Held:
-  table, num_slots = plan.table, plan.layout.slots
-  remaining, probe = encoding.decode_counts(counts)
-  slots = encoding.decode_index(index, capacity, num_slots)
-  ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
+def _merge(received: Sequence[jax.Array], room: Room, most: int) -> Held:
+  counts, index, rows = received
+  table, num_slots = room.plan.table, room.plan.layout.slots
+  remaining, probe = wire.decode_counts(counts)
+  slots = wire.decode_index(index, room.capacity, num_slots)
+  ends = jnp.where(remaining > room.capacity, slots[:, -1] + 1, num_slots)
+  shape = room.capacity, table.width
   union = merge(
     slots,
-    wire_format.from_words(rows, (capacity, table.width), table.wire_dtype),
+    wire.from_words(rows, shape, table.wire_dtype),
     jnp.min(ends),
     num_slots,
-    room,
+    most,
     collectives.accumulator(table.dtype),
   )
   return Held(
     union=union,
-    pushed=encoding.sum_counts(remaining),
+    pushed=wire.sum_counts(remaining),
     fullest=jnp.max(remaining),
     probe=jnp.sum(probe, dtype=jnp.int32),
   )

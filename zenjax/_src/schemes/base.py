@@ -36,12 +36,24 @@ class Source(Protocol):
     ...
 
 
-class Outgoing(NamedTuple):
-  """One table as it enters a round."""
+class Room(NamedTuple):
+  """Room for rows of one table in the buffer of a push or a pull; static."""
 
+  plan: TablePlan
+  capacity: int
+
+
+class Outgoing(NamedTuple):
+  """One table as it enters a push."""
+
+  room: Room
   source: Source
   start: jax.Array  # [m] int32, slots below are done; equal on all devices
   probe: jax.Array  # [] int32, any local count whose sum is wanted
+
+  def rows(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the first rows from `start` on: see `Source.rows_from`."""
+    return self.source.rows_from(self.start, *self.room)
 
 
 class Held(NamedTuple):
@@ -51,6 +63,14 @@ class Held(NamedTuple):
   pushed: jax.Array  # [] int32, rows waiting at `start`, summed over devices
   fullest: jax.Array  # [] int32, the same of the device that had most
   probe: jax.Array  # [] int32, sum of `Outgoing.probe`
+
+
+class Asked(NamedTuple):
+  """One table as it enters a pull."""
+
+  room: Room
+  held: Held
+  offset: jax.Array | int  # [] int32, rows of the union that were sent
 
 
 class Tally(NamedTuple):
@@ -137,27 +157,15 @@ class Scheme(abc.ABC):
     """`(m, g)`: row and column groups over axes of `sizes`."""
 
   @abc.abstractmethod
-  def push(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Held]:
+  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     """Sends the first rows from `start` on, as many as fit, and sums them."""
 
-  def send(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> Any:
+  def send(self, outgoing: Sequence[Outgoing], context: Context) -> Any:
     """The collectives of a push; `merge` does the rest.
 
     By default the whole push: then nothing is left, and nothing can wait.
     """
-    return self.push(outgoing, plans, capacities, context)
+    return self.push(outgoing, context)
 
   def mark(self, received: Any) -> jax.Array | None:
     """Tells when `send` is over: see `_after`; None where nothing is left."""
@@ -166,8 +174,7 @@ class Scheme(abc.ABC):
   def merge(
     self,
     received: Any,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
+    rooms: Sequence[Room],
     context: Context,
     after: jax.Array | None = None,
   ) -> list[Held]:
@@ -178,35 +185,22 @@ class Scheme(abc.ABC):
     return received
 
   @abc.abstractmethod
-  def pull(
-    self,
-    held: Sequence[Held],
-    offset: Sequence[jax.Array] | Sequence[int],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Arrived]:
+  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     """Brings everyone each owner's rows from number `offset` on."""
 
   @abc.abstractmethod
-  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
-    """Rows that `Held.union` has room for after a push of `capacity`."""
+  def held_rows(self, room: Room, context: Context) -> int:
+    """Rows that `Held.union` can hold after a push of such buffers."""
 
   @abc.abstractmethod
   def push_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
     """The collectives of one push, in order."""
 
   @abc.abstractmethod
   def pull_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
     """The collectives of one pull, in order."""
 

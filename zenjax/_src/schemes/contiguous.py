@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import wire_format
+from zenjax._src.core import wire
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.schemes import all_gather
-from zenjax._src.schemes import encoding
 from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.zen import Zen
@@ -75,34 +75,21 @@ class SplitDenseGather(SplitAllGather):
     whole = Capacity(push, slots)
     return dataclasses.replace(plan, first=whole, chunks=(whole, whole))
 
-  def pull(
-    self,
-    held: Sequence[Held],
-    offset: Sequence[jax.Array] | Sequence[int],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Arrived]:
-    del offset, capacities
+  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     with jax.named_scope("split_dense_gather/pull"):
-      sections: list[jax.Array] = []
-      lengths: list[int] = []
-      for own, plan in zip(held, plans):
-        sections += _sections_of(own, plan, context)
-        lengths += _lengths(plan)
-      buffer = wire_format.join(sections)[0]
-      gathered = collectives.all_gather(buffer, context.axes[-1:])
-      parts = iter(wire_format.split(gathered, lengths))
-      return [_arrive(next(parts), next(parts), plan) for plan in plans]
+      sections = [_sections_of(table, context) for table in asked]
+      gathered = wire.exchange(
+        sections, collectives.gather_parts, context.axes[-1:]
+      )
+      return [
+        _arrive(*parts, table.room.plan)
+        for parts, table in zip(gathered, asked)
+      ]
 
   def pull_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    del capacities
-    words = sum(sum(_lengths(plan)) for plan in plans)
+    words = sum(sum(_lengths(room.plan)) for room in rooms)
     return [Message("all_gather", context.axes[-1:], words)]
 
   def expected_messages(
@@ -123,13 +110,12 @@ class SplitDenseGather(SplitAllGather):
 
 def _lengths(plan: TablePlan) -> list[int]:
   elements = plan.layout.slots * plan.table.width
-  return [_COUNTS, wire_format.words_for(elements, plan.table.wire_dtype)]
+  return [_COUNTS, wire.words_for(elements, plan.table.wire_dtype)]
 
 
-def _sections_of(
-  own: Held, plan: TablePlan, context: Context
-) -> list[jax.Array]:
+def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
   """`[1, words]` each: counts and the whole range."""
+  plan, own = asked.room.plan, asked.held
   union, slots = own.union, plan.layout.slots
   counts = (*all_gather.tally(own), union.slots[0])
   shape = (slots, plan.table.width)
@@ -137,17 +123,17 @@ def _sections_of(
   dense = jnp.zeros(shape, plan.table.dtype)
   dense = dense.at[union.slots].set(values, mode="drop")
   return [
-    encoding.encode_counts(*(count[None] for count in counts)),
-    encoding.encode_rows(dense[None], plan.table.wire_dtype),
+    wire.encode_counts(*(count[None] for count in counts)),
+    wire.encode_rows(dense[None], plan.table.wire_dtype),
   ]
 
 
 def _arrive(counts: jax.Array, words: jax.Array, plan: TablePlan) -> Arrived:
   table, layout = plan.table, plan.layout
-  *tally, lowest = encoding.decode_counts(counts)
+  *tally, lowest = wire.decode_counts(counts)
   tally = Tally(*tally)
   shape = (layout.slots, table.width)
-  values = wire_format.from_words(words, shape, table.wire_dtype)
+  values = wire.from_words(words, shape, table.wire_dtype)
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   # Between its first row and its limit an owner knows every row: those that

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import wire_format
-from zenjax._src.schemes import encoding
+from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.merge.reference import Union
 from zenjax.kernels.operations import merge
@@ -26,55 +26,47 @@ _COUNTS = 5
 
 
 def sum_over(
-  owned: Sequence[Held],
-  plans: Sequence[TablePlan],
-  capacities: Sequence[int],
-  context: Context,
+  owned: Sequence[Held], rooms: Sequence[Room], context: Context
 ) -> list[Held]:
-  """Sums each table's union over all axes but the fastest."""
+  """Sums each table's union over all axes but the fastest.
+
+  Args:
+    owned: Unions of this machine.
+    rooms: Rows that each has room for.
+    context: Axes and operation.
+  """
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  sections = [
-    part
-    for own, plan in zip(owned, plans)
-    for part in _index_sections(own, plan)
-  ]
-  indices = collectives.all_gather(wire_format.join(sections)[0], slow)
-  lengths = [
-    k for p, c in zip(plans, capacities) for k in (_COUNTS, _index_words(p, c))
-  ]
-  parts = iter(wire_format.split(indices, lengths))
-  headers = [(next(parts), next(parts)) for _ in plans]
-
-  rows = [_row_section(own, hosts) for own in owned]
-  received = collectives.all_to_all(wire_format.join(rows), slow)
-  lengths = [_row_words(p, c, hosts) for p, c in zip(plans, capacities)]
+  plans = [room.plan for room in rooms]
+  headers = wire.exchange(
+    [_index_sections(own, plan) for own, plan in zip(owned, plans)],
+    collectives.gather_parts,
+    slow,
+  )
+  blocks = wire.exchange(
+    [[_row_section(own, hosts)] for own in owned], collectives.all_to_all, slow
+  )
   merged = [
-    _merge_hosts(*header, part, plan, capacity, hosts)
-    for header, part, plan, capacity in zip(
-      headers, wire_format.split(received, lengths), plans, capacities
-    )
+    _merge_hosts(*header, *block, room, hosts)
+    for header, block, room in zip(headers, blocks, rooms)
   ]
-  sections = [wire_format.to_words(own.union.rows[None]) for own in merged]
-  gathered = collectives.all_gather(wire_format.join(sections)[0], slow)
+  gathered = wire.exchange(
+    [[wire.to_words(own.union.rows[None])] for own in merged],
+    collectives.gather_parts,
+    slow,
+  )
   return [
-    own._replace(union=_whole_rows(own.union, part, plan, hosts))
-    for own, part, plan in zip(
-      merged, wire_format.split(gathered, lengths), plans
-    )
+    own._replace(union=_whole_rows(own.union, *words, plan, hosts))
+    for own, words, plan in zip(merged, gathered, plans)
   ]
 
 
-def messages(
-  plans: Sequence[TablePlan],
-  capacities: Sequence[int],
-  context: Context,
-) -> list[Message]:
-  """The three collectives of `sum_over`."""
+def messages(rooms: Sequence[Room], context: Context) -> list[Message]:
+  """Returns the three collectives of `sum_over`."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  index = sum(_COUNTS + _index_words(p, c) for p, c in zip(plans, capacities))
-  rows = sum(_row_words(p, c, hosts) for p, c in zip(plans, capacities))
+  index = sum(_COUNTS + _index_words(room) for room in rooms)
+  rows = sum(_row_words(room, hosts) for room in rooms)
   return [
     Message("all_gather", slow, index),
     Message("all_to_all", slow, rows * hosts),
@@ -85,9 +77,7 @@ def messages(
 def expected_messages(
   plan: TablePlan, context: Context, rows: jax.Array | float
 ) -> list[Message]:
-  """The same where the union of a machine has `rows` rows."""
-  if len(context.axes) == 1:
-    return []
+  """Returns the same where the union of a machine has `rows` rows."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   wide = collectives.accumulator(plan.table.dtype).itemsize
@@ -99,19 +89,20 @@ def expected_messages(
   ]
 
 
-def _index_words(plan: TablePlan, capacity: int) -> int:
-  return encoding.index_words(capacity, plan.layout.slots)
+def _index_words(room: Room) -> int:
+  return wire.index_words(room.capacity, room.plan.layout.slots)
 
 
-def _row_words(plan: TablePlan, capacity: int, hosts: int) -> int:
+def _row_words(room: Room, hosts: int) -> int:
+  plan, capacity = room
   columns = -(-plan.block_width // hosts)
   dtype = collectives.accumulator(plan.table.dtype)
-  return wire_format.words_for(capacity * columns, dtype)
+  return wire.words_for(capacity * columns, dtype)
 
 
 def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
   union = own.union
-  counts = encoding.encode_counts(
+  counts = wire.encode_counts(
     *(
       count[None]
       for count in (
@@ -123,33 +114,31 @@ def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
       )
     )
   )
-  index = encoding.encode_index(union.slots[None], plan.layout.slots)
+  index = wire.encode_index(union.slots[None], plan.layout.slots)
   return [counts, index]
 
 
 def _row_section(own: Held, hosts: int) -> jax.Array:
   """`[hosts, words]`: a block of columns for each."""
-  return wire_format.to_words(
-    encoding.split_columns(own.union.rows[None], hosts)
-  )
+  return wire.to_words(wire.split_columns(own.union.rows[None], hosts))
 
 
 def _merge_hosts(
   counts: jax.Array,
   words: jax.Array,
   rows: jax.Array,
-  plan: TablePlan,
-  capacity: int,
+  room: Room,
   hosts: int,
 ) -> Held:
+  plan, capacity = room
   num_slots = plan.layout.slots
-  limit, merged, pushed, fullest, probe = encoding.decode_counts(counts)
+  limit, merged, pushed, fullest, probe = wire.decode_counts(counts)
   dtype = collectives.accumulator(plan.table.dtype)
-  slots = encoding.decode_index(words, capacity, num_slots)
+  slots = wire.decode_index(words, capacity, num_slots)
   shape = (capacity, -(-plan.block_width // hosts))
   union = merge(
     slots,
-    wire_format.from_words(rows, shape, dtype),
+    wire.from_words(rows, shape, dtype),
     jnp.min(limit),
     num_slots,
     capacity,
@@ -164,7 +153,7 @@ def _merge_hosts(
   merged = jnp.floor(merged.astype(jnp.float32) * share).astype(jnp.int32)
   return Held(
     union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
-    pushed=encoding.sum_counts(pushed),
+    pushed=wire.sum_counts(pushed),
     fullest=jnp.max(fullest),
     probe=jnp.sum(probe, dtype=jnp.int32),
   )
@@ -174,6 +163,6 @@ def _whole_rows(
   union: Union, words: jax.Array, plan: TablePlan, hosts: int
 ) -> Union:
   capacity, columns = union.rows.shape
-  blocks = wire_format.from_words(words, (capacity, columns), union.rows.dtype)
-  rows = encoding.join_columns(blocks, hosts, plan.block_width)
+  blocks = wire.from_words(words, (capacity, columns), union.rows.dtype)
+  rows = wire.join_columns(blocks, hosts, plan.block_width)
   return union._replace(rows=rows.reshape(capacity, plan.block_width))

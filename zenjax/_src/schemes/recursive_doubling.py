@@ -29,14 +29,15 @@ import jax.numpy as jnp
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.core import wire_format
+from zenjax._src.core import wire
 from zenjax._src.schemes import all_gather
-from zenjax._src.schemes import encoding
 from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.merge.reference import Union
@@ -88,10 +89,9 @@ def hops(context: Context) -> Iterator[Hop]:
       yield Hop("spread", axis, pairs, power, below, below)
 
 
-def rooms_of(
-  plan: TablePlan, capacity: int, context: Context
-) -> list[tuple[int, int]]:
-  """Rows sent and rows held after, for each hop."""
+def rows_of(room: Room, context: Context) -> list[tuple[int, int]]:
+  """Returns the rows sent and the rows held after, for each hop."""
+  plan, capacity = room
   growth = _GROWTH
   if plan.pinned:
     pinned = max(plan.first.pull / plan.first.push, 1.0)
@@ -100,13 +100,13 @@ def rooms_of(
   steps = list(hops(context))
   for i, hop in enumerate(steps):
     # What does not travel again costs memory only.
-    room = sent if hop.kind == "spread" else 2 * sent
+    held = sent if hop.kind == "spread" else 2 * sent
     if i + 1 < len(steps) and hop.kind != "spread":
       wanted = math.ceil(capacity * hop.after**growth * _MARGIN)
-      room = max(min(room, wanted), sent)
-    room = min(room, plan.most.pull)
-    found.append((sent, room))
-    sent = room
+      held = max(min(held, wanted), sent)
+    held = min(held, plan.most.pull)
+    found.append((sent, held))
+    sent = held
   return found
 
 
@@ -171,12 +171,12 @@ def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
   # were left out, then in proportion.
   kept = union.merged.astype(jnp.float32)
   came = jnp.maximum(x.total + y.total, 1).astype(jnp.float32)
-  both = encoding.sum_counts(jnp.stack([x.merged, y.merged]))
+  both = wire.sum_counts(jnp.stack([x.merged, y.merged]))
   part = (both.astype(jnp.float32) * (kept / came)).astype(jnp.int32)
   merged = jnp.where(union.merged == x.total + y.total, both, part)
   return Held(
     union=union._replace(merged=merged),
-    pushed=encoding.sum_counts(jnp.stack([a.pushed, b.pushed])),
+    pushed=wire.sum_counts(jnp.stack([a.pushed, b.pushed])),
     fullest=jnp.maximum(a.fullest, b.fullest),
     probe=a.probe + b.probe,
   )
@@ -195,90 +195,53 @@ class RecursiveDoubling(Scheme):
     del sizes, column_groups
     return 1, 1
 
-  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
-    rooms = [capacity, *(r for _, r in rooms_of(plan, capacity, context))]
-    return rooms[-1]
+  def held_rows(self, room: Room, context: Context) -> int:
+    return [room.capacity, *(held for _, held in rows_of(room, context))][-1]
 
-  def push(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Held]:
+  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     with jax.named_scope("recursive_doubling"):
-      held = [_own(*opc) for opc in zip(outgoing, plans, capacities)]
-      rooms = [rooms_of(p, c, context) for p, c in zip(plans, capacities)]
+      plans = [out.room.plan for out in outgoing]
+      rows = [rows_of(out.room, context) for out in outgoing]
+      held = [_own(out) for out in outgoing]
       for i, hop in enumerate(hops(context)):
         first = hop.merged == 1
-        sections = [
-          part
-          for own, plan in zip(held, plans)
-          for part in _encode(own, plan, first)
-        ]
-        buffer = collectives.permute(
-          wire_format.join(sections)[0], hop.axis, hop.pairs
+        sections = [_encode(own, plan, first) for own, plan in zip(held, plans)]
+        received = wire.exchange(
+          sections, collectives.permute, hop.axis, hop.pairs
         )
-        lengths = [
-          length
-          for plan, room in zip(plans, rooms)
-          for length in _lengths(plan, room[i][0], first)
-        ]
-        parts = iter(wire_format.split(buffer[None], lengths))
         rank = lax.axis_index(hop.axis)
         held = [
           take(
-            hop,
-            rank,
-            own,
-            _decode(next(parts), next(parts), next(parts), plan, own, first),
-            plan,
-            room[i][1],
+            hop, rank, own, _decode(came, plan, own, first), plan, most[i][1]
           )
-          for own, plan, room in zip(held, plans, rooms)
+          for own, came, plan, most in zip(held, received, plans, rows)
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), held)
 
-  def pull(
-    self,
-    held: Sequence[Held],
-    offset: Sequence[jax.Array] | Sequence[int],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Arrived]:
+  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     """Everyone holds the whole union already: nothing moves."""
-    del offset, capacities
-    return [
-      all_gather.arrive(own, plan, context) for own, plan in zip(held, plans)
-    ]
+    return [all_gather.arrive(table, context) for table in asked]
 
   def push_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    rooms = [rooms_of(p, c, context) for p, c in zip(plans, capacities)]
+    rows = [rows_of(room, context) for room in rooms]
     return [
       Message(
         "collective_permute",
         (hop.axis,),
         sum(
-          sum(_lengths(plan, room[i][0], hop.merged == 1))
-          for plan, room in zip(plans, rooms)
+          sum(_lengths(room.plan, sent[i][0], hop.merged == 1))
+          for room, sent in zip(rooms, rows)
         ),
       )
       for i, hop in enumerate(hops(context))
     ]
 
   def pull_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    del plans, capacities, context
+    del rooms, context
     return []
 
   def expected_messages(
@@ -308,14 +271,15 @@ def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
 def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
   return [
     _COUNTS,
-    encoding.index_words(capacity, plan.layout.slots),
-    wire_format.words_for(capacity * plan.table.width, _wide(plan, first)),
+    wire.index_words(capacity, plan.layout.slots),
+    wire.words_for(capacity * plan.table.width, _wide(plan, first)),
   ]
 
 
-def _own(out: Outgoing, plan: TablePlan, capacity: int) -> Held:
-  """The first local rows, as a union of one device."""
-  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
+def _own(out: Outgoing) -> Held:
+  """Returns the first local rows, as a union of one device."""
+  plan, capacity = out.room
+  slots, rows, remaining = out.rows()
   slots, remaining = slots[0], remaining[0]
   # As they travel, or the two ends of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)
@@ -343,26 +307,22 @@ def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
     own.probe,
   )
   return [
-    encoding.encode_counts(*(count[None] for count in counts)),
-    encoding.encode_index(union.slots[None], plan.layout.slots),
-    encoding.encode_rows(union.rows[None], _wide(plan, first)),
+    wire.encode_counts(*(count[None] for count in counts)),
+    wire.encode_index(union.slots[None], plan.layout.slots),
+    wire.encode_rows(union.rows[None], _wide(plan, first)),
   ]
 
 
 def _decode(
-  counts: jax.Array,
-  index: jax.Array,
-  rows: jax.Array,
-  plan: TablePlan,
-  own: Held,
-  first: bool,
+  came: Sequence[jax.Array], plan: TablePlan, own: Held, first: bool
 ) -> Held:
-  """What came, of the shape of what was sent."""
-  numbers = [count[0] for count in encoding.decode_counts(counts)]
+  """Returns what came, in the shape of what was sent."""
+  counts, index, rows = came
+  numbers = [count[0] for count in wire.decode_counts(counts)]
   total, limit, merged, pushed, fullest, probe = numbers
   shape = own.union.rows.shape
-  slots = encoding.decode_index(index, shape[0], plan.layout.slots)[0]
-  values = wire_format.from_words(rows, shape, _wide(plan, first))[0]
+  slots = wire.decode_index(index, shape[0], plan.layout.slots)[0]
+  values = wire.from_words(rows, shape, _wide(plan, first))[0]
   union = Union(
     slots=slots,
     rows=values.astype(own.union.rows.dtype),

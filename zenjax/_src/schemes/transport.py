@@ -14,13 +14,12 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import wire_format
+from zenjax._src.core import wire
 from zenjax._src.core.collectives import Axes
-from zenjax._src.schemes import encoding
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Operation
 
@@ -35,16 +34,16 @@ _ASKED = "exchange='remote_copies'", "exchange='collectives'"
 
 
 def copied_remotely(
-  header: Sequence[jax.Array],
+  header: Sequence[Sequence[jax.Array]],
   rows: Sequence[jax.Array],
   counts: jax.Array,
   operation: Operation,
   context: Context,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-  """What all devices send.
+) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+  """Brings what all devices send.
 
   Args:
-    header: Sections `[b, k] uint32`.
+    header: Sections `[b, k] uint32` of each table.
     rows: `[b, C, D]` of each table.
     counts: `[b, tables] int32`, how many of them there are.
     operation: Push, of parts for every rank (`b = n`), or pull, of one for all
@@ -58,16 +57,20 @@ def copied_remotely(
   Raises:
     NotImplementedError: The kernel cannot serve.
   """
-  joined = wire_format.join(header)
-  # Words in rows of one: they share lines.
-  arrays = [joined[:, :, None], *rows]
-  whole = jnp.full_like(counts[:, :1], joined.shape[1])
-  counts = jnp.concatenate([whole, counts], axis=1)
-  if operation.name == "pull":
-    arrays, counts = [x[0] for x in arrays], counts[0]
-  come, _ = operation.required(*_ASKED, arrays, counts, context.axes)
-  lengths = [section.shape[1] for section in header]
-  return wire_format.split(come[0][:, :, 0], lengths), list(come[1:])
+  come: list[jax.Array] = []
+
+  def copy(joined):
+    # Words in rows of one: they share lines.
+    arrays = [joined[:, :, None], *rows]
+    whole = jnp.full_like(counts[:, :1], joined.shape[1])
+    there = jnp.concatenate([whole, counts], axis=1)
+    if operation.name == "pull":
+      arrays, there = [x[0] for x in arrays], there[0]
+    found, _ = operation.required(*_ASKED, arrays, there, context.axes)
+    come.extend(found[1:])
+    return found[0][:, :, 0]
+
+  return wire.exchange(header, copy), come
 
 
 def message(
@@ -107,14 +110,14 @@ class Lengths(NamedTuple):
   @property
   def words(self) -> tuple[int, int, int]:
     size = math.prod(self.rows.shape)
-    return self.counts, self.ids, wire_format.words_for(size, self.rows.dtype)
+    return self.counts, self.ids, wire.words_for(size, self.rows.dtype)
 
 
 class Way(NamedTuple):
   """A push, or a pull."""
 
   op: str  # the collective
-  send: Callable[[jax.Array, Axes], jax.Array]
+  collective: Callable[[jax.Array, Axes], jax.Array]
   copies: Operation  # the same by remote copies
   to_all: bool  # one part
   there: int  # which of the counts is that of the rows; more than fit are C
@@ -122,14 +125,14 @@ class Way(NamedTuple):
 
 PUSH = Way(
   op="all_to_all",
-  send=collectives.all_to_all,
+  collective=collectives.all_to_all,
   copies=operations.push,
   to_all=False,
   there=0,
 )
 PULL = Way(
   op="all_gather",
-  send=lambda x, axes: collectives.all_gather(x[0], axes),
+  collective=collectives.gather_parts,
   copies=operations.pull,
   to_all=True,
   there=Tally._fields.index("union"),
@@ -139,101 +142,85 @@ PULL = Way(
 def exchange(
   way: Way,
   tables: Sequence[Sections],
-  plans: Sequence[TablePlan],
+  rooms: Sequence[Room],
   context: Context,
 ) -> list[Sections]:
-  """What comes of all tables, zero past the rows that there are.
+  """Sends the sections of all tables in one buffer.
 
-  In one buffer; with `context.ids_first` the counts and ids of SparseRows go in
-  one before it, which waits for no gradient.
+  With `context.ids_first` the counts and ids of SparseRows go in one before it,
+  which waits for no gradient.
+
+  Returns:
+    The sections that came, zero past the rows that there are. Rows that a
+    collective brought are words: see `with_rows`.
   """
-  rows = [jax.typeof(table.rows) for table in tables]
-  shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
-  return decoded(sent(way, tables, plans, context), shapes, context)
-
-
-def sent(
-  way: Way,
-  tables: Sequence[Sections],
-  plans: Sequence[TablePlan],
-  context: Context,
-) -> list[Sections]:
-  """As `exchange`, but what collectives brought of rows is still words."""
   if context.remote_copies:
     return _copied(way, tables, context)
-  sections = [
-    section
-    for counts, ids, rows in tables
-    for section in (counts, ids, wire_format.to_words(rows))
-  ]
   axes = context.axes[-1:]
-  come = iter(
-    wire_format.exchange(
-      sections, _ahead(plans, context), lambda x: way.send(x, axes)
-    )
-  )
-  return [Sections(next(come), next(come), next(come)) for _ in tables]
-
-
-def decoded(
-  come: Sequence[Sections],
-  rows: Sequence[jax.ShapeDtypeStruct],
-  context: Context,
-) -> list[Sections]:
-  """What `sent` returned, with rows of these shapes in each part."""
-  if context.remote_copies:
-    return list(come)
-  return [
-    table._replace(
-      rows=wire_format.from_words(table.rows, like.shape, like.dtype)
-    )
-    for table, like in zip(come, rows)
+  sections = [
+    [table.counts, table.ids, wire.to_words(table.rows)] for table in tables
   ]
+  early = [i for i, room in enumerate(rooms) if _goes_ahead(room, context)]
+  if not early:
+    return [Sections(*s) for s in wire.exchange(sections, way.collective, axes)]
+  ahead = wire.exchange([sections[i][:2] for i in early], way.collective, axes)
+  for i in early:
+    sections[i] = sections[i][2:]
+  came = wire.exchange(sections, way.collective, axes)
+  for i, headers in zip(early, ahead):
+    came[i] = headers + came[i]
+  return [Sections(*s) for s in came]
+
+
+def _goes_ahead(room: Room, context: Context) -> bool:
+  """Whether ids of a table go first: those of arrays lie in the gradient."""
+  return context.ids_first and room.plan.table.look_ups is not None
+
+
+def with_rows(
+  came: Sections, rows: jax.ShapeDtypeStruct, context: Context
+) -> Sections:
+  """Returns what came of a table with rows of this shape in each part."""
+  if context.remote_copies:
+    return came
+  return came._replace(rows=wire.from_words(came.rows, rows.shape, rows.dtype))
 
 
 def _copied(
   way: Way, tables: Sequence[Sections], context: Context
 ) -> list[Sections]:
-  there = [encoding.decode_counts(t.counts)[way.there] for t in tables]
+  there = [wire.decode_counts(t.counts)[way.there] for t in tables]
   header, rows = copied_remotely(
-    [section for counts, ids, _ in tables for section in (counts, ids)],
+    [table[:2] for table in tables],
     [table.rows for table in tables],
     jnp.stack(there, axis=1),
     way.copies,
     context,
   )
-  come = iter(header)
-  return [Sections(next(come), next(come), x) for x in rows]
+  return [Sections(*parts, x) for parts, x in zip(header, rows)]
 
 
 def messages(
   way: Way,
-  tables: Sequence[Lengths],
-  plans: Sequence[TablePlan],
+  lengths: Sequence[Lengths],
+  rooms: Sequence[Room],
   context: Context,
 ) -> list[Message]:
-  """Of each buffer that `exchange` sends, in order."""
+  """Returns each buffer that `exchange` sends, in order."""
   if context.remote_copies:
-    header = sum(table.counts + table.ids for table in tables)
-    return [message(header, [t.rows for t in tables], context)]
-  words = [n for table in tables for n in table.words]
-  ahead = _ahead(plans, context)
-  early = sum(n for n, first in zip(words, ahead) if first)
-  late = sum(words) - early
+    header = sum(table.counts + table.ids for table in lengths)
+    return [message(header, [t.rows for t in lengths], context)]
+  early = sum(
+    sum(length.words[:2])
+    for length, room in zip(lengths, rooms)
+    if _goes_ahead(room, context)
+  )
+  late = sum(sum(length.words) for length in lengths) - early
   parts = 1 if way.to_all else context.sizes[-1]
   return [
     Message(way.op, context.axes[-1:], n * parts)
-    for n in ([early, late] if any(ahead) else [late])
+    for n in ([early, late] if early else [late])
   ]
-
-
-def _ahead(plans: Sequence[TablePlan], context: Context) -> list[bool]:
-  """Which sections go first: ids of an array are found in its gradient."""
-  found = []
-  for plan in plans:
-    early = context.ids_first and plan.table.look_ups is not None
-    found += [early, early, False]
-  return found
 
 
 # Has local work wait for collectives whose results it does not need.

@@ -26,14 +26,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.schemes import encoding
+from zenjax._src.core import wire
 from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes import transport
 from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import section
 from zenjax._src.schemes.base import Tally
@@ -53,37 +55,38 @@ _PUSH_COUNTS = 2
 _PULL_COUNTS = len(Tally._fields)
 
 
-def push_lengths(plan: TablePlan, capacity: int) -> Lengths:
-  """For one owner."""
-  index = encoding.index_words(capacity, plan.layout.slots)
-  return Lengths(_PUSH_COUNTS, index, _rows(plan, capacity))
+def push_lengths(room: Room) -> Lengths:
+  """Returns how much goes to one owner."""
+  index = wire.index_words(room.capacity, room.plan.layout.slots)
+  return Lengths(_PUSH_COUNTS, index, _rows(room))
 
 
-def pull_lengths(plan: TablePlan, capacity: int) -> Lengths:
-  """From one owner; the owners of a row group share out its index."""
-  index = _pull_index_words(plan, capacity)
-  return Lengths(_PULL_COUNTS, index, _rows(plan, capacity))
+def pull_lengths(room: Room) -> Lengths:
+  """Returns how much one owner sends; a row group's share out its index."""
+  return Lengths(_PULL_COUNTS, _pull_index_words(room), _rows(room))
 
 
-def _pull_index_words(plan: TablePlan, capacity: int) -> int:
+def _pull_index_words(room: Room) -> int:
+  plan = room.plan
   if plan.layout.groups == 1:
     return 0
-  index = encoding.index_words(capacity, plan.layout.slots)
+  index = wire.index_words(room.capacity, plan.layout.slots)
   return -(-index // plan.column_groups)
 
 
-def _rows(plan: TablePlan, capacity: int) -> jax.ShapeDtypeStruct:
-  shape = capacity, plan.block_width
-  return jax.ShapeDtypeStruct(shape, plan.table.wire_dtype)
+def _rows(room: Room) -> jax.ShapeDtypeStruct:
+  shape = room.capacity, room.plan.block_width
+  return jax.ShapeDtypeStruct(shape, room.plan.table.wire_dtype)
 
 
-def push_sections(out: Outgoing, plan: TablePlan, capacity: int) -> Sections:
-  """What goes to every owner, `b = n`."""
-  slots, rows, remaining = out.source.rows_from(out.start, plan, capacity)
+def push_sections(out: Outgoing) -> Sections:
+  """Returns what goes to every owner, `b = n`."""
+  plan = out.room.plan
+  slots, rows, remaining = out.rows()
   probe = jnp.broadcast_to(out.probe, remaining.shape)
-  counts = encoding.encode_counts(remaining, probe)
-  index = encoding.encode_index(slots, plan.layout.slots)
-  rows = encoding.split_columns(rows, plan.column_groups)
+  counts = wire.encode_counts(remaining, probe)
+  index = wire.encode_index(slots, plan.layout.slots)
+  rows = wire.split_columns(rows, plan.column_groups)
   return Sections(
     jnp.repeat(counts, plan.column_groups, axis=0),
     jnp.repeat(index, plan.column_groups, axis=0),
@@ -91,14 +94,13 @@ def push_sections(out: Outgoing, plan: TablePlan, capacity: int) -> Sections:
   )
 
 
-def merged(
-  received: Sections, plan: TablePlan, capacity: int, room: int
-) -> Held:
-  """The sum of what all sources pushed."""
+def merged(received: Sections, room: Room, most: int) -> Held:
+  """Returns the sum of what all sources pushed, `most` rows at most."""
   counts, index, rows = received
+  plan, capacity = room
   table, num_slots = plan.table, plan.layout.slots
-  remaining, probe = encoding.decode_counts(counts)
-  slots = encoding.decode_index(index, capacity, num_slots)
+  remaining, probe = wire.decode_counts(counts)
+  slots = wire.decode_index(index, capacity, num_slots)
   # A source that did not fit is complete up to the last row that it sent.
   ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
   union = merge(
@@ -106,88 +108,74 @@ def merged(
     rows,
     jnp.min(ends),
     num_slots,
-    room,
+    most,
     collectives.accumulator(table.dtype),
   )
   return Held(
     union=union,
-    pushed=encoding.sum_counts(remaining),
+    pushed=wire.sum_counts(remaining),
     fullest=jnp.max(remaining),
     probe=jnp.sum(probe, dtype=jnp.int32),
   )
 
 
-def tally_of(own: Held, part: Union, pending: jax.Array) -> Tally:
-  """This owner's counts, `[1]` each."""
+def pull_sections(
+  asked: Asked, part: Union, context: Context, me: jax.Array
+) -> Sections:
+  """Returns what goes to everyone, `b = 1`: this part of an owner's union."""
+  own, plan = asked.held, asked.room.plan
+  pending = own.union.total - asked.offset - part.total
   tally = Tally(
     limit=part.limit,
     end=own.union.limit,
     union=part.total,
     total=own.union.total,
-    pending=pending,
+    pending=jnp.maximum(pending, 0),
     pushed=own.pushed,
     fullest=own.fullest,
     merged=own.union.merged,
     probe=own.probe,
   )
-  return Tally(*(count[None] for count in tally))
-
-
-def pull_sections(
-  tally: Tally,
-  part: Union,
-  plan: TablePlan,
-  capacity: int,
-  context: Context,
-  me: jax.Array,
-) -> Sections:
-  """What goes to everyone, `b = 1`."""
   values = context.scaled(part.rows).astype(plan.table.dtype)
   return Sections(
-    encoding.encode_counts(*tally),
-    _index_share(part, plan, capacity, me),
+    wire.encode_counts(*[count[None] for count in tally]),
+    _index_share(part, asked.room, me),
     values[None].astype(plan.table.wire_dtype),
   )
 
 
-def _index_share(
-  union: Union, plan: TablePlan, capacity: int, me: jax.Array
-) -> jax.Array:
+def _index_share(union: Union, room: Room, me: jax.Array) -> jax.Array:
   """This owner's part of its row group's index, `[1, words]`."""
-  length = _pull_index_words(plan, capacity)
+  length = _pull_index_words(room)
   if not length:
     return jnp.zeros((1, 0), jnp.uint32)
-  index = encoding.encode_index(union.slots[None], plan.layout.slots)
-  g = plan.column_groups
+  index = wire.encode_index(union.slots[None], room.plan.layout.slots)
+  g = room.plan.column_groups
   if g == 1:
     return index
   index = jnp.pad(index, ((0, 0), (0, length * g - index.shape[1])))
   return lax.dynamic_slice_in_dim(index, (me % g) * length, length, axis=1)
 
 
-def arrived(
-  gathered: Sections,
-  own_slots: jax.Array,
-  plan: TablePlan,
-  capacity: int,
-) -> Arrived:
-  """What all owners sent."""
+def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
+  """Returns what all owners sent."""
   counts, index, rows = gathered
+  plan, capacity = room
   table, layout, g = plan.table, plan.layout, plan.column_groups
   m, num_slots = layout.groups, layout.slots
   if m == 1:
     # Every owner was sent all ids and formed the same union.
     slots = own_slots[None]
   else:
-    index_size = encoding.index_words(capacity, num_slots)
+    index_size = wire.index_words(capacity, num_slots)
     index = index.reshape(m, -1)[:, :index_size]
-    slots = encoding.decode_index(index, capacity, num_slots)
-  values = encoding.join_columns(rows, g, table.width).astype(table.dtype)
+    slots = wire.decode_index(index, capacity, num_slots)
+  values = wire.join_columns(rows, g, table.width).astype(table.dtype)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
   return Arrived(
     row=layout.row(group, slots).reshape(-1),
     values=values.reshape(-1, table.width),
-    tally=Tally(*encoding.decode_counts(counts[::g])),
+    tally=Tally(*wire.decode_counts(counts[::g])),
   )
 
 
@@ -200,35 +188,25 @@ class Zen(Scheme):
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     return sizes[-1] // column_groups, column_groups
 
-  def held_rows(self, plan: TablePlan, capacity: int, context: Context) -> int:
+  def held_rows(self, room: Room, context: Context) -> int:
+    plan, capacity = room
     most = plan.most.pull
     if len(context.axes) > 1:
       # What is held crosses the slow links whole: no more than one pull.
       return min(most, max(plan.first.pull, capacity))
     return min(most, capacity * context.sizes[-1])
 
-  def push(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Held]:
-    received = self.send(outgoing, plans, capacities, context)
-    return self.merge(received, plans, capacities, context)
+  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
+    received = self.send(outgoing, context)
+    return self.merge(received, [out.room for out in outgoing], context)
 
   def send(
-    self,
-    outgoing: Sequence[Outgoing],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, outgoing: Sequence[Outgoing], context: Context
   ) -> list[Sections]:
     with jax.named_scope("zen/push"):
-      sections = [
-        push_sections(*opc) for opc in zip(outgoing, plans, capacities)
-      ]
-      return transport.sent(transport.PUSH, sections, plans, context)
+      sections = [push_sections(out) for out in outgoing]
+      rooms = [out.room for out in outgoing]
+      return transport.exchange(transport.PUSH, sections, rooms, context)
 
   def mark(self, received: list[Sections]) -> jax.Array:
     return transport.mark(received[-1].rows)  # Last, also where ids go first.
@@ -236,76 +214,64 @@ class Zen(Scheme):
   def merge(
     self,
     received: list[Sections],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
+    rooms: Sequence[Room],
     context: Context,
     after: jax.Array | None = None,
   ) -> list[Held]:
     with jax.named_scope("zen/merge"):
       if after is not None:
         received = [_waiting(table, after) for table in received]
-      sizes = [push_lengths(*pc) for pc in zip(plans, capacities)]
-      rows = [size.rows for size in sizes]
-      received = transport.decoded(received, rows, context)
-      room = [
-        self.held_rows(plan, capacity, context)
-        for plan, capacity in zip(plans, capacities)
+      received = [
+        transport.with_rows(table, _rows(room), context)
+        for table, room in zip(received, rooms)
       ]
-      held = [merged(*rpcr) for rpcr in zip(received, plans, capacities, room)]
+      most = [self.held_rows(room, context) for room in rooms]
+      held = [
+        merged(table, room, rows)
+        for table, room, rows in zip(received, rooms, most)
+      ]
       if len(context.axes) > 1:
-        held = hierarchy.sum_over(held, plans, room, context)
+        rooms = [Room(room.plan, rows) for room, rows in zip(rooms, most)]
+        held = hierarchy.sum_over(held, rooms, context)
     return held
 
-  def pull(
-    self,
-    held: Sequence[Held],
-    offset: Sequence[jax.Array] | Sequence[int],
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
-  ) -> list[Arrived]:
+  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     with jax.named_scope("zen/pull"):
       me = lax.axis_index(context.axes[-1])
       parts = [
-        section(own.union, at, capacity)
-        for own, at, capacity in zip(held, offset, capacities)
+        section(table.held.union, table.offset, table.room.capacity)
+        for table in asked
       ]
-      sections = []
-      for own, at, part, plan, capacity in zip(
-        held, offset, parts, plans, capacities
-      ):
-        pending = own.union.total - at - part.total
-        tally = tally_of(own, part, jnp.maximum(pending, 0))
-        sections.append(pull_sections(tally, part, plan, capacity, context, me))
-      gathered = transport.exchange(transport.PULL, sections, plans, context)
+      sections = [
+        pull_sections(table, part, context, me)
+        for table, part in zip(asked, parts)
+      ]
+      rooms = [table.room for table in asked]
+      gathered = transport.exchange(transport.PULL, sections, rooms, context)
+      gathered = [
+        transport.with_rows(table, _rows(room), context)
+        for table, room in zip(gathered, rooms)
+      ]
       return [
-        arrived(sections, part.slots, plan, capacity)
-        for sections, part, plan, capacity in zip(
-          gathered, parts, plans, capacities
-        )
+        arrived(table, part.slots, room)
+        for table, part, room in zip(gathered, parts, rooms)
       ]
 
   def push_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    lengths = [push_lengths(*pc) for pc in zip(plans, capacities)]
-    pushes = transport.messages(transport.PUSH, lengths, plans, context)
+    lengths = [push_lengths(room) for room in rooms]
+    pushes = transport.messages(transport.PUSH, lengths, rooms, context)
     if len(context.axes) == 1:
       return pushes
-    room = [self.held_rows(p, c, context) for p, c in zip(plans, capacities)]
-    return [*pushes, *hierarchy.messages(plans, room, context)]
+    held = [Room(r.plan, self.held_rows(r, context)) for r in rooms]
+    return [*pushes, *hierarchy.messages(held, context)]
 
   def pull_messages(
-    self,
-    plans: Sequence[TablePlan],
-    capacities: Sequence[int],
-    context: Context,
+    self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    lengths = [pull_lengths(*pc) for pc in zip(plans, capacities)]
-    return transport.messages(transport.PULL, lengths, plans, context)
+    lengths = [pull_lengths(room) for room in rooms]
+    return transport.messages(transport.PULL, lengths, rooms, context)
 
   def expected_messages(
     self,
@@ -317,14 +283,17 @@ class Zen(Scheme):
     axes, n = context.axes[-1:], context.sizes[-1]
     block = plan.block_width * plan.table.wire_dtype.itemsize
     pull_index = 0 if plan.layout.groups == 1 else 4 / plan.column_groups
+    slow = []
+    if len(context.axes) > 1:
+      slow = hierarchy.expected_messages(plan, context, pull)
     return [
       Message("all_to_all", axes, n * push * (block + 4.0) / 4),
-      *hierarchy.expected_messages(plan, context, pull),
+      *slow,
       Message("all_gather", axes, pull * (block + pull_index) / 4),
     ]
 
 
 def _waiting(sent: Sections, after: jax.Array) -> Sections:
   """What a push brought, not to be read before `after` is known."""
-  count = encoding.decode_counts(sent.counts)[transport.PUSH.there][0]
+  count = wire.decode_counts(sent.counts)[transport.PUSH.there][0]
   return Sections(*transport.wait(sent, count, after))

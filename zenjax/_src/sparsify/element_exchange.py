@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from zenjax._src.core import bitmaps
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.core import wire_format
+from zenjax._src.core.wire import from_words
+from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
 from zenjax._src.sparsify import flat_vector
 
@@ -395,12 +396,12 @@ def _sum_of(
     sent = flat_vector.saturated(values.astype(wide), wire, form.dtype)
     sent = sent.astype(wire)
     left = finite(values.astype(wide) - sent.astype(wide))
-    words = collectives.all_to_all(wire_format.to_words(sent), axes)
-    shares = wire_format.from_words(words, values.shape[1:], sent.dtype)
+    words = collectives.all_to_all(to_words(sent), axes)
+    shares = from_words(words, values.shape[1:], sent.dtype)
     total = jnp.sum(shares.astype(wide), axis=0)
     mean, lost = rounded_rest(total, sent.dtype, form.dtype, context)
-    words = collectives.all_gather(wire_format.to_words(mean[None])[0], axes)
-    came = wire_format.from_words(words, values.shape[1:], sent.dtype)
+    words = collectives.all_gather(to_words(mean[None])[0], axes)
+    came = from_words(words, values.shape[1:], sent.dtype)
     return came, left.at[lax.axis_index(axes)].add(lost)
 
   return rounded

@@ -1,6 +1,6 @@
 """A tree of gradients: which leaves share the sparse exchange, which psum."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from zenjax._src.core.sparse_rows import Facts
 from zenjax._src.core.sparse_rows import is_rows
 from zenjax._src.core.sparse_rows import require_one
 from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes import transport
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
@@ -30,12 +29,11 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import choose
+from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
-from zenjax._src.sync import outcome
 from zenjax._src.sync import sync_state
-from zenjax._src.sync import table_exchange
 from zenjax._src.sync import table_sources
-from zenjax._src.sync.further_rounds import Target
+from zenjax._src.sync.exchange import Target
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafState
@@ -49,30 +47,21 @@ from zenjax._src.sync.table_sources import Appended
 # arrays, by `lax.psum`, which JAX knows how to transpose.
 
 
-def as_of_psum(
-  exchange: Callable[[Any, Any], tuple[Any, Any]],
-  tree: Any,
-  state: Any,
+def linear_as_psum(
+  exchanged: Callable[[Any, Any], tuple[Any, Any]],
+  made: list[Facts],
   options: Options,
   context: Context,
-) -> tuple[Any, Any]:
-  """`exchange(tree, state)`, linear in the leaves of `tree`.
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+  """Returns `exchanged(tree, state)` with the derivatives of a sum.
 
   Args:
-    exchange: Returns the synced tree and a new state; closes over no arrays.
-    tree: Local gradients.
-    state: What is remembered, of which nothing is differentiated.
+    exchanged: Returns the synced tree and a new state; closes over no arrays.
+    made: Where it leaves what SparseRows that it returned know of themselves.
     options: Of the transformation.
     context: Axes and operation.
   """
-  known = _facts(tree)
-  made: list[Facts] = []
-
-  @jax.custom_jvp
-  def call(tree, state):
-    out, new = exchange(_with_facts(tree, known), state)
-    made[:] = _facts(out)
-    return out, new
+  call = jax.custom_jvp(exchanged)
 
   @call.defjvp
   def derivative(primals, tangents):
@@ -93,8 +82,7 @@ def as_of_psum(
     ]
     return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
 
-  out, new = call(tree, state)
-  return _with_facts(out, made), new
+  return call
 
 
 def _moved(
@@ -285,7 +273,7 @@ def keep(
     return jnp.zeros_like(flag), compat.cast_like(waits, late)
 
   residual = _residual_of(leaf)
-  waiting = outcome.unfinished(first.tally, plan)
+  waiting = exchange.unfinished(first.tally, plan)
   # Where nothing waits and nothing did, it is zero and stays so.
   late = leaf_util.as_table(residual[0], unit)
   carry = (waiting | leaf.waiting, late)
@@ -302,7 +290,7 @@ def withhold(table: jax.Array, first: Arrived, plan: TablePlan) -> jax.Array:
     zero = jnp.zeros((), table.dtype)
     return jnp.zeros_like(flag), jnp.where(_done(first, plan), table, zero)
 
-  carry = (outcome.unfinished(first.tally, plan), table)
+  carry = (exchange.unfinished(first.tally, plan), table)
   return lax.while_loop(lambda c: c[0], body, carry)[1]
 
 
@@ -349,82 +337,37 @@ def split(
   return parts
 
 
-class Begun(NamedTuple):
-  """Rows of a part on their way: the first push is sent."""
-
-  exchange: table_exchange.Exchange
-  tables: list[Any]  # arrays or SparseRows, as they were sent
-  sent: table_exchange.Begun
-
-  @property
-  def mark(self) -> jax.Array | None:
-    """Tells when that push has arrived, if anything of it is left to do."""
-    return self.exchange.scheme.mark(self.sent.received)
-
-
-def begin(
+def _locals(
   part: Part,
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
-) -> Begun | None:
-  """Sends the first push of a part; None where it travels dense.
-
-  Args:
-    part: The leaves, local.
-    state: Statistics before this step; None where there is no memory.
-    options: Of the transformation.
-    context: Axes and operation.
-  """
-  if part.scheme in DENSE:
-    return None
-  scheme, group = SPARSE[part.scheme], part.leaves
+) -> list[exchange.Local]:
+  """Returns the leaves of a part as tables, with what is remembered of each."""
   columns = [choice.column_groups for choice in part.choices]
-  plans = leaf_tables.plans(group, scheme, options, context, columns)
-  old = [state.leaves[name] for name, _ in group] if state else None
-  tables = [as_table(leaf, options.unit_of(name)) for name, leaf in group]
-  carried = None
-  if old and not options.exact:
-    carried = [
-      carried_rows(leaf, options.unit_of(name))
-      for leaf, (name, _) in zip(old, group)
-    ]
-  exchange = table_exchange.Exchange(
-    plans,
-    scheme,
-    context,
-    remembered=[leaf.dense for leaf in old] if old else None,
-    exact=options.exact,
+  plans = leaf_tables.plans(
+    part.leaves, SPARSE[part.scheme], options, context, columns
   )
-  rows_only = options.rows_out and not options.exact
-  sent = exchange.begin(tables, carried=carried, rows_only=rows_only)
-  return Begun(exchange, tables, sent)
+  found = []
+  for (name, leaf), plan in zip(part.leaves, plans):
+    unit, remembered, carried = options.unit_of(name), None, None
+    if state:
+      old = state.leaves[name]
+      remembered = old.dense
+      if not options.exact:
+        carried = carried_rows(old, unit)
+    table = as_table(leaf, unit)
+    found.append(exchange.Local(plan, table, remembered, carried))
+  return found
 
 
-def finish(
+def _summed_whole(
   part: Part,
-  begun: Begun | None,
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
-  after: jax.Array | None = None,
 ) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
-  """Synchronizes the leaves of a part.
-
-  Args:
-    part: The leaves, local.
-    begun: What `begin` returned for it.
-    state: Statistics before this step; None where there is no memory.
-    options: Of the transformation.
-    context: Axes and operation.
-    after: What is to arrive before any of it is summed.
-
-  Returns:
-    What comes out for each leaf, in order, and the new statistics of those
-    leaves that have any, by name.
-  """
-  if begun:
-    return _sync_rows(part, begun, state, options, after)
+  """Sums the leaves of a part that travels dense: see `_finished`."""
   reduce = DENSE[part.scheme]
   out = [total(leaf, reduce, options, context) for _, leaf in part.leaves]
   new = {}
@@ -437,39 +380,42 @@ def finish(
   return out, new
 
 
-def _sync_rows(
+def _finished(
   part: Part,
-  begun: Begun,
+  begun: exchange.Exchange,
   state: sync_state.ZenSyncState | None,
   options: Options,
   after: jax.Array | None,
 ) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
-  group, exchange = part.leaves, begun.exchange
-  old = [state.leaves[name] for name, _ in group] if state else None
-  result = exchange.finish(begun.sent, after=after)
-  if old and not options.exact:
-    # Rows to come out leave the table unwritten: what waits is in both.
-    written = [_table_of(target) for target in result.targets]
-    sources = begun.tables if options.rows_out else written
-    old = [
-      keep(*k, options.unit_of(k[-1].table.name))
-      for k in zip(sources, old, result.first, exchange.plans)
-    ]
-  out = [
-    leave(*r, options)
-    for r in zip(group, result.targets, result.first, exchange.plans)
-  ]
-  new = {}
-  if state and old:
-    for i, (name, _) in enumerate(group):
-      new[name] = sync_state.after_step(
-        old[i],
-        state.step,
-        result.outcomes[i],
-        exchange.plans[i],
-        exchange.context,
-        part.choices[i],
-      )
+  """Finishes the exchange of a part.
+
+  Args:
+    part: The leaves, local.
+    begun: Their exchange.
+    state: Statistics before this step; None where there is no memory.
+    options: Of the transformation.
+    after: Marks what is to arrive before any of it is summed.
+
+  Returns:
+    What comes out for each leaf, in order, and the new statistics of those
+    leaves that have any, by name.
+  """
+  result = exchange.finish(begun, after=after)
+  out, new = [], {}
+  for (name, leaf), choice, table, sent in zip(
+    part.leaves, part.choices, result.tables, begun.tables
+  ):
+    out.append(leave(leaf, table, options))
+    if not state:
+      continue
+    old = state.leaves[name]
+    if not options.exact:
+      # Rows to come out leave the table unwritten: what waits is in both.
+      rows = sent.source.table if options.rows_out else _table_of(table.target)
+      old = keep(rows, old, table.first, table.plan, options.unit_of(name))
+    new[name] = sync_state.after_step(
+      old, state.step, table.outcome, table.plan, begun.context, choice
+    )
   return out, new
 
 
@@ -479,22 +425,19 @@ def as_table(leaf: Any, unit: Unit) -> Any:
 
 
 def leave(
-  named: tuple[str, Any],
-  target: Target,
-  first: Arrived,
-  plan: buffer_sizes.TablePlan,
-  options: Options,
+  leaf: Any, table: exchange.Synced, options: Options
 ) -> jax.Array | SparseRows:
-  """What comes out for a leaf: as it came, unless `output` says otherwise."""
-  num_rows, leaf = plan.table.num_rows, named[1]
+  """Returns what comes out: as it came, unless `output` says otherwise."""
+  plan, target, _, first = table
+  num_rows = plan.table.num_rows
   if isinstance(target, Appended):
     rows = target.rows(num_rows)
     return rows.to_dense() if options.output == "dense" else rows
   if not options.rows_out:
-    table = target.table
+    synced = target.table
     if not options.exact:
-      table = withhold(table, first, plan)
-    return leaf_util.from_table(table, leaf)
+      synced = withhold(synced, first, plan)
+    return leaf_util.from_table(synced, leaf)
   if not options.exact:
     return SparseRows(first.row, first.values, num_rows)
   return SparseRows.in_place(target.table)
@@ -536,67 +479,74 @@ def sync_tree(
   if state:
     arrays = {name for name, leaf in leaves if not is_rows(leaf)}
     memory = sync_state.read_by_a_step(state, arrays, options.exact)
-  synced, new_leaves = as_of_psum(
-    lambda tree, state: _exchanged(tree, state, options, context),
-    tree,
-    memory,
-    options,
-    context,
-  )
+  known, made = _facts(tree), []
+
+  def exchanged(tree, memory):
+    tree = _with_facts(tree, known)
+    leaves = leaf_util.named_leaves(tree, is_rows)
+    chosen = _sparse_ones(tree, leaves, memory, options, context)
+    whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
+    summed = totals(whole, options, context)
+    out = [summed.get(i) for i in range(len(leaves))]
+    at = [i for i, sparse in enumerate(chosen) if sparse]
+    new = dict(memory.leaves) if memory else {}
+    parts = split([leaves[i] for i in at], options, context)
+    # Beside the backward pass all pushes leave before the first sum.
+    together, begun, after = options.overlaps and len(parts) > 1, {}, None
+    for k, part in enumerate(parts):
+      if together and part.scheme in SPARSE:
+        begun[k] = exchange.begin(
+          _locals(part, memory, options, context),
+          SPARSE[part.scheme],
+          context,
+          exact=options.exact,
+          rows_only=options.rows_out and not options.exact,
+        )
+    marks = [x.mark for x in begun.values() if x.mark is not None]
+    if len(marks) > 1:
+      after = transport.of_all(marks)
+    for k, part in enumerate(parts):
+      if part.scheme in DENSE:
+        synced, more = _summed_whole(part, memory, options, context)
+      else:
+        sent = begun.get(k) or exchange.begin(
+          _locals(part, memory, options, context),
+          SPARSE[part.scheme],
+          context,
+          exact=options.exact,
+          rows_only=options.rows_out and not options.exact,
+        )
+        synced, more = _finished(part, sent, memory, options, after)
+      new |= more
+      for i, value in zip(part.at, synced):
+        out[at[i]] = value
+    structure = jax.tree.structure(tree, is_leaf=is_rows)
+    out = jax.tree.unflatten(structure, out)
+    made[:] = _facts(out)
+    return out, new
+
+  call = linear_as_psum(exchanged, made, options, context)
+  synced, new_leaves = call(tree, memory)
+  synced = _with_facts(synced, made)
   return synced, sync_state.with_rest(new_leaves, state) if state else {}
 
 
-def _exchanged(
+def _sparse_ones(
   tree: Any,
+  leaves: Sequence[tuple[str, Any]],
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
-) -> tuple[Any, dict[str, sync_state.LeafState]]:
-  """As `sync_tree`, of leaves that were looked at."""
-  leaves = leaf_util.named_leaves(tree, is_rows)
-  chosen = chosen_leaves(tree, options)
+) -> list[bool]:
+  """For each leaf, in order, whether it is exchanged; checks the state."""
   _check_residuals(leaves, state, options, context)
   # One device has nothing to exchange, unless rows wait in a residual.
-  alone = context.devices == 1 and options.exact and not options.rows_out
-  if alone:
-    chosen = [False] * len(leaves)
-  elif options.scheme not in DENSE:
+  if context.devices == 1 and options.exact and not options.rows_out:
+    return [False] * len(leaves)
+  chosen = chosen_leaves(tree, options)
+  if options.scheme not in DENSE:
     check_state(leaves, chosen, state)
-  whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if not chosen[i]}
-  summed = totals(whole, options, context)
-  out = [summed.get(i) for i in range(len(leaves))]
-  at = [i for i, sparse in enumerate(chosen) if sparse]
-  new_leaves = dict(state.leaves) if state else {}
-  parts = split([leaves[i] for i in at], options, context)
-  for part, begun, after in _begun(parts, state, options, context):
-    synced, new = finish(part, begun, state, options, context, after)
-    new_leaves |= new
-    for i, value in zip(part.at, synced):
-      out[at[i]] = value
-  structure = jax.tree.structure(tree, is_leaf=is_rows)
-  return jax.tree.unflatten(structure, out), new_leaves
-
-
-def _begun(
-  parts: Sequence[Part],
-  state: sync_state.ZenSyncState | None,
-  options: Options,
-  context: Context,
-) -> Iterator[tuple[Part, Begun | None, jax.Array | None]]:
-  """Each part with what was sent of it, and what its sums wait for.
-
-  Where exchanges run beside the backward pass, all pushes of zen.
-  """
-  if len(parts) == 1 or not options.overlaps:
-    for part in parts:
-      yield part, begin(part, state, options, context), None
-    return
-  begun = [begin(part, state, options, context) for part in parts]
-  marks = [x.mark for x in begun if x]
-  known = [mark for mark in marks if mark is not None]
-  after = transport.of_all(known) if len(known) > 1 else None
-  for part, sent in zip(parts, begun):
-    yield part, sent, after
+  return chosen
 
 
 def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:

@@ -23,6 +23,7 @@ from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import choose
+from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import marking
@@ -30,7 +31,6 @@ from zenjax._src.sync import owner_rows
 from zenjax._src.sync import same_program
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
-from zenjax._src.sync import table_exchange
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_options import Tuning
 
@@ -181,28 +181,28 @@ class Owners:
   def _exchange(self, leaves, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
     plans = owner.plans
-    group = [leaves[i] for i in plans]
-    exchange = table_exchange.Exchange(
-      list(plans.values()),
+    begun = exchange.begin(
+      [
+        exchange.Local(
+          plan, gradient_tree.as_table(leaves[i][1], self.options.unit)
+        )
+        for i, plan in plans.items()
+      ],
       SPARSE["zen"],
       dataclasses.replace(context, mean=False),
     )
-    begun = exchange.begin(
-      [gradient_tree.as_table(leaf, self.options.unit) for _, leaf in group]
-    )
     result = exchange.finish(begun, owner=owner, owned=inner)
     tables, memory = {}, dict(sync.leaves)
-    for k, ((i, plan), named) in enumerate(zip(plans.items(), group)):
-      tables[i] = gradient_tree.leave(
-        named, result.targets[k], result.first[k], plan, self.options
-      )
-      memory[plan.table.name] = sync_state.after_step(
-        memory[plan.table.name],
+    for i, table in zip(plans, result.tables):
+      name = table.plan.table.name
+      tables[i] = gradient_tree.leave(leaves[i][1], table, self.options)
+      memory[name] = sync_state.after_step(
+        memory[name],
         sync.step,
-        result.outcomes[k],
-        plan,
+        table.outcome,
+        table.plan,
         context,
-        choose.Choice("zen", plan.column_groups),
+        choose.Choice("zen", table.plan.column_groups),
       )
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 

@@ -19,7 +19,7 @@ from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync.choose import Choice
-from zenjax._src.sync.outcome import Outcome
+from zenjax._src.sync.exchange import Outcome
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64

@@ -1,0 +1,927 @@
+"""One exchange of a group of tables, in the order in which it runs.
+
+    enter   find the rows of each table that are not zero
+    push    send each owner the first of them that fit its buffer
+    merge   sum at the owner what all devices sent
+    pull    send everyone the first sums of each owner
+    write   put these into the table
+    rounds  push, merge, pull and write in loops until nothing is left
+    dense   or sum the whole table instead, above break-even density
+
+The first push and pull have static sizes and stand outside any branch, so
+that they may overlap with the backward pass. Loops come in two sizes: large
+chunks while much is left, small ones for what remains. What is less than a
+large pull waits for the next push and joins what that brings. Conditions of
+loops derive from counts that every pull brings back, equal on all devices, so
+no collective is spent on agreeing.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import fractions
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.schemes import dense_path
+from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.base import Asked
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import expected_bytes
+from zenjax._src.schemes.base import Held
+from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import received_bytes
+from zenjax._src.schemes.base import Room
+from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.base import section
+from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.buffer_sizes import LARGE
+from zenjax._src.schemes.buffer_sizes import SMALL
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.sync import table_sources
+from zenjax._src.sync.table_sources import Appended
+from zenjax._src.sync.table_sources import Carried
+from zenjax._src.sync.table_sources import Listed
+from zenjax._src.sync.table_sources import Masked
+from zenjax._src.sync.table_sources import Whole
+
+# Where the sums of one table go.
+Target = Whole | Appended
+
+
+class Local(NamedTuple):
+  """One table before an exchange."""
+
+  plan: TablePlan
+  rows: jax.Array | SparseRows  # `[R, D]`, whose rows of zeros stay, or rows
+  # Whether it travels dense from the start: `[] bool`, equal on all devices.
+  remembered: jax.Array | None = None  # None where there is no memory
+  carried: Carried | None = None  # rows that waited until now, if they may
+
+
+class Transfer(NamedTuple):
+  """One table on its way."""
+
+  plan: TablePlan
+  source: Masked | Listed
+  progress: "Progress"
+  remembered: jax.Array | None
+  probe: jax.Array  # [] int32, see `Outgoing`
+
+
+class Synced(NamedTuple):
+  """One table after an exchange."""
+
+  plan: TablePlan
+  target: Target
+  outcome: "Outcome"
+  first: Arrived  # by the first pull
+
+
+class Result(NamedTuple):
+  """All tables after an exchange."""
+
+  tables: list[Synced]
+  owned: Any = ()  # what owners keep
+  owner: Any = None  # as it knows values of all rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+  """An exchange of which the first push is on its way.
+
+  Attributes:
+    tables: What is exchanged.
+    scheme: How rows travel.
+    context: Axes and operation.
+    exact: Whether rows that do not fit the first round follow in loops. If
+      False they keep their local values in the tables that come back.
+    received: What `Scheme.send` returned.
+  """
+
+  tables: Sequence[Transfer]
+  scheme: Scheme
+  context: Context
+  exact: bool
+  received: Any
+
+  @property
+  def mark(self) -> jax.Array | None:
+    """Tells when the push has arrived, if anything of it is left to do."""
+    return self.scheme.mark(self.received)
+
+
+def begin(
+  tables: Sequence[Local],
+  scheme: Scheme,
+  context: Context,
+  *,
+  exact: bool = True,
+  rows_only: bool = False,
+) -> Exchange:
+  """Enters tables into an exchange and sends the first push.
+
+  Args:
+    tables: Local gradients.
+    scheme: How rows travel.
+    context: Axes and operation.
+    exact: See `Exchange`.
+    rows_only: Whether only what arrives is used, and not the tables: these
+      are then read and never written.
+  """
+  with jax.named_scope("zenjax/mask"):
+    entered = [_enter(table, context, exact, rows_only) for table in tables]
+  outgoing = [
+    Outgoing(
+      Room(t.plan, t.plan.first.push), t.source, t.progress.start, t.probe
+    )
+    for t in entered
+  ]
+  received = scheme.send(outgoing, context)
+  return Exchange(entered, scheme, context, exact, received)
+
+
+def _enter(
+  table: Local, context: Context, exact: bool, rows_only: bool
+) -> Transfer:
+  """Finds the rows to send, and where sums are to be written."""
+  plan, leaf = table.plan, table.rows
+  remembered = table.remembered if exact else None
+  if isinstance(leaf, SparseRows):
+    source, probe = table_sources.enter_rows(leaf, plan)
+    target = table_sources.room(plan, context.devices)
+  else:
+    source, probe = table_sources.enter_array(
+      leaf, plan, remembered, table.carried
+    )
+    if rows_only:  # Nothing is written over the leaf.
+      source = source._replace(table=leaf)
+    target = Whole(source.table)
+  return Transfer(plan, source, _nothing_yet(target, plan), remembered, probe)
+
+
+def finish(
+  exchange: Exchange,
+  *,
+  after: jax.Array | None = None,
+  owner: "Owner | None" = None,
+  owned: Any = (),
+) -> Result:
+  """Sums what the first push brought, and does all the rest.
+
+  Args:
+    exchange: As `begin` returned it.
+    after: Marks what that sum should wait for, see `schemes/transport.py`.
+    owner: What owners make of the sums of each push before they are pulled.
+      Tables then never take the dense path, where nobody owns anything.
+    owned: What it keeps on a device from push to push.
+  """
+  tables, scheme, context = exchange.tables, exchange.scheme, exchange.context
+  rooms = [Room(t.plan, t.plan.first.push) for t in tables]
+  held = scheme.merge(exchange.received, rooms, context, after)
+  loops = Rounds(tables, scheme, context.in_loops(), owner)
+  surveys = jnp.zeros((), jnp.int32)
+  if owner:
+    with jax.named_scope("zenjax/survey"):
+      owner, surveys = loops.survey(held, owned)
+    loops = dataclasses.replace(loops, owner=owner)
+    held, owned = owner(held, owned)
+  asked = [
+    Asked(Room(t.plan, t.plan.first.pull), own, 0)
+    for t, own in zip(tables, held)
+  ]
+  first = scheme.pull(asked, context)
+  may_sum = exchange.exact and owner is None
+  dense = [
+    _takes_dense_path(t, arrived, scheme, context) if may_sum else None
+    for t, arrived in zip(tables, first)
+  ]
+  progress = [
+    advance(
+      t.progress, _unless(skip, arrived, t.plan), t.plan.first.pull, t.plan
+    )
+    for t, arrived, skip in zip(tables, first, dense)
+  ]
+  turns = Turns(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
+  if exchange.exact:
+    with jax.named_scope("zenjax/rounds"):
+      progress, turns, owned = loops.run(progress, held, dense, owned)
+    with jax.named_scope("zenjax/dense"):
+      progress = [_sum_where(d, p, context) for d, p in zip(dense, progress)]
+  turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
+  as_equal = lambda x: compat.as_invariant(x, context.axes)
+  targets = [jax.tree.map(as_equal, p.target) for p in progress]
+  shown = Shown(turns, scheme, context, exchange.exact)
+  synced = [
+    Synced(
+      t.plan, target, outcome_of(t.plan, target, p, arrived, d, shown), arrived
+    )
+    for t, target, p, arrived, d in zip(tables, targets, progress, first, dense)
+  ]
+  return Result(synced, owned, owner)
+
+
+def _takes_dense_path(
+  table: Transfer, first: Arrived, scheme: Scheme, context: Context
+) -> jax.Array | None:
+  """Whether a table is summed whole this time; None where it cannot be."""
+  if table.plan.table.look_ups is not None:
+    return None  # There is no array to sum.
+  dense = above_break_even(first.tally, table.plan, scheme, context)
+  if table.remembered is None:
+    return dense
+  return dense | compat.as_invariant(table.remembered, context.axes)
+
+
+def _unless(
+  skip: jax.Array | None, arrived: Arrived, plan: TablePlan
+) -> Arrived:
+  """No rows to write where the local ones are still to be summed."""
+  if skip is None:
+    return arrived
+  row = jnp.where(skip, plan.table.num_rows, arrived.row)
+  return arrived._replace(row=row)
+
+
+def _sum_where(
+  wanted: jax.Array | None, progress: "Progress", context: Context
+) -> "Progress":
+  """Sums the whole table where `wanted`."""
+  if wanted is None or not isinstance(progress.target, Whole):
+    return progress
+  table = dense_path.reduce_where(progress.target.table, wanted, context)
+  return progress._replace(target=Whole(table))
+
+
+# Where a table stands between pushes and pulls.
+
+
+class Progress(NamedTuple):
+  """Where one table stands; every count is equal on all devices."""
+
+  target: Target  # synced below `start` but for what is pending
+  start: jax.Array  # [m] int32, where the next push begins
+  union: jax.Array  # [m] int32, rows that came back so far
+  sent: jax.Array  # [] int32, capacity of the last push
+  left: jax.Array  # [] int32, rows that did not fit it in the fullest pair
+  to_come: jax.Array  # [] int32, rows that these will add to a union, a guess
+  pulled: jax.Array  # [] int32, rows that were asked for of what is held
+  pending: jax.Array  # [] int32, rows that the fullest owner has still to send
+  rounds: jax.Array  # [] int32, pulls that carried rows
+
+
+def _nothing_yet(target: Target, plan: TablePlan) -> Progress:
+  """Returns where a table stands before the first push."""
+  zero = jnp.zeros((), jnp.int32)
+  none = jnp.zeros(plan.layout.groups, jnp.int32)
+  return Progress(
+    target=target,
+    start=none,
+    union=none,
+    sent=jnp.full_like(zero, plan.first.push),
+    left=zero,
+    to_come=zero,
+    pulled=zero,
+    pending=zero,
+    rounds=zero,
+  )
+
+
+def advance(
+  progress: Progress, arrived: Arrived, capacity: int, plan: TablePlan
+) -> Progress:
+  """Writes what a pull of `capacity` rows brought."""
+  tally = arrived.tally
+  with jax.named_scope("zenjax/expand"):
+    target = progress.target.written(arrived, plan)
+  carried = (jnp.sum(tally.union) > 0).astype(jnp.int32)
+  return progress._replace(
+    target=target,
+    # A table that took the dense path, or had no more rows, stays done.
+    start=jnp.maximum(tally.end, progress.start),
+    union=progress.union + tally.union,
+    left=jnp.maximum(jnp.max(tally.fullest) - progress.sent, 0),
+    to_come=rows_to_come(tally).astype(jnp.int32),
+    pulled=progress.pulled + capacity,
+    pending=jnp.max(tally.pending),
+    rounds=progress.rounds + carried,
+  )
+
+
+def rows_to_come(tally: Tally) -> jax.Array:
+  """Rows that what was not merged yet will add to the fullest union, `[] f32`.
+
+  It is expected to overlap as much as what was merged.
+  """
+  pushed, merged, total = (
+    x.astype(jnp.float32) for x in (tally.pushed, tally.merged, tally.total)
+  )
+  return jnp.max(total * (pushed - merged) / jnp.maximum(merged, 1))
+
+
+def finish_where(
+  skip: jax.Array | None, progress: Progress, held: Held, plan: TablePlan
+) -> tuple[Progress, Held]:
+  """Nothing left to push or pull where the table takes the dense path."""
+  if skip is None:
+    return progress, held
+  past = jnp.iinfo(jnp.int32).max
+  progress = progress._replace(
+    start=jnp.where(skip, past, progress.start),
+    left=jnp.where(skip, 0, progress.left),
+    to_come=jnp.where(skip, 0, progress.to_come),
+    pending=jnp.where(skip, 0, progress.pending),
+  )
+  union = held.union
+  union = union._replace(
+    slots=jnp.where(skip, plan.layout.slots, union.slots),
+    total=jnp.where(skip, 0, union.total),
+  )
+  fullest = jnp.where(skip, 0, held.fullest)
+  return progress, held._replace(union=union, fullest=fullest)
+
+
+# Unions that wait at their owners: given room, joined with what comes next.
+
+
+def resized(held: Held, room: int, plan: TablePlan) -> Held:
+  """With space for `room` rows, no less than there was."""
+  union = held.union
+  more = room - union.slots.shape[0]
+  slots = jnp.pad(union.slots, (0, more), constant_values=plan.layout.slots)
+  rows = jnp.pad(union.rows, ((0, more), (0, 0)))
+  return held._replace(union=union._replace(slots=slots, rows=rows))
+
+
+def joined(
+  old: Held, pulled: jax.Array, new: Held, kept: int, room: int, plan: TablePlan
+) -> Held:
+  """What `old` has still to send, then `new`, whose slots are all higher.
+
+  Args:
+    old: Held before the push.
+    pulled: `[] int32`, rows of it that were asked for.
+    new: What the push brought.
+    kept: The most rows that may wait.
+    room: Rows that there is space for; `kept` and those of `new` at least.
+    plan: Of the table.
+  """
+  if not kept:
+    return resized(new, room, plan)
+  waits = section(old.union, pulled, kept)
+  slots = jnp.minimum(waits.slots, plan.layout.slots)
+  waits = waits._replace(slots=slots)
+  both = resized(new._replace(union=waits), room, plan).union
+  union = new.union._replace(
+    slots=_insert(both.slots, new.union.slots, waits.total),
+    rows=_insert(both.rows, new.union.rows, waits.total),
+    total=waits.total + new.union.total,
+  )
+  return new._replace(union=union)
+
+
+def _insert(x: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
+  return lax.dynamic_update_slice_in_dim(x, part, at, axis=0)
+
+
+# What must be left for a large chunk, as a part of its capacity. What a large
+# pull wastes, small ones would not; a push is a small part of all bytes, and
+# small ones cost a turn each and another for the pull that follows.
+_LARGE_PUSH_FROM = fractions.Fraction(1, 2)
+_LARGE_PULL_FROM = fractions.Fraction(7, 8)
+
+
+class Owner(Protocol):
+  """What owners do with the rows of a push before these are pulled."""
+
+  def __call__(
+    self, held: Sequence[Held], state: Any
+  ) -> tuple[list[Held], Any]:
+    """Changes them, and what is kept from push to push."""
+    ...
+
+  @property
+  def depth(self) -> int:
+    """How often owners must first agree on a value of all rows."""
+    ...
+
+  def nothing(self, level: int) -> Any:
+    """Returns what is found before any push."""
+    ...
+
+  def reduced(
+    self, level: int, parts: Any, held: Sequence[Held], state: Any
+  ) -> Any:
+    """Joins what was found with what a push brought."""
+    ...
+
+  def agreed(self, parts: Any) -> "Owner":
+    """Returns the owner that knows what all have found."""
+    ...
+
+
+class Turns(NamedTuple):
+  """How often each loop turned, by size of chunk."""
+
+  pushes: jax.Array  # [2] int32
+  pulls: jax.Array  # [2] int32
+
+
+class _Flow(NamedTuple):
+  """What all loops carry."""
+
+  turns: Turns
+  pushed: jax.Array  # [] bool, since the last pull: `pending` is a guess
+  progress: list[Progress]
+  held: list[Held]
+  owned: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rounds:
+  """The loops of one group of tables.
+
+  Attributes:
+    tables: As they were entered.
+    scheme: How rows travel.
+    context: Axes and operation.
+    owner: What owners do after each push, if anything.
+  """
+
+  tables: Sequence[Transfer]
+  scheme: Scheme
+  context: Context
+  owner: Owner | None = None
+
+  @property
+  def plans(self) -> list[TablePlan]:
+    return [table.plan for table in self.tables]
+
+  def run(
+    self,
+    progress: Sequence[Progress],
+    held: Sequence[Held],
+    dense: Sequence[jax.Array | None],
+    owned: Any,
+  ) -> tuple[list[Progress], Turns, Any]:
+    """Pulls and pushes until nothing is left.
+
+    Args:
+      progress: After the first pull.
+      held: By the first push.
+      dense: Which tables take the dense path and are done here.
+      owned: What `owner` keeps.
+    """
+    none = jnp.zeros(2, jnp.int32)
+    pushes, pulls = _levels(self.plans, self.scheme, self.context)
+    if not pulls:
+      return list(progress), Turns(none, none), owned
+    kept = _kept(self.plans, pulls)
+    rooms = [
+      _room(plan, self.scheme, self.context) + more
+      for plan, more in zip(self.plans, kept)
+    ]
+    rest = [
+      finish_where(skip, p, own, plan)
+      for skip, p, own, plan in zip(dense, progress, held, self.plans)
+    ]
+    progress = [p for p, _ in rest]
+    # Unions of one size, whatever the push that they come from.
+    held = [
+      resized(own, room, plan)
+      for (_, own), room, plan in zip(rest, rooms, self.plans)
+    ]
+    # A loop turns where its condition calls for it; the others wait.
+    loops = [
+      *(
+        (self._may_push(level, pulls), self._push(level, kept, rooms))
+        for level in pushes
+      ),
+      *((self._may_pull(level, pulls), self._pull(level)) for level in pulls),
+    ]
+
+    def body(flow):
+      for condition, turn in loops:
+        flow = lax.while_loop(condition, turn, flow)
+      return flow
+
+    pushed = jnp.zeros((), bool)
+    flow = _Flow(Turns(none, none), pushed, progress, held, owned)
+    if len(loops) == 1:
+      # libtpu 0.0.50 dies of a kernel in a loop that is all of another loop.
+      flow = body(flow)
+    else:
+      flow = lax.while_loop(self._unfinished, body, flow)
+    return flow.progress, flow.turns, flow.owned
+
+  def survey(self, held: Sequence[Held], owned: Any) -> tuple[Owner, jax.Array]:
+    """Lets owners agree on values of all rows before any sum is pulled.
+
+    Args:
+      held: By the first push.
+      owned: What the owner keeps.
+
+    Returns:
+      The owner that knows them, and how many pushes that took, `[] int32`.
+    """
+    owner, pushes = self.owner, jnp.zeros((), jnp.int32)
+    if owner is None:
+      raise AssertionError("there is nobody to agree")
+    for level in range(owner.depth):
+      add = functools.partial(owner.reduced, level, state=owned)
+      parts = add(owner.nothing(level), held)
+      parts, more = self._visit(held, add, parts)
+      owner, pushes = owner.agreed(parts), pushes + more
+    return owner, pushes
+
+  def _visit(
+    self,
+    held: Sequence[Held],
+    joined: Callable[[Any, list[Held]], Any],
+    found: Any,
+  ) -> tuple[Any, jax.Array]:
+    """Shows what did not fit the first push to its owners; nothing is pulled.
+
+    Args:
+      held: By the first push.
+      joined: What owners make of a push and of `found`.
+      found: Made of the first push.
+
+    Returns:
+      What was found in all pushes, and how many these were, `[] int32`.
+    """
+    number = jnp.zeros((), jnp.int32)
+    if not _levels(self.plans, self.scheme, self.context)[0]:
+      return found, number
+
+    def unsent(flow):
+      starts, _, _ = flow
+      return _any(
+        [jnp.any(s < p.layout.slots) for s, p in zip(starts, self.plans)]
+      )
+
+    def turn(flow):
+      starts, number, found = flow
+      # As in `_push`: without this a turn that never comes would be run.
+      starts, number = lax.optimization_barrier((starts, number))
+      targets = [table.progress.target for table in self.tables]
+      outgoing = self._outgoing(targets, starts, LARGE, number * 0)
+      held = self.scheme.push(outgoing, self.context)
+      return self._limits(held), number + 1, joined(found, held)
+
+    flow = self._limits(held), number, found
+    _, number, found = lax.while_loop(unsent, turn, flow)
+    return found, number
+
+  def _outgoing(self, targets, starts, level, probe):
+    """Rows of each table from `starts` on, for a push of this size."""
+    return [
+      Outgoing(
+        Room(table.plan, table.plan.chunks[level].push),
+        table.source.after(target),
+        jnp.minimum(start, table.plan.layout.slots),
+        probe,
+      )
+      for table, target, start in zip(self.tables, targets, starts)
+    ]
+
+  def _limits(self, held: Sequence[Held]) -> list[jax.Array]:
+    """Up to which slot rows of each table have reached their owners, `[m]`."""
+    own = jnp.stack([h.union.limit for h in held])
+    limits = collectives.all_gather(own, self.context.axes)
+    return [
+      limits[:: plan.column_groups, i] for i, plan in enumerate(self.plans)
+    ]
+
+  def _unfinished(self, flow: _Flow) -> jax.Array:
+    return self._unsent(flow) | _any([p.pending > 0 for p in flow.progress])
+
+  def _unsent(self, flow: _Flow) -> jax.Array:
+    return _any(
+      [
+        jnp.any(p.start < plan.layout.slots)
+        for p, plan in zip(flow.progress, self.plans)
+      ]
+    )
+
+  def _much(self, flow: _Flow) -> jax.Array:
+    """Whether a large pull would be well filled."""
+    sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
+    return _any([p.pending > s for p, s in zip(flow.progress, sizes)])
+
+  def _may_push(
+    self, level: int, pulls: Sequence[int]
+  ) -> Callable[[_Flow], jax.Array]:
+    sizes = [int(p.chunks[LARGE].push * _LARGE_PUSH_FROM) for p in self.plans]
+
+    def condition(flow):
+      waits = (
+        self._much(flow)
+        if LARGE in pulls
+        else _any([p.pending > 0 for p in flow.progress])
+      )
+      may = self._unsent(flow) & ~flow.pushed & ~waits
+      if level == SMALL:
+        return may
+      return may & _any([p.left > s for p, s in zip(flow.progress, sizes)])
+
+    return condition
+
+  def _may_pull(
+    self, level: int, pulls: Sequence[int]
+  ) -> Callable[[_Flow], jax.Array]:
+    def condition(flow):
+      some = _any([p.pending > 0 for p in flow.progress])
+      if LARGE not in pulls:
+        return some
+      much = self._much(flow)
+      last = flow.pushed | ~self._unsent(flow)
+      return much if level == LARGE else some & ~much & last
+
+    return condition
+
+  def _push(
+    self, level: int, kept: Sequence[int], rooms: Sequence[int]
+  ) -> Callable[[_Flow], _Flow]:
+    """A turn: owners hold what waited, then what a push of this size brings."""
+
+    def turn(flow):
+      # A push changes nothing that it reads. Without this XLA would see code
+      # that is the same in every turn and run it before the first, always.
+      starts, _ = lax.optimization_barrier(
+        ([p.start for p in flow.progress], flow.turns.pushes)
+      )
+      targets = [p.target for p in flow.progress]
+      outgoing = self._outgoing(targets, starts, level, zero)
+      held = self.scheme.push(outgoing, self.context)
+      owned = flow.owned
+      if self.owner:
+        held, owned = self.owner(held, owned)
+      held = [
+        joined(old, p.pulled, new, more, room, out.room.plan)
+        for old, new, p, out, more, room in zip(
+          flow.held, held, flow.progress, outgoing, kept, rooms
+        )
+      ]
+      progress = [
+        p._replace(
+          sent=jnp.full_like(p.sent, out.room.capacity),
+          pulled=zero,
+          pending=jnp.maximum(p.pending + p.to_come, 1),
+        )
+        for p, out in zip(flow.progress, outgoing)
+      ]
+      pushes = flow.turns.pushes.at[level].add(1)
+      turns = flow.turns._replace(pushes=pushes)
+      return _Flow(turns, jnp.ones_like(flow.pushed), progress, held, owned)
+
+    zero = jnp.zeros((), jnp.int32)
+    return turn
+
+  def _pull(self, level: int) -> Callable[[_Flow], _Flow]:
+    """A turn: everyone writes what a pull of this size brings."""
+
+    def turn(flow):
+      asked = [
+        Asked(Room(plan, plan.chunks[level].pull), own, p.pulled)
+        for plan, own, p in zip(self.plans, flow.held, flow.progress)
+      ]
+      arrived = self.scheme.pull(asked, self.context)
+      progress = [
+        advance(p, came, table.room.capacity, table.room.plan)
+        for p, came, table in zip(flow.progress, arrived, asked)
+      ]
+      pulls = flow.turns.pulls.at[level].add(1)
+      turns = flow.turns._replace(pulls=pulls)
+      pushed = jnp.zeros_like(flow.pushed)
+      return _Flow(turns, pushed, progress, flow.held, flow.owned)
+
+    return turn
+
+
+def _kept(plans: Sequence[TablePlan], pulls: Sequence[int]) -> list[int]:
+  """Rows of each table that may wait for the next push."""
+  return [p.chunks[LARGE].pull if LARGE in pulls else 0 for p in plans]
+
+
+def _room(plan: TablePlan, scheme: Scheme, context: Context) -> int:
+  """Rows that any push brings an owner at most."""
+  sizes = [plan.first.push, *[chunk.push for chunk in plan.chunks]]
+  return max([scheme.held_rows(Room(plan, size), context) for size in sizes])
+
+
+def _any(flags: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.logical_or, flags)
+
+
+def _levels(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> tuple[list[int], list[int]]:
+  """Which sizes of push and pull these tables may need."""
+  complete = all([p.first.push >= p.most.push for p in plans])
+  pushes = [] if complete else _different([p.chunks for p in plans], "push")
+  if not any([scheme.pull_messages([Room(p, 1)], context) for p in plans]):
+    # A pull without a message brings everything at once.
+    return pushes, [SMALL] if pushes else []
+  held = [scheme.held_rows(Room(p, p.first.push), context) for p in plans]
+  if not pushes and all([n <= p.first.pull for n, p in zip(held, plans)]):
+    return [], []
+  return pushes, _different([p.chunks for p in plans], "pull")
+
+
+def _different(chunks: Sequence[Sequence[NamedTuple]], field: str) -> list[int]:
+  """Both levels, or one where small tables make them the same."""
+  same = all(
+    [getattr(c[LARGE], field) == getattr(c[SMALL], field) for c in chunks]
+  )
+  return [SMALL] if same else [LARGE, SMALL]
+
+
+def loop_messages(
+  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+) -> list[list[Message]]:
+  """Returns the collectives in each loop's body, as they are lowered."""
+  pushes, pulls = _levels(plans, scheme, context)
+  push_rooms = [
+    [Room(p, p.chunks[level].push) for p in plans] for level in pushes
+  ]
+  pull_rooms = [
+    [Room(p, p.chunks[level].pull) for p in plans] for level in pulls
+  ]
+  return [
+    *(scheme.push_messages(rooms, context) for rooms in push_rooms),
+    *(scheme.pull_messages(rooms, context) for rooms in pull_rooms),
+  ]
+
+
+# What an exchange showed: the dense verdict, statistics, bytes.
+
+# A table that travels dense returns to sparse below this part of break-even.
+_RETURN = 0.8
+
+
+class Outcome(NamedTuple):
+  """What an exchange showed of one table, equal on all devices."""
+
+  local_rows: jax.Array  # [] f32, nonzero rows of a device, mean
+  union_rows: jax.Array  # [] f32, nonzero rows of the sum
+  push_need: jax.Array  # [] f32, rows of the fullest (source, group) pair
+  pull_need: jax.Array  # [] f32, rows of the fullest group's union
+  push_mean: jax.Array  # [] f32, rows of a pair, mean
+  rounds: jax.Array  # [] f32, pulls that carried rows of this table
+  overflow_rows: jax.Array  # [] f32, of all devices, beyond the first push
+  wire_bytes: jax.Array  # [] f32, received by a device
+  went_dense: jax.Array  # [] bool, this time
+  withheld: jax.Array  # [] bool, some rows wait for the next step
+  above: jax.Array  # [] bool, it is one for the dense path, taken or not
+  dense_next: jax.Array  # [] bool, what to remember
+
+
+def above_break_even(
+  tally: Tally, plan: TablePlan, scheme: Scheme, context: Context
+) -> jax.Array:
+  """Whether a table with more to send is better summed dense: `[] bool`.
+
+  `tally` is that of the first pull.
+  """
+  pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
+  push = jnp.max(tally.fullest).astype(jnp.float32)
+  above = _above(push, pull, plan, scheme, context, 1.0)
+  return unfinished(tally, plan) & above
+
+
+def unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
+  """Whether some device has rows that the first pull did not bring."""
+  return jnp.any(tally.limit < plan.layout.slots)
+
+
+def _above(
+  push: jax.Array,
+  pull: jax.Array,
+  plan: TablePlan,
+  scheme: Scheme,
+  context: Context,
+  factor: float,
+) -> jax.Array:
+  """Whether the sparse exchange is above `factor` times break-even."""
+  dense = dense_path.received_bytes(plan.table, context.devices)
+  sparse = expected_bytes(scheme, plan, push, pull, context)
+  return jnp.asarray(sparse > dense * scheme.break_even * factor)
+
+
+class Shown(NamedTuple):
+  """What all tables of an exchange share of what it showed."""
+
+  turns: Turns
+  scheme: Scheme
+  context: Context
+  exact: bool  # whether loops sent what the first round left
+
+
+def outcome_of(
+  plan: TablePlan,
+  target: Target,
+  progress: Progress,
+  first: Arrived,
+  dense: jax.Array | None,
+  shown: Shown,
+) -> Outcome:
+  """Returns what one table's exchange showed.
+
+  Args:
+    plan: Its sizes.
+    target: Synced.
+    progress: After the last round.
+    first: What the first pull brought.
+    dense: Whether it took the dense path; None where it could not.
+    shown: Of all tables.
+  """
+  turns, scheme, context, exact = shown
+  tally = first.tally
+  went_dense = jnp.zeros((), bool) if dense is None else dense
+  pushed = jnp.sum(tally.pushed.astype(jnp.float32))
+  local = pushed / context.devices
+  union = jnp.sum(progress.union.astype(jnp.float32))
+  push = jnp.max(tally.fullest).astype(jnp.float32)
+  pull = jnp.max(progress.union).astype(jnp.float32)
+  groups, rows = plan.layout.groups, plan.table.num_rows
+  if dense is not None and isinstance(target, Whole):
+    table = target.table
+    # A dense exchange counts no rows: a sample of them stands for all.
+    scale = rows / dense_path.sample_count(rows)
+    none = compat.cast_like(jnp.zeros((), jnp.int32), table)
+    sampled = lax.cond(went_dense, dense_path.sample, lambda _: none, table)
+    seen_union = sampled.astype(jnp.float32) * scale
+    seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
+    counted = pushed > 0
+    local = jnp.where(counted, local, seen_local)
+    push = jnp.where(counted, push, seen_local / groups)
+    union = jnp.where(went_dense, seen_union, union)
+    pull = jnp.where(went_dense, seen_union / groups, pull)
+  enter = _above(push, pull, plan, scheme, context, 1.0)
+  stay = _above(push, pull, plan, scheme, context, _RETURN)
+  return Outcome(
+    local_rows=local,
+    union_rows=union,
+    push_need=push,
+    pull_need=pull,
+    push_mean=local / groups,
+    rounds=progress.rounds.astype(jnp.float32),
+    overflow_rows=jnp.where(
+      went_dense, 0.0, pushed - jnp.sum(tally.merged.astype(jnp.float32))
+    ),
+    wire_bytes=_wire_bytes(
+      plan,
+      went_dense,
+      turns,
+      pushed / context.devices / groups,
+      jnp.sum(progress.union.astype(jnp.float32)) / groups,
+      scheme,
+      context,
+    ),
+    went_dense=went_dense,
+    withheld=unfinished(tally, plan) & (not exact),
+    above=enter & (dense is not None),
+    dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
+  )
+
+
+def _wire_bytes(
+  plan: TablePlan,
+  went_dense: jax.Array,
+  turns: Turns,
+  push_mean: jax.Array,
+  pull_mean: jax.Array,
+  scheme: Scheme,
+  context: Context,
+) -> jax.Array:
+  """Bytes a device received for this table, padding included.
+
+  By remote copies, which send none: of the rows that there are, a mean.
+  """
+
+  def push(size: int) -> float:
+    messages = scheme.push_messages([Room(plan, size)], context)
+    return float(received_bytes(messages, context))
+
+  def pull(size: int) -> float:
+    messages = scheme.pull_messages([Room(plan, size)], context)
+    return float(received_bytes(messages, context))
+
+  pushes = jnp.array([push(c.push) for c in plan.chunks], jnp.float32)
+  pulls = jnp.array([pull(c.pull) for c in plan.chunks], jnp.float32)
+  first = push(plan.first.push) + pull(plan.first.pull)
+  turned = [t.astype(jnp.float32) for t in (turns.pushes, turns.pulls)]
+  sparse = first + jnp.sum(turned[0] * pushes + turned[1] * pulls)
+  if context.remote_copies:
+    rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
+    sparse = jnp.minimum(sparse, rows)
+  dense = dense_path.received_bytes(plan.table, context.devices)
+  return sparse + jnp.where(went_dense, dense, 0.0)
