@@ -1,8 +1,9 @@
 """`search`: the planner's search beside all assignments and what others do."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
+import statistics
 import time
 
 import tqdm
@@ -16,12 +17,15 @@ from benchmarks.planner import exhaustive
 from benchmarks.steps_drawn import Drawn
 from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.timeline import Assignment
+from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import simulate
 
 ALONE, GROUPS = "tensor by tensor", "groups"
 # Of each kind, tensors and options of the small instances.
 SMALL = {ALONE: (8, 4), GROUPS: (7, 3)}
 SEEDS = 3  # Large instances of each kind.
+# The greedy search is not exact: its iterations over the best, at most.
+WORST, MEAN = 1.1, 1.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,9 +54,7 @@ class Large:
     seed: It was drawn with.
     tensors: How many.
     sparse: How many have rows to leave out.
-    exact: Whether nothing can be better.
-    bound_s: No iteration is shorter, by the search itself.
-    relaxed_s: The same by a linear program, tensor by tensor.
+    relaxed_s: No iteration is shorter, by a linear program, tensor by tensor.
     found_s: By each method.
     wall_s: That the search took, each time.
     cpu_s: Of this process, meanwhile.
@@ -63,8 +65,6 @@ class Large:
   seed: int
   tensors: int
   sparse: int
-  exact: bool
-  bound_s: float
   relaxed_s: float | None
   found_s: dict[str, float]
   wall_s: tuple[float, ...]
@@ -73,7 +73,7 @@ class Large:
 
 
 def run(options: argparse.Namespace) -> int:
-  """Searches, prints and saves; returns 1 if the search is beaten."""
+  """Searches, prints and saves; returns 1 if the search is far from best."""
   count = len(SMALL) * options.instances
   sizes = [min(26, options.tensors), options.tensors]
   total = count + len(SMALL) * len(sizes) * SEEDS
@@ -97,44 +97,47 @@ def run(options: argparse.Namespace) -> int:
     }
     record.write_json(options.json, document)
     print(f"Saved {options.json}")
-  missed = any(one.found_s["search"] != one.best_s for one in small)
-  beaten = any(
-    one.found_s["search"] > min(one.found_s.values()) for one in large
-  )
-  return int(missed or beaten)
+  return int(not is_near(small, large))
+
+
+def is_near(small: Sequence[Small], large: Sequence[Large]) -> bool:
+  """Returns False where the search is far from the best that is known."""
+  over = [one.found_s["search"] / one.best_s for one in small]
+  over += [one.found_s["search"] / min(one.found_s.values()) for one in large]
+  return max(over) <= WORST and statistics.mean(over) <= MEAN
 
 
 def _small(instances: int) -> Iterator[Small]:
   for kind, (tensors, count) in SMALL.items():
     for seed in range(instances):
       drawn = steps_drawn.small(seed, tensors, count)
-      cost = drawn.merged if kind == GROUPS else None
-      found = {"search": search(drawn.tensors, cost, width=None).assignment}
-      found["16 states"] = search(drawn.tensors, cost).assignment
+      groups = _groups(kind, drawn)
+      found = {"search": search(groups)}
       found |= _others(kind, drawn)
       if kind == ALONE:
         thrice = baselines.espresso(drawn.tensors, passes=3)
         found["Espresso, 3 passes"] = thrice
       else:
         found["best of all cuts in two"] = _best_cut(drawn)
-      _, best_s = exhaustive.exhaustive(drawn.tensors, cost)
+      _, best_s = exhaustive.exhaustive(groups)
       seconds = {name: _seconds(drawn, a) for name, a in found.items()}
       yield Small(kind=kind, seed=seed, best_s=best_s, found_s=seconds)
+
+
+def _groups(kind: str, drawn: Drawn) -> GroupCosts:
+  return drawn.groups if kind == GROUPS else GroupCosts(drawn.tensors)
 
 
 def _others(kind: str, drawn: Drawn) -> dict[str, Assignment]:
   if kind == ALONE:
     return {"Espresso": baselines.espresso(drawn.tensors)}
-  found = baselines.mergecomp(drawn.tensors, drawn.merged)
+  found = baselines.mergecomp(drawn.groups)
   return {"MergeComp": found} if found else {}
 
 
 def _best_cut(drawn: Drawn) -> Assignment:
   n = len(drawn.tensors)
-  cuts = [
-    baselines.cut_at(drawn.tensors, drawn.merged, cut)
-    for cut in range(1, n + 1)
-  ]
+  cuts = [baselines.cut_at(drawn.groups, cut) for cut in range(1, n + 1)]
   possible = [cut for cut in cuts if cut is not None]
   return min(possible, key=lambda cut: _seconds(drawn, cut))
 
@@ -152,28 +155,25 @@ def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:
 
 
 def _measured(kind, seed, sparse, drawn, repeats) -> Large:
-  cost = drawn.merged if kind == GROUPS else None
+  groups = _groups(kind, drawn)
   wall, cpu = [], []
   for _ in range(repeats):
     started = time.perf_counter(), time.process_time()
-    found = search(drawn.tensors, cost)
+    search(groups)
     wall.append(time.perf_counter() - started[0])
     cpu.append(time.process_time() - started[1])
-  found = search(drawn.tensors, cost)
   started = time.process_time()
   others = _others(kind, drawn)
   baseline = time.process_time() - started
+  others = {"search": search(groups)} | others
   others["pmean"] = baselines.uncompressed(drawn.tensors)
   return Large(
     kind=kind,
     seed=seed,
     tensors=len(drawn.tensors),
     sparse=sparse,
-    exact=found.exact,
-    bound_s=found.bound_s,
-    relaxed_s=None if cost else relaxed.relaxed_s(drawn.tensors),
-    found_s={"search": found.timeline.iteration_s}
-    | {name: _seconds(drawn, a) for name, a in others.items()},
+    relaxed_s=None if kind == GROUPS else relaxed.relaxed_s(drawn.tensors),
+    found_s={name: _seconds(drawn, a) for name, a in others.items()},
     wall_s=tuple(wall),
     cpu_s=tuple(cpu),
     baseline_s=baseline,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenjax._src.planner.groups import Merged
+from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
 
@@ -18,7 +18,7 @@ class Drawn(NamedTuple):
   """Tensors, and what they cost in groups."""
 
   tensors: tuple[Tensor, ...]
-  merged: Merged
+  groups: GroupCosts
 
 
 def small(seed: int, tensors: int, options: int) -> Drawn:
@@ -42,8 +42,8 @@ def small(seed: int, tensors: int, options: int) -> Drawn:
     backward = round(rng.integers(0, 3000) * busy)
     size = float(rng.integers(1, 6) * 1000)  # With ties.
     drawn.append(Tensor(f"t{j}", size, backward * _TICK, tuple(own)))
-  merged = Merged(drawn, {option.name: option for option in once})
-  return Drawn(tuple(drawn), merged)
+  groups = GroupCosts(drawn, {option.name: option for option in once})
+  return Drawn(tuple(drawn), groups)
 
 
 def _option(name: str, ticks: np.ndarray, number: int) -> Option:
@@ -95,8 +95,8 @@ def model(seed: int, tensors: int, sparse: int) -> Drawn:
     )
     backward = _rounded("", busy * size + rng.exponential(1e-4), 0.0, 0.0)
     drawn.append(Tensor(f"t{j}", size, backward.before_s, own))
-  merged = Merged(drawn, {option.name: option for option in once})
-  return Drawn(tuple(drawn), merged)
+  groups = GroupCosts(drawn, {option.name: option for option in once})
+  return Drawn(tuple(drawn), groups)
 
 
 def _rounded(name: str, before: float, link: float, after: float) -> Option:

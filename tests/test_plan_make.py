@@ -221,9 +221,9 @@ def test_groups_share_what_is_paid_once(overlap):
 def test_seconds_are_those_of_the_timeline():
   asked = question([2_000, 60_000, 1_200], True)
   space = asked.space(1.0)
-  best = search(space.tensors, space.merged, overlap="overlap").assignment
+  best = search(space.groups)
   named = [(e.option.name, tuple(range(e.first, e.stop))) for e in best]
-  expected = simulate(space.tensors, best, "overlap").iteration_s
+  expected = simulate(space.tensors, best).iteration_s
   assert choosing.seconds_of(asked, space, named) == pytest.approx(expected)
 
 

@@ -39,17 +39,6 @@ def test_pieces_of_a_step_that_overlaps():
   assert list(timeline.bubbles()) == []
 
 
-def test_pieces_of_a_step_that_does_not():
-  timeline = simulate(_TWO, each_by(_TWO, ["pmean", "zen"]), "none")
-  assert timeline.backward == ((0.0, 4.0), (4.0, 6.0))
-  first, second = timeline.sent
-  assert first.link == (6.0, 11.0)
-  assert second.before == (11.0, 12.0)
-  assert (second.link, second.after) == ((12.0, 15.0), (15.0, 17.0))
-  assert timeline.iteration_s == 17.0
-  assert (timeline.exposed_s, timeline.overlapped_s) == (8.0, 0.0)
-
-
 def test_a_group_leaves_when_its_last_tensor_is_ready():
   timeline = simulate(_TWO, [Exchange(0, 2, _PMEAN)])
   assert timeline.sent[0].link == (6.0, 11.0)
@@ -119,31 +108,28 @@ def _run(order, tensors, chosen):
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(st.integers(0, 10_000))
 def test_bounds_of_an_iteration(seed):
-  tensors, merged = steps_drawn.small(seed, 5, 2)
-  for choices in exhaustive.groupings(tensors, merged):
+  tensors, groups = steps_drawn.small(seed, 5, 2)
+  for choices in exhaustive.groupings(groups):
     assignment = [options[-1] for options in choices]
     timeline = simulate(tensors, assignment)
-    alone = simulate(tensors, assignment, "none")
     first = timeline.sent[0]
     assert timeline.iteration_s >= timeline.compute_s
     assert timeline.iteration_s >= first.link.start_s + timeline.link_s
-    assert timeline.iteration_s <= alone.iteration_s
-    assert alone.iteration_s == alone.compute_s + alone.link_s
+    assert timeline.iteration_s <= timeline.compute_s + timeline.link_s
     assert 0 <= timeline.exposed_s <= timeline.link_s
 
 
 def test_every_assignment_as_simulated():
   """The oracle runs all options at once, and finds what `simulate` finds."""
-  tensors, merged = steps_drawn.small(7, 4, 3)
-  for overlap in ("overlap", "none"):
-    best = math.inf
-    for choices in exhaustive.groupings(tensors, merged):
-      for assignment in itertools.product(*choices):
-        timeline = simulate(tensors, assignment, overlap)
-        best = min(best, timeline.iteration_s)
-    assignment, found = exhaustive.exhaustive(tensors, merged, overlap=overlap)
-    assert found == best
-    assert simulate(tensors, assignment, overlap).iteration_s == best
+  tensors, groups = steps_drawn.small(7, 4, 3)
+  best = min(
+    simulate(tensors, assignment).iteration_s
+    for choices in exhaustive.groupings(groups)
+    for assignment in itertools.product(*choices)
+  )
+  assignment, found = exhaustive.exhaustive(groups)
+  assert found == best
+  assert simulate(tensors, assignment).iteration_s == best
 
 
 def test_impossible_figures_are_refused():

@@ -14,10 +14,12 @@ from benchmarks.groups import ways
 from benchmarks.groups.ways import Stops
 from benchmarks.planned.models import Model
 from benchmarks.planner import baselines
+from benchmarks.planner import exhaustive
 import zenjax
 from zenjax._src.machine import topologies
 from zenjax._src.machine.cost import Profile
 from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import GroupCosts
 
 _DEVICE, _DEVICES = "h100", 8
 _NETWORK = "10gbit"
@@ -103,24 +105,22 @@ def _on(
   images: int,
   compute_s: float,
 ) -> Simulated:
-  tensors, merged = costs.tensors, costs.merged
-  n = len(tensors)
+  n = len(costs.tensors)
   cut = [
-    ways.seconds_of(costs, baselines.cut_at(tensors, merged, k))
+    ways.seconds_of(costs, baselines.cut_at(costs.groups, k))
     for k in range(1, n + 1)
   ]
-  halved = baselines.mergecomp(tensors, merged)
+  halved = baselines.mergecomp(costs.groups)
+  best, best_s = exhaustive.exhaustive(costs.groups)
   return Simulated(
     machine=machine,
     images=images,
     compute_s=compute_s,
-    each_s=search(tensors, width=None).timeline.iteration_s,
+    each_s=ways.seconds_of(costs, search(GroupCosts(costs.tensors))),
     cuts_s=tuple(cut[:-1]),
     one_s=cut[-1],
     mergecomp=ways.stops_of(halved),
     mergecomp_s=ways.seconds_of(costs, halved),
-    search=ways.stops_of(
-      best := search(tensors, merged, width=None).assignment
-    ),
-    search_s=ways.seconds_of(costs, best),
+    search=ways.stops_of(best),
+    search_s=best_s,
   )

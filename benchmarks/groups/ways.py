@@ -14,13 +14,13 @@ import optax
 
 from benchmarks.planned.programs import AXIS
 from benchmarks.planner import baselines
+from benchmarks.planner import exhaustive
 import zenjax
 from zenjax._src.machine import cost
 from zenjax._src.machine.cost import Profile
 from zenjax._src.planner.gradient_trace import Gradient
-from zenjax._src.planner.groups import Merged
-from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.timeline import Assignment
+from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import simulate
 from zenjax._src.planner.timeline import Tensor
@@ -89,21 +89,21 @@ class Priced(NamedTuple):
 
   Attributes:
     tensors: As the backward pass completes them.
-    merged: Of those that share an exchange.
+    groups: Costs of those that share an exchange.
     once: What of that an exchange pays once.
   """
 
   tensors: tuple[Tensor, ...]
-  merged: Merged
+  groups: GroupCosts
   once: Option
 
   def together(self, stops: Stops) -> float:
     """Seconds of a way's exchanges by zen, one after another."""
     found = 0.0
     for i, j in zip((0, *stops), stops):
-      option = self.merged(i, j, ZEN)
-      assert option is not None, (i, j)
-      found += option.work_s + option.link_s
+      exchange = self.groups.exchange(i, j, ZEN)
+      assert exchange is not None, (i, j)
+      found += exchange.option.work_s + exchange.option.link_s
     return found
 
 
@@ -161,12 +161,10 @@ def chosen(costs: Priced) -> dict[str, Stops]:
   """
   none = _one_by_one(costs)
   found = {
-    MERGECOMP: baselines.mergecomp(none.tensors, none.merged),
-    SEARCH: search(none.tensors, none.merged, width=None).assignment,
-    MERGECOMP + _OVERLAP: baselines.mergecomp(costs.tensors, costs.merged),
-    SEARCH + _OVERLAP: search(
-      costs.tensors, costs.merged, width=None
-    ).assignment,
+    MERGECOMP: baselines.mergecomp(none.groups),
+    SEARCH: exhaustive.exhaustive(none.groups)[0],
+    MERGECOMP + _OVERLAP: baselines.mergecomp(costs.groups),
+    SEARCH + _OVERLAP: exhaustive.exhaustive(costs.groups)[0],
   }
   return {name: stops_of(ways) for name, ways in found.items()}
 
@@ -186,7 +184,7 @@ def _one_by_one(costs: Priced) -> Priced:
 
 
 def _with(tensors: tuple[Tensor, ...], once: Option) -> Priced:
-  return Priced(tensors, Merged(tensors, {ZEN: once}), once)
+  return Priced(tensors, GroupCosts(tensors, {ZEN: once}), once)
 
 
 def stops_of(assignment: Assignment | None) -> Stops:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import itertools
 import math
 
-from zenjax._src.planner import groups
-from zenjax._src.planner.groups import Cost
 from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import each_by
 from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import simulate
 from zenjax._src.planner.timeline import Tensor
 
@@ -69,18 +68,18 @@ def _best_option(tensors, chosen, j) -> Exchange:
   return min(candidates, key=iteration)
 
 
-def mergecomp(tensors: Sequence[Tensor], cost: Cost) -> Assignment | None:
+def mergecomp(groups: GroupCosts) -> Assignment | None:
   """One group or two, the cut found by halving as if time had one minimum.
 
   Returns:
     None if no such groups can be exchanged.
   """
-  n = len(tensors)
+  n = len(groups.tensors)
   tried: dict[int, Assignment | None] = {}
 
   def seconds(cut: int) -> float:
-    tried.setdefault(cut, cut_at(tensors, cost, cut))
-    return _seconds(tensors, tried[cut])
+    tried.setdefault(cut, cut_at(groups, cut))
+    return _seconds(groups, tried[cut])
 
   start, end = 1, n - 1
   while start < end - 1:
@@ -94,24 +93,21 @@ def mergecomp(tensors: Sequence[Tensor], cost: Cost) -> Assignment | None:
   return tried[best]
 
 
-def cut_at(
-  tensors: Sequence[Tensor], cost: Cost, cut: int
-) -> Assignment | None:
+def cut_at(groups: GroupCosts, cut: int) -> Assignment | None:
   """Two groups, or one if `cut` is the number of tensors: the best options."""
-  n = len(tensors)
-  names = dict.fromkeys(o.name for tensor in tensors for o in tensor.options)
+  n = len(groups.tensors)
   choices = []
   for i, j in ((0, cut), (cut, n)) if cut < n else ((0, n),):
-    ones = [groups.exchange(tensors, cost, i, j, name) for name in names]
+    ones = [groups.exchange(i, j, name) for name in groups.names]
     choices.append([one for one in ones if one is not None])
   return min(
     itertools.product(*choices),
-    key=lambda assignment: _seconds(tensors, assignment),
+    key=lambda assignment: _seconds(groups, assignment),
     default=None,
   )
 
 
-def _seconds(tensors, assignment) -> float:
+def _seconds(groups, assignment) -> float:
   if assignment is None:
     return math.inf
-  return simulate(tensors, assignment).iteration_s
+  return simulate(groups.tensors, assignment).iteration_s

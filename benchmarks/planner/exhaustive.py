@@ -4,28 +4,20 @@ It shares with the search only what an exchange costs. Pieces follow each other
 as `simulate` has them, for all choices of options at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import itertools
 import math
 
 import numpy as np
 
-from zenjax._src.planner import groups
-from zenjax._src.planner.groups import Cost
 from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import Exchange
-from zenjax._src.planner.timeline import Overlap
-from zenjax._src.planner.timeline import Tensor
+from zenjax._src.planner.timeline import GroupCosts
 
 MOST = 5_000_000
 
 
-def exhaustive(
-  tensors: Sequence[Tensor],
-  cost: Cost | None = None,
-  *,
-  overlap: Overlap = "overlap",
-) -> tuple[Assignment, float]:
+def exhaustive(groups: GroupCosts) -> tuple[Assignment, float]:
   """An assignment with the shortest iteration, and that.
 
   Raises:
@@ -33,14 +25,14 @@ def exhaustive(
   """
   best: Assignment = ()
   best_s = math.inf
-  for choices in groupings(tensors, cost):
+  for choices in groupings(groups):
     count = math.prod(map(len, choices))
     if count > MOST:
       raise ValueError(
-        f"`tensors` must have no more than {MOST:,} assignments to try all, got"
+        f"`groups` must have no more than {MOST:,} assignments to try all, got"
         f" {count:,} of one grouping alone; use `search`."
       )
-    seconds = _iterations(tensors, choices, overlap)
+    seconds = _iterations(groups.tensors, choices)
     least = int(seconds.argmin())
     if seconds[least] < best_s:
       best_s = float(seconds[least])
@@ -49,26 +41,20 @@ def exhaustive(
   return best, best_s
 
 
-def groupings(
-  tensors: Sequence[Tensor], cost: Cost | None = None
-) -> Iterator[list[list[Exchange]]]:
+def groupings(groups: GroupCosts) -> Iterator[list[list[Exchange]]]:
   """Every way to cut the tensors, and of each group what it can go by."""
-  n = len(tensors)
-  names = dict.fromkeys(o.name for tensor in tensors for o in tensor.options)
-  ways = (
-    itertools.product((True, False), repeat=n - 1) if cost else [[True] * n]
-  )
-  for cut in ways:
+  n = len(groups.tensors)
+  for cut in itertools.product((True, False), repeat=n - 1):
     cuts = [0, *(j for j in range(1, n) if cut[j - 1]), n]
     choices = []
     for i, j in zip(cuts, cuts[1:]):
-      ones = (groups.exchange(tensors, cost, i, j, name) for name in names)
+      ones = (groups.exchange(i, j, name) for name in groups.names)
       choices.append([one for one in ones if one is not None])
     if all(choices):
       yield choices
 
 
-def _iterations(tensors, choices, overlap) -> np.ndarray:
+def _iterations(tensors, choices) -> np.ndarray:
   """Of all combinations of options, in the order of their product."""
   shape = [len(options) for options in choices]
   at = np.indices(shape).reshape(len(shape), -1)
@@ -76,9 +62,6 @@ def _iterations(tensors, choices, overlap) -> np.ndarray:
   for options, chosen in zip(choices, at):
     table = [[o.before_s, o.link_s, o.after_s] for _, _, o in options]
     parts.append(np.array(table)[chosen].T)
-  if overlap == "none":
-    backward = sum(tensor.backward_s for tensor in tensors)
-    return backward + np.sum(parts, axis=(0, 1))
   compute, link, arrived = 0.0, 0.0, []
   for (exchange, *_), (before, on_link, _) in zip(choices, parts):
     for tensor in tensors[exchange.first : exchange.stop]:

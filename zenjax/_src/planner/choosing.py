@@ -14,7 +14,6 @@ from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
-from zenjax._src.planner import groups
 from zenjax._src.planner import strategies
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.plan_search import search
@@ -23,6 +22,7 @@ from zenjax._src.planner.strategies import raised_by
 from zenjax._src.planner.strategies import Space
 from zenjax._src.planner.timeline import each_by
 from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import simulate
 from zenjax._src.schemes.base import Context
@@ -68,7 +68,7 @@ def _tables(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
   """Names, `[names, N]` of a tensor beside others, `[names]` of an exchange."""
   names = list(dict.fromkeys(o.name for t in space.tensors for o in t.options))
   once = np.array([space.once[name] for name in names])
-  own = np.full((len(names), len(space.tensors)), groups.NEVER)
+  own = np.full((len(names), len(space.tensors)), NEVER)
   for i, tensor in enumerate(space.tensors):
     for option in tensor.options:
       o = names.index(option.name)
@@ -79,7 +79,7 @@ def _tables(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
 def _is_forced(own: np.ndarray, o: int) -> bool:
   """Whether some tensor has no other way."""
   others = np.delete(own, o, axis=0)
-  return bool((others >= groups.NEVER).all(axis=0).any())
+  return bool((others >= NEVER).all(axis=0).any())
 
 
 def _undominated(own: np.ndarray, once: np.ndarray) -> list[int]:
@@ -240,7 +240,7 @@ def planned(question: Question, honest: Space, named: Named) -> Plan:
 def _best(question: Question, space: Space) -> Named:
   if not question.overlap:
     return _shortest(question, space, shared(space))
-  found = search(space.tensors, space.merged, overlap="overlap").assignment
+  found = search(space.groups)
   return [(e.option.name, tuple(range(e.first, e.stop))) for e in found]
 
 
@@ -267,7 +267,7 @@ def seconds_of(question: Question, space: Space, named: Named) -> float:
     exchanges = [
       Exchange(m[0], m[-1] + 1, together(space, name, m)) for name, m in named
     ]
-    return simulate(space.tensors, exchanges, "overlap").iteration_s
+    return simulate(space.tensors, exchanges).iteration_s
   options = [together(space, name, members) for name, members in named]
   spent = sum(o.work_s + o.link_s for o in options)
   return question.compute_seconds + spent

@@ -16,7 +16,7 @@ from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Links
 from zenjax._src.planner.gradient_trace import Gradient
-from zenjax._src.planner.groups import Merged
+from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.schemes import buffer_sizes
@@ -48,7 +48,6 @@ class Space:
   Attributes:
     tensors: In the order in which the backward pass completes them; what is
       predicted for sparse ways is raised by the margin.
-    merged: What consecutive ones take together.
     once: Seconds on the link that a group pays once, by the names of options.
     strategies: By the names of options.
     predictions: Of each tensor, by the names of its options, as predicted.
@@ -57,12 +56,17 @@ class Space:
   """
 
   tensors: tuple[Tensor, ...]
-  merged: Merged
   once: Mapping[str, float]
   strategies: Mapping[str, Strategy]
   predictions: tuple[Mapping[str, Prediction], ...]
   links: Links
   margin: float
+
+  @property
+  def groups(self) -> GroupCosts:
+    """Costs of consecutive tensors that share an exchange."""
+    latencies = {name: Option(name, link_s=s) for name, s in self.once.items()}
+    return GroupCosts(self.tensors, latencies)
 
 
 def space(
@@ -115,12 +119,9 @@ def space(
     )
     before = gradient.ready
     predictions.append(found)
-  once = _once(predictions, margin)
-  latencies = {name: Option(name, link_s=s) for name, s in once.items()}
   return Space(
     tensors=tuple(tensors),
-    merged=Merged(tensors, latencies),
-    once=once,
+    once=_once(predictions, margin),
     strategies=strategies,
     predictions=tuple(predictions),
     links=links,

@@ -1,20 +1,22 @@
-"""A step on two resources, compute and link: when each piece of it runs.
+"""A step on two resources, compute and link: what runs when.
 
-As Espresso models it. The backward pass completes gradients one after another.
-An exchange takes one of them, or several consecutive ones, through three
-pieces: work before it (mask, pack, cast), the link, and work after it (merge,
-decode). Work takes the compute resource from the backward pass. All times are
-in seconds from the beginning of the backward pass, all sizes in bytes.
+The model is Espresso's (EuroSys 2023). The backward pass completes gradients
+one after another. An exchange takes one of them, or several consecutive ones,
+through three pieces: work before the link (mask, pack, cast), the link, and
+work after it (merge, decode). Work takes the compute resource from the backward
+pass. Times are in seconds from the beginning of the backward pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-# "none": the backward pass, then one exchange after another, nothing beside
-# anything else. "overlap": gradients leave when they are complete.
-Overlap = Literal["none", "overlap"]
+import numpy as np
+
+# Seconds of an exchange that is not possible: more than any step takes. Not
+# infinite, for zero times infinity is NaN.
+NEVER = 1e300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,11 +24,11 @@ class Option:
   """One way to exchange a tensor, or a group of them.
 
   Attributes:
-    name: Of the strategy.
+    name: The strategy.
     before_s: Compute before the link.
-    link_s: On the link, latency included. Phases of a hierarchy are added up.
+    link_s: Time on the link, latency included.
     after_s: Compute after the link.
-    bytes: That a device receives.
+    bytes: Bytes that a device receives.
   """
 
   name: str
@@ -55,12 +57,12 @@ class Tensor:
   """A gradient, in its place in the backward pass.
 
   Attributes:
-    name: Of the leaf.
-    bytes: Of the gradient.
-    backward_s: Compute until it is complete, from the gradient before it or,
-      of the first, from the beginning of the backward pass.
-    options: Strategies, of different names. The first is what baselines start
-      from: plain `pmean`.
+    name: Name of the leaf.
+    bytes: Size of the gradient.
+    backward_s: Compute from the completion of the gradient before it, or from
+      the beginning of the backward pass, to its own.
+    options: Ways to exchange it, of different names. The first is the plain
+      one, `pmean`.
   """
 
   name: str
@@ -82,6 +84,89 @@ class Tensor:
         f" names, got {names}."
       )
 
+  def option(self, name: str) -> Option | None:
+    """Returns the option called `name`, or None."""
+    return next((o for o in self.options if o.name == name), None)
+
+
+class GroupCosts:
+  """Costs of consecutive tensors that share an exchange.
+
+  They add up, but for the part that an exchange pays once. Letters: `N`
+  tensors, `S` strategies, `K` groups.
+
+  Args:
+    tensors: All tensors of a step, in order.
+    once: By strategy, the part of every tensor's own option that a group pays
+      once: latency, launches, headers. Tensors of other strategies do not
+      share exchanges.
+
+  Raises:
+    ValueError: A tensor's own option is less than that part.
+  """
+
+  def __init__(
+    self, tensors: Sequence[Tensor], once: Mapping[str, Option] | None = None
+  ):
+    self.tensors = tuple(tensors)
+    self.names = tuple(
+      dict.fromkeys(o.name for tensor in tensors for o in tensor.options)
+    )
+    parts = once or {}
+    self._shares = np.array([name in parts for name in self.names], bool)
+    self._once = np.zeros((len(self.names), 4))
+    # The last column counts tensors that do not have the option.
+    sums = np.zeros((len(self.names), len(self.tensors) + 1, 5))
+    for s, name in enumerate(self.names):
+      if name in parts:
+        self._once[s] = _figures(parts[name])
+      for j, tensor in enumerate(self.tensors):
+        option = tensor.option(name)
+        if option is None:
+          sums[s, j + 1, 4] = 1
+          continue
+        rest = np.array(_figures(option)) - self._once[s]
+        if (rest < 0).any():
+          raise ValueError(
+            f"`once` of {name!r} must be no more than any tensor's own option,"
+            f" got {parts[name]} and tensor {tensor.name!r} of less."
+          )
+        sums[s, j + 1, :4] = rest
+    self._sums = sums.cumsum(axis=1)
+
+  def seconds(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Returns the times of groups by every strategy, `NEVER` if impossible.
+
+    Args:
+      first: `[K]`, the first tensor of each group.
+      stop: `[K]`, the tensor after its last.
+
+    Returns:
+      `[S, K, 3]`: work before the link, on the link, work after it.
+    """
+    parts = self._sums[:, stop] - self._sums[:, first]
+    missing = parts[..., 4] > 0
+    missing |= (stop - first > 1) & ~self._shares[:, None]
+    seconds = parts[..., :3] + self._once[:, None, :3]
+    return np.where(missing[..., None], NEVER, seconds)
+
+  def exchange(self, first: int, stop: int, name: str) -> "Exchange | None":
+    """Returns tensors `first` to `stop - 1` by one strategy, if possible."""
+    if stop - first == 1:
+      option = self.tensors[first].option(name)
+      return None if option is None else Exchange(first, stop, option)
+    if name not in self.names or not self._shares[s := self.names.index(name)]:
+      return None
+    *parts, missing = self._sums[s, stop] - self._sums[s, first]
+    if missing:
+      return None
+    option = Option(name, *np.add(parts, self._once[s]).tolist())
+    return Exchange(first, stop, option)
+
+
+def _figures(option: Option) -> tuple[float, float, float, float]:
+  return option.before_s, option.link_s, option.after_s, option.bytes
+
 
 class Exchange(NamedTuple):
   """Tensors `first` to `stop - 1`, by one option."""
@@ -95,8 +180,18 @@ class Exchange(NamedTuple):
 Assignment = tuple[Exchange, ...]
 
 
+def each_by(tensors: Sequence[Tensor], names: Sequence[str]) -> Assignment:
+  """Returns one exchange for each tensor, by the option so named."""
+  found = []
+  for j, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+    option = tensor.option(name)
+    assert option is not None, (tensor.name, name)
+    found.append(Exchange(j, j + 1, option))
+  return tuple(found)
+
+
 class Span(NamedTuple):
-  """When a piece runs."""
+  """Start and end of a piece."""
 
   start_s: float
   end_s: float
@@ -104,7 +199,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sent:
-  """An exchange and when its three pieces run."""
+  """An exchange and the spans of its three pieces."""
 
   exchange: Exchange
   before: Span
@@ -114,15 +209,15 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-  """What a step does when.
+  """The pieces of a step in time.
 
   Attributes:
-    backward: Of each tensor, the part of the backward pass that completes it.
+    backward: For each tensor the part of the backward pass that completes it.
     sent: The exchanges.
-    iteration_s: When the last piece ends.
-    compute_s: How long compute is busy: backward pass and work.
-    link_s: How long the link is.
-    bytes: That a device receives.
+    iteration_s: End of the last piece.
+    compute_s: Time for which compute is busy: backward pass and work.
+    link_s: Time for which the link is busy.
+    bytes: Bytes that a device receives.
   """
 
   backward: tuple[Span, ...]
@@ -134,79 +229,44 @@ class Timeline:
 
   @property
   def exposed_s(self) -> float:
-    """Communication that nothing hides: how long compute waits for the link."""
+    """Communication that nothing hides: the time compute waits for the link."""
     return self.iteration_s - self.compute_s
 
   @property
   def overlapped_s(self) -> float:
-    """Communication beside which compute is busy."""
+    """Communication during which compute is busy."""
     return self.link_s - self.exposed_s
 
   def bubbles(self) -> Iterator[int]:
-    """Exchanges before which the link, having sent others, is idle."""
+    """Yields the exchanges before which the link, having sent others, idles."""
     for k in range(1, len(self.sent)):
       if self.sent[k].link.start_s > self.sent[k - 1].link.end_s:
         yield k
 
 
-def each_by(tensors: Sequence[Tensor], names: Sequence[str]) -> Assignment:
-  """One exchange for each tensor, by the option so named."""
-  return tuple(
-    Exchange(j, j + 1, next(o for o in tensor.options if o.name == name))
-    for j, (tensor, name) in enumerate(zip(tensors, names, strict=True))
-  )
-
-
 def simulate(
-  tensors: Sequence[Tensor],
-  assignment: Sequence[Exchange],
-  overlap: Overlap = "overlap",
+  tensors: Sequence[Tensor], assignment: Sequence[Exchange]
 ) -> Timeline:
-  """When each piece runs.
+  """Runs a step in which exchanges overlap the backward pass.
 
-  With overlap: compute runs the backward pass, and the work before an exchange
-  as soon as its last gradient is complete; when all that is over, the work
-  after the exchanges. The link takes exchanges in order. Of all schedules that
-  send them in this order none is shorter: until the last gradient compute is
-  never idle, so that work after an exchange can only delay what others wait
-  for, and work before one is wanted in the order in which exchanges leave.
+  Compute runs the backward pass, and the work before an exchange as soon as its
+  last gradient is complete; the work after exchanges follows the backward pass.
+  The link takes exchanges in order. No other schedule that sends them in this
+  order is shorter: compute is never idle until the last gradient, so work after
+  an exchange could only delay what others wait for, and work before the link is
+  needed in the order in which exchanges leave.
 
   Raises:
-    ValueError: `assignment` leaves tensors out, or `overlap` is unknown.
+    ValueError: `assignment` does not hold every tensor once and in order.
   """
-  _check(tensors, assignment, overlap)
-  option_s = [e.option for e in assignment]
-  if overlap == "none":
-    backward, sent = _one_by_one(tensors, assignment)
-  else:
-    backward, sent = _beside(tensors, assignment)
-  work = sum(option.work_s for option in option_s)
-  return Timeline(
-    backward=backward,
-    sent=sent,
-    iteration_s=max((sent[-1].after if sent else Span(0.0, 0.0)).end_s, 0.0),
-    compute_s=sum(tensor.backward_s for tensor in tensors) + work,
-    link_s=sum(option.link_s for option in option_s),
-    bytes=sum(option.bytes for option in option_s),
-  )
-
-
-def _one_by_one(tensors, assignment):
-  backward, now = [], 0.0
-  for tensor in tensors:
-    backward.append(Span(now, now + tensor.backward_s))
-    now = backward[-1].end_s
-  sent = []
-  for exchange in assignment:
-    option, spans = exchange.option, []
-    for seconds in (option.before_s, option.link_s, option.after_s):
-      spans.append(Span(now, now + seconds))
-      now += seconds
-    sent.append(Sent(exchange, *spans))
-  return tuple(backward), tuple(sent)
-
-
-def _beside(tensors, assignment):
+  stops = [0, *(exchange.stop for exchange in assignment)]
+  firsts = [*(exchange.first for exchange in assignment), len(tensors)]
+  if stops != firsts or any(e.first >= e.stop for e in assignment):
+    ranges = [(exchange.first, exchange.stop) for exchange in assignment]
+    raise ValueError(
+      f"`assignment` must hold each of {len(tensors)} tensors once and in"
+      f" order, got ranges {ranges}."
+    )
   backward, pairs = [], []
   compute = link = 0.0
   for exchange in assignment:
@@ -223,17 +283,13 @@ def _beside(tensors, assignment):
     start = max(compute, on_link.end_s)
     compute = start + exchange.option.after_s
     sent.append(Sent(exchange, before, on_link, Span(start, compute)))
-  return tuple(backward), tuple(sent)
-
-
-def _check(tensors, assignment, overlap):
-  if overlap not in ("none", "overlap"):
-    raise ValueError(f"`overlap` must be 'none' or 'overlap', got {overlap!r}.")
-  stops = [0, *(exchange.stop for exchange in assignment)]
-  firsts = [*(exchange.first for exchange in assignment), len(tensors)]
-  if stops != firsts or any(e.first >= e.stop for e in assignment):
-    ranges = [(exchange.first, exchange.stop) for exchange in assignment]
-    raise ValueError(
-      f"`assignment` must hold each of {len(tensors)} tensors once and in"
-      f" order, got ranges {ranges}."
-    )
+  options = [exchange.option for exchange in assignment]
+  return Timeline(
+    backward=tuple(backward),
+    sent=tuple(sent),
+    iteration_s=compute,
+    compute_s=sum(tensor.backward_s for tensor in tensors)
+    + sum(option.work_s for option in options),
+    link_s=sum(option.link_s for option in options),
+    bytes=sum(option.bytes for option in options),
+  )
