@@ -84,19 +84,29 @@ def _level(**fields):
     (lambda d: d.update(version=7), "of version 1, got 7"),
     (lambda d: d.update(levels=[]), "`levels`.*at least one"),
     (lambda d: d.update(levels=d["levels"] * 2), "each once"),
-    (lambda d: d.update(levels=[3]), "level 0 must be an object, got 3"),
-    (lambda d: d.update(memory_bytes=-1), "'memory_bytes'.*not negative"),
-    (lambda d: d.pop("source"), "'source'.*be a str, got None"),
-    (_level(devices=True), "'devices' of level 0 must be a int, got True"),
-    (_level(devices=0), "`devices` of level 'data'.*got 0"),
-    (_level(bandwidth=0), "'bandwidth' of level 0 must be positive"),
-    (_level(buffer_s=-1), "'buffer_s' of level 0.*not negative"),
-    (_level(latency_s="1"), "'latency_s' of level 0.*got '1'"),
-    (_level(work={"hash": 1}), "work of level 0 must hold only"),
-    (_level(curves=[{}]), "'points' of curve 0 of level 0"),
+    (
+      lambda d: d.update(levels=[3]),
+      r"`levels\[0\]` of the topology must be an object, got 3",
+    ),
+    (lambda d: d.update(memory_bytes=-1), "`memory_bytes`.*positive, got -1"),
+    (lambda d: d.pop("source"), "the topology must.*lacks .'source'.*measure"),
+    (lambda d: d.update(note=1), "the topology must.*unknown .'note'"),
+    (_level(devices=True), r"`levels\[0\].devices`.*whole number, got True"),
+    (_level(devices=0), r"`levels\[0\].devices`.*positive, got 0"),
+    (_level(bandwidth=0), r"`levels\[0\].bandwidth`.*positive, got 0"),
+    (_level(buffer_s=-1), r"`levels\[0\].buffer_s`.*not negative, got -1"),
+    (_level(latency_s="1"), r"`levels\[0\].latency_s`.*number, got '1'"),
+    (_level(latency_s=10**400), r"`levels\[0\].latency_s`.*finite number"),
+    (_level(work={"hash": 1}), r"`levels\[0\].work`.*unknown .'hash'"),
+    (_level(work={"mask_row": -1}), r"`levels\[0\].work`.*refused.*0 or more"),
+    (_level(curves=[{}]), r"`levels\[0\].curves\[0\]`.*lacks.*'points'"),
+    (
+      _level(curves=[{"op": "all_gather", "devices": 2, "points": []}]),
+      r"`levels\[0\].curves\[0\].points`.*one or more",
+    ),
     (
       _level(curves=[{"op": "x", "devices": 2, "points": [[1, 2]]}]),
-      "curve 0.*one of .*all_gather.*got 'x'",
+      "refused: `curves`.*all_gather.*got .'x', 2",
     ),
     (
       _level(
@@ -106,9 +116,12 @@ def _level(**fields):
     ),
     (
       _level(curves=[{"op": "all_gather", "devices": 2, "points": [[2]]}]),
-      r"pairs.*got \[2\]",
+      r"`levels\[0\].curves\[0\].points\[0\]`.*list of 2, got \[2\]",
     ),
-    (_level(fits=[{"op": "all_gather"}]), "'latency_s' of fit 0"),
+    (
+      _level(fits=[{"op": "all_gather"}]),
+      r"`levels\[0\].fits\[0\]`.*lacks.*latency_s",
+    ),
   ],
 )
 def test_broken_json_is_refused(change, said):
@@ -119,7 +132,7 @@ def test_broken_json_is_refused(change, said):
 
 
 def test_what_is_no_json_is_refused():
-  with pytest.raises(ValueError, match="`text` must be a topology in JSON"):
+  with pytest.raises(ValueError, match="the topology is no JSON .* cut short"):
     zenjax.planner.Topology.from_json(measured().to_json()[:-20])
 
 

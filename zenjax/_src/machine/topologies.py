@@ -1,32 +1,34 @@
-"""A machine as the planner sees it: its links, level by level, and its memory.
+"""Topologies: the links of a machine, level by level, and its memory.
 
-A mesh axis is a level; the links of a level are all alike, as
-`zenjax.planner.Link`.
+A level is an axis of a mesh; its links are all alike. A topology comes from a
+preset of published figures, from the line rate of a network, from
+`measure_links`, or from a file.
 """
 
-from collections.abc import Callable
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Annotated
 
-from zenjax._src.machine import link_models
+from zenjax._src.core import checked_json
+from zenjax._src.core.checked_json import NOT_EMPTY
+from zenjax._src.core.checked_json import NOT_NEGATIVE
+from zenjax._src.core.checked_json import POSITIVE
+from zenjax._src.core.checked_json import Source
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
-
-# One level of a machine: devices along a mesh axis and what connects them.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-  """A straight line through what one collective took on one level.
+  """A straight line through the measured times of one collective.
 
   Attributes:
     op: The collective.
-    latency_s: Of one that carries nothing.
+    latency_s: Time of an empty one.
     bandwidth: Bytes a second that a device receives; infinite where larger
       ones took no longer.
     error: Largest distance of a measured time from the line, over that time.
@@ -38,19 +40,19 @@ class Fit:
   error: float
 
   def seconds(self, received: float) -> float:
-    """For so many bytes."""
+    """Returns the time in which a device receives so many bytes."""
     return self.latency_s + received / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-  """Devices along one axis of a mesh, and what connects them.
+  """Devices along one axis of a mesh, and the links between them.
 
   Attributes:
-    name: Of the axis.
-    devices: Along it.
-    link: What connects a device to those.
-    fits: Of each collective that was measured.
+    name: The axis.
+    devices: Devices along it.
+    link: The link between any two of them.
+    fits: Lines through the collectives that were measured.
 
   Example:
     >>> import zenjax
@@ -73,135 +75,196 @@ class Level:
       )
 
 
-# Levels as JSON: written, and read with every entry checked.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+  """The links of a machine and the memory of its devices.
+
+  Attributes:
+    levels: From the slowest link to the fastest, as the axes of `zen_sync`.
+    memory_bytes: Memory of a device; None where it does not matter.
+    name: Name of the machine.
+    source: Origin of the figures: a publication, or a measurement.
+
+  Example:
+    >>> import zenjax
+    >>> pod = zenjax.planner.Topology.preset(
+    ...   "h100", 8, hosts=4, network="400gbit"
+    ... )
+    >>> [(level.name, level.devices) for level in pod.levels]
+    [('host', 4), ('device', 8)]
+    >>> pod.devices, pod.levels[1].link.bandwidth
+    (32, 450000000000.0)
+    >>> zenjax.planner.Topology.from_json(pod.to_json()) == pod
+    True
+  """
+
+  levels: tuple[Level, ...]
+  memory_bytes: float | None = None
+  name: str = ""
+  source: str = ""
+
+  def __post_init__(self):
+    names = [level.name for level in self.levels]
+    if not names or len(set(names)) != len(names):
+      raise ValueError(
+        "`levels` of a Topology must name at least one axis, each once, got"
+        f" {names}."
+      )
+    if self.memory_bytes is not None and not self.memory_bytes > 0:
+      raise ValueError(
+        "`memory_bytes` of a Topology must be positive or None, got"
+        f" {self.memory_bytes!r}."
+      )
+
+  @property
+  def devices(self) -> int:
+    """Number of all devices."""
+    return math.prod(self.sizes)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Devices along each level."""
+    return tuple(level.devices for level in self.levels)
+
+  @property
+  def links(self) -> dict[str, Link]:
+    """Link of each axis, as the cost model takes them."""
+    return {level.name: level.link for level in self.levels}
+
+  def level(self, name: str) -> Level:
+    """Returns the level called `name`; raises `ValueError` if there is none."""
+    for level in self.levels:
+      if level.name == name:
+        return level
+    names = [level.name for level in self.levels]
+    raise ValueError(f"`name` must be a level, one of {names}, got {name!r}.")
+
+  def resized(self, **devices: int) -> "Topology":
+    """Returns the same links with so many devices along the named levels.
+
+    Measured curves hold for the number of devices they were measured with: for
+    another one the link's bandwidth and latency stand.
+    """
+    for name in devices:
+      self.level(name)
+    levels = tuple(
+      dataclasses.replace(x, devices=devices.get(x.name, x.devices))
+      for x in self.levels
+    )
+    return dataclasses.replace(self, levels=levels)
+
+  @classmethod
+  def preset(
+    cls,
+    machine: str,
+    devices: int,
+    *,
+    hosts: int = 1,
+    network: str | None = None,
+    ports: int | None = None,
+  ) -> "Topology":
+    """Returns a known machine, by its published figures.
+
+    All of them are peaks and not measurements; `source` names the publication.
+    The device's own work follows from the peak of its memory and is a floor.
+
+    Args:
+      machine: "h100", "h200", "tpu-v4", "tpu-v5e", "tpu-v5p" or "tpu-v6e".
+      devices: Devices of a host, which the machine's own fabric joins.
+      hosts: Number of hosts.
+      network: Line rate of one port between hosts, say "100gbit".
+      ports: Ports of a host, which its devices share; by default one a device.
+
+    Raises:
+      ValueError: `machine` or `network` is not known, or hosts have no network.
+    """
+    known = known_machine(machine)
+    link = Link(
+      bandwidth=known.bandwidth, latency_s=known.latency_s, work=known.work
+    )
+    levels = [Level(name="device", devices=devices, link=link)]
+    source = f"{machine}: {known.source}"
+    if (hosts > 1) != (network is not None):
+      raise ValueError(
+        "`network` must be given where `hosts` exceeds 1, and only there, got"
+        f" {hosts=} and {network=}; say network='100gbit'."
+      )
+    if network is not None:
+      share = (devices if ports is None else ports) / devices
+      levels.insert(0, _network_level(hosts, network, share, known.work))
+      source += f"; {network}: {NETWORK_SOURCE}"
+    return cls(
+      levels=tuple(levels),
+      memory_bytes=known.memory_bytes,
+      name=machine,
+      source=source,
+    )
+
+  @classmethod
+  def network(
+    cls, rate: str, hosts: int, machine: str | None = None
+  ) -> "Topology":
+    """Returns hosts of one device each on a network at line rate.
+
+    Args:
+      rate: Line rate, say "100gbit".
+      hosts: Number of hosts.
+      machine: Machine of the devices, as for `preset`, whose memory bounds the
+        device's own work from below. Without one it takes no time.
+
+    Raises:
+      ValueError: `rate` or `machine` is not known.
+    """
+    known = None if machine is None else known_machine(machine)
+    work = known.work if known else Work()
+    source = f"{rate}: {NETWORK_SOURCE}"
+    return cls(
+      levels=(_network_level(hosts, rate, 1.0, work),),
+      memory_bytes=known.memory_bytes if known else None,
+      name=f"{machine} on {rate}" if known else rate,
+      source=f"{source}; {machine}: {known.source}" if known else source,
+    )
+
+  def to_json(self) -> str:
+    """Returns all of it as text, for `from_json`."""
+    document = {
+      "version": _VERSION,
+      "name": self.name,
+      "source": self.source,
+      "memory_bytes": self.memory_bytes,
+      "levels": [dataclasses.asdict(_level_record(x)) for x in self.levels],
+    }
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+  @classmethod
+  def from_json(cls, text: str) -> "Topology":
+    """Reads the text of `to_json`.
+
+    Raises:
+      ValueError: It is no JSON, of another version, or holds impossible values;
+        the message names the entry.
+    """
+    return _parsed(text, Source("the topology", _REMEDY))
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> "Topology":
+    """Reads a file of `to_json`; raises `ValueError` as `from_json` does."""
+    try:
+      text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+      raise ValueError(
+        f"`path` must be a topology's file, but {os.fspath(path)!r} cannot be"
+        f" read ({error.strerror}); {_REMEDY}."
+      ) from error
+    return _parsed(text, Source(f"the topology {os.fspath(path)!r}", _REMEDY))
 
 
-REMEDY = "write it with `Topology.to_json`, or measure with `measure_links`"
-
-
-def level_document(level: Level) -> dict[str, Any]:
-  """A level as JSON holds it."""
-  link = level.link
-  finite = lambda x: x if math.isfinite(x) else None
-  return {
-    "name": level.name,
-    "devices": level.devices,
-    "bandwidth": link.bandwidth,
-    "latency_s": link.latency_s,
-    "buffer_s": link.buffer_s,
-    "work": dataclasses.asdict(link.work),
-    "curves": [
-      {"op": op, "devices": n, "points": [list(p) for p in points]}
-      for (op, n), points in sorted(link.curves.items())
-    ],
-    "fits": [
-      {**dataclasses.asdict(fit), "bandwidth": finite(fit.bandwidth)}
-      for fit in level.fits
-    ],
-  }
-
-
-def parse(entry: Any, index: int) -> Level:
-  """A level from its document; raises `ValueError` by what is wrong in it."""
-  where = f"level {index}"
-  fields = object(entry, where)
-  work = object(fields.get("work", {}), f"work of {where}")
-  known = {f.name for f in dataclasses.fields(link_models.Work)}
-  if unknown := set(work) - known:
-    raise broken(f"work of {where}", f"hold only {sorted(known)}", unknown)
-  curves = dict(
-    _parse_curve(curve, f"curve {i} of {where}")
-    for i, curve in enumerate(get(fields, "curves", list, where))
-  )
-  fits = get(fields, "fits", list, where)
-  numbers = {k: number(work, k, f"work of {where}") for k in work}
-  return Level(
-    name=get(fields, "name", str, where),
-    devices=get(fields, "devices", int, where),
-    link=Link(
-      bandwidth=number(fields, "bandwidth", where, positive=True),
-      latency_s=number(fields, "latency_s", where),
-      # Files of before it was known have none.
-      buffer_s=number({"buffer_s": 0.0, **fields}, "buffer_s", where),
-      curves=curves,
-      work=link_models.Work(**numbers),
-    ),
-    fits=tuple(
-      _parse_fit(fit, f"fit {i} of {where}") for i, fit in enumerate(fits)
-    ),
-  )
-
-
-def _parse_curve(entry: Any, where: str):
-  fields = object(entry, where)
-  points = []
-  for point in get(fields, "points", list, where):
-    pair = dict(enumerate(point)) if isinstance(point, list) else {}
-    if len(pair) != 2:
-      raise broken(where, "hold pairs of bytes and seconds", point)
-    points.append(tuple(number(pair, i, where) for i in (0, 1)))
-  sizes = [x for x, _ in points]
-  if not points or sizes != sorted(set(sizes)):
-    raise broken(where, "hold points of ascending bytes", points)
-  op = get(fields, "op", str, where)
-  if op not in link_models.COLLECTIVES:
-    raise broken(where, f"be of one of {list(link_models.COLLECTIVES)}", op)
-  return (op, get(fields, "devices", int, where)), tuple(points)
-
-
-def _parse_fit(entry: Any, where: str) -> Fit:
-  fields = object(entry, where)
-  infinite = fields.get("bandwidth", 0) is None
-  return Fit(
-    op=get(fields, "op", str, where),
-    latency_s=number(fields, "latency_s", where),
-    bandwidth=math.inf
-    if infinite
-    else number(fields, "bandwidth", where, positive=True),
-    error=number(fields, "error", where),
-  )
-
-
-def object(value: Any, where: str) -> dict[str, Any]:
-  """The value; raises `ValueError` where it is no object."""
-  if not isinstance(value, dict):
-    raise broken(where, "be an object", value)
-  return value
-
-
-def get(fields: dict[str, Any], name: str, kind: Callable, where: str) -> Any:
-  """A field of exactly that kind; raises `ValueError` where it is another."""
-  value = fields.get(name)
-  if type(value) is not kind:  # True is no number here.
-    raise broken(f"{name!r} of {where}", f"be a {kind.__name__}", value)
-  return value
-
-
-def number(
-  fields: dict[Any, Any], name: Any, where: str, positive: bool = False
-) -> float:
-  """A finite field, not negative; raises `ValueError` where it is none."""
-  value = fields.get(name)
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise broken(f"{name!r} of {where}", "be a number, not negative", value)
-  if not math.isfinite(value) or value < 0:
-    raise broken(f"{name!r} of {where}", "be a number, not negative", value)
-  if positive and not value:
-    raise broken(f"{name!r} of {where}", "be positive", value)
-  return float(value)
-
-
-def broken(what: str, must: str, value: Any) -> ValueError:
-  """The error that names the field, its rule, its value and the remedy."""
-  return ValueError(f"{what} must {must}, got {value!r}; {REMEDY}.")
-
-
-# Known machines: figures that others publish, each with its source.
+# --- known machines -----------------------------------------------------------
 #
-# What a vendor publishes is a peak: what collectives reach of it has to be
-# measured (`zenjax.planner.measure_links`). A bandwidth here is what one device
-# receives while it sends as many bytes; vendors state both directions added up.
-# Latencies are of one message between two devices.
+# Vendors publish peaks; the part of it that collectives reach has to be
+# measured. A bandwidth here is what one device receives while it sends as many
+# bytes; vendors state the sum of both directions. Latencies are those of one
+# message between two devices.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +273,10 @@ class Machine:
 
   Attributes:
     bandwidth: Bytes a second that a device receives.
-    latency_s: Of a message.
-    memory_bytes: Of a device.
+    latency_s: Latency of a message.
+    memory_bytes: Memory of a device.
     memory_bandwidth: Bytes a second that a device reads or writes there.
-    source: Where these are from, and of what kind they are.
+    source: Publication of these figures, and their kind.
   """
 
   bandwidth: float
@@ -224,12 +287,12 @@ class Machine:
 
   @property
   def work(self) -> Work:
-    """The least that a device's own part can take: its memory's peak.
+    """The least that a device's own part can take, by its memory's peak.
 
-    To find nonzero rows a table is read once. What is received passes through
-    memory twice, as it is packed or merged and as it is written, and is read
-    and written each time. No kernel starts and no row is looked up in no time,
-    as it says here: `zenjax.planner.measure_work` knows more.
+    A table is read once to find its nonzero rows. What is received passes
+    through memory twice, as it is packed or merged and as it is written, and is
+    read and written each time. Starting kernels and looking up rows count as
+    nothing here; `zenjax.planner.measure_work` measures them.
     """
     byte_s = 1 / self.memory_bandwidth
     return Work(mask_byte=byte_s, move_byte=4 * byte_s)
@@ -295,7 +358,7 @@ NETWORK_SOURCE = "its line rate, a peak; latency from NCCL's tuning table"
 
 
 def known_machine(name: str) -> Machine:
-  """Raises `ValueError` where `name` is not in `MACHINES`."""
+  """Returns an entry of `MACHINES`; raises `ValueError` if there is none."""
   if name not in MACHINES:
     raise ValueError(
       f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}; measure"
@@ -305,7 +368,7 @@ def known_machine(name: str) -> Machine:
 
 
 def network(rate: str) -> tuple[float, float]:
-  """Bytes a second and seconds a message of a port, from say "100gbit".
+  """Returns bytes a second and seconds a message of a port, say "100gbit".
 
   Raises:
     ValueError: `rate` is no number with "gbit" or "mbit" after it.
@@ -320,218 +383,112 @@ def network(rate: str) -> tuple[float, float]:
   return bits / 8, _NCCL_NETWORK_S
 
 
-_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-  """The links of a machine and the memory of its devices.
-
-  Attributes:
-    levels: From the slowest link to the fastest, as the axes of `zen_sync`.
-    memory_bytes: Of a device; None where it does not matter.
-    name: Of the machine.
-    source: Where the figures are from, and whether they were measured.
-
-  Example:
-    >>> import zenjax
-    >>> pod = zenjax.planner.Topology.preset(
-    ...   "h100", 8, hosts=4, network="400gbit"
-    ... )
-    >>> [(level.name, level.devices) for level in pod.levels]
-    [('host', 4), ('device', 8)]
-    >>> pod.devices, pod.levels[1].link.bandwidth
-    (32, 450000000000.0)
-    >>> zenjax.planner.Topology.from_json(pod.to_json()) == pod
-    True
-  """
-
-  levels: tuple[Level, ...]
-  memory_bytes: float | None = None
-  name: str = ""
-  source: str = ""
-
-  def __post_init__(self):
-    names = [level.name for level in self.levels]
-    if not names or len(set(names)) != len(names):
-      raise ValueError(
-        "`levels` of a Topology must name at least one axis, each once, got"
-        f" {names}."
-      )
-    if self.memory_bytes is not None and not self.memory_bytes > 0:
-      raise ValueError(
-        "`memory_bytes` of a Topology must be positive or None, got"
-        f" {self.memory_bytes!r}."
-      )
-
-  @property
-  def devices(self) -> int:
-    """All of them."""
-    return math.prod(self.sizes)
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    """Devices along each level."""
-    return tuple(level.devices for level in self.levels)
-
-  @property
-  def links(self) -> dict[str, Link]:
-    """That of each axis, as the cost model takes them."""
-    return {level.name: level.link for level in self.levels}
-
-  def level(self, name: str) -> Level:
-    """The level called `name`; raises `ValueError` where there is none."""
-    for level in self.levels:
-      if level.name == name:
-        return level
-    names = [level.name for level in self.levels]
-    raise ValueError(f"`name` must be a level, one of {names}, got {name!r}.")
-
-  def resized(self, **devices: int) -> "Topology":
-    """The same links with so many devices along the named levels.
-
-    Curves that were measured hold for the number they were measured with: for
-    another one the link's bandwidth and latency stand.
-    """
-    for name in devices:
-      self.level(name)
-    levels = tuple(
-      dataclasses.replace(x, devices=devices.get(x.name, x.devices))
-      for x in self.levels
-    )
-    return dataclasses.replace(self, levels=levels)
-
-  @classmethod
-  def preset(
-    cls,
-    machine: str,
-    devices: int,
-    *,
-    hosts: int = 1,
-    network: str | None = None,
-    ports: int | None = None,
-  ) -> "Topology":
-    """A known machine, by the figures that are published of it.
-
-    Peaks all of them, and not measurements; `source` says whose. So the
-    device's own work, by its memory's peak, is a floor.
-
-    Args:
-      machine: "h100", "h200", "tpu-v4", "tpu-v5e", "tpu-v5p" or "tpu-v6e".
-      devices: That its own fabric joins.
-      hosts: How many such groups there are.
-      network: Between them, say "100gbit" or "25gbit": of one port.
-      ports: Of such a group; by default one a device. A device has its share.
-
-    Raises:
-      ValueError: `machine` or `network` is not known, or hosts are joined by
-        nothing.
-    """
-    known = known_machine(machine)
-    link = Link(
-      bandwidth=known.bandwidth, latency_s=known.latency_s, work=known.work
-    )
-    levels = [Level(name="device", devices=devices, link=link)]
-    source = f"{machine}: {known.source}"
-    if (hosts > 1) != (network is not None):
-      raise ValueError(
-        "`network` must be given where `hosts` exceeds 1, and only there, got"
-        f" {hosts=} and {network=}; say network='100gbit'."
-      )
-    if network is not None:
-      share = (devices if ports is None else ports) / devices
-      outer = _network_level("host", hosts, network, share, known.work)
-      levels.insert(0, outer)
-      source += f"; {network}: {NETWORK_SOURCE}"
-    return cls(
-      levels=tuple(levels),
-      memory_bytes=known.memory_bytes,
-      name=machine,
-      source=source,
-    )
-
-  @classmethod
-  def network(
-    cls, rate: str, hosts: int, machine: str | None = None
-  ) -> "Topology":
-    """Hosts of one device each on a network at line rate.
-
-    Args:
-      rate: Say "100gbit".
-      hosts: How many.
-      machine: Whose devices these are, as for `preset`: its memory tells how
-        long a device's own work takes at least. Without one it takes no time.
-
-    Raises:
-      ValueError: `rate` or `machine` is not known.
-    """
-    known = None if machine is None else known_machine(machine)
-    work = known.work if known else Work()
-    source = f"{rate}: {NETWORK_SOURCE}"
-    return cls(
-      levels=(_network_level("host", hosts, rate, 1.0, work),),
-      memory_bytes=known.memory_bytes if known else None,
-      name=f"{machine} on {rate}" if known else rate,
-      source=f"{source}; {machine}: {known.source}" if known else source,
-    )
-
-  def to_json(self) -> str:
-    """All of it, as text that `from_json` reads."""
-    document = {
-      "version": _VERSION,
-      "name": self.name,
-      "source": self.source,
-      "memory_bytes": self.memory_bytes,
-      "levels": [level_document(level) for level in self.levels],
-    }
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"
-
-  @classmethod
-  def from_json(cls, text: str) -> "Topology":
-    """Reads what `to_json` wrote.
-
-    Raises:
-      ValueError: It is no JSON, of another version, or holds what cannot be;
-        the message names the entry.
-    """
-    try:
-      document = json.loads(text)
-    except ValueError as error:
-      raise ValueError(
-        f"`text` must be a topology in JSON: {error}; {REMEDY}."
-      ) from error
-    fields = object(document, "the topology")
-    if fields.get("version") != _VERSION:
-      raise broken(
-        "the topology", f"be of version {_VERSION}", fields.get("version")
-      )
-    levels = get(fields, "levels", list, "the topology")
-    memory = fields.get("memory_bytes")
-    return cls(
-      levels=tuple(parse(x, i) for i, x in enumerate(levels)),
-      memory_bytes=None
-      if memory is None
-      else number(fields, "memory_bytes", "the topology"),
-      name=get(fields, "name", str, "the topology"),
-      source=get(fields, "source", str, "the topology"),
-    )
-
-  @classmethod
-  def load(cls, path: str | os.PathLike) -> "Topology":
-    """Reads a file of `to_json`; raises `ValueError` as `from_json` does."""
-    try:
-      text = pathlib.Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-      raise ValueError(
-        f"`path` must be a topology's file, but {os.fspath(path)!r} cannot be"
-        f" read ({error.strerror}); {REMEDY}."
-      ) from error
-    return cls.from_json(text)
-
-
-def _network_level(
-  name: str, hosts: int, rate: str, share: float, work: Work
-) -> Level:
+def _network_level(hosts: int, rate: str, share: float, work: Work) -> Level:
   bandwidth, latency_s = network(rate)
   link = Link(bandwidth=bandwidth * share, latency_s=latency_s, work=work)
-  return Level(name=name, devices=hosts, link=link)
+  return Level(name="host", devices=hosts, link=link)
+
+
+# --- JSON ---------------------------------------------------------------------
+
+_VERSION = 1
+_REMEDY = "write it with `Topology.to_json`, or measure with `measure_links`"
+_Seconds = Annotated[float, NOT_NEGATIVE]
+_Rate = Annotated[float, POSITIVE]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CurveRecord:
+  op: str
+  devices: int
+  points: Annotated[tuple[tuple[_Seconds, _Seconds], ...], NOT_EMPTY]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FitRecord:
+  op: str
+  latency_s: _Seconds
+  bandwidth: _Rate | None  # None if infinite, which JSON does not have
+  error: _Seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LevelRecord:
+  name: str
+  devices: Annotated[int, POSITIVE]
+  bandwidth: _Rate
+  latency_s: _Seconds
+  buffer_s: _Seconds = 0.0  # older files have none
+  work: Work = Work()
+  curves: tuple[_CurveRecord, ...]
+  fits: tuple[_FitRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TopologyRecord:
+  name: str
+  source: str
+  memory_bytes: _Rate | None = None
+  levels: tuple[_LevelRecord, ...]
+
+
+def _level_record(level: Level) -> _LevelRecord:
+  link = level.link
+  return _LevelRecord(
+    name=level.name,
+    devices=level.devices,
+    bandwidth=link.bandwidth,
+    latency_s=link.latency_s,
+    buffer_s=link.buffer_s,
+    work=link.work,
+    curves=tuple(
+      _CurveRecord(op=op, devices=n, points=points)
+      for (op, n), points in sorted(link.curves.items())
+    ),
+    fits=tuple(
+      _FitRecord(
+        op=fit.op,
+        latency_s=fit.latency_s,
+        bandwidth=fit.bandwidth if math.isfinite(fit.bandwidth) else None,
+        error=fit.error,
+      )
+      for fit in level.fits
+    ),
+  )
+
+
+def _parsed(text: str, source: Source) -> Topology:
+  fields = checked_json.fields(text, ("version", _VERSION), source)
+  record = checked_json.parse(_TopologyRecord, fields, source)
+  try:
+    return Topology(
+      levels=tuple(map(_level, record.levels)),
+      memory_bytes=record.memory_bytes,
+      name=record.name,
+      source=record.source,
+    )
+  except ValueError as error:
+    raise source.broken(f"is refused: {str(error).rstrip('.')}") from error
+
+
+def _level(record: _LevelRecord) -> Level:
+  return Level(
+    name=record.name,
+    devices=record.devices,
+    link=Link(
+      bandwidth=record.bandwidth,
+      latency_s=record.latency_s,
+      buffer_s=record.buffer_s,
+      curves={(x.op, x.devices): x.points for x in record.curves},
+      work=record.work,
+    ),
+    fits=tuple(
+      Fit(
+        op=x.op,
+        latency_s=x.latency_s,
+        bandwidth=math.inf if x.bandwidth is None else x.bandwidth,
+        error=x.error,
+      )
+      for x in record.fits
+    ),
+  )

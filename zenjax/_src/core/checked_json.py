@@ -1,0 +1,145 @@
+"""JSON read into dataclasses, every value checked by its type hint.
+
+A hint is a scalar, `X | None`, a tuple, a dataclass, or one of these annotated
+with rules: `Annotated[int, POSITIVE]`. Errors name the document, the place in
+it, the rule, the value and the remedy.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import json
+import sys
+import types
+import typing
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+  """A document as errors name it, and the remedy if it is broken."""
+
+  name: str
+  remedy: str
+
+  def broken(self, what: str, at: str = "") -> ValueError:
+    """Returns the error for the document, or for the value `at` a place."""
+    name = f"`{at}` of {self.name}" if at else self.name
+    return ValueError(f"{name} {what}; {self.remedy}.")
+
+
+class Rule(NamedTuple):
+  """A condition on a value, and what it must be in words."""
+
+  text: str
+  holds: Callable[[Any], bool]
+
+
+POSITIVE = Rule("positive", lambda x: x > 0)
+NOT_NEGATIVE = Rule("not negative", lambda x: x >= 0)
+NOT_EMPTY = Rule("a list of one or more", lambda x: len(x) > 0)
+
+_KINDS = {
+  bool: "true or false",
+  float: "a finite number",
+  int: "a whole number",
+  str: "a string",
+}
+
+
+def fields(text: str, version: tuple[str, int], source: Source) -> dict:
+  """Reads the fields of an object that begins with its version.
+
+  Args:
+    text: JSON.
+    version: Name and value of that field, which is left out of the result.
+    source: For errors.
+  """
+  try:
+    document = json.loads(text)
+  except ValueError as error:
+    raise source.broken(f"is no JSON ({error}): was it cut short?") from error
+  if not isinstance(document, dict):
+    raise source.broken(f"must be an object, got {document!r:.60}")
+  key, wanted = version
+  found = document.pop(key, None)
+  if found != wanted:
+    raise source.broken(
+      f"must be of version {wanted}, got {found!r}: another zenjax wrote it"
+    )
+  return document
+
+
+def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
+  """Returns `value` as its hint says.
+
+  Args:
+    hint: Its type. A value that is of the dataclass already is left as it is.
+    value: From JSON; tuples are taken for lists.
+    source: For errors.
+    at: Its place in the document.
+
+  Raises:
+    ValueError: It is of another type, breaks a rule, or its dataclass refuses
+      it.
+  """
+  must = lambda rule: source.broken(f"must be {rule}, got {value!r:.60}", at)
+  origin, parts = typing.get_origin(hint), typing.get_args(hint)
+  if origin is typing.Annotated:
+    found = parse(parts[0], value, source, at)
+    for rule in parts[1:]:
+      if not rule.holds(found):
+        raise must(rule.text)
+    return found
+  if origin in (types.UnionType, typing.Union):
+    (kind,) = set(parts) - {types.NoneType}
+    return None if value is None else parse(kind, value, source, at)
+  if origin is tuple:
+    if not isinstance(value, list | tuple):
+      raise must("a list")
+    if parts[-1] is Ellipsis:
+      parts = parts[:1] * len(value)
+    if len(value) != len(parts):
+      raise must(f"a list of {len(parts)}")
+    return tuple(
+      parse(kind, x, source, f"{at}[{i}]")
+      for i, (kind, x) in enumerate(zip(parts, value))
+    )
+  if dataclasses.is_dataclass(hint):
+    return (
+      value if isinstance(value, hint) else _record(hint, value, source, at)
+    )
+  if hint is float and type(value) in (int, float):
+    if abs(value) <= sys.float_info.max:  # NaN is not.
+      return float(value)
+  if hint is float or type(value) is not hint:  # True is no number here.
+    raise must(_KINDS[hint])
+  return value
+
+
+def _record(kind: Any, value: Any, source: Source, at: str) -> Any:
+  if not isinstance(value, dict):
+    raise source.broken(f"must be an object, got {value!r:.60}", at)
+  hints = typing.get_type_hints(kind, include_extras=True)
+  known = {field.name: field for field in dataclasses.fields(kind)}
+  missing = dataclasses.MISSING
+  needed = [
+    name
+    for name, field in known.items()
+    if field.default is missing and field.default_factory is missing
+  ]
+  unknown = sorted(set(value) - set(known))
+  lacking = [name for name in needed if name not in value]
+  if unknown or lacking:
+    raise source.broken(
+      f"must hold {sorted(known)}, but has unknown {unknown} and lacks"
+      f" {lacking}",
+      at,
+    )
+  prefix = f"{at}." if at else ""
+  read = {
+    name: parse(hints[name], x, source, prefix + name)
+    for name, x in value.items()
+  }
+  try:
+    return kind(**read)
+  except ValueError as error:
+    raise source.broken(f"is refused: {str(error).rstrip('.')}", at) from error
