@@ -125,7 +125,7 @@ def _of_trace(trace, steps):
   ]
 
 
-def _plan_table(table: traces.Table) -> Table:
+def _plan_table(table: traces.TableInfo) -> Table:
   dtype = jnp.dtype(table.dtype)
   return Table(
     name=table.name,

@@ -21,12 +21,14 @@ from zenjax._src.planner import what_if
 
 ROWS, WIDTH, DEVICES, STEPS = 20_000, 32, 4, 4
 LEAVES = (
-  traces.Leaf(name="bias", shape=(WIDTH,), dtype="float32"),
-  traces.Leaf(name="table", shape=(ROWS, WIDTH), dtype="float32"),
-  traces.Leaf(name="w", shape=(64, 64), dtype="float32"),
+  traces.LeafInfo(name="bias", shape=(WIDTH,), dtype="float32"),
+  traces.LeafInfo(name="table", shape=(ROWS, WIDTH), dtype="float32"),
+  traces.LeafInfo(name="w", shape=(64, 64), dtype="float32"),
 )
 HEADER = traces.Header(
-  tables=(traces.Table(name="table", rows=ROWS, width=WIDTH, dtype="float32"),),
+  tables=(
+    traces.TableInfo(name="table", rows=ROWS, width=WIDTH, dtype="float32"),
+  ),
   devices=DEVICES,
   steps=STEPS,
   leaves=LEAVES,

@@ -123,7 +123,7 @@ def test_devices_are_counted(devices):
 
 
 def test_traces_are_of_the_model_that_is_planned(tmp_path):
-  tables = (traces.Table(name="embed", rows=40, width=4, dtype="float32"),)
+  tables = (traces.TableInfo(name="embed", rows=40, width=4, dtype="float32"),)
   header = traces.Header(tables=tables, devices=2, steps=3)
   traces.create(tmp_path, header)
   for number, step in enumerate(recorded(3, 2, 40)):

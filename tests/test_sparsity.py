@@ -120,7 +120,9 @@ def test_steps_are_cut_and_pooled():
 
 
 def _record(directory, steps, rows=16, width=8):
-  table = traces.Table(name="embed", rows=rows, width=width, dtype="float32")
+  table = traces.TableInfo(
+    name="embed", rows=rows, width=width, dtype="float32"
+  )
   header = traces.Header(
     tables=(table,), devices=len(steps[0]), steps=len(steps)
   )

@@ -18,8 +18,8 @@ from zenjax._src.planner import record
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 _HEADER = traces.Header(
   tables=(
-    traces.Table(name="embed", rows=10, width=4, dtype="float32"),
-    traces.Table(name="softmax", rows=6, width=2, dtype="bfloat16"),
+    traces.TableInfo(name="embed", rows=10, width=4, dtype="float32"),
+    traces.TableInfo(name="softmax", rows=6, width=2, dtype="bfloat16"),
   ),
   devices=2,
   steps=2,
@@ -103,7 +103,9 @@ def test_directory_must_be_free(recorded, tmp_path):
   file.write_text("")
   with pytest.raises(ValueError, match="is a file; give another"):
     traces.create(file, _HEADER)
-  with pytest.raises(ValueError, match="steps as a positive integer: 0"):
+  with pytest.raises(
+    ValueError, match="`steps` of `header` must be positive, got 0"
+  ):
     empty = traces.Header(tables=_HEADER.tables, devices=2, steps=0)
     traces.create(tmp_path / "new", empty)
 
@@ -113,13 +115,28 @@ def test_directory_must_be_free(recorded, tmp_path):
   [
     (lambda d: d.update(version=2), "version 1, got 2"),
     (lambda d: d.pop("version"), "version 1, got None"),
-    (lambda d: d.update(tables=[]), "must list tables"),
-    (lambda d: d.update(tables=[3]), "an object for each table, got 3"),
-    (lambda d: d["tables"][0].pop("name"), "a table's name"),
-    (lambda d: d["tables"][0].update(rows=0), "rows as a positive integer: 0"),
-    (lambda d: d["tables"][0].update(dtype="f33"), "a dtype, got 'f33'"),
-    (lambda d: d["tables"][0].update(name="softmax"), "each table once"),
-    (lambda d: d.update(devices=True), "devices as a positive integer: True"),
+    (
+      lambda d: d.update(tables=[]),
+      r"`tables` of .*trace.json must be a list of one or more",
+    ),
+    (
+      lambda d: d.update(tables=[3]),
+      r"`tables\[0\]` of .* must be an object, got 3",
+    ),
+    (lambda d: d["tables"][0].pop("name"), r"`tables\[0\]` .*lacks \['name'\]"),
+    (
+      lambda d: d["tables"][0].update(rows=0),
+      r"`tables\[0\].rows`.*positive, got 0",
+    ),
+    (
+      lambda d: d["tables"][0].update(dtype="f33"),
+      r"`tables\[0\].dtype`.*a dtype, got 'f33'",
+    ),
+    (
+      lambda d: d["tables"][0].update(name="softmax"),
+      "`tables`.*different names",
+    ),
+    (lambda d: d.update(devices=True), "`devices`.*whole number, got True"),
     (lambda d: d.update(devices=3), "000000.npz must hold offsets of"),
     (lambda d: d.update(steps=3), "step-000002.npz is missing"),
     (lambda d: d["tables"][0].update(rows=9), "holds row 9 of table 'embed'"),
@@ -151,7 +168,7 @@ def test_files_cut_short(recorded):
   header.write_text(text[: len(text) // 2])
   _refused(recorded, "trace.json is no JSON")
   header.write_text("[]")
-  _refused(recorded, r"must hold an object, got \[\]")
+  _refused(recorded, r"must be an object, got \[\]")
   header.unlink()
   with pytest.raises(ValueError, match="must hold a trace, but .*trace.json"):
     traces.read(recorded)
@@ -201,7 +218,7 @@ def test_rows_are_nonzero_by_their_bits():
   table[4, 0] = 1e-45  # subnormal
   table[7, 1] = np.nan
   table[10] = -1.0
-  tables = (traces.Table(name="t", rows=11, width=3, dtype="float32"),)
+  tables = (traces.TableInfo(name="t", rows=11, width=3, dtype="float32"),)
   rows = record.nonzero_rows
   for dtype in (jnp.float32, jnp.bfloat16):
     kept = jnp.asarray(table, dtype)
@@ -216,7 +233,7 @@ def test_look_ups_that_cancel_touch_no_row():
   values = np.zeros((7, 2), np.float32)
   values[:, 1] = [1, -1, 1, -0.0, np.nan, 1, 1]
   ids = np.array([3, 3, 5, 6, 8, 9, 9])
-  tables = (traces.Table(name="t", rows=9, width=2, dtype="float32"),)
+  tables = (traces.TableInfo(name="t", rows=9, width=2, dtype="float32"),)
   rows = record.nonzero_rows
   given = zenjax.SparseRows(ids, values, 9)  # Row 9 is padding.
   for grads in given, given.to_dense():
@@ -353,16 +370,19 @@ def test_leaves_of_the_model_are_told(tmp_path):
   with zenjax.planner.record(tmp_path / "t", params, steps=1) as recorder:
     recorder.write(recorder.rows({"bias": params["bias"], "embed": rows}))
   bias, embed = traces.read_header(tmp_path / "t").leaves
-  assert bias == traces.Leaf(name="bias", shape=(3,), dtype="float32")
+  assert bias == traces.LeafInfo(name="bias", shape=(3,), dtype="float32")
   assert (embed.shape, embed.look_ups) == ((1000, 20), 2)
 
 
 @pytest.mark.parametrize(
   "leaves, words",
   [
-    (3, "must list leaves, got leaves=3"),
-    ([{"name": "a", "dtype": "float32"}], "must give a leaf's shape"),
-    ([{"name": "a", "dtype": "f", "shape": [-1]}], "a leaf's shape"),
+    (3, "`leaves` of .* must be a list, got 3"),
+    ([{"name": "a", "dtype": "float32"}], r"`leaves\[0\]` .*lacks \['shape'\]"),
+    (
+      [{"name": "a", "dtype": "f", "shape": [-1]}],
+      r"`leaves\[0\].shape\[0\]` .*not negative, got -1",
+    ),
     ([{"name": "a", "dtype": "float32", "shape": [3]}], "hold table 'embed'"),
   ],
 )

@@ -47,9 +47,9 @@ class Recorder:
   def __init__(
     self,
     directory: str | os.PathLike,
-    tables: Sequence[traces.Table],
+    tables: Sequence[traces.TableInfo],
     steps: int,
-    leaves: Sequence[traces.Leaf] = (),
+    leaves: Sequence[traces.LeafInfo] = (),
   ):
     traces.check_free(directory)
     self.tables = tuple(tables)
@@ -177,13 +177,15 @@ def record(
       " small or too wide; name one by `sparse`."
     )
   leaves = [
-    traces.Leaf(name=name, shape=tuple(x.shape), dtype=jnp.dtype(x.dtype).name)
+    traces.LeafInfo(
+      name=name, shape=tuple(x.shape), dtype=jnp.dtype(x.dtype).name
+    )
     for name, x in _named(params).items()
   ]
   return Recorder(directory, tables, steps, leaves)
 
 
-def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
+def _tables(params: Any, sparse: Any) -> tuple[traces.TableInfo, ...]:
   """The leaves that zen_sync sends sparse, whichever way they travel."""
   tx = zen_sync.zen_sync("data", sparse=sparse)
   chosen = jax.eval_shape(tx.init, params).leaves
@@ -193,12 +195,12 @@ def _tables(params: Any, sparse: Any) -> tuple[traces.Table, ...]:
       rows, width = leaf_util.table_shape(leaf, "row")
       dtype = leaf.dtype.name
       tables.append(
-        traces.Table(name=name, rows=rows, width=width, dtype=dtype)
+        traces.TableInfo(name=name, rows=rows, width=width, dtype=dtype)
       )
   return tuple(tables)
 
 
-def nonzero_rows(grads: Any, tables: Sequence[traces.Table]) -> RowSets:
+def nonzero_rows(grads: Any, tables: Sequence[traces.TableInfo]) -> RowSets:
   """What `Recorder.rows` gives, of these tables."""
   leaves = _named(grads)
   return RowSets(

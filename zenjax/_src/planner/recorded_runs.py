@@ -81,7 +81,7 @@ def recorded(trace: traces.Trace) -> Recorded:
   growths = dict(union_growth.growth_of(trace))
   header = trace.header
   leaves = header.leaves or tuple(
-    traces.Leaf(name=t.name, shape=(t.rows, t.width), dtype=t.dtype)
+    traces.LeafInfo(name=t.name, shape=(t.rows, t.width), dtype=t.dtype)
     for t in header.tables
   )
   rest = [leaf for leaf in leaves if leaf.name not in growths]
@@ -125,7 +125,7 @@ def profiles(
 
 
 def _gradients(
-  leaves: Sequence[traces.Leaf], ready: Sequence[float]
+  leaves: Sequence[traces.LeafInfo], ready: Sequence[float]
 ) -> list[Gradient]:
   return [
     Gradient(

@@ -161,7 +161,7 @@ class Plan:
     return any(leaf.scheme != DENSE for leaf in self.leaves)
 
   def sparse(self, name: str, leaf: Any) -> bool:
-    """Returns True for leaves that travel sparse, as `zen_sync(sparse=)` asks."""
+    """Returns True for leaves that travel sparse, for `zen_sync(sparse=)`."""
     del leaf
     known = self.by_name.get(name)
     return known is not None and known.scheme != DENSE
