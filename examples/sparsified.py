@@ -19,7 +19,6 @@ LOCAL = {"top_k": zenjax.sparsify.top_k, "random_k": zenjax.sparsify.random_k}
 
 KINDS = (*EXCLUSIVE, *LOCAL)
 
-_SENT = ("rounds", "wire_bytes", "dense_bytes")
 
 # Steps after which a threshold has settled.
 SETTLED = 100
@@ -74,12 +73,8 @@ def stats(opt_state: Any) -> dict[str, dict[str, float]]:
   Returns:
     Under "sparsifier" numbers as `zenjax.stats` has them of `exdyna`.
   """
-  found = zenjax.stats(opt_state)
-  if "sparsifier" in found:
-    return {"sparsifier": found["sparsifier"]}
-  ((name, numbers),) = zenjax.sparsify.sparsifier_stats(opt_state).items()
-  sent = {key: found[name][key] for key in _SENT}
-  return {"sparsifier": numbers | sent}
+  (numbers,) = zenjax.stats(opt_state).values()
+  return {"sparsifier": numbers}
 
 
 def settled(history: History) -> dict[str, float]:

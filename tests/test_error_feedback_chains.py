@@ -83,8 +83,8 @@ def bound(*runs: np.ndarray) -> Any:
 
 def check_stats(state, synced):
   """What was selected, beside what `zen_sync` counted."""
-  told = zenjax.sparsify.sparsifier_stats(state)["leaf"]
-  assert told["density"] == pytest.approx(0.02) == told["density_wanted"]
+  told = zenjax.stats(state)["leaf"]
+  assert told["selected"] == pytest.approx(0.02) == told["density_wanted"]
   assert told["imbalance"] == 1 and np.isnan(told["threshold"])
   assert 3 < told["build_up"] == pytest.approx(synced["growth"])
   residual = np.asarray(state[0].leaves["leaf"].residual, np.float64)

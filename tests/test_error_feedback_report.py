@@ -11,6 +11,7 @@ import pytest
 import runners
 
 import zenjax
+from zenjax._src.report import report
 from zenjax._src.report import stats
 
 N, SIZE = 2, 2_000
@@ -65,9 +66,9 @@ def test_every_number_of_every_leaf(kind):
   assert title == "error_feedback after 2 steps on 2 devices"
   names = re.split(r"\s{2,}", headings.strip())
   cells = dict(zip(["name", *names], row.split(), strict=True))
-  told = zenjax.sparsify.sparsifier_stats(state)["a"]
+  told = zenjax.stats(state)["a"]
   assert cells.pop("name") == "a"
-  assert cells["density"] == f"{told['density']:.3%}"
+  assert cells["density"] == f"{told['selected']:.3%}"
   assert cells["imbalance"] == f"{told['imbalance']:.2f}"
   assert cells["residual"] == f"{told['residual_norm']:.3g}" != "0"
   if kind == "threshold":
@@ -94,9 +95,7 @@ def test_a_chain_that_selects_from_no_leaf():
 def test_one_process_of_several_asks_for_no_number(monkeypatch):
   """That would wait for the others for ever."""
   state = after(MAKE["top_k"](), 1)
-  monkeypatch.setattr(stats, "_is_here", lambda _: False)
-  monkeypatch.setattr(stats, "of_feedback", None)
+  monkeypatch.setattr(report, "_is_here", lambda _: False)
+  monkeypatch.setattr(stats, "selected_leaves", None)
   (line,) = lines(state)
-  assert (
-    "several processes" in line and "zenjax.sparsify.sparsifier_stats" in line
-  )
+  assert "several processes" in line and "zenjax.stats" in line

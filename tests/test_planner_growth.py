@@ -1,9 +1,9 @@
 """Union growth from pooled steps: exact, with its error, and on real ids."""
 
+import dataclasses
 import itertools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,8 +11,8 @@ from benchmarks import growth_ids
 from benchmarks import workloads
 from examples import corpus
 from zenjax import traces
+from zenjax._src.planner import recorded_runs
 from zenjax._src.planner import union_growth
-from zenjax._src.schemes import buffer_sizes
 
 
 def recorded(steps: int, devices: int, rows: int, seed: int = 0):
@@ -128,19 +128,18 @@ def test_traces_are_of_the_model_that_is_planned(tmp_path):
   traces.create(tmp_path, header)
   for number, step in enumerate(recorded(3, 2, 40)):
     traces.write_step(tmp_path, header, number, [step])
-  trace = traces.read(tmp_path)
-  dtype = jnp.dtype(jnp.float32)
-  made = lambda name, rows: buffer_sizes.Table(
-    name=name, num_rows=rows, width=4, dtype=dtype, wire_dtype=dtype
-  )
-  found = union_growth.growth_of(trace, [made("embed", 40)])
-  assert found["embed"].pooled == 6
-  for name, rows, said in (
-    ("embed", 41, r"'embed' \(41, 4\) it holds \(40, 4\)"),
-    ("other", 40, r"'other' \(40, 4\) it holds nothing"),
+  run = recorded_runs.recorded(traces.read(tmp_path))
+  assert run.growths["embed"].pooled == run.pooled == 6
+  (embed,) = run.gradients
+  found = recorded_runs.profiles(tmp_path, [embed], 6)
+  assert found["embed"].union == run.growths["embed"].union(6)
+  for change, said in (
+    ({"shape": (41, 4)}, r"'embed' 40 x 4 there, \(41, 4\) here"),
+    ({"name": "other"}, r"'embed' 40 x 4 there, none here"),
   ):
+    other = dataclasses.replace(embed, **change)
     with pytest.raises(ValueError, match=f"`trace` must be.*{said}"):
-      union_growth.growth_of(trace, [made(name, rows)])
+      recorded_runs.profiles(tmp_path, [other], 6)
 
 
 # --- what others have published, and real ids -------------------------------

@@ -1,5 +1,7 @@
 """What a report says beside its numbers."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,9 +115,11 @@ def test_report_where_nothing_was_exchanged(steps):
   assert zenjax.report(state) == f"zen_sync: {told[steps]}"
 
 
-@pytest.mark.parametrize("name", ["stats", "report", "advise", "profile"])
+@pytest.mark.parametrize(
+  "name", ["stats", "report", "advise", "planner.profile"]
+)
 def test_numbers_are_read_outside_of_jit(name):
   state = ZEN.init(jnp.zeros((ROWS, 8)))
   with pytest.raises(TypeError) as error:
-    jax.eval_shape(getattr(zenjax, name), state)
+    jax.eval_shape(operator.attrgetter(name)(zenjax), state)
   names(error, "`state`", "`jit`", f"`zenjax.{name}`", "outside")

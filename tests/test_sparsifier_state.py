@@ -70,9 +70,9 @@ def test_several_sparsifiers_are_told_apart():
   state = jax.jit(jax.vmap(step, axis_name="data"))(
     jax.tree.map(lambda x: jnp.arange(16.0).reshape(2, 8), params)
   )
-  told = zenjax.sparsify.sparsifier_stats(jax.tree.map(lambda x: x[0], state))
+  told = zenjax.stats(jax.tree.map(lambda x: x[0], state))
   wanted = {name: stats["density_wanted"] for name, stats in told.items()}
-  assert wanted == {"all": 0.25, "all 2": 0.5}
+  assert wanted == {"sparsifier": 0.25, "sparsifier 2": 0.5}
 
 
 def test_a_sparsifier_of_no_leaf():

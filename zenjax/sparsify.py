@@ -1,6 +1,5 @@
 """Sparsifiers: a small part of a dense gradient now, the rest later."""
 
-from zenjax._src.report.stats import sparsifier_stats
 from zenjax._src.sparsify.error_feedback import error_feedback
 from zenjax._src.sparsify.exdyna import exdyna
 from zenjax._src.sparsify.exdyna import micro
@@ -17,7 +16,6 @@ __all__ = (
   "exdyna",
   "micro",
   "random_k",
-  "sparsifier_stats",
   "SparsifierState",
   "SparsifierStats",
   "threshold",

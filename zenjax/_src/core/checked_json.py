@@ -103,7 +103,7 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
       parse(kind, x, source, f"{at}[{i}]")
       for i, (kind, x) in enumerate(zip(parts, value))
     )
-  if dataclasses.is_dataclass(hint):
+  if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return (
       value if isinstance(value, hint) else _record(hint, value, source, at)
     )

@@ -1,1 +1,1 @@
-"""What links and devices cost."""
+"""Machines: links, devices, and the time that exchanges take on them."""

@@ -1,10 +1,10 @@
-"""What an exchange should take: its messages on a link, and local work.
+"""Cost model: the predicted time of an exchange on links and devices.
 
     seconds = sum over messages (steps * latency + bytes / bandwidth)
               + mask + rows handled
 
-Messages are the schemes' own formulas (`Scheme.expected_messages`), so what is
-predicted is what is sent.
+Messages are the schemes' own formulas (`Scheme.expected_messages`), so the
+predicted bytes are those that are sent.
 """
 
 from collections.abc import Mapping
@@ -28,15 +28,15 @@ from zenjax._src.schemes.registry import SPARSE
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-  """What was measured of a table's gradients.
+  """Measured densities of a table's gradients.
 
   Attributes:
     rows: Nonzero rows of a device, mean.
-    fullest: Those of the device that has most.
+    fullest: Nonzero rows of the device that has most.
     union: Nonzero rows of all devices together.
-    devices: How many these are.
-    skew: Load of the fullest of as many ranges of rows over the mean, of a
-      device's rows and of the union's; None if it was not measured, and ranges
+    devices: Number of these devices.
+    skew: Load of the fullest of as many ranges of rows over the mean, for a
+      device's rows and for the union's; None if it was not measured, and ranges
       are then not predicted.
 
   Example:
@@ -55,9 +55,9 @@ class Profile:
   skew: tuple[float, float] | None = None
 
   def union_of(self, devices: int) -> float:
-    """Of another number of devices: a power law through what was seen.
+    """Extrapolates the union to other devices by a power law.
 
-    One device shows no growth: a vocabulary's is assumed.
+    One device shows no growth: that of a vocabulary is assumed.
     """
     if self.rows <= 0:
       return self.union
@@ -69,21 +69,21 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-  """What one way to synchronize a table should take.
+  """Predicted time and bytes of one way to synchronize a table.
 
   Attributes:
-    scheme: Its name.
-    column_groups: Of zen; 1 elsewhere.
-    wire_s: On the link.
-    local_s: On the device.
-    mask_s: Of that, before anything is sent.
-    once_s: Of `wire_s`, what tables of one exchange take together but once.
+    scheme: Name of the scheme.
+    column_groups: Column groups of zen; 1 for other schemes.
+    wire_s: Time on the link.
+    local_s: Time on the device.
+    mask_s: The part of `local_s` before anything is sent.
+    once_s: The part of `wire_s` that tables of one exchange pay once together.
     received: Bytes a device receives.
-    collectives: How many.
+    collectives: Number of collectives.
     sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
-      just large enough as far as is known. None of dense ways.
-    phases: What `wire_s` is the sum of: `(axis, collective, devices, bytes)`.
-    apart_s: And this, which no exchange shares.
+      just large enough as far as is known. None for dense schemes.
+    phases: Terms of `wire_s`: `(axis, collective, devices, bytes)`.
+    apart_s: A further term of `wire_s`, which no exchange shares.
   """
 
   scheme: str
@@ -100,7 +100,7 @@ class Prediction:
 
   @property
   def seconds(self) -> float:
-    """In all: nothing is assumed to overlap."""
+    """Total time, if nothing overlaps."""
     return self.wire_s + self.local_s
 
 
@@ -112,9 +112,9 @@ def predict(
   link: Links,
   column_groups: int = 1,
 ) -> Prediction:
-  """Time and bytes of one scheme for one table.
+  """Predicts time and bytes of one scheme for one table.
 
-  A device's own work is that of the fastest axis' link.
+  The device's own work is that of the link along the fastest axis.
 
   Raises:
     ValueError: A scheme of ranges, and `profile.skew` is None.
@@ -161,7 +161,7 @@ def _sparse_messages(
   context: Context,
   column_groups: int,
 ) -> tuple[list[Message], int, tuple[float, float]]:
-  """Messages of sizes just large enough, bytes of a row in them, the sizes."""
+  """Returns messages of just sufficient sizes, bytes of a row, the sizes."""
   scheme = SPARSE[name]
   m, g = scheme.groups(context.sizes, column_groups)
   plan = buffer_sizes.plan_table(
@@ -195,10 +195,10 @@ def _sparse_messages(
 
 
 def _phases(message: Message, context: Context) -> list[Phase]:
-  """Of each level that a message crosses.
+  """Splits a message into the collectives along each axis that it crosses.
 
-  Libraries sum and gather level by level: a slow link carries of an array, for
-  each of the devices that share it, an equal part.
+  Libraries sum and gather level by level: devices that share a slow link each
+  send an equal part of an array over it.
   """
   sizes = dict(zip(context.axes, context.sizes))
   *fast, slowest = reversed([axis for axis in message.axes if axis in sizes])
@@ -245,7 +245,7 @@ def choices(
   context: Context,
   link: Links,
 ) -> list[Prediction]:
-  """Every way that may be best for a table, the fastest first.
+  """Predicts every way that may be best for a table, the fastest first.
 
   The Zen paper's rule, that the best scheme is either Balanced Parallelism or
   Hierarchical Centralization (Theorem 1), with latency, local work and the
@@ -261,13 +261,13 @@ def choices(
 
 
 def assumed(table: Table, devices: int) -> Profile:
-  """A vocabulary's densities, where nothing was measured."""
+  """Returns densities of a vocabulary, for tables that were not measured."""
   rows, union = buffer_sizes.assumed_rows(table, devices)
   return Profile(rows=rows, fullest=rows, union=union, devices=devices)
 
 
 def check_profile(profile: Any) -> None:
-  """Raises `TypeError` where it is no mapping of `Profile`s, and not None."""
+  """Raises `TypeError` unless it is None or a mapping of `Profile`s."""
   fit = isinstance(profile, Mapping) and all(
     isinstance(p, Profile) for p in profile.values()
   )

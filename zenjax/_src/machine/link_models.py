@@ -1,4 +1,4 @@
-"""What connects devices: latency and bandwidth, or measured collectives.
+"""Links between devices: latency and bandwidth, or measured collectives.
 
 A link may be given by two numbers, as in the Zen paper, or by what its
 collectives were measured to take: libraries differ by collective as much as
@@ -52,13 +52,13 @@ def _check_curve(key: tuple[str, int], curve: Curve) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-  """What a device's own work takes, in seconds.
+  """Seconds of a device's own work in an exchange.
 
   Attributes:
-    mask_byte: To find the nonzero rows, a byte of the table.
-    mask_row: The same, a row of it.
-    move_byte: To pack, merge or write a row, a byte of what is received.
-    move_row: The same, a row of it.
+    mask_byte: Finding the nonzero rows, per byte of the table.
+    mask_row: Finding the nonzero rows, per row of the table.
+    move_byte: Packing, merging or writing rows, per byte received.
+    move_row: Packing, merging or writing rows, per row received.
 
   Example:
     >>> import zenjax
@@ -82,17 +82,16 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-  """What connects a device to the others.
+  """The connection of a device to the others.
 
   Attributes:
     bandwidth: Bytes a second that a device receives while it sends as many.
-    latency_s: Of one message between two devices.
-    curves: Measured collectives, by `(name, devices)`, with all that one costs
-      beside its bytes: buffers, and devices that do not arrive together. Where
-      one is missing, bandwidth and latency stand for it.
-    work: What a device's own part takes beside it; by default nothing.
-    buffer_s: Of every buffer but the first in one collective of several, as
-      `lax.pmean` of a tree is: Gloo takes them one after the other.
+    latency_s: Latency of one message between two devices.
+    curves: Measured times of collectives by `(name, devices)`, with all
+      overheads. Bandwidth and latency stand for a collective that is missing.
+    work: Time of the device's own work; by default none.
+    buffer_s: Time of every buffer but the first in a collective of several, as
+      `lax.pmean` of a tree: Gloo sums them one after the other.
 
   Example:
     >>> import zenjax
@@ -125,7 +124,7 @@ class Link:
     return hash((numbers, curves, self.work))
 
   def seconds(self, op: str, devices: int, received: float) -> float:
-    """Of a collective in which each of `devices` receives so many bytes."""
+    """Returns the time of a collective by the bytes that a device receives."""
     curve = self.curves.get((op, devices))
     if curve:
       return _interpolate(curve, received)
@@ -133,12 +132,12 @@ class Link:
 
 
 def steps(op: str, devices: int) -> int:
-  """Messages that follow each other in a collective."""
+  """Returns the number of messages that follow each other in a collective."""
   return _STEPS[op](devices)
 
 
 def _interpolate(curve: Curve, received: float) -> float:
-  """Linear between points; constant before, at the last rate beyond them."""
+  """Interpolates; constant before the points, at the last rate beyond them."""
   if len(curve) == 1 or received <= curve[0][0]:
     return curve[0][1]
   for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
@@ -152,12 +151,12 @@ def _interpolate(curve: Curve, received: float) -> float:
 # An axis, a collective along it, its devices, bytes that each receives.
 Phase = tuple[str, str, int, float]
 
-# One for all axes, or that of each.
+# One link for all axes, or one for each.
 Links = Link | Mapping[str, Link]
 
 
 def buffer_s(context: Context, link: Links) -> float:
-  """Of one more buffer in a sum over all axes, each of which it crosses."""
+  """Returns the time of one more buffer in a sum over all axes."""
   return sum(
     of_axis(axis, link).buffer_s
     for axis, size in zip(context.axes, context.sizes)
@@ -166,7 +165,7 @@ def buffer_s(context: Context, link: Links) -> float:
 
 
 def wire_s(phases: Iterable[Phase], link: Links) -> float:
-  """Seconds of collectives, one after the other."""
+  """Returns the time of collectives, one after the other."""
   return sum(
     of_axis(axis, link).seconds(op, n, received)
     for axis, op, n, received in phases
@@ -174,5 +173,5 @@ def wire_s(phases: Iterable[Phase], link: Links) -> float:
 
 
 def of_axis(axis: str, link: Links) -> Link:
-  """The link along an axis."""
+  """Returns the link along an axis."""
   return link if isinstance(link, Link) else link[axis]

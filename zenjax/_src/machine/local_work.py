@@ -1,7 +1,7 @@
-"""A device's own part of an exchange, timed once for each kind of work.
+"""Timing of a device's own part of an exchange, by kind of work.
 
-On all devices at once: where they share memory, as those of a CPU do, each has
-its part of it, as in an exchange.
+All devices work at once: those that share memory, as on a CPU, share its
+bandwidth as in an exchange.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,18 +35,18 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
-  """Times what a device itself does in an exchange: finds and moves rows.
+  """Times a device's own work in an exchange: finding and moving rows.
 
-  All devices of the mesh do the same at once, each on its own. Medians count;
-  in a program of several processes all of them call this, and the slowest one's
-  time counts. `measure_links` calls it: its topologies have the result.
+  All devices of the mesh work at once, each on its own. Medians count; in a
+  program of several processes all of them call this, and the time of the
+  slowest counts. The topologies of `measure_links` have the result.
 
   Args:
-    mesh: Whose devices; they must be idle otherwise. By default all.
-    repeats: How often each kind of work is timed.
+    mesh: Its devices are timed and must be idle otherwise; by default all.
+    repeats: Number of times that each kind of work is timed.
 
   Returns:
-    For `Link(work=...)`, by XLA's forms of the operations.
+    The argument of `Link(work=...)`, for the operations as XLA compiles them.
 
   Raises:
     ValueError: `repeats` is not positive.
@@ -66,7 +66,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
 
 
 def measured(mesh: Mesh, repeats: int, advance: Callable[[], Any]) -> Work:
-  """As `measure_work`; `advance` is called `repeats + 1` times a kind."""
+  """Measures; calls `advance` `repeats + 1` times for each kind of work."""
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   scale = 1 if on_cpu else _LARGER
   samples = {}
@@ -78,27 +78,28 @@ def measured(mesh: Mesh, repeats: int, advance: Callable[[], Any]) -> Work:
       seconds.append(time.perf_counter() - start)
       advance()
     samples[name] = seconds[1:]
-  return Work(**fit([_slowest_process(samples)], scale))
+  slowest = slowest_process(np.array(list(samples.values())))
+  return Work(**fit([dict(zip(samples, slowest))], scale))
 
 
-def _slowest_process(samples: Samples) -> Samples:
+def slowest_process(seconds: np.ndarray) -> np.ndarray:
+  """Returns the largest of each time over all processes."""
   if jax.process_count() == 1:
-    return samples
+    return seconds
   # In microseconds, for JAX would make them float32 either way.
-  own = np.array(list(samples.values()), np.float32) * np.float32(1e6)
-  every: Any = multihost_utils.process_allgather(own)
-  return dict(zip(samples, np.max(np.asarray(every), axis=0) / 1e6))
+  scaled = (seconds * 1e6).astype(np.float32)
+  every: Any = multihost_utils.process_allgather(scaled)
+  return np.max(np.asarray(every), axis=0) / 1e6
 
 
 def fit(replies: Sequence[Samples], scale: int = 1) -> dict[str, float]:
-  """The fields of `Work`, from what every host has timed.
+  """Returns the fields of `Work`, from the times of every host.
 
-  Hosts may share a machine's cores: a repetition takes until the last one is
-  through.
+  Hosts may share a machine's cores: a repetition ends when the last host does.
 
   Args:
-    replies: Of each host.
-    scale: As given to `runs`.
+    replies: Seconds of each host.
+    scale: The factor given to `runs`.
   """
   last = {
     name: float(np.median(np.max([reply[name] for reply in replies], axis=0)))
@@ -118,7 +119,7 @@ def fit(replies: Sequence[Samples], scale: int = 1) -> dict[str, float]:
 
 
 def _solve(shapes, seconds) -> tuple[float, float]:
-  """Seconds of a row and of a byte, neither negative."""
+  """Solves for the seconds of a row and of a byte, neither negative."""
   rows = np.array([[r, r * d * 4] for r, d in shapes], float)
   by_row, by_byte = np.linalg.solve(rows, np.array(seconds))
   if by_row < 0 or by_byte < 0:  # Noise: one kind explains both.
@@ -130,12 +131,12 @@ def _solve(shapes, seconds) -> tuple[float, float]:
 def runs(
   mesh: Mesh, sources: int, scale: int = 1
 ) -> dict[str, Callable[[], None]]:
-  """What does each kind of work once on all devices of a mesh, and waits.
+  """Returns functions that do each kind of work once, and wait for it.
 
   Args:
-    mesh: Of any axes; nothing crosses them.
-    sources: From how many devices rows are merged.
-    scale: Times as many rows.
+    mesh: All of its devices work; nothing crosses its axes.
+    sources: Number of devices whose rows are merged.
+    scale: Factor on the number of rows.
   """
   found: dict[str, Callable[[], None]] = {}
   for i, (rows, width) in enumerate(TABLES):
@@ -157,7 +158,7 @@ def _mask(mesh, rows, width, n) -> Callable[[], None]:
 
 
 def _move(mesh, rows, width, n) -> Callable[[], None]:
-  """Rows packed, as many from `n` sources merged, and written to a table."""
+  """Packs rows, merges as many from `n` sources, and writes them to a table."""
   each = max(1, rows // n)
   layout = Layout(num_rows=rows * 8, groups=n)
   slots = layout.slots
@@ -188,7 +189,7 @@ def _move(mesh, rows, width, n) -> Callable[[], None]:
 
 
 def _on_each(local: Callable, mesh: Mesh, donate=()) -> Callable:
-  """`local` on every device, of arrays whose first dimension is theirs."""
+  """Maps `local` over devices along the first dimension of its arguments."""
   split = P(mesh.axis_names)
 
   def one(*args):
@@ -201,7 +202,7 @@ def _on_each(local: Callable, mesh: Mesh, donate=()) -> Callable:
 
 
 def _copies(mesh: Mesh, make: Callable[[], jax.Array]) -> jax.Array:
-  """The same on every device, made there."""
+  """Makes the same array on every device."""
   mapped = jax.shard_map(
     lambda: make()[None],
     mesh=mesh,

@@ -1,8 +1,7 @@
-"""What the links at hand give: every collective timed, and a line through it.
+"""Measurement of links: every collective is timed, and a line fitted to it.
 
-A model of a link has two numbers; libraries differ by collective, and a line
-may miss what is measured. So both are kept: the line, with its error, for
-numbers of devices that were not measured, and the curve for the one that was.
+Both are kept: the curve for the number of devices that was measured, and the
+line, with its error, for other numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,6 @@ from zenjax._src.machine.topologies import Topology
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
-
-# Single collectives, as the schemes use them: what links are measured by.
 
 
 def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
@@ -69,7 +66,7 @@ _SMALL = 64
 
 
 class Single(NamedTuple):
-  """One collective and what its operand holds: bits, or numbers to sum."""
+  """One collective as the schemes use it, and the dtype of its operand."""
 
   apply: Callable[[jax.Array, str, int], jax.Array]
   dtype: DTypeLike
@@ -85,13 +82,13 @@ OPS: dict[str, Single] = {
 
 
 def received(op: str, words: int, n: int) -> float:
-  """Bytes that a device of `n` receives if nothing is received twice."""
+  """Returns the bytes that a device of `n` receives, nothing twice."""
   context = Context(axes=("data",), sizes=(n,), mean=False)
   return float(received_bytes([Message(op, ("data",), words)], context))
 
 
 def words_for(op: str, wanted: float, n: int) -> int:
-  """Of 32 bits, in the operand of each device that receives about `wanted`."""
+  """Returns the operand size with which a device receives about `wanted`."""
   return max(round(wanted / received(op, n, n)), 1) * n
 
 
@@ -100,26 +97,26 @@ def build(op: str, words: int, mesh: Mesh, axis: str) -> Callable[[], None]:
 
   Args:
     op: A name in `OPS`.
-    words: Of 32 bits, in the operand of each device; a multiple of the devices
-      along `axis`.
+    words: Words of 32 bits in the operand of each device; a multiple of the
+      devices along `axis`.
     mesh: All of its devices take part.
-    axis: Along which.
+    axis: Axis of the collective.
 
   Returns:
-    What runs it once and waits for it.
+    A function that runs it once and waits for it.
   """
   return _runner(*lowered(op, words, mesh, axis))
 
 
 def build_sums(buffers: int, mesh: Mesh, axis: str) -> Callable[[], None]:
-  """As `build`: one sum of so many small buffers, as of a tree's leaves."""
+  """Compiles one sum of so many small buffers, as of a tree's leaves."""
   return _runner(*lowered_sums(buffers, mesh, axis))
 
 
 def lowered_sums(
   buffers: int, mesh: Mesh, axis: str
 ) -> tuple[jax.stages.Lowered, jax.Array]:
-  """The program of `build_sums`, and its operand."""
+  """Returns the program of `build_sums`, and its operand."""
 
   def sums(x: jax.Array) -> jax.Array:
     parts = jnp.split(x, buffers)
@@ -140,7 +137,7 @@ def _runner(program: jax.stages.Lowered, x: jax.Array) -> Callable[[], None]:
 def lowered(
   op: str, words: int, mesh: Mesh, axis: str
 ) -> tuple[jax.stages.Lowered, jax.Array]:
-  """The program of `build`, and its operand."""
+  """Returns the program of `build`, and its operand."""
   single, n = OPS[op], mesh.shape[axis]
   return _lowered(lambda x: single.apply(x, axis, n), words, single.dtype, mesh)
 
@@ -151,7 +148,7 @@ def _lowered(
   dtype: DTypeLike,
   mesh: Mesh,
 ) -> tuple[jax.stages.Lowered, jax.Array]:
-  """`apply` of `[words]` on each device, and what it is applied to."""
+  """Lowers `apply` of `[words]` on each device; returns its operand too."""
   names = mesh.axis_names
   split = NamedSharding(mesh, P(*names))
   shape = (*mesh.devices.shape, words)
@@ -170,19 +167,16 @@ def _lowered(
   return jax.jit(mapped).lower(x), x
 
 
-# Lines through what collectives were measured to take, and their errors.
-
-
 # A line that misses a measured time by more than this is worth a warning.
 POOR = 0.3
 
 
 def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
-  """A level from measured collectives; warns of fits that are poor.
+  """Makes a level from measured collectives; warns of fits that are poor.
 
   Args:
-    name: Of the axis.
-    devices: Along it.
+    name: Name of the axis.
+    devices: Devices along it.
     curves: `(bytes received, seconds)` by collective, ascending.
   """
   fits = tuple(fit(op, curve) for op, curve in curves.items())
@@ -209,7 +203,7 @@ def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
 
 
 def fit(op: str, curve: Curve) -> Fit:
-  """The line of least relative squares, neither number negative.
+  """Fits the line of least relative squares, neither number negative.
 
   Raises:
     ValueError: A time that is not positive.
@@ -238,10 +232,10 @@ def fit(op: str, curve: Curve) -> Fit:
 
 
 def lasting(link: Link) -> Link:
-  """The link as it is to leaves that share an exchange with many others.
+  """Returns a link as leaves meet it that share an exchange with many others.
 
-  What a link sends faster at first, as after a pause from a token bucket, it
-  does once: all later bytes go at the rate of the largest that were timed.
+  A burst, as of a token bucket after a pause, helps the first bytes only: all
+  later ones go at the rate of the largest sizes that were timed.
   """
   curves = {key: _lasting(curve) for key, curve in link.curves.items()}
   return dataclasses.replace(link, curves=curves)
@@ -256,7 +250,7 @@ def _lasting(curve: Curve) -> Curve:
   return tuple((x, max(y, least + (x - first) * byte_s)) for x, y in curve)
 
 
-# Bytes that a device receives, about.
+# Bytes that a device receives, approximately.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 # Small buffers summed at once: what each takes beside the first is found so.
 _BUFFERS = (1, 9)
@@ -290,12 +284,12 @@ def measure_links(
 
   Args:
     mesh: All of its devices take part; they must be idle otherwise.
-    axis_name: Which axes, from the slowest link to the fastest; by default all
-      that have several devices, in the mesh's order.
-    sizes: Bytes that a device receives, about.
-    repeats: How often each is timed.
-    progress: Whether to show a bar, which needs tqdm; by default where it is
-      installed and there is a terminal.
+    axis_name: Axes to measure, from the slowest link to the fastest; by default
+      all that have several devices, in the mesh's order.
+    sizes: Bytes that a device receives, approximately.
+    repeats: Number of times that each is timed.
+    progress: Shows a bar, which needs tqdm; by default where it is installed
+      and there is a terminal.
 
   Returns:
     A topology with a curve and a fit of each collective on each level. Its
@@ -336,13 +330,14 @@ def measure_links(
     points = list(_build(mesh, pairs, advance))
     points += _build_sums(mesh, axes, advance)
     together = _starting_together(mesh)
-    seconds = _slowest_process(_time(points, repeats, together, advance))
+    seconds = _time(points, repeats, together, advance)
+    seconds = local_work.slowest_process(seconds)
     work = local_work.measured(mesh, repeats, advance)
   levels = []
   for axis in axes:
     curves = _curves(points, seconds, axis)
     level = level_of(axis, mesh.shape[axis], curves)
-    # Within one process zen_sync joins no buffers: see `_totals`.
+    # Within one process zen_sync joins no buffers.
     joins = jax.process_count() > 1
     each_s = _buffer_s(points, seconds, axis) if joins else 0.0
     link = dataclasses.replace(level.link, work=work, buffer_s=each_s)
@@ -408,7 +403,7 @@ def _time(
   together: Callable[[], float],
   advance: Callable[[], Any],
 ) -> np.ndarray:
-  """Median seconds of each point; the first round warms up."""
+  """Returns the median time of each point; the first round warms up."""
   rounds = []
   for _ in range(repeats + 1):
     times = []
@@ -422,13 +417,13 @@ def _time(
 
 
 def _starting_together(mesh: Mesh) -> Callable[[], float]:
-  """What returns when all processes are there, and says when that is.
+  """Returns a barrier of all processes, which returns the starting time.
 
-  Else the next collective would be charged with what some of them still do of
-  the last one. Where hosts are joined by Gloo, as those of CPUs are, every
-  second one begins late and its time counts: training reaches a collective
-  apart as well, and a connection whose ends do not begin at once sends one way
-  after the other, for up to twice the time.
+  Without it a collective would be charged with the rest of the one before. On
+  CPU, where Gloo joins hosts, every second process starts late, and its delay
+  counts: processes reach a collective at different times in training too, and
+  a connection whose ends do not start together sends one way after the other,
+  for up to twice the time.
   """
   if jax.process_count() == 1:
     return time.perf_counter
@@ -444,15 +439,6 @@ def _starting_together(mesh: Mesh) -> Callable[[], float]:
   return together
 
 
-def _slowest_process(seconds: np.ndarray) -> np.ndarray:
-  if jax.process_count() == 1:
-    return seconds
-  # In microseconds, for JAX would make them float32 either way.
-  scaled = (seconds * 1e6).astype(np.float32)
-  every: Any = multihost_utils.process_allgather(scaled)
-  return np.max(np.asarray(every), axis=0) / 1e6
-
-
 def _curves(points, seconds, axis) -> dict[str, Curve]:
   curves: dict[str, list[tuple[float, float]]] = {}
   for point, s in zip(points, seconds):
@@ -462,7 +448,7 @@ def _curves(points, seconds, axis) -> dict[str, Curve]:
 
 
 def _buffer_s(points, seconds, axis) -> float:
-  """Of each further one; none where noise exceeds it."""
+  """Returns the time of each further buffer; 0 where noise exceeds it."""
   of = {point.op: s for point, s in zip(points, seconds) if point.axis == axis}
   few, many = _BUFFERS
   more_s = float(of[_sum_of(many)] - of[_sum_of(few)])
@@ -480,7 +466,7 @@ def _memory_bytes(mesh: Mesh) -> float | None:
 
 @contextlib.contextmanager
 def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
-  """What to call after each piece of work; only the first process shows it."""
+  """Yields a function that advances the bar, which one process shows."""
   if wanted is False or jax.process_index() > 0:
     yield lambda: None
     return

@@ -1,4 +1,12 @@
-"""The search's answer for some gradients on some links, as a `Plan`."""
+"""Choice of the exchanges of a step, as a `Plan`.
+
+Where exchanges overlap the backward pass, `plan_search` answers. Where nothing
+overlaps, order does not matter: all tensors of one strategy share its exchange,
+and what an exchange pays once is paid once for each strategy that is used. A
+strategy is then opened, at that price, or not, and every tensor takes the best
+that is open. No set of so many strategies costs less than the cheapest so many
+and every tensor's best: sets are tried by size until that bound is too high.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
@@ -29,23 +37,13 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
-# The best strategy of every tensor where nothing runs beside anything else.
-#
-# Order does not matter then: all tensors that go one way share its exchange,
-# and what an exchange pays once is paid once for each way that any tensor
-# takes. So a way is to be opened, at that price, or not, and every tensor takes
-# the best that is open. No set of so many ways costs less than the cheapest so
-# many and every tensor's best: sets are tried by size until that bound is too
-# high.
-
-
 # The exchanges of a step: a strategy's name, and the tensors that share it.
-Named = Sequence[tuple[str, tuple[int, ...]]]
+Exchanges = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def shared(space: Space) -> Named:
-  """The exchanges with the least seconds together: exact."""
-  names, own, once = _tables(space)
+def _one_each(space: Space) -> Exchanges:
+  """Returns the best exchanges, at most one a strategy: exact."""
+  names, own, once = _costs(space)
   forced = [o for o in range(len(names)) if _is_forced(own, o)]
   rest = [o for o in _undominated(own, once) if o not in forced]
   best, best_s = forced, _seconds(own, once, forced)
@@ -64,8 +62,8 @@ def shared(space: Space) -> Named:
   return [(names[o], tuple(at)) for o, at in members.items() if at]
 
 
-def _tables(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
-  """Names, `[names, N]` of a tensor beside others, `[names]` of an exchange."""
+def _costs(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
+  """Returns names, costs of tensors `[S, N]` and of exchanges `[S]`."""
   names = list(dict.fromkeys(o.name for t in space.tensors for o in t.options))
   once = np.array([space.once[name] for name in names])
   own = np.full((len(names), len(space.tensors)), NEVER)
@@ -77,13 +75,13 @@ def _tables(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 def _is_forced(own: np.ndarray, o: int) -> bool:
-  """Whether some tensor has no other way."""
+  """Returns True if some tensor has no other strategy."""
   others = np.delete(own, o, axis=0)
   return bool((others >= NEVER).all(axis=0).any())
 
 
 def _undominated(own: np.ndarray, once: np.ndarray) -> list[int]:
-  """Those that no other is as good as, for every tensor and to open."""
+  """Returns strategies that no other equals or betters in every cost."""
   costs = np.concatenate([own, once[:, None]], axis=1)
   kept: list[int] = []
   for o in np.lexsort((np.arange(len(costs)), costs.sum(axis=1))).tolist():
@@ -98,8 +96,8 @@ def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
   return float(own[ways].min(axis=0).sum() + once[ways].sum())
 
 
-def together(space: Space, name: str, members: Sequence[int]) -> Option:
-  """What these tensors take in one exchange."""
+def _joint(space: Space, name: str, members: Sequence[int]) -> Option:
+  """Returns the option of these tensors in one exchange."""
   parts = [each_by([space.tensors[i]], [name])[0].option for i in members]
   return Option(
     name,
@@ -111,7 +109,7 @@ def together(space: Space, name: str, members: Sequence[int]) -> Option:
 
 
 def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
-  """Of collectives that carry what all of them send."""
+  """Returns the time of collectives that carry the bytes of all members."""
   found = [space.predictions[i][name] for i in members]
   received: dict[tuple[int, str, str, int], float] = {}
   for prediction in found:
@@ -125,10 +123,10 @@ def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
   return seconds * raised_by(found[0].scheme, space.margin)
 
 
-def alike(space: Space, named: Named) -> Iterator[Named]:
-  """What travels sparse all by one way, and all that can; for each way.
+def _uniform(space: Space, named: Exchanges) -> Iterator[Exchanges]:
+  """Yields the same with all sparse tensors by one strategy, for each.
 
-  The sums above are of every tensor by itself; the whole is known better.
+  `_one_each` adds up tensors by themselves; a whole step is known better.
   """
   sparse = {i for name, at in named if name != PMEAN for i in at}
   if not sparse:
@@ -144,8 +142,8 @@ def alike(space: Space, named: Named) -> Iterator[Named]:
       yield [*[x for x in rest if x[1]], (way, tuple(sorted(members)))]
 
 
-# Predictions err: a sparse way is taken where it should take less than this
-# part of what pmean takes.
+# Predictions err: a sparse way is taken if it should take less than this part
+# of pmean's time.
 _MARGIN = 0.8
 # Steps differ: room for those with a few rows more than the mean of them.
 _SPARE = 1.05
@@ -153,18 +151,18 @@ _SPARE = 1.05
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-  """What a plan is to answer.
+  """The gradients, the machine and the options of a plan.
 
   Attributes:
-    gradients: As the program completes them.
+    gradients: Gradients, as the program completes them.
     topology: The machine.
     axes: A name for each of its levels.
     profiles: Densities by leaf.
-    compute_seconds: Of a step without any exchange.
-    overlap: Whether exchanges run beside the backward pass.
-    wire_dtypes: Names of those that rows may be rounded to.
-    capacities: To be pinned, by leaf.
-    memory_bytes: For the buffers of a leaf; None for any.
+    compute_seconds: Time of a step without any exchange.
+    overlap: True if exchanges overlap the backward pass.
+    wire_dtypes: Names of dtypes that rows may be rounded to.
+    capacities: Capacities to pin, by leaf.
+    memory_bytes: Limit on the buffers of a leaf; None for no limit.
   """
 
   gradients: tuple[Gradient, ...]
@@ -181,17 +179,18 @@ class Question:
 
   @property
   def context(self) -> Context:
-    """Of an exchange over all axes."""
+    """Context of an exchange over all axes."""
     return Context(axes=self.axes, sizes=self.topology.sizes, mean=True)
 
   @property
   def links(self) -> dict[str, Link]:
-    """That of each axis."""
+    """Link along each axis."""
     return {
       axis: level.link for axis, level in zip(self.axes, self.topology.levels)
     }
 
   def space(self, margin: float) -> Space:
+    """Returns the strategies to choose from, sparse ones raised by a margin."""
     return strategies.space(
       self.gradients,
       self.profiles,
@@ -205,7 +204,7 @@ class Question:
 
 
 def answer(question: Question) -> Plan:
-  """The plan with the shortest step."""
+  """Returns the plan with the shortest step."""
   honest = question.space(1.0)
   named = _best(question, question.space(_MARGIN))
   if not question.overlap:
@@ -214,9 +213,9 @@ def answer(question: Question) -> Plan:
   return planned(question, honest, named)
 
 
-def planned(question: Question, honest: Space, named: Named) -> Plan:
-  """The plan of these exchanges, as predicted without a margin."""
-  # What pmean would take is told even where its copies do not fit.
+def planned(question: Question, honest: Space, named: Exchanges) -> Plan:
+  """Returns the plan of these exchanges, predicted without a margin."""
+  # The time of pmean is told even where its copies do not fit.
   unlimited = dataclasses.replace(question, memory_bytes=None)
   whole = honest if question.memory_bytes is None else unlimited.space(1.0)
   dense = _best(question, _only_dense(whole))
@@ -237,23 +236,23 @@ def planned(question: Question, honest: Space, named: Named) -> Plan:
   )
 
 
-def _best(question: Question, space: Space) -> Named:
+def _best(question: Question, space: Space) -> Exchanges:
   if not question.overlap:
-    return _shortest(question, space, shared(space))
+    return _shortest(question, space, _one_each(space))
   found = search(space.groups)
   return [(e.option.name, tuple(range(e.first, e.stop))) for e in found]
 
 
-def _shortest(question: Question, space: Space, named: Named) -> Named:
-  """Of these exchanges and those of all by one way."""
+def _shortest(question: Question, space: Space, named: Exchanges) -> Exchanges:
+  """Returns these exchanges, or one for all sparse tensors if shorter."""
   return min(
-    [named, *alike(space, named)],
+    [named, *_uniform(space, named)],
     key=lambda each: seconds_of(question, space, each),
   )
 
 
 def _only_dense(space: Space) -> Space:
-  """The same, where all leaves take pmean."""
+  """Returns the space in which all leaves take pmean."""
   tensors = tuple(
     dataclasses.replace(t, options=(each_by([t], [PMEAN])[0].option,))
     for t in space.tensors
@@ -261,20 +260,20 @@ def _only_dense(space: Space) -> Space:
   return dataclasses.replace(space, tensors=tensors)
 
 
-def seconds_of(question: Question, space: Space, named: Named) -> float:
-  """Of a whole step with these exchanges."""
+def seconds_of(question: Question, space: Space, named: Exchanges) -> float:
+  """Predicts the time of a whole step with these exchanges."""
   if question.overlap:
     exchanges = [
-      Exchange(m[0], m[-1] + 1, together(space, name, m)) for name, m in named
+      Exchange(m[0], m[-1] + 1, _joint(space, name, m)) for name, m in named
     ]
     return simulate(space.tensors, exchanges).iteration_s
-  options = [together(space, name, members) for name, members in named]
+  options = [_joint(space, name, members) for name, members in named]
   spent = sum(o.work_s + o.link_s for o in options)
   return question.compute_seconds + spent
 
 
 def _leaves(
-  question: Question, space: Space, whole: Space, named: Named
+  question: Question, space: Space, whole: Space, named: Exchanges
 ) -> tuple[LeafPlan, ...]:
   found = {}
   for group, (name, members) in enumerate(named):
@@ -325,10 +324,10 @@ def _leaf(
 def _first_round(
   question: Question, gradient: Gradient, chosen: Prediction
 ) -> tuple[int, int] | None:
-  """Rows to pin: as given, or else what was predicted where rows were counted.
+  """Returns rows to pin: those given, or those predicted from counted rows.
 
-  zen_sync guesses the sizes of a first round that nobody knows, and of a guess
-  too small another round follows.
+  zen_sync guesses the sizes of a first round that are not pinned, and a guess
+  too small costs another round.
   """
   given = question.capacities.get(gradient.name)
   if given or gradient.name not in question.profiles or chosen.sizes is None:

@@ -1,4 +1,4 @@
-"""The command line: arguments in, a table out, 2 where the input is wrong."""
+"""The command line: prints tables, and exits with 2 if the input is wrong."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -26,508 +26,6 @@ from zenjax._src.planner.choosing import answer
 from zenjax._src.planner.recorded_runs import Recorded
 from zenjax._src.planner.what_if import Sweep
 
-# `python -m zenjax links`.
-
-
-def run_links(options: argparse.Namespace) -> None:
-  """Measures the links between devices of this process, prints and saves."""
-  devices = _devices(options.devices)
-  mesh = Mesh(np.array(devices), ("data",))
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always", RuntimeWarning)
-    found = measure.measure_links(mesh, repeats=options.repeats)
-  print(links_table(found))
-  for warning in caught:
-    print(f"note: {warning.message}")
-  if options.json:
-    options.json.write_text(found.to_json(), encoding="utf-8")
-    print(f"saved {options.json}")
-
-
-def links_table(found: Topology) -> str:
-  """Fits of each level, and local work."""
-  lines = [f"{found.devices} x {found.name}, {found.source}"]
-  for level in found.levels:
-    rows = [(level.name, "latency us", "GB/s", "line misses by")]
-    for fit in level.fits:
-      rate = (
-        f"{fit.bandwidth / 1e9:.3g}" if math.isfinite(fit.bandwidth) else "-"
-      )
-      rows.append(
-        (fit.op, f"{fit.latency_s * 1e6:.4g}", rate, f"{fit.error:.0%}")
-      )
-    lines += columns(rows)
-    link = level.link
-    lines.append(
-      f"for other numbers of devices: {link.latency_s * 1e6:.4g} us a message,"
-      f" {link.bandwidth / 1e9:.3g} GB/s"
-    )
-  work = dataclasses.asdict(found.levels[-1].link.work)
-  told = [f"{name} {s * 1e9:.3g} ns" for name, s in work.items()]
-  return "\n".join([*lines, f"a device's own work: {', '.join(told)}"])
-
-
-def _devices(wanted: int | None) -> list[Any]:
-  if wanted:
-    try:  # Only the CPU's are made; others are there.
-      jax.config.update("jax_num_cpu_devices", wanted)
-    except RuntimeError:
-      pass  # JAX runs already, with those it has.
-  devices = jax.devices()
-  if len(devices) < (wanted or 2):
-    raise ValueError(
-      f"--devices must be at most those that JAX sees, {len(devices)}"
-      f" {devices[0].platform}, got {wanted}; on CPU --devices 8 makes 8 of"
-      " them."
-    )
-  return devices[:wanted]
-
-
-# Arguments that commands share, and the machine that they describe.
-
-
-def add_model(
-  command: argparse.ArgumentParser, compute_required: bool = False
-) -> None:
-  """What is trained, and how long it takes alone."""
-  group = command.add_argument_group("the model")
-  group.add_argument(
-    "--trace",
-    type=pathlib.Path,
-    required=True,
-    metavar="DIR",
-    help="that zenjax.planner.record wrote",
-  )
-  group.add_argument(
-    "--compute-seconds",
-    type=positive_number if compute_required else number,
-    required=compute_required,
-    default=0.0,
-    metavar="S",
-    help="what a step takes on one device without any exchange",
-  )
-  group.add_argument(
-    "--batch",
-    type=positive,
-    default=1,
-    metavar="K",
-    help="K times as many look-ups a device as were recorded; whatif's"
-    " --compute-seconds grows with it, plan's is of that batch",
-  )
-  group.add_argument(
-    "--overlap",
-    action="store_true",
-    help="exchanges run beside the backward pass, as on TPU and GPU",
-  )
-  group.add_argument(
-    "--wire-dtypes",
-    nargs="+",
-    choices=("bfloat16", "float16"),
-    default=[],
-    metavar="DTYPE",
-    help="bfloat16 or float16: rows of leaves that have no greater range may be"
-    " rounded to these on the wire",
-  )
-  group.add_argument(
-    "--memory-gb",
-    type=positive_number,
-    metavar="GB",
-    help="that the buffers of one leaf's exchange may take; by default any",
-  )
-
-
-def add_machine(command: argparse.ArgumentParser) -> None:
-  """Where it is to train."""
-  group = command.add_argument_group(
-    "the machine",
-    "--link RATE --hosts N; --machine NAME --devices N, and with several hosts"
-    " these two as well; or --topology FILE. With --machine the device's own"
-    " work counts.",
-  )
-  group.add_argument(
-    "--hosts", type=positive, metavar="N", help="joined by --link"
-  )
-  group.add_argument(
-    "--link", type=rate, metavar="RATE", help="line rate, say 100gbit"
-  )
-  group.add_argument(
-    "--machine",
-    choices=tuple(topologies.MACHINES),
-    metavar="NAME",
-    help=", ".join(topologies.MACHINES),
-  )
-  group.add_argument(
-    "--devices",
-    type=positive,
-    metavar="N",
-    help="of a host, which the machine's own fabric joins; by default 1",
-  )
-  group.add_argument(
-    "--topology",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="that `links --json` wrote; --hosts then changes the slowest level",
-  )
-
-
-def add_output(command: argparse.ArgumentParser, what: str) -> None:
-  """A file for what a command found."""
-  command.add_argument("--json", type=output, metavar="FILE", help=what)
-
-
-def topology(options: argparse.Namespace) -> Topology:
-  """The machine that the options describe.
-
-  Raises:
-    ValueError: They describe none, or two.
-  """
-  if options.topology is not None:
-    for name in ("link", "machine", "devices"):
-      if getattr(options, name) is not None:
-        raise ValueError(
-          f"--{name} must not be given beside --topology, whose file says it."
-        )
-    found = Topology.load(options.topology)
-    slowest = found.levels[0].name
-    return found.resized(**{slowest: options.hosts}) if options.hosts else found
-  if options.devices and not options.machine:
-    raise ValueError(
-      "--devices must come with --machine, whose fabric joins them; of hosts"
-      " with one device each give --hosts and --link."
-    )
-  if bool(options.link) != bool(options.hosts):
-    raise ValueError(
-      "--link and --hosts must be given together, say --link 100gbit --hosts 8."
-    )
-  if options.machine and options.devices:
-    return Topology.preset(
-      options.machine,
-      options.devices,
-      hosts=options.hosts or 1,
-      network=options.link,
-    )
-  if not options.link:
-    raise ValueError(
-      "a machine must be described: --link RATE --hosts N, --machine NAME"
-      " --devices N, or --topology FILE."
-    )
-  return Topology.network(options.link, options.hosts, options.machine)
-
-
-def recorded_model(options: argparse.Namespace) -> Recorded:
-  """What the trace tells; raises `ValueError` where it is none."""
-  return recorded_runs.recorded(traces.read(options.trace))
-
-
-def model_settings(options: argparse.Namespace) -> dict:
-  """Of a `Question`, beside model, machine and batch."""
-  memory = options.memory_gb
-  return dict(
-    compute_seconds=options.compute_seconds,
-    overlap=options.overlap,
-    wire_dtypes=tuple(options.wire_dtypes),
-    memory_bytes=None if memory is None else memory * 1e9,
-  )
-
-
-def notes(
-  options: argparse.Namespace, run: Recorded, machine: Topology
-) -> list[str]:
-  """What a reader must know of the predictions."""
-  lines = []
-  sets = machine.devices * options.batch
-  if sets > run.pooled:
-    lines.append(
-      f"note: the trace has {run.pooled} row sets a table, and {sets} are asked"
-      " for: unions are the largest that can be. Record more steps."
-    )
-  if not run.whole:
-    lines.append(
-      "note: the trace tells of tables only, and so does the plan: zen_sync"
-      " refuses it for a model with other leaves. Record it again."
-    )
-  if all(level.link.work == Work() for level in machine.levels):
-    lines.append(
-      "note: the device's own work is taken to cost nothing: give --machine, or"
-      " --topology as measured by `links`."
-    )
-  if options.overlap:
-    lines.append(
-      "note: a trace does not say when gradients are complete: tables are taken"
-      " to be last, the others to follow each other evenly."
-    )
-  return lines
-
-
-def positive(text: str) -> int:
-  """1 or more."""
-  found = _whole(text)
-  if found < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-  return found
-
-
-def several(text: str) -> int:
-  """2 or more."""
-  found = _whole(text)
-  if found < 2:
-    raise argparse.ArgumentTypeError(
-      f"must be at least 2, for one device has no link, got {text}"
-    )
-  return found
-
-
-def _whole(text: str) -> int:
-  try:
-    return int(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a whole number, got {text!r}"
-    ) from error
-
-
-def number(text: str) -> float:
-  """Finite, and not negative."""
-  try:
-    found = float(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a number, got {text!r}"
-    ) from error
-  if not 0 <= found < math.inf:
-    raise argparse.ArgumentTypeError(
-      f"must be finite and not negative, got {text}"
-    )
-  return found
-
-
-def positive_number(text: str) -> float:
-  """Finite, and more than nothing."""
-  found = number(text)
-  if not found:
-    raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-  return found
-
-
-def rate(text: str) -> str:
-  """Of a link, as `Topology.network` takes it."""
-  try:
-    topologies.network(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a positive number and gbit or mbit, say 100gbit, got {text!r}"
-    ) from error
-  return text
-
-
-def output(text: str) -> pathlib.Path:
-  """A file that can be written, found out before the work."""
-  path = pathlib.Path(text)
-  if path.is_dir() or not path.resolve().parent.is_dir():
-    raise argparse.ArgumentTypeError(
-      f"must name a file in a directory that is there, got {text!r}"
-    )
-  return path
-
-
-# `python -m zenjax plan`.
-
-
-def run_plan(options: argparse.Namespace) -> None:
-  """Plans for what a trace tells, prints and saves."""
-  machine = topology(options)
-  recorded = recorded_model(options)
-  plan = answer(
-    recorded.question(machine, options.batch, **model_settings(options))
-  )
-  print(_densities(options, recorded, machine.devices))
-  print(plan)
-  for note in notes(options, recorded, machine):
-    print(note)
-  if options.json:
-    options.json.write_text(plan.to_json(), encoding="utf-8")
-    print(f"saved {options.json}")
-
-
-def _densities(
-  options: argparse.Namespace, recorded: Recorded, devices: int
-) -> str:
-  """What the trace says of each table, for so many devices."""
-  rows = [("table", "rows", "of a device", f"of {devices}", "error")]
-  profiles = recorded.profiles(devices, options.batch)
-  for name, growth in recorded.growths.items():
-    profile, sets = profiles[name], devices * options.batch
-    error = growth.error(sets) if sets <= growth.pooled else math.nan
-    rows.append(
-      (
-        name,
-        str(growth.rows),
-        f"{profile.rows / growth.rows:.2%}",
-        f"{profile.union / growth.rows:.2%}",
-        f"{error:.1%}" if math.isfinite(error) else "-",
-      )
-    )
-  return "\n".join(
-    [f"nonzero rows, as {options.trace} has them", *columns(rows)]
-  )
-
-
-# `python -m zenjax whatif`.
-
-
-_PICTURES = (".png", ".pdf", ".svg")
-
-
-class Axis(NamedTuple):
-  """What is varied, in words."""
-
-  name: str
-  label: str
-  show: Callable[[float], str]
-  drawn: str
-  tick: Callable[[float], str]
-
-
-def mbit(text: str) -> float:
-  """A rate as `rate` lets it through, in Mbit/s."""
-  return topologies.network(text)[0] * 8 / 1e6
-
-
-def _rate(at: float) -> str:
-  return f"{at / 1e3:.3g} Gbit/s" if at >= 1e3 else f"{at:.3g} Mbit/s"
-
-
-_whole_text = "{:.0f}".format
-HOSTS = Axis("hosts", "hosts", _whole_text, "hosts", _whole_text)
-LINKS = Axis("links", "link", _rate, "link, Gbit/s", lambda at: f"{at / 1e3:g}")
-BATCH = Axis(
-  "batch", "batch", _whole_text, "times the recorded batch", _whole_text
-)
-
-
-def add_sweeps(command: argparse.ArgumentParser) -> None:
-  """Hosts, links and batches to predict for."""
-  group = command.add_argument_group("what is varied, one at a time")
-  group.add_argument(
-    "--over-hosts",
-    type=several,
-    nargs="+",
-    default=[2, 4, 8, 16, 32, 64],
-    metavar="N",
-    help="by default 2 to 64",
-  )
-  group.add_argument(
-    "--over-links",
-    type=rate,
-    nargs="+",
-    default=["1gbit", "10gbit", "25gbit", "100gbit", "400gbit"],
-    metavar="RATE",
-    help="by default 1gbit to 400gbit",
-  )
-  group.add_argument(
-    "--over-batch",
-    type=positive,
-    nargs="+",
-    default=[1, 2, 4, 8],
-    metavar="K",
-    help="times the recorded one, by default 1 to 8",
-  )
-  command.add_argument(
-    "--plot",
-    type=picture,
-    metavar="FILE",
-    help="as its name ends: .png, .pdf or .svg; needs matplotlib",
-  )
-
-
-def picture(text: str) -> pathlib.Path:
-  """A file that can be drawn, found out before the work."""
-  path = output(text)
-  if path.suffix not in _PICTURES:
-    raise argparse.ArgumentTypeError(
-      f"must end in one of {', '.join(_PICTURES)}, got {text!r}"
-    )
-  return path
-
-
-def run_whatif(options: argparse.Namespace) -> None:
-  """Predicts every sweep, prints, draws and saves."""
-  if options.plot:
-    what_if.require()
-  machine = topology(options)
-  recorded = recorded_model(options)
-  settings = model_settings(options)
-  base = what_if.Base(
-    recorded=recorded,
-    topology=machine,
-    batch=options.batch,
-    compute_seconds=settings.pop("compute_seconds"),
-    settings=settings,
-  )
-  # Without a network it is one host's devices that are varied.
-  level = machine.levels[0].name
-  label = "hosts" if level == "host" else f"devices along {level!r}"
-  hosts = HOSTS._replace(label=label, drawn=label)
-  rates = [mbit(rate) for rate in options.over_links]
-  sweeps = {
-    hosts: what_if.over_hosts(base, options.over_hosts),
-    LINKS: what_if.over_links(base, rates),
-    BATCH: what_if.over_batch(base, options.over_batch),
-  }
-  title = (
-    f"{machine.devices} devices on {machine.name}, {options.batch} x batch"
-  )
-  print(f"varied from {title}")
-  for axis, sweep in sweeps.items():
-    print("\n" + whatif_table(axis, sweep))
-  for note in notes(options, recorded, machine):
-    print(note)
-  # All is made before any of it is written: an interrupt leaves no half.
-  files = {}
-  if options.plot:
-    kind = options.plot.suffix[1:]
-    files[options.plot] = what_if.drawn(kind, sweeps, title)
-  if options.json:
-    document = {axis.name: dataclasses.asdict(s) for axis, s in sweeps.items()}
-    files[options.json] = (json.dumps(document, indent=1) + "\n").encode()
-  for path, content in files.items():
-    path.write_bytes(content)
-    print(f"saved {path}")
-
-
-def whatif_table(axis: Axis, sweep: Sweep) -> str:
-  """Every point, and where the better choice changes."""
-  rows = [(axis.label, "ms", "pmean ms", "scaling", "pmean's", "better")]
-  for p in sweep.points:
-    rows.append(
-      (
-        axis.show(p.at) + ("*" if p.bounded else ""),
-        f"{p.seconds * 1e3:.4g}",
-        f"{p.dense_seconds * 1e3:.4g}",
-        f"{p.scaling:.3f}",
-        f"{p.dense_scaling:.3f}",
-        "the plan" if p.pays else "pmean",
-      )
-    )
-  lines = [*columns(rows), *turns(axis, sweep)]
-  if any(p.bounded for p in sweep.points):
-    lines.append("* beyond the trace: the largest union that can be")
-  return "\n".join(lines)
-
-
-def turns(axis: Axis, sweep: Sweep) -> list[str]:
-  """In words: from where on which choice is better."""
-  better = {True: "the plan", False: "plain pmean"}
-  if not sweep.turns:
-    low, high = map(axis.show, sweep.searched)
-    only = better[sweep.points[0].pays]
-    return [f"{only} is the better choice from {low} to {high}"]
-  return [
-    f"from {axis.show(turn.at)} on {better[turn.pays]} is the better choice"
-    for turn in sweep.turns
-  ]
-
-
 _INTERRUPTED = 130
 
 
@@ -535,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command.
 
   Args:
-    argv: By default what the shell gave.
+    argv: Arguments; by default those of the shell.
 
   Returns:
-    What the process exits with; bad input exits with 2 by itself.
+    The exit status; bad input exits with 2 by itself.
   """
   parser = _parser()
   options = parser.parse_args(argv)
@@ -611,3 +109,498 @@ def _parser() -> argparse.ArgumentParser:
   add_output(whatif, "all of it")
   whatif.set_defaults(run=run_whatif, parser=whatif)
   return parser
+
+
+# --- links --------------------------------------------------------------------
+
+
+def run_links(options: argparse.Namespace) -> None:
+  """Measures the links between devices of this process, prints and saves."""
+  devices = _devices(options.devices)
+  mesh = Mesh(np.array(devices), ("data",))
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", RuntimeWarning)
+    found = measure.measure_links(mesh, repeats=options.repeats)
+  print(links_table(found))
+  for warning in caught:
+    print(f"note: {warning.message}")
+  if options.json:
+    options.json.write_text(found.to_json(), encoding="utf-8")
+    print(f"saved {options.json}")
+
+
+def links_table(found: Topology) -> str:
+  """Returns the fits of each level, and local work."""
+  lines = [f"{found.devices} x {found.name}, {found.source}"]
+  for level in found.levels:
+    rows = [(level.name, "latency us", "GB/s", "line misses by")]
+    for fit in level.fits:
+      rate = (
+        f"{fit.bandwidth / 1e9:.3g}" if math.isfinite(fit.bandwidth) else "-"
+      )
+      rows.append(
+        (fit.op, f"{fit.latency_s * 1e6:.4g}", rate, f"{fit.error:.0%}")
+      )
+    lines += columns(rows)
+    link = level.link
+    lines.append(
+      f"for other numbers of devices: {link.latency_s * 1e6:.4g} us a message,"
+      f" {link.bandwidth / 1e9:.3g} GB/s"
+    )
+  work = dataclasses.asdict(found.levels[-1].link.work)
+  told = [f"{name} {s * 1e9:.3g} ns" for name, s in work.items()]
+  return "\n".join([*lines, f"a device's own work: {', '.join(told)}"])
+
+
+def _devices(wanted: int | None) -> list[Any]:
+  if wanted:
+    try:  # Only the CPU's are made; others are there.
+      jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:
+      pass  # JAX runs already, with those it has.
+  devices = jax.devices()
+  if len(devices) < (wanted or 2):
+    raise ValueError(
+      f"--devices must be at most those that JAX sees, {len(devices)}"
+      f" {devices[0].platform}, got {wanted}; on CPU --devices 8 makes 8 of"
+      " them."
+    )
+  return devices[:wanted]
+
+
+# --- plan ---------------------------------------------------------------------
+
+
+def run_plan(options: argparse.Namespace) -> None:
+  """Plans a recorded run, prints and saves."""
+  machine = topology(options)
+  recorded = recorded_model(options)
+  plan = answer(
+    recorded.question(machine, options.batch, **model_settings(options))
+  )
+  print(_densities(options, recorded, machine.devices))
+  print(plan)
+  for note in notes(options, recorded, machine):
+    print(note)
+  if options.json:
+    options.json.write_text(plan.to_json(), encoding="utf-8")
+    print(f"saved {options.json}")
+
+
+def _densities(
+  options: argparse.Namespace, recorded: Recorded, devices: int
+) -> str:
+  """Returns the densities of each table, for so many devices."""
+  rows = [("table", "rows", "of a device", f"of {devices}", "error")]
+  profiles = recorded.profiles(devices, options.batch)
+  for name, growth in recorded.growths.items():
+    profile, sets = profiles[name], devices * options.batch
+    error = growth.error(sets) if sets <= growth.pooled else math.nan
+    rows.append(
+      (
+        name,
+        str(growth.rows),
+        f"{profile.rows / growth.rows:.2%}",
+        f"{profile.union / growth.rows:.2%}",
+        f"{error:.1%}" if math.isfinite(error) else "-",
+      )
+    )
+  return "\n".join(
+    [f"nonzero rows, as {options.trace} has them", *columns(rows)]
+  )
+
+
+# --- whatif -------------------------------------------------------------------
+
+
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+class Axis(NamedTuple):
+  """A quantity that is varied, in words."""
+
+  name: str
+  label: str
+  show: Callable[[float], str]
+  drawn: str
+  tick: Callable[[float], str]
+
+
+def mbit(text: str) -> float:
+  """Converts a rate that `rate` has checked to Mbit/s."""
+  return topologies.network(text)[0] * 8 / 1e6
+
+
+def _rate(at: float) -> str:
+  return f"{at / 1e3:.3g} Gbit/s" if at >= 1e3 else f"{at:.3g} Mbit/s"
+
+
+_whole_text = "{:.0f}".format
+HOSTS = Axis("hosts", "hosts", _whole_text, "hosts", _whole_text)
+LINKS = Axis("links", "link", _rate, "link, Gbit/s", lambda at: f"{at / 1e3:g}")
+BATCH = Axis(
+  "batch", "batch", _whole_text, "times the recorded batch", _whole_text
+)
+
+
+def add_sweeps(command: argparse.ArgumentParser) -> None:
+  """Adds hosts, links and batches to predict for."""
+  group = command.add_argument_group("what is varied, one at a time")
+  group.add_argument(
+    "--over-hosts",
+    type=several,
+    nargs="+",
+    default=[2, 4, 8, 16, 32, 64],
+    metavar="N",
+    help="by default 2 to 64",
+  )
+  group.add_argument(
+    "--over-links",
+    type=rate,
+    nargs="+",
+    default=["1gbit", "10gbit", "25gbit", "100gbit", "400gbit"],
+    metavar="RATE",
+    help="by default 1gbit to 400gbit",
+  )
+  group.add_argument(
+    "--over-batch",
+    type=positive,
+    nargs="+",
+    default=[1, 2, 4, 8],
+    metavar="K",
+    help="times the recorded one, by default 1 to 8",
+  )
+  command.add_argument(
+    "--plot",
+    type=picture,
+    metavar="FILE",
+    help="as its name ends: .png, .pdf or .svg; needs matplotlib",
+  )
+
+
+def picture(text: str) -> pathlib.Path:
+  """Checks before the work that a picture can be written."""
+  path = output(text)
+  if path.suffix not in _PICTURES:
+    raise argparse.ArgumentTypeError(
+      f"must end in one of {', '.join(_PICTURES)}, got {text!r}"
+    )
+  return path
+
+
+def run_whatif(options: argparse.Namespace) -> None:
+  """Predicts every sweep, prints, draws and saves."""
+  if options.plot:
+    what_if.require()
+  machine = topology(options)
+  recorded = recorded_model(options)
+  settings = model_settings(options)
+  base = what_if.Base(
+    recorded=recorded,
+    topology=machine,
+    batch=options.batch,
+    compute_seconds=settings.pop("compute_seconds"),
+    settings=settings,
+  )
+  # Without a network it is one host's devices that are varied.
+  level = machine.levels[0].name
+  label = "hosts" if level == "host" else f"devices along {level!r}"
+  hosts = HOSTS._replace(label=label, drawn=label)
+  rates = [mbit(rate) for rate in options.over_links]
+  sweeps = {
+    hosts: what_if.over_hosts(base, options.over_hosts),
+    LINKS: what_if.over_links(base, rates),
+    BATCH: what_if.over_batch(base, options.over_batch),
+  }
+  title = (
+    f"{machine.devices} devices on {machine.name}, {options.batch} x batch"
+  )
+  print(f"varied from {title}")
+  for axis, sweep in sweeps.items():
+    print("\n" + whatif_table(axis, sweep))
+  for note in notes(options, recorded, machine):
+    print(note)
+  # All is made before any of it is written: an interrupt leaves no half.
+  files = {}
+  if options.plot:
+    kind = options.plot.suffix[1:]
+    files[options.plot] = what_if.drawn(kind, sweeps, title)
+  if options.json:
+    document = {axis.name: dataclasses.asdict(s) for axis, s in sweeps.items()}
+    files[options.json] = (json.dumps(document, indent=1) + "\n").encode()
+  for path, content in files.items():
+    path.write_bytes(content)
+    print(f"saved {path}")
+
+
+def whatif_table(axis: Axis, sweep: Sweep) -> str:
+  """Returns every point, and where the better choice changes."""
+  rows = [(axis.label, "ms", "pmean ms", "scaling", "pmean's", "better")]
+  for p in sweep.points:
+    rows.append(
+      (
+        axis.show(p.at) + ("*" if p.bounded else ""),
+        f"{p.seconds * 1e3:.4g}",
+        f"{p.dense_seconds * 1e3:.4g}",
+        f"{p.scaling:.3f}",
+        f"{p.dense_scaling:.3f}",
+        "the plan" if p.pays else "pmean",
+      )
+    )
+  lines = [*columns(rows), *turns(axis, sweep)]
+  if any(p.bounded for p in sweep.points):
+    lines.append("* beyond the trace: the largest union that can be")
+  return "\n".join(lines)
+
+
+def turns(axis: Axis, sweep: Sweep) -> list[str]:
+  """Says from where on which choice is better."""
+  better = {True: "the plan", False: "plain pmean"}
+  if not sweep.turns:
+    low, high = map(axis.show, sweep.searched)
+    only = better[sweep.points[0].pays]
+    return [f"{only} is the better choice from {low} to {high}"]
+  return [
+    f"from {axis.show(turn.at)} on {better[turn.pays]} is the better choice"
+    for turn in sweep.turns
+  ]
+
+
+# --- arguments that commands share --------------------------------------------
+
+
+def add_model(
+  command: argparse.ArgumentParser, compute_required: bool = False
+) -> None:
+  """Adds the model, and the time of a step without exchanges."""
+  group = command.add_argument_group("the model")
+  group.add_argument(
+    "--trace",
+    type=pathlib.Path,
+    required=True,
+    metavar="DIR",
+    help="that zenjax.planner.record wrote",
+  )
+  group.add_argument(
+    "--compute-seconds",
+    type=positive_number if compute_required else number,
+    required=compute_required,
+    default=0.0,
+    metavar="S",
+    help="what a step takes on one device without any exchange",
+  )
+  group.add_argument(
+    "--batch",
+    type=positive,
+    default=1,
+    metavar="K",
+    help="K times as many look-ups a device as were recorded; whatif's"
+    " --compute-seconds grows with it, plan's is of that batch",
+  )
+  group.add_argument(
+    "--overlap",
+    action="store_true",
+    help="exchanges run beside the backward pass, as on TPU and GPU",
+  )
+  group.add_argument(
+    "--wire-dtypes",
+    nargs="+",
+    choices=("bfloat16", "float16"),
+    default=[],
+    metavar="DTYPE",
+    help="bfloat16 or float16: rows of leaves that have no greater range may be"
+    " rounded to these on the wire",
+  )
+  group.add_argument(
+    "--memory-gb",
+    type=positive_number,
+    metavar="GB",
+    help="that the buffers of one leaf's exchange may take; by default any",
+  )
+
+
+def add_machine(command: argparse.ArgumentParser) -> None:
+  """Adds the machine."""
+  group = command.add_argument_group(
+    "the machine",
+    "--link RATE --hosts N; --machine NAME --devices N, and with several hosts"
+    " these two as well; or --topology FILE. With --machine the device's own"
+    " work counts.",
+  )
+  group.add_argument(
+    "--hosts", type=positive, metavar="N", help="joined by --link"
+  )
+  group.add_argument(
+    "--link", type=rate, metavar="RATE", help="line rate, say 100gbit"
+  )
+  group.add_argument(
+    "--machine",
+    choices=tuple(topologies.MACHINES),
+    metavar="NAME",
+    help=", ".join(topologies.MACHINES),
+  )
+  group.add_argument(
+    "--devices",
+    type=positive,
+    metavar="N",
+    help="of a host, which the machine's own fabric joins; by default 1",
+  )
+  group.add_argument(
+    "--topology",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="that `links --json` wrote; --hosts then changes the slowest level",
+  )
+
+
+def add_output(command: argparse.ArgumentParser, what: str) -> None:
+  """Adds a file for the result of a command."""
+  command.add_argument("--json", type=output, metavar="FILE", help=what)
+
+
+def topology(options: argparse.Namespace) -> Topology:
+  """Returns the machine that the options describe.
+
+  Raises:
+    ValueError: They describe none, or two.
+  """
+  if options.topology is not None:
+    for name in ("link", "machine", "devices"):
+      if getattr(options, name) is not None:
+        raise ValueError(
+          f"--{name} must not be given beside --topology, whose file says it."
+        )
+    found = Topology.load(options.topology)
+    slowest = found.levels[0].name
+    return found.resized(**{slowest: options.hosts}) if options.hosts else found
+  if options.devices and not options.machine:
+    raise ValueError(
+      "--devices must come with --machine, whose fabric joins them; of hosts"
+      " with one device each give --hosts and --link."
+    )
+  if bool(options.link) != bool(options.hosts):
+    raise ValueError(
+      "--link and --hosts must be given together, say --link 100gbit --hosts 8."
+    )
+  if options.machine and options.devices:
+    return Topology.preset(
+      options.machine,
+      options.devices,
+      hosts=options.hosts or 1,
+      network=options.link,
+    )
+  if not options.link:
+    raise ValueError(
+      "a machine must be described: --link RATE --hosts N, --machine NAME"
+      " --devices N, or --topology FILE."
+    )
+  return Topology.network(options.link, options.hosts, options.machine)
+
+
+def recorded_model(options: argparse.Namespace) -> Recorded:
+  """Reads the trace; raises `ValueError` if it is broken."""
+  return recorded_runs.recorded(traces.read(options.trace))
+
+
+def model_settings(options: argparse.Namespace) -> dict:
+  """Returns fields of `Question`, beside model, machine and batch."""
+  memory = options.memory_gb
+  return dict(
+    compute_seconds=options.compute_seconds,
+    overlap=options.overlap,
+    wire_dtypes=tuple(options.wire_dtypes),
+    memory_bytes=None if memory is None else memory * 1e9,
+  )
+
+
+def notes(
+  options: argparse.Namespace, run: Recorded, machine: Topology
+) -> list[str]:
+  """Returns warnings on how far to trust the predictions."""
+  lines = []
+  sets = machine.devices * options.batch
+  if sets > run.pooled:
+    lines.append(
+      f"note: the trace has {run.pooled} row sets a table, and {sets} are asked"
+      " for: unions are the largest that can be. Record more steps."
+    )
+  if not run.whole:
+    lines.append(
+      "note: the trace tells of tables only, and so does the plan: zen_sync"
+      " refuses it for a model with other leaves. Record it again."
+    )
+  if all(level.link.work == Work() for level in machine.levels):
+    lines.append(
+      "note: the device's own work is taken to cost nothing: give --machine, or"
+      " --topology as measured by `links`."
+    )
+  if options.overlap:
+    lines.append(
+      "note: a trace does not say when gradients are complete: tables are taken"
+      " to be last, the others to follow each other evenly."
+    )
+  return lines
+
+
+def positive(text: str, least: int = 1, why: str = "") -> int:
+  """Parses a whole number of at least 1."""
+  try:
+    found = int(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(
+      f"must be a whole number, got {text!r}"
+    ) from error
+  if found < least:
+    raise argparse.ArgumentTypeError(
+      f"must be at least {least}{why}, got {text}"
+    )
+  return found
+
+
+def several(text: str) -> int:
+  """Parses a whole number of at least 2."""
+  return positive(text, 2, ", for one device has no link")
+
+
+def number(text: str) -> float:
+  """Parses a finite number, not negative."""
+  try:
+    found = float(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(
+      f"must be a number, got {text!r}"
+    ) from error
+  if not 0 <= found < math.inf:
+    raise argparse.ArgumentTypeError(
+      f"must be finite and not negative, got {text}"
+    )
+  return found
+
+
+def positive_number(text: str) -> float:
+  """Parses a finite number above 0."""
+  found = number(text)
+  if not found:
+    raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+  return found
+
+
+def rate(text: str) -> str:
+  """Checks a line rate, as `Topology.network` takes it."""
+  try:
+    topologies.network(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(
+      f"must be a positive number and gbit or mbit, say 100gbit, got {text!r}"
+    ) from error
+  return text
+
+
+def output(text: str) -> pathlib.Path:
+  """Checks before the work that a file can be written."""
+  path = pathlib.Path(text)
+  if path.is_dir() or not path.resolve().parent.is_dir():
+    raise argparse.ArgumentTypeError(
+      f"must name a file in a directory that is there, got {text!r}"
+    )
+  return path

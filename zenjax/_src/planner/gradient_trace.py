@@ -1,9 +1,9 @@
-"""What a traced gradient function tells: leaves, and when each is complete.
+"""Gradients of a traced function: their leaves, and when each is complete.
 
 A program is taken to run in the order in which it was traced: that of autodiff,
-whose backward pass goes from the loss to the inputs. What an equation takes is
-told by what it moves and multiplies, as on a roofline. Only shares of the whole
-matter here: seconds are the caller's, measured.
+whose backward pass goes from the loss to the inputs. The cost of an equation is
+that of a roofline, by the bytes it moves and the numbers it multiplies. Only
+shares of the whole matter: seconds are measured elsewhere.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,8 @@ from zenjax._src.core import leaf_util
 from zenjax._src.core.sparse_rows import is_rows
 
 # Multiplications and additions in the time of a byte moved: an A100 has 200 in
-# 16 bits, a TPU v5e 240, a CPU with AVX2 about 10. What is meant is the part of
-# a step that lies before a gradient, and that moves little with it.
+# 16 bits, a TPU v5e 240, a CPU with AVX2 about 10. The part of a step before a
+# gradient depends little on it.
 INTENSITY = 100.0
 
 
@@ -30,10 +30,10 @@ class Gradient:
   """A gradient as a step makes it.
 
   Attributes:
-    name: Of the leaf.
-    shape: Of the parameter.
-    dtype: Of its elements.
-    look_ups: Rows that a device brings, of SparseRows; None of an array.
+    name: Name of the leaf.
+    shape: Shape of the parameter.
+    dtype: Dtype of its elements.
+    look_ups: Rows that a device brings as SparseRows; None for an array.
     ready: The part of the step's work until it is complete, in [0, 1].
   """
 
@@ -45,7 +45,7 @@ class Gradient:
 
 
 def gradients(value_and_grad: Callable[..., Any], *args: Any) -> list[Gradient]:
-  """The gradients in the order in which the program completes them.
+  """Returns gradients in the order in which the program completes them.
 
   Args:
     value_and_grad: `jax.value_and_grad(loss)` or zenjax's; traced, not run.
@@ -82,7 +82,7 @@ def gradients(value_and_grad: Callable[..., Any], *args: Any) -> list[Gradient]:
 
 
 def _walk(jaxpr: Any, start: float) -> tuple[float, list[float]]:
-  """When a program that begins at `start` ends, and each output is complete."""
+  """Returns when a program from `start` ends, and each output is complete."""
   known: dict[Any, float] = {}
   now = start
   for eqn in jaxpr.eqns:
@@ -92,7 +92,7 @@ def _walk(jaxpr: Any, start: float) -> tuple[float, list[float]]:
       done = [now] * len(eqn.outvars)
     else:
       now, done = _walk(inner, now)
-    # What hands an argument through is no later than its argument.
+    # An output that is an argument handed through is complete with it.
     known |= dict(zip(eqn.outvars, done))
   outputs = [
     start if isinstance(v, core.Literal) else known.get(v, start)
@@ -101,7 +101,7 @@ def _walk(jaxpr: Any, start: float) -> tuple[float, list[float]]:
   return now, outputs
 
 
-# Of these a program is a part of the one around it.
+# Calls whose program is a part of the one around it.
 _CALLS = {
   "checkpoint",
   "closed_call",
@@ -122,7 +122,7 @@ def _called(eqn: core.JaxprEqn) -> Any:
 
 
 def _inside(params: Mapping[str, Any]) -> list[Any]:
-  """All programs in the parameters of an equation."""
+  """Returns all programs in the parameters of an equation."""
   found = []
   for value in params.values():
     for x in value if isinstance(value, tuple | list) else (value,):
@@ -133,7 +133,7 @@ def _inside(params: Mapping[str, Any]) -> list[Any]:
 
 
 def _cost(eqn: core.JaxprEqn) -> float:
-  """In bytes moved, or what takes as long."""
+  """Returns the bytes that an equation moves, or could while it multiplies."""
   name = eqn.primitive.name
   inside = [_walk(jaxpr, 0.0)[0] for jaxpr in _inside(eqn.params)]
   if name == "scan":
@@ -150,7 +150,7 @@ def _cost(eqn: core.JaxprEqn) -> float:
   return max(moved, _flops(eqn) / INTENSITY)
 
 
-# Programs inside of these say how two elements are joined.
+# Equations whose inner program joins two elements.
 _ELEMENTWISE = {"reduce", "reduce_window", "scatter", "scatter-add", "sort"}
 _GATHERS = {"gather", "scatter", "scatter-add"}
 

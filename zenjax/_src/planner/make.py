@@ -1,4 +1,4 @@
-"""`plan`: the way of every gradient of a model on a machine, chosen."""
+"""`plan`: chooses the way of every gradient of a model on a machine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
@@ -33,34 +33,34 @@ def plan(
   capacities: Mapping[str, tuple[int, int]] | None = None,
   memory_bytes: float | None = None,
 ) -> Plan:
-  """Chooses how every gradient of a model travels, and says what it gains.
+  """Chooses how every gradient of a model travels, and predicts the gain.
 
   The model is traced and not run: shapes (`jax.ShapeDtypeStruct`) will do for
-  arrays. Each way is predicted by the bytes that its scheme declares, the links
-  of the topology, and the device's own work; which is best, and which leaves
-  share an exchange, is searched over a timeline of the step. Where nothing
-  gains, the plan says so, and all leaves take pmean.
+  arrays. Each way is predicted from the bytes that its scheme declares, the
+  links of the topology, and the device's own work; the best ways, and the
+  leaves that share an exchange, are searched on a timeline of the step. Where
+  nothing gains, the plan says so, and all leaves take pmean.
 
   Args:
     value_and_grad: `jax.value_and_grad(loss)`, or zenjax's for tables that are
       only looked up, called on one device's part of a batch.
     *args: Its arguments: parameters first.
-    topology: The machine: `Topology.preset`, or what `measure_links` found.
-    axis_name: As `zen_sync` will have it: one axis for every level of the
+    topology: The machine, by `Topology.preset` or `measure_links`.
+    axis_name: Axes as `zen_sync` will have them: one for every level of the
       topology, the slowest first.
-    profile: Densities by leaf name: what `zenjax.planner.profile(state)` says
-      after some steps. Of leaves that it lacks a vocabulary's are assumed.
-    trace: A directory that `zenjax.planner.record` wrote, in the place of
-      `profile`: it tells the densities for any number of devices.
-    compute_seconds: What a step takes on one device without any exchange: with
+    profile: Densities by leaf name, as `zenjax.planner.profile(state)` returns
+      them after some steps. Other leaves are assumed to be as vocabularies.
+    trace: A directory that `zenjax.planner.record` wrote, in place of
+      `profile`: it has densities for any number of devices.
+    compute_seconds: Time of a step on one device without any exchange. Put
       `jax.lax.optimization_barrier(grads)` in its place, or XLA joins gradient
       and optimizer as no exchange lets it.
-    overlap: Whether exchanges run beside the backward pass, as XLA schedules
+    overlap: True where exchanges overlap the backward pass, as XLA schedules
       them on TPU and GPU and does not on CPU.
-    wire_dtypes: Dtypes to which rows may be rounded on the wire; for leaves of
-      which they have the range, as bfloat16 has float32's and float16 has not.
-    capacities: What `zenjax.advise(state)` says, to be pinned.
-    memory_bytes: That the buffers of one leaf's exchange may take.
+    wire_dtypes: Dtypes to which rows may be rounded on the wire, used for
+      leaves whose range they have: bfloat16 has float32's, float16 has not.
+    capacities: Capacities to pin, as `zenjax.advise(state)` returns them.
+    memory_bytes: Limit on the buffers of one leaf's exchange.
 
   Returns:
     The plan: print it, and give it to `zen_sync(plan=...)`.
@@ -135,9 +135,8 @@ def _check(
   if not isinstance(topology, Topology):
     raise TypeError(
       "`topology` must be a zenjax.planner.Topology, got"
-      f" {type(topology).__name__};"
-      " give `zenjax.planner.Topology.preset(..)` or what"
-      " `zenjax.planner.measure_links` found."
+      f" {type(topology).__name__}; give `zenjax.planner.Topology.preset(..)`"
+      " or what `zenjax.planner.measure_links` found."
     )
   if len(axes) != len(topology.levels):
     names = [level.name for level in topology.levels]

@@ -28,7 +28,7 @@ class Recorder:
   """Writes the first steps of a run as a trace; see `record`.
 
   Attributes:
-    tables: Whose rows are recorded.
+    tables: Tables whose rows are recorded.
 
   Example:
     >>> import tempfile
@@ -62,18 +62,18 @@ class Recorder:
 
   @property
   def wants_more(self) -> bool:
-    """Whether fewer steps were written than were asked for."""
+    """True while fewer steps were written than were asked for."""
     return self._done < self._steps
 
   def rows(self, grads: Any) -> RowSets:
-    """Name -> `[1, ceil(R / 8)]` uint8, one bit for each row that is not zero.
+    """Packs one bit for each nonzero row: name -> `[1, ceil(R / 8)]` uint8.
 
-    Called where gradients are local; its result leaves `shard_map` through
+    Call it where gradients are local; its result leaves `shard_map` through
     `out_specs=P(axis_name)`, and a step of `data_parallel` in its `aux`.
 
     Args:
-      grads: Of the parameters that `record` was given: arrays or SparseRows. Of
-        these an array of R bits is made, and none of R rows.
+      grads: Gradients of the parameters that `record` was given, arrays or
+        SparseRows. SparseRows take an array of R bits, and none of R rows.
     """
     for name, leaf in _named(grads).items():
       if isinstance(leaf, SparseRows):
@@ -81,7 +81,7 @@ class Recorder:
     return nonzero_rows(grads, self.tables)
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
-    """Writes one step, what `rows` gave on all devices: `[n, *]` each.
+    """Writes one step: the results of `rows` on all devices, `[n, *]` each.
 
     In a program of several processes all of them call it, and one writes.
     """
@@ -116,7 +116,7 @@ class Recorder:
     traces.write_step(self._directory, self._header, self._done, sets)
 
   def close(self) -> int:
-    """Ends the trace, also where fewer steps were taken; says how many."""
+    """Ends the trace, also after fewer steps; returns their number."""
     if self._header is not None:
       traces.finish(self._directory, self._header, self._done)
     return self._done
@@ -137,15 +137,15 @@ def record(
 ) -> Recorder:
   """Starts a trace of the rows that training steps touch.
 
-  A planner learns from it how unions grow with the devices. Record steps that
-  lie far apart where devices read their data in order: neighbouring steps are
+  The planner learns from it how unions grow with the devices. Record steps that
+  lie far apart if devices read their data in order: neighbouring steps are
   alike.
 
   Args:
     directory: Must be missing or empty; made with the first step.
     params: Arrays, or their shapes.
-    steps: How many to record.
-    sparse: Which leaves are tables, as `zen_sync` takes it.
+    steps: Number of steps to record.
+    sparse: Selects the leaves that are tables, as for `zen_sync`.
 
   Raises:
     ValueError: `directory` holds files, or there is no table.
@@ -186,7 +186,7 @@ def record(
 
 
 def _tables(params: Any, sparse: Any) -> tuple[traces.TableInfo, ...]:
-  """The leaves that zen_sync sends sparse, whichever way they travel."""
+  """Returns the leaves that zen_sync sends sparse."""
   tx = zen_sync.zen_sync("data", sparse=sparse)
   chosen = jax.eval_shape(tx.init, params).leaves
   tables = []
@@ -201,7 +201,7 @@ def _tables(params: Any, sparse: Any) -> tuple[traces.TableInfo, ...]:
 
 
 def nonzero_rows(grads: Any, tables: Sequence[traces.TableInfo]) -> RowSets:
-  """What `Recorder.rows` gives, of these tables."""
+  """Packs one bit for each nonzero row of these tables."""
   leaves = _named(grads)
   return RowSets(
     (table.name, jnp.packbits(_is_nonzero(leaves[table.name]))[None])
@@ -210,7 +210,7 @@ def nonzero_rows(grads: Any, tables: Sequence[traces.TableInfo]) -> RowSets:
 
 
 def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
-  """`[R]` bool."""
+  """Returns `[R]` bool."""
   if not isinstance(table, SparseRows):
     return _has_bits(leaf_util.as_table(table, "row"))
   # Look-ups of one row may cancel each other, as they would in the array.
@@ -220,7 +220,7 @@ def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
 
 
 def _has_bits(rows: jax.Array) -> jax.Array:
-  """Which rows are not zero: `[K, D]` -> `[K]` bool.
+  """Returns which rows are not zero: `[K, D]` -> `[K]` bool.
 
   A row is zero where all of its bits are, signs apart: comparing floats would
   take subnormals for zero on CPU.
@@ -232,12 +232,12 @@ def _has_bits(rows: jax.Array) -> jax.Array:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-  """Leaves by the names that zenjax reports."""
+  """Returns leaves by the names that zenjax reports."""
   return dict(leaf_util.named_leaves(tree, is_rows))
 
 
 def _on_host(packed: jax.Array) -> np.ndarray:
-  """`[n, *]`, those of other processes as well."""
+  """Fetches `[n, *]`, with the parts of other processes."""
   if packed.is_fully_addressable:
     return np.asarray(packed)
   return np.asarray(multihost_utils.process_allgather(packed, tiled=True))

@@ -1,9 +1,9 @@
-"""What to plan, from a recorded run: its leaves, and densities at any size.
+"""Recorded runs as planning questions: leaves, and densities at any scale.
 
-A trace has no program: when gradients are complete is assumed. A table's is
-complete at the end of the backward pass, as its look-ups come first in the
-forward pass; the others follow each other evenly over that pass, which takes
-two thirds of a step.
+A trace has no program, so the times at which gradients are complete are
+assumed. A table's is complete at the end of the backward pass, as its look-ups
+come first in the forward pass; the others follow each other evenly over the
+backward pass, which takes two thirds of a step.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.union_growth import Growth
 
-# Of a step: the forward pass, before any gradient.
+# The part of a step before any gradient: the forward pass.
 _FORWARD = 1 / 3
 
 
@@ -33,9 +33,9 @@ class Recorded:
 
   Attributes:
     gradients: Tables last. Only tables, where the trace tells of no others.
-    growths: Of each table.
-    pooled: Row sets of a table: more devices than that are bounded only.
-    whole: Whether the trace tells of all leaves of the model.
+    growths: Growth of the union of each table.
+    pooled: Row sets of a table: the unions of more devices are bounds only.
+    whole: True if the trace has all leaves of the model.
   """
 
   gradients: tuple[Gradient, ...]
@@ -44,7 +44,7 @@ class Recorded:
   whole: bool
 
   def profiles(self, devices: int, batch: int = 1) -> dict[str, Profile]:
-    """Densities for so many devices of `batch` times the recorded look-ups.
+    """Returns densities for `batch` times the recorded look-ups of a device.
 
     A device with twice the look-ups touches what two recorded ones did.
     """
@@ -56,7 +56,7 @@ class Recorded:
   def question(
     self, topology: Topology, batch: int = 1, **options: Any
   ) -> Question:
-    """What to plan for a machine; `options` as `Question` has them."""
+    """Returns the question for a machine; `options` as `Question` has them."""
     larger = tuple(
       dataclasses.replace(g, look_ups=g.look_ups and g.look_ups * batch)
       for g in self.gradients
@@ -71,15 +71,18 @@ class Recorded:
 
 
 def axes_of(topology: Topology) -> tuple[str, ...]:
-  """Names for the mesh: `"data"` for one level, the levels' for several."""
+  """Names the mesh axes: `"data"` for one level, the levels' for several."""
   names = tuple(level.name for level in topology.levels)
   return ("data",) if len(names) == 1 else names
 
 
 def recorded(trace: traces.Trace) -> Recorded:
-  """What a trace tells."""
-  growths = dict(union_growth.growth_of(trace))
+  """Reads a run off its trace."""
   header = trace.header
+  growths = {
+    table.name: union_growth.growth(trace.sets[table.name], table.rows)
+    for table in header.tables
+  }
   leaves = header.leaves or tuple(
     traces.LeafInfo(name=t.name, shape=(t.rows, t.width), dtype=t.dtype)
     for t in header.tables
@@ -101,7 +104,7 @@ def recorded(trace: traces.Trace) -> Recorded:
 def profiles(
   directory: str | os.PathLike, gradients: Sequence[Gradient], devices: int
 ) -> dict[str, Profile]:
-  """Densities of a model's tables, for so many devices.
+  """Reads the densities of a model's tables, for so many devices.
 
   Raises:
     ValueError: The trace is broken, or of another model.
@@ -140,7 +143,7 @@ def _gradients(
 
 
 def _profile(growth: Growth, devices: int, batch: int) -> Profile:
-  """Beyond the pool the largest union that can be: sparse ways' worst case."""
+  """Returns densities; beyond the pool the largest possible union."""
   rows = growth.bounds(batch)[1]
   # Larger batches are more alike than these: at most as uneven.
   mean = float(growth.sizes.mean())

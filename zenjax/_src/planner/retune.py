@@ -13,27 +13,24 @@ from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.strategies import PMEAN
 from zenjax._src.planner.strategies import Space
-from zenjax._src.planner.strategies import Strategy
 from zenjax._src.report import stats
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import DENSE
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
-# What `retune` found, and whether another compilation is earned back.
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Retuned:
-  """What `retune` found: print it.
+  """The result of `retune`: print it.
 
   Attributes:
-    plan: For what the run has seen: its choices, with capacities pinned.
-    changed: What differs from the plan that runs, a line each.
-    now_seconds: What a step should take as it runs.
-    then_seconds: What it should take with the new plan.
-    compile_seconds: That compiling it takes; None where it was not told.
-    steps_left: That are still to be taken; None where they were not told.
+    plan: The plan for the densities seen, with capacities pinned.
+    changed: Differences to the plan that runs, a line each.
+    now_seconds: Predicted time of a step as it runs.
+    then_seconds: Predicted time of a step with the new plan.
+    compile_seconds: Time to compile the step, None if it was not given.
+    steps_left: Steps still to be taken, None if they were not given.
 
   Example:
     >>> import zenjax
@@ -63,19 +60,19 @@ class Retuned:
 
   @property
   def gain_seconds(self) -> float:
-    """What a step should take less."""
+    """Predicted time that a step saves."""
     return self.now_seconds - self.then_seconds if self.changed else 0.0
 
   @property
   def earned_after(self) -> int | None:
-    """Steps that gain what compiling takes; None: none do, or unknown."""
+    """Steps that save the time of compiling; None: none do, or unknown."""
     if self.compile_seconds is None or not self.gain_seconds > 0:
       return None
     return math.ceil(self.compile_seconds / self.gain_seconds)
 
   @property
   def pays(self) -> bool | None:
-    """Whether the steps left gain more than compiling takes; None: unknown."""
+    """True if the steps left save more than compiling takes; None: unknown."""
     if not self.gain_seconds > 0:
       return False
     if self.compile_seconds is None or self.steps_left is None:
@@ -120,20 +117,8 @@ class Retuned:
     )
 
 
-# What differs between two plans of one model, in words.
-
-
-def strategy_name(leaf: LeafPlan) -> str:
-  """Of its way, as the search has it."""
-  return Strategy(
-    scheme=leaf.scheme,
-    column_groups=leaf.column_groups,
-    wire_dtype=leaf.wire_dtype,
-  ).name
-
-
 def changes(plan: Plan, found: Plan) -> tuple[str, ...]:
-  """A line for each leaf whose program differs."""
+  """Returns a line for each leaf whose program differs."""
   before = plan.by_name
   with_old, with_new = _together(plan), _together(found)
   lines = []
@@ -156,28 +141,25 @@ def _rows(leaf: LeafPlan) -> str:
 
 
 def _together(plan: Plan) -> dict[str, frozenset[str]]:
-  """With which leaves each sparse one shares an exchange."""
+  """Returns the leaves with which each sparse one shares an exchange."""
   sparse = [x for x in plan.leaves if x.scheme != DENSE]
-  key = lambda leaf: (strategy_name(leaf), leaf.group)
+  key = lambda leaf: (leaf.choice, leaf.group)
   return {
     x.name: frozenset(y.name for y in sparse if key(y) == key(x))
     for x in sparse
   }
 
 
-# What a run spends beyond what its rows need, and what of it a plan saves.
-
-
 def wasted_seconds(
   plan: Plan, space: Space, seen: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-  """Seconds that each leaf took beyond what its rows are predicted to take."""
+  """Returns the time of each leaf beyond what its rows should take."""
   found = {}
   for i, leaf in enumerate(plan.leaves):
     if leaf.name not in seen:
       continue
     own, bytes_seen = seen[leaf.name], seen[leaf.name]["wire_bytes"]
-    least = space.predictions[i][strategy_name(leaf)]
+    least = space.predictions[i][leaf.choice]
     if own["went_dense"]:  # Which may take less: rows were too many.
       dense_s = space.predictions[i][PMEAN].seconds
       sent_s = dense_s * bytes_seen / max(own["dense_bytes"], 1.0)
@@ -189,7 +171,7 @@ def wasted_seconds(
 
 
 def still_wasted(found: Plan, plan: Plan, wasted: Mapping[str, float]) -> float:
-  """Of `wasted`, what a new plan wastes as well."""
+  """Returns the part of `wasted` that a new plan wastes as well."""
   before = plan.by_name
   gone = {
     x.name
@@ -200,7 +182,7 @@ def still_wasted(found: Plan, plan: Plan, wasted: Mapping[str, float]) -> float:
   return sum(s for name, s in wasted.items() if name not in gone)
 
 
-# Sizes that differ by less than this part are left: steps differ as much.
+# Sizes that differ by less than this part stay: steps differ as much.
 _NEAR = 0.1
 
 
@@ -211,7 +193,7 @@ def retune(
   compile_seconds: float | None = None,
   steps_left: int | None = None,
 ) -> Retuned:
-  """Plans again from what the running job has seen, and says whether it pays.
+  """Plans again from the densities of the running job, and tells if it pays.
 
   Densities are those of the last step (`zenjax.planner.profile`); leaves that
   take pmean are not looked at, and keep what they were planned for. First
@@ -221,22 +203,23 @@ def retune(
   The gain is predicted: a step with the densities seen, as it runs, less one as
   planned anew. Bytes received beyond what the rows needed, as by first rounds
   that are too large, count at their link's rate, as if nothing hid them; they
-  are gained where sizes are pinned or pmean takes over.
+  are saved where sizes are pinned or pmean takes over.
 
   Args:
     state: An optimizer state that has taken steps with `zen_sync(plan=plan)`.
-    plan: Which `zenjax.planner.plan` made.
-    compile_seconds: What compiling the step takes: as long as it took before.
-    steps_left: That the new plan would run for.
+    plan: A plan of `zenjax.planner.plan`.
+    compile_seconds: Time to compile the step, as measured before.
+    steps_left: Steps for which the new plan would run.
 
   Returns:
-    The new plan, what changes, and after how many steps compiling it is earned
-    back: print it. `zen_sync(plan=found.plan)` takes the state of the old one;
-    where a table goes over to pmean, or comes back, its part of the state is
-    made anew, and the optimizer's stays: `(tx.init(params)[0], *state[1:])`.
+    The new plan, its differences, and the steps after which compiling it is
+    earned back: print it. `zen_sync(plan=found.plan)` takes the state of the
+    old one; where a table goes over to pmean, or comes back, its part of the
+    state is made anew, and the optimizer's stays:
+    `(tx.init(params)[0], *state[1:])`.
 
   Raises:
-    TypeError: `plan` is none.
+    TypeError: `plan` is no plan.
     ValueError: `state` is of another plan or has taken no step, `plan` does not
       say of which machine it is, or a number is negative.
 
@@ -263,7 +246,8 @@ def retune(
     (2.0, 3.0, True)
   """
   _check(plan, compile_seconds, steps_left)
-  seen = stats.of_leaves(sync_state.require(state))
+  sync_state.require(state)
+  seen = stats.synced_leaves(state)
   _require_same(plan, seen)
   question = _question(plan, stats.profile(state))
   # The way that runs may have outgrown the memory, and is predicted too.
@@ -287,9 +271,9 @@ def retune(
 
 
 def _fits(question: Question, plan: Plan) -> bool:
-  """Whether every leaf's way still fits the memory."""
+  """Checks that every leaf's strategy still fits the memory."""
   ways = question.space(1.0).predictions
-  return all(strategy_name(x) in found for x, found in zip(plan.leaves, ways))
+  return all(x.choice in found for x, found in zip(plan.leaves, ways))
 
 
 def _check(
@@ -298,8 +282,7 @@ def _check(
   if not isinstance(plan, Plan):
     raise TypeError(
       f"`plan` must be a zenjax.planner.Plan, got {type(plan).__name__}; give"
-      " what"
-      " zen_sync has."
+      " the one that zen_sync has."
     )
   if plan.topology is None:
     raise ValueError(
@@ -321,7 +304,7 @@ def _check(
 
 
 def _require_same(plan: Plan, seen: Mapping[str, Mapping[str, float]]) -> None:
-  """That the run whose state this is had this plan."""
+  """Raises `ValueError` unless the state is of a run with this plan."""
   sparse = sorted(x.name for x in plan.leaves if x.scheme != DENSE)
   if not sparse:
     raise ValueError(
@@ -343,7 +326,7 @@ def _require_same(plan: Plan, seen: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _question(plan: Plan, seen: Mapping[str, Profile]) -> Question:
-  """What the plan answered, with the densities seen."""
+  """Returns the question of the plan, with the densities seen."""
   assert plan.topology is not None
   own = {x.name: p for x in plan.leaves if (p := _planned_for(x, plan))}
   return Question(
@@ -375,15 +358,14 @@ def _planned_for(leaf: LeafPlan, plan: Plan) -> Profile | None:
 
 
 def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
-  """Its exchanges, as the search has them."""
+  """Returns the exchanges of a plan, as the search has them."""
   groups: dict[tuple[str, int], tuple[int, ...]] = {}
   for i, leaf in enumerate(plan.leaves):
-    name = strategy_name(leaf)
+    name = leaf.choice
     if name not in space.predictions[i]:
       raise ValueError(
         f"`plan` must be one that `zenjax.planner.plan` made: {leaf.name!r}"
-        " travels by"
-        f" {name!r}, and it may by {sorted(space.predictions[i])}."
+        f" travels by {name!r}, and it may by {sorted(space.predictions[i])}."
       )
     key = name, leaf.group
     groups[key] = groups.get(key, ()) + (i,)
@@ -393,9 +375,9 @@ def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
 def _pinned(
   found: Plan, plan: Plan, advice: Mapping[str, tuple[int, int]]
 ) -> Plan:
-  """With what recent steps needed, where it was counted for the same way.
+  """Pins what recent steps needed, for leaves of the same strategy.
 
-  A leaf with another way keeps what the planner pins by the rows seen.
+  Others keep the capacities that the planner derives from the rows seen.
   """
   before = plan.by_name
   leaves = []
@@ -410,7 +392,7 @@ def _pinned(
 
 
 def _near(old: tuple[int, int] | None, new: tuple[int, int] | None) -> bool:
-  """Whether they differ by no more than steps do from each other."""
+  """Returns True if they differ by no more than steps do from each other."""
   if old is None or new is None:
     return old is new
   return all(abs(a - b) <= _NEAR * max(a, b) for a, b in zip(old, new))

@@ -1,4 +1,4 @@
-"""Every way in which each gradient may travel, and what it should take."""
+"""Strategies: all ways in which each gradient may travel, with predictions."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -29,7 +29,7 @@ PMEAN = "dense"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-  """One way: what `LeafPlan` says of it."""
+  """One way to synchronize a leaf, as `LeafPlan` has it."""
 
   scheme: str
   column_groups: int = 1
@@ -37,22 +37,23 @@ class Strategy:
 
   @property
   def name(self) -> str:
+    """Name of its options, say `zen/2 bfloat16`."""
     columns = f"/{self.column_groups}" if self.scheme == "zen" else ""
     return f"{self.scheme}{columns} {self.wire_dtype or ''}".strip()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-  """All that a search may choose from.
+  """The strategies to choose from, for every tensor.
 
   Attributes:
-    tensors: In the order in which the backward pass completes them; what is
-      predicted for sparse ways is raised by the margin.
+    tensors: In the order in which the backward pass completes them, with the
+      times of sparse strategies raised by the margin.
     once: Seconds on the link that a group pays once, by the names of options.
-    strategies: By the names of options.
-    predictions: Of each tensor, by the names of its options, as predicted.
-    links: Of each axis.
-    margin: By which part sparse ways are raised.
+    strategies: Strategies by the names of options.
+    predictions: For each tensor, by the names of its options; not raised.
+    links: Link of each axis.
+    margin: Factor by which pmean is preferred to sparse strategies.
   """
 
   tensors: tuple[Tensor, ...]
@@ -80,21 +81,21 @@ def space(
   margin: float,
   memory_bytes: float | None,
 ) -> Space:
-  """The choices for `gradients`, in order.
+  """Predicts every strategy of every gradient.
 
   Args:
-    gradients: As the program completes them.
-    profiles: Densities by name; of others a vocabulary's are assumed.
+    gradients: Gradients, as the program completes them.
+    profiles: Densities by name; those of a vocabulary are assumed for others.
     context: Axes and sizes.
-    links: Of each axis.
-    compute_seconds: Of a step without any exchange.
+    links: Link of each axis.
+    compute_seconds: Time of a step without any exchange.
     wire_dtypes: Names of dtypes that rows may be rounded to.
-    margin: A sparse way must be predicted to take less than this part of
-      another one to be preferred to pmean: predictions err.
-    memory_bytes: That buffers of a leaf may take at most; None for any.
+    margin: A sparse strategy must be predicted to take less than this part of
+      pmean's time to be preferred to it: predictions err.
+    memory_bytes: Limit on the buffers of a leaf; None for no limit.
 
   Raises:
-    ValueError: No way of a leaf fits the memory.
+    ValueError: No strategy of a leaf fits the memory.
   """
   strategies: dict[str, Strategy] = {}
   tensors, predictions = [], []
@@ -103,7 +104,7 @@ def space(
   for gradient in gradients:
     found = {}
     profile = profiles.get(gradient.name)
-    for strategy in _ways(gradient, context, wire_dtypes):
+    for strategy in _strategies(gradient, context, wire_dtypes):
       prediction = _predict(strategy, gradient, profile, context, lasting)
       strategies[strategy.name] = strategy
       found[strategy.name] = prediction
@@ -130,14 +131,14 @@ def space(
 
 
 def raised_by(scheme: str, margin: float) -> float:
-  """Sparse ways are to be shorter than others by a margin."""
+  """Returns the factor on the times of a scheme: sparse ones are raised."""
   return 1.0 if scheme in DENSE else 1 / margin
 
 
-def _ways(
+def _strategies(
   gradient: Gradient, context: Context, wire_dtypes: Sequence[str]
 ) -> list[Strategy]:
-  """pmean first, as the baselines want it."""
+  """Lists the strategies of a leaf, pmean first."""
   ways = [Strategy(scheme=PMEAN)]
   leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
   listed = gradient.look_ups is not None
@@ -187,14 +188,14 @@ def _predict(
 
 
 def _shares_buffer(gradient: Gradient) -> bool:
-  """Where buffers are summed in turn, small leaves are sent as one."""
+  """Returns True for leaves that zen_sync sums in one buffer with others."""
   return _size(gradient) <= gradient_tree.JOINED_BYTES
 
 
 def plain_pmean_s(
   gradients: Sequence[Gradient], context: Context, links: Links
 ) -> float:
-  """What `lax.pmean` takes beside zen_sync's sums: a buffer for each leaf."""
+  """Returns the time by which `lax.pmean`, a buffer a leaf, exceeds one sum."""
   own = sum(_shares_buffer(gradient) for gradient in gradients)
   return (own - 1) * link_models.buffer_s(context, links)
 
@@ -219,7 +220,7 @@ def _fitting(
   found: Mapping[str, Prediction],
   memory_bytes: float | None,
 ) -> dict[str, Prediction]:
-  """Those whose buffers fit."""
+  """Returns the strategies whose buffers fit."""
   if memory_bytes is None:
     return dict(found)
   need = {name: _buffers(gradient, p) for name, p in found.items()}
@@ -236,7 +237,7 @@ def _fitting(
 
 
 def _buffers(gradient: Gradient, prediction: Prediction) -> float:
-  """What arrives; of a sum, which is not made in place everywhere, a copy."""
+  """Returns bytes received, or of the copy that a sum may need."""
   if prediction.scheme in DENSE:
     return _size(gradient)
   return prediction.received
@@ -253,7 +254,7 @@ def _option(name: str, p: Prediction, margin: float) -> Option:
 def _times(
   p: Prediction, margin: float, wire_s: float
 ) -> tuple[float, float, float]:
-  """Before, on and after the link."""
+  """Returns raised times before, on and after the link."""
   raised = raised_by(p.scheme, margin)
   return p.mask_s * raised, wire_s * raised, (p.local_s - p.mask_s) * raised
 
@@ -261,7 +262,7 @@ def _times(
 def _once(
   predictions: Sequence[Mapping[str, Prediction]], margin: float
 ) -> dict[str, float]:
-  """What a group pays once: the latency of its collectives."""
+  """Returns what a group pays once: the latency of its collectives."""
   once: dict[str, float] = {}
   for found in predictions:
     for name, p in found.items():

@@ -6,36 +6,25 @@ then expected to be that of `m` sets drawn from the pool without replacement,
 which needs no sampling: a row that `c` of `N` sets hold is missed by `m` of
 them with the hypergeometric probability `C(N - c, m) / C(N, m)`.
 
-What it rests on: devices of one step are as alike as devices of two recorded
-steps. So it is for shuffled data: from 32 steps of 4 devices, the union of 64
-is predicted within 0.2 per cent on shuffled windows of real text, and within
-4.4 on contiguous text from random places. Where every host reads a text of its
-own from front to back, neighbouring steps of a host are more alike than hosts:
-consecutive ones predict 11 per cent too little for 64 devices, 19 for 128 (from
-16 steps of 8), steps 13 apart 0.3 and 0.8. Record steps that lie far apart.
-(`python -m benchmarks.run growth`, where a power law through one step is 17 to
-26 per cent too high.)
-
-Beside the Zen paper's points: BERT's 1.06 per cent are predicted to be 41 of
-128 devices, the paper has 40.8. The ids are drawn from a law that was fitted to
-that point, so this checks the pooling and not the paper.
+The assumption: devices of one step are as alike as devices of two recorded
+steps. It holds for shuffled data. Where every host reads a text of its own from
+front to back, neighbouring steps of a host are more alike than hosts, and the
+union is predicted too small: record steps that lie far apart.
+`python -m benchmarks.run growth` measures the error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 
 import numpy as np
 
-from zenjax import traces
 from zenjax._src.machine import cost
-from zenjax._src.schemes import buffer_sizes
-
-# What is expected of `m` of `N` row sets drawn without replacement: exact.
+from zenjax.traces import DeviceRows
 
 
 def missed(pooled: int, m: int) -> np.ndarray:
-  """`[N + 1]`: that `m` of `N` sets miss a row which `c` of them hold."""
+  """Returns `[N + 1]`: that `m` of `N` sets miss a row which `c` hold."""
   log_factorial = np.concatenate(
     [[0], np.cumsum(np.log(np.arange(1, pooled + 1)))]
   )
@@ -46,35 +35,31 @@ def missed(pooled: int, m: int) -> np.ndarray:
 
 
 def expected(held: np.ndarray, m: int) -> float:
-  """Rows in the union of `m` sets; `held[c]` rows are in `c` of the `N`."""
+  """Returns rows in the union of `m` sets; `held[c]` rows are in `c` of `N`."""
   return float(held @ (1 - missed(len(held) - 1, m)))
 
 
 def fullest(sizes: np.ndarray, m: int) -> float:
-  """Of `m` sets drawn without replacement, the largest; `sizes` ascend."""
+  """Returns the expected largest of `m` sets; `sizes` ascend."""
   # The largest is number k where the k smaller ones hold all the others.
   none_above = missed(len(sizes), m)[::-1]  # [k]: all m among the k smallest
   return float(sizes @ np.diff(none_above))
 
 
-# Row ids of one table in one step, one ascending array a device.
-Sets = Sequence[np.ndarray]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Growth:
-  """What a pool of row sets of one table says of any number of devices.
+  """Densities of one table for any number of devices, from a pool of row sets.
 
   Attributes:
-    rows: Of the table.
-    devices: Of a recorded step.
-    steps: Recorded.
+    rows: Rows of the table.
+    devices: Devices of a recorded step.
+    steps: Number of recorded steps.
     held: `[N + 1]`, how many rows exactly `c` of the pool's sets hold.
-    without: The same of the pool without one step, for each of them.
-    halves: The same of the first and of the second half of the steps.
+    without: `held` of the pool without one step, for each of them.
+    halves: `held` of the first and of the second half of the steps.
     sizes: `[N]`, rows of each set, ascending.
     step_union: Rows of a recorded step's devices together, mean.
-    sets: All of them, step by step.
+    sets: All sets, step by step.
   """
 
   rows: int
@@ -89,11 +74,11 @@ class Growth:
 
   @property
   def pooled(self) -> int:
-    """Sets in the pool."""
+    """Number of sets in the pool."""
     return len(self.sizes)
 
   def union(self, devices: int) -> float:
-    """Expected rows of so many devices together.
+    """Returns the expected rows of so many devices together.
 
     Raises:
       ValueError: The pool has fewer sets.
@@ -101,10 +86,10 @@ class Growth:
     return expected(self.held, self._checked(devices))
 
   def error(self, devices: int) -> float:
-    """Standard error of `union`, over it: each step is left out in turn.
+    """Returns the relative standard error of `union`, by the jackknife.
 
-    Of the recorded steps alone: that steps of one run may be alike, and others
-    not, it cannot know. NaN where one step was recorded.
+    It is that of the recorded steps: it cannot tell that steps of one run are
+    alike and those of others are not. NaN if one step was recorded.
     """
     m = self._checked(devices)
     if self.steps == 1:
@@ -119,7 +104,7 @@ class Growth:
 
   @property
   def drift(self) -> float:
-    """What the first half of the steps says of the second half, less one."""
+    """Relative error of the first half of the steps on the second half."""
     if len(self.halves) < 2:
       return float("nan")
     first, second = (expected(held, len(held) - 1) for held in self.halves)
@@ -127,7 +112,7 @@ class Growth:
 
   @property
   def step_ratio(self) -> float:
-    """A recorded step's union over what the pool says of as many devices.
+    """Union of a recorded step over that of as many devices of the pool.
 
     Below 1 devices of one step are more alike than the pool; above 1 less.
     """
@@ -135,7 +120,7 @@ class Growth:
     return self.step_union / expected if expected else 1.0
 
   def bounds(self, devices: int) -> tuple[float, float]:
-    """What the union is at least and at most, beyond the pool as well.
+    """Returns bounds of the union, beyond the pool as well.
 
     No union grows faster with another device than with the one before: beyond
     the pool it is at most a straight line from there.
@@ -150,13 +135,13 @@ class Growth:
     return whole, min(whole + beyond * float(last), float(self.rows))
 
   def fullest(self, devices: int) -> float:
-    """Expected rows of the device that has most; of the pool's, beyond it."""
+    """Returns the expected rows of the fullest of the devices or the pool."""
     return fullest(self.sizes, min(devices, self.pooled))
 
   def profile(self, devices: int) -> cost.Profile:
-    """What the cost model asks of a table, for so many devices.
+    """Returns densities for so many devices, as the cost model takes them.
 
-    Skew is of expected loads: that of the fullest range in a step is larger by
+    Skew is that of expected loads: the fullest range of a step has more by
     chance.
     """
     m = self._checked(devices)
@@ -200,12 +185,12 @@ class Growth:
     return devices
 
 
-def growth(recorded: Sequence[Sets], rows: int) -> Growth:
+def growth(recorded: Sequence[DeviceRows], rows: int) -> Growth:
   """Pools the row sets of one table.
 
   Args:
-    recorded: Of each step the rows that each device touched, ascending.
-    rows: Of the table.
+    recorded: For each step the rows that each device touched, ascending.
+    rows: Rows of the table.
 
   Raises:
     ValueError: There is no step, or steps differ in their devices.
@@ -246,36 +231,8 @@ def growth(recorded: Sequence[Sets], rows: int) -> Growth:
   )
 
 
-def growth_of(
-  trace: traces.Trace, expected: Sequence[buffer_sizes.Table] | None = None
-) -> Mapping[str, Growth]:
-  """The growth of each table of a trace.
-
-  Args:
-    trace: That `zenjax.traces.read` gave.
-    expected: The tables of the model that is planned, if they are known.
-
-  Raises:
-    ValueError: The trace is of another model; the message says what differs.
-  """
-  if expected is not None:
-    wanted = {t.name: (t.num_rows, t.width) for t in expected}
-    found = {t.name: (t.rows, t.width) for t in trace.header.tables}
-    wrong = {k: found.get(k) for k, v in wanted.items() if found.get(k) != v}
-    if wrong:
-      raise ValueError(
-        "`trace` must be of the model that is planned: of"
-        f" {', '.join(f'{k!r} {wanted[k]}' for k in wrong)} it holds"
-        f" {', '.join(str(v or 'nothing') for v in wrong.values())}; record the"
-        " steps of this model."
-      )
-  return {
-    t.name: growth(trace.sets[t.name], t.rows) for t in trace.header.tables
-  }
-
-
 def _without(held, counts, step, n) -> np.ndarray:
-  """`held` of the pool less one step's sets."""
+  """Returns `held` of the pool less one step's sets."""
   ids, number = step
   left = held.copy()
   before = counts[ids]

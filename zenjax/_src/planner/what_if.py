@@ -1,7 +1,7 @@
-"""A step's time against hosts, link rates and batch size, and where it turns.
+"""Sweeps: a step's time against hosts, link rates and batch size.
 
-At each point the run is planned anew. Where consecutive points differ in which
-is better, the plan or plain pmean, the place in between is bisected.
+At each point the run is planned anew. Between consecutive points of which one
+is better planned and the other with plain pmean, the turn is bisected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner.choosing import answer
 from zenjax._src.planner.recorded_runs import Recorded
 
-# Where a link's rate is searched, in Mbit/s: beyond nothing is sold.
+# Rates in Mbit/s at which a link is searched: none beyond is sold.
 RATES_MBIT = tuple(10.0 * 10 ** (k / 2) for k in range(13))
-_RATIO = 1.02  # A turning point of a rate is told within 2 %.
+_RATIO = 1.02  # The turn of a rate is found within 2 %.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class Point:
   """A step at one point of a sweep.
 
   Attributes:
-    at: Hosts, Mbit/s, or times the recorded batch.
-    devices: In all.
-    compute_seconds: Of a step without any exchange.
-    seconds: As planned.
-    dense_seconds: With plain pmean.
-    pays: Whether the plan is the better choice.
-    bounded: Whether unions are the largest that can be: beyond the trace.
+    at: Hosts, Mbit/s, or multiple of the recorded batch.
+    devices: Number of all devices.
+    compute_seconds: Time of a step without any exchange.
+    seconds: Time of a step as planned.
+    dense_seconds: Time of a step with plain pmean.
+    pays: True if the plan is the better choice.
+    bounded: True beyond the trace, where unions are the largest possible.
   """
 
   at: float
@@ -45,21 +45,22 @@ class Point:
 
   @property
   def scaling(self) -> float:
-    """As planned: 1 where devices train as fast together as alone."""
+    """Scaling factor: 1 if devices train as fast together as alone."""
     return self.compute_seconds / self.seconds
 
   @property
   def dense_scaling(self) -> float:
+    """Scaling factor with plain pmean."""
     return self.compute_seconds / self.dense_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-  """Where another choice becomes the better one.
+  """A value from which on another choice is the better one.
 
   Attributes:
-    at: From there on.
-    pays: Whether it is the plan.
+    at: The value.
+    pays: True if the better choice is the plan.
   """
 
   at: float
@@ -71,9 +72,9 @@ class Sweep:
   """One quantity varied.
 
   Attributes:
-    points: As asked for.
-    turns: In the range that was searched.
-    searched: Its ends.
+    points: The points asked for.
+    turns: Turns in the range that was searched.
+    searched: Ends of that range.
   """
 
   points: tuple[Point, ...]
@@ -83,15 +84,15 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-  """What is varied from.
+  """The run and the machine that sweeps vary.
 
   Attributes:
     recorded: The run.
     topology: The machine.
-    batch: Times the recorded look-ups.
-    compute_seconds: Of a step of the recorded batch: others take as many times
-      that.
-    settings: Of a `Question`.
+    batch: Multiple of the recorded look-ups.
+    compute_seconds: Time of a step of the recorded batch; it grows with the
+      batch.
+    settings: Further fields of `Question`.
   """
 
   recorded: Recorded
@@ -101,6 +102,7 @@ class Base:
   settings: dict[str, Any]
 
   def point(self, at: float, topology: Topology, batch: int) -> Point:
+    """Plans for one machine and batch."""
     compute_s = self.compute_seconds * batch
     asked = self.recorded.question(
       topology, batch, compute_seconds=compute_s, **self.settings
@@ -117,20 +119,23 @@ class Base:
     )
 
   def hosts(self, at: float) -> Point:
+    """Plans for another number of hosts, on the slowest level."""
     slowest = self.topology.levels[0].name
     return self.point(
       at, self.topology.resized(**{slowest: int(at)}), self.batch
     )
 
   def link(self, at: float) -> Point:
+    """Plans for another rate of the slowest level."""
     return self.point(at, with_rate(self.topology, at), self.batch)
 
   def larger_batch(self, at: float) -> Point:
+    """Plans for another multiple of the recorded batch."""
     return self.point(at, self.topology, int(at))
 
 
 def with_rate(topology: Topology, mbit: float) -> Topology:
-  """Another network on the slowest level, of such a line rate."""
+  """Returns the topology with another line rate on its slowest level."""
   level = topology.levels[0]
   bandwidth, latency_s = topologies.network(f"{mbit:f}mbit")
   link = Link(bandwidth=bandwidth, latency_s=latency_s, work=level.link.work)
@@ -139,17 +144,17 @@ def with_rate(topology: Topology, mbit: float) -> Topology:
 
 
 def over_hosts(base: Base, hosts: Sequence[int]) -> Sweep:
-  """Steps on so many of the outermost level each."""
+  """Varies the hosts, that is the devices of the outermost level."""
   return _sweep(base.hosts, hosts, _doubled(max(hosts)), _middle)
 
 
 def over_links(base: Base, mbit: Sequence[float]) -> Sweep:
-  """Steps with an outermost level of such rates."""
+  """Varies the line rate of the outermost level."""
   return _sweep(base.link, mbit, RATES_MBIT, _geometric)
 
 
 def over_batch(base: Base, batches: Sequence[int]) -> Sweep:
-  """Steps of so many times the recorded batch."""
+  """Varies the multiple of the recorded batch."""
   return _sweep(base.larger_batch, batches, _doubled(max(batches)), _middle)
 
 
@@ -188,7 +193,7 @@ def _turn(
   high: float,
   middle: Callable[[float, float], float | None],
 ) -> Turn:
-  """Between two that differ: the least from which it is as at `high`."""
+  """Bisects between two that differ, for the least that is as `high`."""
   while (x := middle(low, high)) is not None:
     if at(x).pays == at(low).pays:
       low = x
@@ -205,15 +210,12 @@ def _geometric(low: float, high: float) -> float | None:
   return (low * high) ** 0.5 if high / low > _RATIO else None
 
 
-# What `whatif` found, drawn: times above, scaling factors below.
-
-
 _PLAN, _PMEAN = "#0060a0", "#c04000"
 _TURN: dict[str, Any] = dict(color="#808080", linestyle="--", linewidth=1)
 
 
 def require() -> None:
-  """Raises `ImportError` where nothing can be drawn."""
+  """Raises `ImportError` if matplotlib is not installed."""
   if importlib.util.find_spec("matplotlib") is None:
     raise ImportError(
       '--plot needs matplotlib, which is not installed: pip install "zenjax'
@@ -222,9 +224,12 @@ def require() -> None:
 
 
 def drawn(kind: str, sweeps: Mapping[Any, Sweep], title: str) -> bytes:
-  """A picture, "png" say.
+  """Draws times above and scaling factors below, a column for each sweep.
 
-  One column for each of `sweeps`, which go by `cli.Axis`.
+  Args:
+    kind: Format of the picture, say "png".
+    sweeps: By `cli.Axis`.
+    title: Title of the picture.
   """
   from matplotlib.figure import Figure
   from matplotlib.lines import Line2D
@@ -263,7 +268,7 @@ def drawn(kind: str, sweeps: Mapping[Any, Sweep], title: str) -> bytes:
 
 
 def _turns(sweep: Sweep) -> list[float]:
-  """Those between its points."""
+  """Returns the turns between its points."""
   first, last = sweep.points[0].at, sweep.points[-1].at
   return [turn.at for turn in sweep.turns if first <= turn.at <= last]
 

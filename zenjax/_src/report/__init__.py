@@ -1,1 +1,1 @@
-"""What a run has shown."""
+"""Reports and checks of a run."""

@@ -1,6 +1,8 @@
-"""What a run has shown, as a table a person reads."""
+"""`report`: what a run has exchanged, as tables that a person reads."""
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -8,49 +10,14 @@ import numpy as np
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.rows import catching_up
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import owner_update
 from zenjax._src.sync import sync_state
 
-_HEADINGS = (
-  "leaf",
-  "rows x width",
-  "scheme",
-  "density",
-  "union",
-  "growth",
-  "push imb",
-  "pull imb",
-  "rounds",
-  "overflow",
-  "MB sent",
-  "MB dense",
-  "bytes",
-  "pin (push, pull)",
-)
-
-_WITHHELD = (
-  'rows wait: on_overflow="carry" keeps what did not fit for the next step;'
-  " density counts all rows to send, union those that came back."
-)
-
-
-_LEGEND = (
-  "of the last step. density: rows of a device that are not zero; union: of all"
-  " devices; growth: their ratio;",
-  "zen/g: rows split in g column groups; imb: the fullest buffer over the mean;"
-  " rounds: exchanges it took;",
-  "overflow: rows beyond the first push; MB: received by a device; bytes:"
-  " beside a dense all-reduce.",
-)
-
-_SAME_ROWS = (
-  "{}: all devices hold the same rows: were the gradients averaged before {}?"
-  " remove that pmean."
-)
-
 
 def report(state: Any) -> str:
-  """A table of what the last step exchanged and what to pin.
+  """Returns tables of what the last step exchanged and what to pin.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `SparsifierState` or
@@ -63,7 +30,8 @@ def report(state: Any) -> str:
     fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 where
     all fitted the first), rows that overflowed the first push, megabytes
     received by a device beside those of a dense all-reduce, whether zen_sync
-    pays by bytes, and the `capacities=` to pin. Below, what the columns are.
+    pays by bytes, and the `capacities=` to pin. Each table is followed by the
+    meaning of its columns.
 
     Where devices hold the same rows a line asks whether their gradients were
     averaged before: then each sends what all have, and little is saved. Where
@@ -78,7 +46,7 @@ def report(state: Any) -> str:
     rounds, megabytes beside those of a dense all-reduce, and the `capacity=`
     to pin. For each leaf of `error_feedback` the density wanted and got,
     threshold, build-up, imbalance and norm of the residuals; on devices of
-    several processes a line says who has them.
+    several processes a line says how to get them.
 
   Raises:
     ValueError: There is none of these in `state`.
@@ -92,43 +60,144 @@ def report(state: Any) -> str:
     zen_sync: no leaf travels sparse; every leaf takes psum.
   """
   sync_state.require_numbers(state, "report")
-  lines = [*_sparsifier_lines(state), *stats.lines(state)]
-  if not lines or sync_state.find(state):
-    lines = [*_lines(state, sync_state.require(state)), *lines]
-  return "\n".join([*lines, *catching_up.late_lines(state)])
+  selected = [*_of_sparsifiers(state), *_of_error_feedback(state)]
+  synced = []
+  if not selected or sync_state.find(state):
+    synced = _of_synced_leaves(state, sync_state.require(state))
+  return "\n".join([*synced, *selected, *catching_up.late_lines(state)])
 
 
-def _sparsifier_lines(state: Any) -> list[str]:
-  if not stats.find(state):
-    return []
-  known = stats.numbers(state)
-  if not known:
-    return ["sparsifier: no step was taken yet."]
-  first = next(iter(known.values()))
-  title = f"after {first['steps']:.0f} steps on {first['devices']:.0f} devices"
-  return [
-    f"sparsifier {title}",
-    *columns(stats.rows(known)),
-    *stats.LEGEND,
-  ]
+# --- one form for all tables --------------------------------------------------
 
 
-def _lines(state: Any, nodes: list[sync_state.ZenSyncState]) -> list[str]:
+class _Column(NamedTuple):
+  """One column: heading, cell of a leaf's numbers, line of the legend."""
+
+  heading: str
+  cell: Callable[[Mapping[str, float]], str]
+  legend: str = ""
+
+
+def _number(heading: str, name: str, form: str, legend: str = "") -> _Column:
+  """Shows a number, or a dash where it is not known."""
+
+  def cell(s: Mapping[str, float]) -> str:
+    return format(s[name], form) if np.isfinite(s[name]) else "-"
+
+  return _Column(heading, cell, legend)
+
+
+def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
+  return _Column(heading, lambda s: f"{s[name] / 1e6:.3f}", legend)
+
+
+def _bytes(s: Mapping[str, float]) -> str:
+  """Says if sending sparse pays, by bytes."""
+  if s.get("withheld"):
+    return "rows wait"
+  if s.get("went_dense"):
+    return "dense"
+  gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
+  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
+
+
+def _table(
+  title: str,
+  known: stats.Stats,
+  shown: Sequence[_Column],
+  names: str = "",
+  pins: Mapping[str, str] | None = None,
+) -> list[str]:
+  """Returns lines: a title, a row for each name, the legend.
+
+  Args:
+    title: First line.
+    known: Numbers by name.
+    shown: Columns beside the names.
+    names: Heading of the names.
+    pins: By name the cell of a last column, "-" for others; None for no such.
+  """
+  rows = [(names, *(column.heading for column in shown))]
+  rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
+  if pins is not None:
+    last = ["pin (push, pull)", *(pins.get(name, "-") for name in known)]
+    rows = [(*row, cell) for row, cell in zip(rows, last)]
+  legend = "; ".join(column.legend for column in shown if column.legend)
+  told = textwrap.wrap(
+    f"of the last step. {legend}; -: not known.", 120, break_on_hyphens=False
+  )
+  return [title, *columns(rows), *told]
+
+
+_ROUNDS = _number("rounds", "rounds", ".0f", "rounds: exchanges it took")
+_RECEIVED = (
+  _megabytes("MB sent", "wire_bytes", "MB: received by a device"),
+  _megabytes("MB dense", "dense_bytes"),
+  _Column("bytes", _bytes, "bytes: beside a dense all-reduce"),
+)
+
+
+# --- leaves that travel sparse ------------------------------------------------
+
+
+def _scheme(s: Mapping[str, float]) -> str:
+  name = sync_state.SCHEMES[int(s["scheme"])]
+  return f"zen/{s['column_groups']:.0f}" if name == "zen" else name
+
+
+_SYNCED = (
+  _Column("rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"),
+  _Column("scheme", _scheme, "zen/g: rows split in g column groups"),
+  _number(
+    "density",
+    "density",
+    ".2%",
+    "density: rows of a device that are not zero",
+  ),
+  _number("union", "union_density", ".2%", "union: of all devices"),
+  _number("growth", "growth", ".2f", "growth: their ratio"),
+  _number(
+    "push imb", "push_imbalance", ".2f", "imb: the fullest buffer over the mean"
+  ),
+  _number("pull imb", "pull_imbalance", ".2f"),
+  _ROUNDS,
+  _number(
+    "overflow",
+    "overflow_rows",
+    ".0f",
+    "overflow: rows beyond the first push",
+  ),
+  *_RECEIVED,
+)
+
+_WITHHELD = (
+  'rows wait: on_overflow="carry" keeps what did not fit for the next step;'
+  " density counts all rows to send, union those that came back."
+)
+
+_SAME_ROWS = (
+  "{}: all devices hold the same rows: were the gradients averaged before {}?"
+  " remove that pmean."
+)
+
+
+def _of_synced_leaves(
+  state: Any, nodes: list[sync_state.ZenSyncState]
+) -> list[str]:
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
-  known, advice = stats.of_leaves(nodes), stats.advise(state)
+  known, advice = stats.synced_leaves(state), stats.advise(state)
   steps = max(int(node.step) for node in nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
   if not known:
     alone = "step was" if steps == 1 else f"{steps} steps were"
     return [f"{by}: the {alone} taken on one device: nothing was exchanged."]
-  rows = [_HEADINGS]
-  rows += [_line(name, s, advice.get(name)) for name, s in known.items()]
   devices = int(next(iter(known.values()))["devices"])
   title = f"{by} after {steps} steps on {devices} devices"
-  lines = [title, *columns(rows), *_LEGEND]
+  pins = {name: str(pin) for name, pin in advice.items()}
+  lines = _table(title, known, _SYNCED, "leaf", pins)
   lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
   if advice:
     lines += [f"to pin: capacities={advice}"]
@@ -139,7 +208,7 @@ def _lines(state: Any, nodes: list[sync_state.ZenSyncState]) -> list[str]:
 
 
 def _synchronized_by(state: Any) -> str:
-  """Names of the transformations that the state is of."""
+  """Names the transformations that the state belongs to."""
   kinds = {
     owner_update.OwnerState: "owner_update",
     sync_state.ZenSyncState: "zen_sync",
@@ -150,50 +219,16 @@ def _synchronized_by(state: Any) -> str:
   return " and ".join(dict.fromkeys(found))
 
 
-def _same_rows(s: dict[str, float]) -> bool:
-  """Whether the union has no row more than a device; all rows tell nothing."""
+def _same_rows(s: Mapping[str, float]) -> bool:
+  """Returns True if the union is what every device has, and not all rows."""
   if s["withheld"] or s["devices"] < 2 or not 0 < s["density"] < 1:
     return False
   # Counts went through float32.
   return abs(s["union_density"] / s["density"] - 1) < 1e-6
 
 
-def _line(
-  name: str, s: dict[str, float], pin: tuple[int, int] | None
-) -> tuple[str, ...]:
-  return (
-    name,
-    f"{s['num_rows']:.0f} x {s['width']:.0f}",
-    _scheme(s),
-    *(_percent(s[key]) for key in ("density", "union_density")),
-    *(
-      _number(s[key]) for key in ("growth", "push_imbalance", "pull_imbalance")
-    ),
-    f"{s['rounds']:.0f}",
-    f"{s['overflow_rows']:.0f}",
-    f"{s['wire_bytes'] / 1e6:.3f}",
-    f"{s['dense_bytes'] / 1e6:.3f}",
-    _bytes(s),
-    str(pin) if pin else "-",
-  )
-
-
-def _scheme(s: dict[str, float]) -> str:
-  name = sync_state.SCHEMES[int(s["scheme"])]
-  return f"zen/{s['column_groups']:.0f}" if name == "zen" else name
-
-
-def _percent(part: float) -> str:
-  """A leaf that is summed dense from the start is not looked at."""
-  return f"{part:.2%}" if np.isfinite(part) else "-"
-
-
-def _number(x: float) -> str:
-  return f"{x:.2f}" if np.isfinite(x) else "-"
-
-
 def _predictions(nodes: list[sync_state.ZenSyncState]) -> list[str]:
-  """A line for each leaf for which `scheme="auto"` chose."""
+  """Returns a line for each leaf for which `scheme="auto"` chose."""
   lines = []
   for node in nodes:
     for name, leaf in node.leaves.items():
@@ -208,11 +243,93 @@ def _predictions(nodes: list[sync_state.ZenSyncState]) -> list[str]:
   return lines
 
 
-def _bytes(s: dict[str, float]) -> str:
-  """Whether zen_sync pays for a leaf, by bytes."""
-  if s["withheld"]:
-    return "rows wait"
-  if s["went_dense"]:
-    return "dense"
-  gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
-  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
+# --- sparsifiers --------------------------------------------------------------
+
+
+def _selection(density: str, legend: str) -> tuple[_Column, ...]:
+  """Returns the columns of a selection, whose density has this name."""
+  return (
+    _number("wanted", "density_wanted", ".3%"),
+    _number("density", density, ".3%", f"density: {legend}"),
+    _number("threshold", "threshold", ".3g", "threshold: mean over devices"),
+    _number(
+      "build-up",
+      "build_up",
+      ".2f",
+      "build-up: the union of all selections over the number wanted",
+    ),
+    _number(
+      "imbalance",
+      "imbalance",
+      ".2f",
+      "imbalance: the largest selection over the mean",
+    ),
+    _number(
+      "residual",
+      "residual_norm",
+      ".3g",
+      "residual: norm of what waits, all devices",
+    ),
+  )
+
+
+_SPARSIFIER = (
+  *_selection(
+    "density",
+    "elements that all devices selected over those of the model",
+  ),
+  _ROUNDS,
+  *_RECEIVED,
+  _number(
+    "pin",
+    "capacity",
+    ".0f",
+    "pin: `capacity=` that held the largest selection of 90 % of the last 64"
+    " steps",
+  ),
+)
+
+_FEEDBACK = _selection(
+  "selected",
+  "elements that a device selected over those of the leaf, mean",
+)
+
+
+def _of_sparsifiers(state: Any) -> list[str]:
+  if not sync_state.nodes(state, SparsifierState):
+    return []
+  known = stats.sparsifiers(state)
+  if not known:
+    return ["sparsifier: no step was taken yet."]
+  first = next(iter(known.values()))
+  title = f"after {first['steps']:.0f} steps on {first['devices']:.0f} devices"
+  return _table(f"sparsifier {title}", known, _SPARSIFIER)
+
+
+def _of_error_feedback(state: Any) -> list[str]:
+  """Returns lines on `error_feedback`.
+
+  One process may report alone. Numbers of other processes' devices need them
+  all: then a line says so.
+  """
+  nodes = sync_state.nodes(state, ErrorFeedbackState)
+  if not nodes:
+    return []
+  steps = max(int(np.asarray(node.step)) for node in nodes)
+  if not steps:
+    return ["error_feedback: no step was taken yet."]
+  leaves = [leaf for node in nodes for leaf in node.leaves.values()]
+  counts = [leaf.selected for leaf in leaves if leaf.residual is not None]
+  if not counts:
+    return ["error_feedback: it selects from no leaf."]
+  title = f"error_feedback after {steps} steps on {len(counts[0])} devices"
+  if not all(map(_is_here, counts)):
+    return [
+      f"{title} of several processes: zenjax.stats has its numbers, where all"
+      " of them call it."
+    ]
+  return _table(title, stats.selected_leaves(state), _FEEDBACK)
+
+
+def _is_here(x: Any) -> bool:
+  return not isinstance(x, jax.Array) or x.is_fully_addressable

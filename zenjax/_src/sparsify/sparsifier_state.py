@@ -15,7 +15,7 @@ HISTORY = 64
 class SparsifierStats(NamedTuple):
   """Numbers of the last step, `[] float32` each; zeros before the first.
 
-  `zenjax.sparsify.sparsifier_stats` has them as Python's.
+  `zenjax.stats` has them as Python's.
 
   Example:
     >>> import jax.numpy as jnp

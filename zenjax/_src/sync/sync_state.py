@@ -168,18 +168,10 @@ def after_step(
     mean=int(context.mean),
     scheme=SCHEMES.index(choice.scheme),
   )
+  seen = outcome._asdict()
   last = Last(
-    local_rows=outcome.local_rows,
-    union_rows=outcome.union_rows,
-    push_need=outcome.push_need,
-    pull_need=outcome.pull_need,
-    push_mean=outcome.push_mean,
-    rounds=outcome.rounds,
-    overflow_rows=outcome.overflow_rows,
-    wire_bytes=outcome.wire_bytes,
     dense_bytes=dense_path.received_bytes(table, context.devices),
-    went_dense=outcome.went_dense.astype(jnp.float32),
-    withheld=outcome.withheld.astype(jnp.float32),
+    **{name: seen[name] for name in Last._fields if name in seen},
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
   need = jnp.where(outcome.above, DENSE_STEP, need)
