@@ -190,7 +190,7 @@ def test_other_numbers_of_devices():
 
 def test_a_line_is_found():
   curve = tuple((x, 2e-4 + x / 5e8) for x in (1e3, 1e5, 1e7))
-  found = measure.fit("all_gather", curve)
+  found = measure.fit_line("all_gather", curve)
   assert found.latency_s == pytest.approx(2e-4)
   assert found.bandwidth == pytest.approx(5e8)
   assert found.error < 1e-9
@@ -198,15 +198,15 @@ def test_a_line_is_found():
 
 
 def test_neither_number_is_negative():
-  falling = measure.fit("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
+  falling = measure.fit_line("all_gather", ((1e3, 2e-3), (1e6, 1e-3)))
   assert falling.bandwidth == math.inf
   # Least relative squares of a constant: 1/2 + 1 over 1/4 + 1, in ms.
   assert falling.latency_s == pytest.approx(1.2e-3)
   assert falling.error == pytest.approx(0.4)
-  steep = measure.fit("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
+  steep = measure.fit_line("all_gather", ((1e3, 1e-6), (1e6, 1e-2)))
   assert steep.latency_s == 0
   with pytest.raises(ValueError, match="positive seconds"):
-    measure.fit("all_gather", ((1e3, 0.0),))
+    measure.fit_line("all_gather", ((1e3, 0.0),))
 
 
 def test_a_poor_fit_is_told():
@@ -283,7 +283,7 @@ def test_what_each_more_buffer_of_a_sum_takes(many_s, each_s):
   few, many = measure._BUFFERS
   run = lambda: None
   points = [
-    measure._Point(axis, measure._sum_of(k), 0.0, run)
+    measure._Timed(axis, measure._sum_of(k), 0.0, run)
     for axis in ("host", "device")
     for k in (few, many)
   ]
@@ -293,7 +293,7 @@ def test_what_each_more_buffer_of_a_sum_takes(many_s, each_s):
 
 
 def test_sums_of_several_buffers_are_several():
-  program, _ = measure.lowered_sums(3, mesh(2), "device")
+  program, _ = measure.lowered(measure.sum_of(3), 3 * 64, mesh(2), "device")
   assert program.as_text().count('"stablehlo.all_reduce"') == 3
 
 

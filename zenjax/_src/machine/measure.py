@@ -7,6 +7,7 @@ line, with its error, for other numbers.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -65,20 +66,30 @@ def _collective_permute(x: jax.Array, axis: str, n: int) -> jax.Array:
 _SMALL = 64
 
 
-class Single(NamedTuple):
-  """One collective as the schemes use it, and the dtype of its operand."""
+class Collective(NamedTuple):
+  """A collective as the schemes use it, and the dtype of its operand."""
 
   apply: Callable[[jax.Array, str, int], jax.Array]
   dtype: DTypeLike
 
 
-OPS: dict[str, Single] = {
-  "all_to_all": Single(_all_to_all, jnp.uint32),
-  "all_gather": Single(_all_gather, jnp.uint32),
-  "all_reduce": Single(_all_reduce, jnp.float32),
-  "reduce_scatter": Single(_reduce_scatter, jnp.float32),
-  "collective_permute": Single(_collective_permute, jnp.uint32),
+OPS: dict[str, Collective] = {
+  "all_to_all": Collective(_all_to_all, jnp.uint32),
+  "all_gather": Collective(_all_gather, jnp.uint32),
+  "all_reduce": Collective(_all_reduce, jnp.float32),
+  "reduce_scatter": Collective(_reduce_scatter, jnp.float32),
+  "collective_permute": Collective(_collective_permute, jnp.uint32),
 }
+
+
+def sum_of(buffers: int) -> Collective:
+  """Returns one sum of so many buffers, as of a tree's leaves."""
+
+  def apply(x: jax.Array, axis: str, n: int) -> jax.Array:
+    parts = jnp.split(x, buffers)
+    return jnp.concatenate([_all_reduce(part, axis, n) for part in parts])
+
+  return Collective(apply, jnp.float32)
 
 
 def received(op: str, words: int, n: int) -> float:
@@ -92,11 +103,13 @@ def words_for(op: str, wanted: float, n: int) -> int:
   return max(round(wanted / received(op, n, n)), 1) * n
 
 
-def build(op: str, words: int, mesh: Mesh, axis: str) -> Callable[[], None]:
+def build(
+  op: str | Collective, words: int, mesh: Mesh, axis: str
+) -> Callable[[], None]:
   """Compiles one collective along one axis, in all its groups at once.
 
   Args:
-    op: A name in `OPS`.
+    op: A collective, or its name in `OPS`.
     words: Words of 32 bits in the operand of each device; a multiple of the
       devices along `axis`.
     mesh: All of its devices take part.
@@ -105,27 +118,7 @@ def build(op: str, words: int, mesh: Mesh, axis: str) -> Callable[[], None]:
   Returns:
     A function that runs it once and waits for it.
   """
-  return _runner(*lowered(op, words, mesh, axis))
-
-
-def build_sums(buffers: int, mesh: Mesh, axis: str) -> Callable[[], None]:
-  """Compiles one sum of so many small buffers, as of a tree's leaves."""
-  return _runner(*lowered_sums(buffers, mesh, axis))
-
-
-def lowered_sums(
-  buffers: int, mesh: Mesh, axis: str
-) -> tuple[jax.stages.Lowered, jax.Array]:
-  """Returns the program of `build_sums`, and its operand."""
-
-  def sums(x: jax.Array) -> jax.Array:
-    parts = jnp.split(x, buffers)
-    return jnp.concatenate([collectives.psum(p, (axis,)) for p in parts])
-
-  return _lowered(sums, _SMALL * buffers, jnp.float32, mesh)
-
-
-def _runner(program: jax.stages.Lowered, x: jax.Array) -> Callable[[], None]:
+  program, x = lowered(op, words, mesh, axis)
   compiled = program.compile()
 
   def run():
@@ -135,27 +128,18 @@ def _runner(program: jax.stages.Lowered, x: jax.Array) -> Callable[[], None]:
 
 
 def lowered(
-  op: str, words: int, mesh: Mesh, axis: str
+  op: str | Collective, words: int, mesh: Mesh, axis: str
 ) -> tuple[jax.stages.Lowered, jax.Array]:
   """Returns the program of `build`, and its operand."""
-  single, n = OPS[op], mesh.shape[axis]
-  return _lowered(lambda x: single.apply(x, axis, n), words, single.dtype, mesh)
-
-
-def _lowered(
-  apply: Callable[[jax.Array], jax.Array],
-  words: int,
-  dtype: DTypeLike,
-  mesh: Mesh,
-) -> tuple[jax.stages.Lowered, jax.Array]:
-  """Lowers `apply` of `[words]` on each device; returns its operand too."""
-  names = mesh.axis_names
-  split = NamedSharding(mesh, P(*names))
+  collective = OPS[op] if isinstance(op, str) else op
+  n, names = mesh.shape[axis], mesh.axis_names
+  split, dtype = NamedSharding(mesh, P(*names)), collective.dtype
   shape = (*mesh.devices.shape, words)
   x = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
 
   def local(x: jax.Array) -> jax.Array:
-    return apply(x.reshape(-1)).reshape(*(1 for _ in names), -1)
+    out = collective.apply(x.reshape(-1), axis, n)
+    return out.reshape(*(1 for _ in names), -1)
 
   mapped = jax.shard_map(
     local,
@@ -179,7 +163,7 @@ def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
     devices: Devices along it.
     curves: `(bytes received, seconds)` by collective, ascending.
   """
-  fits = tuple(fit(op, curve) for op, curve in curves.items())
+  fits = tuple(fit_line(op, curve) for op, curve in curves.items())
   poor = [f"{f.op} by {f.error:.0%}" for f in fits if f.error > POOR]
   if poor:
     warnings.warn(
@@ -202,7 +186,7 @@ def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
   return Level(name=name, devices=devices, link=link, fits=fits)
 
 
-def fit(op: str, curve: Curve) -> Fit:
+def fit_line(op: str, curve: Curve) -> Fit:
   """Fits the line of least relative squares, neither number negative.
 
   Raises:
@@ -258,7 +242,7 @@ _BUFFERS = (1, 9)
 _APART_S = 1e-3
 
 
-class _Point(NamedTuple):
+class _Timed(NamedTuple):
   axis: str
   op: str
   received: float
@@ -323,12 +307,10 @@ def measure_links(
   sizes = _positive_sizes(sizes)
   if not isinstance(repeats, int) or repeats < 1:
     raise ValueError(f"`repeats` must be a positive integer, got {repeats!r}.")
-  pairs = [(a, op, s) for a in axes for op in OPS for s in sizes]
   kinds = len(local_work.TABLES) + len(local_work.MOVED)
-  total = (len(pairs) + len(axes) * len(_BUFFERS)) * (repeats + 2)
+  total = len(axes) * (len(OPS) * len(sizes) + len(_BUFFERS)) * (repeats + 2)
   with _bar(progress, total + kinds * (repeats + 1)) as advance:
-    points = list(_build(mesh, pairs, advance))
-    points += _build_sums(mesh, axes, advance)
+    points = _compiled(mesh, axes, sizes, advance)
     together = _starting_together(mesh)
     seconds = _time(points, repeats, together, advance)
     seconds = local_work.slowest_process(seconds)
@@ -373,24 +355,27 @@ def _positive_sizes(sizes: Sequence[int]) -> list[int]:
   return sorted(set(sizes))
 
 
-def _build(mesh, pairs, advance) -> Iterator[_Point]:
-  known = set()
-  for axis, op, size in pairs:
-    n = mesh.shape[axis]
-    words = words_for(op, size, n)
-    if (axis, op, words) not in known:  # Small sizes may round to one.
-      known.add((axis, op, words))
-      run = build(op, words, mesh, axis)
-      yield _Point(axis, op, received(op, words, n), run)
-    advance()
-
-
-def _build_sums(mesh, axes, advance) -> Iterator[_Point]:
+def _compiled(
+  mesh: Mesh,
+  axes: Sequence[str],
+  sizes: Sequence[int],
+  advance: Callable[[], Any],
+) -> list[_Timed]:
+  found = {}
   for axis in axes:
-    for buffers in _BUFFERS:
-      run = build_sums(buffers, mesh, axis)
-      yield _Point(axis, _sum_of(buffers), 0.0, run)
+    n = mesh.shape[axis]
+    for op, size in itertools.product(OPS, sizes):
+      words = words_for(op, size, n)
+      if (axis, op, words) not in found:  # Small sizes may round to one.
+        run = build(op, words, mesh, axis)
+        of = _Timed(axis, op, received(op, words, n), run)
+        found[axis, op, words] = of
       advance()
+    for k in _BUFFERS:
+      run = build(sum_of(k), _SMALL * k, mesh, axis)
+      found[axis, k] = _Timed(axis, _sum_of(k), 0.0, run)
+      advance()
+  return list(found.values())
 
 
 def _sum_of(buffers: int) -> str:
@@ -398,7 +383,7 @@ def _sum_of(buffers: int) -> str:
 
 
 def _time(
-  points: Sequence[_Point],
+  points: Sequence[_Timed],
   repeats: int,
   together: Callable[[], float],
   advance: Callable[[], Any],

@@ -383,7 +383,7 @@ def add_model(
   )
   group.add_argument(
     "--compute-seconds",
-    type=positive_number if compute_required else number,
+    type=positive_number if compute_required else not_negative,
     required=compute_required,
     default=0.0,
     metavar="S",
@@ -562,7 +562,7 @@ def several(text: str) -> int:
   return positive(text, 2, ", for one device has no link")
 
 
-def number(text: str) -> float:
+def not_negative(text: str) -> float:
   """Parses a finite number, not negative."""
   try:
     found = float(text)
@@ -579,7 +579,7 @@ def number(text: str) -> float:
 
 def positive_number(text: str) -> float:
   """Parses a finite number above 0."""
-  found = number(text)
+  found = not_negative(text)
   if not found:
     raise argparse.ArgumentTypeError(f"must be positive, got {text}")
   return found

@@ -252,7 +252,7 @@ def retune(
   question = _question(plan, stats.profile(state))
   # The way that runs may have outgrown the memory, and is predicted too.
   space = dataclasses.replace(question, memory_bytes=None).space(1.0)
-  kept = choosing.planned(question, space, _named(plan, space))
+  kept = choosing.planned(question, space, _exchanges(plan, space))
   wasted = wasted_seconds(plan, space, seen)
   found = [choosing.answer(question)]
   if _fits(question, plan):
@@ -357,7 +357,7 @@ def _planned_for(leaf: LeafPlan, plan: Plan) -> Profile | None:
   return Profile(rows=rows, fullest=fullest, union=union, devices=plan.devices)
 
 
-def _named(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
+def _exchanges(plan: Plan, space: Space) -> list[tuple[str, tuple[int, ...]]]:
   """Returns the exchanges of a plan, as the search has them."""
   groups: dict[tuple[str, int], tuple[int, ...]] = {}
   for i, leaf in enumerate(plan.leaves):

@@ -34,12 +34,12 @@ def missed(pooled: int, m: int) -> np.ndarray:
   return np.concatenate([np.exp(log), np.zeros(m)])
 
 
-def expected(held: np.ndarray, m: int) -> float:
+def expected_union(held: np.ndarray, m: int) -> float:
   """Returns rows in the union of `m` sets; `held[c]` rows are in `c` of `N`."""
   return float(held @ (1 - missed(len(held) - 1, m)))
 
 
-def fullest(sizes: np.ndarray, m: int) -> float:
+def expected_largest(sizes: np.ndarray, m: int) -> float:
   """Returns the expected largest of `m` sets; `sizes` ascend."""
   # The largest is number k where the k smaller ones hold all the others.
   none_above = missed(len(sizes), m)[::-1]  # [k]: all m among the k smallest
@@ -83,7 +83,7 @@ class Growth:
     Raises:
       ValueError: The pool has fewer sets.
     """
-    return expected(self.held, self._checked(devices))
+    return expected_union(self.held, self._checked(devices))
 
   def error(self, devices: int) -> float:
     """Returns the relative standard error of `union`, by the jackknife.
@@ -96,7 +96,7 @@ class Growth:
       return float("nan")
     # With a step less as large a part of the pool is drawn.
     fewer = max(1, round(m * (self.steps - 1) / self.steps))
-    found = np.array([expected(held, fewer) for held in self.without])
+    found = np.array([expected_union(held, fewer) for held in self.without])
     spread = np.sum((found - found.mean()) ** 2)
     variance = spread * (self.steps - 1) / self.steps
     mean = found.mean()
@@ -107,7 +107,9 @@ class Growth:
     """Relative error of the first half of the steps on the second half."""
     if len(self.halves) < 2:
       return float("nan")
-    first, second = (expected(held, len(held) - 1) for held in self.halves)
+    first, second = (
+      expected_union(held, len(held) - 1) for held in self.halves
+    )
     return first / second - 1 if second else 0.0
 
   @property
@@ -136,7 +138,7 @@ class Growth:
 
   def fullest(self, devices: int) -> float:
     """Returns the expected rows of the fullest of the devices or the pool."""
-    return fullest(self.sizes, min(devices, self.pooled))
+    return expected_largest(self.sizes, min(devices, self.pooled))
 
   def profile(self, devices: int) -> cost.Profile:
     """Returns densities for so many devices, as the cost model takes them.

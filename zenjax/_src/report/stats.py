@@ -115,14 +115,14 @@ def stats(state: Any) -> Stats:
 def synced_leaves(state: Any) -> Stats:
   """Returns `stats` of leaves that travel sparse, as `zen_sync` counted."""
   return {
-    name: _synced(*read(leaf))
+    name: _synced(*numbers_of(leaf))
     for node in sync_state.find(state)
     for name, leaf in node.leaves.items()
     if int(np.asarray(leaf.sizes)[0])
   }
 
 
-def read(leaf: LeafState) -> tuple[Sizes, Last]:
+def numbers_of(leaf: LeafState) -> tuple[Sizes, Last]:
   """Returns the numbers of a leaf as Python's."""
   sizes = Sizes(*np.asarray(leaf.sizes).tolist())
   return sizes, Last(*np.asarray(leaf.last).tolist())
@@ -158,7 +158,7 @@ def selected_leaves(state: Any) -> Stats:
   unions = {}
   for node in sync_state.find(state):
     for name, leaf in node.leaves.items():
-      sizes, last = read(leaf)
+      sizes, last = numbers_of(leaf)
       if not last.withheld:
         unions[name] = sizes.num_rows, last.union_rows
   return {
@@ -317,7 +317,7 @@ def profile(state: Any) -> dict[str, Profile]:
   found = {}
   for node in sync_state.require(state):
     for name, leaf in node.leaves.items():
-      sizes, last = read(leaf)
+      sizes, last = numbers_of(leaf)
       if sizes.num_rows and np.isfinite(last.local_rows):
         found[name] = _profile(sizes, last)
   return found
