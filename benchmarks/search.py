@@ -18,7 +18,7 @@ from benchmarks.steps_drawn import Drawn
 from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import GroupCosts
-from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import iteration_seconds
 
 ALONE, GROUPS = "tensor by tensor", "groups"
 # Of each kind, tensors and options of the small instances.
@@ -143,7 +143,7 @@ def _best_cut(drawn: Drawn) -> Assignment:
 
 
 def _seconds(drawn: Drawn, assignment: Assignment) -> float:
-  return simulate(drawn.tensors, assignment).iteration_s
+  return iteration_seconds(drawn.tensors, assignment)
 
 
 def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:

@@ -15,7 +15,7 @@ from zenjax._src.machine.topologies import Level
 from zenjax._src.planner import choosing
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.plan_search import search
-from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import iteration_seconds
 
 ROWS, WIDTH, BATCH = 100_000, 64, 512
 
@@ -223,7 +223,7 @@ def test_seconds_are_those_of_the_timeline():
   space = asked.space(1.0)
   best = search(space.groups)
   named = [(e.option.name, tuple(range(e.first, e.stop))) for e in best]
-  expected = simulate(space.tensors, best).iteration_s
+  expected = iteration_seconds(space.tensors, best)
   assert choosing.seconds_of(asked, space, named) == pytest.approx(expected)
 
 

@@ -15,12 +15,12 @@ from benchmarks import search as search_benchmark
 from benchmarks import steps_drawn
 from benchmarks.planner import baselines
 from benchmarks.planner import exhaustive
+from benchmarks.planner.pieces import each_by
+from benchmarks.planner.pieces import simulate
 from zenjax._src.planner.plan_search import search
-from zenjax._src.planner.timeline import each_by
 from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import simulate
 from zenjax._src.planner.timeline import Tensor
 
 

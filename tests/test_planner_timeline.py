@@ -10,10 +10,10 @@ import pytest
 from benchmarks import steps_drawn
 from benchmarks.planner import baselines
 from benchmarks.planner import exhaustive
-from zenjax._src.planner.timeline import each_by
+from benchmarks.planner.pieces import each_by
+from benchmarks.planner.pieces import simulate
 from zenjax._src.planner.timeline import Exchange
 from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import simulate
 from zenjax._src.planner.timeline import Tensor
 
 _ZEN = Option("zen", 1.0, 3.0, 2.0, 100.0)

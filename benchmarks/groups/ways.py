@@ -21,8 +21,8 @@ from zenjax._src.machine.cost import Profile
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import GroupCosts
+from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import simulate
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
@@ -196,4 +196,4 @@ def stops_of(assignment: Assignment | None) -> Stops:
 def seconds_of(costs: Priced, assignment: Assignment | None) -> float:
   """Of a step in which exchanges run beside the backward pass."""
   assert assignment is not None
-  return simulate(costs.tensors, assignment).iteration_s
+  return iteration_seconds(costs.tensors, assignment)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import itertools
 import math
 
+from benchmarks.planner.pieces import each_by
+from benchmarks.planner.pieces import simulate
 from zenjax._src.planner.timeline import Assignment
-from zenjax._src.planner.timeline import each_by
 from zenjax._src.planner.timeline import Exchange
 from zenjax._src.planner.timeline import GroupCosts
-from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import Tensor
 
 
@@ -63,7 +64,7 @@ def _best_option(tensors, chosen, j) -> Exchange:
 
   def iteration(exchange):
     changed = [*chosen[:j], exchange, *chosen[j + 1 :]]
-    return simulate(tensors, changed).iteration_s
+    return iteration_seconds(tensors, changed)
 
   return min(candidates, key=iteration)
 
@@ -110,4 +111,4 @@ def cut_at(groups: GroupCosts, cut: int) -> Assignment | None:
 def _seconds(groups, assignment) -> float:
   if assignment is None:
     return math.inf
-  return simulate(groups.tensors, assignment).iteration_s
+  return iteration_seconds(groups.tensors, assignment)

@@ -1,7 +1,7 @@
 """Every assignment there is, one as good as another: the oracle of the search.
 
 It shares with the search only what an exchange costs. Pieces follow each other
-as `simulate` has them, for all choices of options at once.
+as `iteration_seconds` has them, for all choices of options at once.
 """
 
 from collections.abc import Iterator

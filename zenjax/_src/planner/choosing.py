@@ -28,11 +28,11 @@ from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.strategies import PMEAN
 from zenjax._src.planner.strategies import raised_by
 from zenjax._src.planner.strategies import Space
-from zenjax._src.planner.timeline import each_by
 from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import simulate
+from zenjax._src.planner.timeline import Tensor
 from zenjax._src.schemes.base import Context
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
@@ -98,7 +98,7 @@ def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
 
 def _joint(space: Space, name: str, members: Sequence[int]) -> Option:
   """Returns the option of these tensors in one exchange."""
-  parts = [each_by([space.tensors[i]], [name])[0].option for i in members]
+  parts = [_option(space.tensors[i], name) for i in members]
   return Option(
     name,
     before_s=sum(o.before_s for o in parts),
@@ -106,6 +106,12 @@ def _joint(space: Space, name: str, members: Sequence[int]) -> Option:
     after_s=sum(o.after_s for o in parts),
     bytes=sum(o.bytes for o in parts),
   )
+
+
+def _option(tensor: Tensor, name: str) -> Option:
+  option = tensor.option(name)
+  assert option is not None, (tensor.name, name)
+  return option
 
 
 def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
@@ -254,8 +260,7 @@ def _shortest(question: Question, space: Space, named: Exchanges) -> Exchanges:
 def _only_dense(space: Space) -> Space:
   """Returns the space in which all leaves take pmean."""
   tensors = tuple(
-    dataclasses.replace(t, options=(each_by([t], [PMEAN])[0].option,))
-    for t in space.tensors
+    dataclasses.replace(t, options=(_option(t, PMEAN),)) for t in space.tensors
   )
   return dataclasses.replace(space, tensors=tensors)
 
@@ -266,7 +271,7 @@ def seconds_of(question: Question, space: Space, named: Exchanges) -> float:
     exchanges = [
       Exchange(m[0], m[-1] + 1, _joint(space, name, m)) for name, m in named
     ]
-    return simulate(space.tensors, exchanges).iteration_s
+    return iteration_seconds(space.tensors, exchanges)
   options = [_joint(space, name, members) for name, members in named]
   spent = sum(o.work_s + o.link_s for o in options)
   return question.compute_seconds + spent
