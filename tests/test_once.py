@@ -9,7 +9,7 @@ import optax
 import pytest
 from refusals import names
 import steps
-import test_transform
+import transforms
 
 import zenjax
 
@@ -94,8 +94,8 @@ def test_each_leaf_once():
   made(optax.chain(*(optax.masked(zen(), mask) for mask in masks)))
 
 
-@pytest.mark.parametrize("name", test_transform.TRANSFORMS)
-def test_transformations_that_synchronize_once_pass(name):
-  tx = test_transform.TRANSFORMS[name](test_transform.zen_for)
+@pytest.mark.parametrize("name", transforms.TRANSFORMS)
+def transformsations_that_synchronize_once_pass(name):
+  tx = transforms.TRANSFORMS[name](transforms.zen_for)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-  zenjax.init(steps.lenient(tx), test_transform.make_params(), mesh, "data")
+  zenjax.init(steps.lenient(tx), transforms.make_params(), mesh, "data")

@@ -13,7 +13,7 @@ from refusals import N
 from refusals import names
 import runners
 import steps
-import test_transform
+import transforms
 
 import zenjax
 
@@ -172,10 +172,10 @@ def test_one_device_has_nothing_to_part_from():
   trace(step_of(momentum()), momentum(), runners.mesh(1))
 
 
-@pytest.mark.parametrize("name", test_transform.TRANSFORMS)
-def test_transformations_that_average_pass(name):
-  tx = test_transform.TRANSFORMS[name](test_transform.zen_for)
-  params, mesh = test_transform.make_params(), runners.mesh(4)
+@pytest.mark.parametrize("name", transforms.TRANSFORMS)
+def transformsations_that_average_pass(name):
+  tx = transforms.TRANSFORMS[name](transforms.zen_for)
+  params, mesh = transforms.make_params(), runners.mesh(4)
 
   def step(params, state, stack):
     grads = jax.tree.map(lambda x: x[0], stack)
@@ -185,7 +185,7 @@ def test_transformations_that_average_pass(name):
 
   state = zenjax.init(tx, params, mesh, "data")
   mapped = zenjax.data_parallel(step, mesh, "data")
-  jax.eval_shape(mapped, params, state, test_transform.make_stack(0))
+  jax.eval_shape(mapped, params, state, transforms.make_stack(0))
 
 
 def test_step_that_only_one_branch_averages_is_no_step_of_ours():
