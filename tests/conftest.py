@@ -12,11 +12,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Helper modules sit beside the tests; importlib mode leaves `sys.path` alone.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+# Importlib mode leaves `sys.path` alone.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "helpers"))
 
 # "ci" draws the same cases on every run; "explore" is for hunting by hand:
-# ZENJAX_HYPOTHESIS=explore python -m pytest tests/test_properties.py
+# ZENJAX_HYPOTHESIS=explore python -m pytest tests/schemes/test_properties.py
 _COMMON = {
   "deadline": None,
   "database": None,

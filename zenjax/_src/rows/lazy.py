@@ -212,8 +212,8 @@ def lazy_rows(
   other rows in another way is refused, and the error names the line: what
   reads the state or the parameters of rows without a gradient (LAMB, Adafactor,
   a norm taken behind Adam), draws or numbers rows, or empties at some steps
-  what waits in all of them. `python tests/optax_table.py` prints what each
-  transformation of optax does.
+  what waits in all of them. `python tests/helpers/optax_table.py` prints
+  what each transformation of optax does.
 
   With `catch_up=True` a row remembers the last step that it took, in 4 bytes,
   and is given those that it missed, as with gradients of zero, when it is next

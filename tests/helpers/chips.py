@@ -1,0 +1,46 @@
+"""Programs of kernels, lowered for chips with none attached."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernel_cases import Shape
+import numpy as np
+import pytest
+
+from benchmarks import targets
+from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels.operations import mask_pack
+
+
+def device(name: str) -> Any:
+  """One device of a TPU slice or of `targets.TARGETS`."""
+  try:
+    if name in targets.TPUS:
+      return targets.tpu(name)[0]
+    return targets.TARGETS[name]()[0]
+  except ImportError as error:
+    return pytest.skip(str(error))
+
+
+def lowered(name: str, run: Callable[..., Any], *args: Any) -> Any:
+  """`run` on one device; Triton asks the mesh around it what that is."""
+  mesh = Mesh(np.array([device(name)]), ("one",))
+  on = NamedSharding(mesh, P())
+  placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in args]
+  mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+  return jax.jit(mapped).lower(*placed)
+
+
+def lowered_mask_pack(
+  name: str, shape: Shape, implementation: Implementation
+) -> Any:
+  table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
+  run = functools.partial(
+    mask_pack, layout=shape.layout, implementation=implementation
+  )
+  return lowered(name, run, table)

@@ -1,0 +1,83 @@
+"""What sparsifiers send and touch, in lowered and compiled programs."""
+
+import re
+from typing import Any
+
+import hlo
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import pytest
+import runners
+from stablehlo import collectives
+
+import zenjax
+from zenjax._src.sparsify import element_exchange
+
+SIZE = 100_003
+DENSITY = 0.01
+
+
+def lowered(n: int, **options: Any):
+  """A step on `n` devices that gives its parameters and state away."""
+  mesh = runners.mesh(n)
+  tx = zenjax.sparsify.micro("data", DENSITY, **options)
+  params = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+  state = jax.eval_shape(lambda p: zenjax.init(tx, p, mesh, "data"), params)
+  specs = zenjax.state_specs(state, "data")
+
+  def step(params, state, gradients):
+    update, state = tx.update(gradients[0], state)
+    return params - update, state
+
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+  )
+  gradients = jax.ShapeDtypeStruct((n, SIZE), jnp.float32)
+  jitted = jax.jit(mapped, donate_argnums=(0, 1))
+  return jitted.lower(params, state, gradients)
+
+
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+def test_what_is_sent_is_what_is_declared(wire):
+  n = 4
+  found = collectives(lowered(n, wire_dtype=wire))
+  capacity = int(1.25 * int(DENSITY * SIZE) / n) + 1
+  # A 16-bit pair is a word, of rows padded to whole words.
+  words = -(-capacity // 2)
+  values = [("all_reduce", n * capacity, "f32")]
+  if wire:
+    values = [("all_to_all", n * words, "ui32"), ("all_gather", words, "ui32")]
+  every = [("all_gather", capacity, "i32"), *values]
+  outside = [x[:3] for x in found if not x.inside]
+  assert outside == [("all_gather", capacity + 2, "i32"), *values]
+  # The sample of a threshold, further rounds, the sum of all.
+  rest = [x[:3] for x in found if x.inside]
+  mask = ("all_reduce", -(-SIZE // 32), "ui32")
+  whole = ("all_reduce", SIZE, "f32")
+  assert rest[1:] == [*every, mask, whole]
+  assert rest[0][0] == "all_reduce" and rest[0][1] < SIZE / 4
+
+
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12),
+  reason="older compilers copy what they could read before it is overwritten",
+)
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_vector_is_not_copied(n, wire, monkeypatch):
+  """Accumulated in place of the residual, read and cleared in place."""
+  monkeypatch.setattr(element_exchange, "_CHUNK", SIZE // 50)
+  compiled = lowered(n, wire_dtype=wire).compile()
+  text = compiled.as_text() or ""
+  of_vector = rf"f32\[(1,)?{SIZE}\]"
+  copies = [
+    line
+    for lines in hlo.computations(text).values()
+    for line in lines
+    if re.search(rf" = {of_vector}\S* copy\(", line)
+  ]
+  assert not copies
+  # No vector but the update.
+  memory: Any = compiled.memory_analysis()
+  assert memory.temp_size_in_bytes < 1.5 * 4 * SIZE

@@ -1,0 +1,137 @@
+"""What is installed: every package, its types, no more than it needs."""
+
+import importlib
+import importlib.metadata
+import importlib.resources
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import zenjax
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+in_checkout = pytest.mark.skipif(
+  not (_ROOT / "zenjax").is_dir(), reason="looks at the checkout's own files"
+)
+
+
+def _pyproject() -> dict:
+  with open(_ROOT / "pyproject.toml", "rb") as f:
+    return tomllib.load(f)
+
+
+def _installed() -> importlib.metadata.Distribution:
+  """What pip installed, and not the metadata that lies in a checkout."""
+  for found in importlib.metadata.distributions(name="zenjax"):
+    if found.read_text("RECORD"):
+      return found
+  pytest.skip("zenjax is imported by path, it was not installed")
+
+
+def _packages_under(directory: str, package: str) -> set[str]:
+  base = _ROOT / directory
+  inits = base.rglob("__init__.py")
+  parts = [init.parent.relative_to(base).parts for init in inits]
+  return {".".join((package, *p)) for p in parts}
+
+
+@in_checkout
+def test_pyproject_lists_every_package():
+  # The link zenjax/kernels is walked or not, as Python's version will have it.
+  ours = {
+    name
+    for name in _packages_under("zenjax", "zenjax")
+    if not name.startswith("zenjax.kernels")
+  }
+  on_disk = ours | _packages_under("kernels", "zenjax.kernels")
+  assert set(_pyproject()["tool"]["setuptools"]["packages"]) == on_disk
+
+
+@in_checkout
+def test_every_directory_with_modules_is_a_package():
+  """A folder without `__init__.py` would work here and miss from the wheel."""
+  for top in ("zenjax", "kernels"):
+    for module in (_ROOT / top).rglob("*.py"):
+      assert (module.parent / "__init__.py").is_file(), module
+
+
+@in_checkout
+def test_kernels_is_linked_and_does_not_pose_as_the_other_project():
+  assert (_ROOT / "zenjax" / "kernels").resolve() == _ROOT / "kernels"
+  done = subprocess.run(
+    [sys.executable, "-c", "import kernels"],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1
+  assert "ImportError" in done.stderr and "zenjax.kernels" in done.stderr
+
+
+@in_checkout
+def test_readme_names_extras_and_files_that_exist():
+  readme = (_ROOT / "README.md").read_text()
+  extras = set(re.findall(r"\.\[(\w+)\]", readme))
+  assert {"examples", "test"} <= extras
+  assert extras <= set(_pyproject()["project"]["optional-dependencies"])
+  files = set(re.findall(r"\b(?:examples|benchmarks)/\w+\.\w+", readme))
+  assert "examples/train_lm.py" in files
+  for name in files:
+    assert (_ROOT / name).is_file(), name
+
+
+def test_installs_one_package_that_needs_three():
+  installed = _installed()
+  assert installed.version == zenjax.__version__
+  tops = {f.parts[0] for f in installed.files or ()}
+  ours = re.compile(r"zenjax(-[\w.]+\.dist-info)?|__editable__.*|__pycache__")
+  assert all(map(ours.fullmatch, tops)), tops
+  required = [r for r in installed.requires or () if "extra ==" not in r]
+  names = {re.split(r"[^\w-]", r)[0] for r in required}
+  assert names == {"jax", "numpy", "optax"}
+
+
+def test_every_module_imports():
+  found = pkgutil.walk_packages(zenjax.__path__, "zenjax.")
+  names = {module.name for module in found}
+  assert {
+    "zenjax._src.schemes.zen",
+    "zenjax.kernels.compact.reference",
+  } <= names
+  for name in names:
+    importlib.import_module(name)
+
+
+def test_ships_its_types():
+  assert (importlib.resources.files("zenjax") / "py.typed").is_file()
+
+
+def test_public_names_are_sorted_and_documented():
+  assert list(zenjax.__all__) == sorted(zenjax.__all__, key=str.lower)
+  for name in zenjax.__all__:
+    value = getattr(zenjax, name)
+    assert not callable(value) or value.__doc__, name
+
+
+def test_import_is_light():
+  """No extra is imported, and JAX's devices can still be configured."""
+  code = """
+import sys
+import zenjax
+extras = {"chex", "flax", "hypothesis", "matplotlib", "orbax", "rich", "tqdm"}
+assert not extras & set(sys.modules), extras & set(sys.modules)
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr

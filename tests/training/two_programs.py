@@ -1,0 +1,138 @@
+"""One of two processes of two CPU devices: what it compiles is asked for.
+
+    python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
+
+WHAT is `train` for steps, `check` for `zenjax.check`, `broken` for the same of
+an exchange that loses a row, `lower` to compile a step and not run it, or
+`idle`. Further arguments are those of `zen_sync`, in JSON; and of `train`,
+`restore` and `save`, files to begin and to end with, `begin` and `steps`.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import zenjax
+from zenjax._src.core import compat
+from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import same_program
+
+ROWS, EXAMPLES = 100, 8
+
+
+def loses_a_row(right):
+  def sync_tree(*args):
+    synced, leaves = right(*args)
+    return synced.at[3].set(0), leaves
+
+  return sync_tree
+
+
+def of_this_process(x: jax.Array) -> np.ndarray:
+  """The rows that its devices hold, or all of what is the same on all."""
+  shards = {str(s.index): s.data for s in x.addressable_shards}
+  parts = [np.asarray(shards[index]) for index in sorted(shards)]
+  return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def loaded(path: str, like: Any, specs: Any, mesh: Mesh) -> Any:
+  """What another pair of processes saved, on the devices of this one."""
+  leaves, structure = jax.tree.flatten(like)
+  shardings = [
+    NamedSharding(mesh, spec)
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+  ]
+  with np.load(path.format(jax.process_index())) as saved:
+    given = [saved[f"arr_{i}"] for i in range(len(leaves))]
+  return structure.unflatten(
+    [
+      jax.make_array_from_process_local_data(*each)
+      for each in zip(shardings, given)
+    ]
+  )
+
+
+def main(coordinator: str, process: int, what: str, *given: str) -> None:
+  jax.config.update("jax_num_cpu_devices", 2)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(coordinator, 2, process)
+  same_program.WAIT_S = 5.0
+  options: dict[str, Any] = {"scheme": "all_gather"}
+  for pair in given:
+    name, _, value = pair.partition("=")
+    options[name] = json.loads(value)
+  restore, save = (options.pop(name, None) for name in ("restore", "save"))
+  begin, steps = options.pop("begin", 0), options.pop("steps", 2)
+  if what == "broken":
+    gradient_tree.sync_tree = loses_a_row(gradient_tree.sync_tree)
+  tx = optax.chain(
+    zenjax.zen_sync("data", sparse=True, **options), optax.sgd(1.0)
+  )
+
+  def step(table, state, ids):
+    loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(table)
+    updates, state = tx.update(grads, state, table)
+    return optax.apply_updates(table, updates), state, loss
+
+  mesh = Mesh(np.asarray(jax.devices()), ("data",))
+  table = np.ones((ROWS, 3), np.float32)
+  table = jax.device_put(table, NamedSharding(mesh, P()))
+  state = zenjax.init(tx, table, mesh, "data")
+  split = NamedSharding(mesh, P("data"))
+
+  def batch(number):
+    ids = np.arange(2 * EXAMPLES).astype(np.int32) * (number + 1) % 7 + process
+    return jax.make_array_from_process_local_data(split, ids)
+
+  ids = batch(0)
+  train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  jax.block_until_ready((table, state, ids))
+  print("begins", flush=True)
+  begun = time.monotonic()
+  if what == "idle":
+    time.sleep(12)
+  elif what == "lower":
+    train.lower(table, state, ids)
+    print(f"lowered after {time.monotonic() - begun:.1f} s", flush=True)
+    time.sleep(4)
+  elif what == "train":
+    specs = P(), zenjax.state_specs(state, "data")
+    if restore:
+      table, state = loaded(restore, (table, state), specs, mesh)
+    for number in range(begin, begin + steps):
+      table, state, _ = train(table, state, batch(number))
+    if save:
+      own = [of_this_process(x) for x in jax.tree.leaves((table, state))]
+      np.savez(save.format(process), *own)
+    print("trained", float(jnp.sum(table.addressable_data(0))), flush=True)
+  else:
+    found = zenjax.check(step, table, state, ids, mesh=mesh, axis_name="data")
+    print(found, flush=True)
+
+
+if __name__ == "__main__":
+  code = 0
+  try:
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+  except ValueError as error:
+    print("refused:", error, flush=True)
+    code = 3
+  # Without a barrier, but the coordinator last: others abort with it.
+  store = compat.key_value_store()
+  assert store is not None
+  if jax.process_index():
+    store.set("done", "done")
+  else:
+    store.get("done", 30)
+    time.sleep(1)
+  os._exit(code)
