@@ -1,12 +1,25 @@
 """Eight fake CPU devices and strict numerics for every test."""
 
+import importlib.util
 import os
 import pathlib
 import sys
+import tempfile
 
-import hypothesis
-import jax
-import pytest
+# Compiling is most of the time. What one process has compiled serves the others
+# of a run, and LLVM optimizes nothing. JAX and XLA read both as they are
+# imported. A compiler without its device cannot read back what it compiled.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if not importlib.util.find_spec("libtpu"):
+  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="zenjax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -37,3 +50,10 @@ def as_optax_computes():
   with jax.numpy_dtype_promotion("standard"):
     with jax.numpy_rank_promotion("allow"):
       yield
+
+
+def pytest_collection_modifyitems(items):
+  """Examples in docstrings are for every JAX."""
+  for item in items:
+    if isinstance(item, pytest.DoctestItem):
+      item.add_marker(pytest.mark.each_jax)

@@ -9,6 +9,8 @@ import pytest
 import zenjax
 from zenjax._src.core import leaf_util
 
+pytestmark = pytest.mark.each_jax
+
 N = 2
 # Both are "a.b" by keys and dots.
 TREE = {"a.b": jnp.zeros((8, 2)), "a": {"b": jnp.zeros((8, 2)), "c": 0.0}}

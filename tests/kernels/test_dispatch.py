@@ -18,6 +18,8 @@ from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Operation
 from zenjax.kernels.operations import OPERATIONS
 
+pytestmark = pytest.mark.each_jax
+
 SHAPE = Shape(1000, 8, 4)
 
 

@@ -11,6 +11,8 @@ import zenjax
 from zenjax._src.planner import choosing
 from zenjax._src.planner.gradient_trace import Gradient
 
+pytestmark = pytest.mark.each_jax
+
 TABLES = [512, 1024, 4096, 8192]
 
 

@@ -10,6 +10,8 @@ import pytest
 import zenjax
 from zenjax._src.planner import gradient_trace
 
+pytestmark = pytest.mark.each_jax
+
 LAYERS, WIDTH, BATCH = 4, 64, 256
 
 

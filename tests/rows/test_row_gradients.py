@@ -22,6 +22,8 @@ from row_cases import WIDTH
 import zenjax
 from zenjax import SparseRows
 
+pytestmark = pytest.mark.each_jax
+
 
 def dense(gradient):
   return gradient.to_dense() if isinstance(gradient, SparseRows) else gradient

@@ -22,6 +22,8 @@ import steps
 import zenjax
 from zenjax._src.core.partition import Layout
 
+pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
+
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (
   ("dense", "auto"),

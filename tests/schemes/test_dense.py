@@ -17,6 +17,8 @@ import zenjax
 from zenjax._src.schemes import dense_path
 from zenjax._src.schemes.base import Context
 
+pytestmark = pytest.mark.optimized
+
 AXES = ("host", "data")
 
 

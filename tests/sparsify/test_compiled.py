@@ -14,6 +14,8 @@ from stablehlo import collectives
 import zenjax
 from zenjax._src.sparsify import element_exchange
 
+pytestmark = pytest.mark.each_jax
+
 SIZE = 100_003
 DENSITY = 0.01
 

@@ -9,6 +9,8 @@ import sparsifier_cases as cases
 from zenjax._src.sparsify import feedback
 from zenjax._src.sparsify import selectors
 
+pytestmark = pytest.mark.each_jax
+
 
 def test_densities_of_one_and_of_less_than_an_element():
   draws = jnp.asarray(cases.laplace(0, 1)[0])

@@ -9,7 +9,10 @@ import pytest
 import zenjax
 from zenjax import SparseRows
 
-pytestmark = pytest.mark.usefixtures("as_optax_computes")
+pytestmark = [
+  pytest.mark.each_jax,
+  pytest.mark.usefixtures("as_optax_computes"),
+]
 
 PARAMS = {"table": jnp.ones((600, 32)), "bias": jnp.ones(3)}
 SYNC = zenjax.zen_sync("data")

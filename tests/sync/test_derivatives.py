@@ -15,6 +15,8 @@ import runners
 
 import zenjax
 
+pytestmark = pytest.mark.each_jax
+
 N, R, D, K = 2, 40, 3, 6
 MAPS = ["vmap", "pmap", "shard_map_shards", "shard_map_vma_shards"]
 

@@ -16,6 +16,8 @@ import steps
 
 import zenjax
 
+pytestmark = pytest.mark.each_jax
+
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 F32 = np.dtype(np.float32)
 AXES = ("host", "device")

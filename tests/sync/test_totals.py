@@ -11,6 +11,8 @@ import runners
 import zenjax
 from zenjax._src.sync import gradient_tree
 
+pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
+
 N = 4
 SHAPES = {
   "bias": ((5,), jnp.float32),

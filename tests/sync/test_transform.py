@@ -20,6 +20,8 @@ from transforms import zen_for
 
 import zenjax
 
+pytestmark = pytest.mark.each_jax
+
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 

@@ -11,6 +11,8 @@ import runners
 
 import zenjax
 
+pytestmark = pytest.mark.each_jax
+
 
 def test_residuals_that_were_not_made_by_init():
   """State of one device's shape, given as if it were everyone's."""
