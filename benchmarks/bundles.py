@@ -1,4 +1,4 @@
-"""What the compiler says of every operation on a TPU: no time, none attached.
+"""Counts of every operation by the compiler for TPUs: no time, none attached.
 
 `python -m benchmarks.bundles` compiles the operations by XLA and by Pallas, and
 tells the bytes that XLA's cost model has a program access, the instructions
@@ -24,25 +24,20 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import rich.box
-import rich.console
-import rich.table
 
-from benchmarks import kernel_work
+from benchmarks import harness
+from benchmarks import table
 from benchmarks import targets
-from benchmarks.kernel_work import Work
+from benchmarks.cases import kernels
+from benchmarks.cases.kernels import Work
 from zenjax.kernels._dispatch import Implementation
 from zenjax.kernels.operations import OPERATIONS
 
 _PLATFORM = "tpu"
 _WAYS: tuple[Implementation, ...] = ("xla", "pallas")
 _NUMBERS = (
-  "must move\nMB",
-  "accessed\nMB",
-  "table\nreads",
-  "instruc-\ntions",
-  "bundles",
-  "spills",
+  *("must move\nMB", "accessed\nMB", "table\nreads"),
+  *("instruc-\ntions", "bundles", "spills"),
 )
 _TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 # Vector and scalar registers stored to make room.
@@ -51,7 +46,7 @@ _PARAMETER = re.compile(r"%([\w.\-]+) = \S+ parameter\((\d+)\)")
 
 
 class Counts(NamedTuple):
-  """Of one compiled program."""
+  """Counts of one compiled program."""
 
   bytes: float  # accessed
   reads: int  # instructions that take the first argument
@@ -68,7 +63,7 @@ class Dump(NamedTuple):
 
 
 def read(directory: pathlib.Path) -> Dump:
-  """What libtpu left in `directory`; control around all instructions aside."""
+  """Returns the dump in `directory`, without control around instructions."""
   bundles: dict[str, int] = {}
   spills: dict[str, int] = {}
   for path in directory.glob("*final_bundles.txt"):
@@ -137,8 +132,7 @@ def count(
   donated = (0,) if work.in_place else ()
   for old in directory.iterdir():
     old.unlink()
-  lowered = jax.jit(mapped, donate_argnums=donated).lower(*arguments)
-  compiled = lowered.compile()
+  compiled, _ = harness.compiled(mapped, *arguments, donate_argnums=donated)
   dump, text = read(directory), compiled.as_text()
   assert text is not None
   cost: Any = compiled.cost_analysis()
@@ -153,21 +147,18 @@ def count(
 
 def main() -> None:
   options = _options()
-  console = rich.console.Console()
-  gradient = kernel_work.gradient(options.rows, options.width, options.density)
+  console = table.console()
+  gradient = kernels.draw(options.rows, options.width, options.density)
   with dumped() as directory:
     for topology in options.topologies:
       device = targets.tpu(topology)[0]
-      shown = rich.table.Table(
-        title=f"{topology}  {options.rows:,} x {options.width} float32,"
+      shown = table.made(
+        f"{topology}  {options.rows:,} x {options.width} float32,"
         f" {options.density:.1%} of rows",
-        box=rich.box.SIMPLE_HEAD,
+        *("", *_NUMBERS),
       )
-      shown.add_column("", no_wrap=True)
-      for header in _NUMBERS:
-        shown.add_column(header, justify="right")
       for name in options.operations:
-        work = kernel_work.WORK[name](gradient)
+        work = kernels.WORK[name](gradient)
         for way in _WAYS:
           if way == "pallas" and _PLATFORM not in OPERATIONS[name].kernels:
             continue

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from typing import Any
 
@@ -55,7 +56,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-  """What was found out about one case; times in seconds, in order."""
+  """The findings about one case; times in seconds, in order."""
 
   group: str
   name: str
@@ -66,15 +67,64 @@ class Result:
 
   @property
   def median_s(self) -> float:
-    return float(np.median(self.times_s)) if self.times_s else float("nan")
+    return median(self.times_s)
 
   @property
   def spread_s(self) -> float:
-    """Half the distance between the quartiles."""
-    if not self.times_s:
-      return float("nan")
-    low, high = np.percentile(self.times_s, [25, 75])
-    return float(high - low) / 2
+    return spread(self.times_s)
+
+
+def compiled(
+  function: Callable[..., Any], *arguments: Any, **options: Any
+) -> tuple[jax.stages.Compiled, float]:
+  """Returns the program and the seconds to trace, lower and compile it.
+
+  Args:
+    function: What to compile.
+    *arguments: Its arrays, or their abstract shapes.
+    **options: Of `jax.jit`.
+  """
+  start = time.perf_counter()
+  program = jax.jit(function, **options).lower(*arguments).compile()
+  return program, time.perf_counter() - start
+
+
+def mesh(count: int, axis: str) -> jax.sharding.Mesh:
+  """Returns `count` devices of this machine along one axis.
+
+  Raises:
+    ValueError: There are too few.
+  """
+  devices = jax.devices()
+  if len(devices) < count:
+    raise ValueError(
+      "`--devices` must not exceed the devices of this machine, got"
+      f" {count} of {len(devices)}: ask for fewer."
+    )
+  return jax.sharding.Mesh(np.array(devices[:count]), (axis,))
+
+
+def require_memory(need: float, flag: str, remedy: str) -> None:
+  """Raises ValueError where this machine has too little memory."""
+  have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  if need > have:
+    raise ValueError(
+      f"`{flag}` must fit in memory, got {have / 1e9:.0f} GB for about"
+      f" {need / 1e9:.0f} GB. {remedy}"
+    )
+
+
+def median(times: Sequence[float]) -> float:
+  """Returns NaN for no times."""
+  return float(np.median(times)) if times else float("nan")
+
+
+def spread(times: Sequence[float]) -> float:
+  """Returns half the distance between the quartiles, NaN for no times."""
+  if not times:
+    return float("nan")
+  low, high = np.percentile(times, [25, 75])
+  return float(high - low) / 2
 
 
 def measure(
@@ -168,7 +218,7 @@ def _settling():
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-  """Of one call, until its arrays are there and its memory is given back."""
+  """Times one call until its arrays are there and its memory is given back."""
   start = time.perf_counter()
   jax.block_until_ready(run())
   # CPU devices give memory back after their answer is there, half a second for

@@ -1,4 +1,4 @@
-"""What a synchronized gradient must be, in float64 NumPy.
+"""The values of a synchronized gradient, in float64 NumPy.
 
 Values are small integers: any order of float32 additions gives the same sum, so
 an element that differs is wrong, and not rounded.

@@ -5,13 +5,12 @@ import itertools
 import pathlib
 
 import matplotlib
+from matplotlib import pyplot
 import numpy as np
 
 from benchmarks.harness import Result
 
 matplotlib.use("Agg")
-
-from matplotlib import pyplot  # noqa: E402
 
 
 def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:

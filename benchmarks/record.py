@@ -1,4 +1,4 @@
-"""What a run leaves in a file: raw samples, and what produced them."""
+"""The file that a run leaves: raw samples, and what produced them."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -43,11 +43,19 @@ def save_json(
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-  """What a command was asked for, as JSON holds it."""
+  """Returns the arguments of a command, as JSON holds them."""
   return {
     name: str(value) if isinstance(value, pathlib.Path) else value
     for name, value in vars(options).items()
   }
+
+
+def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
+  """Writes what a command has counted, and of whom, if a file is wanted."""
+  if options.json:
+    told = {"environment": software(), "options": settings(options)}
+    write_json(options.json, told | document)
+    print(f"Saved {options.json}")
 
 
 def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:

@@ -1,18 +1,17 @@
-"""The table that a run prints on the terminal."""
+"""The tables that commands print on the terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import rich.box
 import rich.console
 import rich.table
 
-from benchmarks.harness import Result
-
 # The results of one group, by the name of the variant.
-Peers = dict[str, Result]
+Peers = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Column:
   """
 
   header: str
-  value: Callable[[Result, Peers], float]
+  value: Callable[[Any, Any], float]
   format: str = ".1f"
 
 
@@ -49,7 +48,7 @@ def time_over(name: str, header: str) -> Column:
 
 
 def added_over(name: str, nothing: str, header: str) -> Column:
-  """What a variant adds to `nothing`, over what `name` adds to it."""
+  """Compares what a variant adds to `nothing` with what `name` adds."""
 
   def value(result, peers):
     base = median_s(peers, nothing)
@@ -65,34 +64,66 @@ def median_s(peers: Peers, name: str) -> float:
   return peers[name].median_s if name in peers else math.nan
 
 
-def show(
-  title: str, results: Sequence[Result], columns: Sequence[Column]
-) -> None:
+def show(title: str, results: Sequence[Any], columns: Sequence[Column]) -> None:
   """Prints one line a result, one section a group."""
+  groups = itertools.groupby(results, lambda r: r.group)
+  show_groups(
+    title,
+    "workload\n  variant",
+    columns,
+    ((group, {r.name: r for r in members}) for group, members in groups),
+  )
+
+
+def show_groups(
+  title: str,
+  first: str,
+  columns: Sequence[Column],
+  groups: Iterable[tuple[str, Peers]],
+  note: Callable[[Peers], str] = lambda peers: "",
+) -> None:
+  """Prints one line for each member of each group.
+
+  Args:
+    title: Of the table.
+    first: Header of the names.
+    columns: The others.
+    groups: Names, and their members by name; wrong ones are red.
+    note: A last line of a group; none where it is empty.
+  """
+  shown = made(title, first, *(column.header for column in columns))
+  for group, peers in groups:
+    shown.add_row(f"[bold]{group}[/bold]")
+    for name, member in peers.items():
+      numbers = (number(c.value(member, peers), c.format) for c in columns)
+      style = "bold red" if member.wrong else None
+      shown.add_row(f"  {name}", *numbers, style=style)
+    if said := note(peers):
+      shown.add_row(f"  [italic]{said}[/italic]")
+    shown.add_section()
+  console().print(shown)
+
+
+def made(title: str, *headers: str, left: int = 1) -> rich.table.Table:
+  """Returns an empty table, whose first `left` columns hold words."""
   table = rich.table.Table(
     title=title, box=rich.box.SIMPLE_HEAD, title_justify="left", padding=(0, 1)
   )
-  table.add_column("workload\n  variant", no_wrap=True)
-  for column in columns:
-    table.add_column(column.header, justify="right", no_wrap=True)
-  for group, members in itertools.groupby(results, lambda r: r.group):
-    peers = {result.name: result for result in members}
-    table.add_row(f"[bold]{group}[/bold]")
-    for result in peers.values():
-      cells = [_cell(column, result, peers) for column in columns]
-      style = "bold red" if result.wrong else None
-      table.add_row(f"  {result.name}", *cells, style=style)
-    table.add_section()
-  console().print(table)
+  for index, header in enumerate(headers):
+    justify = "left" if index < left else "right"
+    table.add_column(header, justify=justify, no_wrap=True)
+  return table
 
 
-def _cell(column, result, peers):
-  value = column.value(result, peers)
-  return format(value, column.format) if math.isfinite(value) else "-"
+def number(value: float | None, format_: str, unit: float = 1) -> str:
+  """Returns `value * unit` in words, a dash where there is none."""
+  if value is None or not math.isfinite(value):
+    return "-"
+  return format(value * unit, format_)
 
 
 def console() -> rich.console.Console:
-  """Where tables are printed."""
+  """Returns where tables are printed."""
   console = rich.console.Console(highlight=False)
   # Into a pipe or a file a table is written as wide as it is.
   return console if console.is_terminal else rich.console.Console(width=180)

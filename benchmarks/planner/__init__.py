@@ -1,1 +1,1 @@
-"""What others plan, beside the planner: oracles and models of papers."""
+"""Plans of others beside the planner's: oracles and models of papers."""

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import itertools
 import math
 
+from benchmarks.library import Assignment
+from benchmarks.library import Exchange
+from benchmarks.library import GroupCosts
+from benchmarks.library import iteration_seconds
+from benchmarks.library import Tensor
 from benchmarks.planner.pieces import each_by
 from benchmarks.planner.pieces import simulate
-from zenjax._src.planner.timeline import Assignment
-from zenjax._src.planner.timeline import Exchange
-from zenjax._src.planner.timeline import GroupCosts
-from zenjax._src.planner.timeline import iteration_seconds
-from zenjax._src.planner.timeline import Tensor
 
 
 def uncompressed(tensors: Sequence[Tensor]) -> Assignment:

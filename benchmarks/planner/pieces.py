@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 from typing import NamedTuple
 
-from zenjax._src.planner import timeline
-from zenjax._src.planner.timeline import Assignment
-from zenjax._src.planner.timeline import Exchange
-from zenjax._src.planner.timeline import Tensor
+from benchmarks.library import Assignment
+from benchmarks.library import Exchange
+from benchmarks.library import iteration_seconds
+from benchmarks.library import Tensor
 
 
 def each_by(tensors: Sequence[Tensor], names: Sequence[str]) -> Assignment:
@@ -81,7 +81,7 @@ def simulate(
   tensors: Sequence[Tensor], assignment: Sequence[Exchange]
 ) -> Timeline:
   """Runs a step as `iteration_seconds` says; raises as it does."""
-  iteration_s = timeline.iteration_seconds(tensors, assignment)
+  iteration_s = iteration_seconds(tensors, assignment)
   backward, pairs = [], []
   compute = link = 0.0
   for exchange in assignment:

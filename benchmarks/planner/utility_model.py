@@ -1,4 +1,4 @@
-"""Whether compressed gradients pay at all: the models of the Utility paper.
+"""The Utility paper's models of when compressed gradients pay.
 
 "On the Utility of Gradient Compression in Distributed Training Systems"
 (Agarwal et al., MLSys'22, arXiv 2103.00543) models an iteration of plain
@@ -22,7 +22,7 @@ taken to grow with the size; nothing here was measured by zenjax.
 import dataclasses
 import math
 
-from zenjax._src.machine.link_models import Link
+import zenjax
 
 # What DDP takes by default, and the paper with it.
 BUCKET_BYTES = 25 * 2**20
@@ -48,7 +48,7 @@ class Setup:
   gradient_bytes: float
   backward_s: float
   devices: int
-  link: Link
+  link: zenjax.planner.Link
   table_bytes: float = 0.0
   zen_s: float = math.inf
 
@@ -118,7 +118,7 @@ METHODS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-  """What one way to synchronize makes of a set-up.
+  """The time of a set-up with one way to synchronize.
 
   Attributes:
     method: Its name.
@@ -182,7 +182,7 @@ def compressed_s(setup: Setup, method: Method) -> float:
 
 
 def needed_ratio(setup: Setup) -> float:
-  """By how much gradients must shrink for backward to hide all their bytes.
+  """Returns the ratio at which backward hides all bytes of the gradients.
 
   A method that took no time to encode and left buckets as they are would gain
   nothing from more.

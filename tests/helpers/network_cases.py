@@ -1,9 +1,9 @@
 """Cells made by hand, as `benchmarks.run network` keeps them."""
 
-from benchmarks.network import cells as cells_lib
-from benchmarks.network.cells import Cell
-from benchmarks.network.cells import Findings
-from benchmarks.network.plan import Grid
+from benchmarks.campaigns.network import cells as cells_lib
+from benchmarks.campaigns.network.campaign import Grid
+from benchmarks.campaigns.network.cells import Cell
+from benchmarks.campaigns.network.cells import Findings
 
 FACTS = {
   "density": 0.01,
@@ -49,6 +49,5 @@ def grid(**changes):
     "repeats": 2,
     "batches": 2,
     "calibrate": False,
-    "loopback": False,
   }
   return Grid(**(values | changes))

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import growth_ids
 from benchmarks import workloads
+from benchmarks.planner import growth
 from examples import corpus
 from zenjax import traces
 from zenjax._src.planner import recorded_runs
@@ -168,7 +168,7 @@ def test_bert_of_the_zen_paper():
 def test_sixteen_times_as_many_devices_on_real_ids(order):
   """From steps of 4 devices to those of 64, within 10 per cent."""
   text = corpus.load_tokens(max_tokens=400_000)
-  draw = growth_ids.ORDERS[order]
+  draw = growth.ORDERS[order]
   steps = list(itertools.islice(draw(text.ids, 4, 512, seed=0), 32))
   found = union_growth.growth(steps, len(text.vocab))
   real = itertools.islice(draw(text.ids, 64, 512, seed=1), 8)

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from benchmarks import relaxed
+from benchmarks import library
 from benchmarks import run
-from benchmarks import search as search_benchmark
-from benchmarks import steps_drawn
 from benchmarks.planner import baselines
-from benchmarks.planner import exhaustive
+from benchmarks.planner import oracles
+from benchmarks.planner import steps_drawn
 from benchmarks.planner.pieces import each_by
 from benchmarks.planner.pieces import simulate
 from zenjax._src.planner.plan_search import search
@@ -31,7 +30,7 @@ def seconds(groups):
 
 def over_best(groups):
   """The iteration that is found over the shortest of all."""
-  best, best_s = exhaustive.exhaustive(groups)
+  best, best_s = oracles.exhaustive(groups)
   assert simulate(groups.tensors, best).iteration_s == best_s
   found_s = seconds(groups)
   assert found_s >= best_s
@@ -68,7 +67,7 @@ def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
   for seed, sparse in ((0, 9), (1, 150), (2, 150)):
     tensors, groups = steps_drawn.model(seed, 150, sparse)
     found_s = seconds(GroupCosts(tensors))
-    relaxed_s = relaxed.relaxed_s(tensors)
+    relaxed_s = oracles.relaxed_s(tensors)
     assert relaxed_s * (1 - 1e-9) <= found_s <= 1.005 * relaxed_s
     assert seconds(groups) <= found_s
     greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
@@ -78,8 +77,8 @@ def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
 def test_no_assignment_is_under_the_relaxed_one():
   for seed in range(10):
     tensors, _ = steps_drawn.small(seed, 5, 3)
-    _, best_s = exhaustive.exhaustive(GroupCosts(tensors))
-    assert relaxed.relaxed_s(tensors) <= best_s * (1 + 1e-9)
+    _, best_s = oracles.exhaustive(GroupCosts(tensors))
+    assert oracles.relaxed_s(tensors) <= best_s * (1 + 1e-9)
 
 
 def test_no_single_change_is_shorter():
@@ -135,7 +134,7 @@ def test_splits_numbers_evenly():
     ),
     Tensor("last", 0.0, 200.0, (Option("none"),)),
   ]
-  assert exhaustive.exhaustive(GroupCosts(tensors))[1] == 200.0 + even
+  assert oracles.exhaustive(GroupCosts(tensors))[1] == 200.0 + even
   assert seconds(GroupCosts(tensors)) <= 1.02 * (200.0 + even)
 
 
@@ -146,7 +145,7 @@ def test_no_tensors():
 def test_too_many_to_try_are_refused():
   tensors, _ = steps_drawn.small(0, 40, 3)
   with pytest.raises(ValueError, match="use `search`"):
-    exhaustive.exhaustive(GroupCosts(tensors))
+    oracles.exhaustive(GroupCosts(tensors))
 
 
 def test_espresso_leaves_what_is_sent_before_a_bubble():
@@ -224,5 +223,5 @@ def test_benchmark_keeps_samples_and_tells_a_miss(tmp_path, monkeypatch):
     names = [tensor.options[0].name for tensor in groups.tensors]
     return each_by(groups.tensors, names)
 
-  monkeypatch.setattr(search_benchmark, "search", plain)
+  monkeypatch.setattr(library, "search", plain)
   assert run.main(command) == 1

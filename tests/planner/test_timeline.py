@@ -7,9 +7,9 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from benchmarks import steps_drawn
 from benchmarks.planner import baselines
-from benchmarks.planner import exhaustive
+from benchmarks.planner import oracles
+from benchmarks.planner import steps_drawn
 from benchmarks.planner.pieces import each_by
 from benchmarks.planner.pieces import simulate
 from zenjax._src.planner.timeline import Exchange
@@ -109,7 +109,7 @@ def _run(order, tensors, chosen):
 @hypothesis.given(st.integers(0, 10_000))
 def test_bounds_of_an_iteration(seed):
   tensors, groups = steps_drawn.small(seed, 5, 2)
-  for choices in exhaustive.groupings(groups):
+  for choices in oracles.groupings(groups):
     assignment = [options[-1] for options in choices]
     timeline = simulate(tensors, assignment)
     first = timeline.sent[0]
@@ -124,10 +124,10 @@ def test_every_assignment_as_simulated():
   tensors, groups = steps_drawn.small(7, 4, 3)
   best = min(
     simulate(tensors, assignment).iteration_s
-    for choices in exhaustive.groupings(groups)
+    for choices in oracles.groupings(groups)
     for assignment in itertools.product(*choices)
   )
-  assignment, found = exhaustive.exhaustive(groups)
+  assignment, found = oracles.exhaustive(groups)
   assert found == best
   assert simulate(tensors, assignment).iteration_s == best
 

@@ -6,8 +6,8 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import utility_setups as utility
 from benchmarks.planner import placing
+from benchmarks.planner import utility
 from benchmarks.planner import utility_model
 from benchmarks.planner.utility_model import Setup
 import zenjax
@@ -204,14 +204,14 @@ def way(advice: placing.Advice, name: str) -> placing.Way:
   return next(w for w in advice.ways if w.name == name)
 
 
-def advise(*uses: placing.Use, **options) -> list[placing.Advice]:
-  return placing.replicate_or_shard(uses, 8, LINK, **options)
+def advise(use: placing.Use) -> placing.Advice:
+  return placing.replicate_or_shard(use, 8, LINK)
 
 
 def test_distinct_rows_of_a_shard_are_never_more_bytes():
   """2 K against K and the union, which holds K at least."""
   for union in (2000, 6000, 14_000):
-    (advice,) = advise(use(2000, union))
+    advice = advise(use(2000, union))
     shard, zen = way(advice, "shard"), way(advice, "replicate, zen")
     assert shard.received < zen.received * 1.15  # padding of the pairs
   assert advice.choice.name == "shard"
@@ -220,36 +220,23 @@ def test_distinct_rows_of_a_shard_are_never_more_bytes():
 
 
 def test_look_ups_that_repeat_are_better_replicated():
-  (advice,) = advise(use(2000, 6000, look_ups=20_000))
+  advice = advise(use(2000, 6000, look_ups=20_000))
   assert advice.choice.name == "replicate, zen"
   assert "more time" in advice.reason
 
 
 def test_nothing_to_save_stays_as_it_is():
   """Every row of everyone: a dense sum carries as much as a shard."""
-  (advice,) = advise(use(100_000, 100_000))
+  advice = advise(use(100_000, 100_000))
   assert advice.choice.name == "replicate, dense"
 
 
-def test_memory_shards_what_costs_least():
-  cheap = use(2000, 4000, look_ups=5000, name="cheap")
-  dear = use(2000, 4000, look_ups=50_000, name="dear")
-  whole = 100_000 * 64 * 4 * 3
-  first, second = advise(dear, cheap, memory_bytes=1.5 * whole)
-  assert first.choice.name == "replicate, zen"
-  assert second.choice.name == "shard" and "exceed" in second.reason
-  both = advise(dear, cheap, memory_bytes=0.3 * whole)
-  assert [a.choice.name for a in both] == ["shard", "shard"]
-  with pytest.raises(ValueError, match="`memory_bytes` must be at least"):
-    advise(dear, cheap, memory_bytes=0.2 * whole)
-
-
 def test_advice_is_shown_with_all_ways():
-  (advice,) = advise(use(2000, 6000, look_ups=20_000))
+  advice = advise(use(2000, 6000, look_ups=20_000))
   shown = str(advice)
   for name in ("replicate, dense", "replicate, zen", "shard"):
     assert name in shown
   assert shown.startswith("t: replicate, zen, for a shard would take")
   with pytest.raises(ValueError, match="`devices` must be at least 2"):
-    placing.replicate_or_shard([use(1, 1)], 1, LINK)
+    placing.replicate_or_shard(use(1, 1), 1, LINK)
   assert math.isfinite(advice.choice.seconds)

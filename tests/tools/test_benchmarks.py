@@ -10,12 +10,11 @@ import optax
 import pytest
 
 from benchmarks import harness
-from benchmarks import kernel_work
-from benchmarks import select
-from benchmarks import training
-from benchmarks import variants
-from benchmarks import whole_step
 from benchmarks import workloads
+from benchmarks.cases import kernels
+from benchmarks.cases import select
+from benchmarks.cases import step
+from benchmarks.cases import sync
 import zenjax
 from zenjax.kernels.operations import OPERATIONS
 
@@ -63,10 +62,10 @@ def test_answers_alone_are_not_timed():
   assert complete and results[0].times_s == ()
 
 
-@pytest.mark.parametrize("name", kernel_work.WORK)
+@pytest.mark.parametrize("name", kernels.WORK)
 def test_kernels_answers_are_checked(name):
   """The reference has no wrong element, and each leaf of it is looked at."""
-  work = kernel_work.WORK[name](kernel_work.gradient(500, 4, 0.1))
+  work = kernels.WORK[name](kernels.draw(500, 4, 0.1))
   right = OPERATIONS[name].reference(*work.arrays, *work.static)
   assert work.wrong(right) == 0
   for field in _CHECKED[name]:
@@ -138,7 +137,7 @@ def test_interrupt_keeps_what_was_measured():
 
 @pytest.fixture(scope="module")
 def small():
-  mesh = Mesh(np.array(jax.devices()), (variants.AXIS,))
+  mesh = Mesh(np.array(jax.devices()), (sync.AXIS,))
   workload = workloads.Workload(
     name="small",
     rows=999,
@@ -148,23 +147,23 @@ def small():
     skew=1.0,
     source=workloads.Zipf(density=0.02, exponent=1.1),
   )
-  return training.Training(workload, mesh, 2)
+  return sync.Training(workload, mesh, 2)
 
 
 def _variant(make):
-  return variants.Variant(name="planted", volume="dense", make=make)
+  return sync.Variant(name="planted", volume="dense", make=make)
 
 
 def test_step_is_checked_against_the_oracle(small):
-  assert small.build(variants.BASELINES[1]).wrong == 0
-  zen = small.build(variants.SPARSE[1])
+  assert small.build(sync.BASELINES[1]).wrong == 0
+  zen = small.build(sync.SPARSE[1])
   assert zen.wrong == 0
   assert 0 < zen.facts["wire_bytes"] < zen.facts["dense_bytes"]
   # Only every second row is summed, and nothing at all.
   half = _variant(
     lambda _: optax.stateless(
       lambda grads, _: jax.tree.map(
-        lambda g: jax.lax.pmean(g, variants.AXIS).at[::2].set(g[::2]), grads
+        lambda g: jax.lax.pmean(g, sync.AXIS).at[::2].set(g[::2]), grads
       )
     )
   )
@@ -196,30 +195,30 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
 )
 def test_whole_steps_leave_what_float64_does(name, optimizer):
   with jax.numpy_dtype_promotion("standard"):  # As optax computes.
-    built = whole_step.build(name, _setting(optimizer), _two())
+    built = step.build(name, _setting(optimizer), _two())
   assert built.wrong == 0 and built.run is not None
   jax.block_until_ready(built.run())
   sent = 2000 * 4 * 4
   # A dense exchange, or no more than the look-ups of both devices.
-  rows = whole_step.VARIANTS[name].rows
+  rows = step.VARIANTS[name].rows
   assert built.facts["wire_bytes"] < (sent / 4 if rows else sent * 1.05)
 
 
 def test_a_step_that_sums_nothing_is_found_out(monkeypatch):
   alone = dataclasses.replace(
-    whole_step.VARIANTS["rows"],
+    step.VARIANTS["rows"],
     transformation=lambda inner, _: zenjax.lazy_rows(inner),
   )
-  monkeypatch.setitem(whole_step.VARIANTS, "rows", alone)
-  assert whole_step.build("rows", _setting("sgd"), _two()).wrong > 0
+  monkeypatch.setitem(step.VARIANTS, "rows", alone)
+  assert step.build("rows", _setting("sgd"), _two()).wrong > 0
 
 
 def _two():
-  return Mesh(np.array(jax.devices()[:2]), (variants.AXIS,))
+  return Mesh(np.array(jax.devices()[:2]), (sync.AXIS,))
 
 
 def _setting(optimizer):
-  return whole_step.Setting(
+  return step.Setting(
     rows=2000,
     width=4,
     look_ups=24,

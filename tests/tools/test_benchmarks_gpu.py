@@ -8,11 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu
 from benchmarks import harness
-from benchmarks import link_times
-from benchmarks import local_sync
 from benchmarks import targets
+from benchmarks.cases import gpu
 from zenjax._src.machine.cost import Profile
 from zenjax.kernels import _dispatch
 
@@ -22,7 +20,7 @@ ROWS, WIDTH, DENSITY = 400, 4, 0.02
 @pytest.fixture
 def sync():
   """Sizes are known: nothing is compiled to find them."""
-  sync = local_sync.Sync(ROWS, WIDTH, DENSITY)
+  sync = gpu.Sync(ROWS, WIDTH, DENSITY)
   sync._pins["hash"] = (4, 8)
   return sync
 
@@ -53,7 +51,7 @@ def test_run_without_a_gpu_says_so(sync, monkeypatch, tmp_path, capsys):
   build = functools.partial(sync.build, "zen hash xla", "hash", None, False)
   group = "all of zen_sync"
   cases = [harness.Case(group=group, name="zen hash xla", build=build)]
-  monkeypatch.setattr(local_sync, "Sync", lambda *_: sync)
+  monkeypatch.setattr(gpu, "Sync", lambda *_: sync)
   monkeypatch.setattr(gpu, "_cases", lambda *_: cases)
   options = argparse.Namespace(
     rows=ROWS,
@@ -74,7 +72,7 @@ def test_run_without_a_gpu_says_so(sync, monkeypatch, tmp_path, capsys):
   zen = [
     p for p in told["predicted_not_measured"] if p["way"] != "dense (psum)"
   ]
-  assert len(zen) == len(link_times.LINKS)
+  assert len(zen) == len(gpu.LINKS)
   assert all(p["local_s"] is None and p["seconds"] is None for p in zen)
   (result,) = told["results"]
   assert result["wrong"] == 0 and len(result["times_s"]) == 3
@@ -82,16 +80,16 @@ def test_run_without_a_gpu_says_so(sync, monkeypatch, tmp_path, capsys):
 
 def test_predictions_add_what_was_measured_to_the_link():
   profile = Profile(rows=1e4, fullest=1e4, union=4.4e4, devices=8)
-  way = link_times.Way(name="zen", column_groups=1, local_s=2e-3)
-  found = link_times.predictions(1_000_000, 128, profile, [way])
+  way = gpu.Way(name="zen", column_groups=1, local_s=2e-3)
+  found = gpu.predictions(1_000_000, 128, profile, [way])
   by = {(p.link, p.way): p for p in found}
   ring = 2 * 7 / 8 * 1_000_000 * 128 * 4
-  for name, link in link_times.LINKS.items():
-    dense, zen = by[name, link_times.DENSE], by[name, "zen"]
+  for name, link in gpu.LINKS.items():
+    dense, zen = by[name, gpu.DENSE], by[name, "zen"]
     steps = 2 * 7 * link.latency_s
     assert dense.seconds == pytest.approx(ring / link.bandwidth + steps)
     assert zen.seconds == zen.wire_s + 2e-3
-    faster = link_times.over_dense(found)[name, "zen"]
+    faster = gpu.over_dense(found)[name, "zen"]
     assert faster == pytest.approx(dense.seconds / zen.seconds)
     # At least what the volume bound says, at most its triple.
     bound = 7 / 8 * 5.4e4 * 128 * 4
@@ -119,7 +117,7 @@ def test_step_compiles_for_a_gpu_with_its_kernels_in_place():
     device = targets.TARGETS["gpu-h200"]()[0]
   except ImportError as error:
     pytest.skip(str(error))
-  shape = local_sync.DEVICES, 1 << 20, 128
+  shape = gpu.DEVICES, 1 << 20, 128
   mesh = jax.sharding.Mesh(np.array([device]), ("one",))
   spec = jax.sharding.PartitionSpec()
   tables = jax.ShapeDtypeStruct(
@@ -127,7 +125,7 @@ def test_step_compiles_for_a_gpu_with_its_kernels_in_place():
   )
   # Triton asks the mesh around it what device that is.
   mapped = jax.shard_map(
-    local_sync.step("columns", (10_000, 40_000)),
+    gpu.step("columns", (10_000, 40_000)),
     mesh=mesh,
     in_specs=spec,
     out_specs=spec,

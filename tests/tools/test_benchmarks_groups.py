@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks.groups import found as findings
-from benchmarks.groups import show
-from benchmarks.groups import simulated
-from benchmarks.groups import ways
-from benchmarks.groups.found import Found
-from benchmarks.groups.found import Section
-from benchmarks.groups.found import Way
+from benchmarks.campaigns.groups import cells as findings
+from benchmarks.campaigns.groups import show
+from benchmarks.campaigns.groups import ways
+from benchmarks.campaigns.groups.cells import Found
+from benchmarks.campaigns.groups.cells import Section
+from benchmarks.campaigns.groups.cells import Way
 import zenjax
 from zenjax._src.machine.cost import Profile
 from zenjax._src.planner.gradient_trace import Gradient
@@ -76,9 +75,9 @@ def test_groups_pay_only_where_something_runs_beside_them():
 
 
 def test_times_that_fall_again_are_not_unimodal():
-  assert simulated.is_unimodal((3.0, 2.0, 2.0, 1.0, 4.0))
-  assert simulated.is_unimodal((1.0, 1.0 + 1e-15, 1.0))
-  assert not simulated.is_unimodal((3.0, 1.0, 2.0, 1.5))
+  assert ways.is_unimodal((3.0, 2.0, 2.0, 1.0, 4.0))
+  assert ways.is_unimodal((1.0, 1.0 + 1e-15, 1.0))
+  assert not ways.is_unimodal((3.0, 1.0, 2.0, 1.5))
 
 
 def test_ratios_are_of_paired_rounds(tmp_path, capsys):

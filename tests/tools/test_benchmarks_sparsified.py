@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks import sparsified
+from benchmarks.campaigns import sparsified
 from benchmarks.harness import Result
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

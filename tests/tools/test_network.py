@@ -10,14 +10,14 @@ from network_cases import found as _found
 from network_cases import grid as _grid
 import pytest
 
-from benchmarks import netns
+from benchmarks import campaign
 from benchmarks import run
-from benchmarks.network import calibration
-from benchmarks.network import cells as cells_lib
-from benchmarks.network import command
-from benchmarks.network import grid as grid_lib
-from benchmarks.network.plan import Plan
-from benchmarks.testbed import HostDied
+from benchmarks.campaigns.network import campaign as network_lib
+from benchmarks.campaigns.network import cells as cells_lib
+from benchmarks.campaigns.network.campaign import Left
+from benchmarks.testbed import netns
+from benchmarks.testbed import testbed
+from benchmarks.testbed.hosts import HostDied
 
 # --- cells ------------------------------------------------------------------
 
@@ -41,10 +41,10 @@ def test_done_is_right_and_has_all_rounds_asked_for():
 
 def test_less_time_than_the_bytes_need_is_an_error():
   # 1.25e6 bytes at 25e6 a second.
-  cells_lib.require_limit(_cell(), 0.05)
+  _cell().require_limit(0.05)
   with pytest.raises(RuntimeError, match=r"zen on lm1b-lstm.*49\.00 ms.*lends"):
-    cells_lib.require_limit(_cell(), 0.049)
-  cells_lib.require_limit(_cell(rate="unlimited"), 1e-9)
+    _cell().require_limit(0.049)
+  _cell(rate="unlimited").require_limit(1e-9)
 
 
 # --- the file ---------------------------------------------------------------
@@ -54,10 +54,9 @@ def _saved(tmp_path, *cells):
   path = tmp_path / "out.json"
   found = _found(*cells)
   found.links[2, "200mbit"] = {"hosts": 2, "rate": "200mbit", "bytes": 1}
-  point = calibration.points(2, "200mbit")[0]
-  key = (point.hosts, point.rate, point.op, point.words)
+  point = cells_lib.points(2, "200mbit")[0]
   times = [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]]
-  found.calibration[key] = calibration.record(point, times)
+  found.calibration[point] = point.record(times)
   found.save(path, {}, complete=True)
   return path, found
 
@@ -118,14 +117,14 @@ def test_what_something_else_measured_is_refused(tmp_path, changes, words):
 
 
 def test_what_is_there_is_not_measured_again():
-  everything = Plan(_grid(), _found())
+  everything = Left(_grid(), _found())
   assert [key.variant for key in everything.cells] == ["psum", "zen"]
   # Drawn once; each variant built and counted; three rounds, one untimed.
   assert everything.calls(2) == 1 + 2 * 2 + 2 * 3
-  rest = Plan(_grid(), _found(_cell()))
+  rest = Left(_grid(), _found(_cell()))
   assert [key.variant for key in rest.cells] == ["psum"]
   assert rest.calls(2) == 1 + 2 + 3
-  assert len(Plan(_grid(repeats=3), _found(_cell())).cells) == 2
+  assert len(Left(_grid(repeats=3), _found(_cell())).cells) == 2
 
 
 # --- calibration ------------------------------------------------------------
@@ -133,20 +132,20 @@ def test_what_is_there_is_not_measured_again():
 
 @pytest.mark.parametrize("hosts", [2, 3, 8])
 def test_collectives_receive_what_they_are_said_to(hosts):
-  points = calibration.points(hosts, "1gbit")
-  assert len(points) == len(calibration.SIZES) * 5
+  points = cells_lib.points(hosts, "1gbit")
+  assert len(points) == len(cells_lib.SIZES) * 5
   for i, point in enumerate(points):
     assert point.words % hosts == 0
-    wanted = calibration.SIZES[i // 5]
+    wanted = cells_lib.SIZES[i // 5]
     assert point.received_bytes == pytest.approx(wanted, rel=0.02)
-  gather = calibration.Point(hosts, "1gbit", "all_gather", 100)
+  gather = cells_lib.Point(hosts, "1gbit", "all_gather", 100)
   assert gather.received_bytes == 400 * (hosts - 1)
 
 
 def test_collectives_that_take_long_are_left_out(monkeypatch):
   slow = netns.Rate(1e6, burst=1, packet=1)
   monkeypatch.setitem(netns.RATES, "200mbit", slow)
-  sizes = [p.received_bytes for p in calibration.points(2, "200mbit")]
+  sizes = [p.received_bytes for p in cells_lib.points(2, "200mbit")]
   assert len(sizes) == 4 * 5 and max(sizes) <= 2e6
 
 
@@ -208,7 +207,7 @@ class _Network:
       self.beds.append(bed(*arguments))
       return self.beds[-1]
 
-    self._monkeypatch.setattr(grid_lib, "Testbed", make)
+    self._monkeypatch.setattr(campaign, "Testbed", make)
     status = run.main(
       ["network", "--hosts", "2", "--rates", "200mbit"]
       + ["--workloads", "lm1b-lstm", "--variants", *variants]
@@ -219,8 +218,8 @@ class _Network:
 
 @pytest.fixture
 def network(monkeypatch, tmp_path):
-  monkeypatch.setattr(command, "Testbed", lambda *_: None)
-  monkeypatch.setattr(grid_lib.Measurement, "_probe", lambda *_: None)
+  monkeypatch.setattr(testbed, "require", lambda *_: None)
+  monkeypatch.setattr(network_lib._Network, "_probe", lambda *_: None)
   return _Network(monkeypatch, tmp_path / "out.json")
 
 
@@ -304,7 +303,7 @@ def test_bad_input_is_refused_before_anything_starts(
   arguments, words, capsys, monkeypatch
 ):
   monkeypatch.setattr(os, "geteuid", lambda: 1000)
-  monkeypatch.setattr(grid_lib, "Testbed", None)
+  monkeypatch.setattr(campaign, "Testbed", None)
   with pytest.raises(SystemExit) as end:
     run.main(["network", *arguments])
   assert end.value.code == 2
@@ -317,7 +316,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
 @pytest.mark.multiprocess
 def test_two_hosts_measure_and_keep_everything(tmp_path, monkeypatch, capfd):
-  monkeypatch.setattr(calibration, "SIZES", (4096,))
+  monkeypatch.setattr(cells_lib, "SIZES", (4096,))
   path = tmp_path / "out.json"
   status = run.main(
     ["network", "--loopback", "--hosts", "2", "--json", str(path)]

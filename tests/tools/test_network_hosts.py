@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks.network.common_start import CommonStart
-from benchmarks.shared_compiler import SharedCompiler
+from benchmarks.testbed.served import CommonStart
+from benchmarks.testbed.served import SharedCompiler
 from zenjax._src.machine import local_work
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

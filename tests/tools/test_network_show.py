@@ -8,10 +8,8 @@ from network_cases import found as _found
 import pytest
 
 from benchmarks import workloads
-from benchmarks.network import crossing
-from benchmarks.network import papers
-from benchmarks.network import plots
-from benchmarks.network import show
+from benchmarks.campaigns.network import plots
+from benchmarks.campaigns.network import show
 
 
 def test_columns():
@@ -66,10 +64,10 @@ def test_crossovers():
     *_sweep("all_gather", [0.1, 0.2, 0.9]),
   ]
   # Half way between 20 and 100 per cent, and 0.5 and 2 s, on logarithmic axes.
-  assert crossing.crossovers(cells) == [
+  assert show.crossovers(cells) == [
     ("zen", pytest.approx(math.sqrt(2000)), pytest.approx(1e3))
   ]
-  assert list(crossing.lines(_found(*cells))) == [
+  assert list(show.crossing_lines(_found(*cells))) == [
     "As slow as psum with 2 hosts at 200mbit from this share of rows on:"
     " zen 44.7 %."
   ]
@@ -97,7 +95,7 @@ def test_the_largest_lead_over_each_peer_stands_beside_the_papers():
     _cell("zen-rows-pinned", 0.01),
     _cell("block_sparse", wrong=3, host_times_s=[]),
   ]
-  said = list(papers.lines(_found(*cells)))
+  said = list(show.paper_lines(_found(*cells)))
   assert said == [
     "Zen over the best peer, at most: 9.00x (lm1b-lstm, 4 hosts, 200mbit).",
     "Zen over all-reduce, at most: 9.00x (lm1b-lstm, 4 hosts, 200mbit);"
@@ -105,4 +103,4 @@ def test_the_largest_lead_over_each_peer_stands_beside_the_papers():
     "Zen over SparCML, at most: 1.50x (lm1b-lstm, 2 hosts, 200mbit);"
     " 2.82x in the Zen paper.",
   ]
-  assert list(papers.lines(_found(_cell("psum")))) == []
+  assert list(show.paper_lines(_found(_cell("psum")))) == []

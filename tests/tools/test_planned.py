@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks.planned import found as findings
-from benchmarks.planned import show
-from benchmarks.planned import verdict
-from benchmarks.planned import ways
-from benchmarks.planned.found import Found
-from benchmarks.planned.found import Section
-from benchmarks.planned.found import Way
-from benchmarks.planned.models import MODELS
+from benchmarks.campaigns.planned import cells as findings
+from benchmarks.campaigns.planned import host
+from benchmarks.campaigns.planned import show
+from benchmarks.campaigns.planned.cells import Found
+from benchmarks.campaigns.planned.cells import Section
+from benchmarks.campaigns.planned.cells import Way
+from benchmarks.campaigns.planned.programs import MODELS
 import zenjax
 from zenjax._src.planner import gradient_trace
 from zenjax._src.planner.choosing import Question
@@ -48,10 +47,10 @@ def _section(**times: float) -> Section:
 def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
   section = _section(pmean=2.0)
   section.ways["planned"].received_bytes = 1.0
-  cells = {cell.way: cell for cell in verdict.cells(section)}
+  cells = {cell.way: cell for cell in findings.cells(section)}
   assert cells["pmean"].error == pytest.approx(-0.5, abs=0.01)
   assert cells["pmean"].by_link and not cells["planned"].by_link
-  assert verdict.lines([section])[:2] == [
+  assert show.lines([section])[:2] == [
     "1 steps that the links limit: predicted with a median error of 50%, 90 %"
     " of them within 50%",
     "1 steps that the cores limit: predicted with a median error of 0%, 90 % of"
@@ -61,7 +60,7 @@ def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
 
 def test_no_rate_is_limited_by_a_link_that_has_no_limit():
   section = dataclasses.replace(_section(), rate="unlimited")
-  assert not any(cell.by_link for cell in verdict.cells(section))
+  assert not any(cell.by_link for cell in findings.cells(section))
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,10 @@ def test_no_rate_is_limited_by_a_link_that_has_no_limit():
   ],
 )
 def test_picks_are_judged_by_the_best_way_and_by_pmean(times, good, harmful):
-  found = verdict.pick(_section(**times))
+  found = findings.pick(_section(**times))
   assert found is not None
   assert (found.good, found.harmful) == (good, harmful)
-  told = verdict.lines([_section(**times)])
+  told = show.lines([_section(**times)])
   assert any(f"{int(good)} of 1 cells" in line for line in told)
   assert len(told) == 2 + (not good)
 
@@ -87,20 +86,20 @@ def test_slower_by_chance_is_no_harm():
   section = _section()
   times = [1.5, 0.6, 1.4, 0.7, 1.1]
   section.host_times_s["planned"] = [[t] for t in times]
-  found = verdict.pick(section)
+  found = findings.pick(section)
   assert found is not None
-  assert found.over_pmean[0] > verdict.NO_SLOWER and not found.harmful
+  assert found.over_pmean[0] > findings.NO_SLOWER and not found.harmful
   assert not found.good and not found.far
   section.host_times_s["planned"] = [[1.5]] * 5
-  found = verdict.pick(section)
+  found = findings.pick(section)
   assert found is not None and found.far and found.harmful
 
 
 def test_what_was_not_timed_is_not_judged():
   section = _section()
   section.host_times_s["planned"] = []
-  assert verdict.pick(section) is None
-  assert verdict.lines([]) == []
+  assert findings.pick(section) is None
+  assert show.lines([]) == []
 
 
 def test_a_file_is_gone_on_with(tmp_path):
@@ -163,7 +162,7 @@ def _question(tables: int) -> Question:
 
 
 def test_ways_are_plans_with_their_predictions():
-  found = ways.plans(_question(3))
+  found = host.plans(_question(3))
   assert {"planned", "dense", "zen/1", "zen/4", "zen/1 alone"} <= set(found)
   assert found["planned"].seconds <= min(p.seconds for p in found.values())
   groups = lambda plan: {x.group for x in plan.leaves if x.name.startswith("t")}
@@ -172,16 +171,16 @@ def test_ways_are_plans_with_their_predictions():
   # One exchange saves the latency of two.
   assert found["zen/1"].seconds < found["zen/1 alone"].seconds
   assert not found["dense"].pays
-  assert ways.received_bytes(found["zen/1"]) < ways.received_bytes(
+  assert host.received_bytes(found["zen/1"]) < host.received_bytes(
     found["dense"]
   )
 
 
 def test_plans_that_differ_in_predictions_are_one_program():
-  found = ways.plans(_question(1))
+  found = host.plans(_question(1))
   slower = dataclasses.replace(found["zen/1"], seconds=9.0, machine="other")
-  assert ways.program(slower) == ways.program(found["zen/1"])
-  programs = {ways.program(plan) for plan in found.values()}
+  assert host.program(slower) == host.program(found["zen/1"])
+  programs = {host.program(plan) for plan in found.values()}
   assert len(programs) == len(found) - 1  # "planned" is one of the others.
 
 

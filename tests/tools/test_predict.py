@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import campaign
 from benchmarks import run
 from benchmarks import workloads
-from benchmarks.network import calibration
-from benchmarks.network import paired
-from benchmarks.network import picks
-from benchmarks.network import predict
-from benchmarks.network import profiles
+from benchmarks.campaigns.network import cells as cells_lib
+from benchmarks.campaigns.network import predict
 import zenjax
 
 HOSTS, RATE, WORKLOAD = 4, "200mbit", "squad-bert"
@@ -22,7 +20,7 @@ HOSTS, RATE, WORKLOAD = 4, "200mbit", "squad-bert"
 def document() -> dict[str, Any]:
   """A run whose links are perfect and whose psum is all that was slow."""
   points = []
-  for point in calibration.points(HOSTS, RATE):
+  for point in cells_lib.points(HOSTS, RATE):
     seconds = 1e-3 + point.received_bytes / 25e6
     points.append(
       dict(hosts=HOSTS, rate=RATE, op=point.op, words=point.words)
@@ -51,7 +49,9 @@ def document() -> dict[str, Any]:
 
 
 def test_psum_is_predicted_from_its_curve(document):
-  (cell,) = (c for c in predict.cells(document) if c.variant == "psum")
+  (cell,) = (
+    c for c in predict.predicted_cells(document) if c.variant == "psum"
+  )
   bytes_ = 2 * 3 / 4 * workloads.get(WORKLOAD).bytes
   assert cell.predicted.seconds == pytest.approx(1e-3 + bytes_ / 25e6, rel=1e-3)
   assert cell.measured_s == 1.5
@@ -59,12 +59,12 @@ def test_psum_is_predicted_from_its_curve(document):
 
 
 def test_what_went_dense_is_predicted_as_such(document):
-  psum, *others = predict.cells(document)
+  psum, *others = predict.predicted_cells(document)
   cells = [
     c | {"wire_bytes": 36e6} if c["variant"] == "zen-hash-pinned" else c
     for c in document["cells"]
   ]
-  found = predict.cells(document | {"cells": cells})
+  found = predict.predicted_cells(document | {"cells": cells})
   hash_, columns = (
     next(c for c in found if c.variant == f"zen-{name}-pinned")
     for name in ("hash", "columns")
@@ -74,12 +74,12 @@ def test_what_went_dense_is_predicted_as_such(document):
 
 
 def test_only_sizes_that_fit_are_predicted(document):
-  assert "zen" not in {c.variant for c in predict.cells(document)}
-  assert len(predict.cells(document)) == 5
+  assert "zen" not in {c.variant for c in predict.predicted_cells(document)}
+  assert len(predict.predicted_cells(document)) == 5
 
 
 def test_a_pick_is_judged_by_what_was_measured(document):
-  (pick,) = picks.picks(document)
+  (pick,) = predict.all_picks(document)
   assert pick.section == (WORKLOAD, HOSTS, RATE)
   assert pick.best == "all_gather-pinned"
   assert not pick.harmful
@@ -94,14 +94,14 @@ def test_a_pick_is_judged_by_what_was_measured(document):
 def test_a_pick_is_judged_by_rounds_as_pairs(document):
   """Rounds differ by a factor of two; ratios within a round by little."""
   rounds = np.array([1.0, 2.0, 1.5, 1.2, 1.8])
-  (pick,) = picks.picks(document)
+  (pick,) = predict.all_picks(document)
   slower = {pick.chosen: 1.2 * np.array([0.99, 1.0, 1.01, 1.0, 0.98])}
   cells = []
   for cell in document["cells"]:
     base = 1.5 if cell["variant"] == "psum" else 0.03
     times = base * rounds * slower.get(cell["variant"], 1.0)
     cells.append(cell | {"host_times_s": [[s, s / 2] for s in times]})
-  (pick,) = picks.picks(document | {"cells": cells})
+  (pick,) = predict.all_picks(document | {"cells": cells})
   interval = pick.over_best.interval
   assert interval is not None
   assert 1.2 * 0.97 < interval.low <= pick.over_best.median <= interval.high
@@ -112,17 +112,17 @@ def test_a_pick_is_judged_by_rounds_as_pairs(document):
 
 def test_interval_of_known_ratios():
   base = [1.0, 3.0, 2.0, 5.0, 4.0, 2.5]
-  assert paired.interval([2 * b for b in base], base) == (2.0, 2.0)
+  assert campaign.interval([2 * b for b in base], base) == (2.0, 2.0)
   # Not a pair agrees: as wide as the ratios go, and the same in every call.
   times = [1.1, 0.9, 1.3, 1.0, 1.2]
-  wide = paired.interval(times, [1.0] * 5)
-  assert wide == (0.9, 1.3) == paired.interval(times, [1.0] * 5)
+  wide = campaign.interval(times, [1.0] * 5)
+  assert wide == (0.9, 1.3) == campaign.interval(times, [1.0] * 5)
 
 
 def test_interval_narrows_with_rounds():
   rng = np.random.default_rng(0)
   noise = rng.normal(1.0, 0.1, (2, 40))
-  few, many = (paired.interval(*noise[:, :n]) for n in (5, 40))
+  few, many = (campaign.interval(*noise[:, :n]) for n in (5, 40))
   assert few and many
   assert few.low < many.low < 1.0 < many.high < few.high
 
@@ -131,19 +131,21 @@ def test_interval_narrows_with_rounds():
   ("rounds", "others", "known"), [(5, 5, True), (4, 9, False), (0, 0, False)]
 )
 def test_few_rounds_have_no_interval(rounds, others, known):
-  found = paired.interval([1.0] * rounds, [1.0] * others)
+  found = campaign.interval([1.0] * rounds, [1.0] * others)
   assert (found is not None) == known
 
 
 def test_a_sample_without_a_partner_is_left_out():
   times = [1.0, 1.1, 1.2, 1.1, 1.0]
   base = [1.0] * 5
-  assert paired.interval([*times, 9.0], base) == paired.interval(times, base)
+  assert campaign.interval([*times, 9.0], base) == campaign.interval(
+    times, base
+  )
 
 
 def test_no_pick_where_a_choice_was_not_timed(document):
   cells = [c for c in document["cells"] if c["variant"] != "psum"]
-  assert picks.picks(document | {"cells": cells}) == []
+  assert predict.all_picks(document | {"cells": cells}) == []
 
 
 def test_command_prints_all_tables(document, tmp_path, capsys):
@@ -167,18 +169,18 @@ def test_broken_file(text, tmp_path, capsys):
 
 def test_calibration_is_needed(document):
   with pytest.raises(ValueError, match="without --no-calibration"):
-    predict.cells(document | {"calibration": []})
+    predict.predicted_cells(document | {"calibration": []})
 
 
 def test_profile_counts_rows_blocks_and_ranges():
   workload = workloads.get(WORKLOAD)
-  rows = profiles.profile(workload, 4, None, batches=1)
+  rows = predict.profile_of(workload, 4, None, batches=1)
   ids = workloads.ids(workload, 4, 0)
   assert rows.rows == np.mean([len(np.unique(i)) for i in ids])
   assert rows.union == len(np.unique(np.concatenate(ids)))
   assert rows.skew is not None and rows.skew[0] > 2
   # Rows of 192 elements in blocks of 256: one or two blocks each.
-  blocks = profiles.profile(workload, 4, 256, batches=1)
+  blocks = predict.profile_of(workload, 4, 256, batches=1)
   assert rows.rows < blocks.rows < 2 * rows.rows
   first = np.unique(ids[0])
   touched = {e // 256 for i in first for e in range(i * 192, (i + 1) * 192)}

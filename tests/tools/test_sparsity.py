@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import analysis
-from benchmarks import measures
-from benchmarks import owners
-from benchmarks import row_sets
 from benchmarks import run
-from benchmarks import sparsity
+from benchmarks.cases import row_sets
+from benchmarks.cases import sparsity
 from zenjax import traces
 from zenjax._src.report import stats
 from zenjax._src.schemes import buffer_sizes
@@ -25,51 +22,51 @@ def _sets(*ids):
 def test_overlap():
   a = _sets([0, 1, 2, 3], [2, 3], [9], [])
   # 2 of 2, 0 of 1 twice; a set of no row has no overlap.
-  np.testing.assert_array_equal(measures.overlaps(a), [1, 0, 0])
+  np.testing.assert_array_equal(row_sets.overlaps(a), [1, 0, 0])
   b = _sets([1, 2, 9])
-  np.testing.assert_array_equal(measures.overlaps(a, b), [2 / 3, 1 / 2, 1])
-  assert len(measures.overlaps(_sets([1]))) == 0
+  np.testing.assert_array_equal(row_sets.overlaps(a, b), [2 / 3, 1 / 2, 1])
+  assert len(row_sets.overlaps(_sets([1]))) == 0
 
 
 def test_overlap_in_pieces_is_the_same(monkeypatch):
   rng = np.random.default_rng(0)
   sets = _sets(*(np.unique(rng.integers(0, 99, 30)) for _ in range(4)))
-  whole = measures.overlaps(sets)
-  monkeypatch.setattr(measures, "_ELEMENTS", 28)
-  np.testing.assert_array_equal(measures.overlaps(sets), whole)
+  whole = row_sets.overlaps(sets)
+  monkeypatch.setattr(row_sets, "_ELEMENTS", 28)
+  np.testing.assert_array_equal(row_sets.overlaps(sets), whole)
   pair = len(np.intersect1d(sets[0], sets[1])) / min(map(len, sets[:2]))
   assert whole[0] == pair
 
 
 def test_union():
   sets = _sets([0, 4], [], [4, 5])
-  assert measures.union(sets, 6).tolist() == [0, 4, 5]
+  assert row_sets.union(sets, 6).tolist() == [0, 4, 5]
 
 
 def test_skew():
   # Parts of 10 rows: 0 to 4 and 5 to 9; then 0-2, 3-5, 6-9.
   ids = np.array([0, 1, 2, 8])
-  assert measures.boundaries(10, 3).tolist() == [0, 3, 6, 10]
-  assert measures.skew(ids, 10, 2) == (pytest.approx(0.6 / 0.4), 0.75)
-  assert measures.skew(ids, 10, 3) == (pytest.approx(1.0 / 0.4), 0.75)
-  assert measures.skew(np.array([7]), 8, 8) == (8.0, 0.0)
+  assert row_sets.boundaries(10, 3).tolist() == [0, 3, 6, 10]
+  assert row_sets.skew(ids, 10, 2) == (pytest.approx(0.6 / 0.4), 0.75)
+  assert row_sets.skew(ids, 10, 3) == (pytest.approx(1.0 / 0.4), 0.75)
+  assert row_sets.skew(np.array([7]), 8, 8) == (8.0, 0.0)
 
 
 def test_imbalance():
   owner = np.array([0, 1, 0, 1, 0, 1])
-  pushed = measures.loads(_sets([0, 2, 3, 4], [1]), owner, 2)
+  pushed = row_sets.loads(_sets([0, 2, 3, 4], [1]), owner, 2)
   assert pushed.tolist() == [[3, 1], [0, 1]]
-  assert measures.push_imbalance(pushed) == 2.0  # all of device 1's row
-  assert measures.push_paid(pushed) == 2 * 3 / 2.5
-  pulled = measures.loads(_sets([0, 1, 2, 3, 4]), owner, 2)[0]
-  assert measures.pull_imbalance(pulled) == 2 * 3 / 5
+  assert row_sets.push_imbalance(pushed) == 2.0  # all of device 1's row
+  assert row_sets.push_paid(pushed) == 2 * 3 / 2.5
+  pulled = row_sets.loads(_sets([0, 1, 2, 3, 4]), owner, 2)[0]
+  assert row_sets.pull_imbalance(pulled) == 2 * 3 / 5
 
 
 def test_nothing_sent_is_balanced():
   none = np.zeros((2, 2), int)
-  assert measures.push_imbalance(none) == 1.0
-  assert measures.pull_imbalance(none[0]) == 1.0
-  assert measures.push_paid(none) == 1.0
+  assert row_sets.push_imbalance(none) == 1.0
+  assert row_sets.pull_imbalance(none[0]) == 1.0
+  assert row_sets.push_paid(none) == 1.0
 
 
 def _tables(*rows):
@@ -86,8 +83,8 @@ def _tables(*rows):
 def test_rotation_is_the_library_s(n):
   """Row by row through the inverse, for the second of two tables."""
   tables = _tables(70, 301)
-  owner = owners.owner(tables, 1, n, owners.ROTATION, seed=5)
-  layout = owners.plan(tables, 1, n, owners.ROTATION, seed=5).layout
+  owner = row_sets.owner_of(tables, 1, n, row_sets.ROTATION, seed=5)
+  layout = row_sets.plan_of(tables, 1, n, row_sets.ROTATION, seed=5).layout
   assert layout.groups == n and layout.seed == 5 and layout.first_word > 0
   group, slot = jnp.indices((n, layout.slots))
   rows = np.asarray(jax.jit(layout.row)(group, slot))
@@ -98,10 +95,12 @@ def test_rotation_is_the_library_s(n):
 
 def test_other_partitions():
   tables = _tables(1000)
-  contiguous = owners.owner(tables, 0, 3, owners.CONTIGUOUS, seed=0)
+  contiguous = row_sets.owner_of(tables, 0, 3, row_sets.CONTIGUOUS, seed=0)
   assert np.bincount(contiguous).tolist() == [333, 333, 334]
   assert (np.diff(contiguous) >= 0).all()
-  drawn = [owners.owner(tables, 0, 4, owners.INDEPENDENT, s) for s in (0, 1)]
+  drawn = [
+    row_sets.owner_of(tables, 0, 4, row_sets.INDEPENDENT, s) for s in (0, 1)
+  ]
   # About a quarter each; another seed agrees by chance only.
   assert np.ptp([np.bincount(d) for d in drawn]) < 100
   assert 0.15 < np.mean(drawn[0] == drawn[1]) < 0.35
@@ -134,7 +133,7 @@ def _record(directory, steps, rows=16, width=8):
 
 def _analyze(source, devices):
   found = row_sets.load(source, steps=None, seed=0, full_size=False)
-  *parts, result = analysis.analyze(found[0], devices, seed=0)
+  *parts, result = row_sets.analyze(found[0], devices, seed=0)
   assert parts == [None] * (len(devices) + 1)
   assert result is not None
   return result
@@ -160,11 +159,11 @@ def test_all_of_a_small_trace(tmp_path):
   assert (two.steps, two.pooled, two.union_density) == (2, False, 4.5 / 16)
   assert two.densification == 4.5 / 3
   assert (four.steps, four.pooled, four.densification) == (1, True, 5 / 3)
-  contiguous = two.balance[owners.CONTIGUOUS]
+  contiguous = two.balance[row_sets.CONTIGUOUS]
   assert (contiguous.push, contiguous.paid) == (2.0, 2 * 4 / 3)
   assert contiguous.pull == pytest.approx((2 + 2 * 4 / 5) / 2)
   assert contiguous.capacity is None and contiguous.bytes is None
-  columns = two.balance[owners.COLUMNS]
+  columns = two.balance[row_sets.COLUMNS]
   assert (columns.push, columns.pull) == (1.0, 1.0)
   assert columns.paid == pytest.approx(4 / 3)
   assert columns.capacity == (4, 4)
@@ -173,12 +172,12 @@ def test_all_of_a_small_trace(tmp_path):
 def test_bytes_are_those_that_the_scheme_declares(tmp_path):
   """Rows of 8 floats, 4 of them a column block, over two devices."""
   found = _analyze(_record(tmp_path / "t", [[range(4), range(4)]]), [2])
-  columns = found.scales[0].balance[owners.COLUMNS]
+  columns = found.scales[0].balance[row_sets.COLUMNS]
   # Push: 2 counts, a bitmap of one word, 4 blocks. Pull: 9 counts, 4 blocks.
   assert columns.bytes == 4 * (2 + 1 + 16) + 4 * (9 + 16)
   ideal = 1 / 2 * (4 + 4) * 32
   assert columns.over_ideal == columns.bytes / ideal
-  rotation = found.scales[0].balance[owners.ROTATION]
+  rotation = found.scales[0].balance[row_sets.ROTATION]
   assert rotation.bytes and rotation.bytes > 0
   assert rotation.capacity == (2, 2)  # four neighbours, two to each
 
@@ -196,9 +195,9 @@ def test_published_figures_of_the_lstm():
   assert scale.densification == pytest.approx(4.5, rel=0.05)
   eighth = next(s for s in found.skew if s.parts == 8)
   assert eighth.first > 0.6
-  hashed = scale.balance[owners.ROTATION]
+  hashed = scale.balance[row_sets.ROTATION]
   assert 1.05 < hashed.push < 1.3
-  assert scale.balance[owners.CONTIGUOUS].push > 5
+  assert scale.balance[row_sets.CONTIGUOUS].push > 5
 
 
 def test_command(tmp_path, capsys):
@@ -222,7 +221,7 @@ def test_interrupt_saves_nothing(tmp_path, monkeypatch, capsys):
     path.write_text("half")
     raise KeyboardInterrupt
 
-  from benchmarks import sparsity_plot
+  from benchmarks.cases import sparsity_plot
 
   monkeypatch.setattr(sparsity_plot, "save_plot", stop)
   source = _record(tmp_path / "t", [[[1], [2]]])
@@ -263,5 +262,5 @@ def test_one_device_has_no_pairs(tmp_path, capsys):
   found = _analyze(_record(tmp_path / "t", [[[1, 2]]]), [2])
   assert found.overlap_devices is None and found.overlap_steps is None
   assert not found.scales and found.too_few == [2]
-  sparsity.sparsity_table.show(found)
+  sparsity.show(found)
   assert "Left out: 2 devices" in capsys.readouterr().out

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from benchmarks import netns
-from benchmarks import testbed_cli
-from benchmarks.testbed import HostDied
-from benchmarks.testbed import Testbed
+from benchmarks.testbed import __main__ as command_line
+from benchmarks.testbed import netns
+from benchmarks.testbed.hosts import HostDied
+from benchmarks.testbed.testbed import Testbed
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ _ARGV = [sys.executable, "-c", _ECHO]
 # Enters a bed, says what is in it, and waits to be killed.
 _CONTROLLER = """
 import sys, time
-from benchmarks.testbed import Testbed
+from benchmarks.testbed.testbed import Testbed
 loopback = sys.argv[1] == "loopback"
 with Testbed(2, "unlimited", loopback) as bed:
   hosts = bed.start(["sleep", "600"])
@@ -105,7 +105,7 @@ def test_without_root_or_tools_says_what_is_missing(monkeypatch, capsys):
   with pytest.raises(RuntimeError, match="`tc`.*iproute2.*--loopback"):
     Testbed()
   with pytest.raises(SystemExit) as end:
-    testbed_cli.main(["--hosts", "2"])
+    command_line.main(["--hosts", "2"])
   assert end.value.code == 2
   assert "`tc`" in capsys.readouterr().err
 
@@ -170,11 +170,11 @@ def test_an_exception_leaves_nothing():
 
 def test_command_line_runs_and_returns_the_worst(capfd):
   run = ["--hosts", "2", "--loopback", "--", "sh", "-c"]
-  status = testbed_cli.main([*run, "echo out; exit $ZENJAX_HOST_INDEX"])
+  status = command_line.main([*run, "echo out; exit $ZENJAX_HOST_INDEX"])
   assert status == 1
   output = capfd.readouterr().out
   assert "latency" in output and "[host 1] out" in output
-  assert testbed_cli.main([*run, "kill -9 $$"]) == 137
+  assert command_line.main([*run, "kill -9 $$"]) == 137
 
 
 # --- what ends the controller -----------------------------------------------
@@ -218,7 +218,7 @@ def test_a_killed_controller_takes_its_hosts_along(capsys):
   process.wait()
   _wait_until(lambda: not any(map(_is_running, pids)))
   shutil.rmtree(logs)
-  assert testbed_cli.main(["--clean"]) == 0
+  assert command_line.main(["--clean"]) == 0
   assert f"Deleted zenjax-{process.pid}-" in capsys.readouterr().out
   assert not _namespaces(process.pid)
 

@@ -1,0 +1,422 @@
+"""Measurements between hosts: cells in a file, resumed, by turns.
+
+A campaign is a grid of cells. Every host of a testbed runs one program
+(`testbed.served`), which is asked for one thing at a time. What was measured is
+saved as it goes, so that the same command goes on from its file. Programs take
+turns within a round, so that whatever else the machine does falls on all of
+them, and sample `i` of each is of round `i` and of the same batch.
+"""
+
+import abc
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks import record
+from benchmarks.harness import Built
+from benchmarks.harness import Case
+from benchmarks.testbed import interrupts
+from benchmarks.testbed import testbed
+from benchmarks.testbed.served import Served
+from benchmarks.testbed.testbed import Testbed
+
+T = TypeVar("T")
+# Eight hosts may share two cores while they compile.
+SLOW_S, CALL_S = 1200.0, 300.0
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+# What must be the same for two runs to share a file.
+_SAME = ("python", "jax", "jaxlib", "numpy", "machine", "cores", "hosts")
+_DRAWS = 10_000
+_PERCENTILES = (2.5, 97.5)
+# Of fewer rounds even the range of all ratios holds the true one in less than
+# 15 of 16 cases (a sign test), and a resampled interval claims more.
+LEAST_ROUNDS = 5
+
+
+# --- times ------------------------------------------------------------------
+
+
+def times_s(host_times_s: Sequence[Sequence[float]]) -> list[float]:
+  """Returns of every round the seconds until the last host was through."""
+  return [max(times) for times in host_times_s]
+
+
+class Interval(NamedTuple):
+  """An interval in which a ratio lies, at 95 %."""
+
+  low: float
+  high: float
+
+
+class Ratio(NamedTuple):
+  """Two programs' times, the first over the second.
+
+  Attributes:
+    median: The ratio of their medians.
+    interval: At 95 %; None of too few rounds.
+  """
+
+  median: float
+  interval: Interval | None
+
+  def surely_above(self, limit: float) -> bool:
+    return self.interval is not None and self.interval.low > limit
+
+  def surely_within(self, limit: float) -> bool:
+    return self.interval is not None and self.interval.high <= limit
+
+  def __str__(self) -> str:
+    if self.interval is None:
+      return f"{self.median:.2f}x"
+    return "{:.2f}x ({:.2f} to {:.2f})".format(self.median, *self.interval)
+
+
+def ratio(times: Sequence[float], base: Sequence[float]) -> Ratio:
+  """Returns how `times` compare with `base`, round by round."""
+  median = float(np.median(times) / np.median(base))
+  return Ratio(median, interval(times, base))
+
+
+def interval(times: Sequence[float], base: Sequence[float]) -> Interval | None:
+  """Returns where `median(times) / median(base)` lies: rounds drawn as pairs.
+
+  The percentile bootstrap, always with the same draws. At 5 rounds it is nearly
+  the range of the ratios: of normal and of skewed noise it held the true ratio
+  in 93 to 98 of 100 cases at 5 to 20 rounds, where that of mean logarithms held
+  it in 80 to 93. Programs that a later run has added to a file are no such
+  pairs, and the file does not say which.
+
+  Args:
+    times: Of one program, round by round.
+    base: Of another. Where a run was interrupted in the middle of a round one
+      has a sample more, the last, which has no partner and is left out.
+
+  Returns:
+    None where there are fewer than `LEAST_ROUNDS` pairs.
+  """
+  rounds = min(len(times), len(base))
+  if rounds < LEAST_ROUNDS:
+    return None
+  rng = np.random.default_rng(0)
+  drawn = rng.integers(0, rounds, (_DRAWS, rounds))
+  over, under = (np.median(np.asarray(x)[drawn], 1) for x in (times, base))
+  low, high = np.percentile(over / under, _PERCENTILES)
+  return Interval(float(low), float(high))
+
+
+class Timed:
+  """A cell whose programs took turns.
+
+  Attributes:
+    host_times_s: By program, of every round the seconds of each host.
+  """
+
+  __slots__ = ()
+  host_times_s: dict[str, list[list[float]]]
+
+  def times_s(self, program: str) -> list[float]:
+    """Returns of every round the seconds until the last host was through."""
+    return times_s(self.host_times_s.get(program, []))
+
+  def median_s(self, program: str) -> float:
+    """Returns NaN where it was not timed."""
+    return harness.median(self.times_s(program))
+
+  def over(self, program: str, base: str) -> Ratio:
+    """Returns how a program's times compare with those of another."""
+    return ratio(self.times_s(program), self.times_s(base))
+
+
+# --- the file ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Findings(abc.ABC):
+  """All that is in a file.
+
+  Attributes:
+    software: What has measured: versions, machine, code.
+  """
+
+  software: dict[str, Any]
+
+  @abc.abstractmethod
+  def contents(self) -> dict[str, Any]:
+    """Returns what was found, as JSON holds it."""
+
+  def save(
+    self, path: pathlib.Path, options: dict[str, Any], *, complete: bool
+  ) -> None:
+    """Writes all of it; what was there stays until all is written."""
+    document = {
+      "complete": complete,
+      "environment": self.software,
+      "options": options,
+    }
+    with interrupts.held():
+      record.write_json(path, document | self.contents())
+
+
+F = TypeVar("F", bound=Findings)
+
+
+def software(
+  code: Sequence[str], *, loopback: bool, keep_memory: bool = False
+) -> dict[str, Any]:
+  """Returns what measures: versions, commit, code, what joins the hosts.
+
+  Args:
+    code: Globs of the files that numbers depend on, beside what is installed.
+    loopback: Whether hosts are processes on 127.0.0.1.
+    keep_memory: Whether their freed memory stays theirs.
+  """
+  place = "loopback" if loopback else "namespaces"
+  if keep_memory:
+    place += ", memory kept"
+  return record.software() | {"hosts": place, "code": _digest(code)}
+
+
+def _digest(globs: Sequence[str]) -> str:
+  """Returns a hash of the files that these match, names and contents."""
+  paths = {p.resolve() for glob in globs for p in _ROOT.glob(glob)}
+  digest = hashlib.sha256()
+  for path in sorted(paths):
+    name = path.relative_to(_ROOT).as_posix()
+    text = path.read_bytes()
+    digest.update(f"{name} {len(text)}\n".encode() + text)
+  return digest.hexdigest()
+
+
+def read(path: pathlib.Path, parse: Callable[[Any], T]) -> T:
+  """Returns what `parse` makes of the JSON in `path`.
+
+  Raises:
+    ValueError: The file is missing, broken or not of this command.
+  """
+  try:
+    return parse(json.loads(path.read_text(encoding="utf-8")))
+  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(
+      f"{path} is not a whole file of this command ({type(error).__name__}:"
+      f" {error}). Delete it or name another."
+    ) from error
+
+
+def load(path: pathlib.Path, now: Mapping[str, Any], parse: Callable[..., F]):
+  """Returns as `read` what a run goes on with; None if there is no file.
+
+  Raises:
+    ValueError: As `read`, or something else has measured it.
+  """
+  if not path.exists():
+    return None
+  found = read(path, parse)
+  then = found.software
+  different = [
+    f"{key} {then.get(key)}, now {now[key]}"
+    for key in _SAME
+    if then.get(key) != now[key]
+  ]
+  if then.get("code") != now["code"]:
+    commits = (str(x.get("git"))[:12] for x in (then, now))
+    different.append("other code (commit {}, now {})".format(*commits))
+  if different:
+    raise ValueError(
+      f"`--json {path}` holds what something else has measured:"
+      f" {'; '.join(different)}. Delete it or name another."
+    )
+  return found
+
+
+# --- the run ----------------------------------------------------------------
+
+
+def asked(
+  options: argparse.Namespace, defaults: Mapping[str, Sequence[Any]]
+) -> dict[str, tuple[Any, ...]]:
+  """Returns values of the arguments in `defaults`, once each, in order."""
+  given = dict(defaults)
+  if options.loopback:
+    given["rates"] = ("unlimited",)
+  return {
+    name: tuple(dict.fromkeys(getattr(options, name) or values))
+    for name, values in given.items()
+  }
+
+
+class Campaign(abc.ABC):
+  """One run of a command that measures between hosts.
+
+  Args:
+    options: Of the command line.
+    hosts: Numbers of hosts, each a testbed of its own.
+    rates: Of their links.
+
+  Raises:
+    ValueError: There are no such links.
+    RuntimeError: This machine or user cannot have namespaces.
+  """
+
+  def __init__(
+    self,
+    options: argparse.Namespace,
+    hosts: Sequence[int],
+    rates: Sequence[str],
+  ):
+    self.options = options
+    for count, rate in itertools.product(hosts, rates):
+      testbed.require(count, rate, options.loopback)
+
+  resumes = True  # Whether a run goes on from its file.
+
+  @abc.abstractmethod
+  def measure(self) -> None:
+    """Measures what is missing; RuntimeError if a host dies or is silent."""
+
+  @abc.abstractmethod
+  def write(self, path: pathlib.Path) -> None:
+    """Writes what was found so far."""
+
+  @abc.abstractmethod
+  def show(self) -> None:
+    """Prints what was found."""
+
+  @abc.abstractmethod
+  def failed(self) -> bool:
+    """Returns whether something found is wrong or harmful."""
+
+  def save(self) -> None:
+    """Writes what was found so far, if a file was asked for."""
+    if self.options.json:
+      self.write(self.options.json)
+
+  def run(self) -> int:
+    """Measures, saves, prints; returns the exit status."""
+    status, last_words = 0, ""
+    try:
+      self.save()  # A file that cannot be written ends the run here.
+      self.measure()
+    except KeyboardInterrupt:
+      status, last_words = 130, "Interrupted: this is what was measured."
+      if self.options.json and self.resumes:
+        last_words += " The same command goes on from there."
+    except RuntimeError as error:
+      status, last_words = 1, str(error)
+    finally:
+      self.save()
+    self.show()
+    if self.options.json:
+      print(f"Saved {self.options.json}")
+    if last_words:
+      print(last_words, file=sys.stderr)
+    return status or int(self.failed())
+
+
+@contextlib.contextmanager
+def hosts(
+  count: int,
+  module: str,
+  *,
+  loopback: bool,
+  rate: str = "unlimited",
+  keep_memory: bool = True,
+) -> Iterator[Served]:
+  """Yields hosts that run a module of `benchmarks.campaigns`."""
+  with (
+    tempfile.TemporaryDirectory(prefix="zenjax-hosts-") as cache,
+    Testbed(count, rate, loopback) as bed,
+  ):
+    module = f"benchmarks.campaigns.{module}"
+    yield Served(bed, module, cache, keep_memory=keep_memory)
+
+
+def turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+  """Yields round after round, all names in each; round -1 is not timed."""
+  for turn in range(-1, repeats):
+    for i in harness.shuffled(len(names), turn):
+      yield turn, names[i]
+
+
+def time_programs(
+  served: Served, cell: Timed, programs: Sequence[str], repeats: int
+) -> Iterator[int]:
+  """Times a step of every program in each round; yields the round's number.
+
+  Args:
+    served: Hosts that have built the programs.
+    cell: Gets the times as they come.
+    programs: Names of those.
+    repeats: Timed rounds.
+  """
+  cell.host_times_s = times = {program: [] for program in programs}
+  for turn, program in turns(programs, repeats):
+    yield turn
+    seconds = served.ask("time", timeout=CALL_S, program=program)
+    if turn >= 0:
+      times[program].append(seconds)
+
+
+@contextlib.contextmanager
+def cases(
+  module: str,
+  options: argparse.Namespace,
+  rate: str,
+  group: str,
+  arguments: Mapping[str, dict[str, Any]],
+  *,
+  keep_memory: bool = True,
+) -> Iterator[list[Case]]:
+  """Yields cases that hosts build and step while the context is.
+
+  Args:
+    module: What they run.
+    options: With `hosts` and `loopback`.
+    rate: Of the links.
+    group: What the cases have in common.
+    arguments: Of each, what its host program's `build` gets.
+    keep_memory: Whether hosts keep what they free.
+  """
+  with hosts(
+    options.hosts,
+    module,
+    loopback=options.loopback,
+    rate=rate,
+    keep_memory=keep_memory,
+  ) as served:
+    number = itertools.count()
+    group = f"{group}, {options.hosts} hosts, {rate}"
+    yield [
+      Case(
+        group=group,
+        name=name,
+        build=functools.partial(_build, served, number, values),
+      )
+      for name, values in arguments.items()
+    ]
+
+
+def _build(
+  served: Served, numbers: Iterator[int], arguments: dict[str, Any]
+) -> Built:
+  number = next(numbers)
+  replies = served.ask("build", timeout=SLOW_S, **arguments)
+  return Built(
+    # Until the last host has answered.
+    run=lambda: served.ask("step", timeout=CALL_S, number=number) and None,
+    wrong=sum(reply["wrong"] for reply in replies),
+    compile_s=replies[0]["compile_s"],
+    facts=replies[0]["facts"],
+  )

@@ -1,0 +1,1 @@
+"""Measurements between hosts, which go on from their files."""

@@ -1,0 +1,1 @@
+"""A compressed network's gradients in one exchange, in few or in many."""

@@ -1,0 +1,199 @@
+"""The program on every host: `python -m benchmarks.campaigns.groups.host`."""
+
+import math
+from typing import Any
+import zlib
+
+import jax
+from jax import lax
+import numpy as np
+import optax
+
+from benchmarks.campaigns.groups import ways as models
+from benchmarks.campaigns.planned.programs import AXIS
+from benchmarks.campaigns.planned.programs import Place
+from benchmarks.campaigns.planned.programs import Program
+from benchmarks.testbed import served
+from benchmarks.testbed.served import SharedCompiler
+import zenjax
+
+NONE = "none"
+_RATE = 0.05
+# Steps that tell what is selected.
+_WARM_UP = 8
+# Over the mean, of what is drawn by a hash: no step of a way is to need a
+# second round where one of another does not.
+_SPREADS, _MORE = 4, 1.1
+# Steps after which parameters are compared.
+_COMPARED = 3
+# float32 sums in another order; a rate that was multiplied with and divided by.
+_RELATIVE = 1e-3
+
+
+class _Worker(served.Worker):
+  """This host's share of a run."""
+
+  def __init__(self, compiler: SharedCompiler, epoch: float):
+    super().__init__(compiler, epoch)
+    self._programs: dict[str, Program] = {}
+
+  def model(
+    self,
+    width: int,
+    batch: int,
+    size: int,
+    batches: int,
+    density: float,
+    least: int,
+  ) -> dict[str, Any]:
+    """Takes the network, and compiles one exchange and none."""
+    n = self.mesh.size
+    self._model = models.cnn(n, width, batch, size, batches)
+    self._place = Place(self._model, self.mesh)
+    self._gradients = models.compressed(self._model, batch, least)
+    self._names = [g.name for g in self._gradients]
+    self._density, self._least = density, least
+    self._capacities = {
+      g.name: _capacity(density * math.prod(g.shape), n)
+      for g in self._gradients
+    }
+    self._programs[NONE] = self._program(None)
+    stops = (len(self._names),)
+    one = self._programs[models.program(stops)] = self._program(stops)
+    lost = self._lost(one)
+    self._want = self._after_steps(one)
+    for _ in range(_WARM_UP):
+      one()
+    self._profiles = zenjax.planner.profile(one.state())
+    return {
+      "lost": lost,
+      "leaves": [
+        {
+          "name": g.name,
+          "elements": math.prod(g.shape),
+          "ready": g.ready,
+          "selected": self._profiles[g.name].rows,
+          "union": self._profiles[g.name].union,
+        }
+        for g in self._gradients
+      ],
+    }
+
+  def _program(self, stops: models.Stops | None) -> Program:
+    """A way's; of None all but the exchanges of what is compressed."""
+    names, whole = self._names, ()
+    if stops is None:
+      names, stops, whole = [], (), tuple(self._names)
+    chosen = lambda name, leaf: name in self._names
+    top = zenjax.sparsify.top_k(self._density, sparse=chosen, method="sampled")
+    # Gradients and selections are written to memory in all ways alike, and the
+    # program up to there is the same.
+    written = optax.stateless(lambda x, _: lax.optimization_barrier(x))
+    tx = optax.chain(
+      written,
+      zenjax.sparsify.error_feedback(top, AXIS),
+      written,
+      models.exchanges(names, stops, self._capacities, kept=whole),
+      optax.sgd(_RATE),
+    )
+    return Program(self._place, tx, False, self.compiler)
+
+  def _after_steps(self, program: Program) -> dict[str, np.ndarray]:
+    """Parameters when a fresh program has taken so many steps."""
+    while program.steps < _COMPARED:
+      program()
+    return program.params()
+
+  def _lost(self, program: Program) -> int:
+    """Elements of which update and residuals are not the mean gradient."""
+    mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+    pmean = Program(
+      self._place, optax.chain(mean, optax.sgd(_RATE)), False, self.compiler
+    )
+    want, got = self._step_of(pmean), self._step_of(program)
+    for name, residual in _residuals(program.state(whole=True)).items():
+      got[name] += residual.mean(axis=0)
+    far = lambda x, y: np.abs(x - y) > _RELATIVE * np.abs(y).max()
+    return sum(int(np.sum(far(got[name], want[name]))) for name in want)
+
+  def _step_of(self, program: Program) -> dict[str, np.ndarray]:
+    """Returns the first step's change of the parameters, over the rate."""
+    before = self._model.params
+    program()
+    return {
+      name: (before[name] - after.astype(np.float64)) / _RATE
+      for name, after in program.params().items()
+    }
+
+  def ways(self, topology: str, compute_s: float) -> dict[str, Any]:
+    """Returns by name the stops, and what the exchanges should take."""
+    costs = models.priced(
+      self._gradients,
+      self._profiles,
+      zenjax.planner.Topology.from_json(topology),
+      compute_s,
+    )
+    named = models.by_hand(len(self._gradients)) | models.chosen(costs)
+    return {
+      name: {"stops": stops, "exchanges_s": costs.together(stops)}
+      for name, stops in named.items()
+    }
+
+  def build(self, program: str, stops: list[int]) -> dict[str, Any]:
+    """Compiles a way and compares parameters with those of one exchange."""
+    got = self._want
+    if program not in self._programs:
+      self._programs[program] = self._program(tuple(stops))
+      got = self._after_steps(self._programs[program])
+    bits = b"".join(got[name].tobytes() for name in sorted(got))
+    return {
+      "compile_s": self._programs[program].compile_s,
+      "wrong": self._wrong(got),
+      "digest": zlib.crc32(bits),
+    }
+
+  def _wrong(self, got: dict[str, np.ndarray]) -> int:
+    """Parameters that did not go where those of one exchange went."""
+    found = 0
+    for name, want in self._want.items():
+      most = np.abs(want - self._model.params[name]).max()
+      found += int(np.sum(np.abs(got[name] - want) > _RELATIVE * most))
+    return found
+
+  def time(self, program: str) -> float:
+    """Seconds of one step."""
+    return self._programs[program].time(self.start)
+
+  def told(self, program: str) -> dict[str, float]:
+    """Returns zen_sync's counts of the last step."""
+    leaves = zenjax.stats(self._programs[program].state()).values()
+    return {
+      "rounds": max(x["rounds"] for x in leaves),
+      "went_dense": sum(x["went_dense"] for x in leaves),
+      "wire_bytes": sum(x["wire_bytes"] for x in leaves),
+    }
+
+  def simulate(self) -> list[dict[str, Any]]:
+    """Iteration times on machines that are not here."""
+    return models.on_machines(self._model, self._profiles, self._least)
+
+
+def _capacity(selected: float, hosts: int) -> tuple[int, int]:
+  """Returns room for a hash's parts of one host's selection, and of all."""
+  push, pull = (
+    math.ceil(_MORE * x + _SPREADS * math.sqrt(_MORE * x))
+    for x in (selected / hosts, selected)
+  )
+  return push, pull
+
+
+def _residuals(state: Any) -> dict[str, np.ndarray]:
+  """`[n, ...]` of each leaf that has one."""
+  is_one = lambda x: isinstance(x, zenjax.sparsify.ErrorFeedbackState)
+  nodes = jax.tree.leaves(state, is_leaf=is_one)
+  leaves = next(x for x in nodes if is_one(x)).leaves
+  return {k: np.asarray(x.residual, np.float64) for k, x in leaves.items()}
+
+
+if __name__ == "__main__":
+  served.main(_Worker)

@@ -1,0 +1,378 @@
+"""Ways to group gradients into exchanges, and what each should take.
+
+The gradients are those of `train_cnn.py`'s network on planted images. A way is
+its stops: after how many gradients of the backward pass each of its exchanges
+leaves. The last stop is the number of gradients.
+
+Where exchanges run beside the backward pass times are simulated, not measured:
+links and memory are those of presets, a step's computation is the least that
+the memory's peak lets it take.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import library
+from benchmarks.campaigns.planned.programs import AXIS
+from benchmarks.campaigns.planned.programs import Model
+from benchmarks.planner import baselines
+from benchmarks.planner import oracles
+from examples import cnn_model
+import zenjax
+
+_CLASSES, _CHANNELS = 10, 3
+_SEED, _NOISE = 0, 1.0
+
+
+def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
+  """Parameters by name; an image is its class's pattern behind noise.
+
+  Args:
+    hosts: How many train.
+    width: Channels of the first stage.
+    batch: Images of a host.
+    size: Height and width of an image.
+    batches: How many.
+  """
+  shapes = nnx.eval_shape(
+    lambda: cnn_model.ResNet(_CHANNELS, _CLASSES, width, rngs=nnx.Rngs(_SEED))
+  )
+  graph, state = nnx.split(shapes, nnx.Param)
+  structure = jax.tree.structure(state)
+  named = library.leaf_util.named_leaves(state)
+  rng = np.random.default_rng(_SEED)
+
+  def loss(params, images, labels):
+    leaves = [params[name] for name, _ in named]
+    model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+    return cnn_model.loss(model, images, labels)
+
+  params = {name: _first(rng, name, leaf.shape) for name, leaf in named}
+  return Model(params, loss, _batches(rng, hosts * batch, size, batches))
+
+
+def _first(
+  rng: np.random.Generator, name: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Draws a leaf as networks are usually begun, without compiling a program."""
+  if len(shape) > 1:
+    spread = math.sqrt(2 / math.prod(shape[:-1]))
+    return spread * rng.standard_normal(shape, np.float32)
+  return np.full(shape, float("scale" in name), np.float32)
+
+
+def _batches(rng, images, size, batches) -> list[tuple[np.ndarray, ...]]:
+  patterns = rng.standard_normal((_CLASSES, size, size, _CHANNELS), np.float32)
+  found = []
+  for _ in range(batches):
+    labels = rng.integers(0, _CLASSES, images, np.int32)
+    noise = rng.standard_normal((images, size, size, _CHANNELS), np.float32)
+    found.append((patterns[labels] + _NOISE * noise, labels))
+  return found
+
+
+def compressed(model: Model, images: int, least: int) -> list[library.Gradient]:
+  """Gradients of so many elements, as the backward pass completes them.
+
+  A smaller one is sent whole, with all such: a hundredth of it is nothing, and
+  where zen_sync finds one dense it adds a sum to whichever exchange it is in.
+  """
+  found = library.gradient_trace.gradients(
+    jax.value_and_grad(model.loss), model.params, *_part(model, images)
+  )
+  return [g for g in found if math.prod(g.shape) >= least]
+
+
+def require_several(model: Model, least: int) -> None:
+  """Raises `ValueError` where fewer than two leaves are so large."""
+  second = sorted(x.size for x in model.params.values())[-2]
+  if least > second:
+    raise ValueError(
+      f"`--least` must be at most {second:,}, which two leaves of this network"
+      f" have, got {least:,}: one leaf needs no groups."
+    )
+
+
+def moved_bytes(model: Model, images: int) -> float:
+  """Returns the bytes that a step of so many images moves, as on a roofline."""
+  step = jax.make_jaxpr(jax.value_and_grad(model.loss))
+  traced = step(model.params, *_part(model, images))
+  return library.gradient_trace._walk(traced.jaxpr, 0.0)[0]
+
+
+def _part(model: Model, images: int) -> list[jax.ShapeDtypeStruct]:
+  """Shapes of so many images and labels."""
+  return [
+    jax.ShapeDtypeStruct((images, *x.shape[1:]), jnp.dtype(x.dtype))
+    for x in model.batches[0]
+  ]
+
+
+Stops = tuple[int, ...]
+ZEN = "zen"
+ONE, EACH = "one exchange", "each leaf"
+MERGECOMP, SEARCH = "MergeComp", "exact search"
+_OVERLAP = ", if they overlapped"
+
+
+def program(stops: Stops) -> str:
+  """Ways of the same stops are one program."""
+  return ",".join(map(str, stops))
+
+
+def by_hand(leaves: int) -> dict[str, Stops]:
+  """One exchange, one a leaf, two cut after each quarter, and four."""
+  quarters = dict.fromkeys(round(leaves * k / 4) for k in (1, 2, 3))
+  cuts = [cut for cut in quarters if 0 < cut < leaves]
+  ways: dict[str, Stops] = {ONE: (leaves,)}
+  ways |= {f"2, cut after {cut}": (cut, leaves) for cut in cuts}
+  if len(cuts) == 3:
+    ways["4"] = (*cuts, leaves)
+  return ways | {EACH: tuple(range(1, leaves + 1))}
+
+
+def exchanges(
+  names: Sequence[str],
+  stops: Stops,
+  capacities: Mapping[str, tuple[int, int]] | None,
+  *,
+  kept: Sequence[str] = (),
+) -> optax.GradientTransformation:
+  """A `zen_sync` for each group; plans by hand are of rows, these elements.
+
+  Args:
+    names: Of the gradients, as the backward pass completes them.
+    stops: Of the way.
+    capacities: To be pinned.
+    kept: Of gradients that go nowhere.
+  """
+  syncs: dict[Hashable, optax.GradientTransformation] = {
+    "whole": zenjax.zen_sync(AXIS, sparse=False),
+    "kept": optax.identity(),
+  }
+  group_of = dict.fromkeys(kept, "kept")
+  for group, (start, stop) in enumerate(zip((0, *stops), stops)):
+    members = names[start:stop]
+    group_of |= dict.fromkeys(members, str(group))
+    pinned = capacities and {name: capacities[name] for name in members}
+    syncs[str(group)] = zenjax.zen_sync(
+      AXIS, sparse=True, unit="element", capacities=pinned
+    )
+
+  def labels(params):
+    return {name: group_of.get(name, "whole") for name in params}
+
+  return optax.partition(syncs, labels)
+
+
+class Priced(NamedTuple):
+  """Gradients with what each takes by itself, and what some take together.
+
+  Attributes:
+    tensors: As the backward pass completes them.
+    groups: Costs of those that share an exchange.
+    once: What of that an exchange pays once.
+  """
+
+  tensors: tuple[library.Tensor, ...]
+  groups: library.GroupCosts
+  once: library.Option
+
+  def together(self, stops: Stops) -> float:
+    """Seconds of a way's exchanges by zen, one after another."""
+    found = 0.0
+    for i, j in zip((0, *stops), stops):
+      exchange = self.groups.exchange(i, j, ZEN)
+      assert exchange is not None, (i, j)
+      found += exchange.option.work_s + exchange.option.link_s
+    return found
+
+
+def priced(
+  gradients: Sequence[library.Gradient],
+  profiles: Mapping[str, zenjax.planner.Profile],
+  topology: zenjax.planner.Topology,
+  compute_seconds: float,
+) -> Priced:
+  """Prices gradients as the planner does, by elements in the place of rows.
+
+  The pass ends with the last of `gradients`: what it does after that is taken
+  to be before the first.
+
+  Args:
+    gradients: As the backward pass completes them.
+    profiles: Selected elements, by name.
+    topology: The links.
+    compute_seconds: Of a step without any exchange.
+  """
+  axes = tuple(level.name for level in topology.levels)
+  context = library.Context(axes=axes, sizes=topology.sizes, mean=True)
+  tensors, once = [], math.inf
+  before = gradients[-1].ready - 1.0
+  for gradient in gradients:
+    size = math.prod(gradient.shape)
+    table = library.table(gradient.name, size, 1, gradient.dtype)
+    profile = profiles[gradient.name]
+    p = library.cost.predict(ZEN, table, profile, context, topology.links)
+    option = library.Option(
+      ZEN, p.mask_s, p.wire_s, p.local_s - p.mask_s, p.received
+    )
+    once = min(once, p.once_s, p.wire_s)
+    tensors.append(
+      library.Tensor(
+        name=gradient.name,
+        bytes=size * gradient.dtype.itemsize,
+        backward_s=(gradient.ready - before) * compute_seconds,
+        options=(option,),
+      )
+    )
+    before = gradient.ready
+  return _with(tuple(tensors), library.Option(ZEN, link_s=once))
+
+
+def chosen(costs: Priced) -> dict[str, Stops]:
+  """Returns the ways that MergeComp's halving and the exact search take.
+
+  Both as hosts run that do nothing beside an exchange, and as they would
+  choose if exchanges ran beside the backward pass.
+  """
+  found = {}
+  for tail, (_, groups, _) in (("", _one_by_one(costs)), (_OVERLAP, costs)):
+    found[MERGECOMP + tail] = stops_of(baselines.mergecomp(groups))
+    found[SEARCH + tail] = stops_of(oracles.exhaustive(groups)[0])
+  return found
+
+
+def _one_by_one(costs: Priced) -> Priced:
+  """The same where all is work of the device, beside which nothing runs."""
+
+  def serial(option: library.Option) -> library.Option:
+    seconds = option.work_s + option.link_s
+    return library.Option(option.name, before_s=seconds, bytes=option.bytes)
+
+  tensors = tuple(
+    dataclasses.replace(t, options=tuple(map(serial, t.options)))
+    for t in costs.tensors
+  )
+  return _with(tensors, serial(costs.once))
+
+
+def _with(tensors: tuple[library.Tensor, ...], once: library.Option) -> Priced:
+  return Priced(tensors, library.GroupCosts(tensors, {ZEN: once}), once)
+
+
+def stops_of(assignment: library.Assignment | None) -> Stops:
+  """After how many tensors each exchange leaves."""
+  assert assignment is not None  # All of them share their schemes.
+  return tuple(exchange.stop for exchange in assignment)
+
+
+def seconds_of(costs: Priced, assignment: library.Assignment | None) -> float:
+  """Returns the time of a step whose exchanges run beside the backward pass."""
+  assert assignment is not None
+  return library.iteration_seconds(costs.tensors, assignment)
+
+
+_DEVICE, _DEVICES = "h100", 8
+_NETWORK = "10gbit"
+_IMAGES = (32, 1024)
+# Sums in another order.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+  """Iteration times on a machine, in seconds.
+
+  Attributes:
+    machine: Its name.
+    images: Of a device and step.
+    compute_s: Of a step without any exchange.
+    each_s: With an exchange for each leaf.
+    cuts_s: With two exchanges, by how many leaves are in the first.
+    one_s: With one.
+    mergecomp: Where halving ends; one stop where it is no cut.
+    mergecomp_s: How long that takes.
+    search: What the exact search takes.
+    search_s: How long that takes.
+  """
+
+  machine: str
+  images: int
+  compute_s: float
+  each_s: float
+  cuts_s: tuple[float, ...]
+  one_s: float
+  mergecomp: Stops
+  mergecomp_s: float
+  search: Stops
+  search_s: float
+
+  @property
+  def unimodal(self) -> bool:
+    """True if time never falls again behind the best cut."""
+    return is_unimodal(self.cuts_s)
+
+
+def is_unimodal(seconds: tuple[float, ...]) -> bool:
+  """Falling, or equal up to rounding, and from some place on rising."""
+  steps = [
+    math.copysign(1, after - before)
+    for before, after in zip(seconds, seconds[1:])
+    if abs(after - before) > _ROUNDING * before
+  ]
+  return steps == sorted(steps)
+
+
+def on_machines(
+  model: Model, profiles: Mapping[str, zenjax.planner.Profile], least: int
+) -> list[dict[str, Any]]:
+  """Simulates every machine, with few and many images."""
+  n, planner = _DEVICES, zenjax.planner
+  machines = {
+    f"{n} x {_DEVICE}, NVLink": planner.Topology.preset(_DEVICE, n),
+    f"{n} x {_DEVICE}, {_NETWORK}": planner.Topology.network(
+      _NETWORK, n, _DEVICE
+    ),
+  }
+  found = []
+  memory = library.topologies.known_machine(_DEVICE).memory_bandwidth
+  for name, topology in machines.items():
+    for images in _IMAGES:
+      gradients = compressed(model, images, least)
+      compute_s = moved_bytes(model, images) / memory
+      costs = priced(gradients, profiles, topology, compute_s)
+      found.append(dataclasses.asdict(_on(costs, name, images, compute_s)))
+  return found
+
+
+def _on(
+  costs: Priced, machine: str, images: int, compute_s: float
+) -> Simulated:
+  n = len(costs.tensors)
+  cut = [
+    seconds_of(costs, baselines.cut_at(costs.groups, k))
+    for k in range(1, n + 1)
+  ]
+  halved = baselines.mergecomp(costs.groups)
+  best, best_s = oracles.exhaustive(costs.groups)
+  return Simulated(
+    machine=machine,
+    images=images,
+    compute_s=compute_s,
+    each_s=seconds_of(costs, library.search(library.GroupCosts(costs.tensors))),
+    cuts_s=tuple(cut[:-1]),
+    one_s=cut[-1],
+    mergecomp=stops_of(halved),
+    mergecomp_s=seconds_of(costs, halved),
+    search=stops_of(best),
+    search_s=best_s,
+  )

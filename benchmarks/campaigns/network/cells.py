@@ -1,0 +1,251 @@
+"""The cells and the calibration of `network`, as its file holds them."""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+from benchmarks import campaign
+from benchmarks import harness
+from benchmarks.testbed import netns
+
+# What numbers depend on, beside what is installed. Tables and plots may change.
+_CODE = (
+  "zenjax/**/*.py",
+  "kernels/**/*.py",
+  "benchmarks/campaigns/network/host.py",
+  "benchmarks/campaigns/network/variants.py",
+  "benchmarks/testbed/netns.py",
+  "benchmarks/testbed/served.py",
+  "benchmarks/workloads.py",
+)
+
+
+def software(*, loopback: bool, keep_memory: bool = False) -> dict[str, Any]:
+  """Returns what measures."""
+  return campaign.software(_CODE, loopback=loopback, keep_memory=keep_memory)
+
+
+# --- calibration ------------------------------------------------------------
+
+REPEATS = 5
+# What a host receives, about.
+SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
+# A collective that must take longer on its link is left out.
+_LONGEST_S = 2.0
+
+# What a host of `n` receives, in multiples of its operand.
+_RECEIVED = {
+  "all_to_all": lambda n: (n - 1) / n,
+  "all_gather": lambda n: n - 1,
+  "all_reduce": lambda n: 2 * (n - 1) / n,
+  "reduce_scatter": lambda n: (n - 1) / n,
+  "collective_permute": lambda n: 1,
+}
+
+
+class Point(NamedTuple):
+  """One collective to time.
+
+  Attributes:
+    hosts: How many take part.
+    rate: Of the links.
+    op: Its name.
+    words: Of 32 bits, in the operand of each host; a multiple of `hosts`.
+  """
+
+  hosts: int
+  rate: str
+  op: str
+  words: int
+
+  @property
+  def received_bytes(self) -> float:
+    """Bytes that each host receives if nothing is received twice."""
+    return 4 * self.words * _RECEIVED[self.op](self.hosts)
+
+  @property
+  def least_s(self) -> float:
+    """Seconds that the link needs for what is received."""
+    return _least_s(self.received_bytes, self.rate)
+
+  def record(self, host_times: Sequence[Sequence[float]]) -> dict:
+    """Returns what the file keeps of the seconds `[host][repeat]`."""
+    times = [max(times) for times in zip(*host_times, strict=True)]
+    return {
+      **self._asdict(),
+      "received_bytes": self.received_bytes,
+      "median_s": sorted(times)[len(times) // 2],
+      "times_s": times,
+    }
+
+
+def points(hosts: int, rate: str) -> list[Point]:
+  """Returns what is timed on links of `rate`, the smallest first."""
+  found = []
+  for size in SIZES:
+    for op, received in _RECEIVED.items():
+      words = round(size / 4 / received(hosts) / hosts) * hosts
+      found.append(Point(hosts, rate, op, max(words, hosts)))
+  return [point for point in found if point.least_s <= _LONGEST_S]
+
+
+def _least_s(size: float, rate: str) -> float:
+  limit = netns.RATES[rate]
+  return size / limit.bytes_per_s if limit else 0.0
+
+
+# --- cells ------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+  """One variant of one workload on links of one rate between some hosts."""
+
+  hosts: int
+  rate: str
+  workload: str
+  variant: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Cell:
+  """The findings about a key; its fields are those in the file.
+
+  Attributes:
+    repeats: Timed rounds that were asked for.
+    batches: Different batches that rounds go through in turn.
+    wrong: Elements that differ from the float64 sum, over hosts and batches.
+    compile_s: Of the host that compiles for all.
+    wire_bytes: What zenjax says that a host receives, mean over batches.
+    least_wire_bytes: Of the batch with the least.
+    received_bytes: Of the busiest host by its interface, an exchange; NaN on
+      loopback.
+    facts: Of the workload: density, union_density, dense_bytes, bound_bytes.
+    host_times_s: Of every round, the seconds of each host.
+  """
+
+  hosts: int
+  rate: str
+  workload: str
+  variant: str
+  repeats: int
+  batches: int
+  wrong: int
+  compile_s: float
+  wire_bytes: float
+  least_wire_bytes: float
+  received_bytes: float
+  facts: dict[str, float]
+  host_times_s: list[list[float]] = dataclasses.field(default_factory=list)
+
+  @property
+  def key(self) -> Key:
+    return Key(self.hosts, self.rate, self.workload, self.variant)
+
+  @property
+  def times_s(self) -> list[float]:
+    return campaign.times_s(self.host_times_s)
+
+  @property
+  def median_s(self) -> float:
+    return harness.median(self.times_s)
+
+  @property
+  def spread_s(self) -> float:
+    return harness.spread(self.times_s)
+
+  @property
+  def least_s(self) -> float:
+    """Seconds that the link needs for the bytes that the variant declares."""
+    return _least_s(self.least_wire_bytes, self.rate)
+
+  def is_done(self, repeats: int, batches: int) -> bool:
+    """Returns False if more is to be measured; wrong cells are tried anew."""
+    whole = len(self.host_times_s) == self.repeats and not self.wrong
+    return whole and (self.repeats, self.batches) == (repeats, batches)
+
+  def require_limit(self, seconds: float) -> None:
+    """Raises RuntimeError if an exchange took less than its bytes need."""
+    if seconds < self.least_s:
+      raise RuntimeError(
+        f"{self.variant} on {self.workload} between {self.hosts} hosts took"
+        f" {seconds * 1e3:.2f} ms, but its {self.least_wire_bytes:,.0f} bytes"
+        f" need {self.least_s * 1e3:.2f} ms at {self.rate}: the testbed lends"
+        " bandwidth, or the variant declares bytes that it does not send. No"
+        " time of this run counts until it is known which."
+      )
+
+  def record(self) -> dict[str, Any]:
+    """Returns what the file keeps."""
+    names = ("times_s", "median_s", "spread_s")
+    return dataclasses.asdict(self) | {x: getattr(self, x) for x in names}
+
+
+@dataclasses.dataclass(slots=True)
+class Findings(campaign.Findings):
+  """All that is in a file.
+
+  Attributes:
+    links: What `Testbed.probe` said, one a (hosts, rate).
+    calibration: Single collectives, as `Point.record` makes them.
+    work: Seconds of each kind of local work, as `zenjax.planner.Work` has them,
+      by number of hosts: until the last one is through, all at it together.
+    cells: By key, in the order of measuring.
+  """
+
+  links: dict[tuple[int, str], dict[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+  calibration: dict[Point, dict[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+  work: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+  cells: dict[Key, Cell] = dataclasses.field(default_factory=dict)
+
+  def add(self, cell: Cell) -> None:
+    """Puts a cell in the place of any with its key."""
+    self.cells[cell.key] = cell
+
+  def sections(self) -> Iterator[tuple[tuple[str, int, str], list[Cell]]]:
+    """Yields the cells of every (workload, hosts, rate)."""
+    sections: dict[tuple[str, int, str], list[Cell]] = {}
+    for cell in self.cells.values():
+      section = (cell.workload, cell.hosts, cell.rate)
+      sections.setdefault(section, []).append(cell)
+    yield from sections.items()
+
+  def contents(self) -> dict[str, Any]:
+    return {
+      "links": list(self.links.values()),
+      "calibration": list(self.calibration.values()),
+      "work": {str(hosts): work for hosts, work in self.work.items()},
+      "cells": [cell.record() for cell in self.cells.values()],
+    }
+
+
+def load(path: pathlib.Path, now: dict[str, Any]) -> Findings:
+  """Returns what `path` holds, to go on with; nothing if it is not there.
+
+  Raises:
+    ValueError: The file is broken, or something else has measured it.
+  """
+  found = campaign.load(path, now, _parsed) or Findings(now)
+  found.software = now
+  return found
+
+
+def _parsed(document: dict[str, Any]) -> Findings:
+  found = Findings(document["environment"])
+  for x in document["links"]:
+    found.links[x["hosts"], x["rate"]] = x
+  for x in document["calibration"]:
+    found.calibration[Point(*(x[field] for field in Point._fields))] = x
+  found.work = {int(n): work for n, work in document["work"].items()}
+  for x in document["cells"]:
+    # A field that is missing is an error of the file: none has a default here.
+    values = {f.name: x[f.name] for f in dataclasses.fields(Cell)}
+    if values["received_bytes"] is None:
+      values["received_bytes"] = math.nan
+    found.add(Cell(**values))
+  return found

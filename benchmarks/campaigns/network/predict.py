@@ -1,0 +1,431 @@
+"""`predict`: the formulas' record on what `network --json` has left."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+
+from benchmarks import campaign
+from benchmarks import library
+from benchmarks import table as tables
+from benchmarks import workloads
+from benchmarks.campaign import Ratio
+from benchmarks.campaigns.network.cells import Point
+from benchmarks.campaigns.network.variants import VARIANTS
+from benchmarks.testbed import netns
+from benchmarks.workloads import Workload
+import zenjax
+
+
+def table_of(workload: Workload, unit: int | None) -> library.Table:
+  """The workload's table, or the same in blocks of `unit` elements."""
+  rows, width = workload.rows, workload.width
+  if unit is not None:
+    rows, width = -(-rows * width // unit), unit
+  return library.table("table", rows, width)
+
+
+def profile_of(
+  workload: Workload, n: int, unit: int | None, batches: int
+) -> zenjax.planner.Profile:
+  """Mean over the batches that were timed, of rows or of blocks."""
+  num_rows = table_of(workload, unit).num_rows
+  slots = library.Layout(num_rows=num_rows, groups=n, contiguous=True).slots
+  found = []
+  for seed in range(batches):
+    ids = workloads.sets(workload, n, seed)
+    if unit is not None:
+      ids = [_blocks(i, workload.width, unit) for i in ids]
+    union = np.unique(np.concatenate(ids))
+    rows = float(np.mean([len(i) for i in ids]))
+    fullest = max(map(len, ids))
+    pushed = max(_fullest_range(i, slots, n) for i in ids) * n / fullest
+    pulled = _fullest_range(union, slots, n) * n / len(union)
+    found.append((rows, fullest, len(union), pushed, pulled))
+  rows, fullest, union, pushed, pulled = np.mean(found, axis=0)
+  return zenjax.planner.Profile(
+    rows=rows, fullest=fullest, union=union, devices=n, skew=(pushed, pulled)
+  )
+
+
+def _blocks(ids: np.ndarray, width: int, unit: int) -> np.ndarray:
+  """Blocks of the flat table in which these rows have elements."""
+  first, last = ids * width // unit, ((ids + 1) * width - 1) // unit
+  most = int((last - first).max(initial=0))
+  spans: Sequence[np.ndarray] = [
+    np.minimum(first + k, last) for k in range(most + 1)
+  ]
+  return np.unique(np.concatenate(spans))
+
+
+def _fullest_range(ids: np.ndarray, slots: int, n: int) -> int:
+  return int(np.bincount(ids // slots, minlength=n).max())
+
+
+# Hosts to which the formula is carried on, beyond those that were run.
+_BEYOND = (16, 64, 256, 1024)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+  """A measured cell and what was predicted for it."""
+
+  hosts: int
+  rate: str
+  workload: str
+  variant: str
+  measured_s: float
+  predicted: library.Prediction
+  line_s: float  # that the link needs for its bytes
+
+  @property
+  def error(self) -> float:
+    return self.predicted.seconds / self.measured_s - 1
+
+  @property
+  def by_cores(self) -> bool:
+    """True if the link is busy for less than half of the time predicted.
+
+    The rest are the hosts' shared cores: local work, and what Gloo and the
+    kernel take to move the bytes.
+    """
+    return self.line_s < self.predicted.seconds / 2
+
+
+def link_of(
+  document: dict[str, Any], hosts: int, rate: str
+) -> zenjax.planner.Link:
+  """The links of one testbed as the run itself measured them.
+
+  Raises:
+    ValueError: The run has no calibration for them.
+  """
+  points: dict[str, list[tuple[float, float]]] = {}
+  for c in document["calibration"]:
+    if (c["hosts"], c["rate"]) == (hosts, rate):
+      point = Point(hosts, rate, c["op"], c["words"])
+      seconds = float(np.median(c["times_s"]))
+      points.setdefault(c["op"], []).append((point.received_bytes, seconds))
+  work = document.get("work", {}).get(str(hosts))
+  if not points or work is None:
+    raise ValueError(
+      f"FILE must hold a calibration of {hosts} hosts at {rate}, and has none:"
+      " run `network` without --no-calibration."
+    )
+  # Older files have a price of a collective beside its curve as well. Two runs
+  # on one machine found it ten times apart, and times fit no better with it.
+  work = {name: s for name, s in work.items() if name != "collective"}
+  limit = netns.RATES[rate]
+  return zenjax.planner.Link(
+    bandwidth=limit.bytes_per_s if limit else 1e10,
+    latency_s=min(y for curve in points.values() for _, y in curve) / hosts,
+    curves={(op, hosts): tuple(sorted(c)) for op, c in points.items()},
+    work=zenjax.planner.Work(**work),
+  )
+
+
+def predicted(
+  name: str,
+  workload: workloads.Workload,
+  hosts: int,
+  batches: int,
+  on: zenjax.planner.Link,
+) -> library.Prediction | None:
+  """Predicts a variant whose sizes fit; returns None for the others."""
+  variant = VARIANTS[name]
+  options = variant.options
+  scheme = options["scheme"]
+  if scheme in library.SPARSE and not variant.pinned or variant.rows_out:
+    return None
+  unit = library.SPARSE[scheme].unit if scheme in library.SPARSE else None
+  table = table_of(workload, unit)
+  profile = profile_of(workload, hosts, unit, batches)
+  groups = library.buffer_sizes.choose_column_groups(
+    table, hosts, options.get("partition", "auto")
+  )
+  groups = groups if scheme == "zen" else 1
+  return library.predict(scheme, table, profile, hosts, on, groups)
+
+
+def predicted_cells(document: dict[str, Any]) -> list[Cell]:
+  """Every cell of a run for which there is a prediction."""
+  found, batches = [], document["options"]["batches"]
+  for (name, hosts, rate), members in sections(document):
+    # Past break-even every scheme takes the dense path.
+    dense = {
+      c["variant"]
+      for c in members
+      if c["wire_bytes"] >= c["facts"]["dense_bytes"] and c["variant"] != "ring"
+    }
+    on = link_of(document, hosts, rate)
+    for variant, seconds in times_of(members).items():
+      taken = "psum" if variant in dense else variant
+      prediction = predicted(taken, workloads.get(name), hosts, batches, on)
+      if prediction is not None:
+        found.append(
+          Cell(
+            hosts=hosts,
+            rate=rate,
+            workload=name,
+            variant=variant,
+            measured_s=float(np.median(seconds)),
+            predicted=prediction,
+            line_s=prediction.received / on.bandwidth,
+          )
+        )
+  return found
+
+
+def beyond(
+  name: str, rate: str, batches: int, latency_s: float
+) -> dict[int, list[library.Prediction]]:
+  """Predicts more hosts than were run, by formula alone: the fastest first.
+
+  The union grows by the power law through what 8 hosts touch, links are at line
+  rate, local work is left out.
+  """
+  workload = workloads.get(name)
+  profile = profile_of(workload, 8, None, batches)
+  limit = netns.RATES[rate]
+  bandwidth = limit.bytes_per_s if limit else 1e10
+  on = zenjax.planner.Link(bandwidth=bandwidth, latency_s=latency_s)
+  return {
+    n: library.choices(table_of(workload, None), profile, n, on)
+    for n in _BEYOND
+  }
+
+
+def sections(
+  document: dict[str, Any],
+) -> Iterator[tuple[tuple[str, int, str], list[dict[str, Any]]]]:
+  """The file's cells of every (workload, hosts, rate)."""
+  by_section = lambda c: (c["workload"], c["hosts"], c["rate"])
+  cells = sorted(document["cells"], key=by_section)
+  for section, members in itertools.groupby(cells, by_section):
+    yield section, list(members)
+
+
+def times_of(members: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+  """Returns by variant each round's seconds until the last host was through."""
+  return {
+    c["variant"]: campaign.times_s(c["host_times_s"])
+    for c in members
+    if c["host_times_s"] and not c["wrong"]
+  }
+
+
+# How near to the best measured time is good enough, and to `psum`.
+NEAR, NO_SLOWER = 1.10, 1.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+  """The choice of `scheme="auto"` in one section, and how it did.
+
+  Attributes:
+    section: Workload, hosts, rate.
+    chosen: The variant that it takes.
+    best: The variant with the least median of those it chooses among. Of equals
+      luck decides which, so that `over_best` errs to the side of a miss.
+    over_best: Its measured time over the fastest one's.
+    over_psum: The same over `psum`'s.
+  """
+
+  section: tuple[str, int, str]
+  chosen: str
+  best: str
+  over_best: Ratio
+  over_psum: Ratio
+
+  @property
+  def good(self) -> bool:
+    return self.over_best.median <= NEAR
+
+  @property
+  def harmful(self) -> bool:
+    return self.over_psum.median > NO_SLOWER
+
+
+def all_picks(document: dict[str, Any]) -> list[Pick]:
+  """One for every section in which all that `auto` may take was timed."""
+  found = []
+  for section, members in sections(document):
+    _, hosts, _ = section
+    times = times_of(members)
+    variants = _variants_of_auto(hosts)
+    if not set(variants.values()) <= set(times):
+      continue
+    chosen = _nearest(_choice(document, section), variants, hosts)
+    best = min(variants.values(), key=lambda v: np.median(times[v]))
+    found.append(
+      Pick(
+        section=section,
+        chosen=chosen,
+        best=best,
+        over_best=campaign.ratio(times[chosen], times[best]),
+        over_psum=campaign.ratio(times[chosen], times["psum"]),
+      )
+    )
+  return found
+
+
+def _choice(
+  document: dict[str, Any], section: tuple[str, int, str]
+) -> library.choose.Choice:
+  name, hosts, rate = section
+  workload, batches = workloads.get(name), document["options"]["batches"]
+  tuning = zenjax.Tuning(
+    link=link_of(document, hosts, rate),
+    profile={"table": profile_of(workload, hosts, None, batches)},
+  )
+  options = library.sync_options.check(
+    "data", sparse=True, scheme="auto", tuning=tuning
+  )
+  (choice,) = library.choose.choose(
+    [table_of(workload, None)], options, library.context(hosts)
+  )
+  return choice
+
+
+def _variants_of_auto(hosts: int) -> dict[tuple[str, int], str]:
+  """The variants that stand for what `auto` chooses among."""
+  return {
+    ("dense", 1): "psum",
+    ("all_gather", 1): "all_gather-pinned",
+    ("recursive_doubling", 1): "recursive_doubling-pinned",
+    ("zen", 1): "zen-hash-pinned",
+    ("zen", hosts): "zen-columns-pinned",
+  }
+
+
+def _nearest(
+  choice: library.choose.Choice,
+  variants: dict[tuple[str, int], str],
+  hosts: int,
+) -> str:
+  """A grid between hash and columns counts as the nearer end."""
+  if choice.scheme != "zen":
+    return variants[choice.scheme, 1]
+  groups = choice.column_groups or 1
+  return variants["zen", 1 if groups * groups < hosts else hosts]
+
+
+def run(options: argparse.Namespace) -> int:
+  """Prints all tables; ValueError if `network --json` wrote no such file."""
+  try:
+    document = json.loads(options.file.read_text(encoding="utf-8"))
+    cells = predicted_cells(document)
+    picks = all_picks(document)
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"FILE must be what `network --json` wrote, with its calibration, got"
+      f" {options.file} ({type(error).__name__}: {error}). Run `network` again."
+    ) from error
+  _show_cells(cells)
+  _show_picks(picks)
+  for name in dict.fromkeys(cell.workload for cell in cells):
+    _show_beyond(name, document)
+  return 0
+
+
+def _show_cells(cells: Sequence[Cell]) -> None:
+  table = tables.made(
+    "Predicted beside measured",
+    *("workload, hosts, rate", "variant", "predicted ms", "measured ms"),
+    *("error %", "limited by"),
+  )
+  for cell in cells:
+    table.add_row(
+      f"{cell.workload}, {cell.hosts}, {cell.rate}",
+      cell.variant,
+      f"{cell.predicted.seconds * 1e3:.1f}",
+      f"{cell.measured_s * 1e3:.1f}",
+      f"{cell.error * 100:+.0f}",
+      "cores" if cell.by_cores else "link",
+    )
+  tables.console().print(table)
+  linked = [abs(cell.error) for cell in cells if not cell.by_cores]
+  if linked:
+    middle, most = np.percentile(linked, [50, 90]) * 100
+    print(
+      f"{len(linked)} of {len(cells)} cells are limited by the link: error"
+      f" {middle:.0f} % at the median, {most:.0f} % at the 90th percentile."
+    )
+
+
+def _show_picks(picks: Sequence[Pick]) -> None:
+  table = tables.made(
+    'What scheme="auto" takes; in brackets 95 % intervals over paired rounds',
+    *("workload, hosts, rate", "taken", "best measured", "over best"),
+    "over psum",
+  )
+  for pick in picks:
+    style = "red" if pick.harmful else None if pick.good else "yellow"
+    table.add_row(
+      "{}, {}, {}".format(*pick.section),
+      pick.chosen,
+      pick.best,
+      _ratio_text(pick.over_best, 2),
+      _ratio_text(pick.over_psum, 3),
+      style=style,
+    )
+  tables.console().print(table)
+  for line in _record(picks):
+    print(line)
+
+
+def _ratio_text(ratio: Ratio, digits: int) -> str:
+  text = f"{ratio.median:.{digits}f}"
+  if ratio.interval is None or ratio.interval.low == ratio.interval.high:
+    return text  # Too few rounds, or a variant over itself.
+  low, high = (f"{x:.{digits}f}" for x in ratio.interval)
+  return f"{text} ({low}-{high})"
+
+
+def _record(picks: Sequence[Pick]) -> Iterator[str]:
+  """Says how often it was right: by medians, and as far as these are sure."""
+  if not picks:
+    return
+  near, slower = NEAR, NO_SLOWER
+  best, psum = [p.over_best for p in picks], [p.over_psum for p in picks]
+  yield (
+    f"By medians the best or within 10 % of it in {sum(p.good for p in picks)}"
+    f" of {len(picks)} sections; slower than psum by more than 5 % in"
+    f" {sum(p.harmful for p in picks)}."
+  )
+  yield (
+    "By intervals the best measured or surely within 10 % of it in"
+    f" {sum(r.surely_within(near) for r in best)}, surely not in"
+    f" {sum(r.surely_above(near) for r in best)}; surely no slower than psum"
+    f" by more than 5 % in {sum(r.surely_within(slower) for r in psum)},"
+    f" surely slower in {sum(r.surely_above(slower) for r in psum)}."
+  )
+
+
+def _show_beyond(name: str, document: dict) -> None:
+  rate = document["cells"][0]["rate"]
+  batches = document["options"]["batches"]
+  found = beyond(name, rate, batches, latency_s=20e-6)
+  table = tables.made(
+    f"{name} at {rate}: by formula alone, line rate, no local work",
+    *("hosts", "fastest", "ms", "next", "ms", "times faster than psum"),
+  )
+  for hosts, predictions in found.items():
+    schemes = {}
+    for p in predictions:
+      schemes.setdefault(p.scheme, p)
+    dense = schemes.pop("dense")
+    best, second = list(schemes.values())[:2]
+    table.add_row(
+      str(hosts),
+      f"{best.scheme}/{best.column_groups}",
+      f"{best.seconds * 1e3:.1f}",
+      second.scheme,
+      f"{second.seconds * 1e3:.1f}",
+      f"{dense.seconds / best.seconds:.1f}",
+    )
+  tables.console().print(table)

@@ -1,0 +1,1 @@
+"""Plans beside the times of whole training steps between hosts."""

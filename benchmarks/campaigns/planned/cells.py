@@ -1,0 +1,225 @@
+"""The sections of `planned` as its file holds them, and what they show."""
+
+from collections.abc import Iterator
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+from benchmarks import campaign
+from benchmarks.campaign import Ratio
+from benchmarks.testbed import netns
+
+BASELINE = "pmean"
+PLANNED, DENSE = "planned", "dense"
+# How near to the best measured way is good enough, and to `pmean`.
+NEAR, NO_SLOWER = 1.05, 1.03
+# What numbers depend on, beside what is installed.
+_CODE = (
+  "zenjax/**/*.py",
+  "benchmarks/campaigns/planned/*.py",
+  "benchmarks/testbed/netns.py",
+  "benchmarks/testbed/served.py",
+)
+
+
+class Key(NamedTuple):
+  """One model between some hosts on links of one rate."""
+
+  hosts: int
+  rate: str
+  model: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Way:
+  """One way to synchronize, as predicted and as measured.
+
+  Attributes:
+    program: Ways with the same program were measured as one.
+    predicted_s: Of a step; None of what no plan predicts.
+    received_bytes: By a host in a step, as predicted.
+    wrong: Elements that are not those of `pmean`, over hosts.
+    compile_s: Of the host that compiles for all.
+    plan: The planner's, as JSON without the machine; None of other ways.
+  """
+
+  program: str
+  predicted_s: float | None = None
+  received_bytes: float = 0.0
+  wrong: int = 0
+  compile_s: float = 0.0
+  plan: str | None = None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Section(campaign.Timed):
+  """All that was found out about a key.
+
+  Attributes:
+    hosts: How many.
+    rate: Of their links.
+    model: Its name.
+    repeats: Timed rounds that were asked for.
+    compute_s: Of a step without any exchange.
+    ways: By name.
+    host_times_s: By program, of every round the seconds of each host.
+  """
+
+  hosts: int
+  rate: str
+  model: str
+  repeats: int
+  compute_s: float
+  ways: dict[str, Way]
+  host_times_s: dict[str, list[list[float]]]
+
+  @property
+  def key(self) -> Key:
+    return Key(self.hosts, self.rate, self.model)
+
+  def is_done(self, repeats: int) -> bool:
+    """Returns False if more is to be measured; wrong ways are tried anew."""
+    rounds = {len(x) for x in self.host_times_s.values()}
+    wrong = any(way.wrong for way in self.ways.values())
+    return self.repeats == repeats and rounds == {repeats} and not wrong
+
+
+@dataclasses.dataclass(slots=True)
+class Found(campaign.Findings):
+  """All that is in a file.
+
+  Attributes:
+    topologies: Measured links, as JSON, by hosts and rate.
+    sections: By key, in the order of measuring.
+  """
+
+  topologies: dict[tuple[int, str], str] = dataclasses.field(
+    default_factory=dict
+  )
+  sections: dict[Key, Section] = dataclasses.field(default_factory=dict)
+
+  def contents(self) -> dict[str, Any]:
+    return {
+      "topologies": [
+        {"hosts": hosts, "rate": rate, "topology": text}
+        for (hosts, rate), text in self.topologies.items()
+      ],
+      "sections": [dataclasses.asdict(s) for s in self.sections.values()],
+    }
+
+
+def software(*, loopback: bool) -> dict[str, Any]:
+  """Returns what measures."""
+  return campaign.software(_CODE, loopback=loopback)
+
+
+def read(path: pathlib.Path) -> Found:
+  """Returns what `path` holds; ValueError if it is none of this command's."""
+  return campaign.read(path, _parsed)
+
+
+def load(path: pathlib.Path, now: dict[str, Any]) -> Found:
+  """Returns as `read` what to go on with; nothing if there is no file.
+
+  Raises:
+    ValueError: As `read`, or something else has measured it.
+  """
+  return campaign.load(path, now, _parsed) or Found(now)
+
+
+def _parsed(document: dict[str, Any]) -> Found:
+  found = Found(document["environment"])
+  for x in document["topologies"]:
+    found.topologies[x["hosts"], x["rate"]] = x["topology"]
+  for x in document["sections"]:
+    ways = {name: Way(**way) for name, way in x.pop("ways").items()}
+    section = Section(ways=ways, **x)
+    found.sections[section.key] = section
+  return found
+
+
+# --- what they show ---------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+  """A way that was predicted and measured.
+
+  Attributes:
+    section: Where.
+    way: Its name.
+    predicted_s: Of a step.
+    measured_s: Median.
+    by_link: Whether the link needs more than half of the time predicted for the
+      bytes alone: the rest are the hosts' shared cores.
+  """
+
+  section: Section
+  way: str
+  predicted_s: float
+  measured_s: float
+  by_link: bool
+
+  @property
+  def error(self) -> float:
+    return self.predicted_s / self.measured_s - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pick:
+  """The planner's choice in a section, judged by measured times.
+
+  Attributes:
+    section: Where.
+    best: The way with the least median; luck decides which of equals, so that
+      `over_best` errs to the side of a miss.
+    over_best: Its time over that one's.
+    over_pmean: The same over `pmean`.
+  """
+
+  section: Section
+  best: str
+  over_best: Ratio
+  over_pmean: Ratio
+
+  @property
+  def good(self) -> bool:
+    return self.over_best.median <= NEAR
+
+  @property
+  def far(self) -> bool:
+    """True if it is farther from the best than that, and not by chance."""
+    return self.over_best.median > NEAR and self.over_best.surely_above(NEAR)
+
+  @property
+  def harmful(self) -> bool:
+    """True if it is slower than `pmean`, and not by chance."""
+    over = self.over_pmean
+    return over.median > NO_SLOWER and over.surely_above(1)
+
+
+def cells(section: Section) -> Iterator[Cell]:
+  """Yields every way of a section that was timed."""
+  limit = netns.RATES[section.rate]
+  for name, way in section.ways.items():
+    if way.predicted_s is None or not section.host_times_s.get(way.program):
+      continue
+    line_s = way.received_bytes / limit.bytes_per_s if limit else 0.0
+    by_link = line_s > way.predicted_s / 2
+    measured_s = section.median_s(way.program)
+    yield Cell(section, name, way.predicted_s, measured_s, by_link)
+
+
+def pick(section: Section) -> Pick | None:
+  """Returns None where the planner's choice or `pmean` was not timed."""
+  measured = {cell.way: cell.measured_s for cell in cells(section)}
+  if not {PLANNED, BASELINE} <= set(measured):
+    return None
+  best = min((x for x in measured if x != PLANNED), key=measured.__getitem__)
+  program = {name: way.program for name, way in section.ways.items()}
+  return Pick(
+    section,
+    best,
+    section.over(program[PLANNED], program[best]),
+    section.over(program[PLANNED], program[BASELINE]),
+  )

@@ -1,0 +1,299 @@
+"""The example programs' models as the hosts train them: compiled, timed.
+
+Letters: `n` hosts.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import itertools
+import pathlib
+import sys
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+from jax import lax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from benchmarks.testbed.served import SharedCompiler
+import zenjax
+
+_EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
+# They are programs, which import each other by plain names.
+sys.path.append(str(_EXAMPLES))
+
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+  """A model, and the batches that it is trained on.
+
+  Attributes:
+    params: Of `nnx.split`, the same on all hosts.
+    loss: Of the parameters and one host's part of a batch.
+    batches: Of all hosts, arrays that are split along their first dimension.
+  """
+
+  params: Any
+  loss: Callable[..., jax.Array]
+  batches: list[tuple[np.ndarray, ...]]
+
+
+def language_model(hosts: int, batches: int) -> Model:
+  """`train_lm.py`: the standard library's text, a small vocabulary and batch.
+
+  Two tables of 20,000 x 128, 1,024 tokens and 512 negatives a host.
+  """
+  from examples import corpus
+  from examples import lm_data
+  from examples import lm_model
+
+  vocab, width, tokens, negatives = 20_000, 128, 1024, 512
+  text = corpus.load_tokens(None)
+  windows, _ = lm_data.split(lm_data.cap_vocabulary(text.ids, vocab))
+  drawn = lm_data.batches(
+    windows,
+    devices=hosts,
+    batch_tokens=tokens,
+    negatives=negatives,
+    vocab=vocab,
+    seed=_SEED,
+  )
+  graph, params = _drawn(
+    lambda rngs: lm_model.LanguageModel(vocab, width, rngs=rngs)
+  )
+
+  def loss(params, windows, negatives):
+    return lm_model.sampled_loss(nnx.merge(graph, params), windows, negatives)
+
+  taken = itertools.islice(drawn, batches)
+  return Model(params, loss, [(b.windows, b.negatives) for b in taken])
+
+
+def click_model(hosts: int, batches: int) -> Model:
+  """`train_dlrm.py`: the planted log, 26 tables of 16 columns.
+
+  Half of a hundredth of Criteo's rows, 256 clicks a host.
+  """
+  from examples import dlrm_model
+  from examples import dlrm_rows
+  from examples import dlrm_source
+
+  size = 256 * hosts
+  tables = dlrm_rows.table_rows(0.005)
+  graph, params = _drawn(lambda rngs: dlrm_model.Dlrm(tables, 16, rngs=rngs))
+
+  def loss(params, labels, numbers, ids):
+    return dlrm_model.log_loss(nnx.merge(graph, params), labels, numbers, ids)
+
+  rows = dlrm_source.PlantedSource(_SEED).batches(0, size, 0)
+  drawn = [
+    dlrm_rows.as_batch(of_step, tables)
+    for of_step in itertools.islice(rows, batches)
+  ]
+  return Model(params, loss, [(b.labels, b.numbers, b.ids) for b in drawn])
+
+
+def _drawn(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Any, Any]:
+  """A module's graph, and parameters that no program is compiled to draw."""
+  shapes = nnx.eval_shape(lambda: make(nnx.Rngs(_SEED)))
+  graph, params = nnx.split(shapes, nnx.Param)
+  rng = np.random.default_rng(_SEED)
+  draw = lambda x: 0.05 * rng.standard_normal(x.shape, np.float32)
+  return graph, jax.tree.map(draw, params)
+
+
+def small(hosts: int, batches: int) -> Model:
+  """A table and a layer, for a look at whether all works."""
+  rng = np.random.default_rng(_SEED)
+  params = {
+    "table": rng.standard_normal((20_000, 8), np.float32),
+    "layer": rng.standard_normal((8, 1), np.float32),
+  }
+
+  def loss(params, ids):
+    return jnp.mean((params["table"][ids] @ params["layer"]) ** 2)
+
+  ids = rng.integers(0, 20_000, (batches, 16 * hosts), np.int32)
+  return Model(params, loss, [(of_step,) for of_step in ids])
+
+
+MODELS: dict[str, Callable[[int, int], Model]] = {
+  "lm": language_model,
+  "dlrm": click_model,
+  "small": small,
+}
+
+
+AXIS = "data"
+# float32 sums over hosts in another order, and again in the layers behind.
+_RELATIVE = 1e-3
+
+
+def adagrad() -> optax.GradientTransformation:
+  """Returns the optimizer of the example programs."""
+  return optax.adagrad(0.03, initial_accumulator_value=0.0, eps=1e-10)
+
+
+def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
+  """Returns gradients of arrays, or of rows where a table is only looked up."""
+  return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
+
+
+def alone() -> optax.GradientTransformation:
+  """No exchange; gradients are written to memory all the same.
+
+  Without the barrier XLA makes one loop of gradient and optimizer, and what an
+  exchange adds would be charged with taking that apart.
+  """
+  whole = optax.stateless(lambda grads, _: lax.optimization_barrier(grads))
+  return optax.chain(whole, adagrad())
+
+
+def pmean_then_adagrad() -> optax.GradientTransformation:
+  """Returns the transformation of most programs."""
+  mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+  return optax.chain(mean, adagrad())
+
+
+def planned(
+  plan: zenjax.planner.Plan, rows: bool
+) -> optax.GradientTransformation:
+  """Returns the transformation that a plan describes."""
+  optimizer = zenjax.lazy_rows(adagrad()) if rows else adagrad()
+  return optax.chain(zenjax.zen_sync(AXIS, plan=plan), optimizer)
+
+
+class Place:
+  """A model's parameters and batches, where the hosts have them."""
+
+  def __init__(self, model: Model, mesh: Mesh):
+    self.model, self.mesh = model, mesh
+    self.same = NamedSharding(mesh, P())
+    split = NamedSharding(mesh, P(AXIS))
+    self.batches = [
+      tuple(_placed(x, split) for x in batch) for batch in model.batches
+    ]
+
+  def params(self) -> Any:
+    """Fresh ones: a step takes them."""
+    return jax.tree.map(lambda x: _placed(x, self.same), self.model.params)
+
+  def own_part(self) -> tuple[Any, ...]:
+    """Shapes of one host's part of a batch."""
+    n = self.mesh.size
+    return tuple(
+      jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype)
+      for x in self.model.batches[0]
+    )
+
+
+class Program:
+  """A compiled step that hands parameters and state to the next.
+
+  Args:
+    place: Of the model.
+    tx: What makes updates of gradients.
+    rows: Whether gradients are of rows.
+    compiler: Of all hosts.
+  """
+
+  def __init__(
+    self,
+    place: Place,
+    tx: optax.GradientTransformation,
+    rows: bool,
+    compiler: SharedCompiler,
+  ):
+    self._place = place
+    self._params = place.params()
+    self._state = zenjax.init(tx, self._params, place.mesh, AXIS)
+    specs = zenjax.state_specs(self._state, AXIS)
+    gradients = value_and_grad(place.model.loss, rows)
+
+    def step(params, state, *batch):
+      loss, grads = gradients(params, *batch)
+      updates, state = tx.update(grads, state, params)
+      params = zenjax.apply_updates(params, updates)
+      return params, state, lax.pmean(loss, AXIS)
+
+    mapped = jax.shard_map(
+      step,
+      mesh=place.mesh,
+      in_specs=(P(), specs, *[P(AXIS)] * len(place.batches[0])),
+      out_specs=(P(), specs, P()),
+      check_vma=False,
+    )
+    start = time.perf_counter()
+    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(
+      self._params, self._state, *place.batches[0]
+    )
+    lower_s = time.perf_counter() - start
+    self._step, seconds = compiler.compile(lowered)
+    self.compile_s = lower_s + seconds
+    self._turn = 0
+
+  def __call__(self) -> float:
+    """Takes a step and waits for it; returns the mean loss."""
+    batches = self._place.batches
+    batch = batches[self._turn % len(batches)]
+    self._turn += 1
+    self._params, self._state, loss = self._step(
+      self._params, self._state, *batch
+    )
+    jax.block_until_ready((self._params, self._state))
+    return float(loss.addressable_shards[0].data)
+
+  @property
+  def steps(self) -> int:
+    """The number of steps taken."""
+    return self._turn
+
+  def params(self) -> Any:
+    """Returns the parameters that this host has."""
+    return jax.tree.map(
+      lambda x: np.asarray(x.addressable_shards[0].data), self._params
+    )
+
+  def state(self, *, whole: bool = False) -> Any:
+    """The optimizer's state: this host's part of it, or that of all."""
+    if whole:
+      return jax.tree.map(
+        lambda x: multihost_utils.process_allgather(x, tiled=True), self._state
+      )
+    return jax.tree.map(
+      lambda x: np.asarray(x.addressable_shards[0].data), self._state
+    )
+
+  def squares(self) -> list[np.ndarray]:
+    """Adagrad's sums of squared gradients on this host."""
+    found = optax.tree.get(self._state, "sum_of_squares")
+    leaves = [leaf for leaf in jax.tree.leaves(found)]
+    return [np.asarray(x.addressable_shards[0].data) for x in leaves]
+
+  def time(self, common_start: Callable[[], float]) -> float:
+    """Seconds until this host is through, from when all have begun."""
+    start = common_start()
+    self()
+    return time.monotonic() - start
+
+
+def wrong(got: list[np.ndarray], want: list[np.ndarray]) -> int:
+  """Elements that differ by more than rounding does."""
+  return sum(
+    int(np.sum(np.abs(x - y) > _RELATIVE * (np.abs(y) + 1e-6 * np.max(y))))
+    for x, y in zip(got, want, strict=True)
+  )
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+  x = np.asarray(x)
+  return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])

@@ -1,0 +1,327 @@
+"""`sparsified`: steps of a dense model between hosts, whole and sparsified.
+
+Three layers of `width x width`; all hosts' selections are exchanged, and what
+is not selected waits on its host. Every host runs
+`python -m benchmarks.campaigns.sparsified`.
+
+Letters: `n` hosts, `N` parameters, `k` selected elements of all hosts.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from contextlib import AbstractContextManager
+import dataclasses
+import math
+from typing import Any
+from unittest import mock
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import campaign
+from benchmarks import harness
+from benchmarks import library
+from benchmarks import table
+from benchmarks.campaigns.planned.programs import AXIS
+from benchmarks.campaigns.planned.programs import Model
+from benchmarks.campaigns.planned.programs import Place
+from benchmarks.campaigns.planned.programs import Program
+from benchmarks.harness import Case
+from benchmarks.testbed import served
+from benchmarks.testbed.served import SharedCompiler
+import zenjax
+
+_BATCHES = 4
+# Until capacities are known, and until a controlled threshold has settled.
+_WARM_UP, _SETTLED = 8, 100
+# Of these, the last so many tell what a step sends.
+_TOLD = 20
+# float32 sums, and a learning rate that was multiplied with and divided by.
+_RELATIVE = 1e-4
+_RATE = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+  """The sizes that the variants share.
+
+  Attributes:
+    width: Of the three square layers.
+    batch: Examples of a host.
+    density: What is selected of all hosts together, by `exdyna` and `micro`.
+    top: What each host selects by magnitude.
+  """
+
+  width: int
+  batch: int
+  density: float
+  top: float
+
+
+def _pmean() -> Any:
+  return optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+
+
+def _top(setting: Setting, capacities: Any) -> Any:
+  top = zenjax.sparsify.top_k(setting.top, method="sampled")
+  return optax.chain(
+    zenjax.sparsify.error_feedback(top, AXIS),
+    zenjax.zen_sync(AXIS, unit="element", capacities=capacities),
+  )
+
+
+@contextlib.contextmanager
+def _slots_only() -> Iterator[None]:
+  """Indices as numbers, where zenjax would send a bitmap for it is smaller."""
+  with mock.patch.multiple(
+    library.wire,
+    index_words=lambda capacity, num_slots: capacity,
+    encode_index=lambda slots, num_slots: slots.astype(jnp.uint32),
+    decode_index=lambda words, capacity, num_slots: words.astype(jnp.int32),
+  ):
+    yield
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Variant:
+  """A way from gradients to updates.
+
+  Attributes:
+    make: Of the setting and what to pin.
+    pinned: Whether capacities are found by a rehearsal.
+    tracing: Within which the step is traced.
+    warm_up: Steps before those that are timed.
+  """
+
+  make: Callable[[Setting, Any], Any]
+  pinned: bool = False
+  tracing: Callable[[], Any] = contextlib.nullcontext
+  warm_up: int = _WARM_UP
+
+
+VARIANTS = {
+  "none": _Variant(lambda setting, _: optax.identity()),
+  "pmean": _Variant(lambda setting, _: _pmean()),
+  "exdyna": _Variant(
+    lambda setting, _: zenjax.sparsify.exdyna(AXIS, setting.density),
+    warm_up=_SETTLED,
+  ),
+  "micro": _Variant(
+    lambda setting, _: zenjax.sparsify.micro(AXIS, setting.density),
+    warm_up=_SETTLED,
+  ),
+  "top zen": _Variant(_top, pinned=True),
+  "top zen, slots": _Variant(_top, pinned=True, tracing=_slots_only),
+}
+
+
+def model(setting: Setting, hosts: int) -> Model:
+  """Three layers of `width x width`, random vectors in and out."""
+  rng = np.random.default_rng(0)
+  shape = (setting.width, setting.width)
+  draw = lambda *shape: rng.standard_normal(shape, np.float32)
+  params = {f"w{i}": draw(*shape) * setting.width**-0.5 for i in range(3)}
+
+  def loss(params, x, y):
+    for name in sorted(params):
+      x = jnp.tanh(x @ params[name])
+    return jnp.mean((x - y) ** 2)
+
+  size = (setting.batch * hosts, setting.width)
+  return Model(
+    params, loss, [(draw(*size), draw(*size)) for _ in range(_BATCHES)]
+  )
+
+
+class _Worker(served.Worker):
+  """This host's share of the steps."""
+
+  def __init__(self, compiler: SharedCompiler, epoch: float):
+    super().__init__(compiler, epoch)
+    self._programs: list[Program] = []
+    self._place: Place | None = None
+    self._mean: np.ndarray | None = None
+
+  def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a variant, checks its first step, and warms it up."""
+    known, made = VARIANTS[variant], Setting(**setting)
+    self._width = made.width
+    if self._place is None:
+      self._place = Place(model(made, self.mesh.size), self.mesh)
+      pmean = self._program(_pmean())
+      self._mean = self._step_of(pmean)
+      del pmean
+    capacities = None
+    if known.pinned:
+      rehearsal = self._program(known.make(made, None))
+      _take(rehearsal, _WARM_UP)
+      capacities = zenjax.advise(rehearsal.state())
+      del rehearsal
+    with known.tracing():
+      program = self._program(known.make(made, capacities))
+    self._programs.append(program)
+    wrong = 0 if variant == "none" else self._wrong(program)
+    told = min(_TOLD, known.warm_up)
+    _take(program, known.warm_up - told)
+    facts = []
+    for _ in range(told):
+      program()
+      facts.append(self._facts(program, variant))
+    return {
+      "wrong": wrong,
+      "compile_s": program.compile_s,
+      "facts": {
+        key: float(np.mean([of_step[key] for of_step in facts]))
+        for key in facts[0]
+      },
+    }
+
+  def _program(self, tx: optax.GradientTransformation) -> Program:
+    assert self._place is not None
+    chain = optax.chain(tx, optax.sgd(_RATE))
+    return Program(self._place, chain, False, self.compiler)
+
+  def _step_of(self, program: Program) -> np.ndarray:
+    """`[N]`, what the first step takes from the parameters over the rate."""
+    before = _flat(program.params())
+    program()
+    return (before - _flat(program.params())) / _RATE
+
+  def _wrong(self, program: Program) -> int:
+    """Elements of which update and residuals are not all that there was."""
+    assert self._mean is not None
+    got = self._step_of(program) + _mean_residual(program.state(whole=True))
+    far = np.abs(got - self._mean) > _RELATIVE * np.abs(self._mean).max()
+    return int(np.sum(far))
+
+  def _facts(self, program: Program, variant: str) -> dict[str, float]:
+    n, size = self.mesh.size, 3 * self._width**2 * 4.0
+    part = (n - 1) / n
+    dense = 2 * part * size
+    if variant in ("none", "pmean"):
+      return {"wire_bytes": dense} if variant == "pmean" else {}
+    found = zenjax.stats(program.state())
+    told = found.get("sparsifier")
+    if told:  # Values that all have to be summed, at `k` places.
+      bound = dense * told["density"]
+      return {
+        "wire_bytes": told["wire_bytes"],
+        "bound_bytes": bound,
+        "density": told["density"],
+      }
+    leaves = found.values()
+    rows = sum(x["num_rows"] for x in leaves)
+    mean = lambda key: sum(x[key] * x["num_rows"] for x in leaves) / rows
+    both = mean("density") + mean("union_density")
+    return {
+      "wire_bytes": sum(x["wire_bytes"] for x in leaves),
+      "bound_bytes": part * both * size,
+      "density": mean("density"),
+      "rounds": max(x["rounds"] for x in leaves),
+    }
+
+  def step(self, number: int) -> float:
+    """Takes a step of what was built so many builds after the first."""
+    return harness.seconds_of(self._programs[number])
+
+
+def _take(program: Program, steps: int) -> None:
+  for _ in range(steps):
+    program()
+
+
+def _flat(tree: Any) -> np.ndarray:
+  """`[N]` float64, as this host has it."""
+  parts = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+  return np.concatenate(parts)
+
+
+def _mean_residual(state: Any) -> np.ndarray:
+  """`[N]` float64 over hosts; 0 where nothing is kept."""
+  kinds = zenjax.sparsify.ErrorFeedbackState | zenjax.sparsify.SparsifierState
+  nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+  for node in nodes:
+    if isinstance(node, zenjax.sparsify.SparsifierState):
+      return np.asarray(node.residual, np.float64).mean(axis=0)
+    if isinstance(node, zenjax.sparsify.ErrorFeedbackState):
+      leaves: Mapping[str, Any] = node.leaves
+      parts = [leaves[name].residual for name in sorted(leaves)]
+      means = [np.asarray(x, np.float64).mean(axis=0) for x in parts]
+      return np.concatenate([x.ravel() for x in means])
+  return np.zeros(1)
+
+
+_BUILD_S, _STEP_S = 1200.0, 300.0
+MB = 1e6
+NONE, DENSE = "none", "pmean"
+
+
+def _fewer_bytes(result, peers):
+  """Than `pmean`."""
+  wire = result.facts.get("wire_bytes", math.nan)
+  dense = peers[DENSE].facts["wire_bytes"] if DENSE in peers else math.nan
+  return dense / wire
+
+
+def _faster(result, peers):
+  return table.median_s(peers, DENSE) / result.median_s
+
+
+def _amdahl(result, peers):
+  """Returns how much faster it could be: computation is not saved."""
+  nothing, dense = (table.median_s(peers, x) for x in (NONE, DENSE))
+  return dense / (nothing + (dense - nothing) / _fewer_bytes(result, peers))
+
+
+def _over_bound(result, _):
+  facts = result.facts
+  return facts.get("wire_bytes", math.nan) / facts.get("bound_bytes", math.nan)
+
+
+COLUMNS = (
+  table.fact("density\n%", "density", ".3f", unit=0.01),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
+  table.Column("wire/\nbound", _over_bound, ".2f"),
+  table.Column("fewer\nbytes", _fewer_bytes, ".1f"),
+  table.WRONG,
+  table.COMPILE,
+  table.TIME,
+  table.SPREAD,
+  table.Column("times\nas fast", _faster, ".2f"),
+  table.Column("Amdahl's\nbound", _amdahl, ".2f"),
+)
+
+
+def cases(
+  options: argparse.Namespace,
+) -> AbstractContextManager[list[Case]]:
+  """Returns a context that yields every variant on hosts.
+
+  Raises:
+    ValueError: There is no such variant.
+    RuntimeError: This machine or user cannot have namespaces.
+  """
+  names = options.variants or list(VARIANTS)
+  if unknown := sorted(set(names) - set(VARIANTS)):
+    raise ValueError(
+      f"`--variants` must be among {', '.join(VARIANTS)}, got {unknown[0]!r}."
+    )
+  setting = {
+    name: getattr(options, name)
+    for name in ("width", "batch", "density", "top")
+  }
+  return campaign.cases(
+    "sparsified",
+    options,
+    "unlimited" if options.loopback else options.rate,
+    f"{3 * options.width**2:,} parameters",
+    {name: {"variant": name, "setting": setting} for name in names},
+  )
+
+
+if __name__ == "__main__":
+  served.main(_Worker)

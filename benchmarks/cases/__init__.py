@@ -1,0 +1,1 @@
+"""Commands that time the devices of this process, or count rows."""

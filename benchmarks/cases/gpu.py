@@ -1,0 +1,461 @@
+"""`gpu`: everything that one GPU can show, and nothing that it cannot.
+
+Operations by XLA and by Pallas beside the floor, all the local work of zen_sync
+for 8 devices beside reads of their gradients, the report, and what both would
+make of links. Without a GPU the same runs on a small table, with the kernels
+interpreted: that shows answers, and says that it shows no times of kernels.
+
+One device does the work of 8: under `vmap` with an axis name the exchange is a
+transpose in memory. Every one has a gradient of its own; a step writes the sums
+over it, as in training, where autodiff makes it anew. Here what was sent is put
+back, which is not timed.
+
+Times on links are predictions: zenjax's own formulas, as `scheme="auto"` takes
+them, from a nominal rate and an assumed latency, plus local work as measured.
+Nothing is assumed to overlap, and nothing of it was measured on a link.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import math
+import time
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness
+from benchmarks import library
+from benchmarks import oracle
+from benchmarks import record
+from benchmarks import table
+from benchmarks.cases import kernels
+from benchmarks.harness import Built
+from benchmarks.harness import Case
+from benchmarks.harness import Result
+from benchmarks.table import Peers
+import zenjax
+from zenjax.kernels import _dispatch
+
+AXIS = "data"
+DEVICES = 8
+LEAF = "table"
+# Rows that devices draw theirs from, over those of one device: the union is
+# 4.4 times as large then, as that of vocabularies is.
+_POOL = 5.5
+
+
+@dataclasses.dataclass(slots=True)
+class Gradients:
+  """`[8, R, D]` whose rows are known, handed from step to step.
+
+  Attributes:
+    tables: On the device; every step donates them.
+    rows: `[8, K]`, the nonzero rows of each.
+    values: `[8, K, D]` of them, small integers.
+    union: `[U]`, rows that any of them has.
+    sums: `[U, D]`.
+  """
+
+  tables: Any
+  rows: jax.Array
+  values: jax.Array
+  union: jax.Array
+  sums: jax.Array
+
+  def restore(self) -> jax.Array:
+    """Puts back what was sent, whatever a step has left of it."""
+    tables, self.tables = self.tables, None
+    self.tables = _restore(tables, self.rows, self.values, self.union)
+    return self.tables
+
+  def wrong(self) -> int:
+    """Elements that are not the sums, where there are none included."""
+    return int(_count_wrong(self.tables, self.union, self.sums))
+
+
+def draw(rows: int, width: int, density: float) -> Gradients:
+  """Draws from the number of rows, always the same."""
+  rng = np.random.default_rng(rows)
+  count = max(1, round(rows * density))
+  pool = rng.choice(rows, min(rows, round(_POOL * count)), replace=False)
+  found = [
+    np.sort(rng.choice(pool, count, replace=False)) for _ in range(DEVICES)
+  ]
+  values = [oracle.values(rng, (count, width)) for _ in range(DEVICES)]
+  union = np.unique(np.concatenate(found))
+  sums = np.zeros((len(union), width), np.float32)
+  for mine, of in zip(found, values):
+    sums[np.searchsorted(union, mine)] += of
+  return Gradients(
+    tables=jnp.zeros((DEVICES, rows, width), jnp.float32),
+    rows=jnp.asarray(np.stack(found), jnp.int32),
+    values=jnp.asarray(np.stack(values)),
+    union=jnp.asarray(union, jnp.int32),
+    sums=jnp.asarray(sums),
+  )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _restore(tables, rows, values, union):
+  def one(table, rows, values):
+    table = table.at[union].set(0, unique_indices=True)
+    return table.at[rows].set(values, unique_indices=True)
+
+  return jax.vmap(one)(tables, rows, values)
+
+
+@jax.jit
+def _count_wrong(tables, union, sums):
+  def one(table):
+    got = table[union]
+    elsewhere = jnp.count_nonzero(table) - jnp.count_nonzero(got)
+    return jnp.count_nonzero(got != sums) + elsewhere
+
+  return jnp.sum(jax.lax.map(one, tables))
+
+
+class Sync:
+  """The steps of one table: sizes are pinned to what a first step needed.
+
+  Attributes:
+    shape: Rows, width and density of the gradients.
+    states: What the checked step of a case left, by its name.
+  """
+
+  def __init__(self, rows: int, width: int, density: float):
+    self.shape = rows, width, density
+    self.states: dict[str, Any] = {}
+    self._pins: dict[str, Any] = {}
+
+  @functools.cached_property
+  def gradients(self) -> Gradients:
+    return draw(*self.shape)
+
+  def build(
+    self, name: str, partition: str, platform: str | None, interpreted: bool
+  ) -> Built:
+    """Compiles a step and checks it.
+
+    Args:
+      name: Of the case.
+      partition: Of zen_sync.
+      platform: Whose kernels it takes; None for the reference.
+      interpreted: Whether they are: then there is no time to measure.
+    """
+    if partition not in self._pins:
+      state = self._run(self._compile(partition, None, None, False)[0])
+      self._pins[partition] = zenjax.advise(state)
+    pin = self._pins[partition]
+    compiled, seconds = self._compile(partition, pin, platform, interpreted)
+    self.states[name] = self._run(compiled)
+    tables = self.gradients.tables
+    facts = {
+      # What any way to find the nonzero rows of a gradient reads.
+      "bytes": float(tables.nbytes),
+      "temporary_bytes": float(compiled.memory_analysis().temp_size_in_bytes),
+    }
+    return Built(
+      run=None if interpreted else functools.partial(self._step, compiled),
+      prepare=self.gradients.restore,
+      wrong=self.gradients.wrong(),
+      compile_s=seconds,
+      facts=facts,
+    )
+
+  def _step(self, compiled):
+    gradients = self.gradients
+    tables, gradients.tables = gradients.tables, None
+    gradients.tables, state = compiled(tables)
+    return gradients.tables, state
+
+  def _run(self, compiled):
+    """One step, and what its devices remember of it."""
+    self.gradients.restore()
+    _, state = self._step(compiled)
+    return jax.tree.map(lambda x: np.asarray(x[0]), state)
+
+  def _compile(self, partition, pin, platform, interpreted):
+    with _dispatch.forced(platform, interpret=interpreted):
+      start = time.perf_counter()
+      lowered = step(partition, pin).lower(self.gradients.tables)
+      return lowered.compile(), time.perf_counter() - start
+
+
+def step(partition: Any, pin: Any) -> Any:
+  """`[8, R, D]` gradients to their sums in place, and 8 states."""
+  tx = zenjax.zen_sync(
+    AXIS, sparse=True, op="sum", partition=partition, capacities=pin
+  )
+
+  def one(table):
+    updates: dict[str, Any] = {LEAF: table}
+    synced, state = tx.update(updates, tx.init(updates))
+    return cast(dict[str, Any], synced)[LEAF], state
+
+  mapped = jax.vmap(one, axis_name=AXIS, axis_size=DEVICES)
+  return jax.jit(mapped, donate_argnums=0)
+
+
+# Nominal: NVLink 4 has 18 links of 25 GB/s each way. Latencies are assumed.
+LINKS = {
+  "NVLink 4, 450 GB/s": zenjax.planner.Link(bandwidth=450e9, latency_s=3e-6),
+  "400 Gbit/s": zenjax.planner.Link(bandwidth=50e9, latency_s=10e-6),
+  "100 Gbit/s": zenjax.planner.Link(bandwidth=12.5e9, latency_s=10e-6),
+}
+DENSE = "dense (psum)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+  """One way to synchronize, and a device's own part in it, in seconds."""
+
+  name: str
+  column_groups: int
+  local_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+  """The times of one way on one link, in seconds."""
+
+  link: str
+  bandwidth: float
+  latency_s: float
+  way: str
+  wire_s: float
+  local_s: float
+  received_bytes: float
+
+  @property
+  def seconds(self) -> float:
+    return self.wire_s + self.local_s
+
+
+def predictions(
+  rows: int, width: int, profile: zenjax.planner.Profile, ways: Sequence[Way]
+) -> list[Predicted]:
+  """Every way and the dense exchange on every link.
+
+  The local work of the dense one, a sum in memory, counts as nothing.
+  """
+  found = []
+  own = library.table(LEAF, rows, width)
+  dense = Way(name=DENSE, column_groups=1, local_s=0.0)
+  for name, link in LINKS.items():
+    for way in (dense, *ways):
+      prediction = library.predict(
+        "dense" if way is dense else "zen",
+        own,
+        profile,
+        DEVICES,
+        link,
+        way.column_groups,
+      )
+      one = Predicted(
+        link=name,
+        bandwidth=link.bandwidth,
+        latency_s=link.latency_s,
+        way=way.name,
+        wire_s=prediction.wire_s,
+        local_s=way.local_s,
+        received_bytes=prediction.received,
+      )
+      found.append(one)
+  return found
+
+
+def over_dense(found: Sequence[Predicted]) -> Mapping[tuple[str, str], float]:
+  """Returns the speed over the dense exchange's, by link and way."""
+  dense = {p.link: p.seconds for p in found if p.way == DENSE}
+  return {(p.link, p.way): dense[p.link] / p.seconds for p in found}
+
+
+def show(found: Sequence[Predicted]) -> None:
+  """Prints them; a dash where local work was not measured."""
+  shown = table.made(
+    f"Predicted, not measured: {DEVICES} devices on links of nominal rate and"
+    " assumed latency",
+    *("link\n  variant", "receives\nMB", "link\nms", "local\nms", "both\nms"),
+    "times as fast\nas dense",
+  )
+  faster = over_dense(found)
+  for name, link in LINKS.items():
+    latency = f"{link.latency_s * 1e6:.0f} us a message assumed"
+    shown.add_row(f"[bold]{name}[/bold], {latency}")
+    for p in found:
+      if p.link == name:
+        ms = (p.wire_s, p.local_s, p.seconds)
+        shown.add_row(
+          f"  {p.way}",
+          f"{p.received_bytes / 1e6:.1f}",
+          *(table.number(seconds, ".3f", 1e3) for seconds in ms),
+          table.number(faster[name, p.way], ".1f"),
+        )
+    shown.add_section()
+  table.console().print(shown)
+
+
+_PLATFORM = "cuda"
+_PARTITIONS = "hash", "columns"
+_INTERPRETED = " interpreted"
+# Rows, width and density: of the issue, and what an interpreter can do.
+_ON_GPU = 4_194_304, 128, 0.01
+_ON_CPU = 4000, 128, 0.02
+# Of the tables of 8 devices: temporaries and the rows that travel.
+_BESIDE = 1.5
+
+NO_GPU = (
+  "No GPU here: the kernels were interpreted on a small table, which shows"
+  " their answers. Nothing was measured on a GPU, and no time is of a kernel."
+)
+
+
+def _over_read(result: Result, peers: Peers) -> float:
+  """Time over one read of the gradient, or of the 8, as fast as a copy."""
+  copy = peers.get("copy")
+  if copy is None or result is copy:
+    return math.nan
+  reads = _gradients(result) * copy.median_s / 2
+  return result.median_s / reads
+
+
+def _gradients(result: Result) -> int:
+  return DEVICES if result.name.startswith("zen") else 1
+
+
+COLUMNS = (
+  *kernels.COLUMNS[:-2],
+  table.fact("temporary\nMB", "temporary_bytes", unit=1e6),
+  kernels.OVER_FLOOR,
+  table.Column("over one\nread", _over_read, ".2f"),
+)
+
+
+def run(options: argparse.Namespace) -> int:
+  """Measures and prints; returns 1 if an answer was wrong, 130 on Ctrl-C.
+
+  Raises:
+    ValueError: The accelerator is no GPU, or has too little memory.
+  """
+  on_gpu = jax.default_backend() == "gpu"
+  sizes = _ON_GPU if on_gpu else _ON_CPU
+  for name, size in zip(("rows", "width", "density"), sizes):
+    if getattr(options, name) is None:
+      setattr(options, name, size)
+  shape = options.rows, options.width, options.density
+  _check_device(shape)
+  sync = Sync(*shape)
+  cases = _cases(options, sync, on_gpu)
+  results, complete = harness.measure(cases, repeats=options.repeats)
+  found = _predictions(sync, results, on_gpu)
+  ratios = _ratios(results) if on_gpu else {}
+  _show(results, found, ratios, sync, on_gpu)
+  if not complete:
+    print("Interrupted: this is what was measured until then.")
+  if options.json:
+    told: dict[str, Any] = {
+      "measured_on_gpu": on_gpu,
+      "note": None if on_gpu else NO_GPU,
+      "times_over_one_read": ratios,
+      "predicted_not_measured": [
+        dataclasses.asdict(p) | {"seconds": p.seconds} for p in found
+      ],
+      "reports": {name: zenjax.report(s) for name, s in sync.states.items()},
+    }
+    settings = record.settings(options)
+    record.save_json(
+      options.json, results, options=settings, complete=complete, told=told
+    )
+    print(f"Saved {options.json}")
+  if not complete:
+    return 130
+  return int(any(result.wrong for result in results))
+
+
+def _show(results, found, ratios, sync, on_gpu):
+  device = jax.devices()[0].device_kind
+  title = f"gpu: {device if on_gpu else 'no GPU, ' + device}"
+  table.show(f"{title}, JAX {jax.__version__}", results, COLUMNS)
+  if found:
+    show(found)
+  for name, state in list(sync.states.items())[-1:]:
+    print(f"{name}:\n{zenjax.report(state)}\n")
+  for name, ratio in ratios.items():
+    print(f"{name}: {ratio:.2f} times one read of the gradient, {device}")
+  if not on_gpu:
+    print(NO_GPU)
+
+
+def _check_device(shape):
+  """Raises ValueError where the tables cannot be."""
+  device = jax.devices()[0]
+  if device.platform not in ("gpu", "cpu"):
+    raise ValueError(
+      f"`gpu` must run on a GPU, or on a CPU to try it, got {device.platform};"
+      " set JAX_PLATFORMS=cuda or JAX_PLATFORMS=cpu."
+    )
+  rows, width, _ = shape
+  need = _BESIDE * DEVICES * rows * width * 4
+  have = (device.memory_stats() or {}).get("bytes_limit", math.inf)
+  if need > have:
+    raise ValueError(
+      f"`--rows` x `--width` must fit {DEVICES} times in memory, got"
+      f" {rows} x {width}, which needs about {need / 1e9:.0f} GB of"
+      f" {have / 1e9:.0f} GB: ask for fewer rows."
+    )
+
+
+def _cases(options, sync: Sync, on_gpu: bool) -> list[Case]:
+  # The other platform's kernels are seen by `kernels`.
+  found = [c for c in kernels.cases(options) if not c.name.endswith(" tpu")]
+  rows, width, density = sync.shape
+  group = f"{DEVICES} x {rows:,} x {width}  {density:.1%}, all of zen_sync"
+  copy = next(case for case in found if case.name == "copy")
+  found.append(dataclasses.replace(copy, group=group))
+  for partition in _PARTITIONS:
+    for way, platform in (("xla", None), ("pallas", _PLATFORM)):
+      interpreted = platform is not None and not on_gpu
+      name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
+      build = functools.partial(
+        sync.build, name, partition, platform, interpreted
+      )
+      found.append(Case(group=group, name=name, build=build))
+  return found
+
+
+def _ratios(results: Sequence[Result]) -> dict[str, float]:
+  """Times over one read: of `mask_pack`, and of everything."""
+  found = {}
+  for group in dict.fromkeys(result.group for result in results):
+    peers = {r.name: r for r in results if r.group == group}
+    for name, result in peers.items():
+      ratio = _over_read(result, peers)
+      if name.startswith(("mask_pack", "zen")) and math.isfinite(ratio):
+        found[name] = ratio
+  return found
+
+
+def _predictions(
+  sync: Sync, results: Sequence[Result], on_gpu: bool
+) -> list[Predicted]:
+  """Predicts from a GPU's times; those of a CPU's local work say nothing."""
+  rows, width, _ = sync.shape
+  ways, profile = [], None
+  for result in results:
+    if result.name not in sync.states or result.wrong:
+      continue
+    if result.name.endswith(_INTERPRETED):
+      continue  # The formula knows no implementation.
+    state = sync.states[result.name]
+    profile = zenjax.planner.profile(state)[LEAF]
+    local = result.median_s / DEVICES if on_gpu else math.nan
+    groups = int(zenjax.stats(state)[LEAF]["column_groups"])
+    way = Way(name=result.name, column_groups=groups, local_s=local)
+    ways.append(way)
+  if profile is None:
+    return []
+  return predictions(rows, width, profile, ways)

@@ -1,0 +1,121 @@
+"""`local`: what one device does before anything is sent, against one read.
+
+The nonzero rows of a gradient are found, packed to a hash bitmap, selected and
+gathered. The measure is `jnp.sum(g, axis=0)`, which reads the gradient once.
+"""
+
+import argparse
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness
+from benchmarks import library
+from benchmarks import oracle
+from benchmarks import table
+from benchmarks.cases import kernels
+from benchmarks.cases.kernels import DEVICES
+from benchmarks.harness import Built
+from benchmarks.harness import Case
+from zenjax.kernels.compact.reference import compact
+from zenjax.kernels.mask_pack.reference import mask_pack
+
+SHAPES = ((1_000_000, 16), (200_000, 128))
+DENSITIES = (0.004, 0.02)
+
+COLUMNS = (
+  table.fact("gradient\nMB", "gradient_bytes", unit=1e6),
+  table.fact("rows\nfound", "found", ".0f"),
+  table.fact("capacity\nan owner", "capacity", ".0f"),
+  table.WRONG,
+  table.COMPILE,
+  table.TIME,
+  table.SPREAD,
+  table.time_over("sum", "over\nsum"),
+)
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+  """Returns one read, the mask alone, and all: of each shape and density."""
+  del options
+  return [
+    Case(
+      group=f"{rows:,} x {width}  {density:.1%}",
+      name=name,
+      build=functools.partial(_build, variant, rows, width, density),
+    )
+    for rows, width in SHAPES
+    for density in DENSITIES
+    for name, variant in VARIANTS.items()
+  ]
+
+
+def _build(
+  variant: Callable[[kernels.Gradient], Any],
+  rows: int,
+  width: int,
+  density: float,
+) -> Built:
+  gradient = kernels.draw(rows, width, density)
+  function, wrong, facts = variant(gradient)
+  compiled, seconds = harness.compiled(function, gradient.table)
+  run = functools.partial(compiled, gradient.table)
+  facts |= {
+    "gradient_bytes": float(gradient.table.nbytes),
+    "found": float(len(gradient.found)),
+  }
+  return Built(run=run, wrong=wrong(run()), compile_s=seconds, facts=facts)
+
+
+# Each returns its function of the gradient, the number of wrong elements of an
+# answer, and facts.
+
+
+def _sum(gradient):
+  want = gradient.values.astype(np.float64).sum(axis=0)
+  wrong = lambda got: oracle.count_wrong(np.asarray(got), want)
+  return (lambda g: jnp.sum(g, axis=0)), wrong, {}
+
+
+def _mask(gradient):
+  def wrong(words):
+    different = np.asarray(words) ^ gradient.words
+    return int(np.bitwise_count(different).sum())
+
+  return (lambda g: mask_pack(g, gradient.layout).words), wrong, {}
+
+
+def _rows(gradient):
+  layout, found, values = gradient.layout, gradient.found, gradient.values
+  mean = len(found) / DEVICES
+  capacity = int(mean + 5 * mean**0.5)  # What the fullest of 8 owners needs.
+
+  def pack(g):
+    bitmap = library.bitmaps.index(mask_pack(g, layout).words)
+    first = jnp.zeros(DEVICES, jnp.int32)
+    return compact(g, bitmap, layout, first, capacity)
+
+  def wrong(answer):
+    """Elements of `[m, C, D]` that are not the rows `found`, in place."""
+    slots, packed = map(np.asarray, answer)
+    group = np.broadcast_to(np.arange(DEVICES)[:, None], slots.shape)
+    row = np.asarray(layout.row(jnp.array(group), jnp.array(slots)))
+    real = row < layout.num_rows
+    # Capacity beyond a group's rows is zero; every row arrives exactly once.
+    unused = int(np.count_nonzero(packed[~real]))
+    order = np.argsort(row[real])
+    if not np.array_equal(row[real][order], found):
+      return unused + values.size
+    return unused + oracle.count_different(packed[real][order], values)
+
+  return pack, wrong, {"capacity": capacity}
+
+
+VARIANTS = {
+  "sum": _sum,
+  "mask, pack": _mask,
+  "mask, pack, select, gather": _rows,
+}

@@ -1,0 +1,337 @@
+"""`step`: whole training steps, dense against rows, tables of any size.
+
+Gradient, synchronization, optimizer and parameters, everything donated. The
+same look-ups go to every table: of equally many distinct rows, spread over it.
+Letters: `n` devices, `T` look-ups a device, `R` rows, `D` width.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import itertools
+import time
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from benchmarks import harness
+from benchmarks import oracle
+from benchmarks import table
+from benchmarks.cases import sync
+from benchmarks.cases.sync import AXIS
+from benchmarks.harness import Built
+from benchmarks.harness import Case
+import zenjax
+
+_RATE = 0.5
+_OPTIMIZERS: dict[str, Callable[[], Any]] = {
+  "adam": lambda: optax.adam(_RATE),
+  "adagrad": lambda: optax.adagrad(_RATE, initial_accumulator_value=0.0),
+  "row_adagrad": lambda: zenjax.rows.row_adagrad(_RATE),
+  "sgd": lambda: optax.sgd(_RATE),
+}
+# Of a table's size beside the parameters.
+_STATES = {"adam": 2.0, "adagrad": 1.0, "row_adagrad": 0.1, "sgd": 0.0}
+# float32 over two steps of an optimizer, against float64.
+_RELATIVE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+  """The sizes that the variants on one table share."""
+
+  rows: int
+  width: int
+  look_ups: int
+  distinct: int  # rows that ids are drawn from
+  optimizer: str
+  batches: int
+
+  @classmethod
+  def of(cls, options: argparse.Namespace, rows: int) -> Self:
+    """Returns the setting of a table with so many rows."""
+    return cls(
+      rows=rows,
+      width=options.width,
+      look_ups=options.look_ups,
+      distinct=min(options.rows),
+      optimizer=options.optimizer,
+      batches=options.batches,
+    )
+
+
+def _dense(inner, _):
+  mean = functools.partial(jax.lax.pmean, axis_name=AXIS)
+  pmean = optax.stateless(lambda grads, _: jax.tree.map(mean, grads))
+  return optax.chain(pmean, inner)
+
+
+def _zen(inner, capacities):
+  sync = zenjax.zen_sync(AXIS, sparse=True, capacities=capacities)
+  return optax.chain(sync, inner)
+
+
+def _rows(inner, capacities):
+  return _zen(zenjax.lazy_rows(inner), capacities)
+
+
+def _owners(inner, capacities):
+  return zenjax.owner_update(inner, AXIS, sparse=True, capacities=capacities)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Variant:
+  """A way to the update of a step.
+
+  Attributes:
+    transformation: Of an optimizer and the capacities to pin.
+    rows: Whether gradients are SparseRows.
+    pinned: Whether capacities are found by a rehearsal.
+    whole_state: Whether every device holds the optimizer's state of all rows.
+  """
+
+  transformation: Callable[[Any, Any], Any]
+  rows: bool
+  pinned: bool = False
+  whole_state: bool = True
+
+
+VARIANTS = {
+  "dense": _Variant(_dense, rows=False),
+  "zen": _Variant(_zen, rows=False),
+  "rows": _Variant(_rows, rows=True),
+  "rows-pinned": _Variant(_rows, rows=True, pinned=True),
+  "owners": _Variant(_owners, rows=True, whole_state=False),
+}
+
+
+def tables_alive(name: str, optimizer: str, devices: int) -> float:
+  """Arrays of the table's size that a device needs, parameters included."""
+  if name not in VARIANTS:
+    raise ValueError(
+      f"`--variants` must be among {', '.join(VARIANTS)}, got {name!r}."
+    )
+  variant = VARIANTS[name]
+  state = _STATES[optimizer] / (1 if variant.whole_state else devices)
+  return 1 + state + (0.1 if variant.rows else 2)
+
+
+# Lowered -> compiled, and the seconds that took.
+Compile = Callable[[jax.stages.Lowered], tuple[jax.stages.Compiled, float]]
+
+
+def _compile_here(lowered):
+  start = time.perf_counter()
+  return lowered.compile(), time.perf_counter() - start
+
+
+def build(
+  name: str, setting: Setting, mesh: Mesh, compile: Compile = _compile_here
+) -> Built:
+  """Compiles a variant and checks the parameters after two steps."""
+  variant = VARIANTS[name]
+  capacities = None
+  if variant.pinned:
+    rehearsal = _Runner(variant, setting, mesh, compile, None)
+    for _ in range(setting.batches):
+      rehearsal()
+    capacities = zenjax.advise(rehearsal.state)
+    del rehearsal
+  runner = _Runner(variant, setting, mesh, compile, capacities)
+  wrong = runner.check()
+  usage: Any = runner.compiled.memory_analysis()
+  facts = {
+    "state_bytes": float(usage.argument_size_in_bytes),
+    "temporary": float(usage.temp_size_in_bytes),
+    "wire_bytes": runner.wire_bytes(),
+  }
+  return Built(run=runner, wrong=wrong, compile_s=runner.seconds, facts=facts)
+
+
+class _Runner:
+  """A compiled step that hands its state to the next."""
+
+  def __init__(self, variant, setting, mesh, compile, capacities):
+    self._setting, self._mesh = setting, mesh
+    inner = _OPTIMIZERS[setting.optimizer]()
+    tx = variant.transformation(inner, capacities)
+    self.params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
+    self.state = zenjax.init(tx, self.params, mesh, AXIS)
+    self._drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
+    self._placed = [
+      tuple(sync.split(mesh, x) for x in batch) for batch in self._drawn
+    ]
+    self._turn = 0
+    start = time.perf_counter()
+    specs = zenjax.state_specs(self.state, AXIS)
+    step = _step(tx, variant.rows, mesh, specs)
+    lowered = step.lower(self.params, self.state, *self._placed[0])
+    lower_s = time.perf_counter() - start
+    self.compiled, seconds = compile(lowered)
+    self.seconds = lower_s + seconds
+
+  def __call__(self):
+    batch = self._placed[self._turn % len(self._placed)]
+    self._turn += 1
+    self.params, self.state = self.compiled(self.params, self.state, *batch)
+    return self.params
+
+  def check(self) -> int:
+    """Wrong elements after the first batch twice, on every device.
+
+    The same rows twice: nothing that a lazy optimizer leaves out would happen.
+    """
+    self()
+    self._turn = 0
+    self()
+    ids, values = self._drawn[0]
+    touched = np.unique(ids)
+    grads = oracle.row_sums(
+      np.searchsorted(touched, ids.reshape(-1)),
+      values.reshape(-1, self._setting.width),
+      len(touched),
+    )
+    want = _after_two_steps(grads / len(ids), self._setting.optimizer)
+    read = jax.jit(lambda x, i: (x[i], jnp.count_nonzero(x)))
+    wrong = 0
+    for shard in self.params.addressable_shards:
+      got, nonzero = map(np.asarray, read(shard.data, touched))
+      near = np.abs(got - want) <= _RELATIVE * np.maximum(np.abs(want), 1e-6)
+      wrong += int(got.size - np.count_nonzero(near))
+      wrong += abs(int(nonzero) - int(np.count_nonzero(got)))
+    return wrong
+
+  def wire_bytes(self) -> float:
+    """Returns the bytes that a device receives in a step."""
+    try:
+      stats = zenjax.stats(self.state)
+    except ValueError:
+      n, size = self._mesh.size, self.params.nbytes
+      return 2 * (n - 1) / n * size
+    return sum(leaf["wire_bytes"] for leaf in stats.values())
+
+
+def _step(tx, rows, mesh, specs):
+  both = zenjax.value_and_grad if rows else jax.value_and_grad
+
+  def loss(params, ids, values):
+    return jnp.sum(jnp.take(params, ids, axis=0, mode="clip") * values)
+
+  def step(params, state, ids, values):
+    _, grads = both(loss)(params, ids[0], values[0])
+    updates, state = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates), state
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), specs, P(AXIS), P(AXIS)),
+    out_specs=(P(), specs),
+    check_vma=False,
+  )
+  return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def _draw(setting, n, seed):
+  """Ids as a text has them, `[n, T]`, spread over the table, and values."""
+  rng = np.random.default_rng(seed)
+  weights = 1.0 / (np.arange(setting.distinct) + 2.7)
+  shape = (n, setting.look_ups)
+  ids = rng.choice(setting.distinct, shape, p=weights / weights.sum())
+  spread = ids * (setting.rows // setting.distinct)
+  values = oracle.values(rng, (n * setting.look_ups, setting.width))
+  return spread.astype(np.int32), values.reshape(*shape, setting.width)
+
+
+def _after_two_steps(grads, optimizer):
+  """Parameters of `[k, D] float64` gradients, the same twice, from zero."""
+  if optimizer == "sgd":
+    return -_RATE * 2 * grads
+  if optimizer == "adam":
+    # Both moments over their corrections are the gradient and its square.
+    return -_RATE * 2 * grads / (np.abs(grads) + 1e-8)
+  squares = grads**2
+  if optimizer == "row_adagrad":
+    squares = squares.mean(axis=1, keepdims=True)
+  scale = np.where(squares > 0, squares, np.inf) ** -0.5
+  return -_RATE * grads * scale * (1 + 2**-0.5)
+
+
+MB = 1e6
+COLUMNS = (
+  table.fact("state\nMB", "state_bytes", unit=MB),
+  table.fact("temporary\nMB", "temporary", unit=MB),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
+  table.WRONG,
+  table.COMPILE,
+  table.TIME,
+  table.SPREAD,
+  table.Column("dense\nover", lambda r, p: _dense_over(r, p), ".1f"),
+  table.Column("over\nsmallest", lambda r, p: _over_smallest(r, p), ".2f"),
+)
+
+
+def _dense_over(result, peers):
+  """Returns how much longer the dense step of the same table takes."""
+  rows = result.name.split(" ", 1)[1]
+  return table.median_s(peers, f"dense {rows}") / result.median_s
+
+
+def _over_smallest(result, peers):
+  """Time over that of the same variant on the smallest table."""
+  variant = result.name.split(" ", 1)[0]
+  same = [p for name, p in peers.items() if name.split(" ", 1)[0] == variant]
+  first = min(same, key=lambda p: p.facts["state_bytes"])
+  return result.median_s / first.median_s
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+  """Every variant on every number of rows, all in one group: they take turns.
+
+  Raises:
+    ValueError: There are too few devices, too little memory, or no such
+      variant.
+  """
+  mesh = harness.mesh(options.devices, AXIS)
+  names = options.variants or list(VARIANTS)
+  if mesh.devices.flat[0].platform == "cpu":
+    # Others have memory of their own, and say when it is full.
+    check_memory(names, options, mesh.size)
+  return [
+    Case(
+      group=title(options),
+      name=f"{name} {rows:,}",
+      build=functools.partial(build, name, Setting.of(options, rows), mesh),
+    )
+    for rows, name in itertools.product(options.rows, names)
+  ]
+
+
+def title(options: argparse.Namespace) -> str:
+  """Returns the sizes that all cases have in common."""
+  return (
+    f"{options.look_ups:,} look-ups a device, D = {options.width},"
+    f" {options.optimizer}"
+  )
+
+
+def check_memory(
+  names: Sequence[str], options: argparse.Namespace, devices: int
+) -> None:
+  """Raises ValueError where this machine cannot hold all cases at once."""
+  need = 0
+  for rows, name in itertools.product(options.rows, names):
+    tables = tables_alive(name, options.optimizer, devices)
+    need += tables * devices * rows * options.width * 4
+  harness.require_memory(
+    need,
+    "--rows",
+    "Steps on all of them take turns: ask for fewer or smaller tables, fewer"
+    " `--devices` or `--variants`.",
+  )

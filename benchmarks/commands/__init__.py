@@ -1,1 +1,0 @@
-"""What every command of `benchmarks.run` is asked for."""

@@ -1,1 +1,0 @@
-"""How many exchanges a compressed CNN's gradients are best sent in."""

@@ -1,1 +1,0 @@
-"""Plans beside what whole training steps take between hosts."""

@@ -1,0 +1,250 @@
+"""`utility`: set-ups in which compressed gradients pay, by formula alone.
+
+The models of the Utility paper (`utility_model`) over a grid of dense models,
+and over models with tables as the Zen paper has them, with zen beside. Nothing
+here is measured.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+from benchmarks import library
+from benchmarks import record
+from benchmarks import table as tables
+from benchmarks import workloads
+from benchmarks.planner import placing
+from benchmarks.planner import utility_model
+from benchmarks.planner.utility_model import Outcome
+from benchmarks.planner.utility_model import Setup
+import zenjax
+
+NETWORKS = ("1gbit", "10gbit", "25gbit", "100gbit")
+# NVLink joins 8 devices: there is no more of it.
+NVLINK = "NVLink 4"
+LINKS = (*NETWORKS, NVLINK)
+DEVICES = (8, 16, 32, 64, 96)
+SHOWN = (8, 64)
+BATCHES = (0.25, 0.5, 1.0)
+
+# Models without tables: parameters, and seconds of backward at the full batch.
+# ResNet-50 at 64 images on a V100 is the Utility paper's. ResNet-101 is taken
+# to need 1.9 times as long, as its multiplications say, and BERT-base 0.27 s
+# for 12 sequences of 512 at 10 TFLOP/s: assumed, as no figure is at hand.
+DENSE = {
+  "ResNet-50": (25.6e6, 0.122),
+  "ResNet-101": (44.5e6, 0.232),
+  "BERT-base": (110e6, 0.270),
+}
+# Models with a table, of a workload's name: parameters of the rest, and
+# backward. Parameters are those of the Zen paper. Its LSTM takes 114 ms a step
+# on a V100; for the others 100 ms are assumed.
+TABLED = {
+  "lm1b-lstm": (20e6, 0.114),
+  "criteo-deepfm": (68e6, 0.1),
+  "iwslt-nmt": (31e6, 0.1),
+  "squad-bert": (86e6, 0.1),
+}
+# The Zen paper: 6 ms to hash a gradient of 214 million elements on a V100.
+_PACK_S = 0.006 / 214e6
+# Steps of 4 devices to pool: as many sets as devices at most.
+_STEPS = 32
+
+
+class Found(NamedTuple):
+  """A set-up on a named link, and what every method makes of it."""
+
+  link: str
+  batch: float
+  setup: Setup
+  outcomes: list[Outcome]
+
+  @property
+  def best(self) -> Outcome:
+    return self.outcomes[0]
+
+  def gain(self, method: str) -> float:
+    return next(o.gain for o in self.outcomes if o.method == method)
+
+  def document(self) -> dict[str, Any]:
+    """Returns what a file keeps."""
+    setup = self.setup
+    return {
+      "model": setup.model,
+      "link": self.link,
+      "batch": self.batch,
+      "devices": setup.devices,
+      "gradient_bytes": setup.gradient_bytes,
+      "table_bytes": setup.table_bytes,
+      "outcomes": [dataclasses.asdict(o) for o in self.outcomes],
+    }
+
+
+def links(devices: int) -> dict[str, zenjax.planner.Link]:
+  """Returns those that join so many devices."""
+  found = {
+    r: zenjax.planner.Topology.network(r, devices).levels[0].link
+    for r in NETWORKS
+  }
+  if devices == 8:
+    found[NVLINK] = zenjax.planner.Topology.preset("h100", 8).levels[0].link
+  return found
+
+
+def dense() -> Iterator[Found]:
+  """Yields models without tables."""
+  grid = itertools.product(DENSE.items(), BATCHES, DEVICES)
+  for (name, (parameters, backward_s)), batch, devices in grid:
+    for rate, link in links(devices).items():
+      setup = Setup(
+        model=name,
+        gradient_bytes=4 * parameters,
+        backward_s=backward_s * batch,
+        devices=devices,
+        link=link,
+      )
+      yield Found(rate, batch, setup, utility_model.outcomes(setup))
+
+
+def tabled() -> Iterator[tuple[Found, placing.Use]]:
+  """Yields models with one, and how it is used."""
+  for name in TABLED:
+    table, profiles = table_of(name)
+    for devices, profile in profiles.items():
+      for rate, link in links(devices).items():
+        setup = with_table(name, table, profile, devices, link)
+        found = Found(rate, 1.0, setup, utility_model.outcomes(setup))
+        yield found, placing.Use(table=table, profile=profile)
+
+
+def with_table(
+  name: str,
+  table: library.Table,
+  profile: zenjax.planner.Profile,
+  devices: int,
+  link: zenjax.planner.Link,
+) -> Setup:
+  """Returns one of `TABLED` where zen takes what its formula says and packs."""
+  (rest, backward_s), size = TABLED[name], table.num_rows * table.width * 4
+  ways = library.choices(table, profile, devices, link)
+  exchange = next(p for p in ways if p.scheme == "zen")
+  return Setup(
+    model=name,
+    gradient_bytes=4 * rest + size,
+    backward_s=backward_s,
+    devices=devices,
+    link=link,
+    table_bytes=size,
+    zen_s=exchange.seconds + size / 4 * _PACK_S,
+  )
+
+
+@functools.cache
+def pooled(name: str) -> library.union_growth.Growth:
+  """Returns that of a workload for two cores, from steps of 4 devices."""
+  scaled = workloads.SCALED[name]
+  recorded = [workloads.sets(scaled, 4, seed) for seed in range(_STEPS)]
+  return library.union_growth.growth(recorded, scaled.rows)
+
+
+def table_of(
+  name: str,
+) -> tuple[library.Table, dict[int, zenjax.planner.Profile]]:
+  """Returns the published table, with the densities of the smaller one."""
+  full, growth = workloads.FULL[name], pooled(name)
+  larger = full.rows / growth.rows
+  rows = growth.union(1) * larger
+  profiles = {
+    n: zenjax.planner.Profile(
+      rows=rows, fullest=rows, union=growth.union(n) * larger, devices=n
+    )
+    for n in DEVICES
+  }
+  return library.table(name, full.rows, full.width), profiles
+
+
+# --- the command ------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+  """Computes, prints and saves; returns the exit code."""
+  without, with_tables = list(dense()), list(tabled())
+  counts = [[m.name, m.name, 0.0] for m in utility_model.METHODS]
+  counts += [["any", None, 0.0], ["any, over 10 %", None, 0.1]]
+  _show(
+    "Dense models: in how many set-ups a method gains, of how many",
+    "",
+    (
+      (said, {r: _count(without, r, method, least) for r in LINKS})
+      for said, method, least in counts
+    ),
+  )
+  print(
+    "zenjax is lossless and has nothing to leave out of these: it takes pmean."
+  )
+  _show_each(
+    "Dense models: the fastest, and its gain over syncSGD",
+    "model, batch, devices",
+    without,
+    lambda f: f"{f.setup.model}, {f.batch:g}, {f.setup.devices}",
+    _winner,
+  )
+  _show_each(
+    "Models with a table: gain over syncSGD of zen, and of the best lossy one",
+    "model, devices",
+    [found for found, _ in with_tables],
+    lambda f: f"{f.setup.model}, {f.setup.devices}",
+    _both,
+  )
+  for found, use in with_tables:
+    if found.setup.devices == 64 and found.link == "25gbit":
+      print(placing.replicate_or_shard(use, 64, found.setup.link))
+  every = [*without, *(found for found, _ in with_tables)]
+  record.save(options, {"setups": [found.document() for found in every]})
+  return 0
+
+
+def _show(
+  title: str, first: str, rows: Iterable[tuple[str, dict[str, str]]]
+) -> None:
+  """Prints a column for each link."""
+  made = tables.made(title, first, *LINKS)
+  for name, cells in rows:
+    made.add_row(name, *(cells.get(link, "-") for link in LINKS))
+  tables.console().print(made)
+
+
+def _show_each(
+  title: str,
+  first: str,
+  found: list[Found],
+  name: Callable[[Found], str],
+  cell: Callable[[Found], str],
+) -> None:
+  """Prints those that are shown, a row for each name."""
+  rows: dict[str, dict[str, str]] = {}
+  for f in found:
+    if f.setup.devices in SHOWN:
+      rows.setdefault(name(f), {})[f.link] = cell(f)
+  _show(title, first, rows.items())
+
+
+def _count(found, rate, method, least) -> str:
+  """Without a method the best of each set-up."""
+  of_rate = [f for f in found if f.link == rate]
+  gains = [f.gain(method) if method else f.best.gain for f in of_rate]
+  return f"{sum(g > least for g in gains)}/{len(gains)}"
+
+
+def _winner(found: Found) -> str:
+  best = found.best
+  gain = "" if best.method == "syncSGD" else f" {best.gain:+.0%}"
+  return f"{best.method}{gain}"
+
+
+def _both(found: Found) -> str:
+  lossy = max(found.gain(m.name) for m in utility_model.METHODS)
+  return f"{found.gain('zen'):+.0%}, {lossy:+.0%}"

@@ -1,0 +1,1 @@
+"""Hosts on one machine, joined by links of a known rate."""

@@ -1,0 +1,232 @@
+"""A program on every host of a testbed that does what it is asked.
+
+One line of JSON asks, one answers. `Served` is the side that asks, `Worker` the
+program. On the hosts one compiles for all (`SharedCompiler`), and all begin at
+one instant of the clock that they share (`CommonStart`).
+"""
+
+from collections.abc import Callable
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from benchmarks.testbed.testbed import Testbed
+import zenjax
+
+AXIS = "data"
+_POLL_S = 0.02
+_LONGEST_S = 900.0
+
+
+class SharedCompiler:
+  """Compiles in turns; all hosts ask for the same programs in one order.
+
+  Args:
+    directory: One that all hosts see, of this run alone.
+    host: Index of this one.
+  """
+
+  def __init__(self, directory: pathlib.Path, host: int):
+    self._directory, self._host = directory, host
+    self._turn = 0
+
+  def compile(
+    self, lowered: jax.stages.Lowered
+  ) -> tuple[jax.stages.Compiled, float]:
+    """The executable, and the seconds that host 0 took to compile it."""
+    path = self._directory / f"program-{self._turn}"
+    self._turn += 1
+    if self._host:
+      return _load(_wait_for(path), lowered)
+    start = time.perf_counter()
+    serialized = b""
+    try:
+      compiled = lowered.compile()
+      seconds = time.perf_counter() - start
+      serialized, _, _ = serialize_executable.serialize(compiled)
+      return compiled, seconds
+    finally:
+      # After an error too: the others must not wait. Whole or not there.
+      half = path.with_suffix(".half")
+      half.write_bytes(serialized)
+      os.rename(half, path)
+
+
+def _wait_for(path):
+  deadline = time.monotonic() + _LONGEST_S
+  while not path.exists():
+    if time.monotonic() > deadline:
+      raise TimeoutError(f"Host 0 has not compiled within {_LONGEST_S:.0f} s.")
+    time.sleep(_POLL_S)
+  return path.read_bytes()
+
+
+def _load(serialized, lowered):
+  if not serialized:
+    raise RuntimeError("Host 0 has failed to compile; its log says why.")
+  loaded = serialize_executable.deserialize_and_load(
+    serialized, lowered.in_tree, lowered.out_tree
+  )
+  return loaded, 0.0
+
+
+# int32 holds 59 hours of these.
+_TICK_S = 1e-4
+# Longer than a barrier's last message is under way, and than a link's bucket
+# takes to fill.
+_LEAD_S = 0.05
+
+
+class CommonStart:
+  """Agrees with the other hosts on when to begin.
+
+  A barrier alone lets hosts go as its messages reach them, ten milliseconds
+  apart where eight of them share two cores: the first would count its wait for
+  the last as time of the exchange, and local work would be timed without the
+  others beside it.
+
+  Args:
+    mesh: Of all hosts, one device each, with one axis.
+    epoch: An instant of `time.monotonic`, the same on all hosts.
+  """
+
+  def __init__(self, mesh: Mesh, epoch: float):
+    self._epoch = epoch
+    self._split = NamedSharding(mesh, P(mesh.axis_names))
+    self._shape = (mesh.size,)
+    (axis,) = mesh.axis_names
+    latest = jax.shard_map(
+      lambda x: jax.lax.pmax(x, axis),
+      mesh=mesh,
+      in_specs=P(axis),
+      out_specs=P(),
+    )
+    self._latest = jax.jit(latest)
+    self()
+
+  def __call__(self) -> float:
+    """Returns at an instant of `time.monotonic`, and says which."""
+    ticks = int((time.monotonic() - self._epoch) / _TICK_S)
+    mine = jax.make_array_from_process_local_data(
+      self._split, np.array([ticks], np.int32), self._shape
+    )
+    latest = int(jnp.squeeze(self._latest(mine)))
+    start = self._epoch + latest * _TICK_S + _LEAD_S
+    while (left := start - time.monotonic()) > 0:
+      time.sleep(left)
+    return start
+
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Of a host's log, where it does not answer.
+_LOG_LINES = 8
+# glibc's names for what `benchmarks.run` sets with mallopt.
+_KEPT = {
+  "MALLOC_ARENA_MAX": "1",
+  "MALLOC_MMAP_MAX_": "0",
+  "MALLOC_TRIM_THRESHOLD_": str(1 << 60),
+}
+
+
+class Served:
+  """The processes on a testbed's hosts.
+
+  Args:
+    bed: Entered; nothing else runs on it.
+    module: What every host runs; it calls `main`.
+    cache: A directory of this run alone, for what one compiles for all.
+    keep_memory: Whether hosts keep what they free, as `run --keep-memory`.
+  """
+
+  def __init__(
+    self,
+    bed: Testbed,
+    module: str,
+    cache: str,
+    *,
+    keep_memory: bool = False,
+  ):
+    self.bed = bed
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    self._hosts = bed.start(
+      [sys.executable, "-m", module],
+      {
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "ZENJAX_HOST_CACHE": cache,
+        "ZENJAX_HOST_EPOCH": str(time.monotonic()),
+        **(_KEPT if keep_memory else {}),
+      },
+    )
+
+  def ask(self, do: str, *, timeout: float, **arguments) -> list[Any]:
+    """Has every host do one thing; returns what each replies."""
+    try:
+      return self.bed.ask({"do": do, **arguments}, timeout)
+    except TimeoutError as error:
+      logs = (f"log of host {h.index} ends:\n{_tail(h)}" for h in self._hosts)
+      raise RuntimeError(
+        f"`{do}` of {arguments}: {error}\n" + "\n".join(logs)
+      ) from error
+
+
+def _tail(host):
+  lines = host.log.read_text(encoding="utf-8", errors="replace").splitlines()
+  return "\n".join(lines[-_LOG_LINES:]) or "-"
+
+
+class Worker:
+  """A host's share of a run; subclasses add methods that can be asked for.
+
+  Args:
+    compiler: Of all hosts.
+    epoch: An instant of `time.monotonic`, the same on all hosts.
+  """
+
+  def __init__(self, compiler: SharedCompiler, epoch: float):
+    self.compiler = compiler
+    self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    self.start = CommonStart(self.mesh, epoch)
+
+  def links(self, repeats: int, sizes: list[int]) -> str:
+    """Returns the machine as measured, as JSON."""
+    found = zenjax.planner.measure_links(
+      self.mesh, AXIS, sizes=sizes, repeats=repeats, progress=False
+    )
+    return found.to_json()
+
+
+def main(worker: Callable[[SharedCompiler, float], Worker]) -> None:
+  """Joins the other hosts and does what is asked until stdin ends."""
+  # One CPU device a host; before the first use of it.
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", 1)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  # What JAX reads back from its cache cannot be handed on to other hosts: it
+  # lacks functions there ("wrapped_tanh not found").
+  jax.config.update("jax_enable_compilation_cache", False)
+  told = lambda key: os.environ[f"ZENJAX_HOST_{key}"]
+  index = int(told("INDEX"))
+  jax.distributed.initialize(
+    os.environ["ZENJAX_COORDINATOR"],
+    num_processes=int(told("COUNT")),
+    process_id=index,
+  )
+  jax.devices()
+  compiler = SharedCompiler(pathlib.Path(told("CACHE")), index)
+  served = worker(compiler, float(told("EPOCH")))
+  for line in sys.stdin:
+    message = json.loads(line)
+    reply = getattr(served, message.pop("do"))(**message)
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,245 @@
+"""Several hosts on one machine, joined by links of a known rate.
+
+    with Testbed(hosts=4, rate="200mbit") as bed:
+      print(bed.probe())
+      bed.start([sys.executable, "worker.py"])
+      replies = bed.ask({"steps": 10})
+
+On the command line `python -m benchmarks.testbed`; see `benchmarks/README.md`.
+"""
+
+import atexit
+from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks import table
+from benchmarks.testbed import hosts as hosts_lib
+from benchmarks.testbed import interrupts
+from benchmarks.testbed import netns
+from benchmarks.testbed import probe as probe_lib
+from benchmarks.testbed.hosts import Host
+from benchmarks.testbed.hosts import Hosts
+from benchmarks.testbed.netns import Counters
+from benchmarks.testbed.probe import Links
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_LOOPBACK = "127.0.0.1"
+
+
+class Testbed:
+  """Hosts to start processes on, and links whose rate can be set.
+
+  All of it is gone when the `with` block ends, however it ends; if the process
+  itself is killed, its hosts are too, and `netns.clean()` deletes namespaces
+  that are left. Enter it in a thread that outlives it, best the main one: the
+  hosts end with the thread that started them.
+
+  Args:
+    hosts: How many, 2 to 8.
+    rate: Of every link, in both directions: a name in `netns.RATES`.
+    loopback: Whether the hosts are mere processes on 127.0.0.1, which needs
+      neither root nor Linux. `rate` must then be "unlimited".
+  """
+
+  __test__ = False  # No test, whatever pytest thinks of the name.
+
+  def __init__(
+    self, hosts: int = 4, rate: str = "200mbit", loopback: bool = False
+  ):
+    require(hosts, rate, loopback)
+    self.hosts, self.rate, self.loopback = hosts, rate, loopback
+    self._network: netns.Network | None = None
+    self._running = Hosts()
+    self._logs: pathlib.Path | None = None
+
+  def __enter__(self) -> "Testbed":
+    self._life = self._live()
+    self._life.__enter__()
+    return self
+
+  def __exit__(self, *raised) -> None:
+    self._life.__exit__(*raised)
+
+  @contextlib.contextmanager
+  def _live(self):
+    with interrupts.sigterm_unwinds(), contextlib.ExitStack() as stack:
+      try:
+        with interrupts.held():
+          # Also if Ctrl-C comes between this and the `with` block.
+          atexit.register(stack.close)
+          self._set_up(stack)
+        yield
+      finally:
+        with interrupts.held():
+          self._logs = None
+          stack.close()
+          atexit.unregister(stack.close)
+
+  def _set_up(self, stack):
+    logs = tempfile.TemporaryDirectory(prefix="zenjax-testbed-")
+    self._logs = pathlib.Path(stack.enter_context(logs))
+    if not self.loopback:
+      self._network = netns.Network(self.hosts)
+      stack.callback(self._network.close)
+      self._network.create()
+      self._network.set_rate(self.rate)
+    stack.callback(self.stop)
+
+  def set_rate(self, rate: str) -> None:
+    """Sets the rate of all links, under whatever runs."""
+    _require_rate(rate, self.loopback)
+    if self._network is not None:
+      self._network.set_rate(rate)
+    self.rate = rate
+
+  def counters(self) -> list[Counters] | None:
+    """Returns the counters of every host's interface; None on loopback."""
+    return None if self._network is None else self._network.counters()
+
+  def addresses(self) -> list[str]:
+    """Returns those of every host."""
+    if self._network is None:
+      return [_LOOPBACK] * self.hosts
+    return list(self._network.addresses)
+
+  def start(
+    self,
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    merge_stderr: bool = False,
+  ) -> list[Host]:
+    """Starts a command on every host, with pipes as its stdin and stdout.
+
+    Its environment has ZENJAX_HOST_INDEX, ZENJAX_HOST_COUNT, and as
+    ZENJAX_COORDINATOR a free address:port of host 0.
+
+    Args:
+      argv: The command, the same for every host.
+      env: Variables that it gets on top of this process's.
+      merge_stderr: Whether stderr is read as stdout is, instead of going to
+        the host's log.
+    """
+    if self._running:
+      raise RuntimeError("One command at a time: call `stop()` before `start`.")
+    with interrupts.held():
+      self._running = self._launch(argv, env or {}, merge=merge_stderr)
+    return list(self._running)
+
+  def stop(self) -> None:
+    """Kills what was started and still runs, with all that it started."""
+    self._running.end()
+
+  def check(self) -> None:
+    """Raises HostDied if any process that was started has ended."""
+    self._running.check()
+
+  def watch(self, timeout: float | None = None) -> None:
+    """Waits until all have ended with 0; raises HostDied at another status.
+
+    TimeoutError after `timeout` seconds names the hosts that still run.
+    """
+    self._running.watch(timeout)
+
+  def ask(self, message: Any, timeout: float = 60.0) -> list[Any]:
+    """Writes one line of JSON to every host and reads one from each.
+
+    Raises HostDied as soon as one ends, TimeoutError after `timeout` seconds;
+    `stop` the hosts then, as late replies would pass for those to come.
+    """
+    if not self._running:
+      raise RuntimeError("Nobody to ask: call `start` before `ask`.")
+    return self._running.ask(message, timeout)
+
+  def probe(self, bytes: int | None = None, repeats: int = 5) -> Links:
+    """Measures what the links give; RuntimeError if one beats its rate.
+
+    Args:
+      bytes: Payload of a transfer; by default what takes 30 ms.
+      repeats: Transfers back to back, and transfers after idling.
+    """
+    argv = [sys.executable, "-m", "benchmarks.testbed.probe"]
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    peers = Hosts()
+    try:
+      with interrupts.held():
+        peers = self._launch(argv, {"PYTHONPATH": path.rstrip(os.pathsep)})
+      rate = netns.RATES[self.rate]
+      return probe_lib.measure(peers, rate, bytes=bytes, repeats=repeats)
+    finally:
+      with interrupts.held():
+        peers.end()
+
+  def _launch(self, argv, env, *, merge=False):
+    if self._logs is None:
+      raise RuntimeError("A testbed has hosts in its `with` block only.")
+    coordinator = f"{self.addresses()[0]}:{self._free_port()}"
+    environments = [
+      {
+        **os.environ,
+        **env,
+        "ZENJAX_HOST_INDEX": str(i),
+        "ZENJAX_HOST_COUNT": str(self.hosts),
+        "ZENJAX_HOST_ADDRESS": address,
+        "ZENJAX_COORDINATOR": coordinator,
+      }
+      for i, address in enumerate(self.addresses())
+    ]
+    places = [[]] * self.hosts
+    if self._network is not None:
+      places = [self._network.inside(i) for i in range(self.hosts)]
+    logs = pathlib.Path(tempfile.mkdtemp(dir=self._logs))
+    return hosts_lib.start(argv, places, environments, logs, merge=merge)
+
+  def _free_port(self):
+    if self._network is not None:
+      return self._network.free_port(0)
+    with socket.socket() as s:
+      s.bind((_LOOPBACK, 0))
+      return s.getsockname()[1]
+
+
+def require(hosts: int, rate: str, loopback: bool) -> None:
+  """Raises ValueError or RuntimeError if there can be no such testbed here."""
+  if hosts not in range(2, 9):
+    raise ValueError(
+      f"`hosts` must be 2 to 8, got {hosts!r}; choose a number in it."
+    )
+  _require_rate(rate, loopback)
+  if not loopback:
+    netns.require()
+
+
+def _require_rate(rate, loopback):
+  if rate not in netns.RATES:
+    known = ", ".join(map(repr, netns.RATES))
+    raise ValueError(f"`rate` must be one of {known}, got {rate!r}.")
+  if loopback and rate != "unlimited":
+    raise ValueError(
+      "`rate` must be 'unlimited' with `loopback=True`, where nothing limits"
+      f" it, got {rate!r}; limited links need `loopback=False` and root."
+    )
+
+
+def show(bed: Testbed, links: Links) -> None:
+  """Prints what the links gave."""
+  made = table.made(
+    f"{bed.hosts} hosts, {bed.rate}: links from each host to the next,"
+    f" all at once, {links.bytes:,} bytes a transfer",
+    *("", "min", "median", "max"),
+  )
+  megabit = 8e-6
+  for name, spread, unit in (
+    ("latency, us", links.latency_s, 1e6),
+    ("Mbit/s back to back", links.bandwidth_Bps, megabit),
+    ("Mbit/s after 100 ms idle", links.idle_bandwidth_Bps, megabit),
+  ):
+    values = (spread.min, spread.median, spread.max)
+    made.add_row(name, *(f"{value * unit:,.1f}" for value in values))
+  table.console().print(made)
