@@ -75,6 +75,7 @@ TAKEN = {
   "freeze": optax.masked(optax.set_to_zero(), {"table": False, "bias": True}),
   "rate": optax.inject_hyperparams(optax.scale)(0.5),
   "nothing": optax.identity(),
+  "barrier": optax.stateless(lambda x, _: jax.lax.optimization_barrier(x)),
 }
 
 

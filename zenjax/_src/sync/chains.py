@@ -312,7 +312,7 @@ def _require_linear(one: _Earlier, by: str, op: str) -> None:
 
 
 # Sparsifiers, and sums over other axes.
-_OURS = ("zenjax._sparsify", "zenjax._src.sync.zen_sync")
+_OURS = ("zenjax._src.sparsify", "zenjax._src.sync.zen_sync")
 
 
 class _Finding(NamedTuple):
@@ -368,8 +368,9 @@ _FIXED, _LINEAR, _AFFINE, _BENT = range(4)
 
 _SHAPES = frozenset(
   "broadcast_in_dim convert_element_type copy copy_p cumsum expand_dims imag"
-  " neg real reduce_precision reduce_sum reshape rev slice squeeze transpose"
-  " psum psum_invariant all_gather pmean all_gather_invariant split".split()
+  " neg optimization_barrier real reduce_precision reduce_sum reshape rev slice"
+  " squeeze transpose psum psum_invariant all_gather pmean all_gather_invariant"
+  " split".split()
 )
 _SUMS = ("add", "add_any", "concatenate", "pad", "sub")
 _CHOICES = ("dynamic_slice", "gather")
