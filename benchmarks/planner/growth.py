@@ -5,7 +5,7 @@ which yields steps without end, of each device the ascending rows of its ids.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import itertools
 
@@ -17,6 +17,7 @@ from benchmarks import record
 from benchmarks import table as tables
 from benchmarks import workloads
 from examples import corpus
+from zenjax.traces import DeviceRows
 
 Step = list[np.ndarray]
 _WINDOW = 64
@@ -174,11 +175,30 @@ def _row(
     predicted=predicted / rows,
     real=real / rows,
     standard_error=found.error(more),
-    drift=found.drift,
-    step_ratio=found.step_ratio,
+    drift=drift(recorded, rows),
+    step_ratio=step_ratio(recorded, found),
     power_law=float(found.union(1) * more**power / real - 1),
     error=predicted / real - 1,
   )
+
+
+def drift(recorded: Sequence[DeviceRows], rows: int) -> float:
+  """Returns the relative error of the first half of the steps on the second."""
+  half = len(recorded) // 2
+  parts = recorded[:half], recorded[half : 2 * half]
+  first, second = (library.union_growth.growth(part, rows) for part in parts)
+  return first.union(first.pooled) / second.union(second.pooled) - 1
+
+
+def step_ratio(
+  recorded: Sequence[DeviceRows], found: library.union_growth.Growth
+) -> float:
+  """Returns the union of a recorded step over that of the pool's devices.
+
+  Below 1 devices of one step are more alike than the pool; above 1 less.
+  """
+  unions = [len(np.unique(np.concatenate(step))) for step in recorded]
+  return float(np.mean(unions)) / found.union(found.devices)
 
 
 def _show(rows: list[Row]) -> None:

@@ -34,7 +34,7 @@ def test_expectation_is_that_of_all_subsets(m):
   unions = [len(set().union(*subset)) for subset in subsets]
   assert found.union(m) == pytest.approx(np.mean(unions))
   fullest = [max(map(len, subset)) for subset in subsets]
-  assert found.profile(m).fullest == pytest.approx(np.mean(fullest))
+  assert found.fullest(m) == pytest.approx(np.mean(fullest))
 
 
 def test_steps_are_left_out_one_by_one():
@@ -43,12 +43,6 @@ def test_steps_are_left_out_one_by_one():
   for t, without in enumerate(found.without):
     alone = union_growth.growth(steps[:t] + steps[t + 1 :], 40)
     assert without.tolist() == alone.held.tolist()
-  first, second = (union_growth.growth(s, 40) for s in (steps[:2], steps[2:4]))
-  assert [h.tolist() for h in found.halves] == [
-    first.held.tolist(),
-    second.held.tolist(),
-  ]
-  assert found.drift == pytest.approx(first.union(4) / second.union(4) - 1)
 
 
 def test_error_is_of_the_size_of_the_spread():
@@ -70,19 +64,25 @@ def test_error_is_of_the_size_of_the_spread():
   assert said == pytest.approx(unions.std() / unions.mean(), rel=0.35)
 
 
-def test_one_step_has_no_error_and_no_halves():
-  found = union_growth.growth(recorded(1, 3, 20), 20)
-  assert math.isnan(found.error(2)) and math.isnan(found.drift)
-  assert found.step_ratio == pytest.approx(1)
+def test_one_step_has_no_error():
+  steps = recorded(1, 3, 20)
+  found = union_growth.growth(steps, 20)
+  assert math.isnan(found.error(2))
+  assert growth.step_ratio(steps, found) == pytest.approx(1)
 
 
 def test_devices_of_a_step_that_are_alike_are_told():
   rng = np.random.default_rng(0)
   same = [[np.sort(rng.permutation(100)[:10])] * 2 for _ in range(8)]
-  assert union_growth.growth(same, 100).step_ratio < 0.6
+  assert growth.step_ratio(same, union_growth.growth(same, 100)) < 0.6
   # Two hosts that read texts of their own.
   own = [[np.arange(10), np.arange(50, 60)] for _ in range(8)]
-  assert union_growth.growth(own, 100).step_ratio > 1.3
+  assert growth.step_ratio(own, union_growth.growth(own, 100)) > 1.3
+
+
+def test_steps_that_drift_are_told():
+  steps = [[np.arange(9)] * 2] * 2 + [[np.arange(6)] * 2] * 3
+  assert growth.drift(steps, 10) == pytest.approx(0.5)
 
 
 def test_beyond_the_pool_are_bounds():
@@ -99,15 +99,12 @@ def test_beyond_the_pool_are_bounds():
   assert np.all(np.diff(curve, 2) < 1e-9)
 
 
-def test_profile_holds_for_ranges():
+def test_devices_that_touch_the_same_rows_or_none():
   steps = [[np.arange(10)] * 2 for _ in range(4)]
-  found = union_growth.growth(steps, 100).profile(4)
-  assert (found.rows, found.fullest, found.union) == (10, 10, 10)
-  assert found.skew == (4.0, 4.0)
-  spread = [[np.arange(0, 100, 5)] * 2 for _ in range(4)]
-  assert union_growth.growth(spread, 100).profile(4).skew == (1.0, 1.0)
+  found = union_growth.growth(steps, 100)
+  assert (found.union(1), found.fullest(4), found.union(4)) == (10, 10, 10)
   empty = [[np.zeros(0, np.uint32)] * 2 for _ in range(2)]
-  assert union_growth.growth(empty, 100).profile(2).union == 0
+  assert union_growth.growth(empty, 100).union(2) == 0
 
 
 @pytest.mark.parametrize("steps", [[], [[]], [[np.arange(2)], []]])

@@ -15,11 +15,9 @@ union is predicted too small: record steps that lie far apart.
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 
 import numpy as np
 
-from zenjax._src.machine import cost
 from zenjax.traces import DeviceRows
 
 
@@ -56,10 +54,7 @@ class Growth:
     steps: Number of recorded steps.
     held: `[N + 1]`, how many rows exactly `c` of the pool's sets hold.
     without: `held` of the pool without one step, for each of them.
-    halves: `held` of the first and of the second half of the steps.
     sizes: `[N]`, rows of each set, ascending.
-    step_union: Rows of a recorded step's devices together, mean.
-    sets: All sets, step by step.
   """
 
   rows: int
@@ -67,10 +62,7 @@ class Growth:
   steps: int
   held: np.ndarray
   without: tuple[np.ndarray, ...]
-  halves: tuple[np.ndarray, ...]
   sizes: np.ndarray
-  step_union: float
-  sets: tuple[np.ndarray, ...]
 
   @property
   def pooled(self) -> int:
@@ -102,25 +94,6 @@ class Growth:
     mean = found.mean()
     return float(np.sqrt(variance) / mean) if mean else 0.0
 
-  @property
-  def drift(self) -> float:
-    """Relative error of the first half of the steps on the second half."""
-    if len(self.halves) < 2:
-      return float("nan")
-    first, second = (
-      expected_union(held, len(held) - 1) for held in self.halves
-    )
-    return first / second - 1 if second else 0.0
-
-  @property
-  def step_ratio(self) -> float:
-    """Union of a recorded step over that of as many devices of the pool.
-
-    Below 1 devices of one step are more alike than the pool; above 1 less.
-    """
-    expected = self.union(self.devices)
-    return self.step_union / expected if expected else 1.0
-
   def bounds(self, devices: int) -> tuple[float, float]:
     """Returns bounds of the union, beyond the pool as well.
 
@@ -139,38 +112,6 @@ class Growth:
   def fullest(self, devices: int) -> float:
     """Returns the expected rows of the fullest of the devices or the pool."""
     return expected_largest(self.sizes, min(devices, self.pooled))
-
-  def profile(self, devices: int) -> cost.Profile:
-    """Returns densities for so many devices, as the cost model takes them.
-
-    Skew is that of expected loads: the fullest range of a step has more by
-    chance.
-    """
-    m = self._checked(devices)
-    return cost.Profile(
-      rows=float(self.sizes.mean()),
-      fullest=self.fullest(m),
-      union=self.union(m),
-      devices=m,
-      skew=self._skew(m),
-    )
-
-  def _skew(self, m: int) -> tuple[float, float]:
-    edges = np.arange(m + 1) * self.rows // m
-    loads = [np.diff(np.searchsorted(s, edges)) for s in self.sets if len(s)]
-    if not loads:
-      return 1.0, 1.0
-    device = np.mean([m * load.max() / load.sum() for load in loads])
-    touched, counts = self._touched
-    found = 1 - missed(self.pooled, m)[counts]
-    union = np.bincount(
-      np.searchsorted(edges, touched, side="right") - 1, found, m
-    )
-    return float(device), float(m * union.max() / union.sum())
-
-  @functools.cached_property
-  def _touched(self) -> tuple[np.ndarray, np.ndarray]:
-    return np.unique(np.concatenate(self.sets), return_counts=True)
 
   def _checked(self, devices: int) -> int:
     if not isinstance(devices, int) or devices < 1:
@@ -209,27 +150,22 @@ def growth(recorded: Sequence[DeviceRows], rows: int) -> Growth:
       "`recorded` must hold steps of one number of devices, at least 1, got"
       f" {sorted(devices)}."
     )
-  sets = tuple(s for step in recorded for s in step)
+  sizes = [len(ids) for step in recorded for ids in step]
   counts = np.zeros(rows, np.int32)
   own = [
     np.unique(np.concatenate(step), return_counts=True) for step in recorded
   ]
   for ids, number in own:
     counts[ids] += number.astype(np.int32)
-  held = np.bincount(counts, minlength=len(sets) + 1)
+  held = np.bincount(counts, minlength=len(sizes) + 1)
   (n,) = devices
-  half = len(recorded) // 2
-  halves = (own[:half], own[half : 2 * half]) if half else ()
   return Growth(
     rows=rows,
     devices=n,
     steps=len(recorded),
     held=held,
     without=tuple(_without(held, counts, step, n) for step in own),
-    halves=tuple(_held(part, rows, n) for part in halves),
-    sizes=np.sort([len(s) for s in sets]),
-    step_union=float(np.mean([len(ids) for ids, _ in own])),
-    sets=sets,
+    sizes=np.sort(sizes),
   )
 
 
@@ -241,10 +177,3 @@ def _without(held, counts, step, n) -> np.ndarray:
   np.subtract.at(left, before, 1)
   np.add.at(left, before - number, 1)
   return left[: len(held) - n]
-
-
-def _held(steps, rows, n) -> np.ndarray:
-  counts = np.zeros(rows, np.int32)
-  for ids, number in steps:
-    counts[ids] += number.astype(np.int32)
-  return np.bincount(counts, minlength=n * len(steps) + 1)
