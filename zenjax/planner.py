@@ -1,8 +1,8 @@
-"""Plans: which way each gradient travels, and what that should take.
+"""Plans: the way of each gradient, and the predicted time of a step.
 
-`plan` chooses for a model and a machine, `zen_sync(plan=)` follows.
-`record` notes which rows a run touches, `retune` plans again from what it
-showed.
+`plan` chooses for a model and a machine, and `zen_sync(plan=)` follows.
+`record` writes down the rows that a run touches; `retune` plans again from the
+state of a run.
 """
 
 from zenjax._src.machine.cost import Profile
@@ -12,7 +12,7 @@ from zenjax._src.machine.local_work import measure_work
 from zenjax._src.machine.measure import measure_links
 from zenjax._src.machine.topologies import Level
 from zenjax._src.machine.topologies import Topology
-from zenjax._src.planner.make import plan
+from zenjax._src.planner.plan_model import plan
 from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
 from zenjax._src.planner.retune import retune

@@ -57,7 +57,7 @@ class Profile:
   def union_of(self, devices: int) -> float:
     """Extrapolates the union to other devices by a power law.
 
-    One device shows no growth: that of a vocabulary is assumed.
+    One device shows no growth: a vocabulary's is assumed.
     """
     if self.rows <= 0:
       return self.union
@@ -114,7 +114,7 @@ def predict(
 ) -> Prediction:
   """Predicts time and bytes of one scheme for one table.
 
-  The device's own work is that of the link along the fastest axis.
+  The device's own work is taken from the link along the fastest axis.
 
   Raises:
     ValueError: A scheme of ranges, and `profile.skew` is None.

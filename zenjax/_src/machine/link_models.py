@@ -1,8 +1,7 @@
 """Links between devices: latency and bandwidth, or measured collectives.
 
-A link may be given by two numbers, as in the Zen paper, or by what its
-collectives were measured to take: libraries differ by collective as much as
-links do.
+A link has two numbers, as in the Zen paper, or measured times of each
+collective: libraries differ by collective as much as links do.
 """
 
 from collections.abc import Iterable, Mapping

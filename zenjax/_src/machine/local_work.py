@@ -107,7 +107,7 @@ def fit(replies: Sequence[Samples], scale: int = 1) -> dict[str, float]:
   }
   masks = [last["mask_0"] / scale, last["mask_1"] / scale]
   mask_row, mask_byte = _solve(TABLES, masks)
-  # What is received is about what is packed and again what is written.
+  # A device receives about as many rows as it packs and writes together.
   moves = [last["move_0"] / 2 / scale, last["move_1"] / 2 / scale]
   move_row, move_byte = _solve(MOVED, moves)
   return {

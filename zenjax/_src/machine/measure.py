@@ -35,205 +35,6 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
 
-
-def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
-  return collectives.all_to_all(x.reshape(n, -1), (axis,))
-
-
-def _all_gather(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.all_gather(x, (axis,))
-
-
-def _all_reduce(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.psum(x, (axis,))
-
-
-def _reduce_scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.sum_in_shards(x, (axis,))
-
-
-def _collective_permute(x: jax.Array, axis: str, n: int) -> jax.Array:
-  # In pairs, as recursive doubling does: over Gloo that takes twice the time
-  # of a ring's shift.
-  pairs = [(i, i ^ 1) for i in range(n) if i ^ 1 < n]
-  return collectives.permute(x, axis, pairs)
-
-
-# Elements of a buffer that takes its latencies and no more.
-_SMALL = 64
-
-
-class Collective(NamedTuple):
-  """A collective as the schemes use it, and the dtype of its operand."""
-
-  apply: Callable[[jax.Array, str, int], jax.Array]
-  dtype: DTypeLike
-
-
-OPS: dict[str, Collective] = {
-  "all_to_all": Collective(_all_to_all, jnp.uint32),
-  "all_gather": Collective(_all_gather, jnp.uint32),
-  "all_reduce": Collective(_all_reduce, jnp.float32),
-  "reduce_scatter": Collective(_reduce_scatter, jnp.float32),
-  "collective_permute": Collective(_collective_permute, jnp.uint32),
-}
-
-
-def sum_of(buffers: int) -> Collective:
-  """Returns one sum of so many buffers, as of a tree's leaves."""
-
-  def apply(x: jax.Array, axis: str, n: int) -> jax.Array:
-    parts = jnp.split(x, buffers)
-    return jnp.concatenate([_all_reduce(part, axis, n) for part in parts])
-
-  return Collective(apply, jnp.float32)
-
-
-def received(op: str, words: int, n: int) -> float:
-  """Returns the bytes that a device of `n` receives, nothing twice."""
-  context = Context(axes=("data",), sizes=(n,), mean=False)
-  return float(received_bytes([Message(op, ("data",), words)], context))
-
-
-def words_for(op: str, wanted: float, n: int) -> int:
-  """Returns the operand size with which a device receives about `wanted`."""
-  return max(round(wanted / received(op, n, n)), 1) * n
-
-
-def build(
-  op: str | Collective, words: int, mesh: Mesh, axis: str
-) -> Callable[[], None]:
-  """Compiles one collective along one axis, in all its groups at once.
-
-  Args:
-    op: A collective, or its name in `OPS`.
-    words: Words of 32 bits in the operand of each device; a multiple of the
-      devices along `axis`.
-    mesh: All of its devices take part.
-    axis: Axis of the collective.
-
-  Returns:
-    A function that runs it once and waits for it.
-  """
-  program, x = lowered(op, words, mesh, axis)
-  compiled = program.compile()
-
-  def run():
-    jax.block_until_ready(compiled(x))
-
-  return run
-
-
-def lowered(
-  op: str | Collective, words: int, mesh: Mesh, axis: str
-) -> tuple[jax.stages.Lowered, jax.Array]:
-  """Returns the program of `build`, and its operand."""
-  collective = OPS[op] if isinstance(op, str) else op
-  n, names = mesh.shape[axis], mesh.axis_names
-  split, dtype = NamedSharding(mesh, P(*names)), collective.dtype
-  shape = (*mesh.devices.shape, words)
-  x = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
-
-  def local(x: jax.Array) -> jax.Array:
-    out = collective.apply(x.reshape(-1), axis, n)
-    return out.reshape(*(1 for _ in names), -1)
-
-  mapped = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=P(*names),
-    out_specs=P(*names),
-    check_vma=False,
-  )
-  return jax.jit(mapped).lower(x), x
-
-
-# A line that misses a measured time by more than this is worth a warning.
-POOR = 0.3
-
-
-def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
-  """Makes a level from measured collectives; warns of fits that are poor.
-
-  Args:
-    name: Name of the axis.
-    devices: Devices along it.
-    curves: `(bytes received, seconds)` by collective, ascending.
-  """
-  fits = tuple(fit_line(op, curve) for op, curve in curves.items())
-  poor = [f"{f.op} by {f.error:.0%}" for f in fits if f.error > POOR]
-  if poor:
-    warnings.warn(
-      f"Links along {name!r}: a straight line misses what was measured of"
-      f" {', '.join(poor)}. For {devices} devices predictions follow the"
-      " measured curve, for other numbers the line. Measure on an idle machine,"
-      " with more `repeats`, or with the `sizes` that matter.",
-      RuntimeWarning,
-      stacklevel=3,
-    )
-  finite = [f.bandwidth for f in fits if math.isfinite(f.bandwidth)]
-  # Where time does not grow with size, what was reached is all that is known.
-  reached = max(x / y for curve in curves.values() for x, y in curve)
-  steps = [link_models.steps(f.op, devices) for f in fits]
-  link = Link(
-    bandwidth=statistics.median(finite) if finite else reached,
-    latency_s=statistics.median(f.latency_s / s for f, s in zip(fits, steps)),
-    curves={(op, devices): curve for op, curve in curves.items()},
-  )
-  return Level(name=name, devices=devices, link=link, fits=fits)
-
-
-def fit_line(op: str, curve: Curve) -> Fit:
-  """Fits the line of least relative squares, neither number negative.
-
-  Raises:
-    ValueError: A time that is not positive.
-  """
-  x, y = np.array(curve, np.float64).T
-  if not np.all(y > 0):
-    raise ValueError(
-      f"`curve` of {op} must hold positive seconds, got {y.tolist()}."
-    )
-  columns = np.stack([1 / y, x / y], axis=1)
-  found = []
-  for used in ([0, 1], [0], [1]):
-    part, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(y), rcond=None)
-    line = np.zeros(2)
-    line[used] = part
-    if np.all(line >= 0):
-      found.append((np.sum((columns @ line - 1) ** 2), *line))
-  _, latency, per_byte = min(found)
-  error = np.max(np.abs((latency + per_byte * x) / y - 1))
-  return Fit(
-    op=op,
-    latency_s=float(latency),
-    bandwidth=1 / float(per_byte) if per_byte > 0 else math.inf,
-    error=float(error),
-  )
-
-
-def lasting(link: Link) -> Link:
-  """Returns a link as leaves meet it that share an exchange with many others.
-
-  A burst, as of a token bucket after a pause, helps the first bytes only: all
-  later ones go at the rate of the largest sizes that were timed.
-  """
-  curves = {key: _lasting(curve) for key, curve in link.curves.items()}
-  return dataclasses.replace(link, curves=curves)
-
-
-def _lasting(curve: Curve) -> Curve:
-  if len(curve) == 1:
-    return curve
-  (x1, y1), (x2, y2) = curve[-2:]
-  byte_s = max((y2 - y1) / (x2 - x1), 0.0)
-  first, least = curve[0][0], min(y for _, y in curve)
-  return tuple((x, max(y, least + (x - first) * byte_s)) for x, y in curve)
-
-
 # Bytes that a device receives, approximately.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 # Small buffers summed at once: what each takes beside the first is found so.
@@ -470,3 +271,207 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
     total=total, desc="links", unit="run", leave=False, disable=hidden
   ) as bar:
     yield bar.update
+
+
+# --- single collectives -------------------------------------------------------
+
+
+def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
+  return collectives.all_to_all(x.reshape(n, -1), (axis,))
+
+
+def _all_gather(x: jax.Array, axis: str, n: int) -> jax.Array:
+  del n
+  return collectives.all_gather(x, (axis,))
+
+
+def _all_reduce(x: jax.Array, axis: str, n: int) -> jax.Array:
+  del n
+  return collectives.psum(x, (axis,))
+
+
+def _reduce_scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
+  del n
+  return collectives.sum_in_shards(x, (axis,))
+
+
+def _collective_permute(x: jax.Array, axis: str, n: int) -> jax.Array:
+  # In pairs, as recursive doubling does: over Gloo that takes twice the time
+  # of a ring's shift.
+  pairs = [(i, i ^ 1) for i in range(n) if i ^ 1 < n]
+  return collectives.permute(x, axis, pairs)
+
+
+# Elements of a buffer that takes its latencies and no more.
+_SMALL = 64
+
+
+class Collective(NamedTuple):
+  """A collective as the schemes use it, and the dtype of its operand."""
+
+  apply: Callable[[jax.Array, str, int], jax.Array]
+  dtype: DTypeLike
+
+
+OPS: dict[str, Collective] = {
+  "all_to_all": Collective(_all_to_all, jnp.uint32),
+  "all_gather": Collective(_all_gather, jnp.uint32),
+  "all_reduce": Collective(_all_reduce, jnp.float32),
+  "reduce_scatter": Collective(_reduce_scatter, jnp.float32),
+  "collective_permute": Collective(_collective_permute, jnp.uint32),
+}
+
+
+def sum_of(buffers: int) -> Collective:
+  """Returns one sum of so many buffers, as of a tree's leaves."""
+
+  def apply(x: jax.Array, axis: str, n: int) -> jax.Array:
+    parts = jnp.split(x, buffers)
+    return jnp.concatenate([_all_reduce(part, axis, n) for part in parts])
+
+  return Collective(apply, jnp.float32)
+
+
+def received(op: str, words: int, n: int) -> float:
+  """Returns the bytes that a device of `n` receives, nothing twice."""
+  context = Context(axes=("data",), sizes=(n,), mean=False)
+  return float(received_bytes([Message(op, ("data",), words)], context))
+
+
+def words_for(op: str, wanted: float, n: int) -> int:
+  """Returns the operand size with which a device receives about `wanted`."""
+  return max(round(wanted / received(op, n, n)), 1) * n
+
+
+def build(
+  op: str | Collective, words: int, mesh: Mesh, axis: str
+) -> Callable[[], None]:
+  """Compiles one collective along one axis, in all its groups at once.
+
+  Args:
+    op: A collective, or its name in `OPS`.
+    words: Words of 32 bits in the operand of each device; a multiple of the
+      devices along `axis`.
+    mesh: All of its devices take part.
+    axis: Axis of the collective.
+
+  Returns:
+    A function that runs it once and waits for it.
+  """
+  program, x = lowered(op, words, mesh, axis)
+  compiled = program.compile()
+
+  def run():
+    jax.block_until_ready(compiled(x))
+
+  return run
+
+
+def lowered(
+  op: str | Collective, words: int, mesh: Mesh, axis: str
+) -> tuple[jax.stages.Lowered, jax.Array]:
+  """Returns the program of `build`, and its operand."""
+  collective = OPS[op] if isinstance(op, str) else op
+  n, names = mesh.shape[axis], mesh.axis_names
+  split, dtype = NamedSharding(mesh, P(*names)), collective.dtype
+  shape = (*mesh.devices.shape, words)
+  x = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
+
+  def local(x: jax.Array) -> jax.Array:
+    out = collective.apply(x.reshape(-1), axis, n)
+    return out.reshape(*(1 for _ in names), -1)
+
+  mapped = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=P(*names),
+    out_specs=P(*names),
+    check_vma=False,
+  )
+  return jax.jit(mapped).lower(x), x
+
+
+# --- lines through measured times ---------------------------------------------
+
+
+# A line that misses a measured time by more than this is worth a warning.
+POOR = 0.3
+
+
+def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
+  """Makes a level from measured collectives; warns of fits that are poor.
+
+  Args:
+    name: Name of the axis.
+    devices: Devices along it.
+    curves: `(bytes received, seconds)` by collective, ascending.
+  """
+  fits = tuple(fit_line(op, curve) for op, curve in curves.items())
+  poor = [f"{f.op} by {f.error:.0%}" for f in fits if f.error > POOR]
+  if poor:
+    warnings.warn(
+      f"Links along {name!r}: a straight line misses what was measured of"
+      f" {', '.join(poor)}. For {devices} devices predictions follow the"
+      " measured curve, for other numbers the line. Measure on an idle machine,"
+      " with more `repeats`, or with the `sizes` that matter.",
+      RuntimeWarning,
+      stacklevel=3,
+    )
+  finite = [f.bandwidth for f in fits if math.isfinite(f.bandwidth)]
+  # Where time does not grow with size, what was reached is all that is known.
+  reached = max(x / y for curve in curves.values() for x, y in curve)
+  steps = [link_models.steps(f.op, devices) for f in fits]
+  link = Link(
+    bandwidth=statistics.median(finite) if finite else reached,
+    latency_s=statistics.median(f.latency_s / s for f, s in zip(fits, steps)),
+    curves={(op, devices): curve for op, curve in curves.items()},
+  )
+  return Level(name=name, devices=devices, link=link, fits=fits)
+
+
+def fit_line(op: str, curve: Curve) -> Fit:
+  """Fits the line of least relative squares, neither number negative.
+
+  Raises:
+    ValueError: A time that is not positive.
+  """
+  x, y = np.array(curve, np.float64).T
+  if not np.all(y > 0):
+    raise ValueError(
+      f"`curve` of {op} must hold positive seconds, got {y.tolist()}."
+    )
+  columns = np.stack([1 / y, x / y], axis=1)
+  found = []
+  for used in ([0, 1], [0], [1]):
+    part, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(y), rcond=None)
+    line = np.zeros(2)
+    line[used] = part
+    if np.all(line >= 0):
+      found.append((np.sum((columns @ line - 1) ** 2), *line))
+  _, latency, per_byte = min(found)
+  error = np.max(np.abs((latency + per_byte * x) / y - 1))
+  return Fit(
+    op=op,
+    latency_s=float(latency),
+    bandwidth=1 / float(per_byte) if per_byte > 0 else math.inf,
+    error=float(error),
+  )
+
+
+def lasting(link: Link) -> Link:
+  """Returns a link as leaves meet it that share an exchange with many others.
+
+  A burst, as of a token bucket after a pause, helps the first bytes only: all
+  later ones go at the rate of the largest sizes that were timed.
+  """
+  curves = {key: _lasting(curve) for key, curve in link.curves.items()}
+  return dataclasses.replace(link, curves=curves)
+
+
+def _lasting(curve: Curve) -> Curve:
+  if len(curve) == 1:
+    return curve
+  (x1, y1), (x2, y2) = curve[-2:]
+  byte_s = max((y2 - y1) / (x2 - x1), 0.0)
+  first, least = curve[0][0], min(y for _, y in curve)
+  return tuple((x, max(y, least + (x - first) * byte_s)) for x, y in curve)

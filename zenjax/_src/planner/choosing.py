@@ -39,115 +39,6 @@ from zenjax._src.sync.plans import Plan
 
 # The exchanges of a step: a strategy's name, and the tensors that share it.
 Exchanges = Sequence[tuple[str, tuple[int, ...]]]
-
-
-def _one_each(space: Space) -> Exchanges:
-  """Returns the best exchanges, at most one a strategy: exact."""
-  names, own, once = _costs(space)
-  forced = [o for o in range(len(names)) if _is_forced(own, o)]
-  rest = [o for o in _undominated(own, once) if o not in forced]
-  best, best_s = forced, _seconds(own, once, forced)
-  floor = own.min(axis=0).sum() + once[forced].sum()
-  cheapest = np.sort(once[rest])
-  for size in range(1, len(rest) + 1):
-    if floor + cheapest[:size].sum() >= best_s:
-      break
-    for more in itertools.combinations(rest, size):
-      seconds = _seconds(own, once, [*forced, *more])
-      if seconds < best_s:
-        best, best_s = [*forced, *more], seconds
-  best = sorted(best)
-  taken = np.array(best, int)[own[best].argmin(axis=0)]
-  members = {o: np.flatnonzero(taken == o).tolist() for o in best}
-  return [(names[o], tuple(at)) for o, at in members.items() if at]
-
-
-def _costs(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
-  """Returns names, costs of tensors `[S, N]` and of exchanges `[S]`."""
-  names = list(dict.fromkeys(o.name for t in space.tensors for o in t.options))
-  once = np.array([space.once[name] for name in names])
-  own = np.full((len(names), len(space.tensors)), NEVER)
-  for i, tensor in enumerate(space.tensors):
-    for option in tensor.options:
-      o = names.index(option.name)
-      own[o, i] = max(option.work_s + option.link_s - once[o], 0.0)
-  return names, own, once
-
-
-def _is_forced(own: np.ndarray, o: int) -> bool:
-  """Returns True if some tensor has no other strategy."""
-  others = np.delete(own, o, axis=0)
-  return bool((others >= NEVER).all(axis=0).any())
-
-
-def _undominated(own: np.ndarray, once: np.ndarray) -> list[int]:
-  """Returns strategies that no other equals or betters in every cost."""
-  costs = np.concatenate([own, once[:, None]], axis=1)
-  kept: list[int] = []
-  for o in np.lexsort((np.arange(len(costs)), costs.sum(axis=1))).tolist():
-    if not any((costs[p] <= costs[o]).all() for p in kept):
-      kept.append(o)
-  return sorted(kept)
-
-
-def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
-  if not ways:
-    return math.inf
-  return float(own[ways].min(axis=0).sum() + once[ways].sum())
-
-
-def _joint(space: Space, name: str, members: Sequence[int]) -> Option:
-  """Returns the option of these tensors in one exchange."""
-  parts = [_option(space.tensors[i], name) for i in members]
-  return Option(
-    name,
-    before_s=sum(o.before_s for o in parts),
-    link_s=_link_s(space, name, members),
-    after_s=sum(o.after_s for o in parts),
-    bytes=sum(o.bytes for o in parts),
-  )
-
-
-def _option(tensor: Tensor, name: str) -> Option:
-  option = tensor.option(name)
-  assert option is not None, (tensor.name, name)
-  return option
-
-
-def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
-  """Returns the time of collectives that carry the bytes of all members."""
-  found = [space.predictions[i][name] for i in members]
-  received: dict[tuple[int, str, str, int], float] = {}
-  for prediction in found:
-    for k, (axis, op, n, more) in enumerate(prediction.phases):
-      at = k, axis, op, n
-      received[at] = received.get(at, 0.0) + more
-  phases = [(*at[1:], total) for at, total in received.items()]
-  seconds = link_models.wire_s(phases, space.links) + sum(
-    p.apart_s for p in found
-  )
-  return seconds * raised_by(found[0].scheme, space.margin)
-
-
-def _uniform(space: Space, named: Exchanges) -> Iterator[Exchanges]:
-  """Yields the same with all sparse tensors by one strategy, for each.
-
-  `_one_each` adds up tensors by themselves; a whole step is known better.
-  """
-  sparse = {i for name, at in named if name != PMEAN for i in at}
-  if not sparse:
-    return
-  for way in space.strategies:
-    having = {i for i, found in enumerate(space.predictions) if way in found}
-    if way == PMEAN or not sparse <= having:
-      continue
-    for members in (sparse,) if sparse == having else (sparse, having):
-      rest = [
-        (name, tuple(i for i in at if i not in members)) for name, at in named
-      ]
-      yield [*[x for x in rest if x[1]], (way, tuple(sorted(members)))]
-
-
 # Predictions err: a sparse way is taken if it should take less than this part
 # of pmean's time.
 _MARGIN = 0.8
@@ -277,6 +168,39 @@ def seconds_of(question: Question, space: Space, named: Exchanges) -> float:
   return question.compute_seconds + spent
 
 
+def _joint(space: Space, name: str, members: Sequence[int]) -> Option:
+  """Returns the option of these tensors in one exchange."""
+  parts = [_option(space.tensors[i], name) for i in members]
+  return Option(
+    name,
+    before_s=sum(o.before_s for o in parts),
+    link_s=_link_s(space, name, members),
+    after_s=sum(o.after_s for o in parts),
+    bytes=sum(o.bytes for o in parts),
+  )
+
+
+def _option(tensor: Tensor, name: str) -> Option:
+  option = tensor.option(name)
+  assert option is not None, (tensor.name, name)
+  return option
+
+
+def _link_s(space: Space, name: str, members: Sequence[int]) -> float:
+  """Returns the time of collectives that carry the bytes of all members."""
+  found = [space.predictions[i][name] for i in members]
+  received: dict[tuple[int, str, str, int], float] = {}
+  for prediction in found:
+    for k, (axis, op, n, more) in enumerate(prediction.phases):
+      at = k, axis, op, n
+      received[at] = received.get(at, 0.0) + more
+  phases = [(*at[1:], total) for at, total in received.items()]
+  seconds = link_models.wire_s(phases, space.links) + sum(
+    p.apart_s for p in found
+  )
+  return seconds * raised_by(found[0].scheme, space.margin)
+
+
 def _leaves(
   question: Question, space: Space, whole: Space, named: Exchanges
 ) -> tuple[LeafPlan, ...]:
@@ -382,3 +306,80 @@ def _reason(
   if not question.overlap:
     return f"{best} would need an exchange of its own"
   return "pmean hides behind the backward pass"
+
+
+# --- where nothing overlaps ---------------------------------------------------
+
+
+def _one_each(space: Space) -> Exchanges:
+  """Returns the best exchanges, at most one a strategy: exact."""
+  names, own, once = _costs(space)
+  forced = [o for o in range(len(names)) if _is_forced(own, o)]
+  rest = [o for o in _undominated(own, once) if o not in forced]
+  best, best_s = forced, _seconds(own, once, forced)
+  floor = own.min(axis=0).sum() + once[forced].sum()
+  cheapest = np.sort(once[rest])
+  for size in range(1, len(rest) + 1):
+    if floor + cheapest[:size].sum() >= best_s:
+      break
+    for more in itertools.combinations(rest, size):
+      seconds = _seconds(own, once, [*forced, *more])
+      if seconds < best_s:
+        best, best_s = [*forced, *more], seconds
+  best = sorted(best)
+  taken = np.array(best, int)[own[best].argmin(axis=0)]
+  members = {o: np.flatnonzero(taken == o).tolist() for o in best}
+  return [(names[o], tuple(at)) for o, at in members.items() if at]
+
+
+def _costs(space: Space) -> tuple[list[str], np.ndarray, np.ndarray]:
+  """Returns names, costs of tensors `[S, N]` and of exchanges `[S]`."""
+  names = list(dict.fromkeys(o.name for t in space.tensors for o in t.options))
+  once = np.array([space.once[name] for name in names])
+  own = np.full((len(names), len(space.tensors)), NEVER)
+  for i, tensor in enumerate(space.tensors):
+    for option in tensor.options:
+      o = names.index(option.name)
+      own[o, i] = max(option.work_s + option.link_s - once[o], 0.0)
+  return names, own, once
+
+
+def _is_forced(own: np.ndarray, o: int) -> bool:
+  """Returns True if some tensor has no other strategy."""
+  others = np.delete(own, o, axis=0)
+  return bool((others >= NEVER).all(axis=0).any())
+
+
+def _undominated(own: np.ndarray, once: np.ndarray) -> list[int]:
+  """Returns strategies that no other equals or betters in every cost."""
+  costs = np.concatenate([own, once[:, None]], axis=1)
+  kept: list[int] = []
+  for o in np.lexsort((np.arange(len(costs)), costs.sum(axis=1))).tolist():
+    if not any((costs[p] <= costs[o]).all() for p in kept):
+      kept.append(o)
+  return sorted(kept)
+
+
+def _seconds(own: np.ndarray, once: np.ndarray, ways: Sequence[int]) -> float:
+  if not ways:
+    return math.inf
+  return float(own[ways].min(axis=0).sum() + once[ways].sum())
+
+
+def _uniform(space: Space, named: Exchanges) -> Iterator[Exchanges]:
+  """Yields the same with all sparse tensors by one strategy, for each.
+
+  `_one_each` adds up tensors by themselves; a whole step is known better.
+  """
+  sparse = {i for name, at in named if name != PMEAN for i in at}
+  if not sparse:
+    return
+  for way in space.strategies:
+    having = {i for i, found in enumerate(space.predictions) if way in found}
+    if way == PMEAN or not sparse <= having:
+      continue
+    for members in (sparse,) if sparse == having else (sparse, having):
+      rest = [
+        (name, tuple(i for i in at if i not in members)) for name, at in named
+      ]
+      yield [*[x for x in rest if x[1]], (way, tuple(sorted(members)))]

@@ -1,4 +1,4 @@
-"""A plan made again from what its own run has shown."""
+"""`retune`: plans again from the densities of the running job."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -117,71 +117,6 @@ class Retuned:
     )
 
 
-def changes(plan: Plan, found: Plan) -> tuple[str, ...]:
-  """Returns a line for each leaf whose program differs."""
-  before = plan.by_name
-  with_old, with_new = _together(plan), _together(found)
-  lines = []
-  for leaf in found.leaves:
-    name, old = leaf.name, before[leaf.name]
-    if leaf.choice != old.choice:
-      lines.append(f"{name}: {old.choice} -> {leaf.choice}")
-    elif leaf.capacities != old.capacities:
-      lines.append(
-        f"{name}: first round {_rows(old)} -> {_rows(leaf)} rows (push, pull)"
-      )
-    elif with_old.get(name) != with_new.get(name):
-      members = ", ".join(sorted(with_new[name]))
-      lines.append(f"{name}: in one exchange: {members}")
-  return tuple(lines)
-
-
-def _rows(leaf: LeafPlan) -> str:
-  return "guessed" if leaf.capacities is None else str(leaf.capacities)
-
-
-def _together(plan: Plan) -> dict[str, frozenset[str]]:
-  """Returns the leaves with which each sparse one shares an exchange."""
-  sparse = [x for x in plan.leaves if x.scheme != DENSE]
-  key = lambda leaf: (leaf.choice, leaf.group)
-  return {
-    x.name: frozenset(y.name for y in sparse if key(y) == key(x))
-    for x in sparse
-  }
-
-
-def wasted_seconds(
-  plan: Plan, space: Space, seen: Mapping[str, Mapping[str, float]]
-) -> dict[str, float]:
-  """Returns the time of each leaf beyond what its rows should take."""
-  found = {}
-  for i, leaf in enumerate(plan.leaves):
-    if leaf.name not in seen:
-      continue
-    own, bytes_seen = seen[leaf.name], seen[leaf.name]["wire_bytes"]
-    least = space.predictions[i][leaf.choice]
-    if own["went_dense"]:  # Which may take less: rows were too many.
-      dense_s = space.predictions[i][PMEAN].seconds
-      sent_s = dense_s * bytes_seen / max(own["dense_bytes"], 1.0)
-      found[leaf.name] = sent_s - least.seconds
-    elif least.received:
-      bytes_s = max(least.wire_s - least.once_s, 0.0)
-      found[leaf.name] = bytes_s * max(bytes_seen / least.received - 1, 0.0)
-  return found
-
-
-def still_wasted(found: Plan, plan: Plan, wasted: Mapping[str, float]) -> float:
-  """Returns the part of `wasted` that a new plan wastes as well."""
-  before = plan.by_name
-  gone = {
-    x.name
-    for x in found.leaves
-    if x.scheme == DENSE
-    or x.capacities not in (None, before[x.name].capacities)
-  }
-  return sum(s for name, s in wasted.items() if name not in gone)
-
-
 # Sizes that differ by less than this part stay: steps differ as much.
 _NEAR = 0.1
 
@@ -198,7 +133,7 @@ def retune(
   Densities are those of the last step (`zenjax.planner.profile`); leaves that
   take pmean are not looked at, and keep what they were planned for. First
   rounds are pinned to what recent steps needed (`zenjax.advise`) where a leaf's
-  way stays, and of a leaf with another one to what its rows should need there.
+  strategy stays, and elsewhere to what its rows should need by the new one.
 
   The gain is predicted: a step with the densities seen, as it runs, less one as
   planned anew. Bytes received beyond what the rows needed, as by first rounds
@@ -268,6 +203,71 @@ def retune(
     compile_seconds=compile_seconds,
     steps_left=steps_left,
   )
+
+
+def changes(plan: Plan, found: Plan) -> tuple[str, ...]:
+  """Returns a line for each leaf whose program differs."""
+  before = plan.by_name
+  with_old, with_new = _together(plan), _together(found)
+  lines = []
+  for leaf in found.leaves:
+    name, old = leaf.name, before[leaf.name]
+    if leaf.choice != old.choice:
+      lines.append(f"{name}: {old.choice} -> {leaf.choice}")
+    elif leaf.capacities != old.capacities:
+      lines.append(
+        f"{name}: first round {_rows(old)} -> {_rows(leaf)} rows (push, pull)"
+      )
+    elif with_old.get(name) != with_new.get(name):
+      members = ", ".join(sorted(with_new[name]))
+      lines.append(f"{name}: in one exchange: {members}")
+  return tuple(lines)
+
+
+def _rows(leaf: LeafPlan) -> str:
+  return "guessed" if leaf.capacities is None else str(leaf.capacities)
+
+
+def _together(plan: Plan) -> dict[str, frozenset[str]]:
+  """Returns the leaves with which each sparse one shares an exchange."""
+  sparse = [x for x in plan.leaves if x.scheme != DENSE]
+  key = lambda leaf: (leaf.choice, leaf.group)
+  return {
+    x.name: frozenset(y.name for y in sparse if key(y) == key(x))
+    for x in sparse
+  }
+
+
+def wasted_seconds(
+  plan: Plan, space: Space, seen: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+  """Returns the time of each leaf beyond what its rows should take."""
+  found = {}
+  for i, leaf in enumerate(plan.leaves):
+    if leaf.name not in seen:
+      continue
+    own, bytes_seen = seen[leaf.name], seen[leaf.name]["wire_bytes"]
+    least = space.predictions[i][leaf.choice]
+    if own["went_dense"]:  # Which may take less: rows were too many.
+      dense_s = space.predictions[i][PMEAN].seconds
+      sent_s = dense_s * bytes_seen / max(own["dense_bytes"], 1.0)
+      found[leaf.name] = sent_s - least.seconds
+    elif least.received:
+      bytes_s = max(least.wire_s - least.once_s, 0.0)
+      found[leaf.name] = bytes_s * max(bytes_seen / least.received - 1, 0.0)
+  return found
+
+
+def still_wasted(found: Plan, plan: Plan, wasted: Mapping[str, float]) -> float:
+  """Returns the part of `wasted` that a new plan wastes as well."""
+  before = plan.by_name
+  gone = {
+    x.name
+    for x in found.leaves
+    if x.scheme == DENSE
+    or x.capacities not in (None, before[x.name].capacities)
+  }
+  return sum(s for name, s in wasted.items() if name not in gone)
 
 
 def _fits(question: Question, plan: Plan) -> bool:

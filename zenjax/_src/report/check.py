@@ -321,7 +321,7 @@ class _Run:
         out_specs=(PartitionSpec(), PartitionSpec(self.axes)),
         check_vma=False,
       )(*placement.on_mesh(arguments, self.mesh, specs))
-      # What is not returned is not computed.
+      # Values that are not returned are not computed.
       return params, [] if plainly else found
 
     params, found = jax.jit(mapped)(*arguments)
@@ -674,7 +674,7 @@ def _copies(params: Any, state: Any) -> Iterator[Comparison]:
       found = Verdict()
       for copies in by_index.values():
         found = found.joined(_alike(copies))
-      # A state has many leaves: those that are right are not told of.
+      # A state has many leaves: only those that differ are listed.
       if not argument or not found.ok:
         yield Comparison("replicas", argument + name, "", found)
 
@@ -735,7 +735,7 @@ def _gradients(
 
 
 def _near(got: Any, right: Any, part: float) -> Verdict:
-  """Judges a gradient by that of another compilation, row by row."""
+  """Judges a gradient by the one of another compilation, row by row."""
   largest = float(ml_dtypes.finfo(_dtype(got)).max)
   values = right.values if isinstance(right, HostRows) else right
   finite = np.abs(values[np.isfinite(values)].astype(np.float64))
@@ -751,7 +751,7 @@ def _near(got: Any, right: Any, part: float) -> Verdict:
   return verdict
 
 
-# What draws random numbers.
+# Primitives that draw random numbers.
 _DRAWS = ("random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator")
 
 
