@@ -87,6 +87,10 @@ def _number(heading: str, name: str, form: str, legend: str = "") -> _Column:
   return _Column(heading, cell, legend)
 
 
+def _numbers(*columns: tuple[str, ...]) -> tuple[_Column, ...]:
+  return tuple(_number(*column) for column in columns)
+
+
 def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
   return _Column(heading, lambda s: f"{s[name] / 1e6:.3f}", legend)
 
@@ -129,7 +133,7 @@ def _table(
   return [title, *columns(rows), *told]
 
 
-_ROUNDS = _number("rounds", "rounds", ".0f", "rounds: exchanges it took")
+_ROUNDS = ("rounds", "rounds", ".0f", "rounds: exchanges it took")
 _RECEIVED = (
   _megabytes("MB sent", "wire_bytes", "MB: received by a device"),
   _megabytes("MB dense", "dense_bytes"),
@@ -148,24 +152,24 @@ def _scheme(s: Mapping[str, float]) -> str:
 _SYNCED = (
   _Column("rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"),
   _Column("scheme", _scheme, "zen/g: rows split in g column groups"),
-  _number(
-    "density",
-    "density",
-    ".2%",
-    "density: rows of a device that are not zero",
-  ),
-  _number("union", "union_density", ".2%", "union: of all devices"),
-  _number("growth", "growth", ".2f", "growth: their ratio"),
-  _number(
-    "push imb", "push_imbalance", ".2f", "imb: the fullest buffer over the mean"
-  ),
-  _number("pull imb", "pull_imbalance", ".2f"),
-  _ROUNDS,
-  _number(
-    "overflow",
-    "overflow_rows",
-    ".0f",
-    "overflow: rows beyond the first push",
+  *_numbers(
+    (
+      "density",
+      "density",
+      ".2%",
+      "density: rows of a device that are not zero",
+    ),
+    ("union", "union_density", ".2%", "union: of all devices"),
+    ("growth", "growth", ".2f", "growth: their ratio"),
+    ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
+    ("pull imb", "pull_imbalance", ".2f"),
+    _ROUNDS,
+    (
+      "overflow",
+      "overflow_rows",
+      ".0f",
+      "overflow: rows beyond the first push",
+    ),
   ),
   *_RECEIVED,
 )
@@ -248,50 +252,33 @@ def _predictions(nodes: list[sync_state.ZenSyncState]) -> list[str]:
 
 def _selection(density: str, legend: str) -> tuple[_Column, ...]:
   """Returns the columns of a selection, whose density has this name."""
-  return (
-    _number("wanted", "density_wanted", ".3%"),
-    _number("density", density, ".3%", f"density: {legend}"),
-    _number("threshold", "threshold", ".3g", "threshold: mean over devices"),
-    _number(
-      "build-up",
-      "build_up",
-      ".2f",
-      "build-up: the union of all selections over the number wanted",
-    ),
-    _number(
-      "imbalance",
-      "imbalance",
-      ".2f",
-      "imbalance: the largest selection over the mean",
-    ),
-    _number(
-      "residual",
-      "residual_norm",
-      ".3g",
-      "residual: norm of what waits, all devices",
-    ),
+  union = "build-up: the union of all selections over the number wanted"
+  uneven = "imbalance: the largest selection over the mean"
+  norm = "residual: norm of what waits, all devices"
+  return _numbers(
+    ("wanted", "density_wanted", ".3%"),
+    ("density", density, ".3%", f"density: {legend}"),
+    ("threshold", "threshold", ".3g", "threshold: mean over devices"),
+    ("build-up", "build_up", ".2f", union),
+    ("imbalance", "imbalance", ".2f", uneven),
+    ("residual", "residual_norm", ".3g", norm),
   )
 
 
+_PIN = (
+  "`capacity=` that held the largest selection of 90 % of the last 64 steps"
+)
 _SPARSIFIER = (
   *_selection(
-    "density",
-    "elements that all devices selected over those of the model",
+    "density", "elements that all devices selected over those of the model"
   ),
-  _ROUNDS,
+  _number(*_ROUNDS),
   *_RECEIVED,
-  _number(
-    "pin",
-    "capacity",
-    ".0f",
-    "pin: `capacity=` that held the largest selection of 90 % of the last 64"
-    " steps",
-  ),
+  _number("pin", "capacity", ".0f", f"pin: {_PIN}"),
 )
 
 _FEEDBACK = _selection(
-  "selected",
-  "elements that a device selected over those of the leaf, mean",
+  "selected", "elements that a device selected over those of the leaf, mean"
 )
 
 
