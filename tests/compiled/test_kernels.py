@@ -14,12 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
+from kernel_cases import bitmaps
+from kernel_cases import compat
 from kernel_cases import Shape
 import pytest
 
 from benchmarks import targets
-from zenjax._src.core import bitmaps
-from zenjax._src.core import compat
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Implementation
 from zenjax.kernels.merge import reference

@@ -13,6 +13,7 @@ import jax
 from zenjax._src.core import leaf_util
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.schemes import base
 from zenjax._src.schemes import dense_path
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import DenseScheme
@@ -46,6 +47,19 @@ class Declared:
   loops: list[list[Message]]
   dense: list[list[Message]]
 
+  @property
+  def received_bytes(self) -> Any:
+    """Bytes that a device receives in the first round."""
+    return base.received_bytes(self.first, self.context)
+
+  def dense_on(self, platform: str) -> list[list[Message]]:
+    """`dense`, on devices of another platform."""
+    return [
+      dense_path.messages(plan.table, self.context, platform)
+      for plan in self.plans
+      if plan.table.look_ups is None
+    ]
+
 
 def declare(
   tables: Any, axes: Axes, sizes: Sequence[int], **kwargs: Any
@@ -77,7 +91,7 @@ def _declare(
   plans = leaf_tables.plans(
     group, scheme, options, context, [None] * len(group)
   )
-  return Declared(
+  found = Declared(
     context=context,
     plans=plans,
     first=[
@@ -85,12 +99,9 @@ def _declare(
       *scheme.pull_messages([Room(p, p.first.pull) for p in plans], context),
     ],
     loops=exchange.loop_messages(plans, scheme, context.in_loops()),
-    dense=[
-      dense_path.messages(plan.table, context, platform)
-      for plan in plans
-      if plan.table.look_ups is None
-    ],
+    dense=[],
   )
+  return dataclasses.replace(found, dense=found.dense_on(platform))
 
 
 def _joined(parts: Sequence[Declared]) -> Declared:

@@ -251,7 +251,7 @@ def main() -> None:
   sys.path[:0] = [str(tests), str(tests / "rows")]
   import conftest  # Eight devices, and optax's promotions below.
   import pytest
-  import test_optax_contract
+  import test_optax_contract  # pyright: ignore[reportMissingImports]
   import tqdm
 
   del conftest

@@ -23,9 +23,6 @@ import optax
 
 from benchmarks import targets
 import zenjax
-from zenjax._src.core.arguments import Partition
-from zenjax._src.schemes import dense_path
-from zenjax._src.schemes.base import Message
 from zenjax.kernels import _dispatch
 from zenjax.kernels._dispatch import Implementation
 
@@ -93,7 +90,7 @@ def devices(target: str) -> list[Any]:
 
 
 # Between them both layouts of rows; those of look-ups are split by columns.
-_PARTITION: dict[Grads, Partition] = {"array": "hash", "rows": "auto"}
+_PARTITION: dict[Grads, Any] = {"array": "hash", "rows": "auto"}
 
 
 def _lowered(mesh, grads, exchange):
@@ -189,14 +186,15 @@ def declared(
   sent += [_result(m, devices, inside) for m in loops]
   if grads == "array":
     # Neither on CPUs, for which `declare` would tell.
-    (plan,) = found.plans
-    sums = dense_path.messages(plan.table, found.context, "default")
+    (sums,) = found.dense_on("default")
     sent += [_result(m, devices, ("while",)) for m in sums]
   layers = _params()["bottom"] + _params()["top"]
   plain = sum(math.prod(layer.shape) for layer in layers) + 1
   return Declared(sent, plain)
 
 
-def _result(message: Message, devices: int, inside: tuple[str, ...]) -> Found:
+def _result(
+  message: declaring.Message, devices: int, inside: tuple[str, ...]
+) -> Found:
   gathered = devices if message.op == "all_gather" else 1
   return Found(message.op.replace("_", "-"), message.words * gathered, inside)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import kernel_cases
+from kernel_cases import bitmaps
 from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax._src.core import bitmaps
 from zenjax.kernels import operations
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import expand

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import kernel_cases
+from kernel_cases import bitmaps
 from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax._src.core import bitmaps
 from zenjax.kernels import _dispatch
 from zenjax.kernels import operations
 from zenjax.kernels._dispatch import Operation

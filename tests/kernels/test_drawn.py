@@ -15,11 +15,11 @@ import zlib
 import jax
 import jax.numpy as jnp
 import kernel_cases
+from kernel_cases import bitmaps
 from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax._src.core import bitmaps
 from zenjax.kernels.mask_pack import _tpu_sizes
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.operations import OPERATIONS

@@ -10,11 +10,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import kernel_cases
+from kernel_cases import bitmaps
 from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax._src.core import bitmaps
 from zenjax.kernels import _words_tpu
 from zenjax.kernels import operations
 

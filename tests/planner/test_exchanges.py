@@ -5,11 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planning import choosing
+from planning import Gradient
 import pytest
 
 import zenjax
-from zenjax._src.planner import choosing
-from zenjax._src.planner.gradient_trace import Gradient
 
 pytestmark = pytest.mark.each_jax
 

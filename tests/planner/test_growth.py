@@ -5,14 +5,14 @@ import itertools
 import math
 
 import numpy as np
+from planning import recorded_runs
+from planning import union_growth
 import pytest
 
 from benchmarks import workloads
 from benchmarks.planner import growth
 from examples import corpus
 from zenjax import traces
-from zenjax._src.planner import recorded_runs
-from zenjax._src.planner import union_growth
 
 
 def recorded(steps: int, devices: int, rows: int, seed: int = 0):

@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planning import choosing
+from planning import Gradient
+from planning import iteration_seconds
+from planning import search
 import pytest
 from refusals import names
 
 import zenjax
-from zenjax._src.machine.topologies import Level
-from zenjax._src.planner import choosing
-from zenjax._src.planner.gradient_trace import Gradient
-from zenjax._src.planner.plan_search import search
-from zenjax._src.planner.timeline import iteration_seconds
 
 ROWS, WIDTH, BATCH = 100_000, 64, 512
 
@@ -44,7 +43,9 @@ FAST = zenjax.planner.Topology.preset("h100", 8)
 
 def machine(**link):
   """Eight devices."""
-  level = Level(name="device", devices=8, link=zenjax.planner.Link(**link))
+  level = zenjax.planner.Level(
+    name="device", devices=8, link=zenjax.planner.Link(**link)
+  )
   return zenjax.planner.Topology(levels=(level,))
 
 

@@ -7,6 +7,11 @@ import statistics
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
+from planning import GroupCosts
+from planning import NEVER
+from planning import Option
+from planning import search
+from planning import Tensor
 import pytest
 
 from benchmarks import library
@@ -16,11 +21,6 @@ from benchmarks.planner import oracles
 from benchmarks.planner import steps_drawn
 from benchmarks.planner.pieces import each_by
 from benchmarks.planner.pieces import simulate
-from zenjax._src.planner.plan_search import search
-from zenjax._src.planner.timeline import GroupCosts
-from zenjax._src.planner.timeline import NEVER
-from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import Tensor
 
 
 def seconds(groups):

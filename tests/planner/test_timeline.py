@@ -5,6 +5,9 @@ import math
 
 import hypothesis
 from hypothesis import strategies as st
+from planning import Exchange
+from planning import Option
+from planning import Tensor
 import pytest
 
 from benchmarks.planner import baselines
@@ -12,9 +15,6 @@ from benchmarks.planner import oracles
 from benchmarks.planner import steps_drawn
 from benchmarks.planner.pieces import each_by
 from benchmarks.planner.pieces import simulate
-from zenjax._src.planner.timeline import Exchange
-from zenjax._src.planner.timeline import Option
-from zenjax._src.planner.timeline import Tensor
 
 _ZEN = Option("zen", 1.0, 3.0, 2.0, 100.0)
 _PMEAN = Option("pmean", 0.0, 5.0, 0.0, 800.0)

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planning import gradient_trace
 import pytest
 
 import zenjax
-from zenjax._src.planner import gradient_trace
 
 pytestmark = pytest.mark.each_jax
 

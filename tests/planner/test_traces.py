@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
+from planning import record
 import pytest
 
 import zenjax
 from zenjax import traces
-from zenjax._src.planner import record
 
 _EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 _HEADER = traces.Header(

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from planning import Table
 import pytest
 
 from benchmarks.planner import placing
@@ -11,7 +12,6 @@ from benchmarks.planner import utility
 from benchmarks.planner import utility_model
 from benchmarks.planner.utility_model import Setup
 import zenjax
-from zenjax._src.schemes.buffer_sizes import Table
 
 LATENCY, BANDWIDTH = 1e-5, 1.25e9
 LINK = zenjax.planner.Link(bandwidth=BANDWIDTH, latency_s=LATENCY)

@@ -1,16 +1,13 @@
 """Which implementation of an operation a program runs."""
 
-import dataclasses
-
+import forced
 import jax
 import jax.numpy as jnp
 import pytest
 from runners import AXIS
 
 import zenjax
-from zenjax._src.sync import table_sources
 from zenjax.kernels import _dispatch
-from zenjax.kernels import operations
 from zenjax.kernels.operations import OPERATIONS
 
 TX = zenjax.zen_sync(AXIS, sparse=True, capacities=(8, 8))
@@ -58,10 +55,7 @@ def test_rows_need_no_mask():
 @pytest.mark.parametrize("platform, kernels", [("tpu", True), ("cpu", False)])
 def test_follows_the_platform_of_the_program(platform, kernels, monkeypatch):
   """A kernel measured on TPUs runs on them alone."""
-  measured = dataclasses.replace(
-    operations.mask_pack, measured={"tpu": "a.json"}
-  )
-  monkeypatch.setattr(table_sources, "mask_pack", measured)
+  forced.mask_pack_measured_on(monkeypatch, "tpu")
   mapped = jax.jit(jax.vmap(step, axis_name=AXIS))
   text = mapped.trace(GRADS).lower(lowering_platforms=(platform,)).as_text()
   assert ("tpu_custom_call" in text) == kernels

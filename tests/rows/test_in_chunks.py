@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,7 @@ ROWS = 500
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
   """Chunks of 8 rows; optax promotes dtypes and ranks."""
-  monkeypatch.setattr(lazy, "_BYTES", 1)
-  monkeypatch.setattr(lazy, "_MIN_ROWS", 8)
+  forced.rows_in_chunks(monkeypatch)
   with jax.numpy_dtype_promotion("standard"):
     with jax.numpy_rank_promotion("allow"):
       yield

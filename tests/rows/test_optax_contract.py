@@ -8,6 +8,7 @@ what `lazy_rows` and `owner_update` promise of them.
 import functools
 from typing import Any
 
+import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ import pytest
 
 import zenjax
 from zenjax import SparseRows
-from zenjax._src.rows import lazy
 
 pytestmark = [
   pytest.mark.usefixtures("as_optax_computes"),
@@ -182,8 +182,7 @@ def run_lazy(name, then, monkeypatch):
 
     def step(*args, size=size, least=least):
       with monkeypatch.context() as patch:
-        patch.setattr(lazy, "_BYTES", size)
-        patch.setattr(lazy, "_MIN_ROWS", least)
+        forced.rows_in_chunks(patch, size, least)
         return lazy_step(tx, extra, *args)
 
     steps[form] = jax.jit(step)

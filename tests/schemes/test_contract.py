@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import cases
 import jax.numpy as jnp
+from kernel_cases import Layout
 import numpy as np
 import oracle
 import pytest
@@ -20,7 +21,6 @@ import runners
 import steps
 
 import zenjax
-from zenjax._src.core.partition import Layout
 
 pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
 

@@ -14,7 +14,6 @@ from stablehlo import collectives
 import steps
 
 import zenjax
-from zenjax._src.schemes.base import received_bytes
 
 
 def lower(tables: dict[str, jax.ShapeDtypeStruct], n: int, **kwargs: Any):
@@ -78,7 +77,7 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
     (m.op, m.words) for turn in declared.loops for m in turn
   ]
   assert all(set(f.inside) == {"stablehlo.while"} for f in looped)
-  assert received_bytes(declared.first, declared.context) > 0
+  assert declared.received_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import forced
 import hlo
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import runners
 from stablehlo import collectives
 
 import zenjax
-from zenjax._src.sparsify import element_exchange
 
 pytestmark = pytest.mark.each_jax
 
@@ -69,7 +69,7 @@ def test_what_is_sent_is_what_is_declared(wire):
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_vector_is_not_copied(n, wire, monkeypatch):
   """Accumulated in place of the residual, read and cleared in place."""
-  monkeypatch.setattr(element_exchange, "_CHUNK", SIZE // 50)
+  forced.elements_in_chunks(monkeypatch, SIZE // 50)
   compiled = lowered(n, wire_dtype=wire).compile()
   text = compiled.as_text() or ""
   of_vector = rf"f32\[(1,)?{SIZE}\]"

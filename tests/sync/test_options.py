@@ -1,6 +1,7 @@
 """What the options of zen_sync change, and that nothing else changes."""
 
 import cases
+import forced
 from four_devices import F32
 from four_devices import N
 from four_devices import run_with
@@ -14,7 +15,6 @@ import runners
 import steps
 
 import zenjax
-from zenjax._src.schemes import transport
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -32,7 +32,7 @@ def test_sum(check_vma):
 @pytest.mark.parametrize("wait", [False, True])
 def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
   if wait:  # As on TPUs, where sums wait for all pushes.
-    monkeypatch.setattr(transport, "_plain_zero", transport._unseen_zero)
+    forced.unseen_zeros(monkeypatch)
   rng = np.random.default_rng(0)
   stack = {
     "a": table(rng, 90, 6),

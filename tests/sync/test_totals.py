@@ -1,5 +1,6 @@
 """Leaves that travel as a whole, where several of them share a buffer."""
 
+import forced
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -9,7 +10,6 @@ import pytest
 import runners
 
 import zenjax
-from zenjax._src.sync import gradient_tree
 
 pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
 
@@ -42,7 +42,7 @@ def mean(grads, axis):
 
 @pytest.fixture
 def in_turn(monkeypatch):
-  monkeypatch.setattr(gradient_tree, "buffers_in_turn", lambda: True)
+  forced.buffers_in_turn(monkeypatch)
 
 
 @pytest.mark.usefixtures("in_turn")
@@ -76,6 +76,6 @@ def sums(f):
 
 def test_small_leaves_of_a_type_are_summed_as_one(monkeypatch):
   assert sums(mean) == len(SHAPES)
-  monkeypatch.setattr(gradient_tree, "buffers_in_turn", lambda: True)
+  forced.buffers_in_turn(monkeypatch)
   # Those added in float32, those in int32, and the large one.
   assert sums(mean) == 3

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import harness
 from benchmarks import targets
 from benchmarks.cases import gpu
-from zenjax._src.machine.cost import Profile
 from zenjax.kernels import _dispatch
+from zenjax.planner import Profile
 
 ROWS, WIDTH, DENSITY = 400, 4, 0.02
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+from planning import Gradient
 import pytest
 
 from benchmarks import run as command_line
@@ -17,8 +18,7 @@ from benchmarks.campaigns.groups.cells import Found
 from benchmarks.campaigns.groups.cells import Section
 from benchmarks.campaigns.groups.cells import Way
 import zenjax
-from zenjax._src.machine.cost import Profile
-from zenjax._src.planner.gradient_trace import Gradient
+from zenjax.planner import Profile
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 

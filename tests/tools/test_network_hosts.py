@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+from planning import local_work
 import pytest
 
 from benchmarks import run as command_line
 from benchmarks.testbed.served import CommonStart
 from benchmarks.testbed.served import SharedCompiler
-from zenjax._src.machine import local_work
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planning import gradient_trace
+from planning import Question
 import pytest
 
 from benchmarks import run as command_line
@@ -19,8 +21,6 @@ from benchmarks.campaigns.planned.cells import Section
 from benchmarks.campaigns.planned.cells import Way
 from benchmarks.campaigns.planned.programs import MODELS
 import zenjax
-from zenjax._src.planner import gradient_trace
-from zenjax._src.planner.choosing import Question
 
 
 def _section(**times: float) -> Section:

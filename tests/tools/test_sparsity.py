@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planning import Table
 import pytest
 
 from benchmarks import run
@@ -12,7 +13,6 @@ from benchmarks.cases import row_sets
 from benchmarks.cases import sparsity
 from zenjax import traces
 from zenjax._src.report import stats
-from zenjax._src.schemes import buffer_sizes
 
 
 def _sets(*ids):
@@ -72,9 +72,7 @@ def test_nothing_sent_is_balanced():
 def _tables(*rows):
   f32 = jnp.dtype(jnp.float32)
   return tuple(
-    buffer_sizes.Table(
-      name=str(r), num_rows=r, width=8, dtype=f32, wire_dtype=f32
-    )
+    Table(name=str(r), num_rows=r, width=8, dtype=f32, wire_dtype=f32)
     for r in rows
   )
 

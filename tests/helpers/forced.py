@@ -1,0 +1,45 @@
+"""Ways of zenjax that no option chooses, forced for a test.
+
+Each takes pytest's `monkeypatch`.
+"""
+
+import dataclasses
+
+import zenjax._src.rows.lazy
+import zenjax._src.schemes.transport
+import zenjax._src.sparsify.element_exchange
+import zenjax._src.sync.gradient_tree
+import zenjax._src.sync.table_sources
+
+_src = zenjax._src
+
+
+def rows_in_chunks(monkeypatch, size: int = 1, least: int = 8) -> None:
+  """Chunks of `size` bytes, of at least `least` rows, in `lazy_rows`."""
+  monkeypatch.setattr(_src.rows.lazy, "_BYTES", size)
+  monkeypatch.setattr(_src.rows.lazy, "_MIN_ROWS", least)
+
+
+def elements_in_chunks(monkeypatch, elements: int) -> None:
+  """Chunks of `elements` in which a sparsifier sums a whole vector."""
+  monkeypatch.setattr(_src.sparsify.element_exchange, "_CHUNK", elements)
+
+
+def buffers_in_turn(monkeypatch) -> None:
+  """Leaves that travel whole share buffers, as on platforms that pay each."""
+  monkeypatch.setattr(_src.sync.gradient_tree, "buffers_in_turn", lambda: True)
+
+
+def unseen_zeros(monkeypatch) -> None:
+  """Merges wait for all pushes, as on TPUs."""
+  transport = _src.schemes.transport
+  monkeypatch.setattr(transport, "_plain_zero", transport._unseen_zero)
+
+
+def mask_pack_measured_on(monkeypatch, platform: str) -> None:
+  """A kernel of `mask_pack` that runs where no one forces it."""
+  sources = _src.sync.table_sources
+  measured = dataclasses.replace(
+    sources.mask_pack, measured={platform: "a.json"}
+  )
+  monkeypatch.setattr(sources, "mask_pack", measured)

@@ -1,0 +1,39 @@
+"""Parts of the planner that its tests, and those of benchmarks, take alone."""
+
+from zenjax._src.machine import local_work
+from zenjax._src.planner import choosing
+from zenjax._src.planner import gradient_trace
+from zenjax._src.planner import record
+from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import union_growth
+from zenjax._src.planner.choosing import Question
+from zenjax._src.planner.gradient_trace import Gradient
+from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import Exchange
+from zenjax._src.planner.timeline import GroupCosts
+from zenjax._src.planner.timeline import iteration_seconds
+from zenjax._src.planner.timeline import NEVER
+from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import Tensor
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.buffer_sizes import Table
+
+__all__ = (
+  "buffer_sizes",
+  "choosing",
+  "Exchange",
+  "Gradient",
+  "gradient_trace",
+  "GroupCosts",
+  "iteration_seconds",
+  "local_work",
+  "NEVER",
+  "Option",
+  "Question",
+  "record",
+  "recorded_runs",
+  "search",
+  "Table",
+  "Tensor",
+  "union_growth",
+)
