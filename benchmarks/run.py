@@ -496,7 +496,7 @@ COMMANDS = (
       _rates("200mbit 1gbit"),
       _LOOPBACK,
       _SHOW,
-      _count("--width", 32, "of train_cnn.py"),
+      _count("--width", 32, "of the network of examples.studies.cnn"),
       _count("--batch", 16, "of a host"),
       _count("--image-size", 16, "height and width"),
       _density("that every host selects by magnitude", 0.01),
@@ -520,7 +520,7 @@ COMMANDS = (
       _flag(
         "source",
         metavar="TRACE_OR_WORKLOAD",
-        help="a directory that `train_lm.py --trace` wrote, or a workload:"
+        help="a directory that `examples.studies.lm --trace` wrote, or a workload:"
         f" {', '.join(workloads.ALL_NAMES)}",
       ),
       _flag(

@@ -392,7 +392,7 @@ def stdlib_lm() -> Workload:
   The table is the vocabulary x 128; every device reads 4,096 contiguous tokens.
   Density and union are measured, and differ with the version of Python.
   """
-  from examples import corpus
+  from examples.studies.lm import corpus
 
   text = corpus.load_tokens()
   return Workload(

@@ -76,7 +76,7 @@ def load(
     return [_of_workload(workload, steps or _WORKLOAD_STEPS, seed)]
   if not pathlib.Path(source).exists():
     raise ValueError(
-      "`source` must be a directory that `train_lm.py --trace` wrote, or one of"
+      "`source` must be a directory that `examples.studies.lm --trace` wrote, or one of"
       f" {', '.join(workloads.ALL_NAMES)}, got {source!r}."
     )
   if full_size:

@@ -16,7 +16,7 @@ from benchmarks import library
 from benchmarks import record
 from benchmarks import table as tables
 from benchmarks import workloads
-from examples import corpus
+from examples.studies.lm import corpus
 from zenjax.traces import DeviceRows
 
 Step = list[np.ndarray]
@@ -42,7 +42,7 @@ def starts(
 def windows(
   ids: np.ndarray, n: int, tokens: int, *, seed: int
 ) -> Iterator[Step]:
-  """Windows of 64 tokens, shuffled: as `train_lm.py` reads them."""
+  """Windows of 64 tokens, shuffled: as `examples.studies.lm` reads them."""
   rng = np.random.default_rng([seed, n])
   count = len(ids) // _WINDOW
   cut = ids[: count * _WINDOW].reshape(count, _WINDOW)

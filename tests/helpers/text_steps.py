@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples import corpus
+from examples.studies.lm import corpus
 import zenjax
 
 ROWS, WIDTH, LOOK_UPS, STEPS = 2000, 4, 32, 200

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import workloads
 from benchmarks.planner import growth
-from examples import corpus
+from examples.studies.lm import corpus
 from zenjax import traces
 
 

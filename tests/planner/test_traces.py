@@ -1,9 +1,7 @@
 """Traces: what is written is read again, and what is broken is refused."""
 
 import dataclasses
-import importlib
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +10,12 @@ import numpy as np
 from planning import record
 import pytest
 
+from examples.studies.lm import data
+from examples.studies.lm import flags as lm_flags
+from examples.studies.lm import study
 import zenjax
 from zenjax import traces
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 _HEADER = traces.Header(
   tables=(
     traces.TableInfo(name="embed", rows=10, width=4, dtype="float32"),
@@ -203,14 +203,6 @@ def test_step_is_checked(recorded, arrays, match):
   _refused(recorded, match)
 
 
-@pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
-
-
 def test_rows_are_nonzero_by_their_bits():
   table = np.zeros((11, 3), np.float32)
   table[1, 2] = 1.0
@@ -244,37 +236,28 @@ def test_look_ups_that_cancel_touch_no_row():
 
 @pytest.mark.parametrize("sync, grads", [("pmean", "dense"), ("zen", "rows")])
 def test_tracing_changes_nothing_and_sees_every_look_up(
-  example, tmp_path, sync, grads
+  as_optax_computes, tmp_path, sync, grads
 ):
   """One step twice, traced and not: the same bits, and the rows looked up."""
-  training, data = example("lm_trainer"), example("lm_data")
-  recorder = example("lm_trace").Recorder(str(tmp_path / "trace"), 1)
   rng = np.random.default_rng(0)
   batch = data.Batch(
     rng.integers(0, 1999, (2, data.LENGTH + 1), np.int32),
     rng.integers(0, 1999, 2 * 8, np.int32),
   )
-  trainer = training.Trainer(
-    vocab=1999,
-    width=16,
-    seed=0,
-    sync=sync,
-    grads=grads,
-    optimizer="adagrad",
-    learning_rate=0.1,
-    mesh=Mesh(np.array(jax.devices()[:2]), (training.AXIS,)),
-    recorder=recorder,
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+  trainer = study.make_trainer(
+    1999, 16, "adagrad", 0.1, mesh, 0, sync=sync, grads=grads
   )
+  trainer.record(str(tmp_path / "trace"), 1)
   start = jax.tree.map(jnp.copy, (trainer.params, trainer.opt_state))
   ends = []
-  for wants_more in (True, False):
-    assert recorder.wants_more == wants_more
+  for _ in range(2):  # The first step is recorded and the second is not.
     trainer.params, trainer.opt_state = start
     start = jax.tree.map(jnp.copy, start)  # Steps donate what they get.
     loss = trainer.step(batch)
     held = loss, trainer.params, trainer.opt_state
     ends.append(jax.tree.leaves(jax.device_get(held)))
-  recorder.close()
+  assert trainer.stop_recording() == 1
   for traced, plain in zip(*ends):
     np.testing.assert_array_equal(traced, plain)
   trace = traces.read(tmp_path / "trace")
@@ -294,9 +277,9 @@ def test_tracing_changes_nothing_and_sees_every_look_up(
     (("--trace-steps", "0"), "--trace-steps must be positive, got 0"),
   ],
 )
-def test_flags_are_checked(example, recorded, capsys, more, match):
+def test_flags_are_checked(recorded, capsys, more, match):
   with pytest.raises(SystemExit) as caught:
-    example("lm_flags").parse("", ["--trace", str(recorded), *more])
+    lm_flags.parse("", ["--trace", str(recorded), *more])
   assert caught.value.code == 2
   assert match in capsys.readouterr().err
 

@@ -1,8 +1,6 @@
-"""The image model's data, and `train_cnn.py`, stopped, resumed and logged."""
+"""The image model's data; its program stopped, resumed and logged."""
 
-import importlib
 import os
-import pathlib
 import signal
 
 import jax
@@ -12,19 +10,20 @@ from PIL import Image
 import pytest
 import runners
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+from examples.studies.cnn import __main__ as program
+from examples.studies.cnn import flags as cnn_flags
+from examples.studies.cnn import images as sources
+from examples.studies.common import cluster
+from examples.studies.common import files
+from examples.studies.common import trainer as training
+
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
 _SMALL = ["--image-size=8", "--width=8", "--batch=8", "--steps=12"]
 _SMALL += ["--eval-every=6", "--lr=0.02", "--sparsifier=top_k"]
 _SMALL += ["--density=0.05"]
 _made = {}
-
-
-@pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
 
 
 @pytest.fixture
@@ -50,8 +49,8 @@ def _write_cifar(directory, name, labels, cut=0):
   return records
 
 
-def test_reads_a_folder_of_images(example, photos):
-  images = example("cnn_images").load(str(photos), 8)
+def test_reads_a_folder_of_images(photos):
+  images = sources.load(str(photos), 8)
   assert images.classes == 2
   assert images.train.images.shape == (32, 8, 8, 3)
   assert images.held_out.size == 8
@@ -62,12 +61,12 @@ def test_reads_a_folder_of_images(example, photos):
     assert abs(part.images).max() <= 1
 
 
-def test_reads_cifar_10(example, tmp_path):
+def test_reads_cifar_10(tmp_path):
   root = tmp_path / "cifar"
   first = _write_cifar(root, "data_batch_1.bin", [3, 9])
   _write_cifar(root, "data_batch_2.bin", [0])
   _write_cifar(root, "test_batch.bin", [7])
-  images = example("cnn_images").load(str(root), 8)
+  images = sources.load(str(root), 8)
   assert images.classes == 10 and images.held_out.labels.tolist() == [7]
   assert images.train.labels.tolist() == [3, 9, 0]
   # The green of row 1, column 2 of the second image.
@@ -75,19 +74,18 @@ def test_reads_cifar_10(example, tmp_path):
   np.testing.assert_allclose(images.train.images[1, 1, 2, 1], pixel, 1e-6)
 
 
-def test_reads_digits_where_scikit_learn_is(example):
+def test_reads_digits_where_scikit_learn_is():
   pytest.importorskip("sklearn")
-  images = example("cnn_images").load(None, 32)
+  images = sources.load(None, 32)
   assert images.classes == 10 and images.train.images.shape == (1437, 8, 8, 1)
   assert images.held_out.size == 360
   assert images.train.images.min() == -1 and images.train.images.max() == 1
 
 
-def test_batches_are_a_function_of_seed_and_step(example, photos):
-  images = example("cnn_images").load(str(photos), 8).train
-  batches = example("cnn_images").batches
-  first = [b for _, b in zip(range(7), batches(images, 10, 1, 0))]
-  later = [b for _, b in zip(range(5), batches(images, 10, 1, 2))]
+def test_batches_are_a_function_of_seed_and_step(photos):
+  images = sources.load(str(photos), 8).train
+  first = [b for _, b in zip(range(7), sources.batches(images, 10, 1, 0))]
+  later = [b for _, b in zip(range(5), sources.batches(images, 10, 1, 2))]
   for one, other in zip(first[2:], later):
     np.testing.assert_array_equal(one.images, other.images)
     np.testing.assert_array_equal(one.labels, other.labels)
@@ -119,10 +117,10 @@ def _mislabelled(photos):
     (_mislabelled, "must have labels 0 to 9, got 10 in record 1"),
   ],
 )
-def test_says_what_is_wrong_with_data(example, photos, spoil, match):
+def test_says_what_is_wrong_with_data(photos, spoil, match):
   spoil(photos)
   with pytest.raises(SystemExit, match=match):
-    example("train_cnn").main(["--devices=2", f"--data={photos}"])
+    program.main(["--devices=2", f"--data={photos}"])
 
 
 @pytest.mark.parametrize(
@@ -135,10 +133,10 @@ def test_says_what_is_wrong_with_data(example, photos, spoil, match):
     ("--devices 99", "--devices must be at most 8, got 99"),
   ],
 )
-def test_says_what_does_not_fit(example, photos, flags, match):
+def test_says_what_does_not_fit(photos, flags, match):
   flags = flags.format(photos).split()
   with pytest.raises(SystemExit, match=match):
-    example("train_cnn").main(["--devices=2", *flags])
+    program.main(["--devices=2", *flags])
 
 
 @pytest.mark.parametrize(
@@ -151,9 +149,9 @@ def test_says_what_does_not_fit(example, photos, flags, match):
     ("--resume", "--resume needs --checkpoint DIR"),
   ],
 )
-def test_flags_are_checked(example, capsys, flags, words):
+def test_flags_are_checked(capsys, flags, words):
   with pytest.raises(SystemExit) as caught:
-    example("cnn_flags").parse("", flags.split())
+    cnn_flags.parse("", flags.split())
   assert caught.value.code == 2
   assert words in capsys.readouterr().err
 
@@ -170,26 +168,24 @@ def _kept(name, make):
 
 
 @pytest.fixture
-def program(example, monkeypatch):
-  """`train_cnn`, on two devices, and the trainers that it makes."""
-  trainer = example("cnn_trainer")
-  for name in "_compiled_step", "_compiled_correct":
-    monkeypatch.setattr(trainer, name, _kept(name, getattr(trainer, name)))
-  module, made = example("train_cnn"), []
+def trainers(monkeypatch):
+  """The trainers that the program makes, on two devices."""
+  for name in "_compiled_step", "_compiled_evaluation":
+    monkeypatch.setattr(training, name, _kept(name, getattr(training, name)))
+  made, init = [], training.Trainer.__init__
 
-  class Recorded(module.Trainer):
-    def __init__(self, **kwargs):
-      super().__init__(**kwargs)
-      self.steps_done = 0
-      made.append(self)
+  def record(trainer, *args, **kwargs):
+    init(trainer, *args, **kwargs)
+    trainer.steps_done = 0
+    made.append(trainer)
 
-  monkeypatch.setattr(module, "Trainer", Recorded)
-  monkeypatch.setattr(module, "make_mesh", lambda count: runners.mesh(2))
-  return module, made
+  monkeypatch.setattr(training.Trainer, "__init__", record)
+  monkeypatch.setattr(cluster, "make_mesh", lambda count: runners.mesh(2))
+  return made
 
 
-def _stop_after(program, monkeypatch, steps):
-  step = program.Trainer.step
+def _stop_after(monkeypatch, steps):
+  step = training.Trainer.step
 
   def stopped(trainer, batch):
     trainer.steps_done += 1
@@ -197,34 +193,33 @@ def _stop_after(program, monkeypatch, steps):
       os.kill(os.getpid(), signal.SIGINT)
     return step(trainer, batch)
 
-  monkeypatch.setattr(program.Trainer, "step", stopped)
+  monkeypatch.setattr(training.Trainer, "step", stopped)
 
 
 def test_resumed_as_if_never_stopped(
-  example, program, photos, monkeypatch, tmp_path, capsys
+  trainers, photos, monkeypatch, tmp_path, capsys
 ):
-  module, trainers = program
   flags = [*_SMALL, f"--data={photos}"]
   whole, parts = tmp_path / "whole", tmp_path / "parts"
-  assert module.main([*flags, f"--out={whole}"]) == 0
+  assert program.main([*flags, f"--out={whole}"]) == 0
   out = capsys.readouterr().out
   assert "100.00% after 12" in out
   assert "build-up" in out and "of 4.99" in out and "threshold" in out
   assert (whole / "train_cnn.png").stat().st_size > 10_000
   again = [*flags, f"--out={parts}", f"--checkpoint={tmp_path / 'saved'}"]
   with monkeypatch.context() as patch:
-    _stop_after(module, patch, 5)
-    assert module.main(again) == 130
+    _stop_after(patch, 5)
+    assert program.main(again) == 130
   assert f"after 5 steps, saved in {tmp_path / 'saved'}" in (
     capsys.readouterr().out
   )
   with pytest.raises(SystemExit, match="--density must be what the checkpoint"):
-    module.main([*again, "--resume", "--density=0.1"])
-  assert module.main([*again, "--resume"]) == 0
+    program.main([*again, "--resume", "--density=0.1"])
+  assert program.main([*again, "--resume"]) == 0
   one, *_, other = trainers
   for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params)):
     np.testing.assert_array_equal(a, b)
-  logs = [example("step_log").read(path) for path in (whole, parts)]
+  logs = [files.read_log(path) for path in (whole, parts)]
   assert [line["step"] for line in logs[1]] == [*range(1, 13)]
   for line in (*logs[0], *logs[1]):
     del line["seconds"]
@@ -235,15 +230,14 @@ def test_resumed_as_if_never_stopped(
 
 
 def test_ctrl_c_without_a_checkpoint_leaves_nothing(
-  program, photos, monkeypatch, tmp_path, capsys
+  trainers, photos, monkeypatch, tmp_path, capsys
 ):
-  module, _ = program
   out = tmp_path / "run"
-  _stop_after(module, monkeypatch, 2)
-  assert module.main([*_SMALL, f"--data={photos}", f"--out={out}"]) == 130
+  _stop_after(monkeypatch, 2)
+  assert program.main([*_SMALL, f"--data={photos}", f"--out={out}"]) == 130
   assert "after 2 steps, nothing saved" in capsys.readouterr().out
   assert not out.exists()
   out.mkdir()
   (out / "steps.jsonl").touch()
   with pytest.raises(SystemExit, match="--out must name a new directory, but"):
-    module.main([*_SMALL, f"--data={photos}", f"--out={out}"])
+    program.main([*_SMALL, f"--data={photos}", f"--out={out}"])

@@ -1,9 +1,7 @@
 """The click model's files, planted log and AUC; a run resumed is the same."""
 
 import dataclasses
-import importlib
 import os
-import pathlib
 import re
 import signal
 
@@ -12,16 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+from examples.studies.common import trainer as training
+from examples.studies.dlrm import __main__ as program
+from examples.studies.dlrm import criteo
+from examples.studies.dlrm import flags as dlrm_flags
+from examples.studies.dlrm import rows as dlrm_rows
+from examples.studies.dlrm.auc import auc
+from examples.studies.dlrm.planted import Planted
+
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 _GOOD = "\t".join(["1", *map(str, range(12)), "-2", *["0a1B2c3d"] * 26])
-
-
-@pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
 
 
 def _assert_equal(one, other):
@@ -30,23 +29,22 @@ def _assert_equal(one, other):
     np.testing.assert_array_equal(a, b, strict=True)
 
 
-def _parse(example, path, text):
+def _parse(path, text):
   path.write_text(text)
-  log = example("dlrm_criteo").ClickLog(path)
+  log = criteo.ClickLog(path)
   return log.parse(list(log.lines()))
 
 
-def test_reads_what_is_there_and_what_is_missing(example, tmp_path):
+def test_reads_what_is_there_and_what_is_missing(tmp_path):
   empty = "0" + 39 * "\t"
   for end in "\n", "":
-    rows = _parse(example, tmp_path / "clicks.tsv", f"{_GOOD}\n{empty}{end}")
-    known = example("dlrm_rows")
+    rows = _parse(tmp_path / "clicks.tsv", f"{_GOOD}\n{empty}{end}")
     assert rows.labels.tolist() == [1, 0]
     assert rows.numbers[0].tolist() == [*range(12), -2]
-    assert set(rows.numbers[1]) == {known.MISSING_NUMBER}
+    assert set(rows.numbers[1]) == {dlrm_rows.MISSING_NUMBER}
     assert set(rows.categories[0]) == {0x0A1B2C3D}
-    assert set(rows.categories[1]) == {known.MISSING_CATEGORY}
-    batch = known.as_batch(rows, known.table_rows(1.0))
+    assert set(rows.categories[1]) == {dlrm_rows.MISSING_CATEGORY}
+    batch = dlrm_rows.as_batch(rows, dlrm_rows.table_rows(1.0))
     np.testing.assert_allclose(batch.numbers[0, :12], np.log1p(range(12)), 1e-6)
     assert batch.numbers[0, 12] == 0 and not batch.numbers[1].any()
     assert batch.ids[0, 0] == 0x0A1B2C3D % 1460 and not batch.ids[1].any()
@@ -65,26 +63,24 @@ def test_reads_what_is_there_and_what_is_missing(example, tmp_path):
     (20, "\xe9", r"column 21 must be .*, got '\\\\x.*"),
   ],
 )
-def test_says_which_line_breaks_which_rule(
-  example, tmp_path, column, value, match
-):
+def test_says_which_line_breaks_which_rule(tmp_path, column, value, match):
   fields = _GOOD.split("\t")
   fields[column] = value
   bad = "\t".join(fields)
   with pytest.raises(ValueError, match=rf"clicks\.tsv:2: .*{match}"):
-    _parse(example, tmp_path / "clicks.tsv", f"{_GOOD}\n{bad}\n{_GOOD}\n")
+    _parse(tmp_path / "clicks.tsv", f"{_GOOD}\n{bad}\n{_GOOD}\n")
 
 
-def test_a_last_line_cut_short_is_left_out(example, tmp_path, capsys):
+def test_a_last_line_cut_short_is_left_out(tmp_path, capsys):
   text = f"{_GOOD}\n{_GOOD}"
   for cut in 1, 9, 200:
-    rows = _parse(example, tmp_path / "clicks.tsv", text[:-cut])
+    rows = _parse(tmp_path / "clicks.tsv", text[:-cut])
     assert len(rows) == 1
     assert "clicks.tsv:2: cut short" in capsys.readouterr().err
 
 
-def test_a_file_can_be_compressed_and_broken(example, tmp_path):
-  criteo, planted = example("dlrm_criteo"), example("dlrm_planted").Planted(5)
+def test_a_file_can_be_compressed_and_broken(tmp_path):
+  planted = Planted(5)
   path = tmp_path / "clicks.tsv.gz"
   criteo.write(path, planted.blocks(1500))
   log = criteo.ClickLog(path)
@@ -96,16 +92,14 @@ def test_a_file_can_be_compressed_and_broken(example, tmp_path):
       list(log.lines())
 
 
-def test_the_planted_log_is_a_function_of_its_seed(example, tmp_path):
-  planted = example("dlrm_planted").Planted
-  rows = planted(3).rows(0, 3000)
-  _assert_equal(rows[1000:2500], planted(3).rows(1000, 2500))
-  assert np.any(rows.categories != planted(4).rows(0, 3000).categories)
+def test_the_planted_log_is_a_function_of_its_seed(tmp_path):
+  rows = Planted(3).rows(0, 3000)
+  _assert_equal(rows[1000:2500], Planted(3).rows(1000, 2500))
+  assert np.any(rows.categories != Planted(4).rows(0, 3000).categories)
   # A file holds the same rows, so training from it is the same training.
   path = tmp_path / "clicks.tsv"
-  example("dlrm_criteo").write(path, planted(3).blocks(3000))
-  source = example("dlrm_source")
-  made, read = source.PlantedSource(3), source.FileSource(str(path))
+  criteo.write(path, Planted(3).blocks(3000))
+  made, read = Planted(3), criteo.ClickLog(path)
   _assert_equal(made.held_out(700), read.held_out(700))
   batches = made.batches(700, 500, 2), read.batches(700, 500, 2)
   for _, one, other in zip(range(2), *batches):
@@ -114,29 +108,28 @@ def test_the_planted_log_is_a_function_of_its_seed(example, tmp_path):
   _assert_equal(next(batches[1]), rows[700:1200])
 
 
-def test_ids_are_skewed_and_clicks_can_be_predicted(example):
-  planted = example("dlrm_planted").Planted(0)
-  rows, auc = planted.rows(0, 20_000), example("dlrm_auc").auc
+def test_ids_are_skewed_and_clicks_can_be_predicted():
+  planted = Planted(0)
+  rows = planted.rows(0, 20_000)
   assert 0.75 < auc(rows.labels, planted.logits(0, 20_000)) < 0.9
   assert 0.15 < rows.labels.mean() < 0.4
   _, counts = np.unique(rows.categories[:, 2], return_counts=True)
   assert counts.max() > 0.1 * len(rows) and np.sum(counts == 1) > 1000
-  missing = rows.categories == example("dlrm_rows").MISSING_CATEGORY
+  missing = rows.categories == dlrm_rows.MISSING_CATEGORY
   assert missing[:, 21].mean() > 0.5 and not missing[:, 0].any()
 
 
-def test_short_files_are_refused(example, tmp_path):
+def test_short_files_are_refused(tmp_path):
   path = tmp_path / "clicks.tsv"
   path.write_text(f"{_GOOD}\n" * 10)
-  source = example("dlrm_source").FileSource(str(path))
+  source = criteo.ClickLog(path)
   with pytest.raises(ValueError, match="must hold 11 rows .*, got 10"):
     source.held_out(11)
   with pytest.raises(ValueError, match="a batch of 5 rows .*, got 10 rows"):
     next(source.batches(6, 5, 0))
 
 
-def test_auc_is_the_share_of_pairs_in_order(example):
-  auc = example("dlrm_auc").auc
+def test_auc_is_the_share_of_pairs_in_order():
   rng = np.random.default_rng(0)
   for distinct in 2, 10, 10_000:
     labels = rng.integers(0, 2, 300)
@@ -164,9 +157,9 @@ def test_auc_is_the_share_of_pairs_in_order(example):
     (f"--generate {__file__}", "--generate must name a new file, but"),
   ],
 )
-def test_flags_are_checked(example, capsys, flags, match):
+def test_flags_are_checked(capsys, flags, match):
   with pytest.raises(SystemExit) as caught:
-    example("dlrm_flags").parse("", flags.split())
+    dlrm_flags.parse("", flags.split())
   assert caught.value.code == 2
   assert match in capsys.readouterr().err
 
@@ -176,14 +169,12 @@ _SMALL = ["--scale=0.00012", "--batch=64", "--eval-rows=4096", "--steps=30"]
 _SMALL += ["--lr=0.05", "--eval-every=10"]
 
 
-@pytest.fixture
-def program(example, monkeypatch, tmp_path):
-  """`train_dlrm`. Runs of the same step compile it once, to save time."""
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch, tmp_path):
+  """Runs of the same step compile it once, to save time."""
   monkeypatch.chdir(tmp_path)  # Plots are written where it runs.
-  trainer = example("dlrm_trainer")
-  for name in "_compiled_step", "_compiled_logits":
-    monkeypatch.setattr(trainer, name, _kept(getattr(trainer, name)))
-  return example("train_dlrm")
+  for name in "_compiled_step", "_compiled_evaluation":
+    monkeypatch.setattr(training, name, _kept(getattr(training, name)))
 
 
 def _kept(make):
@@ -197,16 +188,15 @@ def _kept(make):
   return make_once
 
 
-def _recorded(program, monkeypatch):
+def _recorded(monkeypatch):
   """The trainers that the program makes."""
-  made = []
+  made, init = [], training.Trainer.__init__
 
-  class Recorded(program.Trainer):
-    def __init__(self, **kwargs):
-      super().__init__(**kwargs)
-      made.append(self)
+  def record(trainer, *args, **kwargs):
+    init(trainer, *args, **kwargs)
+    made.append(trainer)
 
-  monkeypatch.setattr(program, "Trainer", Recorded)
+  monkeypatch.setattr(training.Trainer, "__init__", record)
   return made
 
 
@@ -216,10 +206,8 @@ def _aucs(out):
   return tuple(map(float, found[0]))
 
 
-def test_learns_and_resumes_as_if_never_stopped(
-  program, monkeypatch, tmp_path, capfd
-):
-  trainers = _recorded(program, monkeypatch)
+def test_learns_and_resumes_as_if_never_stopped(monkeypatch, tmp_path, capfd):
+  trainers = _recorded(monkeypatch)
   plot = tmp_path / "runs.png"
   assert program.main([*_SMALL, "--sync=compare", f"--plot={plot}"]) == 0
   assert plot.stat().st_size > 10_000
@@ -233,7 +221,7 @@ def test_learns_and_resumes_as_if_never_stopped(
   file, saved = tmp_path / "clicks.tsv", tmp_path / "saved"
   assert program.main([f"--generate={file}", "--rows=20000"]) == 0
   again = [*_SMALL, f"--data={file}", f"--checkpoint={saved}"]
-  step = program.Trainer.step
+  step = training.Trainer.step
 
   def interrupted_step(trainer, batch):
     trainer.steps_done = getattr(trainer, "steps_done", 0) + 1
@@ -242,7 +230,7 @@ def test_learns_and_resumes_as_if_never_stopped(
     return step(trainer, batch)
 
   with monkeypatch.context() as patch:
-    patch.setattr(program.Trainer, "step", interrupted_step)
+    patch.setattr(training.Trainer, "step", interrupted_step)
     assert program.main(again) == 130
   assert f"after 13 steps, saved in {saved}" in capfd.readouterr().out
   for other, match in (
@@ -265,15 +253,13 @@ def test_learns_and_resumes_as_if_never_stopped(
     np.testing.assert_array_equal(one, other)
 
 
-def test_row_gradients_learn_the_same(program, capfd):
+def test_row_gradients_learn_the_same(capfd):
   assert program.main([*_SMALL, "--sync=compare", "--grads=rows"]) == 0
   zen, pmean = _aucs(capfd.readouterr().out)
   assert zen > 0.65 and abs(zen / pmean - 1) < 0.02
 
 
-def test_what_breaks_the_format_ends_training_with_its_place(
-  program, tmp_path, capfd
-):
+def test_what_breaks_the_format_ends_training_with_its_place(tmp_path, capfd):
   file = tmp_path / "clicks.tsv"
   assert program.main([f"--generate={file}", "--rows=4300"]) == 0
   # The second batch beside the rows held out meets it.

@@ -1,4 +1,4 @@
-"""The small examples run as a user would run them, and their losses fall."""
+"""The single-file examples run as a user would run them, and are right."""
 
 import os
 import pathlib
@@ -19,25 +19,89 @@ def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
   )
 
 
+def _output(name: str, *args: str) -> str:
+  done = _run(name, *args)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def _numbers(pattern: str, text: str) -> list[float]:
+  return [float(x.replace(",", "")) for x in re.findall(pattern, text)]
+
+
+def _losses(text: str) -> list[float]:
+  return _numbers(r"loss +([\d.]+)", text)
+
+
 @pytest.mark.parametrize(
   "name, args", [("quickstart.py", ()), ("pmap_linen.py", ("--steps", "41"))]
 )
 def test_trains_and_reports(name, args):
-  done = _run(name, *args)
-  assert done.returncode == 0, done.stderr
-  losses = [float(x) for x in re.findall(r"loss +([\d.]+)", done.stdout)]
+  out = _output(name, *args)
+  losses = _losses(out)
   assert len(losses) >= 3
   assert losses[-1] < 0.8 * losses[0]
-  after_losses = done.stdout.rsplit("loss", 1)[1]
   # The one table of either model is in the report.
-  assert re.search(r"table|embedding", after_losses), done.stdout
+  assert re.search(r"(table|embedding).* [\d.]+x fewer", out), out
 
 
-def test_quickstart_is_short():
-  assert len((_EXAMPLES / "quickstart.py").read_text().splitlines()) < 40
+def test_row_gradients_learn_as_dense_ones_do():
+  out = _output("row_gradients.py", "--steps", "20")
+  first, dense, again, rows = _losses(out)
+  assert first == again and dense == pytest.approx(rows, abs=1e-4)
+  assert rows < 0.9 * first
+  assert re.search(r"words.embedding.* rows +\d+ rows looked up", out)
+  (apart,) = _numbers(r"losses are (\S+) apart", out)
+  assert apart < 1e-5
+
+
+def test_owners_keep_an_nth_and_learn_the_same():
+  out = _output("owner_update.py", "--steps", "20")
+  everywhere, owners, half = _numbers(r"([\d.]+) MB", out)
+  assert everywhere / owners == pytest.approx(8, rel=0.05)
+  assert half == pytest.approx(2 * owners, rel=0.05)
+  first, last, *_ = _losses(out)
+  assert last < 0.5 * first
+  (apart,) = _numbers(r"losses are (\S+) apart", out)
+  assert apart < 1e-6
+
+
+def test_sparsifiers_learn_for_fewer_bytes():
+  out = _output("sparsify.py")
+  losses = _losses(out)
+  assert len(losses) == 6 and losses[0] == losses[2] == losses[4]
+  for last in losses[1::2]:
+    assert last < 0.7 * losses[0]
+  _, exdyna, top_k = re.split(r"^\w+: step 0", out, flags=re.M)[1:]
+  for report in exdyna, top_k:
+    assert max(_numbers(r"([\d.]+)x fewer", report)) > 3
+  assert "error_feedback after 200 steps" in top_k
+
+
+def test_planning_predicts_what_is_sent():
+  out = _output("planning.py")
+  gains = _numbers(r"predicted to be ([\d.]+)x as fast", out)
+  assert len(gains) == 2 and min(gains) > 3
+  assert "of assumed densities" in out.split("For 64 hosts")[0]
+  assert "assumed" not in out.split("For 64 hosts")[1]
+  losses = _losses(out)
+  assert losses[-1] < 0.7 * losses[0]
+  rows, megabytes = re.findall(r"^embed +\w\S* +(.*)$", out, re.M)[-1], []
+  megabytes = [float(x) for x in rows.split()][2::3]
+  assert 0.7 < megabytes[0] < 1.4 and 0.7 < megabytes[1] < 1.4, rows
+
+
+def test_each_stands_alone_and_is_short():
+  names = {path.stem for path in _EXAMPLES.glob("*.py")}
+  assert len(names) <= 10
+  for name in names:
+    text = (_EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) < (40 if name == "quickstart" else 150), name
+    imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
+    assert not imported & (names | {"examples"}), name
 
 
 def test_multi_host_asks_for_all_cluster_flags():
   done = _run("multi_host.py", "--coordinator", "127.0.0.1:1")
   assert done.returncode == 2
-  assert "`--process-id` go together" in done.stderr
+  assert "--process-id go together" in done.stderr

@@ -1,7 +1,6 @@
-"""`train_lm.py` in several processes, over loopback."""
+"""The language model in several processes, over loopback."""
 
 from collections.abc import Sequence
-import importlib
 import os
 import pathlib
 import re
@@ -14,7 +13,11 @@ import time
 import numpy as np
 import pytest
 
-_EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "train_lm.py"
+from examples.studies.common import cluster
+from examples.studies.common import interrupts
+from examples.studies.lm import flags as lm_flags
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.multiprocess
 
@@ -39,7 +42,7 @@ class _Runs:
     own: Sequence[str] = ("", ""),
   ):
     self._logs = [folder / f"log{i}" for i in range(processes)]
-    command = [sys.executable, str(_EXAMPLE), *flags]
+    command = [sys.executable, "-m", "examples.studies.lm", *flags]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["JAX_NUM_CPU_DEVICES"] = str(2 // processes)
     self.processes = []
@@ -56,6 +59,7 @@ class _Runs:
         self.processes.append(
           subprocess.Popen(
             [*command, *more],
+            cwd=_ROOT,
             env=environment,
             stdout=f,
             stderr=subprocess.STDOUT,
@@ -114,17 +118,14 @@ def test_ctrl_c_of_one_stops_all_and_the_run_goes_on(tmp_path, text):
 
 
 def test_ctrl_c_while_the_hosts_agree_is_not_lost(monkeypatch):
-  monkeypatch.syspath_prepend(str(_EXAMPLE.parent))
-  interrupts = importlib.import_module("interrupts")
-
   def pressed_meanwhile(mine):
     signal.raise_signal(signal.SIGINT)
     return mine
 
-  monkeypatch.setattr(interrupts, "any_of_them", pressed_meanwhile)
+  monkeypatch.setattr(cluster, "any_process", pressed_meanwhile)
   with interrupts.Interrupt() as interrupt:
     assert not interrupt.agreed()
-    monkeypatch.setattr(interrupts, "any_of_them", lambda mine: mine)
+    monkeypatch.setattr(cluster, "any_process", lambda mine: mine)
     assert interrupt.agreed()
 
 
@@ -152,9 +153,7 @@ def test_hosts_with_other_texts_are_refused(tmp_path, text):
     ),
   ],
 )
-def test_flags_that_no_run_has(flags, message, capsys, monkeypatch):
-  monkeypatch.syspath_prepend(str(_EXAMPLE.parent))
-  lm_flags = importlib.import_module("lm_flags")
+def test_flags_that_no_run_has(flags, message, capsys):
   with pytest.raises(SystemExit) as end:
     lm_flags.parse("", flags)
   assert end.value.code == 2

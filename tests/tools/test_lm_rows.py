@@ -1,7 +1,5 @@
-"""`train_lm.py --grads rows`: the same training, resumed and compared."""
+"""The language model by `--grads rows`: the same, resumed and compared."""
 
-import importlib
-import pathlib
 import re
 
 from flax import nnx
@@ -12,24 +10,28 @@ import numpy as np
 import optax
 import pytest
 
+from examples.studies.common import cluster
+from examples.studies.common import trainer as training
+from examples.studies.lm import __main__ as program
+from examples.studies.lm import data
+from examples.studies.lm import flags as lm_flags
+from examples.studies.lm import model
+from examples.studies.lm import study
 import zenjax
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
 _DEVICES, _NEGATIVES, _VOCAB, _WIDTH = 2, 8, 2000, 16
 # All tests take one rate of an optimizer: it is in a step that is kept.
 _RATES = {"adagrad": 0.03, "adam": 0.01}
 _made = {}
 
 
-@pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  trainer = importlib.import_module("lm_trainer")
-  for name in "_compiled_step", "_compiled_exact_loss":
-    monkeypatch.setattr(trainer, name, _kept(name, getattr(trainer, name)))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch):
+  for name in "_compiled_step", "_compiled_evaluation":
+    monkeypatch.setattr(training, name, _kept(name, getattr(training, name)))
 
 
 def _kept(name, make):
@@ -47,21 +49,14 @@ def _mesh():
   return Mesh(np.array(jax.devices()[:_DEVICES]), ("data",))
 
 
-def _trainer(example, sync, grads, optimizer):
-  return example("lm_trainer").Trainer(
-    vocab=_VOCAB,
-    width=_WIDTH,
-    seed=0,
-    sync=sync,
-    grads=grads,
-    optimizer=optimizer,
-    learning_rate=_RATES[optimizer],
-    mesh=_mesh(),
+def _trainer(sync, grads, optimizer):
+  sizes, rate = (_VOCAB, _WIDTH), _RATES[optimizer]
+  return study.make_trainer(
+    *sizes, optimizer, rate, _mesh(), 0, sync=sync, grads=grads
   )
 
 
-def _batches(example, steps):
-  data = example("lm_data")
+def _batches(steps):
   rng = np.random.default_rng(0)
   for _ in range(steps):
     yield data.Batch(
@@ -70,15 +65,14 @@ def _batches(example, steps):
     )
 
 
-def test_both_tables_are_only_looked_up(example):
-  model = example("lm_model")
+def test_both_tables_are_only_looked_up():
   made = model.LanguageModel(_VOCAB, _WIDTH, rngs=nnx.Rngs(0))
   graph, params = nnx.split(made, nnx.Param)
 
   def loss(params, windows, negatives):
     return model.sampled_loss(nnx.merge(graph, params), windows, negatives)
 
-  batch = next(_batches(example, 1))
+  batch = next(_batches(1))
   found = zenjax.rows.explain_tables(
     loss, params, batch.windows, batch.negatives
   )
@@ -89,12 +83,12 @@ def test_both_tables_are_only_looked_up(example):
   }, f"\n{found}"
 
 
-def test_rows_train_as_arrays_do(example):
+def test_rows_train_as_arrays_do():
   """Adagrad leaves rows without a gradient alone, so both are the same."""
   ends = []
   for way in ("pmean", "dense"), ("zen", "rows"):
-    trainer = _trainer(example, *way, "adagrad")
-    losses = [trainer.step(batch) for batch in _batches(example, 4)]
+    trainer = _trainer(*way, "adagrad")
+    losses = [trainer.step(batch) for batch in _batches(4)]
     ends.append((losses, jax.tree.leaves(jax.device_get(trainer.params))))
   (dense, params), (rows, same) = ends
   np.testing.assert_allclose(rows, dense, rtol=2e-6)
@@ -104,15 +98,14 @@ def test_rows_train_as_arrays_do(example):
     assert np.mean(~np.isclose(one, other, rtol=0, atol=1e-5)) < 1e-4
 
 
-def test_every_word_of_a_text_counts_once(example):
+def test_every_word_of_a_text_counts_once():
   """The last window is padded, and with it one of two devices."""
-  data, model = example("lm_data"), example("lm_model")
   length = data.LENGTH + 1
   text = np.random.default_rng(0).integers(0, _VOCAB, length + 9, np.int32)
   windows, held_out = data.split(text)
   assert windows.shape == (2, length) and not len(held_out)
   np.testing.assert_array_equal(windows[windows != data.PADDING], text)
-  trainer = _trainer(example, "zen", "rows", "adagrad")
+  trainer = _trainer("zen", "rows", "adagrad")
   made = model.LanguageModel(_VOCAB, _WIDTH, rngs=nnx.Rngs(0))
   # 64 words of one window and 8 of the other, each with its own past.
   one, other = (made(jnp.asarray(w[None])) for w in (windows[0], text[length:]))
@@ -121,13 +114,13 @@ def test_every_word_of_a_text_counts_once(example):
   targets = np.concatenate([windows[0, 1:], text[length + 1 :]])
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
   assert len(losses) == data.LENGTH + 8
-  found = np.log(trainer.perplexity(windows))
+  found = np.log(study.perplexity(trainer, windows))
   np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
 
 
-def test_lazy_adam_moves_the_rows_of_a_step_alone(example):
-  trainer = _trainer(example, "zen", "rows", "adam")
-  first, second = _batches(example, 2)
+def test_lazy_adam_moves_the_rows_of_a_step_alone():
+  trainer = _trainer("zen", "rows", "adam")
+  first, second = _batches(2)
   trainer.step(first)
   before = np.asarray(trainer.params["embed"]["embedding"][...])
   trainer.step(second)
@@ -143,15 +136,15 @@ def test_lazy_adam_moves_the_rows_of_a_step_alone(example):
     ("--optimizer adam --lr -1", "--lr must be positive, got -1.0"),
   ],
 )
-def test_flags_are_checked(example, capsys, flags, match):
+def test_flags_are_checked(capsys, flags, match):
   with pytest.raises(SystemExit) as caught:
-    example("lm_flags").parse("", flags.split())
+    lm_flags.parse("", flags.split())
   assert caught.value.code == 2
   assert match in capsys.readouterr().err
 
 
-def test_every_optimizer_has_its_rate(example):
-  parse = example("lm_flags").parse
+def test_every_optimizer_has_its_rate():
+  parse = lm_flags.parse
   for name, rate in _RATES.items():
     assert parse("", [f"--optimizer={name}"]).lr == rate
     assert parse("", [f"--optimizer={name}", "--lr=0.5"]).lr == 0.5
@@ -167,34 +160,33 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def program(example, text, monkeypatch):
-  """Runs `train_lm` on a small text; returns exit code and last trainer."""
-  train_lm, made = example("train_lm"), []
+def run(text, monkeypatch):
+  """Runs the program on a small text; returns exit code and last trainer."""
+  made, init = [], training.Trainer.__init__
 
-  class Recorded(train_lm.Trainer):
-    def __init__(self, **kwargs):
-      super().__init__(**kwargs)
-      made.append(self)
+  def record(trainer, *args, **kwargs):
+    init(trainer, *args, **kwargs)
+    made.append(trainer)
 
-  monkeypatch.setattr(train_lm, "Trainer", Recorded)
-  monkeypatch.setattr(train_lm, "make_mesh", _mesh)
+  monkeypatch.setattr(training.Trainer, "__init__", record)
+  monkeypatch.setattr(cluster, "make_mesh", lambda count: _mesh())
   small = [f"--corpus={text}", f"--width={_WIDTH}", f"--negatives={_NEGATIVES}"]
   small += ["--batch-tokens=64", "--eval-tokens=64", "--grads=rows"]
-  return lambda *flags: (train_lm.main([*small, *flags]), made[-1])
+  return lambda *flags: (program.main([*small, *flags]), made[-1])
 
 
-def test_a_resumed_run_is_the_same(program, tmp_path):
+def test_a_resumed_run_is_the_same(run, tmp_path):
   pytest.importorskip("orbax.checkpoint")
   saved = f"--checkpoint={tmp_path / 'saved'}"
-  code, whole = program("--steps=4")
+  code, whole = run("--steps=4")
   assert code == 0
   assert whole.params["embed"]["embedding"][...].shape == (_VOCAB, _WIDTH)
-  assert program("--steps=2", saved)[0] == 0
+  assert run("--steps=2", saved)[0] == 0
   for other in "--grads=dense", "--optimizer=adam":
     name = other.split("=")[0]
     with pytest.raises(SystemExit, match=f"{name} must be what the checkpoint"):
-      program("--steps=4", saved, "--resume", "--lr=0.03", other)
-  code, resumed = program("--steps=4", saved, "--resume")
+      run("--steps=4", saved, "--resume", "--lr=0.03", other)
+  code, resumed = run("--steps=4", saved, "--resume")
   assert code == 0
   for one, other in zip(
     jax.tree.leaves((whole.params, whole.opt_state)),
@@ -212,11 +204,11 @@ def test_a_resumed_run_is_the_same(program, tmp_path):
   ],
 )
 def test_compares_rows_with_dense_gradients(
-  program, tmp_path, capsys, optimizer, verdict
+  run, tmp_path, capsys, optimizer, verdict
 ):
   plot = tmp_path / "runs.png"
   flags = "--sync=compare", f"--optimizer={optimizer}", f"--plot={plot}"
-  assert program("--steps=3", *flags)[0] == 0
+  assert run("--steps=3", *flags)[0] == 0
   assert plot.stat().st_size > 10_000
   out = capsys.readouterr().out
   assert re.search(r"^ +zen, rows +pmean +ratio$", out, re.MULTILINE), out

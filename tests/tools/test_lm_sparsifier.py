@@ -1,39 +1,38 @@
-"""`train_lm.py --sparsifier`, and the study of densities."""
+"""The language model by `--sparsifier`, and the study of densities."""
 
-import importlib
 import json
-import pathlib
 
-import jax
 import pytest
 import runners
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+from examples.studies.common import cluster
+from examples.studies.lm import __main__ as lm
+from examples.studies.sparsifiers import densities
+
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
   """Runs a program of the examples on a text and a model of little size."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
   text = tmp_path / "text.txt"
   words = [f"w{i * i % 977}" for i in range(90_000)]
   text.write_text(" ".join(words), encoding="utf-8")
+  monkeypatch.setattr(cluster, "make_mesh", lambda *count: runners.mesh(2))
 
-  def run(name, *arguments):
+  def run(program, *arguments):
     sizes = ["--batch-tokens", "64", "--negatives", "8", "--width", "40"]
-    module = importlib.import_module(name)
-    monkeypatch.setattr(module, "make_mesh", lambda: runners.mesh(2))
     common = [*sizes, "--corpus", str(text), "--density", "0.02"]
-    return module.main([*common, *arguments])
+    return program.main([*common, *arguments])
 
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield run
+  return run
 
 
 def test_trains_and_tells_what_was_sent(small, capsys, tmp_path):
   picture = tmp_path / "run.png"
   options = ["--sparsifier", "exdyna", "--plot", str(picture)]
-  assert small("train_lm", "--steps", "8", *options) == 0
+  assert small(lm, "--steps", "8", *options) == 0
   out = capsys.readouterr().out
   assert "sparsifier after 8 steps on 2 devices" in out
   assert "mean of steps 0 to 8: density" in out and "of 2.0000% wanted" in out
@@ -42,7 +41,7 @@ def test_trains_and_tells_what_was_sent(small, capsys, tmp_path):
 
 def test_top_k_tells_its_build_up_and_logs_every_step(small, capsys, tmp_path):
   options = ["--sparsifier", "top_k", "--out", str(tmp_path / "run")]
-  assert small("train_lm", "--steps", "6", *options) == 0
+  assert small(lm, "--steps", "6", *options) == 0
   lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
   steps = [json.loads(line) for line in lines]
   assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
@@ -67,16 +66,14 @@ def test_top_k_tells_its_build_up_and_logs_every_step(small, capsys, tmp_path):
 )
 def test_flags_that_do_not_go_together(small, capsys, arguments, words):
   with pytest.raises(SystemExit):
-    small("train_lm", "--sparsifier", "micro", *arguments)
+    small(lm, "--sparsifier", "micro", *arguments)
   assert words in capsys.readouterr().err
 
 
 def test_the_study_keeps_every_step(small, capsys, tmp_path):
   path = tmp_path / "study.json"
   options = ["--kinds", "micro", "--controllers", "damped", "--json", str(path)]
-  assert (
-    small("lm_sparsifiers", "--steps", "4", "--scales", "0.001", *options) == 0
-  )
+  assert small(densities, "--steps", "4", "--scales", "0.001", *options) == 0
   (run,) = json.loads(path.read_text())["runs"]
   assert run["scale"] == 1e-3 and len(run["density"]) == 4
   wanted = run["settled"]["density_wanted"]

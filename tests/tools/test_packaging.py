@@ -81,9 +81,14 @@ def test_readme_names_extras_and_files_that_exist():
   assert {"examples", "test"} <= extras
   assert extras <= set(_pyproject()["project"]["optional-dependencies"])
   files = set(re.findall(r"\b(?:examples|benchmarks)/\w+\.\w+", readme))
-  assert "examples/train_lm.py" in files
+  assert "examples/quickstart.py" in files
   for name in files:
     assert (_ROOT / name).is_file(), name
+  programs = set(re.findall(r"python -m (examples[\w.]*)", readme))
+  assert "examples.studies.lm" in programs
+  for program in programs:
+    package = _ROOT / program.replace(".", "/")
+    assert (package / "__main__.py").is_file(), program
 
 
 def test_installs_one_package_that_needs_three():

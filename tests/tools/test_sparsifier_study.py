@@ -1,29 +1,26 @@
-"""`sparsifier_study.py`: its grid, its file, its tables, a run stopped."""
+"""The study of sparsifiers: its grid, file and tables, a run stopped."""
 
-import importlib
 import json
 import os
-import pathlib
 import signal
 
-import jax
 import numpy as np
 from PIL import Image
 import pytest
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+from examples.studies.cnn.study import Pictures
+from examples.studies.sparsifiers import __main__ as program
+from examples.studies.sparsifiers import table
+from examples.studies.sparsifiers.cells import grid
+from examples.studies.sparsifiers.cells import StudyFile
+from examples.studies.sparsifiers.tasks import TASKS
+
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 
 @pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
-
-
-@pytest.fixture
-def small(example, tmp_path):
+def small(tmp_path):
   """Flags of a study of two cells."""
   rng = np.random.default_rng(0)
   for name in "ab":
@@ -37,8 +34,7 @@ def small(example, tmp_path):
   return [*flags, "--seeds", "0", "--json", str(tmp_path / "study.json")]
 
 
-def test_the_main_line_comes_first_and_nothing_twice(example):
-  grid = example("study_cells").grid
+def test_the_main_line_comes_first_and_nothing_twice():
   cells = grid(["exdyna", "top_k"], [0.01, 0.1], [1, 4], [5, 6], 0.01)
   assert [(c.kind, c.devices, c.seed) for c in cells[:4]] == [
     ("dense", 4, 5),
@@ -54,28 +50,24 @@ def _fail(*_):
   raise AssertionError("a cell was run again")
 
 
-def test_cells_are_kept_and_not_run_again(
-  example, small, monkeypatch, tmp_path, capsys
-):
-  study = example("sparsifier_study")
-  tasks, made = example("study_tasks"), []
-  start = tasks.Pictures.start
+def test_cells_are_kept_and_not_run_again(small, monkeypatch, tmp_path, capsys):
+  made, make = [], Pictures.trainer
 
-  def stopped(task, cell, mesh):
-    found = start(task, cell, mesh)
-    made.append(cell.kind)
+  def stopped(study, mesh, seed, *, sparsifier):
+    found = make(study, mesh, seed, sparsifier=sparsifier)
+    made.append(sparsifier.kind if sparsifier else "dense")
     if len(made) == 2:
       os.kill(os.getpid(), signal.SIGINT)
     return found
 
-  monkeypatch.setattr(tasks.Pictures, "start", stopped)
-  assert study.main(small) == 130
+  monkeypatch.setattr(Pictures, "trainer", stopped)
+  assert program.main(small) == 130
   out = capsys.readouterr().out
   assert "1 of 2 cells were done" in out and "| dense |" in out
   file = tmp_path / "study.json"
   assert [x["kind"] for x in json.loads(file.read_text())["cells"]] == ["dense"]
 
-  assert study.main(small) == 0
+  assert program.main(small) == 0
   assert made == ["dense", "micro", "micro"]
   text = file.read_text()
   assert str(tmp_path) not in text
@@ -90,23 +82,23 @@ def test_cells_are_kept_and_not_run_again(
   assert curves["megabytes"][-1] == micro["measured"]["megabytes"][-1]
   assert 0 < curves["megabytes"][-1] < sent[-1]
 
-  monkeypatch.setattr(tasks.Pictures, "start", _fail)
+  monkeypatch.setattr(Pictures, "trainer", _fail)
   capsys.readouterr()
-  assert study.main([*small, "--plot", str(tmp_path / "study.png")]) == 0
+  assert program.main([*small, "--plot", str(tmp_path / "study.png")]) == 0
   assert "| 2 | micro 5 % |" in capsys.readouterr().out
   for name in "loss", "accuracy", "selection":
     assert (tmp_path / f"study-{name}.png").stat().st_size > 10_000
   assert file.read_text() == text
   with pytest.raises(SystemExit, match="--json .* made with steps 10, got 20"):
-    study.main([*small, "--steps=20"])
+    program.main([*small, "--steps=20"])
 
 
-def test_a_file_of_something_else_is_refused(example, small, tmp_path):
+def test_a_file_of_something_else_is_refused(small, tmp_path):
   file = tmp_path / "study.json"
   for text in "{", "[]", '{"task": "cnn"}':
     file.write_text(text)
     with pytest.raises(SystemExit, match="--json must name a study's file or"):
-      example("sparsifier_study").main(small)
+      program.main(small)
     assert file.read_text() == text
 
 
@@ -121,9 +113,9 @@ def test_a_file_of_something_else_is_refused(example, small, tmp_path):
     ("cnn --width 12", "--width must be a multiple of 8, got 12"),
   ],
 )
-def test_flags_are_checked(example, capsys, flags, words):
+def test_flags_are_checked(capsys, flags, words):
   with pytest.raises(SystemExit) as caught:
-    example("sparsifier_study").parse(flags.split())
+    program.parse(flags.split())
   assert caught.value.code == 2
   assert words in capsys.readouterr().err
 
@@ -140,22 +132,22 @@ def _record(kind, density, seed, value, **more):
   }
 
 
-def test_tables_compare_means_over_the_same_seeds(example):
-  cells = example("study_cells").grid(["exdyna"], [0.01], [2], [0, 1], 0.01)
-  file = example("study_file").StudyFile(None, "lm", {})
+def test_tables_compare_means_over_the_same_seeds():
+  cells = grid(["exdyna"], [0.01], [2], [0, 1], 0.01)
+  file = StudyFile(None, "lm", {})
   settled = {"density": 0.011, "density_wanted": 0.01, "build_up": 1.1}
   settled |= {"imbalance": 1.5, "rounds": 1.0}
   cheap = {"step": [0, 10], "megabytes": [0, 0.5], "value": [9, 42.0]}
   file.add(_record("dense", 1.0, 0, 40.0))
   file.add(_record("exdyna", 0.01, 0, 42.0) | {"settled": settled})
   file.cells[-1]["measured"] = cheap
-  table, task = example("study_table"), example("study_tasks").Language
-  assert table.seeds(cells, file, task.measure, task.gap) == ""
-  whole = table.table(cells, file, task.measure, task.gap)
+  task = TASKS["lm"]
+  assert table.seeds(cells, file, "perplexity", task.gap) == ""
+  whole = table.table(cells, file, "perplexity", task.gap)
   assert "| 2 | dense |  |  |  |  | 0.5 | 1.0x | 40 |  |" in whole
   line = "| 2 | exdyna 1 % | 1.100 | 1.10 | 1.50 | 1.00 | 0.05 | 10.0x | 42 |"
   assert f"{line} +5.0% |" in whole
   file.add(_record("dense", 1.0, 1, 60.0))
   file.add(_record("exdyna", 0.01, 1, 63.0))
-  seeds = table.seeds(cells, file, task.measure, task.gap)
+  seeds = table.seeds(cells, file, "perplexity", task.gap)
   assert "| exdyna 1 % | 2 | 42, 63 | 52.5 | +5.0% |" in seeds

@@ -1,16 +1,18 @@
-"""`train_lm.py` with `--trace` and `--checkpoint`, stopped and gone on."""
-
-import importlib
-import pathlib
+"""The language model by `--trace` and `--checkpoint`, stopped and gone on."""
 
 import jax
 from jax.sharding import Mesh
 import numpy as np
 import pytest
 
+from examples.studies.common import cluster
+from examples.studies.lm import __main__ as program
+from examples.studies.lm import corpus
+from examples.studies.lm import data
 from zenjax import traces
 
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+# The examples promote as users' programs do.
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 # What a trace holds are local gradients: pmean compiles in less time.
 _DEVICES, _NEGATIVES, _VOCAB = 2, 8, 2000
 _FLAGS = (
@@ -26,14 +28,6 @@ _FLAGS = (
 
 
 @pytest.fixture
-def example(monkeypatch):
-  """Imports a module of the examples, which promote as users' programs do."""
-  monkeypatch.syspath_prepend(str(_EXAMPLES))
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield importlib.import_module
-
-
-@pytest.fixture
 def text(tmp_path):
   rng = np.random.default_rng(0)
   words = np.append(np.arange(_VOCAB), rng.integers(0, _VOCAB, 90_000))
@@ -42,10 +36,9 @@ def text(tmp_path):
   return path
 
 
-def _looked_up(example, text, step):
+def _looked_up(text, step):
   """Of every device in a step of a run from the start: the rows by table."""
-  data = example("lm_data")
-  ids = example("corpus").load_tokens(text).ids
+  ids = corpus.load_tokens(text).ids
   batches = data.batches(
     data.split(ids)[0],
     devices=_DEVICES,
@@ -66,18 +59,17 @@ def _looked_up(example, text, step):
 
 
 def test_a_resumed_run_records_the_steps_that_it_takes(
-  example, text, tmp_path, capsys, monkeypatch
+  text, tmp_path, capsys, monkeypatch
 ):
   pytest.importorskip("orbax.checkpoint")
-  train_lm = example("train_lm")
   mesh = Mesh(np.array(jax.devices()[:_DEVICES]), ("data",))
-  monkeypatch.setattr(train_lm, "make_mesh", lambda: mesh)
+  monkeypatch.setattr(cluster, "make_mesh", lambda count: mesh)
 
   def run(steps, trace, *more):
     directories = {"--checkpoint": "saved", "--trace": trace}
     paths = [x for k, v in directories.items() for x in (k, tmp_path / v)]
     flags = ["--corpus", text, "--steps", steps, "--negatives", _NEGATIVES]
-    return train_lm.main([*map(str, [*flags, *paths]), *_FLAGS, *more])
+    return program.main([*map(str, [*flags, *paths]), *_FLAGS, *more])
 
   assert run(2, "first") == 0
   before = {p.name: p.read_bytes() for p in (tmp_path / "first").iterdir()}
@@ -95,7 +87,7 @@ def test_a_resumed_run_records_the_steps_that_it_takes(
     trace = traces.read(tmp_path / name)
     assert (trace.header.steps, trace.header.devices) == (2, _DEVICES)
     for step in range(2):
-      expected = _looked_up(example, text, start + step)
+      expected = _looked_up(text, start + step)
       for sets, rows in zip(trace.sets.values(), expected, strict=True):
         for got, want in zip(sets[step], rows, strict=True):
           np.testing.assert_array_equal(got, want)

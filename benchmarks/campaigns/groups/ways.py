@@ -1,6 +1,6 @@
 """Ways to group gradients into exchanges, and what each should take.
 
-The gradients are those of `train_cnn.py`'s network on planted images. A way is
+The gradients are those of the image study's network on planted images. A way is
 its stops: after how many gradients of the backward pass each of its exchanges
 leaves. The last stop is the number of gradients.
 
@@ -25,7 +25,7 @@ from benchmarks.campaigns.planned.programs import AXIS
 from benchmarks.campaigns.planned.programs import Model
 from benchmarks.planner import baselines
 from benchmarks.planner import oracles
-from examples import cnn_model
+from examples.studies.cnn import model as cnn_model
 import zenjax
 
 _CLASSES, _CHANNELS = 10, 3

@@ -6,8 +6,6 @@ Letters: `n` hosts.
 from collections.abc import Callable
 import dataclasses
 import itertools
-import pathlib
-import sys
 import time
 from typing import Any
 
@@ -24,10 +22,6 @@ import optax
 
 from benchmarks.testbed.served import SharedCompiler
 import zenjax
-
-_EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
-# They are programs, which import each other by plain names.
-sys.path.append(str(_EXAMPLES))
 
 _SEED = 0
 
@@ -48,18 +42,18 @@ class Model:
 
 
 def language_model(hosts: int, batches: int) -> Model:
-  """`train_lm.py`: the standard library's text, a small vocabulary and batch.
+  """`studies.lm`: the standard library's text, a small vocabulary and batch.
 
   Two tables of 20,000 x 128, 1,024 tokens and 512 negatives a host.
   """
-  from examples import corpus
-  from examples import lm_data
-  from examples import lm_model
+  from examples.studies.lm import corpus
+  from examples.studies.lm import data
+  from examples.studies.lm import model
 
   vocab, width, tokens, negatives = 20_000, 128, 1024, 512
   text = corpus.load_tokens(None)
-  windows, _ = lm_data.split(lm_data.cap_vocabulary(text.ids, vocab))
-  drawn = lm_data.batches(
+  windows, _ = data.split(data.cap_vocabulary(text.ids, vocab))
+  drawn = data.batches(
     windows,
     devices=hosts,
     batch_tokens=tokens,
@@ -68,36 +62,35 @@ def language_model(hosts: int, batches: int) -> Model:
     seed=_SEED,
   )
   graph, params = _drawn(
-    lambda rngs: lm_model.LanguageModel(vocab, width, rngs=rngs)
+    lambda rngs: model.LanguageModel(vocab, width, rngs=rngs)
   )
 
   def loss(params, windows, negatives):
-    return lm_model.sampled_loss(nnx.merge(graph, params), windows, negatives)
+    return model.sampled_loss(nnx.merge(graph, params), windows, negatives)
 
   taken = itertools.islice(drawn, batches)
   return Model(params, loss, [(b.windows, b.negatives) for b in taken])
 
 
 def click_model(hosts: int, batches: int) -> Model:
-  """`train_dlrm.py`: the planted log, 26 tables of 16 columns.
+  """`studies.dlrm`: the planted log, 26 tables of 16 columns.
 
   Half of a hundredth of Criteo's rows, 256 clicks a host.
   """
-  from examples import dlrm_model
-  from examples import dlrm_rows
-  from examples import dlrm_source
+  from examples.studies.dlrm import model
+  from examples.studies.dlrm import rows
+  from examples.studies.dlrm.planted import Planted
 
   size = 256 * hosts
-  tables = dlrm_rows.table_rows(0.005)
-  graph, params = _drawn(lambda rngs: dlrm_model.Dlrm(tables, 16, rngs=rngs))
+  tables = rows.table_rows(0.005)
+  graph, params = _drawn(lambda rngs: model.Dlrm(tables, 16, rngs=rngs))
 
   def loss(params, labels, numbers, ids):
-    return dlrm_model.log_loss(nnx.merge(graph, params), labels, numbers, ids)
+    return model.log_loss(nnx.merge(graph, params), labels, numbers, ids)
 
-  rows = dlrm_source.PlantedSource(_SEED).batches(0, size, 0)
+  log = Planted(_SEED).batches(0, size, 0)
   drawn = [
-    dlrm_rows.as_batch(of_step, tables)
-    for of_step in itertools.islice(rows, batches)
+    rows.as_batch(of_step, tables) for of_step in itertools.islice(log, batches)
   ]
   return Model(params, loss, [(b.labels, b.numbers, b.ids) for b in drawn])
 

@@ -1,0 +1,1 @@
+"""Programs to copy from, one file each; `studies` is a package of trainers."""

@@ -1,0 +1,1 @@
+"""A small image model: `python -m examples.studies.cnn`."""

@@ -1,0 +1,1 @@
+"""Trains a study: its loop, flags, checkpoints, Ctrl-C, files and plots."""

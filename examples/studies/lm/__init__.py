@@ -1,0 +1,1 @@
+"""A word-level language model: `python -m examples.studies.lm`."""

@@ -1,0 +1,1 @@
+"""Sparsifiers compared: `python -m examples.studies.sparsifiers`."""
