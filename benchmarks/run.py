@@ -520,8 +520,8 @@ COMMANDS = (
       _flag(
         "source",
         metavar="TRACE_OR_WORKLOAD",
-        help="a directory that `examples.studies.lm --trace` wrote, or a workload:"
-        f" {', '.join(workloads.ALL_NAMES)}",
+        help="a directory that `examples.studies.lm --trace` wrote, or a"
+        f" workload: {', '.join(workloads.ALL_NAMES)}",
       ),
       _flag(
         "--devices",
