@@ -97,7 +97,7 @@ def spawn(args: argparse.Namespace, argv: list[str]) -> int:
     flags = [*argv, f"--coordinator=127.0.0.1:{s.getsockname()[1]}"]
   command = [sys.executable, __file__, *flags]
   command.append(f"--num-processes={args.processes}")
-  # Each in a session of its own: Ctrl-C reaches this one, which ends the others.
+  # Each in a session of its own: Ctrl-C reaches this process, which ends them.
   how = {
     "env": os.environ | {"JAX_PLATFORMS": "cpu"},
     "start_new_session": True,

@@ -76,8 +76,8 @@ def load(
     return [_of_workload(workload, steps or _WORKLOAD_STEPS, seed)]
   if not pathlib.Path(source).exists():
     raise ValueError(
-      "`source` must be a directory that `examples.studies.lm --trace` wrote, or"
-      f" one of {', '.join(workloads.ALL_NAMES)}, got {source!r}."
+      "`source` must be a directory that `examples.studies.lm --trace` wrote,"
+      f" or one of {', '.join(workloads.ALL_NAMES)}, got {source!r}."
     )
   if full_size:
     raise ValueError(
