@@ -76,10 +76,13 @@ def run_process(args: argparse.Namespace) -> None:
   """Joins the others and trains."""
   jax.config.update("jax_num_cpu_devices", args.devices)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  # How long a silent process is waited for, and the others at the end.
-  patience = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
   jax.distributed.initialize(
-    args.coordinator, args.num_processes, args.process_id, **patience
+    args.coordinator,
+    args.num_processes,
+    args.process_id,
+    # How long a silent process is waited for, and the others at the end.
+    heartbeat_timeout_seconds=20,
+    shutdown_timeout_seconds=20,
   )
   mesh = jax.sharding.Mesh(jax.devices(), ("data",))
   params, opt_state = train(mesh, args.steps)
@@ -97,16 +100,16 @@ def spawn(args: argparse.Namespace, argv: list[str]) -> int:
     flags = [*argv, f"--coordinator=127.0.0.1:{s.getsockname()[1]}"]
   command = [sys.executable, __file__, *flags]
   command.append(f"--num-processes={args.processes}")
-  # Each in a session of its own: Ctrl-C reaches this process, which ends them.
-  how = {
-    "env": os.environ | {"JAX_PLATFORMS": "cpu"},
-    "start_new_session": True,
-  }
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `finally` runs too
   children, codes = [], [None]
   try:
     for i in range(args.processes):
-      children.append(subprocess.Popen([*command, f"--process-id={i}"], **how))
+      # A session of its own: Ctrl-C reaches this process, which ends them all.
+      child = [*command, f"--process-id={i}"]
+      children.append(
+        subprocess.Popen(child, env=environment, start_new_session=True)
+      )
       print(f"process {i} has pid {children[i].pid}", flush=True)
     while None in codes and not any(codes):
       time.sleep(0.1)

@@ -81,7 +81,8 @@ def main() -> None:
         )
       params, opt_state, loss = run(params, opt_state, *batch(i))
       losses[name].append(float(loss))
-    print(f"step 0 loss {losses[name][0]:.5f}, step {i} loss {loss:.5f}")
+    first, *_, last = losses[name]
+    print(f"step 0 loss {first:.5f}, step {steps - 1} loss {last:.5f}")
   apart = np.max(np.abs(np.subtract(losses["owners"], losses["everywhere"])))
   print(f"losses are {apart:.1e} apart at most")
 

@@ -82,8 +82,7 @@ class SplitDenseGather(SplitAllGather):
         sections, collectives.gather_parts, context.axes[-1:]
       )
       return [
-        _arrive(*parts, table.room.plan)
-        for parts, table in zip(gathered, asked)
+        _arrive(parts, table.room.plan) for parts, table in zip(gathered, asked)
       ]
 
   def pull_messages(
@@ -128,7 +127,8 @@ def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
   ]
 
 
-def _arrive(counts: jax.Array, words: jax.Array, plan: TablePlan) -> Arrived:
+def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
+  counts, words = came
   table, layout = plan.table, plan.layout
   *tally, lowest = wire.decode_counts(counts)
   tally = Tally(*tally)

@@ -47,7 +47,7 @@ def sum_over(
     [[_row_section(own, hosts)] for own in owned], collectives.all_to_all, slow
   )
   merged = [
-    _merge_hosts(*header, *block, room, hosts)
+    _merge_hosts([*header, *block], room, hosts)
     for header, block, room in zip(headers, blocks, rooms)
   ]
   gathered = wire.exchange(
@@ -56,7 +56,7 @@ def sum_over(
     slow,
   )
   return [
-    own._replace(union=_whole_rows(own.union, *words, plan, hosts))
+    own._replace(union=_whole_rows(own.union, words[0], plan, hosts))
     for own, words, plan in zip(merged, gathered, plans)
   ]
 
@@ -123,13 +123,8 @@ def _row_section(own: Held, hosts: int) -> jax.Array:
   return wire.to_words(wire.split_columns(own.union.rows[None], hosts))
 
 
-def _merge_hosts(
-  counts: jax.Array,
-  words: jax.Array,
-  rows: jax.Array,
-  room: Room,
-  hosts: int,
-) -> Held:
+def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
+  counts, words, rows = came
   plan, capacity = room
   num_slots = plan.layout.slots
   limit, merged, pushed, fullest, probe = wire.decode_counts(counts)

@@ -197,7 +197,7 @@ def _copied(
     way.copies,
     context,
   )
-  return [Sections(*parts, x) for parts, x in zip(header, rows)]
+  return [Sections(counts, ids, x) for (counts, ids), x in zip(header, rows)]
 
 
 def messages(

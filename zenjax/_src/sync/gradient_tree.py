@@ -411,7 +411,9 @@ def _finished(
     old = state.leaves[name]
     if not options.exact:
       # Rows to come out leave the table unwritten: what waits is in both.
-      rows = sent.source.table if options.rows_out else _table_of(table.target)
+      rows = _table_of(
+        sent.progress.target if options.rows_out else table.target
+      )
       old = keep(rows, old, table.first, table.plan, options.unit_of(name))
     new[name] = sync_state.after_step(
       old, state.step, table.outcome, table.plan, begun.context, choice
