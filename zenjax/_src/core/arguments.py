@@ -106,7 +106,7 @@ def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
 
 
 def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
-  """Whether `wire` has every exponent of `dtype`."""
+  """Returns True if `wire` has every exponent of `dtype`."""
   to, of = jnp.finfo(wire), jnp.finfo(dtype)
   return to.maxexp >= of.maxexp and to.minexp <= of.minexp
 

@@ -1,4 +1,4 @@
-"""What differs between JAX versions, or is not public, each with its reason.
+"""Holds what differs between JAX versions, or is not public, with the reason.
 
 Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
 """
@@ -35,7 +35,7 @@ def automatic_axes() -> frozenset[str]:
 
 
 def records_varying(axis_name: str) -> bool:
-  """Whether types record variation over `axis_name` (`check_vma=True`).
+  """Returns True if types record variation over `axis_name` (`check_vma=True`).
 
   The device's own index varies by definition, so its type tells.
   """
@@ -115,13 +115,13 @@ def cast_alike(values: Sequence[Any]) -> list[Any]:
 def struct(
   shape: Sequence[int], dtype: DTypeLike, like: jax.Array
 ) -> jax.ShapeDtypeStruct:
-  """What a kernel returns, varying over the axes that `like` varies over."""
+  """Returns the type of a kernel's result, varying as `like` varies."""
   kind = getattr(jax.typeof(like), "mat", None)
   return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=kind)
 
 
 class KeyValueStore:
-  """What processes that `jax.distributed` joined can tell each other."""
+  """A store that processes joined by `jax.distributed` share."""
 
   def __init__(self, client: Any):
     self.client = client

@@ -34,7 +34,7 @@ def called(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
 def scan_parts(
   eqn: jex_core.JaxprEqn, values: Sequence[Any]
 ) -> list[list[Any]]:
-  """What goes into a scan, as constants, carry and inputs.
+  """Returns the constants, the carry and the inputs of a scan.
 
   Counted by `num_consts` and `num_carry` before JAX 0.12, then by `ft_in`.
   """
@@ -47,7 +47,7 @@ def scan_parts(
 
 
 def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-  """What an equation makes of other values."""
+  """Runs an equation on other values."""
   params = eqn.primitive.get_bind_params(eqn.params)
   with eqn.ctx.manager:
     found = eqn.primitive.bind(*values, **params)

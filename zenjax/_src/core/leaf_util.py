@@ -102,7 +102,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
-  """What `argument` says of each leaf: a prefix of the tree, or a callable."""
+  """Returns what `argument` says of each leaf: a prefix, or a callable."""
   if callable(sparse):
     return [bool(sparse(name, leaf)) for name, leaf in named_leaves(tree)]
   try:
@@ -151,7 +151,7 @@ def warn_of_none(
 
 
 def is_table(leaf: Any, unit: Unit = "row") -> bool:
-  """Whether a leaf travels sparse where the user does not say."""
+  """Returns True if a leaf travels sparse where the user does not say."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     return False
   if leaf.size * leaf.dtype.itemsize < _MIN_BYTES:

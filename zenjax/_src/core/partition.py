@@ -60,7 +60,7 @@ class Layout:
 
   @property
   def in_order(self) -> bool:
-    """Whether rows follow each other from group to group."""
+    """Returns True if rows follow each other from group to group."""
     return self.contiguous or self.groups == 1
 
   @property

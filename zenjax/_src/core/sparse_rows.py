@@ -93,7 +93,7 @@ def unseal(sealed: jax.Array) -> jax.Array:
 
 
 def is_sealed(x: Any) -> bool:
-  """Whether `x` came from `seal`; specs, shapes and the like did not."""
+  """True if `x` came from `seal`; specs, shapes and the like did not."""
   is_array = isinstance(x, jax.Array)
   return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -150,7 +150,7 @@ class NoArray(metaclass=_Named):
 
 
 class Facts(NamedTuple):
-  """What is known of rows beside what they are."""
+  """Facts known of rows beside their numbers."""
 
   unique: bool = False  # every index stands once
   by_value: bool = False  # values decided which rows these are
@@ -216,7 +216,7 @@ class SparseRows(NoArray):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the whole table: `(num_rows, D)`; of a stack, of all of them."""
+    """Shape of the whole table, `(num_rows, D)`; of a stack, of all of them."""
     *stacked, _, width = self.values.shape
     return *stacked, self.num_rows, width
 

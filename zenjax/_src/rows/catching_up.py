@@ -88,7 +88,7 @@ def warn_of_no_call() -> None:
 
 
 def late_lines(state: Any) -> list[str]:
-  """What a report says of rows that were behind."""
+  """Returns the lines of a report on rows that were behind."""
   nodes = jax.tree.leaves(state, is_leaf=is_state)
   late = sum(int(np.asarray(node.late)) for node in nodes if is_state(node))
   if not late:
@@ -192,7 +192,7 @@ def _go(law, x, missed, alone, end, counts):
 
 
 def _mixed(law, matrix, i, x):
-  """What the matrices `[k, n, n]` make of leaf `i`."""
+  """Applies the matrices `[k, n, n]` to leaf `i`."""
   reads = [j for j in range(len(x)) if law.mixes[i, j]]
   terms = [
     _beside(matrix[:, i, j], x[j]) * idle_law.precise(x[j]) for j in reads
@@ -272,7 +272,7 @@ def catching_up(
 
 
 class Owner:
-  """What `catch_up=True` knows of an optimizer.
+  """Facts that `catch_up=True` knows of an optimizer.
 
   Attributes:
     asked: Whether `zenjax.rows.catch_up` was called, or the user told that it
@@ -286,7 +286,7 @@ class Owner:
     self._programs = by_rows.Programs(inner)
 
   def laws(self, params: Any) -> dict[int, idle_law.Law]:
-    """Of tables that missed steps would change, by the leaf's number."""
+    """Returns the law of each table that missed steps change, by number."""
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((jnp.ndim(x), jnp.result_type(x)) for x in leaves)
     key = structure, kinds
@@ -296,7 +296,7 @@ class Owner:
     return self._laws[key]
 
   def update(self, merged, state, params, extra):
-    """Of `inner` on rows that are brought up to date first."""
+    """Runs `inner` on rows that are brought up to date first."""
     laws = self.laws(params)
     current, current_structure = jax.tree.flatten(state.current)
     gone: dict[int, jax.Array] = {}

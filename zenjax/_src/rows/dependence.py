@@ -70,7 +70,7 @@ class Reduction:
 
   @property
   def needs_rest(self) -> bool:
-    """Whether rows that the step does not touch make a difference."""
+    """Returns True if rows that the step does not touch make a difference."""
     if self.kind in ("max", "min"):
       return True
     return bool(self.rest) != (self.kind == "and")
@@ -78,7 +78,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-  """What is known of a value.
+  """Facts known of a value.
 
   Attributes:
     rows: Where a table's rows lie in it; None for a value of the whole.
@@ -238,7 +238,7 @@ def _through(found, step, reads, swollen, made, idle) -> list[Fact]:
 
 
 def _gates(step, reads):
-  """Whether a condition on a counter becomes a number, or chooses rows."""
+  """True if a condition on a counter becomes a number, or chooses rows."""
   if step.name == "convert_element_type":
     return step.reads[0].dtype == bool and reads[0].clocked
   if step.name == "select_n":
@@ -298,7 +298,7 @@ def _reduction(step, fact, level):
 
 
 def _product(found, step, reads, fact):
-  """Of a matrix product: a sum over rows, or rows by rows."""
+  """Reads a matrix product: a sum over rows, or rows by rows."""
   (contracted, batch) = step.params["dimension_numbers"]
   sides = [f.rows.dim if f.rows else None for f in reads]
   over = [

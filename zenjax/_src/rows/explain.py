@@ -47,7 +47,7 @@ class TableUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-  """Of every parameter, in order; `str` and `print` give a table.
+  """Every parameter, in order; `str` and `print` give a table.
 
   Attributes:
     uses: One of each leaf.

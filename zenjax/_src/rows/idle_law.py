@@ -1,4 +1,4 @@
-"""What many steps without gradients do to a row, at a cost that is bounded.
+"""Applies many steps without gradients to a row, at a bounded cost.
 
 Let `x` be what an element of a table holds: its share of the state, then the
 parameter. Two kinds of optimizers can be caught up:
@@ -135,7 +135,7 @@ class Slopes:
     self._x = [jnp.ones((), dtype) for dtype in idle.dtypes]
 
   def _at(self, i: int, j: int, x: Any, counts: Any) -> jax.Array:
-    """Of output `i` by input `j`, that alone: no other counts as an input."""
+    """Differentiates output `i` by input `j` alone."""
 
     def added(v):
       values = [*x[:j], v, *x[j + 1 :]]
@@ -149,12 +149,12 @@ class Slopes:
     return float(self._at(i, j, self._x, self._idle.start))
 
   def bends(self, i: int, j: int) -> bool:
-    """Whether it depends on the element."""
+    """Returns True if it depends on the element."""
     start = self._idle.start
     return _depends(lambda x: self._at(i, j, x, start), self._x)
 
   def varies(self, i: int, j: int) -> bool:
-    """Whether it depends on the counters."""
+    """Returns True if it depends on the counters."""
     counts = list(self._idle.start)
     return _depends(lambda c: self._at(i, j, self._x, c), counts)
 
@@ -165,7 +165,7 @@ class Slopes:
     return jnp.stack([jnp.stack([at(i, j) for j in which]) for i in which])
 
   def sum_up_to(self, outputs: Sequence[int]) -> bool:
-    """Whether some outputs are inputs times slopes, tried for signs and steps.
+    """True if some outputs are inputs times slopes, tried for signs and steps.
 
     Their slopes are those of constants, which they are not.
     """
@@ -187,7 +187,7 @@ class Slopes:
 
 
 def _depends(fun, args):
-  """Whether what `fun` returns is another for other `args`; never run.
+  """Returns True if what `fun` returns is another for other `args`; never run.
 
   A program under `vmap` is mapped only where it depends on what is mapped.
   """
@@ -239,7 +239,7 @@ class Law:
 
   @property
   def is_nothing(self) -> bool:
-    """Whether a step without gradients leaves rows as they are."""
+    """Returns True if a step without gradients leaves rows as they are."""
     one = np.eye(len(self.mixes))
     same = np.array_equal(self.digits[0, 1], one) and self.changes is None
     return same and self.steps == 0
@@ -247,7 +247,7 @@ class Law:
   def matrix(
     self, number: jax.Array, end: jax.Array, counts: Sequence[jax.Array]
   ) -> jax.Array:
-    """Of the last steps without gradients of each row, `[k, n, n]`.
+    """Returns the last idle steps of each row as `[k, n, n]`.
 
     Args:
       number: `[k] int32`, of these steps.
@@ -382,7 +382,7 @@ def _require_shapes(mixes, idle):
 
 
 def _rests(idle):
-  """Whether all zeros stay so."""
+  """Returns True if all zeros stay so."""
   x = [jnp.zeros((), dtype) for dtype in idle.dtypes]
   later = [c + 1000 for c in idle.start]
   found = [v for counts in (idle.start, later) for v in idle(x, counts)]

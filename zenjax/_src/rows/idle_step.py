@@ -60,7 +60,7 @@ class Trace:
   _constants: dict[Any, Any]  # what all others gave
 
   def cut(self, inputs: Sequence[int], outputs: Sequence[int]) -> Program:
-    """What makes `outputs` of `inputs`, both by number."""
+    """Cuts out the part that makes `outputs` of `inputs`, both by number."""
     out = [self._outputs[i] for i in outputs]
     eqns, needed = _needed(self._eqns, out)
     given = [self._inputs[i] for i in inputs]
@@ -215,7 +215,7 @@ class Idle:
 
 
 def is_table(leaf: Any) -> bool:
-  """Whether `leaf` is a parameter whose rows may be touched or not."""
+  """Returns True if `leaf` is a parameter whose rows may be touched or not."""
   is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
   return jnp.ndim(leaf) == 2 and is_float
 
@@ -223,7 +223,7 @@ def is_table(leaf: Any) -> bool:
 def idle_steps(
   inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> dict[int, Idle]:
-  """What `inner` does to an element of each table, by the leaf's number.
+  """Reads what `inner` does to an element of each table, by number.
 
   Raises:
     TypeError: `inner` needs more arguments than updates and parameters.
@@ -268,7 +268,7 @@ def idle_steps(
 
 
 def owners(inner: Any, state: Any, params: Any) -> list[int]:
-  """Of each leaf of the state, to which leaf of `params` it belongs, or -1."""
+  """Returns for each leaf of the state its leaf of `params`, or -1."""
   structure = jax.tree.structure(params)
   numbers = structure.unflatten(range(structure.num_leaves))
   return jax.tree.leaves(trees.tagged(inner, state, numbers, -1))

@@ -29,7 +29,7 @@ _MIN_ROWS = 256
 
 
 def worth_it(merged: Any) -> bool:
-  """Whether some table has room for more rows than a chunk."""
+  """Returns True if some table has room for more rows than a chunk."""
   leaves = jax.tree.leaves(merged, is_leaf=is_rows)
   return any(is_rows(x) and x.capacity > 2 * _chunk(x) for x in leaves)
 

@@ -83,7 +83,7 @@ class RowProgram:
 
   @property
   def holds_tracers(self) -> bool:
-    """Whether the optimizer was made of values that are still traced."""
+    """True if the optimizer was made of values that are still traced."""
     reads = (x for step in self.whole.steps for x in step.reads)
     return any(isinstance(x.constant, Tracer) for x in reads)
 
@@ -174,7 +174,7 @@ class RowUpdate:
 
   @property
   def is_plain(self) -> bool:
-    """Whether the optimizer itself, run on these rows, does the same."""
+    """True if the optimizer itself, run on these rows, does the same."""
     return self.program.is_plain and _same_numbers(
       self.program.whole, self.some
     )
@@ -335,7 +335,7 @@ class _Reader:
     )
 
   def _is_same_of_one(self, whole):
-    """Whether one row of each table meets the same program and numbers.
+    """Returns True if one row of each table meets the same program and numbers.
 
     Python may choose by a table's size, as a mask of large leaves does.
     """
@@ -447,7 +447,7 @@ class _Reader:
       return Refusal(refused, text)
 
   def _facts(self, dim, where):
-    """Of gradients, state, parameters and further arguments."""
+    """Returns facts of gradients, state, parameters and further arguments."""
     table = lambda i, **known: Fact(rows=Rows(i, dim), **known)
     facts = [
       table(i, rest=0.0, fresh=0.0) if i in self._tables else Fact()
@@ -493,7 +493,7 @@ class _Reader:
     return found
 
   def _splits(self, whole, wanted):
-    """Whether columns of tables can be updated apart from each other.
+    """Returns True if columns of tables can be updated apart from each other.
 
     And whether no number in the program depends on how many there are.
     """
@@ -552,7 +552,7 @@ def _analysis(whole, more, facts, idle=False):
 
 
 def _same_numbers(whole, more):
-  """Whether no number in a program depends on the size of tables."""
+  """Returns True if no number in a program depends on the size of tables."""
   return not any(
     x.constant is not None
     and x.shape == y.shape

@@ -42,7 +42,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """What becomes of each parameter.
+  """Parameters that are tables, and why the others are not.
 
   Attributes:
     names: Of all leaves.

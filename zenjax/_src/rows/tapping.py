@@ -30,7 +30,7 @@ Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Operand(NamedTuple):
-  """What goes into an equation beside the table."""
+  """An operand of an equation beside the table."""
 
   value: Any
   # What it was broadcast from, and to which dimensions; None if it was not.
@@ -189,7 +189,7 @@ class Nest(NamedTuple):
 
 
 class Refusal(NamedTuple):
-  """What keeps a table's gradient dense."""
+  """A reason why a table's gradient stays dense."""
 
   reason: str
   place: str
@@ -356,7 +356,7 @@ class Run:
 
 
 def _broadcast_from(eqn, operands):
-  """What the equation's value was broadcast from, if it was."""
+  """Returns the value that the equation's was broadcast from, if any."""
   name = eqn.primitive.name
   if name == "broadcast_in_dim":
     return operands[0].value, tuple(eqn.params["broadcast_dimensions"])

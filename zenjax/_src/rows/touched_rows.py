@@ -83,7 +83,7 @@ class Run:
 
   @property
   def is_plain(self) -> bool:
-    """Whether the optimizer itself does the same to these rows."""
+    """Returns True if the optimizer itself does the same to these rows."""
     return self._update.is_plain
 
   def parts(
@@ -192,7 +192,7 @@ def with_rows(state: Any, few: Any, tags: Any) -> Any:
 
 
 def with_rest(state: Any, few: Any, tags: Any) -> Any:
-  """What has no rows becomes new; what has rows stays old."""
+  """Takes the new of all that has no rows, and the old of all that has."""
   put = lambda old, few, at: old if at.has(old) else few
   return jax.tree.map(put, state, few, tags)
 
@@ -210,7 +210,7 @@ class At:
     return self.ids is not None and self.ids >= self.num_rows
 
   def has(self, leaf: jax.Array) -> bool:
-    """Whether `leaf` holds something for each row of the table."""
+    """Returns True if `leaf` holds something for each row of the table."""
     shape = jnp.shape(leaf)
     return self.ids is not None and shape[:1] == (self.num_rows,)
 

@@ -69,5 +69,5 @@ def tagged(inner: Any, state: Any, tags: Any, rest: Any) -> Any:
 
 
 def is_masked(node: Any) -> bool:
-  """Whether optax left a parameter out here, as `multi_transform` does."""
+  """True if optax left a parameter out here, as `multi_transform` does."""
   return isinstance(node, optax.MaskedNode)

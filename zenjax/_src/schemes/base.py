@@ -1,4 +1,4 @@
-"""What a scheme is: a push, a pull, and the bytes that each declares.
+"""Defines a scheme: a push, a pull, and the bytes that each declares.
 
 A scheme moves rows; it knows nothing of rounds, of the dense path, of
 statistics or of optax. Adding one is a file here and a row in the table of
@@ -57,7 +57,7 @@ class Outgoing(NamedTuple):
 
 
 class Held(NamedTuple):
-  """What a device holds of one table between push and pull."""
+  """One table on a device between push and pull."""
 
   union: Union  # the rows that it owns, summed
   pushed: jax.Array  # [] int32, rows waiting at `start`, summed over devices
@@ -105,7 +105,7 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-  """What all tables of an exchange share."""
+  """Facts that all tables of an exchange share."""
 
   axes: Axes  # slowest first
   sizes: tuple[int, ...]  # devices along each axis
@@ -120,7 +120,7 @@ class Context:
     return math.prod(self.sizes)
 
   def in_loops(self) -> "Context":
-    """Of later rounds: their ids are no earlier known than the values."""
+    """Returns it for later rounds, whose ids are no earlier than values."""
     return dataclasses.replace(self, ids_first=False)
 
   def scaled(self, total: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ def reduce_where(
 def _in_shares(
   elements: int, dtype: jnp.dtype, context: Context, platform: str
 ) -> bool:
-  """Whether devices sum a share each: those of one process that are CPUs.
+  """True if devices sum a share each: those of one process that are CPUs.
 
   Not over a network: gloo takes less for an all-reduce than for its halves.
   """
@@ -146,7 +146,7 @@ def sample(table: jax.Array) -> jax.Array:
 
 
 def looks_full(table: jax.Array) -> jax.Array:
-  """Whether nearly all of a few rows are nonzero: `[] bool`.
+  """Returns True if nearly all of a few rows are nonzero: `[] bool`.
 
   Rows beside each other in a few places: what is read is next to nothing.
   """

@@ -121,7 +121,7 @@ def take(
   plan: TablePlan,
   room: int,
 ) -> Held:
-  """What a device holds after a hop: `own` and what `came` with it.
+  """Joins `own` and what `came` in a hop.
 
   Args:
     hop: Which step it is.

@@ -76,7 +76,7 @@ def copied_remotely(
 def message(
   header: int, rows: Sequence[jax.ShapeDtypeStruct], context: Context
 ) -> Message:
-  """Of a header of so many words and `[C, D]` rows of each table.
+  """Declares a copy of a header and of `[C, D]` rows of each table.
 
   Its words are those of full buffers, each sent to every device: no more can
   travel.
@@ -90,7 +90,7 @@ def message(
 
 
 class Sections(NamedTuple):
-  """What travels of one table.
+  """Sections of a buffer that belong to one table.
 
   `b` parts, one for each owner or one for all; `n` of them arrive.
   """
@@ -173,7 +173,7 @@ def exchange(
 
 
 def _goes_ahead(room: Room, context: Context) -> bool:
-  """Whether ids of a table go first: those of arrays lie in the gradient."""
+  """True if ids of a table go first: those of arrays lie in the gradient."""
   return context.ids_first and room.plan.table.look_ups is not None
 
 

@@ -294,6 +294,6 @@ class Zen(Scheme):
 
 
 def _waiting(sent: Sections, after: jax.Array) -> Sections:
-  """What a push brought, not to be read before `after` is known."""
+  """Returns a push that is not read before `after` is known."""
   count = wire.decode_counts(sent.counts)[transport.PUSH.there][0]
   return Sections(*transport.wait(sent, count, after))

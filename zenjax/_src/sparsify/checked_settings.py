@@ -1,4 +1,4 @@
-"""What the user asked of a sparsifier, checked, and what follows from it."""
+"""Checks the arguments of a sparsifier, and derives sizes from them."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -166,5 +166,5 @@ def warn_of_much(by: str, density: Any, leaves: Sequence[Any]) -> None:
 
 
 def is_number(x: Any) -> bool:
-  """Whether it is a real number; True and False are none."""
+  """Returns True if it is a real number; True and False are none."""
   return isinstance(x, numbers.Real) and not isinstance(x, bool)

@@ -1,4 +1,4 @@
-"""What leaves the devices: indices by all-gather, values by all-reduce.
+"""Exchanges elements: indices by all-gather, values by all-reduce.
 
 Devices select in partitions of their own, so no index comes twice, and each
 device adds its value at every index that any of them selected. What rounding
@@ -107,7 +107,7 @@ def send_rest(
 
 
 def sum_bytes(vector: jax.Array, n: int) -> float:
-  """That a device receives for one of the sums: of values and of bits."""
+  """Returns the bytes that a device receives for one of the sums."""
   chunk, words = _chunk(vector.shape[0])
   item = collectives.accumulator(vector.dtype).itemsize
   return 2 * (n - 1) / n * (chunk * item + 4 * words)
@@ -271,7 +271,7 @@ class Form:
   capacity: int
 
   def round_bytes(self, n: int) -> int:
-    """That a device receives: a ring gathers, and a ring sums."""
+    """Returns the bytes of a round: a ring gathers, and a ring sums."""
     values = self.wire or collectives.accumulator(self.dtype)
     return (n - 1) * self.capacity * (4 + 2 * values.itemsize)
 
@@ -379,7 +379,7 @@ def exchange(
 def _sum_of(
   form: Form, context: Context
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-  """What `[n, C]` values come to over devices, and what stays of them."""
+  """Sums `[n, C]` values over devices; returns also what stays of them."""
   wide = collectives.accumulator(form.dtype)
   axes, wire = context.axes, form.wire
 

@@ -100,7 +100,7 @@ def _count(large: jax.Array) -> jax.Array:
 
 
 def _error(values: jax.Array, sent: jax.Array) -> jax.Array:
-  """What rounding took; of what is not finite nothing, or it would stay."""
+  """Returns what rounding took, and zero for what is not finite."""
   if sent is values:
     return jnp.zeros_like(values)
   error = values - sent
@@ -122,7 +122,7 @@ def finite(x: jax.Array) -> jax.Array:
 def clip_scale(
   leaves: Sequence[Any], norm: float | None, devices: int
 ) -> jax.Array | None:
-  """What scales leaves to a norm of `norm / sqrt(devices)`, `[] float32`.
+  """Returns the factor for a norm of `norm / sqrt(devices)`, `[] float32`.
 
   1 where theirs is smaller, None where `norm` is.
   """
@@ -147,7 +147,7 @@ def scaled(leaf: Any, factor: jax.Array | None) -> Any:
 
 
 def is_floating(leaf: Any) -> bool:
-  """Whether it is an array of floating numbers."""
+  """Returns True if it is an array of floating numbers."""
   return not is_rows(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -168,7 +168,7 @@ class Feedback:
   wire_dtype: jnp.dtype | None
 
   def dtype(self, leaf: Any) -> jnp.dtype:
-    """What is remembered of a leaf in."""
+    """Returns the dtype in which a leaf is remembered."""
     return self.residual_dtype or jnp.dtype(leaf.dtype)
 
 
@@ -285,7 +285,7 @@ def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
 
 
 def _fields(leaf: Any, selected: bool, feedback: Feedback) -> list[str]:
-  """What is remembered of a leaf: fields of `FeedbackLeaf`."""
+  """Returns the fields of `FeedbackLeaf` for a leaf."""
   moves = is_floating(leaf) and feedback.momentum is not None
   return ["residual"] * selected + ["momentum"] * moves
 
@@ -351,7 +351,7 @@ def _select_from(
   scale: jax.Array | None,
   feedback: Feedback,
 ) -> tuple[jax.Array, FeedbackLeaf]:
-  """What is sent of leaf `number`, and what is remembered."""
+  """Selects from leaf `number`; returns also what is remembered."""
   assert memory.residual is not None
   dtype = memory.residual.dtype
   gradient = scaled(leaf, scale)

@@ -32,14 +32,14 @@ def size(tree: Any) -> int:
 
 
 def fingerprint(tree: Any) -> str:
-  """Of what lies where in the vector: names and shapes, in order."""
+  """Returns a number of the names and shapes in the vector, in order."""
   named = leaf_util.named_leaves(tree)
   lies = [(name, *map(int, leaf.shape)) for name, leaf in named]
   return hashlib.blake2s(repr(lies).encode(), digest_size=6).hexdigest()
 
 
 def dtype(tree: Any, wanted: Any) -> jnp.dtype:
-  """What the vector is kept in: the leaves' dtype where all have the same."""
+  """Returns the vector's dtype: the leaves' where all have the same."""
   if wanted is not None:
     return jnp.dtype(wanted)
   kinds = {jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)}

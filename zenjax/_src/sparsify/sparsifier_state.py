@@ -1,4 +1,4 @@
-"""What a sparsifier remembers, and what it tells of a step."""
+"""Holds the memory of a sparsifier, and its statistics of a step."""
 
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class SparsifierState(NamedTuple):
 
 
 class FeedbackLeaf(NamedTuple):
-  """What `error_feedback` remembers of one leaf, on each device its own.
+  """The memory of `error_feedback` for one leaf, on each device its own.
 
   Globally all but `wanted` have `n` in the place of the first 1.
   """

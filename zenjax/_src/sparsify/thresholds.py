@@ -40,12 +40,12 @@ class Controller(Protocol):
 
   @property
   def samples(self) -> bool:
-    """Whether a threshold of 0 is to be sampled."""
+    """Returns True if a threshold of 0 is to be sampled."""
     ...
 
   @property
   def forces(self) -> bool:
-    """Whether a device that selects nothing sends one element all the same."""
+    """True if a device that selects nothing sends one element all the same."""
     ...
 
   def moved(self, last: Place, count: jax.Array) -> Place:
@@ -124,7 +124,7 @@ KINDS: dict[str, Callable[[int, float | None], Controller]] = {
 
 
 def bar(threshold: jax.Array, controller: Controller) -> jax.Array:
-  """What magnitudes are compared with.
+  """Returns the number that magnitudes are compared with.
 
   Where not even a sample found a threshold, most elements are zero: all others
   are selected.

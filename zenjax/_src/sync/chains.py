@@ -23,7 +23,7 @@ from zenjax._src.rows import row_program
 
 
 class _Synced(NamedTuple):
-  """What one transformation will synchronize, or select from before that."""
+  """A leaf that one transformation will synchronize or select from."""
 
   by: str
   axes: Axes | None  # None where it is not told
@@ -57,7 +57,7 @@ def _note(synced: _Synced) -> None:
 
 @contextlib.contextmanager
 def required() -> Iterator[None]:
-  """Of the transformations whose `init` is called meanwhile.
+  """Collects the transformations whose `init` is called meanwhile.
 
   Raises:
     ValueError: Two average the same leaf, and have an axis in common; or one
@@ -242,7 +242,7 @@ _MULTI_STEPS = optax.MultiSteps.update.__code__
 
 
 def _earlier(frame: types.FrameType) -> Iterator[_Earlier]:
-  """What a chain has called before the call that `frame` is in."""
+  """Returns the calls of a chain before the one that `frame` is in."""
   known = frame.f_locals
   states, done = known["state"], known["new_state"]
   if "update_fns" in known:
@@ -321,7 +321,7 @@ class _Finding(NamedTuple):
 
 
 def _found_before(one: _Earlier) -> _Finding | None:
-  """What a transformation does to gradients that is not linear, if anything."""
+  """Returns what a transformation does that is not linear, if anything."""
   leaves = jax.tree.leaves(one.updates, is_leaf=is_rows)
   arrays, arguments = row_program.arguments(one.extra)
   flow = jaxprs.trace(
@@ -434,7 +434,7 @@ def _require_no_skipping(steps: optax.MultiSteps, by: str) -> None:
 
 
 class Note(NamedTuple):
-  """What is known of an array."""
+  """Facts known of an array."""
 
   by: str
   wire: jnp.dtype | None  # to which what is selected was rounded
@@ -504,5 +504,5 @@ def hand_on(update: Any, same: Any) -> None:
 
 
 def sent(update: Any) -> Note | None:
-  """What a sparsifier noted of an update; None where it is another array."""
+  """Returns a sparsifier's note on an update; None for another array."""
   return _sent.get(update)

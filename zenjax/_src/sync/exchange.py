@@ -231,7 +231,7 @@ def finish(
 def _takes_dense_path(
   table: Transfer, first: Arrived, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """Whether a table is summed whole this time; None where it cannot be."""
+  """True if a table is summed whole this time; None where it cannot be."""
   if table.plan.table.look_ups is not None:
     return None  # There is no array to sum.
   dense = above_break_even(first.tally, table.plan, scheme, context)
@@ -363,7 +363,7 @@ def resized(held: Held, room: int, plan: TablePlan) -> Held:
 def joined(
   old: Held, pulled: jax.Array, new: Held, kept: int, room: int, plan: TablePlan
 ) -> Held:
-  """What `old` has still to send, then `new`, whose slots are all higher.
+  """Joins what `old` has still to send and `new`, whose slots are higher.
 
   Args:
     old: Held before the push.
@@ -399,7 +399,7 @@ _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
 
 class Owner(Protocol):
-  """What owners do with the rows of a push before these are pulled."""
+  """An owner changes the rows of a push before these are pulled."""
 
   def __call__(
     self, held: Sequence[Held], state: Any
@@ -435,7 +435,7 @@ class Turns(NamedTuple):
 
 
 class _Flow(NamedTuple):
-  """What all loops carry."""
+  """The carry of all loops."""
 
   turns: Turns
   pushed: jax.Array  # [] bool, since the last pull: `pending` is a guess
@@ -612,7 +612,7 @@ class Rounds:
     )
 
   def _much(self, flow: _Flow) -> jax.Array:
-    """Whether a large pull would be well filled."""
+    """Returns True if a large pull would be well filled."""
     sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
     return _any([p.pending > s for p, s in zip(flow.progress, sizes)])
 
@@ -768,7 +768,7 @@ _RETURN = 0.8
 
 
 class Outcome(NamedTuple):
-  """What an exchange showed of one table, equal on all devices."""
+  """Numbers of one table's exchange, equal on all devices."""
 
   local_rows: jax.Array  # [] f32, nonzero rows of a device, mean
   union_rows: jax.Array  # [] f32, nonzero rows of the sum
@@ -787,7 +787,7 @@ class Outcome(NamedTuple):
 def above_break_even(
   tally: Tally, plan: TablePlan, scheme: Scheme, context: Context
 ) -> jax.Array:
-  """Whether a table with more to send is better summed dense: `[] bool`.
+  """True if a table with more to send is better summed dense: `[] bool`.
 
   `tally` is that of the first pull.
   """
@@ -798,7 +798,7 @@ def above_break_even(
 
 
 def unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
-  """Whether some device has rows that the first pull did not bring."""
+  """Returns True if some device has rows that the first pull did not bring."""
   return jnp.any(tally.limit < plan.layout.slots)
 
 
@@ -810,14 +810,14 @@ def _above(
   context: Context,
   factor: float,
 ) -> jax.Array:
-  """Whether the sparse exchange is above `factor` times break-even."""
+  """Returns True if the sparse exchange is above `factor` times break-even."""
   dense = dense_path.received_bytes(plan.table, context.devices)
   sparse = expected_bytes(scheme, plan, push, pull, context)
   return jnp.asarray(sparse > dense * scheme.break_even * factor)
 
 
 class Shown(NamedTuple):
-  """What all tables of an exchange share of what it showed."""
+  """Numbers of an exchange that all tables share."""
 
   turns: Turns
   scheme: Scheme

@@ -122,7 +122,7 @@ def _zero(x: Any) -> Any:
 
 
 def _facts(tree: Any) -> list[Facts]:
-  """What SparseRows know of themselves and trees forget."""
+  """Returns what SparseRows know of themselves and trees forget."""
   found = jax.tree.leaves(tree, is_leaf=is_rows)
   return [x.facts for x in found if is_rows(x)]
 
@@ -182,7 +182,7 @@ def _buffers(leaves: Mapping[int, Any], context: Context) -> list[list[int]]:
 
 
 def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
-  """What must be alike to share a buffer, None of what has its own."""
+  """Returns what must be alike to share a buffer; None for an own one."""
   if is_rows(leaf):
     return None
   wide = collectives.accumulator(leaf.dtype)
@@ -192,7 +192,7 @@ def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
 
 
 def buffers_in_turn() -> bool:
-  """Whether CPUs, if the program is for them, sum buffers over a network."""
+  """True if CPUs, if the program is for them, sum buffers over a network."""
   return jax.process_count() > 1
 
 
@@ -240,7 +240,7 @@ def total(
 
 
 def carried_rows(leaf: LeafState, unit: Unit) -> table_sources.Carried:
-  """What waits from earlier steps, seen as a table."""
+  """Returns the rows that wait from earlier steps as a table."""
   residual = _residual_of(leaf)
   return table_sources.Carried(
     leaf_util.as_table(residual[0], unit), leaf.waiting
@@ -422,7 +422,7 @@ def _finished(
 
 
 def as_table(leaf: Any, unit: Unit) -> Any:
-  """What is exchanged of a leaf: `[R, D]`, or SparseRows as they are."""
+  """Returns a leaf as `[R, D]`, and SparseRows as they are."""
   return leaf if is_rows(leaf) else leaf_util.as_table(leaf, unit)
 
 

@@ -1,4 +1,4 @@
-"""What an owner does with the sums of a push: a step of an optimizer.
+"""Runs an optimizer at the owners, on the sums of a push.
 
 An owner holds the optimizer's state of its rows and columns and of no others,
 `[S, ceil(D / g)]` where a table is `[R, D]`: as in ZeRO, but by the owners that

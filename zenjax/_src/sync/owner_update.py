@@ -207,7 +207,7 @@ class Owners:
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 
   def _plans(self, tree, chosen, context):
-    """Of the leaves that travel sparse, by number, and who is to own rows.
+    """Returns sizes of the leaves that travel sparse, by number, and owners.
 
     Owners are those of arrays, whatever form gradients have: the state is laid
     out by them.

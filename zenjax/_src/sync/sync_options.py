@@ -1,4 +1,4 @@
-"""What the user asked for, checked when the transform is built."""
+"""Checks the arguments of `zen_sync` when the transform is built."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
@@ -199,7 +199,7 @@ class Options:
   selected: Mapping[str, jnp.dtype] = dataclasses.field(default_factory=dict)
 
   def unit_of(self, name: str) -> Unit:
-    """What of a leaf is sent or not sent as a whole."""
+    """Returns the unit in which a leaf is sent."""
     return "element" if name in self.elements else self.unit
 
   @property
@@ -214,7 +214,7 @@ class Options:
     return self.wire_dtype
 
   def context(self, sizes: Sequence[int]) -> Context:
-    """Of an exchange over axes of these sizes."""
+    """Returns the context of an exchange over axes of these sizes."""
     return Context(
       axes=self.axes,
       sizes=tuple(sizes),
@@ -225,12 +225,12 @@ class Options:
 
   @property
   def rows_out(self) -> bool:
-    """Whether arrays come back as SparseRows."""
+    """Returns True if arrays come back as SparseRows."""
     return self.output == "rows"
 
   @property
   def overlaps(self) -> bool:
-    """Whether exchanges are to run beside the backward pass."""
+    """Returns True if exchanges are to run beside the backward pass."""
     return self.plan.overlap if self.plan else self.tuning.overlap
 
 

@@ -1,4 +1,4 @@
-"""What zen_sync remembers: statistics, what is dense, residuals.
+"""Holds the memory of zen_sync: statistics, what is dense, residuals.
 
 Every array is small, of fixed shape and equal on all devices, residuals
 excepted, so the state checkpoints as it is and never causes a recompile.
@@ -74,7 +74,7 @@ class LeafState(NamedTuple):
 
   @property
   def waiting(self) -> jax.Array:
-    """Whether some residual is not zero: `[] bool`."""
+    """Returns True if some residual is not zero: `[] bool`."""
     return self.last[Last._fields.index("withheld")] > 0
 
 

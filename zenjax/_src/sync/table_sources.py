@@ -74,7 +74,7 @@ def enter_array(
   remembered: jax.Array | None,
   carried: Carried | None,
 ) -> tuple[Masked, jax.Array]:
-  """What a table sends, empty where it is known to be dense.
+  """Finds the rows to send of a table; none where it is known to be dense.
 
   Args:
     table: `[R, D]`.
@@ -223,7 +223,7 @@ class Appended(NamedTuple):
 
 
 def enter_rows(rows: SparseRows, plan: TablePlan) -> tuple[Listed, jax.Array]:
-  """What is sent of `rows`, duplicates added up, and a count of nothing."""
+  """Adds up duplicates of `rows`; returns also a count of nothing."""
   layout = plan.layout
   if not rows.capacity:
     padding = jnp.pad(rows.indices, (0, 1), constant_values=rows.num_rows)

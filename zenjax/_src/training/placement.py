@@ -113,7 +113,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 
 def _has_own(node: Any, root: Any) -> bool:
-  """Whether `node` decides its own specs; the root was split already."""
+  """True if `node` decides its own specs; the root was split already."""
   if isinstance(node, _OWN | owner_rows.Owned):
     return True
   own = isinstance(node, optax.MultiStepsState)
@@ -281,7 +281,7 @@ def _shapes(
 
 
 def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:
-  """What `shard_map` over `mesh` takes by `specs`, a prefix of `tree`.
+  """Returns `tree` as `shard_map` over `mesh` takes it by `specs`.
 
   Axes of `jax.make_mesh` are explicit: over those `shard_map` wants arrays
   placed as its specs say, and places them itself over all others.

@@ -51,7 +51,7 @@ def through(eqn: Any, dims: Dims, examples: int) -> list[int | None]:
 
 
 def sums_examples(eqn: Any, dims: Dims) -> bool:
-  """Whether an equation adds up what it makes of each example."""
+  """Returns True if an equation adds up what it makes of each example."""
   name = eqn.primitive.name
   if name == "reduce_sum":
     return _only(dims) in eqn.params["axes"]
@@ -85,7 +85,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _only(dims: Dims) -> int | None:
-  """That of the first input, if it is the only one that has one."""
+  """Returns that of the first input, if it is the only one that has one."""
   first, *others = dims
   return first if not any(dim is not None for dim in others) else None
 
@@ -140,7 +140,7 @@ def _dropping(param: str) -> Callable[..., int | None]:
 
 
 def _unless_along(param: str) -> Callable[..., int | None]:
-  """Of operations along one dimension, or some, on inputs of one shape."""
+  """Rules operations along dimensions, on inputs of one shape."""
 
   def rule(eqn, dims):
     different = {dim for dim in dims if dim is not None}
@@ -182,7 +182,7 @@ def _pad(eqn, dims):
 
 
 def _whole(eqn, dims):
-  """Of what cuts a part out of a value, the whole of the dimension."""
+  """Rules what cuts a part out of a value: the whole of the dimension."""
   dim = _only(dims)
   if dim is None or _shape(eqn.outvars[0])[dim] != _shape(eqn.invars[0])[dim]:
     return None
@@ -190,7 +190,7 @@ def _whole(eqn, dims):
 
 
 def _written(eqn, dims):
-  """Of what writes a part into a value, all examples."""
+  """Rules what writes a part into a value: all examples."""
   operand, part, *where = dims
   given = {dim for dim in (operand, part) if dim is not None}
   if len(given) != 1 or any(dim is not None for dim in where):
@@ -283,7 +283,7 @@ def _scatter(eqn, dims):
 
 
 def _random(eqn, dims):
-  """Of keys, one for each example: shapes begin with theirs."""
+  """Rules keys, one for each example: shapes begin with theirs."""
   dim = _only(dims)
   if dim is None:
     return None
@@ -359,7 +359,7 @@ class Examples(NamedTuple):
 
 
 class Flow(NamedTuple):
-  """What went into a value."""
+  """Facts on what went into a value."""
 
   own: frozenset[str]  # axes that devices' own data lie along
   met: frozenset[str]  # those that a collective then brought together
@@ -375,7 +375,7 @@ class Flow(NamedTuple):
 
 
 def owned_values(axes: frozenset[str], examples: int | None = None) -> Flow:
-  """Of data of a device, `examples` along the first dimension."""
+  """Returns the flow of a device's data, `examples` along dimension 0."""
   rows = None if examples is None else Examples(0, examples)
   return Flow(axes, frozenset(), axes, rows)
 
@@ -423,7 +423,7 @@ def flows(
 
 
 def _joined(*parts: Flow) -> Flow:
-  """Of a value that is one of these."""
+  """Returns the flow of a value that is one of these."""
   parts = tuple(set(parts))
   if len(parts) == 1:
     return parts[0]
@@ -440,7 +440,7 @@ def _joined(*parts: Flow) -> Flow:
 
 
 def _steered(by: Flow, flow: Flow) -> Flow:
-  """Of a value that another one decides on."""
+  """Returns the flow of a value that another one decides on."""
   known = Flow(flow.own | by.own, flow.met | by.met, flow.differs | by.differs)
   if by.differs:
     return known
@@ -573,7 +573,7 @@ def _programs(eqn: jex_core.JaxprEqn) -> list[Any]:
 
 
 def _is_call(eqn: jex_core.JaxprEqn, programs: Sequence[Any]) -> bool:
-  """Whether its one program takes and gives what the equation does.
+  """Returns True if its one program takes and gives what the equation does.
 
   As of `jit`, `remat`, `custom_jvp`, `custom_vjp` and `shard_map`.
   """

@@ -1,4 +1,4 @@
-"""What a step returns beside parameters and state, made one of all devices'."""
+"""Makes what a step returns beside its state one of all devices'."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,14 +38,14 @@ _WORDS = ("mean", "sum", "batch", "same")
 
 
 class Parts(NamedTuple):
-  """What leaves a device, by its specs."""
+  """Values that leave a device, by their specs."""
 
   same: Any  # a list
   batch: Any  # another
 
   @classmethod
   def specs(cls, axes: Axes) -> "Parts":
-    """Of all leaves of each list."""
+    """Returns the specs of all leaves of each list."""
     return cls(PartitionSpec(), PartitionSpec(axes))
 
 
@@ -141,7 +141,7 @@ class _Leaf(NamedTuple):
     return tuple(axis for axis in self.axes if axis in apart)
 
   def word(self, asked: str | None) -> str:
-    """What is done with it: what was asked for, or else what is known."""
+    """Returns what is done with it: what was asked for, or what is known."""
     if isinstance(self.value, RowSets):
       self._require(asked in (None, "batch"), asked, "is of every device")
       return "batch"
