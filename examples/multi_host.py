@@ -31,7 +31,7 @@ TX = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
 
 
 def make_batch(step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-  """What device `rank` sees in a step: ids and targets, both [BATCH]."""
+  """Draws what device `rank` sees in a step: ids and targets, both [BATCH]."""
   ids = np.random.default_rng((step, rank)).zipf(1.3, BATCH) % ROWS
   return ids.astype(np.int32), np.sin(ids).astype(np.float32)
 

@@ -33,7 +33,7 @@ class Batch:
 
   @property
   def arrays(self) -> tuple[np.ndarray, ...]:
-    """What a step takes."""
+    """The arrays that a step takes."""
     return self.images, self.labels
 
   @property

@@ -21,7 +21,7 @@ class Batch(Protocol):
 
   @property
   def arrays(self) -> tuple[np.ndarray, ...]:
-    """What a step takes, split over devices along the first axis of each."""
+    """The arrays that a step takes, split over devices along first axes."""
     ...
 
   @property

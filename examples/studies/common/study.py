@@ -15,7 +15,7 @@ from examples.studies.common.trainer import Trainer
 
 
 class Study(abc.ABC):
-  """What a program trains. Its data are read when it is made.
+  """Holds a model and its data, which are read when it is made.
 
   Args:
     flags: The program's.

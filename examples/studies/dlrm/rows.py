@@ -80,7 +80,7 @@ class Batch:
 
   @property
   def arrays(self) -> tuple[np.ndarray, ...]:
-    """What a step takes."""
+    """The arrays that a step takes."""
     return self.labels, self.numbers, self.ids
 
   @property

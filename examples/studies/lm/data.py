@@ -38,7 +38,7 @@ class Batch:
 
   @property
   def arrays(self) -> tuple[np.ndarray, ...]:
-    """What a step takes."""
+    """The arrays that a step takes."""
     return self.windows, self.negatives
 
   @property

@@ -44,7 +44,7 @@ class Cell:
 
   @property
   def sparsifier(self) -> Sparsifier | None:
-    """What is trained with."""
+    """The sparsifier to train with; None where `DENSE`."""
     if self.kind == DENSE:
       return None
     return Sparsifier(self.kind, self.density)

@@ -126,7 +126,7 @@ def _draw_selection(axes, shown: _Shown, styles) -> None:
 
 
 def _set_short_log(axes) -> None:
-  """Of a decade or two, with numbers as people write them."""
+  """Sets a log scale of a decade or two, with numbers as people write them."""
   axes.set_yscale("log")
   axes.yaxis.set_major_formatter("{x:g}")
   axes.yaxis.set_minor_formatter(_short_number)
