@@ -22,7 +22,7 @@ def rows_in_chunks(monkeypatch, size: int = 1, least: int = 8) -> None:
 
 def elements_in_chunks(monkeypatch, elements: int) -> None:
   """Chunks of `elements` in which a sparsifier sums a whole vector."""
-  monkeypatch.setattr(_src.sparsify.element_exchange, "_CHUNK", elements)
+  monkeypatch.setattr(_src.sparsify.element_exchange, "_REST_CHUNK", elements)
 
 
 def buffers_in_turn(monkeypatch) -> None:

@@ -243,7 +243,7 @@ def test_the_default_controller_follows_a_scale_that_shrinks(kind, n):
 
 @pytest.mark.parametrize("kind, n", SOME)
 def test_a_sum_of_all_goes_chunk_by_chunk(kind, n, monkeypatch):
-  monkeypatch.setattr(element_exchange, "_CHUNK", 500)
+  monkeypatch.setattr(element_exchange, "_REST_CHUNK", 500)
   draws = few_bits(drawn(n, steps=4))
   draws[1:] *= 2**10
   updates, state = compiled.__wrapped__(kind, n)(draws)
