@@ -342,7 +342,8 @@ def test_bounds_hold_those_of_the_oracle_and_little_more(dtype, op):
     units = np.abs(high - low) / 2 + half * np.abs(total.value)
     tiny = 40 * n * n * float(ml_dtypes.finfo(dtype).tiny)
     narrow = allowed <= 6 * units + tiny + 8e-7 * total.size
-    assert (narrow | ~known | np.isinf(units)).all()
+    # Where an end overflows, or both do, there is no width to compare with.
+    assert (narrow | ~known | ~np.isfinite(units)).all()
 
   with np.errstate(invalid="ignore", over="ignore"):
     holds()

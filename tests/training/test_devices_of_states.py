@@ -162,7 +162,8 @@ def test_other_owners_on_as_many_devices(other):
   if "sparse" in other:
     names(error, "`state`", "'dense'")
     return
-  names(error, "`state`", "4 devices", *other, "like=zenjax.init")
+  said = "hash_seed" if "tuning" in other else next(iter(other))
+  names(error, "`state`", "4 devices", said, "like=zenjax.init")
   like = made(wanted, 2)
   moved = zenjax.reshard(state, runners.mesh(2), "data", like=like)
   assert jax.tree.structure(moved) == jax.tree.structure(like)
