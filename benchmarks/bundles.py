@@ -10,9 +10,8 @@ memory do, and every number gathered as the tile that it is in.
 """
 
 import argparse
-from collections.abc import Iterator
-import contextlib
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -29,30 +28,14 @@ from benchmarks import harness
 from benchmarks import table
 from benchmarks import targets
 from benchmarks.cases import kernels
-from benchmarks.cases.kernels import Work
 from zenjax.kernels._dispatch import Implementation
 from zenjax.kernels.operations import OPERATIONS
 
-_PLATFORM = "tpu"
 _WAYS: tuple[Implementation, ...] = ("xla", "pallas")
-_NUMBERS = (
-  *("must move\nMB", "accessed\nMB", "table\nreads"),
-  *("instruc-\ntions", "bundles", "spills"),
-)
 _TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 # Vector and scalar registers stored to make room.
 _SPILL = re.compile(r"\b[vs]st \[[vs]mem:\[#allocation\d+_spill")
 _PARAMETER = re.compile(r"%([\w.\-]+) = \S+ parameter\((\d+)\)")
-
-
-class Counts(NamedTuple):
-  """Counts of one compiled program."""
-
-  bytes: float  # accessed
-  reads: int  # instructions that take the first argument
-  instructions: int  # that are compiled to code of their own
-  bundles: int
-  spills: int  # stores of registers
 
 
 class Dump(NamedTuple):
@@ -100,23 +83,8 @@ def reads(text: str) -> int:
   return count
 
 
-@contextlib.contextmanager
-def dumped() -> Iterator[pathlib.Path]:
-  """Has libtpu leave what it compiles; to be entered before it is loaded."""
-  with tempfile.TemporaryDirectory() as directory:
-    asked = os.environ.get("LIBTPU_INIT_ARGS", "")
-    os.environ["LIBTPU_INIT_ARGS"] = f"{asked} --xla_jf_dump_to={directory}"
-    yield pathlib.Path(directory)
-
-
-def count(
-  work: Work,
-  name: str,
-  way: Implementation,
-  device: Any,
-  directory: pathlib.Path,
-) -> Counts:
-  """Compiles an operation for one device."""
+def _count(work, name, way, device, directory):
+  """Compiles an operation for one device; returns the cells of its row."""
   mesh = Mesh(np.array([device]), ("one",))
   on = NamedSharding(mesh, P())
   run = functools.partial(OPERATIONS[name], implementation=way)
@@ -136,50 +104,17 @@ def count(
   dump, text = read(directory), compiled.as_text()
   assert text is not None
   cost: Any = compiled.cost_analysis()
-  return Counts(
-    bytes=cost["bytes accessed"],
-    reads=reads(text),
-    instructions=len(dump.bundles),
-    bundles=sum(dump.bundles.values()),
-    spills=sum(dump.spills.values()),
+  return (
+    f"{work.bytes / 1e6:.1f}",
+    f"{cost['bytes accessed'] / 1e6:.1f}",
+    str(reads(text)),
+    str(len(dump.bundles)),
+    f"{sum(dump.bundles.values()):,}",
+    str(sum(dump.spills.values())),
   )
 
 
 def main() -> None:
-  options = _options()
-  console = table.console()
-  gradient = kernels.draw(options.rows, options.width, options.density)
-  with dumped() as directory:
-    for topology in options.topologies:
-      device = targets.tpu(topology)[0]
-      shown = table.made(
-        f"{topology}  {options.rows:,} x {options.width} float32,"
-        f" {options.density:.1%} of rows",
-        *("", *_NUMBERS),
-      )
-      for name in options.operations:
-        work = kernels.WORK[name](gradient)
-        for way in _WAYS:
-          if way == "pallas" and _PLATFORM not in OPERATIONS[name].kernels:
-            continue
-          try:
-            found = count(work, name, way, device, directory)
-          except NotImplementedError as error:
-            console.print(f"{name} {way}: {error}")
-            continue
-          shown.add_row(
-            f"{name} {way}",
-            f"{work.bytes / 1e6:.1f}",
-            f"{found.bytes / 1e6:.1f}",
-            str(found.reads),
-            str(found.instructions),
-            f"{found.bundles:,}",
-            str(found.spills),
-          )
-      console.print(shown)
-
-
-def _options() -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.bundles", description=__doc__
   )
@@ -192,7 +127,32 @@ def _options() -> argparse.Namespace:
   parser.add_argument(
     "--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS)
   )
-  return parser.parse_args()
+  options = parser.parse_args()
+  console = table.console()
+  gradient = kernels.draw(options.rows, options.width, options.density)
+  with tempfile.TemporaryDirectory() as directory:
+    # What libtpu compiles it leaves here, if it is told before it is loaded.
+    asked = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ["LIBTPU_INIT_ARGS"] = f"{asked} --xla_jf_dump_to={directory}"
+    for topology in options.topologies:
+      device = targets.tpu(topology)[0]
+      shown = table.made(
+        f"{topology}  {options.rows:,} x {options.width} float32,"
+        f" {options.density:.1%} of rows",
+        *("", "must move\nMB", "accessed\nMB", "table\nreads"),
+        *("instruc-\ntions", "bundles", "spills"),
+      )
+      for name, way in itertools.product(options.operations, _WAYS):
+        if way == "pallas" and "tpu" not in OPERATIONS[name].kernels:
+          continue
+        work = kernels.WORK[name](gradient)
+        try:
+          cells = _count(work, name, way, device, pathlib.Path(directory))
+        except NotImplementedError as error:
+          console.print(f"{name} {way}: {error}")
+          continue
+        shown.add_row(f"{name} {way}", *cells)
+      console.print(shown)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,21 @@ them, and sample `i` of each is of round `i` and of the same batch.
 
 import abc
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import sys
 import tempfile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
+import tqdm
 
 from benchmarks import harness
 from benchmarks import record
@@ -33,9 +35,7 @@ from benchmarks.testbed.served import Served
 from benchmarks.testbed.testbed import Testbed
 
 T = TypeVar("T")
-# Eight hosts may share two cores while they compile.
-SLOW_S, CALL_S = 1200.0, 300.0
-
+CALL_S = 300.0
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # What must be the same for two runs to share a file.
 _SAME = ("python", "jax", "jaxlib", "numpy", "machine", "cores", "hosts")
@@ -44,9 +44,6 @@ _PERCENTILES = (2.5, 97.5)
 # Of fewer rounds even the range of all ratios holds the true one in less than
 # 15 of 16 cases (a sign test), and a resampled interval claims more.
 LEAST_ROUNDS = 5
-
-
-# --- times ------------------------------------------------------------------
 
 
 def times_s(host_times_s: Sequence[Sequence[float]]) -> list[float]:
@@ -62,15 +59,10 @@ class Interval(NamedTuple):
 
 
 class Ratio(NamedTuple):
-  """Two programs' times, the first over the second.
+  """Two programs' times, the first over the second."""
 
-  Attributes:
-    median: The ratio of their medians.
-    interval: At 95 %; None of too few rounds.
-  """
-
-  median: float
-  interval: Interval | None
+  median: float  # The ratio of their medians.
+  interval: Interval | None  # None of too few rounds.
 
   def surely_above(self, limit: float) -> bool:
     return self.interval is not None and self.interval.low > limit
@@ -97,15 +89,9 @@ def interval(times: Sequence[float], base: Sequence[float]) -> Interval | None:
   the range of the ratios: of normal and of skewed noise it held the true ratio
   in 93 to 98 of 100 cases at 5 to 20 rounds, where that of mean logarithms held
   it in 80 to 93. Programs that a later run has added to a file are no such
-  pairs, and the file does not say which.
-
-  Args:
-    times: Of one program, round by round.
-    base: Of another. Where a run was interrupted in the middle of a round one
-      has a sample more, the last, which has no partner and is left out.
-
-  Returns:
-    None where there are fewer than `LEAST_ROUNDS` pairs.
+  pairs, and the file does not say which. Where a run was interrupted in the
+  middle of a round one program has a sample more, which is left out. None where
+  there are fewer than `LEAST_ROUNDS` pairs.
   """
   rounds = min(len(times), len(base))
   if rounds < LEAST_ROUNDS:
@@ -118,14 +104,10 @@ def interval(times: Sequence[float], base: Sequence[float]) -> Interval | None:
 
 
 class Timed:
-  """A cell whose programs took turns.
-
-  Attributes:
-    host_times_s: By program, of every round the seconds of each host.
-  """
+  """A cell whose programs took turns."""
 
   __slots__ = ()
-  host_times_s: dict[str, list[list[float]]]
+  host_times_s: dict[str, list[list[float]]]  # [round][host].
 
   def times_s(self, program: str) -> list[float]:
     """Returns of every round the seconds until the last host was through."""
@@ -140,37 +122,65 @@ class Timed:
     return ratio(self.times_s(program), self.times_s(base))
 
 
-# --- the file ---------------------------------------------------------------
-
-
 @dataclasses.dataclass(slots=True)
 class Findings(abc.ABC):
-  """All that is in a file.
+  """All that is in a file."""
 
-  Attributes:
-    software: What has measured: versions, machine, code.
-  """
-
-  software: dict[str, Any]
+  environment: dict[str, Any]  # What has measured: versions, machine, code.
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  complete: bool = False
 
   @abc.abstractmethod
   def contents(self) -> dict[str, Any]:
     """Returns what was found, as JSON holds it."""
 
-  def save(
-    self, path: pathlib.Path, options: dict[str, Any], *, complete: bool
-  ) -> None:
+  @classmethod
+  @abc.abstractmethod
+  def parsed(cls, document: dict[str, Any]) -> Self:
+    """Returns what `save` has written; any error if it is something else."""
+
+  def save(self, path: pathlib.Path) -> None:
     """Writes all of it; what was there stays until all is written."""
-    document = {
-      "complete": complete,
-      "environment": self.software,
-      "options": options,
-    }
+    names = ("complete", "environment", "options")
+    document = {name: getattr(self, name) for name in names}
     with interrupts.held():
       record.write_json(path, document | self.contents())
 
+  @classmethod
+  def read(cls, path: pathlib.Path) -> Self:
+    """Returns what is in a file; ValueError if it is none of this command's."""
+    try:
+      return cls.parsed(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+      raise ValueError(
+        f"{path} is not a whole file of this command ({type(error).__name__}:"
+        f" {error}). Delete it or name another."
+      ) from error
 
-F = TypeVar("F", bound=Findings)
+  @classmethod
+  def load(cls, path: pathlib.Path | None, now: dict[str, Any]) -> Self:
+    """Returns as `read` what a run goes on with; nothing if there is no file.
+
+    ValueError also if something else than `now` has measured it.
+    """
+    if path is None or not path.exists():
+      return cls(now)
+    found = cls.read(path)
+    then, found.environment = found.environment, now
+    different = [
+      f"{key} {then.get(key)}, now {now[key]}"
+      for key in _SAME
+      if then.get(key) != now[key]
+    ]
+    if then.get("code") != now["code"]:
+      commits = (str(x.get("git"))[:12] for x in (then, now))
+      different.append("other code (commit {}, now {})".format(*commits))
+    if different:
+      raise ValueError(
+        f"`--json {path}` holds what something else has measured:"
+        f" {'; '.join(different)}. Delete it or name another."
+      )
+    return found
 
 
 def software(
@@ -178,70 +188,17 @@ def software(
 ) -> dict[str, Any]:
   """Returns what measures: versions, commit, code, what joins the hosts.
 
-  Args:
-    code: Globs of the files that numbers depend on, beside what is installed.
-    loopback: Whether hosts are processes on 127.0.0.1.
-    keep_memory: Whether their freed memory stays theirs.
+  `code` has globs of files that numbers depend on, beside what is installed.
   """
   place = "loopback" if loopback else "namespaces"
   if keep_memory:
     place += ", memory kept"
-  return record.software() | {"hosts": place, "code": _digest(code)}
-
-
-def _digest(globs: Sequence[str]) -> str:
-  """Returns a hash of the files that these match, names and contents."""
-  paths = {p.resolve() for glob in globs for p in _ROOT.glob(glob)}
   digest = hashlib.sha256()
-  for path in sorted(paths):
-    name = path.relative_to(_ROOT).as_posix()
+  for path in sorted({p.resolve() for glob in code for p in _ROOT.glob(glob)}):
     text = path.read_bytes()
+    name = path.relative_to(_ROOT).as_posix()
     digest.update(f"{name} {len(text)}\n".encode() + text)
-  return digest.hexdigest()
-
-
-def read(path: pathlib.Path, parse: Callable[[Any], T]) -> T:
-  """Returns what `parse` makes of the JSON in `path`.
-
-  Raises:
-    ValueError: The file is missing, broken or not of this command.
-  """
-  try:
-    return parse(json.loads(path.read_text(encoding="utf-8")))
-  except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-    raise ValueError(
-      f"{path} is not a whole file of this command ({type(error).__name__}:"
-      f" {error}). Delete it or name another."
-    ) from error
-
-
-def load(path: pathlib.Path, now: Mapping[str, Any], parse: Callable[..., F]):
-  """Returns as `read` what a run goes on with; None if there is no file.
-
-  Raises:
-    ValueError: As `read`, or something else has measured it.
-  """
-  if not path.exists():
-    return None
-  found = read(path, parse)
-  then = found.software
-  different = [
-    f"{key} {then.get(key)}, now {now[key]}"
-    for key in _SAME
-    if then.get(key) != now[key]
-  ]
-  if then.get("code") != now["code"]:
-    commits = (str(x.get("git"))[:12] for x in (then, now))
-    different.append("other code (commit {}, now {})".format(*commits))
-  if different:
-    raise ValueError(
-      f"`--json {path}` holds what something else has measured:"
-      f" {'; '.join(different)}. Delete it or name another."
-    )
-  return found
-
-
-# --- the run ----------------------------------------------------------------
+  return record.software() | {"hosts": place, "code": digest.hexdigest()}
 
 
 def asked(
@@ -258,37 +215,19 @@ def asked(
 
 
 class Campaign(abc.ABC):
-  """One run of a command that measures between hosts.
-
-  Args:
-    options: Of the command line.
-    hosts: Numbers of hosts, each a testbed of its own.
-    rates: Of their links.
-
-  Raises:
-    ValueError: There are no such links.
-    RuntimeError: This machine or user cannot have namespaces.
-  """
-
-  def __init__(
-    self,
-    options: argparse.Namespace,
-    hosts: Sequence[int],
-    rates: Sequence[str],
-  ):
-    self.options = options
-    for count, rate in itertools.product(hosts, rates):
-      testbed.require(count, rate, options.loopback)
+  """One run of a command that measures between hosts."""
 
   resumes = True  # Whether a run goes on from its file.
+  options: argparse.Namespace
+  found: Any  # What was found so far, `Findings`.
 
   @abc.abstractmethod
   def measure(self) -> None:
     """Measures what is missing; RuntimeError if a host dies or is silent."""
 
   @abc.abstractmethod
-  def write(self, path: pathlib.Path) -> None:
-    """Writes what was found so far."""
+  def complete(self) -> bool:
+    """Returns whether nothing is missing."""
 
   @abc.abstractmethod
   def show(self) -> None:
@@ -298,10 +237,20 @@ class Campaign(abc.ABC):
   def failed(self) -> bool:
     """Returns whether something found is wrong or harmful."""
 
+  def title(self) -> str:
+    """Returns the command and the machine in words."""
+    place = "processes" if self.options.loopback else "network namespaces"
+    jax = self.found.environment["jax"]
+    return (
+      f"{self.options.command}: {place} on {os.cpu_count()} cores, JAX {jax}"
+    )
+
   def save(self) -> None:
     """Writes what was found so far, if a file was asked for."""
     if self.options.json:
-      self.write(self.options.json)
+      self.found.options = record.settings(self.options)
+      self.found.complete = self.complete()
+      self.found.save(self.options.json)
 
   def run(self) -> int:
     """Measures, saves, prints; returns the exit status."""
@@ -323,6 +272,17 @@ class Campaign(abc.ABC):
     if last_words:
       print(last_words, file=sys.stderr)
     return status or int(self.failed())
+
+
+def require(options, hosts: Sequence[int], rates: Sequence[str]) -> None:
+  """Raises ValueError or RuntimeError if there can be no such testbeds."""
+  for count, rate in itertools.product(hosts, rates):
+    testbed.require(count, rate, options.loopback)
+
+
+def progress(total: int | None = None, unit: str = "cell") -> tqdm.tqdm:
+  """Returns a bar that leaves nothing, and is none where nobody looks."""
+  return tqdm.tqdm(total=total, unit=unit, disable=None, leave=False)
 
 
 @contextlib.contextmanager
@@ -355,11 +315,7 @@ def time_programs(
 ) -> Iterator[int]:
   """Times a step of every program in each round; yields the round's number.
 
-  Args:
-    served: Hosts that have built the programs.
-    cell: Gets the times as they come.
-    programs: Names of those.
-    repeats: Timed rounds.
+  Hosts have built the programs; `cell` gets the times as they come.
   """
   cell.host_times_s = times = {program: [] for program in programs}
   for turn, program in turns(programs, repeats):
@@ -381,42 +337,27 @@ def cases(
 ) -> Iterator[list[Case]]:
   """Yields cases that hosts build and step while the context is.
 
-  Args:
-    module: What they run.
-    options: With `hosts` and `loopback`.
-    rate: Of the links.
-    group: What the cases have in common.
-    arguments: Of each, what its host program's `build` gets.
-    keep_memory: Whether hosts keep what they free.
+  Of each case `arguments` has what the `build` of `module` gets on every host,
+  `group` names what they have in common.
   """
+  loopback, numbers = options.loopback, itertools.count()
+
+  def build(values):
+    number = next(numbers)
+    replies = served.ask("build", **values)
+    return Built(
+      # Until the last host has answered.
+      run=lambda: served.ask("step", timeout=CALL_S, number=number) and None,
+      wrong=sum(reply["wrong"] for reply in replies),
+      compile_s=replies[0]["compile_s"],
+      facts=replies[0]["facts"],
+    )
+
   with hosts(
-    options.hosts,
-    module,
-    loopback=options.loopback,
-    rate=rate,
-    keep_memory=keep_memory,
+    options.hosts, module, loopback=loopback, rate=rate, keep_memory=keep_memory
   ) as served:
-    number = itertools.count()
     group = f"{group}, {options.hosts} hosts, {rate}"
     yield [
-      Case(
-        group=group,
-        name=name,
-        build=functools.partial(_build, served, number, values),
-      )
+      Case(group=group, name=name, build=functools.partial(build, values))
       for name, values in arguments.items()
     ]
-
-
-def _build(
-  served: Served, numbers: Iterator[int], arguments: dict[str, Any]
-) -> Built:
-  number = next(numbers)
-  replies = served.ask("build", timeout=SLOW_S, **arguments)
-  return Built(
-    # Until the last host has answered.
-    run=lambda: served.ask("step", timeout=CALL_S, number=number) and None,
-    wrong=sum(reply["wrong"] for reply in replies),
-    compile_s=replies[0]["compile_s"],
-    facts=replies[0]["facts"],
-  )

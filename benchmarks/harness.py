@@ -5,8 +5,7 @@ what is right is timed. The cases of a group take turns, one call each in a
 round, so that whatever else the machine does falls on all of them alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -18,40 +17,30 @@ import jax
 import numpy as np
 import tqdm
 
+Compiled = tuple[jax.stages.Compiled, float]  # and the seconds it took
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-  """A case, compiled and checked.
+  """A case, compiled and checked."""
 
-  Attributes:
-    run: One call of what is measured. Returns its arrays, not awaited. None
-      where an answer is all there is to see.
-    wrong: Elements that differ from the float64 oracle, over all devices.
-    compile_s: Seconds to trace, lower and compile.
-    facts: Numbers to report beside the time: bytes, density, imbalance.
-    prepare: What must be done before each call, and awaited: not timed.
-  """
-
+  # One call of what is measured: its arrays, not awaited. None where an answer
+  # is all there is to see.
   run: Callable[[], Any] | None
-  wrong: int
-  compile_s: float
-  facts: dict[str, float]
+  wrong: int  # elements that differ from the float64 oracle, over all devices
+  compile_s: float  # to trace, lower and compile
+  facts: dict[str, float]  # to report: bytes, density, imbalance
+  # What must be done before each call, and awaited: not timed.
   prepare: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-  """One variant on one input.
+  """One variant on one input."""
 
-  Attributes:
-    group: What the cases compared with each other have in common.
-    name: The variant.
-    build: Compiles and checks.
-  """
-
-  group: str
-  name: str
-  build: Callable[[], Built]
+  group: str  # What the cases compared with each other have in common.
+  name: str  # of the variant
+  build: Callable[[], Built]  # Compiles and checks.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +63,31 @@ class Result:
     return spread(self.times_s)
 
 
+def compile_here(lowered: jax.stages.Lowered) -> Compiled:
+  start = time.perf_counter()
+  return lowered.compile(), time.perf_counter() - start
+
+
 def compiled(
-  function: Callable[..., Any], *arguments: Any, **options: Any
-) -> tuple[jax.stages.Compiled, float]:
+  function: Callable[..., Any],
+  *arguments: Any,
+  compile: Callable[[jax.stages.Lowered], Compiled] = compile_here,
+  **options: Any,
+) -> Compiled:
   """Returns the program and the seconds to trace, lower and compile it.
 
-  Args:
-    function: What to compile.
-    *arguments: Its arrays, or their abstract shapes.
-    **options: Of `jax.jit`.
+  Arguments may be abstract shapes; `options` are those of `jax.jit`. Hosts
+  `compile` together.
   """
   start = time.perf_counter()
-  program = jax.jit(function, **options).lower(*arguments).compile()
-  return program, time.perf_counter() - start
+  lowered = jax.jit(function, **options).lower(*arguments)
+  seconds = time.perf_counter() - start
+  program, more = compile(lowered)
+  return program, seconds + more
 
 
 def mesh(count: int, axis: str) -> jax.sharding.Mesh:
-  """Returns `count` devices of this machine along one axis.
-
-  Raises:
-    ValueError: There are too few.
-  """
+  """Returns `count` devices of this machine, or raises ValueError."""
   devices = jax.devices()
   if len(devices) < count:
     raise ValueError(
@@ -104,8 +97,15 @@ def mesh(count: int, axis: str) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(np.array(devices[:count]), (axis,))
 
 
-def require_memory(need: float, flag: str, remedy: str) -> None:
-  """Raises ValueError where this machine has too little memory."""
+def require_memory(
+  mesh: jax.sharding.Mesh | None, need: float, flag: str, remedy: str
+) -> None:
+  """Raises ValueError where this machine has too little memory.
+
+  Devices other than CPUs have memory of their own, and say when it is full.
+  """
+  if mesh is not None and mesh.devices.flat[0].platform != "cpu":
+    return
   have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   if need > have:
     raise ValueError(
@@ -130,12 +130,7 @@ def spread(times: Sequence[float]) -> float:
 def measure(
   cases: Sequence[Case], *, repeats: int, warmup: int = 2
 ) -> tuple[list[Result], bool]:
-  """Measures `cases`, group by group.
-
-  Args:
-    cases: Those of one group stand together.
-    repeats: Timed rounds.
-    warmup: Rounds before them.
+  """Measures `cases`, group by group; those of one group stand together.
 
   Returns:
     The results, and whether all of them are there: after Ctrl-C those measured
@@ -158,13 +153,13 @@ def _measure_group(cases, repeats, warmup, bar, results):
   first = len(results)
   for case in cases:
     bar.set_postfix_str(f"{case.name}: compile, check")
-    built.append(case.build())
-    results.append(_result(case, built[-1]))
+    built.append(one := case.build())
+    same = {"wrong": one.wrong, "compile_s": one.compile_s, "facts": one.facts}
+    results.append(Result(group=case.group, name=case.name, **same))
     bar.update()
   bar.set_postfix_str("time")
   times = [[] for _ in built]
-  # Also when interrupted: a sample that was taken is kept.
-  with _writing_back(results, first, times):
+  try:
     for turn in range(-warmup, repeats):
       for i in shuffled(len(built), turn):
         run, prepare = built[i].run, built[i].prepare
@@ -175,23 +170,7 @@ def _measure_group(cases, repeats, warmup, bar, results):
           if turn >= 0:
             times[i].append(seconds)
         bar.update()
-
-
-def _result(case, built):
-  return Result(
-    group=case.group,
-    name=case.name,
-    wrong=built.wrong,
-    compile_s=built.compile_s,
-    facts=built.facts,
-  )
-
-
-@contextlib.contextmanager
-def _writing_back(results, first, times) -> Iterator[None]:
-  try:
-    yield
-  finally:
+  finally:  # Also when interrupted: a sample that was taken is kept.
     for i, samples in enumerate(times, first):
       results[i] = dataclasses.replace(results[i], times_s=tuple(samples))
 
@@ -206,15 +185,15 @@ def shuffled(count: int, turn: int) -> np.ndarray:
 @functools.cache
 def _settling():
   """A program in which all devices take part."""
-  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("all",))
   spec = jax.sharding.PartitionSpec
   total = jax.shard_map(
     lambda x: jax.lax.psum(x, "all"),
-    mesh=mesh,
+    mesh=mesh(jax.device_count(), "all"),
     in_specs=spec("all"),
     out_specs=spec(),
   )
-  return functools.partial(jax.jit(total), np.zeros(mesh.size, np.float32))
+  zeros = np.zeros(jax.device_count(), np.float32)
+  return functools.partial(jax.jit(total), zeros)
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

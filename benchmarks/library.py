@@ -7,8 +7,7 @@ library's own formulas for tables of float32 on one axis of devices.
 import jax.numpy as jnp
 
 import zenjax
-from zenjax._src.core import bitmaps as bitmaps
-from zenjax._src.core import leaf_util as leaf_util
+from zenjax._src.core import indexing as indexing
 from zenjax._src.core import partition as partition
 from zenjax._src.core import wire as wire
 from zenjax._src.core.partition import Layout as Layout
@@ -31,6 +30,7 @@ from zenjax._src.planner.timeline import iteration_seconds as iteration_seconds
 from zenjax._src.planner.timeline import Option as Option
 from zenjax._src.planner.timeline import Tensor as Tensor
 from zenjax._src.report import stats as stats
+from zenjax._src.rows import leaf_util as leaf_util
 from zenjax._src.schemes import buffer_sizes as buffer_sizes
 from zenjax._src.schemes.base import Context as Context
 from zenjax._src.schemes.base import received_bytes as received_bytes
@@ -42,7 +42,7 @@ from zenjax._src.sparsify import element_exchange as element_exchange
 from zenjax._src.sparsify import exdyna as exdyna
 from zenjax._src.sparsify import partitions as partitions
 from zenjax._src.sparsify import thresholds as thresholds
-from zenjax._src.sync import choose as choose
+from zenjax._src.sync import leaf_tables as leaf_tables
 from zenjax._src.sync import sync_options as sync_options
 
 

@@ -25,21 +25,17 @@ def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
   for axis in axes.flat[len(groups) :]:
     axis.set_axis_off()
   for axis, members in zip(axes.flat, groups):
-    _draw(axis, members)
+    places = np.arange(len(members))[::-1]
+    medians = [result.median_s * 1e3 for result in members]
+    axis.barh(places, medians, color="#9db8d9")
+    for place, result in zip(places, members):
+      samples = np.array(result.times_s) * 1e3
+      at = np.full(len(samples), place)
+      axis.plot(samples, at, ".", markersize=3, color="#1f3b63")
+    axis.set_yticks(places, [result.name for result in members])
+    axis.set_xlabel("time of a call, ms")
+    axis.set_title(members[0].group)
   figure.tight_layout()
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=120)
   pyplot.close(figure)
-
-
-def _draw(axis, members):
-  places = np.arange(len(members))[::-1]
-  medians = [result.median_s * 1e3 for result in members]
-  axis.barh(places, medians, color="#9db8d9")
-  for place, result in zip(places, members):
-    samples = np.array(result.times_s) * 1e3
-    at = np.full(len(samples), place)
-    axis.plot(samples, at, ".", markersize=3, color="#1f3b63")
-  axis.set_yticks(places, [result.name for result in members])
-  axis.set_xlabel("time of a call, ms")
-  axis.set_title(members[0].group)

@@ -20,26 +20,35 @@ import numpy as np
 from benchmarks.harness import Result
 
 
-def save_json(
-  path: pathlib.Path,
+def finish(
+  options: argparse.Namespace,
   results: Sequence[Result],
   *,
-  options: dict[str, Any],
   complete: bool,
   told: dict[str, Any] | None = None,
-) -> None:
-  """Writes `results` with every sample, their environment and options.
+) -> int:
+  """Saves every sample, and `told` with them, if a file is wanted.
 
-  `told` is what a command has to say beside them.
+  Returns 1 where an answer is wrong, 130 after Ctrl-C.
   """
-  document = {
-    "complete": complete,
-    "environment": environment(),
-    "options": options,
-    **(told or {}),
-    "results": [_record(result) for result in results],
-  }
-  write_json(path, document)
+  if not complete:
+    print("Interrupted: this is what was measured until then.")
+  if options.json:
+    document = {
+      "complete": complete,
+      "environment": environment(),
+      "options": settings(options),
+      **(told or {}),
+      "results": [
+        dataclasses.asdict(r) | {"median_s": r.median_s, "spread_s": r.spread_s}
+        for r in results
+      ],
+    }
+    write_json(options.json, document)
+    print(f"Saved {options.json}")
+  if not complete:
+    return 130
+  return int(any(result.wrong for result in results))
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -78,11 +87,6 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     partial.unlink(missing_ok=True)
 
 
-def _record(result):
-  summary = {"median_s": result.median_s, "spread_s": result.spread_s}
-  return dataclasses.asdict(result) | summary
-
-
 def _finite(x):
   if isinstance(x, dict):
     return {key: _finite(value) for key, value in x.items()}
@@ -119,9 +123,8 @@ def software() -> dict[str, Any]:
 def _git(*command):
   where = pathlib.Path(__file__).parent
   try:
-    done = subprocess.run(
-      ["git", *command], cwd=where, capture_output=True, text=True, check=False
-    )
-  except OSError:
-    return None  # No git on this machine.
-  return done.stdout.strip() if done.returncode == 0 else None
+    return subprocess.run(
+      ["git", *command], cwd=where, capture_output=True, text=True, check=True
+    ).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return None  # No git on this machine, or no repository.

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import ctypes
+from functools import partial
 import importlib
 import os
 import pathlib
@@ -24,7 +25,7 @@ from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
 
 Options = argparse.Namespace
-Flag = tuple[tuple[str, ...], dict[str, Any]]
+Flag = tuple[str, dict[str, Any]]
 
 
 class Refused(Exception):
@@ -32,34 +33,17 @@ class Refused(Exception):
 
 
 class Command(NamedTuple):
-  """A row of the table of commands.
-
-  Attributes:
-    name: On the command line.
-    help: One line.
-    flags: Its arguments.
-    run: Does it; returns the exit status, or raises `Refused`.
-    fixed: Values that other commands have flags for.
-  """
+  """A row of the table of commands."""
 
   name: str
   help: str
+  run: Callable[[Options], int]  # Returns the exit status, or is refused.
   flags: Sequence[Flag]
-  run: Callable[[Options], int]
-  fixed: Mapping[str, Any] = {}
+  fixed: Mapping[str, Any] = {}  # Values that other commands have flags for.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one benchmark; returns 1 if an answer was wrong, 130 on Ctrl-C."""
-  parser = _parser()
-  options = parser.parse_args(arguments)
-  try:
-    return next(c for c in COMMANDS if c.name == options.command).run(options)
-  except Refused as error:
-    parser.error(str(error))
-
-
-def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.run",
     description="Benchmarks of zenjax: answer first, then time.",
@@ -68,10 +52,14 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(dest="command", required=True)
   for command in COMMANDS:
     added = commands.add_parser(command.name, help=command.help)
-    for names, settings in command.flags:
-      added.add_argument(*names, **settings)
+    for name, settings in command.flags:
+      added.add_argument(name, **settings)
     added.set_defaults(**command.fixed)
-  return parser
+  options = parser.parse_args(arguments)
+  try:
+    return next(c for c in COMMANDS if c.name == options.command).run(options)
+  except Refused as error:
+    parser.error(str(error))
 
 
 # --- what runs a command ----------------------------------------------------
@@ -85,38 +73,29 @@ def _refusing():
     raise Refused(str(error)) from error
 
 
-def _calls(module: str) -> Callable[[Options], int]:
-  """Returns what has `run` of a module do everything."""
-
-  def run(options):
-    with _refusing():
-      return importlib.import_module(f"benchmarks.{module}").run(options)
-
-  return run
+def _call(module: str, options: Options) -> int:
+  """Has `run` of a module do everything."""
+  with _refusing():
+    return importlib.import_module(f"benchmarks.{module}").run(options)
 
 
-def _counts(module: str) -> Callable[[Options], int]:
-  """Returns what does the same, and saves nothing on Ctrl-C."""
-
-  def run(options):
-    try:
-      return _calls(module)(options)
-    except KeyboardInterrupt:
-      print("Interrupted: nothing was saved.")
-    return 130
-
-  return run
+def _count(module: str, options: Options) -> int:
+  """Does the same, and saves nothing on Ctrl-C."""
+  try:
+    return _call(module, options)
+  except KeyboardInterrupt:
+    print("Interrupted: nothing was saved.")
+  return 130
 
 
-def _measures(module: str) -> Callable[[Options], int]:
-  """Returns what times the `cases` of a module and shows its `COLUMNS`."""
-  return lambda options: _measure(options, module)
-
-
-def _measure(options: Options, module: str) -> int:
+def _measure(module: str, options: Options) -> int:
+  """Times the `cases` of a module and shows its `COLUMNS`."""
   jax.config.update("jax_num_cpu_devices", options.devices)
   if options.keep_memory:
     _keep_memory()
+  hosts = vars(options).get("hosts")
+  if hosts and module == "cases.step":
+    module = "campaigns.step_links"
   # Imported when JAX is configured: it starts at the first array.
   subject = importlib.import_module(f"benchmarks.{module}")
   with contextlib.ExitStack() as stack:
@@ -125,21 +104,16 @@ def _measure(options: Options, module: str) -> int:
       if isinstance(cases, contextlib.AbstractContextManager):
         cases = stack.enter_context(cases)
     results, complete = harness.measure(cases, repeats=options.repeats)
-  table.show(_title(options), results, subject.COLUMNS)
-  if not complete:
-    print("Interrupted: this is what was measured until then.")
-  if options.json:
-    settings = record.settings(options)
-    record.save_json(options.json, results, options=settings, complete=complete)
-    print(f"Saved {options.json}")
+  devices = f"{hosts or options.devices} x {jax.devices()[0].device_kind}"
+  machine = f"{devices}, {os.cpu_count()} cores, JAX {jax.__version__}"
+  table.show(f"{options.command}: {machine}", results, subject.COLUMNS)
+  status = record.finish(options, results, complete=complete)
   if options.plot:
     from benchmarks import plot  # matplotlib takes a second to import.
 
     plot.save_plot(options.plot, results)
     print(f"Saved {options.plot}")
-  if not complete:
-    return 130
-  return int(any(result.wrong for result in results))
+  return status
 
 
 def _keep_memory() -> None:
@@ -155,19 +129,10 @@ def _keep_memory() -> None:
     raise RuntimeError("`--keep-memory` needs glibc's mallopt; leave it out.")
 
 
-def _title(options: Options) -> str:
-  device = jax.devices()[0]
-  count = vars(options).get("hosts") or options.devices
-  return (
-    f"{options.command}: {count} x {device.device_kind},"
-    f" {os.cpu_count()} cores, JAX {jax.__version__}"
-  )
-
-
 # --- values and flags -------------------------------------------------------
 
 
-def _number(
+def _rule(
   name: str, kind: type, rule: Callable[[Any], bool], words: str
 ) -> Callable[[str], Any]:
   """Returns a type of arguments: numbers that fulfil a rule."""
@@ -182,60 +147,75 @@ def _number(
   return checked
 
 
-_positive = _number("positive", int, lambda x: x >= 1, "positive")
-_share = _number("share", float, lambda x: 0 < x <= 1, "in (0, 1]")
-_natural = _number("natural", int, lambda x: 0 <= x < 2**32, "in [0, 2**32)")
-_several = _number(
-  "several",
-  int,
-  lambda x: x >= 2,
-  "at least 2, for one device exchanges nothing",
-)
+_positive = _rule("positive", int, lambda x: x >= 1, "positive")
+_share = _rule("share", float, lambda x: 0 < x <= 1, "in (0, 1]")
+_natural = _rule("natural", int, lambda x: 0 <= x < 2**32, "in [0, 2**32)")
+_TWO = "at least 2, for one device exchanges nothing"
+_several = _rule("several", int, lambda x: x >= 2, _TWO)
 
 
-def _flag(*names: str, **settings: Any) -> Flag:
-  return names, settings
+def _number(
+  name: str,
+  default: float | list[int] | None,
+  what: str,
+  type: Callable[[str], Any] = _positive,
+) -> Flag:
+  """Returns a flag of a number, of several where the default is a list."""
+  many = {"nargs": "+", "metavar": "N"} if isinstance(default, list) else {}
+  if default is not None:
+    said = " ".join(map(str, default)) if isinstance(default, list) else default
+    what = f"{what}, by default {said}"
+  return name, {"type": type, "default": default, "help": what, **many}
 
 
-def _count(name: str, default: int | None, what: str) -> Flag:
-  """Returns a flag of a positive number."""
-  said = what if default is None else f"{what}, by default {default}"
-  return _flag(name, type=_positive, default=default, help=said)
-
-
-def _density(what: str, default: float, name: str = "--density") -> Flag:
-  said = f"{what}, by default {default}"
-  return _flag(name, type=_share, default=default, help=said)
+def _flag(name: str, what: str | None = None, **settings: Any) -> Flag:
+  return name, {"help": what, **settings}
 
 
 def _file(name: str, what: str | None = None) -> Flag:
-  return _flag(name, type=pathlib.Path, metavar="FILE", help=what)
+  return _flag(name, what, type=pathlib.Path, metavar="FILE")
 
 
 def _switch(name: str, what: str) -> Flag:
-  return _flag(name, action="store_true", help=what)
+  return _flag(name, what, action="store_true")
 
 
 def _names(name: str, what: str, choices: Sequence[str] | None = None) -> Flag:
-  return _flag(name, nargs="+", choices=choices, metavar="NAME", help=what)
+  """Returns a flag of several names; `{}` in `what` stands for the choices."""
+  what = what.format(", ".join(choices or ()))
+  return _flag(name, what, nargs="+", choices=choices, metavar="NAME")
 
 
 def _hosts(what: str, **settings: Any) -> Flag:
-  return _flag("--hosts", type=int, choices=range(2, 9), help=what, **settings)
+  return _flag("--hosts", what, type=int, choices=range(2, 9), **settings)
+
+
+def _rate(what: str, default: str | None = None) -> Flag:
+  return _flag("--rate", what, choices=_RATES, default=default)
+
+
+def _rates(default: str) -> Flag:
+  return _names("--rates", f"of {{}}; by default {default}", _RATES)
 
 
 def _repeats(default: int) -> Flag:
-  return _count("--repeats", default, "timed rounds")
+  return _number("--repeats", default, "timed rounds")
 
 
 def _batches(default: int) -> Flag:
   what = "different batches that steps go through in turn"
-  return _count("--batches", default, what)
+  return _number("--batches", default, what)
 
 
+def _timed(repeats: int) -> tuple[Flag, ...]:
+  return _repeats(repeats), _PLOT, _KEEP_MEMORY, _JSON
+
+
+_RATES = tuple(netns.RATES)
 _JSON, _PLOT = _file("--json"), _file("--plot")
 _RESUMED = _file("--json", "what to save to, and to go on from")
 _SHOW = _file("--show", "print what --json wrote there, and measure nothing")
+_DEVICES = _number("--devices", 8, "of this machine")
 _KEEP_MEMORY = _switch(
   "--keep-memory",
   "never return freed memory to the system: no page faults in the times",
@@ -258,20 +238,7 @@ _SEVERAL_HOSTS = _hosts(
   nargs="+",
   metavar="N",
 )
-_RATE_NAMES = tuple(netns.RATES)
-
-
-def _rates(default: str) -> Flag:
-  said = f"of {', '.join(_RATE_NAMES)}; by default {default}"
-  return _names("--rates", said, _RATE_NAMES)
-
-
-def _timed(repeats: int) -> tuple[Flag, ...]:
-  return _repeats(repeats), _PLOT, _KEEP_MEMORY, _JSON
-
-
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
-_TARGETS = ("cpu", "tpu-v5e", "gpu-h200")
 
 # --- the commands -----------------------------------------------------------
 
@@ -279,6 +246,7 @@ COMMANDS = (
   Command(
     "sync",
     "a training step on several devices, zenjax against pmean",
+    partial(_measure, "cases.sync"),
     (
       _names(
         "--workloads",
@@ -286,40 +254,29 @@ COMMANDS = (
         f" {', '.join(workloads.SWEEP)}",
         workloads.ALL_NAMES,
       ),
-      _count("--devices", 8, "of this machine"),
+      _DEVICES,
       _switch(
         "--pinned",
         "also with capacities pinned to what an unpinned run advises",
       ),
-      _FULL_SIZE,
-      _batches(4),
-      _VARIANTS,
-      *_timed(15),
+      *(_FULL_SIZE, _batches(4), _VARIANTS, *_timed(15)),
     ),
-    _measures("cases.sync"),
   ),
   Command(
     "step",
     "whole training steps, dense gradients against rows",
+    partial(_measure, "cases.step"),
     (
-      _flag(
+      _number(
         "--rows",
-        nargs="+",
-        type=_positive,
-        default=[100_000, 1_000_000],
-        metavar="R",
-        help="of the tables, as many as fit in memory together; by default"
-        " 100000 1000000",
+        [100_000, 1_000_000],
+        "of the tables, as many as fit in memory together",
       ),
-      _count("--width", 16, "of the tables"),
-      _count("--look-ups", 4096, "of a device and step"),
-      _count("--devices", 8, "of this machine"),
+      _number("--width", 16, "of the tables"),
+      _number("--look-ups", 4096, "of a device and step"),
+      _DEVICES,
       _hosts("so many processes of one device each, joined by links"),
-      _flag(
-        "--rate",
-        choices=_RATE_NAMES,
-        help="of the links of --hosts; by default 1gbit",
-      ),
+      _rate("of the links of --hosts; by default 1gbit"),
       _LOOPBACK,
       _flag(
         "--optimizer",
@@ -331,95 +288,81 @@ COMMANDS = (
         "by default all: dense (pmean), zen (of dense gradients), rows,"
         " rows-pinned, owners (owner_update)",
       ),
-      _batches(4),
-      *_timed(15),
-    ),
-    lambda options: _measure(
-      options, "campaigns.step_links" if options.hosts else "cases.step"
+      *(_batches(4), *_timed(15)),
     ),
   ),
   Command(
     "local",
     "mask, pack, select and gather on one device",
+    partial(_measure, "cases.local"),
     _timed(25),
-    _measures("cases.local"),
     {"devices": 1},
   ),
   Command(
     "select",
     "accumulate, threshold, compact: a sparsifier on one device",
+    partial(_measure, "cases.select"),
     (
-      _count("--elements", 10_000_000, "of the gradient"),
-      _density("to select", 0.001),
-      _flag(
+      _number("--elements", 10_000_000, "of the gradient"),
+      _number("--density", 0.001, "to select", _share),
+      _number(
         "--parts",
-        nargs="+",
-        type=_positive,
-        default=[1, 8],
-        metavar="N",
-        help="devices that share the search, of which one is measured; by"
-        " default 1 8",
+        [1, 8],
+        "devices that share the search, of which one is measured",
       ),
       *_timed(25),
     ),
-    _measures("cases.select"),
     {"devices": 1},
   ),
   Command(
     "kernels",
     "every local operation by XLA and by hand-written kernels",
+    partial(_measure, "cases.kernels"),
     (
-      _count("--rows", 4_194_304, "of the table"),
-      _count("--width", 128, "of the table"),
-      _density("of nonzero rows", 0.01),
+      _number("--rows", 4_194_304, "of the table"),
+      _number("--width", 128, "of the table"),
+      _number("--density", 0.01, "of nonzero rows", _share),
       *_timed(25),
     ),
-    _measures("cases.kernels"),
     {"devices": 1},
   ),
   Command(
     "gpu",
     "everything that one GPU can show; without one, answers alone",
+    partial(_call, "cases.gpu"),
     (
-      _count("--rows", None, "by default 4194304 on a GPU, 4000 without one"),
-      _count("--width", None, "by default 128"),
-      _flag(
+      _number("--rows", None, "by default 4194304 on a GPU, 4000 without one"),
+      _number("--width", None, "by default 128"),
+      _number(
         "--density",
-        type=_share,
-        help="of nonzero rows; by default 0.01 on a GPU, 0.02 without one",
+        None,
+        "of nonzero rows; by default 0.01 on a GPU, 0.02 without one",
+        _share,
       ),
-      _repeats(25),
-      _JSON,
+      *(_repeats(25), _JSON),
     ),
-    _calls("cases.gpu"),
   ),
   Command(
     "memory",
     "temporary memory of a step, compiled for CPU, TPU and GPU",
+    partial(_measure, "cases.memory"),
     (
-      _names("--targets", f"all by default: {', '.join(_TARGETS)}", _TARGETS),
-      _VARIANTS,
-      _KEEP_MEMORY,
-      _JSON,
+      _names("--targets", "all by default: {}", ("cpu", "tpu-v5e", "gpu-h200")),
+      *(_VARIANTS, _KEEP_MEMORY, _JSON),
     ),
-    _measures("cases.memory"),
     {"devices": 8, "repeats": 0, "plot": None},
   ),
   Command(
     "sparsified",
     "steps of a dense model between hosts, sparsified or not",
+    partial(_measure, "campaigns.sparsified"),
     (
-      _count("--width", 1840, "of three square layers: 10 million parameters"),
-      _count("--batch", 32, "of a host"),
-      _density("that exdyna and micro send", 0.01),
-      _density("that every host selects by magnitude", 0.05, "--top"),
+      _number("--width", 1840, "of three square layers: 10 million parameters"),
+      _number("--batch", 32, "of a host"),
+      _number("--density", 0.01, "that exdyna and micro send", _share),
+      _number("--top", 0.05, "that every host selects by magnitude", _share),
       _hosts("by default 4", default=4),
-      _flag(
-        "--rate",
-        choices=_RATE_NAMES,
-        default="200mbit",
-        help="of their links, by default 200mbit",
-      ),
+      _rate("of their links, by default 200mbit", "200mbit"),
       _LOOPBACK,
       _names(
         "--variants",
@@ -428,24 +371,19 @@ COMMANDS = (
       ),
       *_timed(9),
     ),
-    _measures("campaigns.sparsified"),
     {"devices": 8},  # Idle: hosts have their own.
   ),
   Command(
     "network",
     "every scheme over links of a known rate, hosts and all",
+    partial(_call, "campaigns.network.campaign"),
     (
       _names(
         "--workloads",
-        f"of {', '.join(workloads.ALL_NAMES)}; by default those with rows to"
-        " leave out, but for the sweep",
+        "of {}; by default those with rows to leave out, but for the sweep",
         workloads.ALL_NAMES,
       ),
-      _names(
-        "--variants",
-        f"of {', '.join(VARIANTS)}; by default all",
-        tuple(VARIANTS),
-      ),
+      _names("--variants", "of {}; by default all", tuple(VARIANTS)),
       _SEVERAL_HOSTS,
       _rates("200mbit 1gbit"),
       _switch(
@@ -453,128 +391,102 @@ COMMANDS = (
         "for what is not said otherwise take what two cores do in 10 minutes:"
         " 4 hosts, lm1b-lstm and squad-bert, six variants",
       ),
-      _LOOPBACK,
-      _KEEP_MEMORY,
+      *(_LOOPBACK, _KEEP_MEMORY),
       _switch("--no-calibration", "without times of single collectives"),
-      _repeats(5),
-      _batches(2),
-      _RESUMED,
+      *(_repeats(5), _batches(2), _RESUMED),
       _file(
         "--plot",
         "several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
       ),
     ),
-    _calls("campaigns.network.campaign"),
   ),
   Command(
     "planned",
     "plans and other ways, predicted and measured between hosts",
+    partial(_call, "campaigns.planned.campaign"),
     (
       _SEVERAL_HOSTS,
-      _rates(" ".join(_RATE_NAMES)),
-      _names(
-        "--models", f"of {', '.join(_PLANNED)}; by default lm dlrm", _PLANNED
-      ),
+      _rates(" ".join(_RATES)),
+      _names("--models", "of {}; by default lm dlrm", _PLANNED),
       _names(
         "--ways",
         "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
         " 'zen/1 alone'; by default all",
       ),
-      _LOOPBACK,
-      _SHOW,
-      _repeats(7),
-      _batches(4),
-      _RESUMED,
+      *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
     ),
-    _calls("campaigns.planned.campaign"),
   ),
   Command(
     "groups",
     "a compressed CNN's gradients in one exchange, few or many",
+    partial(_call, "campaigns.groups.campaign"),
     (
       _hosts("by default 4", default=4),
-      _rates("200mbit 1gbit"),
-      _LOOPBACK,
-      _SHOW,
-      _count("--width", 32, "of the network of examples.studies.cnn"),
-      _count("--batch", 16, "of a host"),
-      _count("--image-size", 16, "height and width"),
-      _density("that every host selects by magnitude", 0.01),
-      _count("--least", 1024, "elements of a leaf that is compressed"),
-      _repeats(15),
-      _batches(4),
-      _JSON,
+      *(_rates("200mbit 1gbit"), _LOOPBACK, _SHOW),
+      _number("--width", 32, "of the network of examples.studies.cnn"),
+      _number("--batch", 16, "of a host"),
+      _number("--image-size", 16, "height and width"),
+      _number(
+        "--density", 0.01, "that every host selects by magnitude", _share
+      ),
+      _number("--least", 1024, "elements of a leaf that is compressed"),
+      *(_repeats(15), _batches(4), _JSON),
     ),
-    _calls("campaigns.groups.campaign"),
   ),
   Command(
     "predict",
     "what the formulas say beside what `network` has measured",
+    partial(_count, "campaigns.network.predict"),
     (_file("file", "that `network --json` wrote"),),
-    _counts("campaigns.network.predict"),
   ),
   Command(
     "sparsity",
     "which rows steps touch: overlap, skew, balance, bytes",
+    partial(_count, "cases.sparsity"),
     (
       _flag(
         "source",
-        metavar="TRACE_OR_WORKLOAD",
-        help="a directory that `examples.studies.lm --trace` wrote, or a"
+        "a directory that `examples.studies.lm --trace` wrote, or a"
         f" workload: {', '.join(workloads.ALL_NAMES)}",
+        metavar="TRACE_OR_WORKLOAD",
       ),
-      _flag(
+      _number(
         "--devices",
-        nargs="+",
-        type=_several,
-        default=[2, 4, 8, 16, 32, 64, 128],
-        metavar="N",
-        help="what to count for; a trace of fewer devices pools its steps",
+        [2, 4, 8, 16, 32, 64, 128],
+        "what to count for; a trace of fewer devices pools its steps",
+        _several,
       ),
-      _count("--steps", None, "all of a trace and 8 of a workload by default"),
-      _flag(
-        "--seed", type=_natural, default=0, help="of a workload and of hashes"
-      ),
-      _FULL_SIZE,
-      _PLOT,
-      _JSON,
+      _number("--steps", None, "all of a trace and 8 of a workload by default"),
+      _number("--seed", 0, "of a workload and of hashes", _natural),
+      *(_FULL_SIZE, _PLOT, _JSON),
     ),
-    _counts("cases.sparsity"),
   ),
   Command(
     "growth",
     "unions of 16 times as many devices, predicted and real",
+    partial(_count, "planner.growth"),
     (
-      _flag(
-        "--devices", type=_several, default=4, help="of the recorded steps"
-      ),
-      _count("--steps", 32, "recorded"),
-      _count("--tokens", 4096, "of a device and step"),
+      _number("--devices", 4, "of the recorded steps", _several),
+      _number("--steps", 32, "recorded"),
+      _number("--tokens", 4096, "of a device and step"),
       _JSON,
     ),
-    _counts("planner.growth"),
   ),
   Command(
     "utility",
     "set-ups in which compressed gradients pay, by formula",
+    partial(_count, "planner.utility"),
     (_JSON,),
-    _counts("planner.utility"),
   ),
   Command(
     "search",
     "the planner's search against all, Espresso and MergeComp",
+    partial(_count, "planner.search"),
     (
-      _count("--instances", 200, "small ones of each kind, drawn"),
-      _flag(
-        "--tensors",
-        type=_several,
-        default=300,
-        help="of the large ones, by default 300",
-      ),
-      _repeats(20),
-      _JSON,
+      _number("--instances", 200, "small ones of each kind, drawn"),
+      _number("--tensors", 300, "of the large ones", _several),
+      *(_repeats(20), _JSON),
     ),
-    _counts("planner.search"),
   ),
 )
 

@@ -1,10 +1,9 @@
 """The tables that commands print on the terminal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import rich.box
 import rich.console
@@ -14,18 +13,11 @@ import rich.table
 Peers = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column:
-  """A column; the README defines each.
+class Column(NamedTuple):
+  """A column; the README defines each."""
 
-  Attributes:
-    header: At most two short lines.
-    value: From a result and its peers; NaN prints as a dash.
-    format: For `format()`.
-  """
-
-  header: str
-  value: Callable[[Any, Any], float]
+  header: str  # at most two short lines
+  value: Callable[[Any, Any], float]  # of a result and its peers
   format: str = ".1f"
 
 
@@ -66,13 +58,9 @@ def median_s(peers: Peers, name: str) -> float:
 
 def show(title: str, results: Sequence[Any], columns: Sequence[Column]) -> None:
   """Prints one line a result, one section a group."""
-  groups = itertools.groupby(results, lambda r: r.group)
-  show_groups(
-    title,
-    "workload\n  variant",
-    columns,
-    ((group, {r.name: r for r in members}) for group, members in groups),
-  )
+  grouped = itertools.groupby(results, lambda r: r.group)
+  groups = ((group, {r.name: r for r in members}) for group, members in grouped)
+  show_groups(title, "workload\n  variant", columns, groups)
 
 
 def show_groups(
@@ -82,14 +70,9 @@ def show_groups(
   groups: Iterable[tuple[str, Peers]],
   note: Callable[[Peers], str] = lambda peers: "",
 ) -> None:
-  """Prints one line for each member of each group.
+  """Prints one line for each member of each group, wrong ones in red.
 
-  Args:
-    title: Of the table.
-    first: Header of the names.
-    columns: The others.
-    groups: Names, and their members by name; wrong ones are red.
-    note: A last line of a group; none where it is empty.
+  `first` is the header of their names; `note` may be a group's last line.
   """
   shown = made(title, first, *(column.header for column in columns))
   for group, peers in groups:

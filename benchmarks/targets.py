@@ -43,10 +43,6 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def _cpu():
-  return jax.devices("cpu")[:8]
-
-
 def tpu(topology: str) -> list[Any]:
   """The devices of a TPU slice: "v5e:2x4", one of `TPUS`."""
   _require("libtpu")
@@ -56,21 +52,19 @@ def tpu(topology: str) -> list[Any]:
   os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
   os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-  described = topologies.get_topology_desc(
+  return topologies.get_topology_desc(
     platform="tpu", topology_name=topology
-  )
-  return described.devices
+  ).devices
 
 
 def _gpu():
   _require("jax_cuda13_plugin")
-  described = topologies.get_topology_desc(
+  return topologies.get_topology_desc(
     platform="cuda",
     topology_name="",
     target_config=_H200,
     topology="1x1x8",  # partitions x hosts x GPUs of a host
-  )
-  return described.devices
+  ).devices
 
 
 def _require(module):
@@ -81,7 +75,7 @@ def _require(module):
 # Eight devices each. `JAX_PLATFORMS` must be "cpu": the CUDA plugin otherwise
 # looks for a GPU.
 TARGETS: dict[str, Callable[[], list[Any]]] = {
-  "cpu": _cpu,
+  "cpu": lambda: jax.devices("cpu")[:8],
   "tpu-v5e": lambda: tpu("v5e:2x4"),
   "gpu-h200": _gpu,
 }

@@ -13,18 +13,16 @@ Importing this needs NumPy only, so tests take their ids from here too:
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Literal, Protocol
+from typing import Literal
 import zlib
 
 import numpy as np
 
+# As a dense layer makes it, or as autodiff of a look-up does.
+Gradient = Literal["matmul", "scatter-add"]
 
-class Source(Protocol):
-  def draw(
-    self, rows: int, n: int, rng: np.random.Generator
-  ) -> list[np.ndarray]:
-    """The look-ups of each device, `n` arrays `[T]` int32 in `[0, rows)`."""
-    ...
+# Sources: `draw` returns the look-ups of each device, `n` arrays `[T]` int32 in
+# `[0, rows)`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +36,8 @@ class Zipf:
   Attributes:
     density: Distinct rows of a device over the rows of the table. Exact: what
       varies between devices is which rows, and how often.
-    exponent: Decides how the union grows with the number of devices.
-    shift: Flattens the head: fewer look-ups repeat the very first rows. Hardly
-      changes the union.
+    exponent: Decides how the union grows with the number of devices; not 1.
+    shift: Flattens the head; hardly changes the union.
   """
 
   density: float
@@ -56,29 +53,18 @@ class Zipf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HashedFields:
-  """Fields with vocabularies of their own, hashed into one table.
-
-  Attributes:
-    cardinalities: Size of each field's vocabulary.
-    global_batch: Examples of all devices together; one look-up a field each.
-    exponent: Zipf exponent of every field.
-    shift: Zipf-Mandelbrot shift of every field.
-  """
+  """Fields with vocabularies of their own, hashed into one table."""
 
   cardinalities: tuple[int, ...]
-  global_batch: int
-  exponent: float
+  global_batch: int  # examples of all devices; one look-up a field each
+  exponent: float  # of every field, as the shift
   shift: float
 
   def draw(self, rows, n, rng):
     batch = self.global_batch // n
+    fields = list(enumerate(self.cardinalities))
     return [
-      np.concatenate(
-        [
-          self._field(field, size, rows, batch, rng)
-          for field, size in enumerate(self.cardinalities)
-        ]
-      )
+      np.concatenate([self._field(*f, rows, batch, rng) for f in fields])
       for _ in range(n)
     ]
 
@@ -90,15 +76,10 @@ class HashedFields:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-  """Contiguous text: every device reads `tokens` ids from a place of its own.
+  """Contiguous text: every device reads from a place of its own."""
 
-  Attributes:
-    load: Returns the ids of the whole corpus, `[N]`.
-    tokens: Ids read by a device in one step.
-  """
-
-  load: Callable[[], np.ndarray]
-  tokens: int
+  load: Callable[[], np.ndarray]  # the ids of the whole corpus, `[N]`
+  tokens: int  # ids read by a device in one step
 
   def draw(self, rows, n, rng):
     corpus = self.load()
@@ -111,7 +92,6 @@ class Text:
     return [corpus[start : start + self.tokens] for start in starts]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class EveryRow:
   """Every device looks up every row once: density 100 %."""
 
@@ -119,26 +99,17 @@ class EveryRow:
     return [rng.permutation(rows).astype(np.int32) for _ in range(n)]
 
 
+Source = Zipf | HashedFields | Text | EveryRow
+
+
 def zipf(
-  rng: np.random.Generator,
-  rows: int,
-  exponent: float,
-  shift: float,
-  size: int,
+  rng: np.random.Generator, rows: int, exponent: float, shift: float, size: int
 ) -> np.ndarray:
   """Samples `[size]` int64 of a Zipf-Mandelbrot distribution over `rows`."""
-  a, b = _power(np.array([shift, rows + shift]), exponent)
-  x = _inverse_power(a + rng.random(size) * (b - a), exponent) - shift
+  power = 1 - exponent  # of the antiderivative, but for a constant factor
+  a, b = np.array([shift, rows + shift]) ** power
+  x = (a + rng.random(size) * (b - a)) ** (1 / power) - shift
   return np.clip(x.astype(np.int64), 0, rows - 1)
-
-
-def _power(x, exponent):
-  # The antiderivative of x ** -exponent, but for a constant factor.
-  return np.log(x) if exponent == 1 else x ** (1 - exponent)
-
-
-def _inverse_power(y, exponent):
-  return np.exp(y) if exponent == 1 else y ** (1 / (1 - exponent))
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,7 +119,7 @@ def _expected_lookups(distinct, rows, exponent, shift):
   # geometric grid of rows 4,096 cells are as good as ten million.
   edges = np.unique(np.geomspace(1, rows + 1, 4096).astype(np.int64)) - 1
   count = np.diff(edges)
-  mass = np.diff(_power(edges + shift, exponent))
+  mass = np.diff((edges + shift) ** (1 - exponent))
   p = mass / mass.sum() / count
   low, high = float(distinct), 1e12
   while high / low > 1 + 1e-6:
@@ -185,33 +156,20 @@ def _fmix64(x):
   return x ^ (x >> np.uint64(33))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-  """A table, and the rows of it that devices look up.
+  """A table, and the rows of it that devices look up."""
 
-  Attributes:
-    name: The key in `FULL` and `SCALED`, or in `SWEEP`.
-    rows: Rows of the table.
-    width: Elements of a row, float32.
-    density: Distinct rows of one device over `rows`; at `n = 8` where it
-      depends on `n`.
-    union_growth: Distinct rows of 8 devices together over those of one (the
-      Zen paper's densification ratio).
-    skew: Density of the densest eighth of the table over `density`, on one
-      device (the Zen paper's skewness ratio with 8 parts).
-    source: Draws the ids.
-    gradient: How the step comes by its gradient: "scatter-add" as autodiff of a
-      look-up does, or "matmul" as a dense layer does.
-  """
-
-  name: str
+  name: str  # the key in `FULL` and `SCALED`, or in `SWEEP`
   rows: int
-  width: int
+  width: int  # elements of a row, float32
+  # Distinct rows of one device over `rows`, at `n = 8` where it depends on `n`.
   density: float
+  # Distinct rows of 8 devices together over those of one (the Zen paper's
+  # densification ratio).
   union_growth: float
-  skew: float
   source: Source
-  gradient: Literal["matmul", "scatter-add"] = "scatter-add"
+  gradient: Gradient = "scatter-add"  # How the step comes by its gradient.
 
   @property
   def bytes(self) -> int:
@@ -235,14 +193,10 @@ def volume(
 ) -> dict[str, float]:
   """Returns bytes that a ring all-reduce moves, and that any scheme must.
 
-  Args:
-    workload: The table.
-    steps: Of each step, of each device the rows that it looks up.
+  `steps` has, of each step and device, the rows that are looked up.
   """
   n = len(steps[0])
-  local = float(
-    np.mean([len(np.unique(ids)) for step in steps for ids in step])
-  )
+  local = float(np.mean([len(np.unique(i)) for step in steps for i in step]))
   union = float(np.mean([len(np.unique(np.concatenate(s))) for s in steps]))
   return {
     "density": local / workload.rows,
@@ -252,16 +206,9 @@ def volume(
   }
 
 
-def _zipf(name, rows, width, density, *, exponent, growth, skew):
-  return Workload(
-    name=name,
-    rows=rows,
-    width=width,
-    density=density,
-    union_growth=growth,
-    skew=skew,
-    source=Zipf(density=density, exponent=exponent),
-  )
+def _zipf(name, rows, width, density, *, exponent, growth):
+  source = Zipf(density=density, exponent=exponent)
+  return Workload(name, rows, width, density, growth, source)
 
 
 # Densities, and the parameters of a table, are those of the Zen paper (Wang et
@@ -269,10 +216,10 @@ def _zipf(name, rows, width, density, *, exponent, growth, skew):
 # Exponents are fitted: with them the union of 128 devices is 38.5 times one
 # device's for BERT, as the paper reports, 25 times for NMT, 23 for DeepFM, and
 # that of 64 devices is 18 times for the LSTM.
-_LSTM = {"exponent": 1.27, "growth": 4.5, "skew": 6.6}
-_DEEPFM = {"exponent": 1.15, "growth": 4.6, "skew": 5.8}
-_NMT = {"exponent": 1.13, "growth": 4.7, "skew": 5.7}
-_BERT = {"exponent": 1.03, "growth": 5.5, "skew": 5.7}
+_LSTM = {"exponent": 1.27, "growth": 4.5}
+_DEEPFM = {"exponent": 1.15, "growth": 4.6}
+_NMT = {"exponent": 1.13, "growth": 4.7}
+_BERT = {"exponent": 1.03, "growth": 5.5}
 
 # Vocabularies of the 26 categorical fields of the Criteo Terabyte click logs,
 # as the MLPerf DLRM reference counts them before it caps them at 40 million.
@@ -288,40 +235,25 @@ def _dlrm(divisor):
   # One table of 4,194,304 rows for all fields, ids taken modulo its rows, and a
   # global batch of 262,144 (mlcommons/algorithmic-efficiency, criteo1tb).
   # Dividing vocabularies, shift, table and batch alike keeps density and union.
-  return Workload(
-    name="criteo1tb-dlrm",
-    rows=4_194_304 // divisor,
-    width=128,
-    density=0.0325,
-    union_growth=4.4,
-    skew=1.0,
-    source=HashedFields(
-      cardinalities=tuple(max(3, size // divisor) for size in _CRITEO_1TB),
-      global_batch=262_144 // divisor,
-      exponent=1.1,
-      shift=1.0 / divisor,
-    ),
+  fields = HashedFields(
+    cardinalities=tuple(max(3, size // divisor) for size in _CRITEO_1TB),
+    global_batch=262_144 // divisor,
+    exponent=1.1,
+    shift=1.0 / divisor,
   )
+  rows = 4_194_304 // divisor
+  return Workload("criteo1tb-dlrm", rows, 128, 0.0325, 4.4, fields)
 
 
-def _dense(name, rows, width, gradient):
-  return Workload(
-    name=name,
-    rows=rows,
-    width=width,
-    density=1.0,
-    union_growth=1.0,
-    skew=1.0,
-    source=EveryRow(),
-    gradient=gradient,
-  )
+def _dense(name, rows, width, gradient: Gradient = "scatter-add"):
+  return Workload(name, rows, width, 1.0, 1.0, EveryRow(), gradient)
 
 
 # What a sparse scheme costs where there is nothing to save: every row looked
 # up, and a gradient that itself costs next to nothing.
 _DENSE = (
-  _dense("dense-16", 200_000, 16, "scatter-add"),
-  _dense("dense-128", 100_000, 128, "scatter-add"),
+  _dense("dense-16", 200_000, 16),
+  _dense("dense-128", 100_000, 128),
   _dense("matmul-16", 200_000, 16, "matmul"),
   _dense("matmul-128", 100_000, 128, "matmul"),
 )
@@ -352,33 +284,18 @@ FULL: dict[str, Workload] = {w.name: w for w in _FULL}
 SCALED: dict[str, Workload] = {w.name: w for w in _SCALED}
 
 
-def _sweep(percent, growth, skew):
-  return _zipf(
-    f"sweep-{percent:g}",
-    50_000,
-    128,
-    percent / 100,
-    exponent=_LSTM["exponent"],
-    growth=growth,
-    skew=skew,
-  )
-
-
 # One table from next to nothing to all of it, the per cent of its rows that a
-# device touches in the name: where schemes overtake each other. Growth and skew
-# are what the LSTM's exponent gives.
-SWEEP: dict[str, Workload] = {
-  w.name: w
-  for w in (
-    _sweep(0.01, growth=6.3, skew=7.5),
-    _sweep(0.1, growth=5.0, skew=7.4),
-    _sweep(1, growth=4.5, skew=6.7),
-    _sweep(5, growth=4.0, skew=5.7),
-    _sweep(20, growth=3.1, skew=3.8),
-    _sweep(50, growth=1.9, skew=2.0),
-    _dense("sweep-100", 50_000, 128, "scatter-add"),
-  )
-}
+# device touches in the name: where schemes overtake each other. Growth is what
+# the LSTM's exponent gives.
+_GROWTH = {0.01: 6.3, 0.1: 5.0, 1: 4.5, 5: 4.0, 20: 3.1, 50: 1.9}
+_SWEEP = (
+  *(
+    _zipf(f"sweep-{x}", 50_000, 128, x / 100, exponent=1.27, growth=growth)
+    for x, growth in _GROWTH.items()
+  ),
+  _dense("sweep-100", 50_000, 128),
+)
+SWEEP: dict[str, Workload] = {w.name: w for w in _SWEEP}
 # What commands take by default. `stdlib-lm` is not in the tables: its rows are
 # known once the text is read.
 NAMES = (*SCALED, "stdlib-lm")
@@ -395,27 +312,15 @@ def stdlib_lm() -> Workload:
   from examples.studies.lm import corpus
 
   text = corpus.load_tokens()
-  return Workload(
-    name="stdlib-lm",
-    rows=len(text.vocab),
-    width=128,
-    density=0.0036,
-    union_growth=5.4,
-    skew=6.4,
-    source=Text(load=lambda: text.ids, tokens=4096),
-  )
+  source = Text(load=lambda: text.ids, tokens=4096)
+  return Workload("stdlib-lm", len(text.vocab), 128, 0.0036, 5.4, source)
 
 
 def get(name: str, *, full_size: bool = False) -> Workload:
-  """The workload called `name`.
+  """Returns the workload called `name`, or raises ValueError.
 
-  Args:
-    name: One of `ALL_NAMES`.
-    full_size: The size of the published model, or else one for two cores. The
-      sweep has one size only.
-
-  Raises:
-    ValueError: There is no such workload.
+  `full_size` is the size of the published model, or else one for two cores; the
+  sweep has one size only.
   """
   if name == "stdlib-lm":
     return stdlib_lm()

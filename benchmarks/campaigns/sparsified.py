@@ -8,10 +8,11 @@ Letters: `n` hosts, `N` parameters, `k` selected elements of all hosts.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 import contextlib
 from contextlib import AbstractContextManager
 import dataclasses
+import functools
 import math
 from typing import Any
 from unittest import mock
@@ -23,16 +24,11 @@ import numpy as np
 import optax
 
 from benchmarks import campaign
-from benchmarks import harness
 from benchmarks import library
 from benchmarks import table
-from benchmarks.campaigns.planned.programs import AXIS
-from benchmarks.campaigns.planned.programs import Model
-from benchmarks.campaigns.planned.programs import Place
-from benchmarks.campaigns.planned.programs import Program
+from benchmarks.campaigns.planned import programs
 from benchmarks.harness import Case
 from benchmarks.testbed import served
-from benchmarks.testbed.served import SharedCompiler
 import zenjax
 
 _BATCHES = 4
@@ -47,79 +43,62 @@ _RATE = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-  """The sizes that the variants share.
+  """The sizes that the variants share."""
 
-  Attributes:
-    width: Of the three square layers.
-    batch: Examples of a host.
-    density: What is selected of all hosts together, by `exdyna` and `micro`.
-    top: What each host selects by magnitude.
-  """
-
-  width: int
-  batch: int
-  density: float
-  top: float
+  width: int  # Of the three square layers.
+  batch: int  # Examples of a host.
+  density: float  # That all hosts select, `exdyna` and `micro`.
+  top: float  # What each host selects by magnitude.
 
 
 def _pmean() -> Any:
-  return optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+  return optax.stateless(lambda grads, _: lax.pmean(grads, programs.AXIS))
 
 
 def _top(setting: Setting, capacities: Any) -> Any:
   top = zenjax.sparsify.top_k(setting.top, method="sampled")
   return optax.chain(
-    zenjax.sparsify.error_feedback(top, AXIS),
-    zenjax.zen_sync(AXIS, unit="element", capacities=capacities),
+    zenjax.sparsify.error_feedback(top, programs.AXIS),
+    zenjax.zen_sync(programs.AXIS, unit="element", capacities=capacities),
   )
 
 
-@contextlib.contextmanager
-def _slots_only() -> Iterator[None]:
-  """Indices as numbers, where zenjax would send a bitmap for it is smaller."""
-  with mock.patch.multiple(
-    library.wire,
-    index_words=lambda capacity, num_slots: capacity,
-    encode_index=lambda slots, num_slots: slots.astype(jnp.uint32),
-    decode_index=lambda words, capacity, num_slots: words.astype(jnp.int32),
-  ):
-    yield
+# Indices as numbers, where zenjax would send a bitmap for it is smaller.
+_slots_only = functools.partial(
+  mock.patch.multiple,
+  library.wire,
+  index_words=lambda capacity, num_slots: capacity,
+  encode_index=lambda slots, num_slots: slots.astype(jnp.uint32),
+  decode_index=lambda words, capacity, num_slots: words.astype(jnp.int32),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
-  """A way from gradients to updates.
+  """A way from gradients to updates."""
 
-  Attributes:
-    make: Of the setting and what to pin.
-    pinned: Whether capacities are found by a rehearsal.
-    tracing: Within which the step is traced.
-    warm_up: Steps before those that are timed.
-  """
-
-  make: Callable[[Setting, Any], Any]
-  pinned: bool = False
+  make: Callable[[Setting, Any], Any]  # Of the setting and what to pin.
+  pinned: bool = False  # Whether capacities are found by a rehearsal.
+  # Within which the step is traced.
   tracing: Callable[[], Any] = contextlib.nullcontext
-  warm_up: int = _WARM_UP
+  warm_up: int = _WARM_UP  # Steps before those that are timed.
+
+
+def _controlled(make: Callable[..., Any]) -> _Variant:
+  return _Variant(lambda s, _: make(programs.AXIS, s.density), warm_up=_SETTLED)
 
 
 VARIANTS = {
-  "none": _Variant(lambda setting, _: optax.identity()),
-  "pmean": _Variant(lambda setting, _: _pmean()),
-  "exdyna": _Variant(
-    lambda setting, _: zenjax.sparsify.exdyna(AXIS, setting.density),
-    warm_up=_SETTLED,
-  ),
-  "micro": _Variant(
-    lambda setting, _: zenjax.sparsify.micro(AXIS, setting.density),
-    warm_up=_SETTLED,
-  ),
+  "none": _Variant(lambda *_: optax.identity()),
+  "pmean": _Variant(lambda *_: _pmean()),
+  "exdyna": _controlled(zenjax.sparsify.exdyna),
+  "micro": _controlled(zenjax.sparsify.micro),
   "top zen": _Variant(_top, pinned=True),
   "top zen, slots": _Variant(_top, pinned=True, tracing=_slots_only),
 }
 
 
-def model(setting: Setting, hosts: int) -> Model:
+def model(setting: Setting, hosts: int) -> programs.Model:
   """Three layers of `width x width`, random vectors in and out."""
   rng = np.random.default_rng(0)
   shape = (setting.width, setting.width)
@@ -132,7 +111,7 @@ def model(setting: Setting, hosts: int) -> Model:
     return jnp.mean((x - y) ** 2)
 
   size = (setting.batch * hosts, setting.width)
-  return Model(
+  return programs.Model(
     params, loss, [(draw(*size), draw(*size)) for _ in range(_BATCHES)]
   )
 
@@ -140,65 +119,56 @@ def model(setting: Setting, hosts: int) -> Model:
 class _Worker(served.Worker):
   """This host's share of the steps."""
 
-  def __init__(self, compiler: SharedCompiler, epoch: float):
-    super().__init__(compiler, epoch)
-    self._programs: list[Program] = []
-    self._place: Place | None = None
-    self._mean: np.ndarray | None = None
+  _place: programs.Place | None = None
+  _mean: np.ndarray | None = None
 
   def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
     """Compiles a variant, checks its first step, and warms it up."""
     known, made = VARIANTS[variant], Setting(**setting)
     self._width = made.width
     if self._place is None:
-      self._place = Place(model(made, self.mesh.size), self.mesh)
-      pmean = self._program(_pmean())
-      self._mean = self._step_of(pmean)
-      del pmean
+      self._place = programs.Place(model(made, self.mesh.size), self.mesh)
+      self._mean = self._step_of(self._program(_pmean()))
     capacities = None
     if known.pinned:
       rehearsal = self._program(known.make(made, None))
-      _take(rehearsal, _WARM_UP)
+      for _ in range(_WARM_UP):
+        rehearsal()
       capacities = zenjax.advise(rehearsal.state())
       del rehearsal
     with known.tracing():
       program = self._program(known.make(made, capacities))
-    self._programs.append(program)
+    self.cases.append(program)
     wrong = 0 if variant == "none" else self._wrong(program)
     told = min(_TOLD, known.warm_up)
-    _take(program, known.warm_up - told)
+    for _ in range(known.warm_up - told):
+      program()
     facts = []
     for _ in range(told):
       program()
       facts.append(self._facts(program, variant))
-    return {
-      "wrong": wrong,
-      "compile_s": program.compile_s,
-      "facts": {
-        key: float(np.mean([of_step[key] for of_step in facts]))
-        for key in facts[0]
-      },
-    }
+    means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
+    return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
 
-  def _program(self, tx: optax.GradientTransformation) -> Program:
+  def _program(self, tx: optax.GradientTransformation) -> programs.Program:
     assert self._place is not None
     chain = optax.chain(tx, optax.sgd(_RATE))
-    return Program(self._place, chain, False, self.compiler)
+    return programs.Program(self._place, chain, False, self.compiler)
 
-  def _step_of(self, program: Program) -> np.ndarray:
+  def _step_of(self, program: programs.Program) -> np.ndarray:
     """`[N]`, what the first step takes from the parameters over the rate."""
     before = _flat(program.params())
     program()
     return (before - _flat(program.params())) / _RATE
 
-  def _wrong(self, program: Program) -> int:
+  def _wrong(self, program: programs.Program) -> int:
     """Elements of which update and residuals are not all that there was."""
     assert self._mean is not None
     got = self._step_of(program) + _mean_residual(program.state(whole=True))
     far = np.abs(got - self._mean) > _RELATIVE * np.abs(self._mean).max()
     return int(np.sum(far))
 
-  def _facts(self, program: Program, variant: str) -> dict[str, float]:
+  def _facts(self, program: programs.Program, variant: str) -> dict[str, float]:
     n, size = self.mesh.size, 3 * self._width**2 * 4.0
     part = (n - 1) / n
     dense = 2 * part * size
@@ -207,12 +177,8 @@ class _Worker(served.Worker):
     found = zenjax.stats(program.state())
     told = found.get("sparsifier")
     if told:  # Values that all have to be summed, at `k` places.
-      bound = dense * told["density"]
-      return {
-        "wire_bytes": told["wire_bytes"],
-        "bound_bytes": bound,
-        "density": told["density"],
-      }
+      facts = {name: told[name] for name in ("wire_bytes", "density")}
+      return facts | {"bound_bytes": dense * told["density"]}
     leaves = found.values()
     rows = sum(x["num_rows"] for x in leaves)
     mean = lambda key: sum(x[key] * x["num_rows"] for x in leaves) / rows
@@ -224,15 +190,6 @@ class _Worker(served.Worker):
       "rounds": max(x["rounds"] for x in leaves),
     }
 
-  def step(self, number: int) -> float:
-    """Takes a step of what was built so many builds after the first."""
-    return harness.seconds_of(self._programs[number])
-
-
-def _take(program: Program, steps: int) -> None:
-  for _ in range(steps):
-    program()
-
 
 def _flat(tree: Any) -> np.ndarray:
   """`[N]` float64, as this host has it."""
@@ -243,20 +200,17 @@ def _flat(tree: Any) -> np.ndarray:
 def _mean_residual(state: Any) -> np.ndarray:
   """`[N]` float64 over hosts; 0 where nothing is kept."""
   kinds = zenjax.sparsify.ErrorFeedbackState | zenjax.sparsify.SparsifierState
-  nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-  for node in nodes:
+  for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
     if isinstance(node, zenjax.sparsify.SparsifierState):
       return np.asarray(node.residual, np.float64).mean(axis=0)
     if isinstance(node, zenjax.sparsify.ErrorFeedbackState):
-      leaves: Mapping[str, Any] = node.leaves
-      parts = [leaves[name].residual for name in sorted(leaves)]
-      means = [np.asarray(x, np.float64).mean(axis=0) for x in parts]
-      return np.concatenate([x.ravel() for x in means])
+      kept = {name: leaf.residual for name, leaf in node.leaves.items()}
+      return _flat(
+        jax.tree.map(lambda x: np.asarray(x, np.float64).mean(axis=0), kept)
+      )
   return np.zeros(1)
 
 
-_BUILD_S, _STEP_S = 1200.0, 300.0
-MB = 1e6
 NONE, DENSE = "none", "pmean"
 
 
@@ -284,7 +238,7 @@ def _over_bound(result, _):
 
 COLUMNS = (
   table.fact("density\n%", "density", ".3f", unit=0.01),
-  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
   table.Column("wire/\nbound", _over_bound, ".2f"),
   table.Column("fewer\nbytes", _fewer_bytes, ".1f"),
   table.WRONG,
@@ -296,24 +250,15 @@ COLUMNS = (
 )
 
 
-def cases(
-  options: argparse.Namespace,
-) -> AbstractContextManager[list[Case]]:
-  """Returns a context that yields every variant on hosts.
-
-  Raises:
-    ValueError: There is no such variant.
-    RuntimeError: This machine or user cannot have namespaces.
-  """
+def cases(options: argparse.Namespace) -> AbstractContextManager[list[Case]]:
+  """Returns a context that yields every variant on hosts."""
   names = options.variants or list(VARIANTS)
   if unknown := sorted(set(names) - set(VARIANTS)):
     raise ValueError(
       f"`--variants` must be among {', '.join(VARIANTS)}, got {unknown[0]!r}."
     )
-  setting = {
-    name: getattr(options, name)
-    for name in ("width", "batch", "density", "top")
-  }
+  names_of = [field.name for field in dataclasses.fields(Setting)]
+  setting = {name: getattr(options, name) for name in names_of}
   return campaign.cases(
     "sparsified",
     options,

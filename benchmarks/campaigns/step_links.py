@@ -10,26 +10,15 @@ import itertools
 from typing import Any
 
 from benchmarks import campaign
-from benchmarks import harness
 from benchmarks.cases import step
-from benchmarks.harness import Built
 from benchmarks.harness import Case
 from benchmarks.testbed import served
-from benchmarks.testbed.served import SharedCompiler
 
 COLUMNS = step.COLUMNS
 
 
-def cases(
-  options: argparse.Namespace,
-) -> AbstractContextManager[list[Case]]:
-  """Returns a context that yields cases as `step.cases` does.
-
-  Raises:
-    ValueError: There is too little memory, or no such variant, rate or number
-      of hosts.
-    RuntimeError: This machine or user cannot have namespaces.
-  """
+def cases(options: argparse.Namespace) -> AbstractContextManager[list[Case]]:
+  """Returns a context that yields cases as `step.cases` does."""
   names = options.variants or list(step.VARIANTS)
   step.check_memory(names, options, options.hosts)
   arguments = {
@@ -52,27 +41,15 @@ def cases(
 class _Worker(served.Worker):
   """This host's share of the steps."""
 
-  def __init__(self, compiler: SharedCompiler, epoch: float):
-    super().__init__(compiler, epoch)
-    self._built: list[Built] = []
-
   def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
     """Compiles a variant and checks its parameters on this host."""
     built = step.build(
       variant, step.Setting(**setting), self.mesh, self.compiler.compile
     )
-    self._built.append(built)
-    return {
-      "wrong": built.wrong,
-      "compile_s": built.compile_s,
-      "facts": built.facts,
-    }
-
-  def step(self, number: int) -> float:
-    """Takes a step of what was built so many builds after the first."""
-    run = self._built[number].run
-    assert run is not None  # As some of `benchmarks.cases.kernels` have none.
-    return harness.seconds_of(run)
+    assert built.run is not None  # As some of `cases.kernels` have none.
+    self.cases.append(built.run)
+    names = ("wrong", "compile_s", "facts")
+    return {name: getattr(built, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,11 @@
 """`gpu`: everything that one GPU can show, and nothing that it cannot.
 
-Operations by XLA and by Pallas beside the floor, all the local work of zen_sync
-for 8 devices beside reads of their gradients, the report, and what both would
-make of links. Without a GPU the same runs on a small table, with the kernels
-interpreted: that shows answers, and says that it shows no times of kernels.
-
+Operations beside the floor, all the local work of zen_sync for 8 devices beside
+reads of their gradients, and what both would make of links, by zenjax's own
+formulas: nothing was measured on a link, and nothing is assumed to overlap.
 One device does the work of 8: under `vmap` with an axis name the exchange is a
-transpose in memory. Every one has a gradient of its own; a step writes the sums
-over it, as in training, where autodiff makes it anew. Here what was sent is put
-back, which is not timed.
-
-Times on links are predictions: zenjax's own formulas, as `scheme="auto"` takes
-them, from a nominal rate and an assumed latency, plus local work as measured.
-Nothing is assumed to overlap, and nothing of it was measured on a link.
+transpose in memory. A step writes the sums over every gradient; what was sent
+is put back, which is not timed. `benchmarks/README.md` says more.
 """
 
 import argparse
@@ -20,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
-import time
-from typing import Any, cast
+from typing import Any, cast, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,55 +40,40 @@ LEAF = "table"
 _POOL = 5.5
 
 
-@dataclasses.dataclass(slots=True)
 class Gradients:
-  """`[8, R, D]` whose rows are known, handed from step to step.
+  """`[8, R, D]` whose rows are known, always the same of a number of rows.
 
   Attributes:
-    tables: On the device; every step donates them.
-    rows: `[8, K]`, the nonzero rows of each.
-    values: `[8, K, D]` of them, small integers.
+    tables: On the device, handed from step to step; every step donates them.
     union: `[U]`, rows that any of them has.
-    sums: `[U, D]`.
   """
 
-  tables: Any
-  rows: jax.Array
-  values: jax.Array
-  union: jax.Array
-  sums: jax.Array
+  def __init__(self, rows: int, width: int, density: float):
+    rng = np.random.default_rng(rows)
+    count = max(1, round(rows * density))
+    pool = rng.choice(rows, min(rows, round(_POOL * count)), replace=False)
+    each = range(DEVICES)
+    found = [np.sort(rng.choice(pool, count, replace=False)) for _ in each]
+    values = [oracle.values(rng, (count, width)) for _ in each]
+    union = np.unique(np.concatenate(found))
+    sums = np.zeros((len(union), width), np.float32)
+    for mine, of in zip(found, values):
+      sums[np.searchsorted(union, mine)] += of
+    self.tables: Any = jnp.zeros((DEVICES, rows, width), jnp.float32)
+    self.union = jnp.asarray(union, jnp.int32)
+    self._rows = jnp.asarray(np.stack(found), jnp.int32)
+    self._values = jnp.asarray(np.stack(values))
+    self._sums = jnp.asarray(sums)
 
   def restore(self) -> jax.Array:
     """Puts back what was sent, whatever a step has left of it."""
     tables, self.tables = self.tables, None
-    self.tables = _restore(tables, self.rows, self.values, self.union)
+    self.tables = _restore(tables, self._rows, self._values, self.union)
     return self.tables
 
   def wrong(self) -> int:
     """Elements that are not the sums, where there are none included."""
-    return int(_count_wrong(self.tables, self.union, self.sums))
-
-
-def draw(rows: int, width: int, density: float) -> Gradients:
-  """Draws from the number of rows, always the same."""
-  rng = np.random.default_rng(rows)
-  count = max(1, round(rows * density))
-  pool = rng.choice(rows, min(rows, round(_POOL * count)), replace=False)
-  found = [
-    np.sort(rng.choice(pool, count, replace=False)) for _ in range(DEVICES)
-  ]
-  values = [oracle.values(rng, (count, width)) for _ in range(DEVICES)]
-  union = np.unique(np.concatenate(found))
-  sums = np.zeros((len(union), width), np.float32)
-  for mine, of in zip(found, values):
-    sums[np.searchsorted(union, mine)] += of
-  return Gradients(
-    tables=jnp.zeros((DEVICES, rows, width), jnp.float32),
-    rows=jnp.asarray(np.stack(found), jnp.int32),
-    values=jnp.asarray(np.stack(values)),
-    union=jnp.asarray(union, jnp.int32),
-    sums=jnp.asarray(sums),
-  )
+    return int(_count_wrong(self.tables, self.union, self._sums))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -133,18 +110,15 @@ class Sync:
 
   @functools.cached_property
   def gradients(self) -> Gradients:
-    return draw(*self.shape)
+    return Gradients(*self.shape)
 
   def build(
     self, name: str, partition: str, platform: str | None, interpreted: bool
   ) -> Built:
-    """Compiles a step and checks it.
+    """Compiles a step of a `partition` and checks it.
 
-    Args:
-      name: Of the case.
-      partition: Of zen_sync.
-      platform: Whose kernels it takes; None for the reference.
-      interpreted: Whether they are: then there is no time to measure.
+    `platform` says whose kernels it takes, None for the reference; where they
+    are `interpreted` there is no time to measure.
     """
     if partition not in self._pins:
       state = self._run(self._compile(partition, None, None, False)[0])
@@ -152,11 +126,11 @@ class Sync:
     pin = self._pins[partition]
     compiled, seconds = self._compile(partition, pin, platform, interpreted)
     self.states[name] = self._run(compiled)
-    tables = self.gradients.tables
+    usage: Any = compiled.memory_analysis()
     facts = {
       # What any way to find the nonzero rows of a gradient reads.
-      "bytes": float(tables.nbytes),
-      "temporary_bytes": float(compiled.memory_analysis().temp_size_in_bytes),
+      "bytes": float(self.gradients.tables.nbytes),
+      "temporary_bytes": float(usage.temp_size_in_bytes),
     }
     return Built(
       run=None if interpreted else functools.partial(self._step, compiled),
@@ -180,9 +154,9 @@ class Sync:
 
   def _compile(self, partition, pin, platform, interpreted):
     with _dispatch.forced(platform, interpret=interpreted):
-      start = time.perf_counter()
-      lowered = step(partition, pin).lower(self.gradients.tables)
-      return lowered.compile(), time.perf_counter() - start
+      return harness.compiled(
+        step(partition, pin), self.gradients.tables, donate_argnums=0
+      )
 
 
 def step(partition: Any, pin: Any) -> Any:
@@ -196,8 +170,7 @@ def step(partition: Any, pin: Any) -> Any:
     synced, state = tx.update(updates, tx.init(updates))
     return cast(dict[str, Any], synced)[LEAF], state
 
-  mapped = jax.vmap(one, axis_name=AXIS, axis_size=DEVICES)
-  return jax.jit(mapped, donate_argnums=0)
+  return jax.vmap(one, axis_name=AXIS, axis_size=DEVICES)
 
 
 # Nominal: NVLink 4 has 18 links of 25 GB/s each way. Latencies are assumed.
@@ -209,8 +182,7 @@ LINKS = {
 DENSE = "dense (psum)"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Way(NamedTuple):
   """One way to synchronize, and a device's own part in it, in seconds."""
 
   name: str
@@ -218,8 +190,7 @@ class Way:
   local_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class Predicted(NamedTuple):
   """The times of one way on one link, in seconds."""
 
   link: str
@@ -229,10 +200,7 @@ class Predicted:
   wire_s: float
   local_s: float
   received_bytes: float
-
-  @property
-  def seconds(self) -> float:
-    return self.wire_s + self.local_s
+  seconds: float
 
 
 def predictions(
@@ -244,25 +212,21 @@ def predictions(
   """
   found = []
   own = library.table(LEAF, rows, width)
-  dense = Way(name=DENSE, column_groups=1, local_s=0.0)
   for name, link in LINKS.items():
-    for way in (dense, *ways):
-      prediction = library.predict(
-        "dense" if way is dense else "zen",
-        own,
-        profile,
-        DEVICES,
-        link,
-        way.column_groups,
+    for way in (Way(DENSE, 1, 0.0), *ways):
+      scheme = "dense" if way.name == DENSE else "zen"
+      wire = library.predict(
+        scheme, own, profile, DEVICES, link, way.column_groups
       )
       one = Predicted(
         link=name,
         bandwidth=link.bandwidth,
         latency_s=link.latency_s,
         way=way.name,
-        wire_s=prediction.wire_s,
+        wire_s=wire.wire_s,
         local_s=way.local_s,
-        received_bytes=prediction.received,
+        received_bytes=wire.received,
+        seconds=wire.wire_s + way.local_s,
       )
       found.append(one)
   return found
@@ -274,8 +238,8 @@ def over_dense(found: Sequence[Predicted]) -> Mapping[tuple[str, str], float]:
   return {(p.link, p.way): dense[p.link] / p.seconds for p in found}
 
 
-def show(found: Sequence[Predicted]) -> None:
-  """Prints them; a dash where local work was not measured."""
+def _show(found):
+  """Prints predictions; a dash where local work was not measured."""
   shown = table.made(
     f"Predicted, not measured: {DEVICES} devices on links of nominal rate and"
     " assumed latency",
@@ -283,31 +247,23 @@ def show(found: Sequence[Predicted]) -> None:
     "times as fast\nas dense",
   )
   faster = over_dense(found)
-  for name, link in LINKS.items():
-    latency = f"{link.latency_s * 1e6:.0f} us a message assumed"
-    shown.add_row(f"[bold]{name}[/bold], {latency}")
-    for p in found:
-      if p.link == name:
-        ms = (p.wire_s, p.local_s, p.seconds)
-        shown.add_row(
-          f"  {p.way}",
-          f"{p.received_bytes / 1e6:.1f}",
-          *(table.number(seconds, ".3f", 1e3) for seconds in ms),
-          table.number(faster[name, p.way], ".1f"),
-        )
-    shown.add_section()
+  for p in found:
+    if p.way == DENSE:
+      latency = f"{p.latency_s * 1e6:.0f} us a message assumed"
+      shown.add_section()
+      shown.add_row(f"[bold]{p.link}[/bold], {latency}")
+    shown.add_row(
+      f"  {p.way}",
+      table.number(p.received_bytes, ".1f", 1e-6),
+      table.number(p.wire_s, ".3f", 1e3),
+      table.number(p.local_s, ".3f", 1e3),
+      table.number(p.seconds, ".3f", 1e3),
+      table.number(faster[p.link, p.way], ".1f"),
+    )
   table.console().print(shown)
 
 
-_PLATFORM = "cuda"
-_PARTITIONS = "hash", "columns"
 _INTERPRETED = " interpreted"
-# Rows, width and density: of the issue, and what an interpreter can do.
-_ON_GPU = 4_194_304, 128, 0.01
-_ON_CPU = 4000, 128, 0.02
-# Of the tables of 8 devices: temporaries and the rows that travel.
-_BESIDE = 1.5
-
 NO_GPU = (
   "No GPU here: the kernels were interpreted on a small table, which shows"
   " their answers. Nothing was measured on a GPU, and no time is of a kernel."
@@ -316,15 +272,10 @@ NO_GPU = (
 
 def _over_read(result: Result, peers: Peers) -> float:
   """Time over one read of the gradient, or of the 8, as fast as a copy."""
-  copy = peers.get("copy")
-  if copy is None or result is copy:
+  if result.name == "copy":
     return math.nan
-  reads = _gradients(result) * copy.median_s / 2
-  return result.median_s / reads
-
-
-def _gradients(result: Result) -> int:
-  return DEVICES if result.name.startswith("zen") else 1
+  reads = DEVICES if result.name.startswith("zen") else 1
+  return 2 * result.median_s / table.median_s(peers, "copy") / reads
 
 
 COLUMNS = (
@@ -342,7 +293,8 @@ def run(options: argparse.Namespace) -> int:
     ValueError: The accelerator is no GPU, or has too little memory.
   """
   on_gpu = jax.default_backend() == "gpu"
-  sizes = _ON_GPU if on_gpu else _ON_CPU
+  # Of a large table, and what an interpreter can do.
+  sizes = (4_194_304, 128, 0.01) if on_gpu else (4000, 128, 0.02)
   for name, size in zip(("rows", "width", "density"), sizes):
     if getattr(options, name) is None:
       setattr(options, name, size)
@@ -353,41 +305,26 @@ def run(options: argparse.Namespace) -> int:
   results, complete = harness.measure(cases, repeats=options.repeats)
   found = _predictions(sync, results, on_gpu)
   ratios = _ratios(results) if on_gpu else {}
-  _show(results, found, ratios, sync, on_gpu)
-  if not complete:
-    print("Interrupted: this is what was measured until then.")
-  if options.json:
-    told: dict[str, Any] = {
-      "measured_on_gpu": on_gpu,
-      "note": None if on_gpu else NO_GPU,
-      "times_over_one_read": ratios,
-      "predicted_not_measured": [
-        dataclasses.asdict(p) | {"seconds": p.seconds} for p in found
-      ],
-      "reports": {name: zenjax.report(s) for name, s in sync.states.items()},
-    }
-    settings = record.settings(options)
-    record.save_json(
-      options.json, results, options=settings, complete=complete, told=told
-    )
-    print(f"Saved {options.json}")
-  if not complete:
-    return 130
-  return int(any(result.wrong for result in results))
-
-
-def _show(results, found, ratios, sync, on_gpu):
   device = jax.devices()[0].device_kind
   title = f"gpu: {device if on_gpu else 'no GPU, ' + device}"
   table.show(f"{title}, JAX {jax.__version__}", results, COLUMNS)
   if found:
-    show(found)
-  for name, state in list(sync.states.items())[-1:]:
-    print(f"{name}:\n{zenjax.report(state)}\n")
+    _show(found)
+  reports = {name: zenjax.report(s) for name, s in sync.states.items()}
+  for name, report in list(reports.items())[-1:]:
+    print(f"{name}:\n{report}\n")
   for name, ratio in ratios.items():
     print(f"{name}: {ratio:.2f} times one read of the gradient, {device}")
   if not on_gpu:
     print(NO_GPU)
+  told = {
+    "measured_on_gpu": on_gpu,
+    "note": None if on_gpu else NO_GPU,
+    "times_over_one_read": ratios,
+    "predicted_not_measured": [p._asdict() for p in found],
+    "reports": reports,
+  }
+  return record.finish(options, results, complete=complete, told=told)
 
 
 def _check_device(shape):
@@ -399,7 +336,8 @@ def _check_device(shape):
       " set JAX_PLATFORMS=cuda or JAX_PLATFORMS=cpu."
     )
   rows, width, _ = shape
-  need = _BESIDE * DEVICES * rows * width * 4
+  # Beside the tables: temporaries and the rows that travel.
+  need = 1.5 * DEVICES * rows * width * 4
   have = (device.memory_stats() or {}).get("bytes_limit", math.inf)
   if need > have:
     raise ValueError(
@@ -416,13 +354,12 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[Case]:
   group = f"{DEVICES} x {rows:,} x {width}  {density:.1%}, all of zen_sync"
   copy = next(case for case in found if case.name == "copy")
   found.append(dataclasses.replace(copy, group=group))
-  for partition in _PARTITIONS:
-    for way, platform in (("xla", None), ("pallas", _PLATFORM)):
+  for partition in ("hash", "columns"):
+    for way, platform in (("xla", None), ("pallas", "cuda")):
       interpreted = platform is not None and not on_gpu
       name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
-      build = functools.partial(
-        sync.build, name, partition, platform, interpreted
-      )
+      which = name, partition, platform, interpreted
+      build = functools.partial(sync.build, *which)
       found.append(Case(group=group, name=name, build=build))
   return found
 
@@ -430,12 +367,11 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[Case]:
 def _ratios(results: Sequence[Result]) -> dict[str, float]:
   """Times over one read: of `mask_pack`, and of everything."""
   found = {}
-  for group in dict.fromkeys(result.group for result in results):
-    peers = {r.name: r for r in results if r.group == group}
-    for name, result in peers.items():
-      ratio = _over_read(result, peers)
-      if name.startswith(("mask_pack", "zen")) and math.isfinite(ratio):
-        found[name] = ratio
+  for result in results:
+    peers = {r.name: r for r in results if r.group == result.group}
+    ratio = _over_read(result, peers)
+    if result.name.startswith(("mask_pack", "zen")) and math.isfinite(ratio):
+      found[result.name] = ratio
   return found
 
 
@@ -443,19 +379,16 @@ def _predictions(
   sync: Sync, results: Sequence[Result], on_gpu: bool
 ) -> list[Predicted]:
   """Predicts from a GPU's times; those of a CPU's local work say nothing."""
-  rows, width, _ = sync.shape
   ways, profile = [], None
   for result in results:
-    if result.name not in sync.states or result.wrong:
+    state = sync.states.get(result.name)
+    # The formula knows no implementation.
+    if state is None or result.wrong or result.name.endswith(_INTERPRETED):
       continue
-    if result.name.endswith(_INTERPRETED):
-      continue  # The formula knows no implementation.
-    state = sync.states[result.name]
     profile = zenjax.planner.profile(state)[LEAF]
     local = result.median_s / DEVICES if on_gpu else math.nan
     groups = int(zenjax.stats(state)[LEAF]["column_groups"])
-    way = Way(name=result.name, column_groups=groups, local_s=local)
-    ways.append(way)
+    ways.append(Way(result.name, groups, local))
   if profile is None:
     return []
-  return predictions(rows, width, profile, ways)
+  return predictions(*sync.shape[:2], profile, ways)

@@ -7,7 +7,7 @@ owner, and so the answers, come from `Layout.place`, which no kernel uses.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -24,7 +24,6 @@ from benchmarks.harness import Built
 from benchmarks.harness import Case
 from benchmarks.harness import Result
 from benchmarks.table import Peers
-from zenjax.kernels._dispatch import Operation
 from zenjax.kernels.operations import OPERATIONS
 
 DEVICES = 8
@@ -32,21 +31,13 @@ DEVICES = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-  """An operation on arrays.
+  """An operation on arrays."""
 
-  Attributes:
-    arrays: On the device, the first arguments.
-    static: What follows them, known when it is traced.
-    wrong: Elements of a result that are not the answer.
-    bytes: That any implementation reads and writes.
-    in_place: Whether the first array becomes the result.
-  """
-
-  arrays: tuple[Any, ...]
-  static: tuple[Any, ...]
-  wrong: Callable[[Any], int]
-  bytes: float
-  in_place: bool = False
+  arrays: tuple[Any, ...]  # On the device, the first arguments.
+  static: tuple[Any, ...]  # What follows them, known when it is traced.
+  wrong: Callable[[Any], int]  # Elements of a result that are not the answer.
+  bytes: float  # That any implementation reads and writes.
+  in_place: bool = False  # Whether the first array becomes the result.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,33 +73,48 @@ def draw(rows: int, width: int, density: float) -> Gradient:
   return Gradient(table, layout, found, values, group, slot)
 
 
+def wrong_bits(g: Gradient, words: Any) -> int:
+  """Counts the bits that differ from those of the nonzero rows."""
+  return int(np.bitwise_count(np.asarray(words) ^ g.words).sum())
+
+
 def mask_pack(g: Gradient) -> Work:
   """The whole gradient, read once, and its words."""
+  return Work(
+    arrays=(g.table,),
+    static=(g.layout,),
+    wrong=lambda x: wrong_bits(g, x.words) + int(x.negative),
+    bytes=g.table.nbytes + g.words.nbytes,
+  )
 
-  def wrong(packed):
-    different = np.asarray(packed.words) ^ g.words
-    return int(np.bitwise_count(different).sum()) + int(packed.negative)
 
-  moved = g.table.nbytes + g.words.nbytes
-  return Work(arrays=(g.table,), static=(g.layout,), wrong=wrong, bytes=moved)
+def _owned(g, group):
+  """Places in `found` of the rows of one owner, by slot."""
+  mine = np.flatnonzero(g.group == group)
+  return mine[np.argsort(g.slot[mine])]
+
+
+def _buffers(g, sent, capacity):
+  """Slots and rows of `found`, as 8 buffers of one size hold them."""
+  slots = np.full((DEVICES, capacity), g.layout.slots, np.int32)
+  rows = np.zeros((DEVICES, capacity, g.values.shape[1]), np.float32)
+  for i, mine in enumerate(sent):
+    slots[i, : mine.size] = g.slot[mine]
+    rows[i, : mine.size] = g.values[mine]
+  return slots, rows
 
 
 def compact(g: Gradient) -> Work:
   """The rows that are there, read; the buffers, written whole."""
-  capacity = int(np.bincount(g.group, minlength=DEVICES).max())
-  slots = np.full((DEVICES, capacity), g.layout.slots, np.int32)
-  rows = np.zeros((DEVICES, capacity, g.values.shape[1]), np.float32)
-  for group in range(DEVICES):
-    mine = np.flatnonzero(g.group == group)
-    mine = mine[np.argsort(g.slot[mine])]
-    slots[group, : mine.size] = g.slot[mine]
-    rows[group, : mine.size] = g.values[mine]
+  owned = [_owned(g, group) for group in range(DEVICES)]
+  capacity = max(map(len, owned))
+  slots, rows = _buffers(g, owned, capacity)
 
   def wrong(result):
     different = int(np.count_nonzero(np.asarray(result[0]) != slots))
     return different + oracle.count_different(np.asarray(result[1]), rows)
 
-  bitmap = library.bitmaps.index(jnp.asarray(g.words))
+  bitmap = library.indexing.index(jnp.asarray(g.words))
   return Work(
     arrays=(g.table, bitmap),
     static=(g.layout, jnp.zeros(DEVICES, jnp.int32), capacity),
@@ -119,43 +125,29 @@ def compact(g: Gradient) -> Work:
 
 def merge(g: Gradient) -> Work:
   """8 devices send one owner the slots of its rows, of each a random half."""
-  mine = np.flatnonzero(g.group == 0)
-  mine = mine[np.argsort(g.slot[mine])]
+  mine = _owned(g, 0)
   capacity, width = mine.size, g.values.shape[1]
-  slots = np.full((DEVICES, capacity), g.layout.slots, np.int32)
-  rows = np.zeros((DEVICES, capacity, width), np.float32)
-  total = np.zeros((capacity, width))
-  sent = np.zeros(capacity, bool)
   rng = np.random.default_rng(0)
-  for source in range(DEVICES):
-    some = np.flatnonzero(rng.random(capacity) < 0.5)
-    slots[source, : some.size] = g.slot[mine[some]]
-    rows[source, : some.size] = g.values[mine[some]]
-    total[some] += g.values[mine[some]]
-    sent[some] = True
+  half = rng.random((DEVICES, capacity)) < 0.5
+  slots, rows = _buffers(g, [mine[some] for some in half], capacity)
+  sent = half.any(axis=0)
+  want = g.values[mine[sent]].astype(np.float64)
+  want *= half.sum(axis=0)[sent][:, None]
 
   def wrong(union):
     count = int(sent.sum())
     if int(union.total) != count:
-      return total.size
+      return capacity * width
     got = np.asarray(union.rows)
     different = np.asarray(union.slots)[:count] != g.slot[mine[sent]]
     unused = int(np.count_nonzero(got[count:]))
-    return (
-      int(different.sum())
-      + unused
-      + oracle.count_wrong(got[:count], total[sent])
-    )
+    return int(different.sum()) + unused + oracle.count_wrong(got[:count], want)
 
-  received = int((slots < g.layout.slots).sum()) * width * 4 + slots.nbytes
+  received = int(half.sum()) * width * 4 + slots.nbytes
+  last = g.layout.slots
   return Work(
     arrays=(jnp.asarray(slots), jnp.asarray(rows)),
-    static=(
-      jnp.int32(g.layout.slots),
-      g.layout.slots,
-      capacity,
-      jnp.float32,
-    ),  # fmt: skip
+    static=(jnp.int32(last), last, capacity, jnp.float32),
     wrong=wrong,
     bytes=received + capacity * (width * 4 + 4),
   )
@@ -186,40 +178,30 @@ WORK: dict[str, Callable[[Gradient], Work]] = {
   "merge": merge,
   "expand": expand,
 }
-
-
 _COPY = "copy"
 # JAX's names of the platforms that kernels are for.
 _PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}
 # What an interpreter can do while one waits.
-_INTERPRETED = 4000, 128
-
-
-def _bytes_a_second(peers: Peers) -> float:
-  copy = peers[_COPY]
-  return copy.facts["bytes"] / copy.median_s
+_INTERPRETED = 4000, 128, 0.02
 
 
 def _over_floor(result: Result, peers: Peers) -> float:
   if _COPY not in peers or result.name == _COPY:
     return float("nan")
-  return result.median_s * _bytes_a_second(peers) / result.facts["bytes"]
+  copy = peers[_COPY]
+  floor = result.facts["bytes"] / copy.facts["bytes"] * copy.median_s
+  return result.median_s / floor
 
 
 def _over_read(result: Result, peers: Peers) -> float:
   """Time over that of a read of the table, at half the time of its copy."""
-  if _COPY not in peers:
-    return float("nan")
-  return 2 * result.median_s / peers[_COPY].median_s
+  return 2 * result.median_s / table.median_s(peers, _COPY)
 
 
 OVER_FLOOR = table.Column("over\nfloor", _over_floor, ".2f")
 COLUMNS = (
   table.fact("must move\nMB", "bytes", unit=1e6),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
+  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
   OVER_FLOOR,
   table.Column("over one\nread", _over_read, ".2f"),
 )
@@ -227,76 +209,72 @@ COLUMNS = (
 
 def cases(options: argparse.Namespace) -> list[Case]:
   """A copy of the table, and every operation by all that can compute it."""
-  shape = options.rows, options.width
+  shape = options.rows, options.width, options.density
   platform = _PLATFORMS.get(jax.default_backend())
-  group = f"{shape[0]:,} x {shape[1]}  {options.density:.1%}"
-  found = [_case(group, _COPY, _build_copy, *shape, options.density)]
-  found += [
-    _case(group, f"{name} {way}", _build, *shape, options.density, name, way)
-    for name in OPERATIONS
-    for way in ("xla", "pallas")
-    if way == "xla" or platform in OPERATIONS[name].kernels
+  group = "{:,} x {}  {:.1%}".format(*shape)
+  found = [
+    Case(group=group, name=_COPY, build=functools.partial(_build_copy, *shape))
   ]
+  for name, operation in OPERATIONS.items():
+    for way in ("xla", "pallas"):
+      if way == "xla" or platform in operation.kernels:
+        run = functools.partial(operation, implementation=way)
+        build = functools.partial(_build, shape, name, run)
+        found.append(Case(group=group, name=f"{name} {way}", build=build))
   if platform is not None:
     return found
   group = "{:,} x {}  interpreted: answers, no times".format(*_INTERPRETED)
-  return found + [
-    _case(group, f"{name} {on}", _build_interpreted, name, on)
-    for name, operation in OPERATIONS.items()
-    for on in operation.kernels
-  ]
+  for name, operation in OPERATIONS.items():
+    for on in operation.kernels:
+      run = functools.partial(operation.kernel(on), interpret=True)
+      build = functools.partial(_build, _INTERPRETED, name, run, timed=False)
+      found.append(Case(group=group, name=f"{name} {on}", build=build))
+  return found
 
 
-def _case(group, name, build, *args):
-  return Case(group=group, name=name, build=functools.partial(build, *args))
-
-
-def _build_copy(rows, width, density):
+def _build_copy(*shape):
   """Times memory itself: a read and a write of the table."""
-  gradient = draw(rows, width, density).table
+  gradient = draw(*shape).table
   # With a number that is not known: XLA may not see that nothing changes.
-  copy, seconds = harness.compiled(lambda g, x: g * x, gradient, jnp.float32(1))
-  run = functools.partial(copy, gradient, jnp.float32(1))
-  wrong = int(jnp.sum(run() != gradient))
-  facts = {"bytes": 2.0 * gradient.nbytes}
-  return Built(run=run, wrong=wrong, compile_s=seconds, facts=facts)
-
-
-def _build(rows, width, density, name, way):
-  work = WORK[name](draw(rows, width, density))
-  run = functools.partial(OPERATIONS[name], implementation=way)
-  compiled, seconds = harness.compiled(
-    lambda *arrays: run(*arrays, *work.static),
-    *work.arrays,
-    donate_argnums=(0,) if work.in_place else (),
+  return checked(
+    lambda g, x: g * x,
+    (gradient, jnp.float32(1)),
+    lambda copied: int(jnp.sum(copied != gradient)),
+    {"bytes": 2.0 * gradient.nbytes},
   )
-  call = _Call(compiled, work)
-  wrong = work.wrong(call())
-  facts = {"bytes": float(work.bytes)}
-  return Built(run=call, wrong=wrong, compile_s=seconds, facts=facts)
 
 
-class _Call:
-  """Calls on the same arrays; one that is changed in place goes round."""
+def _build(shape, name, run, timed=True):
+  work = WORK[name](draw(*shape))
+  facts = {"bytes": float(work.bytes)} | ({} if timed else {"interpreted": 1.0})
+  call = lambda *arrays: run(*arrays, *work.static)
+  # What is interpreted runs once: nothing goes round.
+  in_place = work.in_place and timed
+  built = checked(call, work.arrays, work.wrong, facts, in_place=in_place)
+  return built if timed else dataclasses.replace(built, run=None)
 
-  def __init__(self, compiled, work: Work):
-    self._compiled = compiled
-    self._arrays = list(work.arrays)
-    self._in_place = work.in_place
 
-  def __call__(self):
-    result = self._compiled(*self._arrays)
-    if self._in_place:
-      self._arrays[0] = result
+def checked(
+  function: Callable[..., Any],
+  arguments: Sequence[Any],
+  wrong: Callable[[Any], int],
+  facts: dict[str, float],
+  *,
+  in_place: bool = False,
+) -> Built:
+  """Compiles and checks; calls are on the same arrays.
+
+  The first goes round where it is changed `in_place`.
+  """
+  compiled, seconds = harness.compiled(
+    function, *arguments, donate_argnums=(0,) if in_place else ()
+  )
+  arrays = list(arguments)
+
+  def run():
+    result = compiled(*arrays)
+    if in_place:
+      arrays[0] = result
     return result
 
-
-def _build_interpreted(name, platform):
-  operation: Operation = OPERATIONS[name]
-  work = WORK[name](draw(*_INTERPRETED, 0.02))
-  kernel = functools.partial(operation.kernel(platform), interpret=True)
-  run = lambda *arrays: kernel(*arrays, *work.static)
-  compiled, seconds = harness.compiled(run, *work.arrays)
-  wrong = work.wrong(compiled(*work.arrays))
-  facts = {"bytes": float(work.bytes), "interpreted": 1.0}
-  return Built(run=None, wrong=wrong, compile_s=seconds, facts=facts)
+  return Built(run=run, wrong=wrong(run()), compile_s=seconds, facts=facts)

@@ -5,23 +5,19 @@ gathered. The measure is `jnp.sum(g, axis=0)`, which reads the gradient once.
 """
 
 import argparse
-from collections.abc import Callable
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness
 from benchmarks import library
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.cases import kernels
 from benchmarks.cases.kernels import DEVICES
-from benchmarks.harness import Built
 from benchmarks.harness import Case
-from zenjax.kernels.compact.reference import compact
-from zenjax.kernels.mask_pack.reference import mask_pack
+from zenjax.kernels.reference import compact
+from zenjax.kernels.reference import mask_pack
 
 SHAPES = ((1_000_000, 16), (200_000, 128))
 DENSITIES = (0.004, 0.02)
@@ -30,10 +26,7 @@ COLUMNS = (
   table.fact("gradient\nMB", "gradient_bytes", unit=1e6),
   table.fact("rows\nfound", "found", ".0f"),
   table.fact("capacity\nan owner", "capacity", ".0f"),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
+  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
   table.time_over("sum", "over\nsum"),
 )
 
@@ -53,25 +46,14 @@ def cases(options: argparse.Namespace) -> list[Case]:
   ]
 
 
-def _build(
-  variant: Callable[[kernels.Gradient], Any],
-  rows: int,
-  width: int,
-  density: float,
-) -> Built:
+def _build(variant, rows, width, density):
   gradient = kernels.draw(rows, width, density)
   function, wrong, facts = variant(gradient)
-  compiled, seconds = harness.compiled(function, gradient.table)
-  run = functools.partial(compiled, gradient.table)
   facts |= {
     "gradient_bytes": float(gradient.table.nbytes),
     "found": float(len(gradient.found)),
   }
-  return Built(run=run, wrong=wrong(run()), compile_s=seconds, facts=facts)
-
-
-# Each returns its function of the gradient, the number of wrong elements of an
-# answer, and facts.
+  return kernels.checked(function, [gradient.table], wrong, facts)
 
 
 def _sum(gradient):
@@ -81,10 +63,7 @@ def _sum(gradient):
 
 
 def _mask(gradient):
-  def wrong(words):
-    different = np.asarray(words) ^ gradient.words
-    return int(np.bitwise_count(different).sum())
-
+  wrong = functools.partial(kernels.wrong_bits, gradient)
   return (lambda g: mask_pack(g, gradient.layout).words), wrong, {}
 
 
@@ -94,7 +73,7 @@ def _rows(gradient):
   capacity = int(mean + 5 * mean**0.5)  # What the fullest of 8 owners needs.
 
   def pack(g):
-    bitmap = library.bitmaps.index(mask_pack(g, layout).words)
+    bitmap = library.indexing.index(mask_pack(g, layout).words)
     first = jnp.zeros(DEVICES, jnp.int32)
     return compact(g, bitmap, layout, first, capacity)
 
@@ -114,6 +93,8 @@ def _rows(gradient):
   return pack, wrong, {"capacity": capacity}
 
 
+# Each returns its function of the gradient, the number of wrong elements of an
+# answer, and facts.
 VARIANTS = {
   "sum": _sum,
   "mask, pack": _mask,

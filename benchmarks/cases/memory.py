@@ -4,7 +4,6 @@ import argparse
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,8 +13,6 @@ from benchmarks import table
 from benchmarks import targets
 from benchmarks.cases import sync
 from benchmarks.cases.sync import AXIS
-from benchmarks.cases.sync import GRADIENTS
-from benchmarks.cases.sync import LEAF
 from benchmarks.harness import Built
 from benchmarks.harness import Case
 
@@ -40,52 +37,41 @@ COLUMNS = (
 
 def cases(options: argparse.Namespace) -> list[Case]:
   """A case for each target that can be compiled for, and each variant."""
-  return [
-    Case(
-      group=f"{name}  {ROWS:,} x {WIDTH}",
-      name=variant.name,
-      build=functools.partial(_build, variant, devices),
-    )
-    for name in options.targets or targets.TARGETS
-    for devices in _devices(name)
-    for variant in sync.chosen(_VARIANTS, options.variants)
-  ]
+  found = []
+  for name in options.targets or targets.TARGETS:
+    try:
+      mesh = Mesh(np.array(targets.TARGETS[name]()), (AXIS,))
+    except ImportError as error:
+      print(f"{name}: skipped, {error}")
+      continue
+    group = f"{name}  {ROWS:,} x {WIDTH}"
+    found += [
+      Case(group=group, name=v.name, build=functools.partial(_build, v, mesh))
+      for v in sync.chosen(_VARIANTS, options.variants)
+    ]
+  return found
 
 
-def _devices(name):
-  """The target's devices in a list, or an empty list: skipped, with a word."""
-  try:
-    return [targets.TARGETS[name]()]
-  except ImportError as error:
-    print(f"{name}: skipped, {error}")
-    return []
+def _build(variant, mesh):
+  def abstract(shape, dtype, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-
-def _build(variant, devices):
-  mesh = Mesh(np.array(devices), (AXIS,))
   n = mesh.size
-  abstract = functools.partial(_abstract, mesh)
-  compiled = sync.compile_step(
+  compiled, _, seconds = sync.compile_sgd(
     variant.make(None),
-    GRADIENTS["scatter-add"],
+    sync.GRADIENTS["scatter-add"],
     mesh,
-    {LEAF: abstract((ROWS, WIDTH), jnp.float32, P())},
+    {sync.LEAF: abstract((ROWS, WIDTH), "float32")},
     (
-      abstract((n, LOOKUPS), jnp.int32, P(AXIS)),
-      abstract((n, LOOKUPS, WIDTH), jnp.float32, P(AXIS)),
+      abstract((n, LOOKUPS), "int32", AXIS),
+      abstract((n, LOOKUPS, WIDTH), "float32", AXIS),
     ),
   )
-  usage = compiled.compiled.memory_analysis()
+  usage = compiled.memory_analysis()
   facts = {
     "table_bytes": float(ROWS * WIDTH * 4),
     "temporary": float(usage.temp_size_in_bytes),
     "code": float(usage.generated_code_size_in_bytes),
   }
-  return Built(
-    run=lambda: None, wrong=0, compile_s=compiled.seconds, facts=facts
-  )
-
-
-def _abstract(mesh, shape, dtype, spec):
-  sharding = NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  return Built(run=lambda: None, wrong=0, compile_s=seconds, facts=facts)

@@ -1,10 +1,8 @@
 """Sets of the rows that steps touch: their sources, and what is counted.
 
-Sets come from a recorded trace or from a workload that is drawn. Both answer
-one question: which rows would `n` devices touch in a step? A trace of fewer
-devices pools several steps into one of `n`; a workload is drawn anew for every
-`n`. `benchmarks/README.md` defines every figure. The rotation hash, its layout
-and the bytes of a push and a pull are the library's own code.
+They come from a recorded trace, of which several steps are pooled for more
+devices, or from a workload, drawn anew for every `n`. `benchmarks/README.md`
+defines every figure; layouts and bytes are those of the library's own code.
 
 A set is the ascending ids of the rows that are not zero on one device in one
 step. Letters: `n` devices, `R` rows, `P` parts, `I_i` the set of device `i`,
@@ -16,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,55 +24,46 @@ from benchmarks import library
 from benchmarks import workloads
 from zenjax import traces
 
-# The devices of a workload's statistics, as those in `workloads` are stated.
+# Devices and steps of a workload's statistics, as `workloads` states them.
 _WORKLOAD_DEVICES = 8
 _WORKLOAD_STEPS = 8
 
 Sets = Sequence[np.ndarray]
+Tables = Sequence[library.Table]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-  """One table, and what is known of its gradients.
+class Observed(NamedTuple):
+  """One table, and what is known of its gradients."""
 
-  Attributes:
-    tables: All tables that travel together.
-    index: Which of them this is.
-    devices: Devices of a step as it was recorded.
-    steps: Steps there are.
-    draw: From `n` to the sets of `n` devices, step by step. Empty where a trace
-      has too few sets.
-  """
-
-  tables: tuple[library.Table, ...]
-  index: int
-  devices: int
-  steps: int
-  draw: Callable[[int], list[Sets]]
+  tables: Tables  # All that travel together.
+  place: int  # Which of them this is.
+  devices: int  # of a step as it was recorded
+  # From `n` to the sets of `n` devices, step by step. Empty where a trace has
+  # too few sets.
+  draw: Callable[[int], Sequence[Sets]]
   pools: bool  # Whether more devices than `devices` are several steps' pooled.
 
   @property
   def table(self) -> library.Table:
-    return self.tables[self.index]
+    return self.tables[self.place]
 
 
 def load(
   source: str, *, steps: int | None, seed: int, full_size: bool
 ) -> list[Observed]:
-  """The tables of a trace, or the one of a workload.
+  """The tables of a trace, or the one of a workload, whose name goes first.
 
-  Args:
-    source: A directory, or the name of a workload, which goes first.
-    steps: So many only; by default all of a trace, 8 of a workload.
-    seed: Of a workload's ids.
-    full_size: A workload as published.
+  `steps` are by default all of a trace, 8 of a workload; `seed` is of its ids.
 
   Raises:
     ValueError: `source` is neither, or the trace is broken or too short.
   """
   if source in workloads.ALL_NAMES:
     workload = workloads.get(source, full_size=full_size)
-    return [_of_workload(workload, steps or _WORKLOAD_STEPS, seed)]
+    seeds = range(seed, seed + (steps or _WORKLOAD_STEPS))
+    draw = lambda n: [workloads.sets(workload, n, s) for s in seeds]
+    table = library.table(workload.name, workload.rows, workload.width)
+    return [Observed([table], 0, _WORKLOAD_DEVICES, draw, pools=False)]
   if not pathlib.Path(source).exists():
     raise ValueError(
       "`source` must be a directory that `examples.studies.lm --trace` wrote,"
@@ -83,45 +73,20 @@ def load(
     raise ValueError(
       "`--full-size` goes with a workload, got a trace: leave it out."
     )
-  return _of_trace(traces.read(source), steps)
-
-
-def _of_workload(workload, steps, seed):
-  def draw(n: int) -> list[Sets]:
-    seeds = range(seed, seed + steps)
-    return [workloads.sets(workload, n, s) for s in seeds]
-
-  table = library.table(workload.name, workload.rows, workload.width)
-  return Observed(
-    tables=(table,),
-    index=0,
-    devices=_WORKLOAD_DEVICES,
-    steps=steps,
-    draw=draw,
-    pools=False,
-  )
-
-
-def _of_trace(trace, steps):
+  trace = traces.read(source)
   header = trace.header
   if steps is not None and steps > header.steps:
     raise ValueError(
       f"`--steps` must not exceed the {header.steps} steps of the trace, got"
       f" {steps}: ask for fewer or record more."
     )
-  tables = tuple(
+  tables = [
     library.table(t.name, t.rows, t.width, t.dtype) for t in header.tables
-  )
+  ]
+  draws = (functools.partial(cut, trace.sets[t.name][:steps]) for t in tables)
   return [
-    Observed(
-      tables=tables,
-      index=index,
-      devices=header.devices,
-      steps=steps or header.steps,
-      draw=functools.partial(cut, trace.sets[table.name][:steps]),
-      pools=True,
-    )
-    for index, table in enumerate(tables)
+    Observed(tables, place, header.devices, draw, pools=True)
+    for place, draw in enumerate(draws)
   ]
 
 
@@ -143,26 +108,17 @@ CONTIGUOUS = "contiguous"
 INDEPENDENT = "independent hash"
 ROTATION = "rotation hash"
 COLUMNS = "columns"
+NAMES = (CONTIGUOUS, INDEPENDENT, ROTATION, COLUMNS)
 # Apart from the seeds of the rotation, which uses the same mixing.
 _INDEPENDENT = np.uint32(0x9E3779B9)
-NAMES = (CONTIGUOUS, INDEPENDENT, ROTATION, COLUMNS)
 
 
 def plan_of(
-  tables: Sequence[library.Table],
-  index: int,
-  n: int,
-  name: str,
-  seed: int,
+  tables: Tables, index: int, n: int, name: str, seed: int
 ) -> library.buffer_sizes.TablePlan:
-  """Returns the layout by `zen_sync` of table `index` of those that travel.
+  """Returns the layout by `zen_sync`, `ROTATION` or `COLUMNS`, of one table.
 
-  Args:
-    tables: All of them, in order: they share one space of hashed ids.
-    index: Which one is meant.
-    n: Devices.
-    name: `ROTATION` or `COLUMNS`.
-    seed: `hash_seed`.
+  Those that travel together share one space of hashed ids.
   """
   groups = (1, n) if name == COLUMNS else (n, 1)
   plans = library.buffer_sizes.plan_group(
@@ -177,11 +133,7 @@ def plan_of(
 
 
 def owner_of(
-  tables: Sequence[library.Table],
-  index: int,
-  n: int,
-  name: str,
-  seed: int,
+  tables: Tables, index: int, n: int, name: str, seed: int
 ) -> np.ndarray:
   """`[R] int32`: the owner of each row of table `index`; not for `COLUMNS`."""
   rows = tables[index].num_rows
@@ -198,26 +150,6 @@ def owner_of(
   return np.asarray(jax.jit(lambda r: layout.place(r)[0])(ids))
 
 
-def fitted_bytes(
-  table_plan: library.buffer_sizes.TablePlan, push: int, pull: int
-) -> int:
-  """Bytes a device receives in one push and one pull of just these sizes.
-
-  Args:
-    table_plan: Of `n` devices in a row.
-    push: Rows of the fullest pair of source and owner.
-    pull: Rows of the fullest owner's union.
-  """
-  n = table_plan.layout.groups * table_plan.column_groups
-  context = library.context(n)
-  zen = library.SPARSE["zen"]
-  messages = [
-    *zen.push_messages([library.Room(table_plan, push)], context),
-    *zen.pull_messages([library.Room(table_plan, pull)], context),
-  ]
-  return round(float(library.received_bytes(messages, context)))
-
-
 # Row counts are summed by a matrix product of zeros and ones in float32, which
 # is exact up to 2**24; so many elements at a time also fit in memory.
 _ELEMENTS = 1 << 24
@@ -226,31 +158,21 @@ _ELEMENTS = 1 << 24
 def overlaps(first: Sets, second: Sets | None = None) -> np.ndarray:
   """`|I n J| / min(|I|, |J|)` of pairs of sets that hold a row (definition 3).
 
-  Args:
-    first: Sets of one step.
-    second: Those of another: every pair of one of each. By default the pairs
-      within `first`.
+  Of every pair of one of each step, or of the pairs within `first`.
   """
-  common = _common(first, first if second is None else second)
-  sizes = [len(s) for s in first], [len(s) for s in second or first]
-  smaller = np.minimum.outer(*sizes)
+  other = first if second is None else second
+  common = np.zeros((len(first), len(other)))
+  end = max((int(s[-1]) + 1 for s in (*first, *other) if len(s)), default=0)
+  step = max(1, _ELEMENTS // max(len(first), len(other), 1))
+  for low in range(0, end, step):
+    a = _members(first, low, min(low + step, end))
+    b = a if second is None else _members(second, low, min(low + step, end))
+    common += a @ b.T
+  smaller = np.minimum.outer([len(s) for s in first], [len(s) for s in other])
   wanted = smaller > 0
   if second is None:
     wanted &= np.triu(np.ones_like(wanted), 1)
   return common[wanted] / smaller[wanted]
-
-
-def _common(first: Sets, second: Sets) -> np.ndarray:
-  """`[len(first), len(second)]` numbers of common rows."""
-  total = np.zeros((len(first), len(second)))
-  ends = [int(s[-1]) + 1 for s in (*first, *second) if len(s)]
-  step = max(1, _ELEMENTS // max(len(first), len(second), 1))
-  for low in range(0, max(ends, default=0), step):
-    high = min(low + step, max(ends))
-    a = _members(first, low, high)
-    b = a if second is first else _members(second, low, high)
-    total += a @ b.T
-  return total
 
 
 def _members(sets, low, high):
@@ -277,13 +199,8 @@ def boundaries(rows: int, parts: int) -> np.ndarray:
 def skew(ids: np.ndarray, rows: int, parts: int) -> tuple[float, float]:
   """The densest part's density over that of the table (definition 5).
 
-  Args:
-    ids: One set, not empty.
-    rows: `R`.
-    parts: `P`, at most `R`.
-
   Returns:
-    That ratio, and the share of the set that lies in the first part.
+    That ratio of a set that is not empty, and its share in the first part.
   """
   edges = boundaries(rows, parts)
   counts = np.diff(np.searchsorted(ids, edges))
@@ -292,21 +209,14 @@ def skew(ids: np.ndarray, rows: int, parts: int) -> tuple[float, float]:
 
 
 def loads(sets: Sets, owner: np.ndarray, owners: int) -> np.ndarray:
-  """`[len(sets), owners]`: how many rows of each set each owner has.
-
-  Args:
-    sets: The sets.
-    owner: `[R]`, who owns a row.
-    owners: How many there are.
-  """
+  """`[len(sets), owners]`: rows of each set by `owner: [R]`."""
   return np.array([np.bincount(owner[i], minlength=owners) for i in sets])
 
 
 def push_imbalance(pushed: np.ndarray) -> float:
   """`max_ij n |I_i^j| / |I_i|` (definition 8); 1 where nothing is sent.
 
-  Args:
-    pushed: `[n, n]`, rows that device `i` sends owner `j`.
+  `pushed: [n, n]` are the rows that device `i` sends owner `j`.
   """
   sent = pushed.sum(axis=1)
   some = sent > 0
@@ -316,11 +226,7 @@ def push_imbalance(pushed: np.ndarray) -> float:
 
 
 def pull_imbalance(pulled: np.ndarray) -> float:
-  """`max_j n |U_j| / |U|` (definition 8); 1 where nothing is sent.
-
-  Args:
-    pulled: `[n]`, rows of the union that owner `j` has.
-  """
+  """`max_j n |U_j| / |U|` (definition 8); 1 where nothing is sent."""
   total = pulled.sum()
   return float(len(pulled) * pulled.max() / total) if total else 1.0
 
@@ -360,24 +266,14 @@ class Skew:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-  """One partition, means over steps.
+  """One partition, means over steps; None where `zen_sync` has none such."""
 
-  Attributes:
-    push: Imbalance of the push.
-    pull: Imbalance of the pull.
-    paid: What buffers of one size cost the push.
-    capacity: `(push, pull)` that `zenjax.advise` would say; None where
-      `zen_sync` has no such partition, as what follows.
-    bytes: Received by a device, buffers as large as the step needs.
-    over_ideal: That over `(n-1)/n (d + dn)` of the table.
-  """
-
-  push: float
+  push: float  # imbalance, as the pull
   pull: float
-  paid: float
-  capacity: tuple[int, int] | None = None
-  bytes: float | None = None
-  over_ideal: float | None = None
+  paid: float  # what buffers of one size cost the push
+  capacity: tuple[int, int] | None = None  # as `zenjax.advise` would say
+  bytes: float | None = None  # received, buffers as large as the step needs
+  over_ideal: float | None = None  # that over `(n-1)/n (d + dn)` of the table
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,31 +291,20 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsity:
-  """One table.
-
-  Attributes:
-    devices: That density, overlap and skew were taken over.
-    steps: As `devices`.
-    density: Of a device in a step.
-    overlap_devices: Of pairs of devices in one step.
-    overlap_steps: Of any device in a step and any in the next.
-    skew: By number of parts.
-    scales: By number of devices.
-    too_few: Numbers of devices that the trace has too few sets for.
-  """
+  """One table."""
 
   name: str
   rows: int
   width: int
   dtype: str
-  devices: int
-  steps: int
-  density: Distribution
-  overlap_devices: Distribution | None
-  overlap_steps: Distribution | None
-  skew: list[Skew]
-  scales: list[Scale]
-  too_few: list[int]
+  devices: int  # that density, overlap and skew were taken over
+  steps: int  # the same
+  density: Distribution  # of a device in a step
+  overlap_devices: Distribution | None  # pairs of devices in one step
+  overlap_steps: Distribution | None  # any device in a step, any in the next
+  skew: list[Skew]  # by number of parts
+  scales: list[Scale]  # by number of devices
+  too_few: list[int]  # numbers of devices that the trace has too few sets for
 
 
 def analyze(
@@ -427,10 +312,7 @@ def analyze(
 ) -> Iterator[Sparsity | None]:
   """Yields None after each part of the work, `len(devices) + 1`, then all.
 
-  Args:
-    observed: The table.
-    devices: Numbers of devices, each at least 2.
-    seed: Of both hashes.
+  `devices` are each at least 2; `seed` is of both hashes.
 
   Raises:
     ValueError: No row was ever touched.
@@ -443,11 +325,18 @@ def analyze(
       f"Table {table.name!r} must have a nonzero row in some step, got none in"
       f" {len(recorded)} steps; record steps in which it is trained."
     )
-  density = [len(ids) / table.num_rows for step in recorded for ids in step]
-  following = itertools.pairwise(recorded)
-  overlap_devices = [overlaps(step) for step in recorded]
-  overlap_steps = [overlaps(a, b) for a, b in following]
-  skews = [_skew(sets, table.num_rows, p) for p in PARTS if p <= table.num_rows]
+  shares = [len(ids) / table.num_rows for step in recorded for ids in step]
+  density = _distribution([np.array(shares)])
+  assert density is not None  # A step has at least one device.
+  pairs = itertools.pairwise(recorded)
+  overlap_devices = _distribution([overlaps(step) for step in recorded])
+  overlap_steps = _distribution([overlaps(a, b) for a, b in pairs])
+  skews = []
+  for parts in PARTS:
+    if parts <= table.num_rows:
+      found = [skew(ids, table.num_rows, parts) for ids in sets]
+      ratio, first = np.mean(found, axis=0)
+      skews.append(Skew(parts=parts, ratio=float(ratio), first=float(first)))
   yield None
   scales, too_few = [], []
   for n in devices:
@@ -463,9 +352,9 @@ def analyze(
     dtype=str(table.dtype),
     devices=observed.devices,
     steps=len(recorded),
-    density=_required(_distribution([np.array(density)])),
-    overlap_devices=_distribution(overlap_devices),
-    overlap_steps=_distribution(overlap_steps),
+    density=density,
+    overlap_devices=overlap_devices,
+    overlap_steps=overlap_steps,
     skew=skews,
     scales=scales,
     too_few=too_few,
@@ -485,28 +374,15 @@ def _distribution(parts: Sequence[np.ndarray]) -> Distribution | None:
   )
 
 
-def _required(distribution: Distribution | None) -> Distribution:
-  assert distribution is not None  # A step has at least one device.
-  return distribution
-
-
-def _skew(sets: Sets, rows: int, parts: int) -> Skew:
-  found = [skew(ids, rows, parts) for ids in sets]
-  ratio, first = np.mean(found, axis=0)
-  return Skew(parts=parts, ratio=float(ratio), first=float(first))
-
-
-def _scale(observed: Observed, steps: list[Sets], n: int, seed: int) -> Scale:
+def _scale(
+  observed: Observed, steps: Sequence[Sets], n: int, seed: int
+) -> Scale:
   rows = observed.table.num_rows
   unions = [union(step, rows) for step in steps]
   local = float(np.mean([len(ids) for step in steps for ids in step]))
   total = float(np.mean([len(u) for u in unions]))
   row_bytes = observed.table.width * observed.table.dtype.itemsize
   ideal = (n - 1) / n * (local + total) * row_bytes
-  balance = {
-    name: _balance(observed, steps, unions, n, name, seed, ideal)
-    for name in NAMES
-  }
   return Scale(
     devices=n,
     steps=len(steps),
@@ -514,42 +390,48 @@ def _scale(observed: Observed, steps: list[Sets], n: int, seed: int) -> Scale:
     density=local / rows,
     union_density=total / rows,
     densification=total / local if local else 1.0,
-    balance=balance,
+    balance={
+      name: _balance(observed, steps, unions, n, name, seed, ideal)
+      for name in NAMES
+    },
   )
 
 
 def _balance(observed, steps, unions, n, name, seed, ideal) -> Balance:
-  tables, index = observed.tables, observed.index
+  which = observed.tables, observed.place, n, name, seed
   if name == COLUMNS:
     # Every owner has an equal part of every row.
     pushed = [np.array([[len(ids) / n] * n for ids in step]) for step in steps]
     pulled = [np.full(n, len(u) / n) for u in unions]
   else:
-    owner = owner_of(tables, index, n, name, seed)
+    owner = owner_of(*which)
     pushed = [loads(step, owner, n) for step in steps]
     pulled = list(loads(unions, owner, n))
   shown = Balance(
-    push=_mean(push_imbalance, pushed),
-    pull=_mean(pull_imbalance, pulled),
-    paid=_mean(push_paid, pushed),
+    push=float(np.mean([push_imbalance(p) for p in pushed])),
+    pull=float(np.mean([pull_imbalance(p) for p in pulled])),
+    paid=float(np.mean([push_paid(p) for p in pushed])),
   )
   if name not in (ROTATION, COLUMNS):
     return shown
   blocks = n if name == COLUMNS else 1
   pushes = np.array([round(p.max() * blocks) for p in pushed])
   pulls = np.array([round(u.max() * blocks) for u in pulled])
-  plan = plan_of(tables, index, n, name, seed)
-  sizes = [
-    fitted_bytes(plan, int(push), int(pull))
-    for push, pull in zip(pushes, pulls)
-  ]
+  plan = plan_of(*which)
+  context, zen = library.context(n), library.SPARSE["zen"]
+  sizes = []
+  for push, pull in zip(pushes.tolist(), pulls.tolist()):
+    # One push and one pull of just these rows: of the fullest pair of source
+    # and owner, and of the fullest union.
+    messages = [
+      *zen.push_messages([library.Room(plan, push)], context),
+      *zen.pull_messages([library.Room(plan, pull)], context),
+    ]
+    sizes.append(round(float(library.received_bytes(messages, context))))
+  received = float(np.mean(sizes))
   return dataclasses.replace(
     shown,
     capacity=library.stats.capacity(pushes, pulls, observed.table.num_rows),
-    bytes=float(np.mean(sizes)),
-    over_ideal=float(np.mean(sizes)) / ideal if ideal else None,
+    bytes=received,
+    over_ideal=received / ideal if ideal else None,
   )
-
-
-def _mean(measure, steps) -> float:
-  return float(np.mean([measure(step) for step in steps]))

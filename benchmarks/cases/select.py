@@ -31,10 +31,7 @@ COLUMNS = (
   table.fact("vector\nMB", "vector_bytes", unit=1e6),
   table.fact("wanted", "wanted", ".0f"),
   table.fact("found", "found", ".0f"),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
+  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
   table.time_over(IN_PLACE, "over\nin place"),
   table.time_over(COPY, "over\nx + 1"),
   table.time_over(TOP_K, "over\ntop_k"),
@@ -43,23 +40,14 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """A device's vectors, and what it is to select of their sum.
+  """A device's vectors, and what it is to select of their sum."""
 
-  Attributes:
-    residual: `[N]`.
-    gradient: `[N]`.
-    start: Where the device's partition begins, `[] int32`.
-    end: Where it ends.
-    k: Elements that all devices are to select together.
-    capacity: Room for indices.
-  """
-
-  residual: jax.Array
-  gradient: jax.Array
-  start: jax.Array
+  residual: jax.Array  # [N]
+  gradient: jax.Array  # [N]
+  start: jax.Array  # [] int32, where the device's partition begins
   end: jax.Array
-  k: int
-  capacity: int
+  k: int  # elements that all devices are to select together
+  capacity: int  # room for indices
 
   @property
   def size(self) -> int:
@@ -76,26 +64,15 @@ class Problem:
     magnitude = np.abs(self.total)
     return float(np.partition(magnitude, self.size - self.k)[-self.k])
 
-  def found(self, threshold: float) -> np.ndarray:
-    """Indices of the partition's, ascending, as many as there is room for."""
-    start, end = int(self.start), int(self.end)
-    large = np.abs(self.total[start:end]) >= np.float32(threshold)
-    return (np.flatnonzero(large) + start)[: self.capacity]
-
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """A way to select.
+  """A way to select."""
 
-  Attributes:
-    run: `(residual, gradient, start, end, threshold)` to its answer.
-    wrong: Elements of that answer that are not right.
-    donates: Whether the residual's memory is given to the answer.
-  """
-
+  # `(plan, residual, gradient, start, end, threshold)` to its answer.
   run: Callable[..., Any]
-  wrong: Callable[[Problem, Any], int]
-  donates: bool = True
+  wrong: Callable[[Problem, Any], int]  # Elements that are not right.
+  donates: bool = True  # Whether the answer takes the residual's memory.
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
@@ -106,13 +83,12 @@ def cases(options: argparse.Namespace) -> list[Case]:
       f" {options.density} of {options.elements}; give one of at least"
       f" {1 / options.elements:.3g}."
     )
+  size, density = options.elements, options.density
   return [
     Case(
-      group=f"{options.elements:,}  {options.density:.2%}  1 of {parts}",
+      group=f"{size:,}  {density:.2%}  1 of {parts}",
       name=name,
-      build=functools.partial(
-        build, name, options.elements, options.density, parts
-      ),
+      build=functools.partial(build, name, size, density, parts),
     )
     for parts in options.parts
     for name in VARIANTS
@@ -122,28 +98,22 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def build(name: str, size: int, density: float, parts: int) -> Built:
   """Compiles and checks one variant."""
   problem, variant = _problem(size, density, parts), VARIANTS[name]
-  plan = problem.k, problem.capacity
-  arguments = (
-    problem.residual,
-    problem.gradient,
-    problem.start,
-    problem.end,
-    jnp.float32(problem.threshold),
-  )
+  given, rest = [], (problem.gradient, problem.start, problem.end)
+  rest = (*rest, jnp.float32(problem.threshold))
   compiled, seconds = harness.compiled(
-    functools.partial(variant.run, plan),
-    *arguments,
+    functools.partial(variant.run, (problem.k, problem.capacity)),
+    problem.residual,
+    *rest,
     donate_argnums=0 if variant.donates else (),
     keep_unused=True,
   )
-  given = []
 
   def prepare():
     given[:] = [problem.residual + 0 if variant.donates else problem.residual]
     return given[0]
 
   def run():
-    return compiled(given.pop(), *arguments[1:])
+    return compiled(given.pop(), *rest)
 
   jax.block_until_ready(prepare())
   answer = run()
@@ -161,10 +131,9 @@ def build(name: str, size: int, density: float, parts: int) -> Built:
 def _problem(size: int, density: float, parts: int) -> Problem:
   rng = np.random.default_rng(size)
   draw = lambda: jnp.asarray(rng.laplace(size=size).astype(np.float32))
-  settings = library.checked_settings.check(
-    "micro",
-    "data",
-    density,
+  checked = library.checked_settings
+  settings = checked.check(
+    *("micro", "data", density),
     controller="damped",
     op="mean",
     start=None,
@@ -173,9 +142,7 @@ def _problem(size: int, density: float, parts: int) -> Problem:
     wire_dtype=None,
     division=library.partitions.Even,
   )
-  plan = library.checked_settings.plan(
-    np.zeros(size, np.float32), settings, parts
-  )
+  plan = checked.plan(np.zeros(size, np.float32), settings, parts)
   bounds = plan.division.bounds(jnp.asarray(plan.division.start()))
   middle = parts // 2
   return Problem(
@@ -202,8 +169,8 @@ def _add_one(plan, residual, *rest):
   return residual + 1
 
 
-def _exclusive_step(
-  plan, residual, gradient, start, end, threshold, *, sampled, norm
+def _exclusive(
+  plan, residual, gradient, start, end, threshold, *, sampled=False, norm=False
 ):
   """Selects as `zenjax.sparsify.exdyna` and `zenjax.sparsify.micro` do."""
   k, capacity = plan
@@ -233,7 +200,10 @@ def _wrong_sum(problem: Problem, answer: jax.Array) -> int:
 
 def _wrong_selection(problem: Problem, answer: _Found) -> int:
   wrong = oracle.count_different(np.asarray(answer.total), problem.total)
-  want = problem.found(float(answer.threshold))
+  start, end = int(problem.start), int(problem.end)
+  large = np.abs(problem.total[start:end]) >= np.float32(answer.threshold)
+  # Ascending, as many as there is room for.
+  want = (np.flatnonzero(large) + start)[: problem.capacity]
   index = np.asarray(answer.index)
   wrong += len(np.setxor1d(index[index < problem.size], want))
   wrong += int(np.count_nonzero(np.diff(index) < 0))
@@ -250,17 +220,13 @@ def _wrong_top_k(problem: Problem, answer: _Found) -> int:
   return wrong + problem.k - int(np.count_nonzero(got >= problem.threshold))
 
 
-def _exclusive_variant(**options: bool) -> Variant:
-  return Variant(
-    functools.partial(_exclusive_step, **options), _wrong_selection
-  )
-
-
+_SAMPLED = functools.partial(_exclusive, sampled=True)
+_NORM = functools.partial(_exclusive, norm=True)
 VARIANTS = {
   COPY: Variant(_add_one, _wrong_sum, donates=False),
   IN_PLACE: Variant(_add_one, _wrong_sum),
-  "exdyna": _exclusive_variant(sampled=False, norm=False),
-  "exdyna, norm": _exclusive_variant(sampled=False, norm=True),
-  "exdyna, sampled": _exclusive_variant(sampled=True, norm=False),
+  "exdyna": Variant(_exclusive, _wrong_selection),
+  "exdyna, norm": Variant(_NORM, _wrong_selection),
+  "exdyna, sampled": Variant(_SAMPLED, _wrong_selection),
   TOP_K: Variant(_top_k, _wrong_top_k),
 }

@@ -8,8 +8,6 @@ import tqdm
 from benchmarks import record
 from benchmarks import table
 from benchmarks.cases import row_sets
-from benchmarks.cases.row_sets import Balance
-from benchmarks.cases.row_sets import Distribution
 from benchmarks.cases.row_sets import PERCENTILES
 from benchmarks.cases.row_sets import Sparsity
 
@@ -21,41 +19,26 @@ def show(sparsity: Sparsity) -> None:
     f"[bold]{sparsity.name}[/bold]  {sparsity.rows:,} x {sparsity.width}"
     f" {sparsity.dtype}, {sparsity.steps} steps of {sparsity.devices} devices"
   )
-  for part in (_shares, _skew, _scales, _balance):
-    console.print(part(sparsity))
-  for note in _notes(sparsity):
-    console.print(note)
-
-
-def _shares(sparsity):
   headers = "n", "mean", *(f"p{p}" for p in PERCENTILES)
   made = table.made("share of rows, %", "", *headers)
-  made.add_row("density of a device", *_distribution(sparsity.density, 3))
-  for name, overlap in (
-    ("overlap, devices of a step", sparsity.overlap_devices),
-    ("overlap, consecutive steps", sparsity.overlap_steps),
+  for name, shares, digits in (
+    ("density of a device", sparsity.density, 3),
+    ("overlap, devices of a step", sparsity.overlap_devices, 1),
+    ("overlap, consecutive steps", sparsity.overlap_steps, 1),
   ):
-    cells = _distribution(overlap, 1) if overlap else ["-"] * len(headers)
+    cells = ["-"] * len(headers)
+    if shares:
+      found = shares.mean, *shares.percentiles.values()
+      cells = [str(shares.count), *(f"{100 * x:.{digits}f}" for x in found)]
     made.add_row(name, *cells)
-  return made
+  console.print(made)
 
-
-def _distribution(d: Distribution, digits: int) -> list[str]:
-  shares = d.mean, *d.percentiles.values()
-  return [str(d.count), *(f"{100 * share:.{digits}f}" for share in shares)]
-
-
-def _skew(sparsity):
   made = table.made("skew", "parts", *(str(s.parts) for s in sparsity.skew))
   made.add_row("densest part / d", *(f"{s.ratio:.2f}" for s in sparsity.skew))
-  made.add_row(
-    "nonzero rows in the first, %",
-    *(f"{100 * s.first:.1f}" for s in sparsity.skew),
-  )
-  return made
+  shares = (f"{100 * s.first:.1f}" for s in sparsity.skew)
+  made.add_row("nonzero rows in the first, %", *shares)
+  console.print(made)
 
-
-def _scales(sparsity):
   made = table.made(
     "densification", "devices", "steps", "d %", "dn %", "dn / d", "2 / (d + dn)"
   )
@@ -69,10 +52,8 @@ def _scales(sparsity):
       f"{scale.densification:.2f}",
       table.number(2 / both if both else None, ".1f"),
     )
-  return made
+  console.print(made)
 
-
-def _balance(sparsity):
   made = table.made(
     "balance",
     *("devices\n  partition", "imbalance\npush", "\npull", "\npaid"),
@@ -80,31 +61,24 @@ def _balance(sparsity):
   )
   for scale in sparsity.scales:
     made.add_row(f"[bold]{scale.devices}[/bold]")
-    for name in row_sets.NAMES:
-      made.add_row(f"  {name}", *_balance_cells(scale.balance[name]))
+    for name, balance in scale.balance.items():
+      made.add_row(
+        f"  {name}",
+        *(f"{x:.3f}" for x in (balance.push, balance.pull, balance.paid)),
+        *(table.number(x, ".0f") for x in balance.capacity or (None, None)),
+        table.number(balance.bytes, ".3f", 1e-6),
+        table.number(balance.over_ideal, ".3f"),
+      )
     made.add_section()
-  return made
+  console.print(made)
 
-
-def _balance_cells(balance: Balance) -> list[str]:
-  push, pull = balance.capacity or (None, None)
-  return [
-    *(f"{x:.3f}" for x in (balance.push, balance.pull, balance.paid)),
-    *(table.number(capacity, ".0f") for capacity in (push, pull)),
-    table.number(balance.bytes, ".3f", 1e-6),
-    table.number(balance.over_ideal, ".3f"),
-  ]
-
-
-def _notes(sparsity):
-  pooled = [scale for scale in sparsity.scales if scale.pooled]
-  if pooled:
-    yield (
+  if any(scale.pooled for scale in sparsity.scales):
+    console.print(
       f"pooled: the trace has {sparsity.devices} devices; the sets of several"
       " steps stand for those of one step of more devices."
     )
   if sparsity.too_few:
-    yield (
+    console.print(
       f"Left out: {', '.join(map(str, sparsity.too_few))} devices, for"
       f" {sparsity.steps} steps of {sparsity.devices} devices are too few sets;"
       " record more."

@@ -13,12 +13,11 @@ from benchmarks.cases.row_sets import BINS
 from benchmarks.cases.row_sets import Sparsity
 
 matplotlib.use("Agg")
-
-
+_BLUE, _GREY = "#1f5fa8", "#8a8a8a"
 _STYLES = {
   row_sets.CONTIGUOUS: "#b3432b",
-  row_sets.INDEPENDENT: "#8a8a8a",
-  row_sets.ROTATION: "#1f5fa8",
+  row_sets.INDEPENDENT: _GREY,
+  row_sets.ROTATION: _BLUE,
   row_sets.COLUMNS: "#3c8d40",
 }
 
@@ -36,6 +35,8 @@ def save_plot(path: pathlib.Path, found: Sequence[Sparsity]) -> None:
     for axis, draw in zip(row, (_overlap, _densification, _skew, _imbalance)):
       draw(axis, sparsity)
       axis.grid(alpha=0.25)
+      if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8, framealpha=0.9)
     row[0].set_title(
       f"{sparsity.name}\n{sparsity.rows:,} x {sparsity.width},"
       f" d = {100 * sparsity.density.mean:.2f} %",
@@ -48,68 +49,50 @@ def save_plot(path: pathlib.Path, found: Sequence[Sparsity]) -> None:
 
 def _overlap(axis, sparsity):
   edges = np.linspace(0, 100, BINS + 1)
-  for label, overlap, color in (
-    ("devices of a step", sparsity.overlap_devices, "#1f5fa8"),
-    ("consecutive steps", sparsity.overlap_steps, "#d97b1b"),
+  for label, overlap, color, filled in (
+    ("devices of a step", sparsity.overlap_devices, _BLUE, True),
+    ("consecutive steps", sparsity.overlap_steps, "#d97b1b", False),
   ):
     if overlap:
-      shares = 100 * np.array(overlap.histogram) / overlap.count
       axis.stairs(
-        shares,
+        100 * np.array(overlap.histogram) / overlap.count,
         edges,
-        fill=overlap is sparsity.overlap_devices,
-        alpha=0.6 if overlap is sparsity.overlap_devices else 1.0,
+        fill=filled,
+        alpha=0.6 if filled else 1.0,
         linewidth=1.5,
         color=color,
         label=f"{label}, {overlap.count} pairs",
       )
-  axis.set(
-    xlabel="overlap of two sets of rows, % of the smaller",
-    ylabel="pairs, %",
-    xlim=(0, 100),
-  )
-  _legend(axis)
+  words = "overlap of two sets of rows, % of the smaller"
+  axis.set(xlabel=words, ylabel="pairs, %", xlim=(0, 100))
 
 
 def _densification(axis, sparsity):
   n = [scale.devices for scale in sparsity.scales]
   ratios = [scale.densification for scale in sparsity.scales]
-  axis.plot(n, ratios, "o-", color="#1f5fa8", label="union / one device")
-  axis.plot(n, n, ":", color="#8a8a8a", label="no overlap at all")
+  axis.plot(n, ratios, "o-", color=_BLUE, label="union / one device")
+  axis.plot(n, n, ":", color=_GREY, label="no overlap at all")
   pooled = [i for i, scale in enumerate(sparsity.scales) if scale.pooled]
   if pooled:
     axis.plot(
       [n[i] for i in pooled],
       [ratios[i] for i in pooled],
-      linestyle="none",
-      marker="o",
+      "o",
       color="white",
-      markeredgecolor="#1f5fa8",
+      markeredgecolor=_BLUE,
       zorder=3,
       label="pooled from several steps",
     )
-  _powers_of_two(axis, n)
-  axis.set_yscale("log", base=2)
-  axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-  axis.set(xlabel="devices", ylabel="densification, dn / d")
-  _legend(axis)
+  _logarithmic(axis, n, "devices", "densification, dn / d")
 
 
 def _skew(axis, sparsity):
   parts = [skew.parts for skew in sparsity.skew]
-  axis.plot(
-    parts,
-    [skew.ratio for skew in sparsity.skew],
-    marker="o",
-    color="#1f5fa8",
-    label="density of the densest part / d",
-  )
-  axis.plot(parts, parts, ":", color="#8a8a8a", label="all in one part")
-  _powers_of_two(axis, parts)
-  axis.set_yscale("log", base=2)
-  axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-  axis.set(xlabel="equal parts of the table", ylabel="skew")
-  _legend(axis)
+  ratios = [skew.ratio for skew in sparsity.skew]
+  label = "density of the densest part / d"
+  axis.plot(parts, ratios, "o-", color=_BLUE, label=label)
+  axis.plot(parts, parts, ":", color=_GREY, label="all in one part")
+  _logarithmic(axis, parts, "equal parts of the table", "skew")
 
 
 def _imbalance(axis, sparsity):
@@ -121,19 +104,14 @@ def _imbalance(axis, sparsity):
   # One entry for all colours says which line is which.
   axis.plot([], [], "ko-", label="push")
   axis.plot([], [], "ks--", markersize=4, label="pull")
-  _powers_of_two(axis, n)
-  axis.set_yscale("log", base=2)
-  axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-  axis.set(xlabel="devices", ylabel="fullest buffer / mean")
-  _legend(axis)
+  _logarithmic(axis, n, "devices", "fullest buffer / mean")
 
 
-def _powers_of_two(axis, places):
+def _logarithmic(axis, places, xlabel, ylabel):
+  """Has both axes go by powers of two, with a tick at each place."""
   axis.set_xscale("log", base=2)
   axis.set_xticks(places, [str(place) for place in places])
   axis.minorticks_off()
-
-
-def _legend(axis):
-  if axis.get_legend_handles_labels()[0]:
-    axis.legend(fontsize=8, framealpha=0.9)
+  axis.set_yscale("log", base=2)
+  axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+  axis.set(xlabel=xlabel, ylabel=ylabel)

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-import time
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -30,14 +28,13 @@ from benchmarks.harness import Case
 import zenjax
 
 _RATE = 0.5
-_OPTIMIZERS: dict[str, Callable[[], Any]] = {
-  "adam": lambda: optax.adam(_RATE),
-  "adagrad": lambda: optax.adagrad(_RATE, initial_accumulator_value=0.0),
-  "row_adagrad": lambda: zenjax.rows.row_adagrad(_RATE),
-  "sgd": lambda: optax.sgd(_RATE),
+# Each with its state, of a table's size beside the parameters.
+_OPTIMIZERS: dict[str, tuple[Callable[[], Any], float]] = {
+  "adam": (lambda: optax.adam(_RATE), 2.0),
+  "adagrad": (lambda: optax.adagrad(_RATE, initial_accumulator_value=0), 1.0),
+  "row_adagrad": (lambda: zenjax.rows.row_adagrad(_RATE), 0.1),
+  "sgd": (lambda: optax.sgd(_RATE), 0.0),
 }
-# Of a table's size beside the parameters.
-_STATES = {"adam": 2.0, "adagrad": 1.0, "row_adagrad": 0.1, "sgd": 0.0}
 # float32 over two steps of an optimizer, against float64.
 _RELATIVE = 1e-4
 
@@ -56,20 +53,9 @@ class Setting:
   @classmethod
   def of(cls, options: argparse.Namespace, rows: int) -> Self:
     """Returns the setting of a table with so many rows."""
-    return cls(
-      rows=rows,
-      width=options.width,
-      look_ups=options.look_ups,
-      distinct=min(options.rows),
-      optimizer=options.optimizer,
-      batches=options.batches,
-    )
-
-
-def _dense(inner, _):
-  mean = functools.partial(jax.lax.pmean, axis_name=AXIS)
-  pmean = optax.stateless(lambda grads, _: jax.tree.map(mean, grads))
-  return optax.chain(pmean, inner)
+    same = ("width", "look_ups", "optimizer", "batches")
+    given = {name: getattr(options, name) for name in same}
+    return cls(rows=rows, distinct=min(options.rows), **given)
 
 
 def _zen(inner, capacities):
@@ -81,58 +67,36 @@ def _rows(inner, capacities):
   return _zen(zenjax.lazy_rows(inner), capacities)
 
 
-def _owners(inner, capacities):
-  return zenjax.owner_update(inner, AXIS, sparse=True, capacities=capacities)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
-  """A way to the update of a step.
+  """A way to the update of a step."""
 
-  Attributes:
-    transformation: Of an optimizer and the capacities to pin.
-    rows: Whether gradients are SparseRows.
-    pinned: Whether capacities are found by a rehearsal.
-    whole_state: Whether every device holds the optimizer's state of all rows.
-  """
-
+  # Of an optimizer and the capacities to pin.
   transformation: Callable[[Any, Any], Any]
-  rows: bool
-  pinned: bool = False
-  whole_state: bool = True
+  rows: bool  # Whether gradients are SparseRows.
+  pinned: bool = False  # Whether capacities are found by a rehearsal.
+  whole_state: bool = True  # Whether devices hold the state of all rows.
 
 
+_OWNERS = lambda x, pins: zenjax.owner_update(
+  x, AXIS, sparse=True, capacities=pins
+)
 VARIANTS = {
-  "dense": _Variant(_dense, rows=False),
+  "dense": _Variant(lambda x, _: optax.chain(sync.PMEAN, x), rows=False),
   "zen": _Variant(_zen, rows=False),
   "rows": _Variant(_rows, rows=True),
   "rows-pinned": _Variant(_rows, rows=True, pinned=True),
-  "owners": _Variant(_owners, rows=True, whole_state=False),
+  "owners": _Variant(_OWNERS, rows=True, whole_state=False),
 }
 
 
-def tables_alive(name: str, optimizer: str, devices: int) -> float:
-  """Arrays of the table's size that a device needs, parameters included."""
-  if name not in VARIANTS:
-    raise ValueError(
-      f"`--variants` must be among {', '.join(VARIANTS)}, got {name!r}."
-    )
-  variant = VARIANTS[name]
-  state = _STATES[optimizer] / (1 if variant.whole_state else devices)
-  return 1 + state + (0.1 if variant.rows else 2)
-
-
-# Lowered -> compiled, and the seconds that took.
-Compile = Callable[[jax.stages.Lowered], tuple[jax.stages.Compiled, float]]
-
-
-def _compile_here(lowered):
-  start = time.perf_counter()
-  return lowered.compile(), time.perf_counter() - start
-
-
 def build(
-  name: str, setting: Setting, mesh: Mesh, compile: Compile = _compile_here
+  name: str,
+  setting: Setting,
+  mesh: Mesh,
+  compile: Callable[
+    [jax.stages.Lowered], harness.Compiled
+  ] = harness.compile_here,
 ) -> Built:
   """Compiles a variant and checks the parameters after two steps."""
   variant = VARIANTS[name]
@@ -154,27 +118,32 @@ def build(
   return Built(run=runner, wrong=wrong, compile_s=runner.seconds, facts=facts)
 
 
+def _loss(params, ids, values):
+  return jnp.sum(jnp.take(params, ids, axis=0, mode="clip") * values)
+
+
 class _Runner:
   """A compiled step that hands its state to the next."""
 
   def __init__(self, variant, setting, mesh, compile, capacities):
     self._setting, self._mesh = setting, mesh
-    inner = _OPTIMIZERS[setting.optimizer]()
-    tx = variant.transformation(inner, capacities)
+    inner = _OPTIMIZERS[setting.optimizer][0]()
     self.params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
-    self.state = zenjax.init(tx, self.params, mesh, AXIS)
     self._drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
     self._placed = [
       tuple(sync.split(mesh, x) for x in batch) for batch in self._drawn
     ]
     self._turn = 0
-    start = time.perf_counter()
-    specs = zenjax.state_specs(self.state, AXIS)
-    step = _step(tx, variant.rows, mesh, specs)
-    lowered = step.lower(self.params, self.state, *self._placed[0])
-    lower_s = time.perf_counter() - start
-    self.compiled, seconds = compile(lowered)
-    self.seconds = lower_s + seconds
+    self.compiled, self.state, self.seconds = sync.compile_step(
+      variant.transformation(inner, capacities),
+      _loss,
+      mesh,
+      self.params,
+      self._placed[0],
+      rows=variant.rows,
+      compile=compile,
+      donate_argnums=(0, 1),
+    )
 
   def __call__(self):
     batch = self._placed[self._turn % len(self._placed)]
@@ -191,12 +160,9 @@ class _Runner:
     self._turn = 0
     self()
     ids, values = self._drawn[0]
-    touched = np.unique(ids)
-    grads = oracle.row_sums(
-      np.searchsorted(touched, ids.reshape(-1)),
-      values.reshape(-1, self._setting.width),
-      len(touched),
-    )
+    touched, at = np.unique(ids, return_inverse=True)
+    values = values.reshape(-1, self._setting.width)
+    grads = oracle.row_sums(at.reshape(-1), values, len(touched))
     want = _after_two_steps(grads / len(ids), self._setting.optimizer)
     read = jax.jit(lambda x, i: (x[i], jnp.count_nonzero(x)))
     wrong = 0
@@ -215,27 +181,6 @@ class _Runner:
       n, size = self._mesh.size, self.params.nbytes
       return 2 * (n - 1) / n * size
     return sum(leaf["wire_bytes"] for leaf in stats.values())
-
-
-def _step(tx, rows, mesh, specs):
-  both = zenjax.value_and_grad if rows else jax.value_and_grad
-
-  def loss(params, ids, values):
-    return jnp.sum(jnp.take(params, ids, axis=0, mode="clip") * values)
-
-  def step(params, state, ids, values):
-    _, grads = both(loss)(params, ids[0], values[0])
-    updates, state = tx.update(grads, state, params)
-    return zenjax.apply_updates(params, updates), state
-
-  mapped = jax.shard_map(
-    step,
-    mesh=mesh,
-    in_specs=(P(), specs, P(AXIS), P(AXIS)),
-    out_specs=(P(), specs),
-    check_vma=False,
-  )
-  return jax.jit(mapped, donate_argnums=(0, 1))
 
 
 def _draw(setting, n, seed):
@@ -263,20 +208,6 @@ def _after_two_steps(grads, optimizer):
   return -_RATE * grads * scale * (1 + 2**-0.5)
 
 
-MB = 1e6
-COLUMNS = (
-  table.fact("state\nMB", "state_bytes", unit=MB),
-  table.fact("temporary\nMB", "temporary", unit=MB),
-  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
-  table.Column("dense\nover", lambda r, p: _dense_over(r, p), ".1f"),
-  table.Column("over\nsmallest", lambda r, p: _over_smallest(r, p), ".2f"),
-)
-
-
 def _dense_over(result, peers):
   """Returns how much longer the dense step of the same table takes."""
   rows = result.name.split(" ", 1)[1]
@@ -291,18 +222,25 @@ def _over_smallest(result, peers):
   return result.median_s / first.median_s
 
 
+COLUMNS = (
+  table.fact("state\nMB", "state_bytes", unit=1e6),
+  table.fact("temporary\nMB", "temporary", unit=1e6),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
+  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  table.Column("dense\nover", _dense_over, ".1f"),
+  table.Column("over\nsmallest", _over_smallest, ".2f"),
+)
+
+
 def cases(options: argparse.Namespace) -> list[Case]:
   """Every variant on every number of rows, all in one group: they take turns.
 
   Raises:
-    ValueError: There are too few devices, too little memory, or no such
-      variant.
+    ValueError: Too few devices, too little memory, or no such variant.
   """
   mesh = harness.mesh(options.devices, AXIS)
   names = options.variants or list(VARIANTS)
-  if mesh.devices.flat[0].platform == "cpu":
-    # Others have memory of their own, and say when it is full.
-    check_memory(names, options, mesh.size)
+  check_memory(names, options, mesh.size, mesh)
   return [
     Case(
       group=title(options),
@@ -322,14 +260,25 @@ def title(options: argparse.Namespace) -> str:
 
 
 def check_memory(
-  names: Sequence[str], options: argparse.Namespace, devices: int
+  names: Sequence[str],
+  options: argparse.Namespace,
+  devices: int,
+  mesh: Mesh | None = None,
 ) -> None:
   """Raises ValueError where this machine cannot hold all cases at once."""
-  need = 0
+  need = 0.0
   for rows, name in itertools.product(options.rows, names):
-    tables = tables_alive(name, options.optimizer, devices)
+    if name not in VARIANTS:
+      raise ValueError(
+        f"`--variants` must be among {', '.join(VARIANTS)}, got {name!r}."
+      )
+    variant, state = VARIANTS[name], _OPTIMIZERS[options.optimizer][1]
+    # The table, the state, and a gradient with its sum.
+    tables = 1 + state / (1 if variant.whole_state else devices)
+    tables += 0.1 if variant.rows else 2
     need += tables * devices * rows * options.width * 4
   harness.require_memory(
+    mesh,
     need,
     "--rows",
     "Steps on all of them take turns: ask for fewer or smaller tables, fewer"

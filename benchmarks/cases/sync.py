@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,14 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class ScatterAdd:
-  """A look-up: autodiff adds one row for each id into zeros, `[R, D]`.
+  """A look-up: autodiff adds one row for each id into zeros, `[R, D]`."""
 
-  The loss is linear in the table, so that its gradient is known.
-  """
-
-  def inputs(
-    self, workload: Workload, ids: np.ndarray, rng: np.random.Generator
-  ) -> Arrays:
+  def inputs(self, workload, ids, rng: np.random.Generator) -> Arrays:
     """Returns one device's inputs for the rows that it looks up."""
     return ids, oracle.values(rng, (len(ids), workload.width))
 
   def loss(self, table: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the loss for `table: [R, D]`."""
+    """Returns a loss linear in `table: [R, D]`, whose gradient is known."""
     return jnp.sum(jnp.take(table, a, axis=0, mode="clip") * b)
 
   def expected(self, rows: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -54,8 +49,7 @@ class ScatterAdd:
 class Matmul(ScatterAdd):
   """A dense layer, say a tied softmax: the gradient is a product.
 
-  Of inner dimension 4 only: it costs little more than writing `[R, D]`, so what
-  synchronization costs is not lost beside it.
+  Of inner dimension 4 only: it costs little more than writing `[R, D]`.
   """
 
   def inputs(self, workload, ids, rng):
@@ -71,56 +65,37 @@ class Matmul(ScatterAdd):
     return a.astype(np.float64).T @ b
 
 
-GRADIENTS = {
-  "matmul": Matmul(),
-  "scatter-add": ScatterAdd(),
-}
-
-
+GRADIENTS = {"matmul": Matmul(), "scatter-add": ScatterAdd()}
 AXIS = "data"
 LEAF = "table"
-
-# (push, pull) rows of the first round, as `zenjax.advise` gives them.
-Capacities = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-  """A way to synchronize one table.
-
-  Attributes:
-    name: As in the first column.
-    volume: Bytes on the wire: "none", those of a ring all-reduce ("dense"), or
-      what zenjax counts ("counted").
-    make: Builds the transformation, with or without pinned capacities.
-    pinned: Whether capacities are found by an unpinned run and pinned.
-    warm_steps: Steps run before the first timed one, state fed back.
-    keeps_state: Whether timed steps feed the state back. Without it each one
-      is a first step.
-  """
+  """A way to synchronize one table."""
 
   name: str
+  # Bytes on the wire: none, a ring all-reduce's, or what zenjax counts.
   volume: Literal["none", "dense", "counted"] = "counted"
-  make: Callable[[Capacities | None], optax.GradientTransformation]
-  pinned: bool = False
-  warm_steps: int = 0
-  keeps_state: bool = True
+  # Builds the transformation, with or without pinned capacities.
+  make: Callable[[Any], optax.GradientTransformation]
+  pinned: bool = False  # Capacities are found by an unpinned run.
+  warm_steps: int = 0  # before the first timed one, state fed back
+  keeps_state: bool = True  # Or else every timed step is a first one.
 
 
-def _pmean(_):
-  return optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
+PMEAN = optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
 
 
 def _zen(**options):
-  def make(capacities):
-    return zenjax.zen_sync(AXIS, sparse=True, capacities=capacities, **options)
-
-  return make
+  return lambda capacities: zenjax.zen_sync(
+    AXIS, sparse=True, capacities=capacities, **options
+  )
 
 
 BASELINES = (
   Variant(name="none", volume="none", make=lambda _: optax.identity()),
-  Variant(name="pmean", volume="dense", make=_pmean),
+  Variant(name="pmean", volume="dense", make=lambda _: PMEAN),
 )
 SPARSE = (
   Variant(name="all_gather", make=_zen(scheme="all_gather")),
@@ -130,8 +105,7 @@ SPARSE = (
 )
 PINNED = tuple(
   dataclasses.replace(variant, name=f"{variant.name}-pinned", pinned=True)
-  for variant in SPARSE
-  if variant.name != "all_gather"
+  for variant in SPARSE[1:]
 )
 # At density 100 % the first step finds out what later ones remember.
 DENSE = (
@@ -143,7 +117,7 @@ DENSE = (
 def chosen(
   variants: Sequence[Variant], names: Sequence[str] | None
 ) -> list[Variant]:
-  """Returns those of `variants` that are called for; all if `names` is None.
+  """Returns the `variants` that are called for, all if `names` is None.
 
   Raises:
     ValueError: A name is none of any variant.
@@ -159,8 +133,7 @@ def chosen(
 LEARNING_RATE = 0.5  # A power of two: the products are exact.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
   """A compiled step and the state it starts from."""
 
   compiled: Any  # (params, state, *batch) -> (params, state)
@@ -169,32 +142,36 @@ class Step:
 
 
 def compile_step(
-  sync: optax.GradientTransformation,
-  gradient: ScatterAdd,
+  tx: optax.GradientTransformation,
+  loss: Callable[..., jax.Array],
   mesh: Mesh,
   params: Any,
-  batch: tuple[Any, Any],
+  batch: Sequence[Any],
+  *,
+  rows: bool = False,
+  **options: Any,
 ) -> Step:
   """Compiles a step; arguments may be arrays or their abstract shapes.
 
-  Args:
-    sync: Makes global gradients of local ones.
-    gradient: The loss.
-    mesh: One axis, `AXIS`, of `n` devices.
-    params: `{LEAF: [R, D]}`, replicated; donated to the step.
-    batch: The inputs of `gradient.loss`, `[n, ...]`, split over devices.
+  `loss` is of the parameters, which are replicated, and of one device's part of
+  the batch, `[n, ...]`; with `rows` gradients are SparseRows. `options` are
+  those of `harness.compiled`.
   """
-  optimizer = optax.chain(sync, optax.sgd(LEARNING_RATE))
-  state = _initial_state(optimizer, params, mesh)
+  if isinstance(jax.tree.leaves(params)[0], jax.Array):
+    state = zenjax.init(tx, params, mesh, AXIS)
+  else:
+    replicated = NamedSharding(mesh, P())
+    state = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+      jax.eval_shape(tx.init, params),
+    )
   specs = zenjax.state_specs(state, AXIS)
-
-  def loss(params, a, b):
-    return gradient.loss(params[LEAF], a[0], b[0])
+  both = zenjax.value_and_grad if rows else jax.value_and_grad
 
   def step(params, state, a, b):
-    grads = jax.grad(loss)(params, a, b)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    _, grads = both(loss)(params, a[0], b[0])
+    updates, state = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates), state
 
   # check_vma=False: gradients of replicated parameters stay local, and "none"
   # may leave replicas different.
@@ -205,28 +182,33 @@ def compile_step(
     out_specs=(P(), specs),
     check_vma=False,
   )
-  compiled, seconds = harness.compiled(
-    mapped, params, state, *batch, donate_argnums=0
-  )
+  compiled, seconds = harness.compiled(mapped, params, state, *batch, **options)
   return Step(compiled, state, seconds)
 
 
-def _initial_state(optimizer, params, mesh):
-  if isinstance(params[LEAF], jax.Array):
-    return zenjax.init(optimizer, params, mesh, AXIS)
-  replicated = NamedSharding(mesh, P())
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    jax.eval_shape(optimizer.init, params),
+def compile_sgd(
+  sync: optax.GradientTransformation,
+  gradient: ScatterAdd,
+  mesh: Mesh,
+  params: Any,
+  batch: Sequence[Any],
+) -> Step:
+  """Compiles a step of SGD on `{LEAF: [R, D]}`, which it donates."""
+  return compile_step(
+    optax.chain(sync, optax.sgd(LEARNING_RATE)),
+    lambda params, a, b: gradient.loss(params[LEAF], a, b),
+    mesh,
+    params,
+    batch,
+    donate_argnums=0,
   )
 
 
 def zeros(mesh: Mesh, rows: int, width: int) -> dict[str, jax.Array]:
   """Parameters of value zero, `{LEAF: [R, D]}`, on every device of `mesh`."""
-  replicated = NamedSharding(mesh, P())
   make = jax.jit(
     lambda: {LEAF: jnp.zeros((rows, width), jnp.float32)},
-    out_shardings=replicated,
+    out_shardings=NamedSharding(mesh, P()),
   )
   return make()
 
@@ -240,19 +222,16 @@ def split(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 # What zenjax counts itself; density and bytes come from the ids.
 _COUNTED = ("push_imbalance", "pull_imbalance", "rounds", "overflow_rows")
-
-
 # Steps from which capacities are advised, on batches of their own.
 _REHEARSALS = 8
 _REHEARSAL_SEED = 1000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
   """One step's inputs, on the host and on the devices."""
 
   ids: list[np.ndarray]  # n x [T] int32, the rows looked up
-  inputs: list[Arrays]  # n pairs, what `Gradient.inputs` returns
+  inputs: list[Arrays]  # n pairs, as the gradient gives them
   placed: tuple[jax.Array, jax.Array]  # [n, ...] each
 
 
@@ -260,9 +239,6 @@ class Training:
   """Batches and parameters that the variants of one workload share.
 
   Attributes:
-    workload: Table and ids.
-    mesh: One axis.
-    gradient: How the step comes by its gradient.
     params: Handed from step to step, whichever variant runs it, for every step
       donates what it got: one table a device is enough for all variants.
   """
@@ -276,9 +252,10 @@ class Training:
 
   @functools.cached_property
   def batches(self) -> list[_Batch]:
-    return [self._draw(seed) for seed in range(self._num_batches)]
+    return [self.draw(seed) for seed in range(self._num_batches)]
 
-  def _draw(self, seed):
+  def draw(self, seed: int) -> _Batch:
+    """Returns one step's inputs, always the same of a seed."""
     rng = np.random.default_rng(seed)
     ids = workloads.ids(self.workload, self.mesh.size, seed)
     inputs = [self.gradient.inputs(self.workload, i, rng) for i in ids]
@@ -286,74 +263,57 @@ class Training:
     return _Batch(ids, inputs, (a, b))
 
   def zeros(self) -> Any:
-    """Fresh parameters of value zero, on every device."""
     return zeros(self.mesh, self.workload.rows, self.workload.width)
 
   def build(self, variant: Variant) -> Built:
     """Compiles `variant`, checks it on every batch, collects its figures."""
-    capacities = self._advice(variant) if variant.pinned else None
-    runner = self._runner(variant, capacities)
+    capacities = None
+    if variant.pinned:
+      rehearsal = _Runner(self, variant, None)
+      for seed in range(_REHEARSALS):
+        rehearsal.rehearse(self.draw(_REHEARSAL_SEED + seed))
+      capacities = zenjax.advise(rehearsal.state)[LEAF]
+      del rehearsal
+    runner = _Runner(self, variant, capacities)
     wrong, seen = runner.check()
     if self.params is None:
       self.params = self.zeros()
-    return Built(
-      run=runner,
-      wrong=wrong,
-      compile_s=runner.compile_s,
-      facts=self._facts(variant, seen),
-    )
-
-  def _advice(self, variant):
-    """Returns zenjax's advice after steps that are not the timed ones."""
-    runner = self._runner(variant, None)
-    for seed in range(_REHEARSALS):
-      runner.rehearse(self._draw(_REHEARSAL_SEED + seed))
-    return zenjax.advise(runner.state)[LEAF]
-
-  def _runner(self, variant, capacities):
-    sync = variant.make(capacities)
-    placed = self.batches[0].placed
-    compiled = compile_step(
-      sync, self.gradient, self.mesh, self.zeros(), placed
-    )
-    return _Runner(self, compiled, variant)
-
-  def _facts(self, variant, seen):
-    workload = self.workload
     facts: dict[str, float] = {
       "devices": self.mesh.size,
-      "rows": workload.rows,
-      "width": workload.width,
-      **workloads.volume(workload, [batch.ids for batch in self.batches]),
+      "rows": self.workload.rows,
+      "width": self.workload.width,
+      **workloads.volume(self.workload, [batch.ids for batch in self.batches]),
     }
     wire = {"none": 0.0, "dense": facts["dense_bytes"]}
-    if variant.volume == "counted":
-      counted = _mean(seen)
-      wire["counted"] = counted["wire_bytes"]
-      facts |= {key: counted[key] for key in _COUNTED}
+    if seen:
+      mean = {k: float(np.mean([s[k] for s in seen])) for k in seen[0]}
+      wire["counted"] = mean["wire_bytes"]
+      facts |= {key: mean[key] for key in _COUNTED}
     facts["wire_bytes"] = wire[variant.volume]
     facts["over_bound"] = facts["wire_bytes"] / facts["bound_bytes"]
-    return facts
-
-  def wanted(self, batch: _Batch, device: int, *, synced: bool) -> np.ndarray:
-    """`[R, D]` parameters of a device after one step from zero, float64."""
-    inputs = batch.inputs if synced else batch.inputs[device : device + 1]
-    total = np.zeros((self.workload.rows, self.workload.width))
-    for a, b in inputs:
-      total += self.gradient.expected(self.workload.rows, a, b)
-    return total * (-LEARNING_RATE / len(inputs))
+    return Built(
+      run=runner, wrong=wrong, compile_s=runner.compile_s, facts=facts
+    )
 
 
 class _Runner:
-  """One variant's compiled step; calling it runs one on the next batch."""
+  """One variant's compiled step; calling it runs one on the next batch.
 
-  def __init__(self, training: Training, built: Step, variant: Variant):
-    self.compile_s = built.seconds
+  Attributes:
+    state: What the last step left.
+  """
+
+  def __init__(self, training: Training, variant: Variant, capacities: Any):
     self._training = training
-    self._built = built
     self._variant = variant
-    self._state = built.state  # What the next step starts from.
-    self.state = built.state  # What the last step left.
+    self._compiled, self.state, self.compile_s = compile_sgd(
+      variant.make(capacities),
+      training.gradient,
+      training.mesh,
+      training.zeros(),
+      training.batches[0].placed,
+    )
+    self._state = self.state  # What the next step starts from.
     self._batches = itertools.cycle(training.batches)
 
   def __call__(self) -> Any:
@@ -363,11 +323,9 @@ class _Runner:
     return self._training.params
 
   def _step(self, params, batch):
-    state = self._state
-    params, state = self._built.compiled(params, state, *batch.placed)
+    params, self.state = self._compiled(params, self._state, *batch.placed)
     if self._variant.keeps_state:
-      self._state = state
-    self.state = state
+      self._state = self.state
     return params
 
   def rehearse(self, batch: _Batch) -> None:
@@ -389,40 +347,33 @@ class _Runner:
   def _count_wrong(self, batch, table):
     synced = self._variant.volume != "none"
     shards = [np.asarray(shard.data) for shard in table.addressable_shards]
-    want = self._training.wanted(batch, 0, synced=synced)
-    wrong = oracle.count_wrong(shards[0], want)
-    for device, shard in enumerate(shards[1:], 1):
-      if synced:  # Replicas must agree to the bit.
+    wrong = 0
+    for device, shard in enumerate(shards):
+      if synced and device:  # Replicas must agree to the bit.
         wrong += oracle.count_different(shard, shards[0])
-      else:
-        want = self._training.wanted(batch, device, synced=False)
-        wrong += oracle.count_wrong(shard, want)
+        continue
+      inputs = batch.inputs if synced else batch.inputs[device : device + 1]
+      want = np.zeros(shard.shape)
+      for a, b in inputs:
+        want += self._training.gradient.expected(len(shard), a, b)
+      want *= -LEARNING_RATE / len(inputs)
+      wrong += oracle.count_wrong(shard, want)
     return wrong
 
 
-def _mean(seen: list[dict[str, float]]) -> dict[str, float]:
-  return {key: float(np.mean([s[key] for s in seen])) for key in seen[0]}
-
-
-MB = 1e6
 COLUMNS = (
-  table.fact("dense\nMB", "dense_bytes", unit=MB),
+  table.fact("dense\nMB", "dense_bytes", unit=1e6),
   table.fact("density\n%", "density", ".2f", unit=0.01),
   table.fact("union\n%", "union_density", ".2f", unit=0.01),
-  table.fact("wire\nMB", "wire_bytes", ".2f", unit=MB),
+  table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
   table.fact("wire/\nbound", "over_bound", ".2f"),
   table.fact("imbalance\npush", "push_imbalance", ".2f"),
   table.fact("\npull", "pull_imbalance", ".2f"),
   table.fact("rounds", "rounds", ".1f"),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
+  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
   table.time_over("pmean", "over\npmean"),
   table.added_over("pmean", "none", "added/\nadded"),
 )
-# Tables alive at once on a device: parameters, gradient, two of scratch.
-_TABLES = 4
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
@@ -431,40 +382,22 @@ def cases(options: argparse.Namespace) -> list[Case]:
   Raises:
     ValueError: There are too few devices, or too little memory.
   """
-  mesh = harness.mesh(options.devices, AXIS)
-  return [
-    case
-    for name in options.workloads or workloads.NAMES
-    for case in _cases_of(name, mesh, options)
-  ]
-
-
-def _cases_of(name, mesh, options):
-  workload = workloads.get(name, full_size=options.full_size)
-  if mesh.devices.flat[0].platform == "cpu":
-    # Others have memory of their own, and say when it is full.
+  mesh, found = harness.mesh(options.devices, AXIS), []
+  for name in options.workloads or workloads.NAMES:
+    workload = workloads.get(name, full_size=options.full_size)
     harness.require_memory(
-      mesh.size * _TABLES * workload.bytes,
+      mesh,
+      # Parameters, gradient, two of scratch.
+      4 * mesh.size * workload.bytes,
       "--full-size",
       "Ask for fewer devices, other workloads or the scaled size.",
     )
-  group = f"{name}  {workload.rows:,} x {workload.width}"
-  training = Training(workload, mesh, options.batches)
-  return [
-    Case(
-      group=group,
-      name=variant.name,
-      build=functools.partial(training.build, variant),
-    )
-    for variant in _variants(workload, options)
-  ]
-
-
-def _variants(workload, options):
-  if workload.density == 1:
-    candidates = (*BASELINES, *DENSE)
-  elif options.pinned:
-    candidates = (*BASELINES, *SPARSE, *PINNED)
-  else:
-    candidates = (*BASELINES, *SPARSE)
-  return chosen(candidates, options.variants)
+    group = f"{name}  {workload.rows:,} x {workload.width}"
+    build = Training(workload, mesh, options.batches).build
+    pinned = PINNED if options.pinned else ()
+    variants = DENSE if workload.density == 1 else (*SPARSE, *pinned)
+    found += [
+      Case(group=group, name=v.name, build=functools.partial(build, v))
+      for v in chosen((*BASELINES, *variants), options.variants)
+    ]
+  return found

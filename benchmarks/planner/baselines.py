@@ -6,7 +6,7 @@ its program has it, one cut found by halving, beside no cut at all; its groups
 take their best strategy here, where the paper has one for the whole model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import itertools
 import math
 
@@ -15,8 +15,16 @@ from benchmarks.library import Exchange
 from benchmarks.library import GroupCosts
 from benchmarks.library import iteration_seconds
 from benchmarks.library import Tensor
-from benchmarks.planner.pieces import each_by
-from benchmarks.planner.pieces import simulate
+
+
+def each_by(tensors: Sequence[Tensor], names: Sequence[str]) -> Assignment:
+  """Returns one exchange for each tensor, by the option so named."""
+  found = []
+  for j, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+    option = tensor.option(name)
+    assert option is not None, (tensor.name, name)
+    found.append(Exchange(j, j + 1, option))
+  return tuple(found)
 
 
 def uncompressed(tensors: Sequence[Tensor]) -> Assignment:
@@ -27,14 +35,11 @@ def uncompressed(tensors: Sequence[Tensor]) -> Assignment:
 def espresso(tensors: Sequence[Tensor], *, passes: int = 1) -> Assignment:
   """The greedy of Espresso's Algorithm 1, each tensor by itself.
 
-  Tensors are taken by size, the largest first and of equals the
-  one that is ready last; each gets the option with which the iteration is
-  shortest, what was decided before being kept. Uncompressed tensors that are
-  sent before a bubble, the link then being idle, are left as they are.
-
-  Args:
-    tensors: The first option of each is the uncompressed one.
-    passes: How often to go through all; the paper's is 1.
+  Tensors are taken by size, the largest first and of equals the one that is
+  ready last; each gets the option with which the iteration is shortest, what
+  was decided before being kept. Uncompressed tensors (the first option) that
+  are sent before a bubble, the link then being idle, are left as they are. The
+  paper goes through all of them once.
   """
   chosen = list(uncompressed(tensors))
   order = sorted(
@@ -52,28 +57,38 @@ def espresso(tensors: Sequence[Tensor], *, passes: int = 1) -> Assignment:
 
 def _remove(tensors, chosen, removed) -> None:
   """Adds uncompressed tensors that are sent before the last bubble."""
-  last = max(simulate(tensors, chosen).bubbles(), default=0)
-  for j in range(last):
+  for j in range(max(bubbles(tensors, chosen), default=0)):
     if chosen[j].option is tensors[j].options[0]:
       removed.add(j)
 
 
+def bubbles(
+  tensors: Sequence[Tensor], assignment: Sequence[Exchange]
+) -> Iterator[int]:
+  """Yields the exchanges before which the link, having sent others, idles."""
+  compute = link = 0.0
+  for k, exchange in enumerate(assignment):
+    for tensor in tensors[exchange.first : exchange.stop]:
+      compute += tensor.backward_s
+    compute += exchange.option.before_s
+    if k and compute > link:
+      yield k
+    link = max(link, compute) + exchange.option.link_s
+
+
 def _best_option(tensors, chosen, j) -> Exchange:
-  candidates = [chosen[j]]
-  candidates += [Exchange(j, j + 1, option) for option in tensors[j].options]
-
-  def iteration(exchange):
-    changed = [*chosen[:j], exchange, *chosen[j + 1 :]]
-    return iteration_seconds(tensors, changed)
-
-  return min(candidates, key=iteration)
+  options = [Exchange(j, j + 1, option) for option in tensors[j].options]
+  changed = lambda exchange: [*chosen[:j], exchange, *chosen[j + 1 :]]
+  return min(
+    [chosen[j], *options],
+    key=lambda exchange: iteration_seconds(tensors, changed(exchange)),
+  )
 
 
 def mergecomp(groups: GroupCosts) -> Assignment | None:
   """One group or two, the cut found by halving as if time had one minimum.
 
-  Returns:
-    None if no such groups can be exchanged.
+  None if no such groups can be exchanged.
   """
   n = len(groups.tensors)
   tried: dict[int, Assignment | None] = {}

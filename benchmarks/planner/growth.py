@@ -6,8 +6,8 @@ which yields steps without end, of each device the ascending rows of its ids.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import tqdm
@@ -19,7 +19,8 @@ from benchmarks import workloads
 from examples.studies.lm import corpus
 from zenjax.traces import DeviceRows
 
-Step = list[np.ndarray]
+Ids = np.ndarray
+Step = list[Ids]
 _WINDOW = 64
 # Steps of the larger number of devices, whose mean is what is predicted.
 _REAL_STEPS = 16
@@ -29,9 +30,7 @@ _PAPER = {"squad-bert": 0.408}
 _DRAWN = ("lm1b-lstm", "criteo-deepfm", "iwslt-nmt", "squad-bert")
 
 
-def starts(
-  ids: np.ndarray, n: int, tokens: int, *, seed: int
-) -> Iterator[Step]:
+def starts(ids: Ids, n: int, tokens: int, *, seed: int) -> Iterator[Step]:
   """Contiguous text from a random place, of every device and step its own."""
   rng = np.random.default_rng([seed, n])
   while True:
@@ -39,9 +38,7 @@ def starts(
     yield [np.unique(ids[a : a + tokens]) for a in at]
 
 
-def windows(
-  ids: np.ndarray, n: int, tokens: int, *, seed: int
-) -> Iterator[Step]:
+def windows(ids: Ids, n: int, tokens: int, *, seed: int) -> Iterator[Step]:
   """Windows of 64 tokens, shuffled: as `examples.studies.lm` reads them."""
   rng = np.random.default_rng([seed, n])
   count = len(ids) // _WINDOW
@@ -53,9 +50,7 @@ def windows(
       yield [np.unique(cut[mine]) for mine in step]
 
 
-def streams(
-  ids: np.ndarray, n: int, tokens: int, *, seed: int
-) -> Iterator[Step]:
+def streams(ids: Ids, n: int, tokens: int, *, seed: int) -> Iterator[Step]:
   """Every device reads a part of its own from front to back."""
   rng = np.random.default_rng([seed, n])
   part = len(ids) // n
@@ -66,7 +61,7 @@ def streams(
     at += tokens
 
 
-def apart(ids: np.ndarray, n: int, tokens: int, *, seed: int) -> Iterator[Step]:
+def apart(ids: Ids, n: int, tokens: int, *, seed: int) -> Iterator[Step]:
   """Takes one step in 13 of `streams`: so steps may be recorded, too."""
   yield from itertools.islice(streams(ids, n, tokens, seed=seed), 0, None, 13)
 
@@ -79,41 +74,6 @@ ORDERS: dict[str, Callable[..., Iterator[Step]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-  """One prediction beside what it predicts.
-
-  Attributes:
-    ids: Where they are from.
-    order: In which they are read.
-    devices: Of the recorded steps.
-    steps: How many.
-    larger: Devices predicted.
-    density: Of one device.
-    predicted: Union, as a share of the rows.
-    real: That of real steps of so many devices, mean.
-    standard_error: As the pool says of itself, over the prediction.
-    drift: Second half of the steps against the first.
-    step_ratio: A recorded step's union over what the pool says of as many.
-    power_law: What a power law through one device and a step says, over real.
-    error: Of the prediction.
-  """
-
-  ids: str
-  order: str
-  devices: int
-  steps: int
-  larger: int
-  density: float
-  predicted: float
-  real: float
-  standard_error: float
-  drift: float
-  step_ratio: float
-  power_law: float
-  error: float
-
-
 def run(options: argparse.Namespace) -> int:
   """Predicts, counts, prints and saves; returns the exit code."""
   if options.steps < 16:
@@ -121,14 +81,13 @@ def run(options: argparse.Namespace) -> int:
       "`--steps` must be at least 16, for as many sets as the devices that are"
       f" predicted, got {options.steps}."
     )
-  every = itertools.chain(_of_text(options), _of_workloads(options))
-  rows = list(tqdm.tqdm(every, unit="case", disable=None, leave=False))
+  rows = list(tqdm.tqdm(_rows(options), unit="case", disable=None, leave=False))
   _show(rows)
-  record.save(options, {"rows": [dataclasses.asdict(row) for row in rows]})
+  record.save(options, {"rows": rows})
   return 0
 
 
-def _of_text(options: argparse.Namespace) -> Iterator[Row]:
+def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
   text, n = corpus.load_tokens(), options.devices
   for order, draw in ORDERS.items():
     few = draw(text.ids, n, options.tokens, seed=0)
@@ -138,10 +97,6 @@ def _of_text(options: argparse.Namespace) -> Iterator[Row]:
       list(itertools.islice(few, options.steps)),
       list(itertools.islice(many, _REAL_STEPS)),
     )
-
-
-def _of_workloads(options: argparse.Namespace) -> Iterator[Row]:
-  n = options.devices
   for workload in map(workloads.get, _DRAWN):
     yield _row(
       (workload.name, "drawn", workload.rows),
@@ -152,34 +107,38 @@ def _of_workloads(options: argparse.Namespace) -> Iterator[Row]:
 
 def _row(
   source: tuple[str, str, int], recorded: list[Step], larger: list[Step]
-) -> Row:
+) -> dict[str, Any]:
   """Predicts steps of more devices from recorded ones, and counts real ones."""
   ids, order, rows = source
   n, more = len(recorded[0]), len(larger[0])
   found = library.union_growth.growth(recorded, rows)
-  real, union = (
-    float(np.mean([len(np.unique(np.concatenate(step))) for step in steps]))
-    for steps in (larger, recorded)
-  )
+  real, union = map(_union, (larger, recorded))
   # What `Profile.union_of` fits: a power law through one step's union.
   local = np.mean([len(s) for step in recorded for s in step])
   power = np.log(union / local) / np.log(n)
   predicted = found.union(more)
-  return Row(
-    ids=ids,
-    order=order,
-    devices=n,
-    steps=len(recorded),
-    larger=more,
-    density=found.union(1) / rows,
-    predicted=predicted / rows,
-    real=real / rows,
-    standard_error=found.error(more),
-    drift=drift(recorded, rows),
-    step_ratio=step_ratio(recorded, found),
-    power_law=float(found.union(1) * more**power / real - 1),
-    error=predicted / real - 1,
-  )
+  return {
+    "ids": ids,  # Where they are from.
+    "order": order,  # In which they are read.
+    "devices": n,  # Of the recorded steps.
+    "steps": len(recorded),
+    "larger": more,  # Devices predicted.
+    "density": found.union(1) / rows,  # Of one device.
+    "predicted": predicted / rows,  # The union.
+    "real": real / rows,  # That of real steps of so many devices, mean.
+    # As the pool says of itself, over the prediction.
+    "standard_error": found.error(more),
+    "drift": drift(recorded, rows),  # Of the first half against the second.
+    "step_ratio": step_ratio(recorded, found),
+    # A power law through one device and a step, over real.
+    "power_law": float(found.union(1) * more**power / real - 1),
+    "error": predicted / real - 1,
+  }
+
+
+def _union(steps: Sequence[DeviceRows]) -> float:
+  """Returns the mean over steps."""
+  return float(np.mean([len(np.unique(np.concatenate(s))) for s in steps]))
 
 
 def drift(recorded: Sequence[DeviceRows], rows: int) -> float:
@@ -197,31 +156,29 @@ def step_ratio(
 
   Below 1 devices of one step are more alike than the pool; above 1 less.
   """
-  unions = [len(np.unique(np.concatenate(step))) for step in recorded]
-  return float(np.mean(unions)) / found.union(found.devices)
+  return _union(recorded) / found.union(found.devices)
 
 
-def _show(rows: list[Row]) -> None:
-  first = rows[0]
+def _show(rows: list[dict[str, Any]]) -> None:
+  title = "Union of {larger} devices from {steps} steps of {devices}"
   made = tables.made(
-    f"Union of {first.larger} devices from {first.steps} steps of"
-    f" {first.devices}",
+    title.format(**rows[0]),
     *("ids", "order", "d\n%", "predicted\n%", "real\n%", "off by\n%"),
     *("its own\nerror %", "drift\n%", "step\nratio", "power law\noff by %"),
     left=2,
   )
   for r in rows:
     made.add_row(
-      r.ids,
-      r.order,
-      *(f"{100 * x:.3f}" for x in (r.density, r.predicted, r.real)),
-      f"{100 * r.error:+.1f}",
-      f"{100 * r.standard_error:.1f}",
-      f"{100 * r.drift:+.1f}",
-      f"{r.step_ratio:.3f}",
-      f"{100 * r.power_law:+.1f}",
+      r["ids"],
+      r["order"],
+      *(f"{100 * r[x]:.3f}" for x in ("density", "predicted", "real")),
+      f"{100 * r['error']:+.1f}",
+      f"{100 * r['standard_error']:.1f}",
+      f"{100 * r['drift']:+.1f}",
+      f"{r['step_ratio']:.3f}",
+      f"{100 * r['power_law']:+.1f}",
     )
   tables.console().print(made)
   for r in rows:
-    if r.larger == 128 and r.ids in _PAPER:
-      print(f"{r.ids}: {100 * _PAPER[r.ids]:.1f} % in the Zen paper.")
+    if r["larger"] == 128 and r["ids"] in _PAPER:
+      print(f"{r['ids']}: {100 * _PAPER[r['ids']]:.1f} % in the Zen paper.")

@@ -19,8 +19,7 @@ MOST = 5_000_000
 def exhaustive(groups: library.GroupCosts) -> tuple[library.Assignment, float]:
   """An assignment with the shortest iteration, and that.
 
-  Raises:
-    ValueError: There are too many.
+  ValueError if there are too many.
   """
   best: library.Assignment = ()
   best_s = math.inf

@@ -22,53 +22,23 @@ _WORTH = 0.1
 _STATE = 2.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-  """A table and how steps use it.
-
-  Attributes:
-    table: As it is synchronized.
-    profile: Its nonzero rows.
-    look_ups: Of a device and step, where sharding would ask for each of them;
-      None where it asks for distinct rows.
-  """
-
-  table: library.Table
-  profile: zenjax.planner.Profile
-  look_ups: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-  """One way to keep a table.
+  """One way to keep a table, of a device and step."""
 
-  Attributes:
-    name: "replicate, dense", "replicate, zen" or "shard".
-    received: Bytes of a device and step.
-    seconds: On the link and to find and pack rows; nothing overlaps.
-    memory_bytes: Of a device: table and optimizer state.
-  """
-
-  name: str
-  received: float
-  seconds: float
-  memory_bytes: float
+  name: str  # "replicate, dense", "replicate, zen" or "shard".
+  received: float  # Bytes.
+  seconds: float  # On the link and to find and pack rows; nothing overlaps.
+  memory_bytes: float  # Of table and optimizer state.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Advice:
-  """Advice on one table.
-
-  Attributes:
-    table: Its name.
-    choice: One of `ways`.
-    ways: All of them, the fastest first.
-    reason: Why, in words.
-  """
+  """Advice on one table."""
 
   table: str
   choice: Way
-  ways: tuple[Way, ...]
+  ways: tuple[Way, ...]  # The fastest first.
   reason: str
 
   def __str__(self) -> str:
@@ -82,58 +52,41 @@ class Advice:
 
 
 def replicate_or_shard(
-  use: Use, devices: int, link: zenjax.planner.Link
+  table: library.Table,
+  profile: zenjax.planner.Profile,
+  devices: int,
+  link: zenjax.planner.Link,
+  *,
+  look_ups: float | None = None,
 ) -> Advice:
   """Returns advice for a table: a shard where it saves more than a tenth.
 
-  Args:
-    use: The table.
-    devices: That hold replicas, or shards.
-    link: Between them.
+  `look_ups` are of a device and step, where sharding would ask for each of
+  them; None where it asks for distinct rows. Of two devices at least.
   """
-  if not isinstance(devices, int) or devices < 2:
-    raise ValueError(
-      f"`devices` must be at least 2, got {devices!r}: one device has all rows."
-    )
-  ways = _ways(use, devices, link)
-  replica = next(way for way in ways if way.name != "shard")
-  shard = next(way for way in ways if way.name == "shard")
+  whole = table.num_rows * table.width * table.dtype.itemsize * (1 + _STATE)
+  found = library.choices(table, profile, devices, link)
+  ways = []
+  for scheme in ("dense", "zen"):
+    best = next(p for p in found if p.scheme == scheme)
+    name = f"replicate, {scheme}"
+    ways.append(Way(name, best.received, best.seconds, whole))
+  replica = min(ways, key=lambda way: way.seconds)
+  # Ids there, rows back, their gradients there: three exchanges. Owners by a
+  # hash, as zen's; buffers as large as the fullest pair.
+  asked = profile.fullest if look_ups is None else look_ups
+  pair = library.buffer_sizes.fullest(asked, devices, devices * devices)
+  row = table.width * table.wire_dtype.itemsize
+  messages = [(devices - 1) * pair * size for size in (4, row, row)]
+  seconds = sum(link.seconds("all_to_all", devices, m) for m in messages)
+  shard = Way("shard", sum(messages), seconds, whole / devices)
   saved = 1 - shard.seconds / replica.seconds
-  choice = shard if saved > _WORTH else replica
-  if choice is shard:
+  if saved > _WORTH:
     reason = f"it takes {saved:.0%} less time than replicas"
   elif saved > 0:
     reason = f"a shard would save no more than {saved:.0%} of its time"
   else:
     reason = f"a shard would take {-saved:.0%} more time"
-  return Advice(table=use.table.name, choice=choice, ways=ways, reason=reason)
-
-
-def _ways(use: Use, devices: int, link: zenjax.planner.Link) -> tuple[Way, ...]:
-  """Returns all of them, the fastest first."""
-  table = use.table
-  whole = table.num_rows * table.width * table.dtype.itemsize * (1 + _STATE)
-  found = library.choices(table, use.profile, devices, link)
-  ways = []
-  for scheme in ("dense", "zen"):
-    best = next(p for p in found if p.scheme == scheme)
-    way = Way(
-      name=f"replicate, {scheme}",
-      received=best.received,
-      seconds=best.seconds,
-      memory_bytes=whole,
-    )
-    ways.append(way)
-  # Ids there, rows back, their gradients there: three exchanges. Owners by a
-  # hash, as zen's; buffers as large as the fullest pair.
-  asked = use.profile.fullest if use.look_ups is None else use.look_ups
-  pair = library.buffer_sizes.fullest(asked, devices, devices * devices)
-  row = table.width * table.wire_dtype.itemsize
-  messages = [(devices - 1) * pair * size for size in (4, row, row)]
-  shard = Way(
-    name="shard",
-    received=sum(messages),
-    seconds=sum(link.seconds("all_to_all", devices, m) for m in messages),
-    memory_bytes=whole / devices,
-  )
-  return tuple(sorted([*ways, shard], key=lambda way: way.seconds))
+  choice = shard if saved > _WORTH else replica
+  ways = tuple(sorted([*ways, shard], key=lambda way: way.seconds))
+  return Advice(table.name, choice, ways, reason)

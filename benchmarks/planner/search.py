@@ -3,11 +3,10 @@
 import argparse
 from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
 import statistics
 import time
-from typing import Any
 
-import rich.box
 import rich.table
 import tqdm
 
@@ -29,46 +28,27 @@ WORST, MEAN = 1.1, 1.005
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Small:
-  """One instance of which every assignment was tried.
+  """One instance of which every assignment was tried."""
 
-  Attributes:
-    kind: ALONE or GROUPS.
-    seed: It was drawn with.
-    best_s: The shortest iteration.
-    found_s: By each method.
-  """
-
-  kind: str
-  seed: int
-  best_s: float
-  found_s: dict[str, float]
+  kind: str  # ALONE or GROUPS.
+  seed: int  # It was drawn with.
+  best_s: float  # The shortest iteration.
+  found_s: dict[str, float]  # By each method.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Large:
-  """One instance too large to try all.
+  """One instance too large to try all."""
 
-  Attributes:
-    kind: ALONE or GROUPS.
-    seed: It was drawn with.
-    tensors: How many.
-    sparse: How many have rows to leave out.
-    relaxed_s: No iteration is shorter, by a linear program, tensor by tensor.
-    found_s: By each method.
-    wall_s: That the search took, each time.
-    cpu_s: Of this process, meanwhile.
-    baseline_s: CPU time of the baseline, once.
-  """
-
-  kind: str
-  seed: int
-  tensors: int
-  sparse: int
-  relaxed_s: float | None
-  found_s: dict[str, float]
-  wall_s: tuple[float, ...]
-  cpu_s: tuple[float, ...]
-  baseline_s: float
+  kind: str  # ALONE or GROUPS.
+  seed: int  # It was drawn with.
+  tensors: int  # How many.
+  sparse: int  # How many have rows to leave out.
+  relaxed_s: float | None  # Of a linear program, which none beats.
+  found_s: dict[str, float]  # By each method.
+  wall_s: tuple[float, ...]  # That the search took, each time.
+  cpu_s: tuple[float, ...]  # Of this process, meanwhile.
+  baseline_s: float  # CPU time of the baseline, once.
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,32 +56,20 @@ def run(options: argparse.Namespace) -> int:
   sizes = [min(26, options.tensors), options.tensors]
   total = len(SMALL) * (options.instances + len(sizes) * SEEDS)
   with tqdm.tqdm(total=total, unit="step", disable=None, leave=False) as bar:
-    small = list(_watched(_small(options.instances), bar))
-    found = _large(options.tensors, sizes, options.repeats)
-    large = list(_watched(found, bar))
+    small, large = [], []
+    for one in _small(options.instances):
+      small.append(one)
+      bar.update()
+    for one in _large(options.tensors, sizes, options.repeats):
+      large.append(one)
+      bar.update()
   show(small, large)
   found = {"small": small, "large": large}
-  record.save(
-    options,
-    {
-      kind: [dataclasses.asdict(o) for o in ones]
-      for kind, ones in found.items()
-    },
-  )
-  return int(not is_near(small, large))
-
-
-def is_near(small: Sequence[Small], large: Sequence[Large]) -> bool:
-  """Returns False where the search is far from the best that is known."""
+  told = {k: [dataclasses.asdict(o) for o in ones] for k, ones in found.items()}
+  record.save(options, told)
   over = [one.found_s["search"] / one.best_s for one in small]
   over += [one.found_s["search"] / min(one.found_s.values()) for one in large]
-  return max(over) <= WORST and statistics.mean(over) <= MEAN
-
-
-def _watched(found: Iterator[Any], bar: tqdm.tqdm) -> Iterator[Any]:
-  for one in found:
-    bar.update()
-    yield one
+  return int(max(over) > WORST or statistics.mean(over) > MEAN)
 
 
 def _small(instances: int) -> Iterator[Small]:
@@ -115,7 +83,9 @@ def _small(instances: int) -> Iterator[Small]:
         thrice = baselines.espresso(drawn.tensors, passes=3)
         found["Espresso, 3 passes"] = thrice
       else:
-        found["best of all cuts in two"] = _best_cut(drawn)
+        cuts = (baselines.cut_at(groups, k) for k in range(1, tensors + 1))
+        best = min(filter(None, cuts), key=lambda cut: _seconds(drawn, cut))
+        found["best of all cuts in two"] = best
       _, best_s = oracles.exhaustive(groups)
       seconds = {name: _seconds(drawn, a) for name, a in found.items()}
       yield Small(kind=kind, seed=seed, best_s=best_s, found_s=seconds)
@@ -132,49 +102,36 @@ def _others(kind: str, drawn: Drawn) -> dict[str, library.Assignment]:
   return {"MergeComp": found} if found else {}
 
 
-def _best_cut(drawn: Drawn) -> library.Assignment:
-  n = len(drawn.tensors)
-  cuts = [baselines.cut_at(drawn.groups, cut) for cut in range(1, n + 1)]
-  possible = [cut for cut in cuts if cut is not None]
-  return min(possible, key=lambda cut: _seconds(drawn, cut))
-
-
 def _seconds(drawn: Drawn, assignment: library.Assignment) -> float:
   return library.iteration_seconds(drawn.tensors, assignment)
 
 
 def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:
-  for kind in SMALL:
-    for sparse in sizes:
-      for seed in range(SEEDS):
-        drawn = steps_drawn.model(seed, tensors, sparse)
-        yield _measured(kind, seed, sparse, drawn, repeats)
-
-
-def _measured(kind, seed, sparse, drawn, repeats) -> Large:
-  groups = _groups(kind, drawn)
-  wall, cpu = [], []
-  for _ in range(repeats):
-    started = time.perf_counter(), time.process_time()
-    library.search(groups)
-    wall.append(time.perf_counter() - started[0])
-    cpu.append(time.process_time() - started[1])
-  started = time.process_time()
-  others = _others(kind, drawn)
-  baseline = time.process_time() - started
-  others = {"search": library.search(groups)} | others
-  others["pmean"] = baselines.uncompressed(drawn.tensors)
-  return Large(
-    kind=kind,
-    seed=seed,
-    tensors=len(drawn.tensors),
-    sparse=sparse,
-    relaxed_s=None if kind == GROUPS else oracles.relaxed_s(drawn.tensors),
-    found_s={name: _seconds(drawn, a) for name, a in others.items()},
-    wall_s=tuple(wall),
-    cpu_s=tuple(cpu),
-    baseline_s=baseline,
-  )
+  for kind, sparse, seed in itertools.product(SMALL, sizes, range(SEEDS)):
+    drawn = steps_drawn.model(seed, tensors, sparse)
+    groups = _groups(kind, drawn)
+    wall, cpu = [], []
+    for _ in range(repeats):
+      started = time.perf_counter(), time.process_time()
+      library.search(groups)
+      wall.append(time.perf_counter() - started[0])
+      cpu.append(time.process_time() - started[1])
+    started = time.process_time()
+    others = _others(kind, drawn)
+    baseline = time.process_time() - started
+    others = {"search": library.search(groups)} | others
+    others["pmean"] = baselines.uncompressed(drawn.tensors)
+    yield Large(
+      kind=kind,
+      seed=seed,
+      tensors=len(drawn.tensors),
+      sparse=sparse,
+      relaxed_s=None if kind == GROUPS else oracles.relaxed_s(drawn.tensors),
+      found_s={name: _seconds(drawn, a) for name, a in others.items()},
+      wall_s=tuple(wall),
+      cpu_s=tuple(cpu),
+      baseline_s=baseline,
+    )
 
 
 def show(small: Sequence[Small], large: Sequence[Large]) -> None:
@@ -183,8 +140,15 @@ def show(small: Sequence[Small], large: Sequence[Large]) -> None:
   for kind in dict.fromkeys(one.kind for one in small):
     console.print(_methods(kind, [one for one in small if one.kind == kind]))
   console.print(_sizes(large))
-  for line in _notes(large):
-    print(line)
+  print(
+    "The baseline is Espresso's greedy tensor by tensor, MergeComp's cut of"
+    " groups. A better plan of tensors by themselves gains no more than is"
+    " over the relaxed one, in which tensors may be split between options."
+  )
+  for kind in dict.fromkeys(one.kind for one in large):
+    ones = [one for one in large if one.kind == kind]
+    cpu = statistics.median(s for one in ones for s in one.cpu_s) * 1e3
+    print(f"Searching {kind} took {cpu:.0f} ms of CPU at the median.")
 
 
 def _methods(kind: str, small: Sequence[Small]) -> rich.table.Table:
@@ -216,10 +180,11 @@ def _sizes(large: Sequence[Large]) -> rich.table.Table:
   for one in large:
     found = one.found_s["search"]
     names = [n for n in one.found_s if n not in ("search", "pmean")]
+    over = one.relaxed_s and 100 * (found / one.relaxed_s - 1)
     made.add_row(
       f"{one.kind}, {one.tensors}, {one.sparse}",
       f"{found * 1e3:.1f}",
-      _percent_over(found, one.relaxed_s),
+      tables.number(over, ".2f"),
       f"{statistics.median(one.wall_s) * 1e3:.0f}",
       f"{statistics.median(one.cpu_s) * 1e3:.0f}",
       f"{one.found_s['pmean'] / found:.3f}",
@@ -227,19 +192,3 @@ def _sizes(large: Sequence[Large]) -> rich.table.Table:
       f"{one.baseline_s * 1e3:.0f}",
     )
   return made
-
-
-def _percent_over(found_s: float, bound_s: float | None) -> str:
-  return "-" if bound_s is None else f"{100 * (found_s / bound_s - 1):.2f}"
-
-
-def _notes(large: Sequence[Large]) -> Iterator[str]:
-  yield (
-    "The baseline is Espresso's greedy tensor by tensor, MergeComp's cut of"
-    " groups. A better plan of tensors by themselves gains no more than is"
-    " over the relaxed one, in which tensors may be split between options."
-  )
-  for kind in dict.fromkeys(one.kind for one in large):
-    ones = [one for one in large if one.kind == kind]
-    cpu = statistics.median(s for one in ones for s in one.cpu_s) * 1e3
-    yield f"Searching {kind} took {cpu:.0f} ms of CPU at the median."

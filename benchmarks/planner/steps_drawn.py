@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.library import GroupCosts
-from benchmarks.library import Option
-from benchmarks.library import Tensor
+from benchmarks import library
 
 _TICK = 2.0**-20
 
@@ -17,8 +15,8 @@ _TICK = 2.0**-20
 class Drawn(NamedTuple):
   """Tensors, and what they cost in groups."""
 
-  tensors: tuple[Tensor, ...]
-  groups: GroupCosts
+  tensors: tuple[library.Tensor, ...]
+  groups: library.GroupCosts
 
 
 def small(seed: int, tensors: int, options: int) -> Drawn:
@@ -41,16 +39,16 @@ def small(seed: int, tensors: int, options: int) -> Drawn:
       own.append(_option(f"s{o}", ticks + np.array(fixed) / _TICK, o))
     backward = round(rng.integers(0, 3000) * busy)
     size = float(rng.integers(1, 6) * 1000)  # With ties.
-    drawn.append(Tensor(f"t{j}", size, backward * _TICK, tuple(own)))
-  groups = GroupCosts(drawn, {option.name: option for option in once})
+    drawn.append(library.Tensor(f"t{j}", size, backward * _TICK, tuple(own)))
+  groups = library.GroupCosts(drawn, {option.name: option for option in once})
   return Drawn(tuple(drawn), groups)
 
 
-def _option(name: str, ticks: np.ndarray, number: int) -> Option:
+def _option(name: str, ticks: np.ndarray, number: int) -> library.Option:
   before, link, after = (float(tick) * _TICK for tick in ticks)
   if number == 0:  # Nothing to do on the device.
     before = after = 0.0
-  return Option(name, before, link, after)
+  return library.Option(name, before, link, after)
 
 
 def model(seed: int, tensors: int, sparse: int) -> Drawn:
@@ -85,21 +83,18 @@ def model(seed: int, tensors: int, sparse: int) -> Drawn:
       parts.append((work, 2 * gathered / bandwidth, 3 * gathered / memory))
       parts.append((work, 2 * sent / bandwidth, 5 * sent / memory))
     own = tuple(
-      _rounded(
-        option.name,
-        option.before_s + before,
-        option.link_s + link,
-        option.after_s + after,
-      )
-      for option, (before, link, after) in zip(once, parts)
+      _rounded(o.name, o.before_s + before, o.link_s + link, o.after_s + after)
+      for o, (before, link, after) in zip(once, parts)
     )
     backward = _rounded("", busy * size + rng.exponential(1e-4), 0.0, 0.0)
-    drawn.append(Tensor(f"t{j}", size, backward.before_s, own))
-  groups = GroupCosts(drawn, {option.name: option for option in once})
+    drawn.append(library.Tensor(f"t{j}", size, backward.before_s, own))
+  groups = library.GroupCosts(drawn, {option.name: option for option in once})
   return Drawn(tuple(drawn), groups)
 
 
-def _rounded(name: str, before: float, link: float, after: float) -> Option:
+def _rounded(
+  name: str, before: float, link: float, after: float
+) -> library.Option:
   tick = _TICK / 1024
   seconds = (round(x / tick) * tick for x in (before, link, after))
-  return Option(name, *seconds)
+  return library.Option(name, *seconds)

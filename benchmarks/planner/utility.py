@@ -6,11 +6,11 @@ here is measured.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks import library
 from benchmarks import record
@@ -69,19 +69,6 @@ class Found(NamedTuple):
   def gain(self, method: str) -> float:
     return next(o.gain for o in self.outcomes if o.method == method)
 
-  def document(self) -> dict[str, Any]:
-    """Returns what a file keeps."""
-    setup = self.setup
-    return {
-      "model": setup.model,
-      "link": self.link,
-      "batch": self.batch,
-      "devices": setup.devices,
-      "gradient_bytes": setup.gradient_bytes,
-      "table_bytes": setup.table_bytes,
-      "outcomes": [dataclasses.asdict(o) for o in self.outcomes],
-    }
-
 
 def links(devices: int) -> dict[str, zenjax.planner.Link]:
   """Returns those that join so many devices."""
@@ -109,15 +96,15 @@ def dense() -> Iterator[Found]:
       yield Found(rate, batch, setup, utility_model.outcomes(setup))
 
 
-def tabled() -> Iterator[tuple[Found, placing.Use]]:
-  """Yields models with one, and how it is used."""
+def tabled() -> Iterator[tuple[Found, placing.Advice]]:
+  """Yields models with one, and where it should be."""
   for name in TABLED:
     table, profiles = table_of(name)
     for devices, profile in profiles.items():
       for rate, link in links(devices).items():
         setup = with_table(name, table, profile, devices, link)
         found = Found(rate, 1.0, setup, utility_model.outcomes(setup))
-        yield found, placing.Use(table=table, profile=profile)
+        yield found, placing.replicate_or_shard(table, profile, devices, link)
 
 
 def with_table(
@@ -166,70 +153,66 @@ def table_of(
   return library.table(name, full.rows, full.width), profiles
 
 
-# --- the command ------------------------------------------------------------
-
-
 def run(options: argparse.Namespace) -> int:
   """Computes, prints and saves; returns the exit code."""
-  without, with_tables = list(dense()), list(tabled())
-  counts = [[m.name, m.name, 0.0] for m in utility_model.METHODS]
-  counts += [["any", None, 0.0], ["any, over 10 %", None, 0.1]]
+  without, advised = list(dense()), list(tabled())
+  with_tables = [found for found, _ in advised]
+  counts = [(m.name, m.name, 0.0) for m in utility_model.METHODS]
+  counts += [("any", None, 0.0), ("any, over 10 %", None, 0.1)]
   _show(
     "Dense models: in how many set-ups a method gains, of how many",
     "",
-    (
-      (said, {r: _count(without, r, method, least) for r in LINKS})
+    {
+      said: {r: _count(without, r, method, least) for r in LINKS}
       for said, method, least in counts
-    ),
+    },
   )
   print(
     "zenjax is lossless and has nothing to leave out of these: it takes pmean."
   )
-  _show_each(
-    "Dense models: the fastest, and its gain over syncSGD",
-    "model, batch, devices",
-    without,
-    lambda f: f"{f.setup.model}, {f.batch:g}, {f.setup.devices}",
-    _winner,
+  shown = {}
+  for f in without:
+    if f.setup.devices in SHOWN:
+      gain = "" if f.best.method == "syncSGD" else f" {f.best.gain:+.0%}"
+      name = f"{f.setup.model}, {f.batch:g}, {f.setup.devices}"
+      shown.setdefault(name, {})[f.link] = f.best.method + gain
+  title = "Dense models: the fastest, and its gain over syncSGD"
+  _show(title, "model, batch, devices", shown)
+  shown = {}
+  for f in with_tables:
+    if f.setup.devices in SHOWN:
+      lossy = max(f.gain(m.name) for m in utility_model.METHODS)
+      name = f"{f.setup.model}, {f.setup.devices}"
+      shown.setdefault(name, {})[f.link] = f"{f.gain('zen'):+.0%}, {lossy:+.0%}"
+  title = (
+    "Models with a table: gain over syncSGD of zen, and of the best lossy one"
   )
-  _show_each(
-    "Models with a table: gain over syncSGD of zen, and of the best lossy one",
-    "model, devices",
-    [found for found, _ in with_tables],
-    lambda f: f"{f.setup.model}, {f.setup.devices}",
-    _both,
-  )
-  for found, use in with_tables:
+  _show(title, "model, devices", shown)
+  for found, advice in advised:
     if found.setup.devices == 64 and found.link == "25gbit":
-      print(placing.replicate_or_shard(use, 64, found.setup.link))
-  every = [*without, *(found for found, _ in with_tables)]
-  record.save(options, {"setups": [found.document() for found in every]})
+      print(advice)
+  setups = [
+    {
+      "model": f.setup.model,
+      "link": f.link,
+      "batch": f.batch,
+      "devices": f.setup.devices,
+      "gradient_bytes": f.setup.gradient_bytes,
+      "table_bytes": f.setup.table_bytes,
+      "outcomes": [dataclasses.asdict(o) for o in f.outcomes],
+    }
+    for f in [*without, *with_tables]
+  ]
+  record.save(options, {"setups": setups})
   return 0
 
 
-def _show(
-  title: str, first: str, rows: Iterable[tuple[str, dict[str, str]]]
-) -> None:
+def _show(title: str, first: str, rows: dict[str, dict[str, str]]) -> None:
   """Prints a column for each link."""
   made = tables.made(title, first, *LINKS)
-  for name, cells in rows:
+  for name, cells in rows.items():
     made.add_row(name, *(cells.get(link, "-") for link in LINKS))
   tables.console().print(made)
-
-
-def _show_each(
-  title: str,
-  first: str,
-  found: list[Found],
-  name: Callable[[Found], str],
-  cell: Callable[[Found], str],
-) -> None:
-  """Prints those that are shown, a row for each name."""
-  rows: dict[str, dict[str, str]] = {}
-  for f in found:
-    if f.setup.devices in SHOWN:
-      rows.setdefault(name(f), {})[f.link] = cell(f)
-  _show(title, first, rows.items())
 
 
 def _count(found, rate, method, least) -> str:
@@ -237,14 +220,3 @@ def _count(found, rate, method, least) -> str:
   of_rate = [f for f in found if f.link == rate]
   gains = [f.gain(method) if method else f.best.gain for f in of_rate]
   return f"{sum(g > least for g in gains)}/{len(gains)}"
-
-
-def _winner(found: Found) -> str:
-  best = found.best
-  gain = "" if best.method == "syncSGD" else f" {best.gain:+.0%}"
-  return f"{best.method}{gain}"
-
-
-def _both(found: Found) -> str:
-  lossy = max(found.gain(m.name) for m in utility_model.METHODS)
-  return f"{found.gain('zen'):+.0%}, {lossy:+.0%}"

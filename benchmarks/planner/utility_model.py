@@ -32,59 +32,25 @@ CONTENTION = 1.07
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-  """One model on one machine.
+  """One model on one machine."""
 
-  Attributes:
-    model: Its name.
-    gradient_bytes: All of it, tables included.
-    backward_s: Of a device and step.
-    devices: That train together.
-    link: Between them.
-    table_bytes: Of gradients of embedding tables.
-    zen_s: What zen takes for these, on the link and to find and pack the rows.
-  """
-
-  model: str
-  gradient_bytes: float
-  backward_s: float
-  devices: int
-  link: zenjax.planner.Link
-  table_bytes: float = 0.0
-  zen_s: float = math.inf
-
-  def __post_init__(self):
-    if not 0 <= self.table_bytes <= self.gradient_bytes:
-      raise ValueError(
-        "`table_bytes` must be a part of `gradient_bytes`, got"
-        f" {self.table_bytes:,.0f} of {self.gradient_bytes:,.0f}."
-      )
-    if not isinstance(self.devices, int) or self.devices < 2:
-      raise ValueError(
-        f"`devices` must be at least 2, got {self.devices!r}: one device"
-        " exchanges nothing."
-      )
-    if not self.backward_s > 0:
-      raise ValueError(
-        f"`backward_s` must be positive, got {self.backward_s!r}."
-      )
+  model: str  # Its name.
+  gradient_bytes: float  # All of it, tables included.
+  backward_s: float  # Of a device and step.
+  devices: int  # That train together.
+  link: zenjax.planner.Link  # Between them.
+  table_bytes: float = 0.0  # Of gradients of embedding tables.
+  zen_s: float = math.inf  # Of zen for these, with finding and packing.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-  """A lossy method that encodes the whole gradient.
+  """A lossy method that encodes the whole gradient."""
 
-  Attributes:
-    name: Of it.
-    encode_s: To encode and decode ResNet-50's gradient on a V100.
-    sums: Whether what is sent can be summed on the way: messages are
-      all-reduced, and gathered otherwise.
-    parts: Of the gradient's bytes, one for each message.
-  """
-
-  name: str
-  encode_s: float
-  sums: bool
-  parts: tuple[float, ...]
+  name: str  # Of it.
+  encode_s: float  # To encode and decode ResNet-50's gradient on a V100.
+  sums: bool  # Messages are all-reduced, and gathered otherwise.
+  parts: tuple[float, ...]  # Of the gradient's bytes, one for each message.
 
 
 # 25.6 million parameters in float32.
@@ -94,15 +60,13 @@ RESNET50_BYTES = 25.6e6 * 4
 def _power_sgd(rank: int, encode_s: float) -> Method:
   # A quarter of 1 / 72 a rank, half of it P, half Q: ResNet-18's ratio in the
   # PowerSGD paper. At any rank it is a small part of the time.
-  part = rank / 4 / 72 / 2
-  name = f"PowerSGD, rank {rank}"
-  return Method(name=name, encode_s=encode_s, sums=True, parts=(part, part))
+  parts = (rank / 4 / 72 / 2,) * 2
+  return Method(f"PowerSGD, rank {rank}", encode_s, sums=True, parts=parts)
 
 
 def _top_k(percent: int, encode_s: float) -> Method:
-  part = percent / 100
-  name = f"top-{percent} %"
-  return Method(name=name, encode_s=encode_s, sums=False, parts=(part, part))
+  parts = (percent / 100,) * 2
+  return Method(f"top-{percent} %", encode_s, sums=False, parts=parts)
 
 
 METHODS = (
@@ -112,23 +76,17 @@ METHODS = (
   _top_k(20, 0.295),
   _top_k(10, 0.289),
   _top_k(1, 0.240),
-  Method(name="signSGD", encode_s=0.016, sums=False, parts=(1 / 32,)),
+  Method("signSGD", 0.016, sums=False, parts=(1 / 32,)),
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-  """The time of a set-up with one way to synchronize.
+  """The time of a set-up with one way to synchronize."""
 
-  Attributes:
-    method: Its name.
-    seconds: Of an iteration: backward and what of the exchange is exposed.
-    gain: Iterations in the time of one of syncSGD, less one.
-  """
-
-  method: str
-  seconds: float
-  gain: float
+  method: str  # Its name.
+  seconds: float  # Of backward and what is exposed.
+  gain: float  # Iterations in the time of one of syncSGD, less one.
 
 
 def outcomes(setup: Setup) -> list[Outcome]:
@@ -147,10 +105,7 @@ def outcomes(setup: Setup) -> list[Outcome]:
   times |= {method.name: compressed_s(setup, method) for method in METHODS}
   if setup.table_bytes:
     times["zen"] = zen_s(setup)
-  found = [
-    Outcome(method=name, seconds=s, gain=plain / s - 1)
-    for name, s in times.items()
-  ]
+  found = [Outcome(name, s, plain / s - 1) for name, s in times.items()]
   return sorted(found, key=lambda outcome: outcome.seconds)
 
 
@@ -172,23 +127,9 @@ def zen_s(setup: Setup) -> float:
 def compressed_s(setup: Setup, method: Method) -> float:
   """An iteration of a method that encodes after backward."""
   encode = method.encode_s * setup.gradient_bytes / RESNET50_BYTES
-  sent = sum(
-    _ring_s(setup, part * setup.gradient_bytes)
-    if method.sums
-    else _gather_s(setup, part * setup.gradient_bytes)
-    for part in method.parts
-  )
+  of = _ring_s if method.sums else _gather_s
+  sent = sum(of(setup, part * setup.gradient_bytes) for part in method.parts)
   return setup.backward_s + encode + sent
-
-
-def needed_ratio(setup: Setup) -> float:
-  """Returns the ratio at which backward hides all bytes of the gradients.
-
-  A method that took no time to encode and left buckets as they are would gain
-  nothing from more.
-  """
-  wire = _ring_s(setup, setup.gradient_bytes) - _ring_s(setup, 0)
-  return wire / setup.backward_s
 
 
 def _rest_s(setup: Setup) -> float:

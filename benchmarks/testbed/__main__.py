@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   rate = options.rate or ("unlimited" if options.loopback else "200mbit")
   try:
     if options.clean:
-      return _clean()
+      netns.require()
+      for name in netns.clean():
+        print(f"Deleted {name}")
+      return 0
     bed = Testbed(options.hosts, rate, options.loopback)
   except (RuntimeError, ValueError) as error:
     parser.error(str(error))
@@ -36,13 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
   except KeyboardInterrupt:
     return 130
-
-
-def _clean():
-  netns.require()
-  for name in netns.clean():
-    print(f"Deleted {name}")
-  return 0
 
 
 def _run(bed, command):

@@ -29,27 +29,22 @@ _LOG_LINES = 20
 class HostDied(RuntimeError):
   """A host's process ended when it should have gone on.
 
-  Attributes:
-    host: Its index.
-    status: Its exit status, negative for the signal that killed it.
-    log: The last lines of its log.
+  With an exit status, negative for the signal that killed it, and the last
+  lines of its log.
   """
 
   def __init__(self, host: int, status: int, log: str):
-    self.host, self.status, self.log = host, status, log
+    self.host, self.status = host, status
     how = f"with status {status}"
     if status < 0:
       how = f"by {signal.Signals(-status).name}"
-    super().__init__(f"Host {host} ended {how}; its log ends:\n{log or '-'}")
+    super().__init__(f"Host {host} ended {how}; its log ends:\n{log}")
 
 
 class Host:
-  """A running process.
+  """A running process, with pipes as its stdin and stdout.
 
-  Attributes:
-    process: With `stdin` and `stdout` as pipes; `stdout` is read by `lines`.
-    lines: What it printed, line by line, then None.
-    log: Where its stderr goes.
+  `lines` has what it printed, line by line, then None; stderr goes to `log`.
   """
 
   def __init__(
@@ -63,7 +58,7 @@ class Host:
   ):
     self.index, self.log = index, log
     self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    with open(log, "ab") as f:  # `note` adds to it too.
+    with open(log, "ab") as f:  # `Hosts.ask` adds to it too.
       # A session of its own: Ctrl-C reaches the controller only, which ends
       # the hosts and whatever they have started.
       self.process = subprocess.Popen(
@@ -104,13 +99,12 @@ class Host:
           f"Host {self.index} closed its stdin or stdout and runs on; its"
           " process must keep both open until it ends."
         ) from None
-    lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return HostDied(self.index, status, "\n".join(lines[-_LOG_LINES:]))
+    return HostDied(self.index, status, self.tail(_LOG_LINES))
 
-  def note(self, line: str) -> None:
-    """Adds a line to its log."""
-    with open(self.log, "a", encoding="utf-8") as f:
-      f.write(line)
+  def tail(self, count: int) -> str:
+    """Returns the last lines of its log."""
+    lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-count:]) or "-"
 
   def write(self, line: str, deadline: float) -> None:
     """Writes a line, unless the host has ended or does not read."""
@@ -156,12 +150,9 @@ class Hosts(list[Host]):
       time.sleep(_POLL_S)
 
   def ask(self, message: Any, timeout: float = 60.0) -> list[Any]:
-    """Sends a message to every host and returns what each replies.
+    """Sends a line of JSON to every host; returns the one that each replies.
 
-    Args:
-      message: Anything that JSON can say; every host gets it as one line.
-      timeout: Seconds within which each must have replied with one line of
-        JSON. Lines that are none go to its log.
+    Within `timeout` seconds. Lines that are no JSON go to the host's log.
     """
     self.check()
     deadline = _deadline(timeout)
@@ -172,12 +163,9 @@ class Hosts(list[Host]):
       for host in late:
         self._take(host, replies)
       self._raise_if(bool)
-      if time.monotonic() > deadline:
-        missing = [host.index for host in self if host.index not in replies]
-        if missing:
-          raise TimeoutError(
-            f"No reply within {timeout} s from hosts {missing}."
-          )
+      missing = [host.index for host in self if host.index not in replies]
+      if missing and time.monotonic() > deadline:
+        raise TimeoutError(f"No reply within {timeout} s from hosts {missing}.")
       time.sleep(_REPLY_POLL_S)
     return [replies[host.index] for host in self]
 
@@ -190,7 +178,8 @@ class Hosts(list[Host]):
       try:
         replies[host.index] = json.loads(line)
       except ValueError:  # Gloo, for one, greets on stdout.
-        host.note(line)
+        with open(host.log, "a", encoding="utf-8") as f:
+          f.write(line)
 
   def _raise_if(self, bad):
     for host in self:
@@ -213,14 +202,10 @@ def start(
   *,
   merge: bool = False,
 ) -> Hosts:
-  """Starts `argv` on every host.
+  """Starts `argv` on every host: `places` have what it starts with there.
 
-  Args:
-    argv: The command.
-    places: What a command starts with to run on a host.
-    environments: Of every host.
-    logs: Directory that gets a log a host.
-    merge: Whether stderr goes where stdout goes, and not to the log.
+  The directory `logs` gets a log a host, in which stderr is unless `merge` has
+  it go where stdout goes.
   """
   hosts = Hosts()
   try:

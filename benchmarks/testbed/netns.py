@@ -52,16 +52,14 @@ _FILES = pathlib.Path("/etc/netns")  # `ip netns exec` mounts them over /etc.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counters:
-  """Counts of a host's interface since it was made.
+  """Bytes of a host's interface since it was made.
 
-  Bytes and packets are those that the kernel hands over: up to 64 kB under one
-  header. On a wire each would be up to 45 frames with a header each.
+  As the kernel hands them over: up to 64 kB under one header. On a wire that
+  would be up to 45 frames with a header each.
   """
 
   sent_bytes: int
-  sent_packets: int
   received_bytes: int
-  received_packets: int
 
 
 class Network:
@@ -80,10 +78,10 @@ class Network:
     self._add_namespace(self._switch)
     _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
     _ip("-n", self._switch, "link", "set", "br0", "addrgenmode", "none", "up")
-    for i, host in enumerate(self._hosts):
+    for i, (host, address) in enumerate(zip(self._hosts, self.addresses)):
       self._add_namespace(host)
-      self._add_hosts_file(host, self.addresses[i])
-      self._add_link(host, f"port{i}", self.addresses[i])
+      self._add_hosts_file(host, address)
+      self._add_link(host, f"port{i}", address)
 
   def _add_namespace(self, name):
     _ip("netns", "add", name)  # Fails if there is one: it is not ours then.
@@ -122,19 +120,15 @@ class Network:
       _ip("-n", host, "route", "flush", "cache")
       # A queue shapes what leaves an interface: what the host sends leaves its
       # own end, what it receives leaves the switch's.
-      self._limit(host, "eth0", name)
-      self._limit(self._switch, f"port{i}", name)
+      for namespace, device in ((host, "eth0"), (self._switch, f"port{i}")):
+        tc, where = ("tc", "-n", namespace, "qdisc"), ("dev", device, "root")
+        if rate:
+          bucket = ("rate", name, "burst", f"{rate.burst}b")
+          shaped = ("handle", "1:", "tbf", *bucket, "limit", f"{_QUEUE}b")
+          _run(*tc, "replace", *where, *shaped)
+        elif self._limited:
+          _run(*tc, "delete", *where)
     self._limited = rate is not None
-
-  def _limit(self, namespace, device, name):
-    rate = RATES[name]
-    tc = ("tc", "-n", namespace, "qdisc")
-    where = ("dev", device, "root")
-    if rate is not None:
-      bucket = ("rate", name, "burst", f"{rate.burst}b", "limit", f"{_QUEUE}b")
-      _run(*tc, "replace", *where, "handle", "1:", "tbf", *bucket)
-    elif self._limited:
-      _run(*tc, "delete", *where)
 
   def inside(self, host: int) -> list[str]:
     """Returns the words before a command that is to run on `host`."""
@@ -148,7 +142,12 @@ class Network:
 
   def counters(self) -> list[Counters]:
     """Returns those of every host."""
-    return [_counters(host) for host in self._hosts]
+    found = []
+    for host in self._hosts:
+      (link,) = json.loads(_ip("-n", host, "-s", "-j", "link", "show", "eth0"))
+      stats = link["stats64"]
+      found.append(Counters(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+    return found
 
   def close(self) -> None:
     """Deletes what `create` made, and nothing else."""
@@ -159,7 +158,7 @@ class Network:
 
 def clean() -> list[str]:
   """Deletes what processes that were killed left; returns their names."""
-  left = [name for name in _names() if _is_left(name)]
+  left = list(filter(_is_left, _names()))
   for name in left:
     _delete(name)
   return left
@@ -179,14 +178,6 @@ def require() -> None:
       " `loopback=True` (`--loopback`) for processes on 127.0.0.1, whose rate"
       " is not limited."
     )
-
-
-def _counters(host):
-  (link,) = json.loads(_ip("-n", host, "-s", "-j", "link", "show", "eth0"))
-  sent, received = link["stats64"]["tx"], link["stats64"]["rx"]
-  return Counters(
-    sent["bytes"], sent["packets"], received["bytes"], received["packets"]
-  )
 
 
 def _free_prefix():

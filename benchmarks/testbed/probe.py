@@ -35,36 +35,30 @@ class Spread:
   median: float
   max: float
 
+  @classmethod
+  def of(cls, values: list[float]) -> "Spread":
+    return cls(min(values), statistics.median(values), max(values))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-  """The measures of links, each from a host to the next, all at once.
+  """The measures of links, each from a host to the next, all at once."""
 
-  Attributes:
-    bytes: Payload of a transfer.
-    latency_s: Half of a round trip of one byte, median of many, one link at a
-      time.
-    bandwidth_Bps: Payload bytes a second of transfers back to back.
-    idle_bandwidth_Bps: Of one transfer after the links idled for 100 ms; of
-      each link the fastest, which shows what a token bucket lends.
-  """
-
-  bytes: int
+  bytes: int  # Payload of a transfer.
+  # Half of a round trip of one byte, median of many, one link at a time.
   latency_s: Spread
-  bandwidth_Bps: Spread
+  bandwidth_Bps: Spread  # Payload bytes a second of transfers back to back.
+  # Of one transfer after the links idled for 100 ms; of each link the fastest,
+  # which shows what a token bucket lends.
   idle_bandwidth_Bps: Spread
 
 
 def measure(
   hosts: Hosts, rate: Rate | None, *, bytes: int | None = None, repeats: int = 5
 ) -> Links:
-  """Measures the links between processes of this module.
+  """Measures the links between new processes of this module.
 
-  Args:
-    hosts: `python -m benchmarks.testbed.probe` on each, new ones.
-    rate: What no link may beat.
-    bytes: Payload of a transfer; by default what takes 30 ms.
-    repeats: Transfers back to back, and transfers after idling.
+  No link may beat `rate`. Otherwise as `Testbed.probe`.
   """
   if bytes is None:
     bytes = int(rate.bytes_per_s * _TRANSFER_S) if rate else _UNLIMITED_BYTES
@@ -84,9 +78,9 @@ def measure(
   _require_limit(bytes, single, rate, "after idling")
   return Links(
     bytes=bytes,
-    latency_s=_spread([statistics.median(times) / 2 for times in pings]),
-    bandwidth_Bps=_spread([bytes * repeats / s for s in whole]),
-    idle_bandwidth_Bps=_spread([bytes / s for s in single]),
+    latency_s=Spread.of([statistics.median(times) / 2 for times in pings]),
+    bandwidth_Bps=Spread.of([bytes * repeats / s for s in whole]),
+    idle_bandwidth_Bps=Spread.of([bytes / s for s in single]),
   )
 
 
@@ -113,10 +107,6 @@ def _require_limit(bytes, seconds, rate, when):
         f" {rate.burst} they need {least * 1e3:.2f} ms. Nothing measured on"
         " these links counts; report it with the kernel's version."
       )
-
-
-def _spread(values):
-  return Spread(min(values), statistics.median(values), max(values))
 
 
 class _Peer:

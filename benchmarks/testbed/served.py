@@ -21,20 +21,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.testbed.testbed import Testbed
 import zenjax
 
 AXIS = "data"
 _POLL_S = 0.02
 _LONGEST_S = 900.0
+SLOW_S = 1200.0  # Eight hosts may share two cores while they compile.
 
 
 class SharedCompiler:
   """Compiles in turns; all hosts ask for the same programs in one order.
 
-  Args:
-    directory: One that all hosts see, of this run alone.
-    host: Index of this one.
+  They see one directory, of this run alone; `host` is the index of this one.
   """
 
   def __init__(self, directory: pathlib.Path, host: int):
@@ -48,7 +48,7 @@ class SharedCompiler:
     path = self._directory / f"program-{self._turn}"
     self._turn += 1
     if self._host:
-      return _load(_wait_for(path), lowered)
+      return _load(path, lowered), 0.0
     start = time.perf_counter()
     serialized = b""
     try:
@@ -62,23 +62,33 @@ class SharedCompiler:
       half.write_bytes(serialized)
       os.rename(half, path)
 
+  def compile_step(
+    self, mapped: Callable[..., Any], donated: tuple[int, ...], *arguments: Any
+  ) -> tuple[jax.stages.Compiled, float]:
+    """The executable of what is not lowered yet, and the seconds of both."""
+    start = time.perf_counter()
+    lowered = jax.jit(mapped, donate_argnums=donated).lower(*arguments)
+    lower_s = time.perf_counter() - start
+    compiled, seconds = self.compile(lowered)
+    return compiled, lower_s + seconds
 
-def _wait_for(path):
+
+def _load(path, lowered):
   deadline = time.monotonic() + _LONGEST_S
   while not path.exists():
     if time.monotonic() > deadline:
       raise TimeoutError(f"Host 0 has not compiled within {_LONGEST_S:.0f} s.")
     time.sleep(_POLL_S)
-  return path.read_bytes()
-
-
-def _load(serialized, lowered):
-  if not serialized:
+  if not (serialized := path.read_bytes()):
     raise RuntimeError("Host 0 has failed to compile; its log says why.")
-  loaded = serialize_executable.deserialize_and_load(
+  return serialize_executable.deserialize_and_load(
     serialized, lowered.in_tree, lowered.out_tree
   )
-  return loaded, 0.0
+
+
+def here(x: jax.Array) -> np.ndarray:
+  """Returns the shard that this host has."""
+  return np.asarray(x.addressable_shards[0].data)
 
 
 # int32 holds 59 hours of these.
@@ -94,11 +104,8 @@ class CommonStart:
   A barrier alone lets hosts go as its messages reach them, ten milliseconds
   apart where eight of them share two cores: the first would count its wait for
   the last as time of the exchange, and local work would be timed without the
-  others beside it.
-
-  Args:
-    mesh: Of all hosts, one device each, with one axis.
-    epoch: An instant of `time.monotonic`, the same on all hosts.
+  others beside it. The mesh is of all hosts, one device each, with one axis;
+  `epoch` an instant of `time.monotonic`, the same on all.
   """
 
   def __init__(self, mesh: Mesh, epoch: float):
@@ -106,13 +113,10 @@ class CommonStart:
     self._split = NamedSharding(mesh, P(mesh.axis_names))
     self._shape = (mesh.size,)
     (axis,) = mesh.axis_names
-    latest = jax.shard_map(
-      lambda x: jax.lax.pmax(x, axis),
-      mesh=mesh,
-      in_specs=P(axis),
-      out_specs=P(),
+    latest = lambda x: jax.lax.pmax(x, axis)
+    self._latest = jax.jit(
+      jax.shard_map(latest, mesh=mesh, in_specs=P(axis), out_specs=P())
     )
-    self._latest = jax.jit(latest)
     self()
 
   def __call__(self) -> float:
@@ -142,20 +146,13 @@ _KEPT = {
 class Served:
   """The processes on a testbed's hosts.
 
-  Args:
-    bed: Entered; nothing else runs on it.
-    module: What every host runs; it calls `main`.
-    cache: A directory of this run alone, for what one compiles for all.
-    keep_memory: Whether hosts keep what they free, as `run --keep-memory`.
+  On a bed that is entered, and on which nothing else runs. Their module calls
+  `main`, `cache` is a directory of this run alone, and with `keep_memory` they
+  keep what they free, as `run --keep-memory`.
   """
 
   def __init__(
-    self,
-    bed: Testbed,
-    module: str,
-    cache: str,
-    *,
-    keep_memory: bool = False,
+    self, bed: Testbed, module: str, cache: str, *, keep_memory: bool = False
   ):
     self.bed = bed
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
@@ -169,34 +166,35 @@ class Served:
       },
     )
 
-  def ask(self, do: str, *, timeout: float, **arguments) -> list[Any]:
+  def ask(self, do: str, *, timeout: float = SLOW_S, **arguments) -> list[Any]:
     """Has every host do one thing; returns what each replies."""
     try:
       return self.bed.ask({"do": do, **arguments}, timeout)
     except TimeoutError as error:
-      logs = (f"log of host {h.index} ends:\n{_tail(h)}" for h in self._hosts)
+      tails = ((h.index, h.tail(_LOG_LINES)) for h in self._hosts)
+      logs = (f"log of host {index} ends:\n{tail}" for index, tail in tails)
       raise RuntimeError(
         f"`{do}` of {arguments}: {error}\n" + "\n".join(logs)
       ) from error
 
 
-def _tail(host):
-  lines = host.log.read_text(encoding="utf-8", errors="replace").splitlines()
-  return "\n".join(lines[-_LOG_LINES:]) or "-"
-
-
 class Worker:
-  """A host's share of a run; subclasses add methods that can be asked for.
-
-  Args:
-    compiler: Of all hosts.
-    epoch: An instant of `time.monotonic`, the same on all hosts.
-  """
+  """A host's share of a run; subclasses add methods that can be asked for."""
 
   def __init__(self, compiler: SharedCompiler, epoch: float):
     self.compiler = compiler
+    self.programs: dict[str, Any] = {}  # That were built, by name.
+    self.cases: list[Callable[[], Any]] = []  # Of `campaign.cases`, in order.
     self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
     self.start = CommonStart(self.mesh, epoch)
+
+  def time(self, program: str) -> float:
+    """Seconds of one step of what was built by that name."""
+    return self.programs[program].time(self.start)
+
+  def step(self, number: int) -> float:
+    """Takes a step of what was built so many builds after the first."""
+    return harness.seconds_of(self.cases[number])
 
   def links(self, repeats: int, sizes: list[int]) -> str:
     """Returns the machine as measured, as JSON."""

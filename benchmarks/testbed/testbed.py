@@ -40,11 +40,9 @@ class Testbed:
   that are left. Enter it in a thread that outlives it, best the main one: the
   hosts end with the thread that started them.
 
-  Args:
-    hosts: How many, 2 to 8.
-    rate: Of every link, in both directions: a name in `netns.RATES`.
-    loopback: Whether the hosts are mere processes on 127.0.0.1, which needs
-      neither root nor Linux. `rate` must then be "unlimited".
+  There are 2 to 8. `rate`, of `netns.RATES`, is that of every link in both
+  directions. With `loopback` hosts are mere processes on 127.0.0.1, which needs
+  neither root nor Linux; `rate` must then be "unlimited".
   """
 
   __test__ = False  # No test, whatever pytest thinks of the name.
@@ -102,12 +100,6 @@ class Testbed:
     """Returns the counters of every host's interface; None on loopback."""
     return None if self._network is None else self._network.counters()
 
-  def addresses(self) -> list[str]:
-    """Returns those of every host."""
-    if self._network is None:
-      return [_LOOPBACK] * self.hosts
-    return list(self._network.addresses)
-
   def start(
     self,
     argv: Sequence[str],
@@ -117,14 +109,9 @@ class Testbed:
   ) -> list[Host]:
     """Starts a command on every host, with pipes as its stdin and stdout.
 
-    Its environment has ZENJAX_HOST_INDEX, ZENJAX_HOST_COUNT, and as
-    ZENJAX_COORDINATOR a free address:port of host 0.
-
-    Args:
-      argv: The command, the same for every host.
-      env: Variables that it gets on top of this process's.
-      merge_stderr: Whether stderr is read as stdout is, instead of going to
-        the host's log.
+    Its environment is this process's, `env`, ZENJAX_HOST_INDEX,
+    ZENJAX_HOST_COUNT, and as ZENJAX_COORDINATOR a free address:port of host 0.
+    stderr goes to the host's log, or with `merge_stderr` where stdout goes.
     """
     if self._running:
       raise RuntimeError("One command at a time: call `stop()` before `start`.")
@@ -136,15 +123,8 @@ class Testbed:
     """Kills what was started and still runs, with all that it started."""
     self._running.end()
 
-  def check(self) -> None:
-    """Raises HostDied if any process that was started has ended."""
-    self._running.check()
-
   def watch(self, timeout: float | None = None) -> None:
-    """Waits until all have ended with 0; raises HostDied at another status.
-
-    TimeoutError after `timeout` seconds names the hosts that still run.
-    """
+    """Waits until all have ended with 0; raises HostDied or TimeoutError."""
     self._running.watch(timeout)
 
   def ask(self, message: Any, timeout: float = 60.0) -> list[Any]:
@@ -160,9 +140,8 @@ class Testbed:
   def probe(self, bytes: int | None = None, repeats: int = 5) -> Links:
     """Measures what the links give; RuntimeError if one beats its rate.
 
-    Args:
-      bytes: Payload of a transfer; by default what takes 30 ms.
-      repeats: Transfers back to back, and transfers after idling.
+    By `repeats` transfers back to back, and as many after idling, of so many
+    bytes of payload, by default what takes 30 ms.
     """
     argv = [sys.executable, "-m", "benchmarks.testbed.probe"]
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
@@ -179,7 +158,15 @@ class Testbed:
   def _launch(self, argv, env, *, merge=False):
     if self._logs is None:
       raise RuntimeError("A testbed has hosts in its `with` block only.")
-    coordinator = f"{self.addresses()[0]}:{self._free_port()}"
+    if self._network is not None:
+      addresses = self._network.addresses
+      places = [self._network.inside(i) for i in range(self.hosts)]
+      port = self._network.free_port(0)
+    else:
+      addresses, places = [_LOOPBACK] * self.hosts, [[]] * self.hosts
+      with socket.socket() as s:
+        s.bind((_LOOPBACK, 0))
+        port = s.getsockname()[1]
     environments = [
       {
         **os.environ,
@@ -187,22 +174,12 @@ class Testbed:
         "ZENJAX_HOST_INDEX": str(i),
         "ZENJAX_HOST_COUNT": str(self.hosts),
         "ZENJAX_HOST_ADDRESS": address,
-        "ZENJAX_COORDINATOR": coordinator,
+        "ZENJAX_COORDINATOR": f"{addresses[0]}:{port}",
       }
-      for i, address in enumerate(self.addresses())
+      for i, address in enumerate(addresses)
     ]
-    places = [[]] * self.hosts
-    if self._network is not None:
-      places = [self._network.inside(i) for i in range(self.hosts)]
     logs = pathlib.Path(tempfile.mkdtemp(dir=self._logs))
     return hosts_lib.start(argv, places, environments, logs, merge=merge)
-
-  def _free_port(self):
-    if self._network is not None:
-      return self._network.free_port(0)
-    with socket.socket() as s:
-      s.bind((_LOOPBACK, 0))
-      return s.getsockname()[1]
 
 
 def require(hosts: int, rate: str, loopback: bool) -> None:

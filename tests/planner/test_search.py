@@ -16,22 +16,22 @@ import pytest
 
 from benchmarks import library
 from benchmarks import run
+from benchmarks.library import iteration_seconds
 from benchmarks.planner import baselines
 from benchmarks.planner import oracles
 from benchmarks.planner import steps_drawn
-from benchmarks.planner.pieces import each_by
-from benchmarks.planner.pieces import simulate
+from benchmarks.planner.baselines import each_by
 
 
 def seconds(groups):
   found = search(groups)
-  return simulate(groups.tensors, found).iteration_s
+  return iteration_seconds(groups.tensors, found)
 
 
 def over_best(groups):
   """The iteration that is found over the shortest of all."""
   best, best_s = oracles.exhaustive(groups)
-  assert simulate(groups.tensors, best).iteration_s == best_s
+  assert iteration_seconds(groups.tensors, best) == best_s
   found_s = seconds(groups)
   assert found_s >= best_s
   return found_s / best_s
@@ -43,7 +43,7 @@ def test_near_exhaustive_tensor_by_tensor():
     tensors, _ = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 4)
     alone = GroupCosts(tensors)
     ratios.append(over_best(alone))
-    greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
+    greedy = iteration_seconds(tensors, baselines.espresso(tensors))
     assert seconds(alone) <= greedy
   # Measured: 99 equal, 1.0003 on average, 1.030 at worst.
   assert sum(ratio == 1 for ratio in ratios) >= 98
@@ -56,7 +56,7 @@ def test_near_exhaustive_with_groups():
     tensors, groups = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 3)
     ratios.append(over_best(groups))
     cut = baselines.mergecomp(groups)
-    assert cut is None or seconds(groups) <= simulate(tensors, cut).iteration_s
+    assert cut is None or seconds(groups) <= iteration_seconds(tensors, cut)
     assert seconds(groups) <= seconds(GroupCosts(tensors))
   # Measured: all equal; of larger steps nine in ten (`benchmarks.run search`).
   assert sum(ratio == 1 for ratio in ratios) >= 99
@@ -70,7 +70,7 @@ def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
     relaxed_s = oracles.relaxed_s(tensors)
     assert relaxed_s * (1 - 1e-9) <= found_s <= 1.005 * relaxed_s
     assert seconds(groups) <= found_s
-    greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
+    greedy = iteration_seconds(tensors, baselines.espresso(tensors))
     assert found_s <= 1.002 * greedy  # Measured: 1.0012 at most.
 
 
@@ -86,7 +86,7 @@ def test_no_single_change_is_shorter():
   for seed in range(10):
     tensors, groups = steps_drawn.small(seed, 7, 3)
     found = list(search(groups))
-    best_s = simulate(tensors, found).iteration_s * (1 - 1e-12)
+    best_s = iteration_seconds(tensors, found) * (1 - 1e-12)
     for width in (1, 2):
       for k in range(len(found) + 1 - width):
         first, stop = found[k].first, found[k + width - 1].stop
@@ -94,7 +94,7 @@ def test_no_single_change_is_shorter():
           exchange = groups.exchange(first, stop, name)
           if exchange is not None:
             changed = [*found[:k], exchange, *found[k + width :]]
-            assert simulate(tensors, changed).iteration_s >= best_s
+            assert iteration_seconds(tensors, changed) >= best_s
 
 
 def test_groups_pay_once_what_is_paid_once():
@@ -166,9 +166,9 @@ def test_espresso_is_not_exact():
   worse = 0
   for seed in range(30):
     tensors, _ = steps_drawn.small(seed, 6, 4)
-    greedy = simulate(tensors, baselines.espresso(tensors)).iteration_s
+    greedy = iteration_seconds(tensors, baselines.espresso(tensors))
     thrice = baselines.espresso(tensors, passes=3)
-    assert simulate(tensors, thrice).iteration_s <= greedy
+    assert iteration_seconds(tensors, thrice) <= greedy
     worse += greedy > 1.01 * seconds(GroupCosts(tensors))
   assert worse
 
@@ -179,10 +179,10 @@ def test_mergecomp_halves():
     tensors, groups = steps_drawn.small(seed, 20, 1)
     cuts = [baselines.cut_at(groups, cut) for cut in range(2, 19)]
     cuts.append(baselines.cut_at(groups, 20))
-    times = [simulate(tensors, cut).iteration_s for cut in cuts if cut]
+    times = [iteration_seconds(tensors, cut) for cut in cuts if cut]
     found = baselines.mergecomp(groups)
     assert found is not None and len(found) <= 2
-    assert simulate(tensors, found).iteration_s <= 1.02 * min(times)
+    assert iteration_seconds(tensors, found) <= 1.02 * min(times)
 
 
 @hypothesis.settings(max_examples=60)

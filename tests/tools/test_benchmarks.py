@@ -1,5 +1,6 @@
 """Benchmarks: answers before times, ids that are what they are said to be."""
 
+import argparse
 import dataclasses
 import json
 
@@ -144,7 +145,6 @@ def small():
     width=12,
     density=0.02,
     union_growth=4.5,
-    skew=1.0,
     source=workloads.Zipf(density=0.02, exponent=1.1),
   )
   return sync.Training(workload, mesh, 2)
@@ -177,7 +177,8 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
   calls = []
   results, _ = harness.measure([_case("right", calls)], repeats=2)
   path = tmp_path / "out.json"
-  record.save_json(path, results, options={"repeats": 2}, complete=True)
+  options = argparse.Namespace(json=path, repeats=2)
+  assert record.finish(options, results, complete=True) == 0
   saved = json.loads(path.read_text())
   assert len(saved["results"][0]["times_s"]) == 2
   assert jax.__version__ in json.dumps(saved)

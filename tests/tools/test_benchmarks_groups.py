@@ -11,7 +11,6 @@ from planning import Gradient
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks.campaigns.groups import cells as findings
 from benchmarks.campaigns.groups import show
 from benchmarks.campaigns.groups import ways
 from benchmarks.campaigns.groups.cells import Found
@@ -85,9 +84,9 @@ def test_ratios_are_of_paired_rounds(tmp_path, capsys):
     rate="1gbit",
     topology="{}",
     ways={
-      "one exchange": Way(stops=(2,), exchanges_s=0.1),
-      "each leaf": Way(stops=(1, 2), exchanges_s=0.2),
-      "MergeComp": Way(stops=(2,), exchanges_s=0.1),
+      "one exchange": Way(stops=[2], exchanges_s=0.1),
+      "each leaf": Way(stops=[1, 2], exchanges_s=0.2),
+      "MergeComp": Way(stops=[2], exchanges_s=0.1),
     },
     host_times_s={
       "none": [[1.0, 0.5]] * 5,
@@ -105,7 +104,7 @@ def test_ratios_are_of_paired_rounds(tmp_path, capsys):
     sections=[section],
   )
   found.save(path)
-  assert findings.read(path) == found
+  assert Found.read(path) == found
   show.show(found)
   printed = capsys.readouterr().out
   assert "1.50x (1.50 to 1.50)" in printed
@@ -146,7 +145,7 @@ def test_two_hosts_from_end_to_end(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert "SIMULATED, nothing measured" in done.stdout
-  found = findings.read(path)
+  found = Found.read(path)
   assert json.loads(path.read_text())["complete"]
   assert len(found.leaves) == 2 and found.wrong == 0
   (section,) = found.sections

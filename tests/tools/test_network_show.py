@@ -17,7 +17,9 @@ def test_columns():
   peers = {"zen": zen, "psum": psum}
   assert show.faster(zen, peers) == pytest.approx(4)
   assert math.isnan(show.faster(zen, {"zen": zen}))
-  assert show.over_bound(zen) == pytest.approx(1.5)
+  columns = {c.header: c for c in show.COLUMNS}
+  over_bound = columns["wire/\nbound"].value(zen, peers)
+  assert over_bound == pytest.approx(1.5)
   assert show.over_bound_time(zen) == pytest.approx(0.1 / 0.04)
   assert math.isnan(show.over_bound_time(_cell(rate="unlimited")))
 

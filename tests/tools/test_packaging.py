@@ -107,7 +107,7 @@ def test_every_module_imports():
   names = {module.name for module in found}
   assert {
     "zenjax._src.schemes.zen",
-    "zenjax.kernels.compact.reference",
+    "zenjax.kernels.reference",
   } <= names
   for name in names:
     importlib.import_module(name)

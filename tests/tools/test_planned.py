@@ -12,6 +12,7 @@ from planning import gradient_trace
 from planning import Question
 import pytest
 
+from benchmarks import campaign
 from benchmarks import run as command_line
 from benchmarks.campaigns.planned import cells as findings
 from benchmarks.campaigns.planned import host
@@ -50,7 +51,7 @@ def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
   cells = {cell.way: cell for cell in findings.cells(section)}
   assert cells["pmean"].error == pytest.approx(-0.5, abs=0.01)
   assert cells["pmean"].by_link and not cells["planned"].by_link
-  assert show.lines([section])[:2] == [
+  assert list(show.lines([section]))[:2] == [
     "1 steps that the links limit: predicted with a median error of 50%, 90 %"
     " of them within 50%",
     "1 steps that the cores limit: predicted with a median error of 0%, 90 % of"
@@ -77,7 +78,7 @@ def test_picks_are_judged_by_the_best_way_and_by_pmean(times, good, harmful):
   found = findings.pick(_section(**times))
   assert found is not None
   assert (found.good, found.harmful) == (good, harmful)
-  told = show.lines([_section(**times)])
+  told = list(show.lines([_section(**times)]))
   assert any(f"{int(good)} of 1 cells" in line for line in told)
   assert len(told) == 2 + (not good)
 
@@ -99,17 +100,17 @@ def test_what_was_not_timed_is_not_judged():
   section = _section()
   section.host_times_s["planned"] = []
   assert findings.pick(section) is None
-  assert show.lines([]) == []
+  assert list(show.lines([])) == []
 
 
 def test_a_file_is_gone_on_with(tmp_path):
   path = tmp_path / "planned.json"
-  now = findings.software(loopback=True)
-  found = Found(now, {(4, "200mbit"): "{}"})
+  now = campaign.software(findings.CODE, loopback=True)
+  found = Found(now, topologies={(4, "200mbit"): "{}"})
   section = _section()
   found.sections[section.key] = section
-  found.save(path, {}, complete=False)
-  loaded = findings.load(path, now)
+  found.save(path)
+  loaded = Found.load(path, now)
   assert loaded.sections == found.sections
   assert loaded.topologies == found.topologies
   assert section.is_done(5) and not section.is_done(6)
@@ -119,15 +120,15 @@ def test_a_file_is_gone_on_with(tmp_path):
 
 def test_files_of_others_are_refused(tmp_path):
   path = tmp_path / "planned.json"
-  now = findings.software(loopback=True)
-  Found(now).save(path, {}, complete=True)
+  now = campaign.software(findings.CODE, loopback=True)
+  Found(now).save(path)
   with pytest.raises(
     ValueError, match="namespaces, now loopback|loopback, now"
   ):
-    findings.load(path, now | {"hosts": "namespaces"})
+    Found.load(path, now | {"hosts": "namespaces"})
   path.write_text("{}")
   with pytest.raises(ValueError, match="not a whole file of this command"):
-    findings.read(path)
+    Found.read(path)
 
 
 def test_the_table_tells_every_way(capsys):

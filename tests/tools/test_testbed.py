@@ -119,7 +119,7 @@ def test_asks_every_host_and_keeps_what_is_no_reply():
     for i in range(3):
       assert bed.ask({"step": i}) == [[str(h), {"step": i}] for h in range(3)]
     assert "greetings" in hosts[2].log.read_text()
-    bed.check()
+    bed._running.check()
     assert bed.counters() is None
     with pytest.raises(RuntimeError, match="stop"):
       bed.start(_ARGV)
@@ -127,7 +127,7 @@ def test_asks_every_host_and_keeps_what_is_no_reply():
     bed.start([sys.executable, "-c", "pass"])
     bed.watch(timeout=30)
     with pytest.raises(HostDied, match="Host 0 ended with status 0"):
-      bed.check()
+      bed._running.check()
 
 
 def test_a_host_that_dies_is_named_with_its_log():
@@ -141,7 +141,7 @@ def test_a_host_that_dies_is_named_with_its_log():
     os.kill(hosts[0].process.pid, signal.SIGKILL)
     hosts[0].process.wait()
     with pytest.raises(HostDied, match="Host 0 ended by SIGKILL"):
-      bed.check()
+      bed._running.check()
 
 
 def test_a_silent_host_is_not_waited_for():

@@ -1,15 +1,11 @@
 """`groups`: one exchange, one a leaf, or a few, between hosts and simulated."""
 
 import argparse
-import pathlib
 from typing import Any
-
-import tqdm
 
 from benchmarks import campaign
 from benchmarks import harness
 from benchmarks import record
-from benchmarks.campaigns.groups import cells
 from benchmarks.campaigns.groups import show
 from benchmarks.campaigns.groups import ways as ways_lib
 from benchmarks.campaigns.groups.cells import Found
@@ -24,15 +20,9 @@ _NONE = "none"
 
 
 def run(options: argparse.Namespace) -> int:
-  """Measures, prints, saves; returns the exit code.
-
-  Raises:
-    ValueError: An argument cannot be meant, or a file is none of this
-      command's.
-    RuntimeError: This machine or user cannot have namespaces.
-  """
+  """Measures, prints, saves; returns the exit code."""
   if options.show:
-    show.show(cells.read(options.show))
+    show.show(Found.read(options.show))
     return 0
   return _Groups(options).run()
 
@@ -51,27 +41,26 @@ class _Groups(campaign.Campaign):
     ways_lib.require_several(network, options.least)
     asked = campaign.asked(options, {"rates": ("200mbit", "1gbit")})
     self._rates = asked["rates"]
-    super().__init__(options, [options.hosts], self._rates)
-    settings = record.settings(options)
-    self._found = Found(environment=record.software(), options=settings)
-    self._programs: dict[str, tuple[int, float]] = {}
+    campaign.require(options, [options.hosts], self._rates)
+    self.options, self._done = options, False
+    self.found = Found(record.software(), record.settings(options))
 
-  def write(self, path: pathlib.Path) -> None:
-    self._found.save(path)
+  def complete(self) -> bool:
+    return self._done
 
   def show(self) -> None:
-    show.show(self._found)
+    show.show(self.found)
 
   def failed(self) -> bool:
-    return self._found.wrong > 0
+    return self.found.wrong > 0
 
   def measure(self) -> None:
-    options, found = self.options, self._found
+    options, found = self.options, self.found
     with (
       campaign.hosts(
         options.hosts, "groups.host", loopback=options.loopback
       ) as self._served,
-      tqdm.tqdm(unit="round", disable=None, leave=False) as self._bar,
+      campaign.progress(unit="round") as self._bar,
     ):
       self._bar.set_postfix_str("compile, rehearse")
       told = self._ask(
@@ -85,16 +74,19 @@ class _Groups(campaign.Campaign):
       )
       found.leaves = told[0]["leaves"]
       found.lost = sum(x["lost"] for x in told)
-      found.simulated = cells.simulated_of(self._ask("simulate")[0])
+      simulated = self._ask("simulate")[0]
+      found.simulated = [ways_lib.Simulated(**x) for x in simulated]
+      programs: dict[str, tuple[int, float]] = {}
       for rate in self._rates:
-        self._rate(rate)
+        self._rate(rate, programs)
         self.save()
-    found.complete = True
+    self._done = True
 
   def _ask(self, do: str, **arguments) -> list[Any]:
-    return self._served.ask(do, timeout=campaign.SLOW_S, **arguments)
+    return self._served.ask(do, **arguments)
 
-  def _rate(self, rate: str) -> None:
+  def _rate(self, rate: str, built: dict[str, tuple[int, float]]) -> None:
+    """Measures a section; `built` has wrong elements and seconds to compile."""
     bed = self._served.bed
     self._bar.set_postfix_str(f"{rate}: measure the links")
     bed.set_rate(rate)
@@ -106,32 +98,24 @@ class _Groups(campaign.Campaign):
     ]
     compute_s = harness.median(rounds[1:])
     told = self._ask("ways", topology=topology, compute_s=compute_s)[0]
-    section = Section(rate=rate, topology=topology, ways={}, host_times_s={})
-    self._found.sections.append(section)
+    section = Section(rate=rate, topology=topology)
+    self.found.sections.append(section)
     for name, facts in told.items():
-      way = Way(stops=tuple(facts["stops"]), exchanges_s=facts["exchanges_s"])
+      way = Way(**facts)
       self._bar.set_postfix_str(f"{rate}: compile {name}")
-      way.wrong, way.compile_s = self._built(way)
+      if way.program not in built:
+        replies = self._ask("build", program=way.program, stops=way.stops)
+        wrong = sum(reply["wrong"] for reply in replies)
+        wrong += len({reply["digest"] for reply in replies}) - 1
+        built[way.program] = wrong, replies[0]["compile_s"]
+      way.wrong, way.compile_s = built[way.program]
       section.ways[name] = way
     bed.set_rate(rate)
-    self._time(section)
+    right = [way.program for way in section.ways.values() if not way.wrong]
+    names, repeats = [_NONE, *dict.fromkeys(right)], self.options.repeats
+    self._bar.reset(len(names) * (1 + repeats))
+    self._bar.set_postfix_str(rate)
+    for _ in campaign.time_programs(self._served, section, names, repeats):
+      self._bar.update()
     for way in section.ways.values():
       way.told = self._ask("told", program=way.program)[0]
-
-  def _built(self, way: Way) -> tuple[int, float]:
-    """Returns wrong elements and seconds to compile; each program once."""
-    if way.program not in self._programs:
-      replies = self._ask("build", program=way.program, stops=way.stops)
-      wrong = sum(reply["wrong"] for reply in replies)
-      wrong += len({reply["digest"] for reply in replies}) - 1
-      self._programs[way.program] = wrong, replies[0]["compile_s"]
-    return self._programs[way.program]
-
-  def _time(self, section: Section) -> None:
-    right = [way.program for way in section.ways.values() if not way.wrong]
-    programs = [_NONE, *dict.fromkeys(right)]
-    repeats = self.options.repeats
-    self._bar.reset(len(programs) * (1 + repeats))
-    self._bar.set_postfix_str(section.rate)
-    for _ in campaign.time_programs(self._served, section, programs, repeats):
-      self._bar.update()

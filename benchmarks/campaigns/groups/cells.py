@@ -1,34 +1,23 @@
 """The findings of a run of `groups`, and the file that holds them."""
 
+from collections.abc import Sequence
 import dataclasses
-import pathlib
-from typing import Any
+from typing import Any, Self
 
 from benchmarks import campaign
-from benchmarks import record
 from benchmarks.campaigns.groups import ways
 from benchmarks.campaigns.groups.ways import Simulated
-from benchmarks.campaigns.groups.ways import Stops
-from benchmarks.testbed import interrupts
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Way:
-  """One way to group.
+  """One way to group."""
 
-  Attributes:
-    stops: After which leaves an exchange leaves.
-    exchanges_s: What its exchanges should take.
-    wrong: Parameters that are not those of one exchange, over hosts, or that
-      differ between hosts.
-    compile_s: Of the host that compiles for all.
-    told: What zen_sync counts of the last step.
-  """
-
-  stops: Stops
-  exchanges_s: float
-  wrong: int = 0
-  compile_s: float = 0.0
+  stops: Sequence[int]  # After which leaves an exchange leaves.
+  exchanges_s: float  # What its exchanges should take.
+  wrong: int = 0  # Parameters not of one exchange, or not of all hosts.
+  compile_s: float = 0.0  # Of the host that compiles for all.
+  # What zen_sync counts of the last step.
   told: dict[str, float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -39,20 +28,15 @@ class Way:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Section(campaign.Timed):
-  """All that was found out about links of one rate.
+  """All that was found out about links of one rate."""
 
-  Attributes:
-    rate: Its name.
-    topology: The links, measured, as JSON.
-    ways: By name.
-    host_times_s: By program, of every round the seconds of each host; "none"
-      is a step without the exchanges.
-  """
-
-  rate: str
-  topology: str
-  ways: dict[str, Way]
-  host_times_s: dict[str, list[list[float]]]
+  rate: str  # Its name.
+  topology: str  # The links, measured, as JSON.
+  ways: dict[str, Way] = dataclasses.field(default_factory=dict)
+  # [round][host] by program; "none" is a step without the exchanges.
+  host_times_s: dict[str, list[list[float]]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def best(self) -> str | None:
     """Returns the program with the least median; None where there is none."""
@@ -61,26 +45,16 @@ class Section(campaign.Timed):
     return min(timed, key=self.median_s, default=None)
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Found:
-  """All that is in a file.
+@dataclasses.dataclass(slots=True)
+class Found(campaign.Findings):
+  """All that is in a file."""
 
-  Attributes:
-    environment: What has measured.
-    options: What it was asked.
-    complete: Whether nothing is missing.
-    lost: Elements that are in no update and no residual after a first step.
-    leaves: Those that are compressed, as the backward pass completes them.
-    sections: In the order of measuring.
-    simulated: On machines that are not there.
-  """
-
-  environment: dict[str, Any]
-  options: dict[str, Any]
-  complete: bool = False
+  # Elements that are in no update and no residual after a first step.
   lost: int = 0
+  # Those that are compressed, as the backward pass completes them.
   leaves: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   sections: list[Section] = dataclasses.field(default_factory=list)
+  # On machines that are not there.
   simulated: list[Simulated] = dataclasses.field(default_factory=list)
 
   @property
@@ -89,34 +63,16 @@ class Found:
     every = [way for x in self.sections for way in x.ways.values()]
     return self.lost + sum(way.wrong for way in every)
 
-  def save(self, path: pathlib.Path) -> None:
-    """Writes all of it; what was there stays until all is written."""
-    with interrupts.held():
-      record.write_json(path, dataclasses.asdict(self))
+  def contents(self) -> dict[str, Any]:
+    names = ("lost", "leaves", "sections", "simulated")
+    return {name: dataclasses.asdict(self)[name] for name in names}
 
-
-def read(path: pathlib.Path) -> Found:
-  """Returns what `path` holds; ValueError if it is none of this command's."""
-  return campaign.read(path, _parsed)
-
-
-def _parsed(fields: dict[str, Any]) -> Found:
-  sections = [_section(x) for x in fields.pop("sections")]
-  simulated = simulated_of(fields.pop("simulated"))
-  return Found(**fields, sections=sections, simulated=simulated)
-
-
-def _section(fields: dict[str, Any]) -> Section:
-  known = fields.pop("ways")
-  for way in known.values():
-    way["stops"] = tuple(way["stops"])
-  return Section(ways={k: Way(**x) for k, x in known.items()}, **fields)
-
-
-def simulated_of(told: list[dict[str, Any]]) -> list[Simulated]:
-  """Returns what JSON has made lists of."""
-  tuples = ("cuts_s", "mergecomp", "search")
-  listed: list[dict[str, Any]] = [
-    {k: tuple(v) if k in tuples else v for k, v in x.items()} for x in told
-  ]
-  return [Simulated(**x) for x in listed]
+  @classmethod
+  def parsed(cls, document: dict[str, Any]) -> Self:
+    sections = document.pop("sections")
+    for section in sections:
+      known = section.pop("ways")
+      section["ways"] = {name: Way(**way) for name, way in known.items()}
+    simulated = [Simulated(**x) for x in document.pop("simulated")]
+    sections = [Section(**section) for section in sections]
+    return cls(**document, sections=sections, simulated=simulated)

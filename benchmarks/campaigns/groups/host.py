@@ -10,11 +10,8 @@ import numpy as np
 import optax
 
 from benchmarks.campaigns.groups import ways as models
-from benchmarks.campaigns.planned.programs import AXIS
-from benchmarks.campaigns.planned.programs import Place
-from benchmarks.campaigns.planned.programs import Program
+from benchmarks.campaigns.planned import programs
 from benchmarks.testbed import served
-from benchmarks.testbed.served import SharedCompiler
 import zenjax
 
 NONE = "none"
@@ -33,10 +30,6 @@ _RELATIVE = 1e-3
 class _Worker(served.Worker):
   """This host's share of a run."""
 
-  def __init__(self, compiler: SharedCompiler, epoch: float):
-    super().__init__(compiler, epoch)
-    self._programs: dict[str, Program] = {}
-
   def model(
     self,
     width: int,
@@ -49,7 +42,7 @@ class _Worker(served.Worker):
     """Takes the network, and compiles one exchange and none."""
     n = self.mesh.size
     self._model = models.cnn(n, width, batch, size, batches)
-    self._place = Place(self._model, self.mesh)
+    self._place = programs.Place(self._model, self.mesh)
     self._gradients = models.compressed(self._model, batch, least)
     self._names = [g.name for g in self._gradients]
     self._density, self._least = density, least
@@ -57,9 +50,9 @@ class _Worker(served.Worker):
       g.name: _capacity(density * math.prod(g.shape), n)
       for g in self._gradients
     }
-    self._programs[NONE] = self._program(None)
+    self.programs[NONE] = self._program(None)
     stops = (len(self._names),)
-    one = self._programs[models.program(stops)] = self._program(stops)
+    one = self.programs[models.program(stops)] = self._program(stops)
     lost = self._lost(one)
     self._want = self._after_steps(one)
     for _ in range(_WARM_UP):
@@ -79,7 +72,7 @@ class _Worker(served.Worker):
       ],
     }
 
-  def _program(self, stops: models.Stops | None) -> Program:
+  def _program(self, stops: models.Stops | None) -> programs.Program:
     """A way's; of None all but the exchanges of what is compressed."""
     names, whole = self._names, ()
     if stops is None:
@@ -91,23 +84,23 @@ class _Worker(served.Worker):
     written = optax.stateless(lambda x, _: lax.optimization_barrier(x))
     tx = optax.chain(
       written,
-      zenjax.sparsify.error_feedback(top, AXIS),
+      zenjax.sparsify.error_feedback(top, programs.AXIS),
       written,
       models.exchanges(names, stops, self._capacities, kept=whole),
       optax.sgd(_RATE),
     )
-    return Program(self._place, tx, False, self.compiler)
+    return programs.Program(self._place, tx, False, self.compiler)
 
-  def _after_steps(self, program: Program) -> dict[str, np.ndarray]:
+  def _after_steps(self, program: programs.Program) -> dict[str, np.ndarray]:
     """Parameters when a fresh program has taken so many steps."""
     while program.steps < _COMPARED:
       program()
     return program.params()
 
-  def _lost(self, program: Program) -> int:
+  def _lost(self, program: programs.Program) -> int:
     """Elements of which update and residuals are not the mean gradient."""
-    mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
-    pmean = Program(
+    mean = optax.stateless(lambda grads, _: lax.pmean(grads, programs.AXIS))
+    pmean = programs.Program(
       self._place, optax.chain(mean, optax.sgd(_RATE)), False, self.compiler
     )
     want, got = self._step_of(pmean), self._step_of(program)
@@ -116,7 +109,7 @@ class _Worker(served.Worker):
     far = lambda x, y: np.abs(x - y) > _RELATIVE * np.abs(y).max()
     return sum(int(np.sum(far(got[name], want[name]))) for name in want)
 
-  def _step_of(self, program: Program) -> dict[str, np.ndarray]:
+  def _step_of(self, program: programs.Program) -> dict[str, np.ndarray]:
     """Returns the first step's change of the parameters, over the rate."""
     before = self._model.params
     program()
@@ -142,31 +135,23 @@ class _Worker(served.Worker):
   def build(self, program: str, stops: list[int]) -> dict[str, Any]:
     """Compiles a way and compares parameters with those of one exchange."""
     got = self._want
-    if program not in self._programs:
-      self._programs[program] = self._program(tuple(stops))
-      got = self._after_steps(self._programs[program])
+    if program not in self.programs:
+      self.programs[program] = self._program(tuple(stops))
+      got = self._after_steps(self.programs[program])
     bits = b"".join(got[name].tobytes() for name in sorted(got))
+    wrong = 0
+    for name, want in self._want.items():
+      most = np.abs(want - self._model.params[name]).max()
+      wrong += int(np.sum(np.abs(got[name] - want) > _RELATIVE * most))
     return {
-      "compile_s": self._programs[program].compile_s,
-      "wrong": self._wrong(got),
+      "compile_s": self.programs[program].compile_s,
+      "wrong": wrong,
       "digest": zlib.crc32(bits),
     }
 
-  def _wrong(self, got: dict[str, np.ndarray]) -> int:
-    """Parameters that did not go where those of one exchange went."""
-    found = 0
-    for name, want in self._want.items():
-      most = np.abs(want - self._model.params[name]).max()
-      found += int(np.sum(np.abs(got[name] - want) > _RELATIVE * most))
-    return found
-
-  def time(self, program: str) -> float:
-    """Seconds of one step."""
-    return self._programs[program].time(self.start)
-
   def told(self, program: str) -> dict[str, float]:
     """Returns zen_sync's counts of the last step."""
-    leaves = zenjax.stats(self._programs[program].state()).values()
+    leaves = zenjax.stats(self.programs[program].state()).values()
     return {
       "rounds": max(x["rounds"] for x in leaves),
       "went_dense": sum(x["went_dense"] for x in leaves),

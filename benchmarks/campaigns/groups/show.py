@@ -1,6 +1,6 @@
 """The tables of a run: what was measured, what was simulated, what follows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import math
 
 import rich.table
@@ -96,7 +96,7 @@ def _ms(seconds: float, digits: int = 1) -> str:
   return f"{seconds * 1e3:.{digits}f}"
 
 
-def _stops(stops: ways.Stops) -> str:
+def _stops(stops: Sequence[int]) -> str:
   """The cuts, without the end that all ways have."""
   return " ".join(map(str, stops[:-1])) or "none"
 
@@ -104,41 +104,26 @@ def _stops(stops: ways.Stops) -> str:
 def lines(found: Found) -> Iterator[str]:
   """Yields the conclusions, in words."""
   for section in found.sections:
-    yield from _of_section(section)
+    known = section.ways.get(ways.MERGECOMP)
+    if known is None or not section.times_s(known.program):
+      continue
+    n = len(known.stops)
+    exchanges = "one exchange" if n == 1 else f"{n} exchanges"
+    for name in (ways.ONE, ways.EACH):
+      other = section.ways[name].program
+      if section.times_s(other):
+        yield (
+          f"{section.rate}: MergeComp's choice, {exchanges}, takes"
+          f" {section.over(known.program, other)} of {name}"
+        )
   rows = found.simulated
   for x in rows:
     curve = " ".join(_ms(s, 3) for s in x.cuts_s)
     yield f"simulated, {x.machine}, {x.images:,} images, cut after 1..: {curve}"
   if rows:
     yield (
-      f"simulated: time is unimodal in the cut in {_count(rows, 'unimodal')};"
-      " MergeComp's halving comes within 1 % of the exact search in"
-      f" {_near(rows)}"
+      "simulated: time is unimodal in the cut in"
+      f" {sum(x.unimodal for x in rows)} of {len(rows)} cases; MergeComp's"
+      " halving comes within 1 % of the exact search in"
+      f" {sum(x.mergecomp_s <= 1.01 * x.search_s for x in rows)} of {len(rows)}"
     )
-
-
-def _of_section(section: Section) -> Iterator[str]:
-  known = section.ways.get(ways.MERGECOMP)
-  if known is None or not section.times_s(known.program):
-    return
-  for name in (ways.ONE, ways.EACH):
-    other = section.ways[name]
-    if section.times_s(other.program):
-      ratio = section.over(known.program, other.program)
-      yield (
-        f"{section.rate}: MergeComp's choice, {_exchanges(known.stops)}, takes"
-        f" {ratio} of {name}"
-      )
-
-
-def _exchanges(stops: ways.Stops) -> str:
-  return "one exchange" if len(stops) == 1 else f"{len(stops)} exchanges"
-
-
-def _count(rows: list[Simulated], name: str) -> str:
-  return f"{sum(getattr(x, name) for x in rows)} of {len(rows)} cases"
-
-
-def _near(rows: list[Simulated]) -> str:
-  near = sum(x.mergecomp_s <= 1.01 * x.search_s for x in rows)
-  return f"{near} of {len(rows)}"

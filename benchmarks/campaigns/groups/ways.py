@@ -11,6 +11,7 @@ the memory's peak lets it take.
 
 from collections.abc import Hashable, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -35,12 +36,8 @@ _SEED, _NOISE = 0, 1.0
 def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
   """Parameters by name; an image is its class's pattern behind noise.
 
-  Args:
-    hosts: How many train.
-    width: Channels of the first stage.
-    batch: Images of a host.
-    size: Height and width of an image.
-    batches: How many.
+  Of so many channels in the first stage; `batch` images of a host, `size` high
+  and wide.
   """
   shapes = nnx.eval_shape(
     lambda: cnn_model.ResNet(_CHANNELS, _CLASSES, width, rngs=nnx.Rngs(_SEED))
@@ -55,28 +52,20 @@ def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
     model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
     return cnn_model.loss(model, images, labels)
 
-  params = {name: _first(rng, name, leaf.shape) for name, leaf in named}
-  return Model(params, loss, _batches(rng, hosts * batch, size, batches))
-
-
-def _first(
-  rng: np.random.Generator, name: str, shape: tuple[int, ...]
-) -> np.ndarray:
-  """Draws a leaf as networks are usually begun, without compiling a program."""
-  if len(shape) > 1:
-    spread = math.sqrt(2 / math.prod(shape[:-1]))
-    return spread * rng.standard_normal(shape, np.float32)
-  return np.full(shape, float("scale" in name), np.float32)
-
-
-def _batches(rng, images, size, batches) -> list[tuple[np.ndarray, ...]]:
-  patterns = rng.standard_normal((_CLASSES, size, size, _CHANNELS), np.float32)
-  found = []
+  # As networks are usually begun, without compiling a program to draw them.
+  params = {}
+  for name, leaf in named:
+    params[name] = np.full(leaf.shape, float("scale" in name), np.float32)
+    if len(leaf.shape) > 1:
+      spread = math.sqrt(2 / math.prod(leaf.shape[:-1]))
+      params[name] = spread * rng.standard_normal(leaf.shape, np.float32)
+  image, found = (size, size, _CHANNELS), []
+  patterns = rng.standard_normal((_CLASSES, *image), np.float32)
   for _ in range(batches):
-    labels = rng.integers(0, _CLASSES, images, np.int32)
-    noise = rng.standard_normal((images, size, size, _CHANNELS), np.float32)
+    labels = rng.integers(0, _CLASSES, hosts * batch, np.int32)
+    noise = rng.standard_normal((hosts * batch, *image), np.float32)
     found.append((patterns[labels] + _NOISE * noise, labels))
-  return found
+  return Model(params, loss, found)
 
 
 def compressed(model: Model, images: int, least: int) -> list[library.Gradient]:
@@ -123,7 +112,7 @@ MERGECOMP, SEARCH = "MergeComp", "exact search"
 _OVERLAP = ", if they overlapped"
 
 
-def program(stops: Stops) -> str:
+def program(stops: Sequence[int]) -> str:
   """Ways of the same stops are one program."""
   return ",".join(map(str, stops))
 
@@ -148,11 +137,8 @@ def exchanges(
 ) -> optax.GradientTransformation:
   """A `zen_sync` for each group; plans by hand are of rows, these elements.
 
-  Args:
-    names: Of the gradients, as the backward pass completes them.
-    stops: Of the way.
-    capacities: To be pinned.
-    kept: Of gradients that go nowhere.
+  `names` are of gradients as the backward pass completes them, those in `kept`
+  go nowhere.
   """
   syncs: dict[Hashable, optax.GradientTransformation] = {
     "whole": zenjax.zen_sync(AXIS, sparse=False),
@@ -174,17 +160,11 @@ def exchanges(
 
 
 class Priced(NamedTuple):
-  """Gradients with what each takes by itself, and what some take together.
+  """Gradients with what each takes by itself, and what some take together."""
 
-  Attributes:
-    tensors: As the backward pass completes them.
-    groups: Costs of those that share an exchange.
-    once: What of that an exchange pays once.
-  """
-
-  tensors: tuple[library.Tensor, ...]
-  groups: library.GroupCosts
-  once: library.Option
+  tensors: tuple[library.Tensor, ...]  # As the backward pass completes them.
+  groups: library.GroupCosts  # Costs of those that share an exchange.
+  once: library.Option  # What of that an exchange pays once.
 
   def together(self, stops: Stops) -> float:
     """Seconds of a way's exchanges by zen, one after another."""
@@ -205,13 +185,8 @@ def priced(
   """Prices gradients as the planner does, by elements in the place of rows.
 
   The pass ends with the last of `gradients`: what it does after that is taken
-  to be before the first.
-
-  Args:
-    gradients: As the backward pass completes them.
-    profiles: Selected elements, by name.
-    topology: The links.
-    compute_seconds: Of a step without any exchange.
+  to be before the first. Profiles are of selected elements, the seconds those
+  of a step without any exchange.
   """
   axes = tuple(level.name for level in topology.levels)
   context = library.Context(axes=axes, sizes=topology.sizes, mean=True)
@@ -290,31 +265,19 @@ _ROUNDING = 1e-9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-  """Iteration times on a machine, in seconds.
+  """Iteration times on a machine, in seconds."""
 
-  Attributes:
-    machine: Its name.
-    images: Of a device and step.
-    compute_s: Of a step without any exchange.
-    each_s: With an exchange for each leaf.
-    cuts_s: With two exchanges, by how many leaves are in the first.
-    one_s: With one.
-    mergecomp: Where halving ends; one stop where it is no cut.
-    mergecomp_s: How long that takes.
-    search: What the exact search takes.
-    search_s: How long that takes.
-  """
-
-  machine: str
-  images: int
-  compute_s: float
-  each_s: float
-  cuts_s: tuple[float, ...]
-  one_s: float
-  mergecomp: Stops
-  mergecomp_s: float
-  search: Stops
-  search_s: float
+  machine: str  # Its name.
+  images: int  # Of a device and step.
+  compute_s: float  # Of a step without any exchange.
+  each_s: float  # With an exchange for each leaf.
+  # With two exchanges, by how many leaves are in the first.
+  cuts_s: Sequence[float]
+  one_s: float  # With one.
+  mergecomp: Sequence[int]  # Where halving ends; one stop where it is no cut.
+  mergecomp_s: float  # How long that takes.
+  search: Sequence[int]  # What the exact search takes.
+  search_s: float  # How long that takes.
 
   @property
   def unimodal(self) -> bool:
@@ -322,7 +285,7 @@ class Simulated:
     return is_unimodal(self.cuts_s)
 
 
-def is_unimodal(seconds: tuple[float, ...]) -> bool:
+def is_unimodal(seconds: Sequence[float]) -> bool:
   """Falling, or equal up to rounding, and from some place on rising."""
   steps = [
     math.copysign(1, after - before)
@@ -345,34 +308,28 @@ def on_machines(
   }
   found = []
   memory = library.topologies.known_machine(_DEVICE).memory_bandwidth
-  for name, topology in machines.items():
-    for images in _IMAGES:
-      gradients = compressed(model, images, least)
-      compute_s = moved_bytes(model, images) / memory
-      costs = priced(gradients, profiles, topology, compute_s)
-      found.append(dataclasses.asdict(_on(costs, name, images, compute_s)))
+  for (name, topology), images in itertools.product(machines.items(), _IMAGES):
+    compute_s = moved_bytes(model, images) / memory
+    gradients = compressed(model, images, least)
+    costs = priced(gradients, profiles, topology, compute_s)
+    alone = library.search(library.GroupCosts(costs.tensors))
+    cut = [
+      seconds_of(costs, baselines.cut_at(costs.groups, k))
+      for k in range(1, len(costs.tensors) + 1)
+    ]
+    halved = baselines.mergecomp(costs.groups)
+    best, best_s = oracles.exhaustive(costs.groups)
+    simulated = Simulated(
+      machine=name,
+      images=images,
+      compute_s=compute_s,
+      each_s=seconds_of(costs, alone),
+      cuts_s=cut[:-1],
+      one_s=cut[-1],
+      mergecomp=stops_of(halved),
+      mergecomp_s=seconds_of(costs, halved),
+      search=stops_of(best),
+      search_s=best_s,
+    )
+    found.append(dataclasses.asdict(simulated))
   return found
-
-
-def _on(
-  costs: Priced, machine: str, images: int, compute_s: float
-) -> Simulated:
-  n = len(costs.tensors)
-  cut = [
-    seconds_of(costs, baselines.cut_at(costs.groups, k))
-    for k in range(1, n + 1)
-  ]
-  halved = baselines.mergecomp(costs.groups)
-  best, best_s = oracles.exhaustive(costs.groups)
-  return Simulated(
-    machine=machine,
-    images=images,
-    compute_s=compute_s,
-    each_s=seconds_of(costs, library.search(library.GroupCosts(costs.tensors))),
-    cuts_s=tuple(cut[:-1]),
-    one_s=cut[-1],
-    mergecomp=stops_of(halved),
-    mergecomp_s=seconds_of(costs, halved),
-    search=stops_of(best),
-    search_s=best_s,
-  )

@@ -6,15 +6,13 @@ next, and stops where a time is shorter than its bytes need on the link.
 
 import argparse
 import dataclasses
-import os
-import pathlib
+import itertools
 from typing import Any
 
 import tqdm
 
 from benchmarks import campaign
 from benchmarks import library
-from benchmarks import record
 from benchmarks import workloads
 from benchmarks.campaigns.network import cells as cells_lib
 from benchmarks.campaigns.network import show
@@ -51,25 +49,15 @@ _SMALL: dict[str, tuple] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-  """The cells to be measured.
+  """The cells to be measured."""
 
-  Attributes:
-    hosts: Numbers of hosts, each a testbed of its own.
-    rates: Names in `netns.RATES`.
-    workloads: Names in `workloads.ALL_NAMES`.
-    variants: Names in `VARIANTS`.
-    repeats: Timed rounds; one more goes before them.
-    batches: Different batches that rounds go through in turn.
-    calibrate: Whether single collectives are timed too.
-  """
-
-  hosts: tuple[int, ...]
-  rates: tuple[str, ...]
-  workloads: tuple[str, ...]
-  variants: tuple[str, ...]
-  repeats: int
-  batches: int
-  calibrate: bool
+  hosts: tuple[int, ...]  # Numbers of hosts, each a testbed of its own.
+  rates: tuple[str, ...]  # Names in `netns.RATES`.
+  workloads: tuple[str, ...]  # Names in `workloads.ALL_NAMES`.
+  variants: tuple[str, ...]  # Names in `VARIANTS`.
+  repeats: int  # Timed rounds; one more goes before them.
+  batches: int  # Different batches that rounds go through in turn.
+  calibrate: bool  # Whether single collectives are timed too.
 
   def keys(self) -> list[Key]:
     """Returns those of all cells."""
@@ -86,101 +74,71 @@ class Left:
   """The part of a grid that the findings lack, when this is made."""
 
   def __init__(self, grid: Grid, found: Findings):
-    done = found.cells
+    done, asked = found.cells, (grid.repeats, grid.batches)
     self.cells = [
       key
       for key in grid.keys()
-      if key not in done or not done[key].is_done(grid.repeats, grid.batches)
+      if key not in done or not done[key].is_done(*asked)
     ]
     self.points = [
       point
-      for hosts in grid.hosts
-      for rate in grid.rates
+      for hosts, rate in itertools.product(grid.hosts, grid.rates)
       for point in cells_lib.points(hosts, rate)
       if grid.calibrate and point not in found.calibration
     ]
 
-  def calls(self, repeats: int) -> int:
-    """Returns how often hosts are asked, as the progress bar counts."""
-    built = {(k.hosts, k.workload, k.variant) for k in self.cells}
-    drawn = {(k.hosts, k.workload) for k in self.cells}
-    # Each is built and its bytes counted; each cell has an untimed round.
-    rounds = len(self.cells) * (1 + repeats)
-    return len(self.points) + len(drawn) + 2 * len(built) + rounds
-
 
 def run(options: argparse.Namespace) -> int:
-  """Measures, prints, saves; returns the exit code.
-
-  Raises:
-    ValueError: A file is none of this command's, or a name is none.
-    RuntimeError: This machine or user cannot have namespaces.
-  """
+  """Measures, prints, saves; returns the exit code."""
   return _Network(options).run()
 
 
 class _Network(campaign.Campaign):
   def __init__(self, options: argparse.Namespace):
     asked = campaign.asked(options, _SMALL if options.small else _DEFAULTS)
+    campaign.require(options, asked["hosts"], asked["rates"])
     self._grid = Grid(
       **asked,
       repeats=options.repeats,
       batches=options.batches,
       calibrate=not options.no_calibration,
     )
-    super().__init__(options, self._grid.hosts, self._grid.rates)
     if options.plot:
       from benchmarks.campaigns.network import plots  # Imports matplotlib.
 
       plots.require_suffix(options.plot)
-    now = cells_lib.software(
-      loopback=options.loopback, keep_memory=options.keep_memory
-    )
-    self._found = Findings(now)
-    if options.json:
-      self._found = cells_lib.load(options.json, now)
+    names = ("loopback", "keep_memory")
+    self._kind = {name: getattr(options, name) for name in names}
+    now = campaign.software(cells_lib.CODE, **self._kind)
+    self.options, self.found = options, Findings.load(options.json, now)
 
-  def write(self, path: pathlib.Path) -> None:
-    left = Left(self._grid, self._found)
-    settings = record.settings(self.options)
-    complete = not left.cells and not left.points
-    self._found.save(path, settings, complete=complete)
+  def complete(self) -> bool:
+    left = Left(self._grid, self.found)
+    return not left.cells and not left.points
 
   def show(self) -> None:
-    place = "processes" if self.options.loopback else "network namespaces"
-    jax = self._found.software["jax"]
-    title = f"network: {place} on {os.cpu_count()} cores, JAX {jax}"
-    show.show(title, self._found)
-    for lines in (show.paper_lines, show.crossing_lines):
-      for line in lines(self._found):
-        print(line)
+    show.show(self.title(), self.found)
     if self.options.plot:
       from benchmarks.campaigns.network import plots
 
-      for line in plots.save_plots(self.options.plot, self._found):
+      for line in plots.save_plots(self.options.plot, self.found):
         print(line)
 
   def failed(self) -> bool:
-    asked = (self._found.cells.get(key) for key in self._grid.keys())
+    asked = (self.found.cells.get(key) for key in self._grid.keys())
     return any(cell is not None and cell.wrong for cell in asked)
 
   def measure(self) -> None:
-    grid, left = self._grid, Left(self._grid, self._found)
-    calls = left.calls(grid.repeats)
-    with tqdm.tqdm(total=calls, unit="call", disable=None, leave=False) as bar:
-      self._bar = bar
-      for count in grid.hosts:
+    left = Left(self._grid, self.found)
+    total = len(left.cells) + len(left.points)
+    with campaign.progress(total) as self._bar:
+      for count in self._grid.hosts:
         cells = [key for key in left.cells if key.hosts == count]
         points = [point for point in left.points if point.hosts == count]
         if cells or points:
-          bar.set_description(f"{count} hosts")
-          bar.set_postfix_str("start")
-          with campaign.hosts(
-            count,
-            "network.host",
-            loopback=self.options.loopback,
-            keep_memory=self.options.keep_memory,
-          ) as hosts:
+          self._bar.set_description(f"{count} hosts")
+          self._bar.set_postfix_str("start")
+          with campaign.hosts(count, "network.host", **self._kind) as hosts:
             self._on_hosts(hosts, cells, points)
 
   def _on_hosts(
@@ -191,10 +149,10 @@ class _Network(campaign.Campaign):
       if at_rate or any(key.rate == rate for key in cells):
         self._probe(hosts.bed, rate)
         self._calibrate(hosts, at_rate)
-    if points and hosts.bed.hosts not in self._found.work:
+    if points and hosts.bed.hosts not in self.found.work:
       self._bar.set_postfix_str("local work")
-      replies = hosts.ask("work", timeout=campaign.SLOW_S)
-      self._found.work[hosts.bed.hosts] = library.local_work.fit(replies)
+      replies = hosts.ask("work")
+      self.found.work[hosts.bed.hosts] = library.local_work.fit(replies)
     for workload in self._grid.workloads:
       keys = [key for key in cells if key.workload == workload]
       if keys:
@@ -207,7 +165,7 @@ class _Network(campaign.Campaign):
     with tqdm.tqdm.external_write_mode():
       testbed.show(bed, links)
     said = {"hosts": bed.hosts, "rate": rate, **dataclasses.asdict(links)}
-    self._found.links[bed.hosts, rate] = said
+    self.found.links[bed.hosts, rate] = said
 
   def _calibrate(self, hosts: Served, points: list[Point]) -> None:
     for point in points:
@@ -220,7 +178,7 @@ class _Network(campaign.Campaign):
         words=point.words,
         repeats=cells_lib.REPEATS,
       )
-      self._found.calibration[point] = point.record(times)
+      self.found.calibration[point] = point.record(times)
       self._bar.update()
     if points:
       self.save()
@@ -230,10 +188,7 @@ class _Network(campaign.Campaign):
     self._bar.set_description(f"{hosts.bed.hosts} hosts, {workload}")
     hosts.bed.set_rate("unlimited")
     self._bar.set_postfix_str("draw")
-    facts = hosts.ask(
-      "workload", timeout=campaign.SLOW_S, name=workload, batches=grid.batches
-    )[0]
-    self._bar.update()
+    facts = hosts.ask("workload", name=workload, batches=grid.batches)[0]
     built = {
       variant: self._build(hosts, variant)
       for variant in grid.variants
@@ -252,15 +207,14 @@ class _Network(campaign.Campaign):
         if key.rate == rate
       ]
       for cell in cells:
-        self._found.add(cell)
+        self.found.add(cell)
       self._time(hosts, rate, cells)
       self.save()
 
   def _build(self, hosts: Served, variant: str) -> dict[str, Any]:
     """Compiles and checks; counts the bytes of what is right."""
     self._bar.set_postfix_str(f"{variant}: compile, check")
-    replies = hosts.ask("build", timeout=campaign.SLOW_S, variant=variant)
-    self._bar.update()
+    replies = hosts.ask("build", variant=variant)
     built = {
       key: max(reply[key] for reply in replies)
       for key in ("compile_s", "wire_bytes", "least_wire_bytes")
@@ -269,23 +223,17 @@ class _Network(campaign.Campaign):
     built["received_bytes"] = float("nan")
     if not built["wrong"]:
       self._bar.set_postfix_str(f"{variant}: count bytes")
-      built["received_bytes"] = self._count(hosts, variant)
-    self._bar.update()
+      # Whole turns of the batches: their mean is what is declared.
+      batches = self._grid.batches
+      times = -(-_COUNTED // batches) * batches
+      before = hosts.bed.counters()
+      hosts.ask("repeat", variant=variant, times=times)
+      after = hosts.bed.counters()
+      if before and after:
+        both = zip(before, after)
+        received = max(b.received_bytes - a.received_bytes for a, b in both)
+        built["received_bytes"] = received / times
     return built
-
-  def _count(self, hosts: Served, variant: str) -> float:
-    # Whole turns of the batches: their mean is what is declared.
-    batches = self._grid.batches
-    times = -(-_COUNTED // batches) * batches
-    before = hosts.bed.counters()
-    hosts.ask("repeat", timeout=campaign.SLOW_S, variant=variant, times=times)
-    after = hosts.bed.counters()
-    if before is None or after is None:
-      return float("nan")
-    received = [
-      b.received_bytes - a.received_bytes for a, b in zip(before, after)
-    ]
-    return max(received) / times
 
   def _time(self, hosts: Served, rate: str, cells: list[Cell]) -> None:
     hosts.bed.set_rate(rate)
@@ -294,8 +242,8 @@ class _Network(campaign.Campaign):
       self._bar.set_postfix_str(f"{rate}, {round_}: {cell.variant}")
       if not cell.wrong:
         wait = _CALL_S + 30 * cell.least_s
-        seconds = hosts.ask("time", timeout=wait, variant=cell.variant)
+        seconds = hosts.ask("time", timeout=wait, program=cell.variant)
         cell.require_limit(max(seconds))
         if turn >= 0:
           cell.host_times_s.append(seconds)
-      self._bar.update()
+    self._bar.update(len(cells))

@@ -1,17 +1,16 @@
 """The cells and the calibration of `network`, as its file holds them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
-import pathlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from benchmarks import campaign
 from benchmarks import harness
 from benchmarks.testbed import netns
 
 # What numbers depend on, beside what is installed. Tables and plots may change.
-_CODE = (
+CODE = (
   "zenjax/**/*.py",
   "kernels/**/*.py",
   "benchmarks/campaigns/network/host.py",
@@ -21,13 +20,6 @@ _CODE = (
   "benchmarks/workloads.py",
 )
 
-
-def software(*, loopback: bool, keep_memory: bool = False) -> dict[str, Any]:
-  """Returns what measures."""
-  return campaign.software(_CODE, loopback=loopback, keep_memory=keep_memory)
-
-
-# --- calibration ------------------------------------------------------------
 
 REPEATS = 5
 # What a host receives, about.
@@ -46,19 +38,12 @@ _RECEIVED = {
 
 
 class Point(NamedTuple):
-  """One collective to time.
+  """One collective to time."""
 
-  Attributes:
-    hosts: How many take part.
-    rate: Of the links.
-    op: Its name.
-    words: Of 32 bits, in the operand of each host; a multiple of `hosts`.
-  """
-
-  hosts: int
-  rate: str
-  op: str
-  words: int
+  hosts: int  # How many take part.
+  rate: str  # Of the links.
+  op: str  # Its name.
+  words: int  # Of 32 bits, in the operand of each host; a multiple of `hosts`.
 
   @property
   def received_bytes(self) -> float:
@@ -96,9 +81,6 @@ def _least_s(size: float, rate: str) -> float:
   return size / limit.bytes_per_s if limit else 0.0
 
 
-# --- cells ------------------------------------------------------------------
-
-
 class Key(NamedTuple):
   """One variant of one workload on links of one rate between some hosts."""
 
@@ -110,32 +92,20 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Cell:
-  """The findings about a key; its fields are those in the file.
-
-  Attributes:
-    repeats: Timed rounds that were asked for.
-    batches: Different batches that rounds go through in turn.
-    wrong: Elements that differ from the float64 sum, over hosts and batches.
-    compile_s: Of the host that compiles for all.
-    wire_bytes: What zenjax says that a host receives, mean over batches.
-    least_wire_bytes: Of the batch with the least.
-    received_bytes: Of the busiest host by its interface, an exchange; NaN on
-      loopback.
-    facts: Of the workload: density, union_density, dense_bytes, bound_bytes.
-    host_times_s: Of every round, the seconds of each host.
-  """
+  """The findings about a key; its fields are those in the file."""
 
   hosts: int
   rate: str
   workload: str
   variant: str
-  repeats: int
-  batches: int
-  wrong: int
-  compile_s: float
-  wire_bytes: float
-  least_wire_bytes: float
-  received_bytes: float
+  repeats: int  # Timed rounds that were asked for.
+  batches: int  # Different batches that rounds go through in turn.
+  wrong: int  # Elements, over hosts and batches.
+  compile_s: float  # Of the host that compiles for all.
+  wire_bytes: float  # What zenjax says that a host receives, mean over batches.
+  least_wire_bytes: float  # Of the batch with the least.
+  received_bytes: float  # By the busiest interface; NaN on loopback.
+  # Of the workload: density, union_density, dense_bytes, bound_bytes.
   facts: dict[str, float]
   host_times_s: list[list[float]] = dataclasses.field(default_factory=list)
 
@@ -184,36 +154,33 @@ class Cell:
 
 @dataclasses.dataclass(slots=True)
 class Findings(campaign.Findings):
-  """All that is in a file.
+  """All that is in a file."""
 
-  Attributes:
-    links: What `Testbed.probe` said, one a (hosts, rate).
-    calibration: Single collectives, as `Point.record` makes them.
-    work: Seconds of each kind of local work, as `zenjax.planner.Work` has them,
-      by number of hosts: until the last one is through, all at it together.
-    cells: By key, in the order of measuring.
-  """
-
+  # What `Testbed.probe` said, one a (hosts, rate).
   links: dict[tuple[int, str], dict[str, Any]] = dataclasses.field(
     default_factory=dict
   )
+  # Single collectives, as `Point.record` makes them.
   calibration: dict[Point, dict[str, Any]] = dataclasses.field(
     default_factory=dict
   )
+  # Seconds of each kind of local work, as `zenjax.planner.Work` has them, by
+  # number of hosts: until the last one is through, all at it together.
   work: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+  # By key, in the order of measuring.
   cells: dict[Key, Cell] = dataclasses.field(default_factory=dict)
 
   def add(self, cell: Cell) -> None:
     """Puts a cell in the place of any with its key."""
     self.cells[cell.key] = cell
 
-  def sections(self) -> Iterator[tuple[tuple[str, int, str], list[Cell]]]:
-    """Yields the cells of every (workload, hosts, rate)."""
+  def sections(self) -> dict[tuple[str, int, str], list[Cell]]:
+    """Returns the cells of every (workload, hosts, rate)."""
     sections: dict[tuple[str, int, str], list[Cell]] = {}
     for cell in self.cells.values():
       section = (cell.workload, cell.hosts, cell.rate)
       sections.setdefault(section, []).append(cell)
-    yield from sections.items()
+    return sections
 
   def contents(self) -> dict[str, Any]:
     return {
@@ -223,29 +190,18 @@ class Findings(campaign.Findings):
       "cells": [cell.record() for cell in self.cells.values()],
     }
 
-
-def load(path: pathlib.Path, now: dict[str, Any]) -> Findings:
-  """Returns what `path` holds, to go on with; nothing if it is not there.
-
-  Raises:
-    ValueError: The file is broken, or something else has measured it.
-  """
-  found = campaign.load(path, now, _parsed) or Findings(now)
-  found.software = now
-  return found
-
-
-def _parsed(document: dict[str, Any]) -> Findings:
-  found = Findings(document["environment"])
-  for x in document["links"]:
-    found.links[x["hosts"], x["rate"]] = x
-  for x in document["calibration"]:
-    found.calibration[Point(*(x[field] for field in Point._fields))] = x
-  found.work = {int(n): work for n, work in document["work"].items()}
-  for x in document["cells"]:
-    # A field that is missing is an error of the file: none has a default here.
-    values = {f.name: x[f.name] for f in dataclasses.fields(Cell)}
-    if values["received_bytes"] is None:
-      values["received_bytes"] = math.nan
-    found.add(Cell(**values))
-  return found
+  @classmethod
+  def parsed(cls, document: dict[str, Any]) -> Self:
+    found = cls(document["environment"])
+    for x in document["links"]:
+      found.links[x["hosts"], x["rate"]] = x
+    for x in document["calibration"]:
+      found.calibration[Point(*(x[field] for field in Point._fields))] = x
+    found.work = {int(n): work for n, work in document["work"].items()}
+    for x in document["cells"]:
+      # A field that is missing is an error of the file: no default counts.
+      values = {f.name: x[f.name] for f in dataclasses.fields(Cell)}
+      if values["received_bytes"] is None:
+        values["received_bytes"] = math.nan
+      found.add(Cell(**values))
+    return found

@@ -26,14 +26,11 @@ from benchmarks.campaigns.network.variants import Variant
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.cases import sync
 from benchmarks.testbed import served
-from benchmarks.testbed.served import SharedCompiler
 from benchmarks.workloads import Workload
 import zenjax
 
 AXIS = "data"
 _WORK_REPEATS = 9
-
-
 # Steps from which capacities are advised, on batches of their own.
 _REHEARSALS = 6
 _REHEARSAL_SEED = 1000
@@ -56,7 +53,7 @@ class Exchanges:
     workload: Workload,
     mesh: Mesh,
     num_batches: int,
-    compiler: SharedCompiler,
+    compiler: served.SharedCompiler,
   ):
     self.workload = workload
     self.mesh = mesh
@@ -64,10 +61,11 @@ class Exchanges:
     self.n = mesh.size
     self._split = NamedSharding(mesh, P(AXIS))
     self.batches = [self.draw(seed) for seed in range(num_batches)]
-    make = jax.shard_map(
-      self._scatter, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    self._make = jax.jit(
+      jax.shard_map(
+        self._scatter, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+      )
     )
-    self._make = jax.jit(make)
     self._plain: dict[str, Exchange] = {}
 
   def exchange(self, variant: Variant) -> "Exchange":
@@ -125,8 +123,7 @@ class Exchange:
     self._shared = shared
     self.variant = variant
     capacities = self._advice() if variant.pinned else None
-    self._step, self._state, self.compile_s = self._compile(capacities)
-    self.wire_bytes = self.least_wire_bytes = 0.0
+    self._state, self._step, self.compile_s = self._compile(capacities)
     self._turn = 0
 
   def _advice(self):
@@ -146,7 +143,11 @@ class Exchange:
     mesh = self._shared.mesh
     options = {**self.variant.options, "capacities": capacities}
     tx = zenjax.zen_sync(AXIS, sparse=True, **options)
-    state = _initial_state(tx, self._shared)
+    zeros = sync.zeros(
+      mesh, self._shared.workload.rows, self._shared.workload.width
+    )
+    state = zenjax.init(tx, zeros, mesh, AXIS)
+    multihost_utils.sync_global_devices("state")
     specs = zenjax.state_specs(state, AXIS)
 
     def step(grads, state):
@@ -169,11 +170,8 @@ class Exchange:
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
     donated = (1,) if self.variant.rows_out else (0, 1)
-    start = time.perf_counter()
-    lowered = jax.jit(mapped, donate_argnums=donated).lower(grads, state)
-    lower_s = time.perf_counter() - start
-    compiled, compile_s = self._shared.compiler.compile(lowered)
-    return compiled, state, lower_s + compile_s
+    compiler = self._shared.compiler
+    return state, *compiler.compile_step(mapped, donated, grads, state)
 
   def gradient(self, batch: _Batch) -> dict[str, Any]:
     """Returns the gradients that the hosts have to send."""
@@ -187,43 +185,37 @@ class Exchange:
 
   def state(self) -> optax.OptState:
     """Returns the state as a process can read it: the shard that is here."""
-    return jax.tree.map(
-      lambda x: np.asarray(x.addressable_shards[0].data), self._state
-    )
+    return jax.tree.map(served.here, self._state)
 
-  def check(self) -> int:
-    """Wrong elements on this host over all batches."""
+  def check(self) -> dict[str, float]:
+    """Returns wrong elements on this host over all batches, and bytes."""
     wrong, sent = 0, []
     for batch in self._shared.batches:
       got = self(self.gradient(batch))[LEAF]
       wrong += oracle.count_wrong(self._whole(got), self._shared.wanted(batch))
-      sent.append(self._counted())
-    self.wire_bytes = float(np.mean(sent))
-    self.least_wire_bytes = float(np.min(sent))
-    return wrong
+      stats = zenjax.stats(self.state())
+      dense = self._shared.facts()["dense_bytes"]
+      sent.append(stats[LEAF]["wire_bytes"] if stats else dense)
+    return {
+      "wrong": wrong,
+      "wire_bytes": float(np.mean(sent)),
+      "least_wire_bytes": float(np.min(sent)),
+    }
 
   def _whole(self, got):
-    local = lambda x: np.asarray(x.addressable_shards[0].data)[0]
     if not self.variant.rows_out:
-      return local(got)
+      return served.here(got)[0]
     table = np.zeros((self._shared.workload.rows, self._shared.workload.width))
-    ids, rows = local(got.indices), local(got.values)
+    ids, rows = served.here(got.indices)[0], served.here(got.values)[0]
     real = ids < len(table)
     table[ids[real]] = rows[real]
     return table
 
-  def _counted(self):
-    found = zenjax.stats(self.state())
-    if not found:
-      return self._shared.facts()["dense_bytes"]
-    return found[LEAF]["wire_bytes"]
-
   def time(self, common_start: Callable[[], float]) -> float:
     """Seconds until this host has its answer, from when all have begun.
 
-    Args:
-      common_start: Returns on all hosts at one instant, which it says, with
-        nothing left on the links.
+    `common_start` returns on all hosts at one instant, which it says, with
+    nothing left on the links.
     """
     batch = self._shared.batches[self._turn % len(self._shared.batches)]
     self._turn += 1
@@ -231,13 +223,6 @@ class Exchange:
     start = common_start()
     self(grads)
     return time.monotonic() - start
-
-
-def _initial_state(tx, shared):
-  zeros = sync.zeros(shared.mesh, shared.workload.rows, shared.workload.width)
-  state = zenjax.init(tx, zeros, shared.mesh, AXIS)
-  multihost_utils.sync_global_devices("state")
-  return state
 
 
 # Hosts reach a collective apart, and are timed from when the last one does.
@@ -249,14 +234,9 @@ _APART_S = 1e-3
 class _Worker(served.Worker):
   """This host's share of a run."""
 
-  def __init__(self, compiler: SharedCompiler, epoch: float):
-    super().__init__(compiler, epoch)
-    self._exchanges: Exchanges | None = None
-    self._built: dict[str, Exchange] = {}
-
   def workload(self, name: str, batches: int) -> dict:
     """Draws the batches of a workload and forgets the last one."""
-    self._built.clear()
+    self.programs.clear()
     self._exchanges = Exchanges(
       workloads.get(name), self.mesh, batches, self.compiler
     )
@@ -264,28 +244,13 @@ class _Worker(served.Worker):
 
   def build(self, variant: str) -> dict:
     """Compiles a variant and checks its answer on this host."""
-    exchange = self._shared().exchange(VARIANTS[variant])
-    self._built[variant] = exchange
-    wrong = exchange.check()
-    return {
-      "wrong": wrong,
-      "compile_s": exchange.compile_s,
-      "wire_bytes": exchange.wire_bytes,
-      "least_wire_bytes": exchange.least_wire_bytes,
-    }
-
-  def _shared(self):
-    if self._exchanges is None:
-      raise ValueError("`workload` must be called before `build`.")
-    return self._exchanges
-
-  def time(self, variant: str) -> float:
-    """Seconds of one exchange."""
-    return self._built[variant].time(self.start)
+    exchange = self._exchanges.exchange(VARIANTS[variant])
+    self.programs[variant] = exchange
+    return exchange.check() | {"compile_s": exchange.compile_s}
 
   def repeat(self, variant: str, times: int) -> None:
     """Exchanges with nothing else on the links, for their counters."""
-    exchange, batches = self._built[variant], self._shared().batches
+    exchange, batches = self.programs[variant], self._exchanges.batches
     for turn in range(times):
       exchange(exchange.gradient(batches[turn % len(batches)]))
 
@@ -311,15 +276,13 @@ class _Worker(served.Worker):
     """
     own = Mesh(np.array(jax.local_devices()[:1]), self.mesh.axis_names)
     runs = library.local_work.runs(own, self.mesh.size)
-    return {name: self._samples(run) for name, run in runs.items()}
-
-  def _samples(self, run: Callable[[], Any]) -> list[float]:
-    run()
-    seconds = []
-    for _ in range(_WORK_REPEATS):
-      start = self.start()
+    seconds = {name: [] for name in runs}
+    for name, run in runs.items():
       run()
-      seconds.append(time.monotonic() - start)
+      for _ in range(_WORK_REPEATS):
+        start = self.start()
+        run()
+        seconds[name].append(time.monotonic() - start)
     return seconds
 
 

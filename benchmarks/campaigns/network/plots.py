@@ -18,40 +18,67 @@ from benchmarks.campaigns.network.variants import VARIANTS
 
 matplotlib.use("Agg")
 
-
 _K = TypeVar("_K", bound=Hashable)
-
-_PINNED = "-pinned"
+_PINNED = "-pinned"  # Lines are dashed and bars hatched.
 # Zen's own forms in blues and greens, what it is compared with in other hues.
-_COLORS = {
-  "psum": "#222222",
-  "ring": "#8a8a8a",
-  "all_gather": "#d97b1b",
-  "recursive_doubling": "#b3432b",
-  "split_all_gather": "#8e5aa8",
-  "split_dense_gather": "#c9579c",
-  "block_sparse": "#9a7b4f",
-  "zen": "#1f5fa8",
-  "zen-hash": "#5fa3d9",
-  "zen-columns": "#3c8d40",
-  "zen-rows": "#17a398",
-}
-_OTHERS = "#c7b42c"
-_MARKERS = "osv^D<>phdP"
+_STYLES = """
+psum               #222222 o
+ring               #8a8a8a s
+all_gather         #d97b1b v
+recursive_doubling #b3432b ^
+split_all_gather   #8e5aa8 D
+split_dense_gather #c9579c <
+block_sparse       #9a7b4f >
+zen                #1f5fa8 p
+zen-hash           #5fa3d9 h
+zen-columns        #3c8d40 d
+zen-rows           #17a398 P
+"""
 
 
-def is_pinned(variant: str) -> bool:
-  """Returns True if lines are dashed and bars hatched."""
-  return variant.endswith(_PINNED)
+def _style(variant: str) -> list[str]:
+  """Returns color and marker, the same for a variant and its pinned form."""
+  styles = {
+    name: style for name, *style in map(str.split, _STYLES.split("\n")[1:-1])
+  }
+  return styles.get(variant.removesuffix(_PINNED), ["#c7b42c", "*"])
 
 
-def marker(variant: str) -> str:
-  """The same for a variant and its pinned form."""
-  base = variant.removesuffix(_PINNED)
-  return _MARKERS[list(_COLORS).index(base)] if base in _COLORS else "*"
+def require_suffix(path: pathlib.Path) -> None:
+  """Raises ValueError if `save_plots` could not write such files."""
+  known = pyplot.figure().canvas.get_supported_filetypes()
+  pyplot.close()
+  if path.suffix and path.suffix[1:] not in known:
+    raise ValueError(
+      f"`--plot` must end in one of {', '.join('.' + k for k in known)} or in"
+      f" no suffix at all, got {str(path)!r}; name such a file."
+    )
 
 
-def grouped(
+def save_plots(path: pathlib.Path, found: Findings) -> Iterator[str]:
+  """Draws what there are timed cells for; yields what was saved, or why not.
+
+  Every figure adds a word of its own before the suffix of `path`.
+  """
+  cells = [c for c in found.cells.values() if c.host_times_s]
+  plain = [c for c in cells if c.workload not in workloads.SWEEP]
+  sweep = [c for c in cells if c.workload in workloads.SWEEP]
+  for word, figure, needs in (
+    ("hosts", _draw_hosts(plain), "several numbers of hosts"),
+    ("density", _draw_density(sweep), "several workloads of the sweep"),
+    ("speed", _draw_speed(plain), f"{show.BASELINE} and another variant"),
+  ):
+    if figure is None:
+      yield f"No figure `{word}`: it needs {needs}."
+      continue
+    target = path.with_name(f"{path.stem}-{word}{path.suffix or '.png'}")
+    with record.whole(target) as partial:
+      figure.savefig(partial, dpi=110)
+    pyplot.close(figure)
+    yield f"Saved {target}"
+
+
+def _grouped(
   cells: Iterable[Cell], key: Callable[[Cell], _K]
 ) -> dict[_K, list[Cell]]:
   """The cells of every key, in the order of the first of each."""
@@ -61,38 +88,29 @@ def grouped(
   return groups
 
 
-def make_axes(
-  rows: int, columns: int, *, width: float = 4.2, height: float = 3.4
-) -> tuple[Any, Any]:
+def _make_axes(rows: int, columns: int, width: float, height: float):
   """A figure with `[rows, columns]` panels of that many inches."""
+  size = max(6.4, width * columns), height * rows + 1.2
   return pyplot.subplots(
-    rows,
-    columns,
-    figsize=(max(6.4, width * columns), height * rows + 1.2),
-    squeeze=False,
-    layout="constrained",
+    rows, columns, figsize=size, squeeze=False, layout="constrained"
   )
 
 
-def log_y(axis: Any) -> None:
+def _log_y(axis: Any, label: str) -> None:
   """A logarithmic axis with ticks at 1, 2 and 5."""
   axis.set_yscale("log")
   axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-  plain_ticks(axis.yaxis)
+  _plain_ticks(axis.yaxis)
+  axis.set_ylabel(label)
 
 
-def plain_ticks(axis: Any) -> None:
+def _plain_ticks(axis: Any) -> None:
   """Numbers as they are read, and none between the ticks."""
   axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
   axis.set_minor_locator(ticker.NullLocator())
 
 
-def color(variant: str) -> str:
-  """The same for a variant and its pinned form."""
-  return _COLORS.get(variant.removesuffix(_PINNED), _OTHERS)
-
-
-def legend(figure: Any, axes: Any) -> None:
+def _legend(figure: Any, axes: Any) -> None:
   """One for all panels, in the order of `VARIANTS`."""
   entries = {}
   for axis in axes.flat:
@@ -109,137 +127,78 @@ def legend(figure: Any, axes: Any) -> None:
   )
 
 
-_SUFFIX = ".png"
-
-
-def require_suffix(path: pathlib.Path) -> None:
-  """Raises ValueError if `save_plots` could not write such files."""
-  known = pyplot.figure().canvas.get_supported_filetypes()
-  pyplot.close()
-  if path.suffix and path.suffix[1:] not in known:
-    raise ValueError(
-      f"`--plot` must end in one of {', '.join('.' + k for k in known)} or in"
-      f" no suffix at all, got {str(path)!r}; name such a file."
-    )
-
-
-def save_plots(path: pathlib.Path, found: Findings) -> Iterator[str]:
-  """Draws what there are cells for.
-
-  Args:
-    path: Every figure adds a word of its own before the suffix.
-    found: What to draw; cells without samples are left out.
-
-  Yields:
-    Which file was saved, or why there is none.
-  """
-  cells = [c for c in found.cells.values() if c.host_times_s]
-  for word, draw, needs in (
-    ("hosts", _draw_hosts, "several numbers of hosts"),
-    ("density", _draw_density, "several workloads of the sweep"),
-    ("speed", _draw_speed, f"{show.BASELINE} and another variant"),
-  ):
-    figure = draw(cells)
-    if figure is None:
-      yield f"No figure `{word}`: it needs {needs}."
-      continue
-    suffix = path.suffix or _SUFFIX
-    target = path.with_name(f"{path.stem}-{word}{suffix}")
-    with record.whole(target) as partial:
-      figure.savefig(partial, dpi=110)
-    pyplot.close(figure)
-    yield f"Saved {target}"
-
-
-# --- time against hosts -----------------------------------------------------
-
-
 def _draw_hosts(cells):
-  cells = [c for c in cells if c.workload not in workloads.SWEEP]
-  panels = grouped(cells, lambda c: (c.workload, c.rate))
-  panels = {k: p for k, p in panels.items() if len({c.hosts for c in p}) > 1}
-  if not panels:
-    return None
-  rates = list(dict.fromkeys(rate for _, rate in panels))
-  names = list(dict.fromkeys(name for name, _ in panels))
-  figure, axes = make_axes(len(rates), len(names))
-  for i, rate in enumerate(rates):
-    for j, name in enumerate(names):
-      axis, members = axes[i, j], panels.get((name, rate), [])
-      _lines(axis, members, lambda c: c.hosts)
-      axis.set_title(f"{name}, {rate}", fontsize=10)
-      axis.set(xlabel="hosts", xscale="log")
-      axis.set_xticks(sorted({c.hosts for c in members}))
-      plain_ticks(axis.xaxis)
-  legend(figure, axes)
-  return figure
-
-
-# --- time against density ---------------------------------------------------
+  panels = _grouped(cells, lambda c: (c.rate, c.workload))
+  return _draw_lines(panels, lambda c: c.hosts, "hosts", "{}", 4.2, 3.4)
 
 
 def _draw_density(cells):
-  cells = [c for c in cells if c.workload in workloads.SWEEP]
-  panels = grouped(cells, lambda c: (c.hosts, c.rate))
-  panels = {k: p for k, p in panels.items() if len({c.workload for c in p}) > 1}
+  panels = _grouped(cells, lambda c: (c.rate, c.hosts))
+  label = "rows that one host touches, %"
+  return _draw_lines(panels, show.percent, label, "{} hosts", 5.6, 4.4)
+
+
+def _draw_lines(panels, x, label, title, width, height):
+  """Draws times against `x`: panels by rate, and by what `title` names."""
+  panels = {k: p for k, p in panels.items() if len({x(c) for c in p}) > 1}
   if not panels:
     return None
-  hosts = sorted({n for n, _ in panels})
-  rates = list(dict.fromkeys(rate for _, rate in panels))
-  figure, axes = make_axes(len(rates), len(hosts), width=5.6, height=4.4)
+  rates, columns = (list(dict.fromkeys(keys)) for keys in zip(*panels))
+  figure, axes = _make_axes(len(rates), len(columns), width, height)
   for i, rate in enumerate(rates):
-    for j, n in enumerate(hosts):
-      axis, members = axes[i, j], panels.get((n, rate), [])
-      _lines(axis, members, show.percent)
-      for variant, x, y in show.crossovers(members):
-        _mark(axis, variant, x, y)
-      axis.set_title(f"{n} hosts, {rate}", fontsize=10)
-      axis.set(xlabel="rows that one host touches, %", xscale="log")
-      axis.set_xticks(sorted({round(show.percent(c), 2) for c in members}))
-      plain_ticks(axis.xaxis)
-  legend(figure, axes)
+    for j, column in enumerate(columns):
+      axis, members = axes[i, j], panels.get((rate, column), [])
+      for variant, ones in _grouped(members, lambda c: c.variant).items():
+        ones = sorted(ones, key=x)
+        color, marker = _style(variant)
+        axis.plot(
+          [x(c) for c in ones],
+          [c.median_s * 1e3 for c in ones],
+          color=color,
+          marker=marker,
+          markersize=4,
+          linewidth=1.2,
+          linestyle="--" if variant.endswith(_PINNED) else "-",
+          label=variant,
+        )
+      if x is show.percent:
+        _mark(axis, show.crossovers(members))
+      _log_y(axis, "time of an exchange, ms")
+      axis.grid(alpha=0.25)
+      axis.set_title(f"{title.format(column)}, {rate}", fontsize=10)
+      axis.set(xlabel=label, xscale="log")
+      axis.set_xticks(sorted({round(x(c), 2) for c in members}))
+      _plain_ticks(axis.xaxis)
+  _legend(figure, axes)
   return figure
 
 
-def _mark(axis, variant, x, y):
+def _mark(axis, crossovers):
   cross = {"marker": "X", "markersize": 8, "markeredgecolor": "white"}
-  axis.plot(x, y, color=color(variant), **cross, zorder=4)
   label = f"as fast as {show.BASELINE} at this density"
-  axis.plot([], [], color="black", **cross, linestyle="none", label=label)
-
-
-# --- speed-up over the plain sum --------------------------------------------
+  for variant, x, y in crossovers:
+    axis.plot(x, y, color=_style(variant)[0], **cross, zorder=4)
+    axis.plot([], [], color="black", **cross, linestyle="none", label=label)
 
 
 def _draw_speed(cells):
-  cells = [c for c in cells if c.workload not in workloads.SWEEP]
-  panels = grouped(cells, lambda c: (c.rate, c.hosts))
-  panels = {key: _comparable(members) for key, members in panels.items()}
-  panels = {key: members for key, members in panels.items() if members}
+  panels: dict[tuple[str, int], dict[str, show.Peers]] = {}
+  by_section = _grouped(cells, lambda c: (c.rate, c.hosts, c.workload))
+  for (rate, hosts, workload), members in by_section.items():
+    peers = {c.variant: c for c in members}
+    if show.BASELINE in peers and len(peers) > 1:
+      panels.setdefault((rate, hosts), {})[workload] = peers
   if not panels:
     return None
   most = max(map(len, panels.values()))
   bars = max(len(peers) for p in panels.values() for peers in p.values())
   width = max(7.0, 1.5 + most * (0.4 + 0.14 * bars))
-  figure, axes = make_axes(len(panels), 1, width=width, height=3.6)
+  figure, axes = _make_axes(len(panels), 1, width, 3.6)
   for axis, ((rate, hosts), compared) in zip(axes.flat, panels.items()):
     _bars(axis, compared)
     axis.set_title(f"{hosts} hosts, {rate}", fontsize=10)
-  legend(figure, axes)
+  _legend(figure, axes)
   return figure
-
-
-def _comparable(cells) -> dict[str, show.Peers]:
-  """Returns each workload's variants, if the plain sum is among them."""
-  by_workload = {
-    workload: {c.variant: c for c in members}
-    for workload, members in grouped(cells, lambda c: c.workload).items()
-  }
-  return {
-    workload: peers
-    for workload, peers in by_workload.items()
-    if show.BASELINE in peers and len(peers) > 1
-  }
 
 
 def _bars(axis, compared):
@@ -247,53 +206,28 @@ def _bars(axis, compared):
   order = [v for v in VARIANTS if v in drawn]
   width = 0.84 / len(order)
   for place, variant in enumerate(order):
-    at = [i for i, peers in enumerate(compared.values()) if variant in peers]
-    speeds = [
-      show.faster(peers[variant], peers)
-      for peers in compared.values()
+    speeds = {
+      i: show.faster(peers[variant], peers)
+      for i, peers in enumerate(compared.values())
       if variant in peers
-    ]
+    }
     axis.bar(
-      np.array(at) + (place - (len(order) - 1) / 2) * width,
+      np.array(list(speeds)) + (place - (len(order) - 1) / 2) * width,
       # Bars stand on 1, or hang from it where they are slower.
-      np.array(speeds) - 1,
+      np.array(list(speeds.values())) - 1,
       width,
       bottom=1,
-      color=color(variant),
-      hatch="////" if is_pinned(variant) else None,
+      color=_style(variant)[0],
+      hatch="////" if variant.endswith(_PINNED) else None,
       edgecolor="white",
       linewidth=0.3,
       label=variant,
     )
   axis.axhline(1, color="#222222", linewidth=0.8)
-  names = [f"{w}\n{_narrow(show.best_peer(p))}" for w, p in compared.items()]
+  # Lines break after a word or two: groups stand close.
+  said = [show.best_peer(peers) for peers in compared.values()]
+  said = [s.replace(": ", ":\n").replace(" x ", " x\n") for s in said]
+  names = [f"{name}\n{s}" for name, s in zip(compared, said)]
   axis.set_xticks(range(len(compared)), names, fontsize=8)
-  log_y(axis)
-  axis.set_ylabel(f"times as fast as {show.BASELINE}")
+  _log_y(axis, f"times as fast as {show.BASELINE}")
   axis.grid(axis="y", alpha=0.25)
-
-
-def _narrow(said: str) -> str:
-  """Breaks lines after a word or two, for groups that stand close."""
-  return said.replace(": ", ":\n").replace(" x ", " x\n")
-
-
-# --- lines ------------------------------------------------------------------
-
-
-def _lines(axis, cells, x):
-  for variant, members in grouped(cells, lambda c: c.variant).items():
-    members = sorted(members, key=x)
-    axis.plot(
-      [x(c) for c in members],
-      [c.median_s * 1e3 for c in members],
-      color=color(variant),
-      marker=marker(variant),
-      markersize=4,
-      linewidth=1.2,
-      linestyle="--" if is_pinned(variant) else "-",
-      label=variant,
-    )
-  log_y(axis)
-  axis.set_ylabel("time of an exchange, ms")
-  axis.grid(alpha=0.25)

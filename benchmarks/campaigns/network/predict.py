@@ -56,9 +56,7 @@ def _blocks(ids: np.ndarray, width: int, unit: int) -> np.ndarray:
   """Blocks of the flat table in which these rows have elements."""
   first, last = ids * width // unit, ((ids + 1) * width - 1) // unit
   most = int((last - first).max(initial=0))
-  spans: Sequence[np.ndarray] = [
-    np.minimum(first + k, last) for k in range(most + 1)
-  ]
+  spans = [np.minimum(first + k, last) for k in range(most + 1)]
   return np.unique(np.concatenate(spans))
 
 
@@ -70,7 +68,7 @@ def _fullest_range(ids: np.ndarray, slots: int, n: int) -> int:
 _BEYOND = (16, 64, 256, 1024)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
   """A measured cell and what was predicted for it."""
 
@@ -99,11 +97,7 @@ class Cell:
 def link_of(
   document: dict[str, Any], hosts: int, rate: str
 ) -> zenjax.planner.Link:
-  """The links of one testbed as the run itself measured them.
-
-  Raises:
-    ValueError: The run has no calibration for them.
-  """
+  """The links of one testbed as the run itself measured them."""
   points: dict[str, list[tuple[float, float]]] = {}
   for c in document["calibration"]:
     if (c["hosts"], c["rate"]) == (hosts, rate):
@@ -119,9 +113,8 @@ def link_of(
   # Older files have a price of a collective beside its curve as well. Two runs
   # on one machine found it ten times apart, and times fit no better with it.
   work = {name: s for name, s in work.items() if name != "collective"}
-  limit = netns.RATES[rate]
   return zenjax.planner.Link(
-    bandwidth=limit.bytes_per_s if limit else 1e10,
+    bandwidth=_line_rate(rate),
     latency_s=min(y for curve in points.values() for _, y in curve) / hosts,
     curves={(op, hosts): tuple(sorted(c)) for op, c in points.items()},
     work=zenjax.planner.Work(**work),
@@ -137,17 +130,16 @@ def predicted(
 ) -> library.Prediction | None:
   """Predicts a variant whose sizes fit; returns None for the others."""
   variant = VARIANTS[name]
-  options = variant.options
-  scheme = options["scheme"]
+  scheme = variant.options["scheme"]
   if scheme in library.SPARSE and not variant.pinned or variant.rows_out:
     return None
   unit = library.SPARSE[scheme].unit if scheme in library.SPARSE else None
   table = table_of(workload, unit)
   profile = profile_of(workload, hosts, unit, batches)
-  groups = library.buffer_sizes.choose_column_groups(
-    table, hosts, options.get("partition", "auto")
-  )
-  groups = groups if scheme == "zen" else 1
+  groups = 1
+  if scheme == "zen":
+    partition = variant.options.get("partition", "auto")
+    groups = library.buffer_sizes.choose_column_groups(table, hosts, partition)
   return library.predict(scheme, table, profile, hosts, on, groups)
 
 
@@ -166,37 +158,15 @@ def predicted_cells(document: dict[str, Any]) -> list[Cell]:
       taken = "psum" if variant in dense else variant
       prediction = predicted(taken, workloads.get(name), hosts, batches, on)
       if prediction is not None:
-        found.append(
-          Cell(
-            hosts=hosts,
-            rate=rate,
-            workload=name,
-            variant=variant,
-            measured_s=float(np.median(seconds)),
-            predicted=prediction,
-            line_s=prediction.received / on.bandwidth,
-          )
-        )
+        measured_s = float(np.median(seconds))
+        cell = (hosts, rate, name, variant, measured_s, prediction)
+        found.append(Cell(*cell, line_s=prediction.received / on.bandwidth))
   return found
 
 
-def beyond(
-  name: str, rate: str, batches: int, latency_s: float
-) -> dict[int, list[library.Prediction]]:
-  """Predicts more hosts than were run, by formula alone: the fastest first.
-
-  The union grows by the power law through what 8 hosts touch, links are at line
-  rate, local work is left out.
-  """
-  workload = workloads.get(name)
-  profile = profile_of(workload, 8, None, batches)
+def _line_rate(rate: str) -> float:
   limit = netns.RATES[rate]
-  bandwidth = limit.bytes_per_s if limit else 1e10
-  on = zenjax.planner.Link(bandwidth=bandwidth, latency_s=latency_s)
-  return {
-    n: library.choices(table_of(workload, None), profile, n, on)
-    for n in _BEYOND
-  }
+  return limit.bytes_per_s if limit else 1e10
 
 
 def sections(
@@ -222,24 +192,15 @@ def times_of(members: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 NEAR, NO_SLOWER = 1.10, 1.05
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pick:
-  """The choice of `scheme="auto"` in one section, and how it did.
+  """The choice of `scheme="auto"` in one section, and how it did."""
 
-  Attributes:
-    section: Workload, hosts, rate.
-    chosen: The variant that it takes.
-    best: The variant with the least median of those it chooses among. Of equals
-      luck decides which, so that `over_best` errs to the side of a miss.
-    over_best: Its measured time over the fastest one's.
-    over_psum: The same over `psum`'s.
-  """
-
-  section: tuple[str, int, str]
-  chosen: str
-  best: str
-  over_best: Ratio
-  over_psum: Ratio
+  section: tuple[str, int, str]  # Workload, hosts, rate.
+  chosen: str  # The variant that it takes.
+  best: str  # Luck decides which of equals: `over_best` errs to a miss.
+  over_best: Ratio  # Its measured time over the fastest one's.
+  over_psum: Ratio  # The same over `psum`'s.
 
   @property
   def good(self) -> bool:
@@ -256,26 +217,27 @@ def all_picks(document: dict[str, Any]) -> list[Pick]:
   for section, members in sections(document):
     _, hosts, _ = section
     times = times_of(members)
-    variants = _variants_of_auto(hosts)
-    if not set(variants.values()) <= set(times):
-      continue
-    chosen = _nearest(_choice(document, section), variants, hosts)
-    best = min(variants.values(), key=lambda v: np.median(times[v]))
-    found.append(
-      Pick(
-        section=section,
-        chosen=chosen,
-        best=best,
-        over_best=campaign.ratio(times[chosen], times[best]),
-        over_psum=campaign.ratio(times[chosen], times["psum"]),
-      )
-    )
+    variants = {
+      ("dense", 1): "psum",
+      ("all_gather", 1): "all_gather-pinned",
+      ("recursive_doubling", 1): "recursive_doubling-pinned",
+      ("zen", 1): "zen-hash-pinned",
+      ("zen", hosts): "zen-columns-pinned",
+    }
+    if set(variants.values()) <= set(times):
+      chosen = _choice(document, section, variants)
+      best = min(variants.values(), key=lambda v: np.median(times[v]))
+      over = (campaign.ratio(times[chosen], times[v]) for v in (best, "psum"))
+      found.append(Pick(section, chosen, best, *over))
   return found
 
 
 def _choice(
-  document: dict[str, Any], section: tuple[str, int, str]
-) -> library.choose.Choice:
+  document: dict[str, Any],
+  section: tuple[str, int, str],
+  variants: dict[tuple[str, int], str],
+) -> str:
+  """Returns the variant that stands for what `auto` takes."""
   name, hosts, rate = section
   workload, batches = workloads.get(name), document["options"]["batches"]
   tuning = zenjax.Tuning(
@@ -285,31 +247,12 @@ def _choice(
   options = library.sync_options.check(
     "data", sparse=True, scheme="auto", tuning=tuning
   )
-  (choice,) = library.choose.choose(
+  (choice,) = library.leaf_tables.choose(
     [table_of(workload, None)], options, library.context(hosts)
   )
-  return choice
-
-
-def _variants_of_auto(hosts: int) -> dict[tuple[str, int], str]:
-  """The variants that stand for what `auto` chooses among."""
-  return {
-    ("dense", 1): "psum",
-    ("all_gather", 1): "all_gather-pinned",
-    ("recursive_doubling", 1): "recursive_doubling-pinned",
-    ("zen", 1): "zen-hash-pinned",
-    ("zen", hosts): "zen-columns-pinned",
-  }
-
-
-def _nearest(
-  choice: library.choose.Choice,
-  variants: dict[tuple[str, int], str],
-  hosts: int,
-) -> str:
-  """A grid between hash and columns counts as the nearer end."""
   if choice.scheme != "zen":
     return variants[choice.scheme, 1]
+  # A grid between hash and columns counts as the nearer end.
   groups = choice.column_groups or 1
   return variants["zen", 1 if groups * groups < hosts else hosts]
 
@@ -374,8 +317,20 @@ def _show_picks(picks: Sequence[Pick]) -> None:
       style=style,
     )
   tables.console().print(table)
-  for line in _record(picks):
-    print(line)
+  if not picks:
+    return
+  near, slower = NEAR, NO_SLOWER
+  best, psum = [p.over_best for p in picks], [p.over_psum for p in picks]
+  print(
+    f"By medians the best or within 10 % of it in {sum(p.good for p in picks)}"
+    f" of {len(picks)} sections; slower than psum by more than 5 % in"
+    f" {sum(p.harmful for p in picks)}.\n"
+    "By intervals the best measured or surely within 10 % of it in"
+    f" {sum(r.surely_within(near) for r in best)}, surely not in"
+    f" {sum(r.surely_above(near) for r in best)}; surely no slower than psum"
+    f" by more than 5 % in {sum(r.surely_within(slower) for r in psum)},"
+    f" surely slower in {sum(r.surely_above(slower) for r in psum)}."
+  )
 
 
 def _ratio_text(ratio: Ratio, digits: int) -> str:
@@ -386,37 +341,22 @@ def _ratio_text(ratio: Ratio, digits: int) -> str:
   return f"{text} ({low}-{high})"
 
 
-def _record(picks: Sequence[Pick]) -> Iterator[str]:
-  """Says how often it was right: by medians, and as far as these are sure."""
-  if not picks:
-    return
-  near, slower = NEAR, NO_SLOWER
-  best, psum = [p.over_best for p in picks], [p.over_psum for p in picks]
-  yield (
-    f"By medians the best or within 10 % of it in {sum(p.good for p in picks)}"
-    f" of {len(picks)} sections; slower than psum by more than 5 % in"
-    f" {sum(p.harmful for p in picks)}."
-  )
-  yield (
-    "By intervals the best measured or surely within 10 % of it in"
-    f" {sum(r.surely_within(near) for r in best)}, surely not in"
-    f" {sum(r.surely_above(near) for r in best)}; surely no slower than psum"
-    f" by more than 5 % in {sum(r.surely_within(slower) for r in psum)},"
-    f" surely slower in {sum(r.surely_above(slower) for r in psum)}."
-  )
-
-
 def _show_beyond(name: str, document: dict) -> None:
-  rate = document["cells"][0]["rate"]
-  batches = document["options"]["batches"]
-  found = beyond(name, rate, batches, latency_s=20e-6)
+  """Predicts more hosts than were run, by formula alone.
+
+  The union grows by the power law through what 8 hosts touch, links are at line
+  rate, local work is left out.
+  """
+  rate, workload = document["cells"][0]["rate"], workloads.get(name)
+  profile = profile_of(workload, 8, None, document["options"]["batches"])
+  on = zenjax.planner.Link(bandwidth=_line_rate(rate), latency_s=20e-6)
   table = tables.made(
     f"{name} at {rate}: by formula alone, line rate, no local work",
     *("hosts", "fastest", "ms", "next", "ms", "times faster than psum"),
   )
-  for hosts, predictions in found.items():
-    schemes = {}
-    for p in predictions:
+  for hosts in _BEYOND:
+    schemes = {}  # The fastest first.
+    for p in library.choices(table_of(workload, None), profile, hosts, on):
       schemes.setdefault(p.scheme, p)
     dense = schemes.pop("dense")
     best, second = list(schemes.values())[:2]

@@ -39,11 +39,6 @@ def best_peer(peers: Peers) -> str:
   return f"{ours}: {others[theirs] / zen[ours]:.2f} x {theirs}"
 
 
-def over_bound(cell: Cell) -> float:
-  """Declared bytes over the volume bound."""
-  return cell.wire_bytes / cell.facts["bound_bytes"]
-
-
 def over_bound_time(cell: Cell) -> float:
   """Time over what the link needs for the volume bound; NaN without a limit."""
   limit = netns.RATES[cell.rate]
@@ -55,7 +50,9 @@ def over_bound_time(cell: Cell) -> float:
 COLUMNS = (
   table.Column("wire\nMB", lambda c, _: c.wire_bytes / 1e6, ".3f"),
   table.Column("received\nMB", lambda c, _: c.received_bytes / 1e6, ".3f"),
-  table.Column("wire/\nbound", lambda c, _: over_bound(c), ".2f"),
+  table.Column(
+    "wire/\nbound", lambda c, _: c.wire_bytes / c.facts["bound_bytes"], ".2f"
+  ),
   table.COMPILE,
   table.WRONG,
   table.TIME,
@@ -66,28 +63,26 @@ COLUMNS = (
 
 
 def show(title: str, found: Findings) -> None:
-  """Prints all cells."""
+  """Prints all cells, and what follows from them in words."""
   groups = (
     (f"{workload}, {hosts} hosts, {rate}", {c.variant: c for c in cells})
-    for (workload, hosts, rate), cells in found.sections()
+    for (workload, hosts, rate), cells in found.sections().items()
   )
   first = "workload, hosts, rate\n  variant"
   table.show_groups(title, first, COLUMNS, groups, note=best_peer)
+  for line in (*paper_lines(found), *crossing_lines(found)):
+    print(line)
 
-
-# --- beside the paper -------------------------------------------------------
 
 # Variants of zen that give back a whole table, as the peers do.
 _ZEN = ("zen", "zen-hash", "zen-columns")
 # What stands for a system, and how much faster than it Zen's communication was
 # at most in "Zen: Near-Optimal Sparse Tensor Synchronization" (OSDI 2025).
+_SPLIT = ("split_all_gather", "split_dense_gather")
 PEERS: dict[str, tuple[tuple[str, ...], float | None]] = {
   "all-reduce": (("psum", "ring"), 6.77),
   "AGsparse": (("all_gather",), None),
-  "SparCML": (
-    ("recursive_doubling", "split_all_gather", "split_dense_gather"),
-    2.82,
-  ),
+  "SparCML": (("recursive_doubling", *_SPLIT), 2.82),
   "OmniReduce": (("block_sparse",), 5.16),
 }
 
@@ -96,11 +91,11 @@ def paper_lines(found: Findings) -> Iterator[str]:
   """Says where zen leads the best peer most, and each: best forms of both."""
   every = tuple(name for names, _ in PEERS.values() for name in names)
   for peer, (names, paper) in {"the best peer": (every, None), **PEERS}.items():
-    leads = [
-      (_fastest(cells, names) / _fastest(cells, _ZEN), section)
-      for section, cells in found.sections()
-      if _fastest(cells, names) < math.inf and _fastest(cells, _ZEN) < math.inf
-    ]
+    leads = []
+    for section, cells in found.sections().items():
+      theirs, ours = (_seconds(cells, forms) for forms in (names, _ZEN))
+      if theirs and ours:
+        leads.append((min(theirs) / min(ours), section))
     if leads:
       ratio, (workload, hosts, rate) = max(leads)
       beside = f"; {paper}x in the Zen paper" if paper else ""
@@ -110,17 +105,14 @@ def paper_lines(found: Findings) -> Iterator[str]:
       )
 
 
-def _fastest(cells: list[Cell], names: tuple[str, ...]) -> float:
-  """Seconds of the fastest form of these, pinned or not."""
-  times = [
+def _seconds(cells: list[Cell], names: tuple[str, ...]) -> list[float]:
+  """Returns those of all forms of these, pinned or not."""
+  return [
     cell.median_s
     for cell in cells
     if cell.variant.removesuffix("-pinned") in names and cell.host_times_s
   ]
-  return min(times, default=math.inf)
 
-
-# --- where nothing is gained -------------------------------------------------
 
 _DENSE = ("dense", "ring")
 
@@ -131,14 +123,11 @@ def percent(cell: Cell) -> float:
 
 
 def crossovers(cells: Sequence[Cell]) -> list[tuple[str, float, float]]:
-  """Finds where the time of a sparse variant meets that of the plain sum.
+  """Returns where the time of a sparse variant meets that of the plain sum.
 
-  Args:
-    cells: Timed ones of the sweep, of the same hosts and rate.
-
-  Returns:
-    (variant, per cent of rows, ms), on straight lines between measured points
-    of logarithmic axes, of each variant the first where it becomes slower.
+  Of timed cells of the sweep, of the same hosts and rate: (variant, per cent of
+  rows, ms), on straight lines between measured points of logarithmic axes, of
+  each variant the first where it becomes slower.
   """
   base = {percent(c): c.median_s for c in cells if c.variant == BASELINE}
   found = []

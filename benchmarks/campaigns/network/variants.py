@@ -6,25 +6,19 @@ from typing import Any
 LEAF = "table"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-  """A way to synchronize one table.
+  """A way to synchronize one table."""
 
-  Attributes:
-    name: As in the tables.
-    options: Keyword arguments of `zen_sync`.
-    rehearsal: The variant from whose steps `zenjax.advise` gives the sizes of
-      first rounds; "" where nothing is pinned. Where every host sees all rows
-      needs are the same, whatever moves them.
-    rows_out: Whether rows come back instead of a whole table.
-    rows_in: Whether gradients are SparseRows, as `zenjax.value_and_grad` gives
-      them; rows come back then too.
-  """
-
-  name: str
-  options: dict[str, Any]
+  name: str  # As in the tables.
+  options: dict[str, Any]  # Keyword arguments of `zen_sync`.
+  # The variant from whose steps `zenjax.advise` gives the sizes of first
+  # rounds; "" where nothing is pinned. Where every host sees all rows needs are
+  # the same, whatever moves them.
   rehearsal: str = ""
-  rows_out: bool = False
+  rows_out: bool = False  # Whether rows come back instead of a whole table.
+  # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them;
+  # rows come back then too.
   rows_in: bool = False
 
   @property
@@ -32,11 +26,7 @@ class Variant:
     return bool(self.rehearsal)
 
 
-_DENSE = [
-  Variant(name="psum", options={"scheme": "dense"}),
-  Variant(name="ring", options={"scheme": "ring"}),
-]
-_SPARSE = {
+_SPARSE: dict[str, dict[str, Any]] = {
   "all_gather": {"scheme": "all_gather"},
   "recursive_doubling": {"scheme": "recursive_doubling"},
   "split_all_gather": {"scheme": "split_all_gather"},
@@ -51,33 +41,22 @@ _REHEARSALS = {
   "recursive_doubling": "zen-columns",
   "split_dense_gather": "split_all_gather",
 }
+_ZEN = {"scheme": "zen"}
 # Rows that come back are bounded by one round: what overflows waits.
-_ROWS = {
-  "zen-rows": {"scheme": "zen", "output": "rows", "on_overflow": "carry"},
-}
+_ROWS = _ZEN | {"output": "rows", "on_overflow": "carry"}
 
 VARIANTS: dict[str, Variant] = {
   v.name: v
   for v in [
-    *_DENSE,
-    *(Variant(name=n, options=o) for n, o in _SPARSE.items()),
+    Variant("psum", {"scheme": "dense"}),
+    Variant("ring", {"scheme": "ring"}),
+    *(Variant(n, o) for n, o in _SPARSE.items()),
     *(
-      Variant(name=f"{n}-pinned", options=o, rehearsal=_REHEARSALS.get(n, n))
+      Variant(f"{n}-pinned", o, _REHEARSALS.get(n, n))
       for n, o in _SPARSE.items()
     ),
-    *(
-      Variant(name=f"{n}-pinned", options=o, rehearsal="zen", rows_out=True)
-      for n, o in _ROWS.items()
-    ),
-    *(
-      Variant(
-        name=name,
-        options={"scheme": "zen"},
-        rehearsal=rehearsal,
-        rows_out=True,
-        rows_in=True,
-      )
-      for name, rehearsal in (("rows", ""), ("rows-pinned", "rows"))
-    ),
+    Variant("zen-rows-pinned", _ROWS, "zen", rows_out=True),
+    Variant("rows", _ZEN, rows_out=True, rows_in=True),
+    Variant("rows-pinned", _ZEN, "rows", rows_out=True, rows_in=True),
   ]
 }

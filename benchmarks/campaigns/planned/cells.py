@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
-import pathlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from benchmarks import campaign
 from benchmarks.campaign import Ratio
@@ -14,7 +13,7 @@ PLANNED, DENSE = "planned", "dense"
 # How near to the best measured way is good enough, and to `pmean`.
 NEAR, NO_SLOWER = 1.05, 1.03
 # What numbers depend on, beside what is installed.
-_CODE = (
+CODE = (
   "zenjax/**/*.py",
   "benchmarks/campaigns/planned/*.py",
   "benchmarks/testbed/netns.py",
@@ -32,46 +31,27 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Way:
-  """One way to synchronize, as predicted and as measured.
+  """One way to synchronize, as predicted and as measured."""
 
-  Attributes:
-    program: Ways with the same program were measured as one.
-    predicted_s: Of a step; None of what no plan predicts.
-    received_bytes: By a host in a step, as predicted.
-    wrong: Elements that are not those of `pmean`, over hosts.
-    compile_s: Of the host that compiles for all.
-    plan: The planner's, as JSON without the machine; None of other ways.
-  """
-
-  program: str
-  predicted_s: float | None = None
-  received_bytes: float = 0.0
-  wrong: int = 0
-  compile_s: float = 0.0
-  plan: str | None = None
+  program: str  # Ways with the same program were measured as one.
+  predicted_s: float | None = None  # Of a step; None of what no plan predicts.
+  received_bytes: float = 0.0  # By a host in a step, as predicted.
+  wrong: int = 0  # Elements that are not those of `pmean`, over hosts.
+  compile_s: float = 0.0  # Of the host that compiles for all.
+  plan: str | None = None  # The planner's, without the machine.
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Section(campaign.Timed):
-  """All that was found out about a key.
+  """All that was found out about a key."""
 
-  Attributes:
-    hosts: How many.
-    rate: Of their links.
-    model: Its name.
-    repeats: Timed rounds that were asked for.
-    compute_s: Of a step without any exchange.
-    ways: By name.
-    host_times_s: By program, of every round the seconds of each host.
-  """
-
-  hosts: int
-  rate: str
-  model: str
-  repeats: int
-  compute_s: float
-  ways: dict[str, Way]
-  host_times_s: dict[str, list[list[float]]]
+  hosts: int  # How many.
+  rate: str  # Of their links.
+  model: str  # Its name.
+  repeats: int  # Timed rounds that were asked for.
+  compute_s: float  # Of a step without any exchange.
+  ways: dict[str, Way]  # By name.
+  host_times_s: dict[str, list[list[float]]]  # [round][host].
 
   @property
   def key(self) -> Key:
@@ -86,16 +66,13 @@ class Section(campaign.Timed):
 
 @dataclasses.dataclass(slots=True)
 class Found(campaign.Findings):
-  """All that is in a file.
+  """All that is in a file."""
 
-  Attributes:
-    topologies: Measured links, as JSON, by hosts and rate.
-    sections: By key, in the order of measuring.
-  """
-
+  # Measured links, as JSON, by hosts and rate.
   topologies: dict[tuple[int, str], str] = dataclasses.field(
     default_factory=dict
   )
+  # By key, in the order of measuring.
   sections: dict[Key, Section] = dataclasses.field(default_factory=dict)
 
   def contents(self) -> dict[str, Any]:
@@ -107,58 +84,27 @@ class Found(campaign.Findings):
       "sections": [dataclasses.asdict(s) for s in self.sections.values()],
     }
 
-
-def software(*, loopback: bool) -> dict[str, Any]:
-  """Returns what measures."""
-  return campaign.software(_CODE, loopback=loopback)
-
-
-def read(path: pathlib.Path) -> Found:
-  """Returns what `path` holds; ValueError if it is none of this command's."""
-  return campaign.read(path, _parsed)
-
-
-def load(path: pathlib.Path, now: dict[str, Any]) -> Found:
-  """Returns as `read` what to go on with; nothing if there is no file.
-
-  Raises:
-    ValueError: As `read`, or something else has measured it.
-  """
-  return campaign.load(path, now, _parsed) or Found(now)
-
-
-def _parsed(document: dict[str, Any]) -> Found:
-  found = Found(document["environment"])
-  for x in document["topologies"]:
-    found.topologies[x["hosts"], x["rate"]] = x["topology"]
-  for x in document["sections"]:
-    ways = {name: Way(**way) for name, way in x.pop("ways").items()}
-    section = Section(ways=ways, **x)
-    found.sections[section.key] = section
-  return found
-
-
-# --- what they show ---------------------------------------------------------
+  @classmethod
+  def parsed(cls, document: dict[str, Any]) -> Self:
+    found = cls(document["environment"])
+    for x in document["topologies"]:
+      found.topologies[x["hosts"], x["rate"]] = x["topology"]
+    for x in document["sections"]:
+      ways = {name: Way(**way) for name, way in x.pop("ways").items()}
+      section = Section(ways=ways, **x)
+      found.sections[section.key] = section
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-  """A way that was predicted and measured.
+  """A way that was predicted and measured."""
 
-  Attributes:
-    section: Where.
-    way: Its name.
-    predicted_s: Of a step.
-    measured_s: Median.
-    by_link: Whether the link needs more than half of the time predicted for the
-      bytes alone: the rest are the hosts' shared cores.
-  """
-
-  section: Section
-  way: str
-  predicted_s: float
-  measured_s: float
-  by_link: bool
+  section: Section  # Where.
+  way: str  # Its name.
+  predicted_s: float  # Of a step.
+  measured_s: float  # Median.
+  by_link: bool  # Whether it needs more than half of what is predicted.
 
   @property
   def error(self) -> float:
@@ -167,20 +113,12 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pick:
-  """The planner's choice in a section, judged by measured times.
+  """The planner's choice in a section, judged by measured times."""
 
-  Attributes:
-    section: Where.
-    best: The way with the least median; luck decides which of equals, so that
-      `over_best` errs to the side of a miss.
-    over_best: Its time over that one's.
-    over_pmean: The same over `pmean`.
-  """
-
-  section: Section
-  best: str
-  over_best: Ratio
-  over_pmean: Ratio
+  section: Section  # Where.
+  best: str  # Luck decides which of equals: `over_best` errs to a miss.
+  over_best: Ratio  # Its time over that one's.
+  over_pmean: Ratio  # The same over `pmean`.
 
   @property
   def good(self) -> bool:

@@ -1,6 +1,5 @@
 """The program on every host: `python -m benchmarks.campaigns.planned.host`."""
 
-from collections.abc import Callable
 import hashlib
 from typing import Any
 
@@ -8,35 +7,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import library
+from benchmarks.campaigns.planned import cells
 from benchmarks.campaigns.planned import programs
-from benchmarks.campaigns.planned.cells import DENSE
-from benchmarks.campaigns.planned.cells import PLANNED
-from benchmarks.campaigns.planned.programs import AXIS
-from benchmarks.campaigns.planned.programs import MODELS
-from benchmarks.campaigns.planned.programs import Place
-from benchmarks.campaigns.planned.programs import Program
 from benchmarks.testbed import served
-from benchmarks.testbed.served import SharedCompiler
 import zenjax
-
-
-def question(
-  value_and_grad: Callable[..., Any],
-  arguments: tuple[Any, ...],
-  *,
-  topology: zenjax.planner.Topology,
-  trace: str,
-  compute_seconds: float,
-) -> library.Question:
-  """Returns what `zenjax.planner.plan` asks with these arguments."""
-  gradients = library.gradient_trace.gradients(value_and_grad, *arguments)
-  return library.Question(
-    gradients=tuple(gradients),
-    topology=topology,
-    axes=(AXIS,),
-    profiles=library.recorded_runs.profiles(trace, gradients, topology.devices),
-    compute_seconds=compute_seconds,
-  )
 
 
 def plans(asked: library.Question) -> dict[str, zenjax.planner.Plan]:
@@ -47,23 +21,19 @@ def plans(asked: library.Question) -> dict[str, zenjax.planner.Plan]:
   space = asked.space(1.0)
   tables = [i for i, found in enumerate(space.predictions) if len(found) > 1]
   dense = tuple(i for i in range(len(asked.gradients)) if i not in tables)
-  rest = [(DENSE, dense)] if dense else []
-  n = asked.topology.devices
-  found = {PLANNED: library.choosing.answer(asked)}
-  every = (DENSE, tuple(range(len(asked.gradients))))
-  found[DENSE] = library.choosing.planned(asked, space, [every])
-  for way in _ways(n):
+  rest = [(cells.DENSE, dense)] if dense else []
+  found = {cells.PLANNED: library.choosing.answer(asked)}
+  every = (cells.DENSE, tuple(range(len(asked.gradients))))
+  found[cells.DENSE] = library.choosing.planned(asked, space, [every])
+  # The ends of zen's grid, and SparCML's.
+  ends = ("zen/1", f"zen/{asked.topology.devices}")
+  for way in ("all_gather", "recursive_doubling", *ends):
     named = [*rest, (way, tuple(tables))]
     found[way] = library.choosing.planned(asked, space, named)
   if len(tables) > 2:
     alone = [*rest, *[("zen/1", (i,)) for i in tables]]
     found["zen/1 alone"] = library.choosing.planned(asked, space, alone)
   return found
-
-
-def _ways(n: int) -> list[str]:
-  """The ends of zen's grid, and SparCML's."""
-  return ["all_gather", "recursive_doubling", "zen/1", f"zen/{n}"]
 
 
 def program(plan: zenjax.planner.Plan) -> str:
@@ -87,26 +57,20 @@ RECORDED = 8
 class _Worker(served.Worker):
   """This host's share of a run."""
 
-  def __init__(self, compiler: SharedCompiler, epoch: float):
-    super().__init__(compiler, epoch)
-    self._programs: dict[str, Program] = {}
-    self._built: dict[str, dict[str, Any]] = {}
-    self._rows = False
-
   def model(self, name: str, rows: bool, batches: int, trace: str) -> None:
     """Takes a model in the place of the last, and records some steps."""
-    self._programs.clear()
-    self._built.clear()
+    self.programs.clear()
+    self._built: dict[str, dict[str, Any]] = {}
     self._rows = rows
-    model = MODELS[name](self.mesh.size, RECORDED + batches)
-    self._place = Place(model, self.mesh)
+    model = programs.MODELS[name](self.mesh.size, RECORDED + batches)
+    self._place = programs.Place(model, self.mesh)
     self._trace = trace
     self._record()
     del self._place.batches[:RECORDED]
-    self._programs["none"] = self._program(programs.alone())
-    self._programs["pmean"] = self._program(programs.pmean_then_adagrad())
-    self._programs["pmean"]()
-    self._want = self._programs["pmean"].squares()
+    self.programs["none"] = self._program(programs.alone())
+    self.programs["pmean"] = self._program(programs.pmean_then_adagrad())
+    self.programs["pmean"]()
+    self._want = self.programs["pmean"].squares()
 
   def _record(self) -> None:
     place, params = self._place, self._place.params()
@@ -115,8 +79,8 @@ class _Worker(served.Worker):
       seen = jax.shard_map(
         lambda params, *batch: recorder.rows(gradients(params, *batch)[1]),
         mesh=self.mesh,
-        in_specs=(P(), *[P(AXIS)] * len(place.batches[0])),
-        out_specs=P(AXIS),
+        in_specs=(P(), *[P(programs.AXIS)] * len(place.batches[0])),
+        out_specs=P(programs.AXIS),
         check_vma=False,
       )
       lowered = jax.jit(seen).lower(params, *place.batches[0])
@@ -124,17 +88,26 @@ class _Worker(served.Worker):
       for batch in place.batches[:RECORDED]:
         recorder.write(run(params, *batch))
 
-  def _program(self, tx: Any, rows: bool = False) -> Program:
-    return Program(self._place, tx, rows, self.compiler)
+  def _program(self, tx: Any, rows: bool = False) -> programs.Program:
+    return programs.Program(self._place, tx, rows, self.compiler)
 
   def plans(self, topology: str, compute_seconds: float) -> dict[str, Any]:
     """Returns by name the plan, its program, and the bytes that it predicts."""
-    place = self._place
-    asked = question(
-      programs.value_and_grad(place.model.loss, self._rows),
-      (place.model.params, *place.own_part()),
-      topology=zenjax.planner.Topology.from_json(topology),
-      trace=self._trace,
+    model = self._place.model
+    gradients = library.gradient_trace.gradients(
+      programs.value_and_grad(model.loss, self._rows),
+      model.params,
+      *self._place.own_part(),
+    )
+    machine = zenjax.planner.Topology.from_json(topology)
+    profiles = library.recorded_runs.profiles(
+      self._trace, gradients, machine.devices
+    )
+    asked = library.Question(
+      gradients=tuple(gradients),
+      topology=machine,
+      axes=(programs.AXIS,),
+      profiles=profiles,
       compute_seconds=compute_seconds,
     )
     return {
@@ -152,17 +125,13 @@ class _Worker(served.Worker):
     """Compiles a plan, and compares a step with that of pmean."""
     if program not in self._built:
       tx = programs.planned(zenjax.planner.Plan.from_json(plan), self._rows)
-      made = self._programs[program] = self._program(tx, self._rows)
+      made = self.programs[program] = self._program(tx, self._rows)
       made()
       self._built[program] = {
         "compile_s": made.compile_s,
         "wrong": programs.wrong(made.squares(), self._want),
       }
     return self._built[program]
-
-  def time(self, program: str) -> float:
-    """Seconds of one step."""
-    return self._programs[program].time(self.start)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Letters: `n` hosts.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from benchmarks.testbed.served import SharedCompiler
+from benchmarks.testbed import served
 import zenjax
 
 _SEED = 0
@@ -28,16 +29,11 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-  """A model, and the batches that it is trained on.
+  """A model, and the batches that it is trained on."""
 
-  Attributes:
-    params: Of `nnx.split`, the same on all hosts.
-    loss: Of the parameters and one host's part of a batch.
-    batches: Of all hosts, arrays that are split along their first dimension.
-  """
-
-  params: Any
-  loss: Callable[..., jax.Array]
+  params: Any  # Of `nnx.split`, the same on all hosts.
+  loss: Callable[..., jax.Array]  # Of one host's part of a batch.
+  # Of all hosts, arrays that are split along their first dimension.
   batches: list[tuple[np.ndarray, ...]]
 
 
@@ -131,9 +127,10 @@ AXIS = "data"
 _RELATIVE = 1e-3
 
 
-def adagrad() -> optax.GradientTransformation:
-  """Returns the optimizer of the example programs."""
-  return optax.adagrad(0.03, initial_accumulator_value=0.0, eps=1e-10)
+# The optimizer of the example programs.
+adagrad = functools.partial(
+  optax.adagrad, 0.03, initial_accumulator_value=0.0, eps=1e-10
+)
 
 
 def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
@@ -192,11 +189,7 @@ class Place:
 class Program:
   """A compiled step that hands parameters and state to the next.
 
-  Args:
-    place: Of the model.
-    tx: What makes updates of gradients.
-    rows: Whether gradients are of rows.
-    compiler: Of all hosts.
+  `tx` makes updates of gradients, which are of rows if `rows` says so.
   """
 
   def __init__(
@@ -204,7 +197,7 @@ class Program:
     place: Place,
     tx: optax.GradientTransformation,
     rows: bool,
-    compiler: SharedCompiler,
+    compiler: served.SharedCompiler,
   ):
     self._place = place
     self._params = place.params()
@@ -225,52 +218,36 @@ class Program:
       out_specs=(P(), specs, P()),
       check_vma=False,
     )
-    start = time.perf_counter()
-    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(
-      self._params, self._state, *place.batches[0]
-    )
-    lower_s = time.perf_counter() - start
-    self._step, seconds = compiler.compile(lowered)
-    self.compile_s = lower_s + seconds
-    self._turn = 0
+    arguments = (self._params, self._state, *place.batches[0])
+    found = compiler.compile_step(mapped, (0, 1), *arguments)
+    self._step, self.compile_s = found
+    self.steps = 0  # Taken so far.
 
   def __call__(self) -> float:
     """Takes a step and waits for it; returns the mean loss."""
     batches = self._place.batches
-    batch = batches[self._turn % len(batches)]
-    self._turn += 1
+    batch = batches[self.steps % len(batches)]
+    self.steps += 1
     self._params, self._state, loss = self._step(
       self._params, self._state, *batch
     )
     jax.block_until_ready((self._params, self._state))
     return float(loss.addressable_shards[0].data)
 
-  @property
-  def steps(self) -> int:
-    """The number of steps taken."""
-    return self._turn
-
   def params(self) -> Any:
     """Returns the parameters that this host has."""
-    return jax.tree.map(
-      lambda x: np.asarray(x.addressable_shards[0].data), self._params
-    )
+    return jax.tree.map(served.here, self._params)
 
   def state(self, *, whole: bool = False) -> Any:
     """The optimizer's state: this host's part of it, or that of all."""
     if whole:
-      return jax.tree.map(
-        lambda x: multihost_utils.process_allgather(x, tiled=True), self._state
-      )
-    return jax.tree.map(
-      lambda x: np.asarray(x.addressable_shards[0].data), self._state
-    )
+      return multihost_utils.process_allgather(self._state, tiled=True)
+    return jax.tree.map(served.here, self._state)
 
   def squares(self) -> list[np.ndarray]:
     """Adagrad's sums of squared gradients on this host."""
     found = optax.tree.get(self._state, "sum_of_squares")
-    leaves = [leaf for leaf in jax.tree.leaves(found)]
-    return [np.asarray(x.addressable_shards[0].data) for x in leaves]
+    return list(map(served.here, jax.tree.leaves(found)))
 
   def time(self, common_start: Callable[[], float]) -> float:
     """Seconds until this host is through, from when all have begun."""

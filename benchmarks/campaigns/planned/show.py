@@ -6,13 +6,7 @@ import itertools
 import numpy as np
 
 from benchmarks import table
-from benchmarks.campaigns.planned.cells import BASELINE
-from benchmarks.campaigns.planned.cells import cells
-from benchmarks.campaigns.planned.cells import Found
-from benchmarks.campaigns.planned.cells import NEAR
-from benchmarks.campaigns.planned.cells import NO_SLOWER
-from benchmarks.campaigns.planned.cells import pick
-from benchmarks.campaigns.planned.cells import Section
+from benchmarks.campaigns.planned import cells as cells_lib
 
 _HEADERS = (
   *("predicted\nms", "measured\nms", "error\n%", "over\npmean"),
@@ -20,7 +14,7 @@ _HEADERS = (
 )
 
 
-def show(title: str, found: Found) -> None:
+def show(title: str, found: cells_lib.Found) -> None:
   """Prints all sections, and what follows from them."""
   shown = table.made(title, "cell\n  way", *_HEADERS)
   for section in found.sections.values():
@@ -37,14 +31,14 @@ def show(title: str, found: Found) -> None:
     console.print(line, markup=False, highlight=False)
 
 
-def _rows(section: Section) -> Iterator[list[str]]:
-  timed = {cell.way: cell for cell in cells(section)}
+def _rows(section: cells_lib.Section) -> Iterator[list[str]]:
+  timed = {cell.way: cell for cell in cells_lib.cells(section)}
   for name, way in section.ways.items():
     numbers = ["-"] * 4
     if cell := timed.get(name):
       over = "-"
-      if BASELINE in timed:
-        over = f"{cell.measured_s / timed[BASELINE].measured_s:.2f}"
+      if cells_lib.BASELINE in timed:
+        over = f"{cell.measured_s / timed[cells_lib.BASELINE].measured_s:.2f}"
       numbers = [
         f"{cell.predicted_s * 1e3:.1f}",
         f"{cell.measured_s * 1e3:.1f}",
@@ -59,13 +53,9 @@ def _rows(section: Section) -> Iterator[list[str]]:
     ]
 
 
-def lines(sections: Sequence[Section]) -> list[str]:
-  """Returns in words how near predictions came, and what plans cost."""
-  return [*_errors(sections), *_picks(sections)]
-
-
-def _errors(sections: Sequence[Section]) -> Iterator[str]:
-  found = list(itertools.chain.from_iterable(map(cells, sections)))
+def lines(sections: Sequence[cells_lib.Section]) -> Iterator[str]:
+  """Yields in words how near predictions came, and what plans cost."""
+  found = list(itertools.chain.from_iterable(map(cells_lib.cells, sections)))
   for by_link, of in ((True, "the links limit"), (False, "the cores limit")):
     errors = [abs(c.error) for c in found if c.by_link == by_link]
     if errors:
@@ -74,20 +64,15 @@ def _errors(sections: Sequence[Section]) -> Iterator[str]:
         f"{len(errors)} steps that {of}: predicted with a median error of"
         f" {median:.0%}, 90 % of them within {most:.0%}"
       )
-
-
-def _picks(sections: Sequence[Section]) -> Iterator[str]:
-  found = [p for section in sections if (p := pick(section))]
-  if not found:
-    return
-  good, harmful = [p for p in found if p.good], [p for p in found if p.harmful]
-  yield (
-    f"the plan is within {NEAR - 1:.0%} of the best way measured in"
-    f" {len(good)} of {len(found)} cells, surely not in"
-    f" {sum(p.far for p in found)}, slower than pmean by more than"
-    f" {NO_SLOWER - 1:.0%} in {len(harmful)}"
-  )
-  for p in found:
+  picks = [p for section in sections if (p := cells_lib.pick(section))]
+  if picks:
+    yield (
+      f"the plan is within {cells_lib.NEAR - 1:.0%} of the best way measured in"
+      f" {sum(p.good for p in picks)} of {len(picks)} cells, surely not in"
+      f" {sum(p.far for p in picks)}, slower than pmean by more than"
+      f" {cells_lib.NO_SLOWER - 1:.0%} in {sum(p.harmful for p in picks)}"
+    )
+  for p in picks:
     if not p.good or p.harmful:
       yield (
         f"  {p.section.model}, {p.section.hosts} hosts, {p.section.rate}:"
