@@ -1,6 +1,6 @@
 """The local work of a sparse exchange, one folder an operation.
 
-`reference.py` in each folder is the definition, in plain JAX, and runs
+`reference.py` defines each of them, in plain JAX, and runs
 everywhere.
 """
 

@@ -1,6 +1,6 @@
 """Which implementation of an operation runs, decided when it is lowered.
 
-`reference.py` of an operation defines it and runs everywhere. A kernel serves
+`reference.py` defines an operation and runs everywhere. A kernel serves
 one platform, and may refuse shapes; it never changes a bit of the result.
 """
 

@@ -1,12 +1,12 @@
 """Every operation, with what it can be computed by."""
 
+from zenjax.kernels import reference as _compact
+from zenjax.kernels import reference as _expand
+from zenjax.kernels import reference as _mask_pack
+from zenjax.kernels import reference as _merge
+from zenjax.kernels import reference as _pull
+from zenjax.kernels import reference as _push
 from zenjax.kernels._dispatch import Operation
-from zenjax.kernels.compact import reference as _compact
-from zenjax.kernels.expand import reference as _expand
-from zenjax.kernels.mask_pack import reference as _mask_pack
-from zenjax.kernels.merge import reference as _merge
-from zenjax.kernels.pull import reference as _pull
-from zenjax.kernels.push import reference as _push
 
 # `measured` names a file of benchmarks/results/; none is there yet, so
 # `implementation=None` takes the reference everywhere.

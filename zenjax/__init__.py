@@ -5,7 +5,6 @@ from zenjax import planner
 from zenjax import rows
 from zenjax import sparsify
 from zenjax import traces
-from zenjax._src.core.sparse_rows import SparseRows
 from zenjax._src.report.check import check
 from zenjax._src.report.check import Checked
 from zenjax._src.report.report import report
@@ -13,6 +12,7 @@ from zenjax._src.report.stats import advise
 from zenjax._src.report.stats import stats
 from zenjax._src.rows.lazy import apply_updates
 from zenjax._src.rows.lazy import lazy_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.value_and_grad import value_and_grad
 from zenjax._src.sync.owner_update import owner_update
 from zenjax._src.sync.owner_update import OwnerState

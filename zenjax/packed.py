@@ -57,8 +57,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.core import sparse_rows
 from zenjax._src.rows import look_ups
+from zenjax._src.rows import sparse_rows
 
 __all__ = ("pack", "packed_shape", "take", "unpack")
 

@@ -14,15 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
 from zenjax.kernels import _triton
 
 
 def check(
   table: jax.Array,
-  bitmap: bitmaps.Bitmap,
+  bitmap: indexing.Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -36,7 +36,7 @@ def check(
 
 def compact(
   table: jax.Array,
-  bitmap: bitmaps.Bitmap,
+  bitmap: indexing.Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -91,7 +91,7 @@ def _kernel(table, words, before, total, first, slots, rows, *, layout, tile):
 
 
 def _select(words, before, total, group, k):
-  """As `bitmaps.select`, in one group."""
+  """As `indexing.select`, in one group."""
   last = words.shape[1] - 1
   steps = max(1, math.ceil(math.log2(last + 1)))
   groups = jnp.full_like(k, 0) + group
@@ -103,5 +103,5 @@ def _select(words, before, total, group, k):
 
   word = lax.fori_loop(0, steps, halve, jnp.zeros_like(k))
   rest = k - plgpu.load(before.at[groups, word])
-  bit = bitmaps.select_in_word(plgpu.load(words.at[groups, word]), rest)
+  bit = indexing.select_in_word(plgpu.load(words.at[groups, word]), rest)
   return jnp.where(k < total, word * 32 + bit, words.shape[1] * 32)

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
 from zenjax.kernels import _rows_tpu
 
 
 def check(
   table: jax.Array,
-  bitmap: bitmaps.Bitmap,
+  bitmap: indexing.Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -30,7 +30,7 @@ def check(
 
 def compact(
   table: jax.Array,
-  bitmap: bitmaps.Bitmap,
+  bitmap: indexing.Bitmap,
   layout: Layout,
   first: jax.Array,
   capacity: int,
@@ -40,7 +40,7 @@ def compact(
   """See `reference.compact`."""
   check(table, bitmap, layout, first, capacity)
   wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
-  slots = bitmaps.select(bitmap, wanted)
+  slots = indexing.select(bitmap, wanted)
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   row = layout.row(group, slots)
   name = "zenjax_compact"

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.core.partition import lane_shifts
 from zenjax._src.core.partition import Layout
 
 LANES = 128
@@ -94,7 +95,11 @@ def weights_of(dtype: jnp.dtype, layout: Layout, sizes: Sizes) -> jax.Array:
     row = row_at(row, 4 // dtype.itemsize)
   m = sizes.groups
   word, lane, column = row // (32 * m), row // m % 32, row % m
-  shifts = np.zeros(32, int) if layout.in_order else np.array(layout.lanes)
+  shifts = (
+    np.zeros(32, int)
+    if layout.in_order
+    else np.array(lane_shifts(layout.groups))
+  )
   group = (column + shifts[lane]) % m
   weights = np.zeros((sizes.rows, 2 * sizes.half), np.float32)
   high = lane >= 16

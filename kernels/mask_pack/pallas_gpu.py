@@ -19,7 +19,7 @@ from zenjax._src.core import compat
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
 from zenjax.kernels import _triton
-from zenjax.kernels.mask_pack.reference import Packed
+from zenjax.kernels.reference import Packed
 
 # What is known of a row when its bits are ORed; 0 where all are zero.
 _NEGATIVE, _NONZERO = 1, 2  # of a negative one all magnitudes are zero

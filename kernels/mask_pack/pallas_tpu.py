@@ -28,7 +28,7 @@ from zenjax.kernels.mask_pack._tpu_sizes import row_at
 from zenjax.kernels.mask_pack._tpu_sizes import Sizes
 from zenjax.kernels.mask_pack._tpu_sizes import sizes_of
 from zenjax.kernels.mask_pack._tpu_sizes import weights_of
-from zenjax.kernels.mask_pack.reference import Packed
+from zenjax.kernels.reference import Packed
 
 # What is known of a row when its bits are ORed; 0 where all are zero.
 _NONZERO, _NEGATIVE = 1, 2  # of a negative one all magnitudes are zero

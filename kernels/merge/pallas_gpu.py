@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from zenjax._src.core import compat
 from zenjax.kernels import _triton
-from zenjax.kernels.merge import reference
+from zenjax.kernels import reference
 
 _COLUMNS = 128  # of a sum that a program has
 _SUMS = _triton.THREADS * 32  # registers of a thread

@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax.kernels import _words_tpu
+from zenjax.kernels import reference
 from zenjax.kernels._words_tpu import LANES
 from zenjax.kernels._words_tpu import TILE
-from zenjax.kernels.merge import reference
 
 
 def check(
@@ -98,7 +98,7 @@ def merge(
 def _ranges(position, blocks, size, capacity):
   """`[blocks, 2, n]`: where each source's rows for a block start and end."""
   edges = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * size, capacity)
-  bound = jax.vmap(bitmaps.lower_bound, (0, None), 1)(position, edges)
+  bound = jax.vmap(indexing.lower_bound, (0, None), 1)(position, edges)
   return jnp.stack([bound[:-1], bound[1:]], axis=1)
 
 

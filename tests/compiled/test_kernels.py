@@ -14,15 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
-from kernel_cases import bitmaps
 from kernel_cases import compat
+from kernel_cases import indexing
 from kernel_cases import Shape
 import pytest
 
 from benchmarks import targets
 from zenjax.kernels import operations
+from zenjax.kernels import reference
 from zenjax.kernels._dispatch import Implementation
-from zenjax.kernels.merge import reference
 
 # JAX 0.12 announces that Pallas will leave Triton.
 pytestmark = pytest.mark.filterwarnings(
@@ -124,7 +124,7 @@ def lowered_compact(
   def run(table, words, first):
     return operations.compact(
       table,
-      bitmaps.index(words),
+      indexing.index(words),
       shape.layout,
       first,
       capacity,

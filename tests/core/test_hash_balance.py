@@ -117,7 +117,7 @@ def test_first_rows_of_tables_do_not_meet(n):
 
 @OWNERS
 def test_without_shifts_of_lanes_ids_cluster(n, monkeypatch):
-  monkeypatch.setattr(partition, "_lane_constants", lambda: (0,) * 32)
+  monkeypatch.setattr(partition, "lane_shifts", lambda m: (0,) * 32)
   assert exceeding(n)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from zenjax._src.core import leaf_util
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import base
-from zenjax._src.schemes import dense_path
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import DenseScheme
 from zenjax._src.schemes.base import Message
@@ -55,7 +55,7 @@ class Declared:
   def dense_on(self, platform: str) -> list[list[Message]]:
     """`dense`, on devices of another platform."""
     return [
-      dense_path.messages(plan.table, self.context, platform)
+      dense_sum.messages(plan.table, self.context, platform)
       for plan in self.plans
       if plan.table.look_ups is None
     ]
@@ -98,7 +98,7 @@ def _declare(
       *scheme.push_messages([Room(p, p.first.push) for p in plans], context),
       *scheme.pull_messages([Room(p, p.first.pull) for p in plans], context),
     ],
-    loops=exchange.loop_messages(plans, scheme, context.in_loops()),
+    loops=exchange.loop_messages(plans, scheme, context),
     dense=[],
   )
   return dataclasses.replace(found, dense=found.dense_on(platform))

@@ -6,7 +6,7 @@ Each takes pytest's `monkeypatch`.
 import dataclasses
 
 import zenjax._src.rows.lazy
-import zenjax._src.schemes.transport
+import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
 import zenjax._src.sync.gradient_tree
 import zenjax._src.sync.table_sources
@@ -32,8 +32,8 @@ def buffers_in_turn(monkeypatch) -> None:
 
 def unseen_zeros(monkeypatch) -> None:
   """Merges wait for all pushes, as on TPUs."""
-  transport = _src.schemes.transport
-  monkeypatch.setattr(transport, "_plain_zero", transport._unseen_zero)
+  zen = _src.schemes.zen
+  monkeypatch.setattr(zen, "_plain_zero", zen._unseen_zero)
 
 
 def mask_pack_measured_on(monkeypatch, platform: str) -> None:

@@ -8,15 +8,15 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
 
 __all__ = (
   "assert_same_bits",
-  "bitmaps",
   "bits",
   "compat",
+  "indexing",
   "Layout",
   "received",
   "Shape",

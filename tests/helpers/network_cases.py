@@ -1,5 +1,6 @@
 """Cells made by hand, as `benchmarks.run network` keeps them."""
 
+from benchmarks import campaign
 from benchmarks.campaigns.network import cells as cells_lib
 from benchmarks.campaigns.network.campaign import Grid
 from benchmarks.campaigns.network.cells import Cell
@@ -34,7 +35,7 @@ def cell(variant="zen", seconds=0.1, **changes):
 
 
 def found(*cells):
-  findings = Findings(cells_lib.software(loopback=False))
+  findings = Findings(campaign.software(cells_lib.CODE, loopback=False))
   for each in cells:
     findings.add(each)
   return findings

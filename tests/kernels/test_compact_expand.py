@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import kernel_cases
-from kernel_cases import bitmaps
+from kernel_cases import indexing
 from kernel_cases import Shape
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_at_least_500_examples():
 def compact_programs(platform, shape, capacity):
   def run(implementation, table, first):
     words = operations.mask_pack.reference(table, shape.layout).words
-    bitmap = bitmaps.index(words)
+    bitmap = indexing.index(words)
     return implementation(table, bitmap, shape.layout, first, capacity)
 
   kernel = functools.partial(compact.kernel(platform), interpret=True)
@@ -129,7 +129,7 @@ def test_expand_gives_the_bits_of_the_reference(platform, shape, capacity):
 )
 def test_refuses_and_says_what_it_serves(shape, capacity, served):
   table = kernel_cases.table(shape, 0, 0.1, 0.0)
-  bitmap = bitmaps.index(jnp.zeros((8, shape.layout.words), jnp.uint32))
+  bitmap = indexing.index(jnp.zeros((8, shape.layout.words), jnp.uint32))
   first = jnp.zeros(8, jnp.int32)
   with pytest.raises(NotImplementedError, match=served):
     compact(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import kernel_cases
-from kernel_cases import bitmaps
+from kernel_cases import indexing
 from kernel_cases import Shape
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def arguments(name):
   table = kernel_cases.table(SHAPE, 1, 0.1, 0.1)
   layout = SHAPE.layout
   words = operations.mask_pack.reference(table, layout).words
-  bitmap = bitmaps.index(words)
+  bitmap = indexing.index(words)
   first = jnp.zeros(SHAPE.groups, jnp.int32)
   slots, rows = operations.compact.reference(table, bitmap, layout, first, 16)
   limit = jnp.int32(layout.slots)

@@ -15,7 +15,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import kernel_cases
-from kernel_cases import bitmaps
+from kernel_cases import indexing
 from kernel_cases import Shape
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def draw_compact(rng: np.random.Generator) -> Drawn:
   layout = shape.layout
 
   def prepare(table, first):
-    bitmap = bitmaps.index(mask_pack.reference(table, layout).words)
+    bitmap = indexing.index(mask_pack.reference(table, layout).words)
     return table, bitmap, first
 
   def contents(rng):

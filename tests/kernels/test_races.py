@@ -10,7 +10,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import kernel_cases
-from kernel_cases import bitmaps
+from kernel_cases import indexing
 from kernel_cases import Shape
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def compact(shape):
   table = kernel_cases.table(shape, 1, 0.1, 0.0)
   words = operations.mask_pack.reference(table, shape.layout).words
   first = jnp.zeros(shape.groups, jnp.int32)
-  return table, bitmaps.index(words), shape.layout, first, 24
+  return table, indexing.index(words), shape.layout, first, 24
 
 
 def expand(shape):

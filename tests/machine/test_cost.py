@@ -14,7 +14,7 @@ import zenjax
 from zenjax._src.machine import cost
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
-from zenjax._src.sync import choose
+from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_options
 
 SLOW = zenjax.planner.Link(bandwidth=25e6, latency_s=1e-4)
@@ -212,7 +212,7 @@ def test_small_gains_are_left_alone(part, chosen):
     scheme="auto",
     tuning=zenjax.Tuning(link=link, profile={"t": profile(2, 2, n=2)}),
   )
-  (choice,) = choose.choose([table(64, 4)], options, context(2))
+  (choice,) = leaf_tables.choose([table(64, 4)], options, context(2))
   assert choice.predictions[0].scheme == "all_gather"
   assert choice.scheme == {"dense": "dense", "sparse": "all_gather"}[chosen]
 
@@ -230,7 +230,7 @@ def test_of_equals_the_fewest_collectives(growth, chosen):
     scheme="auto",
     tuning=zenjax.Tuning(link=link, profile={"t": few}),
   )
-  (choice,) = choose.choose([table(100_000, 256)], options, context(4))
+  (choice,) = leaf_tables.choose([table(100_000, 256)], options, context(4))
   fastest, *_ = choice.predictions
   assert fastest.scheme in ("zen", "recursive_doubling")
   assert choice.scheme == chosen

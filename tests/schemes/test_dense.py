@@ -14,7 +14,7 @@ import runners
 import steps
 
 import zenjax
-from zenjax._src.schemes import dense_path
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 
 pytestmark = pytest.mark.optimized
@@ -29,7 +29,7 @@ def reducer(sizes, op):
   context = Context(axes=axes, sizes=sizes, mean=op == "mean")
   devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
   run = jax.shard_map(
-    lambda t, w: dense_path.reduce_where(t[0], w, context)[None],
+    lambda t, w: dense_sum.reduce_where(t[0], w, context)[None],
     mesh=Mesh(devices, axes),
     in_specs=(P(axes), P()),
     out_specs=P(axes),
@@ -68,7 +68,7 @@ def test_a_table_that_looks_full_may_have_rows_of_zeros(capacities, dense):
   hidden = rng.permutation(rows)[:40]
   stack[:, hidden] = 0.0
   stack[0, hidden[:10]] = -0.0
-  full = [bool(dense_path.looks_full(jnp.asarray(table))) for table in stack]
+  full = [bool(dense_sum.looks_full(jnp.asarray(table))) for table in stack]
   assert full == [True, False, False, True]
   oracle.check(trainer({"t": stack})["t"], stack)
   trainer.check_replicas()

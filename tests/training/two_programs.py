@@ -25,7 +25,7 @@ import optax
 import zenjax
 from zenjax._src.core import compat
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import same_program
+from zenjax._src.sync import marking
 
 ROWS, EXAMPLES = 100, 8
 
@@ -66,7 +66,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
-  same_program.WAIT_S = 5.0
+  marking.WAIT_S = 5.0
   options: dict[str, Any] = {"scheme": "all_gather"}
   for pair in given:
     name, _, value = pair.partition("=")

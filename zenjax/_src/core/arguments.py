@@ -105,12 +105,6 @@ def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
   return wire
 
 
-def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
-  """Returns True if `wire` has every exponent of `dtype`."""
-  to, of = jnp.finfo(wire), jnp.finfo(dtype)
-  return to.maxexp >= of.maxexp and to.minexp <= of.minexp
-
-
 def check_unit(unit: Unit) -> Unit:
   """Returns it; raises `ValueError` where it is no way to see rows."""
   block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0

@@ -4,9 +4,8 @@ An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
 count in that order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import math
-from typing import TypeVar
 
 import jax
 from jax import lax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from zenjax._src.core import compat
 
 Axes = tuple[str, ...]
-T = TypeVar("T")
 
 
 def size(axes: Axes) -> int:
@@ -35,14 +33,11 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
   turn tiled gathers of odd lengths into all-reduces).
   """
   shape = x.shape
+  if shape[:1] == (1,):  # One part of a buffer, without its dimension.
+    x = x.reshape(shape[1:])
   for axis in reversed(axes):
     x = lax.all_gather(x, axis, axis=0, tiled=False)
   return compat.as_invariant(x.reshape(-1, *shape), axes)
-
-
-def gather_parts(x: jax.Array, axes: Axes) -> jax.Array:
-  """`[1, k]` on each device to `[n, k]` on all, by `all_gather`."""
-  return all_gather(x[0], axes)
 
 
 def permute(
@@ -83,25 +78,21 @@ def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
   """`lax.psum`, dtypes included; narrow floats are summed in float32."""
-  return _accumulated(lambda v: lax.psum(v, axes), x)
+  wide = accumulator(x.dtype)
+  total = lax.psum(x.astype(wide), axes)
+  # Integers and bools come out as JAX makes them.
+  return total if wide == x.dtype else total.astype(x.dtype)
 
 
 def pmean(x: jax.Array, axes: Axes) -> jax.Array:
   """`lax.pmean`, dtypes included; narrow floats are averaged in float32."""
-  return _accumulated(lambda v: lax.pmean(v, axes), x)
+  wide = accumulator(x.dtype)
+  mean = lax.pmean(x.astype(wide), axes)
+  # Integers and bools come out as JAX makes them: their means are floating.
+  return mean if wide == x.dtype else mean.astype(x.dtype)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
   """The dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
-
-
-def _accumulated(
-  reduce: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
-  wide = accumulator(x.dtype)
-  # Integers and bools come out as JAX makes them: their means are floating.
-  return (
-    reduce(x) if wide == x.dtype else reduce(x.astype(wide)).astype(x.dtype)
-  )

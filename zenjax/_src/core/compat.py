@@ -52,7 +52,8 @@ def as_invariant(x: jax.Array, axes: Sequence[str]) -> jax.Array:
   all overwritten with gathered ones is replicated. The caller proves it (the
   tests compare every replica bit for bit); this changes the type alone.
   """
-  dropped = tuple(a for a in axes if a in varying_axes(x))
+  varying = varying_axes(x)
+  dropped = tuple([a for a in axes if a in varying])
   return _as_invariant_p.bind(x, axes=dropped) if dropped else x
 
 

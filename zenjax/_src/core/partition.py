@@ -12,11 +12,14 @@ is rotated by whole words. The load of a group varies no more than under an
 independent hash, unless ids were chosen by the lane shifts themselves, 32 of
 which then stay together; contiguous clusters balance perfectly.
 
+`lax.rem` stands where `%` would also handle negative numbers.
+
 Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -28,7 +31,7 @@ from zenjax._src.core import indexing
 LANES = 32
 
 
-def fmix32(x: jax.Array) -> jax.Array:
+def fmix32(x: Any) -> Any:
   """The finalizer of MurmurHash3 (Appleby, 2011): a bijection of uint32."""
   x = x ^ (x >> np.uint32(16))
   x = x * np.uint32(0x85EBCA6B)
@@ -73,16 +76,12 @@ class Layout:
     """`S`, slots of a group: a multiple of 32."""
     return self.words * LANES
 
-  @property
-  def lanes(self) -> tuple[int, ...]:
-    """The 32 constant shifts, each in `[0, m)`."""
-    return tuple(int(x) % self.groups for x in _lane_constants())
-
   def turn(self, word: jax.Array) -> jax.Array:
     """Rotation of all slots of `word`: int32 in `[0, m)`, same shape."""
-    mixed_seed = _fmix32_host(self.seed)
+    mixed_seed = fmix32(np.array([self.seed & 0xFFFFFFFF], np.uint32))[0]
     key = (word.astype(jnp.uint32) + np.uint32(self.first_word)) ^ mixed_seed
-    return _mod(fmix32(key), self.groups).astype(jnp.int32)
+    mixed = fmix32(key)
+    return lax.rem(mixed, lax.full_like(mixed, self.groups)).astype(jnp.int32)
 
   def row(
     self, group: jax.Array, slot: jax.Array, *, look_up: bool = True
@@ -99,7 +98,8 @@ class Layout:
       valid = (slot < self.slots) & (row < self.num_rows)
       return jnp.where(valid, row, self.num_rows)
     shift = self._shift(slot) if look_up else self._computed_shift(slot)
-    j = _mod(group - shift + 2 * self.groups, self.groups)
+    j = group - shift + 2 * self.groups
+    j = lax.rem(j, lax.full_like(j, self.groups))
     # A slot of S marks padding: it is kept from overflowing int32 here.
     row = jnp.minimum(slot, self.slots - 1) * self.groups + j
     valid = (slot < self.slots) & (row < self.num_rows)
@@ -112,34 +112,23 @@ class Layout:
       return group, row - group * self.slots
     slot = lax.div(row, lax.full_like(row, self.groups))
     j = row - slot * self.groups
-    return _mod(j + self._shift(slot), self.groups), slot
+    group = j + self._shift(slot)
+    return lax.rem(group, lax.full_like(group, self.groups)), slot
 
   def _shift(self, slot: jax.Array) -> jax.Array:
-    lanes = jnp.asarray(self.lanes, jnp.int32)
+    lanes = jnp.asarray(lane_shifts(self.groups), jnp.int32)
     lane = indexing.take(lanes, slot & (LANES - 1))
     return lane + self.turn(slot >> 5)
 
   def _computed_shift(self, slot: jax.Array) -> jax.Array:
     lane = (slot & (LANES - 1)).astype(jnp.uint32)
-    shift = _mod(fmix32(lane + np.uint32(1)), self.groups).astype(jnp.int32)
-    return shift + self.turn(slot >> 5)
-
-
-def _mod(x: jax.Array, m: int) -> jax.Array:
-  """`x mod m` for `x >= 0`: `%` would also handle negative numbers."""
-  return lax.rem(x, lax.full_like(x, m))
+    mixed = fmix32(lane + np.uint32(1))
+    shift = lax.rem(mixed, lax.full_like(mixed, self.groups))
+    return shift.astype(jnp.int32) + self.turn(slot >> 5)
 
 
 @functools.cache
-def _lane_constants() -> tuple[int, ...]:
-  return tuple(int(_fmix32_host(lane + 1)) for lane in range(LANES))
-
-
-def _fmix32_host(x: int) -> np.uint32:
-  mask = 0xFFFFFFFF
-  x &= mask
-  x = x ^ x >> 16
-  x = x * 0x85EBCA6B & mask
-  x = x ^ x >> 13
-  x = x * 0xC2B2AE35 & mask
-  return np.uint32(x ^ x >> 16)
+def lane_shifts(groups: int) -> tuple[int, ...]:
+  """The 32 constant shifts, each in `[0, m)`."""
+  lanes = fmix32(np.arange(1, LANES + 1, dtype=np.uint32)) % groups
+  return tuple(lanes.tolist())

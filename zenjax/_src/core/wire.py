@@ -17,7 +17,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
+from zenjax._src.core import indexing
 
 
 def words_for(count: int, dtype: jnp.dtype) -> int:
@@ -41,20 +41,63 @@ def _refuse_derivative(primals, tangents):
   )
 
 
+def exchange(
+  tables: Sequence[Sequence[jax.Array]],
+  collective: Callable[..., jax.Array],
+  *args: Any,
+  ahead: Sequence[int] | None = None,
+) -> list[list[jax.Array]]:
+  """Sends the sections of all tables in one buffer, or in two.
+
+  Args:
+    tables: Sections `[b, ...]` of each table, of any dtype.
+    collective: Takes a buffer `[b, words] uint32`; returns `n * words` of them.
+    *args: Further arguments of `collective`.
+    ahead: How many sections of each table go in a buffer of their own, before
+      that of the others; by default none.
+
+  Returns:
+    The sections that came, `[n, ...]` each, in shape and dtype as they left.
+  """
+  came: list[list[jax.Array]] = [[] for _ in tables]
+  cuts = ahead or [0] * len(tables)
+  for sections in (
+    [
+      (i, x)
+      for i, (table, k) in enumerate(zip(tables, cuts))
+      for x in table[:k]
+    ],
+    [
+      (i, x)
+      for i, (table, k) in enumerate(zip(tables, cuts))
+      for x in table[k:]
+    ],
+  ):
+    if not sections:
+      continue
+    words = [to_words(x) for _, x in sections]
+    buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
+    buffer = collective(buffer, *args).reshape(-1, buffer.shape[1])
+    start = 0
+    for (i, x), sent in zip(sections, words):
+      end = start + sent.shape[1]
+      part = lax.slice_in_dim(buffer, start, end, axis=1)
+      came[i].append(from_words(part, x.shape[1:], x.dtype))
+      start = end
+  return came
+
+
 def to_words(x: jax.Array) -> jax.Array:
   """`[b, ...]` of any dtype to `[b, words] uint32`, padded with zeros."""
   if jnp.issubdtype(x.dtype, jnp.inexact):
     x = _constant(x)
   flat = x.reshape(x.shape[0], -1)
   size = flat.dtype.itemsize
-  if size >= 4:
-    words = lax.bitcast_convert_type(flat, jnp.uint32)
-    return words.reshape(x.shape[0], -1)
-  each = 4 // size
-  flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % each)))
-  return lax.bitcast_convert_type(
-    flat.reshape(x.shape[0], -1, each), jnp.uint32
-  )
+  if size < 4:
+    each = 4 // size
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % each)))
+    flat = flat.reshape(x.shape[0], -1, each)
+  return lax.bitcast_convert_type(flat, jnp.uint32).reshape(x.shape[0], -1)
 
 
 def from_words(
@@ -68,31 +111,10 @@ def from_words(
   return flat[:, : math.prod(shape)].reshape(batch, *shape)
 
 
-def exchange(
-  tables: Sequence[Sequence[jax.Array]],
-  collective: Callable[..., jax.Array],
-  *args: Any,
-) -> list[list[jax.Array]]:
-  """Sends the sections of all tables in one buffer.
-
-  Args:
-    tables: Sections `[b, k] uint32` of each table.
-    collective: Takes the buffer `[b, words]` and returns `[n, words]`.
-    *args: Further arguments of `collective`.
-
-  Returns:
-    The sections that came, `[n, k]` each, as they were given.
-  """
-  sections = [section for table in tables for section in table]
-  came = collective(jnp.concatenate(sections, axis=1), *args)
-  parts, start = [], 0
-  for table in tables:
-    parts.append([])
-    for section in table:
-      end = start + section.shape[1]
-      parts[-1].append(lax.slice_in_dim(came, start, end, axis=1))
-      start = end
-  return parts
+def first_word(x: jax.Array) -> jax.Array:
+  """The word in which `x` begins: `[] int32`."""
+  words = to_words(x.reshape(1, -1)[:, : max(1, 4 // x.dtype.itemsize)])
+  return lax.bitcast_convert_type(words[0, 0], jnp.int32)
 
 
 def index_words(capacity: int, num_slots: int) -> int:
@@ -101,31 +123,19 @@ def index_words(capacity: int, num_slots: int) -> int:
 
 
 def encode_index(slots: jax.Array, num_slots: int) -> jax.Array:
-  """`[b, C] int32` ascending slots to `[b, index_words] uint32`."""
-  capacity = slots.shape[1]
-  if capacity <= num_slots // 32:
-    return slots.astype(jnp.uint32)
-  return jax.vmap(lambda s: bitmaps.from_slots(s, num_slots))(slots)
+  """`[b, C] int32` ascending slots as they are, or a bitmap `[b, W] uint32`."""
+  if slots.shape[1] <= num_slots // 32:
+    return slots
+  return indexing.from_slots(slots, num_slots)
 
 
-def decode_index(words: jax.Array, capacity: int, num_slots: int) -> jax.Array:
+def decode_index(index: jax.Array, capacity: int, num_slots: int) -> jax.Array:
   """Inverse of `encode_index`: `[b, C] int32`, `num_slots` as padding."""
-  if capacity <= num_slots // 32:
-    return words.astype(jnp.int32)
+  if index.dtype == jnp.int32:
+    return index
   wanted = jnp.arange(capacity, dtype=jnp.int32)
-  wanted = jnp.broadcast_to(wanted, (words.shape[0], capacity))
-  return bitmaps.select(bitmaps.index(words), wanted)
-
-
-def encode_counts(*counts: jax.Array) -> jax.Array:
-  """`k` arrays `[b] int32` to `[b, k] uint32`."""
-  return jnp.stack(counts, axis=1).astype(jnp.uint32)
-
-
-def decode_counts(words: jax.Array) -> list[jax.Array]:
-  """Inverse of `encode_counts`."""
-  counts = words.astype(jnp.int32)
-  return [counts[:, i] for i in range(counts.shape[1])]
+  wanted = jnp.broadcast_to(wanted, (index.shape[0], capacity))
+  return indexing.select(indexing.index(index), wanted)
 
 
 def sum_counts(counts: jax.Array) -> jax.Array:
@@ -134,11 +144,6 @@ def sum_counts(counts: jax.Array) -> jax.Array:
   # float32 errs by a few parts in 2^24; within those the result may saturate.
   too_many = jnp.sum(counts.astype(jnp.float32)) > most * (1 - 2.0**-20)
   return jnp.where(too_many, most, jnp.sum(counts, dtype=jnp.int32))
-
-
-def encode_rows(rows: jax.Array, wire_dtype: jnp.dtype) -> jax.Array:
-  """`[b, ...]` rows to `[b, words] uint32`, cast to the wire's dtype."""
-  return to_words(rows.astype(wire_dtype))
 
 
 def split_columns(rows: jax.Array, groups: int) -> jax.Array:
@@ -160,3 +165,9 @@ def join_columns(blocks: jax.Array, groups: int, width: int) -> jax.Array:
   rows = blocks.reshape(owners // groups, groups, capacity, block)
   rows = rows.transpose(0, 2, 1, 3).reshape(owners // groups, capacity, -1)
   return rows[:, :, :width]
+
+
+def has_range_of(wire: jnp.dtype, dtype: jnp.dtype) -> bool:
+  """Returns True if `wire` has every exponent of `dtype`."""
+  to, of = jnp.finfo(wire), jnp.finfo(dtype)
+  return to.maxexp >= of.maxexp and to.minexp <= of.minexp

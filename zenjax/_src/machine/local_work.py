@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from zenjax._src.core import bitmaps
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
 from zenjax._src.machine.link_models import Work
-from zenjax.kernels.compact.reference import compact
-from zenjax.kernels.expand.reference import expand
-from zenjax.kernels.mask_pack.reference import mask_pack
-from zenjax.kernels.merge.reference import merge
+from zenjax.kernels.reference import compact
+from zenjax.kernels.reference import expand
+from zenjax.kernels.reference import mask_pack
+from zenjax.kernels.reference import merge
 
 # (rows, width) of a table whose rows are found, and of rows that are moved: two
 # widths each, so that what a row costs and what a byte costs come apart.
@@ -167,7 +167,7 @@ def _move(mesh, rows, width, n) -> Callable[[], None]:
   ids = np.array(drawn, np.int32)
 
   def move(table, words, ids):
-    bitmap = bitmaps.index(words)
+    bitmap = indexing.index(words)
     first = jnp.zeros(n, jnp.int32)
     _, packed = compact(table, bitmap, layout, first, each)
     union = merge(ids, packed, jnp.int32(slots), slots, n * each, table.dtype)
@@ -176,7 +176,7 @@ def _move(mesh, rows, width, n) -> Callable[[], None]:
 
   move_all = _on_each(move, mesh, donate=0)
   words = lambda: jnp.stack(
-    [bitmaps.from_slots(jnp.array(i), slots) for i in ids]
+    [indexing.from_slots(jnp.array(i), slots) for i in ids]
   )
   sources = _copies(mesh, words), _copies(mesh, lambda: jnp.array(ids))
   table = _copies(mesh, lambda: jnp.zeros((rows * 8, width)))

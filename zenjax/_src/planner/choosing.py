@@ -16,7 +16,6 @@ import math
 import jax
 import numpy as np
 
-from zenjax._src.core import leaf_util
 from zenjax._src.machine import link_models
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
@@ -33,6 +32,7 @@ from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
+from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan

@@ -16,8 +16,8 @@ from jax.extend import core
 import numpy as np
 
 from zenjax._src.core import jaxprs
-from zenjax._src.core import leaf_util
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 
 # Multiplications and additions in the time of a byte moved: an A100 has 200 in
 # 16 bits, a TPU v5e 240, a CPU with AVX2 about 10. The part of a step before a

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax import traces
-from zenjax._src.core import leaf_util
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import zen_sync
 from zenjax._src.training.returned import RowSets
 

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from zenjax import traces
-from zenjax._src.core import leaf_util
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import union_growth
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.union_growth import Growth
+from zenjax._src.rows import leaf_util
 
 # The part of a step before any gradient: the forward pass.
 _FORWARD = 1 / 3

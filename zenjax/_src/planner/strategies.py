@@ -6,8 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from zenjax._src.core import arguments
-from zenjax._src.core import leaf_util
+from zenjax._src.core.wire import has_range_of
 from zenjax._src.machine import cost
 from zenjax._src.machine import link_models
 from zenjax._src.machine import measure
@@ -19,6 +18,7 @@ from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
+from zenjax._src.rows import leaf_util
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.registry import DENSE
@@ -149,7 +149,7 @@ def _strategies(
     name
     for name in wire_dtypes
     if jax.numpy.dtype(name).itemsize < gradient.dtype.itemsize
-    and arguments.has_range_of(jax.numpy.dtype(name), gradient.dtype)
+    and has_range_of(jax.numpy.dtype(name), gradient.dtype)
   ]
   for wire in (None, *narrower):
     for scheme in cost.CANDIDATES:

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from zenjax._src.core import jaxprs
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
+from zenjax._src.rows import leaf_util
 from zenjax._src.sync import marking
 from zenjax._src.training import placement
 from zenjax._src.training.data_parallel import data_parallel

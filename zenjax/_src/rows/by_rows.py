@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core import leaf_util
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
 from zenjax._src.rows.row_program import RowProgram
+from zenjax._src.rows.sparse_rows import is_rows
 
 
 class Programs:

@@ -13,15 +13,15 @@ import numpy as np
 import optax
 
 from zenjax._src.core import compat
-from zenjax._src.core import sparse_rows
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
 from zenjax._src.rows import by_rows
 from zenjax._src.rows import idle_law
 from zenjax._src.rows import idle_step
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
 from zenjax._src.rows.idle_law import Law
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 
 # The state of rows that catch up, and what is said where they do not.
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import value_and_grad
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zenjax._src.core import leaf_util
 from zenjax._src.rows import idle_step
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
 from zenjax._src.rows.idle_step import Idle
 

@@ -7,14 +7,14 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
 from zenjax._src.rows import by_rows
 from zenjax._src.rows import catching_up
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 
 # A step of an optimizer on rows, some of them at a time: for CPUs.
 #

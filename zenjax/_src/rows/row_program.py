@@ -28,12 +28,12 @@ from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.core.jaxprs import Operations
 from zenjax._src.core.jaxprs import Value
-from zenjax._src.core.sparse_rows import is_rows
 from zenjax._src.rows import dependence
 from zenjax._src.rows.dependence import Fact
 from zenjax._src.rows.dependence import Reduction
 from zenjax._src.rows.dependence import Refusal
 from zenjax._src.rows.dependence import Rows
+from zenjax._src.rows.sparse_rows import is_rows
 
 # Results of reductions over rows, by the number of their operation.
 Totals = Mapping[int, jax.Array]

@@ -12,8 +12,8 @@ import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import tapping
 from zenjax._src.rows.tapping import Nest
 from zenjax._src.rows.tapping import Refusal

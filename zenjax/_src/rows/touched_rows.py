@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core import leaf_util
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import require_one
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_program import arguments
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import require_one
 
 # `(few_state, few_params, at) -> (few_state, few_params)`.
 Before = Callable[[Any, Any, Any], tuple[Any, Any]]

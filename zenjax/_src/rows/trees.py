@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def combined(tree: Any) -> Any:

@@ -8,11 +8,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.core import sparse_rows
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.tapping import Nest
 from zenjax._src.rows.tapping import View
 

@@ -78,7 +78,7 @@ class AllGather(Scheme):
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     with jax.named_scope("all_gather/send"):
       sections = [_sections_of(out) for out in outgoing]
-      received = wire.exchange(sections, collectives.gather_parts, context.axes)
+      received = wire.exchange(sections, collectives.all_gather, context.axes)
     with jax.named_scope("all_gather/merge"):
       return [
         _merge(parts, out.room, self.held_rows(out.room, context))
@@ -123,26 +123,25 @@ def _lengths(room: Room) -> list[int]:
 
 
 def _sections_of(out: Outgoing) -> list[jax.Array]:
-  """`[1, words]` each."""
+  """`[1, ...]` each."""
   plan = out.room.plan
-  slots, rows, remaining = out.rows()
+  slots, rows, remaining = out.source.rows_from(out.start, *out.room)
   return [
-    wire.encode_counts(remaining, out.probe[None]),
+    jnp.stack([remaining, out.probe[None]], axis=1),
     wire.encode_index(slots, plan.layout.slots),
-    wire.encode_rows(rows, plan.table.wire_dtype),
+    rows.astype(plan.table.wire_dtype),
   ]
 
 
 def _merge(received: Sequence[jax.Array], room: Room, most: int) -> Held:
   counts, index, rows = received
   table, num_slots = room.plan.table, room.plan.layout.slots
-  remaining, probe = wire.decode_counts(counts)
+  remaining, probe = counts.T
   slots = wire.decode_index(index, room.capacity, num_slots)
   ends = jnp.where(remaining > room.capacity, slots[:, -1] + 1, num_slots)
-  shape = room.capacity, table.width
   union = merge(
     slots,
-    wire.from_words(rows, shape, table.wire_dtype),
+    rows,
     jnp.min(ends),
     num_slots,
     most,

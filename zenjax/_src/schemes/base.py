@@ -6,7 +6,7 @@ statistics or of optax. Adding one is a file here and a row in the table of
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from zenjax._src.core import indexing
 from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.buffer_sizes import TablePlan
-from zenjax.kernels.merge.reference import Union
+from zenjax.kernels.reference import Union
 
 
 class Source(Protocol):
@@ -50,10 +50,6 @@ class Outgoing(NamedTuple):
   source: Source
   start: jax.Array  # [m] int32, slots below are done; equal on all devices
   probe: jax.Array  # [] int32, any local count whose sum is wanted
-
-  def rows(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the first rows from `start` on: see `Source.rows_from`."""
-    return self.source.rows_from(self.start, *self.room)
 
 
 class Held(NamedTuple):
@@ -118,10 +114,6 @@ class Context:
   @property
   def devices(self) -> int:
     return math.prod(self.sizes)
-
-  def in_loops(self) -> "Context":
-    """Returns it for later rounds, whose ids are no earlier than values."""
-    return dataclasses.replace(self, ids_first=False)
 
   def scaled(self, total: jax.Array) -> jax.Array:
     """The sum over devices, or their mean: divided once, at the owner."""
@@ -250,7 +242,17 @@ def received_bytes(
   total = 0.0
   for message in messages:
     n = devices_of(message, context)
-    total = total + message.words * 4 * _RECEIVED[message.op](n)
+    # Of `n` devices' operands, how much one of them receives.
+    match message.op:
+      case "all_gather":
+        part = n - 1
+      case "all_reduce":  # a ring
+        part = 2 * (n - 1) / n
+      case "collective_permute":
+        part = 1
+      case _:
+        part = (n - 1) / n
+    total = total + message.words * 4 * part
   return total
 
 
@@ -269,18 +271,7 @@ def expected_bytes(
 def devices_of(message: Message, context: Context) -> int:
   """How many take part in a collective."""
   sizes = dict(zip(context.axes, context.sizes))
-  return math.prod(sizes[axis] for axis in message.axes)
-
-
-# Of `n` devices' operands, what one of them receives; an all-reduce is a ring.
-_RECEIVED: dict[str, Callable[[int], float]] = {
-  "all_gather": lambda n: n - 1,
-  "all_reduce": lambda n: 2 * (n - 1) / n,
-  "all_to_all": lambda n: (n - 1) / n,
-  "collective_permute": lambda n: 1,
-  "remote_copy": lambda n: (n - 1) / n,
-  "reduce_scatter": lambda n: (n - 1) / n,
-}
+  return math.prod([sizes[axis] for axis in message.axes])
 
 
 def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:

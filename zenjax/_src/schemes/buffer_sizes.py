@@ -41,12 +41,6 @@ class Table:
   wire_dtype: jnp.dtype
   look_ups: int | None = None
 
-  def at_most(self, devices: int) -> int:
-    """Rows that `devices` may hold together."""
-    if self.look_ups is None:
-      return self.num_rows
-    return min(self.num_rows, devices * self.look_ups)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -134,14 +128,20 @@ def plan_table(
     first_word=first_word,
     contiguous=contiguous,
   )
-  most = Capacity(*(min(table.at_most(k), layout.slots) for k in (1, devices)))
-  if pinned:
-    first = Capacity(*(min(c, m) for c, m in zip(pinned, most)))
-    pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
-    chunks = tuple(
-      Capacity(*(-(-size // part) for size, part in zip(first, parts)))
-      for parts in pinned_chunks
+  # Rows that one device may hold, and all together.
+  most = Capacity(layout.slots, layout.slots)
+  if table.look_ups is not None:
+    most = Capacity(
+      *[min(m, k * table.look_ups) for m, k in zip(most, (1, devices))]
     )
+  most = Capacity(*[min(table.num_rows, m) for m in most])
+  if pinned:
+    first = Capacity(*[min(c, m) for c, m in zip(pinned, most)])
+    pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
+    chunks = [
+      Capacity(*[-(-size // part) for size, part in zip(first, parts)])
+      for parts in pinned_chunks
+    ]
   else:
     block = -(-table.width // column_groups) * table.wire_dtype.itemsize
     listed = table.look_ups is not None
@@ -152,15 +152,30 @@ def plan_table(
     )
     if not padded:
       sizes = [_UNPADDED_ROWS if listed else _UNPADDED] * 3
-    of = _parted(table, groups, devices, layout.slots)
-    first, *chunks = (
+    # Rows of a group of which sizes are parts.
+    push_of = pull_of = layout.slots
+    if table.look_ups is not None:
+      union = table.look_ups * devices**GROWTH
+      push_of = table.look_ups / groups
+      pull_of = min(union / groups, layout.slots)
+    first, *chunks = [
       Capacity(
-        _unpinned(push, of[0], block + 4),
-        _unpinned(pull, of[1], block),
+        *[
+          max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
+          for size, rows, row_bytes in (
+            (push, math.ceil(push_of / push.part), block + 4),
+            (pull, math.ceil(pull_of / pull.part), block),
+          )
+        ]
       )
       for push, pull in sizes
-    )
-  large, small = (_clip(chunk, most) for chunk in chunks)
+    ]
+  # At least a few rows, which cost nothing, and no more than there may be.
+  clipped = [
+    Capacity(*[min(max(c, _MIN_ROWS), m) for c, m in zip(capacity, most)])
+    for capacity in (first, *chunks)
+  ]
+  large, small = clipped[1:]
   if max(most) <= _ONE_SIZE_UP_TO:
     small = large
   return TablePlan(
@@ -168,31 +183,9 @@ def plan_table(
     layout=layout,
     column_groups=column_groups,
     most=most,
-    first=first if pinned else _clip(first, most),
+    first=first if pinned else clipped[0],
     pinned=pinned is not None,
     chunks=(large, small),
-  )
-
-
-def _parted(
-  table: Table, groups: int, devices: int, slots: int
-) -> tuple[float, float]:
-  """Rows of a group of which sizes are parts, `(push, pull)`."""
-  if table.look_ups is None:
-    return slots, slots
-  union = table.look_ups * devices**GROWTH
-  return table.look_ups / groups, min(union / groups, slots)
-
-
-def _unpinned(size: _Size, of: float, row_bytes: int) -> int:
-  rows = math.ceil(of / size.part)
-  return max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
-
-
-def _clip(capacity: Capacity, most: Capacity) -> Capacity:
-  """At least a few rows, which cost nothing, and no more than there may be."""
-  return Capacity(
-    *(min(max(c, _MIN_ROWS), high) for c, high in zip(capacity, most))
   )
 
 
@@ -221,7 +214,8 @@ def choose_column_groups(
     for g in range(1, devices + 1)
     if devices % g == 0 and (g == 1 or row >= g * _MIN_BLOCK_BYTES)
   ]
-  return min(divisors, key=lambda g: expected_bytes(table, devices, g))
+  costs = [expected_bytes(table, devices, g) for g in divisors]
+  return divisors[costs.index(min(costs))]
 
 
 # What is assumed of gradients of which nothing is known: a vocabulary's density

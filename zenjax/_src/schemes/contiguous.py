@@ -79,7 +79,7 @@ class SplitDenseGather(SplitAllGather):
     with jax.named_scope("split_dense_gather/pull"):
       sections = [_sections_of(table, context) for table in asked]
       gathered = wire.exchange(
-        sections, collectives.gather_parts, context.axes[-1:]
+        sections, collectives.all_gather, context.axes[-1:]
       )
       return [
         _arrive(parts, table.room.plan) for parts, table in zip(gathered, asked)
@@ -113,7 +113,7 @@ def _lengths(plan: TablePlan) -> list[int]:
 
 
 def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
-  """`[1, words]` each: counts and the whole range."""
+  """`[1, ...]` each: counts and the whole range."""
   plan, own = asked.room.plan, asked.held
   union, slots = own.union, plan.layout.slots
   counts = (*all_gather.tally(own), union.slots[0])
@@ -122,18 +122,16 @@ def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
   dense = jnp.zeros(shape, plan.table.dtype)
   dense = dense.at[union.slots].set(values, mode="drop")
   return [
-    wire.encode_counts(*(count[None] for count in counts)),
-    wire.encode_rows(dense[None], plan.table.wire_dtype),
+    jnp.stack(counts)[None],
+    dense[None].astype(plan.table.wire_dtype),
   ]
 
 
 def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
-  counts, words = came
+  counts, values = came
   table, layout = plan.table, plan.layout
-  *tally, lowest = wire.decode_counts(counts)
+  *tally, lowest = counts.T
   tally = Tally(*tally)
-  shape = (layout.slots, table.width)
-  values = wire.from_words(words, shape, table.wire_dtype)
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   # Between its first row and its limit an owner knows every row: those that

@@ -19,8 +19,8 @@ from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.buffer_sizes import TablePlan
-from zenjax.kernels.merge.reference import Union
 from zenjax.kernels.operations import merge
+from zenjax.kernels.reference import Union
 
 _COUNTS = 5
 
@@ -40,7 +40,7 @@ def sum_over(
   plans = [room.plan for room in rooms]
   headers = wire.exchange(
     [_index_sections(own, plan) for own, plan in zip(owned, plans)],
-    collectives.gather_parts,
+    collectives.all_gather,
     slow,
   )
   blocks = wire.exchange(
@@ -51,13 +51,13 @@ def sum_over(
     for header, block, room in zip(headers, blocks, rooms)
   ]
   gathered = wire.exchange(
-    [[wire.to_words(own.union.rows[None])] for own in merged],
-    collectives.gather_parts,
+    [[own.union.rows[None]] for own in merged],
+    collectives.all_gather,
     slow,
   )
   return [
-    own._replace(union=_whole_rows(own.union, words[0], plan, hosts))
-    for own, words, plan in zip(merged, gathered, plans)
+    own._replace(union=_whole_rows(own.union, blocks, plan, hosts))
+    for own, (blocks,), plan in zip(merged, gathered, plans)
   ]
 
 
@@ -102,38 +102,28 @@ def _row_words(room: Room, hosts: int) -> int:
 
 def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
   union = own.union
-  counts = wire.encode_counts(
-    *(
-      count[None]
-      for count in (
-        union.limit,
-        union.merged,
-        own.pushed,
-        own.fullest,
-        own.probe,
-      )
-    )
+  counts = jnp.stack(
+    [union.limit, union.merged, own.pushed, own.fullest, own.probe]
   )
   index = wire.encode_index(union.slots[None], plan.layout.slots)
-  return [counts, index]
+  return [counts[None], index]
 
 
 def _row_section(own: Held, hosts: int) -> jax.Array:
-  """`[hosts, words]`: a block of columns for each."""
-  return wire.to_words(wire.split_columns(own.union.rows[None], hosts))
+  """`[hosts, U, block]`: a block of columns for each."""
+  return wire.split_columns(own.union.rows[None], hosts)
 
 
 def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
-  counts, words, rows = came
+  counts, index, rows = came
   plan, capacity = room
   num_slots = plan.layout.slots
-  limit, merged, pushed, fullest, probe = wire.decode_counts(counts)
+  limit, merged, pushed, fullest, probe = counts.T
   dtype = collectives.accumulator(plan.table.dtype)
-  slots = wire.decode_index(words, capacity, num_slots)
-  shape = (capacity, -(-plan.block_width // hosts))
+  slots = wire.decode_index(index, capacity, num_slots)
   union = merge(
     slots,
-    wire.from_words(rows, shape, dtype),
+    rows,
     jnp.min(limit),
     num_slots,
     capacity,
@@ -155,9 +145,8 @@ def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
 
 
 def _whole_rows(
-  union: Union, words: jax.Array, plan: TablePlan, hosts: int
+  union: Union, blocks: jax.Array, plan: TablePlan, hosts: int
 ) -> Union:
-  capacity, columns = union.rows.shape
-  blocks = wire.from_words(words, (capacity, columns), union.rows.dtype)
+  capacity = union.rows.shape[0]
   rows = wire.join_columns(blocks, hosts, plan.block_width)
   return union._replace(rows=rows.reshape(capacity, plan.block_width))

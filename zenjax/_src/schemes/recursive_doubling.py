@@ -40,8 +40,8 @@ from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.buffer_sizes import TablePlan
-from zenjax.kernels.merge.reference import Union
 from zenjax.kernels.operations import merge
+from zenjax.kernels.reference import Union
 
 # Recursive doubling as a list of steps: who sends to whom, and how much.
 #
@@ -211,9 +211,7 @@ class RecursiveDoubling(Scheme):
         )
         rank = lax.axis_index(hop.axis)
         held = [
-          take(
-            hop, rank, own, _decode(came, plan, own, first), plan, most[i][1]
-          )
+          take(hop, rank, own, _decode(came, plan, own), plan, most[i][1])
           for own, came, plan, most in zip(held, received, plans, rows)
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), held)
@@ -279,7 +277,7 @@ def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
 def _own(out: Outgoing) -> Held:
   """Returns the first local rows, as a union of one device."""
   plan, capacity = out.room
-  slots, rows, remaining = out.rows()
+  slots, rows, remaining = out.source.rows_from(out.start, *out.room)
   slots, remaining = slots[0], remaining[0]
   # As they travel, or the two ends of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)
@@ -307,25 +305,21 @@ def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
     own.probe,
   )
   return [
-    wire.encode_counts(*(count[None] for count in counts)),
+    jnp.stack(counts)[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
-    wire.encode_rows(union.rows[None], _wide(plan, first)),
+    union.rows[None].astype(_wide(plan, first)),
   ]
 
 
-def _decode(
-  came: Sequence[jax.Array], plan: TablePlan, own: Held, first: bool
-) -> Held:
+def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Held) -> Held:
   """Returns what came, in the shape of what was sent."""
   counts, index, rows = came
-  numbers = [count[0] for count in wire.decode_counts(counts)]
-  total, limit, merged, pushed, fullest, probe = numbers
-  shape = own.union.rows.shape
-  slots = wire.decode_index(index, shape[0], plan.layout.slots)[0]
-  values = wire.from_words(rows, shape, _wide(plan, first))[0]
+  total, limit, merged, pushed, fullest, probe = counts[0]
+  capacity = own.union.slots.shape[0]
+  slots = wire.decode_index(index, capacity, plan.layout.slots)[0]
   union = Union(
     slots=slots,
-    rows=values.astype(own.union.rows.dtype),
+    rows=rows[0].astype(own.union.rows.dtype),
     total=total,
     limit=limit,
     merged=merged,

@@ -6,8 +6,8 @@ from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.contiguous import BlockSparse
 from zenjax._src.schemes.contiguous import SplitAllGather
 from zenjax._src.schemes.contiguous import SplitDenseGather
-from zenjax._src.schemes.dense import Dense
-from zenjax._src.schemes.dense import Ring
+from zenjax._src.schemes.dense_sum import Dense
+from zenjax._src.schemes.dense_sum import Ring
 from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
 from zenjax._src.schemes.zen import Zen
 

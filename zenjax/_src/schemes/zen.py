@@ -20,6 +20,8 @@ of stored index sets, and columns are split for balance as nowhere there.
 
 from collections.abc import Sequence
 import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -28,7 +30,6 @@ import jax.numpy as jnp
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes import hierarchy
-from zenjax._src.schemes import transport
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
@@ -40,58 +41,92 @@ from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import section
 from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import TablePlan
-from zenjax._src.schemes.transport import Lengths
-from zenjax._src.schemes.transport import Sections
-from zenjax.kernels.merge.reference import Union
+from zenjax.kernels import operations
 from zenjax.kernels.operations import merge
+from zenjax.kernels.reference import Union
 
-# What a push and a pull of zen put on the wire, and make of what arrives.
-#
-# Of each table three sections: counts, index, rows. The first two derive from
-# ids alone.
+# What travels: sections of a buffer, counts, ids and rows of each table. The
+# first two derive from ids alone.
+
+
+class Sections(NamedTuple):
+  """Holds one table's part of a push or a pull.
+
+  `b` parts, one for each owner or one for all; `n` of them arrive.
+  """
+
+  counts: jax.Array  # [b, k] int32
+  ids: jax.Array  # [b, words], as `wire.encode_index` has them
+  rows: jax.Array  # [b, C, block] in the wire's dtype
+
+
+class Lengths(NamedTuple):
+  """How much that is in one part."""
+
+  counts: int
+  ids: int  # words
+  rows: jax.ShapeDtypeStruct  # [C, block]
 
 
 _PUSH_COUNTS = 2
 _PULL_COUNTS = len(Tally._fields)
+# Which of the counts is that of the rows; of more than fit, as many travel.
+_PUSHED = 0
+_PULLED = Tally._fields.index("union")
 
 
-def push_lengths(room: Room) -> Lengths:
-  """Returns how much goes to one owner."""
-  index = wire.index_words(room.capacity, room.plan.layout.slots)
-  return Lengths(_PUSH_COUNTS, index, _rows(room))
+def _lengths(room: Room, pull: bool) -> Lengths:
+  """Returns how much goes to one owner, or comes from one."""
+  plan, capacity = room
+  ids = wire.index_words(capacity, plan.layout.slots)
+  if pull:  # The owners of a row group share its ids out.
+    ids = -(-ids // plan.column_groups) if plan.layout.groups > 1 else 0
+  rows = (capacity, plan.block_width), plan.table.wire_dtype
+  counts = _PULL_COUNTS if pull else _PUSH_COUNTS
+  return Lengths(counts, ids, jax.ShapeDtypeStruct(*rows))
 
 
-def pull_lengths(room: Room) -> Lengths:
-  """Returns how much one owner sends; a row group's share out its index."""
-  return Lengths(_PULL_COUNTS, _pull_index_words(room), _rows(room))
+def _messages(
+  rooms: Sequence[Room], context: Context, pull: bool
+) -> list[Message]:
+  """Returns each buffer that a push or a pull sends, in order."""
+  lengths = [_lengths(room, pull) for room in rooms]
+  if context.remote_copies:
+    header = sum([table.counts + table.ids for table in lengths])
+    return [_copied_message(header, [t.rows for t in lengths], context)]
+  early, late = 0, 0
+  for length, first in zip(lengths, _ahead(rooms, context)):
+    header = length.counts + length.ids
+    early += header if first else 0
+    late += 0 if first else header
+    late += wire.words_for(math.prod(length.rows.shape), length.rows.dtype)
+  op, parts = ("all_gather", 1) if pull else ("all_to_all", context.sizes[-1])
+  return [
+    Message(op, context.axes[-1:], words * parts)
+    for words in ([early, late] if early else [late])
+  ]
 
 
-def _pull_index_words(room: Room) -> int:
-  plan = room.plan
-  if plan.layout.groups == 1:
-    return 0
-  index = wire.index_words(room.capacity, plan.layout.slots)
-  return -(-index // plan.column_groups)
-
-
-def _rows(room: Room) -> jax.ShapeDtypeStruct:
-  shape = room.capacity, room.plan.block_width
-  return jax.ShapeDtypeStruct(shape, room.plan.table.wire_dtype)
+def _ahead(rooms: Sequence[Room], context: Context) -> list[int]:
+  """How many sections of each table go first: ids of arrays wait for these."""
+  first = context.ids_first
+  return [
+    2 if first and room.plan.table.look_ups is not None else 0 for room in rooms
+  ]
 
 
 def push_sections(out: Outgoing) -> Sections:
   """Returns what goes to every owner, `b = n`."""
   plan = out.room.plan
-  slots, rows, remaining = out.rows()
+  slots, rows, remaining = out.source.rows_from(out.start, *out.room)
   probe = jnp.broadcast_to(out.probe, remaining.shape)
-  counts = wire.encode_counts(remaining, probe)
+  counts = jnp.stack([remaining, probe], axis=1)
   index = wire.encode_index(slots, plan.layout.slots)
-  rows = wire.split_columns(rows, plan.column_groups)
-  return Sections(
-    jnp.repeat(counts, plan.column_groups, axis=0),
-    jnp.repeat(index, plan.column_groups, axis=0),
-    rows.astype(plan.table.wire_dtype),
-  )
+  if plan.column_groups > 1:
+    counts = jnp.repeat(counts, plan.column_groups, axis=0)
+    index = jnp.repeat(index, plan.column_groups, axis=0)
+    rows = wire.split_columns(rows, plan.column_groups)
+  return Sections(counts, index, rows.astype(plan.table.wire_dtype))
 
 
 def merged(received: Sections, room: Room, most: int) -> Held:
@@ -99,7 +134,7 @@ def merged(received: Sections, room: Room, most: int) -> Held:
   counts, index, rows = received
   plan, capacity = room
   table, num_slots = plan.table, plan.layout.slots
-  remaining, probe = wire.decode_counts(counts)
+  remaining, probe = counts.T
   slots = wire.decode_index(index, capacity, num_slots)
   # A source that did not fit is complete up to the last row that it sent.
   ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
@@ -136,25 +171,19 @@ def pull_sections(
     merged=own.union.merged,
     probe=own.probe,
   )
+  # A row group's owners, one for each block of columns, share its ids out.
+  length = _lengths(asked.room, pull=True).ids
+  index = jnp.zeros((1, 0), jnp.int32)
+  if length:
+    index = wire.encode_index(part.slots[None], plan.layout.slots)
+  if plan.column_groups > 1 and length:
+    g = plan.column_groups
+    index = jnp.pad(index, ((0, 0), (0, length * g - index.shape[1])))
+    index = lax.dynamic_slice_in_dim(index, (me % g) * length, length, axis=1)
   values = context.scaled(part.rows).astype(plan.table.dtype)
   return Sections(
-    wire.encode_counts(*[count[None] for count in tally]),
-    _index_share(part, asked.room, me),
-    values[None].astype(plan.table.wire_dtype),
+    jnp.stack(tally)[None], index, values[None].astype(plan.table.wire_dtype)
   )
-
-
-def _index_share(union: Union, room: Room, me: jax.Array) -> jax.Array:
-  """This owner's part of its row group's index, `[1, words]`."""
-  length = _pull_index_words(room)
-  if not length:
-    return jnp.zeros((1, 0), jnp.uint32)
-  index = wire.encode_index(union.slots[None], room.plan.layout.slots)
-  g = room.plan.column_groups
-  if g == 1:
-    return index
-  index = jnp.pad(index, ((0, 0), (0, length * g - index.shape[1])))
-  return lax.dynamic_slice_in_dim(index, (me % g) * length, length, axis=1)
 
 
 def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
@@ -170,13 +199,97 @@ def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
     index_size = wire.index_words(capacity, num_slots)
     index = index.reshape(m, -1)[:, :index_size]
     slots = wire.decode_index(index, capacity, num_slots)
-  values = wire.join_columns(rows, g, table.width).astype(table.dtype)
+  if g > 1:
+    rows = wire.join_columns(rows, g, table.width)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
   return Arrived(
     row=layout.row(group, slots).reshape(-1),
-    values=values.reshape(-1, table.width),
-    tally=Tally(*wire.decode_counts(counts[::g])),
+    values=rows.astype(table.dtype).reshape(-1, table.width),
+    tally=Tally(*counts[::g].T),
   )
+
+
+# What remote copies between TPUs bring in the place of a collective.
+#
+# One kernel takes all tables. First a header, which travels whole: what a
+# collective would carry but for the rows. Of rows each device sends those that
+# it has, and no padding.
+
+_ASKED = "exchange='remote_copies'", "exchange='collectives'"
+
+
+def _copied(
+  tables: Sequence[Sections], pull: bool, context: Context
+) -> list[Sections]:
+  """Brings what all devices send, rows zero past those that there are.
+
+  Raises:
+    NotImplementedError: The kernel cannot serve.
+  """
+  operation = operations.pull if pull else operations.push
+  there = [table.counts[:, _PULLED if pull else _PUSHED] for table in tables]
+  came: list[jax.Array] = []
+
+  def copy(joined):
+    # Words in rows of one: they share lines.
+    arrays = [joined[:, :, None], *[table.rows for table in tables]]
+    whole = jnp.full_like(there[0], joined.shape[1])
+    counts = jnp.stack([whole, *there], axis=1)
+    if pull:
+      arrays, counts = [x[0] for x in arrays], counts[0]
+    found, _ = operation.required(*_ASKED, arrays, counts, context.axes)
+    came.extend(found[1:])
+    return found[0][:, :, 0]
+
+  headers = wire.exchange([table[:2] for table in tables], copy)
+  return [
+    Sections(counts, ids, rows) for (counts, ids), rows in zip(headers, came)
+  ]
+
+
+def _copied_message(
+  header: int, rows: Sequence[jax.ShapeDtypeStruct], context: Context
+) -> Message:
+  """Declares a copy of a header and of `[C, D]` rows of each table.
+
+  Its words are those of full buffers, each sent to every device: no more can
+  travel.
+  """
+  # What only compiles for TPUs: importing it takes a moment.
+  from zenjax.kernels import _remote_tpu
+
+  first = jax.ShapeDtypeStruct((header, 1), jnp.uint32)
+  words = _remote_tpu.most_bytes([first, *rows]) // 4
+  return Message("remote_copy", context.axes, words * math.prod(context.sizes))
+
+
+# Local work waits for collectives whose results it does not need.
+#
+# Where several tables have an exchange each, XLA's scheduler for TPUs fills the
+# time of one push with the merge of another and leaves it nothing of the
+# backward pass, which could stand there as well. Once no merge can begin before
+# all pushes have arrived, backward work is all that is left to stand beside
+# them. `lax.optimization_barrier` is gone before that scheduler runs: what
+# waits depends on numbers that are never seen.
+
+
+def _waiting(sent: Sections, after: jax.Array) -> Sections:
+  """Returns a push whose ids are not known before `after` is, on TPUs."""
+  count = sent.counts[0, _PUSHED]
+  zero = lax.platform_dependent(
+    count, after, tpu=_unseen_zero, default=_plain_zero
+  )
+  counts, ids = sent.counts + zero, sent.ids + zero.astype(sent.ids.dtype)
+  return sent._replace(counts=counts, ids=ids)
+
+
+def _unseen_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
+  """Zero of a count, never negative, and of a mark, never positive."""
+  return jnp.maximum(count, marked) - count
+
+
+def _plain_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
+  return (count & 0) | (marked & 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,11 +318,16 @@ class Zen(Scheme):
   ) -> list[Sections]:
     with jax.named_scope("zen/push"):
       sections = [push_sections(out) for out in outgoing]
-      rooms = [out.room for out in outgoing]
-      return transport.exchange(transport.PUSH, sections, rooms, context)
+      if context.remote_copies:
+        return _copied(sections, False, context)
+      ahead = _ahead([out.room for out in outgoing], context)
+      axes = context.axes[-1:]
+      came = wire.exchange(sections, collectives.all_to_all, axes, ahead=ahead)
+      return [Sections(*table) for table in came]
 
   def mark(self, received: list[Sections]) -> jax.Array:
-    return transport.mark(received[-1].rows)  # Last, also where ids go first.
+    # Rows are last, also where ids go first.
+    return jnp.minimum(wire.first_word(received[-1].rows), 0)
 
   def merge(
     self,
@@ -221,10 +339,6 @@ class Zen(Scheme):
     with jax.named_scope("zen/merge"):
       if after is not None:
         received = [_waiting(table, after) for table in received]
-      received = [
-        transport.with_rows(table, _rows(room), context)
-        for table, room in zip(received, rooms)
-      ]
       most = [self.held_rows(room, context) for room in rooms]
       held = [
         merged(table, room, rows)
@@ -238,6 +352,7 @@ class Zen(Scheme):
   def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
     with jax.named_scope("zen/pull"):
       me = lax.axis_index(context.axes[-1])
+      rooms = [table.room for table in asked]
       parts = [
         section(table.held.union, table.offset, table.room.capacity)
         for table in asked
@@ -246,22 +361,22 @@ class Zen(Scheme):
         pull_sections(table, part, context, me)
         for table, part in zip(asked, parts)
       ]
-      rooms = [table.room for table in asked]
-      gathered = transport.exchange(transport.PULL, sections, rooms, context)
-      gathered = [
-        transport.with_rows(table, _rows(room), context)
-        for table, room in zip(gathered, rooms)
-      ]
+      if context.remote_copies:
+        gathered = _copied(sections, True, context)
+      else:
+        ahead, axes = _ahead(rooms, context), context.axes[-1:]
+        gathered = wire.exchange(
+          sections, collectives.all_gather, axes, ahead=ahead
+        )
       return [
-        arrived(table, part.slots, room)
+        arrived(Sections(*table), part.slots, room)
         for table, part, room in zip(gathered, parts, rooms)
       ]
 
   def push_messages(
     self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    lengths = [push_lengths(room) for room in rooms]
-    pushes = transport.messages(transport.PUSH, lengths, rooms, context)
+    pushes = _messages(rooms, context, pull=False)
     if len(context.axes) == 1:
       return pushes
     held = [Room(r.plan, self.held_rows(r, context)) for r in rooms]
@@ -270,8 +385,7 @@ class Zen(Scheme):
   def pull_messages(
     self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    lengths = [pull_lengths(room) for room in rooms]
-    return transport.messages(transport.PULL, lengths, rooms, context)
+    return _messages(rooms, context, pull=True)
 
   def expected_messages(
     self,
@@ -291,9 +405,3 @@ class Zen(Scheme):
       *slow,
       Message("all_gather", axes, pull * (block + pull_index) / 4),
     ]
-
-
-def _waiting(sent: Sections, after: jax.Array) -> Sections:
-  """Returns a push that is not read before `after` is known."""
-  count = wire.decode_counts(sent.counts)[transport.PUSH.there][0]
-  return Sections(*transport.wait(sent, count, after))

@@ -15,9 +15,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.wire import from_words
 from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
@@ -162,20 +162,20 @@ _SELECT_CHUNK = 1 << 13
 class Selection(NamedTuple):
   """The elements that one device selected, in ascending order."""
 
-  bitmap: bitmaps.Bitmap  # over the whole vector
+  bitmap: indexing.Bitmap  # over the whole vector
   forced: jax.Array  # [] int32, what is sent where nothing was selected
   sent: jax.Array  # [] int32, how many
 
   def indices(self, first: jax.Array, capacity: int, size: int) -> jax.Array:
     """`[capacity] int32` from number `first` on; `size` past the last."""
     number = first + jnp.arange(capacity, dtype=jnp.int32)
-    index = jnp.minimum(bitmaps.select(self.bitmap, number), size)
+    index = jnp.minimum(indexing.select(self.bitmap, number), size)
     forced = (number == 0) & (self.bitmap.total == 0) & (self.sent > 0)
     return jnp.where(forced, self.forced, index)
 
   def start_of(self, number: int) -> jax.Array:
     """Where element number `number > 0` is, `[] int32`; past all if nowhere."""
-    return bitmaps.select(self.bitmap, jnp.array([number], jnp.int32))[0]
+    return indexing.select(self.bitmap, jnp.array([number], jnp.int32))[0]
 
 
 def select(
@@ -198,7 +198,7 @@ def select(
       nothing is.
   """
   words = _words(acc, start, end, bar)
-  bitmap = bitmaps.index(words)
+  bitmap = indexing.index(words)
   if step is None:
     return Selection(bitmap, jnp.zeros_like(start), bitmap.total)
   forced = start + lax.rem(step, end - start)
@@ -224,14 +224,14 @@ def _words(
     # The last chunk overlaps the one before, and finds the same there.
     first = jnp.minimum(i * chunk, words - chunk)
     part = lax.dynamic_slice(acc, (first * 32,), (chunk * 32,))
-    found = bitmaps.pack(large(part, first * 32))
+    found = indexing.pack(large(part, first * 32))
     return lax.dynamic_update_slice(bits, found, (first,))
 
   if chunk:
     each = jnp.int32(chunk * 32)
     stop = lax.div(end - 1, each) + 1
     bits = lax.fori_loop(lax.div(start, each), stop, find, bits)
-  return jnp.concatenate([bits, bitmaps.pack(rest)])
+  return jnp.concatenate([bits, indexing.pack(rest)])
 
 
 def _large(

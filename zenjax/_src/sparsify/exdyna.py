@@ -26,7 +26,6 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierStats
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import marking
-from zenjax._src.sync import same_program
 from zenjax._src.sync.sync_options import Options
 
 # Sparsifiers whose devices select in partitions of their own, as a transform.
@@ -88,9 +87,7 @@ def _facts(settings: Settings, updates: Any) -> dict[str, str]:
     for field in dataclasses.fields(settings)
     if field.name not in ("name", "options", "division")
   }
-  return same_program.described(
-    settings.name, settings.options, updates, **asked
-  )
+  return marking.described(settings.name, settings.options, updates, **asked)
 
 
 def _with_residual(

@@ -15,11 +15,11 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import collectives
-from zenjax._src.core import leaf_util
+from zenjax._src.core import indexing
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.sparsify import checked_settings
 from zenjax._src.sparsify import flat_vector
 from zenjax._src.sparsify.selectors import Bar
@@ -94,7 +94,7 @@ def _count(large: jax.Array) -> jax.Array:
   By words of 32: XLA:CPU writes an integer an element for the plain sum.
   """
   even = large.shape[0] // 32 * 32
-  words = bitmaps.pack(large[:even])
+  words = indexing.pack(large[:even])
   ones = jnp.sum(lax.population_count(words).astype(jnp.int32))
   return ones + jnp.sum(large[even:], dtype=jnp.int32)
 

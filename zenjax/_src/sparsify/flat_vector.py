@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import collectives
-from zenjax._src.core import leaf_util
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 
 
 def check_leaves(tree: Any, argument: str) -> None:

@@ -12,7 +12,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.sparsify import checked_settings
 from zenjax._src.sparsify import feedback
 from zenjax._src.sparsify import selectors

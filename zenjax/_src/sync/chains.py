@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._src.core import jaxprs
-from zenjax._src.core import leaf_util
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
+from zenjax._src.rows.sparse_rows import is_rows
 
 
 class _Synced(NamedTuple):
@@ -458,8 +458,8 @@ class _Notes:
     self._found[key] = alive, note
 
   def get(self, x: Any) -> Note | None:
-    alive, note = self._found.get(id(x), (lambda: None, None))
-    return note if alive() is x else None
+    alive, note = self._found.get(id(x)) or (None, None)
+    return note if alive and alive() is x else None
 
   def drop(self, x: Any) -> None:
     self._found.pop(id(x), None)

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.schemes import dense_path
+from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
@@ -164,7 +165,20 @@ def _enter(
     if rows_only:  # Nothing is written over the leaf.
       source = source._replace(table=leaf)
     target = Whole(source.table)
-  return Transfer(plan, source, _nothing_yet(target, plan), remembered, probe)
+  zero = jnp.zeros((), jnp.int32)
+  none = jnp.zeros(plan.layout.groups, jnp.int32)
+  progress = Progress(
+    target=target,
+    start=none,
+    union=none,
+    sent=jnp.full_like(zero, plan.first.push),
+    left=zero,
+    to_come=zero,
+    pulled=zero,
+    pending=zero,
+    rounds=zero,
+  )
+  return Transfer(plan, source, progress, remembered, probe)
 
 
 def finish(
@@ -178,7 +192,7 @@ def finish(
 
   Args:
     exchange: As `begin` returned it.
-    after: Marks what that sum should wait for, see `schemes/transport.py`.
+    after: Marks what that sum should wait for, see `schemes/zen.py`.
     owner: What owners make of the sums of each push before they are pulled.
       Tables then never take the dense path, where nobody owns anything.
     owned: What it keeps on a device from push to push.
@@ -186,11 +200,19 @@ def finish(
   tables, scheme, context = exchange.tables, exchange.scheme, exchange.context
   rooms = [Room(t.plan, t.plan.first.push) for t in tables]
   held = scheme.merge(exchange.received, rooms, context, after)
-  loops = Rounds(tables, scheme, context.in_loops(), owner)
+  loops = Rounds(
+    [table.plan for table in tables],
+    [table.source for table in tables],
+    scheme,
+    # Ids of later rounds are no earlier than values.
+    dataclasses.replace(context, ids_first=False),
+    owner,
+  )
   surveys = jnp.zeros((), jnp.int32)
   if owner:
     with jax.named_scope("zenjax/survey"):
-      owner, surveys = loops.survey(held, owned)
+      targets = [table.progress.target for table in tables]
+      owner, surveys = loops.survey(targets, held, owned)
     loops = dataclasses.replace(loops, owner=owner)
     held, owned = owner(held, owned)
   asked = [
@@ -200,24 +222,29 @@ def finish(
   first = scheme.pull(asked, context)
   may_sum = exchange.exact and owner is None
   dense = [
-    _takes_dense_path(t, arrived, scheme, context) if may_sum else None
+    _takes_dense_path(t, arrived.tally, scheme, context) if may_sum else None
     for t, arrived in zip(tables, first)
   ]
-  progress = [
-    advance(
-      t.progress, _unless(skip, arrived, t.plan), t.plan.first.pull, t.plan
-    )
-    for t, arrived, skip in zip(tables, first, dense)
-  ]
+  progress = []
+  for table, arrived, skip in zip(tables, first, dense):
+    plan = table.plan
+    if skip is not None:  # No row is written where local ones are to be summed.
+      row = jnp.where(skip, plan.table.num_rows, arrived.row)
+      arrived = arrived._replace(row=row)
+    progress.append(advance(table.progress, arrived, plan.first.pull, plan))
   turns = Turns(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
   if exchange.exact:
     with jax.named_scope("zenjax/rounds"):
       progress, turns, owned = loops.run(progress, held, dense, owned)
-    with jax.named_scope("zenjax/dense"):
-      progress = [_sum_where(d, p, context) for d, p in zip(dense, progress)]
+  targets = [p.target for p in progress]
+  with jax.named_scope("zenjax/dense"):
+    for i, (target, skip) in enumerate(zip(targets, dense)):
+      if skip is not None and isinstance(target, Whole):
+        table = dense_sum.reduce_where(target.table, skip, context)
+        targets[i] = Whole(table)
   turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
-  as_equal = lambda x: compat.as_invariant(x, context.axes)
-  targets = [jax.tree.map(as_equal, p.target) for p in progress]
+  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
+  targets = [jax.tree.map(as_equal, target) for target in targets]
   shown = Shown(turns, scheme, context, exchange.exact)
   synced = [
     Synced(
@@ -229,35 +256,23 @@ def finish(
 
 
 def _takes_dense_path(
-  table: Transfer, first: Arrived, scheme: Scheme, context: Context
+  table: Transfer, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """True if a table is summed whole this time; None where it cannot be."""
-  if table.plan.table.look_ups is not None:
+  """True if a table is summed whole this time; None where it cannot be.
+
+  It is where more is left than is better sent as rows, by what the first pull
+  tells, and where it was so last time.
+  """
+  plan = table.plan
+  if plan.table.look_ups is not None:
     return None  # There is no array to sum.
-  dense = above_break_even(first.tally, table.plan, scheme, context)
+  pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
+  push = jnp.max(tally.fullest).astype(jnp.float32)
+  dense = unfinished(tally, plan)
+  dense &= _above(push, pull, plan, scheme, context, 1.0)
   if table.remembered is None:
     return dense
   return dense | compat.as_invariant(table.remembered, context.axes)
-
-
-def _unless(
-  skip: jax.Array | None, arrived: Arrived, plan: TablePlan
-) -> Arrived:
-  """No rows to write where the local ones are still to be summed."""
-  if skip is None:
-    return arrived
-  row = jnp.where(skip, plan.table.num_rows, arrived.row)
-  return arrived._replace(row=row)
-
-
-def _sum_where(
-  wanted: jax.Array | None, progress: "Progress", context: Context
-) -> "Progress":
-  """Sums the whole table where `wanted`."""
-  if wanted is None or not isinstance(progress.target, Whole):
-    return progress
-  table = dense_path.reduce_where(progress.target.table, wanted, context)
-  return progress._replace(target=Whole(table))
 
 
 # Where a table stands between pushes and pulls.
@@ -275,23 +290,6 @@ class Progress(NamedTuple):
   pulled: jax.Array  # [] int32, rows that were asked for of what is held
   pending: jax.Array  # [] int32, rows that the fullest owner has still to send
   rounds: jax.Array  # [] int32, pulls that carried rows
-
-
-def _nothing_yet(target: Target, plan: TablePlan) -> Progress:
-  """Returns where a table stands before the first push."""
-  zero = jnp.zeros((), jnp.int32)
-  none = jnp.zeros(plan.layout.groups, jnp.int32)
-  return Progress(
-    target=target,
-    start=none,
-    union=none,
-    sent=jnp.full_like(zero, plan.first.push),
-    left=zero,
-    to_come=zero,
-    pulled=zero,
-    pending=zero,
-    rounds=zero,
-  )
 
 
 def advance(
@@ -320,9 +318,8 @@ def rows_to_come(tally: Tally) -> jax.Array:
 
   It is expected to overlap as much as what was merged.
   """
-  pushed, merged, total = (
-    x.astype(jnp.float32) for x in (tally.pushed, tally.merged, tally.total)
-  )
+  counts = jnp.stack([tally.pushed, tally.merged, tally.total])
+  pushed, merged, total = counts.astype(jnp.float32)
   return jnp.max(total * (pushed - merged) / jnp.maximum(merged, 1))
 
 
@@ -379,16 +376,15 @@ def joined(
   slots = jnp.minimum(waits.slots, plan.layout.slots)
   waits = waits._replace(slots=slots)
   both = resized(new._replace(union=waits), room, plan).union
+  update = functools.partial(
+    lax.dynamic_update_slice_in_dim, start_index=waits.total, axis=0
+  )
   union = new.union._replace(
-    slots=_insert(both.slots, new.union.slots, waits.total),
-    rows=_insert(both.rows, new.union.rows, waits.total),
+    slots=update(both.slots, new.union.slots),
+    rows=update(both.rows, new.union.rows),
     total=waits.total + new.union.total,
   )
   return new._replace(union=union)
-
-
-def _insert(x: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
-  return lax.dynamic_update_slice_in_dim(x, part, at, axis=0)
 
 
 # What must be left for a large chunk, as a part of its capacity. What a large
@@ -449,20 +445,18 @@ class Rounds:
   """The loops of one group of tables.
 
   Attributes:
-    tables: As they were entered.
+    plans: How they travel.
+    sources: Their local rows.
     scheme: How rows travel.
     context: Axes and operation.
     owner: What owners do after each push, if anything.
   """
 
-  tables: Sequence[Transfer]
+  plans: Sequence[TablePlan]
+  sources: Sequence[Masked | Listed]
   scheme: Scheme
   context: Context
   owner: Owner | None = None
-
-  @property
-  def plans(self) -> list[TablePlan]:
-    return [table.plan for table in self.tables]
 
   def run(
     self,
@@ -483,11 +477,16 @@ class Rounds:
     pushes, pulls = _levels(self.plans, self.scheme, self.context)
     if not pulls:
       return list(progress), Turns(none, none), owned
-    kept = _kept(self.plans, pulls)
-    rooms = [
-      _room(plan, self.scheme, self.context) + more
-      for plan, more in zip(self.plans, kept)
-    ]
+    # Rows of each table that may wait for the next push, and room for them and
+    # all that any push brings.
+    kept = [p.chunks[LARGE].pull if LARGE in pulls else 0 for p in self.plans]
+    rooms = []
+    for plan, more in zip(self.plans, kept):
+      sizes = [plan.first.push, *[chunk.push for chunk in plan.chunks]]
+      most = [
+        self.scheme.held_rows(Room(plan, size), self.context) for size in sizes
+      ]
+      rooms.append(max(most) + more)
     rest = [
       finish_where(skip, p, own, plan)
       for skip, p, own, plan in zip(dense, progress, held, self.plans)
@@ -499,12 +498,19 @@ class Rounds:
       for (_, own), room, plan in zip(rest, rooms, self.plans)
     ]
     # A loop turns where its condition calls for it; the others wait.
+    bind = functools.partial
     loops = [
-      *(
-        (self._may_push(level, pulls), self._push(level, kept, rooms))
-        for level in pushes
-      ),
-      *((self._may_pull(level, pulls), self._pull(level)) for level in pulls),
+      (
+        bind(self._may_push, level=level, pulls=pulls),
+        bind(self._push, level=level, kept=kept, rooms=rooms),
+      )
+      for level in pushes
+    ] + [
+      (
+        bind(self._may_pull, level=level, pulls=pulls),
+        bind(self._pull, level=level),
+      )
+      for level in pulls
     ]
 
     def body(flow):
@@ -521,10 +527,13 @@ class Rounds:
       flow = lax.while_loop(self._unfinished, body, flow)
     return flow.progress, flow.turns, flow.owned
 
-  def survey(self, held: Sequence[Held], owned: Any) -> tuple[Owner, jax.Array]:
+  def survey(
+    self, targets: Sequence[Target], held: Sequence[Held], owned: Any
+  ) -> tuple[Owner, jax.Array]:
     """Lets owners agree on values of all rows before any sum is pulled.
 
     Args:
+      targets: As the tables were entered.
       held: By the first push.
       owned: What the owner keeps.
 
@@ -537,12 +546,13 @@ class Rounds:
     for level in range(owner.depth):
       add = functools.partial(owner.reduced, level, state=owned)
       parts = add(owner.nothing(level), held)
-      parts, more = self._visit(held, add, parts)
+      parts, more = self._visit(targets, held, add, parts)
       owner, pushes = owner.agreed(parts), pushes + more
     return owner, pushes
 
   def _visit(
     self,
+    targets: Sequence[Target],
     held: Sequence[Held],
     joined: Callable[[Any, list[Held]], Any],
     found: Any,
@@ -550,6 +560,7 @@ class Rounds:
     """Shows what did not fit the first push to its owners; nothing is pulled.
 
     Args:
+      targets: As the tables were entered.
       held: By the first push.
       joined: What owners make of a push and of `found`.
       found: Made of the first push.
@@ -571,7 +582,6 @@ class Rounds:
       starts, number, found = flow
       # As in `_push`: without this a turn that never comes would be run.
       starts, number = lax.optimization_barrier((starts, number))
-      targets = [table.progress.target for table in self.tables]
       outgoing = self._outgoing(targets, starts, LARGE, number * 0)
       held = self.scheme.push(outgoing, self.context)
       return self._limits(held), number + 1, joined(found, held)
@@ -584,12 +594,14 @@ class Rounds:
     """Rows of each table from `starts` on, for a push of this size."""
     return [
       Outgoing(
-        Room(table.plan, table.plan.chunks[level].push),
-        table.source.after(target),
-        jnp.minimum(start, table.plan.layout.slots),
+        Room(plan, plan.chunks[level].push),
+        source.after(target),
+        jnp.minimum(start, plan.layout.slots),
         probe,
       )
-      for table, target, start in zip(self.tables, targets, starts)
+      for plan, source, target, start in zip(
+        self.plans, self.sources, targets, starts
+      )
     ]
 
   def _limits(self, held: Sequence[Held]) -> list[jax.Array]:
@@ -617,104 +629,78 @@ class Rounds:
     return _any([p.pending > s for p, s in zip(flow.progress, sizes)])
 
   def _may_push(
-    self, level: int, pulls: Sequence[int]
-  ) -> Callable[[_Flow], jax.Array]:
+    self, flow: _Flow, level: int, pulls: Sequence[int]
+  ) -> jax.Array:
+    waits = (
+      self._much(flow)
+      if LARGE in pulls
+      else _any([p.pending > 0 for p in flow.progress])
+    )
+    may = self._unsent(flow) & ~flow.pushed & ~waits
+    if level == SMALL:
+      return may
     sizes = [int(p.chunks[LARGE].push * _LARGE_PUSH_FROM) for p in self.plans]
-
-    def condition(flow):
-      waits = (
-        self._much(flow)
-        if LARGE in pulls
-        else _any([p.pending > 0 for p in flow.progress])
-      )
-      may = self._unsent(flow) & ~flow.pushed & ~waits
-      if level == SMALL:
-        return may
-      return may & _any([p.left > s for p, s in zip(flow.progress, sizes)])
-
-    return condition
+    return may & _any([p.left > s for p, s in zip(flow.progress, sizes)])
 
   def _may_pull(
-    self, level: int, pulls: Sequence[int]
-  ) -> Callable[[_Flow], jax.Array]:
-    def condition(flow):
-      some = _any([p.pending > 0 for p in flow.progress])
-      if LARGE not in pulls:
-        return some
-      much = self._much(flow)
-      last = flow.pushed | ~self._unsent(flow)
-      return much if level == LARGE else some & ~much & last
-
-    return condition
+    self, flow: _Flow, level: int, pulls: Sequence[int]
+  ) -> jax.Array:
+    some = _any([p.pending > 0 for p in flow.progress])
+    if LARGE not in pulls:
+      return some
+    much = self._much(flow)
+    last = flow.pushed | ~self._unsent(flow)
+    return much if level == LARGE else some & ~much & last
 
   def _push(
-    self, level: int, kept: Sequence[int], rooms: Sequence[int]
-  ) -> Callable[[_Flow], _Flow]:
+    self, flow: _Flow, level: int, kept: Sequence[int], rooms: Sequence[int]
+  ) -> _Flow:
     """A turn: owners hold what waited, then what a push of this size brings."""
-
-    def turn(flow):
-      # A push changes nothing that it reads. Without this XLA would see code
-      # that is the same in every turn and run it before the first, always.
-      starts, _ = lax.optimization_barrier(
-        ([p.start for p in flow.progress], flow.turns.pushes)
-      )
-      targets = [p.target for p in flow.progress]
-      outgoing = self._outgoing(targets, starts, level, zero)
-      held = self.scheme.push(outgoing, self.context)
-      owned = flow.owned
-      if self.owner:
-        held, owned = self.owner(held, owned)
-      held = [
-        joined(old, p.pulled, new, more, room, out.room.plan)
-        for old, new, p, out, more, room in zip(
-          flow.held, held, flow.progress, outgoing, kept, rooms
-        )
-      ]
-      progress = [
-        p._replace(
-          sent=jnp.full_like(p.sent, out.room.capacity),
-          pulled=zero,
-          pending=jnp.maximum(p.pending + p.to_come, 1),
-        )
-        for p, out in zip(flow.progress, outgoing)
-      ]
-      pushes = flow.turns.pushes.at[level].add(1)
-      turns = flow.turns._replace(pushes=pushes)
-      return _Flow(turns, jnp.ones_like(flow.pushed), progress, held, owned)
-
+    # A push changes nothing that it reads. Without this XLA would see code
+    # that is the same in every turn and run it before the first, always.
+    starts, _ = lax.optimization_barrier(
+      ([p.start for p in flow.progress], flow.turns.pushes)
+    )
     zero = jnp.zeros((), jnp.int32)
-    return turn
+    targets = [p.target for p in flow.progress]
+    outgoing = self._outgoing(targets, starts, level, zero)
+    held = self.scheme.push(outgoing, self.context)
+    owned = flow.owned
+    if self.owner:
+      held, owned = self.owner(held, owned)
+    held = [
+      joined(old, p.pulled, new, more, room, out.room.plan)
+      for old, new, p, out, more, room in zip(
+        flow.held, held, flow.progress, outgoing, kept, rooms
+      )
+    ]
+    progress = [
+      p._replace(
+        sent=jnp.full_like(p.sent, out.room.capacity),
+        pulled=zero,
+        pending=jnp.maximum(p.pending + p.to_come, 1),
+      )
+      for p, out in zip(flow.progress, outgoing)
+    ]
+    pushes = flow.turns.pushes.at[level].add(1)
+    turns = flow.turns._replace(pushes=pushes)
+    return _Flow(turns, jnp.ones_like(flow.pushed), progress, held, owned)
 
-  def _pull(self, level: int) -> Callable[[_Flow], _Flow]:
+  def _pull(self, flow: _Flow, level: int) -> _Flow:
     """A turn: everyone writes what a pull of this size brings."""
-
-    def turn(flow):
-      asked = [
-        Asked(Room(plan, plan.chunks[level].pull), own, p.pulled)
-        for plan, own, p in zip(self.plans, flow.held, flow.progress)
-      ]
-      arrived = self.scheme.pull(asked, self.context)
-      progress = [
-        advance(p, came, table.room.capacity, table.room.plan)
-        for p, came, table in zip(flow.progress, arrived, asked)
-      ]
-      pulls = flow.turns.pulls.at[level].add(1)
-      turns = flow.turns._replace(pulls=pulls)
-      pushed = jnp.zeros_like(flow.pushed)
-      return _Flow(turns, pushed, progress, flow.held, flow.owned)
-
-    return turn
-
-
-def _kept(plans: Sequence[TablePlan], pulls: Sequence[int]) -> list[int]:
-  """Rows of each table that may wait for the next push."""
-  return [p.chunks[LARGE].pull if LARGE in pulls else 0 for p in plans]
-
-
-def _room(plan: TablePlan, scheme: Scheme, context: Context) -> int:
-  """Rows that any push brings an owner at most."""
-  sizes = [plan.first.push, *[chunk.push for chunk in plan.chunks]]
-  return max([scheme.held_rows(Room(plan, size), context) for size in sizes])
+    asked = [
+      Asked(Room(plan, plan.chunks[level].pull), own, p.pulled)
+      for plan, own, p in zip(self.plans, flow.held, flow.progress)
+    ]
+    arrived = self.scheme.pull(asked, self.context)
+    progress = [
+      advance(p, came, table.room.capacity, table.room.plan)
+      for p, came, table in zip(flow.progress, arrived, asked)
+    ]
+    pulls = flow.turns.pulls.at[level].add(1)
+    turns = flow.turns._replace(pulls=pulls)
+    pushed = jnp.zeros_like(flow.pushed)
+    return _Flow(turns, pushed, progress, flow.held, flow.owned)
 
 
 def _any(flags: Sequence[jax.Array]) -> jax.Array:
@@ -725,29 +711,32 @@ def _levels(
   plans: Sequence[TablePlan], scheme: Scheme, context: Context
 ) -> tuple[list[int], list[int]]:
   """Which sizes of push and pull these tables may need."""
-  complete = all([p.first.push >= p.most.push for p in plans])
-  pushes = [] if complete else _different([p.chunks for p in plans], "push")
+  # Both, or one where small tables make them the same.
+  pushes, pulls = [
+    [SMALL]
+    if all([large == small for large, small in sizes])
+    else [LARGE, SMALL]
+    for sizes in (
+      [(p.chunks[LARGE].push, p.chunks[SMALL].push) for p in plans],
+      [(p.chunks[LARGE].pull, p.chunks[SMALL].pull) for p in plans],
+    )
+  ]
+  if all([p.first.push >= p.most.push for p in plans]):
+    pushes = []
   if not any([scheme.pull_messages([Room(p, 1)], context) for p in plans]):
     # A pull without a message brings everything at once.
     return pushes, [SMALL] if pushes else []
   held = [scheme.held_rows(Room(p, p.first.push), context) for p in plans]
   if not pushes and all([n <= p.first.pull for n, p in zip(held, plans)]):
     return [], []
-  return pushes, _different([p.chunks for p in plans], "pull")
-
-
-def _different(chunks: Sequence[Sequence[NamedTuple]], field: str) -> list[int]:
-  """Both levels, or one where small tables make them the same."""
-  same = all(
-    [getattr(c[LARGE], field) == getattr(c[SMALL], field) for c in chunks]
-  )
-  return [SMALL] if same else [LARGE, SMALL]
+  return pushes, pulls
 
 
 def loop_messages(
   plans: Sequence[TablePlan], scheme: Scheme, context: Context
 ) -> list[list[Message]]:
   """Returns the collectives in each loop's body, as they are lowered."""
+  context = dataclasses.replace(context, ids_first=False)
   pushes, pulls = _levels(plans, scheme, context)
   push_rooms = [
     [Room(p, p.chunks[level].push) for p in plans] for level in pushes
@@ -784,19 +773,6 @@ class Outcome(NamedTuple):
   dense_next: jax.Array  # [] bool, what to remember
 
 
-def above_break_even(
-  tally: Tally, plan: TablePlan, scheme: Scheme, context: Context
-) -> jax.Array:
-  """True if a table with more to send is better summed dense: `[] bool`.
-
-  `tally` is that of the first pull.
-  """
-  pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
-  push = jnp.max(tally.fullest).astype(jnp.float32)
-  above = _above(push, pull, plan, scheme, context, 1.0)
-  return unfinished(tally, plan) & above
-
-
 def unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
   """Returns True if some device has rows that the first pull did not bring."""
   return jnp.any(tally.limit < plan.layout.slots)
@@ -811,7 +787,7 @@ def _above(
   factor: float,
 ) -> jax.Array:
   """Returns True if the sparse exchange is above `factor` times break-even."""
-  dense = dense_path.received_bytes(plan.table, context.devices)
+  dense = dense_sum.received_bytes(plan.table, context.devices)
   sparse = expected_bytes(scheme, plan, push, pull, context)
   return jnp.asarray(sparse > dense * scheme.break_even * factor)
 
@@ -855,9 +831,9 @@ def outcome_of(
   if dense is not None and isinstance(target, Whole):
     table = target.table
     # A dense exchange counts no rows: a sample of them stands for all.
-    scale = rows / dense_path.sample_count(rows)
+    scale = rows / dense_sum.sample_count(rows)
     none = compat.cast_like(jnp.zeros((), jnp.int32), table)
-    sampled = lax.cond(went_dense, dense_path.sample, lambda _: none, table)
+    sampled = lax.cond(went_dense, dense_sum.sample, lambda _: none, table)
     seen_union = sampled.astype(jnp.float32) * scale
     seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
     counted = pushed > 0
@@ -906,22 +882,19 @@ def _wire_bytes(
 
   By remote copies, which send none: of the rows that there are, a mean.
   """
-
-  def push(size: int) -> float:
-    messages = scheme.push_messages([Room(plan, size)], context)
-    return float(received_bytes(messages, context))
-
-  def pull(size: int) -> float:
-    messages = scheme.pull_messages([Room(plan, size)], context)
-    return float(received_bytes(messages, context))
-
-  pushes = jnp.array([push(c.push) for c in plan.chunks], jnp.float32)
-  pulls = jnp.array([pull(c.pull) for c in plan.chunks], jnp.float32)
-  first = push(plan.first.push) + pull(plan.first.pull)
-  turned = [t.astype(jnp.float32) for t in (turns.pushes, turns.pulls)]
-  sparse = first + jnp.sum(turned[0] * pushes + turned[1] * pulls)
+  sizes = [plan.first, *plan.chunks]
+  rooms = [(Room(plan, c.push), Room(plan, c.pull)) for c in sizes]
+  first, *chunks = [
+    (
+      float(received_bytes(scheme.push_messages([push], context), context)),
+      float(received_bytes(scheme.pull_messages([pull], context), context)),
+    )
+    for push, pull in rooms
+  ]
+  turned = jnp.stack(turns, axis=1).astype(jnp.float32)
+  sparse = sum(first) + jnp.sum(turned * np.array(chunks, np.float32))
   if context.remote_copies:
     rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
     sparse = jnp.minimum(sparse, rows)
-  dense = dense_path.received_bytes(plan.table, context.devices)
+  dense = dense_sum.received_bytes(plan.table, context.devices)
   return sparse + jnp.where(went_dense, dense, 0.0)

@@ -13,14 +13,13 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.sparse_rows import Facts
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import require_one
-from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.schemes import transport
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import Facts
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import require_one
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import DenseScheme
@@ -28,7 +27,6 @@ from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
-from zenjax._src.sync import choose
 from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
@@ -121,19 +119,13 @@ def _zero(x: Any) -> Any:
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _facts(tree: Any) -> list[Facts]:
-  """Returns what SparseRows know of themselves and trees forget."""
-  found = jax.tree.leaves(tree, is_leaf=is_rows)
-  return [x.facts for x in found if is_rows(x)]
-
-
 def _with_facts(tree: Any, facts: list[Facts]) -> Any:
+  """Gives SparseRows what they know of themselves and trees forget."""
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
   left = iter(facts)
-
-  def known(x):
-    return x.with_facts(next(left)) if is_rows(x) else x
-
-  return jax.tree.map(known, tree, is_leaf=is_rows)
+  return structure.unflatten(
+    [x.with_facts(next(left)) if is_rows(x) else x for x in leaves]
+  )
 
 
 # Leaves that travel as a whole: summed each by itself, or small ones in one.
@@ -153,7 +145,14 @@ def totals(
 ) -> dict[int, Any]:
   """The sum or mean of each leaf, by `psum`, under the leaf's own key."""
   out = {}
-  for at in _buffers(leaves, context):
+  # Leaves of one type, that vary over the same axes, share a buffer. Where XLA
+  # spreads programs over an axis itself, they lie there in ways of their own.
+  joins = buffers_in_turn() and context.devices > 1
+  joins = joins and not compat.automatic_axes()
+  keys: dict[Any, list[int]] = {}
+  for i, leaf in leaves.items():
+    keys.setdefault(joins and _kind(leaf) or i, []).append(i)
+  for at in keys.values():
     if len(at) == 1:
       out[at[0]] = total(leaves[at[0]], DENSE["dense"], options, context)
       continue
@@ -164,21 +163,6 @@ def totals(
     )
     out |= zip(at, joined)
   return out
-
-
-def _buffers(leaves: Mapping[int, Any], context: Context) -> list[list[int]]:
-  """Which leaves share one: of one type, that vary over the same axes.
-
-  Where XLA spreads programs over an axis itself, leaves lie there in ways of
-  their own.
-  """
-  joins = buffers_in_turn() and context.devices > 1
-  if not joins or compat.automatic_axes():
-    return [[i] for i in leaves]
-  keys: dict[Any, list[int]] = {}
-  for i, leaf in leaves.items():
-    keys.setdefault(_kind(leaf) or i, []).append(i)
-  return list(keys.values())
 
 
 def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
@@ -316,7 +300,7 @@ class Part(NamedTuple):
   scheme: str
   at: list[int]  # which of the sparse leaves
   leaves: list[tuple[str, jax.Array | SparseRows]]
-  choices: list[choose.Choice]
+  choices: list[leaf_tables.Choice]
 
 
 def split(
@@ -326,8 +310,15 @@ def split(
 ) -> list[Part]:
   """The sparse leaves by scheme and group: all in one unless one is chosen."""
   tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
-  leaf_tables.check_names(tables, options)
-  choices = choose.choose(tables, options, context)
+  if isinstance(options.capacities, dict):
+    known = [table.name for table in tables]
+    unknown = sorted(set(options.capacities) - set(known))
+    if unknown:
+      raise ValueError(
+        f"`capacities` must name leaves that travel sparse, got {unknown};"
+        f" they are {known}."
+      )
+  choices = leaf_tables.choose(tables, options, context)
   parts = []
   keys = [(choice.scheme, choice.group) for choice in choices]
   for key in dict.fromkeys(keys):
@@ -356,7 +347,7 @@ def _locals(
       remembered = old.dense
       if not options.exact:
         carried = carried_rows(old, unit)
-    table = as_table(leaf, unit)
+    table = leaf_util.as_table(leaf, unit)
     found.append(exchange.Local(plan, table, remembered, carried))
   return found
 
@@ -367,7 +358,7 @@ def _summed_whole(
   options: Options,
   context: Context,
 ) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
-  """Sums the leaves of a part that travels dense: see `_finished`."""
+  """Sums the leaves of a part that travels dense: see `_results`."""
   reduce = DENSE[part.scheme]
   out = [total(leaf, reduce, options, context) for _, leaf in part.leaves]
   new = {}
@@ -380,27 +371,26 @@ def _summed_whole(
   return out, new
 
 
-def _finished(
+def _results(
   part: Part,
   begun: exchange.Exchange,
+  result: exchange.Result,
   state: sync_state.ZenSyncState | None,
   options: Options,
-  after: jax.Array | None,
 ) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
-  """Finishes the exchange of a part.
+  """Reads the exchange of a part.
 
   Args:
     part: The leaves, local.
     begun: Their exchange.
+    result: The same, finished.
     state: Statistics before this step; None where there is no memory.
     options: Of the transformation.
-    after: Marks what is to arrive before any of it is summed.
 
   Returns:
     What comes out for each leaf, in order, and the new statistics of those
     leaves that have any, by name.
   """
-  result = exchange.finish(begun, after=after)
   out, new = [], {}
   for (name, leaf), choice, table, sent in zip(
     part.leaves, part.choices, result.tables, begun.tables
@@ -412,18 +402,13 @@ def _finished(
     if not options.exact:
       # Rows to come out leave the table unwritten: what waits is in both.
       rows = _table_of(
-        sent.progress.target if options.rows_out else table.target
+        sent.progress.target if options.output == "rows" else table.target
       )
       old = keep(rows, old, table.first, table.plan, options.unit_of(name))
     new[name] = sync_state.after_step(
       old, state.step, table.outcome, table.plan, begun.context, choice
     )
   return out, new
-
-
-def as_table(leaf: Any, unit: Unit) -> Any:
-  """Returns a leaf as `[R, D]`, and SparseRows as they are."""
-  return leaf if is_rows(leaf) else leaf_util.as_table(leaf, unit)
 
 
 def leave(
@@ -435,7 +420,7 @@ def leave(
   if isinstance(target, Appended):
     rows = target.rows(num_rows)
     return rows.to_dense() if options.output == "dense" else rows
-  if not options.rows_out:
+  if options.output != "rows":
     synced = target.table
     if not options.exact:
       synced = withhold(synced, first, plan)
@@ -481,20 +466,29 @@ def sync_tree(
   if state:
     arrays = {name for name, leaf in leaves if not is_rows(leaf)}
     memory = sync_state.read_by_a_step(state, arrays, options.exact)
-  known, made = _facts(tree), []
+  known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
     tree = _with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
-    chosen = _sparse_ones(tree, leaves, memory, options, context)
+    _check_residuals(leaves, memory, options, context)
+    # One device has nothing to exchange, unless rows wait in a residual.
+    chosen = [False] * len(leaves)
+    if context.devices > 1 or not options.exact or options.output == "rows":
+      chosen = leaf_util.select(
+        tree, options.sparse, options.unit, options.elements
+      )
+      if options.scheme not in DENSE:
+        check_state(leaves, chosen, memory)
     whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
     summed = totals(whole, options, context)
-    out = [summed.get(i) for i in range(len(leaves))]
+    out: list[Any] = [summed.get(i) for i in range(len(leaves))]
     at = [i for i, sparse in enumerate(chosen) if sparse]
     new = dict(memory.leaves) if memory else {}
     parts = split([leaves[i] for i in at], options, context)
     # Beside the backward pass all pushes leave before the first sum.
-    together, begun, after = options.overlaps and len(parts) > 1, {}, None
+    overlaps = options.plan.overlap if options.plan else options.tuning.overlap
+    together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
         begun[k] = exchange.begin(
@@ -502,11 +496,11 @@ def sync_tree(
           SPARSE[part.scheme],
           context,
           exact=options.exact,
-          rows_only=options.rows_out and not options.exact,
+          rows_only=options.output == "rows" and not options.exact,
         )
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:
-      after = transport.of_all(marks)
+      after = functools.reduce(jnp.maximum, marks)
     for k, part in enumerate(parts):
       if part.scheme in DENSE:
         synced, more = _summed_whole(part, memory, options, context)
@@ -516,39 +510,21 @@ def sync_tree(
           SPARSE[part.scheme],
           context,
           exact=options.exact,
-          rows_only=options.rows_out and not options.exact,
+          rows_only=options.output == "rows" and not options.exact,
         )
-        synced, more = _finished(part, sent, memory, options, after)
+        result = exchange.finish(sent, after=after)
+        synced, more = _results(part, sent, result, memory, options)
       new |= more
       for i, value in zip(part.at, synced):
         out[at[i]] = value
     structure = jax.tree.structure(tree, is_leaf=is_rows)
-    out = jax.tree.unflatten(structure, out)
-    made[:] = _facts(out)
-    return out, new
+    made[:] = [x.facts for x in out if is_rows(x)]
+    return jax.tree.unflatten(structure, out), new
 
   call = linear_as_psum(exchanged, made, options, context)
   synced, new_leaves = call(tree, memory)
   synced = _with_facts(synced, made)
   return synced, sync_state.with_rest(new_leaves, state) if state else {}
-
-
-def _sparse_ones(
-  tree: Any,
-  leaves: Sequence[tuple[str, Any]],
-  state: sync_state.ZenSyncState | None,
-  options: Options,
-  context: Context,
-) -> list[bool]:
-  """For each leaf, in order, whether it is exchanged; checks the state."""
-  _check_residuals(leaves, state, options, context)
-  # One device has nothing to exchange, unless rows wait in a residual.
-  if context.devices == 1 and options.exact and not options.rows_out:
-    return [False] * len(leaves)
-  chosen = chosen_leaves(tree, options)
-  if options.scheme not in DENSE:
-    check_state(leaves, chosen, state)
-  return chosen
 
 
 def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:
@@ -568,11 +544,6 @@ def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:
     )
   dtypes = {name: jnp.dtype(x.dtype) for name, x in selected.items()}
   return dataclasses.replace(options, selected=dtypes)
-
-
-def chosen_leaves(tree: Any, options: Options) -> list[bool]:
-  """For each leaf, in order, whether it travels sparse."""
-  return leaf_util.select(tree, options.sparse, options.unit, options.elements)
 
 
 def warn_of_whole(
@@ -660,37 +631,32 @@ def _way_to_bind(axis: str) -> str:
 
 
 def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
-  """`(name, leaf)` of each gradient; ValueError where one is not local."""
+  """`(name, leaf)` of each gradient; ValueError where autodiff has summed one.
+
+  Types tell only under check_vma; elsewhere gradients are local anyway.
+  """
   leaves = leaf_util.named_leaves(tree, is_rows)
   for name, leaf in leaves:
     if is_rows(leaf):
       require_one(f"leaf {name!r} of `updates`", leaf)
-    _check_local(name, leaf, context.axes)
-  return leaves
-
-
-def _check_local(name: str, leaf: Any, axes: Axes) -> None:
-  """Refuses a gradient that autodiff has summed already.
-
-  Types tell only under check_vma; elsewhere gradients are local anyway.
-  """
-  if leaf.dtype == jax.dtypes.float0:
-    raise TypeError(
-      f"`updates` must be gradients, and leaf {name!r} is float0, which"
-      " jax.grad(.., allow_int=True) gives for integers: there is nothing to"
-      " average; keep it out by `optax.partition`, and apply updates by"
-      " `zenjax.apply_updates`, which leaves such a parameter as it is."
-    )
-  varying = compat.varying_axes(leaf.values if is_rows(leaf) else leaf)
-  for axis in axes:
-    if axis not in varying and compat.records_varying(axis):
-      raise ValueError(
-        f"`updates` must be local gradients, and leaf {name!r} does not vary"
-        f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
-        " gradients of replicated parameters by itself. Differentiate with"
-        f" respect to `zenjax.as_varying(params, {_as_given(axes)})`, or pass"
-        " check_vma=False to shard_map."
+    if leaf.dtype == jax.dtypes.float0:
+      raise TypeError(
+        f"`updates` must be gradients, and leaf {name!r} is float0, which"
+        " jax.grad(.., allow_int=True) gives for integers: there is nothing to"
+        " average; keep it out by `optax.partition`, and apply updates by"
+        " `zenjax.apply_updates`, which leaves such a parameter as it is."
       )
+    varying = compat.varying_axes(leaf.values if is_rows(leaf) else leaf)
+    for axis in context.axes:
+      if axis not in varying and compat.records_varying(axis):
+        raise ValueError(
+          f"`updates` must be local gradients, and leaf {name!r} does not vary"
+          f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
+          " gradients of replicated parameters by itself. Differentiate with"
+          f" respect to `zenjax.as_varying(params, {_as_given(context.axes)})`,"
+          " or pass check_vma=False to shard_map."
+        )
+  return leaves
 
 
 def _as_given(axes: Axes) -> str:

@@ -1,21 +1,30 @@
 """Sparse leaves as tables, and the sizes with which they travel."""
 
 from collections.abc import Sequence
+import dataclasses
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import arguments
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import Capacity
-from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.core.wire import has_range_of
+from zenjax._src.machine import cost
+from zenjax._src.machine.cost import Prediction
+from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.link_models import Link
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.schemes import dense_path
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import expected_bytes
 from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.registry import DENSE
+from zenjax._src.sync.plans import Plan
+from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
 
 
@@ -31,7 +40,19 @@ def plans(
   `column_groups` is given where it was chosen already.
   """
   tables = [table_of(name, leaf, options) for name, leaf in group]
-  pinned = [_pinned(table, options) for table in tables]
+  pinned = []
+  for table in tables:
+    given = options.capacities
+    if isinstance(given, Capacity):  # Of all leaves; some have fewer rows.
+      given = Capacity(*[min(c, table.num_rows) for c in given])
+    elif isinstance(given, dict):
+      given = given.get(table.name)
+    if given is not None and given.pull > table.num_rows:
+      raise ValueError(
+        f"`capacities` must not exceed the {table.num_rows} rows of leaf"
+        f" {table.name!r}, got {tuple(given)}; see `zenjax.report`."
+      )
+    pinned.append(given)
   sizes = context.sizes
   groups = []
   for table, wanted in zip(tables, column_groups):
@@ -54,7 +75,7 @@ def plans(
     contiguous=scheme.contiguous,
     padded=not context.remote_copies,
   )
-  planned = tuple(scheme.fitted(plan) for plan in planned)
+  planned = tuple([scheme.fitted(plan) for plan in planned])
   # What does not fit would wait, and pins are for that; or it does not travel.
   if options.exact and not context.remote_copies:
     for plan, given in zip(planned, pinned):
@@ -79,7 +100,7 @@ def _warn_above_break_even(
   """
   if plan.table.look_ups is not None:
     return  # SparseRows take no dense path, and may be few of a small table.
-  dense = dense_path.received_bytes(plan.table, context.devices)
+  dense = dense_sum.received_bytes(plan.table, context.devices)
 
   def needed(size: Capacity) -> float:
     # The formulas serve traced numbers as well: these are none.
@@ -123,7 +144,7 @@ def table_of(
   if isinstance(leaf, SparseRows):
     _require_rows(name, options)
   unit = options.unit_of(name)
-  if unit == "element" and options.rows_out:
+  if unit == "element" and options.output == "rows":
     raise ValueError(
       "`output='rows'` returns rows of a leaf, and a sparsifier before zen_sync"
       f" selects elements of leaf {name!r}; leave `output` out, or give"
@@ -144,7 +165,7 @@ def table_of(
       f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
       f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
     )
-  if not arguments.has_range_of(wire, dtype) and not (
+  if not has_range_of(wire, dtype) and not (
     options.mean and options.selected.get(name) == wire
   ):
     info = jnp.finfo(wire)
@@ -181,27 +202,105 @@ def _require_rows(name: str, options: Options) -> None:
     )
 
 
-def _pinned(table: buffer_sizes.Table, options: Options) -> Capacity | None:
-  sizes = options.capacities
-  if isinstance(sizes, Capacity):  # Of all leaves; some have fewer rows.
-    return Capacity(*(min(c, table.num_rows) for c in sizes))
-  if isinstance(sizes, dict):
-    sizes = sizes.get(table.name)
-  if sizes is not None and sizes.pull > table.num_rows:
+# Which way every table takes: as asked, as planned, or as predicted here.
+#
+# `scheme="auto"` decides when it is traced.
+
+# Where the user says nothing: 100 Gbit/s, as machines in a data centre have.
+_LINK = Link(bandwidth=12.5e9, latency_s=10e-6)
+
+# Predictions err: what is less than this part of the dense exchange's time is
+# taken for a gain.
+_WORTH = 0.8
+# And what is within this of the fastest as fast. Each collective waits for the
+# last device, which no formula here knows: the fewest are the safest.
+_TIE = 1.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+  """How one table travels, and what else was considered.
+
+  Attributes:
+    scheme: Its name.
+    column_groups: Of zen; None as `partition` says.
+    group: Leaves of other numbers do not share its exchange.
+    predictions: Of `scheme="auto"`, the fastest first; empty elsewhere.
+  """
+
+  scheme: str
+  column_groups: int | None = None
+  group: int = 0
+  predictions: tuple[Prediction, ...] = ()
+
+
+def choose(
+  tables: Sequence[Table], options: Options, context: Context
+) -> list[Choice]:
+  """A choice for each of the sparse leaves.
+
+  Raises:
+    ValueError: `profile` names what is no sparse leaf.
+  """
+  if options.plan:
+    return _as_planned(tables, options.plan, context)
+  choices = [Choice(options.scheme)] * len(tables)
+  if options.scheme == "auto":
+    choices = _predicted(tables, options, context)
+  if not options.tuning.overlap:
+    return choices
+  return [dataclasses.replace(c, group=i) for i, c in enumerate(choices)]
+
+
+def _predicted(
+  tables: Sequence[Table], options: Options, context: Context
+) -> list[Choice]:
+  profiles = options.tuning.profile or {}
+  unknown = sorted(set(profiles) - {table.name for table in tables})
+  if unknown:
     raise ValueError(
-      f"`capacities` must not exceed the {table.num_rows} rows of leaf"
-      f" {table.name!r}, got {tuple(sizes)}; see `zenjax.report`."
+      f"`profile` must name leaves that travel sparse, got {unknown}; they are"
+      f" {[table.name for table in tables]}: give what `zenjax.planner.profile`"
+      " returned for a state of the same parameters."
     )
-  return sizes
+  return [
+    _choose_one(table, profiles.get(table.name), options, context)
+    for table in tables
+  ]
 
 
-def check_names(tables: Sequence[buffer_sizes.Table], options: Options) -> None:
-  """Raises `ValueError` where `capacities` names what is none of these."""
-  if isinstance(options.capacities, dict):
-    known = [table.name for table in tables]
-    unknown = sorted(set(options.capacities) - set(known))
-    if unknown:
-      raise ValueError(
-        f"`capacities` must name leaves that travel sparse, got {unknown};"
-        f" they are {known}."
-      )
+def _choose_one(
+  table: Table, profile: Profile | None, options: Options, context: Context
+) -> Choice:
+  profile = profile or cost.assumed(table, context.devices)
+  # The schemes' formulas serve traced numbers as well: these are none.
+  with jax.ensure_compile_time_eval():
+    found = cost.choices(table, profile, context, options.tuning.link or _LINK)
+  # Rows to come out, or to wait, need an exchange of rows.
+  listed = table.look_ups is not None
+  sparse = listed or options.output == "rows" or not options.exact
+  fastest = next(p for p in found if not (sparse and p.scheme in DENSE))
+  usual = buffer_sizes.choose_column_groups(table, context.sizes[-1], "auto")
+  best = min(
+    (
+      p
+      for p in found
+      if p.scheme not in DENSE and p.seconds <= _TIE * fastest.seconds
+    ),
+    key=lambda p: (p.collectives, p.column_groups != usual, p.seconds),
+    default=fastest,
+  )
+  dense = next(p for p in found if p.scheme in DENSE)
+  if not sparse and best.seconds > _WORTH * dense.seconds:
+    best = dense
+  return Choice(best.scheme, best.column_groups, predictions=tuple(found))
+
+
+def _as_planned(
+  tables: Sequence[Table], plan: Plan, context: Context
+) -> list[Choice]:
+  require_mesh(plan, tuple(zip(context.axes, context.sizes)))
+  leaves = [plan.by_name[table.name] for table in tables]
+  return [
+    Choice(leaf.scheme, leaf.column_groups, leaf.group) for leaf in leaves
+  ]

@@ -6,8 +6,12 @@ in a `jit` of the user's own, in the branch of `optax.MultiSteps`, in a scan.
 Contexts would not do, for JAX keeps what it traced once and would skip them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import hashlib
+import json
+import math
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +22,15 @@ from jax.interpreters import batching
 from jax.interpreters import mlir
 import jax.numpy as jnp
 
+from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
-from zenjax._src.core import sparse_rows
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.sync import same_program
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sparse_rows
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync import leaf_tables
 from zenjax._src.sync.sync_options import Options
+from zenjax._version import __version__
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +44,7 @@ class Exchange:
     plain: What comes out, made by plain collectives of what went in: `(leaves,
       like) -> leaves`, `like` being shapes of what came out. None where that
       is not known.
-    facts: What all processes must have alike, see `_same_program`: known when
+    facts: What all processes must have alike, see `described`: known when
       the exchange is traced.
   """
 
@@ -71,7 +78,7 @@ def _lowered(ctx, x, *, mark):
   del ctx
   # Once an exchange, and only where a program is really compiled.
   if mark.role == "local":
-    same_program.compare(mark.exchange.facts)
+    compare(mark.exchange.facts)
   return [x]
 
 
@@ -85,23 +92,22 @@ ad.primitive_jvps[_mark_p] = lambda primals, tangents, *, mark: (
 
 def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
   """Returns the same arrays and SparseRows with marks; None stays None."""
-  return [_marked(x, exchange, role, i) for i, x in enumerate(leaves)]
-
-
-def _marked(leaf: Any, exchange: Exchange, role: str, i: int) -> Any:
-  if leaf is None or leaf.dtype == jax.dtypes.float0:
-    return leaf
-  if not is_rows(leaf):
-    mark = Mark(exchange, role, i, None, "array")
-    return _mark_p.bind(jnp.asarray(leaf), mark=mark)
-  (ids, values), num_rows = leaf.tree_flatten()
-  bind = lambda x, field: _mark_p.bind(
-    x, mark=Mark(exchange, role, i, num_rows, field)
-  )
-  rows = SparseRows.tree_unflatten(
-    num_rows, (bind(ids, "ids"), bind(values, "values"))
-  )
-  return rows.with_facts(leaf.facts)
+  found = []
+  for i, leaf in enumerate(leaves):
+    if leaf is None or leaf.dtype == jax.dtypes.float0:
+      found.append(leaf)
+    elif is_rows(leaf):
+      arrays, num_rows = leaf.tree_flatten()
+      arrays = [
+        _mark_p.bind(x, mark=Mark(exchange, role, i, num_rows, field))
+        for x, field in zip(arrays, ("ids", "values"))
+      ]
+      rows = SparseRows.tree_unflatten(num_rows, arrays)
+      found.append(rows.with_facts(leaf.facts))
+    else:
+      mark = Mark(exchange, role, i, None, "array")
+      found.append(_mark_p.bind(jnp.asarray(leaf), mark=mark))
+  return found
 
 
 class Found(NamedTuple):
@@ -368,4 +374,143 @@ def has_marks(eqn: jex_core.JaxprEqn) -> bool:
     inner.primitive is _mark_p or has_marks(inner)
     for program in programs
     for inner in jaxprs.opened(program)[0].eqns
+  )
+
+
+# Processes tell each other what they compile, once, before they run it.
+#
+# Where they do not compile the same exchange they would wait for each other
+# until the distributed runtime gives up, minutes later, and say nothing of why;
+# or, where sizes happen to agree, add what does not belong together. Nothing of
+# this is in the program: the host compares it as the program is lowered,
+# through the key-value store of `jax.distributed`.
+
+# The first process waits for others so long, and others a little longer for
+# it. One that is later runs on and is compared when it comes.
+WAIT_S = 60.0
+
+# Exchanges that this process has lowered, as they were told, since it joined.
+_compared: dict[Any, set[str]] = {}
+
+
+def described(
+  by: str, options: Options, tree: Any, **more: Any
+) -> dict[str, str]:
+  """Tells in words what has to be equal on all processes.
+
+  Nothing where not all of them compile it, or there is one alone. What only
+  led to a choice, as times that were measured here, may differ: the choice not.
+  """
+  if jax.process_count() == 1:
+    return {}
+  mesh = jax.sharding.get_abstract_mesh()
+  if math.prod(mesh.axis_sizes) != jax.device_count():
+    return {}
+  facts: dict[str, Any] = {"transformation": by} | more
+  for field in dataclasses.fields(options):
+    if field.name not in _LED_TO_CHOICES:
+      facts[_NAMES.get(field.name, field.name)] = getattr(options, field.name)
+  leaves = leaf_util.named_leaves(tree, is_rows)
+  chosen = leaf_util.select(tree, options.sparse, options.unit)
+  tables = [named for named, sparse in zip(leaves, chosen) if sparse]
+  ways = iter(_ways(tables, options))
+  for (name, leaf), sparse in zip(leaves, chosen):
+    rows = f" of {leaf.capacity} look-ups" if is_rows(leaf) else ""
+    way = next(ways) if sparse else "dense"
+    facts[f"leaf {name!r}"] = f"{leaf.dtype}{list(leaf.shape)}{rows} by {way}"
+  facts["mesh"] = dict(zip(mesh.axis_names, mesh.axis_sizes))
+  facts["version"] = __version__
+  return {name: _short(value) for name, value in facts.items()}
+
+
+def _ways(leaves: Sequence[tuple[str, Any]], options: Options) -> list[str]:
+  sizes = [lax.axis_size(axis) for axis in options.axes]
+  tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in leaves]
+  choices = leaf_tables.choose(tables, options, options.context(sizes))
+  return [f"{c.scheme}/{c.column_groups or 'auto'}/{c.group}" for c in choices]
+
+
+_LED_TO_CHOICES = ("sparse", "scheme", "link", "profile", "plan")
+# As the user knows them, where a field of `Options` has another name.
+_NAMES = {
+  "axes": "axis_name",
+  "exact": "on_overflow='exact'",
+  "mean": "op='mean'",
+  "remote_copies": "exchange='remote_copies'",
+  "seed": "hash_seed",
+}
+
+
+def _short(value: Any) -> str:
+  """Puts a value in words: of a long one the beginning, and a hash."""
+  words = str(value)
+  if len(words) <= 200:
+    return words
+  digest = hashlib.blake2s(words.encode(), digest_size=6).hexdigest()
+  return f"{words[:60]}.. ({digest})"
+
+
+def compare(facts: Mapping[str, str]) -> None:
+  """Raises ValueError where another process lowers another exchange.
+
+  The first process asks all others and tells them what it found, so that all
+  of them raise. Whoever is late compares itself with the first.
+  """
+  store = compat.key_value_store()
+  if not facts or store is None:
+    return
+  mine = json.dumps(facts, sort_keys=True)
+  lowered = _compared.setdefault(store.client, set())
+  if mine in lowered:
+    return
+  room = f"zenjax/exchange/{len(lowered)}"
+  lowered.add(mine)
+  me, count = jax.process_index(), jax.process_count()
+  if me == 0:
+    said = _of_all(store, room, facts, count)
+    store.set(f"{room}/first", json.dumps([facts, said]))
+  else:
+    store.set(f"{room}/{me}", mine)
+    answer = store.get(f"{room}/first", 1.25 * WAIT_S)
+    if answer is None:
+      return
+    first, said = json.loads(answer)
+    said = said or _difference(first, facts, me)
+  if said:
+    raise ValueError(said)
+
+
+def _of_all(store: Any, room: str, facts: Mapping[str, str], count: int) -> str:
+  """Asks all others: tells of the first that differs."""
+  deadline = time.monotonic() + WAIT_S
+  for other in range(1, count):
+    left = max(0.0, deadline - time.monotonic())
+    answer = store.get(f"{room}/{other}", left)
+    if answer is not None:
+      said = _difference(facts, json.loads(answer), other)
+      if said:
+        return said
+  return ""
+
+
+def _difference(
+  first: Mapping[str, str], other: Mapping[str, str], process: int
+) -> str:
+  names = [
+    name
+    for name in dict.fromkeys([*first, *other])
+    if first.get(name) != other.get(name)
+  ]
+  if not names:
+    return ""
+  parts = [
+    f"{name} is {first.get(name, 'not there')} on process 0 and"
+    f" {other.get(name, 'not there')} on process {process}"
+    for name in names[:4]
+  ]
+  more = f" (and {len(names) - 4} more)" if len(names) > 4 else ""
+  return (
+    "Processes must run the same program, or they wait for each other for"
+    f" ever, but of the exchange that they compile {'; '.join(parts)}{more};"
+    " start all of them with the same arguments."
   )

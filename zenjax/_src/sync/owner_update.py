@@ -10,25 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.sparse_rows import is_rows
 from zenjax._src.rows import by_rows
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
-from zenjax._src.sync import choose
 from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import marking
 from zenjax._src.sync import owner_rows
-from zenjax._src.sync import same_program
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_options import Options
@@ -100,7 +98,7 @@ class Owners:
     empty = list(leaves)
     for i, plan in plans.items():
       slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
-      table = gradient_tree.as_table(leaves[i], self.options.unit)
+      table = leaf_util.as_table(leaves[i], self.options.unit)
       table = gradient_tree.as_varying(table, context.axes)
       leaves[i] = owner_rows.own_rows(table, slots, plan, context.axes[0])
       # A column more tells which dimensions are columns.
@@ -162,7 +160,7 @@ class Owners:
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     sync = sync._replace(step=sync.step + 1)
     out = marking.marked(out, exchange, "synced")
-    facts = same_program.described("owner_update", options, updates)
+    facts = marking.described("owner_update", options, updates)
     exchange.facts.update(facts)
     inner = self._wrapped(inner, structure, plans, context)
     new = OwnerState(sync, inner, state.owners)
@@ -174,7 +172,7 @@ class Owners:
       return None
     leaves = structure.flatten_up_to(params)
     return [
-      gradient_tree.as_table(x, self.options.unit) if i in plans else x
+      leaf_util.as_table(x, self.options.unit) if i in plans else x
       for i, x in enumerate(leaves)
     ]
 
@@ -184,7 +182,7 @@ class Owners:
     begun = exchange.begin(
       [
         exchange.Local(
-          plan, gradient_tree.as_table(leaves[i][1], self.options.unit)
+          plan, leaf_util.as_table(leaves[i][1], self.options.unit)
         )
         for i, plan in plans.items()
       ],
@@ -202,7 +200,7 @@ class Owners:
         table.outcome,
         table.plan,
         context,
-        choose.Choice("zen", table.plan.column_groups),
+        leaf_tables.Choice("zen", table.plan.column_groups),
       )
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 

@@ -223,16 +223,6 @@ class Options:
       remote_copies=self.tuning.exchange == "remote_copies",
     )
 
-  @property
-  def rows_out(self) -> bool:
-    """Returns True if arrays come back as SparseRows."""
-    return self.output == "rows"
-
-  @property
-  def overlaps(self) -> bool:
-    """Returns True if exchanges are to run beside the backward pass."""
-    return self.plan.overlap if self.plan else self.tuning.overlap
-
 
 def _tuning(value: Any) -> Tuning:
   if value is None:

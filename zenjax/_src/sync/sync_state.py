@@ -12,14 +12,14 @@ from jax import core
 import jax.numpy as jnp
 
 from zenjax._src.machine import cost
-from zenjax._src.schemes import dense_path
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync.choose import Choice
 from zenjax._src.sync.exchange import Outcome
+from zenjax._src.sync.leaf_tables import Choice
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64
@@ -124,14 +124,12 @@ def read_by_a_step(
     arrays: Names of leaves that are arrays: what is dense is remembered.
     exact: Whether no rows wait; else `last` tells whether some do.
   """
-
-  def read(name: str, leaf: LeafState) -> LeafState:
+  leaves = {}
+  for name, leaf in state.leaves.items():
     written = ["sizes", "predicted"]
     written += ["last"] * exact
     written += ["dense"] * (not exact or name not in arrays)
-    return leaf._replace(**dict.fromkeys(written))
-
-  leaves = {name: read(name, leaf) for name, leaf in state.leaves.items()}
+    leaves[name] = leaf._replace(**dict.fromkeys(written))
   return ZenSyncState(state.step, leaves)
 
 
@@ -139,12 +137,12 @@ def with_rest(
   leaves: dict[str, LeafState], state: ZenSyncState
 ) -> dict[str, LeafState]:
   """Leaves of which a step has left something None: that stays as it was."""
-
-  def filled(leaf: LeafState, old: LeafState) -> LeafState:
-    left = {k: x for k, x in old._asdict().items() if getattr(leaf, k) is None}
-    return leaf._replace(**left)
-
-  return {k: filled(leaf, state.leaves[k]) for k, leaf in leaves.items()}
+  filled = {}
+  for name, leaf in leaves.items():
+    old = state.leaves[name]._asdict()
+    left = {k: x for k, x in old.items() if getattr(leaf, k) is None}
+    filled[name] = leaf._replace(**left)
+  return filled
 
 
 def after_step(
@@ -170,7 +168,7 @@ def after_step(
   )
   seen = outcome._asdict()
   last = Last(
-    dense_bytes=dense_path.received_bytes(table, context.devices),
+    dense_bytes=dense_sum.received_bytes(table, context.devices),
     **{name: seen[name] for name in Last._fields if name in seen},
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
@@ -188,7 +186,7 @@ def after_dense_step(
   leaf: LeafState, table: Table, context: Context, choice: Choice
 ) -> LeafState:
   """The state of a leaf that was summed as it is, and not looked at."""
-  dense = dense_path.received_bytes(table, context.devices)
+  dense = dense_sum.received_bytes(table, context.devices)
   sizes = Sizes(
     num_rows=table.num_rows,
     width=table.width,

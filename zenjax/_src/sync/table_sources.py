@@ -5,25 +5,25 @@ the union of all devices' nonzero rows contains the local ones, so what is not
 written is zero already.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.core.sparse_rows import SparseRows
-from zenjax._src.schemes import dense_path
+from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.buffer_sizes import TablePlan
-from zenjax.kernels.mask_pack.reference import pack_rows
-from zenjax.kernels.mask_pack.reference import Packed
-from zenjax.kernels.mask_pack.reference import plus_zero_where
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import expand
 from zenjax.kernels.operations import mask_pack
+from zenjax.kernels.reference import pack_rows
+from zenjax.kernels.reference import Packed
+from zenjax.kernels.reference import plus_zero_where
 
 
 class Carried(NamedTuple):
@@ -37,13 +37,13 @@ class Masked(NamedTuple):
   """Nonzero rows of an array; see `base.Source`."""
 
   table: jax.Array  # [R, D]
-  bitmap: bitmaps.Bitmap  # of [m, W] words
+  bitmap: indexing.Bitmap  # of [m, W] words
   carried: jax.Array | None  # [R, D], to be added to the table
 
   def rows_from(
     self, start: jax.Array, plan: TablePlan, capacity: int
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    first = bitmaps.rank(self.bitmap, start[:, None])[:, 0]
+    first = indexing.rank(self.bitmap, start[:, None])[:, 0]
     layout = plan.layout
     slots, rows = compact(self.table, self.bitmap, layout, first, capacity)
     if self.carried is not None:
@@ -91,8 +91,8 @@ def enter_array(
   else:
     packed, probe = lax.cond(
       remembered,
-      lambda t: _no_rows(t, plan),
-      lambda t: _pack_unless_full(t, plan),
+      functools.partial(_unread, plan=plan, full=False),
+      functools.partial(_pack_unless_full, plan=plan),
       table,
     )
   words, late = packed.words, None
@@ -101,7 +101,7 @@ def enter_array(
     late = carried.rows
   # All who read or write take what comes back, or XLA would keep a copy.
   cleared = plus_zero_where(packed.negative, table)
-  return Masked(cleared, bitmaps.index(words), late), probe
+  return Masked(cleared, indexing.index(words), late), probe
 
 
 def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
@@ -129,30 +129,26 @@ def _pack_unless_full(
   of zeros that is sent after all adds nothing.
   """
   return lax.cond(
-    dense_path.looks_full(table),
-    lambda t: _all_rows(t, plan),
-    lambda t: _pack(t, plan),
+    dense_sum.looks_full(table),
+    functools.partial(_unread, plan=plan, full=True),
+    functools.partial(_pack, plan=plan),
     table,
   )
 
 
-def _all_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  words = pack_rows(jnp.ones(plan.table.num_rows, bool), plan.layout)
-  return _unread(table, words, jnp.zeros((), jnp.int32))
-
-
-def _no_rows(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  """Nothing to send, and a sampled count in place of that of all rows."""
-  shape = (plan.layout.groups, plan.layout.words)
-  return _unread(table, jnp.zeros(shape, jnp.uint32), dense_path.sample(table))
-
-
 def _unread(
-  table: jax.Array, words: jax.Array, probe: jax.Array
+  table: jax.Array, plan: TablePlan, full: bool
 ) -> tuple[Packed, jax.Array]:
-  packed = Packed(words=words, negative=jnp.zeros((), bool))
-  typed = [compat.cast_like(x, table) for x in (*packed, probe)]
-  return Packed(*typed[:-1]), typed[-1]
+  """All rows of a table, or none and a sampled count in place of theirs."""
+  if full:
+    words = pack_rows(jnp.ones(plan.table.num_rows, bool), plan.layout)
+    probe = jnp.zeros((), jnp.int32)
+  else:
+    words = jnp.zeros((plan.layout.groups, plan.layout.words), jnp.uint32)
+    probe = dense_sum.sample(table)
+  found = (words, jnp.zeros((), bool), probe)
+  words, negative, probe = [compat.cast_like(x, table) for x in found]
+  return Packed(words, negative), probe
 
 
 # SparseRows as they enter and leave an exchange.

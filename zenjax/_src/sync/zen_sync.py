@@ -10,20 +10,19 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._src.core import collectives
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SchemeName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
-from zenjax._src.core.sparse_rows import is_rows
-from zenjax._src.core.sparse_rows import SparseRows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import marking
-from zenjax._src.sync import same_program
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import Plan
@@ -220,15 +219,26 @@ def zen_sync(
   ) -> tuple[optax.Updates, sync_state.ZenSyncState]:
     del params, extra_args
     chains.require_linear("zen_sync", op)
-    exchange = _exchange(updates, options)
-    state = _with_residuals(state, exchange, "waited")
+    named = leaf_util.named_leaves(updates, is_rows)
+    plain = functools.partial(means, options=options)
+    exchange = marking.Exchange(
+      "zen_sync",
+      options,
+      tuple([name for name, _ in named]),
+      # Rows that wait are no part of a plain mean.
+      plain if options.exact else None,
+    )
+    if not options.exact:
+      state = _with_residuals(state, exchange, "waited")
     updates = _marked(updates, exchange, "local")
     synced, leaves = gradient_tree.sync_tree(updates, state, options)
-    facts = same_program.described("zen_sync", options, updates)
+    facts = marking.described("zen_sync", options, updates)
     exchange.facts.update(facts)
     synced = _marked(synced, exchange, "synced")
     state = state._replace(step=state.step + 1, leaves=leaves)
-    return synced, _with_residuals(state, exchange, "waits")
+    if not options.exact:
+      state = _with_residuals(state, exchange, "waits")
+    return synced, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -246,7 +256,9 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
   if options.scheme not in DENSE:
-    chosen = gradient_tree.chosen_leaves(params, options)
+    chosen = leaf_util.select(
+      params, options.sparse, options.unit, options.elements
+    )
     leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
     gradient_tree.warn_of_whole(named, chosen, options)
     for (name, leaf), sparse in zip(named, chosen):
@@ -260,18 +272,6 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
   return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
 
 
-def _exchange(updates: Any, options: Options) -> marking.Exchange:
-  names = tuple(name for name, _ in leaf_util.named_leaves(updates, is_rows))
-  plain = functools.partial(means, options=options)
-  return marking.Exchange(
-    "zen_sync",
-    options,
-    names,
-    # Rows that wait are no part of a plain mean.
-    plain if options.exact else None,
-  )
-
-
 def _marked(tree: Any, exchange: marking.Exchange, role: str) -> Any:
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
   marked = marking.marked(leaves, exchange, role)
@@ -282,8 +282,6 @@ def _marked(tree: Any, exchange: marking.Exchange, role: str) -> Any:
 
 def _with_residuals(state: Any, exchange: marking.Exchange, role: str) -> Any:
   """`state` with marks at what waits."""
-  if exchange.options.exact:
-    return state
   known = [state.leaves.get(name) for name in exchange.names]
   residuals = marking.marked(
     [leaf and leaf.residual for leaf in known], exchange, role

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.rows import leaf_util
 from zenjax._src.training import placement
 from zenjax._src.training import replicas
 from zenjax._src.training import returned

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from zenjax._src.core import arguments
-from zenjax._src.core import leaf_util
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
+from zenjax._src.rows import leaf_util
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains

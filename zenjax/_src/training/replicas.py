@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 
 from zenjax._src.core import jaxprs
-from zenjax._src.core import leaf_util
 from zenjax._src.core.collectives import Axes
+from zenjax._src.rows import leaf_util
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.top_k import SelectionState
 from zenjax._src.sync import sync_state

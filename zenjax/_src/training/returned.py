@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zenjax._src.core import collectives
-from zenjax._src.core import leaf_util
 from zenjax._src.core.collectives import Axes
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.training.replicas import Flow
 
 # Which rows of each table a device touched, as a step hands them out.

@@ -11,7 +11,7 @@ import optax
 
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
-from zenjax._src.core.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import is_rows
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
@@ -25,22 +25,20 @@ _MIN_BYTES = 1 << 16
 _SHOWN = 12
 
 
-def leaf_name(path: Any) -> str:
-  """The name of a leaf in reports and in `capacities=`: keys and dots."""
-  return jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
-
-
 def named_leaves(
   tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-  """`(name, leaf)` for each leaf; names are unique.
+  """`(name, leaf)` for each leaf; names are keys with dots, and unique.
 
   Where keys that hold dots make two names equal, as in `{"a.b": x, "a":
   {"b": y}}`, these leaves are named by their keys in full: `['a.b']` and
   `['a']['b']`.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
-  names = [leaf_name(path) for path, _ in flat]
+  names = [
+    jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
+    for path, _ in flat
+  ]
   often = collections.Counter(names)
   return [
     (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
@@ -76,11 +74,17 @@ def select(
     ValueError: `sparse` is no prefix of the tree, or holds other than bools.
     TypeError: A leaf chosen explicitly is not floating.
   """
-  tree = jax.tree.map(_shape_of, tree, is_leaf=is_rows)
+  found, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  # SparseRows as the arrays that they stand for.
+  tree = structure.unflatten(
+    [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_rows(x) else x for x in found]
+  )
   leaves = named_leaves(tree)
   if sparse is None:
-    unit_of = lambda name: "element" if name in elements else unit
-    return [is_table(leaf, unit_of(name)) for name, leaf in leaves]
+    return [
+      is_table(leaf, "element" if name in elements else unit)
+      for name, leaf in leaves
+    ]
   chosen = explicit(tree, sparse, "sparse")
   require_bools([name for name, _ in leaves], chosen, "sparse")
   for (name, leaf), wanted in zip(leaves, chosen):
@@ -92,13 +96,6 @@ def select(
       )
   # A leaf without elements has no row to send.
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
-
-
-def _shape_of(leaf: Any) -> Any:
-  """SparseRows as the array that they stand for."""
-  if is_rows(leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-  return leaf
 
 
 def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
@@ -175,8 +172,10 @@ def table_shape(leaf: Any, unit: Unit) -> tuple[int, int]:
   return leaf.size // width if width else 0, width
 
 
-def as_table(leaf: jax.Array, unit: Unit) -> jax.Array:
-  """`leaf` as `[R, D]`; the last block is padded with zeros."""
+def as_table(leaf: Any, unit: Unit) -> Any:
+  """`leaf` as `[R, D]`, the last block padded with zeros; SparseRows stay."""
+  if is_rows(leaf):
+    return leaf
   rows, width = table_shape(leaf, unit)
   if rows * width != leaf.size:
     flat = jnp.pad(leaf.reshape(-1), (0, rows * width - leaf.size))

@@ -1,10 +1,10 @@
-"""The dense path: the sum of a whole table, or nothing, in place.
+"""Sums of whole leaves: by `psum`, by a ring, or in place where it is better.
 
-A collective over the whole table under a conditional would hold a second copy
-of it. Loops that turn zero times where the table travels sparse hold one chunk
-of rows, or one share of the sum where devices share memory.
+`psum` is what JAX gives its users today and what every scheme is measured
+against. A ring moves `2 (n - 1) / n` times the table to every device.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +18,103 @@ from zenjax._src.core import indexing
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax.kernels.mask_pack.reference import row_mask
+from zenjax.kernels.reference import row_mask
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dense:
+  """One all-reduce of the leaf as it is."""
+
+  name: str = "dense"
+
+  def reduce(self, leaf: jax.Array, context: Context) -> jax.Array:
+    reduce = collectives.pmean if context.mean else collectives.psum
+    return reduce(leaf, context.axes)
+
+  def messages(self, table: Table, context: Context) -> list[Message]:
+    wide = collectives.accumulator(table.dtype).itemsize
+    words = table.num_rows * table.width * wide // 4
+    return [Message("all_reduce", context.axes, words)]
+
+  def loop_messages(
+    self, table: Table, context: Context
+  ) -> list[tuple[int, Message]]:
+    del table, context
+    return []
+
+
+# The ring all-reduce, step by step: a control for the dense exchange.
+#
+# Every device sends one of `n` chunks to the next device, `n - 1` times to sum
+# and `n - 1` times to spread the sums (Patarasuk and Yuan, 2009). It moves the
+# same bytes as a `psum` that is built as a ring, so what differs in time
+# between the two is the library underneath and not the algorithm.
+#
+#     bytes = 2 (n - 1) ceil(N / n) * size,    2 (n - 1) messages one by one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+  """A ring along each axis, the fastest first."""
+
+  name: str = "ring"
+
+  def reduce(self, leaf: jax.Array, context: Context) -> jax.Array:
+    total = leaf.astype(collectives.accumulator(leaf.dtype))
+    for axis, size in reversed([*zip(context.axes, context.sizes)]):
+      total = _around(total, axis, size)
+    total = context.scaled(total).astype(leaf.dtype)
+    return compat.as_invariant(total, context.axes)
+
+  def messages(self, table: Table, context: Context) -> list[Message]:
+    del table, context
+    return []
+
+  def loop_messages(
+    self, table: Table, context: Context
+  ) -> list[tuple[int, Message]]:
+    """A loop to sum and one to spread along every axis, with their turns."""
+    elements = table.num_rows * table.width
+    each = collectives.accumulator(table.dtype).itemsize // 4
+    loops = []
+    for axis, size in reversed([*zip(context.axes, context.sizes)]):
+      words = -(-elements // size) * each
+      hop = (size - 1, Message("collective_permute", (axis,), words))
+      loops += [hop, hop] if size > 1 else []
+    return loops
+
+
+def _around(x: jax.Array, axis: str, size: int) -> jax.Array:
+  """The sum of `x` over `axis`; every chunk is summed on one device."""
+  if size == 1:
+    return x
+  flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
+  chunks = flat.reshape(size, -1)
+  rank = lax.axis_index(axis)
+
+  def step(first, add):
+    def body(turn, chunks):
+      sent = (rank + first - turn) % size
+      chunk = lax.dynamic_index_in_dim(chunks, sent, keepdims=False)
+      chunk = collectives.shift(chunk, axis, 1)
+      at = (sent - 1) % size
+      if add:
+        chunk += lax.dynamic_index_in_dim(chunks, at, keepdims=False)
+      return lax.dynamic_update_index_in_dim(chunks, chunk, at, axis=0)
+
+    return body
+
+  # After the first loop a device holds the sum of the chunk after its own.
+  chunks = lax.fori_loop(0, size - 1, step(0, add=True), chunks)
+  chunks = lax.fori_loop(0, size - 1, step(1, add=False), chunks)
+  return chunks.reshape(-1)[: x.size].reshape(x.shape)
+
+
+# The dense path: the sum of a whole table, or nothing, in place.
+#
+# A collective over the whole table under a conditional would hold a second copy
+# of it. Loops that turn zero times where the table travels sparse hold one
+# chunk of rows, or one share of the sum where devices share memory.
 
 # Elements summed at a time. Links want enough for their rate and not their
 # latency to decide: 16 MiB in float32. CPU devices share memory: where that is
@@ -44,16 +140,17 @@ def reduce_where(
   """
   num_rows, width = table.shape
 
-  def chunks(platform):
-    rows = _chunk_rows(num_rows, width, platform)
-    return functools.partial(_reduce_chunks, rows=rows, context=context)
-
-  cpu = chunks("cpu")
+  cpu, default = [
+    functools.partial(
+      _reduce_chunks,
+      rows=_chunk_rows(num_rows, width, platform),
+      context=context,
+    )
+    for platform in ("cpu", "default")
+  ]
   if _in_shares(table.size, table.dtype, context, "cpu"):
     cpu = functools.partial(_reduce_shares, context=context)
-  return lax.platform_dependent(
-    table, wanted, cpu=cpu, default=chunks("default")
-  )
+  return lax.platform_dependent(table, wanted, cpu=cpu, default=default)
 
 
 def _in_shares(
@@ -121,7 +218,9 @@ def _reduce_chunks(
     # The last chunk overlaps the one before: its first rows are done already.
     start = jnp.minimum(trip * rows, num_rows - rows)
     chunk = lax.dynamic_slice_in_dim(table, start, rows)
-    total = _reduce(chunk, context)
+    wide = chunk.astype(collectives.accumulator(chunk.dtype))
+    total = context.scaled(collectives.psum(wide, context.axes))
+    total = total.astype(chunk.dtype)
     if num_rows % rows:
       total = jnp.where(start + offsets >= trip * rows, total, chunk)
     return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
@@ -137,12 +236,13 @@ def received_bytes(table: Table, devices: int) -> float:
 
 def sample_count(num_rows: int) -> int:
   """Rows that `sample` looks at."""
-  return -(-num_rows // _stride(num_rows))
+  return -(-num_rows // max(1, num_rows // _SAMPLES))
 
 
 def sample(table: jax.Array) -> jax.Array:
   """Nonzero rows among the sampled ones: `[] int32`."""
-  return _count(table[:: _stride(table.shape[0])])
+  rows = table[:: max(1, table.shape[0] // _SAMPLES)]
+  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
 
 
 def looks_full(table: jax.Array) -> jax.Array:
@@ -155,19 +255,5 @@ def looks_full(table: jax.Array) -> jax.Array:
   start = np.linspace(0, num_rows - run, _RUNS).astype(np.int32)
   row = (start[:, None] + np.arange(run, dtype=np.int32)).reshape(-1)
   rows = indexing.take(table, row)
-  return _count(rows) >= int(rows.shape[0] * _NEARLY_ALL)
-
-
-def _count(rows: jax.Array) -> jax.Array:
-  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
-
-
-def _stride(num_rows: int) -> int:
-  return max(1, num_rows // _SAMPLES)
-
-
-def _reduce(chunk: jax.Array, context: Context) -> jax.Array:
-  total = collectives.psum(
-    chunk.astype(collectives.accumulator(chunk.dtype)), context.axes
-  )
-  return context.scaled(total).astype(chunk.dtype)
+  count = jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
+  return count >= int(rows.shape[0] * _NEARLY_ALL)

@@ -11,12 +11,12 @@ from jax.extend import random as jex_random
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import bitmaps
 from zenjax._src.core import collectives
+from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
-from zenjax.kernels.mask_pack.reference import row_mask
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
+from zenjax.kernels.reference import row_mask
 
 # Row ids in an array that refuses arithmetic.
 #
@@ -305,7 +305,7 @@ class SparseRows(NoArray):
         0,
       )
     layout = Layout(num_rows=table.shape[0], groups=1)
-    bitmap = bitmaps.index(mask_pack(table, layout).words)
+    bitmap = indexing.index(mask_pack(table, layout).words)
     first = jnp.zeros(1, jnp.int32)
     slots, rows = compact(table, bitmap, layout, first, capacity)
     row = layout.row(jnp.zeros_like(slots), slots)
