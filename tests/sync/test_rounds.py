@@ -1,4 +1,4 @@
-"""Loops that carry the rest: nothing is lost between pushes and pulls.
+"""Loops that send the rest: nothing is lost between pushes and pulls.
 
 The tables have slots enough for chunks of both sizes, and densities from one
 that the first round holds to one where the table is summed dense.

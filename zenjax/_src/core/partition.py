@@ -1,4 +1,4 @@
-"""Which device sums a row: the rotation hash, a bijection without a table.
+"""Spreads rows over row groups: the rotation hash, a bijection without a table.
 
 Rows are cut into blocks of `m`, one row for each of `m` row groups, and every
 block is rotated by a pseudo-random amount. Row `r = q * m + j` belongs to
@@ -13,6 +13,10 @@ independent hash, unless ids were chosen by the lane shifts themselves, 32 of
 which then stay together; contiguous clusters balance perfectly.
 
 `lax.rem` stands where `%` would also handle negative numbers.
+
+Group `k` of `m` is owned by the devices of ranks `k * g` to `k * g + g - 1`
+along the fastest axis, one for each of `g` blocks of columns. `pack_rows` in
+`zenjax.kernels.reference` rotates whole bitmaps by the same rule.
 
 Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
 """
@@ -49,9 +53,8 @@ class Layout:
     groups: `m`, at least 1.
     seed: Draws another hash; it is mixed before use, since a plain XOR with a
       small number would only permute the blocks.
-    first_word: Index of this table's first word among all tables that are
-      exchanged together. With one id space for all, row 0 of every table does
-      not meet on one owner.
+    first_word: Words of the tables before this one in the same exchange. It
+      shifts the hash, so that row 0 of every table does not meet on one owner.
     contiguous: Ranges of rows instead of the hash.
   """
 

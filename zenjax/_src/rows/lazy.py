@@ -205,10 +205,11 @@ def lazy_rows(
   row's next gradient, and Adam corrects their bias by the number of all steps
   (LazyAdam). Weight decay acts on touched rows only: a `UserWarning` says so.
 
-  How `inner` treats rows is read off its program. Values of all gradients come
-  out as on arrays, in however many parts rows are updated: a global norm, a
-  mean, a maximum, a flag that all is finite (`optax.clip_by_global_norm`,
-  `clip_by_block_rms`, `apply_if_finite`, NovoGrad). An optimizer that needs
+  How `inner` treats rows is read off its program. Reductions over all
+  gradients come out as on arrays, in however many parts rows are updated: a
+  global norm, a mean, a maximum, a flag that all is finite
+  (`optax.clip_by_global_norm`, `clip_by_block_rms`, `apply_if_finite`,
+  NovoGrad). An optimizer that needs
   other rows in another way is refused, and the error names the line: what
   reads the state or the parameters of rows without a gradient (LAMB, Adafactor,
   a norm taken behind Adam), draws or numbers rows, or empties at some steps

@@ -2,7 +2,7 @@
 
 An optimizer is written for whole tables. Given some rows instead, a norm would
 be that of these rows, and a mean would be divided by their number. Here the
-update is traced for whole tables, checked by `_dependence`, and run on any
+update is traced for whole tables, checked by `dependence`, and run on any
 number of rows with the numbers of the whole: first the reductions over rows,
 over all parts that rows come in (chunks, rounds, owners), then all else with
 their results.

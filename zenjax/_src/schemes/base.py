@@ -1,8 +1,7 @@
 """Defines a scheme: a push, a pull, and the bytes that each declares.
 
 A scheme moves rows; it knows nothing of rounds, of the dense path, of
-statistics or of optax. Adding one is a file here and a row in the table of
-`zenjax._src.schemes.registry`.
+statistics or of optax. CONTRIBUTING.md says what to write to add one.
 """
 
 import abc
@@ -72,8 +71,8 @@ class Asked(NamedTuple):
 class Tally(NamedTuple):
   """Counts that every device knows after a pull, one for each row group."""
 
-  limit: jax.Array  # [m] int32, all slots below are done
-  end: jax.Array  # [m] int32, all slots below were pushed and summed
+  limit: jax.Array  # [m] int32, everyone has the sums of all slots below
+  end: jax.Array  # [m] int32, the owner has summed all slots below
   union: jax.Array  # [m] int32, rows that this pull brought
   total: jax.Array  # [m] int32, rows that the owner holds
   pending: jax.Array  # [m] int32, rows that it has still to send
@@ -153,14 +152,17 @@ class Scheme(abc.ABC):
     """Sends the first rows from `start` on, as many as fit, and sums them."""
 
   def send(self, outgoing: Sequence[Outgoing], context: Context) -> Any:
-    """The collectives of a push; `merge` does the rest.
+    """Sends a push; `merge` sums it.
 
-    By default the whole push: then nothing is left, and nothing can wait.
+    By default `push` does both, and `merge` returns what it is given.
     """
     return self.push(outgoing, context)
 
   def mark(self, received: Any) -> jax.Array | None:
-    """Tells when `send` is over: see `_after`; None where nothing is left."""
+    """Returns a number that is known when `send` is over, `[] int32`.
+
+    None where `send` has summed already and no `merge` could wait for it.
+    """
     return None
 
   def merge(

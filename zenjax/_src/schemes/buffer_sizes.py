@@ -50,7 +50,7 @@ class TablePlan:
     table: What travels.
     layout: Its row groups.
     column_groups: `g`.
-    most: More rows than these no push and no pull can have to bring.
+    most: Upper bounds: of rows from a device to a group, and from a group.
     first: Capacity of the first push and pull, which are unconditional.
     pinned: Whether the user gave it.
     chunks: Capacity of those in the loops: `LARGE` while much is left, then

@@ -12,7 +12,7 @@ splits columns, and between them lies the grid. A round is complete for the
 slots below a limit that every owner finds: the first slot that some source
 had no room for, or that the union had no room for. Rows beyond it wait.
 
-Zen proves this scheme optimal for overlapping sparse gradients ("ZEN:
+For gradients whose rows overlap, Zen proves it optimal ("ZEN:
 Empowering Distributed Training with Sparsity-driven Data Synchronization",
 Wang et al., OSDI 2025); the hash keeps its balance with a bijection instead
 of stored index sets, and columns are split for balance as nowhere there.
@@ -45,8 +45,8 @@ from zenjax.kernels import operations
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
 
-# What travels: sections of a buffer, counts, ids and rows of each table. The
-# first two derive from ids alone.
+# Each table has three sections in a buffer: counts, ids and rows. The first two
+# depend on ids alone.
 
 
 class Sections(NamedTuple):
@@ -61,7 +61,7 @@ class Sections(NamedTuple):
 
 
 class Lengths(NamedTuple):
-  """How much that is in one part."""
+  """Sizes of one part's sections."""
 
   counts: int
   ids: int  # words
@@ -70,7 +70,7 @@ class Lengths(NamedTuple):
 
 _PUSH_COUNTS = 2
 _PULL_COUNTS = len(Tally._fields)
-# Which of the counts is that of the rows; of more than fit, as many travel.
+# Index of the count of rows; of more than fit, as many as fit travel.
 _PUSHED = 0
 _PULLED = Tally._fields.index("union")
 
@@ -108,7 +108,11 @@ def _messages(
 
 
 def _ahead(rooms: Sequence[Room], context: Context) -> list[int]:
-  """How many sections of each table go first: ids of arrays wait for these."""
+  """How many sections of each table go in the early buffer.
+
+  With `ids_first` the counts and ids of SparseRows: those of arrays are known
+  no sooner than their rows.
+  """
   first = context.ids_first
   return [
     2 if first and room.plan.table.look_ups is not None else 0 for room in rooms
@@ -215,7 +219,7 @@ def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
 # collective would carry but for the rows. Of rows each device sends those that
 # it has, and no padding.
 
-_ASKED = "exchange='remote_copies'", "exchange='collectives'"
+_OPTION = "exchange='remote_copies'", "exchange='collectives'"
 
 
 def _copied(
@@ -237,7 +241,7 @@ def _copied(
     counts = jnp.stack([whole, *there], axis=1)
     if pull:
       arrays, counts = [x[0] for x in arrays], counts[0]
-    found, _ = operation.required(*_ASKED, arrays, counts, context.axes)
+    found, _ = operation.required(*_OPTION, arrays, counts, context.axes)
     came.extend(found[1:])
     return found[0][:, :, 0]
 
@@ -284,7 +288,7 @@ def _waiting(sent: Sections, after: jax.Array) -> Sections:
 
 
 def _unseen_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
-  """Zero of a count, never negative, and of a mark, never positive."""
+  """Zero, as `count >= 0 >= marked`, which XLA cannot see."""
   return jnp.maximum(count, marked) - count
 
 

@@ -10,8 +10,8 @@
 
 The first push and pull have static sizes and stand outside any branch, so
 that they may overlap with the backward pass. Loops come in two sizes: large
-chunks while much is left, small ones for what remains. What is less than a
-large pull waits for the next push and joins what that brings. Conditions of
+chunks while much is left, small ones for what remains. Sums that do not fill a
+large pull wait for the next push and join what that brings. Conditions of
 loops derive from counts that every pull brings back, equal on all devices, so
 no collective is spent on agreeing.
 """
@@ -91,7 +91,7 @@ class Result(NamedTuple):
 
   tables: list[Synced]
   owned: Any = ()  # what owners keep
-  owner: Any = None  # as it knows values of all rows
+  owner: Any = None  # `finish`'s, once it knows reductions over all rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ def finish(
   progress = []
   for table, arrived, skip in zip(tables, first, dense):
     plan = table.plan
-    if skip is not None:  # No row is written where local ones are to be summed.
+    if skip is not None:  # Tables on the dense path keep their local rows.
       row = jnp.where(skip, plan.table.num_rows, arrived.row)
       arrived = arrived._replace(row=row)
     progress.append(advance(table.progress, arrived, plan.first.pull, plan))
@@ -260,8 +260,9 @@ def _takes_dense_path(
 ) -> jax.Array | None:
   """True if a table is summed whole this time; None where it cannot be.
 
-  It is where more is left than is better sent as rows, by what the first pull
-  tells, and where it was so last time.
+  It is if the first pull did not end it and all of this step's rows, as that
+  pull counts and extrapolates them, cost more than break-even, or if the last
+  step said so.
   """
   plan = table.plan
   if plan.table.look_ups is not None:
@@ -283,10 +284,10 @@ class Progress(NamedTuple):
 
   target: Target  # synced below `start` but for what is pending
   start: jax.Array  # [m] int32, where the next push begins
-  union: jax.Array  # [m] int32, rows that came back so far
+  union: jax.Array  # [m] int32, how many rows came back so far
   sent: jax.Array  # [] int32, capacity of the last push
-  left: jax.Array  # [] int32, rows that did not fit it in the fullest pair
-  to_come: jax.Array  # [] int32, rows that these will add to a union, a guess
+  left: jax.Array  # [] int32, beyond `sent` in the fullest (source, group) pair
+  to_come: jax.Array  # [] int32, a guess of what `left` adds to a full union
   pulled: jax.Array  # [] int32, rows that were asked for of what is held
   pending: jax.Array  # [] int32, rows that the fullest owner has still to send
   rounds: jax.Array  # [] int32, pulls that carried rows
@@ -299,7 +300,7 @@ def advance(
   tally = arrived.tally
   with jax.named_scope("zenjax/expand"):
     target = progress.target.written(arrived, plan)
-  carried = (jnp.sum(tally.union) > 0).astype(jnp.int32)
+  brought = (jnp.sum(tally.union) > 0).astype(jnp.int32)
   return progress._replace(
     target=target,
     # A table that took the dense path, or had no more rows, stays done.
@@ -309,7 +310,7 @@ def advance(
     to_come=rows_to_come(tally).astype(jnp.int32),
     pulled=progress.pulled + capacity,
     pending=jnp.max(tally.pending),
-    rounds=progress.rounds + carried,
+    rounds=progress.rounds + brought,
   )
 
 
@@ -387,9 +388,10 @@ def joined(
   return new._replace(union=union)
 
 
-# What must be left for a large chunk, as a part of its capacity. What a large
-# pull wastes, small ones would not; a push is a small part of all bytes, and
-# small ones cost a turn each and another for the pull that follows.
+# The least part of a large chunk's capacity that must be left for it. Padding
+# of pulls is most of what is wasted: a large pull must be nearly full. Pushes
+# are few of all bytes, and a small one costs two turns, its own and that of the
+# pull which follows: half a large push is enough.
 _LARGE_PUSH_FROM = fractions.Fraction(1, 2)
 _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
@@ -554,15 +556,15 @@ class Rounds:
     self,
     targets: Sequence[Target],
     held: Sequence[Held],
-    joined: Callable[[Any, list[Held]], Any],
+    reduce: Callable[[Any, list[Held]], Any],
     found: Any,
   ) -> tuple[Any, jax.Array]:
-    """Shows what did not fit the first push to its owners; nothing is pulled.
+    """Pushes the remaining rows to owners, who reduce and then forget them.
 
     Args:
       targets: As the tables were entered.
       held: By the first push.
-      joined: What owners make of a push and of `found`.
+      reduce: Joins `found` with what a push brought.
       found: Made of the first push.
 
     Returns:
@@ -584,7 +586,7 @@ class Rounds:
       starts, number = lax.optimization_barrier((starts, number))
       outgoing = self._outgoing(targets, starts, LARGE, number * 0)
       held = self.scheme.push(outgoing, self.context)
-      return self._limits(held), number + 1, joined(found, held)
+      return self._limits(held), number + 1, reduce(found, held)
 
     flow = self._limits(held), number, found
     _, number, found = lax.while_loop(unsent, turn, flow)
@@ -880,7 +882,7 @@ def _wire_bytes(
 ) -> jax.Array:
   """Bytes a device received for this table, padding included.
 
-  By remote copies, which send none: of the rows that there are, a mean.
+  Remote copies send no padding: at most the bytes of the mean number of rows.
   """
   sizes = [plan.first, *plan.chunks]
   rooms = [(Room(plan, c.push), Room(plan, c.pull)) for c in sizes]

@@ -1,8 +1,8 @@
-"""Arrays of which most rows are zero, as they enter and leave an exchange.
+"""Arrays and SparseRows as they enter and leave an exchange.
 
-What is not zero is sent from the array itself, and sums are written over it:
-the union of all devices' nonzero rows contains the local ones, so what is not
-written is zero already.
+Of an array the rows that are not zero are sent from the array itself, and sums
+are written over it: the union of all devices' nonzero rows contains the local
+ones, so what is not written is zero already.
 """
 
 import functools
@@ -83,8 +83,9 @@ def enter_array(
     carried: What waited until now, if rows may wait.
 
   Returns:
-    The rows to send, of the table without negative zeros in those that nobody
-    sends, and a sampled count of those of a table known to be dense.
+    The rows to send, and a sampled count of rows of a table known to be dense,
+    zero for others. The table there has positive zeros in rows of zeros, so
+    that replicas agree bit for bit.
   """
   if remembered is None:
     packed, probe = _pack(table, plan)

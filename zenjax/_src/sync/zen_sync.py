@@ -155,7 +155,8 @@ def zen_sync(
       `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
       (SparCML), `"block_sparse"` (OmniReduce), `"dense"` (`psum`) and
       `"ring"` (the same bytes, step by step). `"auto"` predicts the time of
-      each for every leaf and takes the fastest; `zenjax.report` shows them.
+      `zen`, `all_gather`, `recursive_doubling` and `dense` for every leaf and
+      takes the fastest; `zenjax.report` shows them.
     op: `"mean"` or `"sum"`.
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
       buffers in further rounds. `"carry"` keeps them for the next step in a
