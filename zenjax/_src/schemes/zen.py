@@ -278,13 +278,21 @@ def _copied_message(
 
 
 def _waiting(sent: Sections, after: jax.Array) -> Sections:
-  """Returns a push whose ids are not known before `after` is, on TPUs."""
+  """Returns a push that is not read before `after` is known, on TPUs."""
   count = sent.counts[0, _PUSHED]
   zero = lax.platform_dependent(
     count, after, tpu=_unseen_zero, default=_plain_zero
   )
-  counts, ids = sent.counts + zero, sent.ids + zero.astype(sent.ids.dtype)
-  return sent._replace(counts=counts, ids=ids)
+  # As integers: a zero that is added to -0.0 makes it 0.0.
+  bits = lax.bitcast_convert_type(
+    sent.rows, f"uint{8 * sent.rows.dtype.itemsize}"
+  )
+  bits = bits + zero.astype(bits.dtype)
+  return Sections(
+    counts=sent.counts + zero,
+    ids=sent.ids + zero.astype(sent.ids.dtype),
+    rows=lax.bitcast_convert_type(bits, sent.rows.dtype),
+  )
 
 
 def _unseen_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
@@ -326,6 +334,8 @@ class Zen(Scheme):
         return _copied(sections, False, context)
       ahead = _ahead([out.room for out in outgoing], context)
       axes = context.axes[-1:]
+      # Rows stay words until `merge`: as an array they are laid out anew.
+      sections = [x._replace(rows=wire.to_words(x.rows)) for x in sections]
       came = wire.exchange(sections, collectives.all_to_all, axes, ahead=ahead)
       return [Sections(*table) for table in came]
 
@@ -343,6 +353,12 @@ class Zen(Scheme):
     with jax.named_scope("zen/merge"):
       if after is not None:
         received = [_waiting(table, after) for table in received]
+      if not context.remote_copies:
+        shapes = [_lengths(room, pull=False).rows for room in rooms]
+        received = [
+          x._replace(rows=wire.from_words(x.rows, like.shape, like.dtype))
+          for x, like in zip(received, shapes)
+        ]
       most = [self.held_rows(room, context) for room in rooms]
       held = [
         merged(table, room, rows)
