@@ -252,8 +252,10 @@ def received_bytes(
         part = 2 * (n - 1) / n
       case "collective_permute":
         part = 1
-      case _:
+      case "all_to_all" | "reduce_scatter" | "remote_copy":
         part = (n - 1) / n
+      case _:
+        raise ValueError(f"`message` must be of a known op, got {message}.")
     total = total + message.words * 4 * part
   return total
 

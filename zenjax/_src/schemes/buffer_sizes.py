@@ -129,12 +129,10 @@ def plan_table(
     contiguous=contiguous,
   )
   # Rows that one device may hold, and all together.
-  most = Capacity(layout.slots, layout.slots)
+  held = [table.num_rows] * 2
   if table.look_ups is not None:
-    most = Capacity(
-      *[min(m, k * table.look_ups) for m, k in zip(most, (1, devices))]
-    )
-  most = Capacity(*[min(table.num_rows, m) for m in most])
+    held = [table.look_ups, devices * table.look_ups]
+  most = Capacity(*[min(table.num_rows, layout.slots, x) for x in held])
   if pinned:
     first = Capacity(*[min(c, m) for c, m in zip(pinned, most)])
     pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
@@ -160,13 +158,8 @@ def plan_table(
       pull_of = min(union / groups, layout.slots)
     first, *chunks = [
       Capacity(
-        *[
-          max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
-          for size, rows, row_bytes in (
-            (push, math.ceil(push_of / push.part), block + 4),
-            (pull, math.ceil(pull_of / pull.part), block),
-          )
-        ]
+        _unpinned(push, push_of, block + 4),
+        _unpinned(pull, pull_of, block),
       )
       for push, pull in sizes
     ]
@@ -187,6 +180,11 @@ def plan_table(
     pinned=pinned is not None,
     chunks=(large, small),
   )
+
+
+def _unpinned(size: _Size, of: float, row_bytes: int) -> int:
+  rows = math.ceil(of / size.part)
+  return max(rows, min(size.least_bytes // row_bytes, rows * _MOST_LONGER))
 
 
 def choose_column_groups(

@@ -57,7 +57,8 @@ class Sections(NamedTuple):
 
   counts: jax.Array  # [b, k] int32
   ids: jax.Array  # [b, words], as `wire.encode_index` has them
-  rows: jax.Array  # [b, C, block] in the wire's dtype
+  # [b, C, block] in the wire's dtype; of a push, words until it is merged.
+  rows: jax.Array
 
 
 class Lengths(NamedTuple):

@@ -151,7 +151,7 @@ def totals(
   joins = joins and not compat.automatic_axes()
   keys: dict[Any, list[int]] = {}
   for i, leaf in leaves.items():
-    keys.setdefault(joins and _kind(leaf) or i, []).append(i)
+    keys.setdefault((_kind(leaf) if joins else None) or i, []).append(i)
   for at in keys.values():
     if len(at) == 1:
       out[at[0]] = total(leaves[at[0]], DENSE["dense"], options, context)
