@@ -1,5 +1,7 @@
 """Leaves whose keys hold dots: each has a name, and a memory, of its own."""
 
+from flax import nnx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,15 @@ def named(tree):
 def test_names_are_unique():
   assert named(TREE) == ["['a']['b']", "a.c", "['a.b']"]
   assert named({"a": {"b": TREE["a.b"]}}) == ["a.b"]
+  assert named({"value": TREE["a.b"]}) == ["value"]
+
+
+def test_a_box_has_the_name_of_its_array():
+  """So a state made of a model's variables fits its plain gradients."""
+  state = nnx.state(nnx.Embed(8, 2, rngs=nnx.Rngs(0)), nnx.Param)
+  boxed = nn.Partitioned(TREE["a.b"], names=(None, "model"))
+  assert named(state) == named(nnx.to_pure_dict(state)) == ["embedding"]
+  assert named({"a": boxed, "b": TREE["a"]["b"]}) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ INSIDE = "optax goes inside lazy_rows"
 CLIP = "zenjax.rows.clip_by_global_norm"
 NO_ARRAY = "run optax inside zenjax.lazy_rows"
 CURES = {
-  "optax.apply_updates": (lambda t, g: optax.apply_updates(t, g), UPDATES),
-  "table + rows": (lambda t, g: t + g, UPDATES),
+  "another table + rows": (lambda t, g: t[1:] + g, "rows of the same table"),
+  "number + rows": (lambda t, g: 1.0 + g, UPDATES),
   "rows + table": (lambda t, g: g + t, UPDATES),
   "table - rows": (lambda t, g: t - g, UPDATES),
   "array of NumPy": (lambda t, g: np.ones((5, 3)) - g, UPDATES),
@@ -151,6 +151,35 @@ ZEROS = {
   "optax": optax.tree.zeros_like,
   "ones_like": lambda rows: jax.tree.map(jnp.ones_like, rows),
 }
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("of_rows", [jnp.float32, jnp.bfloat16])
+def test_a_table_plus_rows_is_rounded_once(dtype, of_rows):
+  """Duplicates add up, padding is nothing; by optax's own update too."""
+  rng = np.random.default_rng(0)
+  ids = np.array([3, 1, 3, 5, -1, 1, 9])
+  values = jnp.asarray(rng.standard_normal((7, 4)), of_rows)
+  table = jnp.asarray(rng.standard_normal((5, 4)), dtype)
+  rows = SparseRows(ids, values, 5)
+  want = np.asarray(table, np.float64)
+  for at, row in zip(ids.tolist(), np.asarray(values, np.float64)):
+    if at < 5:
+      want[at] += row
+  # Sums of a table no wider than its rows are rounded as JAX adds.
+  ulps = 1 if jnp.promote_types(dtype, of_rows) == dtype else 0.5
+  ulps += 0.01  # of float32, in which wider sums are
+  bound = ulps * float(jnp.finfo(dtype).eps) * np.maximum(1, np.abs(want) * 2)
+  for total in (
+    table + rows,
+    np.asarray(table) + rows,
+    optax.apply_updates({"t": table}, {"t": rows})["t"],
+    jax.jit(lambda t, r: t + r)(table, rows),
+    zenjax.apply_updates(table, rows),
+  ):
+    assert total.dtype == dtype
+    assert np.all(np.abs(np.asarray(total, np.float64) - want) <= bound)
 
 
 @pytest.mark.usefixtures("as_optax_computes")

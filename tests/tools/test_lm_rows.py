@@ -78,8 +78,8 @@ def test_both_tables_are_only_looked_up():
   )
   rows = {use.name: use.look_ups for use in found.uses if use.rows}
   assert rows == {
-    "embed.embedding.value": batch.size,
-    "softmax.embedding.value": batch.size + batch.negatives.size,
+    "embed.embedding": batch.size,
+    "softmax.embedding": batch.size + batch.negatives.size,
   }, f"\n{found}"
 
 

@@ -13,6 +13,7 @@ from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
+from zenjax._src.rows.sparse_rows import added
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 
@@ -332,7 +333,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     if u is None or u.dtype == jax.dtypes.float0:
       return p
     if is_rows(u):
-      return p.at[u.indices].add(u.values.astype(p.dtype), mode="drop")
+      return added(p, u)
     return optax.apply_updates(p, u)
 
   return jax.tree.map(

@@ -30,13 +30,18 @@ def named_leaves(
 ) -> list[tuple[str, Any]]:
   """`(name, leaf)` for each leaf; names are keys with dots, and unique.
 
+  A box around an array, as a variable of nnx is, has the name of the array.
   Where keys that hold dots make two names equal, as in `{"a.b": x, "a":
   {"b": y}}`, these leaves are named by their keys in full: `['a.b']` and
   `['a']['b']`.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+  boxed = jax.tree_util.GetAttrKey("value")
   names = [
-    jax.tree_util.keystr(path, simple=True, separator=".") or "leaf"
+    jax.tree_util.keystr(
+      path[:-1] if path[-1:] == (boxed,) else path, simple=True, separator="."
+    )
+    or "leaf"
     for path, _ in flat
   ]
   often = collections.Counter(names)

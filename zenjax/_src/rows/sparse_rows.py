@@ -145,7 +145,7 @@ class NoArray(metaclass=_Named):
       " `rows.with_values(rows.values * factor)`."
     )
 
-  __radd__ = __sub__ = __rsub__ = _not_added
+  __sub__ = __rsub__ = _not_added
   __mul__ = __rmul__ = __truediv__ = __neg__ = _not_scaled
 
 
@@ -286,6 +286,26 @@ class SparseRows(NoArray):
     require_one("one that is added", self)
     return concatenated([self, other])
 
+  def __radd__(self, table: Any) -> jax.Array:
+    """`table + rows`, an array in the table's dtype.
+
+    So `optax.apply_updates`, Flax's `TrainState.apply_gradients` and
+    `nnx.Optimizer.update` take rows as they are.
+
+    Raises:
+      TypeError, ValueError: `table` is no array, or one of another shape.
+    """
+    if not isinstance(table, jax.Array | np.ndarray):
+      self._not_added(table)
+    require_one("one that is added", self)
+    if table.shape != self.shape:
+      raise ValueError(
+        "`array + SparseRows` must be of one shape, got an array of"
+        f" {table.shape} and rows of {self.shape}; look up rows of the same"
+        " table."
+      )
+    return added(jnp.asarray(table), self)
+
   @classmethod
   def in_place(cls, table: jax.Array) -> "SparseRows":
     """All rows of `table: [R, D]`, those of zeros as padding; no copy."""
@@ -364,6 +384,21 @@ def combined(rows: SparseRows) -> SparseRows:
   )
   total = total.astype(values.dtype)
   return SparseRows(unique, total, rows.num_rows).as_unique()
+
+
+def added(table: jax.Array, rows: SparseRows) -> jax.Array:
+  """Returns `table: [R, D]` plus `rows`, in its dtype, in place if donated.
+
+  Each element is rounded to that dtype once.
+  """
+  wide = jnp.promote_types(table.dtype, rows.dtype)
+  if wide == table.dtype:
+    values = rows.values.astype(wide)
+    return table.at[rows.indices].add(values, mode="drop")
+  rows = rows.with_values(rows.values.astype(wide)).combine()
+  old = table.at[rows.indices].get(mode="fill", fill_value=0).astype(wide)
+  new = (old + rows.values).astype(table.dtype)
+  return table.at[rows.indices].set(new, mode="drop")
 
 
 def concatenated(parts: Sequence[SparseRows]) -> SparseRows:

@@ -625,8 +625,9 @@ def _way_to_bind(axis: str) -> str:
   if known:
     return f"give a name that the mesh has, of {known}"
   return (
-    f"call update inside shard_map, pmap or vmap over {axis!r}, or wrap the"
-    " step in `zenjax.data_parallel`"
+    f"call update inside shard_map, pmap or vmap over {axis!r}, wrap the step"
+    " in `zenjax.data_parallel`, or give zen_sync of row gradients in plain jit"
+    " the `mesh=` that they lie on"
   )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import arguments
@@ -246,13 +247,26 @@ def _one_of(name: str, *known: str) -> Callable[[Any], Any]:
   return lambda value: arguments.one_of(name, value, list(known))
 
 
+def _operation(value: Any) -> str | None:
+  return value and arguments.one_of("op", value, ["mean", "sum"])
+
+
+def _mesh(value: Any) -> jax.sharding.Mesh | None:
+  if value is not None and not isinstance(value, jax.sharding.Mesh):
+    raise TypeError(
+      f"`mesh` must be a jax.sharding.Mesh, got {value!r}; give the mesh that"
+      " the step's arrays lie on."
+    )
+  return value
+
+
 # All but `axis_name`.
 ARGUMENTS = {
   "sparse": Argument(None),
   "scheme": Argument(
     "zen", _one_of("scheme", "auto", *sorted([*DENSE, *SPARSE]))
   ),
-  "op": Argument("mean", _one_of("op", "mean", "sum")),
+  "op": Argument(None, _operation),
   "on_overflow": Argument("exact", _one_of("on_overflow", "exact", "carry")),
   "output": Argument("same", _one_of("output", "same", "dense", "rows")),
   "unit": Argument("auto", arguments.check_unit),
@@ -260,6 +274,7 @@ ARGUMENTS = {
   "wire_dtype": Argument(None, lambda x: arguments.wire_dtype("wire_dtype", x)),
   "capacities": Argument(None, arguments.capacities_of),
   "plan": Argument(None),
+  "mesh": Argument(None, _mesh),
   "tuning": Argument(None, _tuning),
 }
 
@@ -300,7 +315,7 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     axes=axes,
     sparse=found["sparse"],
     scheme=scheme,
-    mean=found["op"] == "mean",
+    mean=found["op"] != "sum",
     exact=found["on_overflow"] == "exact",
     output=found["output"],
     unit=unit,

@@ -25,6 +25,7 @@ from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import marking
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
+from zenjax._src.sync import whole_batch
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -78,7 +79,7 @@ def zen_sync(
   *,
   sparse: SparseSpec = None,
   scheme: SchemeName = "zen",
-  op: str = "mean",
+  op: str | None = None,
   on_overflow: str = "exact",
   output: str = "same",
   unit: Unit = "auto",
@@ -86,6 +87,7 @@ def zen_sync(
   wire_dtype: Any = None,
   capacities: Capacities = None,
   plan: Plan | None = None,
+  mesh: jax.sharding.Mesh | None = None,
   tuning: Tuning | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Averages gradients over devices, sending only rows that are not zero.
@@ -94,16 +96,24 @@ def zen_sync(
   of this device's part of the batch, and returns *global* ones, equal on all
   devices: what `jax.lax.pmean` returns, to rounding, for every input. It is
   used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
-  chain. Leaves that do not travel sparse take `pmean`, with its dtypes (means
-  of integers are floating), small ones together in
-  one sum where CPUs of several processes would send them one after the other,
-  so the one line replaces the user's own.
+  chain, or with row gradients in plain `jit` (below). Leaves that do not travel
+  sparse take `pmean`, with its dtypes (means of integers are floating), small
+  ones together in one sum where CPUs of several processes would send them one
+  after the other, so the one line replaces the user's own.
 
   A gradient may be an array, of which rows of zeros stay where they are, or
   `SparseRows`, as `zenjax.value_and_grad` gives them of tables that are only
   looked up: then nothing on the way has the size of the table, and what comes
   out are the rows of all devices, each once, for `zenjax.lazy_rows`. They have
   room for the look-ups of all devices, or the whole table if that is less.
+
+  In plain `jit`, on automatic axes of a mesh, the loss is that of the whole
+  batch, and XLA has summed the gradients that are arrays: these pass as they
+  are, however they lie on the mesh. `SparseRows` are summed, never averaged,
+  each device's part of the batch in a `shard_map` of its own. No norm, mean or
+  random number means anything else there than without zen_sync. Rows of
+  several look-ups of one table are gathered for it, and columns that are split
+  over another axis, before they are exchanged.
 
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
@@ -157,7 +167,8 @@ def zen_sync(
       `"ring"` (the same bytes, step by step). `"auto"` predicts the time of
       `zen`, `all_gather`, `recursive_doubling` and `dense` for every leaf and
       takes the fastest; `zenjax.report` shows them.
-    op: `"mean"` or `"sum"`.
+    op: `"mean"` or `"sum"`. By default the mean, and in plain `jit` the sum,
+      the only one there.
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
       buffers in further rounds. `"carry"` keeps them for the next step in a
       per-device residual; make that state with `zenjax.init`.
@@ -186,6 +197,8 @@ def zen_sync(
     plan: What `zenjax.planner.plan` chose for every leaf, in the place of
       `sparse`, `scheme`, `partition`, `wire_dtype`, `capacities` and
       `tuning.overlap`.
+    mesh: Over which plain `jit` runs, where neither `jax.set_mesh` nor the
+      gradients' types tell. Of no use where the axis is mapped.
     tuning: How the exchange runs, for experts: see `zenjax.Tuning`.
 
   Returns:
@@ -199,15 +212,18 @@ def zen_sync(
       as `jax.grad(.., allow_int=True)` gives of integers.
     NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
       it was given; on other platforms than TPUs it says so when a step is
-      compiled.
-    NameError: In `update`, when no axis of that name is bound.
+      compiled. In plain `jit`: the axes are explicit, or a plan or a sparsifier
+      is there.
+    NameError: In `update`, when no axis of that name is bound and no mesh has
+      one.
 
   References:
     Wang et al., [ZEN: Empowering Distributed Training with Sparsity-driven
     Data Synchronization](https://www.usenix.org/conference/osdi25/presentation/wang-zhuang),
     OSDI 2025.
   """
-  options = sync_options.check(**locals())
+  given = locals()
+  options = sync_options.check(**given)
 
   def init_fn(params: optax.Params) -> Any:
     return _init(params, options)
@@ -219,7 +235,17 @@ def zen_sync(
     **extra_args: Any,
   ) -> tuple[optax.Updates, sync_state.ZenSyncState]:
     del params, extra_args
-    chains.require_linear("zen_sync", op)
+    chains.require_linear("zen_sync", "mean" if options.mean else "sum")
+    around = whole_batch.mesh_around(options.axes, updates, mesh)
+    if around is not None:
+      if op == "mean":
+        raise ValueError(
+          "`op` must be 'sum' outside of shard_map, got 'mean': the loss is"
+          " that of the whole batch, whose parts are added; leave `op` out."
+        )
+      of_a_part: dict[str, Any] = given | {"op": "sum"}
+      update = zen_sync(**of_a_part).update
+      return whole_batch.sync(update, updates, state, around, options)
     named = leaf_util.named_leaves(updates, is_rows)
     plain = functools.partial(means, options=options)
     exchange = marking.Exchange(
@@ -362,8 +388,8 @@ def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
       f" {kwargs['on_overflow']!r}: there is no state to carry rows in; use"
       " `zenjax.zen_sync`."
     )
-  if "op" in kwargs or "sparse" in kwargs:
-    raise TypeError("`op` and `sparse` are decided by the function itself.")
+  if decided := sorted({"op", "sparse", "mesh"} & set(kwargs)):
+    raise TypeError(f"{decided} are decided by the function itself.")
   options = sync_options.check(axis_name, sparse=True, op=op, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
   return synced

@@ -1,0 +1,278 @@
+"""zen_sync in plain `jit`: row gradients of a batch that XLA spreads."""
+
+import re
+
+from flax import nnx
+import flax.linen as nn
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+
+pytestmark = pytest.mark.each_jax
+
+ROWS, WIDTH = 3000, 16
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+  """The first devices, as axes of one kind."""
+  sizes = tuple(axes.values())
+  devices = jax.devices()[: int(np.prod(sizes))]
+  kinds = (kind,) * len(sizes)
+  return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=devices)
+
+
+def batches(size, steps=3):
+  rng = np.random.default_rng(size)
+  for _ in range(steps):
+    ids = rng.integers(0, ROWS, (size, 3), np.int32)
+    yield ids, rng.standard_normal((size, 4), np.float32)
+
+
+def loss_fn(params, ids, targets):
+  """Two look-ups of a table, and a dense layer."""
+  looked_up = params["table"][ids[:, :2]].mean(1) + params["table"][ids[:, 2]]
+  return jnp.mean((looked_up @ params["dense"] - targets) ** 2)
+
+
+def drawn():
+  rng = np.random.default_rng(0)
+  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
+  return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
+
+
+def train(tx, value_and_grad, params, batch_sharding, size=40):
+  """Returns losses, parameters, the state, and the compiled step."""
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, ids, targets):
+    loss, grads = value_and_grad(loss_fn)(params, ids, targets)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  losses, batch = [], None
+  for batch in batches(size):
+    if batch_sharding is not None:
+      batch = jax.device_put(batch, batch_sharding)
+    params, state, loss = step(params, state, *batch)
+    losses.append(float(loss))
+  compiled = step.lower(params, state, *batch).compile()
+  return losses, params, state, compiled.as_text()
+
+
+GRID = mesh_of(data=4, model=2)
+LINE = mesh_of(data=8)
+# Mesh, axes of the exchange, shardings of table, dense layer and batch.
+MESHES = {
+  "one axis": (LINE, "data", P(), P(), P("data")),
+  "FSDP, columns": (GRID, "data", P(None, "model"), P("data"), P("data")),
+  "two axes": (GRID, ("data", "model"), P(), P(), P(("data", "model"))),
+  "batch everywhere": (LINE, "data", P(), P(), P()),
+  "one device": (mesh_of(data=1), "data", P(), P(), P("data")),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_equals_the_plain_program(name):
+  mesh, axes, table, dense, batch = MESHES[name]
+  # Eight devices do not divide 37 times two look-ups and one.
+  size = 37 if name == "batch everywhere" else 40
+  shardings = {"table": table, "dense": dense}
+  params = {
+    key: jax.device_put(x, NamedSharding(mesh, shardings[key]))
+    for key, x in drawn().items()
+  }
+  spread = NamedSharding(mesh, batch)
+  tx = optax.adagrad(0.1)
+  losses, want, _, _ = train(tx, jax.value_and_grad, params, spread, size)
+  tx = optax.chain(zenjax.zen_sync(axes), zenjax.lazy_rows(tx))
+  found, got, state, program = train(
+    tx, zenjax.value_and_grad, params, spread, size
+  )
+  np.testing.assert_allclose(found, losses, rtol=1e-6)
+  for key in params:
+    np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-6)
+    assert got[key].sharding.is_equivalent_to(want[key].sharding, 2), key
+  # Nothing as large as the table, or as its columns on a device, is summed.
+  sums = re.findall(r"f32\[(\d+),\d+\][^=]* all-reduce", program)
+  assert str(ROWS) not in sums
+  assert (" all-to-all(" in program) == (name != "one device")
+  if name != "one device":
+    devices = 4 if name == "FSDP, columns" else 8
+    assert zenjax.stats(state)["table"]["devices"] == devices
+
+
+def test_the_mesh_may_be_given_or_around():
+  """Arrays that lie on no mesh tell none."""
+  params, losses = drawn(), []
+  for given, around in ((LINE, None), (None, LINE)):
+    tx = zenjax.zen_sync("data", mesh=given)
+    tx = optax.chain(tx, zenjax.lazy_rows(optax.sgd(0.1)))
+    if around is None:
+      losses += train(tx, zenjax.value_and_grad, params, None)[0]
+      continue
+    with jax.set_mesh(around):
+      losses += train(tx, zenjax.value_and_grad, params, None)[0]
+  want = train(optax.sgd(0.1), jax.value_and_grad, params, None)[0]
+  np.testing.assert_allclose(losses, want * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("output", ["same", "dense"])
+def test_sums_of_integers_are_exact(output):
+  """Duplicates add up, negative ids count from the end, others are dropped."""
+  rng = np.random.default_rng(1)
+  ids = rng.integers(-ROWS // 8, ROWS // 8, 101).astype(np.int32)
+  values = rng.integers(-9, 9, (101, WIDTH)).astype(np.float32)
+  want = np.zeros((ROWS, WIDTH))
+  np.add.at(want, ids[:-1], values[:-1].astype(np.float64))
+  ids[-1] = ROWS
+  tx = zenjax.zen_sync("data", output=output, mesh=LINE)
+
+  @jax.jit
+  def update(ids, values):
+    grads = {"t": zenjax.SparseRows(ids, values, ROWS), "none": None}
+    updates, state = tx.update(grads, tx.init(grads))
+    if output == "same":
+      # Each row once, and known to be: a second sort would find nothing.
+      assert updates["t"].combine() is updates["t"]
+      return updates["t"].to_dense(), state
+    return updates["t"], state
+
+  np.testing.assert_array_equal(update(ids, values)[0], want)
+
+
+def test_a_flax_train_state_changes_two_lines():
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+      x = nn.Embed(ROWS, WIDTH)(ids).mean(1)
+      return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+
+  model = Model()
+
+  def losses(tx, value_and_grad):
+    params = model.init(jax.random.key(0), np.zeros((1, 3), np.int32))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = jax.device_put(state, NamedSharding(LINE, P()))
+
+    @jax.jit
+    def step(state, ids, targets):
+      def loss_fn(params):
+        return jnp.mean((state.apply_fn(params, ids) - targets) ** 2)
+
+      loss, grads = value_and_grad(loss_fn)(state.params)
+      return state.apply_gradients(grads=grads), loss
+
+    found = []
+    for batch in batches(40):
+      batch = jax.device_put(batch, NamedSharding(LINE, P("data")))
+      state, loss = step(state, *batch)
+      found.append(float(loss))
+    return found
+
+  want = losses(optax.adagrad(0.1), jax.value_and_grad)
+  tx = optax.chain(
+    zenjax.zen_sync("data"), zenjax.lazy_rows(optax.adagrad(0.1))
+  )
+  got = losses(tx, zenjax.value_and_grad)
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+class Net(nnx.Module):
+  """A table, dropout and a layer."""
+
+  def __init__(self, rngs):
+    self.table = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.dense = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+  def loss(self, ids, targets):
+    x = self.dropout(self.table(ids).mean(1))
+    return jnp.mean((self.dense(x) - targets) ** 2)
+
+
+def test_an_nnx_optimizer_takes_rows():
+  def losses(tx, gradients):
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids, targets):
+      loss, grads = gradients(model, ids, targets)
+      optimizer.update(model, grads)
+      return loss
+
+    with jax.set_mesh(LINE):
+      spread = NamedSharding(LINE, P("data"))
+      return [
+        float(step(model, optimizer, *jax.device_put(batch, spread)))
+        for batch in batches(40)
+      ]
+
+  def rows(model, ids, targets):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_fn(params):
+      model = nnx.merge(graph, params, rest, copy=True)
+      return model.loss(ids, targets), nnx.split(model, nnx.Param, ...)[2]
+
+    (loss, after), grads = zenjax.value_and_grad(loss_fn, has_aux=True)(params)
+    nnx.update(model, after)
+    return loss, grads
+
+  want = losses(optax.adagrad(0.1), nnx.value_and_grad(Net.loss))
+  tx = optax.chain(
+    zenjax.zen_sync("data"), zenjax.lazy_rows(optax.adagrad(0.1))
+  )
+  np.testing.assert_allclose(losses(tx, rows), want, rtol=1e-6)
+
+
+ARRAYS = {"t": jnp.zeros((ROWS, WIDTH))}
+EXPLICIT = mesh_of(AxisType.Explicit, data=8)
+REFUSED = {
+  "arrays": ({}, ARRAYS, ValueError, "XLA has summed.*value_and_grad"),
+  "a mean": ({"op": "mean"}, None, ValueError, "`op` must be 'sum'"),
+  "carry": ({"on_overflow": "carry"}, None, ValueError, "`on_overflow`"),
+  "no mesh": ({"mesh": None}, None, NameError, "`mesh=`"),
+  "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
+  "explicit": ({"mesh": EXPLICIT}, None, NotImplementedError, "Explicit"),
+  "no mesh at all": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_by_name(name):
+  given, grads, error, words = REFUSED[name]
+  arguments = {"axis_name": "data", "mesh": LINE} | given
+  if grads is None:
+    grads = {"t": zenjax.SparseRows(jnp.arange(8), jnp.ones((8, WIDTH)), ROWS)}
+  state = zenjax.zen_sync("data").init(ARRAYS)
+  with pytest.raises(error, match=words):
+    tx = zenjax.zen_sync(**arguments)
+    jax.jit(lambda grads, state: tx.update(grads, state)[0])(grads, state)
+
+
+def test_a_mapped_axis_is_not_the_mesh_s():
+  """Inside shard_map gradients are a device's, though a mesh is around."""
+  tx = zenjax.zen_sync("data", sparse=True, mesh=LINE)
+  grads = jax.device_put(
+    np.ones((8, 16, 2), np.float32), NamedSharding(LINE, P("data"))
+  )
+
+  @jax.jit
+  def mean(grads):
+    one = lambda g: tx.update(g[0], tx.init(g[0]))[0]
+    return jax.shard_map(
+      one, mesh=LINE, in_specs=P("data"), out_specs=P(), check_vma=False
+    )(grads)
+
+  with jax.set_mesh(LINE):
+    np.testing.assert_array_equal(mean(grads), np.ones((16, 2)))
