@@ -171,13 +171,15 @@ def test_a_table_plus_rows_is_rounded_once(dtype, of_rows):
   ulps = 1 if jnp.promote_types(dtype, of_rows) == dtype else 0.5
   ulps += 0.01  # of float32, in which wider sums are
   bound = ulps * float(jnp.finfo(dtype).eps) * np.maximum(1, np.abs(want) * 2)
-  for total in (
+  update: Any = optax.apply_updates
+  totals: list[Any] = [
     table + rows,
     np.asarray(table) + rows,
-    optax.apply_updates({"t": table}, {"t": rows})["t"],
+    update({"t": table}, {"t": rows})["t"],
     jax.jit(lambda t, r: t + r)(table, rows),
     zenjax.apply_updates(table, rows),
-  ):
+  ]
+  for total in totals:
     assert total.dtype == dtype
     assert np.all(np.abs(np.asarray(total, np.float64) - want) <= bound)
 

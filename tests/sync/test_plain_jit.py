@@ -1,6 +1,7 @@
 """zen_sync in plain `jit`: row gradients of a batch that XLA spreads."""
 
 import re
+from typing import Any
 
 from flax import nnx
 import flax.linen as nn
@@ -48,7 +49,7 @@ def drawn():
   return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
 
 
-def train(tx, value_and_grad, params, batch_sharding, size=40):
+def train(tx, value_and_grad, params: Any, batch_sharding, size=40) -> Any:
   """Returns losses, parameters, the state, and the compiled step."""
   state = tx.init(params)
 
@@ -58,7 +59,7 @@ def train(tx, value_and_grad, params, batch_sharding, size=40):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-  losses, batch = [], None
+  losses, batch = [], ()
   for batch in batches(size):
     if batch_sharding is not None:
       batch = jax.device_put(batch, batch_sharding)
@@ -134,7 +135,7 @@ def test_sums_of_integers_are_exact(output):
   want = np.zeros((ROWS, WIDTH))
   np.add.at(want, ids[:-1], values[:-1].astype(np.float64))
   ids[-1] = ROWS
-  tx = zenjax.zen_sync("data", output=output, mesh=LINE)
+  tx: Any = zenjax.zen_sync("data", output=output, mesh=LINE)
 
   @jax.jit
   def update(ids, values):

@@ -7,10 +7,12 @@ device's part of them is exchanged in a `shard_map` of its own.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -43,7 +45,7 @@ def mesh_around(
   known = [given, jax.sharding.get_abstract_mesh()]
   for leaf in jax.tree.leaves(updates, is_leaf=is_rows):
     x = leaf.values if is_rows(leaf) else leaf
-    placed = x if not isinstance(x, jax.core.Tracer) else jax.typeof(x)
+    placed = x if not isinstance(x, Tracer) else jax.typeof(x)
     known.append(getattr(getattr(placed, "sharding", None), "mesh", None))
   for mesh in known:
     if mesh is not None and set(axes) <= set(mesh.axis_names):
@@ -57,13 +59,6 @@ def _is_bound(axis: str) -> bool:
   except NameError:
     return False
   return True
-
-
-class Part(NamedTuple):
-  """Row gradients without the arrays beside them, and their memory."""
-
-  updates: Any  # None in the place of arrays
-  state: ZenSyncState
 
 
 def sync(
@@ -90,9 +85,7 @@ def sync(
   _require(named, state, mesh, options)
   names = [name for name, leaf in named if is_rows(leaf)]
   own = {name: x for name, x in state.leaves.items() if name in names}
-  devices = 1
-  for axis in options.axes:
-    devices *= mesh.shape[axis]
+  devices = math.prod([mesh.shape[axis] for axis in options.axes])
   rows = jax.tree.map(
     lambda x: _padded(x, devices) if is_rows(x) else None,
     updates,
@@ -100,22 +93,22 @@ def sync(
   )
   facts: list[Facts] = []
 
-  def exchanged(part):
-    out, new = update(part.updates, part.state)
+  def exchanged(rows, own):
+    out, new = update(rows, own)
     facts[:] = [
       x.facts for x in jax.tree.leaves(out, is_leaf=is_rows) if is_rows(x)
     ]
-    return Part(out, new)
+    return out, new
 
   all_of = PartitionSpec()
   out, new = jax.shard_map(
     exchanged,
     mesh=mesh,
-    in_specs=(Part(PartitionSpec(options.axes), all_of),),
-    out_specs=Part(all_of, all_of),
+    in_specs=(PartitionSpec(options.axes), all_of),
+    out_specs=(all_of, all_of),
     axis_names=set(options.axes),
     check_vma=False,
-  )(Part(rows, state._replace(leaves=own)))
+  )(rows, state._replace(leaves=own))
   summed = iter(jax.tree.leaves(out, is_leaf=is_rows))
   known = iter(facts)
 
