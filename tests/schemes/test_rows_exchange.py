@@ -333,3 +333,38 @@ def test_mesh_of_two_axes_on_devices():
     )
   )
   check(lambda x: runners.to_host(mapped(*x), runners.shards), 8, range(2))
+
+
+@pytest.mark.parametrize("capacities", [None, (12, 14)])
+@pytest.mark.parametrize("axis", ["data", ("host", "device")])
+@pytest.mark.parametrize(
+  "scheme",
+  [
+    *("all_gather", "recursive_doubling", "split_all_gather"),
+    *("split_dense_gather", "zen"),
+  ],
+)
+def test_devices_that_share_no_row(scheme, axis, capacities):
+  """All fit the first push of each, and the union outgrows what is expected.
+
+  A row that comes back is one that was looked up, also where its sum is zero.
+  """
+  rows, look_ups = 700, 12
+  rng = np.random.default_rng(0)
+  ids = rng.permutation(rows)[: 8 * look_ups].astype(np.int32)
+  values = rng.integers(1, 9, (len(ids), WIDTH)).astype(np.float32)
+  values[::5] = 0
+  shape, names = ((8,), (axis,)) if axis == "data" else ((2, 4), axis)
+  mapped = jax.shard_map(
+    lambda i, v: summed(
+      (i, v), axis, rows, scheme=scheme, capacities=capacities
+    ),
+    mesh=Mesh(np.array(jax.devices()).reshape(shape), names),
+    in_specs=P(names),
+    out_specs=P(),
+    check_vma=False,
+  )
+  got = jax.jit(mapped)(ids, values)
+  np.testing.assert_array_equal(got.to_dense(), total(ids, values, rows))
+  came = np.asarray(got.indices)
+  assert sorted(came[came < rows]) == sorted(ids)

@@ -186,6 +186,16 @@ class Scheme(abc.ABC):
   def held_rows(self, room: Room, context: Context) -> int:
     """Rows that `Held.union` can hold after a push of such buffers."""
 
+  def holds_all(self, room: Room, context: Context) -> bool:
+    """Says whether a push of such buffers brings all rows that there may be.
+
+    By default it does if each device's fit, and owners have room for those of
+    all.
+    """
+    plan = room.plan
+    fits = room.capacity >= plan.most.push
+    return fits and self.held_rows(room, context) >= plan.most.pull
+
   @abc.abstractmethod
   def push_messages(
     self, rooms: Sequence[Room], context: Context

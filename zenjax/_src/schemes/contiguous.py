@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import dataclasses
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
@@ -119,12 +121,24 @@ def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
   counts = (*all_gather.tally(own), union.slots[0])
   shape = (slots, plan.table.width)
   values = context.scaled(union.rows).astype(plan.table.dtype)
-  dense = jnp.zeros(shape, plan.table.dtype)
+  values = values.astype(plan.table.wire_dtype)
+  empty = 0.0
+  if plan.table.look_ups is not None:
+    # Of SparseRows those that are held come back, zero or not, and no others:
+    # these are rows of negative zeros, which the others then have none of.
+    empty = -0.0
+    values = jnp.where(
+      _is_negative_zero(values), jnp.zeros_like(values), values
+    )
+  dense = jnp.full(shape, empty, values.dtype)
   dense = dense.at[union.slots].set(values, mode="drop")
-  return [
-    jnp.stack(counts)[None],
-    dense[None].astype(plan.table.wire_dtype),
-  ]
+  return [jnp.stack(counts)[None], dense[None]]
+
+
+def _is_negative_zero(x: jax.Array) -> jax.Array:
+  """By bits: XLA:CPU takes subnormals for zero."""
+  bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+  return bits == np.array(1 << (8 * x.dtype.itemsize - 1), bits.dtype)
 
 
 def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
@@ -137,6 +151,8 @@ def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
   # Between its first row and its limit an owner knows every row: those that
   # it does not hold are zero on all devices.
   known = (slot >= lowest[:, None]) & (slot < tally.limit[:, None])
+  if table.look_ups is not None:
+    known &= ~jnp.all(_is_negative_zero(values), axis=-1)
   row = jnp.where(known, layout.row(group, slot), table.num_rows)
   return Arrived(
     row=row.reshape(-1),

@@ -198,6 +198,14 @@ class RecursiveDoubling(Scheme):
   def held_rows(self, room: Room, context: Context) -> int:
     return [room.capacity, *(held for _, held in rows_of(room, context))][-1]
 
+  def holds_all(self, room: Room, context: Context) -> bool:
+    most = room.plan.most.pull
+    return room.capacity >= room.plan.most.push and all(
+      held >= min(2 * sent, most)
+      for hop, (sent, held) in zip(hops(context), rows_of(room, context))
+      if hop.kind != "spread"
+    )
+
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     with jax.named_scope("recursive_doubling"):
       plans = [out.room.plan for out in outgoing]

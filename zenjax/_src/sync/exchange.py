@@ -723,7 +723,7 @@ def _levels(
       [(p.chunks[LARGE].pull, p.chunks[SMALL].pull) for p in plans],
     )
   ]
-  if all([p.first.push >= p.most.push for p in plans]):
+  if all([scheme.holds_all(Room(p, p.first.push), context) for p in plans]):
     pushes = []
   if not any([scheme.pull_messages([Room(p, 1)], context) for p in plans]):
     # A pull without a message brings everything at once.
