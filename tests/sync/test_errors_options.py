@@ -41,6 +41,7 @@ def options(**given: Any) -> dict[str, Any]:
   [
     ("scheme", "star", ["dense", "all_gather", "zen"]),
     ("op", "max", ["mean", "sum"]),
+    ("op", "", ["mean", "sum"]),
     ("on_overflow", "drop", ["exact", "carry"]),
     ("output", "sparse", ["dense", "rows"]),
     ("partition", "rows", ["auto", "hash", "columns"]),

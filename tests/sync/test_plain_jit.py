@@ -245,7 +245,7 @@ REFUSED = {
   "no mesh": ({"mesh": None}, None, NameError, "`mesh=`"),
   "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
   "explicit": ({"mesh": EXPLICIT}, None, NotImplementedError, "Explicit"),
-  "no mesh at all": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
+  "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
 }
 
 

@@ -132,8 +132,8 @@ class NoArray(metaclass=_Named):
 
   def _not_added(self, other: Any) -> NoReturn:
     raise TypeError(
-      "SparseRows are added to SparseRows of the same table and to nothing"
-      f" else, got {type(other).__name__}; parameters are updated by"
+      "SparseRows are added to SparseRows of the same table, and to an array on"
+      f" their left, got {type(other).__name__}; parameters are updated by"
       " `zenjax.apply_updates(params, updates)`, and `rows.to_dense()` is an"
       " array."
     )
@@ -389,7 +389,7 @@ def combined(rows: SparseRows) -> SparseRows:
 def added(table: jax.Array, rows: SparseRows) -> jax.Array:
   """Returns `table: [R, D]` plus `rows`, in its dtype, in place if donated.
 
-  Each element is rounded to that dtype once.
+  Rows of a wider dtype are added in that one and rounded once.
   """
   wide = jnp.promote_types(table.dtype, rows.dtype)
   if wide == table.dtype:

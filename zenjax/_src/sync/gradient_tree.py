@@ -119,7 +119,7 @@ def _zero(x: Any) -> Any:
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _with_facts(tree: Any, facts: list[Facts]) -> Any:
+def with_facts(tree: Any, facts: list[Facts]) -> Any:
   """Gives SparseRows what they know of themselves and trees forget."""
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
   left = iter(facts)
@@ -469,7 +469,7 @@ def sync_tree(
   known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
-    tree = _with_facts(tree, known)
+    tree = with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
     _check_residuals(leaves, memory, options, context)
     # One device has nothing to exchange, unless rows wait in a residual.
@@ -523,7 +523,7 @@ def sync_tree(
 
   call = linear_as_psum(exchanged, made, options, context)
   synced, new_leaves = call(tree, memory)
-  synced = _with_facts(synced, made)
+  synced = with_facts(synced, made)
   return synced, sync_state.with_rest(new_leaves, state) if state else {}
 
 

@@ -248,7 +248,9 @@ def _one_of(name: str, *known: str) -> Callable[[Any], Any]:
 
 
 def _operation(value: Any) -> str | None:
-  return value and arguments.one_of("op", value, ["mean", "sum"])
+  if value is None:
+    return None
+  return arguments.one_of("op", value, ["mean", "sum"])
 
 
 def _mesh(value: Any) -> jax.sharding.Mesh | None:

@@ -22,6 +22,7 @@ from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync import gradient_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
 
@@ -109,16 +110,11 @@ def sync(
     axis_names=set(options.axes),
     check_vma=False,
   )(rows, state._replace(leaves=own))
+  out = gradient_tree.with_facts(out, facts)
   summed = iter(jax.tree.leaves(out, is_leaf=is_rows))
-  known = iter(facts)
-
-  def merged(leaf):
-    if not is_rows(leaf):
-      return leaf
-    found = next(summed)
-    return found.with_facts(next(known)) if is_rows(found) else found
-
-  synced = jax.tree.map(merged, updates, is_leaf=is_rows)
+  synced = jax.tree.map(
+    lambda x: next(summed) if is_rows(x) else x, updates, is_leaf=is_rows
+  )
   return synced, new._replace(leaves=state.leaves | new.leaves)
 
 

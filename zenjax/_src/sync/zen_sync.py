@@ -111,9 +111,9 @@ def zen_sync(
   batch, and XLA has summed the gradients that are arrays: these pass as they
   are, however they lie on the mesh. `SparseRows` are summed, never averaged,
   each device's part of the batch in a `shard_map` of its own. No norm, mean or
-  random number means anything else there than without zen_sync. Rows of
-  several look-ups of one table are gathered for it, and columns that are split
-  over another axis, before they are exchanged.
+  random number means anything else there than without zen_sync. XLA
+  may gather rows before the exchange: of a table with several look-ups, or one
+  whose columns are split over another axis.
 
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
   parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
