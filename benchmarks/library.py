@@ -13,8 +13,8 @@ from zenjax._src.core import wire as wire
 from zenjax._src.core.partition import Layout as Layout
 from zenjax._src.machine import cost as cost
 from zenjax._src.machine import local_work as local_work
+from zenjax._src.machine import machines as machines
 from zenjax._src.machine import measure as measure
-from zenjax._src.machine import topologies as topologies
 from zenjax._src.machine.cost import Prediction as Prediction
 from zenjax._src.planner import choosing as choosing
 from zenjax._src.planner import gradient_trace as gradient_trace

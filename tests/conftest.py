@@ -1,19 +1,26 @@
 """Eight fake CPU devices and strict numerics for every test."""
 
+import fnmatch
 import importlib.util
 import os
 import pathlib
 import sys
 import tempfile
 
-# Compiling is most of the time. What one process has compiled serves the others
-# of a run, and LLVM optimizes nothing. JAX and XLA read both as they are
-# imported. A compiler without its device cannot read back what it compiled.
+# Compiling is most of the time. What a process has compiled serves those that
+# it starts, and LLVM optimizes nothing. JAX and XLA read both as they are
+# imported. JAX writes its cache in place, so no two workers share a folder: one
+# would read what the other has half written. A compiler without its device
+# cannot read back what it compiled.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if not importlib.util.find_spec("libtpu"):
   if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="zenjax-compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+      os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["PYTEST_XDIST_WORKER"]
+    )
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -52,8 +59,28 @@ def as_optax_computes():
       yield
 
 
-def pytest_collection_modifyitems(items):
-  """Examples in docstrings are for every JAX."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+  """Examples in docstrings are for every JAX; `usually` leaves the rest."""
+  given, used = set(), set()
   for item in items:
     if isinstance(item, pytest.DoctestItem):
       item.add_marker(pytest.mark.each_jax)
+      continue
+    usual = item.get_closest_marker("usually")
+    if usual is None:
+      continue
+    alike = [
+      pattern
+      for pattern in usual.args
+      if fnmatch.fnmatchcase(item.callspec.id, pattern)
+    ]
+    of = (item.path, item.originalname)
+    given |= {(*of, pattern) for pattern in usual.args}
+    used |= {(*of, pattern) for pattern in alike}
+    if not alike:
+      item.add_marker(pytest.mark.more)
+  # A pattern without a case would leave a test out in silence.
+  some = any("::" in argument for argument in config.args)
+  if given - used and not some:
+    raise pytest.UsageError(f"`usually` fits no case: {sorted(given - used)}")

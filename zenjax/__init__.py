@@ -1,63 +1,32 @@
-"""Sparse gradient synchronization for JAX, as an optax transformation."""
+"""Sparse gradient synchronization for JAX, as an optax transformation.
 
-from zenjax import packed
-from zenjax import planner
-from zenjax import rows
-from zenjax import sparsify
-from zenjax import traces
-from zenjax._src.report.check import check
-from zenjax._src.report.check import Checked
-from zenjax._src.report.report import report
-from zenjax._src.report.stats import advise
-from zenjax._src.report.stats import stats
-from zenjax._src.rows.lazy import apply_updates
-from zenjax._src.rows.lazy import lazy_rows
-from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.rows.value_and_grad import value_and_grad
-from zenjax._src.sync.owner_update import owner_update
-from zenjax._src.sync.owner_update import OwnerState
-from zenjax._src.sync.sync_options import Tuning
-from zenjax._src.sync.sync_state import ZenSyncState
-from zenjax._src.sync.zen_sync import sparse_pmean
-from zenjax._src.sync.zen_sync import sparse_psum
-from zenjax._src.sync.zen_sync import zen_sync
-from zenjax._src.training.data_parallel import data_parallel
-from zenjax._src.training.global_values import global_norm
-from zenjax._src.training.global_values import weighted_mean
-from zenjax._src.training.placement import as_varying
-from zenjax._src.training.placement import init
-from zenjax._src.training.placement import state_specs
-from zenjax._src.training.reshard import reshard
-from zenjax._version import __version__
+`zenjax/_public.py` lists the names. They are imported, and JAX with them, when
+one is first used: `zenjax --help` needs none of them.
+"""
 
-__all__ = (
-  "__version__",
-  "advise",
-  "apply_updates",
-  "as_varying",
-  "check",
-  "Checked",
-  "data_parallel",
-  "global_norm",
-  "init",
-  "lazy_rows",
-  "owner_update",
-  "OwnerState",
-  "packed",
-  "planner",
-  "report",
-  "reshard",
-  "rows",
-  "sparse_pmean",
-  "sparse_psum",
-  "SparseRows",
-  "sparsify",
-  "state_specs",
-  "stats",
-  "traces",
-  "Tuning",
-  "value_and_grad",
-  "weighted_mean",
-  "zen_sync",
-  "ZenSyncState",
-)
+import importlib
+import importlib.util
+from typing import Any, TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from zenjax._public import *  # noqa: F403
+  from zenjax._public import __all__ as __all__
+  from zenjax._public import __version__ as __version__
+
+
+def __getattr__(name: str) -> Any:
+  missing = AttributeError(f"module 'zenjax' has no attribute {name!r}")
+  if name.startswith("_") and name not in ("__all__", "__version__"):
+    raise missing
+  # A module is imported by itself: those of `zenjax._src` need some of them.
+  if importlib.util.find_spec(f"zenjax.{name}"):
+    return importlib.import_module(f"zenjax.{name}")
+  public = importlib.import_module("zenjax._public")
+  if not hasattr(public, name):
+    raise missing
+  globals()[name] = found = getattr(public, name)
+  return found
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__getattr__("__all__")})

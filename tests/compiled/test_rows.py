@@ -151,6 +151,7 @@ def test_step_on_a_packed_table_holds_no_other_on_tpu():
   check(compiled("tpu-v5e", 16, packing=True), (ROWS, 128))
 
 
+@pytest.mark.usually("donate")
 @pytest.mark.parametrize("broken", ["donate", "whole_pass"])
 def test_check_finds_a_table_too_many(broken):
   kwargs = {"donate": {"donate": False}, "whole_pass": {"whole_pass": True}}

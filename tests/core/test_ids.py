@@ -50,6 +50,7 @@ def test_ids_may_be_traced_one_by_one():
   assert of(1, 4)[:, 0].tolist() == [0, 1, 0, 0, 1]
 
 
+@pytest.mark.usually("ids2-4", "ids1-0")
 @pytest.mark.parametrize(
   ("ids", "row"),
   [

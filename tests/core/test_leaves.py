@@ -17,6 +17,7 @@ import runners
 import zenjax
 
 
+@pytest.mark.usually("element-40-6-vmap-hash", "256-9-512-shard*", "3-7-9*")
 @pytest.mark.parametrize(
   ("unit", "rows", "width", "runner", "partition"),
   [
@@ -35,6 +36,7 @@ def test_units(unit, rows, width, runner, partition):
     oracle.check(run(stack), stack, label=name)
 
 
+@pytest.mark.usually("bfloat16")
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_top_k_elements_of_a_vector(dtype):
   """Sparsified gradients: single elements of a leaf of one dimension."""
@@ -48,6 +50,7 @@ def test_top_k_elements_of_a_vector(dtype):
   oracle.check(run({"w": x})["w"], x)
 
 
+@pytest.mark.usually("shape0", "shape2")
 @pytest.mark.parametrize("shape", [(), (40,), (2, 3, 4)])
 def test_one_array_of_any_rank(shape):
   run = run_with("vmap")
@@ -55,6 +58,7 @@ def test_one_array_of_any_rank(shape):
   oracle.check(run(stack), stack)
 
 
+@pytest.mark.usually("shape2")
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 def test_leaves_of_no_elements(shape):
   """As `lax.pmean` takes them, alone and beside a table."""
@@ -76,6 +80,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   ("partition", "runner"),
   [
@@ -116,6 +121,7 @@ def test_row_zero_of_every_table():
     oracle.check(got[key], local, label=key)
 
 
+@pytest.mark.usually("sparse3", "<lambda>", "None", "False")
 @pytest.mark.parametrize(
   "sparse",
   [

@@ -17,6 +17,7 @@ from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.sync import plans
 
 __all__ = (
   "buffer_sizes",
@@ -29,6 +30,7 @@ __all__ = (
   "local_work",
   "NEVER",
   "Option",
+  "plans",
   "Question",
   "record",
   "recorded_runs",

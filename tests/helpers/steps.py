@@ -212,7 +212,7 @@ def lower_sync(
     (tables, jax.eval_shape(tx.init, tables)),
   )
   step = jax.shard_map(
-    lambda g, s: tx.update(zenjax.as_varying(g, "data"), s),
+    lambda g, s: tx.update(zenjax.unsummed(g, "data"), s),
     mesh=mesh,
     in_specs=P(),
     out_specs=P(),

@@ -75,6 +75,13 @@ def compact_programs(platform, shape, capacity):
   )
 
 
+@pytest.mark.usually(
+  "*rows=303,*",
+  "*rows=777,*",
+  "*rows=1,*",
+  "*contiguous=True*-64",
+  "*contiguous=True*-300",
+)
 @each_kernel
 def test_compact_gives_the_bits_of_the_reference(platform, shape, capacity):
   @hypothesis.settings(max_examples=EXAMPLES)
@@ -97,6 +104,9 @@ def expand_programs(platform):
   return jax.jit(kernel), jax.jit(expand.reference)
 
 
+@pytest.mark.usually(
+  "*rows=303,*", "*rows=777,*", "*rows=1,*", "*contiguous=True*-64", "*rows=2,*"
+)
 @each_kernel
 def test_expand_gives_the_bits_of_the_reference(platform, shape, capacity):
   @hypothesis.settings(max_examples=EXAMPLES)

@@ -107,6 +107,7 @@ def failures(program: Program, named_stacks) -> list[str]:
   return found
 
 
+@pytest.mark.usually("tpu-plain-shard*", "cuda-plain-shard*")
 @pytest.mark.parametrize(
   "program",
   [

@@ -74,6 +74,9 @@ def programs(platform: str, shape: Shape):
   return jax.jit(kernel), jax.jit(reference)
 
 
+@pytest.mark.usually(
+  "*rows=600,*", "*rows=1500,*", "*rows=700,*", "*rows=45000,*"
+)
 @pytest.mark.parametrize("platform, shape", KERNELS, ids=str)
 def test_same_bits_as_the_reference(platform, shape):
   @hypothesis.settings(max_examples=EXAMPLES)

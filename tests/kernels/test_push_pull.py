@@ -134,6 +134,7 @@ def test_many_counts():
   assert pushed * N * N * len(TABLES) >= 500
 
 
+@pytest.mark.usually("push-many", "pull-edges", "push-none")
 @pytest.mark.parametrize("name, kind", CASES)
 def test_bits_of_the_padded_exchange_and_no_race(name, kind):
   given = rows(name), as_given(name, counts(kind))

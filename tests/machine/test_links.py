@@ -12,7 +12,9 @@ import pytest
 
 import zenjax
 from zenjax._src.machine import local_work
+from zenjax._src.machine import machines
 from zenjax._src.machine import measure
+from zenjax._src.machine import rates
 from zenjax._src.machine import topologies
 from zenjax._src.machine.topologies import Fit
 from zenjax._src.machine.topologies import Level
@@ -91,6 +93,7 @@ def _level(**fields):
     (lambda d: d.update(memory_bytes=-1), "`memory_bytes`.*positive, got -1"),
     (lambda d: d.pop("source"), "the topology must.*lacks .'source'.*measure"),
     (lambda d: d.update(note=1), "the topology must.*unknown .'note'"),
+    (lambda d: d.update(ports=0), "`ports`.*positive, got 0"),
     (_level(devices=True), r"`levels\[0\].devices`.*whole number, got True"),
     (_level(devices=0), r"`levels\[0\].devices`.*positive, got 0"),
     (_level(bandwidth=0), r"`levels\[0\].bandwidth`.*positive, got 0"),
@@ -136,21 +139,25 @@ def test_what_is_no_json_is_refused():
     zenjax.planner.Topology.from_json(measured().to_json()[:-20])
 
 
-@pytest.mark.parametrize("name", topologies.MACHINES)
+@pytest.mark.parametrize("name", machines.MACHINES)
 def test_presets_say_whose_figures_they_are(name):
   topology = zenjax.planner.Topology.preset(name, 8)
   assert topology.sizes == (8,)
   assert "a peak" in topology.source and "latency" in topology.source
   # 16 GB is the smallest of these, 141 GB the largest.
   assert 15e9 < (topology.memory_bytes or 0) < 150e9
-  assert 1e11 < topology.levels[0].link.bandwidth < 1e12
+  # PCIe of 32 GB/s joins L4s, the slowest by far.
+  least = 3e10 if name == "l4" else 1e11
+  assert least < topology.levels[0].link.bandwidth < 1e12
+  assert topology.name == name and topology.ports == 1
 
 
 def test_hosts_share_ports():
   one_each = zenjax.planner.Topology.preset(
-    "h200", 8, hosts=4, network="400gbit"
+    "h200", 8, hosts=4, network="400gbit", ports=8
   )
   assert one_each.level("host").link.bandwidth == 50e9
+  assert one_each.name == "h200 on 400 Gbit/s, 8 network cards a host"
   assert list(one_each.links) == ["host", "device"]
   assert one_each.links["device"] == one_each.levels[1].link
   shared = zenjax.planner.Topology.preset(
@@ -160,6 +167,89 @@ def test_hosts_share_ports():
   assert shared.devices == 32
 
 
+def test_a_host_has_one_port_unless_more_are_told():
+  pod = zenjax.planner.Topology.preset("h200", 8, hosts=4, network="400gbit")
+  assert pod.level("host").link.bandwidth == 50e9 / 8
+  assert pod.name == "h200 on 400 Gbit/s, 1 network card a host"
+  alone = zenjax.planner.Topology.network("400gbit", 4, "h200")
+  assert alone.level("host").link.bandwidth == 50e9 and alone.ports == 1
+  two = zenjax.planner.Topology.network("400gbit", 4, ports=2)
+  assert two.level("host").link.bandwidth == 100e9
+  assert two.name == "400 Gbit/s, 2 network cards a host"
+
+
+def test_another_rate_is_that_of_the_same_ports():
+  for pod in (
+    zenjax.planner.Topology.preset("h200", 8, hosts=4, network=1e9, ports=2),
+    zenjax.planner.Topology.preset("h200", 8, hosts=4, network=1e9),
+    zenjax.planner.Topology.network(1e9, 4, "h200", ports=2),
+  ):
+    faster = topologies.with_rate(pod, 10e9)
+    slow, fast = pod.levels[0].link, faster.levels[0].link
+    assert fast.bandwidth == pytest.approx(10 * slow.bandwidth)
+    assert fast.work == slow.work and faster.levels[1:] == pod.levels[1:]
+    assert zenjax.planner.Topology.from_json(faster.to_json()) == faster
+
+
+def test_a_file_of_before_ports_were_told_has_one():
+  document = json.loads(measured().to_json())
+  del document["ports"]
+  assert zenjax.planner.Topology.from_json(json.dumps(document)) == measured()
+
+
+@pytest.mark.parametrize(
+  ("written", "bits"),
+  [
+    *[(x, 25e9) for x in ("25gbit", "25 Gbit/s", "25Gbps", "25 GBIT/S")],
+    *[(x, 25e9) for x in ("25 Gb/s", "25gbps", "25.0 Gbits/sec", "25e9")],
+    *[(x, 25e9) for x in (25e9, 25_000_000_000, np.float32(25e9), " 25 gbit ")],
+    *[(x, 24.8e9) for x in ("3.1 GB/s", "3.1GBytes/s", "3.1 GBps", "3.1gB/s")],
+    *[(x, 200e6) for x in ("200mbit", "200 Mbit/s", "25 MB/s", "0.2 gbit")],
+    *[(x, 1.6e12) for x in ("1.6 Tbit/s", "1.6e3 Gbps", "2e11 bytes/s")],
+  ],
+)
+def test_rates_are_read_as_people_write_them(written, bits):
+  assert rates.bits_a_second(written) == pytest.approx(bits)
+  link = zenjax.planner.Topology.network(written, 2).levels[0].link
+  assert link.bandwidth == pytest.approx(bits / 8)
+
+
+@pytest.mark.parametrize(
+  ("written", "why"),
+  [
+    *[(x, "may be bits or bytes") for x in ("25gb/s", "25 GBPS", "25GB/S")],
+    *[(x, "an amount is no rate") for x in ("25GB", "25Gb", "25 gbytes")],
+    *[(x, "is in bits a second") for x in ("25", 25, 999.0)],
+    *[(x, "") for x in ("fast", "", "25G", "-1gbit", "0gbit", "1,5 Gbit/s")],
+    *[(x, "") for x in (0, -1e9, float("inf"), float("nan"), True, None)],
+    *[(x, "") for x in ("1e400 gbit", "25 Gbit/m", "25 Kbit/s", b"25gbit")],
+  ],
+)
+def test_rates_that_may_be_two_are_refused(written, why):
+  said = rf"`rate` must be a line rate as '25 Gbit/s', .*got .*{why}"
+  with pytest.raises(ValueError, match=said) as error:
+    zenjax.planner.Topology.network(written, 2)
+  assert repr(written) in str(error.value)
+  with pytest.raises(ValueError, match="`network` must be a line rate"):
+    network = "" if written is None else written
+    zenjax.planner.Topology.preset("h100", 8, hosts=2, network=network)
+
+
+@pytest.mark.parametrize(
+  ("bits", "said"),
+  [
+    (2e8, "200 Mbit/s"),
+    (24.8e9, "24.8 Gbit/s"),
+    (4e11, "400 Gbit/s"),
+    (1.6e12, "1.6 Tbit/s"),
+  ],
+)
+def test_rates_in_words_are_read_again(bits, said):
+  assert rates.in_words(bits) == said
+  assert rates.in_words(bits * 0.9999) == said
+  assert rates.bits_a_second(said) == pytest.approx(bits)
+
+
 @pytest.mark.parametrize(
   ("arguments", "said"),
   [
@@ -167,7 +257,10 @@ def test_hosts_share_ports():
     ({"machine": "h100", "hosts": 2}, "`network` must be given"),
     ({"machine": "h100", "network": "1gbit"}, "`network` must be given"),
     ({"machine": "h100", "hosts": 2, "network": "fast"}, "got 'fast'"),
-    ({"machine": "h100", "hosts": 2, "network": "0gbit"}, "positive"),
+    ({"machine": "h100", "hosts": 2, "network": "0gbit"}, "got '0gbit'"),
+    ({"machine": "h100", "ports": 2}, "`ports` must be given where `network`"),
+    ({"machine": "h100", "ports": 0}, "`ports` must be .* at least 1, got 0"),
+    ({"machine": "h100", "ports": 1.5}, "`ports` must be .* got 1.5"),
   ],
 )
 def test_unknown_machines_are_refused(arguments, said):
@@ -330,12 +423,14 @@ def test_a_larger_scale_costs_a_row_no_less():
   assert scaled == pytest.approx({k: x / 4 for k, x in once.items()})
 
 
-@pytest.mark.parametrize("name", topologies.MACHINES)
+@pytest.mark.parametrize("name", machines.MACHINES)
 def test_presets_have_a_floor_of_work(name):
-  topology = zenjax.planner.Topology.preset(name, 8, hosts=2, network="100gbit")
+  topology = zenjax.planner.Topology.preset(
+    name, 8, hosts=2, network="100gbit", ports=8
+  )
   (work,) = {level.link.work for level in topology.levels}
-  # From 819 GB/s to 4.8 TB/s.
-  assert 0.2e-12 <= work.mask_byte <= 1.3e-12
+  # From 300 GB/s to 4.8 TB/s.
+  assert 0.2e-12 <= work.mask_byte <= 3.4e-12
   assert work.move_byte == 4 * work.mask_byte
   assert "a floor" in topology.source
   alone = zenjax.planner.Topology.network("100gbit", 2, name)

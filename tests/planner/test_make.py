@@ -4,8 +4,11 @@ import dataclasses
 import itertools
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 from planning import choosing
 from planning import Gradient
@@ -65,7 +68,9 @@ def test_a_table_on_a_slow_network(grad):
   assert found.pays and found.seconds < found.dense_seconds / 5
   text = str(found)
   assert "assumed densities" in text and "3 leaves" in text
-  assert found.mesh == (("data", 8),) and found.machine == "1gbit"
+  assert found.mesh == (("data", 8),) and found.machine.startswith(
+    "1 Gbit/s, 1 network"
+  )
 
 
 def test_leaves_that_are_summed_in_turn():
@@ -113,6 +118,81 @@ def test_full_gradients_take_pmean():
   assert not found.pays and found.seconds == found.dense_seconds
   assert "plain pmean is best" in str(found)
   assert "as long" in found.by_name["table"].reason
+
+
+def test_gains_within_the_error_are_no_difference():
+  """The same exchange beside steps that are longer and longer."""
+  found = {s: plan(compute_seconds=s) for s in (0.01, 10.0)}
+  assert found[0.01].better == "plan" and found[10.0].better == "neither"
+  assert all(x.pays for x in found.values())
+  assert "as fast as with pmean alone." in str(found[0.01])
+  assert "no difference" not in str(found[0.01])
+  said = str(found[10.0]).splitlines()[-1]
+  assert said.startswith("no difference: a step is predicted to be 1.0")
+  assert "nine of ten measured steps" in said and "up to 20%" in said
+  full = zenjax.planner.Profile(rows=ROWS, fullest=ROWS, union=ROWS, devices=8)
+  dense = plan(grad=jax.value_and_grad, profile={"table": full})
+  assert dense.better == "pmean"
+
+
+def test_the_row_sharded_table_is_shown_and_not_chosen():
+  found = plan()
+  table = found.by_name["table"]
+  n, received = 8, (8 - 1) * BATCH * (4 + 3 * WIDTH * 4)
+  assert table.sharded_bytes == received
+  # A ring: (n - 1) messages a gather, twice as many a sum.
+  link = SLOW.levels[0].link
+  seconds = 4 * (n - 1) * link.latency_s + received / link.bandwidth
+  assert table.sharded_seconds == pytest.approx(seconds)
+  assert found.by_name["bias"].sharded_bytes is None
+  (line,) = (x for x in str(found).splitlines() if "sharded" in x)
+  assert line.startswith("table sharded by rows, P('data', None), in plain jit")
+  assert f": {received / 1e6:.3g} MB a device" in line
+  assert "another program, and never chosen" in line
+  # Not even where nothing else is as fast: rows are slow to move here.
+  slow = zenjax.planner.Work(move_byte=1e-5)
+  chosen = plan(machine(bandwidth=1e8, latency_s=1e-5, work=slow))
+  table = chosen.by_name["table"]
+  assert table.scheme == "dense" and not chosen.pays
+  assert 0 < (table.sharded_seconds or 0) < table.seconds / 10
+
+
+def test_look_ups_of_a_row_sharded_table_that_were_not_counted():
+  """An array's rows were looked up once at least."""
+  rows = zenjax.planner.Profile(rows=300, fullest=300, union=900, devices=8)
+  seen = plan(grad=jax.value_and_grad, profile={"table": rows})
+  assert seen.by_name["table"].sharded_bytes == 7 * 300 * (4 + 3 * WIDTH * 4)
+  assert "in plain jit: at least " in str(seen)
+  assert "in plain jit: by assumed densities " in str(
+    plan(grad=jax.value_and_grad)
+  )
+  pod = zenjax.planner.Topology.preset("h100", 8, hosts=4, network="100gbit")
+  both = plan(pod, axis_name=("host", "device"))
+  assert "P(('host', 'device'), None)" in str(both)
+  assert "sharded" not in str(plan(zenjax.planner.Topology.preset("h100", 1)))
+
+
+def test_a_row_sharded_table_moves_what_is_predicted():
+  """The formula beside the program that XLA makes of it."""
+  n = 8
+  mesh = jax.make_mesh(
+    (n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  placed = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  params = jax.ShapeDtypeStruct(
+    (ROWS, WIDTH), jnp.float32, sharding=placed("data", None)
+  )
+  ids = jax.ShapeDtypeStruct((n * BATCH,), jnp.int32, sharding=placed("data"))
+
+  def step(table, ids):
+    loss = lambda table: jnp.mean(table[ids] ** 2)
+    return table - 0.1 * jax.grad(loss)(table)
+
+  made = jax.jit(step, out_shardings=placed("data", None))
+  text = made.lower(params, ids).compile().as_text() or ""
+  part = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
+  moved = sum(4 * f.elements * part[f.op] for f in hlo.collectives(text, n))
+  assert moved == plan().by_name["table"].sharded_bytes
 
 
 def test_what_the_backward_pass_hides_takes_pmean():

@@ -234,6 +234,7 @@ def test_look_ups_that_cancel_touch_no_row():
     assert found.tolist() == [5, 8]
 
 
+@pytest.mark.usually("pmean-dense", "zen-rows")
 @pytest.mark.parametrize("sync, grads", [("pmean", "dense"), ("zen", "rows")])
 def test_tracing_changes_nothing_and_sees_every_look_up(
   as_optax_computes, tmp_path, sync, grads

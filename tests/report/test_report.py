@@ -41,6 +41,7 @@ OWNER = zenjax.owner_update(optax.sgd(0.1), "data", sparse=True)
 ZEN = zenjax.zen_sync("data", sparse=True)
 
 
+@pytest.mark.usually("zen_sync-20-0-True", "zen_sync-20-1-False")
 @pytest.mark.parametrize(
   ("count", "apart", "asked"),
   [

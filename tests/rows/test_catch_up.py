@@ -72,6 +72,7 @@ ORACLES = {
 }
 
 
+@pytest.mark.usually("adamw")
 @pytest.mark.parametrize(
   "name",
   [
@@ -108,6 +109,7 @@ SCHEDULED = {
 }
 
 
+@pytest.mark.usually("adamw", "by table")
 @pytest.mark.parametrize(
   "name",
   [
@@ -121,6 +123,7 @@ def test_equals_the_dense_optimizer(name):
   assert furthest(got, dense) < 1e-5
 
 
+@pytest.mark.usually("adam")
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_without_the_call_gradients_are_of_rows_that_are_behind(name):
   dense, _ = text_steps.train_dense(ORACLES[name][0])
@@ -137,7 +140,7 @@ def devices_step(tx, params, state, ids, wanted):
   """A step on one of several devices that look up ids of their own."""
   every = jax.lax.all_gather(ids, "data", to="invarying", tiled=True)
   params, state = zenjax.rows.catch_up(tx, params, state, {"table": every})
-  local = zenjax.as_varying(params, "data")
+  local = zenjax.unsummed(params, "data")
   grads = jax.grad(text_steps.loss)(local, ids, wanted)
   updates, state = tx.update(grads, state, params)
   return zenjax.apply_updates(params, updates), state

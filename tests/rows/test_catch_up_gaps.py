@@ -68,6 +68,7 @@ def after_gaps(name):
   return run
 
 
+@pytest.mark.usually("adamw", "schedule", "nesterov", "rmsprop")
 @pytest.mark.parametrize("name", GAPS)
 @hypothesis.settings(max_examples=5)
 @hypothesis.given(
@@ -133,6 +134,7 @@ def test_short_floats(inner):
   )
 
 
+@pytest.mark.usually("momentum")
 @pytest.mark.filterwarnings("ignore:`catch_up=True` of `lazy_rows`")
 @pytest.mark.parametrize("name", ["momentum", "schedule", "adam"])
 def test_float64_is_kept(name):

@@ -112,6 +112,7 @@ RULES = {
 }
 
 
+@pytest.mark.usually("adamw, schedule", "adam", "momentum*")
 @unasked
 @pytest.mark.parametrize("name", RULES)
 def test_rows_that_have_taken_no_step_count_where_these_are_moved(name):

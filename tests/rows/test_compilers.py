@@ -75,6 +75,7 @@ def synced(grads, axes) -> Any:
   return tx.update(grads, tx.init(jnp.zeros((VOCABULARY, WIDTH))))[0]
 
 
+@pytest.mark.usually("gradients-True", "loss-False")
 @ROWS_OR_ARRAYS
 @pytest.mark.parametrize(
   "where",
@@ -109,6 +110,7 @@ def test_scans_over_microbatches(where, rows):
   np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
 
 
+@pytest.mark.usually("True")
 @ROWS_OR_ARRAYS
 def test_sequences_split_over_a_second_axis(rows):
   """#42481: devices look up parts of a sequence, and keep parts of the rows.
@@ -140,6 +142,7 @@ def test_sequences_split_over_a_second_axis(rows):
   np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.usually("True")
 @ROWS_OR_ARRAYS
 def test_vocabularies_that_xla_splits_over_an_automatic_axis(rows):
   """#42481 where the partitioner cuts: it owns "model", rows of the table and

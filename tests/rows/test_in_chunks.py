@@ -79,6 +79,7 @@ TOGETHER = {
 OPTIMIZERS = ALONE | TOGETHER
 
 
+@pytest.mark.usually("norm of all", "adamw", "by label", "row_adagrad")
 @pytest.mark.filterwarnings("ignore:weight decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_chunks_are_the_whole(name, monkeypatch):

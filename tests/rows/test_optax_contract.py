@@ -270,6 +270,7 @@ def run_owners(name, then, monkeypatch):
   return "right"
 
 
+@pytest.mark.usually("adam", "lamb")
 @pytest.mark.parametrize(
   "name",
   [
@@ -287,6 +288,33 @@ def test_owner_update_in_a_chain(name, then, monkeypatch):
   run_owners(name, then, monkeypatch)
 
 
+@pytest.mark.usually(
+  "adam",
+  "adamw",
+  "sgd",
+  "adagrad",
+  "apply_if_finite",
+  "inject_hyperparams",
+  "clip*",
+  "adaptive_grad_clip",
+  "partition",
+  "masked",
+  "chain",
+  "lamb",
+  "adafactor",
+  "schedule_free",
+  "trace",
+  "ema",
+  "apply_every",
+  "zero_nans",
+  "novograd",
+  "fromage",
+  "add_noise",
+  "normalize*",
+  "rprop",
+  "muon",
+  "lars",
+)
 @pytest.mark.parametrize("name", OPTAX)
 def test_lazy_rows(name, monkeypatch):
   run_lazy(name, "alone", monkeypatch)

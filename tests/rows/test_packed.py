@@ -36,6 +36,7 @@ def test_packs_and_unpacks(width):
   assert np.count_nonzero(stored) == np.count_nonzero(plain)
 
 
+@pytest.mark.usually("16-float32", "10-bfloat16", "100-int8", "128*")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_takes_what_the_plain_table_gives(width, dtype):

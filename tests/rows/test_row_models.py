@@ -172,6 +172,7 @@ def _check(name, got, want):
     np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
 
 
+@pytest.mark.usually("linen", "haiku", "nnx*", "equinox*", "two tables")
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_models(name):
   params, apply = MODELS[name][0]()
@@ -189,6 +190,7 @@ def test_gradients_of_models(name):
   _check(name, got, want)
 
 
+@pytest.mark.usually("two tables", "linen", "nnx*", "haiku*", "equinox*")
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_models_on_eight_devices(name):
   """Each has ids of its own; what is left local is what jax.grad leaves so."""
@@ -196,7 +198,7 @@ def test_gradients_of_models_on_eight_devices(name):
   loss = _loss_of(apply)
 
   def run(params, ids):
-    varying = zenjax.as_varying(params, "data")
+    varying = zenjax.unsummed(params, "data")
     want = jax.grad(loss)(varying, ids[0])
     got = zenjax.rows.grad(loss)(params, ids[0])
     return jax.tree.map(lambda x: x[None], (want, got))

@@ -54,6 +54,7 @@ def test_sums_where_wanted(rows, width, dtype, sizes, op):
 
 
 # Above break-even, and with room for everything in the first round.
+@pytest.mark.usually("capacities1-0")
 @pytest.mark.filterwarnings("ignore:`capacities` of leaf")
 @pytest.mark.parametrize(("capacities", "dense"), [(None, 1), ((600, 600), 0)])
 def test_a_table_that_looks_full_may_have_rows_of_zeros(capacities, dense):

@@ -56,6 +56,7 @@ def op_of(way: str) -> oracle.Op:
   return "mean" if list(WAYS).index(way) % 2 == 0 else "sum"
 
 
+@pytest.mark.usually("5x4x3-float16-*")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
   "shape",
@@ -78,6 +79,7 @@ def test_drawn_gradients(shape, way):
   holds()
 
 
+@pytest.mark.usually("3x33x12-*one row*", "8x70x5*columns")
 @pytest.mark.parametrize("way", ["auto", "hash, one row a round", "columns"])
 @pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
 def test_drawn_gradients_on_devices(shape, way):
@@ -108,6 +110,7 @@ NARROW = drawn.gradients(drawn.Shape(4, 200, 3, cases.FLOAT32))
 HALF = drawn.gradients(drawn.Shape(4, 64, 8, cases.BFLOAT16))
 
 
+@pytest.mark.more
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(st.lists(st.tuples(NARROW, HALF), min_size=2, max_size=6))
 def test_drawn_histories(history):
@@ -120,6 +123,7 @@ def test_drawn_histories(history):
   run.check_replicas()
 
 
+@pytest.mark.usually("5x4x3*")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_paths_agree_to_the_bit(shape):
   """Sums run rank by rank: rounds, partitions and schemes do not change them.

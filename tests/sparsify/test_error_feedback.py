@@ -122,6 +122,7 @@ def drawn(n: int, steps: int = STEPS) -> np.ndarray:
   return np.stack([cases.laplace(t, n) for t in range(steps)])
 
 
+@pytest.mark.usually("*-4", "*-1")
 @pytest.mark.parametrize(
   ("kind", "n"), [(k, n) for k in MAKE for n in NS if k != "apart" or n == 4]
 )
@@ -208,6 +209,7 @@ BAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.usually("*top_k", "*sampled*")
 @pytest.mark.parametrize("kind", ["top_k", "sampled", "threshold", "random_k"])
 @pytest.mark.parametrize("options", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

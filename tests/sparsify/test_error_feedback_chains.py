@@ -125,6 +125,7 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   assert (np.abs(gap) <= bound(first, later)).all()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "kind", [pytest.param(jnp.bfloat16, marks=pytest.mark.more), jnp.float16]
 )
@@ -206,6 +207,7 @@ def test_what_is_no_floating_array_passes():
   assert update["w"][0].tolist() == [1, 1, 0, 0]
 
 
+@pytest.mark.more
 def test_alone_and_in_blocks():
   """Without feedback: what is left out is forgotten."""
   tx = optax.chain(
@@ -222,6 +224,7 @@ def test_alone_and_in_blocks():
   np.testing.assert_allclose(total, want, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_in_training_beside_dense():
   """A warm-up by a schedule, inside `data_parallel`; nothing recompiles."""
   warm = optax.linear_schedule(0.5, 0.1, 20)

@@ -156,7 +156,7 @@ def test_gradients_that_autodiff_has_summed():
   step = jax.shard_map(step, mesh=runners.mesh(2), in_specs=P(), out_specs=P())
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.as_varying")
+  names(error, "`updates`", "zenjax.unsummed")
 
 
 EF = lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data")

@@ -52,6 +52,7 @@ def lines(state: Any) -> list[str]:
   return text[first:]
 
 
+@pytest.mark.usually("top_k")
 @pytest.mark.parametrize(
   "kind",
   [

@@ -85,6 +85,7 @@ RUNNERS = {
 }
 
 
+@pytest.mark.usually("shard_map_vma")
 @pytest.mark.parametrize("run", RUNNERS.values(), ids=RUNNERS)
 def test_every_runner_takes_the_same_steps(run):
   tx = zenjax.sparsify.micro(
@@ -280,7 +281,7 @@ def test_a_gradient_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.as_varying")
+  names(error, "`updates`", "zenjax.unsummed")
 
 
 def test_in_a_chain_with_an_optimizer():

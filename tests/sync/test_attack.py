@@ -21,6 +21,7 @@ CASES = 24
 ALWAYS = (
   "rows of 2**30",
   "rows on two axes",
+  "rows of three tables, recursive_doubling, two axes",
   "rows with int64 ids",
   "float64",
   "explicit axes, one of two",
@@ -35,6 +36,14 @@ ALWAYS = (
 )
 
 
+@pytest.mark.usually(
+  "rows of three*",
+  "optax*",
+  "rows on two*",
+  "rows with int64*",
+  "carry, sum",
+  "row gradients*",
+)
 @pytest.mark.parametrize(
   "front",
   [
@@ -77,6 +86,7 @@ def test_a_front_that_is_wrong_fails_with_the_smallest_case():
   assert np.count_nonzero(less) == 1 and less.min() < 0
 
 
+@pytest.mark.more
 def test_kernels_are_what_runs():
   """Of TPUs and GPUs, interpreted: with none the fronts would test nothing."""
   chosen = [f for f in fronts.FRONTS if f.name.startswith("kernels")]

@@ -106,6 +106,7 @@ def test_rows_are_not_clipped_before():
     updates_of(tx, {"table": both, "bias": jnp.ones((2, 3))})
 
 
+@pytest.mark.usually("decay", "centralize", "nothing")
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_linear_may_come_before(name):
   """It gives what it gives after."""

@@ -60,6 +60,7 @@ def equal(got, want):
     np.testing.assert_array_equal(here, x, err_msg=str(path))
 
 
+@pytest.mark.usually("vmap", "shard_map_vma_shards")
 @pytest.mark.parametrize("runner", MAPS)
 def test_of_arrays(runner):
   # Tangents and cotangents are where values are zero, too.
@@ -76,6 +77,7 @@ def test_of_arrays(runner):
   equal(by(zenjax.sparse_psum), want)
 
 
+@pytest.mark.usually("axes0")
 @pytest.mark.parametrize("axes", [("host", "data"), ("data",)])
 def test_of_means(axes):
   """Along one axis and two; by a scheme of another make."""
@@ -99,6 +101,7 @@ def test_of_means(axes):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.usually("shard_map_vma_shards")
 @pytest.mark.parametrize(
   "runner",
   [
@@ -112,7 +115,7 @@ def test_of_rows(runner):
   ids = np.array([[1, 5, 1, R, -1, 7], [7, 7, 2, 0, 39, 1]], np.int32)
   given = ids, whole(0, K, D), 1 + whole(1, K, D), 1 + whole(2, K, D)
 
-  def by(output):
+  def by(output, scheme="zen"):
     def f(given, axis):
       ids, *given = given
 
@@ -120,7 +123,7 @@ def test_of_rows(runner):
         rows = zenjax.SparseRows(ids, x, R)
         if output is None:
           return lax.psum(rows.to_dense(), axis)[:K]
-        out: Any = zenjax.sparse_psum(rows, axis, output=output)
+        out: Any = zenjax.sparse_psum(rows, axis, output=output, scheme=scheme)
         return (out if output == "dense" else out.to_dense())[:K]
 
       return derivatives(sync, *given)
@@ -129,10 +132,11 @@ def test_of_rows(runner):
 
   want = by(None)
   assert np.any(want["jvp"]) and np.any(want["grad"])
-  for output in ("dense", "rows"):
-    equal(by(output), want)
+  for output, scheme in (("dense", "zen"), ("rows", "zen"), ("rows", "dense")):
+    equal(by(output, scheme), want)
 
 
+@pytest.mark.usually("shard_map_vma_shards")
 @pytest.mark.parametrize("runner", ["vmap", "shard_map_vma_shards"])
 def test_through_steps_of_an_optimizer(runner):
   """The gradient by a learning rate and by the first parameters."""
@@ -141,7 +145,7 @@ def test_through_steps_of_an_optimizer(runner):
   def trained(sync, rate, params, x):
     state = sync.init(params)
     for _ in range(2):
-      params_ = zenjax.as_varying(params, "data")
+      params_ = zenjax.unsummed(params, "data")
       loss = lambda p: jnp.sum((x @ (p["table"] + p["bias"])) ** 2)
       grads, state = sync.update(jax.grad(loss)(params_), state)
       params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
@@ -184,18 +188,14 @@ def test_integers_do_not_move():
   ("given", "options", "words"),
   [
     ("array", {"output": "rows"}, ["not zero", "`output='dense'`"]),
-    ("rows", {"scheme": "dense"}, ["not zero", "`output='dense'`"]),
     ("state", {"on_overflow": "carry"}, ["`on_overflow='exact'`"]),
   ],
 )
 def test_what_has_none(given, options, words):
-  ids = jnp.array([1, 2])
-
   def f(x):
     if given == "state":
       tx = zenjax.zen_sync("data", sparse=True, **options)
       return tx.update(x, tx.init(x))[0]
-    x = zenjax.SparseRows(ids, x[:2], R) if given == "rows" else x
     return zenjax.sparse_psum(x, "data", **options).to_dense()
 
   with pytest.raises(NotImplementedError) as error:

@@ -60,7 +60,7 @@ def test_gradient_that_autodiff_has_summed(scheme):
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, params, jnp.ones((N, 40, 4)))
-  names(error, "data", "as_varying", "emb")
+  names(error, "data", "unsummed", "emb")
 
 
 def test_a_dense_leaf_that_autodiff_has_summed():
@@ -77,7 +77,7 @@ def test_a_dense_leaf_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, params, jnp.ones((N, 4, 4)))
-  names(error, "data", "as_varying", "kernel")
+  names(error, "data", "unsummed", "kernel")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_rows_where_only_arrays_go(name, check_vma):
   def step(ids):
     rows = zenjax.SparseRows(ids, jnp.ones((2, 4)) * ids[:, None], 40)
     # What MultiSteps accumulates varies, as `zenjax.init` places it.
-    state = zenjax.as_varying(tx.init(table), "data")
+    state = zenjax.unsummed(tx.init(table), "data")
     return tx.update(rows, state, table)[0]
 
   mapped = jax.shard_map(

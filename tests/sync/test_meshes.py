@@ -59,6 +59,9 @@ def nested_vmap(f, shape):
   return run
 
 
+@pytest.mark.usually(
+  "zen-shape3*", "zen-shape0*", "all_gather-shape6*", "dense*"
+)
 @pytest.mark.parametrize(
   ("scheme", "shape", "check_vma"),
   [
@@ -86,6 +89,7 @@ def test_hierarchy(scheme, shape, check_vma):
     oracle.check(run(stack), stack, label=name)
 
 
+@pytest.mark.usually("capacities2-columns", "capacities1-hash")
 @pytest.mark.parametrize("partition", ["hash", "columns"])
 @pytest.mark.parametrize(
   "capacities", [pytest.param(None, marks=pytest.mark.more), (1, 2), (4, 12)]
@@ -118,6 +122,7 @@ def test_fastest_axis_is_summed_first():
   np.testing.assert_array_equal(run(stack)[:, 7], np.full((4, 3), want))
 
 
+@pytest.mark.usually("host-True")
 @pytest.mark.parametrize(
   ("axis", "check_vma"), [("host", True), ("device", True), ("host", False)]
 )
@@ -144,6 +149,7 @@ def test_only_the_named_axis_is_averaged(axis, check_vma):
       oracle.check(result, members, label=name)
 
 
+@pytest.mark.usually("True")
 @CHECK_VMA
 def test_state_and_multisteps_on_two_axes(check_vma):
   tx = steps.lenient(
@@ -224,6 +230,7 @@ def _by_data_rank(result, width) -> np.ndarray:
   return np.concatenate([shards[:, 0], shards[:, 1]], axis=-1)
 
 
+@pytest.mark.usually("model-columns-True")
 @pytest.mark.parametrize(
   ("width_spec", "partition", "check_vma"),
   [

@@ -17,6 +17,7 @@ import steps
 import zenjax
 
 
+@pytest.mark.usually("True")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_sum(check_vma):
   rng = np.random.default_rng(0)
@@ -29,6 +30,7 @@ def test_sum(check_vma):
   oracle.check(got["w"], stack["w"], "sum")
 
 
+@pytest.mark.usually("True")
 @pytest.mark.parametrize("wait", [False, True])
 def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
   if wait:  # As on TPUs, where sums wait for all pushes.
@@ -53,6 +55,7 @@ def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
     oracle.check(np.asarray(alone[name]), leaf)
 
 
+@pytest.mark.usually("1")
 @pytest.mark.parametrize("seed", [1, 2**31 - 1])
 def test_hash_seeds(seed):
   run = run_with("vmap", partition="hash", tuning=zenjax.Tuning(hash_seed=seed))
@@ -60,6 +63,7 @@ def test_hash_seeds(seed):
     oracle.check(run(stack), stack, label=name)
 
 
+@pytest.mark.usually("bfloat16-shard*")
 @pytest.mark.parametrize(
   ("wire_dtype", "runner", "partition"),
   [
@@ -88,6 +92,7 @@ def test_wire_dtype_keeps_the_sum_in_float32():
   assert set(run(stack)[:, 5].ravel().tolist()) <= {258.0, 259.0, 260.0}
 
 
+@pytest.mark.usually("hash")
 @pytest.mark.parametrize("partition", ["hash", "columns"])
 def test_float64(partition):
   with jax.enable_x64(True):
@@ -96,6 +101,7 @@ def test_float64(partition):
       oracle.check(run(stack), stack, label=name)
 
 
+@pytest.mark.usually("hash-vmap", "columns-shard*")
 @pytest.mark.parametrize(
   ("partition", "runner"),
   [

@@ -37,6 +37,7 @@ def test_capacities_by_the_names_of_the_report():
   assert rounds[10, 30] == 1 < rounds[1, 2]
 
 
+@pytest.mark.usually("hash-True", "columns-True")
 @pytest.mark.parametrize(
   ("partition", "check_vma"),
   [("hash", True), ("hash", False), ("columns", True)],
@@ -87,6 +88,7 @@ def test_carry_without_overflow_is_exact():
     oracle.check(trainer({"t": stack})["t"], stack)
 
 
+@pytest.mark.usually("hash")
 @pytest.mark.parametrize("partition", ["hash", "columns"])
 def test_statistics_are_what_numpy_counts(partition):
   rows, width = 200, 16
@@ -112,6 +114,7 @@ def test_statistics_are_what_numpy_counts(partition):
   assert "t" in zenjax.report(trainer.state)
 
 
+@pytest.mark.usually("pull")
 @pytest.mark.parametrize(
   ("capacities", "withheld"),
   [((1, 20), True), ((20, 24), True), ((40, 40), False)],

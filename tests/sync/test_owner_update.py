@@ -51,7 +51,7 @@ def trained(tx, rows, check_vma=True, n=N):
   specs = zenjax.state_specs(state, "data")
 
   def step(params, state, ids):
-    value, grads = both(loss)(zenjax.as_varying(params, "data"), ids[0])
+    value, grads = both(loss)(zenjax.unsummed(params, "data"), ids[0])
     updates, state = tx.update(grads, state, params)
     params = zenjax.apply_updates(params, updates)
     return params, state, jax.lax.pmean(value, "data")
@@ -107,6 +107,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.usually("clipped*")
 @pytest.mark.parametrize(
   ("name", "options"),
   [
@@ -131,6 +132,7 @@ def test_losses_are_those_of_the_replicated_form(name, options):
   assert losses[-1] != losses[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
 )
@@ -157,7 +159,7 @@ def test_every_device_holds_its_share_of_the_state(partition):
     state = zenjax.init(tx, table, mesh, "data")
     specs = zenjax.state_specs(state, "data")
     mapped = jax.shard_map(
-      lambda g, s: tx.update(zenjax.as_varying(g, "data"), s, g),
+      lambda g, s: tx.update(zenjax.unsummed(g, "data"), s, g),
       mesh=mesh,
       in_specs=(P(), specs),
       out_specs=(P(), specs),

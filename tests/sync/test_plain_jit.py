@@ -81,6 +81,25 @@ MESHES = {
 }
 
 
+@pytest.mark.parametrize("name", ["one axis", "one device"])
+def test_owners_update_what_they_sum(name):
+  """A norm over all leaves, of rows of owners and of a layer of everyone."""
+  mesh, axis, *_, batch = MESHES[name]
+  params = jax.device_put(drawn(), NamedSharding(mesh, P()))
+  spread = NamedSharding(mesh, batch)
+  inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
+  losses, want, _, _ = train(inner, jax.value_and_grad, params, spread)
+  tx = zenjax.owner_update(inner, axis)
+  found, got, state, _ = train(tx, zenjax.value_and_grad, params, spread)
+  np.testing.assert_allclose(found, losses, rtol=1e-6)
+  for key in params:
+    np.testing.assert_allclose(got[key], want[key], rtol=1e-5, atol=1e-6)
+  squares = state.inner[1][0].sum_of_squares["table"].part
+  rows = squares.addressable_shards[0].data.shape[0]
+  assert rows * mesh.size == squares.shape[0] >= ROWS
+
+
+@pytest.mark.usually("FSDP*", "two axes", "batch everywhere")
 @pytest.mark.parametrize("name", MESHES)
 def test_equals_the_plain_program(name):
   mesh, axes, table, dense, batch = MESHES[name]
@@ -111,6 +130,7 @@ def test_equals_the_plain_program(name):
     assert zenjax.stats(state)["table"]["devices"] == devices
 
 
+@pytest.mark.more
 def test_the_mesh_may_be_given_or_around():
   """Arrays that lie on no mesh tell none."""
   params, losses = drawn(), []
@@ -126,8 +146,9 @@ def test_the_mesh_may_be_given_or_around():
   np.testing.assert_allclose(losses, want * 2, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("output", ["same", "dense"])
-def test_sums_of_integers_are_exact(output):
+def test_sums_of_integers_are_exact(output, kind):
   """Duplicates add up, negative ids count from the end, others are dropped."""
   rng = np.random.default_rng(1)
   ids = rng.integers(-ROWS // 8, ROWS // 8, 101).astype(np.int32)
@@ -135,7 +156,8 @@ def test_sums_of_integers_are_exact(output):
   want = np.zeros((ROWS, WIDTH))
   np.add.at(want, ids[:-1], values[:-1].astype(np.float64))
   ids[-1] = ROWS
-  tx: Any = zenjax.zen_sync("data", output=output, mesh=LINE)
+  mesh = mesh_of(kind, data=8)
+  tx: Any = zenjax.zen_sync("data", output=output, mesh=mesh)
 
   @jax.jit
   def update(ids, values):
@@ -237,14 +259,12 @@ def test_an_nnx_optimizer_takes_rows():
 
 
 ARRAYS = {"t": jnp.zeros((ROWS, WIDTH))}
-EXPLICIT = mesh_of(AxisType.Explicit, data=8)
 REFUSED = {
   "arrays": ({}, ARRAYS, ValueError, "XLA has summed.*value_and_grad"),
   "a mean": ({"op": "mean"}, None, ValueError, "`op` must be 'sum'"),
   "carry": ({"on_overflow": "carry"}, None, ValueError, "`on_overflow`"),
   "no mesh": ({"mesh": None}, None, NameError, "`mesh=`"),
   "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
-  "explicit": ({"mesh": EXPLICIT}, None, NotImplementedError, "Explicit"),
   "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
 }
 
@@ -259,6 +279,27 @@ def test_refuses_by_name(name):
   with pytest.raises(error, match=words):
     tx = zenjax.zen_sync(**arguments)
     jax.jit(lambda grads, state: tx.update(grads, state)[0])(grads, state)
+
+
+OWNERS_REFUSED = {
+  "arrays": (jax.value_and_grad, {}, P(), "XLA has summed.*value_and_grad"),
+  "a mean": (zenjax.value_and_grad, {"op": "mean"}, P(), "`op` must be 'sum'"),
+  "one array": (
+    zenjax.value_and_grad,
+    {"sparse": {"table": True, "dense": True}},
+    P(),
+    r"summed \['dense'\] already.*`sparse=`",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS_REFUSED)
+def test_owners_refuse_by_name(name):
+  value_and_grad, given, batch, words = OWNERS_REFUSED[name]
+  tx = zenjax.owner_update(optax.sgd(0.1), "data", mesh=LINE, **given)
+  spread = NamedSharding(LINE, batch)
+  with pytest.raises(ValueError, match=words):
+    train(tx, value_and_grad, drawn(), spread)
 
 
 def test_a_mapped_axis_is_not_the_mesh_s():

@@ -99,6 +99,7 @@ def test_two_tables_and_what_is_told_of_them():
     assert numbers[name]["rounds"] == 1 and rows == numbers[name]["num_rows"]
 
 
+@pytest.mark.more
 def test_rounds_for_what_does_not_fit():
   """Of look-ups, whose rows are split among four owners."""
   n, rows, width = 4, 1000, 6

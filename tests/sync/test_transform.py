@@ -25,6 +25,7 @@ pytestmark = pytest.mark.each_jax
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 
+@pytest.mark.usually("inject_hyperparams-True", "MultiSteps-True", "chain-True")
 @pytest.mark.parametrize(
   ("name", "check_vma"),
   [
@@ -80,6 +81,7 @@ def test_a_nan_of_one_device_skips_the_step_everywhere():
   )
 
 
+@pytest.mark.usually("True")
 @CHECK_VMA
 def test_nothing_is_exchanged_between_multisteps(check_vma):
   k = 3
@@ -212,6 +214,7 @@ def test_one_compilation_from_density_0_to_100_percent(check_vma, donate):
   assert counts == [1] + [0] * (len(densities) - 1)
 
 
+@pytest.mark.usually("shard_map_shards")
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "shard_map_shards"])
 def test_updates_are_the_mean_of_every_leaf(runner):
   tx = zen()

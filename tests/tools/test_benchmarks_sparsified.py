@@ -53,6 +53,7 @@ def test_bad_input(capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.more
 @pytest.mark.multiprocess
 def test_what_hosts_send_and_keep_is_all_there_was(tmp_path):
   path = tmp_path / "out.json"

@@ -196,6 +196,7 @@ def _stop_after(monkeypatch, steps):
   monkeypatch.setattr(training.Trainer, "step", stopped)
 
 
+@pytest.mark.more
 def test_resumed_as_if_never_stopped(
   trainers, photos, monkeypatch, tmp_path, capsys
 ):

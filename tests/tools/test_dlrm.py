@@ -253,6 +253,7 @@ def test_learns_and_resumes_as_if_never_stopped(monkeypatch, tmp_path, capfd):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.more
 def test_row_gradients_learn_the_same(capfd):
   assert program.main([*_SMALL, "--sync=compare", "--grads=rows"]) == 0
   zen, pmean = _aucs(capfd.readouterr().out)

@@ -33,6 +33,7 @@ def _losses(text: str) -> list[float]:
   return _numbers(r"loss +([\d.]+)", text)
 
 
+@pytest.mark.usually("quick*")
 @pytest.mark.parametrize(
   "name, args", [("quickstart.py", ()), ("pmap_linen.py", ("--steps", "41"))]
 )
@@ -45,6 +46,7 @@ def test_trains_and_reports(name, args):
   assert re.search(r"(table|embedding).* [\d.]+x fewer", out), out
 
 
+@pytest.mark.more
 def test_row_gradients_learn_as_dense_ones_do():
   out = _output("row_gradients.py", "--steps", "20")
   first, dense, again, rows = _losses(out)
@@ -55,6 +57,7 @@ def test_row_gradients_learn_as_dense_ones_do():
   assert apart < 1e-5
 
 
+@pytest.mark.more
 def test_owners_keep_an_nth_and_learn_the_same():
   out = _output("owner_update.py", "--steps", "20")
   everywhere, owners, half = _numbers(r"([\d.]+) MB", out)
@@ -66,6 +69,7 @@ def test_owners_keep_an_nth_and_learn_the_same():
   assert apart < 1e-6
 
 
+@pytest.mark.more
 def test_sparsifiers_learn_for_fewer_bytes():
   out = _output("sparsify.py")
   losses = _losses(out)
@@ -78,6 +82,7 @@ def test_sparsifiers_learn_for_fewer_bytes():
   assert "error_feedback after 200 steps" in top_k
 
 
+@pytest.mark.more
 def test_planning_predicts_what_is_sent():
   out = _output("planning.py")
   gains = _numbers(r"predicted to be ([\d.]+)x as fast", out)

@@ -88,6 +88,7 @@ class _Runs:
       process.wait()
 
 
+@pytest.mark.more
 def test_ctrl_c_of_one_stops_all_and_the_run_goes_on(tmp_path, text):
   """What two processes hold after a stop and more steps, as one without."""
   flags = (

@@ -83,6 +83,7 @@ def test_both_tables_are_only_looked_up():
   }, f"\n{found}"
 
 
+@pytest.mark.more
 def test_rows_train_as_arrays_do():
   """Adagrad leaves rows without a gradient alone, so both are the same."""
   ends = []

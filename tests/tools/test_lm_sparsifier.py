@@ -39,6 +39,7 @@ def test_trains_and_tells_what_was_sent(small, capsys, tmp_path):
   assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.more
 def test_top_k_tells_its_build_up_and_logs_every_step(small, capsys, tmp_path):
   options = ["--sparsifier", "top_k", "--out", str(tmp_path / "run")]
   assert small(lm, "--steps", "6", *options) == 0

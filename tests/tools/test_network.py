@@ -315,6 +315,7 @@ def test_bad_input_is_refused_before_anything_starts(
 # --- hosts, on loopback -----------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.multiprocess
 def test_two_hosts_measure_and_keep_everything(tmp_path, monkeypatch, capfd):
   monkeypatch.setattr(cells_lib, "SIZES", (4096,))

@@ -80,6 +80,7 @@ def test_noise_never_gives_a_negative_price():
   assert min(local_work.fit([samples]).values()) >= 0
 
 
+@pytest.mark.more
 @pytest.mark.multiprocess
 def test_whole_steps_on_hosts_are_checked_and_timed(tmp_path):
   """Over loopback, which needs no root; float64 says what must come out."""

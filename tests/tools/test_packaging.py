@@ -94,7 +94,10 @@ def test_readme_names_extras_and_files_that_exist():
 def test_installs_one_package_that_needs_three():
   installed = _installed()
   assert installed.version == zenjax.__version__
-  tops = {f.parts[0] for f in installed.files or ()}
+  files = installed.files or ()
+  scripts = [f.name for f in files if f.parts[0] == ".."]
+  assert scripts == ["zenjax"]
+  tops = {f.parts[0] for f in files if f.parts[0] != ".."}
   ours = re.compile(r"zenjax(-[\w.]+\.dist-info)?|__editable__.*|__pycache__")
   assert all(map(ours.fullmatch, tops)), tops
   required = [r for r in installed.requires or () if "extra ==" not in r]
@@ -113,6 +116,90 @@ def test_every_module_imports():
     importlib.import_module(name)
 
 
+def _run(code: str) -> None:
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def test_any_module_can_be_imported_first():
+  """`zenjax` imports its names when one is used: no order may be needed."""
+  _run("""
+import pkgutil
+import sys
+import zenjax
+names = [m.name for m in pkgutil.walk_packages(zenjax.__path__, "zenjax.")]
+assert len(names) > 100
+for name in set(names) - {"zenjax.__main__"}:
+  for known in [x for x in sys.modules if x.split(".")[0] == "zenjax"]:
+    del sys.modules[known]
+  __import__(name)
+""")
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["--help"],
+    *[[command, "--help"] for command in ("links", "plan", "whatif")],
+    ["plan", "--trace", "none", "--link", "25gb/s", "--hosts", "2"],
+    ["--versoin"],
+  ],
+)
+def test_help_and_refused_options_import_neither_jax_nor_numpy(words):
+  _run(f"""
+import sys
+from zenjax._src.planner.cli import main
+sys.argv = ["zenjax", *{words!r}]
+try:
+  main()
+except SystemExit as stopped:
+  assert stopped.code == (0 if "--help" in sys.argv else 2), stopped.code
+else:
+  raise AssertionError("it went on")
+loaded = {{"jax", "numpy", "optax"}} & set(sys.modules)
+assert not loaded, loaded
+""")
+
+
+def test_the_command_is_installed():
+  (command,) = [
+    entry
+    for entry in _installed().entry_points
+    if entry.group == "console_scripts"
+  ]
+  assert command.name == "zenjax"
+  assert command.value == "zenjax._src.planner.cli:main"
+  done = subprocess.run(
+    [pathlib.Path(sys.prefix, "bin", "zenjax"), "--help"],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith("usage: zenjax [-h] COMMAND")
+
+
+def test_names_are_there_and_no_others():
+  assert set(zenjax.__all__) <= set(dir(zenjax))
+  wrong = "zensync"
+  with pytest.raises(AttributeError, match="module 'zenjax' has no.*'zensync'"):
+    getattr(zenjax, wrong)
+  assert not hasattr(zenjax, "__wrapped__")
+
+
+@in_checkout
+def test_the_citation_is_of_this_version():
+  cited = (_ROOT / "CITATION.cff").read_text()
+  (version,) = re.findall(r"^version: (.+)$", cited, re.MULTILINE)
+  assert version == zenjax.__version__
+  (licence,) = re.findall(r"^license: (.+)$", cited, re.MULTILINE)
+  assert licence == _pyproject()["project"]["license"]
+  changes = (_ROOT / "CHANGELOG.md").read_text()
+  newest = re.findall(r"^## (\S+)", changes, re.MULTILINE)[0]
+  assert newest == zenjax.__version__
+
+
 def test_ships_its_types():
   assert (importlib.resources.files("zenjax") / "py.typed").is_file()
 
@@ -126,17 +213,14 @@ def test_public_names_are_sorted_and_documented():
 
 def test_import_is_light():
   """No extra is imported, and JAX's devices can still be configured."""
-  code = """
+  _run("""
 import sys
 import zenjax
+zenjax.zen_sync
 extras = {"chex", "flax", "hypothesis", "matplotlib", "orbax", "rich", "tqdm"}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)
 assert jax.device_count() == 3
-"""
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
+""")

@@ -1,7 +1,9 @@
 """What `benchmarks.run planned` says of predictions and of the planner."""
 
 import dataclasses
+import itertools
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from planning import gradient_trace
+from planning import plans
 from planning import Question
 import pytest
 
@@ -43,6 +46,17 @@ def _section(**times: float) -> Section:
       for name, s in known.items()
     },
   )
+
+
+def test_the_error_that_plans_tell_is_that_of_the_committed_run():
+  path = pathlib.Path(__file__).parents[2] / "benchmarks/results/planned.json"
+  found = Found.parsed(json.loads(path.read_text(encoding="utf-8")))
+  cells = itertools.chain.from_iterable(
+    map(findings.cells, found.sections.values())
+  )
+  errors = [abs(cell.error) for cell in cells]
+  assert len(errors) == 135
+  assert round(np.percentile(errors, 90), 2) == plans.ERROR
 
 
 def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
@@ -208,6 +222,7 @@ def test_bad_input(tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.more
 @pytest.mark.multiprocess
 def test_two_hosts_from_end_to_end(tmp_path):
   path = tmp_path / "planned.json"

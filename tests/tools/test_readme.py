@@ -43,7 +43,7 @@ def test_planning_prints_a_plan_that_zen_sync_takes(capsys):
   names = _names()
   exec(_block("Planning"), names)
   out = capsys.readouterr().out
-  assert "plan for 8 devices (data 8) on h100 on 25gbit" in out
+  assert "plan for 8 devices (data 8) on h100 on 25 Gbit/s, 1 net" in out
   assert "embed  20000x32" in out and "as fast as with pmean alone" in out
   state = names["tx"].init(names["params"])
   assert set(state[0].leaves) == {"embed"}

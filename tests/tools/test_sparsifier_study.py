@@ -50,6 +50,7 @@ def _fail(*_):
   raise AssertionError("a cell was run again")
 
 
+@pytest.mark.more
 def test_cells_are_kept_and_not_run_again(small, monkeypatch, tmp_path, capsys):
   made, make = [], Pictures.trainer
 

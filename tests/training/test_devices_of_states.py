@@ -71,6 +71,7 @@ def made(tx, n, params=PARAMS):
   return zenjax.init(tx, params, runners.mesh(n), "data")
 
 
+@pytest.mark.usually("owner_update", "carry", "micro")
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_another_number_of_devices(kind):
   """Each count is named, and what moves the state; where that is, it runs."""

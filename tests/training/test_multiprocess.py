@@ -132,6 +132,7 @@ def _mean_of_all_gradients(devices: int, steps: int) -> dict[str, jax.Array]:
   return params
 
 
+@pytest.mark.more
 def test_many_steps_equal_the_mean_of_all_gradients(tmp_path):
   args = ("--steps=20", f"--save={tmp_path}/{{}}.npz")
   with _Launched(tmp_path / "log", *args) as launched:

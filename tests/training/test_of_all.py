@@ -34,6 +34,7 @@ def norm_of_mean(stack):
   return np.sqrt(sum((x**2).sum() for x in means))
 
 
+@pytest.mark.usually("shard_map_vma_replicated")
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "shard_map_vma_replicated"])
 def test_norm_is_that_of_the_mean_on_every_device(runner):
   norm = lambda tree, axis: zenjax.global_norm(tree, axis)
@@ -85,7 +86,7 @@ def test_norm_of_a_gradient_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.as_varying")
+  names(error, "`updates`", "zenjax.unsummed")
 
 
 # Lengths of 8 windows on 4 devices: one has nothing but padding.
@@ -131,7 +132,7 @@ def sharded(kind, weighted, dtype=np.float32, axes="data"):
 
     args = jnp.asarray(W, dtype), jnp.asarray(SCALE, dtype)
     if kind == "vma":
-      args = zenjax.as_varying(args, axes)
+      args = zenjax.unsummed(args, axes)
     out = jax.value_and_grad(share)(args)
     return jax.tree.map(lambda x: lax.pmean(x, axes), out)
 

@@ -351,6 +351,7 @@ def equal(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.usually("remembers-options0*", "row_adagrad*", "by label*")
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [

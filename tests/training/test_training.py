@@ -40,7 +40,7 @@ def train(sync, n, check_vma):
   tx = optax.chain(sync, optax.sgd(0.3))
 
   def step(params, state, batch):
-    varying = zenjax.as_varying(zenjax.as_varying(params, "data"), "data")
+    varying = zenjax.unsummed(zenjax.unsummed(params, "data"), "data")
     loss, grads = jax.value_and_grad(lookup_loss)(varying, batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss[None]
@@ -111,9 +111,9 @@ def test_data_parallel_is_the_same_step_in_one_call():
     oracle.check_replicas(runners.shards(leaf))
 
 
-def test_as_varying_does_nothing_where_gradients_are_local():
+def test_unsummed_does_nothing_where_gradients_are_local():
   params = {"w": jnp.arange(3.0)}
   for run in ("vmap", "pmap", "shard_map_shards"):
-    same = runners.RUNNERS[run](lambda x, axis: zenjax.as_varying(x, axis), 2)
+    same = runners.RUNNERS[run](lambda x, axis: zenjax.unsummed(x, axis), 2)
     stack = {"w": np.stack([np.asarray(params["w"])] * 2)}
     np.testing.assert_array_equal(same(stack)["w"], stack["w"])

@@ -89,6 +89,7 @@ def test_equal_programs_train(tmp_path):
   assert sums[0] == sums[1] and len(sums[0]) == 1
 
 
+@pytest.mark.more
 def test_a_run_goes_on_in_other_processes(tmp_path):
   """Rows that wait on each device are saved by its process, and restored."""
   waits = 'train scheme="zen" on_overflow="carry" capacities=[1,2]'

@@ -307,7 +307,7 @@ def on_machines(
     ),
   }
   found = []
-  memory = library.topologies.known_machine(_DEVICE).memory_bandwidth
+  memory = library.machines.known_machine(_DEVICE).memory_bandwidth
   for (name, topology), images in itertools.product(machines.items(), _IMAGES):
     compute_s = moved_bytes(model, images) / memory
     gradients = compressed(model, images, least)

@@ -148,7 +148,7 @@ def _compiled_step(graph, loss, tx, mesh, specs, grads_are, seen):
       mine, grads = zenjax.value_and_grad(loss_fn)(params)
     else:
       # Of the varying view the gradients stay local: zen_sync averages them.
-      varying = zenjax.as_varying(params, AXIS)
+      varying = zenjax.unsummed(params, AXIS)
       mine, grads = jax.value_and_grad(loss_fn)(varying)
     updates, opt_state = tx.update(grads, opt_state, params)
     # As `optax.apply_updates`, and for updates that are rows.

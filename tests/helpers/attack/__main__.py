@@ -62,8 +62,9 @@ def main() -> int:
   bar.close()
   total = sum(row[1] for row in rows), sum(row[2] for row in rows)
   heading = ("front", "cases", "wrong", "seconds")
+  width = 2 + max(len(row[0]) for row in rows)
   for name, cases, wrong, seconds in [heading, *rows, ("all", *total, "")]:
-    print(f"{name:<32}{cases:>8}{wrong:>8}{seconds:>10}")
+    print(f"{name:<{width}}{cases:>8}{wrong:>8}{seconds:>10}")
   return 1 if total[1] else 0
 
 

@@ -17,18 +17,27 @@ def stack(rng, n: int, rows: int, width: int, dtype) -> np.ndarray:
   """Local gradients of all devices, `[n, R, D]`."""
   x = np.zeros((n, rows, width), dtype)
   pool = _ids(rng, rows)
+  apart = rng.random() < 0.15
   for device in range(n):
-    ids = _of_device(rng, rows, pool)
+    ids = pool[device::n] if apart else _of_device(rng, rows, pool)
     x[device, ids] = values(rng, (len(ids), width), dtype)
   return _with_specials(rng, x)
 
 
 def rows(rng, n: int, count: int, num_rows: int, width: int, dtype) -> Rows:
-  """Look-ups with equal ids, negative ones and padding."""
+  """Look-ups with equal ids, negative ones and padding.
+
+  Now and then no row is looked up twice: the union is as large as it can be.
+  """
   ids = np.empty((n, count), np.int64)
   pool = _ids(rng, num_rows, 4 * count)
+  apart = _distinct(rng, num_rows, n * count) if rng.random() < 0.3 else None
   for device in range(n):
-    if len(pool) and rng.random() < 0.8:
+    if apart is not None:
+      ids[device] = num_rows
+      own = apart[device::n]
+      ids[device, : len(own)] = own
+    elif len(pool) and rng.random() < 0.8:
       ids[device] = rng.choice(pool, count)
     else:
       ids[device] = rng.integers(0, num_rows, count)
@@ -79,6 +88,16 @@ def _of_device(rng, rows: int, pool: np.ndarray) -> np.ndarray:
     return pool[rng.random(len(pool)) < rng.choice([0.1, 0.5, 1])]
   most = min(rows, 1 << 12)
   count = int(most ** rng.random())
+  return np.unique(rng.integers(0, rows, count))
+
+
+def _distinct(rng, rows: int, count: int) -> np.ndarray:
+  """As many distinct ids, or all: neighbours, or from anywhere."""
+  count = min(rows, count)
+  if rng.random() < 0.5:
+    return rng.integers(0, rows - count + 1) + rng.permutation(count)
+  if rows <= 1 << 16:
+    return rng.permutation(rows)[:count]
   return np.unique(rng.integers(0, rows, count))
 
 

@@ -189,6 +189,7 @@ def rows(
   n: int = 4,
   wrap: Callable[[Any], Any] = lambda build: build,
   count: int = 24,
+  weight: float = 1.0,
   **options: Any,
 ) -> Front:
   """A front of row gradients of a table that need not fit anywhere."""
@@ -207,10 +208,111 @@ def rows(
   def check(given, got):
     truth.check_rows(given, num_rows, got.indices, got.values, op)
 
-  return Front(name, wrap(build), draw, check)
+  return Front(name, wrap(build), draw, check, weight)
+
+
+# --- every scheme, with buffers of every size ---------------------------------
+
+_SCHEMES = (
+  *("all_gather", "auto", "recursive_doubling", "split_all_gather"),
+  *("split_dense_gather", "zen"),
+)
+_LOOK_UPS = 12
+# Buffers of the rows that are expected, of those that a device looks up at
+# most, and of fewer, so that further rounds bring the rest.
+_BUFFERS = {
+  "as expected": None,
+  "of all look-ups": (_LOOK_UPS, _LOOK_UPS + 2),
+  "of a few": (2, 5),
+}
+_MESHES: dict[Axis, Callable[[], Mesh]] = {
+  "data": lambda: runners.mesh(8),
+  ("host", "device"): lambda: grid((2, 4), ("host", "device")),
+}
+
+
+def _rows_by_every_scheme():
+  for scheme in _SCHEMES:
+    for buffers, capacities in _BUFFERS.items():
+      for axis, mesh in _MESHES.items():
+        where = "" if axis == "data" else ", two axes"
+        yield rows(
+          f"rows, {scheme}, buffers {buffers}{where}",
+          700,
+          op="sum",
+          mesh=mesh,
+          axis=axis,
+          n=8,
+          count=_LOOK_UPS,
+          weight=0.3,
+          scheme=scheme,
+          capacities=capacities,
+        )
+
+
+def _rows_of_tables(scheme: str, axis: Axis, n: int = 8) -> Front:
+  """Look-ups of several tables in one exchange."""
+  tables = {"a": 70_000, "b": 40, "c": 200_003}  # the second travels whole
+
+  def build():
+    options: Any = {"scheme": scheme}
+    tx = zenjax.zen_sync(
+      axis, op="sum", capacities=_BUFFERS["of all look-ups"], **options
+    )
+
+    def local(given):
+      grads: Any = {
+        name: zenjax.SparseRows(given[name].ids, given[name].values, num_rows)
+        for name, num_rows in tables.items()
+      }
+      params = {name: jnp.zeros((r, 3)) for name, r in tables.items()}
+      return tx.update(grads, tx.init(params))[0]
+
+    return on_mesh(_MESHES[axis](), axis, local, check_vma=False)
+
+  def draw(rng):
+    return {
+      name: data.rows(rng, n, _LOOK_UPS, num_rows, 3, np.float32)
+      for name, num_rows in tables.items()
+    }
+
+  def check(given, got):
+    for name, num_rows in tables.items():
+      came = got[name]
+      truth.check_rows(given[name], num_rows, came.indices, came.values, "sum")
+
+  where = "" if axis == "data" else ", two axes"
+  name = f"rows of three tables, {scheme}{where}"
+  return Front(name, build, draw, check, weight=0.3)
+
+
+def _array_to_rows(scheme: str, axis: Axis) -> Front:
+  """An array that comes back as rows: all that any device has, once."""
+
+  def local(x):
+    capacities = _BUFFERS["of all look-ups"]
+    return mean(axis, output="rows", scheme=scheme, capacities=capacities)(
+      x
+    ).to_dense()
+
+  where = "" if axis == "data" else ", two axes"
+  return arrays(
+    f"array to rows, {scheme}{where}",
+    lambda: on_mesh(_MESHES[axis](), axis, local, check_vma=False),
+    8,
+    (300, 3),
+    weight=0.3,
+  )
 
 
 FRONTS = (
+  *_rows_by_every_scheme(),
+  *(
+    front(scheme, axis)
+    for front in (_array_to_rows, _rows_of_tables)
+    for scheme in _SCHEMES
+    for axis in _MESHES
+  ),
   Front(
     "array of 2**24 rows",
     lambda: on_mesh(runners.mesh(2), "data", mean("data"), check_vma=False),

@@ -19,7 +19,7 @@ def check_rows(
 ) -> None:
   """Rows that came out, `[n, U]` and `[n, U, D]`, of float32 look-ups.
 
-  Each once, ids of the table or `num_rows`, and those of nobody absent.
+  Each row that was looked up, once, whatever its sum, and `num_rows`.
   """
   same_everywhere(ids, "ids")
   same_everywhere(values, "values")
@@ -36,12 +36,12 @@ def check_rows(
   known = (at >= 0) & (at < num_rows)
   union, place = np.unique(at[known], return_inverse=True)
   assert np.isin(ids, union).all(), "a row came out that nobody looked up"
+  assert len(ids) == len(union), "a row that was looked up did not come out"
   total, size, terms = (np.zeros((len(union), x.shape[1])) for _ in range(3))
   np.add.at(total, place, x[known])
   np.add.at(size, place, finite(x[known]))
   np.add.at(terms, place, x[known] != 0)
-  got = np.zeros_like(total)
-  got[np.searchsorted(union, ids)] = values
+  got = values[np.argsort(ids)]
   if op == "mean":
     got = got * n
   within(got, total, (terms + 2) * U * size * (1 + 8 * n * U), size, n)

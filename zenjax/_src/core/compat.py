@@ -34,6 +34,35 @@ def automatic_axes() -> frozenset[str]:
   return frozenset(around.axis_names) - frozenset(around.manual_axes)
 
 
+def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:
+  """Axes over which types say how arrays are spread.
+
+  Args:
+    x: An array by whose type to tell; None for the mesh around a trace.
+  """
+  if x is None:
+    mesh = jax.sharding.get_abstract_mesh()
+  else:
+    mesh = jax.typeof(x).sharding.mesh
+  return explicit_of(mesh)
+
+
+def explicit_of(mesh: Any) -> frozenset[str]:
+  """The explicit axes of a mesh, which may be empty."""
+  kinds = zip(mesh.axis_names, mesh.axis_types)
+  return frozenset(
+    [axis for axis, kind in kinds if kind == jax.sharding.AxisType.Explicit]
+  )
+
+
+def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
+  """How explicit sharding spreads each dimension, None where it does not."""
+  if not explicit_axes(x):
+    return (None,) * x.ndim
+  spec = tuple(jax.typeof(x).sharding.spec.partitions)
+  return (*spec, *[None] * (x.ndim - len(spec)))
+
+
 def records_varying(axis_name: str) -> bool:
   """Returns True if types record variation over `axis_name` (`check_vma=True`).
 

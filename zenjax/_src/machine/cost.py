@@ -139,7 +139,7 @@ def predict(
       whole = message.op == "all_gather" and column_groups > 1
       row = block * column_groups if whole else block
       local += _move_s(row, received, work)
-  phases = [phase for m in messages for phase in _phases(m, context)]
+  phases = [phase for m in messages for phase in phases_of(m, context)]
   return Prediction(
     scheme=scheme,
     column_groups=column_groups,
@@ -194,7 +194,7 @@ def _sparse_messages(
   return as_floats, block, (float(push), float(pull))
 
 
-def _phases(message: Message, context: Context) -> list[Phase]:
+def phases_of(message: Message, context: Context) -> list[Phase]:
   """Splits a message into the collectives along each axis that it crosses.
 
   Libraries sum and gather level by level: devices that share a slow link each

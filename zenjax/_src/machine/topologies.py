@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import re
 from typing import Annotated
 
 from zenjax._src.core import checked_json
@@ -18,8 +17,12 @@ from zenjax._src.core.checked_json import NOT_EMPTY
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
+from zenjax._src.machine import rates
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
+from zenjax._src.machine.machines import known_machine
+from zenjax._src.machine.machines import Machine
+from zenjax._src.machine.machines import NCCL_NETWORK_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +87,12 @@ class Topology:
     memory_bytes: Memory of a device; None where it does not matter.
     name: Name of the machine.
     source: Origin of the figures: a publication, or a measurement.
+    ports: Network cards of a host, which its devices share.
 
   Example:
     >>> import zenjax
     >>> pod = zenjax.planner.Topology.preset(
-    ...   "h100", 8, hosts=4, network="400gbit"
+    ...   "h100", 8, hosts=4, network="400 Gbit/s", ports=8
     ... )
     >>> [(level.name, level.devices) for level in pod.levels]
     [('host', 4), ('device', 8)]
@@ -102,8 +106,10 @@ class Topology:
   memory_bytes: float | None = None
   name: str = ""
   source: str = ""
+  ports: int = 1
 
   def __post_init__(self):
+    _check_ports(self.ports)
     names = [level.name for level in self.levels]
     if not names or len(set(names)) != len(names):
       raise ValueError(
@@ -160,8 +166,8 @@ class Topology:
     devices: int,
     *,
     hosts: int = 1,
-    network: str | None = None,
-    ports: int | None = None,
+    network: str | float | None = None,
+    ports: int = 1,
   ) -> "Topology":
     """Returns a known machine, by its published figures.
 
@@ -169,60 +175,89 @@ class Topology:
     The device's own work follows from the peak of its memory and is a floor.
 
     Args:
-      machine: "h100", "h200", "tpu-v4", "tpu-v5e", "tpu-v5p" or "tpu-v6e".
+      machine: "a100", "h100", "h200", "l4", "tpu-v4", "tpu-v5e", "tpu-v5p",
+        "tpu-v6e" or "v100".
       devices: Devices of a host, which the machine's own fabric joins.
       hosts: Number of hosts.
-      network: Line rate of one port between hosts, say "100gbit".
-      ports: Ports of a host, which its devices share; by default one a device.
+      network: Line rate of one network card between hosts, as "100 Gbit/s",
+        "100gbit", "12.5 GB/s", or a number of bits a second.
+      ports: Network cards of a host, which its devices share. One is assumed,
+        and the topology's name says so.
 
     Raises:
-      ValueError: `machine` or `network` is not known, or hosts have no network.
+      ValueError: `machine` is not known, `network` is no rate or may be read as
+        two, `ports` is less than 1, or hosts have no network.
     """
     known = known_machine(machine)
-    link = Link(
-      bandwidth=known.bandwidth, latency_s=known.latency_s, work=known.work
-    )
+    work = _floor(known)
+    link = Link(bandwidth=known.bandwidth, latency_s=known.latency_s, work=work)
     levels = [Level(name="device", devices=devices, link=link)]
-    source = f"{machine}: {known.source}"
+    name, source = machine, f"{machine}: {known.source}"
     if (hosts > 1) != (network is not None):
       raise ValueError(
         "`network` must be given where `hosts` exceeds 1, and only there, got"
         f" {hosts=} and {network=}; say network='100gbit'."
       )
+    _check_ports(ports)
     if network is not None:
-      share = (devices if ports is None else ports) / devices
-      levels.insert(0, _network_level(hosts, network, share, known.work))
-      source += f"; {network}: {NETWORK_SOURCE}"
+      bits = _bits("network", network)
+      levels.insert(0, _network_level(hosts, bits, ports / devices, work))
+      name = _on_network(machine, bits, ports)
+      source += f"; {rates.in_words(bits)}: {NETWORK_SOURCE}"
+    elif ports > 1:
+      raise ValueError(
+        "`ports` must be given where `network` is, whose cards they are, got"
+        f" {ports=} of one host; leave it out."
+      )
     return cls(
       levels=tuple(levels),
       memory_bytes=known.memory_bytes,
-      name=machine,
+      name=name,
       source=source,
+      ports=ports,
     )
 
   @classmethod
   def network(
-    cls, rate: str, hosts: int, machine: str | None = None
+    cls,
+    rate: str | float,
+    hosts: int,
+    machine: str | None = None,
+    *,
+    ports: int = 1,
   ) -> "Topology":
     """Returns hosts of one device each on a network at line rate.
 
     Args:
-      rate: Line rate, say "100gbit".
+      rate: Line rate of a network card, as "25 Gbit/s", "25gbit", "25Gbps",
+        "3.1 GB/s", or a number of bits a second.
       hosts: Number of hosts.
       machine: Machine of the devices, as for `preset`, whose memory bounds the
         device's own work from below. Without one it takes no time.
+      ports: Network cards of a host. One is assumed, and the topology's name
+        says so.
 
     Raises:
-      ValueError: `rate` or `machine` is not known.
+      ValueError: `rate` is no rate or may be read as two, `machine` is not
+        known, or `ports` is less than 1.
+
+    Example:
+      >>> import zenjax
+      >>> hosts = zenjax.planner.Topology.network("25 Gbit/s", 8, ports=2)
+      >>> hosts.name, hosts.levels[0].link.bandwidth
+      ('25 Gbit/s, 2 network cards a host', 6250000000.0)
     """
+    bits = _bits("rate", rate)
     known = None if machine is None else known_machine(machine)
-    work = known.work if known else Work()
-    source = f"{rate}: {NETWORK_SOURCE}"
+    _check_ports(ports)
+    work = _floor(known) if known else Work()
+    source = f"{rates.in_words(bits)}: {NETWORK_SOURCE}"
     return cls(
-      levels=(_network_level(hosts, rate, 1.0, work),),
+      levels=(_network_level(hosts, bits, ports, work),),
       memory_bytes=known.memory_bytes if known else None,
-      name=f"{machine} on {rate}" if known else rate,
+      name=_on_network(machine, bits, ports),
       source=f"{source}; {machine}: {known.source}" if known else source,
+      ports=ports,
     )
 
   def to_json(self) -> str:
@@ -232,6 +267,7 @@ class Topology:
       "name": self.name,
       "source": self.source,
       "memory_bytes": self.memory_bytes,
+      "ports": self.ports,
       "levels": [dataclasses.asdict(_level_record(x)) for x in self.levels],
     }
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -259,134 +295,63 @@ class Topology:
     return _parsed(text, Source(f"the topology {os.fspath(path)!r}", _REMEDY))
 
 
-# --- known machines -----------------------------------------------------------
-#
-# Vendors publish peaks; the part of it that collectives reach has to be
-# measured. A bandwidth here is what one device receives while it sends as many
-# bytes; vendors state the sum of both directions. Latencies are those of one
-# message between two devices.
+# --- known machines and networks ----------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-  """Devices that one fast fabric joins.
-
-  Attributes:
-    bandwidth: Bytes a second that a device receives.
-    latency_s: Latency of a message.
-    memory_bytes: Memory of a device.
-    memory_bandwidth: Bytes a second that a device reads or writes there.
-    source: Publication of these figures, and their kind.
-  """
-
-  bandwidth: float
-  latency_s: float
-  memory_bytes: float
-  memory_bandwidth: float
-  source: str
-
-  @property
-  def work(self) -> Work:
-    """The least that a device's own part can take, by its memory's peak.
-
-    A table is read once to find its nonzero rows. What is received passes
-    through memory twice, as it is packed or merged and as it is written, and is
-    read and written each time. Starting kernels and looking up rows count as
-    nothing here; `zenjax.planner.measure_work` measures them.
-    """
-    byte_s = 1 / self.memory_bandwidth
-    return Work(mask_byte=byte_s, move_byte=4 * byte_s)
-
-
-# A hop of the ring protocol "Simple", in microseconds, from the table `hwLat`
-# by which NCCL chooses its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
-_NCCL_NVLINK_S = 3.4e-6
-_NCCL_NETWORK_S = 14e-6
-# No figure is published; neighbouring chips are about a microsecond apart.
-_ICI_S = 1e-6
-
-_GB, _GIB = 1e9, 2.0**30
-_FLOOR = "the device's own work is a floor, its memory's peak"
-
-
-def _nvlink(memory_gb: float, memory_tb_s: float, device: str) -> Machine:
-  return Machine(
-    bandwidth=450 * _GB,
-    latency_s=_NCCL_NVLINK_S,
-    memory_bytes=memory_gb * _GB,
-    memory_bandwidth=memory_tb_s * 1e12,
-    source=(
-      f"NVIDIA {device} data sheet: NVLink 900 GB/s both ways, {memory_gb} GB"
-      f" at {memory_tb_s} TB/s, a peak; latency from NCCL's tuning table;"
-      f" {_FLOOR}"
-    ),
-  )
-
-
-def _ici(
-  bandwidth: float, memory: float, memory_gb_s: float, page: str, figure: str
-) -> Machine:
-  return Machine(
-    bandwidth=bandwidth,
-    latency_s=_ICI_S,
-    memory_bytes=memory,
-    memory_bandwidth=memory_gb_s * _GB,
-    source=(
-      f"docs.cloud.google.com/tpu/docs/{page}: {figure}, a peak over all ports"
-      " of a chip, which a mesh axis along one side of the torus does not have;"
-      f" HBM {memory_gb_s:g} GB/s; latency assumed; {_FLOOR}"
-    ),
-  )
-
-
-MACHINES: dict[str, Machine] = {
-  "h100": _nvlink(80, 3.35, "H100 SXM"),
-  "h200": _nvlink(141, 4.8, "H200 SXM"),
-  # 4,096 chips reduce 1.1 PB/s together; six ports.
-  "tpu-v4": _ici(
-    1.1e15 / 4096, 32 * _GIB, 1200, "v4", "all-reduce 1.1 PB/s of 4,096 chips"
-  ),
-  "tpu-v5e": _ici(200 * _GB, 16 * _GB, 819, "v5e", "ICI 400 GB/s both ways"),
-  "tpu-v5p": _ici(
-    600 * _GB, 95 * _GIB, 2765, "v5p", "ICI 1,200 GB/s both ways"
-  ),
-  "tpu-v6e": _ici(400 * _GB, 32 * _GB, 1638, "v6e", "ICI 800 GB/s both ways"),
-}
-
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(mbit|gbit)")
 NETWORK_SOURCE = "its line rate, a peak; latency from NCCL's tuning table"
 
 
-def known_machine(name: str) -> Machine:
-  """Returns an entry of `MACHINES`; raises `ValueError` if there is none."""
-  if name not in MACHINES:
-    raise ValueError(
-      f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}; measure"
-      " any other with `zenjax.planner.measure_links`."
-    )
-  return MACHINES[name]
+def _floor(known: Machine) -> Work:
+  """Returns the least that a device's own part can take, by its memory's peak.
 
-
-def network(rate: str) -> tuple[float, float]:
-  """Returns bytes a second and seconds a message of a port, say "100gbit".
-
-  Raises:
-    ValueError: `rate` is no number with "gbit" or "mbit" after it.
+  A table is read once to find its nonzero rows. What is received passes through
+  memory twice, as it is packed or merged and as it is written, and is read and
+  written each time. Starting kernels and looking up rows count as nothing here;
+  `zenjax.planner.measure_work` measures them.
   """
-  match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
-  if match is None or not 0 < float(match[1]) < math.inf:
-    raise ValueError(
-      "`network` must be a positive number and gbit or mbit, say '100gbit',"
-      f" got {rate!r}."
-    )
-  bits = float(match[1]) * {"mbit": 1e6, "gbit": 1e9}[match[2]]
-  return bits / 8, _NCCL_NETWORK_S
+  byte_s = 1 / known.memory_bandwidth
+  return Work(mask_byte=byte_s, move_byte=4 * byte_s)
 
 
-def _network_level(hosts: int, rate: str, share: float, work: Work) -> Level:
-  bandwidth, latency_s = network(rate)
-  link = Link(bandwidth=bandwidth * share, latency_s=latency_s, work=work)
+def _network_level(hosts: int, bits: float, share: float, work: Work) -> Level:
+  """Returns hosts on a network, of which a device has a share of a card."""
+  link = Link(bandwidth=bits / 8 * share, latency_s=NCCL_NETWORK_S, work=work)
   return Level(name="host", devices=hosts, link=link)
+
+
+def with_rate(topology: Topology, bits: float) -> Topology:
+  """Returns a topology whose hosts have network cards of another rate.
+
+  Args:
+    topology: A machine, whose slowest level gets the rate.
+    bits: Line rate of a card in bits a second; `topology.ports` of them serve
+      all devices within one of that level.
+  """
+  slowest = topology.levels[0]
+  share = topology.ports / math.prod(topology.sizes[1:])
+  work = slowest.link.work
+  level = _network_level(slowest.devices, bits, share, work)
+  level = dataclasses.replace(level, name=slowest.name)
+  return dataclasses.replace(topology, levels=(level, *topology.levels[1:]))
+
+
+def _on_network(machine: str | None, bits: float, ports: int) -> str:
+  on = f"{machine} on " if machine else ""
+  return f"{on}{rates.in_words(bits)}, {rates.cards(ports)}"
+
+
+def _bits(name: str, rate: str | float) -> float:
+  try:
+    return rates.bits_a_second(rate)
+  except ValueError as error:
+    raise ValueError(f"`{name}` {error}") from error
+
+
+def _check_ports(ports: int) -> None:
+  if isinstance(ports, bool) or not isinstance(ports, int) or ports < 1:
+    raise ValueError(
+      "`ports` must be the network cards of a host, a whole number of at least"
+      f" 1, got {ports!r}."
+    )
 
 
 # --- JSON ---------------------------------------------------------------------
@@ -429,6 +394,7 @@ class _TopologyRecord:
   name: str
   source: str
   memory_bytes: _Rate | None = None
+  ports: Annotated[int, POSITIVE] = 1  # older files have none
   levels: tuple[_LevelRecord, ...]
 
 
@@ -466,6 +432,7 @@ def _parsed(text: str, source: Source) -> Topology:
       memory_bytes=record.memory_bytes,
       name=record.name,
       source=record.source,
+      ports=record.ports,
     )
   except ValueError as error:
     raise source.broken(f"is refused: {str(error).rstrip('.')}") from error

@@ -21,6 +21,7 @@ from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import row_sharded
 from zenjax._src.planner import strategies
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.plan_search import search
@@ -246,6 +247,7 @@ def _leaf(
     union=_union(question, i),
     runner_up=second,
     runner_up_seconds=second_s,
+    **_row_sharded(question, gradient),
     reason=_reason(question, space, i, name, profile, dense_seconds),
   )
 
@@ -267,6 +269,21 @@ def _first_round(
   )
   # Where all devices have the same rows, chance makes a push the fuller one.
   return push, max(push, pull)
+
+
+def _row_sharded(question: Question, gradient: Gradient) -> dict[str, float]:
+  """Returns fields of `LeafPlan` about the table sharded by rows."""
+  if not strategies.has_choice(gradient, question.context):
+    return {}
+  look_ups = gradient.look_ups
+  if look_ups is None:  # At least one look-up has touched each nonzero row.
+    look_ups = strategies.profile_of(
+      gradient, question.profiles, question.context
+    ).rows
+  received, seconds = row_sharded.exchange(
+    gradient, look_ups, question.context, question.links
+  )
+  return {"sharded_bytes": received, "sharded_seconds": seconds}
 
 
 def _union(question: Question, i: int) -> float | None:

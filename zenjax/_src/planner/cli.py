@@ -1,32 +1,19 @@
-"""The command line: prints tables, and exits with 2 if the input is wrong."""
+"""The command line: exits with 2 if the input is wrong.
+
+It imports no JAX: help and refused options are there at once.
+"""
 
 import argparse
-from collections.abc import Callable, Sequence
-import dataclasses
-import json
+from collections.abc import Sequence
 import math
 import pathlib
 import sys
-from typing import Any, NamedTuple
-import warnings
 
-import jax
-from jax.sharding import Mesh
-import numpy as np
-
-from zenjax import traces
-from zenjax._src.core.text import columns
-from zenjax._src.machine import measure
-from zenjax._src.machine import topologies
-from zenjax._src.machine.link_models import Work
-from zenjax._src.machine.topologies import Topology
-from zenjax._src.planner import recorded_runs
-from zenjax._src.planner import what_if
-from zenjax._src.planner.choosing import answer
-from zenjax._src.planner.recorded_runs import Recorded
-from zenjax._src.planner.what_if import Sweep
+from zenjax._src.machine import machines
+from zenjax._src.machine import rates
 
 _INTERRUPTED = 130
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   Returns:
     The exit status; bad input exits with 2 by itself.
   """
-  parser = _parser()
-  options = parser.parse_args(argv)
+  options = _parser().parse_args(argv)
   try:
-    options.run(options)
+    from zenjax._src.planner import commands  # Imports JAX.
+
+    commands.RUN[options.command](options)
   except (ImportError, OSError, ValueError) as error:
     options.parser.exit(2, f"{options.parser.prog}: error: {error}\n")
   except KeyboardInterrupt:
@@ -52,24 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog="python -m zenjax",
+    prog="zenjax",
     description="Plans how gradients travel, from steps that were recorded.",
     epilog="`zenjax.planner.record` writes a trace, which is a directory. In a"
     " program `zenjax.planner.plan` plans a model without one.",
   )
-  commands = parser.add_subparsers(required=True, metavar="COMMAND")
+  commands = parser.add_subparsers(
+    dest="command", required=True, metavar="COMMAND"
+  )
   plan = commands.add_parser(
     "plan",
     help="how each gradient should travel on a machine, and what it gains",
     description="Chooses for each gradient of a recorded run how it should"
     " travel on a machine, and says what a step gains.",
-    epilog="for example: python -m zenjax plan --trace DIR --hosts 64 --link"
+    epilog="for example: zenjax plan --trace DIR --hosts 64 --link"
     " 100gbit --machine h100 --compute-seconds 0.12",
   )
   add_model(plan)
   add_machine(plan)
   add_output(plan, "the plan, for zenjax.planner.Plan.from_json")
-  plan.set_defaults(run=run_plan, parser=plan)
+  plan.set_defaults(parser=plan)
 
   links = commands.add_parser(
     "links",
@@ -91,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     help="how often each is timed, by default 7",
   )
   add_output(links, "the machine, for --topology")
-  links.set_defaults(run=run_links, parser=links)
+  links.set_defaults(parser=links)
 
   whatif = commands.add_parser(
     "whatif",
@@ -100,147 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     " hosts, link rates and batch size, and where pmean becomes the better"
     " choice. The scaling factor is a step's time without any exchange over"
     " that with it: 1 where devices train as fast together as alone.",
-    epilog="for example: python -m zenjax whatif --trace DIR --hosts 16 --link"
+    epilog="for example: zenjax whatif --trace DIR --hosts 16 --link"
     " 25gbit --machine h100 --compute-seconds 0.12 --plot whatif.png",
   )
   add_model(whatif, compute_required=True)
   add_machine(whatif)
   add_sweeps(whatif)
   add_output(whatif, "all of it")
-  whatif.set_defaults(run=run_whatif, parser=whatif)
+  whatif.set_defaults(parser=whatif)
   return parser
-
-
-# --- links --------------------------------------------------------------------
-
-
-def run_links(options: argparse.Namespace) -> None:
-  """Measures the links between devices of this process, prints and saves."""
-  devices = _devices(options.devices)
-  mesh = Mesh(np.array(devices), ("data",))
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always", RuntimeWarning)
-    found = measure.measure_links(mesh, repeats=options.repeats)
-  print(links_table(found))
-  for warning in caught:
-    print(f"note: {warning.message}")
-  if options.json:
-    options.json.write_text(found.to_json(), encoding="utf-8")
-    print(f"saved {options.json}")
-
-
-def links_table(found: Topology) -> str:
-  """Returns the fits of each level, and local work."""
-  lines = [f"{found.devices} x {found.name}, {found.source}"]
-  for level in found.levels:
-    rows = [(level.name, "latency us", "GB/s", "line misses by")]
-    for fit in level.fits:
-      rate = (
-        f"{fit.bandwidth / 1e9:.3g}" if math.isfinite(fit.bandwidth) else "-"
-      )
-      rows.append(
-        (fit.op, f"{fit.latency_s * 1e6:.4g}", rate, f"{fit.error:.0%}")
-      )
-    lines += columns(rows)
-    link = level.link
-    lines.append(
-      f"for other numbers of devices: {link.latency_s * 1e6:.4g} us a message,"
-      f" {link.bandwidth / 1e9:.3g} GB/s"
-    )
-  work = dataclasses.asdict(found.levels[-1].link.work)
-  told = [f"{name} {s * 1e9:.3g} ns" for name, s in work.items()]
-  return "\n".join([*lines, f"a device's own work: {', '.join(told)}"])
-
-
-def _devices(wanted: int | None) -> list[Any]:
-  if wanted:
-    try:  # Only the CPU's are made; others are there.
-      jax.config.update("jax_num_cpu_devices", wanted)
-    except RuntimeError:
-      pass  # JAX runs already, with those it has.
-  devices = jax.devices()
-  if len(devices) < (wanted or 2):
-    raise ValueError(
-      f"--devices must be at most those that JAX sees, {len(devices)}"
-      f" {devices[0].platform}, got {wanted}; on CPU --devices 8 makes 8 of"
-      " them."
-    )
-  return devices[:wanted]
-
-
-# --- plan ---------------------------------------------------------------------
-
-
-def run_plan(options: argparse.Namespace) -> None:
-  """Plans a recorded run, prints and saves."""
-  machine = topology(options)
-  recorded = recorded_model(options)
-  plan = answer(
-    recorded.question(machine, options.batch, **model_settings(options))
-  )
-  print(_densities(options, recorded, machine.devices))
-  print(plan)
-  for note in notes(options, recorded, machine):
-    print(note)
-  if options.json:
-    options.json.write_text(plan.to_json(), encoding="utf-8")
-    print(f"saved {options.json}")
-
-
-def _densities(
-  options: argparse.Namespace, recorded: Recorded, devices: int
-) -> str:
-  """Returns the densities of each table, for so many devices."""
-  rows = [("table", "rows", "of a device", f"of {devices}", "error")]
-  profiles = recorded.profiles(devices, options.batch)
-  for name, growth in recorded.growths.items():
-    profile, sets = profiles[name], devices * options.batch
-    error = growth.error(sets) if sets <= growth.pooled else math.nan
-    rows.append(
-      (
-        name,
-        str(growth.rows),
-        f"{profile.rows / growth.rows:.2%}",
-        f"{profile.union / growth.rows:.2%}",
-        f"{error:.1%}" if math.isfinite(error) else "-",
-      )
-    )
-  return "\n".join(
-    [f"nonzero rows, as {options.trace} has them", *columns(rows)]
-  )
-
-
-# --- whatif -------------------------------------------------------------------
-
-
-_PICTURES = (".png", ".pdf", ".svg")
-
-
-class Axis(NamedTuple):
-  """A quantity that is varied, in words."""
-
-  name: str
-  label: str
-  show: Callable[[float], str]
-  drawn: str
-  tick: Callable[[float], str]
-
-
-def mbit(text: str) -> float:
-  """Converts a rate that `rate` has checked to Mbit/s."""
-  return topologies.network(text)[0] * 8 / 1e6
-
-
-def _rate(at: float) -> str:
-  return f"{at / 1e3:.3g} Gbit/s" if at >= 1e3 else f"{at:.3g} Mbit/s"
-
-
-_whole_text = "{:.0f}".format
-HOSTS = Axis("hosts", "hosts", _whole_text, "hosts", _whole_text)
-LINKS = Axis("links", "link", _rate, "link, Gbit/s", lambda at: f"{at / 1e3:g}")
-BATCH = Axis(
-  "batch", "batch", _whole_text, "times the recorded batch", _whole_text
-)
 
 
 def add_sweeps(command: argparse.ArgumentParser) -> None:
@@ -258,9 +116,9 @@ def add_sweeps(command: argparse.ArgumentParser) -> None:
     "--over-links",
     type=rate,
     nargs="+",
-    default=["1gbit", "10gbit", "25gbit", "100gbit", "400gbit"],
+    default=[1e9, 10e9, 25e9, 100e9, 400e9],
     metavar="RATE",
-    help="by default 1gbit to 400gbit",
+    help="of each network card, by default 1 to 400 Gbit/s",
   )
   group.add_argument(
     "--over-batch",
@@ -286,84 +144,6 @@ def picture(text: str) -> pathlib.Path:
       f"must end in one of {', '.join(_PICTURES)}, got {text!r}"
     )
   return path
-
-
-def run_whatif(options: argparse.Namespace) -> None:
-  """Predicts every sweep, prints, draws and saves."""
-  if options.plot:
-    what_if.require()
-  machine = topology(options)
-  recorded = recorded_model(options)
-  settings = model_settings(options)
-  base = what_if.Base(
-    recorded=recorded,
-    topology=machine,
-    batch=options.batch,
-    compute_seconds=settings.pop("compute_seconds"),
-    settings=settings,
-  )
-  # Without a network it is one host's devices that are varied.
-  level = machine.levels[0].name
-  label = "hosts" if level == "host" else f"devices along {level!r}"
-  hosts = HOSTS._replace(label=label, drawn=label)
-  rates = [mbit(rate) for rate in options.over_links]
-  sweeps = {
-    hosts: what_if.over_hosts(base, options.over_hosts),
-    LINKS: what_if.over_links(base, rates),
-    BATCH: what_if.over_batch(base, options.over_batch),
-  }
-  title = (
-    f"{machine.devices} devices on {machine.name}, {options.batch} x batch"
-  )
-  print(f"varied from {title}")
-  for axis, sweep in sweeps.items():
-    print("\n" + whatif_table(axis, sweep))
-  for note in notes(options, recorded, machine):
-    print(note)
-  # All is made before any of it is written: an interrupt leaves no half.
-  files = {}
-  if options.plot:
-    kind = options.plot.suffix[1:]
-    files[options.plot] = what_if.drawn(kind, sweeps, title)
-  if options.json:
-    document = {axis.name: dataclasses.asdict(s) for axis, s in sweeps.items()}
-    files[options.json] = (json.dumps(document, indent=1) + "\n").encode()
-  for path, content in files.items():
-    path.write_bytes(content)
-    print(f"saved {path}")
-
-
-def whatif_table(axis: Axis, sweep: Sweep) -> str:
-  """Returns every point, and where the better choice changes."""
-  rows = [(axis.label, "ms", "pmean ms", "scaling", "pmean's", "better")]
-  for p in sweep.points:
-    rows.append(
-      (
-        axis.show(p.at) + ("*" if p.bounded else ""),
-        f"{p.seconds * 1e3:.4g}",
-        f"{p.dense_seconds * 1e3:.4g}",
-        f"{p.scaling:.3f}",
-        f"{p.dense_scaling:.3f}",
-        "the plan" if p.pays else "pmean",
-      )
-    )
-  lines = [*columns(rows), *turns(axis, sweep)]
-  if any(p.bounded for p in sweep.points):
-    lines.append("* beyond the trace: the largest union that can be")
-  return "\n".join(lines)
-
-
-def turns(axis: Axis, sweep: Sweep) -> list[str]:
-  """Says from where on which choice is better."""
-  better = {True: "the plan", False: "plain pmean"}
-  if not sweep.turns:
-    low, high = map(axis.show, sweep.searched)
-    only = better[sweep.points[0].pays]
-    return [f"{only} is the better choice from {low} to {high}"]
-  return [
-    f"from {axis.show(turn.at)} on {better[turn.pays]} is the better choice"
-    for turn in sweep.turns
-  ]
 
 
 # --- arguments that commands share --------------------------------------------
@@ -425,19 +205,29 @@ def add_machine(command: argparse.ArgumentParser) -> None:
     "the machine",
     "--link RATE --hosts N; --machine NAME --devices N, and with several hosts"
     " these two as well; or --topology FILE. With --machine the device's own"
-    " work counts.",
+    " work counts. A host has one network card unless --ports says more.",
   )
   group.add_argument(
     "--hosts", type=positive, metavar="N", help="joined by --link"
   )
   group.add_argument(
-    "--link", type=rate, metavar="RATE", help="line rate, say 100gbit"
+    "--link",
+    type=rate,
+    metavar="RATE",
+    help="line rate of a network card: 100gbit, '25 Gbit/s', 25Gbps, 3.1GB/s or"
+    " 25e9 bits a second",
+  )
+  group.add_argument(
+    "--ports",
+    type=positive,
+    metavar="N",
+    help="network cards of a host, which its devices share; by default 1",
   )
   group.add_argument(
     "--machine",
-    choices=tuple(topologies.MACHINES),
+    choices=tuple(machines.MACHINES),
     metavar="NAME",
-    help=", ".join(topologies.MACHINES),
+    help=", ".join(machines.MACHINES),
   )
   group.add_argument(
     "--devices",
@@ -456,90 +246,6 @@ def add_machine(command: argparse.ArgumentParser) -> None:
 def add_output(command: argparse.ArgumentParser, what: str) -> None:
   """Adds a file for the result of a command."""
   command.add_argument("--json", type=output, metavar="FILE", help=what)
-
-
-def topology(options: argparse.Namespace) -> Topology:
-  """Returns the machine that the options describe.
-
-  Raises:
-    ValueError: They describe none, or two.
-  """
-  if options.topology is not None:
-    for name in ("link", "machine", "devices"):
-      if getattr(options, name) is not None:
-        raise ValueError(
-          f"--{name} must not be given beside --topology, whose file says it."
-        )
-    found = Topology.load(options.topology)
-    slowest = found.levels[0].name
-    return found.resized(**{slowest: options.hosts}) if options.hosts else found
-  if options.devices and not options.machine:
-    raise ValueError(
-      "--devices must come with --machine, whose fabric joins them; of hosts"
-      " with one device each give --hosts and --link."
-    )
-  if bool(options.link) != bool(options.hosts):
-    raise ValueError(
-      "--link and --hosts must be given together, say --link 100gbit --hosts 8."
-    )
-  if options.machine and options.devices:
-    return Topology.preset(
-      options.machine,
-      options.devices,
-      hosts=options.hosts or 1,
-      network=options.link,
-    )
-  if not options.link:
-    raise ValueError(
-      "a machine must be described: --link RATE --hosts N, --machine NAME"
-      " --devices N, or --topology FILE."
-    )
-  return Topology.network(options.link, options.hosts, options.machine)
-
-
-def recorded_model(options: argparse.Namespace) -> Recorded:
-  """Reads the trace; raises `ValueError` if it is broken."""
-  return recorded_runs.recorded(traces.read(options.trace))
-
-
-def model_settings(options: argparse.Namespace) -> dict:
-  """Returns fields of `Question`, beside model, machine and batch."""
-  memory = options.memory_gb
-  return dict(
-    compute_seconds=options.compute_seconds,
-    overlap=options.overlap,
-    wire_dtypes=tuple(options.wire_dtypes),
-    memory_bytes=None if memory is None else memory * 1e9,
-  )
-
-
-def notes(
-  options: argparse.Namespace, run: Recorded, machine: Topology
-) -> list[str]:
-  """Returns warnings on how far to trust the predictions."""
-  lines = []
-  sets = machine.devices * options.batch
-  if sets > run.pooled:
-    lines.append(
-      f"note: the trace has {run.pooled} row sets a table, and {sets} are asked"
-      " for: unions are the largest that can be. Record more steps."
-    )
-  if not run.whole:
-    lines.append(
-      "note: the trace tells of tables only, and so does the plan: zen_sync"
-      " refuses it for a model with other leaves. Record it again."
-    )
-  if all(level.link.work == Work() for level in machine.levels):
-    lines.append(
-      "note: the device's own work is taken to cost nothing: give --machine, or"
-      " --topology as measured by `links`."
-    )
-  if options.overlap:
-    lines.append(
-      "note: a trace does not say when gradients are complete: tables are taken"
-      " to be last, the others to follow each other evenly."
-    )
-  return lines
 
 
 def positive(text: str, least: int = 1, why: str = "") -> int:
@@ -585,15 +291,12 @@ def positive_number(text: str) -> float:
   return found
 
 
-def rate(text: str) -> str:
-  """Checks a line rate, as `Topology.network` takes it."""
+def rate(text: str) -> float:
+  """Parses a line rate into bits a second."""
   try:
-    topologies.network(text)
+    return rates.bits_a_second(text)
   except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a positive number and gbit or mbit, say 100gbit, got {text!r}"
-    ) from error
-  return text
+    raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def output(text: str) -> pathlib.Path:

@@ -130,9 +130,25 @@ def space(
   )
 
 
+def profile_of(
+  gradient: Gradient, profiles: Mapping[str, Profile], context: Context
+) -> Profile:
+  """Returns the densities of a table, those of a vocabulary if not known."""
+  table = _table(gradient, Strategy(scheme=PMEAN))
+  found = profiles.get(gradient.name)
+  return found or cost.assumed(table, context.devices)
+
+
 def raised_by(scheme: str, margin: float) -> float:
   """Returns the factor on the times of a scheme: sparse ones are raised."""
   return 1.0 if scheme in DENSE else 1 / margin
+
+
+def has_choice(gradient: Gradient, context: Context) -> bool:
+  """Returns True for tables, where there is more than one device."""
+  leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+  listed = gradient.look_ups is not None
+  return context.devices > 1 and (listed or leaf_util.is_table(leaf))
 
 
 def _strategies(
@@ -140,9 +156,7 @@ def _strategies(
 ) -> list[Strategy]:
   """Lists the strategies of a leaf, pmean first."""
   ways = [Strategy(scheme=PMEAN)]
-  leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-  listed = gradient.look_ups is not None
-  if context.devices == 1 or not (listed or leaf_util.is_table(leaf)):
+  if not has_choice(gradient, context):
     return ways
   n, width = context.sizes[-1], gradient.shape[-1]
   narrower = [

@@ -1,7 +1,7 @@
 """Sweeps: a step's time against hosts, link rates and batch size.
 
-At each point the run is planned anew. Between consecutive points of which one
-is better planned and the other with plain pmean, the turn is bisected.
+At each point the run is planned anew. Between consecutive points with another
+better choice, the turns are bisected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ import io
 from typing import Any
 
 from zenjax._src.machine import topologies
-from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner.choosing import answer
 from zenjax._src.planner.recorded_runs import Recorded
+from zenjax._src.sync.plans import Better
 
 # Rates in Mbit/s at which a link is searched: none beyond is sold.
 RATES_MBIT = tuple(10.0 * 10 ** (k / 2) for k in range(13))
@@ -31,7 +31,7 @@ class Point:
     compute_seconds: Time of a step without any exchange.
     seconds: Time of a step as planned.
     dense_seconds: Time of a step with plain pmean.
-    pays: True if the plan is the better choice.
+    better: The better choice, as `Plan.better` has it.
     bounded: True beyond the trace, where unions are the largest possible.
   """
 
@@ -40,7 +40,7 @@ class Point:
   compute_seconds: float
   seconds: float
   dense_seconds: float
-  pays: bool
+  better: Better
   bounded: bool
 
   @property
@@ -60,11 +60,11 @@ class Turn:
 
   Attributes:
     at: The value.
-    pays: True if the better choice is the plan.
+    better: That choice.
   """
 
   at: float
-  pays: bool
+  better: Better
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Base:
       compute_seconds=compute_s,
       seconds=plan.seconds,
       dense_seconds=plan.dense_seconds,
-      pays=plan.pays,
+      better=plan.better,
       bounded=topology.devices * batch > self.recorded.pooled,
     )
 
@@ -127,20 +127,12 @@ class Base:
 
   def link(self, at: float) -> Point:
     """Plans for another rate of the slowest level."""
-    return self.point(at, with_rate(self.topology, at), self.batch)
+    faster = topologies.with_rate(self.topology, at * 1e6)
+    return self.point(at, faster, self.batch)
 
   def larger_batch(self, at: float) -> Point:
     """Plans for another multiple of the recorded batch."""
     return self.point(at, self.topology, int(at))
-
-
-def with_rate(topology: Topology, mbit: float) -> Topology:
-  """Returns the topology with another line rate on its slowest level."""
-  level = topology.levels[0]
-  bandwidth, latency_s = topologies.network(f"{mbit:f}mbit")
-  link = Link(bandwidth=bandwidth, latency_s=latency_s, work=level.link.work)
-  slowest = dataclasses.replace(level, link=link, fits=())
-  return dataclasses.replace(topology, levels=(slowest, *topology.levels[1:]))
 
 
 def over_hosts(base: Base, hosts: Sequence[int]) -> Sweep:
@@ -178,8 +170,9 @@ def _sweep(
   along = sorted({*asked, *scanned})
   turns = []
   for low, high in zip(along, along[1:]):
-    if at(low).pays != at(high).pays:
+    while at(low).better != at(high).better:
       turns.append(_turn(at, low, high, middle))
+      low = turns[-1].at
   return Sweep(
     points=tuple(at(x) for x in sorted(set(asked))),
     turns=tuple(turns),
@@ -193,13 +186,13 @@ def _turn(
   high: float,
   middle: Callable[[float, float], float | None],
 ) -> Turn:
-  """Bisects between two that differ, for the least that is as `high`."""
+  """Bisects between two that differ, for one that is unlike `low` just so."""
   while (x := middle(low, high)) is not None:
-    if at(x).pays == at(low).pays:
+    if at(x).better == at(low).better:
       low = x
     else:
       high = x
-  return Turn(at=high, pays=at(high).pays)
+  return Turn(at=high, better=at(high).better)
 
 
 def _middle(low: float, high: float) -> float | None:

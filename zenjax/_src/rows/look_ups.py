@@ -29,9 +29,10 @@ class LookUp(NamedTuple):
 
   ids: jax.Array  # [...] int32, num_rows where no gradient goes
   read: jax.Array  # [...] int32, num_rows where none was read
-  rows: jax.Array  # [..., D]
+  out: jax.Array  # rows as the equation gives them
   fill: bool  # whether ids out of range read something else than 0 or NaN
-  restored: Callable[[jax.Array], jax.Array]  # rows as the equation gives them
+  rows: Callable[[jax.Array], jax.Array]  # of `out`: [..., D]
+  restored: Callable[[jax.Array], jax.Array]  # `out` of rows
 
 
 def gather(
@@ -60,8 +61,9 @@ def gather(
   return LookUp(
     ids=in_range(row, num_rows, clips),
     read=in_range(row, num_rows, not fills),
-    rows=jnp.moveaxis(out, windows, ends).reshape(*batch, width),
+    out=out,
     fill=fills and fill is not None and fill == fill and fill != 0,
+    rows=lambda out: jnp.moveaxis(out, windows, ends).reshape(*batch, width),
     restored=lambda rows: jnp.moveaxis(
       rows.reshape(*batch, *window_sizes), ends, windows
     ),
@@ -78,7 +80,7 @@ def dynamic_slice(
   start = in_range(jnp.asarray(others[0]), table.shape[0] - count + 1, True)
   ids = start + jnp.arange(count, dtype=jnp.int32)
   (rows,) = jaxprs.bind(eqn, [table, *others])
-  return LookUp(ids, ids, rows, False, lambda rows: rows)
+  return LookUp(ids, ids, rows, False, _same, _same)
 
 
 def slice_(
@@ -94,7 +96,11 @@ def slice_(
     return "is sliced into other pieces than whole rows"
   (rows,) = jaxprs.bind(eqn, [table])
   ids = jnp.arange(first, last, step, dtype=jnp.int32)
-  return LookUp(ids, ids, rows, False, lambda rows: rows)
+  return LookUp(ids, ids, rows, False, _same, _same)
+
+
+def _same(rows: jax.Array) -> jax.Array:
+  return rows
 
 
 FORMS: dict[str, Callable[..., LookUp | str]] = {

@@ -14,6 +14,7 @@ import numpy as np
 from zenjax._src.core import collectives
 from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
+from zenjax._src.rows import batch_layout
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import row_mask
@@ -402,7 +403,7 @@ def added(table: jax.Array, rows: SparseRows) -> jax.Array:
 
 
 def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
-  """All parts, one behind the other.
+  """All parts in one, in any order.
 
   Raises:
     ValueError: They are not of one table.
@@ -416,11 +417,25 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
       )
   if len(parts) == 1:
     return first
+  # Of values that no parameter's type reaches, ids still tell the mesh.
+  arrays = [x for part in parts for x in (part.values, part.indices)]
+  spread = batch_layout.spread_of(arrays)
+  parts = [filled_up(part, spread.devices) for part in parts]
   return SparseRows(
-    jnp.concatenate([part.indices for part in parts]),
-    jnp.concatenate([part.values for part in parts]),
+    batch_layout.joined([part.indices for part in parts], spread),
+    batch_layout.joined([part.values for part in parts], spread),
     first.num_rows,
   )
+
+
+def filled_up(rows: SparseRows, devices: int) -> SparseRows:
+  """The same with as many rows for each of `devices`; the last are padding."""
+  missing = -rows.capacity % devices
+  if not missing:
+    return rows
+  ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
+  values = jnp.pad(rows.values, ((0, missing), (0, 0)))
+  return SparseRows(ids, values, rows.num_rows)
 
 
 def require_one(what: str, rows: SparseRows) -> None:

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex_core
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
@@ -109,6 +110,10 @@ STEPS: dict[str, Callable[..., Step | str]] = {
 # What changes the values that a fill stands for, unless it is 0 or NaN.
 SCALES = ("neg", "mul", "div")
 
+_UNPLACED = (
+  "is looked up on automatic axes by more than `.at[ids].get(out_sharding=..)`"
+)
+
 # What changes types or places only is done to the table as it is.
 TYPES = ("copy", "copy_p", "pvary", "pcast")
 PLACES = (*TYPES, "sharding_constraint", "reshard")
@@ -148,6 +153,8 @@ class View(NamedTuple):
   steps: tuple[Step, ...] = ()
   scaled: bool = False
   mixed: bool = False  # whether a step has other operands
+  # Where it was resharded: the equation, and the view before it.
+  before: tuple[Any, "View"] | None = None
 
   def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows as the program sees them; `ids` are those that were read."""
@@ -157,8 +164,13 @@ class View(NamedTuple):
 
   def whole(self) -> jax.Array:
     """As the program sees it, for what is not differentiated."""
-    ids = jnp.arange(self.table.shape[0], dtype=jnp.int32)
-    return self.of(self.table, ids)
+    table, steps = self.table, self.steps
+    if self.before is not None:
+      eqn, view = self.before
+      (table,) = jaxprs.bind(eqn, [view.whole()])
+      steps = steps[len(view.steps) :]
+    ids = jnp.arange(table.shape[0], dtype=jnp.int32)
+    return self._replace(steps=steps).of(table, ids)
 
 
 class Site(NamedTuple):
@@ -168,12 +180,31 @@ class Site(NamedTuple):
   shape: tuple[int, ...]  # [..., D]
   dtype: Any
   varying: frozenset[str]
+  spec: tuple[Any, ...]  # how explicit sharding spreads the dimensions
 
   def tap(self, lengths: tuple[int, ...] = ()) -> jax.Array:
     """Zeros typed like the rows, or autodiff sums them over devices."""
     zeros = jnp.zeros((*lengths, *self.shape), self.dtype)
     axes = tuple(self.varying)
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+    if axes:
+      return lax.pcast(zeros, axes, to="varying")
+    if any(self.spec):
+      spec = PartitionSpec(*[None] * len(lengths), *self.spec)
+      return jax.sharding.reshard(zeros, spec)
+    return zeros
+
+
+class Unplaced(NamedTuple):
+  """Rows that explicit sharding has not said yet how to spread.
+
+  `table.at[ids].get(out_sharding=..)` looks up on automatic axes, and reshards
+  what it has read.
+  """
+
+  view: View
+  found: look_ups.LookUp
+  eqn: Any
+  others: Sequence[Any]  # operands of the look-up beside the table
 
 
 class Nest(NamedTuple):
@@ -228,7 +259,7 @@ class Run:
     for eqn in jaxpr.eqns:
       operands = [operand(atom) for atom in eqn.invars]
       values = [o.value for o in operands]
-      if any(isinstance(value, View) for value in values):
+      if any(isinstance(value, View | Unplaced) for value in values):
         outs = self._with_views(eqn, operands)
       else:
         outs = jaxprs.bind(eqn, values)
@@ -241,6 +272,10 @@ class Run:
   def _with_views(self, eqn, operands) -> list:
     name = eqn.primitive.name
     values = [o.value for o in operands]
+    if isinstance(values[0], Unplaced) and name == "reshard":
+      return self._placed(eqn, values[0])
+    if any(isinstance(value, Unplaced) for value in values):
+      return jaxprs.bind(eqn, self._given_up(values))
     if name in jaxprs.CALLS:
       return self.run(*jaxprs.called(eqn), values)
     if name in ("checkpoint", "remat", "remat2"):
@@ -256,7 +291,9 @@ class Run:
       return self._refuse(eqn, values, f"is used by `{name}` with other tables")
     if name in PLACES:
       (table,) = jaxprs.bind(eqn, [view.table])
-      return [view._replace(table=table)]
+      # Of another mesh than the operands of its steps.
+      before = (eqn, view) if name == "reshard" else view.before
+      return [view._replace(table=table, before=before)]
     if name in STEPS:
       step = STEPS[name](eqn, at, others)
       if isinstance(step, str):
@@ -273,19 +310,36 @@ class Run:
 
   def _look_up(self, eqn, view, values) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
-    found = read(eqn, view.table, values[1:])
+    with eqn.ctx.manager:
+      found = read(eqn, view.table, values[1:])
     if isinstance(found, str):
       return self._refuse(eqn, values, found)
     if found.fill and view.scaled:
       reason = "is scaled, and ids out of range read a value of their own"
       return self._refuse(eqn, values, reason)
-    rows = found.rows
-    varying = compat.varying_axes(rows)
-    self.sites.append(Site(view.param, rows.shape, rows.dtype, varying))
+    if compat.explicit_axes() and not compat.explicit_axes(found.out):
+      return [Unplaced(view, found, eqn, values[1:])]
+    return [self._tapped(view, found)]
+
+  def _placed(self, eqn, unplaced: Unplaced) -> list:
+    """Ids and rows where a look-up says that they lie."""
+    view, found = unplaced.view, unplaced.found
+    (out,) = jaxprs.bind(eqn, [found.out])
+    *spec, _ = compat.explicit_spec(found.rows(out))
+    place = lambda ids: jax.sharding.reshard(ids, PartitionSpec(*spec))
+    found = found._replace(
+      out=out, ids=place(found.ids), read=place(found.read)
+    )
+    return [self._tapped(view, found)]
+
+  def _tapped(self, view: View, found: look_ups.LookUp) -> jax.Array:
+    rows = found.rows(found.out)
+    varying, spec = compat.varying_axes(rows), compat.explicit_spec(rows)
+    self.sites.append(Site(view.param, rows.shape, rows.dtype, varying, spec))
     if self.taps is not None:
       rows = rows + self.taps[len(self.sites) - 1]
     self.ids.append(found.ids)
-    return [found.restored(_stepped(view, found, rows))]
+    return found.restored(_stepped(view, found, rows))
 
   def _scan(self, eqn, values) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)
@@ -347,6 +401,16 @@ class Run:
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)
     return jaxprs.bind(eqn, wholes(values))
+
+  def _given_up(self, values) -> list:
+    """Rows as they are; the gradient of their table stays dense."""
+    values = list(values)
+    for i, value in enumerate(values):
+      if isinstance(value, Unplaced):
+        self._note(value.eqn, [value.view], _UNPLACED)
+        table = value.view.whole()
+        (values[i],) = jaxprs.bind(value.eqn, [table, *value.others])
+    return wholes(values)
 
   def _note(self, eqn, values, reason):
     for value in values:

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.rows import batch_layout
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
@@ -39,7 +39,7 @@ def value_and_grad(
   why.
 
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
-  part, as if `fun` had been given `zenjax.as_varying(params)`.
+  part, as if `fun` had been given `zenjax.unsummed(params)`.
 
   Args:
     fun: As for `jax.value_and_grad`.
@@ -197,13 +197,13 @@ def _differentiate(traced, found, options):
   return outs, grads
 
 
-def _collect(sites, ids, values, leaves, parts):
+def _collect(sites, ids, values, leaves, parts, turns=0):
   """Gives every table the ids and gradients of its look-ups."""
   for site, i, x in zip(sites, ids, values):
     if isinstance(site, Nest):
-      _collect(site.sites, i, x, leaves, parts)
+      inner = turns + (site.length is not None)
+      _collect(site.sites, i, x, leaves, parts, inner)
     else:
-      num_rows = leaves[site.param].shape[0]
-      flat = x.reshape(-1, x.shape[-1])
-      found = SparseRows(jnp.reshape(i, -1), flat, num_rows)
+      flat = batch_layout.flattened(i, x, turns)
+      found = SparseRows(*flat, leaves[site.param].shape[0])
       parts[site.param].append(found)

@@ -33,7 +33,7 @@ class Dense:
 
   def messages(self, table: Table, context: Context) -> list[Message]:
     wide = collectives.accumulator(table.dtype).itemsize
-    words = table.num_rows * table.width * wide // 4
+    words = table.num_rows * _columns(table) * wide // 4
     return [Message("all_reduce", context.axes, words)]
 
   def loop_messages(
@@ -41,6 +41,11 @@ class Dense:
   ) -> list[tuple[int, Message]]:
     del table, context
     return []
+
+
+def _columns(table: Table) -> int:
+  """Columns that are summed; of SparseRows one more counts who holds a row."""
+  return table.width + (table.look_ups is not None)
 
 
 # The ring all-reduce, step by step: a control for the dense exchange.
@@ -74,7 +79,7 @@ class Ring:
     self, table: Table, context: Context
   ) -> list[tuple[int, Message]]:
     """A loop to sum and one to spread along every axis, with their turns."""
-    elements = table.num_rows * table.width
+    elements = table.num_rows * _columns(table)
     each = collectives.accumulator(table.dtype).itemsize // 4
     loops = []
     for axis, size in reversed([*zip(context.axes, context.sizes)]):

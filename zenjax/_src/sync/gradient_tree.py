@@ -202,7 +202,8 @@ def total(
   """The sum or mean of a leaf that travels as a whole.
 
   SparseRows are made an array for it: of a table that is judged small, or for
-  a scheme that knows no rows.
+  a scheme that knows no rows. A last column counts the devices that hold a row,
+  so that all rows that were looked up come back, also those whose sum is zero.
   """
   if not is_rows(leaf):
     return scheme.reduce(leaf, context)
@@ -213,8 +214,15 @@ def total(
     row, values = as_equal(merged.indices), as_equal(merged.values)
     merged = SparseRows(row, values, leaf.num_rows).as_unique()
     return merged.to_dense() if dense else merged
-  table = scheme.reduce(merged.to_dense(), context)
-  return table if dense else SparseRows.in_place(table)
+  if dense:
+    return scheme.reduce(merged.to_dense(), context)
+  held = jnp.ones_like(merged.values[:, :1])
+  counted = jnp.concatenate([merged.values, held], axis=1)
+  counted = SparseRows(merged.indices, counted, leaf.num_rows).to_dense()
+  total = scheme.reduce(counted, context)
+  row = jnp.arange(leaf.num_rows, dtype=jnp.int32)
+  row = jnp.where(total[:, -1] > 0, row, leaf.num_rows)
+  return SparseRows(row, total[:, :-1], leaf.num_rows).as_unique()
 
 
 # Rows that wait for the next step: `on_overflow="carry"`.
@@ -654,7 +662,7 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
           f"`updates` must be local gradients, and leaf {name!r} does not vary"
           f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
           " gradients of replicated parameters by itself. Differentiate with"
-          f" respect to `zenjax.as_varying(params, {_as_given(context.axes)})`,"
+          f" respect to `zenjax.unsummed(params, {_as_given(context.axes)})`,"
           " or pass check_vma=False to shard_map."
         )
   return leaves

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from zenjax._src.core import compat
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
@@ -29,6 +31,7 @@ from zenjax._src.sync import marking
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
+from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_options import Tuning
 
@@ -67,21 +70,28 @@ class Owners:
 
   inner: optax.GradientTransformationExtraArgs
   options: Options
+  op: str | None = None  # as it was given
+  mesh: Any = None
+  # Leaves whose gradients XLA has summed.
+  summed: frozenset[str] = frozenset()
 
   @functools.cached_property
   def _programs(self) -> by_rows.Programs:
     return by_rows.Programs(self.inner)
 
   def init(self, params: Any) -> OwnerState:
+    mesh = whole_batch.mesh_around(self.options.axes, params, self.mesh)
+    if mesh is not None:
+      return self._init_on(mesh, params)
     for axis in self.options.axes:
       try:
         lax.axis_size(axis)
       except NameError as error:
         raise ValueError(
           "`owner_update` keeps a part of the state on each device, so it must"
-          f" be made where its axis {axis!r} is bound; call `zenjax.init(tx,"
-          " params, mesh, axis_name)` instead of `tx.init`, with one axis_name"
-          " for both."
+          f" be made where its axis {axis!r} is bound or a mesh has it; call"
+          " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`,"
+          " with one axis_name for both, or in plain jit give `mesh=`."
         ) from error
     chains.will_sync("owner_update", params, self.options.axes)
     make = lambda params: self.inner.init(params)
@@ -119,6 +129,9 @@ class Owners:
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
   ) -> tuple[Any, OwnerState]:
+    mesh = whole_batch.mesh_around(self.options.axes, updates, self.mesh)
+    if mesh is not None:
+      return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)
     op = "mean" if options.mean else "sum"
     chains.require_linear("owner_update", op)
@@ -133,7 +146,11 @@ class Owners:
     plans, _ = self._plans(updates, chosen, context)
     owner_rows.require(state.owners, plans.values(), context.devices)
     dense = dataclasses.replace(options, output="dense")
-    whole = {i: leaf for i, (_, leaf) in enumerate(leaves) if i not in plans}
+    whole = {
+      i: leaf
+      for i, (name, leaf) in enumerate(leaves)
+      if i not in plans and name not in self.summed
+    }
     summed = gradient_tree.totals(whole, dense, context)
     grads = [summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
     program = self._program_of(updates, chosen, params, state, extra)
@@ -165,6 +182,61 @@ class Owners:
     inner = self._wrapped(inner, structure, plans, context)
     new = OwnerState(sync, inner, state.owners)
     return structure.unflatten(out), new
+
+  def _init_on(self, mesh, params):
+    """The state where XLA spreads the program over `mesh`."""
+    _require_whole(params)
+    (axis,) = self.options.axes
+    make = jax.vmap(
+      self.init, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
+    )
+    local = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+      jax.eval_shape(make, params),
+    )
+    everywhere = PartitionSpec()
+    specs = _specs(local, axis)
+    axes = self.options.axes
+    made = whole_batch.mapped(self.init, mesh, axes, everywhere, specs)
+    return jax.jit(made)(params)
+
+  def _update_on(self, mesh, updates, state, params, extra):
+    """The update of a whole batch's gradients."""
+    if self.op == "mean":
+      raise ValueError(whole_batch.NO_MEAN)
+    _require_whole(params)
+    parts = whole_batch.parts_of(updates, mesh, self.options)
+    of_arrays = frozenset(
+      [name for (name, _), mine in zip(parts.named, parts.mine) if not mine]
+    )
+    if sent := sorted(parts.sparse & of_arrays):
+      raise ValueError(
+        "`updates` must hold SparseRows or unreduced arrays for leaves that"
+        f" travel sparse, and XLA has summed {sent} already; give gradients of"
+        " `zenjax.value_and_grad`, or leave these out by `sparse=`."
+      )
+    options = dataclasses.replace(
+      self.options, mean=False, sparse=lambda name, _: name in parts.sparse
+    )
+    owners = dataclasses.replace(self, options=options, summed=of_arrays)
+
+    def step(given, summed, state, params):
+      grads = parts.tree(given, summed)
+      return owners.update(grads, state, params, **extra)
+
+    everywhere = PartitionSpec()
+    specs = _specs(state, self.options.axes[0])
+    out = parts.tree(
+      [x.synced for x in parts.lie], [everywhere] * len(of_arrays)
+    )
+    given = [x.given for x in parts.lie]
+    return whole_batch.mapped(
+      step,
+      mesh,
+      self.options.axes,
+      (given, everywhere, specs, everywhere),
+      (out, specs),
+    )(parts.given, parts.summed, state, params)
 
   def _tables(self, params, structure, plans):
     """Leaves, those that travel sparse as `[R, D]`."""
@@ -342,15 +414,39 @@ class Owners:
     return gradient_tree.as_varying(made_for, context.axes)
 
 
+def _specs(state: Any, axis: str) -> Any:
+  """Specs of a state, of which devices along `axis` have parts."""
+  own = owner_rows.Owned | owner_rows.Holding
+  is_own = lambda node: isinstance(node, own)
+
+  def spec(node):
+    split = PartitionSpec(axis) if is_own(node) else PartitionSpec()
+    return jax.tree.map(lambda _: split, node)
+
+  return jax.tree.map(spec, state, is_leaf=is_own)
+
+
+def _require_whole(params: Any) -> None:
+  """Raises where a type says that a parameter is spread over devices."""
+  for name, leaf in leaf_util.named_leaves(params):
+    if any(compat.explicit_spec(leaf)):
+      raise ValueError(
+        "`params` must lie whole on every device for owner_update, and leaf"
+        f" {name!r} is spread by {jax.typeof(leaf).sharding.spec}; give that"
+        " leaf another transformation by `optax.partition`."
+      )
+
+
 def owner_update(
   tx: optax.GradientTransformation,
   axis_name: str,
   *,
   sparse: SparseSpec = None,
-  op: str = "mean",
+  op: str | None = None,
   partition: Partition = "auto",
   wire_dtype: Any = None,
   capacities: Capacities = None,
+  mesh: Any = None,
   tuning: Tuning | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients and runs `tx` at the owner of each row.
@@ -363,6 +459,11 @@ def owner_update(
   are the same. Leaves that do not travel sparse take `pmean` and `tx` on every
   device. A zen_sync of the same axis before it would be a second: `zenjax.init`
   refuses that.
+
+  In plain `jit` over a mesh it takes what `zen_sync` takes there, sums it, and
+  wants parameters whole on every device; those that are not, as of FSDP, go to
+  another transformation by `optax.partition`. There `tx.init` makes the state,
+  given a mesh by `jax.set_mesh`, by parameters that lie on it, or by `mesh=`.
 
   The state differs between devices: make it with `zenjax.init`, and place it by
   `zenjax.state_specs`. It says for which owners it was made, and a step refuses
@@ -383,6 +484,7 @@ def owner_update(
       `row_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
     wire_dtype: See there; updates are cast too.
     capacities: See there.
+    mesh: See there.
     tuning: See there; of it `hash_seed` and `ids_first`.
 
   Returns:
@@ -430,6 +532,7 @@ def owner_update(
     partition=partition,
     wire_dtype=wire_dtype,
     capacities=capacities,
+    mesh=mesh,
     tuning=tuning,
   )
   usual = Tuning(hash_seed=tuning.hash_seed, ids_first=tuning.ids_first)
@@ -444,5 +547,5 @@ def owner_update(
       " the axis of the fastest links, and average over the others before, or"
       " use `zen_sync` and `lazy_rows`."
     )
-  owners = Owners(optax.with_extra_args_support(tx), options)
+  owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -1,30 +1,40 @@
-"""Row gradients of a whole batch, summed where XLA spreads the program.
+"""Gradients of a whole batch, summed where XLA spreads the program.
 
-In plain `jit` a loss is that of the whole batch, and XLA has summed every
-array of its gradient. Rows of looked-up tables it has not: `SparseRows` hold a
-row for each look-up of the batch, and lie on devices as the batch does. Each
-device's part of them is exchanged in a `shard_map` of its own.
+In plain `jit` a loss is that of the whole batch, and XLA sums the arrays of
+its gradient. Two kinds it leaves: `SparseRows`, which hold a row for each
+look-up of the batch and lie on devices as the batch does, and arrays that
+explicit sharding types as unreduced. Each device's part of them is exchanged in
+a `shard_map` of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.core import Tracer
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import optax
 
+from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import Facts
+from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
+
+NO_MEAN = (
+  "`op` must be 'sum' outside of shard_map, got 'mean': the loss is that of the"
+  " whole batch, whose parts are added; leave `op` out."
+)
 
 
 def mesh_around(
@@ -62,89 +72,239 @@ def _is_bound(axis: str) -> bool:
   return True
 
 
+class Placement(NamedTuple):
+  """How a gradient goes into the exchange, and how it comes out."""
+
+  given: Any
+  synced: Any
+
+
+class Parts(NamedTuple):
+  """Gradients that nobody has summed, and how devices have parts of them.
+
+  Attributes:
+    named: All gradients, with their names.
+    mine: Which of them are not summed.
+    sparse: Names of those that travel sparse: shapes of a part do not tell.
+    given: The unsummed ones, as the exchange takes them.
+    lie: Their placements.
+    structure: Of all gradients.
+  """
+
+  named: list[tuple[str, Any]]
+  mine: list[bool]
+  sparse: frozenset[str]
+  given: list[Any]
+  lie: list[Placement]
+  structure: Any
+
+  def tree(self, values: Iterable[Any], summed: Iterable[Any]) -> Any:
+    """A tree of `values` for the unsummed ones and `summed` for the others."""
+    left, rest = iter(values), iter(summed)
+    return self.structure.unflatten(
+      [next(left) if is_mine else next(rest) for is_mine in self.mine]
+    )
+
+  @property
+  def summed(self) -> list[Any]:
+    """The gradients that XLA has summed."""
+    return [x for (_, x), is_mine in zip(self.named, self.mine) if not is_mine]
+
+
+def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
+  """Finds what is not summed yet: row gradients, and arrays typed unreduced.
+
+  Raises:
+    ValueError: Nothing is left to sum, or a gradient lies over other axes.
+  """
+  named = leaf_util.named_leaves(updates, is_rows)
+  mine = [is_rows(x) or _unreduced(x) != frozenset() for _, x in named]
+  _require(named, mine, mesh, options)
+  chosen = leaf_util.select(
+    updates, options.sparse, options.unit, options.elements
+  )
+  devices = math.prod([mesh.shape[axis] for axis in options.axes])
+  given: list[Any] = []
+  lie: list[Placement] = []
+  for (name, x), is_mine, is_sparse in zip(named, mine, chosen):
+    if is_mine:
+      lie.append(_placement(name, x, is_sparse, options))
+      given.append(filled_up(x, devices) if is_rows(x) else x)
+  if set(options.axes) & compat.explicit_of(mesh):
+    # Types must say so before, of rows too that lie whole on every device.
+    place = lambda spec, x: jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    given = [
+      jax.tree.map(place, own.given, x) if is_rows(x) else x
+      for own, x in zip(lie, given)
+    ]
+  sparse = [name for (name, _), is_ in zip(named, chosen) if is_]
+  structure = jax.tree.structure(updates, is_leaf=is_rows)
+  return Parts(named, mine, frozenset(sparse), given, lie, structure)
+
+
+def mapped(
+  f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+  """`f` of what each device has; SparseRows that come out keep their facts."""
+  facts: list[Facts] = []
+
+  def inside(*args):
+    out = f(*args)
+    leaves = jax.tree.leaves(out, is_leaf=is_rows)
+    facts[:] = [x.facts for x in leaves if is_rows(x)]
+    return out
+
+  whole = jax.shard_map(
+    inside,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={*axes, *compat.explicit_of(mesh)},
+    check_vma=False,
+  )
+  return lambda *args: gradient_tree.with_facts(whole(*args), facts)
+
+
 def sync(
-  update: Callable[..., Any],
+  transform: Callable[..., optax.GradientTransformationExtraArgs],
   updates: Any,
   state: ZenSyncState,
   mesh: Any,
   options: Options,
 ) -> tuple[Any, ZenSyncState]:
-  """Sums row gradients of the whole batch; arrays stay as they are.
+  """Sums what is not summed yet; all else stays as it is.
 
   Args:
-    update: Sums what devices hold, where the axes are bound.
+    transform: Makes a zen_sync of devices' parts, with other arguments.
     updates: Gradients of the whole batch.
     state: Of the transformation.
     mesh: Has the axes.
     options: Of the transformation.
 
   Raises:
-    ValueError: No gradient is SparseRows, or an option is for arrays.
-    NotImplementedError: The axes are of explicit sharding.
+    ValueError: Nothing is left to sum, an option is for parts of one device
+      each, or a gradient lies over other axes.
   """
-  named = leaf_util.named_leaves(updates, is_rows)
-  _require(named, state, mesh, options)
-  names = [name for name, leaf in named if is_rows(leaf)]
-  own = {name: x for name, x in state.leaves.items() if name in names}
-  devices = math.prod([mesh.shape[axis] for axis in options.axes])
-  rows = jax.tree.map(
-    lambda x: _padded(x, devices) if is_rows(x) else None,
-    updates,
-    is_leaf=is_rows,
-  )
-  facts: list[Facts] = []
+  _require_sums(state, options)
+  parts = parts_of(updates, mesh, options)
+  none = [None] * len(parts.summed)
+  mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
+  own = {name: x for name, x in state.leaves.items() if name in mine}
+  spread_over = _axes_of([x.synced for x in parts.lie])
 
-  def exchanged(rows, own):
-    out, new = update(rows, own)
-    facts[:] = [
-      x.facts for x in jax.tree.leaves(out, is_leaf=is_rows) if is_rows(x)
-    ]
-    return out, new
+  def exchanged(given: Any, own: Any) -> Any:
+    tx = transform(op="sum", sparse=lambda name, _: name in parts.sparse)
+    out, new = tx.update(parts.tree(given, none), own)
+    return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
   all_of = PartitionSpec()
-  out, new = jax.shard_map(
+  synced, new = mapped(
     exchanged,
-    mesh=mesh,
-    in_specs=(PartitionSpec(options.axes), all_of),
-    out_specs=(all_of, all_of),
-    axis_names=set(options.axes),
-    check_vma=False,
-  )(rows, state._replace(leaves=own))
-  out = gradient_tree.with_facts(out, facts)
-  summed = iter(jax.tree.leaves(out, is_leaf=is_rows))
-  synced = jax.tree.map(
-    lambda x: next(summed) if is_rows(x) else x, updates, is_leaf=is_rows
+    mesh,
+    options.axes,
+    in_specs=([x.given for x in parts.lie], all_of),
+    out_specs=([x.synced for x in parts.lie], all_of),
+  )(parts.given, state._replace(leaves=own))
+  new = new._replace(leaves=state.leaves | new.leaves)
+  return parts.tree(synced, parts.summed), new
+
+
+def _placement(
+  name: str, leaf: Any, sparse: bool, options: Options
+) -> Placement:
+  """Returns the specs of a gradient; ValueError where it lies over others."""
+  axes, rows_out = options.axes, sparse and options.output == "rows"
+  if is_rows(leaf):
+    spec = compat.explicit_spec(leaf.values)
+    over = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    if spec[0] is not None and set(over) != set(axes):
+      raise ValueError(
+        f"`axis_name` must name all axes over which the batch is spread, got"
+        f" {axes!r}, and look-ups of leaf {name!r} lie over {over!r}; give"
+        " zen_sync these."
+      )
+    spec, rows_out = (None, spec[1]), options.output != "dense"
+    given = _of_rows(leaf, axes, spec[1])
+  else:
+    spec = compat.explicit_spec(leaf)
+    if _unreduced(leaf) != set(axes):
+      raise ValueError(
+        "`axis_name` must name the axes over which gradients are unreduced, got"
+        f" {axes!r} and for leaf {name!r} {sorted(_unreduced(leaf))}; give both"
+        " the same."
+      )
+    given = PartitionSpec(*spec, unreduced=frozenset(axes))
+  if rows_out and spec[0] is not None:
+    raise ValueError(
+      f"`output` must not be 'rows' for leaf {name!r}, whose rows are spread"
+      f" over {spec[0]!r}: ids would be those of a part; leave it out."
+    )
+  synced: Any = PartitionSpec(*spec)
+  if rows_out:
+    synced = _of_rows(leaf, None, spec[1])
+  return Placement(given, synced)
+
+
+def _axes_of(specs: Any) -> tuple[str, ...]:
+  """Axes over which what comes out is spread."""
+  is_spec = lambda x: isinstance(x, PartitionSpec)
+  entries = [tuple(x) for x in jax.tree.leaves(specs, is_leaf=is_spec)]
+  return tuple(sorted({*jax.tree.leaves(entries)}))
+
+
+def _alike(state: Any, axes: tuple[str, ...]) -> Any:
+  """The state with the largest statistics of the parts of a leaf.
+
+  Parts are exchanged by themselves, and count rows of their own.
+  """
+  if not axes:
+    return state
+
+  def largest(x):
+    number = x.astype(jnp.int32) if x.dtype == bool else x
+    return lax.pmax(number, axes).astype(x.dtype)
+
+  return jax.tree.map(largest, state)
+
+
+def _of_rows(leaf: Any, by_row: Any, by_column: Any) -> Any:
+  """Specs in the form of SparseRows of a leaf."""
+  num_rows, _ = leaf.shape
+  structure = jax.tree.structure(SparseRows([0], [[0.0]], num_rows))
+  return structure.unflatten(
+    [PartitionSpec(by_row), PartitionSpec(by_row, by_column)]
   )
-  return synced, new._replace(leaves=state.leaves | new.leaves)
+
+
+def _unreduced(leaf: Any) -> frozenset[str]:
+  """Axes over which the type of an array says that parts are not added yet."""
+  if is_rows(leaf) or not compat.explicit_axes(leaf):
+    return frozenset()
+  return frozenset(jax.typeof(leaf).sharding.spec.unreduced)
 
 
 def _require(
-  named: list[tuple[str, Any]],
-  state: ZenSyncState,
-  mesh: Any,
-  options: Options,
+  named: list[tuple[str, Any]], mine: list[bool], mesh: Any, options: Options
 ) -> None:
-  """Raises where a sum over the whole batch's rows is not what is meant."""
-  kinds: Mapping[str, Any] = dict(zip(mesh.axis_names, mesh.axis_types))
-  for axis in options.axes:
-    if kinds[axis] != jax.sharding.AxisType.Auto:
-      raise NotImplementedError(
-        f"`axis_name` must be an automatic axis of the mesh outside of"
-        f" shard_map, and {axis!r} is {kinds[axis]}; make the mesh with"
-        f" `axis_types=(jax.sharding.AxisType.Auto, ..)`, or wrap the step in"
-        " `zenjax.data_parallel`."
-      )
-  if not any(is_rows(leaf) for _, leaf in named):
+  """Raises where nothing is left to sum, or rows of tables are stacked."""
+  if not any(mine):
+    way = "take gradients of `zenjax.value_and_grad(loss_fn)`, which are"
+    way += " SparseRows for tables that the loss only looks up"
+    if set(options.axes) <= compat.explicit_of(mesh):
+      way += f", or by `zenjax.unsummed(params, {options.axes!r})`"
     raise ValueError(
-      "`updates` must hold SparseRows outside of shard_map, and all are arrays,"
-      f" which XLA has summed over {options.axes!r} already: nothing is left to"
-      " save. Take gradients of `zenjax.value_and_grad(loss_fn)`, which are"
-      " SparseRows for tables that the loss only looks up, or wrap the step in"
+      "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
+      f" and all are arrays that XLA has summed over {options.axes!r} already:"
+      f" nothing is left to save; {way}, or wrap the step in"
       " `zenjax.data_parallel`, where gradients are those of one device."
     )
   for name, leaf in named:
     if is_rows(leaf):
       require_one(f"leaf {name!r} of `updates`", leaf)
+
+
+def _require_sums(state: ZenSyncState, options: Options) -> None:
+  """Raises where a sum over the whole batch is not what is meant."""
   if not options.exact:
     raise ValueError(
       "`on_overflow` must be 'exact' outside of shard_map, got 'carry', which"
@@ -156,13 +316,3 @@ def _require(
       f"{what} is for gradients of one device each, inside shard_map; leave it"
       " out, or wrap the step in `zenjax.data_parallel`."
     )
-
-
-def _padded(rows: SparseRows, devices: int) -> SparseRows:
-  """The same with as many rows for each device; the last are padding."""
-  missing = -rows.capacity % devices
-  if not missing:
-    return rows
-  ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
-  values = jnp.pad(rows.values, ((0, missing), (0, 0)))
-  return SparseRows(ids, values, rows.num_rows)

@@ -107,16 +107,22 @@ def zen_sync(
   out are the rows of all devices, each once, for `zenjax.lazy_rows`. They have
   room for the look-ups of all devices, or the whole table if that is less.
 
-  In plain `jit`, on automatic axes of a mesh, the loss is that of the whole
-  batch, and XLA has summed the gradients that are arrays: these pass as they
-  are, however they lie on the mesh. `SparseRows` are summed, never averaged,
-  each device's part of the batch in a `shard_map` of its own. No norm, mean or
-  random number means anything else there than without zen_sync. XLA
-  may gather rows before the exchange: of a table with several look-ups, or one
-  whose columns are split over another axis.
+  In plain `jit` over a mesh the loss is that of the whole batch, and parts of
+  its gradient are summed, never averaged, in a `shard_map` of zen_sync's own:
+
+  - `SparseRows`, on automatic axes and explicit ones. A table may be split by
+    columns over another axis, an explicit one if rows are not to be gathered
+    over it.
+  - On explicit axes, arrays that nobody has summed yet: gradients by
+    `zenjax.unsummed(params, axis_name)`. Accumulated in a scan they stay so
+    until zen_sync.
+
+  All else XLA has summed, and it passes as it is, however it lies on the mesh.
+  No norm, mean or random number means anything else there than without
+  zen_sync.
 
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
-  parameters by itself; take them of `zenjax.as_varying(params, axis_name)`.
+  parameters by itself; take them by `zenjax.unsummed(params, axis_name)`, too.
 
   Around it `optax.MultiSteps` accumulates what differs between devices: make
   that state with `zenjax.init`, as for `on_overflow="carry"`. It needs arrays,
@@ -212,8 +218,7 @@ def zen_sync(
       as `jax.grad(.., allow_int=True)` gives of integers.
     NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
       it was given; on other platforms than TPUs it says so when a step is
-      compiled. In plain `jit`: the axes are explicit, or a plan or a sparsifier
-      is there.
+      compiled. In plain `jit`: a plan or a sparsifier is there.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
@@ -239,13 +244,9 @@ def zen_sync(
     around = whole_batch.mesh_around(options.axes, updates, mesh)
     if around is not None:
       if op == "mean":
-        raise ValueError(
-          "`op` must be 'sum' outside of shard_map, got 'mean': the loss is"
-          " that of the whole batch, whose parts are added; leave `op` out."
-        )
-      of_a_part: dict[str, Any] = given | {"op": "sum"}
-      update = zen_sync(**of_a_part).update
-      return whole_batch.sync(update, updates, state, around, options)
+        raise ValueError(whole_batch.NO_MEAN)
+      of_parts = lambda **changed: zen_sync(**(given | changed))
+      return whole_batch.sync(of_parts, updates, state, around, options)
     named = leaf_util.named_leaves(updates, is_rows)
     plain = functools.partial(means, options=options)
     exchange = marking.Exchange(

@@ -30,7 +30,7 @@ def data_parallel(
   are replicated, the optimizer state is placed by `state_specs`, each batch
   argument is split along its first dimension, and gradients taken inside are
   those of the device's own part until `zen_sync` averages them. So neither
-  `as_varying` nor a `pmean` of the loss is needed.
+  `unsummed` nor a `pmean` of the loss is needed.
 
   Row gradients, `zenjax.value_and_grad` for `lazy_rows` or `owner_update`, are
   taken in a step as any others; the example of `owner_update` shows one. Make

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import core
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 
 from zenjax._src.core import arguments
+from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -22,6 +24,7 @@ from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync import sync_state
+from zenjax._src.sync import whole_batch
 
 # Nodes that may differ between devices, and say of how many.
 _OWN = (
@@ -29,37 +32,64 @@ _OWN = (
 )
 
 
-def as_varying(params: Any, axis_name: AxisName) -> Any:
-  """The view of replicated parameters whose gradients stay local.
+def unsummed(params: Any, axis_name: AxisName) -> Any:
+  """The view of replicated parameters whose gradients nobody has summed.
 
-  Inside `shard_map(check_vma=True)` autodiff sums gradients of replicated
-  values over devices by itself, before anyone can send less than all of
-  them. Differentiate with respect to this view instead. It costs nothing,
-  does nothing under `pmap`, `vmap` and `check_vma=False`, where gradients
-  are local anyway, and twice is once.
+  Autodiff sums gradients of replicated values over devices by itself, before
+  anyone can send less than all of them: inside `shard_map(check_vma=True)`, and
+  in plain `jit` on explicit axes. Differentiate with respect to this view
+  instead, and zen_sync sums. The view costs nothing, and twice is once. Under
+  `pmap`, `vmap` and `check_vma=False` gradients are local anyway. Where a
+  gradient could not be left unsummed, its parameter comes back as it is: one
+  that is not floating, or that lies spread over the axis itself.
 
   Args:
     params: Any tree of arrays.
     axis_name: The axis or axes that gradients are to be synchronized over.
 
   Returns:
-    The same values, typed as varying over the axes.
+    The same values, typed as varying over the axes inside `shard_map`, as
+    reduced over them in plain `jit`.
 
   Raises:
-    NameError: No axis of that name is bound.
+    NameError: No axis of that name is bound, and the mesh has none.
+    ValueError: It is an automatic axis of the mesh, where XLA sums gradients.
 
   Example:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> def local_grad(w, x):
-    ...   w = zenjax.as_varying(w, "data")
+    ...   w = zenjax.unsummed(w, "data")
     ...   return jax.grad(lambda w: jnp.sum(w * x))(w)
     >>> w, x = jnp.zeros(2), jnp.array([[1.0, 0.0], [0.0, 5.0]])
     >>> jax.vmap(local_grad, (None, 0), axis_name="data")(w, x).tolist()
     [[1.0, 0.0], [0.0, 5.0]]
   """
-  return gradient_tree.as_varying(params, arguments.axes(axis_name))
+  axes = arguments.axes(axis_name)
+  mesh = whole_batch.mesh_around(axes, params, None)
+  if mesh is None:
+    return gradient_tree.as_varying(params, axes)
+  automatic = [axis for axis in axes if axis not in compat.explicit_of(mesh)]
+  if automatic:
+    raise ValueError(
+      "`axis_name` must be an explicit axis of the mesh outside of shard_map,"
+      f" got {automatic[0]!r}, an automatic one, over which XLA sums gradients"
+      " of arrays by itself; take row gradients by `zenjax.value_and_grad`, or"
+      " wrap the step in `zenjax.data_parallel`."
+    )
+  return jax.tree.map(lambda x: _reduced(x, axes), params)
+
+
+def _reduced(x: Any, axes: Axes) -> Any:
+  """`x` typed so that autodiff leaves its gradient unreduced over `axes`."""
+  spec = PartitionSpec(*compat.explicit_spec(x))
+  over = jax.tree.leaves(tuple(spec))
+  if not jnp.issubdtype(x.dtype, jnp.floating) or {*over} & {*axes}:
+    return x
+  known = jax.typeof(x).sharding.spec.reduced if compat.explicit_axes(x) else ()
+  spec = PartitionSpec(*spec, reduced=frozenset([*axes, *known]))
+  return jax.sharding.reshard(x, spec)
 
 
 def state_specs(state: Any, axis_name: AxisName) -> Any:

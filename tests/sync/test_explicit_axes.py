@@ -1,0 +1,311 @@
+"""zen_sync in plain `jit` on explicit axes: rows, and arrays left unsummed."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hlo
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+
+pytestmark = pytest.mark.each_jax
+
+ROWS, WIDTH, BATCH, STEPS = 3000, 8, 64, 3
+LINE = jax.make_mesh((8,), ("data",))
+GRID = jax.make_mesh((4, 2), ("data", "model"))
+
+
+def look_up(table, ids, axes: Any = "data", columns=None):
+  spec = P(axes, *[None] * (ids.ndim - 1), columns)
+  return table.at[ids].get(out_sharding=spec)
+
+
+def squared(params, looked_up, targets):
+  axes = jax.typeof(looked_up).sharding.spec[0]
+  found = jnp.einsum(
+    "bd,de->be", looked_up, params["dense"], out_sharding=P(axes, None)
+  )
+  return jnp.mean((found - targets) ** 2)
+
+
+def one_look_up(params, ids, targets):
+  return squared(params, look_up(params["table"], ids), targets)
+
+
+def by_columns(params, ids, targets):
+  looked_up = look_up(params["table"], ids, "data", "model")
+  return squared(params, looked_up, targets)
+
+
+def of_both_axes(params, ids, targets):
+  """The batch and the columns lie over one axis, as in FSDP."""
+  both = ("data", "model")
+  ids, targets = reshard(ids, P(both)), reshard(targets, P(both, None))
+  return squared(params, look_up(params["table"], ids, both), targets)
+
+
+def two_look_ups(params, ids, targets):
+  """Of a shape each; one after the other they would have to move."""
+  table = params["table"]
+  pairs = lax.reshape(ids, (BATCH // 2, 2), out_sharding=P("data", None))
+  more = jnp.mean(look_up(table, pairs[:, :1]) ** 2)
+  return squared(params, look_up(table, ids), targets) + more
+
+
+def several_a_row(params, ids, targets):
+  ids = jnp.stack([ids, ids + 1, ids * 2 % ROWS], axis=1)
+  looked_up = look_up(params["table"], ids).sum(axis=1)
+  return squared(params, looked_up, targets)
+
+
+def after_steps(params, ids, targets):
+  """A cast and a factor stand between the parameter and its look-up."""
+  scaled = params["table"].astype(jnp.float16).astype(jnp.float32) * 2
+  return squared(params, look_up(scaled, ids), targets)
+
+
+def in_turns(x):
+  """`[B, ...]` as `[8, B / 8, ...]`, of which devices share every turn."""
+  spec = P("data", *[None] * x.ndim)
+  cut = lax.reshape(x, (BATCH // 8, 8, *x.shape[1:]), out_sharding=spec)
+  return jnp.moveaxis(cut, 1, 0)
+
+
+def scanned(params, ids, targets):
+  def turn(total, part):
+    return total + one_look_up(params, *part) / 8, None
+
+  parts = in_turns(ids), in_turns(targets)
+  return lax.scan(turn, jnp.zeros(()), parts)[0]
+
+
+class Case(NamedTuple):
+  loss: Callable[..., jax.Array]
+  mesh: Any = LINE
+  table: Any = P()
+  axes: Any = "data"
+
+
+CASES = {
+  "one look-up": Case(one_look_up),
+  "columns": Case(by_columns, GRID, P(None, "model")),
+  "batch and columns": Case(
+    of_both_axes, GRID, P(None, "model"), ("data", "model")
+  ),
+  "two look-ups": Case(two_look_ups),
+  "several a row": Case(several_a_row),
+  "after steps": Case(after_steps),
+  "scan": Case(scanned),
+}
+
+
+def train(case: Case, tx, value_and_grad):
+  """Returns losses, parameters, the state, and the compiled program."""
+  rng = np.random.default_rng(0)
+  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
+  params: Any = {
+    k: rng.standard_normal(s, np.float32) for k, s in shapes.items()
+  }
+  with jax.set_mesh(case.mesh):
+    params = jax.device_put(params, {"table": case.table, "dense": P()})
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, ids, targets):
+      loss, grads = value_and_grad(case.loss)(params, ids, targets)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state, loss
+
+    losses, batch = [], ()
+    for _ in range(STEPS):
+      ids = rng.integers(0, ROWS, BATCH, np.int32)
+      batch = ids, rng.standard_normal((BATCH, 4), np.float32)
+      batch = jax.device_put(batch, P("data"))
+      params, state, loss = step(params, state, *batch)
+      losses.append(float(loss))
+    compiled = step.lower(params, state, *batch).compile().as_text()
+  return losses, params, state, compiled or ""
+
+
+def compare(case: Case, got, want, *, arrays: bool):
+  """Losses and parameters are equal, and no table's size is summed."""
+  losses, params, state, program = got
+  np.testing.assert_allclose(losses, want[0], rtol=1e-6)
+  for key, x in want[1].items():
+    np.testing.assert_allclose(params[key], x, rtol=1e-5, atol=1e-6)
+    assert params[key].sharding.is_equivalent_to(x.sharding, 2), key
+  for leaf in jax.tree.leaves(state):
+    if leaf.sharding.is_fully_replicated:
+      parts = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+      assert all([np.array_equal(part, parts[0]) for part in parts])
+  columns = WIDTH if case.table == P() else WIDTH // 2
+  large = lambda program: [
+    found
+    for found in hlo.collectives(program)
+    if found.elements >= ROWS * columns
+  ]
+  assert large(want[3])
+  # The dense path of arrays is a loop, which turns where it is taken.
+  dense = [found for found in large(program) if not (arrays and found.inside)]
+  assert not dense
+
+
+def test_rows_of_other_programs_on_automatic_axes_stay_dense():
+  def loss(params, ids):
+    read: Any = jax.sharding.auto_axes(
+      lambda t, i: t[i] * 2, out_sharding=P("data")
+    )
+    return jnp.sum(read(params["table"], ids))
+
+  with jax.set_mesh(LINE):
+    ids = jax.device_put(np.arange(8), P("data"))
+    params = {"table": jnp.ones((ROWS, 2))}
+    grads = jax.jit(zenjax.value_and_grad(loss))(params, ids)[1]
+    told = str(zenjax.rows.explain_tables(loss, params, ids))
+  assert grads["table"].shape == (ROWS, 2) and "out_sharding" in told
+  assert np.asarray(grads["table"]).sum() == 32
+
+
+@pytest.mark.usually("columns", "batch and columns", "two look-ups", "scan")
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name):
+  case, adagrad = CASES[name], optax.adagrad(0.1)
+  tx = optax.chain(zenjax.zen_sync(case.axes), zenjax.lazy_rows(adagrad))
+  got = train(case, tx, zenjax.value_and_grad)
+  want = train(case, adagrad, jax.value_and_grad)
+  compare(case, got, want, arrays=False)
+
+
+def unsummed_gradients(loss):
+  def value_and_grad(params, ids, targets):
+    # Twice is once.
+    params = zenjax.unsummed(zenjax.unsummed(params, "data"), "data")
+    return jax.value_and_grad(loss)(params, ids, targets)
+
+  return value_and_grad
+
+
+def accumulated(loss):
+  """Gradients of parts of the batch, added up before anyone sums them."""
+
+  def value_and_grad(params, ids, targets):
+    params = zenjax.unsummed(params, "data")
+    of_part = lambda params, *part: loss(params, *part) / 8
+    gradients = jax.value_and_grad(of_part)
+
+    def turn(total, part):
+      return jax.tree.map(jnp.add, total, gradients(params, *part)), None
+
+    parts = in_turns(ids), in_turns(targets)
+    first = jax.eval_shape(gradients, params, *[x[0] for x in parts])
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding)
+    return lax.scan(turn, jax.tree.map(zeros, first), parts)[0]
+
+  return value_and_grad
+
+
+@pytest.mark.usually("columns*", "one look-up*")
+@pytest.mark.parametrize(
+  ("name", "value_and_grad"),
+  [
+    ("columns", unsummed_gradients),
+    ("several a row", unsummed_gradients),
+    ("after steps", unsummed_gradients),
+    ("one look-up", accumulated),
+  ],
+)
+def test_arrays(name, value_and_grad):
+  case, adagrad = CASES[name], optax.adagrad(0.1)
+  tx = optax.chain(zenjax.zen_sync(case.axes), adagrad)
+  got = train(case, tx, value_and_grad)
+  want = train(case, adagrad, jax.value_and_grad)
+  compare(case, got, want, arrays=True)
+  pushes = [x for x in hlo.collectives(got[3]) if x.op == "all-to-all"]
+  gathers = [x for x in hlo.collectives(got[3]) if x.op == "all-gather"]
+  # One exchange of eight parts: a push and a pull, and those of further rounds.
+  assert len([x for x in (*pushes, *gathers) if not x.inside]) <= 3
+
+
+@pytest.mark.parametrize(
+  "value_and_grad", [zenjax.value_and_grad, unsummed_gradients]
+)
+def test_owners(value_and_grad):
+  case, adagrad = CASES["one look-up"], optax.adagrad(0.1)
+  tx = zenjax.owner_update(adagrad, "data")
+  got = train(case, tx, value_and_grad)
+  want = train(case, adagrad, jax.value_and_grad)
+  compare(case, got, want, arrays=value_and_grad is unsummed_gradients)
+
+
+def test_owners_want_parameters_whole():
+  tx = zenjax.owner_update(optax.adagrad(0.1), "data")
+  with pytest.raises(ValueError, match="`params` must lie whole.*'table'"):
+    train(CASES["columns"], tx, zenjax.value_and_grad)
+
+
+def test_parameters_that_cannot_be_left_unsummed_are_as_they_were():
+  with jax.set_mesh(LINE):
+    params = {
+      "spread": jax.device_put(jnp.ones((8, 2)), P("data")),
+      "count": jax.device_put(jnp.arange(3), P()),
+    }
+    seen = zenjax.unsummed(params, "data")
+  assert jax.tree.map(jax.typeof, seen) == jax.tree.map(jax.typeof, params)
+
+
+def updated(tx: Any, grads, mesh):
+  with jax.set_mesh(mesh):
+    return jax.jit(lambda grads: tx.update(grads, tx.init(grads)))(grads)
+
+
+def spread_rows(axes):
+  ids, values = np.arange(8), np.ones((8, 2), np.float32)
+  with jax.set_mesh(GRID):
+    placed: Any = jax.device_put((ids, values), P(axes))
+    return {"t": zenjax.SparseRows(placed[0], placed[1], 600)}
+
+
+def unreduced(axes):
+  with jax.set_mesh(GRID):
+    ones: Any = jax.device_put(jnp.ones((4096, 4)), P())
+    return jax.jit(
+      lambda x: jax.grad(lambda x: x.sum())(zenjax.unsummed(x, axes))
+    )(ones)
+
+
+REFUSED = {
+  "rows of more axes": (
+    lambda: spread_rows(("data", "model")),
+    "`axis_name` must name all axes over which the batch is spread.*'t'",
+  ),
+  "arrays of other axes": (
+    lambda: unreduced(("data", "model")),
+    "`axis_name` must name the axes over which gradients are unreduced",
+  ),
+  "summed arrays": (
+    lambda: jnp.ones((4096, 4)),
+    "nothing is left to save.*`zenjax.unsummed",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_by_name(name):
+  make, words = REFUSED[name]
+  with pytest.raises(ValueError, match=words):
+    updated(zenjax.zen_sync("data"), make(), GRID)
+
+
+def test_automatic_axes_leave_no_array_unsummed():
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="an automatic one"):
+    jax.jit(lambda x: zenjax.unsummed(x, "data"))(jnp.ones(3))

@@ -1,0 +1,107 @@
+"""Known machines, by their published figures.
+
+Vendors publish peaks; the part of it that collectives reach has to be measured.
+A bandwidth here is what one device receives while it sends as many bytes;
+vendors state the sum of both directions. Latencies are those of one message
+between two devices.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+  """Devices that one fabric joins.
+
+  Attributes:
+    bandwidth: Bytes a second that a device receives.
+    latency_s: Latency of a message.
+    memory_bytes: Memory of a device.
+    memory_bandwidth: Bytes a second that a device reads or writes there.
+    source: Publication of these figures, and their kind.
+  """
+
+  bandwidth: float
+  latency_s: float
+  memory_bytes: float
+  memory_bandwidth: float
+  source: str
+
+
+# A hop of the ring protocol "Simple", in microseconds, from the table `hwLat`
+# by which NCCL chooses its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
+_NCCL_NVLINK_S = 3.4e-6
+_NCCL_PCI_S = 5.7e-6
+NCCL_NETWORK_S = 14e-6
+# No figure is published; neighbouring chips are about a microsecond apart.
+_ICI_S = 1e-6
+
+_GB, _GIB = 1e9, 2.0**30
+_FLOOR = "the device's own work is a floor, its memory's peak"
+
+
+def _nvidia(
+  device: str,
+  memory_gb: float,
+  memory_gb_s: float,
+  fabric: str = "NVLink",
+  fabric_gb_s: float = 900,
+) -> Machine:
+  """Returns a GPU by its data sheet, whose fabric counts both ways."""
+  return Machine(
+    bandwidth=fabric_gb_s / 2 * _GB,
+    latency_s=_NCCL_NVLINK_S if fabric == "NVLink" else _NCCL_PCI_S,
+    memory_bytes=memory_gb * _GB,
+    memory_bandwidth=memory_gb_s * _GB,
+    source=(
+      f"NVIDIA {device} data sheet: {fabric} {fabric_gb_s:g} GB/s both ways,"
+      f" {memory_gb} GB at {memory_gb_s / 1e3:g} TB/s, a peak; latency from"
+      f" NCCL's tuning table; {_FLOOR}"
+    ),
+  )
+
+
+def _ici(
+  bandwidth: float, memory: float, memory_gb_s: float, page: str, figure: str
+) -> Machine:
+  return Machine(
+    bandwidth=bandwidth,
+    latency_s=_ICI_S,
+    memory_bytes=memory,
+    memory_bandwidth=memory_gb_s * _GB,
+    source=(
+      f"docs.cloud.google.com/tpu/docs/{page}: {figure}, a peak over all ports"
+      " of a chip, which a mesh axis along one side of the torus does not have;"
+      f" HBM {memory_gb_s:g} GB/s; latency assumed; {_FLOOR}"
+    ),
+  )
+
+
+MACHINES: dict[str, Machine] = {
+  # Of several sizes sold the largest: A100 80 GB, V100 SXM2 32 GB.
+  "a100": _nvidia("A100 SXM", 80, 2039, fabric_gb_s=600),
+  "h100": _nvidia("H100 SXM", 80, 3350),
+  "h200": _nvidia("H200 SXM", 141, 4800),
+  # It has no NVLink.
+  "l4": _nvidia("L4", 24, 300, "PCIe Gen4 x16", 64),
+  # 4,096 chips reduce 1.1 PB/s together; six ports.
+  "tpu-v4": _ici(
+    1.1e15 / 4096, 32 * _GIB, 1200, "v4", "all-reduce 1.1 PB/s of 4,096 chips"
+  ),
+  "tpu-v5e": _ici(200 * _GB, 16 * _GB, 819, "v5e", "ICI 400 GB/s both ways"),
+  "tpu-v5p": _ici(
+    600 * _GB, 95 * _GIB, 2765, "v5p", "ICI 1,200 GB/s both ways"
+  ),
+  "tpu-v6e": _ici(400 * _GB, 32 * _GB, 1638, "v6e", "ICI 800 GB/s both ways"),
+  "v100": _nvidia("V100 SXM2", 32, 900, fabric_gb_s=300),
+}
+
+
+def known_machine(name: str) -> Machine:
+  """Returns an entry of `MACHINES`; raises `ValueError` if there is none."""
+  if name not in MACHINES:
+    raise ValueError(
+      f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}; measure"
+      " any other with `zenjax.planner.measure_links`."
+    )
+  return MACHINES[name]

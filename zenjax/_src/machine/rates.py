@@ -1,0 +1,79 @@
+"""Line rates of networks, as people write them."""
+
+import math
+import re
+
+_FORMS = (
+  "'25 Gbit/s', '25gbit', '25 Gb/s', '25Gbps', '3.1 GB/s', '3.1 GBytes/s',"
+  " '200 Mbit/s', or 25e9 for bits a second"
+)
+_RATE = re.compile(
+  r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
+  r"(?:([mgt]?)(bits?|bytes?|b)\s*(/\s*s(?:ec)?|ps)?)?\s*",
+  re.IGNORECASE,
+)
+_PREFIXES = {"": 1.0, "m": 1e6, "g": 1e9, "t": 1e12}
+# No network is slower: less without a unit is a rate in another one.
+_LEAST_BARE = 1e6
+
+
+def bits_a_second(rate: str | float) -> float:
+  """Reads a line rate.
+
+  Args:
+    rate: A number with a unit, as "25 Gbit/s" or "3.1 GB/s", or bits a second.
+
+  Raises:
+    ValueError: It is no positive rate, or its unit may be bits or bytes. The
+      message begins with "must": callers put the argument's name before it.
+  """
+  match = None if isinstance(rate, bool) else _RATE.fullmatch(str(rate))
+  if match is None:
+    raise _refused(rate)
+  number, (prefix, unit, per) = float(match[1]), match.groups()[1:]
+  if unit is None:
+    found = number
+    if 0 < found < _LEAST_BARE:
+      raise _refused(rate, "; a number without a unit is in bits a second")
+  else:
+    size = _bits_of(rate, prefix, unit, per)
+    found = number * _PREFIXES[prefix.lower()] * size
+  if not 0 < found < math.inf:
+    raise _refused(rate)
+  return found
+
+
+def _bits_of(rate: str | float, prefix: str, unit: str, per: str | None) -> int:
+  """Returns the bits of a unit; raises `ValueError` where it may be two."""
+  if unit.lower().startswith("bit"):
+    return 1
+  if per is None:
+    raise _refused(rate, "; an amount is no rate")
+  if unit.lower().startswith("byte"):
+    return 8
+  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" bytes; "gb/s" and "GBPS", all
+  # in one case, are written for either.
+  written = prefix + unit + per
+  if unit == "b" and (prefix.isupper() or per.lower() == "ps"):
+    return 1
+  if unit == "B" and not written.replace("/", "").isupper():
+    return 8
+  raise _refused(rate, f"; {written!r} may be bits or bytes")
+
+
+def _refused(rate: object, why: str = "") -> ValueError:
+  return ValueError(f"must be a line rate as {_FORMS}, got {rate!r}{why}.")
+
+
+def in_words(bits: float) -> str:
+  """Returns a rate of bits a second to three digits, say "25 Gbit/s"."""
+  bits = float(f"{bits:.3g}")
+  for size, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s")):
+    if bits >= size:
+      return f"{bits / size:g} {unit}"
+  return f"{bits / 1e6:g} Mbit/s"
+
+
+def cards(ports: int) -> str:
+  """Returns the network cards of a host in words."""
+  return f"{ports} network card{'s' if ports > 1 else ''} a host"

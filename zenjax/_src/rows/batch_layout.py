@@ -1,0 +1,128 @@
+"""Joins look-ups of a whole batch without moving them between devices.
+
+Outside of `shard_map` an array of look-ups is that of all devices. One behind
+the other, or with the turns of a scan in front, parts of a device would come to
+lie on others, and XLA gathers them everywhere. Here each device joins its own,
+for the order of rows means nothing.
+"""
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zenjax._src.core import compat
+
+
+class Spread(NamedTuple):
+  """How the first dimension of look-ups lies on devices.
+
+  Attributes:
+    devices: Over which it may lie; 1 where it is one device's.
+    axes: Explicit axes over which it does.
+  """
+
+  devices: int
+  axes: tuple[str, ...]
+
+
+def spread_of(arrays: Sequence[jax.Array]) -> Spread:
+  """Reads it from the types of `arrays: [K, ...]` and the mesh around them."""
+  for x in arrays:
+    axes = _axes(compat.explicit_spec(x)[0])
+    if axes:
+      return Spread(_devices(x, axes), axes)
+  around = jax.sharding.get_abstract_mesh()
+  for mesh in [around, *(jax.typeof(x).sharding.mesh for x in arrays)]:
+    if mesh.manual_axes:
+      return Spread(1, ())
+    if not mesh.empty:
+      return Spread(mesh.size, ())
+  return Spread(1, ())
+
+
+def joined(parts: Sequence[jax.Array], spread: Spread) -> jax.Array:
+  """All of `parts: [K, ...]` in one; `spread.devices` divides each `K`."""
+  if spread.devices == 1:
+    return jnp.concatenate(parts)
+  blocks = [_cut(x, spread) for x in parts]
+  return _merged(jnp.concatenate(blocks, axis=1), 2, spread.axes)
+
+
+def _cut(x: jax.Array, spread: Spread) -> jax.Array:
+  """`[K, ...]` as `[devices, K / devices, ...]`."""
+  shape = (spread.devices, x.shape[0] // spread.devices, *x.shape[1:])
+  if not compat.explicit_axes(x):
+    return x.reshape(shape)
+  spec = PartitionSpec(spread.axes or None, *compat.explicit_spec(x)[1:])
+  x = jax.sharding.reshard(x, spec)
+  spec = PartitionSpec(spread.axes or None, None, *spec[1:])
+  return lax.reshape(x, shape, out_sharding=spec)
+
+
+def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
+  """`x` with its first `dims` dimensions in one, that lies over `axes`."""
+  shape = (math.prod(x.shape[:dims]), *x.shape[dims:])
+  if not compat.explicit_axes(x):
+    return x.reshape(shape)
+  spec = PartitionSpec(axes or None, *compat.explicit_spec(x)[dims:])
+  return lax.reshape(x, shape, out_sharding=spec)
+
+
+def flattened(
+  ids: jax.Array, values: jax.Array, turns: int
+) -> tuple[jax.Array, jax.Array]:
+  """Look-ups of any shape in one dimension, each device's beside each other.
+
+  Args:
+    ids: `[*turns, *batch]`.
+    values: `[*turns, *batch, D]`.
+    turns: Dimensions that scans have put in front of the batch's.
+
+  Returns:
+    `[K]` and `[K, D]`, in the same order.
+  """
+  dims = ids.ndim
+  spec = compat.explicit_spec(values)[:dims]
+  if any(spec):
+    ids = jax.sharding.reshard(ids, PartitionSpec(*spec))
+    return _each_own(ids, spec), _each_own(values, spec)
+  if 0 < turns < dims and spread_of([values, ids]).devices > 1:
+    # Devices share the batch.
+    ids, values = jnp.moveaxis(ids, turns, 0), jnp.moveaxis(values, turns, 0)
+  return _merged(ids, dims, ()), _merged(values, dims, ())
+
+
+def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
+  """`x` with the dimensions of `spec` in one: by device, then by look-up."""
+  rest = compat.explicit_spec(x)[len(spec) :]
+  shape: list[int] = []
+  cut: list[Any] = []
+  for size, entry in zip(x.shape, spec):
+    devices = _devices(x, _axes(entry))
+    shape += [devices, size // devices]
+    cut += [entry, None]
+  x = lax.reshape(
+    x, (*shape, *x.shape[len(spec) :]), out_sharding=PartitionSpec(*cut, *rest)
+  )
+  first = range(0, len(cut), 2)
+  last = range(len(cut), x.ndim)
+  x = jnp.transpose(x, (*first, *range(1, len(cut), 2), *last))
+  axes = tuple([axis for entry in spec for axis in _axes(entry)])
+  return _merged(x, len(cut), axes)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+  """The axes of an entry of a PartitionSpec."""
+  if entry is None:
+    return ()
+  return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _devices(x: jax.Array, axes: Sequence[str]) -> int:
+  sizes = jax.typeof(x).sharding.mesh.shape
+  return math.prod([sizes[axis] for axis in axes])
