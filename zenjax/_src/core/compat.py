@@ -59,7 +59,9 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
   """How explicit sharding spreads each dimension, None where it does not."""
   if not explicit_axes(x):
     return (None,) * x.ndim
-  spec = tuple(jax.typeof(x).sharding.spec.partitions)
+  spec = jax.typeof(x).sharding.spec
+  # JAX 0.10 has no `partitions`; later ones iterate over nothing else.
+  spec = tuple(getattr(spec, "partitions", spec))
   return (*spec, *[None] * (x.ndim - len(spec)))
 
 
