@@ -34,7 +34,7 @@ class Declared:
 
   Attributes:
     context: Axes and sizes.
-    plans: One for each table.
+    plans: One for each table, or for those that travel as one.
     first: Of the first round, in order; of tables with an exchange each, those
       of one table after those of another.
     loops: Of one turn of each loop.
@@ -55,9 +55,10 @@ class Declared:
   def dense_on(self, platform: str) -> list[list[Message]]:
     """`dense`, on devices of another platform."""
     return [
-      dense_sum.messages(plan.table, self.context, platform)
+      dense_sum.messages(table, self.context, platform)
       for plan in self.plans
-      if plan.table.look_ups is None
+      for table in plan.tables
+      if table.look_ups is None
     ]
 
 
@@ -91,6 +92,7 @@ def _declare(
   plans = leaf_tables.plans(
     group, scheme, options, context, [None] * len(group)
   )
+  plans = leaf_tables.stacked(plans, scheme, options, context)
   found = Declared(
     context=context,
     plans=plans,

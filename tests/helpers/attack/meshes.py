@@ -286,6 +286,34 @@ def _rows_of_tables(scheme: str, axis: Axis, n: int = 8) -> Front:
   return Front(name, build, draw, check, weight=0.3)
 
 
+def _arrays_of_tables(scheme: str, axis: Axis, n: int = 8) -> Front:
+  """Arrays of one width, which travel as one, and one of another."""
+  shapes = {"a": (300, 3), "b": (40, 3), "c": (700, 3), "d": (90, 2)}
+
+  def build():
+    options: Any = {"scheme": scheme}
+    tx = zenjax.zen_sync(axis, sparse=True, **options)
+
+    def local(grads):
+      return tx.update(grads, tx.init(grads))[0]
+
+    return on_mesh(_MESHES[axis](), axis, local, check_vma=False)
+
+  def draw(rng):
+    return {
+      name: data.stack(rng, n, *shape, np.dtype(np.float32))
+      for name, shape in shapes.items()
+    }
+
+  def check(stacks, got):
+    for name, stack in stacks.items():
+      truth.check_mean(stack, got[name], "mean")
+
+  where = "" if axis == "data" else ", two axes"
+  name = f"arrays of four tables, {scheme}{where}"
+  return Front(name, build, draw, check, weight=0.3)
+
+
 def _array_to_rows(scheme: str, axis: Axis) -> Front:
   """An array that comes back as rows: all that any device has, once."""
 
@@ -309,7 +337,7 @@ FRONTS = (
   *_rows_by_every_scheme(),
   *(
     front(scheme, axis)
-    for front in (_array_to_rows, _rows_of_tables)
+    for front in (_array_to_rows, _arrays_of_tables, _rows_of_tables)
     for scheme in _SCHEMES
     for axis in _MESHES
   ),

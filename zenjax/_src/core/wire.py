@@ -139,11 +139,12 @@ def decode_index(index: jax.Array, capacity: int, num_slots: int) -> jax.Array:
 
 
 def sum_counts(counts: jax.Array) -> jax.Array:
-  """Sum of `[n] int32 >= 0`, or the largest int32 where it is more."""
+  """Sums `[n, ...] int32 >= 0` over `n`; the largest int32 where it is more."""
   most = jnp.iinfo(jnp.int32).max
   # float32 errs by a few parts in 2^24; within those the result may saturate.
-  too_many = jnp.sum(counts.astype(jnp.float32)) > most * (1 - 2.0**-20)
-  return jnp.where(too_many, most, jnp.sum(counts, dtype=jnp.int32))
+  about = jnp.sum(counts.astype(jnp.float32), axis=0)
+  total = jnp.sum(counts, axis=0, dtype=jnp.int32)
+  return jnp.where(about > most * (1 - 2.0**-20), most, total)
 
 
 def split_columns(rows: jax.Array, groups: int) -> jax.Array:

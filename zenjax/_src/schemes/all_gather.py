@@ -23,6 +23,7 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import over_devices
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Tally
@@ -45,6 +46,7 @@ def tally(own: Held) -> Tally:
     fullest=own.fullest,
     merged=union.merged,
     probe=own.probe,
+    peak=own.peak,
   )
 
 
@@ -57,9 +59,6 @@ def arrive(asked: Asked, context: Context) -> Arrived:
     values=context.scaled(union.rows).astype(plan.table.dtype),
     tally=Tally(*(count[None] for count in tally(own))),
   )
-
-
-_COUNTS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class AllGather(Scheme):
 def _lengths(room: Room) -> list[int]:
   table = room.plan.table
   return [
-    _COUNTS,
+    1 + room.plan.probes,
     wire.index_words(room.capacity, room.plan.layout.slots),
     wire.words_for(room.capacity * table.width, table.wire_dtype),
   ]
@@ -127,7 +126,7 @@ def _sections_of(out: Outgoing) -> list[jax.Array]:
   plan = out.room.plan
   slots, rows, remaining = out.source.rows_from(out.start, *out.room)
   return [
-    jnp.stack([remaining, out.probe[None]], axis=1),
+    jnp.concatenate([remaining[:, None], out.probe], axis=1),
     wire.encode_index(slots, plan.layout.slots),
     rows.astype(plan.table.wire_dtype),
   ]
@@ -136,7 +135,8 @@ def _sections_of(out: Outgoing) -> list[jax.Array]:
 def _merge(received: Sequence[jax.Array], room: Room, most: int) -> Held:
   counts, index, rows = received
   table, num_slots = room.plan.table, room.plan.layout.slots
-  remaining, probe = counts.T
+  remaining = counts[:, 0]
+  probe, peak = over_devices(counts[:, 1:], room.plan)
   slots = wire.decode_index(index, room.capacity, num_slots)
   ends = jnp.where(remaining > room.capacity, slots[:, -1] + 1, num_slots)
   union = merge(
@@ -151,5 +151,6 @@ def _merge(received: Sequence[jax.Array], room: Room, most: int) -> Held:
     union=union,
     pushed=wire.sum_counts(remaining),
     fullest=jnp.max(remaining),
-    probe=jnp.sum(probe, dtype=jnp.int32),
+    probe=probe,
+    peak=peak,
   )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import indexing
+from zenjax._src.core import wire
 from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.buffer_sizes import TablePlan
@@ -48,7 +49,8 @@ class Outgoing(NamedTuple):
   room: Room
   source: Source
   start: jax.Array  # [m] int32, slots below are done; equal on all devices
-  probe: jax.Array  # [] int32, any local count whose sum is wanted
+  # [m, p] int32, local counts of each group whose sums are wanted.
+  probe: jax.Array
 
 
 class Held(NamedTuple):
@@ -57,7 +59,9 @@ class Held(NamedTuple):
   union: Union  # the rows that it owns, summed
   pushed: jax.Array  # [] int32, rows waiting at `start`, summed over devices
   fullest: jax.Array  # [] int32, the same of the device that had most
-  probe: jax.Array  # [] int32, sum of `Outgoing.probe`
+  probe: jax.Array  # [p] int32, sums of `Outgoing.probe` over devices
+  # [q] int32, the largest of each: of stacked tables, else none.
+  peak: jax.Array
 
 
 class Asked(NamedTuple):
@@ -79,7 +83,37 @@ class Tally(NamedTuple):
   pushed: jax.Array  # [m] int32, see Held
   fullest: jax.Array  # [m] int32
   merged: jax.Array  # [m] int32, rows of all devices that were summed
-  probe: jax.Array  # [m] int32
+  probe: jax.Array  # [m, p] int32, see Held
+  peak: jax.Array  # [m, q] int32
+
+  @classmethod
+  def of(cls, counts: jax.Array, plan: TablePlan) -> "Tally":
+    """Reads `[m, k]` counts in the order of fields."""
+    numbers, rest = counts[:, :_NUMBERS], counts[:, _NUMBERS:]
+    probe, peak = rest[:, : plan.probes], rest[:, plan.probes :]
+    return cls(*numbers.T, probe=probe, peak=peak)
+
+  def line(self) -> jax.Array:
+    """Returns one owner's counts, `[]` each, as `[k]`."""
+    *numbers, probe, peak = self
+    return jnp.concatenate([jnp.stack(numbers), probe, peak])
+
+
+# Fields of a tally that are one number of each group.
+_NUMBERS = len(Tally._fields) - 2
+
+
+def tally_counts(plan: TablePlan) -> int:
+  """How many counts an owner of this table sends in a pull."""
+  return _NUMBERS + plan.probes + len(plan.members)
+
+
+def over_devices(
+  probe: jax.Array, plan: TablePlan
+) -> tuple[jax.Array, jax.Array]:
+  """Returns sums and largest of `[n, p]` counts that came from `n` devices."""
+  most = jnp.max(probe[:, : len(plan.members)], axis=0)
+  return wire.sum_counts(probe), most
 
 
 class Arrived(NamedTuple):

@@ -7,10 +7,12 @@ round (push), `U` rows of one group's union (pull).
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Partition
@@ -18,6 +20,8 @@ from zenjax._src.core.partition import Layout
 
 # Indices of `TablePlan.chunks`.
 LARGE, SMALL = 0, 1
+# Rows, padding and out-of-range markers must fit int32 together.
+MAX_ROWS = np.iinfo(np.int32).max // 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class TablePlan:
     pinned: Whether the user gave it.
     chunks: Capacity of those in the loops: `LARGE` while much is left, then
       `SMALL`.
+    rooms: Rows of each table that all devices together may hold: those of
+      SparseRows. Empty for arrays.
+    members: Of the tables that are stacked into this one, if it is of several.
   """
 
   table: Table
@@ -64,6 +71,27 @@ class TablePlan:
   first: Capacity
   pinned: bool
   chunks: tuple[Capacity, Capacity]
+  rooms: tuple[int, ...] = ()
+  members: tuple["TablePlan", ...] = ()
+
+  @property
+  def probes(self) -> int:
+    """`p`, counts of a device and a group that a push takes along."""
+    return max(1, len(self.members))
+
+  @property
+  def tables(self) -> list[Table]:
+    """The leaves that travel as this table, in the order of their slots."""
+    return [plan.table for plan in self.members] or [self.table]
+
+  @property
+  def first_rows(self) -> list[int]:
+    """The row of each of `members` that comes first in this table."""
+    ends = itertools.accumulate(
+      [plan.layout.slots * plan.layout.groups for plan in self.members],
+      initial=0,
+    )
+    return list(ends)[:-1]
 
   @property
   def block_width(self) -> int:
@@ -116,6 +144,7 @@ def plan_table(
   first_word: int,
   contiguous: bool = False,
   padded: bool = True,
+  members: Sequence[TablePlan] = (),
 ) -> TablePlan:
   """Sizes for one table; `pinned` is what the user gave in `capacities=`.
 
@@ -130,9 +159,14 @@ def plan_table(
   )
   # Rows that one device may hold, and all together.
   held = [table.num_rows] * 2
+  rooms = ()
   if table.look_ups is not None:
     held = [table.look_ups, devices * table.look_ups]
+    rooms = (min(table.num_rows, devices * table.look_ups),)
   most = Capacity(*[min(table.num_rows, layout.slots, x) for x in held])
+  if members:
+    most = Capacity(*[sum(c) for c in zip(*[plan.most for plan in members])])
+    rooms = sum([plan.rooms for plan in members], ())
   if pinned:
     first = Capacity(*[min(c, m) for c, m in zip(pinned, most)])
     pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
@@ -179,6 +213,8 @@ def plan_table(
     first=first if pinned else clipped[0],
     pinned=pinned is not None,
     chunks=(large, small),
+    rooms=rooms,
+    members=tuple(members),
   )
 
 
@@ -284,3 +320,92 @@ def plan_group(
     plans.append(plan)
     first_word += plan.layout.words
   return tuple(plans)
+
+
+# Tables of one width and dtype, stacked into one of the sum of their rows.
+#
+# Each takes whole words of a group's slots, one after another, where the hash
+# of an exchange had them anyway: every row keeps its owner. What XLA compiles
+# for a table it compiles once.
+
+
+def stack(
+  plans: Sequence[TablePlan], *, devices: int, padded: bool = True
+) -> tuple[TablePlan, ...]:
+  """Plans of what travels in the place of these, tables alike as one."""
+  alike: dict[Any, list[TablePlan]] = {}
+  for plan in plans:
+    alike.setdefault(_kind(plan), []).append(plan)
+  stacked: list[TablePlan] = []
+  first_word = 0
+  for some in alike.values():
+    for members in _split(some):
+      layout = dataclasses.replace(members[0].layout, first_word=first_word)
+      if len(members) == 1:
+        plan = dataclasses.replace(members[0], layout=layout)
+      else:
+        plan = _stacked(members, layout, devices, padded)
+      stacked.append(plan)
+      first_word += plan.layout.words
+  return tuple(stacked)
+
+
+def _kind(plan: TablePlan) -> Any:
+  """Facts that tables share with all of their stack."""
+  table, layout = plan.table, plan.layout
+  if layout.contiguous:
+    return table.name  # Ranges of a stack would be other ranges.
+  return (
+    table.look_ups is None,
+    table.width,
+    table.dtype,
+    table.wire_dtype,
+    plan.column_groups,
+    layout.groups,
+    plan.pinned,
+  )
+
+
+# The most tables of a stack: each row of it is looked for in all of them.
+MOST_MEMBERS = 32
+
+
+def _split(plans: Sequence[TablePlan]) -> list[list[TablePlan]]:
+  """Parts whose slots of all groups fit int32, of not too many tables."""
+  parts: list[list[TablePlan]] = []
+  rows = MAX_ROWS
+  for plan in plans:
+    more = plan.layout.slots * plan.layout.groups
+    if rows + more > MAX_ROWS or len(parts[-1]) == MOST_MEMBERS:
+      parts.append([])
+      rows = 0
+    parts[-1].append(plan)
+    rows += more
+  return parts
+
+
+def _stacked(
+  members: Sequence[TablePlan], layout: Layout, devices: int, padded: bool
+) -> TablePlan:
+  tables = [plan.table for plan in members]
+  listed = [table.look_ups for table in tables if table.look_ups is not None]
+  table = dataclasses.replace(
+    tables[0],
+    name=", ".join([table.name for table in tables]),
+    num_rows=sum([p.layout.slots * p.layout.groups for p in members]),
+    look_ups=sum(listed) if listed else None,
+  )
+  pinned = None
+  if members[0].pinned:
+    pinned = Capacity(*[sum(c) for c in zip(*[p.first for p in members])])
+  return plan_table(
+    table,
+    groups=layout.groups,
+    column_groups=members[0].column_groups,
+    devices=devices,
+    pinned=pinned,
+    seed=layout.seed,
+    first_word=layout.first_word,
+    padded=padded,
+    members=members,
+  )

@@ -30,6 +30,7 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.base import tally_counts
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.zen import Zen
 
@@ -58,7 +59,6 @@ class SplitAllGather(Zen):
     return sizes[-1], 1
 
 
-_COUNTS = len(Tally._fields) + 1
 # Unpinned, the first push holds this part of the slots for every pair.
 _PART = 16
 
@@ -111,14 +111,18 @@ class SplitDenseGather(SplitAllGather):
 
 def _lengths(plan: TablePlan) -> list[int]:
   elements = plan.layout.slots * plan.table.width
-  return [_COUNTS, wire.words_for(elements, plan.table.wire_dtype)]
+  # A tally, and the first slot of the union.
+  return [
+    tally_counts(plan) + 1,
+    wire.words_for(elements, plan.table.wire_dtype),
+  ]
 
 
 def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
   """`[1, ...]` each: counts and the whole range."""
   plan, own = asked.room.plan, asked.held
   union, slots = own.union, plan.layout.slots
-  counts = (*all_gather.tally(own), union.slots[0])
+  counts = jnp.append(all_gather.tally(own).line(), union.slots[0])
   shape = (slots, plan.table.width)
   values = context.scaled(union.rows).astype(plan.table.dtype)
   values = values.astype(plan.table.wire_dtype)
@@ -132,7 +136,7 @@ def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
     )
   dense = jnp.full(shape, empty, values.dtype)
   dense = dense.at[union.slots].set(values, mode="drop")
-  return [jnp.stack(counts)[None], dense[None]]
+  return [counts[None], dense[None]]
 
 
 def _is_negative_zero(x: jax.Array) -> jax.Array:
@@ -144,8 +148,7 @@ def _is_negative_zero(x: jax.Array) -> jax.Array:
 def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
   counts, values = came
   table, layout = plan.table, plan.layout
-  *tally, lowest = counts.T
-  tally = Tally(*tally)
+  tally, lowest = Tally.of(counts[:, :-1], plan), counts[:, -1]
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   # Between its first row and its limit an owner knows every row: those that

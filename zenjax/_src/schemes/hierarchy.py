@@ -22,7 +22,7 @@ from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
 
-_COUNTS = 5
+_NUMBERS = 4
 
 
 def sum_over(
@@ -65,7 +65,7 @@ def messages(rooms: Sequence[Room], context: Context) -> list[Message]:
   """Returns the three collectives of `sum_over`."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  index = sum(_COUNTS + _index_words(room) for room in rooms)
+  index = sum(_counts(room.plan) + _index_words(room) for room in rooms)
   rows = sum(_row_words(room, hosts) for room in rooms)
   return [
     Message("all_gather", slow, index),
@@ -89,6 +89,10 @@ def expected_messages(
   ]
 
 
+def _counts(plan: TablePlan) -> int:
+  return _NUMBERS + plan.probes + len(plan.members)
+
+
 def _index_words(room: Room) -> int:
   return wire.index_words(room.capacity, room.plan.layout.slots)
 
@@ -102,9 +106,8 @@ def _row_words(room: Room, hosts: int) -> int:
 
 def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
   union = own.union
-  counts = jnp.stack(
-    [union.limit, union.merged, own.pushed, own.fullest, own.probe]
-  )
+  numbers = [union.limit, union.merged, own.pushed, own.fullest]
+  counts = jnp.concatenate([jnp.stack(numbers), own.probe, own.peak])
   index = wire.encode_index(union.slots[None], plan.layout.slots)
   return [counts[None], index]
 
@@ -118,7 +121,9 @@ def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
   counts, index, rows = came
   plan, capacity = room
   num_slots = plan.layout.slots
-  limit, merged, pushed, fullest, probe = counts.T
+  limit, merged, pushed, fullest = counts[:, :_NUMBERS].T
+  rest = counts[:, _NUMBERS:]
+  probe, peak = rest[:, : plan.probes], rest[:, plan.probes :]
   dtype = collectives.accumulator(plan.table.dtype)
   slots = wire.decode_index(index, capacity, num_slots)
   union = merge(
@@ -140,7 +145,8 @@ def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
     union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
     pushed=wire.sum_counts(pushed),
     fullest=jnp.max(fullest),
-    probe=jnp.sum(probe, dtype=jnp.int32),
+    probe=wire.sum_counts(probe),
+    peak=jnp.max(peak, axis=0, initial=0),
   )
 
 

@@ -179,10 +179,12 @@ def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
     pushed=wire.sum_counts(jnp.stack([a.pushed, b.pushed])),
     fullest=jnp.maximum(a.fullest, b.fullest),
     probe=a.probe + b.probe,
+    peak=jnp.maximum(a.peak, b.peak),
   )
 
 
-_COUNTS = 6
+# Numbers of a union that are one each, before those of `Held.probe`.
+_NUMBERS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
 
 def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
   return [
-    _COUNTS,
+    _NUMBERS + plan.probes + len(plan.members),
     wire.index_words(capacity, plan.layout.slots),
     wire.words_for(capacity * plan.table.width, _wide(plan, first)),
   ]
@@ -299,7 +301,14 @@ def _own(out: Outgoing) -> Held:
     limit=jnp.where(remaining > capacity, slots[-1] + 1, past),
     merged=sent,
   )
-  return Held(union=union, pushed=remaining, fullest=remaining, probe=out.probe)
+  probe = out.probe[0]
+  return Held(
+    union=union,
+    pushed=remaining,
+    fullest=remaining,
+    probe=probe,
+    peak=probe[: len(plan.members)],
+  )
 
 
 def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
@@ -310,10 +319,9 @@ def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
     union.merged,
     own.pushed,
     own.fullest,
-    own.probe,
   )
   return [
-    jnp.stack(counts)[None],
+    jnp.concatenate([jnp.stack(counts), own.probe, own.peak])[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
     union.rows[None].astype(_wide(plan, first)),
   ]
@@ -322,7 +330,9 @@ def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
 def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Held) -> Held:
   """Returns what came, in the shape of what was sent."""
   counts, index, rows = came
-  total, limit, merged, pushed, fullest, probe = counts[0]
+  total, limit, merged, pushed, fullest = counts[0, :_NUMBERS]
+  rest = counts[0, _NUMBERS:]
+  probe, peak = rest[: plan.probes], rest[plan.probes :]
   capacity = own.union.slots.shape[0]
   slots = wire.decode_index(index, capacity, plan.layout.slots)[0]
   union = Union(
@@ -332,4 +342,6 @@ def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Held) -> Held:
     limit=limit,
     merged=merged,
   )
-  return Held(union=union, pushed=pushed, fullest=fullest, probe=probe)
+  return Held(
+    union=union, pushed=pushed, fullest=fullest, probe=probe, peak=peak
+  )

@@ -36,10 +36,12 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
+from zenjax._src.schemes.base import over_devices
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import section
 from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.base import tally_counts
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels import operations
 from zenjax.kernels.operations import merge
@@ -69,8 +71,6 @@ class Lengths(NamedTuple):
   rows: jax.ShapeDtypeStruct  # [C, block]
 
 
-_PUSH_COUNTS = 2
-_PULL_COUNTS = len(Tally._fields)
 # Index of the count of rows; of more than fit, as many as fit travel.
 _PUSHED = 0
 _PULLED = Tally._fields.index("union")
@@ -83,7 +83,7 @@ def _lengths(room: Room, pull: bool) -> Lengths:
   if pull:  # The owners of a row group share its ids out.
     ids = -(-ids // plan.column_groups) if plan.layout.groups > 1 else 0
   rows = (capacity, plan.block_width), plan.table.wire_dtype
-  counts = _PULL_COUNTS if pull else _PUSH_COUNTS
+  counts = tally_counts(plan) if pull else 1 + plan.probes
   return Lengths(counts, ids, jax.ShapeDtypeStruct(*rows))
 
 
@@ -124,8 +124,7 @@ def push_sections(out: Outgoing) -> Sections:
   """Returns what goes to every owner, `b = n`."""
   plan = out.room.plan
   slots, rows, remaining = out.source.rows_from(out.start, *out.room)
-  probe = jnp.broadcast_to(out.probe, remaining.shape)
-  counts = jnp.stack([remaining, probe], axis=1)
+  counts = jnp.concatenate([remaining[:, None], out.probe], axis=1)
   index = wire.encode_index(slots, plan.layout.slots)
   if plan.column_groups > 1:
     counts = jnp.repeat(counts, plan.column_groups, axis=0)
@@ -139,7 +138,8 @@ def merged(received: Sections, room: Room, most: int) -> Held:
   counts, index, rows = received
   plan, capacity = room
   table, num_slots = plan.table, plan.layout.slots
-  remaining, probe = counts.T
+  remaining = counts[:, _PUSHED]
+  probe, peak = over_devices(counts[:, 1:], plan)
   slots = wire.decode_index(index, capacity, num_slots)
   # A source that did not fit is complete up to the last row that it sent.
   ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
@@ -155,7 +155,8 @@ def merged(received: Sections, room: Room, most: int) -> Held:
     union=union,
     pushed=wire.sum_counts(remaining),
     fullest=jnp.max(remaining),
-    probe=jnp.sum(probe, dtype=jnp.int32),
+    probe=probe,
+    peak=peak,
   )
 
 
@@ -175,6 +176,7 @@ def pull_sections(
     fullest=own.fullest,
     merged=own.union.merged,
     probe=own.probe,
+    peak=own.peak,
   )
   # A row group's owners, one for each block of columns, share its ids out.
   length = _lengths(asked.room, pull=True).ids
@@ -187,7 +189,7 @@ def pull_sections(
     index = lax.dynamic_slice_in_dim(index, (me % g) * length, length, axis=1)
   values = context.scaled(part.rows).astype(plan.table.dtype)
   return Sections(
-    jnp.stack(tally)[None], index, values[None].astype(plan.table.wire_dtype)
+    tally.line()[None], index, values[None].astype(plan.table.wire_dtype)
   )
 
 
@@ -210,7 +212,7 @@ def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
   return Arrived(
     row=layout.row(group, slots).reshape(-1),
     values=rows.astype(table.dtype).reshape(-1, table.width),
-    tally=Tally(*counts[::g].T),
+    tally=Tally.of(counts[::g], plan),
   )
 
 

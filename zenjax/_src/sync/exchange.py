@@ -29,7 +29,6 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
-from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
@@ -58,11 +57,13 @@ Target = Whole | Appended
 
 
 class Local(NamedTuple):
-  """One table before an exchange."""
+  """One table before an exchange, or several that travel as one."""
 
   plan: TablePlan
-  rows: jax.Array | SparseRows  # `[R, D]`, whose rows of zeros stay, or rows
-  # Whether it travels dense from the start: `[] bool`, equal on all devices.
+  rows: Sequence[
+    Any
+  ]  # arrays `[R, D]`, whose rows of zeros stay, or SparseRows
+  # Which travel dense from the start: `[p] bool`, equal on all devices.
   remembered: jax.Array | None = None  # None where there is no memory
   carried: Carried | None = None  # rows that waited until now, if they may
 
@@ -74,7 +75,7 @@ class Transfer(NamedTuple):
   source: Masked | Listed
   progress: "Progress"
   remembered: jax.Array | None
-  probe: jax.Array  # [] int32, see `Outgoing`
+  probe: jax.Array  # [m, p] int32, see `Outgoing`
 
 
 class Synced(NamedTuple):
@@ -138,7 +139,7 @@ def begin(
       are then read and never written.
   """
   with jax.named_scope("zenjax/mask"):
-    entered = [_enter(table, context, exact, rows_only) for table in tables]
+    entered = [_enter(table, exact, rows_only) for table in tables]
   outgoing = [
     Outgoing(
       Room(t.plan, t.plan.first.push), t.source, t.progress.start, t.probe
@@ -149,28 +150,26 @@ def begin(
   return Exchange(entered, scheme, context, exact, received)
 
 
-def _enter(
-  table: Local, context: Context, exact: bool, rows_only: bool
-) -> Transfer:
+def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
   """Finds the rows to send, and where sums are to be written."""
-  plan, leaf = table.plan, table.rows
+  plan = table.plan
   remembered = table.remembered if exact else None
-  if isinstance(leaf, SparseRows):
-    source, probe = table_sources.enter_rows(leaf, plan)
-    target = table_sources.room(plan, context.devices)
+  if plan.table.look_ups is not None:
+    source, probe = table_sources.enter_rows(table.rows, plan)
+    target = table_sources.room(plan)
   else:
-    source, probe = table_sources.enter_array(
-      leaf, plan, remembered, table.carried
+    source, probe = table_sources.enter_arrays(
+      table.rows, plan, remembered, table.carried
     )
     if rows_only:  # Nothing is written over the leaf.
-      source = source._replace(table=leaf)
-    target = Whole(source.table)
+      source = source._replace(tables=tuple(table.rows))
+    target = Whole(source.tables)
   zero = jnp.zeros((), jnp.int32)
   none = jnp.zeros(plan.layout.groups, jnp.int32)
   progress = Progress(
     target=target,
     start=none,
-    union=none,
+    union=jnp.zeros((plan.layout.groups, plan.probes), jnp.int32),
     sent=jnp.full_like(zero, plan.first.push),
     left=zero,
     to_come=zero,
@@ -228,10 +227,20 @@ def finish(
   progress = []
   for table, arrived, skip in zip(tables, first, dense):
     plan = table.plan
-    if skip is not None:  # Tables on the dense path keep their local rows.
-      row = jnp.where(skip, plan.table.num_rows, arrived.row)
-      arrived = arrived._replace(row=row)
-    progress.append(advance(table.progress, arrived, plan.first.pull, plan))
+    start = table.progress
+    # Tables on the dense path keep their local rows.
+    if skip is not None and isinstance(start.target, Whole):
+      start = start._replace(target=start.target._replace(skip=skip))
+    progress.append(advance(start, arrived, plan.first.pull, plan))
+  loops = dataclasses.replace(
+    loops,
+    sources=[
+      source.without(skip, source_of.plan)
+      if skip is not None and isinstance(source, Masked)
+      else source
+      for source, skip, source_of in zip(loops.sources, dense, tables)
+    ],
+  )
   turns = Turns(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
   if exchange.exact:
     with jax.named_scope("zenjax/rounds"):
@@ -240,16 +249,17 @@ def finish(
   with jax.named_scope("zenjax/dense"):
     for i, (target, skip) in enumerate(zip(targets, dense)):
       if skip is not None and isinstance(target, Whole):
-        table = dense_sum.reduce_where(target.table, skip, context)
-        targets[i] = Whole(table)
+        summed = [
+          dense_sum.reduce_where(table, skip[k], context)
+          for k, table in enumerate(target.tables)
+        ]
+        targets[i] = Whole(tuple(summed))
   turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [jax.tree.map(as_equal, target) for target in targets]
   shown = Shown(turns, scheme, context, exchange.exact)
   synced = [
-    Synced(
-      t.plan, target, outcome_of(t.plan, target, p, arrived, d, shown), arrived
-    )
+    Synced(t.plan, target, outcome_of(t, target, p, arrived, d, shown), arrived)
     for t, target, p, arrived, d in zip(tables, targets, progress, first, dense)
   ]
   return Result(synced, owned, owner)
@@ -258,17 +268,25 @@ def finish(
 def _takes_dense_path(
   table: Transfer, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """True if a table is summed whole this time; None where it cannot be.
+  """Returns which tables are summed whole this time; None if none can be.
 
-  It is if the first pull did not end it and all of this step's rows, as that
+  One is if the first pull did not end it and all of this step's rows, as that
   pull counts and extrapolates them, cost more than break-even, or if the last
   step said so.
   """
   plan = table.plan
   if plan.table.look_ups is not None:
     return None  # There is no array to sum.
-  pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
-  push = jnp.max(tally.fullest).astype(jnp.float32)
+  pushed, push = _pushed(tally, plan)
+  if plan.members:
+    # Rows of each overlap as those of all that were merged.
+    total, merged = jnp.sum(tally.total), jnp.maximum(jnp.sum(tally.merged), 1)
+    kept = total.astype(jnp.float32) / merged.astype(jnp.float32)
+    pull = jnp.maximum(push, pushed / plan.layout.groups * kept)
+    slots = [member.layout.slots for member in plan.members]
+    pull = jnp.minimum(pull, np.array(slots, np.float32))
+  else:
+    pull = jnp.max(tally.total).astype(jnp.float32) + rows_to_come(tally)
   dense = unfinished(tally, plan)
   dense &= _above(push, pull, plan, scheme, context, 1.0)
   if table.remembered is None:
@@ -284,7 +302,7 @@ class Progress(NamedTuple):
 
   target: Target  # synced below `start` but for what is pending
   start: jax.Array  # [m] int32, where the next push begins
-  union: jax.Array  # [m] int32, how many rows came back so far
+  union: jax.Array  # [m, p] int32, rows of each table that came so far
   sent: jax.Array  # [] int32, capacity of the last push
   left: jax.Array  # [] int32, beyond `sent` in the fullest (source, group) pair
   to_come: jax.Array  # [] int32, a guess of what `left` adds to a full union
@@ -300,12 +318,15 @@ def advance(
   tally = arrived.tally
   with jax.named_scope("zenjax/expand"):
     target = progress.target.written(arrived, plan)
+    union = tally.union[:, None]
+    if plan.members:
+      union = table_sources.arrived_counts(arrived, plan)
   brought = (jnp.sum(tally.union) > 0).astype(jnp.int32)
   return progress._replace(
     target=target,
     # A table that took the dense path, or had no more rows, stays done.
     start=jnp.maximum(tally.end, progress.start),
-    union=progress.union + tally.union,
+    union=progress.union + union,
     left=jnp.maximum(jnp.max(tally.fullest) - progress.sent, 0),
     to_come=rows_to_come(tally).astype(jnp.int32),
     pulled=progress.pulled + capacity,
@@ -327,9 +348,10 @@ def rows_to_come(tally: Tally) -> jax.Array:
 def finish_where(
   skip: jax.Array | None, progress: Progress, held: Held, plan: TablePlan
 ) -> tuple[Progress, Held]:
-  """Nothing left to push or pull where the table takes the dense path."""
+  """Nothing left to push or pull where all tables take the dense path."""
   if skip is None:
     return progress, held
+  skip = jnp.all(skip)
   past = jnp.iinfo(jnp.int32).max
   progress = progress._replace(
     start=jnp.where(skip, past, progress.start),
@@ -599,7 +621,7 @@ class Rounds:
         Room(plan, plan.chunks[level].push),
         source.after(target),
         jnp.minimum(start, plan.layout.slots),
-        probe,
+        jnp.broadcast_to(probe, (plan.layout.groups, plan.probes)),
       )
       for plan, source, target, start in zip(
         self.plans, self.sources, targets, starts
@@ -759,20 +781,24 @@ _RETURN = 0.8
 
 
 class Outcome(NamedTuple):
-  """Numbers of one table's exchange, equal on all devices."""
+  """Numbers of the exchange of a table, or of `p` that were stacked.
 
-  local_rows: jax.Array  # [] f32, nonzero rows of a device, mean
-  union_rows: jax.Array  # [] f32, nonzero rows of the sum
-  push_need: jax.Array  # [] f32, rows of the fullest (source, group) pair
-  pull_need: jax.Array  # [] f32, rows of the fullest group's union
-  push_mean: jax.Array  # [] f32, rows of a pair, mean
-  rounds: jax.Array  # [] f32, pulls that carried rows of this table
-  overflow_rows: jax.Array  # [] f32, of all devices, beyond the first push
-  wire_bytes: jax.Array  # [] f32, received by a device
-  went_dense: jax.Array  # [] bool, this time
+  They are equal on all devices. Stacked tables share buffers: overflow and
+  bytes of all are shared out by the rows that they sent.
+  """
+
+  local_rows: jax.Array  # [p] f32, nonzero rows of a device, mean
+  union_rows: jax.Array  # [p] f32, nonzero rows of the sum
+  push_need: jax.Array  # [p] f32, rows of the fullest (source, group) pair
+  pull_need: jax.Array  # [p] f32, rows of the fullest group's union
+  push_mean: jax.Array  # [p] f32, rows of a pair, mean
+  rounds: jax.Array  # [] f32, pulls that carried rows of these tables
+  overflow_rows: jax.Array  # [p] f32, of all devices, beyond the first push
+  wire_bytes: jax.Array  # [p] f32, received by a device
+  went_dense: jax.Array  # [p] bool, this time
   withheld: jax.Array  # [] bool, some rows wait for the next step
-  above: jax.Array  # [] bool, it is one for the dense path, taken or not
-  dense_next: jax.Array  # [] bool, what to remember
+  above: jax.Array  # [p] bool, it is one for the dense path, taken or not
+  dense_next: jax.Array  # [p] bool, what to remember
 
 
 def unfinished(tally: Tally, plan: TablePlan) -> jax.Array:
@@ -788,10 +814,16 @@ def _above(
   context: Context,
   factor: float,
 ) -> jax.Array:
-  """Returns True if the sparse exchange is above `factor` times break-even."""
-  dense = dense_sum.received_bytes(plan.table, context.devices)
+  """Returns which tables are above `factor` times break-even: `[p] bool`."""
+  dense = _dense_bytes(plan, context)
   sparse = expected_bytes(scheme, plan, push, pull, context)
   return jnp.asarray(sparse > dense * scheme.break_even * factor)
+
+
+def _dense_bytes(plan: TablePlan, context: Context) -> np.ndarray:
+  """Bytes a device receives where a table is summed whole: `[p]`."""
+  dense = [dense_sum.received_bytes(x, context.devices) for x in plan.tables]
+  return np.array(dense, np.float32)
 
 
 class Shown(NamedTuple):
@@ -804,47 +836,72 @@ class Shown(NamedTuple):
 
 
 def outcome_of(
-  plan: TablePlan,
+  table: Transfer,
   target: Target,
   progress: Progress,
   first: Arrived,
   dense: jax.Array | None,
   shown: Shown,
 ) -> Outcome:
-  """Returns what one table's exchange showed.
+  """Returns what the exchange of a table, or of stacked ones, showed.
 
   Args:
-    plan: Its sizes.
+    table: As it was sent.
     target: Synced.
     progress: After the last round.
     first: What the first pull brought.
-    dense: Whether it took the dense path; None where it could not.
+    dense: Which took the dense path, `[p] bool`; None where none could.
     shown: Of all tables.
   """
   turns, scheme, context, exact = shown
-  tally = first.tally
-  went_dense = jnp.zeros((), bool) if dense is None else dense
-  pushed = jnp.sum(tally.pushed.astype(jnp.float32))
+  plan, tally = table.plan, first.tally
+  went_dense = jnp.zeros(plan.probes, bool) if dense is None else dense
+  pushed, push = _pushed(tally, plan)
+  counted = pushed > 0
+  if plan.members and table.remembered is not None:
+    counted = ~compat.as_invariant(table.remembered, context.axes)
   local = pushed / context.devices
-  union = jnp.sum(progress.union.astype(jnp.float32))
-  push = jnp.max(tally.fullest).astype(jnp.float32)
-  pull = jnp.max(progress.union).astype(jnp.float32)
-  groups, rows = plan.layout.groups, plan.table.num_rows
+  union = jnp.sum(progress.union.astype(jnp.float32), axis=0)
+  pull = jnp.max(progress.union, axis=0).astype(jnp.float32)
+  groups = plan.layout.groups
+  sent = jnp.where(counted, pushed, 0.0)
   if dense is not None and isinstance(target, Whole):
-    table = target.table
     # A dense exchange counts no rows: a sample of them stands for all.
-    scale = rows / dense_sum.sample_count(rows)
-    none = compat.cast_like(jnp.zeros((), jnp.int32), table)
-    sampled = lax.cond(went_dense, dense_sum.sample, lambda _: none, table)
-    seen_union = sampled.astype(jnp.float32) * scale
+    rows = [one.num_rows for one in plan.tables]
+    samples = [dense_sum.sample_count(n) for n in rows]
+    scale = np.divide(rows, samples).astype(np.float32)
+    sampled = [
+      lax.cond(
+        went_dense[i],
+        dense_sum.sample,
+        functools.partial(_no_rows, like=x),
+        x,
+      )
+      for i, x in enumerate(target.tables)
+    ]
+    seen_union = jnp.stack(sampled).astype(jnp.float32) * scale
     seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
-    counted = pushed > 0
     local = jnp.where(counted, local, seen_local)
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
+  all_sent = jnp.sum(tally.pushed.astype(jnp.float32))
+  left = all_sent - jnp.sum(tally.merged.astype(jnp.float32))
+  sparse = _sparse_bytes(
+    plan,
+    turns,
+    all_sent / context.devices / groups,
+    jnp.sum(progress.union.astype(jnp.float32)) / groups,
+    scheme,
+    context,
+  )
+  share = jnp.ones(1, jnp.float32)
+  if plan.members:  # Of rows that were sent, or of all where none were.
+    rows = np.array([one.num_rows for one in plan.tables], np.float32)
+    some = jnp.sum(sent)
+    share = jnp.where(some > 0, sent / jnp.maximum(some, 1), rows / sum(rows))
   return Outcome(
     local_rows=local,
     union_rows=union,
@@ -852,18 +909,9 @@ def outcome_of(
     pull_need=pull,
     push_mean=local / groups,
     rounds=progress.rounds.astype(jnp.float32),
-    overflow_rows=jnp.where(
-      went_dense, 0.0, pushed - jnp.sum(tally.merged.astype(jnp.float32))
-    ),
-    wire_bytes=_wire_bytes(
-      plan,
-      went_dense,
-      turns,
-      pushed / context.devices / groups,
-      jnp.sum(progress.union.astype(jnp.float32)) / groups,
-      scheme,
-      context,
-    ),
+    overflow_rows=jnp.where(went_dense, 0.0, left * share),
+    wire_bytes=sparse * share
+    + jnp.where(went_dense, _dense_bytes(plan, context), 0.0),
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (not exact),
     above=enter & (dense is not None),
@@ -871,16 +919,31 @@ def outcome_of(
   )
 
 
-def _wire_bytes(
+def _pushed(tally: Tally, plan: TablePlan) -> tuple[jax.Array, jax.Array]:
+  """Rows of all devices, and of the fullest pair: `[p] float32` each."""
+  if plan.members:
+    pushed = jnp.sum(tally.probe.astype(jnp.float32), axis=0)
+    return pushed, jnp.max(tally.peak, axis=0).astype(jnp.float32)
+  pushed = jnp.sum(tally.pushed.astype(jnp.float32))
+  fullest = jnp.max(tally.fullest).astype(jnp.float32)
+  return pushed[None], fullest[None]
+
+
+def _no_rows(table: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns no count, of the type of a sample's."""
+  del table
+  return compat.cast_like(jnp.zeros((), jnp.int32), like)
+
+
+def _sparse_bytes(
   plan: TablePlan,
-  went_dense: jax.Array,
   turns: Turns,
   push_mean: jax.Array,
   pull_mean: jax.Array,
   scheme: Scheme,
   context: Context,
 ) -> jax.Array:
-  """Bytes a device received for this table, padding included.
+  """Bytes a device received for this table's rows, padding included.
 
   Remote copies send no padding: at most the bytes of the mean number of rows.
   """
@@ -898,5 +961,4 @@ def _wire_bytes(
   if context.remote_copies:
     rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
     sparse = jnp.minimum(sparse, rows)
-  dense = dense_sum.received_bytes(plan.table, context.devices)
-  return sparse + jnp.where(went_dense, dense, 0.0)
+  return sparse

@@ -347,16 +347,21 @@ def _locals(
   plans = leaf_tables.plans(
     part.leaves, SPARSE[part.scheme], options, context, columns
   )
-  found = []
-  for (name, leaf), plan in zip(part.leaves, plans):
-    unit, remembered, carried = options.unit_of(name), None, None
+  plans = leaf_tables.stacked(plans, SPARSE[part.scheme], options, context)
+  leaves, found = dict(part.leaves), []
+  for plan in plans:
+    names = [table.name for table in plan.tables]
+    tables = [
+      leaf_util.as_table(leaves[name], options.unit_of(name)) for name in names
+    ]
+    remembered, carried = None, None
     if state:
-      old = state.leaves[name]
-      remembered = old.dense
+      old = [state.leaves[name] for name in names]
+      if options.exact and plan.table.look_ups is None:
+        remembered = jnp.stack([leaf.dense for leaf in old])
       if not options.exact:
-        carried = carried_rows(old, unit)
-    table = leaf_util.as_table(leaf, unit)
-    found.append(exchange.Local(plan, table, remembered, carried))
+        carried = carried_rows(old[0], options.unit_of(names[0]))
+    found.append(exchange.Local(plan, tables, remembered, carried))
   return found
 
 
@@ -399,49 +404,57 @@ def _results(
     What comes out for each leaf, in order, and the new statistics of those
     leaves that have any, by name.
   """
-  out, new = [], {}
-  for (name, leaf), choice, table, sent in zip(
-    part.leaves, part.choices, result.tables, begun.tables
-  ):
-    out.append(leave(leaf, table, options))
+  leaves, out, new = dict(part.leaves), {}, {}
+  choices = dict(zip(leaves, part.choices))
+  for table, sent in zip(result.tables, begun.tables):
+    names = [one.name for one in table.plan.tables]
+    out |= zip(names, leave([leaves[name] for name in names], table, options))
     if not state:
       continue
-    old = state.leaves[name]
+    old = [state.leaves[name] for name in names]
     if not options.exact:
       # Rows to come out leave the table unwritten: what waits is in both.
       rows = _table_of(
         sent.progress.target if options.output == "rows" else table.target
       )
-      old = keep(rows, old, table.first, table.plan, options.unit_of(name))
-    new[name] = sync_state.after_step(
-      old, state.step, table.outcome, table.plan, begun.context, choice
+      unit = options.unit_of(names[0])
+      old = [keep(rows, old[0], table.first, table.plan, unit)]
+    after = sync_state.after_step(
+      old,
+      state.step,
+      table.outcome,
+      table.plan,
+      begun.context,
+      [choices[name] for name in names],
     )
-  return out, new
+    new |= zip(names, after)
+  return [out[name] for name in leaves], new
 
 
 def leave(
-  leaf: Any, table: exchange.Synced, options: Options
-) -> jax.Array | SparseRows:
+  leaves: Sequence[Any], table: exchange.Synced, options: Options
+) -> list[Any]:
   """Returns what comes out: as it came, unless `output` says otherwise."""
   plan, target, _, first = table
-  num_rows = plan.table.num_rows
   if isinstance(target, Appended):
-    rows = target.rows(num_rows)
-    return rows.to_dense() if options.output == "dense" else rows
+    rows = target.rows(plan)
+    return [x.to_dense() for x in rows] if options.output == "dense" else rows
   if options.output != "rows":
-    synced = target.table
+    synced = list(target.tables)
     if not options.exact:
-      synced = withhold(synced, first, plan)
-    return leaf_util.from_table(synced, leaf)
+      synced = [withhold(_table_of(target), first, plan)]
+    return [leaf_util.from_table(x, leaf) for x, leaf in zip(synced, leaves)]
   if not options.exact:
-    return SparseRows(first.row, first.values, num_rows)
-  return SparseRows.in_place(target.table)
+    return [SparseRows(first.row, first.values, plan.table.num_rows)]
+  return [SparseRows.in_place(x) for x in target.tables]
 
 
 def _table_of(target: Target) -> jax.Array:
+  """The one table of an exchange whose rows may wait."""
   if isinstance(target, Appended):
     raise AssertionError("SparseRows do not wait")
-  return target.table
+  (table,) = target.tables
+  return table
 
 
 def as_varying(tree: Any, axes: Axes) -> Any:

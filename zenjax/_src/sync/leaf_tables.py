@@ -6,7 +6,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.wire import has_range_of
@@ -26,6 +25,7 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
+from zenjax.kernels import operations
 
 
 def plans(
@@ -85,6 +85,28 @@ def plans(
   return planned
 
 
+def stacked(
+  planned: Sequence[buffer_sizes.TablePlan],
+  scheme: Scheme,
+  options: Options,
+  context: Context,
+) -> tuple[buffer_sizes.TablePlan, ...]:
+  """Returns what travels for these tables: those alike as one.
+
+  Rows that wait do so by table, and kernels serve one: there each travels as
+  it is.
+  """
+  alone = all([x.only_reference for x in operations.OPERATIONS.values()])
+  if not options.exact or not alone:
+    return tuple(planned)
+  found = buffer_sizes.stack(
+    planned, devices=context.devices, padded=not context.remote_copies
+  )
+  return tuple(
+    [scheme.fitted(plan) if plan.members else plan for plan in found]
+  )
+
+
 def _warn_above_break_even(
   given: Capacity,
   plan: buffer_sizes.TablePlan,
@@ -133,10 +155,6 @@ def _warn_above_break_even(
   )
 
 
-# Rows, padding and out-of-range markers must fit int32 together.
-_MAX_ROWS = np.iinfo(np.int32).max // 2
-
-
 def table_of(
   name: str, leaf: jax.Array | SparseRows, options: Options
 ) -> buffer_sizes.Table:
@@ -151,11 +169,11 @@ def table_of(
       " `unit='row'`, by which all of it is sent."
     )
   rows, width = leaf_util.table_shape(leaf, unit)
-  if rows > _MAX_ROWS:
+  if rows > buffer_sizes.MAX_ROWS:
     raise ValueError(
       f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
-      f" `unit={unit!r}`, more than the {_MAX_ROWS} that int32 slots"
-      " count; choose a larger `unit`, split the leaf, or leave it out of"
+      f" `unit={unit!r}`, more than the {buffer_sizes.MAX_ROWS} that int32"
+      " slots count; choose a larger `unit`, split the leaf, or leave it out of"
       " `sparse`."
     )
   dtype = jnp.dtype(leaf.dtype)

@@ -254,7 +254,7 @@ class Owners:
     begun = exchange.begin(
       [
         exchange.Local(
-          plan, leaf_util.as_table(leaves[i][1], self.options.unit)
+          plan, [leaf_util.as_table(leaves[i][1], self.options.unit)]
         )
         for i, plan in plans.items()
       ],
@@ -265,14 +265,14 @@ class Owners:
     tables, memory = {}, dict(sync.leaves)
     for i, table in zip(plans, result.tables):
       name = table.plan.table.name
-      tables[i] = gradient_tree.leave(leaves[i][1], table, self.options)
-      memory[name] = sync_state.after_step(
-        memory[name],
+      (tables[i],) = gradient_tree.leave([leaves[i][1]], table, self.options)
+      (memory[name],) = sync_state.after_step(
+        [memory[name]],
         sync.step,
         table.outcome,
         table.plan,
         context,
-        leaf_tables.Choice("zen", table.plan.column_groups),
+        [leaf_tables.Choice("zen", table.plan.column_groups)],
       )
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 

@@ -4,12 +4,13 @@ Every array is small, of fixed shape and equal on all devices, residuals
 excepted, so the state checkpoints as it is and never causes a recompile.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import core
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.machine import cost
 from zenjax._src.schemes import dense_sum
@@ -146,40 +147,51 @@ def with_rest(
 
 
 def after_step(
-  leaf: LeafState,
+  leaves: Sequence[LeafState],
   count: jax.Array,
   outcome: Outcome,
   plan: TablePlan,
   context: Context,
-  choice: Choice,
-) -> LeafState:
-  """The state of a leaf after step number `count`."""
-  table, layout = plan.table, plan.layout
-  sizes = Sizes(
-    num_rows=table.num_rows,
-    width=table.width,
-    devices=context.devices,
-    row_groups=layout.groups,
-    column_groups=plan.column_groups,
-    push=plan.first.push,
-    pull=plan.first.pull,
-    mean=int(context.mean),
-    scheme=SCHEMES.index(choice.scheme),
+  choices: Sequence[Choice],
+) -> list[LeafState]:
+  """States of the leaves that travelled as one, after step number `count`."""
+  tables = plan.tables
+  dense = [dense_sum.received_bytes(table, context.devices) for table in tables]
+  seen = outcome._asdict() | {"dense_bytes": np.array(dense, np.float32)}
+  last = jnp.stack(
+    [
+      jnp.broadcast_to(jnp.asarray(seen[name], jnp.float32), len(tables))
+      for name in Last._fields
+    ],
+    axis=1,
   )
-  seen = outcome._asdict()
-  last = Last(
-    dense_bytes=dense_sum.received_bytes(table, context.devices),
-    **{name: seen[name] for name in Last._fields if name in seen},
-  )
-  need = jnp.stack([outcome.push_need, outcome.pull_need]).astype(jnp.int32)
-  need = jnp.where(outcome.above, DENSE_STEP, need)
-  return leaf._replace(
-    sizes=jnp.array(sizes, jnp.int32),
-    last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
-    history=leaf.history.at[count % HISTORY].set(need),
-    dense=outcome.dense_next,
-    predicted=_predicted(choice),
-  )
+  need = jnp.stack([outcome.push_need, outcome.pull_need], axis=1)
+  need = jnp.where(outcome.above[:, None], DENSE_STEP, need.astype(jnp.int32))
+  after = []
+  for i, (leaf, own, choice) in enumerate(
+    zip(leaves, plan.members or (plan,), choices)
+  ):
+    sizes = Sizes(
+      num_rows=own.table.num_rows,
+      width=own.table.width,
+      devices=context.devices,
+      row_groups=own.layout.groups,
+      column_groups=own.column_groups,
+      push=own.first.push,
+      pull=own.first.pull,
+      mean=int(context.mean),
+      scheme=SCHEMES.index(choice.scheme),
+    )
+    after.append(
+      leaf._replace(
+        sizes=jnp.array(sizes, jnp.int32),
+        last=last[i],
+        history=leaf.history.at[count % HISTORY].set(need[i]),
+        dense=outcome.dense_next[i],
+        predicted=_predicted(choice),
+      )
+    )
+  return after
 
 
 def after_dense_step(

@@ -5,12 +5,14 @@ are written over it: the union of all devices' nonzero rows contains the local
 ones, so what is not written is zero already.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
@@ -22,8 +24,9 @@ from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import expand
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import pack_rows
-from zenjax.kernels.reference import Packed
 from zenjax.kernels.reference import plus_zero_where
+from zenjax.kernels.reference import row_mask
+from zenjax.kernels.reference import RowMask
 
 
 class Carried(NamedTuple):
@@ -34,9 +37,9 @@ class Carried(NamedTuple):
 
 
 class Masked(NamedTuple):
-  """Nonzero rows of an array; see `base.Source`."""
+  """Nonzero rows of arrays; see `base.Source`."""
 
-  table: jax.Array  # [R, D]
+  tables: tuple[jax.Array, ...]  # [R, D] each, in the order of their slots
   bitmap: indexing.Bitmap  # of [m, W] words
   carried: jax.Array | None  # [R, D], to be added to the table
 
@@ -44,65 +47,162 @@ class Masked(NamedTuple):
     self, start: jax.Array, plan: TablePlan, capacity: int
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     first = indexing.rank(self.bitmap, start[:, None])[:, 0]
+    remaining = self.bitmap.total - first
     layout = plan.layout
-    slots, rows = compact(self.table, self.bitmap, layout, first, capacity)
+    group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+    if plan.members:
+      wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+      slots = indexing.select(self.bitmap, wanted)
+      rows = _taken(self.tables, layout.row(group, slots), plan)
+      return slots, rows, remaining
+    slots, rows = compact(self.tables[0], self.bitmap, layout, first, capacity)
     if self.carried is not None:
-      group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
       row = layout.row(group, slots)
       rows += indexing.take_or(self.carried, row, 0)
-    return slots, rows, self.bitmap.total - first
+    return slots, rows, remaining
 
   def after(self, target: "Whole") -> "Masked":
-    """The same once sums are written over the array, for further rounds."""
-    return self._replace(table=target.table, carried=None)
+    """The same once sums are written over the arrays, for further rounds."""
+    return self._replace(tables=target.tables, carried=None)
+
+  def without(self, skip: jax.Array, plan: TablePlan) -> "Masked":
+    """The same but for rows of stacked tables with `skip: [p] bool`."""
+    if not plan.members:
+      return self
+    words = [member.layout.words for member in plan.members]
+    skip = jnp.repeat(skip, np.array(words), total_repeat_length=sum(words))
+    left = jnp.where(skip, jnp.uint32(0), self.bitmap.words)
+    return self._replace(bitmap=indexing.index(left))
+
+  def counts(self, plan: TablePlan) -> jax.Array:
+    """Rows of each stacked table in each group: `[m, p] int32`."""
+    words = [member.layout.words for member in plan.members]
+    starts = np.cumsum([0, *words[:-1]])
+    before = indexing.take(self.bitmap.before.T, starts).T
+    ends = jnp.append(before[:, 1:], self.bitmap.total[:, None], axis=1)
+    return ends - before
+
+
+def _in_a_row(marks: Sequence[jax.Array], plan: TablePlan) -> jax.Array:
+  """Marks of all rows of stacked tables: `[R] bool`."""
+  if not plan.members:
+    return marks[0]
+  ends = [*plan.first_rows[1:], plan.table.num_rows]
+  rooms = np.subtract(ends, plan.first_rows).tolist()
+  padded = [jnp.pad(x, (0, n - x.shape[0])) for x, n in zip(marks, rooms)]
+  return jnp.concatenate(padded)
+
+
+def _taken(
+  tables: Sequence[jax.Array], row: jax.Array, plan: TablePlan
+) -> jax.Array:
+  """Rows `row: [m, C]` of stacked tables, zero where there is none."""
+  width, dtype = plan.table.width, plan.table.dtype
+  rows = compat.cast_like(jnp.zeros((*row.shape, width), dtype), tables[0])
+  for table, (at, here) in zip(tables, _places(row, plan)):
+    at = jnp.clip(at, 0, table.shape[0] - 1)
+    rows = jnp.where(here[..., None], indexing.take(table, at), rows)
+  return rows
+
+
+def _places(
+  row: jax.Array, plan: TablePlan
+) -> list[tuple[jax.Array, jax.Array]]:
+  """The row of each stacked table that `row` is, and if it is one at all."""
+  found = []
+  for table, first in zip(plan.tables, plan.first_rows):
+    at = row - first
+    found.append((at, (at >= 0) & (at < table.num_rows)))
+  return found
+
+
+def arrived_counts(arrived: Arrived, plan: TablePlan) -> jax.Array:
+  """Rows of each stacked table that came from each group: `[m, p] int32`."""
+  return _counts(arrived.row.reshape(plan.layout.groups, -1), plan)
+
+
+def _counts(row: jax.Array, plan: TablePlan) -> jax.Array:
+  """How many of `row: [m, C]` are of each stacked table: `[m, p] int32`."""
+  here = jnp.stack([here for _, here in _places(row, plan)], axis=-1)
+  return jnp.sum(here, axis=1, dtype=jnp.int32)
 
 
 class Whole(NamedTuple):
-  """An array over which sums are written."""
+  """Arrays over which sums are written."""
 
-  table: jax.Array  # [R, D]
+  tables: tuple[jax.Array, ...]  # [R, D] each
+  # [p] bool, tables that take the dense path: nothing is written over these.
+  skip: jax.Array | None = None
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "Whole":
     """With sums in the place of local rows."""
-    del plan
-    return Whole(expand(self.table, arrived.row, arrived.values))
+    if not plan.members:
+      row = arrived.row
+      if self.skip is not None:
+        row = jnp.where(self.skip[0], plan.table.num_rows, row)
+      table = expand(self.tables[0], row, arrived.values)
+      return self._replace(tables=(table,))
+    tables = []
+    places = _places(arrived.row, plan)
+    for i, (table, (at, here)) in enumerate(zip(self.tables, places)):
+      if self.skip is not None:
+        here = here & ~self.skip[i]
+      at = jnp.where(here, at, table.shape[0])
+      tables.append(expand(table, at, arrived.values))
+    return self._replace(tables=tuple(tables))
 
 
-def enter_array(
-  table: jax.Array,
+def enter_arrays(
+  tables: Sequence[jax.Array],
   plan: TablePlan,
   remembered: jax.Array | None,
   carried: Carried | None,
 ) -> tuple[Masked, jax.Array]:
-  """Finds the rows to send of a table; none where it is known to be dense.
+  """Finds the rows to send of tables that travel as one.
 
   Args:
-    table: `[R, D]`.
-    plan: Its sizes.
-    remembered: Whether it travels dense from the start, `[] bool`.
-    carried: What waited until now, if rows may wait.
+    tables: `[R, D]` each.
+    plan: Their sizes.
+    remembered: Which of them travel dense from the start, `[p] bool`.
+    carried: Rows that waited until now, if rows may wait; of one table.
 
   Returns:
-    The rows to send, and a sampled count of rows of a table known to be dense,
-    zero for others. The table there has positive zeros in rows of zeros, so
-    that replicas agree bit for bit.
+    The rows to send, and `[m, p]` counts: of stacked tables their rows in each
+    group, and of a table known to be dense how many of a sample are not zero.
+    The tables there have positive zeros in rows of zeros, so that replicas
+    agree bit for bit.
   """
-  if remembered is None:
-    packed, probe = _pack(table, plan)
-  else:
-    packed, probe = lax.cond(
-      remembered,
-      functools.partial(_unread, plan=plan, full=False),
-      functools.partial(_pack_unless_full, plan=plan),
-      table,
+  by_kernel = not mask_pack.by_parts()
+  found = [
+    _masked(
+      table, None if remembered is None else remembered[i], by_kernel, plan
     )
-  words, late = packed.words, None
+    for i, table in enumerate(tables)
+  ]
+  if by_kernel:
+    ((words, _, _),) = found
+  else:
+    words = pack_rows(_in_a_row([x.marks for x in found], plan), plan.layout)
+  late = None
   if carried is not None:
     words |= _late_words(carried, plan, words)
     late = carried.rows
   # All who read or write take what comes back, or XLA would keep a copy.
-  cleared = plus_zero_where(packed.negative, table)
-  return Masked(cleared, indexing.index(words), late), probe
+  cleared = [
+    plus_zero_where(negative, table)
+    for (_, negative, _), table in zip(found, tables)
+  ]
+  source = Masked(tuple(cleared), indexing.index(words), late)
+  probe = jnp.broadcast_to(
+    jnp.stack([probe for _, _, probe in found]),
+    (plan.layout.groups, len(found)),
+  )
+  if plan.members:
+    counts = source.counts(plan)
+    if remembered is not None:
+      counts = jnp.where(remembered, probe, counts)
+    probe = counts
+  return source, probe
 
 
 def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
@@ -116,40 +216,61 @@ def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
   )
 
 
-def _pack(table: jax.Array, plan: TablePlan) -> tuple[Packed, jax.Array]:
-  none = jnp.zeros((), jnp.int32)
-  return mask_pack(table, plan.layout), compat.cast_like(none, table)
+class _Marks(NamedTuple):
+  """Rows of an array that are to be sent."""
+
+  # `[R] bool`, or `[m, W]` words of them.
+  marks: jax.Array
+  negative: jax.Array  # [] bool, whether a row of zeros has a negative one
+  probe: jax.Array  # [] int32, nonzero rows of a sample
 
 
-def _pack_unless_full(
-  table: jax.Array, plan: TablePlan
-) -> tuple[Packed, jax.Array]:
-  """Spares the read of a table that looks full.
+def _masked(
+  table: jax.Array,
+  remembered: jax.Array | None,
+  by_kernel: bool,
+  plan: TablePlan,
+) -> _Marks:
+  """Marks the nonzero rows of a table; none where it is known to be dense."""
+  read = functools.partial(_read, by_kernel=by_kernel, plan=plan)
+  unread = functools.partial(_unread, by_kernel=by_kernel, plan=plan)
+  if remembered is None:
+    return read(table)
 
-  It counts as full, which shows all devices that it is above break-even; a row
-  of zeros that is sent after all adds nothing.
-  """
-  return lax.cond(
-    dense_sum.looks_full(table),
-    functools.partial(_unread, plan=plan, full=True),
-    functools.partial(_pack, plan=plan),
-    table,
-  )
+  def unless_full(table):
+    """Spares the read of a table that looks full.
+
+    It counts as full, which shows all devices that it is above break-even; a
+    row of zeros that is sent after all adds nothing.
+    """
+    full = dense_sum.looks_full(table)
+    return lax.cond(full, functools.partial(unread, full=True), read, table)
+
+  known = functools.partial(unread, full=False)
+  return lax.cond(remembered, known, unless_full, table)
+
+
+def _read(table: jax.Array, by_kernel: bool, plan: TablePlan) -> _Marks:
+  none = compat.cast_like(jnp.zeros((), jnp.int32), table)
+  if by_kernel:
+    packed = mask_pack(table, plan.layout)
+    return _Marks(packed.words, packed.negative, none)
+  # The barrier keeps XLA:CPU from computing the mask again for each lane.
+  mask = RowMask(*lax.optimization_barrier(row_mask(table)))
+  negative = jnp.any(mask.written & ~mask.nonzero)
+  return _Marks(mask.nonzero, negative, none)
 
 
 def _unread(
-  table: jax.Array, plan: TablePlan, full: bool
-) -> tuple[Packed, jax.Array]:
+  table: jax.Array, by_kernel: bool, plan: TablePlan, full: bool
+) -> _Marks:
   """All rows of a table, or none and a sampled count in place of theirs."""
-  if full:
-    words = pack_rows(jnp.ones(plan.table.num_rows, bool), plan.layout)
-    probe = jnp.zeros((), jnp.int32)
-  else:
-    words = jnp.zeros((plan.layout.groups, plan.layout.words), jnp.uint32)
-    probe = dense_sum.sample(table)
-  found = (words, jnp.zeros((), bool), probe)
-  words, negative, probe = [compat.cast_like(x, table) for x in found]
-  return Packed(words, negative), probe
+  marks = jnp.full(table.shape[0], full)
+  if by_kernel:
+    marks = pack_rows(marks, plan.layout)
+  probe = jnp.zeros((), jnp.int32) if full else dense_sum.sample(table)
+  found = (marks, jnp.zeros((), bool), probe)
+  return _Marks(*[compat.cast_like(x, table) for x in found])
 
 
 # SparseRows as they enter and leave an exchange.
@@ -184,6 +305,15 @@ class Listed(NamedTuple):
     del target
     return self
 
+  def counts(self, plan: TablePlan) -> jax.Array:
+    """Rows of each stacked table in each group: `[m, p] int32`."""
+    layout = plan.layout
+    slots = [member.layout.slots for member in plan.members]
+    first = np.cumsum([0, *slots])
+    group = np.arange(layout.groups)[:, None] * layout.slots
+    bounds = jnp.asarray(group + first, jnp.int32)
+    return jnp.diff(indexing.lower_bound(self.place, bounds), axis=1)
+
   def _before(self, place: jax.Array) -> jax.Array:
     """Rows before each `place: [m] int32`: `[m] int32`."""
     earlier = self.place[None] < place[:, None]
@@ -191,61 +321,122 @@ class Listed(NamedTuple):
 
 
 class Appended(NamedTuple):
-  """Rows that came back, in the order in which they came."""
+  """Rows that came back, in the order in which they came.
+
+  Those of stacked tables are apart, each in a room of its own.
+  """
 
   row: jax.Array  # [k] int32, R past the last one
   values: jax.Array  # [k, D], zero there
-  total: jax.Array  # [] int32, how many there are
+  total: jax.Array  # [p] int32, how many there are
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "Appended":
     """With sums behind those that came before."""
+    # Out of range and all different, so that no index stands twice.
+    size = arrived.row.shape[0]
+    past = self.row.shape[0] + jnp.arange(size, dtype=jnp.int32)
+    if plan.members:
+      return self._written_apart(arrived, plan, past)
     real = arrived.row < plan.table.num_rows
     count = jnp.cumsum(real, dtype=jnp.int32)
-    # Out of range and all different, so that no index stands twice.
-    past = self.row.shape[0] + jnp.arange(real.shape[0], dtype=jnp.int32)
-    at = jnp.where(real, self.total + count - 1, past)
+    at = jnp.where(real, self.total[0] + count - 1, past)
+    return self._put(at, arrived.row, arrived.values, count[-1:])
 
-    def put(x, new):
-      return indexing.put(x, at, new)
-
+  def _put(self, at, row, values, more) -> "Appended":
     return Appended(
-      row=put(self.row, arrived.row),
-      values=put(self.values, arrived.values),
-      total=self.total + count[-1],
+      row=indexing.put(self.row, at, row),
+      values=indexing.put(self.values, at, values),
+      total=self.total + more,
     )
 
-  def rows(self, num_rows: int) -> SparseRows:
-    """All of them, of a table of so many rows."""
-    return SparseRows(self.row, self.values, num_rows).as_unique()
+  def _written_apart(
+    self, arrived: Arrived, plan: TablePlan, past: jax.Array
+  ) -> "Appended":
+    """The same of stacked tables.
+
+    Of each group rows come in the order of slots, so that those of one table
+    follow each other: all move by one distance.
+    """
+    counts = arrived_counts(arrived, plan)  # [m, p]
+    groups, size = counts.shape[0], past.shape[0]
+    earlier = jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
+    inside = jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
+    start = jnp.arange(groups, dtype=jnp.int32)[:, None] * (size // groups)
+    rooms = np.cumsum([0, *plan.rooms[:-1]], dtype=np.int32)
+    move = (rooms + self.total)[None] + earlier - (start + inside)
+    move = jnp.repeat(move, size // groups, axis=0)
+    place, row = past, arrived.row
+    number = jnp.arange(size, dtype=jnp.int32)
+    for i, (at, here) in enumerate(_places(arrived.row, plan)):
+      place = jnp.where(here, number + move[:, i], place)
+      row = jnp.where(here, at, row)
+    more = jnp.sum(counts, axis=0, dtype=jnp.int32)
+    return self._put(place, row, arrived.values, more)
+
+  def rows(self, plan: TablePlan) -> list[SparseRows]:
+    """All of them, of each table."""
+    if not plan.members:
+      found = SparseRows(self.row, self.values, plan.table.num_rows)
+      return [found.as_unique()]
+    ends = np.cumsum([0, *plan.rooms]).tolist()
+    return [
+      SparseRows(
+        self.row[start:end], self.values[start:end], table.num_rows
+      ).as_unique()
+      for table, start, end in zip(plan.tables, ends, ends[1:])
+    ]
 
 
-def enter_rows(rows: SparseRows, plan: TablePlan) -> tuple[Listed, jax.Array]:
-  """Adds up duplicates of `rows`; returns also a count of nothing."""
+def enter_rows(
+  tables: Sequence[SparseRows], plan: TablePlan
+) -> tuple[Listed, jax.Array]:
+  """Adds up duplicates of rows.
+
+  Args:
+    tables: Rows of each table that travels as one with the others.
+    plan: Their sizes.
+
+  Returns:
+    The rows to send, and `[m, p]` counts: of stacked tables their rows in each
+    group, else nothing.
+  """
   layout = plan.layout
-  if not rows.capacity:
-    padding = jnp.pad(rows.indices, (0, 1), constant_values=rows.num_rows)
-    zero = jnp.pad(rows.values, ((0, 1), (0, 0)))
-    rows = SparseRows(padding, zero, rows.num_rows)
-  ids = rows.indices
-  # As everywhere in JAX, what is negative counts from the end.
-  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
-  real = (ids >= 0) & (ids < rows.num_rows)
+  firsts = plan.first_rows or [0]
+  found = [_ids(rows, first, plan) for rows, first in zip(tables, firsts)]
+  ids = jnp.concatenate([ids for ids, _ in found])
+  values = jnp.concatenate([values for _, values in found])
+  real = ids < plan.table.num_rows
   group, slot = layout.place(jnp.where(real, ids, 0))
   nowhere = layout.groups * layout.slots
   place = jnp.where(real, group * layout.slots + slot, nowhere)
-  merged = SparseRows(place, rows.values, nowhere).combine()
-  probe = jnp.zeros_like(place, shape=())
-  return Listed(merged.indices, merged.values), probe
+  merged = SparseRows(place, values, nowhere).combine()
+  listed = Listed(merged.indices, merged.values)
+  if plan.members:
+    return listed, listed.counts(plan)
+  return listed, jnp.zeros_like(place, shape=(layout.groups, 1))
 
 
-def room(plan: TablePlan, devices: int) -> Appended:
+def _ids(
+  rows: SparseRows, first: int, plan: TablePlan
+) -> tuple[jax.Array, jax.Array]:
+  """Numbers in the table that travels, past its end where there is none."""
+  ids, values = rows.indices, rows.values
+  if not rows.capacity:
+    ids = jnp.pad(ids, (0, 1), constant_values=rows.num_rows)
+    values = jnp.pad(values, ((0, 1), (0, 0)))
+  # As everywhere in JAX, what is negative counts from the end.
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  real = (ids >= 0) & (ids < rows.num_rows)
+  return jnp.where(real, ids + first, plan.table.num_rows), values
+
+
+def room(plan: TablePlan) -> Appended:
   """For all rows that any devices may send."""
   table = plan.table
-  if table.look_ups is None:
-    raise AssertionError("arrays are written over, not listed")
-  size = min(table.num_rows, devices * table.look_ups)
+  size = sum(plan.rooms)
+  past = np.repeat([table.num_rows for table in plan.tables], plan.rooms)
   return Appended(
-    row=jnp.full(size, table.num_rows, jnp.int32),
+    row=jnp.asarray(past, jnp.int32),
     values=jnp.zeros((size, table.width), table.dtype),
-    total=jnp.zeros((), jnp.int32),
+    total=jnp.zeros(plan.probes, jnp.int32),
   )

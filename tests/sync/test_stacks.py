@@ -1,0 +1,170 @@
+"""Tables of one width and dtype travel as one table of all their rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runners
+
+import zenjax
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes.buffer_sizes import Table
+
+N = 4
+# Rows, columns and the share of rows that a device has.
+TABLES = {
+  "few": (700, 3, 0.02),
+  "none": (90, 3, 0.0),
+  "all": (300, 3, 1.0),
+  "other": (500, 2, 0.05),  # of a width of its own
+  "many": (41, 3, 0.3),
+}
+SCHEMES = ("zen", "all_gather", "recursive_doubling", "split_dense_gather")
+
+
+def drawn(seed):
+  """Local gradients of all devices, `[N, R, D]` each."""
+  rng = np.random.default_rng(seed)
+  grads = {}
+  for name, (rows, width, part) in TABLES.items():
+    some = rng.random((N, rows, 1)) < part
+    grads[name] = np.where(some, rng.normal(size=(N, rows, width)), 0)
+  return jax.tree.map(lambda x: x.astype(np.float32), grads)
+
+
+def listed(x):
+  """The rows of `[N, R, D]` that are not zero, `[N, K]` ids and values."""
+  room = max(1, max(np.count_nonzero(y.any(-1)) for y in x))
+  ids = np.full((N, room), x.shape[1], np.int32)
+  values = np.zeros((N, room, x.shape[2]), x.dtype)
+  for device, y in enumerate(x):
+    own = np.flatnonzero(y.any(-1))
+    ids[device, : len(own)], values[device, : len(own)] = own, y[own]
+  return ids, values
+
+
+def run(tx, grads, steps=3, rows=False):
+  """Synchronizes gradients so often; returns every copy, and the state."""
+  params = {name: jnp.zeros(x.shape[1:]) for name, x in grads.items()}
+  given = {name: listed(x) for name, x in grads.items()} if rows else grads
+
+  def local(stack, axis):
+    del axis
+    grads, state = stack
+    if rows:
+      grads = {
+        name: zenjax.SparseRows(*x, len(params[name]))
+        for name, x in grads.items()
+      }
+    synced, state = tx.update(grads, state, params)
+    if rows:
+      synced = {name: x.to_dense() for name, x in synced.items()}
+    return synced, state
+
+  step = runners.RUNNERS["vmap"](local, N)
+  state = jax.tree.map(lambda x: np.stack([x] * N), tx.init(params))
+  for _ in range(steps):
+    synced, state = step((given, state))
+  return synced, jax.tree.map(lambda x: x[0], state)
+
+
+@pytest.mark.usually("zen-*", "recursive_doubling-*")
+@pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stacked_tables_equal_tables_alone(scheme, rows):
+  """Bit by bit, and in what they tell of each table."""
+  tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)
+  synced, state = run(tx, drawn(0), rows=rows)
+  told = zenjax.stats(state)
+  for name, local in drawn(0).items():
+    mean = local.astype(np.float64).mean(0)
+    np.testing.assert_allclose(synced[name][0], mean, rtol=1e-5, atol=1e-7)
+    density = local.any(-1).mean()
+    assert told[name]["density"] == pytest.approx(density, abs=1e-6)
+  for name in ("few", "all"):
+    alone, state = run(tx, {name: drawn(0)[name]}, rows=rows)
+    np.testing.assert_array_equal(synced[name], alone[name])
+    own, together = zenjax.stats(state)[name], told[name]
+    same = ("num_rows", "width", "density", "went_dense", "dense_bytes")
+    assert {k: own[k] for k in same} == {k: together[k] for k in same}
+    # A union that travelled dense is counted by a sample.
+    assert together["union_density"] == pytest.approx(own["union_density"])
+
+
+def test_a_full_table_travels_dense_beside_sparse_ones():
+  _, state = run(zenjax.zen_sync("data", sparse=True), drawn(0))
+  told = zenjax.stats(state)
+  went = {name for name, numbers in told.items() if numbers["went_dense"]}
+  assert "all" in went and "few" not in went
+  # Once it is remembered, no sparse byte is spent on it.
+  assert told["all"]["wire_bytes"] == told["all"]["dense_bytes"]
+
+
+@pytest.mark.parametrize("capacities", [(2, 5), (1, 1)], ids=str)
+def test_rows_of_a_stack_that_do_not_fit_follow(capacities):
+  grads = drawn(2)
+  tx = zenjax.zen_sync("data", sparse=True, capacities=capacities)
+  synced, _ = run(tx, grads, steps=1)
+  for name, local in grads.items():
+    mean = local.astype(np.float64).mean(0)
+    np.testing.assert_allclose(synced[name][0], mean, rtol=1e-5, atol=1e-7)
+
+
+def test_tables_alike_are_lowered_once():
+  """A program of eight has little more than that of two."""
+
+  def operations(count):
+    def local(grads):
+      tx = zenjax.zen_sync("data", sparse=True)
+      return tx.update(grads, tx.init(grads))[0]
+
+    grads = {
+      f"table {i}": jnp.zeros((N, 600 + 40 * i, 3)) for i in range(count)
+    }
+    mapped = jax.vmap(local, axis_name="data", axis_size=N)
+    text = jax.jit(mapped).lower(grads).as_text()
+    return text.count(" = stablehlo.")
+
+  two, eight = operations(2), operations(8)
+  assert eight < 2.2 * two, (two, eight)
+
+
+def plan_of(name, rows, width=4, dtype=jnp.float32, **kwargs):
+  dtype = jnp.dtype(dtype)
+  table = Table(
+    name=name, num_rows=rows, width=width, dtype=dtype, wire_dtype=dtype
+  )
+  options = dict(groups=8, column_groups=1, devices=8, pinned=None, seed=0)
+  return buffer_sizes.plan_table(table, first_word=0, **options | kwargs)
+
+
+def names(plans):
+  return [[table.name for table in plan.tables] for plan in plans]
+
+
+def test_which_tables_are_stacked():
+  plans = [
+    plan_of("a", 1000),
+    plan_of("b", 1000, width=5),
+    plan_of("c", 33),
+    plan_of("d", 1000, dtype=jnp.float16),
+    plan_of("e", 1000, pinned=(3, 4)),
+    plan_of("f", 70),
+  ]
+  stacked = buffer_sizes.stack(plans, devices=8)
+  assert names(stacked) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
+  # Words of slots follow one another: every row keeps its owner.
+  ends = [plan.layout.first_word + plan.layout.words for plan in stacked]
+  assert [plan.layout.first_word for plan in stacked] == [0, *ends[:-1]]
+  first = stacked[0]
+  assert first.layout.words == sum(p.layout.words for p in first.members)
+
+
+def test_stacks_are_not_too_large():
+  huge = buffer_sizes.MAX_ROWS // 5 * 2
+  plans = [plan_of(name, huge) for name in "abc"]
+  assert names(buffer_sizes.stack(plans, devices=8)) == [["a", "b"], ["c"]]
+  many = [plan_of(str(i), 100) for i in range(70)]
+  parts = names(buffer_sizes.stack(many, devices=8))
+  assert sum(parts, []) == [str(i) for i in range(70)]
+  assert max(len(part) for part in parts) == buffer_sizes.MOST_MEMBERS == 32
