@@ -161,15 +161,6 @@ class Operation:
     """True where no kernel can run that is not asked for by name."""
     return not self.measured and _forced.get() is None
 
-  def by_parts(self) -> bool:
-    """True if the caller may compute the reference by its parts; records that.
-
-    Where a kernel might run the operation has to be called.
-    """
-    if self.only_reference:
-      self._record()
-    return self.only_reference
-
   def required(self, option: str, instead: str, *args: Any) -> Any:
     """The operation on `args` by its kernel, which an option stands for.
 

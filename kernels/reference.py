@@ -84,13 +84,13 @@ def plus_zero_where(negative: jax.Array, table: jax.Array) -> jax.Array:
     table: `[R, D]`.
   """
 
-  def clear(carry):
-    flag, table = carry
+  def clear(turn, table):
+    del turn
     nonzero = row_mask(table).nonzero[:, None]
-    cleared = jnp.where(nonzero, table, jnp.zeros((), table.dtype))
-    return jnp.zeros_like(flag), cleared
+    return jnp.where(nonzero, table, jnp.zeros((), table.dtype))
 
-  return lax.while_loop(lambda carry: carry[0], clear, (negative, table))[1]
+  turns = negative.astype(jnp.int32)
+  return lax.fori_loop(jnp.zeros_like(turns), turns, clear, table)
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:

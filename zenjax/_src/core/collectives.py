@@ -6,9 +6,11 @@ count in that order.
 
 from collections.abc import Sequence
 import math
+from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
@@ -19,6 +21,34 @@ Axes = tuple[str, ...]
 def size(axes: Axes) -> int:
   """Devices along `axes`: static."""
   return math.prod(lax.axis_size(a) for a in axes)
+
+
+def mesh_around(axes: Axes, tree: Any, given: jax.sharding.Mesh | None) -> Any:
+  """Returns the mesh over whose axes XLA spreads the program.
+
+  Args:
+    axes: Wanted.
+    tree: Arrays; their types may tell a mesh.
+    given: By the user, if any.
+
+  Returns:
+    A mesh that has all `axes`; None where one of them is bound, as `shard_map`,
+    `pmap` and `vmap` bind them, or no mesh with them is known.
+  """
+  for axis in axes:
+    try:
+      lax.axis_size(axis)
+      return None
+    except NameError:
+      pass
+  known = [given, jax.sharding.get_abstract_mesh()]
+  for x in jax.tree.leaves(tree):
+    placed = x if not isinstance(x, Tracer) else jax.typeof(x)
+    known.append(getattr(getattr(placed, "sharding", None), "mesh", None))
+  for mesh in known:
+    if mesh is not None and set(axes) <= set(mesh.axis_names):
+      return mesh
+  return None
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:

@@ -115,7 +115,7 @@ class AllGather(Scheme):
 def _lengths(room: Room) -> list[int]:
   table = room.plan.table
   return [
-    1 + room.plan.probes,
+    1 + len(room.plan.tables),
     wire.index_words(room.capacity, room.plan.layout.slots),
     wire.words_for(room.capacity * table.width, table.wire_dtype),
   ]

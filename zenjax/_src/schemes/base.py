@@ -89,8 +89,8 @@ class Tally(NamedTuple):
   @classmethod
   def of(cls, counts: jax.Array, plan: TablePlan) -> "Tally":
     """Reads `[m, k]` counts in the order of fields."""
-    numbers, rest = counts[:, :_NUMBERS], counts[:, _NUMBERS:]
-    probe, peak = rest[:, : plan.probes], rest[:, plan.probes :]
+    numbers, rest = counts[:, :NUMBERS], counts[:, NUMBERS:]
+    probe, peak = rest[:, : len(plan.tables)], rest[:, len(plan.tables) :]
     return cls(*numbers.T, probe=probe, peak=peak)
 
   def line(self) -> jax.Array:
@@ -99,13 +99,9 @@ class Tally(NamedTuple):
     return jnp.concatenate([jnp.stack(numbers), probe, peak])
 
 
-# Fields of a tally that are one number of each group.
-_NUMBERS = len(Tally._fields) - 2
-
-
-def tally_counts(plan: TablePlan) -> int:
-  """How many counts an owner of this table sends in a pull."""
-  return _NUMBERS + plan.probes + len(plan.members)
+# Fields of a tally that are one number of each group. The others are one of
+# each table, `peak` of stacked ones only.
+NUMBERS = len(Tally._fields) - 2
 
 
 def over_devices(

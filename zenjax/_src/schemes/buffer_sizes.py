@@ -22,6 +22,8 @@ from zenjax._src.core.partition import Layout
 LARGE, SMALL = 0, 1
 # Rows, padding and out-of-range markers must fit int32 together.
 MAX_ROWS = np.iinfo(np.int32).max // 2
+# The most tables of a stack: each row of it is looked for in all of them.
+MOST_MEMBERS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class TablePlan:
     rooms: Rows of each table that all devices together may hold: those of
       SparseRows. Empty for arrays.
     members: Of the tables that are stacked into this one, if it is of several.
+    tables: The leaves that travel as this table, in the order of their slots.
   """
 
   table: Table
@@ -73,16 +76,7 @@ class TablePlan:
   chunks: tuple[Capacity, Capacity]
   rooms: tuple[int, ...] = ()
   members: tuple["TablePlan", ...] = ()
-
-  @property
-  def probes(self) -> int:
-    """`p`, counts of a device and a group that a push takes along."""
-    return max(1, len(self.members))
-
-  @property
-  def tables(self) -> list[Table]:
-    """The leaves that travel as this table, in the order of their slots."""
-    return [plan.table for plan in self.members] or [self.table]
+  tables: tuple[Table, ...]
 
   @property
   def first_rows(self) -> list[int]:
@@ -215,6 +209,7 @@ def plan_table(
     chunks=(large, small),
     rooms=rooms,
     members=tuple(members),
+    tables=tuple([plan.table for plan in members]) or (table,),
   )
 
 
@@ -333,55 +328,36 @@ def stack(
   plans: Sequence[TablePlan], *, devices: int, padded: bool = True
 ) -> tuple[TablePlan, ...]:
   """Plans of what travels in the place of these, tables alike as one."""
-  alike: dict[Any, list[TablePlan]] = {}
+  alike: dict[Any, list[list[TablePlan]]] = {}
   for plan in plans:
-    alike.setdefault(_kind(plan), []).append(plan)
+    table, layout = plan.table, plan.layout
+    kind = (
+      table.look_ups is None,
+      table.width,
+      table.dtype,
+      table.wire_dtype,
+      plan.column_groups,
+      layout.groups,
+      plan.pinned,
+      # Ranges of a stack would be other ranges.
+      table.name if layout.contiguous else None,
+    )
+    parts = alike.setdefault(kind, [[]])
+    slots = [p.layout.slots * p.layout.groups for p in (*parts[-1], plan)]
+    if sum(slots) > MAX_ROWS or len(slots) > MOST_MEMBERS:
+      parts.append([])
+    parts[-1].append(plan)
   stacked: list[TablePlan] = []
   first_word = 0
-  for some in alike.values():
-    for members in _split(some):
-      layout = dataclasses.replace(members[0].layout, first_word=first_word)
-      if len(members) == 1:
-        plan = dataclasses.replace(members[0], layout=layout)
-      else:
-        plan = _stacked(members, layout, devices, padded)
-      stacked.append(plan)
-      first_word += plan.layout.words
+  for members in [part for parts in alike.values() for part in parts if part]:
+    layout = dataclasses.replace(members[0].layout, first_word=first_word)
+    if len(members) == 1:
+      plan = dataclasses.replace(members[0], layout=layout)
+    else:
+      plan = _stacked(members, layout, devices, padded)
+    stacked.append(plan)
+    first_word += plan.layout.words
   return tuple(stacked)
-
-
-def _kind(plan: TablePlan) -> Any:
-  """Facts that tables share with all of their stack."""
-  table, layout = plan.table, plan.layout
-  if layout.contiguous:
-    return table.name  # Ranges of a stack would be other ranges.
-  return (
-    table.look_ups is None,
-    table.width,
-    table.dtype,
-    table.wire_dtype,
-    plan.column_groups,
-    layout.groups,
-    plan.pinned,
-  )
-
-
-# The most tables of a stack: each row of it is looked for in all of them.
-MOST_MEMBERS = 32
-
-
-def _split(plans: Sequence[TablePlan]) -> list[list[TablePlan]]:
-  """Parts whose slots of all groups fit int32, of not too many tables."""
-  parts: list[list[TablePlan]] = []
-  rows = MAX_ROWS
-  for plan in plans:
-    more = plan.layout.slots * plan.layout.groups
-    if rows + more > MAX_ROWS or len(parts[-1]) == MOST_MEMBERS:
-      parts.append([])
-      rows = 0
-    parts[-1].append(plan)
-    rows += more
-  return parts
 
 
 def _stacked(

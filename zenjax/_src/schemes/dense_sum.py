@@ -202,14 +202,14 @@ def _reduce_shares(
   copied into the table. The gathered shares go there: nothing reads it then.
   """
 
-  def body(carry):
-    more, table = carry
+  def body(turn, table):
+    del turn
     share = collectives.sum_in_shards(table.reshape(-1), context.axes)
     shares = collectives.all_gather(context.scaled(share), context.axes[-1:])
-    whole = compat.cast_like(shares.reshape(table.shape), table)
-    return jnp.zeros_like(more), whole
+    return compat.cast_like(shares.reshape(table.shape), table)
 
-  return lax.while_loop(lambda carry: carry[0], body, (wanted, table))[1]
+  turns = wanted.astype(jnp.int32)
+  return lax.fori_loop(jnp.zeros_like(turns), turns, body, table)
 
 
 def _reduce_chunks(

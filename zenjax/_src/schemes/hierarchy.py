@@ -90,7 +90,7 @@ def expected_messages(
 
 
 def _counts(plan: TablePlan) -> int:
-  return _NUMBERS + plan.probes + len(plan.members)
+  return _NUMBERS + len(plan.tables) + len(plan.members)
 
 
 def _index_words(room: Room) -> int:
@@ -123,7 +123,7 @@ def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
   num_slots = plan.layout.slots
   limit, merged, pushed, fullest = counts[:, :_NUMBERS].T
   rest = counts[:, _NUMBERS:]
-  probe, peak = rest[:, : plan.probes], rest[:, plan.probes :]
+  probe, peak = rest[:, : len(plan.tables)], rest[:, len(plan.tables) :]
   dtype = collectives.accumulator(plan.table.dtype)
   slots = wire.decode_index(index, capacity, num_slots)
   union = merge(

@@ -278,7 +278,7 @@ def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
 
 def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
   return [
-    _NUMBERS + plan.probes + len(plan.members),
+    _NUMBERS + len(plan.tables) + len(plan.members),
     wire.index_words(capacity, plan.layout.slots),
     wire.words_for(capacity * plan.table.width, _wide(plan, first)),
   ]
@@ -332,7 +332,7 @@ def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Held) -> Held:
   counts, index, rows = came
   total, limit, merged, pushed, fullest = counts[0, :_NUMBERS]
   rest = counts[0, _NUMBERS:]
-  probe, peak = rest[: plan.probes], rest[plan.probes :]
+  probe, peak = rest[: len(plan.tables)], rest[len(plan.tables) :]
   capacity = own.union.slots.shape[0]
   slots = wire.decode_index(index, capacity, plan.layout.slots)[0]
   union = Union(

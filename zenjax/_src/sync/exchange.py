@@ -169,7 +169,7 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
   progress = Progress(
     target=target,
     start=none,
-    union=jnp.zeros((plan.layout.groups, plan.probes), jnp.int32),
+    union=jnp.zeros((plan.layout.groups, len(plan.tables)), jnp.int32),
     sent=jnp.full_like(zero, plan.first.push),
     left=zero,
     to_come=zero,
@@ -621,7 +621,7 @@ class Rounds:
         Room(plan, plan.chunks[level].push),
         source.after(target),
         jnp.minimum(start, plan.layout.slots),
-        jnp.broadcast_to(probe, (plan.layout.groups, plan.probes)),
+        jnp.broadcast_to(probe, (plan.layout.groups, len(plan.tables))),
       )
       for plan, source, target, start in zip(
         self.plans, self.sources, targets, starts
@@ -795,6 +795,7 @@ class Outcome(NamedTuple):
   rounds: jax.Array  # [] f32, pulls that carried rows of these tables
   overflow_rows: jax.Array  # [p] f32, of all devices, beyond the first push
   wire_bytes: jax.Array  # [p] f32, received by a device
+  dense_bytes: np.ndarray  # [p] f32, of a ring all-reduce
   went_dense: jax.Array  # [p] bool, this time
   withheld: jax.Array  # [] bool, some rows wait for the next step
   above: jax.Array  # [p] bool, it is one for the dense path, taken or not
@@ -815,15 +816,9 @@ def _above(
   factor: float,
 ) -> jax.Array:
   """Returns which tables are above `factor` times break-even: `[p] bool`."""
-  dense = _dense_bytes(plan, context)
-  sparse = expected_bytes(scheme, plan, push, pull, context)
-  return jnp.asarray(sparse > dense * scheme.break_even * factor)
-
-
-def _dense_bytes(plan: TablePlan, context: Context) -> np.ndarray:
-  """Bytes a device receives where a table is summed whole: `[p]`."""
   dense = [dense_sum.received_bytes(x, context.devices) for x in plan.tables]
-  return np.array(dense, np.float32)
+  most = np.array(dense, np.float32) * scheme.break_even * factor
+  return jnp.asarray(expected_bytes(scheme, plan, push, pull, context) > most)
 
 
 class Shown(NamedTuple):
@@ -855,7 +850,7 @@ def outcome_of(
   """
   turns, scheme, context, exact = shown
   plan, tally = table.plan, first.tally
-  went_dense = jnp.zeros(plan.probes, bool) if dense is None else dense
+  went_dense = jnp.zeros(len(plan.tables), bool) if dense is None else dense
   pushed, push = _pushed(tally, plan)
   counted = pushed > 0
   if plan.members and table.remembered is not None:
@@ -870,15 +865,7 @@ def outcome_of(
     rows = [one.num_rows for one in plan.tables]
     samples = [dense_sum.sample_count(n) for n in rows]
     scale = np.divide(rows, samples).astype(np.float32)
-    sampled = [
-      lax.cond(
-        went_dense[i],
-        dense_sum.sample,
-        functools.partial(_no_rows, like=x),
-        x,
-      )
-      for i, x in enumerate(target.tables)
-    ]
+    sampled = [dense_sum.sample(x) for x in target.tables]
     seen_union = jnp.stack(sampled).astype(jnp.float32) * scale
     seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
     local = jnp.where(counted, local, seen_local)
@@ -902,6 +889,8 @@ def outcome_of(
     rows = np.array([one.num_rows for one in plan.tables], np.float32)
     some = jnp.sum(sent)
     share = jnp.where(some > 0, sent / jnp.maximum(some, 1), rows / sum(rows))
+  whole = [dense_sum.received_bytes(x, context.devices) for x in plan.tables]
+  whole = np.array(whole, np.float32)
   return Outcome(
     local_rows=local,
     union_rows=union,
@@ -910,8 +899,8 @@ def outcome_of(
     push_mean=local / groups,
     rounds=progress.rounds.astype(jnp.float32),
     overflow_rows=jnp.where(went_dense, 0.0, left * share),
-    wire_bytes=sparse * share
-    + jnp.where(went_dense, _dense_bytes(plan, context), 0.0),
+    wire_bytes=sparse * share + jnp.where(went_dense, whole, 0.0),
+    dense_bytes=whole,
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (not exact),
     above=enter & (dense is not None),
@@ -927,12 +916,6 @@ def _pushed(tally: Tally, plan: TablePlan) -> tuple[jax.Array, jax.Array]:
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
   fullest = jnp.max(tally.fullest).astype(jnp.float32)
   return pushed[None], fullest[None]
-
-
-def _no_rows(table: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns no count, of the type of a sample's."""
-  del table
-  return compat.cast_like(jnp.zeros((), jnp.int32), like)
 
 
 def _sparse_bytes(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Partition
@@ -80,7 +81,7 @@ class Owners:
     return by_rows.Programs(self.inner)
 
   def init(self, params: Any) -> OwnerState:
-    mesh = whole_batch.mesh_around(self.options.axes, params, self.mesh)
+    mesh = collectives.mesh_around(self.options.axes, params, self.mesh)
     if mesh is not None:
       return self._init_on(mesh, params)
     for axis in self.options.axes:
@@ -129,7 +130,7 @@ class Owners:
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
   ) -> tuple[Any, OwnerState]:
-    mesh = whole_batch.mesh_around(self.options.axes, updates, self.mesh)
+    mesh = collectives.mesh_around(self.options.axes, updates, self.mesh)
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)

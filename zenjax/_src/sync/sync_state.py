@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import core
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax._src.machine import cost
 from zenjax._src.schemes import dense_sum
@@ -155,15 +154,9 @@ def after_step(
   choices: Sequence[Choice],
 ) -> list[LeafState]:
   """States of the leaves that travelled as one, after step number `count`."""
-  tables = plan.tables
-  dense = [dense_sum.received_bytes(table, context.devices) for table in tables]
-  seen = outcome._asdict() | {"dense_bytes": np.array(dense, np.float32)}
+  seen = [jnp.asarray(getattr(outcome, x), jnp.float32) for x in Last._fields]
   last = jnp.stack(
-    [
-      jnp.broadcast_to(jnp.asarray(seen[name], jnp.float32), len(tables))
-      for name in Last._fields
-    ],
-    axis=1,
+    [jnp.broadcast_to(x, len(plan.tables)) for x in seen], axis=1
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need], axis=1)
   need = jnp.where(outcome.above[:, None], DENSE_STEP, need.astype(jnp.int32))

@@ -83,16 +83,6 @@ class Masked(NamedTuple):
     return ends - before
 
 
-def _in_a_row(marks: Sequence[jax.Array], plan: TablePlan) -> jax.Array:
-  """Marks of all rows of stacked tables: `[R] bool`."""
-  if not plan.members:
-    return marks[0]
-  ends = [*plan.first_rows[1:], plan.table.num_rows]
-  rooms = np.subtract(ends, plan.first_rows).tolist()
-  padded = [jnp.pad(x, (0, n - x.shape[0])) for x, n in zip(marks, rooms)]
-  return jnp.concatenate(padded)
-
-
 def _taken(
   tables: Sequence[jax.Array], row: jax.Array, plan: TablePlan
 ) -> jax.Array:
@@ -172,17 +162,17 @@ def enter_arrays(
     The tables there have positive zeros in rows of zeros, so that replicas
     agree bit for bit.
   """
-  by_kernel = not mask_pack.by_parts()
   found = [
-    _masked(
-      table, None if remembered is None else remembered[i], by_kernel, plan
-    )
+    _marked(table, None if remembered is None else remembered[i], plan)
     for i, table in enumerate(tables)
   ]
-  if by_kernel:
-    ((words, _, _),) = found
-  else:
-    words = pack_rows(_in_a_row([x.marks for x in found], plan), plan.layout)
+  words = found[0].marks
+  if plan.members:
+    rooms = [x.layout.slots * x.layout.groups for x in plan.members]
+    marks = [
+      jnp.pad(x.marks, (0, n - x.marks.shape[0])) for x, n in zip(found, rooms)
+    ]
+    words = pack_rows(jnp.concatenate(marks), plan.layout)
   late = None
   if carried is not None:
     words |= _late_words(carried, plan, words)
@@ -219,40 +209,33 @@ def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
 class _Marks(NamedTuple):
   """Rows of an array that are to be sent."""
 
-  # `[R] bool`, or `[m, W]` words of them.
+  # `[m, W]` words of them; of a table that is stacked `[R] bool`.
   marks: jax.Array
   negative: jax.Array  # [] bool, whether a row of zeros has a negative one
   probe: jax.Array  # [] int32, nonzero rows of a sample
 
 
-def _masked(
-  table: jax.Array,
-  remembered: jax.Array | None,
-  by_kernel: bool,
-  plan: TablePlan,
+def _marked(
+  table: jax.Array, remembered: jax.Array | None, plan: TablePlan
 ) -> _Marks:
-  """Marks the nonzero rows of a table; none where it is known to be dense."""
-  read = functools.partial(_read, by_kernel=by_kernel, plan=plan)
-  unread = functools.partial(_unread, by_kernel=by_kernel, plan=plan)
+  """Marks the nonzero rows of a table; none where it is known to be dense.
+
+  A table that looks full is not read either. It counts as full, which shows all
+  devices that it is above break-even; a row of zeros that is sent after all
+  adds nothing.
+  """
+  read = functools.partial(_read, plan=plan)
   if remembered is None:
     return read(table)
-
-  def unless_full(table):
-    """Spares the read of a table that looks full.
-
-    It counts as full, which shows all devices that it is above break-even; a
-    row of zeros that is sent after all adds nothing.
-    """
-    full = dense_sum.looks_full(table)
-    return lax.cond(full, functools.partial(unread, full=True), read, table)
-
-  known = functools.partial(unread, full=False)
-  return lax.cond(remembered, known, unless_full, table)
+  known = compat.cast_like(remembered, table)
+  full = ~known & dense_sum.looks_full(table)
+  unread = functools.partial(_unread, full=full, plan=plan)
+  return lax.cond(known | full, unread, read, table)
 
 
-def _read(table: jax.Array, by_kernel: bool, plan: TablePlan) -> _Marks:
+def _read(table: jax.Array, plan: TablePlan) -> _Marks:
   none = compat.cast_like(jnp.zeros((), jnp.int32), table)
-  if by_kernel:
+  if not plan.members:
     packed = mask_pack(table, plan.layout)
     return _Marks(packed.words, packed.negative, none)
   # The barrier keeps XLA:CPU from computing the mask again for each lane.
@@ -261,16 +244,14 @@ def _read(table: jax.Array, by_kernel: bool, plan: TablePlan) -> _Marks:
   return _Marks(mask.nonzero, negative, none)
 
 
-def _unread(
-  table: jax.Array, by_kernel: bool, plan: TablePlan, full: bool
-) -> _Marks:
+def _unread(table: jax.Array, full: jax.Array, plan: TablePlan) -> _Marks:
   """All rows of a table, or none and a sampled count in place of theirs."""
-  marks = jnp.full(table.shape[0], full)
-  if by_kernel:
+  marks = jnp.broadcast_to(full, table.shape[0])
+  if not plan.members:
     marks = pack_rows(marks, plan.layout)
-  probe = jnp.zeros((), jnp.int32) if full else dense_sum.sample(table)
-  found = (marks, jnp.zeros((), bool), probe)
-  return _Marks(*[compat.cast_like(x, table) for x in found])
+  probe = jnp.where(full, 0, dense_sum.sample(table))
+  negative = compat.cast_like(jnp.zeros((), bool), table)
+  return _Marks(marks, negative, probe)
 
 
 # SparseRows as they enter and leave an exchange.
@@ -438,5 +419,5 @@ def room(plan: TablePlan) -> Appended:
   return Appended(
     row=jnp.asarray(past, jnp.int32),
     values=jnp.zeros((size, table.width), table.dtype),
-    total=jnp.zeros(plan.probes, jnp.int32),
+    total=jnp.zeros(len(plan.tables), jnp.int32),
   )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.core import Tracer
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -35,41 +34,6 @@ NO_MEAN = (
   "`op` must be 'sum' outside of shard_map, got 'mean': the loss is that of the"
   " whole batch, whose parts are added; leave `op` out."
 )
-
-
-def mesh_around(
-  axes: Axes, updates: Any, given: jax.sharding.Mesh | None
-) -> Any:
-  """Returns the mesh over whose axes XLA spreads the program.
-
-  Args:
-    axes: Of the transformation.
-    updates: Gradients; their types tell a mesh.
-    given: By the user, if any.
-
-  Returns:
-    A mesh that has all `axes`; None where one of them is bound, as `shard_map`,
-    `pmap` and `vmap` bind them, or no mesh with them is known.
-  """
-  if any(_is_bound(axis) for axis in axes):
-    return None
-  known = [given, jax.sharding.get_abstract_mesh()]
-  for leaf in jax.tree.leaves(updates, is_leaf=is_rows):
-    x = leaf.values if is_rows(leaf) else leaf
-    placed = x if not isinstance(x, Tracer) else jax.typeof(x)
-    known.append(getattr(getattr(placed, "sharding", None), "mesh", None))
-  for mesh in known:
-    if mesh is not None and set(axes) <= set(mesh.axis_names):
-      return mesh
-  return None
-
-
-def _is_bound(axis: str) -> bool:
-  try:
-    lax.axis_size(axis)
-  except NameError:
-    return False
-  return True
 
 
 class Placement(NamedTuple):

@@ -241,7 +241,7 @@ def zen_sync(
   ) -> tuple[optax.Updates, sync_state.ZenSyncState]:
     del params, extra_args
     chains.require_linear("zen_sync", "mean" if options.mean else "sum")
-    around = whole_batch.mesh_around(options.axes, updates, mesh)
+    around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:
       if op == "mean":
         raise ValueError(whole_batch.NO_MEAN)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from zenjax._src.core import arguments
+from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
@@ -24,7 +25,6 @@ from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync import sync_state
-from zenjax._src.sync import whole_batch
 
 # Nodes that may differ between devices, and say of how many.
 _OWN = (
@@ -67,7 +67,7 @@ def unsummed(params: Any, axis_name: AxisName) -> Any:
     [[1.0, 0.0], [0.0, 5.0]]
   """
   axes = arguments.axes(axis_name)
-  mesh = whole_batch.mesh_around(axes, params, None)
+  mesh = collectives.mesh_around(axes, params, None)
   if mesh is None:
     return gradient_tree.as_varying(params, axes)
   automatic = [axis for axis in axes if axis not in compat.explicit_of(mesh)]
