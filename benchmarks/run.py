@@ -343,6 +343,15 @@ COMMANDS = (
     ),
   ),
   Command(
+    "compile",
+    "seconds to compile a step of several tables",
+    partial(_measure, "cases.compile"),
+    (
+      _number("--tables", [1, 4, 26], "of a step, all of one width"),
+      *(_DEVICES, *_timed(2)),
+    ),
+  ),
+  Command(
     "memory",
     "temporary memory of a step, compiled for CPU, TPU and GPU",
     partial(_measure, "cases.memory"),

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks import workloads
+from benchmarks.cases import compile as compile_time
 from benchmarks.cases import kernels
 from benchmarks.cases import select
 from benchmarks.cases import step
@@ -54,6 +55,15 @@ def _case(name, calls, wrong=0):
     run=lambda: calls.append(name), wrong=wrong, compile_s=0.0, facts={}
   )
   return harness.Case(group="group", name=name, build=lambda: built)
+
+
+def test_what_is_compiled_is_checked():
+  built = compile_time.build("rows", 2, harness.mesh(2, "data"))
+  assert built.wrong == 0
+  assert 0 < built.facts["lower_s"] < built.compile_s
+  options = argparse.Namespace(devices=2, tables=[1])
+  with pytest.raises(ValueError, match="must not be set"):
+    compile_time.cases(options)
 
 
 def test_answers_alone_are_not_timed():

@@ -57,6 +57,7 @@ def main() -> int:
         wrong += 1
         if wrong <= 3:
           bar.write(str(failure))
+    front.forget()
     seconds = time.monotonic() - begun
     rows.append((front.name, len(numbers), wrong, f"{seconds:.1f}"))
   bar.close()

@@ -34,6 +34,11 @@ class Front:
   def run(self) -> Callable[[Case], Any]:
     return self.build()
 
+  def forget(self) -> None:
+    """Drops what was compiled; a process may map only so many kernels."""
+    self.__dict__.pop("run", None)
+    jax.clear_caches()
+
   def case(self, seed: int, number: int) -> Case:
     """The case of a seed and a number; every front has its own."""
     return self.draw(

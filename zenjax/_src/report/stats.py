@@ -48,8 +48,11 @@ def stats(state: Any) -> Stats:
     pair over the mean), `pull_imbalance` (fullest owner over the mean),
     `rounds`, `overflow_rows` (of all devices, beyond the first push),
     `wire_bytes` and `dense_bytes` (received by a device; a ring all-reduce's),
-    `went_dense` and `withheld`. Empty before the first step. Remote copies send
-    no padding: `wire_bytes` are then the mean bytes of rows and ids.
+    `went_dense` and `withheld`. Empty before the first step. Tables of one
+    width and dtype share buffers: `wire_bytes` and `overflow_rows` of all are
+    shared out by the rows that each sent, and `rounds` are those of all. Remote
+    copies send no padding: `wire_bytes` are then the mean bytes of rows and
+    ids.
 
     With `on_overflow="carry"` `density` counts rows that waited too. Where
     `withheld` is 1 some wait again: `union_density` then counts those that
