@@ -134,10 +134,15 @@ def test_tables_alike_are_lowered_once():
   assert eight < 2.2 * two, (two, eight)
 
 
-def plan_of(name, rows, width=4, dtype=jnp.float32, pinned=None):
+def plan_of(name, rows, width=4, dtype=jnp.float32, pinned=None, look_ups=None):
   dtype = jnp.dtype(dtype)
   table = Table(
-    name=name, num_rows=rows, width=width, dtype=dtype, wire_dtype=dtype
+    name=name,
+    num_rows=rows,
+    width=width,
+    dtype=dtype,
+    wire_dtype=dtype,
+    look_ups=look_ups,
   )
   return buffer_sizes.plan_table(
     table,
@@ -176,7 +181,14 @@ def test_stacks_are_not_too_large():
   huge = buffer_sizes.MAX_ROWS // 5 * 2
   plans = [plan_of(name, huge) for name in "abc"]
   assert names(buffer_sizes.stack(plans, devices=8)) == [["a", "b"], ["c"]]
-  many = [plan_of(str(i), 100) for i in range(70)]
-  parts = names(buffer_sizes.stack(many, devices=8))
+
+
+@pytest.mark.parametrize(
+  ("width", "look_ups", "most"),
+  [(1, None, 1), (4, None, 8), (64, None, 32), (1, 50, 32)],
+)
+def test_a_stack_has_not_too_many_tables(width, look_ups, most):
+  plans = [plan_of(str(i), 100, width, look_ups=look_ups) for i in range(70)]
+  parts = names(buffer_sizes.stack(plans, devices=8))
   assert sum(parts, []) == [str(i) for i in range(70)]
-  assert max(len(part) for part in parts) == buffer_sizes.MOST_MEMBERS == 32
+  assert [len(part) for part in parts[:-1]] == [most] * (len(parts) - 1)

@@ -22,8 +22,11 @@ from zenjax._src.core.partition import Layout
 LARGE, SMALL = 0, 1
 # Rows, padding and out-of-range markers must fit int32 together.
 MAX_ROWS = np.iinfo(np.int32).max // 2
-# The most tables of a stack: each row of it is looked for in all of them.
-MOST_MEMBERS = 32
+# The most tables of a stack. A row of stacked arrays is looked for in all of
+# them: next to what reads the arrays it is little where rows are wide, and too
+# much for single elements.
+_MOST_MEMBERS = 32
+_MEMBERS_A_COLUMN = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +347,11 @@ def stack(
     )
     parts = alike.setdefault(kind, [[]])
     slots = [p.layout.slots * p.layout.groups for p in (*parts[-1], plan)]
-    if sum(slots) > MAX_ROWS or len(slots) > MOST_MEMBERS:
+    most = _MOST_MEMBERS
+    if table.look_ups is None:
+      narrow = table.width == 1
+      most = 1 if narrow else min(most, _MEMBERS_A_COLUMN * table.width)
+    if sum(slots) > MAX_ROWS or len(slots) > most:
       parts.append([])
     parts[-1].append(plan)
   stacked: list[TablePlan] = []
