@@ -124,7 +124,7 @@ def test_tables_alike_are_lowered_once():
       return tx.update(grads, tx.init(grads))[0]
 
     grads = {
-      f"table {i}": jnp.zeros((N, 600 + 40 * i, 3)) for i in range(count)
+      f"table {i}": jnp.zeros((N, 600 + 40 * i, 4)) for i in range(count)
     }
     mapped = jax.vmap(local, axis_name="data", axis_size=N)
     text = jax.jit(mapped).lower(grads).as_text()

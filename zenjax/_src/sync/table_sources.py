@@ -108,11 +108,7 @@ def _places(
 
 def arrived_counts(arrived: Arrived, plan: TablePlan) -> jax.Array:
   """Rows of each stacked table that came from each group: `[m, p] int32`."""
-  return _counts(arrived.row.reshape(plan.layout.groups, -1), plan)
-
-
-def _counts(row: jax.Array, plan: TablePlan) -> jax.Array:
-  """How many of `row: [m, C]` are of each stacked table: `[m, p] int32`."""
+  row = arrived.row.reshape(plan.layout.groups, -1)
   here = jnp.stack([here for _, here in _places(row, plan)], axis=-1)
   return jnp.sum(here, axis=1, dtype=jnp.int32)
 
