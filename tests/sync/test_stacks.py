@@ -1,5 +1,7 @@
 """Tables of one width and dtype travel as one table of all their rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,6 +115,43 @@ def test_rows_of_a_stack_that_do_not_fit_follow(capacities):
   for name, local in grads.items():
     mean = local.astype(np.float64).mean(0)
     np.testing.assert_allclose(synced[name][0], mean, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows"])
+def test_replicas_are_known_to_be_equal_on_two_axes(rows):
+  """Owners of columns share ids out: types must not tell who counted them."""
+  axes, grads = ("host", "device"), drawn(3)
+  tx = zenjax.zen_sync(axes, sparse=True, partition="columns")
+  state = tx.init({name: jnp.zeros(x.shape[1:]) for name, x in grads.items()})
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:N], (2, 2)), axes)
+  given = {name: listed(x) for name, x in grads.items()} if rows else grads
+
+  def step(stack, state):
+    local: Any = jax.tree.map(lambda x: x[0], stack)
+    if rows:
+      local = {
+        name: zenjax.SparseRows(ids, values, TABLES[name][0])
+        for name, (ids, values) in local.items()
+      }
+    synced: Any
+    synced, state = tx.update(local, state)
+    if rows:
+      synced = {name: x.to_dense() for name, x in synced.items()}
+    return synced, state
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(jax.P(axes), jax.P()),
+    out_specs=jax.P(),
+    check_vma=True,
+  )
+  synced, state = jax.jit(mapped)(given, state)
+  for name, local in grads.items():
+    mean = local.astype(np.float64).mean(0)
+    np.testing.assert_allclose(synced[name], mean, rtol=1e-5, atol=1e-7)
+    density = zenjax.stats(state)[name]["density"]
+    assert density == pytest.approx(local.any(-1).mean(), abs=1e-6)
 
 
 def test_tables_alike_are_lowered_once():

@@ -257,6 +257,8 @@ def finish(
   turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [jax.tree.map(as_equal, target) for target in targets]
+  # Rows of stacked tables were counted where they arrived.
+  progress = [p._replace(union=as_equal(p.union)) for p in progress]
   shown = Shown(turns, scheme, context, exchange.exact)
   synced = [
     Synced(t.plan, target, outcome_of(t, target, p, arrived, d, shown), arrived)
