@@ -154,6 +154,30 @@ def test_replicas_are_known_to_be_equal_on_two_axes(rows):
     assert density == pytest.approx(local.any(-1).mean(), abs=1e-6)
 
 
+def test_one_of_a_stack_varies_over_another_axis():
+  """Its state is remembered, for all of the stack in one array."""
+  mesh = jax.sharding.Mesh(
+    np.reshape(jax.devices()[:N], (2, 2)), ("data", "model")
+  )
+  tx = zenjax.zen_sync("data", sparse=True)
+
+  def step(a, b):
+    grads = {"a": a, "b": b}
+    _, state = tx.update(grads, tx.init(grads), None)
+    synced: Any = tx.update(grads, state, None)[0]
+    return synced["b"].sum()[None]
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(jax.P("data"), jax.P("data", "model")),
+    out_specs=jax.P("model"),
+    check_vma=True,
+  )
+  total = jax.jit(mapped)(jnp.ones((1200, 4)), jnp.ones((1200, 8)))
+  np.testing.assert_array_equal(total, [2400, 2400])
+
+
 def test_tables_alike_are_lowered_once():
   """A program of eight has little more than that of two."""
 
@@ -209,7 +233,7 @@ def test_which_tables_are_stacked():
   ]
   stacked = buffer_sizes.stack(plans, devices=8)
   assert names(stacked) == [["a", "c", "f"], ["b"], ["d"], ["e"]]
-  # Words of slots follow one another: every row keeps its owner.
+  # Words of slots follow one another.
   ends = [plan.layout.first_word + plan.layout.words for plan in stacked]
   assert [plan.layout.first_word for plan in stacked] == [0, *ends[:-1]]
   first = stacked[0]

@@ -322,8 +322,7 @@ def plan_group(
 
 # Tables of one width and dtype, stacked into one of the sum of their rows.
 #
-# Each takes whole words of a group's slots, one after another, where the hash
-# of an exchange had them anyway: every row keeps its owner. What XLA compiles
+# Each takes whole words of a group's slots, one after another. What XLA compiles
 # for a table it compiles once.
 
 

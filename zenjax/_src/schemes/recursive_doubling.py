@@ -178,7 +178,7 @@ def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
     union=union._replace(merged=merged),
     pushed=wire.sum_counts(jnp.stack([a.pushed, b.pushed])),
     fullest=jnp.maximum(a.fullest, b.fullest),
-    probe=a.probe + b.probe,
+    probe=wire.sum_counts(jnp.stack([a.probe, b.probe])),
     peak=jnp.maximum(a.peak, b.peak),
   )
 

@@ -60,9 +60,7 @@ class Local(NamedTuple):
   """One table before an exchange, or several that travel as one."""
 
   plan: TablePlan
-  rows: Sequence[
-    Any
-  ]  # arrays `[R, D]`, whose rows of zeros stay, or SparseRows
+  rows: Sequence[Any]  # arrays `[R, D]` whose rows of zeros stay, or SparseRows
   # Which travel dense from the start: `[p] bool`, equal on all devices.
   remembered: jax.Array | None = None  # None where there is no memory
   carried: Carried | None = None  # rows that waited until now, if they may

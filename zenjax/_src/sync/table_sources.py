@@ -214,19 +214,23 @@ class _Marks(NamedTuple):
 def _marked(
   table: jax.Array, remembered: jax.Array | None, plan: TablePlan
 ) -> _Marks:
-  """Marks the nonzero rows of a table; none where it is known to be dense.
-
-  A table that looks full is not read either. It counts as full, which shows all
-  devices that it is above break-even; a row of zeros that is sent after all
-  adds nothing.
-  """
+  """Marks the nonzero rows of a table; none where it is known to be dense."""
   read = functools.partial(_read, plan=plan)
+  unread = functools.partial(_unread, plan=plan)
   if remembered is None:
     return read(table)
-  known = compat.cast_like(remembered, table)
-  full = ~known & dense_sum.looks_full(table)
-  unread = functools.partial(_unread, full=full, plan=plan)
-  return lax.cond(known | full, unread, read, table)
+
+  def unless_full(table):
+    """Spares the read of a table that looks full.
+
+    It counts as full, which shows all devices that it is above break-even; a
+    row of zeros that is sent after all adds nothing.
+    """
+    full = dense_sum.looks_full(table)
+    return lax.cond(full, functools.partial(unread, full=True), read, table)
+
+  known = functools.partial(unread, full=False)
+  return lax.cond(remembered, known, unless_full, table)
 
 
 def _read(table: jax.Array, plan: TablePlan) -> _Marks:
@@ -240,14 +244,14 @@ def _read(table: jax.Array, plan: TablePlan) -> _Marks:
   return _Marks(mask.nonzero, negative, none)
 
 
-def _unread(table: jax.Array, full: jax.Array, plan: TablePlan) -> _Marks:
+def _unread(table: jax.Array, full: bool, plan: TablePlan) -> _Marks:
   """All rows of a table, or none and a sampled count in place of theirs."""
-  marks = jnp.broadcast_to(full, table.shape[0])
+  marks = jnp.full(table.shape[0], full)
   if not plan.members:
     marks = pack_rows(marks, plan.layout)
-  probe = jnp.where(full, 0, dense_sum.sample(table))
-  negative = compat.cast_like(jnp.zeros((), bool), table)
-  return _Marks(marks, negative, probe)
+  probe = jnp.zeros((), jnp.int32) if full else dense_sum.sample(table)
+  found = (marks, jnp.zeros((), bool), probe)
+  return _Marks(*[compat.cast_like(x, table) for x in found])
 
 
 # SparseRows as they enter and leave an exchange.
