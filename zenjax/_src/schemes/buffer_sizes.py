@@ -322,8 +322,8 @@ def plan_group(
 
 # Tables of one width and dtype, stacked into one of the sum of their rows.
 #
-# Each takes whole words of a group's slots, one after another. What XLA compiles
-# for a table it compiles once.
+# Each takes whole words of a group's slots, one after another. XLA compiles
+# once for all of them.
 
 
 def stack(
