@@ -89,7 +89,7 @@ class Tally(NamedTuple):
   @classmethod
   def of(cls, counts: jax.Array, plan: TablePlan) -> "Tally":
     """Reads `[m, k]` counts in the order of fields."""
-    numbers, rest = counts[:, :NUMBERS], counts[:, NUMBERS:]
+    numbers, rest = counts[:, :TALLY_NUMBERS], counts[:, TALLY_NUMBERS:]
     probe, peak = rest[:, : len(plan.tables)], rest[:, len(plan.tables) :]
     return cls(*numbers.T, probe=probe, peak=peak)
 
@@ -101,7 +101,7 @@ class Tally(NamedTuple):
 
 # Fields of a tally that are one number of each group. The others are one of
 # each table, `peak` of stacked ones only.
-NUMBERS = len(Tally._fields) - 2
+TALLY_NUMBERS = len(Tally._fields) - 2
 
 
 def over_devices(

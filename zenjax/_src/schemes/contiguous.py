@@ -28,9 +28,9 @@ from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.base import NUMBERS
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.base import TALLY_NUMBERS
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.zen import Zen
 
@@ -113,7 +113,7 @@ def _lengths(plan: TablePlan) -> list[int]:
   elements = plan.layout.slots * plan.table.width
   # A tally, and the first slot of the union.
   return [
-    NUMBERS + len(plan.tables) + len(plan.members) + 1,
+    TALLY_NUMBERS + len(plan.tables) + len(plan.members) + 1,
     wire.words_for(elements, plan.table.wire_dtype),
   ]
 

@@ -35,13 +35,13 @@ from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.base import NUMBERS
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import over_devices
 from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import section
 from zenjax._src.schemes.base import Tally
+from zenjax._src.schemes.base import TALLY_NUMBERS
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels import operations
 from zenjax.kernels.operations import merge
@@ -83,7 +83,7 @@ def _lengths(room: Room, pull: bool) -> Lengths:
   if pull:  # The owners of a row group share its ids out.
     ids = -(-ids // plan.column_groups) if plan.layout.groups > 1 else 0
   rows = (capacity, plan.block_width), plan.table.wire_dtype
-  counts = len(plan.tables) + (NUMBERS + len(plan.members) if pull else 1)
+  counts = len(plan.tables) + (TALLY_NUMBERS + len(plan.members) if pull else 1)
   return Lengths(counts, ids, jax.ShapeDtypeStruct(*rows))
 
 
