@@ -48,7 +48,9 @@ _TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("partition", ["hash", "columns"])
+@pytest.mark.parametrize(
+  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize("target", _TARGETS)
 def test_only_the_dense_path_sends_the_table(target, partition):
   seen = hlo.collectives(program(target, partition))

@@ -340,9 +340,10 @@ def test_mesh_of_two_axes_on_devices():
 
 
 @pytest.mark.usually(
-  "*-axis1-None",
-  "dense-*",
-  "split_dense_gather-data-*",
+  "zen-axis1-None",
+  "dense-axis1-None",
+  "split_all_gather-axis1-None",
+  "split_dense_gather-data-None",
   "recursive_doubling-data-capacities1",
 )
 @pytest.mark.parametrize("capacities", [None, (12, 14)])

@@ -60,7 +60,7 @@ def equal(got, want):
     np.testing.assert_array_equal(here, x, err_msg=str(path))
 
 
-@pytest.mark.usually("vmap", "shard_map_vma_shards")
+@pytest.mark.usually("shard_map_vma_shards")
 @pytest.mark.parametrize("runner", MAPS)
 def test_of_arrays(runner):
   # Tangents and cotangents are where values are zero, too.

@@ -89,7 +89,7 @@ def test_hierarchy(scheme, shape, check_vma):
     oracle.check(run(stack), stack, label=name)
 
 
-@pytest.mark.usually("capacities2-columns", "capacities1-hash")
+@pytest.mark.usually("capacities2-columns")
 @pytest.mark.parametrize("partition", ["hash", "columns"])
 @pytest.mark.parametrize(
   "capacities", [pytest.param(None, marks=pytest.mark.more), (1, 2), (4, 12)]

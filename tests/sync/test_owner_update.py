@@ -107,6 +107,12 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def by_owners(name, **options):
+  tx = zenjax.owner_update(OPTIMIZERS[name], "data", sparse=TABLES, **options)
+  return trained(tx, rows=True)
+
+
 @pytest.mark.usually("clipped*")
 @pytest.mark.parametrize(
   ("name", "options"),
@@ -120,8 +126,7 @@ OPTIMIZERS: dict[str, Any] = {
   ],
 )
 def test_losses_are_those_of_the_replicated_form(name, options):
-  tx = zenjax.owner_update(OPTIMIZERS[name], "data", sparse=TABLES, **options)
-  losses, params, _ = trained(tx, rows=True)
+  losses, params, _ = by_owners(name, **options)
   want, want_params, _ = replicated(name, rows=True)
   np.testing.assert_allclose(losses, want, rtol=1e-6)
   for leaf in params:
@@ -177,8 +182,7 @@ def test_every_device_holds_its_share_of_the_state(partition):
 
 
 def test_statistics_are_kept_where_a_state_moves():
-  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
-  _, _, state = trained(tx, rows=True)
+  _, _, state = by_owners("clipped", capacities=(2, 5))
   same = zenjax.reshard(state, runners.mesh(N), "data")
   jax.tree.map(np.testing.assert_array_equal, same, state)
   away = zenjax.reshard(state, runners.mesh(2), "data")

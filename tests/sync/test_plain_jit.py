@@ -99,7 +99,7 @@ def test_owners_update_what_they_sum(name):
   assert rows * mesh.size == squares.shape[0] >= ROWS
 
 
-@pytest.mark.usually("FSDP*", "two axes", "batch everywhere")
+@pytest.mark.usually("FSDP*", "two axes")
 @pytest.mark.parametrize("name", MESHES)
 def test_equals_the_plain_program(name):
   mesh, axes, table, dense, batch = MESHES[name]

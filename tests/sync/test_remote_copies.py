@@ -62,6 +62,7 @@ def some_rows(seed, shape, density):
   return np.where(rng.random((*shape[:-1], 1)) < density, x, np.float32(0))
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:`capacities` of leaf:UserWarning")
 def test_two_tables_and_what_is_told_of_them():
   """Of two dtypes, in one exchange, for which all rows have room."""

@@ -72,7 +72,7 @@ def run(tx, grads, steps=3, rows=False):
   return synced, jax.tree.map(lambda x: x[0], state)
 
 
-@pytest.mark.usually("zen-*", "recursive_doubling-rows")
+@pytest.mark.usually("zen-*")
 @pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_stacked_tables_equal_tables_alone(scheme, rows):
@@ -117,6 +117,7 @@ def test_rows_of_a_stack_that_do_not_fit_follow(capacities):
     np.testing.assert_allclose(synced[name][0], mean, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usually("rows")
 @pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows"])
 def test_replicas_are_known_to_be_equal_on_two_axes(rows):
   """Owners of columns share ids out: types must not tell who counted them."""

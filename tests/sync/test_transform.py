@@ -25,7 +25,7 @@ pytestmark = pytest.mark.each_jax
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 
-@pytest.mark.usually("inject_hyperparams-True", "MultiSteps-True", "chain-True")
+@pytest.mark.usually("MultiSteps-True", "chain-True")
 @pytest.mark.parametrize(
   ("name", "check_vma"),
   [

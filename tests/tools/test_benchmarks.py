@@ -194,7 +194,7 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
   assert jax.__version__ in json.dumps(saved)
 
 
-@pytest.mark.usually("owners-row_adagrad", "rows-sgd")
+@pytest.mark.usually("rows-sgd")
 @pytest.mark.parametrize(
   ("name", "optimizer"),
   [

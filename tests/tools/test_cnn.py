@@ -230,6 +230,7 @@ def test_resumed_as_if_never_stopped(
   assert 1 <= last["sparsifier"]["build_up"] <= 2
 
 
+@pytest.mark.more
 def test_ctrl_c_without_a_checkpoint_leaves_nothing(
   trainers, photos, monkeypatch, tmp_path, capsys
 ):

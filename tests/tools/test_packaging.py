@@ -123,6 +123,7 @@ def _run(code: str) -> None:
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.more
 def test_any_module_can_be_imported_first():
   """`zenjax` imports its names when one is used: no order may be needed."""
   _run("""

@@ -119,9 +119,8 @@ def test_nobody_waits_for_ever(tmp_path):
   assert 4 < float(seconds) < 20
 
 
-@pytest.mark.parametrize(
-  "what", [pytest.param("check", marks=pytest.mark.more), "broken"]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("what", ["check", "broken"])
 def test_check_sees_gradients_of_all_processes(tmp_path, what):
   texts, codes = run(tmp_path, what, what)
   assert codes == [0, 0], texts

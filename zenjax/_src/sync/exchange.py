@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import functools
+import operator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -417,6 +418,9 @@ def joined(
 _LARGE_PUSH_FROM = fractions.Fraction(1, 2)
 _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
+# One flag of several.
+_any = functools.partial(functools.reduce, operator.or_)
+
 
 class Owner(Protocol):
   """An owner changes the rows of a push before these are pulled."""
@@ -725,10 +729,6 @@ class Rounds:
     turns = flow.turns._replace(pulls=pulls)
     pushed = jnp.zeros_like(flow.pushed)
     return _Flow(turns, pushed, progress, flow.held, flow.owned)
-
-
-def _any(flags: Sequence[jax.Array]) -> jax.Array:
-  return functools.reduce(jnp.logical_or, flags)
 
 
 def _levels(

@@ -214,23 +214,21 @@ class _Marks(NamedTuple):
 def _marked(
   table: jax.Array, remembered: jax.Array | None, plan: TablePlan
 ) -> _Marks:
-  """Marks the nonzero rows of a table; none where it is known to be dense."""
+  """Marks the nonzero rows of a table; none where it is known to be dense.
+
+  A table that looks full is not read. It counts as full, which shows all
+  devices that it is above break-even; a row of zeros that is sent after all
+  adds nothing.
+  """
   read = functools.partial(_read, plan=plan)
-  unread = functools.partial(_unread, plan=plan)
   if remembered is None:
     return read(table)
-
-  def unless_full(table):
-    """Spares the read of a table that looks full.
-
-    It counts as full, which shows all devices that it is above break-even; a
-    row of zeros that is sent after all adds nothing.
-    """
-    full = dense_sum.looks_full(table)
-    return lax.cond(full, functools.partial(unread, full=True), read, table)
-
-  known = functools.partial(unread, full=False)
-  return lax.cond(remembered, known, unless_full, table)
+  as_full, as_dense = [
+    functools.partial(_unread, plan=plan, full=full) for full in (True, False)
+  ]
+  way = dense_sum.looks_full(table).astype(jnp.int32)
+  way = jnp.where(remembered, 2, way)
+  return lax.switch(way, [read, as_full, as_dense], table)
 
 
 def _read(table: jax.Array, plan: TablePlan) -> _Marks:
