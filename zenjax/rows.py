@@ -8,6 +8,7 @@ from zenjax._src.rows.explain import TableUse
 from zenjax._src.rows.norm import clip_by_global_norm
 from zenjax._src.rows.row_adagrad import row_adagrad
 from zenjax._src.rows.row_adagrad import RowAdagradState
+from zenjax._src.rows.value_and_grad import filter_value_and_grad
 from zenjax._src.rows.value_and_grad import grad
 
 __all__ = (
@@ -16,6 +17,7 @@ __all__ = (
   "clip_by_global_norm",
   "explain_tables",
   "Explanation",
+  "filter_value_and_grad",
   "grad",
   "row_adagrad",
   "RowAdagradState",

@@ -121,7 +121,7 @@ def explain_tables(
 
 
 def _uses(fun, argnums, tables, args, kwargs) -> list[TableUse]:
-  params, loss = value_and_grad.partial_loss(fun, argnums, args, kwargs)
+  params, loss, _ = value_and_grad.partial_loss(fun, argnums, args, kwargs)
   traced = table_uses.trace(loss, params)
   found = table_uses.find(traced, params, tables)
   return [

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
@@ -41,6 +44,11 @@ def value_and_grad(
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
   part, as if `fun` had been given `zenjax.unsummed(params)`.
 
+  Modules of Flax's nnx may be arguments, as of `nnx.value_and_grad`: gradients
+  are by their `nnx.Param`, in an `nnx.State`, and they take back what the loss
+  changes of them, as counts of dropout. For modules of Equinox, some leaves of
+  which are no arrays, there is `zenjax.rows.filter_value_and_grad`.
+
   Args:
     fun: As for `jax.value_and_grad`.
     argnums: Likewise.
@@ -57,7 +65,8 @@ def value_and_grad(
 
   Raises:
     ValueError: `tables` demands rows of a leaf that is used otherwise; the
-      message says where.
+      message says where. Or the loss writes to an `nnx.Param`, or adds
+      variables to an nnx module.
 
   Example:
     >>> import jax.numpy as jnp
@@ -75,13 +84,17 @@ def value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad_of(*args, **kwargs):
-    params, loss = partial_loss(fun, argnums, args, kwargs)
+    params, loss, modules = partial_loss(fun, argnums, args, kwargs)
     structure = jax.tree.structure(params)
     traced = table_uses.trace(loss, params)
     found = table_uses.find(traced, params, tables)
     found.require()
     out, grads = _differentiate(traced, found, options)
     value = traced.rebuild(out)
+    if modules:
+      value, changed = value
+      for module, state in zip(modules, changed):
+        sys.modules["flax.nnx"].update(module, state)
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
       raise TypeError(
         "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
@@ -137,13 +150,75 @@ def grad(
   return grad_of
 
 
+def filter_value_and_grad(
+  fun: Callable[..., Any], *, has_aux: bool = False, tables: SparseSpec = None
+) -> Callable[..., tuple[Any, Any]]:
+  """Equinox's `filter_value_and_grad`, with gradients of tables as rows.
+
+  It differentiates by the floating arrays of the first argument. All else there
+  is left alone, integers, functions and numbers of Python, and the gradients
+  hold None in its place. Apply updates by `zenjax.apply_updates`.
+
+  Args:
+    fun: A function whose first argument is any pytree, say a module.
+    has_aux: As for `value_and_grad`.
+    tables: Likewise.
+
+  Returns:
+    A function with the arguments of `fun`, which returns the value and the
+    gradients.
+
+  Raises:
+    ValueError: As for `value_and_grad`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> model = {"table": jnp.ones((5, 2)), "act": jnp.tanh, "rate": 0.5}
+    >>> def loss(model, ids):
+    ...   return model["act"](model["table"][ids]).sum() * model["rate"]
+    >>> both = zenjax.rows.filter_value_and_grad(loss)
+    >>> _, grads = both(model, jnp.array([4, 0]))
+    >>> grads["act"], grads["rate"], grads["table"]
+    (None, None, SparseRows(rows [4 0] of 5, values float32[2,2]))
+  """
+
+  @functools.wraps(fun)
+  def value_and_grad_of(model, *args, **kwargs):
+    is_none = lambda x: x is None
+
+    def loss(params, *args, **kwargs):
+      whole = jax.tree.map(
+        lambda x, rest: rest if x is None else x, params, model, is_leaf=is_none
+      )
+      return fun(whole, *args, **kwargs)
+
+    params = jax.tree.map(lambda x: x if _is_floating(x) else None, model)
+    both = value_and_grad(loss, has_aux=has_aux, tables=tables)
+    return both(params, *args, **kwargs)
+
+  return value_and_grad_of
+
+
+def _is_floating(x: Any) -> bool:
+  is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
+  return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def partial_loss(
   fun: Callable[..., Any],
   argnums: int | Sequence[int],
   args: Sequence[Any],
   kwargs: dict[str, Any],
-) -> tuple[Any, Callable[[Any], Any]]:
-  """The arguments to differentiate by, and the loss as a function of them."""
+) -> tuple[Any, Callable[[Any], Any], list[Any]]:
+  """Makes the loss a function of what it is differentiated by.
+
+  Returns:
+    The arguments to differentiate by, the loss as a function of them, and the
+    nnx modules among all arguments. Where there are any the function returns a
+    pair: what `fun` does, and the new states of these modules.
+  """
   one = isinstance(argnums, int)
   wanted = (argnums,) if one else tuple(argnums)
   for i in wanted:
@@ -153,14 +228,97 @@ def partial_loss(
         f" got {i}; pass what is differentiated by position."
       )
   at = [i % len(args) for i in wanted]
+  parts = _nnx_parts(args, at)
+  params = [parts[i].params if i in parts else args[i] for i in at]
 
   def loss(params):
     changed = list(args)
+    for i, part in parts.items():
+      changed[i] = part
     for i, value in zip(at, (params,) if one else params):
-      changed[i] = value
-    return fun(*changed, **kwargs)
+      changed[i] = parts[i]._replace(params=value) if i in parts else value
+    if not parts:
+      return fun(*changed, **kwargs)
+    merged = {i: changed[i].merged() for i in parts}
+    out = fun(*[merged.get(i, x) for i, x in enumerate(changed)], **kwargs)
+    return out, [changed[i].rest_of(module) for i, module in merged.items()]
 
-  return args[at[0]] if one else tuple(args[i] for i in at), loss
+  modules = [part.module for part in parts.values()]
+  return params[0] if one else tuple(params), loss, modules
+
+
+class _NnxParts(NamedTuple):
+  """An nnx module, taken apart.
+
+  Attributes:
+    position: Among the arguments.
+    module: As it was given.
+    wanted: Whether gradients are taken by it.
+    graph: Its structure.
+    params: What gradients are taken by; empty where none are.
+    rest: All other variables.
+  """
+
+  position: int
+  module: Any
+  wanted: bool
+  graph: Any
+  params: Any
+  rest: Any
+
+  def merged(self) -> Any:
+    """Returns a module of the same variables that the trace may write to."""
+    nnx = sys.modules["flax.nnx"]
+    return nnx.merge(self.graph, self.params, self.rest, copy=True)
+
+  def rest_of(self, merged: Any) -> Any:
+    """Returns the variables of a merged module that a loss may change."""
+    graph, params, rest = _nnx_split(merged, self.wanted)
+    said = f"`fun` must leave argument {self.position}, an nnx module,"
+    old, new = jax.tree.leaves(self.params), jax.tree.leaves(params)
+    if any(x is not y for x, y in zip(old, new, strict=True)):
+      raise ValueError(
+        f"{said} its nnx.Param as they are, and it writes to one; return the"
+        " new value with `has_aux=True`, and write it after the gradients are"
+        " taken."
+      )
+    if graph != self.graph:
+      raise ValueError(
+        f"{said} the variables that it has, and it adds or removes some;"
+        " return new ones with `has_aux=True`."
+      )
+    return rest
+
+
+def _nnx_parts(args: Sequence[Any], at: Sequence[int]) -> dict[int, _NnxParts]:
+  """Takes apart the nnx modules among the arguments, by position."""
+  nnx = sys.modules.get("flax.nnx")  # No module is there before this is.
+  if nnx is None:
+    return {}
+  parts: dict[int, _NnxParts] = {}
+  is_module = lambda x: isinstance(x, nnx.Module)
+  for i, module in enumerate(args):
+    if not is_module(module):
+      inner = jax.tree.leaves(module, is_leaf=is_module) if i in at else []
+      if any(map(is_module, inner)):
+        raise ValueError(
+          f"`fun` must be given an nnx module as an argument of its own, and"
+          f" argument {i} holds one; what the loss changes of that would be"
+          " lost."
+        )
+      continue
+    if any(module is part.module for part in parts.values()):
+      raise ValueError(
+        f"`fun` must be given an nnx module once, and argument {i} is one that"
+        " stands before it; use the first."
+      )
+    parts[i] = _NnxParts(i, module, i in at, *_nnx_split(module, i in at))
+  return parts
+
+
+def _nnx_split(module: Any, wanted: bool) -> tuple[Any, Any, Any]:
+  nnx = sys.modules["flax.nnx"]
+  return nnx.split(module, nnx.Param if wanted else nnx.Nothing(), ...)
 
 
 def _differentiate(traced, found, options):

@@ -1,0 +1,255 @@
+"""Row gradients of modules: Flax's nnx, and trees that are not all arrays."""
+
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+
+pytestmark = pytest.mark.each_jax
+
+ROWS, WIDTH = 40, 3
+IDS = jnp.arange(24).reshape(8, 3) ** 2 % ROWS
+
+
+class Net(nnx.Module):
+  """A table, dropout, batch norm and a layer."""
+
+  def __init__(self, rngs):
+    self.table = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.3, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+    self.dense = nnx.Linear(WIDTH, 2, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.dense(self.norm(self.dropout(self.table(ids).mean(1))))
+
+
+def loss(model, ids):
+  return jnp.square(model(ids) - 1).sum()
+
+
+def scored(ids, model):
+  out = model(ids)
+  return jnp.square(out).sum(), {"out": out}
+
+
+def dense(grads):
+  is_rows = lambda x: isinstance(x, zenjax.SparseRows)
+  return jax.tree.map(
+    lambda x: x.to_dense() if is_rows(x) else x, grads, is_leaf=is_rows
+  )
+
+
+def assert_close(got, want):
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5),
+    got,
+    want,
+  )
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_of_an_nnx_module_as_nnx_takes_them(jitted):
+  """Values, gradients, and what three calls leave of the module."""
+
+  def run(both):
+    model, found = Net(nnx.Rngs(0)), []
+    step = nnx.jit(both) if jitted else both
+    for turn in range(3):
+      value, grads = step(model, IDS + turn - 1)
+      found.append((value, dense(grads)))
+    return found, nnx.state(model, nnx.Not(nnx.RngKey))
+
+  got, want = run(zenjax.value_and_grad(loss)), run(nnx.value_and_grad(loss))
+  assert_close(got, want)
+  value, grads = zenjax.value_and_grad(loss)(Net(nnx.Rngs(0)), IDS)
+  rows = grads["table"]["embedding"].get_value()
+  assert isinstance(rows, zenjax.SparseRows) and rows.capacity == IDS.size
+  assert np.shape(value) == ()
+
+
+def test_by_another_argument_with_aux():
+  ours = zenjax.value_and_grad(scored, argnums=1, has_aux=True)
+  theirs = nnx.value_and_grad(scored, argnums=1, has_aux=True)
+  models = Net(nnx.Rngs(1)), Net(nnx.Rngs(1))
+  (value, aux), grads = ours(IDS, models[0])
+  (want, want_aux), want_grads = theirs(IDS, models[1])
+  assert_close((value, aux, dense(grads)), (want, want_aux, want_grads))
+
+
+def test_a_module_that_is_no_parameter_keeps_what_changes():
+  """As the teacher of another: its counts go on too."""
+
+  def distilled(table, teacher, ids):
+    return jnp.sum(table[ids].mean(1) * teacher(ids)[:, :1])
+
+  teachers = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+  table = jnp.ones((ROWS, WIDTH))
+  for _ in range(2):
+    value, grads = zenjax.value_and_grad(distilled)(table, teachers[0], IDS)
+    want, want_grads = nnx.value_and_grad(distilled)(table, teachers[1], IDS)
+    assert isinstance(grads, zenjax.SparseRows)
+    assert_close((value, dense(grads)), (want, want_grads))
+  counts: Any = [x.dropout.rngs for x in teachers]
+  assert [int(x.count[...]) for x in counts] == [2, 2]
+  assert_close(*[nnx.state(x, nnx.BatchStat) for x in teachers])
+
+
+def test_explained_as_arrays_are():
+  model = Net(nnx.Rngs(0))
+  uses = zenjax.rows.explain_tables(loss, model, IDS)
+  (table,) = [use for use in uses.uses if use.rows]
+  assert table.name == "table.embedding" and table.look_ups == IDS.size
+
+
+def adds(model, ids):
+  model.mean = nnx.Intermediate(model(ids).mean())
+  return loss(model, ids)
+
+
+def writes(model, ids):
+  model.dense.bias.set_value(model.dense.bias.get_value() * 2)
+  return loss(model, ids)
+
+
+@pytest.mark.parametrize(
+  ("fun", "arguments", "words"),
+  [
+    (writes, lambda m: (m, IDS), "argument 0.*nnx.Param as they are.*has_aux"),
+    (adds, lambda m: (m, IDS), "argument 0.*variables that it has.*has_aux"),
+    (
+      lambda both, ids: loss(both[0], ids),
+      lambda m: ((m,), IDS),
+      "argument of its own.*argument 0 holds one",
+    ),
+    (lambda a, b: loss(a, IDS), lambda m: (m, m), "once.*argument 1"),
+  ],
+  ids=["writes", "adds", "holds", "twice"],
+)
+def test_what_would_be_lost_is_refused(fun, arguments, words):
+  with pytest.raises(ValueError, match="(?s)`fun` must.*" + words):
+    zenjax.value_and_grad(fun)(*arguments(Net(nnx.Rngs(0))))
+
+
+@jax.tree_util.register_pytree_node_class
+class Tree:
+  """A module as Equinox has them: a tree, some leaves of which are none."""
+
+  def __init__(self, table, scale, act=None, ids=None, none=None):
+    self.parts: Any = table, scale, act, ids, none
+
+  def tree_flatten(self):
+    return self.parts, None
+
+  @classmethod
+  def tree_unflatten(cls, _, parts):
+    return cls(*parts)
+
+  def __call__(self, ids):
+    table, scale, act, more, _ = self.parts
+    return act(jnp.take(table, ids + more, axis=0, mode="clip") * scale)
+
+
+def tree() -> Any:
+  table = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+  return Tree(table, np.float32(0.5), jnp.tanh, jnp.array(2))
+
+
+def test_of_a_tree_that_is_not_all_arrays():
+  """Gradients of its floating arrays; None for all else."""
+  fun = lambda model, ids, *, power: jnp.sum(model(ids) ** power)
+  model = tree()
+  value, grads = zenjax.rows.filter_value_and_grad(fun)(model, IDS, power=2)
+  rows, scale, *others = grads.parts
+  assert others == [None, None, None]
+  assert isinstance(rows, zenjax.SparseRows)
+
+  def plain(table, scale):
+    return fun(Tree(table, scale, *model.parts[2:]), IDS, power=2)
+
+  want, (table, want_scale) = jax.value_and_grad(plain, (0, 1))(
+    *model.parts[:2]
+  )
+  assert_close((value, rows.to_dense(), scale), (want, table, want_scale))
+
+
+def test_a_module_of_equinox_changes_three_lines():
+  eqx = pytest.importorskip("equinox")
+
+  class Model(eqx.Module):
+    table: Any
+    dropout: Any
+    layers: Any
+
+    def __init__(self, key):
+      self.table = eqx.nn.Embedding(ROWS, WIDTH, key=key)
+      self.dropout = eqx.nn.Dropout(0.1)
+      self.layers = eqx.nn.MLP(WIDTH, 2, 4, 1, key=key)
+
+    def __call__(self, ids, key):
+      x = jax.vmap(self.table)(ids).mean(0)
+      return self.layers(self.dropout(x, key=key))
+
+  def model_loss(model, ids, key):
+    out = jax.vmap(model)(ids, jax.random.split(key, len(ids)))
+    return jnp.square(out - 1).mean()
+
+  def losses(tx, both, apply_updates):
+    model = Model(jax.random.key(0))
+    state, found = tx.init(eqx.filter(model, eqx.is_inexact_array)), []
+
+    @eqx.filter_jit
+    def step(model, state, key):
+      value, grads = both(model_loss)(model, IDS, key)
+      params = eqx.filter(model, eqx.is_inexact_array)
+      updates, state = tx.update(grads, state, params)
+      return apply_updates(model, updates), state, value
+
+    for turn in range(10):
+      model, state, value = step(model, state, jax.random.key(turn))
+      found.append(float(value))
+    return found
+
+  inner = optax.adagrad(0.1)
+  want = losses(inner, eqx.filter_value_and_grad, eqx.apply_updates)
+  got = losses(
+    zenjax.lazy_rows(inner),
+    zenjax.rows.filter_value_and_grad,
+    zenjax.apply_updates,
+  )
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_tree_that_is_not_all_arrays_is_trained():
+  model, tx = tree(), zenjax.lazy_rows(optax.adagrad(0.1))
+  arrays = Tree(*model.parts[:2])
+  state = tx.init(arrays)
+
+  @jax.jit
+  def step(arrays, state):
+    whole = Tree(*arrays.parts[:2], *model.parts[2:])
+    both = zenjax.rows.filter_value_and_grad(
+      lambda m, ids: (jnp.square(m(ids)).sum(), m.parts[2] is jnp.tanh),
+      has_aux=True,
+    )
+    (value, same), grads = both(whole, IDS)
+    assert same is True
+    updates, state = tx.update(grads, state, arrays)
+    after: Any = zenjax.apply_updates(whole, updates)
+    return Tree(*after.parts[:2]), state, value
+
+  values = []
+  for _ in range(5):
+    arrays, state, value = step(arrays, state)
+    values.append(float(value))
+  assert values == sorted(values, reverse=True)
+  looked_up = np.minimum(np.asarray(IDS) + 2, ROWS - 1)
+  moved = np.any(arrays.parts[0] != model.parts[0], axis=1)
+  np.testing.assert_array_equal(np.flatnonzero(moved), np.unique(looked_up))
