@@ -162,8 +162,8 @@ def test_choosing_leaves_never_changes_the_result(sparse):
     ((512, 128), jnp.float32, False),  # a down-projection, [4 d, d]
     ((513, 128), jnp.float32, True),
     ((511, 33), jnp.float32, False),  # too few rows
-    ((512, 31), jnp.float32, False),  # under 64 KiB
-    ((1024, 32), jnp.bfloat16, True),
+    ((512, 31), jnp.float32, False),  # under 16,384 elements
+    ((512, 32), jnp.bfloat16, True),
     ((65536,), jnp.float32, False),
     ((2, 5000, 8), jnp.float32, False),
     ((5000, 8), jnp.int32, False),

@@ -151,7 +151,7 @@ def tree(flat):
 
 
 def test_small_leaves_go_whole_and_have_momentum():
-  """By default: below 64 KiB."""
+  """By default: below 16,384 elements."""
   tx = optax.chain(
     zenjax.sparsify.error_feedback(
       zenjax.sparsify.top_k(0.01), "data", momentum=0.9

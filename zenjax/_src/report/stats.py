@@ -1,6 +1,6 @@
 """Statistics of a run, read from an optimizer state."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,19 @@ _SELECTION_PERCENTILE = 90
 _COUNTED = (sync_state.ZenSyncState, ErrorFeedbackState, SparsifierState)
 
 
-def stats(state: Any) -> Stats:
+@overload
+def stats(state: Any) -> Stats: ...
+
+
+@overload
+def stats(state: Any, *, flat: Literal[True]) -> dict[str, float]: ...
+
+
+@overload
+def stats(state: Any, *, flat: bool) -> Stats | dict[str, float]: ...
+
+
+def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   """Returns numbers of the last step, by leaf and by sparsifier.
 
   With several processes and `error_feedback` in the state, all of them call
@@ -40,6 +52,8 @@ def stats(state: Any) -> Stats:
   Args:
     state: An optimizer state with a `ZenSyncState`, `SparsifierState` or
       `ErrorFeedbackState` anywhere inside.
+    flat: Whether names are one string each, "leaf/density", as writers of
+      metrics want them, and not of leaf and statistic apart.
 
   Returns:
     By leaf name, for leaves that travel sparse: `num_rows`, `width`, `devices`,
@@ -99,6 +113,8 @@ def stats(state: Any) -> Stats:
     (0.25, 2.0, 1.0)
     >>> found["selected"], found["build_up"], found["residual_norm"]
     (0.25, 2.0, 4.0)
+    >>> zenjax.stats(state, flat=True)["leaf/density"]
+    0.25
   """
   sync_state.require_numbers(state, "stats")
   if not any(sync_state.nodes(state, kind) for kind in _COUNTED):
@@ -112,7 +128,14 @@ def stats(state: Any) -> Stats:
     name: synced.get(name, {}) | selected.get(name, {})
     for name in (*synced, *selected)
   }
-  return leaves | sparsifiers(state)
+  found = leaves | sparsifiers(state)
+  if not flat:
+    return found
+  return {
+    f"{leaf}/{name}": number
+    for leaf, numbers in found.items()
+    for name, number in numbers.items()
+  }
 
 
 def synced_leaves(state: Any) -> Stats:

@@ -16,10 +16,11 @@ from zenjax._src.rows.sparse_rows import is_rows
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
 # than four times as tall as wide, the down-projection of a transformer being
-# just that. Below 64 KiB latency decides, and one psum has less.
+# just that. Of fewer elements latency decides, and one psum has less. They are
+# counted whatever their dtype: `zenjax.check` runs a step in float64 too.
 _TALL = 4
 _MIN_ROWS = 512
-_MIN_BYTES = 1 << 16
+_MIN_ELEMENTS = 1 << 14
 
 # Names that a message holds.
 _SHOWN = 12
@@ -156,7 +157,7 @@ def is_table(leaf: Any, unit: Unit = "row") -> bool:
   """Returns True if a leaf travels sparse where the user does not say."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     return False
-  if leaf.size * leaf.dtype.itemsize < _MIN_BYTES:
+  if leaf.size < _MIN_ELEMENTS:
     return False
   if unit != "row":
     return True

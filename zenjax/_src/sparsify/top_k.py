@@ -103,7 +103,7 @@ def top_k(
     sparse: Which leaves elements are selected of: a pytree prefix of bools, or
       a callable `(name, leaf) -> bool`. All others pass through whole, as
       zen_sync's `pmean` wants them. By default floating leaves of at least
-      64 KiB, those that zen_sync sends sparse with such a `unit`.
+      16,384 elements, those that zen_sync sends sparse with such a `unit`.
 
   Returns:
     A transformation of local gradients; also what `error_feedback` wants.

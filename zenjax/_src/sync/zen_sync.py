@@ -162,9 +162,9 @@ def zen_sync(
       link to the fastest (`("host", "device")`) for the hierarchical form.
     sparse: Which leaves travel sparse: a pytree prefix of bools, or a
       callable `(name, leaf) -> bool`, named as in `zenjax.report`. By default
-      those of two dimensions, at least 512 rows and 64 KiB, and more than 4
-      times as many rows as columns; with another `unit` than rows, any of
-      64 KiB. A leaf judged wrongly costs time, never a wrong result. A
+      those of two dimensions, at least 512 rows and 16,384 elements, and more
+      than 4 times as many rows as columns; with another `unit` than rows, any
+      of 16,384. A leaf judged wrongly costs time, never a wrong result. A
       `UserWarning` tells of a callable that chooses no leaf.
     scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
       of the systems before it: `"all_gather"` (everyone gets all rows),
