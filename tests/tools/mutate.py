@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _COPIED = (
-  *("benchmarks", "examples", "kernels", "tests", "zenjax"),
+  *("benchmarks", "docs", "examples", "kernels", "tests", "zenjax"),
   *("pyproject.toml", "README.md"),
 )
 

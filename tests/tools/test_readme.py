@@ -1,70 +1,101 @@
-"""The README's code, as a reader would paste it."""
+"""The README and the pages of docs/: their code and their figures."""
 
+import json
 import pathlib
 import re
+import subprocess
+import sys
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 import zenjax
+from zenjax import packed
+from zenjax import planner
+from zenjax import rows
+from zenjax import sparsify
+from zenjax import traces
 
-_README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_README = _ROOT / "README.md"
 
-in_checkout = pytest.mark.skipif(not _README.is_file(), reason="no checkout")
-
-
-def _block(heading: str) -> str:
-  section = _README.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-  return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
-
-
-def _loss(params, ids, targets):
-  logits = params["embed"][ids] @ params["w"]
-  return jnp.mean((logits.sum(-1) - targets) ** 2)
+pytestmark = pytest.mark.skipif(not _README.is_file(), reason="no checkout")
 
 
-def _names():
-  return {
-    "jax": jax,
-    "optax": optax,
-    "zenjax": zenjax,
-    "loss_fn": _loss,
-    "params": {"embed": jnp.zeros((20_000, 32)), "w": jnp.zeros((32, 8))},
-    "ids": jnp.zeros(64, jnp.int32),
-    "targets": jnp.zeros(64),
-    "mesh": jax.make_mesh((8,), ("data",)),
-  }
-
-
-@in_checkout
-def test_planning_prints_a_plan_that_zen_sync_takes(capsys):
-  names = _names()
-  exec(_block("Planning"), names)
-  out = capsys.readouterr().out
-  assert "plan for 8 devices (data 8) on h100 on 25 Gbit/s, 1 net" in out
-  assert "embed  20000x32" in out and "as fast as with pmean alone" in out
-  state = names["tx"].init(names["params"])
-  assert set(state[0].leaves) == {"embed"}
-
-
-@in_checkout
-def test_a_step_runs():
-  """That of "Use": traced, on all devices."""
-  names = _names()
-  exec(_block("Use"), names)
-  shapes = (names["params"], names["opt_state"])
-  params, _, loss = jax.eval_shape(
-    names["train"], *shapes, names["ids"], names["targets"]
+def test_quickstart_prints_what_stands_below_it():
+  text = _README.read_text()
+  found = re.search(r"```python\n(.*?)```\n\n    (.*?)\n", text, re.DOTALL)
+  assert found is not None
+  code, printed = found.groups()
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True
   )
-  assert loss.shape == () and params["embed"].shape == (20_000, 32)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip() == printed
 
 
-@in_checkout
-def test_dense_models_have_a_chain():
-  names = _names()
-  exec(_block("Dense models"), names)
-  params = {"w": jnp.zeros((256, 256))}
-  state = zenjax.init(names["tx"], params, names["mesh"], "data")
-  assert isinstance(state[1], zenjax.ZenSyncState)
+def test_readme_is_short():
+  assert len(_README.read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_figures_between_hosts_are_those_of_the_results(page):
+  text = (_ROOT / page).read_text()
+  file = _ROOT / "benchmarks/results/network-rows.json"
+  cells = json.loads(file.read_text())["cells"]
+  of = {(cell["rate"], cell["variant"]): cell for cell in cells}
+
+  def times(rate, variant, number="median_s"):
+    psum = of[rate, "psum"][number]
+    return f"{psum / of[rate, variant][number]:.0f}"
+
+  fast = {
+    (rate, variant): times(rate, variant)
+    for rate in ("200mbit", "1gbit")
+    for variant in ("zen", "rows")
+  }
+  at_1 = f"arrays {fast['1gbit', 'zen']}, rows {fast['1gbit', 'rows']}"
+  fewer = [times("1gbit", x, "wire_bytes") for x in ("zen", "rows")]
+  if page == "README.md":
+    for row in (
+      f"arrays | {fewer[0]} times fewer | {fast['200mbit', 'zen']} times",
+      f"rows | {fewer[1]} times fewer | {fast['200mbit', 'rows']} times",
+      f"at 1 Gbit/s {at_1}",
+    ):
+      assert row in text, row
+  else:
+    said = (
+      f"With nothing pinned {fast['200mbit', 'zen']} and"
+      f" {fast['1gbit', 'zen']}, row gradients {fast['200mbit', 'rows']} and"
+      f" {fast['1gbit', 'rows']}"
+    )
+    assert said in " ".join(text.split())
+
+
+def test_every_public_name_has_an_entry():
+  text = (_ROOT / "docs/api.md").read_text()
+  entries = set(re.findall(r"^.. auto\w+:: (\S+)$", text, re.MULTILINE))
+  spaces = (packed, planner, rows, sparsify, traces)
+  modules = {space.__name__.split(".")[-1] for space in spaces}
+  names = {
+    f"{space.__name__}.{name}"
+    for space in (zenjax, *spaces)
+    for name in space.__all__
+    if name not in modules and name != "__version__"
+  }
+  assert entries == names
+
+
+def _pages():
+  return sorted((_ROOT / "docs").glob("*.md"))
+
+
+def test_every_page_is_in_the_table_of_contents():
+  toc = (_ROOT / "docs/index.md").read_text()
+  entries = set(re.findall(r"^(\w+)$", toc, re.MULTILINE))
+  assert entries == {page.stem for page in _pages()} - {"index"}
+
+
+def test_links_between_pages_lead_somewhere():
+  for page in (_README, _ROOT / "CONTRIBUTING.md", *_pages()):
+    for target in re.findall(r"\]\(([^):#]+)\)", page.read_text()):
+      assert (page.parent / target).exists(), (page.name, target)
