@@ -228,7 +228,7 @@ def partial_loss(
         f" got {i}; pass what is differentiated by position."
       )
   at = [i % len(args) for i in wanted]
-  parts = _nnx_parts(args, at)
+  parts = _nnx_parts(args, at, kwargs)
   params = [parts[i].params if i in parts else args[i] for i in at]
 
   def loss(params):
@@ -290,29 +290,38 @@ class _NnxParts(NamedTuple):
     return rest
 
 
-def _nnx_parts(args: Sequence[Any], at: Sequence[int]) -> dict[int, _NnxParts]:
+def _nnx_parts(
+  args: Sequence[Any], at: Sequence[int], kwargs: dict[str, Any]
+) -> dict[int, _NnxParts]:
   """Takes apart the nnx modules among the arguments, by position."""
   nnx = sys.modules.get("flax.nnx")  # No module is there before this is.
   if nnx is None:
     return {}
   parts: dict[int, _NnxParts] = {}
   is_module = lambda x: isinstance(x, nnx.Module)
-  for i, module in enumerate(args):
-    if not is_module(module):
-      inner = jax.tree.leaves(module, is_leaf=is_module) if i in at else []
-      if any(map(is_module, inner)):
-        raise ValueError(
-          f"`fun` must be given an nnx module as an argument of its own, and"
-          f" argument {i} holds one; what the loss changes of that would be"
-          " lost."
+  owners: dict[int, int | str] = {}  # of variables, by their identity
+  for i, argument in (*enumerate(args), *kwargs.items()):
+    leaves = jax.tree.leaves(argument, is_leaf=is_module)
+    modules = [x for x in leaves if is_module(x)]
+    if is_module(argument):
+      if isinstance(i, int):
+        parts[i] = _NnxParts(
+          i, argument, i in at, *_nnx_split(argument, i in at)
         )
-      continue
-    if any(module is part.module for part in parts.values()):
+    elif modules and i in at:
       raise ValueError(
-        f"`fun` must be given an nnx module once, and argument {i} is one that"
-        " stands before it; use the first."
+        f"`fun` must be given an nnx module as an argument of its own, and"
+        f" argument {i} holds one; what the loss changes of that would be lost."
       )
-    parts[i] = _NnxParts(i, module, i in at, *_nnx_split(module, i in at))
+    for node in [x for module in modules for _, x in nnx.iter_graph(module)]:
+      if not isinstance(node, nnx.Variable):
+        continue
+      if owners.setdefault(id(node), i) != i:
+        raise ValueError(
+          f"`fun` must be given each nnx variable once, and argument {i} has"
+          f" one of argument {owners[id(node)]}, through which no gradient"
+          " would be taken; use it from there."
+        )
   return parts
 
 
