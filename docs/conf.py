@@ -20,7 +20,6 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "zenjax"
-html_static_path = []
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300

@@ -51,7 +51,7 @@ def test_figures_between_hosts_are_those_of_the_results(page):
   fast = {
     (rate, variant): times(rate, variant)
     for rate in ("200mbit", "1gbit")
-    for variant in ("zen", "rows")
+    for variant in ("zen", "rows", "zen-pinned", "rows-pinned")
   }
   at_1 = f"arrays {fast['1gbit', 'zen']}, rows {fast['1gbit', 'rows']}"
   fewer = [times("1gbit", x, "wire_bytes") for x in ("zen", "rows")]
@@ -64,9 +64,13 @@ def test_figures_between_hosts_are_those_of_the_results(page):
       assert row in text, row
   else:
     said = (
-      f"With nothing pinned {fast['200mbit', 'zen']} and"
+      f"{fast['200mbit', 'zen-pinned']} times faster than `psum` at 200 Mbit/s,"
+      f" {fast['1gbit', 'zen-pinned']} at 1 Gbit/s; row gradients"
+      f" {fast['200mbit', 'rows-pinned']} and {fast['1gbit', 'rows-pinned']}."
+      f" With nothing pinned {fast['200mbit', 'zen']} and"
       f" {fast['1gbit', 'zen']}, row gradients {fast['200mbit', 'rows']} and"
-      f" {fast['1gbit', 'rows']}"
+      f" {fast['1gbit', 'rows']}, for {fewer[0]} and {fewer[1]} times fewer"
+      " bytes"
     )
     assert said in " ".join(text.split())
 

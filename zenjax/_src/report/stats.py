@@ -39,10 +39,6 @@ def stats(state: Any) -> Stats: ...
 def stats(state: Any, *, flat: Literal[True]) -> dict[str, float]: ...
 
 
-@overload
-def stats(state: Any, *, flat: bool) -> Stats | dict[str, float]: ...
-
-
 def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   """Returns numbers of the last step, by leaf and by sparsifier.
 

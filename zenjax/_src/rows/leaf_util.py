@@ -16,8 +16,8 @@ from zenjax._src.rows.sparse_rows import is_rows
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
 # than four times as tall as wide, the down-projection of a transformer being
-# just that. Of fewer elements latency decides, and one psum has less. They are
-# counted whatever their dtype: `zenjax.check` runs a step in float64 too.
+# just that. Below 16,384 elements latency decides, and one psum has less. Their
+# dtype does not count: `zenjax.check` runs a step in float64 too.
 _TALL = 4
 _MIN_ROWS = 512
 _MIN_ELEMENTS = 1 << 14

@@ -44,10 +44,10 @@ def value_and_grad(
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
   part, as if `fun` had been given `zenjax.unsummed(params)`.
 
-  Modules of Flax's nnx may be arguments, as of `nnx.value_and_grad`: gradients
-  are by their `nnx.Param`, in an `nnx.State`, and they take back what the loss
-  changes of them, as counts of dropout. For modules of Equinox, some leaves of
-  which are no arrays, there is `zenjax.rows.filter_value_and_grad`.
+  Arguments may be modules of Flax's nnx, as `nnx.value_and_grad` takes them.
+  Gradients by their `nnx.Param` come in an `nnx.State`, and what the loss
+  changes of a module, as counts of dropout, is written back to it. For modules
+  of Equinox there is `zenjax.rows.filter_value_and_grad`.
 
   Args:
     fun: As for `jax.value_and_grad`.
@@ -66,7 +66,7 @@ def value_and_grad(
   Raises:
     ValueError: `tables` demands rows of a leaf that is used otherwise; the
       message says where. Or the loss writes to an `nnx.Param`, or adds
-      variables to an nnx module.
+      variables to an nnx module, or two arguments share one.
 
   Example:
     >>> import jax.numpy as jnp

@@ -418,7 +418,7 @@ def joined(
 _LARGE_PUSH_FROM = fractions.Fraction(1, 2)
 _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 
-# One flag of several.
+# Joins flags: True if one is.
 _any = functools.partial(functools.reduce, operator.or_)
 
 
