@@ -1,5 +1,7 @@
 """Parts of the planner that its tests, and those of benchmarks, take alone."""
 
+from collections.abc import Sequence
+
 from zenjax._src.machine import local_work
 from zenjax._src.planner import choosing
 from zenjax._src.planner import gradient_trace
@@ -9,6 +11,7 @@ from zenjax._src.planner import union_growth
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.plan_search import search
+from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import Exchange
 from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import iteration_seconds
@@ -20,8 +23,10 @@ from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.sync import plans
 
 __all__ = (
+  "Assignment",
   "buffer_sizes",
   "choosing",
+  "each_by",
   "Exchange",
   "Gradient",
   "gradient_trace",
@@ -39,3 +44,13 @@ __all__ = (
   "Tensor",
   "union_growth",
 )
+
+
+def each_by(tensors: Sequence[Tensor], names: Sequence[str]) -> Assignment:
+  """Returns one exchange for each tensor, by the option so named."""
+  found = []
+  for j, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+    option = tensor.option(name)
+    assert option is not None, (tensor.name, name)
+    found.append(Exchange(j, j + 1, option))
+  return tuple(found)

@@ -7,6 +7,7 @@ import statistics
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
+from planning import each_by
 from planning import GroupCosts
 from planning import NEVER
 from planning import Option
@@ -18,9 +19,7 @@ from benchmarks import library
 from benchmarks import run
 from benchmarks.library import iteration_seconds
 from benchmarks.planner import baselines
-from benchmarks.planner import oracles
-from benchmarks.planner import steps_drawn
-from benchmarks.planner.baselines import each_by
+from benchmarks.planner import search as search_lib
 
 
 def seconds(groups):
@@ -30,7 +29,7 @@ def seconds(groups):
 
 def over_best(groups):
   """The iteration that is found over the shortest of all."""
-  best, best_s = oracles.exhaustive(groups)
+  best, best_s = baselines.exhaustive(groups)
   assert iteration_seconds(groups.tensors, best) == best_s
   found_s = seconds(groups)
   assert found_s >= best_s
@@ -40,7 +39,7 @@ def over_best(groups):
 def test_near_exhaustive_tensor_by_tensor():
   ratios = []
   for seed in range(100):
-    tensors, _ = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 4)
+    tensors, _ = search_lib.draw_small(seed, 1 + seed % 6, 1 + seed % 4)
     alone = GroupCosts(tensors)
     ratios.append(over_best(alone))
     greedy = iteration_seconds(tensors, baselines.espresso(tensors))
@@ -53,7 +52,7 @@ def test_near_exhaustive_tensor_by_tensor():
 def test_near_exhaustive_with_groups():
   ratios = []
   for seed in range(100):
-    tensors, groups = steps_drawn.small(seed, 1 + seed % 6, 1 + seed % 3)
+    tensors, groups = search_lib.draw_small(seed, 1 + seed % 6, 1 + seed % 3)
     ratios.append(over_best(groups))
     cut = baselines.mergecomp(groups)
     assert cut is None or seconds(groups) <= iteration_seconds(tensors, cut)
@@ -65,9 +64,9 @@ def test_near_exhaustive_with_groups():
 
 def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
   for seed, sparse in ((0, 9), (1, 150), (2, 150)):
-    tensors, groups = steps_drawn.model(seed, 150, sparse)
+    tensors, groups = search_lib.draw_model(seed, 150, sparse)
     found_s = seconds(GroupCosts(tensors))
-    relaxed_s = oracles.relaxed_s(tensors)
+    relaxed_s = baselines.relaxed_s(tensors)
     assert relaxed_s * (1 - 1e-9) <= found_s <= 1.005 * relaxed_s
     assert seconds(groups) <= found_s
     greedy = iteration_seconds(tensors, baselines.espresso(tensors))
@@ -76,15 +75,15 @@ def test_hundreds_of_tensors_are_near_a_bound_from_elsewhere():
 
 def test_no_assignment_is_under_the_relaxed_one():
   for seed in range(10):
-    tensors, _ = steps_drawn.small(seed, 5, 3)
-    _, best_s = oracles.exhaustive(GroupCosts(tensors))
-    assert oracles.relaxed_s(tensors) <= best_s * (1 + 1e-9)
+    tensors, _ = search_lib.draw_small(seed, 5, 3)
+    _, best_s = baselines.exhaustive(GroupCosts(tensors))
+    assert baselines.relaxed_s(tensors) <= best_s * (1 + 1e-9)
 
 
 def test_no_single_change_is_shorter():
   """The search ends where no change helps, each of them simulated."""
   for seed in range(10):
-    tensors, groups = steps_drawn.small(seed, 7, 3)
+    tensors, groups = search_lib.draw_small(seed, 7, 3)
     found = list(search(groups))
     best_s = iteration_seconds(tensors, found) * (1 - 1e-12)
     for width in (1, 2):
@@ -134,7 +133,7 @@ def test_splits_numbers_evenly():
     ),
     Tensor("last", 0.0, 200.0, (Option("none"),)),
   ]
-  assert oracles.exhaustive(GroupCosts(tensors))[1] == 200.0 + even
+  assert baselines.exhaustive(GroupCosts(tensors))[1] == 200.0 + even
   assert seconds(GroupCosts(tensors)) <= 1.02 * (200.0 + even)
 
 
@@ -143,9 +142,9 @@ def test_no_tensors():
 
 
 def test_too_many_to_try_are_refused():
-  tensors, _ = steps_drawn.small(0, 40, 3)
+  tensors, _ = search_lib.draw_small(0, 40, 3)
   with pytest.raises(ValueError, match="use `search`"):
-    oracles.exhaustive(GroupCosts(tensors))
+    baselines.exhaustive(GroupCosts(tensors))
 
 
 def test_espresso_leaves_what_is_sent_before_a_bubble():
@@ -165,7 +164,7 @@ def test_espresso_is_not_exact():
   """A greedy that always were would be no baseline."""
   worse = 0
   for seed in range(30):
-    tensors, _ = steps_drawn.small(seed, 6, 4)
+    tensors, _ = search_lib.draw_small(seed, 6, 4)
     greedy = iteration_seconds(tensors, baselines.espresso(tensors))
     thrice = baselines.espresso(tensors, passes=3)
     assert iteration_seconds(tensors, thrice) <= greedy
@@ -176,7 +175,7 @@ def test_espresso_is_not_exact():
 def test_mergecomp_halves():
   """With one scheme of affine cost, its halving finds the best cut."""
   for seed in range(20):
-    tensors, groups = steps_drawn.small(seed, 20, 1)
+    tensors, groups = search_lib.draw_small(seed, 20, 1)
     cuts = [baselines.cut_at(groups, cut) for cut in range(2, 19)]
     cuts.append(baselines.cut_at(groups, 20))
     times = [iteration_seconds(tensors, cut) for cut in cuts if cut]
@@ -188,7 +187,7 @@ def test_mergecomp_halves():
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(st.integers(0, 10_000), st.sampled_from([0.25, 0.5, 2.0]))
 def test_a_faster_link_is_not_noticeably_worse(seed, scale):
-  tensors, _ = steps_drawn.small(seed, 6, 3)
+  tensors, _ = search_lib.draw_small(seed, 6, 3)
   times = []
   for factor in sorted((1.0, scale)):
     scaled = [

@@ -5,6 +5,7 @@ import math
 
 import hypothesis
 from hypothesis import strategies as st
+from planning import each_by
 from planning import Exchange
 from planning import Option
 from planning import Tensor
@@ -12,9 +13,7 @@ import pytest
 
 from benchmarks.library import iteration_seconds
 from benchmarks.planner import baselines
-from benchmarks.planner import oracles
-from benchmarks.planner import steps_drawn
-from benchmarks.planner.baselines import each_by
+from benchmarks.planner import search as search_lib
 
 _ZEN = Option("zen", 1.0, 3.0, 2.0, 100.0)
 _PMEAN = Option("pmean", 0.0, 5.0, 0.0, 800.0)
@@ -58,7 +57,7 @@ def test_no_order_of_compute_is_shorter():
   orders = [order for order in orders if _feasible(order)]
   assert len(orders) > 50
   for seed in range(12):
-    tensors, _ = steps_drawn.small(seed, 3, 2)
+    tensors, _ = search_lib.draw_small(seed, 3, 2)
     for names in itertools.product(range(2), repeat=3):
       if any(k >= len(t.options) for k, t in zip(names, tensors)):
         continue
@@ -99,8 +98,8 @@ def _run(order, tensors, chosen):
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(st.integers(0, 10_000))
 def test_bounds_of_an_iteration(seed):
-  tensors, groups = steps_drawn.small(seed, 5, 2)
-  for choices in oracles.groupings(groups):
+  tensors, groups = search_lib.draw_small(seed, 5, 2)
+  for choices in baselines.groupings(groups):
     assignment = [options[-1] for options in choices]
     found_s = iteration_seconds(tensors, assignment)
     each = [exchange.option for exchange in assignment]
@@ -114,13 +113,13 @@ def test_bounds_of_an_iteration(seed):
 
 def test_every_assignment_as_simulated():
   """The oracle runs all options at once, and finds what one at a time gives."""
-  tensors, groups = steps_drawn.small(7, 4, 3)
+  tensors, groups = search_lib.draw_small(7, 4, 3)
   best = min(
     iteration_seconds(tensors, assignment)
-    for choices in oracles.groupings(groups)
+    for choices in baselines.groupings(groups)
     for assignment in itertools.product(*choices)
   )
-  assignment, found = oracles.exhaustive(groups)
+  assignment, found = baselines.exhaustive(groups)
   assert found == best
   assert iteration_seconds(tensors, assignment) == best
 

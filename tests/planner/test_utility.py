@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from planning import Table
 import pytest
 
-from benchmarks.planner import placing
 from benchmarks.planner import utility
 from benchmarks.planner import utility_model
 from benchmarks.planner.utility_model import Setup
@@ -182,16 +181,16 @@ def test_balanced_parallelism_of_nmt_is_36_percent_lower():
 
 def advise(
   rows: float, union: float, *, look_ups: float | None = None
-) -> placing.Advice:
+) -> utility.Advice:
   f32 = jnp.dtype(jnp.float32)
   table = Table(name="t", num_rows=100_000, width=64, dtype=f32, wire_dtype=f32)
   profile = zenjax.planner.Profile(
     rows=rows, fullest=rows, union=union, devices=8
   )
-  return placing.replicate_or_shard(table, profile, 8, LINK, look_ups=look_ups)
+  return utility.replicate_or_shard(table, profile, 8, LINK, look_ups=look_ups)
 
 
-def way(advice: placing.Advice, name: str) -> placing.Way:
+def way(advice: utility.Advice, name: str) -> utility.Way:
   return next(w for w in advice.ways if w.name == name)
 
 

@@ -25,7 +25,6 @@ from benchmarks import library
 from benchmarks.campaigns.planned.programs import AXIS
 from benchmarks.campaigns.planned.programs import Model
 from benchmarks.planner import baselines
-from benchmarks.planner import oracles
 from examples.studies.cnn import model as cnn_model
 import zenjax
 
@@ -222,7 +221,7 @@ def chosen(costs: Priced) -> dict[str, Stops]:
   found = {}
   for tail, (_, groups, _) in (("", _one_by_one(costs)), (_OVERLAP, costs)):
     found[MERGECOMP + tail] = stops_of(baselines.mergecomp(groups))
-    found[SEARCH + tail] = stops_of(oracles.exhaustive(groups)[0])
+    found[SEARCH + tail] = stops_of(baselines.exhaustive(groups)[0])
   return found
 
 
@@ -318,7 +317,7 @@ def on_machines(
       for k in range(1, len(costs.tensors) + 1)
     ]
     halved = baselines.mergecomp(costs.groups)
-    best, best_s = oracles.exhaustive(costs.groups)
+    best, best_s = baselines.exhaustive(costs.groups)
     simulated = Simulated(
       machine=name,
       images=images,
