@@ -188,6 +188,11 @@ def sets(workload: Workload, n: int, seed: int) -> list[np.ndarray]:
   return [np.unique(found) for found in ids(workload, n, seed)]
 
 
+def union(sets: Sequence[np.ndarray]) -> np.ndarray:
+  """Returns the rows that any of the sets holds, ascending."""
+  return np.unique(np.concatenate(sets))
+
+
 def volume(
   workload: Workload, steps: Sequence[Sequence[np.ndarray]]
 ) -> dict[str, float]:
@@ -197,12 +202,12 @@ def volume(
   """
   n = len(steps[0])
   local = float(np.mean([len(np.unique(i)) for step in steps for i in step]))
-  union = float(np.mean([len(np.unique(np.concatenate(s))) for s in steps]))
+  together = float(np.mean([len(union(step)) for step in steps]))
   return {
     "density": local / workload.rows,
-    "union_density": union / workload.rows,
+    "union_density": together / workload.rows,
     "dense_bytes": 2 * (n - 1) / n * workload.bytes,
-    "bound_bytes": (n - 1) / n * (local + union) * workload.width * 4,
+    "bound_bytes": (n - 1) / n * (local + together) * workload.width * 4,
   }
 
 

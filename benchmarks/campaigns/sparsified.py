@@ -17,8 +17,6 @@ import math
 from typing import Any
 from unittest import mock
 
-import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,6 +25,8 @@ from benchmarks import campaign
 from benchmarks import library
 from benchmarks import table
 from benchmarks.campaigns.planned import programs
+from benchmarks.cases import sync
+from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Case
 from benchmarks.testbed import served
 import zenjax
@@ -51,15 +51,11 @@ class Setting:
   top: float  # What each host selects by magnitude.
 
 
-def _pmean() -> Any:
-  return optax.stateless(lambda grads, _: lax.pmean(grads, programs.AXIS))
-
-
 def _top(setting: Setting, capacities: Any) -> Any:
   top = zenjax.sparsify.top_k(setting.top, method="sampled")
   return optax.chain(
-    zenjax.sparsify.error_feedback(top, programs.AXIS),
-    zenjax.zen_sync(programs.AXIS, unit="element", capacities=capacities),
+    zenjax.sparsify.error_feedback(top, AXIS),
+    zenjax.zen_sync(AXIS, unit="element", capacities=capacities),
   )
 
 
@@ -85,12 +81,13 @@ class _Variant:
 
 
 def _controlled(make: Callable[..., Any]) -> _Variant:
-  return _Variant(lambda s, _: make(programs.AXIS, s.density), warm_up=_SETTLED)
+  return _Variant(lambda s, _: make(AXIS, s.density), warm_up=_SETTLED)
 
 
+NONE, DENSE = "none", "pmean"
 VARIANTS = {
-  "none": _Variant(lambda *_: optax.identity()),
-  "pmean": _Variant(lambda *_: _pmean()),
+  NONE: _Variant(lambda *_: optax.identity()),
+  DENSE: _Variant(lambda *_: sync.PMEAN),
   "exdyna": _controlled(zenjax.sparsify.exdyna),
   "micro": _controlled(zenjax.sparsify.micro),
   "top zen": _Variant(_top, pinned=True),
@@ -120,7 +117,7 @@ class _Worker(served.Worker):
   """This host's share of the steps."""
 
   _place: programs.Place | None = None
-  _mean: np.ndarray | None = None
+  _mean: np.ndarray  # `[N]`, the first gradient.
 
   def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
     """Compiles a variant, checks its first step, and warms it up."""
@@ -128,7 +125,7 @@ class _Worker(served.Worker):
     self._width = made.width
     if self._place is None:
       self._place = programs.Place(model(made, self.mesh.size), self.mesh)
-      self._mean = self._step_of(self._program(_pmean()))
+      self._mean = self._sent_and_kept(self._program(sync.PMEAN))
     capacities = None
     if known.pinned:
       rehearsal = self._program(known.make(made, None))
@@ -139,7 +136,10 @@ class _Worker(served.Worker):
     with known.tracing():
       program = self._program(known.make(made, capacities))
     self.cases.append(program)
-    wrong = 0 if variant == "none" else self._wrong(program)
+    wrong = 0
+    if variant != NONE:
+      got = self._sent_and_kept(program)
+      wrong = programs.count_far(got, self._mean, _RELATIVE)
     told = min(_TOLD, known.warm_up)
     for _ in range(known.warm_up - told):
       program()
@@ -155,25 +155,17 @@ class _Worker(served.Worker):
     chain = optax.chain(tx, optax.sgd(_RATE))
     return programs.Program(self._place, chain, False, self.compiler)
 
-  def _step_of(self, program: programs.Program) -> np.ndarray:
-    """`[N]`, what the first step takes from the parameters over the rate."""
-    before = _flat(program.params())
-    program()
-    return (before - _flat(program.params())) / _RATE
-
-  def _wrong(self, program: programs.Program) -> int:
-    """Elements of which update and residuals are not all that there was."""
-    assert self._mean is not None
-    got = self._step_of(program) + _mean_residual(program.state(whole=True))
-    far = np.abs(got - self._mean) > _RELATIVE * np.abs(self._mean).max()
-    return int(np.sum(far))
+  def _sent_and_kept(self, program: programs.Program) -> np.ndarray:
+    """`[N]`, the mean gradient where nothing is lost."""
+    found = programs.sent_and_kept(program, _RATE)
+    return np.concatenate([x.ravel() for x in found.values()])
 
   def _facts(self, program: programs.Program, variant: str) -> dict[str, float]:
     n, size = self.mesh.size, 3 * self._width**2 * 4.0
     part = (n - 1) / n
     dense = 2 * part * size
-    if variant in ("none", "pmean"):
-      return {"wire_bytes": dense} if variant == "pmean" else {}
+    if variant in (NONE, DENSE):
+      return {"wire_bytes": dense} if variant == DENSE else {}
     found = zenjax.stats(program.state())
     told = found.get("sparsifier")
     if told:  # Values that all have to be summed, at `k` places.
@@ -189,29 +181,6 @@ class _Worker(served.Worker):
       "density": mean("density"),
       "rounds": max(x["rounds"] for x in leaves),
     }
-
-
-def _flat(tree: Any) -> np.ndarray:
-  """`[N]` float64, as this host has it."""
-  parts = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
-  return np.concatenate(parts)
-
-
-def _mean_residual(state: Any) -> np.ndarray:
-  """`[N]` float64 over hosts; 0 where nothing is kept."""
-  kinds = zenjax.sparsify.ErrorFeedbackState | zenjax.sparsify.SparsifierState
-  for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
-    if isinstance(node, zenjax.sparsify.SparsifierState):
-      return np.asarray(node.residual, np.float64).mean(axis=0)
-    if isinstance(node, zenjax.sparsify.ErrorFeedbackState):
-      kept = {name: leaf.residual for name, leaf in node.leaves.items()}
-      return _flat(
-        jax.tree.map(lambda x: np.asarray(x, np.float64).mean(axis=0), kept)
-      )
-  return np.zeros(1)
-
-
-NONE, DENSE = "none", "pmean"
 
 
 def _fewer_bytes(result, peers):

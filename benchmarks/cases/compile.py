@@ -68,7 +68,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def _loss(params, ids, values):
   looked_up = [
-    jnp.sum(jnp.take(table, ids % len(table), axis=0, mode="clip") * values)
+    jnp.sum(jnp.take(table, ids[0] % len(table), 0, mode="clip") * values[0])
     for table in params.values()
   ]
   return sum(looked_up, jnp.zeros(()))
@@ -89,7 +89,7 @@ def build(name: str, tables: int, mesh: Mesh) -> Built:
   ids = rng.integers(0, 2**20, (mesh.size, LOOK_UPS), dtype=np.int32)
   values = oracle.values(rng, (mesh.size * LOOK_UPS, WIDTH))
   values = values.reshape(mesh.size, LOOK_UPS, WIDTH)
-  batch = [sync.split(mesh, x) for x in (ids, values)]
+  batch = [sync.place(mesh, x, AXIS) for x in (ids, values)]
 
   def run():
     jax.clear_caches()

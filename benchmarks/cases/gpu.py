@@ -24,6 +24,7 @@ from benchmarks import library
 from benchmarks import oracle
 from benchmarks import record
 from benchmarks import table
+from benchmarks import workloads
 from benchmarks.cases import kernels
 from benchmarks.harness import Built
 from benchmarks.harness import Case
@@ -55,7 +56,7 @@ class Gradients:
     each = range(DEVICES)
     found = [np.sort(rng.choice(pool, count, replace=False)) for _ in each]
     values = [oracle.values(rng, (count, width)) for _ in each]
-    union = np.unique(np.concatenate(found))
+    union = workloads.union(found)
     sums = np.zeros((len(union), width), np.float32)
     for mine, of in zip(found, values):
       sums[np.searchsorted(union, mine)] += of

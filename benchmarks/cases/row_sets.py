@@ -183,14 +183,6 @@ def _members(sets, low, high):
   return members
 
 
-def union(sets: Sets, rows: int) -> np.ndarray:
-  """`U`, ascending."""
-  touched = np.zeros(rows, bool)
-  for ids in sets:
-    touched[ids] = True
-  return np.flatnonzero(touched)
-
-
 def boundaries(rows: int, parts: int) -> np.ndarray:
   """`[P + 1]`: where `P` parts of `R` rows begin and end, evenly cut."""
   return np.arange(parts + 1) * rows // parts
@@ -378,7 +370,7 @@ def _scale(
   observed: Observed, steps: Sequence[Sets], n: int, seed: int
 ) -> Scale:
   rows = observed.table.num_rows
-  unions = [union(step, rows) for step in steps]
+  unions = [workloads.union(step) for step in steps]
   local = float(np.mean([len(ids) for step in steps for ids in step]))
   total = float(np.mean([len(u) for u in unions]))
   row_bytes = observed.table.width * observed.table.dtype.itemsize

@@ -119,7 +119,7 @@ def build(
 
 
 def _loss(params, ids, values):
-  return jnp.sum(jnp.take(params, ids, axis=0, mode="clip") * values)
+  return jnp.sum(jnp.take(params, ids[0], axis=0, mode="clip") * values[0])
 
 
 class _Runner:
@@ -131,7 +131,7 @@ class _Runner:
     self.params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
     self._drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
     self._placed = [
-      tuple(sync.split(mesh, x) for x in batch) for batch in self._drawn
+      tuple(sync.place(mesh, x, AXIS) for x in batch) for batch in self._drawn
     ]
     self._turn = 0
     self.compiled, self.state, self.seconds = sync.compile_step(

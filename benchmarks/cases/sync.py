@@ -136,9 +136,14 @@ LEARNING_RATE = 0.5  # A power of two: the products are exact.
 class Step(NamedTuple):
   """A compiled step and the state it starts from."""
 
-  compiled: Any  # (params, state, *batch) -> (params, state)
+  compiled: Any  # (params, state, *batch) -> (params, state[, loss])
   state: Any
   seconds: float  # to trace, lower and compile
+
+
+def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
+  """Returns gradients of arrays, or of rows where a table is only looked up."""
+  return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
 
 
 def compile_step(
@@ -149,13 +154,14 @@ def compile_step(
   batch: Sequence[Any],
   *,
   rows: bool = False,
+  tell: bool = False,
   **options: Any,
 ) -> Step:
   """Compiles a step; arguments may be arrays or their abstract shapes.
 
   `loss` is of the parameters, which are replicated, and of one device's part of
-  the batch, `[n, ...]`; with `rows` gradients are SparseRows. `options` are
-  those of `harness.compiled`.
+  the batch; with `rows` gradients are SparseRows, with `tell` the step returns
+  the mean loss too. `options` are those of `harness.compiled`.
   """
   if isinstance(jax.tree.leaves(params)[0], jax.Array):
     state = zenjax.init(tx, params, mesh, AXIS)
@@ -166,20 +172,21 @@ def compile_step(
       jax.eval_shape(tx.init, params),
     )
   specs = zenjax.state_specs(state, AXIS)
-  both = zenjax.value_and_grad if rows else jax.value_and_grad
+  gradients = value_and_grad(loss, rows)
 
-  def step(params, state, a, b):
-    _, grads = both(loss)(params, a[0], b[0])
+  def step(params, state, *batch):
+    mean, grads = gradients(params, *batch)
     updates, state = tx.update(grads, state, params)
-    return zenjax.apply_updates(params, updates), state
+    found = zenjax.apply_updates(params, updates), state
+    return (*found, jax.lax.pmean(mean, AXIS)) if tell else found
 
   # check_vma=False: gradients of replicated parameters stay local, and "none"
   # may leave replicas different.
   mapped = jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), specs, P(AXIS), P(AXIS)),
-    out_specs=(P(), specs),
+    in_specs=(P(), specs, *[P(AXIS)] * len(batch)),
+    out_specs=(P(), specs, P()) if tell else (P(), specs),
     check_vma=False,
   )
   compiled, seconds = harness.compiled(mapped, params, state, *batch, **options)
@@ -196,7 +203,7 @@ def compile_sgd(
   """Compiles a step of SGD on `{LEAF: [R, D]}`, which it donates."""
   return compile_step(
     optax.chain(sync, optax.sgd(LEARNING_RATE)),
-    lambda params, a, b: gradient.loss(params[LEAF], a, b),
+    lambda params, a, b: gradient.loss(params[LEAF], a[0], b[0]),
     mesh,
     params,
     batch,
@@ -213,9 +220,9 @@ def zeros(mesh: Mesh, rows: int, width: int) -> dict[str, jax.Array]:
   return make()
 
 
-def split(mesh: Mesh, x: np.ndarray) -> jax.Array:
-  """Places `[n, ...]` with one entry a device, of whichever process."""
-  sharding = NamedSharding(mesh, P(AXIS))
+def place(mesh: Mesh, x: np.ndarray, *axes: str) -> jax.Array:
+  """Places an array on devices, of whichever process, split along `axes`."""
+  sharding = NamedSharding(mesh, P(*axes))
   # `device_put` would have processes compare what they hold.
   return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
@@ -259,7 +266,7 @@ class Training:
     rng = np.random.default_rng(seed)
     ids = workloads.ids(self.workload, self.mesh.size, seed)
     inputs = [self.gradient.inputs(self.workload, i, rng) for i in ids]
-    a, b = (split(self.mesh, np.stack(x)) for x in zip(*inputs))
+    a, b = (place(self.mesh, np.stack(x), AXIS) for x in zip(*inputs))
     return _Batch(ids, inputs, (a, b))
 
   def zeros(self) -> Any:

@@ -138,7 +138,7 @@ def _row(
 
 def _union(steps: Sequence[DeviceRows]) -> float:
   """Returns the mean over steps."""
-  return float(np.mean([len(np.unique(np.concatenate(s))) for s in steps]))
+  return float(np.mean([len(workloads.union(step)) for step in steps]))
 
 
 def drift(recorded: Sequence[DeviceRows], rows: int) -> float:

@@ -41,9 +41,7 @@ class SharedCompiler:
     self._directory, self._host = directory, host
     self._turn = 0
 
-  def compile(
-    self, lowered: jax.stages.Lowered
-  ) -> tuple[jax.stages.Compiled, float]:
+  def compile(self, lowered: jax.stages.Lowered) -> harness.Compiled:
     """The executable, and the seconds that host 0 took to compile it."""
     path = self._directory / f"program-{self._turn}"
     self._turn += 1
@@ -61,16 +59,6 @@ class SharedCompiler:
       half = path.with_suffix(".half")
       half.write_bytes(serialized)
       os.rename(half, path)
-
-  def compile_step(
-    self, mapped: Callable[..., Any], donated: tuple[int, ...], *arguments: Any
-  ) -> tuple[jax.stages.Compiled, float]:
-    """The executable of what is not lowered yet, and the seconds of both."""
-    start = time.perf_counter()
-    lowered = jax.jit(mapped, donate_argnums=donated).lower(*arguments)
-    lower_s = time.perf_counter() - start
-    compiled, seconds = self.compile(lowered)
-    return compiled, lower_s + seconds
 
 
 def _load(path, lowered):

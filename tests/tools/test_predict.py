@@ -1,8 +1,8 @@
 """Predictions beside measurements, from a file made by hand."""
 
-import json
-from typing import Any
+from collections.abc import Sequence
 
+import network_cases
 import numpy as np
 import pytest
 
@@ -11,21 +11,16 @@ from benchmarks import run
 from benchmarks import workloads
 from benchmarks.campaigns.network import cells as cells_lib
 from benchmarks.campaigns.network import predict
+from benchmarks.campaigns.network.cells import Cell
+from benchmarks.campaigns.network.cells import Findings
 import zenjax
 
 HOSTS, RATE, WORKLOAD = 4, "200mbit", "squad-bert"
 
 
-@pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
+@pytest.fixture
+def found() -> Findings:
   """A run whose links are perfect and whose psum is all that was slow."""
-  points = []
-  for point in cells_lib.points(HOSTS, RATE):
-    seconds = 1e-3 + point.received_bytes / 25e6
-    points.append(
-      dict(hosts=HOSTS, rate=RATE, op=point.op, words=point.words)
-      | {"times_s": [seconds] * 3}
-    )
   times = {
     "psum": 1.5,
     "all_gather-pinned": 0.03,
@@ -34,56 +29,58 @@ def document() -> dict[str, Any]:
     "zen-columns-pinned": 0.045,
     "zen": 0.06,
   }
-  cells = [
-    dict(hosts=HOSTS, rate=RATE, workload=WORKLOAD, variant=v, wrong=0)
-    | {"host_times_s": [[s, s / 2]] * 3, "wire_bytes": 1e6}
-    | {"facts": {"dense_bytes": 35e6}}
-    for v, s in times.items()
-  ]
-  return {
-    "calibration": points,
-    "work": {str(HOSTS): dict.fromkeys(["mask_byte", "collective"], 0.0)},
-    "cells": cells,
-    "options": {"batches": 2},
-  }
+  found = network_cases.found(*(_cell(v, [s] * 3) for v, s in times.items()))
+  for point in cells_lib.points(HOSTS, RATE):
+    seconds = 1e-3 + point.received_bytes / 25e6
+    found.calibration[point] = point.record([[seconds] * 3])
+  found.work[HOSTS] = dict.fromkeys(["mask_byte", "collective"], 0.0)
+  return found
 
 
-def test_psum_is_predicted_from_its_curve(document):
-  (cell,) = (
-    c for c in predict.predicted_cells(document) if c.variant == "psum"
+def _cell(variant: str, times: Sequence[float], wire_bytes=1e6) -> Cell:
+  return network_cases.cell(
+    variant,
+    hosts=HOSTS,
+    workload=WORKLOAD,
+    host_times_s=[[s, s / 2] for s in times],
+    wire_bytes=wire_bytes,
+    facts={"dense_bytes": 35e6},
   )
+
+
+def test_psum_is_predicted_from_its_curve(found):
+  cell, *_ = predict.judged_cells(found)
+  assert cell.cell.variant == "psum"
   bytes_ = 2 * 3 / 4 * workloads.get(WORKLOAD).bytes
   assert cell.predicted.seconds == pytest.approx(1e-3 + bytes_ / 25e6, rel=1e-3)
-  assert cell.measured_s == 1.5
+  assert cell.cell.median_s == 1.5
   assert cell.error == pytest.approx(cell.predicted.seconds / 1.5 - 1)
 
 
-def test_what_went_dense_is_predicted_as_such(document):
-  psum, *others = predict.predicted_cells(document)
-  cells = [
-    c | {"wire_bytes": 36e6} if c["variant"] == "zen-hash-pinned" else c
-    for c in document["cells"]
-  ]
-  found = predict.predicted_cells(document | {"cells": cells})
+def test_what_went_dense_is_predicted_as_such(found):
+  psum, *others = predict.judged_cells(found)
+  found.add(_cell("zen-hash-pinned", [0.05] * 3, wire_bytes=36e6))
+  judged = predict.judged_cells(found)
   hash_, columns = (
-    next(c for c in found if c.variant == f"zen-{name}-pinned")
+    next(c for c in judged if c.cell.variant == f"zen-{name}-pinned")
     for name in ("hash", "columns")
   )
   assert hash_.predicted.seconds == psum.predicted.seconds
   assert columns in others
 
 
-def test_only_sizes_that_fit_are_predicted(document):
-  assert "zen" not in {c.variant for c in predict.predicted_cells(document)}
-  assert len(predict.predicted_cells(document)) == 5
+def test_only_sizes_that_fit_are_predicted(found):
+  judged = predict.judged_cells(found)
+  assert "zen" not in {one.cell.variant for one in judged}
+  assert len(judged) == 5
 
 
-def test_a_pick_is_judged_by_what_was_measured(document):
-  (pick,) = predict.all_picks(document)
+def test_a_pick_is_judged_by_what_was_measured(found):
+  (pick,) = predict.all_picks(found)
   assert pick.section == (WORKLOAD, HOSTS, RATE)
   assert pick.best == "all_gather-pinned"
   assert not pick.harmful
-  times = {c["variant"]: c["host_times_s"][0][0] for c in document["cells"]}
+  times = {c.variant: c.median_s for c in found.cells.values()}
   assert pick.over_best.median == pytest.approx(times[pick.chosen] / 0.03)
   assert pick.good == (pick.over_best.median <= 1.10)
   # Three rounds: nothing is sure.
@@ -91,17 +88,16 @@ def test_a_pick_is_judged_by_what_was_measured(document):
   assert not pick.over_psum.surely_within(1.05)
 
 
-def test_a_pick_is_judged_by_rounds_as_pairs(document):
+def test_a_pick_is_judged_by_rounds_as_pairs(found):
   """Rounds differ by a factor of two; ratios within a round by little."""
   rounds = np.array([1.0, 2.0, 1.5, 1.2, 1.8])
-  (pick,) = predict.all_picks(document)
+  (pick,) = predict.all_picks(found)
   slower = {pick.chosen: 1.2 * np.array([0.99, 1.0, 1.01, 1.0, 0.98])}
-  cells = []
-  for cell in document["cells"]:
-    base = 1.5 if cell["variant"] == "psum" else 0.03
-    times = base * rounds * slower.get(cell["variant"], 1.0)
-    cells.append(cell | {"host_times_s": [[s, s / 2] for s in times]})
-  (pick,) = predict.all_picks(document | {"cells": cells})
+  for cell in list(found.cells.values()):
+    base = 1.5 if cell.variant == "psum" else 0.03
+    times = base * rounds * slower.get(cell.variant, 1.0)
+    found.add(_cell(cell.variant, times))
+  (pick,) = predict.all_picks(found)
   interval = pick.over_best.interval
   assert interval is not None
   assert 1.2 * 0.97 < interval.low <= pick.over_best.median <= interval.high
@@ -143,14 +139,14 @@ def test_a_sample_without_a_partner_is_left_out():
   )
 
 
-def test_no_pick_where_a_choice_was_not_timed(document):
-  cells = [c for c in document["cells"] if c["variant"] != "psum"]
-  assert predict.all_picks(document | {"cells": cells}) == []
+def test_no_pick_where_a_choice_was_not_timed(found):
+  found.add(_cell("psum", []))
+  assert predict.all_picks(found) == []
 
 
-def test_command_prints_all_tables(document, tmp_path, capsys):
+def test_command_prints_all_tables(found, tmp_path, capsys):
   path = tmp_path / "run.json"
-  path.write_text(json.dumps(document))
+  found.save(path)
   assert run.main(["predict", str(path)]) == 0
   printed = capsys.readouterr().out
   assert "at the median" in printed and "1024" in printed
@@ -167,9 +163,10 @@ def test_broken_file(text, tmp_path, capsys):
   assert "FILE must be what `network --json` wrote" in capsys.readouterr().err
 
 
-def test_calibration_is_needed(document):
+def test_calibration_is_needed(found):
+  found.calibration.clear()
   with pytest.raises(ValueError, match="without --no-calibration"):
-    predict.predicted_cells(document | {"calibration": []})
+    predict.judged_cells(found)
 
 
 def test_profile_counts_rows_blocks_and_ranges():

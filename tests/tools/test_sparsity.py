@@ -9,6 +9,7 @@ from planning import Table
 import pytest
 
 from benchmarks import run
+from benchmarks import workloads
 from benchmarks.cases import row_sets
 from benchmarks.cases import sparsity
 from zenjax import traces
@@ -40,7 +41,7 @@ def test_overlap_in_pieces_is_the_same(monkeypatch):
 
 def test_union():
   sets = _sets([0, 4], [], [4, 5])
-  assert row_sets.union(sets, 6).tolist() == [0, 4, 5]
+  assert workloads.union(sets).tolist() == [0, 4, 5]
 
 
 def test_skew():

@@ -4,13 +4,13 @@ import math
 from typing import Any
 import zlib
 
-import jax
 from jax import lax
 import numpy as np
 import optax
 
 from benchmarks.campaigns.groups import ways as models
 from benchmarks.campaigns.planned import programs
+from benchmarks.cases import sync
 from benchmarks.testbed import served
 import zenjax
 
@@ -84,7 +84,7 @@ class _Worker(served.Worker):
     written = optax.stateless(lambda x, _: lax.optimization_barrier(x))
     tx = optax.chain(
       written,
-      zenjax.sparsify.error_feedback(top, programs.AXIS),
+      zenjax.sparsify.error_feedback(top, sync.AXIS),
       written,
       models.exchanges(names, stops, self._capacities, kept=whole),
       optax.sgd(_RATE),
@@ -99,24 +99,11 @@ class _Worker(served.Worker):
 
   def _lost(self, program: programs.Program) -> int:
     """Elements of which update and residuals are not the mean gradient."""
-    mean = optax.stateless(lambda grads, _: lax.pmean(grads, programs.AXIS))
-    pmean = programs.Program(
-      self._place, optax.chain(mean, optax.sgd(_RATE)), False, self.compiler
-    )
-    want, got = self._step_of(pmean), self._step_of(program)
-    for name, residual in _residuals(program.state(whole=True)).items():
-      got[name] += residual.mean(axis=0)
-    far = lambda x, y: np.abs(x - y) > _RELATIVE * np.abs(y).max()
-    return sum(int(np.sum(far(got[name], want[name]))) for name in want)
-
-  def _step_of(self, program: programs.Program) -> dict[str, np.ndarray]:
-    """Returns the first step's change of the parameters, over the rate."""
-    before = self._model.params
-    program()
-    return {
-      name: (before[name] - after.astype(np.float64)) / _RATE
-      for name, after in program.params().items()
-    }
+    tx = optax.chain(sync.PMEAN, optax.sgd(_RATE))
+    pmean = programs.Program(self._place, tx, False, self.compiler)
+    want = programs.sent_and_kept(pmean, _RATE)
+    got = programs.sent_and_kept(program, _RATE)
+    return sum(programs.count_far(got[k], want[k], _RELATIVE) for k in want)
 
   def ways(self, topology: str, compute_s: float) -> dict[str, Any]:
     """Returns by name the stops, and what the exchanges should take."""
@@ -139,13 +126,13 @@ class _Worker(served.Worker):
       self.programs[program] = self._program(tuple(stops))
       got = self._after_steps(self.programs[program])
     bits = b"".join(got[name].tobytes() for name in sorted(got))
-    wrong = 0
-    for name, want in self._want.items():
-      most = np.abs(want - self._model.params[name]).max()
-      wrong += int(np.sum(np.abs(got[name] - want) > _RELATIVE * most))
+    moved = lambda params, name: params[name] - self._model.params[name]
     return {
       "compile_s": self.programs[program].compile_s,
-      "wrong": wrong,
+      "wrong": sum(
+        programs.count_far(moved(got, k), moved(self._want, k), _RELATIVE)
+        for k in got
+      ),
       "digest": zlib.crc32(bits),
     }
 
@@ -170,14 +157,6 @@ def _capacity(selected: float, hosts: int) -> tuple[int, int]:
     for x in (selected / hosts, selected)
   )
   return push, pull
-
-
-def _residuals(state: Any) -> dict[str, np.ndarray]:
-  """`[n, ...]` of each leaf that has one."""
-  is_one = lambda x: isinstance(x, zenjax.sparsify.ErrorFeedbackState)
-  nodes = jax.tree.leaves(state, is_leaf=is_one)
-  leaves = next(x for x in nodes if is_one(x)).leaves
-  return {k: np.asarray(x.residual, np.float64) for k, x in leaves.items()}
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 import optax
 
 from benchmarks import library
-from benchmarks.campaigns.planned.programs import AXIS
 from benchmarks.campaigns.planned.programs import Model
+from benchmarks.cases.sync import AXIS
 from benchmarks.planner import baselines
 from examples.studies.cnn import model as cnn_model
 import zenjax

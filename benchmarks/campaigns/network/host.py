@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import oracle
 from benchmarks import workloads
@@ -170,8 +171,10 @@ class Exchange:
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
     donated = (1,) if self.variant.rows_out else (0, 1)
-    compiler = self._shared.compiler
-    return state, *compiler.compile_step(mapped, donated, grads, state)
+    compile_ = self._shared.compiler.compile
+    return state, *harness.compiled(
+      mapped, grads, state, compile=compile_, donate_argnums=donated
+    )
 
   def gradient(self, batch: _Batch) -> dict[str, Any]:
     """Returns the gradients that the hosts have to send."""

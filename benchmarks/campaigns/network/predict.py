@@ -1,11 +1,8 @@
 """`predict`: the formulas' record on what `network --json` has left."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
-import itertools
-import json
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +11,8 @@ from benchmarks import library
 from benchmarks import table as tables
 from benchmarks import workloads
 from benchmarks.campaign import Ratio
-from benchmarks.campaigns.network.cells import Point
+from benchmarks.campaigns.network.cells import Cell
+from benchmarks.campaigns.network.cells import Findings
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
 from benchmarks.workloads import Workload
@@ -40,7 +38,7 @@ def profile_of(
     ids = workloads.sets(workload, n, seed)
     if unit is not None:
       ids = [_blocks(i, workload.width, unit) for i in ids]
-    union = np.unique(np.concatenate(ids))
+    union = workloads.union(ids)
     rows = float(np.mean([len(i) for i in ids]))
     fullest = max(map(len, ids))
     pushed = max(_fullest_range(i, slots, n) for i in ids) * n / fullest
@@ -69,20 +67,16 @@ _BEYOND = (16, 64, 256, 1024)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class Judged:
   """A measured cell and what was predicted for it."""
 
-  hosts: int
-  rate: str
-  workload: str
-  variant: str
-  measured_s: float
+  cell: Cell
   predicted: library.Prediction
   line_s: float  # that the link needs for its bytes
 
   @property
   def error(self) -> float:
-    return self.predicted.seconds / self.measured_s - 1
+    return self.predicted.seconds / self.cell.median_s - 1
 
   @property
   def by_cores(self) -> bool:
@@ -94,17 +88,14 @@ class Cell:
     return self.line_s < self.predicted.seconds / 2
 
 
-def link_of(
-  document: dict[str, Any], hosts: int, rate: str
-) -> zenjax.planner.Link:
+def link_of(found: Findings, hosts: int, rate: str) -> zenjax.planner.Link:
   """The links of one testbed as the run itself measured them."""
   points: dict[str, list[tuple[float, float]]] = {}
-  for c in document["calibration"]:
-    if (c["hosts"], c["rate"]) == (hosts, rate):
-      point = Point(hosts, rate, c["op"], c["words"])
-      seconds = float(np.median(c["times_s"]))
-      points.setdefault(c["op"], []).append((point.received_bytes, seconds))
-  work = document.get("work", {}).get(str(hosts))
+  for point, told in found.calibration.items():
+    if (point.hosts, point.rate) == (hosts, rate):
+      seconds = float(np.median(told["times_s"]))
+      points.setdefault(point.op, []).append((point.received_bytes, seconds))
+  work = found.work.get(hosts)
   if not points or work is None:
     raise ValueError(
       f"FILE must hold a calibration of {hosts} hosts at {rate}, and has none:"
@@ -123,7 +114,7 @@ def link_of(
 
 def predicted(
   name: str,
-  workload: workloads.Workload,
+  workload: Workload,
   hosts: int,
   batches: int,
   on: zenjax.planner.Link,
@@ -143,25 +134,20 @@ def predicted(
   return library.predict(scheme, table, profile, hosts, on, groups)
 
 
-def predicted_cells(document: dict[str, Any]) -> list[Cell]:
+def judged_cells(found: Findings) -> list[Judged]:
   """Every cell of a run for which there is a prediction."""
-  found, batches = [], document["options"]["batches"]
-  for (name, hosts, rate), members in sections(document):
-    # Past break-even every scheme takes the dense path.
-    dense = {
-      c["variant"]
-      for c in members
-      if c["wire_bytes"] >= c["facts"]["dense_bytes"] and c["variant"] != "ring"
-    }
-    on = link_of(document, hosts, rate)
-    for variant, seconds in times_of(members).items():
-      taken = "psum" if variant in dense else variant
-      prediction = predicted(taken, workloads.get(name), hosts, batches, on)
+  judged = []
+  for (name, hosts, rate), members in sorted(found.sections().items()):
+    on, workload = link_of(found, hosts, rate), workloads.get(name)
+    for variant, cell in timed(members).items():
+      # Past break-even every scheme takes the dense path.
+      dense = cell.wire_bytes >= cell.facts["dense_bytes"] and variant != "ring"
+      taken = "psum" if dense else variant
+      prediction = predicted(taken, workload, hosts, cell.batches, on)
       if prediction is not None:
-        measured_s = float(np.median(seconds))
-        cell = (hosts, rate, name, variant, measured_s, prediction)
-        found.append(Cell(*cell, line_s=prediction.received / on.bandwidth))
-  return found
+        line_s = prediction.received / on.bandwidth
+        judged.append(Judged(cell, prediction, line_s))
+  return judged
 
 
 def _line_rate(rate: str) -> float:
@@ -169,23 +155,9 @@ def _line_rate(rate: str) -> float:
   return limit.bytes_per_s if limit else 1e10
 
 
-def sections(
-  document: dict[str, Any],
-) -> Iterator[tuple[tuple[str, int, str], list[dict[str, Any]]]]:
-  """The file's cells of every (workload, hosts, rate)."""
-  by_section = lambda c: (c["workload"], c["hosts"], c["rate"])
-  cells = sorted(document["cells"], key=by_section)
-  for section, members in itertools.groupby(cells, by_section):
-    yield section, list(members)
-
-
-def times_of(members: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-  """Returns by variant each round's seconds until the last host was through."""
-  return {
-    c["variant"]: campaign.times_s(c["host_times_s"])
-    for c in members
-    if c["host_times_s"] and not c["wrong"]
-  }
+def timed(members: Sequence[Cell]) -> dict[str, Cell]:
+  """Returns by variant the cells that are right and were timed."""
+  return {c.variant: c for c in members if c.host_times_s and not c.wrong}
 
 
 # How near to the best measured time is good enough, and to `psum`.
@@ -211,12 +183,12 @@ class Pick:
     return self.over_psum.median > NO_SLOWER
 
 
-def all_picks(document: dict[str, Any]) -> list[Pick]:
+def all_picks(found: Findings) -> list[Pick]:
   """One for every section in which all that `auto` may take was timed."""
-  found = []
-  for section, members in sections(document):
+  picks = []
+  for section, members in sorted(found.sections().items()):
     _, hosts, _ = section
-    times = times_of(members)
+    cells = timed(members)
     variants = {
       ("dense", 1): "psum",
       ("all_gather", 1): "all_gather-pinned",
@@ -224,25 +196,23 @@ def all_picks(document: dict[str, Any]) -> list[Pick]:
       ("zen", 1): "zen-hash-pinned",
       ("zen", hosts): "zen-columns-pinned",
     }
-    if set(variants.values()) <= set(times):
-      chosen = _choice(document, section, variants)
-      best = min(variants.values(), key=lambda v: np.median(times[v]))
-      over = (campaign.ratio(times[chosen], times[v]) for v in (best, "psum"))
-      found.append(Pick(section, chosen, best, *over))
-  return found
+    if set(variants.values()) <= set(cells):
+      chosen = _choice(found, cells["psum"], variants)
+      best = min(variants.values(), key=lambda v: cells[v].median_s)
+      times = cells[chosen].times_s
+      over = (campaign.ratio(times, cells[v].times_s) for v in (best, "psum"))
+      picks.append(Pick(section, chosen, best, *over))
+  return picks
 
 
 def _choice(
-  document: dict[str, Any],
-  section: tuple[str, int, str],
-  variants: dict[tuple[str, int], str],
+  found: Findings, psum: Cell, variants: dict[tuple[str, int], str]
 ) -> str:
-  """Returns the variant that stands for what `auto` takes."""
-  name, hosts, rate = section
-  workload, batches = workloads.get(name), document["options"]["batches"]
+  """Returns the variant that stands for what `auto` takes beside `psum`."""
+  workload, hosts = workloads.get(psum.workload), psum.hosts
   tuning = zenjax.Tuning(
-    link=link_of(document, hosts, rate),
-    profile={"table": profile_of(workload, hosts, None, batches)},
+    link=link_of(found, hosts, psum.rate),
+    profile={"table": profile_of(workload, hosts, None, psum.batches)},
   )
   options = library.sync_options.check(
     "data", sparse=True, scheme="auto", tuning=tuning
@@ -260,42 +230,43 @@ def _choice(
 def run(options: argparse.Namespace) -> int:
   """Prints all tables; ValueError if `network --json` wrote no such file."""
   try:
-    document = json.loads(options.file.read_text(encoding="utf-8"))
-    cells = predicted_cells(document)
-    picks = all_picks(document)
-  except (OSError, ValueError, KeyError, TypeError) as error:
+    found = Findings.read(options.file)
+    judged, picks = judged_cells(found), all_picks(found)
+  except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"FILE must be what `network --json` wrote, with its calibration, got"
       f" {options.file} ({type(error).__name__}: {error}). Run `network` again."
     ) from error
-  _show_cells(cells)
+  _show_cells(judged)
   _show_picks(picks)
-  for name in dict.fromkeys(cell.workload for cell in cells):
-    _show_beyond(name, document)
+  first = next(iter(found.cells.values()))
+  for name in dict.fromkeys(one.cell.workload for one in judged):
+    _show_beyond(workloads.get(name), first.rate, first.batches)
   return 0
 
 
-def _show_cells(cells: Sequence[Cell]) -> None:
+def _show_cells(judged: Sequence[Judged]) -> None:
   table = tables.made(
     "Predicted beside measured",
     *("workload, hosts, rate", "variant", "predicted ms", "measured ms"),
     *("error %", "limited by"),
   )
-  for cell in cells:
+  for one in judged:
+    cell = one.cell
     table.add_row(
       f"{cell.workload}, {cell.hosts}, {cell.rate}",
       cell.variant,
-      f"{cell.predicted.seconds * 1e3:.1f}",
-      f"{cell.measured_s * 1e3:.1f}",
-      f"{cell.error * 100:+.0f}",
-      "cores" if cell.by_cores else "link",
+      f"{one.predicted.seconds * 1e3:.1f}",
+      f"{cell.median_s * 1e3:.1f}",
+      f"{one.error * 100:+.0f}",
+      "cores" if one.by_cores else "link",
     )
   tables.console().print(table)
-  linked = [abs(cell.error) for cell in cells if not cell.by_cores]
+  linked = [abs(one.error) for one in judged if not one.by_cores]
   if linked:
     middle, most = np.percentile(linked, [50, 90]) * 100
     print(
-      f"{len(linked)} of {len(cells)} cells are limited by the link: error"
+      f"{len(linked)} of {len(judged)} cells are limited by the link: error"
       f" {middle:.0f} % at the median, {most:.0f} % at the 90th percentile."
     )
 
@@ -341,17 +312,16 @@ def _ratio_text(ratio: Ratio, digits: int) -> str:
   return f"{text} ({low}-{high})"
 
 
-def _show_beyond(name: str, document: dict) -> None:
+def _show_beyond(workload: Workload, rate: str, batches: int) -> None:
   """Predicts more hosts than were run, by formula alone.
 
   The union grows by the power law through what 8 hosts touch, links are at line
   rate, local work is left out.
   """
-  rate, workload = document["cells"][0]["rate"], workloads.get(name)
-  profile = profile_of(workload, 8, None, document["options"]["batches"])
+  profile = profile_of(workload, 8, None, batches)
   on = zenjax.planner.Link(bandwidth=_line_rate(rate), latency_s=20e-6)
   table = tables.made(
-    f"{name} at {rate}: by formula alone, line rate, no local work",
+    f"{workload.name} at {rate}: by formula alone, line rate, no local work",
     *("hosts", "fastest", "ms", "next", "ms", "times faster than psum"),
   )
   for hosts in _BEYOND:

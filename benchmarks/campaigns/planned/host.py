@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import library
 from benchmarks.campaigns.planned import cells
 from benchmarks.campaigns.planned import programs
+from benchmarks.cases import sync
 from benchmarks.testbed import served
 import zenjax
 
@@ -74,13 +75,13 @@ class _Worker(served.Worker):
 
   def _record(self) -> None:
     place, params = self._place, self._place.params()
-    gradients = programs.value_and_grad(place.model.loss, self._rows)
+    gradients = sync.value_and_grad(place.model.loss, self._rows)
     with zenjax.planner.record(self._trace, params, steps=RECORDED) as recorder:
       seen = jax.shard_map(
         lambda params, *batch: recorder.rows(gradients(params, *batch)[1]),
         mesh=self.mesh,
-        in_specs=(P(), *[P(programs.AXIS)] * len(place.batches[0])),
-        out_specs=P(programs.AXIS),
+        in_specs=(P(), *[P(sync.AXIS)] * len(place.batches[0])),
+        out_specs=P(sync.AXIS),
         check_vma=False,
       )
       lowered = jax.jit(seen).lower(params, *place.batches[0])
@@ -95,7 +96,7 @@ class _Worker(served.Worker):
     """Returns by name the plan, its program, and the bytes that it predicts."""
     model = self._place.model
     gradients = library.gradient_trace.gradients(
-      programs.value_and_grad(model.loss, self._rows),
+      sync.value_and_grad(model.loss, self._rows),
       model.params,
       *self._place.own_part(),
     )
@@ -106,7 +107,7 @@ class _Worker(served.Worker):
     asked = library.Question(
       gradients=tuple(gradients),
       topology=machine,
-      axes=(programs.AXIS,),
+      axes=(sync.AXIS,),
       profiles=profiles,
       compute_seconds=compute_seconds,
     )

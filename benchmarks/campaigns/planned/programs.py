@@ -16,11 +16,12 @@ from jax import lax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from benchmarks.cases import sync
+from benchmarks.cases.sync import AXIS
+from benchmarks.cases.sync import PMEAN
 from benchmarks.testbed import served
 import zenjax
 
@@ -122,7 +123,6 @@ MODELS: dict[str, Callable[[int, int], Model]] = {
 }
 
 
-AXIS = "data"
 # float32 sums over hosts in another order, and again in the layers behind.
 _RELATIVE = 1e-3
 
@@ -131,11 +131,6 @@ _RELATIVE = 1e-3
 adagrad = functools.partial(
   optax.adagrad, 0.03, initial_accumulator_value=0.0, eps=1e-10
 )
-
-
-def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
-  """Returns gradients of arrays, or of rows where a table is only looked up."""
-  return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
 
 
 def alone() -> optax.GradientTransformation:
@@ -150,8 +145,7 @@ def alone() -> optax.GradientTransformation:
 
 def pmean_then_adagrad() -> optax.GradientTransformation:
   """Returns the transformation of most programs."""
-  mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
-  return optax.chain(mean, adagrad())
+  return optax.chain(PMEAN, adagrad())
 
 
 def planned(
@@ -167,15 +161,14 @@ class Place:
 
   def __init__(self, model: Model, mesh: Mesh):
     self.model, self.mesh = model, mesh
-    self.same = NamedSharding(mesh, P())
-    split = NamedSharding(mesh, P(AXIS))
     self.batches = [
-      tuple(_placed(x, split) for x in batch) for batch in model.batches
+      tuple(sync.place(mesh, x, AXIS) for x in batch) for batch in model.batches
     ]
 
   def params(self) -> Any:
     """Fresh ones: a step takes them."""
-    return jax.tree.map(lambda x: _placed(x, self.same), self.model.params)
+    place = lambda x: sync.place(self.mesh, np.asarray(x))
+    return jax.tree.map(place, self.model.params)
 
   def own_part(self) -> tuple[Any, ...]:
     """Shapes of one host's part of a batch."""
@@ -201,26 +194,17 @@ class Program:
   ):
     self._place = place
     self._params = place.params()
-    self._state = zenjax.init(tx, self._params, place.mesh, AXIS)
-    specs = zenjax.state_specs(self._state, AXIS)
-    gradients = value_and_grad(place.model.loss, rows)
-
-    def step(params, state, *batch):
-      loss, grads = gradients(params, *batch)
-      updates, state = tx.update(grads, state, params)
-      params = zenjax.apply_updates(params, updates)
-      return params, state, lax.pmean(loss, AXIS)
-
-    mapped = jax.shard_map(
-      step,
-      mesh=place.mesh,
-      in_specs=(P(), specs, *[P(AXIS)] * len(place.batches[0])),
-      out_specs=(P(), specs, P()),
-      check_vma=False,
+    self._step, self._state, self.compile_s = sync.compile_step(
+      tx,
+      place.model.loss,
+      place.mesh,
+      self._params,
+      place.batches[0],
+      rows=rows,
+      tell=True,
+      compile=compiler.compile,
+      donate_argnums=(0, 1),
     )
-    arguments = (self._params, self._state, *place.batches[0])
-    found = compiler.compile_step(mapped, (0, 1), *arguments)
-    self._step, self.compile_s = found
     self.steps = 0  # Taken so far.
 
   def __call__(self) -> float:
@@ -256,14 +240,45 @@ class Program:
     return time.monotonic() - start
 
 
+def sent_and_kept(program: Program, rate: float) -> dict[str, np.ndarray]:
+  """Takes a first step of SGD; returns all that became of its gradients.
+
+  By name, in float64: the update, over the rate, and the mean over hosts of
+  what waits in residuals. If nothing is lost it is the mean gradient.
+  """
+  before = program.params()
+  program()
+  found = {
+    name: (before[name] - after.astype(np.float64)) / rate
+    for name, after in program.params().items()
+  }
+  flat, by_leaf = (
+    zenjax.sparsify.SparsifierState,
+    zenjax.sparsify.ErrorFeedbackState,
+  )
+  is_one = lambda x: isinstance(x, flat | by_leaf)
+  state = program.state(whole=True)
+  for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+    if isinstance(node, flat):  # `[n, N]`, leaf after leaf.
+      ends = np.cumsum([x.size for x in found.values()])
+      parts = np.split(np.asarray(node.residual), ends[:-1], axis=1)
+      kept = dict(zip(found, parts))
+    else:
+      kept = {name: leaf.residual for name, leaf in node.leaves.items()}
+    for name, x in kept.items():
+      mean = np.asarray(x, np.float64).mean(axis=0)
+      found[name] += mean.reshape(found[name].shape)
+  return found
+
+
+def count_far(got: np.ndarray, want: np.ndarray, relative: float) -> int:
+  """Elements that are off by more than so much of the largest one."""
+  return int(np.sum(np.abs(got - want) > relative * np.abs(want).max()))
+
+
 def wrong(got: list[np.ndarray], want: list[np.ndarray]) -> int:
   """Elements that differ by more than rounding does."""
   return sum(
     int(np.sum(np.abs(x - y) > _RELATIVE * (np.abs(y) + 1e-6 * np.max(y))))
     for x, y in zip(got, want, strict=True)
   )
-
-
-def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
-  x = np.asarray(x)
-  return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
