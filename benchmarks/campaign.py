@@ -294,13 +294,12 @@ def hosts(
   rate: str = "unlimited",
   keep_memory: bool = True,
 ) -> Iterator[Served]:
-  """Yields hosts that run a module of `benchmarks.campaigns`."""
+  """Yields hosts that run a module of `benchmarks`."""
   with (
     tempfile.TemporaryDirectory(prefix="zenjax-hosts-") as cache,
     Testbed(count, rate, loopback) as bed,
   ):
-    module = f"benchmarks.campaigns.{module}"
-    yield Served(bed, module, cache, keep_memory=keep_memory)
+    yield Served(bed, f"benchmarks.{module}", cache, keep_memory=keep_memory)
 
 
 def turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:

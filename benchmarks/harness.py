@@ -5,7 +5,7 @@ what is right is timed. The cases of a group take turns, one call each in a
 round, so that whatever else the machine does falls on all of them alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -43,16 +43,11 @@ class Case:
   build: Callable[[], Built]  # Compiles and checks.
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-  """The findings about one case; times in seconds, in order."""
+class Sampled:
+  """Times of one thing, in seconds, in order."""
 
-  group: str
-  name: str
-  wrong: int
-  compile_s: float
-  facts: dict[str, float]
-  times_s: tuple[float, ...] = ()
+  __slots__ = ()
+  times_s: Any  # Of all rounds.
 
   @property
   def median_s(self) -> float:
@@ -61,6 +56,18 @@ class Result:
   @property
   def spread_s(self) -> float:
     return spread(self.times_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result(Sampled):
+  """The findings about one case."""
+
+  group: str
+  name: str
+  wrong: int
+  compile_s: float
+  facts: dict[str, float]
+  times_s: tuple[float, ...] = ()
 
 
 def compile_here(lowered: jax.stages.Lowered) -> Compiled:
@@ -95,6 +102,18 @@ def mesh(count: int, axis: str) -> jax.sharding.Mesh:
       f" {count} of {len(devices)}: ask for fewer."
     )
   return jax.sharding.Mesh(np.array(devices[:count]), (axis,))
+
+
+def named(
+  flag: str, names: Sequence[str] | None, known: Iterable[str]
+) -> list[str]:
+  """Returns `names`, all that are `known` if None; ValueError if one is not."""
+  known = list(known)
+  if unknown := sorted(set(names or ()) - set(known)):
+    raise ValueError(
+      f"`{flag}` must be among {', '.join(known)}, got {unknown[0]!r}."
+    )
+  return list(names or known)
 
 
 def require_memory(

@@ -94,8 +94,6 @@ def _measure(module: str, options: Options) -> int:
   if options.keep_memory:
     _keep_memory()
   hosts = vars(options).get("hosts")
-  if hosts and module == "cases.step":
-    module = "campaigns.step_links"
   # Imported when JAX is configured: it starts at the first array.
   subject = importlib.import_module(f"benchmarks.{module}")
   with contextlib.ExitStack() as stack:

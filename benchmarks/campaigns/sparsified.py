@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 from benchmarks import campaign
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import table
 from benchmarks.campaigns.planned import programs
@@ -221,15 +222,11 @@ COLUMNS = (
 
 def cases(options: argparse.Namespace) -> AbstractContextManager[list[Case]]:
   """Returns a context that yields every variant on hosts."""
-  names = options.variants or list(VARIANTS)
-  if unknown := sorted(set(names) - set(VARIANTS)):
-    raise ValueError(
-      f"`--variants` must be among {', '.join(VARIANTS)}, got {unknown[0]!r}."
-    )
+  names = harness.named("--variants", options.variants, VARIANTS)
   names_of = [field.name for field in dataclasses.fields(Setting)]
   setting = {name: getattr(options, name) for name in names_of}
   return campaign.cases(
-    "sparsified",
+    "campaigns.sparsified",
     options,
     "unlimited" if options.loopback else options.rate,
     f"{3 * options.width**2:,} parameters",

@@ -2,11 +2,13 @@
 
 Gradient, synchronization, optimizer and parameters, everything donated. The
 same look-ups go to every table: of equally many distinct rows, spread over it.
+With `--hosts` every host runs `python -m benchmarks.cases.step`.
 Letters: `n` devices, `T` look-ups a device, `R` rows, `D` width.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 import dataclasses
 import functools
 import itertools
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 import numpy as np
 import optax
 
+from benchmarks import campaign
 from benchmarks import harness
 from benchmarks import oracle
 from benchmarks import table
@@ -25,6 +28,7 @@ from benchmarks.cases import sync
 from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Built
 from benchmarks.harness import Case
+from benchmarks.testbed import served
 import zenjax
 
 _RATE = 0.5
@@ -232,46 +236,62 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(
+  options: argparse.Namespace,
+) -> list[Case] | AbstractContextManager[list[Case]]:
   """Every variant on every number of rows, all in one group: they take turns.
+
+  Between hosts a context that yields them, on links of a known rate.
 
   Raises:
     ValueError: Too few devices, too little memory, or no such variant.
   """
-  mesh = harness.mesh(options.devices, AXIS)
-  names = options.variants or list(VARIANTS)
-  check_memory(names, options, mesh.size, mesh)
-  return [
-    Case(
-      group=title(options),
-      name=f"{name} {rows:,}",
-      build=functools.partial(build, name, Setting.of(options, rows), mesh),
-    )
-    for rows, name in itertools.product(options.rows, names)
-  ]
-
-
-def title(options: argparse.Namespace) -> str:
-  """Returns the sizes that all cases have in common."""
-  return (
+  names = harness.named("--variants", options.variants, VARIANTS)
+  group = (
     f"{options.look_ups:,} look-ups a device, D = {options.width},"
     f" {options.optimizer}"
   )
+  which = {
+    f"{name} {rows:,}": (name, Setting.of(options, rows))
+    for rows, name in itertools.product(options.rows, names)
+  }
+  if options.hosts:
+    _check_memory(names, options, options.hosts)
+    return campaign.cases(
+      "cases.step",
+      options,
+      options.rate or ("unlimited" if options.loopback else "1gbit"),
+      group,
+      {
+        name: {"variant": variant, "setting": dataclasses.asdict(setting)}
+        for name, (variant, setting) in which.items()
+      },
+      keep_memory=options.keep_memory,
+    )
+  mesh = harness.mesh(options.devices, AXIS)
+  _check_memory(names, options, mesh.size, mesh)
+  return [
+    Case(group=group, name=name, build=functools.partial(build, *one, mesh))
+    for name, one in which.items()
+  ]
 
 
-def check_memory(
-  names: Sequence[str],
-  options: argparse.Namespace,
-  devices: int,
-  mesh: Mesh | None = None,
-) -> None:
+class _Worker(served.Worker):
+  """This host's share of the steps."""
+
+  def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
+    """Compiles a variant and checks its parameters on this host."""
+    built = build(variant, Setting(**setting), self.mesh, self.compiler.compile)
+    assert built.run is not None  # As some of `cases.kernels` have none.
+    self.cases.append(built.run)
+    names = ("wrong", "compile_s", "facts")
+    return {name: getattr(built, name) for name in names}
+
+
+def _check_memory(names, options, devices, mesh=None) -> None:
   """Raises ValueError where this machine cannot hold all cases at once."""
   need = 0.0
   for rows, name in itertools.product(options.rows, names):
-    if name not in VARIANTS:
-      raise ValueError(
-        f"`--variants` must be among {', '.join(VARIANTS)}, got {name!r}."
-      )
     variant, state = VARIANTS[name], _OPTIMIZERS[options.optimizer][1]
     # The table, the state, and a gradient with its sum.
     tables = 1 + state / (1 if variant.whole_state else devices)
@@ -284,3 +304,7 @@ def check_memory(
     "Steps on all of them take turns: ask for fewer or smaller tables, fewer"
     " `--devices` or `--variants`.",
   )
+
+
+if __name__ == "__main__":
+  served.main(_Worker)

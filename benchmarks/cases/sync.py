@@ -123,11 +123,8 @@ def chosen(
     ValueError: A name is none of any variant.
   """
   known = [v.name for v in (*BASELINES, *SPARSE, *PINNED, *DENSE)]
-  if unknown := sorted(set(names or ()) - set(known)):
-    raise ValueError(
-      f"`--variants` must be among {', '.join(known)}, got {unknown[0]!r}."
-    )
-  return [v for v in variants if not names or v.name in names]
+  names = harness.named("--variants", names, known)
+  return [v for v in variants if v.name in names]
 
 
 LEARNING_RATE = 0.5  # A power of two: the products are exact.

@@ -220,5 +220,13 @@ def start(
   return hosts
 
 
+def answer(worker: Any) -> None:
+  """On a host: does what each line of stdin says until there are no more."""
+  for line in sys.stdin:
+    message = json.loads(line)
+    reply = getattr(worker, message.pop("do"))(**message)
+    print(json.dumps(reply), flush=True)
+
+
 def _deadline(timeout):
   return float("inf") if timeout is None else time.monotonic() + timeout

@@ -6,7 +6,6 @@ while it receives from the one before, as a collective does.
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import statistics
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 
+from benchmarks.testbed import hosts as hosts_lib
 from benchmarks.testbed.hosts import Hosts
 from benchmarks.testbed.netns import Rate
 
@@ -168,15 +168,6 @@ class _Peer:
         self._next.sendall(chunk[: bytes - first])
 
 
-def main() -> None:
-  """Does what each line of stdin says until there are no more."""
-  peer = _Peer()
-  for line in sys.stdin:
-    message = json.loads(line)
-    result = getattr(peer, message.pop("do"))(**message)
-    print(json.dumps(result), flush=True)
-
-
 if __name__ == "__main__":
   with contextlib.suppress(KeyboardInterrupt):
-    main()
+    hosts_lib.answer(_Peer())

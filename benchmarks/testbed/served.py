@@ -6,7 +6,6 @@ one instant of the clock that they share (`CommonStart`).
 """
 
 from collections.abc import Callable
-import json
 import os
 import pathlib
 import sys
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from benchmarks import harness
+from benchmarks.testbed import hosts
 from benchmarks.testbed.testbed import Testbed
 import zenjax
 
@@ -120,7 +120,6 @@ class CommonStart:
     return start
 
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Of a host's log, where it does not answer.
 _LOG_LINES = 8
 # glibc's names for what `benchmarks.run` sets with mallopt.
@@ -143,11 +142,9 @@ class Served:
     self, bed: Testbed, module: str, cache: str, *, keep_memory: bool = False
   ):
     self.bed = bed
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     self._hosts = bed.start(
       [sys.executable, "-m", module],
       {
-        "PYTHONPATH": path.rstrip(os.pathsep),
         "ZENJAX_HOST_CACHE": cache,
         "ZENJAX_HOST_EPOCH": str(time.monotonic()),
         **(_KEPT if keep_memory else {}),
@@ -211,8 +208,4 @@ def main(worker: Callable[[SharedCompiler, float], Worker]) -> None:
   jax.devices()
   compiler = SharedCompiler(pathlib.Path(told("CACHE")), index)
   served = worker(compiler, float(told("EPOCH")))
-  for line in sys.stdin:
-    message = json.loads(line)
-    reply = getattr(served, message.pop("do"))(**message)
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
+  hosts.answer(served)

@@ -109,8 +109,9 @@ class Testbed:
   ) -> list[Host]:
     """Starts a command on every host, with pipes as its stdin and stdout.
 
-    Its environment is this process's, `env`, ZENJAX_HOST_INDEX,
-    ZENJAX_HOST_COUNT, and as ZENJAX_COORDINATOR a free address:port of host 0.
+    Its environment is this process's, with this repository on PYTHONPATH,
+    `env`, ZENJAX_HOST_INDEX, ZENJAX_HOST_COUNT, and as ZENJAX_COORDINATOR a
+    free address:port of host 0.
     stderr goes to the host's log, or with `merge_stderr` where stdout goes.
     """
     if self._running:
@@ -144,11 +145,10 @@ class Testbed:
     bytes of payload, by default what takes 30 ms.
     """
     argv = [sys.executable, "-m", "benchmarks.testbed.probe"]
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     peers = Hosts()
     try:
       with interrupts.held():
-        peers = self._launch(argv, {"PYTHONPATH": path.rstrip(os.pathsep)})
+        peers = self._launch(argv, {})
       rate = netns.RATES[self.rate]
       return probe_lib.measure(peers, rate, bytes=bytes, repeats=repeats)
     finally:
@@ -167,9 +167,11 @@ class Testbed:
       with socket.socket() as s:
         s.bind((_LOOPBACK, 0))
         port = s.getsockname()[1]
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     environments = [
       {
         **os.environ,
+        "PYTHONPATH": path.rstrip(os.pathsep),
         **env,
         "ZENJAX_HOST_INDEX": str(i),
         "ZENJAX_HOST_COUNT": str(self.hosts),

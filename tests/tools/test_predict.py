@@ -95,7 +95,7 @@ def test_a_pick_is_judged_by_rounds_as_pairs(found):
   slower = {pick.chosen: 1.2 * np.array([0.99, 1.0, 1.01, 1.0, 0.98])}
   for cell in list(found.cells.values()):
     base = 1.5 if cell.variant == "psum" else 0.03
-    times = base * rounds * slower.get(cell.variant, 1.0)
+    times = (base * rounds * slower.get(cell.variant, 1.0)).tolist()
     found.add(_cell(cell.variant, times))
   (pick,) = predict.all_picks(found)
   interval = pick.over_best.interval

@@ -58,7 +58,7 @@ class _Groups(campaign.Campaign):
     options, found = self.options, self.found
     with (
       campaign.hosts(
-        options.hosts, "groups.host", loopback=options.loopback
+        options.hosts, "campaigns.groups.host", loopback=options.loopback
       ) as self._served,
       campaign.progress(unit="round") as self._bar,
     ):

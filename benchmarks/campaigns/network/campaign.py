@@ -138,7 +138,9 @@ class _Network(campaign.Campaign):
         if cells or points:
           self._bar.set_description(f"{count} hosts")
           self._bar.set_postfix_str("start")
-          with campaign.hosts(count, "network.host", **self._kind) as hosts:
+          with campaign.hosts(
+            count, "campaigns.network.host", **self._kind
+          ) as hosts:
             self._on_hosts(hosts, cells, points)
 
   def _on_hosts(

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple, Self
 
 from benchmarks import campaign
 from benchmarks import harness
+from benchmarks import library
 from benchmarks.testbed import netns
 
 # What numbers depend on, beside what is installed. Tables and plots may change.
@@ -27,15 +29,6 @@ SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 # A collective that must take longer on its link is left out.
 _LONGEST_S = 2.0
 
-# What a host of `n` receives, in multiples of its operand.
-_RECEIVED = {
-  "all_to_all": lambda n: (n - 1) / n,
-  "all_gather": lambda n: n - 1,
-  "all_reduce": lambda n: 2 * (n - 1) / n,
-  "reduce_scatter": lambda n: (n - 1) / n,
-  "collective_permute": lambda n: 1,
-}
-
 
 class Point(NamedTuple):
   """One collective to time."""
@@ -48,7 +41,7 @@ class Point(NamedTuple):
   @property
   def received_bytes(self) -> float:
     """Bytes that each host receives if nothing is received twice."""
-    return 4 * self.words * _RECEIVED[self.op](self.hosts)
+    return library.measure.received(self.op, self.words, self.hosts)
 
   @property
   def least_s(self) -> float:
@@ -68,11 +61,11 @@ class Point(NamedTuple):
 
 def points(hosts: int, rate: str) -> list[Point]:
   """Returns what is timed on links of `rate`, the smallest first."""
-  found = []
-  for size in SIZES:
-    for op, received in _RECEIVED.items():
-      words = round(size / 4 / received(hosts) / hosts) * hosts
-      found.append(Point(hosts, rate, op, max(words, hosts)))
+  words_for = library.measure.words_for
+  found = [
+    Point(hosts, rate, op, words_for(op, size, hosts))
+    for size, op in itertools.product(SIZES, library.measure.OPS)
+  ]
   return [point for point in found if point.least_s <= _LONGEST_S]
 
 
@@ -91,7 +84,7 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Cell:
+class Cell(harness.Sampled):
   """The findings about a key; its fields are those in the file."""
 
   hosts: int
@@ -116,14 +109,6 @@ class Cell:
   @property
   def times_s(self) -> list[float]:
     return campaign.times_s(self.host_times_s)
-
-  @property
-  def median_s(self) -> float:
-    return harness.median(self.times_s)
-
-  @property
-  def spread_s(self) -> float:
-    return harness.spread(self.times_s)
 
   @property
   def least_s(self) -> float:

@@ -80,7 +80,9 @@ class _Planned(campaign.Campaign):
     loopback = self.options.loopback
     with (
       tempfile.TemporaryDirectory(prefix="zenjax-planned-") as scratch,
-      campaign.hosts(hosts, "planned.host", loopback=loopback) as served,
+      campaign.hosts(
+        hosts, "campaigns.planned.host", loopback=loopback
+      ) as served,
     ):
       for rate in dict.fromkeys(key.rate for key in keys):
         self._links(served, rate)
