@@ -108,6 +108,12 @@ class Timed:
 
   __slots__ = ()
   host_times_s: dict[str, list[list[float]]]  # [round][host].
+  ways: Any  # By name, each with its `program`.
+
+  def right(self) -> list[str]:
+    """Returns the programs that are not wrong, once each."""
+    ways = self.ways.values()
+    return list(dict.fromkeys(way.program for way in ways if not way.wrong))
 
   def times_s(self, program: str) -> list[float]:
     """Returns of every round the seconds until the last host was through."""
@@ -307,6 +313,15 @@ def turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
   for turn in range(-1, repeats):
     for i in harness.shuffled(len(names), turn):
       yield turn, names[i]
+
+
+def compute_s(served: Served, programs: Sequence[str], rounds: int) -> float:
+  """Returns the median seconds of a step of the last of programs by turns."""
+  seconds = []
+  for _ in range(1 + rounds):
+    times = [served.ask("time", timeout=CALL_S, program=p) for p in programs]
+    seconds.append(max(times[-1]))
+  return harness.median(seconds[1:])
 
 
 def time_programs(

@@ -26,6 +26,9 @@ from benchmarks import record
 from benchmarks import table
 from benchmarks import workloads
 from benchmarks.cases import kernels
+from benchmarks.cases.kernels import DEVICES
+from benchmarks.cases.sync import AXIS
+from benchmarks.cases.sync import LEAF
 from benchmarks.harness import Built
 from benchmarks.harness import Case
 from benchmarks.harness import Result
@@ -33,9 +36,6 @@ from benchmarks.table import Peers
 import zenjax
 from zenjax.kernels import _dispatch
 
-AXIS = "data"
-DEVICES = 8
-LEAF = "table"
 # Rows that devices draw theirs from, over those of one device: the union is
 # 4.4 times as large then, as that of vocabularies is.
 _POOL = 5.5

@@ -70,7 +70,7 @@ def draw_small(seed: int, tensors: int, options: int) -> Drawn:
   """
   rng = np.random.default_rng(seed)
   busy = 2.0 ** rng.uniform(-2, 2)  # The backward pass over communication.
-  once = [_option(f"s{o}", rng.integers(0, 400, 3), o) for o in range(options)]
+  once = [_option(o, rng.integers(0, 400, 3)) for o in range(options)]
   drawn = []
   for j in range(tensors):
     own = []
@@ -80,7 +80,7 @@ def draw_small(seed: int, tensors: int, options: int) -> Drawn:
       most = (2000, 4000, 2000) if o == 0 else (1500, 2500, 1500)
       ticks = rng.integers(0, most, 3)
       fixed = [once[o].before_s, once[o].link_s, once[o].after_s]
-      own.append(_option(f"s{o}", ticks + np.array(fixed) / _TICK, o))
+      own.append(_option(o, ticks + np.array(fixed) / _TICK))
     backward = round(rng.integers(0, 3000) * busy)
     size = float(rng.integers(1, 6) * 1000)  # With ties.
     drawn.append(library.Tensor(f"t{j}", size, backward * _TICK, tuple(own)))
@@ -88,11 +88,10 @@ def draw_small(seed: int, tensors: int, options: int) -> Drawn:
   return Drawn(tuple(drawn), groups)
 
 
-def _option(name: str, ticks: np.ndarray, number: int) -> library.Option:
-  before, link, after = (float(tick) * _TICK for tick in ticks)
-  if number == 0:  # Nothing to do on the device.
-    before = after = 0.0
-  return library.Option(name, before, link, after)
+def _option(number: int, ticks: np.ndarray) -> library.Option:
+  # The first has nothing to do on the device.
+  seconds = ticks * _TICK * (number > 0, True, number > 0)
+  return library.Option(f"s{number}", *seconds.tolist())
 
 
 def draw_model(seed: int, tensors: int, sparse: int) -> Drawn:

@@ -11,7 +11,7 @@ from planning import Gradient
 import pytest
 
 from benchmarks import run as command_line
-from benchmarks.campaigns.groups import show
+from benchmarks.campaigns.groups import cells as findings
 from benchmarks.campaigns.groups import ways
 from benchmarks.campaigns.groups.cells import Found
 from benchmarks.campaigns.groups.cells import Section
@@ -105,7 +105,7 @@ def test_ratios_are_of_paired_rounds(tmp_path, capsys):
   )
   found.save(path)
   assert Found.read(path) == found
-  show.show(found)
+  findings.show(found)
   printed = capsys.readouterr().out
   assert "1.50x (1.50 to 1.50)" in printed
   assert "takes 0.67x (0.67 to 0.67) of each leaf" in printed

@@ -14,7 +14,6 @@ from benchmarks import campaign
 from benchmarks import run
 from benchmarks.campaigns.network import campaign as network_lib
 from benchmarks.campaigns.network import cells as cells_lib
-from benchmarks.campaigns.network.campaign import Left
 from benchmarks.testbed import netns
 from benchmarks.testbed import testbed
 from benchmarks.testbed.hosts import HostDied
@@ -120,11 +119,11 @@ def test_what_something_else_measured_is_refused(tmp_path, changes, words):
 
 
 def test_what_is_there_is_not_measured_again():
-  everything = Left(_grid(), _found())
-  assert [key.variant for key in everything.cells] == ["psum", "zen"]
-  rest = Left(_grid(), _found(_cell()))
-  assert [key.variant for key in rest.cells] == ["psum"]
-  assert len(Left(_grid(repeats=3), _found(_cell())).cells) == 2
+  everything, _ = _grid().left(_found())
+  assert [key.variant for key in everything] == ["psum", "zen"]
+  rest, _ = _grid().left(_found(_cell()))
+  assert [key.variant for key in rest] == ["psum"]
+  assert len(_grid(repeats=3).left(_found(_cell()))[0]) == 2
 
 
 # --- calibration ------------------------------------------------------------

@@ -19,7 +19,6 @@ from benchmarks import campaign
 from benchmarks import run as command_line
 from benchmarks.campaigns.planned import cells as findings
 from benchmarks.campaigns.planned import host
-from benchmarks.campaigns.planned import show
 from benchmarks.campaigns.planned.cells import Found
 from benchmarks.campaigns.planned.cells import Section
 from benchmarks.campaigns.planned.cells import Way
@@ -65,7 +64,7 @@ def test_errors_are_of_the_last_host_and_of_what_the_link_limits():
   cells = {cell.way: cell for cell in findings.cells(section)}
   assert cells["pmean"].error == pytest.approx(-0.5, abs=0.01)
   assert cells["pmean"].by_link and not cells["planned"].by_link
-  assert list(show.lines([section]))[:2] == [
+  assert list(findings.lines([section]))[:2] == [
     "1 steps that the links limit: predicted with a median error of 50%, 90 %"
     " of them within 50%",
     "1 steps that the cores limit: predicted with a median error of 0%, 90 % of"
@@ -92,7 +91,7 @@ def test_picks_are_judged_by_the_best_way_and_by_pmean(times, good, harmful):
   found = findings.pick(_section(**times))
   assert found is not None
   assert (found.good, found.harmful) == (good, harmful)
-  told = list(show.lines([_section(**times)]))
+  told = list(findings.lines([_section(**times)]))
   assert any(f"{int(good)} of 1 cells" in line for line in told)
   assert len(told) == 2 + (not good)
 
@@ -114,7 +113,7 @@ def test_what_was_not_timed_is_not_judged():
   section = _section()
   section.host_times_s["planned"] = []
   assert findings.pick(section) is None
-  assert list(show.lines([])) == []
+  assert list(findings.lines([])) == []
 
 
 def test_a_file_is_gone_on_with(tmp_path):
@@ -149,7 +148,7 @@ def test_the_table_tells_every_way(capsys):
   section = _section()
   section.ways["zen/1"] = Way(program="zen/1", predicted_s=1.0, wrong=3)
   found = Found({}, sections={section.key: section})
-  show.show("title", found)
+  findings.show("title", found)
   printed = capsys.readouterr().out
   assert "lm, 4 hosts, 200mbit: 100.0 ms to compute" in printed
   (line,) = [x for x in printed.splitlines() if "zen/1" in x]

@@ -4,11 +4,11 @@ import argparse
 from typing import Any
 
 from benchmarks import campaign
-from benchmarks import harness
 from benchmarks import record
-from benchmarks.campaigns.groups import show
+from benchmarks.campaigns.groups import cells as cells_lib
 from benchmarks.campaigns.groups import ways as ways_lib
 from benchmarks.campaigns.groups.cells import Found
+from benchmarks.campaigns.groups.cells import NONE
 from benchmarks.campaigns.groups.cells import Section
 from benchmarks.campaigns.groups.cells import Way
 
@@ -16,13 +16,12 @@ from benchmarks.campaigns.groups.cells import Way
 _COMPUTE_ROUNDS, _LINK_ROUNDS = 5, 5
 # Bytes of a collective: from what a small leaf brings to several times all.
 _SIZES = tuple(1 << log for log in (8, 11, 14, 17, 20))
-_NONE = "none"
 
 
 def run(options: argparse.Namespace) -> int:
   """Measures, prints, saves; returns the exit code."""
   if options.show:
-    show.show(Found.read(options.show))
+    cells_lib.show(Found.read(options.show))
     return 0
   return _Groups(options).run()
 
@@ -49,7 +48,7 @@ class _Groups(campaign.Campaign):
     return self._done
 
   def show(self) -> None:
-    show.show(self.found)
+    cells_lib.show(self.found)
 
   def failed(self) -> bool:
     return self.found.wrong > 0
@@ -63,15 +62,8 @@ class _Groups(campaign.Campaign):
       campaign.progress(unit="round") as self._bar,
     ):
       self._bar.set_postfix_str("compile, rehearse")
-      told = self._ask(
-        "model",
-        width=options.width,
-        batch=options.batch,
-        size=options.image_size,
-        batches=options.batches,
-        density=options.density,
-        least=options.least,
-      )
+      names = ("width", "batch", "image_size", "batches", "density", "least")
+      told = self._ask("model", **{x: getattr(options, x) for x in names})
       found.leaves = told[0]["leaves"]
       found.lost = sum(x["lost"] for x in told)
       simulated = self._ask("simulate")[0]
@@ -93,10 +85,7 @@ class _Groups(campaign.Campaign):
     topology = self._ask("links", repeats=_LINK_ROUNDS, sizes=_SIZES)[0]
     bed.set_rate("unlimited")
     # Seconds of a step without exchanges.
-    rounds = [
-      max(self._ask("time", program=_NONE)) for _ in range(1 + _COMPUTE_ROUNDS)
-    ]
-    compute_s = harness.median(rounds[1:])
+    compute_s = campaign.compute_s(self._served, [NONE], _COMPUTE_ROUNDS)
     told = self._ask("ways", topology=topology, compute_s=compute_s)[0]
     section = Section(rate=rate, topology=topology)
     self.found.sections.append(section)
@@ -111,8 +100,7 @@ class _Groups(campaign.Campaign):
       way.wrong, way.compile_s = built[way.program]
       section.ways[name] = way
     bed.set_rate(rate)
-    right = [way.program for way in section.ways.values() if not way.wrong]
-    names, repeats = [_NONE, *dict.fromkeys(right)], self.options.repeats
+    names, repeats = [NONE, *section.right()], self.options.repeats
     self._bar.reset(len(names) * (1 + repeats))
     self._bar.set_postfix_str(rate)
     for _ in campaign.time_programs(self._served, section, names, repeats):

@@ -1,12 +1,18 @@
-"""The findings of a run of `groups`, and the file that holds them."""
+"""The findings of a run of `groups`, the file that holds them, their tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
+import math
 from typing import Any, Self
 
+import rich.table
+
 from benchmarks import campaign
+from benchmarks import table as tables
 from benchmarks.campaigns.groups import ways
 from benchmarks.campaigns.groups.ways import Simulated
+
+NONE = "none"  # A step without the exchanges.
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -33,7 +39,7 @@ class Section(campaign.Timed):
   rate: str  # Its name.
   topology: str  # The links, measured, as JSON.
   ways: dict[str, Way] = dataclasses.field(default_factory=dict)
-  # [round][host] by program; "none" is a step without the exchanges.
+  # [round][host] by program, `NONE` among them.
   host_times_s: dict[str, list[list[float]]] = dataclasses.field(
     default_factory=dict
   )
@@ -76,3 +82,120 @@ class Found(campaign.Findings):
     simulated = [Simulated(**x) for x in document.pop("simulated")]
     sections = [Section(**section) for section in sections]
     return cls(**document, sections=sections, simulated=simulated)
+
+
+_MEASURED = (
+  *("exchanges", "predicted\nms", "measured\nms", "over the best\n(95 %)"),
+  *("receives\nkB", "rounds", "wrong"),
+)
+_SIMULATED = (
+  *("compute\nms", "one\nms", "each leaf\nms", "best cut\nms"),
+  *("MergeComp\nms", "exact\nms", "unimodal\nin the cut"),
+)
+
+
+def show(found: Found) -> None:
+  """Prints all of it."""
+  hosts, loopback = (found.options[k] for k in ("hosts", "loopback"))
+  place = "processes" if loopback else "network namespaces"
+  leaves = found.leaves
+  elements = sum(leaf["elements"] for leaf in leaves)
+  console = tables.console()
+  console.print(
+    f"groups: {hosts} {place} on {found.environment['cores']} cores, JAX"
+    f" {found.environment['jax']}; {len(leaves)} compressed leaves of"
+    f" {elements:,} elements, {found.lost} of them lost",
+    markup=False,
+    highlight=False,
+  )
+  for section in found.sections:
+    console.print(_measured(section))
+  if found.simulated:
+    console.print(_simulated(found.simulated))
+  for line in lines(found):
+    console.print(line, markup=False, highlight=False)
+
+
+def _measured(section: Section) -> rich.table.Table:
+  none_s = section.median_s(NONE)
+  title = f"{section.rate}: {none_s * 1e3:.1f} ms without these exchanges"
+  shown = tables.made(title, "way", *_MEASURED)
+  best = section.best()
+  for name, way in section.ways.items():
+    over = "-"
+    if best is not None and section.times_s(way.program):
+      over = str(section.over(way.program, best))
+    wrong = f"[bold red]{way.wrong}[/]" if way.wrong else "0"
+    shown.add_row(
+      name,
+      str(len(way.stops)),
+      _ms(none_s + way.exchanges_s),
+      _ms(section.median_s(way.program)),
+      over,
+      f"{way.told.get('wire_bytes', math.nan) / 1e3:.1f}",
+      f"{way.told.get('rounds', math.nan):.0f}",
+      wrong,
+    )
+  return shown
+
+
+def _simulated(rows: list[Simulated]) -> rich.table.Table:
+  shown = tables.made(
+    "SIMULATED, nothing measured: exchanges beside the backward pass",
+    "machine\n  images of a device",
+    *_SIMULATED,
+  )
+  machine = ""
+  for x in rows:
+    if x.machine != machine:
+      machine = x.machine
+      shown.add_row(f"[bold]{machine}[/bold]")
+    cut = min(x.cuts_s)
+    shown.add_row(
+      f"  {x.images:,}",
+      _ms(x.compute_s, 3),
+      _ms(x.one_s, 3),
+      _ms(x.each_s, 3),
+      f"{cut * 1e3:.3f} ({x.cuts_s.index(cut) + 1})",
+      f"{x.mergecomp_s * 1e3:.3f} ({_stops(x.mergecomp)})",
+      f"{x.search_s * 1e3:.3f} ({_stops(x.search)})",
+      "yes" if x.unimodal else "no",
+    )
+  return shown
+
+
+def _ms(seconds: float, digits: int = 1) -> str:
+  return f"{seconds * 1e3:.{digits}f}"
+
+
+def _stops(stops: Sequence[int]) -> str:
+  """The cuts, without the end that all ways have."""
+  return " ".join(map(str, stops[:-1])) or "none"
+
+
+def lines(found: Found) -> Iterator[str]:
+  """Yields the conclusions, in words."""
+  for section in found.sections:
+    known = section.ways.get(ways.MERGECOMP)
+    if known is None or not section.times_s(known.program):
+      continue
+    n = len(known.stops)
+    exchanges = "one exchange" if n == 1 else f"{n} exchanges"
+    for name in (ways.ONE, ways.EACH):
+      other = section.ways[name].program
+      if section.times_s(other):
+        yield (
+          f"{section.rate}: MergeComp's choice, {exchanges}, takes"
+          f" {section.over(known.program, other)} of {name}"
+        )
+  rows = found.simulated
+  for x in rows:
+    curve = " ".join(_ms(s, 3) for s in x.cuts_s)
+    yield f"simulated, {x.machine}, {x.images:,} images, cut after 1..: {curve}"
+  if rows:
+    yield (
+      "simulated: time is unimodal in the cut in"
+      f" {sum(x.unimodal for x in rows)} of {len(rows)} cases; MergeComp's"
+      " halving comes within 1 % of the exact search in"
+      f" {sum(x.mergecomp_s <= 1.01 * x.search_s for x in rows)} of {len(rows)}"
+    )

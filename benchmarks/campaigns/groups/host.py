@@ -9,12 +9,12 @@ import numpy as np
 import optax
 
 from benchmarks.campaigns.groups import ways as models
+from benchmarks.campaigns.groups.cells import NONE
 from benchmarks.campaigns.planned import programs
 from benchmarks.cases import sync
 from benchmarks.testbed import served
 import zenjax
 
-NONE = "none"
 _RATE = 0.05
 # Steps that tell what is selected.
 _WARM_UP = 8
@@ -34,14 +34,14 @@ class _Worker(served.Worker):
     self,
     width: int,
     batch: int,
-    size: int,
+    image_size: int,
     batches: int,
     density: float,
     least: int,
   ) -> dict[str, Any]:
     """Takes the network, and compiles one exchange and none."""
     n = self.mesh.size
-    self._model = models.cnn(n, width, batch, size, batches)
+    self._model = models.cnn(n, width, batch, image_size, batches)
     self._place = programs.Place(self._model, self.mesh)
     self._gradients = models.compressed(self._model, batch, least)
     self._names = [g.name for g in self._gradients]

@@ -61,31 +61,22 @@ class Grid:
 
   def keys(self) -> list[Key]:
     """Returns those of all cells."""
-    return [
-      Key(hosts, rate, workload, variant)
-      for hosts in self.hosts
-      for workload in self.workloads
-      for rate in self.rates
-      for variant in self.variants
-    ]
+    every = itertools.product(
+      self.hosts, self.workloads, self.rates, self.variants
+    )
+    return [Key(n, rate, workload, v) for n, workload, rate, v in every]
 
-
-class Left:
-  """The part of a grid that the findings lack, when this is made."""
-
-  def __init__(self, grid: Grid, found: Findings):
-    done, asked = found.cells, (grid.repeats, grid.batches)
-    self.cells = [
-      key
-      for key in grid.keys()
-      if key not in done or not done[key].is_done(*asked)
-    ]
-    self.points = [
+  def left(self, found: Findings) -> tuple[list[Key], list[Point]]:
+    """Returns the cells and the calibration that the findings lack."""
+    asked, done = (self.repeats, self.batches), found.cells
+    is_done = lambda key: key in done and done[key].is_done(*asked)
+    points = [
       point
-      for hosts, rate in itertools.product(grid.hosts, grid.rates)
+      for hosts, rate in itertools.product(self.hosts, self.rates)
       for point in cells_lib.points(hosts, rate)
-      if grid.calibrate and point not in found.calibration
+      if self.calibrate and point not in found.calibration
     ]
+    return [key for key in self.keys() if not is_done(key)], points
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,8 +104,7 @@ class _Network(campaign.Campaign):
     self.options, self.found = options, Findings.load(options.json, now)
 
   def complete(self) -> bool:
-    left = Left(self._grid, self.found)
-    return not left.cells and not left.points
+    return not any(self._grid.left(self.found))
 
   def show(self) -> None:
     show.show(self.title(), self.found)
@@ -129,12 +119,11 @@ class _Network(campaign.Campaign):
     return any(cell is not None and cell.wrong for cell in asked)
 
   def measure(self) -> None:
-    left = Left(self._grid, self.found)
-    total = len(left.cells) + len(left.points)
-    with campaign.progress(total) as self._bar:
+    left = self._grid.left(self.found)
+    with campaign.progress(sum(map(len, left))) as self._bar:
       for count in self._grid.hosts:
-        cells = [key for key in left.cells if key.hosts == count]
-        points = [point for point in left.points if point.hosts == count]
+        cells = [key for key in left[0] if key.hosts == count]
+        points = [point for point in left[1] if point.hosts == count]
         if cells or points:
           self._bar.set_description(f"{count} hosts")
           self._bar.set_postfix_str("start")

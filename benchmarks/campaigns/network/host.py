@@ -22,15 +22,15 @@ from benchmarks import harness
 from benchmarks import library
 from benchmarks import oracle
 from benchmarks import workloads
-from benchmarks.campaigns.network.variants import LEAF
 from benchmarks.campaigns.network.variants import Variant
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.cases import sync
+from benchmarks.cases.sync import AXIS
+from benchmarks.cases.sync import LEAF
 from benchmarks.testbed import served
 from benchmarks.workloads import Workload
 import zenjax
 
-AXIS = "data"
 _WORK_REPEATS = 9
 # Steps from which capacities are advised, on batches of their own.
 _REHEARSALS = 6

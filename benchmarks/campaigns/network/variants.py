@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-LEAF = "table"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:

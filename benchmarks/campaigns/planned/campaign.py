@@ -2,15 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
+import itertools
 import json
 import pathlib
 import tempfile
 from typing import Any
 
 from benchmarks import campaign
-from benchmarks import harness
 from benchmarks.campaigns.planned import cells as cells_lib
-from benchmarks.campaigns.planned import show
 from benchmarks.testbed import netns
 from benchmarks.testbed.served import Served
 
@@ -30,7 +29,7 @@ _ROWS = "-rows"
 def run(options: argparse.Namespace) -> int:
   """Measures, prints, saves; returns the exit code."""
   if options.show:
-    show.show(str(options.show), cells_lib.Found.read(options.show))
+    cells_lib.show(str(options.show), cells_lib.Found.read(options.show))
     return 0
   return _Planned(options).run()
 
@@ -39,29 +38,22 @@ class _Planned(campaign.Campaign):
   def __init__(self, options: argparse.Namespace):
     asked = campaign.asked(options, _DEFAULTS)
     campaign.require(options, asked["hosts"], asked["rates"])
-    self._keys = [
-      cells_lib.Key(hosts, rate, model)
-      for hosts in asked["hosts"]
-      for model in asked["models"]
-      for rate in asked["rates"]
-    ]
+    every = itertools.product(*(asked[x] for x in ("hosts", "models", "rates")))
+    self._keys = [cells_lib.Key(n, rate, model) for n, model, rate in every]
     now = campaign.software(cells_lib.CODE, loopback=options.loopback)
     self.options, self.found = options, cells_lib.Found.load(options.json, now)
 
   def _left(self) -> list[cells_lib.Key]:
     """Returns what is not measured yet."""
     done, repeats = self.found.sections, self.options.repeats
-    return [
-      key
-      for key in self._keys
-      if key not in done or not done[key].is_done(repeats)
-    ]
+    is_done = lambda key: key in done and done[key].is_done(repeats)
+    return [key for key in self._keys if not is_done(key)]
 
   def complete(self) -> bool:
     return not self._left()
 
   def show(self) -> None:
-    show.show(self.title(), self.found)
+    cells_lib.show(self.title(), self.found)
 
   def failed(self) -> bool:
     sections = self.found.sections.values()
@@ -113,13 +105,9 @@ class _Planned(campaign.Campaign):
       batches=self.options.batches,
       trace=trace,
     )
-    rounds = []
-    for _ in range(1 + _COMPUTE_ROUNDS):
-      # By turns, or it would find its memory in caches as no other does.
-      for program in (cells_lib.BASELINE, "none"):
-        times = served.ask("time", timeout=campaign.CALL_S, program=program)
-      rounds.append(max(times))
-    compute_s = harness.median(rounds[1:])
+    # By turns, or it would find its memory in caches as no other does.
+    programs = (cells_lib.BASELINE, "none")
+    compute_s = campaign.compute_s(served, programs, _COMPUTE_ROUNDS)
     for rate in rates:
       section = cells_lib.Section(
         hosts=served.bed.hosts,
@@ -132,8 +120,7 @@ class _Planned(campaign.Campaign):
       )
       self.found.sections[section.key] = section
       served.bed.set_rate(rate)
-      right = [way.program for way in section.ways.values() if not way.wrong]
-      names, repeats = list(dict.fromkeys(right)), section.repeats
+      names, repeats = section.right(), section.repeats
       for turn in campaign.time_programs(served, section, names, repeats):
         place = f"{model}, {rate}: round {turn + 1} of {repeats}"
         self._bar.set_postfix_str(place)
