@@ -33,19 +33,12 @@ def finish(
   """
   if not complete:
     print("Interrupted: this is what was measured until then.")
-  if options.json:
-    document = {
-      "complete": complete,
-      "environment": environment(),
-      "options": settings(options),
-      **(told or {}),
-      "results": [
-        dataclasses.asdict(r) | {"median_s": r.median_s, "spread_s": r.spread_s}
-        for r in results
-      ],
-    }
-    write_json(options.json, document)
-    print(f"Saved {options.json}")
+  kept = [
+    dataclasses.asdict(r) | {"median_s": r.median_s, "spread_s": r.spread_s}
+    for r in results
+  ]
+  document = {"complete": complete, "environment": environment()}
+  save(options, document | (told or {}) | {"results": kept})
   if not complete:
     return 130
   return int(any(result.wrong for result in results))
