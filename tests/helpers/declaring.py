@@ -92,7 +92,6 @@ def _declare(
   plans = leaf_tables.plans(
     group, scheme, options, context, [None] * len(group)
   )
-  plans = leaf_tables.stacked(plans, scheme, options, context)
   found = Declared(
     context=context,
     plans=plans,

@@ -53,6 +53,22 @@ def test_chunks_come_in_two_sizes_where_slots_are_many():
   assert large.pull > 2 * small.pull
 
 
+def test_large_chunks_carry_what_is_much():
+  """Turns are fewer by far than small chunks alone would need."""
+  push, rows = 40, 720
+  tx = zenjax.zen_sync("data", sparse=True, capacities=(push, 10 * push))
+  step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+  rng = np.random.default_rng(0)
+  stack = rng.standard_normal((N, ROWS, WIDTH)).astype(np.float32)
+  stack = cases.keep(stack, [cases.draw(rng, ROWS, rows) for _ in range(N)])
+  got, state = jax.jit(step)(stack)
+  oracle.check(got, stack)
+  seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]
+  # A small chunk is an eighth of what was pinned.
+  small_turns = (rows // N - push) // (push // 8)
+  assert 4 <= seen["rounds"] <= 2 * small_turns / 3
+
+
 def test_sums_of_counts_stop_at_the_largest_int32():
   most = np.iinfo(np.int32).max
   for counts in ([3, 4], [2**30, 2**29 + 1], [2**30, 2**30], [most] * 5):

@@ -529,13 +529,13 @@ class Rounds:
     bind = functools.partial
     loops = [
       (
-        bind(self._may_push, level=level, pulls=pulls),
+        bind(self._due, kind="push", level=level, pulls=pulls),
         bind(self._push, level=level, kept=kept, rooms=rooms),
       )
       for level in pushes
     ] + [
       (
-        bind(self._may_pull, level=level, pulls=pulls),
+        bind(self._due, kind="pull", level=level, pulls=pulls),
         bind(self._pull, level=level),
       )
       for level in pulls
@@ -651,34 +651,29 @@ class Rounds:
       ]
     )
 
-  def _much(self, flow: _Flow) -> jax.Array:
-    """Returns True if a large pull would be well filled."""
-    sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
-    return _any([p.pending > s for p, s in zip(flow.progress, sizes)])
-
-  def _may_push(
-    self, flow: _Flow, level: int, pulls: Sequence[int]
+  def _due(
+    self, flow: _Flow, kind: str, level: int, pulls: Sequence[int]
   ) -> jax.Array:
-    waits = (
-      self._much(flow)
-      if LARGE in pulls
-      else _any([p.pending > 0 for p in flow.progress])
-    )
-    may = self._unsent(flow) & ~flow.pushed & ~waits
+    """Returns True if a push, or a pull, of this size is the next turn.
+
+    A pull waits until it is well filled or nothing is left to push, and a push
+    until no pull is due.
+    """
+    waits = _any([p.pending > 0 for p in flow.progress])
+    if LARGE not in pulls and kind == "pull":
+      return waits
+    filled = waits
+    if LARGE in pulls:
+      sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
+      filled = _any([p.pending > s for p, s in zip(flow.progress, sizes)])
+    if kind == "pull":
+      last = flow.pushed | ~self._unsent(flow)
+      return filled if level == LARGE else waits & ~filled & last
+    may = self._unsent(flow) & ~flow.pushed & ~filled
     if level == SMALL:
       return may
     sizes = [int(p.chunks[LARGE].push * _LARGE_PUSH_FROM) for p in self.plans]
     return may & _any([p.left > s for p, s in zip(flow.progress, sizes)])
-
-  def _may_pull(
-    self, flow: _Flow, level: int, pulls: Sequence[int]
-  ) -> jax.Array:
-    some = _any([p.pending > 0 for p in flow.progress])
-    if LARGE not in pulls:
-      return some
-    much = self._much(flow)
-    last = flow.pushed | ~self._unsent(flow)
-    return much if level == LARGE else some & ~much & last
 
   def _push(
     self, flow: _Flow, level: int, kept: Sequence[int], rooms: Sequence[int]

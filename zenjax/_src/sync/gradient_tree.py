@@ -347,7 +347,6 @@ def _locals(
   plans = leaf_tables.plans(
     part.leaves, SPARSE[part.scheme], options, context, columns
   )
-  plans = leaf_tables.stacked(plans, SPARSE[part.scheme], options, context)
   leaves, found = dict(part.leaves), []
   for plan in plans:
     names = [table.name for table in plan.tables]

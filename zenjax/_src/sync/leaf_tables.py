@@ -34,10 +34,13 @@ def plans(
   options: Options,
   context: Context,
   column_groups: Sequence[int | None],
+  stack: bool = True,
 ) -> tuple[buffer_sizes.TablePlan, ...]:
-  """Static sizes for the sparse leaves of `group`, `(name, leaf)` each.
+  """Returns static sizes for the sparse leaves of `group`, `(name, leaf)` each.
 
-  `column_groups` is given where it was chosen already.
+  `column_groups` is given where it was chosen already. With `stack` tables
+  that are alike travel as one, but not where rows may wait, which they do by
+  table, or where kernels run, which serve one.
   """
   tables = [table_of(name, leaf, options) for name, leaf in group]
   pinned = []
@@ -82,23 +85,9 @@ def plans(
       if given:
         by_leaf = isinstance(options.capacities, dict)
         _warn_above_break_even(given, plan, scheme, context, by_leaf)
-  return planned
-
-
-def stacked(
-  planned: Sequence[buffer_sizes.TablePlan],
-  scheme: Scheme,
-  options: Options,
-  context: Context,
-) -> tuple[buffer_sizes.TablePlan, ...]:
-  """Returns what travels for these tables: those alike as one.
-
-  Rows that wait do so by table, and kernels serve one: there each travels as
-  it is.
-  """
   alone = all([x.only_reference for x in operations.OPERATIONS.values()])
-  if not options.exact or not alone:
-    return tuple(planned)
+  if not (stack and options.exact and alone):
+    return planned
   found = buffer_sizes.stack(
     planned, devices=context.devices, padded=not context.remote_copies
   )

@@ -28,6 +28,7 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync import chains
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync.sync_options import Options
 from zenjax._version import __version__
@@ -91,7 +92,10 @@ ad.primitive_jvps[_mark_p] = lambda primals, tangents, *, mark: (
 
 
 def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
-  """Returns the same arrays and SparseRows with marks; None stays None."""
+  """Returns the same arrays and SparseRows with marks; None stays None.
+
+  Notes on a leaf are handed on to what comes back for it.
+  """
   found = []
   for i, leaf in enumerate(leaves):
     if leaf is None or leaf.dtype == jax.dtypes.float0:
@@ -107,6 +111,7 @@ def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
     else:
       mark = Mark(exchange, role, i, None, "array")
       found.append(_mark_p.bind(jnp.asarray(leaf), mark=mark))
+    chains.hand_on(leaf, found[-1])
   return found
 
 

@@ -306,7 +306,9 @@ class Owners:
       )
     group = [named[i] for i in at]
     scheme = SPARSE["zen"]
-    plans = leaf_tables.plans(group, scheme, self.options, context, columns)
+    plans = leaf_tables.plans(
+      group, scheme, self.options, context, columns, stack=False
+    )
     return dict(zip(at, plans)), wanted
 
   def _require_tables(self, named):

@@ -258,12 +258,14 @@ def zen_sync(
     )
     if not options.exact:
       state = _with_residuals(state, exchange, "waited")
-    updates = _marked(updates, exchange, "local")
-    synced, leaves = gradient_tree.sync_tree(updates, state, options)
+    leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
+    updates = structure.unflatten(marking.marked(leaves, exchange, "local"))
+    synced, memory = gradient_tree.sync_tree(updates, state, options)
     facts = marking.described("zen_sync", options, updates)
     exchange.facts.update(facts)
-    synced = _marked(synced, exchange, "synced")
-    state = state._replace(step=state.step + 1, leaves=leaves)
+    leaves = jax.tree.leaves(synced, is_leaf=is_rows)
+    synced = structure.unflatten(marking.marked(leaves, exchange, "synced"))
+    state = state._replace(step=state.step + 1, leaves=memory)
     if not options.exact:
       state = _with_residuals(state, exchange, "waits")
     return synced, state
@@ -298,14 +300,6 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
           residual, mean=options.mean, devices=devices
         )
   return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
-
-
-def _marked(tree: Any, exchange: marking.Exchange, role: str) -> Any:
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  marked = marking.marked(leaves, exchange, role)
-  for leaf, same in zip(leaves, marked):
-    chains.hand_on(leaf, same)
-  return structure.unflatten(marked)
 
 
 def _with_residuals(state: Any, exchange: marking.Exchange, role: str) -> Any:
