@@ -269,6 +269,16 @@ def test_random_elements_are_distinct_and_alike():
   assert all(len(first & other) < K // 2 for other in others)
 
 
+def test_random_runs_of_two_lengths_cover_all_and_overlap_nowhere():
+  size, k = 13, 5
+  random = selectors.Random(k / size, 0, ())
+  draw = jax.vmap(lambda step: random.select(jnp.zeros(size), step, 0).at)
+  drawn = np.asarray(draw(jnp.arange(400, dtype=jnp.int32)))
+  assert all(len(set(step)) == k for step in drawn.tolist())
+  often = np.bincount(drawn.reshape(-1), minlength=size) / len(drawn)
+  np.testing.assert_allclose(often, k / size, atol=0.1)
+
+
 # How many elements a count and a sample select.
 
 

@@ -36,6 +36,13 @@ def options(**given: Any) -> dict[str, Any]:
   return given | ({"tuning": zenjax.Tuning(**tuned)} if tuned else {})
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5])
+def test_seeds_are_integers_of_32_bits(seed):
+  with pytest.raises(ValueError) as error:
+    zenjax.Tuning(hash_seed=seed)
+  names(error, "`hash_seed`", repr(seed), "2**32")
+
+
 @pytest.mark.parametrize(
   ("option", "value", "remedies"),
   [

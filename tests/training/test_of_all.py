@@ -46,6 +46,12 @@ def test_norm_is_that_of_the_mean_on_every_device(runner):
   assert abs(got[0] / each(gradients()).mean() - 1) > 0.2
 
 
+def test_norm_adds_up_an_id_that_stands_twice():
+  ids, values = jnp.array([3, 1, 3, 7]), jnp.array([[1.0], [2.0], [3.0], [9.0]])
+  rows = zenjax.SparseRows(ids, values, num_rows=7)  # 7 is padding
+  np.testing.assert_allclose(zenjax.global_norm(rows), np.hypot(4.0, 2.0))
+
+
 def test_norm_of_rows_over_two_axes():
   """Rows of one index meet twice, on a device and between them."""
   rng = np.random.default_rng(1)
