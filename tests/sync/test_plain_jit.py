@@ -130,6 +130,56 @@ def test_equals_the_plain_program(name):
     assert zenjax.stats(state)["table"]["devices"] == devices
 
 
+def plan_of(table, mesh=(("data", 4),)):
+  """A plan in which only the table is the caller's."""
+  dense = zenjax.planner.LeafPlan(
+    name="dense", shape=(WIDTH, 4), dtype="float32", scheme="dense"
+  )
+  given = {"name": "table", "shape": (ROWS, WIDTH), "dtype": "float32"} | table
+  table = zenjax.planner.LeafPlan(**given)
+  return zenjax.planner.Plan(leaves=(dense, table), mesh=mesh)
+
+
+PLANS = {
+  "columns": {"scheme": "zen", "column_groups": 2, "capacities": (40, 160)},
+  "all_gather": {"scheme": "all_gather"},
+  "dense": {"scheme": "dense"},
+}
+
+
+@pytest.mark.usually("Explicit-columns", "Auto-dense")
+@pytest.mark.parametrize("table", PLANS)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_plan_decides_how_rows_of_a_batch_travel(table, kind):
+  """Also where a device has some of the columns, which explicit types show."""
+  mesh = mesh_of(AxisType[kind], data=4, model=2)
+  tx = zenjax.zen_sync("data", plan=plan_of(PLANS[table]))
+  rng = np.random.default_rng(0)
+  ids = rng.integers(0, ROWS, 64, np.int32)
+  values = rng.integers(-9, 9, (64, WIDTH)).astype(np.float32)
+  grads: Any = {
+    "table": zenjax.SparseRows(
+      jax.device_put(ids, NamedSharding(mesh, P("data"))),
+      jax.device_put(values, NamedSharding(mesh, P("data", "model"))),
+      ROWS,
+    ),
+    "dense": jax.device_put(np.ones((WIDTH, 4)), NamedSharding(mesh, P())),
+  }
+  state = tx.init(jax.tree.map(jnp.zeros_like, drawn()))
+  with jax.set_mesh(mesh):
+    got, state = jax.jit(tx.update)(grads, state)
+  want, found = np.zeros((2, ROWS + 1, WIDTH))  # The last one is padding.
+  np.add.at(want, ids, values)
+  np.add.at(
+    found, *map(np.asarray, (got["table"].indices, got["table"].values))
+  )
+  np.testing.assert_array_equal(found[:ROWS], want[:ROWS])
+  np.testing.assert_array_equal(got["dense"], 1.0)
+  if table == "columns":
+    sizes = zenjax.stats(state)["table"]
+    assert (sizes["column_groups"], sizes["devices"]) == (2, 4)
+
+
 @pytest.mark.more
 def test_the_mesh_may_be_given_or_around():
   """Arrays that lie on no mesh tell none."""
@@ -254,6 +304,12 @@ REFUSED = {
   "a mean": ({"op": "mean"}, None, ValueError, "`op` must be 'sum'"),
   "carry": ({"on_overflow": "carry"}, None, ValueError, "`on_overflow`"),
   "no mesh": ({"mesh": None}, None, NameError, "`mesh=`"),
+  "another plan": (
+    {"plan": plan_of({"scheme": "zen"}, (("data", 8),))},
+    None,
+    ValueError,
+    "`plan`.*says nothing of",
+  ),
   "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
   "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
 }

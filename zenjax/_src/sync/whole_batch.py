@@ -8,6 +8,7 @@ a `shard_map` of its own.
 """
 
 from collections.abc import Callable, Iterable
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync.plans import Plan
+from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
 
@@ -156,9 +159,15 @@ def sync(
   own = {name: x for name, x in state.leaves.items() if name in mine}
   spread_over = _axes_of([x.synced for x in parts.lie])
 
+  if options.plan:
+    require_tree(options.plan, leaf_util.shapes(parts.named))
+
   def exchanged(given: Any, own: Any) -> Any:
-    tx = transform(op="sum", sparse=lambda name, _: name in parts.sparse)
-    out, new = tx.update(parts.tree(given, none), own)
+    tree = parts.tree(given, none)
+    changed: dict[str, Any] = dict(sparse=lambda name, _: name in parts.sparse)
+    if options.plan:
+      changed = dict(plan=_of_parts(options.plan, tree))
+    out, new = transform(op="sum", **changed).update(tree, own)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
   all_of = PartitionSpec()
@@ -171,6 +180,20 @@ def sync(
   )(parts.given, state._replace(leaves=own))
   new = new._replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed), new
+
+
+def _of_parts(plan: Plan, tree: Any) -> Plan:
+  """The plan of the leaves that are exchanged, with the shapes of their parts.
+
+  Explicit axes of the mesh that are not summed over leave a device columns.
+  """
+  shapes = leaf_util.shapes(leaf_util.named_leaves(tree, is_rows))
+  leaves = [
+    dataclasses.replace(leaf, shape=shapes[leaf.name][0])
+    for leaf in plan.leaves
+    if leaf.name in shapes
+  ]
+  return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _placement(
@@ -274,9 +297,8 @@ def _require_sums(state: ZenSyncState, options: Options) -> None:
       "`on_overflow` must be 'exact' outside of shard_map, got 'carry', which"
       " keeps rows of arrays on each device; leave it out."
     )
-  if options.plan is not None or state.selected:
-    what = "`plan`" if options.plan is not None else "a sparsifier before it"
+  if state.selected:
     raise NotImplementedError(
-      f"{what} is for gradients of one device each, inside shard_map; leave it"
-      " out, or wrap the step in `zenjax.data_parallel`."
+      "a sparsifier before it is for gradients of one device each, inside"
+      " shard_map; leave it out, or wrap the step in `zenjax.data_parallel`."
     )

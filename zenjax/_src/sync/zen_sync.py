@@ -218,7 +218,7 @@ def zen_sync(
       as `jax.grad(.., allow_int=True)` gives of integers.
     NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
       it was given; on other platforms than TPUs it says so when a step is
-      compiled. In plain `jit`: a plan or a sparsifier is there.
+      compiled. In plain `jit`: a sparsifier is there.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
@@ -289,7 +289,8 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
     chosen = leaf_util.select(
       params, options.sparse, options.unit, options.elements
     )
-    leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
+    if not options.plan:  # A plan may well say that nothing pays.
+      leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
     gradient_tree.warn_of_whole(named, chosen, options)
     for (name, leaf), sparse in zip(named, chosen):
       if sparse:
