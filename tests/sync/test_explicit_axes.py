@@ -250,6 +250,116 @@ def test_owners_want_parameters_whole():
     train(CASES["columns"], tx, zenjax.value_and_grad)
 
 
+def feedback(selector, **options):
+  tx = zenjax.sparsify.error_feedback(selector, "data", **options)
+  return optax.chain(tx, zenjax.zen_sync("data", op="sum"), optax.sgd(0.5))
+
+
+TABLE: Any = lambda name, _: name == "table"
+APART: dict[str, Callable[[], optax.GradientTransformation]] = {
+  "top_k": lambda: feedback(
+    zenjax.sparsify.top_k(0.01, sparse=TABLE), momentum=0.9, clip_norm=0.05
+  ),
+  "random_k": lambda: feedback(
+    zenjax.sparsify.random_k(0.01, sparse=TABLE, apart="data")
+  ),
+  "threshold": lambda: feedback(
+    zenjax.sparsify.threshold(1e-3, sparse=TABLE), wire_dtype=jnp.bfloat16
+  ),
+  "micro": lambda: optax.chain(
+    zenjax.sparsify.micro("data", density=0.01, op="sum"), optax.sgd(0.5)
+  ),
+  "carry": lambda: optax.chain(
+    zenjax.zen_sync(
+      "data", op="sum", on_overflow="carry", capacities={"table": (1, 6)}
+    ),
+    optax.sgd(0.5),
+  ),
+}
+
+
+def run_apart(tx, mesh, mapped: bool):
+  """Returns losses, parameters and the state of what devices keep apart."""
+  rng = np.random.default_rng(0)
+  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
+  params: Any = {
+    k: rng.standard_normal(s, np.float32) for k, s in shapes.items()
+  }
+
+  def plain(params, state, ids, targets):
+    seen = zenjax.unsummed(params, "data")
+    loss, grads = jax.value_and_grad(one_look_up)(seen, ids, targets)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  def of_a_device(params, ids, targets):
+    found = params["table"][ids] @ params["dense"]
+    return jnp.mean((found - targets) ** 2) / mesh.size
+
+  def local(params, state, ids, targets):
+    loss, grads = jax.value_and_grad(of_a_device)(params, ids, targets)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, lax.psum(loss, "data")
+
+  losses, specs = [], None
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, P())
+    state = zenjax.init(tx, params, mesh, "data")
+    step: Any = plain
+    if mapped:
+      specs = zenjax.state_specs(state, "data")
+      step = jax.shard_map(
+        local,
+        in_specs=(P(), specs, P("data"), P("data")),
+        out_specs=(P(), specs, P()),
+        check_vma=False,
+      )
+    step = jax.jit(step)
+    for _ in range(STEPS):
+      ids = rng.integers(0, ROWS, BATCH, np.int32)
+      batch = ids, rng.standard_normal((BATCH, 4), np.float32)
+      batch = jax.device_put(batch, P("data"))
+      params, state, loss = step(params, state, *batch)
+      losses.append(float(loss))
+  return losses, params, state
+
+
+@pytest.mark.usually("top_k", "micro", "carry")
+@pytest.mark.parametrize("name", APART)
+def test_what_devices_keep_apart_is_that_of_shard_map(name):
+  """Residuals, momentum and rows that wait, to the bit; parts are added."""
+  losses, *got = run_apart(APART[name](), LINE, mapped=False)
+  expected, *want = run_apart(APART[name](), LINE, mapped=True)
+  np.testing.assert_allclose(losses, expected, rtol=1e-6)
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    np.testing.assert_array_equal(one, other)
+
+
+def test_sparsifiers_want_parts_of_whole_leaves():
+  tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
+  of_eight = zenjax.init(tx, {"t": jnp.ones((512, 4))}, LINE, "data")
+  with jax.set_mesh(GRID):
+    params = {"t": jax.device_put(jnp.ones((512, 4)), P())}
+    state = zenjax.init(tx, params, GRID, "data")
+    update = jax.jit(tx.update)
+
+    def parts(params):
+      params = zenjax.unsummed(params, "data")
+      return jax.grad(lambda params: params["t"].sum())(params)
+
+    with pytest.raises(ValueError, match="micro must be unreduced.*'t'"):
+      update(params, state)
+    with pytest.raises(ValueError, match="`op` of micro must be 'sum'"):
+      other = zenjax.sparsify.micro("data", density=0.01)
+      jax.jit(other.update)(jax.jit(parts)(params), state)
+    columns = jax.device_put(params, P(None, "model"))
+    with pytest.raises(ValueError, match="micro must be whole.*'t'.*'model'"):
+      update(jax.jit(parts)(columns), state)
+    with pytest.raises(ValueError, match="for the 4 devices.*got one made for"):
+      update(jax.jit(parts)(params), jax.tree.map(np.asarray, of_eight))
+
+
 def test_parameters_that_cannot_be_left_unsummed_are_as_they_were():
   with jax.set_mesh(LINE):
     params = {

@@ -302,7 +302,7 @@ ARRAYS = {"t": jnp.zeros((ROWS, WIDTH))}
 REFUSED = {
   "arrays": ({}, ARRAYS, ValueError, "XLA has summed.*value_and_grad"),
   "a mean": ({"op": "mean"}, None, ValueError, "`op` must be 'sum'"),
-  "carry": ({"on_overflow": "carry"}, None, ValueError, "`on_overflow`"),
+  "carry": ({"on_overflow": "carry"}, None, ValueError, "on_overflow='carry'"),
   "no mesh": ({"mesh": None}, None, NameError, "`mesh=`"),
   "another plan": (
     {"plan": plan_of({"scheme": "zen"}, (("data", 8),))},

@@ -29,8 +29,8 @@ def error_feedback(
 ) -> optax.GradientTransformationExtraArgs:
   """Adds to each gradient what was not sent before, and selects from the sum.
 
-  Goes before `zenjax.zen_sync` in a chain, on *local* gradients, and sends
-  nothing itself::
+  Goes before `zenjax.zen_sync` in a chain, on *local* gradients, or in plain
+  `jit` on those by `zenjax.unsummed`, and sends nothing itself::
 
     optax.chain(
       zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data"),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -26,6 +27,7 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierStats
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import marking
+from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
 # Sparsifiers whose devices select in partitions of their own, as a transform.
@@ -59,6 +61,26 @@ def transformation(
     op = "mean" if settings.options.mean else "sum"
     chains.require_linear(settings.name, op)
     flat_vector.check_leaves(updates, "updates")
+    axes = settings.options.axes
+    around = collectives.mesh_around(axes, updates, None)
+    if around is not None:
+      if settings.options.mean:
+        raise ValueError(
+          f"`op` of {settings.name} must be 'sum' outside of shard_map, got"
+          " 'mean': the loss is that of the whole batch, whose parts are added;"
+          " give op='sum'."
+        )
+      specs = state.specs(PartitionSpec(axes))
+      return whole_batch.select(
+        update_fn,
+        updates,
+        state,
+        specs,
+        around,
+        axes,
+        by=settings.name,
+        sums=True,
+      )
     context = gradient_tree.context_of(settings.options)
     named = gradient_tree.local_leaves(updates, context)
     exchange = marking.Exchange(
@@ -283,7 +305,8 @@ def exdyna(
   where too much was selected to a neighbour that had too little.
 
   Used as `zenjax.zen_sync` is, and in its place: first in a chain, inside
-  `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients. The
+  `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients; or in
+  plain `jit` with `op="sum"`, on gradients by `zenjax.unsummed`. The
   learning rate, momentum and weight decay come after it. Make its state with
   `zenjax.init`: residuals differ between devices. It refuses a chain where
   `zen_sync` averages the same leaves. `zenjax.reshard` takes the state to

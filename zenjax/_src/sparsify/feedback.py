@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import optax
 
 from zenjax._src.core import collectives
@@ -29,6 +30,7 @@ from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
 # An accumulated leaf in two: what is sent now and what waits.
@@ -234,7 +236,10 @@ def transformation(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ErrorFeedbackState]:
     del params, extra_args
-    chains.is_real("error_feedback")
+    chains.is_real(BY)
+    around = collectives.mesh_around(feedback.options.axes, updates, None)
+    if around is not None:
+      return _of_whole_batch(update_fn, updates, state, around, feedback)
     context = gradient_tree.context_of(feedback.options)
     gradient_tree.local_leaves(updates, context)
     leaves = chosen_leaves(updates, feedback.options.sparse)
@@ -256,6 +261,33 @@ def transformation(
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, new)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _of_whole_batch(
+  update: Callable[[Any, Any], tuple[Any, Any]],
+  updates: Any,
+  state: Any,
+  mesh: Any,
+  feedback: Feedback,
+) -> tuple[Any, ErrorFeedbackState]:
+  """Selects in plain `jit` from what each device has of an unsummed array."""
+  axes = feedback.options.axes
+  split = PartitionSpec(axes)
+  specs = {name: leaf.specs(split) for name, leaf in state.leaves.items()}
+  out, new = whole_batch.select(
+    update,
+    updates,
+    state,
+    state._replace(step=PartitionSpec(), leaves=specs),
+    mesh,
+    axes,
+    by=BY,
+    sums=False,
+  )
+  for _, sent, selected in chosen_leaves(out, feedback.options.sparse):
+    if selected:
+      chains.send(BY, sent, feedback.wire_dtype)
+  return out, new
 
 
 def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:

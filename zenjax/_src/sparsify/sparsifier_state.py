@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from zenjax._src.core import collectives
@@ -67,6 +68,11 @@ class SparsifierState(NamedTuple):
   fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
   stats: SparsifierStats
 
+  def specs(self, split: PartitionSpec) -> "SparsifierState":
+    """Returns how it lies on devices, of which each has its own residual."""
+    same = jax.tree.map(lambda _: PartitionSpec(), self)
+    return same._replace(residual=split)
+
 
 class FeedbackLeaf(NamedTuple):
   """The memory of `error_feedback` for one leaf, on each device its own.
@@ -79,6 +85,11 @@ class FeedbackLeaf(NamedTuple):
   threshold: jax.Array  # [1] float32, of the last step; NaN where there is none
   selected: jax.Array  # [1] int32, elements that the last step selected
   wanted: jax.Array  # [] float32, part of the leaf; NaN where none was named
+
+  def specs(self, split: PartitionSpec) -> "FeedbackLeaf":
+    """Returns how it lies on devices, of which each has its own."""
+    own = jax.tree.map(lambda _: split, self)
+    return own._replace(wanted=PartitionSpec())
 
 
 class ErrorFeedbackState(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import core
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from zenjax._src.machine import cost
 from zenjax._src.schemes import dense_sum
@@ -76,6 +77,11 @@ class LeafState(NamedTuple):
   def waiting(self) -> jax.Array:
     """Returns True if some residual is not zero: `[] bool`."""
     return self.last[Last._fields.index("withheld")] > 0
+
+  def specs(self, split: PartitionSpec) -> "LeafState":
+    """Returns how it lies on devices, of which each has its own residual."""
+    same = jax.tree.map(lambda _: PartitionSpec(), self)
+    return same if self.residual is None else same._replace(residual=split)
 
 
 class ZenSyncState(NamedTuple):

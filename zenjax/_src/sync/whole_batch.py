@@ -27,7 +27,9 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import owner_rows
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -152,7 +154,7 @@ def sync(
     ValueError: Nothing is left to sum, an option is for parts of one device
       each, or a gradient lies over other axes.
   """
-  _require_sums(state, options)
+  options = gradient_tree.following(options, state.selected)
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
   mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
@@ -163,6 +165,8 @@ def sync(
     require_tree(options.plan, leaf_util.shapes(parts.named))
 
   def exchanged(given: Any, own: Any) -> Any:
+    for x, mine in zip(parts.given, given):
+      chains.hand_on(x, mine)
     tree = parts.tree(given, none)
     changed: dict[str, Any] = dict(sparse=lambda name, _: name in parts.sparse)
     if options.plan:
@@ -170,16 +174,126 @@ def sync(
     out, new = transform(op="sum", **changed).update(tree, own)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
-  all_of = PartitionSpec()
+  all_of, split = PartitionSpec(), PartitionSpec(options.axes)
+  if not options.exact:
+    for name, x in parts.named:
+      if name in own and not is_rows(x):  # Those are refused.
+        _require_whole("on_overflow='carry'", name, x, options.axes)
+  memory: Any = state._replace(
+    step=all_of,
+    leaves={name: leaf.specs(split) for name, leaf in own.items()},
+    selected=dict.fromkeys(state.selected, all_of),
+  )
+  own = state._replace(leaves=own)
+  if not options.exact:
+    own = placed(own, memory, "on_overflow='carry'", mesh, options.axes)
   synced, new = mapped(
     exchanged,
     mesh,
     options.axes,
-    in_specs=([x.given for x in parts.lie], all_of),
-    out_specs=([x.synced for x in parts.lie], all_of),
-  )(parts.given, state._replace(leaves=own))
-  new = new._replace(leaves=state.leaves | new.leaves)
+    in_specs=([x.given for x in parts.lie], memory),
+    out_specs=([x.synced for x in parts.lie], memory),
+  )(parts.given, own)
+  summed = {name: jnp.zeros_like(x) for name, x in state.selected.items()}
+  new = new._replace(leaves=state.leaves | new.leaves, selected=summed)
   return parts.tree(synced, parts.summed), new
+
+
+def select(
+  update: Callable[[Any, Any], tuple[Any, Any]],
+  updates: Any,
+  state: Any,
+  specs: Any,
+  mesh: Any,
+  axes: Axes,
+  *,
+  by: str,
+  sums: bool,
+) -> tuple[Any, Any]:
+  """Has a sparsifier select from what each device has of unsummed arrays.
+
+  Args:
+    update: The sparsifier's, `(arrays, state)` of one device.
+    updates: Gradients of the whole batch; SparseRows stay as they are.
+    state: Of the sparsifier.
+    specs: How that lies on devices.
+    mesh: Has the axes.
+    axes: Over which gradients are not summed.
+    by: Name of the sparsifier.
+    sums: Whether arrays come back summed; else they are unsummed as before.
+
+  Raises:
+    ValueError: XLA has summed an array, or it lies over other axes.
+  """
+  leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
+  for name, x in leaf_util.named_leaves(updates, is_rows):
+    if is_rows(x):
+      continue
+    if not _unreduced(x):
+      raise ValueError(
+        f"`updates` of {by} must be unreduced outside of shard_map, and XLA has"
+        f" summed leaf {name!r} over {axes!r} already: nothing is left to"
+        f" select from; on explicit axes take gradients by `zenjax.unsummed("
+        f"params, {axes!r})`, on others wrap the step in"
+        " `zenjax.data_parallel`, where gradients are those of one device."
+      )
+    _require_whole(by, name, x, axes)
+  place = lambda x: PartitionSpec(unreduced=frozenset(axes))
+  arrays = structure.unflatten([None if is_rows(x) else x for x in leaves])
+  lie = jax.tree.map(place, arrays)
+  out, state = mapped(
+    update,
+    mesh,
+    axes,
+    in_specs=(lie, specs),
+    out_specs=(jax.tree.map(lambda _: PartitionSpec(), arrays), specs)
+    if sums
+    else (lie, specs),
+  )(arrays, placed(state, specs, by, mesh, axes))
+  found = iter(jax.tree.leaves(out))
+  return structure.unflatten(
+    [x if is_rows(x) else next(found) for x in leaves]
+  ), state
+
+
+def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
+  """Places a state of which each device has a part by `specs`.
+
+  Raises:
+    ValueError: It was made for another number of devices.
+  """
+  devices = math.prod([mesh.shape[axis] for axis in axes])
+  explicit = set(axes) & compat.explicit_of(mesh)
+
+  def place(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    if spec == PartitionSpec(axes) and x.shape[0] != devices:
+      raise ValueError(
+        owner_rows.others_message("state", by, x.shape[0], devices)
+      )
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit else x
+
+  return jax.tree.map(place, specs, state)
+
+
+def _require_whole(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
+  """Raises where devices have columns of a leaf, or parts over other axes."""
+  _require_unreduced(name, leaf, axes)
+  over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]
+  if over:
+    raise ValueError(
+      f"`updates` of {by} must be whole on every device, and leaf {name!r} is"
+      f" spread over {over}: what a device keeps of it would be a part; leave"
+      f" it out, or replicate that parameter."
+    )
+
+
+def _require_unreduced(name: str, leaf: jax.Array, axes: Axes) -> None:
+  if _unreduced(leaf) != set(axes):
+    raise ValueError(
+      "`axis_name` must name the axes over which gradients are unreduced, got"
+      f" {axes!r} and for leaf {name!r} {sorted(_unreduced(leaf))}; give both"
+      " the same."
+    )
 
 
 def _of_parts(plan: Plan, tree: Any) -> Plan:
@@ -214,12 +328,7 @@ def _placement(
     given = _of_rows(leaf, axes, spec[1])
   else:
     spec = compat.explicit_spec(leaf)
-    if _unreduced(leaf) != set(axes):
-      raise ValueError(
-        "`axis_name` must name the axes over which gradients are unreduced, got"
-        f" {axes!r} and for leaf {name!r} {sorted(_unreduced(leaf))}; give both"
-        " the same."
-      )
+    _require_unreduced(name, leaf, axes)
     given = PartitionSpec(*spec, unreduced=frozenset(axes))
   if rows_out and spec[0] is not None:
     raise ValueError(
@@ -288,17 +397,3 @@ def _require(
   for name, leaf in named:
     if is_rows(leaf):
       require_one(f"leaf {name!r} of `updates`", leaf)
-
-
-def _require_sums(state: ZenSyncState, options: Options) -> None:
-  """Raises where a sum over the whole batch is not what is meant."""
-  if not options.exact:
-    raise ValueError(
-      "`on_overflow` must be 'exact' outside of shard_map, got 'carry', which"
-      " keeps rows of arrays on each device; leave it out."
-    )
-  if state.selected:
-    raise NotImplementedError(
-      "a sparsifier before it is for gradients of one device each, inside"
-      " shard_map; leave it out, or wrap the step in `zenjax.data_parallel`."
-    )

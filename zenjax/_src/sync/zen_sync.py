@@ -115,7 +115,7 @@ def zen_sync(
     over it.
   - On explicit axes, arrays that nobody has summed yet: gradients by
     `zenjax.unsummed(params, axis_name)`. Accumulated in a scan they stay so
-    until zen_sync.
+    until zen_sync, and a sparsifier before it selects from each device's part.
 
   All else XLA has summed, and it passes as it is, however it lies on the mesh.
   No norm, mean or random number means anything else there than without
@@ -218,7 +218,7 @@ def zen_sync(
       as `jax.grad(.., allow_int=True)` gives of integers.
     NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
       it was given; on other platforms than TPUs it says so when a step is
-      compiled. In plain `jit`: a sparsifier is there.
+      compiled.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 

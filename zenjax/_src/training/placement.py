@@ -124,15 +124,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   def spec(node: Any) -> Any:
     if isinstance(node, owner_rows.Owned | owner_rows.Holding):
       return jax.tree.map(lambda _: split, node)
-    if isinstance(node, sync_state.LeafState):
-      same = jax.tree.map(lambda _: PartitionSpec(), node)
-      return same if node.residual is None else same._replace(residual=split)
-    if isinstance(node, SparsifierState):
-      same = jax.tree.map(lambda _: PartitionSpec(), node)
-      return same._replace(residual=split)
-    if isinstance(node, FeedbackLeaf):
-      own = jax.tree.map(lambda _: split, node)
-      return own._replace(wanted=PartitionSpec())
+    if isinstance(node, sync_state.LeafState | SparsifierState | FeedbackLeaf):
+      return node.specs(split)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
