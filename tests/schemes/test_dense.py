@@ -54,6 +54,24 @@ def test_sums_where_wanted(rows, width, dtype, sizes, op):
   np.testing.assert_array_equal(same, local)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(41, 5), (13, 70)])
+def test_chunks_are_alike_and_sum_every_row_once(rows, width, monkeypatch):
+  monkeypatch.setattr(dense_sum, "_ELEMENTS", 60)
+  monkeypatch.setattr(dense_sum, "_CACHED_ELEMENTS", 60)
+  each = dense_sum._chunk_rows(rows, width, "cpu")
+  chunks = -(-rows // each)
+  assert each * width <= max(60, width) and each * chunks - rows < chunks
+  context = Context(axes=("data",), sizes=(3,), mean=False)
+  shape = (3, rows, width)
+  local = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+  reduce = jax.vmap(
+    lambda x: dense_sum.reduce_where(x, jnp.array(True), context),
+    axis_name="data",
+  )
+  # Three devices do not divide 41 times 5, nor 13 times 70.
+  oracle.check(reduce(local), local, "sum")
+
+
 # Above break-even, and with room for everything in the first round.
 @pytest.mark.usually("capacities1-0")
 @pytest.mark.filterwarnings("ignore:`capacities` of leaf")
