@@ -45,31 +45,32 @@ def loss_fn(params, ids, targets):
   return optax.l2_loss(params["table"][ids] @ params["scale"], targets).mean()
 
 
-def step(params, opt_state, ids, targets):  # what one device does
+def step(state, ids, targets):  # what one device does
+  params, opt_state = state
   loss, grads = jax.value_and_grad(loss_fn)(params, ids, targets)
   updates, opt_state = TX.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, loss
+  return (optax.apply_updates(params, updates), opt_state), loss
 
 
 def train(mesh: jax.sharding.Mesh, steps: int) -> tuple[dict, optax.OptState]:
   """Trains over every device of the mesh, of whichever process."""
   data = jax.NamedSharding(mesh, jax.P("data"))
   params = jax.device_put(make_params(), jax.NamedSharding(mesh, jax.P()))
-  opt_state = zenjax.init(TX, params, mesh, "data")
+  state = params, zenjax.init(TX, params, mesh, "data")
   train_step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   mine = [r for r, d in enumerate(mesh.devices.flat) if d in mesh.local_devices]
   for i in range(steps):
     # Every process loads the examples of its own devices and nothing else.
     batch = map(np.concatenate, zip(*(make_batch(i, rank) for rank in mine)))
     batch = [jax.make_array_from_process_local_data(data, x) for x in batch]
-    params, opt_state, loss = train_step(params, opt_state, *batch)
+    state, loss = train_step(state, *batch)
     if i % 5 == 0:
       # On every process, so that none runs far ahead of the others: CPU clients
       # of few threads deadlock with 32 steps of two devices in flight.
       loss = float(loss)
       if jax.process_index() == 0:
         print(f"step {i:4}  loss {loss:.5f}", flush=True)
-  return params, opt_state
+  return state
 
 
 def run_process(args: argparse.Namespace) -> None:

@@ -31,10 +31,11 @@ def loss_fn(params, ids, targets):
 
 
 def compiled(tx, mesh):
-  def step(params, opt_state, ids, targets):  # what one device does
+  def step(state, ids, targets):  # what one device does
+    params, opt_state = state
     loss, grads = zenjax.value_and_grad(loss_fn)(params, ids, targets)
     updates, opt_state = tx.update(grads, opt_state, params)
-    return zenjax.apply_updates(params, updates), opt_state, loss
+    return (zenjax.apply_updates(params, updates), opt_state), loss
 
   return jax.jit(zenjax.data_parallel(step, mesh, "data"))
 
@@ -64,22 +65,18 @@ def main() -> None:
 
   losses = {}
   for name, tx in (("everywhere", EVERYWHERE), ("owners", OWNERS)):
-    params, opt_state = start, zenjax.init(tx, start, mesh, "data")
-    print(f"{name}: {megabytes(opt_state):.2f} MB of state on a device")
+    state = start, zenjax.init(tx, start, mesh, "data")
+    print(f"{name}: {megabytes(state[1]):.2f} MB of state on a device")
     run, losses[name] = compiled(tx, mesh), []
     for i in range(steps):
       if i == steps // 2 and tx is OWNERS:
         # The form to save, which fits any number of devices.
-        saved = jax.device_get((params, zenjax.reshard(opt_state)))
+        saved = zenjax.reshard(state)
         mesh = jax.sharding.Mesh(devices[: len(devices) // 2], ("data",))
-        replicated = NamedSharding(mesh, PartitionSpec())
-        params = jax.device_put(saved[0], replicated)
-        opt_state = zenjax.reshard(saved[1], mesh, "data")
+        state = zenjax.reshard(saved, mesh, "data")
         run = compiled(tx, mesh)
-        print(
-          f"{mesh.size} devices go on: {megabytes(opt_state):.2f} MB on one"
-        )
-      params, opt_state, loss = run(params, opt_state, *batch(i))
+        print(f"{mesh.size} devices go on: {megabytes(state[1]):.2f} MB on one")
+      state, loss = run(state, *batch(i))
       losses[name].append(float(loss))
     first, *_, last = losses[name]
     print(f"step 0 loss {first:.5f}, step {steps - 1} loss {last:.5f}")

@@ -43,23 +43,24 @@ def batch(step: int, devices: int):
 def train(tx, mesh, steps: int, recorder=None):
   """Trains; a recorder sees the local gradients of every step."""
 
-  def step(params, opt_state, ids, targets):  # what one device does
+  def step(state, ids, targets):  # what one device does
+    params, opt_state = state
     loss, grads = jax.value_and_grad(loss_fn)(params, ids, targets)
     seen = recorder.rows(grads) if recorder else {}
     updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, (loss, seen)
+    return (optax.apply_updates(params, updates), opt_state), (loss, seen)
 
   params = jax.device_put(first_params(), NamedSharding(mesh, PartitionSpec()))
-  opt_state = zenjax.init(tx, params, mesh, "data")
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
+  state = params, zenjax.init(tx, params, mesh, "data")
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   for i in range(steps):
     inputs = batch(i, mesh.size)
-    params, opt_state, (loss, seen) = run(params, opt_state, *inputs)
+    state, (loss, seen) = run(state, *inputs)
     if recorder:
       recorder.write(seen)
     if i in (0, steps - 1):
       print(f"step {i}  loss {loss:.5f}", flush=True)
-  return opt_state
+  return state[1]
 
 
 def main() -> None:

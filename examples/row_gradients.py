@@ -47,24 +47,25 @@ def train(mesh, tx, value_and_grad, steps: int) -> list[float]:
     logits = nnx.merge(graph, params)(ids)
     return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
-  def step(params, opt_state, ids, labels):  # what one device does
+  def step(state, ids, labels):  # what one device does
+    params, opt_state = state
     loss, grads = value_and_grad(loss_fn)(params, ids, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
     # As optax.apply_updates, which takes no rows.
-    return zenjax.apply_updates(params, updates), opt_state, loss
+    return (zenjax.apply_updates(params, updates), opt_state), loss
 
   rng = np.random.default_rng(0)
   if value_and_grad is zenjax.value_and_grad:
     print(zenjax.rows.explain_tables(loss_fn, params, *documents(rng, 2)))
   params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-  opt_state = zenjax.init(tx, params, mesh, "data")
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
+  state = params, zenjax.init(tx, params, mesh, "data")
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   rng = np.random.default_rng(1)
   losses, seconds = [], []
   for _ in range(steps):
     batch = documents(rng, DOCUMENTS * mesh.size)
     start = time.perf_counter()
-    params, opt_state, loss = run(params, opt_state, *batch)
+    state, loss = run(state, *batch)
     losses.append(float(loss))
     seconds.append(time.perf_counter() - start)
   print(f"{np.median(seconds):.4f} s a step, loss {losses[0]:.4f}", end="")

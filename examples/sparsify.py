@@ -34,21 +34,22 @@ def loss_fn(params, x, y):
 
 
 def train(tx, mesh, steps: int) -> tuple[list[float], optax.OptState]:
-  def step(params, opt_state, x, y):  # what one device does
+  def step(state, x, y):  # what one device does
+    params, opt_state = state
     loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
     updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+    return (optax.apply_updates(params, updates), opt_state), loss
 
   params = jax.device_put(first_params(), NamedSharding(mesh, PartitionSpec()))
   # What waits differs between devices, so zenjax makes the state.
-  opt_state = zenjax.init(tx, params, mesh, "data")
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
+  state = params, zenjax.init(tx, params, mesh, "data")
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   rng, losses = np.random.default_rng(0), []
   for _ in range(steps):
     x = rng.standard_normal((BATCH, INPUTS), np.float32)
-    params, opt_state, loss = run(params, opt_state, x, np.sin(2 * x[:, 0]))
+    state, loss = run(state, x, np.sin(2 * x[:, 0]))
     losses.append(float(loss))
-  return losses, opt_state
+  return losses, state[1]
 
 
 def main() -> None:

@@ -47,20 +47,21 @@ def step_of(tx, rows=False, loss=loss):
   gradients = zenjax.value_and_grad if rows else jax.value_and_grad
   apply = zenjax.apply_updates if rows else optax.apply_updates
 
-  def step(params, state, ids, targets):
+  def step(state, ids, targets):
+    params, state = state
     value, grads = gradients(loss)(params, ids, targets)
     updates, state = tx.update(grads, state, params)
-    return apply(params, updates), state, value
+    return (apply(params, updates), state), value
 
   return step
 
 
 def checked(tx, mesh=None, step=None, axis: Any = "data", **kwargs):
   mesh = mesh or runners.mesh(2)
-  state = zenjax.init(tx, params(), mesh, axis)
+  state = params(), zenjax.init(tx, params(), mesh, axis)
   step = step or step_of(tx)
   return zenjax.check(
-    step, params(), state, IDS, TARGETS, mesh=mesh, axis_name=axis, **kwargs
+    step, state, IDS, TARGETS, mesh=mesh, axis_name=axis, **kwargs
   )
 
 
@@ -100,13 +101,14 @@ def test_what_travels_whole_does_so_in_float64():
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
   table, mesh = jnp.ones((600, 16)), runners.mesh(2)
 
-  def step(table, state, ids):
+  def step(state, ids):
+    table, state = state
     grads = jax.grad(lambda t: jnp.square(t[ids]).sum())(table)
     updates, state = tx.update(grads, state, table)
-    return optax.apply_updates(table, updates), state, 0.0
+    return (optax.apply_updates(table, updates), state), 0.0
 
-  ids, state = jnp.arange(8), zenjax.init(tx, table, mesh, "data")
-  result = zenjax.check(step, table, state, ids, mesh=mesh, axis_name="data")
+  ids, state = jnp.arange(8), (table, zenjax.init(tx, table, mesh, "data"))
+  result = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
   assert result.ok and not result.notes, str(result)
 
 
@@ -154,14 +156,10 @@ def test_exchanges_in_a_scan_in_a_jit_and_in_a_branch():
   ).gradient_transformation()
   inner = jax.jit(step_of(tx))
 
-  def step(params, state, ids, targets):
-    def turn(carry, part):
-      params, state, value = inner(*carry, *part)
-      return (params, state), value
-
+  def step(state, ids, targets):
     halves = ids.reshape(2, -1), targets.reshape(2, -1)
-    carry, values = lax.scan(turn, (params, state), halves)
-    return *carry, values.mean()
+    state, values = lax.scan(lambda s, part: inner(s, *part), state, halves)
+    return state, values.mean()
 
   result = checked(tx, step=step)
   assert result.ok, str(result)
@@ -173,10 +171,10 @@ def test_plain_programs_have_no_exchange(rows):
   """That of the mesh has plain collectives alone, whatever is in a `jit`."""
   tx = optax.chain(zen(), zenjax.lazy_rows(optax.sgd(0.1)))
   mesh, step = runners.mesh(2), jax.jit(step_of(tx, rows))
-  state = zenjax.init(tx, params(), mesh, "data")
-  arguments = params(), state, IDS, TARGETS
+  state = params(), zenjax.init(tx, params(), mesh, "data")
+  arguments = state, IDS, TARGETS
   run = check._Run(step, mesh, ("data",))
-  plain = jax.make_jaxpr(lambda *args: run.on_mesh(args, plainly=True)[1])
+  plain = jax.make_jaxpr(lambda *args: run.on_mesh(args, True, (0, 1))[1])
   own = jax.make_jaxpr(zenjax.data_parallel(step, mesh, "data"))
   found = [set(steps.collectives(f(*arguments).jaxpr)) for f in (plain, own)]
   assert "all_to_all" in found[1]
@@ -187,12 +185,10 @@ def test_arguments_stay_as_they_are():
   tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
   mesh = runners.mesh(2)
   given = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
-  state = zenjax.init(tx, given, mesh, "data")
-  before = jax.tree.map(np.array, (given, state))
-  zenjax.check(
-    step_of(tx), given, state, IDS, TARGETS, mesh=mesh, axis_name="data"
-  )
-  jax.tree.map(np.testing.assert_array_equal, before, (given, state))
+  state = given, zenjax.init(tx, given, mesh, "data")
+  before = jax.tree.map(np.array, state)
+  zenjax.check(step_of(tx), state, IDS, TARGETS, mesh=mesh, axis_name="data")
+  jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
 # --- steps that are broken ----------------------------------------------------
@@ -264,11 +260,12 @@ def test_a_gradient_that_the_compiler_gets_wrong_is_found():
   """One row reads the gradient of another; the exchange is right."""
   tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
 
-  def step(params, state, ids, targets):
+  def step(state, ids, targets):
+    params, state = state
     value, grads = jax.value_and_grad(loss)(params, ids, targets)
     grads["table"] = _errs_p.bind(grads["table"])
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
+    return (optax.apply_updates(params, updates), state), value
 
   result = checked(tx, step=step)
   assert all(v.ok for v in found(result, "exchange").values())
@@ -293,13 +290,11 @@ def test_what_cannot_be_compared_is_told():
 
 
 def test_a_step_that_synchronizes_nothing_is_refused():
-  def step(params, state, ids, targets):
+  def step(state, ids, targets):
+    params, state = state
     grads = jax.grad(loss)(params, ids, targets)
-    return (
-      jax.tree.map(lambda p, g: p - lax.pmean(g, "data"), params, grads),
-      state,
-      0.0,
-    )
+    params = jax.tree.map(lambda p, g: p - lax.pmean(g, "data"), params, grads)
+    return (params, state), 0.0
 
   with pytest.raises(ValueError, match="none of them ran"):
     checked(optax.sgd(1.0), step=step)
@@ -308,14 +303,16 @@ def test_a_step_that_synchronizes_nothing_is_refused():
 def test_a_while_loop_is_refused():
   tx = zen(scheme="dense")
 
-  def step(params, state, ids, targets):
+  def step(state, ids, targets):
+    params, state = state
+
     def body(carry):
       count, grads = carry
       return count + 1, tx.update(grads, state)[0]
 
     grads = jax.grad(loss)(params, ids, targets)
     _, grads = lax.while_loop(lambda c: c[0] < ids[0] * 0 + 1, body, (0, grads))
-    return grads, state, 0.0
+    return (grads, state), 0.0
 
   with pytest.raises(NotImplementedError, match="inside a `while`"):
     checked(tx, step=step)

@@ -20,15 +20,16 @@ def reported(tx, touched):
   """The report after a step of gradients in the rows `touched: [N, k]`."""
   params = jnp.zeros((ROWS, 8))
   mesh = runners.mesh(N)
-  state = zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init(tx, params, mesh, "data")
 
-  def step(params, state, ids):
+  def step(state, ids):
+    params, state = state
     grads = jnp.zeros_like(params).at[ids[0]].set(1.0)
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, 0
+    return (optax.apply_updates(params, updates), state), 0
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  _, state, _ = step(params, state, touched)
+  state, _ = step(state, touched)
   return zenjax.report(state)
 
 

@@ -240,20 +240,20 @@ def test_in_training_beside_dense():
   )
   mesh, target = runners.mesh(4), jnp.linspace(-1, 1, 40)
 
-  def step(w, state, x):
+  def step(state, x):
+    w, state = state
     loss = lambda w: jnp.mean((x @ (w - target)) ** 2)
     value, gradient = jax.value_and_grad(loss)(w)
     updates, state = tx.update(gradient, state, w)
-    return optax.apply_updates(w, updates), state, value
+    return (optax.apply_updates(w, updates), state), value
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  w = jnp.zeros(40)
-  state = zenjax.init(tx, w, mesh, "data")
+  state = jnp.zeros(40), zenjax.init(tx, jnp.zeros(40), mesh, "data")
   rng, losses = np.random.default_rng(0), []
   with jax.numpy_dtype_promotion("standard"):
     for _ in range(80):
       x = rng.normal(size=(64, 40)).astype(np.float32)
-      w, state, value = step(w, state, x)
+      state, value = step(state, x)
       losses.append(float(value))
   assert losses[-1] < losses[0] / 10
-  assert state[0].leaves["leaf"].selected.tolist() == [4] * 4
+  assert state[1][0].leaves["leaf"].selected.tolist() == [4] * 4

@@ -30,19 +30,20 @@ def after(inner, steps: int, **options: Any):
     zenjax.zen_sync("data", sparse=_A, unit="element"),
   )
   params, mesh = {"a": jnp.zeros(SIZE), "b": jnp.zeros(3)}, runners.mesh(N)
-  state = zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init(tx, params, mesh, "data")
 
-  def step(params, state, x):
+  def step(state, x):
+    params, state = state
     grads = {"a": x[0], "b": x[0, :3]}
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, 0
+    return (optax.apply_updates(params, updates), state), 0
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   rng = np.random.default_rng(0)
   for _ in range(steps):
     draw = rng.random((N, SIZE), dtype=np.float32)
-    params, state, _ = step(params, state, jnp.asarray(draw))
-  return state
+    state, _ = step(state, jnp.asarray(draw))
+  return state[1]
 
 
 def lines(state: Any) -> list[str]:

@@ -304,12 +304,13 @@ def test_a_forgotten_zen_sync(first, said):
   tx = optax.chain(first(), optax.sgd(0.1))
   state = made(tx)
 
-  def step(params, state, x):
+  def step(state, x):
+    params, state = state
     loss = lambda p: jnp.sum(p["kernel"] * x[0])
     updates, state = tx.update(jax.grad(loss)(params), state, params)
-    return optax.apply_updates(params, updates), state, 0.0
+    return (optax.apply_updates(params, updates), state), 0.0
 
   step = zenjax.data_parallel(step, runners.mesh(2), "data")
   with pytest.raises(ValueError) as error:
-    jax.eval_shape(step, PARAMS, state, jnp.zeros(2))
+    jax.eval_shape(step, (PARAMS, state), jnp.zeros(2))
   names(error, "`zenjax.zen_sync('data')` right behind", said, "selected")

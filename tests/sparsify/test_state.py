@@ -28,13 +28,12 @@ def draws(steps: int = STEPS) -> np.ndarray:
 def stepper(tx, mesh, axes: Any = "data"):
   """`(state, gradients [N, SIZE]) -> (update, state)` on the mesh."""
 
-  def step(update, state, gradients):
-    del update
-    update, state = tx.update(gradients[0], state)
-    return update, state, 0
+  def step(state, gradients):
+    _, state = state
+    return tx.update(gradients[0], state), ()
 
   mapped = jax.jit(zenjax.data_parallel(step, mesh, axes))
-  return lambda state, g: mapped(jnp.zeros(SIZE), state, g)[:2]
+  return lambda state, g: mapped((jnp.zeros(SIZE), state), g)[0]
 
 
 def made(tx, mesh, axes: Any = "data"):
@@ -125,15 +124,16 @@ def test_report_of_both_kinds():
     "zen": zenjax.zen_sync("data", sparse=True),
   }
   tx, mesh = optax.multi_transform(transforms, labels), runners.mesh(N)
-  state = zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init(tx, params, mesh, "data")
 
-  def step(params, state, x):
+  def step(state, x):
+    params, state = state
     grads = {"dense": x[0], "table": jnp.zeros((600, 4)).at[:3].set(x[0, 0])}
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, 0
+    return (optax.apply_updates(params, updates), state), 0
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  _, state, _ = step(params, state, draws()[0])
+  state, _ = step(state, draws()[0])
   text = zenjax.report(state)
   assert "zen_sync after 1 steps" in text and "sparsifier after 1" in text
   assert set(zenjax.stats(state)) == {"table", "sparsifier"}
@@ -187,14 +187,14 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(make):
   gradients = gradients * np.linspace(1, 2, size, dtype=np.float32)
   params = jnp.zeros(size)
 
-  def step(update, state, g):
-    del update
-    return *tx.update(g[0], state), 0
+  def step(state, g):
+    _, state = state
+    return tx.update(g[0], state), ()
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   state = zenjax.init(tx, params, mesh, "data")
   for g in gradients[:3]:
-    _, state, _ = step(params, state, g)
+    (_, state), _ = step((params, state), g)
   saved = flax.serialization.to_bytes(jax.device_get(state))
   fresh = zenjax.init(tx, params, mesh, "data")
   restored = flax.serialization.from_bytes(jax.device_get(fresh), saved)
@@ -205,8 +205,8 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(make):
     specs,
   )
   for g in gradients[3:]:
-    one, state, _ = step(params, state, g)
-    two, other, _ = step(params, other, g)
+    (one, state), _ = step((params, state), g)
+    (two, other), _ = step((params, other), g)
     np.testing.assert_array_equal(one, two)
   jax.tree.map(np.testing.assert_array_equal, state, other)
 

@@ -293,18 +293,18 @@ def test_in_a_chain_with_an_optimizer():
   def loss(w, x):
     return jnp.mean((x @ (w - target)) ** 2)
 
-  def step(w, state, x):
+  def step(state, x):
+    w, state = state
     value, gradient = jax.value_and_grad(loss)(w, x)
     updates, state = tx.update(gradient, state, w)
-    return optax.apply_updates(w, updates), state, value
+    return (optax.apply_updates(w, updates), state), value
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  w = jnp.zeros(40)
-  state = zenjax.init(tx, w, mesh, "data")
+  state = jnp.zeros(40), zenjax.init(tx, jnp.zeros(40), mesh, "data")
   rng, losses = np.random.default_rng(0), []
   for _ in range(60):
     x = rng.normal(size=(64, 40)).astype(np.float32)
-    w, state, value = step(w, state, x)
+    state, value = step(state, x)
     losses.append(float(value))
   assert losses[-1] < losses[0] / 10
 

@@ -257,21 +257,22 @@ def test_a_mesh_of_explicit_axes():
   batch = rng.integers(0, 600, 8), rng.standard_normal((8, 4), np.float32)
   tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=True)
 
-  def step(table, state, ids, scale):
+  def step(state, ids, scale):
+    table, state = state
     loss = lambda t: (t[ids] * scale).sum()
     _, grads = zenjax.value_and_grad(loss)(table)
     updates, state = tx.update(grads, state, table)
-    return zenjax.apply_updates(table, updates), state, jnp.sum(ids)
+    return (zenjax.apply_updates(table, updates), state), jnp.sum(ids)
 
   def after_steps(mesh, specs):
     table = jnp.ones((600, 4))
-    state = zenjax.init(tx, table, mesh, "data")
+    state = table, zenjax.init(tx, table, mesh, "data")
     train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     for spec in specs:
       placed = jax.device_put(batch, spec and NamedSharding(mesh, spec))
-      table, state, total = train(table, state, *placed)
+      state, total = train(state, *placed)
       assert total == batch[0].sum()
-    return np.asarray(table)
+    return np.asarray(state[0])
 
   devices = jax.devices()[:2]
   explicit = jax.make_mesh((2,), ("data",), devices=devices)

@@ -50,10 +50,10 @@ def traced(tx, state, n, *, by, params=PARAMS, donate=False):
   mesh = runners.mesh(n)
   grads = jax.tree.map(lambda x: jnp.ones((n, *x.shape)), params)
   if by == "data_parallel":
-    step = lambda params, state, grads: (*update(grads, state), 0)
+    step = lambda state, grads: (update(grads, state[1]), 0)
     step = zenjax.data_parallel(step, mesh, "data")
-    step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
-    return jax.eval_shape(step, params, state, grads)
+    step = jax.jit(step, donate_argnums=0 if donate else ())
+    return jax.eval_shape(step, (params, state), grads)
   specs = zenjax.state_specs(state, "data")
   if by == "specs that say it is equal":
     specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: x == P("data"))
@@ -82,7 +82,7 @@ def test_another_number_of_devices(kind):
       with pytest.raises(ValueError) as error:
         traced(tx, states[had], n, by="data_parallel", donate=donate)
       words = [f"the {n} devices", f"made for {had}", "zenjax.reshard(state"]
-      names(error, "`opt_state`", *words)
+      names(error, "`state`", *words)
   # A device then has the parts of several.
   for had, n in ((4, 2), (3, 1), (4, 1)):
     for state in (states[had], jax.tree.map(np.asarray, states[had])):
@@ -137,10 +137,10 @@ def test_leaves_of_four_devices_in_the_structure_of_two():
 def test_a_state_in_the_order_of_rows():
   tx = owners()
   saved = zenjax.reshard(made(tx, 4))
-  for by, argument in (("shard_map", "state"), ("data_parallel", "opt_state")):
+  for by in ("shard_map", "data_parallel"):
     with pytest.raises(ValueError) as error:
       traced(tx, saved, 1, by=by)
-    names(error, f"`{argument}`", "order of rows", "zenjax.reshard(state, mesh")
+    names(error, "`state`", "order of rows", "zenjax.reshard(state, mesh")
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,13 @@ def test_multisteps_that_were_not_made_by_init():
   tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
   params = {"t": jnp.zeros((40, 4)), "other": jnp.zeros(6)}
   step = zenjax.data_parallel(
-    lambda params, state, x: (params, state, x), runners.mesh(N), "data"
+    lambda state, x: (state, x), runners.mesh(N), "data"
   )
   with pytest.raises(ValueError) as error:
-    step(params, tx.init(params), jnp.zeros(N))
-  names(error, "`opt_state`", "MultiSteps", "zenjax.init", "(6,)", "other")
+    step((params, tx.init(params)), jnp.zeros(N))
+  names(error, "`state`", "MultiSteps", "zenjax.init", "(6,)", "other")
   made = zenjax.init(tx, params, runners.mesh(N), "data")
-  step(params, made, jnp.zeros(N))
+  step((params, made), jnp.zeros(N))
 
 
 def test_axis_of_data_parallel_that_the_mesh_lacks():
@@ -97,30 +97,30 @@ def test_axis_of_data_parallel_that_the_mesh_lacks():
   ("argument", "remedy", "remedied"),
   [
     (
-      jax.random.key(0),
-      "`jax.random.split(key, 2)`, and use `key[0]`",
-      jax.random.split(jax.random.key(0), 2),
+      jax.random.split(jax.random.key(0), 3),
+      "one key, of which each device gets its own, or one for each example",
+      jax.random.split(jax.random.key(0), 4),
     ),
     (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
     (jnp.zeros((3, 2)), "pad or trim", jnp.zeros((4, 2))),
     (jnp.zeros((0, 2)), "skip the step", jnp.zeros((2, 2))),
   ],
-  ids=["key", "scalar", "odd", "empty"],
+  ids=["keys", "scalar", "odd", "empty"],
 )
 def test_batch_that_cannot_be_split(argument, remedy, remedied):
   """What the message offers works."""
 
-  def step(params, state, x):
+  def step(state, x):
     one = x[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       one = jax.random.uniform(one)
-    return params, state, one.sum()
+    return state, one.sum()
 
   mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
   with pytest.raises(ValueError) as error:
-    mapped({}, (), argument)
+    mapped((), argument)
   names(error, "`batch` argument 0", "2 devices", str(argument.shape), remedy)
-  assert jnp.isfinite(mapped({}, (), remedied)[2]).all()
+  assert jnp.isfinite(mapped((), remedied)[1]).all()
 
 
 _AUTOMATIC = jax.sharding.AxisType.Auto
@@ -135,7 +135,7 @@ def sharded(axis_type, spec):
   return mesh, params | {"table": jax.device_put(params["table"], placed)}
 
 
-_WORDS = ("`params`", "'table'", "(40, 4)", "gathered", "not supported", "P()")
+_WORDS = ("table'", "(40, 4)", "gathered", "not supported", "P()")
 
 
 @pytest.mark.parametrize("axis_type", [_AUTOMATIC, _EXPLICIT])
@@ -144,18 +144,19 @@ def test_table_that_is_sharded_over_the_data(axis_type, spec):
   """It would be gathered on every device, in silence."""
   mesh, params = sharded(axis_type, spec)
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
-  step = lambda params, state, x: (params, state, x.mean())
+  step = lambda state, x: (state, x.mean())
   step = zenjax.data_parallel(step, mesh, "data")
   with pytest.raises(ValueError) as error:
     zenjax.init(tx, params, mesh, "data")
-  names(error, *_WORDS, str(spec))
+  names(error, "`params`", "'table'", *_WORDS, str(spec))
+  state = optax.EmptyState(), params
   with pytest.raises(ValueError) as error:
-    step(params, (), jnp.zeros(N))
-  names(error, *_WORDS)
+    step(state, jnp.zeros(N))
+  names(error, "`state`", "'1.table'", *_WORDS)
   if axis_type == _EXPLICIT:  # Of others nothing is seen under `jit`.
     with pytest.raises(ValueError) as error:
-      jax.jit(step).lower(params, (), jnp.zeros(N))
-    names(error, *_WORDS)
+      jax.jit(step).lower(state, jnp.zeros(N))
+    names(error, "`state`", *_WORDS)
 
 
 def test_table_that_is_sharded_over_another_axis():
@@ -163,10 +164,10 @@ def test_table_that_is_sharded_over_another_axis():
   mesh, params = sharded(_AUTOMATIC, P(None, "model"))
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
   zenjax.init(tx, params, mesh, "data")
-  step = zenjax.data_parallel(lambda p, s, x: (p, s, 0), mesh, "data")
+  step = zenjax.data_parallel(lambda params, x: (params, 0), mesh, "data")
   with pytest.raises(ValueError) as error:
-    step(params, (), jnp.zeros(N))
-  names(error, *_WORDS)
+    step(params, jnp.zeros(N))
+  names(error, "`state`", *_WORDS)
 
 
 def test_an_axis_that_the_mesh_of_a_step_lacks():
@@ -174,13 +175,14 @@ def test_an_axis_that_the_mesh_of_a_step_lacks():
   table = jnp.zeros((41, 4))
   state = tx.init(table)
 
-  def step(table, state, ids):
+  def step(state, ids):
+    table, state = state
     updates, state = tx.update(jnp.ones_like(table), state, table)
-    return table + updates, state, jnp.sum(ids)
+    return (table + updates, state), jnp.sum(ids)
 
   train = zenjax.data_parallel(step, runners.mesh(N), "data")
   with pytest.raises(NameError) as error:
-    jax.eval_shape(train, table, state, jnp.arange(N))
+    jax.eval_shape(train, (table, state), jnp.arange(N))
   names(error, "`axis_name`", "'batch'", "a name that the mesh has", "'data'")
 
 

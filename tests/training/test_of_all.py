@@ -191,16 +191,17 @@ def test_in_a_step_of_data_parallel():
   """Two lines; what comes out is what one device makes of the whole batch."""
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(1.0))
 
-  def step(w, state, x, mask):
+  def step(state, x, mask):
+    w, state = state
     share = lambda w: zenjax.weighted_mean(losses(w, x), mask, "data")
     loss, grads = jax.value_and_grad(share)(w)
     updates, state = tx.update(grads, state)
-    return optax.apply_updates(w, updates), state, loss
+    return (optax.apply_updates(w, updates), state), loss
 
   w = jnp.asarray(W)
-  state = zenjax.init(tx, w, runners.mesh(N), "data")
+  state = w, zenjax.init(tx, w, runners.mesh(N), "data")
   step = jax.jit(zenjax.data_parallel(step, runners.mesh(N), "data"))
-  after, _, loss = step(w, state, X, MASK)
+  (after, _), loss = step(state, X, MASK)
   want, (by_w, _) = whole(W, SCALE, False)
   np.testing.assert_allclose(loss, want, rtol=1e-5)
   np.testing.assert_allclose(after, W - by_w, rtol=1e-4)

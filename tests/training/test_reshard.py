@@ -97,11 +97,10 @@ class Run:
     return zenjax.init(self.tx, self.params, runners.mesh(n), "data")
 
   def step(self, n):
-    def step(params, state, gradients):
-      del params
+    def step(state, gradients):
+      _, state = state
       local = jax.tree.map(lambda g: g.mean(axis=0), gradients)
-      updates, state = self.tx.update(local, state, self.params)
-      return updates, state, 0
+      return self.tx.update(local, state, self.params), ()
 
     if n not in self._steps:
       mapped = zenjax.data_parallel(step, runners.mesh(n), "data")
@@ -113,7 +112,7 @@ class Run:
     found = []
     for t in range(len(next(iter(gradients.values())))):
       now = {name: x[t] for name, x in gradients.items()}
-      updates, state, _ = self.step(n)(self.params, state, now)
+      (updates, state), _ = self.step(n)((self.params, state), now)
       found.append(jax.tree.map(np.asarray, updates))
     stack = lambda *x: np.stack(x).astype(np.float64)
     return jax.tree.map(stack, *found), state

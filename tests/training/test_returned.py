@@ -35,10 +35,10 @@ PARAMS, BATCH = jax.tree.map(jnp.asarray, (PARAMS, BATCH))
 
 def of_batch(see, **options):
   """What a step returns that sees the batch on `N` devices."""
-  step = lambda params, state, batch: (params, state, see(batch))
+  step = lambda state, batch: (state, see(batch))
   mesh = runners.mesh(options.pop("devices", N))
   mapped = zenjax.data_parallel(step, mesh, "data", **options)
-  return lambda batch=BATCH: mapped({}, (), batch)[2]
+  return lambda batch=BATCH: mapped((), batch)[1]
 
 
 def shapes_of(see, **options):
@@ -104,11 +104,11 @@ def by_example(params, batch):
 
 
 def test_what_is_made_by_example_comes_out_as_of_one_device():
-  def step(params, state, batch):
-    return params, state, by_example(params, batch)
+  def step(params, batch):
+    return params, by_example(params, batch)
 
   mapped = jax.jit(zenjax.data_parallel(step, runners.mesh(N), "data"))
-  _, _, (values, counts) = mapped(PARAMS, (), BATCH)
+  _, (values, counts) = mapped(PARAMS, BATCH)
   wanted, totals = by_example(PARAMS, BATCH)
   for name, want in wanted.items():
     got = values[name]
@@ -293,25 +293,25 @@ def test_batches_of_several_lengths_and_axes():
   axes = ("host", "device")
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:N]).reshape(2, 2), axes)
 
-  def step(params, state, words, negatives):
+  def step(state, words, negatives):
     count = lax.psum(words.sum(), "device")
     mean = lax.pmean(words.mean(dtype=np.float32), "host")
-    return params, state, (2 * words, -negatives, words.sum(), count, mean)
+    return state, (2 * words, -negatives, words.sum(), count, mean)
 
   words, negatives = jnp.arange(8), jnp.arange(12)
   mapped = zenjax.data_parallel(step, mesh, axes)
-  got = mapped({}, (), words, negatives)[2]
+  got = mapped((), words, negatives)[1]
   np.testing.assert_array_equal(got[0], 2 * words)
   np.testing.assert_array_equal(got[1], -negatives)
   # A sum over some axes is added up over the others alone.
   assert (int(got[2]), int(got[3]), float(got[4])) == (28, 28, 3.5)
 
-  def mixed(params, state, words, negatives):
-    return params, state, words[:, None] + negatives[None]
+  def mixed(state, words, negatives):
+    return state, words[:, None] + negatives[None]
 
   with pytest.raises(ValueError, match="aux_specs"):
     jax.eval_shape(
-      zenjax.data_parallel(mixed, mesh, axes), {}, (), words, negatives
+      zenjax.data_parallel(mixed, mesh, axes), (), words, negatives
     )
 
 
@@ -319,7 +319,9 @@ def test_predictions_of_a_training_step_give_an_auc():
   """They leave through `has_aux`, beside gradients that are rows."""
   mesh, tx = runners.mesh(N), zenjax.zen_sync("data")
 
-  def step(params, state, batch):
+  def step(state, batch):
+    params, state = state
+
     def loss(params):
       logits = params["table"][batch["ids"]].sum((1, 2))
       loss = optax.sigmoid_binary_cross_entropy(logits, batch["y"] % 2)
@@ -328,21 +330,40 @@ def test_predictions_of_a_training_step_give_an_auc():
     taken = zenjax.value_and_grad(loss, has_aux=True)
     (value, logits), grads = taken(params)
     _, state = tx.update(grads, state)
-    return params, state, {"loss": value, "logits": logits}
+    return (params, state), {"loss": value, "logits": logits}
 
   params = {"table": PARAMS["table"]}
   state = zenjax.init(tx, params, mesh, "data")
   mapped = zenjax.data_parallel(step, mesh, "data")
   with jax.numpy_dtype_promotion("standard"):
-    aux = jax.jit(mapped)(params, state, BATCH)[2]
+    _, aux = jax.jit(mapped)((params, state), BATCH)
   want = PARAMS["table"][BATCH["ids"]].sum((1, 2))
   np.testing.assert_allclose(aux["logits"], want, rtol=1e-5)
   assert aux["loss"].shape == ()
 
 
-def test_step_that_returns_two_things():
-  step: Any = lambda params, state, x: (params, state)
+@pytest.mark.parametrize(
+  ("step", "words"),
+  [
+    (
+      lambda state, x: (*state, 0),
+      ("3 values", "`params, opt_state = state`", "(params, opt_state), aux"),
+    ),
+    (lambda state, x: state["a"], ("got ArrayImpl", "`()` as `aux`")),
+    (lambda state, x: state, ("without leaf '0'", "all of the state")),
+    (lambda state, x: (state[0], state[1]), ("without leaf '0'", "in `aux`")),
+    (lambda state, x: ((*state, x), 0), ("leaf '2' besides", "in `aux`")),
+    (lambda state, x: ([*state], 0), ("list of other nodes",)),
+  ],
+  ids=["three", "one", "state", "parts", "more", "list"],
+)
+def test_step_that_does_not_return_a_state_and_aux(step, words):
+  """Two parts of a state are no state and aux: they would train no more."""
   mapped = zenjax.data_parallel(step, runners.mesh(2), "data")
+  state: Any = (jnp.zeros(3), jnp.ones(3))
+  if words[0] == "got ArrayImpl":
+    state = {"a": jnp.zeros(3)}
+    words = (words[1],)
   with pytest.raises(TypeError) as error:
-    mapped({}, (), jnp.zeros(2))
-  names(error, "`step`", "(params, opt_state, aux)", "2 values")
+    mapped(state, jnp.zeros(2))
+  names(error, "`step` must return `(state, aux)`", *words)

@@ -92,22 +92,23 @@ def test_data_parallel_is_the_same_step_in_one_call():
   mesh = runners.mesh(8)
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.3))
 
-  def step(params, state, ids, targets):
+  def step(state, ids, targets):
+    params, state = state
     loss, grads = jax.value_and_grad(lookup_loss)(params, (ids, targets))
     updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
+    return (optax.apply_updates(params, updates), state), loss
 
-  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=(0, 1))
-  state = zenjax.init(tx, params, mesh, "data")
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   params = jax.device_put(params, NamedSharding(mesh, P()))
+  state = params, zenjax.init(tx, params, mesh, "data")
   losses = []
   for batch in zip(ids, targets, strict=True):
     with steps.compilations() as compiled:
-      params, state, loss = run(params, state, *batch)
+      state, loss = run(state, *batch)
     losses.append(float(loss))
     assert len(compiled) == (1 if len(losses) == 1 else 0)
   np.testing.assert_allclose(losses, _train_alone(8), rtol=1e-5)
-  for leaf in jax.tree.leaves(params):
+  for leaf in jax.tree.leaves(state[0]):
     oracle.check_replicas(runners.shards(leaf))
 
 

@@ -79,15 +79,16 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
     zenjax.zen_sync("data", sparse=True, **options), optax.sgd(1.0)
   )
 
-  def step(table, state, ids):
+  def step(state, ids):
+    table, state = state
     loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(table)
     updates, state = tx.update(grads, state, table)
-    return optax.apply_updates(table, updates), state, loss
+    return (optax.apply_updates(table, updates), state), loss
 
   mesh = Mesh(np.asarray(jax.devices()), ("data",))
   table = np.ones((ROWS, 3), np.float32)
   table = jax.device_put(table, NamedSharding(mesh, P()))
-  state = zenjax.init(tx, table, mesh, "data")
+  state = table, zenjax.init(tx, table, mesh, "data")
   split = NamedSharding(mesh, P("data"))
 
   def batch(number):
@@ -96,27 +97,28 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
 
   ids = batch(0)
   train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  jax.block_until_ready((table, state, ids))
+  jax.block_until_ready((state, ids))
   print("begins", flush=True)
   begun = time.monotonic()
   if what == "idle":
     time.sleep(12)
   elif what == "lower":
-    train.lower(table, state, ids)
+    train.lower(state, ids)
     print(f"lowered after {time.monotonic() - begun:.1f} s", flush=True)
     time.sleep(4)
   elif what == "train":
-    specs = P(), zenjax.state_specs(state, "data")
+    specs = zenjax.state_specs(state, "data")
     if restore:
-      table, state = loaded(restore, (table, state), specs, mesh)
+      state = loaded(restore, state, specs, mesh)
     for number in range(begin, begin + steps):
-      table, state, _ = train(table, state, batch(number))
+      state, _ = train(state, batch(number))
     if save:
-      own = [of_this_process(x) for x in jax.tree.leaves((table, state))]
+      own = [of_this_process(x) for x in jax.tree.leaves(state)]
       np.savez(save.format(process), *own)
+    table, _ = state
     print("trained", float(jnp.sum(table.addressable_data(0))), flush=True)
   else:
-    found = zenjax.check(step, table, state, ids, mesh=mesh, axis_name="data")
+    found = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
     print(found, flush=True)
 
 

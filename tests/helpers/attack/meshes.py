@@ -108,9 +108,10 @@ def _data_parallel(mesh: Callable[[], Mesh], axis: Axis, **options: Any):
   def build():
     tx = zenjax.zen_sync(axis, sparse=True, **options)
 
-    def step(params, state, grads):
+    def step(state, grads):
+      params, state = state
       updates, state = tx.update(grads[0], state, params)
-      return params + updates, state, ()
+      return (params + updates, state), ()
 
     made = mesh()
     train = jax.jit(zenjax.data_parallel(step, made, axis))
@@ -119,7 +120,8 @@ def _data_parallel(mesh: Callable[[], Mesh], axis: Axis, **options: Any):
     def run(stack):
       zeros = jnp.zeros(stack.shape[1:], stack.dtype)
       given = jax.device_put(stack, split)
-      copies = runners.shards(train(zeros, tx.init(zeros), given)[0])
+      (params, _), _ = train((zeros, tx.init(zeros)), given)
+      copies = runners.shards(params)
       # Along other axes there are more.
       truth.same_everywhere(copies, "parameters")
       return copies[: len(stack)]

@@ -258,20 +258,21 @@ def _owners(n: int, num_rows: int, rows: bool) -> Front:
     zeros = jnp.zeros(shape)
     start = zenjax.init(made, zeros, mesh, "data")
 
-    def step(table, state, ids, values):
+    def step(state, ids, values):
+      table, state = state
       looked_up = zenjax.SparseRows(ids[0], values[0], num_rows)
       grads: Any = looked_up if rows else looked_up.to_dense()
       with jax.numpy_dtype_promotion("standard"):
         updates, state = made.update(grads, state, table)
-        return zenjax.apply_updates(table, updates), state, ()
+        return (zenjax.apply_updates(table, updates), state), ()
 
     train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
 
     def run(history):
-      table, state = zeros, start
+      state = zeros, start
       for given in history:
-        table, state, _ = train(table, state, given.ids, given.values)
-      return runners.shards(table)
+        state, _ = train(state, given.ids, given.values)
+      return runners.shards(state[0])
 
     return run
 

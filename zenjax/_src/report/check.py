@@ -19,9 +19,15 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
+from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import marking
+from zenjax._src.sync import sync_state
+from zenjax._src.sync.owner_update import OwnerState
 from zenjax._src.training import placement
+from zenjax._src.training.data_parallel import batch_specs
 from zenjax._src.training.data_parallel import data_parallel
+from zenjax._src.training.data_parallel import with_own_keys
 
 
 class Verdict(NamedTuple):
@@ -83,8 +89,8 @@ class Checked:
       with the float64 mean of its operands; if rows wait, results and waiting
       rows with operands and rows that waited. `"replicas"`: the copies of a
       leaf on all devices, bit by bit. `"gradient"`: local gradients with those
-      of another compilation. `"step"`: the change of parameters with that by
-      plain collectives.
+      of another compilation. `"step"`: the change of what the state holds of a
+      leaf, parameters and momenta, with that by plain collectives.
     notes: Omitted comparisons, each with its reason.
 
   Example:
@@ -154,9 +160,8 @@ def _cell(comparison: Comparison | None) -> tuple[str, ...]:
 
 
 def check(
-  step: Callable[..., tuple[Any, Any, Any]],
-  params: Any,
-  opt_state: Any,
+  step: Callable[..., tuple[Any, Any]],
+  state: Any,
   *batch: Any,
   mesh: Mesh,
   axis_name: AxisName,
@@ -170,7 +175,8 @@ def check(
   averaged on the host in float64, and every device's result must be that mean,
   up to what rounding explains, and have the same bits on all. The third is the
   step with `lax.pmean` (of row gradients `lax.all_gather`, and a sum of equal
-  ids) in the place of each exchange; parameters must change as in the first.
+  ids) in the place of each exchange; what the state holds of a leaf, parameters
+  and momenta, must change as in the first.
   The fourth takes the local gradients once more, of all devices in one program
   on one CPU without collectives, in float64 where that can be traced and
   nothing random is drawn, else in float32: a gradient that a compiler got wrong
@@ -192,8 +198,7 @@ def check(
 
   Args:
     step: The step, as `zenjax.data_parallel` takes it.
-    params: Before the step.
-    opt_state: Before the step, of `zenjax.init`.
+    state: Before the step.
     *batch: Global, as the mapped step takes it.
     mesh: The mesh of training.
     axis_name: Its axes, as `zenjax.data_parallel` takes them.
@@ -215,22 +220,23 @@ def check(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(1.0))
-    >>> def step(table, state, ids):
+    >>> def step(state, ids):
+    ...   table, opt_state = state
     ...   loss, grads = jax.value_and_grad(lambda t: t[ids].sum())(table)
-    ...   updates, state = tx.update(grads, state, table)
-    ...   return optax.apply_updates(table, updates), state, loss
+    ...   updates, opt_state = tx.update(grads, opt_state, table)
+    ...   return (optax.apply_updates(table, updates), opt_state), loss
     >>> table, ids = jnp.zeros((4, 1)), jnp.array([0, 0, 1, 3])
-    >>> found = zenjax.check(
-    ...   step, table, tx.init(table), ids, mesh=mesh, axis_name="data"
-    ... )
+    >>> state = table, tx.init(table)
+    >>> found = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
     >>> found.ok
     True
     >>> print(str(found).splitlines()[-1])
     verdict: ok, 4 comparisons
   """
+  step, state = _arrays_alone(step, state)
   run = _Run(step, mesh, placement.mesh_axes(axis_name, mesh))
-  arguments = params, opt_state, *batch
-  own = jax.jit(data_parallel(step, mesh, axis_name))(*arguments)
+  arguments = state, *batch
+  own, _ = jax.jit(data_parallel(step, mesh, axis_name))(*arguments)
   calls, _ = run.on_mesh(arguments, plainly=False)
   if not calls:
     raise ValueError(
@@ -242,12 +248,34 @@ def check(
   compared = [
     *itertools.chain(*(_exchanged(call, run, notes) for call in calls)),
     *_gradients(calls, run, arguments, memory, notes),
-    *_changes(own[0], calls, run, arguments, notes),
-    *_copies(*own[:2]),
+    *_changes(own, calls, run, arguments, notes),
+    *_copies(own, calls),
   ]
   # A note on each of several calls is one.
   notes = list(dict.fromkeys(notes))
   return Checked(comparisons=tuple(_worst(compared)), notes=tuple(notes))
+
+
+def _arrays_alone(
+  step: Callable[..., tuple[Any, Any]], state: Any
+) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+  """Puts None for what is no array in a state, and a step of such a state."""
+  leaves, structure = jax.tree.flatten(state)
+  arrays = list(map(leaf_util.is_array, leaves))
+  if all(arrays):
+    return step, state
+
+  def only(leaves):
+    kept = zip(leaves, arrays)
+    return structure.unflatten([x if array else None for x, array in kept])
+
+  def step_of_arrays(state, *batch):
+    given = iter(jax.tree.leaves(state))
+    whole = [next(given) if ok else x for x, ok in zip(leaves, arrays)]
+    after, aux = step(structure.unflatten(whole), *batch)
+    return only(structure.flatten_up_to(after)), aux
+
+  return step_of_arrays, only(leaves)
 
 
 def _worst(compared: Sequence[Comparison]) -> list[Comparison]:
@@ -275,7 +303,7 @@ class _Call(NamedTuple):
 class _Run:
   """A step on a mesh, of which `axes` split the batch."""
 
-  step: Callable[..., tuple[Any, Any, Any]]
+  step: Callable[..., tuple[Any, Any]]
   mesh: Mesh
   axes: Axes
 
@@ -284,37 +312,47 @@ class _Run:
     return tuple(self.mesh.shape[axis] for axis in self.axes)
 
   def specs(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    split = PartitionSpec(self.axes)
-    state = placement.state_specs(arguments[1], self.axes)
-    return (PartitionSpec(), state, *[split] * (len(arguments) - 2))
+    state, *batch = arguments
+    specs = placement.state_specs(state, self.axes)
+    return specs, *batch_specs(tuple(batch), self.axes)
 
   def local(
-    self, arguments: Sequence[Any], plainly: bool, gradients: bool = False
+    self, arguments: Sequence[Any], plainly: bool, wanted: Sequence[int] = ()
   ):
-    """Runs one device's step: parameters after it, and values at its marks.
+    """Runs one device's step: leaves of the state after it, values at marks.
 
-    Plainly only what these need is run, and no exchange; of `gradients` alone
-    no parameters.
+    Plainly only what these need is run, and no exchange.
+
+    Args:
+      arguments: Of the step.
+      plainly: Whether plain collectives take the place of exchanges.
+      wanted: Which leaves of the state.
     """
-    program, shape = jax.make_jaxpr(self.step, return_shape=True)(*arguments)
+
+    def picked(state, *batch):
+      batch = with_own_keys(batch, self.axes)
+      state, aux = out = self.step(state, *batch)
+      leaves = jax.tree.leaves(state)
+      return [leaves[i] for i in wanted], out
+
+    program = jax.make_jaxpr(picked)(*arguments)
     leaves = jax.tree.leaves(arguments)
-    wanted = 0 if gradients else len(jax.tree.leaves(shape[0]))
-    outs, found = marking.read(program, leaves, plainly, wanted)
-    return jax.tree.structure(shape).unflatten(outs)[0], found
+    outs, found = marking.read(program, leaves, plainly, len(wanted))
+    return outs[: len(wanted)], found
 
   def on_mesh(
-    self, arguments: Sequence[Any], plainly: bool
-  ) -> tuple[list[_Call], Any]:
-    """Runs a step: returns its exchanges, and the parameters after it."""
+    self, arguments: Sequence[Any], plainly: bool, wanted: Sequence[int] = ()
+  ) -> tuple[list[_Call], list[Any]]:
+    """Runs a step: returns its exchanges, and some leaves of the state."""
     specs, marks = self.specs(arguments), []
 
     def local(*arguments):
-      params, found = self.local(arguments, plainly)
+      leaves, found = self.local(arguments, plainly, wanted)
       marks[:] = [f.mark for f in found]
-      return params, [(f.value[None], f.ran[None]) for f in found]
+      return leaves, [(f.value[None], f.ran[None]) for f in found]
 
     def mapped(*arguments):
-      params, found = jax.shard_map(
+      leaves, found = jax.shard_map(
         local,
         mesh=self.mesh,
         in_specs=specs,
@@ -322,13 +360,13 @@ class _Run:
         check_vma=False,
       )(*placement.on_mesh(arguments, self.mesh, specs))
       # Values that are not returned are not computed.
-      return params, [] if plainly else found
+      return leaves, [] if plainly else found
 
-    params, found = jax.jit(mapped)(*arguments)
+    leaves, found = jax.jit(mapped)(*arguments)
     if plainly:
-      return [], params
+      return [], leaves
     found = [(_by_device(value), _by_device(ran)) for value, ran in found]
-    return _calls(marks, found), params
+    return _calls(marks, found), leaves
 
   def on_one_cpu(
     self, arguments: Sequence[Any], wide: bool, memory: int
@@ -354,7 +392,7 @@ class _Run:
 
     def local(*leaves):
       tree = structure.unflatten(leaves)
-      _, found = self.local(tree, plainly=True, gradients=True)
+      _, found = self.local(tree, plainly=True)
       found = [f for f in found if f.mark.role == "local"]
       marks[:] = [f.mark for f in found]
       return [(f.value, f.ran) for f in found]
@@ -659,24 +697,75 @@ def _arrays(x: Any) -> list[np.ndarray]:
   return [np.ascontiguousarray(part) for part in parts]
 
 
-def _copies(params: Any, state: Any) -> Iterator[Comparison]:
+def _copies(state: Any, calls: Sequence[_Call]) -> Iterator[Comparison]:
   """Compares the copies of each leaf on the devices of this process."""
-  for argument, tree in (("", params), ("state: ", state)):
-    for name, leaf in leaf_util.named_leaves(tree):
-      if not isinstance(leaf, jax.Array):
-        continue
-      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-      by_index: dict[str, list[np.ndarray]] = {}
-      for shard in leaf.addressable_shards:
-        here = by_index.setdefault(str(shard.index), [])
-        here.append(np.asarray(shard.data))
-      found = Verdict()
-      for copies in by_index.values():
-        found = found.joined(_alike(copies))
-      # A state has many leaves: only those that differ are listed.
-      if not argument or not found.ok:
-        yield Comparison("replicas", argument + name, "", found)
+  kept = {i: name for i, name, _ in _kept(state, calls)}
+  for i, (name, leaf) in enumerate(leaf_util.named_leaves(state)):
+    if not isinstance(leaf, jax.Array):
+      continue
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    by_index: dict[str, list[np.ndarray]] = {}
+    for shard in leaf.addressable_shards:
+      here = by_index.setdefault(str(shard.index), [])
+      here.append(np.asarray(shard.data))
+    found = Verdict()
+    for copies in by_index.values():
+      found = found.joined(_alike(copies))
+    if not found.ok:
+      found = found._replace(first=f"of the state's {name!r} {found.first}")
+    # A state has many leaves: of others only those that differ are listed.
+    if i in kept or not found.ok:
+      yield Comparison("replicas", kept.get(i, f"state: {name}"), "", found)
+
+
+# Their fields are no parameters and no momenta.
+_STATES: Any = (
+  sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState | OwnerState
+)
+
+
+def _kept(
+  state: Any, calls: Sequence[_Call]
+) -> Iterator[tuple[int, str, np.dtype]]:
+  """Finds what a state holds of leaves whose gradients were synchronized.
+
+  As parameters, momenta and averages: floating leaves of the shape of the
+  gradient, whose names end in its name. Where the gradient is one array, which
+  has no name, the shape alone decides.
+
+  Yields:
+    Place of the leaf in the state, name of the gradient, and its dtype.
+  """
+  gradients = _kinds(calls)
+  is_state = lambda node: isinstance(node, _STATES)
+  mask = lambda node: jax.tree.map(lambda _: not is_state(node), node)
+  free = jax.tree.leaves(jax.tree.map(mask, state, is_leaf=is_state))
+  for i, (at, leaf) in enumerate(leaf_util.named_leaves(state)):
+    if not free[i] or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      continue
+    for name, (shape, dtype) in gradients.items():
+      fits = at == name or at.endswith("." + name) or name == "leaf"
+      if fits and tuple(leaf.shape) == shape:
+        yield i, name, dtype
+        break
+
+
+def _kinds(calls: Sequence[_Call]) -> dict[str, tuple[Any, np.dtype]]:
+  """Returns shape and dtype of each gradient that is floating, by name."""
+  found = {}
+  for call in calls:
+    for i, name in enumerate(call.exchange.names):
+      local = call.values.get(("local", i))
+      if local is not None and _is_floating(local[0]):
+        found[name] = _shape(local[0]), _dtype(local[0])
+  return found
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+  if isinstance(x, HostRows):
+    return (x.num_rows, *x.values.shape[1:])
+  return tuple(x.shape)
 
 
 # --- gradients of another compilation -----------------------------------------
@@ -759,7 +848,7 @@ def _looked_at(run: _Run, arguments: Sequence[Any]) -> tuple[str, bool]:
   """Finds what draws random numbers in a step, and computing in 16 bits."""
   specs = run.specs(arguments)
   mapped = lambda *arguments: jax.shard_map(
-    lambda *arguments: run.local(arguments, plainly=True)[0],
+    lambda *arguments: [f.value for f in run.local(arguments, plainly=True)[1]],
     mesh=run.mesh,
     in_specs=specs,
     out_specs=PartitionSpec(),
@@ -798,26 +887,39 @@ def _changes(
     shown = " and ".join(sorted(others))
     notes.append(f"the whole step, for {shown} does more here than plain means")
     return
-  _, plain = run.on_mesh(arguments, plainly=True)
+  kept = [*_kept(own, calls)]
+  split = [x != PartitionSpec() for x in placement.leaf_specs(own, run.axes)]
+  kept = [entry for entry in kept if not split[entry[0]]]
+  known = {of for _, of, _ in kept}
+  notes += [
+    f"the step of {name}, for no leaf of the state has its name and shape"
+    for name in _kinds(calls)
+    if name not in known
+  ]
+  at = [i for i, _, _ in kept]
+  _, plain = run.on_mesh(arguments, plainly=True, wanted=at)
   wires = [
     ml_dtypes.finfo(wire).eps
     for call in calls
     for name in call.exchange.names
     if (wire := call.exchange.options.wire_of(name)) is not None
   ]
-  named = leaf_util.named_leaves(own)
-  trees = [jax.tree.leaves(tree) for tree in (arguments[0], plain)]
-  for (name, after), before, wanted in zip(named, *trees):
+  named, given = leaf_util.named_leaves(own), jax.tree.leaves(arguments[0])
+  for (i, of, dtype), wanted in zip(kept, plain):
+    name, after = named[i]
     if not jnp.issubdtype(_dtype(after), jnp.floating):
       continue
-    part = max(_narrowest(after), 16.0 * max(wires, default=0.0))
-    before, after, wanted = map(_on_host, (before, after, wanted))
+    part = max(_narrowest(_dtype(after)), _narrowest(dtype))
+    part = max(part, 16.0 * max(wires, default=0.0))
+    before, after, wanted = map(_on_host, (given[i], after, wanted))
     found = _change(before, after, wanted, float(part))
-    yield Comparison("step", name, "", found)
+    if not found.ok:
+      found = found._replace(first=f"of the state's {name!r}: {found.first}")
+    yield Comparison("step", of, "", found)
 
 
-def _narrowest(leaf: Any) -> float:
-  return 2.0**-10 if _dtype(leaf).itemsize >= 4 else 2.0**-4
+def _narrowest(dtype: np.dtype) -> float:
+  return 2.0**-10 if dtype.itemsize >= 4 else 2.0**-4
 
 
 def _change(

@@ -97,13 +97,13 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     ...   zenjax.sparsify.error_feedback(top, "data"),
     ...   zenjax.zen_sync("data", sparse=True, unit="element"),
     ... )
-    >>> def step(w, state, grads):
-    ...   updates, state = tx.update(grads[0], state)
-    ...   return w - updates, state, 0.0
+    >>> def step(state, grads):
+    ...   _, state = tx.update(grads[0], state)
+    ...   return state, ()
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     >>> grads = jnp.array([[7.0, 2.0, 0.0, 3.0], [1.0, 1.0, 1.0, -7.0]])
     >>> state = zenjax.init(tx, grads[0], mesh, "data")
-    >>> _, state, _ = step(grads[0], state, grads)
+    >>> state, _ = step(state, grads)
     >>> found = zenjax.stats(state)["leaf"]
     >>> found["density"], found["growth"], found["rounds"]
     (0.25, 2.0, 1.0)

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zenjax._src.core.arguments import SparseSpec
@@ -50,6 +51,14 @@ def named_leaves(
     (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
     for name, (path, leaf) in zip(names, flat)
   ]
+
+
+def is_array(x: Any) -> bool:
+  """Returns True for an array of JAX or NumPy, which a program computes with.
+
+  Numbers of Python are none, nor is what a module holds beside arrays.
+  """
+  return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def shapes(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
@@ -202,8 +202,7 @@ def filter_value_and_grad(
 
 
 def _is_floating(x: Any) -> bool:
-  is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
-  return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
+  return leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def partial_loss(

@@ -510,16 +510,18 @@ def owner_update(
     >>> adagrad = optax.adagrad(1.0, initial_accumulator_value=0.0)
     >>> tx = zenjax.owner_update(adagrad, "data", sparse=True)
     >>> table = jnp.zeros((1000, 8))
-    >>> state = zenjax.init(tx, table, mesh, "data")
-    >>> squares = state.inner[0].sum_of_squares.part
+    >>> opt_state = zenjax.init(tx, table, mesh, "data")
+    >>> squares = opt_state.inner[0].sum_of_squares.part
     >>> squares.addressable_shards[0].data.size, table.size  # half, padded
     (4096, 8000)
-    >>> def step(table, state, ids):
+    >>> def step(state, ids):
+    ...   table, opt_state = state
     ...   loss, grads = zenjax.value_and_grad(lambda t: t[ids].sum())(table)
-    ...   updates, state = tx.update(grads, state, table)
-    ...   return zenjax.apply_updates(table, updates), state, loss
+    ...   updates, opt_state = tx.update(grads, opt_state, table)
+    ...   return (zenjax.apply_updates(table, updates), opt_state), loss
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    >>> table, state, _ = step(table, state, jnp.array([3, 3, 5, 9]))
+    >>> ids = jnp.array([3, 3, 5, 9])
+    >>> (table, opt_state), _ = step((table, opt_state), ids)
     >>> table[jnp.array([3, 4, 5]), 0].round(3).tolist()
     [-1.0, 0.0, -1.0]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
@@ -11,41 +12,66 @@ import numpy as np
 import optax
 
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.sync import sync_state
 from zenjax._src.training import placement
 from zenjax._src.training import replicas
 from zenjax._src.training import returned
 
 
 def data_parallel(
-  step: Callable[..., tuple[Any, Any, Any]],
+  step: Callable[..., tuple[Any, Any]],
   mesh: Mesh,
   axis_name: AxisName,
   *,
   aux_specs: str | Mapping[str, str] | None = None,
-) -> Callable[..., tuple[Any, Any, Any]]:
+) -> Callable[..., tuple[Any, Any]]:
   """Maps a training step over devices, for users of plain `jit`.
 
-  One call gives the `shard_map`, the specs and local gradients: parameters
-  are replicated, the optimizer state is placed by `state_specs`, each batch
-  argument is split along its first dimension, and gradients taken inside are
-  those of the device's own part until `zen_sync` averages them. So neither
-  `unsummed` nor a `pmean` of the loss is needed.
+  The step is the one that people write for one device, `step(state, *batch) ->
+  (state, aux)`, with any tree as state: `(params, opt_state)`, a dict, Flax's
+  `TrainState`, what `nnx.split` returns, a module of Equinox. One call gives
+  the `shard_map`, the specs and local gradients: the state is placed by
+  `state_specs`, which is to say replicated but for what differs between devices
+  by its type; each batch argument is split along its first dimension; and
+  gradients taken inside are those of the device's own part until `zen_sync`
+  averages them. So neither `unsummed` nor a `pmean` of the loss is needed.
 
   Row gradients, `zenjax.value_and_grad` for `lazy_rows` or `owner_update`, are
   taken in a step as any others; the example of `owner_update` shows one. Make
-  the state with `zenjax.init`.
+  the optimizer's state with `zenjax.init`. `TrainState.create` and
+  `nnx.Optimizer` make it by `tx.init`, which serves where all of it is equal on
+  all devices, and is refused by name elsewhere. Then write
+  `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,
+  opt_state=zenjax.init(tx, params, mesh, axis_name))`; of nnx, whose `split`
+  leaves no types in the state of an optimizer, take `(params, opt_state)` with
+  `graph, params = nnx.split(model, nnx.Param)`.
 
-  Parameters and state stay equal on all devices only if gradients are averaged.
-  The traced step is looked at: a leaf that it makes of the device's own part of
-  the batch with no collective on the way is refused. That the collective
-  averages what it should is not seen. What a batch argument says to all alike,
-  as a rate in `x[0]`, needs a `lax.pmean` where a state keeps it.
+  The state stays equal on all devices only if gradients are averaged. The
+  traced step is looked at: a leaf that it makes of the device's own part of the
+  batch with no collective on the way is refused. That the collective averages
+  what it should is not seen. What a batch argument says to all alike, as a rate
+  in `x[0]`, needs a `lax.pmean` where a state keeps it.
+
+  Leaves of the state that are no arrays, as functions, numbers and flags in a
+  module, are handed to the step as they come, and come out as it returns them.
+  `jax.jit` takes no functions: wrap the mapped step in `eqx.filter_jit`.
 
   Inside a step everything is one device's: losses, gradients and their norms,
   masks, statistics of a batch (batch norm), the other examples of a batch
-  (in-batch negatives), random numbers. `zenjax.global_norm(grads, axis_name)`
-  and `zenjax.weighted_mean` give those of all devices.
+  (in-batch negatives). `zenjax.global_norm(grads, axis_name)` and
+  `zenjax.weighted_mean` give those of all devices.
+
+  Random numbers are a device's own where their key is a batch argument, or a
+  leaf of one: of one key of `jax.random.key` each device is given
+  `jax.random.fold_in(key, i)`, `i` its index, so that dropout masks differ and
+  a run repeats. Keys for each example, `[B]`, are split as examples are. A key
+  in the state, as `nnx.Rngs` keeps one, or one that the step closes over, is
+  the same on all devices: all draw the same masks, each for its own examples.
+  Give a key beside the batch instead, as in `model(x, rngs=nnx.Rngs(key))`, or
+  fold one in by hand, `jax.random.fold_in(key, lax.axis_index(axis_name))`. A
+  key made of a device's own cannot be kept in the state.
 
   What `aux` holds comes out of the step by these rules, which are read from
   the traced step:
@@ -67,10 +93,10 @@ def data_parallel(
   histograms made by `x.at[i].add` (`"sum"`), integer maxima (`lax.pmax`).
 
   Args:
-    step: `(params, opt_state, *batch) -> (params, opt_state, aux)`, written
-      for one device, with `zen_sync(axis_name)` in its optimizer chain, or
-      `lax.pmean`, `sparse_pmean` in itself. It may return parameters and state
-      as they came, to evaluate.
+    step: `(state, *batch) -> (state, aux)`, written for one device, with
+      `zen_sync(axis_name)` in its optimizer chain, or `lax.pmean`,
+      `sparse_pmean` in itself. It returns a state of the structure that it was
+      given; to evaluate, the same.
     mesh: A mesh that has the axes.
     axis_name: The axis or axes of `mesh` that batches are split over.
     aux_specs: What becomes of leaves of `aux`, in the place of the rules: a
@@ -81,20 +107,23 @@ def data_parallel(
 
   Returns:
     A function of the same signature on global arrays. Wrap it in `jax.jit`,
-    donating parameters and state. Arrays by example stay on the devices that
-    made them; with several processes
+    donating the state. Arrays by example stay on the devices that made them;
+    with several processes
     `jax.experimental.multihost_utils.process_allgather(x, tiled=True)` reads
     all of one.
 
   Raises:
-    ValueError: A batch cannot be split evenly or is empty, an axis is not the
-      mesh's, the state of `optax.MultiSteps` was not made by `zenjax.init`, a
-      state was made for another number of devices (`zenjax.reshard` moves it),
-      the step would leave devices with different parameters or states, a leaf
-      of `aux` is ambiguous, or parameters are sharded, which would be gathered
-      on every device. Under `jit` the placement over automatic axes cannot be
-      seen; `zenjax.init` sees it.
-    TypeError: The step does not return three things.
+    ValueError: A batch cannot be split evenly, is empty, or holds a raw key of
+      `jax.random.PRNGKey` or the state of an optimizer; an axis is not the
+      mesh's; the state of `optax.MultiSteps` was not made by `zenjax.init`; a
+      state was made for another number of devices (`zenjax.reshard` moves it);
+      the step would leave devices with different states; a leaf of `aux` is
+      ambiguous; or a leaf of the state is sharded that would be gathered on
+      every device. Under `jit` the placement over automatic axes cannot be
+      seen; `zenjax.init` sees that of parameters.
+    TypeError: The step does not return two things, or returns a state of
+      another structure, or in the place of a leaf an object that is no array,
+      no number and not the one that came.
 
   Example:
     >>> import jax
@@ -103,65 +132,114 @@ def data_parallel(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(1.0))
-    >>> def step(table, state, ids):
+    >>> def step(state, ids):
+    ...   table, opt_state = state
     ...   loss, grads = jax.value_and_grad(lambda t: t[ids].sum())(table)
-    ...   updates, state = tx.update(grads, state, table)
-    ...   return optax.apply_updates(table, updates), state, loss
+    ...   updates, opt_state = tx.update(grads, opt_state, table)
+    ...   return (optax.apply_updates(table, updates), opt_state), loss
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     >>> table = jnp.zeros((4, 1))
-    >>> table, _, _ = step(table, tx.init(table), jnp.array([0, 0, 1, 3]))
+    >>> state = table, zenjax.init(tx, table, mesh, "data")
+    >>> (table, _), loss = step(state, jnp.array([0, 0, 1, 3]))
     >>> table[:, 0].tolist()
     [-1.0, -0.5, 0.0, -0.5]
 
-    Evaluation, where scores come out in the order of the batch:
+    Evaluation, where scores come out in the order of the batch, and each device
+    draws noise of its own:
 
-    >>> def evaluate(table, state, ids):
+    >>> def evaluate(table, ids, key):
     ...   scores = table[ids].sum(-1)
-    ...   return table, state, {"scores": scores, "mean": scores.mean()}
-    >>> evaluate = jax.jit(zenjax.data_parallel(evaluate, mesh, "data"))
-    >>> _, _, aux = evaluate(table, (), jnp.array([3, 2, 1, 0]))
+    ...   aux = {"scores": scores, "mean": scores.mean()}
+    ...   return table, aux | {"noise": jax.random.uniform(key, scores.shape)}
+    >>> mapped = zenjax.data_parallel(
+    ...   evaluate, mesh, "data", aux_specs={"noise": "batch"}
+    ... )
+    >>> ids = jnp.array([3, 2, 1, 0])
+    >>> _, aux = jax.jit(mapped)(table, ids, jax.random.key(0))
     >>> aux["scores"].tolist(), float(aux["mean"])
     ([-0.5, 0.0, -0.5, -1.0], -0.5)
+    >>> len(set(aux["noise"].tolist()))
+    4
   """
   axes = placement.mesh_axes(axis_name, mesh)
   aux_specs = returned.check(aux_specs)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
 
-  def mapped(params, opt_state, *batch):
+  def mapped(state, *batch):
     _check_batch(batch, devices)
-    placement.require_devices(opt_state, "opt_state", devices)
-    placement.require_replicated(params, "params", mesh.axis_names)
-    _check_accumulated(opt_state, params, devices)
-    same, split = PartitionSpec(), PartitionSpec(axes)
-    specs = placement.state_specs(opt_state, axis_name)
-    in_specs = (same, specs, *[split] * len(batch))
-    arguments = (params, opt_state, *batch)
+    placement.require_devices(state, "state", devices)
+    _check_accumulated(state, devices)
+    specs = placement.leaf_specs(state, axis_name)
+    placement.require_replicated(state, "state", mesh.axis_names, specs)
+    leaves, structure = jax.tree.flatten(state)
+    arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
+    arguments = ([leaves[i] for i in arrays], *batch)
+    in_specs = ([specs[i] for i in arrays], *batch_specs(batch, axes))
     looked_at = replicas.checked(step, specs, mesh, axes)
-    layouts: list[returned.Layout] = []
+    layouts: list[tuple[returned.Layout, returned.Layout]] = []
 
-    def local_step(params, opt_state, *batch):
-      params, opt_state, aux, flows = looked_at(params, opt_state, *batch)
-      parts, layout = returned.parted(aux, flows, aux_specs, axes, devices > 1)
-      layouts.append(layout)
-      return params, opt_state, parts
+    def local_step(given, *batch):
+      whole = list(leaves)
+      for i, x in zip(arrays, given):
+        whole[i] = x
+      state = structure.unflatten(whole)
+      after, aux, flows = looked_at(state, *with_own_keys(batch, axes))
+      kept, of_state = returned.by_specs(after, specs, structure)
+      parts, of_aux = returned.parted(aux, flows, aux_specs, axes, devices > 1)
+      layouts.append((of_state, of_aux))
+      return kept, parts
 
     # check_vma=False leaves gradients local without a cast in the user's code.
-    params, opt_state, parts = jax.shard_map(
+    both = jax.shard_map(
       local_step,
       mesh=mesh,
       in_specs=in_specs,
-      out_specs=(same, specs, returned.Parts.specs(axes)),
+      out_specs=(returned.Parts.specs(axes),) * 2,
       check_vma=False,
     )(*placement.on_mesh(arguments, mesh, in_specs))
-    return params, opt_state, layouts[-1].whole(parts)
+    state, aux = (x.whole(parts) for x, parts in zip(layouts[-1], both))
+    return state, aux
 
   return mapped
 
 
+def batch_specs(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
+  """Specs of batch arguments: all is split but single keys."""
+  split = PartitionSpec(axes)
+  return jax.tree.map(lambda x: PartitionSpec() if _is_key(x) else split, batch)
+
+
+def with_own_keys(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
+  """Batch arguments of a device, single keys folded with its index."""
+  own = lambda key: jax.random.fold_in(key, lax.axis_index(axes))
+  return jax.tree.map(lambda x: own(x) if _is_key(x) else x, batch)
+
+
+def _is_key(x: Any) -> bool:
+  """Returns True for one key of `jax.random.key`, and not for several."""
+  return _holds_keys(x) and not x.shape
+
+
+def _holds_keys(x: Any) -> bool:
+  is_array = leaf_util.is_array(x)
+  return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
   for position, argument in enumerate(batch):
+    _require_no_state(argument, position)
     for leaf in jax.tree.leaves(argument):
       shape = np.shape(leaf)
+      if _is_key(leaf):
+        continue
+      if _is_raw_key(leaf):
+        raise ValueError(
+          f"`batch` argument {position} must hold no raw key of"
+          f" `jax.random.PRNGKey`, got uint32 of shape {shape}, which would be"
+          " split as a batch is; give `jax.random.key(seed)`, or"
+          " `jax.random.wrap_key_data(key)`, of which each device gets its own,"
+          " and numbers that are no key in another dtype."
+        )
       if shape and not shape[0]:
         raise ValueError(
           f"`batch` argument {position} must have at least one row for each of"
@@ -171,40 +249,108 @@ def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
       if not shape or shape[0] % devices:
         raise ValueError(
           f"`batch` argument {position} must have a first dimension that"
-          f" {devices} devices divide, got shape {shape};"
+          f" {devices} devices divide, got {_shown(leaf)};"
           f" {_remedy(leaf, devices)}."
         )
 
 
+def _require_no_state(argument: Any, position: int) -> None:
+  """Refuses what would be split along dimensions that are of no examples."""
+  kinds: Any = sync_state.ZenSyncState | optax.MultiStepsState
+  if sync_state.nodes(argument, kinds) or placement.own_nodes(argument):
+    raise ValueError(
+      f"`batch` argument {position} must hold examples, got the state of an"
+      " optimizer; give all that goes from step to step in the first argument,"
+      " as `(params, opt_state)`."
+    )
+
+
+def _is_raw_key(x: Any) -> bool:
+  if not leaf_util.is_array(x) or x.dtype != jnp.uint32 or x.ndim != 1:
+    return False
+  return x.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
+def _shown(leaf: Any) -> str:
+  number = leaf_util.is_array(leaf) or isinstance(leaf, int | float | complex)
+  return f"shape {np.shape(leaf)}" if number else repr(leaf)
+
+
 def _remedy(leaf: Any, devices: int) -> str:
+  if _holds_keys(leaf):
+    return (
+      "give one key, of which each device gets its own, or one for each example"
+    )
   if np.shape(leaf):
     return "pad or trim the batch"
-  if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
-    return (
-      f"give every device its own, `jax.random.split(key, {devices})`, and use"
-      " `key[0]` in the step"
-    )
   return (
     f"give every device a copy, `jnp.full({devices}, x)`, and use `x[0]` in"
-    " the step (a step number is best kept in the state: `(opt_state, n)`)"
+    " the step, or keep it in the state, which all devices see whole"
   )
 
 
-def _check_accumulated(state: Any, params: Any, devices: int) -> None:
+def _check_accumulated(state: Any, devices: int) -> None:
   """Refuses gradients accumulated as if by one device for all.
 
-  `state_specs` splits them, and a device would find a part of its own.
+  `state_specs` splits them, and a device would find a part of its own. What
+  they are gradients of is found in the rest of the state: leaves under the same
+  keys, of the same shapes but for the number of devices.
   """
-  shapes = {name: np.shape(x) for name, x in leaf_util.named_leaves(params)}
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
-  for node in filter(is_own, jax.tree.leaves(state, is_leaf=is_own)):
-    for name, leaf in leaf_util.named_leaves(node.acc_grads):
-      shape = shapes.get(name)
-      if not shape or leaf.shape == (devices * shape[0], *shape[1:]):
-        continue
-      raise ValueError(
-        "`opt_state` must hold what `optax.MultiSteps` accumulates on each of"
-        f" {devices} devices, {devices} times the rows of leaf {name!r} of"
-        f" shape {shape}, got shape {leaf.shape}; make the state with"
-        " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
-      )
+  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  rest = jax.tree.map(
+    lambda node: node._replace(acc_grads=None) if is_own(node) else node,
+    state,
+    is_leaf=is_own,
+  )
+  shapes = {
+    path: tuple(leaf.shape)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(rest)[0]
+    if leaf_util.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+  }
+  for node in nodes:
+    found = _accumulated_of(node.acc_grads, shapes)
+    if not found or devices in found:
+      continue
+    name, got, shape = found[min(found)]
+    raise ValueError(
+      "`state` must hold what `optax.MultiSteps` accumulates on each of"
+      f" {devices} devices, {devices} times the rows of leaf {name!r} of"
+      f" shape {shape}, got shape {got}; make the optimizer's state with"
+      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`, which"
+      " `TrainState.create` and `nnx.Optimizer` call, too: `TrainState(step=0,"
+      " apply_fn=f, params=params, tx=tx, opt_state=zenjax.init(...))`."
+    )
+
+
+def _accumulated_of(
+  acc_grads: Any, shapes: dict[Any, tuple[int, ...]]
+) -> dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]:
+  """Finds arrays that may be those whose gradients are accumulated.
+
+  Returns:
+    By how many devices accumulate, if it is these: name and shape of the first
+    leaf of the gradients, and the shape of the array.
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(acc_grads)
+  names = [name for name, _ in leaf_util.named_leaves(acc_grads)]
+  found = {}
+  if not flat:
+    return found
+  path, _ = flat[0]
+  for whole in shapes:
+    begin = whole[: len(whole) - len(path)]
+    if whole[len(begin) :] != path:
+      continue
+    of = [shapes.get((*begin, *path), ()) for path, _ in flat]
+    times = {_times(acc.shape, shape) for shape, (_, acc) in zip(of, flat)}
+    if len(times) == 1 and 0 not in times:
+      found[times.pop()] = names[0], tuple(flat[0][1].shape), of[0]
+  return found
+
+
+def _times(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+  """Returns how many arrays of shape `of` make one of `shape`, 0 if none do."""
+  if not of or 0 in of or len(shape) != len(of) or shape[1:] != of[1:]:
+    return 0
+  return 0 if shape[0] % of[0] else shape[0] // of[0]

@@ -153,6 +153,13 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
+def leaf_specs(state: Any, axis_name: AxisName) -> list[PartitionSpec]:
+  """Returns `state_specs` of the leaves of a state, in order."""
+  is_spec = lambda x: isinstance(x, PartitionSpec)
+  specs = state_specs(state, axis_name)
+  return jax.tree.leaves(jax.tree.broadcast(specs, state, is_spec), is_spec)
+
+
 def require_devices(state: Any, argument: str, devices: int) -> None:
   """Raises ValueError where a state was made for other devices than these.
 
@@ -252,14 +259,26 @@ def mesh_axes(axis_name: AxisName, mesh: Mesh) -> Axes:
   return axes
 
 
-def require_replicated(tree: Any, argument: str, axes: Sequence[str]) -> None:
+def require_replicated(
+  tree: Any,
+  argument: str,
+  axes: Sequence[str],
+  specs: Sequence[PartitionSpec] | None = None,
+) -> None:
   """Refuses leaves sharded over `axes`, which `shard_map` would gather.
 
   Under `jit` types tell of explicit axes, and nothing tells of others.
+
+  Args:
+    tree: Any.
+    argument: Its name.
+    axes: Those that matter.
+    specs: Of its leaves, in order: those that are split need not be replicated.
   """
-  for name, leaf in leaf_util.named_leaves(tree):
+  named = leaf_util.named_leaves(tree)
+  for i, (name, leaf) in enumerate(named):
     split = _spec_over(leaf, axes)
-    if split is None:
+    if split is None or (specs and specs[i] != PartitionSpec()):
       continue
     raise ValueError(
       f"`{argument}` must be replicated, and leaf {name!r} of shape"

@@ -609,14 +609,25 @@ def _axes_within(program: Any) -> frozenset[str]:
   return found
 
 
+class Stepped(NamedTuple):
+  """Values that a step of a device returned."""
+
+  state: list[Any]  # leaves, in order; those that are no arrays as they are
+  aux: Any
+  flows: list[Flow]  # of the arrays of `aux`
+
+
 def checked(
-  step: Callable[..., tuple[Any, Any, Any]], specs: Any, mesh: Mesh, axes: Axes
-) -> Callable[..., tuple[Any, Any, Any, list[Flow]]]:
+  step: Callable[..., tuple[Any, Any]],
+  specs: Sequence[PartitionSpec],
+  mesh: Mesh,
+  axes: Axes,
+) -> Callable[..., Stepped]:
   """`step`, looked at when it is traced.
 
   Args:
-    step: `(params, opt_state, *batch) -> (params, opt_state, aux)` of a device.
-    specs: Of `opt_state`.
+    step: `(state, *batch) -> (state, aux)` of a device.
+    specs: Of the leaves of `state`, in order.
     mesh: That it is mapped over.
     axes: Along which batches, and parts of the state, are split.
 
@@ -626,70 +637,128 @@ def checked(
   several = frozenset(axis for axis in axes if mesh.shape[axis] > 1)
   # Where there is one device only, what comes out is as for several.
   looked_at = several or frozenset(axes)
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  split = [spec != PartitionSpec() for spec in jax.tree.leaves(specs, is_spec)]
+  split = [spec != PartitionSpec() for spec in specs]
+  own = owned_values(looked_at)
 
-  def traced(params, opt_state, *batch):
-    made: list[tuple[Any, list[str]]] = []
+  def traced(state, *batch):
+    leaves, structure = jax.tree.flatten(state)
+    arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
+    made: list[tuple[list[int], list[Any], Any]] = []
 
-    def flat(*given):
-      out = _three(step(*given))
-      leaves, structure = jax.tree.flatten(out)
-      made.append((structure, [*_names(*out[:2])]))
-      return leaves
+    def flat(given, *batch):
+      whole = list(leaves)
+      for i, x in zip(arrays, given):
+        whole[i] = x
+      out, aux = _pair(step(structure.unflatten(whole), *batch))
+      _require_structure(out, state)
+      after = jax.tree.leaves(out)
+      mapped = _mapped(after, state)
+      found, of_aux = jax.tree.flatten(aux)
+      made.append((mapped, after, of_aux))
+      return [*(after[i] for i in mapped), *found]
 
     # Traced once: the program is read, then run in the place of the step.
-    program = jax.make_jaxpr(flat)(params, opt_state, *batch)
-    ((structure, names),) = made
-    own = owned_values(looked_at)
-    given = [COMMON] * len(jax.tree.leaves(params))
-    given += [own if x else COMMON for x in split]
-    given += [
-      owned_values(looked_at, examples=x.shape[0])
-      for x in jax.tree.leaves(batch)
-    ]
-    found = flows(program, given, looked_at)
-    may_differ = [False] * (len(names) - len(split)) + split
+    given = [leaves[i] for i in arrays]
+    program = jax.make_jaxpr(flat)(given, *batch)
+    ((mapped, after, of_aux),) = made
+    flow_of = [own if split[i] else COMMON for i in arrays]
+    flow_of += [_given(x, looked_at) for x in jax.tree.leaves(batch)]
+    found = flows(program, flow_of, looked_at)
+    names = [name for name, _ in leaf_util.named_leaves(state)]
     _require_equal(
       [
-        (name, flow.parting)
-        for name, flow, free in zip(names, found, may_differ)
-        if flow.parting & several and not free
+        (names[i], flow.parting)
+        for i, flow in zip(mapped, found)
+        if flow.parting & several and not split[i]
       ],
       axes,
-      _selecting(opt_state),
+      _selecting(state),
     )
-    values = jex_core.jaxpr_as_fun(program)(
-      *jax.tree.leaves((params, opt_state, batch))
-    )
-    return *structure.unflatten(values), found[len(names) :]
+    run = jex_core.jaxpr_as_fun(program)
+    values = run(*given, *jax.tree.leaves(batch))
+    for i, x in zip(mapped, values):
+      after[i] = x
+    aux = of_aux.unflatten(values[len(mapped) :])
+    return Stepped(after, aux, found[len(mapped) :])
 
   return traced
 
 
-def _three(out: Any) -> tuple[Any, Any, Any]:
-  if not isinstance(out, tuple) or len(out) != 3:
-    shown = f"{len(out)} values" if isinstance(out, tuple) else f"{type(out)}"
-    raise TypeError(
-      "`step` must return `(params, opt_state, aux)`, got"
-      f" {shown}; return `()` as `aux` if there is nothing to tell."
-    )
-  return out
+def _given(x: Any, axes: frozenset[str]) -> Flow:
+  """The flow of an array of the batch; a single key is of no example."""
+  return owned_values(axes, examples=x.shape[0] if x.ndim else None)
 
 
-def _names(params: Any, opt_state: Any) -> list[str]:
-  return [
-    f"leaf {name!r} of `{argument}`"
-    for argument, tree in (("params", params), ("opt_state", opt_state))
-    for name, _ in leaf_util.named_leaves(tree)
-  ]
+def _pair(out: Any) -> tuple[Any, Any]:
+  if isinstance(out, tuple) and len(out) == 2:
+    return out
+  remedy = "return `()` as `aux` if there is nothing to tell"
+  shown = type(out).__name__
+  if isinstance(out, tuple):
+    shown = f"{len(out)} values"
+    if len(out) > 2:
+      remedy = (
+        "make one of all that goes from step to step, `params, opt_state ="
+        " state` first in `step` and `return (params, opt_state), aux` last"
+      )
+  raise TypeError(f"`step` must return `(state, aux)`, got {shown}; {remedy}.")
 
 
-def _selecting(opt_state: Any) -> str | None:
+def _require_structure(out: Any, state: Any) -> None:
+  """Refuses another state, as where `aux` or a part of it was forgotten."""
+  if jax.tree.structure(out) == jax.tree.structure(state):
+    return
+  got, want = (
+    [name for name, _ in leaf_util.named_leaves(tree)] for tree in (out, state)
+  )
+  lost = [name for name in want if name not in got]
+  new = [name for name in got if name not in want]
+  if lost:
+    shown = f"without leaf {lost[0]!r}"
+  elif new:
+    shown = f"with leaf {new[0]!r} besides"
+  else:
+    shown = f"{type(out).__name__} of other nodes or static fields"
+  raise TypeError(
+    "`step` must return `(state, aux)`, and a state of the structure that it"
+    f" was given, got one {shown}; return all of the state, what does not"
+    " change as it came, and anything else in `aux`."
+  )
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _mapped(after: Sequence[Any], state: Any) -> list[int]:
+  """Which leaves of a returned state are arrays; others stay as they are."""
+  found = []
+  for i, (x, (name, before)) in enumerate(
+    zip(after, leaf_util.named_leaves(state))
+  ):
+    was_array = leaf_util.is_array(before)
+    number = isinstance(x, _NUMBERS)
+    if leaf_util.is_array(x) or (was_array and number):
+      found.append(i)
+    elif was_array or not (number or isinstance(x, str) or _same(x, before)):
+      raise TypeError(
+        f"`step` must return leaf {name!r} of the state as an array, a number"
+        " or as it came, got"
+        f" {x!r} for {'an array' if was_array else repr(before)}; make it"
+        " outside of the step."
+      )
+  return found
+
+
+def _same(x: Any, before: Any) -> bool:
+  """Returns True for one object, and for methods bound to equal ones."""
+  return x is before or (type(x) is type(before) and bool(x == before))
+
+
+def _selecting(state: Any) -> str | None:
   """The sparsifier that sends nothing itself, if the state has one's."""
-  if sync_state.nodes(opt_state, ErrorFeedbackState):
+  if sync_state.nodes(state, ErrorFeedbackState):
     return "error_feedback"
-  if sync_state.nodes(opt_state, SelectionState):
+  if sync_state.nodes(state, SelectionState):
     return "top_k, threshold or random_k"
   return None
 
@@ -713,8 +782,8 @@ def _require_equal(
       " was selected,"
     )
   raise ValueError(
-    "`step` must return parameters and state that are equal on all devices,"
-    f" but it makes {name}{more} of the device's own part of the batch with no"
+    "`step` must return a state that is equal on all devices, but it makes"
+    f" leaf {name!r} of it{more} of the device's own part of the batch with no"
     f" collective over {shown} on the way; put `zenjax.zen_sync({wanted!r})`"
     f" {place} or average what the leaf is made of by"
     f" `lax.pmean(x, {lacking!r})`."

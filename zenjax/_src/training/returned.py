@@ -54,12 +54,27 @@ class Layout(NamedTuple):
 
   words: list[str]
   structure: Any
+  kept: Sequence[Any] = ()  # no arrays, for the word "kept"
 
   def whole(self, parts: Parts) -> Any:
     """The tree, of arrays of all devices."""
-    same, batch = iter(parts.same), iter(parts.batch)
-    leaves = [next(batch if w == "batch" else same) for w in self.words]
-    return self.structure.unflatten(leaves)
+    of = {"batch": iter(parts.batch), "kept": iter(self.kept)}
+    same = iter(parts.same)
+    return self.structure.unflatten([next(of.get(w, same)) for w in self.words])
+
+
+def by_specs(
+  leaves: Sequence[Any], specs: Sequence[PartitionSpec], structure: Any
+) -> tuple[Parts, Layout]:
+  """Parts the leaves of a state; what is no array does not leave a device."""
+  of = {"same": [], "batch": [], "kept": []}
+  words = []
+  for leaf, spec in zip(leaves, specs):
+    word = "batch" if spec != PartitionSpec() else "same"
+    words.append(word if leaf_util.is_array(leaf) else "kept")
+    of[words[-1]].append(leaf)
+  parts = Parts(of["same"], of["batch"])
+  return parts, Layout(words, structure, of["kept"])
 
 
 def check(aux_specs: Any) -> AuxSpecs:
