@@ -123,6 +123,44 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
   assert jnp.isfinite(mapped((), remedied)[1]).all()
 
 
+RAW = "raw key", "uint32 of shape (2,)", "jax.random.key(seed)"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_raw_key_is_no_batch(n, within):
+  """One device would draw by it, and two would get a half of it each."""
+  key = jax.random.PRNGKey(0)
+  step = lambda state, ids, given: (state, ids.sum())
+  mapped = zenjax.data_parallel(step, runners.mesh(n), "data")
+  given = {"dropout": key, "x": jnp.zeros(4)} if within else key
+  for run in (mapped, jax.jit(mapped)):
+    with pytest.raises(ValueError) as error:
+      run((), jnp.arange(4), given)
+    names(error, "`batch` argument 1", *RAW)
+  wrapped = jax.random.wrap_key_data(key)
+  assert int(mapped((), jnp.arange(4), wrapped)[1]) == 6
+  # Numbers and several raw keys are split.
+  for other in (jnp.array([1, 2]), jax.random.split(key, 4)):
+    assert int(mapped((), jnp.arange(4), other)[1]) == 6
+
+
+def test_what_is_no_batch():
+  tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(0.1))
+  params = {"t": jnp.zeros((40, 4))}
+  step = lambda state, *batch: (state, 0)
+  mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
+  for given, words in (
+    (tx.init(params), ("state of an optimizer", "`(params, opt_state)`")),
+    (optax.MultiSteps(tx, 2).init(params), ("state of an optimizer",)),
+    (jnp.tanh, ("2 devices divide", repr(jnp.tanh), "keep it in the state")),
+    ("train", ("'train'", "keep it in the state")),
+  ):
+    with pytest.raises(ValueError) as error:
+      mapped(params, jnp.zeros(4), given)
+    names(error, "`batch` argument 1", *words)
+
+
 _AUTOMATIC = jax.sharding.AxisType.Auto
 _EXPLICIT = jax.sharding.AxisType.Explicit
 

@@ -82,6 +82,134 @@ def test_step_that_lets_replicas_part(step, leaf):
   names(error, "`step`", leaf, "'data'", "zenjax.zen_sync('data')", "lax.pmean")
 
 
+def drawn(key, like):
+  return jax.random.normal(key, like.shape)
+
+
+def noisy_loss(params, ids, key):
+  rows = params["table"][ids]
+  return jnp.sum((rows + drawn(key, rows)) @ params["kernel"])
+
+
+@pytest.mark.parametrize("axes", ["data", ("host", "device")])
+def test_what_is_drawn_from_an_own_key_after_gradients_are_averaged(axes):
+  """A part of the leaf met a collective; the noise in it did not."""
+  tx = optax.chain(zenjax.zen_sync(axes), momentum())
+
+  def step(noise):
+    def step(state, ids, key):
+      params, state = state
+      grads = jax.grad(noisy_loss)(params, ids, key)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      return (noise(params, key), state), ()
+
+    return step
+
+  def noisy(params, key):
+    return params | {"kernel": params["kernel"] + drawn(key, params["kernel"])}
+
+  def averaged(params, key):
+    noise = lax.pmean(drawn(key, params["kernel"]), axes)
+    return params | {"kernel": params["kernel"] + noise}
+
+  mesh = runners.mesh(N)
+  if axes != "data":
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, axes)
+  state = parameters(), zenjax.init(tx, parameters(), mesh, axes)
+  given = state, IDS, jax.random.key(0)
+  mapped = lambda noise: zenjax.data_parallel(step(noise), mesh, axes)
+  jax.eval_shape(mapped(lambda params, key: params), *given)
+  jax.eval_shape(mapped(averaged), *given)
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(mapped(noisy), *given)
+  names(error, "`step`", "'0.kernel' of it", "a key of its own", "lax.pmean(x")
+  one = runners.mesh(1)
+  if axes == "data":
+    state = parameters(), zenjax.init(tx, parameters(), one, axes)
+    run = zenjax.data_parallel(step(noisy), one, axes)
+    jax.eval_shape(run, state, *given[1:])
+
+
+def test_an_own_key_is_not_kept():
+  def step(state, ids, key):
+    return {"key": key, "count": state["count"] + 1}, ids.sum()
+
+  mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
+  state = {"key": jax.random.key(0), "count": jnp.zeros(())}
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(mapped, state, IDS, jax.random.key(0))
+  names(error, "`step`", "leaf 'key' of it", "'data'")
+
+
+def _averaged_in(loop):
+  """Gradients averaged in each turn of a loop."""
+  return lambda grads: WITHIN[loop](pmean, grads)
+
+
+@pytest.mark.parametrize(
+  "sync",
+  [
+    lambda grads: jax.tree.map(lambda x: zenjax.sparse_pmean(x, "data"), grads),
+    lambda grads: jax.tree.map(
+      lambda x: lax.pmean(x, "data") / zenjax.global_norm(grads, "data"), grads
+    ),
+    lambda grads: _averaged_in("scan")(grads),
+    lambda grads: _averaged_in("fori")(grads),
+    lambda grads: _averaged_in("cond")(pmean(grads)),
+  ],
+  ids=["sparse_pmean", "global_norm", "scan", "fori", "cond"],
+)
+def test_gradients_by_own_keys_that_are_averaged_pass(sync):
+  _trace_drawn(momentum(), sync)
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("name", transforms.TRANSFORMS)
+def test_transformations_average_what_was_drawn(name):
+  tx = transforms.TRANSFORMS[name](transforms.zen_for)
+  _trace_drawn(tx, params=transforms.make_params(), n=4)
+
+
+TABLE: Any = dict(sparse={"kernel": False, "table": True})
+KEEPS: dict[str, Any] = {
+  "carry": zenjax.zen_sync("data", on_overflow="carry", **TABLE),
+  "micro": zenjax.sparsify.micro("data", 0.5),
+  "error_feedback": optax.chain(
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.5, sparse=True), "data", momentum=0.9
+    ),
+    zenjax.zen_sync("data", sparse=True, unit="element"),
+  ),
+  "owner_update": zenjax.owner_update(optax.adam(0.1), "data", **TABLE),
+}
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_keeps_parts_averages_what_was_drawn(name):
+  _trace_drawn(KEEPS[name])
+
+
+def _trace_drawn(tx, sync=lambda grads: grads, params=None, n=N):
+  """Traces a step of which all gradients hold noise of each device's own."""
+  params, mesh = params or parameters(), runners.mesh(n)
+
+  def step(state, ids, key):
+    params, state = state
+    keys = jax.random.split(key, len(jax.tree.leaves(params)))
+    keys = jax.tree.unflatten(jax.tree.structure(params), keys)
+    noise = lambda x, key: jax.random.normal(key, x.shape).astype(x.dtype)
+    grads = jax.tree.map(noise, params, keys)
+    updates, state = tx.update(sync(grads), state, params)
+    return (optax.apply_updates(params, updates), state), ids.sum()
+
+  state = params, zenjax.init(tx, params, mesh, "data")
+  mapped = zenjax.data_parallel(step, mesh, "data")
+  jax.eval_shape(mapped, state, IDS, jax.random.key(0))
+
+
 def test_zen_sync_that_is_last():
   """Parameters would stay equal; what the optimizer keeps would not."""
   tx = optax.chain(momentum(), zenjax.zen_sync("data"))

@@ -229,6 +229,42 @@ def test_what_could_be_anything_is_refused(name):
   assert jax.tree.structure(same) == jax.tree.structure(alone)
 
 
+@pytest.mark.parametrize(
+  ("see", "word"),
+  [
+    (
+      lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0),
+      "batch",
+    ),
+    (lambda x, key: jax.random.uniform(key, (3,)), "mean"),
+    (lambda x, key: jax.random.randint(key, (), 0, 9), "sum"),
+    (lambda x, key: jax.random.split(key, 2), "batch"),
+  ],
+  ids=["dropout", "noise", "integer", "keys"],
+)
+def test_what_is_drawn_from_an_own_key_differs(see, word):
+  def step(state, x, key):
+    return state, {"of": see(x, key), "mean": jax.random.uniform(key)}
+
+  mesh, key = runners.mesh(N), jax.random.key(0)
+  given = (), jnp.ones((B, 2)), key
+  with pytest.raises(ValueError, match="leaf 'of'.*aux_specs"):
+    jax.eval_shape(zenjax.data_parallel(step, mesh, "data"), *given)
+  specs = {"of": word}
+  mapped = zenjax.data_parallel(step, mesh, "data", aux_specs=specs)
+  with jax.numpy_dtype_promotion("standard"):
+    _, aux = jax.jit(mapped)(*given)
+    keys = [jax.random.fold_in(key, i) for i in range(N)]
+    own = [see(jnp.ones((B // N, 2)), key) for key in keys]
+  join: Any = {"batch": jnp.concatenate, "sum": sum}
+  got, want = aux["of"], join.get(word, lambda own: sum(own) / N)(own)
+  if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+    got, want = jax.random.key_data(got), jax.random.key_data(want)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  mean = np.mean([jax.random.uniform(key) for key in keys])
+  np.testing.assert_allclose(aux["mean"], mean, rtol=1e-5)
+
+
 def test_one_device_has_nothing_to_tell_apart():
   see = lambda b: {"sorted": jnp.sort(b["y"]), "largest": b["y"].max()}
   got = of_batch(see, devices=1)()

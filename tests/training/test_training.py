@@ -1,13 +1,20 @@
 """Local gradients of replicated parameters, taken by autodiff."""
 
+from typing import Any
+
+from flax import nnx
+from flax.training.train_state import TrainState
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import oracle
+import orbax.checkpoint as ocp
 import pytest
+from refusals import names
 import runners
 import steps
 
@@ -118,3 +125,431 @@ def test_unsummed_does_nothing_where_gradients_are_local():
     same = runners.RUNNERS[run](lambda x, axis: zenjax.unsummed(x, axis), 2)
     stack = {"w": np.stack([np.asarray(params["w"])] * 2)}
     np.testing.assert_array_equal(same(stack)["w"], stack["w"])
+
+
+# --- states of all kinds ------------------------------------------------------
+
+N, ROWS, WIDTH = 2, 40, 4
+IDS = jnp.arange(8) ** 2 % ROWS
+PARAMS = {
+  "scale": jnp.linspace(0.5, 1, WIDTH),
+  "table": jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH),
+}
+
+
+def scores(params, ids):
+  return jnp.tanh(params["table"][ids] * params["scale"][None]).sum(-1)
+
+
+def loss_of(params, ids):
+  return jnp.mean((scores(params, ids) - 1) ** 2)
+
+
+def zen():
+  return zenjax.zen_sync("data", sparse={"scale": False, "table": True})
+
+
+def mapped(step, n=N, **options):
+  return zenjax.data_parallel(step, runners.mesh(n), "data", **options)
+
+
+def close(got, want, **tolerance):
+  tolerance = dict(rtol=1e-5, atol=1e-6) | tolerance
+  jax.tree.map(
+    lambda *x: np.testing.assert_allclose(*x, **tolerance), got, want
+  )
+
+
+def train_state_step(state, ids):
+  loss, grads = jax.value_and_grad(state.apply_fn)(state.params, ids)
+  return state.apply_gradients(grads=grads), loss
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_a_train_state_is_saved_restored_and_trained_on(tmp_path):
+  """As by one device in plain `jit`; a checkpoint holds it as it is."""
+  create = lambda tx: TrainState.create(apply_fn=loss_of, params=PARAMS, tx=tx)
+  state = create(optax.chain(zen(), optax.adam(0.1)))
+  alone = create(optax.adam(0.1))
+  step = jax.jit(mapped(train_state_step))
+  one = jax.jit(train_state_step)
+  for turn in range(2):
+    state, loss = step(state, IDS + turn)
+    alone, want = one(alone, IDS + turn)
+    close(loss, want)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "state", state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "state", state)
+  assert type(restored) is TrainState and restored.tx is state.tx
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+  (state, _), (restored, _) = step(state, IDS), step(restored, IDS)
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+  alone, _ = one(alone, IDS)
+  close(state.params, alone.params)
+  assert int(state.step) == int(alone.step) == 3
+  oracle.check_replicas(runners.shards(state.params["table"]))
+  assert zenjax.stats(state)["table"]["rounds"] == 1
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_a_train_state_whose_optimizer_accumulates():
+  """`create` calls `tx.init`; one line makes what each device accumulates."""
+  tx: Any = optax.MultiSteps(optax.chain(zen(), optax.sgd(0.1)), 2)
+  step = mapped(train_state_step)
+  kinds: Any = dict(apply_fn=loss_of, params=PARAMS, tx=tx)
+  with pytest.raises(ValueError) as error:
+    step(TrainState.create(**kinds), IDS)
+  names(error, "`state`", "MultiSteps", "opt_state=zenjax.init(", "(4,)")
+  opt_state = zenjax.init(tx, PARAMS, runners.mesh(N), "data")
+  state: Any = TrainState(step=0, opt_state=opt_state, **kinds)
+  plain: Any = kinds | dict(tx=optax.MultiSteps(optax.sgd(0.1), 2))
+  alone: Any = TrainState.create(**plain)
+  step = jax.jit(step)
+  for turn in range(4):
+    state, _ = step(state, IDS + turn)
+    alone, _ = train_state_step(alone, IDS + turn)
+  close(state.params, alone.params)
+  moved = zenjax.reshard(zenjax.reshard(state), runners.mesh(N), "data")
+  jax.tree.map(np.testing.assert_array_equal, moved, state)
+  with pytest.raises(ValueError) as error:
+    mapped(train_state_step, 4)(state, IDS)
+  names(error, "`state`", "each of 4 devices", "(8,)")
+
+
+def test_two_models_that_accumulate():
+  """Leaves of one name; each may have as many rows as the other accumulates."""
+  tx: Any = optax.MultiSteps(zenjax.zen_sync("data"), 2)
+  init = lambda params: zenjax.init(tx, params, runners.mesh(N), "data")
+  small, large = ({"w": jnp.ones((k, 4))} for k in (8, 16))
+  same = mapped(lambda state, x: (state, x.sum()))
+  state = (small, large, init(small), init(large))
+  jax.eval_shape(same, state, IDS)
+  with pytest.raises(ValueError, match=r"shape \(8, 4\), got shape \(8, 4\)"):
+    jax.eval_shape(same, (*state[:2], tx.init(small), state[3]), IDS)
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.table = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.dropout(self.table(ids)).sum(-1)
+
+
+def net_loss(net, ids):
+  return jnp.mean((net(ids) - 1) ** 2)
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_an_nnx_model_that_is_split_with_its_optimizer():
+  """Its keys are in the state: all devices drop alike, and count alike."""
+  tables = zenjax.zen_sync("data", sparse=True)
+
+  def made(tx):
+    net = Net(nnx.Rngs(0))
+    return nnx.split((net, nnx.Optimizer(net, tx, wrt=nnx.Param)))
+
+  graph, state = made(optax.chain(tables, optax.adam(0.1)))
+  other, alone = made(optax.adam(0.1))
+
+  def step(state, ids):
+    net, optimizer = nnx.merge(graph, state)
+    loss, grads = nnx.value_and_grad(net_loss)(net, ids)
+    optimizer.update(net, grads)
+    return nnx.state((net, optimizer)), loss
+
+  def of_parts(state, ids):
+    """One device that does what each would do, one after the other."""
+    net, optimizer = nnx.merge(other, state)
+    found = []
+    for part in ids.reshape(N, -1):
+      copy, _ = nnx.merge(other, jax.tree.map(jnp.copy, state))
+      found.append(nnx.value_and_grad(net_loss)(copy, part))
+    net(ids[:1])  # counts
+    loss, grads = jax.tree.map(lambda *x: sum(x) / N, *found)
+    optimizer.update(net, grads)
+    return nnx.state((net, optimizer)), loss
+
+  run = jax.jit(mapped(step))
+  for turn in range(2):
+    state, loss = run(state, IDS + turn)
+    alone, want = of_parts(alone, IDS + turn)
+    close(loss, want)
+  net, _ = nnx.merge(graph, state)
+  want, _ = nnx.merge(other, alone)
+  close(net.table.embedding[...], want.table.embedding[...])
+  assert int(net.dropout.rngs.count[...]) == 2  # type: ignore[union-attr]
+  oracle.check_replicas(runners.shards(net.table.embedding[...]))
+
+
+def test_an_nnx_module_and_its_optimizer_are_a_state_as_they_are():
+  tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(0.1))
+  net = Net(nnx.Rngs(0))
+
+  def step(state, ids, key):
+    net, optimizer = state
+
+    def loss(net):
+      rows = net.table(ids)
+      return net.dropout(rows, rngs=nnx.Rngs(key)).mean()
+
+    loss, grads = nnx.value_and_grad(loss)(net)
+    optimizer.update(net, grads)
+    return (net, optimizer), loss
+
+  state = net, nnx.Optimizer(net, tx, wrt=nnx.Param)
+  after, _ = jax.jit(mapped(step))(state, IDS, jax.random.key(0))
+  before = net.table.embedding[...]
+  assert type(after[0]) is Net and int(after[1].step[...]) == 1
+  assert not np.array_equal(after[0].table.embedding[...], before)
+  oracle.check_replicas(runners.shards(after[0].table.embedding[...]))
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("tx", ["carry", "owner_update", "MultiSteps"])
+def test_nnx_splits_states_that_differ_between_devices_from_their_types(tx):
+  """They would be taken to be equal on all devices."""
+  inner = zenjax.zen_sync("data", sparse=True)
+  kinds: Any = {
+    "carry": zenjax.zen_sync("data", sparse=True, on_overflow="carry"),
+    "owner_update": zenjax.owner_update(optax.adam(0.1), "data", sparse=True),
+    "MultiSteps": optax.MultiSteps(optax.chain(inner, optax.sgd(0.1)), 2),
+  }
+  net = Net(nnx.Rngs(0))
+  if tx == "MultiSteps":
+    optimizer = nnx.Optimizer(net, kinds[tx], wrt=nnx.Param)
+  else:
+    with pytest.raises(ValueError, match="zenjax.init"):
+      nnx.Optimizer(net, kinds[tx], wrt=nnx.Param)
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer.tx = kinds[tx]
+    params = nnx.state(net, nnx.Param)
+    made = zenjax.init(kinds[tx], params, runners.mesh(N), "data")
+    optimizer.opt_state = nnx.data(made)
+  graph, state = nnx.split((net, optimizer))
+
+  def step(state, ids):
+    net, optimizer = nnx.merge(graph, state)
+    loss, grads = nnx.value_and_grad(net_loss)(net, ids)
+    optimizer.update(net, grads)
+    return nnx.state((net, optimizer)), loss
+
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(mapped(step), state, IDS)
+  words = ("nnx.split", "(params, opt_state)", "acc_grads")
+  names(error, *(words if tx == "MultiSteps" else ("`state`", "2 devices")))
+
+
+@jax.tree_util.register_pytree_node_class
+class Module:
+  """As Equinox has them: some leaves are no arrays."""
+
+  def __init__(self, table, act=jnp.tanh, rate=0.5, train=True):
+    self.parts: Any = table, act, rate, train
+
+  def tree_flatten(self):
+    return self.parts, None
+
+  @classmethod
+  def tree_unflatten(cls, _, parts):
+    return cls(*parts)
+
+  def __call__(self, ids):
+    table, act, rate, train = self.parts
+    return (act(table[ids]) * (rate if train else 0.0)).sum(-1)
+
+
+def module_step(sync):
+  def step(state, ids):
+    module, count = state
+    table, *rest = module.parts
+    assert (
+      rest[0] is jnp.tanh and isinstance(rest[1], float) and rest[2] is True
+    )
+    loss = lambda table: jnp.mean(Module(table, *rest)(ids) - 1) ** 2
+    value, grad = jax.value_and_grad(loss)(table)
+    return (Module(table - sync(grad), *rest), count + 1), value
+
+  return step
+
+
+def module_state():
+  return Module(PARAMS["table"]), 0
+
+
+def test_a_module_is_a_state_with_all_that_it_holds():
+  """Arrays are mapped, and other leaves pass as they are, without `jit`."""
+  got = want = module_state()
+  ours = mapped(module_step(lambda g: zenjax.sparse_pmean(g, "data")))
+  # The square of a mean is that of each device.
+  for turn in range(2):
+    got, loss = ours(got, IDS + turn)
+    parts = [
+      module_step(lambda g: g)(want, i) for i in (IDS + turn).reshape(N, -1)
+    ]
+    tables = [module.parts[0] for (module, _), _ in parts]
+    want = Module(sum(tables) / N), want[1] + 1
+    close(loss, sum(value for _, value in parts) / N)
+  close(got[0].parts[0], want[0].parts[0])
+  assert got[0].parts[1:] == (jnp.tanh, 0.5, True) and got[1] == 2
+  oracle.check_replicas(runners.shards(got[0].parts[0]))
+
+
+def test_leaves_of_a_module_that_a_step_changes():
+  """Numbers come out as they are made, or as arrays; functions as they came."""
+
+  def step(change):
+    def step(state, x):
+      module, count = state
+      return (Module(*change(*module.parts)), count), x.sum()
+
+    return lambda: mapped(step)(module_state(), jnp.arange(4))[0][0].parts
+
+  def numbers(table, act, rate, train):
+    return table, act, rate / 2, not train
+
+  def arrays(table, act, rate, train):
+    return 0, act, lax.psum(rate, "data") * jnp.ones(()), None or train
+
+  assert step(numbers)()[1:] == (jnp.tanh, 0.25, False)
+  table, _, rate, _ = step(arrays)()
+  assert table.shape == () and float(rate) == 1.0
+  for change, words in (
+    (lambda t, a, r, s: (t, lambda x: x, r, s), ("'0.1'", "as it came")),
+    (lambda t, a, r, s: (a, a, r, s), ("'0.0'", "an array")),
+  ):
+    with pytest.raises(TypeError) as error:
+      step(change)()
+    names(error, "`step` must return leaf", *words)
+  with pytest.raises(ValueError) as error:
+    mapped(lambda s, x: ((s[0], jnp.float32(x[0])), 0))(module_state(), IDS)
+  names(error, "`step`", "leaf '1' of it", "own part of the batch")
+
+
+def test_a_module_of_equinox_is_a_state():
+  eqx = pytest.importorskip("equinox")
+
+  class Model(eqx.Module):
+    table: Any
+    dropout: Any
+    layers: Any
+    scale: float = 0.5
+
+    def __call__(self, ids):
+      return self.layers(self.dropout(self.table(ids))) * self.scale
+
+  keys = jax.random.split(jax.random.key(0))
+  model: Any = Model(
+    eqx.nn.Embedding(ROWS, WIDTH, key=keys[0]),
+    eqx.nn.Dropout(0.5, inference=True),
+    eqx.nn.MLP(WIDTH, 2, 4, 1, key=keys[1]),
+  )
+  arrays = lambda model: eqx.filter(model, eqx.is_inexact_array)
+
+  def step_of(tx):
+    def step(state, ids):
+      model, opt_state = state
+      loss = lambda model: jnp.square(jax.vmap(model)(ids) - 1).mean()
+      value, grads = eqx.filter_value_and_grad(loss)(model)
+      updates, opt_state = tx.update(grads, opt_state, arrays(model))
+      return (eqx.apply_updates(model, updates), opt_state), value
+
+    return step
+
+  plain = optax.sgd(0.1)
+  tx = optax.chain(zenjax.zen_sync("data", sparse=True), plain)
+  mesh = runners.mesh(N)
+  got: Any = model, zenjax.init(tx, arrays(model), mesh, "data")
+  want: Any = model, plain.init(arrays(model))
+  checked = zenjax.check(step_of(tx), got, IDS, mesh=mesh, axis_name="data")
+  assert checked.ok, str(checked)
+  ours = eqx.filter_jit(mapped(step_of(tx)))
+  for turn in range(2):
+    got, loss = ours(got, IDS + turn)
+    want, value = step_of(plain)(want, IDS + turn)
+    close(loss, value)
+  close(arrays(got[0]), arrays(want[0]))
+  assert got[0].scale == 0.5 and got[0].dropout.inference is True
+  assert jax.tree.structure(got[0]) == jax.tree.structure(model)
+
+
+# --- random numbers -----------------------------------------------------------
+
+
+def noise_step(state, ids, rng):
+  key = rng["key"] if isinstance(rng, dict) else rng
+  return state, jax.random.normal(key, ids.shape)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("within", [False, True])
+def test_each_device_draws_its_own_numbers(n, within):
+  """And the same in each run."""
+  key = jax.random.key(3)
+  run = mapped(noise_step, n, aux_specs="batch")
+  given = {"key": key, "x": IDS} if within else key
+  _, got = run((), IDS, given)
+  _, again = jax.jit(run)((), IDS, given)
+  each = IDS.reshape(n, -1)
+  want = [
+    jax.random.normal(jax.random.fold_in(key, i), x.shape)
+    for i, x in enumerate(each)
+  ]
+  np.testing.assert_array_equal(got, np.concatenate(want))
+  np.testing.assert_array_equal(got, again)
+  assert len(set(np.asarray(got).tolist())) == len(IDS)
+
+
+def test_devices_of_two_explicit_axes_draw_their_own():
+  axes = ("host", "device")
+  mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4])
+  run = zenjax.data_parallel(noise_step, mesh, axes, aux_specs="batch")
+  _, got = jax.jit(run)((), IDS, jax.random.key(0))
+  keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(4)]
+  want = np.concatenate([jax.random.normal(key, (2,)) for key in keys])
+  np.testing.assert_array_equal(got, want)
+
+
+def test_keys_of_examples_are_split_and_those_of_a_state_are_not():
+  def step(key, keys):
+    mine = jax.vmap(jax.random.uniform)(keys)
+    key, sub = jax.random.split(key)
+    return key, (mine, jax.random.uniform(sub, (3,)))
+
+  keys = jax.random.split(jax.random.key(1), 4)
+  after, (each, shared) = jax.jit(mapped(step))(jax.random.key(0), keys)
+  np.testing.assert_array_equal(each, jax.vmap(jax.random.uniform)(keys))
+  key, sub = jax.random.split(jax.random.key(0))
+  assert after == key
+  np.testing.assert_array_equal(shared, jax.random.uniform(sub, (3,)))
+
+
+def test_dropout_by_a_key_beside_the_batch_is_that_of_each_device():
+  tx = optax.chain(zen(), optax.sgd(0.1))
+
+  def loss(params, ids, key):
+    keep = jax.random.bernoulli(key, 0.5, ids.shape)
+    return jnp.mean(jnp.where(keep, scores(params, ids), 0))
+
+  def step(state, ids, key):
+    params, opt_state = state
+    value, grads = jax.value_and_grad(loss)(params, ids, key)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+  key, mesh = jax.random.key(0), runners.mesh(N)
+  state = PARAMS, zenjax.init(tx, PARAMS, mesh, "data")
+  (after, _), value = jax.jit(mapped(step))(state, IDS, key)
+  found = [
+    jax.value_and_grad(loss)(PARAMS, part, jax.random.fold_in(key, i))
+    for i, part in enumerate(IDS.reshape(N, -1))
+  ]
+  want, grads = jax.tree.map(lambda *x: sum(x) / N, *found)
+  close(value, want)
+  close(after, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+  oracle.check_replicas(runners.shards(after["table"]))
+  checked = zenjax.check(step, state, IDS, key, mesh=mesh, axis_name="data")
+  assert checked.ok, str(checked)

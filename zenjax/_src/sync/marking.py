@@ -64,6 +64,7 @@ class Mark(NamedTuple):
 
   exchange: Exchange
   # "local" goes in, "synced" comes out; "waited" and "waits" are residuals.
+  # "equal" comes out too, of what nobody compares with what went in.
   role: str
   leaf: int
   num_rows: int | None  # of the table, where the leaf is SparseRows
@@ -113,6 +114,20 @@ def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
       found.append(_mark_p.bind(jnp.asarray(leaf), mark=mark))
     chains.hand_on(leaf, found[-1])
   return found
+
+
+def equal(leaves: Sequence[Any], options: Options) -> list[Any]:
+  """Returns the same, known to be equal on all devices of an exchange."""
+  return marked(leaves, Exchange("", options, ()), "equal")
+
+
+def known_equal(eqn: jex_core.JaxprEqn) -> frozenset[str]:
+  """Axes along which an equation says that its output is equal."""
+  if eqn.primitive is not _mark_p:
+    return frozenset()
+  mark = eqn.params["mark"]
+  comes_out = mark.role in ("synced", "equal")
+  return frozenset(mark.exchange.options.axes if comes_out else ())
 
 
 class Found(NamedTuple):
@@ -177,7 +192,7 @@ class _Reader:
     ahead = _Ahead(jaxpr)
     eqns, needed = self._needed(jaxpr, wanted)
     for eqn in eqns:
-      if eqn.primitive is _mark_p:
+      if _is_read(eqn):
         # What is replaced was not run.
         skip = self._replaced(eqn)
         value = None if skip else value_of(eqn.invars[0])
@@ -372,11 +387,15 @@ def _fields(leaf: Any) -> list[tuple[str, Any]]:
   return [("ids", ids), ("values", values)]
 
 
+def _is_read(eqn: jex_core.JaxprEqn) -> bool:
+  return eqn.primitive is _mark_p and eqn.params["mark"].role != "equal"
+
+
 def has_marks(eqn: jex_core.JaxprEqn) -> bool:
   """Tells whether a program that an equation runs has a mark."""
   programs = list(jex_core.jaxprs_in_params(eqn.params))
   return any(
-    inner.primitive is _mark_p or has_marks(inner)
+    _is_read(inner) or has_marks(inner)
     for program in programs
     for inner in jaxprs.opened(program)[0].eqns
   )

@@ -388,4 +388,6 @@ def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
     raise TypeError(f"{decided} are decided by the function itself.")
   options = sync_options.check(axis_name, sparse=True, op=op, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
-  return synced
+  (equal,) = marking.equal([synced], options)
+  chains.hand_on(synced, equal)
+  return equal

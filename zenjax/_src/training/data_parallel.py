@@ -293,8 +293,8 @@ def _check_accumulated(state: Any, devices: int) -> None:
   """Refuses gradients accumulated as if by one device for all.
 
   `state_specs` splits them, and a device would find a part of its own. What
-  they are gradients of is found in the rest of the state: leaves under the same
-  keys, of the same shapes but for the number of devices.
+  they are gradients of is found in the rest of the state: leaves whose names
+  end alike, of the same shapes but for the number of devices.
   """
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
   nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
@@ -304,8 +304,8 @@ def _check_accumulated(state: Any, devices: int) -> None:
     is_leaf=is_own,
   )
   shapes = {
-    path: tuple(leaf.shape)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(rest)[0]
+    f".{name}": tuple(leaf.shape)
+    for name, leaf in leaf_util.named_leaves(rest)
     if leaf_util.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
   }
   for node in nodes:
@@ -324,7 +324,7 @@ def _check_accumulated(state: Any, devices: int) -> None:
 
 
 def _accumulated_of(
-  acc_grads: Any, shapes: dict[Any, tuple[int, ...]]
+  acc_grads: Any, shapes: dict[str, tuple[int, ...]]
 ) -> dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]:
   """Finds arrays that may be those whose gradients are accumulated.
 
@@ -332,20 +332,19 @@ def _accumulated_of(
     By how many devices accumulate, if it is these: name and shape of the first
     leaf of the gradients, and the shape of the array.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(acc_grads)
-  names = [name for name, _ in leaf_util.named_leaves(acc_grads)]
+  named = leaf_util.named_leaves(acc_grads)
+  alone = jax.tree.structure(acc_grads) == jax.tree.structure(0)
+  ends = ["" if alone else f".{name}" for name, _ in named]
   found = {}
-  if not flat:
-    return found
-  path, _ = flat[0]
   for whole in shapes:
-    begin = whole[: len(whole) - len(path)]
-    if whole[len(begin) :] != path:
+    if not ends or not whole.endswith(ends[0]):
       continue
-    of = [shapes.get((*begin, *path), ()) for path, _ in flat]
-    times = {_times(acc.shape, shape) for shape, (_, acc) in zip(of, flat)}
+    begin = whole[: len(whole) - len(ends[0])]
+    of = [shapes.get(begin + end, ()) for end in ends]
+    times = {_times(acc.shape, shape) for shape, (_, acc) in zip(of, named)}
     if len(times) == 1 and 0 not in times:
-      found[times.pop()] = names[0], tuple(flat[0][1].shape), of[0]
+      name, acc = named[0]
+      found[times.pop()] = name, tuple(acc.shape), of[0]
   return found
 
 

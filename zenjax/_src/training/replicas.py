@@ -15,6 +15,7 @@ from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.top_k import SelectionState
+from zenjax._src.sync import marking
 from zenjax._src.sync import sync_state
 
 # Which dimension of a value is that of the examples, through an equation.
@@ -347,6 +348,10 @@ _RULES: dict[str, Callable[..., int | None]] = {
 # anything else nobody can read it from a program. Without a collective it is
 # not.
 #
+# What was drawn from a key of a device's own is watched more closely: one part
+# of a value that met no collective is enough, as noise that is added to
+# parameters after the gradients in them were averaged.
+#
 # Of values that may differ it is known, too, which dimension is that of the
 # examples, and which are sums over them.
 
@@ -367,11 +372,12 @@ class Flow(NamedTuple):
   # Known of what differs: it is made example by example, or adds them up.
   examples: Examples | None = None
   counts: bool = False
+  drawn: frozenset[str] = frozenset()  # of own keys, and met nothing since
 
   @property
   def parting(self) -> frozenset[str]:
     """Axes along which the value differs between devices for sure."""
-    return self.own - self.met
+    return (self.own - self.met) | self.drawn
 
 
 def owned_values(axes: frozenset[str], examples: int | None = None) -> Flow:
@@ -436,12 +442,18 @@ def _joined(*parts: Flow) -> Flow:
     rows.pop() if len(rows) == 1 else None,
     # What is equal on all devices would be added up as often as there are any.
     all(part.counts for part in parts),
+    frozenset().union(*(part.drawn for part in parts)),
   )
 
 
 def _steered(by: Flow, flow: Flow) -> Flow:
   """Returns the flow of a value that another one decides on."""
-  known = Flow(flow.own | by.own, flow.met | by.met, flow.differs | by.differs)
+  known = Flow(
+    flow.own | by.own,
+    flow.met | by.met,
+    flow.differs | by.differs,
+    drawn=flow.drawn | by.drawn,
+  )
   if by.differs:
     return known
   return known._replace(examples=flow.examples, counts=flow.counts)
@@ -474,14 +486,17 @@ def _of_one(
   if name == "axis_index":
     return [owned_values(named)]
   joined = _joined(*inputs)
-  met = joined.met
+  met, drawn = joined.met, joined.drawn
   if name not in _LOCAL:
+    together = named.union(*map(_axes_within, _programs(eqn)))
     # What all devices have in common is no nearer to being averaged.
-    met |= named.union(*map(_axes_within, _programs(eqn))) & joined.own
+    met |= together & joined.own
+    drawn -= together
+  drawn -= marking.known_equal(eqn)
   differs = joined.differs
   if name in _EQUAL and eqn.params.get("axis_index_groups") is None:
     differs -= named
-  known = Flow(joined.own, met, differs)
+  known = Flow(joined.own, met, differs, drawn=drawn)
   if not differs:
     return [known] * len(eqn.outvars)
   return [
@@ -527,7 +542,10 @@ def _scan(eqn, inputs, axes):
     outs = flows(eqn.params["jaxpr"], [*consts, *carry, *given], axes)
     after = [_joined(*pair) for pair in zip(carry, outs)]
     if after == carry:
-      return [*carry, *(_moved(flow, 1) for flow in outs[len(carry) :])]
+      if eqn.params["length"]:  # Of the last turn, and not as it began.
+        pairs = zip(carry, outs)
+        carry = [flow._replace(drawn=out.drawn) for flow, out in pairs]
+      return [*carry, *(_moved(flow, 1) for flow in outs[len(after) :])]
     carry = after
 
 
@@ -665,19 +683,17 @@ def checked(
     flow_of += [_given(x, looked_at) for x in jax.tree.leaves(batch)]
     found = flows(program, flow_of, looked_at)
     names = [name for name, _ in leaf_util.named_leaves(state)]
-    _require_equal(
-      [
-        (names[i], flow.parting)
-        for i, flow in zip(mapped, found)
-        if flow.parting & several and not split[i]
-      ],
-      axes,
-      _selecting(state),
-    )
+    counted = _counted(state)
+    parting = []
+    for i, flow in zip(mapped, found):
+      missing = flow.own - flow.met if counted[i] else flow.parting
+      if missing & several and not split[i]:
+        parting.append((names[i], flow._replace(drawn=missing & flow.drawn)))
+    _require_equal(parting, axes, _selecting(state))
     run = jex_core.jaxpr_as_fun(program)
     values = run(*given, *jax.tree.leaves(batch))
     for i, x in zip(mapped, values):
-      after[i] = x
+      after[i] = x if leaf_util.is_array(x) else jnp.asarray(x)
     aux = of_aux.unflatten(values[len(mapped) :])
     return Stepped(after, aux, found[len(mapped) :])
 
@@ -686,7 +702,16 @@ def checked(
 
 def _given(x: Any, axes: frozenset[str]) -> Flow:
   """The flow of an array of the batch; a single key is of no example."""
-  return owned_values(axes, examples=x.shape[0] if x.ndim else None)
+  if x.ndim:
+    return owned_values(axes, examples=x.shape[0])
+  return owned_values(axes)._replace(drawn=axes)
+
+
+def _counted(state: Any) -> list[bool]:
+  """Which leaves of a state zen_sync counts, of itself equal on all devices."""
+  is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
+  mask = lambda node: jax.tree.map(lambda _: is_sync(node), node)
+  return jax.tree.leaves(jax.tree.map(mask, state, is_leaf=is_sync))
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
@@ -764,27 +789,40 @@ def _selecting(state: Any) -> str | None:
 
 
 def _require_equal(
-  parting: Sequence[tuple[str, frozenset[str]]],
-  axes: Axes,
-  selecting: str | None,
+  parting: Sequence[tuple[str, Flow]], axes: Axes, selecting: str | None
 ) -> None:
   if not parting:
     return
-  (name, missing), *others = parting
+  (name, flow), *others = parting
+  missing = flow.parting
   lacking = tuple(axis for axis in axes if axis in missing)
   shown = " and ".join(map(repr, lacking))
   lacking, wanted = (x[0] if len(x) == 1 else x for x in (lacking, axes))
   more = f" (and {len(others)} more)" if others else ""
+  average = f"average what the leaf is made of by `lax.pmean(x, {lacking!r})`."
+  if flow.drawn and not flow.own - flow.met:
+    raise ValueError(
+      "`step` must return a state that is equal on all devices, but in leaf"
+      f" {name!r} of it{more} there is what each device draws from a key of its"
+      f" own, with no collective over {shown} on the way; draw it from a key"
+      f" that is kept in the state, or {average}"
+    )
   place = "first in the optimizer's chain,"
   if selecting:
     place = (
       f"right behind {selecting} in the optimizer's chain, where it sends what"
       " was selected,"
     )
+  note = ""
+  if "acc_grads" in name.split("."):
+    note = (
+      " What `optax.MultiSteps` accumulates may differ between devices where"
+      " its type is in the state: not in that of `nnx.split`, so take"
+      " `(params, opt_state)`, made by `zenjax.init`."
+    )
   raise ValueError(
     "`step` must return a state that is equal on all devices, but it makes"
     f" leaf {name!r} of it{more} of the device's own part of the batch with no"
     f" collective over {shown} on the way; put `zenjax.zen_sync({wanted!r})`"
-    f" {place} or average what the leaf is made of by"
-    f" `lax.pmean(x, {lacking!r})`."
+    f" {place} or {average}{note}"
   )
