@@ -1,5 +1,6 @@
 """Tables of one width and dtype travel as one table of all their rows."""
 
+import functools
 from typing import Any
 
 import jax
@@ -72,13 +73,20 @@ def run(tx, grads, steps=3, rows=False):
   return synced, jax.tree.map(lambda x: x[0], state)
 
 
+@functools.cache
+def all_tables(scheme, rows):
+  """All tables, synchronized by one program that tests share."""
+  tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)
+  return run(tx, drawn(0), rows=rows)
+
+
 @pytest.mark.usually("zen-*")
 @pytest.mark.parametrize("rows", [False, True], ids=["arrays", "rows"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_stacked_tables_equal_tables_alone(scheme, rows):
   """Bit by bit, and in what they tell of each table."""
   tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)
-  synced, state = run(tx, drawn(0), rows=rows)
+  synced, state = all_tables(scheme, rows)
   told = zenjax.stats(state)
   for name, local in drawn(0).items():
     mean = local.astype(np.float64).mean(0)
@@ -97,7 +105,7 @@ def test_stacked_tables_equal_tables_alone(scheme, rows):
 
 
 def test_a_full_table_travels_dense_beside_sparse_ones():
-  _, state = run(zenjax.zen_sync("data", sparse=True), drawn(0))
+  _, state = all_tables("zen", False)
   told = zenjax.stats(state)
   went = {name for name, numbers in told.items() if numbers["went_dense"]}
   assert "all" in went and "few" not in went
