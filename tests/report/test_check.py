@@ -112,6 +112,34 @@ def test_what_travels_whole_does_so_in_float64():
   assert result.ok and not result.notes, str(result)
 
 
+def test_a_state_of_any_kind():
+  """Functions and numbers in it pass; what holds no such leaf is told."""
+  tx = optax.chain(zen(scheme="dense"), optax.adam(0.1))
+
+  def step(state, ids, targets):
+    kept = {"bias": state["bias"], "table": state["lying"].T}
+    assert state["act"] is jnp.tanh and state["rate"] == 0.5
+    grads = jax.grad(loss)(kept, ids, targets)
+    updates, opt_state = tx.update(grads, state["opt"], kept)
+    after: Any = optax.apply_updates(kept, updates)
+    after = {"bias": after["bias"], "lying": after["table"].T}
+    return state | after | {"opt": opt_state}, ()
+
+  mesh = runners.mesh(2)
+  given: Any = {"act": jnp.tanh, "rate": 0.5, "bias": params()["bias"]}
+  given |= {"opt": zenjax.init(tx, params(), mesh, "data")}
+  lying = given | {"lying": params()["table"].T}
+  result = zenjax.check(step, lying, IDS, TARGETS, mesh=mesh, axis_name="data")
+  # Its momenta lie as it does, and are compared.
+  assert result.ok and not result.notes, str(result)
+  assert set(found(result, "step")) == {"table", "bias"}
+  tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
+  lying |= {"opt": zenjax.init(tx, params(), mesh, "data")}
+  result = zenjax.check(step, lying, IDS, TARGETS, mesh=mesh, axis_name="data")
+  assert result.ok and set(found(result, "step")) == {"bias"}
+  assert "the step of table, for no leaf of the state" in str(result)
+
+
 def test_one_device():
   tx = optax.chain(zen(), optax.sgd(0.1))
   assert checked(tx, runners.mesh(1)).ok
