@@ -135,7 +135,7 @@ def _table(
 
 _ROUNDS = ("rounds", "rounds", ".0f", "rounds: exchanges it took")
 _RECEIVED = (
-  _megabytes("MB sent", "wire_bytes", "MB: received by a device"),
+  _megabytes("MB received", "wire_bytes", "MB: received by a device"),
   _megabytes("MB dense", "dense_bytes"),
   _Column("bytes", _bytes, "bytes: beside a dense all-reduce"),
 )
