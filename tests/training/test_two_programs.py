@@ -55,9 +55,9 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
       " process 1",
     ),
     pytest.param(
-      "tuning=zenjax.Tuning(hash_seed=1)",
+      "hash_seed=1",
       "",
-      "hash_seed is 1 on process 0 and 0 on process 1",
+      r"tuning is .*hash_seed=1.* process 0 and .*hash_seed=0.* process 1",
       marks=pytest.mark.more,
     ),
     pytest.param(
@@ -77,6 +77,16 @@ def test_programs_that_differ_are_refused_by_all(tmp_path, one, other, told):
     assert "refused: Processes must run the same program" in text
     assert re.search(told, text), text
     assert "(and" not in text
+
+
+def test_plain_jit_over_processes_equals_the_plain_program(tmp_path):
+  texts, codes = run(tmp_path, "jit", "jit")
+  assert codes == [0, 0], texts
+  for text in texts:
+    (apart,), (moved,) = (
+      re.findall(rf"{word} (\S+)", text) for word in ("differ", "moved")
+    )
+    assert float(apart) < 1e-6 < float(moved), text
 
 
 @pytest.mark.more

@@ -2,10 +2,11 @@
 
     python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
 
-WHAT is `train` for steps, `check` for `zenjax.check`, `broken` for the same of
-an exchange that loses a row, `lower` to compile a step and not run it, or
-`idle`. Further arguments are those of `zen_sync`, in JSON; and of `train`,
-`restore` and `save`, files to begin and to end with, `begin` and `steps`.
+WHAT is `train` for steps, `jit` for steps in plain `jit` beside a plain
+program, `check` for `zenjax.check`, `broken` for the same of an exchange that
+loses a row, `lower` to compile a step and not run it, or `idle`. Further
+arguments are those of `zen_sync`, in JSON; and of `train`, `restore` and
+`save`, files to begin and to end with, `begin` and `steps`.
 """
 
 import json
@@ -62,15 +63,32 @@ def loaded(path: str, like: Any, specs: Any, mesh: Mesh) -> Any:
   )
 
 
+def trained(tx: Any, value_and_grad: Any, table: jax.Array, batches: Any):
+  """Trains on whole batches in plain `jit`; the loss is that of all devices."""
+
+  @jax.jit
+  def step(table, state, ids):
+    grads = value_and_grad(lambda t: (t[ids] ** 2).mean())(table)[1]
+    updates, state = tx.update(grads, state, table)
+    return optax.apply_updates(table, updates), state
+
+  state = jax.jit(tx.init)(table)
+  for ids in batches:
+    table, state = step(table, state, ids)
+  return np.asarray(table.addressable_data(0))
+
+
 def main(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
   marking.WAIT_S = 5.0
-  options: dict[str, Any] = {"scheme": "all_gather"}
+  options: dict[str, Any] = {"scheme": "all_gather"} if what != "jit" else {}
   for pair in given:
     name, _, value = pair.partition("=")
     options[name] = json.loads(value)
+  if "hash_seed" in options:
+    options["tuning"] = zenjax.Tuning(hash_seed=options.pop("hash_seed"))
   restore, save = (options.pop(name, None) for name in ("restore", "save"))
   begin, steps = options.pop("begin", 0), options.pop("steps", 2)
   if what == "broken":
@@ -117,6 +135,16 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
       np.savez(save.format(process), *own)
     table, _ = state
     print("trained", float(jnp.sum(table.addressable_data(0))), flush=True)
+  elif what == "jit":
+    of_rows = optax.chain(
+      zenjax.zen_sync("data", sparse=True, **options),
+      zenjax.lazy_rows(optax.adagrad(0.5)),
+    )
+    batches = [batch(number) for number in range(steps)]
+    rows = trained(of_rows, zenjax.value_and_grad, table, batches)
+    plain = trained(optax.adagrad(0.5), jax.value_and_grad, table, batches)
+    print("differ", float(np.abs(rows - plain).max()), flush=True)
+    print("moved", float(np.abs(rows - 1).max()), flush=True)
   else:
     found = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
     print(found, flush=True)
