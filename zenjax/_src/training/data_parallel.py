@@ -70,8 +70,9 @@ def data_parallel(
   in the state, as `nnx.Rngs` keeps one, or one that the step closes over, is
   the same on all devices: all draw the same masks, each for its own examples.
   Give a key beside the batch instead, as in `model(x, rngs=nnx.Rngs(key))`, or
-  fold one in by hand, `jax.random.fold_in(key, lax.axis_index(axis_name))`. A
-  key made of a device's own cannot be kept in the state.
+  fold one in by hand, `jax.random.fold_in(key, lax.axis_index(axis_name))`. In
+  the state there can be no key that was made of a device's own, and nothing
+  drawn from one that met no collective, as noise added to parameters.
 
   What `aux` holds comes out of the step by these rules, which are read from
   the traced step:
