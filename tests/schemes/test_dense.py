@@ -3,7 +3,6 @@
 import functools
 import math
 
-import cases
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -93,34 +92,3 @@ def test_a_table_that_looks_full_may_have_rows_of_zeros(capacities, dense):
   oracle.check(trainer({"t": stack})["t"], stack)
   trainer.check_replicas()
   assert zenjax.stats(trainer.state)["t"]["went_dense"] == dense
-
-
-def test_a_table_that_travels_dense_returns_well_below_break_even():
-  n, rows, width = 4, 6000, 2
-  tx = zenjax.zen_sync("data", sparse=True, partition="hash")
-  rng = np.random.default_rng(0)
-
-  @jax.jit
-  def step(stack, state):
-    return jax.vmap(tx.update, axis_name="data")(stack, state)[1]
-
-  def went(*densities):
-    """Returns which steps of a run with these densities travelled dense."""
-    state = tx.init(jnp.zeros((rows, width)))
-    state = jax.tree.map(lambda x: jnp.stack([x] * n), state)
-    dense = []
-    for density in densities:
-      ids = [cases.draw(rng, rows, rows * density) for _ in range(n)]
-      stack = cases.keep(np.ones((n, rows, width), np.float32), ids)
-      state = step(stack, state)
-      seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]
-      dense.append(bool(seen["went_dense"]))
-    return dense
-
-  grid = np.linspace(0.1, 0.3, 21)
-  least = next(density for density in grid if went(density)[0])
-  assert least > grid[1]
-  below, far_below = 0.9 * least, 0.6 * least
-  assert went(below, below) == [False, False]
-  assert went(0.6, below, below, below) == [True] * 4
-  assert went(0.6, far_below, far_below) == [True, True, False]

@@ -69,6 +69,36 @@ def test_large_chunks_carry_what_is_much():
   assert 4 <= seen["rounds"] <= 2 * small_turns / 3
 
 
+def test_a_table_that_travels_dense_returns_well_below_break_even():
+  tx = zenjax.zen_sync("data", sparse=True, partition="hash")
+  rng = np.random.default_rng(0)
+
+  @jax.jit
+  def step(stack, state):
+    return jax.vmap(tx.update, axis_name="data")(stack, state)[1]
+
+  def went(*densities):
+    """Returns which steps of a run with these densities travelled dense."""
+    state = tx.init(jnp.zeros((ROWS, WIDTH)))
+    state = jax.tree.map(lambda x: jnp.stack([x] * N), state)
+    dense = []
+    for density in densities:
+      ids = [cases.draw(rng, ROWS, ROWS * density) for _ in range(N)]
+      stack = cases.keep(np.ones((N, ROWS, WIDTH), np.float32), ids)
+      state = step(stack, state)
+      seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]
+      dense.append(bool(seen["went_dense"]))
+    return dense
+
+  grid = np.linspace(0.1, 0.3, 21)
+  least = next(density for density in grid if went(density)[0])
+  assert least > grid[1]
+  below, far_below = 0.9 * least, 0.6 * least
+  assert went(below, below) == [False, False]
+  assert went(0.6, below, below, below) == [True] * 4
+  assert went(0.6, far_below, far_below) == [True, True, False]
+
+
 def test_sums_of_counts_stop_at_the_largest_int32():
   most = np.iinfo(np.int32).max
   for counts in ([3, 4], [2**30, 2**29 + 1], [2**30, 2**30], [most] * 5):
