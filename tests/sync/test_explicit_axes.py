@@ -106,13 +106,15 @@ CASES = {
 }
 
 
+def drawn(rng):
+  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
+  return {k: rng.standard_normal(s, np.float32) for k, s in shapes.items()}
+
+
 def train(case: Case, tx, value_and_grad):
   """Returns losses, parameters, the state, and the compiled program."""
   rng = np.random.default_rng(0)
-  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
-  params: Any = {
-    k: rng.standard_normal(s, np.float32) for k, s in shapes.items()
-  }
+  params: Any = drawn(rng)
   with jax.set_mesh(case.mesh):
     params = jax.device_put(params, {"table": case.table, "dense": P()})
     state = tx.init(params)
@@ -250,28 +252,29 @@ def test_owners_want_parameters_whole():
     train(CASES["columns"], tx, zenjax.value_and_grad)
 
 
-def feedback(selector, **options):
+def feedback(op, selector, **options):
   tx = zenjax.sparsify.error_feedback(selector, "data", **options)
-  return optax.chain(tx, zenjax.zen_sync("data", op="sum"), optax.sgd(0.5))
+  return optax.chain(tx, zenjax.zen_sync("data", op=op), optax.sgd(0.5))
 
 
 TABLE: Any = lambda name, _: name == "table"
-APART: dict[str, Callable[[], optax.GradientTransformation]] = {
-  "top_k": lambda: feedback(
-    zenjax.sparsify.top_k(0.01, sparse=TABLE), momentum=0.9, clip_norm=0.05
+# Of `op`, which is for zen_sync.
+APART: dict[str, Callable[[str | None], optax.GradientTransformation]] = {
+  "top_k": lambda op: feedback(
+    op, zenjax.sparsify.top_k(0.01, sparse=TABLE), momentum=0.9, clip_norm=0.05
   ),
-  "random_k": lambda: feedback(
-    zenjax.sparsify.random_k(0.01, sparse=TABLE, apart="data")
+  "random_k": lambda op: feedback(
+    op, zenjax.sparsify.random_k(0.01, sparse=TABLE, apart="data")
   ),
-  "threshold": lambda: feedback(
-    zenjax.sparsify.threshold(1e-3, sparse=TABLE), wire_dtype=jnp.bfloat16
+  "threshold": lambda op: feedback(
+    op, zenjax.sparsify.threshold(1e-3, sparse=TABLE), wire_dtype=jnp.bfloat16
   ),
-  "micro": lambda: optax.chain(
+  "micro": lambda _: optax.chain(
     zenjax.sparsify.micro("data", density=0.01, op="sum"), optax.sgd(0.5)
   ),
-  "carry": lambda: optax.chain(
+  "carry": lambda op: optax.chain(
     zenjax.zen_sync(
-      "data", op="sum", on_overflow="carry", capacities={"table": (1, 6)}
+      "data", op=op, on_overflow="carry", capacities={"table": (1, 6)}
     ),
     optax.sgd(0.5),
   ),
@@ -281,10 +284,7 @@ APART: dict[str, Callable[[], optax.GradientTransformation]] = {
 def run_apart(tx, mesh, mapped: bool):
   """Returns losses, parameters and the state of what devices keep apart."""
   rng = np.random.default_rng(0)
-  shapes = {"table": (ROWS, WIDTH), "dense": (WIDTH, 4)}
-  params: Any = {
-    k: rng.standard_normal(s, np.float32) for k, s in shapes.items()
-  }
+  params: Any = drawn(rng)
 
   def plain(params, state, ids, targets):
     seen = zenjax.unsummed(params, "data")
@@ -328,8 +328,8 @@ def run_apart(tx, mesh, mapped: bool):
 @pytest.mark.parametrize("name", APART)
 def test_what_devices_keep_apart_is_that_of_shard_map(name):
   """Residuals, momentum and rows that wait, to the bit; parts are added."""
-  losses, *got = run_apart(APART[name](), LINE, mapped=False)
-  expected, *want = run_apart(APART[name](), LINE, mapped=True)
+  losses, *got = run_apart(APART[name](None), LINE, mapped=False)
+  expected, *want = run_apart(APART[name]("sum"), LINE, mapped=True)
   np.testing.assert_allclose(losses, expected, rtol=1e-6)
   assert jax.tree.structure(got) == jax.tree.structure(want)
   for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want)):

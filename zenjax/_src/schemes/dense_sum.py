@@ -181,7 +181,7 @@ def _chunk_rows(num_rows: int, width: int, platform: str) -> int:
   elif platform == "cpu" and num_rows * width > _ELEMENTS:
     elements = _CACHED_ELEMENTS
   chunks = -(-num_rows // max(1, elements // width))
-  # Equal ones: what the last has in common with the one before is sent twice.
+  # Chunks are alike, for rows that the last two share are sent twice.
   return -(-num_rows // chunks)
 
 

@@ -151,14 +151,14 @@ def sync(
     options: Of the transformation.
 
   Raises:
-    ValueError: Nothing is left to sum, an option is for parts of one device
-      each, or a gradient lies over other axes.
+    ValueError: Nothing is left to sum, a gradient lies over other axes, the
+      plan is of other leaves, or rows wait of a leaf that is not whole.
   """
   options = gradient_tree.following(options, state.selected)
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
   mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
-  own = {name: x for name, x in state.leaves.items() if name in mine}
+  leaves = {name: x for name, x in state.leaves.items() if name in mine}
   spread_over = _axes_of([x.synced for x in parts.lie])
 
   if options.plan:
@@ -177,14 +177,14 @@ def sync(
   all_of, split = PartitionSpec(), PartitionSpec(options.axes)
   if not options.exact:
     for name, x in parts.named:
-      if name in own and not is_rows(x):  # Those are refused.
+      if name in leaves and not is_rows(x):  # Those are refused.
         _require_whole("on_overflow='carry'", name, x, options.axes)
   memory: Any = state._replace(
     step=all_of,
-    leaves={name: leaf.specs(split) for name, leaf in own.items()},
+    leaves={name: leaf.specs(split) for name, leaf in leaves.items()},
     selected=dict.fromkeys(state.selected, all_of),
   )
-  own = state._replace(leaves=own)
+  own = state._replace(leaves=leaves)
   if not options.exact:
     own = placed(own, memory, "on_overflow='carry'", mesh, options.axes)
   synced, new = mapped(
@@ -283,7 +283,7 @@ def _require_whole(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
     raise ValueError(
       f"`updates` of {by} must be whole on every device, and leaf {name!r} is"
       f" spread over {over}: what a device keeps of it would be a part; leave"
-      f" it out, or replicate that parameter."
+      " it out, or replicate that parameter."
     )
 
 
@@ -297,7 +297,7 @@ def _require_unreduced(name: str, leaf: jax.Array, axes: Axes) -> None:
 
 
 def _of_parts(plan: Plan, tree: Any) -> Plan:
-  """The plan of the leaves that are exchanged, with the shapes of their parts.
+  """Returns the plan of the exchanged leaves, with the shapes of their parts.
 
   Explicit axes of the mesh that are not summed over leave a device columns.
   """
