@@ -8,10 +8,15 @@ from zenjax._src.rows.explain import TableUse
 from zenjax._src.rows.norm import clip_by_global_norm
 from zenjax._src.rows.row_adagrad import row_adagrad
 from zenjax._src.rows.row_adagrad import RowAdagradState
+from zenjax._src.rows.sharded_tables import shard
+from zenjax._src.rows.sharded_tables import ShardedTable
+from zenjax._src.rows.sharded_tables import unshard
+from zenjax._src.rows.value_and_grad import apply
 from zenjax._src.rows.value_and_grad import filter_value_and_grad
 from zenjax._src.rows.value_and_grad import grad
 
 __all__ = (
+  "apply",
   "catch_up",
   "CatchUpState",
   "clip_by_global_norm",
@@ -21,5 +26,8 @@ __all__ = (
   "grad",
   "row_adagrad",
   "RowAdagradState",
+  "shard",
+  "ShardedTable",
   "TableUse",
+  "unshard",
 )

@@ -122,6 +122,11 @@ def pmean(x: jax.Array, axes: Axes) -> jax.Array:
   return mean if wide == x.dtype else mean.astype(x.dtype)
 
 
+def pmax(x: jax.Array, axes: Axes) -> jax.Array:
+  """The largest of all devices."""
+  return lax.pmax(x, axes)
+
+
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
   """The dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval as pe
 import numpy as np
 
 _LIBRARY = pathlib.Path(jax.__file__).parent
@@ -52,6 +53,35 @@ def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
   with eqn.ctx.manager:
     found = eqn.primitive.bind(*values, **params)
   return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def needed(closed: Any, effects: bool = True) -> tuple[Any, list[bool]]:
+  """A traced program without what no output needs, and the inputs it reads.
+
+  Args:
+    closed: Of `jax.make_jaxpr`.
+    effects: Whether what it does beside is kept, as of `jax.debug.print`.
+
+  Returns:
+    The program, not closed, and for each input whether it is one still.
+  """
+  jaxpr, _ = opened(closed)
+  if not effects:
+    acts = lambda eqn: eqn.effects and "callback" in eqn.primitive.name
+    jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not acts(eqn)])
+  return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+
+
+def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+  """Runs a program that was opened."""
+  env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+
+  def read(atom):
+    return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+
+  for eqn in jaxpr.eqns:
+    env.update(zip(eqn.outvars, bind(eqn, [read(x) for x in eqn.invars])))
+  return [read(x) for x in jaxpr.outvars]
 
 
 UNKNOWN = "an unknown line"

@@ -100,7 +100,7 @@ class Layout:
       row = group * self.slots + jnp.minimum(slot, self.slots - 1)
       valid = (slot < self.slots) & (row < self.num_rows)
       return jnp.where(valid, row, self.num_rows)
-    shift = self._shift(slot) if look_up else self._computed_shift(slot)
+    shift = self.shift(slot) if look_up else self._computed_shift(slot)
     j = group - shift + 2 * self.groups
     j = lax.rem(j, lax.full_like(j, self.groups))
     # A slot of S marks padding: it is kept from overflowing int32 here.
@@ -115,10 +115,11 @@ class Layout:
       return group, row - group * self.slots
     slot = lax.div(row, lax.full_like(row, self.groups))
     j = row - slot * self.groups
-    group = j + self._shift(slot)
+    group = j + self.shift(slot)
     return lax.rem(group, lax.full_like(group, self.groups)), slot
 
-  def _shift(self, slot: jax.Array) -> jax.Array:
+  def shift(self, slot: jax.Array) -> jax.Array:
+    """By how much the block of rows at `slot` is rotated: `[0, 2m)`."""
     lanes = jnp.asarray(lane_shifts(self.groups), jnp.int32)
     lane = indexing.take(lanes, slot & (LANES - 1))
     return lane + self.turn(slot >> 5)

@@ -19,6 +19,7 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import marking
@@ -260,6 +261,7 @@ def _arrays_alone(
   step: Callable[..., tuple[Any, Any]], state: Any
 ) -> tuple[Callable[..., tuple[Any, Any]], Any]:
   """Puts None for what is no array in a state, and a step of such a state."""
+  sharded_tables.refuse(state, "state", "zenjax.check")
   leaves, structure = jax.tree.flatten(state)
   arrays = list(map(leaf_util.is_array, leaves))
   if all(arrays):

@@ -6,7 +6,7 @@ lie on others, and XLA gathers them everywhere. Here each device joins its own,
 for the order of rows means nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -95,6 +95,33 @@ def flattened(
     # Devices share the batch.
     ids, values = jnp.moveaxis(ids, turns, 0), jnp.moveaxis(values, turns, 0)
   return _merged(ids, dims, ()), _merged(values, dims, ())
+
+
+def flat_ids(
+  ids: jax.Array, turns: int, devices: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+  """Look-ups of any shape in one dimension that `devices` divides.
+
+  Args:
+    ids: `[*turns, *batch]`, on automatic axes or of one device.
+    turns: Dimensions that scans have put in front of the batch's.
+    devices: Over which they may lie.
+
+  Returns:
+    `[K]`, the last of them -1 where there were too few, and what makes of rows
+    `[K, D]` the shape `[*turns, *batch, D]`.
+  """
+  moved = 0 < turns < ids.ndim and devices > 1
+  first = jnp.moveaxis(ids, turns, 0) if moved else ids
+  flat = first.reshape(-1)
+  count = flat.size
+  flat = jnp.pad(flat, (0, -count % devices), constant_values=-1)
+
+  def back(rows: jax.Array) -> jax.Array:
+    rows = rows[:count].reshape(*first.shape, -1)
+    return jnp.moveaxis(rows, 0, turns) if moved else rows
+
+  return flat, back
 
 
 def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:

@@ -16,6 +16,7 @@ from zenjax._src.core import compat
 from zenjax._src.rows import by_rows
 from zenjax._src.rows import idle_law
 from zenjax._src.rows import idle_step
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
@@ -246,6 +247,7 @@ def catching_up(
   owner = Owner(inner)
 
   def init(params):
+    sharded_tables.refuse(params, "params", "lazy_rows")
     by_rows.require_row_by_row(inner, params, catches_up=True)
     owner.laws(params)
     state = CatchUpState(

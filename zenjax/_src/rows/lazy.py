@@ -9,6 +9,7 @@ import optax
 
 from zenjax._src.rows import by_rows
 from zenjax._src.rows import catching_up
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_program import RowProgram
@@ -290,10 +291,12 @@ def lazy_rows(
   programs = by_rows.Programs(inner)
 
   def init(params):
+    sharded_tables.refuse(params, "params", "lazy_rows")
     by_rows.require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
+    sharded_tables.refuse(updates, "updates", "lazy_rows")
     merged = trees.combined(updates)
     if params is not None:
       touched_rows.require_shapes(merged, params)
@@ -334,8 +337,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
       return p
     if is_rows(u):
       return added(p, u)
+    if sharded_tables.is_new_value(u):
+      return u.value
     return optax.apply_updates(p, u)
 
   return jax.tree.map(
-    apply, updates, params, is_leaf=lambda x: x is None or is_rows(x)
+    apply,
+    updates,
+    params,
+    is_leaf=lambda x: x is None or is_rows(x) or sharded_tables.is_new_value(x),
   )

@@ -20,6 +20,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import jaxprs
 
@@ -33,6 +34,7 @@ class LookUp(NamedTuple):
   fill: bool  # whether ids out of range read something else than 0 or NaN
   rows: Callable[[jax.Array], jax.Array]  # of `out`: [..., D]
   restored: Callable[[jax.Array], jax.Array]  # `out` of rows
+  fill_value: Any = None  # what rows hold that were not read; None if all were
 
 
 def gather(
@@ -67,6 +69,7 @@ def gather(
     restored=lambda rows: jnp.moveaxis(
       rows.reshape(*batch, *window_sizes), ends, windows
     ),
+    fill_value=(np.nan if fill is None else fill) if fills else None,
   )
 
 

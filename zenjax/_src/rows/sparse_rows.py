@@ -155,6 +155,9 @@ class Facts(NamedTuple):
 
   unique: bool = False  # every index stands once
   by_value: bool = False  # values decided which rows these are
+  # Of a sharded table: the most distinct rows that any device has of any owner,
+  # `[] int32`, equal on all devices.
+  most: Any = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -299,6 +302,11 @@ class SparseRows(NoArray):
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
     require_one("one that is added", self)
+    if self.facts.most is not None:
+      raise ValueError(
+        "Gradients of a ShardedTable must not be added to its rows, which lie"
+        " in the order of slots; update it by `zenjax.owner_update`."
+      )
     if table.shape != self.shape:
       raise ValueError(
         "`array + SparseRows` must be of one shape, got an array of"

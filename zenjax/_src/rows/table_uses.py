@@ -1,6 +1,6 @@
 """Which parameters of a loss are only looked up, and why the others are not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -15,6 +15,7 @@ from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import tapping
+from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.tapping import Nest
 from zenjax._src.rows.tapping import Refusal
 from zenjax._src.rows.tapping import Site
@@ -26,7 +27,8 @@ class Traced:
   """A loss as a function of the leaves of its parameters.
 
   Attributes:
-    leaves: Of the parameters, by which to differentiate.
+    leaves: Of the parameters, by which to differentiate. One that is sharded
+      was traced as the whole table's type.
     jaxpr: `leaves -> [loss, *aux]`.
     consts: Of it.
     rebuild: From `[loss, *aux]` to what the loss returned.
@@ -51,6 +53,7 @@ class Tables:
     look_ups: Of each leaf, how many rows are read in all.
     refusals: Of the other leaves, why.
     demanded: Leaves of which the user wants rows.
+    away: Leaves of which each device has its own rows.
   """
 
   names: Sequence[str]
@@ -59,6 +62,7 @@ class Tables:
   look_ups: dict[int, int]
   refusals: dict[int, Refusal]
   demanded: Sequence[int]
+  away: frozenset[int]
 
   def require(self) -> None:
     """Raises ValueError if rows are demanded of a leaf that has none."""
@@ -66,6 +70,12 @@ class Tables:
       refusal = self.refusals.get(i)
       if refusal is not None:
         at = f", at {refusal.place}" if refusal.place else ""
+        if i in self.away:
+          raise ValueError(
+            f"`fun` must only look up rows of {self.names[i]!r}, of which each"
+            f" device has its own, but it {refusal.reason}{at}; keep that table"
+            " whole, by `tables=` of `zenjax.rows.shard`."
+          )
         raise ValueError(
           f"`tables` demands rows of {self.names[i]!r}, which must be only"
           f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
@@ -80,10 +90,11 @@ def trace(loss: Callable[[Any], Any], params: Any) -> Traced:
   varies over, before they are differentiated by: autodiff sums the gradients
   of what it sees being cast.
   """
-  leaves, structure = jax.tree.flatten(params)
+  leaves, structure = jax.tree.flatten(params, is_leaf=is_sharded)
   of_leaves = lambda x: loss(jax.tree.unflatten(structure, x))
   traced = _trace(of_leaves, leaves)
-  lacking = [tuple(traced.varying - compat.varying_axes(x)) for x in leaves]
+  axes_of = lambda x: compat.varying_axes(x.value if is_sharded(x) else x)
+  lacking = [tuple(traced.varying - axes_of(x)) for x in leaves]
   if not any(lacking):
     return traced
   local = [
@@ -96,14 +107,20 @@ def trace(loss: Callable[[Any], Any], params: Any) -> Traced:
 def _trace(loss, leaves) -> Traced:
   structure: Any = None
   others: list[Any] = []
+  own = [
+    tuple(compat.varying_axes(x.value)) if is_sharded(x) else () for x in leaves
+  ]
+
+  def as_its(leaf, axes):
+    return lax.pcast(leaf, axes, to="varying") if axes else leaf
 
   def flat(leaves):
     nonlocal structure, others
-    found, structure = jax.tree.flatten(loss(leaves))
+    found, structure = jax.tree.flatten(loss(list(map(as_its, leaves, own))))
     others = [_Array if isinstance(x, _ARRAYS) else x for x in found]
     return [x for x in found if isinstance(x, _ARRAYS)]
 
-  closed = jax.make_jaxpr(flat)(leaves)
+  closed = jax.make_jaxpr(flat)(list(map(type_of_whole, leaves)))
   jaxpr, consts = jaxprs.opened(closed)
 
   def rebuild(outs):
@@ -115,6 +132,13 @@ def _trace(loss, leaves) -> Traced:
   manual = getattr(aval, "mat", None)
   varying = frozenset(manual.varying) if manual is not None else frozenset()
   return Traced(leaves, jaxpr, consts, rebuild, varying)
+
+
+def type_of_whole(leaf: Any) -> Any:
+  """A sharded table's type, as a loss sees it; other leaves as they are."""
+  if not is_sharded(leaf):
+    return leaf
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
@@ -130,26 +154,29 @@ def find(
   spec: SparseSpec,
 ) -> Tables:
   """Decides for every leaf of `tree`, and runs the program once to see."""
-  named = leaf_util.named_leaves(tree)
+  named = leaf_util.named_leaves(tree, is_sharded)
   names = [name for name, _ in named]
   leaves = traced.leaves
-  wanted = [None] * len(leaves)
+  wanted: list[Any] = [None] * len(leaves)
   if spec is not None:
     wanted = leaf_util.explicit(tree, spec, "tables")
     leaf_util.require_bools(names, wanted, "tables")
     leaf_util.warn_of_none(tree, spec, wanted, "tables")
+  for i, leaf in enumerate(leaves):
+    if is_sharded(leaf):
+      wanted[i] = True
   unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
   candidates = [i for i, reason in unfit.items() if not reason]
   run = _look(traced, leaves, candidates)
   look_ups = dict.fromkeys(candidates, 0)
   summed = set()
-  for site, turns in _flat(run.sites):
-    look_ups[site.param] += turns * math.prod(site.shape[:-1])
+  for site, lengths in flat_sites(run.sites):
+    look_ups[site.param] += math.prod([*lengths, *site.shape[:-1]])
     if site.varying - traced.varying:
       summed.add(site.param)
   for i in candidates:
     count, num_rows = look_ups[i], leaves[i].shape[0]
-    if not count:
+    if not count and not is_sharded(leaves[i]):
       unfit[i] = "is not looked up"
     elif i in summed:
       unfit[i] = _SUMMED
@@ -162,7 +189,8 @@ def find(
     # What is no table after all takes no taps.
     run = _look(traced, leaves, rows)
   demanded = [i for i, w in enumerate(wanted) if w]
-  return Tables(names, rows, run.sites, look_ups, refusals, demanded)
+  away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
+  return Tables(names, rows, run.sites, look_ups, refusals, demanded, away)
 
 
 _SUMMED = (
@@ -177,25 +205,35 @@ def _look(traced, leaves, tables) -> tapping.Run:
   def run(leaves):
     nonlocal found
     found = tapping.Run()
-    args = [View(i, x) if i in tables else x for i, x in enumerate(leaves)]
+    args = [
+      View(i, x, away=is_sharded(traced.leaves[i])) if i in tables else x
+      for i, x in enumerate(leaves)
+    ]
     outs = found.run(traced.jaxpr, traced.consts, args)
+    found.note_returned(outs)
     return tapping.wholes(outs)
 
-  jax.eval_shape(run, leaves)
+  jax.eval_shape(run, list(map(type_of_whole, leaves)))
   return found
 
 
-def _flat(sites: Sequence[Site | Nest], turns: int = 1):
+def flat_sites(
+  sites: Sequence[Site | Nest], lengths: tuple[int, ...] = ()
+) -> Iterator[tuple[Site, tuple[int, ...]]]:
+  """All sites in order, each with the lengths of the scans that it is in."""
   for site in sites:
     if isinstance(site, Site):
-      yield site, turns
+      yield site, lengths
     else:
-      yield from _flat(site.sites, turns * (site.length or 1))
+      turns = () if site.length is None else (site.length,)
+      yield from flat_sites(site.sites, (*lengths, *turns))
 
 
 def _unfit(leaf, wanted) -> str:
   if wanted is False:
     return "is left out by `tables`"
+  if is_sharded(leaf):
+    return ""
   if jnp.ndim(leaf) != 2:
     return f"has {jnp.ndim(leaf)} dimensions, not 2"
   if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):

@@ -155,6 +155,8 @@ class View(NamedTuple):
   mixed: bool = False  # whether a step has other operands
   # Where it was resharded: the equation, and the view before it.
   before: tuple[Any, "View"] | None = None
+  # Whether `table` is a type alone: taps then are the rows themselves.
+  away: bool = False
 
   def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows as the program sees them; `ids` are those that were read."""
@@ -235,12 +237,14 @@ class Run:
     sites: Those found.
     ids: Looked up, nested like the sites: those of a scan have its length
       first.
+    read: Likewise the ids of the rows that were read.
     refusals: By parameter, the first of each.
   """
 
   taps: Sequence[Any] | None = None
   sites: list[Site | Nest] = dataclasses.field(default_factory=list)
   ids: list[Any] = dataclasses.field(default_factory=list)
+  read: list[Any] = dataclasses.field(default_factory=list)
   refusals: dict[int, Refusal] = dataclasses.field(default_factory=dict)
 
   def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list:
@@ -283,6 +287,8 @@ class Run:
     if name == "scan":
       return self._scan(eqn, values)
     if name == "stop_gradient":
+      if any(isinstance(v, View) and v.away for v in values):
+        return self._refuse(eqn, values, "is used whole by `stop_gradient`")
       return jaxprs.bind(eqn, wholes(values))
     at, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
     view = values[at]
@@ -336,9 +342,16 @@ class Run:
     rows = found.rows(found.out)
     varying, spec = compat.varying_axes(rows), compat.explicit_spec(rows)
     self.sites.append(Site(view.param, rows.shape, rows.dtype, varying, spec))
-    if self.taps is not None:
-      rows = rows + self.taps[len(self.sites) - 1]
+    tap = None if self.taps is None else self.taps[len(self.sites) - 1]
+    if view.away:
+      rows = jnp.zeros_like(rows) if tap is None else tap
+      if found.fill_value is not None:
+        real = (found.read < view.table.shape[0])[..., None]
+        rows = jnp.where(real, rows, jnp.asarray(found.fill_value, rows.dtype))
+    elif tap is not None:
+      rows = rows + tap
     self.ids.append(found.ids)
+    self.read.append(found.read)
     return found.restored(_stepped(view, found, rows))
 
   def _scan(self, eqn, values) -> list:
@@ -353,10 +366,11 @@ class Run:
       inner = Run(taps=taps, refusals=self.refusals)
       outs = inner.run(body, body_consts, [*consts, *carry, *xs])
       outs = self._returned(eqn, outs)
-      return outs[: len(carry)], (outs[len(carry) :], inner.ids)
+      found = inner.ids, inner.read
+      return outs[: len(carry)], (outs[len(carry) :], found)
 
     inner = Run()
-    carry, (ys, ids) = lax.scan(
+    carry, (ys, (ids, read)) = lax.scan(
       turn,
       carry,
       (xs, self._inner_taps()),
@@ -366,6 +380,7 @@ class Run:
     )
     self.sites.append(Nest(eqn.params["length"], inner.sites))
     self.ids.append(ids)
+    self.read.append(read)
     return [*carry, *ys]
 
   def _rematerialized(self, eqn, values) -> list:
@@ -378,7 +393,7 @@ class Run:
       args = [v if is_ else next(left) for v, is_ in zip(values, is_view)]
       inner = Run(taps=taps, refusals=self.refusals)
       outs = inner.run(body, body_consts, args)
-      return self._returned(eqn, outs), inner.ids
+      return self._returned(eqn, outs), (inner.ids, inner.read)
 
     inner = Run()
     params = eqn.params
@@ -386,9 +401,10 @@ class Run:
       inside, policy=params["policy"], prevent_cse=params["prevent_cse"]
     )
     plain = [v for v, is_ in zip(values, is_view) if not is_]
-    outs, ids = inside(self._inner_taps(), plain)
+    outs, (ids, read) = inside(self._inner_taps(), plain)
     self.sites.append(Nest(None, inner.sites))
     self.ids.append(ids)
+    self.read.append(read)
     return outs
 
   def _inner_taps(self):
@@ -397,6 +413,13 @@ class Run:
   def _returned(self, eqn, outs) -> list:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
     return wholes(outs)
+
+  def note_returned(self, outs: Sequence[Any]) -> None:
+    """Refuses tables that are away, of which the program returns all."""
+    for value in outs:
+      if isinstance(value, View) and value.away:
+        refusal = Refusal("is returned by the loss", "")
+        self.refusals.setdefault(value.param, refusal)
 
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)

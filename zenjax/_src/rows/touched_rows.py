@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_program import arguments
 from zenjax._src.rows.row_program import RowProgram
@@ -255,8 +256,17 @@ def scatter(leaf: Any, few: Any, at: At) -> Any:
 def require_shapes(updates: Any, params: Any) -> None:
   """Raises ValueError for rows of another table than the parameter."""
   for (name, u), p in zip(
-    leaf_util.named_leaves(updates, is_rows), jax.tree.leaves(params)
+    leaf_util.named_leaves(
+      updates, lambda x: is_rows(x) or sharded_tables.is_new_value(x)
+    ),
+    jax.tree.leaves(params),
   ):
+    if is_rows(u) and u.facts.most is not None:
+      raise ValueError(
+        f"`updates` must not hold a gradient as it is, and {name!r} is that of"
+        " a ShardedTable, whose rows have owners; update it by"
+        " `zenjax.owner_update`."
+      )
     if is_rows(u):
       require_one(f"the update of {name!r}", u)
     if is_rows(u) and u.shape != jnp.shape(p):

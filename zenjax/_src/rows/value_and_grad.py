@@ -9,12 +9,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
+from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.tapping import Nest
 from zenjax._src.rows.tapping import View
@@ -85,7 +88,7 @@ def value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_of(*args, **kwargs):
     params, loss, modules = partial_loss(fun, argnums, args, kwargs)
-    structure = jax.tree.structure(params)
+    structure = jax.tree.structure(params, is_leaf=is_sharded)
     traced = table_uses.trace(loss, params)
     found = table_uses.find(traced, params, tables)
     found.require()
@@ -329,26 +332,85 @@ def _nnx_split(module: Any, wanted: bool) -> tuple[Any, Any, Any]:
   return nnx.split(module, nnx.Param if wanted else nnx.Nothing(), ...)
 
 
+def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
+  """Runs a function of parameters of which tables are sharded.
+
+  For evaluation and serving: the forward half of `value_and_grad`. `fun` is
+  written for whole tables and may only look up rows of them, which come from
+  the devices that own them.
+
+  Args:
+    fun: Takes trees of arrays, some of them made by `zenjax.rows.shard`.
+
+  Returns:
+    A function of the same arguments, with the same results.
+
+  Raises:
+    ValueError: `fun` uses a sharded table in another way, or ids depend on rows
+      of one.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> table = jnp.arange(2000.0).reshape(1000, 2)
+    >>> params = zenjax.rows.shard({"t": table}, mesh, "data", tables=True)
+    >>> score = lambda params, ids: params["t"][ids].sum(-1)
+    >>> zenjax.rows.apply(score)(params, jnp.array([0, 999])).tolist()
+    [1.0, 3997.0]
+  """
+
+  @functools.wraps(fun)
+  def applied(*args, **kwargs):
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_sharded)
+    named = [*leaf_util.named_leaves(args, is_sharded)]
+    named += leaf_util.named_leaves(kwargs, is_sharded)
+    at = {name: i for i, (name, x) in enumerate(named) if is_sharded(x)}
+    if not at:
+      return fun(*args, **kwargs)
+
+    def of_tables(tables):
+      whole = list(leaves)
+      for name, i in at.items():
+        whole[i] = tables[name]
+      args, kwargs = structure.unflatten(whole)
+      return fun(*args, **kwargs)
+
+    tables = {name: leaves[i] for name, i in at.items()}
+    traced = table_uses.trace(of_tables, tables)
+    found = table_uses.find(traced, tables, None)
+    found.require()
+
+    def outputs(types, taps):
+      return _run(traced, found, types, [], taps)[0]
+
+    taps, _ = _fetched(traced, found, [])
+    return traced.rebuild(_without_tables(traced, found, outputs, taps).run())
+
+  return applied
+
+
 def _differentiate(traced, found, options):
   """`[loss, *aux]`, and the gradient of every leaf."""
   leaves = traced.leaves
   is_table = [i in found.rows for i in range(len(leaves))]
   plain = [x for x, is_ in zip(leaves, is_table) if not is_]
   taps = [site.tap() for site in found.sites]
+  most: dict[int, Any] = {}
+  if found.away:
+    taps, most = _fetched(traced, found, plain)
 
-  def loss(plain, taps):
-    left = iter(plain)
-    args = [
-      View(i, x) if is_ else next(left)
-      for i, (x, is_) in enumerate(zip(leaves, is_table))
-    ]
-    run = tapping.Run(taps=taps)
-    outs = run.run(traced.jaxpr, traced.consts, args)
-    outs = tapping.wholes(outs)
-    return outs[0], (outs, run.ids)
+  def both(types, plain, taps):
+    def loss(plain, taps):
+      outs, run = _run(traced, found, types, plain, taps)
+      return outs[0], (outs, run.ids)
 
-  both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
-  (value, (outs, ids)), (dense, rows) = both(plain, taps)
+    both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
+    return both(plain, taps)
+
+  program = _without_tables(traced, found, both, plain, taps)
+  (value, (outs, ids)), (dense, rows) = program.run()
   # Of a loss that is linear in the rows, gradients would not wait for the
   # look-ups, and XLA:CPU would copy a table that is updated meanwhile.
   value, rows = lax.optimization_barrier((value, rows))
@@ -357,10 +419,151 @@ def _differentiate(traced, found, options):
   _collect(found.sites, ids, rows, leaves, parts)
   left = iter(dense)
   grads = [
-    sparse_rows.concatenated(parts[i]) if is_ else next(left)
+    _joined(leaves[i], parts[i], most.get(i)) if is_ else next(left)
     for i, is_ in enumerate(is_table)
   ]
   return outs, grads
+
+
+def _run(traced, found, types, plain, taps) -> tuple[list, tapping.Run]:
+  """Runs the program with taps; of tables that are away it has `types`."""
+  left = iter(plain)
+  args = [
+    View(i, types.get(i, x), away=i in found.away)
+    if i in found.rows
+    else next(left)
+    for i, x in enumerate(traced.leaves)
+  ]
+  run = tapping.Run(taps=taps)
+  outs = run.run(traced.jaxpr, traced.consts, args)
+  return tapping.wholes(outs), run
+
+
+class _Program(NamedTuple):
+  """A function of arrays that was traced with tables as types alone."""
+
+  jaxpr: Any
+  consts: Sequence[Any]
+  args: list[Any]  # those that it reads
+  unread: list[bool]  # of all that it was given
+  structure: Any  # of what it returns
+
+  def run(self) -> Any:
+    return self.structure.unflatten(
+      jaxprs.run(self.jaxpr, self.consts, self.args)
+    )
+
+
+def _without_tables(
+  traced: table_uses.Traced,
+  found: table_uses.Tables,
+  f: Callable[..., Any],
+  *args: Any,
+  effects: bool = True,
+) -> Any:
+  """Makes `f(types, *args)` a program in which no table that is away exists."""
+  if not found.away:
+    return _Direct(functools.partial(f, {}, *args))
+  types = {
+    i: table_uses.type_of_whole(traced.leaves[i]) for i in sorted(found.away)
+  }
+  structure: Any = None
+
+  def flat(types, args):
+    nonlocal structure
+    leaves, structure = jax.tree.flatten(f(types, *args))
+    return leaves
+
+  closed = jax.make_jaxpr(flat)(types, args)
+  jaxpr, read = jaxprs.needed(closed, effects)
+  if any(read[: len(types)]):
+    raise AssertionError("a table that is away is read")
+  read = read[len(types) :]
+  given = jax.tree.leaves(args)
+  return _Program(
+    jaxpr=jaxpr,
+    consts=jaxprs.opened(closed)[1],
+    args=[x for x, is_read in zip(given, read, strict=True) if is_read],
+    unread=[not is_read for is_read in read],
+    structure=structure,
+  )
+
+
+class _Direct(NamedTuple):
+  """A function that needs no tracing, as a `_Program`."""
+
+  run: Callable[[], Any]
+
+
+def _fetched(traced, found, plain) -> tuple[list[Any], dict[int, Any]]:
+  """Taps of all sites; of tables that are away the rows, from their owners.
+
+  And the most distinct rows that a device asked another for, of each table.
+  """
+  taps = [site.tap() for site in found.sites]
+  sites = list(table_uses.flat_sites(found.sites))
+  away = [site.param in found.away for site, _ in sites]
+
+  def read(types, taps, plain):
+    _, run = _run(traced, found, types, plain, taps)
+    ids = jax.tree.leaves(run.read)
+    return [x for x, is_away in zip(ids, away, strict=True) if is_away]
+
+  program = _without_tables(traced, found, read, taps, plain, effects=False)
+  for (site, _), is_away, unread in zip(sites, away, program.unread):
+    if is_away and not unread:
+      name = found.names[site.param]
+      raise ValueError(
+        f"`fun` must look up rows of {name!r} by ids that are known before any"
+        " row is read, and some ids depend on rows of a sharded table; keep"
+        " that table whole, by `tables=` of `zenjax.rows.shard`."
+      )
+  tables = {i: traced.leaves[i] for i in sorted(found.away)}
+  asked: dict[int, list[Any]] = {i: [] for i in tables}
+  flat_taps, structure = jax.tree.flatten(taps)
+  at = [k for k, is_away in enumerate(away) if is_away]
+  for k, ids in zip(at, program.run(), strict=True):
+    site, turns = sites[k]
+    asked[site.param].append((k, ids, len(turns)))
+  rows, most = _rows_of(tables, asked)
+  for k, x in rows:
+    flat_taps[k] = x
+  return structure.unflatten(flat_taps), most
+
+
+def _rows_of(tables, asked):
+  """Rows of `asked[table]: [(number, ids, turns)]`, each with its number."""
+  asked = {i: of for i, of in asked.items() if of}
+  if not asked:
+    return [], {}
+  parts = [tables[i] for i in asked]
+  mesh = sharded_tables.mesh_of(parts)
+  devices = 1 if mesh is None else parts[0].devices
+  flat, backs = [], []
+  for table, of in zip(parts, asked.values()):
+    both = [batch_layout.flat_ids(ids, turns, devices) for _, ids, turns in of]
+    ids = [jnp.where(x < 0, table.num_rows, x) for x, _ in both]
+    flat.append(ids)
+    backs.append([back for _, back in both])
+  rows, most = sharded_tables.fetch_on(mesh, parts, flat)
+  found = [
+    (number, back(x))
+    for of, some, back_of in zip(asked.values(), rows, backs)
+    for (number, _, _), x, back in zip(of, some, back_of)
+  ]
+  return found, dict(zip(asked, most))
+
+
+def _joined(leaf: Any, parts: list[SparseRows], most: Any) -> Any:
+  """The gradient of a table, of its look-ups."""
+  if not is_sharded(leaf):
+    return sparse_rows.concatenated(parts)
+  if not parts:
+    none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
+    values = jnp.zeros((leaf.devices, leaf.shape[1]), leaf.dtype)
+    parts = [SparseRows(none, values, leaf.num_rows)]
+  rows = sparse_rows.concatenated(parts)
+  return leaf.with_value(rows.with_facts(rows.facts._replace(most=most)))
 
 
 def _collect(sites, ids, values, leaves, parts, turns=0):

@@ -20,9 +20,12 @@ from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.core.arguments import Partition
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
+from zenjax._src.rows.sharded_tables import Sums
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.buffer_sizes import TablePlan
@@ -34,7 +37,7 @@ Parts = tuple[dict[int, jax.Array], dict[int, jax.Array]]
 class Owned(NamedTuple):
   """A leaf of a state that every device has its own part of."""
 
-  part: jax.Array  # [S, ...] on a device
+  part: Any  # [S, ...] on a device, or its spec
 
 
 def is_owned(node: Any) -> bool:
@@ -63,6 +66,7 @@ class Owner:
     extra: Further arguments of `inner.update`.
     axis: Along which owners lie.
     scaled: The mean of a sum, or the sum.
+    sharded: Leaves of which a device has its own rows alone.
     totals: Reductions over the rows of all owners, those that are known.
   """
 
@@ -75,6 +79,7 @@ class Owner:
   extra: dict[str, Any]
   axis: str
   scaled: Callable[[jax.Array], jax.Array]
+  sharded: frozenset[int] = frozenset()
   totals: Totals = dataclasses.field(default_factory=dict)
 
   @property
@@ -158,13 +163,31 @@ class Owner:
     if self.params is not None:
       params = self.structure.unflatten(
         [
-          own_rows(x, at[i].ids, self.plans[i], self.axis) if i in at else x
+          self._rows_of(i, x, at[i]) if i in at else x
           for i, x in enumerate(self.params)
         ]
       )
     at = [at.get(i, touched_rows.ALL) for i in range(len(grads))]
     back = self.structure.unflatten
     return back(grads), params, back(at)
+
+  def _rows_of(self, i, table, at):
+    if i in self.sharded:
+      return touched_rows.gather(table, at)
+    return own_rows(table, at.ids, self.plans[i], self.axis)
+
+  def on_own_tables(
+    self, sums: Sums, state: Any, tables: dict[int, jax.Array]
+  ) -> tuple[Any, dict[int, jax.Array]]:
+    """A step of these rows on tables `[S, D]`, of which all are sharded."""
+    params = [tables.get(i, x) for i, x in enumerate(self.params or ())]
+    owner = dataclasses.replace(self, params=params)
+    held, state = owner(pushed(sums), state)
+    for i, own in zip(self.plans, held):
+      slots, size = own.union.slots, self.plans[i].layout.slots
+      rows = SparseRows(slots, own.union.rows, size).as_unique()
+      tables = tables | {i: sparse_rows.added(tables[i], rows)}
+    return state, tables
 
   def _step(self, state, grads, at):
     grads, params, at = self._trees(grads, at)
@@ -179,6 +202,22 @@ class Owner:
       self.totals,
     )
     return self.structure.flatten_up_to(out), new, tags
+
+
+class _Pushed(NamedTuple):
+  """As `Held`, of sums that nobody pulls."""
+
+  union: Any
+
+
+class _Union(NamedTuple):
+  slots: jax.Array
+  rows: jax.Array
+
+
+def pushed(sums: Sums) -> Sequence[Any]:
+  """Sums at the owner of a sharded table, as an `Owner` takes them."""
+  return [_Pushed(_Union(*x)) for x in zip(sums.slots, sums.rows)]
 
 
 def _gathered(tree: Any, axis: str) -> Any:

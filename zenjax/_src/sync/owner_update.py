@@ -19,8 +19,12 @@ from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import by_rows
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
+from zenjax._src.rows.sharded_tables import is_sharded
+from zenjax._src.rows.sharded_tables import NewValue
+from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.registry import SPARSE
@@ -98,28 +102,30 @@ class Owners:
     make = lambda params: self.inner.init(params)
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
-    chosen = leaf_util.select(params, self.options.sparse, self.options.unit)
+    sharded = _sharded_in(params)
+    chosen = self._chosen(params, sharded)
     leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
-    plans, partition = self._plans(params, chosen, context)
+    plans, partition = self._plans(params, chosen, sharded, context)
     if plans:
-      program = self._program_of(params, chosen)
+      program = self._program_of(params, chosen, sharded)
       names = [name for name, _ in leaf_util.named_leaves(params)]
       by_rows.warn_of_decay(program, names, plans)
     leaves, structure = jax.tree.flatten(params)
     empty = list(leaves)
     for i, plan in plans.items():
-      slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
-      table = leaf_util.as_table(leaves[i], self.options.unit)
-      table = gradient_tree.as_varying(table, context.axes)
-      leaves[i] = owner_rows.own_rows(table, slots, plan, context.axes[0])
+      if i not in sharded:
+        slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
+        table = leaf_util.as_table(leaves[i], self.options.unit)
+        table = gradient_tree.as_varying(table, context.axes)
+        leaves[i] = owner_rows.own_rows(table, slots, plan, context.axes[0])
       # A column more tells which dimensions are columns.
       wider = plan.layout.slots, plan.block_width + 1
-      empty[i] = jnp.zeros(wider, table.dtype)
+      empty[i] = jnp.zeros(wider, plan.table.dtype)
     inner = self.inner.init(structure.unflatten(leaves))
     inner = self._wrapped(inner, structure, plans, context)
     empty = self.inner.init(structure.unflatten(empty))
     owners = self._holding(inner, empty, structure, plans, partition, context)
-    names = [plan.table.name for plan in plans.values()]
+    names = [p.table.name for i, p in plans.items() if i not in sharded]
     new = sync_state.empty_leaf(
       None, mean=context.mean, devices=context.devices
     )
@@ -142,9 +148,11 @@ class Owners:
     exchange = marking.Exchange("owner_update", options, tuple(names))
     local = marking.marked([leaf for _, leaf in leaves], exchange, "local")
     leaves = list(zip(names, local))
-    chosen = leaf_util.select(updates, options.sparse, options.unit)
-    gradient_tree.check_state(leaves, chosen, state.sync)
-    plans, _ = self._plans(updates, chosen, context)
+    sharded = _sharded_in(updates)
+    chosen = self._chosen(updates, sharded)
+    replicated = [c and i not in sharded for i, c in enumerate(chosen)]
+    gradient_tree.check_state(leaves, replicated, state.sync)
+    plans, _ = self._plans(updates, chosen, sharded, context)
     owner_rows.require(state.owners, plans.values(), context.devices)
     dense = dataclasses.replace(options, output="dense")
     whole = {
@@ -154,21 +162,25 @@ class Owners:
     }
     summed = gradient_tree.totals(whole, dense, context)
     grads = [summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
-    program = self._program_of(updates, chosen, params, state, extra)
+    program = self._program_of(updates, chosen, sharded, params, state, extra)
     owner = owner_rows.Owner(
       inner=self.inner,
       program=program,
       structure=structure,
       plans=plans,
       grads=grads,
-      params=self._tables(params, structure, plans),
+      params=self._tables(params, structure, plans, sharded),
       extra=extra,
       axis=context.axes[0],
       scaled=context.scaled,
+      sharded=frozenset(sharded),
     )
     inner = owner_rows.unwrapped(state.inner)
     out, sync = [None] * len(leaves), state.sync
-    if plans:
+    tables: dict[int, Any] = {}
+    if sharded:
+      tables, inner, owner = self._deliver(leaves, owner, inner, sharded)
+    elif plans:
       tables, inner, sync, owner = self._exchange(
         leaves, owner, inner, state.sync, context
       )
@@ -178,6 +190,8 @@ class Owners:
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     sync = sync._replace(step=sync.step + 1)
     out = marking.marked(out, exchange, "synced")
+    for i in sharded:
+      out[i] = NewValue(tables[i])
     facts = marking.described("owner_update", options, updates)
     exchange.facts.update(facts)
     inner = self._wrapped(inner, structure, plans, context)
@@ -193,12 +207,12 @@ class Owners:
     )
     local = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-      jax.eval_shape(make, params),
+      jax.eval_shape(make, sharded_tables.types_of_part(params)),
     )
-    everywhere = PartitionSpec()
     specs = _specs(local, axis)
     axes = self.options.axes
-    made = whole_batch.mapped(self.init, mesh, axes, everywhere, specs)
+    given = sharded_tables.specs(params, PartitionSpec(axis))
+    made = whole_batch.mapped(self.init, mesh, axes, (given,), specs)
     return jax.jit(made)(params)
 
   def _update_on(self, mesh, updates, state, params, extra):
@@ -210,7 +224,8 @@ class Owners:
     of_arrays = frozenset(
       [name for (name, _), mine in zip(parts.named, parts.mine) if not mine]
     )
-    if sent := sorted(parts.sparse & of_arrays):
+    sharded = _sharded_in(updates)
+    if (sent := sorted(parts.sparse & of_arrays)) and not sharded:
       raise ValueError(
         "`updates` must hold SparseRows or unreduced arrays for leaves that"
         f" travel sparse, and XLA has summed {sent} already; give gradients of"
@@ -221,8 +236,10 @@ class Owners:
     )
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
 
-    def step(given, summed, state, params):
-      grads = parts.tree(given, summed)
+    most = {i: node.value.facts.most for i, node in sharded.items()}
+
+    def step(given, summed, state, params, most):
+      grads = _with_most(parts.tree(given, summed), most)
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
@@ -230,24 +247,101 @@ class Owners:
     out = parts.tree(
       [x.synced for x in parts.lie], [everywhere] * len(of_arrays)
     )
+    for_new = lambda node: node.with_value(PartitionSpec(self.options.axes))
+    out = jax.tree.map(
+      lambda node: for_new(node) if is_sharded(node) else node,
+      out,
+      is_leaf=is_sharded,
+    )
     given = [x.given for x in parts.lie]
+    tables = sharded_tables.specs(params, PartitionSpec(self.options.axes))
     return whole_batch.mapped(
       step,
       mesh,
       self.options.axes,
-      (given, everywhere, specs, everywhere),
+      (given, everywhere, specs, tables, everywhere),
       (out, specs),
-    )(parts.given, parts.summed, state, params)
+    )(parts.given, parts.summed, state, params, most)
 
-  def _tables(self, params, structure, plans):
-    """Leaves, those that travel sparse as `[R, D]`."""
+  def _tables(self, params, structure, plans, sharded):
+    """Leaves, those that travel sparse as `[R, D]`, of parts `[S, D]`."""
     if params is None:
+      if sharded:
+        raise ValueError(
+          "`params` must be given to `update` of owner_update where tables are"
+          " sharded: it returns what they are after the step."
+        )
       return None
     leaves = structure.flatten_up_to(params)
     return [
-      leaf_util.as_table(x, self.options.unit) if i in plans else x
+      leaf_util.as_table(x, self.options.unit)
+      if i in plans and i not in sharded
+      else x
       for i, x in enumerate(leaves)
     ]
+
+  def _chosen(self, tree, sharded):
+    """Which leaves have owners; with sharded tables these alone.
+
+    Raises:
+      ValueError: Of a table that is not sharded there are SparseRows.
+    """
+    if not sharded:
+      return leaf_util.select(tree, self.options.sparse, self.options.unit)
+    named = leaf_util.named_leaves(tree, is_rows)
+    for i, (name, leaf) in enumerate(named):
+      if is_rows(leaf) and i not in sharded:
+        raise ValueError(
+          "`params` of owner_update must have all tables sharded or none, and"
+          f" leaf {name!r}, of which there are SparseRows, is whole on every"
+          " device; choose it by `tables=` of `zenjax.rows.shard`, or give it"
+          " another transformation by `optax.partition`."
+        )
+    return [i in sharded for i in range(len(named))]
+
+  def _deliver(self, leaves, owner, inner, sharded):
+    """Sharded tables after a step, by the leaf's number, and the state."""
+    nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
+    most = [grad.facts.most for grad in grads]
+    with jax.named_scope("zenjax/push"):
+      push = sharded_tables.Push.of(
+        nodes, grads, None if None in most else jnp.stack(most)
+      )
+      sums = push.first()
+
+    def more(sums):
+      # A push changes nothing that it reads: XLA may not run it before.
+      starts = lax.optimization_barrier(sums.starts)
+      return push.next(starts)
+
+    for level in range(owner.depth):
+
+      def turn(flow, level=level, owner=owner):
+        parts, sums = flow
+        sums = more(sums)
+        held = owner_rows.pushed(sums)
+        return owner.reduced(level, parts, held, inner), sums
+
+      held = owner_rows.pushed(sums)
+      parts = owner.reduced(level, owner.nothing(level), held, inner)
+      parts, _ = lax.while_loop(
+        lambda flow: push.unsent(flow[1].starts), turn, (parts, sums)
+      )
+      owner = owner.agreed(parts)
+
+    def step(flow):
+      _, sums, inner, tables = flow
+      inner, tables = owner.on_own_tables(sums, inner, tables)
+      unsent = push.unsent(sums.starts)
+      sums = lax.cond(unsent, more, lambda sums: sums, sums)
+      return unsent, sums, inner, tables
+
+    tables = {i: owner.params[i] for i in sharded}
+    first = jnp.ones((), bool), sums, inner, tables
+    with jax.named_scope("zenjax/owners"):
+      flow = lax.while_loop(lambda flow: flow[0], step, first)
+    *_, inner, tables = flow
+    return tables, inner, owner
 
   def _exchange(self, leaves, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
@@ -277,7 +371,7 @@ class Owners:
       )
     return tables, result.owned, sync._replace(leaves=memory), result.owner
 
-  def _plans(self, tree, chosen, context):
+  def _plans(self, tree, chosen, sharded, context):
     """Returns sizes of the leaves that travel sparse, by number, and owners.
 
     Owners are those of arrays, whatever form gradients have: the state is laid
@@ -287,7 +381,9 @@ class Owners:
     at = [i for i, sparse in enumerate(chosen) if sparse]
     if not at:
       return {}, "hash"
-    by_columns = self._program_of(tree, chosen).splits_columns
+    if sharded:
+      return self._plans_of(sharded, named, context), "hash"
+    by_columns = self._program_of(tree, chosen, {}).splits_columns
     if not by_columns:
       self._require_tables([named[i] for i in at])
     if not by_columns and self.options.partition not in ("auto", "hash"):
@@ -311,6 +407,29 @@ class Owners:
     )
     return dict(zip(at, plans)), wanted
 
+  def _plans_of(self, sharded, named, context):
+    """Sizes of sharded tables, whose owners these say themselves."""
+    found = {}
+    for i, node in sharded.items():
+      name, leaf = named[i]
+      shape: Any = jax.ShapeDtypeStruct(node.shape, leaf.dtype)
+      given = leaf if is_rows(leaf) else shape
+      table = leaf_tables.table_of(name, given, self.options)
+      pinned = self.options.capacities
+      if isinstance(pinned, dict):
+        pinned = pinned.get(name)
+      plan = buffer_sizes.plan_table(
+        table,
+        groups=node.devices,
+        column_groups=1,
+        devices=context.devices,
+        pinned=pinned,
+        seed=node.seed,
+        first_word=node.first_word,
+      )
+      found[i] = SPARSE["zen"].fitted(plan)
+    return found
+
   def _require_tables(self, named):
     """Refuses leaves that `tx` sees in another shape, if that matters to it."""
     for name, leaf in named:
@@ -321,14 +440,17 @@ class Owners:
           f" has shape {leaf.shape}; leave that leaf out by `sparse=`."
         )
 
-  def _program_of(self, tree, chosen, params=None, state=None, extra=None):
+  def _program_of(
+    self, tree, chosen, sharded, params=None, state=None, extra=None
+  ):
     """The update of whole tables; without a state, as for a first step.
 
     Raises:
       ValueError: It does not update tables by rows.
     """
-    types = self._table_types(tree, chosen)
-    params = None if params is None else self._table_types(params, chosen)
+    types = self._table_types(tree, chosen, sharded)
+    if params is not None:
+      params = self._table_types(params, chosen, sharded)
     make = lambda params: self.inner.init(params)
     whole = jax.eval_shape(make, types if params is None else params)
     if state is not None:
@@ -352,13 +474,15 @@ class Owners:
     by_rows.require(program, names, "tx", by_rows.REMEDY)
     return program
 
-  def _table_types(self, tree, chosen):
+  def _table_types(self, tree, chosen, sharded):
     """Types of leaves; of those that travel sparse as `[R, D]`."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
     found = []
-    for leaf, is_table in zip(leaves, chosen):
+    for i, (leaf, is_table) in enumerate(zip(leaves, chosen)):
       kind = row_program.type_of(leaf)
-      if is_table:
+      if i in sharded:
+        kind = kind.update(shape=sharded[i].shape)
+      elif is_table:
         shape = leaf_util.table_shape(kind, self.options.unit)
         kind = kind.update(shape=shape)
       found.append(kind)
@@ -415,6 +539,22 @@ class Owners:
       padding=jnp.stack(padding)[None],
     )
     return gradient_tree.as_varying(made_for, context.axes)
+
+
+def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
+  """The tables of which devices have parts, by the number of the leaf."""
+  either = lambda x: is_rows(x) or is_sharded(x)
+  leaves = jax.tree.leaves(tree, is_leaf=either)
+  return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
+
+
+def _with_most(tree: Any, most: dict[int, Any]) -> Any:
+  """`tree` with what `fetch` said of look-ups of sharded tables."""
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  for i, of in most.items():
+    facts = leaves[i].facts._replace(most=of)
+    leaves[i] = leaves[i].with_facts(facts)
+  return structure.unflatten(leaves)
 
 
 def _specs(state: Any, axis: str) -> Any:

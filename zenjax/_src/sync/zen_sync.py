@@ -17,6 +17,7 @@ from zenjax._src.core.arguments import SchemeName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.registry import DENSE
@@ -274,6 +275,7 @@ def zen_sync(
 
 
 def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
+  sharded_tables.refuse(params, "params", "zen_sync")
   chains.will_sync("zen_sync", params, options.axes)
   leaves: dict[str, sync_state.LeafState] = {}
   named = leaf_util.named_leaves(params, is_rows)

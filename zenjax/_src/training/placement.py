@@ -19,6 +19,8 @@ from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
+from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
@@ -98,11 +100,11 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   Everything is replicated but what differs between devices: the residuals of
   `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
   `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
-  any, and what `owner_update` keeps of tables. Those are split over `axis_name`
-  along their first dimension.
+  any, what `owner_update` keeps of tables, and tables of `zenjax.rows.shard`.
+  Those are split over `axis_name` along their first dimension.
 
   Args:
-    state: An optimizer state, or its shapes (`jax.eval_shape`).
+    state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
     axis_name: As given to `zen_sync`.
 
   Returns:
@@ -126,6 +128,10 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
       return jax.tree.map(lambda _: split, node)
     if isinstance(node, sync_state.LeafState | SparsifierState | FeedbackLeaf):
       return node.specs(split)
+    if is_sharded(node):
+      if isinstance(node.value, owner_rows.Owned):
+        return node.with_value(owner_rows.Owned(split))
+      return sharded_tables.specs(node, split)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
@@ -137,7 +143,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """True if `node` decides its own specs; the root was split already."""
-  if isinstance(node, _OWN | owner_rows.Owned):
+  if isinstance(node, _OWN | owner_rows.Owned) or is_sharded(node):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
@@ -234,13 +240,15 @@ def init(
     (2, 6, 2)
   """
   axes = mesh_axes(axis_name, mesh)
-  require_replicated(params, "params", axes)
+  specs = sharded_tables.specs(params, PartitionSpec(axes))
+  flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+  require_replicated(params, "params", axes, flat)
   with chains.required():
-    local = _shapes(tx, params, mesh, axes)
+    local = _shapes(tx, sharded_tables.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,
-    in_specs=PartitionSpec(),
+    in_specs=(specs,),
     out_specs=state_specs(local, axis_name),
     check_vma=False,
   )

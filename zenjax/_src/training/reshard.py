@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.rows import sharded_tables
 from zenjax._src.sparsify import sparsifier_state
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
@@ -67,7 +68,8 @@ def reshard(
 
   Raises:
     ValueError: An axis is not the mesh's; one of `mesh` and `axis_name` is
-      missing; the state is not whole; column groups do not divide the devices;
+      missing; the state is not whole, or of sharded tables; column groups do
+      not divide the devices;
       `MultiSteps` accumulates, and nothing says of how many devices, or
       whether means or sums; two zen_syncs of a state say both of what
       `error_feedback` keeps; or a 16-bit residual does not hold a sum.
@@ -89,6 +91,7 @@ def reshard(
     >>> state.inner[0].sum_of_squares.part.shape  # 352 rows a device, padded
     (704, 2)
   """
+  sharded_tables.refuse(state, "state", "reshard")
   if (mesh is None) != (axis_name is None):
     raise ValueError(
       "`mesh` and `axis_name` must be given both, to place a state, or neither,"

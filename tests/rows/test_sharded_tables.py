@@ -1,0 +1,418 @@
+"""Tables of which each device has the rows that it owns, against whole ones."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+from zenjax._src.rows import sharded_tables
+
+pytestmark = pytest.mark.each_jax
+
+R, D, B = 1003, 4, 24
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch, request):
+  """Two sizes of buffers compile sooner than eight, and are the same code."""
+  if "drawn" not in request.node.name:
+    monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
+    monkeypatch.setattr(sharded_tables, "_LAST", 1)
+
+
+def _mesh(n: int) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(jax.devices()[:n], ("data",))
+
+
+def _table(seed: int = 0, rows: int = R) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=(rows, D)).astype(np.float32)
+
+
+def _shard(params: Any, mesh: Any) -> Any:
+  is_table = lambda name, leaf: leaf.ndim == 2 and leaf.shape[0] > 100
+  return zenjax.rows.shard(params, mesh, "data", tables=is_table)
+
+
+def _split(batch: Any, mesh: Any) -> Any:
+  return jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_rows_lie_with_their_owners_and_come_back(n):
+  table, mesh = _table(), _mesh(n)
+  sharded = _shard({"t": table}, mesh)["t"]
+  layout = sharded.layout
+  group, slot = map(np.asarray, layout.place(jnp.arange(R, dtype=jnp.int32)))
+  parts = np.asarray(sharded.value).reshape(n, layout.slots, D)
+  np.testing.assert_array_equal(parts[group, slot], table)
+  assert np.count_nonzero(parts.any(-1)) == R  # All else is padding.
+  np.testing.assert_array_equal(zenjax.rows.unshard(sharded), table)
+
+
+def test_an_initializer_inside_jit_makes_the_same_rows():
+  mesh, key = _mesh(4), jax.random.key(3)
+  init = lambda key: {"t": jax.random.normal(key, (R, D))}
+  made = jax.jit(lambda key: _shard(init(key), mesh))(key)
+  whole = zenjax.rows.unshard(made)["t"]
+  np.testing.assert_array_equal(whole, jax.jit(init)(key)["t"])
+  (part,) = {x.data.shape for x in made["t"].value.addressable_shards}
+  assert part == (made["t"].layout.slots, D)
+
+
+# Losses as people write them, each with the ids that it is given.
+
+
+def _bags(params, ids, y):
+  x = params["t"][ids].sum(1) + jnp.take(params["t"], ids[:, 0], axis=0)
+  return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def _scanned(params, ids, y):
+  def turn(carry, column):
+    rows = jax.checkpoint(lambda t: jnp.tanh(t[column]))(params["t"])
+    return carry + rows @ params["w"], None
+
+  out, _ = lax.scan(turn, jnp.zeros(len(y)), ids.T)
+  return jnp.mean((out - y) ** 2)
+
+
+def _one_by_one(params, ids, y):
+  row = lambda i: (params["t"].astype(jnp.bfloat16) * 0.5)[i]
+  x = jax.vmap(jax.vmap(row))(ids).astype(jnp.float32).mean(1)
+  return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def _padded(params, ids, y):
+  table = params["t"].at[0].set(0.0)
+  x = table.at[ids].get(mode="fill", fill_value=0).sum(1)
+  return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def _two_tables(params, ids, y):
+  x = params["t"][ids].sum(1) * params["u"][ids[:, 1] % 500]
+  return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+LOSSES = dict(
+  bags=_bags,
+  scanned=_scanned,
+  one_by_one=_one_by_one,
+  padded=_padded,
+  two_tables=_two_tables,
+)
+
+
+def _ids_of(kind: str, n: int) -> np.ndarray:
+  rng = np.random.default_rng(7)
+  if kind == "beyond":  # Out of range on both sides.
+    return rng.integers(-R - 40, R + 40, (B, 5)).astype(np.int32)
+  if kind == "one_owner":  # More than the largest buffer of a pair holds.
+    layout = _shard({"t": _table()}, _mesh(n))["t"].layout
+    group, _ = layout.place(jnp.arange(R, dtype=jnp.int32))
+    own = np.flatnonzero(np.asarray(group) == n - 1)
+    return rng.choice(own, (B, 5)).astype(np.int32)
+  return (rng.zipf(1.3, (B, 5)) % R).astype(np.int32)
+
+
+@pytest.mark.usually("usual-bags", "usual-scanned", "beyond-padded")
+@pytest.mark.parametrize(
+  ("kind", "name"),
+  [*(("usual", name) for name in LOSSES), ("beyond", "padded")],
+)
+def test_losses_and_gradients_are_those_of_whole_tables(kind, name):
+  mesh, loss = _mesh(4), LOSSES[name]
+  params = {"t": _table(), "u": _table(1, 500), "w": np.ones(D, np.float32)}
+  ids, y = _ids_of(kind, 4), np.arange(B, dtype=np.float32) / B
+  want, grads = jax.jit(jax.value_and_grad(loss))(params, ids, y)
+  sharded = _shard(params, mesh)
+  got, found = jax.jit(zenjax.value_and_grad(loss))(
+    sharded, *_split((ids, y), mesh)
+  )
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  for leaf, value in grads.items():
+    rows = found[leaf]
+    dense = rows.value.to_dense() if leaf != "w" else rows
+    # Of the plain program, gradients in bfloat16 are sums in bfloat16.
+    rtol = 1e-2 if name == "one_by_one" else 2e-5
+    np.testing.assert_allclose(dense, value, rtol=rtol, atol=1e-6)
+
+
+def test_a_forward_pass_alone():
+  mesh, params = _mesh(4), {"t": _table(), "w": np.ones(D, np.float32)}
+  batch = _ids_of("usual", 4), np.zeros(B, np.float32)
+  score = lambda params, ids, y: {"loss": _bags(params, ids, y), "ids": ids + 1}
+  got = jax.jit(zenjax.rows.apply(score))(
+    _shard(params, mesh), *_split(batch, mesh)
+  )
+  np.testing.assert_allclose(got["loss"], _bags(params, *batch), rtol=1e-6)
+  np.testing.assert_array_equal(got["ids"], batch[0] + 1)
+  assert zenjax.rows.apply(score)(params, *batch)["ids"].shape == (B, 5)
+
+
+OPTIMIZERS = dict(
+  sgd=optax.sgd(0.05),
+  adagrad=optax.adagrad(0.05),
+  row_adagrad=zenjax.rows.row_adagrad(0.05),
+  clipped_adam=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
+)
+
+
+def _steps(step, state, batches, mesh=None):
+  loss = None
+  for batch in batches:
+    state, loss = step(state, *(_split(batch, mesh) if mesh else batch))
+  return state, loss
+
+
+def _batches(kind: str, n: int, count: int):
+  rng = np.random.default_rng(0)
+  ids = _ids_of(kind, n)
+  for _ in range(count):
+    yield rng.permuted(ids, axis=0), rng.normal(size=B).astype(np.float32)
+
+
+@functools.cache
+def _whole_run(name: str, kind: str, n: int):
+  """Losses and tables of `lazy_rows` on one device."""
+  tx = zenjax.lazy_rows(OPTIMIZERS[name])
+  params = {"t": jnp.asarray(_table()), "w": jnp.ones(D)}
+
+  @jax.jit
+  def step(state, ids, y):
+    params, opt_state = state
+    both = zenjax.value_and_grad(_bags, tables={"t": True, "w": False})
+    loss, grads = both(params, ids, y)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (zenjax.apply_updates(params, updates), opt_state), loss
+
+  state = params, tx.init(params)
+  (params, _), loss = _steps(step, state, _batches(kind, n, 6))
+  return params, loss
+
+
+def _step(tx, loss_fn=_bags):
+  def step(state, ids, y):
+    params, opt_state = state
+    loss, grads = zenjax.value_and_grad(loss_fn)(params, ids, y)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+  return step
+
+
+@pytest.mark.usually(
+  "adagrad-usual-8", "clipped_adam-one_owner-4", "row_adagrad-usual-1"
+)
+@pytest.mark.parametrize(
+  ("name", "kind", "n"),
+  [
+    ("sgd", "usual", 3),
+    ("adagrad", "usual", 8),
+    ("row_adagrad", "usual", 1),
+    ("clipped_adam", "usual", 4),
+    ("adagrad", "one_owner", 4),
+    ("clipped_adam", "one_owner", 4),
+    ("adagrad", "beyond", 4),
+  ],
+)
+def test_steps_are_those_of_whole_tables(name, kind, n):
+  mesh, tx = _mesh(n), zenjax.owner_update(OPTIMIZERS[name], "data")
+  params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
+  step, batches = jax.jit(_step(tx)), list(_batches(kind, n, 6))
+  (got, _), loss = _steps(step, (params, tx.init(params)), batches, mesh)
+  want, whole_loss = _whole_run(name, kind, n)
+  np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
+  got = zenjax.rows.unshard(got)
+  for leaf, value in want.items():
+    np.testing.assert_allclose(got[leaf], value, rtol=1e-5, atol=1e-6)
+  (again, _), _ = _steps(step, (params, tx.init(params)), batches, mesh)
+  again = zenjax.rows.unshard(again)
+  for leaf in want:  # Two runs have the same bits.
+    np.testing.assert_array_equal(got[leaf], again[leaf])
+
+
+@pytest.mark.usually("data_parallel", "check_vma")
+@pytest.mark.parametrize("way", ["data_parallel", "check_vma", "unchecked"])
+def test_inside_shard_map_steps_are_those_of_plain_jit(way):
+  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
+  state = params, zenjax.init(tx, params, mesh, "data")
+  specs = zenjax.state_specs(state, "data")
+
+  def local(state, ids, y):
+    params, opt_state = state
+    own = zenjax.unsummed(params, "data")
+    loss, grads = zenjax.value_and_grad(_bags)(own, ids, y)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    loss = lax.pmean(loss, "data")
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+  mapped = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(specs, jax.P("data"), jax.P("data")),
+    out_specs=(specs, jax.P()),
+    check_vma=way == "check_vma",
+  )
+  if way == "data_parallel":
+    mapped = zenjax.data_parallel(_step(tx), mesh, "data")
+  batches = _batches("usual", 4, 6)
+  (got, _), loss = _steps(jax.jit(mapped), state, batches, mesh)
+  want, whole_loss = _whole_run("adagrad", "usual", 4)
+  np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
+  got = zenjax.rows.unshard(got)
+  np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
+
+
+def test_no_device_has_a_whole_table_and_buffers_follow_the_batch():
+  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  rows = 6007  # No other dimension is that large.
+  params = _shard({"t": _table(0, rows), "w": np.ones(D, np.float32)}, mesh)
+  state = params, tx.init(params)
+  batch = _split((np.zeros((B, 5), np.int32), np.ones(B, np.float32)), mesh)
+  step = jax.jit(_step(tx), donate_argnums=0)
+  text = step.lower(state, *batch).compile().as_text() or ""
+  slots = params["t"].layout.slots
+  assert f"f32[{slots},{D}]" in text
+  for size in (rows, 4 * slots):
+    assert f"[{size}" not in text
+  gathered = [x for x in text.splitlines() if " all-gather(" in x]
+  assert all("s32[4]" in x for x in gathered)  # Only where a push overflows.
+
+
+def test_ids_that_depend_on_rows_and_other_uses_are_refused():
+  mesh = _mesh(2)
+  params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
+  ids = _split(np.arange(B, dtype=np.int32), mesh)
+  both = lambda loss: jax.eval_shape(zenjax.value_and_grad(loss), params, ids)
+
+  def depends(p, ids):
+    found = jnp.argmax(p["t"][ids] @ p["w"])
+    return p["t"][found].sum()
+
+  with pytest.raises(ValueError, match="ids that are known before any row"):
+    both(depends)
+  with pytest.raises(
+    ValueError, match=r"only look up rows of 't'.*dot_general"
+  ):
+    both(lambda p, ids: (p["t"] @ p["w"])[ids].sum())
+  with pytest.raises(ValueError, match="only look up rows of 't'.*stop_grad"):
+    both(lambda p, ids: lax.stop_gradient(p["t"])[ids].sum())
+  with pytest.raises(ValueError, match="'0.t'.*is returned by the loss"):
+    jax.eval_shape(zenjax.rows.apply(lambda p: p["t"]), params)
+  with pytest.raises(TypeError, match="cannot be indexed"):
+    params["t"][ids]
+  with pytest.raises(TypeError, match="is no array"):
+    jnp.sum(params["t"])
+
+
+def test_misuse_is_refused():
+  mesh, table = _mesh(2), _table()
+  params = {"t": table, "w": np.ones((600, 2), np.float32)}
+  with pytest.raises(ValueError, match=r"axes of the mesh, got \['model'\]"):
+    zenjax.rows.shard(params, mesh, "model")
+  with pytest.raises(ValueError, match=r"two dimensions.*'w' has shape \(3,\)"):
+    zenjax.rows.shard({"w": np.ones(3)}, mesh, "data", tables=True)
+  sharded = _shard(params, mesh)
+  with pytest.raises(ValueError, match="'t' is split already"):
+    _shard(sharded, mesh)
+  tx = zenjax.owner_update(optax.sgd(0.1), "data")
+  state = tx.init(sharded)
+  ids = _split(np.arange(B, dtype=np.int32), mesh)
+  loss = lambda p, ids: p["t"][ids].sum() + p["w"][ids].sum()
+
+  def step(params, state, give=True, scale=False):
+    _, grads = zenjax.value_and_grad(loss)(params, ids)
+    updates, _ = tx.update(grads, state, params if give else None)
+    return jax.tree.map(lambda x: 0.5 * x, updates) if scale else updates
+
+  trace = lambda *args, **how: jax.eval_shape(
+    functools.partial(step, **how), *args
+  )
+  with pytest.raises(ValueError, match="`params` must be given"):
+    trace(sharded, state, give=False)
+  few = {"t": sharded["t"], "w": jnp.ones((600, 2))}
+  with pytest.raises(ValueError, match="all tables sharded or none.*'w'"):
+    trace(few, tx.init(few))
+  with pytest.raises(TypeError):  # It is the table itself, and no difference.
+    trace(sharded, state, scale=True)
+
+
+def test_what_is_for_whole_tables_refuses_parts():
+  # As many rows as slots: shapes tell nothing.
+  mesh, table = _mesh(2), _table(0, 1024)
+  params = _shard({"t": table}, mesh)
+  assert params["t"].value.shape == params["t"].shape
+  ids = _split(np.arange(B, dtype=np.int32), mesh)
+  loss = lambda p, ids: p["t"][ids].sum()
+  grads = zenjax.value_and_grad(loss)(params, ids)[1]
+  sgd = optax.sgd(0.1)
+  owner = "`zenjax.owner_update"
+  for tx in (zenjax.zen_sync("data"), zenjax.lazy_rows(sgd)):
+    with pytest.raises(ValueError, match=owner):
+      tx.init(params)
+  lazy = zenjax.lazy_rows(sgd)
+  with pytest.raises(ValueError, match=owner):
+    lazy.update(grads, lazy.init({"t": jnp.asarray(table)}))
+  with pytest.raises(ValueError, match=owner):
+    zenjax.lazy_rows(optax.sgd(0.1, 0.9), catch_up=True).init(params)
+  for apply in (optax.apply_updates, zenjax.apply_updates):
+    with pytest.raises(ValueError, match=owner):
+      apply(params, grads)
+  state = params, zenjax.owner_update(sgd, "data").init(params)
+  with pytest.raises(ValueError, match="`state` of reshard must hold no Shard"):
+    zenjax.reshard(state, _mesh(4), "data")
+  tx = zenjax.owner_update(sgd, "data")
+  with pytest.raises(ValueError, match="of zenjax.check must hold no Sharded"):
+    batch = np.zeros((B, 5), np.int32), np.zeros(B, np.float32)
+    zenjax.check(_step(tx), state, *batch, mesh=mesh, axis_name="data")
+
+
+def test_a_table_of_another_mesh_is_refused():
+  params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, _mesh(4))
+  node = params["t"]
+  other = jax.NamedSharding(_mesh(2), jax.P("data"))
+  moved = {"t": node.with_value(jax.device_put(node.value, other)), "w": 1.0}
+  ids = _split(np.arange(B, dtype=np.int32), _mesh(2))
+  loss = lambda p, ids: p["t"][ids].sum() * p["w"]
+  with pytest.raises(ValueError, match="made for, got one of 4 on 2"):
+    zenjax.value_and_grad(loss)(moved, ids)
+  # Whole on every device, as in_specs of P() would have it.
+  mapped = jax.shard_map(
+    zenjax.rows.apply(loss),
+    mesh=_mesh(4),
+    in_specs=(jax.P(), jax.P("data")),
+    out_specs=jax.P(),
+    check_vma=False,
+  )
+  whole = {"t": node, "w": jnp.ones(())}
+  with pytest.raises(ValueError, match="state_specs"):
+    jax.jit(mapped)(whole, np.arange(B, dtype=np.int32))
+
+
+@pytest.mark.usually("0")
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_look_ups_are_fetched(seed):
+  rng = np.random.default_rng(seed)
+  n, rows = int(rng.choice([2, 3, 8])), int(rng.integers(40, 3000))
+  table = rng.normal(size=(rows, 2)).astype(np.float32)
+  mesh = _mesh(n)
+  sharded = zenjax.rows.shard(table, mesh, "data", tables=True)
+  count = n * int(rng.integers(1, 60))
+  ids = (rng.zipf(1.2, count) % (rows + 1)).astype(np.int32)
+  fetch = jax.jit(functools.partial(sharded_tables.fetch_on, mesh))
+  (got,), most = fetch([sharded], [[_split(ids, mesh)]])
+  real = (ids < rows)[:, None]
+  want = np.where(real, table[np.minimum(ids, rows - 1)], 0)
+  np.testing.assert_array_equal(got[0], want)
+  group, _ = map(np.asarray, sharded.layout.place(jnp.arange(rows)))
+  per_device = [np.unique(x[x < rows]) for x in ids.reshape(n, -1)]
+  most_of = [np.bincount(group[x], minlength=n).max() for x in per_device]
+  assert int(most[0]) == max(most_of)

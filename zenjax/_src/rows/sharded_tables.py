@@ -1,0 +1,892 @@
+"""Tables of which each device has only the rows that it owns.
+
+    shard     place tables so: a leaf of the parameters becomes `ShardedTable`
+    fetch     distinct ids go to their owners, their rows come back
+    unshard   the rows in their order again
+
+Who owns a row is decided as in an exchange, by the rotation hash of
+`core/partition.py`: an id alone tells the owner and the slot, and each owner
+has one row of any `n` that follow each other. So rows in their order and rows
+at their owners are an `all_to_all` apart, without an index or padding.
+
+Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device, `K`
+look-ups of a device.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+from jax import lax
+from jax.core import Tracer
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from zenjax._src.core import arguments
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core import wire
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.collectives import Axes
+from zenjax._src.core.partition import Layout
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import NoArray
+from zenjax._src.rows.sparse_rows import seal
+from zenjax._src.rows.sparse_rows import SparseRows
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("value",),
+  meta_fields=("num_rows", "axes", "devices", "seed", "first_word"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedTable(NoArray):
+  """A table `[R, D]` of which each device has the rows that it owns.
+
+  `zenjax.rows.shard` makes them. It is a pytree of one leaf, so that optax's
+  `init` and Flax's `TrainState` take it as any parameter.
+
+  Attributes:
+    value: `[n * S, D]`, split over `axes` along its first dimension: the rows
+      of each owner, in the order of their slots. Inside a `shard_map` over
+      these axes `[S, D]`. In a gradient SparseRows of the whole table.
+    num_rows: `R`.
+    axes: Mesh axes over which owners lie.
+    devices: `n`, along these axes.
+    seed: Of the hash.
+    first_word: Words of the tables before this one, which shift its hash.
+  """
+
+  value: Any
+  num_rows: int
+  axes: Axes
+  devices: int
+  seed: int
+  first_word: int
+
+  @property
+  def layout(self) -> Layout:
+    """Who owns which row."""
+    return Layout(
+      num_rows=self.num_rows,
+      groups=self.devices,
+      seed=self.seed,
+      first_word=self.first_word,
+    )
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Shape of the whole table, `(R, D)`."""
+    return self.num_rows, self.value.shape[-1]
+
+  @property
+  def ndim(self) -> int:
+    return 2
+
+  @property
+  def dtype(self) -> Any:
+    return self.value.dtype
+
+  @property
+  def has_rows(self) -> bool:
+    """Returns True if the value has something for each row.
+
+    In an optimizer's state it may be a number for the whole table.
+    """
+    slots = self.layout.slots
+    return jnp.shape(self.value)[:1] in [(slots,), (slots * self.devices,)]
+
+  def with_value(self, value: Any) -> "ShardedTable":
+    """The same owners with something else in the place of the rows."""
+    return dataclasses.replace(self, value=value)
+
+  def __getitem__(self, ids: Any) -> NoReturn:
+    raise TypeError(
+      "A ShardedTable cannot be indexed: its rows lie on the devices that own"
+      " them. Inside `zenjax.value_and_grad(loss_fn)` and"
+      " `zenjax.rows.apply(fun)` models index a table as ever;"
+      " `zenjax.rows.unshard` gives an array."
+    )
+
+  def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(
+      "A ShardedTable is no array: its rows lie on the devices that own them;"
+      " `zenjax.rows.unshard` gives one, in the order of rows."
+    )
+
+  __jax_array__ = __array__
+
+
+def is_sharded(node: Any) -> bool:
+  """For `is_leaf=`."""
+  return isinstance(node, ShardedTable)
+
+
+@jax.tree_util.register_pytree_node_class
+class NewValue(NoArray):
+  """An update that says what a parameter is after it.
+
+  Two leaves, of which one admits no arithmetic: a transformation that scales or
+  adds up all updates raises, where it would scale the parameter itself.
+  """
+
+  __slots__ = ("_seal", "value")
+
+  def __init__(self, value: Any):
+    self._seal = seal(jnp.zeros(1, jnp.int32))
+    self.value = value
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.value.shape
+
+  @property
+  def dtype(self) -> Any:
+    return self.value.dtype
+
+  def __radd__(self, old: Any) -> Any:
+    """The parameter after the update, for `optax.apply_updates`."""
+    del old
+    return self.value
+
+  def tree_flatten(self):
+    return (self._seal, self.value), None
+
+  @classmethod
+  def tree_unflatten(cls, aux, children) -> "NewValue":
+    del aux
+    self = object.__new__(cls)
+    self._seal, self.value = children
+    return self
+
+
+def refuse(tree: Any, argument: str, by: str) -> None:
+  """Raises ValueError where a tree holds a sharded table.
+
+  Args:
+    tree: Any.
+    argument: Its name.
+    by: Who takes whole tables alone.
+  """
+  for name, leaf in leaf_util.named_leaves(tree, is_sharded):
+    if is_sharded(leaf):
+      raise ValueError(
+        f"`{argument}` of {by} must hold no ShardedTable, and leaf {name!r} is"
+        " one, whose rows lie on the devices that own them; take"
+        " `zenjax.owner_update(tx, axis_name)` in the place of zen_sync and"
+        " lazy_rows, or `zenjax.rows.unshard`."
+      )
+
+
+def types_of_part(params: Any) -> Any:
+  """Parameters with types `[S, ...]` in the place of all devices' rows."""
+
+  def part(node: Any) -> Any:
+    if not is_sharded(node):
+      return node
+    shape = node.layout.slots, *node.value.shape[1:]
+    return node.with_value(jax.ShapeDtypeStruct(shape, node.dtype))
+
+  return jax.tree.map(part, params, is_leaf=is_sharded)
+
+
+def specs(tree: Any, split: PartitionSpec) -> Any:
+  """Specs of a tree: `split` for the rows of tables, whole for all else."""
+
+  def spec(node: Any) -> Any:
+    if not is_sharded(node):
+      return PartitionSpec()
+    return node.with_value(split if node.has_rows else PartitionSpec())
+
+  return jax.tree.map(spec, tree, is_leaf=is_sharded)
+
+
+def is_new_value(node: Any) -> bool:
+  """For `is_leaf=`."""
+  return isinstance(node, NewValue)
+
+
+# Placing tables, and rows in their order again.
+
+
+def shard(
+  params: Any,
+  mesh: jax.sharding.Mesh,
+  axis_name: AxisName,
+  *,
+  tables: SparseSpec = None,
+  hash_seed: int = 0,
+) -> Any:
+  """Splits tables by rows over devices, each row to the device that owns it.
+
+  Then `zenjax.value_and_grad(loss_fn)` fetches the rows that a batch looks up
+  and `zenjax.owner_update(tx, axis_name)` updates rows where they lie: no
+  device ever has more of a table, or of the optimizer's state, than its part.
+  Models are written for the whole table.
+
+  Inside `jit` nothing whole is made either: XLA makes each part of an
+  initializer's numbers where it belongs.
+
+  Args:
+    params: A tree of arrays. A table may be NumPy's, in the memory of the host.
+    mesh: The mesh that steps run on.
+    axis_name: The axis over which owners lie.
+    tables: Which leaves to split: a pytree prefix of bools or a callable
+      `(name, leaf) -> bool`. By default all that `zen_sync` takes for tables.
+    hash_seed: Draws another hash; equal on all processes.
+
+  Returns:
+    `params` with a `ShardedTable` in the place of each table. Other leaves are
+    placed whole on all devices, unless they lie on the mesh already.
+
+  Raises:
+    ValueError: A chosen leaf has not two dimensions, or `axis_name` is not
+      one axis of the mesh.
+    TypeError: A chosen leaf is not floating.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> params = {"table": jnp.ones((1000, 16)), "w": jnp.ones(16)}
+    >>> params = zenjax.rows.shard(params, mesh, "data")
+    >>> params["table"].shape
+    (1000, 16)
+    >>> [x.data.shape for x in params["table"].value.addressable_shards]
+    [(512, 16), (512, 16)]
+  """
+  axes = arguments.axes(axis_name)
+  unknown = [axis for axis in axes if axis not in mesh.axis_names]
+  if unknown:
+    raise ValueError(
+      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
+      f" {mesh.axis_names}."
+    )
+  if len(axes) > 1:
+    raise ValueError(
+      f"`axis_name` must be one axis, got {axis_name!r}; give that of the"
+      " fastest links."
+    )
+  devices = math.prod([mesh.shape[axis] for axis in axes])
+  named = leaf_util.named_leaves(params, is_sharded)
+  chosen = leaf_util.select(params, tables, "row")
+  leaf_util.warn_of_none(params, tables, chosen, "tables")
+  found, first_word = [], 0
+  for (name, leaf), wanted in zip(named, chosen, strict=True):
+    if is_sharded(leaf):
+      raise ValueError(
+        f"`params` must hold arrays, and leaf {name!r} is split already; use"
+        " it as it is, or `zenjax.rows.unshard` it first."
+      )
+    if not wanted:
+      found.append(_everywhere(leaf, mesh))
+      continue
+    if leaf.ndim != 2:
+      raise ValueError(
+        f"`tables` must choose leaves of two dimensions, `[rows, columns]`, and"
+        f" leaf {name!r} has shape {leaf.shape}; leave it out, or reshape it."
+      )
+    table = ShardedTable(
+      None, leaf.shape[0], axes, devices, int(hash_seed), first_word
+    )
+    first_word += table.layout.words
+    found.append(table.with_value(_placed(leaf, table, mesh)))
+  return jax.tree.unflatten(jax.tree.structure(params), found)
+
+
+def unshard(params: Any) -> Any:
+  """The inverse of `shard`: tables as arrays, in the order of their rows.
+
+  Each is split by ranges of rows over the same axes, so that no device has a
+  whole table here either, where the number of devices divides the rows.
+
+  Args:
+    params: A tree with `ShardedTable` in it, such as parameters, or an
+      optimizer's state of them.
+
+  Returns:
+    The same tree with arrays `[R, ...]`.
+
+  Raises:
+    ValueError: It is called inside a `shard_map`, or no mesh is known.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> table = jnp.arange(2000.0).reshape(1000, 2)
+    >>> sharded = zenjax.rows.shard(table, mesh, "data", tables=True)
+    >>> bool(jnp.all(zenjax.rows.unshard(sharded) == table))
+    True
+  """
+
+  def whole(node: Any) -> Any:
+    if not is_sharded(node):
+      return node
+    mesh = mesh_of([node])
+    if mesh is None:
+      raise ValueError(
+        "`unshard` must be called outside of shard_map, where a table is that"
+        " of all devices; return the table from the step and call it there."
+      )
+    return _in_order(node, mesh)
+
+  return jax.tree.map(whole, params, is_leaf=is_sharded)
+
+
+def mesh_of(tables: Sequence[ShardedTable]) -> Any:
+  """The mesh over which XLA spreads the program; None inside a `shard_map`.
+
+  Raises:
+    ValueError: No mesh is known, tables lie over several axes, or devices or
+      the form of a table do not fit where this is called.
+  """
+  axes = tables[0].axes
+  others = sorted({table.axes for table in tables})
+  if len(others) > 1:
+    raise ValueError(
+      "Tables that are looked up together must be split over one axis, got"
+      f" {others}; give all to one `zenjax.rows.shard`."
+    )
+  mesh = collectives.mesh_around(axes, [x.value for x in tables], None)
+  if mesh is None:
+    try:
+      devices = collectives.size(axes)
+    except NameError as error:
+      raise ValueError(
+        f"A ShardedTable over {axes!r} must be used where these axes are known,"
+        " and no mesh has them; call `jax.set_mesh(mesh)`, or place the table"
+        " by `zenjax.rows.shard`."
+      ) from error
+    remedy = "give `zenjax.state_specs(params, axis_name)` as `in_specs`"
+  else:
+    devices = math.prod([mesh.shape[axis] for axis in axes])
+    remedy = "let shard_map return it by `zenjax.state_specs`"
+  for table in tables:
+    if devices != table.devices:
+      raise ValueError(
+        "A ShardedTable must be used on as many devices as it was made for, got"
+        f" one of {table.devices} on {devices}; call `zenjax.rows.unshard`, and"
+        " `zenjax.rows.shard` for the new mesh."
+      )
+    wanted = table.layout.slots * (1 if mesh is None else devices)
+    size = jnp.shape(table.value)[0]
+    if size != wanted:
+      raise ValueError(
+        f"A ShardedTable must have {wanted} rows here, got {size}: its part"
+        f" and the place that it is used in do not fit; {remedy}."
+      )
+  return mesh
+
+
+def _everywhere(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
+  """A leaf that is no table, on all devices, unless it is there already."""
+  if isinstance(leaf, Tracer) or not leaf_util.is_array(leaf):
+    return leaf
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+    return leaf
+  return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+
+def _blocks(table: ShardedTable) -> int:
+  """Blocks of `n` rows, a multiple of `n`: `[blocks, n]` are all rows."""
+  return -(-table.layout.slots // table.devices) * table.devices
+
+
+def _placed(leaf: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+  """`[R, D]` as `[n * S, D]`, each row with its owner."""
+  rows = _blocks(table) * table.devices
+  split = NamedSharding(mesh, PartitionSpec(table.axes))
+  missing = rows - table.num_rows
+  if isinstance(leaf, Tracer):
+    leaf = jnp.pad(leaf, ((0, missing), (0, 0)))
+    if set(table.axes) & compat.explicit_of(mesh):
+      leaf = jax.sharding.reshard(leaf, split)
+    else:
+      leaf = lax.with_sharding_constraint(leaf, split)
+  else:
+    host = np.asarray(leaf)
+
+    def part(index: Any) -> np.ndarray:
+      begin, end, _ = index[0].indices(rows)
+      own = host[begin : min(end, table.num_rows)]
+      return np.pad(own, ((0, end - begin - len(own)), (0, 0)))
+
+    leaf = jax.make_array_from_callback((rows, host.shape[1]), split, part)
+  return _moving(_to_owners, mesh, _Meta.of(table))(leaf)
+
+
+def _in_order(table: ShardedTable, mesh: Any) -> jax.Array:
+  """`[n * S, ...]` as `[R, ...]`."""
+  rows = _moving(_to_order, mesh, _Meta.of(table))(table.value)
+  return rows[: table.num_rows]
+
+
+class _Meta(NamedTuple):
+  """A ShardedTable but for its rows."""
+
+  num_rows: int
+  axes: Axes
+  devices: int
+  seed: int
+  first_word: int
+
+  @classmethod
+  def of(cls, table: ShardedTable) -> "_Meta":
+    return cls(*[getattr(table, name) for name in cls._fields])
+
+
+@functools.lru_cache(maxsize=64)
+def _moving(f: Callable[..., Any], mesh: Any, meta: _Meta) -> Any:
+  """`f` of the part of each device; a table is moved often, compiled once."""
+  split = PartitionSpec(meta.axes)
+  mapped = jax.shard_map(
+    functools.partial(f, table=ShardedTable(None, *meta)),
+    mesh=mesh,
+    in_specs=split,
+    out_specs=split,
+    axis_names={*meta.axes, *compat.explicit_of(mesh)},
+    check_vma=False,
+  )
+  return jax.jit(mapped)
+
+
+def _to_owners(rows: jax.Array, table: ShardedTable) -> jax.Array:
+  """A range of rows `[blocks, D]` of each device to slots `[S, D]`."""
+  n = table.devices
+  blocks = rows.reshape(-1, n, *rows.shape[1:])
+  group = jnp.arange(n, dtype=jnp.int32)
+  at = group[None] - _shifts(table, len(blocks))[:, None] + 2 * n
+  parts = _each_block(blocks, lax.rem(at, lax.full_like(at, n)))
+  parts = collectives.all_to_all(jnp.swapaxes(parts, 0, 1), table.axes)
+  slots = parts.reshape(-1, *rows.shape[1:])
+  return slots[: table.layout.slots]
+
+
+def _to_order(slots: jax.Array, table: ShardedTable) -> jax.Array:
+  """The inverse of `_to_owners`."""
+  n, blocks = table.devices, _blocks(table)
+  pads = [(0, blocks - len(slots)), *[(0, 0)] * (slots.ndim - 1)]
+  parts = jnp.pad(slots, pads).reshape(n, -1, *slots.shape[1:])
+  parts = jnp.swapaxes(collectives.all_to_all(parts, table.axes), 0, 1)
+  j = jnp.arange(n, dtype=jnp.int32)
+  at = j[None] + _shifts(table, len(parts))[:, None]
+  rows = _each_block(parts, lax.rem(at, lax.full_like(at, n)))
+  return rows.reshape(-1, *slots.shape[1:])
+
+
+def _shifts(table: ShardedTable, blocks: int) -> jax.Array:
+  """By how much this device's blocks are rotated: `[blocks]` in `[0, 2n)`."""
+  first = lax.axis_index(table.axes) * blocks
+  return table.layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
+
+
+def _each_block(blocks: jax.Array, at: jax.Array) -> jax.Array:
+  """`blocks[i, at[i]]`, of `[b, n, ...]` and `[b, n]`."""
+  rest = (1,) * (blocks.ndim - 2)
+  return jnp.take_along_axis(blocks, at.reshape(*at.shape, *rest), axis=1)
+
+
+# Look-ups of a batch, by owner: rows come from there, gradients go there.
+
+# Parts of the look-ups that a buffer may have room for, were owners to get
+# equal shares: the least that holds what a batch needs is used. Batches repeat
+# their ids, and by how much is known when they are there.
+_PARTS = (0.125, 0.1875, 0.25, 0.3125, 0.4, 0.5, 0.7, 1.0)
+_LAST = len(_PARTS) - 1
+# Rows that every size has beyond its part, for what a hash deals unevenly.
+_SPARE = 16
+
+
+class _Asked(NamedTuple):
+  """Look-ups of a table on a device, by owner."""
+
+  owner: jax.Array  # [K] int32, of each look-up; n where it is of no row
+  number: jax.Array  # [K] int32, of its row among the distinct ones
+  # [K] int32, where distinct rows lie, `owner * S + slot`, ascending; the
+  # rest is n * S.
+  places: jax.Array
+  first: jax.Array  # [n + 1] int32, where each owner's begin among `places`
+
+
+def _ask(table: ShardedTable, ids: jax.Array) -> _Asked:
+  """Sorts look-ups by owner and slot, and counts what stands twice once."""
+  layout, n, count = table.layout, table.devices, len(ids)
+  real = ids < table.num_rows
+  owner, slot = layout.place(jnp.minimum(ids, table.num_rows - 1))
+  owner = jnp.where(real, owner, n)
+  place = jnp.where(real, owner * layout.slots + slot, n * layout.slots)
+  iota = compat.cast_like(jnp.arange(count, dtype=jnp.int32), place)
+  place, order = lax.sort((place, iota), num_keys=1)
+  new = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
+  number = jnp.cumsum(new, dtype=jnp.int32) - 1
+  places = jnp.full_like(place, n * layout.slots).at[number]
+  places = places.set(place, indices_are_sorted=True)
+  borders = jnp.arange(n + 1, dtype=jnp.int32) * layout.slots
+  first = jnp.searchsorted(places, borders).astype(jnp.int32)
+  back = (
+    jnp.zeros_like(number)
+    .at[order]
+    .set(number, unique_indices=True, mode="promise_in_bounds")
+  )
+  return _Asked(owner, back, places, first)
+
+
+def _most(asked: Sequence[_Asked], axes: Axes) -> jax.Array:
+  """Distinct rows of the fullest pair of devices: `[T]` of each table."""
+  most = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
+  return compat.agreed(collectives.pmax(most, axes), axes)
+
+
+class _Sizes(NamedTuple):
+  """Rows that buffers for one owner may have, of each table and level."""
+
+  rooms: list[list[int]]
+
+  @classmethod
+  def of(cls, tables: Sequence[ShardedTable], asked: Sequence[_Asked]):
+    rooms = []
+    for table, a in zip(tables, asked):
+      look_ups, slots = len(a.number), table.layout.slots
+      share, most = look_ups / table.devices, min(look_ups, slots)
+      sizes = [math.ceil(share * part) + _SPARE for part in _PARTS]
+      rooms.append([min(most, size) for size in sizes])
+    return cls(rooms)
+
+  def at(self, level: int) -> list[int]:
+    return [rooms[level] for rooms in self.rooms]
+
+  def level(self, most: jax.Array) -> jax.Array:
+    """The first that holds `most: [T]`; `len(_PARTS)` if none does."""
+    rooms = jnp.array(self.rooms, jnp.int32)
+    return jnp.max(jnp.sum(rooms < most[:, None], axis=1, dtype=jnp.int32))
+
+
+def fetch_on(
+  mesh: Any,
+  tables: Sequence[ShardedTable],
+  ids: Sequence[Sequence[jax.Array]],
+) -> tuple[list[list[jax.Array]], jax.Array]:
+  """As `fetch`, of a whole batch's look-ups where `mesh` is given.
+
+  Args:
+    mesh: As `mesh_of` returned it.
+    tables: Likewise.
+    ids: Of each table, arrays `[K]`, on a mesh `[n * K]`.
+  """
+  if mesh is None:
+    return fetch(tables, ids)
+  if set(tables[0].axes) & compat.explicit_of(mesh):
+    raise ValueError(
+      "A ShardedTable must be used on automatic axes outside of shard_map, and"
+      f" {tables[0].axes!r} is explicit; make the mesh with"
+      " `axis_types=(jax.sharding.AxisType.Auto,)`, or wrap the step in"
+      " `zenjax.data_parallel`."
+    )
+  split = PartitionSpec(tables[0].axes)
+  return jax.shard_map(
+    fetch,
+    mesh=mesh,
+    in_specs=split,
+    out_specs=(split, PartitionSpec()),
+    axis_names={*tables[0].axes},
+    check_vma=False,
+  )(list(tables), list(map(list, ids)))
+
+
+def fetch(
+  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
+) -> tuple[list[list[jax.Array]], jax.Array]:
+  """Returns the rows that a device looks up, from the devices that own them.
+
+  Distinct ids travel to their owners and rows come back, of all tables in one
+  exchange. Buffers have the size that the batch needs, of a few that are
+  compiled; what does not fit the largest follows in rounds.
+
+  Args:
+    tables: Parts `[S, D]`, inside a `shard_map`.
+    ids: Of each table, arrays `[K] int32` in `[0, R]`; `R` is no row.
+
+  Returns:
+    The same with rows `[K, D]`, zeros where there is none, and the most
+    distinct rows that any device asked of any other, `[T] int32`.
+  """
+  axes, n = tables[0].axes, tables[0].devices
+  joined = [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
+  asked = [_ask(table, x) for table, x in zip(tables, joined)]
+  if n == 1:
+    found = []
+    for table, a in zip(tables, asked):
+      rows = _own_rows(table, a.places)[a.number]
+      found.append(jnp.where((a.owner < n)[:, None], rows, 0))
+    most = jnp.zeros(len(tables), jnp.int32)
+    return [_split(x, of) for x, of in zip(found, ids)], most
+  sizes, most = _Sizes.of(tables, asked), _most(asked, axes)
+  largest = sizes.at(_LAST)
+  rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
+
+  def turn(turn: Any, level: jax.Array | None, rows: Sequence[Any]):
+    begin = [a.first[:-1] + turn * c for a, c in zip(asked, largest)]
+    every = zip(tables, asked, begin, largest)
+    slots = [_slots(*x)[1] for x in every]
+    got = _at_level(level, sizes, slots, functools.partial(_answers, tables))
+    every = zip(tables, asked, got, largest, rows)
+    return [_looked_up(*x, turn=turn) for x in every]
+
+  rows = turn(0, sizes.level(most), [0] * len(tables))
+  rows = lax.fori_loop(1, rounds, lambda r, rows: turn(r, None, rows), rows)
+  return [_split(x, of) for x, of in zip(rows, ids)], most
+
+
+def _at_level(
+  level: jax.Array | None,
+  sizes: "_Sizes",
+  buffers: Any,
+  exchange: Callable[[Any], Any],
+) -> Any:
+  """Exchanges the first columns of `[n, room, ...]` that hold what is sent.
+
+  Args:
+    level: How many; None for all.
+    sizes: Of each level.
+    buffers: Of each table an array or a list of arrays.
+    exchange: What one exchange makes of them, arrays of as many columns.
+
+  Returns:
+    What came, filled up with zeros to `[n, room, ...]`.
+  """
+  largest = sizes.at(_LAST)
+
+  def cut(k: int, buffers: Any) -> Any:
+    each = zip(buffers, sizes.at(k))
+    return [jax.tree.map(lambda x, c=c: x[:, :c], b) for b, c in each]
+
+  def filled(x: jax.Array, room: int) -> jax.Array:
+    pads = [(0, 0), (0, room - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, pads)
+
+  def way(k: int, buffers: Any) -> Any:
+    each = zip(exchange(cut(k, buffers)), largest)
+    return [jax.tree.map(lambda x, c=c: filled(x, c), b) for b, c in each]
+
+  if level is None:
+    return exchange(buffers)
+  ways = [functools.partial(way, k) for k in range(len(_PARTS))]
+  return lax.switch(jnp.minimum(level, _LAST), ways, buffers)
+
+
+def _answers(
+  tables: Sequence[ShardedTable], slots: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Asks owners for `slots: [n, C]` of each table; their rows `[n, C, D]`."""
+  axes = tables[0].axes
+  came = wire.exchange([[x] for x in slots], collectives.all_to_all, axes)
+  rows = [[_own_rows(t, x)] for t, (x,) in zip(tables, came)]
+  back = wire.exchange(rows, collectives.all_to_all, axes)
+  return [x for (x,) in back]
+
+
+def _looked_up(
+  table: ShardedTable,
+  asked: "_Asked",
+  got: jax.Array,
+  room: int,
+  before: Any,
+  turn: Any,
+) -> jax.Array:
+  """`[K, D]` of look-ups that were answered in this turn, else `before`."""
+  n = table.devices
+  owner = jnp.minimum(asked.owner, n - 1)
+  at = asked.number - asked.first[owner] - turn * room
+  here = (asked.owner < n) & (at >= 0) & (at < room)
+  rows = got.reshape(n * room, -1)[owner * room + jnp.clip(at, 0, room - 1)]
+  return jnp.where(here[:, None], rows, before)
+
+
+def _slots(
+  table: ShardedTable, asked: _Asked, begin: jax.Array, room: int
+) -> tuple[jax.Array, jax.Array]:
+  """Distinct rows from `begin: [n]` on, for each owner: numbers, and slots.
+
+  Both are `[n, room]`; slots are `S` where an owner is asked for no more.
+  """
+  column = jnp.arange(room, dtype=jnp.int32)[None]
+  at = jnp.minimum(begin[:, None] + column, len(asked.places) - 1)
+  owner = jnp.arange(table.devices, dtype=jnp.int32)[:, None]
+  slots = asked.places[at] - owner * table.layout.slots
+  fresh = column < (asked.first[1:] - begin)[:, None]
+  return at, jnp.where(fresh, slots, table.layout.slots)
+
+
+def _own_rows(table: ShardedTable, slots: jax.Array) -> jax.Array:
+  return table.value.at[slots].get(mode="fill", fill_value=0)
+
+
+def _split(rows: jax.Array, ids: Sequence[jax.Array]) -> list[jax.Array]:
+  """Cuts `[sum(K), D]` into `[K, D]` of each of `ids`."""
+  if len(ids) == 1:
+    return [rows]
+  return jnp.split(rows, np.cumsum([len(x) for x in ids])[:-1].tolist())
+
+
+class Sums(NamedTuple):
+  """Gradient rows of some slots of each table, at the owner of these.
+
+  All rows below `starts` have come, of all devices: every slot here is below.
+  """
+
+  slots: list[jax.Array]  # [C] int32, each once; S for none
+  rows: list[jax.Array]  # [C, D]
+  starts: jax.Array  # [T, n] int32, of every owner; S when all have come
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Push:
+  """The gradient rows of a device, on their way to the owners of these.
+
+  Attributes:
+    tables: Parts, inside a `shard_map`.
+    asked: Their rows, by owner.
+    rows: `[K, D]` of each, every row summed over its look-ups.
+    most: As `fetch` returned it.
+  """
+
+  tables: Sequence[ShardedTable]
+  asked: Sequence[_Asked]
+  rows: Sequence[jax.Array]
+  most: jax.Array
+
+  @classmethod
+  def of(
+    cls,
+    tables: Sequence[ShardedTable],
+    grads: Sequence[SparseRows],
+    most: jax.Array | None,
+  ) -> "Push":
+    """Sums `grads` of a device by row.
+
+    Args:
+      tables: Parts, inside a `shard_map`.
+      grads: SparseRows of the whole tables.
+      most: As `fetch` returned it; None where look-ups are not those.
+    """
+    asked, rows = [], []
+    for table, grad in zip(tables, grads):
+      ids = grad.indices
+      ids = jnp.where(ids < 0, ids + table.num_rows, ids)
+      ids = jnp.where(ids < 0, table.num_rows, ids)
+      a = _ask(table, ids)
+      wide = collectives.accumulator(grad.dtype)
+      # What stands for no row may hold anything, NaN included.
+      values = grad.values.astype(wide)
+      values = jnp.where((a.owner < table.devices)[:, None], values, 0)
+      rows.append(jnp.zeros_like(values).at[a.number].add(values))
+      asked.append(a)
+    if most is None:
+      most = _most(asked, tables[0].axes)
+    return cls(tables, asked, rows, most)
+
+  def first(self) -> Sums:
+    """What one exchange brings: all, but for ids that are all one owner's."""
+    if self.tables[0].devices == 1:
+      slots = [a.places for a in self.asked]
+      starts = jnp.broadcast_to(self._ends[:, None], (len(slots), 1))
+      return Sums(slots, list(self.rows), starts)
+    none = jnp.zeros((len(self.tables), self.tables[0].devices), jnp.int32)
+    ends = jnp.broadcast_to(self._ends[:, None], none.shape)
+    level = self._sizes.level(self.most)
+
+    def all_fit() -> tuple[Any, jax.Array]:
+      begin = [a.first[:-1] for a in self.asked]
+      buffers = self._buffers(begin)
+      return _at_level(level, self._sizes, buffers, self._exchange), ends
+
+    some_fit = functools.partial(self._from, none)
+    came, starts = lax.cond(level > _LAST, some_fit, all_fit)
+    return self._sums(came, starts)
+
+  def next(self, starts: jax.Array) -> Sums:
+    """Returns what follows from `starts: [T, n]` on."""
+    return self._sums(*self._from(starts))
+
+  def unsent(self, starts: jax.Array) -> jax.Array:
+    """Returns True if rows are left to come, equal on all devices."""
+    return jnp.any(starts < self._ends[:, None])
+
+  @property
+  def _sizes(self) -> _Sizes:
+    return _Sizes.of(self.tables, self.asked)
+
+  @property
+  def _ends(self) -> jax.Array:
+    return jnp.array([t.layout.slots for t in self.tables], jnp.int32)
+
+  def _buffers(self, begin: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """For each table places `[n, room]`, one up, and rows `[n, room, D]`.
+
+    Zeros are padding.
+    """
+    found = []
+    every = zip(self.tables, self.asked, self.rows, begin, self._rooms)
+    for table, asked, rows, first, room in every:
+      at, slots = _slots(table, asked, first, room)
+      real = slots < table.layout.slots
+      values = jnp.where(real[..., None], rows.astype(table.dtype)[at], 0)
+      found.append([jnp.where(real, slots + 1, 0), values])
+    return found
+
+  @property
+  def _rooms(self) -> list[int]:
+    return self._sizes.at(_LAST)
+
+  def _exchange(self, buffers: Any) -> Any:
+    axes = self.tables[0].axes
+    return wire.exchange(buffers, collectives.all_to_all, axes)
+
+  def _from(self, starts: jax.Array) -> tuple[Any, jax.Array]:
+    """An exchange of what follows `starts`, and where the next one starts."""
+    begin, limits = [], []
+    every = zip(self.tables, self.asked, self._rooms, starts)
+    for table, asked, room, start in every:
+      owner = jnp.arange(table.devices, dtype=jnp.int32)
+      wanted = owner * table.layout.slots + start
+      begin.append(jnp.searchsorted(asked.places, wanted).astype(jnp.int32))
+      # The first that does not fit: what is below has been sent.
+      limits.append(_slots(table, asked, begin[-1] + room, 1)[1])
+    buffers = [
+      [*sections, limit]
+      for sections, limit in zip(self._buffers(begin), limits)
+    ]
+    came = self._exchange(buffers)
+    own = jnp.stack([jnp.min(limit) for *_, limit in came])
+    axes = self.tables[0].axes
+    starts = compat.agreed(collectives.all_gather(own, axes), axes).T
+    # Of rows that not all devices have sent, none is summed yet.
+    below = [
+      [jnp.where(slots <= limit, slots, 0), values]
+      for (slots, values, _), limit in zip(came, own)
+    ]
+    return below, starts
+
+  def _sums(self, came: Any, starts: jax.Array) -> Sums:
+    """Sums what came of each table, in the order of devices."""
+    slots, sums = [], []
+    for table, (places, values) in zip(self.tables, came):
+      end = table.layout.slots
+      flat = values.reshape(-1, values.shape[-1])
+      flat = flat.astype(collectives.accumulator(flat.dtype))
+      ids = jnp.where(places > 0, places - 1, end).reshape(-1)
+      rows = SparseRows(ids, flat, end).combine()
+      slots.append(rows.indices)
+      sums.append(rows.values)
+    return Sums(slots, sums, starts)
