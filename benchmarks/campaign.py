@@ -27,7 +27,6 @@ import tqdm
 
 from benchmarks import harness
 from benchmarks import record
-from benchmarks.harness import Built
 from benchmarks.harness import Case
 from benchmarks.testbed import interrupts
 from benchmarks.testbed import testbed
@@ -359,7 +358,7 @@ def cases(
   def build(values):
     number = next(numbers)
     replies = served.ask("build", **values)
-    return Built(
+    return harness.Built(
       # Until the last host has answered.
       run=lambda: served.ask("step", timeout=CALL_S, number=number) and None,
       wrong=sum(reply["wrong"] for reply in replies),

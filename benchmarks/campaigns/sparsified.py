@@ -27,7 +27,6 @@ from benchmarks import library
 from benchmarks import table
 from benchmarks.campaigns.planned import programs
 from benchmarks.cases import sync
-from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Case
 from benchmarks.testbed import served
 import zenjax
@@ -55,8 +54,8 @@ class Setting:
 def _top(setting: Setting, capacities: Any) -> Any:
   top = zenjax.sparsify.top_k(setting.top, method="sampled")
   return optax.chain(
-    zenjax.sparsify.error_feedback(top, AXIS),
-    zenjax.zen_sync(AXIS, unit="element", capacities=capacities),
+    zenjax.sparsify.error_feedback(top, sync.AXIS),
+    zenjax.zen_sync(sync.AXIS, unit="element", capacities=capacities),
   )
 
 
@@ -82,7 +81,7 @@ class _Variant:
 
 
 def _controlled(make: Callable[..., Any]) -> _Variant:
-  return _Variant(lambda s, _: make(AXIS, s.density), warm_up=_SETTLED)
+  return _Variant(lambda s, _: make(sync.AXIS, s.density), warm_up=_SETTLED)
 
 
 NONE, DENSE = "none", "pmean"

@@ -20,9 +20,7 @@ from benchmarks import harness
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.cases import sync
-from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Built
-from benchmarks.harness import Case
 import zenjax
 
 WIDTH, LOOK_UPS = 16, 128
@@ -30,8 +28,8 @@ _RATE = 0.5
 # By name: what goes before the optimizer, and whether gradients are rows.
 VARIANTS = {
   "pmean": (lambda: sync.PMEAN, False),
-  "zen": (lambda: zenjax.zen_sync(AXIS, sparse=True), False),
-  "rows": (lambda: zenjax.zen_sync(AXIS, sparse=True), True),
+  "zen": (lambda: zenjax.zen_sync(sync.AXIS, sparse=True), False),
+  "rows": (lambda: zenjax.zen_sync(sync.AXIS, sparse=True), True),
 }
 COLUMNS = (
   table.WRONG,
@@ -43,7 +41,7 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """A case for each number of tables and each variant.
 
   Raises:
@@ -54,9 +52,9 @@ def cases(options: argparse.Namespace) -> list[Case]:
       "`JAX_COMPILATION_CACHE_DIR` must not be set: what was compiled before"
       " would be read; unset it."
     )
-  mesh = harness.mesh(options.devices, AXIS)
+  mesh = harness.mesh(options.devices, sync.AXIS)
   return [
-    Case(
+    harness.Case(
       group=f"{tables} x {WIDTH}",
       name=name,
       build=functools.partial(build, name, tables, mesh),
@@ -89,7 +87,7 @@ def build(name: str, tables: int, mesh: Mesh) -> Built:
   ids = rng.integers(0, 2**20, (mesh.size, LOOK_UPS), dtype=np.int32)
   values = oracle.values(rng, (mesh.size * LOOK_UPS, WIDTH))
   values = values.reshape(mesh.size, LOOK_UPS, WIDTH)
-  batch = [sync.place(mesh, x, AXIS) for x in (ids, values)]
+  batch = [sync.place(mesh, x, sync.AXIS) for x in (ids, values)]
 
   def run():
     jax.clear_caches()
@@ -111,7 +109,7 @@ def build(name: str, tables: int, mesh: Mesh) -> Built:
   }
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   zeros = jax.device_put(zeros, whole)
-  state = zenjax.init(tx, zeros, mesh, AXIS)
+  state = zenjax.init(tx, zeros, mesh, sync.AXIS)
   got = jax.tree.map(np.asarray, made[0].compiled(zeros, state, *batch)[0])
   wrong = 0
   for leaf, size in sizes.items():

@@ -29,10 +29,6 @@ from benchmarks.cases import kernels
 from benchmarks.cases.kernels import DEVICES
 from benchmarks.cases.sync import AXIS
 from benchmarks.cases.sync import LEAF
-from benchmarks.harness import Built
-from benchmarks.harness import Case
-from benchmarks.harness import Result
-from benchmarks.table import Peers
 import zenjax
 from zenjax.kernels import _dispatch
 
@@ -115,7 +111,7 @@ class Sync:
 
   def build(
     self, name: str, partition: str, platform: str | None, interpreted: bool
-  ) -> Built:
+  ) -> harness.Built:
     """Compiles a step of a `partition` and checks it.
 
     `platform` says whose kernels it takes, None for the reference; where they
@@ -133,7 +129,7 @@ class Sync:
       "bytes": float(self.gradients.tables.nbytes),
       "temporary_bytes": float(usage.temp_size_in_bytes),
     }
-    return Built(
+    return harness.Built(
       run=None if interpreted else functools.partial(self._step, compiled),
       prepare=self.gradients.restore,
       wrong=self.gradients.wrong(),
@@ -271,7 +267,7 @@ NO_GPU = (
 )
 
 
-def _over_read(result: Result, peers: Peers) -> float:
+def _over_read(result: harness.Result, peers: table.Peers) -> float:
   """Time over one read of the gradient, or of the 8, as fast as a copy."""
   if result.name == "copy":
     return math.nan
@@ -348,7 +344,7 @@ def _check_device(shape):
     )
 
 
-def _cases(options, sync: Sync, on_gpu: bool) -> list[Case]:
+def _cases(options, sync: Sync, on_gpu: bool) -> list[harness.Case]:
   # The other platform's kernels are seen by `kernels`.
   found = [c for c in kernels.cases(options) if not c.name.endswith(" tpu")]
   rows, width, density = sync.shape
@@ -361,11 +357,11 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[Case]:
       name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
       which = name, partition, platform, interpreted
       build = functools.partial(sync.build, *which)
-      found.append(Case(group=group, name=name, build=build))
+      found.append(harness.Case(group=group, name=name, build=build))
   return found
 
 
-def _ratios(results: Sequence[Result]) -> dict[str, float]:
+def _ratios(results: Sequence[harness.Result]) -> dict[str, float]:
   """Times over one read: of `mask_pack`, and of everything."""
   found = {}
   for result in results:
@@ -377,7 +373,7 @@ def _ratios(results: Sequence[Result]) -> dict[str, float]:
 
 
 def _predictions(
-  sync: Sync, results: Sequence[Result], on_gpu: bool
+  sync: Sync, results: Sequence[harness.Result], on_gpu: bool
 ) -> list[Predicted]:
   """Predicts from a GPU's times; those of a CPU's local work say nothing."""
   ways, profile = [], None

@@ -22,8 +22,6 @@ from benchmarks import oracle
 from benchmarks import table
 from benchmarks.harness import Built
 from benchmarks.harness import Case
-from benchmarks.harness import Result
-from benchmarks.table import Peers
 from zenjax.kernels.operations import OPERATIONS
 
 DEVICES = 8
@@ -185,7 +183,7 @@ _PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}
 _INTERPRETED = 4000, 128, 0.02
 
 
-def _over_floor(result: Result, peers: Peers) -> float:
+def _over_floor(result: harness.Result, peers: table.Peers) -> float:
   if _COPY not in peers or result.name == _COPY:
     return float("nan")
   copy = peers[_COPY]
@@ -193,7 +191,7 @@ def _over_floor(result: Result, peers: Peers) -> float:
   return result.median_s / floor
 
 
-def _over_read(result: Result, peers: Peers) -> float:
+def _over_read(result: harness.Result, peers: table.Peers) -> float:
   """Time over that of a read of the table, at half the time of its copy."""
   return 2 * result.median_s / table.median_s(peers, _COPY)
 

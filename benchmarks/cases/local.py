@@ -14,7 +14,6 @@ from benchmarks import library
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.cases import kernels
-from benchmarks.cases.kernels import DEVICES
 from benchmarks.harness import Case
 from zenjax.kernels.reference import compact
 from zenjax.kernels.reference import mask_pack
@@ -69,18 +68,18 @@ def _mask(gradient):
 
 def _rows(gradient):
   layout, found, values = gradient.layout, gradient.found, gradient.values
-  mean = len(found) / DEVICES
+  mean = len(found) / kernels.DEVICES
   capacity = int(mean + 5 * mean**0.5)  # What the fullest of 8 owners needs.
 
   def pack(g):
     bitmap = library.indexing.index(mask_pack(g, layout).words)
-    first = jnp.zeros(DEVICES, jnp.int32)
+    first = jnp.zeros(kernels.DEVICES, jnp.int32)
     return compact(g, bitmap, layout, first, capacity)
 
   def wrong(answer):
     """Elements of `[m, C, D]` that are not the rows `found`, in place."""
     slots, packed = map(np.asarray, answer)
-    group = np.broadcast_to(np.arange(DEVICES)[:, None], slots.shape)
+    group = np.broadcast_to(np.arange(kernels.DEVICES)[:, None], slots.shape)
     row = np.asarray(layout.row(jnp.array(group), jnp.array(slots)))
     real = row < layout.num_rows
     # Capacity beyond a group's rows is zero; every row arrives exactly once.

@@ -12,7 +12,6 @@ import numpy as np
 from benchmarks import table
 from benchmarks import targets
 from benchmarks.cases import sync
-from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Built
 from benchmarks.harness import Case
 
@@ -40,7 +39,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
   found = []
   for name in options.targets or targets.TARGETS:
     try:
-      mesh = Mesh(np.array(targets.TARGETS[name]()), (AXIS,))
+      mesh = Mesh(np.array(targets.TARGETS[name]()), (sync.AXIS,))
     except ImportError as error:
       print(f"{name}: skipped, {error}")
       continue
@@ -64,8 +63,8 @@ def _build(variant, mesh):
     mesh,
     {sync.LEAF: abstract((ROWS, WIDTH), "float32")},
     (
-      abstract((n, LOOKUPS), "int32", AXIS),
-      abstract((n, LOOKUPS, WIDTH), "float32", AXIS),
+      abstract((n, LOOKUPS), "int32", sync.AXIS),
+      abstract((n, LOOKUPS, WIDTH), "float32", sync.AXIS),
     ),
   )
   usage = compiled.memory_analysis()

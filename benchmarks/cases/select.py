@@ -20,8 +20,6 @@ from benchmarks import harness
 from benchmarks import library
 from benchmarks import oracle
 from benchmarks import table
-from benchmarks.harness import Built
-from benchmarks.harness import Case
 
 COPY = "x + 1"
 IN_PLACE = "x + 1, in place"
@@ -75,7 +73,7 @@ class Variant:
   donates: bool = True  # Whether the answer takes the residual's memory.
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """All variants for each number of devices that share the search."""
   if options.density * options.elements < 1:
     raise ValueError(
@@ -85,7 +83,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     )
   size, density = options.elements, options.density
   return [
-    Case(
+    harness.Case(
       group=f"{size:,}  {density:.2%}  1 of {parts}",
       name=name,
       build=functools.partial(build, name, size, density, parts),
@@ -95,7 +93,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
   ]
 
 
-def build(name: str, size: int, density: float, parts: int) -> Built:
+def build(name: str, size: int, density: float, parts: int) -> harness.Built:
   """Compiles and checks one variant."""
   problem, variant = _problem(size, density, parts), VARIANTS[name]
   given, rest = [], (problem.gradient, problem.start, problem.end)
@@ -122,7 +120,7 @@ def build(name: str, size: int, density: float, parts: int) -> Built:
     index = np.asarray(answer.index)
     facts["found"] = float(np.count_nonzero(index < size))
   wrong = variant.wrong(problem, answer)
-  return Built(
+  return harness.Built(
     run=run, prepare=prepare, wrong=wrong, compile_s=seconds, facts=facts
   )
 

@@ -8,18 +8,16 @@ import tqdm
 from benchmarks import record
 from benchmarks import table
 from benchmarks.cases import row_sets
-from benchmarks.cases.row_sets import PERCENTILES
-from benchmarks.cases.row_sets import Sparsity
 
 
-def show(sparsity: Sparsity) -> None:
+def show(sparsity: row_sets.Sparsity) -> None:
   """Prints all that was counted of one table."""
   console = table.console()
   console.print(
     f"[bold]{sparsity.name}[/bold]  {sparsity.rows:,} x {sparsity.width}"
     f" {sparsity.dtype}, {sparsity.steps} steps of {sparsity.devices} devices"
   )
-  headers = "n", "mean", *(f"p{p}" for p in PERCENTILES)
+  headers = "n", "mean", *(f"p{p}" for p in row_sets.PERCENTILES)
   made = table.made("share of rows, %", "", *headers)
   for name, shares, digits in (
     ("density of a device", sparsity.density, 3),
@@ -99,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
   )
   devices = sorted(set(options.devices))
   parts = len(observed) * (len(devices) + 1)
-  found: list[Sparsity] = []
+  found: list[row_sets.Sparsity] = []
   with tqdm.tqdm(total=parts, unit="part", disable=None, leave=False) as bar:
     for one in observed:
       bar.set_description(one.table.name)

@@ -9,8 +9,6 @@ from matplotlib import ticker
 import numpy as np
 
 from benchmarks.cases import row_sets
-from benchmarks.cases.row_sets import BINS
-from benchmarks.cases.row_sets import Sparsity
 
 matplotlib.use("Agg")
 _BLUE, _GREY = "#1f5fa8", "#8a8a8a"
@@ -22,7 +20,7 @@ _STYLES = {
 }
 
 
-def save_plot(path: pathlib.Path, found: Sequence[Sparsity]) -> None:
+def save_plot(path: pathlib.Path, found: Sequence[row_sets.Sparsity]) -> None:
   """Draws four panels a table; the kind of file follows the suffix."""
   shape = (2, 2) if len(found) == 1 else (len(found), 4)
   figure, axes = pyplot.subplots(
@@ -48,7 +46,7 @@ def save_plot(path: pathlib.Path, found: Sequence[Sparsity]) -> None:
 
 
 def _overlap(axis, sparsity):
-  edges = np.linspace(0, 100, BINS + 1)
+  edges = np.linspace(0, 100, row_sets.BINS + 1)
   for label, overlap, color, filled in (
     ("devices of a step", sparsity.overlap_devices, _BLUE, True),
     ("consecutive steps", sparsity.overlap_steps, "#d97b1b", False),

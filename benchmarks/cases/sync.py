@@ -22,8 +22,6 @@ from benchmarks import harness
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks import workloads
-from benchmarks.harness import Built
-from benchmarks.harness import Case
 from benchmarks.workloads import Workload
 import zenjax
 
@@ -269,7 +267,7 @@ class Training:
   def zeros(self) -> Any:
     return zeros(self.mesh, self.workload.rows, self.workload.width)
 
-  def build(self, variant: Variant) -> Built:
+  def build(self, variant: Variant) -> harness.Built:
     """Compiles `variant`, checks it on every batch, collects its figures."""
     capacities = None
     if variant.pinned:
@@ -295,7 +293,7 @@ class Training:
       facts |= {key: mean[key] for key in _COUNTED}
     facts["wire_bytes"] = wire[variant.volume]
     facts["over_bound"] = facts["wire_bytes"] / facts["bound_bytes"]
-    return Built(
+    return harness.Built(
       run=runner, wrong=wrong, compile_s=runner.compile_s, facts=facts
     )
 
@@ -380,7 +378,7 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """One case for each workload and variant asked for.
 
   Raises:
@@ -401,7 +399,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     pinned = PINNED if options.pinned else ()
     variants = DENSE if workload.density == 1 else (*SPARSE, *pinned)
     found += [
-      Case(group=group, name=v.name, build=functools.partial(build, v))
+      harness.Case(group=group, name=v.name, build=functools.partial(build, v))
       for v in chosen((*BASELINES, *variants), options.variants)
     ]
   return found

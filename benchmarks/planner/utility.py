@@ -28,8 +28,6 @@ from benchmarks import record
 from benchmarks import table as tables
 from benchmarks import workloads
 from benchmarks.planner import utility_model
-from benchmarks.planner.utility_model import Outcome
-from benchmarks.planner.utility_model import Setup
 import zenjax
 
 NETWORKS = ("1gbit", "10gbit", "25gbit", "100gbit")
@@ -145,11 +143,11 @@ class Found(NamedTuple):
 
   link: str
   batch: float
-  setup: Setup
-  outcomes: list[Outcome]
+  setup: utility_model.Setup
+  outcomes: list[utility_model.Outcome]
 
   @property
-  def best(self) -> Outcome:
+  def best(self) -> utility_model.Outcome:
     return self.outcomes[0]
 
   def gain(self, method: str) -> float:
@@ -172,7 +170,7 @@ def dense() -> Iterator[Found]:
   grid = itertools.product(DENSE.items(), BATCHES, DEVICES)
   for (name, (parameters, backward_s)), batch, devices in grid:
     for rate, link in links(devices).items():
-      setup = Setup(
+      setup = utility_model.Setup(
         model=name,
         gradient_bytes=4 * parameters,
         backward_s=backward_s * batch,
@@ -199,12 +197,12 @@ def with_table(
   profile: zenjax.planner.Profile,
   devices: int,
   link: zenjax.planner.Link,
-) -> Setup:
+) -> utility_model.Setup:
   """Returns one of `TABLED` where zen takes what its formula says and packs."""
   (rest, backward_s), size = TABLED[name], table.num_rows * table.width * 4
   ways = library.choices(table, profile, devices, link)
   exchange = next(p for p in ways if p.scheme == "zen")
-  return Setup(
+  return utility_model.Setup(
     model=name,
     gradient_bytes=4 * rest + size,
     backward_s=backward_s,

@@ -23,9 +23,6 @@ from benchmarks.testbed import hosts as hosts_lib
 from benchmarks.testbed import interrupts
 from benchmarks.testbed import netns
 from benchmarks.testbed import probe as probe_lib
-from benchmarks.testbed.hosts import Host
-from benchmarks.testbed.hosts import Hosts
-from benchmarks.testbed.netns import Counters
 from benchmarks.testbed.probe import Links
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -53,7 +50,7 @@ class Testbed:
     require(hosts, rate, loopback)
     self.hosts, self.rate, self.loopback = hosts, rate, loopback
     self._network: netns.Network | None = None
-    self._running = Hosts()
+    self._running = hosts_lib.Hosts()
     self._logs: pathlib.Path | None = None
 
   def __enter__(self) -> "Testbed":
@@ -96,7 +93,7 @@ class Testbed:
       self._network.set_rate(rate)
     self.rate = rate
 
-  def counters(self) -> list[Counters] | None:
+  def counters(self) -> list[netns.Counters] | None:
     """Returns the counters of every host's interface; None on loopback."""
     return None if self._network is None else self._network.counters()
 
@@ -106,7 +103,7 @@ class Testbed:
     env: Mapping[str, str] | None = None,
     *,
     merge_stderr: bool = False,
-  ) -> list[Host]:
+  ) -> list[hosts_lib.Host]:
     """Starts a command on every host, with pipes as its stdin and stdout.
 
     Its environment is this process's, with this repository on PYTHONPATH,
@@ -145,7 +142,7 @@ class Testbed:
     bytes of payload, by default what takes 30 ms.
     """
     argv = [sys.executable, "-m", "benchmarks.testbed.probe"]
-    peers = Hosts()
+    peers = hosts_lib.Hosts()
     try:
       with interrupts.held():
         peers = self._launch(argv, {})

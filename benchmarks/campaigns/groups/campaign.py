@@ -7,10 +7,7 @@ from benchmarks import campaign
 from benchmarks import record
 from benchmarks.campaigns.groups import cells as cells_lib
 from benchmarks.campaigns.groups import ways as ways_lib
-from benchmarks.campaigns.groups.cells import Found
 from benchmarks.campaigns.groups.cells import NONE
-from benchmarks.campaigns.groups.cells import Section
-from benchmarks.campaigns.groups.cells import Way
 
 # Rounds of which the step without exchanges is told; and of each collective.
 _COMPUTE_ROUNDS, _LINK_ROUNDS = 5, 5
@@ -21,7 +18,7 @@ _SIZES = tuple(1 << log for log in (8, 11, 14, 17, 20))
 def run(options: argparse.Namespace) -> int:
   """Measures, prints, saves; returns the exit code."""
   if options.show:
-    cells_lib.show(Found.read(options.show))
+    cells_lib.show(cells_lib.Found.read(options.show))
     return 0
   return _Groups(options).run()
 
@@ -42,7 +39,7 @@ class _Groups(campaign.Campaign):
     self._rates = asked["rates"]
     campaign.require(options, [options.hosts], self._rates)
     self.options, self._done = options, False
-    self.found = Found(record.software(), record.settings(options))
+    self.found = cells_lib.Found(record.software(), record.settings(options))
 
   def complete(self) -> bool:
     return self._done
@@ -87,10 +84,10 @@ class _Groups(campaign.Campaign):
     # Seconds of a step without exchanges.
     compute_s = campaign.compute_s(self._served, [NONE], _COMPUTE_ROUNDS)
     told = self._ask("ways", topology=topology, compute_s=compute_s)[0]
-    section = Section(rate=rate, topology=topology)
+    section = cells_lib.Section(rate=rate, topology=topology)
     self.found.sections.append(section)
     for name, facts in told.items():
-      way = Way(**facts)
+      way = cells_lib.Way(**facts)
       self._bar.set_postfix_str(f"{rate}: compile {name}")
       if way.program not in built:
         replies = self._ask("build", program=way.program, stops=way.stops)

@@ -10,7 +10,6 @@ import rich.table
 from benchmarks import campaign
 from benchmarks import table as tables
 from benchmarks.campaigns.groups import ways
-from benchmarks.campaigns.groups.ways import Simulated
 
 NONE = "none"  # A step without the exchanges.
 
@@ -61,7 +60,7 @@ class Found(campaign.Findings):
   leaves: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   sections: list[Section] = dataclasses.field(default_factory=list)
   # On machines that are not there.
-  simulated: list[Simulated] = dataclasses.field(default_factory=list)
+  simulated: list[ways.Simulated] = dataclasses.field(default_factory=list)
 
   @property
   def wrong(self) -> int:
@@ -79,7 +78,7 @@ class Found(campaign.Findings):
     for section in sections:
       known = section.pop("ways")
       section["ways"] = {name: Way(**way) for name, way in known.items()}
-    simulated = [Simulated(**x) for x in document.pop("simulated")]
+    simulated = [ways.Simulated(**x) for x in document.pop("simulated")]
     sections = [Section(**section) for section in sections]
     return cls(**document, sections=sections, simulated=simulated)
 
@@ -139,7 +138,7 @@ def _measured(section: Section) -> rich.table.Table:
   return shown
 
 
-def _simulated(rows: list[Simulated]) -> rich.table.Table:
+def _simulated(rows: list[ways.Simulated]) -> rich.table.Table:
   shown = tables.made(
     "SIMULATED, nothing measured: exchanges beside the backward pass",
     "machine\n  images of a device",

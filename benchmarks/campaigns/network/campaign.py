@@ -19,7 +19,6 @@ from benchmarks.campaigns.network import show
 from benchmarks.campaigns.network.cells import Cell
 from benchmarks.campaigns.network.cells import Findings
 from benchmarks.campaigns.network.cells import Key
-from benchmarks.campaigns.network.cells import Point
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import testbed
 from benchmarks.testbed.served import Served
@@ -66,7 +65,7 @@ class Grid:
     )
     return [Key(n, rate, workload, v) for n, workload, rate, v in every]
 
-  def left(self, found: Findings) -> tuple[list[Key], list[Point]]:
+  def left(self, found: Findings) -> tuple[list[Key], list[cells_lib.Point]]:
     """Returns the cells and the calibration that the findings lack."""
     asked, done = (self.repeats, self.batches), found.cells
     is_done = lambda key: key in done and done[key].is_done(*asked)
@@ -133,7 +132,7 @@ class _Network(campaign.Campaign):
             self._on_hosts(hosts, cells, points)
 
   def _on_hosts(
-    self, hosts: Served, cells: list[Key], points: list[Point]
+    self, hosts: Served, cells: list[Key], points: list[cells_lib.Point]
   ) -> None:
     for rate in self._grid.rates:
       at_rate = [point for point in points if point.rate == rate]
@@ -158,7 +157,7 @@ class _Network(campaign.Campaign):
     said = {"hosts": bed.hosts, "rate": rate, **dataclasses.asdict(links)}
     self.found.links[bed.hosts, rate] = said
 
-  def _calibrate(self, hosts: Served, points: list[Point]) -> None:
+  def _calibrate(self, hosts: Served, points: list[cells_lib.Point]) -> None:
     for point in points:
       hosts.bed.set_rate(point.rate)
       self._bar.set_postfix_str(f"{point.rate}: {point.op} x {point.words}")

@@ -25,10 +25,7 @@ from benchmarks import workloads
 from benchmarks.campaigns.network.variants import Variant
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.cases import sync
-from benchmarks.cases.sync import AXIS
-from benchmarks.cases.sync import LEAF
 from benchmarks.testbed import served
-from benchmarks.workloads import Workload
 import zenjax
 
 _WORK_REPEATS = 9
@@ -51,7 +48,7 @@ class Exchanges:
 
   def __init__(
     self,
-    workload: Workload,
+    workload: workloads.Workload,
     mesh: Mesh,
     num_batches: int,
     compiler: served.SharedCompiler,
@@ -60,11 +57,11 @@ class Exchanges:
     self.mesh = mesh
     self.compiler = compiler
     self.n = mesh.size
-    self._split = NamedSharding(mesh, P(AXIS))
+    self._split = NamedSharding(mesh, P(sync.AXIS))
     self.batches = [self.draw(seed) for seed in range(num_batches)]
     self._make = jax.jit(
       jax.shard_map(
-        self._scatter, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+        self._scatter, mesh=mesh, in_specs=P(sync.AXIS), out_specs=P(sync.AXIS)
       )
     )
     self._plain: dict[str, Exchange] = {}
@@ -97,13 +94,13 @@ class Exchanges:
 
   def _scatter(self, ids, rows):
     zeros = jnp.zeros((self.workload.rows, self.workload.width), jnp.float32)
-    zeros = jax.lax.pcast(zeros, AXIS, to="varying")
+    zeros = jax.lax.pcast(zeros, sync.AXIS, to="varying")
     return zeros.at[ids[0]].set(rows[0], mode="drop")[None]
 
   def gradient(self, batch: _Batch) -> dict[str, jax.Array]:
     """Fresh local gradients, `[n, R, D]`, one a host."""
     made = self._make(*batch.placed)
-    return {LEAF: jax.block_until_ready(made)}
+    return {sync.LEAF: jax.block_until_ready(made)}
 
   def wanted(self, batch: _Batch) -> np.ndarray:
     """`[R, D]`, the mean in float64."""
@@ -134,37 +131,37 @@ class Exchange:
       run(run.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
     if self.variant.options.get("on_overflow") == "carry":
       # One round must hold all rows, or some would wait for the next step.
-      advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(LEAF)
+      advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(sync.LEAF)
       return advice and tuple(
         min(math.ceil(c * _SPARE), self._shared.workload.rows) for c in advice
       )
-    return zenjax.advise(run.state()).get(LEAF)
+    return zenjax.advise(run.state()).get(sync.LEAF)
 
   def _compile(self, capacities):
     mesh = self._shared.mesh
     options = {**self.variant.options, "capacities": capacities}
-    tx = zenjax.zen_sync(AXIS, sparse=True, **options)
+    tx = zenjax.zen_sync(sync.AXIS, sparse=True, **options)
     zeros = sync.zeros(
       mesh, self._shared.workload.rows, self._shared.workload.width
     )
-    state = zenjax.init(tx, zeros, mesh, AXIS)
+    state = zenjax.init(tx, zeros, mesh, sync.AXIS)
     multihost_utils.sync_global_devices("state")
-    specs = zenjax.state_specs(state, AXIS)
+    specs = zenjax.state_specs(state, sync.AXIS)
 
     def step(grads, state):
       local: Any = jax.tree.map(lambda x: x[0], grads)
       if self.variant.rows_in:
-        ids, values = local[LEAF]
+        ids, values = local[sync.LEAF]
         num_rows = self._shared.workload.rows
-        local = {LEAF: zenjax.SparseRows(ids, values, num_rows)}
+        local = {sync.LEAF: zenjax.SparseRows(ids, values, num_rows)}
       synced, state = tx.update(local, state)
       return jax.tree.map(lambda x: x[None], synced), state
 
     mapped = jax.shard_map(
       step,
       mesh=mesh,
-      in_specs=(P(AXIS), specs),
-      out_specs=(P(AXIS), specs),
+      in_specs=(P(sync.AXIS), specs),
+      out_specs=(P(sync.AXIS), specs),
       check_vma=False,
     )
     grads = self.gradient(self._shared.batches[0])
@@ -179,7 +176,7 @@ class Exchange:
   def gradient(self, batch: _Batch) -> dict[str, Any]:
     """Returns the gradients that the hosts have to send."""
     if self.variant.rows_in:
-      return {LEAF: batch.placed}
+      return {sync.LEAF: batch.placed}
     return self._shared.gradient(batch)
 
   def __call__(self, grads: Any) -> Any:
@@ -194,11 +191,11 @@ class Exchange:
     """Returns wrong elements on this host over all batches, and bytes."""
     wrong, sent = 0, []
     for batch in self._shared.batches:
-      got = self(self.gradient(batch))[LEAF]
+      got = self(self.gradient(batch))[sync.LEAF]
       wrong += oracle.count_wrong(self._whole(got), self._shared.wanted(batch))
       stats = zenjax.stats(self.state())
       dense = self._shared.facts()["dense_bytes"]
-      sent.append(stats[LEAF]["wire_bytes"] if stats else dense)
+      sent.append(stats[sync.LEAF]["wire_bytes"] if stats else dense)
     return {
       "wrong": wrong,
       "wire_bytes": float(np.mean(sent)),
@@ -260,7 +257,7 @@ class _Worker(served.Worker):
   def collective(self, op: str, words: int, repeats: int) -> list[float]:
     """Seconds of a collective of `words` of 32 bits a host."""
     words = -(-words // self.mesh.size) * self.mesh.size
-    run = library.measure.build(op, words, self.mesh, AXIS)
+    run = library.measure.build(op, words, self.mesh, sync.AXIS)
     run()
     seconds = []
     for _ in range(repeats):

@@ -10,16 +10,14 @@ from benchmarks import campaign
 from benchmarks import library
 from benchmarks import table as tables
 from benchmarks import workloads
-from benchmarks.campaign import Ratio
 from benchmarks.campaigns.network.cells import Cell
 from benchmarks.campaigns.network.cells import Findings
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
-from benchmarks.workloads import Workload
 import zenjax
 
 
-def table_of(workload: Workload, unit: int | None) -> library.Table:
+def table_of(workload: workloads.Workload, unit: int | None) -> library.Table:
   """The workload's table, or the same in blocks of `unit` elements."""
   rows, width = workload.rows, workload.width
   if unit is not None:
@@ -28,7 +26,7 @@ def table_of(workload: Workload, unit: int | None) -> library.Table:
 
 
 def profile_of(
-  workload: Workload, n: int, unit: int | None, batches: int
+  workload: workloads.Workload, n: int, unit: int | None, batches: int
 ) -> zenjax.planner.Profile:
   """Mean over the batches that were timed, of rows or of blocks."""
   num_rows = table_of(workload, unit).num_rows
@@ -114,7 +112,7 @@ def link_of(found: Findings, hosts: int, rate: str) -> zenjax.planner.Link:
 
 def predicted(
   name: str,
-  workload: Workload,
+  workload: workloads.Workload,
   hosts: int,
   batches: int,
   on: zenjax.planner.Link,
@@ -171,8 +169,8 @@ class Pick:
   section: tuple[str, int, str]  # Workload, hosts, rate.
   chosen: str  # The variant that it takes.
   best: str  # Luck decides which of equals: `over_best` errs to a miss.
-  over_best: Ratio  # Its measured time over the fastest one's.
-  over_psum: Ratio  # The same over `psum`'s.
+  over_best: campaign.Ratio  # Its measured time over the fastest one's.
+  over_psum: campaign.Ratio  # The same over `psum`'s.
 
   @property
   def good(self) -> bool:
@@ -304,7 +302,7 @@ def _show_picks(picks: Sequence[Pick]) -> None:
   )
 
 
-def _ratio_text(ratio: Ratio, digits: int) -> str:
+def _ratio_text(ratio: campaign.Ratio, digits: int) -> str:
   text = f"{ratio.median:.{digits}f}"
   if ratio.interval is None or ratio.interval.low == ratio.interval.high:
     return text  # Too few rounds, or a variant over itself.
@@ -312,7 +310,7 @@ def _ratio_text(ratio: Ratio, digits: int) -> str:
   return f"{text} ({low}-{high})"
 
 
-def _show_beyond(workload: Workload, rate: str, batches: int) -> None:
+def _show_beyond(workload: workloads.Workload, rate: str, batches: int) -> None:
   """Predicts more hosts than were run, by formula alone.
 
   The union grows by the power law through what 8 hosts touch, links are at line

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks import campaign
 from benchmarks import table
-from benchmarks.campaign import Ratio
 from benchmarks.testbed import netns
 
 BASELINE = "pmean"
@@ -121,8 +120,8 @@ class Pick:
 
   section: Section  # Where.
   best: str  # Luck decides which of equals: `over_best` errs to a miss.
-  over_best: Ratio  # Its time over that one's.
-  over_pmean: Ratio  # The same over `pmean`.
+  over_best: campaign.Ratio  # Its time over that one's.
+  over_pmean: campaign.Ratio  # The same over `pmean`.
 
   @property
   def good(self) -> bool:

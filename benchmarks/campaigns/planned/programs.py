@@ -21,7 +21,6 @@ import optax
 
 from benchmarks.cases import sync
 from benchmarks.cases.sync import AXIS
-from benchmarks.cases.sync import PMEAN
 from benchmarks.testbed import served
 import zenjax
 
@@ -145,7 +144,7 @@ def alone() -> optax.GradientTransformation:
 
 def pmean_then_adagrad() -> optax.GradientTransformation:
   """Returns the transformation of most programs."""
-  return optax.chain(PMEAN, adagrad())
+  return optax.chain(sync.PMEAN, adagrad())
 
 
 def planned(
