@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -23,11 +22,9 @@ import tempfile
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
-import tqdm
 
 from benchmarks import harness
 from benchmarks import record
-from benchmarks.harness import Case
 from benchmarks.testbed import interrupts
 from benchmarks.testbed import testbed
 from benchmarks.testbed.served import Served
@@ -285,11 +282,6 @@ def require(options, hosts: Sequence[int], rates: Sequence[str]) -> None:
     testbed.require(count, rate, options.loopback)
 
 
-def progress(total: int | None = None, unit: str = "cell") -> tqdm.tqdm:
-  """Returns a bar that leaves nothing, and is none where nobody looks."""
-  return tqdm.tqdm(total=total, unit=unit, disable=None, leave=False)
-
-
 @contextlib.contextmanager
 def hosts(
   count: int,
@@ -347,7 +339,7 @@ def cases(
   arguments: Mapping[str, dict[str, Any]],
   *,
   keep_memory: bool = True,
-) -> Iterator[list[Case]]:
+) -> Iterator[list[harness.Case]]:
   """Yields cases that hosts build and step while the context is.
 
   Of each case `arguments` has what the `build` of `module` gets on every host,
@@ -371,6 +363,6 @@ def cases(
   ) as served:
     group = f"{group}, {options.hosts} hosts, {rate}"
     yield [
-      Case(group=group, name=name, build=functools.partial(build, values))
+      harness.case(group, name, build, values)
       for name, values in arguments.items()
     ]

@@ -43,6 +43,14 @@ class Case:
   build: Callable[[], Built]  # Compiles and checks.
 
 
+def case(
+  group: str, name: str, build: Callable[..., Built], *arguments: Any
+) -> Case:
+  """Returns the case that `build` makes of arguments."""
+  build = functools.partial(build, *arguments)
+  return Case(group=group, name=name, build=build)
+
+
 class Sampled:
   """Times of one thing, in seconds, in order."""
 
@@ -146,6 +154,11 @@ def spread(times: Sequence[float]) -> float:
   return float(high - low) / 2
 
 
+def progress(total: int | None = None, unit: str = "cell") -> tqdm.tqdm:
+  """Returns a bar that leaves nothing, and is none where nobody looks."""
+  return tqdm.tqdm(total=total, unit=unit, disable=None, leave=False)
+
+
 def measure(
   cases: Sequence[Case], *, repeats: int, warmup: int = 2
 ) -> tuple[list[Result], bool]:
@@ -157,7 +170,7 @@ def measure(
   """
   results: list[Result] = []
   calls = len(cases) * (1 + warmup + repeats)
-  with tqdm.tqdm(total=calls, unit="call", disable=None, leave=False) as bar:
+  with progress(calls, "call") as bar:
     try:
       for group, members in itertools.groupby(cases, lambda c: c.group):
         bar.set_description(group)
@@ -173,7 +186,9 @@ def _measure_group(cases, repeats, warmup, bar, results):
   for case in cases:
     bar.set_postfix_str(f"{case.name}: compile, check")
     built.append(one := case.build())
-    same = {"wrong": one.wrong, "compile_s": one.compile_s, "facts": one.facts}
+    same = {
+      name: getattr(one, name) for name in ("wrong", "compile_s", "facts")
+    }
     results.append(Result(group=case.group, name=case.name, **same))
     bar.update()
   bar.set_postfix_str("time")

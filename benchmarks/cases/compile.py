@@ -5,7 +5,6 @@ SGD. A timed call traces, lowers and compiles the step anew, nothing cached.
 """
 
 import argparse
-import functools
 import time
 
 import jax
@@ -54,11 +53,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
     )
   mesh = harness.mesh(options.devices, sync.AXIS)
   return [
-    harness.Case(
-      group=f"{tables} x {WIDTH}",
-      name=name,
-      build=functools.partial(build, name, tables, mesh),
-    )
+    harness.case(f"{tables} x {WIDTH}", name, build, name, tables, mesh)
     for tables in options.tables
     for name in VARIANTS
   ]

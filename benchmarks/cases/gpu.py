@@ -356,8 +356,7 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[harness.Case]:
       interpreted = platform is not None and not on_gpu
       name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
       which = name, partition, platform, interpreted
-      build = functools.partial(sync.build, *which)
-      found.append(harness.Case(group=group, name=name, build=build))
+      found.append(harness.case(group, name, sync.build, *which))
   return found
 
 

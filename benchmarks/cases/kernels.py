@@ -210,23 +210,21 @@ def cases(options: argparse.Namespace) -> list[Case]:
   shape = options.rows, options.width, options.density
   platform = _PLATFORMS.get(jax.default_backend())
   group = "{:,} x {}  {:.1%}".format(*shape)
-  found = [
-    Case(group=group, name=_COPY, build=functools.partial(_build_copy, *shape))
-  ]
+  found = [harness.case(group, _COPY, _build_copy, *shape)]
   for name, operation in OPERATIONS.items():
     for way in ("xla", "pallas"):
       if way == "xla" or platform in operation.kernels:
         run = functools.partial(operation, implementation=way)
-        build = functools.partial(_build, shape, name, run)
-        found.append(Case(group=group, name=f"{name} {way}", build=build))
+        of = f"{name} {way}"
+        found.append(harness.case(group, of, _build, shape, name, run))
   if platform is not None:
     return found
   group = "{:,} x {}  interpreted: answers, no times".format(*_INTERPRETED)
   for name, operation in OPERATIONS.items():
     for on in operation.kernels:
       run = functools.partial(operation.kernel(on), interpret=True)
-      build = functools.partial(_build, _INTERPRETED, name, run, timed=False)
-      found.append(Case(group=group, name=f"{name} {on}", build=build))
+      of = f"{name} {on}", _build, _INTERPRETED, name, run, False
+      found.append(harness.case(group, *of))
   return found
 
 

@@ -10,16 +10,20 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.cases import kernels
-from benchmarks.harness import Case
 from zenjax.kernels.reference import compact
 from zenjax.kernels.reference import mask_pack
 
-SHAPES = ((1_000_000, 16), (200_000, 128))
-DENSITIES = (0.004, 0.02)
+# Rows, width, density.
+SHAPES = [
+  (*size, density)
+  for size in ((1_000_000, 16), (200_000, 128))
+  for density in (0.004, 0.02)
+]
 
 COLUMNS = (
   table.fact("gradient\nMB", "gradient_bytes", unit=1e6),
@@ -30,18 +34,13 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """Returns one read, the mask alone, and all: of each shape and density."""
   del options
   return [
-    Case(
-      group=f"{rows:,} x {width}  {density:.1%}",
-      name=name,
-      build=functools.partial(_build, variant, rows, width, density),
-    )
-    for rows, width in SHAPES
-    for density in DENSITIES
-    for name, variant in VARIANTS.items()
+    harness.case("{:,} x {}  {:.1%}".format(*shape), name, _build, made, *shape)
+    for shape in SHAPES
+    for name, made in VARIANTS.items()
   ]
 
 

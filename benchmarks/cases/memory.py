@@ -1,7 +1,6 @@
 """`memory`: temporary memory of a training step, compiled and never run."""
 
 import argparse
-import functools
 
 import jax
 from jax.sharding import Mesh
@@ -9,11 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from benchmarks import harness
 from benchmarks import table
 from benchmarks import targets
 from benchmarks.cases import sync
-from benchmarks.harness import Built
-from benchmarks.harness import Case
 
 ROWS, WIDTH, LOOKUPS = 1_000_000, 128, 4096
 _VARIANTS = (*sync.BASELINES, *sync.SPARSE)
@@ -34,7 +32,7 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """A case for each target that can be compiled for, and each variant."""
   found = []
   for name in options.targets or targets.TARGETS:
@@ -45,7 +43,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
       continue
     group = f"{name}  {ROWS:,} x {WIDTH}"
     found += [
-      Case(group=group, name=v.name, build=functools.partial(_build, v, mesh))
+      harness.case(group, v.name, _build, v, mesh)
       for v in sync.chosen(_VARIANTS, options.variants)
     ]
   return found
@@ -73,4 +71,6 @@ def _build(variant, mesh):
     "temporary": float(usage.temp_size_in_bytes),
     "code": float(usage.generated_code_size_in_bytes),
   }
-  return Built(run=lambda: None, wrong=0, compile_s=seconds, facts=facts)
+  return harness.Built(
+    run=lambda: None, wrong=0, compile_s=seconds, facts=facts
+  )

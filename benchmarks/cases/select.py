@@ -82,13 +82,10 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
       f" {1 / options.elements:.3g}."
     )
   size, density = options.elements, options.density
+  group = f"{size:,}  {density:.2%}  1 of {{}}"
   return [
-    harness.Case(
-      group=f"{size:,}  {density:.2%}  1 of {parts}",
-      name=name,
-      build=functools.partial(build, name, size, density, parts),
-    )
-    for parts in options.parts
+    harness.case(group.format(n), name, build, name, size, density, n)
+    for n in options.parts
     for name in VARIANTS
   ]
 

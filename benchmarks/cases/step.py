@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 import dataclasses
-import functools
 import itertools
 from typing import Any, Self
 
@@ -271,8 +270,7 @@ def cases(
   mesh = harness.mesh(options.devices, AXIS)
   _check_memory(names, options, mesh.size, mesh)
   return [
-    Case(group=group, name=name, build=functools.partial(build, *one, mesh))
-    for name, one in which.items()
+    harness.case(group, name, build, *one, mesh) for name, one in which.items()
   ]
 
 

@@ -399,7 +399,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
     pinned = PINNED if options.pinned else ()
     variants = DENSE if workload.density == 1 else (*SPARSE, *pinned)
     found += [
-      harness.Case(group=group, name=v.name, build=functools.partial(build, v))
+      harness.case(group, v.name, build, v)
       for v in chosen((*BASELINES, *variants), options.variants)
     ]
   return found

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from benchmarks import campaign
+from benchmarks import harness
 from benchmarks import record
 from benchmarks.campaigns.groups import cells as cells_lib
 from benchmarks.campaigns.groups import ways as ways_lib
@@ -56,7 +57,7 @@ class _Groups(campaign.Campaign):
       campaign.hosts(
         options.hosts, "campaigns.groups.host", loopback=options.loopback
       ) as self._served,
-      campaign.progress(unit="round") as self._bar,
+      harness.progress(unit="round") as self._bar,
     ):
       self._bar.set_postfix_str("compile, rehearse")
       names = ("width", "batch", "image_size", "batches", "density", "least")

@@ -12,6 +12,7 @@ from typing import Any
 import tqdm
 
 from benchmarks import campaign
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import workloads
 from benchmarks.campaigns.network import cells as cells_lib
@@ -119,7 +120,7 @@ class _Network(campaign.Campaign):
 
   def measure(self) -> None:
     left = self._grid.left(self.found)
-    with campaign.progress(sum(map(len, left))) as self._bar:
+    with harness.progress(sum(map(len, left))) as self._bar:
       for count in self._grid.hosts:
         cells = [key for key in left[0] if key.hosts == count]
         points = [point for point in left[1] if point.hosts == count]

@@ -9,6 +9,7 @@ import tempfile
 from typing import Any
 
 from benchmarks import campaign
+from benchmarks import harness
 from benchmarks.campaigns.planned import cells as cells_lib
 from benchmarks.testbed import netns
 from benchmarks.testbed.served import Served
@@ -63,7 +64,7 @@ class _Planned(campaign.Campaign):
 
   def measure(self) -> None:
     left = self._left()
-    with campaign.progress(len(left)) as self._bar:
+    with harness.progress(len(left)) as self._bar:
       for hosts in dict.fromkeys(key.hosts for key in left):
         self._bar.set_description(f"{hosts} hosts")
         self._on_hosts(hosts, [key for key in left if key.hosts == hosts])
