@@ -154,9 +154,13 @@ def spread(times: Sequence[float]) -> float:
   return float(high - low) / 2
 
 
-def progress(total: int | None = None, unit: str = "cell") -> tqdm.tqdm:
+def progress(
+  over: Iterable[Any] | None = None,
+  total: int | None = None,
+  unit: str = "cell",
+) -> tqdm.tqdm:
   """Returns a bar that leaves nothing, and is none where nobody looks."""
-  return tqdm.tqdm(total=total, unit=unit, disable=None, leave=False)
+  return tqdm.tqdm(over, total=total, unit=unit, disable=None, leave=False)
 
 
 def measure(
@@ -170,7 +174,7 @@ def measure(
   """
   results: list[Result] = []
   calls = len(cases) * (1 + warmup + repeats)
-  with progress(calls, "call") as bar:
+  with progress(total=calls, unit="call") as bar:
     try:
       for group, members in itertools.groupby(cases, lambda c: c.group):
         bar.set_description(group)

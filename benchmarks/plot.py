@@ -4,13 +4,10 @@ from collections.abc import Sequence
 import itertools
 import pathlib
 
-import matplotlib
-from matplotlib import pyplot
+from matplotlib import figure as figure_lib
 import numpy as np
 
 from benchmarks.harness import Result
-
-matplotlib.use("Agg")
 
 
 def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
@@ -19,9 +16,9 @@ def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
   groups = [list(m) for _, m in itertools.groupby(timed, lambda r: r.group)]
   columns = max(1, min(3, len(groups)))
   rows = max(1, -(-len(groups) // columns))
-  figure, axes = pyplot.subplots(
-    rows, columns, figsize=(5 * columns, 3.2 * rows), squeeze=False
-  )
+  size = 5 * columns, 3.2 * rows
+  figure = figure_lib.Figure(figsize=size, layout="tight")
+  axes = figure.subplots(rows, columns, squeeze=False)
   for axis in axes.flat[len(groups) :]:
     axis.set_axis_off()
   for axis, members in zip(axes.flat, groups):
@@ -35,7 +32,5 @@ def save_plot(path: pathlib.Path, results: Sequence[Result]) -> None:
     axis.set_yticks(places, [result.name for result in members])
     axis.set_xlabel("time of a call, ms")
     axis.set_title(members[0].group)
-  figure.tight_layout()
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=120)
-  pyplot.close(figure)

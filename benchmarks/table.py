@@ -70,7 +70,7 @@ def show_groups(
   groups: Iterable[tuple[str, Peers]],
   note: Callable[[Peers], str] = lambda peers: "",
 ) -> None:
-  """Prints one line for each member of each group, wrong ones in red.
+  """Prints one line for each member of each group, in red what is `wrong`.
 
   `first` is the header of their names; `note` may be a group's last line.
   """
@@ -79,11 +79,25 @@ def show_groups(
     shown.add_row(f"[bold]{group}[/bold]")
     for name, member in peers.items():
       numbers = (number(c.value(member, peers), c.format) for c in columns)
-      style = "bold red" if member.wrong else None
+      style = "bold red" if getattr(member, "wrong", 0) else None
       shown.add_row(f"  {name}", *numbers, style=style)
     if said := note(peers):
       shown.add_row(f"  [italic]{said}[/italic]")
     shown.add_section()
+  console().print(shown)
+
+
+def show_rows(
+  title: str,
+  headers: Sequence[str],
+  rows: Iterable[Sequence[str]],
+  *,
+  left: int = 1,
+) -> None:
+  """Prints rows of words; columns after the first `left` hold numbers."""
+  shown = made(title, *headers, left=left)
+  for row in rows:
+    shown.add_row(*row)
   console().print(shown)
 
 

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, cast, NamedTuple
 
@@ -207,25 +208,14 @@ def predictions(
 
   The local work of the dense one, a sum in memory, counts as nothing.
   """
-  found = []
-  own = library.table(LEAF, rows, width)
-  for name, link in LINKS.items():
-    for way in (Way(DENSE, 1, 0.0), *ways):
-      scheme = "dense" if way.name == DENSE else "zen"
-      wire = library.predict(
-        scheme, own, profile, DEVICES, link, way.column_groups
-      )
-      one = Predicted(
-        link=name,
-        bandwidth=link.bandwidth,
-        latency_s=link.latency_s,
-        way=way.name,
-        wire_s=wire.wire_s,
-        local_s=way.local_s,
-        received_bytes=wire.received,
-        seconds=wire.wire_s + way.local_s,
-      )
-      found.append(one)
+  found, on = [], (library.table(LEAF, rows, width), profile, DEVICES)
+  every = itertools.product(LINKS.items(), (Way(DENSE, 1, 0.0), *ways))
+  for (name, link), (way, groups, local_s) in every:
+    scheme = "dense" if way == DENSE else "zen"
+    wire = library.predict(scheme, *on, link, groups)
+    s, both_s = wire.wire_s, wire.wire_s + local_s
+    line = name, link.bandwidth, link.latency_s
+    found.append(Predicted(*line, way, s, local_s, wire.received, both_s))
   return found
 
 
@@ -237,27 +227,26 @@ def over_dense(found: Sequence[Predicted]) -> Mapping[tuple[str, str], float]:
 
 def _show(found):
   """Prints predictions; a dash where local work was not measured."""
-  shown = table.made(
+  faster = over_dense(found)
+  groups = itertools.groupby(found, lambda p: (p.link, p.latency_s))
+  table.show_groups(
     f"Predicted, not measured: {DEVICES} devices on links of nominal rate and"
     " assumed latency",
-    *("link\n  variant", "receives\nMB", "link\nms", "local\nms", "both\nms"),
-    "times as fast\nas dense",
+    "link\n  variant",
+    (
+      table.Column("receives\nMB", lambda p, _: p.received_bytes / 1e6),
+      table.Column("link\nms", lambda p, _: p.wire_s * 1e3, ".3f"),
+      table.Column("local\nms", lambda p, _: p.local_s * 1e3, ".3f"),
+      table.Column("both\nms", lambda p, _: p.seconds * 1e3, ".3f"),
+      table.Column(
+        "times as fast\nas dense", lambda p, _: faster[p.link, p.way]
+      ),
+    ),
+    (
+      (f"{link}, {s * 1e6:.0f} us a message assumed", {p.way: p for p in of})
+      for (link, s), of in groups
+    ),
   )
-  faster = over_dense(found)
-  for p in found:
-    if p.way == DENSE:
-      latency = f"{p.latency_s * 1e6:.0f} us a message assumed"
-      shown.add_section()
-      shown.add_row(f"[bold]{p.link}[/bold], {latency}")
-    shown.add_row(
-      f"  {p.way}",
-      table.number(p.received_bytes, ".1f", 1e-6),
-      table.number(p.wire_s, ".3f", 1e3),
-      table.number(p.local_s, ".3f", 1e3),
-      table.number(p.seconds, ".3f", 1e3),
-      table.number(faster[p.link, p.way], ".1f"),
-    )
-  table.console().print(shown)
 
 
 _INTERPRETED = " interpreted"
@@ -267,19 +256,10 @@ NO_GPU = (
 )
 
 
-def _over_read(result: harness.Result, peers: table.Peers) -> float:
-  """Time over one read of the gradient, or of the 8, as fast as a copy."""
-  if result.name == "copy":
-    return math.nan
-  reads = DEVICES if result.name.startswith("zen") else 1
-  return 2 * result.median_s / table.median_s(peers, "copy") / reads
-
-
 COLUMNS = (
   *kernels.COLUMNS[:-2],
   table.fact("temporary\nMB", "temporary_bytes", unit=1e6),
-  kernels.OVER_FLOOR,
-  table.Column("over one\nread", _over_read, ".2f"),
+  *kernels.COLUMNS[-2:],
 )
 
 
@@ -365,7 +345,7 @@ def _ratios(results: Sequence[harness.Result]) -> dict[str, float]:
   found = {}
   for result in results:
     peers = {r.name: r for r in results if r.group == result.group}
-    ratio = _over_read(result, peers)
+    ratio = kernels.over_read(result, peers)
     if result.name.startswith(("mask_pack", "zen")) and math.isfinite(ratio):
       found[result.name] = ratio
   return found

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 import pathlib
 
-import matplotlib
-from matplotlib import pyplot
+from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
 from benchmarks.cases import row_sets
 
-matplotlib.use("Agg")
 _BLUE, _GREY = "#1f5fa8", "#8a8a8a"
 _STYLES = {
   row_sets.CONTIGUOUS: "#b3432b",
@@ -23,12 +21,9 @@ _STYLES = {
 def save_plot(path: pathlib.Path, found: Sequence[row_sets.Sparsity]) -> None:
   """Draws four panels a table; the kind of file follows the suffix."""
   shape = (2, 2) if len(found) == 1 else (len(found), 4)
-  figure, axes = pyplot.subplots(
-    *shape,
-    figsize=(4.8 * shape[1], 3.9 * shape[0]),
-    squeeze=False,
-    layout="constrained",
-  )
+  size = 4.8 * shape[1], 3.9 * shape[0]
+  figure = figure_lib.Figure(figsize=size, layout="constrained")
+  axes = figure.subplots(*shape, squeeze=False)
   for row, sparsity in zip(axes.reshape(-1, 4), found):
     for axis, draw in zip(row, (_overlap, _densification, _skew, _imbalance)):
       draw(axis, sparsity)
@@ -42,7 +37,6 @@ def save_plot(path: pathlib.Path, found: Sequence[row_sets.Sparsity]) -> None:
       fontsize=10,
     )
   figure.savefig(path, dpi=110)
-  pyplot.close(figure)
 
 
 def _overlap(axis, sparsity):
@@ -108,7 +102,7 @@ def _imbalance(axis, sparsity):
 def _logarithmic(axis, places, xlabel, ylabel):
   """Has both axes go by powers of two, with a tick at each place."""
   axis.set_xscale("log", base=2)
-  axis.set_xticks(places, [str(place) for place in places])
+  axis.set_xticks(places, map(str, places))
   axis.minorticks_off()
   axis.set_yscale("log", base=2)
   axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

@@ -9,7 +9,7 @@ The oracles, all assignments and a bound by a linear program, share with the
 search only what an exchange costs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import itertools
 import math
 
@@ -41,24 +41,20 @@ def espresso(tensors: Sequence[Tensor], *, passes: int = 1) -> Assignment:
   paper goes through all of them once.
   """
   chosen = list(uncompressed(tensors))
-  order = sorted(
-    range(len(tensors)), key=lambda j: (tensors[j].bytes, j), reverse=True
-  )
+  by_size = lambda j: (tensors[j].bytes, j)
   for _ in range(passes):
-    removed: set[int] = set()
-    _remove(tensors, chosen, removed)
-    for j in order:
+    removed = _hidden(tensors, chosen)
+    for j in sorted(range(len(tensors)), key=by_size, reverse=True):
       if j not in removed:
         chosen[j] = _best_option(tensors, chosen, j)
-        _remove(tensors, chosen, removed)
+        removed |= _hidden(tensors, chosen)
   return tuple(chosen)
 
 
-def _remove(tensors, chosen, removed) -> None:
-  """Adds uncompressed tensors that are sent before the last bubble."""
-  for j in range(max(bubbles(tensors, chosen), default=0)):
-    if chosen[j].option is tensors[j].options[0]:
-      removed.add(j)
+def _hidden(tensors, chosen) -> set[int]:
+  """Returns uncompressed tensors that are sent before the last bubble."""
+  before = range(max(bubbles(tensors, chosen), default=0))
+  return {j for j in before if chosen[j].option is tensors[j].options[0]}
 
 
 def bubbles(
@@ -77,11 +73,10 @@ def bubbles(
 
 def _best_option(tensors, chosen, j) -> Exchange:
   options = [Exchange(j, j + 1, option) for option in tensors[j].options]
-  changed = lambda exchange: [*chosen[:j], exchange, *chosen[j + 1 :]]
-  return min(
-    [chosen[j], *options],
-    key=lambda exchange: iteration_seconds(tensors, changed(exchange)),
+  seconds = lambda exchange: iteration_seconds(
+    tensors, [*chosen[:j], exchange, *chosen[j + 1 :]]
   )
+  return min([chosen[j], *options], key=seconds)
 
 
 def mergecomp(groups: GroupCosts) -> Assignment | None:
@@ -93,7 +88,7 @@ def mergecomp(groups: GroupCosts) -> Assignment | None:
   tried: dict[int, Assignment | None] = {}
 
   def seconds(cut: int) -> float:
-    tried.setdefault(cut, cut_at(groups, cut))
+    tried[cut] = tried.get(cut) or cut_at(groups, cut)
     return _seconds(groups, tried[cut])
 
   start, end = 1, n - 1
@@ -110,22 +105,25 @@ def mergecomp(groups: GroupCosts) -> Assignment | None:
 
 def cut_at(groups: GroupCosts, cut: int) -> Assignment | None:
   """Two groups, or one if `cut` is the number of tensors: the best options."""
-  n = len(groups.tensors)
-  choices = []
-  for i, j in ((0, cut), (cut, n)) if cut < n else ((0, n),):
-    ones = [groups.exchange(i, j, name) for name in groups.names]
-    choices.append([one for one in ones if one is not None])
+  ends = dict.fromkeys((0, cut, len(groups.tensors)))
   return min(
-    itertools.product(*choices),
+    itertools.product(*_choices(groups, ends)),
     key=lambda assignment: _seconds(groups, assignment),
     default=None,
   )
 
 
+def _choices(groups: GroupCosts, ends: Iterable[int]) -> list[list[Exchange]]:
+  """Returns of each group, from end to end, what it can go by."""
+  return [
+    [one for name in groups.names if (one := groups.exchange(i, j, name))]
+    for i, j in itertools.pairwise(ends)
+  ]
+
+
 def _seconds(groups, assignment) -> float:
-  if assignment is None:
-    return math.inf
-  return iteration_seconds(groups.tensors, assignment)
+  known = assignment is not None
+  return iteration_seconds(groups.tensors, assignment) if known else math.inf
 
 
 def exhaustive(groups: GroupCosts) -> tuple[Assignment, float]:
@@ -133,8 +131,7 @@ def exhaustive(groups: GroupCosts) -> tuple[Assignment, float]:
 
   ValueError if there are too many.
   """
-  best: Assignment = ()
-  best_s = math.inf
+  best, best_s = (), math.inf
   for choices in groupings(groups):
     count = math.prod(map(len, choices))
     if count > MOST:
@@ -151,18 +148,12 @@ def exhaustive(groups: GroupCosts) -> tuple[Assignment, float]:
   return best, best_s
 
 
-def groupings(
-  groups: GroupCosts,
-) -> Iterator[list[list[Exchange]]]:
+def groupings(groups: GroupCosts) -> Iterator[list[list[Exchange]]]:
   """Every way to cut the tensors, and of each group what it can go by."""
   n = len(groups.tensors)
   for cut in itertools.product((True, False), repeat=n - 1):
-    cuts = [0, *(j for j in range(1, n) if cut[j - 1]), n]
-    choices = []
-    for i, j in zip(cuts, cuts[1:]):
-      ones = (groups.exchange(i, j, name) for name in groups.names)
-      choices.append([one for one in ones if one is not None])
-    if all(choices):
+    cuts = [j for j in range(1, n) if cut[j - 1]]
+    if all(choices := _choices(groups, [0, *cuts, n])):
       yield choices
 
 

@@ -10,8 +10,8 @@ import itertools
 from typing import Any
 
 import numpy as np
-import tqdm
 
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import record
 from benchmarks import table as tables
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
       "`--steps` must be at least 16, for as many sets as the devices that are"
       f" predicted, got {options.steps}."
     )
-  rows = list(tqdm.tqdm(_rows(options), unit="case", disable=None, leave=False))
+  rows = list(harness.progress(_rows(options), unit="case"))
   _show(rows)
   record.save(options, {"rows": rows})
   return 0
@@ -159,26 +159,24 @@ def step_ratio(
   return _union(recorded) / found.union(found.devices)
 
 
+_COLUMNS = {
+  "ids": "{ids}",
+  "order": "{order}",
+  "d": "{density:.3%}",
+  "predicted": "{predicted:.3%}",
+  "real": "{real:.3%}",
+  "off by": "{error:+.1%}",
+  "its own\nerror": "{standard_error:.1%}",
+  "drift": "{drift:+.1%}",
+  "step\nratio": "{step_ratio:.3f}",
+  "power law\noff by": "{power_law:+.1%}",
+}
+
+
 def _show(rows: list[dict[str, Any]]) -> None:
   title = "Union of {larger} devices from {steps} steps of {devices}"
-  made = tables.made(
-    title.format(**rows[0]),
-    *("ids", "order", "d\n%", "predicted\n%", "real\n%", "off by\n%"),
-    *("its own\nerror %", "drift\n%", "step\nratio", "power law\noff by %"),
-    left=2,
-  )
-  for r in rows:
-    made.add_row(
-      r["ids"],
-      r["order"],
-      *(f"{100 * r[x]:.3f}" for x in ("density", "predicted", "real")),
-      f"{100 * r['error']:+.1f}",
-      f"{100 * r['standard_error']:.1f}",
-      f"{100 * r['drift']:+.1f}",
-      f"{r['step_ratio']:.3f}",
-      f"{100 * r['power_law']:+.1f}",
-    )
-  tables.console().print(made)
+  words = [[x.format(**r) for x in _COLUMNS.values()] for r in rows]
+  tables.show_rows(title.format(**rows[0]), list(_COLUMNS), words, left=2)
   for r in rows:
     if r["larger"] == 128 and r["ids"] in _PAPER:
       print(f"{r['ids']}: {100 * _PAPER[r['ids']]:.1f} % in the Zen paper.")

@@ -9,9 +9,8 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import rich.table
-import tqdm
 
+from benchmarks import harness
 from benchmarks import library
 from benchmarks import record
 from benchmarks import table as tables
@@ -107,8 +106,7 @@ def draw_model(seed: int, tensors: int, sparse: int) -> Drawn:
   latency, launch = 10 ** rng.uniform(-5, -3), 1e-5
   once = [
     _rounded("pmean", 0.0, latency, 0.0),
-    _rounded("pmean16", launch, latency, launch),
-    _rounded("all_gather", launch, latency, launch),
+    *(_rounded(x, launch, latency, launch) for x in ("pmean16", "all_gather")),
     _rounded("zen", 2 * launch, 2 * latency, launch),
   ]
   sizes = np.exp(rng.uniform(np.log(64e3), np.log(1e8), tensors))
@@ -122,9 +120,9 @@ def draw_model(seed: int, tensors: int, sparse: int) -> Drawn:
     parts = [(0.0, 2 * size / bandwidth, 0.0)]
     parts.append((1.5 * work, size / bandwidth, 1.5 * work))
     if j in with_rows:
-      gathered, sent = size * rng.uniform((0.01, 0.01), (0.9, 0.6))
-      parts.append((work, 2 * gathered / bandwidth, 3 * gathered / memory))
-      parts.append((work, 2 * sent / bandwidth, 5 * sent / memory))
+      some = size * rng.uniform((0.01, 0.01), (0.9, 0.6))  # Gathered, sent.
+      after = np.array([3, 5]) * some / memory
+      parts += [(work, *x) for x in zip(2 * some / bandwidth, after)]
     own = tuple(
       _rounded(o.name, o.before_s + before, o.link_s + link, o.after_s + after)
       for o, (before, link, after) in zip(once, parts)
@@ -150,18 +148,15 @@ def run(options: argparse.Namespace) -> int:
   """Searches, prints and saves; returns 1 if the search is far from best."""
   sizes = [min(26, options.tensors), options.tensors]
   total = len(SMALL) * (options.instances + len(sizes) * SEEDS)
-  with tqdm.tqdm(total=total, unit="step", disable=None, leave=False) as bar:
-    small, large = [], []
-    for one in _small(options.instances):
-      small.append(one)
-      bar.update()
-    for one in _large(options.tensors, sizes, options.repeats):
-      large.append(one)
-      bar.update()
+  every = itertools.chain(
+    _small(options.instances), _large(options.tensors, sizes, options.repeats)
+  )
+  found = list(harness.progress(every, total, "step"))
+  small = [one for one in found if isinstance(one, Small)]
+  large = [one for one in found if isinstance(one, Large)]
   show(small, large)
-  found = {"small": small, "large": large}
-  told = {k: [dataclasses.asdict(o) for o in ones] for k, ones in found.items()}
-  record.save(options, told)
+  told = [list(map(dataclasses.asdict, ones)) for ones in (small, large)]
+  record.save(options, dict(zip(("small", "large"), told)))
   over = [one.found_s["search"] / one.best_s for one in small]
   over += [one.found_s["search"] / min(one.found_s.values()) for one in large]
   return int(max(over) > WORST or statistics.mean(over) > MEAN)
@@ -172,8 +167,7 @@ def _small(instances: int) -> Iterator[Small]:
     for seed in range(instances):
       drawn = draw_small(seed, tensors, count)
       groups = _groups(kind, drawn)
-      found = {"search": library.search(groups)}
-      found |= _others(kind, drawn)
+      found = {"search": library.search(groups)} | _others(kind, drawn)
       if kind == ALONE:
         thrice = baselines.espresso(drawn.tensors, passes=3)
         found["Espresso, 3 passes"] = thrice
@@ -214,15 +208,15 @@ def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:
     started = time.process_time()
     others = _others(kind, drawn)
     baseline = time.process_time() - started
-    others = {"search": library.search(groups)} | others
-    others["pmean"] = baselines.uncompressed(drawn.tensors)
+    pmean = baselines.uncompressed(drawn.tensors)
+    found = {"search": library.search(groups), **others, "pmean": pmean}
     yield Large(
       kind=kind,
       seed=seed,
       tensors=len(drawn.tensors),
       sparse=sparse,
       relaxed_s=None if kind == GROUPS else baselines.relaxed_s(drawn.tensors),
-      found_s={name: _seconds(drawn, a) for name, a in others.items()},
+      found_s={name: _seconds(drawn, a) for name, a in found.items()},
       wall_s=tuple(wall),
       cpu_s=tuple(cpu),
       baseline_s=baseline,
@@ -231,10 +225,9 @@ def _large(tensors: int, sizes: list[int], repeats: int) -> Iterator[Large]:
 
 def show(small: Sequence[Small], large: Sequence[Large]) -> None:
   """Prints what was found of small steps, and of large ones."""
-  console = tables.console()
   for kind in dict.fromkeys(one.kind for one in small):
-    console.print(_methods(kind, [one for one in small if one.kind == kind]))
-  console.print(_sizes(large))
+    _show_methods(kind, [one for one in small if one.kind == kind])
+  tables.show_rows("large steps", _SIZES, map(_size, large))
   print(
     "The baseline is Espresso's greedy tensor by tensor, MergeComp's cut of"
     " groups. A better plan of tensors by themselves gains no more than is"
@@ -246,44 +239,39 @@ def show(small: Sequence[Small], large: Sequence[Large]) -> None:
     print(f"Searching {kind} took {cpu:.0f} ms of CPU at the median.")
 
 
-def _methods(kind: str, small: Sequence[Small]) -> rich.table.Table:
-  made = tables.made(
-    f"{len(small)} small steps, {kind}: iteration over the best of all",
-    *("method", "possible", "equal", "within 1 %", "median", "worst"),
-  )
+def _show_methods(kind: str, small: Sequence[Small]) -> None:
+  rows = []
   for name in dict.fromkeys(name for one in small for name in one.found_s):
-    pairs = [(o.found_s[name], o.best_s) for o in small if name in o.found_s]
-    ratios = [found / best for found, best in pairs]
-    made.add_row(
-      name,
-      str(len(pairs)),
-      str(sum(found == best for found, best in pairs)),
-      f"{100 * sum(r <= 1.01 for r in ratios) / len(ratios):.0f} %",
-      f"{statistics.median(ratios):.3f}",
-      f"{max(ratios):.3f}",
-    )
-  return made
-
-
-def _sizes(large: Sequence[Large]) -> rich.table.Table:
-  made = tables.made(
-    "large steps",
-    *("kind, tensors, sparse", "iteration\nms", "over\nrelaxed %"),
-    *("time\nms", "CPU\nms", "pmean\nover it", "baseline\nover it"),
-    "its CPU\nms",
+    over = [o.found_s[name] / o.best_s for o in small if name in o.found_s]
+    within = sum(x <= 1.01 for x in over) / len(over)
+    numbers = f"{within:.0%}", f"{statistics.median(over):.3f}"
+    counts = str(len(over)), str(over.count(1.0))
+    rows.append([name, *counts, *numbers, f"{max(over):.3f}"])
+  tables.show_rows(
+    f"{len(small)} small steps, {kind}: iteration over the best of all",
+    ("method", "possible", "equal", "within 1 %", "median", "worst"),
+    rows,
   )
-  for one in large:
-    found = one.found_s["search"]
-    names = [n for n in one.found_s if n not in ("search", "pmean")]
-    over = one.relaxed_s and 100 * (found / one.relaxed_s - 1)
-    made.add_row(
-      f"{one.kind}, {one.tensors}, {one.sparse}",
-      f"{found * 1e3:.1f}",
-      tables.number(over, ".2f"),
-      f"{statistics.median(one.wall_s) * 1e3:.0f}",
-      f"{statistics.median(one.cpu_s) * 1e3:.0f}",
-      f"{one.found_s['pmean'] / found:.3f}",
-      f"{one.found_s[names[0]] / found:.3f}" if names else "-",
-      f"{one.baseline_s * 1e3:.0f}",
-    )
-  return made
+
+
+_SIZES = (
+  *("kind, tensors, sparse", "iteration\nms", "over\nrelaxed %"),
+  *("time\nms", "CPU\nms", "pmean\nover it", "baseline\nover it"),
+  "its CPU\nms",
+)
+
+
+def _size(one: Large) -> list[str]:
+  found = one.found_s["search"]
+  names = [n for n in one.found_s if n not in ("search", "pmean")]
+  over = one.relaxed_s and 100 * (found / one.relaxed_s - 1)
+  return [
+    f"{one.kind}, {one.tensors}, {one.sparse}",
+    f"{found * 1e3:.1f}",
+    tables.number(over, ".2f"),
+    f"{statistics.median(one.wall_s) * 1e3:.0f}",
+    f"{statistics.median(one.cpu_s) * 1e3:.0f}",
+    f"{one.found_s['pmean'] / found:.3f}",
+    f"{one.found_s[names[0]] / found:.3f}" if names else "-",
+    f"{one.baseline_s * 1e3:.0f}",
+  ]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import library
 from benchmarks import record
@@ -111,10 +111,9 @@ def replicate_or_shard(
   them; None where it asks for distinct rows. Of two devices at least.
   """
   whole = table.num_rows * table.width * table.dtype.itemsize * (1 + _STATE)
-  found = library.choices(table, profile, devices, link)
   ways = []
   for scheme in ("dense", "zen"):
-    best = next(p for p in found if p.scheme == scheme)
+    best = _best(scheme, table, profile, devices, link)
     name = f"replicate, {scheme}"
     ways.append(Way(name, best.received, best.seconds, whole))
   replica = min(ways, key=lambda way: way.seconds)
@@ -136,6 +135,11 @@ def replicate_or_shard(
   choice = shard if saved > _WORTH else replica
   ways = tuple(sorted([*ways, shard], key=lambda way: way.seconds))
   return Advice(table.name, choice, ways, reason)
+
+
+def _best(scheme: str, *of: Any) -> library.Prediction:
+  """Returns the fastest form of a scheme."""
+  return next(p for p in library.choices(*of) if p.scheme == scheme)
 
 
 class Found(NamedTuple):
@@ -200,8 +204,7 @@ def with_table(
 ) -> utility_model.Setup:
   """Returns one of `TABLED` where zen takes what its formula says and packs."""
   (rest, backward_s), size = TABLED[name], table.num_rows * table.width * 4
-  ways = library.choices(table, profile, devices, link)
-  exchange = next(p for p in ways if p.scheme == "zen")
+  exchange = _best("zen", table, profile, devices, link)
   return utility_model.Setup(
     model=name,
     gradient_bytes=4 * rest + size,
@@ -241,16 +244,13 @@ def run(options: argparse.Namespace) -> int:
   """Computes, prints and saves; returns the exit code."""
   without, advised = list(dense()), list(tabled())
   with_tables = [found for found, _ in advised]
-  counts = [(m.name, m.name, 0.0) for m in utility_model.METHODS]
-  counts += [("any", None, 0.0), ("any, over 10 %", None, 0.1)]
-  _show(
-    "Dense models: in how many set-ups a method gains, of how many",
-    "",
-    {
-      said: {r: _count(without, r, method, least) for r in LINKS}
-      for said, method, least in counts
-    },
-  )
+  counts = {m.name: (m.name, 0.0) for m in utility_model.METHODS}
+  counts |= {"any": (None, 0.0), "any, over 10 %": (None, 0.1)}
+  title = "Dense models: in how many set-ups a method gains, of how many"
+  every = {
+    x: {r: _count(without, r, *of) for r in LINKS} for x, of in counts.items()
+  }
+  _show(title, "", every)
   print(
     "zenjax is lossless and has nothing to leave out of these: it takes pmean."
   )
@@ -293,10 +293,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(title: str, first: str, rows: dict[str, dict[str, str]]) -> None:
   """Prints a column for each link."""
-  made = tables.made(title, first, *LINKS)
-  for name, cells in rows.items():
-    made.add_row(name, *(cells.get(link, "-") for link in LINKS))
-  tables.console().print(made)
+  cells = ([x, *(of.get(r, "-") for r in LINKS)] for x, of in rows.items())
+  tables.show_rows(title, (first, *LINKS), cells)
 
 
 def _count(found, rate, method, least) -> str:

@@ -120,7 +120,7 @@ class _Network(campaign.Campaign):
 
   def measure(self) -> None:
     left = self._grid.left(self.found)
-    with harness.progress(sum(map(len, left))) as self._bar:
+    with harness.progress(total=sum(map(len, left))) as self._bar:
       for count in self._grid.hosts:
         cells = [key for key in left[0] if key.hosts == count]
         points = [point for point in left[1] if point.hosts == count]

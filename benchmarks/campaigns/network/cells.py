@@ -1,10 +1,10 @@
 """The cells and the calibration of `network`, as its file holds them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from benchmarks import campaign
 from benchmarks import harness
@@ -21,8 +21,7 @@ CODE = (
   "benchmarks/testbed/served.py",
   "benchmarks/workloads.py",
 )
-
-
+K = TypeVar("K", bound=Hashable)
 REPEATS = 5
 # What a host receives, about.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
@@ -137,6 +136,16 @@ class Cell(harness.Sampled):
     return dataclasses.asdict(self) | {x: getattr(self, x) for x in names}
 
 
+def grouped(
+  cells: Iterable[Cell], key: Callable[[Cell], K]
+) -> dict[K, list[Cell]]:
+  """Returns the cells of every key, in the order of the first of each."""
+  groups: dict[K, list[Cell]] = {}
+  for cell in cells:
+    groups.setdefault(key(cell), []).append(cell)
+  return groups
+
+
 @dataclasses.dataclass(slots=True)
 class Findings(campaign.Findings):
   """All that is in a file."""
@@ -161,11 +170,7 @@ class Findings(campaign.Findings):
 
   def sections(self) -> dict[tuple[str, int, str], list[Cell]]:
     """Returns the cells of every (workload, hosts, rate)."""
-    sections: dict[tuple[str, int, str], list[Cell]] = {}
-    for cell in self.cells.values():
-      section = (cell.workload, cell.hosts, cell.rate)
-      sections.setdefault(section, []).append(cell)
-    return sections
+    return grouped(self.cells.values(), lambda c: (c.workload, c.hosts, c.rate))
 
   def contents(self) -> dict[str, Any]:
     return {

@@ -1,53 +1,45 @@
 """Pictures of a run: time against hosts, against density, and speed-up bars."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterator
 import pathlib
-from typing import Any, TypeVar
+from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
+from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
 from benchmarks import record
 from benchmarks import workloads
 from benchmarks.campaigns.network import show
-from benchmarks.campaigns.network.cells import Cell
 from benchmarks.campaigns.network.cells import Findings
+from benchmarks.campaigns.network.cells import grouped
 from benchmarks.campaigns.network.variants import VARIANTS
 
-matplotlib.use("Agg")
-
-_K = TypeVar("_K", bound=Hashable)
 _PINNED = "-pinned"  # Lines are dashed and bars hatched.
 # Zen's own forms in blues and greens, what it is compared with in other hues.
-_STYLES = """
-psum               #222222 o
-ring               #8a8a8a s
-all_gather         #d97b1b v
-recursive_doubling #b3432b ^
-split_all_gather   #8e5aa8 D
-split_dense_gather #c9579c <
-block_sparse       #9a7b4f >
-zen                #1f5fa8 p
-zen-hash           #5fa3d9 h
-zen-columns        #3c8d40 d
-zen-rows           #17a398 P
-"""
+_STYLES = {
+  "psum": ("#222222", "o"),
+  "ring": ("#8a8a8a", "s"),
+  "all_gather": ("#d97b1b", "v"),
+  "recursive_doubling": ("#b3432b", "^"),
+  "split_all_gather": ("#8e5aa8", "D"),
+  "split_dense_gather": ("#c9579c", "<"),
+  "block_sparse": ("#9a7b4f", ">"),
+  "zen": ("#1f5fa8", "p"),
+  "zen-hash": ("#5fa3d9", "h"),
+  "zen-columns": ("#3c8d40", "d"),
+  "zen-rows": ("#17a398", "P"),
+}
 
 
-def _style(variant: str) -> list[str]:
+def _style(variant: str) -> tuple[str, str]:
   """Returns color and marker, the same for a variant and its pinned form."""
-  styles = {
-    name: style for name, *style in map(str.split, _STYLES.split("\n")[1:-1])
-  }
-  return styles.get(variant.removesuffix(_PINNED), ["#c7b42c", "*"])
+  return _STYLES.get(variant.removesuffix(_PINNED), ("#c7b42c", "*"))
 
 
 def require_suffix(path: pathlib.Path) -> None:
   """Raises ValueError if `save_plots` could not write such files."""
-  known = pyplot.figure().canvas.get_supported_filetypes()
-  pyplot.close()
+  known = figure_lib.Figure().canvas.get_supported_filetypes()
   if path.suffix and path.suffix[1:] not in known:
     raise ValueError(
       f"`--plot` must end in one of {', '.join('.' + k for k in known)} or in"
@@ -64,8 +56,8 @@ def save_plots(path: pathlib.Path, found: Findings) -> Iterator[str]:
   plain = [c for c in cells if c.workload not in workloads.SWEEP]
   sweep = [c for c in cells if c.workload in workloads.SWEEP]
   for word, figure, needs in (
-    ("hosts", _draw_hosts(plain), "several numbers of hosts"),
-    ("density", _draw_density(sweep), "several workloads of the sweep"),
+    ("hosts", _draw_lines(plain, False), "several numbers of hosts"),
+    ("density", _draw_lines(sweep, True), "several workloads of the sweep"),
     ("speed", _draw_speed(plain), f"{show.BASELINE} and another variant"),
   ):
     if figure is None:
@@ -74,26 +66,14 @@ def save_plots(path: pathlib.Path, found: Findings) -> Iterator[str]:
     target = path.with_name(f"{path.stem}-{word}{path.suffix or '.png'}")
     with record.whole(target) as partial:
       figure.savefig(partial, dpi=110)
-    pyplot.close(figure)
     yield f"Saved {target}"
-
-
-def _grouped(
-  cells: Iterable[Cell], key: Callable[[Cell], _K]
-) -> dict[_K, list[Cell]]:
-  """The cells of every key, in the order of the first of each."""
-  groups: dict[_K, list[Cell]] = {}
-  for cell in cells:
-    groups.setdefault(key(cell), []).append(cell)
-  return groups
 
 
 def _make_axes(rows: int, columns: int, width: float, height: float):
   """A figure with `[rows, columns]` panels of that many inches."""
   size = max(6.4, width * columns), height * rows + 1.2
-  return pyplot.subplots(
-    rows, columns, figsize=size, squeeze=False, layout="constrained"
-  )
+  figure = figure_lib.Figure(figsize=size, layout="constrained")
+  return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _log_y(axis: Any, label: str) -> None:
@@ -116,39 +96,36 @@ def _legend(figure: Any, axes: Any) -> None:
   for axis in axes.flat:
     for handle, label in zip(*axis.get_legend_handles_labels()):
       entries.setdefault(label, handle)
-  order = [v for v in VARIANTS if v in entries]
-  order += [label for label in entries if label not in VARIANTS]
+  order = list(VARIANTS)
+  rank = lambda label: order.index(label) if label in VARIANTS else len(order)
+  labels = sorted(entries, key=rank)
   figure.legend(
-    [entries[label] for label in order],
-    order,
+    [entries[label] for label in labels],
+    labels,
     loc="outside lower center",
     ncols=max(2, int(figure.get_figwidth() // 1.9)),
     fontsize=8,
   )
 
 
-def _draw_hosts(cells):
-  panels = _grouped(cells, lambda c: (c.rate, c.workload))
-  return _draw_lines(panels, lambda c: c.hosts, "hosts", "{}", 4.2, 3.4)
+def _draw_lines(cells, sweep):
+  """Draws times against hosts, or of a sweep against density.
 
-
-def _draw_density(cells):
-  panels = _grouped(cells, lambda c: (c.rate, c.hosts))
-  label = "rows that one host touches, %"
-  return _draw_lines(panels, show.percent, label, "{} hosts", 5.6, 4.4)
-
-
-def _draw_lines(panels, x, label, title, width, height):
-  """Draws times against `x`: panels by rate, and by what `title` names."""
+  Panels are by rate, and by workload, or by hosts.
+  """
+  column_of = lambda c: f"{c.hosts} hosts" if sweep else c.workload
+  x = show.percent if sweep else lambda c: c.hosts
+  panels = grouped(cells, lambda c: (c.rate, column_of(c)))
   panels = {k: p for k, p in panels.items() if len({x(c) for c in p}) > 1}
   if not panels:
     return None
   rates, columns = (list(dict.fromkeys(keys)) for keys in zip(*panels))
-  figure, axes = _make_axes(len(rates), len(columns), width, height)
+  size = (5.6, 4.4) if sweep else (4.2, 3.4)
+  figure, axes = _make_axes(len(rates), len(columns), *size)
   for i, rate in enumerate(rates):
     for j, column in enumerate(columns):
       axis, members = axes[i, j], panels.get((rate, column), [])
-      for variant, ones in _grouped(members, lambda c: c.variant).items():
+      for variant, ones in grouped(members, lambda c: c.variant).items():
         ones = sorted(ones, key=x)
         color, marker = _style(variant)
         axis.plot(
@@ -161,11 +138,12 @@ def _draw_lines(panels, x, label, title, width, height):
           linestyle="--" if variant.endswith(_PINNED) else "-",
           label=variant,
         )
-      if x is show.percent:
+      if sweep:
         _mark(axis, show.crossovers(members))
       _log_y(axis, "time of an exchange, ms")
       axis.grid(alpha=0.25)
-      axis.set_title(f"{title.format(column)}, {rate}", fontsize=10)
+      axis.set_title(f"{column}, {rate}", fontsize=10)
+      label = "rows that one host touches, %" if sweep else "hosts"
       axis.set(xlabel=label, xscale="log")
       axis.set_xticks(sorted({round(x(c), 2) for c in members}))
       _plain_ticks(axis.xaxis)
@@ -183,7 +161,7 @@ def _mark(axis, crossovers):
 
 def _draw_speed(cells):
   panels: dict[tuple[str, int], dict[str, show.Peers]] = {}
-  by_section = _grouped(cells, lambda c: (c.rate, c.hosts, c.workload))
+  by_section = grouped(cells, lambda c: (c.rate, c.hosts, c.workload))
   for (rate, hosts, workload), members in by_section.items():
     peers = {c.variant: c for c in members}
     if show.BASELINE in peers and len(peers) > 1:

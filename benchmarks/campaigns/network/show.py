@@ -5,8 +5,8 @@ import math
 
 from benchmarks import table
 from benchmarks import workloads
+from benchmarks.campaigns.network import cells as cells_lib
 from benchmarks.campaigns.network.cells import Cell
-from benchmarks.campaigns.network.cells import Findings
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
 
@@ -62,7 +62,7 @@ COLUMNS = (
 )
 
 
-def show(title: str, found: Findings) -> None:
+def show(title: str, found: cells_lib.Findings) -> None:
   """Prints all cells, and what follows from them in words."""
   groups = (
     (f"{workload}, {hosts} hosts, {rate}", {c.variant: c for c in cells})
@@ -87,7 +87,7 @@ PEERS: dict[str, tuple[tuple[str, ...], float | None]] = {
 }
 
 
-def paper_lines(found: Findings) -> Iterator[str]:
+def paper_lines(found: cells_lib.Findings) -> Iterator[str]:
   """Says where zen leads the best peer most, and each: best forms of both."""
   every = tuple(name for names, _ in PEERS.values() for name in names)
   for peer, (names, paper) in {"the best peer": (every, None), **PEERS}.items():
@@ -150,12 +150,11 @@ def crossovers(cells: Sequence[Cell]) -> list[tuple[str, float, float]]:
   return found
 
 
-def crossing_lines(found: Findings) -> Iterator[str]:
+def crossing_lines(found: cells_lib.Findings) -> Iterator[str]:
   """Says all crossovers, a line for each number of hosts and rate."""
-  panels: dict[tuple[int, str], list[Cell]] = {}
-  for cell in found.cells.values():
-    if cell.workload in workloads.SWEEP and cell.host_times_s:
-      panels.setdefault((cell.hosts, cell.rate), []).append(cell)
+  timed = (c for c in found.cells.values() if c.host_times_s)
+  sweep = (c for c in timed if c.workload in workloads.SWEEP)
+  panels = cells_lib.grouped(sweep, lambda c: (c.hosts, c.rate))
   for (hosts, rate), cells in panels.items():
     if said := [f"{v} {x:.3g} %" for v, x, _ in crossovers(cells)]:
       yield (

@@ -64,7 +64,7 @@ class _Planned(campaign.Campaign):
 
   def measure(self) -> None:
     left = self._left()
-    with harness.progress(len(left)) as self._bar:
+    with harness.progress(total=len(left)) as self._bar:
       for hosts in dict.fromkeys(key.hosts for key in left):
         self._bar.set_description(f"{hosts} hosts")
         self._on_hosts(hosts, [key for key in left if key.hosts == hosts])
