@@ -169,11 +169,8 @@ class Findings(abc.ABC):
       return cls(now)
     found = cls.read(path)
     then, found.environment = found.environment, now
-    different = [
-      f"{key} {then.get(key)}, now {now[key]}"
-      for key in _SAME
-      if then.get(key) != now[key]
-    ]
+    other = [key for key in _SAME if then.get(key) != now[key]]
+    different = [f"{key} {then.get(key)}, now {now[key]}" for key in other]
     if then.get("code") != now["code"]:
       commits = (str(x.get("git"))[:12] for x in (then, now))
       different.append("other code (commit {}, now {})".format(*commits))
@@ -193,8 +190,7 @@ def software(
   `code` has globs of files that numbers depend on, beside what is installed.
   """
   place = "loopback" if loopback else "namespaces"
-  if keep_memory:
-    place += ", memory kept"
+  place += ", memory kept" if keep_memory else ""
   digest = hashlib.sha256()
   for path in sorted({p.resolve() for glob in code for p in _ROOT.glob(glob)}):
     text = path.read_bytes()
@@ -207,12 +203,10 @@ def asked(
   options: argparse.Namespace, defaults: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Any, ...]]:
   """Returns values of the arguments in `defaults`, once each, in order."""
-  given = dict(defaults)
-  if options.loopback:
-    given["rates"] = ("unlimited",)
+  rates = {"rates": ("unlimited",)} if options.loopback else {}
   return {
     name: tuple(dict.fromkeys(getattr(options, name) or values))
-    for name, values in given.items()
+    for name, values in {**defaults, **rates}.items()
   }
 
 
@@ -242,10 +236,8 @@ class Campaign(abc.ABC):
   def title(self) -> str:
     """Returns the command and the machine in words."""
     place = "processes" if self.options.loopback else "network namespaces"
-    jax = self.found.environment["jax"]
-    return (
-      f"{self.options.command}: {place} on {os.cpu_count()} cores, JAX {jax}"
-    )
+    on = f"{os.cpu_count()} cores, JAX {self.found.environment['jax']}"
+    return f"{self.options.command}: {place} on {on}"
 
   def save(self) -> None:
     """Writes what was found so far, if a file was asked for."""

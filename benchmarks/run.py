@@ -74,18 +74,13 @@ def _refusing():
 
 
 def _call(module: str, options: Options) -> int:
-  """Has `run` of a module do everything."""
-  with _refusing():
-    return importlib.import_module(f"benchmarks.{module}").run(options)
-
-
-def _count(module: str, options: Options) -> int:
-  """Does the same, and saves nothing on Ctrl-C."""
+  """Has `run` of a module do everything, which says what it has saved."""
   try:
-    return _call(module, options)
+    with _refusing():
+      return importlib.import_module(f"benchmarks.{module}").run(options)
   except KeyboardInterrupt:
-    print("Interrupted: nothing was saved.")
-  return 130
+    print("Interrupted.")
+    return 130
 
 
 def _measure(module: str, options: Options) -> int:
@@ -443,13 +438,13 @@ COMMANDS = (
   Command(
     "predict",
     "what the formulas say beside what `network` has measured",
-    partial(_count, "campaigns.network.predict"),
+    partial(_call, "campaigns.network.predict"),
     (_file("file", "that `network --json` wrote"),),
   ),
   Command(
     "sparsity",
     "which rows steps touch: overlap, skew, balance, bytes",
-    partial(_count, "cases.sparsity"),
+    partial(_call, "cases.sparsity"),
     (
       _flag(
         "source",
@@ -471,7 +466,7 @@ COMMANDS = (
   Command(
     "growth",
     "unions of 16 times as many devices, predicted and real",
-    partial(_count, "planner.growth"),
+    partial(_call, "planner.growth"),
     (
       _number("--devices", 4, "of the recorded steps", _several),
       _number("--steps", 32, "recorded"),
@@ -482,13 +477,13 @@ COMMANDS = (
   Command(
     "utility",
     "set-ups in which compressed gradients pay, by formula",
-    partial(_count, "planner.utility"),
+    partial(_call, "planner.utility"),
     (_JSON,),
   ),
   Command(
     "search",
     "the planner's search against all, Espresso and MergeComp",
-    partial(_count, "planner.search"),
+    partial(_call, "planner.search"),
     (
       _number("--instances", 200, "small ones of each kind, drawn"),
       _number("--tensors", 300, "of the large ones", _several),

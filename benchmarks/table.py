@@ -32,11 +32,17 @@ TIME = Column("time\nms", lambda r, _: r.median_s * 1e3)
 SPREAD = Column("±\nms", lambda r, _: r.spread_s * 1e3)
 WRONG = Column("wrong\nelements", lambda r, _: r.wrong, ".0f")
 COMPILE = Column("compile\ns", lambda r, _: r.compile_s, ".2f")
+MEASURED = (WRONG, COMPILE, TIME, SPREAD)  # Of every case.
 
 
 def time_over(name: str, header: str) -> Column:
   """Time over that of the variant called `name`."""
   return Column(header, lambda r, p: r.median_s / median_s(p, name), ".2f")
+
+
+def faster_than(name: str, header: str) -> Column:
+  """Compares the speed with that of the variant called `name`."""
+  return Column(header, lambda r, p: median_s(p, name) / r.median_s, ".2f")
 
 
 def added_over(name: str, nothing: str, header: str) -> Column:
@@ -110,6 +116,11 @@ def made(title: str, *headers: str, left: int = 1) -> rich.table.Table:
     justify = "left" if index < left else "right"
     table.add_column(header, justify=justify, no_wrap=True)
   return table
+
+
+def wrong(count: int) -> str:
+  """Returns the number of wrong elements, in red where there are any."""
+  return f"[bold red]{count}[/]" if count else "0"
 
 
 def number(value: float | None, format_: str, unit: float = 1) -> str:

@@ -98,19 +98,17 @@ VARIANTS = {
 def model(setting: Setting, hosts: int) -> programs.Model:
   """Three layers of `width x width`, random vectors in and out."""
   rng = np.random.default_rng(0)
-  shape = (setting.width, setting.width)
-  draw = lambda *shape: rng.standard_normal(shape, np.float32)
-  params = {f"w{i}": draw(*shape) * setting.width**-0.5 for i in range(3)}
+  width, batch = setting.width, setting.batch * hosts
+  draw = lambda rows: rng.standard_normal((rows, width), np.float32)
+  params = {f"w{i}": draw(width) * width**-0.5 for i in range(3)}
 
   def loss(params, x, y):
     for name in sorted(params):
       x = jnp.tanh(x @ params[name])
     return jnp.mean((x - y) ** 2)
 
-  size = (setting.batch * hosts, setting.width)
-  return programs.Model(
-    params, loss, [(draw(*size), draw(*size)) for _ in range(_BATCHES)]
-  )
+  batches = [(draw(batch), draw(batch)) for _ in range(_BATCHES)]
+  return programs.Model(params, loss, batches)
 
 
 class _Worker(served.Worker):
@@ -140,13 +138,11 @@ class _Worker(served.Worker):
     if variant != NONE:
       got = self._sent_and_kept(program)
       wrong = programs.count_far(got, self._mean, _RELATIVE)
-    told = min(_TOLD, known.warm_up)
-    for _ in range(known.warm_up - told):
-      program()
     facts = []
-    for _ in range(told):
+    for left in reversed(range(known.warm_up)):
       program()
-      facts.append(self._facts(program, variant))
+      if left < _TOLD:
+        facts.append(self._facts(program, variant))
     means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
 
@@ -185,13 +181,8 @@ class _Worker(served.Worker):
 
 def _fewer_bytes(result, peers):
   """Than `pmean`."""
-  wire = result.facts.get("wire_bytes", math.nan)
-  dense = peers[DENSE].facts["wire_bytes"] if DENSE in peers else math.nan
-  return dense / wire
-
-
-def _faster(result, peers):
-  return table.median_s(peers, DENSE) / result.median_s
+  of = lambda r: r.facts.get("wire_bytes", math.nan) if r else math.nan
+  return of(peers.get(DENSE)) / of(result)
 
 
 def _amdahl(result, peers):
@@ -210,11 +201,8 @@ COLUMNS = (
   table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
   table.Column("wire/\nbound", _over_bound, ".2f"),
   table.Column("fewer\nbytes", _fewer_bytes, ".1f"),
-  table.WRONG,
-  table.COMPILE,
-  table.TIME,
-  table.SPREAD,
-  table.Column("times\nas fast", _faster, ".2f"),
+  *table.MEASURED,
+  table.faster_than(DENSE, "times\nas fast"),
   table.Column("Amdahl's\nbound", _amdahl, ".2f"),
 )
 

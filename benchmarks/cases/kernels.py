@@ -202,7 +202,7 @@ def over_read(result: harness.Result, peers: table.Peers) -> float:
 
 COLUMNS = (
   table.fact("must move\nMB", "bytes", unit=1e6),
-  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  *table.MEASURED,
   table.Column("over\nfloor", _over_floor, ".2f"),
   table.Column("over one\nread", over_read, ".2f"),
 )

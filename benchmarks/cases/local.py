@@ -29,7 +29,7 @@ COLUMNS = (
   table.fact("gradient\nMB", "gradient_bytes", unit=1e6),
   table.fact("rows\nfound", "found", ".0f"),
   table.fact("capacity\nan owner", "capacity", ".0f"),
-  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  *table.MEASURED,
   table.time_over("sum", "over\nsum"),
 )
 

@@ -29,7 +29,7 @@ COLUMNS = (
   table.fact("vector\nMB", "vector_bytes", unit=1e6),
   table.fact("wanted", "wanted", ".0f"),
   table.fact("found", "found", ".0f"),
-  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  *table.MEASURED,
   table.time_over(IN_PLACE, "over\nin place"),
   table.time_over(COPY, "over\nx + 1"),
   table.time_over(TOP_K, "over\ntop_k"),

@@ -229,7 +229,7 @@ COLUMNS = (
   table.fact("state\nMB", "state_bytes", unit=1e6),
   table.fact("temporary\nMB", "temporary", unit=1e6),
   table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
-  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  *table.MEASURED,
   table.Column("dense\nover", _dense_over, ".1f"),
   table.Column("over\nsmallest", _over_smallest, ".2f"),
 )

@@ -372,7 +372,7 @@ COLUMNS = (
   table.fact("imbalance\npush", "push_imbalance", ".2f"),
   table.fact("\npull", "pull_imbalance", ".2f"),
   table.fact("rounds", "rounds", ".1f"),
-  *(table.WRONG, table.COMPILE, table.TIME, table.SPREAD),
+  *table.MEASURED,
   table.time_over("pmean", "over\npmean"),
   table.added_over("pmean", "none", "added/\nadded"),
 )

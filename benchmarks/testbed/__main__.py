@@ -29,9 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except (RuntimeError, ValueError) as error:
     parser.error(str(error))
   try:
-    _say(f"Setting up {options.hosts} hosts ({rate})...")
+    _say(f"Setting up {options.hosts} hosts ({rate}), measuring the links...")
     with bed:
-      _say("Measuring the links...")
       show(bed, bed.probe())
       return _run(bed, options.command) if options.command else 0
   except (RuntimeError, TimeoutError) as error:
@@ -46,21 +45,18 @@ def _run(bed, command):
   hosts = bed.start(command, merge_stderr=True)
   for host in hosts:
     host.process.stdin.close()  # Nobody types.
-  open_ = set(range(len(hosts)))
-  while open_:
+  talking, failed = hosts, False
+  while talking and not failed:
     time.sleep(_POLL_S)
     failed = any(host.status() for host in hosts)
-    open_ -= {i for i in open_ if _print_lines(hosts[i])}
-    if failed:
-      break
-  codes = [host.status() for host in hosts]
-  if any(codes):
-    running = [i for i, code in enumerate(codes) if code is None]
-    ended = {i: code for i, code in enumerate(codes) if code}
+    talking = [host for host in talking if not _print_lines(host)]
+  codes = {host.index: host.status() for host in hosts}
+  if ended := {i: code for i, code in codes.items() if code}:
+    running = [i for i, code in codes.items() if code is None]
     _say(f"Failed (host: status): {ended}; ending hosts {running}.")
     bed.stop()
-    for i in open_:
-      _print_lines(hosts[i])
+    for host in talking:
+      _print_lines(host)
     # As a shell reports what a signal killed.
     return max(c if c > 0 else 128 - c for c in ended.values())
   bed.watch()
@@ -90,23 +86,14 @@ def _parser():
     epilog="COMMAND gets ZENJAX_COORDINATOR, ZENJAX_HOST_COUNT and"
     " ZENJAX_HOST_INDEX, the arguments of jax.distributed.initialize.",
   )
-  parser.add_argument("--hosts", type=int, choices=(2, 4, 8), default=4)
-  parser.add_argument(
-    "--rate", choices=netns.RATES, help="200mbit, or unlimited on loopback"
-  )
-  parser.add_argument(
-    "--loopback",
-    action="store_true",
-    help="processes on 127.0.0.1: no root, no limit, no counters",
-  )
-  parser.add_argument(
-    "--clean",
-    action="store_true",
-    help="only delete what testbeds that were killed left behind",
-  )
-  parser.add_argument(
-    "command", nargs="*", metavar="-- COMMAND", help="runs on every host"
-  )
+  add = parser.add_argument
+  add("--hosts", type=int, choices=(2, 4, 8), default=4)
+  add("--rate", choices=netns.RATES, help="200mbit, or unlimited on loopback")
+  told = "processes on 127.0.0.1: no root, no limit, no counters"
+  add("--loopback", action="store_true", help=told)
+  told = "only delete what testbeds that were killed left behind"
+  add("--clean", action="store_true", help=told)
+  add("command", nargs="*", metavar="-- COMMAND", help="runs on every host")
   return parser
 
 

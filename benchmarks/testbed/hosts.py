@@ -159,15 +159,16 @@ class Hosts(list[Host]):
     for host in self:
       host.write(json.dumps(message) + "\n", deadline)
     replies: dict[int, Any] = {}
-    while late := [host for host in self if host.index not in replies]:
-      for host in late:
+    while True:
+      for host in self:
         self._take(host, replies)
       self._raise_if(bool)
       missing = [host.index for host in self if host.index not in replies]
-      if missing and time.monotonic() > deadline:
+      if not missing:
+        return [replies[host.index] for host in self]
+      if time.monotonic() > deadline:
         raise TimeoutError(f"No reply within {timeout} s from hosts {missing}.")
       time.sleep(_REPLY_POLL_S)
-    return [replies[host.index] for host in self]
 
   def _take(self, host, replies):
     """Adds the reply of a host if it is there."""
@@ -208,12 +209,11 @@ def start(
   it go where stdout goes.
   """
   hosts = Hosts()
+  tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
   try:
-    for i, place in enumerate(places):
-      tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
-      command = [*place, *tether, *argv]
-      log = logs / f"host-{i}.log"
-      hosts.append(Host(i, command, environments[i], log, merge=merge))
+    for i, (place, env) in enumerate(zip(places, environments, strict=True)):
+      command, log = [*place, *tether, *argv], logs / f"host-{i}.log"
+      hosts.append(Host(i, command, env, log, merge=merge))
   except BaseException:
     hosts.end()
     raise

@@ -142,12 +142,10 @@ class Network:
 
   def counters(self) -> list[Counters]:
     """Returns those of every host."""
-    found = []
-    for host in self._hosts:
-      (link,) = json.loads(_ip("-n", host, "-s", "-j", "link", "show", "eth0"))
-      stats = link["stats64"]
-      found.append(Counters(stats["tx"]["bytes"], stats["rx"]["bytes"]))
-    return found
+    show = ("-s", "-j", "link", "show", "eth0")
+    links = [json.loads(_ip("-n", host, *show))[0] for host in self._hosts]
+    both = [[x["stats64"][way]["bytes"] for way in ("tx", "rx")] for x in links]
+    return [Counters(*sent_and_received) for sent_and_received in both]
 
   def close(self) -> None:
     """Deletes what `create` made, and nothing else."""
@@ -190,8 +188,7 @@ def _free_prefix():
 
 def _names():
   """Namespaces, and files for them, that are there: ours and others'."""
-  files = os.listdir(_FILES) if _FILES.is_dir() else []
-  return sorted(_namespaces() | set(files))
+  return sorted(_namespaces() | {file.name for file in _FILES.glob("*")})
 
 
 def _namespaces():
@@ -200,8 +197,7 @@ def _namespaces():
 
 
 def _is_left(name):
-  match = _NAME.fullmatch(name)
-  if match is None:
+  if not (match := _NAME.fullmatch(name)):
     return False
   try:
     stat = pathlib.Path(f"/proc/{match['pid']}/stat").read_text()

@@ -87,12 +87,12 @@ def measure(
 def _transfers(hosts, message):
   """Returns of every link (start of sending, end of receiving) of transfers."""
   replies = hosts.ask(message, _TIMEOUT_S)
-  links = []
-  for i, reply in enumerate(replies):
-    received = replies[(i + 1) % len(replies)]["received"]
-    # The clock is the machine's, the same on every host.
-    links.append(list(zip(reply["sent"], received)))
-  return links
+  following = [*replies[1:], replies[0]]
+  # The clock is the machine's, the same on every host.
+  return [
+    list(zip(one["sent"], other["received"]))
+    for one, other in zip(replies, following)
+  ]
 
 
 def _require_limit(bytes, seconds, rate, when):
@@ -127,7 +127,6 @@ class _Peer:
     self._last, _ = self._listener.accept()
     for s in (self._next, self._last):
       s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return None
 
   def ping(self, host, pings):
     times = []
@@ -143,9 +142,8 @@ class _Peer:
 
   def transfer(self, bytes, repeats, idle_s):
     sent, received = [], []
-    sender = threading.Thread(
-      target=self._send, args=(bytes, repeats, idle_s, sent), daemon=True
-    )
+    arguments = (bytes, repeats, idle_s, sent)
+    sender = threading.Thread(target=self._send, args=arguments, daemon=True)
     sender.start()
     space = bytearray(_CHUNK)
     for _ in range(repeats):

@@ -141,7 +141,7 @@ class Served:
   def __init__(
     self, bed: Testbed, module: str, cache: str, *, keep_memory: bool = False
   ):
-    self.bed = bed
+    self.bed, self.cache = bed, cache
     self._hosts = bed.start(
       [sys.executable, "-m", module],
       {
@@ -156,11 +156,10 @@ class Served:
     try:
       return self.bed.ask({"do": do, **arguments}, timeout)
     except TimeoutError as error:
-      tails = ((h.index, h.tail(_LOG_LINES)) for h in self._hosts)
-      logs = (f"log of host {index} ends:\n{tail}" for index, tail in tails)
-      raise RuntimeError(
-        f"`{do}` of {arguments}: {error}\n" + "\n".join(logs)
-      ) from error
+      said = [f"`{do}` of {arguments}: {error}"]
+      for host in self._hosts:
+        said.append(f"log of host {host.index} ends:\n{host.tail(_LOG_LINES)}")
+      raise RuntimeError("\n".join(said)) from error
 
 
 class Worker:

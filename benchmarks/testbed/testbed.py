@@ -205,17 +205,16 @@ def _require_rate(rate, loopback):
 
 def show(bed: Testbed, links: Links) -> None:
   """Prints what the links gave."""
-  made = table.made(
-    f"{bed.hosts} hosts, {bed.rate}: links from each host to the next,"
-    f" all at once, {links.bytes:,} bytes a transfer",
-    *("", "min", "median", "max"),
-  )
   megabit = 8e-6
-  for name, spread, unit in (
+  told = (
     ("latency, us", links.latency_s, 1e6),
     ("Mbit/s back to back", links.bandwidth_Bps, megabit),
     ("Mbit/s after 100 ms idle", links.idle_bandwidth_Bps, megabit),
-  ):
-    values = (spread.min, spread.median, spread.max)
-    made.add_row(name, *(f"{value * unit:,.1f}" for value in values))
-  table.console().print(made)
+  )
+  names = ("min", "median", "max")
+  table.show_rows(
+    f"{bed.hosts} hosts, {bed.rate}: links from each host to the next,"
+    f" all at once, {links.bytes:,} bytes a transfer",
+    ("", *names),
+    [[x, *(f"{getattr(s, n) * u:,.1f}" for n in names)] for x, s, u in told],
+  )

@@ -1,7 +1,6 @@
 """`groups`: one exchange, one a leaf, or a few, between hosts and simulated."""
 
 import argparse
-from typing import Any
 
 from benchmarks import campaign
 from benchmarks import harness
@@ -32,9 +31,8 @@ class _Groups(campaign.Campaign):
       raise ValueError(
         f"`--width` must be a multiple of 8, got {options.width}."
       )
-    network = ways_lib.cnn(
-      options.hosts, options.width, options.batch, options.image_size, 1
-    )
+    shape = options.width, options.batch, options.image_size
+    network = ways_lib.cnn(options.hosts, *shape, batches=1)
     ways_lib.require_several(network, options.least)
     asked = campaign.asked(options, {"rates": ("200mbit", "1gbit")})
     self._rates = asked["rates"]
@@ -61,37 +59,36 @@ class _Groups(campaign.Campaign):
     ):
       self._bar.set_postfix_str("compile, rehearse")
       names = ("width", "batch", "image_size", "batches", "density", "least")
-      told = self._ask("model", **{x: getattr(options, x) for x in names})
+      ask = self._served.ask
+      told = ask("model", **{x: getattr(options, x) for x in names})
       found.leaves = told[0]["leaves"]
       found.lost = sum(x["lost"] for x in told)
-      simulated = self._ask("simulate")[0]
-      found.simulated = [ways_lib.Simulated(**x) for x in simulated]
+      found.simulated = [ways_lib.Simulated(**x) for x in ask("simulate")[0]]
       programs: dict[str, tuple[int, float]] = {}
       for rate in self._rates:
         self._rate(rate, programs)
         self.save()
     self._done = True
 
-  def _ask(self, do: str, **arguments) -> list[Any]:
-    return self._served.ask(do, **arguments)
-
   def _rate(self, rate: str, built: dict[str, tuple[int, float]]) -> None:
     """Measures a section; `built` has wrong elements and seconds to compile."""
     bed = self._served.bed
     self._bar.set_postfix_str(f"{rate}: measure the links")
     bed.set_rate(rate)
-    topology = self._ask("links", repeats=_LINK_ROUNDS, sizes=_SIZES)[0]
+    topology = self._served.ask("links", repeats=_LINK_ROUNDS, sizes=_SIZES)[0]
     bed.set_rate("unlimited")
     # Seconds of a step without exchanges.
     compute_s = campaign.compute_s(self._served, [NONE], _COMPUTE_ROUNDS)
-    told = self._ask("ways", topology=topology, compute_s=compute_s)[0]
+    told = self._served.ask("ways", topology=topology, compute_s=compute_s)[0]
     section = cells_lib.Section(rate=rate, topology=topology)
     self.found.sections.append(section)
     for name, facts in told.items():
       way = cells_lib.Way(**facts)
       self._bar.set_postfix_str(f"{rate}: compile {name}")
       if way.program not in built:
-        replies = self._ask("build", program=way.program, stops=way.stops)
+        replies = self._served.ask(
+          "build", program=way.program, stops=way.stops
+        )
         wrong = sum(reply["wrong"] for reply in replies)
         wrong += len({reply["digest"] for reply in replies}) - 1
         built[way.program] = wrong, replies[0]["compile_s"]
@@ -104,4 +101,4 @@ class _Groups(campaign.Campaign):
     for _ in campaign.time_programs(self._served, section, names, repeats):
       self._bar.update()
     for way in section.ways.values():
-      way.told = self._ask("told", program=way.program)[0]
+      way.told = self._served.ask("told", program=way.program)[0]

@@ -74,13 +74,14 @@ class Found(campaign.Findings):
 
   @classmethod
   def parsed(cls, document: dict[str, Any]) -> Self:
-    sections = document.pop("sections")
-    for section in sections:
-      known = section.pop("ways")
-      section["ways"] = {name: Way(**way) for name, way in known.items()}
-    simulated = [ways.Simulated(**x) for x in document.pop("simulated")]
-    sections = [Section(**section) for section in sections]
-    return cls(**document, sections=sections, simulated=simulated)
+    sections, simulated = map(document.pop, ("sections", "simulated"))
+    for x in sections:
+      x["ways"] = {name: Way(**way) for name, way in x["ways"].items()}
+    return cls(
+      **document,
+      sections=[Section(**x) for x in sections],
+      simulated=[ways.Simulated(**x) for x in simulated],
+    )
 
 
 _MEASURED = (
@@ -124,7 +125,6 @@ def _measured(section: Section) -> rich.table.Table:
     over = "-"
     if best is not None and section.times_s(way.program):
       over = str(section.over(way.program, best))
-    wrong = f"[bold red]{way.wrong}[/]" if way.wrong else "0"
     shown.add_row(
       name,
       str(len(way.stops)),
@@ -133,7 +133,7 @@ def _measured(section: Section) -> rich.table.Table:
       over,
       f"{way.told.get('wire_bytes', math.nan) / 1e3:.1f}",
       f"{way.told.get('rounds', math.nan):.0f}",
-      wrong,
+      tables.wrong(way.wrong),
     )
   return shown
 
@@ -152,12 +152,10 @@ def _simulated(rows: list[ways.Simulated]) -> rich.table.Table:
     cut = min(x.cuts_s)
     shown.add_row(
       f"  {x.images:,}",
-      _ms(x.compute_s, 3),
-      _ms(x.one_s, 3),
-      _ms(x.each_s, 3),
-      f"{cut * 1e3:.3f} ({x.cuts_s.index(cut) + 1})",
-      f"{x.mergecomp_s * 1e3:.3f} ({_stops(x.mergecomp)})",
-      f"{x.search_s * 1e3:.3f} ({_stops(x.search)})",
+      *(_ms(s, 3) for s in (x.compute_s, x.one_s, x.each_s)),
+      f"{_ms(cut, 3)} ({x.cuts_s.index(cut) + 1})",
+      f"{_ms(x.mergecomp_s, 3)} ({_stops(x.mergecomp)})",
+      f"{_ms(x.search_s, 3)} ({_stops(x.search)})",
       "yes" if x.unimodal else "no",
     )
   return shown

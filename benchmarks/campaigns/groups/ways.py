@@ -58,12 +58,11 @@ def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
     if len(leaf.shape) > 1:
       spread = math.sqrt(2 / math.prod(leaf.shape[:-1]))
       params[name] = spread * rng.standard_normal(leaf.shape, np.float32)
-  image, found = (size, size, _CHANNELS), []
-  patterns = rng.standard_normal((_CLASSES, *image), np.float32)
+  of = lambda n: rng.standard_normal((n, size, size, _CHANNELS), np.float32)
+  patterns, found = of(_CLASSES), []
   for _ in range(batches):
     labels = rng.integers(0, _CLASSES, hosts * batch, np.int32)
-    noise = rng.standard_normal((hosts * batch, *image), np.float32)
-    found.append((patterns[labels] + _NOISE * noise, labels))
+    found.append((patterns[labels] + _NOISE * of(len(labels)), labels))
   return Model(params, loss, found)
 
 
@@ -89,13 +88,6 @@ def require_several(model: Model, least: int) -> None:
     )
 
 
-def moved_bytes(model: Model, images: int) -> float:
-  """Returns the bytes that a step of so many images moves, as on a roofline."""
-  step = jax.make_jaxpr(jax.value_and_grad(model.loss))
-  traced = step(model.params, *_part(model, images))
-  return library.gradient_trace._walk(traced.jaxpr, 0.0)[0]
-
-
 def _part(model: Model, images: int) -> list[jax.ShapeDtypeStruct]:
   """Shapes of so many images and labels."""
   return [
@@ -118,8 +110,8 @@ def program(stops: Sequence[int]) -> str:
 
 def by_hand(leaves: int) -> dict[str, Stops]:
   """One exchange, one a leaf, two cut after each quarter, and four."""
-  quarters = dict.fromkeys(round(leaves * k / 4) for k in (1, 2, 3))
-  cuts = [cut for cut in quarters if 0 < cut < leaves]
+  quarters = {round(leaves * k / 4) for k in (1, 2, 3)}
+  cuts = sorted(quarters - {0, leaves})
   ways: dict[str, Stops] = {ONE: (leaves,)}
   ways |= {f"2, cut after {cut}": (cut, leaves) for cut in cuts}
   if len(cuts) == 3:
@@ -168,7 +160,7 @@ class Priced(NamedTuple):
   def together(self, stops: Stops) -> float:
     """Seconds of a way's exchanges by zen, one after another."""
     found = 0.0
-    for i, j in zip((0, *stops), stops):
+    for i, j in itertools.pairwise((0, *stops)):
       exchange = self.groups.exchange(i, j, ZEN)
       assert exchange is not None, (i, j)
       found += exchange.option.work_s + exchange.option.link_s
@@ -191,24 +183,17 @@ def priced(
   context = library.Context(axes=axes, sizes=topology.sizes, mean=True)
   tensors, once = [], math.inf
   before = gradients[-1].ready - 1.0
-  for gradient in gradients:
-    size = math.prod(gradient.shape)
-    table = library.table(gradient.name, size, 1, gradient.dtype)
-    profile = profiles[gradient.name]
-    p = library.cost.predict(ZEN, table, profile, context, topology.links)
-    option = library.Option(
-      ZEN, p.mask_s, p.wire_s, p.local_s - p.mask_s, p.received
-    )
+  for g in gradients:
+    table = library.table(g.name, math.prod(g.shape), 1, g.dtype)
+    on = profiles[g.name], context, topology.links
+    p = library.cost.predict(ZEN, table, *on)
+    after_s = p.local_s - p.mask_s
+    option = library.Option(ZEN, p.mask_s, p.wire_s, after_s, p.received)
     once = min(once, p.once_s, p.wire_s)
-    tensors.append(
-      library.Tensor(
-        name=gradient.name,
-        bytes=size * gradient.dtype.itemsize,
-        backward_s=(gradient.ready - before) * compute_seconds,
-        options=(option,),
-      )
-    )
-    before = gradient.ready
+    size, own_s = table.num_rows * g.dtype.itemsize, g.ready - before
+    own_s *= compute_seconds
+    tensors.append(library.Tensor(g.name, size, own_s, (option,)))
+    before = g.ready
   return _with(tuple(tensors), library.Option(ZEN, link_s=once))
 
 
@@ -232,11 +217,8 @@ def _one_by_one(costs: Priced) -> Priced:
     seconds = option.work_s + option.link_s
     return library.Option(option.name, before_s=seconds, bytes=option.bytes)
 
-  tensors = tuple(
-    dataclasses.replace(t, options=tuple(map(serial, t.options)))
-    for t in costs.tensors
-  )
-  return _with(tensors, serial(costs.once))
+  one = lambda t: dataclasses.replace(t, options=tuple(map(serial, t.options)))
+  return _with(tuple(map(one, costs.tensors)), serial(costs.once))
 
 
 def _with(tensors: tuple[library.Tensor, ...], once: library.Option) -> Priced:
@@ -287,8 +269,8 @@ class Simulated:
 def is_unimodal(seconds: Sequence[float]) -> bool:
   """Falling, or equal up to rounding, and from some place on rising."""
   steps = [
-    math.copysign(1, after - before)
-    for before, after in zip(seconds, seconds[1:])
+    after > before
+    for before, after in itertools.pairwise(seconds)
     if abs(after - before) > _ROUNDING * before
   ]
   return steps == sorted(steps)
@@ -298,24 +280,22 @@ def on_machines(
   model: Model, profiles: Mapping[str, zenjax.planner.Profile], least: int
 ) -> list[dict[str, Any]]:
   """Simulates every machine, with few and many images."""
-  n, planner = _DEVICES, zenjax.planner
+  n, kinds, found = _DEVICES, zenjax.planner.Topology, []
   machines = {
-    f"{n} x {_DEVICE}, NVLink": planner.Topology.preset(_DEVICE, n),
-    f"{n} x {_DEVICE}, {_NETWORK}": planner.Topology.network(
-      _NETWORK, n, _DEVICE
-    ),
+    f"{n} x {_DEVICE}, NVLink": kinds.preset(_DEVICE, n),
+    f"{n} x {_DEVICE}, {_NETWORK}": kinds.network(_NETWORK, n, _DEVICE),
   }
-  found = []
   memory = library.machines.known_machine(_DEVICE).memory_bandwidth
   for (name, topology), images in itertools.product(machines.items(), _IMAGES):
-    compute_s = moved_bytes(model, images) / memory
+    step = jax.make_jaxpr(jax.value_and_grad(model.loss))
+    traced = step(model.params, *_part(model, images))
+    # Bytes that it moves, as on a roofline.
+    compute_s = library.gradient_trace._walk(traced.jaxpr, 0.0)[0] / memory
     gradients = compressed(model, images, least)
     costs = priced(gradients, profiles, topology, compute_s)
     alone = library.search(library.GroupCosts(costs.tensors))
-    cut = [
-      seconds_of(costs, baselines.cut_at(costs.groups, k))
-      for k in range(1, len(costs.tensors) + 1)
-    ]
+    each = range(1, len(costs.tensors) + 1)
+    cut = [seconds_of(costs, baselines.cut_at(costs.groups, k)) for k in each]
     halved = baselines.mergecomp(costs.groups)
     best, best_s = baselines.exhaustive(costs.groups)
     simulated = Simulated(

@@ -47,44 +47,36 @@ class Exchanges:
   """The batches that all variants of one workload share on this host."""
 
   def __init__(
-    self,
-    workload: workloads.Workload,
-    mesh: Mesh,
-    num_batches: int,
-    compiler: served.SharedCompiler,
+    self, workload: workloads.Workload, on: served.Worker, num_batches: int
   ):
-    self.workload = workload
-    self.mesh = mesh
-    self.compiler = compiler
-    self.n = mesh.size
-    self._split = NamedSharding(mesh, P(sync.AXIS))
+    self.workload, self.shape = workload, (workload.rows, workload.width)
+    self.mesh, self.compiler, self.n = on.mesh, on.compiler, on.mesh.size
     self.batches = [self.draw(seed) for seed in range(num_batches)]
+    split = P(sync.AXIS)
     self._make = jax.jit(
       jax.shard_map(
-        self._scatter, mesh=mesh, in_specs=P(sync.AXIS), out_specs=P(sync.AXIS)
+        self._scatter, mesh=on.mesh, in_specs=split, out_specs=split
       )
     )
-    self._plain: dict[str, Exchange] = {}
+    self._compiled: dict[str, Exchange] = {}
 
   def exchange(self, variant: Variant) -> "Exchange":
-    """Compiled; what nothing is pinned of is compiled once."""
-    if variant.pinned:
-      return Exchange(self, variant)
-    if variant.name not in self._plain:
-      self._plain[variant.name] = Exchange(self, variant)
-    return self._plain[variant.name]
+    """Compiled once, for itself and for what it is the rehearsal of."""
+    if variant.name not in self._compiled:
+      self._compiled[variant.name] = Exchange(self, variant)
+    return self._compiled[variant.name]
 
   def draw(self, seed: int) -> _Batch:
     """A step's rows on every host; the values of this one."""
     ids = workloads.sets(self.workload, self.n, seed)
-    most = max(map(len, ids))
-    me = jax.process_index()
+    me, most = jax.process_index(), max(map(len, ids))
     mine = np.full(most, self.workload.rows, np.int32)
-    mine[: len(ids[me])] = ids[me]
     rows = np.zeros((most, self.workload.width), np.float32)
+    mine[: len(ids[me])] = ids[me]
     rows[: len(ids[me])] = self._values(seed, me, len(ids[me]))
+    split = NamedSharding(self.mesh, P(sync.AXIS))
     place = lambda x: jax.make_array_from_process_local_data(
-      self._split, x[None], (self.n, *x.shape)
+      split, x[None], (self.n, *x.shape)
     )
     return _Batch(ids, (place(mine), place(rows)), seed)
 
@@ -93,18 +85,17 @@ class Exchanges:
     return oracle.values(rng, (count, self.workload.width))
 
   def _scatter(self, ids, rows):
-    zeros = jnp.zeros((self.workload.rows, self.workload.width), jnp.float32)
+    zeros = jnp.zeros(self.shape, jnp.float32)
     zeros = jax.lax.pcast(zeros, sync.AXIS, to="varying")
     return zeros.at[ids[0]].set(rows[0], mode="drop")[None]
 
   def gradient(self, batch: _Batch) -> dict[str, jax.Array]:
     """Fresh local gradients, `[n, R, D]`, one a host."""
-    made = self._make(*batch.placed)
-    return {sync.LEAF: jax.block_until_ready(made)}
+    return {sync.LEAF: jax.block_until_ready(self._make(*batch.placed))}
 
   def wanted(self, batch: _Batch) -> np.ndarray:
     """`[R, D]`, the mean in float64."""
-    total = np.zeros((self.workload.rows, self.workload.width))
+    total = np.zeros(self.shape)
     for host, ids in enumerate(batch.ids):
       total[ids] += self._values(batch.seed, host, len(ids))
     return total / self.n
@@ -118,8 +109,7 @@ class Exchange:
   """One variant, compiled."""
 
   def __init__(self, shared: Exchanges, variant: Variant):
-    self._shared = shared
-    self.variant = variant
+    self._shared, self.variant = shared, variant
     capacities = self._advice() if variant.pinned else None
     self._state, self._step, self.compile_s = self._compile(capacities)
     self._turn = 0
@@ -132,37 +122,30 @@ class Exchange:
     if self.variant.options.get("on_overflow") == "carry":
       # One round must hold all rows, or some would wait for the next step.
       advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(sync.LEAF)
-      return advice and tuple(
-        min(math.ceil(c * _SPARE), self._shared.workload.rows) for c in advice
-      )
+      most, _ = self._shared.shape
+      return advice and tuple(min(math.ceil(c * _SPARE), most) for c in advice)
     return zenjax.advise(run.state()).get(sync.LEAF)
 
   def _compile(self, capacities):
     mesh = self._shared.mesh
     options = {**self.variant.options, "capacities": capacities}
     tx = zenjax.zen_sync(sync.AXIS, sparse=True, **options)
-    zeros = sync.zeros(
-      mesh, self._shared.workload.rows, self._shared.workload.width
-    )
+    zeros = sync.zeros(mesh, *self._shared.shape)
     state = zenjax.init(tx, zeros, mesh, sync.AXIS)
     multihost_utils.sync_global_devices("state")
-    specs = zenjax.state_specs(state, sync.AXIS)
+    specs = P(sync.AXIS), zenjax.state_specs(state, sync.AXIS)
 
     def step(grads, state):
       local: Any = jax.tree.map(lambda x: x[0], grads)
       if self.variant.rows_in:
         ids, values = local[sync.LEAF]
-        num_rows = self._shared.workload.rows
-        local = {sync.LEAF: zenjax.SparseRows(ids, values, num_rows)}
+        rows = zenjax.SparseRows(ids, values, self._shared.shape[0])
+        local = {sync.LEAF: rows}
       synced, state = tx.update(local, state)
       return jax.tree.map(lambda x: x[None], synced), state
 
     mapped = jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=(P(sync.AXIS), specs),
-      out_specs=(P(sync.AXIS), specs),
-      check_vma=False,
+      step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
     )
     grads = self.gradient(self._shared.batches[0])
     # Rows leave the gradient unwritten; given away, it would be taken for the
@@ -175,9 +158,10 @@ class Exchange:
 
   def gradient(self, batch: _Batch) -> dict[str, Any]:
     """Returns the gradients that the hosts have to send."""
-    if self.variant.rows_in:
-      return {sync.LEAF: batch.placed}
-    return self._shared.gradient(batch)
+    as_rows = self.variant.rows_in
+    return (
+      {sync.LEAF: batch.placed} if as_rows else self._shared.gradient(batch)
+    )
 
   def __call__(self, grads: Any) -> Any:
     synced, self._state = self._step(grads, self._state)
@@ -205,7 +189,7 @@ class Exchange:
   def _whole(self, got):
     if not self.variant.rows_out:
       return served.here(got)[0]
-    table = np.zeros((self._shared.workload.rows, self._shared.workload.width))
+    table = np.zeros(self._shared.shape)
     ids, rows = served.here(got.indices)[0], served.here(got.values)[0]
     real = ids < len(table)
     table[ids[real]] = rows[real]
@@ -237,9 +221,7 @@ class _Worker(served.Worker):
   def workload(self, name: str, batches: int) -> dict:
     """Draws the batches of a workload and forgets the last one."""
     self.programs.clear()
-    self._exchanges = Exchanges(
-      workloads.get(name), self.mesh, batches, self.compiler
-    )
+    self._exchanges = Exchanges(workloads.get(name), self, batches)
     return self._exchanges.facts()
 
   def build(self, variant: str) -> dict:

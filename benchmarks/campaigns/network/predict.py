@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import numpy as np
 
@@ -19,10 +20,10 @@ import zenjax
 
 def table_of(workload: workloads.Workload, unit: int | None) -> library.Table:
   """The workload's table, or the same in blocks of `unit` elements."""
-  rows, width = workload.rows, workload.width
+  shape = workload.rows, workload.width
   if unit is not None:
-    rows, width = -(-rows * width // unit), unit
-  return library.table("table", rows, width)
+    shape = -(-math.prod(shape) // unit), unit
+  return library.table("table", *shape)
 
 
 def profile_of(
@@ -120,9 +121,10 @@ def predicted(
   """Predicts a variant whose sizes fit; returns None for the others."""
   variant = VARIANTS[name]
   scheme = variant.options["scheme"]
-  if scheme in library.SPARSE and not variant.pinned or variant.rows_out:
+  sparse = library.SPARSE.get(scheme)
+  if sparse and not variant.pinned or variant.rows_out:
     return None
-  unit = library.SPARSE[scheme].unit if scheme in library.SPARSE else None
+  unit = sparse and sparse.unit
   table = table_of(workload, unit)
   profile = profile_of(workload, hosts, unit, batches)
   groups = 1
@@ -141,10 +143,8 @@ def judged_cells(found: Findings) -> list[Judged]:
       # Past break-even every scheme takes the dense path.
       dense = cell.wire_bytes >= cell.facts["dense_bytes"] and variant != "ring"
       taken = "psum" if dense else variant
-      prediction = predicted(taken, workload, hosts, cell.batches, on)
-      if prediction is not None:
-        line_s = prediction.received / on.bandwidth
-        judged.append(Judged(cell, prediction, line_s))
+      if p := predicted(taken, workload, hosts, cell.batches, on):
+        judged.append(Judged(cell, p, p.received / on.bandwidth))
   return judged
 
 
@@ -185,8 +185,7 @@ def all_picks(found: Findings) -> list[Pick]:
   """One for every section in which all that `auto` may take was timed."""
   picks = []
   for section, members in sorted(found.sections().items()):
-    _, hosts, _ = section
-    cells = timed(members)
+    hosts, cells = section[1], timed(members)
     variants = {
       ("dense", 1): "psum",
       ("all_gather", 1): "all_gather-pinned",
@@ -244,22 +243,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show_cells(judged: Sequence[Judged]) -> None:
-  table = tables.made(
-    "Predicted beside measured",
-    *("workload, hosts, rate", "variant", "predicted ms", "measured ms"),
-    *("error %", "limited by"),
-  )
-  for one in judged:
-    cell = one.cell
-    table.add_row(
-      f"{cell.workload}, {cell.hosts}, {cell.rate}",
-      cell.variant,
+  rows = [
+    (
+      f"{one.cell.workload}, {one.cell.hosts}, {one.cell.rate}",
+      one.cell.variant,
       f"{one.predicted.seconds * 1e3:.1f}",
-      f"{cell.median_s * 1e3:.1f}",
+      f"{one.cell.median_s * 1e3:.1f}",
       f"{one.error * 100:+.0f}",
       "cores" if one.by_cores else "link",
     )
-  tables.console().print(table)
+    for one in judged
+  ]
+  headers = "workload, hosts, rate", "variant", "predicted ms", "measured ms"
+  title, more = "Predicted beside measured", ("error %", "limited by")
+  tables.show_rows(title, (*headers, *more), rows)
   linked = [abs(one.error) for one in judged if not one.by_cores]
   if linked:
     middle, most = np.percentile(linked, [50, 90]) * 100
@@ -277,14 +274,9 @@ def _show_picks(picks: Sequence[Pick]) -> None:
   )
   for pick in picks:
     style = "red" if pick.harmful else None if pick.good else "yellow"
-    table.add_row(
-      "{}, {}, {}".format(*pick.section),
-      pick.chosen,
-      pick.best,
-      _ratio_text(pick.over_best, 2),
-      _ratio_text(pick.over_psum, 3),
-      style=style,
-    )
+    words = "{}, {}, {}".format(*pick.section), pick.chosen, pick.best
+    over = _ratio_text(pick.over_best, 2), _ratio_text(pick.over_psum, 3)
+    table.add_row(*words, *over, style=style)
   tables.console().print(table)
   if not picks:
     return
@@ -318,22 +310,18 @@ def _show_beyond(workload: workloads.Workload, rate: str, batches: int) -> None:
   """
   profile = profile_of(workload, 8, None, batches)
   on = zenjax.planner.Link(bandwidth=_line_rate(rate), latency_s=20e-6)
-  table = tables.made(
-    f"{workload.name} at {rate}: by formula alone, line rate, no local work",
-    *("hosts", "fastest", "ms", "next", "ms", "times faster than psum"),
-  )
+  rows = []
   for hosts in _BEYOND:
     schemes = {}  # The fastest first.
     for p in library.choices(table_of(workload, None), profile, hosts, on):
       schemes.setdefault(p.scheme, p)
-    dense = schemes.pop("dense")
+    dense = schemes.pop("dense").seconds
     best, second = list(schemes.values())[:2]
-    table.add_row(
-      str(hosts),
-      f"{best.scheme}/{best.column_groups}",
-      f"{best.seconds * 1e3:.1f}",
-      second.scheme,
-      f"{second.seconds * 1e3:.1f}",
-      f"{dense.seconds / best.seconds:.1f}",
-    )
-  tables.console().print(table)
+    name, ratio = f"{best.scheme}/{best.column_groups}", dense / best.seconds
+    ms = [f"{p.seconds * 1e3:.1f}" for p in (best, second)]
+    rows.append([str(hosts), name, ms[0], second.scheme, ms[1], f"{ratio:.1f}"])
+  tables.show_rows(
+    f"{workload.name} at {rate}: by formula alone, line rate, no local work",
+    ("hosts", "fastest", "ms", "next", "ms", "times faster than psum"),
+    rows,
+  )

@@ -53,10 +53,7 @@ COLUMNS = (
   table.Column(
     "wire/\nbound", lambda c, _: c.wire_bytes / c.facts["bound_bytes"], ".2f"
   ),
-  table.COMPILE,
-  table.WRONG,
-  table.TIME,
-  table.SPREAD,
+  *(table.COMPILE, table.WRONG, table.TIME, table.SPREAD),
   table.Column(f"x faster\nthan {BASELINE}", faster, ".2f"),
   table.Column("time/\nbound", lambda c, _: over_bound_time(c), ".2f"),
 )

@@ -4,8 +4,6 @@ import argparse
 from collections.abc import Sequence
 import itertools
 import json
-import pathlib
-import tempfile
 from typing import Any
 
 from benchmarks import campaign
@@ -70,19 +68,13 @@ class _Planned(campaign.Campaign):
         self._on_hosts(hosts, [key for key in left if key.hosts == hosts])
 
   def _on_hosts(self, hosts: int, keys: Sequence[cells_lib.Key]) -> None:
-    loopback = self.options.loopback
-    with (
-      tempfile.TemporaryDirectory(prefix="zenjax-planned-") as scratch,
-      campaign.hosts(
-        hosts, "campaigns.planned.host", loopback=loopback
-      ) as served,
-    ):
+    module, loopback = "campaigns.planned.host", self.options.loopback
+    with campaign.hosts(hosts, module, loopback=loopback) as served:
       for rate in dict.fromkeys(key.rate for key in keys):
         self._links(served, rate)
       for model in dict.fromkeys(key.model for key in keys):
         rates = [key.rate for key in keys if key.model == model]
-        trace = str(pathlib.Path(scratch, f"trace-{model}"))
-        self._model(served, model, rates, trace)
+        self._model(served, model, rates)
 
   def _links(self, served: Served, rate: str) -> None:
     at = served.bed.hosts, rate
@@ -94,9 +86,7 @@ class _Planned(campaign.Campaign):
     self.found.topologies[at] = replies[0]
     self.save()
 
-  def _model(
-    self, served: Served, model: str, rates: Sequence[str], trace: str
-  ) -> None:
+  def _model(self, served: Served, model: str, rates: Sequence[str]) -> None:
     served.bed.set_rate("unlimited")
     self._bar.set_postfix_str(f"{model}: compile, record")
     served.ask(
@@ -104,7 +94,7 @@ class _Planned(campaign.Campaign):
       name=model.removesuffix(_ROWS),
       rows=model.endswith(_ROWS),
       batches=self.options.batches,
-      trace=trace,
+      trace=f"{served.cache}/trace-{model}",
     )
     # By turns, or it would find its memory in caches as no other does.
     programs = (cells_lib.BASELINE, "none")
@@ -138,13 +128,12 @@ class _Planned(campaign.Campaign):
     told: dict[str, dict[str, Any]] = served.ask(
       "plans", topology=topology, compute_seconds=compute_s
     )[0]
-    ways = {
-      cells_lib.BASELINE: cells_lib.Way(
-        program=cells_lib.BASELINE,
-        predicted_s=told[cells_lib.DENSE]["pmean_s"],
-        received_bytes=told[cells_lib.DENSE]["received_bytes"],
-      )
-    }
+    pmean = cells_lib.Way(
+      program=cells_lib.BASELINE,
+      predicted_s=told[cells_lib.DENSE]["pmean_s"],
+      received_bytes=told[cells_lib.DENSE]["received_bytes"],
+    )
+    ways = {cells_lib.BASELINE: pmean}
     wanted = self.options.ways or told
     if unknown := sorted(set(wanted) - set(told)):
       raise RuntimeError(

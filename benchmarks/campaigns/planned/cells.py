@@ -194,21 +194,13 @@ def _rows(section: Section) -> Iterator[list[str]]:
   for name, way in section.ways.items():
     numbers = ["-"] * 4
     if cell := timed.get(name):
-      over = "-"
-      if BASELINE in timed:
-        over = f"{cell.measured_s / timed[BASELINE].measured_s:.2f}"
-      numbers = [
-        f"{cell.predicted_s * 1e3:.1f}",
-        f"{cell.measured_s * 1e3:.1f}",
-        f"{cell.error:+.0%}" + ("" if cell.by_link else " *"),
-        over,
-      ]
+      seconds = cell.predicted_s, cell.measured_s
+      error = f"{cell.error:+.0%}" + ("" if cell.by_link else " *")
+      over = section.median_s(BASELINE)
+      over = table.number(cell.measured_s / over, ".2f")
+      numbers = [*(f"{s * 1e3:.1f}" for s in seconds), error, over]
     numbers += [f"{way.received_bytes / 1e6:.2f}", f"{way.compile_s:.1f}"]
-    yield [
-      f"  {name}",
-      *numbers,
-      f"[bold red]{way.wrong}[/]" if way.wrong else "0",
-    ]
+    yield [f"  {name}", *numbers, table.wrong(way.wrong)]
 
 
 def lines(sections: Sequence[Section]) -> Iterator[str]:
