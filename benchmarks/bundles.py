@@ -47,8 +47,7 @@ class Dump(NamedTuple):
 
 def read(directory: pathlib.Path) -> Dump:
   """Returns the dump in `directory`, without control around instructions."""
-  bundles: dict[str, int] = {}
-  spills: dict[str, int] = {}
+  bundles, spills = {}, {}
   for path in directory.glob("*final_bundles.txt"):
     # <time>-<instruction>-<number of the pass>-<pass>.txt
     _, _, rest = path.name.partition("-")
@@ -88,12 +87,8 @@ def _count(work, name, way, device, directory):
   mesh = Mesh(np.array([device]), ("one",))
   on = NamedSharding(mesh, P())
   run = functools.partial(OPERATIONS[name], implementation=way)
-  mapped = jax.shard_map(
-    lambda *arrays: run(*arrays, *work.static),
-    mesh=mesh,
-    in_specs=P(),
-    out_specs=P(),
-  )
+  call = lambda *arrays: run(*arrays, *work.static)
+  mapped = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P())
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), work.arrays
   )

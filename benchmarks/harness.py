@@ -200,9 +200,8 @@ def _measure_group(cases, repeats, warmup, bar, results):
   try:
     for turn in range(-warmup, repeats):
       for i in shuffled(len(built), turn):
-        run, prepare = built[i].run, built[i].prepare
-        if run is not None and not built[i].wrong:
-          if prepare is not None:
+        if (run := built[i].run) and not built[i].wrong:
+          if prepare := built[i].prepare:
             jax.block_until_ready(prepare())
           seconds = seconds_of(run)
           if turn >= 0:
@@ -223,15 +222,10 @@ def shuffled(count: int, turn: int) -> np.ndarray:
 @functools.cache
 def _settling():
   """A program in which all devices take part."""
-  spec = jax.sharding.PartitionSpec
-  total = jax.shard_map(
-    lambda x: jax.lax.psum(x, "all"),
-    mesh=mesh(jax.device_count(), "all"),
-    in_specs=spec("all"),
-    out_specs=spec(),
-  )
-  zeros = np.zeros(jax.device_count(), np.float32)
-  return functools.partial(jax.jit(total), zeros)
+  spec, on = jax.sharding.PartitionSpec, mesh(jax.device_count(), "all")
+  total = lambda x: jax.lax.psum(x, "all")
+  mapped = jax.shard_map(total, mesh=on, in_specs=spec("all"), out_specs=spec())
+  return functools.partial(jax.jit(mapped), np.zeros(on.size, np.float32))
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 _RELATIVE = 2.0**-22
 
 
-def values(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+def values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
   """Integers in [-8, 8] as float32, none of them zero."""
   magnitude = rng.integers(1, 9, size=shape).astype(np.float32)
   return magnitude * rng.choice(np.array([-1, 1], np.float32), size=shape)

@@ -39,7 +39,11 @@ class Command(NamedTuple):
   help: str
   run: Callable[[Options], int]  # Returns the exit status, or is refused.
   flags: Sequence[Flag]
-  fixed: Mapping[str, Any] = {}  # Values that other commands have flags for.
+  fixed: Mapping[str, Any]  # Values that other commands have flags for.
+
+
+def _command(name, help, run, *flags: Flag, **fixed: Any) -> Command:
+  return Command(name, help, run, flags, fixed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -236,259 +240,229 @@ _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
 # --- the commands -----------------------------------------------------------
 
 COMMANDS = (
-  Command(
+  _command(
     "sync",
     "a training step on several devices, zenjax against pmean",
     partial(_measure, "cases.sync"),
-    (
-      _names(
-        "--workloads",
-        f"which tables; by default: {', '.join(workloads.NAMES)}; further"
-        f" {', '.join(workloads.SWEEP)}",
-        workloads.ALL_NAMES,
-      ),
-      _DEVICES,
-      _switch(
-        "--pinned",
-        "also with capacities pinned to what an unpinned run advises",
-      ),
-      *(_FULL_SIZE, _batches(4), _VARIANTS, *_timed(15)),
+    _names(
+      "--workloads",
+      f"which tables; by default: {', '.join(workloads.NAMES)}; further"
+      f" {', '.join(workloads.SWEEP)}",
+      workloads.ALL_NAMES,
     ),
+    _DEVICES,
+    _switch(
+      "--pinned",
+      "also with capacities pinned to what an unpinned run advises",
+    ),
+    *(_FULL_SIZE, _batches(4), _VARIANTS, *_timed(15)),
   ),
-  Command(
+  _command(
     "step",
     "whole training steps, dense gradients against rows",
     partial(_measure, "cases.step"),
-    (
-      _number(
-        "--rows",
-        [100_000, 1_000_000],
-        "of the tables, as many as fit in memory together",
-      ),
-      _number("--width", 16, "of the tables"),
-      _number("--look-ups", 4096, "of a device and step"),
-      _DEVICES,
-      _hosts("so many processes of one device each, joined by links"),
-      _rate("of the links of --hosts; by default 1gbit"),
-      _LOOPBACK,
-      _flag(
-        "--optimizer",
-        choices=("adam", "adagrad", "row_adagrad", "sgd"),
-        default="adam",
-      ),
-      _names(
-        "--variants",
-        "by default all: dense (pmean), zen (of dense gradients), rows,"
-        " rows-pinned, owners (owner_update)",
-      ),
-      *(_batches(4), *_timed(15)),
+    _number(
+      "--rows",
+      [100_000, 1_000_000],
+      "of the tables, as many as fit in memory together",
     ),
+    _number("--width", 16, "of the tables"),
+    _number("--look-ups", 4096, "of a device and step"),
+    _DEVICES,
+    _hosts("so many processes of one device each, joined by links"),
+    _rate("of the links of --hosts; by default 1gbit"),
+    _LOOPBACK,
+    _flag(
+      "--optimizer",
+      choices=("adam", "adagrad", "row_adagrad", "sgd"),
+      default="adam",
+    ),
+    _names(
+      "--variants",
+      "by default all: dense (pmean), zen (of dense gradients), rows,"
+      " rows-pinned, owners (owner_update)",
+    ),
+    *(_batches(4), *_timed(15)),
   ),
-  Command(
+  _command(
     "local",
     "mask, pack, select and gather on one device",
     partial(_measure, "cases.local"),
-    _timed(25),
-    {"devices": 1},
+    *_timed(25),
+    devices=1,
   ),
-  Command(
+  _command(
     "select",
     "accumulate, threshold, compact: a sparsifier on one device",
     partial(_measure, "cases.select"),
-    (
-      _number("--elements", 10_000_000, "of the gradient"),
-      _number("--density", 0.001, "to select", _share),
-      _number(
-        "--parts",
-        [1, 8],
-        "devices that share the search, of which one is measured",
-      ),
-      *_timed(25),
+    _number("--elements", 10_000_000, "of the gradient"),
+    _number("--density", 0.001, "to select", _share),
+    _number(
+      "--parts",
+      [1, 8],
+      "devices that share the search, of which one is measured",
     ),
-    {"devices": 1},
+    *_timed(25),
+    devices=1,
   ),
-  Command(
+  _command(
     "kernels",
     "every local operation by XLA and by hand-written kernels",
     partial(_measure, "cases.kernels"),
-    (
-      _number("--rows", 4_194_304, "of the table"),
-      _number("--width", 128, "of the table"),
-      _number("--density", 0.01, "of nonzero rows", _share),
-      *_timed(25),
-    ),
-    {"devices": 1},
+    _number("--rows", 4_194_304, "of the table"),
+    _number("--width", 128, "of the table"),
+    _number("--density", 0.01, "of nonzero rows", _share),
+    *_timed(25),
+    devices=1,
   ),
-  Command(
+  _command(
     "gpu",
     "everything that one GPU can show; without one, answers alone",
     partial(_call, "cases.gpu"),
-    (
-      _number("--rows", None, "by default 4194304 on a GPU, 4000 without one"),
-      _number("--width", None, "by default 128"),
-      _number(
-        "--density",
-        None,
-        "of nonzero rows; by default 0.01 on a GPU, 0.02 without one",
-        _share,
-      ),
-      *(_repeats(25), _JSON),
+    _number("--rows", None, "by default 4194304 on a GPU, 4000 without one"),
+    _number("--width", None, "by default 128"),
+    _number(
+      "--density",
+      None,
+      "of nonzero rows; by default 0.01 on a GPU, 0.02 without one",
+      _share,
     ),
+    *(_repeats(25), _JSON),
   ),
-  Command(
+  _command(
     "compile",
     "seconds to compile a step of several tables",
     partial(_measure, "cases.compile"),
-    (
-      _number("--tables", [1, 4, 26], "of a step, all of one width"),
-      *(_DEVICES, *_timed(2)),
-    ),
+    _number("--tables", [1, 4, 26], "of a step, all of one width"),
+    *(_DEVICES, *_timed(2)),
   ),
-  Command(
+  _command(
     "memory",
     "temporary memory of a step, compiled for CPU, TPU and GPU",
     partial(_measure, "cases.memory"),
-    (
-      _names("--targets", "all by default: {}", ("cpu", "tpu-v5e", "gpu-h200")),
-      *(_VARIANTS, _KEEP_MEMORY, _JSON),
-    ),
-    {"devices": 8, "repeats": 0, "plot": None},
+    _names("--targets", "all by default: {}", ("cpu", "tpu-v5e", "gpu-h200")),
+    *(_VARIANTS, _KEEP_MEMORY, _JSON),
+    **{"devices": 8, "repeats": 0, "plot": None},
   ),
-  Command(
+  _command(
     "sparsified",
     "steps of a dense model between hosts, sparsified or not",
     partial(_measure, "campaigns.sparsified"),
-    (
-      _number("--width", 1840, "of three square layers: 10 million parameters"),
-      _number("--batch", 32, "of a host"),
-      _number("--density", 0.01, "that exdyna and micro send", _share),
-      _number("--top", 0.05, "that every host selects by magnitude", _share),
-      _hosts("by default 4", default=4),
-      _rate("of their links, by default 200mbit", "200mbit"),
-      _LOOPBACK,
-      _names(
-        "--variants",
-        "of none, pmean, exdyna, micro, 'top zen', 'top zen, slots'; by"
-        " default all",
-      ),
-      *_timed(9),
+    _number("--width", 1840, "of three square layers: 10 million parameters"),
+    _number("--batch", 32, "of a host"),
+    _number("--density", 0.01, "that exdyna and micro send", _share),
+    _number("--top", 0.05, "that every host selects by magnitude", _share),
+    _hosts("by default 4", default=4),
+    _rate("of their links, by default 200mbit", "200mbit"),
+    _LOOPBACK,
+    _names(
+      "--variants",
+      "of none, pmean, exdyna, micro, 'top zen', 'top zen, slots'; by"
+      " default all",
     ),
-    {"devices": 8},  # Idle: hosts have their own.
+    *_timed(9),
+    devices=8,  # Idle: hosts have their own.
   ),
-  Command(
+  _command(
     "network",
     "every scheme over links of a known rate, hosts and all",
     partial(_call, "campaigns.network.campaign"),
-    (
-      _names(
-        "--workloads",
-        "of {}; by default those with rows to leave out, but for the sweep",
-        workloads.ALL_NAMES,
-      ),
-      _names("--variants", "of {}; by default all", tuple(VARIANTS)),
-      _SEVERAL_HOSTS,
-      _rates("200mbit 1gbit"),
-      _switch(
-        "--small",
-        "for what is not said otherwise take what two cores do in 10 minutes:"
-        " 4 hosts, lm1b-lstm and squad-bert, six variants",
-      ),
-      *(_LOOPBACK, _KEEP_MEMORY),
-      _switch("--no-calibration", "without times of single collectives"),
-      *(_repeats(5), _batches(2), _RESUMED),
-      _file(
-        "--plot",
-        "several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
-      ),
+    _names(
+      "--workloads",
+      "of {}; by default those with rows to leave out, but for the sweep",
+      workloads.ALL_NAMES,
+    ),
+    _names("--variants", "of {}; by default all", tuple(VARIANTS)),
+    _SEVERAL_HOSTS,
+    _rates("200mbit 1gbit"),
+    _switch(
+      "--small",
+      "for what is not said otherwise take what two cores do in 10 minutes:"
+      " 4 hosts, lm1b-lstm and squad-bert, six variants",
+    ),
+    *(_LOOPBACK, _KEEP_MEMORY),
+    _switch("--no-calibration", "without times of single collectives"),
+    *(_repeats(5), _batches(2), _RESUMED),
+    _file(
+      "--plot",
+      "several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
     ),
   ),
-  Command(
+  _command(
     "planned",
     "plans and other ways, predicted and measured between hosts",
     partial(_call, "campaigns.planned.campaign"),
-    (
-      _SEVERAL_HOSTS,
-      _rates(" ".join(_RATES)),
-      _names("--models", "of {}; by default lm dlrm", _PLANNED),
-      _names(
-        "--ways",
-        "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
-        " 'zen/1 alone'; by default all",
-      ),
-      *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
+    _SEVERAL_HOSTS,
+    _rates(" ".join(_RATES)),
+    _names("--models", "of {}; by default lm dlrm", _PLANNED),
+    _names(
+      "--ways",
+      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
+      " 'zen/1 alone'; by default all",
     ),
+    *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
   ),
-  Command(
+  _command(
     "groups",
     "a compressed CNN's gradients in one exchange, few or many",
     partial(_call, "campaigns.groups.campaign"),
-    (
-      _hosts("by default 4", default=4),
-      *(_rates("200mbit 1gbit"), _LOOPBACK, _SHOW),
-      _number("--width", 32, "of the network of examples.studies.cnn"),
-      _number("--batch", 16, "of a host"),
-      _number("--image-size", 16, "height and width"),
-      _number(
-        "--density", 0.01, "that every host selects by magnitude", _share
-      ),
-      _number("--least", 1024, "elements of a leaf that is compressed"),
-      *(_repeats(15), _batches(4), _JSON),
-    ),
+    _hosts("by default 4", default=4),
+    *(_rates("200mbit 1gbit"), _LOOPBACK, _SHOW),
+    _number("--width", 32, "of the network of examples.studies.cnn"),
+    _number("--batch", 16, "of a host"),
+    _number("--image-size", 16, "height and width"),
+    _number("--density", 0.01, "that every host selects by magnitude", _share),
+    _number("--least", 1024, "elements of a leaf that is compressed"),
+    *(_repeats(15), _batches(4), _JSON),
   ),
-  Command(
+  _command(
     "predict",
     "what the formulas say beside what `network` has measured",
     partial(_call, "campaigns.network.predict"),
-    (_file("file", "that `network --json` wrote"),),
+    _file("file", "that `network --json` wrote"),
   ),
-  Command(
+  _command(
     "sparsity",
     "which rows steps touch: overlap, skew, balance, bytes",
     partial(_call, "cases.sparsity"),
-    (
-      _flag(
-        "source",
-        "a directory that `examples.studies.lm --trace` wrote, or a"
-        f" workload: {', '.join(workloads.ALL_NAMES)}",
-        metavar="TRACE_OR_WORKLOAD",
-      ),
-      _number(
-        "--devices",
-        [2, 4, 8, 16, 32, 64, 128],
-        "what to count for; a trace of fewer devices pools its steps",
-        _several,
-      ),
-      _number("--steps", None, "all of a trace and 8 of a workload by default"),
-      _number("--seed", 0, "of a workload and of hashes", _natural),
-      *(_FULL_SIZE, _PLOT, _JSON),
+    _flag(
+      "source",
+      "a directory that `examples.studies.lm --trace` wrote, or a"
+      f" workload: {', '.join(workloads.ALL_NAMES)}",
+      metavar="TRACE_OR_WORKLOAD",
     ),
+    _number(
+      "--devices",
+      [2, 4, 8, 16, 32, 64, 128],
+      "what to count for; a trace of fewer devices pools its steps",
+      _several,
+    ),
+    _number("--steps", None, "all of a trace and 8 of a workload by default"),
+    _number("--seed", 0, "of a workload and of hashes", _natural),
+    *(_FULL_SIZE, _PLOT, _JSON),
   ),
-  Command(
+  _command(
     "growth",
     "unions of 16 times as many devices, predicted and real",
     partial(_call, "planner.growth"),
-    (
-      _number("--devices", 4, "of the recorded steps", _several),
-      _number("--steps", 32, "recorded"),
-      _number("--tokens", 4096, "of a device and step"),
-      _JSON,
-    ),
+    _number("--devices", 4, "of the recorded steps", _several),
+    _number("--steps", 32, "recorded"),
+    _number("--tokens", 4096, "of a device and step"),
+    _JSON,
   ),
-  Command(
+  _command(
     "utility",
     "set-ups in which compressed gradients pay, by formula",
     partial(_call, "planner.utility"),
-    (_JSON,),
+    _JSON,
   ),
-  Command(
+  _command(
     "search",
     "the planner's search against all, Espresso and MergeComp",
     partial(_call, "planner.search"),
-    (
-      _number("--instances", 200, "small ones of each kind, drawn"),
-      _number("--tensors", 300, "of the large ones", _several),
-      *(_repeats(20), _JSON),
-    ),
+    _number("--instances", 200, "small ones of each kind, drawn"),
+    _number("--tensors", 300, "of the large ones", _several),
+    *(_repeats(20), _JSON),
   ),
 )
 

@@ -329,8 +329,7 @@ def get(name: str, *, full_size: bool = False) -> Workload:
   """
   if name == "stdlib-lm":
     return stdlib_lm()
-  table = (FULL if full_size else SCALED) | SWEEP
-  if name not in table:
+  if name not in ALL_NAMES:
     known = ", ".join(ALL_NAMES)
     raise ValueError(f"`name` must be one of {known}, got {name!r}.")
-  return table[name]
+  return ((FULL if full_size else SCALED) | SWEEP)[name]

@@ -129,7 +129,7 @@ class _Worker(served.Worker):
       rehearsal = self._program(known.make(made, None))
       for _ in range(_WARM_UP):
         rehearsal()
-      capacities = zenjax.advise(rehearsal.state())
+      capacities = zenjax.advise(rehearsal.state_here())
       del rehearsal
     with known.tracing():
       program = self._program(known.make(made, capacities))
@@ -162,7 +162,7 @@ class _Worker(served.Worker):
     dense = 2 * part * size
     if variant in (NONE, DENSE):
       return {"wire_bytes": dense} if variant == DENSE else {}
-    found = zenjax.stats(program.state())
+    found = zenjax.stats(program.state_here())
     told = found.get("sparsifier")
     if told:  # Values that all have to be summed, at `k` places.
       facts = {name: told[name] for name in ("wire_bytes", "density")}

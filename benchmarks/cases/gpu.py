@@ -125,17 +125,16 @@ class Sync:
     compiled, seconds = self._compile(partition, pin, platform, interpreted)
     self.states[name] = self._run(compiled)
     usage: Any = compiled.memory_analysis()
-    facts = {
-      # What any way to find the nonzero rows of a gradient reads.
-      "bytes": float(self.gradients.tables.nbytes),
-      "temporary_bytes": float(usage.temp_size_in_bytes),
-    }
     return harness.Built(
       run=None if interpreted else functools.partial(self._step, compiled),
       prepare=self.gradients.restore,
       wrong=self.gradients.wrong(),
       compile_s=seconds,
-      facts=facts,
+      facts={
+        # What any way to find the nonzero rows of a gradient reads.
+        "bytes": float(self.gradients.tables.nbytes),
+        "temporary_bytes": float(usage.temp_size_in_bytes),
+      },
     )
 
   def _step(self, compiled):
@@ -271,10 +270,9 @@ def run(options: argparse.Namespace) -> int:
   """
   on_gpu = jax.default_backend() == "gpu"
   # Of a large table, and what an interpreter can do.
-  sizes = (4_194_304, 128, 0.01) if on_gpu else (4000, 128, 0.02)
+  sizes = (4_194_304, 128, 0.01) if on_gpu else kernels.INTERPRETED
   for name, size in zip(("rows", "width", "density"), sizes):
-    if getattr(options, name) is None:
-      setattr(options, name, size)
+    setattr(options, name, getattr(options, name) or size)
   shape = options.rows, options.width, options.density
   _check_device(shape)
   sync = Sync(*shape)

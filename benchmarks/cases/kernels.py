@@ -129,21 +129,19 @@ def merge(g: Gradient) -> Work:
   rng = np.random.default_rng(0)
   half = rng.random((DEVICES, capacity)) < 0.5
   slots, rows = _buffers(g, [mine[some] for some in half], capacity)
-  sent = half.any(axis=0)
-  want = g.values[mine[sent]].astype(np.float64)
-  want *= half.sum(axis=0)[sent][:, None]
+  sent, times = mine[half.any(axis=0)], half.sum(axis=0)
+  count, want = len(sent), g.values[sent].astype(np.float64)
+  want *= times[times > 0, None]
 
   def wrong(union):
-    count = int(sent.sum())
     if int(union.total) != count:
       return capacity * width
     got = np.asarray(union.rows)
-    different = np.asarray(union.slots)[:count] != g.slot[mine[sent]]
+    different = np.asarray(union.slots)[:count] != g.slot[sent]
     unused = int(np.count_nonzero(got[count:]))
     return int(different.sum()) + unused + oracle.count_wrong(got[:count], want)
 
-  received = int(half.sum()) * width * 4 + slots.nbytes
-  last = g.layout.slots
+  received, last = int(times.sum()) * width * 4 + slots.nbytes, g.layout.slots
   return Work(
     arrays=(jnp.asarray(slots), jnp.asarray(rows)),
     static=(jnp.int32(last), last, capacity, jnp.float32),
@@ -172,16 +170,13 @@ def expand(g: Gradient) -> Work:
 
 
 WORK: dict[str, Callable[[Gradient], Work]] = {
-  "mask_pack": mask_pack,
-  "compact": compact,
-  "merge": merge,
-  "expand": expand,
+  work.__name__: work for work in (mask_pack, compact, merge, expand)
 }
 _COPY = "copy"
 # JAX's names of the platforms that kernels are for.
 _PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}
 # What an interpreter can do while one waits.
-_INTERPRETED = 4000, 128, 0.02
+INTERPRETED = 4000, 128, 0.02
 
 
 def _over_floor(result: harness.Result, peers: table.Peers) -> float:
@@ -222,11 +217,11 @@ def cases(options: argparse.Namespace) -> list[Case]:
         found.append(harness.case(group, of, _build, shape, name, run))
   if platform is not None:
     return found
-  group = "{:,} x {}  interpreted: answers, no times".format(*_INTERPRETED)
+  group = "{:,} x {}  interpreted: answers, no times".format(*INTERPRETED)
   for name, operation in OPERATIONS.items():
     for on in operation.kernels:
       run = functools.partial(operation.kernel(on), interpret=True)
-      of = f"{name} {on}", _build, _INTERPRETED, name, run, False
+      of = f"{name} {on}", _build, INTERPRETED, name, run, False
       found.append(harness.case(group, *of))
   return found
 

@@ -324,18 +324,15 @@ def analyze(
   overlap_devices = _distribution([overlaps(step) for step in recorded])
   overlap_steps = _distribution([overlaps(a, b) for a, b in pairs])
   skews = []
-  for parts in PARTS:
-    if parts <= table.num_rows:
-      found = [skew(ids, table.num_rows, parts) for ids in sets]
-      ratio, first = np.mean(found, axis=0)
-      skews.append(Skew(parts=parts, ratio=float(ratio), first=float(first)))
+  for parts in [parts for parts in PARTS if parts <= table.num_rows]:
+    found = [skew(ids, table.num_rows, parts) for ids in sets]
+    ratio, first = np.mean(found, axis=0).tolist()
+    skews.append(Skew(parts=parts, ratio=ratio, first=first))
   yield None
-  scales, too_few = [], []
+  scales = []
   for n in devices:
     if steps := observed.draw(n):
       scales.append(_scale(observed, steps, n, seed))
-    else:
-      too_few.append(n)
     yield None
   yield Sparsity(
     name=table.name,
@@ -349,7 +346,7 @@ def analyze(
     overlap_steps=overlap_steps,
     skew=skews,
     scales=scales,
-    too_few=too_few,
+    too_few=[n for n in devices if n not in {s.devices for s in scales}],
   )
 
 
@@ -375,6 +372,7 @@ def _scale(
   total = float(np.mean([len(u) for u in unions]))
   row_bytes = observed.table.width * observed.table.dtype.itemsize
   ideal = (n - 1) / n * (local + total) * row_bytes
+  given = observed, steps, unions, n, seed, ideal
   return Scale(
     devices=n,
     steps=len(steps),
@@ -382,14 +380,11 @@ def _scale(
     density=local / rows,
     union_density=total / rows,
     densification=total / local if local else 1.0,
-    balance={
-      name: _balance(observed, steps, unions, n, name, seed, ideal)
-      for name in NAMES
-    },
+    balance={name: _balance(name, *given) for name in NAMES},
   )
 
 
-def _balance(observed, steps, unions, n, name, seed, ideal) -> Balance:
+def _balance(name, observed, steps, unions, n, seed, ideal) -> Balance:
   which = observed.tables, observed.place, n, name, seed
   if name == COLUMNS:
     # Every owner has an equal part of every row.
@@ -415,11 +410,9 @@ def _balance(observed, steps, unions, n, name, seed, ideal) -> Balance:
   for push, pull in zip(pushes.tolist(), pulls.tolist()):
     # One push and one pull of just these rows: of the fullest pair of source
     # and owner, and of the fullest union.
-    messages = [
-      *zen.push_messages([library.Room(plan, push)], context),
-      *zen.pull_messages([library.Room(plan, pull)], context),
-    ]
-    sizes.append(round(float(library.received_bytes(messages, context))))
+    sent = zen.push_messages([library.Room(plan, push)], context)
+    sent = [*sent, *zen.pull_messages([library.Room(plan, pull)], context)]
+    sizes.append(round(float(library.received_bytes(sent, context))))
   received = float(np.mean(sizes))
   return dataclasses.replace(
     shown,

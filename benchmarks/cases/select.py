@@ -114,8 +114,7 @@ def build(name: str, size: int, density: float, parts: int) -> harness.Built:
   answer = run()
   facts = {"vector_bytes": 4.0 * size, "wanted": problem.k / parts}
   if isinstance(answer, _Found):
-    index = np.asarray(answer.index)
-    facts["found"] = float(np.count_nonzero(index < size))
+    facts["found"] = float(jnp.sum(answer.index < size))
   wrong = variant.wrong(problem, answer)
   return harness.Built(
     run=run, prepare=prepare, wrong=wrong, compile_s=seconds, facts=facts
@@ -159,11 +158,6 @@ class _Found:
   square: jax.Array  # [] float32, of the residual; 0 where it is not wanted
 
 
-def _add_one(plan, residual, *rest):
-  del plan, rest
-  return residual + 1
-
-
 def _exclusive(
   plan, residual, gradient, start, end, threshold, *, sampled=False, norm=False
 ):
@@ -180,9 +174,8 @@ def _exclusive(
   return _Found(acc, index, threshold, square)
 
 
-def _top_k(plan, residual, gradient, *rest):
+def _top_k(plan, residual, gradient, *_):
   """Selects from the whole vector: it knows no partitions."""
-  del rest
   acc = residual + gradient
   index = lax.top_k(jnp.abs(acc), plan[0])[1]
   return _Found(acc, index, jnp.float32(0), jnp.float32(0))
@@ -218,8 +211,8 @@ def _wrong_top_k(problem: Problem, answer: _Found) -> int:
 _SAMPLED = functools.partial(_exclusive, sampled=True)
 _NORM = functools.partial(_exclusive, norm=True)
 VARIANTS = {
-  COPY: Variant(_add_one, _wrong_sum, donates=False),
-  IN_PLACE: Variant(_add_one, _wrong_sum),
+  COPY: Variant(lambda plan, x, *_: x + 1, _wrong_sum, donates=False),
+  IN_PLACE: Variant(lambda plan, x, *_: x + 1, _wrong_sum),
   "exdyna": Variant(_exclusive, _wrong_selection),
   "exdyna, norm": Variant(_NORM, _wrong_selection),
   "exdyna, sampled": Variant(_SAMPLED, _wrong_selection),

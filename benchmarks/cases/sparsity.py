@@ -2,12 +2,23 @@
 
 import argparse
 import dataclasses
+import math
 
-import tqdm
-
+from benchmarks import harness
 from benchmarks import record
 from benchmarks import table
 from benchmarks.cases import row_sets
+
+_room = lambda b: b.capacity or (math.nan, math.nan)
+_BALANCE = (
+  table.Column("imbalance\npush", lambda b, _: b.push, ".3f"),
+  table.Column("\npull", lambda b, _: b.pull, ".3f"),
+  table.Column("\npaid", lambda b, _: b.paid, ".3f"),
+  table.Column("capacity\npush", lambda b, _: _room(b)[0], ".0f"),
+  table.Column("\npull", lambda b, _: _room(b)[1], ".0f"),
+  table.Column("wire\nMB", lambda b, _: (b.bytes or math.nan) / 1e6, ".3f"),
+  table.Column("over\nideal", lambda b, _: b.over_ideal or math.nan, ".3f"),
+)
 
 
 def show(sparsity: row_sets.Sparsity) -> None:
@@ -37,38 +48,24 @@ def show(sparsity: row_sets.Sparsity) -> None:
   made.add_row("nonzero rows in the first, %", *shares)
   console.print(made)
 
-  made = table.made(
-    "densification", "devices", "steps", "d %", "dn %", "dn / d", "2 / (d + dn)"
-  )
+  rows = []
   for scale in sparsity.scales:
     both = scale.density + scale.union_density
-    made.add_row(
-      f"{scale.devices}{' pooled' if scale.pooled else ''}",
-      str(scale.steps),
-      f"{100 * scale.density:.3f}",
-      f"{100 * scale.union_density:.2f}",
-      f"{scale.densification:.2f}",
-      table.number(2 / both if both else None, ".1f"),
+    rows.append(
+      [
+        f"{scale.devices}{' pooled' if scale.pooled else ''}",
+        str(scale.steps),
+        f"{100 * scale.density:.3f}",
+        f"{100 * scale.union_density:.2f}",
+        f"{scale.densification:.2f}",
+        table.number(2 / both if both else None, ".1f"),
+      ]
     )
-  console.print(made)
+  headers = "devices", "steps", "d %", "dn %", "dn / d", "2 / (d + dn)"
+  table.show_rows("densification", headers, rows)
 
-  made = table.made(
-    "balance",
-    *("devices\n  partition", "imbalance\npush", "\npull", "\npaid"),
-    *("capacity\npush", "\npull", "wire\nMB", "over\nideal"),
-  )
-  for scale in sparsity.scales:
-    made.add_row(f"[bold]{scale.devices}[/bold]")
-    for name, balance in scale.balance.items():
-      made.add_row(
-        f"  {name}",
-        *(f"{x:.3f}" for x in (balance.push, balance.pull, balance.paid)),
-        *(table.number(x, ".0f") for x in balance.capacity or (None, None)),
-        table.number(balance.bytes, ".3f", 1e-6),
-        table.number(balance.over_ideal, ".3f"),
-      )
-    made.add_section()
-  console.print(made)
+  groups = [(str(scale.devices), scale.balance) for scale in sparsity.scales]
+  table.show_groups("balance", "devices\n  partition", _BALANCE, groups)
 
   if any(scale.pooled for scale in sparsity.scales):
     console.print(
@@ -89,16 +86,13 @@ def run(options: argparse.Namespace) -> int:
   Raises:
     ValueError: The source is none, broken or too short.
   """
-  observed = row_sets.load(
-    options.source,
-    steps=options.steps,
-    seed=options.seed,
-    full_size=options.full_size,
-  )
+  names = ("steps", "seed", "full_size")
+  asked = {name: getattr(options, name) for name in names}
+  observed = row_sets.load(options.source, **asked)
   devices = sorted(set(options.devices))
   parts = len(observed) * (len(devices) + 1)
   found: list[row_sets.Sparsity] = []
-  with tqdm.tqdm(total=parts, unit="part", disable=None, leave=False) as bar:
+  with harness.progress(total=parts, unit="part") as bar:
     for one in observed:
       bar.set_description(one.table.name)
       for part in row_sets.analyze(one, devices, seed=options.seed):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 import dataclasses
 import itertools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +52,6 @@ class Setting:
   distinct: int  # rows that ids are drawn from
   optimizer: str
   batches: int
-
-  @classmethod
-  def of(cls, options: argparse.Namespace, rows: int) -> Self:
-    """Returns the setting of a table with so many rows."""
-    same = ("width", "look_ups", "optimizer", "batches")
-    given = {name: getattr(options, name) for name in same}
-    return cls(rows=rows, distinct=min(options.rows), **given)
 
 
 def _zen(inner, capacities):
@@ -118,41 +111,26 @@ def build(
     "temporary": float(usage.temp_size_in_bytes),
     "wire_bytes": runner.wire_bytes(),
   }
-  return Built(run=runner, wrong=wrong, compile_s=runner.seconds, facts=facts)
+  return Built(run=runner, wrong=wrong, compile_s=runner.compile_s, facts=facts)
 
 
 def _loss(params, ids, values):
   return jnp.sum(jnp.take(params, ids[0], axis=0, mode="clip") * values[0])
 
 
-class _Runner:
-  """A compiled step that hands its state to the next."""
+class _Runner(sync.Runner):
+  """The step of a variant."""
 
   def __init__(self, variant, setting, mesh, compile, capacities):
     self._setting, self._mesh = setting, mesh
     inner = _OPTIMIZERS[setting.optimizer][0]()
-    self.params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
-    self._drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
-    self._placed = [
-      tuple(sync.place(mesh, x, AXIS) for x in batch) for batch in self._drawn
-    ]
-    self._turn = 0
-    self.compiled, self.state, self.seconds = sync.compile_step(
-      variant.transformation(inner, capacities),
-      _loss,
-      mesh,
-      self.params,
-      self._placed[0],
-      rows=variant.rows,
-      compile=compile,
-      donate_argnums=(0, 1),
-    )
-
-  def __call__(self):
-    batch = self._placed[self._turn % len(self._placed)]
-    self._turn += 1
-    self.params, self.state = self.compiled(self.params, self.state, *batch)
-    return self.params
+    tx = variant.transformation(inner, capacities)
+    params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
+    drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
+    placed = [[sync.place(mesh, x, AXIS) for x in batch] for batch in drawn]
+    self._first = drawn[0]
+    which = {"rows": variant.rows, "compile": compile}
+    super().__init__(tx, _loss, mesh, params, placed, **which)
 
   def check(self) -> int:
     """Wrong elements after the first batch twice, on every device.
@@ -160,9 +138,9 @@ class _Runner:
     The same rows twice: nothing that a lazy optimizer leaves out would happen.
     """
     self()
-    self._turn = 0
+    self.steps = 0
     self()
-    ids, values = self._drawn[0]
+    ids, values = self._first
     touched, at = np.unique(ids, return_inverse=True)
     values = values.reshape(-1, self._setting.width)
     grads = oracle.row_sums(at.reshape(-1), values, len(touched))
@@ -193,8 +171,8 @@ def _draw(setting, n, seed):
   shape = (n, setting.look_ups)
   ids = rng.choice(setting.distinct, shape, p=weights / weights.sum())
   spread = ids * (setting.rows // setting.distinct)
-  values = oracle.values(rng, (n * setting.look_ups, setting.width))
-  return spread.astype(np.int32), values.reshape(*shape, setting.width)
+  values = oracle.values(rng, (*shape, setting.width))
+  return spread.astype(np.int32), values
 
 
 def _after_two_steps(grads, optimizer):
@@ -250,8 +228,11 @@ def cases(
     f"{options.look_ups:,} look-ups a device, D = {options.width},"
     f" {options.optimizer}"
   )
+  same = ("width", "look_ups", "optimizer", "batches")
+  given = {name: getattr(options, name) for name in same}
+  given["distinct"] = min(options.rows)
   which = {
-    f"{name} {rows:,}": (name, Setting.of(options, rows))
+    f"{name} {rows:,}": (name, Setting(rows=rows, **given))
     for rows, name in itertools.product(options.rows, names)
   }
   if options.hosts:
@@ -288,13 +269,12 @@ class _Worker(served.Worker):
 
 def _check_memory(names, options, devices, mesh=None) -> None:
   """Raises ValueError where this machine cannot hold all cases at once."""
-  need = 0.0
-  for rows, name in itertools.product(options.rows, names):
-    variant, state = VARIANTS[name], _OPTIMIZERS[options.optimizer][1]
+  state, need = _OPTIMIZERS[options.optimizer][1], 0.0
+  for variant in map(VARIANTS.__getitem__, names):
     # The table, the state, and a gradient with its sum.
     tables = 1 + state / (1 if variant.whole_state else devices)
     tables += 0.1 if variant.rows else 2
-    need += tables * devices * rows * options.width * 4
+    need += tables * devices * sum(options.rows) * options.width * 4
   harness.require_memory(
     mesh,
     need,

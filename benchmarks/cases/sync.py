@@ -206,13 +206,29 @@ def compile_sgd(
   )
 
 
+class Runner:
+  """A compiled step: every call takes the next batch and keeps what it left.
+
+  `options` are those of `compile_step`; `steps` were taken so far.
+  """
+
+  def __init__(self, tx, loss, mesh, params, batches, **options: Any):
+    self.params, self.batches, self.steps = params, batches, 0
+    self.compiled, self.state, self.compile_s = compile_step(
+      tx, loss, mesh, params, batches[0], donate_argnums=(0, 1), **options
+    )
+
+  def __call__(self) -> Any:
+    batch = self.batches[self.steps % len(self.batches)]
+    self.steps += 1
+    self.params, self.state, *_ = self.compiled(self.params, self.state, *batch)
+    return self.params
+
+
 def zeros(mesh: Mesh, rows: int, width: int) -> dict[str, jax.Array]:
   """Parameters of value zero, `{LEAF: [R, D]}`, on every device of `mesh`."""
-  make = jax.jit(
-    lambda: {LEAF: jnp.zeros((rows, width), jnp.float32)},
-    out_shardings=NamedSharding(mesh, P()),
-  )
-  return make()
+  make = lambda: {LEAF: jnp.zeros((rows, width), jnp.float32)}
+  return jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
 
 
 def place(mesh: Mesh, x: np.ndarray, *axes: str) -> jax.Array:
@@ -246,8 +262,7 @@ class Training:
   """
 
   def __init__(self, workload: Workload, mesh: Mesh, num_batches: int):
-    self.workload = workload
-    self.mesh = mesh
+    self.workload, self.mesh = workload, mesh
     self.gradient = GRADIENTS[workload.gradient]
     self.params: Any = None
     self._num_batches = 1 if workload.density == 1 else num_batches
@@ -349,17 +364,15 @@ class _Runner:
   def _count_wrong(self, batch, table):
     synced = self._variant.volume != "none"
     shards = [np.asarray(shard.data) for shard in table.addressable_shards]
-    wrong = 0
+    expected, wrong = self._training.gradient.expected, 0
     for device, shard in enumerate(shards):
       if synced and device:  # Replicas must agree to the bit.
         wrong += oracle.count_different(shard, shards[0])
         continue
       inputs = batch.inputs if synced else batch.inputs[device : device + 1]
-      want = np.zeros(shard.shape)
-      for a, b in inputs:
-        want += self._training.gradient.expected(len(shard), a, b)
-      want *= -LEARNING_RATE / len(inputs)
-      wrong += oracle.count_wrong(shard, want)
+      parts = (expected(len(shard), a, b) for a, b in inputs)
+      want = functools.reduce(np.add, parts)
+      wrong += oracle.count_wrong(shard, want * -LEARNING_RATE / len(inputs))
     return wrong
 
 

@@ -41,6 +41,13 @@ RATES: dict[str, Rate | None] = {
   "unlimited": None,
 }
 
+
+def least_s(size: float, rate: str) -> float:
+  """Returns the seconds that bytes need on a link; 0 where it has no limit."""
+  limit = RATES[rate]
+  return size / limit.bytes_per_s if limit else 0.0
+
+
 # What waits for tokens. No packet is dropped before this many bytes wait: the
 # sockets' own buffers, 4 MB each, fill first.
 _QUEUE = 64 << 20

@@ -57,7 +57,7 @@ class _Worker(served.Worker):
     self._want = self._after_steps(one)
     for _ in range(_WARM_UP):
       one()
-    self._profiles = zenjax.planner.profile(one.state())
+    self._profiles = zenjax.planner.profile(one.state_here())
     return {
       "lost": lost,
       "leaves": [
@@ -95,7 +95,7 @@ class _Worker(served.Worker):
     """Parameters when a fresh program has taken so many steps."""
     while program.steps < _COMPARED:
       program()
-    return program.params()
+    return program.params_here()
 
   def _lost(self, program: programs.Program) -> int:
     """Elements of which update and residuals are not the mean gradient."""
@@ -138,7 +138,7 @@ class _Worker(served.Worker):
 
   def told(self, program: str) -> dict[str, float]:
     """Returns zen_sync's counts of the last step."""
-    leaves = zenjax.stats(self.programs[program].state()).values()
+    leaves = zenjax.stats(self.programs[program].state_here()).values()
     return {
       "rounds": max(x["rounds"] for x in leaves),
       "went_dense": sum(x["went_dense"] for x in leaves),

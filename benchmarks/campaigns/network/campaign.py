@@ -61,9 +61,8 @@ class Grid:
 
   def keys(self) -> list[Key]:
     """Returns those of all cells."""
-    every = itertools.product(
-      self.hosts, self.workloads, self.rates, self.variants
-    )
+    grid = self.hosts, self.workloads, self.rates, self.variants
+    every = itertools.product(*grid)
     return [Key(n, rate, workload, v) for n, workload, rate, v in every]
 
   def left(self, found: Findings) -> tuple[list[Key], list[cells_lib.Point]]:
@@ -121,15 +120,14 @@ class _Network(campaign.Campaign):
   def measure(self) -> None:
     left = self._grid.left(self.found)
     with harness.progress(total=sum(map(len, left))) as self._bar:
-      for count in self._grid.hosts:
-        cells = [key for key in left[0] if key.hosts == count]
-        points = [point for point in left[1] if point.hosts == count]
+      for n in self._grid.hosts:
+        cells = [key for key in left[0] if key.hosts == n]
+        points = [point for point in left[1] if point.hosts == n]
         if cells or points:
-          self._bar.set_description(f"{count} hosts")
+          self._bar.set_description(f"{n} hosts")
           self._bar.set_postfix_str("start")
-          with campaign.hosts(
-            count, "campaigns.network.host", **self._kind
-          ) as hosts:
+          module = "campaigns.network.host"
+          with campaign.hosts(n, module, **self._kind) as hosts:
             self._on_hosts(hosts, cells, points)
 
   def _on_hosts(
@@ -145,8 +143,7 @@ class _Network(campaign.Campaign):
       replies = hosts.ask("work")
       self.found.work[hosts.bed.hosts] = library.local_work.fit(replies)
     for workload in self._grid.workloads:
-      keys = [key for key in cells if key.workload == workload]
-      if keys:
+      if keys := [key for key in cells if key.workload == workload]:
         self._workload(hosts, workload, keys)
 
   def _probe(self, bed: testbed.Testbed, rate: str) -> None:
@@ -155,8 +152,8 @@ class _Network(campaign.Campaign):
     links = bed.probe()
     with tqdm.tqdm.external_write_mode():
       testbed.show(bed, links)
-    said = {"hosts": bed.hosts, "rate": rate, **dataclasses.asdict(links)}
-    self.found.links[bed.hosts, rate] = said
+    at = {"hosts": bed.hosts, "rate": rate}
+    self.found.links[bed.hosts, rate] = at | dataclasses.asdict(links)
 
   def _calibrate(self, hosts: Served, points: list[cells_lib.Point]) -> None:
     for point in points:
@@ -180,20 +177,12 @@ class _Network(campaign.Campaign):
     hosts.bed.set_rate("unlimited")
     self._bar.set_postfix_str("draw")
     facts = hosts.ask("workload", name=workload, batches=grid.batches)[0]
-    built = {
-      variant: self._build(hosts, variant)
-      for variant in grid.variants
-      if any(key.variant == variant for key in keys)
-    }
+    left = {key.variant for key in keys}
+    built = {v: self._build(hosts, v) for v in grid.variants if v in left}
+    same = {"repeats": grid.repeats, "batches": grid.batches, "facts": facts}
     for rate in grid.rates:
       cells = [
-        Cell(
-          **key._asdict(),
-          repeats=grid.repeats,
-          batches=grid.batches,
-          facts=facts,
-          **built[key.variant],
-        )
+        Cell(**key._asdict(), **same, **built[key.variant])
         for key in keys
         if key.rate == rate
       ]
@@ -206,10 +195,8 @@ class _Network(campaign.Campaign):
     """Compiles and checks; counts the bytes of what is right."""
     self._bar.set_postfix_str(f"{variant}: compile, check")
     replies = hosts.ask("build", variant=variant)
-    built = {
-      key: max(reply[key] for reply in replies)
-      for key in ("compile_s", "wire_bytes", "least_wire_bytes")
-    }
+    names = ("compile_s", "wire_bytes", "least_wire_bytes")
+    built = {name: max(reply[name] for reply in replies) for name in names}
     built["wrong"] = sum(reply["wrong"] for reply in replies)
     built["received_bytes"] = float("nan")
     if not built["wrong"]:

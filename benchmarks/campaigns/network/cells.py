@@ -45,7 +45,7 @@ class Point(NamedTuple):
   @property
   def least_s(self) -> float:
     """Seconds that the link needs for what is received."""
-    return _least_s(self.received_bytes, self.rate)
+    return netns.least_s(self.received_bytes, self.rate)
 
   def record(self, host_times: Sequence[Sequence[float]]) -> dict:
     """Returns what the file keeps of the seconds `[host][repeat]`."""
@@ -66,11 +66,6 @@ def points(hosts: int, rate: str) -> list[Point]:
     for size, op in itertools.product(SIZES, library.measure.OPS)
   ]
   return [point for point in found if point.least_s <= _LONGEST_S]
-
-
-def _least_s(size: float, rate: str) -> float:
-  limit = netns.RATES[rate]
-  return size / limit.bytes_per_s if limit else 0.0
 
 
 class Key(NamedTuple):
@@ -112,7 +107,7 @@ class Cell(harness.Sampled):
   @property
   def least_s(self) -> float:
     """Seconds that the link needs for the bytes that the variant declares."""
-    return _least_s(self.least_wire_bytes, self.rate)
+    return netns.least_s(self.least_wire_bytes, self.rate)
 
   def is_done(self, repeats: int, batches: int) -> bool:
     """Returns False if more is to be measured; wrong cells are tried anew."""

@@ -180,19 +180,17 @@ def _draw_speed(cells):
 
 
 def _bars(axis, compared):
-  drawn = set().union(*compared.values()) - {show.BASELINE}
-  order = [v for v in VARIANTS if v in drawn]
+  every = set().union(*compared.values()) - {show.BASELINE}
+  order = [v for v in VARIANTS if v in every]
   width = 0.84 / len(order)
   for place, variant in enumerate(order):
-    speeds = {
-      i: show.faster(peers[variant], peers)
-      for i, peers in enumerate(compared.values())
-      if variant in peers
-    }
+    drawn = enumerate(compared.values())
+    drawn = [(i, show.faster(p[variant], p)) for i, p in drawn if variant in p]
+    places, speeds = np.array(drawn).T
     axis.bar(
-      np.array(list(speeds)) + (place - (len(order) - 1) / 2) * width,
+      places + (place - (len(order) - 1) / 2) * width,
       # Bars stand on 1, or hang from it where they are slower.
-      np.array(list(speeds.values())) - 1,
+      speeds - 1,
       width,
       bottom=1,
       color=_style(variant)[0],

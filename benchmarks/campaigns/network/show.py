@@ -41,10 +41,8 @@ def best_peer(peers: Peers) -> str:
 
 def over_bound_time(cell: Cell) -> float:
   """Time over what the link needs for the volume bound; NaN without a limit."""
-  limit = netns.RATES[cell.rate]
-  if limit is None:
-    return math.nan
-  return cell.median_s * limit.bytes_per_s / cell.facts["bound_bytes"]
+  bound_s = netns.least_s(cell.facts["bound_bytes"], cell.rate)
+  return cell.median_s / bound_s if bound_s else math.nan
 
 
 COLUMNS = (

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
+import math
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -141,14 +142,12 @@ class Pick:
 
 def cells(section: Section) -> Iterator[Cell]:
   """Yields every way of a section that was timed."""
-  limit = netns.RATES[section.rate]
   for name, way in section.ways.items():
-    if way.predicted_s is None or not section.host_times_s.get(way.program):
-      continue
-    line_s = way.received_bytes / limit.bytes_per_s if limit else 0.0
-    by_link = line_s > way.predicted_s / 2
-    measured_s = section.median_s(way.program)
-    yield Cell(section, name, way.predicted_s, measured_s, by_link)
+    predicted_s, measured_s = way.predicted_s, section.median_s(way.program)
+    if predicted_s is not None and not math.isnan(measured_s):
+      line_s = netns.least_s(way.received_bytes, section.rate)
+      by_link = line_s > predicted_s / 2
+      yield Cell(section, name, predicted_s, measured_s, by_link)
 
 
 def pick(section: Section) -> Pick | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
+import optax
 
 from benchmarks import library
 from benchmarks.campaigns.planned import cells
@@ -69,7 +70,8 @@ class _Worker(served.Worker):
     self._record()
     del self._place.batches[:RECORDED]
     self.programs["none"] = self._program(programs.alone())
-    self.programs["pmean"] = self._program(programs.pmean_then_adagrad())
+    plain = optax.chain(sync.PMEAN, programs.adagrad())
+    self.programs["pmean"] = self._program(plain)
     self.programs["pmean"]()
     self._want = self.programs["pmean"].squares()
 
@@ -101,14 +103,12 @@ class _Worker(served.Worker):
       *self._place.own_part(),
     )
     machine = zenjax.planner.Topology.from_json(topology)
-    profiles = library.recorded_runs.profiles(
-      self._trace, gradients, machine.devices
-    )
+    known = self._trace, gradients, machine.devices
     asked = library.Question(
       gradients=tuple(gradients),
       topology=machine,
       axes=(sync.AXIS,),
-      profiles=profiles,
+      profiles=library.recorded_runs.profiles(*known),
       compute_seconds=compute_seconds,
     )
     return {

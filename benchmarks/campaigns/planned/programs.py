@@ -57,9 +57,8 @@ def language_model(hosts: int, batches: int) -> Model:
     vocab=vocab,
     seed=_SEED,
   )
-  graph, params = _drawn(
-    lambda rngs: model.LanguageModel(vocab, width, rngs=rngs)
-  )
+  made = functools.partial(model.LanguageModel, vocab, width)
+  graph, params = _drawn(made)
 
   def loss(params, windows, negatives):
     return model.sampled_loss(nnx.merge(graph, params), windows, negatives)
@@ -79,21 +78,19 @@ def click_model(hosts: int, batches: int) -> Model:
 
   size = 256 * hosts
   tables = rows.table_rows(0.005)
-  graph, params = _drawn(lambda rngs: model.Dlrm(tables, 16, rngs=rngs))
+  graph, params = _drawn(functools.partial(model.Dlrm, tables, 16))
 
   def loss(params, labels, numbers, ids):
     return model.log_loss(nnx.merge(graph, params), labels, numbers, ids)
 
   log = Planted(_SEED).batches(0, size, 0)
-  drawn = [
-    rows.as_batch(of_step, tables) for of_step in itertools.islice(log, batches)
-  ]
+  drawn = (rows.as_batch(b, tables) for b in itertools.islice(log, batches))
   return Model(params, loss, [(b.labels, b.numbers, b.ids) for b in drawn])
 
 
-def _drawn(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Any, Any]:
+def _drawn(make: Callable[..., nnx.Module]) -> tuple[Any, Any]:
   """A module's graph, and parameters that no program is compiled to draw."""
-  shapes = nnx.eval_shape(lambda: make(nnx.Rngs(_SEED)))
+  shapes = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(_SEED)))
   graph, params = nnx.split(shapes, nnx.Param)
   rng = np.random.default_rng(_SEED)
   draw = lambda x: 0.05 * rng.standard_normal(x.shape, np.float32)
@@ -142,11 +139,6 @@ def alone() -> optax.GradientTransformation:
   return optax.chain(whole, adagrad())
 
 
-def pmean_then_adagrad() -> optax.GradientTransformation:
-  """Returns the transformation of most programs."""
-  return optax.chain(sync.PMEAN, adagrad())
-
-
 def planned(
   plan: zenjax.planner.Plan, rows: bool
 ) -> optax.GradientTransformation:
@@ -178,11 +170,8 @@ class Place:
     )
 
 
-class Program:
-  """A compiled step that hands parameters and state to the next.
-
-  `tx` makes updates of gradients, which are of rows if `rows` says so.
-  """
+class Program(sync.Runner):
+  """The step of `tx`, whose gradients are of rows if `rows` says so."""
 
   def __init__(
     self,
@@ -191,45 +180,25 @@ class Program:
     rows: bool,
     compiler: served.SharedCompiler,
   ):
-    self._place = place
-    self._params = place.params()
-    self._step, self._state, self.compile_s = sync.compile_step(
-      tx,
-      place.model.loss,
-      place.mesh,
-      self._params,
-      place.batches[0],
-      rows=rows,
-      tell=True,
-      compile=compiler.compile,
-      donate_argnums=(0, 1),
-    )
-    self.steps = 0  # Taken so far.
+    given = place.model.loss, place.mesh, place.params(), place.batches
+    options = {"rows": rows, "tell": True, "compile": compiler.compile}
+    super().__init__(tx, *given, **options)
 
-  def __call__(self) -> float:
-    """Takes a step and waits for it; returns the mean loss."""
-    batches = self._place.batches
-    batch = batches[self.steps % len(batches)]
-    self.steps += 1
-    self._params, self._state, loss = self._step(
-      self._params, self._state, *batch
-    )
-    jax.block_until_ready((self._params, self._state))
-    return float(loss.addressable_shards[0].data)
+  def __call__(self) -> None:
+    """Takes a step and waits for it."""
+    jax.block_until_ready((super().__call__(), self.state))
 
-  def params(self) -> Any:
+  def params_here(self) -> Any:
     """Returns the parameters that this host has."""
-    return jax.tree.map(served.here, self._params)
+    return jax.tree.map(served.here, self.params)
 
-  def state(self, *, whole: bool = False) -> Any:
-    """The optimizer's state: this host's part of it, or that of all."""
-    if whole:
-      return multihost_utils.process_allgather(self._state, tiled=True)
-    return jax.tree.map(served.here, self._state)
+  def state_here(self) -> Any:
+    """Returns this host's part of the optimizer's state."""
+    return jax.tree.map(served.here, self.state)
 
   def squares(self) -> list[np.ndarray]:
     """Adagrad's sums of squared gradients on this host."""
-    found = optax.tree.get(self._state, "sum_of_squares")
+    found = optax.tree.get(self.state, "sum_of_squares")
     return list(map(served.here, jax.tree.leaves(found)))
 
   def time(self, common_start: Callable[[], float]) -> float:
@@ -245,18 +214,16 @@ def sent_and_kept(program: Program, rate: float) -> dict[str, np.ndarray]:
   By name, in float64: the update, over the rate, and the mean over hosts of
   what waits in residuals. If nothing is lost it is the mean gradient.
   """
-  before = program.params()
+  before = program.params_here()
   program()
   found = {
     name: (before[name] - after.astype(np.float64)) / rate
-    for name, after in program.params().items()
+    for name, after in program.params_here().items()
   }
-  flat, by_leaf = (
-    zenjax.sparsify.SparsifierState,
-    zenjax.sparsify.ErrorFeedbackState,
-  )
+  kinds = zenjax.sparsify
+  flat, by_leaf = kinds.SparsifierState, kinds.ErrorFeedbackState
   is_one = lambda x: isinstance(x, flat | by_leaf)
-  state = program.state(whole=True)
+  state = multihost_utils.process_allgather(program.state, tiled=True)
   for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
     if isinstance(node, flat):  # `[n, N]`, leaf after leaf.
       ends = np.cumsum([x.size for x in found.values()])
