@@ -113,15 +113,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.bundles", description=__doc__
   )
-  parser.add_argument("--rows", type=int, default=1 << 20)
-  parser.add_argument("--width", type=int, default=128)
-  parser.add_argument("--density", type=float, default=0.01)
-  parser.add_argument(
-    "--topologies", nargs="+", choices=targets.TPUS, default=["v5e:2x4"]
-  )
-  parser.add_argument(
-    "--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS)
-  )
+  add = parser.add_argument
+  add("--rows", type=int, default=1 << 20)
+  add("--width", type=int, default=128)
+  add("--density", type=float, default=0.01)
+  add("--topologies", nargs="+", choices=targets.TPUS, default=["v5e:2x4"])
+  add("--operations", nargs="+", choices=OPERATIONS, default=[*OPERATIONS])
   options = parser.parse_args()
   console = table.console()
   gradient = kernels.draw(options.rows, options.width, options.density)

@@ -10,7 +10,6 @@ import zenjax
 from zenjax._src.core import indexing as indexing
 from zenjax._src.core import partition as partition
 from zenjax._src.core import wire as wire
-from zenjax._src.core.partition import Layout as Layout
 from zenjax._src.machine import cost as cost
 from zenjax._src.machine import local_work as local_work
 from zenjax._src.machine import machines as machines
@@ -20,8 +19,6 @@ from zenjax._src.planner import choosing as choosing
 from zenjax._src.planner import gradient_trace as gradient_trace
 from zenjax._src.planner import recorded_runs as recorded_runs
 from zenjax._src.planner import union_growth as union_growth
-from zenjax._src.planner.choosing import Question as Question
-from zenjax._src.planner.gradient_trace import Gradient as Gradient
 from zenjax._src.planner.plan_search import search as search
 from zenjax._src.planner.timeline import Assignment as Assignment
 from zenjax._src.planner.timeline import Exchange as Exchange

@@ -104,13 +104,7 @@ def _measure(module: str, options: Options) -> int:
   devices = f"{hosts or options.devices} x {jax.devices()[0].device_kind}"
   machine = f"{devices}, {os.cpu_count()} cores, JAX {jax.__version__}"
   table.show(f"{options.command}: {machine}", results, subject.COLUMNS)
-  status = record.finish(options, results, complete=complete)
-  if options.plot:
-    from benchmarks import plot  # matplotlib takes a second to import.
-
-    plot.save_plot(options.plot, results)
-    print(f"Saved {options.plot}")
-  return status
+  return record.finish(options, results, complete=complete)
 
 
 def _keep_memory() -> None:
@@ -205,36 +199,25 @@ def _batches(default: int) -> Flag:
 
 
 def _timed(repeats: int) -> tuple[Flag, ...]:
-  return _repeats(repeats), _PLOT, _KEEP_MEMORY, _JSON
+  return _repeats(repeats), _KEEP_MEMORY, _JSON
 
 
 _RATES = tuple(netns.RATES)
-_JSON, _PLOT = _file("--json"), _file("--plot")
+_JSON = _file("--json")
 _RESUMED = _file("--json", "what to save to, and to go on from")
 _SHOW = _file("--show", "print what --json wrote there, and measure nothing")
 _DEVICES = _number("--devices", 8, "of this machine")
-_KEEP_MEMORY = _switch(
-  "--keep-memory",
-  "never return freed memory to the system: no page faults in the times",
-)
-_LOOPBACK = _switch(
-  "--loopback", "hosts are processes on 127.0.0.1: no root, no limit"
-)
-_FULL_SIZE = _switch(
-  "--full-size",
-  "the published models' tables instead of ones that fit two cores",
-)
+_KEEP_MEMORY = _switch("--keep-memory", "keep freed memory: no page faults")
+_LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
+_FULL_SIZE = _switch("--full-size", "the tables of the published models")
 _VARIANTS = _names(
   "--variants",
   "ways to synchronize; by default all that apply: none pmean all_gather zen"
   " zen-hash zen-columns, and with --pinned zen-pinned zen-hash-pinned"
   " zen-columns-pinned; on dense tables zen-first zen-remembered",
 )
-_SEVERAL_HOSTS = _hosts(
-  "how many, each a testbed of its own; by default 2 4 8",
-  nargs="+",
-  metavar="N",
-)
+_SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
+_OPTIMIZERS = ("adam", "adagrad", "row_adagrad", "sgd")
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
 
 # --- the commands -----------------------------------------------------------
@@ -252,8 +235,7 @@ COMMANDS = (
     ),
     _DEVICES,
     _switch(
-      "--pinned",
-      "also with capacities pinned to what an unpinned run advises",
+      "--pinned", "also with the capacities that an unpinned run advises"
     ),
     *(_FULL_SIZE, _batches(4), _VARIANTS, *_timed(15)),
   ),
@@ -261,22 +243,14 @@ COMMANDS = (
     "step",
     "whole training steps, dense gradients against rows",
     partial(_measure, "cases.step"),
-    _number(
-      "--rows",
-      [100_000, 1_000_000],
-      "of the tables, as many as fit in memory together",
-    ),
+    _number("--rows", [100_000, 1_000_000], "of the tables, all in memory"),
     _number("--width", 16, "of the tables"),
     _number("--look-ups", 4096, "of a device and step"),
     _DEVICES,
     _hosts("so many processes of one device each, joined by links"),
     _rate("of the links of --hosts; by default 1gbit"),
     _LOOPBACK,
-    _flag(
-      "--optimizer",
-      choices=("adam", "adagrad", "row_adagrad", "sgd"),
-      default="adam",
-    ),
+    _flag("--optimizer", choices=_OPTIMIZERS, default="adam"),
     _names(
       "--variants",
       "by default all: dense (pmean), zen (of dense gradients), rows,"
@@ -297,11 +271,7 @@ COMMANDS = (
     partial(_measure, "cases.select"),
     _number("--elements", 10_000_000, "of the gradient"),
     _number("--density", 0.001, "to select", _share),
-    _number(
-      "--parts",
-      [1, 8],
-      "devices that share the search, of which one is measured",
-    ),
+    _number("--parts", [1, 8], "devices that share a search; one is timed"),
     *_timed(25),
     devices=1,
   ),
@@ -321,12 +291,7 @@ COMMANDS = (
     partial(_call, "cases.gpu"),
     _number("--rows", None, "by default 4194304 on a GPU, 4000 without one"),
     _number("--width", None, "by default 128"),
-    _number(
-      "--density",
-      None,
-      "of nonzero rows; by default 0.01 on a GPU, 0.02 without one",
-      _share,
-    ),
+    _number("--density", None, "0.01 on a GPU, 0.02 without one", _share),
     *(_repeats(25), _JSON),
   ),
   _command(
@@ -342,7 +307,8 @@ COMMANDS = (
     partial(_measure, "cases.memory"),
     _names("--targets", "all by default: {}", ("cpu", "tpu-v5e", "gpu-h200")),
     *(_VARIANTS, _KEEP_MEMORY, _JSON),
-    **{"devices": 8, "repeats": 0, "plot": None},
+    devices=8,
+    repeats=0,
   ),
   _command(
     "sparsified",
@@ -383,10 +349,7 @@ COMMANDS = (
     *(_LOOPBACK, _KEEP_MEMORY),
     _switch("--no-calibration", "without times of single collectives"),
     *(_repeats(5), _batches(2), _RESUMED),
-    _file(
-      "--plot",
-      "several figures: FILE-hosts.png, FILE-density.png, FILE-speed.png",
-    ),
+    _file("--plot", "FILE-hosts.png, FILE-density.png, FILE-speed.png"),
   ),
   _command(
     "planned",
@@ -439,7 +402,7 @@ COMMANDS = (
     ),
     _number("--steps", None, "all of a trace and 8 of a workload by default"),
     _number("--seed", 0, "of a workload and of hashes", _natural),
-    *(_FULL_SIZE, _PLOT, _JSON),
+    *(_FULL_SIZE, _file("--plot"), _JSON),
   ),
   _command(
     "growth",

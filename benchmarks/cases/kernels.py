@@ -22,7 +22,6 @@ from benchmarks import library
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.harness import Built
-from benchmarks.harness import Case
 from zenjax.kernels.operations import OPERATIONS
 
 DEVICES = 8
@@ -44,7 +43,7 @@ class Gradient:
   """`[R, D]` whose rows `found` are `values`, and where those belong."""
 
   table: jax.Array
-  layout: library.Layout
+  layout: library.partition.Layout
   found: np.ndarray
   values: np.ndarray
   group: np.ndarray
@@ -66,7 +65,7 @@ def draw(rows: int, width: int, density: float) -> Gradient:
   found = np.sort(rng.choice(rows, count, replace=False)).astype(np.int32)
   values = oracle.values(rng, (count, width))
   table = jnp.zeros((rows, width), jnp.float32).at[found].set(values)
-  layout = library.Layout(num_rows=rows, groups=DEVICES)
+  layout = library.partition.Layout(num_rows=rows, groups=DEVICES)
   group, slot = (np.asarray(x) for x in layout.place(jnp.asarray(found)))
   table = jax.block_until_ready(table)
   return Gradient(table, layout, found, values, group, slot)
@@ -203,7 +202,7 @@ COLUMNS = (
 )
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[harness.Case]:
   """A copy of the table, and every operation by all that can compute it."""
   shape = options.rows, options.width, options.density
   platform = _PLATFORMS.get(jax.default_backend())

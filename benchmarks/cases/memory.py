@@ -54,17 +54,12 @@ def _build(variant, mesh):
     sharding = NamedSharding(mesh, P(*spec))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-  n = mesh.size
-  compiled, _, seconds = sync.compile_sgd(
-    variant.make(None),
-    sync.GRADIENTS["scatter-add"],
-    mesh,
-    {sync.LEAF: abstract((ROWS, WIDTH), "float32")},
-    (
-      abstract((n, LOOKUPS), "int32", sync.AXIS),
-      abstract((n, LOOKUPS, WIDTH), "float32", sync.AXIS),
-    ),
-  )
+  ids = abstract((mesh.size, LOOKUPS), "int32", sync.AXIS)
+  values = abstract((*ids.shape, WIDTH), "float32", sync.AXIS)
+  params = {sync.LEAF: abstract((ROWS, WIDTH), "float32")}
+  made, of_look_up = variant.make(None), sync.GRADIENTS["scatter-add"]
+  given = made, of_look_up, mesh, params, (ids, values)
+  compiled, _, seconds = sync.compile_sgd(*given)
   usage = compiled.memory_analysis()
   facts = {
     "table_bytes": float(ROWS * WIDTH * 4),

@@ -130,23 +130,14 @@ def _problem(size: int, density: float, parts: int) -> Problem:
     *("micro", "data", density),
     controller="damped",
     op="mean",
-    start=None,
-    capacity=None,
-    residual_dtype=None,
-    wire_dtype=None,
     division=library.partitions.Even,
+    **dict.fromkeys(("start", "capacity", "residual_dtype", "wire_dtype")),
   )
   plan = checked.plan(np.zeros(size, np.float32), settings, parts)
   bounds = plan.division.bounds(jnp.asarray(plan.division.start()))
   middle = parts // 2
-  return Problem(
-    residual=draw(),
-    gradient=draw(),
-    start=bounds[middle],
-    end=bounds[middle + 1],
-    k=plan.k,
-    capacity=plan.form.capacity,
-  )
+  part = bounds[middle], bounds[middle + 1]
+  return Problem(draw(), draw(), *part, k=plan.k, capacity=plan.form.capacity)
 
 
 @jax.tree_util.register_dataclass

@@ -28,25 +28,25 @@ def show(sparsity: row_sets.Sparsity) -> None:
     f"[bold]{sparsity.name}[/bold]  {sparsity.rows:,} x {sparsity.width}"
     f" {sparsity.dtype}, {sparsity.steps} steps of {sparsity.devices} devices"
   )
-  headers = "n", "mean", *(f"p{p}" for p in row_sets.PERCENTILES)
-  made = table.made("share of rows, %", "", *headers)
+  headers = "", "n", "mean", *(f"p{p}" for p in row_sets.PERCENTILES)
+  rows = []
   for name, shares, digits in (
     ("density of a device", sparsity.density, 3),
     ("overlap, devices of a step", sparsity.overlap_devices, 1),
     ("overlap, consecutive steps", sparsity.overlap_steps, 1),
   ):
-    cells = ["-"] * len(headers)
+    cells = ["-"] * (len(headers) - 1)
     if shares:
       found = shares.mean, *shares.percentiles.values()
       cells = [str(shares.count), *(f"{100 * x:.{digits}f}" for x in found)]
-    made.add_row(name, *cells)
-  console.print(made)
+    rows.append([name, *cells])
+  table.show_rows("share of rows, %", headers, rows)
 
-  made = table.made("skew", "parts", *(str(s.parts) for s in sparsity.skew))
-  made.add_row("densest part / d", *(f"{s.ratio:.2f}" for s in sparsity.skew))
-  shares = (f"{100 * s.first:.1f}" for s in sparsity.skew)
-  made.add_row("nonzero rows in the first, %", *shares)
-  console.print(made)
+  of = sparsity.skew
+  densest = "densest part / d", *(f"{s.ratio:.2f}" for s in of)
+  first = "nonzero rows in the first, %", *(f"{100 * s.first:.1f}" for s in of)
+  headers = "parts", *(str(s.parts) for s in of)
+  table.show_rows("skew", headers, [densest, first])
 
   rows = []
   for scale in sparsity.scales:

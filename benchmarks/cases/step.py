@@ -26,7 +26,6 @@ from benchmarks import table
 from benchmarks.cases import sync
 from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Built
-from benchmarks.harness import Case
 from benchmarks.testbed import served
 import zenjax
 
@@ -215,7 +214,7 @@ COLUMNS = (
 
 def cases(
   options: argparse.Namespace,
-) -> list[Case] | AbstractContextManager[list[Case]]:
+) -> list[harness.Case] | AbstractContextManager[list[harness.Case]]:
   """Every variant on every number of rows, all in one group: they take turns.
 
   Between hosts a context that yields them, on links of a known rate.

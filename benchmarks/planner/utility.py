@@ -160,12 +160,10 @@ class Found(NamedTuple):
 
 def links(devices: int) -> dict[str, zenjax.planner.Link]:
   """Returns those that join so many devices."""
-  found = {
-    r: zenjax.planner.Topology.network(r, devices).levels[0].link
-    for r in NETWORKS
-  }
+  of = zenjax.planner.Topology
+  found = {r: of.network(r, devices).levels[0].link for r in NETWORKS}
   if devices == 8:
-    found[NVLINK] = zenjax.planner.Topology.preset("h100", 8).levels[0].link
+    found[NVLINK] = of.preset("h100", 8).levels[0].link
   return found
 
 
@@ -268,23 +266,16 @@ def run(options: argparse.Namespace) -> int:
       lossy = max(f.gain(m.name) for m in utility_model.METHODS)
       name = f"{f.setup.model}, {f.setup.devices}"
       shown.setdefault(name, {})[f.link] = f"{f.gain('zen'):+.0%}, {lossy:+.0%}"
-  title = (
-    "Models with a table: gain over syncSGD of zen, and of the best lossy one"
-  )
+  title = "Models with a table: gain of zen over syncSGD, and of the best lossy"
   _show(title, "model, devices", shown)
   for found, advice in advised:
     if found.setup.devices == 64 and found.link == "25gbit":
       print(advice)
+  names = ("model", "devices", "gradient_bytes", "table_bytes")
   setups = [
-    {
-      "model": f.setup.model,
-      "link": f.link,
-      "batch": f.batch,
-      "devices": f.setup.devices,
-      "gradient_bytes": f.setup.gradient_bytes,
-      "table_bytes": f.setup.table_bytes,
-      "outcomes": [dataclasses.asdict(o) for o in f.outcomes],
-    }
+    {name: getattr(f.setup, name) for name in names}
+    | {"link": f.link, "batch": f.batch}
+    | {"outcomes": list(map(dataclasses.asdict, f.outcomes))}
     for f in [*without, *with_tables]
   ]
   record.save(options, {"setups": setups})

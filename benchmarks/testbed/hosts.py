@@ -68,7 +68,6 @@ class Host:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if merge else f,
         start_new_session=True,
-        text=True,
         encoding="utf-8",
         errors="replace",
         bufsize=1,

@@ -5,8 +5,6 @@ import dataclasses
 import math
 from typing import Any, Self
 
-import rich.table
-
 from benchmarks import campaign
 from benchmarks import table as tables
 from benchmarks.campaigns.groups import ways
@@ -100,32 +98,26 @@ def show(found: Found) -> None:
   place = "processes" if loopback else "network namespaces"
   leaves = found.leaves
   elements = sum(leaf["elements"] for leaf in leaves)
-  console = tables.console()
-  console.print(
+  print(
     f"groups: {hosts} {place} on {found.environment['cores']} cores, JAX"
     f" {found.environment['jax']}; {len(leaves)} compressed leaves of"
-    f" {elements:,} elements, {found.lost} of them lost",
-    markup=False,
-    highlight=False,
+    f" {elements:,} elements, {found.lost} of them lost"
   )
   for section in found.sections:
-    console.print(_measured(section))
+    _show_measured(section)
   if found.simulated:
-    console.print(_simulated(found.simulated))
+    _show_simulated(found.simulated)
   for line in lines(found):
-    console.print(line, markup=False, highlight=False)
+    print(line)
 
 
-def _measured(section: Section) -> rich.table.Table:
-  none_s = section.median_s(NONE)
-  title = f"{section.rate}: {none_s * 1e3:.1f} ms without these exchanges"
-  shown = tables.made(title, "way", *_MEASURED)
-  best = section.best()
+def _show_measured(section: Section) -> None:
+  none_s, best, rows = section.median_s(NONE), section.best(), []
   for name, way in section.ways.items():
     over = "-"
     if best is not None and section.times_s(way.program):
       over = str(section.over(way.program, best))
-    shown.add_row(
+    row = (
       name,
       str(len(way.stops)),
       _ms(none_s + way.exchanges_s),
@@ -135,10 +127,12 @@ def _measured(section: Section) -> rich.table.Table:
       f"{way.told.get('rounds', math.nan):.0f}",
       tables.wrong(way.wrong),
     )
-  return shown
+    rows.append(row)
+  title = f"{section.rate}: {none_s * 1e3:.1f} ms without these exchanges"
+  tables.show_rows(title, ("way", *_MEASURED), rows)
 
 
-def _simulated(rows: list[ways.Simulated]) -> rich.table.Table:
+def _show_simulated(rows: list[ways.Simulated]) -> None:
   shown = tables.made(
     "SIMULATED, nothing measured: exchanges beside the backward pass",
     "machine\n  images of a device",
@@ -158,7 +152,7 @@ def _simulated(rows: list[ways.Simulated]) -> rich.table.Table:
       f"{_ms(x.search_s, 3)} ({_stops(x.search)})",
       "yes" if x.unimodal else "no",
     )
-  return shown
+  tables.console().print(shown)
 
 
 def _ms(seconds: float, digits: int = 1) -> str:

@@ -58,19 +58,12 @@ class _Worker(served.Worker):
     for _ in range(_WARM_UP):
       one()
     self._profiles = zenjax.planner.profile(one.state_here())
-    return {
-      "lost": lost,
-      "leaves": [
-        {
-          "name": g.name,
-          "elements": math.prod(g.shape),
-          "ready": g.ready,
-          "selected": self._profiles[g.name].rows,
-          "union": self._profiles[g.name].union,
-        }
-        for g in self._gradients
-      ],
-    }
+    leaves = []
+    for g in self._gradients:
+      leaf = {"name": g.name, "elements": math.prod(g.shape), "ready": g.ready}
+      seen = self._profiles[g.name]
+      leaves.append(leaf | {"selected": seen.rows, "union": seen.union})
+    return {"lost": lost, "leaves": leaves}
 
   def _program(self, stops: models.Stops | None) -> programs.Program:
     """A way's; of None all but the exchanges of what is compressed."""
@@ -126,15 +119,12 @@ class _Worker(served.Worker):
       self.programs[program] = self._program(tuple(stops))
       got = self._after_steps(self.programs[program])
     bits = b"".join(got[name].tobytes() for name in sorted(got))
-    moved = lambda params, name: params[name] - self._model.params[name]
-    return {
-      "compile_s": self.programs[program].compile_s,
-      "wrong": sum(
-        programs.count_far(moved(got, k), moved(self._want, k), _RELATIVE)
-        for k in got
-      ),
-      "digest": zlib.crc32(bits),
-    }
+    wrong = 0
+    for name, start in self._model.params.items():
+      moved = got[name] - start, self._want[name] - start
+      wrong += programs.count_far(*moved, _RELATIVE)
+    compile_s = self.programs[program].compile_s
+    return {"compile_s": compile_s, "wrong": wrong, "digest": zlib.crc32(bits)}
 
   def told(self, program: str) -> dict[str, float]:
     """Returns zen_sync's counts of the last step."""

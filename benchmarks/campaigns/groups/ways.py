@@ -66,7 +66,9 @@ def cnn(hosts: int, width: int, batch: int, size: int, batches: int) -> Model:
   return Model(params, loss, found)
 
 
-def compressed(model: Model, images: int, least: int) -> list[library.Gradient]:
+def compressed(
+  model: Model, images: int, least: int
+) -> list[library.gradient_trace.Gradient]:
   """Gradients of so many elements, as the backward pass completes them.
 
   A smaller one is sent whole, with all such: a hundredth of it is nothing, and
@@ -168,7 +170,7 @@ class Priced(NamedTuple):
 
 
 def priced(
-  gradients: Sequence[library.Gradient],
+  gradients: Sequence[library.gradient_trace.Gradient],
   profiles: Mapping[str, zenjax.planner.Profile],
   topology: zenjax.planner.Topology,
   compute_seconds: float,

@@ -31,7 +31,9 @@ def profile_of(
 ) -> zenjax.planner.Profile:
   """Mean over the batches that were timed, of rows or of blocks."""
   num_rows = table_of(workload, unit).num_rows
-  slots = library.Layout(num_rows=num_rows, groups=n, contiguous=True).slots
+  slots = library.partition.Layout(
+    num_rows=num_rows, groups=n, contiguous=True
+  ).slots
   found = []
   for seed in range(batches):
     ids = workloads.sets(workload, n, seed)

@@ -24,13 +24,12 @@ class Variant:
     return bool(self.rehearsal)
 
 
+_SCHEMES = (
+  *("all_gather", "recursive_doubling", "split_all_gather"),
+  *("split_dense_gather", "block_sparse", "zen"),
+)
 _SPARSE: dict[str, dict[str, Any]] = {
-  "all_gather": {"scheme": "all_gather"},
-  "recursive_doubling": {"scheme": "recursive_doubling"},
-  "split_all_gather": {"scheme": "split_all_gather"},
-  "split_dense_gather": {"scheme": "split_dense_gather"},
-  "block_sparse": {"scheme": "block_sparse"},
-  "zen": {"scheme": "zen"},
+  **{scheme: {"scheme": scheme} for scheme in _SCHEMES},
   "zen-hash": {"scheme": "zen", "partition": "hash"},
   "zen-columns": {"scheme": "zen", "partition": "columns"},
 }

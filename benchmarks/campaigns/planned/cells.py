@@ -182,10 +182,9 @@ def show(title: str, found: Found) -> None:
     for row in _rows(section):
       shown.add_row(*row)
     shown.add_section()
-  console = table.console()
-  console.print(shown)
+  table.console().print(shown)
   for line in lines(list(found.sections.values())):
-    console.print(line, markup=False, highlight=False)
+    print(line)
 
 
 def _rows(section: Section) -> Iterator[list[str]]:

@@ -15,7 +15,7 @@ from benchmarks.testbed import served
 import zenjax
 
 
-def plans(asked: library.Question) -> dict[str, zenjax.planner.Plan]:
+def plans(asked: library.choosing.Question) -> dict[str, zenjax.planner.Plan]:
   """Returns the plan of `zenjax.planner`, and one for each way for all tables.
 
   `... alone` has an exchange for each table, the others one for all.
@@ -104,7 +104,7 @@ class _Worker(served.Worker):
     )
     machine = zenjax.planner.Topology.from_json(topology)
     known = self._trace, gradients, machine.devices
-    asked = library.Question(
+    asked = library.choosing.Question(
       gradients=tuple(gradients),
       topology=machine,
       axes=(sync.AXIS,),
