@@ -20,7 +20,7 @@ import tqdm
 Compiled = tuple[jax.stages.Compiled, float]  # and the seconds it took
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Built:
   """A case, compiled and checked."""
 

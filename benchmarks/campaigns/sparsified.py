@@ -122,7 +122,7 @@ class _Worker(served.Worker):
     known, made = VARIANTS[variant], Setting(**setting)
     self._width = made.width
     if self._place is None:
-      self._place = programs.Place(model(made, self.mesh.size), self.mesh)
+      self._place = programs.Place(model(made, self.mesh.size), self)
       self._mean = self._sent_and_kept(self._program(sync.PMEAN))
     capacities = None
     if known.pinned:
@@ -148,8 +148,7 @@ class _Worker(served.Worker):
 
   def _program(self, tx: optax.GradientTransformation) -> programs.Program:
     assert self._place is not None
-    chain = optax.chain(tx, optax.sgd(_RATE))
-    return programs.Program(self._place, chain, False, self.compiler)
+    return programs.Program(self._place, optax.chain(tx, optax.sgd(_RATE)))
 
   def _sent_and_kept(self, program: programs.Program) -> np.ndarray:
     """`[N]`, the mean gradient where nothing is lost."""
@@ -179,10 +178,13 @@ class _Worker(served.Worker):
     }
 
 
+def _bytes(result, key="wire_bytes"):
+  return result.facts.get(key, math.nan) if result else math.nan
+
+
 def _fewer_bytes(result, peers):
   """Than `pmean`."""
-  of = lambda r: r.facts.get("wire_bytes", math.nan) if r else math.nan
-  return of(peers.get(DENSE)) / of(result)
+  return _bytes(peers.get(DENSE)) / _bytes(result)
 
 
 def _amdahl(result, peers):
@@ -191,11 +193,7 @@ def _amdahl(result, peers):
   return dense / (nothing + (dense - nothing) / _fewer_bytes(result, peers))
 
 
-def _over_bound(result, _):
-  facts = result.facts
-  return facts.get("wire_bytes", math.nan) / facts.get("bound_bytes", math.nan)
-
-
+_over_bound = lambda r, _: _bytes(r) / _bytes(r, "bound_bytes")
 COLUMNS = (
   table.fact("density\n%", "density", ".3f", unit=0.01),
   table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),

@@ -357,12 +357,10 @@ def _predictions(
   for result in results:
     state = sync.states.get(result.name)
     # The formula knows no implementation.
-    if state is None or result.wrong or result.name.endswith(_INTERPRETED):
-      continue
-    profile = zenjax.planner.profile(state)[LEAF]
-    local = result.median_s / DEVICES if on_gpu else math.nan
-    groups = int(zenjax.stats(state)[LEAF]["column_groups"])
-    ways.append(Way(result.name, groups, local))
-  if profile is None:
-    return []
-  return predictions(*sync.shape[:2], profile, ways)
+    right = state is not None and not result.wrong
+    if right and not result.name.endswith(_INTERPRETED):
+      profile = zenjax.planner.profile(state)[LEAF]
+      local = result.median_s / DEVICES if on_gpu else math.nan
+      groups = int(zenjax.stats(state)[LEAF]["column_groups"])
+      ways.append(Way(result.name, groups, local))
+  return predictions(*sync.shape[:2], profile, ways) if profile else []

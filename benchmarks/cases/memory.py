@@ -66,6 +66,4 @@ def _build(variant, mesh):
     "temporary": float(usage.temp_size_in_bytes),
     "code": float(usage.generated_code_size_in_bytes),
   }
-  return harness.Built(
-    run=lambda: None, wrong=0, compile_s=seconds, facts=facts
-  )
+  return harness.Built(lambda: None, 0, seconds, facts)

@@ -116,9 +116,7 @@ def build(name: str, size: int, density: float, parts: int) -> harness.Built:
   if isinstance(answer, _Found):
     facts["found"] = float(jnp.sum(answer.index < size))
   wrong = variant.wrong(problem, answer)
-  return harness.Built(
-    run=run, prepare=prepare, wrong=wrong, compile_s=seconds, facts=facts
-  )
+  return harness.Built(run, wrong, seconds, facts, prepare)
 
 
 @functools.lru_cache(maxsize=1)

@@ -66,15 +66,9 @@ def _densification(axis, sparsity):
   axis.plot(n, n, ":", color=_GREY, label="no overlap at all")
   pooled = [i for i, scale in enumerate(sparsity.scales) if scale.pooled]
   if pooled:
-    axis.plot(
-      [n[i] for i in pooled],
-      [ratios[i] for i in pooled],
-      "o",
-      color="white",
-      markeredgecolor=_BLUE,
-      zorder=3,
-      label="pooled from several steps",
-    )
+    hollow = {"color": "white", "markeredgecolor": _BLUE, "zorder": 3}
+    places = np.array([n, ratios])[:, pooled]
+    axis.plot(*places, "o", **hollow, label="pooled from several steps")
   _logarithmic(axis, n, "devices", "densification, dn / d")
 
 

@@ -190,14 +190,14 @@ def _after_two_steps(grads, optimizer):
 
 def _dense_over(result, peers):
   """Returns how much longer the dense step of the same table takes."""
-  rows = result.name.split(" ", 1)[1]
+  _, rows = result.name.split()
   return table.median_s(peers, f"dense {rows}") / result.median_s
 
 
 def _over_smallest(result, peers):
   """Time over that of the same variant on the smallest table."""
-  variant = result.name.split(" ", 1)[0]
-  same = [p for name, p in peers.items() if name.split(" ", 1)[0] == variant]
+  variant, _ = result.name.split()
+  same = [p for name, p in peers.items() if name.split()[0] == variant]
   first = min(same, key=lambda p: p.facts["state_bytes"])
   return result.median_s / first.median_s
 
@@ -236,17 +236,13 @@ def cases(
   }
   if options.hosts:
     _check_memory(names, options, options.hosts)
-    return campaign.cases(
-      "cases.step",
-      options,
-      options.rate or ("unlimited" if options.loopback else "1gbit"),
-      group,
-      {
-        name: {"variant": variant, "setting": dataclasses.asdict(setting)}
-        for name, (variant, setting) in which.items()
-      },
-      keep_memory=options.keep_memory,
-    )
+    rate = options.rate or ("unlimited" if options.loopback else "1gbit")
+    told = {
+      name: {"variant": variant, "setting": dataclasses.asdict(setting)}
+      for name, (variant, setting) in which.items()
+    }
+    how = {"keep_memory": options.keep_memory}
+    return campaign.cases("cases.step", options, rate, group, told, **how)
   mesh = harness.mesh(options.devices, AXIS)
   _check_memory(names, options, mesh.size, mesh)
   return [
@@ -274,13 +270,8 @@ def _check_memory(names, options, devices, mesh=None) -> None:
     tables = 1 + state / (1 if variant.whole_state else devices)
     tables += 0.1 if variant.rows else 2
     need += tables * devices * sum(options.rows) * options.width * 4
-  harness.require_memory(
-    mesh,
-    need,
-    "--rows",
-    "Steps on all of them take turns: ask for fewer or smaller tables, fewer"
-    " `--devices` or `--variants`.",
-  )
+  remedy = "All take turns: ask for fewer or smaller tables, devices, variants."
+  harness.require_memory(mesh, need, "--rows", remedy)
 
 
 if __name__ == "__main__":

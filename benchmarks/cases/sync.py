@@ -308,9 +308,7 @@ class Training:
       facts |= {key: mean[key] for key in _COUNTED}
     facts["wire_bytes"] = wire[variant.volume]
     facts["over_bound"] = facts["wire_bytes"] / facts["bound_bytes"]
-    return harness.Built(
-      run=runner, wrong=wrong, compile_s=runner.compile_s, facts=facts
-    )
+    return harness.Built(runner, wrong, runner.compile_s, facts)
 
 
 class _Runner:
@@ -321,8 +319,7 @@ class _Runner:
   """
 
   def __init__(self, training: Training, variant: Variant, capacities: Any):
-    self._training = training
-    self._variant = variant
+    self._training, self._variant = training, variant
     self._compiled, self.state, self.compile_s = compile_sgd(
       variant.make(capacities),
       training.gradient,
@@ -400,13 +397,9 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
   mesh, found = harness.mesh(options.devices, AXIS), []
   for name in options.workloads or workloads.NAMES:
     workload = workloads.get(name, full_size=options.full_size)
-    harness.require_memory(
-      mesh,
-      # Parameters, gradient, two of scratch.
-      4 * mesh.size * workload.bytes,
-      "--full-size",
-      "Ask for fewer devices, other workloads or the scaled size.",
-    )
+    need = 4 * mesh.size * workload.bytes  # Parameters, gradient, scratch.
+    remedy = "Ask for fewer devices, other workloads or the scaled size."
+    harness.require_memory(mesh, need, "--full-size", remedy)
     group = f"{name}  {workload.rows:,} x {workload.width}"
     build = Training(workload, mesh, options.batches).build
     pinned = PINNED if options.pinned else ()

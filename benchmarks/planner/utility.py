@@ -229,12 +229,8 @@ def table_of(
   full, growth = workloads.FULL[name], pooled(name)
   larger = full.rows / growth.rows
   rows = growth.union(1) * larger
-  profiles = {
-    n: zenjax.planner.Profile(
-      rows=rows, fullest=rows, union=growth.union(n) * larger, devices=n
-    )
-    for n in DEVICES
-  }
+  of = functools.partial(zenjax.planner.Profile, rows=rows, fullest=rows)
+  profiles = {n: of(union=growth.union(n) * larger, devices=n) for n in DEVICES}
   return library.table(name, full.rows, full.width), profiles
 
 

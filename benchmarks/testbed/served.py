@@ -142,14 +142,9 @@ class Served:
     self, bed: Testbed, module: str, cache: str, *, keep_memory: bool = False
   ):
     self.bed, self.cache = bed, cache
-    self._hosts = bed.start(
-      [sys.executable, "-m", module],
-      {
-        "ZENJAX_HOST_CACHE": cache,
-        "ZENJAX_HOST_EPOCH": str(time.monotonic()),
-        **(_KEPT if keep_memory else {}),
-      },
-    )
+    env = {"ZENJAX_HOST_EPOCH": str(time.monotonic())}
+    env |= {"ZENJAX_HOST_CACHE": cache, **(_KEPT if keep_memory else {})}
+    self._hosts = bed.start([sys.executable, "-m", module], env)
 
   def ask(self, do: str, *, timeout: float = SLOW_S, **arguments) -> list[Any]:
     """Has every host do one thing; returns what each replies."""

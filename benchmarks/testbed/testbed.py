@@ -165,16 +165,11 @@ class Testbed:
         s.bind((_LOOPBACK, 0))
         port = s.getsockname()[1]
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    same = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)} | env
+    same["ZENJAX_COORDINATOR"] = f"{addresses[0]}:{port}"
+    same["ZENJAX_HOST_COUNT"] = str(self.hosts)
     environments = [
-      {
-        **os.environ,
-        "PYTHONPATH": path.rstrip(os.pathsep),
-        **env,
-        "ZENJAX_HOST_INDEX": str(i),
-        "ZENJAX_HOST_COUNT": str(self.hosts),
-        "ZENJAX_HOST_ADDRESS": address,
-        "ZENJAX_COORDINATOR": f"{addresses[0]}:{port}",
-      }
+      same | {"ZENJAX_HOST_INDEX": str(i), "ZENJAX_HOST_ADDRESS": address}
       for i, address in enumerate(addresses)
     ]
     logs = pathlib.Path(tempfile.mkdtemp(dir=self._logs))

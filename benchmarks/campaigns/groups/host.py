@@ -42,7 +42,7 @@ class _Worker(served.Worker):
     """Takes the network, and compiles one exchange and none."""
     n = self.mesh.size
     self._model = models.cnn(n, width, batch, image_size, batches)
-    self._place = programs.Place(self._model, self.mesh)
+    self._place = programs.Place(self._model, self)
     self._gradients = models.compressed(self._model, batch, least)
     self._names = [g.name for g in self._gradients]
     self._density, self._least = density, least
@@ -82,7 +82,7 @@ class _Worker(served.Worker):
       models.exchanges(names, stops, self._capacities, kept=whole),
       optax.sgd(_RATE),
     )
-    return programs.Program(self._place, tx, False, self.compiler)
+    return programs.Program(self._place, tx)
 
   def _after_steps(self, program: programs.Program) -> dict[str, np.ndarray]:
     """Parameters when a fresh program has taken so many steps."""
@@ -93,7 +93,7 @@ class _Worker(served.Worker):
   def _lost(self, program: programs.Program) -> int:
     """Elements of which update and residuals are not the mean gradient."""
     tx = optax.chain(sync.PMEAN, optax.sgd(_RATE))
-    pmean = programs.Program(self._place, tx, False, self.compiler)
+    pmean = programs.Program(self._place, tx)
     want = programs.sent_and_kept(pmean, _RATE)
     got = programs.sent_and_kept(program, _RATE)
     return sum(programs.count_far(got[k], want[k], _RELATIVE) for k in want)

@@ -159,13 +159,9 @@ class _Network(campaign.Campaign):
     for point in points:
       hosts.bed.set_rate(point.rate)
       self._bar.set_postfix_str(f"{point.rate}: {point.op} x {point.words}")
-      times = hosts.ask(
-        "collective",
-        timeout=_CALL_S + 30 * point.least_s,
-        op=point.op,
-        words=point.words,
-        repeats=cells_lib.REPEATS,
-      )
+      wait, repeats = _CALL_S + 30 * point.least_s, cells_lib.REPEATS
+      asked = {"op": point.op, "words": point.words, "repeats": repeats}
+      times = hosts.ask("collective", timeout=wait, **asked)
       self.found.calibration[point] = point.record(times)
       self._bar.update()
     if points:

@@ -179,26 +179,21 @@ def show(title: str, found: Found) -> None:
       f"[bold]{section.model}, {section.hosts} hosts, {section.rate}[/bold]:"
       f" {section.compute_s * 1e3:.1f} ms to compute"
     )
-    for row in _rows(section):
-      shown.add_row(*row)
+    timed = {cell.way: cell for cell in cells(section)}
+    for name, way in section.ways.items():
+      numbers = ["-"] * 4
+      if cell := timed.get(name):
+        seconds = cell.predicted_s, cell.measured_s
+        error = f"{cell.error:+.0%}" + ("" if cell.by_link else " *")
+        over = cell.measured_s / section.median_s(BASELINE)
+        numbers = [f"{s * 1e3:.1f}" for s in seconds]
+        numbers += [error, table.number(over, ".2f")]
+      numbers += [f"{way.received_bytes / 1e6:.2f}", f"{way.compile_s:.1f}"]
+      shown.add_row(f"  {name}", *numbers, table.wrong(way.wrong))
     shown.add_section()
   table.console().print(shown)
   for line in lines(list(found.sections.values())):
     print(line)
-
-
-def _rows(section: Section) -> Iterator[list[str]]:
-  timed = {cell.way: cell for cell in cells(section)}
-  for name, way in section.ways.items():
-    numbers = ["-"] * 4
-    if cell := timed.get(name):
-      seconds = cell.predicted_s, cell.measured_s
-      error = f"{cell.error:+.0%}" + ("" if cell.by_link else " *")
-      over = section.median_s(BASELINE)
-      over = table.number(cell.measured_s / over, ".2f")
-      numbers = [*(f"{s * 1e3:.1f}" for s in seconds), error, over]
-    numbers += [f"{way.received_bytes / 1e6:.2f}", f"{way.compile_s:.1f}"]
-    yield [f"  {name}", *numbers, table.wrong(way.wrong)]
 
 
 def lines(sections: Sequence[Section]) -> Iterator[str]:

@@ -65,13 +65,13 @@ class _Worker(served.Worker):
     self._built: dict[str, dict[str, Any]] = {}
     self._rows = rows
     model = programs.MODELS[name](self.mesh.size, RECORDED + batches)
-    self._place = programs.Place(model, self.mesh)
+    self._place = programs.Place(model, self)
     self._trace = trace
     self._record()
     del self._place.batches[:RECORDED]
-    self.programs["none"] = self._program(programs.alone())
+    self.programs["none"] = programs.Program(self._place, programs.alone())
     plain = optax.chain(sync.PMEAN, programs.adagrad())
-    self.programs["pmean"] = self._program(plain)
+    self.programs["pmean"] = programs.Program(self._place, plain)
     self.programs["pmean"]()
     self._want = self.programs["pmean"].squares()
 
@@ -90,9 +90,6 @@ class _Worker(served.Worker):
       run, _ = self.compiler.compile(lowered)
       for batch in place.batches[:RECORDED]:
         recorder.write(run(params, *batch))
-
-  def _program(self, tx: Any, rows: bool = False) -> programs.Program:
-    return programs.Program(self._place, tx, rows, self.compiler)
 
   def plans(self, topology: str, compute_seconds: float) -> dict[str, Any]:
     """Returns by name the plan, its program, and the bytes that it predicts."""
@@ -125,8 +122,15 @@ class _Worker(served.Worker):
   def build(self, program: str, plan: str) -> dict[str, Any]:
     """Compiles a plan, and compares a step with that of pmean."""
     if program not in self._built:
-      tx = programs.planned(zenjax.planner.Plan.from_json(plan), self._rows)
-      made = self.programs[program] = self._program(tx, self._rows)
+      by_plan = zenjax.planner.Plan.from_json(plan)
+      adagrad = programs.adagrad()
+      tx = optax.chain(
+        zenjax.zen_sync(sync.AXIS, plan=by_plan),
+        zenjax.lazy_rows(adagrad) if self._rows else adagrad,
+      )
+      made = self.programs[program] = programs.Program(
+        self._place, tx, self._rows
+      )
       made()
       self._built[program] = {
         "compile_s": made.compile_s,

@@ -15,7 +15,6 @@ import jax
 from jax import lax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 import optax
 
@@ -139,22 +138,13 @@ def alone() -> optax.GradientTransformation:
   return optax.chain(whole, adagrad())
 
 
-def planned(
-  plan: zenjax.planner.Plan, rows: bool
-) -> optax.GradientTransformation:
-  """Returns the transformation that a plan describes."""
-  optimizer = zenjax.lazy_rows(adagrad()) if rows else adagrad()
-  return optax.chain(zenjax.zen_sync(AXIS, plan=plan), optimizer)
-
-
 class Place:
   """A model's parameters and batches, where the hosts have them."""
 
-  def __init__(self, model: Model, mesh: Mesh):
-    self.model, self.mesh = model, mesh
-    self.batches = [
-      tuple(sync.place(mesh, x, AXIS) for x in batch) for batch in model.batches
-    ]
+  def __init__(self, model: Model, on: served.Worker):
+    self.model, self.mesh, self.compile = model, on.mesh, on.compiler.compile
+    place = lambda x: sync.place(on.mesh, x, AXIS)
+    self.batches = [tuple(map(place, batch)) for batch in model.batches]
 
   def params(self) -> Any:
     """Fresh ones: a step takes them."""
@@ -173,15 +163,9 @@ class Place:
 class Program(sync.Runner):
   """The step of `tx`, whose gradients are of rows if `rows` says so."""
 
-  def __init__(
-    self,
-    place: Place,
-    tx: optax.GradientTransformation,
-    rows: bool,
-    compiler: served.SharedCompiler,
-  ):
+  def __init__(self, place: Place, tx: Any, rows: bool = False):
     given = place.model.loss, place.mesh, place.params(), place.batches
-    options = {"rows": rows, "tell": True, "compile": compiler.compile}
+    options = {"rows": rows, "tell": True, "compile": place.compile}
     super().__init__(tx, *given, **options)
 
   def __call__(self) -> None:
