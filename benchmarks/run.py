@@ -43,6 +43,7 @@ class Command(NamedTuple):
 
 
 def _command(name, help, run, *flags: Flag, **fixed: Any) -> Command:
+  """Returns a row, its flags one after the other."""
   return Command(name, help, run, flags, fixed)
 
 

@@ -253,8 +253,6 @@ NO_GPU = (
   "No GPU here: the kernels were interpreted on a small table, which shows"
   " their answers. Nothing was measured on a GPU, and no time is of a kernel."
 )
-
-
 COLUMNS = (
   *kernels.COLUMNS[:-2],
   table.fact("temporary\nMB", "temporary_bytes", unit=1e6),

@@ -51,16 +51,15 @@ def show(sparsity: row_sets.Sparsity) -> None:
   rows = []
   for scale in sparsity.scales:
     both = scale.density + scale.union_density
-    rows.append(
-      [
-        f"{scale.devices}{' pooled' if scale.pooled else ''}",
-        str(scale.steps),
-        f"{100 * scale.density:.3f}",
-        f"{100 * scale.union_density:.2f}",
-        f"{scale.densification:.2f}",
-        table.number(2 / both if both else None, ".1f"),
-      ]
+    row = (
+      f"{scale.devices}{' pooled' if scale.pooled else ''}",
+      str(scale.steps),
+      f"{100 * scale.density:.3f}",
+      f"{100 * scale.union_density:.2f}",
+      f"{scale.densification:.2f}",
+      table.number(2 / both if both else None, ".1f"),
     )
+    rows.append(row)
   headers = "devices", "steps", "d %", "dn %", "dn / d", "2 / (d + dn)"
   table.show_rows("densification", headers, rows)
 

@@ -128,9 +128,8 @@ class _Worker(served.Worker):
         zenjax.zen_sync(sync.AXIS, plan=by_plan),
         zenjax.lazy_rows(adagrad) if self._rows else adagrad,
       )
-      made = self.programs[program] = programs.Program(
-        self._place, tx, self._rows
-      )
+      made = programs.Program(self._place, tx, self._rows)
+      self.programs[program] = made
       made()
       self._built[program] = {
         "compile_s": made.compile_s,
