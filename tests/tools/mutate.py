@@ -3,7 +3,7 @@
     python tests/tools/mutate.py [--only WORD ...] [-- ARGUMENT OF PYTEST ...]
 
 Each break replaces a text of a copy of the checkout and runs the tests of that
-room, up to the first that fails. A text that no longer stands there exactly
+place, up to the first that fails. A text that no longer stands there exactly
 once is an error: mend the table with the code. Exits with the number of breaks
 that no test noticed and of texts that are gone.
 """

@@ -192,8 +192,9 @@ def lazy_rows(
   the parameters gathered, `inner` sees arrays `[K, D]`, and what it makes of
   the state is written back: a step costs by the rows, not by the table. Arrays
   in the tree go through `inner` as they are. Donate parameters and state, and
-  apply what comes out with `zenjax.apply_updates`. For TPU, tables whose width
-  128 does not divide are stored by `zenjax.packed`, or each step copies them.
+  apply what comes out with `optax.apply_updates` or `zenjax.apply_updates`. For
+  TPU, tables whose width 128 does not divide are stored by `zenjax.packed`, or
+  each step copies them.
 
   Optax around it sees SparseRows and raises an error: it goes inside, and of
   clipping `zenjax.rows.clip_by_global_norm` may stand before.

@@ -1,7 +1,9 @@
 """Defines a scheme: a push, a pull, and the bytes that each declares.
 
-A scheme moves rows; it knows nothing of rounds, of the dense path, of
-statistics or of optax. CONTRIBUTING.md says what to write to add one.
+A scheme moves rows. It runs no rounds, takes no dense path, keeps no statistics
+and knows nothing of optax, but all of these are made from it: from the counts
+of `Held` and `Tally`, which it fills, and from `break_even`. CONTRIBUTING.md
+says what to write to add one.
 """
 
 import abc
@@ -236,7 +238,11 @@ class Scheme(abc.ABC):
   def pull_messages(
     self, rooms: Sequence[Room], context: Context
   ) -> list[Message]:
-    """The collectives of one pull, in order."""
+    """The collectives of one pull, in order.
+
+    None at all promise that one pull brings all that owners hold, whatever its
+    capacity: `sync/exchange.py` then plans no second one after a push.
+    """
 
   @abc.abstractmethod
   def expected_messages(

@@ -1,8 +1,9 @@
 """Static sizes of an exchange, decided when it is traced.
 
-Letters: `n` devices, `m` row groups times `g` column groups are `n`; `R`
-rows, `D` width, `S` slots of a group; `C` rows a source sends a group in one
-round (push), `U` rows of one group's union (pull).
+Letters: `n` devices; `m` row groups and `g` column groups, whose product is
+the devices along the fastest axis, and 1 where everyone holds all rows, as in
+`all_gather`; `R` rows, `D` width, `S` slots of a group; `C` rows a source sends
+a group in one round (push), `U` rows of one group's union (pull).
 """
 
 from collections.abc import Sequence

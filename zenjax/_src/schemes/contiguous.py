@@ -1,15 +1,9 @@
-"""SparCML's dynamic split all-gather: the second half travels dense.
+"""Schemes whose owners hold contiguous ranges of rows, by Zen's push and pull.
 
-DSAR_Split_allgather (Renggli et al., SC 2019): rows go to the owner of their
-range as in `split_all_gather`; the owner then sends its whole range, with no
-index, for where the union is dense an index is all that sparsity would add.
-
-    bytes = (n - 1) / n * (s * d * R * (D * size + index) + R * D * size)
-
-which is never less than half of a dense exchange: at most twice as fast. What
-SparCML decides when it runs, which format the second half has, a static program
-decides when it is traced, by the choice of the scheme; where the first push
-overflows, the table takes the dense path.
+`SplitAllGather` and `SplitDenseGather` are SparCML's, `BlockSparse` is
+OmniReduce's idea. Letters: `n` devices; `R` rows of `D` elements, `size` bytes
+each; densities `d` of a device and `dn` of the union; `s` the load of the
+fullest range over the mean.
 """
 
 from collections.abc import Sequence
@@ -34,22 +28,21 @@ from zenjax._src.schemes.base import TALLY_NUMBERS
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.zen import Zen
 
-# SparCML's split all-gather: contiguous ranges of rows, one for each device.
-#
-# SSAR_Split_allgather (Renggli et al., SC 2019), and a parameter server that is
-# spread over the workers ("Sparse PS" in ZEN, OSDI 2025, appendix B.1): what
-# zen does but for the balance. Ids sorted by frequency meet in the first range,
-# whose owner's load, `s` times the mean, decides for all:
-#
-#     bytes = (n - 1) / n * s * (d + dn) * R * (D * size + index)
-#
-# SparCML sends messages of the size that they have; here every pair's buffer is
-# as large as the fullest one's, and what does not fit follows in rounds.
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAllGather(Zen):
-  """Zen with ranges for owners."""
+  """Zen with ranges in the place of the hash, one for each owner.
+
+  SparCML's SSAR_Split_allgather (Renggli et al., SC 2019), and a parameter
+  server that is spread over the workers ("Sparse PS" in ZEN, OSDI 2025,
+  appendix B.1): what zen does but for the balance. Ids sorted by frequency meet
+  in the first range, whose owner's load, `s` times the mean, decides for all:
+
+      bytes = (n - 1) / n * s * (d + dn) * R * (D * size + index)
+
+  SparCML sends messages of the size that they have; here every pair's buffer is
+  as large as the fullest one's, and what does not fit follows in rounds.
+  """
 
   name: str = "split_all_gather"
   contiguous: bool = True
@@ -59,13 +52,28 @@ class SplitAllGather(Zen):
     return sizes[-1], 1
 
 
-# Unpinned, the first push holds this part of the slots for every pair.
+# Of `SplitDenseGather`: unpinned, the first push holds a 16th of the slots for
+# every pair.
 _PART = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitDenseGather(SplitAllGather):
-  """A sparse push to ranges, and ranges as they are for a pull."""
+  """A sparse push to ranges, and ranges as they are for a pull.
+
+  SparCML's DSAR_Split_allgather (Renggli et al., SC 2019), whose second half
+  travels dense: rows go to the owner of their range as in `split_all_gather`;
+  the owner then sends its whole range, with no index, for where the union is
+  dense an index is all that sparsity would add.
+
+      bytes = (n - 1) / n * (s * d * R * (D * size + index) + R * D * size)
+
+  which is never less than half of a dense exchange: at most twice as fast. What
+  SparCML decides when it runs, which format the second half has, a static
+  program decides when it is traced, by the choice of the scheme. What does not
+  fit the first push follows in rounds, or takes the dense path where it is an
+  array above break-even, as with every scheme.
+  """
 
   name: str = "split_dense_gather"
   break_even: float = 1.0
@@ -164,26 +172,24 @@ def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
   )
 
 
-# OmniReduce's idea on collectives: only nonzero blocks of elements travel.
-#
-# OmniReduce (Fei et al., SIGCOMM 2021) cuts a tensor into blocks of 256
-# elements and streams the nonzero ones to aggregators, which own contiguous
-# ranges. The same here: blocks, ranges, nothing sent for a block of zeros. Not
-# the same: its aggregators ask each worker for its next nonzero block, so
-# blocks need no index and all workers' blocks overlap in time; XLA has no place
-# for a server that answers, so blocks travel with their numbers, through an
-# `all_to_all` and an `all_gather`. A block is sent whole where one element of
-# it is not zero:
-#
-#     bytes = (n - 1) / n * s * (d_256 + dn_256) * (N * size + index)
-#
-# with `N` elements, densities of blocks, and `s` the load of the fullest range
-# over the mean. `unit=` with a number gives another size of block.
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSparse(SplitAllGather):
-  """Ranges of blocks."""
+  """Ranges of blocks: only those with an element that is not zero travel.
+
+  OmniReduce (Fei et al., SIGCOMM 2021) cuts a tensor into blocks of 256
+  elements and streams the nonzero ones to aggregators, which own contiguous
+  ranges. The same here: blocks, ranges, nothing sent for a block of zeros. Not
+  the same: its aggregators ask each worker for its next nonzero block, so
+  blocks need no index and all workers' blocks overlap in time; XLA has no place
+  for a server that answers, so blocks travel with their numbers, through an
+  `all_to_all` and an `all_gather`. A block is sent whole where one element of
+  it is not zero:
+
+      bytes = (n - 1) / n * s * (d_256 + dn_256) * (N * size + index)
+
+  with `N` elements and densities of blocks. `unit=` with a number gives another
+  size of block.
+  """
 
   name: str = "block_sparse"
   unit: int | None = 256

@@ -1,6 +1,7 @@
 """One exchange of a group of tables, in the order in which it runs.
 
-    enter   find the rows of each table that are not zero
+    enter   find the rows to send: of an array those that are not zero, of
+            SparseRows all that were looked up
     push    send each owner the first of them that fit its buffer
     merge   sum at the owner what all devices sent
     pull    send everyone the first sums of each owner
@@ -13,7 +14,8 @@ that they may overlap with the backward pass. Loops come in two sizes: large
 chunks while much is left, small ones for what remains. Sums that do not fill a
 large pull wait for the next push and join what that brings. Conditions of
 loops derive from counts that every pull brings back, equal on all devices, so
-no collective is spent on agreeing.
+no collective is spent on agreeing, but by owners who need a value of all rows
+before they step (`Rounds.survey`).
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +105,8 @@ class Exchange:
     scheme: How rows travel.
     context: Axes and operation.
     exact: Whether rows that do not fit the first round follow in loops. If
-      False they keep their local values in the tables that come back.
+      False they keep their local values in the tables that come back, where
+      `gradient_tree.withhold` then puts zeros.
     received: What `Scheme.send` returned.
   """
 

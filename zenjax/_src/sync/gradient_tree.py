@@ -249,8 +249,9 @@ def keep(
   """`leaf` with the rows that were not exchanged.
 
   Args:
-    table: `[R, D]` after the exchange, or before it: these rows are local in
-      both.
+    table: `[R, D]` as it entered the exchange, or as it came back: rows that
+      were not exchanged hold this device's values in both, for sums are written
+      over no others.
     leaf: What waited until now.
     first: What the round brought; slots from its limit on were not summed.
     plan: Of the table.
@@ -412,7 +413,8 @@ def _results(
       continue
     old = [state.leaves[name] for name in names]
     if not options.exact:
-      # Rows to come out leave the table unwritten: what waits is in both.
+      # Where rows come out nobody reads a written table: the one that entered
+      # holds what waits, too.
       rows = _table_of(
         sent.progress.target if options.output == "rows" else table.target
       )

@@ -38,9 +38,11 @@ def plans(
 ) -> tuple[buffer_sizes.TablePlan, ...]:
   """Returns static sizes for the sparse leaves of `group`, `(name, leaf)` each.
 
-  `column_groups` is given where it was chosen already. With `stack` tables
-  that are alike travel as one, but not where rows may wait, which they do by
-  table, or where kernels run, which serve one.
+  `column_groups` holds for each leaf the number that a plan or `scheme="auto"`
+  has chosen, or None where `partition` decides. With `stack` tables of one
+  width and dtype travel as one. They do not where rows may wait for the next
+  step, each leaf's in a residual of its own, nor where a kernel may run, which
+  reads one table.
   """
   tables = [table_of(name, leaf, options) for name, leaf in group]
   pinned = []
@@ -231,7 +233,7 @@ class Choice:
   Attributes:
     scheme: Its name.
     column_groups: Of zen; None as `partition` says.
-    group: Leaves of other numbers do not share its exchange.
+    group: Leaves of one scheme and one such number share an exchange.
     predictions: Of `scheme="auto"`, the fastest first; empty elsewhere.
   """
 

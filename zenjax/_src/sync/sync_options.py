@@ -186,7 +186,7 @@ class Options:
   sparse: SparseSpec
   scheme: str
   mean: bool
-  exact: bool
+  exact: bool  # `on_overflow="exact"`; else "carry"
   output: str
   unit: Unit  # of leaves of which nothing else is said: never "auto"
   partition: Partition

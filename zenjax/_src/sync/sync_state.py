@@ -26,8 +26,10 @@ from zenjax._src.sync.leaf_tables import Choice
 HISTORY = 64
 # In place of the needs of a step above break-even.
 DENSE_STEP = -1
-# Names that a state keeps as numbers.
+# Names of which a state keeps the place. A new one renumbers those behind it:
+# until its next step a state that was saved before is reported by other names.
 SCHEMES = (*SPARSE, *DENSE)
+# Names of which a state keeps the time: one more is another shape of state.
 PREDICTED = cost.CANDIDATES
 
 Node = TypeVar("Node")

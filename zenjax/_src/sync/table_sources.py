@@ -254,9 +254,10 @@ def _unread(table: jax.Array, full: bool, plan: TablePlan) -> _Marks:
 
 # SparseRows as they enter and leave an exchange.
 #
-# Nothing here, or after it, has the size of the table: rows are sorted by the
-# place that they have in a layout, sent from that list, and what comes back is
-# appended to another, with room for as many as all devices together hold.
+# Nothing here has the size of the table, nor what follows, but for the ranges
+# that `split_dense_gather` pulls: rows are sorted by the place that they have
+# in a layout, sent from that list, and what comes back is appended to another,
+# with room for as many as all devices together hold.
 
 
 class Listed(NamedTuple):

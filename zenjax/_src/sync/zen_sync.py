@@ -96,17 +96,22 @@ def zen_sync(
   Unlike other optax transformations this one takes *local* gradients, those
   of this device's part of the batch, and returns *global* ones, equal on all
   devices: what `jax.lax.pmean` returns, to rounding, for every input. It is
-  used inside `shard_map`, `pmap` or `vmap` with an axis name, first in a
-  chain, or with row gradients in plain `jit` (below). Leaves that do not travel
+  used inside `shard_map`, `pmap` or `vmap` with an axis name, or with row
+  gradients in plain `jit` (below). In a chain nothing stands before it but a
+  sparsifier, or what is linear in gradients. Leaves that do not travel
   sparse take `pmean`, with its dtypes (means of integers are floating), small
   ones together in one sum where CPUs of several processes would send them one
   after the other, so the one line replaces the user's own.
 
   A gradient may be an array, of which rows of zeros stay where they are, or
   `SparseRows`, as `zenjax.value_and_grad` gives them of tables that are only
-  looked up: then nothing on the way has the size of the table, and what comes
-  out are the rows of all devices, each once, for `zenjax.lazy_rows`. They have
-  room for the look-ups of all devices, or the whole table if that is less.
+  looked up. What comes out for these are the rows of all devices, each once,
+  for `zenjax.lazy_rows`, with room for the look-ups of all devices, or the
+  whole table if that is less. Nothing on the way has the size of the table,
+  except what `scheme="split_dense_gather"` pulls. Rows of a leaf that does not
+  travel sparse (a small table, `sparse=False`), or that travels by `"dense"` or
+  `"ring"`, are made an array, which is summed: those that come out have room
+  for the whole table.
 
   In plain `jit` over a mesh the loss is that of the whole batch, and parts of
   its gradient are summed, never averaged, in a `shard_map` of zen_sync's own:
@@ -177,8 +182,10 @@ def zen_sync(
     op: `"mean"` or `"sum"`. By default the mean, and in plain `jit` the sum,
       the only one there.
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
-      buffers in further rounds. `"carry"` keeps them for the next step in a
-      per-device residual; make that state with `zenjax.init`.
+      buffers in further rounds, or sums the whole array where that is cheaper;
+      SparseRows always take further rounds. `"carry"` is of arrays alone: it
+      keeps these rows for the next step in a per-device residual; make that
+      state with `zenjax.init`.
     output: What comes out for leaves that travel sparse: `"same"` as came in,
       `"dense"` for arrays, `"rows"` for `SparseRows`. Of an array these hold
       as many rows as the table, the only exact bound, and with
@@ -189,18 +196,19 @@ def zen_sync(
       leaves that a sparsifier before it in the chain selects from (`top_k`,
       `threshold`, `random_k`, with `error_feedback` or without): init the
       chain as a whole.
-    partition: Who sums a row: `"hash"` spreads rows over devices, `"columns"`
-      splits every row, a number `g` that divides the devices makes `g` column
-      groups of hashed rows; `"auto"` takes the fewest bytes by formula.
+    partition: Who sums a row in `scheme="zen"`: `"hash"` spreads rows over
+      devices, `"columns"` splits every row, a number `g` that divides the
+      devices makes `g` column groups of hashed rows; `"auto"` takes the fewest
+      bytes by formula. The other schemes divide rows in ways of their own.
     wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
       switch; sums stay in float32. It must have the range of the leaf's dtype,
       as bfloat16 has float32's; float16 has it of float16, and of means of what
       `error_feedback(wire_dtype=jnp.float16)` before it has rounded.
     capacities: Rows that the first round's buffers hold, `(push, pull)` for
       all leaves, cut to the rows that each has, or a mapping from leaf name;
-      `zenjax.report` advises them. The
-      rest follows in parts of these, so small ones cost turns, never rows. Of
-      large ones that pay in no step a `UserWarning` says so.
+      `zenjax.report` advises them. The rest follows in parts of these, so small
+      ones cost turns, never rows; with `on_overflow="carry"` it waits for the
+      next step. Of large ones that pay in no step a `UserWarning` says so.
     plan: What `zenjax.planner.plan` chose for every leaf, in the place of
       `sparse`, `scheme`, `partition`, `wire_dtype`, `capacities` and
       `tuning.overlap`.
