@@ -158,6 +158,16 @@ def test_what_only_auto_needs(option):
     zenjax.zen_sync("data", **options(**{option: value}))
 
 
+@pytest.mark.parametrize("partition", ["hash", "columns", 2])
+def test_auto_chooses_the_partition(partition):
+  with pytest.raises(ValueError) as error:
+    zenjax.zen_sync("data", scheme="auto", partition=partition)
+  given = f"partition={partition!r}"
+  names(error, "`partition`", "scheme='auto'", given, "scheme='zen'")
+  with pytest.raises(ValueError, match="`partition` is chosen"):
+    trace_pmean(scheme="auto", partition=partition)
+
+
 @pytest.mark.parametrize("name", ["bandwidth", "latency_s"])
 def test_link_that_cannot_be(name):
   numbers: Any = {"bandwidth": 1e9, "latency_s": 1e-6, name: -1.0}

@@ -311,6 +311,12 @@ def check(axis_name: AxisName, **given: Any) -> Options:
       f" {scheme=}; use `unit='row'` with another scheme than 'block_sparse',"
       " or `output='dense'`."
     )
+  partition = found["partition"]
+  if scheme == "auto" and partition != "auto":
+    raise ValueError(
+      f"`partition` is chosen for every leaf by `scheme='auto'`, got"
+      f" {partition=} beside it; leave `partition` out, or give `scheme='zen'`."
+    )
   axes = arguments.axes(axis_name)
   _check_tuning(tuning, scheme, axes, plan)
   options = Options(
@@ -321,7 +327,7 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     exact=found["on_overflow"] == "exact",
     output=found["output"],
     unit=unit,
-    partition=found["partition"],
+    partition=partition,
     wire_dtype=found["wire_dtype"],
     capacities=found["capacities"],
     tuning=tuning,

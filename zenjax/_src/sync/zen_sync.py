@@ -199,7 +199,9 @@ def zen_sync(
     partition: Who sums a row in `scheme="zen"`: `"hash"` spreads rows over
       devices, `"columns"` splits every row, a number `g` that divides the
       devices makes `g` column groups of hashed rows; `"auto"` takes the fewest
-      bytes by formula. The other schemes divide rows in ways of their own.
+      bytes by formula. Other schemes divide rows in ways of their own.
+      `scheme="auto"` chooses column groups by predicted time, and refuses
+      another value than `"auto"` here.
     wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
       switch; sums stay in float32. It must have the range of the leaf's dtype,
       as bfloat16 has float32's; float16 has it of float16, and of means of what
