@@ -297,7 +297,7 @@ def _worst(compared: Sequence[Comparison]) -> list[Comparison]:
 class _Call(NamedTuple):
   """One exchange of a step; by role and leaf what each device holds."""
 
-  exchange: marking.Exchange
+  sync: marking.SyncCall
   values: dict[tuple[str, int], list[Any]]  # [n] arrays or HostRows
 
 
@@ -496,20 +496,20 @@ def _calls(
     marks: In the order of the program.
     found: For each what every device holds, and whether it ran.
   """
-  open_calls: list[tuple[marking.Exchange, dict]] = []
+  open_calls: list[tuple[marking.SyncCall, dict]] = []
   for mark, values in zip(marks, found):
     key = (mark.role, mark.leaf, mark.field)
-    known = [c for c in open_calls if c[0] is mark.exchange]
+    known = [c for c in open_calls if c[0] is mark.call]
     if not known or key in known[-1][1]:
-      open_calls.append((mark.exchange, {}))
+      open_calls.append((mark.call, {}))
       known = open_calls[-1:]
     known[-1][1][key] = (mark, *values)
   calls = []
-  for exchange, by_key in open_calls:
+  for sync, by_key in open_calls:
     _, _, ran = next(iter(by_key.values()))
     for turn in np.ndindex(ran[0].shape):
       if ran[0][turn]:
-        calls.append(_Call(exchange, _values(by_key, turn)))
+        calls.append(_Call(sync, _values(by_key, turn)))
   return calls
 
 
@@ -533,23 +533,23 @@ def _values(by_key: Mapping, turn: tuple[int, ...]) -> dict:
 def _exchanged(
   call: _Call, run: _Run, notes: list[str]
 ) -> Iterator[Comparison]:
-  exchange = call.exchange
-  strange = [a for a in exchange.options.axes if a not in run.axes]
+  sync = call.sync
+  strange = [a for a in sync.options.axes if a not in run.axes]
   if strange:
     raise ValueError(
-      f"`axis_name` must have every axis that {exchange.by} averages over, got"
+      f"`axis_name` must have every axis that {sync.by} averages over, got"
       f" {run.axes} and not {strange[0]!r}; name it, too."
     )
-  known = exchange.by != "owner_update"
+  known = sync.by != "owner_update"
   if not known:
     notes.append("means of owner_update, which never leave the owners")
   residuals = {role: _residuals(call, role) for role in ("waited", "waits")}
-  for i, name in enumerate(exchange.names):
+  for i, name in enumerate(sync.names):
     local = call.values.get(("local", i))
     if local is None or not _is_floating(local[0]):
       notes.append(f"{name}, which has no floating gradient")
       continue
-    for members in _groups(run, exchange.options.axes):
+    for members in _groups(run, sync.options.axes):
       held = [
         [_real(values[m]) for m in members] if values else []
         for values in (
@@ -561,25 +561,25 @@ def _exchanged(
       ]
       synced = held[0]
       alike = _alike(synced)
-      yield Comparison("replicas", name, exchange.by, alike)
+      yield Comparison("replicas", name, sync.by, alike)
       if known:
         heads = synced[:1] if alike.ok else synced
-        found = _mean([heads, *held[1:]], exchange, name)
-        yield Comparison("exchange", name, exchange.by, found)
+        found = _mean([heads, *held[1:]], sync, name)
+        yield Comparison("exchange", name, sync.by, found)
 
 
 def _mean(
-  held: Sequence[list[Any]], exchange: marking.Exchange, name: str
+  held: Sequence[list[Any]], sync: marking.SyncCall, name: str
 ) -> Verdict:
   """Judges results and waiting rows by operands and rows that waited.
 
   Args:
     held: By device: results, operands, rows that waited, rows that wait now.
-    exchange: The exchange.
+    sync: What was called.
     name: Name of the leaf.
   """
   synced, local, _, waits = held
-  options, n = exchange.options, len(local)
+  options, n = sync.options, len(local)
   first = synced[0]
   dtype = _dtype(first)
   scale = n if options.mean else 1
@@ -643,13 +643,13 @@ def _rows_of(x: Any, start: int, end: int, width: int) -> Any:
 
 def _residuals(call: _Call, role: str) -> dict[int, list[np.ndarray]]:
   """Returns residuals by leaf; sparsifiers keep those of all leaves in one."""
-  exchange = call.exchange
+  sync = call.sync
   found = {i: x for (kind, i), x in call.values.items() if kind == role}
-  if exchange.by == "zen_sync" or not found:
+  if sync.by == "zen_sync" or not found:
     return found
   (flat,) = found.values()
   split, start = {}, 0
-  for i in range(len(exchange.names)):
+  for i in range(len(sync.names)):
     size = call.values["local", i][0].size
     split[i] = [x.reshape(-1)[start : start + size] for x in flat]
     start += size
@@ -757,7 +757,7 @@ def _kinds(calls: Sequence[_Call]) -> dict[str, tuple[Any, np.dtype]]:
   """Returns shape and dtype of each gradient that is floating, by name."""
   found = {}
   for call in calls:
-    for i, name in enumerate(call.exchange.names):
+    for i, name in enumerate(call.sync.names):
       local = call.values.get(("local", i))
       if local is not None and _is_floating(local[0]):
         found[name] = _shape(local[0]), _dtype(local[0])
@@ -816,13 +816,13 @@ def _gradients(
   rounded = narrow or platform != "cpu"
   part = _ROUNDED_PART if rounded else _EXACT_PART
   for call, other in zip(calls, again):
-    for i, name in enumerate(call.exchange.names):
+    for i, name in enumerate(call.sync.names):
       local = call.values.get(("local", i))
       if local is None or not _is_floating(local[0]):
         continue
       for got, right in zip(local, other.values["local", i]):
         found = _near(_real(got), _real(right), part)
-        yield Comparison("gradient", name, call.exchange.by, found)
+        yield Comparison("gradient", name, call.sync.by, found)
 
 
 def _near(got: Any, right: Any, part: float) -> Verdict:
@@ -884,7 +884,7 @@ def _changes(
   arguments: Sequence[Any],
   notes: list[str],
 ) -> Iterator[Comparison]:
-  others = {c.exchange.by for c in calls if c.exchange.plain is None}
+  others = {c.sync.by for c in calls if c.sync.plain is None}
   if others:
     shown = " and ".join(sorted(others))
     notes.append(f"the whole step, for {shown} does more here than plain means")
@@ -903,8 +903,8 @@ def _changes(
   wires = [
     ml_dtypes.finfo(wire).eps
     for call in calls
-    for name in call.exchange.names
-    if (wire := call.exchange.options.wire_of(name)) is not None
+    for name in call.sync.names
+    if (wire := call.sync.options.wire_of(name)) is not None
   ]
   named, given = leaf_util.named_leaves(own), jax.tree.leaves(arguments[0])
   for (i, of, dtype), wanted in zip(kept, plain):

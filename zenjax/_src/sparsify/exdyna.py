@@ -83,21 +83,21 @@ def transformation(
       )
     context = gradient_tree.context_of(settings.options)
     named = gradient_tree.local_leaves(updates, context)
-    exchange = marking.Exchange(
+    call = marking.SyncCall(
       settings.name, settings.options, tuple(name for name, _ in named)
     )
-    leaves = marking.marked([leaf for _, leaf in named], exchange, "local")
+    leaves = marking.marked([leaf for _, leaf in named], call, "local")
     plan = checked_settings.plan(updates, settings, context.devices)
     _check_state(state, plan, context, settings)
-    state = _with_residual(state, exchange, "waited")
+    state = _with_residual(state, call, "waited")
     gradient = flat_vector.flatten(leaves, plan.form.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
     update = marking.marked(
-      flat_vector.unflatten(update, leaves), exchange, "synced"
+      flat_vector.unflatten(update, leaves), call, "synced"
     )
-    state = _with_residual(state, exchange, "waits")
-    exchange.facts.update(_facts(settings, updates))
+    state = _with_residual(state, call, "waits")
+    call.facts.update(_facts(settings, updates))
     return structure.unflatten(update), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -113,10 +113,10 @@ def _facts(settings: Settings, updates: Any) -> dict[str, str]:
 
 
 def _with_residual(
-  state: SparsifierState, exchange: marking.Exchange, role: str
+  state: SparsifierState, call: marking.SyncCall, role: str
 ) -> SparsifierState:
   """`state` with a mark at what waits, of all leaves one after the other."""
-  (residual,) = marking.marked([state.residual], exchange, role)
+  (residual,) = marking.marked([state.residual], call, role)
   return state._replace(residual=residual)
 
 

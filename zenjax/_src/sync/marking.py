@@ -35,7 +35,7 @@ from zenjax._version import __version__
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Exchange:
+class SyncCall:
   """One call of a transformation that synchronizes: equal to itself alone.
 
   Attributes:
@@ -62,7 +62,7 @@ class Exchange:
 class Mark(NamedTuple):
   """The place of an array in an exchange."""
 
-  exchange: Exchange
+  call: SyncCall
   # "local" goes in, "synced" comes out; "waited" and "waits" are residuals.
   # "equal" comes out too, of what nobody compares with what went in.
   role: str
@@ -80,7 +80,7 @@ def _lowered(ctx, x, *, mark):
   del ctx
   # Once an exchange, and only where a program is really compiled.
   if mark.role == "local":
-    compare(mark.exchange.facts)
+    compare(mark.call.facts)
   return [x]
 
 
@@ -92,7 +92,7 @@ ad.primitive_jvps[_mark_p] = lambda primals, tangents, *, mark: (
 )
 
 
-def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
+def marked(leaves: Sequence[Any], call: SyncCall, role: str) -> list[Any]:
   """Returns the same arrays and SparseRows with marks; None stays None.
 
   Notes on a leaf are handed on to what comes back for it.
@@ -104,13 +104,13 @@ def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
     elif is_rows(leaf):
       arrays, num_rows = leaf.tree_flatten()
       arrays = [
-        _mark_p.bind(x, mark=Mark(exchange, role, i, num_rows, field))
+        _mark_p.bind(x, mark=Mark(call, role, i, num_rows, field))
         for x, field in zip(arrays, ("ids", "values"))
       ]
       rows = SparseRows.tree_unflatten(num_rows, arrays)
       found.append(rows.with_facts(leaf.facts))
     else:
-      mark = Mark(exchange, role, i, None, "array")
+      mark = Mark(call, role, i, None, "array")
       found.append(_mark_p.bind(jnp.asarray(leaf), mark=mark))
     chains.hand_on(leaf, found[-1])
   return found
@@ -118,7 +118,7 @@ def marked(leaves: Sequence[Any], exchange: Exchange, role: str) -> list[Any]:
 
 def equal(leaves: Sequence[Any], options: Options) -> list[Any]:
   """Returns the same, known to be equal on all devices of an exchange."""
-  return marked(leaves, Exchange("", options, ()), "equal")
+  return marked(leaves, SyncCall("", options, ()), "equal")
 
 
 def known_equal(eqn: jex_core.JaxprEqn) -> frozenset[str]:
@@ -127,7 +127,7 @@ def known_equal(eqn: jex_core.JaxprEqn) -> frozenset[str]:
     return frozenset()
   mark = eqn.params["mark"]
   comes_out = mark.role in ("synced", "equal")
-  return frozenset(mark.exchange.options.axes if comes_out else ())
+  return frozenset(mark.call.options.axes if comes_out else ())
 
 
 class Found(NamedTuple):
@@ -170,8 +170,8 @@ def read(
 @dataclasses.dataclass
 class _Reader:
   plainly: bool
-  # By exchange and role: values of its leaves, by leaf and field.
-  open: dict[tuple[Exchange, str], dict] = dataclasses.field(
+  # By call and role: values of its leaves, by leaf and field.
+  open: dict[tuple[SyncCall, str], dict] = dataclasses.field(
     default_factory=dict
   )
 
@@ -233,36 +233,36 @@ class _Reader:
     if eqn.primitive is not _mark_p or not self.plainly:
       return False
     mark = eqn.params["mark"]
-    return mark.role == "synced" and mark.exchange.plain is not None
+    return mark.role == "synced" and mark.call.plain is not None
 
   def _at(self, eqn, value, found, ahead):
     mark = eqn.params["mark"]
     key = (mark.leaf, mark.field)
     if mark.role == "local":
-      self.open.setdefault((mark.exchange, "local"), {})[key] = value
-      self.open.pop((mark.exchange, "plain"), None)
+      self.open.setdefault((mark.call, "local"), {})[key] = value
+      self.open.pop((mark.call, "plain"), None)
     if self._replaced(eqn):
-      value = self._plain(mark.exchange, ahead)[key]
+      value = self._plain(mark.call, ahead)[key]
     shown = sparse_rows.unseal(value) if mark.field == "ids" else value
     found.append(Found(mark, shown, jnp.ones((), bool)))
     return value
 
-  def _plain(self, exchange, ahead):
+  def _plain(self, call, ahead):
     """Runs plain collectives: what comes out, by leaf and field."""
-    if (exchange, "plain") not in self.open:
-      local = _leaves(self.open[exchange, "local"], ahead.tables(exchange))
-      like = _leaves(ahead.synced(exchange), ahead.tables(exchange))
-      made = exchange.plain(
-        [local.get(i) for i in range(len(exchange.names))],
-        [like.get(i) for i in range(len(exchange.names))],
+    if (call, "plain") not in self.open:
+      local = _leaves(self.open[call, "local"], ahead.tables(call))
+      like = _leaves(ahead.synced(call), ahead.tables(call))
+      made = call.plain(
+        [local.get(i) for i in range(len(call.names))],
+        [like.get(i) for i in range(len(call.names))],
       )
-      self.open[exchange, "plain"] = {
+      self.open[call, "plain"] = {
         (i, field): value
         for i, leaf in enumerate(made)
         if leaf is not None
         for field, value in _fields(leaf)
       }
-    return self.open[exchange, "plain"]
+    return self.open[call, "plain"]
 
   def _within(self, eqn, values, used):
     name = eqn.primitive.name
@@ -353,18 +353,18 @@ class _Ahead:
       if eqn.primitive is _mark_p
     ]
 
-  def synced(self, exchange: Exchange) -> dict:
+  def synced(self, call: SyncCall) -> dict:
     return {
       (mark.leaf, mark.field): aval
       for mark, aval in self._marks
-      if mark.exchange is exchange and mark.role == "synced"
+      if mark.call is call and mark.role == "synced"
     }
 
-  def tables(self, exchange: Exchange) -> dict[int, int]:
+  def tables(self, call: SyncCall) -> dict[int, int]:
     return {
       mark.leaf: mark.num_rows
       for mark, _ in self._marks
-      if mark.exchange is exchange and mark.num_rows is not None
+      if mark.call is call and mark.num_rows is not None
     }
 
 
@@ -487,15 +487,15 @@ def compare(facts: Mapping[str, str]) -> None:
   lowered = _compared.setdefault(store.client, set())
   if mine in lowered:
     return
-  room = f"zenjax/exchange/{len(lowered)}"
+  folder = f"zenjax/exchange/{len(lowered)}"
   lowered.add(mine)
   me, count = jax.process_index(), jax.process_count()
   if me == 0:
-    said = _of_all(store, room, facts, count)
-    store.set(f"{room}/first", json.dumps([facts, said]))
+    said = _of_all(store, folder, facts, count)
+    store.set(f"{folder}/first", json.dumps([facts, said]))
   else:
-    store.set(f"{room}/{me}", mine)
-    answer = store.get(f"{room}/first", 1.25 * WAIT_S)
+    store.set(f"{folder}/{me}", mine)
+    answer = store.get(f"{folder}/first", 1.25 * WAIT_S)
     if answer is None:
       return
     first, said = json.loads(answer)
@@ -504,12 +504,14 @@ def compare(facts: Mapping[str, str]) -> None:
     raise ValueError(said)
 
 
-def _of_all(store: Any, room: str, facts: Mapping[str, str], count: int) -> str:
+def _of_all(
+  store: Any, folder: str, facts: Mapping[str, str], count: int
+) -> str:
   """Asks all others: tells of the first that differs."""
   deadline = time.monotonic() + WAIT_S
   for other in range(1, count):
     left = max(0.0, deadline - time.monotonic())
-    answer = store.get(f"{room}/{other}", left)
+    answer = store.get(f"{folder}/{other}", left)
     if answer is not None:
       said = _difference(facts, json.loads(answer), other)
       if said:

@@ -145,8 +145,8 @@ class Owners:
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     leaves = gradient_tree.local_leaves(updates, context)
     names = [name for name, _ in leaves]
-    exchange = marking.Exchange("owner_update", options, tuple(names))
-    local = marking.marked([leaf for _, leaf in leaves], exchange, "local")
+    call = marking.SyncCall("owner_update", options, tuple(names))
+    local = marking.marked([leaf for _, leaf in leaves], call, "local")
     leaves = list(zip(names, local))
     sharded = _sharded_in(updates)
     chosen = self._chosen(updates, sharded)
@@ -189,11 +189,11 @@ class Owners:
     rest, inner = owner.finish(inner)
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     sync = sync._replace(step=sync.step + 1)
-    out = marking.marked(out, exchange, "synced")
+    out = marking.marked(out, call, "synced")
     for i in sharded:
       out[i] = NewValue(tables[i])
     facts = marking.described("owner_update", options, updates)
-    exchange.facts.update(facts)
+    call.facts.update(facts)
     inner = self._wrapped(inner, structure, plans, context)
     new = OwnerState(sync, inner, state.owners)
     return structure.unflatten(out), new

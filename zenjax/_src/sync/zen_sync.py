@@ -260,7 +260,7 @@ def zen_sync(
       return whole_batch.sync(of_parts, updates, state, around, options)
     named = leaf_util.named_leaves(updates, is_rows)
     plain = functools.partial(means, options=options)
-    exchange = marking.Exchange(
+    call = marking.SyncCall(
       "zen_sync",
       options,
       tuple([name for name, _ in named]),
@@ -268,17 +268,17 @@ def zen_sync(
       plain if options.exact else None,
     )
     if not options.exact:
-      state = _with_residuals(state, exchange, "waited")
+      state = _with_residuals(state, call, "waited")
     leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
-    updates = structure.unflatten(marking.marked(leaves, exchange, "local"))
+    updates = structure.unflatten(marking.marked(leaves, call, "local"))
     synced, memory = gradient_tree.sync_tree(updates, state, options)
     facts = marking.described("zen_sync", options, updates)
-    exchange.facts.update(facts)
+    call.facts.update(facts)
     leaves = jax.tree.leaves(synced, is_leaf=is_rows)
-    synced = structure.unflatten(marking.marked(leaves, exchange, "synced"))
+    synced = structure.unflatten(marking.marked(leaves, call, "synced"))
     state = state._replace(step=state.step + 1, leaves=memory)
     if not options.exact:
-      state = _with_residuals(state, exchange, "waits")
+      state = _with_residuals(state, call, "waits")
     return synced, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -315,15 +315,15 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
   return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
 
 
-def _with_residuals(state: Any, exchange: marking.Exchange, role: str) -> Any:
+def _with_residuals(state: Any, call: marking.SyncCall, role: str) -> Any:
   """`state` with marks at what waits."""
-  known = [state.leaves.get(name) for name in exchange.names]
+  known = [state.leaves.get(name) for name in call.names]
   residuals = marking.marked(
-    [leaf and leaf.residual for leaf in known], exchange, role
+    [leaf and leaf.residual for leaf in known], call, role
   )
   leaves = {
     name: leaf._replace(residual=residual)
-    for name, leaf, residual in zip(exchange.names, known, residuals)
+    for name, leaf, residual in zip(call.names, known, residuals)
     if leaf is not None
   }
   return state._replace(leaves=state.leaves | leaves)
