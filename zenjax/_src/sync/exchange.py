@@ -186,7 +186,7 @@ def finish(
   exchange: Exchange,
   *,
   after: jax.Array | None = None,
-  owner: "Owner | None" = None,
+  owner: "OwnerStep | None" = None,
   owned: Any = (),
 ) -> Result:
   """Sums what the first push brought, and does all the rest.
@@ -425,8 +425,8 @@ _LARGE_PULL_FROM = fractions.Fraction(7, 8)
 _any = functools.partial(functools.reduce, operator.or_)
 
 
-class Owner(Protocol):
-  """An owner changes the rows of a push before these are pulled."""
+class OwnerStep(Protocol):
+  """A step of owners: changes the rows of a push before these are pulled."""
 
   def __call__(
     self, held: Sequence[Held], state: Any
@@ -449,8 +449,8 @@ class Owner(Protocol):
     """Joins what was found with what a push brought."""
     ...
 
-  def agreed(self, parts: Any) -> "Owner":
-    """Returns the owner that knows what all have found."""
+  def agreed(self, parts: Any) -> "OwnerStep":
+    """Returns the step that knows what all owners have found."""
     ...
 
 
@@ -487,7 +487,7 @@ class Rounds:
   sources: Sequence[Masked | Listed]
   scheme: Scheme
   context: Context
-  owner: Owner | None = None
+  owner: OwnerStep | None = None
 
   def run(
     self,
@@ -560,7 +560,7 @@ class Rounds:
 
   def survey(
     self, targets: Sequence[Target], held: Sequence[Held], owned: Any
-  ) -> tuple[Owner, jax.Array]:
+  ) -> tuple[OwnerStep, jax.Array]:
     """Lets owners agree on values of all rows before any sum is pulled.
 
     Args:
@@ -569,7 +569,7 @@ class Rounds:
       owned: What the owner keeps.
 
     Returns:
-      The owner that knows them, and how many pushes that took, `[] int32`.
+      The step that knows them, and how many pushes that took, `[] int32`.
     """
     owner, pushes = self.owner, jnp.zeros((), jnp.int32)
     if owner is None:
