@@ -158,7 +158,7 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
   remembered = table.remembered if exact else None
   if plan.table.look_ups is not None:
     source, probe = table_sources.enter_rows(table.rows, plan)
-    target = table_sources.room(plan)
+    target = table_sources.empty_list(plan)
   else:
     source, probe = table_sources.enter_arrays(
       table.rows, plan, remembered, table.carried

@@ -410,8 +410,8 @@ def _ids(
   return jnp.where(real, ids + first, plan.table.num_rows), values
 
 
-def room(plan: TablePlan) -> Appended:
-  """For all rows that any devices may send."""
+def empty_list(plan: TablePlan) -> Appended:
+  """Returns a list of no rows, with room for all that devices may send."""
   table = plan.table
   size = sum(plan.rooms)
   past = np.repeat([table.num_rows for table in plan.tables], plan.rooms)
