@@ -303,7 +303,7 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
 # Sparse leaves that share an exchange, and what comes out for each.
 
 
-class Part(NamedTuple):
+class SharedExchange(NamedTuple):
   """Leaves that share an exchange."""
 
   scheme: str
@@ -316,7 +316,7 @@ def split(
   group: Sequence[tuple[str, jax.Array | SparseRows]],
   options: Options,
   context: Context,
-) -> list[Part]:
+) -> list[SharedExchange]:
   """The sparse leaves by scheme and group: all in one unless one is chosen."""
   tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
   if isinstance(options.capacities, dict):
@@ -333,12 +333,12 @@ def split(
   for key in dict.fromkeys(keys):
     at = [i for i, other in enumerate(keys) if other == key]
     part = ([group[i] for i in at], [choices[i] for i in at])
-    parts.append(Part(key[0], at, *part))
+    parts.append(SharedExchange(key[0], at, *part))
   return parts
 
 
 def _locals(
-  part: Part,
+  part: SharedExchange,
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
@@ -366,7 +366,7 @@ def _locals(
 
 
 def _summed_whole(
-  part: Part,
+  part: SharedExchange,
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
@@ -385,7 +385,7 @@ def _summed_whole(
 
 
 def _results(
-  part: Part,
+  part: SharedExchange,
   begun: exchange.Exchange,
   result: exchange.Result,
   state: sync_state.ZenSyncState | None,

@@ -48,7 +48,7 @@ class Placement(NamedTuple):
   synced: Any
 
 
-class Parts(NamedTuple):
+class Unsummed(NamedTuple):
   """Gradients that nobody has summed, and how devices have parts of them.
 
   Attributes:
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
     return [x for (_, x), is_mine in zip(self.named, self.mine) if not is_mine]
 
 
-def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
+def parts_of(updates: Any, mesh: Any, options: Options) -> Unsummed:
   """Finds what is not summed yet: row gradients, and arrays typed unreduced.
 
   Raises:
@@ -108,7 +108,7 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
     ]
   sparse = [name for (name, _), is_ in zip(named, chosen) if is_]
   structure = jax.tree.structure(updates, is_leaf=is_rows)
-  return Parts(named, mine, frozenset(sparse), given, lie, structure)
+  return Unsummed(named, mine, frozenset(sparse), given, lie, structure)
 
 
 def mapped(

@@ -195,7 +195,7 @@ def data_parallel(
       local_step,
       mesh=mesh,
       in_specs=in_specs,
-      out_specs=(returned.Parts.specs(axes),) * 2,
+      out_specs=(returned.Outputs.specs(axes),) * 2,
       check_vma=False,
     )(*placement.on_mesh(arguments, mesh, in_specs))
     state, aux = (x.whole(parts) for x, parts in zip(layouts[-1], both))

@@ -37,14 +37,14 @@ AuxSpecs = str | Mapping[str, str] | None
 _WORDS = ("mean", "sum", "batch", "same")
 
 
-class Parts(NamedTuple):
+class Outputs(NamedTuple):
   """Values that leave a device, by their specs."""
 
   same: Any  # a list
   batch: Any  # another
 
   @classmethod
-  def specs(cls, axes: Axes) -> "Parts":
+  def specs(cls, axes: Axes) -> "Outputs":
     """Returns the specs of all leaves of each list."""
     return cls(PartitionSpec(), PartitionSpec(axes))
 
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
   structure: Any
   kept: Sequence[Any] = ()  # no arrays, for the word "kept"
 
-  def whole(self, parts: Parts) -> Any:
+  def whole(self, parts: Outputs) -> Any:
     """The tree, of arrays of all devices."""
     of = {"batch": iter(parts.batch), "kept": iter(self.kept)}
     same = iter(parts.same)
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
 def by_specs(
   leaves: Sequence[Any], specs: Sequence[PartitionSpec], structure: Any
-) -> tuple[Parts, Layout]:
+) -> tuple[Outputs, Layout]:
   """Parts the leaves of a state; what is no array does not leave a device."""
   of = {"same": [], "batch": [], "kept": []}
   words = []
@@ -73,7 +73,7 @@ def by_specs(
     word = "batch" if spec != PartitionSpec() else "same"
     words.append(word if leaf_util.is_array(leaf) else "kept")
     of[words[-1]].append(leaf)
-  parts = Parts(of["same"], of["batch"])
+  parts = Outputs(of["same"], of["batch"])
   return parts, Layout(words, structure, of["kept"])
 
 
@@ -96,7 +96,7 @@ def parted(
   aux_specs: AuxSpecs,
   axes: Axes,
   several: bool,
-) -> tuple[Parts, Layout]:
+) -> tuple[Outputs, Layout]:
   """Averages, sums, and parts what goes out by which spec.
 
   Args:
@@ -110,7 +110,7 @@ def parted(
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
-  parts, words, rest = Parts([], []), [], iter(flows)
+  parts, words, rest = Outputs([], []), [], iter(flows)
   for (name, node), word in zip(named, asked):
     of_node = [next(rest) for _ in jax.tree.leaves(node)]
     leaf = _Leaf(name, node, of_node, axes, several)
