@@ -165,7 +165,7 @@ OPTIMIZERS = dict(
 
 
 def _steps(step, state, batches, mesh=None):
-  loss = None
+  loss: Any = None
   for batch in batches:
     state, loss = step(state, *(_split(batch, mesh) if mesh else batch))
   return state, loss

@@ -182,9 +182,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     apply,
     updates,
     params,
-    is_leaf=lambda x: (
-      x is None or is_rows(x) or sharded_tables.is_new_value(x)
-    ),
+    is_leaf=lambda x: x is None or is_rows(x) or sharded_tables.is_new_value(x),
   )
 
 
