@@ -365,9 +365,32 @@ def test_parameters_that_cannot_be_left_unsummed_are_as_they_were():
     params = {
       "spread": jax.device_put(jnp.ones((8, 2)), P("data")),
       "count": jax.device_put(jnp.arange(3), P()),
+      "bias": jax.device_put(jnp.ones(1 << 14)[1:], P()),
     }
     seen = zenjax.unsummed(params, "data")
-  assert jax.tree.map(jax.typeof, seen) == jax.tree.map(jax.typeof, params)
+    assert jax.tree.map(jax.typeof, seen) == jax.tree.map(jax.typeof, params)
+    # A vector that may travel sparse by elements is left unsummed.
+    long = zenjax.unsummed(jax.device_put(jnp.ones(1 << 14), P()), "data")
+  assert jax.typeof(long).sharding.spec.reduced == {"data"}
+
+
+def test_a_bias_and_a_sparsifier_are_refused_by_name():
+  """JAX could not add a bias, and XLA has summed its gradient."""
+
+  def grads_of(params, x):
+    seen = zenjax.unsummed(params, "data")
+    return jax.grad(lambda p: jnp.sum(x @ p["w"] + p["b"][None]))(seen)
+
+  tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
+  with jax.set_mesh(LINE):
+    params = {"w": jnp.ones((512, 4)), "b": jnp.ones(4)}
+    params = jax.device_put(params, P())
+    x = jax.device_put(jnp.ones((8, 512)), P("data"))
+    grads = jax.jit(grads_of)(params, x)
+    np.testing.assert_array_equal(grads["b"], np.full(4, 8.0))
+    state = zenjax.init(tx, params, LINE, "data")
+    with pytest.raises(ValueError, match="micro must be.*'b'.*a short vector"):
+      jax.jit(tx.update)(grads, state)
 
 
 def updated(tx: Any, grads, mesh):
@@ -401,7 +424,7 @@ REFUSED = {
   ),
   "summed arrays": (
     lambda: jnp.ones((4096, 4)),
-    "nothing is left to save.*`zenjax.unsummed",
+    "nothing is left to save.*`zenjax.unsummed.*put `optax.MultiSteps`",
   ),
 }
 

@@ -234,8 +234,9 @@ def select(
         f"`updates` of {by} must be unreduced outside of shard_map, and XLA has"
         f" summed leaf {name!r} over {axes!r} already: nothing is left to"
         f" select from; on explicit axes take gradients by `zenjax.unsummed("
-        f"params, {axes!r})`, on others wrap the step in"
-        " `zenjax.data_parallel`, where gradients are those of one device."
+        f"params, {axes!r})`, on others, and where that leaves a short vector"
+        " as it is, wrap the step in `zenjax.data_parallel`, where gradients"
+        " are those of one device."
       )
     _require_whole(by, name, x, axes)
   place = lambda x: PartitionSpec(unreduced=frozenset(axes))
@@ -391,8 +392,9 @@ def _require(
     raise ValueError(
       "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
       f" and all are arrays that XLA has summed over {options.axes!r} already:"
-      f" nothing is left to save; {way}, or wrap the step in"
-      " `zenjax.data_parallel`, where gradients are those of one device."
+      f" nothing is left to save; {way}, put `optax.MultiSteps` behind and not"
+      " around, or wrap the step in `zenjax.data_parallel`, where gradients are"
+      " those of one device."
     )
   for name, leaf in named:
     if is_rows(leaf):

@@ -45,6 +45,12 @@ def unsummed(params: Any, axis_name: AxisName) -> Any:
   gradient could not be left unsummed, its parameter comes back as it is: one
   that is not floating, or that lies spread over the axis itself.
 
+  In plain `jit` so does a vector of fewer than 16,384 elements, which never
+  travels sparse: JAX adds no bias to a batch while it is typed so, and XLA sums
+  its gradient as without the view. Of other parameters that a loss adds or
+  multiplies by elements JAX says the same (`reduced`): take the view of the
+  tables alone, `params | {"table": zenjax.unsummed(params["table"], "data")}`.
+
   Args:
     params: Any tree of arrays.
     axis_name: The axis or axes that gradients are to be synchronized over.
@@ -88,6 +94,8 @@ def _reduced(x: Any, axes: Axes) -> Any:
   spec = PartitionSpec(*compat.explicit_spec(x))
   over = jax.tree.leaves(tuple(spec))
   if not jnp.issubdtype(x.dtype, jnp.floating) or {*over} & {*axes}:
+    return x
+  if x.ndim < 2 and not leaf_util.is_table(x, "element"):
     return x
   known = jax.typeof(x).sharding.spec.reduced if compat.explicit_axes(x) else ()
   spec = PartitionSpec(*spec, reduced=frozenset([*axes, *known]))
