@@ -318,6 +318,16 @@ def test_misuse_is_refused():
   params = {"t": table, "w": np.ones((600, 2), np.float32)}
   with pytest.raises(ValueError, match=r"axes of the mesh, got \['model'\]"):
     zenjax.rows.shard(params, mesh, "model")
+  explicit = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+  if explicit.axis_types[0] != jax.sharding.AxisType.Explicit:
+    raise AssertionError("make_mesh makes other axes than it did")
+  with pytest.raises(ValueError, match="'data' as an automatic axis"):
+    zenjax.rows.shard(params, explicit, "data")
+  with pytest.raises(ValueError, match="`hash_seed` must be an integer of 0"):
+    zenjax.rows.shard(params, mesh, "data", hash_seed=-1)
+  two = jax.sharding.Mesh([jax.devices()[:2]], ("a", "b"))
+  with pytest.raises(ValueError, match="must be one axis"):
+    zenjax.rows.shard(params, two, ("a", "b"))
   with pytest.raises(ValueError, match=r"two dimensions.*'w' has shape \(3,\)"):
     zenjax.rows.shard({"w": np.ones(3)}, mesh, "data", tables=True)
   sharded = _shard(params, mesh)
@@ -325,6 +335,9 @@ def test_misuse_is_refused():
     _shard(sharded, mesh)
   tx = zenjax.owner_update(optax.sgd(0.1), "data")
   state = tx.init(sharded)
+  pinned = zenjax.owner_update(optax.sgd(0.1), "data", capacities=(4, 4))
+  with pytest.raises(ValueError, match="`capacities` of owner_update must be"):
+    pinned.init(sharded)
   ids = _split(np.arange(B, dtype=np.int32), mesh)
   loss = lambda p, ids: p["t"][ids].sum() + p["w"][ids].sum()
 
@@ -395,6 +408,26 @@ def test_a_table_of_another_mesh_is_refused():
   whole = {"t": node, "w": jnp.ones(())}
   with pytest.raises(ValueError, match="state_specs"):
     jax.jit(mapped)(whole, np.arange(B, dtype=np.int32))
+
+
+def test_no_look_ups_at_all():
+  mesh = _mesh(4)
+  params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
+  tx = zenjax.owner_update(optax.sgd(0.5), "data")
+  none = lambda p, ids: jnp.sum(p["t"][ids[:0]]) + jnp.sum(p["w"])
+
+  @jax.jit
+  def step(params, state, ids):
+    loss, grads = zenjax.value_and_grad(none)(params, ids)
+    updates, _ = tx.update(grads, state, params)
+    return loss, optax.apply_updates(params, updates)
+
+  ids = _split(np.zeros(B, np.int32), mesh)
+  loss, after = step(params, tx.init(params), ids)
+  after = zenjax.rows.unshard(after)
+  assert float(loss) == D
+  np.testing.assert_array_equal(after["t"], _table())
+  np.testing.assert_array_equal(after["w"], np.full(D, 0.5))
 
 
 @pytest.mark.usually("0")

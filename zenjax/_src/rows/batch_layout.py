@@ -108,14 +108,15 @@ def flat_ids(
     devices: Over which they may lie.
 
   Returns:
-    `[K]`, the last of them -1 where there were too few, and what makes of rows
-    `[K, D]` the shape `[*turns, *batch, D]`.
+    `[K]`, the last of them -1 where there were too few, or none, and what makes
+    of rows `[K, D]` the shape `[*turns, *batch, D]`.
   """
   moved = 0 < turns < ids.ndim and devices > 1
   first = jnp.moveaxis(ids, turns, 0) if moved else ids
   flat = first.reshape(-1)
   count = flat.size
-  flat = jnp.pad(flat, (0, -count % devices), constant_values=-1)
+  missing = -count % devices if count else devices
+  flat = jnp.pad(flat, (0, missing), constant_values=-1)
 
   def back(rows: jax.Array) -> jax.Array:
     rows = rows[:count].reshape(*first.shape, -1)

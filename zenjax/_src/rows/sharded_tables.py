@@ -247,8 +247,8 @@ def shard(
     placed whole on all devices, unless they lie on the mesh already.
 
   Raises:
-    ValueError: A chosen leaf has not two dimensions, or `axis_name` is not
-      one axis of the mesh.
+    ValueError: A chosen leaf has not two dimensions, `axis_name` is not one
+      automatic axis of the mesh, or `hash_seed` does not fit 32 bits.
     TypeError: A chosen leaf is not floating.
 
   Example:
@@ -275,6 +275,16 @@ def shard(
       f"`axis_name` must be one axis, got {axis_name!r}; give that of the"
       " fastest links."
     )
+  if set(axes) & compat.explicit_of(mesh):
+    raise ValueError(
+      f"`mesh` must have {axes[0]!r} as an automatic axis, and it is explicit;"
+      " make it by `jax.make_mesh(.., axis_types=(jax.sharding.AxisType.Auto,)"
+      " * number_of_axes)`."
+    )
+  if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
+    raise ValueError(
+      f"`hash_seed` must be an integer of 0 to 2**32 - 1, got {hash_seed!r}."
+    )
   devices = math.prod([mesh.shape[axis] for axis in axes])
   named = leaf_util.named_leaves(params, is_sharded)
   chosen = leaf_util.select(params, tables, "row")
@@ -295,7 +305,7 @@ def shard(
         f" leaf {name!r} has shape {leaf.shape}; leave it out, or reshape it."
       )
     table = ShardedTable(
-      None, leaf.shape[0], axes, devices, int(hash_seed), first_word
+      None, leaf.shape[0], axes, devices, hash_seed, first_word
     )
     first_word += table.layout.words
     found.append(table.with_value(_placed(leaf, table, mesh)))
@@ -410,10 +420,7 @@ def _placed(leaf: Any, table: ShardedTable, mesh: Any) -> jax.Array:
   missing = rows - table.num_rows
   if isinstance(leaf, Tracer):
     leaf = jnp.pad(leaf, ((0, missing), (0, 0)))
-    if set(table.axes) & compat.explicit_of(mesh):
-      leaf = jax.sharding.reshard(leaf, split)
-    else:
-      leaf = lax.with_sharding_constraint(leaf, split)
+    leaf = lax.with_sharding_constraint(leaf, split)
   else:
     host = np.asarray(leaf)
 
@@ -455,7 +462,7 @@ def _moving(f: Callable[..., Any], mesh: Any, meta: _Meta) -> Any:
     mesh=mesh,
     in_specs=split,
     out_specs=split,
-    axis_names={*meta.axes, *compat.explicit_of(mesh)},
+    axis_names={*meta.axes},
     check_vma=False,
   )
   return jax.jit(mapped)
@@ -586,13 +593,6 @@ def fetch_on(
   """
   if mesh is None:
     return fetch(tables, ids)
-  if set(tables[0].axes) & compat.explicit_of(mesh):
-    raise ValueError(
-      "A ShardedTable must be used on automatic axes outside of shard_map, and"
-      f" {tables[0].axes!r} is explicit; make the mesh with"
-      " `axis_types=(jax.sharding.AxisType.Auto,)`, or wrap the step in"
-      " `zenjax.data_parallel`."
-    )
   split = PartitionSpec(tables[0].axes)
   return jax.shard_map(
     fetch,
@@ -758,7 +758,8 @@ class Push:
     tables: Parts, inside a `shard_map`.
     asked: Their rows, by owner.
     rows: `[K, D]` of each, every row summed over its look-ups.
-    most: As `fetch` returned it.
+    most: As `fetch` returned it. Where it were too few, gradients would come
+      out as NaN, and not without rows.
   """
 
   tables: Sequence[ShardedTable]
@@ -782,13 +783,16 @@ class Push:
     """
     asked, rows = [], []
     for table, grad in zip(tables, grads):
-      ids = grad.indices
+      ids, values = grad.indices, grad.values
+      if not grad.capacity:
+        ids = jnp.full(1, table.num_rows, jnp.int32)
+        values = jnp.zeros((1, table.shape[1]), grad.dtype)
       ids = jnp.where(ids < 0, ids + table.num_rows, ids)
       ids = jnp.where(ids < 0, table.num_rows, ids)
       a = _ask(table, ids)
       wide = collectives.accumulator(grad.dtype)
       # What stands for no row may hold anything, NaN included.
-      values = grad.values.astype(wide)
+      values = values.astype(wide)
       values = jnp.where((a.owner < table.devices)[:, None], values, 0)
       rows.append(jnp.zeros_like(values).at[a.number].add(values))
       asked.append(a)
@@ -837,11 +841,13 @@ class Push:
     Zeros are padding.
     """
     found = []
-    every = zip(self.tables, self.asked, self.rows, begin, self._rooms)
-    for table, asked, rows, first, room in every:
+    of = self.tables, self.asked, self.rows, begin, self._rooms, self.most
+    for table, asked, rows, first, room, most in zip(*of):
       at, slots = _slots(table, asked, first, room)
       real = slots < table.layout.slots
-      values = jnp.where(real[..., None], rows.astype(table.dtype)[at], 0)
+      fits = jnp.max(jnp.diff(asked.first)) <= most
+      values = jnp.where(fits, rows.astype(table.dtype)[at], jnp.nan)
+      values = jnp.where(real[..., None], values, 0)
       found.append([jnp.where(real, slots + 1, 0), values])
     return found
 

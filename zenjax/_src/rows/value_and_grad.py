@@ -551,7 +551,11 @@ def _rows_of(tables, asked):
     for of, some, back_of in zip(asked.values(), rows, backs)
     for (number, _, _), x, back in zip(of, some, back_of)
   ]
-  return found, dict(zip(asked, most))
+  # Gradients of one look-up lie on devices as it does. Those of several are
+  # joined, and others may come to one device.
+  alone = lambda of: mesh is None or (len(of) == 1 and not of[0][2])
+  each = zip(asked.items(), most)
+  return found, {i: x for (i, of), x in each if alone(of)}
 
 
 def _joined(leaf: Any, parts: list[SparseRows], most: Any) -> Any:

@@ -103,6 +103,8 @@ class Owners:
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
     sharded = _sharded_in(params)
+    if sharded:
+      self._require_usual()
     chosen = self._chosen(params, sharded)
     leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
     plans, partition = self._plans(params, chosen, sharded, context)
@@ -236,7 +238,8 @@ class Owners:
     )
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
 
-    most = {i: node.value.facts.most for i, node in sharded.items()}
+    known = {i: node.value.facts.most for i, node in sharded.items()}
+    most = {i: x for i, x in known.items() if x is not None}
 
     def step(given, summed, state, params, most):
       grads = _with_most(parts.tree(given, summed), most)
@@ -280,6 +283,24 @@ class Owners:
       for i, x in enumerate(leaves)
     ]
 
+  def _require_usual(self):
+    """Raises ValueError for options that sharded tables know nothing of."""
+    options = self.options
+    given = dict(
+      sparse=options.sparse is not None,
+      partition=options.partition not in ("auto", "hash"),
+      capacities=bool(options.capacities),
+      wire_dtype=options.wire_dtype is not None,
+      hash_seed=options.tuning.hash_seed != Tuning().hash_seed,
+      ids_first=options.tuning.ids_first != Tuning().ids_first,
+    )
+    if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
+      raise ValueError(
+        f"{', '.join(wrong)} of owner_update must be left out where tables are"
+        " sharded: `zenjax.rows.shard` decided who owns which row, rows travel"
+        " in their own dtype, and buffers are as large as the batch needs."
+      )
+
   def _chosen(self, tree, sharded):
     """Which leaves have owners; with sharded tables these alone.
 
@@ -303,9 +324,10 @@ class Owners:
     """Sharded tables after a step, by the leaf's number, and the state."""
     nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
     most = [grad.facts.most for grad in grads]
+    unknown = any(x is None for x in most)
     with jax.named_scope("zenjax/push"):
       push = sharded_tables.Push.of(
-        nodes, grads, None if None in most else jnp.stack(most)
+        nodes, grads, None if unknown else jnp.stack(most)
       )
       sums = push.first()
 
