@@ -277,7 +277,7 @@ def shard(
     )
   if set(axes) & compat.explicit_of(mesh):
     raise ValueError(
-      f"`mesh` must have {axes[0]!r} as an automatic axis, and it is explicit;"
+      f"`mesh` must have {axis_name!r} as an automatic axis, and it is explicit;"
       " make it by `jax.make_mesh(.., axis_types=(jax.sharding.AxisType.Auto,)"
       " * number_of_axes)`."
     )
