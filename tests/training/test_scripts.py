@@ -5,13 +5,11 @@ zenjax. Losses are means over unevenly padded batches; `nnx` has in-batch
 negatives, and two log the norm of the whole gradient.
 """
 
-from collections import Counter
 from collections.abc import Callable
 import difflib
 import inspect
 from typing import Any, NamedTuple
 
-import declaring
 import hlo
 import jax
 from jax import lax
@@ -20,6 +18,9 @@ from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+from one_exchange import moves
+from one_exchange import of_table
+from one_exchange import summed
 import optax
 import pytest
 import scripts
@@ -121,38 +122,6 @@ def compiled(lowered) -> str:
   return text
 
 
-def moves(found):
-  """All collectives that are no sums, each with how many there are."""
-  return Counter([x for x in found if x.op != "all-reduce"])
-
-
-def summed(found) -> int:
-  """Elements of all sums, however XLA joins them."""
-  return sum(x.elements for x in found if x.op == "all-reduce")
-
-
-def of_exchange(devices: int, look_ups: int, *, arrays: bool):
-  """What zen_sync declares of one exchange of the table."""
-  leaf: Any = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-  if not arrays:
-    leaf = jax.eval_shape(
-      lambda: zenjax.SparseRows(
-        jnp.zeros(look_ups, jnp.int32), jnp.zeros((look_ups, WIDTH)), ROWS
-      )
-    )
-  found = declaring.declare({"table": leaf}, ("data",), (devices,))
-  inside = ("while",) * min(2, len(found.loops))
-  sent = [(x, ()) for x in found.first]
-  sent += [(x, inside) for turn in found.loops for x in turn]
-  sent += [(x, ("while",)) for turn in found.dense for x in turn]
-  # What a device has got of `words` that it gave.
-  got = {"all_gather": devices, "reduce_scatter": 1 / devices}
-  return Counter(
-    hlo.Found(x.op.replace("_", "-"), int(x.words * got.get(x.op, 1)), inside)
-    for x, inside in sent
-  )
-
-
 @pytest.mark.usually("Flax*", "nnx")
 @pytest.mark.parametrize("name", CASES)
 def test_a_script_changes_in_few_lines_and_in_no_number(name, tmp_path):
@@ -172,11 +141,11 @@ def test_a_script_changes_in_few_lines_and_in_no_number(name, tmp_path):
   # Sums of a table's size are gone; all others are there.
   assert summed(plain) - summed(ours) == case.sums
   assert summed(ours) < ROWS
-  # Nothing is moved but what the plain program moves, and one exchange.
+  # Nothing is moved but what the plain program moves, and one exchange, with
+  # the dense path of an array in a loop that turns where it is taken.
   devices = case.mesh.shape["data"]
-  exchange = of_exchange(
-    devices, BATCH * LOOK_UPS // devices, arrays=case.arrays
-  )
+  look_ups = None if case.arrays else BATCH * LOOK_UPS // devices
+  exchange = moves(of_table((ROWS, WIDTH), devices, look_ups=look_ups))
   assert moves(ours) == moves(plain) + exchange
 
 
@@ -286,8 +255,9 @@ def test_of_eight_parts_one_exchange(name):
   got, ours = accumulate(mesh, tx, way)
   np.testing.assert_allclose(got, want, rtol=1e-5)
   plain, ours = hlo.collectives(plain), hlo.collectives(ours)
-  look_ups = TURNS * BATCH * LOOK_UPS // 8
-  assert moves(ours) == of_exchange(8, look_ups, arrays=arrays)
+  look_ups = None if arrays else TURNS * BATCH * LOOK_UPS // 8
+  exchange = of_table((ROWS, WIDTH), 8, look_ups=look_ups)
+  assert moves(ours) == moves(exchange)
   assert not moves(plain)
   layer, rest = WIDTH, 2  # The bias, and the loss.
   in_scan = lambda found: summed([x for x in found if x.inside])
