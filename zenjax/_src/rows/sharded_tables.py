@@ -277,9 +277,9 @@ def shard(
     )
   if set(axes) & compat.explicit_of(mesh):
     raise ValueError(
-      f"`mesh` must have {axis_name!r} as an automatic axis, and it is explicit;"
-      " make it by `jax.make_mesh(.., axis_types=(jax.sharding.AxisType.Auto,)"
-      " * number_of_axes)`."
+      f"`mesh` must have {axis_name!r} as an automatic axis, got an explicit"
+      " one; make it by `jax.make_mesh(.., axis_types=("
+      "jax.sharding.AxisType.Auto,) * number_of_axes)`."
     )
   if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
     raise ValueError(
