@@ -256,12 +256,12 @@ def shard(
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> params = {"table": jnp.ones((1000, 16)), "w": jnp.ones(16)}
+    >>> params = {"table": jnp.ones((2000, 16)), "w": jnp.ones(16)}
     >>> params = zenjax.rows.shard(params, mesh, "data")
     >>> params["table"].shape
-    (1000, 16)
+    (2000, 16)
     >>> [x.data.shape for x in params["table"].value.addressable_shards]
-    [(512, 16), (512, 16)]
+    [(1024, 16), (1024, 16)]
   """
   axes = arguments.axes(axis_name)
   unknown = [axis for axis in axes if axis not in mesh.axis_names]
