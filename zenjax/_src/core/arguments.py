@@ -60,6 +60,18 @@ def axes(axis_name: AxisName) -> Axes:
   return axes
 
 
+def mesh_axes(axis_name: AxisName, mesh: Any) -> Axes:
+  """`axis_name` as a tuple of axes that `mesh` has."""
+  wanted = axes(axis_name)
+  unknown = [axis for axis in wanted if axis not in mesh.axis_names]
+  if unknown:
+    raise ValueError(
+      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
+      f" {mesh.axis_names}."
+    )
+  return wanted
+
+
 def one_of(name: str, value: Any, known: list[str]) -> str:
   """Returns the value; raises `ValueError` where it is none of those known."""
   if not isinstance(value, str) or value not in known:

@@ -16,6 +16,7 @@ import numpy as np
 
 from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
@@ -235,7 +236,7 @@ def check(
     verdict: ok, 4 comparisons
   """
   step, state = _arrays_alone(step, state)
-  run = _Run(step, mesh, placement.mesh_axes(axis_name, mesh))
+  run = _Run(step, mesh, mesh_axes(axis_name, mesh))
   arguments = state, *batch
   own, _ = jax.jit(data_parallel(step, mesh, axis_name))(*arguments)
   calls, _ = run.on_mesh(arguments, plainly=False)

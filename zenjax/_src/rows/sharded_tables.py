@@ -263,13 +263,7 @@ def shard(
     >>> [x.data.shape for x in params["table"].value.addressable_shards]
     [(1024, 16), (1024, 16)]
   """
-  axes = arguments.axes(axis_name)
-  unknown = [axis for axis in axes if axis not in mesh.axis_names]
-  if unknown:
-    raise ValueError(
-      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
-      f" {mesh.axis_names}."
-    )
+  axes = arguments.mesh_axes(axis_name, mesh)
   if len(axes) > 1:
     raise ValueError(
       f"`axis_name` must be one axis, got {axis_name!r}; give that of the"
@@ -801,7 +795,7 @@ class Push:
     return cls(tables, asked, rows, most)
 
   def first(self) -> Sums:
-    """What one exchange brings: all, but for ids that are all one owner's."""
+    """Returns what one exchange brings: all, unless ids crowd at one owner."""
     if self.tables[0].devices == 1:
       slots = [a.places for a in self.asked]
       starts = jnp.broadcast_to(self._ends[:, None], (len(slots), 1))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -162,7 +163,7 @@ def data_parallel(
     >>> len(set(aux["noise"].tolist()))
     4
   """
-  axes = placement.mesh_axes(axis_name, mesh)
+  axes = arguments.mesh_axes(axis_name, mesh)
   aux_specs = returned.check(aux_specs)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
 

@@ -247,7 +247,7 @@ def init(
     >>> state.leaves["leaf"].residual.shape
     (2, 6, 2)
   """
-  axes = mesh_axes(axis_name, mesh)
+  axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_tables.specs(params, PartitionSpec(axes))
   flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   require_replicated(params, "params", axes, flat)
@@ -261,18 +261,6 @@ def init(
     check_vma=False,
   )
   return jax.jit(mapped)(params)
-
-
-def mesh_axes(axis_name: AxisName, mesh: Mesh) -> Axes:
-  """`axis_name` as a tuple of axes that `mesh` has."""
-  axes = arguments.axes(axis_name)
-  unknown = [axis for axis in axes if axis not in mesh.axis_names]
-  if unknown:
-    raise ValueError(
-      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
-      f" {mesh.axis_names}."
-    )
-  return axes
 
 
 def require_replicated(

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.rows import sharded_tables
 from zenjax._src.sparsify import sparsifier_state
@@ -99,7 +100,7 @@ def reshard(
     )
   if mesh is None or axis_name is None:
     return _moved_to(jax.tree.map(_on_host, state), None, None)
-  axes = placement.mesh_axes(axis_name, mesh)
+  axes = arguments.mesh_axes(axis_name, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
   state = _moved_to(state, devices, like)
   specs = placement.state_specs(state, axis_name)
