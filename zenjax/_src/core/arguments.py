@@ -87,6 +87,16 @@ def boolean(name: str, value: Any) -> bool:
   return value
 
 
+def hash_seed(value: Any) -> int:
+  """The value; raises `ValueError` where it is no integer of 32 bits."""
+  whole = isinstance(value, int) and not isinstance(value, bool)
+  if not whole or not 0 <= value < 2**32:
+    raise ValueError(
+      f"`hash_seed` must be an integer in [0, 2**32), got hash_seed={value!r}."
+    )
+  return value
+
+
 def number(name: str, value: Any) -> float:
   """The value as a float; raises `TypeError` where it is no number."""
   if not isinstance(value, numbers.Real):

@@ -3,7 +3,7 @@
 Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import time
 from typing import Any
 
@@ -63,6 +63,25 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
   # JAX 0.10 has no `partitions`; later ones iterate over nothing else.
   spec = tuple(getattr(spec, "partitions", spec))
   return (*spec, *[None] * (x.ndim - len(spec)))
+
+
+def on_automatic_axes(
+  f: Callable[..., Any], mesh: Any, out_sharding: Any
+) -> Callable[..., Any]:
+  """`f` as of arrays whose types do not say how they lie on an explicit mesh.
+
+  `jax.sharding.auto_axes` takes the mesh of the context, and does nothing where
+  there is none, though the types of arrays have one.
+  """
+  automatic = jax.sharding.auto_axes(f, out_sharding=out_sharding)
+
+  def of_automatic(*args: Any) -> Any:
+    if not jax.sharding.get_abstract_mesh().empty:
+      return automatic(*args)
+    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+      return automatic(*args)
+
+  return of_automatic
 
 
 def records_varying(axis_name: str) -> bool:

@@ -59,9 +59,11 @@ class ShardedTable(NoArray):
       these axes `[S, D]`. In a gradient SparseRows of the whole table.
     num_rows: `R`.
     axes: Mesh axes over which owners lie.
-    devices: `n`, along these axes.
+    devices: `n`, along these axes; 0, without axes, where rows lie in their
+      order, as `zenjax.reshard` saves them: `[R, D]`, then zeros up to equal
+      ranges.
     seed: Of the hash.
-    first_word: Words of the tables before this one, which shift its hash.
+    first_word: Rows of the tables before this one, which shift its hash.
   """
 
   value: Any
@@ -100,8 +102,10 @@ class ShardedTable(NoArray):
 
     In an optimizer's state it may be a number for the whole table.
     """
-    slots = self.layout.slots
-    return jnp.shape(self.value)[:1] in [(slots,), (slots * self.devices,)]
+    (size,) = jnp.shape(self.value)[:1] or (0,)
+    if not self.devices:
+      return size >= self.num_rows
+    return size in (self.layout.slots, self.layout.slots * self.devices)
 
   def with_value(self, value: Any) -> "ShardedTable":
     """The same owners with something else in the place of the rows."""
@@ -232,7 +236,9 @@ def shard(
   Models are written for the whole table.
 
   Inside `jit` nothing whole is made either: XLA makes each part of an
-  initializer's numbers where it belongs.
+  initializer's numbers where it belongs. Rows then go to their owners some MiB
+  at a time, so that a device has its part twice and little more; what an
+  initializer takes for itself comes first.
 
   Args:
     params: A tree of arrays. A table may be NumPy's, in the memory of the host.
@@ -248,7 +254,7 @@ def shard(
 
   Raises:
     ValueError: A chosen leaf has not two dimensions, `axis_name` is not one
-      automatic axis of the mesh, or `hash_seed` does not fit 32 bits.
+      axis of the mesh, or `hash_seed` does not fit 32 bits.
     TypeError: A chosen leaf is not floating.
 
   Example:
@@ -269,16 +275,7 @@ def shard(
       f"`axis_name` must be one axis, got {axis_name!r}; give that of the"
       " fastest links."
     )
-  if set(axes) & compat.explicit_of(mesh):
-    raise ValueError(
-      f"`mesh` must have {axis_name!r} as an automatic axis, got an explicit"
-      " one; make it by `jax.make_mesh(.., axis_types=("
-      "jax.sharding.AxisType.Auto,) * number_of_axes)`."
-    )
-  if not isinstance(hash_seed, int) or not 0 <= hash_seed < 2**32:
-    raise ValueError(
-      f"`hash_seed` must be an integer of 0 to 2**32 - 1, got {hash_seed!r}."
-    )
+  arguments.hash_seed(hash_seed)
   devices = math.prod([mesh.shape[axis] for axis in axes])
   named = leaf_util.named_leaves(params, is_sharded)
   chosen = leaf_util.select(params, tables, "row")
@@ -301,7 +298,7 @@ def shard(
     table = ShardedTable(
       None, leaf.shape[0], axes, devices, hash_seed, first_word
     )
-    first_word += table.layout.words
+    first_word = (first_word + table.num_rows) % 2**32
     found.append(table.with_value(_placed(leaf, table, mesh)))
   return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -310,7 +307,9 @@ def unshard(params: Any) -> Any:
   """The inverse of `shard`: tables as arrays, in the order of their rows.
 
   Each is split by ranges of rows over the same axes, so that no device has a
-  whole table here either, where the number of devices divides the rows.
+  whole table here either. Only where the number of devices does not divide the
+  rows, an array lies whole on every device; `zenjax.reshard(params)` is the
+  form to save that never does.
 
   Args:
     params: A tree with `ShardedTable` in it, such as parameters, or an
@@ -336,15 +335,56 @@ def unshard(params: Any) -> Any:
   def whole(node: Any) -> Any:
     if not is_sharded(node):
       return node
+    if not node.devices:
+      return node.value[: node.num_rows]
     mesh = mesh_of([node])
     if mesh is None:
       raise ValueError(
         "`unshard` must be called outside of shard_map, where a table is that"
         " of all devices; return the table from the step and call it there."
       )
-    return _in_order(node, mesh)
+    over = None if node.num_rows % node.devices else node.axes
+    lies = NamedSharding(mesh, PartitionSpec(over))
+    return _resizing(node.num_rows, node.num_rows, lies)(_ordered(node, mesh))
 
   return jax.tree.map(whole, params, is_leaf=is_sharded)
+
+
+def in_order(table: ShardedTable) -> ShardedTable:
+  """A table, or what a state has of one, with its rows in order, to save.
+
+  Each device has a range of rows, of zeros where there are no more.
+  """
+  if not table.devices:
+    return table
+
+  def moved(x: Any) -> Any:
+    node = table.with_value(x)
+    if not node.has_rows:
+      return x
+    mesh = mesh_of([node])
+    split = NamedSharding(mesh, PartitionSpec(table.axes))
+    rows = -(-table.num_rows // table.devices) * table.devices
+    return _ranges(_ordered(node, mesh), table.num_rows, rows, split)
+
+  value = jax.tree.map(moved, table.value)
+  return dataclasses.replace(table, value=value, axes=(), devices=0)
+
+
+def on_owners(
+  table: ShardedTable, mesh: jax.sharding.Mesh, axes: Axes
+) -> ShardedTable:
+  """A table, or what a state has of one, on as many owners as a mesh has.
+
+  Arrays lie on the devices of the mesh, or in the memory of the host.
+  """
+  devices = math.prod([mesh.shape[axis] for axis in axes])
+  new = dataclasses.replace(table, axes=axes, devices=devices)
+  if table.devices == devices:
+    return new
+  table = in_order(table)
+  moved = lambda x: _placed(x, new, mesh) if table.with_value(x).has_rows else x
+  return new.with_value(jax.tree.map(moved, table.value))
 
 
 def mesh_of(tables: Sequence[ShardedTable]) -> Any:
@@ -354,6 +394,12 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
     ValueError: No mesh is known, tables lie over several axes, or devices or
       the form of a table do not fit where this is called.
   """
+  if not all(table.devices for table in tables):
+    raise ValueError(
+      "A ShardedTable must lie on the devices that own its rows, got one in the"
+      " order of rows, as it is saved; call `zenjax.reshard(state, mesh,"
+      " axis_name)` first."
+    )
   axes = tables[0].axes
   others = sorted({table.axes for table in tables})
   if len(others) > 1:
@@ -402,94 +448,147 @@ def _everywhere(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
   return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
-def _blocks(table: ShardedTable) -> int:
+def _blocks(layout: Layout) -> int:
   """Blocks of `n` rows, a multiple of `n`: `[blocks, n]` are all rows."""
-  return -(-table.layout.slots // table.devices) * table.devices
+  return -(-layout.slots // layout.groups) * layout.groups
 
 
-def _placed(leaf: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """`[R, D]` as `[n * S, D]`, each row with its owner."""
-  rows = _blocks(table) * table.devices
+def _placed(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+  """`[R, ...]` as `[n * S, ...]`, each row with its owner."""
+  rows = _blocks(table.layout) * table.devices
   split = NamedSharding(mesh, PartitionSpec(table.axes))
-  missing = rows - table.num_rows
-  if isinstance(leaf, Tracer):
-    leaf = jnp.pad(leaf, ((0, missing), (0, 0)))
-    leaf = lax.with_sharding_constraint(leaf, split)
-  else:
-    host = np.asarray(leaf)
-
-    def part(index: Any) -> np.ndarray:
-      begin, end, _ = index[0].indices(rows)
-      own = host[begin : min(end, table.num_rows)]
-      return np.pad(own, ((0, end - begin - len(own)), (0, 0)))
-
-    leaf = jax.make_array_from_callback((rows, host.shape[1]), split, part)
-  return _moving(_to_owners, mesh, _Meta.of(table))(leaf)
+  x = _ranges(x, table.num_rows, rows, split)
+  return _moving(_to_owners, mesh, table.axes, table.layout)(x)
 
 
-def _in_order(table: ShardedTable, mesh: Any) -> jax.Array:
-  """`[n * S, ...]` as `[R, ...]`."""
-  rows = _moving(_to_order, mesh, _Meta.of(table))(table.value)
-  return rows[: table.num_rows]
+def _ordered(table: ShardedTable, mesh: Any) -> jax.Array:
+  """`[n * S, ...]` in the order of rows, then zeros: `[blocks * n, ...]`."""
+  moving = _moving(_to_order, mesh, table.axes, table.layout)
+  return moving(table.value)
 
 
-class _Meta(NamedTuple):
-  """A ShardedTable but for its rows."""
+def _ranges(
+  x: Any, num_rows: int, rows: int, split: NamedSharding
+) -> jax.Array:
+  """The first `num_rows` of `x`, and zeros up to `rows`, split by ranges."""
+  here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+  if here and x.shape[0] == rows and x.sharding == split:
+    return x
+  if here and x.sharding.device_set != split.device_set:
+    x = np.asarray(x)
+  if isinstance(x, jax.Array):
+    return _resizing(num_rows, rows, split)(x)
+  host = np.asarray(x)
 
-  num_rows: int
-  axes: Axes
-  devices: int
-  seed: int
-  first_word: int
+  def part(index: Any) -> np.ndarray:
+    begin, end, _ = index[0].indices(rows)
+    own = host[begin : min(end, num_rows)]
+    missing = end - begin - len(own)
+    return np.pad(own, [(0, missing), *[(0, 0)] * (host.ndim - 1)])
 
-  @classmethod
-  def of(cls, table: ShardedTable) -> "_Meta":
-    return cls(*[getattr(table, name) for name in cls._fields])
+  shape = rows, *host.shape[1:]
+  return jax.make_array_from_callback(shape, split, part)
 
 
 @functools.lru_cache(maxsize=64)
-def _moving(f: Callable[..., Any], mesh: Any, meta: _Meta) -> Any:
+def _resizing(num_rows: int, rows: int, lies: NamedSharding) -> Any:
+  """Cuts off and fills up rows."""
+
+  def resized(x: jax.Array) -> jax.Array:
+    missing = rows - num_rows
+    pads = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x[:num_rows], pads)
+
+  if compat.explicit_of(lies.mesh):
+    # Where types say how arrays lie, devices must divide every dimension.
+    resized = compat.on_automatic_axes(resized, lies.mesh, lies)
+  return jax.jit(resized, out_shardings=lies)
+
+
+@functools.lru_cache(maxsize=64)
+def _moving(
+  f: Callable[..., Any], mesh: Any, axes: Axes, layout: Layout
+) -> Any:
   """`f` of the part of each device; a table is moved often, compiled once."""
-  split = PartitionSpec(meta.axes)
+  split = PartitionSpec(axes)
   mapped = jax.shard_map(
-    functools.partial(f, table=ShardedTable(None, *meta)),
+    functools.partial(f, axes=axes, layout=layout),
     mesh=mesh,
     in_specs=split,
     out_specs=split,
-    axis_names={*meta.axes},
+    axis_names={*axes},
     check_vma=False,
   )
   return jax.jit(mapped)
 
 
-def _to_owners(rows: jax.Array, table: ShardedTable) -> jax.Array:
+# Bytes of a device that one exchange moves: beside the part that is read and
+# the part that is written, a device has no more than a few times these.
+_MOVED = 1 << 22
+
+
+def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   """A range of rows `[blocks, D]` of each device to slots `[S, D]`."""
-  n = table.devices
+  n = layout.groups
   blocks = rows.reshape(-1, n, *rows.shape[1:])
+  shifts = _shifts(layout, axes, len(blocks))
   group = jnp.arange(n, dtype=jnp.int32)
-  at = group[None] - _shifts(table, len(blocks))[:, None] + 2 * n
-  parts = _each_block(blocks, lax.rem(at, lax.full_like(at, n)))
-  parts = collectives.all_to_all(jnp.swapaxes(parts, 0, 1), table.axes)
-  slots = parts.reshape(-1, *rows.shape[1:])
-  return slots[: table.layout.slots]
+
+  def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
+    at = group[None] - _cut(shifts, begin, size)[:, None] + 2 * n
+    some = _cut(blocks, begin, size)
+    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    some = collectives.all_to_all(jnp.swapaxes(some, 0, 1), axes)
+    return lax.dynamic_update_slice_in_dim(slots, some, begin, axis=1)
+
+  slots = jnp.zeros((n, len(blocks), *rows.shape[1:]), rows.dtype)
+  slots = _by_pieces(move, slots)
+  return slots.reshape(-1, *rows.shape[1:])[: layout.slots]
 
 
-def _to_order(slots: jax.Array, table: ShardedTable) -> jax.Array:
+def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   """The inverse of `_to_owners`."""
-  n, blocks = table.devices, _blocks(table)
+  n, blocks = layout.groups, _blocks(layout)
   pads = [(0, blocks - len(slots)), *[(0, 0)] * (slots.ndim - 1)]
   parts = jnp.pad(slots, pads).reshape(n, -1, *slots.shape[1:])
-  parts = jnp.swapaxes(collectives.all_to_all(parts, table.axes), 0, 1)
+  shifts = _shifts(layout, axes, parts.shape[1])
   j = jnp.arange(n, dtype=jnp.int32)
-  at = j[None] + _shifts(table, len(parts))[:, None]
-  rows = _each_block(parts, lax.rem(at, lax.full_like(at, n)))
+
+  def move(rows: jax.Array, begin: Any, size: int) -> jax.Array:
+    some = lax.dynamic_slice_in_dim(parts, begin, size, axis=1)
+    some = jnp.swapaxes(collectives.all_to_all(some, axes), 0, 1)
+    at = j[None] + _cut(shifts, begin, size)[:, None]
+    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    return lax.dynamic_update_slice_in_dim(rows, some, begin, axis=0)
+
+  rows = jnp.zeros((parts.shape[1], n, *slots.shape[1:]), slots.dtype)
+  rows = _by_pieces(move, rows, axis=0)
   return rows.reshape(-1, *slots.shape[1:])
 
 
-def _shifts(table: ShardedTable, blocks: int) -> jax.Array:
+def _by_pieces(
+  move: Callable[[jax.Array, Any, int], jax.Array],
+  into: jax.Array,
+  axis: int = 1,
+) -> jax.Array:
+  """Fills `into` by `move(into, begin, size)`, some of its blocks at a time."""
+  blocks = into.shape[axis]
+  size = into.nbytes // blocks
+  size = min(blocks, max(1, _MOVED // max(1, size)))
+  # The last piece may begin within the one before it.
+  begin = lambda i: jnp.minimum(i * size, blocks - size)
+  one = lambda i, into: move(into, begin(i), size)
+  return lax.fori_loop(0, -(-blocks // size), one, into)
+
+
+def _cut(x: jax.Array, begin: Any, size: int) -> jax.Array:
+  return lax.dynamic_slice_in_dim(x, begin, size)
+
+
+def _shifts(layout: Layout, axes: Axes, blocks: int) -> jax.Array:
   """By how much this device's blocks are rotated: `[blocks]` in `[0, 2n)`."""
-  first = lax.axis_index(table.axes) * blocks
-  return table.layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
+  first = lax.axis_index(axes) * blocks
+  return layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
 
 
 def _each_block(blocks: jax.Array, at: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from zenjax._src.core import compat
@@ -138,7 +140,11 @@ def type_of_whole(leaf: Any) -> Any:
   """A sharded table's type, as a loss sees it; other leaves as they are."""
   if not is_sharded(leaf):
     return leaf
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+  lies = None
+  if compat.explicit_axes(leaf.value):  # Such a loss sees it on every device.
+    mesh = jax.typeof(leaf.value).sharding.mesh
+    lies = NamedSharding(mesh, PartitionSpec())
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)

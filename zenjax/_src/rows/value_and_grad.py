@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
+from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
@@ -525,31 +528,50 @@ def _fetched(traced, found, plain) -> tuple[list[Any], dict[int, Any]]:
   for k, ids in zip(at, program.run(), strict=True):
     site, turns = sites[k]
     asked[site.param].append((k, ids, len(turns)))
-  rows, most = _rows_of(tables, asked)
+  rows, most = _rows_of(tables, asked, flat_taps)
   for k, x in rows:
     flat_taps[k] = x
   return structure.unflatten(flat_taps), most
 
 
-def _rows_of(tables, asked):
-  """Rows of `asked[table]: [(number, ids, turns)]`, each with its number."""
+def _rows_of(tables, asked, taps):
+  """Rows of `asked[table]: [(number, ids, turns)]`, each with its number.
+
+  `taps` are as these rows shall lie, by number.
+  """
   asked = {i: of for i, of in asked.items() if of}
   if not asked:
     return [], {}
   parts = [tables[i] for i in asked]
   mesh = sharded_tables.mesh_of(parts)
   devices = 1 if mesh is None else parts[0].devices
-  flat, backs = [], []
-  for table, of in zip(parts, asked.values()):
-    both = [batch_layout.flat_ids(ids, turns, devices) for _, ids, turns in of]
-    ids = [jnp.where(x < 0, table.num_rows, x) for x, _ in both]
-    flat.append(ids)
-    backs.append([back for _, back in both])
-  rows, most = sharded_tables.fetch_on(mesh, parts, flat)
+  turns = [[turns for *_, turns in of] for of in asked.values()]
+
+  def rows_of(parts, ids):
+    around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
+    flat, backs = [], []
+    for table, some, of in zip(parts, ids, turns):
+      both = [batch_layout.flat_ids(*x, devices) for x in zip(some, of)]
+      flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
+      backs.append([back for _, back in both])
+    rows, most = sharded_tables.fetch_on(around, parts, flat)
+    each = zip(rows, backs)
+    return [[back(x) for x, back in zip(*of)] for of in each], most
+
+  if mesh is not None and compat.explicit_of(mesh):
+    place = lambda x: NamedSharding(mesh, PartitionSpec(*x))
+    lie = [
+      [place(compat.explicit_spec(taps[k])) for k, *_ in of]
+      for of in asked.values()
+    ]
+    rows_of = compat.on_automatic_axes(rows_of, mesh, (lie, place(())))
+  rows, most = rows_of(
+    parts, [[ids for _, ids, _ in of] for of in asked.values()]
+  )
   found = [
-    (number, back(x))
-    for of, some, back_of in zip(asked.values(), rows, backs)
-    for (number, _, _), x, back in zip(of, some, back_of)
+    (number, x)
+    for of, some in zip(asked.values(), rows)
+    for (number, *_), x in zip(of, some)
   ]
   # Gradients of one look-up lie on devices as it does. Those of several are
   # joined, and others may come to one device.

@@ -264,8 +264,15 @@ def own_rows(
 
 # The key of a state that lies as its tables do.
 IN_ROWS = "in_order_of_rows"
+# Of the owners of sharded tables, which the tables say themselves.
+SHARDED = "sharded"
 # Values of `partition` that are no number of column groups.
-_BY_NAME: dict[Any, int] = {"auto": 0, "hash": 1, "columns": 2**32 - 1}
+_BY_NAME: dict[Any, int] = {
+  "auto": 0,
+  "hash": 1,
+  "columns": 2**32 - 1,
+  SHARDED: 2**32 - 2,
+}
 
 
 class Facts(NamedTuple):
@@ -278,6 +285,7 @@ class Facts(NamedTuple):
   wire_itemsize: Any
   partition: Any  # column groups, or as `_BY_NAME`
   seed: Any
+  first_word: Any  # of a sharded table; 0 where the step decides it
 
 
 class Holding(NamedTuple):
@@ -326,6 +334,7 @@ def facts_of(plan: TablePlan, devices: int, partition: Partition) -> Facts:
     wire_itemsize=plan.table.wire_dtype.itemsize,
     partition=_BY_NAME.get(partition, partition),
     seed=plan.layout.seed,
+    first_word=plan.layout.first_word if partition == SHARDED else 0,
   )
 
 
@@ -346,6 +355,15 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
       dtype=jnp.dtype(f"u{facts.itemsize}"),
       wire_dtype=jnp.dtype(f"u{facts.wire_itemsize}"),
     )
+    known.append(table)
+  if names.get(tables[0].partition) == SHARDED:
+    return tuple(
+      [
+        plan_of_sharded(table, devices, facts.seed, facts.first_word)
+        for table, facts in zip(known, tables)
+      ]
+    )
+  for table, facts in zip(known, tables):
     partition = names.get(facts.partition, facts.partition)
     groups = buffer_sizes.choose_column_groups(table, devices, partition)
     if devices % groups:
@@ -354,7 +372,6 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
         f" `partition={groups}` divide, got {devices}; give `like=` a state of"
         " `zenjax.init` that was made with another `partition`."
       )
-    known.append(table)
     columns.append(groups)
   return buffer_sizes.plan_group(
     known,
@@ -363,6 +380,21 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
     devices=devices,
     pinned=[None] * len(known),
     seed=tables[0].seed,
+  )
+
+
+def plan_of_sharded(
+  table: buffer_sizes.Table, devices: int, seed: int, first_word: int
+) -> TablePlan:
+  """Returns the plan of a table of which each device has its own rows."""
+  return buffer_sizes.plan_table(
+    table,
+    groups=devices,
+    column_groups=1,
+    devices=devices,
+    pinned=None,
+    seed=seed,
+    first_word=first_word,
   )
 
 
@@ -524,6 +556,12 @@ def _facts(holding: Holding) -> list[Facts]:
       " it was saved, split over the axis of owner_update and no other."
     )
   return tables
+
+
+def relabelled(holding: Holding, devices: int | None) -> Holding:
+  """Describes as many owners of sharded tables, whose rows go by themselves."""
+  tables = [facts._replace(devices=devices or 0) for facts in _facts(holding)]
+  return _relabelled(holding, tables, devices or 0)
 
 
 def _relabelled(

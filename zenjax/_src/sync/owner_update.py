@@ -404,7 +404,7 @@ class Owners:
     if not at:
       return {}, "hash"
     if sharded:
-      return self._plans_of(sharded, named, context), "hash"
+      return self._plans_of(sharded, named), owner_rows.SHARDED
     by_columns = self._program_of(tree, chosen, {}).splits_columns
     if not by_columns:
       self._require_tables([named[i] for i in at])
@@ -429,7 +429,7 @@ class Owners:
     )
     return dict(zip(at, plans)), wanted
 
-  def _plans_of(self, sharded, named, context):
+  def _plans_of(self, sharded, named):
     """Sizes of sharded tables, whose owners these say themselves."""
     found = {}
     for i, node in sharded.items():
@@ -437,19 +437,9 @@ class Owners:
       shape: Any = jax.ShapeDtypeStruct(node.shape, leaf.dtype)
       given = leaf if is_rows(leaf) else shape
       table = leaf_tables.table_of(name, given, self.options)
-      pinned = self.options.capacities
-      if isinstance(pinned, dict):
-        pinned = pinned.get(name)
-      plan = buffer_sizes.plan_table(
-        table,
-        groups=node.devices,
-        column_groups=1,
-        devices=context.devices,
-        pinned=pinned,
-        seed=node.seed,
-        first_word=node.first_word,
+      found[i] = owner_rows.plan_of_sharded(
+        table, node.devices, node.seed, node.first_word
       )
-      found[i] = SPARSE["zen"].fitted(plan)
     return found
 
   def _require_tables(self, named):
@@ -593,8 +583,8 @@ def _specs(state: Any, axis: str) -> Any:
 
 def _require_whole(params: Any) -> None:
   """Raises where a type says that a parameter is spread over devices."""
-  for name, leaf in leaf_util.named_leaves(params):
-    if any(compat.explicit_spec(leaf)):
+  for name, leaf in leaf_util.named_leaves(params, is_sharded):
+    if not is_sharded(leaf) and any(compat.explicit_spec(leaf)):
       raise ValueError(
         "`params` must lie whole on every device for owner_update, and leaf"
         f" {name!r} is spread by {jax.typeof(leaf).sharding.spec}; give that"

@@ -163,11 +163,7 @@ class Tuning:
     arguments.one_of(
       "exchange", self.exchange, ["collectives", "remote_copies"]
     )
-    seed = self.hash_seed
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-      raise ValueError(
-        f"`hash_seed` must be an integer in [0, 2**32), got hash_seed={seed!r}."
-      )
+    arguments.hash_seed(self.hash_seed)
     arguments.boolean("ids_first", self.ids_first)
     arguments.boolean("overlap", self.overlap)
     if self.link is not None and not isinstance(self.link, Link):

@@ -1,5 +1,6 @@
 """A state that goes on with another number of devices, or is saved."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,10 @@ import optax
 
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import sharded_tables
+from zenjax._src.rows.sharded_tables import is_sharded
+from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.sparsify import sparsifier_state
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
@@ -42,6 +46,11 @@ def reshard(
   Nothing that a state holds is lost:
 
   - What `owner_update` keeps of a row goes to the row's new owner, bit by bit.
+  - So do the rows of tables of `zenjax.rows.shard`, in `state` or in
+    parameters beside it. In the form to save they lie in their order on the
+    devices that they are on, each with a range: no device has all, and orbax
+    writes them by shards. Ranges are equal, with zeros at the end: where the
+    old or the new devices do not divide the rows restore with `strict=False`.
   - What waits on each device is added up, or joined by zeros, and for
     `op="mean"` scaled by new over old devices: what it would still have added
     to the parameters is kept. So are moved: residuals of `on_overflow="carry"`,
@@ -69,8 +78,7 @@ def reshard(
 
   Raises:
     ValueError: An axis is not the mesh's; one of `mesh` and `axis_name` is
-      missing; the state is not whole, or of sharded tables; column groups do
-      not divide the devices;
+      missing; the state is not whole; column groups do not divide the devices;
       `MultiSteps` accumulates, and nothing says of how many devices, or
       whether means or sums; two zen_syncs of a state say both of what
       `error_feedback` keeps; or a 16-bit residual does not hold a sum.
@@ -92,21 +100,43 @@ def reshard(
     >>> state.inner[0].sum_of_squares.part.shape  # 352 rows a device, padded
     (704, 2)
   """
-  sharded_tables.refuse(state, "state", "reshard")
   if (mesh is None) != (axis_name is None):
     raise ValueError(
       "`mesh` and `axis_name` must be given both, to place a state, or neither,"
       f" to save it, got {mesh=} and {axis_name=}."
     )
   if mesh is None or axis_name is None:
-    return _moved_to(jax.tree.map(_on_host, state), None, None)
+    state = _sharded(state, sharded_tables.in_order)
+    host = lambda x: x if is_sharded(x) else _on_host(x)
+    state = jax.tree.map(host, state, is_leaf=is_sharded)
+    return _moved_to(state, None, None)
   axes = arguments.mesh_axes(axis_name, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, devices))
   state = _moved_to(state, devices, like)
   specs = placement.state_specs(state, axis_name)
   return jax.tree.map(
     lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
   )
+
+
+def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
+  """`state` with `f` of each sharded table, and of what is kept of it."""
+  one = lambda x: f(x) if is_sharded(x) else x
+  return jax.tree.map(one, state, is_leaf=is_sharded)
+
+
+def _on_owners(
+  table: ShardedTable, mesh: Mesh, axes: Axes, devices: int
+) -> ShardedTable:
+  """A sharded table on the owners of a mesh, whatever devices it is on."""
+  if table.devices != devices:
+    table = sharded_tables.in_order(table)
+    wanted = {*mesh.devices.flat}
+    away = lambda x: isinstance(x, jax.Array) and x.devices() != wanted
+    if any(map(away, jax.tree.leaves(table))):
+      table = jax.tree.map(_on_host, table)
+  return sharded_tables.on_owners(table, mesh, axes)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -188,6 +218,9 @@ def _nodes(state: Any) -> list[Any]:
 
 def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
   sync, inner, owners = state
+  nodes = jax.tree.leaves(inner, is_leaf=is_sharded)
+  if any(map(is_sharded, nodes)):  # Their rows have moved.
+    return state._replace(owners=owner_rows.relabelled(owners, devices))
   if owners is not None:
     inner, owners = jax.tree.map(_on_host, (inner, owners))
     if devices is None:
