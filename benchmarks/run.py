@@ -331,6 +331,21 @@ COMMANDS = (
     devices=8,  # Idle: hosts have their own.
   ),
   _command(
+    "tables",
+    "steps with one table between hosts: replicated, row-sharded, zenjax's",
+    partial(_measure, "campaigns.tables"),
+    _number("--rows", 100_000, "of the table"),
+    _number("--width", 128, "of the table"),
+    _number("--tokens", 2560, "rows that a host looks up in a step"),
+    _number("--look-ups", 1, "of the table in the model"),
+    _hosts("by default 4", default=4),
+    _rate("of their links, by default 1gbit", "1gbit"),
+    _LOOPBACK,
+    _names("--variants", "forms; by default all"),
+    *_timed(9),
+    devices=8,  # Idle: hosts have their own.
+  ),
+  _command(
     "network",
     "every scheme over links of a known rate, hosts and all",
     partial(_call, "campaigns.network.campaign"),

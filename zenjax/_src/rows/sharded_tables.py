@@ -337,7 +337,7 @@ def unshard(params: Any) -> Any:
       return node
     if not node.devices:
       return node.value[: node.num_rows]
-    mesh = mesh_of([node])
+    mesh = _mesh_under(node)
     if mesh is None:
       raise ValueError(
         "`unshard` must be called outside of shard_map, where a table is that"
@@ -362,7 +362,7 @@ def in_order(table: ShardedTable) -> ShardedTable:
     node = table.with_value(x)
     if not node.has_rows:
       return x
-    mesh = mesh_of([node])
+    mesh = _mesh_under(node)
     split = NamedSharding(mesh, PartitionSpec(table.axes))
     rows = -(-table.num_rows // table.devices) * table.devices
     return _ranges(_ordered(node, mesh), table.num_rows, rows, split)
@@ -436,6 +436,15 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
         f" and the place that it is used in do not fit; {remedy}."
       )
   return mesh
+
+
+def _mesh_under(table: ShardedTable) -> Any:
+  """As `mesh_of`, with the devices of a table that lies on some."""
+  mesh = mesh_of([table])
+  sharding = getattr(table.value, "sharding", None)
+  if isinstance(table.value, Tracer) or not isinstance(sharding, NamedSharding):
+    return mesh
+  return sharding.mesh
 
 
 def _everywhere(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
