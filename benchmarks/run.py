@@ -346,6 +346,13 @@ COMMANDS = (
     devices=8,  # Idle: hosts have their own.
   ),
   _command(
+    "tables-plot",
+    "a picture of what `tables` has saved at several rates",
+    partial(_call, "campaigns.tables_plot"),
+    _flag("--files", "of one number of hosts", nargs="+", required=True),
+    _flag("--plot", required=True, type=pathlib.Path, metavar="FILE"),
+  ),
+  _command(
     "network",
     "every scheme over links of a known rate, hosts and all",
     partial(_call, "campaigns.network.campaign"),

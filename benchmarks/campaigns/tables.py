@@ -250,7 +250,7 @@ class _Worker(served.Worker):
     draw = rng.standard_normal((made.rows, made.width), np.float32)
     params = {"table": 0.05 * draw, "w": w}
     n, bag = self.mesh.size, _BAG * made.look_ups
-    shape = _BATCHES, n * made.tokens // bag, bag
+    shape = _BATCHES, n * (made.tokens // bag), bag
     ids = rng.permutation(made.rows)[rng.zipf(_ZIPF, shape) % made.rows]
     y = np.sin(ids[:, :, 0]).astype(np.float32)
     batches = list(zip(ids.astype(np.int32), y))
