@@ -1,4 +1,4 @@
-"""`tables-plot`: a picture of what `tables` has saved, time and bytes a step."""
+"""`tables-plot`: a picture of what `tables` has saved: time and bytes."""
 
 import argparse
 import json

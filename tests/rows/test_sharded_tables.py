@@ -329,6 +329,8 @@ def test_no_device_has_a_whole_table_and_buffers_follow_the_batch():
   assert f"f32[{slots},{D}]" in text
   for size in (rows, 4 * slots):
     assert f"[{size}" not in text
+  # Ids tell how large the buffers of rows and of gradients must be.
+  assert "pmax" not in str(jax.make_jaxpr(_step(tx))(state, *batch))
   gathered = [x for x in text.splitlines() if " all-gather(" in x]
   assert all("s32[4]" in x for x in gathered)  # Only where a push overflows.
 

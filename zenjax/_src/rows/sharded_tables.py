@@ -653,8 +653,13 @@ def _ask(table: ShardedTable, ids: jax.Array) -> _Asked:
 
 def _most(asked: Sequence[_Asked], axes: Axes) -> jax.Array:
   """Distinct rows of the fullest pair of devices: `[T]` of each table."""
-  most = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
+  most = jnp.stack([_fullest(a) for a in asked])
   return compat.agreed(collectives.pmax(most, axes), axes)
+
+
+def _fullest(asked: _Asked) -> jax.Array:
+  """Distinct rows that a device asks of the owner that it asks the most of."""
+  return jnp.max(jnp.diff(asked.first))
 
 
 class _Sizes(NamedTuple):
@@ -733,20 +738,31 @@ def fetch(
       found.append(jnp.where((a.owner < n)[:, None], rows, 0))
     most = jnp.zeros(len(tables), jnp.int32)
     return [_split(x, of) for x, of in zip(found, ids)], most
-  sizes, most = _Sizes.of(tables, asked), _most(asked, axes)
+  sizes, own = _Sizes.of(tables, asked), [_fullest(a) for a in asked]
   largest = sizes.at(_LAST)
-  rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
 
-  def turn(turn: Any, level: jax.Array | None, rows: Sequence[Any]):
-    begin = [a.first[:-1] + turn * c for a, c in zip(asked, largest)]
-    every = zip(tables, asked, begin, largest)
-    slots = [_slots(*x)[1] for x in every]
+  def ids_of(turn: Any) -> list[list[jax.Array]]:
+    """Asks owners; ids are few bytes beside rows, and have the most room."""
+    sent = []
+    for table, a, room, most in zip(tables, asked, largest, own):
+      slots = _slots(table, a, a.first[:-1] + turn * room, room)[1]
+      sent.append([slots, jnp.broadcast_to(most, (n, 1))])
+    return wire.exchange(sent, collectives.all_to_all, axes)
+
+  def turn(turn: Any, level: Any, came: Any, rows: Sequence[Any]) -> list[Any]:
+    slots = [x for x, _ in came]
     got = _at_level(level, sizes, slots, functools.partial(_answers, tables))
     every = zip(tables, asked, got, largest, rows)
     return [_looked_up(*x, turn=turn) for x in every]
 
-  rows = turn(0, sizes.level(most), [0] * len(tables))
-  rows = lax.fori_loop(1, rounds, lambda r, rows: turn(r, None, rows), rows)
+  came = ids_of(0)
+  # Every device has told all others its own, so that all know the most.
+  most = jnp.max(jnp.concatenate([x for _, x in came], axis=1), axis=0)
+  most = compat.agreed(most, axes)
+  rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
+  rows = turn(0, sizes.level(most), came, [0] * len(tables))
+  more = lambda r, rows: turn(r, None, ids_of(r), rows)
+  rows = lax.fori_loop(1, rounds, more, rows)
   return [_split(x, of) for x, of in zip(rows, ids)], most
 
 
@@ -790,11 +806,9 @@ def _at_level(
 def _answers(
   tables: Sequence[ShardedTable], slots: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Asks owners for `slots: [n, C]` of each table; their rows `[n, C, D]`."""
-  axes = tables[0].axes
-  came = wire.exchange([[x] for x in slots], collectives.all_to_all, axes)
-  rows = [[_own_rows(t, x)] for t, (x,) in zip(tables, came)]
-  back = wire.exchange(rows, collectives.all_to_all, axes)
+  """Sends rows that were asked for, `slots: [n, C]`; those that come back."""
+  rows = [[_own_rows(table, x)] for table, x in zip(tables, slots)]
+  back = wire.exchange(rows, collectives.all_to_all, tables[0].axes)
   return [x for (x,) in back]
 
 
@@ -947,7 +961,7 @@ class Push:
     for table, asked, rows, first, room, most in zip(*of):
       at, slots = _slots(table, asked, first, room)
       real = slots < table.layout.slots
-      fits = jnp.max(jnp.diff(asked.first)) <= most
+      fits = _fullest(asked) <= most
       values = jnp.where(fits, rows.astype(table.dtype)[at], jnp.nan)
       values = jnp.where(real[..., None], values, 0)
       found.append([jnp.where(real, slots + 1, 0), values])

@@ -573,11 +573,25 @@ def _rows_of(tables, asked, taps):
     for of, some in zip(asked.values(), rows)
     for (number, *_), x in zip(of, some)
   ]
-  # Gradients of one look-up lie on devices as it does. Those of several are
-  # joined, and others may come to one device.
-  alone = lambda of: mesh is None or (len(of) == 1 and not of[0][2])
+  # A device's gradients may be of others' look-ups, who asked for fewer rows.
+  own = lambda of: mesh is None or _stay(of, devices)
   each = zip(asked.items(), most)
-  return found, {i: x for (i, of), x in each if alone(of)}
+  return found, {i: x for (i, of), x in each if own(of)}
+
+
+def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
+  """True if devices have the gradients of the rows that each asked for.
+
+  Those of one look-up lie as it does. Those of several are joined, each
+  device's beside each other, if devices divide them and no scan is between.
+  """
+  if any(turns for *_, turns in of):
+    return False
+  if len(of) == 1:
+    return True
+  spread = batch_layout.spread_of([ids for _, ids, _ in of])
+  by_all = all(ids.size % spread.devices == 0 for _, ids, _ in of)
+  return not spread.axes and spread.devices % devices == 0 and by_all
 
 
 def _joined(leaf: Any, parts: list[SparseRows], most: Any) -> Any:
