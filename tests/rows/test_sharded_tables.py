@@ -242,7 +242,7 @@ def test_steps_are_those_of_whole_tables(name, kind, n):
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
 
-@pytest.mark.usually("explicit", "automatic, 4 x 2")
+@pytest.mark.usually("explicit, 4 x 2")
 @pytest.mark.parametrize(
   ("explicit", "shape"),
   [

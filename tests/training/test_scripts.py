@@ -122,7 +122,7 @@ def compiled(lowered) -> str:
   return text
 
 
-@pytest.mark.usually("Flax*", "nnx")
+@pytest.mark.usually("Flax, rows", "nnx")
 @pytest.mark.parametrize("name", CASES)
 def test_a_script_changes_in_few_lines_and_in_no_number(name, tmp_path):
   case = CASES[name]

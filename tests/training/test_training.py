@@ -383,7 +383,7 @@ def module_state():
 def test_a_module_is_a_state_with_all_that_it_holds():
   """Arrays are mapped, and other leaves pass as they are, without `jit`."""
   got = want = module_state()
-  ours = mapped(module_step(lambda g: zenjax.sparse_pmean(g, "data")))
+  ours = mapped(module_step(lambda g: lax.pmean(g, "data")))
   # The square of a mean is that of each device.
   for turn in range(2):
     got, loss = ours(got, IDS + turn)
