@@ -157,6 +157,29 @@ def test_the_row_sharded_table_is_shown_and_not_chosen():
   assert 0 < (table.sharded_seconds or 0) < table.seconds / 10
 
 
+def test_a_tied_table_is_summed_whole():
+  """By what the loss does with it, and not as a vocabulary's density."""
+
+  def tied(params, ids):
+    return jnp.mean((params["table"][ids] @ params["table"].T) ** 2)
+
+  args = {"table": shape(ROWS, WIDTH)}, shape(BATCH, dtype=jnp.int32)
+  make = lambda grad, **options: zenjax.planner.plan(
+    grad(tied), *args, topology=SLOW, **options
+  )
+  found = make(zenjax.value_and_grad)
+  (leaf,) = found.leaves
+  assert leaf.scheme == "dense" and leaf.rows == ROWS
+  assert "sharded" not in str(found)
+  # What was counted says more; of another function nothing is known.
+  seen = zenjax.planner.Profile(rows=300, fullest=300, union=900, devices=8)
+  for known in (
+    make(zenjax.value_and_grad, profile={"table": seen}),
+    make(jax.value_and_grad),
+  ):
+    assert known.leaves[0].scheme != "dense"
+
+
 def test_look_ups_of_a_row_sharded_table_that_were_not_counted():
   """An array's rows were looked up once at least."""
   rows = zenjax.planner.Profile(rows=300, fullest=300, union=900, devices=8)

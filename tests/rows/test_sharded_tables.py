@@ -488,6 +488,7 @@ def test_back_on_the_same_devices_nothing_has_changed():
     np.testing.assert_array_equal(one, other)
   keys = [[*x[1].owners.tables] for x in (before, after)]
   assert keys[0] == keys[1]
+  assert "rows of sharded tables" in zenjax.report(before)
 
 
 def test_a_table_of_another_mesh_is_refused():

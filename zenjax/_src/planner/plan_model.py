@@ -5,6 +5,7 @@ import math
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zenjax._src.core import arguments
@@ -17,6 +18,7 @@ from zenjax._src.planner import recorded_runs
 from zenjax._src.planner.choosing import answer
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
+from zenjax._src.rows import leaf_util
 from zenjax._src.sync.plans import Plan
 
 
@@ -54,7 +56,9 @@ def plan(
     axis_name: Axes as `zen_sync` will have them: one for every level of the
       topology, the slowest first.
     profile: Densities by leaf name, as `zenjax.planner.profile(state)` returns
-      them after some steps. Other leaves are assumed to be as vocabularies.
+      them after some steps. Other leaves are assumed to be as vocabularies, but
+      for those of which zenjax's `value_and_grad` gives an array: the loss uses
+      all of their rows.
     trace: A directory that `zenjax.planner.record` wrote, in place of
       `profile`: it has densities for any number of devices.
     compute_seconds: Time of a step on one device without any exchange. Put
@@ -123,7 +127,8 @@ def plan(
       gradients=tuple(gradients),
       topology=topology,
       axes=axes,
-      profiles=profile or {},
+      profiles=_used_whole(value_and_grad, gradients, topology.devices)
+      | dict(profile or {}),
       compute_seconds=float(compute_seconds),
       overlap=arguments.boolean("overlap", overlap),
       wire_dtypes=_wires(wire_dtypes),
@@ -131,6 +136,30 @@ def plan(
       memory_bytes=None if memory_bytes is None else float(memory_bytes),
     )
   )
+
+
+def _used_whole(
+  value_and_grad: Callable[..., Any],
+  gradients: Sequence[Gradient],
+  devices: int,
+) -> dict[str, Profile]:
+  """Returns densities of tables that are used otherwise than by look-ups.
+
+  A tied softmax touches all rows. Where zenjax's `value_and_grad` gives an
+  array, the loss does such a thing; of `jax.value_and_grad` nothing is known.
+  """
+  listed = any(gradient.look_ups is not None for gradient in gradients)
+  if not listed and not getattr(value_and_grad, "gives_rows", False):
+    return {}
+  found = {}
+  for gradient in gradients:
+    if gradient.look_ups is None and gradient.shape:
+      shape: Any = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+      rows, _ = leaf_util.table_shape(shape, "row")
+      found[gradient.name] = Profile(
+        rows=rows, fullest=rows, union=rows, devices=devices
+      )
+  return found
 
 
 def _check(

@@ -10,6 +10,7 @@ import numpy as np
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.rows import catching_up
+from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import owner_update
@@ -190,6 +191,9 @@ def _of_synced_leaves(
 ) -> list[str]:
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
+    leaves = jax.tree.leaves(state, is_leaf=is_sharded)
+    if any(map(is_sharded, leaves)):
+      return [f"{by}: rows of sharded tables travel, which nothing counts."]
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
   known, advice = stats.synced_leaves(state), stats.advise(state)
   steps = max(int(node.step) for node in nodes)

@@ -272,8 +272,9 @@ def shard(
   axes = arguments.mesh_axes(axis_name, mesh)
   if len(axes) > 1:
     raise ValueError(
-      f"`axis_name` must be one axis, got {axis_name!r}; give that of the"
-      " fastest links."
+      f"`axis_name` must be one axis, got {axis_name!r}; make a mesh that has"
+      " all devices along one, or give that of the fastest links: the others"
+      " then have copies."
     )
   arguments.hash_seed(hash_seed)
   devices = math.prod([mesh.shape[axis] for axis in axes])

@@ -108,6 +108,8 @@ def value_and_grad(
       )
     return value, jax.tree.unflatten(structure, grads)
 
+  # Of a table whose gradient is an array all the same, all rows are used.
+  value_and_grad_of.__dict__["gives_rows"] = True
   return value_and_grad_of
 
 
