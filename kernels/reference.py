@@ -115,11 +115,11 @@ def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   )
   word = jnp.arange(layout.words, dtype=jnp.int32)[None, :]
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
-  unturned = group - layout.turn(word) + 2 * m
+  unrotated = group - layout.rotation(word) + 2 * m
   flat = packed.reshape(-1)
 
   def gather(i, rotated):
-    column = unturned - jnp.asarray(shifts, jnp.int32)[i]
+    column = unrotated - jnp.asarray(shifts, jnp.int32)[i]
     column = lax.rem(column, lax.full_like(column, m))
     lanes = indexing.take(flat, word * m + column)
     return rotated | (lanes & jnp.asarray(masks)[i])

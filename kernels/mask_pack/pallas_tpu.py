@@ -4,7 +4,7 @@ The rows' bits are ORed over their width, laid out along the lanes, and packed
 by one small matrix product with powers of two, which also moves every row to
 its group: a product of zeros and ones with 2**0 .. 2**15 is exact in bfloat16,
 its sums are below 2**16 and exact in float32. What changes with the word, the
-turn of the layout, is left to XLA: it rotates words, of which there are a
+rotation of the layout, is left to XLA: it rotates words, of which there are a
 thirty-second as many as rows.
 
 Where 128 divides the width, XLA lays a table out by rows, otherwise by columns;
@@ -52,7 +52,7 @@ def mask_pack(
   width = sizes.per_unit * sizes.groups
   units = out[:, :width]
   if not layout.in_order:
-    units = _turned(units, layout, sizes)
+    units = _rotated(units, layout, sizes)
   units = units.reshape(-1, sizes.groups, sizes.per_unit).transpose(1, 0, 2)
   words = units.reshape(sizes.groups, -1)[:, : sizes.words]
   return Packed(
@@ -195,16 +195,17 @@ def _tell(seen, itemsize):
   return nonzero, ~nonzero & ((seen & everything) != 0)
 
 
-def _turned(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
-  """The same words, each moved on by its turn.
+def _rotated(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
+  """The same words, each moved on by its rotation.
 
-  Bit by bit of the turns, as a barrel shifter does: no gather of words.
+  Bit by bit of the rotations, as a barrel shifter does: no gather of words.
   """
   at = jnp.arange(units.shape[1], dtype=jnp.int32)[None, :]
   unit = jnp.arange(units.shape[0], dtype=jnp.int32)[:, None]
   per_unit = sizes.per_unit
-  turn = layout.turn(unit * per_unit + lax.rem(at, jnp.full_like(at, per_unit)))
+  word = unit * per_unit + lax.rem(at, jnp.full_like(at, per_unit))
+  rotation = layout.rotation(word)
   for bit in range((layout.groups - 1).bit_length()):
     moved = jnp.roll(units, per_unit << bit, axis=1)
-    units = jnp.where((turn >> bit) & 1 == 1, moved, units)
+    units = jnp.where((rotation >> bit) & 1 == 1, moved, units)
   return units

@@ -129,19 +129,19 @@ def test_without_turns_of_blocks_ids_meet_on_one_owner(n, monkeypatch):
 
 @OWNERS
 def test_a_seed_that_is_ignored_is_seen(n, monkeypatch):
-  right = Layout.turn
+  right = Layout.rotation
   ignores = lambda self, word: right(
     Layout(num_rows=self.num_rows, groups=self.groups), word
   )
-  monkeypatch.setattr(Layout, "turn", ignores)
+  monkeypatch.setattr(Layout, "rotation", ignores)
   assert fullest_of_aimed(n) == IDS
 
 
 @OWNERS
 def test_tables_that_all_begin_at_one_word_are_seen(n, monkeypatch):
-  right = Layout.turn
+  right = Layout.rotation
   ignores = lambda self, word: right(
     Layout(num_rows=self.num_rows, groups=self.groups, seed=self.seed), word
   )
-  monkeypatch.setattr(Layout, "turn", ignores)
+  monkeypatch.setattr(Layout, "rotation", ignores)
   assert fullest_of_first_rows(n) == IDS // 16

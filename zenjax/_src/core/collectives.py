@@ -103,7 +103,7 @@ def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
 def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
   """`[k]` on each device to the sum's share of its rank, `[k / size]`.
 
-  Shares are along the last axis alone; the others sum whole ones.
+  Shares are along the fastest axis alone; the others sum whole ones.
   """
   *slow, fast = axes
   shard = lax.psum_scatter(x, fast, scatter_dimension=0, tiled=True)

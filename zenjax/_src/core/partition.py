@@ -3,20 +3,23 @@
 Rows are cut into blocks of `m`, one row for each of `m` row groups, and every
 block is rotated by a pseudo-random amount. Row `r = q * m + j` belongs to
 
-    group = (j + lane[q mod 32] + turn(q div 32)) mod m,    slot = q,
+    group = (j + lane[q mod 32] + rotation(q div 32)) mod m,    slot = q,
 
 so each group owns exactly one row of each block: no collision, no index sets
 kept in memory, and both directions cost a few integer operations. The lane
-shifts are constants and the turns change once in 32 slots, so a packed bitmap
-is rotated by whole words. The load of a group varies no more than under an
-independent hash, unless ids were chosen by the lane shifts themselves, 32 of
+shifts are constants and the rotations change once in 32 slots, so a packed
+bitmap is rotated by whole words. The load of a group varies no more than under
+an independent hash, unless ids were chosen by the lane shifts themselves, 32 of
 which then stay together; contiguous clusters balance perfectly.
 
 `lax.rem` stands where `%` would also handle negative numbers.
 
 Group `k` of `m` is owned by the devices of ranks `k * g` to `k * g + g - 1`
-along the fastest axis, one for each of `g` blocks of columns. `pack_rows` in
-`zenjax.kernels.reference` rotates whole bitmaps by the same rule.
+along the fastest axis, one for each of `g` column groups. The rule is written
+more than once: in `Layout.place` and its inverse `Layout.row`, whose lane
+shifts are those of `lane_shifts` and `Layout._computed_shift`; for whole
+bitmaps in `pack_rows` of `zenjax.kernels.reference`; and in the kernel of
+`mask_pack` for TPUs. That for GPUs calls `Layout.row`.
 
 Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
 """
@@ -79,8 +82,8 @@ class Layout:
     """`S`, slots of a group: a multiple of 32."""
     return self.words * LANES
 
-  def turn(self, word: jax.Array) -> jax.Array:
-    """Rotation of all slots of `word`: int32 in `[0, m)`, same shape."""
+  def rotation(self, word: jax.Array) -> jax.Array:
+    """By how much all slots of `word` are rotated: int32 in `[0, m)`."""
     mixed_seed = fmix32(np.array([self.seed & 0xFFFFFFFF], np.uint32))[0]
     key = (word.astype(jnp.uint32) + np.uint32(self.first_word)) ^ mixed_seed
     mixed = fmix32(key)
@@ -122,13 +125,13 @@ class Layout:
     """By how much the block of rows at `slot` is rotated: `[0, 2m)`."""
     lanes = jnp.asarray(lane_shifts(self.groups), jnp.int32)
     lane = indexing.take(lanes, slot & (LANES - 1))
-    return lane + self.turn(slot >> 5)
+    return lane + self.rotation(slot >> 5)
 
   def _computed_shift(self, slot: jax.Array) -> jax.Array:
     lane = (slot & (LANES - 1)).astype(jnp.uint32)
     mixed = fmix32(lane + np.uint32(1))
     shift = lax.rem(mixed, lax.full_like(mixed, self.groups))
-    return shift.astype(jnp.int32) + self.turn(slot >> 5)
+    return shift.astype(jnp.int32) + self.rotation(slot >> 5)
 
 
 @functools.cache

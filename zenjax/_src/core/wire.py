@@ -111,7 +111,7 @@ def from_words(
   return flat[:, : math.prod(shape)].reshape(batch, *shape)
 
 
-def first_word(x: jax.Array) -> jax.Array:
+def leading_word(x: jax.Array) -> jax.Array:
   """The word in which `x` begins: `[] int32`."""
   words = to_words(x.reshape(1, -1)[:, : max(1, 4 // x.dtype.itemsize)])
   return lax.bitcast_convert_type(words[0, 0], jnp.int32)
@@ -148,7 +148,7 @@ def sum_counts(counts: jax.Array) -> jax.Array:
 
 
 def split_columns(rows: jax.Array, groups: int) -> jax.Array:
-  """`[m, C, D]` to `[m * g, C, ceil(D / g)]`: one block an owner."""
+  """`[m, C, D]` to `[m * g, C, ceil(D / g)]`: one column group an owner."""
   m, capacity, width = rows.shape
   if groups == 1:
     return rows

@@ -32,8 +32,9 @@ def lazy_rows(
   TPU, tables whose width 128 does not divide are stored by `zenjax.packed`, or
   each step copies them.
 
-  Optax around it sees SparseRows and raises an error: it goes inside, and of
-  clipping `zenjax.rows.clip_by_global_norm` may stand before.
+  Transformations of optax that compute with leaves raise an error on
+  SparseRows, before it in a chain and behind it: put them inside. To clip,
+  `zenjax.rows.clip_by_global_norm` may stand before it.
   `optax.MultiSteps` needs gradients that are arrays; add SparseRows of several
   batches with `+`.
 
@@ -199,7 +200,7 @@ _MIN_ROWS = 256
 
 
 def worth_it(merged: Any) -> bool:
-  """Returns True if some table has room for more rows than a chunk."""
+  """Returns True if some table has room for more rows than two chunks."""
   leaves = jax.tree.leaves(merged, is_leaf=is_rows)
   return any(is_rows(x) and x.capacity > 2 * _chunk(x) for x in leaves)
 
@@ -209,7 +210,7 @@ def _chunk(rows: SparseRows) -> int:
   return min(rows.capacity, max(_MIN_ROWS, _BYTES // row))
 
 
-def update(
+def update_in_chunks(
   inner: optax.GradientTransformationExtraArgs,
   program: RowProgram,
   merged: Any,
@@ -345,7 +346,7 @@ def in_chunks_or_whole(
     merged,
     state,
     params,
-    cpu=lambda g, s, p: update(inner, program, g, s, p, extra),
+    cpu=lambda g, s, p: update_in_chunks(inner, program, g, s, p, extra),
     default=whole,
   )
   return trees.with_values(merged, values), state

@@ -165,10 +165,11 @@ class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
 
   What `zenjax.value_and_grad` returns for a table that is only looked up, and
-  `zen_sync(output="rows")` for a table that travels sparse. A pytree of two
-  leaves: ids, in a dtype that admits no arithmetic, and values. A transform
-  that scales or adds up all leaves therefore raises a TypeError, where it would
-  silently change plain integers. Optax goes inside `zenjax.lazy_rows`.
+  fewer times than it has rows, and `zen_sync(output="rows")` for a table that
+  travels sparse. A pytree of two leaves: ids, in a dtype that admits no
+  arithmetic, and values. A transform that scales or adds up all leaves
+  therefore raises a TypeError, where it would silently change plain integers.
+  Optax goes inside `zenjax.lazy_rows`.
 
   Attributes:
     indices: `[K] int32`; `num_rows`, and all else beyond the table, marks

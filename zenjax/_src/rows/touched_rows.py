@@ -64,7 +64,7 @@ def update(
   return trees.with_values(merged, out), state
 
 
-class Run:
+class RowRun:
   """A program on some rows of the tables in trees of arrays."""
 
   def __init__(
@@ -101,11 +101,11 @@ class Run:
     return updates, self._state.unflatten(out[number:])
 
 
-def _other_than(program, grads, state, params, extra) -> Run | None:
+def _other_than(program, grads, state, params, extra) -> RowRun | None:
   """The program on these rows, where the optimizer itself would not do."""
   if program.is_plain and not all(map(jnp.size, jax.tree.leaves(grads))):
     return None  # JAX leaves out operations on no elements.
-  run = Run(program, grads, state, params, extra)
+  run = RowRun(program, grads, state, params, extra)
   return None if run.is_plain else run
 
 
@@ -157,7 +157,7 @@ def parts(
 ) -> dict[int, jax.Array]:
   """Reduces some rows in the reductions of one level: see `step`."""
   few = jax.tree.map(gather, state, of_state(program, state, at))
-  run = Run(program, grads, few, few_params, extra)
+  run = RowRun(program, grads, few, few_params, extra)
   return run.parts(level, real_rows(at), totals)
 
 

@@ -247,7 +247,7 @@ def choose_column_groups(
     for g in range(1, devices + 1)
     if devices % g == 0 and (g == 1 or row >= g * _MIN_BLOCK_BYTES)
   ]
-  costs = [expected_bytes(table, devices, g) for g in divisors]
+  costs = [assumed_bytes(table, devices, g) for g in divisors]
   return divisors[costs.index(min(costs))]
 
 
@@ -268,12 +268,12 @@ def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
   return rows, min(rows * devices**GROWTH, table.num_rows)
 
 
-def expected_bytes(table: Table, devices: int, column_groups: int) -> float:
-  """Bytes a device receives, balls-in-bins imbalance and padding included.
+def assumed_bytes(table: Table, devices: int, column_groups: int) -> float:
+  """Bytes a device receives of `assumed_rows`, imbalance and padding included.
 
   A group's load of mean `k` exceeds it by about `sqrt(2 k ln(groups))` in the
-  fullest one. The push carries an index with every block of columns, the pull
-  one for each row, or none where every owner sees all ids (`m = 1`).
+  fullest one. The push carries an index to every column group, the pull one
+  for each row, or none where every owner sees all ids (`m = 1`).
   """
   groups = devices // column_groups
   block = -(-table.width // column_groups) * table.wire_dtype.itemsize

@@ -5,12 +5,14 @@ What device `s` does in a round:
     for every owner p:  send p the first C rows of p's that I hold   (push)
     sum what all sources sent me, in rank order                      (merge)
     send U rows of my union to everyone; write those of all owners
-    into my gradient; again until none are left                      (pull)
+    over my array, or append them to a list of rows; again until
+    none are left                                                    (pull)
 
 An owner is a pair (row group, column group): `g = 1` hashes rows, `g = n`
-splits columns, and between them lies the grid. A round is complete for the
-slots below a limit that every owner finds: the first slot that some source
-had no room for, or that the union had no room for. Rows beyond it wait.
+splits columns, and between them lies the grid. Each owner finds a limit of its
+own, below which its sums are complete: one past the last slot that came of a
+source with more rows than fit, or the first slot that its union had no room
+for. Rows from there on come with a later push.
 
 For gradients whose rows overlap, Zen proves it optimal ("ZEN:
 Empowering Distributed Training with Sparsity-driven Data Synchronization",
@@ -71,7 +73,8 @@ class Lengths(NamedTuple):
   rows: jax.ShapeDtypeStruct  # [C, block]
 
 
-# Index of the count of rows; of more than fit, as many as fit travel.
+# Index of the count of rows. Where it is more than fit, the first that fit are
+# there.
 _PUSHED = 0
 _PULLED = Tally._fields.index("union")
 
@@ -178,7 +181,7 @@ def pull_sections(
     probe=own.probe,
     peak=own.peak,
   )
-  # A row group's owners, one for each block of columns, share its ids out.
+  # A row group's owners, one for each column group, share its ids out.
   length = _lengths(asked.room, pull=True).ids
   index = jnp.zeros((1, 0), jnp.int32)
   if length:
@@ -344,7 +347,7 @@ class Zen(Scheme):
 
   def mark(self, received: list[Sections]) -> jax.Array:
     # Rows are last, also where ids go first.
-    return jnp.minimum(wire.first_word(received[-1].rows), 0)
+    return jnp.minimum(wire.leading_word(received[-1].rows), 0)
 
   def merge(
     self,

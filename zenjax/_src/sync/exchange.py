@@ -5,7 +5,7 @@
     push    send each owner the first of them that fit its buffer
     merge   sum at the owner what all devices sent
     pull    send everyone the first sums of each owner
-    write   put these into the table
+    write   put these over the array's rows, or append them to a list of rows
     rounds  push, merge, pull and write in loops until nothing is left
     dense   or sum the whole table instead, above break-even density
 
@@ -465,7 +465,7 @@ class _Flow(NamedTuple):
   """The carry of all loops."""
 
   turns: Turns
-  pushed: jax.Array  # [] bool, since the last pull: `pending` is a guess
+  unpulled: jax.Array  # [] bool, pushed since the last pull: `pending` guessed
   progress: list[Progress]
   held: list[Held]
   owned: Any
@@ -549,8 +549,8 @@ class Rounds:
         flow = lax.while_loop(condition, turn, flow)
       return flow
 
-    pushed = jnp.zeros((), bool)
-    flow = _Flow(Turns(none, none), pushed, progress, held, owned)
+    unpulled = jnp.zeros((), bool)
+    flow = _Flow(Turns(none, none), unpulled, progress, held, owned)
     if len(loops) == 1:
       # libtpu 0.0.50 dies of a kernel in a loop that is all of another loop.
       flow = body(flow)
@@ -670,9 +670,9 @@ class Rounds:
       sizes = [int(p.chunks[LARGE].pull * _LARGE_PULL_FROM) for p in self.plans]
       filled = _any([p.pending > s for p, s in zip(flow.progress, sizes)])
     if kind == "pull":
-      last = flow.pushed | ~self._unsent(flow)
+      last = flow.unpulled | ~self._unsent(flow)
       return filled if level == LARGE else waits & ~filled & last
-    may = self._unsent(flow) & ~flow.pushed & ~filled
+    may = self._unsent(flow) & ~flow.unpulled & ~filled
     if level == SMALL:
       return may
     sizes = [int(p.chunks[LARGE].push * _LARGE_PUSH_FROM) for p in self.plans]
@@ -710,7 +710,7 @@ class Rounds:
     ]
     pushes = flow.turns.pushes.at[level].add(1)
     turns = flow.turns._replace(pushes=pushes)
-    return _Flow(turns, jnp.ones_like(flow.pushed), progress, held, owned)
+    return _Flow(turns, jnp.ones_like(flow.unpulled), progress, held, owned)
 
   def _pull(self, flow: _Flow, level: int) -> _Flow:
     """A turn: everyone writes what a pull of this size brings."""
@@ -725,8 +725,8 @@ class Rounds:
     ]
     pulls = flow.turns.pulls.at[level].add(1)
     turns = flow.turns._replace(pulls=pulls)
-    pushed = jnp.zeros_like(flow.pushed)
-    return _Flow(turns, pushed, progress, flow.held, flow.owned)
+    unpulled = jnp.zeros_like(flow.unpulled)
+    return _Flow(turns, unpulled, progress, flow.held, flow.owned)
 
 
 def _levels(

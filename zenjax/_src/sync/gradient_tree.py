@@ -317,7 +317,10 @@ def split(
   options: Options,
   context: Context,
 ) -> list[SharedExchange]:
-  """The sparse leaves by scheme and group: all in one unless one is chosen."""
+  """Splits sparse leaves into exchanges, one for each scheme and group.
+
+  All share one, unless `scheme="auto"`, a plan or `overlap` says otherwise.
+  """
   tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
   if isinstance(options.capacities, dict):
     known = [table.name for table in tables]
@@ -483,7 +486,8 @@ def sync_tree(
     require_tree(options.plan, leaf_util.shapes(leaves))
   options = following(options, state.selected if state else {})
   options = _as_noted(leaves, state, options)
-  # Numbers that a step only writes stay outside, or they would be read.
+  # What a step writes and never reads is no operand of `exchanged`: the program
+  # would read all of these.
   memory = state
   if state:
     arrays = {name for name, leaf in leaves if not is_rows(leaf)}

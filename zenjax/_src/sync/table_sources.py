@@ -370,7 +370,7 @@ class Appended(NamedTuple):
 def enter_rows(
   tables: Sequence[SparseRows], plan: TablePlan
 ) -> tuple[Listed, jax.Array]:
-  """Adds up duplicates of rows.
+  """Sorts rows by group and slot, and adds up those of one row.
 
   Args:
     tables: Rows of each table that travels as one with the others.
