@@ -3,12 +3,14 @@
 Ways to synchronize, ways to run, dtypes, numbers of devices, shapes and
 capacities are sampled so that every *pair* of choices meets in some program
 (a full table would compile for hours); every data case then runs through every
-program. Each row of `SCHEMES` and `RUNNERS` is one line: add to them.
+program. Schemes are those of the registry; each row of `RUNNERS` is one line.
 """
 
 import functools
+import inspect
 import itertools
 import random
+import typing
 from typing import NamedTuple
 
 import cases
@@ -18,6 +20,7 @@ import numpy as np
 import oracle
 import pytest
 import runners
+import scheme_names
 import steps
 
 import zenjax
@@ -26,16 +29,9 @@ pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
 
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (
-  ("dense", "auto"),
-  ("all_gather", "auto"),
-  ("zen", "hash"),
-  ("zen", "columns"),
-  ("recursive_doubling", "auto"),
-  ("split_all_gather", "auto"),
-  ("split_dense_gather", "auto"),
-  ("block_sparse", "auto"),
-  ("ring", "auto"),
-  ("zen", "grid"),
+  *(("zen", partition) for partition in ("hash", "columns", "grid")),
+  *((name, "auto") for name in scheme_names.PEERS),
+  *((name, "auto") for name in scheme_names.DENSE_NAMES),
 )
 # Blocks of a few elements, or these small tables would have one or two.
 _BLOCK = 8
@@ -89,7 +85,7 @@ class Program(NamedTuple):
     scheme, partition = self.scheme
     if partition == "grid":
       partition = 2 if self.width % 2 else 4
-    unit = _BLOCK if scheme == "block_sparse" else "row"
+    unit = _BLOCK if scheme_names.in_blocks(scheme) else "row"
     first = self.capacities
     if first is not None:
       units = self.rows if unit == "row" else -(-self.rows * self.width // unit)
@@ -125,7 +121,7 @@ def possible(pair) -> bool:
   scheme, n, form = (chosen.get(i) for i in (0, 3, 7))
   if scheme in GRIDS and n not in (None, 8):
     return False
-  return scheme != ("block_sparse", "auto") or form != "rows"
+  return not (scheme and scheme_names.in_blocks(scheme[0])) or form != "rows"
 
 
 def programs(seed: int = 0) -> list[Program]:
@@ -147,6 +143,28 @@ def programs(seed: int = 0) -> list[Program]:
     chosen.append(best)
     todo -= pairs_of(best)
   return chosen
+
+
+def usual(drawn: list[Program]) -> set[Program]:
+  """All dense programs, and few sparse ones that meet every single choice."""
+  chosen = {p for p in drawn if p.scheme[0] in scheme_names.DENSE_NAMES}
+  # Alone a device exchanges nothing.
+  rest = [p for p in drawn if p not in chosen and p.n > 1]
+  rest.sort(key=lambda program: -program.n * program.rows)
+  todo = set().union(*map(enumerate, rest))
+  while todo:
+    best = max(rest, key=lambda program: len(set(enumerate(program)) & todo))
+    chosen.add(best)
+    todo -= set(enumerate(best))
+  return chosen
+
+
+def cases_of(drawn: list[Program]) -> list:
+  """Parameters of a test: what is not usual is marked as `more`."""
+  often = usual(drawn)
+  return [
+    pytest.param(p, marks=() if p in often else pytest.mark.more) for p in drawn
+  ]
 
 
 def synchronize(program: Program):
@@ -179,18 +197,7 @@ def failures(run, program: Program, named_stacks) -> list[str]:
   return found
 
 
-@pytest.mark.usually(
-  "zen-grid-vmap-*",
-  "zen-hash-shard_map_vma_replicated-*",
-  "*-shard_map_vma_shards-float16-n3-*",
-  "recursive_doubling-*-pmap-bfloat16-n8-41x7-*",
-  "block_sparse-*-shard_map_shards-*n8-300x16*",
-  "split_dense_gather-*-n5-*",
-  "all_gather-*-n5-41x7*",
-  "dense-*",
-  "ring-*",
-)
-@pytest.mark.parametrize("program", programs(), ids=str)
+@pytest.mark.parametrize("program", cases_of(programs()), ids=str)
 def test_every_case_on_every_shard(program):
   run = runners.RUNNERS[program.runner](synchronize(program), program.n)
   named_stacks = cases.every_case(
@@ -262,3 +269,12 @@ def test_every_pair_of_choices_is_compiled():
   for (i, a), (j, b) in itertools.combinations(enumerate(FACTORS), 2):
     for x, y in itertools.product(a, b):
       assert possible(((i, x), (j, y))) == (((i, x), (j, y)) in met), (x, y)
+
+
+def test_every_scheme_is_told_of():
+  """By its name in the type and the docstring of the argument."""
+  names = {*scheme_names.SPARSE_NAMES, *scheme_names.DENSE_NAMES}
+  argument = inspect.signature(zenjax.zen_sync).parameters["scheme"]
+  assert set(typing.get_args(argument.annotation)) == names | {"auto"}
+  told = zenjax.zen_sync.__doc__ or ""
+  assert [name for name in names if f'`"{name}"`' not in told] == []

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import runners
+import scheme_names
 import steps
 
 import zenjax
@@ -29,9 +30,12 @@ WAYS = {
   "columns, ids first": dict(
     partition="columns", tuning=zenjax.Tuning(ids_first=True)
   ),
-  "all_gather": dict(scheme="all_gather"),
-  "recursive_doubling": dict(scheme="recursive_doubling"),
-  "split_all_gather": dict(scheme="split_all_gather"),
+  **{
+    name: dict(scheme=name)
+    for name in scheme_names.PEERS
+    # Its ranges have the size of the table, as no other way's arrays.
+    if name in scheme_names.OF_ROWS and name != "split_dense_gather"
+  },
   "auto": dict(scheme="auto"),
 }
 
@@ -349,11 +353,7 @@ def test_mesh_of_two_axes_on_devices():
 @pytest.mark.parametrize("capacities", [None, (12, 14)])
 @pytest.mark.parametrize("axis", ["data", ("host", "device")])
 @pytest.mark.parametrize(
-  "scheme",
-  [
-    *("all_gather", "dense", "recursive_doubling", "ring"),
-    *("split_all_gather", "split_dense_gather", "zen"),
-  ],
+  "scheme", [*scheme_names.OF_ROWS, *scheme_names.DENSE_NAMES]
 )
 def test_devices_that_share_no_row(scheme, axis, capacities):
   """All fit the first push of each, and the union outgrows what is expected.

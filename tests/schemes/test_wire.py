@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import pytest
 import runners
+import scheme_names
 from stablehlo import collectives
 import steps
 
@@ -27,21 +28,21 @@ def table(rows: int, width: int, dtype: Any = jnp.float32):
 
 # Small capacities travel as slots, large ones as a bitmap.
 _FORMATS = _SLOTS, _BITMAP = (3, 5), (60, 120)
+_NAMES = {_SLOTS: "slots", _BITMAP: "bitmap"}
 
 
 _ZEN = [("zen", "hash"), ("zen", "columns"), ("zen", 2)]
-_PEERS = [
-  ("all_gather", "auto"),
-  ("recursive_doubling", "auto"),
-  ("split_all_gather", "auto"),
-  ("split_dense_gather", "auto"),
-  ("block_sparse", "auto"),
-]
+_PEERS = [(name, "auto") for name in scheme_names.PEERS]
 
 
 # These are for their format on the wire: not all of them would pay.
 @pytest.mark.usually(
-  "*-8-None", "*pinned[123579]", "*pinned1[13579]", "*pinned2[13]"
+  "*-8-None",
+  "*-auto-8-slots",
+  "zen-hash-8-*",
+  "zen-hash-2-bitmap",
+  "zen-columns-?-slots",
+  "zen-2-?-bitmap",
 )
 @pytest.mark.filterwarnings("ignore:`capacities` of leaf")
 @pytest.mark.parametrize(
@@ -52,17 +53,13 @@ _PEERS = [
       for s in _ZEN
       for n in [*itertools.product([2, 8], _FORMATS), (8, None)]
     ),
-    *((*s, 8, format) for s in _PEERS for format in _FORMATS),
-    *(
-      pytest.param(*s, 2, format, marks=pytest.mark.more)
-      for s in _PEERS
-      for format in _FORMATS
-    ),
+    *((*s, n, form) for s in _PEERS for n in (8, 2) for form in _FORMATS),
   ],
+  ids=lambda x: _NAMES.get(x),
 )
 def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}
-  unit = 8 if scheme == "block_sparse" else "row"
+  unit = 8 if scheme_names.in_blocks(scheme) else "row"
   kwargs: Any = dict(
     scheme=scheme, partition=partition, capacities=pinned, unit=unit
   )
@@ -88,8 +85,7 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   ("scheme", "partition", "ids_first"),
   [
     *((*s, first) for s in _ZEN for first in (False, True)),
-    ("all_gather", "auto", False),
-    ("recursive_doubling", "auto", False),
+    *((*s, False) for s in _PEERS if s[0] in scheme_names.OF_ROWS),
   ],
 )
 def test_rows_send_what_is_declared(scheme, partition, ids_first):
@@ -162,7 +158,7 @@ def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   assert len(first) == doublings + 2
 
 
-@pytest.mark.parametrize("scheme", ["dense", "ring"])
+@pytest.mark.parametrize("scheme", scheme_names.DENSE_NAMES)
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_dense_schemes_send_what_they_declare(scheme, n):
   tables = {"a": table(2000, 24), "b": table(1111, 5, jnp.bfloat16)}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runners
+import scheme_names
 
 import zenjax
 from zenjax._src.core.arguments import Capacity
@@ -23,7 +24,6 @@ TABLES = {
   "other": (500, 2, 0.05),  # of a width of its own
   "many": (41, 3, 0.3),
 }
-SCHEMES = ("zen", "all_gather", "recursive_doubling", "split_dense_gather")
 
 
 def drawn(seed):
@@ -82,7 +82,7 @@ def all_tables(scheme, rows):
 
 @pytest.mark.usually("zen-*")
 @pytest.mark.parametrize("listing", [False, True], ids=["arrays", "rows"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", scheme_names.OF_ROWS)
 def test_stacked_tables_equal_tables_alone(scheme, listing):
   """Bit by bit, and in what they tell of each table."""
   tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)

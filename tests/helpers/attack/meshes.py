@@ -1,6 +1,7 @@
 """One exchange of drawn gradients, on meshes of many kinds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import itertools
 from typing import Any
 
 import cases
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import runners
+import scheme_names
 
 import zenjax
 from zenjax.kernels import _dispatch
@@ -215,10 +217,7 @@ def rows(
 
 # --- every scheme, with buffers of every size ---------------------------------
 
-_SCHEMES = (
-  *("all_gather", "auto", "recursive_doubling", "split_all_gather"),
-  *("split_dense_gather", "zen"),
-)
+_SCHEMES = ("auto", *scheme_names.OF_ROWS)
 _LOOK_UPS = 12
 # Buffers of the rows that are expected, of those that a device looks up at
 # most, and of fewer, so that further rounds bring the rest.
@@ -335,8 +334,27 @@ def _array_to_rows(scheme: str, axis: Axis) -> Front:
   )
 
 
+def _arrays_by_every_scheme() -> Iterator[Front]:
+  """Devices, shapes, dtypes and operations by turns."""
+  turns = itertools.cycle(
+    [
+      (6, (40, 5), cases.FLOAT32, "mean"),
+      (7, (150, 4), cases.FLOAT32, "mean"),
+      (8, (40, 5), cases.BFLOAT16, "mean"),
+      (8, (50, 3), cases.FLOAT32, "sum"),
+      (4, (50, 3), cases.FLOAT16, "mean"),
+      (3, (31, 2), cases.FLOAT32, "mean"),
+    ]
+  )
+  names = (*scheme_names.PEERS, *scheme_names.DENSE_NAMES)
+  for scheme, (n, shape, dtype, op) in zip(names, turns):
+    build = _under_vmap(n, op, scheme=scheme)
+    yield arrays(scheme, build, n, shape, dtype, op)
+
+
 FRONTS = (
   *_rows_by_every_scheme(),
+  *_arrays_by_every_scheme(),
   *(
     front(scheme, axis)
     for front in (_array_to_rows, _arrays_of_tables, _rows_of_tables)
@@ -443,28 +461,4 @@ FRONTS = (
     cases.FLOAT16,
     "sum",
   ),
-  arrays("all_gather", _under_vmap(6, scheme="all_gather"), 6, (40, 5)),
-  arrays(
-    "recursive_doubling",
-    _under_vmap(8, scheme="recursive_doubling"),
-    8,
-    (40, 5),
-    cases.BFLOAT16,
-  ),
-  arrays(
-    "split_all_gather",
-    _under_vmap(8, "sum", scheme="split_all_gather"),
-    8,
-    (50, 3),
-    op="sum",
-  ),
-  arrays(
-    "split_dense_gather",
-    _under_vmap(4, scheme="split_dense_gather"),
-    4,
-    (50, 3),
-    cases.FLOAT16,
-  ),
-  arrays("block_sparse", _under_vmap(7, scheme="block_sparse"), 7, (150, 4)),
-  arrays("ring", _under_vmap(3, scheme="ring"), 3, (31, 2)),
 )
