@@ -87,6 +87,22 @@ def test_every_public_name_has_an_entry():
     if name not in modules and name != "__version__"
   }
   assert entries == names
+  summaries = re.findall(r"^   (zenjax\.\S+)$", text, re.MULTILINE)
+  assert sorted(summaries) == sorted(names)
+
+
+def test_figure_of_the_front_page_is_drawn_from_results():
+  text = (_ROOT / "docs/index.md").read_text()
+  (path,) = re.findall(r"\.\./(benchmarks/results/\S+\.json)", text)
+  cells = json.loads((_ROOT / path).read_text())["cells"]
+  for variant in ("psum", "zen-columns"):
+    found = {
+      (cell["rate"], cell["workload"])
+      for cell in cells
+      if cell["hosts"] == 4 and cell["variant"] == variant
+    }
+    assert len(found) == 10
+    assert all(f'"{workload}": ' in text for _, workload in found)
 
 
 def _pages():
