@@ -51,8 +51,7 @@ def train(mesh, tx, value_and_grad, steps: int) -> list[float]:
     params, opt_state = state
     loss, grads = value_and_grad(loss_fn)(params, ids, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
-    # As optax.apply_updates, which takes no rows.
-    return (zenjax.apply_updates(params, updates), opt_state), loss
+    return (optax.apply_updates(params, updates), opt_state), loss
 
   rng = np.random.default_rng(0)
   if value_and_grad is zenjax.value_and_grad:

@@ -474,6 +474,17 @@ def _in_rows(state: Any) -> Any:
   return zenjax.rows.unshard((params, owner_rows.unwrapped(opt_state.inner)))
 
 
+def test_a_state_of_other_devices_is_refused_in_plain_jit():
+  params = {"t": jnp.asarray(_table())}
+  grads = jax.eval_shape(zenjax.rows.grad(lambda p: p["t"][:2].sum()), params)
+  tx = zenjax.owner_update(optax.adam(0.1), "data", sparse=True, mesh=_mesh(2))
+  state = zenjax.init(tx, params, _mesh(4), "data")
+  with pytest.raises(ValueError, match="for the 2 devices.*one made for 4"):
+    jax.eval_shape(tx.update, grads, state, params)
+  with pytest.raises(ValueError, match="in the order of rows.*reshard"):
+    jax.eval_shape(tx.update, grads, zenjax.reshard(state), params)
+
+
 def test_back_on_the_same_devices_nothing_has_changed():
   tx = zenjax.owner_update(optax.adagrad(0.05), "data")
   params = _params(_mesh(4))

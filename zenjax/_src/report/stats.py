@@ -58,7 +58,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     pair over the mean), `pull_imbalance` (fullest owner over the mean),
     `rounds`, `overflow_rows` (of all devices, beyond the first push),
     `wire_bytes` and `dense_bytes` (received by a device; a ring all-reduce's),
-    `went_dense` and `withheld`. Empty before the first step. Tables of one
+    `went_dense` and `withheld`, `scheme` (its number, which `report` names) and
+    `column_groups`. Empty before the first step. Tables of one
     width and dtype share buffers: `wire_bytes` and `overflow_rows` of all are
     shared out by the rows that each sent, and `rounds` are those of all. Remote
     copies send no padding: `wire_bytes` are then the mean bytes of rows and

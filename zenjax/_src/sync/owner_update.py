@@ -237,6 +237,14 @@ class Owners:
       self.options, mean=False, sparse=lambda name, _: name in parts.sparse
     )
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
+    devices = mesh.shape[self.options.axes[0]]
+    for key, tables in state.owners.tables.items() if state.owners else ():
+      # Or shard_map says that nothing divides.
+      if key == owner_rows.IN_ROWS:
+        raise ValueError(owner_rows.in_rows_message("state"))
+      if tables.shape[0] != devices:
+        by, had = "owner_update", tables.shape[0]
+        raise ValueError(owner_rows.others_message("state", by, had, devices))
 
     known = {i: node.value.facts.most for i, node in sharded.items()}
     most = {i: x for i, x in known.items() if x is not None}

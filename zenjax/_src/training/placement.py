@@ -225,7 +225,7 @@ def init(
 
   Args:
     tx: Any chain with `zen_sync` or a sparsifier in it.
-    params: Parameters, replicated.
+    params: Parameters, replicated, or tables of `zenjax.rows.shard`.
     mesh: The mesh that steps run on.
     axis_name: As given to `zen_sync`.
 
