@@ -1,0 +1,72 @@
+"""Figures of the documentation, computed again from what was measured."""
+
+import json
+import pathlib
+import re
+import statistics
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 8  # Of a sample, as `benchmarks.campaigns.tables` has it.
+FORMS = ("replicated", "row-sharded", "rows", "sharded", "by hand")
+WORDS = {"1": "one look-up", "3": "three"}
+RATES = {"1 Gbit/s": "1gbit", "200 Mbit/s": "200mbit"}
+ROW = re.compile(r"^\| (\d) hosts, (.+), (one look-up|three) \|(.+)\|$", re.M)
+
+
+def measured(hosts: str, rate: str, look_ups: str) -> dict[str, dict]:
+  """The results of one run, by form."""
+  name = f"tables-{hosts}-{RATES[rate]}"
+  name += "" if look_ups == "one look-up" else "-3"
+  path = ROOT / "benchmarks" / "results" / f"{name}.json"
+  found = json.loads(path.read_text(encoding="utf-8"))
+  assert found["complete"] and found["environment"]["git_dirty"] is False
+  options = found["options"]
+  assert (str(options["hosts"]), options["rate"]) == (hosts, RATES[rate])
+  assert WORDS[str(options["look_ups"])] == look_ups
+  return {result["name"]: result for result in found["results"]}
+
+
+def ms(result: dict) -> float:
+  assert result["wrong"] == 0
+  return statistics.median(result["times_s"]) * 1e3 / STEPS
+
+
+def rows() -> list[tuple[str, ...]]:
+  text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+  return ROW.findall(text)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: ", ".join(row[:3]))
+def test_milliseconds_of_a_step(row):
+  *run, cells = row
+  found = measured(*run)
+  for form, cell in zip(FORMS, cells.split("|"), strict=True):
+    if form not in found:
+      assert cell.strip() == "-"
+    else:
+      assert cell.strip() == f"{ms(found[form]):,.0f}", form
+
+
+def test_all_runs_are_in_the_table():
+  files = (ROOT / "benchmarks" / "results").glob("tables-*.json")
+  assert len(rows()) == len(list(files)) > 0
+
+
+def test_what_the_front_page_says():
+  """Times as fast as XLA's forms, and bytes, between 4 hosts."""
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  pattern = (
+    r"\| 4 hosts, (1 Gbit/s|200 Mbit/s), a table of 100,000 x 128: whole steps,"
+    r" (rows|sharded) \| (\d+) times fewer \| (\d+) times faster than psum,"
+    r" ([\d.]+) times than `P\(\"data\"\)` \|"
+  )
+  said = re.findall(pattern, text)
+  assert len(said) == 4
+  for rate, form, fewer, than_psum, than_split in said:
+    found = measured("4", rate, "one look-up")
+    wire = lambda name, found=found: found[name]["facts"]["received_bytes"]
+    assert fewer == f"{wire('replicated') / wire(form):.0f}"
+    assert than_psum == f"{ms(found['replicated']) / ms(found[form]):.0f}"
+    assert than_split == f"{ms(found['row-sharded']) / ms(found[form]):.1f}"
