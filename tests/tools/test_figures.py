@@ -70,3 +70,37 @@ def test_what_the_front_page_says():
     assert fewer == f"{wire('replicated') / wire(form):.0f}"
     assert than_psum == f"{ms(found['replicated']) / ms(found[form]):.0f}"
     assert than_split == f"{ms(found['row-sharded']) / ms(found[form]):.1f}"
+
+
+def test_network_rows_are_what_the_page_says():
+  """One exchange of a finished gradient, pinned and not, beside psum."""
+  path = ROOT / "benchmarks" / "results" / "network-rows.json"
+  cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+  of = {(cell["rate"], cell["variant"]): cell for cell in cells}
+
+  def times(rate: str, variant: str, number: str = "median_s") -> str:
+    return f"{of[rate, 'psum'][number] / of[rate, variant][number]:.0f}"
+
+  slow, fast = "200mbit", "1gbit"
+  fewer = [times(fast, form, "wire_bytes") for form in ("zen", "rows")]
+  said = (
+    f"{times(slow, 'zen-pinned')} times faster than `psum` at 200 Mbit/s,"
+    f" {times(fast, 'zen-pinned')} at 1 Gbit/s; row gradients"
+    f" {times(slow, 'rows-pinned')} and {times(fast, 'rows-pinned')}."
+    f" With nothing pinned {times(slow, 'zen')} and {times(fast, 'zen')}, row"
+    f" gradients {times(slow, 'rows')} and {times(fast, 'rows')}, for"
+    f" {fewer[0]} and {fewer[1]} times fewer bytes"
+  )
+  text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+  assert said in " ".join(text.split())
+
+
+def test_front_page_repeats_what_adds_to_a_step():
+  """Of the devices that share memory, which a row of the page holds."""
+  row = r"^\| `lm1b-lstm` \|.*?\| (\d+ times fewer) \| ([\d.]+) \|.*\|$"
+  page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+  found = re.search(row, page, re.M)
+  assert found is not None
+  bytes_, adds = found.groups()
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  assert f"arrays: whole steps | {bytes_} | {adds} of what" in text

@@ -37,44 +37,6 @@ def test_readme_is_short():
   assert len(_README.read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_figures_between_hosts_are_those_of_the_results(page):
-  text = (_ROOT / page).read_text()
-  file = _ROOT / "benchmarks/results/network-rows.json"
-  cells = json.loads(file.read_text())["cells"]
-  of = {(cell["rate"], cell["variant"]): cell for cell in cells}
-
-  def times(rate, variant, number="median_s"):
-    psum = of[rate, "psum"][number]
-    return f"{psum / of[rate, variant][number]:.0f}"
-
-  fast = {
-    (rate, variant): times(rate, variant)
-    for rate in ("200mbit", "1gbit")
-    for variant in ("zen", "rows", "zen-pinned", "rows-pinned")
-  }
-  at_1 = f"arrays {fast['1gbit', 'zen']}, rows {fast['1gbit', 'rows']}"
-  fewer = [times("1gbit", x, "wire_bytes") for x in ("zen", "rows")]
-  if page == "README.md":
-    for row in (
-      f"arrays | {fewer[0]} times fewer | {fast['200mbit', 'zen']} times",
-      f"rows | {fewer[1]} times fewer | {fast['200mbit', 'rows']} times",
-      f"at 1 Gbit/s {at_1}",
-    ):
-      assert row in text, row
-  else:
-    said = (
-      f"{fast['200mbit', 'zen-pinned']} times faster than `psum` at 200 Mbit/s,"
-      f" {fast['1gbit', 'zen-pinned']} at 1 Gbit/s; row gradients"
-      f" {fast['200mbit', 'rows-pinned']} and {fast['1gbit', 'rows-pinned']}."
-      f" With nothing pinned {fast['200mbit', 'zen']} and"
-      f" {fast['1gbit', 'zen']}, row gradients {fast['200mbit', 'rows']} and"
-      f" {fast['1gbit', 'rows']}, for {fewer[0]} and {fewer[1]} times fewer"
-      " bytes"
-    )
-    assert said in " ".join(text.split())
-
-
 def test_every_public_name_has_an_entry():
   text = (_ROOT / "docs/api.md").read_text()
   entries = set(re.findall(r"^.. auto\w+:: (\S+)$", text, re.MULTILINE))
