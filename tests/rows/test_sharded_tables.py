@@ -317,6 +317,85 @@ def test_inside_shard_map_steps_are_those_of_plain_jit(way):
   np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
 
 
+BOTH = ("pod", "chip")
+
+
+@pytest.mark.usually("adagrad-usual-2x4", "clipped_adam-one_owner-4x2")
+@pytest.mark.parametrize(
+  ("name", "kind", "shape", "way"),
+  [
+    pytest.param("adagrad", "usual", (2, 4), "plain", id="adagrad-usual-2x4"),
+    pytest.param(
+      "clipped_adam", "one_owner", (4, 2), "plain",
+      id="clipped_adam-one_owner-4x2",
+    ),
+    pytest.param("adagrad", "beyond", (4, 1), "plain", id="adagrad-beyond-4x1"),
+    pytest.param("adagrad", "usual", (2, 4), "explicit", id="explicit"),
+    pytest.param("adagrad", "usual", (2, 4), "mapped", id="shard_map"),
+  ],
+)  # fmt: skip
+def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
+  """Owners along one axis, copies along another, batches over both."""
+  types = jax.sharding.AxisType
+  of = types.Explicit if way == "explicit" else types.Auto
+  mesh = jax.make_mesh(
+    shape, BOTH, devices=jax.devices()[: math.prod(shape)], axis_types=(of,) * 2
+  )
+
+  def bags(params, ids, y):
+    if way != "explicit":
+      return _bags(params, ids, y)
+    get = lambda ids: params["t"].at[ids].get(out_sharding=jax.P(BOTH))
+    x = get(ids).sum(1) + get(ids[:, 0])
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+  tx = zenjax.owner_update(OPTIMIZERS[name], BOTH, mesh=mesh)
+  step = _step(tx, bags)
+  shard = functools.partial(zenjax.rows.shard, mesh=mesh, axis_name="chip")
+  params = {"t": _table(), "w": np.ones(D, np.float32)}
+  tables = {"t": True, "w": False}
+  params = shard(params, tables=tables, replicas="pod")
+  lie = jax.NamedSharding(mesh, jax.P(BOTH))
+  around = jax.set_mesh(mesh) if way == "explicit" else contextlib.nullcontext()
+  with around:
+    state = params, tx.init(params)
+    if way == "mapped":
+      specs = zenjax.state_specs(state, BOTH)
+
+      def local(state, ids, y):
+        (params, opt_state), loss = _step(tx)(state, ids, y)
+        return (params, opt_state), lax.pmean(loss, BOTH)
+
+      step = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, jax.P(BOTH), jax.P(BOTH)),
+        out_specs=(specs, jax.P()),
+        check_vma=False,
+      )
+      with pytest.raises(ValueError, match="no table with `replicas`"):
+        zenjax.data_parallel(_step(tx), mesh, BOTH)(
+          state, *next(_batches(kind, 4, 1))
+        )
+    step, loss = jax.jit(step), jnp.inf
+    for batch in _batches(kind, shape[1], 6):
+      state, loss = step(state, *jax.device_put(batch, lie))
+  got, opt_state = state
+  want, whole_loss = _whole_run(name, kind, shape[1])
+  np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
+  whole = zenjax.rows.unshard(got)
+  for leaf, value in want.items():
+    np.testing.assert_allclose(whole[leaf], value, rtol=1e-5, atol=1e-6)
+  parts: dict[Any, list[np.ndarray]] = {}
+  for x in jax.tree.leaves((got, opt_state)):
+    parts.clear()
+    for shard_of in x.addressable_shards:
+      parts.setdefault(str(shard_of.index), []).append(shard_of.data)
+    for first, *others in parts.values():
+      for other in others:  # To the bit.
+        np.testing.assert_array_equal(first, other)
+
+
 def test_no_device_has_a_whole_table_and_buffers_follow_the_batch():
   mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.
@@ -435,7 +514,7 @@ def _params(mesh: Any) -> Any:
 
 
 @pytest.mark.usually("saved")
-@pytest.mark.parametrize("way", ["saved", "moved"])
+@pytest.mark.parametrize("way", ["saved", "moved", "copied"])
 def test_a_run_that_moves_goes_on_as_one_that_never_did(
   way, tmp_path, as_optax_computes
 ):
@@ -459,11 +538,19 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(
     with pytest.raises(ValueError, match="in the order of rows.*reshard"):
       step(saved, *_split(batches[2], three))
     half = zenjax.reshard(saved, three, "data")
-  else:
+  elif way == "moved":
     half = zenjax.reshard(half, three, "data")
+  else:
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    three = jax.make_mesh((2, 4), BOTH, axis_types=auto)
+    half = zenjax.reshard(half, three, "chip", replicas="pod")
+    tx = zenjax.owner_update(optax.adam(0.05), BOTH)
+    step = jax.jit(_step(tx, _two_tables))
   part = half[0]["t"].value.addressable_shards[0].data
   assert part.shape == (half[0]["t"].layout.slots, D)
-  got, _ = _steps(step, half, batches[2:], three)
+  lie = jax.NamedSharding(three, jax.P(three.axis_names))
+  batches = jax.device_put(batches[2:], lie)
+  got, _ = _steps(step, half, batches)
   for one, other in zip(*map(jax.tree.leaves, map(_in_rows, (got, want)))):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

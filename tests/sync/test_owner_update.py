@@ -227,7 +227,12 @@ def test_statistics_are_kept_where_a_state_moves():
       "`tx` must not be `optax.MultiSteps`",
     ),
     (
-      lambda: zenjax.owner_update(optax.sgd(0.1), _TWO),
+      lambda: zenjax.init(
+        zenjax.owner_update(optax.sgd(0.1), _TWO),
+        parameters(),
+        jax.make_mesh((2, 2), _TWO, devices=jax.devices()[:4]),
+        _TWO,
+      ),
       "`axis_name` must be one axis",
     ),
     (

@@ -36,37 +36,39 @@ class Capacity(NamedTuple):
   pull: int  # U
 
 
-def axes(axis_name: AxisName) -> Axes:
+def axes(axis_name: AxisName, argument: str = "axis_name") -> Axes:
   """`axis_name` as a tuple, checked: each axis once."""
   given = isinstance(axis_name, tuple | list)
   axes = tuple(axis_name) if given else (axis_name,)
   if not axes:
     raise ValueError(
-      "`axis_name` must name at least one axis, got an empty tuple; give the"
+      f"`{argument}` must name at least one axis, got an empty tuple; give the"
       ' name that shard_map or pmap binds, say "data".'
     )
   for axis in axes:
     if not isinstance(axis, str):
       raise ValueError(
-        "`axis_name` must be the name of an axis, or a tuple of names, got"
+        f"`{argument}` must be the name of an axis, or a tuple of names, got"
         f" {type(axis).__name__} {axis!r}; give the name that shard_map or pmap"
         ' binds, say "data".'
       )
   if len(set(axes)) != len(axes):
     raise ValueError(
-      f"`axis_name` must name each axis once, got {axis_name!r}; list each"
+      f"`{argument}` must name each axis once, got {axis_name!r}; list each"
       " axis once, from the slowest link to the fastest."
     )
   return axes
 
 
-def mesh_axes(axis_name: AxisName, mesh: Any) -> Axes:
+def mesh_axes(
+  axis_name: AxisName, mesh: Any, argument: str = "axis_name"
+) -> Axes:
   """`axis_name` as a tuple of axes that `mesh` has."""
-  wanted = axes(axis_name)
+  wanted = axes(axis_name, argument)
   unknown = [axis for axis in wanted if axis not in mesh.axis_names]
   if unknown:
     raise ValueError(
-      f"`axis_name` must name axes of the mesh, got {unknown}; it has"
+      f"`{argument}` must name axes of the mesh, got {unknown}; it has"
       f" {mesh.axis_names}."
     )
   return wanted

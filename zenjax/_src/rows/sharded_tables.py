@@ -44,7 +44,14 @@ from zenjax._src.rows.sparse_rows import SparseRows
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=("value",),
-  meta_fields=("num_rows", "axes", "devices", "seed", "first_word"),
+  meta_fields=(
+    "num_rows",
+    "axes",
+    "devices",
+    "seed",
+    "first_word",
+    "replicas",
+  ),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedTable(NoArray):
@@ -64,6 +71,8 @@ class ShardedTable(NoArray):
       ranges.
     seed: Of the hash.
     first_word: Rows of the tables before this one, which shift its hash.
+    replicas: Further axes over which batches are split. Along these every
+      device has the same rows.
   """
 
   value: Any
@@ -72,6 +81,12 @@ class ShardedTable(NoArray):
   devices: int
   seed: int
   first_word: int
+  replicas: Axes = ()
+
+  @property
+  def batch_axes(self) -> Axes:
+    """Axes over which a batch is split, slowest first."""
+    return self.replicas + self.axes
 
   @property
   def layout(self) -> Layout:
@@ -226,6 +241,7 @@ def shard(
   axis_name: AxisName,
   *,
   tables: SparseSpec = None,
+  replicas: AxisName | None = None,
   hash_seed: int = 0,
 ) -> Any:
   """Splits tables by rows over devices, each row to the device that owns it.
@@ -246,6 +262,10 @@ def shard(
     axis_name: The axis over which owners lie.
     tables: Which leaves to split: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. By default all that `zen_sync` takes for tables.
+    replicas: Further axes over which batches are split, those of slower links.
+      Tables have a copy along each, and steps add up gradient rows over them:
+      look-ups stay among the owners of one copy. Give `owner_update` both,
+      `("pod", "chip")` where `axis_name="chip"` and `replicas="pod"`.
     hash_seed: Draws another hash; equal on all processes.
 
   Returns:
@@ -254,7 +274,8 @@ def shard(
 
   Raises:
     ValueError: A chosen leaf has not two dimensions, `axis_name` is not one
-      axis of the mesh, or `hash_seed` does not fit 32 bits.
+      axis of the mesh, `replicas` are not others of it, or `hash_seed` does not
+      fit 32 bits.
     TypeError: A chosen leaf is not floating.
 
   Example:
@@ -273,9 +294,10 @@ def shard(
   if len(axes) > 1:
     raise ValueError(
       f"`axis_name` must be one axis, got {axis_name!r}; make a mesh that has"
-      " all devices along one, or give that of the fastest links: the others"
-      " then have copies."
+      " all devices along one, or give that of the fastest links, and the"
+      " others as `replicas=`, along which tables have copies."
     )
+  copies = replica_axes(replicas, axes, mesh)
   arguments.hash_seed(hash_seed)
   devices = math.prod([mesh.shape[axis] for axis in axes])
   named = leaf_util.named_leaves(params, is_sharded)
@@ -297,11 +319,34 @@ def shard(
         f" leaf {name!r} has shape {leaf.shape}; leave it out, or reshape it."
       )
     table = ShardedTable(
-      None, leaf.shape[0], axes, devices, hash_seed, first_word
+      value=None,
+      num_rows=leaf.shape[0],
+      axes=axes,
+      devices=devices,
+      seed=hash_seed,
+      first_word=first_word,
+      replicas=copies,
     )
     first_word = (first_word + table.num_rows) % 2**32
     found.append(table.with_value(_placed(leaf, table, mesh)))
   return jax.tree.unflatten(jax.tree.structure(params), found)
+
+
+def replica_axes(replicas: AxisName | None, axes: Axes, mesh: Any) -> Axes:
+  """The axes along which tables have copies.
+
+  Raises:
+    ValueError: The mesh has not all of them, or one is an owner's.
+  """
+  if replicas is None:
+    return ()
+  copies = arguments.mesh_axes(replicas, mesh, "replicas")
+  if set(copies) & set(axes):
+    raise ValueError(
+      "`replicas` must name other axes than `axis_name`, along which tables"
+      f" have copies, got {replicas!r} for owners along {axes!r}."
+    )
+  return copies
 
 
 def unshard(params: Any) -> Any:
@@ -369,18 +414,22 @@ def in_order(table: ShardedTable) -> ShardedTable:
     return _ranges(_ordered(node, mesh), table.num_rows, rows, split)
 
   value = jax.tree.map(moved, table.value)
-  return dataclasses.replace(table, value=value, axes=(), devices=0)
+  return dataclasses.replace(
+    table, value=value, axes=(), devices=0, replicas=()
+  )
 
 
 def on_owners(
-  table: ShardedTable, mesh: jax.sharding.Mesh, axes: Axes
+  table: ShardedTable, mesh: jax.sharding.Mesh, axes: Axes, replicas: Axes
 ) -> ShardedTable:
   """A table, or what a state has of one, on as many owners as a mesh has.
 
   Arrays lie on the devices of the mesh, or in the memory of the host.
   """
   devices = math.prod([mesh.shape[axis] for axis in axes])
-  new = dataclasses.replace(table, axes=axes, devices=devices)
+  new = dataclasses.replace(
+    table, axes=axes, devices=devices, replicas=replicas
+  )
   if table.devices == devices:
     return new
   table = in_order(table)
@@ -402,19 +451,21 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
       " axis_name)` first."
     )
   axes = tables[0].axes
-  others = sorted({table.axes for table in tables})
-  if len(others) > 1:
+  others = sorted({table.batch_axes for table in tables})
+  if len(others) > 1 or len({table.axes for table in tables}) > 1:
     raise ValueError(
       "Tables that are looked up together must be split over one axis, got"
       f" {others}; give all to one `zenjax.rows.shard`."
     )
-  mesh = collectives.mesh_around(axes, [x.value for x in tables], None)
+  over = tables[0].batch_axes
+  mesh = collectives.mesh_around(over, [x.value for x in tables], None)
   if mesh is None:
     try:
       devices = collectives.size(axes)
+      collectives.size(over)
     except NameError as error:
       raise ValueError(
-        f"A ShardedTable over {axes!r} must be used where these axes are known,"
+        f"A ShardedTable over {over!r} must be used where these axes are known,"
         " and no mesh has them; call `jax.set_mesh(mesh)`, or place the table"
         " by `zenjax.rows.shard`."
       ) from error
@@ -653,7 +704,7 @@ def _ask(table: ShardedTable, ids: jax.Array) -> _Asked:
 
 
 def _most(asked: Sequence[_Asked], axes: Axes) -> jax.Array:
-  """Distinct rows of the fullest pair of devices: `[T]` of each table."""
+  """Distinct rows of the fullest pair along `axes`: `[T]` of each table."""
   most = jnp.stack([_fullest(a) for a in asked])
   return compat.agreed(collectives.pmax(most, axes), axes)
 
@@ -681,6 +732,10 @@ class _Sizes(NamedTuple):
   def at(self, level: int) -> list[int]:
     return [rooms[level] for rooms in self.rooms]
 
+  def of_all(self, devices: int) -> "_Sizes":
+    """Returns sizes for what so many devices have sent."""
+    return _Sizes([[devices * room for room in rooms] for rooms in self.rooms])
+
   def level(self, most: jax.Array) -> jax.Array:
     """The first that holds `most: [T]`; `len(_PARTS)` if none does."""
     rooms = jnp.array(self.rooms, jnp.int32)
@@ -697,17 +752,17 @@ def fetch_on(
   Args:
     mesh: As `mesh_of` returned it.
     tables: Likewise.
-    ids: Of each table, arrays `[K]`, on a mesh `[n * K]`.
+    ids: Of each table, arrays `[K]`, on a mesh those of all devices.
   """
   if mesh is None:
     return fetch(tables, ids)
-  split = PartitionSpec(tables[0].axes)
+  split = PartitionSpec(tables[0].batch_axes)
   return jax.shard_map(
     fetch,
     mesh=mesh,
-    in_specs=split,
+    in_specs=(PartitionSpec(tables[0].axes), split),
     out_specs=(split, PartitionSpec()),
-    axis_names={*tables[0].axes},
+    axis_names={*tables[0].batch_axes},
     check_vma=False,
   )(list(tables), list(map(list, ids)))
 
@@ -759,7 +814,10 @@ def fetch(
   came = ids_of(0)
   # Every device has told all others its own, so that all know the most.
   most = jnp.max(jnp.concatenate([x for _, x in came], axis=1), axis=0)
-  most = compat.agreed(most, axes)
+  if replicas := tables[0].replicas:
+    # So that all take the same branches, and rounds.
+    most = collectives.pmax(most, replicas)
+  most = compat.agreed(most, tables[0].batch_axes)
   rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
   rows = turn(0, sizes.level(most), came, [0] * len(tables))
   more = lambda r, rows: turn(r, None, ids_of(r), rows)
@@ -914,7 +972,7 @@ class Push:
       rows.append(jnp.zeros_like(values).at[a.number].add(values))
       asked.append(a)
     if most is None:
-      most = _most(asked, tables[0].axes)
+      most = _most(asked, tables[0].batch_axes)
     return cls(tables, asked, rows, most)
 
   def first(self) -> Sums:
@@ -922,7 +980,7 @@ class Push:
     if self.tables[0].devices == 1:
       slots = [a.places for a in self.asked]
       starts = jnp.broadcast_to(self._ends[:, None], (len(slots), 1))
-      return Sums(slots, list(self.rows), starts)
+      return self._of_replicas(Sums(slots, list(self.rows), starts), None)
     none = jnp.zeros((len(self.tables), self.tables[0].devices), jnp.int32)
     ends = jnp.broadcast_to(self._ends[:, None], none.shape)
     level = self._sizes.level(self.most)
@@ -934,11 +992,11 @@ class Push:
 
     some_fit = functools.partial(self._from, none)
     came, starts = lax.cond(level > _LAST, some_fit, all_fit)
-    return self._sums(came, starts)
+    return self._of_replicas(self._sums(came, starts), level)
 
   def next(self, starts: jax.Array) -> Sums:
     """Returns what follows from `starts: [T, n]` on."""
-    return self._sums(*self._from(starts))
+    return self._of_replicas(self._sums(*self._from(starts)), None)
 
   def unsent(self, starts: jax.Array) -> jax.Array:
     """Returns True if rows are left to come, equal on all devices."""
@@ -992,7 +1050,9 @@ class Push:
     ]
     came = self._exchange(buffers)
     own = jnp.stack([jnp.min(limit) for *_, limit in came])
-    axes = self.tables[0].axes
+    axes, replicas = self.tables[0].axes, self.tables[0].replicas
+    if replicas:
+      own = -collectives.pmax(-own, replicas)
     starts = compat.agreed(collectives.all_gather(own, axes), axes).T
     # Of rows that not all devices have sent, none is summed yet.
     below = [
@@ -1013,3 +1073,22 @@ class Push:
       slots.append(rows.indices)
       sums.append(rows.values)
     return Sums(slots, sums, starts)
+
+  def _of_replicas(self, sums: Sums, level: jax.Array | None) -> Sums:
+    """Sums what owners of the same rows have, in the order of replicas.
+
+    Args:
+      sums: Of the devices along the owners' axis.
+      level: Size of the buffers that brought them; None for the largest.
+    """
+    replicas = self.tables[0].replicas
+    if not replicas:
+      return sums
+    buffers = []
+    for table, slots, rows in zip(self.tables, sums.slots, sums.rows):
+      places = jnp.where(slots < table.layout.slots, slots + 1, 0)
+      buffers.append([places[None], rows[None]])
+    gather = lambda x: wire.exchange(x, collectives.all_gather, replicas)
+    sizes = self._sizes.of_all(self.tables[0].devices)
+    came = _at_level(level, sizes, buffers, gather)
+    return self._sums(came, sums.starts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -546,7 +547,8 @@ def _rows_of(tables, asked, taps):
     return [], {}
   parts = [tables[i] for i in asked]
   mesh = sharded_tables.mesh_of(parts)
-  devices = 1 if mesh is None else parts[0].devices
+  over = parts[0].batch_axes
+  devices = 1 if mesh is None else math.prod([mesh.shape[a] for a in over])
   turns = [[turns for *_, turns in of] for of in asked.values()]
 
   def rows_of(parts, ids):

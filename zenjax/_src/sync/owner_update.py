@@ -13,6 +13,7 @@ import optax
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
@@ -103,6 +104,7 @@ class Owners:
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
     sharded = _sharded_in(params)
+    axis, devices = self._owner_axis(sharded, context)
     if sharded:
       self._require_usual()
     chosen = self._chosen(params, sharded)
@@ -119,14 +121,15 @@ class Owners:
         slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
         table = leaf_util.as_table(leaves[i], self.options.unit)
         table = gradient_tree.as_varying(table, context.axes)
-        leaves[i] = owner_rows.own_rows(table, slots, plan, context.axes[0])
+        leaves[i] = owner_rows.own_rows(table, slots, plan, axis)
       # A column more tells which dimensions are columns.
       wider = plan.layout.slots, plan.block_width + 1
       empty[i] = jnp.zeros(wider, plan.table.dtype)
     inner = self.inner.init(structure.unflatten(leaves))
     inner = self._wrapped(inner, structure, plans, context)
     empty = self.inner.init(structure.unflatten(empty))
-    owners = self._holding(inner, empty, structure, plans, partition, context)
+    owners = self._holding(inner, empty, structure, plans, partition, devices)
+    owners = gradient_tree.as_varying(owners, context.axes)
     names = [p.table.name for i, p in plans.items() if i not in sharded]
     new = sync_state.empty_leaf(
       None, mean=context.mean, devices=context.devices
@@ -151,11 +154,12 @@ class Owners:
     local = marking.marked([leaf for _, leaf in leaves], call, "local")
     leaves = list(zip(names, local))
     sharded = _sharded_in(updates)
+    axis, devices = self._owner_axis(sharded, context)
     chosen = self._chosen(updates, sharded)
     replicated = [c and i not in sharded for i, c in enumerate(chosen)]
     gradient_tree.check_state(leaves, replicated, state.sync)
     plans, _ = self._plans(updates, chosen, sharded, context)
-    owner_rows.require(state.owners, plans.values(), context.devices)
+    owner_rows.require(state.owners, plans.values(), devices)
     dense = dataclasses.replace(options, output="dense")
     whole = {
       i: leaf
@@ -173,7 +177,7 @@ class Owners:
       grads=grads,
       params=self._tables(params, structure, plans, sharded),
       extra=extra,
-      axis=context.axes[0],
+      axis=axis,
       scaled=context.scaled,
       sharded=frozenset(sharded),
     )
@@ -203,17 +207,18 @@ class Owners:
   def _init_on(self, mesh, params):
     """The state where XLA spreads the program over `mesh`."""
     _require_whole(params)
-    (axis,) = self.options.axes
-    make = jax.vmap(
-      self.init, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
-    )
+    axes, make = self.options.axes, self.init
+    for axis in reversed(axes):
+      make = jax.vmap(
+        make, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
+      )
     local = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+      lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
       jax.eval_shape(make, sharded_tables.types_of_part(params)),
     )
-    specs = _specs(local, axis)
-    axes = self.options.axes
-    given = sharded_tables.specs(params, PartitionSpec(axis))
+    # Owners lie along the last axis; along others they have copies.
+    specs = _specs(local, axes[-1])
+    given = sharded_tables.specs(params, PartitionSpec(axes[-1]))
     made = whole_batch.mapped(self.init, mesh, axes, (given,), specs)
     return jax.jit(made)(params)
 
@@ -237,7 +242,8 @@ class Owners:
       self.options, mean=False, sparse=lambda name, _: name in parts.sparse
     )
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
-    devices = mesh.shape[self.options.axes[0]]
+    axis = self.options.axes[-1]
+    devices = mesh.shape[axis]
     for key, tables in state.owners.tables.items() if state.owners else ():
       # Or shard_map says that nothing divides.
       if key == owner_rows.IN_ROWS:
@@ -254,18 +260,18 @@ class Owners:
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
-    specs = _specs(state, self.options.axes[0])
+    specs = _specs(state, axis)
     out = parts.tree(
       [x.synced for x in parts.lie], [everywhere] * len(of_arrays)
     )
-    for_new = lambda node: node.with_value(PartitionSpec(self.options.axes))
+    for_new = lambda node: node.with_value(PartitionSpec(axis))
     out = jax.tree.map(
       lambda node: for_new(node) if is_sharded(node) else node,
       out,
       is_leaf=is_sharded,
     )
     given = [x.given for x in parts.lie]
-    tables = sharded_tables.specs(params, PartitionSpec(self.options.axes))
+    tables = sharded_tables.specs(params, PartitionSpec(axis))
     return whole_batch.mapped(
       step,
       mesh,
@@ -273,6 +279,25 @@ class Owners:
       (given, everywhere, specs, tables, everywhere),
       (out, specs),
     )(parts.given, parts.summed, state, params, most)
+
+  def _owner_axis(self, sharded, context):
+    """Returns the axis along which owners lie, and how many there are."""
+    axes: tuple[str, ...] = self.options.axes
+    for node in sharded.values():
+      if node.batch_axes != axes:
+        raise ValueError(
+          "`axis_name` of owner_update must name the axes over which a batch of"
+          " sharded tables is split: `replicas` of `zenjax.rows.shard`, then"
+          f" its `axis_name`, here {node.batch_axes!r}, got {axes!r}."
+        )
+    if not sharded and len(axes) > 1:
+      raise ValueError(
+        "`axis_name` must be one axis for owner_update where tables are whole"
+        f" on every device, got {axes!r}; give the axis of the fastest links,"
+        " and average over the others before, use `zen_sync` and `lazy_rows`,"
+        " or shard tables by `zenjax.rows.shard(.., replicas=)`."
+      )
+    return list(axes)[-1], context.sizes[-1]
 
   def _tables(self, params, structure, plans, sharded):
     """Leaves, those that travel sparse as `[R, D]`, of parts `[S, D]`."""
@@ -524,7 +549,7 @@ class Owners:
 
     return jax.tree.map(wrap, inner, tags)
 
-  def _holding(self, inner, empty, structure, plans, partition, context):
+  def _holding(self, inner, empty, structure, plans, partition, devices):
     """Describes the owners of a new state's parts; None where it has none.
 
     `empty` is of tables of zeros that have a column more.
@@ -550,15 +575,13 @@ class Owners:
       for node, table, fill in parts
     ]
     padding = [fill.reshape(-1)[0].astype(jnp.float32) for *_, fill in parts]
-    devices = context.devices
     facts = [owner_rows.facts_of(p, devices, partition) for p in plans.values()]
     facts = jnp.asarray(np.array([facts], np.uint32))
-    made_for = owner_rows.Holding(
+    return owner_rows.Holding(
       tables={owner_rows.key_of(plans.values(), devices): facts},
       leaves=jnp.asarray(np.array([lies], np.uint32)),
       padding=jnp.stack(padding)[None],
     )
-    return gradient_tree.as_varying(made_for, context.axes)
 
 
 def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
@@ -602,7 +625,7 @@ def _require_whole(params: Any) -> None:
 
 def owner_update(
   tx: optax.GradientTransformation,
-  axis_name: str,
+  axis_name: AxisName,
   *,
   sparse: SparseSpec = None,
   op: str | None = None,
@@ -640,7 +663,8 @@ def owner_update(
       say, owners reduce the rows of every push before the first is updated, and
       exchange the results: one small collective for each norm that needs
       another, and pushes of a further round are sent once more.
-    axis_name: One axis that devices are mapped over.
+    axis_name: One axis that devices are mapped over. Of sharded tables with
+      `replicas` all axes of the batch, slowest first, owners along the last.
     sparse: As for `zen_sync`, like all that follow.
     op: See there.
     partition: See there. What is no business of single elements, as
@@ -655,11 +679,11 @@ def owner_update(
     are equal on all devices, for `zenjax.apply_updates`.
 
   Raises:
-    ValueError: An argument is out of range; `axis_name` is more than one axis;
-      `tx` updates rows by others (see `lazy_rows`), accumulates gradients
-      (`optax.MultiSteps`), needs whole rows with a `partition` by columns or
-      of a leaf that has not two dimensions; the state was not made by
-      `zenjax.init`, or for other owners.
+    ValueError: An argument is out of range; `axis_name` is more than one axis,
+      or not those of sharded tables; `tx` updates rows by others (see
+      `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
+      with a `partition` by columns or of a leaf that has not two dimensions;
+      the state was not made by `zenjax.init`, or for other owners.
 
   Example:
     >>> import jax
@@ -705,12 +729,6 @@ def owner_update(
     raise ValueError(
       "`tuning` of owner_update must set `hash_seed` and `ids_first` alone, got"
       f" {tuning}; the rest is of `zen_sync`."
-    )
-  if len(options.axes) > 1:
-    raise ValueError(
-      f"`axis_name` must be one axis for owner_update, got {axis_name!r}; give"
-      " the axis of the fastest links, and average over the others before, or"
-      " use `zen_sync` and `lazy_rows`."
     )
   owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -15,6 +15,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sync import sync_state
 from zenjax._src.training import placement
 from zenjax._src.training import replicas
@@ -169,6 +170,7 @@ def data_parallel(
 
   def mapped(state, *batch):
     _check_batch(batch, devices)
+    _require_no_copies(state)
     placement.require_devices(state, "state", devices)
     _check_accumulated(state, devices)
     specs = placement.leaf_specs(state, axis_name)
@@ -203,6 +205,18 @@ def data_parallel(
     return state, aux
 
   return mapped
+
+
+def _require_no_copies(state: Any) -> None:
+  """Raises ValueError for tables with copies along some of the axes."""
+  for name, leaf in leaf_util.named_leaves(state, is_sharded):
+    if is_sharded(leaf) and leaf.replicas:
+      raise ValueError(
+        "`state` of data_parallel must hold no table with `replicas`, and leaf"
+        f" {name!r} has copies along {leaf.replicas!r}; call the step in plain"
+        " jit, without data_parallel, or in a shard_map with specs of"
+        " `zenjax.state_specs(state, axis_name)`."
+      )
 
 
 def batch_specs(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:

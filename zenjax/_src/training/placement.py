@@ -109,7 +109,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
   `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
   any, what `owner_update` keeps of tables, and tables of `zenjax.rows.shard`.
-  Those are split over `axis_name` along their first dimension.
+  Those are split over `axis_name` along their first dimension; what owners
+  have, over the last of several axes.
 
   Args:
     state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
@@ -129,17 +130,18 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     >>> zenjax.state_specs(state, "data").step
     P()
   """
-  split = PartitionSpec(arguments.axes(axis_name))
+  axes = arguments.axes(axis_name)
+  split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
 
   def spec(node: Any) -> Any:
     if isinstance(node, owner_rows.Owned | owner_rows.Holding):
-      return jax.tree.map(lambda _: split, node)
+      return jax.tree.map(lambda _: owners, node)
     if isinstance(node, sync_state.LeafState | SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if is_sharded(node):
       if isinstance(node.value, owner_rows.Owned):
-        return node.with_value(owner_rows.Owned(split))
-      return sharded_tables.specs(node, split)
+        return node.with_value(owner_rows.Owned(owners))
+      return sharded_tables.specs(node, owners)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
@@ -248,7 +250,7 @@ def init(
     (2, 6, 2)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
-  specs = sharded_tables.specs(params, PartitionSpec(axes))
+  specs = sharded_tables.specs(params, PartitionSpec(axes[-1:]))
   flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   require_replicated(params, "params", axes, flat)
   with chains.required():
@@ -287,9 +289,8 @@ def require_replicated(
     raise ValueError(
       f"`{argument}` must be replicated, and leaf {name!r} of shape"
       f" {np.shape(leaf)} is sharded by {split}: all of it would be gathered on"
-      " every device. Tables that are larger than a device are not supported"
-      " yet; place it whole by `jax.device_put(x, jax.NamedSharding(mesh,"
-      " jax.P()))`."
+      " every device; place it whole by `jax.device_put(x,"
+      " jax.NamedSharding(mesh, jax.P()))`, or a table by `zenjax.rows.shard`."
     )
 
 

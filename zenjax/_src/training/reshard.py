@@ -31,6 +31,7 @@ def reshard(
   mesh: Mesh | None = None,
   axis_name: AxisName | None = None,
   *,
+  replicas: AxisName | None = None,
   like: Any = None,
 ) -> Any:
   """Moves a state to another number of devices, or to the host.
@@ -67,7 +68,9 @@ def reshard(
   Args:
     state: The state, whole: of a step, or restored. Residuals are `[old, ..]`.
     mesh: The mesh to go on with; None for the form to save.
-    axis_name: As given to `zen_sync`; None without a mesh.
+    axis_name: As given to `zen_sync`; None without a mesh. Of sharded tables
+      as given to `zenjax.rows.shard`.
+    replicas: Likewise: further axes along which sharded tables have copies.
     like: A state of `zenjax.init` for `mesh`. It is needed where owner_update
       has another `partition`, `hash_seed` or `wire_dtype` than the state was
       made with, and where gradients that `MultiSteps` accumulates are all that
@@ -111,8 +114,9 @@ def reshard(
     state = jax.tree.map(host, state, is_leaf=is_sharded)
     return _moved_to(state, None, None)
   axes = arguments.mesh_axes(axis_name, mesh)
+  copies = sharded_tables.replica_axes(replicas, axes, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, devices))
+  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, copies))
   state = _moved_to(state, devices, like)
   specs = placement.state_specs(state, axis_name)
   return jax.tree.map(
@@ -127,16 +131,16 @@ def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
 
 
 def _on_owners(
-  table: ShardedTable, mesh: Mesh, axes: Axes, devices: int
+  table: ShardedTable, mesh: Mesh, axes: Axes, replicas: Axes
 ) -> ShardedTable:
   """A sharded table on the owners of a mesh, whatever devices it is on."""
-  if table.devices != devices:
+  if table.devices != int(np.prod([mesh.shape[axis] for axis in axes])):
     table = sharded_tables.in_order(table)
     wanted = {*mesh.devices.flat}
     away = lambda x: isinstance(x, jax.Array) and x.devices() != wanted
     if any(map(away, jax.tree.leaves(table))):
       table = jax.tree.map(_on_host, table)
-  return sharded_tables.on_owners(table, mesh, axes)
+  return sharded_tables.on_owners(table, mesh, axes, replicas)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
