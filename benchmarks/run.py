@@ -425,7 +425,7 @@ COMMANDS = (
     ),
     _number("--steps", None, "all of a trace and 8 of a workload by default"),
     _number("--seed", 0, "of a workload and of hashes", _natural),
-    *(_FULL_SIZE, _file("--plot"), _JSON),
+    *(_FULL_SIZE, _JSON),
   ),
   _command(
     "growth",

@@ -234,17 +234,15 @@ def push_paid(pushed: np.ndarray) -> float:
 
 PARTS = (2, 4, 8, 16, 32, 64, 128)
 PERCENTILES = (5, 25, 50, 75, 95)
-BINS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-  """Many values of a share: percentiles, and counts in `BINS` equal bins."""
+  """Many values of a share."""
 
   count: int
   mean: float
   percentiles: dict[int, float]
-  histogram: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +357,6 @@ def _distribution(parts: Sequence[np.ndarray]) -> Distribution | None:
     count=len(values),
     mean=float(values.mean()),
     percentiles={p: float(x) for p, x in zip(PERCENTILES, found)},
-    histogram=np.histogram(values, BINS, (0, 1))[0].tolist(),
   )
 
 

@@ -104,10 +104,4 @@ def run(options: argparse.Namespace) -> int:
   counted = [dataclasses.asdict(sparsity) for sparsity in found]
   environment = record.environment()
   record.save(options, {"environment": environment, "tables": counted})
-  if options.plot:
-    from benchmarks.cases import sparsity_plot  # Imports matplotlib.
-
-    with record.whole(options.plot) as path:
-      sparsity_plot.save_plot(path, found)
-    print(f"Saved {options.plot}")
   return 0
