@@ -211,12 +211,6 @@ _DEVICES = _number("--devices", 8, "of this machine")
 _KEEP_MEMORY = _switch("--keep-memory", "keep freed memory: no page faults")
 _LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
 _FULL_SIZE = _switch("--full-size", "the tables of the published models")
-_VARIANTS = _names(
-  "--variants",
-  "ways to synchronize; by default all that apply: none pmean all_gather zen"
-  " zen-hash zen-columns, and with --pinned zen-pinned zen-hash-pinned"
-  " zen-columns-pinned; on dense tables zen-first zen-remembered",
-)
 _SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
 _OPTIMIZERS = ("adam", "adagrad", "row_adagrad", "sgd")
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
@@ -238,7 +232,13 @@ COMMANDS = (
     _switch(
       "--pinned", "also with the capacities that an unpinned run advises"
     ),
-    *(_FULL_SIZE, _batches(4), _VARIANTS, *_timed(15)),
+    _names(
+      "--variants",
+      "ways to synchronize; by default all that apply: none pmean all_gather"
+      " zen zen-hash zen-columns, and with --pinned zen-pinned zen-hash-pinned"
+      " zen-columns-pinned; on dense tables zen-first zen-remembered",
+    ),
+    *(_FULL_SIZE, _batches(4), *_timed(15)),
   ),
   _command(
     "step",
@@ -301,15 +301,6 @@ COMMANDS = (
     partial(_measure, "cases.compile"),
     _number("--tables", [1, 4, 26], "of a step, all of one width"),
     *(_DEVICES, *_timed(2)),
-  ),
-  _command(
-    "memory",
-    "temporary memory of a step, compiled for CPU, TPU and GPU",
-    partial(_measure, "cases.memory"),
-    _names("--targets", "all by default: {}", ("cpu", "tpu-v5e", "gpu-h200")),
-    *(_VARIANTS, _KEEP_MEMORY, _JSON),
-    devices=8,
-    repeats=0,
   ),
   _command(
     "sparsified",

@@ -112,19 +112,6 @@ DENSE = (
 )
 
 
-def chosen(
-  variants: Sequence[Variant], names: Sequence[str] | None
-) -> list[Variant]:
-  """Returns the `variants` that are called for, all if `names` is None.
-
-  Raises:
-    ValueError: A name is none of any variant.
-  """
-  known = [v.name for v in (*BASELINES, *SPARSE, *PINNED, *DENSE)]
-  names = harness.named("--variants", names, known)
-  return [v for v in variants if v.name in names]
-
-
 LEARNING_RATE = 0.5  # A power of two: the products are exact.
 
 
@@ -186,24 +173,6 @@ def compile_step(
   )
   compiled, seconds = harness.compiled(mapped, params, state, *batch, **options)
   return Step(compiled, state, seconds)
-
-
-def compile_sgd(
-  sync: optax.GradientTransformation,
-  gradient: ScatterAdd,
-  mesh: Mesh,
-  params: Any,
-  batch: Sequence[Any],
-) -> Step:
-  """Compiles a step of SGD on `{LEAF: [R, D]}`, which it donates."""
-  return compile_step(
-    optax.chain(sync, optax.sgd(LEARNING_RATE)),
-    lambda params, a, b: gradient.loss(params[LEAF], a[0], b[0]),
-    mesh,
-    params,
-    batch,
-    donate_argnums=0,
-  )
 
 
 class Runner:
@@ -320,12 +289,13 @@ class _Runner:
 
   def __init__(self, training: Training, variant: Variant, capacities: Any):
     self._training, self._variant = training, variant
-    self._compiled, self.state, self.compile_s = compile_sgd(
-      variant.make(capacities),
-      training.gradient,
+    self._compiled, self.state, self.compile_s = compile_step(
+      optax.chain(variant.make(capacities), optax.sgd(LEARNING_RATE)),
+      lambda params, a, b: training.gradient.loss(params[LEAF], a[0], b[0]),
       training.mesh,
       training.zeros(),
       training.batches[0].placed,
+      donate_argnums=0,
     )
     self._state = self.state  # What the next step starts from.
     self._batches = itertools.cycle(training.batches)
@@ -392,8 +362,10 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
   """One case for each workload and variant asked for.
 
   Raises:
-    ValueError: There are too few devices, or too little memory.
+    ValueError: Too few devices, too little memory, or no such variant.
   """
+  known = [v.name for v in (*BASELINES, *SPARSE, *PINNED, *DENSE)]
+  names = harness.named("--variants", options.variants, known)
   mesh, found = harness.mesh(options.devices, AXIS), []
   for name in options.workloads or workloads.NAMES:
     workload = workloads.get(name, full_size=options.full_size)
@@ -406,6 +378,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
     variants = DENSE if workload.density == 1 else (*SPARSE, *pinned)
     found += [
       harness.case(group, v.name, build, v)
-      for v in chosen((*BASELINES, *variants), options.variants)
+      for v in (*BASELINES, *variants)
+      if v.name in names
     ]
   return found
