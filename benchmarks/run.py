@@ -419,15 +419,6 @@ COMMANDS = (
     *(_FULL_SIZE, _JSON),
   ),
   _command(
-    "growth",
-    "unions of 16 times as many devices, predicted and real",
-    partial(_call, "planner.growth"),
-    _number("--devices", 4, "of the recorded steps", _several),
-    _number("--steps", 32, "recorded"),
-    _number("--tokens", 4096, "of a device and step"),
-    _JSON,
-  ),
-  _command(
     "utility",
     "set-ups in which compressed gradients pay, by formula",
     partial(_call, "planner.utility"),

@@ -9,8 +9,8 @@ them with the hypergeometric probability `C(N - c, m) / C(N, m)`.
 The assumption: devices of one step are as alike as devices of two recorded
 steps. It holds for shuffled data. Where every host reads a text of its own from
 front to back, neighbouring steps of a host are more alike than hosts, and the
-union is predicted too small: record steps that lie far apart.
-`python -m benchmarks.run growth` measures the error.
+union is predicted too small: record steps that lie far apart
+(`tests/planner/test_growth.py`).
 """
 
 from collections.abc import Sequence
