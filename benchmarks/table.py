@@ -94,26 +94,22 @@ def show_groups(
 
 
 def show_rows(
-  title: str,
-  headers: Sequence[str],
-  rows: Iterable[Sequence[str]],
-  *,
-  left: int = 1,
+  title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
-  """Prints rows of words; columns after the first `left` hold numbers."""
-  shown = made(title, *headers, left=left)
+  """Prints rows of words; columns after the first hold numbers."""
+  shown = made(title, *headers)
   for row in rows:
     shown.add_row(*row)
   console().print(shown)
 
 
-def made(title: str, *headers: str, left: int = 1) -> rich.table.Table:
-  """Returns an empty table, whose first `left` columns hold words."""
+def made(title: str, *headers: str) -> rich.table.Table:
+  """Returns an empty table, whose first column holds words."""
   table = rich.table.Table(
     title=title, box=rich.box.SIMPLE_HEAD, title_justify="left", padding=(0, 1)
   )
   for index, header in enumerate(headers):
-    justify = "left" if index < left else "right"
+    justify = "right" if index else "left"
     table.add_column(header, justify=justify, no_wrap=True)
   return table
 
