@@ -14,6 +14,7 @@ from zenjax._src.rows.sharded_tables import unshard
 from zenjax._src.rows.value_and_grad import apply
 from zenjax._src.rows.value_and_grad import filter_value_and_grad
 from zenjax._src.rows.value_and_grad import grad
+from zenjax._src.rows.value_and_grad import prefetch
 
 __all__ = (
   "apply",
@@ -24,6 +25,7 @@ __all__ = (
   "Explanation",
   "filter_value_and_grad",
   "grad",
+  "prefetch",
   "row_adagrad",
   "RowAdagradState",
   "shard",

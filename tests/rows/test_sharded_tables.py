@@ -396,6 +396,61 @@ def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
         np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.usually("one_owner-4", "copies-usual-2x2")
+@pytest.mark.parametrize(
+  ("kind", "shape"),
+  [
+    pytest.param("one_owner", (4,), id="one_owner-4"),
+    pytest.param("usual", (1,), id="usual-1"),
+    pytest.param("usual", (2, 2), id="copies-usual-2x2"),
+  ],
+)
+def test_ids_ahead_change_no_bit(kind, shape):
+  n, axes = shape[-1], BOTH[-len(shape) :]
+  auto = (jax.sharding.AxisType.Auto,) * len(shape)
+  devices = jax.devices()[: math.prod(shape)]
+  mesh = jax.make_mesh(shape, axes, devices=devices, axis_types=auto)
+  tx = zenjax.owner_update(optax.adagrad(0.05), axes, mesh=mesh)
+  params = zenjax.rows.shard(
+    {"t": _table(), "u": _table(1, 500), "w": np.ones(D, np.float32)},
+    mesh,
+    "chip",
+    tables={"t": True, "u": True, "w": False},
+    replicas=axes[:-1] or None,
+  )
+  lie = jax.NamedSharding(mesh, jax.P(axes))
+  batches = [jax.device_put(x, lie) for x in _batches(kind, n, 4)]
+  plain, state = jax.jit(_step(tx, _two_tables)), (params, tx.init(params))
+  want, _ = _steps(plain, state, batches)
+  start = jax.jit(zenjax.rows.prefetch(_two_tables))
+
+  @jax.jit
+  def step(state, ahead, batch, coming):
+    params, opt_state = state
+    both = zenjax.value_and_grad(_two_tables, prefetched=ahead)
+    loss, grads = both(params, *batch)
+    ahead = zenjax.rows.prefetch(_two_tables)(params, *coming)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), ahead, loss
+
+  ahead, loss = start(params, *batches[0]), jnp.inf
+  for batch, coming in zip(batches, [*batches[1:], batches[0]]):
+    state, ahead, loss = step(state, ahead, batch, coming)
+  for x, y in zip(*map(jax.tree.leaves, (state, want)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  assert jnp.isfinite(loss)
+  *_, loss = step(state, ahead, batches[1], batches[0])
+  assert jnp.isnan(loss)  # Of another batch than was announced.
+  few = jax.device_put([x[: B // 2] for x in batches[0]], lie)
+  with pytest.raises(ValueError, match="with look-ups a device and tables"):
+    step(state, ahead, few, batches[0])
+  whole = zenjax.rows.unshard(params)
+  both = zenjax.value_and_grad(_two_tables, prefetched=ahead)
+  for call in (both, zenjax.rows.prefetch(_two_tables)):
+    with pytest.raises(ValueError, match="no table is sharded|none of its par"):
+      call(whole, *batches[0])
+
+
 def test_no_device_has_a_whole_table_and_buffers_follow_the_batch():
   mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.

@@ -742,10 +742,31 @@ class _Sizes(NamedTuple):
     return jnp.max(jnp.sum(rooms < most[:, None], axis=1, dtype=jnp.int32))
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("ids", "asked", "came", "most"),
+  meta_fields=("layouts",),
+)
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+  """Look-ups of a batch whose ids have been with their owners.
+
+  Devices have parts of all of it: of a whole batch it is split along each first
+  dimension, as the batch is.
+  """
+
+  ids: list[jax.Array]  # [K] int32 of each table
+  asked: list[_Asked]
+  came: list[jax.Array]  # [n, C] int32, slots that others ask this device for
+  most: jax.Array  # [1, T] int32, of the fullest pair of devices
+  layouts: tuple[Layout, ...]
+
+
 def fetch_on(
   mesh: Any,
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
+  ahead: Ahead | None = None,
 ) -> tuple[list[list[jax.Array]], jax.Array]:
   """As `fetch`, of a whole batch's look-ups where `mesh` is given.
 
@@ -753,22 +774,101 @@ def fetch_on(
     mesh: As `mesh_of` returned it.
     tables: Likewise.
     ids: Of each table, arrays `[K]`, on a mesh those of all devices.
+    ahead: Of the same look-ups, if their ids have been sent.
   """
   if mesh is None:
-    return fetch(tables, ids)
+    return fetch(tables, ids, ahead)
   split = PartitionSpec(tables[0].batch_axes)
   return jax.shard_map(
     fetch,
     mesh=mesh,
-    in_specs=(PartitionSpec(tables[0].axes), split),
+    in_specs=(PartitionSpec(tables[0].axes), split, split),
     out_specs=(split, PartitionSpec()),
+    axis_names={*tables[0].batch_axes},
+    check_vma=False,
+  )(list(tables), list(map(list, ids)), ahead)
+
+
+def ask_on(
+  mesh: Any,
+  tables: Sequence[ShardedTable],
+  ids: Sequence[Sequence[jax.Array]],
+) -> Ahead:
+  """Sends ids to owners, as `fetch_on` does before rows come back."""
+  if mesh is None:
+    return ask(tables, ids)
+  split = PartitionSpec(tables[0].batch_axes)
+  return jax.shard_map(
+    ask,
+    mesh=mesh,
+    in_specs=(PartitionSpec(tables[0].axes), split),
+    out_specs=split,
     axis_names={*tables[0].batch_axes},
     check_vma=False,
   )(list(tables), list(map(list, ids)))
 
 
-def fetch(
+def ask(
   tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
+) -> Ahead:
+  """Sends the distinct ids of a device to their owners, as many as fit once."""
+  joined = [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
+  asked = [_ask(table, x) for table, x in zip(tables, joined)]
+  layouts = tuple([table.layout for table in tables])
+  if tables[0].devices == 1:
+    none = jnp.zeros((1, 0), jnp.int32)
+    most = jnp.zeros((1, len(tables)), jnp.int32)
+    return Ahead(joined, asked, [none] * len(tables), most, layouts)
+  came = _ids_of(tables, asked, 0)
+  # Every device has told all others its own, so that all know the most.
+  most = jnp.max(jnp.concatenate([x for _, x in came], axis=1), axis=0)
+  if replicas := tables[0].replicas:
+    # So that all take the same branches, and rounds.
+    most = collectives.pmax(most, replicas)
+  return Ahead(joined, asked, [x for x, _ in came], most[None], layouts)
+
+
+def _ids_of(
+  tables: Sequence[ShardedTable], asked: Sequence[_Asked], turn: Any
+) -> list[list[jax.Array]]:
+  """Asks owners; ids are few bytes beside rows, and have the most room.
+
+  Returns:
+    Of each table slots `[n, C]` and the most distinct rows that each device
+    asks of any, `[n, 1]`.
+  """
+  n, rooms = tables[0].devices, _Sizes.of(tables, asked).at(_LAST)
+  sent = []
+  for table, a, room in zip(tables, asked, rooms):
+    slots = _slots(table, a, a.first[:-1] + turn * room, room)[1]
+    sent.append([slots, jnp.broadcast_to(_fullest(a), (n, 1))])
+  return wire.exchange(sent, collectives.all_to_all, tables[0].axes)
+
+
+def _of_this_batch(
+  tables: Sequence[ShardedTable], ids: Sequence[Any], ahead: Ahead
+) -> list[jax.Array]:
+  """Returns for each table whether `ahead` is of `ids`.
+
+  Raises:
+    ValueError: It is of other tables, or another number of look-ups.
+  """
+  got = [(len(x), of) for x, of in zip(ahead.ids, ahead.layouts)]
+  want = [(sum(map(len, x)), of.layout) for x, of in zip(ids, tables)]
+  if got != want:
+    raise ValueError(
+      "`prefetched` must be what `zenjax.rows.prefetch` returned for this"
+      f" function and batch, with look-ups a device and tables {want}, got"
+      f" {got}."
+    )
+  joined = [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
+  return [jnp.all(x == y) for x, y in zip(joined, ahead.ids)]
+
+
+def fetch(
+  tables: Sequence[ShardedTable],
+  ids: Sequence[Sequence[jax.Array]],
+  ahead: Ahead | None = None,
 ) -> tuple[list[list[jax.Array]], jax.Array]:
   """Returns the rows that a device looks up, from the devices that own them.
 
@@ -779,50 +879,54 @@ def fetch(
   Args:
     tables: Parts `[S, D]`, inside a `shard_map`.
     ids: Of each table, arrays `[K] int32` in `[0, R]`; `R` is no row.
+    ahead: Of the same look-ups, if their ids have been sent. Of others all
+      rows are NaN.
 
   Returns:
     The same with rows `[K, D]`, zeros where there is none, and the most
     distinct rows that any device asked of any other, `[T] int32`.
   """
-  axes, n = tables[0].axes, tables[0].devices
-  joined = [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
-  asked = [_ask(table, x) for table, x in zip(tables, joined)]
+  n, same = tables[0].devices, None
+  if ahead is None:
+    ahead = ask(tables, ids)
+  else:
+    same = _of_this_batch(tables, ids, ahead)
+  asked = ahead.asked
   if n == 1:
-    found = []
+    rows = []
     for table, a in zip(tables, asked):
-      rows = _own_rows(table, a.places)[a.number]
-      found.append(jnp.where((a.owner < n)[:, None], rows, 0))
-    most = jnp.zeros(len(tables), jnp.int32)
-    return [_split(x, of) for x, of in zip(found, ids)], most
-  sizes, own = _Sizes.of(tables, asked), [_fullest(a) for a in asked]
+      own = _own_rows(table, a.places)[a.number]
+      rows.append(jnp.where((a.owner < n)[:, None], own, 0))
+    return _cut_up(rows, ids, same), ahead.most[0]
+  sizes = _Sizes.of(tables, asked)
   largest = sizes.at(_LAST)
 
-  def ids_of(turn: Any) -> list[list[jax.Array]]:
-    """Asks owners; ids are few bytes beside rows, and have the most room."""
-    sent = []
-    for table, a, room, most in zip(tables, asked, largest, own):
-      slots = _slots(table, a, a.first[:-1] + turn * room, room)[1]
-      sent.append([slots, jnp.broadcast_to(most, (n, 1))])
-    return wire.exchange(sent, collectives.all_to_all, axes)
-
-  def turn(turn: Any, level: Any, came: Any, rows: Sequence[Any]) -> list[Any]:
-    slots = [x for x, _ in came]
+  def turn(turn: Any, level: Any, slots: Any, rows: Sequence[Any]) -> list[Any]:
     got = _at_level(level, sizes, slots, functools.partial(_answers, tables))
     every = zip(tables, asked, got, largest, rows)
     return [_looked_up(*x, turn=turn) for x in every]
 
-  came = ids_of(0)
-  # Every device has told all others its own, so that all know the most.
-  most = jnp.max(jnp.concatenate([x for _, x in came], axis=1), axis=0)
-  if replicas := tables[0].replicas:
-    # So that all take the same branches, and rounds.
-    most = collectives.pmax(most, replicas)
-  most = compat.agreed(most, tables[0].batch_axes)
+  most = compat.agreed(ahead.most[0], tables[0].batch_axes)
   rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
-  rows = turn(0, sizes.level(most), came, [0] * len(tables))
-  more = lambda r, rows: turn(r, None, ids_of(r), rows)
+  rows = turn(0, sizes.level(most), ahead.came, [0] * len(tables))
+
+  def more(r: Any, rows: list[Any]) -> list[Any]:
+    slots = [x for x, _ in _ids_of(tables, asked, r)]
+    return turn(r, None, slots, rows)
+
   rows = lax.fori_loop(1, rounds, more, rows)
-  return [_split(x, of) for x, of in zip(rows, ids)], most
+  return _cut_up(rows, ids, same), most
+
+
+def _cut_up(
+  rows: Sequence[jax.Array],
+  ids: Sequence[Sequence[jax.Array]],
+  same: Sequence[jax.Array] | None,
+) -> list[list[jax.Array]]:
+  """Returns rows `[sum(K), D]` of each table by look-up; NaN if not `same`."""
+  if same is not None:
+    rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
+  return [_split(x, of) for x, of in zip(rows, ids)]
 
 
 def _at_level(

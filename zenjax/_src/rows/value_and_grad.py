@@ -35,6 +35,7 @@ def value_and_grad(
   allow_int: bool = False,
   *,
   tables: SparseSpec = None,
+  prefetched: sharded_tables.Ahead | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad`, with gradients of embedding tables as `SparseRows`.
 
@@ -64,6 +65,8 @@ def value_and_grad(
     allow_int: Likewise.
     tables: Which leaves give rows: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. None finds all that can.
+    prefetched: What `zenjax.rows.prefetch(fun)` returned for the arguments
+      that the function will be given, where tables are sharded.
 
   Returns:
     A function with the arguments of `fun`. It returns the value and the
@@ -96,7 +99,7 @@ def value_and_grad(
     traced = table_uses.trace(loss, params)
     found = table_uses.find(traced, params, tables)
     found.require()
-    out, grads = _differentiate(traced, found, options)
+    out, grads = _differentiate(traced, found, options, prefetched)
     value = traced.rebuild(out)
     if modules:
       value, changed = value
@@ -397,7 +400,64 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
   return applied
 
 
-def _differentiate(traced, found, options):
+def prefetch(
+  fun: Callable[..., Any], argnums: int | Sequence[int] = 0
+) -> Callable[..., sharded_tables.Ahead]:
+  """Sends the ids of a batch to the owners of rows, ahead of its step.
+
+  Ids are known before the step in which their rows are looked up. In the step
+  before they travel while that computes, and the next one waits for rows alone.
+  Results are those without it, to the bit.
+
+  Args:
+    fun: The loss that `zenjax.value_and_grad` takes.
+    argnums: As there.
+
+  Returns:
+    A function with the arguments of `fun`, of the batch to come; parameters may
+    be those of any step. It returns a tree of arrays to carry to that step, for
+    `value_and_grad(fun, prefetched=..)`. Look-ups of another batch are NaN
+    there. Inside `shard_map` all of it is split over the batch's axes.
+
+  Raises:
+    ValueError: No table of the arguments is sharded, or as for
+      `zenjax.rows.apply`.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> table = jnp.arange(2000.0).reshape(1000, 2)
+    >>> table = zenjax.rows.shard(table, mesh, "data", tables=True)
+    >>> loss = lambda table, ids: table[ids].sum()
+    >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
+    >>> ahead = zenjax.rows.prefetch(loss)(table, one)
+    >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
+    >>> float(both(table, one)[0]), float(both(table, two)[0])
+    (3998.0, nan)
+  """
+
+  @functools.wraps(fun)
+  def prefetch_of(*args, **kwargs):
+    params, loss, _ = partial_loss(fun, argnums, args, kwargs)
+    traced = table_uses.trace(loss, params)
+    found = table_uses.find(traced, params, None)
+    found.require()
+    if not found.away:
+      raise ValueError(
+        "`fun` of prefetch must look up rows of a sharded table, and none of"
+        " its parameters is one; call `zenjax.rows.shard` first, or leave"
+        " prefetch out."
+      )
+    plain = [x for i, x in enumerate(traced.leaves) if i not in found.rows]
+    tables, asked, _, _ = _look_ups(traced, found, plain)
+    return _ahead_of(tables, asked)
+
+  return prefetch_of
+
+
+def _differentiate(traced, found, options, prefetched):
   """`[loss, *aux]`, and the gradient of every leaf."""
   leaves = traced.leaves
   is_table = [i in found.rows for i in range(len(leaves))]
@@ -405,7 +465,12 @@ def _differentiate(traced, found, options):
   taps = [site.tap() for site in found.sites]
   most: dict[int, Any] = {}
   if found.away:
-    taps, most = _fetched(traced, found, plain)
+    taps, most = _fetched(traced, found, plain, prefetched)
+  elif prefetched is not None:
+    raise ValueError(
+      "`prefetched` must be None where no table is sharded; call"
+      " `zenjax.rows.shard` first."
+    )
 
   def both(types, plain, taps):
     def loss(plain, taps):
@@ -501,10 +566,26 @@ class _Direct(NamedTuple):
   run: Callable[[], Any]
 
 
-def _fetched(traced, found, plain) -> tuple[list[Any], dict[int, Any]]:
+def _fetched(
+  traced, found, plain, prefetched=None
+) -> tuple[list[Any], dict[int, Any]]:
   """Taps of all sites; of tables that are away the rows, from their owners.
 
   And the most distinct rows that a device asked another for, of each table.
+  """
+  tables, asked, taps, structure = _look_ups(traced, found, plain)
+  rows, most = _rows_of(tables, asked, taps, prefetched)
+  for k, x in rows:
+    taps[k] = x
+  return structure.unflatten(taps), most
+
+
+def _look_ups(traced, found, plain):
+  """Look-ups of tables that are away.
+
+  Returns:
+    These tables, by number; `[(number, ids, turns)]` of the look-ups of each;
+    taps of all look-ups, by number; and their structure.
   """
   taps = [site.tap() for site in found.sites]
   sites = list(table_uses.flat_sites(found.sites))
@@ -531,34 +612,64 @@ def _fetched(traced, found, plain) -> tuple[list[Any], dict[int, Any]]:
   for k, ids in zip(at, program.run(), strict=True):
     site, turns = sites[k]
     asked[site.param].append((k, ids, len(turns)))
-  rows, most = _rows_of(tables, asked, flat_taps)
-  for k, x in rows:
-    flat_taps[k] = x
-  return structure.unflatten(flat_taps), most
+  return tables, {i: of for i, of in asked.items() if of}, flat_taps, structure
 
 
-def _rows_of(tables, asked, taps):
+def _batch_devices(parts) -> tuple[Any, int]:
+  """The mesh around sharded tables, and devices that share a batch there."""
+  mesh, over = sharded_tables.mesh_of(parts), parts[0].batch_axes
+  if mesh is None:
+    return None, 1
+  return mesh, math.prod([mesh.shape[axis] for axis in over])
+
+
+def _flat_look_ups(parts, ids, turns, devices):
+  """Ids `[K]` of each table's look-ups, and what shapes rows as these were."""
+  flat, backs = [], []
+  for table, some, of in zip(parts, ids, turns):
+    both = [batch_layout.flat_ids(*x, devices) for x in zip(some, of)]
+    flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
+    backs.append([back for _, back in both])
+  return flat, backs
+
+
+def _ahead_of(tables, asked) -> sharded_tables.Ahead:
+  """Sends the ids of `asked[table]: [(number, ids, turns)]` to owners."""
+  if not asked:
+    raise ValueError(
+      "`fun` of prefetch must look up rows of a sharded table, and looks up"
+      " none; leave prefetch out."
+    )
+  parts = [tables[i] for i in asked]
+  mesh, devices = _batch_devices(parts)
+  turns = [[turns for *_, turns in of] for of in asked.values()]
+
+  def ahead_of(parts, ids):
+    around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
+    flat, _ = _flat_look_ups(parts, ids, turns, devices)
+    return sharded_tables.ask_on(around, parts, flat)
+
+  if mesh is not None and compat.explicit_of(mesh):
+    split = NamedSharding(mesh, PartitionSpec(parts[0].batch_axes))
+    ahead_of = compat.on_automatic_axes(ahead_of, mesh, split)
+  return ahead_of(parts, [[ids for _, ids, _ in of] for of in asked.values()])
+
+
+def _rows_of(tables, asked, taps, prefetched):
   """Rows of `asked[table]: [(number, ids, turns)]`, each with its number.
 
   `taps` are as these rows shall lie, by number.
   """
-  asked = {i: of for i, of in asked.items() if of}
   if not asked:
     return [], {}
   parts = [tables[i] for i in asked]
-  mesh = sharded_tables.mesh_of(parts)
-  over = parts[0].batch_axes
-  devices = 1 if mesh is None else math.prod([mesh.shape[a] for a in over])
+  mesh, devices = _batch_devices(parts)
   turns = [[turns for *_, turns in of] for of in asked.values()]
 
-  def rows_of(parts, ids):
+  def rows_of(parts, ids, prefetched):
     around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
-    flat, backs = [], []
-    for table, some, of in zip(parts, ids, turns):
-      both = [batch_layout.flat_ids(*x, devices) for x in zip(some, of)]
-      flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
-      backs.append([back for _, back in both])
-    rows, most = sharded_tables.fetch_on(around, parts, flat)
+    flat, backs = _flat_look_ups(parts, ids, turns, devices)
+    rows, most = sharded_tables.fetch_on(around, parts, flat, prefetched)
     each = zip(rows, backs)
     return [[back(x) for x, back in zip(*of)] for of in each], most
 
@@ -570,7 +681,7 @@ def _rows_of(tables, asked, taps):
     ]
     rows_of = compat.on_automatic_axes(rows_of, mesh, (lie, place(())))
   rows, most = rows_of(
-    parts, [[ids for _, ids, _ in of] for of in asked.values()]
+    parts, [[ids for _, ids, _ in of] for of in asked.values()], prefetched
   )
   found = [
     (number, x)
