@@ -101,8 +101,6 @@ class Rows(Form):
 class RowsMapped(Rows):
   """The same inside `shard_map`."""
 
-  tx = optax.chain(zenjax.zen_sync(AXIS), zenjax.lazy_rows(_adagrad))
-
   def step(self, params: Any, state: Any, ids: Any, y: Any) -> Any:
     def local(*args):
       params, state, value = Rows.step(self, *args)
@@ -135,6 +133,18 @@ class Sharded(Form):
     ids, rows = Form.rows_here(self, {"table": found.value})
     real = ids < found.num_rows
     return ids[real], rows[real]
+
+
+class Ahead(Sharded):
+  """The same, with ids of the next batch sent beside the step."""
+
+  def step(self, params: Any, state: Any, ids: Any, y: Any, *coming: Any):
+    state, ahead = state
+    both = zenjax.value_and_grad(loss, prefetched=ahead)
+    value, grads = both(params, ids, y)
+    ahead = zenjax.rows.prefetch(loss)(params, *coming)
+    updates, state = self.tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), (state, ahead), value
 
 
 class ByHand(Form):
@@ -220,6 +230,7 @@ FORMS: dict[str, type[Form]] = {
   "rows": Rows,
   "rows, shard_map": RowsMapped,
   "sharded": Sharded,
+  "sharded, ids ahead": Ahead,
   "by hand": ByHand,
 }
 
@@ -296,6 +307,11 @@ class _Program:
       self._state = jax.tree.map(lambda x: x * 0 + _START, form.params)
     elif isinstance(form, Sharded):
       self._state = form.tx.init(form.params)
+      if isinstance(form, Ahead):
+        ahead = jax.jit(zenjax.rows.prefetch(loss))
+        self._state = self._state, ahead(form.params, *self._batches[0])
+        following = self._batches[1:] + self._batches[:1]
+        self._batches = [x + y for x, y in zip(self._batches, following)]
     else:
       lies = {x.shape: x.sharding for x in form.params.values()}
       everywhere = NamedSharding(form.mesh, P())

@@ -18,6 +18,7 @@ from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
+from zenjax._src.rows.sharded_tables import words_of_step
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.sync import plans
@@ -43,6 +44,7 @@ __all__ = (
   "Table",
   "Tensor",
   "union_growth",
+  "words_of_step",
 )
 
 

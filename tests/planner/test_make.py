@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import numpy as np
+import optax
 from planning import choosing
 from planning import Gradient
 from planning import iteration_seconds
 from planning import search
+from planning import words_of_step
 import pytest
 from refusals import names
 
@@ -145,7 +147,12 @@ def test_the_row_sharded_table_is_shown_and_not_chosen():
   seconds = 4 * (n - 1) * link.latency_s + received / link.bandwidth
   assert table.sharded_seconds == pytest.approx(seconds)
   assert found.by_name["bias"].sharded_bytes is None
-  (line,) = (x for x in str(found).splitlines() if "sharded" in x)
+  line, owned = (
+    x for x in str(found).splitlines() if "with rows" in x or "sharded" in x
+  )
+  assert owned.startswith("table with rows at their owners, zenjax.rows.shard")
+  assert f"{(table.owned_bytes or 0) / 1e6:.3g} MB a device" in owned
+  assert 0 < (table.owned_bytes or 0) < received
   assert line.startswith("table sharded by rows, P('data', None), in plain jit")
   assert f": {received / 1e6:.3g} MB a device" in line
   assert "another program, and never chosen" in line
@@ -216,6 +223,40 @@ def test_a_row_sharded_table_moves_what_is_predicted():
   part = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
   moved = sum(4 * f.elements * part[f.op] for f in hlo.collectives(text, n))
   assert moved == plan().by_name["table"].sharded_bytes
+
+
+def test_rows_at_their_owners_move_what_is_predicted():
+  """Of the sizes that are compiled, the one that this batch needs."""
+  n = 8
+  mesh = jax.make_mesh(
+    (n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  draw = np.random.default_rng(0).integers
+  ids = draw(0, ROWS, (n, BATCH)).astype(np.int32)
+  rows = np.mean([len(np.unique(x)) for x in ids])
+  seen = zenjax.planner.Profile(rows=rows, fullest=rows, union=ROWS, devices=n)
+  table = zenjax.rows.shard(jnp.ones((ROWS, WIDTH)), mesh, "data", tables=True)
+  tx = zenjax.owner_update(optax.sgd(0.1), "data", mesh=mesh)
+
+  def step(table, state, ids):
+    both = zenjax.value_and_grad(lambda t, ids: jnp.mean(t[ids] ** 2))
+    _, grads = both(table, ids)
+    return tx.update(grads, state, table)
+
+  split = NamedSharding(mesh, PartitionSpec("data"))
+  given = table, tx.init(table), jax.device_put(ids.reshape(-1), split)
+  text = jax.jit(step).lower(*given).compile().as_text() or ""
+  compiled = {
+    f.elements for f in hlo.collectives(text, n) if f.op == "all-to-all"
+  }
+  group, _ = map(np.asarray, table.layout.place(jnp.arange(ROWS)))
+  pairs = [np.bincount(group[np.unique(x)], minlength=n).max() for x in ids]
+  words = words_of_step(
+    BATCH, float(max(pairs)), table.layout, WIDTH, jnp.float32
+  )
+  assert {*words} <= compiled
+  predicted = plan(profile={"table": seen}).by_name["table"].owned_bytes
+  assert predicted == sum(words) * 4 * (n - 1) / n
 
 
 def test_what_the_backward_pass_hides_takes_pmean():

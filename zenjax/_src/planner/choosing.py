@@ -16,12 +16,12 @@ import math
 import jax
 import numpy as np
 
+from zenjax._src.core.partition import Layout
 from zenjax._src.machine import cost
 from zenjax._src.machine import link_models
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
-from zenjax._src.machine.link_models import Links
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import strategies
 from zenjax._src.planner.gradient_trace import Gradient
@@ -35,6 +35,8 @@ from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_tables
+from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
@@ -278,23 +280,55 @@ def _row_sharded(question: Question, gradient: Gradient) -> dict[str, float]:
   """Returns fields of `LeafPlan` about the table sharded by rows."""
   if not strategies.has_choice(gradient, question.context):
     return {}
-  look_ups = gradient.look_ups
+  look_ups, context = gradient.look_ups, question.context
+  profile = strategies.profile_of(gradient, question.profiles, context)
   if look_ups is None:  # At least one look-up has touched each nonzero row.
-    look_ups = strategies.profile_of(
-      gradient, question.profiles, question.context
-    ).rows
+    look_ups = profile.rows
     if look_ups >= math.prod(gradient.shape[:-1]):  # As of a tied softmax.
       return {}
-  received, seconds = _row_sharded_exchange(
-    gradient, look_ups, question.context, question.links
+  received, seconds = _on_links(
+    _row_sharded_messages(gradient, look_ups, context), question
   )
-  return {"sharded_bytes": received, "sharded_seconds": seconds}
+  found = {"sharded_bytes": received, "sharded_seconds": seconds}
+  if len(context.axes) > 1 or len(gradient.shape) != 2:
+    return found
+  received, seconds = _on_links(
+    _owned_messages(gradient, look_ups, profile, context), question
+  )
+  return found | {"owned_bytes": received, "owned_seconds": seconds}
 
 
-def _row_sharded_exchange(
-  gradient: Gradient, look_ups: float, context: Context, links: Links
+def _on_links(
+  messages: Sequence[Message], question: Question
 ) -> tuple[float, float]:
-  """Predicts what a table sharded by rows moves in plain `jit`.
+  """Returns bytes that a device receives, and seconds on the links."""
+  phases = [
+    phase
+    for message in messages
+    for phase in cost.phases_of(message, question.context)
+  ]
+  received = float(received_bytes(messages, question.context))
+  return received, link_models.wire_s(phases, question.links)
+
+
+def _owned_messages(
+  gradient: Gradient, look_ups: float, profile: Profile, context: Context
+) -> list[Message]:
+  """Returns what a step with a table of `zenjax.rows.shard` moves."""
+  rows, width = gradient.shape
+  layout = Layout(num_rows=rows, groups=context.devices)
+  n, fullest = context.devices, min(profile.fullest, look_ups)
+  most = min(buffer_sizes.fullest(fullest, n, n * n), layout.slots)
+  words = sharded_tables.words_of_step(
+    math.ceil(look_ups), most, layout, width, gradient.dtype
+  )
+  return [Message("all_to_all", context.axes, float(x)) for x in words]
+
+
+def _row_sharded_messages(
+  gradient: Gradient, look_ups: float, context: Context
+) -> list[Message]:
+  """Returns what a table sharded by rows moves in plain `jit`.
 
   On automatic axes, with a table `P("data", None)` and a batch `P("data")`, XLA
   gathers the ids of all devices. Each device looks up those rows that it holds,
@@ -306,20 +340,13 @@ def _row_sharded_exchange(
     gradient: The table's.
     look_ups: Look-ups of a device in a step.
     context: Axes and sizes.
-    links: Link of each axis.
-
-  Returns:
-    Bytes that a device receives, and seconds on the links.
   """
   row = gradient.shape[-1] * gradient.dtype.itemsize / 4
-  messages = (
+  return [
     Message("all_gather", context.axes, look_ups),
     Message("all_reduce", context.axes, context.devices * look_ups * row),
     Message("all_gather", context.axes, look_ups * row),
-  )
-  phases = [p for m in messages for p in cost.phases_of(m, context)]
-  received = float(received_bytes(messages, context))
-  return received, link_models.wire_s(phases, links)
+  ]
 
 
 def _union(question: Question, i: int) -> float | None:

@@ -714,6 +714,34 @@ def _fullest(asked: _Asked) -> jax.Array:
   return jnp.max(jnp.diff(asked.first))
 
 
+def _rooms(look_ups: int, layout: Layout) -> list[int]:
+  """Returns the sizes that buffers for one owner may have, of each level."""
+  share, most = look_ups / layout.groups, min(look_ups, layout.slots)
+  sizes = [math.ceil(share * part) + _SPARE for part in _PARTS]
+  return [min(most, size) for size in sizes]
+
+
+def words_of_step(
+  look_ups: int, most: float, layout: Layout, width: int, dtype: Any
+) -> tuple[int, int, int]:
+  """Returns what a device sends in a step with one table.
+
+  Args:
+    look_ups: Of a device, all in one exchange.
+    most: Distinct rows that any device looks up with any owner.
+    layout: Of the table.
+    width: Its columns.
+    dtype: Its dtype.
+
+  Returns:
+    Words of 32 bits of the messages with ids, rows and gradient rows.
+  """
+  n, rooms = layout.groups, _rooms(look_ups, layout)
+  room = next((room for room in rooms if room >= most), rooms[-1])
+  rows = wire.words_for(room * width, dtype)
+  return n * (rooms[-1] + 1), n * rows, n * (room + rows)
+
+
 class _Sizes(NamedTuple):
   """Rows that buffers for one owner may have, of each table and level."""
 
@@ -721,13 +749,8 @@ class _Sizes(NamedTuple):
 
   @classmethod
   def of(cls, tables: Sequence[ShardedTable], asked: Sequence[_Asked]):
-    rooms = []
-    for table, a in zip(tables, asked):
-      look_ups, slots = len(a.number), table.layout.slots
-      share, most = look_ups / table.devices, min(look_ups, slots)
-      sizes = [math.ceil(share * part) + _SPARE for part in _PARTS]
-      rooms.append([min(most, size) for size in sizes])
-    return cls(rooms)
+    each = zip(tables, asked)
+    return cls([_rooms(len(a.number), t.layout) for t, a in each])
 
   def at(self, level: int) -> list[int]:
     return [rooms[level] for rooms in self.rooms]

@@ -59,6 +59,10 @@ class LeafPlan:
       were not counted, each nonzero row is taken to be looked up once: they are
       at least so many. None for leaves without a choice.
     sharded_seconds: Predicted time of that on the links.
+    owned_bytes: Bytes that a device would receive in a step if the table were
+      split by `zenjax.rows.shard`, one exchange of one round. Shown likewise;
+      None also where devices lie along more than one axis.
+    owned_seconds: Predicted time of that on the links.
     reason: Reason of the choice, in words.
 
   Example:
@@ -92,6 +96,8 @@ class LeafPlan:
   runner_up_seconds: float = 0.0
   sharded_bytes: float | None = None
   sharded_seconds: float | None = None
+  owned_bytes: float | None = None
+  owned_seconds: float | None = None
   reason: str = ""
 
   @property
@@ -416,13 +422,23 @@ def _row_sharded(plan: Plan) -> list[str]:
   mb = lambda sizes: f"{sum(sizes) / 1e6:.3g} MB"
   there_s = sum(leaf.sharded_seconds or 0.0 for leaf in tables)
   here_s = sum(leaf.seconds for leaf in tables)
-  return [
+  lines = [
     f"{what} sharded by rows, P({spec}, None), in plain jit:"
     f" {least}{mb(leaf.sharded_bytes or 0.0 for leaf in tables)} a device,"
     f" {_ms(there_s)} ms; as planned"
     f" {mb(leaf.wire_bytes for leaf in tables)}, {_ms(here_s)} ms. That is"
     " another program, and never chosen here."
   ]
+  if any(leaf.owned_bytes is None for leaf in tables):
+    return lines
+  owned_s = sum(leaf.owned_seconds or 0.0 for leaf in tables)
+  lines.append(
+    f"{what} with rows at their owners, zenjax.rows.shard:"
+    f" {least}{mb(leaf.owned_bytes or 0.0 for leaf in tables)} a device,"
+    f" {_ms(owned_s)} ms, and 1/{plan.devices} of table and optimizer state in"
+    " its memory. Another program, too."
+  )
+  return lines
 
 
 def _line(leaf: LeafPlan) -> tuple[str, ...]:
