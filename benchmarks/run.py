@@ -255,7 +255,7 @@ COMMANDS = (
     _names(
       "--variants",
       "by default all: dense (pmean), zen (of dense gradients), rows,"
-      " rows-pinned, owners (owner_update)",
+      " rows-pinned, owners (owner_update), sharded (rows.shard)",
     ),
     *(_batches(4), *_timed(15)),
   ),

@@ -10,12 +10,15 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -71,6 +74,7 @@ class _Variant:
   rows: bool  # Whether gradients are SparseRows.
   pinned: bool = False  # Whether capacities are found by a rehearsal.
   whole_state: bool = True  # Whether devices hold the state of all rows.
+  sharded: bool = False  # Whether each has its own rows alone.
 
 
 _OWNERS = lambda x, pins: zenjax.owner_update(
@@ -82,6 +86,12 @@ VARIANTS = {
   "rows": _Variant(_rows, rows=True),
   "rows-pinned": _Variant(_rows, rows=True, pinned=True),
   "owners": _Variant(_OWNERS, rows=True, whole_state=False),
+  "sharded": _Variant(
+    lambda x, _: zenjax.owner_update(x, AXIS),
+    rows=True,
+    whole_state=False,
+    sharded=True,
+  ),
 }
 
 
@@ -121,10 +131,15 @@ class _Runner(sync.Runner):
   """The step of a variant."""
 
   def __init__(self, variant, setting, mesh, compile, capacities):
-    self._setting, self._mesh = setting, mesh
+    self._setting, self._mesh, self._sharded = setting, mesh, variant.sharded
     inner = _OPTIMIZERS[setting.optimizer][0]()
     tx = variant.transformation(inner, capacities)
-    params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
+    if variant.sharded:
+      whole = lambda: jnp.zeros((setting.rows, setting.width))
+      shard = functools.partial(zenjax.rows.shard, tables=True)
+      params = jax.jit(lambda: shard(whole(), mesh, AXIS))()
+    else:
+      params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
     drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
     placed = [[sync.place(mesh, x, AXIS) for x in batch] for batch in drawn]
     self._first = drawn[0]
@@ -144,17 +159,30 @@ class _Runner(sync.Runner):
     values = values.reshape(-1, self._setting.width)
     grads = oracle.row_sums(at.reshape(-1), values, len(touched))
     want = _after_two_steps(grads / len(ids), self._setting.optimizer)
-    read = jax.jit(lambda x, i: (x[i], jnp.count_nonzero(x)))
     wrong = 0
-    for shard in self.params.addressable_shards:
-      got, nonzero = map(np.asarray, read(shard.data, touched))
+    for got, nonzero in self._seen(touched):
       near = np.abs(got - want) <= _RELATIVE * np.maximum(np.abs(want), 1e-6)
       wrong += int(got.size - np.count_nonzero(near))
       wrong += abs(int(nonzero) - int(np.count_nonzero(got)))
     return wrong
 
+  def _seen(self, touched):
+    """Yields touched rows, and how many numbers are not zero, of each copy."""
+    if self._sharded:
+      here = NamedSharding(self._mesh, PartitionSpec())
+      rows = zenjax.rows.apply(lambda x: x[touched])
+      both = lambda x: (rows(x), jnp.count_nonzero(x.value))
+      found = jax.jit(both, out_shardings=here)(self.params)
+      yield tuple(np.asarray(x.addressable_data(0)) for x in found)
+      return
+    read = jax.jit(lambda x, i: (x[i], jnp.count_nonzero(x)))
+    for shard in self.params.addressable_shards:
+      yield tuple(map(np.asarray, read(shard.data, touched)))
+
   def wire_bytes(self) -> float:
-    """Returns the bytes that a device receives in a step."""
+    """Returns the bytes that a device receives in a step; NaN if not known."""
+    if self._sharded:
+      return float("nan")
     try:
       stats = zenjax.stats(self.state)
     except ValueError:
@@ -269,6 +297,8 @@ def _check_memory(names, options, devices, mesh=None) -> None:
     # The table, the state, and a gradient with its sum.
     tables = 1 + state / (1 if variant.whole_state else devices)
     tables += 0.1 if variant.rows else 2
+    if variant.sharded:
+      tables = (1.1 + state) / devices
     need += tables * devices * sum(options.rows) * options.width * 4
   remedy = "All take turns: ask for fewer or smaller tables, devices, variants."
   harness.require_memory(mesh, need, "--rows", remedy)

@@ -141,9 +141,10 @@ def compile_step(
 ) -> Step:
   """Compiles a step; arguments may be arrays or their abstract shapes.
 
-  `loss` is of the parameters, which are replicated, and of one device's part of
-  the batch; with `rows` gradients are SparseRows, with `tell` the step returns
-  the mean loss too. `options` are those of `harness.compiled`.
+  `loss` is of the parameters, which are replicated or tables of
+  `zenjax.rows.shard`, and of one device's part of the batch; with `rows`
+  gradients are SparseRows, with `tell` the step returns the mean loss too.
+  `options` are those of `harness.compiled`.
   """
   if isinstance(jax.tree.leaves(params)[0], jax.Array):
     state = zenjax.init(tx, params, mesh, AXIS)
@@ -153,7 +154,7 @@ def compile_step(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
       jax.eval_shape(tx.init, params),
     )
-  specs = zenjax.state_specs(state, AXIS)
+  lies, specs = zenjax.state_specs((params, state), AXIS)
   gradients = value_and_grad(loss, rows)
 
   def step(params, state, *batch):
@@ -167,8 +168,8 @@ def compile_step(
   mapped = jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), specs, *[P(AXIS)] * len(batch)),
-    out_specs=(P(), specs, P()) if tell else (P(), specs),
+    in_specs=(lies, specs, *[P(AXIS)] * len(batch)),
+    out_specs=(lies, specs, P()) if tell else (lies, specs),
     check_vma=False,
   )
   compiled, seconds = harness.compiled(mapped, params, state, *batch, **options)
