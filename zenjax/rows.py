@@ -8,6 +8,7 @@ from zenjax._src.rows.explain import TableUse
 from zenjax._src.rows.norm import clip_by_global_norm
 from zenjax._src.rows.row_adagrad import row_adagrad
 from zenjax._src.rows.row_adagrad import RowAdagradState
+from zenjax._src.rows.sharded_tables import init_by_rows
 from zenjax._src.rows.sharded_tables import shard
 from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.rows.sharded_tables import unshard
@@ -25,6 +26,7 @@ __all__ = (
   "Explanation",
   "filter_value_and_grad",
   "grad",
+  "init_by_rows",
   "prefetch",
   "row_adagrad",
   "RowAdagradState",

@@ -70,6 +70,41 @@ def test_an_initializer_inside_jit_makes_the_same_rows():
   assert part == (made["t"].layout.slots, D)
 
 
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_a_table_is_made_row_by_row(n, monkeypatch):
+  monkeypatch.setattr(sharded_tables, "_MOVED", 40 * 4 * D)  # Pieces of 40.
+
+  def rows_of(key, ids):
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
+    return jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)
+
+  def made(key):
+    by_rows = zenjax.rows.init_by_rows(functools.partial(rows_of, key), R)
+    return _shard({"t": by_rows, "w": jnp.ones(D)}, _mesh(n))
+
+  key = jax.random.key(5)
+  table = jax.jit(made)(key)["t"]
+  want = jax.jit(rows_of)(key, jnp.arange(R, dtype=jnp.int32))
+  np.testing.assert_array_equal(zenjax.rows.unshard(table), want)
+  placed = _shard({"t": want, "w": jnp.ones(D)}, _mesh(n))["t"]
+  np.testing.assert_array_equal(table.value, placed.value)
+
+
+def test_what_does_not_make_rows_is_refused():
+  for fun in (
+    lambda ids: ids,
+    lambda ids: jnp.ones(D),
+    lambda ids: ids[:, None],
+  ):
+    with pytest.raises(ValueError, match="must return floating rows"):
+      zenjax.rows.init_by_rows(fun, R)
+  with pytest.raises(ValueError, match="from 1 to"):
+    zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 2**31)
+  few = zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 20)
+  with pytest.raises(ValueError, match="must choose leaf 't'"):
+    zenjax.rows.shard({"t": few}, _mesh(2), "data")
+
+
 # Losses as people write them, each with the ids that it is given.
 
 

@@ -235,6 +235,77 @@ def is_new_value(node: Any) -> bool:
 # Placing tables, and rows in their order again.
 
 
+@dataclasses.dataclass(frozen=True)
+class RowInitializer:
+  """A table that `shard` makes row by row, where rows belong.
+
+  Attributes:
+    fun: Takes ids `[k] int32` in `[0, R)`, returns their rows `[k, D]`.
+    shape: `(R, D)`.
+    dtype: Of the rows.
+  """
+
+  fun: Callable[[jax.Array], jax.Array]
+  shape: tuple[int, int]
+  dtype: Any
+
+  @property
+  def ndim(self) -> int:
+    return 2
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+
+def init_by_rows(
+  fun: Callable[[jax.Array], jax.Array], num_rows: int
+) -> RowInitializer:
+  """Describes a table by a function of its row ids, for `shard`.
+
+  Each device makes the rows that it owns, some MiB at a time, and nothing else:
+  where an initializer of the whole table takes several parts for itself. The
+  table is the same for any number of devices.
+
+  Args:
+    fun: Takes ids `[k] int32` and returns rows `[k, D]`, each of its id alone.
+    num_rows: `R`.
+
+  Returns:
+    A leaf of the parameters that are given to `shard`.
+
+  Raises:
+    ValueError: `fun` does not return floating rows `[k, D]`, or `num_rows` is
+      not from 1 to 2**31 - 1.
+
+  Example:
+    >>> import jax
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> def rows(ids):
+    ...   key = jax.random.key(0)
+    ...   keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
+    ...   return jax.vmap(lambda key: jax.random.normal(key, (16,)))(keys)
+    >>> table = zenjax.rows.init_by_rows(rows, 2000)
+    >>> zenjax.rows.shard({"table": table}, mesh, "data")["table"].shape
+    (2000, 16)
+  """
+  whole = isinstance(num_rows, int | np.integer)
+  if not whole or not 0 < num_rows < 2**31:
+    raise ValueError(
+      f"`num_rows` must be an integer from 1 to 2**31 - 1, got {num_rows!r}."
+    )
+  found: Any = jax.eval_shape(fun, jax.ShapeDtypeStruct((3,), jnp.int32))
+  shape: Any = getattr(found, "shape", ())
+  rows = len(shape) == 2 and shape[0] == 3
+  if not rows or not jnp.issubdtype(found.dtype, jnp.floating):
+    raise ValueError(
+      "`fun` of init_by_rows must return floating rows `[k, D]` of ids `[k]`,"
+      f" got {found} of 3 ids."
+    )
+  return RowInitializer(fun, (int(num_rows), shape[1]), found.dtype)
+
+
 def shard(
   params: Any,
   mesh: jax.sharding.Mesh,
@@ -257,7 +328,8 @@ def shard(
   initializer takes for itself comes first.
 
   Args:
-    params: A tree of arrays. A table may be NumPy's, in the memory of the host.
+    params: A tree of arrays. A table may be NumPy's, in the memory of the host,
+      or of `init_by_rows`, made where its rows belong.
     mesh: The mesh that steps run on.
     axis_name: The axis over which owners lie.
     tables: Which leaves to split: a pytree prefix of bools or a callable
@@ -310,6 +382,12 @@ def shard(
         f"`params` must hold arrays, and leaf {name!r} is split already; use"
         " it as it is, or `zenjax.rows.unshard` it first."
       )
+    by_rows = isinstance(leaf, RowInitializer)
+    if by_rows and not wanted:
+      raise ValueError(
+        f"`tables` must choose leaf {name!r}, which init_by_rows makes for the"
+        " devices that own its rows; leave `tables` out only for large tables."
+      )
     if not wanted:
       found.append(_everywhere(leaf, mesh))
       continue
@@ -328,7 +406,8 @@ def shard(
       replicas=copies,
     )
     first_word = (first_word + table.num_rows) % 2**32
-    found.append(table.with_value(_placed(leaf, table, mesh)))
+    make = _made if by_rows else _placed
+    found.append(table.with_value(make(leaf, table, mesh)))
   return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
@@ -520,6 +599,32 @@ def _placed(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
   split = NamedSharding(mesh, PartitionSpec(table.axes))
   x = _ranges(x, table.num_rows, rows, split)
   return _moving(_to_owners, mesh, table.axes, table.layout)(x)
+
+
+def _made(leaf: RowInitializer, table: ShardedTable, mesh: Any) -> jax.Array:
+  """`[n * S, D]`: each device makes the rows that it owns."""
+  layout, width = table.layout, leaf.shape[1]
+
+  def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
+    at = begin + jnp.arange(size, dtype=jnp.int32)
+    ids = layout.row(jnp.full_like(at, lax.axis_index(table.axes)), at)
+    rows = leaf.fun(jnp.minimum(ids, table.num_rows - 1))
+    rows = jnp.where((ids < table.num_rows)[:, None], rows, 0)
+    return lax.dynamic_update_slice_in_dim(slots, rows, begin, axis=0)
+
+  def own() -> jax.Array:
+    none = jnp.zeros((layout.slots, width), leaf.dtype)
+    return _by_pieces(move, none, axis=0)
+
+  mapped = jax.shard_map(
+    own,
+    mesh=mesh,
+    in_specs=(),
+    out_specs=PartitionSpec(table.axes),
+    axis_names={*table.axes},
+    check_vma=False,
+  )
+  return jax.jit(mapped)()
 
 
 def _ordered(table: ShardedTable, mesh: Any) -> jax.Array:
