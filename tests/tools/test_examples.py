@@ -34,7 +34,7 @@ def _losses(text: str) -> list[float]:
   return _numbers(r"loss +([\d.]+)", text)
 
 
-@pytest.mark.usually("quick*")
+@pytest.mark.more  # The README's quickstart trains, too.
 @pytest.mark.parametrize(
   "name, args", [("quickstart.py", ()), ("pmap_linen.py", ("--steps", "41"))]
 )

@@ -1,0 +1,118 @@
+"""Training of twenty models with sharded tables, as with whole ones."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from row_models import BATCH
+from row_models import LENGTH
+from row_models import loss_of
+from row_models import MODELS
+from row_models import VOCABULARY
+
+import zenjax
+from zenjax import SparseRows
+from zenjax._src.rows import sharded_tables
+
+STEPS = 200
+OPTIMIZERS = {
+  "sgd": optax.sgd(0.05),
+  "adagrad": optax.adagrad(0.02),
+  "row_adagrad": zenjax.rows.row_adagrad(0.02),
+  "adam": optax.adam(2e-3),
+}
+MESHES = {"2": (2,), "4": (4,), "8": (8,), "2x4": (2, 4)}
+AXES = ("pod", "chip")
+# A module of nnx is a tree only when it is split.
+NAMES = [name for name in MODELS if name != "nnx module"]
+# Of each model every mesh and every optimizer, in other pairs.
+CASES = [
+  (name, mesh, list(OPTIMIZERS)[(i + j) % len(OPTIMIZERS)])
+  for i, name in enumerate(NAMES)
+  for j, mesh in enumerate(MESHES)
+]
+
+
+def _batches():
+  """Ids of which some are of many devices, and some of one alone."""
+  rng = np.random.default_rng(0)
+  for _ in range(STEPS):
+    yield (rng.zipf(1.3, (BATCH, LENGTH)) % VOCABULARY).astype(np.int32)
+
+
+def _trained(tx, loss, params, opt_state, tables=None):
+  """Parameters after all steps, and the losses of each."""
+
+  @jax.jit
+  def step(params, opt_state, ids):
+    both = zenjax.value_and_grad(loss, tables=tables)
+    value, grads = both(params, ids)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return zenjax.apply_updates(params, updates), opt_state, value
+
+  losses = []
+  for ids in _batches():
+    params, opt_state, value = step(params, opt_state, ids)
+    losses.append(value)
+  return params, np.array(losses)
+
+
+def _tables_of(loss, params):
+  """Which leaves have row gradients."""
+  ids = next(_batches())
+  _, grads = jax.eval_shape(zenjax.value_and_grad(loss), params, ids)
+  is_rows = lambda x: isinstance(x, SparseRows)
+  return jax.tree.map(is_rows, grads, is_leaf=is_rows)
+
+
+@functools.cache
+def _whole_run(name, optimizer):
+  params, apply = MODELS[name][0]()
+  loss = loss_of(apply)
+  tx = zenjax.lazy_rows(OPTIMIZERS[optimizer])
+  tables = _tables_of(loss, params)
+  return _trained(tx, loss, params, tx.init(params), tables)
+
+
+@pytest.mark.usually(
+  "linen scan-2x4*", "equinox-8*", "n-grams-2-*", "linen tied-4*"
+)
+@pytest.mark.parametrize(("name", "shape", "optimizer"), CASES)
+def test_steps_are_those_of_whole_tables(
+  name, shape, optimizer, monkeypatch, as_optax_computes
+):
+  del as_optax_computes
+  monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
+  monkeypatch.setattr(sharded_tables, "_LAST", 1)
+  params, apply = MODELS[name][0]()
+  loss = loss_of(apply)
+  sizes = MESHES[shape]
+  axes = AXES[-len(sizes) :]
+  mesh = jax.make_mesh(
+    sizes,
+    axes,
+    devices=jax.devices()[: math.prod(sizes)],
+    axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+  )
+  split = zenjax.rows.shard(
+    params,
+    mesh,
+    "chip",
+    tables=_tables_of(loss, params),
+    replicas=axes[:-1] or None,
+  )
+  tx = zenjax.owner_update(OPTIMIZERS[optimizer], axes, mesh=mesh)
+  got, losses = _trained(tx, loss, split, tx.init(split))
+  want, whole_losses = _whole_run(name, optimizer)
+  # 16-bit numbers are rounded where others are not.
+  narrow = "bfloat16" in name or "mixed" in name
+  tol = 2e-2 if narrow else 2e-4
+  np.testing.assert_allclose(losses, whole_losses, rtol=tol, atol=tol / 10)
+  leaves = jax.tree.leaves(zenjax.rows.unshard(got))
+  for one, other in zip(leaves, jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(one, other, rtol=tol, atol=tol)
+  assert jnp.isfinite(losses).all() and losses[-1] != losses[0]
