@@ -4,12 +4,11 @@
 
 A transformer of one block learns Python's standard library, without a memory
 and with one as in Engram: eight heads hash pairs and triples of words into it.
+Losses are the same, on any number of devices and with any of micro-batches:
 
   sharded     rows.shard and owner_update: a device has its part of the table
   replicated  zen_sync and lazy_rows: each has all, and sends the touched rows
   dense       the plain program: XLA sums gradients of the table's size
-
-Losses are the same, on any number of devices and with any of micro-batches.
 """
 
 import argparse
@@ -90,7 +89,8 @@ def train(form: str, sizes: np.ndarray, ids, lower, mesh, args) -> None:
   adagrad, adam = zenjax.rows.row_adagrad(0.05), optax.adam(0.003)
   is_table = {name: name == "memory" for name in jax.eval_shape(init)}
   tx = optax.partition({True: adagrad, False: adam}, is_table)
-  grad = jax.value_and_grad if form == "dense" else zenjax.value_and_grad
+  rows = lambda fun: zenjax.value_and_grad(fun, tables=is_table)
+  grad = jax.value_and_grad if form == "dense" else rows
   if form == "sharded":  # Inside jit nothing has the size of the table.
     shard = lambda: zenjax.rows.shard(init(), mesh, "data", tables=is_table)
     params, tx = jax.jit(shard)(), zenjax.owner_update(tx, "data", mesh=mesh)
@@ -133,10 +133,8 @@ def main() -> None:
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   forms = ("sharded", "replicated", "dense")
   parser.add_argument("--tables", default="sharded", choices=forms)
-  for name, value in FLAGS.items():
-    parser.add_argument(
-      f"--{name}", type=int, default=value, help=f"{value} by default"
-    )
+  for flag, n in FLAGS.items():
+    parser.add_argument(f"--{flag}", type=int, default=n, help=f"default {n}")
   args = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", args.devices)
   mesh = jax.sharding.Mesh(jax.devices()[: args.devices], ("data",))

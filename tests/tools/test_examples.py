@@ -70,6 +70,47 @@ def test_owners_keep_an_nth_and_learn_the_same():
   assert apart < 1e-6
 
 
+_FEW = ("--devices", "2", "--steps", "4", "--rows", "1000", "--batch", "8")
+
+
+def test_memory_of_ngrams_helps_on_text_that_no_step_saw():
+  out = _output("ngram_memory.py", *_FEW)
+  first, *_, without, again, _, _, last, held_out = _losses(out)
+  assert first == again and last < 0.9 * first  # Rows are zero at first.
+  assert held_out < without
+  assert re.search(r"^\d+ rows of memory, sharded on 2 devices", out, re.M)
+
+
+@pytest.mark.more
+def test_forms_of_a_memory_learn_the_same():
+  ways = {
+    way: _output("ngram_memory.py", *_FEW, *way.split())
+    for way in (
+      "--tables sharded",
+      "--tables replicated",
+      "--tables dense",
+      "--tables sharded --accumulate 2",
+      "--tables replicated --accumulate 2",
+      "--tables sharded --devices 4",
+    )
+  }
+  want = _losses(ways["--tables dense"])
+  assert len(want) == 10
+  for way, out in ways.items():
+    assert _losses(out) == pytest.approx(want, abs=1e-4), way
+  size = {
+    way: _numbers(r"([\d.]+) MB on a", out)[1] for way, out in ways.items()
+  }
+  (rows,) = {
+    x for out in ways.values() for x in _numbers(r"([1-9]\d*) rows", out)
+  }
+  table = rows * (8 + 1) * 4 / 1e6  # and Adagrad's number for each row
+  saved = size["--tables replicated"] - size["--tables sharded"]
+  assert saved == pytest.approx(table / 2, abs=0.02)
+  (fewer,) = _numbers(r"([\d.]+)x fewer", ways["--tables replicated"])
+  assert fewer > 1
+
+
 @pytest.mark.more
 def test_sparsifiers_learn_for_fewer_bytes():
   out = _output("sparsify.py")
