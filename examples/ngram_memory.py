@@ -4,7 +4,7 @@
 
 A transformer of one block learns Python's standard library, without a memory
 and with one as in Engram: eight heads hash pairs and triples of words into it.
-Losses are the same, on any number of devices and with any of micro-batches:
+Losses are the same on any number of devices, and of micro-batches, in all of:
 
   sharded     rows.shard and owner_update: a device has its part of the table
   replicated  zen_sync and lazy_rows: each has all, and sends the touched rows
@@ -89,7 +89,7 @@ def train(form: str, sizes: np.ndarray, ids, lower, mesh, args) -> None:
   adagrad, adam = zenjax.rows.row_adagrad(0.05), optax.adam(0.003)
   is_table = {name: name == "memory" for name in jax.eval_shape(init)}
   tx = optax.partition({True: adagrad, False: adam}, is_table)
-  rows = lambda fun: zenjax.value_and_grad(fun, tables=is_table)
+  rows = lambda f: zenjax.value_and_grad(f, tables=is_table)  # of no other
   grad = jax.value_and_grad if form == "dense" else rows
   if form == "sharded":  # Inside jit nothing has the size of the table.
     shard = lambda: zenjax.rows.shard(init(), mesh, "data", tables=is_table)
