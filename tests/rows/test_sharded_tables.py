@@ -563,11 +563,58 @@ def test_misuse_is_refused():
   )
   with pytest.raises(ValueError, match="`params` must be given"):
     trace(sharded, state, give=False)
-  few = {"t": sharded["t"], "w": jnp.ones((600, 2))}
-  with pytest.raises(ValueError, match="all tables sharded or none.*'w'"):
-    trace(few, tx.init(few))
+  many = {"t": sharded["t"], "w": jnp.ones((20_000, 2))}
+  with pytest.raises(ValueError, match="large tables sharded or none.*'w'"):
+    trace(many, tx.init(many))
+  with pytest.raises(ValueError, match="`tables` must choose a leaf.*'w'"):
+    zenjax.rows.shard({"w": jnp.ones((600, 2))}, mesh, "data")
+  with pytest.raises(ValueError, match="`tables` must be a pytree prefix"):
+    zenjax.rows.shard({"t": _table(), "w": 1.0}, mesh, "data", tables=["t"])
+  (use,) = zenjax.rows.explain_tables(lambda t: t[:1].sum(), sharded["t"]).uses
+  assert use.shape == (R, D) and use.rows
   with pytest.raises(TypeError):  # It is the table itself, and no difference.
     trace(sharded, state, scale=True)
+
+
+def _with_positions(params, ids, y):
+  where = params["at"][jnp.arange(5)] + params["at"][:5]
+  x = (params["t"][ids] * where).sum(1) + params["at"][ids[:, 0] % 40]
+  return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
+
+
+def _labels(params):
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: "adam" if "w" in str(path) else "adagrad", params
+  )
+
+
+@pytest.mark.parametrize("form", ["sharded", "whole"])
+def test_small_leaves_that_are_looked_up_are_summed_as_arrays(
+  form, as_optax_computes
+):
+  """Positions beside a large table; labels are made of the parameters."""
+  mesh = _mesh(4)
+  by_name: Any = {"adagrad": optax.adagrad(0.1), "adam": optax.adam(0.01)}
+  inner = optax.partition(by_name, _labels)
+  tx = zenjax.owner_update(inner, "data", mesh=mesh)
+  params = {"t": _table(0, 5003), "at": _table(1, 40), "w": np.ones(D, "f4")}
+  batch = _ids_of("usual", 4), np.ones(B, np.float32)
+  want: Any = jax.tree.map(jnp.asarray, params)
+  plain = inner.init(want)
+  if form == "sharded":
+    got = zenjax.rows.shard(params, mesh, "data")
+  else:
+    got = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+  state, step = (got, tx.init(got)), jax.jit(_step(tx, _with_positions))
+  for _ in range(3):
+    state, loss = step(state, *_split(batch, mesh))
+    value, grads = jax.value_and_grad(_with_positions)(want, *batch)
+    updates, plain = inner.update(grads, plain, want)
+    want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+  got = zenjax.rows.unshard(state[0])
+  for leaf, value in want.items():
+    np.testing.assert_allclose(got[leaf], value, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_for_whole_tables_refuses_parts():

@@ -12,6 +12,7 @@ from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import value_and_grad
+from zenjax._src.rows.sharded_tables import is_sharded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def _uses(fun, argnums, tables, args, kwargs) -> list[TableUse]:
   found = table_uses.find(traced, params, tables)
   return [
     _use(i, name, leaf, found)
-    for i, (name, leaf) in enumerate(leaf_util.named_leaves(params))
+    for i, (name, leaf) in enumerate(leaf_util.named_leaves(params, is_sharded))
   ]
 
 
@@ -134,7 +135,7 @@ def _use(i, name, leaf, found) -> TableUse:
   refusal = found.refusals.get(i)
   return TableUse(
     name=name,
-    shape=jnp.shape(leaf),
+    shape=tuple(leaf.shape) if is_sharded(leaf) else jnp.shape(leaf),
     rows=refusal is None,
     look_ups=found.look_ups.get(i, 0),
     reason=refusal.reason if refusal else "",

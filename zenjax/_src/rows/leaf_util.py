@@ -76,6 +76,7 @@ def select(
   sparse: SparseSpec,
   unit: Unit,
   elements: Collection[str] = (),
+  argument: str = "sparse",
 ) -> list[bool]:
   """For each leaf of `tree`, in order, whether it travels sparse.
 
@@ -84,6 +85,7 @@ def select(
     sparse: As given to `zen_sync`.
     unit: What of a leaf is sent as a whole.
     elements: Names of leaves of which it is an element.
+    argument: Name of `sparse` where users give it.
 
   Raises:
     ValueError: `sparse` is no prefix of the tree, or holds other than bools.
@@ -100,14 +102,13 @@ def select(
       is_table(leaf, "element" if name in elements else unit)
       for name, leaf in leaves
     ]
-  chosen = explicit(tree, sparse, "sparse")
-  require_bools([name for name, _ in leaves], chosen, "sparse")
+  chosen = explicit(tree, sparse, argument)
+  require_bools([name for name, _ in leaves], chosen, argument)
   for (name, leaf), wanted in zip(leaves, chosen):
     if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
-        f"`sparse` chose leaf {name!r}, which must be floating to travel"
-        f" sparse, got dtype {leaf.dtype}; leave it out of `sparse` and it"
-        " takes psum."
+        f"`{argument}` chose leaf {name!r}, which must be floating to travel"
+        f" sparse, got dtype {leaf.dtype}; leave it out of `{argument}`."
       )
   # A leaf without elements has no row to send.
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
@@ -121,7 +122,7 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
     chosen = jax.tree.broadcast(sparse, tree)
   except ValueError as error:
     raise ValueError(
-      f"`{argument}` must be a pytree prefix of the gradients: it has structure"
+      f"`{argument}` must be a pytree prefix of the leaves: it has structure"
       f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
       " give a bool for every subtree, or a callable (name, leaf) -> bool."
     ) from error

@@ -372,10 +372,11 @@ class _Reader:
     )
 
   def _refused(self, refusal):
+    rows = self._dims_that_grow(0) or [None] * len(self._state)
     return RowProgram(
       wants_more=refusal.reason == _UNTRACED,
       tables=self._tables,
-      state_rows=(None,) * len(self._state),
+      state_rows=tuple(r.table if r else None for r in rows),
       refusals={table: refusal for table in self._tables},
       update=self._flat,
     )

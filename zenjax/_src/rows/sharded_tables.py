@@ -345,9 +345,9 @@ def shard(
     placed whole on all devices, unless they lie on the mesh already.
 
   Raises:
-    ValueError: A chosen leaf has not two dimensions, `axis_name` is not one
-      axis of the mesh, `replicas` are not others of it, or `hash_seed` does not
-      fit 32 bits.
+    ValueError: No leaf is chosen, or one that has not two dimensions;
+      `axis_name` is not one axis of the mesh, `replicas` are not others of it,
+      or `hash_seed` does not fit 32 bits.
     TypeError: A chosen leaf is not floating.
 
   Example:
@@ -373,8 +373,15 @@ def shard(
   arguments.hash_seed(hash_seed)
   devices = math.prod([mesh.shape[axis] for axis in axes])
   named = leaf_util.named_leaves(params, is_sharded)
-  chosen = leaf_util.select(params, tables, "row")
-  leaf_util.warn_of_none(params, tables, chosen, "tables")
+  chosen = leaf_util.select(params, tables, "row", argument="tables")
+  if not any(chosen):
+    shapes = {name: jnp.shape(leaf) for name, leaf in named[:8]}
+    raise ValueError(
+      "`tables` must choose a leaf, and it chooses none of"
+      f" {shapes}{', ..' if len(named) > 8 else ''}; name tables by"
+      " `tables=lambda name, leaf: ..`, as those of few rows are not taken by"
+      " themselves."
+    )
   found, first_word = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
     if is_sharded(leaf):

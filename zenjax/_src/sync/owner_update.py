@@ -21,8 +21,6 @@ from zenjax._src.rows import by_rows
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
 from zenjax._src.rows import sharded_tables
-from zenjax._src.rows import touched_rows
-from zenjax._src.rows import trees
 from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.sharded_tables import NewValue
 from zenjax._src.rows.sharded_tables import ShardedTable
@@ -110,8 +108,10 @@ class Owners:
     chosen = self._chosen(params, sharded)
     leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
     plans, partition = self._plans(params, chosen, sharded, context)
+    rows: tuple[int | None, ...] = ()
     if plans:
       program = self._program_of(params, chosen, sharded)
+      rows = program.state_rows
       names = [name for name, _ in leaf_util.named_leaves(params)]
       by_rows.warn_of_decay(program, names, plans)
     leaves, structure = jax.tree.flatten(params)
@@ -126,9 +126,9 @@ class Owners:
       wider = plan.layout.slots, plan.block_width + 1
       empty[i] = jnp.zeros(wider, plan.table.dtype)
     inner = self.inner.init(structure.unflatten(leaves))
-    inner = self._wrapped(inner, structure, plans, context)
+    inner = self._wrapped(inner, plans, rows, context)
     empty = self.inner.init(structure.unflatten(empty))
-    owners = self._holding(inner, empty, structure, plans, partition, devices)
+    owners = self._holding(inner, empty, plans, rows, partition, devices)
     owners = gradient_tree.as_varying(owners, context.axes)
     names = [p.table.name for i, p in plans.items() if i not in sharded]
     new = sync_state.empty_leaf(
@@ -200,7 +200,7 @@ class Owners:
       out[i] = NewValue(tables[i])
     facts = marking.described("owner_update", options, updates)
     call.facts.update(facts)
-    inner = self._wrapped(inner, structure, plans, context)
+    inner = self._wrapped(inner, plans, program.state_rows, context)
     new = OwnerState(sync, inner, state.owners)
     return structure.unflatten(out), new
 
@@ -261,9 +261,15 @@ class Owners:
 
     everywhere = PartitionSpec()
     specs = _specs(state, axis)
-    out = parts.tree(
-      [x.synced for x in parts.lie], [everywhere] * len(of_arrays)
-    )
+    # Rows of a leaf that does not travel sparse come out as an array.
+    unsummed = [x for x, mine in zip(parts.named, parts.mine) if mine]
+    synced = [
+      jax.tree.leaves(lies.synced)[-1]
+      if is_rows(x) and not is_sharded(x) and name not in parts.sparse
+      else lies.synced
+      for (name, x), lies in zip(unsummed, parts.lie)
+    ]
+    out = parts.tree(synced, [everywhere] * len(of_arrays))
     for_new = lambda node: node.with_value(PartitionSpec(axis))
     out = jax.tree.map(
       lambda node: for_new(node) if is_sharded(node) else node,
@@ -338,18 +344,19 @@ class Owners:
     """Which leaves have owners; with sharded tables these alone.
 
     Raises:
-      ValueError: Of a table that is not sharded there are SparseRows.
+      ValueError: Of a large table that is not sharded there are SparseRows.
     """
     if not sharded:
       return leaf_util.select(tree, self.options.sparse, self.options.unit)
     named = leaf_util.named_leaves(tree, is_rows)
     for i, (name, leaf) in enumerate(named):
-      if is_rows(leaf) and i not in sharded:
+      if is_rows(leaf) and i not in sharded and leaf_util.is_table(leaf):
         raise ValueError(
-          "`params` of owner_update must have all tables sharded or none, and"
-          f" leaf {name!r}, of which there are SparseRows, is whole on every"
-          " device; choose it by `tables=` of `zenjax.rows.shard`, or give it"
-          " another transformation by `optax.partition`."
+          "`params` of owner_update must have all large tables sharded or none,"
+          f" and leaf {name!r}, of which there are SparseRows, is whole on"
+          " every device; choose it by `tables=` of `zenjax.rows.shard`, have"
+          " its gradient as an array by `tables=` of `zenjax.value_and_grad`, or"
+          " give it another transformation by `optax.partition`."
         )
     return [i in sharded for i in range(len(named))]
 
@@ -533,32 +540,30 @@ class Owners:
       found.append(kind)
     return structure.unflatten(found)
 
-  def _wrapped(self, inner, structure, plans, context):
-    """The state with what has rows of a table marked as a part."""
-    at = [touched_rows.ALL] * structure.num_leaves
-    for i, plan in plans.items():
-      at[i] = touched_rows.At(jnp.zeros(0, jnp.int32), plan.layout.slots)
-    tags = trees.tagged(
-      self.inner, inner, structure.unflatten(at), touched_rows.ALL
+  def _wrapped(self, inner, plans, rows, context):
+    """The state with what has rows of a table marked as a part.
+
+    `rows` says of each leaf whose these are, as `RowProgram.state_rows`.
+    """
+    if not plans:
+      return inner
+    leaves, structure = jax.tree.flatten(inner)
+    own = lambda x: owner_rows.Owned(gradient_tree.as_varying(x, context.axes))
+    return structure.unflatten(
+      [x if of is None else own(x) for x, of in zip(leaves, rows, strict=True)]
     )
 
-    def wrap(leaf, at):
-      if not at.has(leaf):
-        return leaf
-      return owner_rows.Owned(gradient_tree.as_varying(leaf, context.axes))
-
-    return jax.tree.map(wrap, inner, tags)
-
-  def _holding(self, inner, empty, structure, plans, partition, devices):
+  def _holding(self, inner, empty, plans, rows, partition, devices):
     """Describes the owners of a new state's parts; None where it has none.
 
     `empty` is of tables of zeros that have a column more.
     """
-    number = dict(zip(plans, range(len(plans))))
-    at = [number.get(i, -1) for i in range(structure.num_leaves)]
-    at = structure.unflatten(at)
-    tables = trees.tagged(self.inner, owner_rows.unwrapped(inner), at, -1)
-    if jax.tree.structure(empty) != jax.tree.structure(tables):
+    if not plans:
+      return None
+    number = {None: -1} | dict(zip(plans, range(len(plans))))
+    structure = jax.tree.structure(owner_rows.unwrapped(inner))
+    tables = structure.unflatten([number[of] for of in rows])
+    if jax.tree.structure(empty) != structure:
       raise ValueError(
         "`tx` must keep the same of a table whatever its shape, as owners of"
         " more devices have less of it, but with a column more it keeps other"
