@@ -355,8 +355,8 @@ class Owners:
           "`params` of owner_update must have all large tables sharded or none,"
           f" and leaf {name!r}, of which there are SparseRows, is whole on"
           " every device; choose it by `tables=` of `zenjax.rows.shard`, have"
-          " its gradient as an array by `tables=` of `zenjax.value_and_grad`, or"
-          " give it another transformation by `optax.partition`."
+          " its gradient as an array by `tables=` of `zenjax.value_and_grad`,"
+          " or give it another transformation by `optax.partition`."
         )
     return [i in sharded for i in range(len(named))]
 
