@@ -104,6 +104,12 @@ def _elements(match, devices):
   return total * devices // (devices + 1) if gathered else total // 2
 
 
+def shapes(text: str) -> set[tuple[int, ...]]:
+  """Those of all arrays of one dimension at least."""
+  found = re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)
+  return {tuple(map(int, dims.split(","))) for dims in found}
+
+
 def passes(text: str, shape: tuple[int, int]) -> list[str]:
   """Instructions that write an array of `shape` anew."""
   of_table = f"[{shape[0]},{shape[1]}]"
