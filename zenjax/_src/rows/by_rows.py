@@ -167,7 +167,8 @@ def require_no_accumulation(state: Any, argument: str) -> None:
   if any(map(accumulates, jax.tree.leaves(state, is_leaf=accumulates))):
     raise ValueError(
       f"`{argument}` must not be `optax.MultiSteps`, whose steps without an"
-      " update would lose the rows that they alone touch, got one; use larger"
-      " batches, or put it around the chain and take array gradients by"
-      " `jax.value_and_grad`."
+      " update would lose the rows that they alone touch, got one; accumulate"
+      " in the loss, `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`,"
+      " of which there is one exchange, or inside `zenjax.data_parallel` put it"
+      " around the chain and take array gradients by `jax.value_and_grad`."
     )

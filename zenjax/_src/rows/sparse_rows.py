@@ -453,8 +453,8 @@ def require_one(what: str, rows: SparseRows) -> None:
     raise ValueError(
       f"SparseRows must be of one table, `values: [K, D]`, and {what} has"
       f" values of shape {rows.values.shape}: several in a stack, as jax.vmap"
-      " and jax.lax.scan make them; use them inside jax.vmap, or give"
-      " `.to_dense()`."
+      " and jax.lax.scan make them; put the scan into the loss and take its"
+      " gradient once, use them inside jax.vmap, or give `.to_dense()`."
     )
 
 
