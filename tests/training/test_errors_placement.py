@@ -173,7 +173,7 @@ def sharded(axis_type, spec):
   return mesh, params | {"table": jax.device_put(params["table"], placed)}
 
 
-_WORDS = ("table'", "(40, 4)", "gathered", "not supported", "P()")
+_WORDS = ("table'", "(40, 4)", "gathered", "zenjax.rows.shard", "P()")
 
 
 @pytest.mark.parametrize("axis_type", [_AUTOMATIC, _EXPLICIT])
