@@ -93,7 +93,9 @@ class Tally(NamedTuple):
     """Reads `[m, k]` counts in the order of fields."""
     numbers, rest = counts[:, :TALLY_NUMBERS], counts[:, TALLY_NUMBERS:]
     probe, peak = rest[:, : len(plan.tables)], rest[:, len(plan.tables) :]
-    return cls(*numbers.T, probe=probe, peak=peak)
+    # Slices: XLA:CPU would transpose anew for each.
+    each = [numbers[:, i] for i in range(numbers.shape[1])]
+    return cls(*each, probe=probe, peak=peak)
 
   def line(self) -> jax.Array:
     """Returns one owner's counts, `[]` each, as `[k]`."""
