@@ -260,13 +260,6 @@ COMMANDS = (
     *(_batches(4), *_timed(15)),
   ),
   _command(
-    "local",
-    "mask, pack, select and gather on one device",
-    partial(_measure, "cases.local"),
-    *_timed(25),
-    devices=1,
-  ),
-  _command(
     "select",
     "accumulate, threshold, compact: a sparsifier on one device",
     partial(_measure, "cases.select"),

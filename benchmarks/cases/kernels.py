@@ -71,17 +71,17 @@ def draw(rows: int, width: int, density: float) -> Gradient:
   return Gradient(table, layout, found, values, group, slot)
 
 
-def wrong_bits(g: Gradient, words: Any) -> int:
-  """Counts the bits that differ from those of the nonzero rows."""
-  return int(np.bitwise_count(np.asarray(words) ^ g.words).sum())
-
-
 def mask_pack(g: Gradient) -> Work:
   """The whole gradient, read once, and its words."""
+
+  def wrong(packed):
+    different = np.asarray(packed.words) ^ g.words
+    return int(np.bitwise_count(different).sum()) + int(packed.negative)
+
   return Work(
     arrays=(g.table,),
     static=(g.layout,),
-    wrong=lambda x: wrong_bits(g, x.words) + int(x.negative),
+    wrong=wrong,
     bytes=g.table.nbytes + g.words.nbytes,
   )
 
@@ -229,7 +229,7 @@ def _build_copy(*shape):
   """Times memory itself: a read and a write of the table."""
   gradient = draw(*shape).table
   # With a number that is not known: XLA may not see that nothing changes.
-  return checked(
+  return _checked(
     lambda g, x: g * x,
     (gradient, jnp.float32(1)),
     lambda copied: int(jnp.sum(copied != gradient)),
@@ -243,11 +243,11 @@ def _build(shape, name, run, timed=True):
   call = lambda *arrays: run(*arrays, *work.static)
   # What is interpreted runs once: nothing goes round.
   in_place = work.in_place and timed
-  built = checked(call, work.arrays, work.wrong, facts, in_place=in_place)
+  built = _checked(call, work.arrays, work.wrong, facts, in_place=in_place)
   return built if timed else dataclasses.replace(built, run=None)
 
 
-def checked(
+def _checked(
   function: Callable[..., Any],
   arguments: Sequence[Any],
   wrong: Callable[[Any], int],
