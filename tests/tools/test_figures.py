@@ -54,6 +54,20 @@ def test_all_runs_are_in_the_table():
   assert len(rows()) == len(list(files)) > 0
 
 
+def test_ids_ahead():
+  text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+  times = []
+  for look_ups in ("", "-3"):
+    path = ROOT / "benchmarks" / "results" / f"ahead-4-1gbit{look_ups}.json"
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    found = {result["name"]: ms(result) for result in results}
+    times += [found["sharded, ids ahead"], found["sharded"]]
+  said = (
+    "took {:.1f} ms for {:.1f} with one look-up, and {:.1f} for {:.1f} with"
+  )
+  assert said.format(*times) in " ".join(text.split())
+
+
 def test_what_the_front_page_says():
   """Times as fast as XLA's forms, and bytes, between 4 hosts."""
   text = (ROOT / "README.md").read_text(encoding="utf-8")
