@@ -14,6 +14,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import forced
+from forced import sharded_tables
 import hlo
 from hlo import Found
 import jax
@@ -29,7 +31,6 @@ import whole_steps
 from benchmarks import targets
 import zenjax
 from zenjax import packed
-from zenjax._src.rows import sharded_tables
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
@@ -166,8 +167,7 @@ class Model:
 
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
   """Two sizes of buffers compile sooner than eight, and are the same code."""
-  monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
-  monkeypatch.setattr(sharded_tables, "_LAST", 1)
+  forced.few_buffer_sizes(monkeypatch)
 
 
 def _cases(names: Any, in_ci: Any) -> Iterator[Any]:

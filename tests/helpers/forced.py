@@ -6,18 +6,32 @@ Each takes pytest's `monkeypatch`.
 import dataclasses
 
 import zenjax._src.rows.lazy
+import zenjax._src.rows.sharded_tables
 import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
 import zenjax._src.sync.gradient_tree
 import zenjax._src.sync.table_sources
 
 _src = zenjax._src
+# Its sizes of buffers and pieces are read, too.
+sharded_tables = _src.rows.sharded_tables
 
 
 def rows_in_chunks(monkeypatch, size: int = 1, least: int = 8) -> None:
   """Chunks of `size` bytes, of at least `least` rows, in `lazy_rows`."""
   monkeypatch.setattr(_src.rows.lazy, "_BYTES", size)
   monkeypatch.setattr(_src.rows.lazy, "_MIN_ROWS", least)
+
+
+def few_buffer_sizes(monkeypatch) -> None:
+  """Two sizes of a sharded table's buffers, which compile sooner than eight."""
+  monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
+  monkeypatch.setattr(sharded_tables, "_LAST", 1)
+
+
+def rows_moved_in_pieces(monkeypatch, size: int) -> None:
+  """Pieces of `size` bytes in which `shard` moves or makes rows."""
+  monkeypatch.setattr(sharded_tables, "_MOVED", size)
 
 
 def elements_in_chunks(monkeypatch, elements: int) -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ from row_models import VOCABULARY
 
 import zenjax
 from zenjax import SparseRows
-from zenjax._src.rows import sharded_tables
 
 STEPS = 200
 OPTIMIZERS = {
@@ -86,8 +86,7 @@ def test_steps_are_those_of_whole_tables(
   name, shape, optimizer, monkeypatch, as_optax_computes
 ):
   del as_optax_computes
-  monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
-  monkeypatch.setattr(sharded_tables, "_LAST", 1)
+  forced.few_buffer_sizes(monkeypatch)
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
   sizes = MESHES[shape]

@@ -5,6 +5,8 @@ import functools
 import math
 from typing import Any
 
+import forced
+from forced import sharded_tables
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -15,7 +17,6 @@ import pytest
 
 import zenjax
 from zenjax import packed
-from zenjax._src.rows import sharded_tables
 from zenjax._src.sync import owner_rows
 
 pytestmark = pytest.mark.each_jax
@@ -27,8 +28,7 @@ R, D, B = 1003, 4, 24
 def _few_sizes(monkeypatch, request):
   """Two sizes of buffers compile sooner than eight, and are the same code."""
   if "drawn" not in request.node.name:
-    monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
-    monkeypatch.setattr(sharded_tables, "_LAST", 1)
+    forced.few_buffer_sizes(monkeypatch)
 
 
 def _mesh(n: int) -> jax.sharding.Mesh:
@@ -63,7 +63,7 @@ def test_rows_lie_with_their_owners_and_come_back(n):
 
 def test_rows_move_some_at_a_time(monkeypatch):
   # Five devices divide no slots: the last one's rows end before its range.
-  monkeypatch.setattr(sharded_tables, "_MOVED", 500)
+  forced.rows_moved_in_pieces(monkeypatch, 500)
   table = _table(rows=R - 1)  # In no other test, for which this is compiled.
   sharded = _shard({"t": table}, _mesh(5))["t"]
   slots = sharded.layout.slots
@@ -84,7 +84,7 @@ def test_an_initializer_inside_jit_makes_the_same_rows():
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_a_table_is_made_row_by_row(n, monkeypatch):
-  monkeypatch.setattr(sharded_tables, "_MOVED", 40 * 4 * D)  # Pieces of 40.
+  forced.rows_moved_in_pieces(monkeypatch, 40 * 4 * D)
 
   def rows_of(key, ids):
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
