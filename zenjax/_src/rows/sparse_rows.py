@@ -42,8 +42,9 @@ _ROW_IDS = jex_random.define_prng_impl(
   name="zenjax_row_ids",
   # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
   # as in jaxprs.
-  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows,"
-  " zenjax.rows.clip_by_global_norm clips it",
+  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows, or"
+  " owner_update where tables are sharded, zenjax.rows.clip_by_global_norm"
+  " clips it",
 )
 
 # Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
@@ -111,7 +112,8 @@ class _Named(type):
   def __repr__(cls) -> str:
     return (
       f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows (weight decay too), clip by"
+      " zenjax.lazy_rows (weight decay too; zenjax.owner_update of sharded"
+      " tables), clip by"
       " zenjax.rows.clip_by_global_norm, give .to_dense(), or take jax.grad"
       " (MultiSteps)>"
     )

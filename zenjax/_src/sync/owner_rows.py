@@ -444,7 +444,8 @@ def others_message(argument: str, by: str, had: int, devices: int) -> str:
   return (
     f"`{argument}` of {by} must be made for the {devices} devices that it is"
     f" used on, got one made for {had}; call `zenjax.reshard(state, mesh,"
-    " axis_name)`, which moves it."
+    " axis_name)`, which moves it, or use it with the mesh that it lies on,"
+    " of `mesh=` too."
   )
 
 
