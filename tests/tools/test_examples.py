@@ -89,9 +89,7 @@ def test_forms_of_a_memory_learn_the_same():
       "--tables sharded",
       "--tables replicated",
       "--tables dense",
-      "--tables sharded --accumulate 2",
-      "--tables replicated --accumulate 2",
-      "--tables sharded --devices 4",
+      "--tables sharded --accumulate 2 --devices 4",
     )
   }
   want = _losses(ways["--tables dense"])
