@@ -112,6 +112,18 @@ def test_what_does_not_make_rows_is_refused():
       zenjax.rows.init_by_rows(fun, R)
   with pytest.raises(ValueError, match="from 1 to"):
     zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 2**31)
+  key, rng = jax.random.key(0), np.random.default_rng(0)
+  of = lambda ids: ids.astype(jnp.float32)[:, None]
+  for fun in (
+    lambda ids: jax.random.normal(key, (len(ids), D)),
+    lambda ids: jax.random.uniform(key, ids.shape)[:, None] + of(ids),
+    lambda ids: jax.vmap(lambda key: jax.random.normal(key, (D,)))(
+      jax.random.split(key, len(ids))
+    ),
+    lambda ids: jnp.sin(rng.normal(size=(len(ids), D)).astype(np.float32)),
+  ):
+    with pytest.raises(ValueError, match="must draw numbers by ids"):
+      zenjax.rows.init_by_rows(fun, R)
   few = zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 20)
   with pytest.raises(ValueError, match="must choose leaf 't'"):
     params = {"t": few, "u": _table(0, 9001)}

@@ -30,6 +30,7 @@ import numpy as np
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import jaxprs
 from zenjax._src.core import wire
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
@@ -258,6 +259,26 @@ class RowInitializer:
     return math.prod(self.shape)
 
 
+# Ids of a call that is traced: no other dimension is likely to be as large.
+_PROBE = 977
+
+
+def _drawn_by_place(fun: Callable[..., Any], ids: Any) -> str:
+  """The line at which numbers are drawn for each id, whatever it is, or ""."""
+  traced = jaxprs.trace(fun, ids)
+  of_ids = set(traced.inputs)
+  for step in traced.steps:
+    if not of_ids.isdisjoint(step.reads):
+      of_ids.update(step.makes)
+      continue
+    given = [getattr(x.constant, "shape", ()) for x in step.reads]
+    made = [out.aval.shape for out in step.eqn.outvars]
+    drawn = made if step.name == "random_bits" else given
+    if any(_PROBE in shape for shape in drawn):
+      return step.place
+  return ""
+
+
 def init_by_rows(
   fun: Callable[[jax.Array], jax.Array], num_rows: int
 ) -> RowInitializer:
@@ -275,8 +296,9 @@ def init_by_rows(
     A leaf of the parameters that are given to `shard`.
 
   Raises:
-    ValueError: `fun` does not return floating rows `[k, D]`, or `num_rows` is
-      not from 1 to 2**31 - 1.
+    ValueError: `fun` does not return floating rows `[k, D]`, draws numbers by
+      the place of an id and not by the id, or `num_rows` is not from 1 to
+      2**31 - 1.
 
   Example:
     >>> import jax
@@ -295,13 +317,20 @@ def init_by_rows(
     raise ValueError(
       f"`num_rows` must be an integer from 1 to 2**31 - 1, got {num_rows!r}."
     )
-  found: Any = jax.eval_shape(fun, jax.ShapeDtypeStruct((3,), jnp.int32))
+  some = jax.ShapeDtypeStruct((_PROBE,), jnp.int32)
+  found: Any = jax.eval_shape(fun, some)
   shape: Any = getattr(found, "shape", ())
-  rows = len(shape) == 2 and shape[0] == 3
+  rows = len(shape) == 2 and shape[0] == _PROBE
   if not rows or not jnp.issubdtype(found.dtype, jnp.floating):
     raise ValueError(
       "`fun` of init_by_rows must return floating rows `[k, D]` of ids `[k]`,"
-      f" got {found} of 3 ids."
+      f" got {found} of {_PROBE} ids."
+    )
+  if place := _drawn_by_place(fun, some):
+    raise ValueError(
+      "`fun` of init_by_rows must draw numbers by ids, and it draws some by"
+      f" their place in a call, at {place}: rows would repeat; take"
+      " `jax.random.fold_in(key, id)` of each id under `jax.vmap`."
     )
   return RowInitializer(fun, (int(num_rows), shape[1]), found.dtype)
 
@@ -394,7 +423,7 @@ def shard(
     if by_rows and not wanted:
       raise ValueError(
         f"`tables` must choose leaf {name!r}, which init_by_rows makes for the"
-        " devices that own its rows; leave `tables` out only for large tables."
+        " devices that own its rows."
       )
     if not wanted:
       found.append(_everywhere(leaf, mesh))
