@@ -271,10 +271,11 @@ def _drawn_by_place(fun: Callable[..., Any], ids: Any) -> str:
     if not of_ids.isdisjoint(step.reads):
       of_ids.update(step.makes)
       continue
-    given = [getattr(x.constant, "shape", ()) for x in step.reads]
-    made = [out.aval.shape for out in step.eqn.outvars]
-    drawn = made if step.name == "random_bits" else given
-    if any(_PROBE in shape for shape in drawn):
+    # Numbers that NumPy has drawn are constants.
+    drawn = [x for x in step.reads if x.constant is not None]
+    if step.name == "random_bits":
+      drawn = step.makes
+    if any(_PROBE in x.shape for x in drawn):
       return step.place
   return ""
 
