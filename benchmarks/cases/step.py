@@ -171,7 +171,16 @@ class _Runner(sync.Runner):
     if self._sharded:
       here = NamedSharding(self._mesh, PartitionSpec())
       rows = zenjax.rows.apply(lambda x: x[touched])
-      both = lambda x: (rows(x), jnp.count_nonzero(x.value))
+
+      def own(part):  # In pieces: XLA makes integers of all that it counts.
+        pieces = jax.lax.map(jnp.count_nonzero, part.reshape(32, -1))
+        return jax.lax.psum(jnp.sum(pieces), AXIS)
+
+      split = PartitionSpec(AXIS)
+      count = jax.shard_map(
+        own, mesh=self._mesh, in_specs=split, out_specs=PartitionSpec()
+      )
+      both = lambda x: (rows(x), count(x.value))
       found = jax.jit(both, out_shardings=here)(self.params)
       yield tuple(np.asarray(x.addressable_data(0)) for x in found)
       return
