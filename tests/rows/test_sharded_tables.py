@@ -465,14 +465,49 @@ def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
   whole = zenjax.rows.unshard(got)
   for leaf, value in want.items():
     np.testing.assert_allclose(whole[leaf], value, rtol=1e-5, atol=1e-6)
-  parts: dict[Any, list[np.ndarray]] = {}
   for x in jax.tree.leaves((got, opt_state)):
-    parts.clear()
+    parts: dict[str, list[Any]] = {}
     for shard_of in x.addressable_shards:
       parts.setdefault(str(shard_of.index), []).append(shard_of.data)
     for first, *others in parts.values():
       for other in others:  # To the bit.
         np.testing.assert_array_equal(first, other)
+
+
+def test_a_group_whose_rows_do_not_fit_keeps_the_other_in_step():
+  """Ids of one group crowd at one owner and follow in rounds, others fit."""
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, 2), BOTH, devices=jax.devices()[:4], axis_types=auto)
+  params = {"t": _table(), "w": np.ones(D, np.float32)}
+  tables = {"t": True, "w": False}
+  got: Any = zenjax.rows.shard(
+    params, mesh, "chip", tables=tables, replicas="pod"
+  )
+  group, _ = got["t"].layout.place(jnp.arange(R, dtype=jnp.int32))
+  rng = np.random.default_rng(0)
+  crowd = rng.choice(np.flatnonzero(np.asarray(group) == 1), (32, 5))
+  ids = np.concatenate([crowd, rng.choice(40, (32, 5))]).astype(np.int32)
+  batch = ids, rng.normal(size=64).astype(np.float32)
+  want = jax.tree.map(jnp.asarray, params)
+  lie = jax.NamedSharding(mesh, jax.P(BOTH))
+  inner = OPTIMIZERS["clipped_adam"]
+  tx = zenjax.owner_update(inner, BOTH, mesh=mesh)
+  lazy, rows = zenjax.lazy_rows(inner), zenjax.value_and_grad
+
+  @jax.jit
+  def whole(params, opt_state):
+    _, grads = rows(_bags, tables=tables)(params, *batch)
+    updates, opt_state = lazy.update(grads, opt_state, params)
+    return zenjax.apply_updates(params, updates), opt_state
+
+  step, state = jax.jit(_step(tx)), (got, tx.init(got))
+  opt_state = lazy.init(want)
+  for _ in range(2):
+    state, _ = step(state, *jax.device_put(batch, lie))
+    want, opt_state = whole(want, opt_state)
+  got = zenjax.rows.unshard(state[0])
+  for leaf, value in want.items():
+    np.testing.assert_allclose(got[leaf], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usually("one_owner-4")

@@ -271,7 +271,15 @@ def owners(inner: Any, state: Any, params: Any) -> list[int]:
   """Returns for each leaf of the state its leaf of `params`, or -1."""
   structure = jax.tree.structure(params)
   numbers = structure.unflatten(range(structure.num_leaves))
-  return jax.tree.leaves(trees.tagged(inner, state, numbers, -1))
+  tagged = optax.tree_utils.tree_map_params(
+    inner,
+    lambda x, number: x if trees.is_masked(x) else number,
+    state,
+    numbers,
+    transform_non_params=lambda _: -1,
+    is_leaf=trees.is_masked,
+  )
+  return jax.tree.leaves(tagged)
 
 
 def as_rows(idle: Idle, leaves: Sequence[jax.Array]) -> list[jax.Array]:

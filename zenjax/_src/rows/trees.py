@@ -49,25 +49,6 @@ def with_values(tree: Any, new: Any) -> Any:
   return jax.tree.map(put, tree, new, is_leaf=is_rows)
 
 
-def tagged(inner: Any, state: Any, tags: Any, rest: Any) -> Any:
-  """The structure of a state of `inner`, leaves marked by their parameters.
-
-  Args:
-    inner: The transformation.
-    state: Its state.
-    tags: In the structure of the parameters.
-    rest: For leaves that belong to no parameter.
-  """
-  return optax.tree_utils.tree_map_params(
-    inner,
-    lambda x, tag: x if is_masked(x) else tag,
-    state,
-    tags,
-    transform_non_params=lambda _: rest,
-    is_leaf=is_masked,
-  )
-
-
 def is_masked(node: Any) -> bool:
   """True if optax left a parameter out here, as `multi_transform` does."""
   return isinstance(node, optax.MaskedNode)

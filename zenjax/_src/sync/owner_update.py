@@ -288,7 +288,7 @@ class Owners:
 
   def _owner_axis(self, sharded, context):
     """Returns the axis along which owners lie, and how many there are."""
-    axes: tuple[str, ...] = self.options.axes
+    axes = self.options.axes
     for node in sharded.values():
       if node.batch_axes != axes:
         raise ValueError(
@@ -303,7 +303,7 @@ class Owners:
         " and average over the others before, use `zen_sync` and `lazy_rows`,"
         " or shard tables by `zenjax.rows.shard(.., replicas=)`."
       )
-    return list(axes)[-1], context.sizes[-1]
+    return context.axes[-1], context.sizes[-1]
 
   def _tables(self, params, structure, plans, sharded):
     """Leaves, those that travel sparse as `[R, D]`, of parts `[S, D]`."""
