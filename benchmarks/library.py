@@ -19,12 +19,12 @@ from zenjax._src.planner import choosing as choosing
 from zenjax._src.planner import gradient_trace as gradient_trace
 from zenjax._src.planner import recorded_runs as recorded_runs
 from zenjax._src.planner import union_growth as union_growth
-from zenjax._src.planner.plan_search import search as search
 from zenjax._src.planner.timeline import Assignment as Assignment
 from zenjax._src.planner.timeline import Exchange as Exchange
 from zenjax._src.planner.timeline import GroupCosts as GroupCosts
 from zenjax._src.planner.timeline import iteration_seconds as iteration_seconds
 from zenjax._src.planner.timeline import Option as Option
+from zenjax._src.planner.timeline import search as search
 from zenjax._src.planner.timeline import Tensor as Tensor
 from zenjax._src.report import stats as stats
 from zenjax._src.rows import leaf_util as leaf_util

@@ -10,13 +10,13 @@ from zenjax._src.planner import recorded_runs
 from zenjax._src.planner import union_growth
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
-from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.timeline import Assignment
 from zenjax._src.planner.timeline import Exchange
 from zenjax._src.planner.timeline import GroupCosts
 from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import search
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.rows.sharded_tables import words_of_step
 from zenjax._src.schemes import buffer_sizes

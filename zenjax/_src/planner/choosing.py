@@ -1,11 +1,12 @@
 """Choice of the exchanges of a step, as a `Plan`.
 
-Where exchanges overlap the backward pass, `plan_search` answers. Where nothing
-overlaps, order does not matter: all tensors of one strategy share its exchange,
-and what an exchange pays once is paid once for each strategy that is used. A
-strategy is then opened, at that price, or not, and every tensor takes the best
-that is open. No set of so many strategies costs less than the cheapest so many
-and every tensor's best: sets are tried by size until that bound is too high.
+Where exchanges overlap the backward pass, `timeline.search` answers. Where
+nothing overlaps, order does not matter: all tensors of one strategy share its
+exchange, and what an exchange pays once is paid once for each strategy that is
+used. A strategy is then opened, at that price, or not, and every tensor takes
+the best that is open. No set of so many strategies costs less than the cheapest
+so many and every tensor's best: sets are tried by size until that bound is too
+high.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import strategies
 from zenjax._src.planner.gradient_trace import Gradient
-from zenjax._src.planner.plan_search import search
 from zenjax._src.planner.strategies import PMEAN
 from zenjax._src.planner.strategies import raised_by
 from zenjax._src.planner.strategies import Space
@@ -33,6 +33,7 @@ from zenjax._src.planner.timeline import Exchange
 from zenjax._src.planner.timeline import iteration_seconds
 from zenjax._src.planner.timeline import NEVER
 from zenjax._src.planner.timeline import Option
+from zenjax._src.planner.timeline import search
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sharded_tables
