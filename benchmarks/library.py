@@ -18,7 +18,6 @@ from zenjax._src.machine.cost import Prediction as Prediction
 from zenjax._src.planner import choosing as choosing
 from zenjax._src.planner import gradient_trace as gradient_trace
 from zenjax._src.planner import recorded_runs as recorded_runs
-from zenjax._src.planner import union_growth as union_growth
 from zenjax._src.planner.timeline import Assignment as Assignment
 from zenjax._src.planner.timeline import Exchange as Exchange
 from zenjax._src.planner.timeline import GroupCosts as GroupCosts

@@ -215,11 +215,11 @@ def with_table(
 
 
 @functools.cache
-def pooled(name: str) -> library.union_growth.Growth:
+def pooled(name: str) -> library.recorded_runs.Growth:
   """Returns that of a workload for two cores, from steps of 4 devices."""
   scaled = workloads.SCALED[name]
   recorded = [workloads.sets(scaled, 4, seed) for seed in range(_STEPS)]
-  return library.union_growth.growth(recorded, scaled.rows)
+  return library.recorded_runs.growth(recorded, scaled.rows)
 
 
 def table_of(

@@ -7,7 +7,6 @@ from zenjax._src.planner import choosing
 from zenjax._src.planner import gradient_trace
 from zenjax._src.planner import record
 from zenjax._src.planner import recorded_runs
-from zenjax._src.planner import union_growth
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.timeline import Assignment
@@ -43,7 +42,6 @@ __all__ = (
   "search",
   "Table",
   "Tensor",
-  "union_growth",
   "words_of_step",
 )
 

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 from planning import recorded_runs
-from planning import union_growth
 import pytest
 
 from benchmarks import workloads
@@ -30,7 +29,7 @@ def test_expectation_is_that_of_all_subsets(m):
   steps = recorded(3, 2, 12)
   pool = [set(s.tolist()) for step in steps for s in step]
   subsets = list(itertools.combinations(pool, m))
-  found = union_growth.growth(steps, 12)
+  found = recorded_runs.growth(steps, 12)
   unions = [len(set().union(*subset)) for subset in subsets]
   assert found.union(m) == pytest.approx(np.mean(unions))
   fullest = [max(map(len, subset)) for subset in subsets]
@@ -39,9 +38,9 @@ def test_expectation_is_that_of_all_subsets(m):
 
 def test_steps_are_left_out_one_by_one():
   steps = recorded(5, 2, 40)
-  found = union_growth.growth(steps, 40)
+  found = recorded_runs.growth(steps, 40)
   for t, without in enumerate(found.without):
-    alone = union_growth.growth(steps[:t] + steps[t + 1 :], 40)
+    alone = recorded_runs.growth(steps[:t] + steps[t + 1 :], 40)
     assert without.tolist() == alone.held.tolist()
 
 
@@ -50,7 +49,7 @@ def test_error_is_of_the_size_of_the_spread():
   rng = np.random.default_rng(0)
   common = rng.random(300) ** 6
   found = [
-    union_growth.growth(
+    recorded_runs.growth(
       [
         [np.flatnonzero(rng.random(300) < common) for _ in range(2)]
         for _ in range(16)
@@ -66,42 +65,42 @@ def test_error_is_of_the_size_of_the_spread():
 
 def test_one_step_has_no_error():
   steps = recorded(1, 3, 20)
-  found = union_growth.growth(steps, 20)
+  found = recorded_runs.growth(steps, 20)
   assert math.isnan(found.error(2))
 
 
 def test_beyond_the_pool_are_bounds():
   steps = recorded(8, 2, 60)
-  few = union_growth.growth(steps[:3], 60)
+  few = recorded_runs.growth(steps[:3], 60)
   with pytest.raises(ValueError, match="6 row sets of 3 steps.*record 6 steps"):
     few.union(12)
   low, high = few.bounds(12)
   assert few.union(6) == low <= high <= 60
   assert few.bounds(4) == (few.union(4),) * 2
   # Of one pool, for every part of it: a union's growth never speeds up.
-  whole = union_growth.growth(steps, 60)
+  whole = recorded_runs.growth(steps, 60)
   curve = [whole.union(m) for m in range(1, 17)]
   assert np.all(np.diff(curve, 2) < 1e-9)
 
 
 def test_devices_that_touch_the_same_rows_or_none():
   steps = [[np.arange(10)] * 2 for _ in range(4)]
-  found = union_growth.growth(steps, 100)
+  found = recorded_runs.growth(steps, 100)
   assert (found.union(1), found.fullest(4), found.union(4)) == (10, 10, 10)
   empty = [[np.zeros(0, np.uint32)] * 2 for _ in range(2)]
-  assert union_growth.growth(empty, 100).union(2) == 0
+  assert recorded_runs.growth(empty, 100).union(2) == 0
 
 
 @pytest.mark.parametrize("steps", [[], [[]], [[np.arange(2)], []]])
 def test_uneven_recordings_are_refused(steps):
   with pytest.raises(ValueError, match="`recorded` must hold steps of one"):
-    union_growth.growth(steps, 10)
+    recorded_runs.growth(steps, 10)
 
 
 @pytest.mark.parametrize("devices", [0, -1, 2.0])
 def test_devices_are_counted(devices):
   with pytest.raises(ValueError, match="`devices` must be a positive"):
-    union_growth.growth(recorded(2, 2, 10), 10).union(devices)
+    recorded_runs.growth(recorded(2, 2, 10), 10).union(devices)
 
 
 def test_traces_are_of_the_model_that_is_planned(tmp_path):
@@ -127,9 +126,9 @@ def test_traces_are_of_the_model_that_is_planned(tmp_path):
 # --- what others have published, and real ids -------------------------------
 
 
-def pooled(name: str, devices: int, steps: int) -> union_growth.Growth:
+def pooled(name: str, devices: int, steps: int) -> recorded_runs.Growth:
   workload = workloads.get(name)
-  return union_growth.growth(
+  return recorded_runs.growth(
     [workloads.sets(workload, devices, seed) for seed in range(steps)],
     workload.rows,
   )
@@ -172,7 +171,7 @@ def from_4_to_64(order: Callable[..., np.ndarray], ids: np.ndarray) -> float:
   draw = lambda devices, steps: [
     list(map(np.unique, order(ids, devices, step))) for step in range(steps)
   ]
-  found = union_growth.growth(draw(4, 32), int(ids.max()) + 1)
+  found = recorded_runs.growth(draw(4, 32), int(ids.max()) + 1)
   assert found.error(64) < 0.1
   real = [len(workloads.union(step)) for step in draw(64, 8)]
   return found.union(64) / float(np.mean(real))
