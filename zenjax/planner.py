@@ -1,6 +1,8 @@
 """Plans: the way of each gradient, and the predicted time of a step.
 
 `plan` chooses for a model and a machine, and `zen_sync(plan=)` follows.
+`plan_tables` chooses whether tables are replicated or split over devices, and
+`TablePlan.set_up` makes the program.
 `record` writes down the rows that a run touches; `retune` plans again from the
 state of a run.
 """
@@ -17,6 +19,10 @@ from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
 from zenjax._src.planner.retune import retune
 from zenjax._src.planner.retune import Retuned
+from zenjax._src.planner.table_plan import plan_tables
+from zenjax._src.planner.table_plan import Program
+from zenjax._src.planner.table_plan import TableForm
+from zenjax._src.planner.table_plan import TablePlan
 from zenjax._src.report.stats import profile
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
@@ -28,13 +34,17 @@ __all__ = (
   "measure_links",
   "measure_work",
   "plan",
+  "plan_tables",
   "Plan",
   "profile",
   "Profile",
+  "Program",
   "record",
   "Recorder",
   "retune",
   "Retuned",
+  "TableForm",
+  "TablePlan",
   "Topology",
   "Work",
 )

@@ -7,6 +7,7 @@ from zenjax._src.planner import choosing
 from zenjax._src.planner import gradient_trace
 from zenjax._src.planner import record
 from zenjax._src.planner import recorded_runs
+from zenjax._src.planner import table_forms
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.timeline import Assignment
@@ -41,6 +42,7 @@ __all__ = (
   "recorded_runs",
   "search",
   "Table",
+  "table_forms",
   "Tensor",
   "words_of_step",
 )

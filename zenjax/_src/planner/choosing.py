@@ -17,7 +17,6 @@ import math
 import jax
 import numpy as np
 
-from zenjax._src.core.partition import Layout
 from zenjax._src.machine import cost
 from zenjax._src.machine import link_models
 from zenjax._src.machine.cost import Prediction
@@ -25,6 +24,7 @@ from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import strategies
+from zenjax._src.planner import table_forms
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.planner.strategies import PMEAN
 from zenjax._src.planner.strategies import raised_by
@@ -36,8 +36,6 @@ from zenjax._src.planner.timeline import Option
 from zenjax._src.planner.timeline import search
 from zenjax._src.planner.timeline import Tensor
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
-from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
@@ -48,7 +46,7 @@ from zenjax._src.sync.plans import Plan
 Exchanges = Sequence[tuple[str, tuple[int, ...]]]
 # Predictions err: a sparse way is taken if it should take less than this part
 # of pmean's time.
-_MARGIN = 0.8
+MARGIN = 0.8
 # Steps differ: room for those with a few rows more than the mean of them.
 _SPARE = 1.05
 
@@ -110,7 +108,7 @@ class Question:
 def answer(question: Question) -> Plan:
   """Returns the plan with the shortest step."""
   honest = question.space(1.0)
-  named = _best(question, question.space(_MARGIN))
+  named = _best(question, question.space(MARGIN))
   if not question.overlap:
     # Where a sparse exchange is worth its risk, what joins it is a small one.
     named = _shortest(question, honest, named)
@@ -288,13 +286,13 @@ def _row_sharded(question: Question, gradient: Gradient) -> dict[str, float]:
     if look_ups >= math.prod(gradient.shape[:-1]):  # As of a tied softmax.
       return {}
   received, seconds = _on_links(
-    _row_sharded_messages(gradient, look_ups, context), question
+    table_forms.row_sharded_messages(gradient, look_ups, context), question
   )
   found = {"sharded_bytes": received, "sharded_seconds": seconds}
   if len(context.axes) > 1 or len(gradient.shape) != 2:
     return found
   received, seconds = _on_links(
-    _owned_messages(gradient, look_ups, profile, context), question
+    table_forms.owned_messages(gradient, look_ups, profile, context), question
   )
   return found | {"owned_bytes": received, "owned_seconds": seconds}
 
@@ -310,44 +308,6 @@ def _on_links(
   ]
   received = float(received_bytes(messages, question.context))
   return received, link_models.wire_s(phases, question.links)
-
-
-def _owned_messages(
-  gradient: Gradient, look_ups: float, profile: Profile, context: Context
-) -> list[Message]:
-  """Returns what a step with a table of `zenjax.rows.shard` moves."""
-  rows, width = gradient.shape
-  layout = Layout(num_rows=rows, groups=context.devices)
-  n, fullest = context.devices, min(profile.fullest, look_ups)
-  most = min(buffer_sizes.fullest(fullest, n, n * n), layout.slots)
-  words = sharded_tables.words_of_step(
-    math.ceil(look_ups), most, layout, width, gradient.dtype
-  )
-  return [Message("all_to_all", context.axes, float(x)) for x in words]
-
-
-def _row_sharded_messages(
-  gradient: Gradient, look_ups: float, context: Context
-) -> list[Message]:
-  """Returns what a table sharded by rows moves in plain `jit`.
-
-  On automatic axes, with a table `P("data", None)` and a batch `P("data")`, XLA
-  gathers the ids of all devices. Each device looks up those rows that it holds,
-  and a sum brings the rows of the whole batch to every device. In the backward
-  pass the cotangents of the whole batch are gathered. Every look-up counts, one
-  of a row that was looked up before as well.
-
-  Args:
-    gradient: The table's.
-    look_ups: Look-ups of a device in a step.
-    context: Axes and sizes.
-  """
-  row = gradient.shape[-1] * gradient.dtype.itemsize / 4
-  return [
-    Message("all_gather", context.axes, look_ups),
-    Message("all_reduce", context.axes, context.devices * look_ups * row),
-    Message("all_gather", context.axes, look_ups * row),
-  ]
 
 
 def _union(question: Question, i: int) -> float | None:
@@ -382,7 +342,7 @@ def _reason(
     return "no table"
   best_s, best = min((p.seconds, k) for k, p in ways.items() if k != PMEAN)
   ratio = best_s / max(ways[PMEAN].seconds, 1e-12)
-  if ratio >= _MARGIN:
+  if ratio >= MARGIN:
     return f"{best} would take {ratio:.2f}x as long"
   if not question.overlap:
     return f"{best} would need an exchange of its own"

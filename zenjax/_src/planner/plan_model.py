@@ -46,7 +46,7 @@ def plan(
   predictions err, it says that there is no difference.
 
   Printed, the plan also tells what its tables would move if they were sharded
-  by rows in plain `jit`. That is another program, and is never chosen.
+  by rows in plain `jit`. That is another program: `plan_tables` chooses it.
 
   Args:
     value_and_grad: `jax.value_and_grad(loss)`, or zenjax's for tables that are
@@ -104,31 +104,22 @@ def plan(
     Compression, MLSys 2022, for asking whether it pays at all.
   """
   axes = arguments.axes(axis_name)
-  _check(axes, topology, compute_seconds, memory_bytes)
+  check(axes, topology, compute_seconds, memory_bytes)
   gradients = gradient_trace.gradients(value_and_grad, *args)
   if not gradients:
     raise ValueError(
       "`value_and_grad` must return gradients, got a tree without leaves; give"
       " parameters as its first argument."
     )
-  if trace is not None:
-    if profile is not None:
-      raise ValueError(
-        "`trace` must be left out where `profile` is given: both tell"
-        " densities."
-      )
-    profile = recorded_runs.profiles(trace, gradients, topology.devices)
-  cost.check_profile(profile)
+  known = densities(profile, trace, gradients, topology.devices)
   pins = arguments.pins(capacities)
-  _check_names(gradients, profile, "profile")
   _check_names(gradients, pins, "capacities")
   return answer(
     Question(
       gradients=tuple(gradients),
       topology=topology,
       axes=axes,
-      profiles=_used_whole(value_and_grad, gradients, topology.devices)
-      | dict(profile or {}),
+      profiles=_used_whole(value_and_grad, gradients, topology.devices) | known,
       compute_seconds=float(compute_seconds),
       overlap=arguments.boolean("overlap", overlap),
       wire_dtypes=_wires(wire_dtypes),
@@ -136,6 +127,30 @@ def plan(
       memory_bytes=None if memory_bytes is None else float(memory_bytes),
     )
   )
+
+
+def densities(
+  profile: Mapping[str, Profile] | None,
+  trace: str | os.PathLike | None,
+  gradients: Sequence[Gradient],
+  devices: int,
+) -> dict[str, Profile]:
+  """Returns the densities that a profile or a trace tells, by leaf name.
+
+  Raises:
+    TypeError: `profile` is no mapping of profiles.
+    ValueError: Both are given, or one names a leaf that is not there.
+  """
+  if trace is not None:
+    if profile is not None:
+      raise ValueError(
+        "`trace` must be left out where `profile` is given: both tell"
+        " densities."
+      )
+    profile = recorded_runs.profiles(trace, gradients, devices)
+  cost.check_profile(profile)
+  _check_names(gradients, profile, "profile")
+  return dict(profile or {})
 
 
 def _used_whole(
@@ -162,12 +177,13 @@ def _used_whole(
   return found
 
 
-def _check(
+def check(
   axes: Sequence[str],
   topology: Any,
   compute_seconds: float,
   memory_bytes: float | None,
 ) -> None:
+  """Raises TypeError or ValueError where an argument of a plan is wrong."""
   if not isinstance(topology, Topology):
     raise TypeError(
       "`topology` must be a zenjax.planner.Topology, got"

@@ -55,7 +55,7 @@ class LeafPlan:
     runner_up_seconds: Predicted time of the second best.
     sharded_bytes: Bytes that a device would receive in plain `jit` if it held
       an equal part of the table's rows, `P(axes, None)`, and the loss only
-      looked rows up. It is another program: shown, never chosen. Where look-ups
+      looked rows up. It is another program, for `plan_tables`. Where look-ups
       were not counted, each nonzero row is taken to be looked up once: they are
       at least so many. None for leaves without a choice.
     sharded_seconds: Predicted time of that on the links.
@@ -427,7 +427,7 @@ def _row_sharded(plan: Plan) -> list[str]:
     f" {least}{mb(leaf.sharded_bytes or 0.0 for leaf in tables)} a device,"
     f" {_ms(there_s)} ms; as planned"
     f" {mb(leaf.wire_bytes for leaf in tables)}, {_ms(here_s)} ms. That is"
-    " another program, and never chosen here."
+    " another program, which `zenjax.planner.plan_tables` chooses."
   ]
   if any(leaf.owned_bytes is None for leaf in tables):
     return lines
