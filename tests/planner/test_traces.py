@@ -274,7 +274,7 @@ def test_tracing_changes_nothing_and_sees_every_look_up(
   "more, match",
   [
     ((), "--trace: `directory` must be new or empty, but"),
-    (("--sync", "compare"), "--trace goes with --sync zen or pmean"),
+    (("--sync", "compare"), "--trace goes with one way of --sync"),
     (("--trace-steps", "0"), "--trace-steps must be positive, got 0"),
   ],
 )

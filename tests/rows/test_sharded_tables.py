@@ -603,6 +603,7 @@ def test_ids_that_depend_on_rows_and_other_uses_are_refused():
     both(lambda p, ids: lax.stop_gradient(p["t"])[ids].sum())
   with pytest.raises(ValueError, match="'0.t'.*is returned by the loss"):
     jax.eval_shape(zenjax.rows.apply(lambda p: p["t"]), params)
+  assert params["t"][...] is params["t"]
   with pytest.raises(TypeError, match="cannot be indexed"):
     params["t"][ids]
   with pytest.raises(TypeError, match="is no array"):

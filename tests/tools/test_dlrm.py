@@ -17,6 +17,7 @@ from examples.studies.dlrm import flags as dlrm_flags
 from examples.studies.dlrm import rows as dlrm_rows
 from examples.studies.dlrm.auc import auc
 from examples.studies.dlrm.planted import Planted
+import zenjax
 
 # The examples promote as users' programs do.
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
@@ -150,7 +151,7 @@ def test_auc_is_the_share_of_pairs_in_order():
     ("--lr -1", "--lr must be positive, got -1.0"),
     ("--scale 2", "--scale must be over 0 and at most 1, got 2.0"),
     ("--sync pmean --grads rows", "--grads rows goes with --sync zen"),
-    ("--sync compare --checkpoint x", "--checkpoint goes with --sync zen or"),
+    ("--sync compare --checkpoint x", "--checkpoint goes with one way of"),
     ("--resume", "--resume needs --checkpoint DIR"),
     ("--rows 5", "--rows goes with --generate FILE, got --rows 5 alone"),
     ("--generate x --data y", "it does not go with --data, got --data y"),
@@ -258,6 +259,26 @@ def test_row_gradients_learn_the_same(capfd):
   assert program.main([*_SMALL, "--sync=compare", "--grads=rows"]) == 0
   zen, pmean = _aucs(capfd.readouterr().out)
   assert zen > 0.65 and abs(zen / pmean - 1) < 0.02
+
+
+def test_sharded_tables_learn_the_same_and_resume(monkeypatch, tmp_path, capfd):
+  trainers = _recorded(monkeypatch)
+  rows, sharded = [*_SMALL, "--grads=rows"], [*_SMALL, "--sync=sharded"]
+  assert program.main(rows) == 0
+  (whole,) = re.findall(r"([\d.]+) after 30;", capfd.readouterr().out)
+  saved = f"--checkpoint={tmp_path / 'saved'}"
+  assert program.main([*sharded, saved, "--steps=10"]) == 0
+  assert program.main([*sharded, saved, "--resume"]) == 0
+  out = capfd.readouterr().out
+  assert f"{whole} after 30; median step" in out
+  want, _, got = trainers
+  table = got.params["tables"]["c03"]["embedding"][...]
+  assert isinstance(table, zenjax.rows.ShardedTable)
+  part = table.value.addressable_shards[0].data
+  assert 8 * part.shape[0] == table.value.shape[0] >= table.num_rows
+  got = jax.tree.leaves(zenjax.rows.unshard(got.params))
+  for one, other in zip(got, jax.tree.leaves(want.params), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_what_breaks_the_format_ends_training_with_its_place(tmp_path, capfd):

@@ -57,7 +57,9 @@ class Pictures(Study):
     flags, images = self._flags, self._images
     channels = images.train.images.shape[-1]
     return Trainer(
-      model.ResNet(channels, images.classes, flags.width, rngs=nnx.Rngs(seed)),
+      lambda: model.ResNet(
+        channels, images.classes, flags.width, rngs=nnx.Rngs(seed)
+      ),
       model.loss,
       _correct,
       optax.sgd(flags.lr, momentum=_MOMENTUM),

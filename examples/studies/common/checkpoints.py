@@ -52,7 +52,7 @@ class Checkpoints:
     self._manager.save(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.StandardSave(_state(trainer)),
+        state=ocp.args.StandardSave(trainer.saved),
         settings=ocp.args.JsonSave(self._settings),
       ),
     )
@@ -63,12 +63,11 @@ class Checkpoints:
     """Loads the newest checkpoint, if any, and returns the steps done."""
     if (latest := self._latest()) is None:
       return 0
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _state(trainer))
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, trainer.saved)
     found = self._manager.restore(
       latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
     )
-    trainer.params = found["state"]["params"]
-    trainer.opt_state = found["state"]["opt_state"]
+    trainer.restore(found["state"])
     return latest
 
   def close(self) -> None:
@@ -89,7 +88,3 @@ class Checkpoints:
           f"{flag} must be what the checkpoint was made with,"
           f" {found.get(flag)!r}, got {value!r}"
         )
-
-
-def _state(trainer: Trainer) -> dict[str, object]:
-  return {"params": trainer.params, "opt_state": trainer.opt_state}

@@ -28,7 +28,10 @@ def parser(description: str, module: str) -> argparse.ArgumentParser:
 
 
 def add_training(
-  parser: argparse.ArgumentParser, optimizers: Optimizers, steps: str
+  parser: argparse.ArgumentParser,
+  optimizers: Optimizers,
+  steps: str,
+  *ways: str,
 ) -> None:
   """Adds how gradients travel, what they do, and how often.
 
@@ -36,9 +39,10 @@ def add_training(
     parser: Gets the flags.
     optimizers: The first name is the default.
     steps: The default of --steps.
+    *ways: Of --sync, beside those of all programs.
   """
   add = parser.add_argument
-  add("--sync", choices=("zen", "pmean", "compare"), default="zen")
+  add("--sync", choices=("zen", "pmean", *ways, "compare"), default="zen")
   add(
     "--grads",
     choices=("dense", "rows"),
@@ -126,7 +130,9 @@ def broken_rule(
     )
   for name in ("checkpoint", "out", "trace"):
     if getattr(flags, name) and flags.sync == "compare":
-      return f"--{name} goes with --sync zen or pmean, got --sync compare"
+      return f"--{name} goes with one way of --sync, got --sync compare"
+  if flags.trace and flags.sync == "sharded":
+    return "--trace goes with --sync zen or pmean, got --sync sharded"
   return _broken_processes(flags)
 
 

@@ -99,7 +99,7 @@ class Program:
     if stop:
       return stopped(run.done, flags.checkpoint)
     study.print_end(run)
-    if flags.sync == "zen":
+    if flags.sync != "pmean":
       print(zenjax.report(trainer.opt_state))
     if sparse:
       print("\n".join(sparsifiers.lines(run)))

@@ -32,26 +32,28 @@ class Trainer:
   """A model's parameters and optimizer state on a mesh, and its two programs.
 
   Args:
-    model: The model, with its first parameters.
+    make: Makes the model, with its first parameters.
     loss: Of the model and one device's part of a batch's arrays.
     evaluate: What is taken on held-out data, of the model and one device's
       part of some arrays.
     optimizer: Makes updates of mean gradients.
     mesh: The devices.
-    sync: "zen" or "pmean".
-    grads: "dense", or "rows" of the tables that are only looked up.
+    sync: "zen", "pmean", or "sharded": tables are split over devices, each row
+      with the device that owns it.
+    grads: "dense", or "rows" of the tables that are only looked up, as always
+      of sharded ones.
     sparsifier: Takes the place of either, for dense gradients.
     joined: Whether the devices' results of `evaluate` are joined along their
       first axis; else they are equal.
 
   Attributes:
-    params: parameters, equal on all devices.
+    params: parameters, equal on all devices but for sharded tables.
     opt_state: optimizer state; it holds zen_sync's or a sparsifier's numbers.
   """
 
   def __init__(
     self,
-    model: nnx.Module,
+    make: Callable[[], nnx.Module],
     loss: Callable[..., jax.Array],
     evaluate: Callable[..., jax.Array],
     optimizer: optax.GradientTransformation,
@@ -62,18 +64,26 @@ class Trainer:
     sparsifier: Sparsifier | None = None,
     joined: bool = False,
   ):
+    grads = "rows" if sync == "sharded" else grads
     tx = _transform(optimizer, sync, grads, sparsifier)
-    graph, params = nnx.split(model, nnx.Param)
+    graph, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
+    first = lambda: nnx.split(make(), nnx.Param)[1]
     self._sync = "sparsifier" if sparsifier else sync
-    self._split = NamedSharding(mesh, P(AXIS))
-    self.params = cluster.place(params, NamedSharding(mesh, P()))
+    self._mesh, self._split = mesh, NamedSharding(mesh, P(AXIS))
+    if sync == "sharded":  # Inside jit no device makes a whole table.
+      shard = jax.jit(lambda: zenjax.rows.shard(first(), mesh, AXIS))
+      self.params = shard()
+    else:
+      self.params = cluster.place(first(), NamedSharding(mesh, P()))
     self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
-    specs = zenjax.state_specs(self.opt_state, AXIS)
+    specs = zenjax.state_specs((self.params, self.opt_state), AXIS)
     self._compile = lambda seen: _compiled_step(
       graph, loss, tx, mesh, specs, grads, seen
     )
     self._step = self._compile(_nothing)
-    self._evaluate = _compiled_evaluation(graph, evaluate, mesh, joined)
+    self._evaluate = _compiled_evaluation(
+      graph, evaluate, mesh, specs[0], joined
+    )
     self._recorder: zenjax.planner.Recorder | None = None
 
   def step(self, batch: Batch) -> float:
@@ -91,7 +101,19 @@ class Trainer:
     """Returns numbers of zen_sync or a sparsifier in the last step."""
     if self._sync == "sparsifier":
       return sparsifiers.stats(self.opt_state)
-    return zenjax.stats(self.opt_state) if self._sync == "zen" else {}
+    return {} if self._sync == "pmean" else zenjax.stats(self.opt_state)
+
+  @property
+  def saved(self) -> dict[str, Any]:
+    """What a checkpoint holds: sharded tables in the order of their rows."""
+    state = {"params": self.params, "opt_state": self.opt_state}
+    return zenjax.reshard(state) if self._sync == "sharded" else state
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Goes on from what was `saved`."""
+    if self._sync == "sharded":
+      state = zenjax.reshard(state, self._mesh, AXIS)
+    self.params, self.opt_state = state["params"], state["opt_state"]
 
   def evaluate(self, *arrays: np.ndarray) -> np.ndarray:
     """Evaluates arrays whose first axis the devices divide."""
@@ -127,6 +149,8 @@ def _transform(
     # What most programs do: a dense mean of all gradients.
     mean = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
     return optax.chain(mean, optimizer)
+  if sync == "sharded":
+    return zenjax.owner_update(optimizer, AXIS)
   if grads == "rows":
     optimizer = zenjax.lazy_rows(optimizer)
   return optax.chain(zenjax.zen_sync(AXIS), optimizer)
@@ -158,13 +182,14 @@ def _compiled_step(graph, loss, tx, mesh, specs, grads_are, seen):
   step = jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), specs, P(AXIS)),
-    out_specs=(P(), specs, P(), P(AXIS)),
+    in_specs=(*specs, P(AXIS)),
+    out_specs=(*specs, P(), P(AXIS)),
   )
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _compiled_evaluation(graph, evaluate, mesh, joined):
+def _compiled_evaluation(graph, evaluate, mesh, specs, joined):
+  @zenjax.rows.apply  # Fetches rows of sharded tables.
   def run(params, arrays):
     return evaluate(nnx.merge(graph, params), *arrays)
 
@@ -172,7 +197,7 @@ def _compiled_evaluation(graph, evaluate, mesh, joined):
     jax.shard_map(
       run,
       mesh=mesh,
-      in_specs=(P(), P(AXIS)),
+      in_specs=(specs, P(AXIS)),
       out_specs=P(AXIS) if joined else P(),
     )
   )

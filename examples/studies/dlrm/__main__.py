@@ -2,6 +2,7 @@
 
   python -m examples.studies.dlrm                    # zen_sync
   python -m examples.studies.dlrm --grads rows       # no gradient of table size
+  python -m examples.studies.dlrm --sync sharded     # tables split over devices
   python -m examples.studies.dlrm --sync compare     # zen_sync beside pmean
   python -m examples.studies.dlrm --data train.txt --checkpoint runs/criteo
   python -m examples.studies.dlrm --generate clicks.tsv --rows 1000000

@@ -44,7 +44,7 @@ def parse(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   steps = f"{_COMPARE_STEPS} in compare, else {_TRAIN_STEPS}"
-  common.add_training(parser, OPTIMIZERS, steps)
+  common.add_training(parser, OPTIMIZERS, steps, "sharded")
   add = parser.add_argument
   add("--batch", type=int, default=256, help="rows per device and step")
   add("--width", type=int, default=16, help="of the tables")
@@ -53,7 +53,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     type=float,
     default=0.01,
     help="rows of the tables over the published cardinalities; 1 needs 2.2 GB"
-    " a device, and as much for the optimizer",
+    " a device, and as much for the optimizer; --sync sharded divides them",
   )
   add(
     "--data",

@@ -72,7 +72,7 @@ class Clicks(Study):
     flags = self._flags
     make, _ = OPTIMIZERS[flags.optimizer]
     return Trainer(
-      Dlrm(self._tables, flags.width, rngs=nnx.Rngs(seed)),
+      lambda: Dlrm(self._tables, flags.width, rngs=nnx.Rngs(seed)),
       log_loss,
       Dlrm.__call__,
       make(flags.lr),

@@ -39,7 +39,7 @@ def make_trainer(
   """Makes a trainer of a model of so many words and so wide tables."""
   make, _ = OPTIMIZERS[optimizer]
   return Trainer(
-    model.LanguageModel(vocab, width, rngs=nnx.Rngs(seed)),
+    lambda: model.LanguageModel(vocab, width, rngs=nnx.Rngs(seed)),
     _LOSS,
     _mean_exact_loss,
     make(learning_rate),

@@ -127,7 +127,9 @@ class ShardedTable(NoArray):
     """The same owners with something else in the place of the rows."""
     return dataclasses.replace(self, value=value)
 
-  def __getitem__(self, ids: Any) -> NoReturn:
+  def __getitem__(self, ids: Any) -> "ShardedTable":
+    if ids is Ellipsis:  # nnx has `param[...]` for what a variable holds.
+      return self
     raise TypeError(
       "A ShardedTable cannot be indexed: its rows lie on the devices that own"
       " them. Inside `zenjax.value_and_grad(loss_fn)` and"
