@@ -1,1 +1,0 @@
-"""A compressed network's gradients in one exchange, in few or in many."""
