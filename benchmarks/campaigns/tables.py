@@ -1,7 +1,7 @@
-"""`tables`: steps of a model with one table between hosts, in plain `jit`.
+"""`tables`: steps of a model with tables between hosts, in plain `jit`.
 
 Whole steps of training, nothing pinned: the gradient is made inside the step,
-the optimizer is Adagrad, and steps follow each other as in a run. Every host
+and steps follow each other as in a run. Models stand in `models.py`. Every host
 runs `python -m benchmarks.campaigns.tables`.
 
 Letters: `n` hosts, `R` rows, `D` columns, `S` slots of a host, `K` look-ups of
@@ -25,61 +25,50 @@ import optax
 from benchmarks import campaign
 from benchmarks import harness
 from benchmarks import table
+from benchmarks.campaigns import ddp
+from benchmarks.campaigns import models
+from benchmarks.campaigns.models import Model
 from benchmarks.testbed import served
 from benchmarks.testbed.served import AXIS
 import zenjax
 
-# Steps behind each other in a sample, those before, and batches that repeat.
-STEPS, _WARM_UP, _BATCHES = 8, 12, 16
-_RATE, _START, _EPS = 0.05, 0.1, 1e-7  # Of Adagrad.
+# Steps behind each other in a sample, those before, those that are checked.
+STEPS, _WARM_UP, _CHECKED = 8, 12, 4
 _RELATIVE = 1e-4
-# Look-ups of an example of each look-up of the table.
-_BAG = 10
-_ZIPF = 1.145
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-  """The sizes that all forms share."""
-
-  rows: int  # R
-  width: int  # D
-  tokens: int  # K, over all look-ups.
-  look_ups: int  # How often the model looks up rows of the table.
-
-
-def loss(params: Any, ids: Any, y: Any) -> Any:
-  """Bags of rows, each through a vector of its own."""
-  bags = jnp.split(ids, len(params["w"]), axis=1)
-  found = [params["table"][x].mean(1) @ w for x, w in zip(bags, params["w"])]
-  return optax.l2_loss(sum(found), y).mean()
-
-
-_adagrad = optax.adagrad(_RATE, initial_accumulator_value=_START, eps=_EPS)
+_RATE, _START, _EPS = models.RATE, models.START, models.EPS
 
 
 class Form:
   """A way to train, in plain `jit` on automatic axes."""
 
-  tx: Any = _adagrad
-  split = P()  # How the table lies.
-  gradient = staticmethod(jax.value_and_grad)
+  split = P()  # How tables lie.
 
-  def __init__(self, mesh: Any, params: Any):
-    self.mesh = mesh
-    place = lambda x, spec: jax.make_array_from_callback(
-      x.shape, NamedSharding(mesh, spec), lambda at: x[at]
+  def __init__(self, mesh: Any, model: Model):
+    self.mesh, self.model = mesh, model
+    self.loss, self.tx = model.loss, self.transformation(model.tx)
+    self.params = jax.tree.map(
+      lambda x, is_table: self._place(x, self.split if is_table else P()),
+      model.params,
+      model.tables,
     )
-    table = place(params["table"], self.split)
-    self.params = {"table": table, "w": place(params["w"], P())}
 
-  def step(self, params: Any, state: Any, ids: Any, y: Any) -> Any:
-    value, grads = self.gradient(loss)(params, ids, y)
+  def _place(self, x: np.ndarray, spec: P) -> jax.Array:
+    split = NamedSharding(self.mesh, spec)
+    return jax.make_array_from_callback(x.shape, split, lambda at: x[at])
+
+  def transformation(self, tx: Any) -> Any:
+    return tx
+
+  def gradient(self, loss: Any) -> Any:
+    return jax.value_and_grad(loss)
+
+  def step(self, params: Any, state: Any, *batch: Any) -> Any:
+    value, grads = self.gradient(self.loss)(params, *batch)
     updates, state = self.tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
   def rows_here(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of rows that this host has, and these."""
+    """Numbers of rows of `bags` that this host has, and these."""
     shard = params["table"].addressable_shards[0]
     ids = np.arange(params["table"].shape[0])[shard.index[0]]
     return ids, np.asarray(shard.data)
@@ -92,41 +81,50 @@ class RowSharded(Form):
 
 
 class Rows(Form):
-  """zenjax's row gradients of a table that every host has."""
+  """zenjax's row gradients of tables that every host has."""
 
-  tx = optax.chain(zenjax.zen_sync(AXIS), zenjax.lazy_rows(_adagrad))
-  gradient = staticmethod(zenjax.value_and_grad)
+  def transformation(self, tx: Any) -> Any:
+    return optax.chain(zenjax.zen_sync(AXIS), zenjax.lazy_rows(tx))
+
+  def gradient(self, loss: Any) -> Any:
+    return zenjax.value_and_grad(loss, tables=self.model.tables)
 
 
 class RowsMapped(Rows):
   """The same inside `shard_map`."""
 
-  def step(self, params: Any, state: Any, ids: Any, y: Any) -> Any:
-    def local(*args):
-      params, state, value = Rows.step(self, *args)
-      return params, state, lax.pmean(value, AXIS)
+  def step(self, params: Any, state: Any, *batch: Any) -> Any:
+    return _mapped(self, super().step, params, state, *batch)
 
-    specs = (P(), zenjax.state_specs(state, AXIS), P(AXIS), P(AXIS))
-    mapped = jax.shard_map(
-      local,
-      mesh=self.mesh,
-      in_specs=specs,
-      out_specs=(*specs[:2], P()),
-      check_vma=False,
-    )
-    return mapped(params, state, ids, y)
+
+def _mapped(form, step, params, state, *batch):
+  """A step inside `shard_map`."""
+
+  def local(*args):
+    params, state, value = step(*args)
+    return params, state, lax.pmean(value, AXIS)
+
+  specs = zenjax.state_specs((params, state), AXIS)
+  return jax.shard_map(
+    local,
+    mesh=form.mesh,
+    in_specs=(*specs, *[P(AXIS) for _ in batch]),
+    out_specs=(*specs, P()),
+    check_vma=False,
+  )(params, state, *batch)
 
 
 class Sharded(Form):
-  """zenjax's table of which every host has the rows that it owns."""
+  """zenjax's tables of which every host has the rows that it owns."""
 
-  tx = zenjax.owner_update(_adagrad, AXIS)
-  gradient = staticmethod(zenjax.value_and_grad)
+  def __init__(self, mesh: Any, model: Model):
+    self.mesh, self.model, self.loss = mesh, model, model.loss
+    self.tx = zenjax.owner_update(model.tx, AXIS)
+    chosen = model.tables
+    self.params = zenjax.rows.shard(model.params, mesh, AXIS, tables=chosen)
 
-  def __init__(self, mesh: Any, params: Any):
-    self.mesh = mesh
-    chosen = {"table": True, "w": False}
-    self.params = zenjax.rows.shard(params, mesh, AXIS, tables=chosen)
+  def gradient(self, loss: Any) -> Any:
+    return zenjax.value_and_grad(loss, tables=self.model.tables)
 
   def rows_here(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
     found = zenjax.reshard(params)["table"]  # Ranges of rows.
@@ -135,16 +133,38 @@ class Sharded(Form):
     return ids[real], rows[real]
 
 
+class ShardedMapped(Sharded):
+  """The same inside `shard_map`."""
+
+  def step(self, params: Any, state: Any, *batch: Any) -> Any:
+    return _mapped(self, super().step, params, state, *batch)
+
+
 class Ahead(Sharded):
   """The same, with ids of the next batch sent beside the step."""
 
-  def step(self, params: Any, state: Any, ids: Any, y: Any, *coming: Any):
+  def step(self, params: Any, state: Any, *batches: Any):
     state, ahead = state
-    both = zenjax.value_and_grad(loss, prefetched=ahead)
-    value, grads = both(params, ids, y)
-    ahead = zenjax.rows.prefetch(loss)(params, *coming)
+    count = len(batches) // 2
+    batch, coming = batches[:count], batches[count:]
+    chosen = self.model.tables
+    both = zenjax.value_and_grad(self.loss, tables=chosen, prefetched=ahead)
+    value, grads = both(params, *batch)
+    ahead = zenjax.rows.prefetch(self.loss)(params, *coming)
     updates, state = self.tx.update(grads, state, params)
     return optax.apply_updates(params, updates), (state, ahead), value
+
+
+class NoTables(Form):
+  """The same model without tables, as XLA trains it."""
+
+  def __init__(self, mesh: Any, model: Model):
+    assert model.bare is not None
+    loss, params = model.bare
+    no = jax.tree.map(lambda _: False, params)
+    super().__init__(
+      mesh, dataclasses.replace(model, loss=loss, params=params, tables=no)
+    )
 
 
 class ByHand(Form):
@@ -154,16 +174,19 @@ class ByHand(Form):
   would not be known.
   """
 
-  tx = None
-  room = 0
+  split = P(AXIS)
 
-  def __init__(self, mesh: Any, params: Any):
-    n = mesh.size
-    whole = np.pad(params["table"], ((0, -len(params["table"]) % n), (0, 0)))
+  def __init__(self, mesh: Any, model: Model):
+    n, whole = mesh.size, model.params["table"]
+    whole = np.pad(whole, ((0, -len(whole) % n), (0, 0)))
     table = whole.reshape(-1, n, whole.shape[1]).swapaxes(0, 1)
-    given = {"table": table.reshape(whole.shape), "w": params["w"]}
-    self.split = P(AXIS)
-    super().__init__(mesh, given)
+    given = model.params | {"table": table.reshape(whole.shape)}
+    super().__init__(mesh, dataclasses.replace(model, params=given))
+    each = [
+      np.unique(x) for ids, _ in model.batches for x in ids.reshape(n, -1)
+    ]
+    most = max(np.bincount(x % n, minlength=n).max() for x in each)
+    self.room, self.tx = int(1.05 * most), None
 
   def rows_here(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
     shard = params["table"].addressable_shards[0]
@@ -171,7 +194,7 @@ class ByHand(Form):
     ids = np.arange(slots) * self.mesh.size + shard.index[0].start // slots
     return ids, np.asarray(shard.data)
 
-  def step(self, params: Any, state: Any, ids: Any, y: Any) -> Any:
+  def step(self, params: Any, state: Any, *batch: Any) -> Any:
     lies = ({"table": P(AXIS), "w": P()},) * 2
     return jax.shard_map(
       self._local,
@@ -179,7 +202,7 @@ class ByHand(Form):
       in_specs=(*lies, P(AXIS), P(AXIS)),
       out_specs=(*lies, P()),
       check_vma=False,
-    )(params, state, ids, y)
+    )(params, state, *batch)
 
   def _local(self, params, state, ids, y):
     n, room = self.mesh.size, self.room
@@ -203,7 +226,7 @@ class ByHand(Form):
 
     def of_rows(rows, w):
       where = at.reshape(ids.shape)
-      return loss({"table": rows, "w": w}, where, y) / n
+      return self.loss({"table": rows, "w": w}, where, y) / n
 
     value, (rows, dense) = jax.value_and_grad(of_rows, (0, 1))(rows, w)
     value, dense = lax.psum((value, dense), AXIS)
@@ -230,13 +253,16 @@ FORMS: dict[str, type[Form]] = {
   "rows": Rows,
   "rows, shard_map": RowsMapped,
   "sharded": Sharded,
+  "sharded, shard_map": ShardedMapped,
   "sharded, ids ahead": Ahead,
-  "by hand": ByHand,
 }
+# Forms of some models alone; `DDP` is a program of its own.
+ALONE = {"bags": {"by hand": ByHand}, "ngram": {"no tables": NoTables}}
+DDP = "torch DDP"
 
 
 def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:
-  """The touched rows and their values after a step, in float64."""
+  """The touched rows of `bags` and their values after a step, in float64."""
   table, w = (params[k].astype(np.float64) for k in ("table", "w"))
   bags = np.split(ids, len(w), axis=1)
   miss = sum(table[x].mean(1) @ v for x, v in zip(bags, w)) - y
@@ -250,57 +276,76 @@ def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:
   return touched, table[touched] - update
 
 
+def _wrong_rows(form: Form, params: Any) -> int:
+  """Numbers of `bags` that are not those of the first step in float64."""
+  given = form.model.params["table"]
+  if isinstance(form, ByHand):  # As they lie with their owners.
+    given = given.reshape(form.mesh.size, -1, given.shape[1])
+    given = given.swapaxes(0, 1).reshape(-1, given.shape[2])
+  first = form.model.params | {"table": given}
+  touched, want = after_a_step(first, *form.model.batches[0])
+  here, rows = form.rows_here(params)
+  at = np.searchsorted(touched, here)
+  is_touched = touched[np.minimum(at, len(touched) - 1)] == here
+  near = want[at[is_touched]], given[here[~is_touched]]
+  far = np.abs(rows[is_touched] - near[0]) > _RELATIVE * np.abs(want).max()
+  return int(far.sum() + (rows[~is_touched] != near[1]).sum())
+
+
 class _Worker(served.Worker):
   """This host's share of the steps."""
 
+  _models: dict[models.Setting, Model] = {}
+  _losses: dict[models.Setting, list[float]] = {}
+
   def build(self, form: str, setting: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a form, checks its first step, warms up, counts bytes."""
-    made = Setting(**setting)
-    rng = np.random.default_rng(0)
-    w = rng.standard_normal((made.look_ups, made.width), np.float32)
-    draw = rng.standard_normal((made.rows, made.width), np.float32)
-    params = {"table": 0.05 * draw, "w": w}
-    n, bag = self.mesh.size, _BAG * made.look_ups
-    shape = _BATCHES, n * (made.tokens // bag), bag
-    ids = rng.permutation(made.rows)[rng.zipf(_ZIPF, shape) % made.rows]
-    y = np.sin(ids[:, :, 0]).astype(np.float32)
-    batches = list(zip(ids.astype(np.int32), y))
-    known = FORMS[form](self.mesh, params)
-    own = np.unique(ids[0].reshape(n, -1)[0])
-    if isinstance(known, ByHand):
-      each = [np.unique(x) for b in ids for x in b.reshape(n, -1)]
-      most = max(np.bincount(x % n, minlength=n).max() for x in each)
-      known.room = int(1.05 * most)
-    with jax.set_mesh(self.mesh):
-      program = _Program(known, batches, self.compiler)
-      program()
-      touched, want = after_a_step(params, *batches[0])
-      here, rows = known.rows_here(program.params)
-      at = np.searchsorted(touched, here)
-      is_touched = touched[np.minimum(at, len(touched) - 1)] == here
-      near = want[at[is_touched]], params["table"][here[~is_touched]]
-      far = np.abs(rows[is_touched] - near[0]) > _RELATIVE * np.abs(want).max()
-      wrong = int(far.sum() + (rows[~is_touched] != near[1]).sum())
+    """Compiles a form, checks its first steps, warms up, counts bytes."""
+    made = models.Setting(**setting)
+    if made not in self._models:
+      self._models[made] = models.make(made, self.mesh.size)
+    model = self._models[made]
+    if form == DDP:
+      program = ddp.Program(model, self.mesh.size, jax.process_index())
+      losses, wrong = [program()], 0
+    else:
+      of = (FORMS | ALONE.get(made.model, {}))[form](self.mesh, model)
+      with jax.set_mesh(self.mesh):
+        program = Program(of, self.compiler)
+      losses = [program()]
+      wrong = _wrong_rows(of, program.params) if made.model == "bags" else 0
+    losses += [program() for _ in range(_CHECKED - 1)]
+    if form != "no tables":
+      if made not in self._losses:
+        self._losses[made] = model.losses(_CHECKED)
+      want = np.array(self._losses[made])
+      far = np.abs(np.array(losses, float) - want) > _RELATIVE * np.abs(want)
+      wrong += int(far.sum())
     program.run(_WARM_UP)
     before = _received()
     program.run()
     facts = dict(
       received_bytes=(_received() - before) / STEPS,
-      distinct=float(len(own)),
-      union=float(len(np.unique(ids[0]))),
+      ideal_bytes=model.ideal_bytes(self.mesh.size),
     )
+    if made.model == "bags":
+      ids = model.batches[0][0]
+      own = np.split(ids, self.mesh.size)[0]
+      facts |= dict(
+        distinct=float(len(np.unique(own))), union=float(len(np.unique(ids)))
+      )
     self.cases.append(program.run)
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": facts}
 
 
-class _Program:
+class Program:
   """Steps of a form, one after the other."""
 
-  def __init__(self, form: Form, batches: Any, compiler: Any):
+  def __init__(self, form: Form, compiler: Any):
     split = NamedSharding(form.mesh, P(AXIS))
     place = lambda x: jax.make_array_from_callback(
       x.shape, split, lambda at: x[at]
     )
+    batches = form.model.batches
     self._batches = [tuple(map(place, batch)) for batch in batches]
     self._turn, self.params = 0, form.params
     if form.tx is None:
@@ -308,15 +353,20 @@ class _Program:
     elif isinstance(form, Sharded):
       self._state = form.tx.init(form.params)
       if isinstance(form, Ahead):
-        ahead = jax.jit(zenjax.rows.prefetch(loss))
+        ahead = jax.jit(zenjax.rows.prefetch(form.loss))
         self._state = self._state, ahead(form.params, *self._batches[0])
         following = self._batches[1:] + self._batches[:1]
         self._batches = [x + y for x, y in zip(self._batches, following)]
     else:
-      lies = {x.shape: x.sharding for x in form.params.values()}
+      lies = {x.shape: x.sharding for x in jax.tree.leaves(form.params)}
       everywhere = NamedSharding(form.mesh, P())
       state = jax.eval_shape(form.tx.init, form.params)
-      lies = jax.tree.map(lambda x: lies.get(x.shape, everywhere), state)
+      # Row-wise state lies as the rows do.
+      by_rows = {x[0]: lies[x] for x in lies if lies[x].spec == P(AXIS)}
+      place_of = lambda x: lies.get(
+        x.shape, by_rows.get(x.shape[:1] and x.shape[0], everywhere)
+      )
+      lies = jax.tree.map(place_of, state)
       self._state = jax.jit(form.tx.init, out_shardings=lies)(form.params)
     given = self.params, self._state
     lies = jax.tree.map(lambda x: x.sharding, given)
@@ -330,7 +380,7 @@ class _Program:
     )
 
   def __call__(self) -> Any:
-    batch = self._batches[self._turn % _BATCHES]
+    batch = self._batches[self._turn % len(self._batches)]
     self._turn += 1
     self.params, self._state, value = self._step(
       self.params, self._state, *batch
@@ -350,8 +400,14 @@ def _received() -> float:
   return sum(counts)
 
 
+def _over_ideal(result: Any, peers: Any) -> float:
+  del peers
+  return result.facts["received_bytes"] / result.facts["ideal_bytes"]
+
+
 COLUMNS = (
   table.fact("received\nMB", "received_bytes", ".2f", unit=1e6),
+  table.Column("over\nideal", _over_ideal, ".2f"),
   table.WRONG,
   table.COMPILE,
   table.Column("a step\nms", lambda r, _: r.median_s * 1e3 / STEPS),
@@ -365,14 +421,20 @@ def cases(
   options: argparse.Namespace,
 ) -> AbstractContextManager[list[harness.Case]]:
   """Returns a context that yields every form on hosts."""
-  names = harness.named("--variants", options.variants, FORMS)
-  names_of = [field.name for field in dataclasses.fields(Setting)]
-  setting = {name: getattr(options, name) for name in names_of}
+  model = options.model
+  known = [*FORMS, *ALONE.get(model, {}), *[DDP] * (model == "dlrm")]
+  names = harness.named("--variants", options.variants, known)
+  fields = [field.name for field in dataclasses.fields(models.Setting)]
+  setting = {name: getattr(options, name) for name in fields}
+  setting["rows"] = options.rows or models.MODELS[model][1]
+  what = f"{model}, {setting['rows']:,} rows"
+  if model == "bags":
+    what = "{rows:,} x {width}, {look_ups} look-ups".format(**setting)
   return campaign.cases(
     "campaigns.tables",
     options,
     "unlimited" if options.loopback else options.rate,
-    f"{options.rows:,} x {options.width}, {options.look_ups} look-ups",
+    what,
     {name: {"form": name, "setting": setting} for name in names},
     keep_memory=False,
   )

@@ -1,0 +1,121 @@
+"""DLRM in torch with `DistributedDataParallel`: a peer of `tables`.
+
+Gradients of its tables are dense, and Gloo sums them in buckets, as users of
+torch on CPUs have it. The same first numbers and batches as all other forms.
+"""
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.campaigns.models import Model
+from benchmarks.campaigns.models import RATE
+from benchmarks.campaigns.models import START
+
+_STEPS = 8  # Of a sample, as of `tables`.
+
+
+def _torch() -> Any:
+  try:
+    import torch
+  except ImportError as error:
+    raise ValueError(
+      "`--variants 'torch DDP'` needs torch, which is not installed; install"
+      " zenjax with its extra `[peers]`, or leave this variant out."
+    ) from error
+  return torch
+
+
+def _module(torch: Any, params: Any) -> Any:
+  """Returns DLRM as `examples.studies.dlrm.model` has it, with its numbers."""
+  nn = torch.nn
+  tensor = lambda x: torch.from_numpy(np.array(x))
+
+  def mlp(layers: Any) -> Any:
+    made = []
+    for layer in layers.values():
+      linear = nn.Linear(*layer["kernel"].shape)
+      linear.weight.data = tensor(layer["kernel"].T.copy())
+      linear.bias.data = tensor(layer["bias"])
+      made += [linear, nn.ReLU()]
+    return nn.Sequential(*made[:-1])
+
+  class Dlrm(nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.bottom = mlp(params["bottom"]["layers"])
+      self.top = mlp(params["top"]["layers"])
+      found = [x["embedding"] for x in params["tables"].values()]
+      self.tables = nn.ModuleList(
+        [nn.Embedding.from_pretrained(tensor(x), freeze=False) for x in found]
+      )
+
+    def forward(self, numbers: Any, ids: Any) -> Any:
+      dense = torch.relu(self.bottom(numbers))
+      found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+      vectors = torch.stack([dense, *found], dim=1)
+      dots = vectors @ vectors.transpose(1, 2)
+      one, other = np.tril_indices(vectors.shape[1], -1)
+      seen = torch.cat([dense, dots[:, one, other]], dim=1)
+      return self.top(seen)[:, 0]
+
+  return Dlrm()
+
+
+def _card() -> str:
+  """The card that joins this host to the others."""
+  lines = pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]
+  cards = [line.split(":")[0].strip() for line in lines]
+  joined = [card for card in cards if card != "lo"]
+  limited = os.environ["ZENJAX_HOST_ADDRESS"] != "127.0.0.1"
+  return joined[0] if limited and joined else "lo"
+
+
+class Program:
+  """Steps of it, one after the other."""
+
+  def __init__(self, model: Model, hosts: int, host: int):
+    torch = self._torch = _torch()
+    start = time.perf_counter()
+    os.environ["GLOO_SOCKET_IFNAME"] = _card()
+    store = pathlib.Path(os.environ["ZENJAX_HOST_CACHE"]) / "torch-store"
+    torch.distributed.init_process_group(
+      "gloo", init_method=f"file://{store}", rank=host, world_size=hosts
+    )
+    module = _module(torch, model.params)
+    self._module = torch.nn.parallel.DistributedDataParallel(module)
+    self._tx = torch.optim.Adagrad(
+      module.parameters(), lr=RATE, initial_accumulator_value=START
+    )
+    self._batches = [
+      [torch.from_numpy(np.array(x)) for x in model.part(b, host, hosts)]
+      for b in model.batches
+    ]
+    self._turn = 0
+    self.compile_s = time.perf_counter() - start
+
+  def _step(self) -> Any:
+    labels, numbers, ids = self._batches[self._turn % len(self._batches)]
+    self._turn += 1
+    logits = self._module(numbers, ids.long())
+    of = self._torch.nn.functional.binary_cross_entropy_with_logits
+    loss = of(logits, labels)
+    self._tx.zero_grad()
+    loss.backward()
+    self._tx.step()
+    return loss.detach()
+
+  def __call__(self) -> float:
+    """Takes a step; the loss of all hosts."""
+    loss = self._step()
+    self._torch.distributed.all_reduce(loss)
+    return float(loss) / self._torch.distributed.get_world_size()
+
+  def run(self, steps: int = _STEPS) -> None:
+    """Takes steps behind each other; all hosts wait for the last."""
+    for _ in range(steps):
+      self._step()
+    self._torch.distributed.barrier()
