@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import sharded_counts
 
 import zenjax
 from zenjax import packed
@@ -239,6 +240,38 @@ def test_narrow_tables_are_looked_up_where_they_are_stored_packed():
   np.testing.assert_allclose(dense, grads["t"], rtol=1e-4, atol=1e-3)
 
 
+def _require_counted(state, ids, loss_fn=_bags, norms=0) -> None:
+  """Compares what the last step has counted with NumPy's counts of its batch.
+
+  Args:
+    state: After it.
+    ids: `[B, 5]`, of all devices.
+    loss_fn: Of which there are `_bags` and `_two_tables`.
+    norms: As of `sharded_counts.counted`.
+  """
+  params, opt_state = state
+  found: Any = zenjax.stats(opt_state)
+  devices = int(found["t"]["devices"])
+  ids = np.asarray(ids).reshape(devices, -1, 5)
+  plain = lambda x, rows: np.where(x < 0, x + rows, x).reshape(devices, -1)
+  if loss_fn is _bags:
+    tables = {"t": params["t"]}
+    both = np.concatenate([ids, ids[..., :1]], axis=2)
+    look_ups = {"t": plain(both, R)}
+  else:
+    tables = {"t": params["t"], "u": params["u"]}
+    look_ups = {"t": plain(ids, R), "u": plain(ids[..., 1] % 500, 500)}
+  want = sharded_counts.counted(tables, look_ups, norms=norms)
+  assert {k: sorted(x) for k, x in found.items()} == {
+    k: sorted(x) for k, x in want.items()
+  }
+  for leaf, numbers in want.items():
+    for name, value in numbers.items():
+      np.testing.assert_allclose(
+        found[leaf][name], value, rtol=1e-5, err_msg=f"{leaf}/{name}"
+      )
+
+
 OPTIMIZERS = dict(
   sgd=optax.sgd(0.05),
   adagrad=optax.adagrad(0.05),
@@ -309,7 +342,8 @@ def test_steps_are_those_of_whole_tables(name, kind, n):
   mesh, tx = _mesh(n), zenjax.owner_update(OPTIMIZERS[name], "data")
   params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
   step, batches = jax.jit(_step(tx)), list(_batches(kind, n, 6))
-  (got, _), loss = _steps(step, (params, tx.init(params)), batches, mesh)
+  (got, seen), loss = _steps(step, (params, tx.init(params)), batches, mesh)
+  _require_counted((got, seen), batches[-1][0], norms=int("clip" in name))
   want, whole_loss = _whole_run(name, kind, n)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
   got = zenjax.rows.unshard(got)
@@ -355,8 +389,9 @@ def test_on_every_mesh_steps_are_those_of_whole_tables(explicit, shape):
   with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
     batches = list(_batches("usual", 4, 6))
     state = params, tx.init(params)
-    (got, _), loss = _steps(jax.jit(_step(tx, bags)), state, batches, mesh)
-  got = zenjax.rows.unshard(got)
+    state, loss = _steps(jax.jit(_step(tx, bags)), state, batches, mesh)
+  _require_counted(state, batches[-1][0])
+  got = zenjax.rows.unshard(state[0])
   want, whole_loss = _whole_run("adagrad", "usual", 4)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
   for leaf, value in want.items():
@@ -388,11 +423,12 @@ def test_inside_shard_map_steps_are_those_of_plain_jit(way):
   )
   if way == "data_parallel":
     mapped = zenjax.data_parallel(_step(tx), mesh, "data")
-  batches = _batches("usual", 4, 6)
-  (got, _), loss = _steps(jax.jit(mapped), state, batches, mesh)
+  batches = list(_batches("usual", 4, 6))
+  state, loss = _steps(jax.jit(mapped), state, batches, mesh)
+  _require_counted(state, batches[-1][0])
   want, whole_loss = _whole_run("adagrad", "usual", 4)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
-  got = zenjax.rows.unshard(got)
+  got = zenjax.rows.unshard(state[0])
   np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
 
 
@@ -456,9 +492,11 @@ def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
         zenjax.data_parallel(_step(tx), mesh, BOTH)(
           state, *next(_batches(kind, 4, 1))
         )
-    step, loss = jax.jit(step), jnp.inf
+    step, loss, batch = jax.jit(step), jnp.inf, None
     for batch in _batches(kind, shape[1], 6):
       state, loss = step(state, *jax.device_put(batch, lie))
+  assert batch is not None
+  _require_counted(state, batch[0], norms=int("clip" in name))
   got, opt_state = state
   want, whole_loss = _whole_run(name, kind, shape[1])
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
@@ -505,6 +543,7 @@ def test_a_group_whose_rows_do_not_fit_keeps_the_other_in_step():
   for _ in range(2):
     state, _ = step(state, *jax.device_put(batch, lie))
     want, opt_state = whole(want, opt_state)
+  _require_counted(state, ids, norms=1)
   got = zenjax.rows.unshard(state[0])
   for leaf, value in want.items():
     np.testing.assert_allclose(got[leaf], value, rtol=1e-5, atol=1e-6)
@@ -552,6 +591,7 @@ def test_ids_ahead_change_no_bit(kind, shape):
     state, ahead, loss = step(state, ahead, batch, coming)
   for x, y in zip(*map(jax.tree.leaves, (state, want)), strict=True):
     np.testing.assert_array_equal(x, y)
+  _require_counted(state, batches[-1][0], _two_tables)
   assert jnp.isfinite(loss)
   *_, loss = step(state, ahead, batches[1], batches[0])
   assert jnp.isnan(loss)  # Of another batch than was announced.
@@ -803,7 +843,8 @@ def test_back_on_the_same_devices_nothing_has_changed():
     np.testing.assert_array_equal(one, other)
   keys = [[*x[1].owners.tables] for x in (before, after)]
   assert keys[0] == keys[1]
-  assert "rows of sharded tables" in zenjax.report(before)
+  assert zenjax.report(before) == "owner_update: no step was taken yet."
+  assert not zenjax.stats(before)
 
 
 def test_a_table_of_another_mesh_is_refused():
@@ -859,7 +900,7 @@ def test_drawn_look_ups_are_fetched(seed):
   count = n * int(rng.integers(1, 60))
   ids = (rng.zipf(1.2, count) % (rows + 1)).astype(np.int32)
   fetch = jax.jit(functools.partial(sharded_tables.fetch_on, mesh))
-  (got,), most = fetch([sharded], [[_split(ids, mesh)]])
+  (got,), (most, _) = fetch([sharded], [[_split(ids, mesh)]])
   real = (ids < rows)[:, None]
   want = np.where(real, table[np.minimum(ids, rows - 1)], 0)
   np.testing.assert_array_equal(got[0], want)

@@ -155,7 +155,8 @@ def retune(
 
   Raises:
     TypeError: `plan` is no plan.
-    ValueError: `state` is of another plan or has taken no step, `plan` does not
+    ValueError: `state` is of another plan, of sharded tables alone, or has
+      taken no step, `plan` does not
       say of which machine it is, or a number is negative.
 
   Example:
@@ -181,7 +182,15 @@ def retune(
     (2.0, 3.0, True)
   """
   _check(plan, compile_seconds, steps_left)
-  sync_state.require(state)
+  nodes = sync_state.require(state)
+  sharded = [name for node in nodes for name in sync_state.tables(node)]
+  if sharded and not any(map(sync_state.whole_leaves, nodes)):
+    raise ValueError(
+      "`state` must be of `zen_sync(plan=plan)`, and its tables"
+      f" {sorted(sharded)} are sharded: owner_update has no plan to change."
+      " Give `profile=zenjax.planner.profile(state)` to"
+      " `zenjax.planner.plan_tables`, which says what form they should have."
+    )
   seen = stats.synced_leaves(state)
   _require_same(plan, seen)
   question = _question(plan, stats.profile(state))

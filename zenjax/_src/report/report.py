@@ -10,7 +10,6 @@ import numpy as np
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.rows import catching_up
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import owner_update
@@ -21,8 +20,8 @@ def report(state: Any) -> str:
   """Returns tables of what the last step exchanged and what to pin.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `SparsifierState` or
-      `ErrorFeedbackState` anywhere inside.
+    state: An optimizer state with a `ZenSyncState`, `OwnerState`,
+      `SparsifierState` or `ErrorFeedbackState` anywhere inside.
 
   Returns:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
@@ -33,6 +32,10 @@ def report(state: Any) -> str:
     received by a device beside those of a dense all-reduce, whether zen_sync
     pays by bytes, and the `capacities=` to pin. Each table is followed by the
     meaning of its columns.
+
+    For each table of `zenjax.rows.shard` the rows that a device looked up, the
+    union that owners updated, room of the buffers, exchanges of ids and rows
+    and of gradients, and the same bytes; there is nothing to pin.
 
     Where devices hold the same rows a line asks whether their gradients were
     averaged before: then each sends what all have, and little is saved. Where
@@ -79,11 +82,15 @@ class _Column(NamedTuple):
   legend: str = ""
 
 
+def _format(number: float, form: str) -> str:
+  return format(number, form) if np.isfinite(number) else "-"
+
+
 def _number(heading: str, name: str, form: str, legend: str = "") -> _Column:
   """Shows a number, or a dash where it is not known."""
 
   def cell(s: Mapping[str, float]) -> str:
-    return format(s[name], form) if np.isfinite(s[name]) else "-"
+    return _format(s[name], form)
 
   return _Column(heading, cell, legend)
 
@@ -93,7 +100,7 @@ def _numbers(*columns: tuple[str, ...]) -> tuple[_Column, ...]:
 
 
 def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
-  return _Column(heading, lambda s: f"{s[name] / 1e6:.3f}", legend)
+  return _Column(heading, lambda s: _format(s[name] / 1e6, ".3f"), legend)
 
 
 def _bytes(s: Mapping[str, float]) -> str:
@@ -102,6 +109,8 @@ def _bytes(s: Mapping[str, float]) -> str:
     return "rows wait"
   if s.get("went_dense"):
     return "dense"
+  if np.isnan(s["wire_bytes"]):
+    return "-"
   gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
   return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
 
@@ -150,8 +159,16 @@ def _scheme(s: Mapping[str, float]) -> str:
   return f"zen/{s['column_groups']:.0f}" if name == "zen" else name
 
 
+_SHAPE = _Column(
+  "rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"
+)
+_IMBALANCE = (
+  ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
+  ("pull imb", "pull_imbalance", ".2f"),
+)
+
 _SYNCED = (
-  _Column("rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"),
+  _SHAPE,
   _Column("scheme", _scheme, "zen/g: rows split in g column groups"),
   *_numbers(
     (
@@ -162,8 +179,7 @@ _SYNCED = (
     ),
     ("union", "union_density", ".2%", "union: of all devices"),
     ("growth", "growth", ".2f", "growth: their ratio"),
-    ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
-    ("pull imb", "pull_imbalance", ".2f"),
+    *_IMBALANCE,
     _ROUNDS,
     (
       "overflow",
@@ -180,6 +196,21 @@ _WITHHELD = (
   " density counts all rows to send, union those that came back."
 )
 
+# Of tables that devices share.
+_SHARDED = (
+  _SHAPE,
+  *_numbers(
+    ("looked up", "density", ".2%", "looked up: distinct rows of a device"),
+    ("union", "union_density", ".2%", "union: of all devices"),
+    ("growth", "growth", ".2f", "growth: their ratio"),
+    *_IMBALANCE,
+    ("room", "room", ".0f", "room: rows that a pair's buffer had"),
+    ("fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"),
+    ("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
+  ),
+  *_RECEIVED,
+)
+
 _SAME_ROWS = (
   "{}: all devices hold the same rows: were the gradients averaged before {}?"
   " remove that pmean."
@@ -191,17 +222,18 @@ def _of_synced_leaves(
 ) -> list[str]:
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
-    leaves = jax.tree.leaves(state, is_leaf=is_sharded)
-    if any(map(is_sharded, leaves)):
-      return [f"{by}: rows of sharded tables travel, which nothing counts."]
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
   known, advice = stats.synced_leaves(state), stats.advise(state)
   steps = max(int(node.step) for node in nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
+  sharded = _of_sharded_tables(state)
+  if sharded and not any(map(sync_state.whole_leaves, nodes)):
+    return sharded
   if not known:
     alone = "step was" if steps == 1 else f"{steps} steps were"
-    return [f"{by}: the {alone} taken on one device: nothing was exchanged."]
+    told = f"{by}: the {alone} taken on one device: nothing was exchanged."
+    return [told, *sharded]
   devices = int(next(iter(known.values()))["devices"])
   title = f"{by} after {steps} steps on {devices} devices"
   pins = {name: str(pin) for name, pin in advice.items()}
@@ -212,7 +244,21 @@ def _of_synced_leaves(
   lines += _predictions(nodes)
   if any(s["withheld"] for s in known.values()):
     lines += [_WITHHELD]
-  return lines
+  return lines + sharded
+
+
+def _of_sharded_tables(state: Any) -> list[str]:
+  known = stats.sharded_tables(state)
+  if not known:
+    return []
+  steps = max(
+    int(node.step) for node in sync_state.find(state) if sync_state.tables(node)
+  )
+  devices = int(next(iter(known.values()))["devices"])
+  title = (
+    f"owner_update, sharded tables, after {steps} steps on {devices} devices"
+  )
+  return _table(title, known, _SHARDED, "table")
 
 
 def _synchronized_by(state: Any) -> str:

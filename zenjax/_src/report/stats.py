@@ -13,8 +13,10 @@ from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import Last
+from zenjax._src.sync.sync_state import LastOfTable
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import Sizes
+from zenjax._src.sync.sync_state import TableState
 
 # Numbers by leaf or sparsifier, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
@@ -46,8 +48,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   this: its numbers are of the devices of all.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `SparsifierState` or
-      `ErrorFeedbackState` anywhere inside.
+    state: An optimizer state with a `ZenSyncState`, `OwnerState`,
+      `SparsifierState` or `ErrorFeedbackState` anywhere inside.
     flat: Whether names are one string each, "leaf/density", as writers of
       metrics want them, and not of leaf and statistic apart.
 
@@ -64,6 +66,19 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     shared out by the rows that each sent, and `rounds` are those of all. Remote
     copies send no padding: `wire_bytes` are then the mean bytes of rows and
     ids.
+
+    Tables of `zenjax.rows.shard` have the same numbers, where a row counts that
+    a device looked up, and the union is what owners updated. `wire_bytes` are
+    of the ids, rows and gradient rows of a step, padding included, and of what
+    copies bring together; those of ids that were sent ahead are of the step
+    that looks them up. There are besides `owners` (devices that share the
+    rows), `room` (rows that a buffer of gradients had for each pair of devices;
+    0 on one device) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
+    are those of gradients), and neither `scheme`, `column_groups`, `went_dense`
+    nor `withheld`. NaN for what is not known: bytes and `fetch_rounds` where
+    gradients were rebuilt leaf by leaf on their way to `owner_update`. A
+    process that sees some owners alone takes these for all: the hash deals rows
+    evenly.
 
     With `on_overflow="carry"` `density` counts rows that waited too. Where
     `withheld` is 1 some wait again: `union_density` then counts those that
@@ -121,6 +136,7 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
       " `exdyna`, `micro` or `error_feedback` returned."
     )
   synced, selected = synced_leaves(state), selected_leaves(state)
+  synced |= sharded_tables(state)
   leaves = {
     name: synced.get(name, {}) | selected.get(name, {})
     for name in (*synced, *selected)
@@ -140,15 +156,64 @@ def synced_leaves(state: Any) -> Stats:
   return {
     name: _synced(*numbers_of(leaf))
     for node in sync_state.find(state)
-    for name, leaf in node.leaves.items()
+    for name, leaf in sync_state.whole_leaves(node).items()
     if int(np.asarray(leaf.sizes)[0])
   }
 
 
-def numbers_of(leaf: LeafState) -> tuple[Sizes, Last]:
+def sharded_tables(state: Any) -> Stats:
+  """Returns `stats` of sharded tables, as `owner_update` counted."""
+  return {
+    name: _sharded(leaf)
+    for node in sync_state.find(state)
+    for name, leaf in sync_state.tables(node).items()
+    if int(np.asarray(leaf.sizes)[0])
+  }
+
+
+def numbers_of(leaf: LeafState | TableState) -> tuple[Sizes, Last]:
   """Returns the numbers of a leaf as Python's."""
   sizes = Sizes(*np.asarray(leaf.sizes).tolist())
-  return sizes, Last(*np.asarray(leaf.last).tolist())
+  if isinstance(leaf, LeafState):
+    return sizes, Last(*np.asarray(leaf.last).tolist())
+  last, own = _last_of(leaf), _of_owners(leaf.updated.part)
+  # As many owners as there are now; another number may have counted.
+  union = float(np.mean(own)) * leaf.updated.part.shape[0]
+  uneven = ratio(float(np.max(own)), float(np.mean(own)))
+  return sizes, Last(
+    local_rows=last.local_rows,
+    union_rows=union,
+    push_need=last.push_need,
+    pull_need=uneven * union / max(sizes.row_groups, 1),
+    push_mean=last.local_rows / max(sizes.row_groups, 1),
+    rounds=last.rounds,
+    overflow_rows=last.overflow_rows,
+    wire_bytes=last.wire_bytes,
+    dense_bytes=last.dense_bytes,
+    went_dense=0.0,
+    withheld=0.0,
+  )
+
+
+def _last_of(leaf: TableState) -> LastOfTable:
+  return LastOfTable(*np.asarray(leaf.last).tolist())
+
+
+def _of_owners(x: Any) -> np.ndarray:
+  """Returns a number of each owner that this process sees."""
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return np.asarray(x)
+  seen = {str(s.index): np.asarray(s.data) for s in x.addressable_shards}
+  return np.concatenate([*seen.values()])
+
+
+def _sharded(leaf: TableState) -> dict[str, float]:
+  sizes, last = numbers_of(leaf)
+  found, own = _synced(sizes, last), _last_of(leaf)
+  for name in ("scheme", "column_groups", "went_dense", "withheld"):
+    del found[name]
+  more = {"room": own.room, "fetch_rounds": own.fetch_rounds}
+  return {**found, "owners": sizes.row_groups, **more}
 
 
 def _synced(sizes: Sizes, last: Last) -> dict[str, float]:
@@ -180,7 +245,7 @@ def selected_leaves(state: Any) -> Stats:
   """Returns `stats` of leaves from which `error_feedback` has selected."""
   unions = {}
   for node in sync_state.find(state):
-    for name, leaf in node.leaves.items():
+    for name, leaf in sync_state.whole_leaves(node).items():
       sizes, last = numbers_of(leaf)
       if not last.withheld:
         unions[name] = sizes.num_rows, last.union_rows
@@ -262,7 +327,9 @@ def advise(
       taken without it.
 
   Returns:
-    By leaf name `(push, pull)` for `zen_sync(capacities=...)`: of what the last
+    By leaf name `(push, pull)` for `zen_sync(capacities=...)`; tables of
+    `zenjax.rows.shard`, whose buffers are as large as a batch needs, have
+    nothing to pin and are left out. Of what the last
     64 steps needed, the 90th percentile of the push and the 10th of the pull,
     which goes on in small chunks. Steps above break-even do not count: they
     take the dense path whatever is pinned, and a first round large enough for
@@ -289,7 +356,7 @@ def advise(
   advice: dict[str, tuple[int, int]] = {}
   for node in sync_state.require(state):
     steps = min(int(node.step), sync_state.HISTORY)
-    for name, leaf in node.leaves.items():
+    for name, leaf in sync_state.whole_leaves(node).items():
       num_rows = int(np.asarray(leaf.sizes)[0])
       needs = np.asarray(leaf.history)[:steps]
       needs = needs[needs[:, 0] != sync_state.DENSE_STEP]
@@ -317,9 +384,10 @@ def profile(state: Any) -> dict[str, Profile]:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name what `zen_sync(scheme="auto", profile=...)` takes. Leaves that
-    were not looked at are left out: those summed dense from the start, and all
-    before the first step.
+    By leaf name what `zen_sync(scheme="auto", profile=...)`, `planner.plan` and
+    `planner.plan_tables` take, of tables of `zenjax.rows.shard` too. Leaves
+    that were not looked at are left out: those summed dense from the start, and
+    all before the first step.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.

@@ -858,10 +858,32 @@ def _ask(table: ShardedTable, ids: jax.Array) -> _Asked:
   return _Asked(owner, back, places, first)
 
 
-def _most(asked: Sequence[_Asked], axes: Axes) -> jax.Array:
-  """Distinct rows of the fullest pair along `axes`: `[T]` of each table."""
-  most = jnp.stack([_fullest(a) for a in asked])
-  return compat.agreed(collectives.pmax(most, axes), axes)
+class Counts(NamedTuple):
+  """Counts of a table's look-ups: of a device, or joined over devices."""
+
+  most: Any  # distinct rows of the owner that is asked the most; the largest
+  rows: Any  # distinct rows, of all owners; the sum
+  beyond: Any  # those that the largest buffers have no room for; the sum
+
+
+def _counted(asked: _Asked, room: int) -> jax.Array:
+  """The counts of a device, with buffers of at most `room` rows: `[3]`."""
+  each = jnp.diff(asked.first)
+  beyond = jnp.sum(jnp.maximum(each - room, 0), dtype=jnp.int32)
+  return jnp.stack(Counts(jnp.max(each), asked.first[-1], beyond))
+
+
+def _joined(counts: jax.Array) -> jax.Array:
+  """Counts `[k, T, 3]` of `k` devices as those of all: `[T, 3]`."""
+  most, rows, beyond = [counts[..., i] for i in range(counts.shape[-1])]
+  sums = wire.sum_counts(rows), wire.sum_counts(beyond)
+  return jnp.stack(Counts(jnp.max(most, axis=0), *sums), axis=-1)
+
+
+def _of_all(x: jax.Array, axes: Axes) -> jax.Array:
+  """`[k, ...]` of all devices along `axes`, by one sum of a few numbers."""
+  each = jnp.zeros((collectives.size(axes), *x.shape), x.dtype)
+  return collectives.psum(each.at[lax.axis_index(axes)].set(x), axes)
 
 
 def _fullest(asked: _Asked) -> jax.Array:
@@ -891,10 +913,17 @@ def words_of_step(
   Returns:
     Words of 32 bits of the messages with ids, rows and gradient rows.
   """
-  n, rooms = layout.groups, _rooms(look_ups, layout)
+  rooms = _rooms(look_ups, layout)
   room = next((room for room in rooms if room >= most), rooms[-1])
-  rows = wire.words_for(room * width, dtype)
-  return n * (rooms[-1] + 1), n * rows, n * (room + rows)
+  return _words(room, rooms[-1], layout, width, dtype)
+
+
+def _words(
+  room: int, largest: int, layout: Layout, width: int, dtype: Any
+) -> tuple[int, int, int]:
+  """As `words_of_step`, of buffers for `room` rows a pair."""
+  n, rows = layout.groups, wire.words_for(room * width, dtype)
+  return n * (largest + len(Counts._fields)), n * rows, n * (room + rows)
 
 
 class _Sizes(NamedTuple):
@@ -919,10 +948,33 @@ class _Sizes(NamedTuple):
     rooms = jnp.array(self.rooms, jnp.int32)
     return jnp.max(jnp.sum(rooms < most[:, None], axis=1, dtype=jnp.int32))
 
+  def words(
+    self, tables: Sequence[ShardedTable]
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words of messages with ids, rows and gradient rows, `[T, levels]`."""
+    found = [
+      [
+        _words(room, rooms[_LAST], table.layout, table.shape[1], table.dtype)
+        for room in rooms
+      ]
+      for table, rooms in zip(tables, self.rooms)
+    ]
+    ids, rows, pushed = np.moveaxis(np.array(found, np.float32), -1, 0)
+    return ids, rows, pushed
+
+
+class Fetched(NamedTuple):
+  """Counts of a table's look-ups in a step, equal on all devices."""
+
+  rows: Any  # distinct rows of a device, mean
+  beyond: Any  # rows of all devices that the first buffers had no room for
+  rounds: Any  # exchanges of ids and rows
+  wire_bytes: Any  # that a device received in these
+
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("ids", "asked", "came", "most"),
+  data_fields=("ids", "asked", "came", "counts"),
   meta_fields=("layouts",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -936,7 +988,7 @@ class Ahead:
   ids: list[jax.Array]  # [K] int32 of each table
   asked: list[_Asked]
   came: list[jax.Array]  # [n, C] int32, slots that others ask this device for
-  most: jax.Array  # [1, T] int32, of the fullest pair of devices
+  counts: jax.Array  # [1, T, 3] int32, `Counts` of all devices
   layouts: tuple[Layout, ...]
 
 
@@ -945,7 +997,7 @@ def fetch_on(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
-) -> tuple[list[list[jax.Array]], jax.Array]:
+) -> tuple[list[list[jax.Array]], tuple[jax.Array, jax.Array]]:
   """As `fetch`, of a whole batch's look-ups where `mesh` is given.
 
   Args:
@@ -994,16 +1046,25 @@ def ask(
   asked = [_ask(table, x) for table, x in zip(tables, joined)]
   layouts = tuple([table.layout for table in tables])
   if tables[0].devices == 1:
-    none = jnp.zeros((1, 0), jnp.int32)
-    most = jnp.zeros((1, len(tables)), jnp.int32)
-    return Ahead(joined, asked, [none] * len(tables), most, layouts)
-  came = _ids_of(tables, asked, 0)
-  # Every device has told all others its own, so that all know the most.
-  most = jnp.max(jnp.concatenate([x for _, x in came], axis=1), axis=0)
+    came = [jnp.zeros((1, 0), jnp.int32)] * len(tables)
+    counts = _own_counts(tables, asked)[None]
+  else:
+    # Every device has told all others its own counts.
+    came, told = zip(*_ids_of(tables, asked, 0))
+    counts = jnp.stack(told, axis=1)
   if replicas := tables[0].replicas:
     # So that all take the same branches, and rounds.
-    most = collectives.pmax(most, replicas)
-  return Ahead(joined, asked, [x for x, _ in came], most[None], layouts)
+    counts = _of_all(counts, replicas).reshape(-1, *counts.shape[1:])
+  counts = _joined(counts)
+  return Ahead(joined, asked, list(came), counts[None], layouts)
+
+
+def _own_counts(
+  tables: Sequence[ShardedTable], asked: Sequence[_Asked]
+) -> jax.Array:
+  """The counts of this device: `[T, 3]`."""
+  rooms = _Sizes.of(tables, asked).at(_LAST)
+  return jnp.stack([_counted(*x) for x in zip(asked, rooms)])
 
 
 def _ids_of(
@@ -1012,14 +1073,14 @@ def _ids_of(
   """Asks owners; ids are few bytes beside rows, and have the most room.
 
   Returns:
-    Of each table slots `[n, C]` and the most distinct rows that each device
-    asks of any, `[n, 1]`.
+    Of each table slots `[n, C]` and the counts of each device, `[n, 3]`.
   """
   n, rooms = tables[0].devices, _Sizes.of(tables, asked).at(_LAST)
   sent = []
-  for table, a, room in zip(tables, asked, rooms):
+  own = _own_counts(tables, asked)
+  for table, a, room, counts in zip(tables, asked, rooms, own):
     slots = _slots(table, a, a.first[:-1] + turn * room, room)[1]
-    sent.append([slots, jnp.broadcast_to(_fullest(a), (n, 1))])
+    sent.append([slots, jnp.broadcast_to(counts, (n, len(counts)))])
   return wire.exchange(sent, collectives.all_to_all, tables[0].axes)
 
 
@@ -1047,7 +1108,7 @@ def fetch(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
-) -> tuple[list[list[jax.Array]], jax.Array]:
+) -> tuple[list[list[jax.Array]], tuple[jax.Array, jax.Array]]:
   """Returns the rows that a device looks up, from the devices that own them.
 
   Distinct ids travel to their owners and rows come back, of all tables in one
@@ -1061,8 +1122,9 @@ def fetch(
       rows are NaN.
 
   Returns:
-    The same with rows `[K, D]`, zeros where there is none, and the most
-    distinct rows that any device asked of any other, `[T] int32`.
+    The same with rows `[K, D]`, zeros where there is none; and the most
+    distinct rows that any device asked of any other, `[T] int32`, with
+    `Fetched` of each table, `[T, 4] float32`.
   """
   n, same = tables[0].devices, None
   if ahead is None:
@@ -1070,13 +1132,15 @@ def fetch(
   else:
     same = _of_this_batch(tables, ids, ahead)
   asked = ahead.asked
+  counts = compat.agreed(ahead.counts[0], tables[0].batch_axes)
+  most, sizes = counts[:, 0], _Sizes.of(tables, asked)
   if n == 1:
     rows = []
     for table, a in zip(tables, asked):
       own = _own_rows(table, a.places)[a.number]
       rows.append(jnp.where((a.owner < n)[:, None], own, 0))
-    return _cut_up(rows, ids, same), ahead.most[0]
-  sizes = _Sizes.of(tables, asked)
+    found = most, _fetched(tables, sizes, counts, jnp.int32(1))
+    return _cut_up(rows, ids, same), found
   largest = sizes.at(_LAST)
 
   def turn(turn: Any, level: Any, slots: Any, rows: Sequence[Any]) -> list[Any]:
@@ -1084,7 +1148,6 @@ def fetch(
     every = zip(tables, asked, got, largest, rows)
     return [_looked_up(*x, turn=turn) for x in every]
 
-  most = compat.agreed(ahead.most[0], tables[0].batch_axes)
   rounds = jnp.max(-(-most // jnp.array(largest, jnp.int32)))
   rows = turn(0, sizes.level(most), ahead.came, [0] * len(tables))
 
@@ -1093,7 +1156,38 @@ def fetch(
     return turn(r, None, slots, rows)
 
   rows = lax.fori_loop(1, rounds, more, rows)
-  return _cut_up(rows, ids, same), most
+  found = most, _fetched(tables, sizes, counts, jnp.maximum(rounds, 1))
+  return _cut_up(rows, ids, same), found
+
+
+def _fetched(
+  tables: Sequence[ShardedTable],
+  sizes: "_Sizes",
+  counts: jax.Array,
+  rounds: jax.Array,
+) -> jax.Array:
+  """Returns `Fetched` of each table, `[T, 4]`, of counts of all devices."""
+  n = tables[0].devices
+  ids, rows, _ = sizes.words(tables)
+  level = jnp.minimum(sizes.level(counts[:, 0]), _LAST)
+  rounds = rounds.astype(jnp.float32)
+  words = ids[:, _LAST] + jnp.array(rows)[:, level]
+  words += (rounds - 1) * (ids + rows)[:, _LAST]
+  found = _looked_up_by_all(tables, counts)._replace(
+    rounds=jnp.broadcast_to(rounds, len(tables)),
+    wire_bytes=words * (4 * (n - 1) / n),
+  )
+  return jnp.stack(found, axis=-1)
+
+
+def _looked_up_by_all(
+  tables: Sequence[ShardedTable], counts: jax.Array
+) -> Fetched:
+  """Returns what counts `[T, 3]` of all devices tell, and NaN."""
+  wide, unknown = counts.astype(jnp.float32), jnp.full(len(tables), jnp.nan)
+  devices = collectives.size(tables[0].batch_axes)
+  beyond = wide[:, 2] if tables[0].devices > 1 else jnp.zeros(len(tables))
+  return Fetched(wide[:, 1] / devices, beyond, unknown, unknown)
 
 
 def _cut_up(
@@ -1217,12 +1311,14 @@ class Push:
     rows: `[K, D]` of each, every row summed over its look-ups.
     most: As `fetch` returned it. Where it were too few, gradients would come
       out as NaN, and not without rows.
+    counts: `Counts` of all devices, `[T, 3]`; None where `fetch` has them.
   """
 
   tables: Sequence[ShardedTable]
   asked: Sequence[_Asked]
   rows: Sequence[jax.Array]
   most: jax.Array
+  counts: jax.Array | None
 
   @classmethod
   def of(
@@ -1253,9 +1349,13 @@ class Push:
       values = jnp.where((a.owner < table.devices)[:, None], values, 0)
       rows.append(jnp.zeros_like(values).at[a.number].add(values))
       asked.append(a)
+    counts = None
     if most is None:
-      most = _most(asked, tables[0].batch_axes)
-    return cls(tables, asked, rows, most)
+      axes = tables[0].batch_axes
+      counts = _joined(_of_all(_own_counts(tables, asked), axes))
+      counts = compat.agreed(counts, axes)
+      most = counts[:, 0]
+    return cls(tables, asked, rows, most, counts)
 
   def first(self) -> Sums:
     """Returns what one exchange brings: all, unless ids crowd at one owner."""
@@ -1283,6 +1383,63 @@ class Push:
   def unsent(self, starts: jax.Array) -> jax.Array:
     """Returns True if rows are left to come, equal on all devices."""
     return jnp.any(starts < self._ends[:, None])
+
+  def fetched(self, known: Sequence[jax.Array | None]) -> list[Fetched]:
+    """Counts of each table's look-ups, `known` or of the push, and NaN."""
+    found = Fetched(*jnp.full((4, len(self.tables)), jnp.nan))
+    if self.counts is not None:
+      found = _looked_up_by_all(self.tables, self.counts)
+    each = zip(known, jnp.stack(found, axis=-1))
+    return [Fetched(*(own if x is None else x)) for x, own in each]
+
+  def count(self, sums: Sums) -> jax.Array:
+    """Returns how many rows an owner has sums of: `[T] int32`."""
+    each = zip(self.tables, sums.slots)
+    real = [slots < table.layout.slots for table, slots in each]
+    return jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in real])
+
+  @property
+  def largest(self) -> list[int]:
+    """Rows that the largest buffers have room for, of each pair."""
+    return [
+      0 if t.devices == 1 else room for t, room in zip(self.tables, self._rooms)
+    ]
+
+  @property
+  def room(self) -> jax.Array:
+    """Rows that the first buffers had room for, of each pair: `[T]`."""
+    if self.tables[0].devices == 1:
+      return jnp.zeros(len(self.tables), jnp.int32)
+    level = jnp.minimum(self._sizes.level(self.most), _LAST)
+    return jnp.array(self._sizes.rooms, jnp.int32)[:, level]
+
+  def wire_bytes(self, exchanges: jax.Array) -> jax.Array:
+    """Bytes that a device receives in so many exchanges: `[T]`."""
+    table = self.tables[0]
+    n, copies = table.devices, collectives.size(table.replicas)
+    level = self._sizes.level(self.most)
+    pushed = jnp.array(self._sizes.words(self.tables)[2])
+    sent = pushed[:, jnp.minimum(level, _LAST)]
+    # With what does not fit goes where it ends, and all are told that.
+    ends = jnp.where(level > _LAST, n + n, 0).astype(jnp.float32)
+    exchanges = exchanges.astype(jnp.float32)
+    total = exchanges * (sent + ends) * (4 * (n - 1) / n)
+    if copies > 1:
+      each = jnp.array(self._copied)
+      each = each[:, jnp.minimum(level, _LAST)]
+      total += exchanges * each * (4 * (copies - 1))
+    return total
+
+  @property
+  def _copied(self) -> np.ndarray:
+    """Words that go to copies, `[T, levels]`."""
+    found = []
+    for table, rows, rooms in zip(self.tables, self.rows, self._sizes.rooms):
+      n, width = table.devices, table.shape[1]
+      sizes = [len(rows)] * len(rooms) if n == 1 else [n * x for x in rooms]
+      words = [k + wire.words_for(k * width, rows.dtype) for k in sizes]
+      found.append(words)
+    return np.array(found, np.float32)
 
   @property
   def _sizes(self) -> _Sizes:

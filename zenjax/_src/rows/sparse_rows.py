@@ -160,6 +160,8 @@ class Facts(NamedTuple):
   # Of a sharded table: the most distinct rows that any device has of any owner,
   # `[] int32`, equal on all devices.
   most: Any = None
+  # And counts of its look-ups, `Fetched` of `sharded_tables`, `[4] float32`.
+  fetched: Any = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -305,7 +307,7 @@ class SparseRows(NoArray):
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
     require_one("one that is added", self)
-    if self.facts.most is not None:
+    if self.facts.fetched is not None:
       raise ValueError(
         "Gradients of a ShardedTable must not be added to its rows, which lie"
         " in the order of slots; update it by `zenjax.owner_update`."

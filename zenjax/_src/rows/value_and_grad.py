@@ -463,9 +463,9 @@ def _differentiate(traced, found, options, prefetched):
   is_table = [i in found.rows for i in range(len(leaves))]
   plain = [x for x, is_ in zip(leaves, is_table) if not is_]
   taps = [site.tap() for site in found.sites]
-  most: dict[int, Any] = {}
+  facts: dict[int, sparse_rows.Facts] = {}
   if found.away:
-    taps, most = _fetched(traced, found, plain, prefetched)
+    taps, facts = _fetched(traced, found, plain, prefetched)
   elif prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
@@ -490,7 +490,7 @@ def _differentiate(traced, found, options, prefetched):
   _collect(found.sites, ids, rows, leaves, parts)
   left = iter(dense)
   grads = [
-    _joined(leaves[i], parts[i], most.get(i)) if is_ else next(left)
+    _joined(leaves[i], parts[i], facts.get(i)) if is_ else next(left)
     for i, is_ in enumerate(is_table)
   ]
   return outs, grads
@@ -568,16 +568,16 @@ class _Direct(NamedTuple):
 
 def _fetched(
   traced, found, plain, prefetched=None
-) -> tuple[list[Any], dict[int, Any]]:
+) -> tuple[list[Any], dict[int, sparse_rows.Facts]]:
   """Taps of all sites; of tables that are away the rows, from their owners.
 
-  And the most distinct rows that a device asked another for, of each table.
+  And facts of the gradient of each table that is looked up.
   """
   tables, asked, taps, structure = _look_ups(traced, found, plain)
-  rows, most = _rows_of(tables, asked, taps, prefetched)
+  rows, facts = _rows_of(tables, asked, taps, prefetched)
   for k, x in rows:
     taps[k] = x
-  return structure.unflatten(taps), most
+  return structure.unflatten(taps), facts
 
 
 def _look_ups(traced, found, plain):
@@ -658,7 +658,8 @@ def _ahead_of(tables, asked) -> sharded_tables.Ahead:
 def _rows_of(tables, asked, taps, prefetched):
   """Rows of `asked[table]: [(number, ids, turns)]`, each with its number.
 
-  `taps` are as these rows shall lie, by number.
+  And facts of each table's gradient. `taps` are as these rows shall lie, by
+  number.
   """
   if not asked:
     return [], {}
@@ -669,9 +670,9 @@ def _rows_of(tables, asked, taps, prefetched):
   def rows_of(parts, ids, prefetched):
     around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
     flat, backs = _flat_look_ups(parts, ids, turns, devices)
-    rows, most = sharded_tables.fetch_on(around, parts, flat, prefetched)
+    rows, known = sharded_tables.fetch_on(around, parts, flat, prefetched)
     each = zip(rows, backs)
-    return [[back(x) for x, back in zip(*of)] for of in each], most
+    return [[back(x) for x, back in zip(*of)] for of in each], known
 
   if mesh is not None and compat.explicit_of(mesh):
     place = lambda x: NamedSharding(mesh, PartitionSpec(*x))
@@ -680,7 +681,7 @@ def _rows_of(tables, asked, taps, prefetched):
       for of in asked.values()
     ]
     rows_of = compat.on_automatic_axes(rows_of, mesh, (lie, place(())))
-  rows, most = rows_of(
+  rows, (most, fetched) = rows_of(
     parts, [[ids for _, ids, _ in of] for of in asked.values()], prefetched
   )
   found = [
@@ -690,8 +691,11 @@ def _rows_of(tables, asked, taps, prefetched):
   ]
   # A device's gradients may be of others' look-ups, who asked for fewer rows.
   own = lambda of: mesh is None or _stay(of, devices)
-  each = zip(asked.items(), most)
-  return found, {i: x for (i, of), x in each if own(of)}
+  facts = {
+    i: sparse_rows.Facts(most=x if own(of) else None, fetched=counts)
+    for (i, of), x, counts in zip(asked.items(), most, fetched)
+  }
+  return found, facts
 
 
 def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
@@ -709,7 +713,9 @@ def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
   return not spread.axes and spread.devices % devices == 0 and by_all
 
 
-def _joined(leaf: Any, parts: list[SparseRows], most: Any) -> Any:
+def _joined(
+  leaf: Any, parts: list[SparseRows], facts: sparse_rows.Facts | None
+) -> Any:
   """The gradient of a table, of its look-ups."""
   if not is_sharded(leaf):
     return sparse_rows.concatenated(parts)
@@ -717,8 +723,12 @@ def _joined(leaf: Any, parts: list[SparseRows], most: Any) -> Any:
     none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
     values = jnp.zeros((leaf.devices, leaf.shape[1]), leaf.dtype)
     parts = [SparseRows(none, values, leaf.num_rows)]
+  if facts is None:  # No look-up, and no row.
+    nothing = jnp.zeros(len(sharded_tables.Fetched._fields), jnp.float32)
+    facts = sparse_rows.Facts(most=jnp.int32(0), fetched=nothing)
   rows = sparse_rows.concatenated(parts)
-  return leaf.with_value(rows.with_facts(rows.facts._replace(most=most)))
+  known = rows.facts._replace(most=facts.most, fetched=facts.fetched)
+  return leaf.with_value(rows.with_facts(known))
 
 
 def _collect(sites, ids, values, leaves, parts, turns=0):

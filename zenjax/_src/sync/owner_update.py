@@ -1,5 +1,6 @@
 """`owner_update`: owners of rows update them, and hold the state alone."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from zenjax._src.rows.sharded_tables import NewValue
 from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
@@ -130,11 +132,14 @@ class Owners:
     empty = self.inner.init(structure.unflatten(empty))
     owners = self._holding(inner, empty, plans, rows, partition, devices)
     owners = gradient_tree.as_varying(owners, context.axes)
-    names = [p.table.name for i, p in plans.items() if i not in sharded]
-    new = sync_state.empty_leaf(
-      None, mean=context.mean, devices=context.devices
-    )
-    memory = dict.fromkeys(names, new)
+    known: Any = dict(mean=context.mean, devices=context.devices)
+    if sharded:
+      new = sync_state.empty_table(**known)
+      own = gradient_tree.as_varying(new.updated, context.axes)
+      new = new._replace(updated=own)
+    else:
+      new = sync_state.empty_leaf(None, **known)
+    memory = dict.fromkeys([p.table.name for p in plans.values()], new)
     sync = sync_state.ZenSyncState(jnp.zeros((), jnp.int32), memory)
     return OwnerState(sync, inner, owners)
 
@@ -156,8 +161,8 @@ class Owners:
     sharded = _sharded_in(updates)
     axis, devices = self._owner_axis(sharded, context)
     chosen = self._chosen(updates, sharded)
-    replicated = [c and i not in sharded for i, c in enumerate(chosen)]
-    gradient_tree.check_state(leaves, replicated, state.sync)
+    gradient_tree.check_state(leaves, chosen, state.sync)
+    _check_tables([names[i] for i in sharded], state.sync)
     plans, _ = self._plans(updates, chosen, sharded, context)
     owner_rows.require(state.owners, plans.values(), devices)
     dense = dataclasses.replace(options, output="dense")
@@ -185,7 +190,9 @@ class Owners:
     out, sync = [None] * len(leaves), state.sync
     tables: dict[int, Any] = {}
     if sharded:
-      tables, inner, owner = self._deliver(leaves, owner, inner, sharded)
+      tables, inner, sync, owner = self._deliver(
+        leaves, owner, inner, state.sync, sharded, context
+      )
     elif plans:
       tables, inner, sync, owner = self._exchange(
         leaves, owner, inner, state.sync, context
@@ -251,12 +258,19 @@ class Owners:
       if tables.shape[0] != devices:
         by, had = "owner_update", tables.shape[0]
         raise ValueError(owner_rows.others_message("state", by, had, devices))
+    for table in sync_state.tables(state.sync).values():
+      if (had := table.updated.part.shape[0]) != devices:
+        by = "owner_update"
+        raise ValueError(owner_rows.others_message("state", by, had, devices))
 
-    known = {i: node.value.facts.most for i, node in sharded.items()}
-    most = {i: x for i, x in known.items() if x is not None}
+    # Facts are no part of the gradients' tree.
+    known = {
+      i: (node.value.facts.most, node.value.facts.fetched)
+      for i, node in sharded.items()
+    }
 
-    def step(given, summed, state, params, most):
-      grads = _with_most(parts.tree(given, summed), most)
+    def step(given, summed, state, params, known):
+      grads = _with_facts(parts.tree(given, summed), known)
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
@@ -284,7 +298,7 @@ class Owners:
       self.options.axes,
       (given, everywhere, specs, tables, everywhere),
       (out, specs),
-    )(parts.given, parts.summed, state, params, most)
+    )(parts.given, parts.summed, state, params, known)
 
   def _owner_axis(self, sharded, context):
     """Returns the axis along which owners lie, and how many there are."""
@@ -360,8 +374,8 @@ class Owners:
         )
     return [i in sharded for i in range(len(named))]
 
-  def _deliver(self, leaves, owner, inner, sharded):
-    """Sharded tables after a step, by the leaf's number, and the state."""
+  def _deliver(self, leaves, owner, inner, sync, sharded, context):
+    """Sharded tables after a step, by the leaf's number, state, statistics."""
     nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
     most = [grad.facts.most for grad in grads]
     unknown = any(x is None for x in most)
@@ -392,18 +406,42 @@ class Owners:
       owner = owner.agreed(parts)
 
     def step(flow):
-      _, sums, inner, tables = flow
+      _, sums, inner, tables, rounds, updated = flow
       inner, tables = owner.on_own_tables(sums, inner, tables)
       unsent = push.unsent(sums.starts)
+      updated = updated + push.count(sums)
       sums = lax.cond(unsent, more, lambda sums: sums, sums)
-      return unsent, sums, inner, tables
+      return unsent, sums, inner, tables, rounds + 1, updated
 
     tables = {i: owner.params[i] for i in sharded}
-    first = jnp.ones((), bool), sums, inner, tables
+    none = jnp.zeros_like(push.count(sums))
+    first = jnp.ones((), bool), sums, inner, tables, jnp.int32(0), none
     with jax.named_scope("zenjax/owners"):
       flow = lax.while_loop(lambda flow: flow[0], step, first)
-    *_, inner, tables = flow
-    return tables, inner, owner
+    *_, inner, tables, rounds, updated = flow
+    # For each value of all rows, what does not fit was sent once more.
+    exchanges = 1 + (rounds - 1) * (1 + owner.depth)
+    plans = owner.plans.values()
+    last = _last_of_tables(push, plans, grads, rounds, exchanges, context)
+    memory = {}
+    for k, (i, plan) in enumerate(owner.plans.items()):
+      sizes = sync_state.Sizes(
+        num_rows=plan.table.num_rows,
+        width=plan.table.width,
+        devices=context.devices,
+        row_groups=plan.layout.groups,
+        column_groups=1,
+        push=push.largest[k],
+        pull=0,
+        mean=int(context.mean),
+        scheme=0,
+      )
+      memory[leaves[i][0]] = sync_state.TableState(
+        sizes=jnp.array(sizes, jnp.int32),
+        last=last[k],
+        updated=owner_rows.Owned(updated[k : k + 1].astype(jnp.float32)),
+      )
+    return tables, inner, sync._replace(leaves=memory), owner
 
   def _exchange(self, leaves, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
@@ -596,13 +634,50 @@ def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
   return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
 
 
-def _with_most(tree: Any, most: dict[int, Any]) -> Any:
+def _with_facts(tree: Any, known: dict[int, Any]) -> Any:
   """`tree` with what `fetch` said of look-ups of sharded tables."""
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  for i, of in most.items():
-    facts = leaves[i].facts._replace(most=of)
+  for i, (most, fetched) in known.items():
+    facts = leaves[i].facts._replace(most=most, fetched=fetched)
     leaves[i] = leaves[i].with_facts(facts)
   return structure.unflatten(leaves)
+
+
+def _check_tables(names: Sequence[str], sync: Any) -> None:
+  """Raises ValueError where a state is of whole tables, or not split."""
+  tables = sync_state.tables(sync)
+  if sorted(tables) != sorted(names):
+    raise ValueError(
+      "`state` of owner_update must be made for the tables that are sharded,"
+      f" {sorted(names)}, got one where these are {sorted(tables)}; shard"
+      " tables before `zenjax.init`."
+    )
+  for name, table in tables.items():
+    if (size := table.updated.part.shape[0]) != 1:
+      raise ValueError(
+        "`state` of owner_update must be split over devices, got counts of"
+        f" {size} owners of {name!r} on each; give `zenjax.state_specs(state,"
+        " axis_name)` to shard_map."
+      )
+
+
+def _last_of_tables(push, plans, grads, rounds, exchanges, context):
+  """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
+  sent, room, found = push.wire_bytes(exchanges), push.room, []
+  look_ups = push.fetched([grad.facts.fetched for grad in grads])
+  for k, (plan, fetched) in enumerate(zip(plans, look_ups)):
+    last = sync_state.LastOfTable(
+      local_rows=fetched.rows,
+      push_need=push.most[k],
+      rounds=rounds,
+      fetch_rounds=fetched.rounds,
+      overflow_rows=fetched.beyond,
+      room=room[k],
+      wire_bytes=fetched.wire_bytes + sent[k],
+      dense_bytes=dense_sum.received_bytes(plan.table, context.devices),
+    )
+    found.append(jnp.stack([jnp.asarray(x, jnp.float32) for x in last]))
+  return jnp.stack(found)
 
 
 def _specs(state: Any, axis: str) -> Any:

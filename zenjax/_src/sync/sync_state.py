@@ -21,6 +21,7 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync.exchange import Outcome
 from zenjax._src.sync.leaf_tables import Choice
+from zenjax._src.sync.owner_rows import Owned
 
 # Steps whose needs are kept, for the advice on capacities.
 HISTORY = 64
@@ -86,6 +87,43 @@ class LeafState(NamedTuple):
     return same if self.residual is None else same._replace(residual=split)
 
 
+class LastOfTable(NamedTuple):
+  """Numbers of the last step of a sharded table, those that all devices have.
+
+  NaN where gradients came without what is known of their look-ups.
+  """
+
+  local_rows: Any  # distinct rows that a device looked up, mean
+  push_need: Any  # distinct rows of the fullest pair of devices
+  rounds: Any  # exchanges of gradient rows that were summed at once
+  fetch_rounds: Any  # exchanges of ids and rows
+  overflow_rows: Any
+  room: Any  # of the buffers for gradient rows, of each pair
+  wire_bytes: Any
+  dense_bytes: Any
+
+
+class TableState(NamedTuple):
+  """Memory of a table of `zenjax.rows.shard`, of `owner_update`."""
+
+  # [len(Sizes)] int32, of the last step; groups of rows are owners, `push` is
+  # the largest room, and nothing is pulled.
+  sizes: jax.Array
+  last: jax.Array  # [len(LastOfTable)] float32
+  updated: Owned  # [1] float32 on a device, rows that this owner updated
+
+
+def empty_table(*, mean: bool, devices: int) -> TableState:
+  """Returns the state of a sharded table before the first step."""
+  nothing = Sizes(*[0] * len(Sizes._fields))
+  sizes = nothing._replace(mean=int(mean), devices=devices)
+  return TableState(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.zeros(len(LastOfTable._fields), jnp.float32),
+    updated=Owned(jnp.zeros(1, jnp.float32)),
+  )
+
+
 class ZenSyncState(NamedTuple):
   """State of `zen_sync`: the number of steps and the memory of each leaf.
 
@@ -98,7 +136,9 @@ class ZenSyncState(NamedTuple):
   """
 
   step: jax.Array  # [] int32
-  leaves: dict[str, LeafState]  # by name; leaves that travel sparse
+  # By name, leaves that travel sparse; of `owner_update` sharded tables too,
+  # each a `TableState`.
+  leaves: dict[str, Any]
   # By name, leaves that a sparsifier before it selects from: 1 for op="mean"
   # and 0 for op="sum", in the dtype that it rounds them to. Names and dtypes
   # are known when a step is traced, and when a checkpoint is restored into a
@@ -257,6 +297,16 @@ def require(state: Any) -> list[ZenSyncState]:
       " `optax.chain(zen_sync(..), ..)` returned."
     )
   return found
+
+
+def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
+  """Leaves that are whole on every device, by name."""
+  return {k: x for k, x in node.leaves.items() if isinstance(x, LeafState)}
+
+
+def tables(node: ZenSyncState) -> dict[str, TableState]:
+  """Tables of `zenjax.rows.shard`, by name."""
+  return {k: x for k, x in node.leaves.items() if isinstance(x, TableState)}
 
 
 def find(state: Any) -> list[ZenSyncState]:

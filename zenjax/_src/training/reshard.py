@@ -222,9 +222,12 @@ def _nodes(state: Any) -> list[Any]:
 
 def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
   sync, inner, owners = state
+  moved = {k: _counts_of(x, devices) for k, x in sync.leaves.items()}
+  sync = sync._replace(leaves=moved)
   nodes = jax.tree.leaves(inner, is_leaf=is_sharded)
   if any(map(is_sharded, nodes)):  # Their rows have moved.
-    return state._replace(owners=owner_rows.relabelled(owners, devices))
+    owners = owner_rows.relabelled(owners, devices)
+    return OwnerState(sync, inner, owners)
   if owners is not None:
     inner, owners = jax.tree.map(_on_host, (inner, owners))
     if devices is None:
@@ -232,10 +235,20 @@ def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
     else:
       wanted = like and jax.tree.map(_on_host, like.owners)
       inner, owners = owner_rows.on_owners(inner, owners, devices, wanted)
-  if devices is not None:
-    leaves = {k: _folded(leaf, devices) for k, leaf in sync.leaves.items()}
-    sync = sync._replace(leaves=leaves)
   return OwnerState(sync, inner, owners)
+
+
+def _counts_of(
+  leaf: sync_state.LeafState | sync_state.TableState, devices: int | None
+) -> sync_state.LeafState | sync_state.TableState:
+  """Returns what is counted of a leaf, for so many owners or to save."""
+  if isinstance(leaf, sync_state.LeafState):
+    return leaf if devices is None else _folded(leaf, devices)
+  own, owners = _on_host(leaf.updated.part), devices or 1
+  if len(own) != owners:
+    # All rows stay; a hash deals them evenly.
+    own = np.full(owners, own.sum() / owners, own.dtype)
+  return leaf._replace(updated=owner_rows.Owned(own))
 
 
 def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
