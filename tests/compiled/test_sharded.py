@@ -228,8 +228,8 @@ def declared(model: Model) -> list[Found]:
   most, count = rooms[-1], len(looked_up)
   branch, loop = ("branch",), ("while",)
   sent = []
-  # With its ids a device says to how many rows of each table they belong.
-  ids = n * (most + count)
+  # With its ids a device tells three counts of each table.
+  ids = n * (most + 3 * count)
   sent += [Found("all-to-all", ids, inside) for inside in ((), loop)]
   sizes = [Found("all-to-all", n * room * d, branch) for room in rooms]
   sent += [*sizes, Found("all-to-all", n * most * d, loop)]

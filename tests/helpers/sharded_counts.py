@@ -15,6 +15,7 @@ import numpy as np
 def counted(
   tables: Mapping[str, Any],
   look_ups: Mapping[str, np.ndarray],
+  gradients: Mapping[str, np.ndarray] | None = None,
   *,
   norms: int = 0,
 ) -> dict[str, dict[str, float]]:
@@ -24,6 +25,7 @@ def counted(
     tables: Sharded tables by name, of `[R, D]` in float32.
     look_ups: Ids `[m, K]` of each device, the last of which are those of the
       fastest axis; those below 0 or from `R` on are of no row.
+    gradients: Ids of gradient rows, if they are not the same.
     norms: How often owners must agree on a value of all rows.
   """
   found: dict[str, dict[str, float]] = {}
@@ -36,7 +38,8 @@ def counted(
       [np.sort(slot[x[group[x] == p]]) for p in range(n)] for x in own
     ]
     pairs[name] = np.array([list(map(len, x)) for x in slots[name]])
-    union = np.unique(np.concatenate(own))
+    moved = np.unique((gradients or look_ups)[name])
+    union = moved[(moved >= 0) & (moved < rows)]
     at_owner = np.bincount(group[union], minlength=n)
     mean = np.mean([len(x) for x in own])
     k = ids.shape[1]

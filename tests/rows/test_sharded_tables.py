@@ -253,15 +253,20 @@ def _require_counted(state, ids, loss_fn=_bags, norms=0) -> None:
   found: Any = zenjax.stats(opt_state)
   devices = int(found["t"]["devices"])
   ids = np.asarray(ids).reshape(devices, -1, 5)
-  plain = lambda x, rows: np.where(x < 0, x + rows, x).reshape(devices, -1)
+  # In JAX negative ids count from the end. For those beyond the table the
+  # nearest row is read, but by `jnp.take`, and none gets a gradient.
+  moved = np.where(ids < 0, ids + R, ids)
+  read = np.clip(moved, 0, R - 1)
+  flat = lambda *x: np.concatenate(x, axis=2).reshape(devices, -1)
   if loss_fn is _bags:
     tables = {"t": params["t"]}
-    both = np.concatenate([ids, ids[..., :1]], axis=2)
-    look_ups = {"t": plain(both, R)}
+    look_ups = {"t": flat(read, moved[..., :1])}
+    gradients = {"t": flat(moved)}
   else:
     tables = {"t": params["t"], "u": params["u"]}
-    look_ups = {"t": plain(ids, R), "u": plain(ids[..., 1] % 500, 500)}
-  want = sharded_counts.counted(tables, look_ups, norms=norms)
+    look_ups = {"t": flat(read), "u": flat(ids[..., 1:2] % 500)}
+    gradients = look_ups | {"t": flat(moved)}
+  want = sharded_counts.counted(tables, look_ups, gradients, norms=norms)
   assert {k: sorted(x) for k, x in found.items()} == {
     k: sorted(x) for k, x in want.items()
   }
