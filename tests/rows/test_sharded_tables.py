@@ -852,6 +852,132 @@ def test_back_on_the_same_devices_nothing_has_changed():
   assert not zenjax.stats(before)
 
 
+@functools.cache
+def _counted_run():
+  """Parameters and state after a step with two tables, and its ids."""
+  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  params, (batch,) = _params(mesh), _batches("usual", 4, 1)
+  state = params, zenjax.init(tx, params, mesh, "data")
+  step = jax.jit(_step(tx, _two_tables), donate_argnums=0)
+  state, _ = step(state, *_split(batch, mesh))
+  return state, batch[0]
+
+
+def test_a_report_of_sharded_tables():
+  (_, opt_state), _ = _counted_run()
+  lines = zenjax.report(opt_state).splitlines()
+  title = "owner_update, sharded tables, after 1 steps on 4 devices"
+  assert lines[0] == title and [x.split()[0] for x in lines[2:4]] == ["t", "u"]
+  found: Any = zenjax.stats(opt_state)
+  shown = lines[2].split()
+  assert shown[1:4] == ["1003", "x", "4"]
+  assert f"{found['t']['union_density']:.2%}" in shown
+  assert f"{found['t']['wire_bytes'] / 1e6:.3f}" in shown
+  legend = " ".join(lines[4:])
+  for word in ("looked up", "union", "room", "fetches", "rounds", "MB"):
+    assert word in lines[1] and f"{word}: " in legend
+  flat = zenjax.stats(opt_state, flat=True)
+  assert flat["u/union_density"] == found["u"]["union_density"]
+  # Buffers follow the batch: there is nothing to pin.
+  assert zenjax.advise(opt_state) == {} and "pin" not in "".join(lines)
+
+
+def test_tables_are_planned_by_what_a_sharded_run_has_shown():
+  (_, opt_state), ids = _counted_run()
+  seen = zenjax.planner.profile(opt_state)
+  each = [np.unique(x) for x in ids.reshape(4, -1)]
+  assert seen["t"].devices == 4
+  assert seen["t"].rows == np.mean([len(x) for x in each])
+  assert seen["t"].union == len(np.unique(ids))
+  assert seen["u"].union == len(np.unique(ids[:, 1] % 500))
+  params = {"t": _table(), "u": _table(1, 500), "w": np.ones(D, np.float32)}
+  topology = zenjax.planner.Topology.preset("h100", 4)
+  plan = zenjax.planner.plan(
+    zenjax.value_and_grad(_two_tables),
+    params,
+    ids[: B // 4],
+    np.zeros(B // 4, np.float32),
+    topology=topology,
+    profile=seen,
+  )
+  assert plan.by_name["t"].rows == seen["t"].rows
+  assert plan.by_name["t"].union == seen["t"].union
+  with pytest.raises(ValueError) as error:
+    zenjax.planner.retune(opt_state, plan)
+  for word in ("['t', 'u'] are sharded", "planner.profile", "plan_tables"):
+    assert word in str(error.value)
+
+
+def test_counts_are_saved_and_moved(tmp_path):
+  (params, opt_state), _ = _counted_run()
+  want: Any = zenjax.stats(opt_state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "at", opt_state)
+    checkpointer.wait_until_finished()
+    again = checkpointer.restore(tmp_path / "at", opt_state)
+  assert zenjax.stats(again) == want
+  saved = zenjax.reshard((params, opt_state))
+  for state in (saved, zenjax.reshard(saved, _mesh(3), "data")):
+    found: Any = zenjax.stats(state)
+    for leaf, numbers in want.items():
+      # Rows of several owners are known by their sum.
+      even = numbers | {"pull_imbalance": 1.0}
+      assert found[leaf] == pytest.approx(even, rel=1e-6)
+  specs = zenjax.state_specs(opt_state, "data")
+  split = specs.sync.leaves["t"]
+  assert split.updated.part == jax.P(("data",)) and split.last == jax.P()
+  last = opt_state.sync.leaves["t"].last
+  first, *others = [np.asarray(x.data) for x in last.addressable_shards]
+  assert len(others) == 3
+  for other in others:
+    np.testing.assert_array_equal(first, other)
+
+
+def test_what_is_not_known_of_look_ups_is_no_number():
+  """Gradients that are made anew forget how their rows were looked up."""
+  mesh, tx = _mesh(4), zenjax.owner_update(optax.sgd(0.05), "data")
+  params, (batch,) = _params(mesh), _batches("usual", 4, 1)
+  opt_state = tx.init(params)
+
+  def step(params, opt_state, *batch):
+    _, grads = zenjax.value_and_grad(_two_tables)(params, *batch)
+    grads = jax.tree.map(lambda x: x, grads)
+    return tx.update(grads, opt_state, params)[1]
+
+  after = jax.jit(step)(params, opt_state, *_split(batch, mesh))
+  want: Any = zenjax.stats(_counted_run()[0][1])
+  found: Any = zenjax.stats(after)
+  for leaf, numbers in want.items():
+    unknown = dict.fromkeys(("wire_bytes", "fetch_rounds"), np.nan)
+    np.testing.assert_equal(found[leaf], numbers | unknown)
+  assert zenjax.report(after).splitlines()[2].split()[-1] == "-"
+  # Counts are split even where an optimizer keeps nothing of tables.
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(
+      zenjax.state_specs(params, "data"),
+      jax.P(),
+      *[jax.P("data")] * 2,
+    ),
+    out_specs=jax.P(),
+    check_vma=False,
+  )
+  with pytest.raises(ValueError, match="of 4 owners of 't' on each.*_specs"):
+    jax.eval_shape(mapped, params, opt_state, *batch)
+  with pytest.raises(ValueError, match="for the 4 devices.*one made for 2"):
+    of_two = tx.init(_params(_mesh(2)))
+    jax.eval_shape(step, params, of_two, *batch)
+  plain = zenjax.rows.unshard(params)
+  some = {"t": True, "u": True, "w": False}
+  of_whole = zenjax.owner_update(optax.sgd(0.05), "data", sparse=some)
+  of_whole = zenjax.init(of_whole, plain, mesh, "data")
+  with pytest.raises(
+    ValueError, match=r"\['t', 'u'\], got one where these are"
+  ):
+    jax.eval_shape(step, params, of_whole, *batch)
+
+
 def test_a_table_of_another_mesh_is_refused():
   params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, _mesh(4))
   node = params["t"]

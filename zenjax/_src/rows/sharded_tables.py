@@ -866,11 +866,19 @@ class Counts(NamedTuple):
   beyond: Any  # those that the largest buffers have no room for; the sum
 
 
-def _counted(asked: _Asked, room: int) -> jax.Array:
-  """The counts of a device, with buffers of at most `room` rows: `[3]`."""
-  each = jnp.diff(asked.first)
-  beyond = jnp.sum(jnp.maximum(each - room, 0), dtype=jnp.int32)
-  return jnp.stack(Counts(jnp.max(each), asked.first[-1], beyond))
+def _own_counts(
+  tables: Sequence[ShardedTable], asked: Sequence[_Asked]
+) -> jax.Array:
+  """The counts of this device: `[T, 3]`."""
+  first = jnp.stack([a.first for a in asked])
+  each, rooms = jnp.diff(first, axis=1), _Sizes.of(tables, asked).at(_LAST)
+  beyond = jnp.maximum(each - jnp.array(rooms, jnp.int32)[:, None], 0)
+  numbers = Counts(
+    most=jnp.max(each, axis=1),
+    rows=first[:, -1],
+    beyond=jnp.sum(beyond, axis=1, dtype=jnp.int32),
+  )
+  return jnp.stack(numbers, axis=-1)
 
 
 def _joined(counts: jax.Array) -> jax.Array:
@@ -1057,14 +1065,6 @@ def ask(
     counts = _of_all(counts, replicas).reshape(-1, *counts.shape[1:])
   counts = _joined(counts)
   return Ahead(joined, asked, list(came), counts[None], layouts)
-
-
-def _own_counts(
-  tables: Sequence[ShardedTable], asked: Sequence[_Asked]
-) -> jax.Array:
-  """The counts of this device: `[T, 3]`."""
-  rooms = _Sizes.of(tables, asked).at(_LAST)
-  return jnp.stack([_counted(*x) for x in zip(asked, rooms)])
 
 
 def _ids_of(
@@ -1384,13 +1384,13 @@ class Push:
     """Returns True if rows are left to come, equal on all devices."""
     return jnp.any(starts < self._ends[:, None])
 
-  def fetched(self, known: Sequence[jax.Array | None]) -> list[Fetched]:
-    """Counts of each table's look-ups, `known` or of the push, and NaN."""
-    found = Fetched(*jnp.full((4, len(self.tables)), jnp.nan))
+  def fetched(self, known: Sequence[jax.Array | None]) -> Fetched:
+    """Counts of look-ups, `[T]` each: `known`, or of the push, and NaN."""
+    own = jnp.full((len(self.tables), len(Fetched._fields)), jnp.nan)
     if self.counts is not None:
-      found = _looked_up_by_all(self.tables, self.counts)
-    each = zip(known, jnp.stack(found, axis=-1))
-    return [Fetched(*(own if x is None else x)) for x, own in each]
+      own = jnp.stack(_looked_up_by_all(self.tables, self.counts), axis=-1)
+    each = [own[k] if x is None else x for k, x in enumerate(known)]
+    return Fetched(*jnp.stack(each, axis=-1))
 
   def count(self, sums: Sums) -> jax.Array:
     """Returns how many rows an owner has sums of: `[T] int32`."""

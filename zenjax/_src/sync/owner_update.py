@@ -663,21 +663,19 @@ def _check_tables(names: Sequence[str], sync: Any) -> None:
 
 def _last_of_tables(push, plans, grads, rounds, exchanges, context):
   """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
-  sent, room, found = push.wire_bytes(exchanges), push.room, []
-  look_ups = push.fetched([grad.facts.fetched for grad in grads])
-  for k, (plan, fetched) in enumerate(zip(plans, look_ups)):
-    last = sync_state.LastOfTable(
-      local_rows=fetched.rows,
-      push_need=push.most[k],
-      rounds=rounds,
-      fetch_rounds=fetched.rounds,
-      overflow_rows=fetched.beyond,
-      room=room[k],
-      wire_bytes=fetched.wire_bytes + sent[k],
-      dense_bytes=dense_sum.received_bytes(plan.table, context.devices),
-    )
-    found.append(jnp.stack([jnp.asarray(x, jnp.float32) for x in last]))
-  return jnp.stack(found)
+  fetched = push.fetched([grad.facts.fetched for grad in grads])
+  dense = [dense_sum.received_bytes(x.table, context.devices) for x in plans]
+  last = sync_state.LastOfTable(
+    local_rows=fetched.rows,
+    push_need=push.most,
+    rounds=jnp.broadcast_to(rounds, len(dense)),
+    fetch_rounds=fetched.rounds,
+    overflow_rows=fetched.beyond,
+    room=push.room,
+    wire_bytes=fetched.wire_bytes + push.wire_bytes(exchanges),
+    dense_bytes=jnp.array(dense, jnp.float32),
+  )
+  return jnp.stack([x.astype(jnp.float32) for x in last], axis=-1)
 
 
 def _specs(state: Any, axis: str) -> Any:
