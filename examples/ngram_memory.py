@@ -125,7 +125,7 @@ def train(form: str, sizes: np.ndarray, ids, lower, mesh, args) -> None:
   loss = jax.jit(zenjax.rows.apply(batch_loss))(state[0], put(every[end::T]))
   own = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
   print(f"  held-out loss {loss:.5f}, {sum(own) / 1e6:.2f} MB on a device")
-  print(zenjax.report(state) if form == "replicated" else "")
+  print(zenjax.report(state) if form != "dense" else "")
 
 
 def main() -> None:

@@ -189,9 +189,7 @@ class _Runner(sync.Runner):
       yield tuple(map(np.asarray, read(shard.data, touched)))
 
   def wire_bytes(self) -> float:
-    """Returns the bytes that a device receives in a step; NaN if not known."""
-    if self._sharded:
-      return float("nan")
+    """Returns the bytes that a device receives in a step."""
     try:
       stats = zenjax.stats(self.state)
     except ValueError:

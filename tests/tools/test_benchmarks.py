@@ -214,8 +214,7 @@ def test_whole_steps_leave_what_float64_does(name, optimizer):
   sent = 2000 * 4 * 4
   # A dense exchange, or no more than the look-ups of both devices.
   rows = step.VARIANTS[name].rows
-  if name != "sharded":  # Of which nothing is counted.
-    assert built.facts["wire_bytes"] < (sent / 4 if rows else sent * 1.05)
+  assert built.facts["wire_bytes"] < (sent / 4 if rows else sent * 1.05)
 
 
 def test_a_step_that_sums_nothing_is_found_out(monkeypatch):
