@@ -166,7 +166,7 @@ class Model:
 
 
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Two sizes of buffers compile sooner than eight, and are the same code."""
+  """Two sizes of buffers compile sooner than twelve, and are the same code."""
   forced.few_buffer_sizes(monkeypatch)
 
 
@@ -217,13 +217,15 @@ def declared(model: Model) -> list[Found]:
 
   Of rows and gradients there is one for each size of buffers, of which a step
   takes one, and one in the loop for what does not fit the largest. Buffers have
-  room for a part of an owner's share of the look-ups, and 16 rows more.
+  room for a part of an owner's share of the look-ups, and for what a hash deals
+  the fullest of all pairs more.
   """
   n, d = model.mesh.size, model.width
   looked_up = [times * LOOK_UPS for _, times in model.case.tables]
+  pairs = 2 * math.log(n * n)
+  room = lambda mean: math.ceil(mean + math.sqrt(mean * pairs))
   rooms = [
-    sum(math.ceil(k / n * part) + 16 for k in looked_up)
-    for part in sharded_tables._PARTS
+    sum(room(k / n * part) for k in looked_up) for part in sharded_tables._PARTS
   ]
   most, count = rooms[-1], len(looked_up)
   branch, loop = ("branch",), ("while",)

@@ -24,7 +24,7 @@ def rows_in_chunks(monkeypatch, size: int = 1, least: int = 8) -> None:
 
 
 def few_buffer_sizes(monkeypatch) -> None:
-  """Two sizes of a sharded table's buffers, which compile sooner than eight."""
+  """Two sizes of a sharded table's buffers compile sooner than twelve."""
   monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
   monkeypatch.setattr(sharded_tables, "_LAST", 1)
 

@@ -260,6 +260,38 @@ def test_rows_at_their_owners_move_what_is_predicted():
   assert predicted == (sum(words) + agreed) * 4 * (n - 1) / n
 
 
+@pytest.mark.parametrize("kind", ["zipf", "distinct"])
+def test_padding_of_rows_at_their_owners_is_little(kind):
+  """On average over batches, beside the least that owners must be sent.
+
+  Of other owners alone: ids and rows, then gradient rows with their ids.
+  """
+  n, look_ups, rows = 8, 2560, ROWS if kind == "zipf" else 1_000_000
+  mesh = jax.sharding.Mesh(jax.devices()[:n], ("data",))
+  one = zenjax.rows.init_by_rows(lambda x: x[:, None].astype(float), rows)
+  layout = zenjax.rows.shard(one, mesh, "data", tables=True).layout
+  group = np.asarray(layout.place(jnp.arange(rows))[0])
+  fullest, elsewhere = [], []
+  for seed in range(12):
+    rng = np.random.default_rng(seed)
+    drawn = rng.zipf(1.145, (n, look_ups)) % rows
+    if kind == "distinct":
+      drawn = rng.integers(0, rows, (n, look_ups))
+    owners = [group[np.unique(ids)] for ids in rng.permutation(rows)[drawn]]
+    pairs = np.array([np.bincount(x, minlength=n) for x in owners])
+    fullest.append(pairs.max())
+    elsewhere.append((pairs.sum() - np.trace(pairs)) / n)
+  for width in (16, 32, 64, 128):
+    sent = [
+      words_of_step(look_ups, float(x), layout, width, jnp.float32)
+      for x in fullest
+    ]
+    assert max(fullest) <= sent[0][0] // n - 1  # One round is enough.
+    words = np.array([sum(x) * (n - 1) / n for x in sent])
+    least = np.array(elsewhere) * (1 + width + width + 1)
+    assert 1 < np.mean(words / least) < 1.3
+
+
 def test_what_the_backward_pass_hides_takes_pmean():
   """Where nothing is exposed there is nothing to gain."""
   late = Gradient(
