@@ -10,10 +10,14 @@ range:
   column of indices; the gradient goes to the row that was read.
 - a scalar index, also in `scan` and `map`: a dynamic slice, clipped.
 
-Slices of constant rows count as well.
+Slices of constant rows count as well. A leaf may be a stack of tables, `[T, R,
+D]`: then an equation either reads rows, each with its table, or cuts tables out
+of the stack (`cut`).
 """
 
 from collections.abc import Callable, Sequence
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +29,58 @@ import numpy as np
 from zenjax._src.core import jaxprs
 
 
-class LookUp(NamedTuple):
-  """Rows that were read; `...` are the dimensions of ids."""
+class Place(NamedTuple):
+  """Where the rows of a table, or of a stack of tables, stand in their leaf.
 
-  ids: jax.Array  # [...] int32, num_rows where no gradient goes
-  read: jax.Array  # [...] int32, num_rows where none was read
+  Attributes:
+    num_rows: Rows of the leaf: the id that stands for none.
+    first: The leaf's row that is the first one here.
+    strides: From table to table, for each dimension before that of rows.
+  """
+
+  num_rows: int
+  first: Any = 0
+  strides: tuple[int, ...] = ()
+
+  @classmethod
+  def of(cls, shape: Sequence[int]) -> "Place":
+    """Returns the place of a whole leaf `[..., R, D]`."""
+    return cls(math.prod(shape[:-1]), 0, strides_of(shape))
+
+  @property
+  def is_table(self) -> bool:
+    """Returns True for a leaf that is one table, whose ids are its rows."""
+    return not self.strides and isinstance(self.first, int) and not self.first
+
+  def at(self, index: Any) -> "Place":
+    """Returns the place of one of the tables along the first dimension."""
+    first = self.first + index * self.strides[0]
+    return self._replace(first=first, strides=self.strides[1:])
+
+  def ids(self, at: Sequence[jax.Array]) -> jax.Array:
+    """Returns ids of rows at `at`, an index along each dimension but the last.
+
+    Along any of them -1 stands for no row.
+    """
+    real = functools.reduce(jnp.logical_and, [x >= 0 for x in at])
+    each = zip(at, (*self.strides, 1), strict=True)
+    row = functools.reduce(jnp.add, [x * stride for x, stride in each])
+    return jnp.where(real, self.first + row, self.num_rows)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+  """Rows from table to table of `[..., R, D]`, for each dimension before R."""
+  return tuple([math.prod(shape[k + 1 : -1]) for k in range(len(shape) - 2)])
+
+
+class LookUp(NamedTuple):
+  """Rows that were read; `...` are the dimensions of ids.
+
+  Ids are rows of the leaf; its number of rows stands for none.
+  """
+
+  ids: jax.Array  # [...] int32, of no row where no gradient goes
+  read: jax.Array  # [...] int32, of no row where none was read
   out: jax.Array  # rows as the equation gives them
   fill: bool  # whether ids out of range read something else than 0 or NaN
   rows: Callable[[jax.Array], jax.Array]  # of `out`: [..., D]
@@ -38,10 +89,12 @@ class LookUp(NamedTuple):
 
 
 def gather(
-  eqn: jex_core.JaxprEqn, table: jax.Array, others: Sequence[Any]
+  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
   """Reads a `gather`; a word why not where it reads other than whole rows."""
   (indices,) = others
+  if table.ndim > 2:
+    return _gather_of_stack(eqn, table, place, indices)
   num_rows, width = table.shape
   dims = eqn.params["dimension_numbers"]
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
@@ -61,8 +114,8 @@ def gather(
   row = indices[..., dims.start_index_map.index(0)]
   fill = eqn.params["fill_value"]
   return LookUp(
-    ids=in_range(row, num_rows, clips),
-    read=in_range(row, num_rows, not fills),
+    ids=_ids(place, row, num_rows, clips),
+    read=_ids(place, row, num_rows, not fills),
     out=out,
     fill=fills and fill is not None and fill == fill and fill != 0,
     rows=lambda out: jnp.moveaxis(out, windows, ends).reshape(*batch, width),
@@ -73,33 +126,187 @@ def gather(
   )
 
 
+def _gather_of_stack(
+  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, indices: jax.Array
+) -> LookUp | str:
+  """Reads a `gather` from `[T, R, D]`.
+
+  Each dimension but the last is indexed, shared with a dimension of the indices
+  as under `vmap`, or read along its whole length. Ids have the dimensions of
+  the indices, those shared last, then those read whole: a batch stays first.
+  """
+  *sizes, width = table.shape
+  dims = eqn.params["dimension_numbers"]
+  mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+  clips = mode == jax.lax.GatherScatterMode.CLIP
+  fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+  indexed = tuple(map(int, dims.start_index_map))
+  shared = dict(
+    zip(
+      map(int, dims.operand_batching_dims),
+      map(int, dims.start_indices_batching_dims),
+    )
+  )
+  *pieces, columns = eqn.params["slice_sizes"]
+  last = len(sizes) - 1
+  if columns != width or (len(sizes) in indexed and fills):
+    return "is gathered from by other pieces than whole rows"
+  if last not in indexed or pieces[last] != 1:
+    return "is gathered from along other dimensions than its rows"
+  whole = [k for k in range(last) if k not in indexed and k not in shared]
+  if any(pieces[k] != sizes[k] for k in whole):
+    return "is gathered from by a part of the tables in its stack"
+  if any(pieces[k] != 1 for k in indexed if k < last):
+    return "is gathered from by more than one table for an index"
+
+  batch = indices.ndim - 1
+  front = [d for d in range(batch) if d not in shared.values()]
+  order = [*front, *[d for d in range(batch) if d in shared.values()]]
+  shape = tuple([indices.shape[d] for d in order])
+  dims_of_ids = batch + len(whole)
+
+  def at(k: int, clips: bool) -> jax.Array:
+    if k in whole or k in shared:
+      on = batch + whole.index(k) if k in whole else order.index(shared[k])
+      return _along(jnp.arange(sizes[k], dtype=jnp.int32), on, dims_of_ids)
+    column = indices[..., indexed.index(k)].transpose(order)
+    x = in_range(column, sizes[k], clips)
+    x = jnp.where(x < sizes[k], x, -1)
+    return jnp.expand_dims(x, tuple(range(batch, dims_of_ids)))
+
+  def ids(clips: bool) -> jax.Array:
+    found = place.ids([at(k, clips) for k in range(len(sizes))])
+    return jnp.broadcast_to(found, (*shape, *[sizes[k] for k in whole]))
+
+  (out,) = jaxprs.bind(eqn, [table, indices])
+  windows = tuple(map(int, dims.offset_dims))
+  kept = [d for d in range(out.ndim) if d not in windows]
+  moved = [*[kept[d] for d in order], *windows]
+  moved_shape = tuple([out.shape[d] for d in moved])
+  back = [moved.index(d) for d in range(out.ndim)]
+  rows_shape = (*shape, *[sizes[k] for k in whole], width)
+  fill = eqn.params["fill_value"]
+  return LookUp(
+    ids=ids(clips),
+    read=ids(not fills),
+    out=out,
+    fill=fills and fill is not None and fill == fill and fill != 0,
+    rows=lambda out: out.transpose(moved).reshape(rows_shape),
+    restored=lambda rows: rows.reshape(moved_shape).transpose(back),
+    fill_value=(np.nan if fill is None else fill) if fills else None,
+  )
+
+
 def dynamic_slice(
-  eqn: jex_core.JaxprEqn, table: jax.Array, others: Sequence[Any]
+  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
   """Reads a `dynamic_slice`."""
-  count, width = eqn.params["slice_sizes"]
-  if width != table.shape[1]:
+  *counts, width = eqn.params["slice_sizes"]
+  if width != table.shape[-1]:
     return "is sliced into other pieces than whole rows"
-  start = in_range(jnp.asarray(others[0]), table.shape[0] - count + 1, True)
-  ids = start + jnp.arange(count, dtype=jnp.int32)
+  starts = _starts(table.shape, counts, others)
   (rows,) = jaxprs.bind(eqn, [table, *others])
+  ids = _grid(place, starts, counts, [1] * len(counts))
   return LookUp(ids, ids, rows, False, _same, _same)
 
 
 def slice_(
-  eqn: jex_core.JaxprEqn, table: jax.Array, others: Sequence[Any]
+  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
   """Reads a `slice` of constant rows."""
   del others
-  (first, left), (last, right) = (
-    eqn.params[k] for k in ("start_indices", "limit_indices")
-  )
-  step, across = eqn.params["strides"] or (1, 1)
-  if (left, right, across) != (0, table.shape[1], 1):
+  (*starts, left), (*_, right), (*steps, across) = _slices(eqn)
+  if (left, right, across) != (0, table.shape[-1], 1):
     return "is sliced into other pieces than whole rows"
   (rows,) = jaxprs.bind(eqn, [table])
-  ids = jnp.arange(first, last, step, dtype=jnp.int32)
+  ids = _grid(place, starts, rows.shape[:-1], steps)
   return LookUp(ids, ids, rows, False, _same, _same)
+
+
+def _slices(eqn: jex_core.JaxprEqn) -> list[Sequence[int]]:
+  """Starts, limits and steps of a `slice`."""
+  starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+  return [starts, limits, eqn.params["strides"] or (1,) * len(starts)]
+
+
+def _starts(
+  shape: Sequence[int], counts: Sequence[int], starts: Sequence[Any]
+) -> list[jax.Array]:
+  """Where a `dynamic_slice` begins, clipped as it does."""
+  each = zip(starts, shape, counts)
+  return [in_range(jnp.asarray(x), r - c + 1, True) for x, r, c in each]
+
+
+def _grid(
+  place: Place,
+  starts: Sequence[Any],
+  counts: Sequence[int],
+  steps: Sequence[int],
+) -> jax.Array:
+  """Ids of the rows of a slice, in its shape but for columns."""
+  at = []
+  for k, (start, count, step) in enumerate(zip(starts, counts, steps)):
+    x = start + step * jnp.arange(count, dtype=jnp.int32)
+    at.append(_along(x, k, len(counts)))
+  return at[0] if place.is_table else place.ids(at)
+
+
+def _along(x: jax.Array, dim: int, dims: int) -> jax.Array:
+  """`x: [k]` as dimension `dim` of `dims`."""
+  return (
+    x if dims == 1 else jnp.expand_dims(x, [d for d in range(dims) if d != dim])
+  )
+
+
+def all_ids(place: Place, shape: Sequence[int]) -> jax.Array:
+  """Returns the ids of all rows of `[..., R, D]`, in that shape."""
+  *counts, _ = shape
+  return _grid(place, [0] * len(counts), counts, [1] * len(counts))
+
+
+def cut(
+  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
+) -> Place | None:
+  """Returns the place of what an equation leaves of `[T, R, D]`, all of R.
+
+  None where it does another thing: reads rows, say.
+  """
+  name, strides = eqn.primitive.name, place.strides
+  if name not in ("squeeze", "reshape", "slice", "dynamic_slice"):
+    return None
+  out: Any = eqn.outvars[0].aval
+  *_, rows, width = table.shape
+  if name == "squeeze":
+    gone = eqn.params["dimensions"]
+    if any(d >= len(strides) for d in gone):
+      return None
+    left = [s for d, s in enumerate(strides) if d not in gone]
+    return place._replace(strides=tuple(left))
+  if name == "reshape":
+    each = zip(strides, strides_of(table.shape), table.shape)
+    in_order = all(x == y or size == 1 for x, y, size in each)
+    if not in_order or out.ndim < 2 or out.shape[-1] != width:
+      return None
+    return place._replace(strides=strides_of(out.shape))
+  if not strides or out.shape[-2:] != (rows, width):
+    return None
+  if name == "slice":
+    starts, _, steps = _slices(eqn)
+    strides = tuple([x * step for x, step in zip(strides, steps)])
+  else:
+    starts = _starts(table.shape, out.shape, others)
+  first = place.first
+  for start, stride in zip(starts, place.strides):
+    first = first + start * stride
+  return place._replace(first=first, strides=strides)
+
+
+def _ids(place: Place, row: jax.Array, num_rows: int, clips: bool) -> jax.Array:
+  """`row` as rows of the leaf, those out of range clipped or none."""
+  ids = in_range(row, num_rows, clips)
+  if place.is_table and place.num_rows == num_rows:
+    return ids
+  return place.ids([jnp.where(ids < num_rows, ids, -1)])
 
 
 def _same(rows: jax.Array) -> jax.Array:

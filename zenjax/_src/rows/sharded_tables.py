@@ -53,20 +53,23 @@ from zenjax._src.schemes import buffer_sizes
     "seed",
     "first_word",
     "replicas",
+    "stack",
   ),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedTable(NoArray):
   """A table `[R, D]` of which each device has the rows that it owns.
 
-  `zenjax.rows.shard` makes them. It is a pytree of one leaf, so that optax's
-  `init` and Flax's `TrainState` take it as any parameter.
+  Or a stack of them, `[T, R, D]`, as one table of `T * R` rows: row `r` of
+  table `t` is row `t * R + r`. `zenjax.rows.shard` makes them. It is a pytree
+  of one leaf, so that optax's `init` and Flax's `TrainState` take it as any
+  parameter.
 
   Attributes:
     value: `[n * S, D]`, split over `axes` along its first dimension: the rows
       of each owner, in the order of their slots. Inside a `shard_map` over
       these axes `[S, D]`. In a gradient SparseRows of the whole table.
-    num_rows: `R`.
+    num_rows: `R`, of a stack `T * R`.
     axes: Mesh axes over which owners lie.
     devices: `n`, along these axes; 0, without axes, where rows lie in their
       order, as `zenjax.reshard` saves them: `[R, D]`, then zeros up to equal
@@ -75,6 +78,7 @@ class ShardedTable(NoArray):
     first_word: Rows of the tables before this one, which shift its hash.
     replicas: Further axes over which batches are split. Along these every
       device has the same rows.
+    stack: `(T,)` of a stack, or more dimensions before that of rows.
   """
 
   value: Any
@@ -84,6 +88,7 @@ class ShardedTable(NoArray):
   seed: int
   first_word: int
   replicas: Axes = ()
+  stack: tuple[int, ...] = ()
 
   @property
   def batch_axes(self) -> Axes:
@@ -101,13 +106,23 @@ class ShardedTable(NoArray):
     )
 
   @property
-  def shape(self) -> tuple[int, int]:
-    """Shape of the whole table, `(R, D)`."""
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the whole table, `(R, D)`, or of the stack, `(T, R, D)`."""
+    return *self.shape_of_rows, self.value.shape[-1]
+
+  @property
+  def table_shape(self) -> tuple[int, int]:
+    """`(R, D)`, of a stack `(T * R, D)`: the one table that optimizers see."""
     return self.num_rows, self.value.shape[-1]
 
   @property
+  def shape_of_rows(self) -> tuple[int, ...]:
+    """`(R,)`, of a stack `(T, R)`."""
+    return *self.stack, self.num_rows // math.prod(self.stack)
+
+  @property
   def ndim(self) -> int:
-    return 2
+    return len(self.stack) + 2
 
   @property
   def dtype(self) -> Any:
@@ -244,18 +259,19 @@ class RowInitializer:
   """A table that `shard` makes row by row, where rows belong.
 
   Attributes:
-    fun: Takes ids `[k] int32` in `[0, R)`, returns their rows `[k, D]`.
-    shape: `(R, D)`.
+    fun: Takes ids `[k] int32` in `[0, R)`, returns their rows `[k, D]`. Row `r`
+      of table `t` of a stack has id `t * R + r`.
+    shape: `(R, D)`, of a stack `(T, R, D)`.
     dtype: Of the rows.
   """
 
   fun: Callable[[jax.Array], jax.Array]
-  shape: tuple[int, int]
+  shape: tuple[int, ...]
   dtype: Any
 
   @property
   def ndim(self) -> int:
-    return 2
+    return len(self.shape)
 
   @property
   def size(self) -> int:
@@ -284,7 +300,7 @@ def _drawn_by_place(fun: Callable[..., Any], ids: Any) -> str:
 
 
 def init_by_rows(
-  fun: Callable[[jax.Array], jax.Array], num_rows: int
+  fun: Callable[[jax.Array], jax.Array], num_rows: int | Sequence[int]
 ) -> RowInitializer:
   """Describes a table by a function of its row ids, for `shard`.
 
@@ -294,15 +310,16 @@ def init_by_rows(
 
   Args:
     fun: Takes ids `[k] int32` and returns rows `[k, D]`, each of its id alone.
-    num_rows: `R`.
+    num_rows: `R`; of a stack of tables `(T, R)`, whose ids are `t * R + r` for
+      row `r` of table `t`.
 
   Returns:
     A leaf of the parameters that are given to `shard`.
 
   Raises:
     ValueError: `fun` does not return floating rows `[k, D]`, draws numbers by
-      the place of an id and not by the id, or `num_rows` is not from 1 to
-      2**31 - 1.
+      the place of an id and not by the id, or `num_rows` are not integers whose
+      product is from 1 to 2**31 - 1.
 
   Example:
     >>> import jax
@@ -316,16 +333,19 @@ def init_by_rows(
     >>> zenjax.rows.shard({"table": table}, mesh, "data")["table"].shape
     (2000, 16)
   """
-  whole = isinstance(num_rows, int | np.integer)
-  if not whole or not 0 < num_rows < 2**31:
+  one = not isinstance(num_rows, Sequence)
+  rows = (num_rows,) if one else tuple(num_rows)
+  whole = rows and all(isinstance(x, int | np.integer) for x in rows)
+  if not whole or min(rows) < 1 or math.prod(map(int, rows)) >= 2**31:
     raise ValueError(
-      f"`num_rows` must be an integer from 1 to 2**31 - 1, got {num_rows!r}."
+      "`num_rows` must be an integer from 1 to 2**31 - 1, or `(T, R)` of a"
+      f" stack that has no more rows in all, got {num_rows!r}."
     )
   some = jax.ShapeDtypeStruct((_PROBE,), jnp.int32)
   found: Any = jax.eval_shape(fun, some)
   shape: Any = getattr(found, "shape", ())
-  rows = len(shape) == 2 and shape[0] == _PROBE
-  if not rows or not jnp.issubdtype(found.dtype, jnp.floating):
+  made = len(shape) == 2 and shape[0] == _PROBE
+  if not made or not jnp.issubdtype(found.dtype, jnp.floating):
     raise ValueError(
       "`fun` of init_by_rows must return floating rows `[k, D]` of ids `[k]`,"
       f" got {found} of {_PROBE} ids."
@@ -336,7 +356,7 @@ def init_by_rows(
       f" their place in a call, at {place}: rows would repeat; take"
       " `jax.random.fold_in(key, id)` of each id under `jax.vmap`."
     )
-  return RowInitializer(fun, (int(num_rows), shape[1]), found.dtype)
+  return RowInitializer(fun, (*map(int, rows), shape[1]), found.dtype)
 
 
 def shard(
@@ -361,13 +381,19 @@ def shard(
   initializer takes for itself comes first. On TPUs it is three times, unless
   32 times the devices divides the rows.
 
+  A leaf `[T, R, D]`, chosen by `tables`, is a stack of T tables, which share
+  one program and the room of its buffers: as under `jax.vmap`, in `lax.scan`,
+  or one by one models take tables of it and look up rows. Ids out of range are
+  so of each table.
+
   Args:
     params: A tree of arrays. A table may be NumPy's, in the memory of the host,
       or of `init_by_rows`, made where its rows belong.
     mesh: The mesh that steps run on.
     axis_name: The axis over which owners lie.
     tables: Which leaves to split: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. By default all that `zen_sync` takes for tables.
+      `(name, leaf) -> bool`. By default all that `zen_sync` takes for tables,
+      and no stacks.
     replicas: Further axes over which batches are split, those of slower links.
       Tables have a copy along each, and steps add up gradient rows over them:
       look-ups stay among the owners of one copy. Give `owner_update` both,
@@ -379,9 +405,9 @@ def shard(
     placed whole on all devices, unless they lie on the mesh already.
 
   Raises:
-    ValueError: No leaf is chosen, or one that has not two dimensions;
-      `axis_name` is not one axis of the mesh, `replicas` are not others of it,
-      or `hash_seed` does not fit 32 bits.
+    ValueError: No leaf is chosen, or one that has fewer than two dimensions or
+      2**31 rows or more; `axis_name` is not one axis of the mesh, `replicas`
+      are not others of it, or `hash_seed` does not fit 32 bits.
     TypeError: A chosen leaf is not floating.
 
   Example:
@@ -414,7 +440,7 @@ def shard(
       "`tables` must choose a leaf, and it chooses none of"
       f" {shapes}{', ..' if len(named) > 8 else ''}; name tables by"
       " `tables=lambda name, leaf: ..`, as those of few rows are not taken by"
-      " themselves."
+      " themselves, nor are stacks of tables."
     )
   found, first_word = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
@@ -432,23 +458,35 @@ def shard(
     if not wanted:
       found.append(_everywhere(leaf, mesh))
       continue
-    if leaf.ndim != 2:
+    if leaf.ndim < 2:
       raise ValueError(
-        f"`tables` must choose leaves of two dimensions, `[rows, columns]`, and"
-        f" leaf {name!r} has shape {leaf.shape}; leave it out, or reshape it."
+        "`tables` must choose leaves of two dimensions, `[rows, columns]`, or"
+        " stacks of tables, with further dimensions in front, and leaf"
+        f" {name!r} has shape {leaf.shape}; leave it out, or reshape it."
+      )
+    *stack, rows, _ = leaf.shape
+    num_rows = rows * math.prod(stack)
+    if num_rows >= 2**31:
+      raise ValueError(
+        f"`tables` must choose leaves of fewer than 2**31 rows in all, and leaf"
+        f" {name!r} has {num_rows}; make several leaves of it."
       )
     table = ShardedTable(
       value=None,
-      num_rows=leaf.shape[0],
+      num_rows=num_rows,
       axes=axes,
       devices=devices,
       seed=hash_seed,
       first_word=first_word,
       replicas=copies,
+      stack=tuple(stack),
     )
     first_word = (first_word + table.num_rows) % 2**32
-    make = _made if by_rows else _placed
-    found.append(table.with_value(make(leaf, table, mesh)))
+    if by_rows:
+      value = _made(leaf, table, mesh)
+    else:
+      value = _placed(leaf, table, mesh, table.stack)
+    found.append(table.with_value(value))
   return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
@@ -475,14 +513,15 @@ def unshard(params: Any) -> Any:
   Each is split by ranges of rows over the same axes, so that no device has a
   whole table here either. Only where the number of devices does not divide the
   rows, an array lies whole on every device; `zenjax.reshard(params)` is the
-  form to save that never does.
+  form to save that never does. A stack is split by its tables, or by the rows
+  of each where devices divide those alone.
 
   Args:
     params: A tree with `ShardedTable` in it, such as parameters, or an
       optimizer's state of them.
 
   Returns:
-    The same tree with arrays `[R, ...]`.
+    The same tree with arrays `[R, ...]`, of stacks `[T, R, ...]`.
 
   Raises:
     ValueError: It is called inside a `shard_map`, or no mesh is known.
@@ -502,16 +541,22 @@ def unshard(params: Any) -> Any:
     if not is_sharded(node):
       return node
     if not node.devices:
-      return node.value[: node.num_rows]
+      rows = node.value[: node.num_rows]
+      return rows.reshape(*node.shape_of_rows, *rows.shape[1:])
     mesh = _mesh_under(node)
     if mesh is None:
       raise ValueError(
         "`unshard` must be called outside of shard_map, where a table is that"
         " of all devices; return the table from the step and call it there."
       )
-    over = None if node.num_rows % node.devices else node.axes
-    lies = NamedSharding(mesh, PartitionSpec(over))
-    return _resizing(node.num_rows, node.num_rows, lies)(_ordered(node, mesh))
+    divided = [not size % node.devices for size in node.shape_of_rows]
+    at = next((k for k in (0, len(node.stack)) if divided[k]), None)
+    spec = () if at is None else (*[None] * at, node.axes)
+    lies = NamedSharding(mesh, PartitionSpec(*spec))
+    ordered = _ordered(node, mesh)
+    if node.stack:
+      return _stacking(node.shape_of_rows, node.devices, lies)(ordered)
+    return _resizing(node.num_rows, node.num_rows, lies)(ordered)
 
   return jax.tree.map(whole, params, is_leaf=is_sharded)
 
@@ -634,17 +679,32 @@ def _blocks(layout: Layout) -> int:
   return -(-layout.slots // layout.groups) * layout.groups
 
 
-def _placed(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """`[R, ...]` as `[n * S, ...]`, each row with its owner."""
+def _placed(
+  x: Any, table: ShardedTable, mesh: Any, stack: tuple[int, ...] = ()
+) -> jax.Array:
+  """`[R, ...]` as `[n * S, ...]`, each row with its owner.
+
+  Args:
+    x: Rows in their order, `[*stack, R, ...]`.
+    table: Says who owns them.
+    mesh: Where owners are.
+    stack: Dimensions in front of that of rows.
+  """
   rows = _blocks(table.layout) * table.devices
   split = NamedSharding(mesh, PartitionSpec(table.axes))
-  x = _ranges(x, table.num_rows, rows, split)
+  if not stack:
+    x = _ranges(x, table.num_rows, rows, split)
+  elif isinstance(x, jax.Array) and _lies_there(x, split):
+    x = _resizing(table.num_rows, rows, split, stack, table.devices)(x)
+  else:  # A view of the host's memory.
+    x = np.asarray(x).reshape(table.num_rows, -1)
+    x = _ranges(x, table.num_rows, rows, split)
   return _moving(_to_owners, mesh, table.axes, table.layout)(x)
 
 
 def _made(leaf: RowInitializer, table: ShardedTable, mesh: Any) -> jax.Array:
   """`[n * S, D]`: each device makes the rows that it owns."""
-  layout, width = table.layout, leaf.shape[1]
+  layout, width = table.layout, leaf.shape[-1]
 
   def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
     at = begin + jnp.arange(size, dtype=jnp.int32)
@@ -681,7 +741,7 @@ def _ranges(
   here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
   if here and x.shape[0] == rows and x.sharding == split:
     return x
-  if here and x.sharding.device_set != split.device_set:
+  if here and not _lies_there(x, split):
     x = np.asarray(x)
   if isinstance(x, jax.Array):
     return _resizing(num_rows, rows, split)(x)
@@ -697,11 +757,26 @@ def _ranges(
   return jax.make_array_from_callback(shape, split, part)
 
 
+def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
+  """True if a program over the devices of `lies` takes `x`."""
+  if isinstance(x, Tracer):
+    return True
+  return x.sharding.device_set == lies.device_set
+
+
 @functools.lru_cache(maxsize=64)
-def _resizing(num_rows: int, rows: int, lies: NamedSharding) -> Any:
-  """Cuts off and fills up rows."""
+def _resizing(
+  num_rows: int,
+  rows: int,
+  lies: NamedSharding,
+  stack: tuple[int, ...] = (),
+  devices: int = 1,
+) -> Any:
+  """Cuts off and fills up rows, of tables `[*stack, R, ...]` one by one."""
 
   def resized(x: jax.Array) -> jax.Array:
+    if stack:
+      x = _one_table(x, stack, devices)
     missing = rows - num_rows
     pads = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
     return jnp.pad(x[:num_rows], pads)
@@ -710,6 +785,35 @@ def _resizing(num_rows: int, rows: int, lies: NamedSharding) -> Any:
     # Where types say how arrays lie, devices must divide every dimension.
     resized = compat.on_automatic_axes(resized, lies.mesh, lies)
   return jax.jit(resized, out_shardings=lies)
+
+
+def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
+  """`[*stack, R, ...]` as `[T * R, ...]`, to be split over devices."""
+  count, last = math.prod(stack), len(stack)
+  if count % devices and devices % count:
+    # Where neither divides the other XLA reshapes what each device has whole.
+    x = x.reshape(count, *x.shape[last:])
+    return jnp.concatenate([x[t] for t in range(count)])
+  return x.reshape(-1, *x.shape[last + 1 :])
+
+
+@functools.lru_cache(maxsize=64)
+def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
+  """`[T * R, ...]`, split by ranges, as `[*stack, R, ...]`."""
+  *stack, each = rows
+  count = math.prod(stack)
+
+  def stacked(x: jax.Array) -> jax.Array:
+    x = x[: count * each]
+    # XLA reshapes what each device has of so many, and cuts in more pieces.
+    if devices // math.gcd(devices, count) > count:
+      x = jnp.stack([x[t * each : (t + 1) * each] for t in range(count)])
+      return x.reshape(*rows, *x.shape[2:])
+    return x.reshape(*rows, *x.shape[1:])
+
+  if compat.explicit_of(lies.mesh):
+    stacked = compat.on_automatic_axes(stacked, lies.mesh, lies)
+  return jax.jit(stacked, out_shardings=lies)
 
 
 @functools.lru_cache(maxsize=64)
@@ -1343,7 +1447,7 @@ class Push:
       ids, values = grad.indices, grad.values
       if not grad.capacity:
         ids = jnp.full(1, table.num_rows, jnp.int32)
-        values = jnp.zeros((1, table.shape[1]), grad.dtype)
+        values = jnp.zeros((1, table.shape[-1]), grad.dtype)
       ids = jnp.where(ids < 0, ids + table.num_rows, ids)
       ids = jnp.where(ids < 0, table.num_rows, ids)
       a = _ask(table, ids)

@@ -212,7 +212,7 @@ def _look(traced, leaves, tables) -> tapping.Run:
     nonlocal found
     found = tapping.Run()
     args = [
-      View(i, x, away=is_sharded(traced.leaves[i])) if i in tables else x
+      View.of_leaf(i, x, is_sharded(traced.leaves[i])) if i in tables else x
       for i, x in enumerate(leaves)
     ]
     outs = found.run(traced.jaxpr, traced.consts, args)

@@ -4,6 +4,9 @@ A table goes through the program as a `View`. Where rows are looked up, a *tap*
 of zeros is added to them: the gradient by the tap is the gradient of the rows,
 and no gradient of the table is ever made. The first run has no taps; it finds
 the look-ups (`Site`), and whatever is done to a table that is none.
+
+A leaf may be a stack of tables, `[T, R, D]`, from which tables are cut on the
+way: row `r` of table `t` is row `t * R + r` of the leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +88,9 @@ def row_set(
   dims = eqn.params["dimension_numbers"]
   indices, row = (other.value for other in others)
   one = jnp.size(indices) == 1 and tuple(dims.inserted_window_dims) == (0,)
-  num_rows, width = _shape(eqn)
+  *stack, num_rows, width = _shape(eqn)
+  if stack:
+    return "is written to as a stack of tables"
   if at != 0 or not one or jnp.size(row) != width:
     return "is written to at more than one row"
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
@@ -121,7 +126,8 @@ PLACES = (*TYPES, "sharding_constraint", "reshard")
 
 def _of_a_row(operand: Operand, eqn: jex_core.JaxprEqn) -> Any | None:
   """A scalar or `[D]`, if that is all that the operand is."""
-  _, width = _shape(eqn)
+  *others, width = _shape(eqn)
+  last, row = len(others), (*[1] * len(others), width)
   candidates: list[tuple[Any, Any]] = [(operand.value, None)]
   if operand.source is not None:
     candidates.append(operand.source)
@@ -129,8 +135,12 @@ def _of_a_row(operand: Operand, eqn: jex_core.JaxprEqn) -> Any | None:
     shape = jnp.shape(value)
     if shape == ():
       return value
-    across = dims in (None, (0, 1)) and shape == (1, width)
-    if across or (dims == (1,) and shape in [(width,), (1,)]):
+    if dims is None:
+      across = shape == row
+    else:
+      own = tuple(dims)[-1:] == (last,) and shape[-1] in (1, width)
+      across = own and all(size == 1 for size in shape[:-1])
+    if across:
       return jnp.reshape(value, -1)
   return None
 
@@ -140,7 +150,7 @@ def _beside(row: Any, rows: jax.Array) -> jax.Array:
   return jnp.reshape(row, (*[1] * (rows.ndim - 1), -1))
 
 
-def _shape(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
+def _shape(eqn: jex_core.JaxprEqn) -> tuple[int, ...]:
   aval: Any = eqn.outvars[0].aval
   return aval.shape
 
@@ -149,7 +159,8 @@ class View(NamedTuple):
   """A table on its way to its look-ups."""
 
   param: int
-  table: jax.Array  # [R, D]
+  table: jax.Array  # [R, D], of a stack [T, R, D]
+  place: look_ups.Place  # of its rows in the leaf
   steps: tuple[Step, ...] = ()
   scaled: bool = False
   mixed: bool = False  # whether a step has other operands
@@ -158,8 +169,14 @@ class View(NamedTuple):
   # Whether `table` is a type alone: taps then are the rows themselves.
   away: bool = False
 
+  @classmethod
+  def of_leaf(cls, param: int, table: Any, away: bool) -> "View":
+    """Returns the view of a whole leaf."""
+    place = look_ups.Place.of(jnp.shape(table))
+    return cls(param, table, place, away=away)
+
   def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows as the program sees them; `ids` are those that were read."""
+    """Rows as the program sees them; `ids` are those of the leaf's rows."""
     for step in self.steps:
       rows = step(rows, ids)
     return rows
@@ -171,8 +188,12 @@ class View(NamedTuple):
       eqn, view = self.before
       (table,) = jaxprs.bind(eqn, [view.whole()])
       steps = steps[len(view.steps) :]
-    ids = jnp.arange(table.shape[0], dtype=jnp.int32)
+    ids = look_ups.all_ids(self.place, table.shape)
     return self._replace(steps=steps).of(table, ids)
+
+  def of_tables(self, table: Any, place: look_ups.Place) -> "View":
+    """Returns the view of some tables, or of one, of the stack."""
+    return self._replace(table=table, place=place)
 
 
 class Site(NamedTuple):
@@ -305,11 +326,17 @@ class Run:
       if isinstance(step, str):
         return self._refuse(eqn, values, step)
       changed = view._replace(
-        steps=(*view.steps, step),
+        steps=(*view.steps, _by_leaf(step, view.place)),
         scaled=view.scaled or name in SCALES,
         mixed=view.mixed or bool(others),
       )
       return [changed]
+    if at == 0 and view.before is None:
+      place = look_ups.cut(eqn, view.table, view.place, values[1:])
+      if place is not None:
+        return [
+          view.of_tables(*jaxprs.bind(eqn, [view.table, *values[1:]]), place)
+        ]
     if name in look_ups.FORMS and at == 0:
       return self._look_up(eqn, view, values)
     return self._refuse(eqn, values, f"is used by `{name}`")
@@ -317,7 +344,7 @@ class Run:
   def _look_up(self, eqn, view, values) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
     with eqn.ctx.manager:
-      found = read(eqn, view.table, values[1:])
+      found = read(eqn, view.table, view.place, values[1:])
     if isinstance(found, str):
       return self._refuse(eqn, values, found)
     if found.fill and view.scaled:
@@ -346,7 +373,7 @@ class Run:
     if view.away:
       rows = jnp.zeros_like(rows) if tap is None else tap
       if found.fill_value is not None:
-        real = (found.read < view.table.shape[0])[..., None]
+        real = (found.read < view.place.num_rows)[..., None]
         rows = jnp.where(real, rows, jnp.asarray(found.fill_value, rows.dtype))
     elif tap is not None:
       rows = rows + tap
@@ -356,13 +383,19 @@ class Run:
 
   def _scan(self, eqn, values) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)
-    if any(isinstance(value, View) for value in [*carry, *xs]):
+    stacks = {i: x for i, x in enumerate(xs) if isinstance(x, View)}
+    rows = [x for x in stacks.values() if not x.place.strides or x.before]
+    if rows or any(isinstance(value, View) for value in carry):
       return self._refuse(eqn, values, "is carried or cut up by a `scan`")
     body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
+    at = jnp.arange(eqn.params["length"] if stacks else 0, dtype=jnp.int32)
 
     def turn(carry, inputs):
       nonlocal inner
-      xs, taps = inputs
+      (xs, at), taps = inputs
+      xs = list(xs)
+      for i, view in stacks.items():
+        xs[i] = view.of_tables(xs[i], view.place.at(at))
       inner = Run(taps=taps, refusals=self.refusals)
       outs = inner.run(body, body_consts, [*consts, *carry, *xs])
       outs = self._returned(eqn, outs)
@@ -370,10 +403,11 @@ class Run:
       return outs[: len(carry)], (outs[len(carry) :], found)
 
     inner = Run()
+    plain = [x.table if isinstance(x, View) else x for x in xs]
     carry, (ys, (ids, read)) = lax.scan(
       turn,
       carry,
-      (xs, self._inner_taps()),
+      ((plain, at if stacks else None), self._inner_taps()),
       length=eqn.params["length"],
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
@@ -453,11 +487,18 @@ def _broadcast_from(eqn, operands):
   return None
 
 
+def _by_leaf(step: Step, place: look_ups.Place) -> Step:
+  """`step` of a table's own ids as one of the leaf's."""
+  if place.is_table or place.strides:
+    return step
+  return lambda rows, ids: step(rows, ids - place.first)
+
+
 def _stepped(view, found, rows):
   """`view.of`; what is out of range has no gradient by any operand."""
   if not view.mixed:
     return view.of(rows, found.read)
-  real = (found.ids < view.table.shape[0])[..., None]
+  real = (found.ids < view.place.num_rows)[..., None]
   other = lax.stop_gradient(view.of(rows, found.read))
   # Zeros, for a gradient of 0 times NaN would be NaN.
   rows = view.of(jnp.where(real, rows, 0), found.read)

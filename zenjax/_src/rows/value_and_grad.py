@@ -500,7 +500,7 @@ def _run(traced, found, types, plain, taps) -> tuple[list, tapping.Run]:
   """Runs the program with taps; of tables that are away it has `types`."""
   left = iter(plain)
   args = [
-    View(i, types.get(i, x), away=i in found.away)
+    View.of_leaf(i, types.get(i, x), i in found.away)
     if i in found.rows
     else next(left)
     for i, x in enumerate(traced.leaves)
@@ -721,7 +721,7 @@ def _joined(
     return sparse_rows.concatenated(parts)
   if not parts:
     none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
-    values = jnp.zeros((leaf.devices, leaf.shape[1]), leaf.dtype)
+    values = jnp.zeros((leaf.devices, leaf.shape[-1]), leaf.dtype)
     parts = [SparseRows(none, values, leaf.num_rows)]
   if facts is None:  # No look-up, and no row.
     nothing = jnp.zeros(len(sharded_tables.Fetched._fields), jnp.float32)
@@ -739,5 +739,7 @@ def _collect(sites, ids, values, leaves, parts, turns=0):
       _collect(site.sites, i, x, leaves, parts, inner)
     else:
       flat = batch_layout.flattened(i, x, turns)
-      found = SparseRows(*flat, leaves[site.param].shape[0])
+      leaf = leaves[site.param]
+      num_rows = leaf.num_rows if is_sharded(leaf) else leaf.shape[0]
+      found = SparseRows(*flat, num_rows)
       parts[site.param].append(found)

@@ -512,7 +512,7 @@ class Owners:
     found = {}
     for i, node in sharded.items():
       name, leaf = named[i]
-      shape: Any = jax.ShapeDtypeStruct(node.shape, leaf.dtype)
+      shape: Any = jax.ShapeDtypeStruct(node.table_shape, leaf.dtype)
       given = leaf if is_rows(leaf) else shape
       table = leaf_tables.table_of(name, given, self.options)
       found[i] = owner_rows.plan_of_sharded(
@@ -571,7 +571,7 @@ class Owners:
     for i, (leaf, is_table) in enumerate(zip(leaves, chosen)):
       kind = row_program.type_of(leaf)
       if i in sharded:
-        kind = kind.update(shape=sharded[i].shape)
+        kind = kind.update(shape=sharded[i].table_shape)
       elif is_table:
         shape = leaf_util.table_shape(kind, self.options.unit)
         kind = kind.update(shape=shape)

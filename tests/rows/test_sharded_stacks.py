@@ -1,0 +1,321 @@
+"""Stacks of tables `[T, R, D]` that are sharded, against whole ones."""
+
+import functools
+import math
+import re
+from typing import Any
+
+from flax import linen as nn
+import forced
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import zenjax
+
+pytestmark = pytest.mark.each_jax
+
+T, R, D, B = 3, 205, 4, 16
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch):
+  """Two sizes of buffers compile sooner than eight, and are the same code."""
+  forced.few_buffer_sizes(monkeypatch)
+
+
+def _mesh(*shape: int) -> jax.sharding.Mesh:
+  return jax.make_mesh(
+    shape,
+    ("pod", "data")[-len(shape) :],
+    devices=jax.devices()[: math.prod(shape)],
+    axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
+  )
+
+
+def _stack(*shape: int, seed: int = 0) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=shape or (T, R, D)).astype(np.float32)
+
+
+def _params() -> dict[str, Any]:
+  return {"t": _stack(), "w": np.linspace(0.5, 1, D, dtype=np.float32)}
+
+
+def _shard(params: Any, mesh: Any) -> Any:
+  return zenjax.rows.shard(
+    params,
+    mesh,
+    "data",
+    tables=lambda name, _: name.startswith("t"),
+    replicas="pod" if len(mesh.shape) > 1 else None,
+  )
+
+
+def _split(batch: Any, mesh: Any) -> Any:
+  lie = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+  return jax.device_put(batch, lie)
+
+
+def _ids(kind: str) -> np.ndarray:
+  rng = np.random.default_rng(7)
+  if kind == "beyond":  # Out of range of a table, on both sides.
+    ids = rng.integers(-R - 40, R + 40, (B, T)).astype(np.int32)
+    ids[:4, 0] = R, R + 1, -R - 1, -1
+    return ids
+  return (rng.zipf(1.3, (B, T)) % R).astype(np.int32)
+
+
+# Rows `[B, T, D]` of a stack, as people look them up.
+
+
+def _scanned(stack, ids):
+  def turn(carry, x):
+    table, column = x
+    rows = jax.checkpoint(lambda t: (t.at[0].set(0.0) * 0.5)[column])(table)
+    return carry + 1, rows
+
+  return lax.scan(turn, 0, (stack, ids.T), reverse=True)[1].swapaxes(0, 1)
+
+
+def _looped(stack, ids):
+  def turn(t, rows):
+    return rows.at[:, t].set(stack[t][ids[:, t]])
+
+  return lax.fori_loop(0, T, turn, jnp.zeros((*ids.shape, D)))
+
+
+def _one_by_one(stack, ids):
+  of_table = lambda table, ids: jax.vmap(lambda i: table[i])(ids)
+  return jax.vmap(of_table, (0, 1), 1)(stack, ids)
+
+
+def _taken(stack, ids):
+  cast = lambda t: (t.astype(jnp.bfloat16) * 0.5).astype(jnp.float32)
+  of_table = lambda t, i: jnp.take(cast(t), i, axis=0, fill_value=0.0)
+  return jax.vmap(of_table)(stack, ids.T).swapaxes(0, 1)
+
+
+def _parts(stack, ids):
+  """Some tables of the stack, and one row of each."""
+  some = jax.vmap(lambda t, i: t[i], (0, 1), 1)(stack[::2], ids[:, ::2])
+  last = stack[1:].reshape(2 * R, D).at[ids[:, :1]].get(mode="clip")
+  one = stack[:, 5] + stack[1, 2][None]
+  return jnp.concatenate([some, last], 1) + one[None]
+
+
+LOOK_UPS = dict(
+  indexed=lambda t, i: jnp.stack([t[k, i[:, k]] for k in range(T)], 1),
+  cut=lambda t, i: jnp.stack([t[k][i[:, k]] for k in range(T)], 1),
+  mapped=lambda t, i: jax.vmap(lambda t, i: t[i], (0, 1), 1)(t, i),
+  taken=_taken,
+  paired=lambda t, i: t[jnp.arange(T), i],
+  paired_by_table=lambda t, i: t[jnp.arange(T)[:, None], i.T].swapaxes(0, 1),
+  clipped=lambda t, i: t.at[jnp.arange(T), i].get(mode="clip"),
+  filled=lambda t, i: t.at[jnp.arange(T), i].get(mode="fill", fill_value=0),
+  filled_at=lambda t, i: t.at[i % 5 - 1, i].get(mode="fill", fill_value=0),
+  for_all=lambda t, i: t[:, i[:, 0]].swapaxes(0, 1),
+  scanned=_scanned,
+  looped=_looped,
+  one_by_one=_one_by_one,
+  parts=_parts,
+  reshaped=lambda t, i: t.reshape(T * R, D)[i % R + R * jnp.arange(T)[None]],
+)
+
+
+def _loss(look, params, ids, y):
+  x = jnp.tanh(look(params["t"], ids)).sum(1) @ params["w"]
+  return jnp.mean((x - y) ** 2)
+
+
+@pytest.mark.usually("*-beyond")
+@pytest.mark.parametrize("kind", ["usual", "beyond"])
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_losses_and_gradients_are_those_of_whole_stacks(name, kind):
+  mesh, params = _mesh(4), _params()
+  loss = functools.partial(_loss, LOOK_UPS[name])
+  batch = _ids(kind), np.arange(B, dtype=np.float32) / B
+  want, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
+  got, found = jax.jit(zenjax.value_and_grad(loss))(
+    _shard(params, mesh), *_split(batch, mesh)
+  )
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  assert found["t"].shape == (T, R, D)
+  dense = found["t"].value.to_dense().reshape(T, R, D)
+  # Of the plain program, gradients in bfloat16 are sums in bfloat16.
+  rtol = 1e-2 if name == "taken" else 2e-5
+  np.testing.assert_allclose(dense, grads["t"], rtol=rtol, atol=1e-6)
+  np.testing.assert_allclose(found["w"], grads["w"], rtol=1e-5, atol=1e-6)
+
+
+OPTIMIZERS = dict(
+  sgd=optax.sgd(0.05),
+  adagrad=optax.adagrad(0.05),
+  row_adagrad=zenjax.rows.row_adagrad(0.05),
+  adam=optax.adam(0.01),
+  clipped_adam=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
+)
+
+
+def _batches(kind: str, count: int = 6):
+  rng, ids = np.random.default_rng(0), _ids(kind)
+  for _ in range(count):
+    yield rng.permuted(ids, axis=0), rng.normal(size=B).astype(np.float32)
+
+
+def _step(tx, loss_fn, **how):
+  def step(state, ids, y):
+    params, opt_state = state
+    loss, grads = zenjax.value_and_grad(loss_fn, **how)(params, ids, y)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (zenjax.apply_updates(params, updates), opt_state), loss
+
+  return step
+
+
+def _trained(step, state, batches, mesh=None):
+  losses = []
+  for batch in batches:
+    state, loss = step(state, *(_split(batch, mesh) if mesh else batch))
+    losses.append(float(loss))
+  return state, losses
+
+
+@functools.cache
+def _whole_run(optimizer: str, kind: str):
+  """Tables and losses of as many leaves, whole on one device."""
+
+  def look(tables, ids):
+    return jnp.stack([t[ids[:, k]] for k, t in enumerate(tables)], 1)
+
+  params = _params() | {"t": [jnp.asarray(t) for t in _stack()]}
+  tx = zenjax.lazy_rows(OPTIMIZERS[optimizer])
+  loss = functools.partial(_loss, look)
+  tables = {"t": [True] * T, "w": False}
+  step = jax.jit(_step(tx, loss, tables=tables))
+  state = jax.tree.map(jnp.asarray, params), tx.init(params)
+  (params, _), losses = _trained(step, state, _batches(kind))
+  return np.stack(params["t"]), params["w"], losses
+
+
+@pytest.mark.usually("adagrad-usual-8", "adam-beyond-2", "clipped_adam-*-2x4")
+@pytest.mark.parametrize(
+  ("optimizer", "kind", "shape"),
+  [
+    pytest.param(*case, id="{}-{}-{}".format(*case[:2], "x".join(map(str, case[2]))))
+    for case in [
+      ("sgd", "usual", (2,)),
+      ("sgd", "beyond", (8,)),
+      ("adagrad", "usual", (8,)),
+      ("adagrad", "beyond", (2, 4)),
+      ("row_adagrad", "beyond", (8,)),
+      ("adam", "beyond", (2,)),
+      ("adam", "usual", (8,)),
+      ("adam", "usual", (2, 4)),
+      ("clipped_adam", "usual", (2, 4)),
+    ]
+  ],
+)  # fmt: skip
+def test_steps_are_those_of_tables_in_leaves_of_their_own(
+  optimizer, kind, shape, as_optax_computes
+):
+  mesh = _mesh(*shape)
+  tx = zenjax.owner_update(OPTIMIZERS[optimizer], mesh.axis_names, mesh=mesh)
+  params = _shard(_params(), mesh)
+  loss = functools.partial(_loss, LOOK_UPS["mapped"])
+  step, batches = jax.jit(_step(tx, loss)), list(_batches(kind))
+  state = params, tx.init(params)
+  (got, _), losses = _trained(step, state, batches, mesh)
+  stack, w, whole_losses = _whole_run(optimizer, kind)
+  np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
+  got = zenjax.rows.unshard(got)
+  assert got["t"].shape == (T, R, D)
+  np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(got["w"], w, rtol=1e-5, atol=1e-6)
+  (again, _), _ = _trained(step, state, batches, mesh)
+  again = zenjax.rows.unshard(again)
+  for leaf in got:  # Two runs have the same bits.
+    np.testing.assert_array_equal(got[leaf], again[leaf])
+
+
+@pytest.mark.parametrize("way", ["explicit", "data_parallel", "check_vma"])
+def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
+  kind = jax.sharding.AxisType
+  of = kind.Explicit if way == "explicit" else kind.Auto
+  mesh = jax.make_mesh(
+    (4,), ("data",), devices=jax.devices()[:4], axis_types=(of,)
+  )
+  lie = jax.P("data") if way == "explicit" else None
+
+  def look(stack, ids):
+    return stack.at[jnp.arange(T), ids].get(out_sharding=lie)
+
+  loss = functools.partial(_loss, look)
+  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", mesh=mesh)
+  step = _step(tx, loss)
+  with jax.set_mesh(mesh):
+    params = _shard(_params(), mesh)
+    state = params, zenjax.init(tx, params, mesh, "data")
+  if way == "data_parallel":
+    tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data")
+    step = zenjax.data_parallel(_step(tx, loss), mesh, "data")
+  if way == "check_vma":
+    tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data")
+    specs = zenjax.state_specs(state, "data")
+
+    def local(state, ids, y):
+      params, opt_state = state
+      own = zenjax.unsummed(params, "data")
+      loss_, grads = zenjax.value_and_grad(
+        functools.partial(_loss, _scanned_plainly)
+      )(own, ids, y)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      params = zenjax.apply_updates(params, updates)
+      return (params, opt_state), lax.pmean(loss_, "data")
+
+    step = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(specs, jax.P("data"), jax.P("data")),
+      out_specs=(specs, jax.P()),
+    )
+  with jax.set_mesh(mesh):
+    (got, _), losses = _trained(jax.jit(step), state, _batches("usual"), mesh)
+    got = zenjax.rows.unshard(got)
+  stack, _, whole_losses = _whole_run("adagrad", "usual")
+  np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
+  np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
+
+
+def _scanned_plainly(stack, ids):
+  turn = lambda carry, x: (carry, x[0][x[1]])
+  return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+@pytest.mark.parametrize("tables", [(2,), (3,), (8,), (2, 3)])
+def test_stacks_are_placed_and_come_back(n, tables):
+  mesh, rows = _mesh(n), 120
+  stack = _stack(*tables, rows, D)
+  shard = lambda x: zenjax.rows.shard(x, mesh, "data", tables=True)
+  for given in (
+    stack,
+    jnp.asarray(stack),
+    jnp.broadcast_to(stack, stack.shape),
+  ):
+    sharded = shard(given)
+    assert sharded.shape == stack.shape and sharded.ndim == stack.ndim
+    whole = zenjax.rows.unshard(sharded)
+    np.testing.assert_array_equal(whole, stack)
+    parts = {math.prod(x.data.shape) for x in whole.addressable_shards}
+    assert parts == {stack.size // n}
+  flat = shard(stack.reshape(-1, D))
+  np.testing.assert_array_equal(flat.value, sharded.value)
+  on_mesh = jax.device_put(stack, jax.NamedSharding(mesh, jax.P()))
+  np.testing.assert_array_equal(shard(on_mesh).value, flat.value)
+  made = jax.jit(lambda x: shard(jnp.asarray(stack) + x))(jnp.float32(0))
+  np.testing.assert_array_equal(made.value, flat.value)
