@@ -186,6 +186,15 @@ def scanned_bags(table, ids):
   return jax.lax.scan(add, jnp.zeros((BATCH, WIDTH)), ids.T)[0]
 
 
+def stacked(table, ids):
+  """Three tables in one leaf of all their rows, by `vmap` and by `scan`."""
+  stack = table.reshape(3, VOCABULARY, WIDTH)
+  mapped = jax.vmap(lambda t, i: jnp.tanh(t[i]), (0, 1), 1)(stack, ids[:, :3])
+  add = lambda total, x: (total + x[0].at[0].set(0.0)[x[1]], None)
+  some = stack[1:], ids.T[3:]
+  return jax.lax.scan(add, mapped.sum(1), some)[0]
+
+
 # Parameters and `apply`, and how many tables give rows.
 MODELS: dict[str, tuple[Callable, int]] = {
   "linen": (lambda: linen(Embedded({})), 1),
@@ -206,6 +215,7 @@ MODELS: dict[str, tuple[Callable, int]] = {
   "interactions": (lambda: of_rows(interactions), 1),
   "negatives": (lambda: of_rows(negatives), 1),
   "n-grams": (lambda: of_rows(n_grams, 2 * VOCABULARY), 1),
+  "stacked": (lambda: of_rows(stacked, 3 * VOCABULARY), 1),
   "padded": (lambda: of_rows(padded), 1),
   "looked up twice": (lambda: of_rows(looked_up_twice), 1),
   "scanned bags": (lambda: of_rows(scanned_bags), 1),

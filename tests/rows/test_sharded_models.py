@@ -1,4 +1,4 @@
-"""Training of twenty models with sharded tables, as with whole ones."""
+"""Training of the models of `row_models` with sharded tables, as with whole ones."""
 
 import functools
 import math

@@ -132,7 +132,16 @@ def _loss(look, params, ids, y):
   return jnp.mean((x - y) ** 2)
 
 
-@pytest.mark.usually("*-beyond")
+@pytest.mark.usually(
+  "indexed-beyond",
+  "mapped-beyond",
+  "paired-beyond",
+  "filled_at-beyond",
+  "clipped-beyond",
+  "scanned-beyond",
+  "looped-beyond",
+  "parts-beyond",
+)
 @pytest.mark.parametrize("kind", ["usual", "beyond"])
 @pytest.mark.parametrize("name", LOOK_UPS)
 def test_losses_and_gradients_are_those_of_whole_stacks(name, kind):
@@ -206,7 +215,7 @@ def _whole_run(optimizer: str, kind: str):
 @pytest.mark.parametrize(
   ("optimizer", "kind", "shape"),
   [
-    pytest.param(*case, id="{}-{}-{}".format(*case[:2], "x".join(map(str, case[2]))))
+    pytest.param(*case, id="-".join([*case[:2], "x".join(map(str, case[2]))]))
     for case in [
       ("sgd", "usual", (2,)),
       ("sgd", "beyond", (8,)),
@@ -296,6 +305,7 @@ def _scanned_plainly(stack, ids):
   return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
 
 
+@pytest.mark.usually("tables0-3", "tables1-8", "tables2-8")
 @pytest.mark.parametrize("n", [3, 5, 8])
 @pytest.mark.parametrize("tables", [(2,), (3,), (8,), (2, 3)])
 def test_stacks_are_placed_and_come_back(n, tables):
@@ -319,3 +329,206 @@ def test_stacks_are_placed_and_come_back(n, tables):
   np.testing.assert_array_equal(shard(on_mesh).value, flat.value)
   made = jax.jit(lambda x: shard(jnp.asarray(stack) + x))(jnp.float32(0))
   np.testing.assert_array_equal(made.value, flat.value)
+
+
+def test_rows_move_to_other_devices_and_are_saved(tmp_path, as_optax_computes):
+  tx = zenjax.owner_update(optax.adam(0.05), "data")
+  step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
+  batches = [(i[:12], y[:12]) for i, y in _batches("beyond", 4)]
+  params = _shard(_params(), _mesh(4))
+  half = params, zenjax.init(tx, params, _mesh(4), "data")
+  half, _ = _trained(step, half, batches[:2], _mesh(4))
+  want, _ = _trained(step, half, batches[2:], _mesh(4))
+  want = zenjax.rows.unshard(want[0])
+  three = _mesh(3)
+  with ocp.StandardCheckpointer() as checkpointer:
+    saved = zenjax.reshard(half)
+    assert saved[0]["t"].shape == (T, R, D)
+    np.testing.assert_array_equal(
+      zenjax.rows.unshard(saved[0])["t"], zenjax.rows.unshard(half[0])["t"]
+    )
+    checkpointer.save(tmp_path / "at", saved)
+    checkpointer.wait_until_finished()
+    new = _shard(_params(), three)
+    new = new, zenjax.init(tx, new, three, "data")
+    saved = checkpointer.restore(
+      tmp_path / "at", zenjax.reshard(new), strict=False
+    )
+  state = zenjax.reshard(saved, three, "data")
+  got, _ = _trained(step, state, batches[2:], three)
+  got = zenjax.rows.unshard(got[0])
+  np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
+  pods = _mesh(2, 2)
+  state = zenjax.reshard(half, pods, "data", replicas="pod")
+  tx = zenjax.owner_update(optax.adam(0.05), pods.axis_names)
+  step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
+  got, _ = _trained(step, state, batches[2:], pods)
+  assert got[0]["t"].shape == (T, R, D)
+  got = zenjax.rows.unshard(got[0])
+  np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mapped", "scanned"])
+def test_look_ups_alone_and_ids_ahead_of_their_step(name):
+  mesh, params = _mesh(4), _params()
+  loss = functools.partial(_loss, LOOK_UPS[name])
+  batch = _ids("beyond"), np.zeros(B, np.float32)
+  split, sharded = _split(batch, mesh), _shard(params, mesh)
+  got = jax.jit(zenjax.rows.apply(loss))(sharded, *split)
+  whole = loss(jax.tree.map(jnp.asarray, params), *batch)
+  np.testing.assert_allclose(got, whole, rtol=1e-6)
+  ahead = jax.jit(zenjax.rows.prefetch(loss))(sharded, *split)
+  plain = jax.jit(zenjax.value_and_grad(loss))
+
+  @jax.jit
+  def after(ahead, *args):
+    return zenjax.value_and_grad(loss, prefetched=ahead)(*args)
+
+  (want, grads), (got, found) = (
+    plain(sharded, *split),
+    after(ahead, sharded, *split),
+  )
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  rows = [x["t"].value.to_dense() for x in (found, grads)]
+  np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6)
+  other = _split(((batch[0] + 1) % R, batch[1]), mesh)
+  assert np.isnan(after(ahead, sharded, *other)[0])
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_a_stack_is_made_row_by_row(n):
+  def rows_of(ids):
+    times = jnp.arange(1, D + 1, dtype=jnp.float32)
+    return ids.astype(jnp.float32)[:, None] * times[None]
+
+  by_rows = zenjax.rows.init_by_rows(rows_of, (T, R))
+  sharded = _shard({"t": by_rows, "w": jnp.ones(D)}, _mesh(n))["t"]
+  assert sharded.shape == by_rows.shape == (T, R, D)
+  ids = np.arange(T * R).reshape(T, R, 1)  # Of row r of table t, t * R + r.
+  want = (ids * np.arange(1, D + 1)).astype(np.float32)
+  np.testing.assert_array_equal(zenjax.rows.unshard(sharded), want)
+  for rows in ((), (T, 0), (2**16, 2**15), (T, 2.0)):
+    with pytest.raises(
+      ValueError, match=r"from 1 to 2\*\*31 - 1, or `\(T, R\)`"
+    ):
+      zenjax.rows.init_by_rows(rows_of, rows)  # pyright: ignore
+
+
+def _of_flax(wrap) -> tuple[Any, Any]:
+  class Embedded(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+      return wrap(ids)
+
+  model = Embedded()
+  params = model.init(jax.random.key(0), jnp.zeros((B, T), jnp.int32))
+  return params, model.apply
+
+
+def _vmapped_embeddings(ids):
+  embed = nn.vmap(
+    nn.Embed,
+    in_axes=1,
+    out_axes=1,
+    variable_axes={"params": 0},
+    split_rngs={"params": True},
+  )
+  return embed(R, D)(ids)
+
+
+class _Layer(nn.Module):
+  @nn.compact
+  def __call__(self, x, ids):
+    return nn.Dense(D)(x) + nn.Embed(R, D)(ids), None
+
+
+def _scanned_layers(ids):
+  layers = nn.scan(
+    nn.remat(_Layer, prevent_cse=False),
+    in_axes=1,
+    variable_axes={"params": 0},
+    split_rngs={"params": True},
+    length=T,
+  )
+  return layers()(jnp.ones((B, D)), ids)[0]
+
+
+@pytest.mark.parametrize("wrap", [_vmapped_embeddings, _scanned_layers])
+def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
+  mesh = _mesh(4)
+  params, apply = _of_flax(wrap)
+  loss = lambda p, ids: jnp.mean(jnp.tanh(apply(p, ids)) ** 2)
+  is_table = lambda name, _: "embedding" in name
+  sharded = zenjax.rows.shard(params, mesh, "data", tables=is_table)
+  ids = _ids("usual")
+  want, grads = jax.jit(jax.value_and_grad(loss))(params, ids)
+  got, found = jax.jit(zenjax.value_and_grad(loss))(sharded, _split(ids, mesh))
+  np.testing.assert_allclose(got, want, rtol=1e-6)
+  is_node = lambda x: isinstance(x, zenjax.rows.ShardedTable)
+  nodes = jax.tree.leaves(found, is_leaf=is_node)
+  assert sum(map(is_node, nodes)) == 1
+  for x, y in zip(nodes, jax.tree.leaves(grads), strict=True):
+    x = x.value.to_dense().reshape(x.shape) if is_node(x) else x
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usually("mapped", "scanned")
+@pytest.mark.parametrize(
+  "name", ["mapped", "paired", "paired_by_table", "scanned", "looped"]
+)
+def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
+  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  rows = 6007  # No other dimension is that large.
+  params = {"t": _stack(T, rows, D), "w": np.ones(D, np.float32)}
+  params = _shard(params, mesh)
+  batch = _split((np.zeros((B, T), np.int32), np.ones(B, np.float32)), mesh)
+  loss = functools.partial(_loss, LOOK_UPS[name])
+  step, state = (
+    jax.jit(_step(tx, loss), donate_argnums=0),
+    (params, tx.init(params)),
+  )
+  text = step.lower(state, *batch).compile().as_text() or ""
+  slots = params["t"].layout.slots
+  assert f"f32[{slots},{D}]" in text
+  for size in (rows, T * rows, 4 * slots):
+    assert not re.search(rf"\[(\d+,)*{size}[,\]]", text)
+  gathered = [x for x in text.splitlines() if " all-gather(" in x]
+  # Only where a push overflows, if look-ups have the batch's dimension first.
+  first = name != "paired_by_table"
+  assert all("s32[4]" in x for x in gathered) == first
+
+
+def test_what_stacks_do_not_take_is_refused():
+  mesh = _mesh(2)
+  params = _shard(_params(), mesh)
+  ids = _split(_ids("usual"), mesh)
+  both = lambda loss: jax.eval_shape(zenjax.value_and_grad(loss), params, ids)
+  remedy = r"rows `t \* 205 \+ id` of it reshaped to `\(615, 4\)`, or keep"
+  factors = jnp.ones((T, 1, 1))
+  for reason, use in {
+    "a factor or a row of factors": lambda t, i: (t * factors)[0, i],
+    "written to as a stack": lambda t, i: jax.vmap(
+      lambda t, i: t.at[0].set(0.0)[i], (0, 1)
+    )(t, i),
+    "used by `transpose`": lambda t, i: t.swapaxes(0, 1)[i],
+    "used by `dot_general`": lambda t, i: jnp.einsum(
+      "rd,td->tr", t[0], t[:, 0]
+    ),
+    "other pieces than whole rows": lambda t, i: t[0, i, :2],
+    "along other dimensions than its rows": lambda t, i: t[i[:, 0]][:, 0],
+    "used by `cond`": lambda t, i: lax.cond(
+      True, lambda: t[0, i], lambda: t[1, i]
+    ),
+  }.items():
+    with pytest.raises(ValueError, match=f"only look up.*{reason}.*{remedy}"):
+      both(lambda p, i, use=use: use(p["t"], i).sum())
+  large = {"t": jnp.zeros((2, 20_000, 8)), "w": jnp.ones(D)}
+  with pytest.raises(ValueError, match="nor are stacks of tables"):
+    zenjax.rows.shard(large, mesh, "data")
+  many = jax.ShapeDtypeStruct((2**16, 2**15, 1), jnp.float32)
+  shard = lambda x: zenjax.rows.shard(x, mesh, "data", tables=True)
+  with pytest.raises(ValueError, match=r"fewer than 2\*\*31 rows in all"):
+    jax.eval_shape(shard, many)
+  tx = zenjax.zen_sync("data")
+  with pytest.raises(ValueError, match="`zenjax.owner_update"):
+    tx.init(params)

@@ -54,8 +54,12 @@ class Place(NamedTuple):
 
   def at(self, index: Any) -> "Place":
     """Returns the place of one of the tables along the first dimension."""
-    first = self.first + index * self.strides[0]
-    return self._replace(first=first, strides=self.strides[1:])
+    one = self.shifted(index * self.strides[0])
+    return one._replace(strides=self.strides[1:])
+
+  def shifted(self, rows: Any) -> "Place":
+    """Returns the place that begins so many rows later."""
+    return self._replace(first=self.first + rows)
 
   def ids(self, at: Sequence[jax.Array]) -> jax.Array:
     """Returns ids of rows at `at`, an index along each dimension but the last.
@@ -266,39 +270,43 @@ def all_ids(place: Place, shape: Sequence[int]) -> jax.Array:
 
 def cut(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
-) -> Place | None:
-  """Returns the place of what an equation leaves of `[T, R, D]`, all of R.
+) -> list[Place] | None:
+  """Returns the places of what an equation leaves of `[T, R, D]`, all of R.
 
   None where it does another thing: reads rows, say.
   """
   name, strides = eqn.primitive.name, place.strides
-  if name not in ("squeeze", "reshape", "slice", "dynamic_slice"):
-    return None
-  out: Any = eqn.outvars[0].aval
-  *_, rows, width = table.shape
-  if name == "squeeze":
-    gone = eqn.params["dimensions"]
-    if any(d >= len(strides) for d in gone):
-      return None
-    left = [s for d, s in enumerate(strides) if d not in gone]
-    return place._replace(strides=tuple(left))
+  outs: list[Any] = [x.aval for x in eqn.outvars]
   if name == "reshape":
     each = zip(strides, strides_of(table.shape), table.shape)
     in_order = all(x == y or size == 1 for x, y, size in each)
-    if not in_order or out.ndim < 2 or out.shape[-1] != width:
+    shape = outs[0].shape
+    if not in_order or len(shape) < 2 or shape[-1] != table.shape[-1]:
       return None
-    return place._replace(strides=strides_of(out.shape))
-  if not strides or out.shape[-2:] != (rows, width):
+    return [place._replace(strides=strides_of(shape))]
+  if not strides or any(x.shape[-2:] != table.shape[-2:] for x in outs):
     return None
+  if name == "squeeze":
+    left = [
+      s for d, s in enumerate(strides) if d not in eqn.params["dimensions"]
+    ]
+    return [place._replace(strides=tuple(left))]
+  if name == "unstack" and eqn.params["axis"] == 0:
+    return [place.at(t) for t in range(len(outs))]
+  if name == "split":
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    begins = [sum(map(int, sizes[:k])) for k in range(len(sizes))]
+    return [place.shifted(x * strides[axis]) for x in begins]
   if name == "slice":
     starts, _, steps = _slices(eqn)
     strides = tuple([x * step for x, step in zip(strides, steps)])
+  elif name == "dynamic_slice":
+    starts = _starts(table.shape, outs[0].shape, others)
   else:
-    starts = _starts(table.shape, out.shape, others)
-  first = place.first
+    return None
   for start, stride in zip(starts, place.strides):
-    first = first + start * stride
-  return place._replace(first=first, strides=strides)
+    place = place.shifted(start * stride)
+  return [place._replace(strides=strides)]
 
 
 def _ids(place: Place, row: jax.Array, num_rows: int, clips: bool) -> jax.Array:

@@ -56,6 +56,7 @@ class Tables:
     refusals: Of the other leaves, why.
     demanded: Leaves of which the user wants rows.
     away: Leaves of which each device has its own rows.
+    stacks: Shapes of those of them that are stacks of tables.
   """
 
   names: Sequence[str]
@@ -65,6 +66,7 @@ class Tables:
   refusals: dict[int, Refusal]
   demanded: Sequence[int]
   away: frozenset[int]
+  stacks: dict[int, tuple[int, ...]]
 
   def require(self) -> None:
     """Raises ValueError if rows are demanded of a leaf that has none."""
@@ -75,14 +77,25 @@ class Tables:
         if i in self.away:
           raise ValueError(
             f"`fun` must only look up rows of {self.names[i]!r}, of which each"
-            f" device has its own, but it {refusal.reason}{at}; keep that table"
-            " whole, by `tables=` of `zenjax.rows.shard`."
+            f" device has its own, but it {refusal.reason}{at};"
+            f" {self._of_one_table(i)}keep that table whole, by `tables=` of"
+            " `zenjax.rows.shard`."
           )
         raise ValueError(
           f"`tables` demands rows of {self.names[i]!r}, which must be only"
           f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
           " and its gradient is dense."
         )
+
+  def _of_one_table(self, i: int) -> str:
+    """A remedy for a stack of tables."""
+    if i not in self.stacks:
+      return ""
+    *stack, rows, width = self.stacks[i]
+    return (
+      f"look up rows `t * {rows} + id` of it reshaped to"
+      f" `{(math.prod(stack) * rows, width)}`, or "
+    )
 
 
 def trace(loss: Callable[[Any], Any], params: Any) -> Traced:
@@ -196,7 +209,10 @@ def find(
     run = _look(traced, leaves, rows)
   demanded = [i for i, w in enumerate(wanted) if w]
   away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
-  return Tables(names, rows, run.sites, look_ups, refusals, demanded, away)
+  stacks = {i: leaves[i].shape for i in away if leaves[i].stack}
+  return Tables(
+    names, rows, run.sites, look_ups, refusals, demanded, away, stacks
+  )
 
 
 _SUMMED = (

@@ -191,6 +191,11 @@ class View(NamedTuple):
     ids = look_ups.all_ids(self.place, table.shape)
     return self._replace(steps=steps).of(table, ids)
 
+  @property
+  def is_stack(self) -> bool:
+    """Returns True if tables may be cut out of it."""
+    return bool(self.place.strides) and self.before is None
+
   def of_tables(self, table: Any, place: look_ups.Place) -> "View":
     """Returns the view of some tables, or of one, of the stack."""
     return self._replace(table=table, place=place)
@@ -332,11 +337,10 @@ class Run:
       )
       return [changed]
     if at == 0 and view.before is None:
-      place = look_ups.cut(eqn, view.table, view.place, values[1:])
-      if place is not None:
-        return [
-          view.of_tables(*jaxprs.bind(eqn, [view.table, *values[1:]]), place)
-        ]
+      places = look_ups.cut(eqn, view.table, view.place, values[1:])
+      if places is not None:
+        tables = jaxprs.bind(eqn, [view.table, *values[1:]])
+        return [view.of_tables(*x) for x in zip(tables, places, strict=True)]
     if name in look_ups.FORMS and at == 0:
       return self._look_up(eqn, view, values)
     return self._refuse(eqn, values, f"is used by `{name}`")
@@ -383,16 +387,19 @@ class Run:
 
   def _scan(self, eqn, values) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)
-    stacks = {i: x for i, x in enumerate(xs) if isinstance(x, View)}
-    rows = [x for x in stacks.values() if not x.place.strides or x.before]
-    if rows or any(isinstance(value, View) for value in carry):
-      return self._refuse(eqn, values, "is carried or cut up by a `scan`")
+    stacks = {
+      i: x for i, x in enumerate(xs) if isinstance(x, View) and x.is_stack
+    }
+    rows = [x for i, x in enumerate(xs) if i not in stacks]
+    self._note(eqn, [*carry, *rows], "is carried or cut up by a `scan`")
+    carry = wholes(carry)
     body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
-    at = jnp.arange(eqn.params["length"] if stacks else 0, dtype=jnp.int32)
+    length = eqn.params["length"]
+    at = jnp.arange(length, dtype=jnp.int32) if stacks else None
 
     def turn(carry, inputs):
       nonlocal inner
-      (xs, at), taps = inputs
+      xs, at, taps = inputs
       xs = list(xs)
       for i, view in stacks.items():
         xs[i] = view.of_tables(xs[i], view.place.at(at))
@@ -403,16 +410,16 @@ class Run:
       return outs[: len(carry)], (outs[len(carry) :], found)
 
     inner = Run()
-    plain = [x.table if isinstance(x, View) else x for x in xs]
+    plain = [stacks[i].table if i in stacks else x for i, x in enumerate(xs)]
     carry, (ys, (ids, read)) = lax.scan(
       turn,
       carry,
-      ((plain, at if stacks else None), self._inner_taps()),
-      length=eqn.params["length"],
+      (wholes(plain), at, self._inner_taps()),
+      length=length,
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
     )
-    self.sites.append(Nest(eqn.params["length"], inner.sites))
+    self.sites.append(Nest(length, inner.sites))
     self.ids.append(ids)
     self.read.append(read)
     return [*carry, *ys]
