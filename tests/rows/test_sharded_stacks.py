@@ -532,3 +532,22 @@ def test_what_stacks_do_not_take_is_refused():
   tx = zenjax.zen_sync("data")
   with pytest.raises(ValueError, match="`zenjax.owner_update"):
     tx.init(params)
+
+
+def test_whole_tables_give_rows_as_a_stack_and_beside_stacked_biases():
+  def loss(params, ids):
+    def turn(total, x):
+      t, bias, column = x
+      return total + t[column] * bias[None] + params["u"][column], None
+
+    xs = params["t"].reshape(T, R, D), params["bias"], ids.T
+    return lax.scan(turn, jnp.zeros((B, D)), xs)[0].sum()
+
+  params = {"t": _stack(T * R, D), "u": _stack(R, D), "bias": _stack(T, D)}
+  want = jax.grad(loss)(params, _ids("beyond"))
+  got = zenjax.rows.grad(loss)(params, _ids("beyond"))
+  for name in ("t", "u"):
+    assert isinstance(got[name], zenjax.SparseRows)
+    dense = got[name].to_dense()
+    np.testing.assert_allclose(dense, want[name], rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)

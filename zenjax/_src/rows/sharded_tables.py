@@ -381,10 +381,11 @@ def shard(
   initializer takes for itself comes first. On TPUs it is three times, unless
   32 times the devices divides the rows.
 
-  A leaf `[T, R, D]`, chosen by `tables`, is a stack of T tables, which share
-  one program and the room of its buffers: as under `jax.vmap`, in `lax.scan`,
-  or one by one models take tables of it and look up rows. Ids out of range are
-  so of each table.
+  A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables: it is split
+  as one of `T * R` rows. Models look up rows of its tables one by one, under
+  `jax.vmap`, in `lax.scan`, or by `stack[t, ids]`, and ids are those of each
+  table: one beyond `R` is out of range. It takes a part more inside `jit`
+  unless the numbers of tables and of devices divide one another.
 
   Args:
     params: A tree of arrays. A table may be NumPy's, in the memory of the host,
@@ -514,7 +515,8 @@ def unshard(params: Any) -> Any:
   whole table here either. Only where the number of devices does not divide the
   rows, an array lies whole on every device; `zenjax.reshard(params)` is the
   form to save that never does. A stack is split by its tables, or by the rows
-  of each where devices divide those alone.
+  of each where devices divide those alone; rows then move, and the program
+  takes two parts and more for itself, in the worst case the whole.
 
   Args:
     params: A tree with `ShardedTable` in it, such as parameters, or an
@@ -805,8 +807,9 @@ def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
 
   def stacked(x: jax.Array) -> jax.Array:
     x = x[: count * each]
-    # XLA reshapes what each device has of so many, and cuts in more pieces.
-    if devices // math.gcd(devices, count) > count:
+    # XLA reshapes so many parts on each device; tables one by one take two
+    # parts each.
+    if devices // math.gcd(devices, count) > 2 * count:
       x = jnp.stack([x[t * each : (t + 1) * each] for t in range(count)])
       return x.reshape(*rows, *x.shape[2:])
     return x.reshape(*rows, *x.shape[1:])
