@@ -1,4 +1,4 @@
-"""Training of the models of `row_models` with sharded tables, as with whole ones."""
+"""Training of the models of row_models, sharded as with whole tables."""
 
 import functools
 import math
