@@ -251,17 +251,23 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
 
-@pytest.mark.parametrize("way", ["explicit", "data_parallel", "check_vma"])
+@pytest.mark.usually("explicit", "explicit, scanned", "check_vma")
+@pytest.mark.parametrize(
+  "way", ["explicit", "explicit, scanned", "data_parallel", "check_vma"]
+)
 def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
   kind = jax.sharding.AxisType
-  of = kind.Explicit if way == "explicit" else kind.Auto
+  of = kind.Explicit if "explicit" in way else kind.Auto
   mesh = jax.make_mesh(
     (4,), ("data",), devices=jax.devices()[:4], axis_types=(of,)
   )
-  lie = jax.P("data") if way == "explicit" else None
+  lie = jax.P("data") if "explicit" in way else None
 
   def look(stack, ids):
-    return stack.at[jnp.arange(T), ids].get(out_sharding=lie)
+    if "scanned" not in way:
+      return stack.at[jnp.arange(T), ids].get(out_sharding=lie)
+    turn = lambda _, x: (_, x[0].at[x[1]].get(out_sharding=lie))
+    return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
 
   loss = functools.partial(_loss, look)
   tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", mesh=mesh)

@@ -57,6 +57,16 @@ class Place(NamedTuple):
     one = self.shifted(index * self.strides[0])
     return one._replace(strides=self.strides[1:])
 
+  def here(self) -> "Place":
+    """Returns the same on the axes of the context, automatic or explicit."""
+    around = jax.sharding.get_abstract_mesh()
+    if not isinstance(self.first, jax.Array) or around.empty:
+      return self
+    if jax.typeof(self.first).sharding.mesh == around:
+      return self
+    first = jax.sharding.reshard(self.first, jax.sharding.PartitionSpec())
+    return self._replace(first=first)
+
   def shifted(self, rows: Any) -> "Place":
     """Returns the place that begins so many rows later."""
     return self._replace(first=self.first + rows)

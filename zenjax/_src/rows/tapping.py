@@ -348,7 +348,7 @@ class Run:
   def _look_up(self, eqn, view, values) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
     with eqn.ctx.manager:
-      found = read(eqn, view.table, view.place, values[1:])
+      found = read(eqn, view.table, view.place.here(), values[1:])
     if isinstance(found, str):
       return self._refuse(eqn, values, found)
     if found.fill and view.scaled:
