@@ -43,10 +43,7 @@ def counted(
     at_owner = np.bincount(group[union], minlength=n)
     mean = np.mean([len(x) for x in own])
     k = ids.shape[1]
-    rooms[name] = [
-      min(k, table.layout.slots, math.ceil(k / n * part) + 16)
-      for part in sharded_tables._PARTS
-    ]
+    rooms[name] = sharded_tables._rooms(k, table.layout)
     found[name] = {
       "num_rows": rows,
       "width": table.shape[1],
