@@ -28,10 +28,10 @@ from benchmarks import harness
 from benchmarks import table
 from benchmarks import targets
 from benchmarks.cases import kernels
-from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels._dispatch import Kernels
 from zenjax.kernels.operations import OPERATIONS
 
-_WAYS: tuple[Implementation, ...] = ("xla", "pallas")
+_WAYS: tuple[Kernels, ...] = ("xla", "pallas")
 _TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
 # Vector and scalar registers stored to make room.
 _SPILL = re.compile(r"\b[vs]st \[[vs]mem:\[#allocation\d+_spill")
@@ -86,7 +86,7 @@ def _count(work, name, way, device, directory):
   """Compiles an operation for one device; returns the cells of its row."""
   mesh = Mesh(np.array([device]), ("one",))
   on = NamedSharding(mesh, P())
-  run = functools.partial(OPERATIONS[name], implementation=way)
+  run = functools.partial(OPERATIONS[name], kernels=way)
   call = lambda *arrays: run(*arrays, *work.static)
   mapped = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P())
   arguments = jax.tree.map(

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -19,9 +19,9 @@ from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
 
+from zenjax._src.core import arguments
 from zenjax._src.core import compat
-
-Implementation = Literal["xla", "pallas"]
+from zenjax._src.core.arguments import Kernels
 
 
 class Call(NamedTuple):
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
   instead: str
 
 
-_ASKED = _Asked("implementation='pallas'", "implementation='xla'")
+_ASKED = _Asked("kernels='pallas'", "kernels='auto'")
 
 
 _forced: contextvars.ContextVar[_Forced | None] = contextvars.ContextVar(
@@ -65,8 +65,8 @@ def forced(platform: str | None, *, interpret: Any = False) -> Iterator[None]:
   """What is traced in here takes the kernels for `platform`, measured or not.
 
   For tests and benchmarks. Where a kernel cannot serve the reference runs, as
-  it does where `implementation=None` decides; an explicit `implementation=` is
-  obeyed in here as well.
+  it does where `kernels="auto"` decides. `"xla"` and `"pallas"` are obeyed in
+  here as well, and `"pallas"` takes the kernel for `platform`, interpreted.
 
   Args:
     platform: Of `Operation.kernels`; None for the reference everywhere.
@@ -108,7 +108,7 @@ class Operation:
       `interpret=`, and its `check` raises NotImplementedError where the kernel
       cannot serve.
     measured: Platform to the committed result that shows its kernel no slower
-      than the reference there. `implementation=None` takes kernels on these
+      than the reference there. `kernels="auto"` takes kernels on these
       platforms only: fewer bytes in a compiled program make a kernel promising,
       and only a clock on that hardware makes it the better one.
   """
@@ -121,33 +121,30 @@ class Operation:
   def __call__(
     self,
     *args: Any,
-    implementation: Implementation | None = None,
+    kernels: Kernels = "auto",
     **kwargs: Any,
   ) -> Any:
-    """The operation on `args`, by the implementation asked for.
+    """The operation on `args`, by what `kernels` says.
 
     Args:
       *args, **kwargs: What the reference takes.
-      implementation: None for the best that the platform has. An explicit one
-        is never replaced by another.
+      kernels: `"xla"` for the reference; `"pallas"` for the kernel of the
+        platform, which nothing replaces; `"auto"` for the kernel where it was
+        measured, and the reference elsewhere.
 
     Raises:
-      ValueError: There is no such implementation.
+      ValueError: `kernels` is none of these.
       NotImplementedError: The kernel was asked for and cannot serve these
         arguments, or not on the platform that the program is lowered for.
     """
-    if implementation not in (None, "xla", "pallas"):
-      raise ValueError(
-        "`implementation` must be None, 'xla' or 'pallas', got"
-        f" {implementation!r}; None takes the best that the platform has."
-      )
+    arguments.check_kernels(kernels)
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
-    how = _forced.get()
-    if implementation is None and how is not None:
-      return self._run_forced(how, args)
-    if implementation == "pallas":
+    if kernels == "pallas":
       return self._run_kernel(args, _ASKED)
-    if implementation == "xla" or not self.measured:
+    how = _forced.get()
+    if kernels == "auto" and how is not None:
+      return self._run_forced(how, args)
+    if kernels == "xla" or not self.measured:
       self._record()
       return self.reference(*args)
     return self._run_by_platform(
@@ -156,15 +153,16 @@ class Operation:
       lambda: self.reference(*args),
     )
 
-  @property
-  def only_reference(self) -> bool:
-    """True where no kernel can run that is not asked for by name."""
-    return not self.measured and _forced.get() is None
+  def takes_reference(self, kernels: Kernels) -> bool:
+    """Tells whether `kernels` leaves no operation to a kernel."""
+    if kernels == "auto":
+      return not self.measured and _forced.get() is None
+    return kernels == "xla"
 
   def required(self, option: str, instead: str, *args: Any) -> Any:
-    """The operation on `args` by its kernel, which an option stands for.
+    """The operation on `args` by its kernel, which another option stands for.
 
-    As `implementation="pallas"`, but that `forced` interprets it.
+    As `kernels="pallas"`, but for the words of an error.
 
     Args:
       option: With its value, for the message of an error.
@@ -175,17 +173,17 @@ class Operation:
       NotImplementedError: The kernel cannot serve these arguments, or not on
         the platform that the program is lowered for.
     """
-    asked, how = _Asked(option, instead), _forced.get()
-    platform = how.platform if how else None
-    if how is None or platform is None or platform not in self.kernels:
-      return self._run_kernel(args, asked)
-    refusal = self.refusal(platform, *args)
-    if refusal:
-      raise NotImplementedError(self._message({platform: refusal}, asked))
-    self._record(EVERYWHERE)
-    return self.kernel(platform)(*args, interpret=how.interpret)
+    return self._run_kernel(args, _Asked(option, instead))
 
   def _run_kernel(self, args: tuple[Any, ...], asked: "_Asked") -> Any:
+    how = _forced.get()
+    if how is not None and how.platform in self.kernels:
+      refusal = self._refusal_forced(how, args)
+      if refusal:
+        served = {how.platform: refusal}
+        raise NotImplementedError(self._message(served, asked))
+      self._record(EVERYWHERE)
+      return self.kernel(how.platform)(*args, interpret=how.interpret)
     refusals = {name: self.refusal(name, *args) for name in self.kernels}
     message = self._message(refusals, asked)
     if all(refusals.values()):
@@ -205,19 +203,17 @@ class Operation:
 
   def _run_forced(self, how: _Forced, args: tuple[Any, ...]) -> Any:
     platform = how.platform
-    # The plain interpreter knows no types that vary over a mesh.
-    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    typed = any(map(compat.varying_axes, arrays))
-    if (
-      platform is None
-      or platform not in self.kernels
-      or (how.interpret is True and typed)
-      or self.refusal(platform, *args)
-    ):
+    if platform not in self.kernels or self._refusal_forced(how, args):
       self._record()
       return self.reference(*args)
     self._record(EVERYWHERE)
     return self.kernel(platform)(*args, interpret=how.interpret)
+
+  def _refusal_forced(self, how: _Forced, args: tuple[Any, ...]) -> str:
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    if how.interpret is True and any(map(compat.varying_axes, arrays)):
+      return "of types that vary over no mesh, which `interpret=True` knows"
+    return self.refusal(how.platform, *args)
 
   def _record(self, *kernels: str) -> None:
     calls = _recorded.get()
@@ -248,8 +244,10 @@ class Operation:
   def _message(self, refusals, asked):
     served = [f"on {name}: {why or 'yes'}" for name, why in refusals.items()]
     return (
-      f"`{asked.option}`: `{self.name}` cannot run so here; it can be served"
-      f" {'; '.join(served) or 'nowhere yet'}. {asked.instead} runs everywhere."
+      f"`{asked.option}` must find a kernel for `{self.name}`, which nothing"
+      f" replaces, got {_HERE}; it can be served"
+      f" {'; '.join(served) or 'nowhere yet'}. Give {asked.instead}, which runs"
+      " everywhere."
     )
 
 
@@ -257,6 +255,8 @@ class Operation:
 # is an operation of its own, which fails when it is lowered.
 _refused_p = jex_core.Primitive("zenjax_refused")
 _refused_p.multiple_results = True
+# In a message, until the platform is known.
+_HERE = "these arguments"
 
 
 def _refuse(like: Any, message: str) -> Any:
@@ -265,13 +265,22 @@ def _refuse(like: Any, message: str) -> Any:
   return tree.unflatten(_refused_p.bind(*leaves, message=message))
 
 
-def _cannot_run(*args, message):
-  raise NotImplementedError(message)
+def _cannot_run(platforms, message):
+  raise NotImplementedError(
+    message.replace(_HERE, f"a program for {' and '.join(platforms)}")
+  )
 
 
-_refused_p.def_impl(_cannot_run)
+def _cannot_lower(ctx, *args, message):
+  del args
+  _cannot_run(ctx.module_context.platforms, message)
+
+
+_refused_p.def_impl(
+  lambda *args, message: _cannot_run([jax.default_backend()], message)
+)
 _refused_p.def_abstract_eval(lambda *avals, message: list(avals))
-mlir.register_lowering(_refused_p, _cannot_run)
+mlir.register_lowering(_refused_p, _cannot_lower)
 batching.primitive_batchers[_refused_p] = lambda args, dims, *, message: (
   _refused_p.bind(*args, message=message),
   dims,

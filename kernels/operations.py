@@ -9,7 +9,7 @@ from zenjax.kernels import reference as _push
 from zenjax.kernels._dispatch import Operation
 
 # `measured` names a file of benchmarks/results/; none is there yet, so
-# `implementation=None` takes the reference everywhere.
+# `kernels="auto"` takes the reference everywhere.
 mask_pack = Operation(
   name="mask_pack",
   reference=_mask_pack.mask_pack,

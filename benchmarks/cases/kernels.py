@@ -211,7 +211,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
   for name, operation in OPERATIONS.items():
     for way in ("xla", "pallas"):
       if way == "xla" or platform in operation.kernels:
-        run = functools.partial(operation, implementation=way)
+        run = functools.partial(operation, kernels=way)
         of = f"{name} {way}"
         found.append(harness.case(group, of, _build, shape, name, run))
   if platform is not None:

@@ -22,7 +22,7 @@ import pytest
 from benchmarks import targets
 from zenjax.kernels import operations
 from zenjax.kernels import reference
-from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels._dispatch import Kernels
 
 # JAX 0.12 announces that Pallas will leave Triton.
 pytestmark = pytest.mark.filterwarnings(
@@ -115,7 +115,7 @@ def lowered_compact(
   name: str,
   shape: Shape,
   capacity: int,
-  implementation: Implementation = "pallas",
+  implementation: Kernels = "pallas",
 ) -> Any:
   table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   words = jax.ShapeDtypeStruct((shape.groups, shape.layout.words), jnp.uint32)
@@ -128,7 +128,7 @@ def lowered_compact(
       shape.layout,
       first,
       capacity,
-      implementation=implementation,
+      kernels=implementation,
     )
 
   return lowered(name, run, table, words, first)
@@ -138,12 +138,12 @@ def lowered_expand(
   name: str,
   shape: Shape,
   rows: int,
-  implementation: Implementation = "pallas",
+  implementation: Kernels = "pallas",
 ) -> Any:
   table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   row = jax.ShapeDtypeStruct((rows,), jnp.int32)
   values = jax.ShapeDtypeStruct((rows, shape.width), shape.dtype)
-  run = functools.partial(operations.expand, implementation=implementation)
+  run = functools.partial(operations.expand, kernels=implementation)
   return lowered(name, run, table, row, values)
 
 
@@ -230,7 +230,7 @@ def lowered_merge(
   name: str,
   shape: tuple[int, int, int],
   dtype: str,
-  implementation: Implementation = "pallas",
+  implementation: Kernels = "pallas",
 ) -> Any:
   """Of 3200 slots, into rows for 2000."""
   slots = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
@@ -238,7 +238,7 @@ def lowered_merge(
   limit = jax.ShapeDtypeStruct((), jnp.int32)
 
   def run(slots, rows, limit):
-    merge = functools.partial(operations.merge, implementation=implementation)
+    merge = functools.partial(operations.merge, kernels=implementation)
     return merge(slots, rows, limit, 3200, 2000, jnp.float32)
 
   return lowered(name, run, slots, rows, limit)

@@ -36,9 +36,7 @@ def compiled(name: str, on: Mesh, tables: Any) -> Any:
     on_all = NamedSharding(on, spread)
     return jax.ShapeDtypeStruct(whole, dtype, sharding=on_all)
 
-  run = functools.partial(
-    EXCHANGES[name], axes=on.axis_names, implementation="pallas"
-  )
+  run = functools.partial(EXCHANGES[name], axes=on.axis_names, kernels="pallas")
   # What was pulled is the same on all, and types say so.
   out = spread if name == "push" else P()
   rows = [struct(*parts, c, d, dtype=dtype) for c, d, dtype in tables]

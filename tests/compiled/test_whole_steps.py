@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 _IN_CI = [
   ("v5e:2x4", "array", "pallas"),
-  ("v5e:2x4", "rows", "xla"),
-  ("gpu-h200", "array", "xla"),
+  ("v5e:2x4", "rows", "auto"),
+  ("gpu-h200", "array", "auto"),
   ("gpu-h200", "array", "pallas"),
   ("gpu-h200", "rows", "pallas"),
 ]
@@ -47,9 +47,9 @@ _USED = {
 def _cases():
   for target in (*targets.TPUS, "gpu-h200"):
     for grads in ("array", "rows"):
-      for implementation in ("xla", "pallas"):
-        case = (target, grads, implementation)
-        if implementation == "pallas" and not _kernels(target, grads):
+      for kernels in ("auto", "xla", "pallas"):
+        case = (target, grads, kernels)
+        if kernels == "pallas" and not _used(target, grads):
           continue
         marks = [] if case in _IN_CI else [pytest.mark.every_target]
         yield pytest.param(*case, marks=marks, id="-".join(case))
@@ -63,18 +63,18 @@ def _copying():
       yield pytest.param(target, grads, marks=marks, id=f"{target}-{grads}")
 
 
-def _kernels(target, grads):
+def _used(target, grads):
   return _USED[whole_steps.platform(target), grads]
 
 
-@pytest.mark.parametrize("target, grads, implementation", [*_cases()])
-def test_whole_step(target, grads, implementation):
+@pytest.mark.parametrize("target, grads, kernels", [*_cases()])
+def test_whole_step(target, grads, kernels):
   try:
-    step = whole_steps.compile(target, grads, implementation)
+    step = whole_steps.compile(target, grads, kernels)
   except ImportError as error:
     pytest.skip(str(error))
   for name in OPERATIONS:
-    there = implementation == "pallas" and name in _kernels(target, grads)
+    there = kernels == "pallas" and name in _used(target, grads)
     assert (f"zenjax_{name}" in step.text) == there
   check_memory(step, grads)
   check_collectives(step, grads, exact=target in _EXACT)
@@ -88,7 +88,7 @@ def test_whole_step(target, grads, implementation):
 def test_whole_step_by_remote_copies(target, grads):
   """Kernels carry the rows: no collective does, but for the dense path."""
   try:
-    step = whole_steps.compile(target, grads, "xla", "remote_copies")
+    step = whole_steps.compile(target, grads, "auto", "remote_copies")
   except ImportError as error:
     pytest.skip(str(error))
   # Kernels' buffers have room for all that a device may send to another.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import targets
-from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels._dispatch import Kernels
 from zenjax.kernels.operations import mask_pack
 
 
@@ -36,11 +36,9 @@ def lowered(name: str, run: Callable[..., Any], *args: Any) -> Any:
   return jax.jit(mapped).lower(*placed)
 
 
-def lowered_mask_pack(
-  name: str, shape: Shape, implementation: Implementation
-) -> Any:
+def lowered_mask_pack(name: str, shape: Shape, implementation: Kernels) -> Any:
   table = jax.ShapeDtypeStruct((shape.rows, shape.width), shape.dtype)
   run = functools.partial(
-    mask_pack, layout=shape.layout, implementation=implementation
+    mask_pack, layout=shape.layout, kernels=implementation
   )
   return lowered(name, run, table)

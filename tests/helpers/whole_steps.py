@@ -23,8 +23,7 @@ import optax
 
 from benchmarks import targets
 import zenjax
-from zenjax.kernels import _dispatch
-from zenjax.kernels._dispatch import Implementation
+from zenjax.kernels._dispatch import Kernels
 
 # The table is 205 MB: smaller ones XLA may move to a TPU's fast memory.
 ROWS, WIDTH, LOOK_UPS = 400_000, 128, 4096
@@ -49,19 +48,19 @@ class Step(NamedTuple):
 def compile(
   target: str,
   grads: Grads,
-  implementation: Implementation,
+  kernels: Kernels,
   exchange: Exchange = "collectives",
 ) -> Step:
   """The step for all devices of a target.
 
   Raises:
     ImportError: Its compiler is not installed.
+    NotImplementedError: A kernel that is asked for cannot serve.
     jax.errors.JaxRuntimeError: Registers of a GPU spill.
   """
-  mesh = Mesh(np.array(devices(target)), ("data",))
-  on = platform(target) if implementation == "pallas" else None
-  with _dispatch.forced(on), jax.numpy_dtype_promotion("standard"):
-    lowered = _lowered(mesh, grads, exchange)
+  lowered = lower(
+    target, grads, zenjax.Tuning(kernels=kernels, exchange=exchange)
+  )
   options = {}
   if target == "gpu-h200" and grads == "array":
     # Of look-ups XLA's own sort spills.
@@ -71,10 +70,17 @@ def compile(
   assert text is not None and memory is not None
   return Step(
     text=text,
-    devices=mesh.size,
+    devices=len(devices(target)),
     temporary=memory.temp_size_in_bytes,
     aliased=memory.alias_size_in_bytes,
   )
+
+
+def lower(target: str, grads: Grads, tuning: zenjax.Tuning) -> Any:
+  """The same, not compiled."""
+  mesh = Mesh(np.array(devices(target)), ("data",))
+  with jax.numpy_dtype_promotion("standard"):
+    return _lowered(mesh, grads, tuning)
 
 
 def platform(target: str) -> str:
@@ -93,11 +99,9 @@ def devices(target: str) -> list[Any]:
 _PARTITION: dict[Grads, Any] = {"array": "hash", "rows": "auto"}
 
 
-def _lowered(mesh, grads, exchange):
+def _lowered(mesh, grads, tuning):
   rows = grads == "rows"
-  sync = zenjax.zen_sync(
-    "data", partition=_PARTITION[grads], tuning=zenjax.Tuning(exchange=exchange)
-  )
+  sync = zenjax.zen_sync("data", partition=_PARTITION[grads], tuning=tuning)
   inner = optax.sgd(0.5)
   tx = optax.chain(sync, zenjax.lazy_rows(inner) if rows else inner)
 

@@ -142,9 +142,7 @@ def test_refuses_and_says_what_it_serves(shape, capacity, served):
   bitmap = indexing.index(jnp.zeros((8, shape.layout.words), jnp.uint32))
   first = jnp.zeros(8, jnp.int32)
   with pytest.raises(NotImplementedError, match=served):
-    compact(
-      table, bitmap, shape.layout, first, capacity, implementation="pallas"
-    )
+    compact(table, bitmap, shape.layout, first, capacity, kernels="pallas")
   with pytest.raises(NotImplementedError, match=served):
     row = jnp.zeros(capacity, jnp.int32)
-    expand(table, row, table[:capacity], implementation="pallas")
+    expand(table, row, table[:capacity], kernels="pallas")

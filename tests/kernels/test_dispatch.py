@@ -48,11 +48,11 @@ each_operation = pytest.mark.parametrize(
 
 
 @each_operation
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_reference_runs_where_no_kernel_was_measured(operation, implementation):
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_reference_runs_where_no_kernel_was_measured(operation, kernels):
   assert "cpu" not in operation.kernels and "cpu" not in operation.measured
   args = arguments(operation.name)
-  got = operation(*args, implementation=implementation)
+  got = operation(*args, kernels=kernels)
   kernel_cases.assert_same_bits(got, operation.reference(*args))
 
 
@@ -60,15 +60,17 @@ def test_reference_runs_where_no_kernel_was_measured(operation, implementation):
 def test_kernel_asked_for_is_never_replaced(operation):
   args = arguments(operation.name)
   with pytest.raises(NotImplementedError, match=operation.name) as error:
-    operation(*args, implementation="pallas")
-  served = operation.kernels or ["nowhere yet"]
-  assert all(platform in str(error.value) for platform in served)
+    operation(*args, kernels="pallas")
+  said = ["`kernels='pallas'`", "a program for cpu", "kernels='auto'"]
+  said += [f"on {platform}: " for platform in operation.kernels]
+  assert all(words in str(error.value) for words in said)
 
 
 @each_operation
-def test_other_implementations_are_errors(operation):
-  with pytest.raises(ValueError, match="None, 'xla' or 'pallas', got 'cuda'"):
-    operation(*arguments(operation.name), implementation="cuda")
+def test_other_kernels_are_errors(operation):
+  said = "`kernels` must be one of 'auto', 'xla', 'pallas', got 'cuda'"
+  with pytest.raises(ValueError, match=said):
+    operation(*arguments(operation.name), kernels="cuda")
 
 
 @each_operation
@@ -84,15 +86,17 @@ def _lowered(function, platform):
 
 def test_platform_decides_when_it_is_lowered():
   run = functools.partial(
-    operations.mask_pack, layout=SHAPE.layout, implementation="pallas"
+    operations.mask_pack, layout=SHAPE.layout, kernels="pallas"
   )
   assert "tpu_custom_call" in _lowered(run, "tpu")
   # Under vmap as well.
   batched = lambda table: jax.vmap(run)(table[None])
   assert "tpu_custom_call" in _lowered(batched, "tpu")
   for function in (run, batched):
-    with pytest.raises(NotImplementedError, match="on tpu: yes"):
-      _lowered(function, "cpu")
+    for platform in ("cpu", "rocm"):
+      with pytest.raises(NotImplementedError, match="on tpu: yes") as error:
+        _lowered(function, platform)
+      assert f"a program for {platform}" in str(error.value)
 
 
 def test_measured_kernel_is_taken_on_its_platform_alone():
@@ -117,9 +121,9 @@ def test_reference_runs_where_xla_splits_the_program():
   )
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
-  def lowered(manual, implementation=None):
+  def lowered(manual, kernels="auto"):
     def run(table):
-      return measured(table, SHAPE.layout, implementation=implementation).words
+      return measured(table, SHAPE.layout, kernels=kernels).words
 
     mapped = jax.shard_map(
       run,
@@ -143,5 +147,16 @@ def test_explicit_choice_is_obeyed_where_kernels_are_forced():
   with _dispatch.forced("cuda", interpret=True):
     with _dispatch.recording() as calls:
       jax.eval_shape(run, table)
-      jax.eval_shape(functools.partial(run, implementation="xla"), table)
-  assert [bool(call.kernels) for call in calls] == [True, False]
+      jax.eval_shape(functools.partial(run, kernels="xla"), table)
+      jax.eval_shape(functools.partial(run, kernels="pallas"), table)
+  assert [bool(call.kernels) for call in calls] == [True, False, True]
+
+
+def test_kernel_that_is_forced_and_asked_for_is_never_replaced():
+  """Rows of 8 columns cannot be moved one by one on a TPU."""
+  args = arguments("expand")
+  with _dispatch.forced("tpu", interpret=True):
+    want = operations.expand(*args)
+    kernel_cases.assert_same_bits(want, operations.expand.reference(*args))
+    with pytest.raises(NotImplementedError, match="on tpu: .* of width 8"):
+      operations.expand(*args, kernels="pallas")

@@ -132,4 +132,4 @@ def test_refuses_and_says_what_it_serves(platform, shape, served):
   with pytest.raises(NotImplementedError, match=served):
     mask_pack.kernel(platform)(table, shape.layout, interpret=True)
   with pytest.raises(NotImplementedError, match=served):
-    mask_pack(table, shape.layout, implementation="pallas")
+    mask_pack(table, shape.layout, kernels="pallas")

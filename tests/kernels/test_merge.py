@@ -84,4 +84,4 @@ def test_refuses_and_says_what_it_serves(capacity, dtype, served):
   slots, rows = kernel_cases.received(0, CUDA[0], 0.5)
   args = slots, rows, jnp.int32(9), CUDA[0][3], capacity, jnp.dtype(dtype)
   with pytest.raises(NotImplementedError, match=served):
-    merge(*args, implementation="pallas")
+    merge(*args, kernels="pallas")

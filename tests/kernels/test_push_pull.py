@@ -224,11 +224,11 @@ def given_small(name: str) -> Any:
 
 
 @each_exchange
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
 def test_reference_runs_where_no_kernel_was_measured(name, implementation):
   operation = EXCHANGES[name]
   assert not operation.measured
-  run = functools.partial(operation, axes=("x",), implementation=implementation)
+  run = functools.partial(operation, axes=("x",), kernels=implementation)
   got = spread(run, mesh(x=N))(*given_small(name))
   want = programs(name)[1](*given_small(name))
   kernel_cases.assert_same_bits(got, want)
@@ -236,7 +236,7 @@ def test_reference_runs_where_no_kernel_was_measured(name, implementation):
 
 @each_exchange
 def test_kernel_asked_for_is_never_replaced(name):
-  run = functools.partial(EXCHANGES[name], axes=("x",), implementation="pallas")
+  run = functools.partial(EXCHANGES[name], axes=("x",), kernels="pallas")
   traced = spread(run, mesh(x=N)).trace(*given_small(name))
   text = traced.lower(lowering_platforms=("tpu",)).as_text()
   assert f"zenjax_{name}" in text and "all_to_all" not in text
@@ -258,7 +258,7 @@ def test_refuses_and_says_what_it_serves(name, tables, served):
   shape = lambda c, d: (per, c, d) if name == "push" else (per * c, d)
   arrays = [jax.ShapeDtypeStruct(shape(c, d), dtype) for c, d, dtype in tables]
   number = (per, t) if name == "push" else (per * t,)
-  run = functools.partial(EXCHANGES[name], axes=("x",), implementation="pallas")
+  run = functools.partial(EXCHANGES[name], axes=("x",), kernels="pallas")
   with pytest.raises(NotImplementedError, match=served):
     jax.eval_shape(
       spread(run, mesh(x=N)), arrays, jax.ShapeDtypeStruct(number, jnp.int32)
@@ -267,7 +267,7 @@ def test_refuses_and_says_what_it_serves(name, tables, served):
 
 @each_exchange
 def test_devices_of_vmap_are_refused(name):
-  run = functools.partial(EXCHANGES[name], axes=("x",), implementation="pallas")
+  run = functools.partial(EXCHANGES[name], axes=("x",), kernels="pallas")
   arrays, number = given_small(name)
   split = lambda x: x.reshape(N, -1, *x.shape[1:])
   with pytest.raises(NotImplementedError, match="inside shard_map"):

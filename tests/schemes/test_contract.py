@@ -24,6 +24,8 @@ import scheme_names
 import steps
 
 import zenjax
+from zenjax.kernels import _dispatch
+from zenjax.kernels._dispatch import Kernels
 
 pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
 
@@ -63,6 +65,7 @@ class Program(NamedTuple):
   capacities: tuple[int, int] | None
   op: oracle.Op
   form: str = "array"
+  kernels: Kernels = "auto"
 
   @property
   def rows(self) -> int:
@@ -77,7 +80,7 @@ class Program(NamedTuple):
     first = "x".join(map(str, self.capacities)) if self.capacities else "guess"
     return (
       f"{'-'.join(self.scheme)}-{self.runner}-{self.dtype.name}-n{self.n}"
-      f"-{self.rows}x{self.width}-{first}-{self.op}-{self.form}"
+      f"-{self.rows}x{self.width}-{first}-{self.op}-{self.form}-{self.kernels}"
     )
 
   def options(self) -> dict:
@@ -95,6 +98,7 @@ class Program(NamedTuple):
       "partition": partition,
       "capacities": first,
       "unit": unit,
+      "tuning": zenjax.Tuning(kernels=self.kernels),
     }
 
 
@@ -107,6 +111,7 @@ FACTORS = (
   CAPACITIES,
   ("mean", "sum"),
   FORMS,
+  typing.get_args(Kernels),
 )
 
 
@@ -116,9 +121,14 @@ def pairs_of(program: Program) -> set:
 
 
 def possible(pair) -> bool:
-  """A grid needs a divisor of `n` between 1 and `n`, blocks an array."""
+  """A grid needs a divisor of `n` between 1 and `n`, blocks an array.
+
+  Types that vary over a mesh are none of those that interpreted kernels know.
+  """
   chosen = dict(pair)
-  scheme, n, form = (chosen.get(i) for i in (0, 3, 7))
+  scheme, runner, n, form, kernels = (chosen.get(i) for i in (0, 1, 3, 7, 8))
+  if kernels == "pallas" and runner and "vma" in runner:
+    return False
   if scheme in GRIDS and n not in (None, 8):
     return False
   return not (scheme and scheme_names.in_blocks(scheme[0])) or form != "rows"
@@ -199,12 +209,31 @@ def failures(run, program: Program, named_stacks) -> list[str]:
 
 @pytest.mark.parametrize("program", cases_of(programs()), ids=str)
 def test_every_case_on_every_shard(program):
+  """Kernels for GPUs, interpreted, give the bits of plain JAX."""
   run = runners.RUNNERS[program.runner](synchronize(program), program.n)
   named_stacks = cases.every_case(
     program.n, program.rows, program.width, program.dtype
   )
-  found = failures(run, program, named_stacks)
+  if program.kernels != "pallas":
+    found = failures(run, program, named_stacks)
+    assert not found, "\n".join(found)
+    return
+  named_stacks = list(named_stacks)
+  with (
+    _dispatch.forced("cuda", interpret=True),
+    _dispatch.recording() as calls,
+  ):
+    found = failures(run, program, named_stacks)
+    got = [run(stack) for _, stack in named_stacks]
   assert not found, "\n".join(found)
+  assert all(call.kernels for call in calls)
+  if program.n > 1:  # Alone a device may exchange nothing.
+    dense = program.scheme[0] in scheme_names.DENSE_NAMES
+    assert bool(calls) != dense
+  plain = synchronize(program._replace(kernels="xla"))
+  run = runners.RUNNERS[program.runner](plain, program.n)
+  for (name, stack), by_kernels in zip(named_stacks, got):
+    oracle.check_same_bits(by_kernels, run(stack), label=f"{name}, by XLA")
 
 
 @pytest.mark.usually("zen*", "split*", "ring*", "dense*")

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.each_jax
 LINK = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-6)
 PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
 COPIES = zenjax.Tuning(exchange="remote_copies")
+PALLAS = zenjax.Tuning(kernels="pallas")
 TUNED = {field.name for field in dataclasses.fields(zenjax.Tuning)}
 
 
@@ -53,6 +54,8 @@ def test_seeds_are_integers_of_32_bits(seed):
     ("output", "sparse", ["dense", "rows"]),
     ("partition", "rows", ["auto", "hash", "columns"]),
     ("exchange", "copies", ["collectives", "remote_copies"]),
+    ("kernels", "triton", ["auto", "xla", "pallas"]),
+    ("kernels", None, ["auto", "xla", "pallas"]),
   ],
 )
 def test_unknown_choice(option, value, remedies):
@@ -111,11 +114,11 @@ def test_remote_copies_need_devices_of_a_mesh():
   names(error, "exchange='remote_copies'", "inside shard_map", "'collectives'")
 
 
-def lowered_on_cpu(manual):
+def lowered_on_cpu(manual, tuning=COPIES):
   """Of two axes, those of them that shard_map takes over."""
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
   mapped = jax.shard_map(
-    lambda x: zenjax.sparse_pmean(x, "data", tuning=COPIES),
+    lambda x: zenjax.sparse_pmean(x, "data", tuning=tuning),
     mesh=Mesh(devices, ("data", "model")),
     in_specs=P("data"),
     out_specs=P(),
@@ -136,6 +139,45 @@ def test_remote_copies_are_never_replaced(manual, served):
   with pytest.raises(NotImplementedError) as error:
     lowered_on_cpu(manual)
   names(error, "`exchange='remote_copies'`", served, "exchange='collectives'")
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: zenjax.zen_sync("data", sparse=True, tuning=PALLAS),
+    lambda: zenjax.zen_sync(
+      "data", sparse=True, scheme="all_gather", tuning=PALLAS
+    ),
+    lambda: zenjax.owner_update(
+      optax.sgd(0.1), "data", sparse=True, tuning=PALLAS
+    ),
+  ],
+  ids=["zen", "all_gather", "owners"],
+)
+@pytest.mark.parametrize("form", ["array", "rows"])
+def test_kernels_are_never_replaced(make, form):
+  """On CPUs there are none: the first operation that has one is named."""
+
+  def step(table):
+    grads = table
+    if form == "rows":
+      grads = zenjax.SparseRows.from_dense(table, 4)
+    tx = make()
+    return tx.update(grads, tx.init(table), table)[0]
+
+  mapped = jax.jit(jax.vmap(step, axis_name="data"))
+  with pytest.raises(NotImplementedError) as error:
+    mapped.lower(jnp.zeros(TABLE.shape))
+  first = {"array": "`mask_pack`", "rows": "`merge`"}[form]
+  names(
+    error, "`kernels='pallas'`", first, "a program for cpu", "kernels='auto'"
+  )
+
+
+def test_kernels_need_all_axes_of_a_mesh():
+  with pytest.raises(NotImplementedError) as error:
+    lowered_on_cpu({"data"}, PALLAS)
+  names(error, "`kernels='pallas'`", "['model'] are left to XLA")
 
 
 @pytest.mark.parametrize(

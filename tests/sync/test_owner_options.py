@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import zenjax
+from zenjax.kernels import _dispatch
+from zenjax.kernels.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
@@ -73,6 +75,28 @@ def test_options_are_those_of_the_exchange():
   np.testing.assert_array_equal(drawn, plain)
   of_rows = lambda state: state.inner[0].sum_of_squares.part
   assert not np.array_equal(of_rows(state), of_rows(other))
+
+
+@pytest.mark.parametrize("partition", ["hash", "columns"])
+def test_kernels_give_the_bits_of_plain_jax(partition):
+  """Interpreted; two rounds or more."""
+  inner, grads = optax.adagrad(0.5), few_rows((300, 6))
+  options = dict(partition=partition, capacities=(1, 2))
+  with (
+    _dispatch.forced("cuda", interpret=True),
+    _dispatch.recording() as calls,
+  ):
+    tuning = zenjax.Tuning(kernels="pallas")
+    by_kernels = updates(inner, grads, tuning=tuning, **options)
+  assert {call.name for call in calls if call.kernels} == {*OPERATIONS}
+  assert all(call.kernels for call in calls)
+  for kernels in ("xla", "auto"):
+    tuning = zenjax.Tuning(kernels=kernels)
+    with _dispatch.recording() as calls:
+      plain = updates(inner, grads, tuning=tuning, **options)
+    assert calls and not any(call.kernels for call in calls)
+    for a, b in zip(*map(jax.tree.leaves, (by_kernels, plain)), strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 def test_further_arguments_reach_the_optimizer():

@@ -5,7 +5,7 @@ Each rule raises with the argument, what it may be, what it is and the remedy.
 
 from collections.abc import Mapping
 import numbers
-from typing import Any, Literal, NamedTuple
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -27,6 +27,7 @@ SchemeName = Literal[
 ]
 Unit = Literal["auto", "row", "element"] | int
 Partition = Literal["auto", "hash", "columns"] | int
+Kernels = Literal["auto", "xla", "pallas"]
 
 
 class Capacity(NamedTuple):
@@ -86,6 +87,12 @@ def boolean(name: str, value: Any) -> bool:
   """The value; raises `TypeError` where it is neither True nor False."""
   if not isinstance(value, bool):
     raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return value
+
+
+def check_kernels(value: Any) -> Kernels:
+  """The value; raises `ValueError` where it is no choice of kernels."""
+  one_of("kernels", value, list(get_args(Kernels)))
   return value
 
 

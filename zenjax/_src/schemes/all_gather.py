@@ -146,6 +146,7 @@ def _merge(received: Sequence[jax.Array], room: Room, most: int) -> Held:
     num_slots,
     most,
     collectives.accumulator(table.dtype),
+    kernels=room.plan.kernels,
   )
   return Held(
     union=union,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core.arguments import Capacity
+from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.partition import Layout
 
@@ -69,6 +70,7 @@ class TablePlan:
       SparseRows. Empty for arrays.
     members: Of the tables that are stacked into this one, if it is of several.
     tables: The leaves that travel as this table, in the order of their slots.
+    kernels: What its local work runs by: `kernels=` of its operations.
   """
 
   table: Table
@@ -81,6 +83,7 @@ class TablePlan:
   rooms: tuple[int, ...] = ()
   members: tuple["TablePlan", ...] = ()
   tables: tuple[Table, ...]
+  kernels: Kernels = "auto"
 
   @property
   def first_rows(self) -> list[int]:
@@ -142,6 +145,7 @@ def plan_table(
   first_word: int,
   contiguous: bool = False,
   padded: bool = True,
+  kernels: Kernels = "auto",
   members: Sequence[TablePlan] = (),
 ) -> TablePlan:
   """Sizes for one table; `pinned` is what the user gave in `capacities=`.
@@ -214,6 +218,7 @@ def plan_table(
     rooms=rooms,
     members=tuple(members),
     tables=tuple([plan.table for plan in members]) or (table,),
+    kernels=kernels,
   )
 
 
@@ -300,6 +305,7 @@ def plan_group(
   seed: int,
   contiguous: bool = False,
   padded: bool = True,
+  kernels: Kernels = "auto",
 ) -> tuple[TablePlan, ...]:
   """Plans for tables that share one exchange and one space of hashed ids."""
   plans: list[TablePlan] = []
@@ -315,6 +321,7 @@ def plan_group(
       first_word=first_word,
       contiguous=contiguous,
       padded=padded,
+      kernels=kernels,
     )
     plans.append(plan)
     first_word += plan.layout.words
@@ -390,5 +397,6 @@ def _stacked(
     seed=layout.seed,
     first_word=layout.first_word,
     padded=padded,
+    kernels=members[0].kernels,
     members=members,
   )

@@ -133,6 +133,7 @@ def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
     num_slots,
     capacity,
     dtype,
+    kernels=plan.kernels,
   )
   # Rows above the limit that all agree on wait. How many devices of a machine
   # hold each is not known here: as many as hold one of the others, on average.

@@ -166,6 +166,7 @@ def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
     plan.layout.slots,
     room,
     x.rows.dtype,
+    kernels=plan.kernels,
   )
   # `merge` counts rows of unions; wanted are devices' rows. Exact unless some
   # were left out, then in proportion.

@@ -153,6 +153,7 @@ def merged(received: Sections, room: Room, most: int) -> Held:
     num_slots,
     most,
     collectives.accumulator(table.dtype),
+    kernels=plan.kernels,
   )
   return Held(
     union=union,

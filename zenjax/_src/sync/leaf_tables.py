@@ -79,6 +79,7 @@ def plans(
     seed=options.tuning.hash_seed,
     contiguous=scheme.contiguous,
     padded=not context.remote_copies,
+    kernels=options.tuning.kernels,
   )
   planned = tuple([scheme.fitted(plan) for plan in planned])
   # What does not fit would wait, and pins are for that; or it does not travel.
@@ -87,7 +88,8 @@ def plans(
       if given:
         by_leaf = isinstance(options.capacities, dict)
         _warn_above_break_even(given, plan, scheme, context, by_leaf)
-  alone = all([x.only_reference for x in operations.OPERATIONS.values()])
+  kernels, known = options.tuning.kernels, operations.OPERATIONS.values()
+  alone = all([x.takes_reference(kernels) for x in known])
   if not (stack and options.exact and alone):
     return planned
   found = buffer_sizes.stack(

@@ -346,12 +346,14 @@ class Owners:
       wire_dtype=options.wire_dtype is not None,
       hash_seed=options.tuning.hash_seed != Tuning().hash_seed,
       ids_first=options.tuning.ids_first != Tuning().ids_first,
+      kernels=options.tuning.kernels == "pallas",
     )
     if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
       raise ValueError(
         f"{', '.join(wrong)} of owner_update must be left out where tables are"
         " sharded: `zenjax.rows.shard` decided who owns which row, rows travel"
-        " in their own dtype, and buffers are as large as the batch needs."
+        " in their own dtype, buffers are as large as the batch needs, and"
+        " there are no kernels for them."
       )
 
   def _chosen(self, tree, sharded):
@@ -750,7 +752,7 @@ def owner_update(
     wire_dtype: See there; updates are cast too.
     capacities: See there.
     mesh: See there.
-    tuning: See there; of it `hash_seed` and `ids_first`.
+    tuning: See there; of it `hash_seed`, `ids_first` and `kernels`.
 
   Returns:
     A transformation from local gradients, arrays or SparseRows, to updates that
@@ -802,11 +804,15 @@ def owner_update(
     mesh=mesh,
     tuning=tuning,
   )
-  usual = Tuning(hash_seed=tuning.hash_seed, ids_first=tuning.ids_first)
+  usual = Tuning(
+    hash_seed=tuning.hash_seed,
+    ids_first=tuning.ids_first,
+    kernels=tuning.kernels,
+  )
   if tuning != usual:
     raise ValueError(
-      "`tuning` of owner_update must set `hash_seed` and `ids_first` alone, got"
-      f" {tuning}; the rest is of `zen_sync`."
+      "`tuning` of owner_update must set `hash_seed`, `ids_first` and `kernels`"
+      f" alone, got {tuning}; the rest is of `zen_sync`."
     )
   owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacity
+from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
@@ -129,6 +130,15 @@ class Tuning:
       are exchanged, and unions formed, while the backward pass still computes
       the values: seen in compiled schedules, measured on none. Elsewhere it
       only costs two latencies more, and arrays it leaves as they are.
+    kernels: By what the local work on an array's rows runs: finding them,
+      gathering them, adding up what came, and writing the sums; of SparseRows
+      the adding alone. The sums are the same bits. `"xla"` is plain JAX, and
+      `"pallas"` kernels written by hand for TPUs and NVIDIA GPUs. Where there
+      is none, as on CPUs and for narrow rows on TPUs, that is an error when the
+      program is lowered: nothing takes the place of a kernel. `"auto"` takes a
+      kernel where it was measured to be no slower. None was, on no accelerator,
+      so `"auto"` means XLA everywhere today. What else runs, as sums of whole
+      leaves, sorted look-ups, sparsifiers and optimizers, is XLA's.
     link: The connection of the devices, for `scheme="auto"`; by default 100
       Gbit/s with 10 microseconds.
     overlap: Gives each table an exchange of its own, which leaves when that
@@ -155,6 +165,7 @@ class Tuning:
   exchange: Literal["collectives", "remote_copies"] = "collectives"
   hash_seed: int = 0
   ids_first: bool = False
+  kernels: Kernels = "auto"
   link: Link | None = None
   overlap: bool = False
   profile: Mapping[str, Profile] | None = None
@@ -165,6 +176,7 @@ class Tuning:
     )
     arguments.hash_seed(self.hash_seed)
     arguments.boolean("ids_first", self.ids_first)
+    arguments.check_kernels(self.kernels)
     arguments.boolean("overlap", self.overlap)
     if self.link is not None and not isinstance(self.link, Link):
       raise TypeError(

@@ -55,7 +55,10 @@ class Masked(NamedTuple):
       slots = indexing.select(self.bitmap, wanted)
       rows = _taken(self.tables, layout.row(group, slots), plan)
       return slots, rows, remaining
-    slots, rows = compact(self.tables[0], self.bitmap, layout, first, capacity)
+    (table,) = self.tables
+    slots, rows = compact(
+      table, self.bitmap, layout, first, capacity, kernels=plan.kernels
+    )
     if self.carried is not None:
       row = layout.row(group, slots)
       rows += indexing.take_or(self.carried, row, 0)
@@ -126,7 +129,8 @@ class Whole(NamedTuple):
       row = arrived.row
       if self.skip is not None:
         row = jnp.where(self.skip[0], plan.table.num_rows, row)
-      table = expand(self.tables[0], row, arrived.values)
+      table = self.tables[0]
+      table = expand(table, row, arrived.values, kernels=plan.kernels)
       return self._replace(tables=(table,))
     tables = []
     places = _places(arrived.row, plan)
@@ -134,7 +138,8 @@ class Whole(NamedTuple):
       if self.skip is not None:
         here = here & ~self.skip[i]
       at = jnp.where(here, at, table.shape[0])
-      tables.append(expand(table, at, arrived.values))
+      table = expand(table, at, arrived.values, kernels=plan.kernels)
+      tables.append(table)
     return self._replace(tables=tuple(tables))
 
 
@@ -196,7 +201,7 @@ def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
   none = compat.cast_like(jnp.zeros_like(like), late.rows)
   return lax.cond(
     late.some,
-    lambda rows: mask_pack(rows, plan.layout).words,
+    lambda rows: mask_pack(rows, plan.layout, kernels=plan.kernels).words,
     lambda rows: none,
     late.rows,
   )
@@ -234,7 +239,7 @@ def _marked(
 def _read(table: jax.Array, plan: TablePlan) -> _Marks:
   none = compat.cast_like(jnp.zeros((), jnp.int32), table)
   if not plan.members:
-    packed = mask_pack(table, plan.layout)
+    packed = mask_pack(table, plan.layout, kernels=plan.kernels)
     return _Marks(packed.words, packed.negative, none)
   # The barrier keeps XLA:CPU from computing the mask again for each lane.
   mask = RowMask(*lax.optimization_barrier(row_mask(table)))
