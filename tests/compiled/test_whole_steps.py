@@ -17,6 +17,7 @@ from whole_steps import TABLE
 from whole_steps import WIDTH
 
 from benchmarks import targets
+import zenjax
 from zenjax.kernels.operations import OPERATIONS
 
 # JAX 0.12 announces that Pallas will leave Triton.
@@ -47,7 +48,7 @@ _USED = {
 def _cases():
   for target in (*targets.TPUS, "gpu-h200"):
     for grads in ("array", "rows"):
-      for kernels in ("auto", "xla", "pallas"):
+      for kernels in ("auto", "pallas"):
         case = (target, grads, kernels)
         if kernels == "pallas" and not _used(target, grads):
           continue
@@ -82,6 +83,38 @@ def test_whole_step(target, grads, kernels):
     check_overlap_on_gpus(step)
   if target == "v5e:2x4":
     check_overlap_on_tpus(step)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "gpu-h200"])
+def test_auto_means_xla_where_nothing_was_measured(target):
+  """The same program, and no kernel in it."""
+  try:
+    texts = {
+      kernels: _text(target, "array", kernels)
+      for kernels in ("auto", "xla", "pallas")
+    }
+  except ImportError as error:
+    pytest.skip(str(error))
+  assert texts["auto"] == texts["xla"]
+  assert [n for n in OPERATIONS if f"zenjax_{n}" in texts["auto"]] == []
+  assert [n for n in OPERATIONS if f"zenjax_{n}" not in texts["pallas"]] == []
+
+
+def test_kernels_that_cannot_serve_a_step_are_never_replaced():
+  """Eight owners of columns have sixteen each, too few for rows of a TPU."""
+  try:
+    with pytest.raises(NotImplementedError) as error:
+      _text("v5e:2x4", "rows", "pallas")
+  except ImportError as error:
+    pytest.skip(str(error))
+  said = str(error.value)
+  for words in ("`merge`", "a program for tpu", "float32 of width 16"):
+    assert words in said
+
+
+def _text(target, grads, kernels):
+  tuning = zenjax.Tuning(kernels=kernels)
+  return whole_steps.lower(target, grads, tuning).as_text()
 
 
 @pytest.mark.parametrize("target, grads", [*_copying()])

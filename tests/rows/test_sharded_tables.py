@@ -675,6 +675,12 @@ def test_misuse_is_refused():
   pinned = zenjax.owner_update(optax.sgd(0.1), "data", capacities=(4, 4))
   with pytest.raises(ValueError, match="`capacities` of owner_update must be"):
     pinned.init(sharded)
+  tuning = zenjax.Tuning(kernels="pallas")
+  by_kernels = zenjax.owner_update(optax.sgd(0.1), "data", tuning=tuning)
+  with pytest.raises(
+    ValueError, match="`kernels` of owner_update must be left"
+  ):
+    by_kernels.init(sharded)
   ids = _split(np.arange(B, dtype=np.int32), mesh)
   loss = lambda p, ids: p["t"][ids].sum() + p["w"][ids].sum()
 

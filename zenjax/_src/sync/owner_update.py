@@ -764,6 +764,8 @@ def owner_update(
       `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
       with a `partition` by columns or of a leaf that has not two dimensions;
       the state was not made by `zenjax.init`, or for other owners.
+    NotImplementedError: `Tuning(kernels="pallas")` cannot serve what it was
+      given, see `zen_sync`.
 
   Example:
     >>> import jax

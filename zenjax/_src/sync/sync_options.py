@@ -130,15 +130,15 @@ class Tuning:
       are exchanged, and unions formed, while the backward pass still computes
       the values: seen in compiled schedules, measured on none. Elsewhere it
       only costs two latencies more, and arrays it leaves as they are.
-    kernels: By what the local work on an array's rows runs: finding them,
-      gathering them, adding up what came, and writing the sums; of SparseRows
-      the adding alone. The sums are the same bits. `"xla"` is plain JAX, and
-      `"pallas"` kernels written by hand for TPUs and NVIDIA GPUs. Where there
-      is none, as on CPUs and for narrow rows on TPUs, that is an error when the
-      program is lowered: nothing takes the place of a kernel. `"auto"` takes a
-      kernel where it was measured to be no slower. None was, on no accelerator,
-      so `"auto"` means XLA everywhere today. What else runs, as sums of whole
-      leaves, sorted look-ups, sparsifiers and optimizers, is XLA's.
+    kernels: Who does the local work on rows. Rows of arrays are found,
+      gathered, added up and written, and SparseRows are added up. `"xla"` is
+      plain JAX. `"pallas"` takes kernels written by hand for TPUs and NVIDIA
+      GPUs, which give the same bits; tables then travel one by one. Where there
+      is no kernel, as on CPUs and for narrow rows on TPUs, that is an error
+      when the program is lowered: XLA never takes its place. `"auto"` takes a
+      kernel where it was measured to be no slower. None was measured on any
+      accelerator, so `"auto"` means XLA everywhere today. What has no kernels
+      is XLA's whatever this says, as sums of whole leaves and sorted look-ups.
     link: The connection of the devices, for `scheme="auto"`; by default 100
       Gbit/s with 10 microseconds.
     overlap: Gives each table an exchange of its own, which leaves when that

@@ -188,9 +188,9 @@ def zen_sync(
       other leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
       as `jax.grad(.., allow_int=True)` gives of integers.
-    NotImplementedError: `Tuning(exchange="remote_copies")` cannot serve what
-      it was given; on other platforms than TPUs it says so when a step is
-      compiled.
+    NotImplementedError: `Tuning(exchange="remote_copies")` or
+      `Tuning(kernels="pallas")` cannot serve what it was given; for a platform
+      without such kernels it says so when a step is compiled.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
