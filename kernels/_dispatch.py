@@ -4,14 +4,14 @@
 one platform, and may refuse shapes; it never changes a bit of the result.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
 import importlib
 import inspect
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, get_args, NamedTuple, NoReturn
 
 import jax
 from jax import lax
@@ -137,7 +137,8 @@ class Operation:
       NotImplementedError: The kernel was asked for and cannot serve these
         arguments, or not on the platform that the program is lowered for.
     """
-    arguments.check_kernels(kernels)
+    if kernels not in get_args(Kernels):
+      arguments.check_kernels(kernels)  # It says what is.
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
     if kernels == "pallas":
       return self._run_kernel(args, _ASKED)
@@ -177,13 +178,13 @@ class Operation:
 
   def _run_kernel(self, args: tuple[Any, ...], asked: "_Asked") -> Any:
     how = _forced.get()
-    if how is not None and how.platform in self.kernels:
-      refusal = self._refusal_forced(how, args)
+    platform = how.platform if how else None
+    if how is not None and platform is not None and platform in self.kernels:
+      refusal = self._refusal_forced(platform, how.interpret, args)
       if refusal:
-        served = {how.platform: refusal}
-        raise NotImplementedError(self._message(served, asked))
+        raise NotImplementedError(self._message({platform: refusal}, asked))
       self._record(EVERYWHERE)
-      return self.kernel(how.platform)(*args, interpret=how.interpret)
+      return self.kernel(platform)(*args, interpret=how.interpret)
     refusals = {name: self.refusal(name, *args) for name in self.kernels}
     message = self._message(refusals, asked)
     if all(refusals.values()):
@@ -203,17 +204,26 @@ class Operation:
 
   def _run_forced(self, how: _Forced, args: tuple[Any, ...]) -> Any:
     platform = how.platform
-    if platform not in self.kernels or self._refusal_forced(how, args):
+    if (
+      platform is None
+      or platform not in self.kernels
+      or self._refusal_forced(platform, how.interpret, args)
+    ):
       self._record()
       return self.reference(*args)
     self._record(EVERYWHERE)
     return self.kernel(platform)(*args, interpret=how.interpret)
 
-  def _refusal_forced(self, how: _Forced, args: tuple[Any, ...]) -> str:
+  def _refusal_forced(
+    self, platform: str, interpret: Any, args: tuple[Any, ...]
+  ) -> str:
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    if how.interpret is True and any(map(compat.varying_axes, arrays)):
-      return "of types that vary over no mesh, which `interpret=True` knows"
-    return self.refusal(how.platform, *args)
+    if interpret is True and any(map(compat.varying_axes, arrays)):
+      return (
+        "inside shard_map(.., check_vma=False), got types that vary over a"
+        " mesh, which `interpret=True` does not know"
+      )
+    return self.refusal(platform, *args)
 
   def _record(self, *kernels: str) -> None:
     calls = _recorded.get()
@@ -265,13 +275,13 @@ def _refuse(like: Any, message: str) -> Any:
   return tree.unflatten(_refused_p.bind(*leaves, message=message))
 
 
-def _cannot_run(platforms, message):
+def _cannot_run(platforms: Sequence[str], message: str) -> NoReturn:
   raise NotImplementedError(
     message.replace(_HERE, f"a program for {' and '.join(platforms)}")
   )
 
 
-def _cannot_lower(ctx, *args, message):
+def _cannot_lower(ctx: Any, *args: Any, message: str) -> NoReturn:
   del args
   _cannot_run(ctx.module_context.platforms, message)
 

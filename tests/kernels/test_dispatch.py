@@ -121,7 +121,7 @@ def test_reference_runs_where_xla_splits_the_program():
   )
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
-  def lowered(manual, kernels="auto"):
+  def lowered(manual, kernels: _dispatch.Kernels = "auto"):
     def run(table):
       return measured(table, SHAPE.layout, kernels=kernels).words
 

@@ -43,6 +43,22 @@ def test_kernels_that_are_forced_run():
   assert "expand" in ran["XLA"] and "mask_pack" in ran["Pallas"]
 
 
+@pytest.mark.parametrize("platform", ["cuda", None])
+def test_the_switch_is_obeyed_whatever_is_forced(platform):
+  """Two tables that travel as one by XLA alone: kernels read one table."""
+  grads = GRADS | {"u": GRADS["t"]}
+
+  def ran(kernels):
+    tuning = zenjax.Tuning(kernels=kernels)
+    tx = zenjax.zen_sync(AXIS, sparse=True, tuning=tuning)
+    return ran_by(lambda local: tx.update(local, tx.init(local))[1], grads)
+
+  with _dispatch.forced(platform, interpret=True):
+    assert ran("xla")["Pallas"] == []
+    assert ran("pallas") == {"XLA": [], "Pallas": list(OPERATIONS)}
+  assert ran("auto") == ran("xla") == {"XLA": ["merge", "expand"], "Pallas": []}
+
+
 def test_rows_need_no_mask():
   def sync(ids, values):
     rows = zenjax.SparseRows(ids, values, 8)
