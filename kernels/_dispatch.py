@@ -138,7 +138,7 @@ class Operation:
         arguments, or not on the platform that the program is lowered for.
     """
     if kernels not in get_args(Kernels):
-      arguments.check_kernels(kernels)  # It says what is.
+      arguments.check_kernels(kernels)  # Raises.
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
     if kernels == "pallas":
       return self._run_kernel(args, _ASKED)
