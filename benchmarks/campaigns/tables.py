@@ -276,6 +276,11 @@ def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:
   return touched, table[touched] - update
 
 
+def _count_far(got: Any, want: Any, scale: Any) -> int:
+  """Returns how many numbers are not near those wanted; NaN never is."""
+  return int(np.sum(~(np.abs(got - want) <= _RELATIVE * scale)))
+
+
 def _wrong_rows(form: Form, params: Any) -> int:
   """Numbers of `bags` that are not those of the first step in float64."""
   given = form.model.params["table"]
@@ -288,8 +293,8 @@ def _wrong_rows(form: Form, params: Any) -> int:
   at = np.searchsorted(touched, here)
   is_touched = touched[np.minimum(at, len(touched) - 1)] == here
   near = want[at[is_touched]], given[here[~is_touched]]
-  far = np.abs(rows[is_touched] - near[0]) > _RELATIVE * np.abs(want).max()
-  return int(far.sum() + (rows[~is_touched] != near[1]).sum())
+  far = _count_far(rows[is_touched], near[0], np.abs(want).max())
+  return far + int((rows[~is_touched] != near[1]).sum())
 
 
 class _Worker(served.Worker):
@@ -318,8 +323,7 @@ class _Worker(served.Worker):
       if made not in self._losses:
         self._losses[made] = model.losses(_CHECKED)
       want = np.array(self._losses[made])
-      far = np.abs(np.array(losses, float) - want) > _RELATIVE * np.abs(want)
-      wrong += int(far.sum())
+      wrong += _count_far(np.array(losses, float), want, np.abs(want))
     program.run(_WARM_UP)
     before = _received()
     program.run()
