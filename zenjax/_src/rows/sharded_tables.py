@@ -563,10 +563,12 @@ def unshard(params: Any) -> Any:
   return jax.tree.map(whole, params, is_leaf=is_sharded)
 
 
-def in_order(table: ShardedTable) -> ShardedTable:
+def in_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
   """A table, or what a state has of one, with its rows in order, to save.
 
-  Each device has a range of rows, of zeros where there are no more.
+  Each device has a range of rows, of zeros where there are no more. With
+  `donate` rows move within the memory that they have, if devices divide slots,
+  and ranges are of as many rows as an owner has slots.
   """
   if not table.devices:
     return table
@@ -577,8 +579,12 @@ def in_order(table: ShardedTable) -> ShardedTable:
       return x
     mesh = _mesh_under(node)
     split = NamedSharding(mesh, PartitionSpec(table.axes))
+    if donate and _moves_in_place(table.layout):
+      moving = _moving(_order_in_place, mesh, table.axes, table.layout, True)
+      return jax.block_until_ready(moving(x))
     rows = -(-table.num_rows // table.devices) * table.devices
-    return _ranges(_ordered(node, mesh), table.num_rows, rows, split)
+    made = _ranges(_ordered(node, mesh), table.num_rows, rows, split)
+    return _instead(x, made) if donate else made
 
   value = jax.tree.map(moved, table.value)
   return dataclasses.replace(
@@ -587,11 +593,18 @@ def in_order(table: ShardedTable) -> ShardedTable:
 
 
 def on_owners(
-  table: ShardedTable, mesh: jax.sharding.Mesh, axes: Axes, replicas: Axes
+  table: ShardedTable,
+  mesh: jax.sharding.Mesh,
+  axes: Axes,
+  replicas: Axes,
+  *,
+  donate: bool = False,
 ) -> ShardedTable:
   """A table, or what a state has of one, on as many owners as a mesh has.
 
-  Arrays lie on the devices of the mesh, or in the memory of the host.
+  Arrays lie on the devices of the mesh, or in the memory of the host. With
+  `donate` rows in order move within the memory that they have, if they came
+  from `in_order` with it, on as many devices.
   """
   devices = math.prod([mesh.shape[axis] for axis in axes])
   new = dataclasses.replace(
@@ -599,9 +612,29 @@ def on_owners(
   )
   if table.devices == devices:
     return new
-  table = in_order(table)
-  moved = lambda x: _placed(x, new, mesh) if table.with_value(x).has_rows else x
+  table = in_order(table, donate=donate)
+  layout, split = new.layout, NamedSharding(mesh, PartitionSpec(axes))
+
+  def moved(x: Any) -> Any:
+    if not table.with_value(x).has_rows:
+      return x
+    if not donate or not isinstance(x, jax.Array):
+      return _placed(x, new, mesh)
+    fits = x.shape[0] == devices * layout.slots and _moves_in_place(layout)
+    if fits and x.sharding.is_equivalent_to(split, x.ndim):
+      moving = _moving(_owners_in_place, mesh, axes, layout, True)
+      return jax.block_until_ready(moving(x))
+    return _instead(x, _placed(x, new, mesh))
+
   return new.with_value(jax.tree.map(moved, table.value))
+
+
+def _instead(old: jax.Array, new: jax.Array) -> jax.Array:
+  """Returns `new`, and frees what it was made of."""
+  jax.block_until_ready(new)
+  if old is not new:
+    old.delete()
+  return new
 
 
 def mesh_of(tables: Sequence[ShardedTable]) -> Any:
@@ -694,6 +727,8 @@ def _placed(
   """
   rows = _blocks(table.layout) * table.devices
   split = NamedSharding(mesh, PartitionSpec(table.axes))
+  # What has another shape, or was the host's, shares no memory with `x`.
+  fresh = not isinstance(x, jax.Array) or (not stack and x.shape[0] != rows)
   if not stack:
     x = _ranges(x, table.num_rows, rows, split)
   elif isinstance(x, jax.Array) and _lies_there(x, split):
@@ -701,6 +736,9 @@ def _placed(
   else:  # A view of the host's memory.
     x = np.asarray(x).reshape(table.num_rows, -1)
     x = _ranges(x, table.num_rows, rows, split)
+  if _moves_in_place(table.layout):
+    f = functools.partial(_moving, _owners_in_place, mesh)
+    return f(table.axes, table.layout, fresh)(x)
   return _moving(_to_owners, mesh, table.axes, table.layout)(x)
 
 
@@ -821,7 +859,11 @@ def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _moving(
-  f: Callable[..., Any], mesh: Any, axes: Axes, layout: Layout
+  f: Callable[..., Any],
+  mesh: Any,
+  axes: Axes,
+  layout: Layout,
+  donate: bool = False,
 ) -> Any:
   """`f` of the part of each device; a table is moved often, compiled once."""
   split = PartitionSpec(axes)
@@ -833,7 +875,7 @@ def _moving(
     axis_names={*axes},
     check_vma=False,
   )
-  return jax.jit(mapped)
+  return jax.jit(mapped, donate_argnums=(0,) if donate else ())
 
 
 # Bytes of a device that one exchange moves: beside the part that is read and
@@ -889,6 +931,114 @@ def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   rows = jnp.zeros((parts.shape[1], n, *slots.shape[1:]), slots.dtype)
   rows = _by_pieces(move, rows, len(rows))
   return rows.reshape(-1, *slots.shape[1:])
+
+
+# Rows in their order and rows at their owners in the same memory. A part is
+# `n * q` chunks of `p` rows: of the slots that one exchange takes away, `p` for
+# each device `t` times, the rows that it brings take the place. Chunk
+# `(a, c)` of `[n, q]` then has rows that belong to chunk `c * n + a`, so that
+# chunks change places.
+
+
+def _moves_in_place(layout: Layout) -> bool:
+  """Returns True if the slots of a device are whole blocks of rows."""
+  return layout.slots % layout.groups == 0
+
+
+def _order_in_place(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+  """Slots `[S, D]` of each device to a range of rows `[S, D]`."""
+  n, (q, p, _) = layout.groups, _chunks(slots, layout.groups)
+  j = jnp.arange(n, dtype=jnp.int32)
+
+  def move(some: jax.Array, shift: jax.Array) -> jax.Array:
+    some = jnp.swapaxes(collectives.all_to_all(some, axes), 0, 1)
+    at = j[None] + shift[:, None]
+    rows = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    rows = rows.reshape(-1, n, p, *rows.shape[2:])
+    return jnp.swapaxes(rows, 0, 1)
+
+  rows = _exchanged_in_place(move, slots, axes, layout)
+  there = np.arange(n * q).reshape(n, q).T.reshape(-1)
+  return _chunks_moved(rows, there, p)
+
+
+def _owners_in_place(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+  """The inverse of `_order_in_place`."""
+  n, (q, p, _) = layout.groups, _chunks(rows, layout.groups)
+  group = jnp.arange(n, dtype=jnp.int32)
+
+  def move(some: jax.Array, shift: jax.Array) -> jax.Array:
+    some = some.reshape(n, -1, p, *some.shape[2:])
+    some = jnp.swapaxes(some, 0, 1).reshape(-1, n, *some.shape[3:])
+    at = group[None] - shift[:, None] + 2 * n
+    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    return collectives.all_to_all(jnp.swapaxes(some, 0, 1), axes)
+
+  there = np.arange(n * q).reshape(q, n).T.reshape(-1)
+  rows = _chunks_moved(rows, there, p)
+  return _exchanged_in_place(move, rows, axes, layout)
+
+
+def _chunks(part: jax.Array, n: int) -> tuple[int, int, int]:
+  """Returns `q` and `p`, and `t`, how many chunks one exchange moves."""
+  blocks = len(part) // n
+  # Blocks of one exchange: of small parts little is moved at a time.
+  most = max(1, min(_MOVED * blocks // part.nbytes, blocks // 16))
+  p = max(p for p in range(1, min(most, blocks) + 1) if blocks % p == 0)
+  return blocks // p, p, min(blocks, most) // p
+
+
+def _exchanged_in_place(
+  move: Callable[[jax.Array, jax.Array], jax.Array],
+  part: jax.Array,
+  axes: Axes,
+  layout: Layout,
+) -> jax.Array:
+  """`move` of `[n, t * p, ..]` of a part, in its place, after one another."""
+  n, (q, p, t) = layout.groups, _chunks(part, layout.groups)
+  shifts = _shifts(layout, axes, q * p)
+  rest = part.shape[1:]
+
+  def piece(begin: Any, size: int, part: jax.Array) -> jax.Array:
+    # Where tiles of 8 rows do not fit, a TPU copies what is reshaped.
+    at = lambda j: j * (q * p) + begin * p
+    some = jnp.zeros((n, size * p, *rest), part.dtype)
+    read = lambda j, some: some.at[j].set(_cut(part, at(j), size * p))
+    some = move(
+      lax.fori_loop(0, n, read, some), _cut(shifts, begin * p, size * p)
+    ).reshape(n, size * p, *rest)
+    put = lambda j, part: lax.dynamic_update_slice_in_dim(
+      part, some[j], at(j), axis=0
+    )
+    return lax.fori_loop(0, n, put, part)
+
+  part = lax.fori_loop(0, q // t, lambda i, x: piece(i * t, t, x), part)
+  return piece(q - q % t, q % t, part) if q % t else part
+
+
+def _chunks_moved(part: jax.Array, there: np.ndarray, p: int) -> jax.Array:
+  """A part whose chunk `i` of `p` rows is the one that was `there[i]`."""
+  swaps, done = [], np.zeros(len(there), bool)
+  for first in range(len(there)):
+    at = first
+    while not done[at]:
+      done[at] = True
+      if there[at] != first:
+        swaps.append((at, there[at]))
+      at = there[at]
+  if not swaps:
+    return part
+  pairs = jnp.asarray(np.array(swaps, np.int32) * p)
+
+  def swap(i: Any, part: jax.Array) -> jax.Array:
+    one, other = pairs[i, 0], pairs[i, 1]
+    rows = _cut(part, one, p), _cut(part, other, p)
+    # Both are read before either is written.
+    rows = lax.optimization_barrier(rows)
+    part = lax.dynamic_update_slice_in_dim(part, rows[1], one, axis=0)
+    return lax.dynamic_update_slice_in_dim(part, rows[0], other, axis=0)
+
+  return lax.fori_loop(0, len(swaps), swap, part)
 
 
 def _by_pieces(

@@ -1,6 +1,7 @@
 """A state that goes on with another number of devices, or is saved."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ def reshard(
   *,
   replicas: AxisName | None = None,
   like: Any = None,
+  donate: bool = False,
 ) -> Any:
   """Moves a state to another number of devices, or to the host.
 
@@ -75,6 +77,12 @@ def reshard(
       has another `partition`, `hash_seed` or `wire_dtype` than the state was
       made with, and where gradients that `MultiSteps` accumulates are all that
       differs between devices: then only their shapes tell of how many.
+    donate: Sharded tables of `state`, and what it keeps of them, are used up,
+      one array after the other. Where the number of devices divides the slots
+      of an owner, as powers of two up to 32 do, and stays as it is, rows move
+      within the memory that they have. Ranges of the form to save then have
+      more zeros at their end: save and restore with it alike, or restore with
+      `strict=False`.
 
   Returns:
     The state for `mesh`, placed; or on the host, in the order of rows.
@@ -109,14 +117,15 @@ def reshard(
       f" to save it, got {mesh=} and {axis_name=}."
     )
   if mesh is None or axis_name is None:
-    state = _sharded(state, sharded_tables.in_order)
+    order = functools.partial(sharded_tables.in_order, donate=donate)
+    state = _sharded(state, order)
     host = lambda x: x if is_sharded(x) else _on_host(x)
     state = jax.tree.map(host, state, is_leaf=is_sharded)
     return _moved_to(state, None, None)
   axes = arguments.mesh_axes(axis_name, mesh)
   copies = sharded_tables.replica_axes(replicas, axes, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, copies))
+  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, copies, donate))
   state = _moved_to(state, devices, like)
   specs = placement.state_specs(state, axis_name)
   return jax.tree.map(
@@ -131,16 +140,16 @@ def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
 
 
 def _on_owners(
-  table: ShardedTable, mesh: Mesh, axes: Axes, replicas: Axes
+  table: ShardedTable, mesh: Mesh, axes: Axes, replicas: Axes, donate: bool
 ) -> ShardedTable:
   """A sharded table on the owners of a mesh, whatever devices it is on."""
   if table.devices != int(np.prod([mesh.shape[axis] for axis in axes])):
-    table = sharded_tables.in_order(table)
+    table = sharded_tables.in_order(table, donate=donate)
     wanted = {*mesh.devices.flat}
     away = lambda x: isinstance(x, jax.Array) and x.devices() != wanted
     if any(map(away, jax.tree.leaves(table))):
       table = jax.tree.map(_on_host, table)
-  return sharded_tables.on_owners(table, mesh, axes, replicas)
+  return sharded_tables.on_owners(table, mesh, axes, replicas, donate=donate)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
