@@ -377,9 +377,9 @@ def shard(
 
   Inside `jit` nothing whole is made either: XLA makes each part of an
   initializer's numbers where it belongs. Rows then go to their owners some MiB
-  at a time, so that a device has its part twice and little more; what an
-  initializer takes for itself comes first. On TPUs it is three times, unless
-  32 times the devices divides the rows.
+  at a time, within the memory that they have where the number of devices
+  divides an owner's slots, as powers of two up to 32 do. For other numbers a
+  device has its part twice; what an initializer takes for itself comes first.
 
   A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables: it is split
   as one of `T * R` rows. Models look up rows of its tables one by one, under
