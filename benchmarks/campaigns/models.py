@@ -25,6 +25,9 @@ import zenjax
 BATCHES = 16
 # Rates of Adagrad, and what squares begin with.
 RATE, START, EPS = 0.05, 0.1, 1e-7
+# Gradients of a mean over thousands of clicks are small, and 0.1 would drown
+# what tables learn.
+CLICK_START = 1e-6
 _ADAGRAD = optax.adagrad(RATE, initial_accumulator_value=START, eps=EPS)
 # Look-ups of an example of each look-up of the table of `bags`.
 _BAG = 10
@@ -63,7 +66,7 @@ class Model:
     tx: The optimizer, of whole parameters.
     batches: Those of all hosts, each a tuple of arrays `[N, ...]`.
     ids: Rows that some examples look up, of each table.
-    bare: The loss and the parameters without tables, where that makes sense.
+    bare: The same without tables, where that makes sense.
   """
 
   params: Any
@@ -72,7 +75,7 @@ class Model:
   tx: optax.GradientTransformation
   batches: Sequence[tuple[np.ndarray, ...]]
   ids: Callable[..., list[np.ndarray]]
-  bare: tuple[Callable[..., Any], Any] | None = None
+  bare: "Model | None" = None
 
   def part(self, batch: Sequence[np.ndarray], host: int, hosts: int) -> Any:
     """The examples of one host."""
@@ -168,15 +171,22 @@ def _ngram(setting: Setting, hosts: int) -> Model:
   parts: dict[Hashable, Any] = {True: adagrad, False: adam}
   without = jax.tree.map(np.array, ngram_memory.first_params(none))
   del without["memory"]
-  return Model(
+  made = Model(
     params=params,
     tables=tables,
     loss=loss,
     tx=optax.partition(parts, lambda params: {k: tables[k] for k in params}),
     batches=batches,
     ids=looked_up,
-    bare=(bare, without),
   )
+  without = dataclasses.replace(
+    made,
+    params=without,
+    tables=dict.fromkeys(without, False),
+    loss=bare,
+    ids=lambda windows: [],
+  )
+  return dataclasses.replace(made, bare=without)
 
 
 def _dlrm(setting: Setting, hosts: int) -> Model:
@@ -206,7 +216,9 @@ def _dlrm(setting: Setting, hosts: int) -> Model:
     params=params,
     tables=tables,
     loss=loss,
-    tx=_ADAGRAD,
+    tx=optax.adagrad(
+      RATE, initial_accumulator_value=CLICK_START, eps=CLICK_START * 1e-4
+    ),
     batches=[x.arrays for x in found],
     ids=lambda labels, numbers, ids: [ids[:, i] for i in large],
   )

@@ -155,18 +155,6 @@ class Ahead(Sharded):
     return optax.apply_updates(params, updates), (state, ahead), value
 
 
-class NoTables(Form):
-  """The same model without tables, as XLA trains it."""
-
-  def __init__(self, mesh: Any, model: Model):
-    assert model.bare is not None
-    loss, params = model.bare
-    no = jax.tree.map(lambda _: False, params)
-    super().__init__(
-      mesh, dataclasses.replace(model, loss=loss, params=params, tables=no)
-    )
-
-
 class ByHand(Form):
   """`Sharded` as one would write it for this model: row `r` is with `r % n`.
 
@@ -256,9 +244,9 @@ FORMS: dict[str, type[Form]] = {
   "sharded, shard_map": ShardedMapped,
   "sharded, ids ahead": Ahead,
 }
-# Forms of some models alone; `DDP` is a program of its own.
-ALONE = {"bags": {"by hand": ByHand}, "ngram": {"no tables": NoTables}}
-DDP = "torch DDP"
+# Forms of some models alone; `BARE` is of `Model.bare`, `DDP` another program.
+BARE, DDP = "no tables", "torch DDP"
+ALONE = {"bags": {"by hand": ByHand}, "ngram": {BARE: Form}}
 
 
 def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:
@@ -301,14 +289,17 @@ class _Worker(served.Worker):
   """This host's share of the steps."""
 
   _models: dict[models.Setting, Model] = {}
-  _losses: dict[models.Setting, list[float]] = {}
+  _losses: dict[tuple[models.Setting, bool], list[float]] = {}
 
   def build(self, form: str, setting: dict[str, Any]) -> dict[str, Any]:
     """Compiles a form, checks its first steps, warms up, counts bytes."""
     made = models.Setting(**setting)
     if made not in self._models:
       self._models[made] = models.make(made, self.mesh.size)
-    model = self._models[made]
+    model, is_bare = self._models[made], form == BARE
+    if is_bare:
+      assert model.bare is not None
+      model = model.bare
     if form == DDP:
       program = ddp.Program(model, self.mesh.size, jax.process_index())
       losses, wrong = [program()], 0
@@ -319,11 +310,10 @@ class _Worker(served.Worker):
       losses = [program()]
       wrong = _wrong_rows(of, program.params) if made.model == "bags" else 0
     losses += [program() for _ in range(_CHECKED - 1)]
-    if form != "no tables":
-      if made not in self._losses:
-        self._losses[made] = model.losses(_CHECKED)
-      want = np.array(self._losses[made])
-      wrong += _count_far(np.array(losses, float), want, np.abs(want))
+    if (made, is_bare) not in self._losses:
+      self._losses[made, is_bare] = model.losses(_CHECKED)
+    want = np.array(self._losses[made, is_bare])
+    wrong += _count_far(np.array(losses, float), want, np.abs(want))
     program.run(_WARM_UP)
     before = _received()
     program.run()
@@ -430,7 +420,10 @@ def cases(
   names = harness.named("--variants", options.variants, known)
   fields = [field.name for field in dataclasses.fields(models.Setting)]
   setting = {name: getattr(options, name) for name in fields}
-  setting["rows"] = options.rows or models.MODELS[model][1]
+  options.rows = options.rows or models.MODELS[model][1]
+  setting["rows"] = options.rows  # Which is saved, too.
+  if DDP in names:
+    ddp.require()
   what = f"{model}, {setting['rows']:,} rows"
   if model == "bags":
     what = "{rows:,} x {width}, {look_ups} look-ups".format(**setting)
