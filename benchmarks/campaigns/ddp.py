@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.campaigns.models import CLICK_RATE
 from benchmarks.campaigns.models import CLICK_START
 from benchmarks.campaigns.models import Model
-from benchmarks.campaigns.models import RATE
 
 _STEPS = 8  # Of a sample, as of `tables`.
 
@@ -91,7 +91,7 @@ class Program:
     module = _module(torch, model.params)
     self._module = torch.nn.parallel.DistributedDataParallel(module)
     self._tx = torch.optim.Adagrad(
-      module.parameters(), lr=RATE, initial_accumulator_value=CLICK_START
+      module.parameters(), lr=CLICK_RATE, initial_accumulator_value=CLICK_START
     )
     self._batches = [
       [torch.from_numpy(np.array(x)) for x in model.part(b, host, hosts)]

@@ -27,7 +27,7 @@ BATCHES = 16
 RATE, START, EPS = 0.05, 0.1, 1e-7
 # Gradients of a mean over thousands of clicks are small, and 0.1 would drown
 # what tables learn.
-CLICK_START = 1e-6
+CLICK_RATE, CLICK_START = 0.01, 1e-6
 _ADAGRAD = optax.adagrad(RATE, initial_accumulator_value=START, eps=EPS)
 # Look-ups of an example of each look-up of the table of `bags`.
 _BAG = 10
@@ -217,7 +217,9 @@ def _dlrm(setting: Setting, hosts: int) -> Model:
     tables=tables,
     loss=loss,
     tx=optax.adagrad(
-      RATE, initial_accumulator_value=CLICK_START, eps=CLICK_START * 1e-4
+      CLICK_RATE,
+      initial_accumulator_value=CLICK_START,
+      eps=CLICK_START * 1e-4,
     ),
     batches=[x.arrays for x in found],
     ids=lambda labels, numbers, ids: [ids[:, i] for i in large],
