@@ -827,11 +827,20 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(
 
 
 @pytest.mark.parametrize(
-  ("n", "rows", "size"),
-  [(8, 1003, 1 << 22), (8, 70_001, 5000), (2, 999, 700), (3, 1003, 1 << 22)],
+  ("n", "rows", "size", "most"),
+  [
+    (8, 1003, 1 << 22, 1 << 17),
+    (8, 70_001, 5000, 1 << 17),
+    (2, 999, 700, 1 << 17),
+    (3, 1003, 1 << 22, 1 << 17),
+    (8, 70_001, 5000, 16),  # In too many pieces: by another way.
+  ],
 )
-def test_rows_move_within_the_memory_that_they_have(n, rows, size, monkeypatch):
+def test_rows_move_within_the_memory_that_they_have(
+  n, rows, size, most, monkeypatch
+):
   forced.rows_moved_in_pieces(monkeypatch, size)
+  monkeypatch.setattr(sharded_tables, "_MOST_CHUNKS", most)
   sharded_tables._moving.cache_clear()  # Programs with other pieces.
   table, mesh = _table(0, rows), _mesh(n)
   before = _shard({"t": table}, mesh)

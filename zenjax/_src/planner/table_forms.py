@@ -114,9 +114,8 @@ def costs(table: Table, context: Context, links: Links) -> dict[str, Cost]:
   found = {"dense": made([dense], sweep, whole + 2 * table.rows * table.row)}
   # The schemes' formulas serve traced numbers as well: these are none.
   with jax.ensure_compile_time_eval():
-    zen = cost.predict(
-      "zen", _zen_table(table), table.profile, context, links, 1
-    )
+    one = _as_zen_has_it(table.gradient)
+    zen = cost.predict("zen", one, table.profile, context, links, 1)
   kept = whole + 2 * zen.received
   found["rows"] = Cost(
     phases=zen.phases,
@@ -185,12 +184,16 @@ def once_s(form: str, found: Cost, links: Links) -> float:
   return link_models.wire_s([(*p[:3], 0.0) for p in found.phases], links)
 
 
-def _zen_table(table: Table) -> buffer_sizes.Table:
-  gradient = table.gradient
+def assumed(gradient: Gradient, devices: int) -> Profile:
+  """Returns densities of a table that was not measured, by its look-ups."""
+  return cost.assumed(_as_zen_has_it(gradient), devices)
+
+
+def _as_zen_has_it(gradient: Gradient) -> buffer_sizes.Table:
   dtype = jax.numpy.dtype(gradient.dtype)
   return buffer_sizes.Table(
     name=gradient.name,
-    num_rows=table.rows,
+    num_rows=math.prod(gradient.shape[:-1]),
     width=gradient.shape[-1],
     dtype=dtype,
     wire_dtype=dtype,
@@ -261,9 +264,10 @@ def cheapest(
 ) -> list[str] | None:
   """Returns the form of each table with the shortest step within a memory.
 
-  Every set of forms that may be used together is tried. In each a table takes
-  the form that adds least; where these do not fit, memory is traded for time by
-  dynamic programming over all tables, in steps of a part of the limit.
+  Every set of forms that may be used together is tried, and one with more forms
+  taken if it gains a tenth. In each a table takes the form that adds least;
+  where these do not fit, memory is traded for time by dynamic programming over
+  all tables, in steps of a part of the limit.
 
   Args:
     tables: Costs of each, by the forms that it can have.
@@ -277,8 +281,8 @@ def cheapest(
     Names of forms; None if nothing fits.
   """
   raised = lambda form: 1.0 if form == "dense" else 1 / margin
-  best, best_s = None, math.inf
-  for forms in together:
+  best, best_s, most = None, math.inf, 0
+  for forms in sorted(together, key=len):
     open_to = []
     for found in tables:
       own = {}
@@ -297,11 +301,14 @@ def cheapest(
       seconds([x for x in chosen if x[0] == form], links) * raised(form)
       for form in sorted(forms)
     ]
-    if sum(parts) < best_s:
-      best, best_s = names, sum(parts)
+    least = _WORTH * best_s if len(forms) > most else best_s
+    if sum(parts) < least:
+      best, best_s, most = names, sum(parts), len(forms)
   return best
 
 
+# A form more is an exchange more, and must leave less than this part of a step.
+_WORTH = 0.9
 # Parts of the memory limit that sums of memory are rounded up to.
 _BUCKETS = 512
 

@@ -28,7 +28,6 @@ from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choosing
 from zenjax._src.planner import gradient_trace
 from zenjax._src.planner import plan_model
-from zenjax._src.planner import strategies
 from zenjax._src.planner import table_forms
 from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.table_forms import Cost
@@ -307,7 +306,8 @@ def plan_tables(
   for name, gradient in gradients.items():
     known[name] = table_forms.Table(
       gradient=gradient,
-      profile=strategies.profile_of(gradient, profiles, question.context),
+      profile=profiles.get(name)
+      or table_forms.assumed(gradient, topology.devices),
       state_row=optimizer.state_row(name),
     )
   found = {

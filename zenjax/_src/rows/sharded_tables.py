@@ -579,7 +579,7 @@ def in_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
       return x
     mesh = _mesh_under(node)
     split = NamedSharding(mesh, PartitionSpec(table.axes))
-    if donate and _moves_in_place(table.layout):
+    if donate and _moves_in_place(table.layout, x):
       moving = _moving(_order_in_place, mesh, table.axes, table.layout, True)
       return jax.block_until_ready(moving(x))
     rows = -(-table.num_rows // table.devices) * table.devices
@@ -620,7 +620,8 @@ def on_owners(
       return x
     if not donate or not isinstance(x, jax.Array):
       return _placed(x, new, mesh)
-    fits = x.shape[0] == devices * layout.slots and _moves_in_place(layout)
+    fits = x.shape[0] == devices * layout.slots
+    fits = fits and _moves_in_place(layout, x)
     if fits and x.sharding.is_equivalent_to(split, x.ndim):
       moving = _moving(_owners_in_place, mesh, axes, layout, True)
       return jax.block_until_ready(moving(x))
@@ -736,7 +737,7 @@ def _placed(
   else:  # A view of the host's memory.
     x = np.asarray(x).reshape(table.num_rows, -1)
     x = _ranges(x, table.num_rows, rows, split)
-  if _moves_in_place(table.layout):
+  if _moves_in_place(table.layout, x):
     f = functools.partial(_moving, _owners_in_place, mesh)
     return f(table.axes, table.layout, fresh)(x)
   return _moving(_to_owners, mesh, table.axes, table.layout)(x)
@@ -881,6 +882,8 @@ def _moving(
 # Bytes of a device that one exchange moves: beside the part that is read and
 # the part that is written, a device has no more than a few times these.
 _MOVED = 1 << 22
+# Chunks that change places within a part, at most.
+_MOST_CHUNKS = 1 << 17
 
 
 def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
@@ -940,14 +943,22 @@ def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
 # chunks change places.
 
 
-def _moves_in_place(layout: Layout) -> bool:
-  """Returns True if the slots of a device are whole blocks of rows."""
-  return layout.slots % layout.groups == 0
+def _moves_in_place(layout: Layout, x: jax.Array) -> bool:
+  """Returns True if parts of `x` are whole blocks of rows, in few chunks.
+
+  A program lists the places of chunks. Where the number of blocks has no
+  divisor that is near what an exchange moves, they would be millions.
+  """
+  n, size = layout.groups, x.nbytes // len(x) * layout.slots
+  if layout.slots % n:
+    return False
+  q, _, _ = _chunks(layout.slots, size, n)
+  return n * q <= _MOST_CHUNKS
 
 
 def _order_in_place(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   """Slots `[S, D]` of each device to a range of rows `[S, D]`."""
-  n, (q, p, _) = layout.groups, _chunks(slots, layout.groups)
+  n, (q, p, _) = layout.groups, _chunks(len(slots), slots.nbytes, layout.groups)
   j = jnp.arange(n, dtype=jnp.int32)
 
   def move(some: jax.Array, shift: jax.Array) -> jax.Array:
@@ -964,7 +975,7 @@ def _order_in_place(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
 
 def _owners_in_place(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   """The inverse of `_order_in_place`."""
-  n, (q, p, _) = layout.groups, _chunks(rows, layout.groups)
+  n, (q, p, _) = layout.groups, _chunks(len(rows), rows.nbytes, layout.groups)
   group = jnp.arange(n, dtype=jnp.int32)
 
   def move(some: jax.Array, shift: jax.Array) -> jax.Array:
@@ -979,11 +990,17 @@ def _owners_in_place(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
   return _exchanged_in_place(move, rows, axes, layout)
 
 
-def _chunks(part: jax.Array, n: int) -> tuple[int, int, int]:
-  """Returns `q` and `p`, and `t`, how many chunks one exchange moves."""
-  blocks = len(part) // n
+def _chunks(rows: int, size: int, n: int) -> tuple[int, int, int]:
+  """Returns `q` and `p`, and `t`, how many chunks one exchange moves.
+
+  Args:
+    rows: Of a part.
+    size: Its bytes.
+    n: Devices.
+  """
+  blocks = rows // n
   # Blocks of one exchange: of small parts little is moved at a time.
-  most = max(1, min(_MOVED * blocks // part.nbytes, blocks // 16))
+  most = max(1, min(_MOVED * blocks // size, blocks // 16))
   p = max(p for p in range(1, min(most, blocks) + 1) if blocks % p == 0)
   return blocks // p, p, min(blocks, most) // p
 
@@ -995,7 +1012,8 @@ def _exchanged_in_place(
   layout: Layout,
 ) -> jax.Array:
   """`move` of `[n, t * p, ..]` of a part, in its place, after one another."""
-  n, (q, p, t) = layout.groups, _chunks(part, layout.groups)
+  n = layout.groups
+  q, p, t = _chunks(len(part), part.nbytes, n)
   shifts = _shifts(layout, axes, q * p)
   rest = part.shape[1:]
 
