@@ -118,3 +118,39 @@ def test_front_page_repeats_what_adds_to_a_step():
   bytes_, adds = found.groups()
   text = (ROOT / "README.md").read_text(encoding="utf-8")
   assert f"arrays: whole steps | {bytes_} | {adds} of what" in text
+
+
+MODELS = re.compile(r"^\| `(ngram|dlrm)`, (ms|MB) \|(.+)\|$", re.M)
+MODEL_FORMS = (
+  "replicated",
+  "torch DDP",
+  "row-sharded",
+  "rows",
+  "rows, shard_map",
+  "sharded",
+  "sharded, ids ahead",
+  "sharded, shard_map",
+  "no tables",
+)
+
+
+@pytest.mark.parametrize("name", ["ngram"])
+def test_models_between_hosts(name):
+  path = ROOT / "benchmarks" / "results" / f"models-{name}-4-1gbit.json"
+  found = json.loads(path.read_text(encoding="utf-8"))
+  assert found["complete"] and found["environment"]["git_dirty"] is False
+  assert found["options"]["model"] == name
+  results = {result["name"]: result for result in found["results"]}
+  text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+  lines = {
+    unit: cells for of, unit, cells in MODELS.findall(text) if of == name
+  }
+  for unit, form_of in (
+    ("ms", lambda r: f"{ms(r):,.0f}"),
+    ("MB", lambda r: f"{r['facts']['received_bytes'] / 1e6:.2f}"),
+  ):
+    cells = [cell.strip() for cell in lines[unit].split("|")]
+    assert len(cells) == len(MODEL_FORMS)
+    for form, cell in zip(MODEL_FORMS, cells):
+      result = results.get(form)
+      assert cell == (form_of(result) if result else "-"), form
