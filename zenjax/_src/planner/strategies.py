@@ -134,7 +134,7 @@ def profile_of(
   gradient: Gradient, profiles: Mapping[str, Profile], context: Context
 ) -> Profile:
   """Returns the densities of a table, those of a vocabulary if not known."""
-  table = _table(gradient, Strategy(scheme=PMEAN))
+  table = table_of(gradient, Strategy(scheme=PMEAN))
   found = profiles.get(gradient.name)
   return found or cost.assumed(table, context.devices)
 
@@ -186,7 +186,7 @@ def _predict(
   context: Context,
   links: Links,
 ) -> Prediction:
-  table = _table(gradient, strategy)
+  table = table_of(gradient, strategy)
   profile = profile or cost.assumed(table, context.devices)
   # The schemes' formulas serve traced numbers as well: these are none.
   with jax.ensure_compile_time_eval():
@@ -214,7 +214,8 @@ def plain_pmean_s(
   return (own - 1) * link_models.buffer_s(context, links)
 
 
-def _table(gradient: Gradient, strategy: Strategy) -> buffer_sizes.Table:
+def table_of(gradient: Gradient, strategy: Strategy) -> buffer_sizes.Table:
+  """Returns a gradient as its scheme has it."""
   leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
   rows, width = leaf_util.table_shape(leaf, "row")
   dtype = jax.numpy.dtype(gradient.dtype)

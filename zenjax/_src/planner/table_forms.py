@@ -24,6 +24,7 @@ from zenjax._src.machine import link_models
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Links
 from zenjax._src.machine.link_models import Phase
+from zenjax._src.planner import strategies
 from zenjax._src.planner.gradient_trace import Gradient
 from zenjax._src.rows import sharded_tables
 from zenjax._src.schemes import buffer_sizes
@@ -36,6 +37,7 @@ FORMS = ("dense", "rows", "owners", "row-sharded", "sharded")
 OF_ARRAYS = ("dense", "row-sharded")
 # Forms of which all tables share one exchange.
 _JOINT = ("rows", "owners", "sharded")
+_ZEN = strategies.Strategy(scheme="zen")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def costs(table: Table, context: Context, links: Links) -> dict[str, Cost]:
   found = {"dense": made([dense], sweep, whole + 2 * table.rows * table.row)}
   # The schemes' formulas serve traced numbers as well: these are none.
   with jax.ensure_compile_time_eval():
-    one = _as_zen_has_it(table.gradient)
+    one = strategies.table_of(table.gradient, _ZEN)
     zen = cost.predict("zen", one, table.profile, context, links, 1)
   kept = whole + 2 * zen.received
   found["rows"] = Cost(
@@ -186,19 +188,7 @@ def once_s(form: str, found: Cost, links: Links) -> float:
 
 def assumed(gradient: Gradient, devices: int) -> Profile:
   """Returns densities of a table that was not measured, by its look-ups."""
-  return cost.assumed(_as_zen_has_it(gradient), devices)
-
-
-def _as_zen_has_it(gradient: Gradient) -> buffer_sizes.Table:
-  dtype = jax.numpy.dtype(gradient.dtype)
-  return buffer_sizes.Table(
-    name=gradient.name,
-    num_rows=math.prod(gradient.shape[:-1]),
-    width=gradient.shape[-1],
-    dtype=dtype,
-    wire_dtype=dtype,
-    look_ups=gradient.look_ups,
-  )
+  return cost.assumed(strategies.table_of(gradient, _ZEN), devices)
 
 
 def owned_messages(

@@ -245,7 +245,7 @@ def plan_tables(
     axis_name: Axes of the batch, one for every level of the topology, the
       slowest first.
     profile: Densities by leaf name, as `zenjax.planner.profile(state)` returns
-      them. Without one those of a vocabulary are assumed.
+      them. Without one they are assumed by the number of look-ups.
     trace: A directory that `zenjax.planner.record` wrote, in place of
       `profile`.
     memory_bytes: Limit on what a device holds of parameters, state, gradients
@@ -272,7 +272,7 @@ def plan_tables(
     >>> params = {"table": shape((100_000, 64), jnp.float32),
     ...           "w": shape((64, 64), jnp.float32)}
     >>> plan = zenjax.planner.plan_tables(
-    ...   loss, params, shape((512,), jnp.int32), tx=optax.adagrad(0.1),
+    ...   loss, params, shape((4096,), jnp.int32), tx=optax.adagrad(0.1),
     ...   topology=zenjax.planner.Topology.network("10 Gbit/s", 8),
     ... )
     >>> plan.by_name["table"].form
@@ -365,36 +365,29 @@ class _Optimizer:
     self._named = leaf_util.named_leaves(self._types)
     self._resting: dict[str, bool] | None = None
 
-  def _state_bytes(self, params: Any) -> float:
+  def _state_bytes_of(self, rows: Mapping[str, int]) -> float:
+    """Returns bytes of the state if tables had so many rows."""
+    leaves = [
+      jax.ShapeDtypeStruct((rows[name], *leaf.shape[1:]), leaf.dtype)
+      if name in rows
+      else leaf
+      for name, leaf in self._named
+    ]
+    params = jax.tree.unflatten(jax.tree.structure(self._types), leaves)
     state = jax.eval_shape(self._tx.init, params)
     return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
 
   def state_row(self, name: str) -> float:
     """Returns bytes of the state that one more row of a table would add."""
-    leaves = []
-    for other, leaf in self._named:
-      if other == name:
-        shape = leaf.shape[0] + 1, *leaf.shape[1:]
-        leaf = jax.ShapeDtypeStruct(shape, leaf.dtype)
-      leaves.append(leaf)
-    more = jax.tree.unflatten(jax.tree.structure(self._types), leaves)
-    rows = math.prod(dict(self._named)[name].shape[1:-1])
-    added = self._state_bytes(more) - self._state_bytes(self._types)
-    return added / max(rows, 1)
+    shape = dict(self._named)[name].shape
+    added = self._state_bytes_of({name: shape[0] + 1})
+    return (added - self._state_bytes_of({})) / math.prod(shape[1:-1])
 
   def bytes_beside(self, tables: Sequence[str]) -> float:
     """Returns bytes of parameters, gradients and state without tables."""
-    leaves = []
-    rest = 0.0
-    for name, leaf in self._named:
-      if name in tables:
-        shape = 1, *leaf.shape[1:]
-        leaf = jax.ShapeDtypeStruct(shape, leaf.dtype)
-      else:
-        rest += 2 * leaf.size * leaf.dtype.itemsize
-      leaves.append(leaf)
-    few = jax.tree.unflatten(jax.tree.structure(self._types), leaves)
-    return rest + self._state_bytes(few)
+    rest = [leaf for name, leaf in self._named if name not in tables]
+    held = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in rest)
+    return held + self._state_bytes_of(dict.fromkeys(tables, 1))
 
   def rests(self, name: str) -> bool:
     """Returns True if rows of a table stay as they are without a gradient.
@@ -477,14 +470,14 @@ def _open_to(
 
 # Forms by the transformation that carries them; arrays that all devices have
 # whole go with any.
-_CARRIED = (("sharded",), ("owners",), ("rows",), ("row-sharded",))
+_CARRIED = ("sharded", "owners", "rows", "row-sharded")
 
 
 def _together(one_alone: bool) -> list[frozenset[str]]:
   """Returns the sets of forms that one program can have."""
   most = 1 if one_alone else len(_CARRIED)
   return [
-    frozenset(itertools.chain(("dense",), *carriers))
+    frozenset(("dense", *carriers))
     for size in range(most + 1)
     for carriers in itertools.combinations(_CARRIED, size)
   ]
@@ -540,30 +533,30 @@ def _form(
     others=tuple(
       (k, alone[k], x.received, x.memory) for k, x in found.items() if k != form
     ),
-    reason=_reason(question, table, form, alone, open_to, optimizer),
+    reason="; ".join(
+      [
+        _second_best(form, alone, open_to),
+        *["tx may move rows without a gradient: no arrays"]
+        * (not optimizer.rests(gradient.name)),
+        *["densities assumed"] * (gradient.name not in question.profiles),
+      ]
+    ),
   )
 
 
-def _reason(
-  question: Question,
-  table: table_forms.Table,
-  form: str,
-  alone: Mapping[str, float],
-  open_to: Mapping[str, Cost],
-  optimizer: _Optimizer,
+def _second_best(
+  form: str, alone: Mapping[str, float], open_to: Iterable[str]
 ) -> str:
-  name = table.gradient.name
-  if len(open_to) == 1:
-    return "demanded" if len(alone) > 1 else "no other form"
+  """Compares a form with the best of the others that were open."""
   others = {k: alone[k] for k in open_to if k != form}
+  if not others:
+    return "demanded" if len(alone) > 1 else "no other form"
   second = min(others, key=lambda k: others[k])
   ratio = others[second] / max(alone[form], 1e-12)
   told = f"{second} takes {ratio:.3g}x as long"
   if ratio < 1:
-    told = f"{told} alone, but joins no exchange or takes too much memory"
-  if not optimizer.rests(name):
-    told += "; tx may move rows without a gradient: no arrays"
-  return told if name in question.profiles else f"{told}; densities assumed"
+    told += " alone, but joins no exchange or takes too much memory"
+  return told
 
 
 # --- the program --------------------------------------------------------------
@@ -585,11 +578,10 @@ def _set_up(
   used = set(form_of.values())
   optimizer = _Optimizer(optax.with_extra_args_support(tx), types)
   of_arrays = [k for k, form in form_of.items() if form in OF_ARRAYS]
-  if used - {*OF_ARRAYS}:
-    moved = [name for name in of_arrays if not optimizer.rests(name)]
-  else:
+  moved = [name for name in of_arrays if not optimizer.rests(name)]
+  if used <= {*OF_ARRAYS}:  # The plain program.
     moved = []
-  carriers = [form for (form,) in _CARRIED if form in used]
+  carriers = [form for form in _CARRIED if form in used]
   if moved or (len(carriers) > 1 and optimizer.sums_all):
     why = (
       f"{_MOVES} (table {moved[0]!r})"
