@@ -178,7 +178,7 @@ class TablePlan:
   ) -> Program:
     """Places parameters and state, and makes the program's transformation.
 
-    Steps are plain `jit` over the mesh, of the loss of a whole batch:
+    Steps are plain `jit` over the mesh, of the loss of a whole batch::
 
         loss, grads = program.value_and_grad(loss_fn)(params, *batch)
         updates, opt_state = program.tx.update(grads, opt_state, params)
