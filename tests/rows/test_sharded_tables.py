@@ -879,9 +879,9 @@ def test_every_program_takes_a_part_and_little_more(monkeypatch):
   made = jax.jit(lambda: _shard({"t": table}, mesh))
   whole = jax.jit(lambda: _shard({"t": jnp.ones((rows, width))}, mesh))
   assert 1 <= taken(made) < 1.15
-  # XLA of JAX 0.10 keeps what an initializer made beside what is moved.
-  old = jax.__version_info__ < (0, 11)
-  assert 1 <= taken(whole) < (2.1 if old else 1.15)
+  # XLA of JAX 0.10 copies a part whose rows move.
+  most = 2.1 if jax.__version_info__ < (0, 11) else 1.15
+  assert 1 <= taken(whole) < most
   params = jax.eval_shape(made)
   state = params, jax.eval_shape(tx.init, params)
   state = jax.tree.map(
@@ -907,7 +907,7 @@ def test_every_program_takes_a_part_and_little_more(monkeypatch):
   ):
     node = params["t"]
     moving = sharded_tables._moving(move, mesh, ("data",), node.layout, True)
-    assert 1 <= taken(moving, node.value) < 1.15
+    assert 1 <= taken(moving, node.value) < most
 
 
 def _in_rows(state: Any) -> Any:
