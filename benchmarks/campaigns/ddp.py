@@ -21,7 +21,7 @@ _STEPS = 8  # Of a sample, as of `tables`.
 def require() -> Any:
   """Returns torch; ValueError where it is not installed."""
   try:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise ValueError(
       "`--variants 'torch DDP'` needs torch, which is not installed; install"
