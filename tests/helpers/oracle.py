@@ -137,12 +137,22 @@ def check_replicas(result, label: str = "") -> None:
     )
 
 
-def check_same_bits(a, b, label: str = "") -> None:
-  """Raises AssertionError unless two arrays hold the same bits."""
+def check_same_bits(a, b, label: str = "", *, any_nan: bool = False) -> None:
+  """Raises AssertionError unless two arrays hold the same bits.
+
+  Args:
+    a: One array.
+    b: The other.
+    label: named in the message.
+    any_nan: whether one NaN is as good as another: which of its bits come out
+      of a sum, IEEE 754 leaves to the compiler.
+  """
   a, b = np.asarray(a), np.asarray(b)
   if a.shape != b.shape or a.dtype != b.dtype:
     raise AssertionError(f"{label}: {a.dtype}{a.shape} != {b.dtype}{b.shape}")
   differs = bits(a) != bits(b)
+  if any_nan:
+    differs &= ~((a != a) & (b != b))
   if differs.any():
     where = tuple(int(i) for i in np.argwhere(differs)[0])
     raise AssertionError(
