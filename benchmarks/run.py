@@ -413,6 +413,18 @@ COMMANDS = (
     _number("--tensors", 300, "of the large ones", _several),
     *(_repeats(20), _JSON),
   ),
+  _command(
+    "history",
+    "ratios of results at earlier commits; 1 where one got worse",
+    partial(_call, "history"),
+    _flag(
+      "files",
+      "that --json wrote, kept in git; by default all of benchmarks/results",
+      nargs="*",
+      type=pathlib.Path,
+      metavar="FILE",
+    ),
+  ),
 )
 
 

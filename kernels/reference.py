@@ -73,24 +73,30 @@ def mask_pack(table: jax.Array, layout: Layout) -> Packed:
   )
 
 
-def plus_zero_where(negative: jax.Array, table: jax.Array) -> jax.Array:
-  """`table` with the zeros of its zero rows made positive.
+def plus_zero_where(
+  negative: jax.Array, tables: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+  """`tables` with the zeros of their zero rows made positive.
 
   Rows that are zero everywhere are not sent, and every replica must hold the
   same bits. A loop that turns once or not at all: a branch would copy.
 
   Args:
     negative: `[] bool`, whether there is anything to do.
-    table: `[R, D]`.
+    tables: `[R, D]` each.
   """
 
-  def clear(turn, table):
-    del turn
-    nonzero = row_mask(table).nonzero[:, None]
-    return jnp.where(nonzero, table, jnp.zeros((), table.dtype))
+  def clear(carry):
+    flag, tables = carry
+    cleared = []
+    for table in tables:
+      nonzero = row_mask(table).nonzero[:, None]
+      zero = jnp.zeros((), table.dtype)
+      cleared.append(jnp.where(nonzero, table, zero))
+    return jnp.zeros_like(flag), tuple(cleared)
 
-  turns = negative.astype(jnp.int32)
-  return lax.fori_loop(jnp.zeros_like(turns), turns, clear, table)
+  carry = negative, tuple(tables)
+  return lax.while_loop(lambda carry: carry[0], clear, carry)[1]
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
@@ -287,9 +293,9 @@ def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
     row: `[k] int32`, no row twice.
     values: `[k, D]`, in the table's dtype.
   """
-  num_rows = table.shape[0]
-  padding = num_rows + jnp.arange(row.shape[0], dtype=jnp.int32)
-  row = jnp.where(row < num_rows, row, padding)
+  # The same numbers for every table: XLA makes them once.
+  padding = np.iinfo(np.int32).max - jnp.arange(row.shape[0], dtype=jnp.int32)
+  row = jnp.where(row < table.shape[0], row, padding)
   return indexing.put(table, row, values)
 
 

@@ -48,7 +48,9 @@ def of_table(
   declared = declaring.declare({"table": leaf}, ("data",), (devices,))
   # One loop has no other around it.
   inside = ("while",) * min(2, len(declared.loops))
-  sent = [(x, ()) for x in declared.first]
+  # CPUs leave the first round out where the table is known to be dense.
+  may_rest = platform == "cpu" and look_ups is None
+  sent = [(x, ("branch",) * may_rest) for x in declared.first]
   sent += [(x, inside) for turn in declared.loops for x in turn]
   dense = declared.dense_on(platform)
   sent += [(x, ("while",)) for turn in dense for x in turn]

@@ -4,6 +4,7 @@
 against. A ring moves `2 (n - 1) / n` times the table to every device.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 
@@ -211,20 +212,42 @@ def _reduce_shares(
   copied into the table. The gathered shares go there: nothing reads it then.
   """
 
-  def body(turn, table):
-    del turn
+  def body(table):
     share = collectives.sum_in_shards(table.reshape(-1), context.axes)
     shares = collectives.all_gather(context.scaled(share), context.axes[-1:])
     return compat.cast_like(shares.reshape(table.shape), table)
 
-  turns = wanted.astype(jnp.int32)
-  return lax.fori_loop(jnp.zeros_like(turns), turns, body, table)
+  return _once_where(wanted, body, table)
+
+
+def _once_where(
+  wanted: jax.Array, body: Callable[[jax.Array], jax.Array], table: jax.Array
+) -> jax.Array:
+  """`body(table)` where it is wanted, in place.
+
+  A flag, not a count: nothing is compiled to add to it and to compare it.
+  """
+
+  def turn(carry):
+    flag, table = carry
+    return jnp.zeros_like(flag), body(table)
+
+  return lax.while_loop(lambda carry: carry[0], turn, (wanted, table))[1]
 
 
 def _reduce_chunks(
   table: jax.Array, wanted: jax.Array, rows: int, context: Context
 ) -> jax.Array:
   num_rows = table.shape[0]
+
+  def summed(chunk):
+    wide = chunk.astype(collectives.accumulator(chunk.dtype))
+    total = context.scaled(collectives.psum(wide, context.axes))
+    return total.astype(chunk.dtype)
+
+  if rows == num_rows:
+    whole = lambda table: compat.cast_like(summed(table), table)
+    return _once_where(wanted, whole, table)
   trips = jnp.where(wanted, -(-num_rows // rows), 0)
   offsets = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
@@ -232,9 +255,7 @@ def _reduce_chunks(
     # The last chunk overlaps the one before: its first rows are done already.
     start = jnp.minimum(trip * rows, num_rows - rows)
     chunk = lax.dynamic_slice_in_dim(table, start, rows)
-    wide = chunk.astype(collectives.accumulator(chunk.dtype))
-    total = context.scaled(collectives.psum(wide, context.axes))
-    total = total.astype(chunk.dtype)
+    total = summed(chunk)
     if num_rows % rows:
       total = jnp.where(start + offsets >= trip * rows, total, chunk)
     return lax.dynamic_update_slice_in_dim(table, total, start, axis=0)
@@ -249,25 +270,35 @@ def received_bytes(table: Table, devices: int) -> float:
 
 
 def sample_count(num_rows: int) -> int:
-  """Rows that `sample` looks at."""
+  """Rows that `samples` looks at."""
   return -(-num_rows // max(1, num_rows // _SAMPLES))
 
 
-def sample(table: jax.Array) -> jax.Array:
-  """Nonzero rows among the sampled ones: `[] int32`."""
-  rows = table[:: max(1, table.shape[0] // _SAMPLES)]
-  return jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
+def samples(tables: Sequence[jax.Array]) -> jax.Array:
+  """Nonzero rows among the sampled ones of each table: `[p] int32`."""
+  most = max([sample_count(table.shape[0]) for table in tables])
+  found = []
+  for table in tables:
+    rows = table[:: max(1, table.shape[0] // _SAMPLES)]
+    found.append(jnp.pad(rows, ((0, most - rows.shape[0]), (0, 0))))
+  return _count_nonzero(found)
 
 
-def looks_full(table: jax.Array) -> jax.Array:
-  """Returns True if nearly all of a few rows are nonzero: `[] bool`.
+def looks_full(tables: Sequence[jax.Array]) -> jax.Array:
+  """Whether nearly all of a few rows of each are nonzero: `[p] bool`.
 
   Rows beside each other in a few places: what is read is next to nothing.
   """
-  num_rows = table.shape[0]
-  run = min(_RUN, num_rows)
-  start = np.linspace(0, num_rows - run, _RUNS).astype(np.int32)
-  row = (start[:, None] + np.arange(run, dtype=np.int32)).reshape(-1)
-  rows = indexing.take(table, row)
-  count = jnp.sum(row_mask(rows).nonzero, dtype=jnp.int32)
-  return count >= int(rows.shape[0] * _NEARLY_ALL)
+  found = []
+  for table in tables:
+    num_rows = table.shape[0]
+    start = np.linspace(0, max(0, num_rows - _RUN), _RUNS).astype(np.int32)
+    row = start[:, None] + np.arange(_RUN, dtype=np.int32) % num_rows
+    found.append(indexing.take(table, row.reshape(-1)))
+  return _count_nonzero(found) >= int(_RUNS * _RUN * _NEARLY_ALL)
+
+
+def _count_nonzero(rows: Sequence[jax.Array]) -> jax.Array:
+  """Nonzero rows of each `[k, D]`: `[p] int32`."""
+  nonzero = row_mask(jnp.concatenate(rows)).nonzero
+  return jnp.sum(nonzero.reshape(len(rows), -1), axis=1, dtype=jnp.int32)

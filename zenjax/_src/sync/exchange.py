@@ -148,6 +148,8 @@ def begin(
     )
     for t in entered
   ]
+  if scheme.rests:
+    context = dataclasses.replace(context, quiet=_quiet(entered, context))
   received = scheme.send(outgoing, context)
   return Exchange(entered, scheme, context, exact, received)
 
@@ -182,6 +184,52 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
   return Transfer(plan, source, progress, remembered, probe)
 
 
+def _quiet(
+  tables: Sequence[Transfer], context: Context
+) -> jax.Array | None:
+  """Whether all tables are known to travel dense; None if one may not."""
+  flags = [t.remembered for t in tables if t.remembered is not None]
+  plain = len(context.axes) == 1 and not context.remote_copies
+  if len(flags) < len(tables) or not plain or context.devices == 1:
+    return None
+  known = [jnp.all(compat.as_invariant(x, context.axes)) for x in flags]
+  return functools.reduce(operator.and_, known)
+
+
+def _with_samples(
+  tables: Sequence[Transfer], first: Sequence[Arrived], context: Context
+) -> list[Arrived]:
+  """What a first round that was not sent would have said of all tables.
+
+  Nobody owns anything, and everything is complete; the counts of samples, by
+  which a table may return to the sparse path, are summed here.
+  """
+  if context.quiet is None:
+    return list(first)
+
+  def told(quiet, own, heard):
+    total = functools.partial(collectives.psum, axes=context.axes)
+    return lax.cond(
+      quiet,
+      lambda own, heard: [total(x) for x in own],
+      lambda own, heard: heard,
+      own,
+      heard,
+    )
+
+  probes = lax.platform_dependent(
+    context.quiet,
+    [t.probe for t in tables],
+    [x.tally.probe for x in first],
+    cpu=told,
+    default=lambda quiet, own, heard: heard,
+  )
+  return [
+    x._replace(tally=x.tally._replace(probe=probe))
+    for x, probe in zip(first, probes)
+  ]
+
+
 def finish(
   exchange: Exchange,
   *,
@@ -206,7 +254,7 @@ def finish(
     [table.source for table in tables],
     scheme,
     # Ids of later rounds are no earlier than values.
-    dataclasses.replace(context, ids_first=False),
+    dataclasses.replace(context, ids_first=False, quiet=None),
     owner,
   )
   surveys = jnp.zeros((), jnp.int32)
@@ -220,7 +268,7 @@ def finish(
     Asked(Room(t.plan, t.plan.first.pull), own, 0)
     for t, own in zip(tables, held)
   ]
-  first = scheme.pull(asked, context)
+  first = _with_samples(tables, scheme.pull(asked, context), context)
   may_sum = exchange.exact and owner is None
   dense = [
     _takes_dense_path(t, arrived.tally, scheme, context) if may_sum else None
@@ -320,6 +368,9 @@ def advance(
 ) -> Progress:
   """Writes what a pull of `capacity` rows brought."""
   tally = arrived.tally
+  if plan.members:  # Or each table would compute its rows from slots anew.
+    row = lax.optimization_barrier(arrived.row)
+    arrived = arrived._replace(row=row)
   with jax.named_scope("zenjax/expand"):
     target = progress.target.written(arrived, plan)
     union = tally.union[:, None]
@@ -863,8 +914,8 @@ def outcome_of(
     rows = [one.num_rows for one in plan.tables]
     samples = [dense_sum.sample_count(n) for n in rows]
     scale = np.divide(rows, samples).astype(np.float32)
-    sampled = [dense_sum.sample(x) for x in target.tables]
-    seen_union = jnp.stack(sampled).astype(jnp.float32) * scale
+    sampled = dense_sum.samples(target.tables)
+    seen_union = sampled.astype(jnp.float32) * scale
     seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
     local = jnp.where(counted, local, seen_local)
     push = jnp.where(counted, push, seen_local / groups)
@@ -938,7 +989,14 @@ def _sparse_bytes(
     for push, pull in rooms
   ]
   turned = jnp.stack(turns, axis=1).astype(jnp.float32)
-  sparse = sum(first) + jnp.sum(turned * np.array(chunks, np.float32))
+  sent = jnp.float32(sum(first))
+  if context.quiet is not None:
+    sent = lax.platform_dependent(
+      context.quiet,
+      cpu=lambda quiet: jnp.where(quiet, 0.0, sent),
+      default=lambda quiet: sent,
+    )
+  sparse = sent + jnp.sum(turned * np.array(chunks, np.float32))
   if context.remote_copies:
     rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
     sparse = jnp.minimum(sparse, rows)

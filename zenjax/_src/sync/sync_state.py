@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import core
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -208,6 +209,9 @@ def after_step(
   )
   need = jnp.stack([outcome.push_need, outcome.pull_need], axis=1)
   need = jnp.where(outcome.above[:, None], DENSE_STEP, need.astype(jnp.int32))
+  dense = outcome.dense_next
+  if plan.members:  # Or each leaf would compute them anew.
+    last, need, dense = lax.optimization_barrier((last, need, dense))
   after = []
   for i, (leaf, own, choice) in enumerate(
     zip(leaves, plan.members or (plan,), choices)
@@ -228,7 +232,7 @@ def after_step(
         sizes=jnp.array(sizes, jnp.int32),
         last=last[i],
         history=leaf.history.at[count % HISTORY].set(need[i]),
-        dense=outcome.dense_next[i],
+        dense=dense[i],
         predicted=_predicted(choice),
       )
     )

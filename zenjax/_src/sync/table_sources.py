@@ -111,8 +111,10 @@ def _places(
 
 def arrived_counts(arrived: Arrived, plan: TablePlan) -> jax.Array:
   """Rows of each stacked table that came from each group: `[m, p] int32`."""
-  row = arrived.row.reshape(plan.layout.groups, -1)
-  here = jnp.stack([here for _, here in _places(row, plan)], axis=-1)
+  row = arrived.row.reshape(plan.layout.groups, -1, 1)
+  firsts = np.array(plan.first_rows, np.int32)[None, None]
+  ends = firsts + np.array([table.num_rows for table in plan.tables], np.int32)
+  here = (row >= firsts) & (row < ends)
   return jnp.sum(here, axis=1, dtype=jnp.int32)
 
 
@@ -132,12 +134,14 @@ class Whole(NamedTuple):
       table = self.tables[0]
       table = expand(table, row, arrived.values, kernels=plan.kernels)
       return self._replace(tables=(table,))
+    firsts = jnp.asarray(plan.first_rows, jnp.int32)
+    if self.skip is not None:
+      # No row comes as late as that.
+      firsts = jnp.where(self.skip, jnp.iinfo(jnp.int32).max, firsts)
     tables = []
-    places = _places(arrived.row, plan)
-    for i, (table, (at, here)) in enumerate(zip(self.tables, places)):
-      if self.skip is not None:
-        here = here & ~self.skip[i]
-      at = jnp.where(here, at, table.shape[0])
+    for i, table in enumerate(self.tables):
+      at = arrived.row - lax.index_in_dim(firsts, i, keepdims=False)
+      at = jnp.where(at < 0, table.shape[0], at)
       table = expand(table, at, arrived.values, kernels=plan.kernels)
       tables.append(table)
     return self._replace(tables=tuple(tables))
@@ -163,37 +167,82 @@ def enter_arrays(
     The tables there have positive zeros in rows of zeros, so that replicas
     agree bit for bit.
   """
-  found = [
-    _marked(table, None if remembered is None else remembered[i], plan)
-    for i, table in enumerate(tables)
-  ]
-  words = found[0].marks
   if plan.members:
-    rooms = [x.layout.slots * x.layout.groups for x in plan.members]
-    marks = [
-      jnp.pad(x.marks, (0, n - x.marks.shape[0])) for x, n in zip(found, rooms)
-    ]
-    words = pack_rows(jnp.concatenate(marks), plan.layout)
-  late = None
+    return _enter_stack(tables, plan, remembered)
+  (table,) = tables
+  found = _marked(table, None if remembered is None else remembered[0], plan)
+  words, late = found.words, None
   if carried is not None:
     words |= _late_words(carried, plan, words)
     late = carried.rows
   # All who read or write take what comes back, or XLA would keep a copy.
-  cleared = [
-    plus_zero_where(negative, table)
-    for (_, negative, _), table in zip(found, tables)
+  cleared = plus_zero_where(found.negative, tables)
+  source = Masked(cleared, indexing.index(words), late)
+  return source, jnp.broadcast_to(found.probe, (plan.layout.groups, 1))
+
+
+# A byte for each row of a stacked table. XLA compiles next to nothing for a
+# table but the loop that writes it.
+_ZERO, _NEGATIVE, _NONZERO = np.arange(3, dtype=np.uint8)
+
+
+def _enter_stack(
+  tables: Sequence[jax.Array], plan: TablePlan, remembered: jax.Array | None
+) -> tuple[Masked, jax.Array]:
+  """The same of tables that are stacked."""
+  known = None
+  if remembered is not None:
+    looks = dense_sum.looks_full(tables)
+    known = _Known(looks & ~remembered, looks | remembered)
+  codes = [
+    _coded(table, known, i, member)
+    for i, (table, member) in enumerate(zip(tables, plan.members))
   ]
-  source = Masked(tuple(cleared), indexing.index(words), late)
-  probe = jnp.broadcast_to(
-    jnp.stack([probe for _, _, probe in found]),
-    (plan.layout.groups, len(found)),
-  )
-  if plan.members:
-    counts = source.counts(plan)
-    if remembered is not None:
-      counts = jnp.where(remembered, probe, counts)
-    probe = counts
-  return source, probe
+  codes = lax.optimization_barrier(jnp.concatenate(codes))
+  words = pack_rows(codes == _NONZERO, plan.layout)
+  cleared = plus_zero_where(jnp.any(codes == _NEGATIVE), tables)
+  source = Masked(cleared, indexing.index(words), None)
+  counts = source.counts(plan)
+  if remembered is not None:
+    none = jnp.zeros_like(counts, shape=len(tables))
+    probe = lax.cond(
+      jnp.any(remembered), dense_sum.samples, lambda tables: none, cleared
+    )
+    counts = jnp.where(remembered, probe, counts)
+  return source, counts
+
+
+class _Known(NamedTuple):
+  """What stacked tables are known to be before they are read."""
+
+  full: jax.Array  # [p] bool, all their rows count as nonzero
+  either: jax.Array  # [p] bool, full, or summed whole and marked nowhere
+
+
+def _coded(
+  table: jax.Array, known: _Known | None, i: int, member: TablePlan
+) -> jax.Array:
+  """A byte for each row that stacked table number `i` has room for."""
+  room = member.layout.slots * member.layout.groups
+
+  def read(table, full):
+    # The barrier keeps XLA:CPU from comparing again for each byte.
+    mask = RowMask(*lax.optimization_barrier(row_mask(table)))
+    code = jnp.where(mask.written, _NEGATIVE, _ZERO)
+    code = jnp.where(mask.nonzero, _NONZERO, code)
+    code = jnp.pad(code, (0, room - table.shape[0]))
+    return code if full is None else compat.cast_like(code, full)
+
+  def unread(table, full):
+    there = jnp.arange(room, dtype=jnp.int32) < table.shape[0]
+    code = jnp.where(there & full[i], _NONZERO, _ZERO)
+    return compat.cast_like(code, table)
+
+  if known is None:
+    return read(table, None)
+  # A number, not a flag: one kernel for each table less.
+  way = known.either.astype(jnp.int32)[i]
+  return lax.switch(way, [read, unread], table, known.full)
 
 
 def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
@@ -210,8 +259,7 @@ def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
 class _Marks(NamedTuple):
   """Rows of an array that are to be sent."""
 
-  # `[m, W]` words of them; of a table that is stacked `[R] bool`.
-  marks: jax.Array
+  words: jax.Array  # [m, W] uint32
   negative: jax.Array  # [] bool, whether a row of zeros has a negative one
   probe: jax.Array  # [] int32, nonzero rows of a sample
 
@@ -225,36 +273,25 @@ def _marked(
   devices that it is above break-even; a row of zeros that is sent after all
   adds nothing.
   """
-  read = functools.partial(_read, plan=plan)
+  layout = plan.layout
+  none = compat.cast_like(jnp.zeros((), jnp.int32), table)
+
+  def read(table):
+    packed = mask_pack(table, layout, kernels=plan.kernels)
+    return _Marks(packed.words, packed.negative, none)
+
+  def unread(table, full):
+    words = pack_rows(jnp.full(table.shape[0], full), layout)
+    probe = none if full else dense_sum.samples([table])[0]
+    found = (words, jnp.zeros((), bool), probe)
+    return _Marks(*[compat.cast_like(x, table) for x in found])
+
   if remembered is None:
     return read(table)
-  as_full, as_dense = [
-    functools.partial(_unread, plan=plan, full=full) for full in (True, False)
-  ]
-  way = dense_sum.looks_full(table).astype(jnp.int32)
+  way = dense_sum.looks_full([table])[0].astype(jnp.int32)
   way = jnp.where(remembered, 2, way)
-  return lax.switch(way, [read, as_full, as_dense], table)
-
-
-def _read(table: jax.Array, plan: TablePlan) -> _Marks:
-  none = compat.cast_like(jnp.zeros((), jnp.int32), table)
-  if not plan.members:
-    packed = mask_pack(table, plan.layout, kernels=plan.kernels)
-    return _Marks(packed.words, packed.negative, none)
-  # The barrier keeps XLA:CPU from computing the mask again for each lane.
-  mask = RowMask(*lax.optimization_barrier(row_mask(table)))
-  negative = jnp.any(mask.written & ~mask.nonzero)
-  return _Marks(mask.nonzero, negative, none)
-
-
-def _unread(table: jax.Array, full: bool, plan: TablePlan) -> _Marks:
-  """All rows of a table, or none and a sampled count in place of theirs."""
-  marks = jnp.full(table.shape[0], full)
-  if not plan.members:
-    marks = pack_rows(marks, plan.layout)
-  probe = jnp.zeros((), jnp.int32) if full else dense_sum.sample(table)
-  found = (marks, jnp.zeros((), bool), probe)
-  return _Marks(*[compat.cast_like(x, table) for x in found])
+  ways = [functools.partial(unread, full=full) for full in (True, False)]
+  return lax.switch(way, [read, *ways], table)
 
 
 # SparseRows as they enter and leave an exchange.
