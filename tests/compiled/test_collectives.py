@@ -58,15 +58,19 @@ def test_only_the_dense_path_sends_the_table(target, partition):
   assert [f.op for f in dense] == _DENSE.get(target, ["all-reduce"])
   for found in seen:
     assert found in dense or found.elements < ROWS * WIDTH // 2
-    assert "branch" not in found.inside
+    assert target == "cpu" or "branch" not in found.inside
 
 
 @pytest.mark.parametrize("target", _TARGETS)
 def test_first_round_alone_is_outside_the_loops(target):
   """XLA may not hoist a push out of its loop: it would run at every step."""
   seen = hlo.collectives(program(target, "hash"))
-  first = [f.op for f in seen if not f.inside]
-  assert first == ["all-to-all", "all-gather"]
+  # CPUs, which overlap nothing, leave it out where all tables are dense, and
+  # sum their samples.
+  alone = ("branch",) if target == "cpu" else ()
+  first = [f.op for f in seen if f.inside == alone]
+  told = ["all-reduce"] if target == "cpu" else []
+  assert first == ["all-to-all", "all-gather", *told]
   rest = [f for f in seen if len(f.inside) > 1]
   assert {f.op for f in rest} == {"all-to-all", "all-gather"}
   assert all(f.inside == ("while", "while") for f in rest)

@@ -113,8 +113,8 @@ def test_each_table_is_pushed_beside_backward_work_on_gpus(rows):
   text = _compiled("gpu-h200", rows, {})
   pushes = beside(
     text,
-    r" all-to-all-start\(.*zen/push/all_to_all",
-    r" all-to-all-done\(.*zen/push/all_to_all",
+    r" all-to-all-start\(.*zen/push/\S*all_to_all",
+    r" all-to-all-done\(.*zen/push/\S*all_to_all",
   )
   # With rows ids go ahead, in collectives of their own.
   assert len(pushes) == len(TABLES) * (2 if rows else 1)
@@ -135,8 +135,8 @@ def test_each_table_is_pushed_beside_backward_work_on_tpus(rows):
   text = _compiled("v5e:2x4", rows, option, 4 * LOOK_UPS)
   pushes = beside(
     text,
-    r" all-to-all-start\(.*zen/push/all_to_all",
-    r" all-to-all-done\(.*zen/push/all_to_all",
+    r" all-to-all-start\(.*zen/push/\S*all_to_all",
+    r" all-to-all-done\(.*zen/push/\S*all_to_all",
   )
   assert len(pushes) == len(TABLES) * (2 if rows else 1)
   # Of rows, ids go first, which gradients have nothing to do with.
@@ -152,7 +152,7 @@ def test_pulls_on_tpus():
     for name, body in hlo.computations(text).items()
     if name.startswith("async_collective_fusion")
   ]
-  gather = re.compile(r" all-gather\(.*zen/pull/all_gather")
+  gather = re.compile(r" all-gather\(.*zen/pull/\S*all_gather")
   product = re.compile(r" convolution\(.*transpose\(jvp\(")
   assert [
     body for body in fused if gather.search(body) and product.search(body)

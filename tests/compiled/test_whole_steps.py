@@ -169,8 +169,8 @@ def check_overlap_on_gpus(step):
   """Gradients of weights are computed while the push is on its way."""
   assert "is_scheduled=true" in step.text
   entry = hlo.computations(step.text)[""]
-  (start,) = hlo.lines(entry, r" all-to-all-start\(.*zen/push/all_to_all")
-  (done,) = hlo.lines(entry, r" all-to-all-done\(.*zen/push/all_to_all")
+  (start,) = hlo.lines(entry, r" all-to-all-start\(.*zen/push/\S*all_to_all")
+  (done,) = hlo.lines(entry, r" all-to-all-done\(.*zen/push/\S*all_to_all")
   backward = hlo.lines(entry, r"^ *%gemm.*op_name=[^ ]*transpose\(jvp\(")
   beside = [i for i in backward if start < i < done]
   assert 2 * LAYERS <= len(backward) and beside
@@ -186,7 +186,7 @@ def check_overlap_on_tpus(step):
   beside = [
     body
     for body in fused
-    if re.search(r"all-gather\(.*zen/pull/all_gather", body)
+    if re.search(r"all-gather\(.*zen/pull/\S*all_gather", body)
     and re.search(r" convolution\(.*transpose\(jvp\(", body)
   ]
   assert beside

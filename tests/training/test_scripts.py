@@ -265,7 +265,8 @@ def test_of_eight_parts_one_exchange(name):
   assert in_scan(plain) == summed(plain) == ROWS * WIDTH + layer + rest
   # Of arrays the layer's gradient is summed once, too: a bias is not.
   assert in_scan(ours) == rest + (0 if arrays else layer)
-  assert summed(ours) == layer + rest
+  samples = 8 if arrays else 0  # Of the table, from which a dense one returns.
+  assert summed(ours) == layer + rest + samples
 
 
 @pytest.mark.parametrize("name", ["rows", "arrays"])
