@@ -4,6 +4,8 @@ The tables have slots enough for chunks of both sizes, and densities from one
 that the first round holds to one where the table is summed dense.
 """
 
+import functools
+
 import cases
 import declaring
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import runners
 
 import zenjax
 from zenjax._src.core import wire
@@ -97,6 +100,63 @@ def test_a_table_that_travels_dense_returns_well_below_break_even():
   assert went(below, below) == [False, False]
   assert went(0.6, below, below, below) == [True] * 4
   assert went(0.6, far_below, far_below) == [True, True, False]
+
+
+# Of a step: densities of two tables, which travel dense, and whether both were
+# known to.
+STEPS = [
+  ((1.0, 0.7), (True, True), False),
+  ((1.0, 0.7), (True, True), True),
+  ((0.9, 0.01), (True, True), True),  # Samples show that the second changed.
+  ((1.0, 0.01), (True, False), False),
+  ((0.01, 1.0), (True, True), False),
+  ((0.01, 1.0), (False, True), False),
+  ((1.0, 1.0), (True, True), False),
+  ((1.0, 1.0), (True, True), True),
+]
+
+
+@pytest.mark.usually("2-3")
+@pytest.mark.parametrize("widths", [(2, 3), (2, 2)], ids=["2-3", "stacked"])
+def test_what_is_known_to_be_dense_sends_nothing_beside_its_sum(widths):
+  tx = zenjax.zen_sync("data", sparse=True)
+  mesh, spec = runners.mesh(N), jax.P("data")
+  rng = np.random.default_rng(0)
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(spec, jax.P()),
+    out_specs=(spec, jax.P()),
+  )
+  def step(stack, state):
+    updates, state = tx.update(jax.tree.map(lambda x: x[0], stack), state)
+    return jax.tree.map(lambda x: x[None], updates), state
+
+  names = ["a", "b"]
+  state = tx.init({k: jnp.zeros((ROWS, w)) for k, w in zip(names, widths)})
+  for number, (densities, dense, known) in enumerate(STEPS):
+    stack = {}
+    for name, width, density in zip(names, widths, densities):
+      ids = [cases.draw(rng, ROWS, ROWS * density) for _ in range(N)]
+      values = rng.standard_normal((N, ROWS, width)).astype(np.float32)
+      stack[name] = cases.keep(values, ids)
+    got, state = step(stack, state)
+    seen = zenjax.stats(state)
+    for name, went in zip(names, dense):
+      result = np.asarray(got[name])
+      oracle.check(result, stack[name], label=f"step {number}")
+      oracle.check_replicas(result, label=f"step {number}")
+      assert bool(seen[name]["went_dense"]) == went, (number, name)
+    sent = sum([x["wire_bytes"] for x in seen.values()])
+    whole = sum([x["dense_bytes"] for x in seen.values()])
+    if known:
+      assert sent == whole, number
+    elif all(dense):
+      assert whole < sent < 1.12 * whole, number
+    else:
+      assert sent < 0.8 * whole, number
 
 
 def test_sums_of_counts_stop_at_the_largest_int32():
