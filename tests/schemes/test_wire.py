@@ -26,7 +26,8 @@ def table(rows: int, width: int, dtype: Any = jnp.float32):
   return jax.ShapeDtypeStruct((rows, width), dtype)
 
 
-# Around the dense path is a case with a constant: it differs by platform.
+# A case with a constant stands where platforms differ: around the dense path,
+# and around the first round of zen, which CPUs may leave out.
 DENSE = ("stablehlo.case", "stablehlo.while")
 
 
@@ -36,7 +37,7 @@ def first_round(found: list) -> list:
   Zen leaves them out where all tables are known to be dense; their samples
   are then summed.
   """
-  may_rest = ("stablehlo.case",)
+  may_rest = ("stablehlo.case", "stablehlo.case")
   sums = [f for f in found if f.inside == may_rest and f.op == "all_reduce"]
   assert all(f.words <= 8 * 32 and f.dtype == "i32" for f in sums)
   cases = [f for f in found if f.inside == may_rest and f not in sums]
@@ -99,7 +100,7 @@ def test_lowered_program_sends_what_is_declared(scheme, partition, n, pinned):
   assert [(f.op, f.words) for f in looped] == [
     (m.op, m.words) for turn in declared.loops for m in turn
   ]
-  told = [f for f in seen if f.inside == ("stablehlo.case",)]
+  told = [f for f in seen if set(f.inside) == {"stablehlo.case"}]
   rest = [f for f in seen if f not in [*first, *looped, *dense]]
   assert rest == [f for f in told if f.op == "all_reduce"]
   assert declared.received_bytes > 0

@@ -47,6 +47,7 @@ VARIANTS: dict[str, Variant] = {
   for v in [
     Variant("psum", {"scheme": "dense"}),
     Variant("ring", {"scheme": "ring"}),
+    Variant("auto", {"scheme": "auto"}),
     *(Variant(n, o) for n, o in _SPARSE.items()),
     *(
       Variant(f"{n}-pinned", o, _REHEARSALS.get(n, n))

@@ -328,7 +328,7 @@ def _unless_quiet(
     return collective
 
   def chosen(buffer, axes):
-    send = functools.partial(collective, axes=axes)
+    send = lambda buffer: collective(buffer, axes)
     return lax.platform_dependent(
       context.quiet,
       buffer,

@@ -184,9 +184,7 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
   return Transfer(plan, source, progress, remembered, probe)
 
 
-def _quiet(
-  tables: Sequence[Transfer], context: Context
-) -> jax.Array | None:
+def _quiet(tables: Sequence[Transfer], context: Context) -> jax.Array | None:
   """Whether all tables are known to travel dense; None if one may not."""
   flags = [t.remembered for t in tables if t.remembered is not None]
   plain = len(context.axes) == 1 and not context.remote_copies
@@ -991,11 +989,10 @@ def _sparse_bytes(
   turned = jnp.stack(turns, axis=1).astype(jnp.float32)
   sent = jnp.float32(sum(first))
   if context.quiet is not None:
-    sent = lax.platform_dependent(
-      context.quiet,
-      cpu=lambda quiet: jnp.where(quiet, 0.0, sent),
-      default=lambda quiet: sent,
+    left_out = lax.platform_dependent(
+      context.quiet, cpu=lambda quiet: quiet, default=jnp.zeros_like
     )
+    sent = jnp.where(left_out, 0.0, sent)
   sparse = sent + jnp.sum(turned * np.array(chunks, np.float32))
   if context.remote_copies:
     rows = expected_bytes(scheme, plan, push_mean, pull_mean, context)
