@@ -414,6 +414,13 @@ COMMANDS = (
     *(_repeats(20), _JSON),
   ),
   _command(
+    "memory",
+    "peaks of memory where a sharded table is made, moved and saved",
+    partial(_call, "cases.memory"),
+    _number("--rows", 2_000_000, "of the table, 32 wide"),
+    *(_DEVICES, _JSON),
+  ),
+  _command(
     "history",
     "ratios of results at earlier commits; 1 where one got worse",
     partial(_call, "history"),

@@ -27,15 +27,15 @@ def table(rows: int, width: int, dtype: Any = jnp.float32):
 
 
 # A case with a constant stands where platforms differ: around the dense path,
-# and around the first round of zen, which CPUs may leave out.
+# and around the first round, which CPUs may leave out.
 DENSE = ("stablehlo.case", "stablehlo.while")
 
 
 def first_round(found: list) -> list:
   """Collectives of the first round.
 
-  Zen leaves them out where all tables are known to be dense; their samples
-  are then summed.
+  Most schemes leave them out where all tables are known to be dense; samples
+  of these are then summed.
   """
   may_rest = ("stablehlo.case", "stablehlo.case")
   sums = [f for f in found if f.inside == may_rest and f.op == "all_reduce"]
@@ -178,7 +178,7 @@ def test_recursive_doubling_folds_what_is_no_power_of_two(n):
   kwargs: Any = dict(scheme="recursive_doubling", capacities=_SLOTS)
   seen = collectives(lower(tables, n, **kwargs))
   declared = declaring.declare(tables, ("data",), (n,), **kwargs)
-  first = [(f.op, f.words) for f in seen if not f.inside]
+  first = [(f.op, f.words) for f in first_round(seen)]
   assert first == [(m.op, m.words) for m in declared.first]
   doublings = n.bit_length() - 1
   assert len(first) == doublings + 2

@@ -83,7 +83,7 @@ def test_the_ideal_counts_distinct_rows_of_others_once():
   assert made.ideal_bytes(N) == pytest.approx(ours)
 
 
-@pytest.mark.parametrize("name", ["bags", "ngram"])
+@pytest.mark.parametrize("name", ["bags", "ngram", "dlrm"])
 def test_the_planner_chooses_what_was_measured_fastest(name):
   """Within a tenth, of the forms that it chooses from."""
   file = "tables" if name == "bags" else f"models-{name}"

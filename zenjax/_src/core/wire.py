@@ -17,6 +17,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from zenjax._src.core import compat
 from zenjax._src.core import indexing
 
 
@@ -85,6 +86,42 @@ def exchange(
       came[i].append(from_words(part, x.shape[1:], x.dtype))
       start = end
   return came
+
+
+def unless(
+  quiet: jax.Array | None,
+  collective: Callable[..., jax.Array],
+  equal_over: Sequence[str] = (),
+) -> Callable[..., jax.Array]:
+  """`collective`, which CPUs leave out where nobody has anything to send.
+
+  All have said so already, and what each would have sent serves as what comes.
+  Elsewhere collectives stand outside any branch, beside other work.
+
+  Args:
+    quiet: `[] bool`, equal on all devices; None where somebody always might.
+    collective: As `exchange` takes it.
+    equal_over: Axes along which all get the same, as from a gather.
+  """
+  if quiet is None:
+    return collective
+
+  def chosen(buffer, *args):
+    send = lambda buffer: collective(buffer, *args)
+    shape = jax.eval_shape(send, buffer).shape
+
+    def leave_out(buffer):
+      alike = jnp.broadcast_to(buffer, shape)
+      return compat.as_invariant(alike, equal_over)
+
+    return lax.platform_dependent(
+      quiet,
+      buffer,
+      cpu=lambda quiet, buffer: lax.cond(quiet, leave_out, send, buffer),
+      default=lambda quiet, buffer: send(buffer),
+    )
+
+  return chosen
 
 
 def to_words(x: jax.Array) -> jax.Array:

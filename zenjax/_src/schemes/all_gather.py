@@ -77,7 +77,8 @@ class AllGather(Scheme):
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
     with jax.named_scope("all_gather/send"):
       sections = [_sections_of(out) for out in outgoing]
-      received = wire.exchange(sections, collectives.all_gather, context.axes)
+      gather = wire.unless(context.quiet, collectives.all_gather, context.axes)
+      received = wire.exchange(sections, gather, context.axes)
     with jax.named_scope("all_gather/merge"):
       return [
         _merge(parts, out.room, self.held_rows(out.room, context))

@@ -143,8 +143,8 @@ class Context:
   ids_first: bool = False
   # Whether devices copy to each other what there is, in place of collectives.
   remote_copies: bool = False
-  # `[] bool`, equal on all devices: nobody has rows to send, and a scheme may
-  # do without the round; None where somebody always might.
+  # `[] bool`, equal on all devices: nobody has rows to send; None where
+  # somebody always might.
   quiet: jax.Array | None = None
 
   @property
@@ -169,14 +169,12 @@ class Scheme(abc.ABC):
       a row.
     break_even: The part of a dense exchange's bytes up to which it pays.
       Packing and merging cost local work that a dense sum does not have.
-    rests: Whether it sends nothing where `context.quiet`.
   """
 
   name: str
   contiguous: bool = False
   unit: int | None = None
   break_even: float = 0.5
-  rests: bool = False
 
   def fitted(self, plan: TablePlan) -> TablePlan:
     """`plan` with sizes as this scheme needs them."""

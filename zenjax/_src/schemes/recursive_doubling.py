@@ -217,9 +217,8 @@ class RecursiveDoubling(Scheme):
       for i, hop in enumerate(hops(context)):
         first = hop.merged == 1
         sections = [_encode(own, plan, first) for own, plan in zip(held, plans)]
-        received = wire.exchange(
-          sections, collectives.permute, hop.axis, hop.pairs
-        )
+        permute = wire.unless(context.quiet, collectives.permute)
+        received = wire.exchange(sections, permute, hop.axis, hop.pairs)
         rank = lax.axis_index(hop.axis)
         held = [
           take(hop, rank, own, _decode(came, plan, own), plan, most[i][1])

@@ -20,9 +20,8 @@ Wang et al., OSDI 2025); the hash keeps its balance with a bijection instead
 of stored index sets, and columns are split for balance as nowhere there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -31,9 +30,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import compat
 from zenjax._src.core import wire
-from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
@@ -314,43 +311,11 @@ def _plain_zero(count: jax.Array, marked: jax.Array) -> jax.Array:
   return (count & 0) | (marked & 0)
 
 
-# A round of which all know that nobody has rows for it is not sent, on CPUs.
-# Elsewhere the first push stands outside any branch, beside backward work.
-
-
-def _unless_quiet(
-  collective: Callable[[jax.Array, Axes], jax.Array],
-  instead: Callable[[jax.Array], jax.Array],
-  context: Context,
-) -> Callable[[jax.Array, Axes], jax.Array]:
-  """`collective`, or `instead` where `context.quiet`."""
-  if context.quiet is None:
-    return collective
-
-  def chosen(buffer, axes):
-    send = lambda buffer: collective(buffer, axes)
-    return lax.platform_dependent(
-      context.quiet,
-      buffer,
-      cpu=lambda quiet, buffer: lax.cond(quiet, instead, send, buffer),
-      default=lambda quiet, buffer: send(buffer),
-    )
-
-  return chosen
-
-
-def _as_if_gathered(buffer: jax.Array, context: Context) -> jax.Array:
-  """This owner's `[1, words]` for those of all, who hold as little."""
-  all_of_them = jnp.broadcast_to(buffer, (context.sizes[-1], *buffer.shape))
-  return compat.as_invariant(all_of_them, context.axes[-1:])
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Zen(Scheme):
   """Push along the fastest axis, sum over the others, pull back."""
 
   name: str = "zen"
-  rests: bool = True
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     return sizes[-1] // column_groups, column_groups
@@ -378,8 +343,7 @@ class Zen(Scheme):
       axes = context.axes[-1:]
       # Rows stay words until `merge`: as an array they are laid out anew.
       sections = [x._replace(rows=wire.to_words(x.rows)) for x in sections]
-      nothing = jnp.zeros_like  # Counts of zero rows, and no row.
-      send = _unless_quiet(collectives.all_to_all, nothing, context)
+      send = wire.unless(context.quiet, collectives.all_to_all)
       came = wire.exchange(sections, send, axes, ahead=ahead)
       return [Sections(*table) for table in came]
 
@@ -429,8 +393,7 @@ class Zen(Scheme):
         gathered = _copied(sections, True, context)
       else:
         ahead, axes = _ahead(rooms, context), context.axes[-1:]
-        own = functools.partial(_as_if_gathered, context=context)
-        gather = _unless_quiet(collectives.all_gather, own, context)
+        gather = wire.unless(context.quiet, collectives.all_gather, axes)
         gathered = wire.exchange(sections, gather, axes, ahead=ahead)
       return [
         arrived(Sections(*table), part.slots, room)

@@ -148,8 +148,7 @@ def begin(
     )
     for t in entered
   ]
-  if scheme.rests:
-    context = dataclasses.replace(context, quiet=_quiet(entered, context))
+  context = dataclasses.replace(context, quiet=_quiet(entered, context))
   received = scheme.send(outgoing, context)
   return Exchange(entered, scheme, context, exact, received)
 
