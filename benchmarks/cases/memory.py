@@ -60,7 +60,8 @@ def _status(name: str) -> int:
 
 def _phases(options: argparse.Namespace, rows: int) -> dict[str, int]:
   """Returns the peak of each phase in bytes, beyond what was there before."""
-  mesh = jax.make_mesh((options.devices,), ("data",))
+  automatic = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((options.devices,), ("data",), axis_types=automatic)
   tx = zenjax.owner_update(optax.adagrad(0.05), "data", mesh=mesh)
   column = jnp.arange(_WIDTH, dtype=jnp.float32)[None]
   made_of = lambda ids: 0.001 * (ids[:, None] % 97 + column)
