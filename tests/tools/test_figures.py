@@ -4,10 +4,76 @@ import json
 import pathlib
 import re
 import statistics
+import tomllib
 
 import pytest
 
+from benchmarks import run
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(f"docs/{x.name}" for x in ROOT.glob("docs/*.md"))]
+SOURCES = tomllib.loads((ROOT / "docs" / "figures.toml").read_text("utf-8"))
+# A number with a unit of measurement, or alone in a cell of a table.
+FIGURE = re.compile(
+  r"(?<![\w.,])\d[\d,.]*(?: (?:to|and|or) \d[\d,.]*)? ?"
+  r"(?:times|ms|s|us|[kMG]i?B|%|[kMG]bit/s|minutes?|hours?|seconds)(?![\w/])"
+  r"|(?<=\|) *\*{0,2}\d[\d,.]*\*{0,2} *(?=\|)"
+)
+
+
+def prose(text: str) -> str:
+  """A page in one line, without its programs and the words in backquotes."""
+  text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+  text = re.sub(r"^ {4}.*$", "", text, flags=re.M)
+  text = re.sub(r"`[^`]+`", lambda x: "`" + "x" * (len(x[0]) - 2) + "`", text)
+  return " ".join(text.split())
+
+
+def unknown(page: str, text: str) -> list[str]:
+  """Figures of a page that stand in no text with a source."""
+  text, known = prose(text), set()
+  for said in SOURCES.get(page, {}).values():
+    for one in said:
+      found = [x.start() for x in re.finditer(re.escape(one), text)]
+      assert found, f"{page} does not say {one!r}, as docs/figures.toml has it"
+      known |= {i for start in found for i in range(start, start + len(one))}
+  return [x[0] for x in FIGURE.finditer(text) if x.start() not in known]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_figure_of_a_page_has_a_source(page):
+  text = prose((ROOT / page).read_text("utf-8"))
+  assert not unknown(page, text)
+  for figure in FIGURE.finditer(text):
+    digit = re.search(r"\d", figure[0])
+    assert digit is not None
+    at = figure.start() + digit.start()
+    changed = f"{text[:at]}{(int(digit[0]) + 1) % 10}{text[at + 1 :]}"
+    # By hand: it now has no source, or a text that had one is gone.
+    with pytest.raises(AssertionError):
+      assert not unknown(page, changed)
+
+
+def test_sources_are_there():
+  commands = {command.name for command in run.COMMANDS}
+  for page, sources in SOURCES.items():
+    assert page in PAGES
+    for source in sources:
+      words = source.split()
+      if source == "set":
+        continue
+      if words[:2] == ["python", "-m"]:
+        module = ROOT / words[2].replace(".", "/")
+        assert module.is_dir() or module.with_suffix(".py").exists(), source
+        assert words[2] != "benchmarks.run" or words[3] in commands, source
+        continue
+      assert (ROOT / source).is_file(), source
+      if source.endswith(".json"):
+        found = json.loads((ROOT / source).read_text("utf-8"))
+        assert found["complete"], source
+        assert found["environment"]["git_dirty"] is False, source
+
+
 STEPS = 8  # Of a sample, as `benchmarks.campaigns.tables` has it.
 FORMS = ("replicated", "row-sharded", "rows", "sharded", "by hand")
 WORDS = {"1": "one look-up", "3": "three"}
@@ -111,13 +177,135 @@ def test_network_rows_are_what_the_page_says():
 
 def test_front_page_repeats_what_adds_to_a_step():
   """Of the devices that share memory, which a row of the page holds."""
-  row = r"^\| `lm1b-lstm` \|.*?\| (\d+ times fewer) \| ([\d.]+) \|.*\|$"
+  row = r"^\| `lm1b-lstm` \|.*?\| (\d+ times fewer) \| ([\d.]+) \|$"
   page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
   found = re.search(row, page, re.M)
   assert found is not None
   bytes_, adds = found.groups()
   text = (ROOT / "README.md").read_text(encoding="utf-8")
   assert f"arrays: whole steps | {bytes_} | {adds} of what" in text
+
+
+# What pages say of other results, made from these.
+
+
+def results(name: str) -> dict:
+  path = ROOT / "benchmarks" / "results" / f"{name}.json"
+  return json.loads(path.read_text(encoding="utf-8"))
+
+
+def by_group(name: str) -> dict[str, dict[str, dict]]:
+  """Results of a file by the first word of their group, and form."""
+  found: dict[str, dict[str, dict]] = {}
+  for result in results(name)["results"]:
+    assert result["wrong"] == 0
+    form = result["name"].split()[0] if "wide" in name else result["name"]
+    found.setdefault(result["group"].split()[0], {})[form] = result
+  return found
+
+
+def median(result: dict) -> float:
+  return statistics.median(result["times_s"])
+
+
+def of_devices() -> list[str]:
+  said = []
+  for name, found in by_group("sync").items():
+    facts = found["zen"]["facts"]
+    fewer = found["pmean"]["facts"]["wire_bytes"] / facts["wire_bytes"]
+    none = median(found["none"])
+    adds = (median(found["zen"]) - none) / (median(found["pmean"]) - none)
+    said.append(
+      f"| `{name}` | {facts['density']:.1%} | {facts['union_density']:.1%} |"
+      f" {fewer:.0f} times fewer | {adds:.2f} |".replace("%", " %")
+    )
+  return said
+
+
+def of_rows() -> list[str]:
+  (found,) = by_group("step-wide").values()
+  rows, owners = [
+    median(found["dense"]) / median(found[x]) for x in ("rows", "owners")
+  ]
+  return [
+    f"a step is {rows:.0f} times faster than `pmean` with dense Adam, with"
+    f" `owner_update` {owners:.0f} times"
+  ]
+
+
+def of_compiling() -> list[str]:
+  found = by_group("compile")
+  forms = ("zen", "rows", "pmean")
+  return [
+    f"| {tables} | "
+    + " | ".join(f"{of[x]['facts']['core_s']:.1f}" for x in forms)
+    + " |"
+    for tables, of in found.items()
+  ]
+
+
+def of_one_exchange() -> list[str]:
+  cells = {
+    (x["workload"], x["rate"], x["variant"]): median(x)
+    for x in results("network-grid")["cells"]
+  }
+  peers = ("psum", "all_gather", "recursive_doubling")
+  said, runs = [], sorted({key[:2] for key in cells}, key=str)
+  for name in dict.fromkeys(key[0] for key in cells):
+    row = []
+    for rate in ("200mbit", "1gbit"):
+      best = min(cells[name, rate, x] for x in peers)
+      times = cells[name, rate, "zen"], cells[name, rate, "rows"], best
+      row += [f"{cells[name, rate, 'psum'] / x:.2f}" for x in times]
+    share = name.removeprefix("sweep-")
+    share = "`lm1b-lstm`, 1.1" if share == "lm1b-lstm" else share
+    said.append(f"| {share} % | {' | '.join(row)} |")
+  over = lambda form, other: max(
+    cells[*run, form] / cells[*run, other] for run in runs
+  )
+  eight = {x["variant"]: median(x) for x in results("network-full-8")["cells"]}
+  return [
+    *said,
+    f"Arrays took at most {over('zen', 'psum'):.2f} times as long as `psum`",
+    f"at 1 Gbit/s {eight['zen'] / eight['psum']:.2f} times",
+    f"took up to {over('auto', 'zen'):.1f} times as long as `zen`",
+  ]
+
+
+def of_sparsifiers() -> list[str]:
+  (found,) = by_group("sparsified").values()
+  part = median(found["pmean"]) / median(found["exdyna"])
+  return [f"`exdyna` takes a {part:.0f}th of `pmean`'s time"]
+
+
+def of_memory() -> list[str]:
+  peaks = results("memory")["peaks"]
+  return [f"| {peak:.2f} |" for peak in peaks.values()]
+
+
+@pytest.mark.parametrize(
+  ("page", "said"),
+  [
+    *(
+      ("docs/benchmarks.md", of)
+      for of in (of_devices, of_rows, of_compiling, of_one_exchange)
+    ),
+    ("docs/benchmarks.md", of_sparsifiers),
+    ("docs/sharded.md", of_memory),
+  ],
+  ids=lambda x: getattr(x, "__name__", None),
+)
+def test_pages_say_what_results_hold(page, said):
+  text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+  lines = said()
+  assert lines
+  for line in lines:
+    assert line in text, line
+  if said is of_memory:  # All of them, in order.
+    table = re.findall(
+      r"^\| .*\| (\d\.\d\d) \|$", (ROOT / page).read_text(), re.M
+    )
+    assert [f"| {x} |" for x in table] == lines
 
 
 MODELS = re.compile(r"^\| `(ngram|dlrm)`, (ms|MB) \|(.+)\|$", re.M)
@@ -134,7 +322,7 @@ MODEL_FORMS = (
 )
 
 
-@pytest.mark.parametrize("name", ["ngram"])
+@pytest.mark.parametrize("name", ["ngram", "dlrm"])
 def test_models_between_hosts(name):
   path = ROOT / "benchmarks" / "results" / f"models-{name}-4-1gbit.json"
   found = json.loads(path.read_text(encoding="utf-8"))
@@ -154,3 +342,14 @@ def test_models_between_hosts(name):
     for form, cell in zip(MODEL_FORMS, cells):
       result = results.get(form)
       assert cell == (form_of(result) if result else "-"), form
+    if name == "dlrm":
+      best = ms(results["sharded, shard_map"])
+      times = [
+        ms(results[x]) / best
+        for x in ("replicated", "torch DDP", "row-sharded")
+      ]
+      said = (
+        f"DLRM is then {times[0]:.0f} times faster than with `psum`,"
+        f" {times[1]:.0f} times than torch's DDP and {times[2]:.1f} times than"
+      )
+      assert said in " ".join(text.split())
