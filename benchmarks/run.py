@@ -20,6 +20,7 @@ import jax
 from benchmarks import harness
 from benchmarks import record
 from benchmarks import table
+from benchmarks import targets
 from benchmarks import workloads
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
@@ -293,6 +294,12 @@ COMMANDS = (
     "seconds to compile a step of several tables",
     partial(_measure, "cases.compile"),
     _number("--tables", [1, 4, 26], "of a step, all of one width"),
+    _flag(
+      "--target",
+      "to compile for, by default cpu; others run nothing (`.[aot]`)",
+      choices=tuple(targets.TARGETS),
+      default="cpu",
+    ),
     *(_DEVICES, *_timed(2)),
   ),
   _command(
