@@ -337,6 +337,7 @@ def test_stacks_are_placed_and_come_back(n, tables):
   np.testing.assert_array_equal(made.value, flat.value)
 
 
+@pytest.mark.more
 def test_rows_move_to_other_devices_and_are_saved(tmp_path, as_optax_computes):
   tx = zenjax.owner_update(optax.adam(0.05), "data")
   step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))

@@ -261,6 +261,7 @@ def test_row_gradients_learn_the_same(capfd):
   assert zen > 0.65 and abs(zen / pmean - 1) < 0.02
 
 
+@pytest.mark.more
 def test_sharded_tables_learn_the_same_and_resume(monkeypatch, tmp_path, capfd):
   trainers = _recorded(monkeypatch)
   rows, sharded = [*_SMALL, "--grads=rows"], [*_SMALL, "--sync=sharded"]

