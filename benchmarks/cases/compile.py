@@ -91,13 +91,14 @@ def build(name: str, tables: int, mesh: Mesh, runs: bool = True) -> Built:
   rng = np.random.default_rng(0)
   ids = rng.integers(0, 2**20, (mesh.size, LOOK_UPS), dtype=np.int32)
   values = oracle.values(rng, (*ids.shape, WIDTH))
-  place = sync.place
-  if not runs:
+  if runs:
+    batch = [sync.place(mesh, x, sync.AXIS) for x in (ids, values)]
+  else:
     split = NamedSharding(mesh, P(sync.AXIS))
-    place = lambda _, x, __: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=split
-    )
-  batch = [place(mesh, x, sync.AXIS) for x in (ids, values)]
+    batch = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split)
+      for x in (ids, values)
+    ]
 
   def compile(lowered):
     program, seconds = harness.compile_here(lowered)

@@ -41,8 +41,9 @@ def first_round(found: list) -> list:
   sums = [f for f in found if f.inside == may_rest and f.op == "all_reduce"]
   assert all(f.words <= 8 * 32 and f.dtype == "i32" for f in sums)
   cases = [f for f in found if f.inside == may_rest and f not in sums]
-  assert bool(sums) == bool(cases)
-  return [f for f in found if not f.inside or f in cases]
+  outside = [f for f in found if not f.inside]
+  assert bool(sums) == bool(cases) and not (cases and outside)
+  return cases or outside
 
 
 def loops(found: list) -> list:

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import runners
+import scheme_names
 
 import zenjax
 from zenjax._src.core import wire
@@ -102,6 +103,23 @@ def test_a_table_that_travels_dense_returns_well_below_break_even():
   assert went(0.6, far_below, far_below) == [True, True, False]
 
 
+def test_devices_agree_on_samples_of_a_round_that_was_not_sent():
+  """One has all rows, the others none: each alone would decide otherwise."""
+  tx = zenjax.zen_sync("data", sparse=True)
+  step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  state = tx.init(jnp.zeros((ROWS, WIDTH)))
+  state = jax.tree.map(lambda x: jnp.stack([x] * N), state)
+  full = np.ones((N, ROWS, WIDTH), np.float32)
+  alone = cases.keep(full, [np.arange(ROWS), *[np.arange(0)] * (N - 1)])
+  for stack in (full, full, alone):
+    _, state = step(stack, state)
+    for leaf in jax.tree.leaves(state):
+      np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * N))
+  seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))["leaf"]
+  assert seen["wire_bytes"] == seen["dense_bytes"]
+  assert seen["density"] == pytest.approx(1 / N, rel=0.01)
+
+
 # Of a step: densities of two tables, which travel dense, and whether both were
 # known to.
 STEPS = [
@@ -116,17 +134,14 @@ STEPS = [
 ]
 
 
-@pytest.mark.usually("2-3")
-@pytest.mark.parametrize("widths", [(2, 3), (2, 2)], ids=["2-3", "stacked"])
-def test_what_is_known_to_be_dense_sends_nothing_beside_its_sum(widths):
-  tx = zenjax.zen_sync("data", sparse=True)
-  mesh, spec = runners.mesh(N), jax.P("data")
-  rng = np.random.default_rng(0)
+def stepping(tx):
+  """Returns a step of `tx`, of a stack of gradients and a state."""
+  spec = jax.P("data")
 
   @jax.jit
   @functools.partial(
     jax.shard_map,
-    mesh=mesh,
+    mesh=runners.mesh(N),
     in_specs=(spec, jax.P()),
     out_specs=(spec, jax.P()),
   )
@@ -134,6 +149,37 @@ def test_what_is_known_to_be_dense_sends_nothing_beside_its_sum(widths):
     updates, state = tx.update(jax.tree.map(lambda x: x[0], stack), state)
     return jax.tree.map(lambda x: x[None], updates), state
 
+  return step
+
+
+@pytest.mark.usually("all_gather", "split_dense_gather")
+@pytest.mark.parametrize("scheme", scheme_names.OF_ROWS)
+def test_every_scheme_leaves_out_the_round_of_a_dense_table(scheme):
+  tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)
+  step, state = stepping(tx), tx.init(jnp.zeros((ROWS, WIDTH)))
+  rng = np.random.default_rng(0)
+  over = []
+  for density in (1.0, 1.0, 0.001, 0.001, 1.0):
+    stack = rng.standard_normal((N, ROWS, WIDTH)).astype(np.float32)
+    stack = cases.keep(
+      stack, [cases.draw(rng, ROWS, ROWS * density) for _ in range(N)]
+    )
+    got, state = step(stack, state)
+    oracle.check(np.asarray(got), stack, label=f"density {density}")
+    oracle.check_replicas(np.asarray(got), label=f"density {density}")
+    (seen,) = zenjax.stats(state).values()
+    over.append(seen["wire_bytes"] / seen["dense_bytes"])
+  first, known, changed, sparse, again = over
+  assert known == changed == 1
+  assert sparse < 1 < first == pytest.approx(again)
+
+
+@pytest.mark.usually("2-3")
+@pytest.mark.parametrize("widths", [(2, 3), (2, 2)], ids=["2-3", "stacked"])
+def test_what_is_known_to_be_dense_sends_nothing_beside_its_sum(widths):
+  tx = zenjax.zen_sync("data", sparse=True)
+  step = stepping(tx)
+  rng = np.random.default_rng(0)
   names = ["a", "b"]
   state = tx.init({k: jnp.zeros((ROWS, w)) for k, w in zip(names, widths)})
   for number, (densities, dense, known) in enumerate(STEPS):

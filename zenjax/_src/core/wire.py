@@ -93,9 +93,9 @@ def unless(
   collective: Callable[..., jax.Array],
   equal_over: Sequence[str] = (),
 ) -> Callable[..., jax.Array]:
-  """`collective`, which CPUs leave out where nobody has anything to send.
+  """Has CPUs leave `collective` out where nobody has anything to send.
 
-  All have said so already, and what each would have sent serves as what comes.
+  A device then reads its own buffer as if it had come: all are as empty.
   Elsewhere collectives stand outside any branch, beside other work.
 
   Args:

@@ -275,7 +275,7 @@ def sample_count(num_rows: int) -> int:
 
 
 def samples(tables: Sequence[jax.Array]) -> jax.Array:
-  """Nonzero rows among the sampled ones of each table: `[p] int32`."""
+  """Counts the nonzero rows among the sampled ones: `[p] int32`."""
   most = max([sample_count(table.shape[0]) for table in tables])
   found = []
   for table in tables:
@@ -285,9 +285,9 @@ def samples(tables: Sequence[jax.Array]) -> jax.Array:
 
 
 def looks_full(tables: Sequence[jax.Array]) -> jax.Array:
-  """Whether nearly all of a few rows of each are nonzero: `[p] bool`.
+  """Tells where nearly all of a few rows are nonzero: `[p] bool`.
 
-  Rows beside each other in a few places: what is read is next to nothing.
+  The rows lie beside each other in a few places: reading them is quick.
   """
   found = []
   for table in tables:
@@ -299,6 +299,6 @@ def looks_full(tables: Sequence[jax.Array]) -> jax.Array:
 
 
 def _count_nonzero(rows: Sequence[jax.Array]) -> jax.Array:
-  """Nonzero rows of each `[k, D]`: `[p] int32`."""
+  """Counts the nonzero rows of each `[k, D]`: `[p] int32`."""
   nonzero = row_mask(jnp.concatenate(rows)).nonzero
   return jnp.sum(nonzero.reshape(len(rows), -1), axis=1, dtype=jnp.int32)

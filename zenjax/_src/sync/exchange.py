@@ -184,7 +184,7 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
 
 
 def _quiet(tables: Sequence[Transfer], context: Context) -> jax.Array | None:
-  """Whether all tables are known to travel dense; None if one may not."""
+  """Tells if all tables are known to travel dense; None if one may not."""
   flags = [t.remembered for t in tables if t.remembered is not None]
   plain = len(context.axes) == 1 and not context.remote_copies
   if len(flags) < len(tables) or not plain or context.devices == 1:
@@ -196,10 +196,10 @@ def _quiet(tables: Sequence[Transfer], context: Context) -> jax.Array | None:
 def _with_samples(
   tables: Sequence[Transfer], first: Sequence[Arrived], context: Context
 ) -> list[Arrived]:
-  """What a first round that was not sent would have said of all tables.
+  """Sums the counts of samples, by which tables return, if no round did.
 
-  Nobody owns anything, and everything is complete; the counts of samples, by
-  which a table may return to the sparse path, are summed here.
+  A first round that was not sent says nothing of other devices. All else that
+  it would have brought is known: nobody holds rows, and nothing is left.
   """
   if context.quiet is None:
     return list(first)

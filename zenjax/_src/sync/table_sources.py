@@ -181,15 +181,15 @@ def enter_arrays(
   return source, jnp.broadcast_to(found.probe, (plan.layout.groups, 1))
 
 
-# A byte for each row of a stacked table. XLA compiles next to nothing for a
-# table but the loop that writes it.
+# A byte for each row of a stacked table: of its own a table then has the loop
+# that writes it, and XLA has little to compile.
 _ZERO, _NEGATIVE, _NONZERO = np.arange(3, dtype=np.uint8)
 
 
 def _enter_stack(
   tables: Sequence[jax.Array], plan: TablePlan, remembered: jax.Array | None
 ) -> tuple[Masked, jax.Array]:
-  """The same of tables that are stacked."""
+  """Finds the rows to send of stacked tables, as `enter_arrays` does."""
   known = None
   if remembered is not None:
     looks = dense_sum.looks_full(tables)
@@ -213,7 +213,7 @@ def _enter_stack(
 
 
 class _Known(NamedTuple):
-  """What stacked tables are known to be before they are read."""
+  """Facts of stacked tables that are known before they are read."""
 
   full: jax.Array  # [p] bool, all their rows count as nonzero
   either: jax.Array  # [p] bool, full, or summed whole and marked nowhere
@@ -222,7 +222,7 @@ class _Known(NamedTuple):
 def _coded(
   table: jax.Array, known: _Known | None, i: int, member: TablePlan
 ) -> jax.Array:
-  """A byte for each row that stacked table number `i` has room for."""
+  """Writes a byte for each row that stacked table `i` has room for."""
   room = member.layout.slots * member.layout.groups
 
   def read(table, full):
