@@ -214,6 +214,7 @@ _LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
 _FULL_SIZE = _switch("--full-size", "the tables of the published models")
 _SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
 _OPTIMIZERS = ("adam", "adagrad", "row_adagrad", "sgd")
+_MODELS = ("bags", "ngram", "ngram-wide", "dlrm")
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
 
 # --- the commands -----------------------------------------------------------
@@ -325,7 +326,7 @@ COMMANDS = (
     "tables",
     "steps with tables between hosts: replicated, row-sharded, zenjax's",
     partial(_measure, "campaigns.tables"),
-    _flag("--model", choices=("bags", "ngram", "dlrm"), default="bags"),
+    _flag("--model", choices=_MODELS, default="bags"),
     _flag("--rows", type=int, help="of all tables; by default the model's"),
     _number("--width", 128, "of the table, of bags"),
     _number("--tokens", 2560, "rows that a host looks up in a step, of bags"),

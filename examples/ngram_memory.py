@@ -54,10 +54,10 @@ def slots(words: jax.Array, sizes: np.ndarray) -> jax.Array:
   return (jnp.stack(keys, -1) % sizes + first).astype(jnp.int32)
 
 
-def first_params(sizes: np.ndarray) -> dict[str, jax.Array]:
+def first_params(sizes: np.ndarray, d: int = D) -> dict[str, jax.Array]:
   found = len(sizes) * COLUMNS
-  shapes = dict(attend=(D, 3 * D), out=(D, D), up=(D, 4 * D), down=(4 * D, D))
-  shapes |= dict(embed=(D, V), key=(found, D), value=(found, D))
+  shapes = dict(attend=(d, 3 * d), out=(d, d), up=(d, 4 * d), down=(4 * d, d))
+  shapes |= dict(embed=(d, V), key=(found, d), value=(found, d))
   keys = jax.random.split(jax.random.key(0), len(shapes))
   normal = lambda key, shape: jax.random.normal(key, shape) / shape[0] ** 0.5
   params = dict(zip(shapes, map(normal, keys, shapes.values())))
@@ -76,7 +76,7 @@ def loss_fn(params, windows, lower, sizes):
     rows = params["memory"][slots(lower[words], sizes)]
     rows = rows.reshape(*words.shape, -1)  # those of all heads
     fits = norm(x) * norm(rows @ params["key"])
-    gate = jax.nn.sigmoid(fits.sum(-1, keepdims=True) / D**0.5)
+    gate = jax.nn.sigmoid(fits.sum(-1, keepdims=True) / x.shape[-1] ** 0.5)
     x += gate * (rows @ params["value"])
   x += jax.nn.gelu(norm(x) @ params["up"]) @ params["down"]
   logits = norm(x) @ params["embed"]

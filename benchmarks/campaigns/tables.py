@@ -246,7 +246,8 @@ FORMS: dict[str, type[Form]] = {
 }
 # Forms of some models alone; `BARE` is of `Model.bare`, `DDP` another program.
 BARE, DDP = "no tables", "torch DDP"
-ALONE = {"bags": {"by hand": ByHand}, "ngram": {BARE: Form}}
+_BARE = {BARE: Form}
+ALONE = {"bags": {"by hand": ByHand}, "ngram": _BARE, "ngram-wide": _BARE}
 
 
 def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -75,12 +76,17 @@ class _Variant:
   pinned: bool = False  # Whether capacities are found by a rehearsal.
   whole_state: bool = True  # Whether devices hold the state of all rows.
   sharded: bool = False  # Whether each has its own rows alone.
+  synced: bool = True  # Whether devices exchange anything.
 
 
 _OWNERS = lambda x, pins: zenjax.owner_update(
   x, AXIS, sparse=True, capacities=pins
 )
 VARIANTS = {
+  "none": _Variant(lambda x, _: x, rows=False, synced=False),
+  "none-rows": _Variant(
+    lambda x, _: zenjax.lazy_rows(x), rows=True, synced=False
+  ),
   "dense": _Variant(lambda x, _: optax.chain(sync.PMEAN, x), rows=False),
   "zen": _Variant(_zen, rows=False),
   "rows": _Variant(_rows, rows=True),
@@ -132,6 +138,7 @@ class _Runner(sync.Runner):
 
   def __init__(self, variant, setting, mesh, compile, capacities):
     self._setting, self._mesh, self._sharded = setting, mesh, variant.sharded
+    self._synced = variant.synced
     inner = _OPTIMIZERS[setting.optimizer][0]()
     tx = variant.transformation(inner, capacities)
     if variant.sharded:
@@ -156,11 +163,14 @@ class _Runner(sync.Runner):
     self()
     ids, values = self._first
     touched, at = np.unique(ids, return_inverse=True)
-    values = values.reshape(-1, self._setting.width)
-    grads = oracle.row_sums(at.reshape(-1), values, len(touched))
-    want = _after_two_steps(grads / len(ids), self._setting.optimizer)
+    at = at.reshape(ids.shape)
+    each = [oracle.row_sums(*x, len(touched)) for x in zip(at, values)]
+    if self._synced:
+      each = [np.mean(each, axis=0)] * len(ids)
+    here = [i for i, x in enumerate(self._mesh.devices) if _is_here(x)]
     wrong = 0
-    for got, nonzero in self._seen(touched):
+    for device, (got, nonzero) in zip(here, self._seen(touched)):
+      want = _after_two_steps(each[device], self._setting.optimizer)
       near = np.abs(got - want) <= _RELATIVE * np.maximum(np.abs(want), 1e-6)
       wrong += int(got.size - np.count_nonzero(near))
       wrong += abs(int(nonzero) - int(np.count_nonzero(got)))
@@ -190,12 +200,18 @@ class _Runner(sync.Runner):
 
   def wire_bytes(self) -> float:
     """Returns the bytes that a device receives in a step."""
+    if not self._synced:
+      return 0.0
     try:
       stats = zenjax.stats(self.state)
     except ValueError:
       n, size = self._mesh.size, self.params.nbytes
       return 2 * (n - 1) / n * size
     return sum(leaf["wire_bytes"] for leaf in stats.values())
+
+
+def _is_here(device):
+  return device.process_index == jax.process_index()
 
 
 def _draw(setting, n, seed):
@@ -229,6 +245,17 @@ def _dense_over(result, peers):
   return table.median_s(peers, f"dense {rows}") / result.median_s
 
 
+def _dense_adds(result, peers):
+  """Returns what `pmean` adds to a step without, over what this one adds."""
+  name, rows = result.name.split()
+  variant = VARIANTS[name]
+  if not variant.synced:
+    return math.nan
+  of = lambda name: table.median_s(peers, f"{name} {rows}")
+  nothing = of("none-rows" if variant.rows else "none")
+  return (of("dense") - of("none")) / (result.median_s - nothing)
+
+
 def _over_smallest(result, peers):
   """Time over that of the same variant on the smallest table."""
   variant, _ = result.name.split()
@@ -243,6 +270,7 @@ COLUMNS = (
   table.fact("wire\nMB", "wire_bytes", ".2f", unit=1e6),
   *table.MEASURED,
   table.Column("dense\nover", _dense_over, ".1f"),
+  table.Column("dense adds/\nadded", _dense_adds, ".1f"),
   table.Column("over\nsmallest", _over_smallest, ".2f"),
 )
 

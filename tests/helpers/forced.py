@@ -5,11 +5,13 @@ Each takes pytest's `monkeypatch`.
 
 import dataclasses
 
+import zenjax._src.core.wire
 import zenjax._src.rows.lazy
 import zenjax._src.rows.sharded_tables
 import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
 import zenjax._src.sync.gradient_tree
+import zenjax._src.sync.leaf_tables
 import zenjax._src.sync.table_sources
 
 _src = zenjax._src
@@ -42,6 +44,16 @@ def elements_in_chunks(monkeypatch, elements: int) -> None:
 def buffers_in_turn(monkeypatch) -> None:
   """Leaves that travel whole share buffers, as on platforms that pay each."""
   monkeypatch.setattr(_src.sync.gradient_tree, "buffers_in_turn", lambda: True)
+
+
+def between_hosts(monkeypatch) -> None:
+  """First rounds follow what was seen, as between processes on CPUs.
+
+  Few parts compile sooner than all.
+  """
+  parts = (1, 2, 4, 6, 8, 10, 12, 16, 24, _src.core.wire.SLICES)
+  monkeypatch.setattr(_src.core.wire, "PARTS", parts)
+  monkeypatch.setattr(_src.sync.leaf_tables, "between_hosts", lambda: True)
 
 
 def unseen_zeros(monkeypatch) -> None:

@@ -17,6 +17,7 @@ import runners
 import scheme_names
 
 import zenjax
+from zenjax._src.core import collectives
 from zenjax._src.core import wire
 
 N, ROWS, WIDTH = 4, 6000, 2
@@ -210,3 +211,34 @@ def test_sums_of_counts_stop_at_the_largest_int32():
   for counts in ([3, 4], [2**30, 2**29 + 1], [2**30, 2**30], [most] * 5):
     total = wire.sum_counts(jnp.array(counts, jnp.int32))
     assert int(total) == min(sum(counts), most)
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("level", [0, 12, len(wire.PARTS) - 1])
+def test_slices_that_travel_come_where_they_belong(collective, level):
+  """Cut sections come up to their slice and zeros follow; others come whole."""
+  rng = np.random.default_rng(0)
+  parts = N if collective == "all_to_all" else 1
+  shapes = [(parts, 3), (parts, 64), (parts, 96, 5), (parts, 7)]
+  is_cut = [False, True, True, False]
+  sections = [rng.integers(1, 99, (N, *x), np.int32) for x in shapes]
+
+  def swap(*sections):
+    (came,) = wire.exchange(
+      [[x[0] for x in sections]],
+      getattr(collectives, collective),
+      ("data",),
+      cut=wire.Cut(jnp.int32(level), [is_cut]),
+    )
+    return [x[None] for x in came]
+
+  split = jax.P("data")
+  swap = jax.shard_map(
+    swap, mesh=runners.mesh(N), in_specs=split, out_specs=split, check_vma=False
+  )
+  for sent, came, cut in zip(sections, jax.jit(swap)(*sections), is_cut):
+    want = sent.swapaxes(0, 1) if parts == N else np.stack([sent[:, 0]] * N)
+    if cut:
+      end = want.shape[2] // wire.SLICES * wire.PARTS[level]
+      want[:, :, end:] = 0
+    np.testing.assert_array_equal(came, want)

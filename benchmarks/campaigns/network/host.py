@@ -151,6 +151,7 @@ class Exchange:
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
     donated = (1,) if self.variant.rows_out else (0, 1)
+    donated = (0,) if self.variant.forgets else donated
     compile_ = self._shared.compiler.compile
     return state, *harness.compiled(
       mapped, grads, state, compile=compile_, donate_argnums=donated
@@ -164,12 +165,15 @@ class Exchange:
     )
 
   def __call__(self, grads: Any) -> Any:
-    synced, self._state = self._step(grads, self._state)
+    synced, state = self._step(grads, self._state)
+    self._last = state
+    if not self.variant.forgets:
+      self._state = state
     return jax.block_until_ready(synced)
 
   def state(self) -> optax.OptState:
     """Returns the state as a process can read it: the shard that is here."""
-    return jax.tree.map(served.here, self._state)
+    return jax.tree.map(served.here, self._last)
 
   def check(self) -> dict[str, float]:
     """Returns wrong elements on this host over all batches, and bytes."""

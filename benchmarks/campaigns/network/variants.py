@@ -18,6 +18,7 @@ class Variant:
   # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them;
   # rows come back then too.
   rows_in: bool = False
+  forgets: bool = False  # Whether each step is a first one.
 
   @property
   def pinned(self) -> bool:
@@ -54,6 +55,7 @@ VARIANTS: dict[str, Variant] = {
       for n, o in _SPARSE.items()
     ),
     Variant("zen-rows-pinned", _ROWS, "zen", rows_out=True),
+    Variant("zen-first", _ZEN, forgets=True),
     Variant("rows", _ZEN, rows_out=True, rows_in=True),
     Variant("rows-pinned", _ZEN, "rows", rows_out=True, rows_in=True),
   ]

@@ -10,8 +10,10 @@ Zen paper, decided when traced.
 """
 
 from collections.abc import Callable, Sequence
+import functools
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -42,11 +44,25 @@ def _refuse_derivative(primals, tangents):
   )
 
 
+# Where the first columns of a buffer are all that travels, of how many slices
+# they are: a program is compiled for each of these.
+SLICES = 32
+PARTS = (*range(1, 16), *range(16, SLICES + 1, 2))
+
+
+class Cut(NamedTuple):
+  """Says of which sections only the first rows travel."""
+
+  level: jax.Array  # [] int32, index of the number of slices in `PARTS`
+  sections: Sequence[Sequence[bool]]  # Of each table, as `exchange` takes them.
+
+
 def exchange(
   tables: Sequence[Sequence[jax.Array]],
   collective: Callable[..., jax.Array],
   *args: Any,
   ahead: Sequence[int] | None = None,
+  cut: Cut | None = None,
 ) -> list[list[jax.Array]]:
   """Sends the sections of all tables in one buffer, or in two.
 
@@ -56,36 +72,66 @@ def exchange(
     *args: Further arguments of `collective`.
     ahead: How many sections of each table go in a buffer of their own, before
       that of the others; by default none.
+    cut: Which sections are cut, if any: their words must be a multiple of
+      `SLICES`, and come filled up with zeros.
 
   Returns:
     The sections that came, `[n, ...]` each, in shape and dtype as they left.
   """
-  came: list[list[jax.Array]] = [[] for _ in tables]
-  cuts = ahead or [0] * len(tables)
-  for sections in (
-    [
-      (i, x)
-      for i, (table, k) in enumerate(zip(tables, cuts))
-      for x in table[:k]
-    ],
-    [
-      (i, x)
-      for i, (table, k) in enumerate(zip(tables, cuts))
-      for x in table[k:]
-    ],
+  came = [[*table] for table in tables]
+  early = ahead or [0] * len(tables)
+  places = [(i, j) for i, table in enumerate(tables) for j in range(len(table))]
+  for sent in (
+    [(i, j) for i, j in places if j < early[i]],
+    [(i, j) for i, j in places if j >= early[i]],
   ):
-    if not sections:
+    if not sent:
       continue
-    words = [to_words(x) for _, x in sections]
-    buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
-    buffer = collective(buffer, *args).reshape(-1, buffer.shape[1])
-    start = 0
-    for (i, x), sent in zip(sections, words):
-      end = start + sent.shape[1]
-      part = lax.slice_in_dim(buffer, start, end, axis=1)
-      came[i].append(from_words(part, x.shape[1:], x.dtype))
-      start = end
+    words = [to_words(tables[i][j]) for i, j in sent]
+    is_cut = [cut is not None and cut.sections[i][j] for i, j in sent]
+    send = lambda *words: _together(words, collective, *args)
+    if cut is not None and any(is_cut):
+      send = functools.partial(_first_slices, cut.level, is_cut, send)
+    for (i, j), part in zip(sent, send(*words)):
+      like = tables[i][j]
+      came[i][j] = from_words(part, like.shape[1:], like.dtype)
   return came
+
+
+def _together(
+  words: Sequence[jax.Array], collective: Callable[..., jax.Array], *args: Any
+) -> list[jax.Array]:
+  """Sends `[b, w]` each in one buffer."""
+  buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
+  buffer = collective(buffer, *args).reshape(-1, buffer.shape[1])
+  ends = itertools.accumulate([x.shape[1] for x in words], initial=0)
+  return [
+    lax.slice_in_dim(buffer, start, end, axis=1)
+    for start, end in itertools.pairwise(ends)
+  ]
+
+
+def _first_slices(
+  level: jax.Array,
+  is_cut: Sequence[bool],
+  send: Callable[..., list[jax.Array]],
+  *words: jax.Array,
+) -> list[jax.Array]:
+  """Sends the first slices of what is cut; zeros come in place of others."""
+
+  def way(part, words):
+    ends = [
+      x.shape[1] // SLICES * part if cut else x.shape[1]
+      for x, cut in zip(words, is_cut)
+    ]
+    came = send(*[x[:, :end] for x, end in zip(words, ends)])
+    return [
+      jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
+      for x, like in zip(came, words)
+    ]
+
+  ways = [functools.partial(way, part) for part in PARTS]
+  return lax.switch(level, ways, words)
 
 
 def unless(

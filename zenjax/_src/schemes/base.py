@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import indexing
 from zenjax._src.core import wire
@@ -132,6 +133,16 @@ class Message(NamedTuple):
   words: Any  # of 32 bits, one device's operand; of remote copies at most
 
 
+class Fit(NamedTuple):
+  """Says how much of the buffers of a first round is sent.
+
+  Indices of `wire.PARTS`, equal on all devices.
+  """
+
+  push: Any  # [] int32, or an int
+  pull: Any
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
   """Facts that all tables of an exchange share."""
@@ -146,10 +157,22 @@ class Context:
   # `[] bool`, equal on all devices: nobody has rows to send; None where
   # somebody always might.
   quiet: jax.Array | None = None
+  # Of tables whose first round follows what was seen; None for all of it.
+  fit: Fit | None = None
 
   @property
   def devices(self) -> int:
     return math.prod(self.sizes)
+
+  def sent(self, room: Room, pull: bool = False) -> Any:
+    """Rows of a buffer that travel, the first ones: an int, or `[] int32`."""
+    if self.fit is None or room.plan.guess is None:
+      return room.capacity
+    parts = np.array(wire.PARTS, np.int32) * (room.capacity // wire.SLICES)
+    level = self.fit.pull if pull else self.fit.push
+    if isinstance(level, int):
+      return int(parts[level])
+    return jnp.asarray(parts)[level]
 
   def scaled(self, total: jax.Array) -> jax.Array:
     """The sum over devices, or their mean: divided once, at the owner."""
@@ -169,12 +192,14 @@ class Scheme(abc.ABC):
       a row.
     break_even: The part of a dense exchange's bytes up to which it pays.
       Packing and merging cost local work that a dense sum does not have.
+    fits: Whether it sends parts of buffers, as `Context.fit` says.
   """
 
   name: str
   contiguous: bool = False
   unit: int | None = None
   break_even: float = 0.5
+  fits: bool = False
 
   def fitted(self, plan: TablePlan) -> TablePlan:
     """`plan` with sizes as this scheme needs them."""
@@ -329,20 +354,31 @@ def devices_of(message: Message, context: Context) -> int:
   return math.prod([sizes[axis] for axis in message.axes])
 
 
-def section(union: Union, offset: jax.Array | int, capacity: int) -> Union:
+def section(
+  union: Union,
+  offset: jax.Array | int,
+  capacity: int,
+  sent: jax.Array | int | None = None,
+) -> Union:
   """Rows number `offset` to `offset + capacity` of a union, and its limit.
 
-  The limit is where this section ends, or the union's own after its last.
+  The limit is where this section ends, or the union's own after its last. Where
+  only the first `sent` rows travel it ends there.
   """
   num_rows = union.slots.shape[0]
-  wanted = offset + jnp.arange(capacity, dtype=jnp.int32)
+  if sent is None:
+    sent = capacity
+  column = jnp.arange(capacity, dtype=jnp.int32)
+  wanted = offset + column
   past = jnp.iinfo(jnp.int32).max
   slots = indexing.take_or(union.slots, wanted, past)
-  end = jnp.minimum(offset + capacity, num_rows - 1)
-  more = union.total > offset + capacity
+  if not isinstance(sent, int):
+    slots = jnp.where(column < sent, slots, past)
+  end = jnp.minimum(offset + sent, num_rows - 1)
+  more = union.total > offset + sent
   return union._replace(
     slots=slots,
     rows=indexing.take_or(union.rows, wanted, 0),
-    total=jnp.clip(union.total - offset, 0, capacity),
+    total=jnp.clip(union.total - offset, 0, sent),
     limit=jnp.where(more, union.slots[end], union.limit),
   )

@@ -79,10 +79,12 @@ _PUSHED = 0
 _PULLED = Tally._fields.index("union")
 
 
-def _lengths(room: Room, pull: bool) -> Lengths:
+def _lengths(room: Room, pull: bool, context: Context) -> Lengths:
   """Returns how much goes to one owner, or comes from one."""
-  plan, capacity = room
-  ids = wire.index_words(capacity, plan.layout.slots)
+  plan, capacity = room[0], context.sent(room, pull)
+  ids = wire.index_words(room.capacity, plan.layout.slots)
+  if _is_cut(room, pull)[1]:
+    ids = capacity
   if pull:  # The owners of a row group share its ids out.
     ids = -(-ids // plan.column_groups) if plan.layout.groups > 1 else 0
   rows = (capacity, plan.block_width), plan.table.wire_dtype
@@ -94,7 +96,7 @@ def _messages(
   rooms: Sequence[Room], context: Context, pull: bool
 ) -> list[Message]:
   """Returns each buffer that a push or a pull sends, in order."""
-  lengths = [_lengths(room, pull) for room in rooms]
+  lengths = [_lengths(room, pull, context) for room in rooms]
   if context.remote_copies:
     header = sum([table.counts + table.ids for table in lengths])
     return [_copied_message(header, [t.rows for t in lengths], context)]
@@ -111,6 +113,38 @@ def _messages(
   ]
 
 
+def _is_cut(room: Room, pull: bool) -> tuple[bool, bool, bool]:
+  """Says which sections are cut where a first round sends a part.
+
+  A bitmap of ids is whole, and so are ids that several owners share out.
+  """
+  plan, capacity = room
+  if plan.guess is None:
+    return False, False, False
+  listed = wire.index_words(capacity, plan.layout.slots) == capacity
+  return False, listed and not (pull and plan.column_groups > 1), True
+
+
+def _cut(
+  rooms: Sequence[Room], context: Context, pull: bool
+) -> wire.Cut | None:
+  """Returns which parts of which sections travel; None for all."""
+  if context.fit is None:
+    return None
+  level = context.fit.pull if pull else context.fit.push
+  return wire.Cut(level, [_is_cut(room, pull) for room in rooms])
+
+
+def _only_sent(
+  slots: jax.Array, room: Room, sent: jax.Array | int
+) -> jax.Array:
+  """Slots `[.., C]` of the first `sent` rows, and of no others."""
+  if isinstance(sent, int):
+    return slots
+  column = jnp.arange(room.capacity, dtype=jnp.int32)
+  return jnp.where(column < sent, slots, room.plan.layout.slots)
+
+
 def _ahead(rooms: Sequence[Room], context: Context) -> list[int]:
   """How many sections of each table go in the early buffer.
 
@@ -123,10 +157,11 @@ def _ahead(rooms: Sequence[Room], context: Context) -> list[int]:
   ]
 
 
-def push_sections(out: Outgoing) -> Sections:
+def push_sections(out: Outgoing, sent: jax.Array | int) -> Sections:
   """Returns what goes to every owner, `b = n`."""
   plan = out.room.plan
   slots, rows, remaining = out.source.rows_from(out.start, *out.room)
+  slots = _only_sent(slots, out.room, sent)
   counts = jnp.concatenate([remaining[:, None], out.probe], axis=1)
   index = wire.encode_index(slots, plan.layout.slots)
   if plan.column_groups > 1:
@@ -136,7 +171,9 @@ def push_sections(out: Outgoing) -> Sections:
   return Sections(counts, index, rows.astype(plan.table.wire_dtype))
 
 
-def merged(received: Sections, room: Room, most: int) -> Held:
+def merged(
+  received: Sections, room: Room, most: int, sent: jax.Array | int
+) -> Held:
   """Returns the sum of what all sources pushed, `most` rows at most."""
   counts, index, rows = received
   plan, capacity = room
@@ -144,8 +181,13 @@ def merged(received: Sections, room: Room, most: int) -> Held:
   remaining = counts[:, _PUSHED]
   probe, peak = over_devices(counts[:, 1:], plan)
   slots = wire.decode_index(index, capacity, num_slots)
+  slots = _only_sent(slots, room, sent)
   # A source that did not fit is complete up to the last row that it sent.
-  ends = jnp.where(remaining > capacity, slots[:, -1] + 1, num_slots)
+  if isinstance(sent, int):
+    last = slots[:, sent - 1]
+  else:
+    last = lax.dynamic_index_in_dim(slots, sent - 1, axis=1, keepdims=False)
+  ends = jnp.where(remaining > sent, last + 1, num_slots)
   union = merge(
     slots,
     rows,
@@ -183,7 +225,8 @@ def pull_sections(
     peak=own.peak,
   )
   # A row group's owners, one for each column group, share its ids out.
-  length = _lengths(asked.room, pull=True).ids
+  whole = dataclasses.replace(context, fit=None)
+  length = _lengths(asked.room, True, whole).ids
   index = jnp.zeros((1, 0), jnp.int32)
   if length:
     index = wire.encode_index(part.slots[None], plan.layout.slots)
@@ -197,7 +240,9 @@ def pull_sections(
   )
 
 
-def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
+def arrived(
+  gathered: Sections, own_slots: jax.Array, room: Room, sent: jax.Array | int
+) -> Arrived:
   """Returns what all owners sent."""
   counts, index, rows = gathered
   plan, capacity = room
@@ -210,6 +255,7 @@ def arrived(gathered: Sections, own_slots: jax.Array, room: Room) -> Arrived:
     index_size = wire.index_words(capacity, num_slots)
     index = index.reshape(m, -1)[:, :index_size]
     slots = wire.decode_index(index, capacity, num_slots)
+    slots = _only_sent(slots, room, sent)
   if g > 1:
     rows = wire.join_columns(rows, g, table.width)
   group = jnp.arange(m, dtype=jnp.int32)[:, None]
@@ -316,6 +362,7 @@ class Zen(Scheme):
   """Push along the fastest axis, sum over the others, pull back."""
 
   name: str = "zen"
+  fits: bool = True
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     return sizes[-1] // column_groups, column_groups
@@ -336,15 +383,21 @@ class Zen(Scheme):
     self, outgoing: Sequence[Outgoing], context: Context
   ) -> list[Sections]:
     with jax.named_scope("zen/push"):
-      sections = [push_sections(out) for out in outgoing]
+      sections = [
+        push_sections(out, context.sent(out.room)) for out in outgoing
+      ]
       if context.remote_copies:
         return _copied(sections, False, context)
-      ahead = _ahead([out.room for out in outgoing], context)
-      axes = context.axes[-1:]
+      rooms = [out.room for out in outgoing]
       # Rows stay words until `merge`: as an array they are laid out anew.
       sections = [x._replace(rows=wire.to_words(x.rows)) for x in sections]
-      send = wire.unless(context.quiet, collectives.all_to_all)
-      came = wire.exchange(sections, send, axes, ahead=ahead)
+      came = wire.exchange(
+        sections,
+        wire.unless(context.quiet, collectives.all_to_all),
+        context.axes[-1:],
+        ahead=_ahead(rooms, context),
+        cut=_cut(rooms, context, pull=False),
+      )
       return [Sections(*table) for table in came]
 
   def mark(self, received: list[Sections]) -> jax.Array:
@@ -362,14 +415,15 @@ class Zen(Scheme):
       if after is not None:
         received = [_waiting(table, after) for table in received]
       if not context.remote_copies:
-        shapes = [_lengths(room, pull=False).rows for room in rooms]
+        whole = dataclasses.replace(context, fit=None)
+        shapes = [_lengths(room, False, whole).rows for room in rooms]
         received = [
           x._replace(rows=wire.from_words(x.rows, like.shape, like.dtype))
           for x, like in zip(received, shapes)
         ]
       most = [self.held_rows(room, context) for room in rooms]
       held = [
-        merged(table, room, rows)
+        merged(table, room, rows, context.sent(room))
         for table, room, rows in zip(received, rooms, most)
       ]
       if len(context.axes) > 1:
@@ -381,9 +435,10 @@ class Zen(Scheme):
     with jax.named_scope("zen/pull"):
       me = lax.axis_index(context.axes[-1])
       rooms = [table.room for table in asked]
+      sent = [context.sent(room, pull=True) for room in rooms]
       parts = [
-        section(table.held.union, table.offset, table.room.capacity)
-        for table in asked
+        section(table.held.union, table.offset, table.room.capacity, rows)
+        for table, rows in zip(asked, sent)
       ]
       sections = [
         pull_sections(table, part, context, me)
@@ -392,12 +447,17 @@ class Zen(Scheme):
       if context.remote_copies:
         gathered = _copied(sections, True, context)
       else:
-        ahead, axes = _ahead(rooms, context), context.axes[-1:]
-        gather = wire.unless(context.quiet, collectives.all_gather, axes)
-        gathered = wire.exchange(sections, gather, axes, ahead=ahead)
+        axes = context.axes[-1:]
+        gathered = wire.exchange(
+          sections,
+          wire.unless(context.quiet, collectives.all_gather, axes),
+          axes,
+          ahead=_ahead(rooms, context),
+          cut=_cut(rooms, context, pull=True),
+        )
       return [
-        arrived(Sections(*table), part.slots, room)
-        for table, part, room in zip(gathered, parts, rooms)
+        arrived(Sections(*table), part.slots, room, rows)
+        for table, part, room, rows in zip(gathered, parts, rooms, sent)
       ]
 
   def push_messages(

@@ -32,11 +32,14 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import wire
+from zenjax._src.core.arguments import Capacity
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import expected_bytes
+from zenjax._src.schemes.base import Fit
 from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
@@ -67,6 +70,8 @@ class Local(NamedTuple):
   # Which travel dense from the start: `[p] bool`, equal on all devices.
   remembered: jax.Array | None = None  # None where there is no memory
   carried: Carried | None = None  # rows that waited until now, if they may
+  # [2] f32, rows that a push and a pull needed of late, of `plan.guess`.
+  needed: jax.Array | None = None
 
 
 class Transfer(NamedTuple):
@@ -140,8 +145,9 @@ def begin(
     rows_only: Whether only what arrives is used, and not the tables: these
       are then read and never written.
   """
+  context = dataclasses.replace(context, fit=_fit(tables, context))
   with jax.named_scope("zenjax/mask"):
-    entered = [_enter(table, exact, rows_only) for table in tables]
+    entered = [_enter(table, exact, rows_only, context) for table in tables]
   outgoing = [
     Outgoing(
       Room(t.plan, t.plan.first.push), t.source, t.progress.start, t.probe
@@ -153,7 +159,25 @@ def begin(
   return Exchange(entered, scheme, context, exact, received)
 
 
-def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
+def _fit(tables: Sequence[Local], context: Context) -> Fit | None:
+  """Returns which part of first buffers holds what every table needs."""
+  parts = [
+    table.needed / np.array(table.plan.first, np.float32)
+    for table in tables
+    if table.plan.guess is not None and table.needed is not None
+  ]
+  if not parts:
+    return None
+  slices = jnp.ceil(functools.reduce(jnp.maximum, parts) * wire.SLICES)
+  slices = jnp.clip(slices, 1, wire.SLICES).astype(jnp.int32)
+  level = jnp.searchsorted(np.array(wire.PARTS, np.int32), slices)
+  level = compat.as_invariant(level.astype(jnp.int32), context.axes)
+  return Fit(level[0], level[1])
+
+
+def _enter(
+  table: Local, exact: bool, rows_only: bool, context: Context
+) -> Transfer:
   """Finds the rows to send, and where sums are to be written."""
   plan = table.plan
   remembered = table.remembered if exact else None
@@ -173,7 +197,7 @@ def _enter(table: Local, exact: bool, rows_only: bool) -> Transfer:
     target=target,
     start=none,
     union=jnp.zeros((plan.layout.groups, len(plan.tables)), jnp.int32),
-    sent=jnp.full_like(zero, plan.first.push),
+    sent=zero + context.sent(Room(plan, plan.first.push)),
     left=zero,
     to_come=zero,
     pulled=zero,
@@ -251,7 +275,7 @@ def finish(
     [table.source for table in tables],
     scheme,
     # Ids of later rounds are no earlier than values.
-    dataclasses.replace(context, ids_first=False, quiet=None),
+    dataclasses.replace(context, ids_first=False, quiet=None, fit=None),
     owner,
   )
   surveys = jnp.zeros((), jnp.int32)
@@ -278,7 +302,8 @@ def finish(
     # Tables on the dense path keep their local rows.
     if skip is not None and isinstance(start.target, Whole):
       start = start._replace(target=start.target._replace(skip=skip))
-    progress.append(advance(start, arrived, plan.first.pull, plan))
+    pulled = context.sent(Room(plan, plan.first.pull), pull=True)
+    progress.append(advance(start, arrived, pulled, plan))
   loops = dataclasses.replace(
     loops,
     sources=[
@@ -361,7 +386,10 @@ class Progress(NamedTuple):
 
 
 def advance(
-  progress: Progress, arrived: Arrived, capacity: int, plan: TablePlan
+  progress: Progress,
+  arrived: Arrived,
+  capacity: jax.Array | int,
+  plan: TablePlan,
 ) -> Progress:
   """Writes what a pull of `capacity` rows brought."""
   tally = arrived.tally
@@ -791,7 +819,12 @@ def _levels(
       [(p.chunks[LARGE].pull, p.chunks[SMALL].pull) for p in plans],
     )
   ]
-  if all([scheme.holds_all(Room(p, p.first.push), context) for p in plans]):
+  if all(
+    [
+      p.guess is None and scheme.holds_all(Room(p, p.first.push), context)
+      for p in plans
+    ]
+  ):
     pushes = []
   if not any([scheme.pull_messages([Room(p, 1)], context) for p in plans]):
     # A pull without a message brings everything at once.
@@ -976,17 +1009,25 @@ def _sparse_bytes(
 
   Remote copies send no padding: at most the bytes of the mean number of rows.
   """
-  sizes = [plan.first, *plan.chunks]
-  rooms = [(Room(plan, c.push), Room(plan, c.pull)) for c in sizes]
-  first, *chunks = [
-    (
-      float(received_bytes(scheme.push_messages([push], context), context)),
-      float(received_bytes(scheme.pull_messages([pull], context), context)),
-    )
-    for push, pull in rooms
-  ]
+
+  def both(size: Capacity, fit: Fit | None) -> list[float]:
+    """Bytes of a push and of a pull."""
+    known = dataclasses.replace(context, fit=fit)
+    messages = [
+      scheme.push_messages([Room(plan, size.push)], known),
+      scheme.pull_messages([Room(plan, size.pull)], known),
+    ]
+    return [float(received_bytes(x, context)) for x in messages]
+
+  chunks = [both(size, None) for size in plan.chunks]
   turned = jnp.stack(turns, axis=1).astype(jnp.float32)
-  sent = jnp.float32(sum(first))
+  if context.fit is None:
+    sent = jnp.float32(sum(both(plan.first, None)))
+  else:
+    levels = range(len(wire.PARTS))
+    parts = np.array([both(plan.first, Fit(k, k)) for k in levels], np.float32)
+    push, pull = jnp.asarray(parts).T
+    sent = push[context.fit.push] + pull[context.fit.pull]
   if context.quiet is not None:
     left_out = lax.platform_dependent(
       context.quiet, cpu=lambda quiet: quiet, default=jnp.zeros_like

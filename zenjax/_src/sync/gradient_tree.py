@@ -348,8 +348,10 @@ def _locals(
 ) -> list[exchange.Local]:
   """Returns the leaves of a part as tables, with what is remembered of each."""
   columns = [choice.column_groups for choice in part.choices]
+  scheme = SPARSE[part.scheme]
+  fits = bool(state) and leaf_tables.first_rounds_fit(scheme, options, context)
   plans = leaf_tables.plans(
-    part.leaves, SPARSE[part.scheme], options, context, columns
+    part.leaves, scheme, options, context, columns, fits=fits
   )
   leaves, found = dict(part.leaves), []
   for plan in plans:
@@ -357,14 +359,16 @@ def _locals(
     tables = [
       leaf_util.as_table(leaves[name], options.unit_of(name)) for name in names
     ]
-    remembered, carried = None, None
+    remembered, carried, needed = None, None, None
     if state:
       old = [state.leaves[name] for name in names]
+      if plan.guess is not None:
+        needed = sync_state.needed(old, state.step, plan)
       if options.exact and plan.table.look_ups is None:
         remembered = jnp.stack([leaf.dense for leaf in old])
       if not options.exact:
         carried = carried_rows(old[0], options.unit_of(names[0]))
-    found.append(exchange.Local(plan, tables, remembered, carried))
+    found.append(exchange.Local(plan, tables, remembered, carried, needed))
   return found
 
 

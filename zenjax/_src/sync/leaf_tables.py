@@ -35,6 +35,7 @@ def plans(
   context: Context,
   column_groups: Sequence[int | None],
   stack: bool = True,
+  fits: bool = False,
 ) -> tuple[buffer_sizes.TablePlan, ...]:
   """Returns static sizes for the sparse leaves of `group`, `(name, leaf)` each.
 
@@ -42,7 +43,8 @@ def plans(
   has chosen, or None where `partition` decides. With `stack` tables of one
   width and dtype travel as one. They do not where rows may wait for the next
   step, each leaf's in a residual of its own, nor where a kernel may run, which
-  reads one table.
+  reads one table. With `fits` first rounds may follow what earlier steps have
+  needed.
   """
   tables = [table_of(name, leaf, options) for name, leaf in group]
   pinned = []
@@ -90,14 +92,33 @@ def plans(
         _warn_above_break_even(given, plan, scheme, context, by_leaf)
   kernels, known = options.tuning.kernels, operations.OPERATIONS.values()
   alone = all([x.takes_reference(kernels) for x in known])
-  if not (stack and options.exact and alone):
-    return planned
-  found = buffer_sizes.stack(
-    planned, devices=context.devices, padded=not context.remote_copies
-  )
-  return tuple(
-    [scheme.fitted(plan) if plan.members else plan for plan in found]
-  )
+  found = planned
+  if stack and options.exact and alone:
+    found = buffer_sizes.stack(
+      planned, devices=context.devices, padded=not context.remote_copies
+    )
+    found = [scheme.fitted(plan) if plan.members else plan for plan in found]
+  if fits:
+    found = [buffer_sizes.fitting(plan, context.devices) for plan in found]
+  return tuple(found)
+
+
+def first_rounds_fit(
+  scheme: Scheme, options: Options, context: Context
+) -> bool:
+  """True if first rounds are to be as large as steps have shown.
+
+  A program that sends one of several sizes has its collectives in branches,
+  where nothing else can run beside them. It pays where a further round costs
+  milliseconds: between processes on CPUs.
+  """
+  one = len(context.axes) == 1 and not context.remote_copies
+  return scheme.fits and options.exact and one and between_hosts()
+
+
+def between_hosts() -> bool:
+  """True if CPUs, if the program is for them, meet over a network."""
+  return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def _warn_above_break_even(

@@ -12,6 +12,7 @@ from jax import core
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from zenjax._src.machine import cost
 from zenjax._src.schemes import dense_sum
@@ -182,6 +183,24 @@ def read_by_a_step(
   return ZenSyncState(state.step, leaves)
 
 
+# Steps by whose needs the next one's first round is sized.
+_RECENT = 4
+
+
+def needed(
+  leaves: Sequence[LeafState], step: jax.Array, plan: TablePlan
+) -> jax.Array:
+  """Rows that a push and a pull of these leaves needed of late: `[2] f32`.
+
+  The most of a few steps, as `plan.guess` where there were none. Of leaves that
+  travel as one table their sum; those that went dense need nothing.
+  """
+  at = (step - 1 - jnp.arange(_RECENT, dtype=jnp.int32)) % HISTORY
+  recent = [jnp.max(leaf.history[at], axis=0) for leaf in leaves]
+  total = sum([jnp.maximum(x, 0).astype(jnp.float32) for x in recent])
+  return jnp.where(step > 0, total, np.array(plan.guess, np.float32))
+
+
 def with_rest(
   leaves: dict[str, LeafState], state: ZenSyncState
 ) -> dict[str, LeafState]:
@@ -222,8 +241,8 @@ def after_step(
       devices=context.devices,
       row_groups=own.layout.groups,
       column_groups=own.column_groups,
-      push=own.first.push,
-      pull=own.first.pull,
+      push=(own.guess or own.first).push,
+      pull=(own.guess or own.first).pull,
       mean=int(context.mean),
       scheme=SCHEMES.index(choice.scheme),
     )

@@ -1,0 +1,129 @@
+"""First rounds between hosts: as large as earlier steps have needed."""
+
+import cases
+import forced
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import runners
+
+import zenjax
+
+N, ROWS = 4, 40_000
+
+
+def stepping(tx, tables):
+  """Returns a step of `tx`, of look-ups `{name: (ids, values)}` and a state."""
+  split = jax.P("data")
+
+  def step(batch, state):
+    rows = {
+      name: zenjax.SparseRows(ids[0], values[0], tables[name].shape[0])
+      for name, (ids, values) in batch.items()
+    }
+    updates, state = tx.update(rows, state)
+    return {k: x.to_dense()[None] for k, x in updates.items()}, state
+
+  return jax.jit(
+    jax.shard_map(
+      step,
+      mesh=runners.mesh(N),
+      in_specs=(split, jax.P()),
+      out_specs=(split, jax.P()),
+    )
+  )
+
+
+def drawn(rng, table, count, look_ups):
+  """`count` rows of each device as look-ups, and their gradient whole."""
+  values = rng.standard_normal((N, *table.shape)).astype(table.dtype)
+  ids = [np.sort(cases.draw(rng, len(table), count)) for _ in range(N)]
+  stack = cases.keep(values, ids)
+  ids = np.stack([np.pad(x, (0, look_ups - count), "edge") for x in ids])
+  values = stack[np.arange(N)[:, None], ids]
+  values[:, count:] = 0  # These repeat the last one.
+  return (ids.astype(np.int32), values), stack
+
+
+def run(tx, tables, counts, look_ups=2048):
+  """Yields what each step shows of each table; sums are those of the oracle."""
+  step, state = stepping(tx, tables), tx.init(tables)
+  rng = np.random.default_rng(0)
+  for number, count in enumerate(counts):
+    batch, stacks = {}, {}
+    for name, table in tables.items():
+      batch[name], stacks[name] = drawn(rng, table, count, look_ups)
+    got, state = step(batch, state)
+    for name, stack in stacks.items():
+      label = f"step {number}, {name}"
+      oracle.check(np.asarray(got[name]), stack, label=label)
+      oracle.check_replicas(np.asarray(got[name]), label=label)
+    yield zenjax.stats(state)
+
+
+@pytest.mark.parametrize(
+  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+)
+def test_a_first_round_is_what_steps_have_needed(partition, monkeypatch):
+  forced.between_hosts(monkeypatch)
+  tx = zenjax.zen_sync("data", partition=partition)
+  counts = [500] * 4 + [50] * 9 + [1400, 50] + [1400] * 2
+  tables = {"table": jnp.zeros((ROWS, 32))}
+  rounds, over = [], []
+  for count, seen in zip(counts, run(tx, tables, counts)):
+    (seen,) = seen.values()
+    rounds.append(seen["rounds"])
+    rows = count + seen["union_density"] * ROWS
+    over.append(seen["wire_bytes"] / seen["dense_bytes"] * 2 * ROWS / rows)
+  # Once seen, one round brings all, at little more than its rows.
+  assert set(rounds[1:4]) == {1}
+  assert max(over[1:4]) < 1.35
+  # Fewer rows: a large round for four steps, then a small one.
+  assert set(rounds[4:13]) == {1}
+  assert over[7] > 3 > 2.5 > over[8]
+  # More than ever: what is left follows. Both are remembered.
+  assert rounds[13] > 1
+  assert set(rounds[14:]) == {1}
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param({"wire_dtype": jnp.bfloat16}, marks=pytest.mark.each_jax),
+    pytest.param(
+      {"tuning": zenjax.Tuning(ids_first=True)}, marks=pytest.mark.more
+    ),
+  ],
+  ids=["16 bits", "ids first"],
+)
+def test_several_tables_share_a_first_round(options, monkeypatch):
+  forced.between_hosts(monkeypatch)
+  tx = zenjax.zen_sync("data", **options)
+  dtype = jnp.bfloat16 if "wire_dtype" in options else jnp.float32
+  # Two travel as one, another beside them, and one has too few for slices.
+  shapes = {"a": (ROWS, 31), "b": (ROWS // 2, 31), "c": (ROWS, 64)}
+  tables = {k: jnp.zeros(x, dtype) for k, x in (shapes | {"d": (9, 3)}).items()}
+  counts = [8, 8, 8, 9, 9]
+  first, *known = run(tx, tables, counts, 1024)
+  for seen in known:
+    assert {x["rounds"] for x in seen.values()} == {1}
+  last = known[-1].values()
+  dense = sum([x["dense_bytes"] for x in last])
+  assert sum([x["wire_bytes"] for x in last]) < 0.01 * dense
+  assert sum([x["wire_bytes"] for x in first.values()]) > 0.01 * dense
+
+
+@pytest.mark.more
+def test_a_checkpoint_has_the_sizes(monkeypatch):
+  """A state that went through the disk takes the same bytes."""
+  forced.between_hosts(monkeypatch)
+  tx, tables = zenjax.zen_sync("data"), {"table": jnp.zeros((ROWS, 32))}
+  *_, before = run(tx, tables, [300] * 3)
+  step, state = stepping(tx, tables), tx.init(tables)
+  rng = np.random.default_rng(0)
+  for _ in range(3):
+    batch, _ = drawn(rng, tables["table"], 300, 2048)
+    _, state = step({"table": batch}, jax.tree.map(np.asarray, state))
+  assert zenjax.stats(state) == before
