@@ -74,6 +74,17 @@ class Form:
     return ids, np.asarray(shard.data)
 
 
+class Mapped(Form):
+  """The same inside `shard_map`."""
+
+  def transformation(self, tx: Any) -> Any:
+    mean = optax.stateless(lambda grads, _: lax.pmean(grads, AXIS))
+    return optax.chain(mean, tx)
+
+  def step(self, params: Any, state: Any, *batch: Any) -> Any:
+    return _mapped(self, super().step, params, state, *batch)
+
+
 class RowSharded(Form):
   """XLA's own: each host has a range of rows."""
 
@@ -245,8 +256,8 @@ FORMS: dict[str, type[Form]] = {
   "sharded, ids ahead": Ahead,
 }
 # Forms of some models alone; `BARE` is of `Model.bare`, `DDP` another program.
-BARE, DDP = "no tables", "torch DDP"
-_BARE = {BARE: Form}
+BARE, DDP = ("no tables", "no tables, shard_map"), "torch DDP"
+_BARE = dict(zip(BARE, (Form, Mapped)))
 ALONE = {"bags": {"by hand": ByHand}, "ngram": _BARE, "ngram-wide": _BARE}
 
 
@@ -297,7 +308,7 @@ class _Worker(served.Worker):
     made = models.Setting(**setting)
     if made not in self._models:
       self._models[made] = models.make(made, self.mesh.size)
-    model, is_bare = self._models[made], form == BARE
+    model, is_bare = self._models[made], form in BARE
     if is_bare:
       assert model.bare is not None
       model = model.bare
