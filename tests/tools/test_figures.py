@@ -272,7 +272,8 @@ def of_full_tables() -> list[str]:
     for form in ("zen", "zen-first"):
       found = campaign.ratio(times[hosts, form], times[hosts, "psum"])
       assert found.interval is not None
-      cells.append("{:.2f} ({:.2f} to {:.2f})".format(found[0], *found[1]))
+      low, high = found.interval
+      cells.append(f"{found.median:.2f} ({low:.2f} to {high:.2f})")
     said.append(f"| {hosts} hosts | {' | '.join(cells)} |")
   return said
 
