@@ -227,6 +227,14 @@ def of_compiling() -> list[str]:
   ]
 
 
+def of_compiling_between_hosts() -> list[str]:
+  found = measured("4", "1 Gbit/s", "one look-up")
+  rows, sharded = [found[x]["compile_s"] for x in ("rows", "sharded")]
+  return [
+    f"took {rows:.1f} s to compile, that with `rows.shard` {sharded:.1f} s"
+  ]
+
+
 def of_one_exchange() -> list[str]:
   cells = {
     (x["workload"], x["rate"], x["variant"]): median(x)
@@ -310,6 +318,7 @@ def of_memory() -> list[str]:
         of_devices,
         of_rows,
         of_compiling,
+        of_compiling_between_hosts,
         of_one_exchange,
         of_full_tables,
         of_what_steps_add,

@@ -10,7 +10,9 @@
     dense   or sum the whole table instead, above break-even density
 
 The first push and pull have static sizes and stand outside any branch, so
-that they may overlap with the backward pass. Loops come in two sizes: large
+that they may overlap with the backward pass. Those of row gradients between
+processes on CPUs have one of a few sizes, the least that holds what earlier
+steps needed. Loops come in two sizes: large
 chunks while much is left, small ones for what remains. Sums that do not fill a
 large pull wait for the next push and join what that brings. Conditions of
 loops derive from counts that every pull brings back, equal on all devices, so
