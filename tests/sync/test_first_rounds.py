@@ -115,6 +115,31 @@ def test_several_tables_share_a_first_round(options, monkeypatch):
   assert sum([x["wire_bytes"] for x in first.values()]) > 0.01 * dense
 
 
+def test_ids_are_cut_where_they_travel_as_a_list(monkeypatch):
+  """Of a table with many slots, in which a bitmap would be longer."""
+  forced.between_hosts(monkeypatch)
+  tx = zenjax.zen_sync("data", partition="hash")
+  tables = {"table": jnp.zeros((200_000, 16))}
+  counts = (300, 300, 1200, 300)
+  found = [seen["table"] for seen in run(tx, tables, counts)]
+  assert [x["rounds"] > 1 for x in found] == [False, False, True, False]
+  rows = counts[1] + found[1]["union_density"] * 200_000
+  least = 0.75 * rows * (16 * 4 + 4)
+  assert least < found[1]["wire_bytes"] < 1.4 * least
+
+
+def test_few_look_ups_keep_their_buffers(monkeypatch):
+  """Slices would make them longer: nothing is compiled for them."""
+  forced.between_hosts(monkeypatch)
+  tx = zenjax.zen_sync("data")
+  tables = {"table": jnp.zeros((4_000, 64))}
+  seen, again = run(tx, tables, (90, 10), 100)
+  assert seen["table"]["wire_bytes"] == again["table"]["wire_bytes"]
+  monkeypatch.undo()
+  (alone,) = run(tx, tables, (90,), 100)
+  assert seen == alone
+
+
 @pytest.mark.more
 def test_a_checkpoint_has_the_sizes(monkeypatch):
   """A state that went through the disk takes the same bytes."""

@@ -45,7 +45,7 @@ def _refuse_derivative(primals, tangents):
 
 
 # Where the first columns of a buffer are all that travels, of how many slices
-# they are: a program is compiled for each of these.
+# they are: a branch is compiled for each of these.
 SLICES = 32
 PARTS = (*range(1, 16), *range(16, SLICES + 1, 2))
 

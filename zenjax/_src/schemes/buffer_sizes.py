@@ -63,7 +63,8 @@ class TablePlan:
     layout: Its row groups.
     column_groups: `g`.
     most: Upper bounds: of rows from a device to a group, and from a group.
-    first: Capacity of the first push and pull, which are unconditional.
+    first: Capacity of the first push and pull, which are unconditional; with a
+      `guess` their room, of which a part is sent.
     pinned: Whether the user gave it.
     guess: Where the first push and pull send as much of their buffers as
       earlier steps have needed, how much that is before there were any; else
@@ -227,7 +228,8 @@ def plan_table(
   )
 
 
-# Sizes of a first round that follow what was seen: room for all look-ups, of
+# Sizes of a first round that follow what was seen: room for what a hash makes
+# of all look-ups in the fullest group, of
 # which a step sends the part that earlier ones have needed. With room for half
 # of them batches of more distinct rows took longer than with a guess. Room is
 # local work, used or not: arrays, whose rows may be any number, took 1.15 times
@@ -241,7 +243,9 @@ _SLICED = 4 * wire.SLICES
 def fitting(plan: TablePlan, devices: int) -> TablePlan:
   """`plan` with a first round that follows what was seen, if that may pay."""
   table, groups = plan.table, plan.layout.groups
-  if plan.pinned or table.look_ups is None:
+  if plan.pinned or table.look_ups is None or min(plan.most) < 2 * _SLICED:
+    return plan
+  if any([size >= most for size, most in zip(plan.first, plan.most)]):
     return plan
   union = min(table.look_ups * devices**GROWTH, table.num_rows)
   room = [
@@ -250,6 +254,7 @@ def fitting(plan: TablePlan, devices: int) -> TablePlan:
   ]
   if min(room) * plan.block_width * table.wire_dtype.itemsize < _LEAST_BYTES:
     return plan
+  room = [min(rows, most) for rows, most in zip(room, plan.most)]
   room = Capacity(*[math.ceil(rows / _SLICED) * _SLICED for rows in room])
   return dataclasses.replace(plan, first=room, guess=plan.first)
 

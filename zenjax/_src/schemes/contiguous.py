@@ -46,6 +46,7 @@ class SplitAllGather(Zen):
 
   name: str = "split_all_gather"
   contiguous: bool = True
+  fits: bool = False  # Room is that of a hash; a range may hold all look-ups.
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     del column_groups

@@ -10,14 +10,15 @@
     dense   or sum the whole table instead, above break-even density
 
 The first push and pull have static sizes and stand outside any branch, so
-that they may overlap with the backward pass. Those of row gradients between
-processes on CPUs have one of a few sizes, the least that holds what earlier
-steps needed. Loops come in two sizes: large
-chunks while much is left, small ones for what remains. Sums that do not fill a
-large pull wait for the next push and join what that brings. Conditions of
-loops derive from counts that every pull brings back, equal on all devices, so
-no collective is spent on agreeing, but by owners who need a value of all rows
-before they step (`Rounds.survey`).
+that they may overlap with the backward pass. Not so between processes on CPUs
+where gradients of rows take part: there they stand in branches, one for each of
+a few sizes, and the least is taken that holds what earlier steps needed.
+
+Loops come in two sizes: large chunks while much is left, small ones for what
+remains. Sums that do not fill a large pull wait for the next push and join what
+that brings. Conditions of loops derive from counts that every pull brings back,
+equal on all devices, so no collective is spent on agreeing, but by owners who
+need a value of all rows before they step (`Rounds.survey`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core import wire
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.schemes import dense_sum
@@ -172,7 +174,7 @@ def _fit(tables: Sequence[Local], context: Context) -> Fit | None:
     return None
   slices = jnp.ceil(functools.reduce(jnp.maximum, parts) * wire.SLICES)
   slices = jnp.clip(slices, 1, wire.SLICES).astype(jnp.int32)
-  level = jnp.searchsorted(np.array(wire.PARTS, np.int32), slices)
+  level = indexing.lower_bound(jnp.array(wire.PARTS, jnp.int32), slices)
   level = compat.as_invariant(level.astype(jnp.int32), context.axes)
   return Fit(level[0], level[1])
 

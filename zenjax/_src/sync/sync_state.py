@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
   devices: Any
   row_groups: Any
   column_groups: Any
-  push: Any  # capacity of the first round
+  push: Any  # capacity of the first round, or a guess where it follows steps
   pull: Any
   mean: Any  # 1 for op="mean", 0 for op="sum"
   scheme: Any  # index in `SCHEMES`
@@ -192,13 +192,14 @@ def needed(
 ) -> jax.Array:
   """Rows that a push and a pull of these leaves needed of late: `[2] f32`.
 
-  The most of a few steps, as `plan.guess` where there were none. Of leaves that
-  travel as one table their sum; those that went dense need nothing.
+  The most of a few steps; `plan.guess` where these sent nothing or there were
+  none. Of leaves that travel as one table their sum.
   """
   at = (step - 1 - jnp.arange(_RECENT, dtype=jnp.int32)) % HISTORY
   recent = [jnp.max(leaf.history[at], axis=0) for leaf in leaves]
   total = sum([jnp.maximum(x, 0).astype(jnp.float32) for x in recent])
-  return jnp.where(step > 0, total, np.array(plan.guess, np.float32))
+  known = (step > 0) & jnp.all(total > 0)
+  return jnp.where(known, total, np.array(plan.guess, np.float32))
 
 
 def with_rest(
