@@ -228,12 +228,11 @@ def plan_table(
   )
 
 
-# Sizes of a first round that follow what was seen: room for what a hash makes
-# of all look-ups in the fullest group, of
-# which a step sends the part that earlier ones have needed. With room for half
+# First rounds that follow what was seen have room for all look-ups, as a hash
+# spreads them, and send the part that earlier steps needed. With room for half
 # of them batches of more distinct rows took longer than with a guess. Room is
 # local work, used or not: arrays, whose rows may be any number, took 1.15 times
-# as long with four times the room of a guess, between four hosts. Where it is
+# as long with four times the room of a guess, between four hosts. Where room is
 # less than so many bytes to one device a smaller part takes no less time.
 # Slices of rows are whole words.
 _LEAST_BYTES = 16 << 10
