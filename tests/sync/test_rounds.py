@@ -19,6 +19,8 @@ import scheme_names
 import zenjax
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
+from zenjax._src.schemes import base
+from zenjax.kernels.reference import Union
 
 N, ROWS, WIDTH = 4, 6000, 2
 DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
@@ -242,3 +244,22 @@ def test_slices_that_travel_come_where_they_belong(collective, level):
       end = want.shape[2] // wire.SLICES * wire.PARTS[level]
       want[:, :, end:] = 0
     np.testing.assert_array_equal(came, want)
+
+
+@pytest.mark.parametrize("sent", [3, 5, 8])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_part_of_a_section_ends_where_a_shorter_one_does(offset, sent):
+  slots = jnp.array([1, 4, 5, 9, 12, 20, 20, 20, 20], jnp.int32)
+  union = Union(
+    slots=slots,
+    rows=jnp.arange(9.0)[:, None] + 1,
+    total=jnp.int32(5),
+    limit=jnp.int32(20),
+    merged=jnp.int32(7),
+  )
+  part = base.section(union, offset, 8, jnp.int32(sent))
+  want = base.section(union, offset, sent)
+  assert (part.total, part.limit) == (want.total, want.limit)
+  np.testing.assert_array_equal(part.slots[:sent], want.slots)
+  np.testing.assert_array_equal(part.rows[:sent], want.rows)
+  assert np.all(part.slots[sent:] >= 20)
