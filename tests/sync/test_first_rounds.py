@@ -152,3 +152,59 @@ def test_a_checkpoint_has_the_sizes(monkeypatch):
     batch, _ = drawn(rng, tables["table"], 300, 2048)
     _, state = step({"table": batch}, jax.tree.map(np.asarray, state))
   assert zenjax.stats(state) == before
+
+
+BESIDE = {
+  "alone": {},
+  "beside a wider": {"other": (1_100, 40)},
+  "in a stack": {"other": (1_100, 24)},
+  "beside a larger": {"other": (ROWS, 40)},
+}
+
+
+@pytest.mark.parametrize(
+  "beside",
+  [
+    "alone",
+    pytest.param("beside a wider", marks=pytest.mark.more),
+    pytest.param("in a stack", marks=pytest.mark.each_jax),
+    "beside a larger",
+  ],
+)
+def test_rows_of_nearly_all_are_summed_whole(beside, monkeypatch):
+  """Once a step has shown that they are many, and while they are."""
+  forced.between_hosts(monkeypatch)
+  shapes = {"full": (1_500, 24), **BESIDE[beside]}
+  tables = {name: jnp.zeros(x) for name, x in shapes.items()}
+  counts = (1_000, 1_000, 900, 20, 20, 1_000)
+  found = [*run(zenjax.zen_sync("data"), tables, counts, 1024)]
+  full = [seen["full"] for seen in found]
+  dense = [x["went_dense"] for x in full]
+  for count, seen in zip(counts, full):
+    assert seen["density"] == pytest.approx(count / 1_500, rel=1e-6)
+  if beside == "beside a larger":  # Which never is full.
+    assert not any(dense)
+    return
+  assert dense == [False, True, True, True, False, False]
+  for step in (1, 2, 3):
+    # The table as float32, and a byte that counts each row.
+    whole = 2 * (N - 1) / N * 1_500 * (24 * 4 + 1)
+    assert full[step]["wire_bytes"] == pytest.approx(whole, rel=1e-6)
+    assert full[step]["rounds"] == 0
+  union = full[2]["union_density"]
+  assert union == pytest.approx(1 - (1 - 900 / 1_500) ** 4, abs=0.02)
+  for seen in found:
+    assert len({x["went_dense"] for x in seen.values()}) == 1
+
+
+def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
+  """Rows of all devices together that cannot be those of the whole table."""
+  forced.between_hosts(monkeypatch)
+  tx, few, many = zenjax.zen_sync("data"), 250, 1024
+  for look_ups, sums in ((few, 0), (many, 2)):
+    tables = {"table": jnp.zeros((1_500, 24))}
+    step, state = stepping(tx, tables), tx.init(tables)
+    ids = jnp.zeros((N, look_ups), jnp.int32)
+    batch = {"table": (ids, jnp.zeros((N, look_ups, 24)))}
+    text = step.lower(batch, state).as_text()
+    assert text.count("stablehlo.all_reduce") == sums

@@ -94,7 +94,10 @@ class Synced(NamedTuple):
   plan: TablePlan
   target: Target
   outcome: "Outcome"
-  first: Arrived  # by the first pull
+  # What the first pull brought, and where sums were to be written before it:
+  # for rows that wait. None where none can.
+  first: Arrived | None = None
+  entered: Target | None = None
 
 
 class Result(NamedTuple):
@@ -337,10 +340,86 @@ def finish(
   progress = [p._replace(union=as_equal(p.union)) for p in progress]
   shown = Shown(turns, scheme, context, exchange.exact)
   synced = [
-    Synced(t.plan, target, outcome_of(t, target, p, arrived, d, shown), arrived)
+    Synced(
+      t.plan,
+      target,
+      outcome_of(t, target, p, arrived, d, shown),
+      arrived,
+      t.progress.target,
+    )
     for t, target, p, arrived, d in zip(tables, targets, progress, first, dense)
   ]
   return Result(synced, owned, owner)
+
+
+def whole_or_rows(
+  tables: Sequence[Local], whole: jax.Array, scheme: Scheme, context: Context
+) -> list[Synced]:
+  """Sums tables of SparseRows whole, or exchanges their rows.
+
+  Nothing of an exchange is left where they are summed, also no local work.
+
+  Args:
+    tables: Local gradients.
+    whole: Whether to sum them, `[] bool`, equal on all devices.
+    scheme: How rows travel.
+    context: Axes and operation.
+  """
+
+  def exchanged():
+    synced = finish(begin(tables, scheme, context)).tables
+    return [(x.target, x.outcome) for x in synced]
+
+  def summed():
+    return [_summed_whole(table, scheme, context) for table in tables]
+
+  found = lax.cond(whole, summed, exchanged)
+  return [Synced(t.plan, *x) for t, x in zip(tables, found)]
+
+
+def _summed_whole(
+  table: Local, scheme: Scheme, context: Context
+) -> tuple[Appended, "Outcome"]:
+  """Sums SparseRows of some tables as the tables that they are of."""
+  plan = table.plan
+  row, values, held = [], [], []
+  for one in table.rows:
+    total, count = dense_sum.sum_rows(
+      one.indices,
+      one.values,
+      one.num_rows,
+      context,
+      unique=one.facts.unique,
+    )
+    number = jnp.arange(one.num_rows, dtype=jnp.int32)
+    row.append(jnp.where(count > 0, number, one.num_rows))
+    values.append(total)
+    held.append(count)
+  union = jnp.stack([jnp.sum(x > 0, dtype=jnp.int32) for x in held])
+  local = jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in held])
+  local /= context.devices
+  target = Appended(jnp.concatenate(row), jnp.concatenate(values), union)
+  # Every group is taken to be as full as the mean.
+  union = union.astype(jnp.float32)
+  push, pull = local / plan.layout.groups, union / plan.layout.groups
+  above = functools.partial(_above, push, pull, plan, scheme, context)
+  none = jnp.zeros_like(local)
+  outcome = Outcome(
+    local_rows=local,
+    union_rows=union,
+    push_need=push,
+    pull_need=pull,
+    push_mean=push,
+    rounds=jnp.zeros((), jnp.float32),
+    overflow_rows=none,
+    wire_bytes=none + _dense_bytes(plan, context, counted=True),
+    dense_bytes=_dense_bytes(plan, context, counted=False),
+    went_dense=jnp.ones_like(none, bool),
+    withheld=jnp.zeros((), bool),
+    above=above(1.0),
+    dense_next=above(_RETURN),
+  )
+  return target, outcome
 
 
 def _takes_dense_path(
@@ -899,9 +978,20 @@ def _above(
   factor: float,
 ) -> jax.Array:
   """Returns which tables are above `factor` times break-even: `[p] bool`."""
-  dense = [dense_sum.received_bytes(x, context.devices) for x in plan.tables]
-  most = np.array(dense, np.float32) * scheme.break_even * factor
+  dense = _dense_bytes(plan, context, counted=True)
+  most = dense * np.float32(scheme.break_even * factor)
   return jnp.asarray(expected_bytes(scheme, plan, push, pull, context) > most)
+
+
+def _dense_bytes(
+  plan: TablePlan, context: Context, *, counted: bool
+) -> np.ndarray:
+  """Bytes of a sum of each table as a whole: `[p] float32`."""
+  whole = [
+    dense_sum.received_bytes(table, context.devices, counted=counted)
+    for table in plan.tables
+  ]
+  return np.array(whole, np.float32)
 
 
 class Shown(NamedTuple):
@@ -955,6 +1045,7 @@ def outcome_of(
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
+  may = dense is not None or (plan.dense and exact)
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
   all_sent = jnp.sum(tally.pushed.astype(jnp.float32))
@@ -972,8 +1063,7 @@ def outcome_of(
     rows = np.array([one.num_rows for one in plan.tables], np.float32)
     some = jnp.sum(sent)
     share = jnp.where(some > 0, sent / jnp.maximum(some, 1), rows / sum(rows))
-  whole = [dense_sum.received_bytes(x, context.devices) for x in plan.tables]
-  whole = np.array(whole, np.float32)
+  whole = _dense_bytes(plan, context, counted=True)
   return Outcome(
     local_rows=local,
     union_rows=union,
@@ -983,11 +1073,11 @@ def outcome_of(
     rounds=progress.rounds.astype(jnp.float32),
     overflow_rows=jnp.where(went_dense, 0.0, left * share),
     wire_bytes=sparse * share + jnp.where(went_dense, whole, 0.0),
-    dense_bytes=whole,
+    dense_bytes=_dense_bytes(plan, context, counted=False),
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (not exact),
-    above=enter & (dense is not None),
-    dense_next=jnp.where(went_dense, stay, enter) & (dense is not None),
+    above=enter & may,
+    dense_next=jnp.where(went_dense, stay, enter) & may,
   )
 
 

@@ -391,21 +391,61 @@ def _summed_whole(
   return out, new
 
 
-def _results(
+def _begun(
   part: SharedExchange,
-  begun: exchange.Exchange,
-  result: exchange.Result,
+  tables: Sequence[exchange.Local],
+  options: Options,
+  context: Context,
+) -> exchange.Exchange:
+  """Sends the first push of a part."""
+  return exchange.begin(
+    tables,
+    SPARSE[part.scheme],
+    context,
+    exact=options.exact,
+    rows_only=options.output == "rows" and not options.exact,
+  )
+
+
+def _exchanged(
+  part: SharedExchange,
+  begun: exchange.Exchange | None,
+  after: jax.Array | None,
   state: sync_state.ZenSyncState | None,
   options: Options,
+  context: Context,
+) -> list[exchange.Synced]:
+  """Exchanges a part, of which a push may have begun.
+
+  Where all its leaves are SparseRows of which the last step showed too many,
+  their tables are summed whole.
+  """
+  if begun:
+    return exchange.finish(begun, after=after).tables
+  tables = _locals(part, state, options, context)
+  if state and all([table.plan.dense for table in tables]):
+    many = [state.leaves[name].dense for name, _ in part.leaves]
+    many = compat.as_invariant(jnp.all(jnp.stack(many)), context.axes)
+    return exchange.whole_or_rows(tables, many, SPARSE[part.scheme], context)
+  begun = _begun(part, tables, options, context)
+  return exchange.finish(begun, after=after).tables
+
+
+def _results(
+  part: SharedExchange,
+  tables: Sequence[exchange.Synced],
+  state: sync_state.ZenSyncState | None,
+  options: Options,
+  context: Context,
 ) -> tuple[list[Any], dict[str, sync_state.LeafState]]:
   """Reads the exchange of a part.
 
   Args:
     part: The leaves, local.
-    begun: Their exchange.
-    result: The same, finished.
+    tables: The same, exchanged.
     state: Statistics before this step; None where there is no memory.
     options: Of the transformation.
+    context: Axes and operation.
 
   Returns:
     What comes out for each leaf, in order, and the new statistics of those
@@ -413,7 +453,7 @@ def _results(
   """
   leaves, out, new = dict(part.leaves), {}, {}
   choices = dict(zip(leaves, part.choices))
-  for table, sent in zip(result.tables, begun.tables):
+  for table in tables:
     names = [one.name for one in table.plan.tables]
     out |= zip(names, leave([leaves[name] for name in names], table, options))
     if not state:
@@ -422,17 +462,15 @@ def _results(
     if not options.exact:
       # Where rows come out nobody reads a written table: the one that entered
       # holds what waits, too.
-      rows = _table_of(
-        sent.progress.target if options.output == "rows" else table.target
-      )
+      rows = table.entered if options.output == "rows" else table.target
       unit = options.unit_of(names[0])
-      old = [keep(rows, old[0], table.first, table.plan, unit)]
+      old = [keep(_table_of(rows), old[0], _first(table), table.plan, unit)]
     after = sync_state.after_step(
       old,
       state.step,
       table.outcome,
       table.plan,
-      begun.context,
+      context,
       [choices[name] for name in names],
     )
     new |= zip(names, after)
@@ -443,23 +481,31 @@ def leave(
   leaves: Sequence[Any], table: exchange.Synced, options: Options
 ) -> list[Any]:
   """Returns what comes out: as it came, unless `output` says otherwise."""
-  plan, target, _, first = table
+  plan, target = table.plan, table.target
   if isinstance(target, Appended):
     rows = target.rows(plan)
     return [x.to_dense() for x in rows] if options.output == "dense" else rows
   if options.output != "rows":
     synced = list(target.tables)
     if not options.exact:
-      synced = [withhold(_table_of(target), first, plan)]
+      synced = [withhold(_table_of(target), _first(table), plan)]
     return [leaf_util.from_table(x, leaf) for x, leaf in zip(synced, leaves)]
   if not options.exact:
+    first = _first(table)
     return [SparseRows(first.row, first.values, plan.table.num_rows)]
   return [SparseRows.in_place(x) for x in target.tables]
 
 
-def _table_of(target: Target) -> jax.Array:
+def _first(table: exchange.Synced) -> Arrived:
+  """Returns what the first round of a table brought whose rows may wait."""
+  if table.first is None:
+    raise AssertionError("rows that wait have had a first round")
+  return table.first
+
+
+def _table_of(target: Target | None) -> jax.Array:
   """The one table of an exchange whose rows may wait."""
-  if isinstance(target, Appended):
+  if target is None or isinstance(target, Appended):
     raise AssertionError("SparseRows do not wait")
   (table,) = target.tables
   return table
@@ -494,8 +540,13 @@ def sync_tree(
   # would read all of these.
   memory = state
   if state:
-    arrays = {name for name, leaf in leaves if not is_rows(leaf)}
-    memory = sync_state.read_by_a_step(state, arrays, options.exact)
+    may = {
+      name
+      for name, leaf in leaves
+      if not is_rows(leaf)
+      or leaf_tables.rows_may_be_dense(leaf.capacity, leaf.num_rows, context)
+    }
+    memory = sync_state.read_by_a_step(state, may, options.exact)
   known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
@@ -521,13 +572,8 @@ def sync_tree(
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
-        begun[k] = exchange.begin(
-          _locals(part, memory, options, context),
-          SPARSE[part.scheme],
-          context,
-          exact=options.exact,
-          rows_only=options.output == "rows" and not options.exact,
-        )
+        tables = _locals(part, memory, options, context)
+        begun[k] = _begun(part, tables, options, context)
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:
       after = functools.reduce(jnp.maximum, marks)
@@ -535,15 +581,8 @@ def sync_tree(
       if part.scheme in DENSE:
         synced, more = _summed_whole(part, memory, options, context)
       else:
-        sent = begun.get(k) or exchange.begin(
-          _locals(part, memory, options, context),
-          SPARSE[part.scheme],
-          context,
-          exact=options.exact,
-          rows_only=options.output == "rows" and not options.exact,
-        )
-        result = exchange.finish(sent, after=after)
-        synced, more = _results(part, sent, result, memory, options)
+        tables = _exchanged(part, begun.get(k), after, memory, options, context)
+        synced, more = _results(part, tables, memory, options, context)
       new |= more
       for i, value in zip(part.at, synced):
         out[at[i]] = value

@@ -100,7 +100,32 @@ def plans(
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:
     found = [buffer_sizes.fitting(plan, context.devices) for plan in found]
-  return tuple(found)
+  return tuple([_with_dense_rows(plan, options, context) for plan in found])
+
+
+def _with_dense_rows(
+  plan: buffer_sizes.TablePlan, options: Options, context: Context
+) -> buffer_sizes.TablePlan:
+  """`plan`, which says if SparseRows of all its tables may be summed whole."""
+  tables = plan.tables
+  if plan.table.look_ups is None or not options.exact:
+    return plan
+  may = [
+    rows_may_be_dense(table.look_ups or 0, table.num_rows, context)
+    for table in tables
+  ]
+  return dataclasses.replace(plan, dense=all(may))
+
+
+def rows_may_be_dense(look_ups: int, num_rows: int, context: Context) -> bool:
+  """True if SparseRows of a table may be summed whole.
+
+  They are where the list that comes out has a place for each row, so that
+  nothing grows by it, and where it was measured: between processes on CPUs.
+  Of fewer look-ups rows are fewer bytes than the table, whichever they are.
+  """
+  all_rows = look_ups * context.devices >= num_rows
+  return all_rows and between_hosts() and not context.remote_copies
 
 
 def first_rounds_fit(

@@ -165,20 +165,20 @@ def empty_leaf(
 
 
 def read_by_a_step(
-  state: ZenSyncState, arrays: Collection[str], exact: bool
+  state: ZenSyncState, may_be_dense: Collection[str], exact: bool
 ) -> ZenSyncState:
   """`state` with None for all that a step writes and does not read.
 
   Args:
     state: Before the step.
-    arrays: Names of leaves that are arrays: what is dense is remembered.
+    may_be_dense: Names of leaves that may travel dense, if that is remembered.
     exact: Whether no rows wait; else `last` tells whether some do.
   """
   leaves = {}
   for name, leaf in state.leaves.items():
     written = ["sizes", "predicted"]
     written += ["last"] * exact
-    written += ["dense"] * (not exact or name not in arrays)
+    written += ["dense"] * (not exact or name not in may_be_dense)
     leaves[name] = leaf._replace(**dict.fromkeys(written))
   return ZenSyncState(state.step, leaves)
 
