@@ -1045,7 +1045,7 @@ def outcome_of(
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
-  may = dense is not None or (plan.dense and exact)
+  may = dense is not None or plan.dense
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
   all_sent = jnp.sum(tally.pushed.astype(jnp.float32))

@@ -345,14 +345,21 @@ def _locals(
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
+  *,
+  may_sum: bool = True,
 ) -> list[exchange.Local]:
-  """Returns the leaves of a part as tables, with what is remembered of each."""
+  """Returns the leaves of a part as tables, with what is remembered of each.
+
+  With `may_sum` SparseRows may be summed whole.
+  """
   columns = [choice.column_groups for choice in part.choices]
   scheme = SPARSE[part.scheme]
   fits = bool(state) and leaf_tables.first_rounds_fit(scheme, options, context)
   plans = leaf_tables.plans(
     part.leaves, scheme, options, context, columns, fits=fits
   )
+  if state and options.exact and may_sum:
+    plans = leaf_tables.with_dense_rows(plans, context)
   leaves, found = dict(part.leaves), []
   for plan in plans:
     names = [table.name for table in plan.tables]
@@ -572,7 +579,7 @@ def sync_tree(
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
-        tables = _locals(part, memory, options, context)
+        tables = _locals(part, memory, options, context, may_sum=False)
         begun[k] = _begun(part, tables, options, context)
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:

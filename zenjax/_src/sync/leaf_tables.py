@@ -100,21 +100,25 @@ def plans(
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:
     found = [buffer_sizes.fitting(plan, context.devices) for plan in found]
-  return tuple([_with_dense_rows(plan, options, context) for plan in found])
+  return tuple(found)
 
 
-def _with_dense_rows(
-  plan: buffer_sizes.TablePlan, options: Options, context: Context
-) -> buffer_sizes.TablePlan:
-  """`plan`, which says if SparseRows of all its tables may be summed whole."""
-  tables = plan.tables
-  if plan.table.look_ups is None or not options.exact:
-    return plan
-  may = [
-    rows_may_be_dense(table.look_ups or 0, table.num_rows, context)
-    for table in tables
-  ]
-  return dataclasses.replace(plan, dense=all(may))
+def with_dense_rows(
+  found: Sequence[buffer_sizes.TablePlan], context: Context
+) -> tuple[buffer_sizes.TablePlan, ...]:
+  """Plans of an exchange, which say if all are of rows that may be summed whole.
+
+  Beside tables that send rows a sum spares nothing: buffers are shared.
+  """
+  tables = [table for plan in found for table in plan.tables]
+  may = all(
+    [
+      table.look_ups is not None
+      and rows_may_be_dense(table.look_ups, table.num_rows, context)
+      for table in tables
+    ]
+  )
+  return tuple([dataclasses.replace(plan, dense=may) for plan in found])
 
 
 def rows_may_be_dense(look_ups: int, num_rows: int, context: Context) -> bool:
@@ -124,7 +128,7 @@ def rows_may_be_dense(look_ups: int, num_rows: int, context: Context) -> bool:
   nothing grows by it, and where it was measured: between processes on CPUs.
   Of fewer look-ups rows are fewer bytes than the table, whichever they are.
   """
-  all_rows = look_ups * context.devices >= num_rows
+  all_rows = max(1, look_ups) * context.devices >= num_rows
   return all_rows and between_hosts() and not context.remote_copies
 
 
