@@ -106,9 +106,9 @@ def plans(
 def with_dense_rows(
   found: Sequence[buffer_sizes.TablePlan], context: Context
 ) -> tuple[buffer_sizes.TablePlan, ...]:
-  """Plans of an exchange, which say if all are of rows that may be summed whole.
+  """Marks the plans of an exchange if all are of rows that may be summed whole.
 
-  Beside tables that send rows a sum spares nothing: buffers are shared.
+  Beside tables that send rows a sum would spare nothing: buffers are shared.
   """
   tables = [table for plan in found for table in plan.tables]
   may = all(
