@@ -257,8 +257,8 @@ def of_many_rows() -> list[str]:
     for hosts in (2, 4, 8)
   ]
   slower = [
-    seconds / times[*cell, "psum"]
-    for (*cell, variant), seconds in times.items()
+    seconds / times[hosts, rate, name, "psum"]
+    for (hosts, rate, name, variant), seconds in times.items()
     if variant == "zen"
   ]
   return [
