@@ -208,3 +208,15 @@ def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
     batch = {"table": (ids, jnp.zeros((N, look_ups, 24)))}
     text = step.lower(batch, state).as_text()
     assert text.count("stablehlo.all_reduce") == sums
+
+
+def test_rows_that_are_many_beside_fewer_keep_their_sizes(monkeypatch):
+  """They travel as rows, and one round brings them once they were seen."""
+  forced.between_hosts(monkeypatch)
+  tables = {"full": jnp.zeros((4_000, 32)), "other": jnp.zeros((8_000, 40))}
+  found = [*run(zenjax.zen_sync("data"), tables, (2_000,) * 3)]
+  assert not any([x["went_dense"] for seen in found for x in seen.values()])
+  assert {x["rounds"] for x in found[-1].values()} == {1}
+  alone = {"full": tables["full"]}
+  (_, last) = run(zenjax.zen_sync("data"), alone, (2_000,) * 2)
+  assert last["full"]["went_dense"]

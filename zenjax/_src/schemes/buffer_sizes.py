@@ -73,8 +73,8 @@ class TablePlan:
       `SMALL`.
     rooms: Rows of each table that all devices together may hold: those of
       SparseRows. Empty for arrays.
-    dense: Whether SparseRows may be summed whole where earlier steps held too
-      many of them. Arrays always may.
+    dense: Whether these are SparseRows that may be summed whole, as may those
+      of all tables of the exchange.
     members: Of the tables that are stacked into this one, if it is of several.
     tables: The leaves that travel as this table, in the order of their slots.
     kernels: What its local work runs by: `kernels=` of its operations.

@@ -274,20 +274,21 @@ def sum_rows(
   """`psum` or `pmean` of SparseRows as the table that they are of.
 
   Args:
-    ids: `[K] int32`; one may stand more than once, and beyond the table is
-      padding.
+    ids: `[K] int32`; one may stand more than once, beyond the table is padding,
+      and negative ones count from the end.
     values: `[K, D]`.
     num_rows: `R`.
     context: Axes and operation.
-    unique: Whether no id stands twice: adding rows then takes a sixth.
+    unique: Whether no id stands twice: adding takes a sixth of the time then.
 
   Returns:
     The sum, `[R, D]`, and how many devices hold each row, `[R]` integers.
   """
   wide = collectives.accumulator(values.dtype)
-  if unique:  # Padding too, then.
-    number = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    ids = jnp.where(ids < num_rows, ids, num_rows + number)
+  ids = jnp.where(ids < 0, ids + num_rows, ids)
+  # Padding must differ, too.
+  past = num_rows + jnp.arange(ids.shape[0], dtype=jnp.int32)
+  ids = jnp.where((ids >= 0) & (ids < num_rows), ids, past)
   table = jnp.zeros((num_rows, values.shape[1]), wide)
   put = table.at[ids].add
   table = put(values.astype(wide), mode="drop", unique_indices=unique)

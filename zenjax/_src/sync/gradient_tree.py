@@ -424,8 +424,8 @@ def _exchanged(
 ) -> list[exchange.Synced]:
   """Exchanges a part, of which a push may have begun.
 
-  Where all its leaves are SparseRows of which the last step showed too many,
-  their tables are summed whole.
+  Where all its leaves are SparseRows, and the last step showed too many of
+  each, their tables are summed whole.
   """
   if begun:
     return exchange.finish(begun, after=after).tables

@@ -124,8 +124,8 @@ def with_dense_rows(
 def rows_may_be_dense(look_ups: int, num_rows: int, context: Context) -> bool:
   """True if SparseRows of a table may be summed whole.
 
-  They are where the list that comes out has a place for each row, so that
-  nothing grows by it, and where it was measured: between processes on CPUs.
+  They are where the list that comes out has a place for each row, so that the
+  list is no larger, and where it was measured: between processes on CPUs.
   Of fewer look-ups rows are fewer bytes than the table, whichever they are.
   """
   all_rows = max(1, look_ups) * context.devices >= num_rows
@@ -164,7 +164,7 @@ def _warn_above_break_even(
   tables of a few rows: to pin nothing would be no remedy.
   """
   if plan.table.look_ups is not None:
-    return  # SparseRows take no dense path, and may be few of a small table.
+    return  # SparseRows may be few of a small table.
   dense = dense_sum.received_bytes(plan.table, context.devices)
 
   def needed(size: Capacity) -> float:
