@@ -165,10 +165,10 @@ BESIDE = {
 @pytest.mark.parametrize(
   "beside",
   [
-    "alone",
+    pytest.param("alone", marks=pytest.mark.more),
     pytest.param("beside a wider", marks=pytest.mark.more),
     pytest.param("in a stack", marks=pytest.mark.each_jax),
-    "beside a larger",
+    pytest.param("beside a larger", marks=pytest.mark.more),
   ],
 )
 def test_rows_of_nearly_all_are_summed_whole(beside, monkeypatch):
