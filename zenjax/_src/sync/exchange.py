@@ -371,7 +371,7 @@ def whole_or_rows(
     return [(x.target, x.outcome) for x in synced]
 
   def summed():
-    return [_summed_whole(table, scheme, context) for table in tables]
+    return [_sum_of_rows(table, scheme, context) for table in tables]
 
   found = lax.cond(whole, summed, exchanged)
   # All tables are summed, or none: of one alone nothing is to be remembered.
@@ -390,7 +390,7 @@ def whole_or_rows(
   ]
 
 
-def _summed_whole(
+def _sum_of_rows(
   table: Local, scheme: Scheme, context: Context
 ) -> tuple[Appended, "Outcome"]:
   """Sums SparseRows of some tables as the tables that they are of."""
