@@ -76,10 +76,11 @@ def mask_pack(table: jax.Array, layout: Layout) -> Packed:
 def plus_zero_where(
   negative: jax.Array, tables: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-  """`tables` with the zeros of their zero rows made positive.
+  """`tables` with zeros made positive.
 
   Rows that are zero everywhere are not sent, and every replica must hold the
-  same bits. A loop that turns once or not at all: a branch would copy.
+  same bits. A sum of rows that are sent has no negative zeros anyway. A loop
+  that turns once or not at all: a branch would copy.
 
   Args:
     negative: `[] bool`, whether there is anything to do.
@@ -90,9 +91,11 @@ def plus_zero_where(
     flag, tables = carry
     cleared = []
     for table in tables:
-      nonzero = row_mask(table).nonzero[:, None]
+      bits = jnp.dtype(f"uint{table.dtype.itemsize * 8}")
+      negative = np.array(np.iinfo(bits).max // 2 + 1, bits)
+      raw = lax.bitcast_convert_type(table, bits)
       zero = jnp.zeros((), table.dtype)
-      cleared.append(jnp.where(nonzero, table, zero))
+      cleared.append(jnp.where(raw == negative, zero, table))
     return jnp.zeros_like(flag), tuple(cleared)
 
   carry = negative, tuple(tables)
@@ -237,10 +240,11 @@ def place(
   # Padding gets positions out of range and all different: with no position
   # twice in a source XLA needs no atomics on GPUs.
   padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
+  padding = compat.from_memory(padding)
   union = Union(
     slots=jnp.where(found[:-1] < limit, found[:-1], num_slots),
     rows=jnp.zeros((capacity, 0)),
-    total=jnp.minimum(total, capacity),
+    total=compat.from_memory(jnp.minimum(total, capacity)),
     limit=limit,
     merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )
@@ -295,6 +299,7 @@ def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
   """
   # The same numbers for every table: XLA makes them once.
   padding = np.iinfo(np.int32).max - jnp.arange(row.shape[0], dtype=jnp.int32)
+  padding = compat.from_memory(padding)
   row = jnp.where(row < table.shape[0], row, padding)
   return indexing.put(table, row, values)
 

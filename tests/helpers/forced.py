@@ -56,6 +56,13 @@ def between_hosts(monkeypatch) -> None:
   monkeypatch.setattr(_src.sync.leaf_tables, "between_hosts", lambda: True)
 
 
+def two_sizes(monkeypatch) -> None:
+  """Further rounds come in two sizes, as on all but CPUs of one process."""
+  leaf_tables = _src.sync.leaf_tables
+  sizing = leaf_tables.buffer_sizes.TWO_SIZES
+  monkeypatch.setattr(leaf_tables, "_sizing", lambda context: sizing)
+
+
 def unseen_zeros(monkeypatch) -> None:
   """Merges wait for all pushes, as on TPUs."""
   zen = _src.schemes.zen

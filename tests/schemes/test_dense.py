@@ -87,7 +87,7 @@ def test_a_table_that_looks_full_may_have_rows_of_zeros(capacities, dense):
   hidden = rng.permutation(rows)[:40]
   stack[:, hidden] = 0.0
   stack[0, hidden[:10]] = -0.0
-  full = [bool(dense_sum.looks_full([jnp.asarray(x)])[0]) for x in stack]
+  full = [bool(dense_sum.looks_full(jnp.asarray(x))) for x in stack]
   assert full == [True, False, False, True]
   oracle.check(trainer({"t": stack})["t"], stack)
   trainer.check_replicas()

@@ -8,6 +8,7 @@ import functools
 
 import cases
 import declaring
+import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +28,17 @@ DENSITIES = (0.0002, 0.004, 0.02, 0.05, 0.08, 0.12, 0.2, 0.6)
 
 
 @pytest.mark.parametrize(
-  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+  "partition, sizes",
+  [
+    ("hash", "one"),
+    ("hash", "two"),
+    pytest.param("columns", "one", marks=pytest.mark.more),
+    pytest.param("columns", "two", marks=pytest.mark.more),
+  ],
 )
-def test_every_density_comes_back_whole(partition):
+def test_every_density_comes_back_whole(partition, sizes, monkeypatch):
+  if sizes == "two":
+    forced.two_sizes(monkeypatch)
   tx = zenjax.zen_sync("data", sparse=True, partition=partition)
   step = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data"))
   rng = np.random.default_rng(0)
@@ -52,7 +61,8 @@ def test_every_density_comes_back_whole(partition):
   assert dense[-1] and not any(dense[:4])
 
 
-def test_chunks_come_in_two_sizes_where_slots_are_many():
+def test_chunks_come_in_two_sizes_where_slots_are_many(monkeypatch):
+  forced.two_sizes(monkeypatch)
   shape = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
   plan = declaring.declare(shape, ("data",), (N,), partition="hash").plans[0]
   large, small = plan.chunks
@@ -60,8 +70,9 @@ def test_chunks_come_in_two_sizes_where_slots_are_many():
   assert large.pull > 2 * small.pull
 
 
-def test_large_chunks_carry_what_is_much():
+def test_large_chunks_carry_what_is_much(monkeypatch):
   """Turns are fewer by far than small chunks alone would need."""
+  forced.two_sizes(monkeypatch)
   push, rows = 40, 720
   tx = zenjax.zen_sync("data", sparse=True, capacities=(push, 10 * push))
   step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")

@@ -4,6 +4,7 @@
 wherever rows are moved.
 """
 
+from collections.abc import Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -26,6 +27,40 @@ def take_or(x: jax.Array, at: jax.Array, otherwise: Any) -> jax.Array:
   return x.at[at].get(
     mode="fill", fill_value=otherwise, wrap_negative_indices=False
   )
+
+
+def numbers(count: int) -> Sequence[jax.Array | int]:
+  """Returns 0, 1, .. as what `nth` takes, so that equal work compiles once.
+
+  XLA compiles for CPUs kernel by kernel, and equal ones once. Kernels for one
+  of several tables are equal where it does not know which: there these are
+  arrays that it cannot see through. JAX 0.10 sees through them.
+  """
+  if not compat.for_cpus():
+    return range(count)
+  found = [lax.optimization_barrier(jnp.zeros((), jnp.int32))]
+  for _ in range(count - 1):
+    found.append(lax.optimization_barrier(found[-1] + 1))
+  return found
+
+
+def nth(x: ArrayLike, number: jax.Array | int) -> jax.Array:
+  """Returns `x[number]` for one of `numbers`."""
+  if isinstance(number, int):
+    return lax.index_in_dim(jnp.asarray(x), number, keepdims=False)
+  return take(jnp.asarray(x), number)
+
+
+def stacked(parts: Sequence[jax.Array]) -> jax.Array:
+  """Returns `jnp.stack(parts, axis=-1)` of a few small arrays of one shape.
+
+  XLA for CPUs makes one kernel of it and all that its parts are made of.
+  """
+  column = np.arange(len(parts))
+  found = parts[0][..., None]
+  for i, part in enumerate(parts[1:], 1):
+    found = jnp.where(column == i, part[..., None], found)
+  return found
 
 
 def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
@@ -116,6 +151,7 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
 
   A program of its own: it is lowered once for all searches of a shape.
   """
+  bitmap, k = compat.from_memory((bitmap, k))
   num_words = bitmap.words.shape[-1]
   steps = max(1, math.ceil(math.log2(num_words)))
   start = _starts(k, num_words)
@@ -158,7 +194,7 @@ def _starts(like: jax.Array, size: int) -> jax.Array | int:
   if math.prod(batch) == 1:
     return 0
   start = lax.broadcasted_iota(jnp.int32, (math.prod(batch),), 0) * size
-  return start.reshape(*batch, 1)
+  return compat.from_memory(start.reshape(*batch, 1))
 
 
 # Binary search, of which `jnp.searchsorted` is not capable everywhere.

@@ -104,6 +104,7 @@ def _together(
   """Sends `[b, w]` each in one buffer."""
   buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
   buffer = collective(buffer, *args).reshape(-1, buffer.shape[1])
+  buffer = compat.from_memory(buffer)
   ends = itertools.accumulate([x.shape[1] for x in words], initial=0)
   return [
     lax.slice_in_dim(buffer, start, end, axis=1)

@@ -101,7 +101,7 @@ class Tally(NamedTuple):
   def line(self) -> jax.Array:
     """Returns one owner's counts, `[]` each, as `[k]`."""
     *numbers, probe, peak = self
-    return jnp.concatenate([jnp.stack(numbers), probe, peak])
+    return jnp.concatenate([indexing.stacked(numbers), probe, peak])
 
 
 # Fields of a tally that are one number of each group. The others are one of

@@ -116,30 +116,54 @@ class _Size(NamedTuple):
   least_bytes: int  # to one device: what takes no longer than less would
 
 
+class Sizing(NamedTuple):
+  """Sizes of a first round, of large and of small chunks: (push, pull) each."""
+
+  arrays: Sequence[tuple[_Size, _Size]]
+  rows: Sequence[tuple[_Size, _Size]]  # of SparseRows
+  # Chunks' parts of a first round that the user gave, as divisors.
+  pinned: Sequence[tuple[int, int]]
+
+
 # Nothing is known of the density when a step is traced. The first round holds
 # a local density of 1/128 of the table and a union of 1/64, which wastes
 # little of a dense exchange's time where the gradient is empty. Large chunks
 # keep turns few for gradients near break-even, small ones waste little at the
 # end. Where these are messages so short that latency decides, they are longer.
-_FIRST = (_Size(128, 48 << 10), _Size(64, 48 << 10))
-_LARGE = (_Size(48, 48 << 10), _Size(32, 128 << 10))
-_SMALL = (_Size(192, 16 << 10), _Size(128, 32 << 10))
-_MOST_LONGER = 8
 # Rows of look-ups are at most so many, and text repeats its words: what is
 # distinct is a quarter to a tenth. All that there may be is a mean over groups.
-_FIRST_ROWS = (_Size(4, 48 << 10), _Size(4, 48 << 10))
-_LARGE_ROWS = (_Size(8, 48 << 10), _Size(8, 128 << 10))
-_SMALL_ROWS = (_Size(32, 16 << 10), _Size(32, 32 << 10))
+# A pinned pull is a low percentile of what is needed, so that small chunks
+# follow at nearly every step.
+TWO_SIZES = Sizing(
+  arrays=(
+    (_Size(128, 48 << 10), _Size(64, 48 << 10)),
+    (_Size(48, 48 << 10), _Size(32, 128 << 10)),
+    (_Size(192, 16 << 10), _Size(128, 32 << 10)),
+  ),
+  rows=(
+    (_Size(4, 48 << 10), _Size(4, 48 << 10)),
+    (_Size(8, 48 << 10), _Size(8, 128 << 10)),
+    (_Size(32, 16 << 10), _Size(32, 32 << 10)),
+  ),
+  pinned=((1, 8), (8, 64)),
+)
+# All rounds of one size share kernels. XLA compiles for CPUs kernel by kernel,
+# some 9 ms each, and equal ones once. Within one process a turn more is little.
+ONE_SIZE = Sizing(
+  arrays=((_Size(128, 48 << 10), _Size(128, 48 << 10)),) * 3,
+  rows=((_Size(4, 48 << 10), _Size(4, 48 << 10)),) * 3,
+  pinned=((1, 1), (1, 1)),
+)
 # Padding that does not travel costs memory and local work: a first round of a
 # few times as many rows, and further ones no smaller. Not measured.
-_UNPADDED = (_Size(32, 48 << 10), _Size(16, 48 << 10))
-_UNPADDED_ROWS = (_Size(2, 48 << 10), _Size(2, 48 << 10))
+UNPADDED = Sizing(
+  arrays=((_Size(32, 48 << 10), _Size(16, 48 << 10)),) * 3,
+  rows=((_Size(2, 48 << 10), _Size(2, 48 << 10)),) * 3,
+  pinned=((1, 1), (1, 1)),
+)
+_MOST_LONGER = 8
 # With few slots a second size would cost more to compile than it saves.
 _ONE_SIZE_UP_TO = 1024
-# Parts of pinned sizes, (push, pull). The pull's is a low percentile of what
-# is needed, so that small chunks follow at nearly every step.
-_PINNED_LARGE = (1, 8)
-_PINNED_SMALL = (8, 64)
 _MIN_ROWS = 8
 
 
@@ -153,14 +177,11 @@ def plan_table(
   seed: int,
   first_word: int,
   contiguous: bool = False,
-  padded: bool = True,
+  sizing: Sizing = TWO_SIZES,
   kernels: Kernels = "auto",
   members: Sequence[TablePlan] = (),
 ) -> TablePlan:
-  """Sizes for one table; `pinned` is what the user gave in `capacities=`.
-
-  Where buffers do not travel as a whole, not `padded`, one size serves all.
-  """
+  """Sizes for one table; `pinned` is what the user gave in `capacities=`."""
   layout = Layout(
     num_rows=table.num_rows,
     groups=groups,
@@ -180,24 +201,16 @@ def plan_table(
     rooms = sum([plan.rooms for plan in members], ())
   if pinned:
     first = Capacity(*[min(c, m) for c, m in zip(pinned, most)])
-    pinned_chunks = (_PINNED_LARGE, _PINNED_SMALL) if padded else [(1, 1)] * 2
     chunks = [
       Capacity(*[-(-size // part) for size, part in zip(first, parts)])
-      for parts in pinned_chunks
+      for parts in sizing.pinned
     ]
   else:
     block = -(-table.width // column_groups) * table.wire_dtype.itemsize
-    listed = table.look_ups is not None
-    sizes = (
-      (_FIRST_ROWS, _LARGE_ROWS, _SMALL_ROWS)
-      if listed
-      else (_FIRST, _LARGE, _SMALL)
-    )
-    if not padded:
-      sizes = [_UNPADDED_ROWS if listed else _UNPADDED] * 3
     # Rows of a group of which sizes are parts.
-    push_of = pull_of = layout.slots
+    sizes, push_of, pull_of = sizing.arrays, layout.slots, layout.slots
     if table.look_ups is not None:
+      sizes = sizing.rows
       union = table.look_ups * devices**GROWTH
       push_of = table.look_ups / groups
       pull_of = min(union / groups, layout.slots)
@@ -343,7 +356,7 @@ def plan_group(
   pinned: Sequence[Capacity | None],
   seed: int,
   contiguous: bool = False,
-  padded: bool = True,
+  sizing: Sizing = TWO_SIZES,
   kernels: Kernels = "auto",
 ) -> tuple[TablePlan, ...]:
   """Plans for tables that share one exchange and one space of hashed ids."""
@@ -359,7 +372,7 @@ def plan_group(
       seed=seed,
       first_word=first_word,
       contiguous=contiguous,
-      padded=padded,
+      sizing=sizing,
       kernels=kernels,
     )
     plans.append(plan)
@@ -374,7 +387,7 @@ def plan_group(
 
 
 def stack(
-  plans: Sequence[TablePlan], *, devices: int, padded: bool = True
+  plans: Sequence[TablePlan], *, devices: int, sizing: Sizing = TWO_SIZES
 ) -> tuple[TablePlan, ...]:
   """Plans of what travels in the place of these, tables alike as one."""
   alike: dict[Any, list[list[TablePlan]]] = {}
@@ -407,14 +420,14 @@ def stack(
     if len(members) == 1:
       plan = dataclasses.replace(members[0], layout=layout)
     else:
-      plan = _stacked(members, layout, devices, padded)
+      plan = _stacked(members, layout, devices, sizing)
     stacked.append(plan)
     first_word += plan.layout.words
   return tuple(stacked)
 
 
 def _stacked(
-  members: Sequence[TablePlan], layout: Layout, devices: int, padded: bool
+  members: Sequence[TablePlan], layout: Layout, devices: int, sizing: Sizing
 ) -> TablePlan:
   tables = [plan.table for plan in members]
   listed = [table.look_ups for table in tables if table.look_ups is not None]
@@ -435,7 +448,7 @@ def _stacked(
     pinned=pinned,
     seed=layout.seed,
     first_word=layout.first_word,
-    padded=padded,
+    sizing=sizing,
     kernels=members[0].kernels,
     members=members,
   )

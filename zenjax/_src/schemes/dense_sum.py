@@ -329,24 +329,29 @@ def samples(tables: Sequence[jax.Array]) -> jax.Array:
   for table in tables:
     rows = table[:: max(1, table.shape[0] // _SAMPLES)]
     found.append(jnp.pad(rows, ((0, most - rows.shape[0]), (0, 0))))
-  return _count_nonzero(found)
+  nonzero = row_mask(jnp.concatenate(found)).nonzero
+  return jnp.sum(nonzero.reshape(len(found), -1), axis=1, dtype=jnp.int32)
 
 
-def looks_full(tables: Sequence[jax.Array]) -> jax.Array:
-  """Tells where nearly all of a few rows are nonzero: `[p] bool`.
+def samples_where(wanted: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
+  """`samples` where `wanted: [] bool`, else zeros."""
+  none = jnp.zeros(len(tables), jnp.int32)
+  return lax.cond(
+    wanted,
+    samples,
+    lambda tables: functools.reduce(compat.cast_like, tables, none),
+    tuple(tables),
+  )
+
+
+def looks_full(table: jax.Array) -> jax.Array:
+  """Tells if nearly all of a few rows are nonzero, `[] bool`.
 
   The rows lie beside each other in a few places: reading them is quick.
   """
-  found = []
-  for table in tables:
-    num_rows = table.shape[0]
-    start = np.linspace(0, max(0, num_rows - _RUN), _RUNS).astype(np.int32)
-    row = start[:, None] + np.arange(_RUN, dtype=np.int32) % num_rows
-    found.append(indexing.take(table, row.reshape(-1)))
-  return _count_nonzero(found) >= int(_RUNS * _RUN * _NEARLY_ALL)
-
-
-def _count_nonzero(rows: Sequence[jax.Array]) -> jax.Array:
-  """Counts the nonzero rows of each `[k, D]`: `[p] int32`."""
-  nonzero = row_mask(jnp.concatenate(rows)).nonzero
-  return jnp.sum(nonzero.reshape(len(rows), -1), axis=1, dtype=jnp.int32)
+  num_rows = table.shape[0]
+  start = np.linspace(0, max(0, num_rows - _RUN), _RUNS).astype(np.int32)
+  row = start[:, None] + np.arange(_RUN, dtype=np.int32) % num_rows
+  nonzero = row_mask(indexing.take(table, row.reshape(-1))).nonzero
+  count = jnp.sum(nonzero, dtype=jnp.int32)
+  return count >= int(_RUNS * _RUN * _NEARLY_ALL)

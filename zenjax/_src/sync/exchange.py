@@ -198,12 +198,21 @@ def _enter(
     if rows_only:  # Nothing is written over the leaf.
       source = source._replace(tables=tuple(table.rows))
     target = Whole(source.tables)
-  zero = jnp.zeros((), jnp.int32)
-  none = jnp.zeros(plan.layout.groups, jnp.int32)
+  # The first round is to have the kernels of further ones.
+  zero, none, union = compat.from_memory(
+    [
+      jnp.zeros(shape, jnp.int32)
+      for shape in (
+        (),
+        plan.layout.groups,
+        (plan.layout.groups, len(plan.tables)),
+      )
+    ]
+  )
   progress = Progress(
     target=target,
     start=none,
-    union=jnp.zeros((plan.layout.groups, len(plan.tables)), jnp.int32),
+    union=union,
     sent=zero + context.sent(Room(plan, plan.first.push)),
     left=zero,
     to_come=zero,
@@ -293,7 +302,7 @@ def finish(
     loops = dataclasses.replace(loops, owner=owner)
     held, owned = owner(held, owned)
   asked = [
-    Asked(Room(t.plan, t.plan.first.pull), own, 0)
+    Asked(Room(t.plan, t.plan.first.pull), own, t.progress.pulled)
     for t, own in zip(tables, held)
   ]
   first = _with_samples(tables, scheme.pull(asked, context), context)
@@ -328,9 +337,10 @@ def finish(
   with jax.named_scope("zenjax/dense"):
     for i, (target, skip) in enumerate(zip(targets, dense)):
       if skip is not None and isinstance(target, Whole):
+        numbers = indexing.numbers(len(target.tables))
         summed = [
-          dense_sum.reduce_where(table, skip[k], context)
-          for k, table in enumerate(target.tables)
+          dense_sum.reduce_where(table, indexing.nth(skip, k), context)
+          for k, table in zip(numbers, target.tables)
         ]
         targets[i] = Whole(tuple(summed))
   turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
@@ -516,8 +526,8 @@ def rows_to_come(tally: Tally) -> jax.Array:
 
   It is expected to overlap as much as what was merged.
   """
-  counts = jnp.stack([tally.pushed, tally.merged, tally.total])
-  pushed, merged, total = counts.astype(jnp.float32)
+  counts = tally.pushed, tally.merged, tally.total
+  pushed, merged, total = [x.astype(jnp.float32) for x in counts]
   return jnp.max(total * (pushed - merged) / jnp.maximum(merged, 1))
 
 
@@ -799,7 +809,7 @@ class Rounds:
       Outgoing(
         Room(plan, plan.chunks[level].push),
         source.after(target),
-        jnp.minimum(start, plan.layout.slots),
+        compat.from_memory(jnp.minimum(start, plan.layout.slots)),
         jnp.broadcast_to(probe, (plan.layout.groups, len(plan.tables))),
       )
       for plan, source, target, start in zip(
@@ -1060,7 +1070,7 @@ def outcome_of(
     rows = [one.num_rows for one in plan.tables]
     samples = [dense_sum.sample_count(n) for n in rows]
     scale = np.divide(rows, samples).astype(np.float32)
-    sampled = dense_sum.samples(target.tables)
+    sampled = dense_sum.samples_where(jnp.any(went_dense), target.tables)
     seen_union = sampled.astype(jnp.float32) * scale
     seen_local = tally.probe[0].astype(jnp.float32) * scale / context.devices
     local = jnp.where(counted, local, seen_local)

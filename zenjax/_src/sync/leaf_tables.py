@@ -7,6 +7,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from zenjax._src.core import compat
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.wire import has_range_of
 from zenjax._src.machine import cost
@@ -72,6 +73,7 @@ def plans(
         f" along {context.axes[-1]!r}, got {wanted} for {sizes[-1]} devices."
       )
     groups.append(scheme.groups(sizes, wanted))
+  sizing = _sizing(context)
   planned = buffer_sizes.plan_group(
     tables,
     row_groups=[m for m, _ in groups],
@@ -80,7 +82,7 @@ def plans(
     pinned=pinned,
     seed=options.tuning.hash_seed,
     contiguous=scheme.contiguous,
-    padded=not context.remote_copies,
+    sizing=sizing,
     kernels=options.tuning.kernels,
   )
   planned = tuple([scheme.fitted(plan) for plan in planned])
@@ -94,9 +96,7 @@ def plans(
   alone = all([x.takes_reference(kernels) for x in known])
   found = planned
   if stack and options.exact and alone:
-    found = buffer_sizes.stack(
-      planned, devices=context.devices, padded=not context.remote_copies
-    )
+    found = buffer_sizes.stack(planned, devices=context.devices, sizing=sizing)
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:
     found = [buffer_sizes.fitting(plan, context.devices) for plan in found]
@@ -146,8 +146,17 @@ def first_rounds_fit(
 
 
 def between_hosts() -> bool:
-  """True if CPUs, if the program is for them, meet over a network."""
-  return jax.process_count() > 1 and jax.default_backend() == "cpu"
+  """True if the program is for CPUs that meet over a network."""
+  return jax.process_count() > 1 and compat.for_cpus()
+
+
+def _sizing(context: Context) -> buffer_sizes.Sizing:
+  """Returns how large rounds are, where the user does not say it."""
+  if context.remote_copies:
+    return buffer_sizes.UNPADDED
+  if compat.for_cpus() and not between_hosts():
+    return buffer_sizes.ONE_SIZE
+  return buffer_sizes.TWO_SIZES
 
 
 def _warn_above_break_even(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from zenjax._src.core import indexing
 from zenjax._src.machine import cost
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
@@ -224,17 +225,16 @@ def after_step(
 ) -> list[LeafState]:
   """States of the leaves that travelled as one, after step number `count`."""
   seen = [jnp.asarray(getattr(outcome, x), jnp.float32) for x in Last._fields]
-  last = jnp.stack(
-    [jnp.broadcast_to(x, len(plan.tables)) for x in seen], axis=1
-  )
-  need = jnp.stack([outcome.push_need, outcome.pull_need], axis=1)
+  last = indexing.stacked([jnp.broadcast_to(x, len(plan.tables)) for x in seen])
+  need = indexing.stacked([outcome.push_need, outcome.pull_need])
   need = jnp.where(outcome.above[:, None], DENSE_STEP, need.astype(jnp.int32))
   dense = outcome.dense_next
   if plan.members:  # Or each leaf would compute them anew.
     last, need, dense = lax.optimization_barrier((last, need, dense))
   after = []
-  for i, (leaf, own, choice) in enumerate(
-    zip(leaves, plan.members or (plan,), choices)
+  numbers = indexing.numbers(len(plan.tables))
+  for i, leaf, own, choice in zip(
+    numbers, leaves, plan.members or (plan,), choices
   ):
     sizes = Sizes(
       num_rows=own.table.num_rows,
@@ -250,9 +250,11 @@ def after_step(
     after.append(
       leaf._replace(
         sizes=jnp.array(sizes, jnp.int32),
-        last=last[i],
-        history=leaf.history.at[count % HISTORY].set(need[i]),
-        dense=dense[i],
+        last=indexing.nth(last, i),
+        history=lax.dynamic_update_index_in_dim(
+          leaf.history, indexing.nth(need, i), lax.rem(count, HISTORY), axis=0
+        ),
+        dense=indexing.nth(dense, i),
         predicted=_predicted(choice),
       )
     )

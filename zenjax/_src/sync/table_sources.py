@@ -72,9 +72,7 @@ class Masked(NamedTuple):
     """The same but for rows of stacked tables with `skip: [p] bool`."""
     if not plan.members:
       return self
-    words = [member.layout.words for member in plan.members]
-    skip = jnp.repeat(skip, np.array(words), total_repeat_length=sum(words))
-    left = jnp.where(skip, jnp.uint32(0), self.bitmap.words)
+    left = _words_without(self.bitmap.words, skip, plan)
     return self._replace(bitmap=indexing.index(left))
 
   def counts(self, plan: TablePlan) -> jax.Array:
@@ -135,15 +133,19 @@ class Whole(NamedTuple):
       table = expand(table, row, arrived.values, kernels=plan.kernels)
       return self._replace(tables=(table,))
     firsts = jnp.asarray(plan.first_rows, jnp.int32)
+    heights = jnp.array([table.shape[0] for table in self.tables], jnp.int32)
     if self.skip is not None:
-      # No row comes as late as that.
-      firsts = jnp.where(self.skip, jnp.iinfo(jnp.int32).max, firsts)
+      heights = jnp.where(self.skip, 0, heights)
+    # As `expand` has it, but that one kernel finds the rows of any table.
+    size = arrived.row.shape[0]
+    padding = np.iinfo(np.int32).max - jnp.arange(size, dtype=jnp.int32)
+    padding = compat.from_memory(padding)
     tables = []
-    for i, table in enumerate(self.tables):
-      at = arrived.row - lax.index_in_dim(firsts, i, keepdims=False)
-      at = jnp.where(at < 0, table.shape[0], at)
-      table = expand(table, at, arrived.values, kernels=plan.kernels)
-      tables.append(table)
+    for i, table in zip(indexing.numbers(len(self.tables)), self.tables):
+      at = arrived.row - indexing.nth(firsts, i)
+      here = (at >= 0) & (at < indexing.nth(heights, i))
+      at = jnp.where(here, at, padding)
+      tables.append(indexing.put(table, at, arrived.values))
     return self._replace(tables=tuple(tables))
 
 
@@ -181,68 +183,63 @@ def enter_arrays(
   return source, jnp.broadcast_to(found.probe, (plan.layout.groups, 1))
 
 
-# A byte for each row of a stacked table: of its own a table then has the loop
-# that writes it, and XLA has little to compile.
-_ZERO, _NEGATIVE, _NONZERO = np.arange(3, dtype=np.uint8)
-
-
 def _enter_stack(
   tables: Sequence[jax.Array], plan: TablePlan, remembered: jax.Array | None
 ) -> tuple[Masked, jax.Array]:
-  """Finds the rows to send of stacked tables, as `enter_arrays` does."""
-  known = None
-  if remembered is not None:
-    looks = dense_sum.looks_full(tables)
-    known = _Known(looks & ~remembered, looks | remembered)
-  codes = [
-    _coded(table, known, i, member)
-    for i, (table, member) in enumerate(zip(tables, plan.members))
-  ]
-  codes = lax.optimization_barrier(jnp.concatenate(codes))
-  words = pack_rows(codes == _NONZERO, plan.layout)
-  cleared = plus_zero_where(jnp.any(codes == _NEGATIVE), tables)
+  """Finds the rows to send of stacked tables, as `enter_arrays` does.
+
+  Where all of them are known to be dense none is read. To leave out some of
+  them XLA would compile a branch for each table.
+  """
+
+  def read(tables):
+    return _read_stack(tables, plan)
+
+  def unread(tables):
+    words = jnp.zeros((plan.layout.groups, plan.layout.words), jnp.uint32)
+    found = words, jnp.zeros((), bool)
+    return tuple([functools.reduce(compat.cast_like, tables, x) for x in found])
+
+  if remembered is None:
+    words, negative = read(tables)
+  else:
+    words, negative = lax.cond(jnp.all(remembered), unread, read, tuple(tables))
+    words = _words_without(words, remembered, plan)
+  cleared = plus_zero_where(negative, tables)
   source = Masked(cleared, indexing.index(words), None)
   counts = source.counts(plan)
   if remembered is not None:
-    none = jnp.zeros_like(counts, shape=len(tables))
-    probe = lax.cond(
-      jnp.any(remembered), dense_sum.samples, lambda tables: none, cleared
-    )
+    probe = dense_sum.samples_where(jnp.any(remembered), cleared)
     counts = jnp.where(remembered, probe, counts)
   return source, counts
 
 
-class _Known(NamedTuple):
-  """Facts of stacked tables that are known before they are read."""
+def _read_stack(
+  tables: Sequence[jax.Array], plan: TablePlan
+) -> tuple[jax.Array, jax.Array]:
+  """Words of the rows that are not zero, and if a zero row has a negative."""
+  found = [row_mask(table) for table in tables]
+  nonzero, written = [], []
+  for mask, member in zip(found, plan.members):
+    room = member.layout.slots * member.layout.groups
+    padding = jnp.zeros(room - len(mask.nonzero), bool)
+    nonzero += [mask.nonzero, padding]
+    written += [mask.written, padding]
+  # The barrier keeps XLA:CPU from computing masks again for each lane.
+  mask = lax.optimization_barrier(
+    RowMask(jnp.concatenate(nonzero), jnp.concatenate(written))
+  )
+  negative = jnp.any(mask.written & ~mask.nonzero)
+  return pack_rows(mask.nonzero, plan.layout), negative
 
-  full: jax.Array  # [p] bool, all their rows count as nonzero
-  either: jax.Array  # [p] bool, full, or summed whole and marked nowhere
 
-
-def _coded(
-  table: jax.Array, known: _Known | None, i: int, member: TablePlan
+def _words_without(
+  words: jax.Array, skip: jax.Array, plan: TablePlan
 ) -> jax.Array:
-  """Writes a byte for each row that stacked table `i` has room for."""
-  room = member.layout.slots * member.layout.groups
-
-  def read(table, full):
-    # The barrier keeps XLA:CPU from comparing again for each byte.
-    mask = RowMask(*lax.optimization_barrier(row_mask(table)))
-    code = jnp.where(mask.written, _NEGATIVE, _ZERO)
-    code = jnp.where(mask.nonzero, _NONZERO, code)
-    code = jnp.pad(code, (0, room - table.shape[0]))
-    return code if full is None else compat.cast_like(code, full)
-
-  def unread(table, full):
-    there = jnp.arange(room, dtype=jnp.int32) < table.shape[0]
-    code = jnp.where(there & full[i], _NONZERO, _ZERO)
-    return compat.cast_like(code, table)
-
-  if known is None:
-    return read(table, None)
-  # A number, not a flag: one kernel for each table less.
-  way = known.either.astype(jnp.int32)[i]
-  return lax.switch(way, [read, unread], table, known.full)
+  """Words `[m, W]` without the bits of stacked tables with `skip: [p] bool`."""
+  counts = [member.layout.words for member in plan.members]
+  skip = jnp.repeat(skip, np.array(counts), total_repeat_length=sum(counts))
+  return jnp.where(skip, jnp.uint32(0), words)
 
 
 def _late_words(late: Carried, plan: TablePlan, like: jax.Array) -> jax.Array:
@@ -288,7 +285,7 @@ def _marked(
 
   if remembered is None:
     return read(table)
-  way = dense_sum.looks_full([table])[0].astype(jnp.int32)
+  way = dense_sum.looks_full(table).astype(jnp.int32)
   way = jnp.where(remembered, 2, way)
   ways = [functools.partial(unread, full=full) for full in (True, False)]
   return lax.switch(way, [read, *ways], table)
@@ -400,13 +397,17 @@ class Appended(NamedTuple):
     if not plan.members:
       found = SparseRows(self.row, self.values, plan.table.num_rows)
       return [found.as_unique()]
-    ends = np.cumsum([0, *plan.rooms]).tolist()
-    return [
-      SparseRows(
-        self.row[start:end], self.values[start:end], table.num_rows
-      ).as_unique()
-      for table, start, end in zip(plan.tables, ends, ends[1:])
-    ]
+    starts = np.cumsum([0, *plan.rooms[:-1]], dtype=np.int32)
+    found = []
+    for i, room, table in zip(
+      indexing.numbers(len(starts)), plan.rooms, plan.tables
+    ):
+      row, values = [
+        lax.dynamic_slice_in_dim(x, indexing.nth(starts, i), room)
+        for x in (self.row, self.values)
+      ]
+      found.append(SparseRows(row, values, table.num_rows).as_unique())
+    return found
 
 
 def enter_rows(
