@@ -56,7 +56,7 @@ def test_the_switch_is_obeyed_whatever_is_forced(platform):
   with _dispatch.forced(platform, interpret=True):
     assert ran("xla")["Pallas"] == []
     assert ran("pallas") == {"XLA": [], "Pallas": list(OPERATIONS)}
-  assert ran("auto") == ran("xla") == {"XLA": ["merge", "expand"], "Pallas": []}
+  assert ran("auto") == ran("xla") == {"XLA": ["merge"], "Pallas": []}
 
 
 def test_rows_need_no_mask():

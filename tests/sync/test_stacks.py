@@ -285,10 +285,11 @@ def test_few_kernels_are_compiled_for_each_table_of_a_stack(rows, most):
     ids, values = jnp.zeros((2, 20), jnp.int32), jnp.zeros((2, 20, 3))
 
     def local(ids, values, state):
-      given = [zenjax.SparseRows(ids[0], values[0], n) for n in heights]
-      if not rows:
-        given = [x.to_dense() for x in given]
-      return tx.update({str(i): x for i, x in enumerate(given)}, state)
+      grads: dict[str, Any] = {}
+      for name, table in params.items():
+        found = zenjax.SparseRows(ids[0], values[0], len(table))
+        grads[name] = found if rows else found.to_dense()
+      return tx.update(grads, state)
 
     step = jax.shard_map(
       local,
@@ -298,7 +299,7 @@ def test_few_kernels_are_compiled_for_each_table_of_a_stack(rows, most):
       check_vma=False,
     )
     lowered = jax.jit(step).lower(ids, values, tx.init(params))
-    return hlo.kernels(lowered.compile().as_text())
+    return hlo.kernels(lowered.compile().as_text() or "")
 
   # An array is made in three.
   made = 0 if rows else 3

@@ -15,7 +15,8 @@ where gradients of rows take part: there they stand in branches, one for each of
 a few sizes, and the least is taken that holds what earlier steps needed.
 
 Loops come in two sizes: large chunks while much is left, small ones for what
-remains. Sums that do not fill a large pull wait for the next push and join what
+remains. On CPUs of one process they have that of the first round: XLA compiles
+kernels for CPUs one by one, and equal ones once. Sums that do not fill a large pull wait for the next push and join what
 that brings. Conditions of loops derive from counts that every pull brings back,
 equal on all devices, so no collective is spent on agreeing, but by owners who
 need a value of all rows before they step (`Rounds.survey`).

@@ -232,6 +232,7 @@ def after_step(
   if plan.members:  # Or each leaf would compute them anew.
     last, need, dense = lax.optimization_barrier((last, need, dense))
   after = []
+  at = lax.rem(count, jnp.asarray(HISTORY, count.dtype))
   numbers = indexing.numbers(len(plan.tables))
   for i, leaf, own, choice in zip(
     numbers, leaves, plan.members or (plan,), choices
@@ -252,7 +253,7 @@ def after_step(
         sizes=jnp.array(sizes, jnp.int32),
         last=indexing.nth(last, i),
         history=lax.dynamic_update_index_in_dim(
-          leaf.history, indexing.nth(need, i), lax.rem(count, HISTORY), axis=0
+          leaf.history, indexing.nth(need, i), at, axis=0
         ),
         dense=indexing.nth(dense, i),
         predicted=_predicted(choice),
