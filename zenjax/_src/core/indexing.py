@@ -98,9 +98,11 @@ class Bitmap(NamedTuple):
 
 def index(words: jax.Array) -> Bitmap:
   """Prefix sums for `words: [..., W] uint32`."""
+  words = compat.from_memory(words)
   ones = lax.population_count(words).astype(jnp.int32)
   upto = jnp.cumsum(ones, axis=-1)
-  return Bitmap(words, upto - ones, upto[..., -1])
+  before, total = compat.from_memory((upto - ones, upto[..., -1]))
+  return Bitmap(words, before, total)
 
 
 def pack(bits: jax.Array) -> jax.Array:

@@ -157,6 +157,7 @@ class Facts(NamedTuple):
 
   unique: bool = False  # every index stands once
   by_value: bool = False  # values decided which rows these are
+  counted_from_start: bool = False  # no index is negative
   # Of a sharded table: the most distinct rows that any device has of any owner,
   # `[] int32`, equal on all devices.
   most: Any = None
@@ -408,7 +409,11 @@ def added(table: jax.Array, rows: SparseRows) -> jax.Array:
   wide = jnp.promote_types(table.dtype, rows.dtype)
   if wide == table.dtype:
     values = rows.values.astype(wide)
-    return table.at[rows.indices].add(values, mode="drop")
+    return table.at[rows.indices].add(
+      values,
+      mode="drop",
+      wrap_negative_indices=not rows.facts.counted_from_start,
+    )
   rows = rows.with_values(rows.values.astype(wide)).combine()
   old = table.at[rows.indices].get(mode="fill", fill_value=0).astype(wide)
   new = (old + rows.values).astype(table.dtype)

@@ -16,8 +16,10 @@ a few sizes, and the least is taken that holds what earlier steps needed.
 
 Loops come in two sizes: large chunks while much is left, small ones for what
 remains. On CPUs of one process they have that of the first round: XLA compiles
-kernels for CPUs one by one, and equal ones once. Sums that do not fill a large pull wait for the next push and join what
-that brings. Conditions of loops derive from counts that every pull brings back,
+kernels for CPUs one by one, and equal ones once.
+
+Sums that do not fill a large pull wait for the next push and join what that
+brings. Conditions of loops derive from counts that every pull brings back,
 equal on all devices, so no collective is spent on agreeing, but by owners who
 need a value of all rows before they step (`Rounds.survey`).
 """
@@ -158,7 +160,10 @@ def begin(
     entered = [_enter(table, exact, rows_only, context) for table in tables]
   outgoing = [
     Outgoing(
-      Room(t.plan, t.plan.first.push), t.source, t.progress.start, t.probe
+      Room(t.plan, t.plan.first.push),
+      t.source,
+      t.progress.start,
+      compat.from_memory(t.probe),
     )
     for t in entered
   ]
@@ -810,8 +815,12 @@ class Rounds:
       Outgoing(
         Room(plan, plan.chunks[level].push),
         source.after(target),
-        compat.from_memory(jnp.minimum(start, plan.layout.slots)),
-        jnp.broadcast_to(probe, (plan.layout.groups, len(plan.tables))),
+        *compat.from_memory(
+          (
+            jnp.minimum(start, plan.layout.slots),
+            jnp.broadcast_to(probe, (plan.layout.groups, len(plan.tables))),
+          )
+        ),
       )
       for plan, source, target, start in zip(
         self.plans, self.sources, targets, starts

@@ -16,6 +16,7 @@ import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
+from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
@@ -304,39 +305,32 @@ class Listed(NamedTuple):
 
   place: jax.Array  # [K] int32 ascending, group * S + slot; m * S past the last
   values: jax.Array  # [K, D]
+  end: jax.Array  # [m] int32, rows up to the end of each group
 
   def rows_from(
     self, start: jax.Array, plan: TablePlan, capacity: int
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_slots = plan.layout.slots
     begin = jnp.arange(plan.layout.groups, dtype=jnp.int32) * num_slots
-    first, end = self._before(begin + start), self._before(begin + num_slots)
+    begin = compat.from_memory(begin)
+    earlier = self.place[None] < (begin + start)[:, None]
+    first = jnp.sum(earlier, axis=1, dtype=jnp.int32)
     at = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-    there = at < end[:, None]
+    there = at < self.end[:, None]
     at = jnp.where(there, at, self.place.shape[0])
     place = indexing.take_or(self.place, at, 0)
     slots = jnp.where(there, place - begin[:, None], num_slots)
     rows = indexing.take_or(self.values, at, 0)
-    return slots, rows, end - first
+    return slots, rows, self.end - first
 
   def after(self, target: "Appended") -> "Listed":
     """The same: sums are written elsewhere."""
     del target
     return self
 
-  def counts(self, plan: TablePlan) -> jax.Array:
-    """Rows of each stacked table in each group: `[m, p] int32`."""
-    layout = plan.layout
-    slots = [member.layout.slots for member in plan.members]
-    first = np.cumsum([0, *slots])
-    group = np.arange(layout.groups)[:, None] * layout.slots
-    bounds = jnp.asarray(group + first, jnp.int32)
-    return jnp.diff(indexing.lower_bound(self.place, bounds), axis=1)
 
-  def _before(self, place: jax.Array) -> jax.Array:
-    """Rows before each `place: [m] int32`: `[m] int32`."""
-    earlier = self.place[None] < place[:, None]
-    return jnp.sum(earlier, axis=1, dtype=jnp.int32)
+# Of rows that came back.
+_SUMMED = Facts(unique=True, counted_from_start=True)
 
 
 class Appended(NamedTuple):
@@ -396,7 +390,7 @@ class Appended(NamedTuple):
     """All of them, of each table."""
     if not plan.members:
       found = SparseRows(self.row, self.values, plan.table.num_rows)
-      return [found.as_unique()]
+      return [found.with_facts(_SUMMED)]
     starts = np.cumsum([0, *plan.rooms[:-1]], dtype=np.int32)
     found = []
     for i, room, table in zip(
@@ -406,7 +400,8 @@ class Appended(NamedTuple):
         lax.dynamic_slice_in_dim(x, indexing.nth(starts, i), room)
         for x in (self.row, self.values)
       ]
-      found.append(SparseRows(row, values, table.num_rows).as_unique())
+      rows = SparseRows(row, values, table.num_rows)
+      found.append(rows.with_facts(_SUMMED))
     return found
 
 
@@ -433,10 +428,16 @@ def enter_rows(
   nowhere = layout.groups * layout.slots
   place = jnp.where(real, group * layout.slots + slot, nowhere)
   merged = SparseRows(place, values, nowhere).combine()
-  listed = Listed(merged.indices, merged.values)
-  if plan.members:
-    return listed, listed.counts(plan)
-  return listed, jnp.zeros_like(place, shape=(layout.groups, 1))
+  # Each round reads these.
+  place, values = compat.from_memory((merged.indices, merged.values))
+  slots = [member.layout.slots for member in plan.members or (plan,)]
+  group = np.arange(layout.groups)[:, None] * layout.slots
+  bounds = jnp.asarray(group + np.cumsum([0, *slots]), jnp.int32)
+  before = indexing.lower_bound(place, bounds)
+  counts = jnp.diff(before, axis=1)
+  if not plan.members:
+    counts = jnp.zeros_like(counts)
+  return Listed(place, values, compat.from_memory(before[:, -1])), counts
 
 
 def _ids(
@@ -461,5 +462,5 @@ def empty_list(plan: TablePlan) -> Appended:
   return Appended(
     row=jnp.asarray(past, jnp.int32),
     values=jnp.zeros((size, table.width), table.dtype),
-    total=jnp.zeros(len(plan.tables), jnp.int32),
+    total=compat.from_memory(jnp.zeros(len(plan.tables), jnp.int32)),
   )
