@@ -34,7 +34,7 @@ def numbers(count: int) -> Sequence[jax.Array | int]:
 
   XLA compiles for CPUs kernel by kernel, and equal ones once. Kernels for one
   of several tables are equal where it does not know which: there these are
-  arrays that it cannot see through. JAX 0.10 sees through them.
+  arrays that it cannot see through. That of JAX 0.10 can, and does not mind.
   """
   if not compat.for_cpus():
     return range(count)

@@ -205,15 +205,9 @@ def _enter(
       source = source._replace(tables=tuple(table.rows))
     target = Whole(source.tables)
   # The first round is to have the kernels of further ones.
+  groups, members = plan.layout.groups, len(plan.tables)
   zero, none, union = compat.from_memory(
-    [
-      jnp.zeros(shape, jnp.int32)
-      for shape in (
-        (),
-        plan.layout.groups,
-        (plan.layout.groups, len(plan.tables)),
-      )
-    ]
+    [jnp.zeros(shape, jnp.int32) for shape in ((), groups, (groups, members))]
   )
   progress = Progress(
     target=target,
@@ -1090,8 +1084,9 @@ def outcome_of(
   may = dense is not None or plan.dense
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
-  all_sent = jnp.sum(tally.pushed.astype(jnp.float32))
-  left = all_sent - jnp.sum(tally.merged.astype(jnp.float32))
+  both = indexing.stacked([tally.pushed, tally.merged])
+  all_sent, merged = jnp.sum(both.astype(jnp.float32), axis=0)
+  left = all_sent - merged
   sparse = _sparse_bytes(
     plan,
     turns,

@@ -238,6 +238,7 @@ def _words_without(
   words: jax.Array, skip: jax.Array, plan: TablePlan
 ) -> jax.Array:
   """Words `[m, W]` without the bits of stacked tables with `skip: [p] bool`."""
+  words, skip = compat.from_memory((words, skip))
   counts = [member.layout.words for member in plan.members]
   skip = jnp.repeat(skip, np.array(counts), total_repeat_length=sum(counts))
   return jnp.where(skip, jnp.uint32(0), words)
