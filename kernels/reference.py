@@ -38,17 +38,21 @@ def row_mask(table: jax.Array) -> RowMask:
   Args:
     table: `[R, D]`, any floating dtype.
   """
-  bits = jnp.dtype(f"uint{table.dtype.itemsize * 8}")
-  magnitude = np.array(np.iinfo(bits).max >> 1, bits)
-  raw = lax.bitcast_convert_type(table, bits)
+  sign = _negative_zero(table.dtype)
+  raw = lax.bitcast_convert_type(table, sign.dtype)
 
   def either(a, b):
     return a[0] | b[0], a[1] | b[1]
 
   # One reduction of two operands: XLA:CPU keeps it in one loop, and writes the
   # comparisons of a plain `any` or `max` to memory first.
-  found = ((raw & magnitude) != 0, raw != 0)
+  found = ((raw & ~sign) != 0, raw != 0)
   return RowMask(*lax.reduce(found, (np.False_, np.False_), either, (1,)))
+
+
+def _negative_zero(dtype: jnp.dtype) -> np.ndarray:
+  """Returns the bits of -0.0: the sign, or none where a dtype has no such."""
+  return np.array(-0.0, dtype).view(f"uint{jnp.dtype(dtype).itemsize * 8}")
 
 
 class Packed(NamedTuple):
@@ -76,14 +80,14 @@ def mask_pack(table: jax.Array, layout: Layout) -> Packed:
 def plus_zero_where(
   negative: jax.Array, tables: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-  """`tables` with zeros made positive.
+  """`tables`, with all zeros made positive where `negative`.
 
   Rows that are zero everywhere are not sent, and every replica must hold the
-  same bits. A sum of rows that are sent has no negative zeros anyway. A loop
-  that turns once or not at all: a branch would copy.
+  same bits. The others come back as sums, in which signs of zeros mean nothing.
+  A loop that turns once or not at all: a branch would copy.
 
   Args:
-    negative: `[] bool`, whether there is anything to do.
+    negative: `[] bool`, whether some row of zeros has a negative one.
     tables: `[R, D]` each.
   """
 
@@ -91,11 +95,10 @@ def plus_zero_where(
     flag, tables = carry
     cleared = []
     for table in tables:
-      bits = jnp.dtype(f"uint{table.dtype.itemsize * 8}")
-      negative = np.array(np.iinfo(bits).max // 2 + 1, bits)
-      raw = lax.bitcast_convert_type(table, bits)
+      sign = _negative_zero(table.dtype)
+      raw = lax.bitcast_convert_type(table, sign.dtype)
       zero = jnp.zeros((), table.dtype)
-      cleared.append(jnp.where(raw == negative, zero, table))
+      cleared.append(jnp.where(raw == sign, zero, table))
     return jnp.zeros_like(flag), tuple(cleared)
 
   carry = negative, tuple(tables)

@@ -46,6 +46,10 @@ def sizes_of(table: jax.Array, layout: Layout) -> Sizes:
       "dtypes of at most 32 bits that Mosaic loads: float32, bfloat16 and"
       f" float8, got {table.dtype}"
     )
+  if table.dtype.name.endswith("fnuz"):
+    raise NotImplementedError(
+      f"dtypes with a negative zero, which is NaN in {table.dtype}"
+    )
   m = 1 if layout.in_order else layout.groups
   words = layout.words * (layout.groups if layout.in_order else 1)
   # A unit's rows fill the lanes, for every byte of a 32-bit word.

@@ -57,7 +57,7 @@ def between_hosts(monkeypatch) -> None:
 
 
 def two_sizes(monkeypatch) -> None:
-  """Further rounds come in two sizes, as on all but CPUs of one process."""
+  """Further rounds come in two sizes, as between hosts and on accelerators."""
   leaf_tables = _src.sync.leaf_tables
   sizing = leaf_tables.buffer_sizes.TWO_SIZES
   monkeypatch.setattr(leaf_tables, "_sizing", lambda context: sizing)

@@ -14,6 +14,8 @@ import pytest
 from zenjax.kernels.mask_pack import _tpu_sizes
 from zenjax.kernels.mask_pack import pallas_tpu
 from zenjax.kernels.operations import mask_pack
+from zenjax.kernels.reference import plus_zero_where
+from zenjax.kernels.reference import row_mask
 
 # Rows across lanes where 128 does not divide the width, along sublanes where it
 # does; several steps of several blocks; one row; groups that divide nothing.
@@ -118,10 +120,19 @@ def test_every_block_is_read_once(shape):
   assert len(blocks) > 2 and len(set(blocks)) == len(blocks)
 
 
+def test_nan_is_no_zero_where_it_has_the_bits_of_a_negative_one():
+  table = jnp.array([[0.0, jnp.nan], [0.0, 0.0]], "float8_e4m3fnuz")
+  mask = row_mask(table)
+  assert mask.nonzero.tolist() == mask.written.tolist() == [True, False]
+  (cleared,) = plus_zero_where(jnp.array(True), [table])
+  assert jnp.isnan(cleared).tolist() == [[False, True], [False, False]]
+
+
 @pytest.mark.parametrize(
   "platform, shape, served",
   [
     ("tpu", Shape(1000, 128, 8, "float16"), "float32, bfloat16"),
+    ("tpu", Shape(1000, 128, 8, "float8_e4m3fnuz"), "negative zero"),
     ("tpu", Shape(1000, 1 << 15, 8), "bytes"),
     ("tpu", Shape(1000, 128, 1000), "groups"),
     ("cuda", Shape(1000, 128, 8, "float8_e5m2"), "float32, bfloat16"),

@@ -169,11 +169,17 @@ def test_replicas_are_known_to_be_equal_on_two_axes(rows):
     assert density == pytest.approx(local.any(-1).mean(), abs=1e-6)
 
 
-def test_one_of_a_stack_varies_over_another_axis():
-  """Its state is remembered, for all of the stack in one array."""
-  mesh = jax.sharding.Mesh(
+def two_axes():
+  return jax.sharding.Mesh(
     np.reshape(jax.devices()[:N], (2, 2)), ("data", "model")
   )
+
+
+# Of eight columns it has as many as the other on each device: one stack.
+@pytest.mark.parametrize("columns", [8, 16])
+def test_one_of_two_tables_varies_over_another_axis(columns):
+  """Its state is remembered, for all of the stack in one array."""
+  mesh = two_axes()
   tx = zenjax.zen_sync("data", sparse=True)
 
   def step(a, b):
@@ -189,8 +195,35 @@ def test_one_of_a_stack_varies_over_another_axis():
     out_specs=jax.P("model"),
     check_vma=True,
   )
-  total = jax.jit(mapped)(jnp.ones((1200, 4)), jnp.ones((1200, 8)))
-  np.testing.assert_array_equal(total, [2400, 2400])
+  total = jax.jit(mapped)(jnp.ones((1200, 4)), jnp.ones((1200, columns)))
+  np.testing.assert_array_equal(total, [300 * columns] * 2)
+
+
+@pytest.mark.each_jax
+def test_values_alone_vary_over_another_axis():
+  """Ids and counts are the same there, and so is a state that comes back."""
+  tuning = zenjax.Tuning(ids_first=True)
+  tx = zenjax.zen_sync("data", sparse=True, output="rows", tuning=tuning)
+  rows = 300
+
+  def step(ids, values, state):
+    grads: Any = {"t": zenjax.SparseRows(ids[0], values[0], rows)}
+    synced: Any = tx.update(grads, state)
+    return synced[0]["t"].to_dense(), synced[1]
+
+  mapped = jax.shard_map(
+    step,
+    mesh=two_axes(),
+    in_specs=(jax.P("data"), jax.P("data", None, "model"), jax.P()),
+    out_specs=(jax.P(None, "model"), jax.P()),
+    check_vma=True,
+  )
+  ids = np.array([[5, 9, 5], [-1, 5, 7]], np.int32)
+  state = tx.init({"t": jnp.zeros((rows, 8))})
+  got, _ = jax.jit(mapped)(ids, jnp.ones((2, 3, 8)), state)
+  want = np.zeros((rows, 8))
+  np.add.at(want, ids.ravel(), 0.5)
+  np.testing.assert_array_equal(got, want)
 
 
 def test_tables_alike_are_lowered_once():

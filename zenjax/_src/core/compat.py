@@ -51,7 +51,10 @@ def from_memory(tree: Any) -> Any:
   Each kernel takes some 9 ms to compile there, and equal ones are compiled
   once: the same work is the same kernels where its input is no part of them.
   """
-  return lax.optimization_barrier(tree) if for_cpus() else tree
+  if not for_cpus():
+    return tree
+  # One by one: in JAX 0.10 all would vary over the axes of any.
+  return jax.tree.map(lax.optimization_barrier, tree)
 
 
 def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:

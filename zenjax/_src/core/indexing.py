@@ -34,7 +34,8 @@ def numbers(count: int) -> Sequence[jax.Array | int]:
 
   XLA compiles for CPUs kernel by kernel, and equal ones once. Kernels for one
   of several tables are equal where it does not know which: there these are
-  arrays that it cannot see through. That of JAX 0.10 can, and does not mind.
+  arrays whose numbers it does not see. XLA of JAX 0.10 sees them, and compiles
+  a kernel for each table.
   """
   if not compat.for_cpus():
     return range(count)

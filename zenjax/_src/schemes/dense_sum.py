@@ -334,7 +334,9 @@ def samples(tables: Sequence[jax.Array]) -> jax.Array:
 
 
 def samples_where(wanted: jax.Array, tables: Sequence[jax.Array]) -> jax.Array:
-  """`samples` where `wanted: [] bool`, else zeros."""
+  """`samples` where `wanted: [] bool`; elsewhere any numbers."""
+  if not compat.for_cpus():  # They are few, and a condition is waited for.
+    return samples(tables)
   none = jnp.zeros(len(tables), jnp.int32)
   return lax.cond(
     wanted,

@@ -248,7 +248,9 @@ def _with_samples(
     total = functools.partial(collectives.psum, axes=context.axes)
     return lax.cond(
       quiet,
-      lambda own, heard: [total(x) for x in own],
+      lambda own, heard: [
+        compat.cast_like(total(x), like) for x, like in zip(own, heard)
+      ],
       lambda own, heard: heard,
       own,
       heard,

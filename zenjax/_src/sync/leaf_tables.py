@@ -151,7 +151,7 @@ def between_hosts() -> bool:
 
 
 def _sizing(context: Context) -> buffer_sizes.Sizing:
-  """Returns how large rounds are, where the user does not say it."""
+  """Returns how large rounds are: first ones, where nothing is pinned."""
   if context.remote_copies:
     return buffer_sizes.UNPADDED
   if compat.for_cpus() and not between_hosts():
@@ -191,6 +191,7 @@ def _warn_above_break_even(
     seed=plan.layout.seed,
     first_word=plan.layout.first_word,
     contiguous=scheme.contiguous,
+    sizing=_sizing(context),
   )
   first = needed(plan.first)
   if first <= max(dense * scheme.break_even, needed(guess.first)):
