@@ -5,6 +5,7 @@ benchmarks and predictions use them.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -38,7 +39,7 @@ class Declared:
     first: Of the first round, in order; of tables with an exchange each, those
       of one table after those of another.
     loops: Of one turn of each loop.
-    dense: Of one turn of each table's dense path, on devices as those here.
+    dense: Of one turn of each table's dense path.
   """
 
   context: Context
@@ -52,18 +53,14 @@ class Declared:
     """Bytes that a device receives in the first round."""
     return base.received_bytes(self.first, self.context)
 
-  def dense_on(self, platform: str) -> list[list[Message]]:
-    """`dense`, on devices of another platform."""
-    return [
-      dense_sum.messages(table, self.context, platform)
-      for plan in self.plans
-      for table in plan.tables
-      if table.look_ups is None
-    ]
-
 
 def declare(
-  tables: Any, axes: Axes, sizes: Sequence[int], **kwargs: Any
+  tables: Any,
+  axes: Axes,
+  sizes: Sequence[int],
+  *,
+  platform: str = "cpu",
+  **kwargs: Any,
 ) -> Declared:
   """Declares the sparse exchange of all leaves of `tables`.
 
@@ -71,28 +68,41 @@ def declare(
     tables: Arrays, SparseRows, or their shapes.
     axes: Axis names, slowest first.
     sizes: Devices along each.
+    platform: For which the program is; "default" for no CPUs.
     **kwargs: As for `zen_sync`.
   """
   options = sync_options.check(axes, sparse=True, **kwargs)
   context = options.context(sizes)
   group = leaf_util.named_leaves(tables, is_rows)
-  if options.tuning.overlap:
-    return _joined([_declare([leaf], options, context) for leaf in group])
-  return _declare(group, options, context)
+  groups = [[leaf] for leaf in group] if options.tuning.overlap else [group]
+  with _traced_for(platform):
+    return _joined([_declare(x, options, context, platform) for x in groups])
+
+
+def _traced_for(platform: str) -> contextlib.AbstractContextManager[Any]:
+  """A mesh around what follows, as where a program is traced for devices."""
+  if platform == "cpu":
+    return contextlib.nullcontext()
+  device = jax.sharding.AbstractDevice(platform, None, platform)
+  return jax.sharding.use_abstract_mesh(
+    jax.sharding.AbstractMesh((1,), ("none",), abstract_device=device)
+  )
 
 
 def _declare(
-  group: Sequence[tuple[str, Any]], options: Options, context: Context
+  group: Sequence[tuple[str, Any]],
+  options: Options,
+  context: Context,
+  platform: str,
 ) -> Declared:
   """Of leaves that share an exchange."""
-  platform = jax.default_backend()
   if options.scheme in DENSE:
     return _declare_dense(group, DENSE[options.scheme], options, context)
   scheme = SPARSE[options.scheme]
   plans = leaf_tables.plans(
     group, scheme, options, context, [None] * len(group)
   )
-  found = Declared(
+  return Declared(
     context=context,
     plans=plans,
     first=[
@@ -100,9 +110,13 @@ def _declare(
       *scheme.pull_messages([Room(p, p.first.pull) for p in plans], context),
     ],
     loops=exchange.loop_messages(plans, scheme, context),
-    dense=[],
+    dense=[
+      dense_sum.messages(table, context, platform)
+      for plan in plans
+      for table in plan.tables
+      if table.look_ups is None
+    ],
   )
-  return dataclasses.replace(found, dense=found.dense_on(platform))
 
 
 def _joined(parts: Sequence[Declared]) -> Declared:

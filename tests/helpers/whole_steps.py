@@ -180,6 +180,7 @@ def declared(
     {"table": leaf},
     ("data",),
     (devices,),
+    platform="default",
     partition=_PARTITION[grads],
     tuning=zenjax.Tuning(exchange=exchange),
   )
@@ -189,8 +190,7 @@ def declared(
   inside = ("while",) * min(2, len(found.loops))
   sent += [_result(m, devices, inside) for m in loops]
   if grads == "array":
-    # Neither on CPUs, for which `declare` would tell.
-    (sums,) = found.dense_on("default")
+    (sums,) = found.dense
     sent += [_result(m, devices, ("while",)) for m in sums]
   layers = _params()["bottom"] + _params()["top"]
   plain = sum(math.prod(layer.shape) for layer in layers) + 1
