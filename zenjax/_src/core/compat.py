@@ -46,10 +46,10 @@ def for_cpus() -> bool:
 
 
 def from_memory(tree: Any) -> Any:
-  """Returns arrays that kernels of XLA for CPUs read, and do not compute.
+  """Returns arrays that kernels for CPUs read, and do not compute.
 
-  Each kernel takes some 9 ms to compile there, and equal ones are compiled
-  once: the same work is the same kernels where its input is no part of them.
+  XLA compiles for CPUs kernel by kernel, some 9 ms each, and equal ones once.
+  Two pieces of work share kernels if these read what differs between them.
   """
   if not for_cpus():
     return tree

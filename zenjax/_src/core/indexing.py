@@ -32,16 +32,15 @@ def take_or(x: jax.Array, at: jax.Array, otherwise: Any) -> jax.Array:
 def numbers(count: int) -> Sequence[jax.Array | int]:
   """Returns 0, 1, .. as what `nth` takes, so that equal work compiles once.
 
-  XLA compiles for CPUs kernel by kernel, and equal ones once. Kernels for one
-  of several tables are equal where it does not know which: there these are
-  arrays whose numbers it does not see. XLA of JAX 0.10 sees them, and compiles
-  a kernel for each table.
+  Kernels for one of several tables are equal where XLA does not know which. In
+  programs for CPUs, see `compat.from_memory`, these are arrays whose numbers it
+  does not see. XLA of JAX 0.10 sees them, and compiles a kernel for each table.
   """
   if not compat.for_cpus():
     return range(count)
-  found = [lax.optimization_barrier(jnp.zeros((), jnp.int32))]
+  found = [compat.from_memory(jnp.zeros((), jnp.int32))]
   for _ in range(count - 1):
-    found.append(lax.optimization_barrier(found[-1] + 1))
+    found.append(compat.from_memory(found[-1] + 1))
   return found
 
 

@@ -147,8 +147,8 @@ TWO_SIZES = Sizing(
   ),
   pinned=((1, 8), (8, 64)),
 )
-# All rounds of one size share kernels. XLA compiles for CPUs kernel by kernel,
-# some 9 ms each, and equal ones once. Within one process a turn more is little.
+# Rounds of one size share kernels, see `compat.from_memory`. Within one process
+# a turn more takes little.
 ONE_SIZE = Sizing(
   arrays=((_Size(128, 48 << 10), _Size(128, 48 << 10)),) * 3,
   rows=((_Size(4, 48 << 10), _Size(4, 48 << 10)),) * 3,

@@ -151,7 +151,7 @@ def between_hosts() -> bool:
 
 
 def _sizing(context: Context) -> buffer_sizes.Sizing:
-  """Returns how large rounds are: first ones, where nothing is pinned."""
+  """Returns the sizes of chunks, and of first rounds that are not pinned."""
   if context.remote_copies:
     return buffer_sizes.UNPADDED
   if compat.for_cpus() and not between_hosts():
