@@ -1,11 +1,12 @@
 """`gpu`: everything that one GPU can show, and nothing that it cannot.
 
 Operations beside the floor, all the local work of zen_sync for 8 devices beside
-reads of their gradients, and what both would make of links, by zenjax's own
-formulas: nothing was measured on a link, and nothing is assumed to overlap.
-One device does the work of 8: under `vmap` with an axis name the exchange is a
-transpose in memory. A step writes the sums over every gradient; what was sent
-is put back, which is not timed. `benchmarks/README.md` says more.
+reads of their gradients, arrays and rows, and what they would make of links, by
+zenjax's own formulas: nothing was measured on a link, and nothing is assumed to
+overlap. One device does the work of 8: under `vmap` with an axis name the
+exchange is a transpose in memory. A step of arrays writes the sums over every
+gradient; what was sent is put back, which is not timed.
+`benchmarks/README.md` says more.
 """
 
 import argparse
@@ -43,6 +44,7 @@ class Gradients:
 
   Attributes:
     tables: On the device, handed from step to step; every step donates them.
+    listed: The same as SparseRows, which no step changes.
     union: `[U]`, rows that any of them has.
   """
 
@@ -59,19 +61,27 @@ class Gradients:
       sums[np.searchsorted(union, mine)] += of
     self.tables: Any = jnp.zeros((DEVICES, rows, width), jnp.float32)
     self.union = jnp.asarray(union, jnp.int32)
-    self._rows = jnp.asarray(np.stack(found), jnp.int32)
-    self._values = jnp.asarray(np.stack(values))
+    ids = jnp.asarray(np.stack(found), jnp.int32)
+    listed = lambda ids, values: zenjax.SparseRows(ids, values, rows)
+    self.listed = jax.vmap(listed)(ids, jnp.asarray(np.stack(values)))
     self._sums = jnp.asarray(sums)
 
   def restore(self) -> jax.Array:
     """Puts back what was sent, whatever a step has left of it."""
     tables, self.tables = self.tables, None
-    self.tables = _restore(tables, self._rows, self._values, self.union)
+    listed = self.listed.indices, self.listed.values
+    self.tables = _restore(tables, *listed, self.union)
     return self.tables
 
-  def wrong(self) -> int:
+  def wrong(self, synced: Any) -> int:
     """Elements that are not the sums, where there are none included."""
-    return int(_count_wrong(self.tables, self.union, self._sums))
+    if isinstance(synced, zenjax.SparseRows):
+      first = jax.tree.map(lambda x: x[0], synced)
+      same = jax.tree.map(lambda x: jnp.all(x == x[:1]), synced)
+      if not all(jax.tree.leaves(same)):
+        return self.listed.values.size  # Devices do not agree.
+      synced = first.to_dense()[None]
+    return int(_count_wrong(synced, self.union, self._sums))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -93,6 +103,14 @@ def _count_wrong(tables, union, sums):
   return jnp.sum(jax.lax.map(one, tables))
 
 
+class Work(NamedTuple):
+  """How gradients are synchronized: by what owners, as rows, with pins."""
+
+  partition: str
+  rows: bool = False
+  pinned: bool = True
+
+
 class Sync:
   """The steps of one table: sizes are pinned to what a first step needed.
 
@@ -104,66 +122,74 @@ class Sync:
   def __init__(self, rows: int, width: int, density: float):
     self.shape = rows, width, density
     self.states: dict[str, Any] = {}
-    self._pins: dict[str, Any] = {}
+    self._pins: dict[Work, Any] = {}
 
   @functools.cached_property
   def gradients(self) -> Gradients:
     return Gradients(*self.shape)
 
   def build(
-    self, name: str, partition: str, platform: str | None, interpreted: bool
+    self, name: str, work: Work, platform: str | None, interpreted: bool
   ) -> harness.Built:
-    """Compiles a step of a `partition` and checks it.
+    """Compiles a step and checks it.
 
     `platform` says whose kernels it takes, None for the reference; where they
     are `interpreted` there is no time to measure.
     """
-    if partition not in self._pins:
-      state = self._run(self._compile(partition, None, None, False)[0])
-      self._pins[partition] = zenjax.advise(state)
-    pin = self._pins[partition]
-    compiled, seconds = self._compile(partition, pin, platform, interpreted)
-    self.states[name] = self._run(compiled)
+    gradients, pin = self.gradients, None
+    if work.pinned:
+      if work not in self._pins:
+        found = self._run(self._compile(work, None, None, False)[0], work)
+        self._pins[work] = zenjax.advise(found[1])
+      pin = self._pins[work]
+    compiled, seconds = self._compile(work, pin, platform, interpreted)
+    synced, self.states[name] = self._run(compiled, work)
     usage: Any = compiled.memory_analysis()
+    # What any way to find the nonzero rows of a gradient reads.
+    needed = gradients.listed.values if work.rows else gradients.tables
     return harness.Built(
-      run=None if interpreted else functools.partial(self._step, compiled),
-      prepare=self.gradients.restore,
-      wrong=self.gradients.wrong(),
+      run=None if interpreted else lambda: self._step(compiled, work),
+      prepare=None if work.rows else gradients.restore,
+      wrong=gradients.wrong(synced),
       compile_s=seconds,
       facts={
-        # What any way to find the nonzero rows of a gradient reads.
-        "bytes": float(self.gradients.tables.nbytes),
+        "bytes": float(needed.nbytes),
         "temporary_bytes": float(usage.temp_size_in_bytes),
       },
     )
 
-  def _step(self, compiled):
+  def _step(self, compiled, work):
     gradients = self.gradients
+    if work.rows:
+      return compiled(gradients.listed)
     tables, gradients.tables = gradients.tables, None
     gradients.tables, state = compiled(tables)
     return gradients.tables, state
 
-  def _run(self, compiled):
+  def _run(self, compiled, work):
     """One step, and what its devices remember of it."""
-    self.gradients.restore()
-    _, state = self._step(compiled)
-    return jax.tree.map(lambda x: np.asarray(x[0]), state)
+    if not work.rows:
+      self.gradients.restore()
+    synced, state = self._step(compiled, work)
+    return synced, jax.tree.map(lambda x: np.asarray(x[0]), state)
 
-  def _compile(self, partition, pin, platform, interpreted):
+  def _compile(self, work, pin, platform, interpreted):
+    grads = self.gradients.listed if work.rows else self.gradients.tables
+    donated = () if work.rows else (0,)
     with _dispatch.forced(platform, interpret=interpreted):
       return harness.compiled(
-        step(partition, pin), self.gradients.tables, donate_argnums=0
+        step(work.partition, pin), grads, donate_argnums=donated
       )
 
 
 def step(partition: Any, pin: Any) -> Any:
-  """`[8, R, D]` gradients to their sums in place, and 8 states."""
+  """8 gradients of a table to their sums, arrays in place, and 8 states."""
   tx = zenjax.zen_sync(
     AXIS, sparse=True, op="sum", partition=partition, capacities=pin
   )
 
-  def one(table):
-    updates: dict[str, Any] = {LEAF: table}
+  def one(gradient):
+    updates: dict[str, Any] = {LEAF: gradient}
     synced, state = tx.update(updates, tx.init(updates))
     return cast(dict[str, Any], synced)[LEAF], state
 
@@ -248,6 +274,13 @@ def _show(found):
   )
 
 
+_NO_PINS = ", no pins"
+WORK = {
+  "hash": Work("hash"),
+  "columns": Work("columns"),
+  "rows": Work("hash", rows=True),
+  f"rows{_NO_PINS}": Work("hash", rows=True, pinned=False),
+}
 _INTERPRETED = " interpreted"
 NO_GPU = (
   "No GPU here: the kernels were interpreted on a small table, which shows"
@@ -327,11 +360,11 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[harness.Case]:
   group = f"{DEVICES} x {rows:,} x {width}  {density:.1%}, all of zen_sync"
   copy = next(case for case in found if case.name == "copy")
   found.append(dataclasses.replace(copy, group=group))
-  for partition in ("hash", "columns"):
+  for label, work in WORK.items():
     for way, platform in (("xla", None), ("pallas", "cuda")):
       interpreted = platform is not None and not on_gpu
-      name = f"zen {partition} {way}{_INTERPRETED if interpreted else ''}"
-      which = name, partition, platform, interpreted
+      name = f"zen {label} {way}{_INTERPRETED if interpreted else ''}"
+      which = name, work, platform, interpreted
       found.append(harness.case(group, name, sync.build, *which))
   return found
 
@@ -354,8 +387,9 @@ def _predictions(
   ways, profile = [], None
   for result in results:
     state = sync.states.get(result.name)
-    # The formula knows no implementation.
-    right = state is not None and not result.wrong
+    # The formula knows no implementation, and no rounds beyond the first.
+    pinned = _NO_PINS not in result.name
+    right = state is not None and pinned and not result.wrong
     if right and not result.name.endswith(_INTERPRETED):
       profile = zenjax.planner.profile(state)[LEAF]
       local = result.median_s / DEVICES if on_gpu else math.nan

@@ -4,9 +4,11 @@ What a compiler tells of memory traffic is a count of bytes, never a time.
 """
 
 import functools
+import math
 import types
 from typing import Any
 
+import chips
 from chips import lowered
 from chips import lowered_mask_pack
 import jax
@@ -17,9 +19,13 @@ import jax.numpy as jnp
 from kernel_cases import compat
 from kernel_cases import indexing
 from kernel_cases import Shape
+import numpy as np
 import pytest
 
 from benchmarks import targets
+from benchmarks.cases import gpu
+import zenjax
+from zenjax.kernels import _dispatch
 from zenjax.kernels import operations
 from zenjax.kernels import reference
 from zenjax.kernels._dispatch import Kernels
@@ -310,3 +316,38 @@ def test_spills_are_found():
   program = lowered("gpu-h200", run, x)
   with pytest.raises(jax.errors.JaxRuntimeError, match="spilling"):
     program.compile(compiler_options=NO_SPILLS)
+
+
+@pytest.mark.parametrize("work", ["hash", "columns", "rows"])
+def test_all_of_a_sync_copies_no_table_on_a_gpu(work):
+  """As `benchmarks.run gpu` runs it, for 8 devices on one by `vmap`.
+
+  By XLA alone JAX 0.12 transposes the tables, for a scatter to all of them.
+  """
+  rows, width = 1 << 20, 128
+  one = jax.sharding.Mesh(np.array([chips.device("gpu-h200")]), ("one",))
+  placed = jax.NamedSharding(one, jax.P())
+  struct = functools.partial(jax.ShapeDtypeStruct, sharding=placed)
+  tables = struct((gpu.DEVICES, rows, width), jnp.float32)
+  grads, donated = tables, (0,)
+  if gpu.WORK[work].rows:
+    ids = struct((gpu.DEVICES, 10_000), jnp.int32)
+    values = struct((*ids.shape, width), jnp.float32)
+    listed = lambda ids, values: zenjax.SparseRows(ids, values, rows)
+    grads, donated = jax.eval_shape(jax.vmap(listed), ids, values), ()
+    grads = jax.tree.map(lambda x: struct(x.shape, x.dtype), grads)
+  step = gpu.step(gpu.WORK[work].partition, (10_000, 40_000))
+  # Triton asks the mesh around it what device that is.
+  mapped = jax.shard_map(
+    step, mesh=one, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+  )
+  with _dispatch.forced("cuda"):
+    compiled = jax.jit(mapped, donate_argnums=donated).lower(grads).compile()
+  memory: Any = compiled.memory_analysis()
+  text = compiled.as_text() or ""
+  size = math.prod(tables.shape) * 4
+  if donated:
+    assert memory.alias_size_in_bytes >= size
+  assert memory.temp_size_in_bytes < size / 3
+  for name in operations.OPERATIONS if donated else ["merge"]:
+    assert f"zenjax_{name}" in text

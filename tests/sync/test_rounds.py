@@ -5,6 +5,7 @@ that the first round holds to one where the table is summed dense.
 """
 
 import functools
+import re
 
 import cases
 import declaring
@@ -59,6 +60,23 @@ def test_every_density_comes_back_whole(partition, sizes, monkeypatch):
   assert rounds[0] == 1
   assert max(rounds) >= 4
   assert dense[-1] and not any(dense[:4])
+
+
+@pytest.mark.each_jax
+@pytest.mark.parametrize("scheme", scheme_names.SPARSE_NAMES)
+def test_under_vmap_loops_turn_on_what_devices_agree_on(scheme):
+  """On flags of each device every turn would select between whole tables."""
+  tx = zenjax.zen_sync("data", sparse=True, scheme=scheme)
+  stack = jnp.zeros((N, ROWS, WIDTH))
+  state = jax.tree.map(lambda x: jnp.stack([x] * N), tx.init(stack[0]))
+  step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  text = step.lower(stack, state).as_text(debug_info=True)
+  named = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.M))
+  wide = rf"stablehlo.select .*tensor<{N}x{ROWS}x{WIDTH}xf32> loc\((.*?)\)"
+  found = [named[at] for at in re.findall(wide, text)]
+  # By its own flags a device clears signs of zeros, and reads no full table.
+  assert found or scheme_names.in_blocks(scheme)
+  assert not [name for name in found if "rounds" in name or "dense" in name]
 
 
 def test_chunks_come_in_two_sizes_where_slots_are_many(monkeypatch):

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from benchmarks import harness
-from benchmarks import targets
 from benchmarks.cases import gpu
-from zenjax.kernels import _dispatch
+import zenjax
 from zenjax.planner import Profile
 
 ROWS, WIDTH, DENSITY = 400, 4, 0.02
+HASH, LISTED = gpu.Work("hash"), gpu.Work("hash", rows=True, pinned=False)
 
 
 @pytest.fixture
 def sync():
   """Sizes are known: nothing is compiled to find them."""
   sync = gpu.Sync(ROWS, WIDTH, DENSITY)
-  sync._pins["hash"] = (4, 8)
+  sync._pins[HASH] = (4, 8)
   return sync
 
 
@@ -29,7 +29,7 @@ def test_answers_are_checked(sync):
   gradients = sync.gradients
   gradients.restore()
   # What is not summed is wrong: every union row of those that lack it.
-  assert gradients.wrong() > 0
+  assert gradients.wrong(gradients.tables) > 0
   local = np.asarray(gradients.tables)
   assert (np.count_nonzero(local.any(-1), axis=1) == 8).all()
   want = local.sum(0)
@@ -37,18 +37,31 @@ def test_answers_are_checked(sync):
   np.testing.assert_array_equal(gradients.union, union)
   right = np.broadcast_to(want, local.shape)
   gradients.tables = jax.numpy.array(right)
-  assert gradients.wrong() == 0
+  assert gradients.wrong(gradients.tables) == 0
   elsewhere = int(np.setdiff1d(np.arange(ROWS), union)[0])
   gradients.tables = gradients.tables.at[7, elsewhere, 1].set(1.0)
-  assert gradients.wrong() == 1
+  assert gradients.wrong(gradients.tables) == 1
   # And what a step left is put back.
   np.testing.assert_array_equal(
     np.asarray(gradients.restore())[:, union], local[:, union]
   )
 
 
+def test_rows_are_checked(sync):
+  listed = sync.gradients.listed
+  dense = np.asarray(listed.to_dense())
+  np.testing.assert_array_equal(dense, sync.gradients.restore())
+  assert sync.build("zen rows xla", LISTED, None, False).wrong == 0
+  total = zenjax.SparseRows.from_dense(jax.numpy.asarray(dense.sum(0)), ROWS)
+  alike = jax.tree.map(lambda x: jax.numpy.stack([x] * gpu.DEVICES), total)
+  assert sync.gradients.wrong(alike) == 0
+  (ids, values), tree = jax.tree.flatten(alike)
+  apart = tree.unflatten([ids, values.at[3, 0, 0].add(1)])
+  assert sync.gradients.wrong(apart) > 0
+
+
 def test_run_without_a_gpu_says_so(sync, monkeypatch, tmp_path, capsys):
-  build = functools.partial(sync.build, "zen hash xla", "hash", None, False)
+  build = functools.partial(sync.build, "zen hash xla", HASH, None, False)
   group = "all of zen_sync"
   cases = [harness.Case(group=group, name="zen hash xla", build=build)]
   monkeypatch.setattr(gpu, "Sync", lambda *_: sync)
@@ -106,38 +119,3 @@ def test_other_accelerators_are_refused(monkeypatch):
   )
   with pytest.raises(ValueError, match="ask for fewer rows"):
     gpu._check_device((4_194_304, 128, 0.01))
-
-
-@pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-def test_step_compiles_for_a_gpu_with_its_kernels_in_place():
-  """What the command will run there: nothing as large as the tables."""
-  try:
-    device = targets.TARGETS["gpu-h200"]()[0]
-  except ImportError as error:
-    pytest.skip(str(error))
-  shape = gpu.DEVICES, 1 << 20, 128
-  mesh = jax.sharding.Mesh(np.array([device]), ("one",))
-  spec = jax.sharding.PartitionSpec()
-  tables = jax.ShapeDtypeStruct(
-    shape, "float32", sharding=jax.sharding.NamedSharding(mesh, spec)
-  )
-  # Triton asks the mesh around it what device that is.
-  mapped = jax.shard_map(
-    gpu.step("columns", (10_000, 40_000)),
-    mesh=mesh,
-    in_specs=spec,
-    out_specs=spec,
-    check_vma=False,
-  )
-  with _dispatch.forced("cuda"):
-    lowered = jax.jit(mapped, donate_argnums=0).lower(tables)
-  compiled = lowered.compile()
-  memory, text = compiled.memory_analysis(), compiled.as_text()
-  size = np.prod(shape) * 4
-  assert memory is not None and text is not None
-  assert memory.alias_size_in_bytes >= size
-  assert memory.temp_size_in_bytes < size / 8
-  for name in ("mask_pack", "compact", "merge", "expand"):
-    assert f"zenjax_{name}" in text

@@ -144,13 +144,18 @@ batching.defvectorized(_as_invariant_p)
 _first_copy_p = jex_core.Primitive("zenjax_first_copy")
 
 
-def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """`x`, equal on all devices along `axes`, and known to be.
+def one_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """`x`, equal on all devices along `axes`; `vmap` over one keeps one copy.
 
-  As `as_invariant`; under `vmap` with such an axis name one copy is kept, as
-  `lax.all_gather` does, so that loops may turn on what devices agree on.
+  As it does of what `lax.all_gather` returns. By a flag of each device `vmap`
+  would run all branches, and select between tables after every turn of a loop.
   """
-  return as_invariant(_first_copy_p.bind(x, axes=tuple(axes)), axes)
+  return _first_copy_p.bind(x, axes=tuple(axes))
+
+
+def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Declares as `as_invariant` does, and keeps `one_copy`."""
+  return as_invariant(one_copy(x, axes), axes)
 
 
 def _keep_first(axis_data, args, dims, *, axes):

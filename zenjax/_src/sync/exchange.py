@@ -184,7 +184,7 @@ def _fit(tables: Sequence[Local], context: Context) -> Fit | None:
   slices = jnp.ceil(functools.reduce(jnp.maximum, parts) * wire.SLICES)
   slices = jnp.clip(slices, 1, wire.SLICES).astype(jnp.int32)
   level = indexing.lower_bound(jnp.array(wire.PARTS, jnp.int32), slices)
-  level = compat.as_invariant(level.astype(jnp.int32), context.axes)
+  level = compat.agreed(level.astype(jnp.int32), context.axes)
   return Fit(level[0], level[1])
 
 
@@ -194,6 +194,8 @@ def _enter(
   """Finds the rows to send, and where sums are to be written."""
   plan = table.plan
   remembered = table.remembered if exact else None
+  if remembered is not None:
+    remembered = compat.one_copy(remembered, context.axes)
   if plan.table.look_ups is not None:
     source, probe = table_sources.enter_rows(table.rows, plan)
     target = table_sources.empty_list(plan)

@@ -432,7 +432,7 @@ def _exchanged(
   tables = _locals(part, state, options, context)
   if state and all([table.plan.dense for table in tables]):
     many = [state.leaves[name].dense for name, _ in part.leaves]
-    many = compat.as_invariant(jnp.all(jnp.stack(many)), context.axes)
+    many = compat.agreed(jnp.all(jnp.stack(many)), context.axes)
     return exchange.whole_or_rows(tables, many, SPARSE[part.scheme], context)
   begun = _begun(part, tables, options, context)
   return exchange.finish(begun, after=after).tables
