@@ -96,6 +96,12 @@ def recording() -> Iterator[list[Call]]:
       around += calls
 
 
+def asked_for(kernels: Kernels) -> bool:
+  """Returns True if kernels were asked for, and not where they are better."""
+  forced = kernels == "auto" and _forced.get() is not None
+  return forced or kernels == "pallas"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
   """An operation with its implementations; called as the reference is.
@@ -107,16 +113,17 @@ class Operation:
       module's function `name` takes what the reference takes and an
       `interpret=`, and its `check` raises NotImplementedError where the kernel
       cannot serve.
-    measured: Platform to the committed result that shows its kernel no slower
-      than the reference there. `kernels="auto"` takes kernels on these
-      platforms only: fewer bytes in a compiled program make a kernel promising,
-      and only a clock on that hardware makes it the better one.
+    measured: By platform, a kind of device to the committed result that shows
+      the kernel no slower than the reference there. `kernels="auto"` takes
+      kernels on these devices only: fewer bytes in a compiled program make a
+      kernel promising, and only a clock on that hardware makes it the better
+      one. What is traced for other devices is the reference alone.
   """
 
   name: str
   reference: Callable[..., Any]
   kernels: Mapping[str, str]
-  measured: Mapping[str, str]
+  measured: Mapping[str, Mapping[str, str]]
 
   def __call__(
     self,
@@ -129,8 +136,8 @@ class Operation:
     Args:
       *args, **kwargs: What the reference takes.
       kernels: `"xla"` for the reference; `"pallas"` for the kernel of the
-        platform, which nothing replaces; `"auto"` for the kernel where it was
-        measured, and the reference elsewhere.
+        platform, which nothing replaces; `"auto"` for the kernel on devices on
+        which it was measured, and the reference elsewhere.
 
     Raises:
       ValueError: `kernels` is none of these.
@@ -145,20 +152,16 @@ class Operation:
     how = _forced.get()
     if kernels == "auto" and how is not None:
       return self._run_forced(how, args)
-    if kernels == "xla" or not self.measured:
+    kind = compat.device_kind()
+    better = [name for name, kinds in self.measured.items() if kind in kinds]
+    if kernels == "xla" or not better:
       self._record()
       return self.reference(*args)
     return self._run_by_platform(
       args,
-      {name: self.refusal(name, *args) for name in self.measured},
+      {name: self.refusal(name, *args) for name in better},
       lambda: self.reference(*args),
     )
-
-  def takes_reference(self, kernels: Kernels) -> bool:
-    """Tells whether `kernels` leaves no operation to a kernel."""
-    if kernels == "auto":
-      return not self.measured and _forced.get() is None
-    return kernels == "xla"
 
   def required(self, option: str, instead: str, *args: Any) -> Any:
     """The operation on `args` by its kernel, which another option stands for.
@@ -246,6 +249,8 @@ class Operation:
       self._module(platform).check(*args)
     except NotImplementedError as error:
       return str(error)
+    except ImportError as error:
+      return f"with a JAX that compiles such kernels, got {error}"
     return ""
 
   def _module(self, platform: str) -> ModuleType:

@@ -70,9 +70,12 @@ def unseen_zeros(monkeypatch) -> None:
 
 
 def mask_pack_measured_on(monkeypatch, platform: str) -> None:
-  """A kernel of `mask_pack` that runs where no one forces it."""
+  """A kernel of `mask_pack` that runs where no one forces it.
+
+  Traced for the devices that are there, as if they had been measured.
+  """
   sources = _src.sync.table_sources
   measured = dataclasses.replace(
-    sources.mask_pack, measured={platform: "a.json"}
+    sources.mask_pack, measured={platform: {"cpu": "a.json"}}
   )
   monkeypatch.setattr(sources, "mask_pack", measured)

@@ -104,7 +104,7 @@ def test_measured_kernel_is_taken_on_its_platform_alone():
     name="mask_pack",
     reference=operations.mask_pack.reference,
     kernels=operations.mask_pack.kernels,
-    measured={"tpu": "a.json"},
+    measured={"tpu": {"cpu": "a.json"}},
   )
   run = functools.partial(measured, layout=SHAPE.layout)
   assert "tpu_custom_call" in _lowered(run, "tpu")
@@ -117,7 +117,7 @@ def test_measured_kernel_is_taken_on_its_platform_alone():
 def test_reference_runs_where_xla_splits_the_program():
   """It cannot split a kernel: an axis of the mesh is not manual."""
   measured = dataclasses.replace(
-    operations.mask_pack, measured={"tpu": "a.json"}
+    operations.mask_pack, measured={"tpu": {"cpu": "a.json"}}
   )
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 

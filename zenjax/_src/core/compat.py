@@ -35,14 +35,18 @@ def automatic_axes() -> frozenset[str]:
   return frozenset(around.axis_names) - frozenset(around.manual_axes)
 
 
-def for_cpus() -> bool:
-  """True if the program being traced is for CPUs.
+def device_kind() -> str:
+  """Returns which devices the program being traced is for, as "NVIDIA H200".
 
   As the mesh around a trace says; where there is none, the default backend.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
-  kind = jax.default_backend() if device is None else device.device_kind
-  return kind == "cpu"
+  return (device or jax.devices()[0]).device_kind
+
+
+def for_cpus() -> bool:
+  """True if the program being traced is for CPUs, as `device_kind` knows it."""
+  return device_kind() == "cpu"
 
 
 def from_memory(tree: Any) -> Any:

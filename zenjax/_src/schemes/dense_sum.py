@@ -7,6 +7,7 @@ against. A ring moves `2 (n - 1) / n` times the table to every device.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -217,22 +218,22 @@ def _reduce_shares(
     shares = collectives.all_gather(context.scaled(share), context.axes[-1:])
     return compat.cast_like(shares.reshape(table.shape), table)
 
-  return _once_where(wanted, body, table)
+  return once_where(wanted, body, table)
 
 
-def _once_where(
-  wanted: jax.Array, body: Callable[[jax.Array], jax.Array], table: jax.Array
-) -> jax.Array:
-  """`body(table)` where it is wanted, in place.
+def once_where(
+  wanted: jax.Array, body: Callable[[Any], Any], tables: Any
+) -> Any:
+  """`body(tables)` where it is wanted, in place; else the tables as they are.
 
   A flag, not a count: nothing is compiled to add to it and to compare it.
   """
 
   def turn(carry):
-    flag, table = carry
-    return jnp.zeros_like(flag), body(table)
+    flag, tables = carry
+    return jnp.zeros_like(flag), body(tables)
 
-  return lax.while_loop(lambda carry: carry[0], turn, (wanted, table))[1]
+  return lax.while_loop(lambda carry: carry[0], turn, (wanted, tables))[1]
 
 
 def _reduce_chunks(
@@ -247,7 +248,7 @@ def _reduce_chunks(
 
   if rows == num_rows:
     whole = lambda table: compat.cast_like(summed(table), table)
-    return _once_where(wanted, whole, table)
+    return once_where(wanted, whole, table)
   trips = jnp.where(wanted, -(-num_rows // rows), 0)
   offsets = jnp.arange(rows, dtype=jnp.int32)[:, None]
 

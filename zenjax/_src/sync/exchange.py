@@ -339,14 +339,7 @@ def finish(
       progress, turns, owned = loops.run(progress, held, dense, owned)
   targets = [p.target for p in progress]
   with jax.named_scope("zenjax/dense"):
-    for i, (target, skip) in enumerate(zip(targets, dense)):
-      if skip is not None and isinstance(target, Whole):
-        numbers = indexing.numbers(len(target.tables))
-        summed = [
-          dense_sum.reduce_where(table, indexing.nth(skip, k), context)
-          for k, table in zip(numbers, target.tables)
-        ]
-        targets[i] = Whole(tuple(summed))
+    targets = _sum_dense(targets, dense, context)
   turns = turns._replace(pushes=turns.pushes.at[LARGE].add(surveys))
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [jax.tree.map(as_equal, target) for target in targets]
@@ -364,6 +357,45 @@ def finish(
     for t, target, p, arrived, d in zip(tables, targets, progress, first, dense)
   ]
   return Result(synced, owned, owner)
+
+
+def _sum_dense(
+  targets: Sequence[Target],
+  dense: Sequence[jax.Array | None],
+  context: Context,
+) -> list[Target]:
+  """Sums the tables that take the dense path, mostly none.
+
+  Accelerators ask first if any does: the host of a GPU waits for every answer.
+  """
+  may = {
+    i: (skip, target.tables)
+    for i, (target, skip) in enumerate(zip(targets, dense))
+    if skip is not None and isinstance(target, Whole)
+  }
+  flags = {i: skip for i, (skip, _) in may.items()}
+  found = {i: tables for i, (_, tables) in may.items()}
+
+  def summed(found):
+    return {
+      i: tuple(
+        [
+          dense_sum.reduce_where(table, indexing.nth(flags[i], k), context)
+          for k, table in zip(indexing.numbers(len(tables)), tables)
+        ]
+      )
+      for i, tables in found.items()
+    }
+
+  if compat.for_cpus() or sum(map(len, found.values())) < 2:
+    found = summed(found)
+  else:
+    some = functools.reduce(operator.or_, map(jnp.any, flags.values()))
+    found = dense_sum.once_where(some, summed, found)
+  return [
+    Whole(found[i]) if i in found else target
+    for i, target in enumerate(targets)
+  ]
 
 
 def whole_or_rows(

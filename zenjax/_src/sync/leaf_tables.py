@@ -26,7 +26,7 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
-from zenjax.kernels import operations
+from zenjax.kernels import _dispatch
 
 
 def plans(
@@ -92,10 +92,10 @@ def plans(
       if given:
         by_leaf = isinstance(options.capacities, dict)
         _warn_above_break_even(given, plan, scheme, context, by_leaf)
-  kernels, known = options.tuning.kernels, operations.OPERATIONS.values()
-  alone = all([x.takes_reference(kernels) for x in known])
   found = planned
-  if stack and options.exact and alone:
+  # Kernels read tables one by one.
+  together = not _dispatch.asked_for(options.tuning.kernels)
+  if stack and options.exact and together:
     found = buffer_sizes.stack(planned, devices=context.devices, sizing=sizing)
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:
