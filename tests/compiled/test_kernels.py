@@ -351,3 +351,29 @@ def test_all_of_a_sync_copies_no_table_on_a_gpu(work):
   assert memory.temp_size_in_bytes < size / 3
   for name in operations.OPERATIONS if donated else ["merge"]:
     assert f"zenjax_{name}" in text
+
+
+@pytest.mark.parametrize(
+  "target, tables, taken",
+  [
+    ("gpu-h200", 1, set(operations.OPERATIONS)),
+    ("gpu-h200", 2, {"merge"}),  # They travel as one.
+    ("tpu-v5e", 1, set()),
+  ],
+)
+def test_kernels_that_nobody_asked_for(target, tables, taken):
+  mesh = jax.sharding.Mesh(chips.devices(target), ("data",))
+  tx = zenjax.zen_sync("data", sparse=True)
+  step = jax.shard_map(
+    lambda grads: tx.update(grads, tx.init(grads))[0],
+    mesh=mesh,
+    in_specs=jax.P("data"),
+    out_specs=jax.P(),
+  )
+  split = jax.NamedSharding(mesh, jax.P("data"))
+  shape = 10_000 * mesh.size, 128
+  table = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
+  grads = {f"table {i}": table for i in range(tables)}
+  text = jax.jit(step).lower(grads).as_text()
+  found = {x for x in operations.OPERATIONS if f"zenjax_{x}" in text}
+  assert found == taken

@@ -17,14 +17,19 @@ from zenjax.kernels._dispatch import Kernels
 from zenjax.kernels.operations import mask_pack
 
 
-def device(name: str) -> Any:
-  """One device of a TPU slice or of `targets.TARGETS`."""
+def devices(name: str) -> Any:
+  """Those of a TPU slice or of `targets.TARGETS`."""
   try:
     if name in targets.TPUS:
-      return targets.tpu(name)[0]
-    return targets.TARGETS[name]()[0]
+      return targets.tpu(name)
+    return targets.TARGETS[name]()
   except ImportError as error:
     return pytest.skip(str(error))
+
+
+def device(name: str) -> Any:
+  """One of `devices`."""
+  return devices(name)[0]
 
 
 def lowered(name: str, run: Callable[..., Any], *args: Any) -> Any:

@@ -114,6 +114,18 @@ def test_measured_kernel_is_taken_on_its_platform_alone():
   kernel_cases.assert_same_bits(run(table), want)
 
 
+def test_reference_runs_where_jax_has_lost_what_a_kernel_needs():
+  lost = dataclasses.replace(
+    operations.mask_pack,
+    kernels={"tpu": "zenjax.kernels.of_a_later_jax"},
+    measured={"tpu": {"cpu": "a.json"}},
+  )
+  args = arguments("mask_pack")
+  kernel_cases.assert_same_bits(lost(*args), lost.reference(*args))
+  with pytest.raises(NotImplementedError, match="of_a_later_jax"):
+    lost(*args, kernels="pallas")
+
+
 def test_reference_runs_where_xla_splits_the_program():
   """It cannot split a kernel: an axis of the mesh is not manual."""
   measured = dataclasses.replace(

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import campaign
 from benchmarks import run
+from zenjax.kernels import operations
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{x.name}" for x in ROOT.glob("docs/*.md"))]
@@ -351,6 +352,46 @@ def of_what_steps_add() -> list[str]:
   return said
 
 
+GPU = ("gpu-h200", "gpu-h200-100k", "gpu-h200-narrow")
+
+
+def of_one_gpu() -> list[str]:
+  said = []
+  for name in GPU:
+    found = results(name)
+    assert found["measured_on_gpu"], name
+    assert found["environment"]["device_kind"] == "NVIDIA H200", name
+    whole = [x for x in found["results"] if "all of zen_sync" in x["group"]]
+    times = {x["name"]: median(x) for x in whole if x["wrong"] == 0}
+    cells = []
+    for form in ("hash", "columns", "rows", "rows, no pins"):
+      xla, kernels = [times[f"zen {form} {x}"] for x in ("xla", "pallas")]
+      reads = 8 * times["copy"] / 2
+      cells.append(f"{kernels / reads:.2f} ({xla / kernels:.2f})")
+    rows, width = (found["options"][x] for x in ("rows", "width"))
+    said.append(f"| {rows:,} x {width} | {' | '.join(cells)} |")
+  return said
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_kernels_taken_unasked_are_no_slower(name):
+  """On the kind of device that the result is of, to the noise of a launch."""
+  found = results(name)
+  kind = found["environment"]["device_kind"]
+  times = {
+    (x["group"], x["name"]): median(x) for x in found["results"] if x["times_s"]
+  }
+  for (group, form), seconds in times.items():
+    if not form.endswith(" pallas"):
+      continue
+    operation = operations.OPERATIONS.get(form.split()[0])
+    if operation:
+      result = operation.measured["cuda"][kind]
+      assert (ROOT / "benchmarks" / "results" / result).is_file()
+    xla = times[group, form.removesuffix("pallas") + "xla"]
+    assert seconds < xla * 1.05, (group, form)
+
+
 def of_sparsifiers() -> list[str]:
   (found,) = by_group("sparsified").values()
   part = median(found["pmean"]) / median(found["exdyna"])
@@ -377,6 +418,7 @@ def of_memory() -> list[str]:
         of_many_rows,
         of_full_tables,
         of_what_steps_add,
+        of_one_gpu,
       )
     ),
     ("docs/benchmarks.md", of_sparsifiers),
