@@ -5,6 +5,7 @@ Each takes pytest's `monkeypatch`.
 
 import dataclasses
 
+import zenjax._src.core.compat
 import zenjax._src.core.wire
 import zenjax._src.rows.lazy
 import zenjax._src.rows.sharded_tables
@@ -61,6 +62,11 @@ def two_sizes(monkeypatch) -> None:
   leaf_tables = _src.sync.leaf_tables
   sizing = leaf_tables.buffer_sizes.TWO_SIZES
   monkeypatch.setattr(leaf_tables, "_sizing", lambda context: sizing)
+
+
+def for_accelerators(monkeypatch) -> None:
+  """What is traced is what devices other than CPUs run, but for kernels."""
+  monkeypatch.setattr(_src.core.compat, "for_cpus", lambda: False)
 
 
 def unseen_zeros(monkeypatch) -> None:

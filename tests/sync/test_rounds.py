@@ -62,6 +62,30 @@ def test_every_density_comes_back_whole(partition, sizes, monkeypatch):
   assert dense[-1] and not any(dense[:4])
 
 
+@pytest.mark.parametrize("runner", ["vmap", "shard_map_vma_replicated"])
+def test_accelerators_sum_dense_tables_behind_one_condition(
+  runner, monkeypatch
+):
+  """Some of tables that travel as one, and one of another width."""
+  forced.for_accelerators(monkeypatch)
+  rng = np.random.default_rng(0)
+  wide = {"a": 0.6, "b": 0.002, "c": 0.6, "other": 0.6, "few": 0.002}
+  stacks = {}
+  for name, density in wide.items():
+    width = 3 if name in ("other", "few") else WIDTH
+    ids = [cases.draw(rng, ROWS, ROWS * density) for _ in range(N)]
+    stack = rng.standard_normal((N, ROWS, width)).astype(np.float32)
+    stacks[name] = cases.keep(stack, ids)
+  tx = zenjax.zen_sync("data", sparse=True)
+
+  step = lambda grads, axis: tx.update(grads, tx.init(grads))
+  got, state = runners.RUNNERS[runner](step, N)(stacks)
+  seen = zenjax.stats(jax.tree.map(lambda x: x[0], state))
+  for name, density in wide.items():
+    oracle.check(got[name], stacks[name], label=name)
+    assert bool(seen[name]["went_dense"]) == (density > 0.1), name
+
+
 @pytest.mark.each_jax
 @pytest.mark.parametrize("scheme", scheme_names.SPARSE_NAMES)
 def test_under_vmap_loops_turn_on_what_devices_agree_on(scheme):
