@@ -197,7 +197,7 @@ def test_exchanges_in_a_scan_in_a_jit_and_in_a_branch():
 @pytest.mark.parametrize("rows", [False, True])
 def test_plain_programs_have_no_exchange(rows):
   """That of the mesh has plain collectives alone, whatever is in a `jit`."""
-  tx = optax.chain(zen(), zenjax.lazy_rows(optax.sgd(0.1)))
+  tx = optax.chain(zen(partition="hash"), zenjax.lazy_rows(optax.sgd(0.1)))
   mesh, step = runners.mesh(2), jax.jit(step_of(tx, rows))
   state = params(), zenjax.init(tx, params(), mesh, "data")
   arguments = state, IDS, TARGETS

@@ -283,10 +283,11 @@ def test_capacities_larger_than_the_table():
 
 def test_capacities_of_all_tables_are_cut_to_each():
   """Of a table whose rows they all hold they pay in no step."""
+  owned = {"capacities": (4, 41), "partition": "hash"}
   with pytest.warns(UserWarning, match=r"\(4, 40\).*Give `capacities` by leaf"):
-    assert trace_pmean(capacities=(4, 41)).shape == TABLE.shape
+    assert trace_pmean(**owned).shape == TABLE.shape
   many = jax.ShapeDtypeStruct((N, 10_000, 4), jnp.float32)
-  assert trace_pmean(many, capacities=(4, 41)).shape == many.shape
+  assert trace_pmean(many, **owned).shape == many.shape
 
 
 def test_capacities_of_an_unknown_leaf():

@@ -131,6 +131,36 @@ def test_rows(partition, runner):
     oracle.check(dense, stack, label=name)
 
 
+@pytest.mark.parametrize(
+  "options, rows, scheme",
+  [
+    ({}, False, "all_gather"),
+    ({"partition": "columns"}, False, "zen/2"),
+    ({}, True, "zen/"),
+  ],
+  ids=["arrays", "owners asked for", "rows beside it"],
+)
+def test_between_two_devices_arrays_have_no_owners(options, rows, scheme):
+  tx = zenjax.zen_sync("data", sparse=True, op="sum", **options)
+  rng = np.random.default_rng(0)
+  stack = table(rng, 900, 4)[:2]
+
+  def step(grad, ids):
+    grads = {"a": grad}
+    if rows:
+      values = jnp.ones((ids.size, 2))
+      grads["b"] = zenjax.SparseRows(ids, values, 600)
+    synced, state = tx.update(grads, tx.init(grads))
+    return synced["a"], state
+
+  ids = jnp.arange(10).reshape(2, 5)
+  got, state = jax.jit(jax.vmap(step, axis_name="data"))(stack, ids)
+  oracle.check(np.asarray(got), stack, "sum")
+  report = zenjax.report(jax.tree.map(lambda x: x[0], state))
+  (line,) = [x for x in report.splitlines() if x.startswith("a ")]
+  assert f" {scheme}" in line
+
+
 def test_first_nonzero_rows_of_a_table():
   dense = jnp.zeros((9, 2)).at[jnp.array([1, 4, 8])].set(3.0)
   rows = zenjax.SparseRows.from_dense(dense, 4)

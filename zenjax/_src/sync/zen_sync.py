@@ -130,7 +130,9 @@ def zen_sync(
       than 4 times as many rows as columns; with another `unit` than rows, any
       of 16,384. A leaf judged wrongly costs time, never a wrong result. A
       `UserWarning` tells of a callable that chooses no leaf.
-    scheme: How sparse leaves are summed: `"zen"` (push, merge, pull), or one
+    scheme: How sparse leaves are summed: `"zen"` (push, merge, pull; between
+      two devices that have arrays alone `"all_gather"`, which is fewer bytes
+      then, unless `partition` says who sums), or one
       of the systems before it: `"all_gather"` (everyone gets all rows),
       `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
       (SparCML), `"block_sparse"` (OmniReduce), `"dense"` (`psum`) and
