@@ -47,12 +47,12 @@ def buffers_in_turn(monkeypatch) -> None:
   monkeypatch.setattr(_src.sync.gradient_tree, "buffers_in_turn", lambda: True)
 
 
-def between_hosts(monkeypatch) -> None:
+def between_hosts(monkeypatch, parts=(1, 2, 4, 6, 8, 10, 12, 16, 24)) -> None:
   """First rounds follow what was seen, as between processes on CPUs.
 
-  Few parts compile sooner than all.
+  Few `parts` of a buffer compile sooner than all.
   """
-  parts = (1, 2, 4, 6, 8, 10, 12, 16, 24, _src.core.wire.SLICES)
+  parts = (*parts, _src.core.wire.SLICES)
   monkeypatch.setattr(_src.core.wire, "PARTS", parts)
   monkeypatch.setattr(_src.sync.leaf_tables, "between_hosts", lambda: True)
 

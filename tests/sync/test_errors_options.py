@@ -283,7 +283,7 @@ def test_capacities_larger_than_the_table():
 
 def test_capacities_of_all_tables_are_cut_to_each():
   """Of a table whose rows they all hold they pay in no step."""
-  owned = {"capacities": (4, 41), "partition": "hash"}
+  owned: Any = {"capacities": (4, 41), "partition": "hash"}
   with pytest.warns(UserWarning, match=r"\(4, 40\).*Give `capacities` by leaf"):
     assert trace_pmean(**owned).shape == TABLE.shape
   many = jax.ShapeDtypeStruct((N, 10_000, 4), jnp.float32)

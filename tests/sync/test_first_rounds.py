@@ -14,7 +14,7 @@ import zenjax
 N, ROWS = 4, 40_000
 
 
-def stepping(tx, tables):
+def stepping(tx, tables, arrays=False):
   """Returns a step of `tx`, of look-ups `{name: (ids, values)}` and a state."""
   split = jax.P("data")
 
@@ -23,6 +23,11 @@ def stepping(tx, tables):
       name: zenjax.SparseRows(ids[0], values[0], tables[name].shape[0])
       for name, (ids, values) in batch.items()
     }
+    if arrays:
+      updates, state = tx.update(
+        {k: x.to_dense() for k, x in rows.items()}, state
+      )
+      return {k: x[None] for k, x in updates.items()}, state
     updates, state = tx.update(rows, state)
     return {k: x.to_dense()[None] for k, x in updates.items()}, state
 
@@ -36,6 +41,11 @@ def stepping(tx, tables):
   )
 
 
+def placed(state):
+  """On all devices, as a step returns it: it is compiled once."""
+  return jax.device_put(state, jax.NamedSharding(runners.mesh(N), jax.P()))
+
+
 def drawn(rng, table, count, look_ups):
   """`count` rows of each device as look-ups, and their gradient whole."""
   values = rng.standard_normal((N, *table.shape)).astype(table.dtype)
@@ -47,9 +57,9 @@ def drawn(rng, table, count, look_ups):
   return (ids.astype(np.int32), values), stack
 
 
-def run(tx, tables, counts, look_ups=2048):
+def run(tx, tables, counts, look_ups=2048, arrays=False):
   """Yields what each step shows of each table; sums are those of the oracle."""
-  step, state = stepping(tx, tables), tx.init(tables)
+  step, state = stepping(tx, tables, arrays), placed(tx.init(tables))
   rng = np.random.default_rng(0)
   for number, count in enumerate(counts):
     batch, stacks = {}, {}
@@ -89,6 +99,26 @@ def test_a_first_round_is_what_steps_have_needed(partition, monkeypatch):
 
 
 @pytest.mark.parametrize(
+  "partition", ["hash", pytest.param("columns", marks=pytest.mark.more)]
+)
+def test_arrays_have_room_for_a_vocabulary(partition, monkeypatch):
+  """Few rows take few bytes, and a full table sends nothing beside its sum."""
+  forced.between_hosts(monkeypatch)
+  tx = zenjax.zen_sync("data", partition=partition)
+  rows = 20_000
+  tables = {"table": jnp.zeros((rows, 128))}
+  counts = [150] * 4 + [10] * 6 + [rows] * 3 + [150] * 2
+  found = [seen["table"] for seen in run(tx, tables, counts, rows, arrays=True)]
+  rounds = [x["rounds"] for x in found]
+  assert rounds[0] > 1 and set(rounds[3:10]) == {1}
+  bytes_ = [x["wire_bytes"] / x["dense_bytes"] for x in found]
+  assert bytes_[9] < 0.25 * bytes_[3] < 0.25 * bytes_[0]
+  dense = [bool(x["went_dense"]) for x in found]
+  assert dense == [False] * 10 + [True] * 4 + [False]
+  assert max(bytes_[11:13]) < 1.001
+
+
+@pytest.mark.parametrize(
   "options",
   [
     pytest.param({"wire_dtype": jnp.bfloat16}, marks=pytest.mark.each_jax),
@@ -99,7 +129,7 @@ def test_a_first_round_is_what_steps_have_needed(partition, monkeypatch):
   ids=["16 bits", "ids first"],
 )
 def test_several_tables_share_a_first_round(options, monkeypatch):
-  forced.between_hosts(monkeypatch)
+  forced.between_hosts(monkeypatch, parts=(1, 8))
   tx = zenjax.zen_sync("data", **options)
   dtype = jnp.bfloat16 if "wire_dtype" in options else jnp.float32
   # Two travel as one, another beside them, and one has too few for slices.
@@ -173,7 +203,7 @@ BESIDE = {
 )
 def test_rows_above_break_even_are_summed_whole(beside, monkeypatch):
   """Once a step has shown that they are many, and while they are."""
-  forced.between_hosts(monkeypatch)
+  forced.between_hosts(monkeypatch, parts=(8, 16))
   shapes = {"full": (1_500, 24), **BESIDE[beside]}
   tables = {name: jnp.zeros(x) for name, x in shapes.items()}
   counts = (1_000, 1_000, 900, 20, 20, 1_000)
@@ -199,7 +229,7 @@ def test_rows_above_break_even_are_summed_whole(beside, monkeypatch):
 
 def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
   """Rows of all devices together that cannot be those of the whole table."""
-  forced.between_hosts(monkeypatch)
+  forced.between_hosts(monkeypatch, parts=(8, 16))
   tx, few, many = zenjax.zen_sync("data"), 250, 1024
   for look_ups, sums in ((few, 0), (many, 2)):
     tables = {"table": jnp.zeros((1_500, 24))}
@@ -212,10 +242,10 @@ def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
 
 def test_rows_that_are_many_beside_fewer_keep_their_sizes(monkeypatch):
   """They travel as rows, and one round brings them once they were seen."""
-  forced.between_hosts(monkeypatch)
+  forced.between_hosts(monkeypatch, parts=(8, 16))
   tables = {"full": jnp.zeros((4_000, 32)), "other": jnp.zeros((8_000, 40))}
   tx, rng = zenjax.zen_sync("data"), np.random.default_rng(0)
-  step, state = stepping(tx, tables), tx.init(tables)
+  step, state = stepping(tx, tables), placed(tx.init(tables))
   for _ in range(3):
     batch = {
       name: drawn(rng, tables[name], count, 2048)[0]

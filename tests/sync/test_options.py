@@ -1,5 +1,7 @@
 """What the options of zen_sync change, and that nothing else changes."""
 
+from typing import Any
+
 import cases
 import forced
 from four_devices import F32
@@ -146,10 +148,11 @@ def test_between_two_devices_arrays_have_no_owners(options, rows, scheme):
   stack = table(rng, 900, 4)[:2]
 
   def step(grad, ids):
-    grads = {"a": grad}
+    grads: Any = {"a": grad}
     if rows:
       values = jnp.ones((ids.size, 2))
       grads["b"] = zenjax.SparseRows(ids, values, 600)
+    synced: Any
     synced, state = tx.update(grads, tx.init(grads))
     return synced["a"], state
 

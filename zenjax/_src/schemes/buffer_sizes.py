@@ -248,9 +248,11 @@ def plan_table(
 # spreads them, and send the part that earlier steps needed. With room for half
 # of them batches of more distinct rows took longer than with a guess. Room is
 # local work, used or not: arrays, whose rows may be any number, took 1.15 times
-# as long with four times the room of a guess, between four hosts. Where room is
-# less than so many bytes to one device a smaller part takes no less time.
-# Slices of rows are whole words.
+# as long with four times the room of a guess, between four hosts, and 0.9
+# times with room for a little more than a vocabulary's rows, of which two
+# rounds follow a guess. Where room is less than so many bytes to one device a
+# smaller part takes no less time. Slices of rows are whole words.
+_MORE = 1.25, 1.1  # Of a device, and of the union.
 _LEAST_BYTES = 16 << 10
 _SLICED = 4 * wire.SLICES
 
@@ -258,13 +260,18 @@ _SLICED = 4 * wire.SLICES
 def fitting(plan: TablePlan, devices: int) -> TablePlan:
   """`plan` with a first round that follows what was seen, if that may pay."""
   table, groups = plan.table, plan.layout.groups
-  if plan.pinned or table.look_ups is None or min(plan.most) < 2 * _SLICED:
+  if plan.pinned or min(plan.most) < 2 * _SLICED:
     return plan
   if any([size >= most for size, most in zip(plan.first, plan.most)]):
     return plan
-  union = min(table.look_ups * devices**GROWTH, table.num_rows)
+  if table.look_ups is None:
+    rows, union = assumed_rows(table, devices)
+    rows, union = rows * _MORE[0], union * _MORE[1]
+  else:
+    rows = table.look_ups
+    union = min(table.look_ups * devices**GROWTH, table.num_rows)
   room = [
-    max(fullest(table.look_ups, groups, devices * groups), plan.first.push),
+    max(fullest(rows, groups, devices * groups), plan.first.push),
     max(fullest(union, groups, groups), plan.first.pull),
   ]
   if min(room) * plan.block_width * table.wire_dtype.itemsize < _LEAST_BYTES:
