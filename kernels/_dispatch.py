@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import batching
 from jax.interpreters import mlir
+import jax.numpy as jnp
 
 from zenjax._src.core import arguments
 from zenjax._src.core import compat
@@ -102,6 +103,19 @@ def asked_for(kernels: Kernels) -> bool:
   return forced or kernels == "pallas"
 
 
+def _as_measured(platform: str, args: tuple[Any, ...]) -> bool:
+  """Returns True for what results are of: float32, rows of some elements.
+
+  And for a JAX without a warning of each kernel, which would be an error to who
+  has made warnings errors.
+  """
+  if platform == "cuda" and compat.TRITON_GOES:
+    return False
+  arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+  values = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+  return all([x.dtype == jnp.float32 and x.shape[-1] > 1 for x in values])
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
   """An operation with its implementations; called as the reference is.
@@ -153,7 +167,11 @@ class Operation:
     if kernels == "auto" and how is not None:
       return self._run_forced(how, args)
     kind = compat.device_kind()
-    better = [name for name, kinds in self.measured.items() if kind in kinds]
+    better = [
+      name
+      for name, kinds in self.measured.items()
+      if kind in kinds and _as_measured(name, args)
+    ]
     if kernels == "xla" or not better:
       self._record()
       return self.reference(*args)

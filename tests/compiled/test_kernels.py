@@ -354,14 +354,19 @@ def test_all_of_a_sync_copies_no_table_on_a_gpu(work):
 
 
 @pytest.mark.parametrize(
-  "target, tables, taken",
+  "target, tables, dtype, goes, taken",
   [
-    ("gpu-h200", 1, set(operations.OPERATIONS)),
-    ("gpu-h200", 2, {"merge"}),  # They travel as one.
-    ("tpu-v5e", 1, set()),
+    ("gpu-h200", 1, jnp.float32, False, set(operations.OPERATIONS)),
+    ("gpu-h200", 2, jnp.float32, False, {"merge"}),  # They travel as one.
+    ("gpu-h200", 1, jnp.bfloat16, False, set()),
+    ("gpu-h200", 1, jnp.float32, True, set()),
+    ("tpu-v5e", 1, jnp.float32, False, set()),
   ],
 )
-def test_kernels_that_nobody_asked_for(target, tables, taken):
+def test_kernels_that_nobody_asked_for(
+  target, tables, dtype, goes, taken, monkeypatch
+):
+  monkeypatch.setattr(_dispatch.compat, "TRITON_GOES", goes)
   mesh = jax.sharding.Mesh(chips.devices(target), ("data",))
   tx = zenjax.zen_sync("data", sparse=True)
   step = jax.shard_map(
@@ -372,7 +377,7 @@ def test_kernels_that_nobody_asked_for(target, tables, taken):
   )
   split = jax.NamedSharding(mesh, jax.P("data"))
   shape = 10_000 * mesh.size, 128
-  table = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
+  table = jax.ShapeDtypeStruct(shape, dtype, sharding=split)
   grads = {f"table {i}": table for i in range(tables)}
   text = jax.jit(step).lower(grads).as_text()
   found = {x for x in operations.OPERATIONS if f"zenjax_{x}" in text}

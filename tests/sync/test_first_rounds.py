@@ -41,6 +41,21 @@ def stepping(tx, tables, arrays=False):
   )
 
 
+def beside(tx):
+  """A step of look-ups of one table and an array `[N, R, D]`; a state."""
+  split = jax.P("data")
+
+  def step(batch, array, state):
+    rows = zenjax.SparseRows(batch[0][0], batch[1][0], ROWS)
+    return tx.update({"table": rows, "array": array[0]}, state)[1]
+
+  specs = (split, split, jax.P())
+  mesh = runners.mesh(N)
+  return jax.jit(
+    jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P())
+  )
+
+
 def placed(state):
   """On all devices, as a step returns it: it is compiled once."""
   return jax.device_put(state, jax.NamedSharding(runners.mesh(N), jax.P()))
@@ -156,6 +171,24 @@ def test_ids_are_cut_where_they_travel_as_a_list(monkeypatch):
   rows = counts[1] + found[1]["union_density"] * 200_000
   least = 0.75 * rows * (16 * 4 + 4)
   assert least < found[1]["wire_bytes"] < 1.4 * least
+
+
+def test_arrays_beside_rows_leave_these_their_sizes(monkeypatch):
+  """One part is sent of all buffers: what arrays need would decide it."""
+  forced.between_hosts(monkeypatch, parts=(1, 4, 8))
+  rows, array = jnp.zeros((ROWS, 32)), jnp.zeros((ROWS, 128))
+  tx, rng = zenjax.zen_sync("data"), np.random.default_rng(0)
+  step, state = stepping(tx, {"table": rows}), placed(tx.init({"table": rows}))
+  both, many = beside(tx), placed(tx.init({"table": rows, "array": array}))
+  batch, _ = drawn(rng, rows, 100, 2048)
+  other = np.zeros((N, *array.shape), np.float32)  # Needs what was guessed.
+  for _ in range(3):
+    _, state = step({"table": batch}, state)
+    many = both(batch, other, many)
+  alone, joined = [
+    zenjax.stats(x)["table"]["wire_bytes"] for x in (state, many)
+  ]
+  assert joined < 1.1 * alone
 
 
 def test_few_look_ups_keep_their_buffers(monkeypatch):

@@ -138,9 +138,10 @@ def test_rows(partition, runner):
   [
     ({}, False, "all_gather"),
     ({"partition": "columns"}, False, "zen/2"),
+    ({"capacities": (8, 16)}, False, "zen/"),
     ({}, True, "zen/"),
   ],
-  ids=["arrays", "owners asked for", "rows beside it"],
+  ids=["arrays", "owners asked for", "pinned", "rows beside it"],
 )
 def test_between_two_devices_arrays_have_no_owners(options, rows, scheme):
   tx = zenjax.zen_sync("data", sparse=True, op="sum", **options)

@@ -350,14 +350,16 @@ def of_two_and_eight_hosts() -> list[str]:
           rows[share].append(f"{psum / best:.2f}")
   said = []
   for share, cells in rows.items():
-    share = share.removeprefix("sweep-").replace("lm1b-lstm", "`lm1b-lstm`, 1.1")
+    share = share.removeprefix("sweep-").replace(
+      "lm1b-lstm", "`lm1b-lstm`, 1.1"
+    )
     said.append(f"| {share} % | {' | '.join(cells)} |")
   near = sum(x <= 1.05 for x in behind)
   return [
     *said,
-    f"In {near} of {len(behind)} cells, those of 4 hosts included, `zen` took at"
-    f" most 1.05 times as long as the best peer, and {max(behind):.2f} times in"
-    " the worst",
+    f"In {near} of {len(behind)} cells, those of 4 hosts included, `zen` took"
+    f" at most 1.05 times as long as the best peer, and {max(behind):.2f} times"
+    " in the worst",
   ]
 
 

@@ -15,6 +15,10 @@ from jax.interpreters import batching
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
+# From 0.12 on JAX warns, of every kernel that Pallas compiles with Triton, that
+# it will not for long.
+TRITON_GOES = jax.__version_info__ >= (0, 12)
+
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
   """Mesh axes over which the type of `x` says it varies.

@@ -248,11 +248,12 @@ def plan_table(
 # spreads them, and send the part that earlier steps needed. With room for half
 # of them batches of more distinct rows took longer than with a guess. Room is
 # local work, used or not: arrays, whose rows may be any number, took 1.15 times
-# as long with four times the room of a guess, between four hosts, and 0.9
-# times with room for a little more than a vocabulary's rows, of which two
-# rounds follow a guess. Where room is less than so many bytes to one device a
-# smaller part takes no less time. Slices of rows are whole words.
+# as long with four times the room of a guess, between four hosts: they have
+# room for a little more than a vocabulary's rows. Where room is less than so
+# many bytes to one device a smaller part takes no less time. Slices of rows are
+# whole words.
 _MORE = 1.25, 1.1  # Of a device, and of the union.
+_WORTH = 1.25  # The least room of arrays, over a guess: all parts are compiled.
 _LEAST_BYTES = 16 << 10
 _SLICED = 4 * wire.SLICES
 
@@ -275,6 +276,9 @@ def fitting(plan: TablePlan, devices: int) -> TablePlan:
     max(fullest(union, groups, groups), plan.first.pull),
   ]
   if min(room) * plan.block_width * table.wire_dtype.itemsize < _LEAST_BYTES:
+    return plan
+  gains = [rows > _WORTH * size for rows, size in zip(room, plan.first)]
+  if table.look_ups is None and not any(gains):
     return plan
   room = [min(rows, most) for rows, most in zip(room, plan.most)]
   room = Capacity(*[math.ceil(rows / _SLICED) * _SLICED for rows in room])

@@ -10,9 +10,10 @@
     dense   or sum the whole table instead, above break-even density
 
 The first push and pull have static sizes and stand outside any branch, so
-that they may overlap with the backward pass. Not so between processes on CPUs
-where gradients of rows take part: there they stand in branches, one for each of
-a few sizes, and the least is taken that holds what earlier steps needed.
+that they may overlap with the backward pass. Not so between processes on CPUs:
+there those of `zen` stand in branches, one for each of a few sizes, and the
+least is taken that holds what earlier steps needed (of arrays where no
+SparseRows are beside them).
 
 Loops come in two sizes: large chunks while much is left, small ones for what
 remains. On CPUs of one process they have that of the first round: XLA compiles

@@ -93,13 +93,21 @@ def plans(
         by_leaf = isinstance(options.capacities, dict)
         _warn_above_break_even(given, plan, scheme, context, by_leaf)
   found = planned
-  # Kernels read tables one by one.
+  # Kernels that are asked for read tables one by one.
   together = not _dispatch.asked_for(options.tuning.kernels)
   if stack and options.exact and together:
     found = buffer_sizes.stack(planned, devices=context.devices, sizing=sizing)
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:
-    found = [buffer_sizes.fitting(plan, context.devices) for plan in found]
+    # All tables send one part of their buffers: what arrays need, of which one
+    # may be nearly full, would decide for rows.
+    kinds = {plan.table.look_ups is None for plan in found}
+    found = [
+      plan
+      if plan.table.look_ups is None and len(kinds) > 1
+      else buffer_sizes.fitting(plan, context.devices)
+      for plan in found
+    ]
   return tuple(found)
 
 
@@ -319,9 +327,11 @@ def choose(
   """
   if options.plan:
     return _as_planned(tables, options.plan, context)
+  # Pins say how much owners send and receive, and so what waits.
   free = options.scheme == "zen" and options.partition == "auto"
+  free &= options.exact and not options.capacities and not context.remote_copies
   arrays = all([table.look_ups is None for table in tables])
-  two = context.devices == 2 and not context.remote_copies
+  two = context.devices == 2
   scheme = _TWO if free and arrays and two else options.scheme
   choices = [Choice(scheme)] * len(tables)
   if options.scheme == "auto":

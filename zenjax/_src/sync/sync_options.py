@@ -137,10 +137,11 @@ class Tuning:
       is no kernel, as on CPUs and for narrow rows on TPUs, that is an error
       when the program is lowered: XLA never takes its place. `"auto"` takes a
       kernel on devices on which it was measured to be no slower, and XLA
-      elsewhere. These are H200 GPUs; which devices a program is for is known
-      when it is traced. What has no kernels is XLA's whatever this says, as
-      sums of whole leaves and sorted look-ups, and with `"auto"` the reading
-      and writing of tables that travel together, those of one width.
+      elsewhere. These are H200 GPUs, for float32, with JAX before 0.12, which
+      warns that kernels for GPUs will go. Which devices a program is for is
+      known when it is traced. What has no kernels is XLA's whatever this
+      says, as sums of whole leaves and sorted look-ups, and with `"auto"` the
+      reading and writing of tables that travel together, those of one width.
     link: The connection of the devices, for `scheme="auto"`; by default 100
       Gbit/s with 10 microseconds.
     overlap: Gives each table an exchange of its own, which leaves when that

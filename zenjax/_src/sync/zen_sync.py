@@ -132,7 +132,8 @@ def zen_sync(
       `UserWarning` tells of a callable that chooses no leaf.
     scheme: How sparse leaves are summed: `"zen"` (push, merge, pull; between
       two devices that have arrays alone `"all_gather"`, which is fewer bytes
-      then, unless `partition` says who sums), or one
+      then, unless `partition` says who sums, `capacities` are given or rows
+      may wait), or one
       of the systems before it: `"all_gather"` (everyone gets all rows),
       `"recursive_doubling"`, `"split_all_gather"`, `"split_dense_gather"`
       (SparCML), `"block_sparse"` (OmniReduce), `"dense"` (`psum`) and
