@@ -104,10 +104,9 @@ def asked_for(kernels: Kernels) -> bool:
 
 
 def _as_measured(platform: str, args: tuple[Any, ...]) -> bool:
-  """Returns True for what results are of: float32, rows of some elements.
+  """Returns True for arrays such as were measured: float32 rows.
 
-  And for a JAX without a warning of each kernel, which would be an error to who
-  has made warnings errors.
+  Not where JAX warns of every kernel: users may have made warnings errors.
   """
   if platform == "cuda" and compat.TRITON_GOES:
     return False

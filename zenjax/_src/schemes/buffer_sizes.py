@@ -253,7 +253,7 @@ def plan_table(
 # many bytes to one device a smaller part takes no less time. Slices of rows are
 # whole words.
 _MORE = 1.25, 1.1  # Of a device, and of the union.
-_WORTH = 1.25  # The least room of arrays, over a guess: all parts are compiled.
+_LEAST_GAIN = 1.25  # Of room over a guess, for arrays: parts take compiling.
 _LEAST_BYTES = 16 << 10
 _SLICED = 4 * wire.SLICES
 
@@ -277,7 +277,7 @@ def fitting(plan: TablePlan, devices: int) -> TablePlan:
   ]
   if min(room) * plan.block_width * table.wire_dtype.itemsize < _LEAST_BYTES:
     return plan
-  gains = [rows > _WORTH * size for rows, size in zip(room, plan.first)]
+  gains = [more > _LEAST_GAIN * size for more, size in zip(room, plan.first)]
   if table.look_ups is None and not any(gains):
     return plan
   room = [min(rows, most) for rows, most in zip(room, plan.most)]

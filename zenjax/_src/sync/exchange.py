@@ -369,24 +369,22 @@ def _sum_dense(
 
   Accelerators ask first if any does: the host of a GPU waits for every answer.
   """
-  may = {
-    i: (skip, target.tables)
-    for i, (target, skip) in enumerate(zip(targets, dense))
-    if skip is not None and isinstance(target, Whole)
-  }
-  flags = {i: skip for i, (skip, _) in may.items()}
-  found = {i: tables for i, (_, tables) in may.items()}
+  flags, found = {}, {}
+  for i, (target, skip) in enumerate(zip(targets, dense)):
+    if skip is not None and isinstance(target, Whole):
+      flags[i], found[i] = skip, target.tables
 
-  def summed(found):
-    return {
-      i: tuple(
-        [
-          dense_sum.reduce_where(table, indexing.nth(flags[i], k), context)
-          for k, table in zip(indexing.numbers(len(tables)), tables)
-        ]
-      )
-      for i, tables in found.items()
-    }
+  def of_one(i, tables):
+    numbers = indexing.numbers(len(tables))
+    skips = [indexing.nth(flags[i], k) for k in numbers]
+    return tuple(
+      [
+        dense_sum.reduce_where(x, skip, context)
+        for x, skip in zip(tables, skips)
+      ]
+    )
+
+  summed = lambda found: {i: of_one(i, x) for i, x in found.items()}
 
   if compat.for_cpus() or sum(map(len, found.values())) < 2:
     found = summed(found)

@@ -285,10 +285,6 @@ def _require_rows(name: str, options: Options) -> None:
 #
 # `scheme="auto"` decides when it is traced.
 
-# Between two devices owners save nothing: of `k` rows each, push and pull bring
-# `k / 2` and half of the union, which is no less, and wait for two collectives.
-_TWO = "all_gather"
-
 # Where the user says nothing: 100 Gbit/s, as machines in a data centre have.
 _LINK = Link(bandwidth=12.5e9, latency_s=10e-6)
 
@@ -327,18 +323,31 @@ def choose(
   """
   if options.plan:
     return _as_planned(tables, options.plan, context)
-  # Pins say how much owners send and receive, and so what waits.
-  free = options.scheme == "zen" and options.partition == "auto"
-  free &= options.exact and not options.capacities and not context.remote_copies
-  arrays = all([table.look_ups is None for table in tables])
-  two = context.devices == 2
-  scheme = _TWO if free and arrays and two else options.scheme
+  scheme = options.scheme
+  if _needs_no_owners(tables, options, context):
+    scheme = "all_gather"
   choices = [Choice(scheme)] * len(tables)
-  if options.scheme == "auto":
+  if scheme == "auto":
     choices = _predicted(tables, options, context)
   if not options.tuning.overlap:
     return choices
   return [dataclasses.replace(c, group=i) for i, c in enumerate(choices)]
+
+
+def _needs_no_owners(
+  tables: Sequence[Table], options: Options, context: Context
+) -> bool:
+  """Returns True for arrays of two devices, of which nothing names owners.
+
+  Of `k` rows each, owners push `k / 2` and pull half of the union, which is no
+  less than the `k` of an all-gather. Pins say what owners send, and so what
+  waits.
+  """
+  asked = options.scheme != "zen" or options.partition != "auto"
+  asked |= bool(options.capacities) or context.remote_copies
+  if asked or not options.exact or context.devices != 2:
+    return False
+  return all([table.look_ups is None for table in tables])
 
 
 def _predicted(
