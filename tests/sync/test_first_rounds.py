@@ -1,5 +1,7 @@
 """First rounds between hosts: as large as earlier steps have needed."""
 
+from typing import Any
+
 import cases
 import forced
 import jax
@@ -235,7 +237,7 @@ BESIDE = {
   ],
 )
 def test_rows_above_break_even_are_summed_whole(beside, monkeypatch):
-  """Once a step has shown that they are many, and while they are."""
+  """They travel as arrays, which those of a larger table do not become."""
   forced.between_hosts(monkeypatch, parts=(8, 16))
   shapes = {"full": (1_500, 24), **BESIDE[beside]}
   tables = {name: jnp.zeros(x) for name, x in shapes.items()}
@@ -248,7 +250,7 @@ def test_rows_above_break_even_are_summed_whole(beside, monkeypatch):
   if beside == "beside a larger":  # Which never is full.
     assert not any(dense)
     return
-  assert dense == [False, True, True, True, False, False]
+  assert dense == [True, True, True, True, False, True]
   for step in (1, 2, 3):
     # The table as float32, and a byte that counts each row.
     whole = 2 * (N - 1) / N * 1_500 * (24 * 4 + 1)
@@ -273,21 +275,56 @@ def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
     assert text.count("stablehlo.all_reduce") == sums
 
 
-def test_rows_that_are_many_beside_fewer_keep_their_sizes(monkeypatch):
-  """They travel as rows, and one round brings them once they were seen."""
+def test_rows_that_are_many_are_summed_whole_beside_fewer(monkeypatch):
+  """All are arrays then, of which each takes the way that it needs."""
   forced.between_hosts(monkeypatch, parts=(8, 16))
   tables = {"full": jnp.zeros((4_000, 32)), "other": jnp.zeros((8_000, 40))}
   tx, rng = zenjax.zen_sync("data"), np.random.default_rng(0)
   step, state = stepping(tx, tables), placed(tx.init(tables))
-  for _ in range(3):
+  for _ in range(2):
     batch = {
       name: drawn(rng, tables[name], count, 2048)[0]
       for name, count in (("full", 2_000), ("other", 20))
     }
     _, state = step(batch, state)
-    seen = zenjax.stats(state).values()
-    assert not any([x["went_dense"] for x in seen])
-  assert zenjax.stats(state)["full"]["rounds"] == 1
-  alone = {"full": tables["full"]}
-  (_, last) = run(zenjax.zen_sync("data"), alone, (2_000,) * 2)
-  assert last["full"]["went_dense"]
+  seen = zenjax.stats(state)
+  assert seen["full"]["went_dense"] and not seen["other"]["went_dense"]
+
+
+@pytest.mark.each_jax
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("unique", [True, False])
+def test_rows_that_travel_as_arrays_are_those_looked_up(
+  unique, dtype, monkeypatch
+):
+  """Sums of zero too; padding is nothing, whatever it holds."""
+  forced.between_hosts(monkeypatch, parts=(8, 16))
+  rows, width, tx = 64, 8, zenjax.zen_sync("data", op="sum")
+  # Row 5 sums to zero, row 7 is zero on all; 3 counts from the end.
+  ids = np.array([3 - rows, 5, 7, 9, rows, 3, -rows - 1] + 9 * [rows])
+  if unique:
+    ids[5] = rows
+  ids = np.stack([ids] * N)
+  ids[1:, 3] = rows  # One device alone holds row 9.
+  values = np.ones((N, ids.shape[1], width), np.float32)
+  values[0, 1] = 1 - N
+  values[:, 2] = 0
+  values[(ids == rows) | (ids < -rows)] = np.nan
+
+  def step(ids, values):
+    given = zenjax.SparseRows(ids[0], values[0].astype(dtype), rows)
+    given = given.as_unique() if unique else given
+    state = tx.init({"table": jnp.zeros((rows, width), dtype)})
+    updates: Any = {"table": given}
+    found: Any = tx.update(updates, state)[0]
+    return found["table"].indices, found["table"].values
+
+  split = jax.P("data")
+  run = jax.shard_map(
+    step, mesh=runners.mesh(N), in_specs=(split, split), out_specs=jax.P()
+  )
+  at, sums = jax.tree.map(np.asarray, jax.jit(run)(ids, values))
+  assert at[at < rows].tolist() == [3, 5, 7, 9]
+  want = np.zeros((rows, width))
+  want[3], want[9] = N * (1 if unique else 2), 1
+  np.testing.assert_array_equal(sums.astype(np.float32), want)

@@ -73,8 +73,6 @@ class TablePlan:
       `SMALL`.
     rooms: Rows of each table that all devices together may hold: those of
       SparseRows. Empty for arrays.
-    dense: Whether these are SparseRows that may be summed whole, as may those
-      of all tables of the exchange.
     members: Of the tables that are stacked into this one, if it is of several.
     tables: The leaves that travel as this table, in the order of their slots.
     kernels: What its local work runs by: `kernels=` of its operations.
@@ -89,7 +87,6 @@ class TablePlan:
   chunks: tuple[Capacity, Capacity]
   guess: Capacity | None = None
   rooms: tuple[int, ...] = ()
-  dense: bool = False
   members: tuple["TablePlan", ...] = ()
   tables: tuple[Table, ...]
   kernels: Kernels = "auto"

@@ -264,58 +264,10 @@ def _reduce_chunks(
   return lax.fori_loop(jnp.zeros_like(trips), trips, body, table)
 
 
-def sum_rows(
-  ids: jax.Array,
-  values: jax.Array,
-  num_rows: int,
-  context: Context,
-  *,
-  unique: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """`psum` or `pmean` of SparseRows as the table that they are of.
-
-  Args:
-    ids: `[K] int32`; one may stand more than once, beyond the table is padding,
-      and negative ones count from the end.
-    values: `[K, D]`.
-    num_rows: `R`.
-    context: Axes and operation.
-    unique: Whether no id stands twice: adding takes a sixth of the time then.
-
-  Returns:
-    The sum, `[R, D]`, and how many devices hold each row, `[R]` integers.
-  """
-  wide = collectives.accumulator(values.dtype)
-  ids = jnp.where(ids < 0, ids + num_rows, ids)
-  # Padding must differ, too.
-  past = num_rows + jnp.arange(ids.shape[0], dtype=jnp.int32)
-  ids = jnp.where((ids >= 0) & (ids < num_rows), ids, past)
-  table = jnp.zeros((num_rows, values.shape[1]), wide)
-  put = table.at[ids].add
-  table = put(values.astype(wide), mode="drop", unique_indices=unique)
-  held = jnp.zeros(num_rows, _counts(context.devices))
-  held = held.at[ids].set(1, mode="drop")
-  table, held = [collectives.psum(x, context.axes) for x in (table, held)]
-  return context.scaled(table).astype(values.dtype), held
-
-
-def _counts(devices: int) -> jnp.dtype:
-  """The least integers that count so many."""
-  return np.min_scalar_type(devices)
-
-
-def received_bytes(
-  table: Table, devices: int, *, counted: bool = False
-) -> float:
-  """Bytes a device receives in a ring all-reduce of the whole table.
-
-  With `counted` also those that tell which of SparseRows some device holds.
-  """
+def received_bytes(table: Table, devices: int) -> float:
+  """Bytes a device receives in a ring all-reduce of the whole table."""
   wide = collectives.accumulator(table.dtype).itemsize
-  row = table.width * wide
-  if counted and table.look_ups is not None:
-    row += _counts(devices).itemsize
-  return 2 * (devices - 1) / devices * table.num_rows * row
+  return 2 * (devices - 1) / devices * table.num_rows * table.width * wide
 
 
 def sample_count(num_rows: int) -> int:

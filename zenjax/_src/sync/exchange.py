@@ -99,9 +99,9 @@ class Synced(NamedTuple):
   target: Target
   outcome: "Outcome"
   # What the first pull brought, and where sums were to be written before it:
-  # for rows that wait. None after `whole_or_rows`.
-  first: Arrived | None = None
-  entered: Target | None = None
+  # for rows that wait.
+  first: Arrived
+  entered: Target
 
 
 class Result(NamedTuple):
@@ -395,89 +395,6 @@ def _sum_dense(
     Whole(found[i]) if i in found else target
     for i, target in enumerate(targets)
   ]
-
-
-def whole_or_rows(
-  tables: Sequence[Local], whole: jax.Array, scheme: Scheme, context: Context
-) -> list[Synced]:
-  """Sums tables of SparseRows whole, or exchanges their rows.
-
-  Where they are summed nothing is sorted, packed or merged.
-
-  Args:
-    tables: Local gradients.
-    whole: Whether to sum them, `[] bool`, equal on all devices.
-    scheme: How rows travel.
-    context: Axes and operation.
-  """
-
-  def exchanged():
-    synced = finish(begin(tables, scheme, context)).tables
-    return [(x.target, x.outcome) for x in synced]
-
-  def summed():
-    return [_sum_of_rows(table, scheme, context) for table in tables]
-
-  found = lax.cond(whole, summed, exchanged)
-  # All tables are summed, or none: of one alone nothing is to be remembered.
-  verdict = functools.reduce(
-    operator.and_, [jnp.all(outcome.dense_next) for _, outcome in found]
-  )
-  return [
-    Synced(
-      table.plan,
-      target,
-      outcome._replace(
-        above=outcome.above & verdict, dense_next=outcome.dense_next & verdict
-      ),
-    )
-    for table, (target, outcome) in zip(tables, found)
-  ]
-
-
-def _sum_of_rows(
-  table: Local, scheme: Scheme, context: Context
-) -> tuple[Appended, "Outcome"]:
-  """Sums SparseRows of some tables as the tables that they are of."""
-  plan = table.plan
-  row, values, held = [], [], []
-  for one in table.rows:
-    total, count = dense_sum.sum_rows(
-      one.indices,
-      one.values,
-      one.num_rows,
-      context,
-      unique=one.facts.unique,
-    )
-    number = jnp.arange(one.num_rows, dtype=jnp.int32)
-    row.append(jnp.where(count > 0, number, one.num_rows))
-    values.append(total)
-    held.append(count)
-  union = jnp.stack([jnp.sum(x > 0, dtype=jnp.int32) for x in held])
-  local = jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in held])
-  local /= context.devices
-  target = Appended(jnp.concatenate(row), jnp.concatenate(values), union)
-  # Every group is taken to be as full as the mean.
-  union = union.astype(jnp.float32)
-  push, pull = local / plan.layout.groups, union / plan.layout.groups
-  above = functools.partial(_above, push, pull, plan, scheme, context)
-  none = jnp.zeros_like(local)
-  outcome = Outcome(
-    local_rows=local,
-    union_rows=union,
-    push_need=push,
-    pull_need=pull,
-    push_mean=push,
-    rounds=jnp.zeros((), jnp.float32),
-    overflow_rows=none,
-    wire_bytes=none + _dense_bytes(plan, context, counted=True),
-    dense_bytes=_dense_bytes(plan, context, counted=False),
-    went_dense=jnp.ones_like(none, bool),
-    withheld=jnp.zeros((), bool),
-    above=above(1.0),
-    dense_next=above(_RETURN),
-  )
-  return target, outcome
 
 
 def _takes_dense_path(
@@ -1002,12 +919,6 @@ def loop_messages(
 
 # A table that travels dense returns to sparse below this part of break-even.
 _RETURN = 0.8
-# SparseRows are a list already, where arrays have to be searched for theirs:
-# they pay up to this part of a dense exchange's bytes at least. Between four
-# hosts 0.47 of the bytes took 0.65 and 0.89 of psum's time, at 200 Mbit/s and 1
-# Gbit/s, 0.72 of them 1.01 and 1.25, and rows that are summed whole take 1.02
-# and 1.07.
-_ROWS_BREAK_EVEN = 0.6
 
 
 class Outcome(NamedTuple):
@@ -1046,21 +957,14 @@ def _above(
   factor: float,
 ) -> jax.Array:
   """Returns which tables are above `factor` times break-even: `[p] bool`."""
-  dense = _dense_bytes(plan, context, counted=True)
-  part = scheme.break_even
-  if plan.table.look_ups is not None:
-    part = max(part, _ROWS_BREAK_EVEN)
-  most = dense * np.float32(part * factor)
+  most = _dense_bytes(plan, context) * np.float32(scheme.break_even * factor)
   return jnp.asarray(expected_bytes(scheme, plan, push, pull, context) > most)
 
 
-def _dense_bytes(
-  plan: TablePlan, context: Context, *, counted: bool
-) -> np.ndarray:
+def _dense_bytes(plan: TablePlan, context: Context) -> np.ndarray:
   """Bytes of a sum of each table as a whole: `[p] float32`."""
   whole = [
-    dense_sum.received_bytes(table, context.devices, counted=counted)
-    for table in plan.tables
+    dense_sum.received_bytes(table, context.devices) for table in plan.tables
   ]
   return np.array(whole, np.float32)
 
@@ -1116,7 +1020,7 @@ def outcome_of(
     push = jnp.where(counted, push, seen_local / groups)
     union = jnp.where(went_dense, seen_union, union)
     pull = jnp.where(went_dense, seen_union / groups, pull)
-  may = dense is not None or plan.dense
+  may = dense is not None
   enter = _above(push, pull, plan, scheme, context, 1.0)
   stay = _above(push, pull, plan, scheme, context, _RETURN)
   both = indexing.stacked([tally.pushed, tally.merged])
@@ -1135,7 +1039,7 @@ def outcome_of(
     rows = np.array([one.num_rows for one in plan.tables], np.float32)
     some = jnp.sum(sent)
     share = jnp.where(some > 0, sent / jnp.maximum(some, 1), rows / sum(rows))
-  whole = _dense_bytes(plan, context, counted=True)
+  whole = _dense_bytes(plan, context)
   return Outcome(
     local_rows=local,
     union_rows=union,
@@ -1145,7 +1049,7 @@ def outcome_of(
     rounds=progress.rounds.astype(jnp.float32),
     overflow_rows=jnp.where(went_dense, 0.0, left * share),
     wire_bytes=sparse * share + jnp.where(went_dense, whole, 0.0),
-    dense_bytes=_dense_bytes(plan, context, counted=False),
+    dense_bytes=whole,
     went_dense=went_dense,
     withheld=unfinished(tally, plan) & (not exact),
     above=enter & may,

@@ -13,6 +13,7 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
+from zenjax._src.core import indexing
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -303,6 +304,101 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
 # Sparse leaves that share an exchange, and what comes out for each.
 
 
+class _Whose(NamedTuple):
+  """Tells which rows of the tables of SparseRows some device holds."""
+
+  held: list[jax.Array]  # [R] integers of each table, devices that hold a row
+  wire_bytes: float  # that a device receives to know it, of a row
+
+
+def _to_be_arrays(
+  group: Sequence[tuple[str, jax.Array | SparseRows]],
+  options: Options,
+  context: Context,
+) -> list[tuple[str, SparseRows]]:
+  """Returns `group` if all of it are SparseRows that travel as arrays, or none.
+
+  Beside rows that travel as rows arrays would share their buffers, and have no
+  first round of a size of their own.
+  """
+  if not options.exact or options.scheme in DENSE:
+    return []
+  rows = [(name, x) for name, x in group if isinstance(x, SparseRows)]
+  may = [
+    leaf_tables.rows_go_as_arrays(x.capacity, x.num_rows, context)
+    for _, x in rows
+  ]
+  return rows if sum(may) == len(group) else []
+
+
+def _as_arrays(
+  group: Sequence[tuple[str, SparseRows]], options: Options, context: Context
+) -> tuple[list[tuple[str, jax.Array]], _Whose]:
+  """Returns the tables of SparseRows, and who holds which of their rows.
+
+  A row that somebody holds comes out even if its sum is zero.
+  """
+  tables, marks = [], []
+  for name, rows in group:
+    leaf_tables.table_of(name, rows, options)  # Or it could not travel as rows.
+    table, mark = _table_of_rows(rows)
+    tables.append((name, table))
+    marks.append(mark)
+  counts = np.min_scalar_type(context.devices)
+  marks = jnp.concatenate(marks).astype(counts)
+  held = collectives.psum(marks, context.axes)
+  ends = np.cumsum([rows.num_rows for _, rows in group])[:-1].tolist()
+  n = context.devices
+  row_bytes = 2 * (n - 1) / n * counts.itemsize
+  return tables, _Whose(jnp.split(held, ends), row_bytes)
+
+
+def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
+  """The table that SparseRows are of, and which rows they hold: `[R] bool`."""
+  ids, values, num_rows = rows.indices, rows.values, rows.num_rows
+  if not rows.capacity:
+    return rows.to_dense(), jnp.zeros(num_rows, bool)
+  wide = collectives.accumulator(values.dtype)
+  ids = jnp.where(ids < 0, ids + num_rows, ids)
+  here = jnp.arange(ids.shape[0], dtype=jnp.int32)
+  # Padding must differ, too.
+  ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows + here)
+  none = compat.cast_like(jnp.full(num_rows, len(here), jnp.int32), ids)
+  unique = rows.facts.unique
+  at = none.at[ids].set(here, mode="drop", unique_indices=unique)
+  # A table of zeros to add to would be written twice.
+  table = indexing.take_or(values, at, 0).astype(wide)
+  if not unique:
+    again = indexing.take_or(at, ids, -1) != here
+    rest = jnp.where(again, ids, num_rows)
+    table = table.at[rest].add(values.astype(wide), mode="drop")
+  return table.astype(values.dtype), at < len(here)
+
+
+def _as_rows(
+  out: Sequence[jax.Array],
+  group: Sequence[tuple[str, Any]],
+  whose: _Whose,
+  states: dict[str, LeafState],
+  context: Context,
+) -> tuple[list[SparseRows], dict[str, LeafState]]:
+  """Returns sums as SparseRows, and the counts of their rows in `states`."""
+  found, new = [], dict(states)
+  for (name, _), table, held in zip(group, out, whose.held):
+    num_rows = table.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    row = jnp.where(held > 0, row, num_rows)
+    rows = SparseRows(row, table, num_rows)
+    found.append(rows.with_facts(table_sources.SUMMED))
+    if name in new:
+      new[name] = new[name].counted(
+        local_rows=jnp.sum(held.astype(jnp.float32)) / context.devices,
+        union_rows=jnp.sum(held > 0, dtype=jnp.float32),
+        more_bytes=whose.wire_bytes * num_rows,
+      )
+  return found, new
+
+
 class SharedExchange(NamedTuple):
   """Leaves that share an exchange."""
 
@@ -345,21 +441,14 @@ def _locals(
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
-  *,
-  may_sum: bool = True,
 ) -> list[exchange.Local]:
-  """Returns the leaves of a part as tables, with what is remembered of each.
-
-  With `may_sum` SparseRows may be summed whole.
-  """
+  """Returns the leaves of a part as tables, with what is remembered of each."""
   columns = [choice.column_groups for choice in part.choices]
   scheme = SPARSE[part.scheme]
   fits = bool(state) and leaf_tables.first_rounds_fit(scheme, options, context)
   plans = leaf_tables.plans(
     part.leaves, scheme, options, context, columns, fits=fits
   )
-  if state and options.exact and may_sum:
-    plans = leaf_tables.with_dense_rows(plans, context)
   leaves, found = dict(part.leaves), []
   for plan in plans:
     names = [table.name for table in plan.tables]
@@ -400,42 +489,18 @@ def _summed_whole(
 
 def _begun(
   part: SharedExchange,
-  tables: Sequence[exchange.Local],
+  state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
 ) -> exchange.Exchange:
   """Sends the first push of a part."""
   return exchange.begin(
-    tables,
+    _locals(part, state, options, context),
     SPARSE[part.scheme],
     context,
     exact=options.exact,
     rows_only=options.output == "rows" and not options.exact,
   )
-
-
-def _exchanged(
-  part: SharedExchange,
-  begun: exchange.Exchange | None,
-  after: jax.Array | None,
-  state: sync_state.ZenSyncState | None,
-  options: Options,
-  context: Context,
-) -> list[exchange.Synced]:
-  """Exchanges a part, of which a push may have begun.
-
-  Where all its leaves are SparseRows, and the last step showed too many of
-  each, their tables are summed whole.
-  """
-  if begun:
-    return exchange.finish(begun, after=after).tables
-  tables = _locals(part, state, options, context)
-  if state and all([table.plan.dense for table in tables]):
-    many = [state.leaves[name].dense for name, _ in part.leaves]
-    many = compat.agreed(jnp.all(jnp.stack(many)), context.axes)
-    return exchange.whole_or_rows(tables, many, SPARSE[part.scheme], context)
-  begun = _begun(part, tables, options, context)
-  return exchange.finish(begun, after=after).tables
 
 
 def _results(
@@ -471,7 +536,7 @@ def _results(
       # holds what waits, too.
       rows = table.entered if options.output == "rows" else table.target
       unit = options.unit_of(names[0])
-      old = [keep(_table_of(rows), old[0], _first(table), table.plan, unit)]
+      old = [keep(_table_of(rows), old[0], table.first, table.plan, unit)]
     after = sync_state.after_step(
       old,
       state.step,
@@ -495,24 +560,17 @@ def leave(
   if options.output != "rows":
     synced = list(target.tables)
     if not options.exact:
-      synced = [withhold(_table_of(target), _first(table), plan)]
+      synced = [withhold(_table_of(target), table.first, plan)]
     return [leaf_util.from_table(x, leaf) for x, leaf in zip(synced, leaves)]
   if not options.exact:
-    first = _first(table)
+    first = table.first
     return [SparseRows(first.row, first.values, plan.table.num_rows)]
   return [SparseRows.in_place(x) for x in target.tables]
 
 
-def _first(table: exchange.Synced) -> Arrived:
-  """Returns what the first round of a table brought whose rows may wait."""
-  if table.first is None:
-    raise AssertionError("rows that wait have had a first round")
-  return table.first
-
-
-def _table_of(target: Target | None) -> jax.Array:
+def _table_of(target: Target) -> jax.Array:
   """The one table of an exchange whose rows may wait."""
-  if target is None or isinstance(target, Appended):
+  if isinstance(target, Appended):
     raise AssertionError("SparseRows do not wait")
   (table,) = target.tables
   return table
@@ -551,7 +609,7 @@ def sync_tree(
       name
       for name, leaf in leaves
       if not is_rows(leaf)
-      or leaf_tables.rows_may_be_dense(leaf.capacity, leaf.num_rows, context)
+      or leaf_tables.rows_go_as_arrays(leaf.capacity, leaf.num_rows, context)
     }
     memory = sync_state.read_by_a_step(state, may, options.exact)
   known, made = [x.facts for _, x in leaves if is_rows(x)], []
@@ -573,26 +631,34 @@ def sync_tree(
     out: list[Any] = [summed.get(i) for i in range(len(leaves))]
     at = [i for i, sparse in enumerate(chosen) if sparse]
     new = dict(memory.leaves) if memory else {}
-    parts = split([leaves[i] for i in at], options, context)
+    group, shown, whose = [leaves[i] for i in at], options, None
+    if rows := _to_be_arrays(group, options, context):
+      group, whose = _as_arrays(rows, options, context)
+      shown = dataclasses.replace(options, output="dense")
+    parts = split(group, shown, context)
     # Beside the backward pass all pushes leave before the first sum.
     overlaps = options.plan.overlap if options.plan else options.tuning.overlap
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
-        tables = _locals(part, memory, options, context, may_sum=False)
-        begun[k] = _begun(part, tables, options, context)
+        begun[k] = _begun(part, memory, shown, context)
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:
       after = functools.reduce(jnp.maximum, marks)
     for k, part in enumerate(parts):
       if part.scheme in DENSE:
-        synced, more = _summed_whole(part, memory, options, context)
+        synced, more = _summed_whole(part, memory, shown, context)
       else:
-        tables = _exchanged(part, begun.get(k), after, memory, options, context)
-        synced, more = _results(part, tables, memory, options, context)
+        sent = begun.get(k) or _begun(part, memory, shown, context)
+        tables = exchange.finish(sent, after=after).tables
+        synced, more = _results(part, tables, memory, shown, context)
       new |= more
       for i, value in zip(part.at, synced):
         out[at[i]] = value
+    if whose and options.output != "dense":
+      found, new = _as_rows([out[i] for i in at], group, whose, new, context)
+      for i, value in zip(at, found):
+        out[i] = value
     structure = jax.tree.structure(tree, is_leaf=is_rows)
     made[:] = [x.facts for x in out if is_rows(x)]
     return jax.tree.unflatten(structure, out), new

@@ -111,30 +111,13 @@ def plans(
   return tuple(found)
 
 
-def with_dense_rows(
-  found: Sequence[buffer_sizes.TablePlan], context: Context
-) -> tuple[buffer_sizes.TablePlan, ...]:
-  """Marks the plans of an exchange if all are of rows that may be summed whole.
+def rows_go_as_arrays(look_ups: int, num_rows: int, context: Context) -> bool:
+  """True if SparseRows of a table may travel as the array that they are of.
 
-  Beside tables that send rows a sum would spare nothing: buffers are shared.
-  """
-  tables = [table for plan in found for table in plan.tables]
-  may = all(
-    [
-      table.look_ups is not None
-      and rows_may_be_dense(table.look_ups, table.num_rows, context)
-      for table in tables
-    ]
-  )
-  return tuple([dataclasses.replace(plan, dense=may) for plan in found])
-
-
-def rows_may_be_dense(look_ups: int, num_rows: int, context: Context) -> bool:
-  """True if SparseRows of a table may be summed whole.
-
-  They are where the list that comes out has a place for each row, so that the
-  list is no larger, and where it was measured: between processes on CPUs.
-  Of fewer look-ups rows are fewer bytes than the table, whichever they are.
+  They do where the list that comes out would have a place for each row, so that
+  the array is no larger, and where it was measured: between processes on CPUs.
+  The array has room for a vocabulary's rows, where rows have it for all
+  look-ups, and it is summed whole where they are many.
   """
   all_rows = max(1, look_ups) * context.devices >= num_rows
   return all_rows and between_hosts() and not context.remote_copies

@@ -84,6 +84,18 @@ class LeafState(NamedTuple):
     """Returns True if some residual is not zero: `[] bool`."""
     return self.last[Last._fields.index("withheld")] > 0
 
+  def counted(
+    self, *, local_rows: jax.Array, union_rows: jax.Array, more_bytes: float
+  ) -> "LeafState":
+    """Returns it with rows that were counted in a message beside the others."""
+    seen = Last(*[self.last[i] for i in range(len(Last._fields))])
+    seen = seen._replace(
+      local_rows=local_rows,
+      union_rows=union_rows,
+      wire_bytes=seen.wire_bytes + more_bytes,
+    )
+    return self._replace(last=indexing.stacked(seen))
+
   def specs(self, split: PartitionSpec) -> "LeafState":
     """Returns how it lies on devices, of which each has its own residual."""
     same = jax.tree.map(lambda _: PartitionSpec(), self)

@@ -331,7 +331,7 @@ class Listed(NamedTuple):
 
 
 # Of rows that came back.
-_SUMMED = Facts(unique=True, counted_from_start=True)
+SUMMED = Facts(unique=True, counted_from_start=True)
 
 
 class Appended(NamedTuple):
@@ -391,7 +391,7 @@ class Appended(NamedTuple):
     """All of them, of each table."""
     if not plan.members:
       found = SparseRows(self.row, self.values, plan.table.num_rows)
-      return [found.with_facts(_SUMMED)]
+      return [found.with_facts(SUMMED)]
     starts = np.cumsum([0, *plan.rooms[:-1]], dtype=np.int32)
     found = []
     for i, room, table in zip(
@@ -402,7 +402,7 @@ class Appended(NamedTuple):
         for x in (self.row, self.values)
       ]
       rows = SparseRows(row, values, table.num_rows)
-      found.append(rows.with_facts(_SUMMED))
+      found.append(rows.with_facts(SUMMED))
     return found
 
 
