@@ -299,11 +299,6 @@ def of_one_exchange() -> list[str]:
     (x["workload"], x["rate"], x["variant"]): median(x)
     for x in results("network-grid")["cells"]
   }
-  # These have a run of their own: rows that are many are summed whole.
-  for (hosts, rate, name, variant), seconds in many_rows().items():
-    if hosts == 4 and variant == "rows":
-      over = seconds / many_rows()[hosts, rate, name, "psum"]
-      cells[name, rate, "rows"] = over * cells[name, rate, "psum"]
   said, runs = [], sorted({key[:2] for key in cells}, key=str)
   for name in dict.fromkeys(key[0] for key in cells):
     row = []
@@ -359,8 +354,8 @@ def of_two_and_eight_hosts() -> list[str]:
   return [
     *said,
     f"In {near} of {len(behind)} cells, those of 4 hosts included, `zen` took"
-    f" at most 1.05 times as long as the best peer, and {max(behind):.2f} times"
-    " in the worst",
+    f" at most 1.05 times as long as the best peer: {max(behind):.2f} times in"
+    " the worst",
   ]
 
 
@@ -384,13 +379,31 @@ def of_full_tables() -> list[str]:
 
 def of_what_steps_add() -> list[str]:
   said = []
-  for name, rate in (("200mbit", "200 Mbit/s"), ("1gbit", "1 Gbit/s")):
-    (found,) = by_group(f"adds-4-{name}").values()
+  for hosts, name, rate in (
+    (4, "200mbit", "200 Mbit/s"),
+    (4, "1gbit", "1 Gbit/s"),
+    (8, "200mbit", "200 Mbit/s"),
+  ):
+    (found,) = by_group(f"adds-{hosts}-{name}").values()
     of = {form.split()[0]: median(x) for form, x in found.items()}
     dense = of["dense"] - of["none"]
     arrays = dense / (of["zen"] - of["none"])
-    rows = dense / (of["rows"] - of["none-rows"])
-    said.append(f"| {rate} | {arrays:.1f} | {rows:.1f} |")
+    rows, pinned = [
+      dense / (of[form] - of["none-rows"]) for form in ("rows", "rows-pinned")
+    ]
+    cells = f"{arrays:.1f} | {rows:.1f} | {pinned:.1f} |"
+    said.append(f"| {hosts} hosts, {rate} | {cells}")
+  return said
+
+
+def of_a_vocabulary() -> list[str]:
+  """Whole steps in which a host looks up nearly as many rows as there are."""
+  said = []
+  for hosts in (4, 8):
+    (found,) = by_group(f"adds-{hosts}-vocabulary").values()
+    of = {form.split()[0]: median(x) * 1e3 for form, x in found.items()}
+    cells = [f"{of[form]:.0f}" for form in ("dense", "zen", "rows")]
+    said.append(f"| {hosts} hosts | {' | '.join(cells)} |")
   return said
 
 
@@ -461,6 +474,7 @@ def of_memory() -> list[str]:
         of_two_and_eight_hosts,
         of_full_tables,
         of_what_steps_add,
+        of_a_vocabulary,
         of_one_gpu,
       )
     ),
