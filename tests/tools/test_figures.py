@@ -56,10 +56,6 @@ def test_every_figure_of_a_page_has_a_source(page):
       assert not unknown(page, changed)
 
 
-# Measured before results had to be of a clean commit: to be run again.
-EARLIER = ("benchmarks/results/sparsified.json",)
-
-
 def test_sources_are_there():
   commands = {command.name for command in run.COMMANDS}
   for page, sources in SOURCES.items():
@@ -77,8 +73,7 @@ def test_sources_are_there():
       if source.endswith(".json"):
         found = json.loads((ROOT / source).read_text("utf-8"))
         assert found["complete"], source
-        clean = found["environment"]["git_dirty"] is False
-        assert clean or source in EARLIER, source
+        assert found["environment"]["git_dirty"] is False, source
 
 
 STEPS = 8  # Of a sample, as `benchmarks.campaigns.tables` has it.
