@@ -291,6 +291,21 @@ def test_rows_that_are_many_are_summed_whole_beside_fewer(monkeypatch):
   assert seen["full"]["went_dense"] and not seen["other"]["went_dense"]
 
 
+def looked_up(unique):
+  """Ids of rows 3 (from the end), 5, 7 and 9 of 64, and padding."""
+  rows, device = 64, np.arange(N)[:, None]
+  ids = np.array([3 - rows, 5, 7, 9, rows, 3, -rows - 1] + 9 * [rows])
+  ids = np.tile(ids, (N, 1))
+  if unique:
+    ids[:, 5] = rows
+  ids[1:, 3] = rows  # One device alone holds row 9.
+  values = np.random.default_rng(0).standard_normal((*ids.shape, 8))
+  values[:, 1] = np.where(device == 0, 1 - N, 1)  # Row 5 sums to zero,
+  values[:, 2] = 0  # and row 7 is zero on all.
+  values[(ids == rows) | (ids < -rows)] = np.nan
+  return rows, ids, values.astype(np.float32)
+
+
 @pytest.mark.each_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("unique", [True, False])
@@ -299,32 +314,61 @@ def test_rows_that_travel_as_arrays_are_those_looked_up(
 ):
   """Sums of zero too; padding is nothing, whatever it holds."""
   forced.between_hosts(monkeypatch, parts=(8, 16))
-  rows, width, tx = 64, 8, zenjax.zen_sync("data", op="sum")
-  # Row 5 sums to zero, row 7 is zero on all; 3 counts from the end.
-  ids = np.array([3 - rows, 5, 7, 9, rows, 3, -rows - 1] + 9 * [rows])
-  if unique:
-    ids[5] = rows
-  ids = np.stack([ids] * N)
-  ids[1:, 3] = rows  # One device alone holds row 9.
-  values = np.ones((N, ids.shape[1], width), np.float32)
-  values[0, 1] = 1 - N
-  values[:, 2] = 0
-  values[(ids == rows) | (ids < -rows)] = np.nan
+  rows, ids, values = looked_up(unique)
+  tables = {
+    "table": jnp.zeros((rows, 8), dtype),
+    "of nothing": jnp.zeros((N, 4)),
+    "wider": jnp.zeros((rows, 16), dtype),
+  }
+  tx = zenjax.zen_sync("data", sparse=True)
+  state = tx.init(tables)
 
-  def step(ids, values):
-    given = zenjax.SparseRows(ids[0], values[0].astype(dtype), rows)
-    given = given.as_unique() if unique else given
-    state = tx.init({"table": jnp.zeros((rows, width), dtype)})
-    updates: Any = {"table": given}
-    found: Any = tx.update(updates, state)[0]
-    return found["table"].indices, found["table"].values
+  def step(ids, values, state):
+    found: Any = {}
+    for name, width in (("table", 8), ("wider", 16)):
+      own = jnp.tile(values[0].astype(dtype), (1, width // 8))
+      own = zenjax.SparseRows(ids[0], own, rows)
+      found[name] = own.as_unique() if unique else own
+    none = values[0, :0, :4]
+    found["of nothing"] = zenjax.SparseRows(ids[0, :0], none, N)
+    found, state = tx.update(found, state)
+    return {k: (x.indices, x.values) for k, x in found.items()}, state
 
   split = jax.P("data")
   run = jax.shard_map(
-    step, mesh=runners.mesh(N), in_specs=(split, split), out_specs=jax.P()
+    step,
+    mesh=runners.mesh(N),
+    in_specs=(split, split, jax.P()),
+    out_specs=jax.P(),
   )
-  at, sums = jax.tree.map(np.asarray, jax.jit(run)(ids, values))
-  assert at[at < rows].tolist() == [3, 5, 7, 9]
-  want = np.zeros((rows, width))
-  want[3], want[9] = N * (1 if unique else 2), 1
-  np.testing.assert_array_equal(sums.astype(np.float32), want)
+  found, state = jax.jit(run)(ids, values, state)
+  given = np.asarray(jnp.asarray(values, dtype).astype(jnp.float32))
+  want = np.zeros((rows, 8))
+  for device in range(N):
+    for i, value in zip(ids[device], given[device]):
+      if -rows <= i < rows:
+        want[i] += value.astype(np.float64) / N
+  for name, width in (("table", 8), ("wider", 16)):
+    at, sums = [np.asarray(x) for x in found[name]]
+    assert at[at < rows].tolist() == [3, 5, 7, 9]
+    near = 1e-6 if dtype == "float32" else 2e-2
+    sums = sums.astype(np.float64)
+    np.testing.assert_allclose(sums, np.tile(want, width // 8), near, near)
+    assert not np.any(sums[[i for i in range(rows) if i not in (3, 9)]])
+    seen = zenjax.stats(state)[name]
+    assert seen["union_density"] == 4 / rows
+    assert seen["pull_imbalance"] >= 1
+  assert not np.any(np.asarray(found["of nothing"][0]) < N)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{"capacities": (40, 64)}, {"scheme": "all_gather"}],
+  ids=["pinned", "a scheme"],
+)
+def test_rows_of_which_something_is_said_stay_rows(options, monkeypatch):
+  forced.between_hosts(monkeypatch, parts=(8, 16))
+  tables = {"table": jnp.zeros((1_500, 24))}
+  counts = (1_000, 1_000)
+  for seen in run(zenjax.zen_sync("data", **options), tables, counts, 1024):
+    assert not seen["table"]["went_dense"]

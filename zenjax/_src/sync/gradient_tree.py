@@ -304,68 +304,44 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
 # Sparse leaves that share an exchange, and what comes out for each.
 
 
-class _Whose(NamedTuple):
-  """Tells which rows of the tables of SparseRows some device holds."""
-
-  held: list[jax.Array]  # [R] integers of each table, devices that hold a row
-  wire_bytes: float  # that a device receives to know it, of a row
-
-
-def _to_be_arrays(
-  group: Sequence[tuple[str, jax.Array | SparseRows]],
-  options: Options,
-  context: Context,
-) -> list[tuple[str, SparseRows]]:
-  """Returns `group` if all of it are SparseRows that travel as arrays, or none.
-
-  Beside rows that travel as rows arrays would share their buffers, and have no
-  first round of a size of their own.
-  """
-  if not options.exact or options.scheme in DENSE:
-    return []
-  rows = [(name, x) for name, x in group if isinstance(x, SparseRows)]
-  may = [
-    leaf_tables.rows_go_as_arrays(x.capacity, x.num_rows, context)
-    for _, x in rows
-  ]
-  return rows if sum(may) == len(group) else []
-
-
 def _as_arrays(
-  group: Sequence[tuple[str, SparseRows]], options: Options, context: Context
-) -> tuple[list[tuple[str, jax.Array]], _Whose]:
-  """Returns the tables of SparseRows, and who holds which of their rows.
+  group: Sequence[tuple[str, Any]], context: Context
+) -> tuple[list[tuple[str, jax.Array]], list[jax.Array]]:
+  """Returns the tables of SparseRows, and who holds their rows.
 
-  A row that somebody holds comes out even if its sum is zero.
+  Args:
+    group: `(name, SparseRows)` each.
+    context: Axes and operation.
+
+  Returns:
+    The local tables, and of each how many devices hold each row, `[R]`
+    integers: a row that somebody holds comes out even if its sum is zero.
   """
-  tables, marks = [], []
-  for name, rows in group:
-    leaf_tables.table_of(name, rows, options)  # Or it could not travel as rows.
-    table, mark = _table_of_rows(rows)
-    tables.append((name, table))
-    marks.append(mark)
+  found = [_table_of_rows(rows) for _, rows in group]
   counts = np.min_scalar_type(context.devices)
-  marks = jnp.concatenate(marks).astype(counts)
-  held = collectives.psum(marks, context.axes)
+  held = jnp.concatenate([is_held for _, is_held in found]).astype(counts)
+  held = collectives.psum(held, context.axes)
   ends = np.cumsum([rows.num_rows for _, rows in group])[:-1].tolist()
-  n = context.devices
-  row_bytes = 2 * (n - 1) / n * counts.itemsize
-  return tables, _Whose(jnp.split(held, ends), row_bytes)
+  tables = [(name, table) for (name, _), (table, _) in zip(group, found)]
+  return tables, jnp.split(held, ends)
 
 
 def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
   """The table that SparseRows are of, and which rows they hold: `[R] bool`."""
   ids, values, num_rows = rows.indices, rows.values, rows.num_rows
   if not rows.capacity:
-    return rows.to_dense(), jnp.zeros(num_rows, bool)
+    none = rows.to_dense(), jnp.zeros(num_rows, bool)
+    table, is_held = [compat.cast_like(x, values) for x in none]
+    return table, is_held
   wide = collectives.accumulator(values.dtype)
   ids = jnp.where(ids < 0, ids + num_rows, ids)
   here = jnp.arange(ids.shape[0], dtype=jnp.int32)
   # Padding must differ, too.
   ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows + here)
-  none = compat.cast_like(jnp.full(num_rows, len(here), jnp.int32), ids)
+  nowhere = jnp.full(num_rows, len(here), jnp.int32)
+  nowhere = compat.cast_like(nowhere, ids)
   unique = rows.facts.unique
-  at = none.at[ids].set(here, mode="drop", unique_indices=unique)
+  at = nowhere.at[ids].set(here, mode="drop", unique_indices=unique)
   # A table of zeros to add to would be written twice.
   table = indexing.take_or(values, at, 0).astype(wide)
   if not unique:
@@ -376,27 +352,20 @@ def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
 
 
 def _as_rows(
-  out: Sequence[jax.Array],
-  group: Sequence[tuple[str, Any]],
-  whose: _Whose,
-  states: dict[str, LeafState],
-  context: Context,
-) -> tuple[list[SparseRows], dict[str, LeafState]]:
-  """Returns sums as SparseRows, and the counts of their rows in `states`."""
-  found, new = [], dict(states)
-  for (name, _), table, held in zip(group, out, whose.held):
-    num_rows = table.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    row = jnp.where(held > 0, row, num_rows)
-    rows = SparseRows(row, table, num_rows)
-    found.append(rows.with_facts(table_sources.SUMMED))
-    if name in new:
-      new[name] = new[name].counted(
-        local_rows=jnp.sum(held.astype(jnp.float32)) / context.devices,
-        union_rows=jnp.sum(held > 0, dtype=jnp.float32),
-        more_bytes=whose.wire_bytes * num_rows,
-      )
-  return found, new
+  table: jax.Array, held: jax.Array, leaf: LeafState | None, context: Context
+) -> tuple[SparseRows, LeafState | None]:
+  """Returns a sum as SparseRows, and the counts of its rows in `leaf`."""
+  num_rows, n = table.shape[0], context.devices
+  row = jnp.arange(num_rows, dtype=jnp.int32)
+  row = jnp.where(held > 0, row, num_rows)
+  rows = SparseRows(row, table, num_rows).with_facts(table_sources.SUMMED)
+  if leaf is not None:
+    leaf = leaf.counted(
+      local_rows=jnp.sum(held.astype(jnp.float32)) / n,
+      union_rows=jnp.sum(held > 0, dtype=jnp.float32),
+      more_bytes=2 * (n - 1) / n * held.nbytes,
+    )
+  return rows, leaf
 
 
 class SharedExchange(NamedTuple):
@@ -601,16 +570,24 @@ def sync_tree(
     require_tree(options.plan, leaf_util.shapes(leaves))
   options = following(options, state.selected if state else {})
   options = _as_noted(leaves, state, options)
+  # One device has nothing to exchange, unless rows wait in a residual.
+  chosen = [False] * len(leaves)
+  if context.devices > 1 or not options.exact or options.output == "rows":
+    chosen = leaf_util.select(
+      tree, options.sparse, options.unit, options.elements
+    )
+    if options.scheme not in DENSE:
+      check_state(leaves, chosen, state)
+  at = [i for i, sparse in enumerate(chosen) if sparse]
+  tables = [leaf_tables.table_of(*leaves[i], options) for i in at]
+  as_arrays, inner = leaf_tables.go_as_arrays(tables, options, context), options
+  if as_arrays:
+    inner = dataclasses.replace(options, output="dense")
   # What a step writes and never reads is no operand of `exchanged`: the program
   # would read all of these.
   memory = state
   if state:
-    may = {
-      name
-      for name, leaf in leaves
-      if not is_rows(leaf)
-      or leaf_tables.rows_go_as_arrays(leaf.capacity, leaf.num_rows, context)
-    }
+    may = {name for name, leaf in leaves if as_arrays or not is_rows(leaf)}
     memory = sync_state.read_by_a_step(state, may, options.exact)
   known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
@@ -618,47 +595,37 @@ def sync_tree(
     tree = with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
     _check_residuals(leaves, memory, options, context)
-    # One device has nothing to exchange, unless rows wait in a residual.
-    chosen = [False] * len(leaves)
-    if context.devices > 1 or not options.exact or options.output == "rows":
-      chosen = leaf_util.select(
-        tree, options.sparse, options.unit, options.elements
-      )
-      if options.scheme not in DENSE:
-        check_state(leaves, chosen, memory)
     whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
     summed = totals(whole, options, context)
     out: list[Any] = [summed.get(i) for i in range(len(leaves))]
-    at = [i for i, sparse in enumerate(chosen) if sparse]
     new = dict(memory.leaves) if memory else {}
-    group, shown, whose = [leaves[i] for i in at], options, None
-    if rows := _to_be_arrays(group, options, context):
-      group, whose = _as_arrays(rows, options, context)
-      shown = dataclasses.replace(options, output="dense")
-    parts = split(group, shown, context)
+    group, held = [leaves[i] for i in at], []
+    if as_arrays:
+      group, held = _as_arrays(group, context)
+    parts = split(group, inner, context)
     # Beside the backward pass all pushes leave before the first sum.
     overlaps = options.plan.overlap if options.plan else options.tuning.overlap
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
-        begun[k] = _begun(part, memory, shown, context)
+        begun[k] = _begun(part, memory, inner, context)
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:
       after = functools.reduce(jnp.maximum, marks)
     for k, part in enumerate(parts):
       if part.scheme in DENSE:
-        synced, more = _summed_whole(part, memory, shown, context)
+        synced, more = _summed_whole(part, memory, inner, context)
       else:
-        sent = begun.get(k) or _begun(part, memory, shown, context)
+        sent = begun.get(k) or _begun(part, memory, inner, context)
         tables = exchange.finish(sent, after=after).tables
-        synced, more = _results(part, tables, memory, shown, context)
+        synced, more = _results(part, tables, memory, inner, context)
       new |= more
       for i, value in zip(part.at, synced):
         out[at[i]] = value
-    if whose and options.output != "dense":
-      found, new = _as_rows([out[i] for i in at], group, whose, new, context)
-      for i, value in zip(at, found):
-        out[i] = value
+    if as_arrays and options.output != "dense":
+      for i, count in zip(at, held):
+        name = leaves[i][0]
+        out[i], new[name] = _as_rows(out[i], count, new.get(name), context)
     structure = jax.tree.structure(tree, is_leaf=is_rows)
     made[:] = [x.facts for x in out if is_rows(x)]
     return jax.tree.unflatten(structure, out), new

@@ -111,16 +111,29 @@ def plans(
   return tuple(found)
 
 
-def rows_go_as_arrays(look_ups: int, num_rows: int, context: Context) -> bool:
-  """True if SparseRows of a table may travel as the array that they are of.
+def go_as_arrays(
+  tables: Sequence[Table], options: Options, context: Context
+) -> bool:
+  """Returns True if SparseRows of these tables travel as arrays.
 
   They do where the list that comes out would have a place for each row, so that
   the array is no larger, and where it was measured: between processes on CPUs.
   The array has room for a vocabulary's rows, where rows have it for all
   look-ups, and it is summed whole where they are many.
+
+  All of an exchange do, or none: beside rows that travel as rows arrays would
+  share their buffers, and have no first round of a size of their own. What the
+  user says of rows, by a scheme, a plan or sizes, is said of rows.
   """
-  all_rows = max(1, look_ups) * context.devices >= num_rows
-  return all_rows and between_hosts() and not context.remote_copies
+  named = options.scheme != "zen" or options.plan or options.capacities
+  if named or not options.exact or context.remote_copies:
+    return False
+  many = [
+    table.look_ups is not None
+    and table.look_ups * context.devices >= table.num_rows
+    for table in tables
+  ]
+  return bool(many) and all(many) and between_hosts()
 
 
 def first_rounds_fit(

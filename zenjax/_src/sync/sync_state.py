@@ -87,11 +87,24 @@ class LeafState(NamedTuple):
   def counted(
     self, *, local_rows: jax.Array, union_rows: jax.Array, more_bytes: float
   ) -> "LeafState":
-    """Returns it with rows that were counted in a message beside the others."""
+    """Returns it with rows that were counted in a message beside the others.
+
+    Needs were of rows that are not zero, or extrapolated from a sample.
+    """
     seen = Last(*[self.last[i] for i in range(len(Last._fields))])
+    local, union = [
+      new / jnp.where(old > 0, old, 1)
+      for new, old in (
+        (local_rows, seen.local_rows),
+        (union_rows, seen.union_rows),
+      )
+    ]
     seen = seen._replace(
       local_rows=local_rows,
       union_rows=union_rows,
+      push_need=seen.push_need * local,
+      push_mean=seen.push_mean * local,
+      pull_need=seen.pull_need * union,
       wire_bytes=seen.wire_bytes + more_bytes,
     )
     return self._replace(last=indexing.stacked(seen))

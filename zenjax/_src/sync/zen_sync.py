@@ -66,10 +66,11 @@ def zen_sync(
   looked up. What comes out for these are the rows of all devices, each once,
   for `zenjax.lazy_rows`, with room for the look-ups of all devices, or the
   whole table if that is less. Nothing on the way has the size of the table,
-  except what `scheme="split_dense_gather"` pulls. Rows of a leaf that does not
-  travel sparse (a small table, `sparse=False`), or that travels by `"dense"` or
-  `"ring"`, are made an array, which is summed: those that come out have room
-  for the whole table.
+  except what `scheme="split_dense_gather"` pulls, and where this room is the
+  whole table: processes on CPUs then exchange it as an array. Rows of a leaf
+  that does not travel sparse (a small table, `sparse=False`), or that travels
+  by `"dense"` or `"ring"`, are made an array, which is summed: those that come
+  out have room for the whole table.
 
   In plain `jit` over a mesh the loss is that of the whole batch, and parts of
   its gradient are summed, never averaged, in a `shard_map` of zen_sync's own:
@@ -147,9 +148,9 @@ def zen_sync(
       the only one there.
     on_overflow: `"exact"` exchanges rows that do not fit the first round's
       buffers in further rounds, or sums the whole array where that is cheaper;
-      SparseRows always take further rounds. `"carry"` is of arrays alone: it
-      keeps these rows for the next step in a per-device residual; make that
-      state with `zenjax.init`.
+      SparseRows that travel as rows take further rounds. `"carry"` is of
+      arrays alone: it keeps these rows for the next step in a per-device
+      residual; make that state with `zenjax.init`.
     output: What comes out for leaves that travel sparse: `"same"` as came in,
       `"dense"` for arrays, `"rows"` for `SparseRows`. Of an array these hold
       as many rows as the table, the only exact bound, and with
