@@ -301,7 +301,7 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
   return (slot < first.tally.limit[group])[:, None]
 
 
-# Sparse leaves that share an exchange, and what comes out for each.
+# SparseRows that travel as arrays, and come out as rows.
 
 
 def _as_arrays(
@@ -366,6 +366,9 @@ def _as_rows(
       more_bytes=2 * (n - 1) / n * held.nbytes,
     )
   return rows, leaf
+
+
+# Sparse leaves that share an exchange, and what comes out for each.
 
 
 class SharedExchange(NamedTuple):
