@@ -317,7 +317,6 @@ def test_rows_that_travel_as_arrays_are_those_looked_up(
   rows, ids, values = looked_up(unique)
   tables = {
     "table": jnp.zeros((rows, 8), dtype),
-    "of nothing": jnp.zeros((N, 4)),
     "wider": jnp.zeros((rows, 16), dtype),
   }
   tx = zenjax.zen_sync("data", sparse=True)
@@ -329,8 +328,6 @@ def test_rows_that_travel_as_arrays_are_those_looked_up(
       own = jnp.tile(values[0].astype(dtype), (1, width // 8))
       own = zenjax.SparseRows(ids[0], own, rows)
       found[name] = own.as_unique() if unique else own
-    none = values[0, :0, :4]
-    found["of nothing"] = zenjax.SparseRows(ids[0, :0], none, N)
     found, state = tx.update(found, state)
     return {k: (x.indices, x.values) for k, x in found.items()}, state
 
@@ -358,7 +355,27 @@ def test_rows_that_travel_as_arrays_are_those_looked_up(
     seen = zenjax.stats(state)[name]
     assert seen["union_density"] == 4 / rows
     assert seen["pull_imbalance"] >= 1
-  assert not np.any(np.asarray(found["of nothing"][0]) < N)
+
+
+@pytest.mark.each_jax
+def test_no_look_ups_travel_as_an_array(monkeypatch):
+  """Of a table with no more rows than there are devices."""
+  forced.between_hosts(monkeypatch, parts=(8, 16))
+  tx = zenjax.zen_sync("data", sparse=True)
+
+  def step(ids, values):
+    updates: Any = {"table": zenjax.SparseRows(ids[0], values[0], N)}
+    state = tx.init({"table": jnp.zeros((N, 8))})
+    found: Any = tx.update(updates, state)[0]
+    return found["table"].indices, found["table"].values
+
+  split = jax.P("data")
+  run = jax.shard_map(
+    step, mesh=runners.mesh(N), in_specs=(split, split), out_specs=jax.P()
+  )
+  none = np.zeros((N, 0), np.int32), np.zeros((N, 0, 8), np.float32)
+  at, sums = jax.jit(run)(*none)
+  assert np.all(np.asarray(at) == N) and not np.any(np.asarray(sums))
 
 
 @pytest.mark.parametrize(
