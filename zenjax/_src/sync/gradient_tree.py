@@ -221,9 +221,15 @@ def total(
   counted = jnp.concatenate([merged.values, held], axis=1)
   counted = SparseRows(merged.indices, counted, leaf.num_rows).to_dense()
   total = scheme.reduce(counted, context)
-  row = jnp.arange(leaf.num_rows, dtype=jnp.int32)
-  row = jnp.where(total[:, -1] > 0, row, leaf.num_rows)
-  return SparseRows(row, total[:, :-1], leaf.num_rows).as_unique()
+  return _held_rows(total[:, :-1], total[:, -1])
+
+
+def _held_rows(table: jax.Array, held: jax.Array) -> SparseRows:
+  """All rows of a sum `[R, D]`, as padding those with `held: [R]` of zero."""
+  row = jnp.arange(table.shape[0], dtype=jnp.int32)
+  row = jnp.where(held > 0, row, table.shape[0])
+  rows = SparseRows(row, table, table.shape[0])
+  return rows.with_facts(table_sources.SUMMED)
 
 
 # Rows that wait for the next step: `on_overflow="carry"`.
@@ -307,15 +313,15 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
 def _as_arrays(
   group: Sequence[tuple[str, Any]], context: Context
 ) -> tuple[list[tuple[str, jax.Array]], list[jax.Array]]:
-  """Returns the tables of SparseRows, and who holds their rows.
+  """Returns the tables of SparseRows, and how many devices hold their rows.
 
   Args:
     group: `(name, SparseRows)` each.
     context: Axes and operation.
 
   Returns:
-    The local tables, and of each how many devices hold each row, `[R]`
-    integers: a row that somebody holds comes out even if its sum is zero.
+    The local tables, and a count for each of their rows, `[R]` integers. A row
+    that somebody holds comes out even if its sum is zero.
   """
   found = [_table_of_rows(rows) for _, rows in group]
   counts = np.min_scalar_type(context.devices)
@@ -355,17 +361,14 @@ def _as_rows(
   table: jax.Array, held: jax.Array, leaf: LeafState | None, context: Context
 ) -> tuple[SparseRows, LeafState | None]:
   """Returns a sum as SparseRows, and the counts of its rows in `leaf`."""
-  num_rows, n = table.shape[0], context.devices
-  row = jnp.arange(num_rows, dtype=jnp.int32)
-  row = jnp.where(held > 0, row, num_rows)
-  rows = SparseRows(row, table, num_rows).with_facts(table_sources.SUMMED)
+  n = context.devices
   if leaf is not None:
-    leaf = leaf.counted(
+    leaf = leaf.with_counts(
       local_rows=jnp.sum(held.astype(jnp.float32)) / n,
       union_rows=jnp.sum(held > 0, dtype=jnp.float32),
       more_bytes=2 * (n - 1) / n * held.nbytes,
     )
-  return rows, leaf
+  return _held_rows(table, held), leaf
 
 
 # Sparse leaves that share an exchange, and what comes out for each.
@@ -582,8 +585,11 @@ def sync_tree(
     if options.scheme not in DENSE:
       check_state(leaves, chosen, state)
   at = [i for i, sparse in enumerate(chosen) if sparse]
-  tables = [leaf_tables.table_of(*leaves[i], options) for i in at]
-  as_arrays, inner = leaf_tables.go_as_arrays(tables, options, context), options
+  as_arrays = leaf_tables.go_as_arrays(
+    [leaf_tables.table_of(*leaves[i], options) for i in at], options, context
+  )
+  # Of the exchange itself.
+  inner = options
   if as_arrays:
     inner = dataclasses.replace(options, output="dense")
   # What a step writes and never reads is no operand of `exchanged`: the program

@@ -450,10 +450,7 @@ def described(
 def _ways(leaves: Sequence[tuple[str, Any]], options: Options) -> list[str]:
   sizes = [lax.axis_size(axis) for axis in options.axes]
   tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in leaves]
-  context = options.context(sizes)
-  if leaf_tables.go_as_arrays(tables, options, context):
-    tables = [dataclasses.replace(table, look_ups=None) for table in tables]
-  choices = leaf_tables.choose(tables, options, context)
+  choices = leaf_tables.choose(tables, options, options.context(sizes))
   return [f"{c.scheme}/{c.column_groups or 'auto'}/{c.group}" for c in choices]
 
 

@@ -84,12 +84,13 @@ class LeafState(NamedTuple):
     """Returns True if some residual is not zero: `[] bool`."""
     return self.last[Last._fields.index("withheld")] > 0
 
-  def counted(
+  def with_counts(
     self, *, local_rows: jax.Array, union_rows: jax.Array, more_bytes: float
   ) -> "LeafState":
-    """Returns it with rows that were counted in a message beside the others.
+    """Replaces the counts of rows in `last`, and scales the needs with them.
 
-    Needs were of rows that are not zero, or extrapolated from a sample.
+    The exchange counted rows that are not zero, or a sample of them. These were
+    counted by a message of `more_bytes`.
     """
     seen = Last(*[self.last[i] for i in range(len(Last._fields))])
     local, union = [
