@@ -35,16 +35,17 @@ def plans(
   options: Options,
   context: Context,
   column_groups: Sequence[int | None],
-  stack: bool = True,
+  owners: bool = False,
   fits: bool = False,
 ) -> tuple[buffer_sizes.TablePlan, ...]:
   """Returns static sizes for the sparse leaves of `group`, `(name, leaf)` each.
 
   `column_groups` holds for each leaf the number that a plan or `scheme="auto"`
-  has chosen, or None where `partition` decides. With `stack` tables of one
-  width and dtype travel as one. They do not where rows may wait for the next
-  step, each leaf's in a residual of its own, nor where a kernel may run, which
-  reads one table. With `fits` first rounds may follow what earlier steps have
+  has chosen, or None where `partition` decides. Tables of one width and dtype
+  travel as one. They do not where rows may wait for the next step, each leaf's
+  in a residual of its own, nor where a kernel may run, which reads one table,
+  nor with `owners`, who update what they own: no table of theirs takes the
+  dense path. With `fits` first rounds may follow what earlier steps have
   needed.
   """
   tables = [table_of(name, leaf, options) for name, leaf in group]
@@ -87,7 +88,7 @@ def plans(
   )
   planned = tuple([scheme.fitted(plan) for plan in planned])
   # What does not fit would wait, and pins are for that; or it does not travel.
-  if options.exact and not context.remote_copies:
+  if options.exact and not owners and not context.remote_copies:
     for plan, given in zip(planned, pinned):
       if given:
         by_leaf = isinstance(options.capacities, dict)
@@ -95,7 +96,7 @@ def plans(
   found = planned
   # Kernels that are asked for read tables one by one.
   together = not _dispatch.asked_for(options.tuning.kernels)
-  if stack and options.exact and together:
+  if options.exact and together and not owners:
     found = buffer_sizes.stack(planned, devices=context.devices, sizing=sizing)
     found = [scheme.fitted(plan) if plan.members else plan for plan in found]
   if fits:

@@ -505,7 +505,7 @@ class Owners:
     group = [named[i] for i in at]
     scheme = SPARSE["zen"]
     plans = leaf_tables.plans(
-      group, scheme, self.options, context, columns, stack=False
+      group, scheme, self.options, context, columns, owners=True
     )
     return dict(zip(at, plans)), wanted
 
