@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import runners
+import steps
 
 import zenjax
 
@@ -271,8 +272,12 @@ def test_fewer_look_ups_than_rows_compile_no_sum(monkeypatch):
     step, state = stepping(tx, tables), tx.init(tables)
     ids = jnp.zeros((N, look_ups), jnp.int32)
     batch = {"table": (ids, jnp.zeros((N, look_ups, 24)))}
-    text = step.lower(batch, state).as_text()
+    traced = step.trace(batch, state)
+    text = traced.lower().as_text()
     assert text.count("stablehlo.all_reduce") == sums
+    # Who holds which row is summed with what else a full table counts.
+    always = steps.collectives_outside_cond(traced.jaxpr)
+    assert not [name for name in always if name.startswith("psum")]
 
 
 def test_rows_that_are_many_are_summed_whole_beside_fewer(monkeypatch):
@@ -312,14 +317,18 @@ def looked_up(unique):
 def test_rows_that_travel_as_arrays_are_those_looked_up(
   unique, dtype, monkeypatch
 ):
-  """Sums of zero too; padding is nothing, whatever it holds."""
+  """Sums of zero too; padding is nothing, whatever it holds.
+
+  In one exchange, or in two of which the first counts for both.
+  """
   forced.between_hosts(monkeypatch, parts=(8, 16))
   rows, ids, values = looked_up(unique)
   tables = {
     "table": jnp.zeros((rows, 8), dtype),
     "wider": jnp.zeros((rows, 16), dtype),
   }
-  tx = zenjax.zen_sync("data", sparse=True)
+  tuning = zenjax.Tuning(overlap=not unique)
+  tx = zenjax.zen_sync("data", sparse=True, tuning=tuning)
   state = tx.init(tables)
 
   def step(ids, values, state):

@@ -140,7 +140,7 @@ class Exchange:
       if self.variant.rows_in:
         ids, values = local[sync.LEAF]
         rows = zenjax.SparseRows(ids, values, self._shared.shape[0])
-        local = {sync.LEAF: rows}
+        local = {sync.LEAF: rows.to_dense() if self.variant.fills else rows}
       synced, state = tx.update(local, state)
       return jax.tree.map(lambda x: x[None], synced), state
 
@@ -150,7 +150,8 @@ class Exchange:
     grads = self.gradient(self._shared.batches[0])
     # Rows leave the gradient unwritten; given away, it would be taken for the
     # residual, of the same shape.
-    donated = (1,) if self.variant.rows_out else (0, 1)
+    kept = self.variant.rows_out or self.variant.rows_in
+    donated = (1,) if kept else (0, 1)
     donated = (0,) if self.variant.forgets else donated
     compile_ = self._shared.compiler.compile
     return state, *harness.compiled(

@@ -18,6 +18,8 @@ class Variant:
   # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them;
   # rows come back then too.
   rows_in: bool = False
+  # Whether a step makes an array of the rows itself, as autodiff does.
+  fills: bool = False
   forgets: bool = False  # Whether each step is a first one.
 
   @property
@@ -47,6 +49,7 @@ VARIANTS: dict[str, Variant] = {
   v.name: v
   for v in [
     Variant("psum", {"scheme": "dense"}),
+    Variant("psum-filled", {"scheme": "dense"}, rows_in=True, fills=True),
     Variant("ring", {"scheme": "ring"}),
     Variant("auto", {"scheme": "auto"}),
     *(Variant(n, o) for n, o in _SPARSE.items()),

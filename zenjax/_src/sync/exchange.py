@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import functools
+import itertools
 import operator
 from typing import Any, NamedTuple, Protocol
 
@@ -108,6 +109,7 @@ class Result(NamedTuple):
   """All tables after an exchange."""
 
   tables: list[Synced]
+  counts: jax.Array | None = None  # as `begin` took them, of all devices
   owned: Any = ()  # what owners keep
   owner: Any = None  # `finish`'s, once it knows reductions over all rows
 
@@ -124,6 +126,7 @@ class Exchange:
       False they keep their local values in the tables that come back, where
       `gradient_tree.withhold` then puts zeros.
     received: What `Scheme.send` returned.
+    counts: See `begin`.
   """
 
   tables: Sequence[Transfer]
@@ -131,6 +134,7 @@ class Exchange:
   context: Context
   exact: bool
   received: Any
+  counts: jax.Array | None = None
 
   @property
   def mark(self) -> jax.Array | None:
@@ -145,6 +149,7 @@ def begin(
   *,
   exact: bool = True,
   rows_only: bool = False,
+  counts: jax.Array | None = None,
 ) -> Exchange:
   """Enters tables into an exchange and sends the first push.
 
@@ -155,6 +160,8 @@ def begin(
     exact: See `Exchange`.
     rows_only: Whether only what arrives is used, and not the tables: these
       are then read and never written.
+    counts: `[k] int32` to be summed over devices as well, in a collective of
+      the exchange where one has room for them.
   """
   context = dataclasses.replace(context, fit=_fit(tables, context))
   with jax.named_scope("zenjax/mask"):
@@ -170,7 +177,7 @@ def begin(
   ]
   context = dataclasses.replace(context, quiet=_quiet(entered, context))
   received = scheme.send(outgoing, context)
-  return Exchange(entered, scheme, context, exact, received)
+  return Exchange(entered, scheme, context, exact, received, counts)
 
 
 def _fit(tables: Sequence[Local], context: Context) -> Fit | None:
@@ -237,39 +244,53 @@ def _quiet(tables: Sequence[Transfer], context: Context) -> jax.Array | None:
 
 
 def _with_samples(
-  tables: Sequence[Transfer], first: Sequence[Arrived], context: Context
-) -> list[Arrived]:
+  tables: Sequence[Transfer],
+  first: Sequence[Arrived],
+  counts: jax.Array | None,
+  context: Context,
+) -> tuple[list[Arrived], jax.Array | None]:
   """Sums the counts of samples, by which tables return, if no round did.
 
   A first round that was not sent says nothing of other devices. All else that
   it would have brought is known: nobody holds rows, and nothing is left.
+
+  Returns:
+    What arrived, with these counts, and the sum of `counts`, which travel with
+    them.
   """
+  more = [] if counts is None else [counts]
+  total = functools.partial(collectives.psum, axes=context.axes)
   if context.quiet is None:
-    return list(first)
+    return list(first), None if counts is None else total(counts)
 
-  def told(quiet, own, heard):
-    total = functools.partial(collectives.psum, axes=context.axes)
-    return lax.cond(
-      quiet,
-      lambda own, heard: [
-        compat.cast_like(total(x), like) for x, like in zip(own, heard)
-      ],
-      lambda own, heard: heard,
-      own,
-      heard,
-    )
+  def apart(own, heard, more):
+    del own
+    return heard, [total(x) for x in more]
 
-  probes = lax.platform_dependent(
+  def together(own, heard, more):
+    parts = [*own, *more]
+    joined = total(jnp.concatenate([x.reshape(-1) for x in parts]))
+    ends = itertools.accumulate([x.size for x in parts])
+    summed = jnp.split(joined, list(ends)[:-1])
+    found = [
+      compat.cast_like(x.reshape(like.shape), like)
+      for x, like in zip(summed, heard)
+    ]
+    return found, summed[len(own) :]
+
+  probes, more = lax.platform_dependent(
     context.quiet,
     [t.probe for t in tables],
     [x.tally.probe for x in first],
-    cpu=told,
-    default=lambda quiet, own, heard: heard,
+    more,
+    cpu=lambda quiet, *sums: lax.cond(quiet, together, apart, *sums),
+    default=lambda quiet, *sums: apart(*sums),
   )
-  return [
+  first = [
     x._replace(tally=x.tally._replace(probe=probe))
     for x, probe in zip(first, probes)
   ]
+  return first, more[0] if more else None
 
 
 def finish(
@@ -310,7 +331,9 @@ def finish(
     Asked(Room(t.plan, t.plan.first.pull), own, t.progress.pulled)
     for t, own in zip(tables, held)
   ]
-  first = _with_samples(tables, scheme.pull(asked, context), context)
+  first, counts = _with_samples(
+    tables, scheme.pull(asked, context), exchange.counts, context
+  )
   may_sum = exchange.exact and owner is None
   dense = [
     _takes_dense_path(t, arrived.tally, scheme, context) if may_sum else None
@@ -357,7 +380,7 @@ def finish(
     )
     for t, target, p, arrived, d in zip(tables, targets, progress, first, dense)
   ]
-  return Result(synced, owned, owner)
+  return Result(synced, counts, owned, owner)
 
 
 def _sum_dense(

@@ -14,6 +14,7 @@ import numpy as np
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
+from zenjax._src.core import wire
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -312,24 +313,41 @@ def _done(first: Arrived, plan: TablePlan) -> jax.Array:
 
 def _as_arrays(
   group: Sequence[tuple[str, Any]], context: Context
-) -> tuple[list[tuple[str, jax.Array]], list[jax.Array]]:
-  """Returns the tables of SparseRows, and how many devices hold their rows.
+) -> tuple[list[tuple[str, jax.Array]], jax.Array]:
+  """Returns the tables of SparseRows, and which of their rows they hold.
 
   Args:
     group: `(name, SparseRows)` each.
     context: Axes and operation.
 
   Returns:
-    The local tables, and a count for each of their rows, `[R]` integers. A row
-    that somebody holds comes out even if its sum is zero.
+    The local tables, and `[k] int32`, of which the sum over devices counts for
+    each row those that hold it: see `_counts_of`. A row that somebody holds
+    comes out even if its sum is zero.
   """
   found = [_table_of_rows(rows) for _, rows in group]
-  counts = np.min_scalar_type(context.devices)
-  held = jnp.concatenate([is_held for _, is_held in found]).astype(counts)
-  held = collectives.psum(held, context.axes)
-  ends = np.cumsum([rows.num_rows for _, rows in group])[:-1].tolist()
+  held = jnp.concatenate([is_held for _, is_held in found])
+  words = wire.to_words(held[None].astype(_count_dtype(context)))
   tables = [(name, table) for (name, _), (table, _) in zip(group, found)]
-  return tables, jnp.split(held, ends)
+  return tables, lax.bitcast_convert_type(words[0], jnp.int32)
+
+
+def _count_dtype(context: Context) -> np.dtype:
+  """Returns in what devices are counted, several counts to a word.
+
+  None is more than the devices, so that sums of words carry nothing over.
+  """
+  return np.min_scalar_type(context.devices)
+
+
+def _counts_of(
+  words: jax.Array, group: Sequence[tuple[str, Any]], context: Context
+) -> list[jax.Array]:
+  """Returns how many devices hold each row of SparseRows, `[R]` integers."""
+  ends = np.cumsum([rows.num_rows for _, rows in group]).tolist()
+  words = lax.bitcast_convert_type(words, jnp.uint32)
+  counts = wire.from_words(words[None], ends[-1:], _count_dtype(context))
+  return jnp.split(counts[0], ends[:-1])
 
 
 def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
@@ -467,14 +485,16 @@ def _begun(
   state: sync_state.ZenSyncState | None,
   options: Options,
   context: Context,
+  counts: jax.Array | None,
 ) -> exchange.Exchange:
-  """Sends the first push of a part."""
+  """Sends the first push of a part, and `counts` as `exchange.begin` does."""
   return exchange.begin(
     _locals(part, state, options, context),
     SPARSE[part.scheme],
     context,
     exact=options.exact,
     rows_only=options.output == "rows" and not options.exact,
+    counts=counts,
   )
 
 
@@ -608,16 +628,19 @@ def sync_tree(
     summed = totals(whole, options, context)
     out: list[Any] = [summed.get(i) for i in range(len(leaves))]
     new = dict(memory.leaves) if memory else {}
-    group, held = [leaves[i] for i in at], []
+    group, counts = [leaves[i] for i in at], None
     if as_arrays:
       group, held = _as_arrays(group, context)
+      counts = held if options.output != "dense" else None
     parts = split(group, inner, context)
+    # Those of all leaves travel with the first.
+    given = [counts, *[None] * len(parts)]
     # Beside the backward pass all pushes leave before the first sum.
     overlaps = options.plan.overlap if options.plan else options.tuning.overlap
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:
-        begun[k] = _begun(part, memory, inner, context)
+        begun[k] = _begun(part, memory, inner, context, given[k])
     marks = [x.mark for x in begun.values() if x.mark is not None]
     if len(marks) > 1:
       after = functools.reduce(jnp.maximum, marks)
@@ -625,13 +648,16 @@ def sync_tree(
       if part.scheme in DENSE:
         synced, more = _summed_whole(part, memory, inner, context)
       else:
-        sent = begun.get(k) or _begun(part, memory, inner, context)
-        tables = exchange.finish(sent, after=after).tables
-        synced, more = _results(part, tables, memory, inner, context)
+        sent = begun.get(k) or _begun(part, memory, inner, context, given[k])
+        found = exchange.finish(sent, after=after)
+        if found.counts is not None:
+          counts = found.counts
+        synced, more = _results(part, found.tables, memory, inner, context)
       new |= more
       for i, value in zip(part.at, synced):
         out[at[i]] = value
-    if as_arrays and options.output != "dense":
+    if counts is not None:
+      held = _counts_of(counts, [leaves[i] for i in at], context)
       for i, count in zip(at, held):
         name = leaves[i][0]
         out[i], new[name] = _as_rows(out[i], count, new.get(name), context)
