@@ -54,7 +54,7 @@ def between_hosts(monkeypatch, parts=(1, 2, 4, 6, 8, 10, 12, 16, 24)) -> None:
   """
   parts = (*parts, _src.core.wire.SLICES)
   monkeypatch.setattr(_src.core.wire, "PARTS", parts)
-  monkeypatch.setattr(_src.sync.leaf_tables, "between_hosts", lambda: True)
+  monkeypatch.setattr(_src.core.compat, "between_hosts", lambda: True)
 
 
 def two_sizes(monkeypatch) -> None:

@@ -53,6 +53,11 @@ def for_cpus() -> bool:
   return device_kind() == "cpu"
 
 
+def between_hosts() -> bool:
+  """True if the program is for CPUs that meet over a network."""
+  return jax.process_count() > 1 and for_cpus()
+
+
 def from_memory(tree: Any) -> Any:
   """Returns arrays that kernels for CPUs read, and do not compute.
 

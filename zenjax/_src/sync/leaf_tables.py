@@ -134,7 +134,7 @@ def go_as_arrays(
     and table.look_ups * context.devices >= table.num_rows
     for table in tables
   ]
-  return bool(many) and all(many) and between_hosts()
+  return bool(many) and all(many) and compat.between_hosts()
 
 
 def first_rounds_fit(
@@ -147,19 +147,14 @@ def first_rounds_fit(
   milliseconds: between processes on CPUs.
   """
   one = len(context.axes) == 1 and not context.remote_copies
-  return scheme.fits and options.exact and one and between_hosts()
-
-
-def between_hosts() -> bool:
-  """True if the program is for CPUs that meet over a network."""
-  return jax.process_count() > 1 and compat.for_cpus()
+  return scheme.fits and options.exact and one and compat.between_hosts()
 
 
 def _sizing(context: Context) -> buffer_sizes.Sizing:
   """Returns the sizes of chunks, and of first rounds that are not pinned."""
   if context.remote_copies:
     return buffer_sizes.UNPADDED
-  if compat.for_cpus() and not between_hosts():
+  if compat.for_cpus() and not compat.between_hosts():
     return buffer_sizes.ONE_SIZE
   return buffer_sizes.TWO_SIZES
 
