@@ -63,8 +63,13 @@ def stacked(parts: Sequence[jax.Array]) -> jax.Array:
   return found
 
 
+# XLA for CPUs copies the rows that it scatters where it sees them reshaped, say
+# out of a batch with a dimension of one. From memory it reads them as they are.
+
+
 def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
   """Returns `x` with `new` at `at`, all different, dropped past the end."""
+  new = compat.from_memory(new)
   return x.at[at].set(
     new, mode="drop", unique_indices=True, wrap_negative_indices=False
   )
@@ -72,6 +77,7 @@ def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
 
 def add(x: jax.Array, at: jax.Array, more: jax.Array) -> jax.Array:
   """Returns `x` plus `more` at `at`, all different, as `put` has it."""
+  more = compat.from_memory(more)
   return x.at[at].add(
     more, mode="drop", unique_indices=True, wrap_negative_indices=False
   )

@@ -352,7 +352,8 @@ def _counts_of(
 
 def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
   """The table that SparseRows are of, and which rows they hold: `[R] bool`."""
-  ids, values, num_rows = rows.indices, rows.values, rows.num_rows
+  ids, num_rows = rows.indices, rows.num_rows
+  values = compat.from_memory(rows.values)  # As `indexing.put` does.
   if not rows.capacity:
     none = rows.to_dense(), jnp.zeros(num_rows, bool)
     table, is_held = [compat.cast_like(x, values) for x in none]
