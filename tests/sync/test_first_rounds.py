@@ -1,5 +1,6 @@
 """First rounds between hosts: as large as earlier steps have needed."""
 
+import re
 from typing import Any
 
 import cases
@@ -294,6 +295,19 @@ def test_rows_that_are_many_are_summed_whole_beside_fewer(monkeypatch):
     _, state = step(batch, state)
   seen = zenjax.stats(state)
   assert seen["full"]["went_dense"] and not seen["other"]["went_dense"]
+
+
+def test_rows_are_written_where_they_lie(monkeypatch):
+  """XLA copies them first where it sees the dimension that a batch lost."""
+  forced.between_hosts(monkeypatch, parts=(8, 16))
+  tables = {"table": jnp.zeros((1_500, 128))}
+  tx = zenjax.zen_sync("data")
+  step, state = stepping(tx, tables), tx.init(tables)
+  ids, values = np.zeros((N, 1024), np.int32), np.zeros((N, 1024, 128))
+  batch = {"table": (ids, values.astype(np.float32))}
+  text = str(step.lower(batch, state).compile().as_text())
+  assert "f32[1024,1,128]" in text
+  assert not re.search(r"f32\[1024,1,128\]\S* (copy|fusion)\(", text)
 
 
 def looked_up(unique):

@@ -264,11 +264,18 @@ def many_rows() -> dict[tuple[int, str, str, str], float]:
 
 def of_many_rows() -> list[str]:
   times = many_rows()
-  faster = lambda *cell: times[*cell, "psum"] / times[*cell, "rows"]
+
+  def faster(*cell):
+    given, filled = [
+      times[*cell, form] / times[*cell, "rows"]
+      for form in ("psum", "psum-filled")
+    ]
+    return f"{given:.2f} ({filled:.2f})"
+
   said = [
     f"| {hosts} hosts | "
     + " | ".join(
-      f"{faster(hosts, rate, f'sweep-{share}'):.2f}"
+      faster(hosts, rate, f"sweep-{share}")
       for rate in ("200mbit", "1gbit")
       for share in (50, 100)
     )
