@@ -55,6 +55,7 @@ ALWAYS = (
     for front in fronts.FRONTS
   ],
 )
+@pytest.mark.filterwarnings("ignore:`capacities` of leaf:UserWarning")
 def test_drawn_cases(front):
   cases = CASES if front.weight > 0.1 else 2
 
