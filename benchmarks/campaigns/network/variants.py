@@ -16,7 +16,7 @@ class Variant:
   rehearsal: str = ""
   rows_out: bool = False  # Whether rows come back instead of a whole table.
   # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them;
-  # rows come back then too.
+  # rows come back then too, unless it `fills` a table.
   rows_in: bool = False
   # Whether a step makes an array of the rows itself, as autodiff does.
   fills: bool = False

@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import fractions
 import functools
-import itertools
 import operator
 from typing import Any, NamedTuple, Protocol
 
@@ -268,14 +267,8 @@ def _with_samples(
     return heard, [total(x) for x in more]
 
   def together(own, heard, more):
-    parts = [*own, *more]
-    joined = total(jnp.concatenate([x.reshape(-1) for x in parts]))
-    ends = itertools.accumulate([x.size for x in parts])
-    summed = jnp.split(joined, list(ends)[:-1])
-    found = [
-      compat.cast_like(x.reshape(like.shape), like)
-      for x, like in zip(summed, heard)
-    ]
+    summed = collectives.in_one(total, [*own, *more])
+    found = [compat.cast_like(x, like) for x, like in zip(summed, heard)]
     return found, summed[len(own) :]
 
   probes, more = lax.platform_dependent(

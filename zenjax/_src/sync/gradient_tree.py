@@ -188,13 +188,13 @@ def _each(*leaves: jax.Array, context: Context) -> tuple[jax.Array, ...]:
 
 def _in_one(*leaves: jax.Array, context: Context) -> tuple[jax.Array, ...]:
   wide = collectives.accumulator(leaves[0].dtype)
-  flat = jnp.concatenate([leaf.astype(wide).reshape(-1) for leaf in leaves])
-  flat = DENSE["dense"].reduce(flat, context)
-  ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
-  parts = zip(leaves, jnp.split(flat, ends))
+  found = collectives.in_one(
+    lambda flat: DENSE["dense"].reduce(flat, context),
+    [leaf.astype(wide) for leaf in leaves],
+  )
   return tuple(
-    x.reshape(leaf.shape).astype(leaf.dtype if wide != leaf.dtype else x.dtype)
-    for leaf, x in parts
+    x.astype(leaf.dtype if wide != leaf.dtype else x.dtype)
+    for leaf, x in zip(leaves, found)
   )
 
 
@@ -629,13 +629,13 @@ def sync_tree(
     summed = totals(whole, options, context)
     out: list[Any] = [summed.get(i) for i in range(len(leaves))]
     new = dict(memory.leaves) if memory else {}
-    group, counts = [leaves[i] for i in at], None
+    group, own, counts = [leaves[i] for i in at], None, None
     if as_arrays:
       group, held = _as_arrays(group, context)
-      counts = held if options.output != "dense" else None
+      own = held if options.output != "dense" else None
     parts = split(group, inner, context)
-    # Those of all leaves travel with the first.
-    given = [counts, *[None] * len(parts)]
+    # The first part takes the counts of all leaves.
+    given = [own, *[None] * len(parts)]
     # Beside the backward pass all pushes leave before the first sum.
     overlaps = options.plan.overlap if options.plan else options.tuning.overlap
     together, begun, after = overlaps and len(parts) > 1, {}, None
