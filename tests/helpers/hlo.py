@@ -63,26 +63,6 @@ def computations(text: str) -> dict[str, list[str]]:
   return found
 
 
-def kernels(text: str) -> int:
-  """How many different fusions there are: XLA for CPUs compiles each once."""
-  bodies = computations(text)
-
-  def alike(name):
-    """The body without names, which differ where nothing else does."""
-    names: dict[str, str] = {}
-    lines = []
-    for line in bodies[name]:
-      line = re.sub(r", (metadata|backend_config)=\{.*", "", line)
-      for called in re.findall(r"(?:to_apply|calls)=%?([\w.\-]+)", line):
-        line = line.replace(called, f"<{alike(called)}>")
-      number = lambda match: names.setdefault(match[0], f"%{len(names)}")
-      lines.append(re.sub(r"%[\w.\-]+", number, line))
-    return " ".join(lines)
-
-  called = re.findall(r" fusion\(.*?calls=%?([\w.\-]+)", text)
-  return len({alike(name) for name in called})
-
-
 def collectives(text: str, devices: int = 8) -> list[Found]:
   """Every collective and remote copy, calls followed from the entry."""
   bodies = computations(text)

@@ -147,23 +147,3 @@ def test_a_table_without_room_for_any_rows():
   updates, _ = tx.update(grads, tx.init(params), params)
   assert updates["none"].values.shape == (0, 2)
   np.testing.assert_allclose(updates["a"].values, -grads["a"].values)
-
-
-def test_the_loop_copies_nothing():
-  """Neither state nor updates, which it reads and writes."""
-  tx = zenjax.lazy_rows(optax.adam(0.1))
-  rows, room, width = 5000, 640, 4
-
-  def step(params, state, ids, values):
-    grads: Any = SparseRows(ids, values, rows).as_unique()
-    updates, state = tx.update(grads, state, params)
-    return zenjax.apply_updates(params, updates), state, updates
-
-  params = jnp.zeros((rows, width))
-  args = (params, tx.init(params), jnp.arange(room), jnp.ones((room, width)))
-  lowered = jax.jit(step, donate_argnums=(0, 1, 3)).lower(*args)
-  text = lowered.compile().as_text() or ""
-  copies = [line for line in text.splitlines() if " copy(" in line]
-  assert " while(" in text
-  for shape in (f"f32[{rows},{width}]", f"f32[{room},{width}]"):
-    assert not [line for line in copies if f"= {shape}" in line]

@@ -57,7 +57,8 @@ def _trained(tx, loss, params, opt_state, tables=None):
   losses = []
   for ids in _batches():
     params, opt_state, value = step(params, opt_state, ids)
-    losses.append(value)
+    # A number of each step is read before the next: see docs/limits.md, CPUs.
+    losses.append(float(value))
   return params, np.array(losses)
 
 

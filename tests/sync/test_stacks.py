@@ -3,10 +3,8 @@
 import functools
 from typing import Any
 
-import hlo
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 import runners
@@ -303,39 +301,3 @@ def test_a_stack_has_not_too_many_tables(width, look_ups, most):
   parts = names(buffer_sizes.stack(plans, devices=8))
   assert sum(parts, []) == [str(i) for i in range(70)]
   assert [len(part) for part in parts[:-1]] == [most] * (len(parts) - 1)
-
-
-@pytest.mark.parametrize(
-  "rows, most", [(False, 7), pytest.param(True, 1, marks=pytest.mark.more)]
-)
-def test_few_kernels_are_compiled_for_each_table_of_a_stack(rows, most):
-  """XLA for CPUs takes some 9 ms for each."""
-  tx, mesh = zenjax.zen_sync("data", sparse=True), runners.mesh(2)
-
-  def compiled(count):
-    heights = [700 + 37 * i for i in range(count)]
-    params = {str(i): jnp.zeros((n, 3)) for i, n in enumerate(heights)}
-    ids, values = jnp.zeros((2, 20), jnp.int32), jnp.zeros((2, 20, 3))
-
-    def local(ids, values, state):
-      grads: dict[str, Any] = {}
-      for name, table in params.items():
-        found = zenjax.SparseRows(ids[0], values[0], len(table))
-        grads[name] = found if rows else found.to_dense()
-      return tx.update(grads, state)
-
-    step = jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=(P("data"), P("data"), P()),
-      out_specs=P(),
-      check_vma=False,
-    )
-    lowered = jax.jit(step).lower(ids, values, tx.init(params))
-    return hlo.kernels(lowered.compile().as_text() or "")
-
-  # An array is made in three.
-  made = 0 if rows else 3
-  few, many = compiled(3), compiled(6)
-  assert few > 20
-  assert many - few <= 3 * (most + made)
