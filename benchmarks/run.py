@@ -213,7 +213,7 @@ _KEEP_MEMORY = _switch("--keep-memory", "keep freed memory: no page faults")
 _LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
 _FULL_SIZE = _switch("--full-size", "the tables of the published models")
 _SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
-_OPTIMIZERS = ("adam", "adagrad", "row_adagrad", "sgd")
+_OPTIMIZERS = ("adam", "adagrad", "rowwise_adagrad", "sgd")
 _MODELS = ("bags", "ngram", "ngram-wide", "dlrm")
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
 
@@ -257,7 +257,7 @@ COMMANDS = (
     _names(
       "--variants",
       "by default all: dense (pmean), zen (of dense gradients), rows,"
-      " rows-pinned, owners (owner_update), sharded (rows.shard)",
+      " rows-pinned, owners (sharded_optimizer), sharded (tables.shard)",
     ),
     *(_batches(4), *_timed(15)),
   ),

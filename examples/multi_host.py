@@ -56,7 +56,7 @@ def train(mesh: jax.sharding.Mesh, steps: int) -> tuple[dict, optax.OptState]:
   """Trains over every device of the mesh, of whichever process."""
   data = jax.NamedSharding(mesh, jax.P("data"))
   params = jax.device_put(make_params(), jax.NamedSharding(mesh, jax.P()))
-  state = params, zenjax.init(TX, params, mesh, "data")
+  state = params, zenjax.init_state(TX, params, mesh, "data")
   train_step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   mine = [r for r, d in enumerate(mesh.devices.flat) if d in mesh.local_devices]
   for i in range(steps):

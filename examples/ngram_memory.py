@@ -6,9 +6,9 @@ A transformer of one block learns Python's standard library, without a memory
 and with one as in Engram: eight heads hash pairs and triples of words into it.
 Losses are the same on any number of devices, and of micro-batches, in all of:
 
-  sharded     rows.shard and owner_update: a device has its part of the table
-  replicated  zen_sync and lazy_rows: each has all, and sends the touched rows
-  dense       the plain program: XLA sums gradients of the table's size
+  sharded     tables.shard and sharded_optimizer: a device has its part of the
+  table replicated  zen_sync and lazy_rows: each has all, and sends the touched
+  rows dense       the plain program: XLA sums gradients of the table's size
 """
 
 import argparse
@@ -86,14 +86,17 @@ def loss_fn(params, windows, lower, sizes):
 def train(form: str, sizes: np.ndarray, ids, lower, mesh, args) -> None:
   print(f"{sizes.sum()} rows of memory, {form} on {mesh.size} devices")
   init = lambda: first_params(sizes)
-  adagrad, adam = zenjax.rows.row_adagrad(0.05), optax.adam(0.003)
+  adagrad, adam = zenjax.rows.rowwise_adagrad(0.05), optax.adam(0.003)
   is_table = {name: name == "memory" for name in jax.eval_shape(init)}
   tx = optax.partition({True: adagrad, False: adam}, is_table)
   rows = lambda f: zenjax.value_and_grad(f, tables=is_table)  # of no other
   grad = jax.value_and_grad if form == "dense" else rows
   if form == "sharded":  # Inside jit nothing has the size of the table.
-    shard = lambda: zenjax.rows.shard(init(), mesh, "data", tables=is_table)
-    params, tx = jax.jit(shard)(), zenjax.owner_update(tx, "data", mesh=mesh)
+    shard = lambda: zenjax.tables.shard(init(), mesh, "data", tables=is_table)
+    params, tx = (
+      jax.jit(shard)(),
+      zenjax.sharded_optimizer(tx, "data", mesh=mesh),
+    )
   else:
     params = jax.device_put(init(), jax.NamedSharding(mesh, jax.P()))
   if form == "replicated":
@@ -116,13 +119,13 @@ def train(form: str, sizes: np.ndarray, ids, lower, mesh, args) -> None:
   shape = -1, args.batch // args.accumulate, T + 1
   split = jax.NamedSharding(mesh, jax.P(None, "data"))
   put = lambda windows: jax.device_put(windows.reshape(shape), split)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   for i in range(1, args.steps + 1):
     starts = np.random.default_rng(i).integers(end - T, size=args.batch)
     state, loss = step(state, put(every[starts]))
     if i % -(-args.steps // 4) == 0:
       print(f"  step {i:4}  loss {loss:.5f}", flush=True)
-  loss = jax.jit(zenjax.rows.apply(batch_loss))(state[0], put(every[end::T]))
+  loss = jax.jit(zenjax.tables.apply(batch_loss))(state[0], put(every[end::T]))
   own = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
   print(f"  held-out loss {loss:.5f}, {sum(own) / 1e6:.2f} MB on a device")
   print(zenjax.report(state) if form != "dense" else "")

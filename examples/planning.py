@@ -51,7 +51,7 @@ def train(tx, mesh, steps: int, recorder=None):
     return (optax.apply_updates(params, updates), opt_state), (loss, seen)
 
   params = jax.device_put(first_params(), NamedSharding(mesh, PartitionSpec()))
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   for i in range(steps):
     inputs = batch(i, mesh.size)

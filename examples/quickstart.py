@@ -26,7 +26,7 @@ def step(state, ids, targets):
 
 params = {"table": np.zeros((50_000, 32), np.float32)}
 params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-state = params, zenjax.init(tx, params, mesh, "data")
+state = params, zenjax.init_state(tx, params, mesh, "data")
 train = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
 
 rng = np.random.default_rng(0)

@@ -57,7 +57,7 @@ def train(mesh, tx, value_and_grad, steps: int) -> list[float]:
   if value_and_grad is zenjax.value_and_grad:
     print(zenjax.rows.explain_tables(loss_fn, params, *documents(rng, 2)))
   params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   rng = np.random.default_rng(1)
   losses, seconds = [], []

@@ -42,7 +42,7 @@ def train(tx, mesh, steps: int) -> tuple[list[float], optax.OptState]:
 
   params = jax.device_put(first_params(), NamedSharding(mesh, PartitionSpec()))
   # What waits differs between devices, so zenjax makes the state.
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   rng, losses = np.random.default_rng(0), []
   for _ in range(steps):

@@ -4,9 +4,10 @@ from zenjax import packed
 from zenjax import planner
 from zenjax import rows
 from zenjax import sparsify
+from zenjax import tables
 from zenjax import traces
-from zenjax._src.report.check import check
-from zenjax._src.report.check import Checked
+from zenjax._src.report.check import check_step
+from zenjax._src.report.check import StepCheck
 from zenjax._src.report.report import report
 from zenjax._src.report.stats import advise
 from zenjax._src.report.stats import stats
@@ -14,8 +15,8 @@ from zenjax._src.rows.lazy import apply_updates
 from zenjax._src.rows.lazy import lazy_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.value_and_grad import value_and_grad
-from zenjax._src.sync.owner_update import owner_update
-from zenjax._src.sync.owner_update import OwnerState
+from zenjax._src.sync.sharded_optimizer import sharded_optimizer
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_options import Tuning
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.sync.zen_sync import sparse_pmean
@@ -24,28 +25,28 @@ from zenjax._src.sync.zen_sync import zen_sync
 from zenjax._src.training.data_parallel import data_parallel
 from zenjax._src.training.global_values import global_norm
 from zenjax._src.training.global_values import weighted_mean
-from zenjax._src.training.placement import init
+from zenjax._src.training.placement import init_state
 from zenjax._src.training.placement import state_specs
-from zenjax._src.training.placement import unsummed
-from zenjax._src.training.reshard import reshard
+from zenjax._src.training.placement import unreduced
+from zenjax._src.training.reshard import from_checkpoint
+from zenjax._src.training.reshard import to_checkpoint
 from zenjax._version import __version__
 
 __all__ = (
   "__version__",
   "advise",
   "apply_updates",
-  "check",
-  "Checked",
+  "check_step",
   "data_parallel",
+  "from_checkpoint",
   "global_norm",
-  "init",
+  "init_state",
   "lazy_rows",
-  "owner_update",
-  "OwnerState",
+  "sharded_optimizer",
+  "ShardedOptimizerState",
   "packed",
   "planner",
   "report",
-  "reshard",
   "rows",
   "sparse_pmean",
   "sparse_psum",
@@ -53,9 +54,12 @@ __all__ = (
   "sparsify",
   "state_specs",
   "stats",
+  "StepCheck",
+  "tables",
+  "to_checkpoint",
   "traces",
   "Tuning",
-  "unsummed",
+  "unreduced",
   "value_and_grad",
   "weighted_mean",
   "zen_sync",

@@ -29,7 +29,7 @@ What packing costs:
 - Rows packed together are touched together. With `lazy_rows`, SGD and Adagrad
   do nothing to those whose gradient is zero. Adam and momentum decay the
   moments of such neighbours and move them by these, as on dense gradients;
-  weight decay acts on them. `row_adagrad` keeps one accumulator for all of
+  weight decay acts on them. `rowwise_adagrad` keeps one accumulator for all of
   them, which is another optimizer. `lazy_rows(catch_up=True)` remains the dense
   optimizer; the ids that `zenjax.rows.catch_up` takes are those of packed rows,
   `ids // (128 // D)`.

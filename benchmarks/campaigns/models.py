@@ -174,7 +174,7 @@ def _ngram(
       words = jnp.asarray(lower[windows[:, :-1]])
       return [np.asarray(ngram_memory.slots(words, sizes))]
 
-  adagrad, adam = zenjax.rows.row_adagrad(RATE), optax.adam(3e-3)
+  adagrad, adam = zenjax.rows.rowwise_adagrad(RATE), optax.adam(3e-3)
   parts: dict[Hashable, Any] = {True: adagrad, False: adam}
   without = jax.tree.map(np.array, ngram_memory.first_params(none, width))
   del without["memory"]

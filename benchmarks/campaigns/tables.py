@@ -130,15 +130,15 @@ class Sharded(Form):
 
   def __init__(self, mesh: Any, model: Model):
     self.mesh, self.model, self.loss = mesh, model, model.loss
-    self.tx = zenjax.owner_update(model.tx, AXIS)
+    self.tx = zenjax.sharded_optimizer(model.tx, AXIS)
     chosen = model.tables
-    self.params = zenjax.rows.shard(model.params, mesh, AXIS, tables=chosen)
+    self.params = zenjax.tables.shard(model.params, mesh, AXIS, tables=chosen)
 
   def gradient(self, loss: Any) -> Any:
     return zenjax.value_and_grad(loss, tables=self.model.tables)
 
   def rows_here(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
-    found = zenjax.reshard(params)["table"]  # Ranges of rows.
+    found = zenjax.to_checkpoint(params)["table"]  # Ranges of rows.
     ids, rows = Form.rows_here(self, {"table": found.value})
     real = ids < found.num_rows
     return ids[real], rows[real]
@@ -161,7 +161,7 @@ class Ahead(Sharded):
     chosen = self.model.tables
     both = zenjax.value_and_grad(self.loss, tables=chosen, prefetched=ahead)
     value, grads = both(params, *batch)
-    ahead = zenjax.rows.prefetch(self.loss)(params, *coming)
+    ahead = zenjax.tables.prefetch(self.loss)(params, *coming)
     updates, state = self.tx.update(grads, state, params)
     return optax.apply_updates(params, updates), (state, ahead), value
 
@@ -359,7 +359,7 @@ class Program:
     elif isinstance(form, Sharded):
       self._state = form.tx.init(form.params)
       if isinstance(form, Ahead):
-        ahead = jax.jit(zenjax.rows.prefetch(form.loss))
+        ahead = jax.jit(zenjax.tables.prefetch(form.loss))
         self._state = self._state, ahead(form.params, *self._batches[0])
         following = self._batches[1:] + self._batches[:1]
         self._batches = [x + y for x, y in zip(self._batches, following)]

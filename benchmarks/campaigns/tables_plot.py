@@ -15,7 +15,7 @@ _FORMS = {
   "replicated": ("whole on every host, psum (XLA)", "#222222"),
   "row-sharded": ('P("data", None) (XLA)', "#8a8a8a"),
   "rows": ("whole on every host, zen_sync", "#5fa3d9"),
-  "sharded": ("rows.shard (zenjax)", "#1f5fa8"),
+  "sharded": ("tables.shard (zenjax)", "#1f5fa8"),
 }
 _RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "unlimited": "no limit"}
 

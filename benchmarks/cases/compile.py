@@ -122,7 +122,7 @@ def build(name: str, tables: int, mesh: Mesh, runs: bool = True) -> Built:
     return Built(run=again, wrong=0, compile_s=made.seconds, facts=facts)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   zeros = jax.device_put(zeros, whole)
-  state = zenjax.init(tx, zeros, mesh, sync.AXIS)
+  state = zenjax.init_state(tx, zeros, mesh, sync.AXIS)
   got = jax.tree.map(np.asarray, made.compiled(zeros, state, *batch)[0])
   wrong = 0
   for leaf, size in sizes.items():

@@ -62,13 +62,13 @@ def _phases(options: argparse.Namespace, rows: int) -> dict[str, int]:
   """Returns the peak of each phase in bytes, beyond what was there before."""
   automatic = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((options.devices,), ("data",), axis_types=automatic)
-  tx = zenjax.owner_update(optax.adagrad(0.05), "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data", mesh=mesh)
   column = jnp.arange(_WIDTH, dtype=jnp.float32)[None]
   made_of = lambda ids: 0.001 * (ids[:, None] % 97 + column)
 
   def make():
-    described = {"t": zenjax.rows.init_by_rows(made_of, rows)}
-    params = zenjax.rows.shard(described, mesh, "data")
+    described = {"t": zenjax.tables.init_by_rows(made_of, rows)}
+    params = zenjax.tables.shard(described, mesh, "data")
     return params, tx.init(params)
 
   def loss(params, ids, targets):
@@ -100,19 +100,23 @@ def _phases(options: argparse.Namespace, rows: int) -> dict[str, int]:
     path = pathlib.Path(place) / "at"
     state = phase("make", make())
     state = phase("steps", compiled(compiled(state, *batch), *batch))
-    saved = phase("to the form to save", zenjax.reshard(state, donate=True))
+    saved = phase(
+      "to the form to save", zenjax.to_checkpoint(state, donate=True)
+    )
     del state
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(path, saved)
       checkpointer.wait_until_finished()
     phase("save", saved)
-    state = phase("back", zenjax.reshard(saved, mesh, "data", donate=True))
+    state = phase(
+      "back", zenjax.from_checkpoint(saved, mesh, "data", donate=True)
+    )
     del saved, state
-    form = zenjax.reshard(make(), donate=True)
+    form = zenjax.from_checkpoint(make(), donate=True)
     form = jax.tree.map(ocp.utils.to_shape_dtype_struct, form)
     phase("a form to restore into", ())
     with ocp.StandardCheckpointer() as checkpointer:
       restored = phase("restore", checkpointer.restore(path, form))
-    moved = zenjax.reshard(restored, mesh, "data", donate=True)
+    moved = zenjax.from_checkpoint(restored, mesh, "data", donate=True)
     phase("to the mesh", compiled(moved, *batch))
   return peaks

@@ -38,7 +38,7 @@ _RATE = 0.5
 _OPTIMIZERS: dict[str, tuple[Callable[[], Any], float]] = {
   "adam": (lambda: optax.adam(_RATE), 2.0),
   "adagrad": (lambda: optax.adagrad(_RATE, initial_accumulator_value=0), 1.0),
-  "row_adagrad": (lambda: zenjax.rows.row_adagrad(_RATE), 0.1),
+  "rowwise_adagrad": (lambda: zenjax.rows.rowwise_adagrad(_RATE), 0.1),
   "sgd": (lambda: optax.sgd(_RATE), 0.0),
 }
 # float32 over two steps of an optimizer, against float64.
@@ -79,7 +79,7 @@ class _Variant:
   synced: bool = True  # Whether devices exchange anything.
 
 
-_OWNERS = lambda x, pins: zenjax.owner_update(
+_OWNERS = lambda x, pins: zenjax.sharded_optimizer(
   x, AXIS, sparse=True, capacities=pins
 )
 VARIANTS = {
@@ -93,7 +93,7 @@ VARIANTS = {
   "rows-pinned": _Variant(_rows, rows=True, pinned=True),
   "owners": _Variant(_OWNERS, rows=True, whole_state=False),
   "sharded": _Variant(
-    lambda x, _: zenjax.owner_update(x, AXIS),
+    lambda x, _: zenjax.sharded_optimizer(x, AXIS),
     rows=True,
     whole_state=False,
     sharded=True,
@@ -143,7 +143,7 @@ class _Runner(sync.Runner):
     tx = variant.transformation(inner, capacities)
     if variant.sharded:
       whole = lambda: jnp.zeros((setting.rows, setting.width))
-      shard = functools.partial(zenjax.rows.shard, tables=True)
+      shard = functools.partial(zenjax.tables.shard, tables=True)
       params = jax.jit(lambda: shard(whole(), mesh, AXIS))()
     else:
       params = sync.zeros(mesh, setting.rows, setting.width)[sync.LEAF]
@@ -180,7 +180,7 @@ class _Runner(sync.Runner):
     """Yields touched rows, and how many numbers are not zero, of each copy."""
     if self._sharded:
       here = NamedSharding(self._mesh, PartitionSpec())
-      rows = zenjax.rows.apply(lambda x: x[touched])
+      rows = zenjax.tables.apply(lambda x: x[touched])
 
       def own(part):  # In pieces: XLA makes integers of all that it counts.
         pieces = jax.lax.map(jnp.count_nonzero, part.reshape(32, -1))
@@ -233,7 +233,7 @@ def _after_two_steps(grads, optimizer):
     # Both moments over their corrections are the gradient and its square.
     return -_RATE * 2 * grads / (np.abs(grads) + 1e-8)
   squares = grads**2
-  if optimizer == "row_adagrad":
+  if optimizer == "rowwise_adagrad":
     squares = squares.mean(axis=1, keepdims=True)
   scale = np.where(squares > 0, squares, np.inf) ** -0.5
   return -_RATE * grads * scale * (1 + 2**-0.5)

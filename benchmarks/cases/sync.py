@@ -142,12 +142,12 @@ def compile_step(
   """Compiles a step; arguments may be arrays or their abstract shapes.
 
   `loss` is of the parameters, which are replicated or tables of
-  `zenjax.rows.shard`, and of one device's part of the batch; with `rows`
+  `zenjax.tables.shard`, and of one device's part of the batch; with `rows`
   gradients are SparseRows, with `tell` the step returns the mean loss too.
   `options` are those of `harness.compiled`.
   """
   if isinstance(jax.tree.leaves(params)[0], jax.Array):
-    state = zenjax.init(tx, params, mesh, AXIS)
+    state = zenjax.init_state(tx, params, mesh, AXIS)
   else:
     replicated = NamedSharding(mesh, P())
     state = jax.tree.map(

@@ -49,7 +49,7 @@ def compiled(target, rows, options, look_ups=LOOK_UPS):
     if rows:
       value, grads = zenjax.value_and_grad(loss)(params, *batch)
     else:
-      local = zenjax.unsummed(params, "data")
+      local = zenjax.unreduced(params, "data")
       value, grads = jax.value_and_grad(loss)(local, *batch)
     updates, state = tx.update(grads, state, params)
     params = zenjax.apply_updates(params, updates)

@@ -62,7 +62,7 @@ def step_of(case: Case, ours: bool) -> tuple[Any, Callable[..., Any]]:
     return jnp.mean((x - targets) ** 2)
 
   def step(params, state, *batch):
-    seen = zenjax.unsummed(params, "data") if ours and case.arrays else params
+    seen = zenjax.unreduced(params, "data") if ours and case.arrays else params
     value, grads = both(loss)(seen, *batch)
     updates, state = tx.update(grads, state, params)
     return zenjax.apply_updates(params, updates), state, value

@@ -93,7 +93,9 @@ class Model:
     self.case, self.mesh = case, Mesh(np.array(devices), ("data",))
     self.width = NARROW if target == GPU and not case.packing else 128
     self.rows = self.mesh.size * EACH + more
-    self.tx = zenjax.owner_update(optax.adagrad(0.1), "data", mesh=self.mesh)
+    self.tx = zenjax.sharded_optimizer(
+      optax.adagrad(0.1), "data", mesh=self.mesh
+    )
     key = jax.eval_shape(jax.random.key, 0)
     self.key = self._typed(key, P())
     self.params = self._placed(jax.eval_shape(self.init, self.key))
@@ -102,7 +104,7 @@ class Model:
   @functools.cached_property
   def tables(self) -> list[Any]:
     leaves = self.params["tables"]
-    assert all(isinstance(x, zenjax.rows.ShardedTable) for x in leaves)
+    assert all(isinstance(x, zenjax.tables.ShardedTable) for x in leaves)
     return leaves
 
   @property
@@ -129,7 +131,7 @@ class Model:
       is_leaf=lambda x: isinstance(x, tuple),
     )
     is_table = lambda name, _: name.startswith("tables")
-    return zenjax.rows.shard(params, self.mesh, "data", tables=is_table)
+    return zenjax.tables.shard(params, self.mesh, "data", tables=is_table)
 
   def loss(self, params: Any, ids: Any, targets: jax.Array) -> jax.Array:
     x = jnp.float32(1)

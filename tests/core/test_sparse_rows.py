@@ -141,7 +141,9 @@ def test_errors_name_the_cure(name):
 
 @pytest.mark.usefixtures("as_optax_computes")
 def test_a_norm_within_jit_names_the_cure():
-  with pytest.raises(TypeError, match=f"{INSIDE}, or owner_update.*{CLIP}"):
+  with pytest.raises(
+    TypeError, match=f"{INSIDE}, or sharded_optimizer.*{CLIP}"
+  ):
     jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, ()))(drawn())
 
 

@@ -261,9 +261,9 @@ def main() -> None:
   args = parser.parse_args()
   runs = {
     "lazy_rows": test_optax_contract.run_lazy,
-    "owner_update": test_optax_contract.run_owners,
+    "sharded_optimizer": test_optax_contract.run_owners,
   }
-  print("| transformation | `lazy_rows` | `owner_update` |\n|---|---|---|")
+  print("| transformation | `lazy_rows` | `sharded_optimizer` |\n|---|---|---|")
   found: dict[str, dict[str, int]] = {key: {} for key in runs}
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     for name in tqdm.tqdm(args.names, unit="transformation"):

@@ -186,7 +186,7 @@ def flax_arrays_zenjax(mesh, batches, folder):
         return masked_mean((state.apply_fn(params, ids) - targets) ** 2, mask)
 
       grad_fn = jax.value_and_grad(loss_fn)
-      loss, grads = grad_fn(zenjax.unsummed(state.params, "data"))
+      loss, grads = grad_fn(zenjax.unreduced(state.params, "data"))
       state = state.apply_gradients(grads=grads)
       ema = optax.incremental_update(state.params, state.ema, 0.1)
       return state.replace(ema=ema), loss

@@ -51,7 +51,7 @@ class Trainer:
   ):
     self.mesh, self.axis = mesh, axis
     self.params = jax.device_put(params, NamedSharding(mesh, P()))
-    self.state = zenjax.init(tx, self.params, mesh, axis)
+    self.state = zenjax.init_state(tx, self.params, mesh, axis)
     self.specs = zenjax.state_specs(self.state, axis)
 
     def body(params, state, stack):
@@ -212,7 +212,7 @@ def lower_sync(
     (tables, jax.eval_shape(tx.init, tables)),
   )
   step = jax.shard_map(
-    lambda g, s: tx.update(zenjax.unsummed(g, "data"), s),
+    lambda g, s: tx.update(zenjax.unreduced(g, "data"), s),
     mesh=mesh,
     in_specs=P(),
     out_specs=P(),

@@ -108,7 +108,7 @@ def _lowered(mesh, grads, tuning):
   def gradients(params, *batch):
     if rows:
       return zenjax.value_and_grad(_loss)(params, *batch)
-    return jax.value_and_grad(_loss)(zenjax.unsummed(params, "data"), *batch)
+    return jax.value_and_grad(_loss)(zenjax.unreduced(params, "data"), *batch)
 
   def step(params, state, *batch):
     value, grads = gradients(params, *batch)

@@ -150,7 +150,9 @@ def test_the_row_sharded_table_is_shown_and_not_chosen():
   line, owned = (
     x for x in str(found).splitlines() if "with rows" in x or "sharded" in x
   )
-  assert owned.startswith("table with rows at their owners, zenjax.rows.shard")
+  assert owned.startswith(
+    "table with rows at their owners, zenjax.tables.shard"
+  )
   assert f"{(table.owned_bytes or 0) / 1e6:.3g} MB a device" in owned
   assert 0 < (table.owned_bytes or 0) < received
   assert line.startswith("table sharded by rows, P('data', None), in plain jit")
@@ -235,8 +237,10 @@ def test_rows_at_their_owners_move_what_is_predicted():
   ids = draw(0, ROWS, (n, BATCH)).astype(np.int32)
   rows = np.mean([len(np.unique(x)) for x in ids])
   seen = zenjax.planner.Profile(rows=rows, fullest=rows, union=ROWS, devices=n)
-  table = zenjax.rows.shard(jnp.ones((ROWS, WIDTH)), mesh, "data", tables=True)
-  tx = zenjax.owner_update(optax.sgd(0.1), "data", mesh=mesh)
+  table = zenjax.tables.shard(
+    jnp.ones((ROWS, WIDTH)), mesh, "data", tables=True
+  )
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=mesh)
 
   def step(table, state, ids):
     both = zenjax.value_and_grad(lambda t, ids: jnp.mean(t[ids] ** 2))
@@ -268,8 +272,8 @@ def test_padding_of_rows_at_their_owners_is_little(kind):
   """
   n, look_ups, rows = 8, 2560, ROWS if kind == "zipf" else 1_000_000
   mesh = jax.sharding.Mesh(jax.devices()[:n], ("data",))
-  one = zenjax.rows.init_by_rows(lambda x: x[:, None].astype(float), rows)
-  layout = zenjax.rows.shard(one, mesh, "data", tables=True).layout
+  one = zenjax.tables.init_by_rows(lambda x: x[:, None].astype(float), rows)
+  layout = zenjax.tables.shard(one, mesh, "data", tables=True).layout
   group = np.asarray(layout.place(jnp.arange(rows))[0])
   fullest, elsewhere = [], []
   for seed in range(12):

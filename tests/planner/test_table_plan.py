@@ -74,7 +74,7 @@ def trained(program, mesh, axes):
   params, opt_state = program.params, program.opt_state
   for batch in batches(mesh, axes):
     params, opt_state, _ = step(params, opt_state, *batch)
-  return zenjax.rows.unshard(params), params
+  return zenjax.tables.unshard(params), params
 
 
 def plain(tx, mesh, axes):

@@ -1,4 +1,4 @@
-"""`zenjax.check` says ok of right steps, and what is wrong of broken ones."""
+"""`zenjax.check_step` accepts right steps and says what is wrong in others."""
 
 from typing import Any
 
@@ -58,9 +58,9 @@ def step_of(tx, rows=False, loss=loss):
 
 def checked(tx, mesh=None, step=None, axis: Any = "data", **kwargs):
   mesh = mesh or runners.mesh(2)
-  state = params(), zenjax.init(tx, params(), mesh, axis)
+  state = params(), zenjax.init_state(tx, params(), mesh, axis)
   step = step or step_of(tx)
-  return zenjax.check(
+  return zenjax.check_step(
     step, state, IDS, TARGETS, mesh=mesh, axis_name=axis, **kwargs
   )
 
@@ -107,8 +107,11 @@ def test_what_travels_whole_does_so_in_float64():
     updates, state = tx.update(grads, state, table)
     return (optax.apply_updates(table, updates), state), 0.0
 
-  ids, state = jnp.arange(8), (table, zenjax.init(tx, table, mesh, "data"))
-  result = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
+  ids, state = (
+    jnp.arange(8),
+    (table, zenjax.init_state(tx, table, mesh, "data")),
+  )
+  result = zenjax.check_step(step, state, ids, mesh=mesh, axis_name="data")
   assert result.ok and not result.notes, str(result)
 
 
@@ -127,15 +130,19 @@ def test_a_state_of_any_kind():
 
   mesh = runners.mesh(2)
   given: Any = {"act": jnp.tanh, "rate": 0.5, "bias": params()["bias"]}
-  given |= {"opt": zenjax.init(tx, params(), mesh, "data")}
+  given |= {"opt": zenjax.init_state(tx, params(), mesh, "data")}
   lying = given | {"lying": params()["table"].T}
-  result = zenjax.check(step, lying, IDS, TARGETS, mesh=mesh, axis_name="data")
+  result = zenjax.check_step(
+    step, lying, IDS, TARGETS, mesh=mesh, axis_name="data"
+  )
   # Its momenta lie as it does, and are compared.
   assert result.ok and not result.notes, str(result)
   assert set(found(result, "step")) == {"table", "bias"}
   tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
-  lying |= {"opt": zenjax.init(tx, params(), mesh, "data")}
-  result = zenjax.check(step, lying, IDS, TARGETS, mesh=mesh, axis_name="data")
+  lying |= {"opt": zenjax.init_state(tx, params(), mesh, "data")}
+  result = zenjax.check_step(
+    step, lying, IDS, TARGETS, mesh=mesh, axis_name="data"
+  )
   assert result.ok and set(found(result, "step")) == {"bias"}
   assert "the step of table, for no leaf of the state" in str(result)
 
@@ -153,13 +160,13 @@ def test_rows_that_wait():
   assert len(result.notes) == 1 and "the whole step" in result.notes[0]
 
 
-@pytest.mark.parametrize("name", ["micro", "owner_update"])
+@pytest.mark.parametrize("name", ["micro", "sharded_optimizer"])
 def test_other_transformations(name):
   if name == "micro":
     tx = optax.chain(zenjax.sparsify.micro("data", 0.05), optax.sgd(0.1))
   else:
-    tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=SPARSE)
-  result = checked(tx, step=step_of(tx, rows=name == "owner_update"))
+    tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=SPARSE)
+  result = checked(tx, step=step_of(tx, rows=name == "sharded_optimizer"))
   assert result.ok, str(result)
   assert set(found(result, "gradient")) == {"table", "bias"}
   assert bool(found(result, "exchange")) == (name == "micro")
@@ -199,7 +206,7 @@ def test_plain_programs_have_no_exchange(rows):
   """That of the mesh has plain collectives alone, whatever is in a `jit`."""
   tx = optax.chain(zen(partition="hash"), zenjax.lazy_rows(optax.sgd(0.1)))
   mesh, step = runners.mesh(2), jax.jit(step_of(tx, rows))
-  state = params(), zenjax.init(tx, params(), mesh, "data")
+  state = params(), zenjax.init_state(tx, params(), mesh, "data")
   arguments = state, IDS, TARGETS
   run = check._Run(step, mesh, ("data",))
   plain = jax.make_jaxpr(lambda *args: run.on_mesh(args, True, (0, 1))[1])
@@ -213,9 +220,11 @@ def test_arguments_stay_as_they_are():
   tx = optax.chain(zen(scheme="dense"), optax.sgd(0.1))
   mesh = runners.mesh(2)
   given = jax.device_put(params(), jax.NamedSharding(mesh, jax.P()))
-  state = given, zenjax.init(tx, given, mesh, "data")
+  state = given, zenjax.init_state(tx, given, mesh, "data")
   before = jax.tree.map(np.array, state)
-  zenjax.check(step_of(tx), state, IDS, TARGETS, mesh=mesh, axis_name="data")
+  zenjax.check_step(
+    step_of(tx), state, IDS, TARGETS, mesh=mesh, axis_name="data"
+  )
   jax.tree.map(np.testing.assert_array_equal, before, state)
 
 

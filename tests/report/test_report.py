@@ -20,7 +20,7 @@ def reported(tx, touched):
   """The report after a step of gradients in the rows `touched: [N, k]`."""
   params = jnp.zeros((ROWS, 8))
   mesh = runners.mesh(N)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
 
   def step(state, ids):
     params, state = state
@@ -38,7 +38,7 @@ def rows_of_each(count, apart):
   return jnp.array(ids % ROWS)
 
 
-OWNER = zenjax.owner_update(optax.sgd(0.1), "data", sparse=True)
+OWNER = zenjax.sharded_optimizer(optax.sgd(0.1), "data", sparse=True)
 ZEN = zenjax.zen_sync("data", sparse=True)
 
 
@@ -56,14 +56,14 @@ ZEN = zenjax.zen_sync("data", sparse=True)
   "tx",
   [
     pytest.param(ZEN, id="zen_sync"),
-    pytest.param(OWNER, id="owner_update", marks=pytest.mark.more),
+    pytest.param(OWNER, id="sharded_optimizer", marks=pytest.mark.more),
   ],
 )
 def test_report_asks_where_all_devices_hold_the_same_rows(
   tx, count, apart, asked
 ):
   shown = reported(tx, rows_of_each(count, apart))
-  by = "owner_update" if tx is OWNER else "zen_sync"
+  by = "sharded_optimizer" if tx is OWNER else "zen_sync"
   assert shown.startswith(f"{by} after 1 steps on {N} devices")
   question = "leaf: all devices hold the same rows: were the gradients averaged"
   assert (question in shown) == asked
@@ -98,14 +98,16 @@ def test_report_explains_its_columns():
 
 
 def test_report_names_owner_update_before_the_first_step():
-  state = zenjax.init(OWNER, jnp.zeros((ROWS, 8)), runners.mesh(N), "data")
-  assert zenjax.report(state).startswith("owner_update: no step was taken")
+  state = zenjax.init_state(
+    OWNER, jnp.zeros((ROWS, 8)), runners.mesh(N), "data"
+  )
+  assert zenjax.report(state).startswith("sharded_optimizer: no step was taken")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_report_where_nothing_was_exchanged(steps):
   tx, mesh, grads = ZEN, runners.mesh(1), jnp.zeros((ROWS, 8))
-  state = zenjax.init(tx, grads, mesh, "data")
+  state = zenjax.init_state(tx, grads, mesh, "data")
   step = jax.vmap(tx.update, (None, None), axis_name="data", axis_size=1)
   for _ in range(steps):
     state = jax.tree.map(lambda x: x[0], step(grads, state)[1])

@@ -141,7 +141,7 @@ def devices_step(tx, params, state, ids, wanted):
   """A step on one of several devices that look up ids of their own."""
   every = jax.lax.all_gather(ids, "data", to="invarying", tiled=True)
   params, state = zenjax.rows.catch_up(tx, params, state, {"table": every})
-  local = zenjax.unsummed(params, "data")
+  local = zenjax.unreduced(params, "data")
   grads = jax.grad(text_steps.loss)(local, ids, wanted)
   updates, state = tx.update(grads, state, params)
   return zenjax.apply_updates(params, updates), state

@@ -58,7 +58,7 @@ ALONE = {
   "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
   "adagrad": optax.adagrad(0.1),
   "adamw": optax.adamw(optax.exponential_decay(0.1, 2, 0.5)),
-  "row_adagrad": zenjax.rows.row_adagrad(0.1),
+  "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.1),
   "by label": optax.multi_transform(
     {"t": optax.adam(0.1), "d": optax.sgd(1.0)},
     {"a": "t", "b": "t", "few": "d", "bias": "d"},
@@ -79,7 +79,7 @@ TOGETHER = {
 OPTIMIZERS = ALONE | TOGETHER
 
 
-@pytest.mark.usually("norm of all", "adamw", "by label", "row_adagrad")
+@pytest.mark.usually("norm of all", "adamw", "by label", "rowwise_adagrad")
 @pytest.mark.filterwarnings("ignore:weight decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_chunks_are_the_whole(name, monkeypatch):

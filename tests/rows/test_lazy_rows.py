@@ -50,7 +50,7 @@ def run(tx, steps, rows):
 EXACT = {
   "sgd": optax.sgd(0.1),
   "adagrad": optax.adagrad(0.1),
-  "row_adagrad": zenjax.rows.row_adagrad(0.1),
+  "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.1),
   "schedule": optax.sgd(optax.exponential_decay(0.1, 10, 0.5)),
   "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
   "elementwise clip": optax.chain(optax.clip(0.5), optax.adagrad(0.1)),
@@ -267,4 +267,4 @@ def test_none_leaves_a_parameter_alone():
 def test_row_adagrad_takes_no_negative(argument):
   with pytest.raises(ValueError, match=f"`{argument}` must not be negative"):
     options: dict[str, Any] = {argument: -1.0}
-    zenjax.rows.row_adagrad(0.1, **options)
+    zenjax.rows.rowwise_adagrad(0.1, **options)

@@ -2,7 +2,7 @@
 
 Each takes six steps at three sizes of gradients, one of which holds a NaN and
 one an Inf. A step on arrays is taken back in rows without a gradient: that is
-what `lazy_rows` and `owner_update` promise of them.
+what `lazy_rows` and `sharded_optimizer` promise of them.
 """
 
 import functools
@@ -226,7 +226,7 @@ def run_owners(name, then, monkeypatch):
   del monkeypatch
   make = lambda: THEN[then](OPTAX[name]())
   extra, params = extra_of(name), optax_table.parameters()
-  tx = zenjax.owner_update(
+  tx = zenjax.sharded_optimizer(
     make(),
     "data",
     op="sum",
@@ -277,7 +277,7 @@ def run_owners(name, then, monkeypatch):
     n if n in _OWNED else pytest.param(n, marks=pytest.mark.more) for n in OPTAX
   ],
 )
-def test_owner_update(name, monkeypatch):
+def test_sharded_optimizer(name, monkeypatch):
   run_owners(name, "alone", monkeypatch)
 
 

@@ -93,7 +93,7 @@ def test_gradients_are_local_on_devices(check_vma):
   """All forms in one program, each device with ids of its own."""
 
   def local(differentiate, table, ids):
-    table = zenjax.unsummed(table, "data") if differentiate is jax else table
+    table = zenjax.unreduced(table, "data") if differentiate is jax else table
     return {
       name: dense(differentiate.grad(f)(table, ids))[None]
       for name, f in ROWS_ONLY.items()
@@ -109,10 +109,10 @@ def test_gradients_are_local_on_devices(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_dense_gradients_are_local_too(check_vma):
-  """As of `zenjax.unsummed`: nothing is summed before zen_sync does it."""
+  """As of `zenjax.unreduced`: nothing is summed before zen_sync does it."""
 
   def run(params, ids):
-    view = zenjax.unsummed(params, "data")
+    view = zenjax.unreduced(params, "data")
     found = jax.grad(_loss)(view, ids), zenjax.rows.grad(_loss)(params, ids)
     found = jax.tree.map(dense, found, is_leaf=lambda x: not is_tree(x))
     return jax.tree.map(lambda x: x[None], found)

@@ -53,7 +53,7 @@ def test_gradients_of_models_on_eight_devices(name):
   loss = loss_of(apply)
 
   def run(params, ids):
-    varying = zenjax.unsummed(params, "data")
+    varying = zenjax.unreduced(params, "data")
     want = jax.grad(loss)(varying, ids[0])
     got = zenjax.rows.grad(loss)(params, ids[0])
     return jax.tree.map(lambda x: x[None], (want, got))

@@ -22,7 +22,7 @@ STEPS = 200
 OPTIMIZERS = {
   "sgd": optax.sgd(0.05),
   "adagrad": optax.adagrad(0.02),
-  "row_adagrad": zenjax.rows.row_adagrad(0.02),
+  "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.02),
   "adam": optax.adam(2e-3),
 }
 MESHES = {"2": (2,), "4": (4,), "8": (8,), "2x4": (2, 4)}
@@ -98,21 +98,21 @@ def test_steps_are_those_of_whole_tables(
     devices=jax.devices()[: math.prod(sizes)],
     axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
   )
-  split = zenjax.rows.shard(
+  split = zenjax.tables.shard(
     params,
     mesh,
     "chip",
     tables=_tables_of(loss, params),
     replicas=axes[:-1] or None,
   )
-  tx = zenjax.owner_update(OPTIMIZERS[optimizer], axes, mesh=mesh)
+  tx = zenjax.sharded_optimizer(OPTIMIZERS[optimizer], axes, mesh=mesh)
   got, losses = _trained(tx, loss, split, tx.init(split))
   want, whole_losses = _whole_run(name, optimizer)
   # 16-bit numbers are rounded where others are not.
   narrow = "bfloat16" in name or "mixed" in name
   tol = 2e-2 if narrow else 2e-4
   np.testing.assert_allclose(losses, whole_losses, rtol=tol, atol=tol / 10)
-  leaves = jax.tree.leaves(zenjax.rows.unshard(got))
+  leaves = jax.tree.leaves(zenjax.tables.unshard(got))
   for one, other in zip(leaves, jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(one, other, rtol=tol, atol=tol)
   assert jnp.isfinite(losses).all() and losses[-1] != losses[0]

@@ -47,7 +47,7 @@ def _params() -> dict[str, Any]:
 
 
 def _shard(params: Any, mesh: Any) -> Any:
-  return zenjax.rows.shard(
+  return zenjax.tables.shard(
     params,
     mesh,
     "data",
@@ -164,7 +164,7 @@ def test_losses_and_gradients_are_those_of_whole_stacks(name, kind):
 OPTIMIZERS = dict(
   sgd=optax.sgd(0.05),
   adagrad=optax.adagrad(0.05),
-  row_adagrad=zenjax.rows.row_adagrad(0.05),
+  rowwise_adagrad=zenjax.rows.rowwise_adagrad(0.05),
   adam=optax.adam(0.01),
   clipped_adam=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
 )
@@ -221,7 +221,7 @@ def _whole_run(optimizer: str, kind: str):
       ("sgd", "beyond", (8,)),
       ("adagrad", "usual", (8,)),
       ("adagrad", "beyond", (2, 4)),
-      ("row_adagrad", "beyond", (8,)),
+      ("rowwise_adagrad", "beyond", (8,)),
       ("adam", "beyond", (2,)),
       ("adam", "usual", (8,)),
       ("adam", "usual", (2, 4)),
@@ -233,7 +233,9 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(
   optimizer, kind, shape, as_optax_computes
 ):
   mesh = _mesh(*shape)
-  tx = zenjax.owner_update(OPTIMIZERS[optimizer], mesh.axis_names, mesh=mesh)
+  tx = zenjax.sharded_optimizer(
+    OPTIMIZERS[optimizer], mesh.axis_names, mesh=mesh
+  )
   params = _shard(_params(), mesh)
   loss = functools.partial(_loss, LOOK_UPS["mapped"])
   step, batches = jax.jit(_step(tx, loss)), list(_batches(kind))
@@ -241,12 +243,12 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(
   (got, _), losses = _trained(step, state, batches, mesh)
   stack, w, whole_losses = _whole_run(optimizer, kind)
   np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
-  got = zenjax.rows.unshard(got)
+  got = zenjax.tables.unshard(got)
   assert got["t"].shape == (T, R, D)
   np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(got["w"], w, rtol=1e-5, atol=1e-6)
   (again, _), _ = _trained(step, state, batches, mesh)
-  again = zenjax.rows.unshard(again)
+  again = zenjax.tables.unshard(again)
   for leaf in got:  # Two runs have the same bits.
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
@@ -270,21 +272,21 @@ def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
     return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
 
   loss = functools.partial(_loss, look)
-  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", mesh=mesh)
   step = _step(tx, loss)
   with jax.set_mesh(mesh):
     params = _shard(_params(), mesh)
-    state = params, zenjax.init(tx, params, mesh, "data")
+    state = params, zenjax.init_state(tx, params, mesh, "data")
   if way == "data_parallel":
-    tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data")
+    tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data")
     step = zenjax.data_parallel(_step(tx, loss), mesh, "data")
   if way == "check_vma":
-    tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data")
+    tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data")
     specs = zenjax.state_specs(state, "data")
 
     def local(state, ids, y):
       params, opt_state = state
-      own = zenjax.unsummed(params, "data")
+      own = zenjax.unreduced(params, "data")
       loss_, grads = zenjax.value_and_grad(
         functools.partial(_loss, _scanned_plainly)
       )(own, ids, y)
@@ -300,7 +302,7 @@ def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
     )
   with jax.set_mesh(mesh):
     (got, _), losses = _trained(jax.jit(step), state, _batches("usual"), mesh)
-    got = zenjax.rows.unshard(got)
+    got = zenjax.tables.unshard(got)
   stack, _, whole_losses = _whole_run("adagrad", "usual")
   np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
   np.testing.assert_allclose(got["t"], stack, rtol=1e-5, atol=1e-6)
@@ -317,7 +319,7 @@ def _scanned_plainly(stack, ids):
 def test_stacks_are_placed_and_come_back(n, tables):
   mesh, rows = _mesh(n), 120
   stack = _stack(*tables, rows, D)
-  shard = lambda x: zenjax.rows.shard(x, mesh, "data", tables=True)
+  shard = lambda x: zenjax.tables.shard(x, mesh, "data", tables=True)
   for given in (
     stack,
     jnp.asarray(stack),
@@ -325,7 +327,7 @@ def test_stacks_are_placed_and_come_back(n, tables):
   ):
     sharded = shard(given)
     assert sharded.shape == stack.shape and sharded.ndim == stack.ndim
-    whole = zenjax.rows.unshard(sharded)
+    whole = zenjax.tables.unshard(sharded)
     np.testing.assert_array_equal(whole, stack)
     parts = {math.prod(x.data.shape) for x in whole.addressable_shards}
     assert parts == {stack.size // n}
@@ -339,39 +341,39 @@ def test_stacks_are_placed_and_come_back(n, tables):
 
 @pytest.mark.more
 def test_rows_move_to_other_devices_and_are_saved(tmp_path, as_optax_computes):
-  tx = zenjax.owner_update(optax.adam(0.05), "data")
+  tx = zenjax.sharded_optimizer(optax.adam(0.05), "data")
   step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
   batches = [(i[:12], y[:12]) for i, y in _batches("beyond", 4)]
   params = _shard(_params(), _mesh(4))
-  half = params, zenjax.init(tx, params, _mesh(4), "data")
+  half = params, zenjax.init_state(tx, params, _mesh(4), "data")
   half, _ = _trained(step, half, batches[:2], _mesh(4))
   want, _ = _trained(step, half, batches[2:], _mesh(4))
-  want = zenjax.rows.unshard(want[0])
+  want = zenjax.tables.unshard(want[0])
   three = _mesh(3)
   with ocp.StandardCheckpointer() as checkpointer:
-    saved = zenjax.reshard(half)
+    saved = zenjax.to_checkpoint(half)
     assert saved[0]["t"].shape == (T, R, D)
     np.testing.assert_array_equal(
-      zenjax.rows.unshard(saved[0])["t"], zenjax.rows.unshard(half[0])["t"]
+      zenjax.tables.unshard(saved[0])["t"], zenjax.tables.unshard(half[0])["t"]
     )
     checkpointer.save(tmp_path / "at", saved)
     checkpointer.wait_until_finished()
     new = _shard(_params(), three)
-    new = new, zenjax.init(tx, new, three, "data")
+    new = new, zenjax.init_state(tx, new, three, "data")
     saved = checkpointer.restore(
-      tmp_path / "at", zenjax.reshard(new), strict=False
+      tmp_path / "at", zenjax.to_checkpoint(new), strict=False
     )
-  state = zenjax.reshard(saved, three, "data")
+  state = zenjax.from_checkpoint(saved, three, "data")
   got, _ = _trained(step, state, batches[2:], three)
-  got = zenjax.rows.unshard(got[0])
+  got = zenjax.tables.unshard(got[0])
   np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
   pods = _mesh(2, 2)
-  state = zenjax.reshard(half, pods, "data", replicas="pod")
-  tx = zenjax.owner_update(optax.adam(0.05), pods.axis_names)
+  state = zenjax.from_checkpoint(half, pods, "data", replicas="pod")
+  tx = zenjax.sharded_optimizer(optax.adam(0.05), pods.axis_names)
   step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
   got, _ = _trained(step, state, batches[2:], pods)
   assert got[0]["t"].shape == (T, R, D)
-  got = zenjax.rows.unshard(got[0])
+  got = zenjax.tables.unshard(got[0])
   np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
 
 
@@ -381,10 +383,10 @@ def test_look_ups_alone_and_ids_ahead_of_their_step(name):
   loss = functools.partial(_loss, LOOK_UPS[name])
   batch = _ids("beyond"), np.zeros(B, np.float32)
   split, sharded = _split(batch, mesh), _shard(params, mesh)
-  got = jax.jit(zenjax.rows.apply(loss))(sharded, *split)
+  got = jax.jit(zenjax.tables.apply(loss))(sharded, *split)
   whole = loss(jax.tree.map(jnp.asarray, params), *batch)
   np.testing.assert_allclose(got, whole, rtol=1e-6)
-  ahead = jax.jit(zenjax.rows.prefetch(loss))(sharded, *split)
+  ahead = jax.jit(zenjax.tables.prefetch(loss))(sharded, *split)
   plain = jax.jit(zenjax.value_and_grad(loss))
 
   @jax.jit
@@ -408,17 +410,17 @@ def test_a_stack_is_made_row_by_row(n):
     times = jnp.arange(1, D + 1, dtype=jnp.float32)
     return ids.astype(jnp.float32)[:, None] * times[None]
 
-  by_rows = zenjax.rows.init_by_rows(rows_of, (T, R))
+  by_rows = zenjax.tables.init_by_rows(rows_of, (T, R))
   sharded = _shard({"t": by_rows, "w": jnp.ones(D)}, _mesh(n))["t"]
   assert sharded.shape == by_rows.shape == (T, R, D)
   ids = np.arange(T * R).reshape(T, R, 1)  # Of row r of table t, t * R + r.
   want = (ids * np.arange(1, D + 1)).astype(np.float32)
-  np.testing.assert_array_equal(zenjax.rows.unshard(sharded), want)
+  np.testing.assert_array_equal(zenjax.tables.unshard(sharded), want)
   for rows in ((), (T, 0), (2**16, 2**15), (T, 2.0)):
     with pytest.raises(
       ValueError, match=r"from 1 to 2\*\*31 - 1, or `\(T, R\)`"
     ):
-      zenjax.rows.init_by_rows(rows_of, rows)  # pyright: ignore
+      zenjax.tables.init_by_rows(rows_of, rows)  # pyright: ignore
 
 
 def _of_flax(wrap) -> tuple[Any, Any]:
@@ -466,12 +468,12 @@ def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
   params, apply = _of_flax(wrap)
   loss = lambda p, ids: jnp.mean(jnp.tanh(apply(p, ids)) ** 2)
   is_table = lambda name, _: "embedding" in name
-  sharded = zenjax.rows.shard(params, mesh, "data", tables=is_table)
+  sharded = zenjax.tables.shard(params, mesh, "data", tables=is_table)
   ids = _ids("usual")
   want, grads = jax.jit(jax.value_and_grad(loss))(params, ids)
   got, found = jax.jit(zenjax.value_and_grad(loss))(sharded, _split(ids, mesh))
   np.testing.assert_allclose(got, want, rtol=1e-6)
-  is_node = lambda x: isinstance(x, zenjax.rows.ShardedTable)
+  is_node = lambda x: isinstance(x, zenjax.tables.ShardedTable)
   nodes = jax.tree.leaves(found, is_leaf=is_node)
   assert sum(map(is_node, nodes)) == 1
   for x, y in zip(nodes, jax.tree.leaves(grads), strict=True):
@@ -484,7 +486,7 @@ def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
   "name", ["mapped", "paired", "paired_by_table", "scanned", "looped"]
 )
 def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
-  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.
   params = {"t": _stack(T, rows, D), "w": np.ones(D, np.float32)}
   params = _shard(params, mesh)
@@ -531,13 +533,13 @@ def test_what_stacks_do_not_take_is_refused():
       both(lambda p, i, use=use: use(p["t"], i).sum())
   large = {"t": jnp.zeros((2, 20_000, 8)), "w": jnp.ones(D)}
   with pytest.raises(ValueError, match="nor are stacks of tables"):
-    zenjax.rows.shard(large, mesh, "data")
+    zenjax.tables.shard(large, mesh, "data")
   many = jax.ShapeDtypeStruct((2**16, 2**15, 1), jnp.float32)
-  shard = lambda x: zenjax.rows.shard(x, mesh, "data", tables=True)
+  shard = lambda x: zenjax.tables.shard(x, mesh, "data", tables=True)
   with pytest.raises(ValueError, match=r"fewer than 2\*\*31 rows in all"):
     jax.eval_shape(shard, many)
   tx = zenjax.zen_sync("data")
-  with pytest.raises(ValueError, match="`zenjax.owner_update"):
+  with pytest.raises(ValueError, match="`zenjax.sharded_optimizer"):
     tx.init(params)
 
 

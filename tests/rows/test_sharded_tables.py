@@ -43,7 +43,7 @@ def _table(seed: int = 0, rows: int = R) -> np.ndarray:
 
 def _shard(params: Any, mesh: Any) -> Any:
   is_table = lambda name, leaf: leaf.ndim == 2 and leaf.shape[0] > 100
-  return zenjax.rows.shard(params, mesh, "data", tables=is_table)
+  return zenjax.tables.shard(params, mesh, "data", tables=is_table)
 
 
 def _split(batch: Any, mesh: Any) -> Any:
@@ -59,7 +59,7 @@ def test_rows_lie_with_their_owners_and_come_back(n):
   parts = np.asarray(sharded.value).reshape(n, layout.slots, D)
   np.testing.assert_array_equal(parts[group, slot], table)
   assert np.count_nonzero(parts.any(-1)) == R  # All else is padding.
-  np.testing.assert_array_equal(zenjax.rows.unshard(sharded), table)
+  np.testing.assert_array_equal(zenjax.tables.unshard(sharded), table)
 
 
 def test_rows_move_some_at_a_time(monkeypatch):
@@ -69,7 +69,7 @@ def test_rows_move_some_at_a_time(monkeypatch):
   sharded = _shard({"t": table}, _mesh(5))["t"]
   slots = sharded.layout.slots
   assert slots % 5 and slots * D * 4 > 5 * 500
-  np.testing.assert_array_equal(zenjax.rows.unshard(sharded), table)
+  np.testing.assert_array_equal(zenjax.tables.unshard(sharded), table)
   assert np.count_nonzero(np.asarray(sharded.value).any(-1)) == R - 1
 
 
@@ -77,7 +77,7 @@ def test_an_initializer_inside_jit_makes_the_same_rows():
   mesh, key = _mesh(4), jax.random.key(3)
   init = lambda key: {"t": jax.random.normal(key, (R, D))}
   made = jax.jit(lambda key: _shard(init(key), mesh))(key)
-  whole = zenjax.rows.unshard(made)["t"]
+  whole = zenjax.tables.unshard(made)["t"]
   np.testing.assert_array_equal(whole, jax.jit(init)(key)["t"])
   (part,) = {x.data.shape for x in made["t"].value.addressable_shards}
   assert part == (made["t"].layout.slots, D)
@@ -92,13 +92,13 @@ def test_a_table_is_made_row_by_row(n, monkeypatch):
     return jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)
 
   def made(key):
-    by_rows = zenjax.rows.init_by_rows(functools.partial(rows_of, key), R)
+    by_rows = zenjax.tables.init_by_rows(functools.partial(rows_of, key), R)
     return _shard({"t": by_rows, "w": jnp.ones(D)}, _mesh(n))
 
   key = jax.random.key(5)
   table = jax.jit(made)(key)["t"]
   want = jax.jit(rows_of)(key, jnp.arange(R, dtype=jnp.int32))
-  np.testing.assert_array_equal(zenjax.rows.unshard(table), want)
+  np.testing.assert_array_equal(zenjax.tables.unshard(table), want)
   placed = _shard({"t": want, "w": jnp.ones(D)}, _mesh(n))["t"]
   np.testing.assert_array_equal(table.value, placed.value)
 
@@ -110,9 +110,9 @@ def test_what_does_not_make_rows_is_refused():
     lambda ids: ids[:, None],
   ):
     with pytest.raises(ValueError, match="must return floating rows"):
-      zenjax.rows.init_by_rows(fun, R)
+      zenjax.tables.init_by_rows(fun, R)
   with pytest.raises(ValueError, match="from 1 to"):
-    zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 2**31)
+    zenjax.tables.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 2**31)
   key, rng = jax.random.key(0), np.random.default_rng(0)
   of = lambda ids: ids.astype(jnp.float32)[:, None]
   for fun in (
@@ -124,11 +124,11 @@ def test_what_does_not_make_rows_is_refused():
     lambda ids: jnp.sin(rng.normal(size=(len(ids), D)).astype(np.float32)),
   ):
     with pytest.raises(ValueError, match="must draw numbers by ids"):
-      zenjax.rows.init_by_rows(fun, R)
-  few = zenjax.rows.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 20)
+      zenjax.tables.init_by_rows(fun, R)
+  few = zenjax.tables.init_by_rows(lambda ids: jnp.ones((len(ids), D)), 20)
   with pytest.raises(ValueError, match="must choose leaf 't'"):
     params = {"t": few, "u": _table(0, 9001)}
-    zenjax.rows.shard(params, _mesh(2), "data")
+    zenjax.tables.shard(params, _mesh(2), "data")
 
 
 # Losses as people write them, each with the ids that it is given.
@@ -213,12 +213,12 @@ def test_a_forward_pass_alone():
   mesh, params = _mesh(4), {"t": _table(), "w": np.ones(D, np.float32)}
   batch = _ids_of("usual", 4), np.zeros(B, np.float32)
   score = lambda params, ids, y: {"loss": _bags(params, ids, y), "ids": ids + 1}
-  got = jax.jit(zenjax.rows.apply(score))(
+  got = jax.jit(zenjax.tables.apply(score))(
     _shard(params, mesh), *_split(batch, mesh)
   )
   np.testing.assert_allclose(got["loss"], _bags(params, *batch), rtol=1e-6)
   np.testing.assert_array_equal(got["ids"], batch[0] + 1)
-  assert zenjax.rows.apply(score)(params, *batch)["ids"].shape == (B, 5)
+  assert zenjax.tables.apply(score)(params, *batch)["ids"].shape == (B, 5)
 
 
 def test_narrow_tables_are_looked_up_where_they_are_stored_packed():
@@ -280,7 +280,7 @@ def _require_counted(state, ids, loss_fn=_bags, norms=0) -> None:
 OPTIMIZERS = dict(
   sgd=optax.sgd(0.05),
   adagrad=optax.adagrad(0.05),
-  row_adagrad=zenjax.rows.row_adagrad(0.05),
+  rowwise_adagrad=zenjax.rows.rowwise_adagrad(0.05),
   clipped_adam=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
 )
 
@@ -329,14 +329,14 @@ def _step(tx, loss_fn=_bags):
 
 
 @pytest.mark.usually(
-  "adagrad-usual-8", "clipped_adam-one_owner-4", "row_adagrad-usual-1"
+  "adagrad-usual-8", "clipped_adam-one_owner-4", "rowwise_adagrad-usual-1"
 )
 @pytest.mark.parametrize(
   ("name", "kind", "n"),
   [
     ("sgd", "usual", 3),
     ("adagrad", "usual", 8),
-    ("row_adagrad", "usual", 1),
+    ("rowwise_adagrad", "usual", 1),
     ("clipped_adam", "usual", 4),
     ("adagrad", "one_owner", 4),
     ("clipped_adam", "one_owner", 4),
@@ -344,18 +344,18 @@ def _step(tx, loss_fn=_bags):
   ],
 )
 def test_steps_are_those_of_whole_tables(name, kind, n):
-  mesh, tx = _mesh(n), zenjax.owner_update(OPTIMIZERS[name], "data")
+  mesh, tx = _mesh(n), zenjax.sharded_optimizer(OPTIMIZERS[name], "data")
   params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
   step, batches = jax.jit(_step(tx)), list(_batches(kind, n, 6))
   (got, seen), loss = _steps(step, (params, tx.init(params)), batches, mesh)
   _require_counted((got, seen), batches[-1][0], norms=int("clip" in name))
   want, whole_loss = _whole_run(name, kind, n)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
-  got = zenjax.rows.unshard(got)
+  got = zenjax.tables.unshard(got)
   for leaf, value in want.items():
     np.testing.assert_allclose(got[leaf], value, rtol=1e-5, atol=1e-6)
   (again, _), _ = _steps(step, (params, tx.init(params)), batches, mesh)
-  again = zenjax.rows.unshard(again)
+  again = zenjax.tables.unshard(again)
   for leaf in want:  # Two runs have the same bits.
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
@@ -388,7 +388,7 @@ def test_on_every_mesh_steps_are_those_of_whole_tables(explicit, shape):
       x = table[ids].sum(1) + table[ids[:, 0]]
     return jnp.mean((x @ params["w"] - y) ** 2)
 
-  tx = zenjax.owner_update(optax.adagrad(0.05), "data")
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   init = lambda: {"t": jnp.asarray(_table()), "w": jnp.ones(D)}
   params = jax.jit(lambda: _shard(init(), mesh))()
   with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
@@ -396,7 +396,7 @@ def test_on_every_mesh_steps_are_those_of_whole_tables(explicit, shape):
     state = params, tx.init(params)
     state, loss = _steps(jax.jit(_step(tx, bags)), state, batches, mesh)
   _require_counted(state, batches[-1][0])
-  got = zenjax.rows.unshard(state[0])
+  got = zenjax.tables.unshard(state[0])
   want, whole_loss = _whole_run("adagrad", "usual", 4)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
   for leaf, value in want.items():
@@ -406,14 +406,14 @@ def test_on_every_mesh_steps_are_those_of_whole_tables(explicit, shape):
 @pytest.mark.usually("data_parallel", "check_vma")
 @pytest.mark.parametrize("way", ["data_parallel", "check_vma", "unchecked"])
 def test_inside_shard_map_steps_are_those_of_plain_jit(way):
-  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   specs = zenjax.state_specs(state, "data")
 
   def local(state, ids, y):
     params, opt_state = state
-    own = zenjax.unsummed(params, "data")
+    own = zenjax.unreduced(params, "data")
     loss, grads = zenjax.value_and_grad(_bags)(own, ids, y)
     updates, opt_state = tx.update(grads, opt_state, params)
     loss = lax.pmean(loss, "data")
@@ -433,7 +433,7 @@ def test_inside_shard_map_steps_are_those_of_plain_jit(way):
   _require_counted(state, batches[-1][0])
   want, whole_loss = _whole_run("adagrad", "usual", 4)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
-  got = zenjax.rows.unshard(state[0])
+  got = zenjax.tables.unshard(state[0])
   np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
 
 
@@ -469,9 +469,9 @@ def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
     x = get(ids).sum(1) + get(ids[:, 0])
     return jnp.mean((x @ params["w"] - y) ** 2)
 
-  tx = zenjax.owner_update(OPTIMIZERS[name], BOTH, mesh=mesh)
+  tx = zenjax.sharded_optimizer(OPTIMIZERS[name], BOTH, mesh=mesh)
   step = _step(tx, bags)
-  shard = functools.partial(zenjax.rows.shard, mesh=mesh, axis_name="chip")
+  shard = functools.partial(zenjax.tables.shard, mesh=mesh, axis_name="chip")
   params = {"t": _table(), "w": np.ones(D, np.float32)}
   tables = {"t": True, "w": False}
   params = shard(params, tables=tables, replicas="pod")
@@ -505,7 +505,7 @@ def test_copies_of_sharded_tables_stay_equal(name, kind, shape, way):
   got, opt_state = state
   want, whole_loss = _whole_run(name, kind, shape[1])
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
-  whole = zenjax.rows.unshard(got)
+  whole = zenjax.tables.unshard(got)
   for leaf, value in want.items():
     np.testing.assert_allclose(whole[leaf], value, rtol=1e-5, atol=1e-6)
   for x in jax.tree.leaves((got, opt_state)):
@@ -523,7 +523,7 @@ def test_a_group_whose_rows_do_not_fit_keeps_the_other_in_step():
   mesh = jax.make_mesh((2, 2), BOTH, devices=jax.devices()[:4], axis_types=auto)
   params = {"t": _table(), "w": np.ones(D, np.float32)}
   tables = {"t": True, "w": False}
-  got: Any = zenjax.rows.shard(
+  got: Any = zenjax.tables.shard(
     params, mesh, "chip", tables=tables, replicas="pod"
   )
   group, _ = got["t"].layout.place(jnp.arange(R, dtype=jnp.int32))
@@ -534,7 +534,7 @@ def test_a_group_whose_rows_do_not_fit_keeps_the_other_in_step():
   want = jax.tree.map(jnp.asarray, params)
   lie = jax.NamedSharding(mesh, jax.P(BOTH))
   inner = OPTIMIZERS["clipped_adam"]
-  tx = zenjax.owner_update(inner, BOTH, mesh=mesh)
+  tx = zenjax.sharded_optimizer(inner, BOTH, mesh=mesh)
   lazy, rows = zenjax.lazy_rows(inner), zenjax.value_and_grad
 
   @jax.jit
@@ -549,7 +549,7 @@ def test_a_group_whose_rows_do_not_fit_keeps_the_other_in_step():
     state, _ = step(state, *jax.device_put(batch, lie))
     want, opt_state = whole(want, opt_state)
   _require_counted(state, ids, norms=1)
-  got = zenjax.rows.unshard(state[0])
+  got = zenjax.tables.unshard(state[0])
   for leaf, value in want.items():
     np.testing.assert_allclose(got[leaf], value, rtol=1e-5, atol=1e-6)
 
@@ -568,8 +568,8 @@ def test_ids_ahead_change_no_bit(kind, shape):
   auto = (jax.sharding.AxisType.Auto,) * len(shape)
   devices = jax.devices()[: math.prod(shape)]
   mesh = jax.make_mesh(shape, axes, devices=devices, axis_types=auto)
-  tx = zenjax.owner_update(optax.adagrad(0.05), axes, mesh=mesh)
-  params = zenjax.rows.shard(
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), axes, mesh=mesh)
+  params = zenjax.tables.shard(
     {"t": _table(), "u": _table(1, 500), "w": np.ones(D, np.float32)},
     mesh,
     "chip",
@@ -580,14 +580,14 @@ def test_ids_ahead_change_no_bit(kind, shape):
   batches = [jax.device_put(x, lie) for x in _batches(kind, n, 4)]
   plain, state = jax.jit(_step(tx, _two_tables)), (params, tx.init(params))
   want, _ = _steps(plain, state, batches)
-  start = jax.jit(zenjax.rows.prefetch(_two_tables))
+  start = jax.jit(zenjax.tables.prefetch(_two_tables))
 
   @jax.jit
   def step(state, ahead, batch, coming):
     params, opt_state = state
     both = zenjax.value_and_grad(_two_tables, prefetched=ahead)
     loss, grads = both(params, *batch)
-    ahead = zenjax.rows.prefetch(_two_tables)(params, *coming)
+    ahead = zenjax.tables.prefetch(_two_tables)(params, *coming)
     updates, opt_state = tx.update(grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), ahead, loss
 
@@ -603,15 +603,15 @@ def test_ids_ahead_change_no_bit(kind, shape):
   few = jax.device_put([x[: B // 2] for x in batches[0]], lie)
   with pytest.raises(ValueError, match="with look-ups a device and tables"):
     step(state, ahead, few, batches[0])
-  whole = zenjax.rows.unshard(params)
+  whole = zenjax.tables.unshard(params)
   both = zenjax.value_and_grad(_two_tables, prefetched=ahead)
-  for call in (both, zenjax.rows.prefetch(_two_tables)):
+  for call in (both, zenjax.tables.prefetch(_two_tables)):
     with pytest.raises(ValueError, match="no table is sharded|none of its par"):
       call(whole, *batches[0])
 
 
 def test_no_device_has_a_whole_table_and_buffers_follow_the_batch():
-  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.
   params = _shard({"t": _table(0, rows), "w": np.ones(D, np.float32)}, mesh)
   state = params, tx.init(params)
@@ -647,7 +647,7 @@ def test_ids_that_depend_on_rows_and_other_uses_are_refused():
   with pytest.raises(ValueError, match="only look up rows of 't'.*stop_grad"):
     both(lambda p, ids: lax.stop_gradient(p["t"])[ids].sum())
   with pytest.raises(ValueError, match="'0.t'.*is returned by the loss"):
-    jax.eval_shape(zenjax.rows.apply(lambda p: p["t"]), params)
+    jax.eval_shape(zenjax.tables.apply(lambda p: p["t"]), params)
   assert params["t"][...] is params["t"]
   with pytest.raises(TypeError, match="cannot be indexed"):
     params["t"][ids]
@@ -659,26 +659,28 @@ def test_misuse_is_refused():
   mesh, table = _mesh(2), _table()
   params = {"t": table, "w": np.ones((600, 2), np.float32)}
   with pytest.raises(ValueError, match=r"axes of the mesh, got \['model'\]"):
-    zenjax.rows.shard(params, mesh, "model")
+    zenjax.tables.shard(params, mesh, "model")
   with pytest.raises(ValueError, match="`hash_seed` must be an integer in"):
-    zenjax.rows.shard(params, mesh, "data", hash_seed=-1)
+    zenjax.tables.shard(params, mesh, "data", hash_seed=-1)
   two = jax.sharding.Mesh([jax.devices()[:2]], ("a", "b"))
   with pytest.raises(ValueError, match="must be one axis"):
-    zenjax.rows.shard(params, two, ("a", "b"))
+    zenjax.tables.shard(params, two, ("a", "b"))
   with pytest.raises(ValueError, match=r"two dimensions.*'w' has shape \(3,\)"):
-    zenjax.rows.shard({"w": np.ones(3)}, mesh, "data", tables=True)
+    zenjax.tables.shard({"w": np.ones(3)}, mesh, "data", tables=True)
   sharded = _shard(params, mesh)
   with pytest.raises(ValueError, match="'t' is split already"):
     _shard(sharded, mesh)
-  tx = zenjax.owner_update(optax.sgd(0.1), "data")
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
   state = tx.init(sharded)
-  pinned = zenjax.owner_update(optax.sgd(0.1), "data", capacities=(4, 4))
-  with pytest.raises(ValueError, match="`capacities` of owner_update must be"):
+  pinned = zenjax.sharded_optimizer(optax.sgd(0.1), "data", capacities=(4, 4))
+  with pytest.raises(
+    ValueError, match="`capacities` of sharded_optimizer must be"
+  ):
     pinned.init(sharded)
   tuning = zenjax.Tuning(kernels="pallas")
-  by_kernels = zenjax.owner_update(optax.sgd(0.1), "data", tuning=tuning)
+  by_kernels = zenjax.sharded_optimizer(optax.sgd(0.1), "data", tuning=tuning)
   with pytest.raises(
-    ValueError, match="`kernels` of owner_update must be left"
+    ValueError, match="`kernels` of sharded_optimizer must be left"
   ):
     by_kernels.init(sharded)
   ids = _split(np.arange(B, dtype=np.int32), mesh)
@@ -698,9 +700,9 @@ def test_misuse_is_refused():
   with pytest.raises(ValueError, match="large tables sharded or none.*'w'"):
     trace(many, tx.init(many))
   with pytest.raises(ValueError, match="`tables` must choose a leaf.*'w'"):
-    zenjax.rows.shard({"w": jnp.ones((600, 2))}, mesh, "data")
+    zenjax.tables.shard({"w": jnp.ones((600, 2))}, mesh, "data")
   with pytest.raises(ValueError, match="`tables` must be a pytree prefix"):
-    zenjax.rows.shard({"t": _table(), "w": 1.0}, mesh, "data", tables=["t"])
+    zenjax.tables.shard({"t": _table(), "w": 1.0}, mesh, "data", tables=["t"])
   (use,) = zenjax.rows.explain_tables(lambda t: t[:1].sum(), sharded["t"]).uses
   assert use.shape == (R, D) and use.rows
   with pytest.raises(TypeError):  # It is the table itself, and no difference.
@@ -727,13 +729,13 @@ def test_small_leaves_that_are_looked_up_are_summed_as_arrays(
   mesh = _mesh(4)
   by_name: Any = {"adagrad": optax.adagrad(0.1), "adam": optax.adam(0.01)}
   inner = optax.partition(by_name, _labels)
-  tx = zenjax.owner_update(inner, "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(inner, "data", mesh=mesh)
   params = {"t": _table(0, 5003), "at": _table(1, 40), "w": np.ones(D, "f4")}
   batch = _ids_of("usual", 4), np.ones(B, np.float32)
   want: Any = jax.tree.map(jnp.asarray, params)
   plain = inner.init(want)
   if form == "sharded":
-    got = zenjax.rows.shard(params, mesh, "data")
+    got = zenjax.tables.shard(params, mesh, "data")
   else:
     got = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
   state, step = (got, tx.init(got)), jax.jit(_step(tx, _with_positions))
@@ -743,7 +745,7 @@ def test_small_leaves_that_are_looked_up_are_summed_as_arrays(
     updates, plain = inner.update(grads, plain, want)
     want = optax.apply_updates(want, updates)
     np.testing.assert_allclose(loss, value, rtol=1e-5)
-  got = zenjax.rows.unshard(state[0])
+  got = zenjax.tables.unshard(state[0])
   for leaf, value in want.items():
     np.testing.assert_allclose(got[leaf], value, rtol=1e-4, atol=1e-5)
 
@@ -757,7 +759,7 @@ def test_what_is_for_whole_tables_refuses_parts():
   loss = lambda p, ids: p["t"][ids].sum()
   grads = zenjax.value_and_grad(loss)(params, ids)[1]
   sgd = optax.sgd(0.1)
-  owner = "`zenjax.owner_update"
+  owner = "`zenjax.sharded_optimizer"
   for tx in (zenjax.zen_sync("data"), zenjax.lazy_rows(sgd)):
     with pytest.raises(ValueError, match=owner):
       tx.init(params)
@@ -769,11 +771,13 @@ def test_what_is_for_whole_tables_refuses_parts():
   for apply in (optax.apply_updates, zenjax.apply_updates):
     with pytest.raises(ValueError, match=owner):
       apply(params, grads)
-  state = params, zenjax.owner_update(sgd, "data").init(params)
-  tx = zenjax.owner_update(sgd, "data")
-  with pytest.raises(ValueError, match="of zenjax.check must hold no Sharded"):
+  state = params, zenjax.sharded_optimizer(sgd, "data").init(params)
+  tx = zenjax.sharded_optimizer(sgd, "data")
+  with pytest.raises(
+    ValueError, match="of zenjax.check_step must hold no Sharded"
+  ):
     batch = np.zeros((B, 5), np.int32), np.zeros(B, np.float32)
-    zenjax.check(_step(tx), state, *batch, mesh=mesh, axis_name="data")
+    zenjax.check_step(_step(tx), state, *batch, mesh=mesh, axis_name="data")
 
 
 def _params(mesh: Any) -> Any:
@@ -789,32 +793,36 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(
   way, name, devices, tmp_path, as_optax_computes
 ):
   inner = {"adam": optax.adam(0.05), "adagrad": optax.adagrad(0.05)}[name]
-  tx = zenjax.owner_update(inner, "data")
+  tx = zenjax.sharded_optimizer(inner, "data")
   batches = list(_batches("usual", 8, 5))
   params = _params(_mesh(8))
-  state = params, zenjax.init(tx, params, _mesh(8), "data")
+  state = params, zenjax.init_state(tx, params, _mesh(8), "data")
   step = jax.jit(_step(tx, _two_tables))
   half, _ = _steps(step, state, batches[:2], _mesh(8))
   want, _ = _steps(step, half, batches[2:], _mesh(8))
   mesh, axes = _mesh(3), "data"  # Three divide neither table.
-  there = functools.partial(zenjax.reshard, axis_name="data")
+  there = functools.partial(zenjax.from_checkpoint, axis_name="data")
   if devices == "2x4":
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh, axes = jax.make_mesh((2, 4), BOTH, axis_types=auto), BOTH
-    there = functools.partial(zenjax.reshard, axis_name="chip", replicas="pod")
-  tx = zenjax.owner_update(inner, axes, mesh=mesh)
+    there = functools.partial(
+      zenjax.from_checkpoint, axis_name="chip", replicas="pod"
+    )
+  tx = zenjax.sharded_optimizer(inner, axes, mesh=mesh)
   step = jax.jit(_step(tx, _two_tables))
   if way != "moved":
     donate = way == "donated"
     with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(tmp_path / "at", zenjax.reshard(half, donate=donate))
+      checkpointer.save(
+        tmp_path / "at", zenjax.to_checkpoint(half, donate=donate)
+      )
       checkpointer.wait_until_finished()
-      params = there(zenjax.reshard(_params(_mesh(8))), mesh)
+      params = there(zenjax.to_checkpoint(_params(_mesh(8))), mesh)
       new = params, tx.init(params)
-      new = zenjax.reshard(new, donate=donate)
+      new = zenjax.to_checkpoint(new, donate=donate)
       like = jax.tree.map(ocp.utils.to_shape_dtype_struct, new)
       half = checkpointer.restore(tmp_path / "at", like, strict=False)
-    with pytest.raises(ValueError, match="in the order of rows.*reshard"):
+    with pytest.raises(ValueError, match="order of rows.*from_checkpoint"):
       step(half, *_split(batches[2], _mesh(3)))
   half = there(half, mesh, donate=way == "donated")
   part = half[0]["t"].value.addressable_shards[0].data
@@ -845,12 +853,12 @@ def test_rows_move_within_the_memory_that_they_have(
   table, mesh = _table(0, rows), _mesh(n)
   before = _shard({"t": table}, mesh)
   part = np.array(before["t"].value)
-  saved = zenjax.reshard(before, donate=True)
+  saved = zenjax.to_checkpoint(before, donate=True)
   assert before["t"].value.is_deleted()
   lies = np.array(saved["t"].value)
   np.testing.assert_array_equal(lies[:rows], table)
   assert not lies[rows:].any()
-  after = zenjax.reshard(saved, mesh, "data", donate=True)
+  after = zenjax.from_checkpoint(saved, mesh, "data", donate=True)
   assert saved["t"].value.is_deleted()
   np.testing.assert_array_equal(after["t"].value, part)
   sharded_tables._moving.cache_clear()
@@ -861,7 +869,7 @@ def test_every_program_takes_a_part_and_little_more(monkeypatch):
   rows, width, n = 2_000_000, 32, 8
   mesh = _mesh(n)
   eighth = rows * width * 4 / n
-  tx = zenjax.owner_update(optax.adagrad(0.05), "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data", mesh=mesh)
 
   def taken(jitted, *args):
     memory: Any = jitted.lower(*args).compile().memory_analysis()
@@ -875,7 +883,7 @@ def test_every_program_takes_a_part_and_little_more(monkeypatch):
   def by_rows(ids):
     return jnp.broadcast_to(ids[:, None], (len(ids), width)).astype(jnp.float32)
 
-  table = zenjax.rows.init_by_rows(by_rows, rows)
+  table = zenjax.tables.init_by_rows(by_rows, rows)
   made = jax.jit(lambda: _shard({"t": table}, mesh))
   whole = jax.jit(lambda: _shard({"t": jnp.ones((rows, width))}, mesh))
   assert 1 <= taken(made) < 1.15
@@ -913,44 +921,48 @@ def test_every_program_takes_a_part_and_little_more(monkeypatch):
 def _in_rows(state: Any) -> Any:
   """Parameters and an optimizer's state, tables in the order of rows."""
   params, opt_state = state
-  return zenjax.rows.unshard((params, owner_rows.unwrapped(opt_state.inner)))
+  return zenjax.tables.unshard((params, owner_rows.unwrapped(opt_state.inner)))
 
 
 def test_a_state_of_other_devices_is_refused_in_plain_jit():
   params = {"t": jnp.asarray(_table())}
   grads = jax.eval_shape(zenjax.rows.grad(lambda p: p["t"][:2].sum()), params)
-  tx = zenjax.owner_update(optax.adam(0.1), "data", sparse=True, mesh=_mesh(2))
-  state = zenjax.init(tx, params, _mesh(4), "data")
+  tx = zenjax.sharded_optimizer(
+    optax.adam(0.1), "data", sparse=True, mesh=_mesh(2)
+  )
+  state = zenjax.init_state(tx, params, _mesh(4), "data")
   with pytest.raises(ValueError, match="for the 2 devices.*one made for 4"):
     jax.eval_shape(tx.update, grads, state, params)
-  with pytest.raises(ValueError, match="in the order of rows.*reshard"):
-    jax.eval_shape(tx.update, grads, zenjax.reshard(state), params)
+  with pytest.raises(ValueError, match="order of rows.*from_checkpoint"):
+    jax.eval_shape(tx.update, grads, zenjax.to_checkpoint(state), params)
 
 
 def test_back_on_the_same_devices_nothing_has_changed():
-  tx = zenjax.owner_update(optax.adagrad(0.05), "data")
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   params = _params(_mesh(4))
-  before = params, zenjax.init(tx, params, _mesh(4), "data")
+  before = params, zenjax.init_state(tx, params, _mesh(4), "data")
   with jax.set_mesh(_mesh(4)):  # As an abstract mesh, without devices.
-    saved = zenjax.reshard(before)
-    np.testing.assert_array_equal(zenjax.rows.unshard(before[0])["t"], _table())
-  there = zenjax.reshard(saved, _mesh(8), "data")
-  after = zenjax.reshard(there, _mesh(4), "data")
+    saved = zenjax.to_checkpoint(before)
+    np.testing.assert_array_equal(
+      zenjax.tables.unshard(before[0])["t"], _table()
+    )
+  there = zenjax.from_checkpoint(saved, _mesh(8), "data")
+  after = zenjax.from_checkpoint(there, _mesh(4), "data")
   assert jax.tree.structure(before) == jax.tree.structure(after)
   for one, other in zip(*map(jax.tree.leaves, map(_in_rows, (before, after)))):
     np.testing.assert_array_equal(one, other)
   keys = [[*x[1].owners.tables] for x in (before, after)]
   assert keys[0] == keys[1]
-  assert zenjax.report(before) == "owner_update: no step was taken yet."
+  assert zenjax.report(before) == "sharded_optimizer: no step was taken yet."
   assert not zenjax.stats(before)
 
 
 @functools.cache
 def _counted_run():
   """Parameters and state after a step with two tables, and its ids."""
-  mesh, tx = _mesh(4), zenjax.owner_update(optax.adagrad(0.05), "data")
+  mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   params, (batch,) = _params(mesh), _batches("usual", 4, 1)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   step = jax.jit(_step(tx, _two_tables), donate_argnums=0)
   state, _ = step(state, *_split(batch, mesh))
   return state, batch[0]
@@ -959,7 +971,7 @@ def _counted_run():
 def test_a_report_of_sharded_tables():
   (_, opt_state), _ = _counted_run()
   lines = zenjax.report(opt_state).splitlines()
-  title = "owner_update, sharded tables, after 1 steps on 4 devices"
+  title = "sharded_optimizer, sharded tables, after 1 steps on 4 devices"
   assert lines[0] == title and [x.split()[0] for x in lines[2:4]] == ["t", "u"]
   found: Any = zenjax.stats(opt_state)
   shown = lines[2].split()
@@ -1009,8 +1021,8 @@ def test_counts_are_saved_and_moved(tmp_path):
     checkpointer.wait_until_finished()
     again = checkpointer.restore(tmp_path / "at", opt_state)
   assert zenjax.stats(again) == want
-  saved = zenjax.reshard((params, opt_state))
-  for state in (saved, zenjax.reshard(saved, _mesh(3), "data")):
+  saved = zenjax.to_checkpoint((params, opt_state))
+  for state in (saved, zenjax.from_checkpoint(saved, _mesh(3), "data")):
     found: Any = zenjax.stats(state)
     for leaf, numbers in want.items():
       # Rows of several owners are known by their sum.
@@ -1028,7 +1040,7 @@ def test_counts_are_saved_and_moved(tmp_path):
 
 def test_what_is_not_known_of_look_ups_is_no_number():
   """Gradients that are made anew forget how their rows were looked up."""
-  mesh, tx = _mesh(4), zenjax.owner_update(optax.sgd(0.05), "data")
+  mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.sgd(0.05), "data")
   params, (batch,) = _params(mesh), _batches("usual", 4, 1)
   opt_state = tx.init(params)
 
@@ -1061,10 +1073,10 @@ def test_what_is_not_known_of_look_ups_is_no_number():
   with pytest.raises(ValueError, match="for the 4 devices.*one made for 2"):
     of_two = tx.init(_params(_mesh(2)))
     jax.eval_shape(step, params, of_two, *batch)
-  plain = jax.tree.map(np.asarray, zenjax.rows.unshard(params))
+  plain = jax.tree.map(np.asarray, zenjax.tables.unshard(params))
   some = {"t": True, "u": True, "w": False}
-  of_whole = zenjax.owner_update(optax.sgd(0.05), "data", sparse=some)
-  of_whole = zenjax.init(of_whole, plain, mesh, "data")
+  of_whole = zenjax.sharded_optimizer(optax.sgd(0.05), "data", sparse=some)
+  of_whole = zenjax.init_state(of_whole, plain, mesh, "data")
   with pytest.raises(
     ValueError, match=r"\['t', 'u'\], got one where these are"
   ):
@@ -1082,7 +1094,7 @@ def test_a_table_of_another_mesh_is_refused():
     zenjax.value_and_grad(loss)(moved, ids)
   # Whole on every device, as in_specs of P() would have it.
   mapped = jax.shard_map(
-    zenjax.rows.apply(loss),
+    zenjax.tables.apply(loss),
     mesh=_mesh(4),
     in_specs=(jax.P(), jax.P("data")),
     out_specs=jax.P(),
@@ -1096,7 +1108,7 @@ def test_a_table_of_another_mesh_is_refused():
 def test_no_look_ups_at_all():
   mesh = _mesh(4)
   params = _shard({"t": _table(), "w": np.ones(D, np.float32)}, mesh)
-  tx = zenjax.owner_update(optax.sgd(0.5), "data")
+  tx = zenjax.sharded_optimizer(optax.sgd(0.5), "data")
   none = lambda p, ids: jnp.sum(p["t"][ids[:0]]) + jnp.sum(p["w"])
 
   @jax.jit
@@ -1107,7 +1119,7 @@ def test_no_look_ups_at_all():
 
   ids = _split(np.zeros(B, np.int32), mesh)
   loss, after = step(params, tx.init(params), ids)
-  after = zenjax.rows.unshard(after)
+  after = zenjax.tables.unshard(after)
   assert float(loss) == D
   np.testing.assert_array_equal(after["t"], _table())
   np.testing.assert_array_equal(after["w"], np.full(D, 0.5))
@@ -1120,7 +1132,7 @@ def test_drawn_look_ups_are_fetched(seed):
   n, rows = int(rng.choice([2, 3, 8])), int(rng.integers(40, 3000))
   table = rng.normal(size=(rows, 2)).astype(np.float32)
   mesh = _mesh(n)
-  sharded = zenjax.rows.shard(table, mesh, "data", tables=True)
+  sharded = zenjax.tables.shard(table, mesh, "data", tables=True)
   count = n * int(rng.integers(1, 60))
   ids = (rng.zipf(1.2, count) % (rows + 1)).astype(np.int32)
   fetch = jax.jit(functools.partial(sharded_tables.fetch_on, mesh))

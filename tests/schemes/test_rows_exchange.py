@@ -300,7 +300,7 @@ def test_training_on_rows_equals_training_on_arrays(check_vma):
 
   def trained(tx, value_and_grad, apply):
     def step(params, state, ids):
-      varying = zenjax.unsummed(params, "data")
+      varying = zenjax.unreduced(params, "data")
       _, grads = value_and_grad(loss)(varying, ids[0])
       updates, state = tx.update(grads, state, params)
       return apply(params, updates), state

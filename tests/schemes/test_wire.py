@@ -133,7 +133,7 @@ def test_rows_send_what_is_declared(scheme, partition, ids_first):
   sync = zenjax.zen_sync("data", sparse=True, **kwargs)
   state = jax.eval_shape(sync.init, jax.eval_shape(tables, *args))
   step = jax.shard_map(
-    lambda i, v, s: sync.update(zenjax.unsummed(tables(i, v), "data"), s),
+    lambda i, v, s: sync.update(zenjax.unreduced(tables(i, v), "data"), s),
     mesh=runners.mesh(8),
     in_specs=P(),
     out_specs=P(),
@@ -243,7 +243,7 @@ def lower_default(tables: dict[str, jax.ShapeDtypeStruct]):
   tx = zenjax.zen_sync("data")
   mesh = Mesh(jax.devices(), ("data",))
   step = jax.shard_map(
-    lambda g: tx.update(zenjax.unsummed(g, "data"), tx.init(g))[0],
+    lambda g: tx.update(zenjax.unreduced(g, "data"), tx.init(g))[0],
     mesh=mesh,
     in_specs=P(),
     out_specs=P(),

@@ -25,7 +25,9 @@ def lowered(n: int, **options: Any):
   mesh = runners.mesh(n)
   tx = zenjax.sparsify.micro("data", DENSITY, **options)
   params = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-  state = jax.eval_shape(lambda p: zenjax.init(tx, p, mesh, "data"), params)
+  state = jax.eval_shape(
+    lambda p: zenjax.init_state(tx, p, mesh, "data"), params
+  )
   specs = zenjax.state_specs(state, "data")
 
   def step(params, state, gradients):

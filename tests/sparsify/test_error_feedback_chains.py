@@ -100,7 +100,7 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   """In many rounds, and with residuals of four devices on others."""
   tx = chain(zenjax.sparsify.top_k(0.02, sparse=True), capacities=(60, 100))
   params, first, later = jnp.zeros(SIZE), draws(4), draws(other, 1)
-  state = zenjax.init(tx, params, runners.mesh(4), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(4), "data")
   total, state = take(tx, state, first, check_vma)
   stats = zenjax.stats(state)["leaf"]
   assert stats["rounds"] > 1 and stats["overflow_rows"] > 0
@@ -111,8 +111,8 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
 
   before = kept(state)
   tx = chain(zenjax.sparsify.top_k(0.02, sparse=True))
-  fresh = zenjax.init(tx, params, runners.mesh(other), "data")
-  moved = zenjax.reshard(state[:1], runners.mesh(other), "data")
+  fresh = zenjax.init_state(tx, params, runners.mesh(other), "data")
+  moved = zenjax.from_checkpoint(state[:1], runners.mesh(other), "data")
   assert moved[0].step == STEPS
   jax.tree.map(
     lambda x, y: np.testing.assert_equal(x.shape, y.shape), moved[0], fresh[0]
@@ -134,7 +134,7 @@ def test_only_sums_are_rounded_on_the_wire(kind):
     zenjax.sparsify.top_k(0.02, method="sampled", sparse=True), wire_dtype=kind
   )
   gradients = draws(4)
-  state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(4), "data")
+  state = zenjax.init_state(tx, jnp.zeros(SIZE), runners.mesh(4), "data")
   total, state = take(tx, state, gradients)
   gap = 4 * total + kept(state) - gradients.sum(axis=(0, 1), dtype=np.float64)
   # Half a unit in the last place of every sum that was pulled.
@@ -161,8 +161,8 @@ def test_small_leaves_go_whole_and_have_momentum():
   plain = optax.chain(zenjax.zen_sync("data", scheme="dense"), optax.trace(0.9))
   params = tree(jnp.zeros(SIZE))
   gradients = jax.tree.map(np.asarray, tree(draws(2)))
-  state = zenjax.init(tx, params, runners.mesh(2), "data")
-  other = zenjax.init(plain, params, runners.mesh(2), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(2), "data")
+  other = zenjax.init_state(plain, params, runners.mesh(2), "data")
   assert set(state[0].leaves) == {"bias", "kernel"}
   assert state[0].leaves["bias"].residual is None
   assert state[0].leaves["kernel"].momentum.shape == (2, 1333, 30)
@@ -176,7 +176,7 @@ def test_small_leaves_go_whole_and_have_momentum():
     )
     assert 0 < np.count_nonzero(update["kernel"]) <= 2 * 399
   assert state[0].leaves["kernel"].selected.tolist() == [399, 399]
-  moved = zenjax.reshard(state[0], runners.mesh(1), "data")
+  moved = zenjax.from_checkpoint(state[0], runners.mesh(1), "data")
   for name in params:
     momentum = state[0].leaves[name].momentum
     np.testing.assert_allclose(
@@ -215,7 +215,7 @@ def test_alone_and_in_blocks():
     zenjax.zen_sync("data", sparse=True, unit=8),
   )
   gradients = draws(2)
-  state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
+  state = zenjax.init_state(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
   total, _ = take(tx, state, gradients)
   want = np.zeros(SIZE)
   for local in gradients.reshape(-1, SIZE):
@@ -248,7 +248,7 @@ def test_in_training_beside_dense():
     return (optax.apply_updates(w, updates), state), value
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  state = jnp.zeros(40), zenjax.init(tx, jnp.zeros(40), mesh, "data")
+  state = jnp.zeros(40), zenjax.init_state(tx, jnp.zeros(40), mesh, "data")
   rng, losses = np.random.default_rng(0), []
   with jax.numpy_dtype_promotion("standard"):
     for _ in range(80):

@@ -93,8 +93,8 @@ def test_states_of_others():
   )
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(8))
-  names(error, "`error_feedback`", "`axis_name`", "zenjax.init")
-  made = zenjax.init(tx, {"w": jnp.zeros(8)}, runners.mesh(2), "data")
+  names(error, "`error_feedback`", "`axis_name`", "zenjax.init_state")
+  made = zenjax.init_state(tx, {"w": jnp.zeros(8)}, runners.mesh(2), "data")
   for gradient, state, words in [
     (jnp.zeros(8), made, ["leaf 'w'", "(2, 8)", "state_specs"]),
     (jnp.zeros(9), made, ["leaf 'w'", "(1, 9)"]),
@@ -102,11 +102,11 @@ def test_states_of_others():
   ]:
     with pytest.raises(ValueError) as error:
       trace(tx, {"w": gradient}, state)
-    names(error, "`state`", "zenjax.init", *words)
+    names(error, "`state`", "zenjax.init_state", *words)
 
 
 def test_a_state_without_the_momentum_that_is_asked_for():
-  made = zenjax.init(
+  made = zenjax.init_state(
     zenjax.sparsify.error_feedback(TOP_ALL, "data"),
     jnp.zeros(8),
     runners.mesh(1),
@@ -115,7 +115,7 @@ def test_a_state_without_the_momentum_that_is_asked_for():
   tx = zenjax.sparsify.error_feedback(TOP_ALL, "data", momentum=0.9)
   with pytest.raises(ValueError) as error:
     trace(tx, jnp.zeros(8), made, n=1)
-  names(error, "`state`", "zenjax.init", "'momentum': (1, 8)")
+  names(error, "`state`", "zenjax.init_state", "'momentum': (1, 8)")
 
 
 def test_numbers_of_numpy_are_densities():
@@ -133,7 +133,7 @@ def test_statistics_of_no_sparsifier():
 
 def test_gradients_that_multi_steps_accumulates():
   tx = optax.MultiSteps(optax.chain(EF(), ZEN()), 2)
-  state = zenjax.init(tx, jnp.zeros(33_000), runners.mesh(2), "data")
+  state = zenjax.init_state(tx, jnp.zeros(33_000), runners.mesh(2), "data")
   leaf = state.inner_opt_state[0].leaves["leaf"]
   shapes = [x.shape for x in (leaf.residual, leaf.selected, leaf.wanted)]
   assert shapes == [(2, 33_000), (2,), ()]
@@ -156,7 +156,7 @@ def test_gradients_that_autodiff_has_summed():
   step = jax.shard_map(step, mesh=runners.mesh(2), in_specs=P(), out_specs=P())
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.unsummed")
+  names(error, "`updates`", "zenjax.unreduced")
 
 
 EF = lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data")
@@ -167,7 +167,7 @@ def made(*transforms, axes=("data",)):
   devices = np.array(jax.devices()[: 2 ** len(axes)])
   mesh = jax.sharding.Mesh(devices.reshape([2] * len(axes)), axes)
   params = {"a": jnp.zeros(33_000), "b": jnp.zeros((3, 3))}
-  return zenjax.init(optax.chain(*transforms), params, mesh, axes)
+  return zenjax.init_state(optax.chain(*transforms), params, mesh, axes)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def after(inner, steps: int, **options: Any):
     zenjax.zen_sync("data", sparse=_A, unit="element"),
   )
   params, mesh = {"a": jnp.zeros(SIZE), "b": jnp.zeros(3)}, runners.mesh(N)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
 
   def step(state, x):
     params, state = state

@@ -32,7 +32,7 @@ def test_pmap_and_shard_map_take_the_same_steps(kind):
   tx, devices = transform(kind), jax.devices()[:2]
   rng = np.random.default_rng(0)
   gradients = rng.laplace(size=(3, 2, SIZE)).astype(np.float32)
-  state = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
+  state = zenjax.init_state(tx, jnp.zeros(SIZE), runners.mesh(2), "data")
   other = jax.pmap(tx.init, "data", devices=devices)(gradients[0])
   step = jax.pmap(tx.update, "data", devices=devices)
 

@@ -24,7 +24,7 @@ ZEN = lambda **k: zenjax.zen_sync("data", **k)
 
 
 def made(tx, params: Any = None) -> Any:
-  return zenjax.init(tx, params or PARAMS, runners.mesh(2), "data")
+  return zenjax.init_state(tx, params or PARAMS, runners.mesh(2), "data")
 
 
 def in_map(tx, params: Any = None, axes=("data",)) -> Any:
@@ -214,7 +214,9 @@ def test_a_state_that_was_made_apart(first, mapped):
   zen = ZEN() if mapped is not optax.masked else optax.masked(ZEN(), KERNEL)
   with pytest.raises(ValueError) as error:
     updated(first(), zen, zen.init(PARAMS))
-  names(error, "`state`", "leaf 'kernel'", "zenjax.init", "unit='element'")
+  names(
+    error, "`state`", "leaf 'kernel'", "zenjax.init_state", "unit='element'"
+  )
   said = ZEN(unit="element")
   updated(first(), said, said.init(PARAMS))
   small = ZEN(sparse=False)
@@ -277,7 +279,7 @@ def test_what_is_made_of_it_in_between():
   tx = optax.chain(EF(), optax.flatten(ZEN()))
   with pytest.warns(UserWarning, match="error_feedback.*leaf 'kernel'.*unit="):
     made(tx)
-  owner = zenjax.owner_update(optax.sgd(0.1), "data")
+  owner = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
   with pytest.warns(UserWarning, match="error_feedback.*leaf 'kernel'"):
     made(optax.chain(EF(), owner))
   made(optax.chain(EF(), optax.stateless(lambda g, _: g)))  # Summed by hand.

@@ -37,7 +37,7 @@ def stepper(tx, mesh, axes: Any = "data"):
 
 
 def made(tx, mesh, axes: Any = "data"):
-  return zenjax.init(tx, jnp.zeros(SIZE), mesh, axes)
+  return zenjax.init_state(tx, jnp.zeros(SIZE), mesh, axes)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_report_of_both_kinds():
     "zen": zenjax.zen_sync("data", sparse=True),
   }
   tx, mesh = optax.multi_transform(transforms, labels), runners.mesh(N)
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
 
   def step(state, x):
     params, state = state
@@ -192,11 +192,11 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(make):
     return tx.update(g[0], state), ()
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  state = zenjax.init(tx, params, mesh, "data")
+  state = zenjax.init_state(tx, params, mesh, "data")
   for g in gradients[:3]:
     (_, state), _ = step((params, state), g)
   saved = flax.serialization.to_bytes(jax.device_get(state))
-  fresh = zenjax.init(tx, params, mesh, "data")
+  fresh = zenjax.init_state(tx, params, mesh, "data")
   restored = flax.serialization.from_bytes(jax.device_get(fresh), saved)
   specs = zenjax.state_specs(restored, "data")
   other = jax.tree.map(
@@ -241,7 +241,7 @@ def test_a_residual_of_another_tree_of_as_many_elements(other):
   with pytest.raises(ValueError) as error:
     step(own, wrong)
   (have,), (want,) = wrong.tree, state.tree
-  names(error, "`state`", "1000 elements", have, want, "zenjax.init")
+  names(error, "`state`", "1000 elements", have, want, "zenjax.init_state")
   with pytest.raises(ValueError, match="keys"):
     flax.serialization.from_bytes(state, flax.serialization.to_bytes(wrong))
 
@@ -263,14 +263,16 @@ def test_a_state_of_the_other_op(op):
   assert after.op.keys() == state.op.keys() == {op}
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, params, wrong)
-  names(error, "`op`", "micro", f"op={op!r}", f"op={other!r}", "zenjax.init")
+  names(
+    error, "`op`", "micro", f"op={op!r}", f"op={other!r}", "zenjax.init_state"
+  )
   with pytest.raises(ValueError, match="keys"):
     flax.serialization.from_bytes(state, flax.serialization.to_bytes(wrong))
 
 
 def test_a_residual_of_another_tree():
   tx, mesh = zenjax.sparsify.micro("data", 0.05), runners.mesh(N)
-  other = zenjax.init(tx, jnp.zeros(SIZE - 1), mesh, "data")
+  other = zenjax.init_state(tx, jnp.zeros(SIZE - 1), mesh, "data")
   with pytest.raises(ValueError) as error:
     stepper(tx, mesh)(other, draws()[0])
-  names(error, "`state`", "(1, 999)", "(1, 1000)", "zenjax.init")
+  names(error, "`state`", "(1, 999)", "(1, 1000)", "zenjax.init_state")

@@ -43,7 +43,7 @@ def flat(tree, lead: int = 0):
 
 def by_shard_map(tx, gradients, check_vma: bool):
   mesh = runners.mesh(N)
-  state = zenjax.init(tx, tree(gradients[0, 0]), mesh, "data")
+  state = zenjax.init_state(tx, tree(gradients[0, 0]), mesh, "data")
   specs = zenjax.state_specs(state, "data")
 
   def step(gradients, state):
@@ -247,8 +247,8 @@ def test_a_state_that_was_not_made_by_init():
   tx = zenjax.sparsify.micro("data", 0.1)
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(SIZE))
-  names(error, "`axis_name`", "zenjax.init")
-  made = zenjax.init(tx, jnp.zeros(SIZE), runners.mesh(N), "data")
+  names(error, "`axis_name`", "zenjax.init_state")
+  made = zenjax.init_state(tx, jnp.zeros(SIZE), runners.mesh(N), "data")
   local = made._replace(residual=made.residual[:1])
   trace(tx, state=local)
   for state, words in [
@@ -258,7 +258,7 @@ def test_a_state_that_was_not_made_by_init():
   ]:
     with pytest.raises(ValueError) as error:
       trace(tx, state=state)
-    names(error, "`state`", "zenjax.init", *words)
+    names(error, "`state`", "zenjax.init_state", *words)
 
 
 def test_leaves_that_are_no_floating_arrays():
@@ -281,7 +281,7 @@ def test_a_gradient_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.unsummed")
+  names(error, "`updates`", "zenjax.unreduced")
 
 
 def test_in_a_chain_with_an_optimizer():
@@ -300,7 +300,7 @@ def test_in_a_chain_with_an_optimizer():
     return (optax.apply_updates(w, updates), state), value
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  state = jnp.zeros(40), zenjax.init(tx, jnp.zeros(40), mesh, "data")
+  state = jnp.zeros(40), zenjax.init_state(tx, jnp.zeros(40), mesh, "data")
   rng, losses = np.random.default_rng(0), []
   for _ in range(60):
     x = rng.normal(size=(64, 40)).astype(np.float32)
@@ -320,18 +320,18 @@ def test_residuals_on_another_number_of_devices(devices):
   gradients = draws()
   (*_, (_, residual, threshold)) = by_shard_map(tx, gradients, False)
   params = tree(gradients[0, 0])
-  made = zenjax.init(tx, params, runners.mesh(N), "data")
+  made = zenjax.init_state(tx, params, runners.mesh(N), "data")
   state = made._replace(
     step=made.step + STEPS, residual=residual, threshold=threshold
   )
   state = state._replace(drift=jnp.float32(-0.01))
   mesh = runners.mesh(devices)
-  moved = zenjax.reshard(state, mesh, "data")
+  moved = zenjax.from_checkpoint(state, mesh, "data")
   assert moved.residual.shape == (devices, SIZE)
   np.testing.assert_allclose(
     np.mean(moved.residual, axis=0), np.mean(residual, axis=0), atol=1e-6
   )
-  fresh = zenjax.init(tx, params, mesh, "data")
+  fresh = zenjax.init_state(tx, params, mesh, "data")
   assert moved.parts.tolist() == fresh.parts.tolist()
   assert moved.counts.tolist() == [0] * devices and moved.step == 0
   assert float(moved.threshold) == float(threshold)

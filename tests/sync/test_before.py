@@ -33,14 +33,14 @@ REFUSED = {
   "named": optax.named_chain(("a", optax.clip(1.0)), ("b", SYNC)),
   "trace": optax.chain(optax.trace(0.9), SYNC),
   "owners": optax.chain(
-    optax.clip(1.0), zenjax.owner_update(optax.sgd(0.1), "data")
+    optax.clip(1.0), zenjax.sharded_optimizer(optax.sgd(0.1), "data")
   ),
   "apply_if_finite": optax.apply_if_finite(optax.chain(SYNC, AFTER), 3),
   "skip_not_finite": optax.MultiSteps(
     optax.chain(SYNC, AFTER), 2, should_skip_update_fn=optax.skip_not_finite
   ).gradient_transformation(),
   "owners not finite": optax.apply_if_finite(
-    zenjax.owner_update(optax.sgd(0.1), "data"), 3
+    zenjax.sharded_optimizer(optax.sgd(0.1), "data"), 3
   ),
   "sparsifier": optax.chain(
     optax.clip(1.0), zenjax.sparsify.micro("data", 0.1)
@@ -59,10 +59,10 @@ MESSAGES = {
   "masked": "stands after `clip`",
   "named": "stands after `clip`",
   "trace": "stands after `trace`, which keeps a state",
-  "owners": r"`clip` inside: `zenjax.owner_update\(optax.chain\(",
+  "owners": r"`clip` inside: `zenjax.sharded_optimizer\(optax.chain\(",
   "apply_if_finite": "must not stand inside `optax.apply_if_finite`",
   "skip_not_finite": "should_skip_update_fn=skip_not_finite",
-  "owners not finite": r"zenjax.owner_update\(optax.apply_if_finite\(",
+  "owners not finite": r"zenjax.sharded_optimizer\(optax.apply_if_finite\(",
   "sparsifier": "`micro` must be given",
   "sparsifier not finite": "`micro` must not stand inside",
   "sum": "which a sum counts once for each",

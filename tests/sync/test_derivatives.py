@@ -145,7 +145,7 @@ def test_through_steps_of_an_optimizer(runner):
   def trained(sync, rate, params, x):
     state = sync.init(params)
     for _ in range(2):
-      params_ = zenjax.unsummed(params, "data")
+      params_ = zenjax.unreduced(params, "data")
       loss = lambda p: jnp.sum((x @ (p["table"] + p["bias"])) ** 2)
       grads, state = sync.update(jax.grad(loss)(params_), state)
       params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
@@ -205,11 +205,11 @@ def test_what_has_none(given, options, words):
 
 def test_owners_have_none():
   """A derivative of bits would be zero without a word."""
-  tx = zenjax.owner_update(optax.sgd(0.1), "data", sparse=True)
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", sparse=True)
 
   def f(x):
     return tx.update(x, tx.init(x), x)[0]
 
   with pytest.raises(NotImplementedError) as error:
     trace(lambda x: jax.jvp(f, (x,), (x,)))
-  names(error, "owner_update", "zenjax.zen_sync", "stop_gradient")
+  names(error, "sharded_optimizer", "zenjax.zen_sync", "stop_gradient")

@@ -60,7 +60,7 @@ def test_gradient_that_autodiff_has_summed(scheme):
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, params, jnp.ones((N, 40, 4)))
-  names(error, "data", "unsummed", "emb")
+  names(error, "data", "unreduced", "emb")
 
 
 def test_a_dense_leaf_that_autodiff_has_summed():
@@ -77,7 +77,7 @@ def test_a_dense_leaf_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, params, jnp.ones((N, 4, 4)))
-  names(error, "data", "unsummed", "kernel")
+  names(error, "data", "unreduced", "kernel")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_leaves_that_are_not_real_floats(dtype):
   "make",
   [
     lambda: zenjax.zen_sync("data"),
-    lambda: zenjax.owner_update(optax.sgd(0.1), "data"),
+    lambda: zenjax.sharded_optimizer(optax.sgd(0.1), "data"),
     lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data"),
   ],
 )
@@ -178,8 +178,8 @@ def test_rows_where_only_arrays_go(name, check_vma):
 
   def step(ids):
     rows = zenjax.SparseRows(ids, jnp.ones((2, 4)) * ids[:, None], 40)
-    # What MultiSteps accumulates varies, as `zenjax.init` places it.
-    state = zenjax.unsummed(tx.init(table), "data")
+    # What MultiSteps accumulates varies, as `zenjax.init_state` places it.
+    state = zenjax.unreduced(tx.init(table), "data")
     return tx.update(rows, state, table)[0]
 
   mapped = jax.shard_map(

@@ -148,7 +148,7 @@ def test_remote_copies_are_never_replaced(manual, served):
     lambda: zenjax.zen_sync(
       "data", sparse=True, scheme="all_gather", tuning=PALLAS
     ),
-    lambda: zenjax.owner_update(
+    lambda: zenjax.sharded_optimizer(
       optax.sgd(0.1), "data", sparse=True, tuning=PALLAS
     ),
   ],

@@ -1,4 +1,4 @@
-"""zen_sync in plain `jit` on explicit axes: rows, and arrays left unsummed."""
+"""zen_sync in plain `jit` on explicit axes: rows, and arrays left unreduced."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -188,7 +188,7 @@ def test_rows(name):
 def unsummed_gradients(loss):
   def value_and_grad(params, ids, targets):
     # Twice is once.
-    params = zenjax.unsummed(zenjax.unsummed(params, "data"), "data")
+    params = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
     return jax.value_and_grad(loss)(params, ids, targets)
 
   return value_and_grad
@@ -198,7 +198,7 @@ def accumulated(loss):
   """Gradients of parts of the batch, added up before anyone sums them."""
 
   def value_and_grad(params, ids, targets):
-    params = zenjax.unsummed(params, "data")
+    params = zenjax.unreduced(params, "data")
     of_part = lambda params, *part: loss(params, *part) / 8
     gradients = jax.value_and_grad(of_part)
 
@@ -240,14 +240,14 @@ def test_arrays(name, value_and_grad):
 )
 def test_owners(value_and_grad):
   case, adagrad = CASES["one look-up"], optax.adagrad(0.1)
-  tx = zenjax.owner_update(adagrad, "data")
+  tx = zenjax.sharded_optimizer(adagrad, "data")
   got = train(case, tx, value_and_grad)
   want = train(case, adagrad, jax.value_and_grad)
   compare(case, got, want, arrays=value_and_grad is unsummed_gradients)
 
 
 def test_owners_want_parameters_whole():
-  tx = zenjax.owner_update(optax.adagrad(0.1), "data")
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data")
   with pytest.raises(ValueError, match="`params` must lie whole.*'table'"):
     train(CASES["columns"], tx, zenjax.value_and_grad)
 
@@ -287,7 +287,7 @@ def run_apart(tx, mesh, mapped: bool):
   params: Any = drawn(rng)
 
   def plain(params, state, ids, targets):
-    seen = zenjax.unsummed(params, "data")
+    seen = zenjax.unreduced(params, "data")
     loss, grads = jax.value_and_grad(one_look_up)(seen, ids, targets)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
@@ -304,7 +304,7 @@ def run_apart(tx, mesh, mapped: bool):
   losses, specs = [], None
   with jax.set_mesh(mesh):
     params = jax.device_put(params, P())
-    state = zenjax.init(tx, params, mesh, "data")
+    state = zenjax.init_state(tx, params, mesh, "data")
     step: Any = plain
     if mapped:
       specs = zenjax.state_specs(state, "data")
@@ -338,14 +338,14 @@ def test_what_devices_keep_apart_is_that_of_shard_map(name):
 
 def test_sparsifiers_want_parts_of_whole_leaves():
   tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
-  of_eight = zenjax.init(tx, {"t": jnp.ones((512, 4))}, LINE, "data")
+  of_eight = zenjax.init_state(tx, {"t": jnp.ones((512, 4))}, LINE, "data")
   with jax.set_mesh(GRID):
     params = {"t": jax.device_put(jnp.ones((512, 4)), P())}
-    state = zenjax.init(tx, params, GRID, "data")
+    state = zenjax.init_state(tx, params, GRID, "data")
     update = jax.jit(tx.update)
 
     def parts(params):
-      params = zenjax.unsummed(params, "data")
+      params = zenjax.unreduced(params, "data")
       return jax.grad(lambda params: params["t"].sum())(params)
 
     with pytest.raises(ValueError, match="micro must be unreduced.*'t'"):
@@ -367,10 +367,10 @@ def test_parameters_that_cannot_be_left_unsummed_are_as_they_were():
       "count": jax.device_put(jnp.arange(3), P()),
       "bias": jax.device_put(jnp.ones(1 << 14)[1:], P()),
     }
-    seen = zenjax.unsummed(params, "data")
+    seen = zenjax.unreduced(params, "data")
     assert jax.tree.map(jax.typeof, seen) == jax.tree.map(jax.typeof, params)
-    # A vector that may travel sparse by elements is left unsummed.
-    long = zenjax.unsummed(jax.device_put(jnp.ones(1 << 14), P()), "data")
+    # A vector that may travel sparse by elements is left unreduced.
+    long = zenjax.unreduced(jax.device_put(jnp.ones(1 << 14), P()), "data")
   assert jax.typeof(long).sharding.spec.reduced == {"data"}
 
 
@@ -378,7 +378,7 @@ def test_a_bias_and_a_sparsifier_are_refused_by_name():
   """JAX could not add a bias, and XLA has summed its gradient."""
 
   def grads_of(params, x):
-    seen = zenjax.unsummed(params, "data")
+    seen = zenjax.unreduced(params, "data")
     return jax.grad(lambda p: jnp.sum(x @ p["w"] + p["b"][None]))(seen)
 
   tx = zenjax.sparsify.micro("data", density=0.01, op="sum")
@@ -388,7 +388,7 @@ def test_a_bias_and_a_sparsifier_are_refused_by_name():
     x = jax.device_put(jnp.ones((8, 512)), P("data"))
     grads = jax.jit(grads_of)(params, x)
     np.testing.assert_array_equal(grads["b"], np.full(4, 8.0))
-    state = zenjax.init(tx, params, LINE, "data")
+    state = zenjax.init_state(tx, params, LINE, "data")
     with pytest.raises(ValueError, match="micro must be.*'b'.*a short vector"):
       jax.jit(tx.update)(grads, state)
 
@@ -409,7 +409,7 @@ def unreduced(axes):
   with jax.set_mesh(GRID):
     ones: Any = jax.device_put(jnp.ones((4096, 4)), P())
     return jax.jit(
-      lambda x: jax.grad(lambda x: x.sum())(zenjax.unsummed(x, axes))
+      lambda x: jax.grad(lambda x: x.sum())(zenjax.unreduced(x, axes))
     )(ones)
 
 
@@ -424,7 +424,7 @@ REFUSED = {
   ),
   "summed arrays": (
     lambda: jnp.ones((4096, 4)),
-    "nothing is left to save.*`zenjax.unsummed.*put `optax.MultiSteps`",
+    "nothing is left to save.*`zenjax.unreduced.*put `optax.MultiSteps`",
   ),
 }
 
@@ -441,4 +441,4 @@ def test_automatic_axes_leave_no_array_unsummed():
     (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
   )
   with jax.set_mesh(mesh), pytest.raises(ValueError, match="an automatic one"):
-    jax.jit(lambda x: zenjax.unsummed(x, "data"))(jnp.ones(3))
+    jax.jit(lambda x: zenjax.unreduced(x, "data"))(jnp.ones(3))

@@ -255,7 +255,7 @@ def test_a_mesh_of_explicit_axes():
   """As `jax.make_mesh` makes them, whatever the placement of the arguments."""
   rng = np.random.default_rng(0)
   batch = rng.integers(0, 600, 8), rng.standard_normal((8, 4), np.float32)
-  tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=True)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
 
   def step(state, ids, scale):
     table, state = state
@@ -266,7 +266,7 @@ def test_a_mesh_of_explicit_axes():
 
   def after_steps(mesh, specs):
     table = jnp.ones((600, 4))
-    state = table, zenjax.init(tx, table, mesh, "data")
+    state = table, zenjax.init_state(tx, table, mesh, "data")
     train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     for spec in specs:
       placed = jax.device_put(batch, spec and NamedSharding(mesh, spec))

@@ -21,7 +21,7 @@ def made(tx, axes=("data",)):
   if len(axes) == 2:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes)
   params = {"kernel": jnp.zeros((4, 4)), "table": jnp.zeros((8_192, 4))}
-  return zenjax.init(tx, params, mesh, axes)
+  return zenjax.init_state(tx, params, mesh, axes)
 
 
 def zen(axis: Any = "data"):
@@ -29,7 +29,7 @@ def zen(axis: Any = "data"):
 
 
 def owner(axis="data"):
-  return zenjax.owner_update(optax.sgd(0.1), axis, sparse=TABLES)
+  return zenjax.sharded_optimizer(optax.sgd(0.1), axis, sparse=TABLES)
 
 
 def exdyna():
@@ -46,12 +46,12 @@ def by_label(table, kernel):
 @pytest.mark.parametrize(
   ("tx", "words"),
   [
-    (optax.chain(zen(), owner()), ("owner_update", "leave zen_sync out")),
+    (optax.chain(zen(), owner()), ("sharded_optimizer", "leave zen_sync out")),
     (optax.chain(zen(), zen()), ("and to zen_sync", "leave one of them out")),
     (optax.chain(*[zen()] * 2), ("and to zen_sync", "leave one of them out")),
     (
       optax.chain(zen(), by_label(owner(), optax.sgd(0.1))),
-      ("owner_update", "leaf 'table' is"),
+      ("sharded_optimizer", "leaf 'table' is"),
     ),
     (
       optax.chain(zen(), zenjax.sparsify.micro("data", 0.1)),
@@ -98,4 +98,4 @@ def test_each_leaf_once():
 def test_transformations_that_synchronize_once_pass(name):
   tx = transforms.TRANSFORMS[name](transforms.zen_for)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-  zenjax.init(steps.lenient(tx), transforms.make_params(), mesh, "data")
+  zenjax.init_state(steps.lenient(tx), transforms.make_params(), mesh, "data")

@@ -29,7 +29,7 @@ def few_rows(shape):
 
 def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
   """What every device gets, and its state, after a step from parameters 1."""
-  tx = zenjax.owner_update(inner, "data", sparse=True, **options)
+  tx = zenjax.sharded_optimizer(inner, "data", sparse=True, **options)
   params = jnp.ones(grads.shape[1:])
 
   @jax.jit
@@ -45,7 +45,7 @@ def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
   [
     (optax.adagrad(0.5), (5, 30, 4)),  # The last dimension makes the rows.
     # 128 columns would be split if a row could be.
-    (zenjax.rows.row_adagrad(0.5), (96, 128)),
+    (zenjax.rows.rowwise_adagrad(0.5), (96, 128)),
   ],
   ids=["folded", "whole rows"],
 )

@@ -89,7 +89,7 @@ def test_owners_update_what_they_sum(name):
   spread = NamedSharding(mesh, batch)
   inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
   losses, want, _, _ = train(inner, jax.value_and_grad, params, spread)
-  tx = zenjax.owner_update(inner, axis)
+  tx = zenjax.sharded_optimizer(inner, axis)
   found, got, state, _ = train(tx, zenjax.value_and_grad, params, spread)
   np.testing.assert_allclose(found, losses, rtol=1e-6)
   for key in params:
@@ -342,7 +342,7 @@ OWNERS_REFUSED = {
 @pytest.mark.parametrize("name", OWNERS_REFUSED)
 def test_owners_refuse_by_name(name):
   value_and_grad, given, batch, words = OWNERS_REFUSED[name]
-  tx = zenjax.owner_update(optax.sgd(0.1), "data", mesh=LINE, **given)
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), "data", mesh=LINE, **given)
   spread = NamedSharding(LINE, batch)
   with pytest.raises(ValueError, match=words):
     train(tx, value_and_grad, drawn(), spread)

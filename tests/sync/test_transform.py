@@ -165,7 +165,7 @@ def test_init_is_abstract():
   abstract = jax.eval_shape(tx.init, params)
   for state in (
     tx.init(params),
-    zenjax.init(tx, params, runners.mesh(N), "data"),
+    zenjax.init_state(tx, params, runners.mesh(N), "data"),
     tx.init(jax.eval_shape(lambda: params)),
   ):
     assert jax.tree.structure(abstract) == jax.tree.structure(state)

@@ -201,7 +201,7 @@ def test_file_keeps_samples_versions_and_command(tmp_path):
     ("dense", "adam"),
     ("rows", "sgd"),
     ("rows-pinned", "adam"),
-    ("owners", "row_adagrad"),
+    ("owners", "rowwise_adagrad"),
     ("sharded", "adagrad"),
     pytest.param("zen", "adagrad", marks=pytest.mark.more),
   ],

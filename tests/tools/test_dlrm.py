@@ -274,10 +274,10 @@ def test_sharded_tables_learn_the_same_and_resume(monkeypatch, tmp_path, capfd):
   assert f"{whole} after 30; median step" in out
   want, _, got = trainers
   table = got.params["tables"]["c03"]["embedding"][...]
-  assert isinstance(table, zenjax.rows.ShardedTable)
+  assert isinstance(table, zenjax.tables.ShardedTable)
   part = table.value.addressable_shards[0].data
   assert 8 * part.shape[0] == table.value.shape[0] >= table.num_rows
-  got = jax.tree.leaves(zenjax.rows.unshard(got.params))
+  got = jax.tree.leaves(zenjax.tables.unshard(got.params))
   for one, other in zip(got, jax.tree.leaves(want.params), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

@@ -60,7 +60,7 @@ def test_row_gradients_learn_as_dense_ones_do():
 
 @pytest.mark.more
 def test_owners_keep_an_nth_and_learn_the_same():
-  out = _output("owner_update.py", "--steps", "20")
+  out = _output("sharded_optimizer.py", "--steps", "20")
   everywhere, owners, half = _numbers(r"([\d.]+) MB", out)
   assert everywhere / owners == pytest.approx(8, rel=0.05)
   assert half == pytest.approx(2 * owners, rel=0.05)

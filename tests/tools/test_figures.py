@@ -208,7 +208,7 @@ def of_rows() -> list[str]:
   ]
   return [
     f"a step is {rows:.0f} times faster than `pmean` with dense Adam, with"
-    f" `owner_update` {owners:.0f} times"
+    f" `sharded_optimizer` {owners:.0f} times"
   ]
 
 
@@ -248,7 +248,7 @@ def of_compiling_between_hosts() -> list[str]:
     if (cell["workload"], cell["variant"]) == ("lm1b-lstm", "zen")
   }
   return [
-    f"took {rows:.1f} s to compile, that with `rows.shard` {sharded:.1f} s",
+    f"took {rows:.1f} s to compile, that with `tables.shard` {sharded:.1f} s",
     "The exchange of an array of `lm1b-lstm` alone took"
     f" {arrays:.1f} s between 8 hosts",
   ]

@@ -74,10 +74,10 @@ def main(directory, steps, doomed=-1, moment=""):
   jax.config.update("jax_num_cpu_devices", DEVICES)
   mesh = jax.sharding.Mesh(jax.devices(), ("data",))
   split = jax.NamedSharding(mesh, jax.P("data"))
-  tx = zenjax.owner_update(optax.adam(0.05), "data", mesh=mesh)
+  tx = zenjax.sharded_optimizer(optax.adam(0.05), "data", mesh=mesh)
   table = np.random.default_rng(0).normal(size=(ROWS, WIDTH))
   params = {"table": table.astype(np.float32)}
-  params = zenjax.rows.shard(params, mesh, "data", tables=True)
+  params = zenjax.tables.shard(params, mesh, "data", tables=True)
   state = params, tx.init(params)
 
   @jax.jit
@@ -91,13 +91,13 @@ def main(directory, steps, doomed=-1, moment=""):
   losses, first = {}, 0
   with ocp.CheckpointManager(directory, options=usual) as manager:
     if (last := manager.latest_step()) is not None:
-      like = ocp.args.StandardRestore(zenjax.reshard(state), strict=False)
+      like = ocp.args.StandardRestore(zenjax.to_checkpoint(state), strict=False)
       saved = manager.restore(last, args=like)
-      state, first = zenjax.reshard(saved, mesh, "data"), last + 1
+      state, first = zenjax.from_checkpoint(saved, mesh, "data"), last + 1
     for i in range(first, steps):
       state, loss = step(state, *jax.device_put(batch_of(i), split))
       losses[str(i)] = np.asarray(loss)
-      args = ocp.args.StandardSave(zenjax.reshard(state))
+      args = ocp.args.StandardSave(zenjax.to_checkpoint(state))
       if i == doomed:
         manager.wait_until_finished()
         options = ocp.CheckpointManagerOptions(
@@ -110,7 +110,7 @@ def main(directory, steps, doomed=-1, moment=""):
           _kill()
         dying.wait_until_finished()
       manager.save(i, args=args)
-  tables = zenjax.rows.unshard(state[0])
+  tables = zenjax.tables.unshard(state[0])
   np.savez(f"{directory}.npz", table=jnp.asarray(tables["table"]), **losses)
 
 

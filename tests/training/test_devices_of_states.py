@@ -24,7 +24,7 @@ TABLES = lambda name, _: name == "table"
 
 def owners(**options):
   inner = options.pop("inner", optax.adam(0.1))
-  return zenjax.owner_update(inner, "data", sparse=TABLES, **options)
+  return zenjax.sharded_optimizer(inner, "data", sparse=TABLES, **options)
 
 
 TRANSFORMS: dict[str, Any] = {
@@ -36,7 +36,7 @@ TRANSFORMS: dict[str, Any] = {
     zenjax.zen_sync("data", sparse=True, unit="element"),
   ),
   "micro": zenjax.sparsify.micro("data", 0.5),
-  "owner_update": owners(),
+  "sharded_optimizer": owners(),
   "accumulated": optax.MultiSteps(owners(), 2),
 }
 
@@ -68,10 +68,10 @@ def traced(tx, state, n, *, by, params=PARAMS, donate=False):
 
 
 def made(tx, n, params=PARAMS):
-  return zenjax.init(tx, params, runners.mesh(n), "data")
+  return zenjax.init_state(tx, params, runners.mesh(n), "data")
 
 
-@pytest.mark.usually("owner_update", "carry", "micro")
+@pytest.mark.usually("sharded_optimizer", "carry", "micro")
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_another_number_of_devices(kind):
   """Each count is named, and what moves the state; where that is, it runs."""
@@ -81,21 +81,27 @@ def test_another_number_of_devices(kind):
     for donate in (False, True):
       with pytest.raises(ValueError) as error:
         traced(tx, states[had], n, by="data_parallel", donate=donate)
-      words = [f"the {n} devices", f"made for {had}", "zenjax.reshard(state"]
+      words = [
+        f"the {n} devices",
+        f"made for {had}",
+        "zenjax.to_checkpoint(state",
+      ]
       names(error, "`state`", *words)
   # A device then has the parts of several.
   for had, n in ((4, 2), (3, 1), (4, 1)):
     for state in (states[had], jax.tree.map(np.asarray, states[had])):
       with pytest.raises(ValueError) as error:
         traced(tx, state, n, by="shard_map")
-      names(error, "`state`", f"{n} devices", str(had), "zenjax.reshard(state")
+      names(
+        error, "`state`", f"{n} devices", str(had), "zenjax.to_checkpoint(state"
+      )
   for n in (1, 2):
-    state = zenjax.reshard(states[4], runners.mesh(n), "data")
+    state = zenjax.from_checkpoint(states[4], runners.mesh(n), "data")
     traced(tx, state, n, by="shard_map")
     traced(tx, state, n, by="data_parallel")
 
 
-@pytest.mark.parametrize("kind", ["micro", "owner_update"])
+@pytest.mark.parametrize("kind", ["micro", "sharded_optimizer"])
 def test_states_of_mapped_devices_that_are_cut(kind):
   """As of `pmap`, where a state has a dimension of devices in front."""
   tx = TRANSFORMS[kind]
@@ -106,10 +112,14 @@ def test_states_of_mapped_devices_that_are_cut(kind):
   jax.eval_shape(step, stack(4), state)
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, stack(2), jax.tree.map(lambda x: x[:2], state))
-  names(error, "`state`", "2 devices", "made for 4", "zenjax.reshard(state")
+  names(
+    error, "`state`", "2 devices", "made for 4", "zenjax.to_checkpoint(state"
+  )
 
 
-@pytest.mark.parametrize("kind", ["carry", "error_feedback", "owner_update"])
+@pytest.mark.parametrize(
+  "kind", ["carry", "error_feedback", "sharded_optimizer"]
+)
 def test_parts_that_are_not_split(kind):
   tx = TRANSFORMS[kind]
   with pytest.raises(ValueError) as error:
@@ -127,20 +137,24 @@ def test_leaves_of_four_devices_in_the_structure_of_two():
   assert parts(state) == parts(fresh), "shapes of parts tell nothing here"
   with pytest.raises(ValueError) as error:
     traced(tx, state, 2, by="shard_map")
-  names(error, "`state`", "2 devices", "saved on 4", "zenjax.reshard(state")
-  moved = zenjax.reshard(state, runners.mesh(2), "data")
-  want = zenjax.reshard(made(tx, 4), runners.mesh(2), "data")
+  names(
+    error, "`state`", "2 devices", "saved on 4", "zenjax.to_checkpoint(state"
+  )
+  moved = zenjax.from_checkpoint(state, runners.mesh(2), "data")
+  want = zenjax.from_checkpoint(made(tx, 4), runners.mesh(2), "data")
   assert jax.tree.structure(moved) == jax.tree.structure(want)
   jax.tree.map(np.testing.assert_array_equal, moved, want)
 
 
 def test_a_state_in_the_order_of_rows():
   tx = owners()
-  saved = zenjax.reshard(made(tx, 4))
+  saved = zenjax.to_checkpoint(made(tx, 4))
   for by in ("shard_map", "data_parallel"):
     with pytest.raises(ValueError) as error:
       traced(tx, saved, 1, by=by)
-    names(error, "`state`", "order of rows", "zenjax.reshard(state, mesh")
+    names(
+      error, "`state`", "order of rows", "zenjax.from_checkpoint(state, mesh"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +170,7 @@ def test_other_owners_on_as_many_devices(other):
   """Which `like` makes those of the state, but of tables there must be all."""
   tx = owners()
   options: Any = dict(sparse=TABLES) | other
-  wanted = zenjax.owner_update(optax.adam(0.1), "data", **options)
+  wanted = zenjax.sharded_optimizer(optax.adam(0.1), "data", **options)
   state = made(tx, 4)
   with pytest.raises(ValueError) as error:
     traced(wanted, state, 4, by="shard_map")
@@ -164,9 +178,9 @@ def test_other_owners_on_as_many_devices(other):
     names(error, "`state`", "'dense'")
     return
   said = "hash_seed" if "tuning" in other else next(iter(other))
-  names(error, "`state`", "4 devices", said, "like=zenjax.init")
+  names(error, "`state`", "4 devices", said, "like=zenjax.init_state")
   like = made(wanted, 2)
-  moved = zenjax.reshard(state, runners.mesh(2), "data", like=like)
+  moved = zenjax.from_checkpoint(state, runners.mesh(2), "data", like=like)
   assert jax.tree.structure(moved) == jax.tree.structure(like)
   traced(wanted, moved, 2, by="shard_map")
 
@@ -175,7 +189,7 @@ def test_another_shape_of_a_table():
   tx, other = owners(), PARAMS | {"table": jnp.zeros((127, 4))}
   with pytest.raises(ValueError) as error:
     traced(tx, made(tx, 4), 4, by="shard_map", params=other)
-  names(error, "`state`", "tables and owners", "owner_update")
+  names(error, "`state`", "tables and owners", "sharded_optimizer")
 
 
 def test_what_keeps_nothing_of_tables_is_of_any_number_of_devices():
@@ -190,7 +204,7 @@ def test_what_keeps_nothing_of_tables_is_of_any_number_of_devices():
   ("made_by", "used_by", "words"),
   [
     ("carry", "exact", ["'exact'", "'carry'", "would be lost"]),
-    ("exact", "carry", ["'carry'", "'exact'", "zenjax.init"]),
+    ("exact", "carry", ["'carry'", "'exact'", "zenjax.init_state"]),
   ],
 )
 def test_a_residual_where_none_is_wanted_and_the_reverse(
@@ -212,4 +226,4 @@ def test_a_residual_of_another_shape():
   tx, other = TRANSFORMS["carry"], PARAMS | {"table": jnp.zeros((64, 8))}
   with pytest.raises(ValueError) as error:
     traced(tx, made(tx, 2), 2, by="shard_map", params=other)
-  names(error, "`state`", "'table'", "(1, 64, 8)", "zenjax.init")
+  names(error, "`state`", "'table'", "(1, 64, 8)", "zenjax.init_state")

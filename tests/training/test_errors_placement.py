@@ -21,7 +21,7 @@ def test_residuals_that_were_not_made_by_init():
   )
   params = {"t": jnp.zeros((41, 4))}
   specs = zenjax.state_specs(
-    zenjax.init(tx, params, runners.mesh(N), "data"), "data"
+    zenjax.init_state(tx, params, runners.mesh(N), "data"), "data"
   )
   assert P("data") in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
   with pytest.raises(ValueError):
@@ -40,7 +40,7 @@ def test_init_over_an_axis_that_the_mesh_lacks(on_overflow):
   tx = zenjax.zen_sync("data", sparse=True, on_overflow=on_overflow)
   params = {"t": jnp.zeros((41, 4))}
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, params, runners.mesh(N), "batch")
+    zenjax.init_state(tx, params, runners.mesh(N), "batch")
   names(error, "`axis_name`", "batch", "data")
 
 
@@ -49,11 +49,11 @@ def test_init_over_another_axis_than_that_of_the_residuals():
   mesh = jax.make_mesh((N, N), ("data", "batch"))
   params = {"t": jnp.zeros((41, 4))}
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, params, mesh, "batch")
-  names(error, "`axis_name`", "'data'", "zenjax.init")
+    zenjax.init_state(tx, params, mesh, "batch")
+  names(error, "`axis_name`", "'data'", "zenjax.init_state")
   (residual,) = (
     leaf.residual
-    for leaf in zenjax.init(tx, params, mesh, "data").leaves.values()
+    for leaf in zenjax.init_state(tx, params, mesh, "data").leaves.values()
   )
   assert residual.shape == (N, 41, 4)
 
@@ -61,7 +61,7 @@ def test_init_over_another_axis_than_that_of_the_residuals():
 def test_reshard_to_a_mesh_without_the_axis():
   state = zenjax.zen_sync("data").init({"t": jnp.zeros((41, 4))})
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(state, runners.mesh(N), "batch")
+    zenjax.from_checkpoint(state, runners.mesh(N), "batch")
   names(error, "`axis_name`", "batch", "data")
 
 
@@ -69,7 +69,7 @@ def test_multisteps_of_a_scalar():
   """Gradients accumulated per device need a dimension to be split along."""
   tx = optax.MultiSteps(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)), 2)
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, {"scale": jnp.zeros(())}, runners.mesh(N), "data")
+    zenjax.init_state(tx, {"scale": jnp.zeros(())}, runners.mesh(N), "data")
   names(error, "`state`", "MultiSteps", "(1,)")
 
 
@@ -82,8 +82,8 @@ def test_multisteps_that_were_not_made_by_init():
   )
   with pytest.raises(ValueError) as error:
     step((params, tx.init(params)), jnp.zeros(N))
-  names(error, "`state`", "MultiSteps", "zenjax.init", "(6,)", "other")
-  made = zenjax.init(tx, params, runners.mesh(N), "data")
+  names(error, "`state`", "MultiSteps", "zenjax.init_state", "(6,)", "other")
+  made = zenjax.init_state(tx, params, runners.mesh(N), "data")
   step((params, made), jnp.zeros(N))
 
 
@@ -173,7 +173,7 @@ def sharded(axis_type, spec):
   return mesh, params | {"table": jax.device_put(params["table"], placed)}
 
 
-_WORDS = ("table'", "(40, 4)", "gathered", "zenjax.rows.shard", "P()")
+_WORDS = ("table'", "(40, 4)", "gathered", "zenjax.tables.shard", "P()")
 
 
 @pytest.mark.parametrize("axis_type", [_AUTOMATIC, _EXPLICIT])
@@ -185,7 +185,7 @@ def test_table_that_is_sharded_over_the_data(axis_type, spec):
   step = lambda state, x: (state, x.mean())
   step = zenjax.data_parallel(step, mesh, "data")
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, params, mesh, "data")
+    zenjax.init_state(tx, params, mesh, "data")
   names(error, "`params`", "'table'", *_WORDS, str(spec))
   state = optax.EmptyState(), params
   with pytest.raises(ValueError) as error:
@@ -201,7 +201,7 @@ def test_table_that_is_sharded_over_another_axis():
   """`init` may gather columns, as zen_sync does; a step would keep all."""
   mesh, params = sharded(_AUTOMATIC, P(None, "model"))
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
-  zenjax.init(tx, params, mesh, "data")
+  zenjax.init_state(tx, params, mesh, "data")
   step = zenjax.data_parallel(lambda params, x: (params, 0), mesh, "data")
   with pytest.raises(ValueError) as error:
     step(params, jnp.zeros(N))
@@ -231,8 +231,8 @@ def test_an_axis_name_that_is_a_mesh():
 
 
 def test_rows_of_owners_are_not_made_lazy():
-  owners = zenjax.owner_update(optax.sgd(0.1), "data")
+  owners = zenjax.sharded_optimizer(optax.sgd(0.1), "data")
   tx = zenjax.lazy_rows(owners)
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, jnp.zeros((1000, 64)), runners.mesh(N), "data")
-  names(error, "`inner`", "owner_update in the place")
+    zenjax.init_state(tx, jnp.zeros((1000, 64)), runners.mesh(N), "data")
+  names(error, "`inner`", "sharded_optimizer in the place")

@@ -92,7 +92,7 @@ def test_norm_of_a_gradient_that_autodiff_has_summed():
   )
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.unsummed")
+  names(error, "`updates`", "zenjax.unreduced")
 
 
 # Lengths of 8 windows on 4 devices: one has nothing but padding.
@@ -138,7 +138,7 @@ def sharded(kind, weighted, dtype=np.float32, axes="data"):
 
     args = jnp.asarray(W, dtype), jnp.asarray(SCALE, dtype)
     if kind == "vma":
-      args = zenjax.unsummed(args, axes)
+      args = zenjax.unreduced(args, axes)
     out = jax.value_and_grad(share)(args)
     return jax.tree.map(lambda x: lax.pmean(x, axes), out)
 
@@ -199,7 +199,7 @@ def test_in_a_step_of_data_parallel():
     return (optax.apply_updates(w, updates), state), loss
 
   w = jnp.asarray(W)
-  state = w, zenjax.init(tx, w, runners.mesh(N), "data")
+  state = w, zenjax.init_state(tx, w, runners.mesh(N), "data")
   step = jax.jit(zenjax.data_parallel(step, runners.mesh(N), "data"))
   (after, _), loss = step(state, X, MASK)
   want, (by_w, _) = whole(W, SCALE, False)

@@ -50,7 +50,7 @@ def step_of(tx, sync=lambda grads: grads, see=lambda value: value):
 
 def trace(step, tx, mesh=None, axis: Any = "data"):
   mesh = mesh or runners.mesh(N)
-  state = zenjax.init(tx, parameters(), mesh, axis)
+  state = zenjax.init_state(tx, parameters(), mesh, axis)
   mapped = zenjax.data_parallel(step, mesh, axis)
   return jax.eval_shape(mapped, (parameters(), state), IDS)
 
@@ -117,7 +117,7 @@ def test_what_is_drawn_from_an_own_key_after_gradients_are_averaged(axes):
   if axes != "data":
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, axes)
-  state = parameters(), zenjax.init(tx, parameters(), mesh, axes)
+  state = parameters(), zenjax.init_state(tx, parameters(), mesh, axes)
   given = state, IDS, jax.random.key(0)
   mapped = lambda noise: zenjax.data_parallel(step(noise), mesh, axes)
   jax.eval_shape(mapped(lambda params, key: params), *given)
@@ -127,7 +127,7 @@ def test_what_is_drawn_from_an_own_key_after_gradients_are_averaged(axes):
   names(error, "`step`", "'0.kernel' of it", "a key of its own", "lax.pmean(x")
   one = runners.mesh(1)
   if axes == "data":
-    state = parameters(), zenjax.init(tx, parameters(), one, axes)
+    state = parameters(), zenjax.init_state(tx, parameters(), one, axes)
     run = zenjax.data_parallel(step(noisy), one, axes)
     jax.eval_shape(run, state, *given[1:])
 
@@ -182,7 +182,9 @@ KEEPS: dict[str, Any] = {
     ),
     zenjax.zen_sync("data", sparse=True, unit="element"),
   ),
-  "owner_update": zenjax.owner_update(optax.adam(0.1), "data", **TABLE),
+  "sharded_optimizer": zenjax.sharded_optimizer(
+    optax.adam(0.1), "data", **TABLE
+  ),
 }
 
 
@@ -205,7 +207,7 @@ def _trace_drawn(tx, sync=lambda grads: grads, params=None, n=N):
     updates, state = tx.update(sync(grads), state, params)
     return (optax.apply_updates(params, updates), state), ids.sum()
 
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   mapped = zenjax.data_parallel(step, mesh, "data")
   jax.eval_shape(mapped, state, IDS, jax.random.key(0))
 
@@ -316,7 +318,7 @@ def test_transformations_that_average_pass(name):
     with jax.numpy_dtype_promotion("standard"):
       return (optax.apply_updates(params, updates), state), 0
 
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   mapped = zenjax.data_parallel(step, mesh, "data")
   jax.eval_shape(mapped, state, transforms.make_stack(0))
 
@@ -354,7 +356,7 @@ def test_step_is_traced_once_and_keeps_its_places():
 
   mesh = runners.mesh(N)
   step = jax.jit(zenjax.data_parallel(scoped, mesh, "data"), donate_argnums=0)
-  state = parameters(), zenjax.init(tx, parameters(), mesh, "data")
+  state = parameters(), zenjax.init_state(tx, parameters(), mesh, "data")
   lowered = step.lower(state, IDS)
   text = lowered.as_text(debug_info=True)
   assert len(times) == 1

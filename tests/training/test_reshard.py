@@ -33,13 +33,13 @@ PARAMS: dict[str, Any] = {
 # By leaf, the kind of state that is kept for it.
 LABELS = dict(
   big="exdyna",
-  bias="owner_update",
+  bias="sharded_optimizer",
   heavy="momentum",
   kernel="top_k",
   late="carry",
   passed="threshold",
   small="micro",
-  table="owner_update",
+  table="sharded_optimizer",
 )
 
 
@@ -55,7 +55,9 @@ def everything(names):
   kinds: Any = {
     "exdyna": zenjax.sparsify.exdyna("data", 0.01),
     "micro": zenjax.sparsify.micro("data", 0.05),
-    "owner_update": zenjax.owner_update(optax.adam(0.1), "data", **table),
+    "sharded_optimizer": zenjax.sharded_optimizer(
+      optax.adam(0.1), "data", **table
+    ),
     "top_k": optax.chain(zenjax.sparsify.error_feedback(top_k, "data"), sent),
     "threshold": optax.chain(
       zenjax.sparsify.error_feedback(large, "data"), sent
@@ -94,7 +96,7 @@ class Run:
     self._steps = {}
 
   def init(self, n):
-    return zenjax.init(self.tx, self.params, runners.mesh(n), "data")
+    return zenjax.init_state(self.tx, self.params, runners.mesh(n), "data")
 
   def step(self, n):
     def step(state, gradients):
@@ -126,7 +128,7 @@ def kept(state) -> dict[str, np.ndarray]:
   """What waits, in the weight of a mean over devices."""
   waits = {}
   for name, kind in LABELS.items():
-    if kind == "owner_update" or kind not in state.inner_states:
+    if kind == "sharded_optimizer" or kind not in state.inner_states:
       continue
     inner = inner_of(state, kind)
     if kind == "carry":
@@ -168,10 +170,10 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(names):
   whole = {name: begun[name].copy() for name in lossless}
   for n, steps in ((3, 7), (1, 6), (8, 7)):
     before = kept(state)
-    saved = zenjax.reshard(state)
+    saved = zenjax.to_checkpoint(state)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(saved))
-    state = zenjax.reshard(saved, runners.mesh(n), "data")
-    same = zenjax.reshard(state, runners.mesh(n), "data")
+    state = zenjax.from_checkpoint(saved, runners.mesh(n), "data")
+    same = zenjax.from_checkpoint(state, runners.mesh(n), "data")
     jax.tree.map(np.testing.assert_array_equal, same, state)
     after = kept(state)
     for name in before:
@@ -261,11 +263,13 @@ def test_what_waits_keeps_the_weight_that_it_has_by_op(op):
   """
   params = {"bias": jnp.zeros(3), "w": jnp.zeros(32_768)}
   for kind, tx in of_op(op).items():
-    state = zenjax.init(tx, params, runners.mesh(8), "data")
+    state = zenjax.init_state(tx, params, runners.mesh(8), "data")
     state = filled(state, np.arange(1.0, 9.0))
     count = 1 if kind in ("exdyna", "micro") else 3
     for n in (3, 1, 8):
-      state = zenjax.reshard(zenjax.reshard(state), runners.mesh(n), "data")
+      state = zenjax.from_checkpoint(
+        zenjax.to_checkpoint(state), runners.mesh(n), "data"
+      )
       weight = n / 8 if op == "mean" else 1.0
       assert sums(state) == pytest.approx([36 * weight] * count), (kind, n)
 
@@ -274,9 +278,9 @@ def test_feedback_alone_is_averaged():
   feedback = zenjax.sparsify.error_feedback(
     zenjax.sparsify.top_k(0.25, sparse=True), "data"
   )
-  state = zenjax.init(feedback, jnp.zeros(4), runners.mesh(8), "data")
+  state = zenjax.init_state(feedback, jnp.zeros(4), runners.mesh(8), "data")
   state = filled(state, np.arange(1.0, 9.0))
-  assert sums(zenjax.reshard(state, runners.mesh(2), "data")) == [9.0]
+  assert sums(zenjax.from_checkpoint(state, runners.mesh(2), "data")) == [9.0]
 
 
 def test_feedback_whose_zen_syncs_say_both():
@@ -285,28 +289,30 @@ def test_feedback_whose_zen_syncs_say_both():
   params = {op: {"bias": jnp.zeros(3), "w": jnp.zeros(8)} for op in kinds}
   labels = {op: {"bias": op, "w": op} for op in kinds}
   tx = optax.multi_transform(kinds, labels)
-  state = zenjax.init(tx, params, runners.mesh(8), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(8), "data")
   state = filled(state, np.arange(1.0, 9.0))
   mesh = runners.mesh(2)
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(state, mesh, "data")
+    zenjax.from_checkpoint(state, mesh, "data")
   names(error, "`state`", "bias", "op='mean'", "op='sum'", "sync_state")
   for op, sum_now in (("mean", 9.0), ("sum", 36.0)):
     feedback, sync = state.inner_states[op].inner_state
-    moved, _ = zenjax.reshard((feedback, sync), mesh, "data")
+    moved, _ = zenjax.from_checkpoint((feedback, sync), mesh, "data")
     assert sums(moved) == [sum_now] * 3
 
 
 def test_a_residual_that_does_not_hold_what_waits():
   tx = zenjax.sparsify.micro("data", 0.5, residual_dtype=jnp.float16)
-  state = zenjax.init(tx, jnp.zeros(8), runners.mesh(1), "data")
+  state = zenjax.init_state(tx, jnp.zeros(8), runners.mesh(1), "data")
   full = filled(state, np.array([60_000.0]))
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(full, runners.mesh(2), "data")
+    zenjax.from_checkpoint(full, runners.mesh(2), "data")
   names(error, "`state`", "float16", "1.2e+05", "residual_dtype")
   # What is no number waits as it is.
   wrong = filled(state, np.array([np.inf]))
-  assert sums(zenjax.reshard(wrong, runners.mesh(2), "data")) == [np.inf]
+  assert sums(zenjax.from_checkpoint(wrong, runners.mesh(2), "data")) == [
+    np.inf
+  ]
 
 
 def remembers() -> optax.GradientTransformation:
@@ -346,15 +352,15 @@ INNER = {
     dict(bf16="b", deep="a", dense="a", long="c", table="a"),
   ),
   "remembers": remembers(),
-  "row_adagrad": optax.chain(
-    remembers(), zenjax.rows.row_adagrad(0.1, initial_accumulator_value=0.5)
+  "rowwise_adagrad": optax.chain(
+    remembers(), zenjax.rows.rowwise_adagrad(0.1, initial_accumulator_value=0.5)
   ),
 }
 
 
 def owners(inner, whole_rows=False, **options):
   left = ("deep", "dense") if whole_rows else ("dense",)
-  return zenjax.owner_update(
+  return zenjax.sharded_optimizer(
     inner, "data", sparse=lambda name, _: name not in left, **options
   )
 
@@ -364,14 +370,14 @@ def equal(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.usually("remembers-options0*", "row_adagrad*", "by label*")
+@pytest.mark.usually("remembers-options0*", "rowwise_adagrad*", "by label*")
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
     ("remembers", dict(tuning=zenjax.Tuning(hash_seed=5)), (8, 3, 1, 8, 2)),
     ("remembers", dict(partition="columns"), (8, 3, 1, 5)),
     ("remembers", dict(partition=2), (8, 2, 4)),
-    ("row_adagrad", dict(whole_rows=True), (3, 8, 1)),
+    ("rowwise_adagrad", dict(whole_rows=True), (3, 8, 1)),
     ("by label", dict(partition=2), (4, 8)),
     ("adagrad", dict(partition="columns"), (3, 8)),
   ],
@@ -379,13 +385,15 @@ def equal(one, other):
 def test_what_moves_is_what_is_made_there(inner, options, devices):
   """Of every row and column, padding included, as `init` lays it out."""
   tx = owners(INNER[inner], **options)
-  made = {n: zenjax.init(tx, PLACED, runners.mesh(n), "data") for n in devices}
+  made = {
+    n: zenjax.init_state(tx, PLACED, runners.mesh(n), "data") for n in devices
+  }
   first, *others = devices
-  saved, state = zenjax.reshard(made[first]), made[first]
+  saved, state = zenjax.to_checkpoint(made[first]), made[first]
   for n in others:
     host = jax.tree.map(np.asarray, state)
     for form in (saved, state, host):
-      moved = zenjax.reshard(form, runners.mesh(n), "data")
+      moved = zenjax.from_checkpoint(form, runners.mesh(n), "data")
       equal(moved, made[n])
       jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0,
@@ -393,7 +401,7 @@ def test_what_moves_is_what_is_made_there(inner, options, devices):
         made[n],
       )
     state = moved
-    again = zenjax.reshard(state)
+    again = zenjax.to_checkpoint(state)
     assert jax.tree.structure(again) == jax.tree.structure(saved)
     equal(again.inner, saved.inner)
   if inner == "remembers":
@@ -410,20 +418,22 @@ def test_numbers_of_rows_that_have_no_columns(partition):
   """Also where an owner has one column of a table."""
   tx, ids = owners(counts(), partition=partition), np.arange(37)[:, None]
   params = {"table": jnp.zeros((37, 8))}
-  made = {n: zenjax.init(tx, params, runners.mesh(n), "data") for n in (8, 2)}
-  saved = zenjax.reshard(made[8])
+  made = {
+    n: zenjax.init_state(tx, params, runners.mesh(n), "data") for n in (8, 2)
+  }
+  saved = zenjax.to_checkpoint(made[8])
   (part,) = jax.tree.leaves(saved.inner)
   assert part.tolist() == [[7]] * 37
   numbered = saved._replace(
     inner=jax.tree.map(lambda x: ids.astype(x.dtype), saved.inner)
   )
   for n in (2, 8):
-    state = zenjax.reshard(numbered, runners.mesh(n), "data")
+    state = zenjax.from_checkpoint(numbered, runners.mesh(n), "data")
     (part,), (fresh,) = map(jax.tree.leaves, (state.inner, made[n].inner))
     assert part.shape == fresh.shape
     assert sorted(set(part[:, 0].tolist())) == list(range(37))
     np.testing.assert_array_equal(
-      zenjax.reshard(state).inner[0]["table"].part, ids
+      zenjax.to_checkpoint(state).inner[0]["table"].part, ids
     )
 
 
@@ -440,15 +450,17 @@ def test_residuals_over_two_axes(op, kind):
   carry: Any = dict(on_overflow="carry", op=op)
   tx = zenjax.zen_sync(axes, sparse=True, **carry)
   params = jnp.zeros((5, 2), kind)
-  state = zenjax.init(tx, params, mesh(2, 4), axes)
+  state = zenjax.init_state(tx, params, mesh(2, 4), axes)
   waits = np.random.default_rng(0).integers(0, 9, (8, 5, 2))
   (name,) = state.leaves
   leaf = state.leaves[name]._replace(residual=waits.astype(kind))
   state = state._replace(leaves={name: leaf})
   for shape in ((1, 2), (2, 2), (1, 1), (2, 4), (1, 3)):
     n = int(np.prod(shape))
-    moved = zenjax.reshard(zenjax.reshard(state), mesh(*shape), axes)
-    fresh = zenjax.init(tx, params, mesh(*shape), axes)
+    moved = zenjax.from_checkpoint(
+      zenjax.to_checkpoint(state), mesh(*shape), axes
+    )
+    fresh = zenjax.init_state(tx, params, mesh(*shape), axes)
     assert jax.tree.structure(moved) == jax.tree.structure(fresh)
     residual = moved.leaves[name].residual
     assert residual.shape == (n, 5, 2) and residual.dtype == kind
@@ -473,11 +485,11 @@ def test_residuals_that_are_copies_along_an_axis():
     jax.sharding.Mesh(devices[: a * b].reshape(a, b), axes)
     for a, b in ((2, 4), (1, 2))
   ]
-  state = zenjax.init(tx, jnp.zeros((5, 2)), meshes[0], axes)
-  same = zenjax.reshard(state, meshes[0], axes)
+  state = zenjax.init_state(tx, jnp.zeros((5, 2)), meshes[0], axes)
+  same = zenjax.from_checkpoint(state, meshes[0], axes)
   jax.tree.map(np.testing.assert_array_equal, same, state)
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(same, meshes[1], axes)
+    zenjax.from_checkpoint(same, meshes[1], axes)
   names(error, "`axis_name`", "2 devices", "with 8")
 
 
@@ -485,7 +497,7 @@ def accumulating(tx, n, mini_step, values):
   """A state on `n` devices that has accumulated `values: [n, ..]`."""
   tx = optax.MultiSteps(tx, 4)
   params = {"table": jnp.zeros((5, 2)), "w": jnp.zeros(3)}
-  state = zenjax.init(tx, params, runners.mesh(n), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(n), "data")
   accumulated = {k: v.reshape(-1, *v.shape[2:]) for k, v in values.items()}
   return state._replace(
     mini_step=jnp.asarray(mini_step, jnp.int32), acc_grads=accumulated
@@ -501,7 +513,7 @@ def local(n):
 SYNCS: dict[str, Any] = {
   "mean": zenjax.zen_sync("data", sparse=True),
   "sum": zenjax.zen_sync("data", sparse=True, op="sum"),
-  "owners": zenjax.owner_update(optax.adam(0.1), "data", sparse=True),
+  "owners": zenjax.sharded_optimizer(optax.adam(0.1), "data", sparse=True),
   "micro": zenjax.sparsify.micro("data", 0.5),
   "micro sum": zenjax.sparsify.micro("data", 0.5, op="sum"),
   "feedback sum": optax.chain(
@@ -531,7 +543,7 @@ def test_gradients_that_multi_steps_accumulates(sync):
       }
       inner = (sync_state._replace(leaves=leaves), *rest)
       state = state._replace(inner_opt_state=inner)
-    moved = zenjax.reshard(state, runners.mesh(n), "data", like=given)
+    moved = zenjax.from_checkpoint(state, runners.mesh(n), "data", like=given)
     assert int(moved.mini_step) == 3
     for name, old in values.items():
       new = np.asarray(moved.acc_grads[name]).reshape(n, *old.shape[1:])
@@ -548,12 +560,12 @@ def test_gradients_that_were_averaged_before_they_are_accumulated():
   tx = optax.chain(
     tx, optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
   )
-  state = zenjax.init(tx, params, runners.mesh(4), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(4), "data")
   mean = np.array([1.0, 2.0, 4.0], np.float32)
   sharding = state[1].acc_grads["w"].sharding
   copies = jax.device_put(np.tile(mean, 4), sharding)
   steps = state[1]._replace(acc_grads={"w": copies}, mini_step=jnp.int32(2))
-  moved = zenjax.reshard((state[0], steps), runners.mesh(3), "data")
+  moved = zenjax.from_checkpoint((state[0], steps), runners.mesh(3), "data")
   assert moved[1].acc_grads["w"].tolist() == [*mean.tolist()] * 3
 
 
@@ -562,11 +574,11 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   host = accumulating(tx, 4, 3, local(4))
   mesh = runners.mesh(2)
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(host, mesh, "data")
-  names(error, "`like`", "zenjax.init", "MultiSteps")
+    zenjax.from_checkpoint(host, mesh, "data")
+  names(error, "`like`", "zenjax.init_state", "MultiSteps")
   like = accumulating(tx, 2, 0, local(2))
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(host, mesh, "data", like=like)
+    zenjax.from_checkpoint(host, mesh, "data", like=like)
   names(error, "`state`", "`mini_step` 0", "averaged or summed")
   # Of "w" a zen_sync that sends no leaf sparse does not say so.
   kinds: Any = {
@@ -575,7 +587,7 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   }
   both = optax.multi_transform(kinds, {"table": "table", "w": "w"})
   with pytest.raises(ValueError) as error:
-    zenjax.reshard(
+    zenjax.from_checkpoint(
       accumulating(both, 4, 3, local(4)),
       mesh,
       "data",
@@ -584,7 +596,7 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   names(error, "`state`", "`mini_step` 0", "averaged or summed")
   nothing = jax.tree.map(np.zeros_like, local(4))
   state = accumulating(tx, 4, 0, nothing)
-  moved = zenjax.reshard(state, mesh, "data", like=like)
+  moved = zenjax.from_checkpoint(state, mesh, "data", like=like)
   assert moved.acc_grads["table"].shape == (10, 2)
   assert not np.any(moved.acc_grads["table"])
 
@@ -592,33 +604,36 @@ def test_accumulated_gradients_of_which_nothing_is_known():
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    (lambda s, mesh: zenjax.reshard(s, mesh), ["`mesh`", "`axis_name`"]),
     (
-      lambda s, mesh: zenjax.reshard(s, mesh, "data", like=()),
+      lambda s, mesh: zenjax.from_checkpoint(s, mesh),
+      ["`mesh`", "`axis_name`"],
+    ),
+    (
+      lambda s, mesh: zenjax.from_checkpoint(s, mesh, "data", like=()),
       ["`like`", "same transformations"],
     ),
     (
-      lambda s, mesh: zenjax.reshard(
+      lambda s, mesh: zenjax.from_checkpoint(
         s._replace(owners=jax.tree.map(lambda x: x[:1], s.owners)), mesh, "data"
       ),
       ["`state`", "got 1 parts", "for 4 devices"],
     ),
     (
-      lambda s, mesh: zenjax.reshard(
+      lambda s, mesh: zenjax.from_checkpoint(
         s._replace(inner=jax.tree.map(lambda x: x[:64], s.inner)), mesh, "data"
       ),
       ["`state`", "128 rows on 4 devices", "got 64"],
     ),
     (
-      lambda s, mesh: zenjax.reshard(s, runners.mesh(3), "data"),
+      lambda s, mesh: zenjax.from_checkpoint(s, runners.mesh(3), "data"),
       ["`mesh`", "partition=2", "got 3", "`like=`"],
     ),
     (
-      lambda s, mesh: zenjax.reshard(
+      lambda s, mesh: zenjax.from_checkpoint(
         s,
         mesh,
         "data",
-        like=zenjax.init(
+        like=zenjax.init_state(
           owners(remembers()), {"table": jnp.zeros((38, 4))}, mesh, "data"
         ),
       ),
@@ -628,7 +643,7 @@ def test_accumulated_gradients_of_which_nothing_is_known():
 )
 def test_what_cannot_be_moved(change, words):
   tx, params = owners(remembers(), partition=2), {"table": jnp.zeros((37, 4))}
-  state = zenjax.init(tx, params, runners.mesh(4), "data")
+  state = zenjax.init_state(tx, params, runners.mesh(4), "data")
   with pytest.raises(ValueError) as error:
     change(state, runners.mesh(2))
   names(error, *words)
@@ -639,5 +654,5 @@ def test_what_is_kept_by_the_shape_of_a_part():
   mask = lambda params: jax.tree.map(lambda x: x.shape[1] == WIDTH, params)
   tx = owners(optax.masked(remembers(), mask))
   with pytest.raises(ValueError) as error:
-    zenjax.init(tx, {"table": PARAMS["table"]}, runners.mesh(2), "data")
+    zenjax.init_state(tx, {"table": PARAMS["table"]}, runners.mesh(2), "data")
   names(error, "`tx`", "optax.masked", "by their names")

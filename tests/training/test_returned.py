@@ -369,7 +369,7 @@ def test_predictions_of_a_training_step_give_an_auc():
     return (params, state), {"loss": value, "logits": logits}
 
   params = {"table": PARAMS["table"]}
-  state = zenjax.init(tx, params, mesh, "data")
+  state = zenjax.init_state(tx, params, mesh, "data")
   mapped = zenjax.data_parallel(step, mesh, "data")
   with jax.numpy_dtype_promotion("standard"):
     _, aux = jax.jit(mapped)((params, state), BATCH)

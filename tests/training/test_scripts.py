@@ -201,7 +201,7 @@ def added_up(params, *batch):
 
 
 def of_unsummed(params, *batch):
-  return added_up(zenjax.unsummed(params, "data"), *batch)
+  return added_up(zenjax.unreduced(params, "data"), *batch)
 
 
 def of_scan(params, *batch):
@@ -297,7 +297,7 @@ def test_sums_of_integers_are_those_of_the_plain_program(name):
     "rows": lambda: step(rows, zenjax.rows.grad(loss)),
     "arrays": lambda: step(
       arrays,
-      lambda p, *b: jax.grad(loss)(zenjax.unsummed(p, "data"), *b),
+      lambda p, *b: jax.grad(loss)(zenjax.unreduced(p, "data"), *b),
     ),
   }[name]()
   want = step(sgd, jax.grad(loss))

@@ -47,12 +47,12 @@ def train(sync, n, check_vma):
   tx = optax.chain(sync, optax.sgd(0.3))
 
   def step(params, state, batch):
-    varying = zenjax.unsummed(zenjax.unsummed(params, "data"), "data")
+    varying = zenjax.unreduced(zenjax.unreduced(params, "data"), "data")
     loss, grads = jax.value_and_grad(lookup_loss)(varying, batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss[None]
 
-  state = zenjax.init(tx, params, mesh, "data")
+  state = zenjax.init_state(tx, params, mesh, "data")
   specs = zenjax.state_specs(state, "data")
   params = jax.device_put(params, NamedSharding(mesh, P()))
   run = jax.jit(
@@ -107,7 +107,7 @@ def test_data_parallel_is_the_same_step_in_one_call():
 
   run = jax.jit(zenjax.data_parallel(step, mesh, "data"), donate_argnums=0)
   params = jax.device_put(params, NamedSharding(mesh, P()))
-  state = params, zenjax.init(tx, params, mesh, "data")
+  state = params, zenjax.init_state(tx, params, mesh, "data")
   losses = []
   for batch in zip(ids, targets, strict=True):
     with steps.compilations() as compiled:
@@ -122,7 +122,7 @@ def test_data_parallel_is_the_same_step_in_one_call():
 def test_unsummed_does_nothing_where_gradients_are_local():
   params = {"w": jnp.arange(3.0)}
   for run in ("vmap", "pmap", "shard_map_shards"):
-    same = runners.RUNNERS[run](lambda x, axis: zenjax.unsummed(x, axis), 2)
+    same = runners.RUNNERS[run](lambda x, axis: zenjax.unreduced(x, axis), 2)
     stack = {"w": np.stack([np.asarray(params["w"])] * 2)}
     np.testing.assert_array_equal(same(stack)["w"], stack["w"])
 
@@ -201,8 +201,8 @@ def test_a_train_state_whose_optimizer_accumulates():
   kinds: Any = dict(apply_fn=loss_of, params=PARAMS, tx=tx)
   with pytest.raises(ValueError) as error:
     step(TrainState.create(**kinds), IDS)
-  names(error, "`state`", "MultiSteps", "opt_state=zenjax.init(", "(4,)")
-  opt_state = zenjax.init(tx, PARAMS, runners.mesh(N), "data")
+  names(error, "`state`", "MultiSteps", "opt_state=zenjax.init_state(", "(4,)")
+  opt_state = zenjax.init_state(tx, PARAMS, runners.mesh(N), "data")
   state: Any = TrainState(step=0, opt_state=opt_state, **kinds)
   plain: Any = kinds | dict(tx=optax.MultiSteps(optax.sgd(0.1), 2))
   alone: Any = TrainState.create(**plain)
@@ -211,7 +211,9 @@ def test_a_train_state_whose_optimizer_accumulates():
     state, _ = step(state, IDS + turn)
     alone, _ = train_state_step(alone, IDS + turn)
   close(state.params, alone.params)
-  moved = zenjax.reshard(zenjax.reshard(state), runners.mesh(N), "data")
+  moved = zenjax.from_checkpoint(
+    zenjax.to_checkpoint(state), runners.mesh(N), "data"
+  )
   jax.tree.map(np.testing.assert_array_equal, moved, state)
   with pytest.raises(ValueError) as error:
     mapped(train_state_step, 4)(state, IDS)
@@ -221,7 +223,7 @@ def test_a_train_state_whose_optimizer_accumulates():
 def test_two_models_that_accumulate():
   """Leaves of one name; each may have as many rows as the other accumulates."""
   tx: Any = optax.MultiSteps(zenjax.zen_sync("data"), 2)
-  init = lambda params: zenjax.init(tx, params, runners.mesh(N), "data")
+  init = lambda params: zenjax.init_state(tx, params, runners.mesh(N), "data")
   small, large = ({"w": jnp.ones((k, 4))} for k in (8, 16))
   same = mapped(lambda state, x: (state, x.sum()))
   state = (small, large, init(small), init(large))
@@ -309,25 +311,27 @@ def test_an_nnx_module_and_its_optimizer_are_a_state_as_they_are():
 
 
 @pytest.mark.usefixtures("as_optax_computes")
-@pytest.mark.parametrize("tx", ["carry", "owner_update", "MultiSteps"])
+@pytest.mark.parametrize("tx", ["carry", "sharded_optimizer", "MultiSteps"])
 def test_nnx_splits_states_that_differ_between_devices_from_their_types(tx):
   """They would be taken to be equal on all devices."""
   inner = zenjax.zen_sync("data", sparse=True)
   kinds: Any = {
     "carry": zenjax.zen_sync("data", sparse=True, on_overflow="carry"),
-    "owner_update": zenjax.owner_update(optax.adam(0.1), "data", sparse=True),
+    "sharded_optimizer": zenjax.sharded_optimizer(
+      optax.adam(0.1), "data", sparse=True
+    ),
     "MultiSteps": optax.MultiSteps(optax.chain(inner, optax.sgd(0.1)), 2),
   }
   net = Net(nnx.Rngs(0))
   if tx == "MultiSteps":
     optimizer = nnx.Optimizer(net, kinds[tx], wrt=nnx.Param)
   else:
-    with pytest.raises(ValueError, match="zenjax.init"):
+    with pytest.raises(ValueError, match="zenjax.init_state"):
       nnx.Optimizer(net, kinds[tx], wrt=nnx.Param)
     optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
     optimizer.tx = kinds[tx]
     params = nnx.state(net, nnx.Param)
-    made = zenjax.init(kinds[tx], params, runners.mesh(N), "data")
+    made = zenjax.init_state(kinds[tx], params, runners.mesh(N), "data")
     optimizer.opt_state = nnx.data(made)
   graph, state = nnx.split((net, optimizer))
 
@@ -463,9 +467,11 @@ def test_a_module_of_equinox_is_a_state():
   is_table = lambda name, leaf: leaf.shape == (ROWS, WIDTH)
   tx = optax.chain(zenjax.zen_sync("data", sparse=is_table), plain)
   mesh = runners.mesh(N)
-  got: Any = model, zenjax.init(tx, arrays(model), mesh, "data")
+  got: Any = model, zenjax.init_state(tx, arrays(model), mesh, "data")
   want: Any = model, plain.init(arrays(model))
-  checked = zenjax.check(step_of(tx), got, IDS, mesh=mesh, axis_name="data")
+  checked = zenjax.check_step(
+    step_of(tx), got, IDS, mesh=mesh, axis_name="data"
+  )
   assert checked.ok, str(checked)
   ours = eqx.filter_jit(mapped(step_of(tx)))
   alone = eqx.filter_jit(step_of(plain))
@@ -543,7 +549,7 @@ def test_dropout_by_a_key_beside_the_batch_is_that_of_each_device():
     return (optax.apply_updates(params, updates), opt_state), value
 
   key, mesh = jax.random.key(0), runners.mesh(N)
-  state = PARAMS, zenjax.init(tx, PARAMS, mesh, "data")
+  state = PARAMS, zenjax.init_state(tx, PARAMS, mesh, "data")
   (after, _), value = jax.jit(mapped(step))(state, IDS, key)
   found = [
     jax.value_and_grad(loss)(PARAMS, part, jax.random.fold_in(key, i))
@@ -553,5 +559,7 @@ def test_dropout_by_a_key_beside_the_batch_is_that_of_each_device():
   close(value, want)
   close(after, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
   oracle.check_replicas(runners.shards(after["table"]))
-  checked = zenjax.check(step, state, IDS, key, mesh=mesh, axis_name="data")
+  checked = zenjax.check_step(
+    step, state, IDS, key, mesh=mesh, axis_name="data"
+  )
   assert checked.ok, str(checked)

@@ -3,8 +3,8 @@
     python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
 
 WHAT is `train` for steps, `jit` for steps in plain `jit` beside a plain
-program, `check` for `zenjax.check`, `broken` for the same of an exchange that
-loses a row, `lower` to compile a step and not run it, or `idle`. Further
+program, `check` for `zenjax.check_step`, `broken` for the same of an exchange
+that loses a row, `lower` to compile a step and not run it, or `idle`. Further
 arguments are those of `zen_sync`, in JSON; and of `train`, `restore` and
 `save`, files to begin and to end with, `begin` and `steps`.
 """
@@ -106,7 +106,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   mesh = Mesh(np.asarray(jax.devices()), ("data",))
   table = np.ones((ROWS, 3), np.float32)
   table = jax.device_put(table, NamedSharding(mesh, P()))
-  state = table, zenjax.init(tx, table, mesh, "data")
+  state = table, zenjax.init_state(tx, table, mesh, "data")
   split = NamedSharding(mesh, P("data"))
 
   def batch(number):
@@ -146,7 +146,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
     print("differ", float(np.abs(rows - plain).max()), flush=True)
     print("moved", float(np.abs(rows - 1).max()), flush=True)
   else:
-    found = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
+    found = zenjax.check_step(step, state, ids, mesh=mesh, axis_name="data")
     print(found, flush=True)
 
 

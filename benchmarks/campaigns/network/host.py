@@ -131,7 +131,7 @@ class Exchange:
     options = {**self.variant.options, "capacities": capacities}
     tx = zenjax.zen_sync(sync.AXIS, sparse=True, **options)
     zeros = sync.zeros(mesh, *self._shared.shape)
-    state = zenjax.init(tx, zeros, mesh, sync.AXIS)
+    state = zenjax.init_state(tx, zeros, mesh, sync.AXIS)
     multihost_utils.sync_global_devices("state")
     specs = P(sync.AXIS), zenjax.state_specs(state, sync.AXIS)
 

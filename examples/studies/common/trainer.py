@@ -71,11 +71,11 @@ class Trainer:
     self._sync = "sparsifier" if sparsifier else sync
     self._mesh, self._split = mesh, NamedSharding(mesh, P(AXIS))
     if sync == "sharded":  # Inside jit no device makes a whole table.
-      shard = jax.jit(lambda: zenjax.rows.shard(first(), mesh, AXIS))
+      shard = jax.jit(lambda: zenjax.tables.shard(first(), mesh, AXIS))
       self.params = shard()
     else:
       self.params = cluster.place(first(), NamedSharding(mesh, P()))
-    self.opt_state = zenjax.init(tx, self.params, mesh, AXIS)
+    self.opt_state = zenjax.init_state(tx, self.params, mesh, AXIS)
     specs = zenjax.state_specs((self.params, self.opt_state), AXIS)
     self._compile = lambda seen: _compiled_step(
       graph, loss, tx, mesh, specs, grads, seen
@@ -107,12 +107,12 @@ class Trainer:
   def saved(self) -> dict[str, Any]:
     """What a checkpoint holds: sharded tables in the order of their rows."""
     state = {"params": self.params, "opt_state": self.opt_state}
-    return zenjax.reshard(state) if self._sync == "sharded" else state
+    return zenjax.to_checkpoint(state) if self._sync == "sharded" else state
 
   def restore(self, state: dict[str, Any]) -> None:
     """Goes on from what was `saved`."""
     if self._sync == "sharded":
-      state = zenjax.reshard(state, self._mesh, AXIS)
+      state = zenjax.from_checkpoint(state, self._mesh, AXIS)
     self.params, self.opt_state = state["params"], state["opt_state"]
 
   def evaluate(self, *arrays: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ def _transform(
     mean = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
     return optax.chain(mean, optimizer)
   if sync == "sharded":
-    return zenjax.owner_update(optimizer, AXIS)
+    return zenjax.sharded_optimizer(optimizer, AXIS)
   if grads == "rows":
     optimizer = zenjax.lazy_rows(optimizer)
   return optax.chain(zenjax.zen_sync(AXIS), optimizer)
@@ -172,7 +172,7 @@ def _compiled_step(graph, loss, tx, mesh, specs, grads_are, seen):
       mine, grads = zenjax.value_and_grad(loss_fn)(params)
     else:
       # Of the varying view the gradients stay local: zen_sync averages them.
-      varying = zenjax.unsummed(params, AXIS)
+      varying = zenjax.unreduced(params, AXIS)
       mine, grads = jax.value_and_grad(loss_fn)(varying)
     updates, opt_state = tx.update(grads, opt_state, params)
     # As `optax.apply_updates`, and for updates that are rows.
@@ -189,7 +189,7 @@ def _compiled_step(graph, loss, tx, mesh, specs, grads_are, seen):
 
 
 def _compiled_evaluation(graph, evaluate, mesh, specs, joined):
-  @zenjax.rows.apply  # Fetches rows of sharded tables.
+  @zenjax.tables.apply  # Fetches rows of sharded tables.
   def run(params, arrays):
     return evaluate(nnx.merge(graph, params), *arrays)
 

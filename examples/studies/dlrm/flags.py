@@ -12,7 +12,7 @@ import zenjax
 
 OPTIMIZERS: common.Optimizers = {
   "adagrad": (adagrad, 0.02),
-  "row_adagrad": (zenjax.rows.row_adagrad, 0.02),
+  "rowwise_adagrad": (zenjax.rows.rowwise_adagrad, 0.02),
   "adam": (optax.adam, 3e-3),
   "sgd": (optax.sgd, 1.0),
 }

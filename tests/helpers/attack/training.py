@@ -251,12 +251,12 @@ def _owners(n: int, num_rows: int, rows: bool) -> Front:
 
   def tx():
     adagrad = optax.adagrad(rate, initial_accumulator_value=begin, eps=eps)
-    return zenjax.owner_update(adagrad, "data", sparse=True)
+    return zenjax.sharded_optimizer(adagrad, "data", sparse=True)
 
   def build():
     mesh, made = runners.mesh(n), tx()
     zeros = jnp.zeros(shape)
-    start = zenjax.init(made, zeros, mesh, "data")
+    start = zenjax.init_state(made, zeros, mesh, "data")
 
     def step(state, ids, values):
       table, state = state

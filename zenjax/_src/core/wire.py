@@ -38,7 +38,8 @@ def _constant(x: jax.Array) -> jax.Array:
 def _refuse_derivative(primals, tangents):
   del primals, tangents
   raise NotImplementedError(
-    "Rows that owner_update exchanges have no derivative; differentiate a step"
+    "Rows that sharded_optimizer exchanges have no derivative; differentiate a"
+    " step"
     " with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or put"
     " jax.lax.stop_gradient around what goes into `update`."
   )

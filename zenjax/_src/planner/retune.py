@@ -187,7 +187,8 @@ def retune(
   if sharded and not any(map(sync_state.whole_leaves, nodes)):
     raise ValueError(
       "`state` must be of `zen_sync(plan=plan)`, and its tables"
-      f" {sorted(sharded)} are sharded: owner_update has no plan to change."
+      f" {sorted(sharded)} are sharded: sharded_optimizer has no plan to"
+      " change."
       " Give `profile=zenjax.planner.profile(state)` to"
       " `zenjax.planner.plan_tables`, which says what form they should have."
     )

@@ -2,9 +2,10 @@
 
     dense        whole on every device; XLA sums an array of its gradient
     rows         whole; `zen_sync` sums touched rows, `lazy_rows` updates them
-    owners       whole; `owner_update` has owners update rows and keep the state
-    row-sharded  each device has a range of rows, `P(axes, None)`, by XLA alone
-    sharded      `rows.shard`: each device has the rows that it owns; where
+    owners       whole; `sharded_optimizer` has owners update rows and keep the
+    state row-sharded  each device has a range of rows, `P(axes, None)`, by XLA
+    alone sharded      `tables.shard`: each device has the rows that it owns;
+    where
                  devices lie along several axes, those of the last one, and
                  every group along it has a copy
 
@@ -194,7 +195,7 @@ def assumed(gradient: Gradient, devices: int) -> Profile:
 def owned_messages(
   gradient: Gradient, look_ups: float, profile: Profile, context: Context
 ) -> list[Message]:
-  """Returns what a step with a table of `zenjax.rows.shard` moves.
+  """Returns what a step with a table of `zenjax.tables.shard` moves.
 
   Owners lie along the last axis. Where there are more, owners of the same rows
   bring together what each has summed.

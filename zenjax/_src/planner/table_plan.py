@@ -40,7 +40,7 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_program
 from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import value_and_grad as row_gradients
-from zenjax._src.sync import owner_update as owners
+from zenjax._src.sync import sharded_optimizer as owners
 from zenjax._src.sync import zen_sync as syncing
 
 _VERSION = "zenjax_table_plan", 1
@@ -219,11 +219,12 @@ def plan_tables(
 
   - `"dense"`: whole on every device; XLA sums an array of its gradient.
   - `"rows"`: whole; `zen_sync` sums touched rows, `lazy_rows` updates them.
-  - `"owners"`: whole; `owner_update` has owners update rows, and they alone
+  - `"owners"`: whole; `sharded_optimizer` has owners update rows, and they
+  alone
     hold the optimizer's state.
   - `"row-sharded"`: each device has a range of rows, `P(axis_name, None)`, and
     XLA does the rest.
-  - `"sharded"`: by `zenjax.rows.shard` each device has the rows that it owns;
+  - `"sharded"`: by `zenjax.tables.shard` each device has the rows that it owns;
     over several axes those of the last one, with a copy in every group.
 
   The program is traced and not run. Each form is predicted from the bytes that
@@ -506,7 +507,7 @@ def _does_not_fit(
     f"`memory_bytes` must hold the tables in some form, {least / 1e6:.1f} MB a"
     f" device, beside {rest / 1e6:.1f} MB of other parameters, got"
     f" {limit / 1e6:.1f} MB; take more devices, fewer rows, or a smaller state,"
-    " as of `zenjax.rows.row_adagrad`."
+    " as of `zenjax.rows.rowwise_adagrad`."
   )
 
 
@@ -689,9 +690,9 @@ def _transformation(
   made = {}
   for form in carriers:
     if form == "sharded":
-      made[form] = owners.owner_update(tx, axes, mesh=mesh)
+      made[form] = owners.sharded_optimizer(tx, axes, mesh=mesh)
     elif form == "owners":
-      made[form] = owners.owner_update(
+      made[form] = owners.sharded_optimizer(
         tx, axes, sparse=in_form(form), mesh=mesh
       )
     elif form == "rows":

@@ -25,7 +25,7 @@ from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import marking
 from zenjax._src.sync import sync_state
-from zenjax._src.sync.owner_update import OwnerState
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.training import placement
 from zenjax._src.training.data_parallel import batch_specs
 from zenjax._src.training.data_parallel import data_parallel
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
   """One comparison of one leaf.
 
   Attributes:
-    what: `"exchange"`, `"replicas"`, `"gradient"` or `"step"`, see `Checked`.
+    what: `"exchange"`, `"replicas"`, `"gradient"` or `"step"`, see `StepCheck`.
     leaf: Its name.
     by: The transformation that synchronizes it.
     found: The largest errors, and how many elements are wrong.
@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class StepCheck:
   """The findings of `check`: print them.
 
   Attributes:
@@ -97,7 +97,7 @@ class Checked:
 
   Example:
     >>> import zenjax
-    >>> found = zenjax.Checked(comparisons=(), notes=())
+    >>> found = zenjax.StepCheck(comparisons=(), notes=())
     >>> found.ok
     True
   """
@@ -161,14 +161,14 @@ def _cell(comparison: Comparison | None) -> tuple[str, ...]:
   return (f"{found.relative:.1e}", f"{found.share:.2g}")
 
 
-def check(
+def check_step(
   step: Callable[..., tuple[Any, Any]],
   state: Any,
   *batch: Any,
   mesh: Mesh,
   axis_name: AxisName,
   memory: int = 1 << 31,
-) -> Checked:
+) -> StepCheck:
   """Runs one step and compares it with plain means, leaf by leaf.
 
   Four programs are compiled. The first is the user's own, as
@@ -187,13 +187,13 @@ def check(
 
   Covered are `zen_sync` in all its forms, `exdyna` and `micro`: with rows or
   elements that wait, what came out and waits is compared with what went in and
-  waited. Of `owner_update` gradients and replicas are compared, as the mean
-  never leaves the owners. Not covered: what `sparse_pmean` and `sparse_psum`
-  return; what a step does to gradients before the optimizer has them, say a
-  clip by hand; optimizers, whose errors stand in all four programs; and a
-  compiler that errs alike on the mesh and on one CPU, or only where nothing of
-  the second program's is handed out and so little that parameters change by
-  less than a thousandth.
+  waited. Of `sharded_optimizer` gradients and replicas are compared, as the
+  mean never leaves the owners. Not covered: what `sparse_pmean` and
+  `sparse_psum` return; what a step does to gradients before the optimizer has
+  them, say a clip by hand; optimizers, whose errors stand in all four
+  programs; and a compiler that errs alike on the mesh and on one CPU, or only
+  where nothing of the second program's is handed out and so little that
+  parameters change by less than a thousandth.
 
   Where several processes train, all of them call it. Each sees the gradients of
   all devices, and compares the copies of parameters that it holds itself.
@@ -229,7 +229,7 @@ def check(
     ...   return (optax.apply_updates(table, updates), opt_state), loss
     >>> table, ids = jnp.zeros((4, 1)), jnp.array([0, 0, 1, 3])
     >>> state = table, tx.init(table)
-    >>> found = zenjax.check(step, state, ids, mesh=mesh, axis_name="data")
+    >>> found = zenjax.check_step(step, state, ids, mesh=mesh, axis_name="data")
     >>> found.ok
     True
     >>> print(str(found).splitlines()[-1])
@@ -243,7 +243,7 @@ def check(
   if not calls:
     raise ValueError(
       "`step` must synchronize gradients in this step by `zenjax.zen_sync`,"
-      " `owner_update`, `exdyna` or `micro`, and none of them ran; where"
+      " `sharded_optimizer`, `exdyna` or `micro`, and none of them ran; where"
       " `optax.MultiSteps` skips, check a step that updates."
     )
   notes: list[str] = []
@@ -255,14 +255,14 @@ def check(
   ]
   # A note on each of several calls is one.
   notes = list(dict.fromkeys(notes))
-  return Checked(comparisons=tuple(_worst(compared)), notes=tuple(notes))
+  return StepCheck(comparisons=tuple(_worst(compared)), notes=tuple(notes))
 
 
 def _arrays_alone(
   step: Callable[..., tuple[Any, Any]], state: Any
 ) -> tuple[Callable[..., tuple[Any, Any]], Any]:
   """Puts None for what is no array in a state, and a step of such a state."""
-  sharded_tables.refuse(state, "state", "zenjax.check")
+  sharded_tables.refuse(state, "state", "zenjax.check_step")
   leaves, structure = jax.tree.flatten(state)
   arrays = list(map(leaf_util.is_array, leaves))
   if all(arrays):
@@ -541,9 +541,9 @@ def _exchanged(
       f"`axis_name` must have every axis that {sync.by} averages over, got"
       f" {run.axes} and not {strange[0]!r}; name it, too."
     )
-  known = sync.by != "owner_update"
+  known = sync.by != "sharded_optimizer"
   if not known:
-    notes.append("means of owner_update, which never leave the owners")
+    notes.append("means of sharded_optimizer, which never leave the owners")
   residuals = {role: _residuals(call, role) for role in ("waited", "waits")}
   for i, name in enumerate(sync.names):
     local = call.values.get(("local", i))
@@ -724,7 +724,10 @@ def _copies(state: Any, calls: Sequence[_Call]) -> Iterator[Comparison]:
 
 # Their fields are no parameters and no momenta.
 _STATES: Any = (
-  sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState | OwnerState
+  sync_state.ZenSyncState
+  | SparsifierState
+  | ErrorFeedbackState
+  | ShardedOptimizerState
 )
 
 

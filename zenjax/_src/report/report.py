@@ -12,7 +12,7 @@ from zenjax._src.report import stats
 from zenjax._src.rows import catching_up
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
-from zenjax._src.sync import owner_update
+from zenjax._src.sync import sharded_optimizer
 from zenjax._src.sync import sync_state
 
 
@@ -20,7 +20,7 @@ def report(state: Any) -> str:
   """Returns tables of what the last step exchanged and what to pin.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `OwnerState`,
+    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
       `SparsifierState` or `ErrorFeedbackState` anywhere inside.
 
   Returns:
@@ -33,8 +33,8 @@ def report(state: Any) -> str:
     pays by bytes, and the `capacities=` to pin. Each table is followed by the
     meaning of its columns.
 
-    For each table of `zenjax.rows.shard` the rows that a device looked up, the
-    union that owners updated, room of the buffers, exchanges of ids and rows
+    For each table of `zenjax.tables.shard` the rows that a device looked up,
+    the union that owners updated, room of the buffers, exchanges of ids and rows
     and of gradients, and the same bytes; there is nothing to pin.
 
     Where devices hold the same rows a line asks whether their gradients were
@@ -256,7 +256,8 @@ def _of_sharded_tables(state: Any) -> list[str]:
   )
   devices = int(next(iter(known.values()))["devices"])
   title = (
-    f"owner_update, sharded tables, after {steps} steps on {devices} devices"
+    f"sharded_optimizer, sharded tables, after {steps} steps on {devices}"
+    " devices"
   )
   return _table(title, known, _SHARDED, "table")
 
@@ -264,7 +265,7 @@ def _of_sharded_tables(state: Any) -> list[str]:
 def _synchronized_by(state: Any) -> str:
   """Names the transformations that the state belongs to."""
   kinds = {
-    owner_update.OwnerState: "owner_update",
+    sharded_optimizer.ShardedOptimizerState: "sharded_optimizer",
     sync_state.ZenSyncState: "zen_sync",
   }
   is_one = lambda node: type(node) in kinds

@@ -48,7 +48,7 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   this: its numbers are of the devices of all.
 
   Args:
-    state: An optimizer state with a `ZenSyncState`, `OwnerState`,
+    state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
       `SparsifierState` or `ErrorFeedbackState` anywhere inside.
     flat: Whether names are one string each, "leaf/density", as writers of
       metrics want them, and not of leaf and statistic apart.
@@ -67,16 +67,16 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     copies send no padding: `wire_bytes` are then the mean bytes of rows and
     ids.
 
-    Tables of `zenjax.rows.shard` have the same numbers, where a row counts that
-    a device looked up, and the union is what owners updated. `wire_bytes` are
-    of the ids, rows and gradient rows of a step, padding included, and of what
-    copies bring together; those of ids that were sent ahead are of the step
-    that looks them up. There are besides `owners` (devices that share the
+    Tables of `zenjax.tables.shard` have the same numbers, where a row counts
+    that a device looked up, and the union is what owners updated. `wire_bytes`
+    are of the ids, rows and gradient rows of a step, padding included, and of
+    what copies bring together; those of ids that were sent ahead are of the
+    step that looks them up. There are besides `owners` (devices that share the
     rows), `room` (rows that a buffer of gradients had for each pair of devices;
     0 on one device) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
     are those of gradients), and neither `scheme`, `column_groups`, `went_dense`
     nor `withheld`. NaN for what is not known: bytes and `fetch_rounds` where
-    gradients were rebuilt leaf by leaf on their way to `owner_update`. A
+    gradients were rebuilt leaf by leaf on their way to `sharded_optimizer`. A
     process that sees some owners alone takes these for all: the hash deals rows
     evenly.
 
@@ -118,7 +118,7 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     ...   return state, ()
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     >>> grads = jnp.array([[7.0, 2.0, 0.0, 3.0], [1.0, 1.0, 1.0, -7.0]])
-    >>> state = zenjax.init(tx, grads[0], mesh, "data")
+    >>> state = zenjax.init_state(tx, grads[0], mesh, "data")
     >>> state, _ = step(state, grads)
     >>> found = zenjax.stats(state)["leaf"]
     >>> found["density"], found["growth"], found["rounds"]
@@ -162,7 +162,7 @@ def synced_leaves(state: Any) -> Stats:
 
 
 def sharded_tables(state: Any) -> Stats:
-  """Returns `stats` of sharded tables, as `owner_update` counted."""
+  """Returns `stats` of sharded tables, as `sharded_optimizer` counted."""
   return {
     name: _sharded(leaf)
     for node in sync_state.find(state)
@@ -328,7 +328,7 @@ def advise(
 
   Returns:
     By leaf name `(push, pull)` for `zen_sync(capacities=...)`; tables of
-    `zenjax.rows.shard`, whose buffers are as large as a batch needs, have
+    `zenjax.tables.shard`, whose buffers are as large as a batch needs, have
     nothing to pin and are left out. Of what the last
     64 steps needed, the 90th percentile of the push and the 10th of the pull,
     which goes on in small chunks. Steps above break-even do not count: they
@@ -385,7 +385,7 @@ def profile(state: Any) -> dict[str, Profile]:
 
   Returns:
     By leaf name what `zen_sync(scheme="auto", profile=...)`, `planner.plan` and
-    `planner.plan_tables` take, of tables of `zenjax.rows.shard` too. Leaves
+    `planner.plan_tables` take, of tables of `zenjax.tables.shard` too. Leaves
     that were not looked at are left out: those summed dense from the start, and
     all before the first step.
 

@@ -120,7 +120,7 @@ def require_row_by_row(
   except NameError as error:
     raise ValueError(
       "`inner` must not synchronize devices, but it wants an axis of them"
-      f" ({error}); put zen_sync before lazy_rows, and owner_update in the"
+      f" ({error}); put zen_sync before lazy_rows, and sharded_optimizer in the"
       " place of both."
     ) from error
   if program is None:

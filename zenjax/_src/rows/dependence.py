@@ -214,7 +214,7 @@ def _through(found, step, reads, swollen, made, idle) -> list[Fact]:
     elif _names_an_axis(step):
       raise _Mixed(
         "it synchronizes devices: zen_sync goes before lazy_rows, and"
-        " owner_update in the place of both"
+        " sharded_optimizer in the place of both"
       )
     elif not rows:
       _require_uniform(step, swollen, made)

@@ -18,7 +18,7 @@ from zenjax._src.rows.sparse_rows import is_rows
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
 # than four times as tall as wide, the down-projection of a transformer being
 # just that. Below 16,384 elements latency decides, and one psum has less. Their
-# dtype does not count: `zenjax.check` runs a step in float64 too.
+# dtype does not count: `zenjax.check_step` runs a step in float64 too.
 _TALL = 4
 _MIN_ROWS = 512
 _MIN_ELEMENTS = 1 << 14

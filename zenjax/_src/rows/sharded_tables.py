@@ -61,7 +61,7 @@ class ShardedTable(NoArray):
   """A table `[R, D]` of which each device has the rows that it owns.
 
   Or a stack of them, `[T, R, D]`, as one table of `T * R` rows: row `r` of
-  table `t` is row `t * R + r`. `zenjax.rows.shard` makes them. It is a pytree
+  table `t` is row `t * R + r`. `zenjax.tables.shard` makes them. It is a pytree
   of one leaf, so that optax's `init` and Flax's `TrainState` take it as any
   parameter.
 
@@ -72,8 +72,8 @@ class ShardedTable(NoArray):
     num_rows: `R`, of a stack `T * R`.
     axes: Mesh axes over which owners lie.
     devices: `n`, along these axes; 0, without axes, where rows lie in their
-      order, as `zenjax.reshard` saves them: `[R, D]`, then zeros up to equal
-      ranges.
+      order, as `zenjax.from_checkpoint` saves them: `[R, D]`, then zeros up to
+      equal ranges.
     seed: Of the hash.
     first_word: Rows of the tables before this one, which shift its hash.
     replicas: Further axes over which batches are split. Along these every
@@ -149,14 +149,14 @@ class ShardedTable(NoArray):
     raise TypeError(
       "A ShardedTable cannot be indexed: its rows lie on the devices that own"
       " them. Inside `zenjax.value_and_grad(loss_fn)` and"
-      " `zenjax.rows.apply(fun)` models index a table as ever;"
-      " `zenjax.rows.unshard` gives an array."
+      " `zenjax.tables.apply(fun)` models index a table as ever;"
+      " `zenjax.tables.unshard` gives an array."
     )
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
       "A ShardedTable is no array: its rows lie on the devices that own them;"
-      " `zenjax.rows.unshard` gives one, in the order of rows."
+      " `zenjax.tables.unshard` gives one, in the order of rows."
     )
 
   __jax_array__ = __array__
@@ -218,8 +218,9 @@ def refuse(tree: Any, argument: str, by: str) -> None:
       raise ValueError(
         f"`{argument}` of {by} must hold no ShardedTable, and leaf {name!r} is"
         " one, whose rows lie on the devices that own them; take"
-        " `zenjax.owner_update(tx, axis_name)` in the place of zen_sync and"
-        " lazy_rows, or `zenjax.rows.unshard`."
+        " `zenjax.sharded_optimizer(tx, axis_name)` in the place of zen_sync"
+        " and"
+        " lazy_rows, or `zenjax.tables.unshard`."
       )
 
 
@@ -329,8 +330,8 @@ def init_by_rows(
     ...   key = jax.random.key(0)
     ...   keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
     ...   return jax.vmap(lambda key: jax.random.normal(key, (16,)))(keys)
-    >>> table = zenjax.rows.init_by_rows(rows, 2000)
-    >>> zenjax.rows.shard({"table": table}, mesh, "data")["table"].shape
+    >>> table = zenjax.tables.init_by_rows(rows, 2000)
+    >>> zenjax.tables.shard({"table": table}, mesh, "data")["table"].shape
     (2000, 16)
   """
   one = not isinstance(num_rows, Sequence)
@@ -371,7 +372,7 @@ def shard(
   """Splits tables by rows over devices, each row to the device that owns it.
 
   Then `zenjax.value_and_grad(loss_fn)` fetches the rows that a batch looks up
-  and `zenjax.owner_update(tx, axis_name)` updates rows where they lie: no
+  and `zenjax.sharded_optimizer(tx, axis_name)` updates rows where they lie: no
   device ever has more of a table, or of the optimizer's state, than its part.
   Models are written for the whole table.
 
@@ -397,7 +398,7 @@ def shard(
       and no stacks.
     replicas: Further axes over which batches are split, those of slower links.
       Tables have a copy along each, and steps add up gradient rows over them:
-      look-ups stay among the owners of one copy. Give `owner_update` both,
+      look-ups stay among the owners of one copy. Give `sharded_optimizer` both,
       `("pod", "chip")` where `axis_name="chip"` and `replicas="pod"`.
     hash_seed: Draws another hash; equal on all processes.
 
@@ -417,7 +418,7 @@ def shard(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> params = {"table": jnp.ones((2000, 16)), "w": jnp.ones(16)}
-    >>> params = zenjax.rows.shard(params, mesh, "data")
+    >>> params = zenjax.tables.shard(params, mesh, "data")
     >>> params["table"].shape
     (2000, 16)
     >>> [x.data.shape for x in params["table"].value.addressable_shards]
@@ -448,7 +449,7 @@ def shard(
     if is_sharded(leaf):
       raise ValueError(
         f"`params` must hold arrays, and leaf {name!r} is split already; use"
-        " it as it is, or `zenjax.rows.unshard` it first."
+        " it as it is, or `zenjax.tables.unshard` it first."
       )
     by_rows = isinstance(leaf, RowInitializer)
     if by_rows and not wanted:
@@ -513,9 +514,9 @@ def unshard(params: Any) -> Any:
 
   Each is split by ranges of rows over the same axes, so that no device has a
   whole table here either. Only where the number of devices does not divide the
-  rows, an array lies whole on every device; `zenjax.reshard(params)` is the
-  form to save that never does. A stack is split by its tables, or by the rows
-  of each where devices divide those alone; rows then move, and the program
+  rows, an array lies whole on every device; `zenjax.to_checkpoint(params)` is
+  the form to save that never does. A stack is split by its tables, or by the
+  rows of each where devices divide those alone; rows then move, and the program
   takes two parts and more for itself, in the worst case the whole.
 
   Args:
@@ -534,8 +535,8 @@ def unshard(params: Any) -> Any:
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> table = jnp.arange(2000.0).reshape(1000, 2)
-    >>> sharded = zenjax.rows.shard(table, mesh, "data", tables=True)
-    >>> bool(jnp.all(zenjax.rows.unshard(sharded) == table))
+    >>> sharded = zenjax.tables.shard(table, mesh, "data", tables=True)
+    >>> bool(jnp.all(zenjax.tables.unshard(sharded) == table))
     True
   """
 
@@ -648,7 +649,8 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
   if not all(table.devices for table in tables):
     raise ValueError(
       "A ShardedTable must lie on the devices that own its rows, got one in the"
-      " order of rows, as it is saved; call `zenjax.reshard(state, mesh,"
+      " order of rows, as it is saved; call `zenjax.from_checkpoint(state,"
+      " mesh,"
       " axis_name)` first."
     )
   axes = tables[0].axes
@@ -656,7 +658,7 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
   if len(others) > 1 or len({table.axes for table in tables}) > 1:
     raise ValueError(
       "Tables that are looked up together must be split over one axis, got"
-      f" {others}; give all to one `zenjax.rows.shard`."
+      f" {others}; give all to one `zenjax.tables.shard`."
     )
   over = tables[0].batch_axes
   mesh = collectives.mesh_around(over, [x.value for x in tables], None)
@@ -668,7 +670,7 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
       raise ValueError(
         f"A ShardedTable over {over!r} must be used where these axes are known,"
         " and no mesh has them; call `jax.set_mesh(mesh)`, or place the table"
-        " by `zenjax.rows.shard`."
+        " by `zenjax.tables.shard`."
       ) from error
     remedy = "give `zenjax.state_specs(params, axis_name)` as `in_specs`"
   else:
@@ -678,8 +680,9 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
     if devices != table.devices:
       raise ValueError(
         "A ShardedTable must be used on as many devices as it was made for, got"
-        f" one of {table.devices} on {devices}; call `zenjax.rows.unshard`, and"
-        " `zenjax.rows.shard` for the new mesh."
+        f" one of {table.devices} on {devices}; call `zenjax.tables.unshard`,"
+        " and"
+        " `zenjax.tables.shard` for the new mesh."
       )
     wanted = table.layout.slots * (1 if mesh is None else devices)
     size = jnp.shape(table.value)[0]
@@ -1375,7 +1378,7 @@ def _of_this_batch(
   want = [(sum(map(len, x)), of.layout) for x, of in zip(ids, tables)]
   if got != want:
     raise ValueError(
-      "`prefetched` must be what `zenjax.rows.prefetch` returned for this"
+      "`prefetched` must be what `zenjax.tables.prefetch` returned for this"
       f" function and batch, with look-ups a device and tables {want}, got"
       f" {got}."
     )

@@ -43,7 +43,7 @@ _ROW_IDS = jex_random.define_prng_impl(
   # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
   # as in jaxprs.
   tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows, or"
-  " owner_update where tables are sharded, zenjax.rows.clip_by_global_norm"
+  " sharded_optimizer where tables are sharded, zenjax.rows.clip_by_global_norm"
   " clips it",
 )
 
@@ -112,7 +112,7 @@ class _Named(type):
   def __repr__(cls) -> str:
     return (
       f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows (weight decay too; zenjax.owner_update of sharded"
+      " zenjax.lazy_rows (weight decay too; zenjax.sharded_optimizer of sharded"
       " tables), clip by"
       " zenjax.rows.clip_by_global_norm, give .to_dense(), or take jax.grad"
       " (MultiSteps)>"
@@ -311,7 +311,7 @@ class SparseRows(NoArray):
     if self.facts.fetched is not None:
       raise ValueError(
         "Gradients of a ShardedTable must not be added to its rows, which lie"
-        " in the order of slots; update it by `zenjax.owner_update`."
+        " in the order of slots; update it by `zenjax.sharded_optimizer`."
       )
     if table.shape != self.shape:
       raise ValueError(

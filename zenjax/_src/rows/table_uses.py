@@ -79,7 +79,7 @@ class Tables:
             f"`fun` must only look up rows of {self.names[i]!r}, of which each"
             f" device has its own, but it {refusal.reason}{at};"
             f" {self._of_one_table(i)}keep that table whole, by `tables=` of"
-            " `zenjax.rows.shard`."
+            " `zenjax.tables.shard`."
           )
         raise ValueError(
           f"`tables` demands rows of {self.names[i]!r}, which must be only"

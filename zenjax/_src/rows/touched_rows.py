@@ -265,7 +265,7 @@ def require_shapes(updates: Any, params: Any) -> None:
       raise ValueError(
         f"`updates` must not hold a gradient as it is, and {name!r} is that of"
         " a ShardedTable, whose rows have owners; update it by"
-        " `zenjax.owner_update`."
+        " `zenjax.sharded_optimizer`."
       )
     if is_rows(u):
       require_one(f"the update of {name!r}", u)

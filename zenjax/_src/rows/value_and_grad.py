@@ -50,7 +50,7 @@ def value_and_grad(
   why.
 
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
-  part, as if `fun` had been given `zenjax.unsummed(params)`.
+  part, as if `fun` had been given `zenjax.unreduced(params)`.
 
   Arguments may be modules of Flax's nnx, as `nnx.value_and_grad` takes them.
   Gradients by their `nnx.Param` come in an `nnx.State`, and what the loss
@@ -65,7 +65,7 @@ def value_and_grad(
     allow_int: Likewise.
     tables: Which leaves give rows: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. None finds all that can.
-    prefetched: What `zenjax.rows.prefetch(fun)` returned for the arguments
+    prefetched: What `zenjax.tables.prefetch(fun)` returned for the arguments
       that the function will be given, where tables are sharded.
 
   Returns:
@@ -349,7 +349,7 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
   the devices that own them.
 
   Args:
-    fun: Takes trees of arrays, some of them made by `zenjax.rows.shard`.
+    fun: Takes trees of arrays, some of them made by `zenjax.tables.shard`.
 
   Returns:
     A function of the same arguments, with the same results.
@@ -364,9 +364,9 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> table = jnp.arange(2000.0).reshape(1000, 2)
-    >>> params = zenjax.rows.shard({"t": table}, mesh, "data", tables=True)
+    >>> params = zenjax.tables.shard({"t": table}, mesh, "data", tables=True)
     >>> score = lambda params, ids: params["t"][ids].sum(-1)
-    >>> zenjax.rows.apply(score)(params, jnp.array([0, 999])).tolist()
+    >>> zenjax.tables.apply(score)(params, jnp.array([0, 999])).tolist()
     [1.0, 3997.0]
   """
 
@@ -421,7 +421,7 @@ def prefetch(
 
   Raises:
     ValueError: No table of the arguments is sharded, or as for
-      `zenjax.rows.apply`.
+      `zenjax.tables.apply`.
 
   Example:
     >>> import jax
@@ -429,10 +429,10 @@ def prefetch(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> table = jnp.arange(2000.0).reshape(1000, 2)
-    >>> table = zenjax.rows.shard(table, mesh, "data", tables=True)
+    >>> table = zenjax.tables.shard(table, mesh, "data", tables=True)
     >>> loss = lambda table, ids: table[ids].sum()
     >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
-    >>> ahead = zenjax.rows.prefetch(loss)(table, one)
+    >>> ahead = zenjax.tables.prefetch(loss)(table, one)
     >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
     >>> float(both(table, one)[0]), float(both(table, two)[0])
     (3998.0, nan)
@@ -447,7 +447,7 @@ def prefetch(
     if not found.away:
       raise ValueError(
         "`fun` of prefetch must look up rows of a sharded table, and none of"
-        " its parameters is one; call `zenjax.rows.shard` first, or leave"
+        " its parameters is one; call `zenjax.tables.shard` first, or leave"
         " prefetch out."
       )
     plain = [x for i, x in enumerate(traced.leaves) if i not in found.rows]
@@ -469,7 +469,7 @@ def _differentiate(traced, found, options, prefetched):
   elif prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
-      " `zenjax.rows.shard` first."
+      " `zenjax.tables.shard` first."
     )
 
   def both(types, plain, taps):
@@ -603,7 +603,7 @@ def _look_ups(traced, found, plain):
       raise ValueError(
         f"`fun` must look up rows of {name!r} by ids that are known before any"
         " row is read, and some ids depend on rows of a sharded table; keep"
-        " that table whole, by `tables=` of `zenjax.rows.shard`."
+        " that table whole, by `tables=` of `zenjax.tables.shard`."
       )
   tables = {i: traced.leaves[i] for i in sorted(found.away)}
   asked: dict[int, list[Any]] = {i: [] for i in tables}

@@ -302,7 +302,8 @@ def choose_column_groups(
   if partition != "auto":
     return int(partition)
   if table.dtype.itemsize > 4:
-    # Owners of float64 are those of float32, whose state `zenjax.check` widens.
+    # Owners of float64 are those of float32, whose state `zenjax.check_step`
+    # widens.
     narrow = jnp.dtype(jnp.float32)
     table = dataclasses.replace(table, dtype=narrow, wire_dtype=narrow)
   # Blocks of a few bytes cost more in local work than balance saves.

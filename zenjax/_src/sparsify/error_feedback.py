@@ -30,7 +30,7 @@ def error_feedback(
   """Adds to each gradient what was not sent before, and selects from the sum.
 
   Goes before `zenjax.zen_sync` in a chain, on *local* gradients, or in plain
-  `jit` on those by `zenjax.unsummed`, and sends nothing itself::
+  `jit` on those by `zenjax.unreduced`, and sends nothing itself::
 
     optax.chain(
       zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data"),
@@ -43,9 +43,9 @@ def error_feedback(
   Each device adds a gradient to its residual, sends what `inner` selects of
   the sum, and keeps the rest: `n` times all averages so far, and the residuals
   of all devices, are all gradients so far, to rounding. Make the state with
-  `zenjax.init`; `zenjax.reshard` takes it to another number of devices, where
-  what waits has the weight that it had. Give it the state of the zen_sync too,
-  which says `op`: without, `"mean"` is assumed.
+  `zenjax.init_state`; `zenjax.from_checkpoint` takes it to another number of
+  devices, where what waits has the weight that it had. Give it the state of
+  the zen_sync too, which says `op`: without, `"mean"` is assumed.
 
   With `momentum` and `clip_norm` this is Deep Gradient Compression: gradients
   are clipped, momentum is accumulated on each device *before* the selection
@@ -64,8 +64,9 @@ def error_feedback(
   residual and momentum. A gradient whose norm is not finite is not clipped.
 
   A chain that averages first and selects then makes devices differ for ever.
-  `zenjax.init` refuses it, and so does `update` under `check_vma=True`, where
-  types tell; a `lax.pmean` of the user's own before it is not seen otherwise.
+  `zenjax.init_state` refuses it, and so does `update` under `check_vma=True`,
+  where types tell; a `lax.pmean` of the user's own before it is not seen
+  otherwise.
 
   Args:
     inner: `zenjax.sparsify.top_k`, `zenjax.sparsify.threshold` or
@@ -94,8 +95,9 @@ def error_feedback(
 
   Raises:
     ValueError: An argument is out of range; the state was not made by
-      `zenjax.init` for these gradients; in `zenjax.init`, when a leaf was
-      averaged before by the same chain; in `update`, when autodiff did that.
+      `zenjax.init_state` for these gradients; in `zenjax.init_state`, when a
+      leaf was averaged before by the same chain; in `update`, when autodiff
+      did that.
     TypeError: `inner` is something else; or it is to select from SparseRows.
     NameError: In `update`, when no axis of that name is bound.
 

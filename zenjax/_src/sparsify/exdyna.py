@@ -127,7 +127,7 @@ def _bound_size(options: Options) -> int:
     raise ValueError(
       "A sparsifier keeps a residual on each device, so its state must be made"
       f" where `axis_name` is bound, and {options.axes} is not; call"
-      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`."
+      " `zenjax.init_state(tx, params, mesh, axis_name)` instead of `tx.init`."
     ) from error
 
 
@@ -161,19 +161,22 @@ def _check_state(
   got = state.residual.shape, state.residual.dtype, state.parts.shape
   if got != want:
     raise ValueError(
-      "`state` must be made by `zenjax.init` for these gradients and devices:"
+      "`state` must be made by `zenjax.init_state` for these gradients and"
+      " devices:"
       f" a residual of {want[0]} {want[1]} on each of {want[2][0]} devices,"
       f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
-      " `zenjax.init(tx, params, mesh, axis_name)`, or `zenjax.reshard(state,"
+      " `zenjax.init_state(tx, params, mesh, axis_name)`, or"
+      " `zenjax.from_checkpoint(state,"
       " mesh, axis_name)` for one of another number of devices, and give"
       " `zenjax.state_specs(state, axis_name)` to shard_map."
     )
   if plan.tree not in state.tree:
     raise ValueError(
-      "`state` must be made by `zenjax.init` for a tree of these names and"
+      "`state` must be made by `zenjax.init_state` for a tree of these names"
+      " and"
       f" shapes, fingerprint {plan.tree}, got one of another tree of"
       f" {plan.size} elements, {', '.join(state.tree)}: what waits would be"
-      " added to other parameters; call `zenjax.init(tx, params, mesh,"
+      " added to other parameters; call `zenjax.init_state(tx, params, mesh,"
       " axis_name)`."
     )
   op = _op(settings.options)
@@ -182,7 +185,7 @@ def _check_state(
       f"`op` of {settings.name} must be that of its state, got op={op!r} and a"
       f" state made with op={', '.join(map(repr, state.op))}: what waits would"
       " be applied with another weight; give the `op` of before, or call"
-      " `zenjax.init(tx, params, mesh, axis_name)` for a new state."
+      " `zenjax.init_state(tx, params, mesh, axis_name)` for a new state."
     )
 
 
@@ -306,11 +309,12 @@ def exdyna(
 
   Used as `zenjax.zen_sync` is, and in its place: first in a chain, inside
   `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients; or in
-  plain `jit` with `op="sum"`, on gradients by `zenjax.unsummed`. The
+  plain `jit` with `op="sum"`, on gradients by `zenjax.unreduced`. The
   learning rate, momentum and weight decay come after it. Make its state with
-  `zenjax.init`: residuals differ between devices. It refuses a chain where
-  `zen_sync` averages the same leaves. `zenjax.reshard` takes the state to
-  another number of devices, where what waits has the weight that it had.
+  `zenjax.init_state`: residuals differ between devices. It refuses a chain
+  where `zen_sync` averages the same leaves. `zenjax.from_checkpoint` takes the
+  state to another number of devices, where what waits has the weight that it
+  had.
 
   It is lossy in time, not in sum: `n` times all averages so far, and all
   residuals, are all gradients so far, to rounding. NaN and Inf are always
@@ -355,9 +359,9 @@ def exdyna(
   Raises:
     ValueError: An argument is out of range; the model has fewer than
       `1024 * 32` elements, or there are more devices than 1,024; `density * N`
-      is below 1; the state was not made by `zenjax.init` for gradients of these
-      names and shapes, or with another `op`; a gradient was already summed by
-      autodiff.
+      is below 1; the state was not made by `zenjax.init_state` for gradients
+      of these names and shapes, or with another `op`; a gradient was already
+      summed by autodiff.
     TypeError: A leaf is not an array of floating numbers, or a dtype not one of
       them.
     NameError: In `update`, when no axis of that name is bound.
@@ -439,7 +443,7 @@ def micro(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> tx = zenjax.sparsify.micro("data", 0.25)
-    >>> state = zenjax.init(tx, jnp.zeros(8), mesh, "data")
+    >>> state = zenjax.init_state(tx, jnp.zeros(8), mesh, "data")
     >>> @jax.jit
     ... def step(grads, state):
     ...   specs = zenjax.state_specs(state, "data")

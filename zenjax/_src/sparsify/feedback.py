@@ -270,7 +270,7 @@ def _of_whole_batch(
   mesh: Any,
   feedback: Feedback,
 ) -> tuple[Any, ErrorFeedbackState]:
-  """Selects in plain `jit` from what each device has of an unsummed array."""
+  """Selects in plain `jit` from what each device has of an unreduced array."""
   axes = feedback.options.axes
   split = PartitionSpec(axes)
   specs = {name: leaf.specs(split) for name, leaf in state.leaves.items()}
@@ -297,7 +297,8 @@ def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
   except NameError as error:
     raise ValueError(
       "`error_feedback` keeps a residual on each device, so its state must be"
-      f" made where `axis_name` is bound, and {axes} is not; call `zenjax.init("
+      f" made where `axis_name` is bound, and {axes} is not; call"
+      " `zenjax.init_state("
       "tx, params, mesh, axis_name)` instead of `tx.init`."
     ) from error
   begun = begin(
@@ -360,16 +361,18 @@ def _check_state(
       raise ValueError(
         f"`state` of error_feedback must keep one of each of leaf {name!r} on"
         f" each of {devices} devices, got {kept} on a device, as of"
-        f" {parts.pop() * devices} devices; call `zenjax.reshard(state, mesh,"
-        " axis_name)`, or `zenjax.init` for a new one, and give"
+        f" {parts.pop() * devices} devices; call"
+        " `zenjax.from_checkpoint(state, mesh,"
+        " axis_name)`, or `zenjax.init_state` for a new one, and give"
         " `zenjax.state_specs(state, axis_name)` to shard_map."
       )
   if wrong:
     name = wrong[0]
     raise ValueError(
-      "`state` must be made by `zenjax.init` for these gradients: of leaf"
+      "`state` must be made by `zenjax.init_state` for these gradients: of leaf"
       f" {name!r} it keeps {got.get(name, 'nothing')} on a device, and"
-      f" {want.get(name, 'nothing')} is needed; call `zenjax.init(tx, params,"
+      f" {want.get(name, 'nothing')} is needed; call `zenjax.init_state(tx,"
+      " params,"
       " mesh, axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
       " shard_map."
     )

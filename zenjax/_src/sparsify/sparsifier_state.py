@@ -23,7 +23,7 @@ class SparsifierStats(NamedTuple):
     >>> import zenjax
     >>> tx = zenjax.sparsify.micro("data", density=0.001)
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> state = zenjax.init_state(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
     >>> float(state.stats.rounds)
     0.0
   """
@@ -50,7 +50,7 @@ class SparsifierState(NamedTuple):
     >>> import zenjax
     >>> tx = zenjax.sparsify.exdyna("data", density=0.001)
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    >>> state = zenjax.init(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
+    >>> state = zenjax.init_state(tx, {"w": jnp.zeros(50_000)}, mesh, "data")
     >>> state.residual.shape, state.parts.tolist()  # of 1,024 blocks
     ((2, 50000), [512, 512])
   """
@@ -100,7 +100,7 @@ class ErrorFeedbackState(NamedTuple):
     >>> import zenjax
     >>> tx = zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data")
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    >>> state = zenjax.init(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
+    >>> state = zenjax.init_state(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
     >>> state.leaves["w"].residual.shape
     (2, 400, 80)
   """

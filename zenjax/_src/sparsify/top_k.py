@@ -110,7 +110,7 @@ def top_k(
 
   Raises:
     ValueError: `density` is not in (0, 1]; a schedule with `method="exact"`; in
-      `zenjax.init`, when a leaf was averaged before by the same chain.
+      `zenjax.init_state`, when a leaf was averaged before by the same chain.
     TypeError: In `update`, when a leaf to select from is SparseRows.
 
   Example:

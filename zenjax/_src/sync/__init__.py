@@ -1,1 +1,1 @@
-"""`zen_sync` and `owner_update`: a tree of gradients, exchanged."""
+"""`zen_sync` and `sharded_optimizer`: a tree of gradients, exchanged."""

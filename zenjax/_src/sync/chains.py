@@ -79,7 +79,7 @@ def required() -> Iterator[None]:
 
 
 # What synchronizes, by what else it does.
-_LEAST_FIRST = ("zen_sync", "exdyna", "micro", "owner_update")
+_LEAST_FIRST = ("zen_sync", "exdyna", "micro", "sharded_optimizer")
 
 
 def _require_apart(first: _Synced, second: _Synced) -> None:
@@ -188,9 +188,12 @@ def require_linear(by: str, op: str) -> None:
       remedy = (
         f"after: `optax.chain(zenjax.{by}(..), optax.apply_if_finite(..))`"
       )
-      if by == "owner_update":  # After it the owners' state has what is not.
+      if (
+        by == "sharded_optimizer"
+      ):  # After it the owners' state has what is not.
         remedy = (
-          "inside: `zenjax.owner_update(optax.apply_if_finite(..), axis_name)`"
+          "inside: `zenjax.sharded_optimizer(optax.apply_if_finite(..),"
+          " axis_name)`"
         )
       raise ValueError(
         f"`{by}` must not stand inside `optax.apply_if_finite`, which decides"
@@ -299,7 +302,7 @@ def _require_linear(one: _Earlier, by: str, op: str) -> None:
   else:
     reason = f"is not linear in them ({found.place})"
   remedy = f"first in the chain: `optax.chain(zenjax.{by}(..), ..)`"
-  if by == "owner_update":  # Behind it there are updates and no gradients.
+  if by == "sharded_optimizer":  # Behind it there are updates and no gradients.
     remedy = (
       f"in the place of the whole chain, and `{one.name}` inside:"
       f" `zenjax.{by}(optax.chain(.., tx), axis_name)`"

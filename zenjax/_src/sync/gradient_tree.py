@@ -739,7 +739,7 @@ def _as_noted(
         f"`state` must be made for what {notes[name].by} selects, and this one"
         f" is of a zen_sync that knows of no sparsifier before it: of leaf"
         f" {name!r} all would be sent. Make one state of the whole chain,"
-        f" `zenjax.init(optax.chain(zenjax.{notes[name].by}(..),"
+        f" `zenjax.init_state(optax.chain(zenjax.{notes[name].by}(..),"
         " zenjax.zen_sync(..)), params, mesh, axis_name)`, or give zen_sync"
         " `unit='element'`."
       )
@@ -799,7 +799,7 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
           f"`updates` must be local gradients, and leaf {name!r} does not vary"
           f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
           " gradients of replicated parameters by itself. Differentiate with"
-          f" respect to `zenjax.unsummed(params, {_as_given(context.axes)})`,"
+          f" respect to `zenjax.unreduced(params, {_as_given(context.axes)})`,"
           " or pass check_vma=False to shard_map."
         )
   return leaves
@@ -826,7 +826,7 @@ def _check_residuals(
         f"`state` must be made with `on_overflow={used!r}`, as it is used, got"
         f" one of {made!r} for leaf {name!r}; "
         + (
-          "call `zenjax.init(tx, params, mesh, axis_name)`."
+          "call `zenjax.init_state(tx, params, mesh, axis_name)`."
           if leaf.residual is None
           else "rows that wait in its residual would be lost; go on with"
           " `on_overflow='carry'`."
@@ -836,14 +836,16 @@ def _check_residuals(
     if tuple(shape) != shapes[name]:
       raise ValueError(
         f"`state` must keep a residual of shape {(1, *shapes[name])} of leaf"
-        f" {name!r} on a device, got {leaf.residual.shape}; call `zenjax.init("
+        f" {name!r} on a device, got {leaf.residual.shape}; call"
+        " `zenjax.init_state("
         "tx, params, mesh, axis_name)` with these parameters."
       )
     if parts != 1:
       raise ValueError(
         "`state` of on_overflow='carry' must keep one residual of leaf"
         f" {name!r} on each of {context.devices} devices, got {parts}, as of"
-        f" {parts * context.devices} devices; call `zenjax.reshard(state, mesh,"
+        f" {parts * context.devices} devices; call"
+        " `zenjax.from_checkpoint(state, mesh,"
         " axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
         " shard_map."
       )

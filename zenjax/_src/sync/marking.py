@@ -276,7 +276,7 @@ class _Reader:
       return self._scan(eqn, values)
     raise NotImplementedError(
       f"`step` synchronizes inside a `{name}`, which cannot be looked into;"
-      " give `zenjax.check` a step that synchronizes outside of it."
+      " give `zenjax.check_step` a step that synchronizes outside of it."
     )
 
   def _cond(self, eqn, values):

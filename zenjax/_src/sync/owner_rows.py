@@ -370,7 +370,7 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
       raise ValueError(
         f"`mesh` must have devices that the {groups} column groups of"
         f" `partition={groups}` divide, got {devices}; give `like=` a state of"
-        " `zenjax.init` that was made with another `partition`."
+        " `zenjax.init_state` that was made with another `partition`."
       )
     columns.append(groups)
   return buffer_sizes.plan_group(
@@ -413,29 +413,36 @@ def require(
   made_for = int(key.split("_")[0])
   if key == want:
     raise ValueError(
-      "`state` of owner_update must be split over devices, got the parts of"
+      "`state` of sharded_optimizer must be split over devices, got the parts"
+      " of"
       f" {tables.shape[0]} devices on each of {devices}; give"
       " `zenjax.state_specs(state, axis_name)` to shard_map, and call"
-      " `zenjax.reshard(state, mesh, axis_name)` where it was saved on"
+      " `zenjax.from_checkpoint(state, mesh, axis_name)` where it was saved on"
       f" {tables.shape[0] * devices}."
     )
   if made_for != devices:
-    raise ValueError(others_message("state", "owner_update", made_for, devices))
+    raise ValueError(
+      others_message("state", "sharded_optimizer", made_for, devices)
+    )
   raise ValueError(
-    "`state` of owner_update must be made for the tables and owners of this"
+    "`state` of sharded_optimizer must be made for the tables and owners of"
+    " this"
     f" step on {devices} devices, {want}, got {key}: its rows have other"
-    " owners; give owner_update the `hash_seed`, `partition` and `wire_dtype`"
-    " that the state was made with, or move it by `zenjax.reshard(state, mesh,"
-    " axis_name, like=zenjax.init(tx, params, mesh, axis_name))`."
+    " owners; give sharded_optimizer the `hash_seed`, `partition` and"
+    " `wire_dtype`"
+    " that the state was made with, or move it by"
+    " `zenjax.from_checkpoint(state, mesh,"
+    " axis_name, like=zenjax.init_state(tx, params, mesh, axis_name))`."
   )
 
 
 def in_rows_message(argument: str) -> str:
   """Says that a state on devices is needed in the place of a saved one."""
   return (
-    f"`{argument}` of owner_update must lie on the devices that own its rows,"
+    f"`{argument}` of sharded_optimizer must lie on the devices that own its"
+    " rows,"
     " got one in the order of rows, as it is saved; call"
-    " `zenjax.reshard(state, mesh, axis_name)` first."
+    " `zenjax.from_checkpoint(state, mesh, axis_name)` first."
   )
 
 
@@ -443,7 +450,8 @@ def others_message(argument: str, by: str, had: int, devices: int) -> str:
   """Says that a state was made for other devices than it is used on."""
   return (
     f"`{argument}` of {by} must be made for the {devices} devices that it is"
-    f" used on, got one made for {had}; call `zenjax.reshard(state, mesh,"
+    f" used on, got one made for {had}; call `zenjax.from_checkpoint(state,"
+    " mesh,"
     " axis_name)`, which moves it, or use it with the mesh that it lies on,"
     " of `mesh=` too."
   )
@@ -528,7 +536,8 @@ def _require_shape(part: np.ndarray, rows: int, devices: int) -> None:
   if part.shape[0] != rows:
     form = f"on {devices} devices" if devices else "in the order of rows"
     raise ValueError(
-      f"`state` of owner_update must have {rows} rows {form}, as it says of"
+      f"`state` of sharded_optimizer must have {rows} rows {form}, as it says"
+      " of"
       f" itself, got {part.shape[0]}; give it as it was saved, whole."
     )
 
@@ -552,9 +561,10 @@ def _facts(holding: Holding) -> list[Facts]:
   devices = tables[0].devices
   if len(copies) != max(devices, 1) or (copies != copies[:1]).any():
     raise ValueError(
-      "`state` of owner_update must have the parts of all devices, each once,"
+      "`state` of sharded_optimizer must have the parts of all devices, each"
+      " once,"
       f" got {len(copies)} parts of a state for {devices} devices; give it as"
-      " it was saved, split over the axis of owner_update and no other."
+      " it was saved, split over the axis of sharded_optimizer and no other."
     )
   return tables
 

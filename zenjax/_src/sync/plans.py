@@ -60,7 +60,7 @@ class LeafPlan:
       at least so many. None for leaves without a choice.
     sharded_seconds: Predicted time of that on the links.
     owned_bytes: Bytes that a device would receive in a step if the table were
-      split by `zenjax.rows.shard`, one exchange of one round. Shown likewise;
+      split by `zenjax.tables.shard`, one exchange of one round. Shown likewise;
       None also where devices lie along more than one axis.
     owned_seconds: Predicted time of that on the links.
     reason: Reason of the choice, in words.
@@ -433,7 +433,7 @@ def _row_sharded(plan: Plan) -> list[str]:
     return lines
   owned_s = sum(leaf.owned_seconds or 0.0 for leaf in tables)
   lines.append(
-    f"{what} with rows at their owners, zenjax.rows.shard:"
+    f"{what} with rows at their owners, zenjax.tables.shard:"
     f" {least}{mb(leaf.owned_bytes or 0.0 for leaf in tables)} a device,"
     f" {_ms(owned_s)} ms, and 1/{plan.devices} of table and optimizer state in"
     " its memory. Another program, too."

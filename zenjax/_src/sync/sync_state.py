@@ -133,7 +133,7 @@ class LastOfTable(NamedTuple):
 
 
 class TableState(NamedTuple):
-  """Memory of a table of `zenjax.rows.shard`, of `owner_update`."""
+  """Memory of a table of `zenjax.tables.shard`, of `sharded_optimizer`."""
 
   # [len(Sizes)] int32, of the last step; groups of rows are owners, `push` is
   # the largest room, and nothing is pulled.
@@ -165,8 +165,8 @@ class ZenSyncState(NamedTuple):
   """
 
   step: jax.Array  # [] int32
-  # By name, leaves that travel sparse; of `owner_update` sharded tables too,
-  # each a `TableState`.
+  # By name, leaves that travel sparse; of `sharded_optimizer` sharded tables
+  # too, each a `TableState`.
   leaves: dict[str, Any]
   # By name, leaves that a sparsifier before it selects from: 1 for op="mean"
   # and 0 for op="sum", in the dtype that it rounds them to. Names and dtypes
@@ -358,7 +358,7 @@ def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
 
 
 def tables(node: ZenSyncState) -> dict[str, TableState]:
-  """Tables of `zenjax.rows.shard`, by name."""
+  """Tables of `zenjax.tables.shard`, by name."""
   return {k: x for k, x in node.leaves.items() if isinstance(x, TableState)}
 
 

@@ -48,14 +48,14 @@ class Placement(NamedTuple):
   synced: Any
 
 
-class Unsummed(NamedTuple):
+class Unreduced(NamedTuple):
   """Gradients that nobody has summed, and how devices have parts of them.
 
   Attributes:
     named: All gradients, with their names.
     mine: Which of them are not summed.
     sparse: Names of those that travel sparse: shapes of a part do not tell.
-    given: The unsummed ones, as the exchange takes them.
+    given: The unreduced ones, as the exchange takes them.
     lie: Their placements.
     structure: Of all gradients.
   """
@@ -68,7 +68,7 @@ class Unsummed(NamedTuple):
   structure: Any
 
   def tree(self, values: Iterable[Any], summed: Iterable[Any]) -> Any:
-    """A tree of `values` for the unsummed ones and `summed` for the others."""
+    """A tree of `values` for the unreduced ones and `summed` for the others."""
     left, rest = iter(values), iter(summed)
     return self.structure.unflatten(
       [next(left) if is_mine else next(rest) for is_mine in self.mine]
@@ -80,7 +80,7 @@ class Unsummed(NamedTuple):
     return [x for (_, x), is_mine in zip(self.named, self.mine) if not is_mine]
 
 
-def parts_of(updates: Any, mesh: Any, options: Options) -> Unsummed:
+def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
   """Finds what is not summed yet: row gradients, and arrays typed unreduced.
 
   Raises:
@@ -108,7 +108,7 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Unsummed:
     ]
   sparse = [name for (name, _), is_ in zip(named, chosen) if is_]
   structure = jax.tree.structure(updates, is_leaf=is_rows)
-  return Unsummed(named, mine, frozenset(sparse), given, lie, structure)
+  return Unreduced(named, mine, frozenset(sparse), given, lie, structure)
 
 
 def mapped(
@@ -210,7 +210,7 @@ def select(
   by: str,
   sums: bool,
 ) -> tuple[Any, Any]:
-  """Has a sparsifier select from what each device has of unsummed arrays.
+  """Has a sparsifier select from what each device has of unreduced arrays.
 
   Args:
     update: The sparsifier's, `(arrays, state)` of one device.
@@ -220,7 +220,7 @@ def select(
     mesh: Has the axes.
     axes: Over which gradients are not summed.
     by: Name of the sparsifier.
-    sums: Whether arrays come back summed; else they are unsummed as before.
+    sums: Whether arrays come back summed; else they are unreduced as before.
 
   Raises:
     ValueError: XLA has summed an array, or it lies over other axes.
@@ -233,7 +233,7 @@ def select(
       raise ValueError(
         f"`updates` of {by} must be unreduced outside of shard_map, and XLA has"
         f" summed leaf {name!r} over {axes!r} already: nothing is left to"
-        f" select from; on explicit axes take gradients by `zenjax.unsummed("
+        f" select from; on explicit axes take gradients by `zenjax.unreduced("
         f"params, {axes!r})`, on others, and where that leaves a short vector"
         " as it is, wrap the step in `zenjax.data_parallel`, where gradients"
         " are those of one device."
@@ -390,7 +390,7 @@ def _require(
     way += " than they have rows (`zenjax.rows.explain_tables` says why a leaf"
     way += " has none; its `tables=` demands them)"
     if set(options.axes) <= compat.explicit_of(mesh):
-      way += f", or by `zenjax.unsummed(params, {options.axes!r})`"
+      way += f", or by `zenjax.unreduced(params, {options.axes!r})`"
     raise ValueError(
       "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
       f" and all are arrays that XLA has summed over {options.axes!r} already:"

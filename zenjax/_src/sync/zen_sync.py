@@ -79,7 +79,7 @@ def zen_sync(
     columns over another axis, an explicit one if rows are not to be gathered
     over it.
   - On explicit axes, arrays that nobody has summed yet: gradients by
-    `zenjax.unsummed(params, axis_name)`. Accumulated in a scan they stay so
+    `zenjax.unreduced(params, axis_name)`. Accumulated in a scan they stay so
     until zen_sync, and a sparsifier before it selects from each device's part.
 
   All else XLA has summed, and it passes as it is, however it lies on the mesh.
@@ -87,16 +87,16 @@ def zen_sync(
   zen_sync.
 
   Under `shard_map(check_vma=True)` autodiff sums gradients of replicated
-  parameters by itself; take them by `zenjax.unsummed(params, axis_name)`, too.
+  parameters by itself; take them by `zenjax.unreduced(params, axis_name)`, too.
 
   Around it `optax.MultiSteps` accumulates what differs between devices: make
-  that state with `zenjax.init`, as for `on_overflow="carry"`. It needs arrays,
-  of `jax.grad`: SparseRows of several batches are added with `+` and given to
-  one `update`.
+  that state with `zenjax.init_state`, as for `on_overflow="carry"`. It needs
+  arrays, of `jax.grad`: SparseRows of several batches are added with `+` and
+  given to one `update`.
 
-  A leaf is synchronized once along an axis: `zenjax.init` refuses a chain with
-  another zen_sync, or `owner_update`, for it. `tx.init` cannot: it sees one
-  transformation at a time.
+  A leaf is synchronized once along an axis: `zenjax.init_state` refuses a
+  chain with another zen_sync, or `sharded_optimizer`, for it. `tx.init`
+  cannot: it sees one transformation at a time.
 
   Derivatives through it, of an update by what it was made of, are those of
   `jax.lax.pmean`, rounding for the wire left aside, in either direction and of
@@ -150,7 +150,7 @@ def zen_sync(
       buffers in further rounds, or sums the whole array where that is cheaper;
       SparseRows that travel as rows take further rounds. `"carry"` is of
       arrays alone: it keeps these rows for the next step in a per-device
-      residual; make that state with `zenjax.init`.
+      residual; make that state with `zenjax.init_state`.
     output: What comes out for leaves that travel sparse: `"same"` as came in,
       `"dense"` for arrays, `"rows"` for `SparseRows`. Of an array these hold
       as many rows as the table, the only exact bound, and with
@@ -301,7 +301,8 @@ def _residual(leaf: jax.Array, options: Options) -> jax.Array:
     except NameError as error:
       raise ValueError(
         "`on_overflow='carry'` keeps a residual on each device, so its state"
-        f" must be made where axis {axis!r} is bound; call `zenjax.init(tx,"
+        f" must be made where axis {axis!r} is bound; call"
+        " `zenjax.init_state(tx,"
         " params, mesh, axis_name)` with the `axis_name` that zen_sync has,"
         " instead of `tx.init`."
       ) from error
@@ -372,7 +373,7 @@ def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
 
 # What `zen_sync` stands for, by JAX's own collectives and nothing else.
 #
-# `zenjax.check` runs a step with it in the place of an exchange.
+# `zenjax.check_step` runs a step with it in the place of an exchange.
 
 
 def means(

@@ -38,17 +38,18 @@ def data_parallel(
   `state_specs`, which is to say replicated but for what differs between devices
   by its type; each batch argument is split along its first dimension; and
   gradients taken inside are those of the device's own part until `zen_sync`
-  averages them. So neither `unsummed` nor a `pmean` of the loss is needed.
+  averages them. So neither `unreduced` nor a `pmean` of the loss is needed.
 
-  Row gradients, `zenjax.value_and_grad` for `lazy_rows` or `owner_update`, are
-  taken in a step as any others; the example of `owner_update` shows one. Make
-  the optimizer's state with `zenjax.init`. `TrainState.create` and
-  `nnx.Optimizer` make it by `tx.init`, which serves where all of it is equal on
-  all devices, and is refused by name elsewhere. Then write
-  `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,
-  opt_state=zenjax.init(tx, params, mesh, axis_name))`; of nnx, whose `split`
-  leaves no types in the state of an optimizer, take `(params, opt_state)` with
-  `graph, params = nnx.split(model, nnx.Param)`.
+  Row gradients, `zenjax.value_and_grad` for `lazy_rows` or
+  `sharded_optimizer`, are taken in a step as any others; the example of
+  `sharded_optimizer` shows one. Make the optimizer's state with
+  `zenjax.init_state`. `TrainState.create` and `nnx.Optimizer` make it by
+  `tx.init`, which serves where all of it is equal on all devices, and is
+  refused by name elsewhere. Then write `TrainState(step=0,
+  apply_fn=model.apply, params=params, tx=tx,
+  opt_state=zenjax.init_state(tx, params, mesh, axis_name))`; of nnx, whose
+  `split` leaves no types in the state of an optimizer, take `(params,
+  opt_state)` with `graph, params = nnx.split(model, nnx.Param)`.
 
   The state stays equal on all devices only if gradients are averaged. The
   traced step is looked at: a leaf that it makes of the device's own part of the
@@ -118,12 +119,13 @@ def data_parallel(
   Raises:
     ValueError: A batch cannot be split evenly, is empty, or holds a raw key of
       `jax.random.PRNGKey` or the state of an optimizer; an axis is not the
-      mesh's; the state of `optax.MultiSteps` was not made by `zenjax.init`; a
-      state was made for another number of devices (`zenjax.reshard` moves it);
-      the step would leave devices with different states; a leaf of `aux` is
-      ambiguous; or a leaf of the state is sharded that would be gathered on
-      every device. Under `jit` the placement over automatic axes cannot be
-      seen; `zenjax.init` sees that of parameters.
+      mesh's; the state of `optax.MultiSteps` was not made by
+      `zenjax.init_state`; a state was made for another number of devices
+      (`zenjax.from_checkpoint` moves it); the step would leave devices with
+      different states; a leaf of `aux` is ambiguous; or a leaf of the state is
+      sharded that would be gathered on every device. Under `jit` the placement
+      over automatic axes cannot be seen; `zenjax.init_state` sees that of
+      parameters.
     TypeError: The step does not return two things, or returns a state of
       another structure, or in the place of a leaf an object that is no array,
       no number and not the one that came.
@@ -142,7 +144,7 @@ def data_parallel(
     ...   return (optax.apply_updates(table, updates), opt_state), loss
     >>> step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
     >>> table = jnp.zeros((4, 1))
-    >>> state = table, zenjax.init(tx, table, mesh, "data")
+    >>> state = table, zenjax.init_state(tx, table, mesh, "data")
     >>> (table, _), loss = step(state, jnp.array([0, 0, 1, 3]))
     >>> table[:, 0].tolist()
     [-1.0, -0.5, 0.0, -0.5]
@@ -333,9 +335,10 @@ def _check_accumulated(state: Any, devices: int) -> None:
       "`state` must hold what `optax.MultiSteps` accumulates on each of"
       f" {devices} devices, {devices} times the rows of leaf {name!r} of"
       f" shape {shape}, got shape {got}; make the optimizer's state with"
-      " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`, which"
+      " `zenjax.init_state(tx, params, mesh, axis_name)` instead of `tx.init`,"
+      " which"
       " `TrainState.create` and `nnx.Optimizer` call, too: `TrainState(step=0,"
-      " apply_fn=f, params=params, tx=tx, opt_state=zenjax.init(...))`."
+      " apply_fn=f, params=params, tx=tx, opt_state=zenjax.init_state(...))`."
     )
 
 

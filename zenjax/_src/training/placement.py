@@ -34,7 +34,7 @@ _OWN = (
 )
 
 
-def unsummed(params: Any, axis_name: AxisName) -> Any:
+def unreduced(params: Any, axis_name: AxisName) -> Any:
   """The view of replicated parameters whose gradients nobody has summed.
 
   Autodiff sums gradients of replicated values over devices by itself, before
@@ -42,14 +42,14 @@ def unsummed(params: Any, axis_name: AxisName) -> Any:
   in plain `jit` on explicit axes. Differentiate with respect to this view
   instead, and zen_sync sums. The view costs nothing, and twice is once. Under
   `pmap`, `vmap` and `check_vma=False` gradients are local anyway. Where a
-  gradient could not be left unsummed, its parameter comes back as it is: one
+  gradient could not be left unreduced, its parameter comes back as it is: one
   that is not floating, or that lies spread over the axis itself.
 
   In plain `jit` so does a vector of fewer than 16,384 elements, which never
   travels sparse: JAX adds no bias to a batch while it is typed so, and XLA sums
   its gradient as without the view. Of other parameters that a loss adds or
   multiplies by elements JAX says the same (`reduced`): take the view of the
-  tables alone, `params | {"table": zenjax.unsummed(params["table"], "data")}`.
+  tables alone, `params | {"table": zenjax.unreduced(params["table"], "data")}`.
 
   Args:
     params: Any tree of arrays.
@@ -68,7 +68,7 @@ def unsummed(params: Any, axis_name: AxisName) -> Any:
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> def local_grad(w, x):
-    ...   w = zenjax.unsummed(w, "data")
+    ...   w = zenjax.unreduced(w, "data")
     ...   return jax.grad(lambda w: jnp.sum(w * x))(w)
     >>> w, x = jnp.zeros(2), jnp.array([[1.0, 0.0], [0.0, 5.0]])
     >>> jax.vmap(local_grad, (None, 0), axis_name="data")(w, x).tolist()
@@ -108,9 +108,9 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   Everything is replicated but what differs between devices: the residuals of
   `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
   `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
-  any, what `owner_update` keeps of tables, and tables of `zenjax.rows.shard`.
-  Those are split over `axis_name` along their first dimension; what owners
-  have, over the last of several axes.
+  any, what `sharded_optimizer` keeps of tables, and tables of
+  `zenjax.tables.shard`. Those are split over `axis_name` along their first
+  dimension; what owners have, over the last of several axes.
 
   Args:
     state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
@@ -208,10 +208,10 @@ def made_for(node: Any) -> tuple[str, int]:
   if isinstance(node, FeedbackLeaf):
     return "error_feedback", node.selected.shape[0]
   (tables,) = node.tables.values()
-  return "owner_update", tables.shape[0]
+  return "sharded_optimizer", tables.shape[0]
 
 
-def init(
+def init_state(
   tx: optax.GradientTransformation | optax.MultiSteps,
   params: Any,
   mesh: Mesh,
@@ -221,13 +221,13 @@ def init(
 
   Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
   `micro`, `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
-  what `owner_update` keeps of the rows that a device owns; for others it is
-  `tx.init(params)` placed on all devices, so that the first step compiles as
+  what `sharded_optimizer` keeps of the rows that a device owns; for others it
+  is `tx.init(params)` placed on all devices, so that the first step compiles as
   all later ones do.
 
   Args:
     tx: Any chain with `zen_sync` or a sparsifier in it.
-    params: Parameters, replicated, or tables of `zenjax.rows.shard`.
+    params: Parameters, replicated, or tables of `zenjax.tables.shard`.
     mesh: The mesh that steps run on.
     axis_name: As given to `zen_sync`.
 
@@ -245,7 +245,7 @@ def init(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
-    >>> state = zenjax.init(tx, jnp.zeros((6, 2)), mesh, "data")
+    >>> state = zenjax.init_state(tx, jnp.zeros((6, 2)), mesh, "data")
     >>> state.leaves["leaf"].residual.shape
     (2, 6, 2)
   """
@@ -290,7 +290,8 @@ def require_replicated(
       f"`{argument}` must be replicated, and leaf {name!r} of shape"
       f" {np.shape(leaf)} is sharded by {split}: all of it would be gathered on"
       " every device; place it whole by `jax.device_put(x,"
-      " jax.NamedSharding(mesh, jax.P()))`, or a table by `zenjax.rows.shard`."
+      " jax.NamedSharding(mesh, jax.P()))`, or a table by"
+      " `zenjax.tables.shard`."
     )
 
 

@@ -818,7 +818,7 @@ def _require_equal(
     note = (
       " What `optax.MultiSteps` accumulates may differ between devices where"
       " its type is in the state: not in that of `nnx.split`, so take"
-      " `(params, opt_state)`, made by `zenjax.init`."
+      " `(params, opt_state)`, made by `zenjax.init_state`."
     )
   raise ValueError(
     "`step` must return a state that is equal on all devices, but it makes"

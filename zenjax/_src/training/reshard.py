@@ -23,76 +23,36 @@ from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync import sync_state
-from zenjax._src.sync.owner_update import OwnerState
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.training import placement
 
 
-def reshard(
-  state: Any,
-  mesh: Mesh | None = None,
-  axis_name: AxisName | None = None,
-  *,
-  replicas: AxisName | None = None,
-  like: Any = None,
-  donate: bool = False,
-) -> Any:
-  """Moves a state to another number of devices, or to the host.
+def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
+  """Brings a state into the form to save, the same for any number of devices.
 
-  With a mesh the state is placed on it and goes on there, whatever devices it
-  is of: a state of a step, host arrays of a checkpoint, or what this function
-  returned. Without a mesh host arrays come back, in which what `owner_update`
-  keeps of a table lies as the table does, `[R, ..]` row by row. That is the
-  form to save: the same of any number of devices, so that a checkpoint of it is
-  restored into `zenjax.reshard(zenjax.init(tx, params, mesh, axis_name))` for
-  any mesh. Residuals in it are those of each device, `[old, ..]`.
-
-  Nothing that a state holds is lost:
-
-  - What `owner_update` keeps of a row goes to the row's new owner, bit by bit.
-  - So do the rows of tables of `zenjax.rows.shard`, in `state` or in
-    parameters beside it. In the form to save they lie in their order on the
-    devices that they are on, each with a range: no device has all, and orbax
-    writes them by shards. Ranges are equal, with zeros at the end: where the
-    old or the new devices do not divide the rows restore with `strict=False`.
-  - What waits on each device is added up, or joined by zeros, and for
-    `op="mean"` scaled by new over old devices: what it would still have added
-    to the parameters is kept. So are moved: residuals of `on_overflow="carry"`,
-    `exdyna`, `micro` and `error_feedback`, its momenta, and gradients that
-    `optax.MultiSteps` accumulates before any of them or `owner_update`.
-  - All else is equal on all devices, and is only placed.
-
-  The `op` of what `error_feedback` keeps is that of the `zen_sync` behind it,
-  whose state says so: give `state` whole, or both as a tuple. Where none is in
-  it, as before a `lax.pmean` of the user's own, `op="mean"` is assumed.
-
-  On as many devices as before no number changes.
+  Replicated leaves become host arrays. The rows that a `sharded_optimizer`
+  keeps for a table come in the table's order, `[R, ..]`. Sharded tables, and
+  optimizer state with a row for each of their rows, stay on their devices, each
+  with a range of rows in the table's order, so that no device holds all of them
+  and orbax writes them by shards. These ranges are equal, with zeros at the
+  end: if the old or the new number of devices does not divide the rows, restore
+  with `strict=False`. Gradients that wait on each device, such as those of
+  `error_feedback`, are saved for each of the devices, `[devices, ..]`.
 
   Args:
-    state: The state, whole: of a step, or restored. Residuals are `[old, ..]`.
-    mesh: The mesh to go on with; None for the form to save.
-    axis_name: As given to `zen_sync`; None without a mesh. Of sharded tables
-      as given to `zenjax.rows.shard`.
-    replicas: Likewise: further axes along which sharded tables have copies.
-    like: A state of `zenjax.init` for `mesh`. It is needed where owner_update
-      has another `partition`, `hash_seed` or `wire_dtype` than the state was
-      made with, and where gradients that `MultiSteps` accumulates are all that
-      differs between devices: then only their shapes tell of how many.
-    donate: Sharded tables of `state`, and what it keeps of them, are used up,
-      one array after the other. Where the number of devices divides the slots
-      of an owner, as powers of two up to 32 do, and stays as it is, rows move
-      within the memory that they have. Ranges of the form to save then have
-      more zeros at their end: save and restore with it alike, or restore with
-      `strict=False`.
+    state: The state of a step: an optimizer state, parameters, or any pytree
+      that holds them.
+    donate: Whether the sharded tables of `state` are used up, one array after
+      the other. If the number of devices divides the slots of an owner, as
+      powers of two up to 32 do, rows then move within the memory that they
+      have. The ranges may have more zeros at their end, so save and restore
+      with the same value.
 
   Returns:
-    The state for `mesh`, placed; or on the host, in the order of rows.
+    The same pytree in the form to save.
 
   Raises:
-    ValueError: An axis is not the mesh's; one of `mesh` and `axis_name` is
-      missing; the state is not whole; column groups do not divide the devices;
-      `MultiSteps` accumulates, and nothing says of how many devices, or
-      whether means or sums; two zen_syncs of a state say both of what
-      `error_feedback` keeps; or a 16-bit residual does not hold a sum.
+    ValueError: The state is not complete.
 
   Example:
     >>> import jax
@@ -102,30 +62,93 @@ def reshard(
     >>> devices = jax.devices()
     >>> four = jax.sharding.Mesh(devices[:4], ("data",))
     >>> two = jax.sharding.Mesh(devices[:2], ("data",))
-    >>> tx = zenjax.owner_update(optax.adagrad(0.1), "data", sparse=True)
-    >>> state = zenjax.init(tx, jnp.zeros((700, 2)), four, "data")
-    >>> saved = zenjax.reshard(state)
+    >>> tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
+    >>> state = zenjax.init_state(tx, jnp.zeros((700, 2)), four, "data")
+    >>> saved = zenjax.to_checkpoint(state)
     >>> saved.inner[0].sum_of_squares.part.shape
     (700, 2)
-    >>> state = zenjax.reshard(saved, two, "data")
+    >>> state = zenjax.from_checkpoint(saved, two, "data")
     >>> state.inner[0].sum_of_squares.part.shape  # 352 rows a device, padded
     (704, 2)
   """
-  if (mesh is None) != (axis_name is None):
-    raise ValueError(
-      "`mesh` and `axis_name` must be given both, to place a state, or neither,"
-      f" to save it, got {mesh=} and {axis_name=}."
-    )
-  if mesh is None or axis_name is None:
-    order = functools.partial(sharded_tables.in_order, donate=donate)
-    state = _sharded(state, order)
-    host = lambda x: x if is_sharded(x) else _on_host(x)
-    state = jax.tree.map(host, state, is_leaf=is_sharded)
-    return _moved_to(state, None, None)
+  order = functools.partial(sharded_tables.in_order, donate=donate)
+  state = _sharded(state, order)
+  host = lambda x: x if is_sharded(x) else _on_host(x)
+  state = jax.tree.map(host, state, is_leaf=is_sharded)
+  return _moved_to(state, None, None)
+
+
+def from_checkpoint(
+  saved: Any,
+  mesh: Mesh,
+  axis_name: AxisName,
+  *,
+  replicas: AxisName | None = None,
+  like: Any = None,
+  donate: bool = False,
+) -> Any:
+  """Places a saved state, or the state of a step, on the devices of a mesh.
+
+  Use it to go on after a restart, or with another number of devices. `saved` is
+  what `to_checkpoint` returned, the same restored from disk, or a state that
+  still lies on other devices. To restore from disk you need a target of the
+  right structure: `to_checkpoint(init_state(tx, params, mesh, axis_name))`.
+
+  Nothing that the state holds is lost:
+
+  - The state that `sharded_optimizer` keeps for a row, and the rows of sharded
+    tables, move to the new owners without any change.
+  - Gradients that wait on each device are added up or joined by zeros, and with
+    `op="mean"` scaled by new over old number of devices, so that what they will
+    add to the parameters stays the same. This concerns residuals of `exdyna`,
+    `micro` and `error_feedback`, its momenta, and gradients that
+    `optax.MultiSteps` accumulates before any of them or a `sharded_optimizer`.
+  - Everything else is equal on all devices, and is only placed.
+
+  Whether `error_feedback` waits for a mean or a sum is known from the state of
+  the `zen_sync` behind it, so give the states together. Without one, as before
+  a `lax.pmean` of your own, a mean is assumed.
+
+  Args:
+    saved: The state, complete.
+    mesh: The mesh to go on with.
+    axis_name: As for `zen_sync`; for sharded tables as for
+      `zenjax.tables.shard`.
+    replicas: Further axes along which sharded tables have copies, as for
+      `zenjax.tables.shard`.
+    like: A state of `zenjax.init_state` for `mesh`. You need it if the new
+      `sharded_optimizer` has another `partition`, `hash_seed` or `wire_dtype`
+      than the state was made with, or if gradients that `MultiSteps`
+      accumulates are all that differs between devices, because then only their
+      shapes tell the number of devices.
+    donate: As for `to_checkpoint`.
+
+  Returns:
+    The state, placed on `mesh`.
+
+  Raises:
+    ValueError: An axis is not one of the mesh; the state is not complete;
+      column groups do not divide the devices; `MultiSteps` accumulates, and
+      nothing tells for how many devices, or whether means or sums; two
+      zen_syncs of the state claim the same residual; or a 16-bit residual
+      cannot hold a sum.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import zenjax
+    >>> two = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> tx = optax.chain(zenjax.zen_sync("data"), optax.adam(0.1))
+    >>> saved = zenjax.to_checkpoint(tx.init(jnp.zeros((700, 2))))
+    >>> state = zenjax.from_checkpoint(saved, two, "data")
+    >>> len(state[1][0].mu.devices())
+    2
+  """
   axes = arguments.mesh_axes(axis_name, mesh)
   copies = sharded_tables.replica_axes(replicas, axes, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-  state = _sharded(state, lambda x: _on_owners(x, mesh, axes, copies, donate))
+  state = _sharded(saved, lambda x: _on_owners(x, mesh, axes, copies, donate))
   state = _moved_to(state, devices, like)
   specs = placement.state_specs(state, axis_name)
   return jax.tree.map(
@@ -174,7 +197,7 @@ _MOVES = (
   sync_state.LeafState,
   ErrorFeedbackState,
   SparsifierState,
-  OwnerState,
+  ShardedOptimizerState,
   optax.MultiStepsState,
 )
 
@@ -188,7 +211,7 @@ def _moved_to(state: Any, devices: int | None, like: Any) -> Any:
       raise ValueError(
         "`like` must be a state of the same transformations as `state`, got"
         f" one of {kinds(alike)} for {kinds(_nodes(state))}; make it by"
-        " `zenjax.init(tx, params, mesh, axis_name)`."
+        " `zenjax.init_state(tx, params, mesh, axis_name)`."
       )
   others = iter(alike or ())
   syncs = sync_state.nodes(state, sync_state.ZenSyncState)
@@ -197,7 +220,7 @@ def _moved_to(state: Any, devices: int | None, like: Any) -> Any:
     if not isinstance(node, _MOVES):
       return node
     other = next(others, None)
-    if isinstance(node, OwnerState):
+    if isinstance(node, ShardedOptimizerState):
       return _of_owners(node, devices, other)
     if devices is None:
       if isinstance(node, optax.MultiStepsState):
@@ -229,14 +252,16 @@ def _nodes(state: Any) -> list[Any]:
   return found
 
 
-def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
+def _of_owners(
+  state: ShardedOptimizerState, devices: int | None, like: Any
+) -> ShardedOptimizerState:
   sync, inner, owners = state
   moved = {k: _counts_of(x, devices) for k, x in sync.leaves.items()}
   sync = sync._replace(leaves=moved)
   nodes = jax.tree.leaves(inner, is_leaf=is_sharded)
   if any(map(is_sharded, nodes)):  # Their rows have moved.
     owners = owner_rows.relabelled(owners, devices)
-    return OwnerState(sync, inner, owners)
+    return ShardedOptimizerState(sync, inner, owners)
   if owners is not None:
     inner, owners = jax.tree.map(_on_host, (inner, owners))
     if devices is None:
@@ -244,7 +269,7 @@ def _of_owners(state: OwnerState, devices: int | None, like: Any) -> OwnerState:
     else:
       wanted = like and jax.tree.map(_on_host, like.owners)
       inner, owners = owner_rows.on_owners(inner, owners, devices, wanted)
-  return OwnerState(sync, inner, owners)
+  return ShardedOptimizerState(sync, inner, owners)
 
 
 def _counts_of(
@@ -310,7 +335,8 @@ def _averages(name: str, means: list[dict[str, bool]]) -> bool:
       "`state` must say by one `op` what becomes of what error_feedback keeps"
       f" of leaf {name!r}, and its zen_syncs have op='mean' and op='sum'; move"
       " that state with the one of the zen_sync behind it alone, by"
-      " `zenjax.reshard((feedback_state, sync_state), mesh, axis_name)`."
+      " `zenjax.from_checkpoint((feedback_state, sync_state), mesh,"
+      " axis_name)`."
     )
   return told.pop()
 
@@ -340,7 +366,7 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
     raise ValueError(
       "`state` must hold what `optax.MultiSteps` accumulates on each of the"
       f" {old} devices that it is of, got shapes {[x.shape for x in leaves]};"
-      " make it with `zenjax.init(tx, params, mesh, axis_name)`."
+      " make it with `zenjax.init_state(tx, params, mesh, axis_name)`."
     )
   parts = [_on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
   moved = _moved_parts(parts, node.inner_opt_state, devices, old)
@@ -403,7 +429,7 @@ def _accumulated_on(
     if len(found) == 1:
       return found.pop()
   raise ValueError(
-    "`like` must be given, a state of `zenjax.init(tx, params, mesh,"
+    "`like` must be given, a state of `zenjax.init_state(tx, params, mesh,"
     " axis_name)`, to move what `optax.MultiSteps` accumulates: nothing in"
     " `state` says of how many devices it is."
   )

@@ -1,4 +1,4 @@
-"""`owner_update`: owners of rows update them, and hold the state alone."""
+"""`sharded_optimizer`: owners of rows update them, and hold the state alone."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -41,11 +41,11 @@ from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_options import Tuning
 
-# The transformation of `owner_update`, and its state.
+# The transformation of `sharded_optimizer`, and its state.
 
 
-class OwnerState(NamedTuple):
-  """State of `owner_update`.
+class ShardedOptimizerState(NamedTuple):
+  """State of `sharded_optimizer`.
 
   Attributes:
     sync: Statistics, as of `zen_sync`.
@@ -57,10 +57,10 @@ class OwnerState(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import zenjax
-    >>> tx = zenjax.owner_update(optax.adam(1e-3), "data")
+    >>> tx = zenjax.sharded_optimizer(optax.adam(1e-3), "data")
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> params = {"table": jnp.zeros((600, 32))}
-    >>> state = zenjax.init(tx, params, mesh, "data")
+    >>> state = zenjax.init_state(tx, params, mesh, "data")
     >>> int(state.sync.step), sorted(state.sync.leaves)
     (0, ['table'])
   """
@@ -85,7 +85,7 @@ class Owners:
   def _programs(self) -> by_rows.Programs:
     return by_rows.Programs(self.inner)
 
-  def init(self, params: Any) -> OwnerState:
+  def init(self, params: Any) -> ShardedOptimizerState:
     mesh = collectives.mesh_around(self.options.axes, params, self.mesh)
     if mesh is not None:
       return self._init_on(mesh, params)
@@ -94,12 +94,14 @@ class Owners:
         lax.axis_size(axis)
       except NameError as error:
         raise ValueError(
-          "`owner_update` keeps a part of the state on each device, so it must"
+          "`sharded_optimizer` keeps a part of the state on each device, so it"
+          " must"
           f" be made where its axis {axis!r} is bound or a mesh has it; call"
-          " `zenjax.init(tx, params, mesh, axis_name)` instead of `tx.init`,"
+          " `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
+          " `tx.init`,"
           " with one axis_name for both, or in plain jit give `mesh=`."
         ) from error
-    chains.will_sync("owner_update", params, self.options.axes)
+    chains.will_sync("sharded_optimizer", params, self.options.axes)
     make = lambda params: self.inner.init(params)
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
@@ -141,21 +143,21 @@ class Owners:
       new = sync_state.empty_leaf(None, **known)
     memory = dict.fromkeys([p.table.name for p in plans.values()], new)
     sync = sync_state.ZenSyncState(jnp.zeros((), jnp.int32), memory)
-    return OwnerState(sync, inner, owners)
+    return ShardedOptimizerState(sync, inner, owners)
 
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
-  ) -> tuple[Any, OwnerState]:
+  ) -> tuple[Any, ShardedOptimizerState]:
     mesh = collectives.mesh_around(self.options.axes, updates, self.mesh)
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)
     op = "mean" if options.mean else "sum"
-    chains.require_linear("owner_update", op)
+    chains.require_linear("sharded_optimizer", op)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     leaves = gradient_tree.local_leaves(updates, context)
     names = [name for name, _ in leaves]
-    call = marking.SyncCall("owner_update", options, tuple(names))
+    call = marking.SyncCall("sharded_optimizer", options, tuple(names))
     local = marking.marked([leaf for _, leaf in leaves], call, "local")
     leaves = list(zip(names, local))
     sharded = _sharded_in(updates)
@@ -205,10 +207,10 @@ class Owners:
     out = marking.marked(out, call, "synced")
     for i in sharded:
       out[i] = NewValue(tables[i])
-    facts = marking.described("owner_update", options, updates)
+    facts = marking.described("sharded_optimizer", options, updates)
     call.facts.update(facts)
     inner = self._wrapped(inner, plans, program.state_rows, context)
-    new = OwnerState(sync, inner, state.owners)
+    new = ShardedOptimizerState(sync, inner, state.owners)
     return structure.unflatten(out), new
 
   def _init_on(self, mesh, params):
@@ -256,11 +258,11 @@ class Owners:
       if key == owner_rows.IN_ROWS:
         raise ValueError(owner_rows.in_rows_message("state"))
       if tables.shape[0] != devices:
-        by, had = "owner_update", tables.shape[0]
+        by, had = "sharded_optimizer", tables.shape[0]
         raise ValueError(owner_rows.others_message("state", by, had, devices))
     for table in sync_state.tables(state.sync).values():
       if (had := table.updated.part.shape[0]) != devices:
-        by = "owner_update"
+        by = "sharded_optimizer"
         raise ValueError(owner_rows.others_message("state", by, had, devices))
 
     # Facts are no part of the gradients' tree.
@@ -276,12 +278,12 @@ class Owners:
     everywhere = PartitionSpec()
     specs = _specs(state, axis)
     # Rows of a leaf that does not travel sparse come out as an array.
-    unsummed = [x for x, mine in zip(parts.named, parts.mine) if mine]
+    unreduced = [x for x, mine in zip(parts.named, parts.mine) if mine]
     synced = [
       jax.tree.leaves(lies.synced)[-1]
       if is_rows(x) and not is_sharded(x) and name not in parts.sparse
       else lies.synced
-      for (name, x), lies in zip(unsummed, parts.lie)
+      for (name, x), lies in zip(unreduced, parts.lie)
     ]
     out = parts.tree(synced, [everywhere] * len(of_arrays))
     for_new = lambda node: node.with_value(PartitionSpec(axis))
@@ -306,16 +308,18 @@ class Owners:
     for node in sharded.values():
       if node.batch_axes != axes:
         raise ValueError(
-          "`axis_name` of owner_update must name the axes over which a batch of"
-          " sharded tables is split: `replicas` of `zenjax.rows.shard`, then"
+          "`axis_name` of sharded_optimizer must name the axes over which a"
+          " batch of"
+          " sharded tables is split: `replicas` of `zenjax.tables.shard`, then"
           f" its `axis_name`, here {node.batch_axes!r}, got {axes!r}."
         )
     if not sharded and len(axes) > 1:
       raise ValueError(
-        "`axis_name` must be one axis for owner_update where tables are whole"
+        "`axis_name` must be one axis for sharded_optimizer where tables are"
+        " whole"
         f" on every device, got {axes!r}; give the axis of the fastest links,"
         " and average over the others before, use `zen_sync` and `lazy_rows`,"
-        " or shard tables by `zenjax.rows.shard(.., replicas=)`."
+        " or shard tables by `zenjax.tables.shard(.., replicas=)`."
       )
     return context.axes[-1], context.sizes[-1]
 
@@ -324,7 +328,8 @@ class Owners:
     if params is None:
       if sharded:
         raise ValueError(
-          "`params` must be given to `update` of owner_update where tables are"
+          "`params` must be given to `update` of sharded_optimizer where"
+          " tables are"
           " sharded: it returns what they are after the step."
         )
       return None
@@ -350,8 +355,10 @@ class Owners:
     )
     if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
       raise ValueError(
-        f"{', '.join(wrong)} of owner_update must be left out where tables are"
-        " sharded: `zenjax.rows.shard` decided who owns which row, rows travel"
+        f"{', '.join(wrong)} of sharded_optimizer must be left out where"
+        " tables are"
+        " sharded: `zenjax.tables.shard` decided who owns which row, rows"
+        " travel"
         " in their own dtype, buffers are as large as the batch needs, and"
         " there are no kernels for them."
       )
@@ -368,9 +375,10 @@ class Owners:
     for i, (name, leaf) in enumerate(named):
       if is_rows(leaf) and i not in sharded and leaf_util.is_table(leaf):
         raise ValueError(
-          "`params` of owner_update must have all large tables sharded or none,"
+          "`params` of sharded_optimizer must have all large tables sharded or"
+          " none,"
           f" and leaf {name!r}, of which there are SparseRows, is whole on"
-          " every device; choose it by `tables=` of `zenjax.rows.shard`, have"
+          " every device; choose it by `tables=` of `zenjax.tables.shard`, have"
           " its gradient as an array by `tables=` of `zenjax.value_and_grad`,"
           " or give it another transformation by `optax.partition`."
         )
@@ -491,7 +499,7 @@ class Owners:
     if not by_columns and self.options.partition not in ("auto", "hash"):
       raise ValueError(
         "`partition` must be 'hash' or 'auto' where `tx` needs whole rows, as"
-        f" row_adagrad does, got {self.options.partition!r}."
+        f" rowwise_adagrad does, got {self.options.partition!r}."
       )
     wanted = self.options.partition if by_columns else "hash"
     columns = []
@@ -527,7 +535,8 @@ class Owners:
     for name, leaf in named:
       if leaf.ndim != 2 or self.options.unit != "row":
         raise ValueError(
-          "`tx` of owner_update must update single elements, or leaves of two"
+          "`tx` of sharded_optimizer must update single elements, or leaves of"
+          " two"
           f" dimensions by rows: it takes rows of leaf {name!r} together, which"
           f" has shape {leaf.shape}; leave that leaf out by `sparse=`."
         )
@@ -560,7 +569,7 @@ class Owners:
     except NameError as error:
       raise ValueError(
         f"`tx` must not synchronize devices, but it wants an axis of them"
-        f" ({error}); owner_update is in the place of zen_sync."
+        f" ({error}); sharded_optimizer is in the place of zen_sync."
       ) from error
     names = [name for name, _ in leaf_util.named_leaves(tree, is_rows)]
     by_rows.require(program, names, "tx", by_rows.REMEDY)
@@ -650,14 +659,15 @@ def _check_tables(names: Sequence[str], sync: Any) -> None:
   tables = sync_state.tables(sync)
   if sorted(tables) != sorted(names):
     raise ValueError(
-      "`state` of owner_update must be made for the tables that are sharded,"
+      "`state` of sharded_optimizer must be made for the tables that are"
+      " sharded,"
       f" {sorted(names)}, got one where these are {sorted(tables)}; shard"
-      " tables before `zenjax.init`."
+      " tables before `zenjax.init_state`."
     )
   for name, table in tables.items():
     if (size := table.updated.part.shape[0]) != 1:
       raise ValueError(
-        "`state` of owner_update must be split over devices, got counts of"
+        "`state` of sharded_optimizer must be split over devices, got counts of"
         f" {size} owners of {name!r} on each; give `zenjax.state_specs(state,"
         " axis_name)` to shard_map."
       )
@@ -697,13 +707,14 @@ def _require_whole(params: Any) -> None:
   for name, leaf in leaf_util.named_leaves(params, is_sharded):
     if not is_sharded(leaf) and any(compat.explicit_spec(leaf)):
       raise ValueError(
-        "`params` must lie whole on every device for owner_update, and leaf"
+        "`params` must lie whole on every device for sharded_optimizer, and"
+        " leaf"
         f" {name!r} is spread by {jax.typeof(leaf).sharding.spec}; give that"
         " leaf another transformation by `optax.partition`."
       )
 
 
-def owner_update(
+def sharded_optimizer(
   tx: optax.GradientTransformation,
   axis_name: AxisName,
   *,
@@ -723,19 +734,19 @@ def owner_update(
   sends the update back in the place of the sum: as many bytes, an n-th of the
   optimizer's work and of its memory on each of `n` devices, as in ZeRO. Losses
   are the same. Leaves that do not travel sparse take `pmean` and `tx` on every
-  device. A zen_sync of the same axis before it would be a second: `zenjax.init`
-  refuses that.
+  device. A zen_sync of the same axis before it would be a second:
+  `zenjax.init_state` refuses that.
 
   In plain `jit` over a mesh it takes what `zen_sync` takes there, sums it, and
   wants parameters whole on every device; those that are not, as of FSDP, go to
   another transformation by `optax.partition`. There `tx.init` makes the state,
   given a mesh by `jax.set_mesh`, by parameters that lie on it, or by `mesh=`.
 
-  The state differs between devices: make it with `zenjax.init`, and place it by
-  `zenjax.state_specs`. It says for which owners it was made, and a step refuses
-  it where rows have others; `zenjax.reshard` moves it to another number of
-  devices, and to the form to save, in the order of rows. Rows that no device
-  touched keep state and parameters, as in `lazy_rows`.
+  The state differs between devices: make it with `zenjax.init_state`, and
+  place it by `zenjax.state_specs`. It says for which owners it was made, and a
+  step refuses it where rows have others; `zenjax.from_checkpoint` moves it to
+  another number of devices, and to the form to save, in the order of rows.
+  Rows that no device touched keep state and parameters, as in `lazy_rows`.
 
   Args:
     tx: What updates a row by that row's gradient, state and parameters, and
@@ -748,7 +759,7 @@ def owner_update(
     sparse: As for `zen_sync`, like all that follow.
     op: See there.
     partition: See there. What is no business of single elements, as
-      `row_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
+      `rowwise_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
     wire_dtype: See there; updates are cast too.
     capacities: See there.
     mesh: See there.
@@ -763,7 +774,7 @@ def owner_update(
       or not those of sharded tables; `tx` updates rows by others (see
       `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
       with a `partition` by columns or of a leaf that has not two dimensions;
-      the state was not made by `zenjax.init`, or for other owners.
+      the state was not made by `zenjax.init_state`, or for other owners.
     NotImplementedError: `Tuning(kernels="pallas")` cannot serve what it was
       given, see `zen_sync`.
 
@@ -774,9 +785,9 @@ def owner_update(
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> adagrad = optax.adagrad(1.0, initial_accumulator_value=0.0)
-    >>> tx = zenjax.owner_update(adagrad, "data", sparse=True)
+    >>> tx = zenjax.sharded_optimizer(adagrad, "data", sparse=True)
     >>> table = jnp.zeros((1000, 8))
-    >>> opt_state = zenjax.init(tx, table, mesh, "data")
+    >>> opt_state = zenjax.init_state(tx, table, mesh, "data")
     >>> squares = opt_state.inner[0].sum_of_squares.part
     >>> squares.addressable_shards[0].data.size, table.size  # half, padded
     (4096, 8000)
@@ -813,7 +824,8 @@ def owner_update(
   )
   if tuning != usual:
     raise ValueError(
-      "`tuning` of owner_update must set `hash_seed`, `ids_first` and `kernels`"
+      "`tuning` of sharded_optimizer must set `hash_seed`, `ids_first` and"
+      " `kernels`"
       f" alone, got {tuning}; the rest is of `zen_sync`."
     )
   owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)

@@ -1,6 +1,6 @@
-"""owner_update: each device keeps an n-th of the optimizer's state of a table.
+"""sharded_optimizer: each device keeps 1/n of the optimizer state of a table.
 
-    python examples/owner_update.py [--steps 30]
+    python examples/sharded_optimizer.py [--steps 30]
 
 The owner of a row, which sums its gradients, updates it by Adam as well. Losses
 are those of zen_sync and lazy_rows, which keep all state on every device. Half
@@ -20,7 +20,7 @@ import zenjax
 
 ROWS, WIDTH, BATCH = 50_000, 32, 1024  # ids a step, of all devices together
 
-OWNERS = zenjax.owner_update(optax.adam(0.01), "data")
+OWNERS = zenjax.sharded_optimizer(optax.adam(0.01), "data")
 EVERYWHERE = optax.chain(
   zenjax.zen_sync("data"), zenjax.lazy_rows(optax.adam(0.01))
 )
@@ -65,15 +65,15 @@ def main() -> None:
 
   losses = {}
   for name, tx in (("everywhere", EVERYWHERE), ("owners", OWNERS)):
-    state = start, zenjax.init(tx, start, mesh, "data")
+    state = start, zenjax.init_state(tx, start, mesh, "data")
     print(f"{name}: {megabytes(state[1]):.2f} MB of state on a device")
     run, losses[name] = compiled(tx, mesh), []
     for i in range(steps):
       if i == steps // 2 and tx is OWNERS:
         # The form to save, which fits any number of devices.
-        saved = zenjax.reshard(state)
+        saved = zenjax.to_checkpoint(state)
         mesh = jax.sharding.Mesh(devices[: len(devices) // 2], ("data",))
-        state = zenjax.reshard(saved, mesh, "data")
+        state = zenjax.from_checkpoint(saved, mesh, "data")
         run = compiled(tx, mesh)
         print(f"{mesh.size} devices go on: {megabytes(state[1]):.2f} MB on one")
       state, loss = run(state, *batch(i))

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import optax
 
 
-class RowAdagradState(NamedTuple):
+class RowwiseAdagradState(NamedTuple):
   """The accumulators: `[R, 1]` of tables, of other leaves as they are.
 
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> params = {"table": jnp.zeros((600, 32))}
-    >>> state = zenjax.rows.row_adagrad(0.1).init(params)
+    >>> state = zenjax.rows.rowwise_adagrad(0.1).init(params)
     >>> state[0].sum_of_squares["table"].shape
     (600, 1)
   """
@@ -22,7 +22,7 @@ class RowAdagradState(NamedTuple):
   sum_of_squares: Any
 
 
-def row_adagrad(
+def rowwise_adagrad(
   learning_rate: optax.ScalarOrSchedule,
   initial_accumulator_value: float = 0.0,
   eps: float = 1e-8,
@@ -51,7 +51,7 @@ def row_adagrad(
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
-    >>> tx = zenjax.rows.row_adagrad(1.0)
+    >>> tx = zenjax.rows.rowwise_adagrad(1.0)
     >>> grads = jnp.array([[3.0, 3.0], [0.0, 0.0]])
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> updates[0].round(3).tolist(), state[0].sum_of_squares.tolist()
@@ -65,7 +65,7 @@ def row_adagrad(
       raise ValueError(f"`{name}` must not be negative, got {value!r}.")
 
   def init(params):
-    return RowAdagradState(
+    return RowwiseAdagradState(
       jax.tree.map(
         lambda x: jnp.full_like(_of_rows(x), initial_accumulator_value), params
       )
@@ -77,7 +77,7 @@ def row_adagrad(
       lambda g, s: s + _of_rows(g**2), updates, state.sum_of_squares
     )
     scaled = jax.tree.map(lambda g, s: g / (jnp.sqrt(s) + eps), updates, total)
-    return scaled, RowAdagradState(total)
+    return scaled, RowwiseAdagradState(total)
 
   scale = optax.scale_by_learning_rate(learning_rate)
   return optax.chain(optax.GradientTransformation(init, update), scale)

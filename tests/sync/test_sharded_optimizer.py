@@ -47,11 +47,11 @@ def trained(tx, rows, check_vma=True, n=N):
   both = zenjax.value_and_grad if rows else jax.value_and_grad
   mesh = runners.mesh(n)
   params = jax.device_put(parameters(), NamedSharding(mesh, P()))
-  state = zenjax.init(tx, params, mesh, "data")
+  state = zenjax.init_state(tx, params, mesh, "data")
   specs = zenjax.state_specs(state, "data")
 
   def step(params, state, ids):
-    value, grads = both(loss)(zenjax.unsummed(params, "data"), ids[0])
+    value, grads = both(loss)(zenjax.unreduced(params, "data"), ids[0])
     updates, state = tx.update(grads, state, params)
     params = zenjax.apply_updates(params, updates)
     return params, state, jax.lax.pmean(value, "data")
@@ -96,7 +96,7 @@ OPTIMIZERS: dict[str, Any] = {
   "adamw": optax.adamw(0.03, weight_decay=0.1),
   "adagrad": optax.adagrad(0.3),
   "anchored": optax.chain(anchored(0.1), optax.adagrad(0.3)),
-  "row_adagrad": zenjax.rows.row_adagrad(0.3),
+  "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.3),
   "clipped": optax.apply_if_finite(
     optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.3)), 3
   ),
@@ -109,7 +109,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 @functools.cache
 def by_owners(name, **options):
-  tx = zenjax.owner_update(OPTIMIZERS[name], "data", sparse=TABLES, **options)
+  tx = zenjax.sharded_optimizer(
+    OPTIMIZERS[name], "data", sparse=TABLES, **options
+  )
   return trained(tx, rows=True)
 
 
@@ -121,7 +123,7 @@ def by_owners(name, **options):
     ("adamw", dict(partition="hash", capacities=(2, 5))),
     ("anchored", dict(partition=2, capacities=(3, 4))),
     ("clipped", dict(capacities=(2, 5))),
-    pytest.param("row_adagrad", {}, marks=pytest.mark.more),
+    pytest.param("rowwise_adagrad", {}, marks=pytest.mark.more),
     ("by label", {}),
   ],
 )
@@ -143,7 +145,7 @@ def test_losses_are_those_of_the_replicated_form(name, options):
 )
 def test_gradients_that_are_arrays(check_vma):
   """What is not touched is not decayed: adagrad is exact."""
-  tx = zenjax.owner_update(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
+  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
   losses, params, _ = trained(tx, rows=False, check_vma=check_vma)
   want, want_params, _ = replicated("adagrad", rows=False)
   np.testing.assert_allclose(losses, want, rtol=1e-6)
@@ -161,10 +163,10 @@ def test_every_device_holds_its_share_of_the_state(partition):
   mesh, table = runners.mesh(8), jnp.zeros((64_000, 16))
 
   def taken(tx):
-    state = zenjax.init(tx, table, mesh, "data")
+    state = zenjax.init_state(tx, table, mesh, "data")
     specs = zenjax.state_specs(state, "data")
     mapped = jax.shard_map(
-      lambda g, s: tx.update(zenjax.unsummed(g, "data"), s, g),
+      lambda g, s: tx.update(zenjax.unreduced(g, "data"), s, g),
       mesh=mesh,
       in_specs=(P(), specs),
       out_specs=(P(), specs),
@@ -176,22 +178,22 @@ def test_every_device_holds_its_share_of_the_state(partition):
   options: Any
   adam, options = optax.adam(0.1), {"sparse": True, "partition": partition}
   whole = taken(optax.chain(zenjax.zen_sync("data", **options), adam))
-  share = taken(zenjax.owner_update(adam, "data", **options))
+  share = taken(zenjax.sharded_optimizer(adam, "data", **options))
   assert 0.9 < whole / (2 * table.nbytes) < 1.1
   assert share < whole / 8 * 1.05
 
 
 def test_statistics_are_kept_where_a_state_moves():
   _, _, state = by_owners("clipped", capacities=(2, 5))
-  same = zenjax.reshard(state, runners.mesh(N), "data")
+  same = zenjax.from_checkpoint(state, runners.mesh(N), "data")
   jax.tree.map(np.testing.assert_array_equal, same, state)
-  away = zenjax.reshard(state, runners.mesh(2), "data")
+  away = zenjax.from_checkpoint(state, runners.mesh(2), "data")
   stats = zenjax.stats(away)
   assert stats["table"].pop("devices") == 2
   want = zenjax.stats(state)
   assert want["table"].pop("devices") == N
   assert stats["table"] == want["table"]
-  back = zenjax.reshard(away, runners.mesh(N), "data")
+  back = zenjax.from_checkpoint(away, runners.mesh(N), "data")
   jax.tree.map(np.testing.assert_array_equal, back, state)
   assert set(stats) == {"table", "other"}
   assert 0 < stats["table"]["density"] < 40 / ROWS * 2
@@ -203,15 +205,15 @@ def test_statistics_are_kept_where_a_state_moves():
   [
     (
       lambda: trained(
-        zenjax.owner_update(optax.lamb(0.1), "data", sparse=TABLES),
+        zenjax.sharded_optimizer(optax.lamb(0.1), "data", sparse=TABLES),
         rows=True,
       ),
       "`tx` must update a row by that row alone",
     ),
     (
       lambda: trained(
-        zenjax.owner_update(
-          zenjax.rows.row_adagrad(0.1), "data", partition="columns"
+        zenjax.sharded_optimizer(
+          zenjax.rows.rowwise_adagrad(0.1), "data", partition="columns"
         ),
         rows=True,
       ),
@@ -219,7 +221,7 @@ def test_statistics_are_kept_where_a_state_moves():
     ),
     (
       lambda: trained(
-        zenjax.owner_update(
+        zenjax.sharded_optimizer(
           optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "data"
         ),
         rows=True,
@@ -227,8 +229,8 @@ def test_statistics_are_kept_where_a_state_moves():
       "`tx` must not be `optax.MultiSteps`",
     ),
     (
-      lambda: zenjax.init(
-        zenjax.owner_update(optax.sgd(0.1), _TWO),
+      lambda: zenjax.init_state(
+        zenjax.sharded_optimizer(optax.sgd(0.1), _TWO),
         parameters(),
         jax.make_mesh((2, 2), _TWO, devices=jax.devices()[:4]),
         _TWO,
@@ -236,7 +238,9 @@ def test_statistics_are_kept_where_a_state_moves():
       "`axis_name` must be one axis",
     ),
     (
-      lambda: zenjax.owner_update(optax.sgd(0.1), "data").init(parameters()),
+      lambda: zenjax.sharded_optimizer(optax.sgd(0.1), "data").init(
+        parameters()
+      ),
       r"call `zenjax\.init",
     ),
   ],
