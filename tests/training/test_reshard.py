@@ -605,10 +605,6 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   ("change", "words"),
   [
     (
-      lambda s, mesh: zenjax.from_checkpoint(s, mesh),
-      ["`mesh`", "`axis_name`"],
-    ),
-    (
       lambda s, mesh: zenjax.from_checkpoint(s, mesh, "data", like=()),
       ["`like`", "same transformations"],
     ),

@@ -34,8 +34,8 @@ def report(state: Any) -> str:
     meaning of its columns.
 
     For each table of `zenjax.tables.shard` the rows that a device looked up,
-    the union that owners updated, room of the buffers, exchanges of ids and rows
-    and of gradients, and the same bytes; there is nothing to pin.
+    the union that owners updated, room of the buffers, exchanges of ids and
+    rows and of gradients, and the same bytes; there is nothing to pin.
 
     Where devices hold the same rows a line asks whether their gradients were
     averaged before: then each sends what all have, and little is saved. Where
