@@ -363,7 +363,6 @@ COMMANDS = (
       " 4 hosts, lm1b-lstm and squad-bert, six variants",
     ),
     *(_LOOPBACK, _KEEP_MEMORY),
-    _switch("--no-calibration", "without times of single collectives"),
     *(_repeats(5), _batches(2), _RESUMED),
     _file("--plot", "FILE-hosts.png, FILE-density.png, FILE-speed.png"),
   ),
@@ -376,16 +375,10 @@ COMMANDS = (
     _names("--models", "of {}; by default lm dlrm", _PLANNED),
     _names(
       "--ways",
-      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
-      " 'zen/1 alone'; by default all",
+      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4;"
+      " by default all",
     ),
     *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
-  ),
-  _command(
-    "predict",
-    "what the formulas say beside what `network` has measured",
-    partial(_call, "campaigns.network.predict"),
-    _file("file", "that `network --json` wrote"),
   ),
   _command(
     "sparsity",
@@ -412,14 +405,6 @@ COMMANDS = (
     "set-ups in which compressed gradients pay, by formula",
     partial(_call, "planner.utility"),
     _JSON,
-  ),
-  _command(
-    "search",
-    "the planner's search against all, Espresso and MergeComp",
-    partial(_call, "planner.search"),
-    _number("--instances", 200, "small ones of each kind, drawn"),
-    _number("--tensors", 300, "of the large ones", _several),
-    *(_repeats(20), _JSON),
   ),
   _command(
     "memory",

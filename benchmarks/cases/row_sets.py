@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import library
 from benchmarks import workloads
-from zenjax import traces
+from zenjax.planner import traces
 
 # Devices and steps of a workload's statistics, as `workloads` states them.
 _WORKLOAD_DEVICES = 8
@@ -75,9 +75,9 @@ def load(
     )
   trace = traces.read(source)
   header = trace.header
-  if steps is not None and steps > header.steps:
+  if steps is not None and steps > trace.steps:
     raise ValueError(
-      f"`--steps` must not exceed the {header.steps} steps of the trace, got"
+      f"`--steps` must not exceed the {trace.steps} steps of the trace, got"
       f" {steps}: ask for fewer or record more."
     )
   tables = [

@@ -161,9 +161,9 @@ class Found(NamedTuple):
 def links(devices: int) -> dict[str, zenjax.planner.Link]:
   """Returns those that join so many devices."""
   of = zenjax.planner.Topology
-  found = {r: of.network(r, devices).levels[0].link for r in NETWORKS}
+  found = {r: of.network(r, devices).links[0] for r in NETWORKS}
   if devices == 8:
-    found[NVLINK] = of.preset("h100", 8).levels[0].link
+    found[NVLINK] = of.preset("h100", 8).links[0]
   return found
 
 

@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from planning import Table
 import pytest
 
+from benchmarks.library import Table
 from benchmarks.planner import utility
 from benchmarks.planner import utility_model
 from benchmarks.planner.utility_model import Setup
@@ -148,7 +148,7 @@ def test_lstm_of_the_zen_paper():
     union=found.union(128) * larger,
     devices=16,
   )
-  link = zenjax.planner.Topology.network("25gbit", 16).levels[0].link
+  link = zenjax.planner.Topology.network("25gbit", 16).links[0]
   lstm = utility.with_table("lm1b-lstm", table, machine, 16, link)
   gain = utility_model.sync_s(lstm) / utility_model.zen_s(lstm)
   assert gain == pytest.approx(3.1, rel=0.15)

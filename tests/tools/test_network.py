@@ -14,7 +14,6 @@ from benchmarks import campaign
 from benchmarks import run
 from benchmarks.campaigns.network import campaign as network_lib
 from benchmarks.campaigns.network import cells as cells_lib
-from benchmarks.testbed import netns
 from benchmarks.testbed import testbed
 from benchmarks.testbed.hosts import HostDied
 
@@ -53,9 +52,6 @@ def _saved(tmp_path, *cells):
   path = tmp_path / "out.json"
   found = _found(*cells)
   found.links[2, "200mbit"] = {"hosts": 2, "rate": "200mbit", "bytes": 1}
-  point = cells_lib.points(2, "200mbit")[0]
-  times = [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0]]
-  found.calibration[point] = point.record(times)
   found.complete = True
   found.save(path)
   return path, found
@@ -65,15 +61,13 @@ def test_a_file_comes_back_as_it_was(tmp_path):
   loopback = _cell("psum", received_bytes=math.nan)
   path, found = _saved(tmp_path, _cell(), loopback)
   again = cells_lib.Findings.load(path, found.environment)
-  assert again.links == found.links and again.calibration == found.calibration
+  assert again.links == found.links
   assert list(again.cells) == list(found.cells)
   assert again.cells[_cell().key] == _cell()
   assert math.isnan(again.cells[loopback.key].received_bytes)
   document = json.loads(path.read_text())
   assert document["complete"]
   assert document["cells"][0]["median_s"] == 0.1
-  assert document["calibration"][0]["times_s"] == [2.0, 5.0, 3.0]
-  assert document["calibration"][0]["median_s"] == 3.0
   assert not list(tmp_path.glob(".*"))
   assert not cells_lib.Findings.load(
     tmp_path / "none.json", found.environment
@@ -119,33 +113,11 @@ def test_what_something_else_measured_is_refused(tmp_path, changes, words):
 
 
 def test_what_is_there_is_not_measured_again():
-  everything, _ = _grid().left(_found())
+  everything = _grid().left(_found())
   assert [key.variant for key in everything] == ["psum", "zen"]
-  rest, _ = _grid().left(_found(_cell()))
+  rest = _grid().left(_found(_cell()))
   assert [key.variant for key in rest] == ["psum"]
-  assert len(_grid(repeats=3).left(_found(_cell()))[0]) == 2
-
-
-# --- calibration ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hosts", [2, 3, 8])
-def test_collectives_receive_what_they_are_said_to(hosts):
-  points = cells_lib.points(hosts, "1gbit")
-  assert len(points) == len(cells_lib.SIZES) * 5
-  for i, point in enumerate(points):
-    assert point.words % hosts == 0
-    wanted = cells_lib.SIZES[i // 5]
-    assert point.received_bytes == pytest.approx(wanted, rel=0.02)
-  gather = cells_lib.Point(hosts, "1gbit", "all_gather", 100)
-  assert gather.received_bytes == 400 * (hosts - 1)
-
-
-def test_collectives_that_take_long_are_left_out(monkeypatch):
-  slow = netns.Rate(1e6, burst=1, packet=1)
-  monkeypatch.setitem(netns.RATES, "200mbit", slow)
-  sizes = [p.received_bytes for p in cells_lib.points(2, "200mbit")]
-  assert len(sizes) == 4 * 5 and max(sizes) <= 2e6
+  assert len(_grid(repeats=3).left(_found(_cell()))) == 2
 
 
 # --- the command, with hosts that only say what they are told to ------------
@@ -189,7 +161,7 @@ class _Bed:
         "wire_bytes": 1e6,
         "least_wire_bytes": 1e6,
       }
-    return {"time": 0.05, "repeat": None, "collective": [0.1] * 3}[do]
+    return {"time": 0.05, "repeat": None}[do]
 
 
 class _Network:
@@ -210,7 +182,7 @@ class _Network:
     status = run.main(
       ["network", "--hosts", "2", "--rates", "200mbit"]
       + ["--workloads", "lm1b-lstm", "--variants", *variants]
-      + ["--repeats", repeats, "--no-calibration", "--json", str(self._path)]
+      + ["--repeats", repeats, "--json", str(self._path)]
     )
     return status, json.loads(self._path.read_text())
 
@@ -316,8 +288,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
 @pytest.mark.more
 @pytest.mark.multiprocess
-def test_two_hosts_measure_and_keep_everything(tmp_path, monkeypatch, capfd):
-  monkeypatch.setattr(cells_lib, "SIZES", (4096,))
+def test_two_hosts_measure_and_keep_everything(tmp_path, capfd):
   path = tmp_path / "out.json"
   status = run.main(
     ["network", "--loopback", "--hosts", "2", "--json", str(path)]
@@ -330,7 +301,7 @@ def test_two_hosts_measure_and_keep_everything(tmp_path, monkeypatch, capfd):
   document = json.loads(path.read_text())
   assert document["complete"]
   assert document["environment"]["hosts"] == "loopback"
-  assert len(document["links"]) == 1 and len(document["calibration"]) == 5
+  assert len(document["links"]) == 1
   psum, zen = document["cells"]
   assert psum["wrong"] == zen["wrong"] == 0
   assert [len(x) for x in zen["host_times_s"]] == [2, 2]

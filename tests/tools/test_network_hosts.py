@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
-from planning import local_work
 import pytest
 
 from benchmarks import run as command_line
@@ -55,29 +54,6 @@ def test_a_common_start_is_an_instant_to_come():
   before = time.monotonic()
   instant = start()
   assert before < instant <= time.monotonic()
-
-
-def test_work_is_that_of_the_last_host():
-  """Of rows and bytes that cost 1 us and 1 ns, on the slower of two hosts."""
-  price = lambda shape: shape[0] * (1e-6 + shape[1] * 4e-9)
-  slow = {f"mask_{i}": [price(s)] * 3 for i, s in enumerate(local_work.TABLES)}
-  slow |= {
-    f"move_{i}": [2 * price(s)] * 3 for i, s in enumerate(local_work.MOVED)
-  }
-  fast = {name: [0.0] * 3 for name in slow}
-  fitted = local_work.fit([fast, slow])
-  assert fitted == {
-    "mask_byte": pytest.approx(1e-9),
-    "mask_row": pytest.approx(1e-6),
-    "move_byte": pytest.approx(1e-9),
-    "move_row": pytest.approx(1e-6),
-  }
-
-
-def test_noise_never_gives_a_negative_price():
-  """A wide table that takes no longer than a narrow one of as many bytes."""
-  samples = {"mask_0": [1.0], "mask_1": [0.1], "move_0": [0.1], "move_1": [9.0]}
-  assert min(local_work.fit([samples]).values()) >= 0
 
 
 @pytest.mark.more

@@ -13,7 +13,6 @@ from zenjax import packed
 from zenjax import planner
 from zenjax import rows
 from zenjax import sparsify
-from zenjax import traces
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _README = _ROOT / "README.md"
@@ -40,7 +39,7 @@ def test_readme_is_short():
 def test_every_public_name_has_an_entry():
   text = (_ROOT / "docs/api.md").read_text()
   entries = set(re.findall(r"^.. auto\w+:: (\S+)$", text, re.MULTILINE))
-  spaces = (packed, planner, rows, sparsify, traces)
+  spaces = (packed, planner, rows, sparsify)
   modules = {space.__name__.split(".")[-1] for space in spaces}
   names = {
     f"{space.__name__}.{name}"

@@ -6,15 +6,15 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planning import Table
 import pytest
 
 from benchmarks import run
 from benchmarks import workloads
 from benchmarks.cases import row_sets
 from benchmarks.cases import sparsity
-from zenjax import traces
+from benchmarks.library import Table
 from zenjax._src.report import stats
+from zenjax.planner import traces
 
 
 def _sets(*ids):
@@ -122,9 +122,7 @@ def _record(directory, steps, rows=16, width=8):
   table = traces.TableInfo(
     name="embed", rows=rows, width=width, dtype="float32"
   )
-  header = traces.Header(
-    tables=(table,), devices=len(steps[0]), steps=len(steps)
-  )
+  header = traces.Header(tables=(table,), devices=len(steps[0]))
   traces.create(directory, header)
   for number, sets in enumerate(steps):
     traces.write_step(directory, header, number, [_sets(*sets)])

@@ -89,8 +89,8 @@ def test_the_planner_chooses_what_was_measured_fastest(name):
   file = "tables" if name == "bags" else f"models-{name}"
   path = RESULTS / f"{file}-4-1gbit.json"
   found = json.loads(path.read_text(encoding="utf-8"))
-  forms = {"replicated": "dense", "row-sharded": "row-sharded"}
-  forms |= {"rows": "rows", "sharded": "sharded"}
+  forms = {"replicated": "replicated", "row-sharded": "sharded-xla"}
+  forms |= {"rows": "replicated-sparse", "sharded": "sharded"}
   ms = {
     forms[r["name"]]: statistics.median(r["times_s"])
     for r in found["results"]

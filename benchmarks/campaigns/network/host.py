@@ -12,14 +12,12 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 from benchmarks import harness
-from benchmarks import library
 from benchmarks import oracle
 from benchmarks import workloads
 from benchmarks.campaigns.network.variants import Variant
@@ -240,37 +238,6 @@ class _Worker(served.Worker):
     exchange, batches = self.programs[variant], self._exchanges.batches
     for turn in range(times):
       exchange(exchange.gradient(batches[turn % len(batches)]))
-
-  def collective(self, op: str, words: int, repeats: int) -> list[float]:
-    """Seconds of a collective of `words` of 32 bits a host."""
-    words = -(-words // self.mesh.size) * self.mesh.size
-    run = library.measure.build(op, words, self.mesh, sync.AXIS)
-    run()
-    seconds = []
-    for _ in range(repeats):
-      start = self.start() + _APART_S
-      if jax.process_index() % 2:
-        time.sleep(_APART_S)
-      run()
-      seconds.append(time.monotonic() - start)
-    return seconds
-
-  def work(self) -> dict[str, list[float]]:
-    """Returns seconds of each kind of local work, each host's own part.
-
-    All hosts are at it together: they share the machine's cores, as in an
-    exchange.
-    """
-    own = Mesh(np.array(jax.local_devices()[:1]), self.mesh.axis_names)
-    runs = library.local_work.runs(own, self.mesh.size)
-    seconds = {name: [] for name in runs}
-    for name, run in runs.items():
-      run()
-      for _ in range(_WORK_REPEATS):
-        start = self.start()
-        run()
-        seconds[name].append(time.monotonic() - start)
-    return seconds
 
 
 if __name__ == "__main__":

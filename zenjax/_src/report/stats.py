@@ -378,14 +378,14 @@ def capacity(
 
 
 def profile(state: Any) -> dict[str, Profile]:
-  """Returns densities of the last step, to choose schemes by.
+  """Returns densities of the last step, to plan by.
 
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name what `zen_sync(scheme="auto", profile=...)`, `planner.plan` and
-    `planner.plan_tables` take, of tables of `zenjax.tables.shard` too. Leaves
+    By leaf name what `planner.plan` and `planner.plan_tables` take as
+    `profile=`, of tables of `zenjax.tables.shard` too. Leaves
     that were not looked at are left out: those summed dense from the start, and
     all before the first step.
 

@@ -637,7 +637,7 @@ def sync_tree(
     # The first part takes the counts of all leaves.
     given = [own, *[None] * len(parts)]
     # Beside the backward pass all pushes leave before the first sum.
-    overlaps = options.plan.overlap if options.plan else options.tuning.overlap
+    overlaps = options.tuning.overlap
     together, begun, after = overlaps and len(parts) > 1, {}, None
     for k, part in enumerate(parts):
       if together and part.scheme in SPARSE:

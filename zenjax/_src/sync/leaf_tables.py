@@ -377,7 +377,7 @@ def _choose_one(
       for p in found
       if p.scheme not in DENSE and p.seconds <= _TIE * fastest.seconds
     ),
-    key=lambda p: (p.collectives, p.column_groups != usual, p.seconds),
+    key=lambda p: (len(p.phases), p.column_groups != usual, p.seconds),
     default=fastest,
   )
   dense = next(p for p in found if p.scheme in DENSE)
