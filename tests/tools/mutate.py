@@ -187,13 +187,6 @@ BREAKS = (
     "rows/test_in_chunks.py",
   ),
   Break(
-    "missed steps are taken at one count",
-    _ROWS + "catching_up.py",
-    "at = [c - (missed - i) for c in counts]",
-    "at = [c - missed for c in counts]",
-    "rows/test_catch_up.py rows/test_catch_up_gaps.py",
-  ),
-  Break(
     "each device clips to the norm of all",
     _SPARSIFY + "feedback.py",
     "bound = jnp.float32(norm / math.sqrt(devices))",
