@@ -18,17 +18,17 @@ def combined(tree: Any) -> Any:
 
 
 def with_room(tree: Any, least: int) -> Any:
-  """Returns the tree with room for `least` rows in all SparseRows."""
-  none = lambda x: SparseRows(
-    jnp.full(least, x.num_rows, jnp.int32),
-    jnp.zeros((least, x.shape[1]), x.dtype),
-    x.num_rows,
-  )
-  return jax.tree.map(
-    lambda x: none(x) if is_rows(x) and x.capacity < least else x,
-    tree,
-    is_leaf=is_rows,
-  )
+  """Returns the tree with room for at least so many rows in SparseRows."""
+
+  def padded(x):
+    if not is_rows(x) or x.capacity >= least:
+      return x
+    missing = least - x.capacity
+    ids = jnp.pad(x.indices, (0, missing), constant_values=x.num_rows)
+    values = jnp.pad(x.values, ((0, missing), (0, 0)))
+    return SparseRows(ids, values, x.num_rows).with_facts(x.facts)
+
+  return jax.tree.map(padded, tree, is_leaf=is_rows)
 
 
 def values(tree: Any) -> Any:
