@@ -27,7 +27,6 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync.plans import Plan
@@ -89,9 +88,7 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
   named = leaf_util.named_leaves(updates, is_rows)
   mine = [is_rows(x) or _unreduced(x) != frozenset() for _, x in named]
   _require(named, mine, mesh, options)
-  chosen = leaf_util.select(
-    updates, options.sparse, options.unit, options.elements
-  )
+  chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in options.axes])
   given: list[Any] = []
   lie: list[Placement] = []
@@ -154,7 +151,6 @@ def sync(
     ValueError: Nothing is left to sum, a gradient lies over other axes, the
       plan is of other leaves, or rows wait of a leaf that is not whole.
   """
-  options = gradient_tree.following(options, state.selected)
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
   mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
@@ -165,8 +161,6 @@ def sync(
     require_tree(options.plan, leaf_util.shapes(parts.named))
 
   def exchanged(given: Any, own: Any) -> Any:
-    for x, mine in zip(parts.given, given):
-      chains.hand_on(x, mine)
     tree = parts.tree(given, none)
     changed: dict[str, Any] = dict(sparse=lambda name, _: name in parts.sparse)
     if options.plan:
@@ -182,7 +176,6 @@ def sync(
   memory: Any = state._replace(
     step=all_of,
     leaves={name: leaf.specs(split) for name, leaf in leaves.items()},
-    selected=dict.fromkeys(state.selected, all_of),
   )
   own = state._replace(leaves=leaves)
   if not options.exact:
@@ -194,8 +187,7 @@ def sync(
     in_specs=([x.given for x in parts.lie], memory),
     out_specs=([x.synced for x in parts.lie], memory),
   )(parts.given, own)
-  summed = {name: jnp.zeros_like(x) for name, x in state.selected.items()}
-  new = new._replace(leaves=state.leaves | new.leaves, selected=summed)
+  new = new._replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed), new
 
 
