@@ -56,14 +56,6 @@ def _cases():
         yield pytest.param(*case, marks=marks, id="-".join(case))
 
 
-def _copying():
-  for target in targets.TPUS:
-    for grads in ("array", "rows"):
-      in_ci = (target, grads) == ("v5e:2x4", "array")
-      marks = [] if in_ci else [pytest.mark.every_target]
-      yield pytest.param(target, grads, marks=marks, id=f"{target}-{grads}")
-
-
 def _used(target, grads):
   return _USED[whole_steps.platform(target), grads]
 
@@ -113,24 +105,6 @@ def test_kernels_that_cannot_serve_a_step_are_never_replaced():
 def _text(target, grads, kernels):
   tuning = zenjax.Tuning(kernels=kernels)
   return whole_steps.lower(target, grads, tuning).as_text()
-
-
-@pytest.mark.parametrize("target, grads", [*_copying()])
-def test_whole_step_by_remote_copies(target, grads):
-  """Kernels carry the rows: no collective does, but for the dense path."""
-  try:
-    step = whole_steps.compile(target, grads, "auto", "remote_copies")
-  except ImportError as error:
-    pytest.skip(str(error))
-  # Kernels' buffers have room for all that a device may send to another.
-  check_memory(step, grads, look_ups=12)
-  check_collectives(step, grads, target in _EXACT, "remote_copies")
-  found = hlo.collectives(step.text, step.devices)
-  assert sum(f.op == "remote-copy" and not f.inside for f in found) == 2
-  others = [f for f in found if f.op != "remote-copy"]
-  assert all(f.op == "all-reduce" or f.inside == ("while",) for f in others)
-  for name in ("push", "pull"):
-    assert f"zenjax_{name}" in step.text
 
 
 def check_memory(step, grads, look_ups=16):

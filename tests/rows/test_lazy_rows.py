@@ -122,9 +122,8 @@ def test_what_mixes_rows_is_refused(inner):
 def test_what_moves_rows_without_gradients_is_told():
   params = {"table": jnp.ones((ROWS, WIDTH)), "bias": jnp.zeros(3)}
   for inner in (optax.adamw(0.1), optax.lion(0.1), optax.yogi(0.1)):
-    with pytest.warns(UserWarning, match="no others of table 'table'"):
+    with pytest.warns(UserWarning, match="only on the rows of table 'table'"):
       zenjax.lazy_rows(inner).init(params)
-  zenjax.lazy_rows(optax.adamw(0.1), catch_up=True).init(params)
   bias = {"table": False, "bias": True}
   zenjax.lazy_rows(optax.adamw(0.1, mask=bias)).init(params)
 
@@ -222,26 +221,19 @@ def test_a_number_chosen_by_size_is_that_of_the_table():
   jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, 1e-6), got, want)
 
 
-def test_missed_steps_of_a_number_chosen_by_size_are_refused():
-  inner = optax.chain(optax.trace(0.9), RATE_BY_SIZE)
-  with pytest.raises(ValueError, match="must do the same whatever size"):
-    run(zenjax.lazy_rows(inner, catch_up=True), 1, rows=True)
-
-
 @pytest.mark.parametrize("name", BY_SIZE)
 def test_another_program_by_size_is_refused(name):
   with pytest.raises(ValueError, match="masks and labels that depend on sizes"):
     run(zenjax.lazy_rows(BY_SIZE[name]), 1, rows=True)
 
 
-@pytest.mark.parametrize("catch_up", [False, True])
-def test_what_updates_in_some_steps_only_is_refused(catch_up):
+def test_what_updates_in_some_steps_only_is_refused():
   inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
   inner = optax.chain(optax.scale(2.0), inner)
   with pytest.raises(
     ValueError, match="`inner` must not be `optax.MultiSteps`"
   ):
-    zenjax.lazy_rows(inner, catch_up=catch_up).init(jnp.ones((ROWS, WIDTH)))
+    zenjax.lazy_rows(inner).init(jnp.ones((ROWS, WIDTH)))
 
 
 def test_rows_of_another_table_are_refused():

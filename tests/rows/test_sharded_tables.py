@@ -766,8 +766,6 @@ def test_what_is_for_whole_tables_refuses_parts():
   lazy = zenjax.lazy_rows(sgd)
   with pytest.raises(ValueError, match=owner):
     lazy.update(grads, lazy.init({"t": jnp.asarray(table)}))
-  with pytest.raises(ValueError, match=owner):
-    zenjax.lazy_rows(optax.sgd(0.1, 0.9), catch_up=True).init(params)
   for apply in (optax.apply_updates, zenjax.apply_updates):
     with pytest.raises(ValueError, match=owner):
       apply(params, grads)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.each_jax
 
 LINK = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-6)
 PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
-COPIES = zenjax.Tuning(exchange="remote_copies")
 PALLAS = zenjax.Tuning(kernels="pallas")
 TUNED = {field.name for field in dataclasses.fields(zenjax.Tuning)}
 
@@ -50,10 +49,8 @@ def test_seeds_are_integers_of_32_bits(seed):
     ("scheme", "star", ["dense", "all_gather", "zen"]),
     ("op", "max", ["mean", "sum"]),
     ("op", "", ["mean", "sum"]),
-    ("on_overflow", "drop", ["exact", "carry"]),
     ("output", "sparse", ["dense", "rows"]),
     ("partition", "rows", ["auto", "hash", "columns"]),
-    ("exchange", "copies", ["collectives", "remote_copies"]),
     ("kernels", "triton", ["auto", "xla", "pallas"]),
     ("kernels", None, ["auto", "xla", "pallas"]),
   ],
@@ -68,53 +65,7 @@ def test_unknown_choice(option, value, remedies):
     names(error, f"`{option}`", repr(value), *remedies)
 
 
-def test_overlap_is_a_bool():
-  each: Any = "each"
-  with pytest.raises(TypeError, match="`overlap` must be True or False"):
-    zenjax.Tuning(overlap=each)
-
-
-@pytest.mark.parametrize(
-  ("given", "error"),
-  [
-    (dict(ids_first=1), TypeError),
-    (dict(ids_first=True, scheme="all_gather"), ValueError),
-    (dict(ids_first=True, scheme="auto"), ValueError),
-  ],
-)
-def test_what_sends_no_ids_first(given, error):
-  with pytest.raises(error, match="`ids_first"):
-    zenjax.zen_sync("data", **options(**given))
-
-
-@pytest.mark.parametrize(
-  "other",
-  [
-    dict(scheme="all_gather"),
-    dict(scheme="auto"),
-    dict(ids_first=True),
-    dict(overlap=True),
-  ],
-)
-def test_what_remote_copies_do_not_go_with(other):
-  with pytest.raises(ValueError) as error:
-    zenjax.zen_sync("data", **options(exchange="remote_copies", **other))
-  names(error, "`exchange='remote_copies'`", *other, "leave one of them out")
-
-
-def test_remote_copies_serve_one_axis():
-  with pytest.raises(NotImplementedError) as error:
-    zenjax.zen_sync(("host", "device"), tuning=COPIES)
-  names(error, "('host', 'device')", "exchange='collectives'")
-
-
-def test_remote_copies_need_devices_of_a_mesh():
-  with pytest.raises(NotImplementedError) as error:
-    trace_pmean(tuning=COPIES)
-  names(error, "exchange='remote_copies'", "inside shard_map", "'collectives'")
-
-
-def lowered_on_cpu(manual, tuning=COPIES):
+def lowered_on_cpu(manual, tuning):
   """Of two axes, those of them that shard_map takes over."""
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
   mapped = jax.shard_map(
@@ -126,19 +77,6 @@ def lowered_on_cpu(manual, tuning=COPIES):
     check_vma=False,
   )
   return jax.jit(mapped).lower(jnp.zeros((80, 4)))
-
-
-@pytest.mark.parametrize(
-  ("manual", "served"),
-  [
-    ({"data"}, "inside shard_map over all axes"),
-    ({"data", "model"}, "on tpu: yes"),
-  ],
-)
-def test_remote_copies_are_never_replaced(manual, served):
-  with pytest.raises(NotImplementedError) as error:
-    lowered_on_cpu(manual)
-  names(error, "`exchange='remote_copies'`", served, "exchange='collectives'")
 
 
 @pytest.mark.parametrize(

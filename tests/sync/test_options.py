@@ -3,7 +3,6 @@
 from typing import Any
 
 import cases
-import forced
 from four_devices import F32
 from four_devices import N
 from four_devices import run_with
@@ -30,31 +29,6 @@ def test_sum(check_vma):
   got = trainer(stack)
   oracle.check(got["t"], stack["t"], "sum")
   oracle.check(got["w"], stack["w"], "sum")
-
-
-@pytest.mark.usually("True")
-@pytest.mark.parametrize("wait", [False, True])
-def test_exchanges_of_their_own_change_no_bit(wait, monkeypatch):
-  if wait:  # As on TPUs, where sums wait for all pushes.
-    forced.unseen_zeros(monkeypatch)
-  rng = np.random.default_rng(0)
-  stack = {
-    "a": table(rng, 90, 6),
-    "b": table(rng, 70, 3),
-    "w": table(rng, 3, 3),
-  }
-  params = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), stack)
-  sparse = {"a": True, "b": True, "w": False}
-
-  def run(**options):
-    tx = zenjax.zen_sync("data", sparse=sparse, **options)
-    step = lambda g: tx.update(g, tx.init(params))[0]
-    return jax.jit(jax.vmap(step, axis_name="data"))(stack)
-
-  together, alone = run(), run(tuning=zenjax.Tuning(overlap=True))
-  for name, leaf in stack.items():
-    np.testing.assert_array_equal(together[name], alone[name])
-    oracle.check(np.asarray(alone[name]), leaf)
 
 
 @pytest.mark.usually("1")

@@ -9,7 +9,6 @@ import numpy as np
 
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
-from zenjax._src.rows import catching_up
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sharded_optimizer
@@ -41,9 +40,7 @@ def report(state: Any) -> str:
     averaged before: then each sends what all have, and little is saved. Where
     `on_overflow="carry"` withheld rows there is nothing to compare, and a last
     line says what was counted. With `scheme="auto"` a line for each leaf shows
-    what was predicted for every scheme, the chosen one first. Where rows of
-    `lazy_rows(..., catch_up=True)` were behind when a step touched them, a line
-    says how many and what to do.
+    what was predicted for every scheme, the chosen one first.
 
     For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
     threshold, build-up, imbalance of the selections, norm of the residuals,
@@ -68,7 +65,7 @@ def report(state: Any) -> str:
   synced = []
   if not selected or sync_state.find(state):
     synced = _of_synced_leaves(state, sync_state.require(state))
-  return "\n".join([*synced, *selected, *catching_up.late_lines(state)])
+  return "\n".join([*synced, *selected])
 
 
 # --- one form for all tables --------------------------------------------------

@@ -310,10 +310,10 @@ def laws(
 
 def _refusal(reason: str) -> str:
   return (
-    "`inner` of `lazy_rows(..., catch_up=True)` must be one of which missed"
+    "`inner` must be one of which missed"
     f" steps can be made up for, but {reason}; use momentum SGD, Adam or AdamW"
     " with numbers or schedules, clip before it by"
-    " `zenjax.rows.clip_by_global_norm`, or leave `catch_up` out."
+    " `zenjax.rows.clip_by_global_norm`."
   )
 
 

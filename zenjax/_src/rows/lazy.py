@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from zenjax._src.rows import by_rows
-from zenjax._src.rows import catching_up
 from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
@@ -20,7 +19,7 @@ from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def lazy_rows(
-  inner: optax.GradientTransformation, *, catch_up: bool = False
+  inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
   """Runs `inner` on the rows of SparseRows instead of on whole tables.
 
@@ -56,54 +55,21 @@ def lazy_rows(
   what waits in all of them. `python tests/helpers/optax_table.py` prints
   what each transformation of optax does.
 
-  With `catch_up=True` a row remembers the last step that it took, in 4 bytes,
-  and is given those that it missed, as with gradients of zero, when it is next
-  touched:
-
-  - Momentum SGD, Nesterov's, and weight decay, coupled or not: `k` steps are
-    the power of a small matrix, whatever `k` is. With a schedule they are a
-    product of `k` such matrices, not of rows.
-  - Adam, AdamW, and others whose movement dies out: step by step, but for at
-    most 225 steps with `b1=0.9` in float32, 117 in bfloat16. By then the first
-    moment is 5e-11 of what it was, and rounding 6e-8; moments and weight decay
-    of all further steps are products as above.
-
-  Rows must be brought up to date *before* a loss reads them, or gradients are
-  taken where the row stood: call `zenjax.rows.catch_up` before the gradients,
-  and without ids before an evaluation and at the end. Then 200 steps on a text
-  gave the dense optimizer's parameters to 2e-6 with momentum (with and without
-  Nesterov) and 3e-6 with Adam and AdamW; each was 0.5e-6 to 6e-6 from the same
-  in float64. Without the call parameters parted by up to 0.5 with momentum and
-  0.2 with Adam.
-
-  A `UserWarning` tells of an optimizer that steps before anyone called
-  `zenjax.rows.catch_up` with it. `CatchUpState.late` counts rows that were
-  behind when a step touched them, as where each device gives its own ids alone,
-  and `zenjax.report` says so.
-
-  A gradient that comes as an array is a step of all rows, and those behind stay
-  so: the loss that it is of read all rows, so bring all up to date before it.
-  What a missed step was is known by its number alone. Schedules are followed;
-  numbers in the state that the program may change, as
-  `optax.inject_hyperparams` keeps them, are refused.
+  For exact Adam on all rows use `zen_sync(output="dense")` without `lazy_rows`.
 
   Args:
     inner: Any transformation that updates a row by that row's gradient, state
       and parameters, and by values of all gradients; `chain` as usual.
-    catch_up: Whether rows are given the steps that they missed.
 
   Returns:
     A transformation of trees that may hold SparseRows. Its state is that of
-    `inner`, made for dense parameters; with `catch_up` a `CatchUpState` of it.
+    `inner`, made for dense parameters.
 
   Raises:
     ValueError: `inner` accumulates gradients (`optax.MultiSteps`), or updates
       rows by others (LAMB, Adafactor). `init` says so; where `inner` needs
       more arguments than updates, parameters and `value`, and where leaves of
-      two dimensions are treated unlike, `update` does. With `catch_up`, that
-      missed steps cannot be made up for: they would depend on more than the row
-      and the number of the step, state is changed by other than factors
-      (AMSGrad, AdaBelief), or rows never come to rest (Lion, Adam on L2).
+      two dimensions are treated unlike, `update` does.
 
   Example:
     >>> import jax.numpy as jnp
@@ -118,14 +84,9 @@ def lazy_rows(
     [[0.0], [-1.0]]
 
   References:
-    TensorFlow Addons' `LazyAdam` for the rule without `catch_up`. Lazy updates
-    in closed form: B. Carpenter, "Lazy Sparse Stochastic Gradient Descent for
-    Regularized Multinomial Logistic Regression", 2008.
+    TensorFlow Addons' `LazyAdam`.
   """
   inner = optax.with_extra_args_support(inner)
-  if catch_up:
-    return catching_up.catching_up(inner)
-
   programs = by_rows.Programs(inner)
 
   def init(params):

@@ -1,6 +1,5 @@
 """A step of an optimizer on the touched rows of tables."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -17,10 +16,6 @@ from zenjax._src.rows.row_program import Totals
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 
-# `(few_state, few_params, at) -> (few_state, few_params)`.
-Before = Callable[[Any, Any, Any], tuple[Any, Any]]
-_as_is: Before = lambda state, params, at: (state, params)
-
 
 def update(
   inner: optax.GradientTransformationExtraArgs,
@@ -29,7 +24,6 @@ def update(
   state: Any,
   params: Any,
   extra: dict[str, Any],
-  before: Before = _as_is,
 ) -> tuple[Any, Any]:
   """Runs `inner.update` on the rows of `merged` alone.
 
@@ -40,7 +34,6 @@ def update(
     state: Of `inner`, whole.
     params: Whole, or None.
     extra: Further arguments of `inner.update`.
-    before: Changes the rows of the state and the parameters first.
 
   Returns:
     Updates in the structure of `merged`, and the state.
@@ -49,7 +42,6 @@ def update(
   grads, few_params = trees.values(merged), gathered(params, at)
   tags = of_state(program, state, at)
   few = jax.tree.map(gather, state, tags)
-  few, few_params = before(few, few_params, at)
   real = real_rows(at)
   run = _other_than(program, grads, few, few_params, extra)
   if run is None:
