@@ -17,7 +17,6 @@ from zenjax._src.core import wire
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -47,7 +46,6 @@ from zenjax._src.sync.table_sources import Appended
 
 def linear_as_psum(
   exchanged: Callable[[Any, Any], tuple[Any, Any]],
-  made: list[Facts],
   options: Options,
   context: Context,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -55,7 +53,6 @@ def linear_as_psum(
 
   Args:
     exchanged: Returns the synced tree and a new state; closes over no arrays.
-    made: Where it leaves what SparseRows that it returned know of themselves.
     options: Of the transformation.
     context: Axes and operation.
   """
@@ -73,9 +70,8 @@ def linear_as_psum(
     out, new = call(*primals)
     given, moved = (jax.tree.leaves(x, is_leaf=is_rows) for x in (tree, moved))
     found, structure = jax.tree.flatten(out, is_leaf=is_rows)
-    left = iter(made)
     moved = [
-      _moved(leaf, tangent, x, next(left) if is_rows(x) else None, context)
+      _moved(leaf, tangent, x, context)
       for leaf, tangent, x in zip(given, moved, found)
     ]
     return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
@@ -83,17 +79,11 @@ def linear_as_psum(
   return call
 
 
-def _moved(
-  leaf: Any,
-  tangent: Any,
-  out: Any,
-  facts: Facts | None,
-  context: Context,
-) -> Any:
+def _moved(leaf: Any, tangent: Any, out: Any, context: Context) -> Any:
   """The tangent of what comes out for a leaf."""
   if not jnp.issubdtype(leaf.dtype, jnp.inexact):
     return _zero(out)
-  if facts and facts.by_value:
+  if is_rows(out) and not is_rows(leaf):
     raise NotImplementedError(
       "SparseRows that come out hold the rows of a sum that are not zero, and"
       " derivatives of the others would be lost; differentiate with"
@@ -108,8 +98,8 @@ def _moved(
   if not is_rows(out):
     return total
   values = total.at[out.indices].get(mode="fill", fill_value=0)
-  ids, _ = jax.tree.leaves(out)
-  return SparseRows.tree_unflatten(out.num_rows, (_zero(ids), values))
+  (ids, _), structure = jax.tree.flatten(out)
+  return structure.unflatten([_zero(ids), values])
 
 
 def _zero(x: Any) -> Any:
@@ -117,15 +107,6 @@ def _zero(x: Any) -> Any:
   if jnp.issubdtype(x.dtype, jnp.inexact):
     return jnp.zeros_like(x)
   return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def with_facts(tree: Any, facts: list[Facts]) -> Any:
-  """Gives SparseRows what they know of themselves and trees forget."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  left = iter(facts)
-  return structure.unflatten(
-    [x.with_facts(next(left)) if is_rows(x) else x for x in leaves]
-  )
 
 
 # Leaves that travel as a whole: summed each by itself, or small ones in one.
@@ -227,8 +208,7 @@ def _held_rows(table: jax.Array, held: jax.Array) -> SparseRows:
   """All rows of a sum `[R, D]`, as padding those with `held: [R]` of zero."""
   row = jnp.arange(table.shape[0], dtype=jnp.int32)
   row = jnp.where(held > 0, row, table.shape[0])
-  rows = SparseRows(row, table, table.shape[0])
-  return rows.with_facts(table_sources.SUMMED)
+  return SparseRows(row, table, table.shape[0]).as_unique()
 
 
 # Rows that wait for the next step: `on_overflow="carry"`.
@@ -363,7 +343,7 @@ def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
   ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows + here)
   nowhere = jnp.full(num_rows, len(here), jnp.int32)
   nowhere = compat.cast_like(nowhere, ids)
-  unique = rows.facts.unique
+  unique = rows.unique
   at = nowhere.at[ids].set(here, mode="drop", unique_indices=unique)
   # A table of zeros to add to would be written twice.
   table = indexing.take_or(values, at, 0).astype(wide)
@@ -611,10 +591,8 @@ def sync_tree(
   if state:
     may = {name for name, leaf in leaves if as_arrays or not is_rows(leaf)}
     memory = sync_state.read_by_a_step(state, may, options.exact)
-  known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
-    tree = with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
     _check_residuals(leaves, memory, options, context)
     whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
@@ -655,12 +633,10 @@ def sync_tree(
         name = leaves[i][0]
         out[i], new[name] = _as_rows(out[i], count, new.get(name), context)
     structure = jax.tree.structure(tree, is_leaf=is_rows)
-    made[:] = [x.facts for x in out if is_rows(x)]
     return jax.tree.unflatten(structure, out), new
 
-  call = linear_as_psum(exchanged, made, options, context)
+  call = linear_as_psum(exchanged, options, context)
   synced, new_leaves = call(tree, memory)
-  synced = with_facts(synced, made)
   return synced, sync_state.with_rest(new_leaves, state) if state else {}
 
 

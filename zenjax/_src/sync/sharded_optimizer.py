@@ -259,14 +259,8 @@ class Owners:
         by = "sharded_optimizer"
         raise ValueError(owner_rows.others_message("state", by, had, devices))
 
-    # Facts are no part of the gradients' tree.
-    known = {
-      i: (node.value.facts.most, node.value.facts.fetched)
-      for i, node in sharded.items()
-    }
-
-    def step(given, summed, state, params, known):
-      grads = _with_facts(parts.tree(given, summed), known)
+    def step(given, summed, state, params):
+      grads = parts.tree(given, summed)
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
@@ -292,9 +286,9 @@ class Owners:
       step,
       mesh,
       self.options.axes,
-      (given, everywhere, specs, tables, everywhere),
+      (given, everywhere, specs, tables),
       (out, specs),
-    )(parts.given, parts.summed, state, params, known)
+    )(parts.given, parts.summed, state, params)
 
   def _owner_axis(self, sharded, context):
     """Returns the axis along which owners lie, and how many there are."""
@@ -381,7 +375,7 @@ class Owners:
   def _deliver(self, leaves, owner, inner, sync, sharded, context):
     """Sharded tables after a step, by the leaf's number, state, statistics."""
     nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
-    most = [grad.facts.most for grad in grads]
+    most = [x[0] for x in _lookups(grads)]
     unknown = any(x is None for x in most)
     with jax.named_scope("zenjax/push"):
       push = sharded_tables.Push.of(
@@ -639,15 +633,6 @@ def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
   return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
 
 
-def _with_facts(tree: Any, known: dict[int, Any]) -> Any:
-  """`tree` with what `fetch` said of look-ups of sharded tables."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  for i, (most, fetched) in known.items():
-    facts = leaves[i].facts._replace(most=most, fetched=fetched)
-    leaves[i] = leaves[i].with_facts(facts)
-  return structure.unflatten(leaves)
-
-
 def _check_tables(names: Sequence[str], sync: Any) -> None:
   """Raises ValueError where a state is of whole tables, or not split."""
   tables = sync_state.tables(sync)
@@ -667,9 +652,14 @@ def _check_tables(names: Sequence[str], sync: Any) -> None:
       )
 
 
+def _lookups(grads: Sequence[Any]) -> list[tuple[Any, Any]]:
+  """Returns what fetching rows has shown; gradients made anew do not know."""
+  return [grad.lookups or (None, None) for grad in grads]
+
+
 def _last_of_tables(push, plans, grads, rounds, exchanges, context):
   """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
-  fetched = push.fetched([grad.facts.fetched for grad in grads])
+  fetched = push.fetched([x[1] for x in _lookups(grads)])
   dense = [dense_sum.received_bytes(x.table, context.devices) for x in plans]
   last = sync_state.LastOfTable(
     local_rows=fetched.rows,
