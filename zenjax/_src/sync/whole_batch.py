@@ -26,7 +26,6 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
