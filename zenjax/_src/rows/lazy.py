@@ -24,53 +24,38 @@ def lazy_rows(
 ) -> optax.GradientTransformationExtraArgs:
   """Runs `inner` on the rows of SparseRows instead of on whole tables.
 
-  Rows of one index are added up, the touched rows of every state leaf and of
-  the parameters gathered, `inner` sees arrays `[K, D]`, and what it makes of
-  the state is written back: a step costs by the rows, not by the table. Arrays
-  in the tree go through `inner` as they are. Donate parameters and state, and
-  apply what comes out with `optax.apply_updates` or `zenjax.apply_updates`. For
-  TPU, tables whose width 128 does not divide are stored by `zenjax.packed`, or
-  each step copies them.
+  Use it for tables of which a step looks up a few rows: a step then costs by
+  these rows, not by the table. Gradients of one id are added up, the touched
+  rows of state and parameters are gathered, and `inner` runs once on arrays
+  `[K, D]` beside all other leaves. Donate parameters and state, and apply the
+  updates by `optax.apply_updates` or `zenjax.apply_updates`.
 
-  Transformations of optax that compute with leaves raise an error on
-  SparseRows, before it in a chain and behind it: put them inside. To clip,
-  `zenjax.rows.clip_by_global_norm` may stand before it.
-  `optax.MultiSteps` needs gradients that are arrays; add SparseRows of several
-  batches with `+`.
+  Rows that a step does not touch keep their state and parameters. SGD and
+  Adagrad do nothing to such rows anyway. Adam and momentum would move them:
+  here they wait for the row's next gradient (LazyAdam). Weight decay acts only
+  on touched rows, and a `UserWarning` says so. For Adam on all rows, use
+  `zen_sync(output="dense")` without `lazy_rows`.
 
-  Rows that a step does not touch keep their state and their parameters. For
-  SGD, Adagrad and all else that does nothing where the gradient is zero, this
-  equals `inner` on dense gradients to rounding. Adam and momentum would go on
-  decaying moments and moving such rows; here moments wait as they are for the
-  row's next gradient, and Adam corrects their bias by the number of all steps
-  (LazyAdam). Weight decay acts on touched rows only: a `UserWarning` says so.
+  Put all of your chain inside: transformations of optax raise an error on
+  SparseRows. What `inner` does to rows is read off its traced program:
 
-  How `inner` treats rows is read off its program. Reductions over all
-  gradients come out as on arrays, in however many parts rows are updated: a
-  global norm, a mean, a maximum, a flag that all is finite
-  (`optax.clip_by_global_norm`, `clip_by_block_rms`, `apply_if_finite`,
-  NovoGrad). An optimizer that needs
-  other rows in another way is refused, and the error names the line: what
-  reads the state or the parameters of rows without a gradient (LAMB, Adafactor,
-  a norm taken behind Adam), draws or numbers rows, or empties at some steps
-  what waits in all of them. `python tests/helpers/optax_table.py` prints
-  what each transformation of optax does.
-
-  For exact Adam on all rows use `zen_sync(output="dense")` without `lazy_rows`.
+  - Rows that are independent are right: SGD, Adam, Lion, schedules, masks.
+  - Sums over gradients are right, since untouched rows would add zero: a global
+    norm, a mean, a flag that all is finite.
+  - Anything else is refused, and the error names the line: sums of parameters
+    or of momentum (LAMB, a norm after Adam), a maximum or an order of rows,
+    noise for every row, `optax.MultiSteps`.
 
   Args:
-    inner: Any transformation that updates a row by that row's gradient, state
-      and parameters, and by values of all gradients; `chain` as usual.
+    inner: The optimizer for touched rows and for all other leaves.
 
   Returns:
     A transformation of trees that may hold SparseRows. Its state is that of
     `inner`, made for dense parameters.
 
   Raises:
-    ValueError: `inner` accumulates gradients (`optax.MultiSteps`), or updates
-      rows by others (LAMB, Adafactor). `init` says so; where `inner` needs
-      more arguments than updates, parameters and `value`, and where leaves of
-      two dimensions are treated unlike, `update` does.
+    ValueError: `inner` mixes rows, or only some of its steps update. `init`
+      raises it, or `update` if `inner` needs further arguments.
 
   Example:
     >>> import jax.numpy as jnp
@@ -99,14 +84,15 @@ def lazy_rows(
     sharded_tables.refuse(updates, "updates", "lazy_rows")
     if params is not None:
       touched_rows.require_shapes(updates, params)
-    merged = trees.with_room(trees.combined(updates), 2)
+    merged = trees.combined(updates)
     tables = [is_rows(x) for x in jax.tree.leaves(merged, is_leaf=is_rows)]
     if not any(tables):
       return inner.update(updates, state, params, **extra)
     analysis = analyses.of(merged, state, params, extra)
     names = [name for name, _ in leaf_util.named_leaves(merged, is_rows)]
     require(analysis, names, "inner")
-    return touched_rows.update(analysis, merged, state, params, extra)
+    out, state = touched_rows.update(analysis, merged, state, params, extra)
+    return trees.with_types_of(updates, out), state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,7 +157,8 @@ class Analyses:
       for x in leaves
     ]
     rows = jax.tree.leaves(merged, is_leaf=is_rows)
-    sizes = {i: x.capacity for i, x in enumerate(rows) if is_rows(x)}
+    room = touched_rows.with_room
+    sizes = {i: room(x).capacity for i, x in enumerate(rows) if is_rows(x)}
     make = lambda: row_analysis.analyse(
       self._inner, *given, [i in sizes for i in range(len(rows))], sizes=sizes
     )

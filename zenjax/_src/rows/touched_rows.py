@@ -16,6 +16,7 @@ from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
+from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def update(
@@ -37,13 +38,33 @@ def update(
   Returns:
     Updates in the structure of `merged`, and the state.
   """
-  at = jax.tree.map(touched, merged, is_leaf=is_rows)
+  padded = jax.tree.map(with_room, merged, is_leaf=is_rows)
+  at = jax.tree.map(touched, padded, is_leaf=is_rows)
   tags = of_state(analysis, state, at)
   few = jax.tree.map(gather, state, tags)
   few_params = None if params is None else jax.tree.map(gather, params, at)
-  out, few = analysis.update(trees.values(merged), few, few_params, extra)
+  out, few = analysis.update(trees.values(padded), few, few_params, extra)
   state = jax.tree.map(scatter, state, few, tags)
+  out = jax.tree.map(
+    lambda rows, x: x[: rows.capacity] if is_rows(rows) else x,
+    merged,
+    out,
+    is_leaf=is_rows,
+  )
   return trees.with_values(merged, out), state
+
+
+def with_room(leaf: Any) -> Any:
+  """SparseRows with room for two rows at least.
+
+  A program for one row may differ from that for several: nothing is repeated.
+  """
+  if not is_rows(leaf) or leaf.capacity >= 2:
+    return leaf
+  missing = 2 - leaf.capacity
+  ids = jnp.pad(leaf.indices, (0, missing), constant_values=leaf.num_rows)
+  values = jnp.pad(leaf.values, ((0, missing), (0, 0)))
+  return SparseRows(ids, values, leaf.num_rows).as_unique(leaf.unique)
 
 
 class RowRun:
@@ -247,7 +268,7 @@ def require_shapes(updates: Any, params: Any) -> None:
     ),
     jax.tree.leaves(params),
   ):
-    if is_rows(u) and u.facts.fetched is not None:
+    if is_rows(u) and u.lookups is not None:
       raise ValueError(
         f"`updates` must not hold a gradient as it is, and {name!r} is that of"
         " a ShardedTable, whose rows have owners; update it by"

@@ -3,11 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def combined(tree: Any) -> Any:
@@ -15,20 +13,6 @@ def combined(tree: Any) -> Any:
   return jax.tree.map(
     lambda x: x.combine() if is_rows(x) else x, tree, is_leaf=is_rows
   )
-
-
-def with_room(tree: Any, least: int) -> Any:
-  """Returns the tree with room for at least so many rows in SparseRows."""
-
-  def padded(x):
-    if not is_rows(x) or x.capacity >= least:
-      return x
-    missing = least - x.capacity
-    ids = jnp.pad(x.indices, (0, missing), constant_values=x.num_rows)
-    values = jnp.pad(x.values, ((0, missing), (0, 0)))
-    return SparseRows(ids, values, x.num_rows).with_facts(x.facts)
-
-  return jax.tree.map(padded, tree, is_leaf=is_rows)
 
 
 def values(tree: Any) -> Any:
@@ -47,6 +31,20 @@ def with_values(tree: Any, new: Any) -> Any:
     return value
 
   return jax.tree.map(put, tree, new, is_leaf=is_rows)
+
+
+def with_types_of(updates: Any, new: Any) -> Any:
+  """`new` in the structure of `updates`, whether or not ids are unique there.
+
+  A transformation that returns what it was given in another structure could not
+  be a branch of `lax.cond`, as inside `optax.apply_if_finite`.
+  """
+  return jax.tree.map(
+    lambda u, x: x.as_unique(u.unique) if is_rows(u) else x,
+    updates,
+    new,
+    is_leaf=is_rows,
+  )
 
 
 def is_masked(node: Any) -> bool:

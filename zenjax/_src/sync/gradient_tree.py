@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
-import warnings
 
 import jax
 from jax import lax
@@ -18,7 +17,6 @@ from zenjax._src.core import wire
 from zenjax._src.core.arguments import Unit
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -28,7 +26,6 @@ from zenjax._src.schemes.base import DenseScheme
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
@@ -49,7 +46,6 @@ from zenjax._src.sync.table_sources import Appended
 
 def linear_as_psum(
   exchanged: Callable[[Any, Any], tuple[Any, Any]],
-  made: list[Facts],
   options: Options,
   context: Context,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -57,7 +53,6 @@ def linear_as_psum(
 
   Args:
     exchanged: Returns the synced tree and a new state; closes over no arrays.
-    made: Where it leaves what SparseRows that it returned know of themselves.
     options: Of the transformation.
     context: Axes and operation.
   """
@@ -75,9 +70,8 @@ def linear_as_psum(
     out, new = call(*primals)
     given, moved = (jax.tree.leaves(x, is_leaf=is_rows) for x in (tree, moved))
     found, structure = jax.tree.flatten(out, is_leaf=is_rows)
-    left = iter(made)
     moved = [
-      _moved(leaf, tangent, x, next(left) if is_rows(x) else None, context)
+      _moved(leaf, tangent, x, context)
       for leaf, tangent, x in zip(given, moved, found)
     ]
     return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
@@ -85,17 +79,11 @@ def linear_as_psum(
   return call
 
 
-def _moved(
-  leaf: Any,
-  tangent: Any,
-  out: Any,
-  facts: Facts | None,
-  context: Context,
-) -> Any:
+def _moved(leaf: Any, tangent: Any, out: Any, context: Context) -> Any:
   """The tangent of what comes out for a leaf."""
   if not jnp.issubdtype(leaf.dtype, jnp.inexact):
     return _zero(out)
-  if facts and facts.by_value:
+  if is_rows(out) and not is_rows(leaf):
     raise NotImplementedError(
       "SparseRows that come out hold the rows of a sum that are not zero, and"
       " derivatives of the others would be lost; differentiate with"
@@ -110,8 +98,8 @@ def _moved(
   if not is_rows(out):
     return total
   values = total.at[out.indices].get(mode="fill", fill_value=0)
-  ids, _ = jax.tree.leaves(out)
-  return SparseRows.tree_unflatten(out.num_rows, (_zero(ids), values))
+  (ids, _), structure = jax.tree.flatten(out)
+  return structure.unflatten([_zero(ids), values])
 
 
 def _zero(x: Any) -> Any:
@@ -119,15 +107,6 @@ def _zero(x: Any) -> Any:
   if jnp.issubdtype(x.dtype, jnp.inexact):
     return jnp.zeros_like(x)
   return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def with_facts(tree: Any, facts: list[Facts]) -> Any:
-  """Gives SparseRows what they know of themselves and trees forget."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  left = iter(facts)
-  return structure.unflatten(
-    [x.with_facts(next(left)) if is_rows(x) else x for x in leaves]
-  )
 
 
 # Leaves that travel as a whole: summed each by itself, or small ones in one.
@@ -229,8 +208,7 @@ def _held_rows(table: jax.Array, held: jax.Array) -> SparseRows:
   """All rows of a sum `[R, D]`, as padding those with `held: [R]` of zero."""
   row = jnp.arange(table.shape[0], dtype=jnp.int32)
   row = jnp.where(held > 0, row, table.shape[0])
-  rows = SparseRows(row, table, table.shape[0])
-  return rows.with_facts(table_sources.SUMMED)
+  return SparseRows(row, table, table.shape[0]).as_unique()
 
 
 # Rows that wait for the next step: `on_overflow="carry"`.
@@ -365,7 +343,7 @@ def _table_of_rows(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
   ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows + here)
   nowhere = jnp.full(num_rows, len(here), jnp.int32)
   nowhere = compat.cast_like(nowhere, ids)
-  unique = rows.facts.unique
+  unique = rows.unique
   at = nowhere.at[ids].set(here, mode="drop", unique_indices=unique)
   # A table of zeros to add to would be written twice.
   table = indexing.take_or(values, at, 0).astype(wide)
@@ -446,9 +424,7 @@ def _locals(
   leaves, found = dict(part.leaves), []
   for plan in plans:
     names = [table.name for table in plan.tables]
-    tables = [
-      leaf_util.as_table(leaves[name], options.unit_of(name)) for name in names
-    ]
+    tables = [leaf_util.as_table(leaves[name], options.unit) for name in names]
     remembered, carried, needed = None, None, None
     if state:
       old = [state.leaves[name] for name in names]
@@ -457,7 +433,7 @@ def _locals(
       if options.exact and plan.table.look_ups is None:
         remembered = jnp.stack([leaf.dense for leaf in old])
       if not options.exact:
-        carried = carried_rows(old[0], options.unit_of(names[0]))
+        carried = carried_rows(old[0], options.unit)
     found.append(exchange.Local(plan, tables, remembered, carried, needed))
   return found
 
@@ -531,7 +507,7 @@ def _results(
       # Where rows come out nobody reads a written table: the one that entered
       # holds what waits, too.
       rows = table.entered if options.output == "rows" else table.target
-      unit = options.unit_of(names[0])
+      unit = options.unit
       old = [keep(_table_of(rows), old[0], table.first, table.plan, unit)]
     after = sync_state.after_step(
       old,
@@ -595,14 +571,10 @@ def sync_tree(
   leaves = local_leaves(tree, context)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaves))
-  options = following(options, state.selected if state else {})
-  options = _as_noted(leaves, state, options)
   # One device has nothing to exchange, unless rows wait in a residual.
   chosen = [False] * len(leaves)
   if context.devices > 1 or not options.exact or options.output == "rows":
-    chosen = leaf_util.select(
-      tree, options.sparse, options.unit, options.elements
-    )
+    chosen = leaf_util.select(tree, options.sparse, options.unit)
     if options.scheme not in DENSE:
       check_state(leaves, chosen, state)
   at = [i for i, sparse in enumerate(chosen) if sparse]
@@ -619,10 +591,8 @@ def sync_tree(
   if state:
     may = {name for name, leaf in leaves if as_arrays or not is_rows(leaf)}
     memory = sync_state.read_by_a_step(state, may, options.exact)
-  known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
-    tree = with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
     _check_residuals(leaves, memory, options, context)
     whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
@@ -663,87 +633,11 @@ def sync_tree(
         name = leaves[i][0]
         out[i], new[name] = _as_rows(out[i], count, new.get(name), context)
     structure = jax.tree.structure(tree, is_leaf=is_rows)
-    made[:] = [x.facts for x in out if is_rows(x)]
     return jax.tree.unflatten(structure, out), new
 
-  call = linear_as_psum(exchanged, made, options, context)
+  call = linear_as_psum(exchanged, options, context)
   synced, new_leaves = call(tree, memory)
-  synced = with_facts(synced, made)
   return synced, sync_state.with_rest(new_leaves, state) if state else {}
-
-
-def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:
-  """`options` behind a sparsifier that selects from these leaves.
-
-  Args:
-    options: Of the transformation.
-    selected: As in `ZenSyncState`.
-  """
-  if not selected:
-    return options
-  if options.plan:
-    raise ValueError(
-      "`plan` decides for gradients that no sparsifier has selected from, but"
-      f" one before zen_sync selects elements of leaf {next(iter(selected))!r};"
-      " leave `plan` out, or the sparsifier."
-    )
-  dtypes = {name: jnp.dtype(x.dtype) for name, x in selected.items()}
-  return dataclasses.replace(options, selected=dtypes)
-
-
-def warn_of_whole(
-  leaves: Sequence[tuple[str, Any]], chosen: Sequence[bool], options: Options
-) -> None:
-  """Warns where elements were selected and the user has all of a leaf sent."""
-  for (name, leaf), sparse in zip(leaves, chosen):
-    if name not in options.selected or not leaf_util.is_table(leaf, "element"):
-      continue
-    if sparse and options.unit_of(name) != "row":
-      continue
-    given = (
-      f"unit={options.unit!r}" if sparse or not options.follows else "sparse"
-    )
-    warnings.warn(
-      f"zen_sync should send of leaf {name!r} only the elements that a"
-      f" sparsifier before it selects, and by `{given}` it sends all of it;"
-      " leave that out, and it sends elements.",
-      stacklevel=3,
-    )
-
-
-def _as_noted(
-  leaves: Sequence[tuple[str, Any]],
-  state: sync_state.ZenSyncState | None,
-  options: Options,
-) -> Options:
-  """`options` of gradients that a sparsifier has returned just now.
-
-  Without a state they are taken as they come. A state was made for them.
-  """
-  notes = {
-    name: note
-    for name, leaf in leaves
-    if (note := chains.sent(leaf)) and name not in options.selected
-  }
-  if state is None:
-    found = {
-      name: jnp.zeros((), notes[name].wire or leaf.dtype)
-      for name, leaf in leaves
-      if name in notes
-    }
-    return following(options, found)
-  for name, leaf in leaves:
-    large = name in notes and leaf_util.is_table(leaf, "element")
-    if large and options.follows and options.scheme not in DENSE:
-      raise ValueError(
-        f"`state` must be made for what {notes[name].by} selects, and this one"
-        f" is of a zen_sync that knows of no sparsifier before it: of leaf"
-        f" {name!r} all would be sent. Make one state of the whole chain,"
-        f" `zenjax.init_state(optax.chain(zenjax.{notes[name].by}(..),"
-        " zenjax.zen_sync(..)), params, mesh, axis_name)`, or give zen_sync"
-        " `unit='element'`."
-      )
-  return options
 
 
 def context_of(options: Options) -> Context:

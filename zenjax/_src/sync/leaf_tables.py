@@ -214,13 +214,7 @@ def table_of(
   """A leaf's static facts; raises `ValueError` where it cannot travel."""
   if isinstance(leaf, SparseRows):
     _require_rows(name, options)
-  unit = options.unit_of(name)
-  if unit == "element" and options.output == "rows":
-    raise ValueError(
-      "`output='rows'` returns rows of a leaf, and a sparsifier before zen_sync"
-      f" selects elements of leaf {name!r}; leave `output` out, or give"
-      " `unit='row'`, by which all of it is sent."
-    )
+  unit = options.unit
   rows, width = leaf_util.table_shape(leaf, unit)
   if rows > buffer_sizes.MAX_ROWS:
     raise ValueError(
@@ -236,9 +230,7 @@ def table_of(
       f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
       f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
     )
-  if not has_range_of(wire, dtype) and not (
-    options.mean and options.selected.get(name) == wire
-  ):
+  if not has_range_of(wire, dtype) and not (options.mean and unit == "element"):
     info = jnp.finfo(wire)
     raise ValueError(
       f"`wire_dtype` must have the range of the leaf, and {wire} holds nothing"

@@ -33,8 +33,8 @@ from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
-from zenjax._src.sync import marking
 from zenjax._src.sync import owner_rows
+from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -101,7 +101,7 @@ class Owners:
           " `tx.init`,"
           " with one axis_name for both, or in plain jit give `mesh=`."
         ) from error
-    chains.will_sync("sharded_optimizer", params, self.options.axes)
+    chains.will_sync("sharded_optimizer", params, self.options)
     make = lambda params: self.inner.init(params)
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
@@ -152,14 +152,9 @@ class Owners:
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)
-    op = "mean" if options.mean else "sum"
-    chains.require_linear("sharded_optimizer", op)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     leaves = gradient_tree.local_leaves(updates, context)
     names = [name for name, _ in leaves]
-    call = marking.SyncCall("sharded_optimizer", options, tuple(names))
-    local = marking.marked([leaf for _, leaf in leaves], call, "local")
-    leaves = list(zip(names, local))
     sharded = _sharded_in(updates)
     axis, devices = self._owner_axis(sharded, context)
     chosen = self._chosen(updates, sharded)
@@ -203,12 +198,11 @@ class Owners:
         out[i] = value
     rest, inner = owner.finish(inner)
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
-    sync = sync._replace(step=sync.step + 1)
-    out = marking.marked(out, call, "synced")
+    by = "sharded_optimizer"
+    step = processes.compared(sync.step + 1, by, options, updates)
+    sync = sync._replace(step=step)
     for i in sharded:
       out[i] = NewValue(tables[i])
-    facts = marking.described("sharded_optimizer", options, updates)
-    call.facts.update(facts)
     inner = self._wrapped(inner, plans, program.state_rows, context)
     new = ShardedOptimizerState(sync, inner, state.owners)
     return structure.unflatten(out), new
@@ -265,14 +259,8 @@ class Owners:
         by = "sharded_optimizer"
         raise ValueError(owner_rows.others_message("state", by, had, devices))
 
-    # Facts are no part of the gradients' tree.
-    known = {
-      i: (node.value.facts.most, node.value.facts.fetched)
-      for i, node in sharded.items()
-    }
-
-    def step(given, summed, state, params, known):
-      grads = _with_facts(parts.tree(given, summed), known)
+    def step(given, summed, state, params):
+      grads = parts.tree(given, summed)
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
@@ -298,9 +286,9 @@ class Owners:
       step,
       mesh,
       self.options.axes,
-      (given, everywhere, specs, tables, everywhere),
+      (given, everywhere, specs, tables),
       (out, specs),
-    )(parts.given, parts.summed, state, params, known)
+    )(parts.given, parts.summed, state, params)
 
   def _owner_axis(self, sharded, context):
     """Returns the axis along which owners lie, and how many there are."""
@@ -387,7 +375,7 @@ class Owners:
   def _deliver(self, leaves, owner, inner, sync, sharded, context):
     """Sharded tables after a step, by the leaf's number, state, statistics."""
     nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
-    most = [grad.facts.most for grad in grads]
+    most = [x[0] for x in _lookups(grads)]
     unknown = any(x is None for x in most)
     with jax.named_scope("zenjax/push"):
       push = sharded_tables.Push.of(
@@ -645,15 +633,6 @@ def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
   return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
 
 
-def _with_facts(tree: Any, known: dict[int, Any]) -> Any:
-  """`tree` with what `fetch` said of look-ups of sharded tables."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  for i, (most, fetched) in known.items():
-    facts = leaves[i].facts._replace(most=most, fetched=fetched)
-    leaves[i] = leaves[i].with_facts(facts)
-  return structure.unflatten(leaves)
-
-
 def _check_tables(names: Sequence[str], sync: Any) -> None:
   """Raises ValueError where a state is of whole tables, or not split."""
   tables = sync_state.tables(sync)
@@ -673,9 +652,14 @@ def _check_tables(names: Sequence[str], sync: Any) -> None:
       )
 
 
+def _lookups(grads: Sequence[Any]) -> list[tuple[Any, Any]]:
+  """Returns what fetching rows has shown; gradients made anew do not know."""
+  return [grad.lookups or (None, None) for grad in grads]
+
+
 def _last_of_tables(push, plans, grads, rounds, exchanges, context):
   """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
-  fetched = push.fetched([grad.facts.fetched for grad in grads])
+  fetched = push.fetched([x[1] for x in _lookups(grads)])
   dense = [dense_sum.received_bytes(x.table, context.devices) for x in plans]
   last = sync_state.LastOfTable(
     local_rows=fetched.rows,

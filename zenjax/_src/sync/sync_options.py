@@ -1,6 +1,6 @@
 """Checks the arguments of `zen_sync` when the transform is built."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
@@ -205,19 +205,6 @@ class Options:
   capacities: Capacity | dict[str, Capacity] | None
   tuning: Tuning
   plan: plans.Plan | None = None
-  # Whether leaves that a sparsifier selects from travel by elements.
-  follows: bool = False
-  # These leaves, with the dtype that they were rounded to.
-  selected: Mapping[str, jnp.dtype] = dataclasses.field(default_factory=dict)
-
-  def unit_of(self, name: str) -> Unit:
-    """Returns the unit in which a leaf is sent."""
-    return "element" if name in self.elements else self.unit
-
-  @property
-  def elements(self) -> Collection[str]:
-    """Leaves that travel by elements whatever `unit` is."""
-    return self.selected if self.follows else ()
 
   def wire_of(self, name: str) -> jnp.dtype | None:
     """In which rows of a leaf travel; None for their own."""
@@ -312,8 +299,7 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     value = given.get(name, argument.default)
     found[name] = argument.rule(value) if argument.rule else value
   scheme, tuning, unit = found["scheme"], found["tuning"], found["unit"]
-  follows = unit == "auto"
-  unit = "row" if follows else unit
+  unit = "row" if unit == "auto" else unit
   if unit == "row" and scheme in SPARSE:
     unit = SPARSE[scheme].unit or unit
   if found["output"] == "rows" and unit != "row":
@@ -342,7 +328,6 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     wire_dtype=found["wire_dtype"],
     capacities=found["capacities"],
     tuning=tuning,
-    follows=follows,
   )
   if plan:
     return dataclasses.replace(options, **by_plan(plan))

@@ -168,11 +168,6 @@ class ZenSyncState(NamedTuple):
   # By name, leaves that travel sparse; of `sharded_optimizer` sharded tables
   # too, each a `TableState`.
   leaves: dict[str, Any]
-  # By name, leaves that a sparsifier before it selects from: 1 for op="mean"
-  # and 0 for op="sum", in the dtype that it rounds them to. Names and dtypes
-  # are known when a step is traced, and when a checkpoint is restored into a
-  # state.
-  selected: dict[str, jax.Array] = {}
 
 
 def empty_leaf(

@@ -16,7 +16,6 @@ import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
@@ -330,10 +329,6 @@ class Listed(NamedTuple):
     return self
 
 
-# Of rows that came back.
-SUMMED = Facts(unique=True, counted_from_start=True)
-
-
 class Appended(NamedTuple):
   """Rows that came back, in the order in which they came.
 
@@ -391,7 +386,7 @@ class Appended(NamedTuple):
     """All of them, of each table."""
     if not plan.members:
       found = SparseRows(self.row, self.values, plan.table.num_rows)
-      return [found.with_facts(SUMMED)]
+      return [found.as_unique()]
     starts = np.cumsum([0, *plan.rooms[:-1]], dtype=np.int32)
     found = []
     for i, room, table in zip(
@@ -402,7 +397,7 @@ class Appended(NamedTuple):
         for x in (self.row, self.values)
       ]
       rows = SparseRows(row, values, table.num_rows)
-      found.append(rows.with_facts(SUMMED))
+      found.append(rows.as_unique())
     return found
 
 

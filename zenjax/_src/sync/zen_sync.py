@@ -1,7 +1,5 @@
 """`zen_sync`: gradient synchronization as an optax transformation."""
 
-from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
@@ -19,11 +17,10 @@ from zenjax._src.core.arguments import Unit
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sharded_tables
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import marking
+from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -157,10 +154,9 @@ def zen_sync(
       `on_overflow="carry"` as many as one round brings.
     unit: What is sent or not as a whole: `"row"` (the last dimension),
       `"element"`, or a number of consecutive elements. SparseRows are rows.
-      `"auto"` are rows, or what the scheme has in their place, and elements for
-      leaves that a sparsifier before it in the chain selects from (`top_k`,
-      `threshold`, `random_k`, with `error_feedback` or without): init the
-      chain as a whole.
+      `"auto"` are rows, or what the scheme has in their place. Give
+      `"element"` behind a sparsifier (`top_k`, `threshold`, `random_k`, with
+      `error_feedback` or without), or all of such a leaf is sent.
     partition: Who sums a row in `scheme="zen"`: `"hash"` spreads rows over
       devices, `"columns"` splits every row, a number `g` that divides the
       devices makes `g` column groups of hashed rows; `"auto"` takes the fewest
@@ -169,8 +165,9 @@ def zen_sync(
       another value than `"auto"` here.
     wire_dtype: Cast rows to this floating dtype for the wire. The only lossy
       switch; sums stay in float32. It must have the range of the leaf's dtype,
-      as bfloat16 has float32's; float16 has it of float16, and of means of what
-      `error_feedback(wire_dtype=jnp.float16)` before it has rounded.
+      as bfloat16 has float32's; float16 has it of float16. With
+      `unit="element"` and means, float16 is taken for any leaf, for
+      `error_feedback(wire_dtype=jnp.float16)` before it has rounded to that.
     capacities: Rows that the first round's buffers hold, `(push, pull)` for
       all leaves, cut to the rows that each has, or a mapping from leaf name;
       `zenjax.report` advises them. The rest follows in parts of these, so small
@@ -216,59 +213,30 @@ def zen_sync(
     **extra_args: Any,
   ) -> tuple[optax.Updates, sync_state.ZenSyncState]:
     del params, extra_args
-    chains.require_linear("zen_sync", "mean" if options.mean else "sum")
     around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:
       if op == "mean":
         raise ValueError(whole_batch.NO_MEAN)
       of_parts = lambda **changed: zen_sync(**(given | changed))
       return whole_batch.sync(of_parts, updates, state, around, options)
-    named = leaf_util.named_leaves(updates, is_rows)
-    plain = functools.partial(means, options=options)
-    call = marking.SyncCall(
-      "zen_sync",
-      options,
-      tuple([name for name, _ in named]),
-      # Rows that wait are no part of a plain mean.
-      plain if options.exact else None,
-    )
-    if not options.exact:
-      state = _with_residuals(state, call, "waited")
-    leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
-    updates = structure.unflatten(marking.marked(leaves, call, "local"))
     synced, memory = gradient_tree.sync_tree(updates, state, options)
-    facts = marking.described("zen_sync", options, updates)
-    call.facts.update(facts)
-    leaves = jax.tree.leaves(synced, is_leaf=is_rows)
-    synced = structure.unflatten(marking.marked(leaves, call, "synced"))
-    state = state._replace(step=state.step + 1, leaves=memory)
-    if not options.exact:
-      state = _with_residuals(state, call, "waits")
-    return synced, state
+    step = processes.compared(state.step + 1, "zen_sync", options, updates)
+    return synced, state._replace(step=step, leaves=memory)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
   sharded_tables.refuse(params, "params", "zen_sync")
-  chains.will_sync("zen_sync", params, options.axes)
+  chains.will_sync("zen_sync", params, options)
   leaves: dict[str, sync_state.LeafState] = {}
   named = leaf_util.named_leaves(params, is_rows)
-  selected = {
-    name: jnp.full((), options.mean, note.wire or leaf.dtype)
-    for name, leaf in named
-    if (note := chains.will_sum(leaf, options.axes))
-  }
-  options = gradient_tree.following(options, selected)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
   if options.scheme not in DENSE:
-    chosen = leaf_util.select(
-      params, options.sparse, options.unit, options.elements
-    )
+    chosen = leaf_util.select(params, options.sparse, options.unit)
     if not options.plan:  # A plan may well say that nothing pays.
       leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
-    gradient_tree.warn_of_whole(named, chosen, options)
     for (name, leaf), sparse in zip(named, chosen):
       if sparse:
         residual = None if options.exact else _residual(leaf, options)
@@ -277,21 +245,7 @@ def _init(params: optax.Params, options: Options) -> sync_state.ZenSyncState:
         leaves[name] = sync_state.empty_leaf(
           residual, mean=options.mean, devices=devices
         )
-  return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected)
-
-
-def _with_residuals(state: Any, call: marking.SyncCall, role: str) -> Any:
-  """`state` with marks at what waits."""
-  known = [state.leaves.get(name) for name in call.names]
-  residuals = marking.marked(
-    [leaf and leaf.residual for leaf in known], call, role
-  )
-  leaves = {
-    name: leaf._replace(residual=residual)
-    for name, leaf, residual in zip(call.names, known, residuals)
-    if leaf is not None
-  }
-  return state._replace(leaves=state.leaves | leaves)
+  return sync_state.ZenSyncState(jnp.zeros((), jnp.int32), leaves)
 
 
 def _residual(leaf: jax.Array, options: Options) -> jax.Array:
@@ -366,49 +320,4 @@ def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
     raise TypeError(f"{decided} are decided by the function itself.")
   options = sync_options.check(axis_name, sparse=True, op=op, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
-  (equal,) = marking.equal([synced], options)
-  chains.hand_on(synced, equal)
-  return equal
-
-
-# What `zen_sync` stands for, by JAX's own collectives and nothing else.
-#
-# `zenjax.check_step` runs a step with it in the place of an exchange.
-
-
-def means(
-  leaves: Sequence[Any], like: Sequence[Any], options: Options
-) -> list[Any]:
-  """Returns the mean or sum of each leaf over devices, formed as `like`."""
-  return [
-    None if x is None else _mean(x, shape, options)
-    for x, shape in zip(leaves, like)
-  ]
-
-
-def _mean(leaf: Any, like: Any, options: Options) -> Any:
-  if is_rows(leaf) and is_rows(like):
-    return _rows(leaf, like.values.shape[0], options)
-  whole = leaf.combine().to_dense() if is_rows(leaf) else leaf
-  reduce = lax.pmean if options.mean else lax.psum
-  wide = collectives.accumulator(whole.dtype)
-  mean = reduce(whole.astype(wide), options.axes)
-  if is_rows(like):
-    return SparseRows.in_place(mean.astype(like.values.dtype))
-  return mean.astype(like.dtype)
-
-
-def _rows(rows: SparseRows, room: int, options: Options) -> SparseRows:
-  """Gathers rows of all devices, each once; `room` is enough for them."""
-  ids, values = rows.indices, rows.values
-  for axis in reversed(options.axes):
-    ids = lax.all_gather(ids, axis).reshape(-1)
-    values = lax.all_gather(values, axis).reshape(-1, values.shape[-1])
-  wide = collectives.accumulator(values.dtype)
-  total = SparseRows(ids, values.astype(wide), rows.num_rows).combine()
-  devices = collectives.size(options.axes) if options.mean else 1
-  missing = max(0, room - total.capacity)
-  ids = jnp.pad(total.indices, (0, missing), constant_values=rows.num_rows)
-  values = jnp.pad(total.values / devices, ((0, missing), (0, 0)))
-  values = values.astype(rows.values.dtype)
-  return SparseRows(ids[:room], values[:room], rows.num_rows)
+  return synced
