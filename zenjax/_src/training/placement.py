@@ -26,11 +26,10 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
-from zenjax._src.sync import sync_state
 
 # Nodes that may differ between devices, and say of how many.
 _OWN = (
-  sync_state.LeafState | FeedbackLeaf | SparsifierState | owner_rows.Holding
+  FeedbackLeaf | SparsifierState | owner_rows.Holding
 )
 
 
@@ -136,7 +135,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   def spec(node: Any) -> Any:
     if isinstance(node, owner_rows.Owned | owner_rows.Holding):
       return jax.tree.map(lambda _: owners, node)
-    if isinstance(node, sync_state.LeafState | SparsifierState | FeedbackLeaf):
+    if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if is_sharded(node):
       if isinstance(node.value, owner_rows.Owned):
@@ -194,15 +193,11 @@ def require_devices(state: Any, argument: str, devices: int) -> None:
 def own_nodes(state: Any) -> list[Any]:
   """Lists the nodes that differ between devices and say of how many."""
   is_own = lambda node: isinstance(node, _OWN)
-  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
-  exact = lambda x: isinstance(x, sync_state.LeafState) and x.residual is None
-  return [node for node in nodes if not exact(node)]
+  return [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
 
 
 def made_for(node: Any) -> tuple[str, int]:
   """Returns what made a node of `own_nodes`, and for how many devices."""
-  if isinstance(node, sync_state.LeafState):
-    return "on_overflow='carry'", np.shape(node.residual)[0]
   if isinstance(node, SparsifierState):
     return "a sparsifier", node.residual.shape[0]
   if isinstance(node, FeedbackLeaf):
