@@ -238,7 +238,7 @@ def test_every_case_on_every_shard(program):
     )
 
 
-@pytest.mark.usually("zen*", "split*", "ring*", "dense*")
+@pytest.mark.usually("zen*", "split*", "dense*")
 @pytest.mark.parametrize(
   "scheme", [row for row in SCHEMES if row not in GRIDS], ids="-".join
 )

@@ -268,8 +268,10 @@ def _counts(
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
   rows = union.astype(jnp.float32)
   if dense is not None:
-    part = tally.merged.astype(jnp.float32) / jnp.maximum(tally.pushed, 1)
-    whole = jnp.minimum(rows / jnp.maximum(part, 1e-6), plan.layout.slots)
+    merged, all_rows = [
+      jnp.maximum(x.astype(jnp.float32), 1) for x in (tally.merged, tally.pushed)
+    ]
+    whole = jnp.minimum(rows * (all_rows / merged), plan.layout.slots)
     rows = jnp.where(dense, whole, rows)
   each = jnp.sum(rows)[None]
   if isinstance(target, ListTarget):

@@ -163,10 +163,11 @@ class ListTarget(NamedTuple):
     count = row.shape[0]
     table = jnp.sum(row[:, None] >= firsts[None, 1:], axis=1, dtype=jnp.int32)
     real = row < plan.table.num_rows
-    tables = jnp.arange(len(plan.tables), dtype=jnp.int32)
+    tables = np.arange(len(plan.tables), dtype=np.int32)[None]
     mine = real[:, None] & (table[:, None] == tables)
     counted = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
-    behind = jnp.sum(jnp.where(mine, counted + self.total + begins, 0), axis=1)
+    behind = counted + (self.total + begins)[None]
+    behind = jnp.sum(jnp.where(mine, behind, 0), axis=1, dtype=jnp.int32)
     # Padding gets places out of range and all different.
     past = self.row.shape[0] + jnp.arange(count, dtype=jnp.int32)
     at = jnp.where(real, behind - 1, past)
