@@ -1036,24 +1036,15 @@ def test_counts_are_saved_and_moved(tmp_path):
     np.testing.assert_array_equal(first, other)
 
 
-def test_what_is_not_known_of_look_ups_is_no_number():
-  """Gradients that are made anew forget how their rows were looked up."""
+def test_states_of_other_devices_and_tables_are_refused():
   mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.sgd(0.05), "data")
   params, (batch,) = _params(mesh), _batches("usual", 4, 1)
   opt_state = tx.init(params)
 
   def step(params, opt_state, *batch):
     _, grads = zenjax.value_and_grad(_two_tables)(params, *batch)
-    grads = jax.tree.map(lambda x: x, grads)
     return tx.update(grads, opt_state, params)[1]
 
-  after = jax.jit(step)(params, opt_state, *_split(batch, mesh))
-  want: Any = zenjax.stats(_counted_run()[0][1])
-  found: Any = zenjax.stats(after)
-  for leaf, numbers in want.items():
-    unknown = dict.fromkeys(("wire_bytes", "fetch_rounds"), np.nan)
-    np.testing.assert_equal(found[leaf], numbers | unknown)
-  assert zenjax.report(after).splitlines()[2].split()[-1] == "-"
   # Counts are split even where an optimizer keeps nothing of tables.
   mapped = jax.shard_map(
     step,

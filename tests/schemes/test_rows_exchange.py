@@ -81,9 +81,7 @@ def check(run, n, seeds=range(4)):
       np.testing.assert_array_equal(dense(indices, values), total(*x))
 
 
-@pytest.mark.usually(
-  "grid-*", "columns-(48, 60)", "all_gather*"
-)
+@pytest.mark.usually("grid-*", "columns-(48, 60)", "all_gather*")
 @pytest.mark.parametrize(
   ("way", "capacities"),
   [

@@ -221,7 +221,7 @@ def key_value_store() -> KeyValueStore | None:
 
 
 def serialize_with_flax(*kinds: type) -> None:
-  """Tells `flax.serialization`, if the user has imported it, of dataclass nodes.
+  """Tells `flax.serialization` of dataclass nodes, if the user imported it.
 
   It reads no pytree registry. Arrays are saved; static fields are those of the
   target that a state is restored into.

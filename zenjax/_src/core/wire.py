@@ -37,7 +37,8 @@ def _refuse_derivative(primals, tangents):
   del primals, tangents
   raise NotImplementedError(
     "Rows that sharded_optimizer exchanges have no derivative; differentiate a"
-    " step with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or put"
+    " step with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or"
+    " put"
     " jax.lax.stop_gradient around what goes into `update`."
   )
 

@@ -307,9 +307,9 @@ def profile(state: Any) -> dict[str, Profile]:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name what `planner.plan` and `planner.plan_tables` take, of tables of `zenjax.tables.shard` too. Leaves
-    that were not looked at are left out: those summed dense from the start, and
-    all before the first step.
+    By leaf name what `planner.plan` and `planner.plan_tables` take, of tables
+    of `zenjax.tables.shard` too. Leaves that were not looked at are left out:
+    those summed dense from the start, and all before the first step.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.

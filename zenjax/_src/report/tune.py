@@ -35,12 +35,13 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 
   Call it once after some 20 steps, and again when batches change. It sets the
   buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
-  needed, and has leaves all-reduced that were mostly denser than break-even. The
-  plan is static metadata of the state: the next step compiles once more, and
-  numbers in the state stay as they are. On several processes all devices have
-  the same counts, so all make the same plan.
+  needed, and has leaves all-reduced that were mostly denser than break-even.
+  The plan is static metadata of the state: the next step compiles once more,
+  and numbers in the state stay as they are. On several processes all devices
+  have the same counts, so all make the same plan.
 
-  Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are kept.
+  Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are
+  kept.
 
   Args:
     tree: Anything that holds states of zenjax: an optimizer state, a

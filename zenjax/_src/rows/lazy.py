@@ -103,7 +103,10 @@ def lazy_rows(
     if program is None:
       return inner.update(updates, state, params, **extra)
     merged = trees.with_room(merged, program.fewest)
-    return in_chunks_or_whole(inner, program, merged, state, params, extra)
+    out, state = in_chunks_or_whole(
+      inner, program, merged, state, params, extra
+    )
+    return trees.with_types_of(updates, out), state
 
   return optax.GradientTransformationExtraArgs(init, update)
 

@@ -253,7 +253,7 @@ def require_shapes(updates: Any, params: Any) -> None:
     ),
     jax.tree.leaves(params),
   ):
-    if is_rows(u) and u.facts.fetched is not None:
+    if is_rows(u) and u.lookups is not None:
       raise ValueError(
         f"`updates` must not hold a gradient as it is, and {name!r} is that of"
         " a ShardedTable, whose rows have owners; update it by"

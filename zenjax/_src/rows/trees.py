@@ -49,6 +49,20 @@ def with_values(tree: Any, new: Any) -> Any:
   return jax.tree.map(put, tree, new, is_leaf=is_rows)
 
 
+def with_types_of(updates: Any, new: Any) -> Any:
+  """`new` in the structure of `updates`, whether or not ids are unique there.
+
+  A transformation that returns what it was given in another structure could not
+  be a branch of `lax.cond`, as inside `optax.apply_if_finite`.
+  """
+  return jax.tree.map(
+    lambda u, x: x.as_unique(u.unique) if is_rows(u) else x,
+    updates,
+    new,
+    is_leaf=is_rows,
+  )
+
+
 def is_masked(node: Any) -> bool:
   """True if optax left a parameter out here, as `multi_transform` does."""
   return isinstance(node, optax.MaskedNode)

@@ -99,7 +99,7 @@ class Context:
     return math.prod(self.sizes)
 
   def scaled(self, total: jax.Array) -> jax.Array:
-    """Returns the sum over devices, or their mean: divided once, at the owner."""
+    """Returns the sum over devices, or their mean."""
     if not self.mean or self.devices == 1:
       return total
     return total / jnp.asarray(self.devices, total.dtype)

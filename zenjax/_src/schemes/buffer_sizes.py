@@ -90,8 +90,9 @@ class TablePlan:
 
 # Before `zenjax.tune` nothing is known about the density. A round then holds
 # 1/128 of an array's rows, and a union of up to 1/16: an empty gradient wastes
-# little of a dense exchange's time, one near break-even takes few rounds. Look-ups are the most rows that
-# SparseRows can have, and batches repeat ids: a quarter of them is distinct.
+# little of a dense exchange's time, one near break-even takes few rounds.
+# Look-ups are the most rows that SparseRows can have, and batches repeat ids:
+# a quarter of them is distinct.
 ARRAY_PART, UNION_PART = 128, 16
 ROWS_PART = 4
 # Below so many bytes to one device latency decides, so rounds are longer.
@@ -208,7 +209,9 @@ def plan_group(
       )
     same = alike.setdefault(kind, [])
     # A space of ids that int32 cannot count is split.
-    if same and sum(tables[j].num_rows for j in same) + table.num_rows > MAX_ROWS:
+    if (
+      same and sum(tables[j].num_rows for j in same) + table.num_rows > MAX_ROWS
+    ):
       kind, same = i, alike.setdefault(i, [])
     same.append(i)
   plans: list[TablePlan] = []
@@ -255,7 +258,7 @@ _DISTINCT = 0.25
 
 
 def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
-  """Returns rows of a device and of the union of all, where nothing is known."""
+  """Returns rows of a device and of the union, if nothing was counted."""
   if table.look_ups is None:
     rows = table.num_rows * _DENSITY
   else:

@@ -95,9 +95,7 @@ def _index_sections(own: Sums, plan: TablePlan) -> list[jax.Array]:
   return [counts[None], wire.encode_index(union.slots[None], plan.layout.slots)]
 
 
-def _merge_hosts(
-  own: Sums, came: Sequence[jax.Array], plan: TablePlan
-) -> Sums:
+def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
   counts, index, rows = came
   num_slots, room = plan.layout.slots, own.union.slots.shape[0]
   limit, merged, pushed, fullest = counts.T

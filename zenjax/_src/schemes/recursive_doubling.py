@@ -12,9 +12,10 @@ with `d_k` the union density of `k` devices: few bytes and few messages where
 power of two, the ranks above fold their rows in first and get the result last.
 
 Sizes are static: the union of `k` devices gets room as it grows from `push` to
-`pull` rows; what does not fit waits for the next round, on all devices alike. SparCML switches to a dense vector where the union
-passes break-even density; here the table takes the dense path then. Partial
-sums travel in the accumulator's dtype, local rows in the wire's.
+`pull` rows; what does not fit waits for the next round, on all devices alike.
+SparCML switches to a dense vector where the union passes break-even density;
+here the table takes the dense path then. Partial sums travel in the
+accumulator's dtype, local rows in the wire's.
 """
 
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,8 @@ until nothing is left.
 
 An owner is a pair (row group, column group): `g = 1` hashes rows, `g = n`
 splits columns, and any divisor in between makes a grid. Each owner finds a
-limit, below which its sums are complete: one past the last slot that came from a
-source with more rows than fit, or the first slot that its union has no room
+limit, below which its sums are complete: one past the last slot that came from
+a source with more rows than fit, or the first slot that its union has no room
 for. Rows from the limit on come with the next round.
 
 For gradients whose rows overlap, Zen proves it optimal ("ZEN:
@@ -112,7 +112,9 @@ def pull_sections(sums: Sums, plan: TablePlan, context: Context) -> Sections:
   return Sections(counts_of(sums)[None], ids, values[None])
 
 
-def arrived(gathered: Sections, own_slots: jax.Array, plan: TablePlan) -> Arrived:
+def arrived(
+  gathered: Sections, own_slots: jax.Array, plan: TablePlan
+) -> Arrived:
   """Returns what all owners sent."""
   counts, ids, rows = gathered
   table, layout, g = plan.table, plan.layout, plan.column_groups

@@ -48,7 +48,7 @@ OwnerStep = Callable[[list[Sums], Any], tuple[list[Sums], Any]]
 
 
 class Local(NamedTuple):
-  """One table before an exchange, or several of SparseRows that travel as one."""
+  """One table before an exchange, or several that travel as one."""
 
   plan: TablePlan
   rows: jax.Array | Sequence[SparseRows]
@@ -134,7 +134,7 @@ def exchange(
     None if owner else _is_dense(table, tally, scheme, context)
     for table, tally in zip(tables, tallies)
   ]
-  # A table that will be all-reduced keeps its local rows, and has no more rounds.
+  # A table that will be all-reduced keeps its local rows, and is done.
   flow = _after(first, [*map(_without, arrived, plans, dense)], kept, plans)
   if not all(scheme.holds_all(plan, context) for plan in plans):
     with jax.named_scope("zenjax/rounds"):
@@ -167,7 +167,10 @@ def _source(table: Local) -> ArraySource | ListSource:
 
 
 def _after(
-  flow: _Flow, arrived: Sequence[Arrived], owned: Any, plans: Sequence[TablePlan]
+  flow: _Flow,
+  arrived: Sequence[Arrived],
+  owned: Any,
+  plans: Sequence[TablePlan],
 ) -> _Flow:
   """Writes what a round brought."""
   with jax.named_scope("zenjax/write"):
@@ -197,8 +200,8 @@ def _is_dense(
 ) -> jax.Array | None:
   """Returns whether a dense all-reduce is cheaper than the rounds to come.
 
-  None where it cannot be: SparseRows have no array to sum, and a table that fits
-  one round is done.
+  None where it cannot be: SparseRows have no array to sum, and a table that
+  fits one round is done.
   """
   plan = table.plan
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
@@ -269,7 +272,8 @@ def _counts(
   rows = union.astype(jnp.float32)
   if dense is not None:
     merged, all_rows = [
-      jnp.maximum(x.astype(jnp.float32), 1) for x in (tally.merged, tally.pushed)
+      jnp.maximum(x.astype(jnp.float32), 1)
+      for x in (tally.merged, tally.pushed)
     ]
     whole = jnp.minimum(rows * (all_rows / merged), plan.layout.slots)
     rows = jnp.where(dense, whole, rows)

@@ -1,4 +1,4 @@
-"""A tree of gradients: sparse leaves share exchanges, all others an all-reduce."""
+"""A tree of gradients: sparse leaves are exchanged, others all-reduced."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -15,7 +15,6 @@ from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -28,7 +27,6 @@ from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import require_tree
-from zenjax._src.sync.sources import SUMMED
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
@@ -43,14 +41,12 @@ from zenjax._src.sync.sync_state import ZenSyncState
 
 def linear_as_psum(
   exchanged: Callable[[Any, Any], tuple[Any, Any]],
-  made: list[Facts],
   context: Context,
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
   """Returns `exchanged(tree, state)` with the derivatives of a sum.
 
   Args:
     exchanged: Returns the synced tree and a new state; closes over no arrays.
-    made: Where it leaves what SparseRows that it returned know of themselves.
     context: Axes and operation.
   """
   call = jax.custom_jvp(exchanged)
@@ -61,9 +57,8 @@ def linear_as_psum(
     out, new = call(*primals)
     given, moved = (jax.tree.leaves(x, is_leaf=is_rows) for x in (tree, moved))
     found, structure = jax.tree.flatten(out, is_leaf=is_rows)
-    left = iter(made)
     moved = [
-      _moved(leaf, tangent, x, next(left) if is_rows(x) else None, context)
+      _moved(leaf, tangent, x, context)
       for leaf, tangent, x in zip(given, moved, found)
     ]
     return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
@@ -71,17 +66,11 @@ def linear_as_psum(
   return call
 
 
-def _moved(
-  leaf: Any,
-  tangent: Any,
-  out: Any,
-  facts: Facts | None,
-  context: Context,
-) -> Any:
+def _moved(leaf: Any, tangent: Any, out: Any, context: Context) -> Any:
   """The tangent of what comes out for a leaf."""
   if not jnp.issubdtype(leaf.dtype, jnp.inexact):
     return _zero(out)
-  if facts and facts.by_value:
+  if is_rows(out) and not is_rows(leaf):
     raise NotImplementedError(
       "SparseRows that come out hold the rows of a sum that are not zero, and"
       " derivatives of the others would be lost; differentiate with"
@@ -96,8 +85,8 @@ def _moved(
   if not is_rows(out):
     return total
   values = total.at[out.indices].get(mode="fill", fill_value=0)
-  ids, _ = jax.tree.leaves(out)
-  return SparseRows.tree_unflatten(out.num_rows, (_zero(ids), values))
+  (ids, _), structure = jax.tree.flatten(out)
+  return structure.unflatten([_zero(ids), values])
 
 
 def _zero(x: Any) -> Any:
@@ -107,21 +96,13 @@ def _zero(x: Any) -> Any:
   return np.zeros(x.shape, jax.dtypes.float0)
 
 
-def with_facts(tree: Any, facts: list[Facts]) -> Any:
-  """Gives SparseRows what they know of themselves and trees forget."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  left = iter(facts)
-  return structure.unflatten(
-    [x.with_facts(next(left)) if is_rows(x) else x for x in leaves]
-  )
+# Leaves that are all-reduced. XLA joins such sums for TPUs and GPUs. Gloo,
+# which joins CPUs of several processes, takes the buffers of one sum one after
+# the other, so there small leaves are joined here: 36 leaves of a recommender
+# took 220 ms more between four hosts.
 
-
-# Leaves that are all-reduced. XLA joins such sums for TPUs and GPUs. Gloo, which
-# joins CPUs of several processes, takes the buffers of one sum one after the
-# other, so there small leaves are joined here: 36 leaves of a recommender took
-# 220 ms more between four hosts.
-
-# Copying a larger leaf into a joint buffer costs more than the latency it saves.
+# Copying a larger leaf into a joint buffer costs more than the latency it
+# saves.
 JOINED_BYTES = 1 << 20
 
 
@@ -197,7 +178,7 @@ def total(leaf: Any, options: Options, context: Context) -> Any:
   row = jnp.arange(leaf.num_rows, dtype=jnp.int32)
   row = jnp.where(total[:, -1] > 0, row, leaf.num_rows)
   rows = SparseRows(row, total[:, :-1], leaf.num_rows)
-  return rows.with_facts(SUMMED)
+  return rows.as_unique()
 
 
 # Leaves of one exchange.
@@ -313,10 +294,8 @@ def sync_tree(
   exchanges: dict[Any, list[int]] = {}
   for i, choice in enumerate(choices):
     exchanges.setdefault((choice.scheme, choice.group), []).append(i)
-  known, made = [x.facts for _, x in leaves if is_rows(x)], []
 
   def exchanged(tree, memory):
-    tree = with_facts(tree, known)
     leaves = leaf_util.named_leaves(tree, is_rows)
     whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
     out: dict[str, Any] = {}
@@ -334,12 +313,9 @@ def sync_tree(
       new |= after
     structure = jax.tree.structure(tree, is_leaf=is_rows)
     ordered = [out[name] for name, _ in leaves]
-    made[:] = [x.facts for x in ordered if is_rows(x)]
     return jax.tree.unflatten(structure, ordered), new
 
-  call = linear_as_psum(exchanged, made, context)
-  synced, new = call(tree, state)
-  return with_facts(synced, made), new
+  return linear_as_psum(exchanged, context)(tree, state)
 
 
 def require_named(capacities: Any, names: Sequence[str]) -> None:

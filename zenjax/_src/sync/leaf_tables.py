@@ -22,7 +22,7 @@ from zenjax.kernels import _dispatch
 
 
 class Choice(NamedTuple):
-  """How one leaf is exchanged; leaves with one `scheme` and `group` together."""
+  """How one leaf is exchanged: with others of its `scheme` and `group`."""
 
   scheme: str
   column_groups: int
@@ -81,8 +81,8 @@ def plans(
   """Returns the plans of leaves that share an exchange.
 
   SparseRows of one width and dtype travel as one table, but not with `owners`,
-  who keep an optimizer's state by table, nor with kernels, which read tables one
-  by one.
+  who keep an optimizer's state by table, nor with kernels, which read tables
+  one by one.
   """
   sizes = context.sizes
   groups = []

@@ -102,13 +102,11 @@ def marked(leaves: Sequence[Any], call: SyncCall, role: str) -> list[Any]:
     if leaf is None or leaf.dtype == jax.dtypes.float0:
       found.append(leaf)
     elif is_rows(leaf):
-      arrays, num_rows = leaf.tree_flatten()
-      arrays = [
-        _mark_p.bind(x, mark=Mark(call, role, i, num_rows, field))
-        for x, field in zip(arrays, ("ids", "values"))
-      ]
-      rows = SparseRows.tree_unflatten(num_rows, arrays)
-      found.append(rows.with_facts(leaf.facts))
+      arrays, structure = jax.tree.flatten(leaf)
+      for k, field in enumerate(("ids", "values")):
+        mark = Mark(call, role, i, leaf.num_rows, field)
+        arrays[k] = _mark_p.bind(arrays[k], mark=mark)
+      found.append(structure.unflatten(arrays))
     else:
       mark = Mark(call, role, i, None, "array")
       found.append(_mark_p.bind(jnp.asarray(leaf), mark=mark))
@@ -376,14 +374,15 @@ def _leaves(values: dict, tables: dict[int, int]) -> dict[int, Any]:
       leaves[leaf] = value
     elif field == "ids":
       both = value, values[leaf, "values"]
-      leaves[leaf] = SparseRows.tree_unflatten(tables[leaf], both)
+      static = tables[leaf], False
+      leaves[leaf] = SparseRows.tree_unflatten(static, (*both, None))
   return leaves
 
 
 def _fields(leaf: Any) -> list[tuple[str, Any]]:
   if not is_rows(leaf):
     return [("array", leaf)]
-  ids, values = leaf.tree_flatten()[0]
+  ids, values, *_ = jax.tree.leaves(leaf)
   return [("ids", ids), ("values", values)]
 
 

@@ -362,7 +362,7 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
         for table, facts in zip(known, tables)
       ]
     )
-  for table, facts in zip(known, tables):
+  for facts in tables:
     partition = names.get(facts.partition, facts.partition)
     groups = buffer_sizes.column_groups_of(partition, devices)
     if devices % groups:

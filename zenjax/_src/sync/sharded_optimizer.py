@@ -266,14 +266,8 @@ class Owners:
         by = "sharded_optimizer"
         raise ValueError(owner_rows.others_message("state", by, had, devices))
 
-    # Facts are no part of the gradients' tree.
-    known = {
-      i: (node.value.facts.most, node.value.facts.fetched)
-      for i, node in sharded.items()
-    }
-
-    def step(given, summed, state, params, known):
-      grads = _with_facts(parts.tree(given, summed), known)
+    def step(given, summed, state, params):
+      grads = parts.tree(given, summed)
       return owners.update(grads, state, params, **extra)
 
     everywhere = PartitionSpec()
@@ -299,9 +293,9 @@ class Owners:
       step,
       mesh,
       self.options.axes,
-      (given, everywhere, specs, tables, everywhere),
+      (given, everywhere, specs, tables),
       (out, specs),
-    )(parts.given, parts.summed, state, params, known)
+    )(parts.given, parts.summed, state, params)
 
   def _owner_axis(self, sharded, context):
     """Returns the axis along which owners lie, and how many there are."""
@@ -387,7 +381,7 @@ class Owners:
   def _deliver(self, leaves, owner, inner, sync, sharded, context):
     """Sharded tables after a step, by the leaf's number, state, statistics."""
     nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
-    most = [grad.facts.most for grad in grads]
+    most = [x[0] for x in _lookups(grads)]
     unknown = any(x is None for x in most)
     with jax.named_scope("zenjax/push"):
       push = sharded_tables.Push.of(
@@ -498,19 +492,16 @@ class Owners:
       self._require_tables([named[i] for i in at])
     if not by_columns and self.options.partition != "hash":
       raise ValueError(
-        "`partition` must be 'hash' or 'auto' where `tx` needs whole rows, as"
+        "`partition` must be 'hash' where `tx` needs whole rows, as"
         f" rowwise_adagrad does, got {self.options.partition!r}."
       )
     wanted = self.options.partition if by_columns else "hash"
-    columns = []
-    for i in at:
-      columns.append(buffer_sizes.column_groups_of(wanted, context.sizes[-1]))
+    groups = buffer_sizes.column_groups_of(wanted, context.sizes[-1])
     group = [named[i] for i in at]
     tables = [leaf_tables.table_of(*one, self.options) for one in group]
     choices = leaf_tables.choose(tables, self.options, tuned, context)
     choices = [
-      choice._replace(scheme="zen", column_groups=groups)
-      for choice, groups in zip(choices, columns)
+      choice._replace(scheme="zen", column_groups=groups) for choice in choices
     ]
     plans = leaf_tables.plans(
       tables, choices, SPARSE["zen"], self.options, context, owners=True
@@ -645,15 +636,6 @@ def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
   return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
 
 
-def _with_facts(tree: Any, known: dict[int, Any]) -> Any:
-  """`tree` with what `fetch` said of look-ups of sharded tables."""
-  leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  for i, (most, fetched) in known.items():
-    facts = leaves[i].facts._replace(most=most, fetched=fetched)
-    leaves[i] = leaves[i].with_facts(facts)
-  return structure.unflatten(leaves)
-
-
 def _check_tables(names: Sequence[str], sync: Any) -> None:
   """Raises ValueError where a state is of whole tables, or not split."""
   tables = sync_state.tables(sync)
@@ -673,9 +655,14 @@ def _check_tables(names: Sequence[str], sync: Any) -> None:
       )
 
 
+def _lookups(grads: Sequence[Any]) -> list[tuple[Any, Any]]:
+  """Returns what fetching rows has shown; gradients made anew do not know."""
+  return [grad.lookups or (None, None) for grad in grads]
+
+
 def _last_of_tables(push, plans, grads, rounds, exchanges, context):
   """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
-  fetched = push.fetched([grad.facts.fetched for grad in grads])
+  fetched = push.fetched([x[1] for x in _lookups(grads)])
   dense = [base.dense_bytes(x.table, context.devices) for x in plans]
   last = sync_state.LastOfTable(
     local_rows=fetched.rows,

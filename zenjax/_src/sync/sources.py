@@ -1,10 +1,10 @@
 """Arrays and SparseRows as they enter and leave an exchange.
 
-The nonzero rows of an array are sent from the array itself, and sums are written
-over it: the union of all devices' nonzero rows contains the local ones, so what
-is not written is zero already. SparseRows are sorted by owner, and what comes
-back is appended to a list with room for all rows that devices together hold;
-nothing there has the size of the table.
+The nonzero rows of an array are sent from the array itself, and sums are
+written over it: the union of all devices' nonzero rows contains the local
+ones, so what is not written is zero already. SparseRows are sorted by owner,
+and what comes back is appended to a list with room for all rows that devices
+together hold; nothing there has the size of the table.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import indexing
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.buffer_sizes import TablePlan
@@ -144,10 +143,6 @@ def _ids(
   return jnp.where(real, ids + first, plan.table.num_rows), values
 
 
-# What is known about rows that came back.
-SUMMED = Facts(unique=True, counted_from_start=True)
-
-
 class ListTarget(NamedTuple):
   """Rows that came back, in the order in which they came.
 
@@ -187,7 +182,7 @@ class ListTarget(NamedTuple):
       row = self.row[begin : begin + room] - first
       row = jnp.minimum(row, table.num_rows)
       rows = SparseRows(row, self.values[begin : begin + room], table.num_rows)
-      found.append(rows.with_facts(SUMMED))
+      found.append(rows.as_unique())
     return found
 
 

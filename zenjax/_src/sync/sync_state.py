@@ -1,8 +1,8 @@
 """The state of zen_sync: what recent steps counted, and the plan made from it.
 
 Every array is small, of fixed shape and equal on all devices, so the state
-checkpoints as it is. The plan that `zenjax.tune` makes is static metadata of the
-node: a step compiles once more when it changes, and never otherwise.
+checkpoints as it is. The plan that `zenjax.tune` makes is static metadata of
+the node: a step compiles once more when it changes, and never otherwise.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,8 @@ class ZenSyncState:
       `sharded_optimizer` for sharded tables too.
     selected: By name, leaves from which a sparsifier before `zen_sync` selects:
       1 for op="mean" and 0 for op="sum", in the dtype that it rounds them to.
-    tuned: `(name, choice)` of the leaves that `zenjax.tune` has planned. Static.
+    tuned: `(name, choice)` of the leaves that `zenjax.tune` has planned.
+    Static.
 
   Example:
     >>> import zenjax

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sparse_rows import Facts
 from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
@@ -113,24 +112,15 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
 def mapped(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """`f` of what each device has; SparseRows that come out keep their facts."""
-  facts: list[Facts] = []
-
-  def inside(*args):
-    out = f(*args)
-    leaves = jax.tree.leaves(out, is_leaf=is_rows)
-    facts[:] = [x.facts for x in leaves if is_rows(x)]
-    return out
-
-  whole = jax.shard_map(
-    inside,
+  """`f` of what each device has."""
+  return jax.shard_map(
+    f,
     mesh=mesh,
     in_specs=in_specs,
     out_specs=out_specs,
     axis_names={*axes, *compat.explicit_of(mesh)},
     check_vma=False,
   )
-  return lambda *args: gradient_tree.with_facts(whole(*args), facts)
 
 
 def sync(
@@ -325,7 +315,8 @@ def _placement(
     )
   synced: Any = PartitionSpec(*spec)
   if rows_out:
-    synced = _of_rows(leaf, None, spec[1])
+    structure = SparseRows([0], [[0.0]], leaf.shape[0]).as_unique()
+    synced = _of_rows(structure, None, spec[1])
   return Placement(given, synced)
 
 
@@ -351,13 +342,11 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
   return jax.tree.map(largest, state)
 
 
-def _of_rows(leaf: Any, by_row: Any, by_column: Any) -> Any:
-  """Specs in the form of SparseRows of a leaf."""
-  num_rows, _ = leaf.shape
-  structure = jax.tree.structure(SparseRows([0], [[0.0]], num_rows))
-  return structure.unflatten(
-    [PartitionSpec(by_row), PartitionSpec(by_row, by_column)]
-  )
+def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
+  """Specs in the structure of SparseRows."""
+  lookups = jax.tree.map(lambda _: PartitionSpec(), rows.lookups)
+  specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column), lookups
+  return SparseRows.tree_unflatten(rows.tree_flatten()[1], specs)
 
 
 def _unreduced(leaf: Any) -> frozenset[str]:

@@ -85,7 +85,8 @@ def zen_sync(
     axis_name: The axis that devices are mapped over. With a tuple, from the
       slowest link to the fastest (`("host", "device")`), rows are summed within
       the fastest axis first.
-    sparse: Which leaves are sent sparse: a pytree prefix of bools, or a callable
+    sparse: Which leaves are sent sparse: a pytree prefix of bools, or a
+    callable
       `(name, leaf) -> bool` with the names that `zenjax.report` shows. The
       default is every leaf of two dimensions with at least 512 rows, 16,384
       elements, and more than four times as many rows as columns; with another
@@ -107,12 +108,12 @@ def zen_sync(
       `"columns"` splits every row, and a number `g` that divides the devices
       makes `g` column groups of hashed rows.
     wire_dtype: Casts rows to this floating dtype before they are sent. This is
-      the only lossy option; sums are taken in float32. It must have the range of
-      the leaf's dtype, as bfloat16 has for float32.
+      the only lossy option; sums are taken in float32. It must have the range
+      of the leaf's dtype, as bfloat16 has for float32.
     capacities: Buffer sizes `(push, pull)` in rows for all leaves, or a mapping
       from leaf name: rows that one device sends to one owner in a round, and
-      rows that one owner returns. Rows that do not fit follow in further rounds.
-      `zenjax.tune` finds them for you.
+      rows that one owner returns. Rows that do not fit follow in further
+      rounds. `zenjax.tune` finds them for you.
     plan: What `zenjax.planner.plan` chose for every leaf, instead of `sparse`,
       `scheme`, `unit`, `partition`, `wire_dtype` and `capacities`.
     mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the

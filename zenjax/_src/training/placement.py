@@ -28,9 +28,7 @@ from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
 
 # Nodes that may differ between devices, and say of how many.
-_OWN = (
-  FeedbackLeaf | SparsifierState | owner_rows.Holding
-)
+_OWN = FeedbackLeaf | SparsifierState | owner_rows.Holding
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
