@@ -229,7 +229,7 @@ def test_every_case_on_every_shard(program):
   assert all(call.kernels for call in calls)
   if program.n > 1:  # Alone a device may exchange nothing.
     dense = program.scheme[0] in scheme_names.DENSE_NAMES
-    assert bool(calls) != dense
+    assert bool(calls) or dense
   plain = synchronize(program._replace(kernels="xla"))
   run = runners.RUNNERS[program.runner](plain, program.n)
   for (name, stack), by_kernels in zip(named_stacks, got):

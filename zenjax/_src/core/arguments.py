@@ -178,7 +178,7 @@ def pins(
   if not isinstance(capacities, Mapping | None):
     raise TypeError(
       "`capacities` must map leaf names to pairs (push, pull), got"
-      f" {capacities!r}; give what `zenjax.advise(state)` returned."
+      f" {capacities!r}; give (push, pull) by leaf name."
     )
   found = {}
   for name, value in (capacities or {}).items():

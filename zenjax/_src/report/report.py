@@ -17,7 +17,7 @@ from zenjax._src.sync import sync_state
 
 
 def report(state: Any) -> str:
-  """Returns tables of what the last step exchanged and what to pin.
+  """Returns tables of what the last step exchanged, and what to tune.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
@@ -27,21 +27,17 @@ def report(state: Any) -> str:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
     column groups, 1 for hashed rows), its density on a device, that of the
     union over devices, their ratio (growth), imbalance of push and pull (the
-    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 where
-    all fitted the first), rows that overflowed the first push, megabytes
-    received by a device beside those of a dense all-reduce, whether zen_sync
-    pays by bytes, and the `capacities=` to pin. Each table is followed by the
-    meaning of its columns.
+    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 if
+    all rows fitted the first), megabytes received by a device, those of a dense
+    all-reduce, and whether zen_sync pays by bytes. The meaning of the columns
+    follows, and what `zenjax.tune` would change.
 
     For each table of `zenjax.tables.shard` the rows that a device looked up,
     the union that owners updated, room of the buffers, exchanges of ids and
-    rows and of gradients, and the same bytes; there is nothing to pin.
+    rows and of gradients, and the same bytes.
 
     Where devices hold the same rows a line asks whether their gradients were
-    averaged before: then each sends what all have, and little is saved. Where
-    `on_overflow="carry"` withheld rows there is nothing to compare, and a last
-    line says what was counted. With `scheme="auto"` a line for each leaf shows
-    what was predicted for every scheme, the chosen one first.
+    averaged before: then each sends what all have, and little is saved.
 
     For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
     threshold, build-up, imbalance of the selections, norm of the residuals,

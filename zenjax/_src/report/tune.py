@@ -151,7 +151,8 @@ def _by_counts(
     [Capacity(int(a), int(b)) for a, b in itertools.product(pushes, pulls)],
     key=lambda size: _cost(needs, size, row_bytes),
   )
-  best = Capacity(*[min(size, sizes.num_rows) for size in best])
+  push, pull = [min(size, sizes.num_rows) for size in best]
+  best = Capacity(push, max(push, pull))
   gain = now / _cost(needs, best, row_bytes)
   if gain < _LEAST_GAIN:
     return None

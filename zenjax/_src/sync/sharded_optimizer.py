@@ -764,7 +764,7 @@ def sharded_optimizer(
       `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
       with a `partition` by columns or of a leaf that has not two dimensions;
       the state was not made by `zenjax.init_state`, or for other owners.
-    NotImplementedError: `Tuning(kernels="pallas")` cannot serve what it was
+    NotImplementedError: `kernels="pallas"` cannot serve what it was
       given, see `zen_sync`.
 
   Example:

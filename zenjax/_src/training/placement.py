@@ -103,8 +103,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
   Everything is replicated but what differs between devices: the residuals of
-  `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
-  `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
+  sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
   any, what `sharded_optimizer` keeps of tables, and tables of
   `zenjax.tables.shard`. Those are split over `axis_name` along their first
   dimension; what owners have, over the last of several axes.
@@ -212,8 +211,8 @@ def init_state(
 ) -> Any:
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
-  Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
-  `micro`, `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
+  Needed for states that hold residuals (`exdyna`, `micro`,
+  `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
   what `sharded_optimizer` keeps of the rows that a device owns; for others it
   is `tx.init(params)` placed on all devices, so that the first step compiles as
   all later ones do.
@@ -237,10 +236,10 @@ def init_state(
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
+    >>> tx = zenjax.sparsify.micro("data", 0.1)
     >>> state = zenjax.init_state(tx, jnp.zeros((6, 2)), mesh, "data")
-    >>> state.leaves["leaf"].residual.shape
-    (2, 6, 2)
+    >>> state.residual.shape
+    (2, 12)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_tables.specs(params, PartitionSpec(axes[-1:]))
