@@ -1,10 +1,8 @@
 """A tree of gradients: sparse leaves are exchanged, others all-reduced."""
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 from typing import Any
-import warnings
 
 import jax
 from jax import lax
@@ -22,7 +20,6 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.dense_sum import Dense
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
@@ -198,7 +195,7 @@ def _exchanged(
   entered = []
   for plan in plans:
     parts = [
-      leaf_util.as_table(leaves[table.name], options.unit_of(table.name))
+      leaf_util.as_table(leaves[table.name], options.unit)
       for table in plan.tables
     ]
     listed = plan.table.look_ups is not None
@@ -272,14 +269,10 @@ def sync_tree(
   leaves = local_leaves(tree, context)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaves))
-  options = following(options, state.selected if state else {})
-  options = _as_noted(leaves, state, options)
   chosen = [False] * len(leaves)
   # One device has nothing to exchange.
   if context.devices > 1 or options.output == "rows":
-    chosen = leaf_util.select(
-      tree, options.sparse, options.unit, options.elements
-    )
+    chosen = leaf_util.select(tree, options.sparse, options.unit)
     if options.scheme not in DENSE:
       check_state(leaves, chosen, state)
   names = [name for (name, _), sparse in zip(leaves, chosen) if sparse]
@@ -327,80 +320,6 @@ def require_named(capacities: Any, names: Sequence[str]) -> None:
         f"`capacities` must name leaves that are sent sparse, got {unknown};"
         f" they are {list(names)}."
       )
-
-
-def following(options: Options, selected: Mapping[str, jax.Array]) -> Options:
-  """`options` behind a sparsifier that selects from these leaves.
-
-  Args:
-    options: Of the transformation.
-    selected: As in `ZenSyncState`.
-  """
-  if not selected:
-    return options
-  if options.plan:
-    raise ValueError(
-      "`plan` decides for gradients that no sparsifier has selected from, but"
-      f" one before zen_sync selects elements of leaf {next(iter(selected))!r};"
-      " leave `plan` out, or the sparsifier."
-    )
-  dtypes = {name: jnp.dtype(x.dtype) for name, x in selected.items()}
-  return dataclasses.replace(options, selected=dtypes)
-
-
-def warn_of_whole(
-  leaves: Sequence[tuple[str, Any]], chosen: Sequence[bool], options: Options
-) -> None:
-  """Warns where elements were selected and the user has all of a leaf sent."""
-  for (name, leaf), sparse in zip(leaves, chosen):
-    if name not in options.selected or not leaf_util.is_table(leaf, "element"):
-      continue
-    if sparse and options.unit_of(name) != "row":
-      continue
-    given = (
-      f"unit={options.unit!r}" if sparse or not options.follows else "sparse"
-    )
-    warnings.warn(
-      f"zen_sync should send of leaf {name!r} only the elements that a"
-      f" sparsifier before it selects, and by `{given}` it sends all of it;"
-      " leave that out, and it sends elements.",
-      stacklevel=3,
-    )
-
-
-def _as_noted(
-  leaves: Sequence[tuple[str, Any]],
-  state: sync_state.ZenSyncState | None,
-  options: Options,
-) -> Options:
-  """`options` of gradients that a sparsifier has returned just now.
-
-  Without a state they are taken as they come. A state was made for them.
-  """
-  notes = {
-    name: note
-    for name, leaf in leaves
-    if (note := chains.sent(leaf)) and name not in options.selected
-  }
-  if state is None:
-    found = {
-      name: jnp.zeros((), notes[name].wire or leaf.dtype)
-      for name, leaf in leaves
-      if name in notes
-    }
-    return following(options, found)
-  for name, leaf in leaves:
-    large = name in notes and leaf_util.is_table(leaf, "element")
-    if large and options.follows and options.scheme not in DENSE:
-      raise ValueError(
-        f"`state` must be made for what {notes[name].by} selects, and this one"
-        f" is of a zen_sync that knows of no sparsifier before it: of leaf"
-        f" {name!r} all would be sent. Make one state of the whole chain,"
-        f" `zenjax.init_state(optax.chain(zenjax.{notes[name].by}(..),"
-        " zenjax.zen_sync(..)), params, mesh, axis_name)`, or give zen_sync"
-        " `unit='element'`."
-      )
-  return options
 
 
 def context_of(options: Options) -> Context:

@@ -123,13 +123,7 @@ def table_of(
       f" unit={options.unit!r} with scheme={options.scheme!r}; leave `unit`"
       " out, and take another scheme than 'block_sparse'."
     )
-  unit = options.unit_of(name)
-  if unit == "element" and options.output == "rows":
-    raise ValueError(
-      "`output='rows'` returns rows of a leaf, and a sparsifier before zen_sync"
-      f" selects elements of leaf {name!r}; leave `output` out, or give"
-      " `unit='row'`, by which all of it is sent."
-    )
+  unit = options.unit
   rows, width = leaf_util.table_shape(leaf, unit)
   if rows > buffer_sizes.MAX_ROWS:
     raise ValueError(
@@ -156,7 +150,7 @@ def _wire_dtype(name: str, dtype: jnp.dtype, options: Options) -> jnp.dtype:
       f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
       f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
     )
-  rounded_before = options.mean and options.selected.get(name) == wire
+  rounded_before = options.mean and options.unit == "element"
   if not has_range_of(wire, dtype) and not rounded_before:
     info = jnp.finfo(wire)
     raise ValueError(

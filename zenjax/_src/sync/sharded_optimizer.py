@@ -34,8 +34,8 @@ from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
-from zenjax._src.sync import marking
 from zenjax._src.sync import owner_rows
+from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -101,7 +101,7 @@ class Owners:
           " `tx.init`,"
           " with one axis_name for both, or in plain jit give `mesh=`."
         ) from error
-    chains.will_sync("sharded_optimizer", params, self.options.axes)
+    chains.will_sync("sharded_optimizer", params, self.options)
     make = lambda params: self.inner.init(params)
     by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
@@ -152,14 +152,9 @@ class Owners:
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)
-    op = "mean" if options.mean else "sum"
-    chains.require_linear("sharded_optimizer", op)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     leaves = gradient_tree.local_leaves(updates, context)
     names = [name for name, _ in leaves]
-    call = marking.SyncCall("sharded_optimizer", options, tuple(names))
-    local = marking.marked([leaf for _, leaf in leaves], call, "local")
-    leaves = list(zip(names, local))
     sharded = _sharded_in(updates)
     axis, devices = self._owner_axis(sharded, context)
     chosen = self._chosen(updates, sharded)
@@ -204,12 +199,11 @@ class Owners:
         out[i] = value
     rest, inner = owner.finish(inner)
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
-    sync = sync.replace(step=sync.step + 1)
-    out = marking.marked(out, call, "synced")
+    by = "sharded_optimizer"
+    step = processes.compared(sync.step + 1, by, options, updates)
+    sync = sync.replace(step=step)
     for i in sharded:
       out[i] = NewValue(tables[i])
-    facts = marking.described("sharded_optimizer", options, updates)
-    call.facts.update(facts)
     inner = self._wrapped(inner, plans, program.state_rows, context)
     new = ShardedOptimizerState(sync, inner, state.owners)
     return structure.unflatten(out), new

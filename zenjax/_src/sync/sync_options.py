@@ -1,6 +1,6 @@
 """Checks the arguments of `zen_sync` when the transform is built."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -95,19 +95,6 @@ class Options:
   kernels: Kernels = "auto"
   hash_seed: int = 0
   plan: plans.Plan | None = None
-  # Whether leaves that a sparsifier selects from are sent by elements.
-  follows: bool = False
-  # These leaves, with the dtype that they were rounded to.
-  selected: Mapping[str, jnp.dtype] = dataclasses.field(default_factory=dict)
-
-  def unit_of(self, name: str) -> Unit:
-    """Returns the unit in which a leaf is sent."""
-    return "element" if name in self.elements else self.unit
-
-  @property
-  def elements(self) -> Collection[str]:
-    """Leaves that are sent by elements whatever `unit` is."""
-    return self.selected if self.follows else ()
 
   def wire_of(self, name: str) -> jnp.dtype | None:
     """Returns the dtype in which rows are sent; None for the leaf's own."""
@@ -183,8 +170,7 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     value = given.get(name, argument.default)
     found[name] = argument.rule(value) if argument.rule else value
   scheme, unit = found["scheme"], found["unit"]
-  follows = unit == "auto"
-  unit = "row" if follows else unit
+  unit = "row" if unit == "auto" else unit
   if unit == "row" and scheme in SPARSE:
     unit = SPARSE[scheme].unit or unit
   if found["output"] == "rows" and unit != "row":
@@ -205,7 +191,6 @@ def check(axis_name: AxisName, **given: Any) -> Options:
     capacities=found["capacities"],
     kernels=found["kernels"],
     hash_seed=found["hash_seed"],
-    follows=follows,
   )
   if plan:
     return dataclasses.replace(options, **by_plan(plan))

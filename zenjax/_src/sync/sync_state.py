@@ -126,8 +126,6 @@ class ZenSyncState:
     step: `[] int32`.
     leaves: By name, what steps counted for each leaf that is sent sparse; in a
       `sharded_optimizer` for sharded tables too.
-    selected: By name, leaves from which a sparsifier before `zen_sync` selects:
-      1 for op="mean" and 0 for op="sum", in the dtype that it rounds them to.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` has planned.
     Static.
 
@@ -141,7 +139,6 @@ class ZenSyncState:
 
   step: jax.Array
   leaves: dict[str, Any]
-  selected: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
   tuned: tuple[tuple[str, LeafChoice], ...] = dataclasses.field(
     default=(), metadata={"static": True}
   )
@@ -151,12 +148,10 @@ class ZenSyncState:
     return dataclasses.replace(self, **changes)
 
 
-def empty(
-  leaves: dict[str, Any], selected: dict[str, jax.Array] | None = None
-) -> ZenSyncState:
+def empty(leaves: dict[str, Any]) -> ZenSyncState:
   """Returns the state before the first step."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
-  return ZenSyncState(jnp.zeros((), jnp.int32), leaves, selected or {})
+  return ZenSyncState(jnp.zeros((), jnp.int32), leaves)
 
 
 def _no_sizes(mean: bool, devices: int) -> jax.Array:

@@ -25,9 +25,9 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
+from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -87,9 +87,7 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
   named = leaf_util.named_leaves(updates, is_rows)
   mine = [is_rows(x) or _unreduced(x) != frozenset() for _, x in named]
   _require(named, mine, mesh, options)
-  chosen = leaf_util.select(
-    updates, options.sparse, options.unit, options.elements
-  )
+  chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in options.axes])
   given: list[Any] = []
   lie: list[Placement] = []
@@ -138,7 +136,6 @@ def sync(
     ValueError: Nothing is left to sum, a gradient lies over other axes, or the
       plan is of other leaves.
   """
-  options = gradient_tree.following(options, state.selected)
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
   mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
@@ -149,8 +146,6 @@ def sync(
     require_tree(options.plan, leaf_util.shapes(parts.named))
 
   def exchanged(given: Any, own: Any) -> Any:
-    for x, mine in zip(parts.given, given):
-      chains.hand_on(x, mine)
     tree = parts.tree(given, none)
     inner = dataclasses.replace(
       options, mean=False, sparse=lambda name, _: name in parts.sparse
@@ -158,6 +153,8 @@ def sync(
     if options.plan:
       inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
     out, new = gradient_tree.sync_tree(tree, own, inner)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
   own = state.replace(leaves=leaves)
@@ -169,11 +166,8 @@ def sync(
     in_specs=([x.given for x in parts.lie], everywhere),
     out_specs=([x.synced for x in parts.lie], everywhere),
   )(parts.given, own)
-  summed = {name: jnp.zeros_like(x) for name, x in state.selected.items()}
-  after = state.replace(
-    step=state.step + 1, leaves=state.leaves | new, selected=summed
-  )
-  return parts.tree(synced, parts.summed), after
+  new = new.replace(leaves=state.leaves | new.leaves)
+  return parts.tree(synced, parts.summed), new
 
 
 def select(

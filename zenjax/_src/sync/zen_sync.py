@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zenjax._src.core import collectives
@@ -20,6 +19,7 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
@@ -102,8 +102,9 @@ def zen_sync(
     output: What comes out for sparse leaves: `"same"` as came in, `"dense"` for
       arrays, `"rows"` for `SparseRows` with room for every row of the table.
     unit: What is sent or not as a whole: `"row"` (the last dimension),
-      `"element"`, or a number of consecutive elements. `"auto"` means rows, and
-      elements for leaves that a sparsifier before it in the chain selects from.
+      `"element"`, or a number of consecutive elements. `"auto"` means rows.
+      Give `"element"` behind a sparsifier (`top_k`, `threshold`, `random_k`,
+      also within `error_feedback`), or all of such a leaf is sent.
     partition: Who sums a row: `"hash"` distributes rows over devices,
       `"columns"` splits every row, and a number `g` that divides the devices
       makes `g` column groups of hashed rows.
@@ -173,34 +174,26 @@ def zen_sync(
         raise ValueError(whole_batch.NO_MEAN)
       return whole_batch.sync(updates, state, around, options)
     synced, leaves = gradient_tree.sync_tree(updates, state, options)
-    return synced, state.replace(step=state.step + 1, leaves=leaves)
+    step = processes.compared(state.step + 1, "zen_sync", options, updates)
+    return synced, state.replace(step=step, leaves=leaves)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _init(params: optax.Params, options: Options) -> ZenSyncState:
   sharded_tables.refuse(params, "params", "zen_sync")
-  chains.will_sync("zen_sync", params, options.axes)
+  chains.will_sync("zen_sync", params, options)
   named = leaf_util.named_leaves(params, is_rows)
-  selected = {
-    name: jnp.full((), options.mean, note.wire or leaf.dtype)
-    for name, leaf in named
-    if (note := chains.will_sum(leaf, options.axes))
-  }
-  options = gradient_tree.following(options, selected)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
   if options.scheme in DENSE:
-    return sync_state.empty({}, selected)
-  chosen = leaf_util.select(
-    params, options.sparse, options.unit, options.elements
-  )
+    return sync_state.empty({})
+  chosen = leaf_util.select(params, options.sparse, options.unit)
   if not options.plan:  # A plan may well say that nothing pays.
     leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
-  gradient_tree.warn_of_whole(named, chosen, options)
   names = [name for (name, _), sparse in zip(named, chosen) if sparse]
   empty = sync_state.empty_leaf(mean=options.mean)
-  return sync_state.empty(dict.fromkeys(names, empty), selected)
+  return sync_state.empty(dict.fromkeys(names, empty))
 
 
 def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:

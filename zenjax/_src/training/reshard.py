@@ -333,8 +333,7 @@ def _averages(name: str, means: list[dict[str, bool]]) -> bool:
 def _means(sync: sync_state.ZenSyncState) -> dict[str, bool]:
   """Returns by name whether leaves are averaged, of those that it knows."""
   at = sync_state.Sizes._fields.index("mean")
-  selected = {k: bool(_on_host(x)) for k, x in sync.selected.items()}
-  return selected | {
+  return {
     name: bool(_on_host(leaf.sizes)[at]) for name, leaf in sync.leaves.items()
   }
 
