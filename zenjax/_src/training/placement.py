@@ -102,11 +102,12 @@ def _reduced(x: Any, axes: Axes) -> Any:
 def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
-  Everything is replicated but what differs between devices: the residuals of
-  sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
-  any, what `sharded_optimizer` keeps of tables, and tables of
-  `zenjax.tables.shard`. Those are split over `axis_name` along their first
-  dimension; what owners have, over the last of several axes.
+  Everything is replicated except for what differs between devices: the
+  residuals of sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the
+  gradients that `optax.MultiSteps` accumulates around any, what
+  `sharded_optimizer` keeps of tables, and tables of `zenjax.tables.shard`.
+  Those are split over `axis_name` along their first dimension; what owners
+  have, over the last of several axes.
 
   Args:
     state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
