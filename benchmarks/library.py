@@ -20,7 +20,6 @@ from zenjax._src.rows import leaf_util as leaf_util
 from zenjax._src.schemes import buffer_sizes as buffer_sizes
 from zenjax._src.schemes.base import Context as Context
 from zenjax._src.schemes.base import received_bytes as received_bytes
-from zenjax._src.schemes.base import Room as Room
 from zenjax._src.schemes.buffer_sizes import Table as Table
 from zenjax._src.schemes.registry import SPARSE as SPARSE
 from zenjax._src.sparsify import checked_settings as checked_settings

@@ -401,12 +401,6 @@ COMMANDS = (
     *(_FULL_SIZE, _JSON),
   ),
   _command(
-    "utility",
-    "set-ups in which compressed gradients pay, by formula",
-    partial(_call, "planner.utility"),
-    _JSON,
-  ),
-  _command(
     "memory",
     "peaks of memory where a sharded table is made, moved and saved",
     partial(_call, "cases.memory"),

@@ -30,9 +30,8 @@ What packing costs:
   do nothing to those whose gradient is zero. Adam and momentum decay the
   moments of such neighbours and move them by these, as on dense gradients;
   weight decay acts on them. `rowwise_adagrad` keeps one accumulator for all of
-  them, which is another optimizer. `lazy_rows(catch_up=True)` remains the dense
-  optimizer; the ids that `zenjax.rows.catch_up` takes are those of packed rows,
-  `ids // (128 // D)`.
+  them, which is another optimizer. `zen_sync(output="dense")` keeps the dense
+  optimizer.
 - `zenjax.value_and_grad` keeps a gradient dense where there are as many
   look-ups as rows, and of packed rows there are fewer.
 

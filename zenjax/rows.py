@@ -1,7 +1,5 @@
 """Gradients held as rows, beside `value_and_grad` and `lazy_rows`."""
 
-from zenjax._src.rows.catching_up import catch_up
-from zenjax._src.rows.catching_up import CatchUpState
 from zenjax._src.rows.explain import explain_tables
 from zenjax._src.rows.explain import Explanation
 from zenjax._src.rows.explain import TableUse
@@ -12,8 +10,6 @@ from zenjax._src.rows.value_and_grad import filter_value_and_grad
 from zenjax._src.rows.value_and_grad import grad
 
 __all__ = (
-  "catch_up",
-  "CatchUpState",
   "clip_by_global_norm",
   "explain_tables",
   "Explanation",

@@ -1,7 +1,5 @@
 """Ids of any dtype mean the row that they name, or none."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,30 +46,6 @@ def test_no_id_out_of_range_is_another_row(dtype, x64):
 def test_ids_may_be_traced_one_by_one():
   of = jax.jit(lambda i, j: SparseRows([i, j], jnp.ones((2, 1)), R).to_dense())
   assert of(1, 4)[:, 0].tolist() == [0, 1, 0, 0, 1]
-
-
-@pytest.mark.usually("ids2-4", "ids1-0")
-@pytest.mark.parametrize(
-  ("ids", "row"),
-  [
-    (np.array([2**32 + 1]), R - 1),
-    (np.array([-(2**32)]), 0),
-    (np.array([2**32 - 1], np.uint32), R - 1),
-    (np.array([-1], np.int8), R - 1),
-  ],
-)
-def test_catch_up_takes_the_nearest_row(ids, row):
-  tx: Any = zenjax.lazy_rows(optax.sgd(1.0, momentum=0.5), catch_up=True)
-  table = jnp.zeros((R, 1))
-  state = tx.init(table)
-  table, state = zenjax.rows.catch_up(tx, table, state)
-  update, state = tx.update(
-    SparseRows(np.arange(R), jnp.ones((R, 1)), R), state, table
-  )
-  # A step on no row, after which all are behind.
-  _, state = tx.update(SparseRows([R], jnp.ones((1, 1)), R), state, table)
-  brought, _ = zenjax.rows.catch_up(tx, table, state, ids)
-  assert np.flatnonzero(np.asarray(brought)).tolist() == [row]
 
 
 def test_packed_tables_read_nan_out_of_range():

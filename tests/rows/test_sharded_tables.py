@@ -766,18 +766,9 @@ def test_what_is_for_whole_tables_refuses_parts():
   lazy = zenjax.lazy_rows(sgd)
   with pytest.raises(ValueError, match=owner):
     lazy.update(grads, lazy.init({"t": jnp.asarray(table)}))
-  with pytest.raises(ValueError, match=owner):
-    zenjax.lazy_rows(optax.sgd(0.1, 0.9), catch_up=True).init(params)
   for apply in (optax.apply_updates, zenjax.apply_updates):
     with pytest.raises(ValueError, match=owner):
       apply(params, grads)
-  state = params, zenjax.sharded_optimizer(sgd, "data").init(params)
-  tx = zenjax.sharded_optimizer(sgd, "data")
-  with pytest.raises(
-    ValueError, match="of zenjax.check_step must hold no Sharded"
-  ):
-    batch = np.zeros((B, 5), np.int32), np.zeros(B, np.float32)
-    zenjax.check_step(_step(tx), state, *batch, mesh=mesh, axis_name="data")
 
 
 def _params(mesh: Any) -> Any:
@@ -1034,24 +1025,15 @@ def test_counts_are_saved_and_moved(tmp_path):
     np.testing.assert_array_equal(first, other)
 
 
-def test_what_is_not_known_of_look_ups_is_no_number():
-  """Gradients that are made anew forget how their rows were looked up."""
+def test_states_of_other_devices_and_tables_are_refused():
   mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.sgd(0.05), "data")
   params, (batch,) = _params(mesh), _batches("usual", 4, 1)
   opt_state = tx.init(params)
 
   def step(params, opt_state, *batch):
     _, grads = zenjax.value_and_grad(_two_tables)(params, *batch)
-    grads = jax.tree.map(lambda x: x, grads)
     return tx.update(grads, opt_state, params)[1]
 
-  after = jax.jit(step)(params, opt_state, *_split(batch, mesh))
-  want: Any = zenjax.stats(_counted_run()[0][1])
-  found: Any = zenjax.stats(after)
-  for leaf, numbers in want.items():
-    unknown = dict.fromkeys(("wire_bytes", "fetch_rounds"), np.nan)
-    np.testing.assert_equal(found[leaf], numbers | unknown)
-  assert zenjax.report(after).splitlines()[2].split()[-1] == "-"
   # Counts are split even where an optimizer keeps nothing of tables.
   mapped = jax.shard_map(
     step,

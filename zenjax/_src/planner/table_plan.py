@@ -288,7 +288,7 @@ def plan_tables(
       gradient, question.profile(gradient), optimizer.state_row(name)
     )
     costs[name] = table_forms.costs(table, question.context, question.links)
-    rests = optimizer.rests(name)
+    rests = name in optimizer.resting
     possible[name] = {
       k: x for k, x in costs[name].items() if rests or k not in OF_ARRAYS
     }

@@ -112,7 +112,7 @@ def _check(
   moved = [
     name
     for name, form in form_of.items()
-    if form in OF_ARRAYS and not optimizer.rests(name)
+    if form in OF_ARRAYS and name not in optimizer.resting
   ]
   why = ""
   # The plain program trains as it does.

@@ -89,9 +89,7 @@ REMEDY = (
 
 
 def require_row_by_row(
-  inner: optax.GradientTransformationExtraArgs,
-  params: Any,
-  catches_up: bool = False,
+  inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> None:
   """Looks at `inner` before it is known which leaves are tables.
 
@@ -135,10 +133,7 @@ def require_row_by_row(
     refusals = {i: r for i, r in program.refusals.items() if i in some}
     names = [name for name, _ in named]
     require(program.refusing(refusals), names, "inner", REMEDY)
-  if not catches_up:
-    warn_of_decay(
-      program, [name for name, _ in named], tall or range(len(named))
-    )
+  warn_of_decay(program, [name for name, _ in named], tall or range(len(named)))
 
 
 def warn_of_decay(
@@ -148,11 +143,10 @@ def warn_of_decay(
   found = [names[i] for i in program.decays if i in tables]
   if found:
     warnings.warn(
-      "weight decay, or what else moves rows without a gradient, acts on the"
-      f" rows that a step touches and on no others of table {found[0]!r};"
-      " `zenjax.lazy_rows(.., catch_up=True)` with `zenjax.rows.catch_up`"
-      " makes up"
-      " for the steps that a row misses, `optax.masked` leaves the table out.",
+      f"Weight decay, or what else moves rows without a gradient, acts only on"
+      f" the rows of table {found[0]!r} that a step touches. For the plain"
+      ' optimizer use `zen_sync(.., output="dense")` without `lazy_rows`;'
+      " `optax.masked` leaves the table out.",
       stacklevel=2,
     )
 

@@ -50,6 +50,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     del params
     merged = trees.combined(updates)
     values, state = clip.update(trees.values(merged), state)
-    return trees.with_values(merged, values), state
+    out = trees.with_values(merged, values)
+    return trees.with_types_of(updates, out), state
 
   return optax.GradientTransformation(lambda params: clip.init({}), update)

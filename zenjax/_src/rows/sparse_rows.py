@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
@@ -152,19 +152,6 @@ class NoArray(metaclass=_Named):
   __mul__ = __rmul__ = __truediv__ = __neg__ = _not_scaled
 
 
-class Facts(NamedTuple):
-  """Facts known of rows beside their numbers."""
-
-  unique: bool = False  # every index stands once
-  by_value: bool = False  # values decided which rows these are
-  counted_from_start: bool = False  # no index is negative
-  # Of a sharded table: the most distinct rows that any device has of any owner,
-  # `[] int32`, equal on all devices.
-  most: Any = None
-  # And counts of its look-ups, `Fetched` of `sharded_tables`, `[4] float32`.
-  fetched: Any = None
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
@@ -207,9 +194,11 @@ class SparseRows(NoArray):
     SparseRows(rows [1 3 3] of 3, values float32[3,2])
   """
 
-  # `facts` are no part of the pytree, or trees of the same rows would differ:
-  # what is rebuilt is sorted once more.
-  __slots__ = ("_ids", "values", "num_rows", "facts")
+  # `unique` says that no index occurs twice and that padding is zero. It is
+  # static, and part of the pytree's structure, so that it passes `jit`.
+  # `lookups` is None, or in the gradient of a sharded table what fetching its
+  # rows has shown; see `sharded_tables`.
+  __slots__ = ("_ids", "values", "num_rows", "unique", "lookups")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
     indices, values = given(indices), jnp.asarray(values)
@@ -217,7 +206,8 @@ class SparseRows(NoArray):
     self._ids = seal(narrowed(indices, num_rows))
     self.values = values
     self.num_rows = num_rows
-    self.facts = Facts()
+    self.unique = False
+    self.lookups = None
 
   @property
   def indices(self) -> Any:
@@ -264,25 +254,28 @@ class SparseRows(NoArray):
     """
     if self.ndim > 2:
       return jax.vmap(SparseRows.combine)(self)
-    return self if self.facts.unique or not self.capacity else combined(self)
+    return self if self.unique or not self.capacity else combined(self)
 
-  def as_unique(self) -> "SparseRows":
-    """The same, of which the caller knows that no index stands twice.
+  def as_unique(self, unique: bool = True) -> "SparseRows":
+    """The same rows, marked as unique: no index occurs twice.
 
-    Padding must be zero.
+    Padding must be zero then.
     """
-    return self.with_facts(self.facts._replace(unique=True))
+    return self._with(unique=unique)
 
-  def with_facts(self, facts: Facts) -> "SparseRows":
-    """The same, of which the caller knows `facts`."""
-    rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
-    rows.facts = facts
-    return rows
+  def with_lookups(self, lookups: Any) -> "SparseRows":
+    """The same rows with what fetching them has shown."""
+    return self._with(lookups=lookups)
 
   def with_values(self, values: Any) -> "SparseRows":
     """The same rows with other `values: [K, D']`."""
     rows = SparseRows(self.indices, values, self.num_rows)
-    rows.facts = self.facts
+    return rows._with(unique=self.unique, lookups=self.lookups)
+
+  def _with(self, **changes: Any) -> "SparseRows":
+    rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
+    for name, value in changes.items():
+      setattr(rows, name, value)
     return rows
 
   def __add__(self, other: Any) -> "SparseRows":
@@ -308,7 +301,7 @@ class SparseRows(NoArray):
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
     require_one("one that is added", self)
-    if self.facts.fetched is not None:
+    if self.lookups is not None:
       raise ValueError(
         "Gradients of a ShardedTable must not be added to its rows, which lie"
         " in the order of slots; update it by `zenjax.sharded_optimizer`."
@@ -328,7 +321,7 @@ class SparseRows(NoArray):
     row = jnp.arange(num_rows, dtype=jnp.int32)
     nonzero = row_mask(table).nonzero
     rows = cls(jnp.where(nonzero, row, num_rows), table, num_rows)
-    return rows.with_facts(Facts(unique=True, by_value=True))
+    return rows.as_unique()
 
   @classmethod
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
@@ -357,19 +350,20 @@ class SparseRows(NoArray):
 
   def tree_flatten_with_keys(self):
     key = jax.tree_util.GetAttrKey
-    children = ((key("indices"), self._ids), (key("values"), self.values))
-    return children, self.num_rows
+    children, static = self.tree_flatten()
+    names = "indices", "values", "lookups"
+    return [(key(n), x) for n, x in zip(names, children)], static
 
   def tree_flatten(self):
-    return (self._ids, self.values), self.num_rows
+    children = self._ids, self.values, self.lookups
+    return children, (self.num_rows, self.unique)
 
   @classmethod
-  def tree_unflatten(cls, num_rows, children) -> "SparseRows":
+  def tree_unflatten(cls, static, children) -> "SparseRows":
     # Children may be anything: specs, shapes, None. Nothing is checked here.
     self = object.__new__(cls)
-    self._ids, self.values = children
-    self.num_rows = num_rows
-    self.facts = Facts()
+    self._ids, self.values, self.lookups = children
+    self.num_rows, self.unique = static
     return self
 
 
@@ -409,11 +403,7 @@ def added(table: jax.Array, rows: SparseRows) -> jax.Array:
   wide = jnp.promote_types(table.dtype, rows.dtype)
   if wide == table.dtype:
     values = rows.values.astype(wide)
-    return table.at[rows.indices].add(
-      values,
-      mode="drop",
-      wrap_negative_indices=not rows.facts.counted_from_start,
-    )
+    return table.at[rows.indices].add(values, mode="drop")
   rows = rows.with_values(rows.values.astype(wide)).combine()
   old = table.at[rows.indices].get(mode="fill", fill_value=0).astype(wide)
   new = (old + rows.values).astype(table.dtype)
@@ -453,7 +443,8 @@ def filled_up(rows: SparseRows, devices: int) -> SparseRows:
     return rows
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))
-  return SparseRows(ids, values, rows.num_rows)
+  static = rows.tree_flatten()[1]
+  return SparseRows.tree_unflatten(static, (seal(ids), values, rows.lookups))
 
 
 def require_one(what: str, rows: SparseRows) -> None:

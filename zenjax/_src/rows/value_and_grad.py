@@ -463,9 +463,9 @@ def _differentiate(traced, found, options, prefetched):
   is_table = [i in found.rows for i in range(len(leaves))]
   plain = [x for x, is_ in zip(leaves, is_table) if not is_]
   taps = [site.tap() for site in found.sites]
-  facts: dict[int, sparse_rows.Facts] = {}
+  shown: dict[int, Any] = {}
   if found.away:
-    taps, facts = _fetched(traced, found, plain, prefetched)
+    taps, shown = _fetched(traced, found, plain, prefetched)
   elif prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
@@ -490,7 +490,7 @@ def _differentiate(traced, found, options, prefetched):
   _collect(found.sites, ids, rows, leaves, parts)
   left = iter(dense)
   grads = [
-    _joined(leaves[i], parts[i], facts.get(i)) if is_ else next(left)
+    _joined(leaves[i], parts[i], shown.get(i)) if is_ else next(left)
     for i, is_ in enumerate(is_table)
   ]
   return outs, grads
@@ -568,16 +568,16 @@ class _Direct(NamedTuple):
 
 def _fetched(
   traced, found, plain, prefetched=None
-) -> tuple[list[Any], dict[int, sparse_rows.Facts]]:
+) -> tuple[list[Any], dict[int, Any]]:
   """Taps of all sites; of tables that are away the rows, from their owners.
 
-  And facts of the gradient of each table that is looked up.
+  And what fetching the rows of each such table has shown.
   """
   tables, asked, taps, structure = _look_ups(traced, found, plain)
-  rows, facts = _rows_of(tables, asked, taps, prefetched)
+  rows, shown = _rows_of(tables, asked, taps, prefetched)
   for k, x in rows:
     taps[k] = x
-  return structure.unflatten(taps), facts
+  return structure.unflatten(taps), shown
 
 
 def _look_ups(traced, found, plain):
@@ -658,8 +658,8 @@ def _ahead_of(tables, asked) -> sharded_tables.Ahead:
 def _rows_of(tables, asked, taps, prefetched):
   """Rows of `asked[table]: [(number, ids, turns)]`, each with its number.
 
-  And facts of each table's gradient. `taps` are as these rows shall lie, by
-  number.
+  And what fetching them has shown, by table. `taps`, by number, are as these
+  rows shall lie.
   """
   if not asked:
     return [], {}
@@ -691,11 +691,11 @@ def _rows_of(tables, asked, taps, prefetched):
   ]
   # A device's gradients may be of others' look-ups, who asked for fewer rows.
   own = lambda of: mesh is None or _stay(of, devices)
-  facts = {
-    i: sparse_rows.Facts(most=x if own(of) else None, fetched=counts)
+  shown = {
+    i: (x if own(of) else None, counts)
     for (i, of), x, counts in zip(asked.items(), most, fetched)
   }
-  return found, facts
+  return found, shown
 
 
 def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
@@ -713,9 +713,7 @@ def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
   return not spread.axes and spread.devices % devices == 0 and by_all
 
 
-def _joined(
-  leaf: Any, parts: list[SparseRows], facts: sparse_rows.Facts | None
-) -> Any:
+def _joined(leaf: Any, parts: list[SparseRows], shown: Any) -> Any:
   """The gradient of a table, of its look-ups."""
   if not is_sharded(leaf):
     return sparse_rows.concatenated(parts)
@@ -723,12 +721,10 @@ def _joined(
     none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
     values = jnp.zeros((leaf.devices, leaf.shape[-1]), leaf.dtype)
     parts = [SparseRows(none, values, leaf.num_rows)]
-  if facts is None:  # No look-up, and no row.
+  if shown is None:  # No look-up, and no row.
     nothing = jnp.zeros(len(sharded_tables.Fetched._fields), jnp.float32)
-    facts = sparse_rows.Facts(most=jnp.int32(0), fetched=nothing)
-  rows = sparse_rows.concatenated(parts)
-  known = rows.facts._replace(most=facts.most, fetched=facts.fetched)
-  return leaf.with_value(rows.with_facts(known))
+    shown = jnp.int32(0), nothing
+  return leaf.with_value(sparse_rows.concatenated(parts).with_lookups(shown))
 
 
 def _collect(sites, ids, values, leaves, parts, turns=0):

@@ -1,0 +1,105 @@
+"""Received rows summed in rank order into their union, on a GPU.
+
+A program has some rows of the union: it looks for their slots in what each
+source sent, which is sorted, and adds what it finds, source by source. Sums
+stay in registers and are written once: no atomics, and no order but the ranks'.
+"""
+
+import functools
+import math
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
+
+from zenjax._src.core import compat
+from zenjax.kernels import reference
+from zenjax.kernels.gpu import tiles
+
+_COLUMNS = 128  # of a sum that a program has
+_SUMS = tiles.THREADS * 32  # registers of a thread
+
+
+def merge(
+  slots: jax.Array,
+  rows: jax.Array,
+  limit: jax.Array,
+  num_slots: int,
+  capacity: int,
+  dtype: jnp.dtype,
+  *,
+  interpret: bool = False,
+) -> reference.Union:
+  """See `reference.merge`."""
+  tiles.check_dtype(rows.dtype)
+  if jnp.dtype(dtype) != jnp.float32:
+    raise NotImplementedError(f"sums in float32, got {jnp.dtype(dtype)}")
+  if capacity < 1 or slots.size < 1:
+    raise NotImplementedError(
+      f"at least one row sent and one to hold, got slots of {slots.shape} and"
+      f" a capacity of {capacity}"
+    )
+  # Where rows belong is not asked for, so XLA does not compute it.
+  union, _ = reference.place(slots, limit, num_slots, capacity)
+  width = rows.shape[2]
+  columns = min(pl.next_power_of_2(width), _COLUMNS)
+  tile = tiles.Tile(min(tiles.THREADS, _SUMS // columns), columns)
+  sums = pl.pallas_call(
+    functools.partial(_kernel, num_slots=num_slots, tile=tile),
+    grid=(pl.cdiv(capacity, tile.rows), pl.cdiv(width, columns)),
+    in_specs=[tiles.WHOLE] * 3,
+    out_specs=tiles.WHOLE,
+    out_shape=compat.struct((capacity, width), dtype, rows),
+    compiler_params=tiles.PARAMETERS,
+    interpret=interpret,
+    name="zenjax_merge",
+  )(union.slots, slots, rows)
+  return union._replace(rows=sums)
+
+
+def _kernel(union, slots, rows, sums, *, num_slots, tile):
+  block, piece = pl.program_id(0), pl.program_id(1)
+  at = block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+  column = piece * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
+  inside = at < union.shape[0]
+  wanted = plgpu.load(union.at[at], mask=inside, other=num_slots)
+  columns = (column < sums.shape[1])[None, :]
+
+  def add(source, total):
+    found, there = _find(slots, source, wanted)
+    mask = (there & (wanted < num_slots))[:, None] & columns
+    source = jnp.full_like(found, 0) + source
+    row = plgpu.load(
+      rows.at[source[:, None], found[:, None], column[None, :]],
+      mask=mask,
+      other=0,
+    )
+    # What is not there is not added: 0 + -0.0 would be another zero.
+    return jnp.where(mask, total + row.astype(total.dtype), total)
+
+  total = jnp.zeros((tile.rows, tile.columns), sums.dtype)
+  total = lax.fori_loop(0, slots.shape[0], add, total)
+  plgpu.store(
+    sums.at[at[:, None], column[None, :]],
+    total,
+    mask=inside[:, None] & columns,
+  )
+
+
+def _find(slots, source, wanted):
+  """Where `wanted` is among the ascending slots of a source, if it is."""
+  last = slots.shape[1] - 1
+  steps = max(1, math.ceil(math.log2(last + 1)))
+  sources = jnp.full_like(wanted, 0) + source
+
+  def halve(i, found):
+    step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
+    ahead = jnp.minimum(found + step, last)
+    return jnp.where(
+      plgpu.load(slots.at[sources, ahead]) <= wanted, ahead, found
+    )
+
+  found = lax.fori_loop(0, steps, halve, jnp.zeros_like(wanted))
+  return found, plgpu.load(slots.at[sources, found]) == wanted

@@ -1,0 +1,115 @@
+"""How the kernel for TPUs cuts a table, and the product that packs its bits."""
+
+import math
+from typing import NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core.partition import lane_shifts
+from zenjax._src.core.partition import Layout
+
+LANES = 128
+_MOST_UNITS = 64  # of which the product has a row each
+# Bytes: two blocks, the weights and what is between them fit in the 16 MiB
+# that every TPU lends a kernel.
+BLOCK = 2 << 20
+_MOST_BLOCK = 4 << 20
+_MOST_WEIGHTS = 5 << 20
+
+
+class Sizes(NamedTuple):
+  """How a table is cut. A unit is packed into one row of words."""
+
+  across: bool  # rows lie along the lanes: the table is read transposed
+  groups: int  # m, 1 where rows follow each other
+  words: int  # W of all units, over all groups
+  per_unit: int  # words of a group in a unit
+  rows: int  # of a unit
+  half: int  # lanes of a half of the product: words of 16 bits
+  units: int  # of a step
+  block: int  # units read at a time
+
+  @property
+  def steps(self) -> int:
+    return pl.cdiv(pl.cdiv(self.words, self.per_unit), self.units)
+
+
+def sizes_of(
+  table: jax.Array, layout: Layout, most_bytes: int = BLOCK
+) -> Sizes:
+  """Raises NotImplementedError where no cut serves."""
+  rows, width = table.shape
+  itemsize = table.dtype.itemsize
+  if itemsize > 4 or table.dtype == jnp.float16:
+    raise NotImplementedError(
+      "dtypes of at most 32 bits that Mosaic loads: float32, bfloat16 and"
+      f" float8, got {table.dtype}"
+    )
+  if table.dtype.name.endswith("fnuz"):
+    raise NotImplementedError(
+      f"dtypes with a negative zero, which is NaN in {table.dtype}"
+    )
+  m = 1 if layout.in_order else layout.groups
+  words = layout.words * (layout.groups if layout.in_order else 1)
+  # A unit's rows fill the lanes, for every byte of a 32-bit word.
+  few = LANES * (4 // itemsize)
+  least = few // math.gcd(few, 32 * m)
+  fits = min((LANES - 1) // m, most_bytes // (32 * m * width * itemsize))
+  per_unit = max(least, fits // least * least)
+  unit = 32 * m * per_unit
+  half = pl.cdiv(per_unit * m + 1, LANES) * LANES
+  block, weights = unit * width * itemsize, unit * half * 2 * 2
+  if block > _MOST_BLOCK or weights > _MOST_WEIGHTS:
+    raise NotImplementedError(
+      f"{unit} rows at a time for {layout.groups} groups, in blocks of at most"
+      f" {_MOST_BLOCK} bytes with {_MOST_WEIGHTS} bytes of weights, got blocks"
+      f" of {block} and weights of {weights} bytes for width {width} and"
+      f" {table.dtype}"
+    )
+  units = min(_MOST_UNITS, pl.cdiv(pl.cdiv(words, per_unit), 8) * 8)
+  together = 1
+  while units % (2 * together) == 0 and 2 * together * block <= most_bytes:
+    together *= 2
+  return Sizes(
+    across=width % LANES != 0,
+    groups=m,
+    words=words,
+    per_unit=per_unit,
+    rows=unit,
+    half=half,
+    units=units,
+    block=together,
+  )
+
+
+def row_at(position, pack: int):
+  """The row of a unit whose mark the kernel puts at a lane."""
+  if pack == 1:
+    return position
+  start = position & -(LANES * pack)
+  part = (position >> 7) & (pack - 1)
+  return start + (position & (LANES - 1)) * pack + part
+
+
+def weights_of(dtype: jnp.dtype, layout: Layout, sizes: Sizes) -> jax.Array:
+  """`[rows, 2 half]`: the power of two and the column of every mark."""
+  row = np.arange(sizes.rows)
+  if not sizes.across:
+    row = row_at(row, 4 // dtype.itemsize)
+  m = sizes.groups
+  word, lane, column = row // (32 * m), row // m % 32, row % m
+  shifts = (
+    np.zeros(32, int)
+    if layout.in_order
+    else np.array(lane_shifts(layout.groups))
+  )
+  group = (column + shifts[lane]) % m
+  weights = np.zeros((sizes.rows, 2 * sizes.half), np.float32)
+  high = lane >= 16
+  weights[
+    np.arange(sizes.rows), high * sizes.half + group * sizes.per_unit + word
+  ] = 2.0 ** (lane % 16)
+  return jnp.asarray(weights, jnp.bfloat16)

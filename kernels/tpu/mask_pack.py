@@ -1,0 +1,211 @@
+"""One read of a table to its hash bitmap, on a TPU.
+
+The rows' bits are ORed over their width, laid out along the lanes, and packed
+by one small matrix product with powers of two, which also moves every row to
+its group: a product of zeros and ones with 2**0 .. 2**15 is exact in bfloat16,
+its sums are below 2**16 and exact in float32. What changes with the word, the
+rotation of the layout, is left to XLA: it rotates words, of which there are a
+thirty-second as many as rows.
+
+Where 128 divides the width, XLA lays a table out by rows, otherwise by columns;
+the kernel takes either as it is, transposed or not. Popcounts are not
+computed here: XLA does that in the same pass as their prefix sums.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from zenjax._src.core import compat
+from zenjax._src.core.partition import Layout
+from zenjax.kernels.reference import Packed
+from zenjax.kernels.tpu.blocks import BLOCK
+from zenjax.kernels.tpu.blocks import LANES
+from zenjax.kernels.tpu.blocks import row_at
+from zenjax.kernels.tpu.blocks import Sizes
+from zenjax.kernels.tpu.blocks import sizes_of
+from zenjax.kernels.tpu.blocks import weights_of
+
+# What is known of a row when its bits are ORed; 0 where all are zero.
+_NONZERO, _NEGATIVE = 1, 2  # of a negative one all magnitudes are zero
+
+
+def mask_pack(
+  table: jax.Array,
+  layout: Layout,
+  *,
+  interpret: Any = False,
+  most_bytes: int = BLOCK,
+) -> Packed:
+  """See `reference.mask_pack`; a block has at most `most_bytes`."""
+  sizes = sizes_of(table, layout, most_bytes)
+  if interpret:
+    # XLA:CPU takes bfloat16 subnormals for zeros when it loads a block.
+    bits = jnp.dtype(f"int{table.dtype.itemsize * 8}")
+    table = lax.bitcast_convert_type(table, bits)
+  out = _call(table, sizes, weights_of(table.dtype, layout, sizes), interpret)
+  width = sizes.per_unit * sizes.groups
+  units = out[:, :width]
+  if not layout.in_order:
+    units = _rotated(units, layout, sizes)
+  units = units.reshape(-1, sizes.groups, sizes.per_unit).transpose(1, 0, 2)
+  words = units.reshape(sizes.groups, -1)[:, : sizes.words]
+  return Packed(
+    words=lax.bitcast_convert_type(
+      words.reshape(layout.groups, layout.words), jnp.uint32
+    ),
+    negative=jnp.any(out[:, width:] != 0),
+  )
+
+
+def _call(table, sizes, weights, interpret):
+  rows, width = table.shape
+  last = pl.cdiv(rows, sizes.block * sizes.rows) - 1
+  inner = sizes.units // sizes.block
+
+  def block(i, s):
+    # Blocks past the table's end read the last one again, and are masked.
+    at = jnp.minimum(i * inner + s, last)
+    return (0, at) if sizes.across else (at, 0)
+
+  shape = sizes.block * sizes.rows, width
+  count = sizes.steps * sizes.units
+  return pl.pallas_call(
+    functools.partial(_kernel, sizes=sizes, num_rows=rows),
+    grid=(sizes.steps, inner),
+    in_specs=[
+      pl.BlockSpec(shape[::-1] if sizes.across else shape, block),
+      pl.BlockSpec(memory_space=pltpu.VMEM),
+    ],
+    out_specs=pl.BlockSpec((sizes.units, sizes.half), lambda i, s: (i, 0)),
+    out_shape=compat.struct((count, sizes.half), jnp.int32, table),
+    scratch_shapes=[pltpu.VMEM((sizes.units, sizes.rows), jnp.int32)],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary")
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=4 * count * sizes.rows * sizes.half,
+      transcendentals=0,
+      bytes_accessed=table.nbytes + weights.nbytes + count * sizes.half * 4,
+    ),
+    interpret=interpret,
+    name="zenjax_mask_pack",
+  )(table.T if sizes.across else table, weights)
+
+
+def _kernel(table, weights, words, found, *, sizes, num_rows):
+  """Marks the rows of a block; the last block of a step packs them all."""
+  step, inner = pl.program_id(0), pl.program_id(1)
+  mark = _mark_across if sizes.across else _mark_along
+  for unit in range(sizes.block):
+    mark(table, found, unit, inner * sizes.block + unit, sizes.rows)
+
+  @pl.when(inner == pl.num_programs(1) - 1)
+  def _():
+    shape = found.shape
+    at = lax.broadcasted_iota(jnp.int32, shape, 1)
+    if not sizes.across:
+      at = row_at(at, 4 // table.dtype.itemsize)
+    unit = step * sizes.units + lax.broadcasted_iota(jnp.int32, shape, 0)
+    mark = jnp.where(unit * sizes.rows + at < num_rows, found[...], 0)
+    bits = jnp.where(mark == _NONZERO, 1.0, 0.0).astype(jnp.bfloat16)
+    halves = jnp.dot(
+      bits, weights[...], preferred_element_type=jnp.float32
+    ).astype(jnp.int32)
+    low, high = halves[:, : sizes.half], halves[:, sizes.half :]
+    # The lanes past the words tell of negative zeros.
+    negative = jnp.max(mark, axis=1, keepdims=True) == _NEGATIVE
+    lane = lax.broadcasted_iota(jnp.int32, low.shape, 1)
+    width = sizes.per_unit * sizes.groups
+    words[...] = jnp.where(
+      lane < width, low | (high << 16), negative.astype(jnp.int32)
+    )
+
+
+def _mark_across(table, found, unit, to, rows):
+  """Rows along lanes: a sublane of marks from an OR over sublanes."""
+  itemsize = table.dtype.itemsize
+  lanes = pl.ds(unit * rows, rows)
+  width, tile = table.shape[0], 32 // itemsize
+  whole = width // tile * tile
+  seen = None
+  for start in range(0, whole, tile):
+    raw = pltpu.bitcast(table[start : start + tile, lanes], jnp.int32)
+    seen = raw if seen is None else seen | raw
+  if seen is not None:
+    for shift in (4, 2, 1):
+      seen |= pltpu.roll(seen, shift, 0)
+    seen = seen[:1]
+    for shift in (16, 8)[: (4 // itemsize) // 2]:
+      seen |= lax.shift_right_logical(seen, jnp.int32(shift))
+  for start in range(whole, width):
+    raw = _raw(table[start : start + 1, lanes])
+    seen = raw if seen is None else seen | raw
+  nonzero, negative = _tell(seen, itemsize)
+  mark = jnp.where(negative, _NEGATIVE, 0)
+  found[pl.ds(to, 1), :] = jnp.where(nonzero, _NONZERO, mark)
+
+
+def _mark_along(table, found, unit, to, rows):
+  """Rows along sublanes: their marks go to lanes by a product with ones."""
+  itemsize = table.dtype.itemsize
+  pack = 4 // itemsize
+  ones = jnp.ones((16, LANES), jnp.bfloat16)
+  marks = []
+  for start in range(0, rows, LANES * pack):
+    at = pl.ds(unit * rows + start, LANES * pack)
+    seen = None
+    for lane in range(0, table.shape[1], LANES):
+      raw = pltpu.bitcast(table[at, lane : lane + LANES], jnp.int32)
+      seen = raw if seen is None else seen | raw
+    assert seen is not None
+    for part in range(pack):
+      shifted = lax.shift_right_logical(seen, jnp.int32(part * itemsize * 8))
+      nonzero, negative = _tell(shifted, itemsize)
+      # Of 128 lanes at most 128 count one: fewer than a single 256.
+      count = jnp.where(nonzero, 256.0, jnp.where(negative, 1.0, 0.0))
+      total = lax.dot_general(
+        ones,
+        count.astype(jnp.bfloat16),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+      )[:1]
+      mark = jnp.where(total > 0, _NEGATIVE, 0)
+      marks.append(jnp.where(total >= 256, _NONZERO, mark))
+  found[pl.ds(to, 1), :] = jnp.concatenate(marks, axis=1)
+
+
+def _raw(x):
+  """The bits of `x` in the low bits of int32."""
+  bits = jnp.dtype(f"int{x.dtype.itemsize * 8}")
+  return lax.bitcast_convert_type(x, bits).astype(jnp.int32)
+
+
+def _tell(seen, itemsize):
+  """Whether the low bits of ORed rows hold a magnitude, or a sign alone."""
+  sign = -1 << (itemsize * 8 - 1)
+  magnitude = jnp.int32(~sign & ((1 << itemsize * 8) - 1))
+  everything = jnp.int32(-1 if itemsize == 4 else (1 << itemsize * 8) - 1)
+  nonzero = (seen & magnitude) != 0
+  return nonzero, ~nonzero & ((seen & everything) != 0)
+
+
+def _rotated(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
+  """The same words, each moved on by its rotation.
+
+  Bit by bit of the rotations, as a barrel shifter does: no gather of words.
+  """
+  at = jnp.arange(units.shape[1], dtype=jnp.int32)[None, :]
+  unit = jnp.arange(units.shape[0], dtype=jnp.int32)[:, None]
+  per_unit = sizes.per_unit
+  word = unit * per_unit + lax.rem(at, jnp.full_like(at, per_unit))
+  rotation = layout.rotation(word)
+  for bit in range((layout.groups - 1).bit_length()):
+    moved = jnp.roll(units, per_unit << bit, axis=1)
+    units = jnp.where((rotation >> bit) & 1 == 1, moved, units)
+  return units

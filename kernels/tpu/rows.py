@@ -1,0 +1,247 @@
+"""Rows moved one by one between a table and a buffer, on a TPU.
+
+A copy of one row costs an instruction and its latency, which the others of a
+block hide; nothing but these rows moves. Rows must be whole tiles of lanes, or
+the hardware could not move one of them: narrower tables lie by columns, and to
+pack them here would take a second table and more bytes than their rows do
+(`benchmarks/README.md` has the compiler's count).
+
+Where rows share words, what moves are the words of a row. A word is read,
+changed in part and written, and rows at different places in their words are
+written one after another: no two copies that are under way share a word.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from zenjax._src.core import compat
+from zenjax._src.core import indexing
+from zenjax._src.core.partition import Layout
+from zenjax.kernels.tpu import words as in_words
+from zenjax.kernels.tpu.words import LANES
+from zenjax.kernels.tpu.words import TILE
+
+
+def compact(
+  table: jax.Array,
+  bitmap: indexing.Bitmap,
+  layout: Layout,
+  first: jax.Array,
+  capacity: int,
+  *,
+  interpret: Any = False,
+  most_rows: int = in_words.MOST_ROWS,
+) -> tuple[jax.Array, jax.Array]:
+  """See `reference.compact`; a block has at most `most_rows`.
+
+  XLA finds the slots: they are few. The kernel moves the rows that are there,
+  straight to their place in the buffer.
+  """
+  cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
+  wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
+  slots = indexing.select(bitmap, wanted)
+  group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+  row = layout.row(group, slots)
+  raw = _raw(table, interpret)
+  gathered = pl.pallas_call(
+    functools.partial(_gather, cut=cut),
+    grid=(layout.groups, pl.cdiv(capacity, cut.rows), width // cut.columns),
+    in_specs=[_rows_of(cut.rows)] + [pl.BlockSpec(memory_space=pl.ANY)] * 2,
+    out_specs=pl.BlockSpec(
+      (1, cut.rows, cut.columns), lambda g, b, c: (g, b, c)
+    ),
+    out_shape=compat.struct((*row.shape, width), raw.dtype, table),
+    scratch_shapes=[_words(cut), pltpu.SemaphoreType.DMA],
+    cost_estimate=in_words.moves(
+      row.nbytes + row.size * width * (4 + table.dtype.itemsize)
+    ),
+    interpret=interpret,
+    name="zenjax_compact",
+  )(_in_blocks(row, cut), *in_words.split(raw, cut, interpret))
+  return slots, lax.bitcast_convert_type(gathered, table.dtype)
+
+
+def expand(
+  table: jax.Array,
+  row: jax.Array,
+  values: jax.Array,
+  *,
+  interpret: Any = False,
+  most_rows: int = in_words.MOST_ROWS,
+) -> jax.Array:
+  """See `reference.expand`; a block has at most `most_rows`."""
+  cut, width = _cut_of(table, row.size, most_rows), table.shape[1]
+  raw = _raw(table, interpret)
+  whole, last = in_words.split(raw, cut, interpret)
+  written, last = pl.pallas_call(
+    functools.partial(_scatter, cut=cut),
+    grid=(1, pl.cdiv(row.size, cut.rows), width // cut.columns),
+    in_specs=[
+      _rows_of(cut.rows),
+      pl.BlockSpec((cut.rows, cut.columns), lambda g, b, c: (b, c)),
+      *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+    ],
+    out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+    out_shape=[compat.struct(x.shape, x.dtype, table) for x in (whole, last)],
+    scratch_shapes=[_words(cut), _words(cut), pltpu.SemaphoreType.DMA],
+    input_output_aliases={2: 0, 3: 1},
+    # Words of which a part is written are read first.
+    cost_estimate=in_words.moves(
+      row.nbytes + values.nbytes + values.size * (4 if cut.pack == 1 else 8)
+    ),
+    interpret=interpret,
+    name="zenjax_expand",
+  )(_in_blocks(row[None], cut), _raw(values, interpret), whole, last)
+  written = in_words.joined(written, last, cut, raw.dtype)
+  return lax.bitcast_convert_type(written, table.dtype)
+
+
+def _cut_of(table, count, most_rows):
+  """Raises NotImplementedError where rows cannot be moved one by one."""
+  dtype, width = table.dtype, table.shape[1]
+  if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
+    raise NotImplementedError(
+      "float32, bfloat16 and float8, which Mosaic loads, in rows of a width"
+      " that 128 divides, which can be moved one by one (`zenjax.packed` stores"
+      f" narrower tables so), got {dtype} of width {width}"
+    )
+  if count < 1:
+    raise NotImplementedError("at least one row to move, got none")
+  return in_words.cut_of(table, most_rows)
+
+
+def _raw(x, interpret):
+  """`x`, of which XLA:CPU would take bfloat16 subnormals for zeros."""
+  # On a TPU it would be copied to be of another dtype.
+  return in_words.integers(x) if interpret else x
+
+
+def _words(cut):
+  """A word for every row of a block; nothing where rows are words."""
+  rows = cut.rows if cut.pack > 1 else TILE
+  return pltpu.VMEM((rows, cut.columns), jnp.int32)
+
+
+def _rows_of(size):
+  return pl.BlockSpec(
+    (1, 1, 1, size), lambda g, b, c: (g, b, 0, 0), memory_space=pltpu.SMEM
+  )
+
+
+def _in_blocks(row, cut):
+  """`[m, blocks, 1, rows]`, the last block filled up with `R`."""
+  m, count = row.shape
+  blocks = pl.cdiv(count, cut.rows)
+  row = jnp.pad(
+    row,
+    ((0, 0), (0, blocks * cut.rows - count)),
+    constant_values=cut.num_rows,
+  )
+  return row.reshape(m, blocks, 1, cut.rows)
+
+
+def _gather(row, table, last, out, words, done, *, cut):
+  to = words if cut.pack > 1 else out.at[0]
+  to[...] = jnp.zeros(to.shape, to.dtype)
+  copies = _Copies(row, table, last, done, cut)
+  copies.all_at_once(lambda i, word: (word, to.at[pl.ds(i, 1)]))
+  if cut.pack == 1:
+    return
+
+  def join(j, carry):
+    """Rows that lie together in the buffer share words there."""
+    joined = jnp.zeros((1, cut.columns), jnp.int32)
+    for part in range(cut.pack):
+      i = j * cut.pack + part
+      _, up = cut.place(row[0, 0, 0, i])
+      one = lax.shift_right_logical(words[pl.ds(i, 1), :], up)
+      joined |= (one & _lowest(cut)) << (part * cut.bits)
+    # Rows up to this one have been read.
+    words[pl.ds(j, 1), :] = joined
+    return carry
+
+  count = cut.rows // cut.pack
+  lax.fori_loop(0, count, join, 0)
+  out[0] = pltpu.bitcast(words[:count, :], out.dtype)
+
+
+def _scatter(row, values, _, __, table, last, words, mine, done, *, cut):
+  copies = _Copies(row, table, last, done, cut)
+  if cut.pack == 1:
+    copies.all_at_once(lambda i, word: (values.at[pl.ds(i, 1)], word))
+    return
+  mine[: cut.rows // cut.pack, :] = pltpu.bitcast(values[...], jnp.int32)
+
+  def write(i, up):
+    word, part = cut.place(i)
+    one = lax.shift_right_logical(mine[pl.ds(word, 1), :], part)
+    kept = words[pl.ds(i, 1), :] & ~(_lowest(cut) << up)
+    words[pl.ds(i, 1), :] = kept | ((one & _lowest(cut)) << up)
+
+  for part in range(cut.pack):
+    up = part * cut.bits
+    copies.all_at_once(lambda i, word: (word, words.at[pl.ds(i, 1)]), up)
+    copies.each(lambda i, at, up=up: write(i, up), up)
+    copies.all_at_once(lambda i, word: (words.at[pl.ds(i, 1)], word), up)
+
+
+def _lowest(cut):
+  return jnp.int32((1 << cut.bits) - 1)
+
+
+class _Copies:
+  """Copies of the words of a block's rows."""
+
+  def __init__(self, row, table, last, done, cut):
+    self._row, self._last = row, last
+    self._table = in_words.seen_as_words(table, cut)
+    self._done, self._cut = done, cut
+
+  def each(self, do, up=None):
+    """`do(i, word)` for the rows that are, all or those so far up."""
+    cut = self._cut
+
+    def one(i, carry):
+      at = self._row[0, 0, 0, i]
+      word, above = cut.place(at)
+      there = at < cut.num_rows
+
+      @pl.when(there if up is None else there & (above == up))
+      def _():
+        do(i, word)
+
+      return carry
+
+    lax.fori_loop(0, cut.rows, one, 0)
+
+  def all_at_once(self, between, up=None):
+    """Starts `between(i, word of a row)` for each, then awaits them all."""
+    cut = self._cut
+    columns = pl.ds(
+      pl.multiple_of(pl.program_id(2) * cut.columns, LANES), cut.columns
+    )
+
+    def copy(i, ref, at, do):
+      source, target = between(i, ref.at[pl.ds(at, 1), columns])
+      do(pltpu.make_async_copy(source, target, self._done))
+
+    def each(do):
+      def one(i, word):
+        if cut.num_rows % cut.pack == 0:
+          copy(i, self._table, word, do)
+          return
+        pl.when(word < cut.whole)(lambda: copy(i, self._table, word, do))
+        pl.when(word >= cut.whole)(
+          lambda: copy(i, self._last, word - cut.whole, do)
+        )
+
+      self.each(one, up)
+
+    each(lambda one: one.start())
+    each(lambda one: one.wait())
