@@ -240,11 +240,10 @@ def place(
   # Padding gets positions out of range and all different: with no position
   # twice in a source XLA needs no atomics on GPUs.
   padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
-  padding = compat.from_memory(padding)
   union = Union(
     slots=jnp.where(found[:-1] < limit, found[:-1], num_slots),
     rows=jnp.zeros((capacity, 0)),
-    total=compat.from_memory(jnp.minimum(total, capacity)),
+    total=jnp.minimum(total, capacity),
     limit=limit,
     merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )
@@ -299,6 +298,5 @@ def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
   """
   # The same numbers for every table: XLA makes them once.
   padding = np.iinfo(np.int32).max - jnp.arange(row.shape[0], dtype=jnp.int32)
-  padding = compat.from_memory(padding)
   row = jnp.where(row < table.shape[0], row, padding)
   return indexing.put(table, row, values)

@@ -33,11 +33,9 @@ from zenjax._src.planner.choosing import Question
 from zenjax._src.planner.table_forms import Cost
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
-from zenjax._src.rows import idle_law
-from zenjax._src.rows import idle_step
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import row_program
+from zenjax._src.rows import row_analysis
 from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import value_and_grad as row_gradients
 from zenjax._src.sync import sharded_optimizer as owners
@@ -362,7 +360,7 @@ class _Optimizer:
 
   def __init__(self, tx: optax.GradientTransformationExtraArgs, params: Any):
     self._tx = tx
-    self._types = jax.tree.map(row_program.type_of, params)
+    self._types = jax.tree.map(row_analysis.type_of, params)
     self._named = leaf_util.named_leaves(self._types)
     self._resting: dict[str, bool] | None = None
 
@@ -402,41 +400,22 @@ class _Optimizer:
 
   def _all_resting(self) -> dict[str, bool]:
     names = [name for name, _ in self._named]
-    unknown = dict.fromkeys(names, False)
-    if self.sums_all or self._program is None:
-      return unknown
-    try:
-      idle = idle_step.idle_steps(self._tx, self._types)
-    except (TypeError, ValueError):  # It wants more than gradients.
-      return unknown
-    found = {}
-    for i, name in enumerate(names):
-      refused = i in self._program.refusals or i not in idle
-      found[name] = not refused and _is_nothing(idle[i])
-    return found
+    rests = () if self.sums_all else self._analysis.rests
+    return {name: i in rests for i, name in enumerate(names)}
 
   @functools.cached_property
-  def _program(self) -> row_program.RowProgram | None:
-    """The update with every leaf of two dimensions as a table."""
-    tables = [idle_step.is_table(leaf) for _, leaf in self._named]
-    state = jax.eval_shape(self._tx.init, self._types)
+  def _analysis(self) -> row_analysis.RowAnalysis:
+    """How rows are treated, with every leaf of two dimensions as a table."""
     types = self._types
-    found = row_program.row_program(self._tx, types, state, types, {}, tables)
-    return None if found.wants_more else found
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    tables = [x.ndim == 2 and is_float(x) for _, x in self._named]
+    state = jax.eval_shape(self._tx.init, types)
+    return row_analysis.analyse(self._tx, types, state, types, {}, tables)
 
   @property
   def sums_all(self) -> bool:
     """True if updates depend on sums over all gradients, as clipping does."""
-    return self._program is None or self._program.depth > 0
-
-
-def _is_nothing(idle: Any) -> bool:
-  if idle.strange:
-    return False
-  try:
-    return idle_law.law(idle).is_nothing
-  except idle_law.Unlawful:
-    return False
+    return self._analysis.wants_more or self._analysis.sums is not None
 
 
 _MOVES = (
