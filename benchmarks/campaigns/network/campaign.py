@@ -84,10 +84,6 @@ class _Network(campaign.Campaign):
       repeats=options.repeats,
       batches=options.batches,
     )
-    if options.plot:
-      from benchmarks.campaigns.network import plots  # Imports matplotlib.
-
-      plots.require_suffix(options.plot)
     names = ("loopback", "keep_memory")
     self._kind = {name: getattr(options, name) for name in names}
     now = campaign.software(cells_lib.CODE, **self._kind)
@@ -98,11 +94,6 @@ class _Network(campaign.Campaign):
 
   def show(self) -> None:
     show.show(self.title(), self.found)
-    if self.options.plot:
-      from benchmarks.campaigns.network import plots
-
-      for line in plots.save_plots(self.options.plot, self.found):
-        print(line)
 
   def failed(self) -> bool:
     asked = (self.found.cells.get(key) for key in self._grid.keys())
