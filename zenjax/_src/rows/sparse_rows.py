@@ -90,7 +90,8 @@ def seal(ids: jax.Array) -> jax.Array:
 
 def unseal(sealed: jax.Array) -> jax.Array:
   """Inverse of `seal`."""
-  words = jax.random.key_data(sealed)[..., 0]
+  # A clone, or `jax_debug_key_reuse` would have ids read only once.
+  words = jax.random.key_data(jax.random.clone(sealed))[..., 0]
   return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
 
 
