@@ -1,4 +1,4 @@
-"""A leaf is synchronized once along an axis."""
+"""`init_state` refuses chains that synchronize a leaf twice along an axis."""
 
 from typing import Any
 
@@ -44,37 +44,41 @@ def by_label(table, kernel):
 
 
 @pytest.mark.parametrize(
-  ("tx", "words"),
+  ("tx", "axes", "words"),
   [
-    (optax.chain(zen(), owner()), ("sharded_optimizer", "leave zen_sync out")),
-    (optax.chain(zen(), zen()), ("and to zen_sync", "leave one of them out")),
-    (optax.chain(*[zen()] * 2), ("and to zen_sync", "leave one of them out")),
+    (optax.chain(zen(), owner()), ("data",), ("sharded_optimizer", "'data'")),
+    (optax.chain(zen(), zen()), ("data",), ("by zen_sync and by zen_sync",)),
+    (optax.chain(*[zen()] * 2), ("data",), ("by zen_sync and by zen_sync",)),
     (
       optax.chain(zen(), by_label(owner(), optax.sgd(0.1))),
-      ("sharded_optimizer", "leaf 'table' is"),
-    ),
-    (
-      optax.chain(zen(), zenjax.sparsify.micro("data", 0.1)),
-      ("given to zen_sync and to micro", "leave zen_sync out"),
+      ("data",),
+      ("sharded_optimizer",),
     ),
     (
       optax.chain(exdyna(), zen()),
-      ("given to exdyna and to zen_sync", "leave zen_sync out"),
+      ("data",),
+      ("by exdyna and by zen_sync", "Leave one of them out"),
+    ),
+    (
+      optax.chain(zen(("host", "device")), owner("device")),
+      ("host", "device"),
+      ("twice along ['device']",),
+    ),
+    (
+      optax.chain(
+        zen(),
+        zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data"),
+      ),
+      ("data",),
+      ("zen_sync has averaged already", "optax.chain(zenjax.sparsify."),
     ),
   ],
-  ids=["owner", "twice", "same", "label", "micro", "exdyna"],
+  ids=["owner", "twice", "same", "label", "exdyna", "axes", "selects after"],
 )
-def test_twice_along_one_axis(tx, words):
+def test_twice_along_one_axis(tx, axes, words):
   with pytest.raises(ValueError) as error:
-    made(tx)
-  names(error, "`tx`", "zen_sync", "'data'", *words)
-
-
-def test_twice_along_one_of_two_axes():
-  tx = optax.chain(zen(("host", "device")), owner("device"))
-  with pytest.raises(ValueError) as error:
-    made(tx, ("host", "device"))
-  names(error, "`tx`", "leaf 'kernel' (and 1 more)", "along 'device'")
+    made(tx, axes)
+  names(error, "`tx`", "zen_sync", *words)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +103,10 @@ def test_transformations_that_synchronize_once_pass(name):
   tx = transforms.TRANSFORMS[name](transforms.zen_for)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
   zenjax.init_state(steps.lenient(tx), transforms.make_params(), mesh, "data")
+
+
+def test_a_sparsifier_before_whole_rows_is_told():
+  top_k = zenjax.sparsify.top_k(0.1)
+  with pytest.warns(UserWarning, match="Give `unit='element'` to zenjax.zen_"):
+    made(optax.chain(top_k, zen()))
+  made(optax.chain(top_k, zenjax.zen_sync("data", unit="element")))

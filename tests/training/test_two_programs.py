@@ -63,8 +63,7 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
     pytest.param(
       'scheme="dense"',
       "",
-      r"leaf 'leaf' is float32\[100, 3\] by dense/auto/0 on process 0 and"
-      r" float32\[100, 3\] by all_gather/auto/0 on process 1",
+      "scheme is dense on process 0 and all_gather on process 1",
       marks=pytest.mark.more,
     ),
   ],
@@ -131,12 +130,11 @@ def test_nobody_waits_for_ever(tmp_path):
 
 @pytest.mark.more
 @pytest.mark.parametrize("what", ["check", "broken"])
-def test_check_sees_gradients_of_all_processes(tmp_path, what):
+def test_check_step_of_two_processes(tmp_path, what):
   texts, codes = run(tmp_path, what, what)
   assert codes == [0, 0], texts
   for text in texts:
     if what == "check":
-      assert "verdict: ok, 4 comparisons" in text
-      assert "not compared" not in text
+      assert "verdict: ok" in text and "note" not in text, text
     else:
-      assert "WRONG: exchange of leaf: 3 elements" in text
+      assert re.search("WRONG: leaf: .*What is before `zen_sync`", text), text

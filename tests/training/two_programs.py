@@ -3,10 +3,10 @@
     python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
 
 WHAT is `train` for steps, `jit` for steps in plain `jit` beside a plain
-program, `check` for `zenjax.check_step`, `broken` for the same of an exchange
-that loses a row, `lower` to compile a step and not run it, or `idle`. Further
-arguments are those of `zen_sync`, in JSON; and of `train`, `restore` and
-`save`, files to begin and to end with, `begin` and `steps`.
+program, `check` for `zenjax.check_step`, `broken` for the same of a program
+that clips before it synchronizes, `lower` to compile a step and not run it, or
+`idle`. Further arguments are those of `zen_sync`, in JSON; and of `train`,
+`restore` and `save`, files to begin and to end with, `begin` and `steps`.
 """
 
 import json
@@ -25,18 +25,9 @@ import optax
 
 import zenjax
 from zenjax._src.core import compat
-from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import marking
+from zenjax._src.sync import processes
 
 ROWS, EXAMPLES = 100, 8
-
-
-def loses_a_row(right):
-  def sync_tree(*args):
-    synced, leaves = right(*args)
-    return synced.at[3].set(0), leaves
-
-  return sync_tree
 
 
 def of_this_process(x: jax.Array) -> np.ndarray:
@@ -82,7 +73,7 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
-  marking.WAIT_S = 5.0
+  processes.WAIT_S = 5.0
   options: dict[str, Any] = {"scheme": "all_gather"} if what != "jit" else {}
   for pair in given:
     name, _, value = pair.partition("=")
@@ -91,15 +82,16 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
     options["tuning"] = zenjax.Tuning(hash_seed=options.pop("hash_seed"))
   restore, save = (options.pop(name, None) for name in ("restore", "save"))
   begin, steps = options.pop("begin", 0), options.pop("steps", 2)
-  if what == "broken":
-    gradient_tree.sync_tree = loses_a_row(gradient_tree.sync_tree)
   tx = optax.chain(
-    zenjax.zen_sync("data", sparse=True, **options), optax.sgd(1.0)
+    *[optax.clip(0.05)] * (what == "broken"),
+    zenjax.zen_sync("data", sparse=True, **options),
+    optax.sgd(0.1 if what in ("check", "broken") else 1.0),
   )
 
   def step(state, ids):
     table, state = state
-    loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(table)
+    total = jnp.mean if what in ("check", "broken") else jnp.sum
+    loss, grads = jax.value_and_grad(lambda t: total(t[ids] ** 2))(table)
     updates, state = tx.update(grads, state, table)
     return (optax.apply_updates(table, updates), state), loss
 
@@ -146,8 +138,20 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
     print("differ", float(np.abs(rows - plain).max()), flush=True)
     print("moved", float(np.abs(rows - 1).max()), flush=True)
   else:
-    found = zenjax.check_step(step, state, ids, mesh=mesh, axis_name="data")
-    print(found, flush=True)
+
+    def build(mesh):
+      mapped = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+      table = np.ones((ROWS, 3), np.float32)
+      table = jax.device_put(table, NamedSharding(mesh, P()))
+      opt_state = zenjax.init_state(tx, table, mesh, "data")
+
+      def trained(table, opt_state, ids):
+        (table, opt_state), loss = mapped((table, opt_state), ids)
+        return table, opt_state, loss
+
+      return trained, table, opt_state
+
+    print(zenjax.check_step(build, mesh, ids), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Which leaves travel sparse, and how a leaf is seen as a table of rows."""
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 import warnings
 
@@ -75,7 +75,6 @@ def select(
   tree: Any,
   sparse: SparseSpec,
   unit: Unit,
-  elements: Collection[str] = (),
   argument: str = "sparse",
 ) -> list[bool]:
   """For each leaf of `tree`, in order, whether it travels sparse.
@@ -84,7 +83,6 @@ def select(
     tree: Arrays and SparseRows.
     sparse: As given to `zen_sync`.
     unit: What of a leaf is sent as a whole.
-    elements: Names of leaves of which it is an element.
     argument: Name of `sparse` where users give it.
 
   Raises:
@@ -98,10 +96,7 @@ def select(
   )
   leaves = named_leaves(tree)
   if sparse is None:
-    return [
-      is_table(leaf, "element" if name in elements else unit)
-      for name, leaf in leaves
-    ]
+    return [is_table(leaf, unit) for _, leaf in leaves]
   chosen = explicit(tree, sparse, argument)
   require_bools([name for name, _ in leaves], chosen, argument)
   for (name, leaf), wanted in zip(leaves, chosen):

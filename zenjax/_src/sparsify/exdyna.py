@@ -1,6 +1,5 @@
 """`exdyna` and `micro`: sparsifiers without build-up, as optax transforms."""
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -26,7 +25,7 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.sparsifier_state import SparsifierStats
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import marking
+from zenjax._src.sync import processes
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
@@ -43,7 +42,7 @@ def transformation(
 
   def init_fn(params: optax.Params) -> Any:
     flat_vector.check_leaves(params, "params")
-    chains.will_sync(settings.name, params, settings.options.axes)
+    chains.will_sync(settings.name, params, settings.options)
     leaves = jax.tree.leaves(params)
     checked_settings.warn_of_much(settings.name, settings.density, leaves)
     plan = checked_settings.plan(
@@ -58,8 +57,6 @@ def transformation(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SparsifierState]:
     del params, extra_args
-    op = "mean" if settings.options.mean else "sum"
-    chains.require_linear(settings.name, op)
     flat_vector.check_leaves(updates, "updates")
     axes = settings.options.axes
     around = collectives.mesh_around(axes, updates, None)
@@ -83,41 +80,18 @@ def transformation(
       )
     context = gradient_tree.context_of(settings.options)
     named = gradient_tree.local_leaves(updates, context)
-    call = marking.SyncCall(
-      settings.name, settings.options, tuple(name for name, _ in named)
-    )
-    leaves = marking.marked([leaf for _, leaf in named], call, "local")
+    leaves = [leaf for _, leaf in named]
     plan = checked_settings.plan(updates, settings, context.devices)
     _check_state(state, plan, context, settings)
-    state = _with_residual(state, call, "waited")
     gradient = flat_vector.flatten(leaves, plan.form.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
-    update = marking.marked(
-      flat_vector.unflatten(update, leaves), call, "synced"
-    )
-    state = _with_residual(state, call, "waits")
-    call.facts.update(_facts(settings, updates))
-    return structure.unflatten(update), state
+    update = structure.unflatten(flat_vector.unflatten(update, leaves))
+    name, options = settings.name, settings.options
+    step = processes.compared(state.step, name, options, updates)
+    return update, state._replace(step=step)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _facts(settings: Settings, updates: Any) -> dict[str, str]:
-  asked = {
-    field.name: getattr(settings, field.name)
-    for field in dataclasses.fields(settings)
-    if field.name not in ("name", "options", "division")
-  }
-  return marking.described(settings.name, settings.options, updates, **asked)
-
-
-def _with_residual(
-  state: SparsifierState, call: marking.SyncCall, role: str
-) -> SparsifierState:
-  """`state` with a mark at what waits, of all leaves one after the other."""
-  (residual,) = marking.marked([state.residual], call, role)
-  return state._replace(residual=residual)
 
 
 def _bound_size(options: Options) -> int:

@@ -195,7 +195,6 @@ def begin(
   selector: Selector,
   *,
   axes: Axes | None = None,
-  wire: jnp.dtype | None = None,
 ) -> list[tuple[str, Any, bool]]:
   """Tells all who ask, as an `init` does, what will be selected from.
 
@@ -205,16 +204,13 @@ def begin(
     sparse: Which leaves.
     selector: How.
     axes: Over which gradients must be local; None where it is not told.
-    wire: To which selected values are rounded.
 
   Returns:
     As `chosen_leaves`.
   """
   leaves = chosen_leaves(params, sparse)
   picked = [leaf for _, leaf, selected in leaves if selected]
-  chains.will_select(by, params, axes, picked)
-  for leaf in picked:
-    chains.will_send(by, leaf, wire)
+  chains.will_select(by, picked, axes or ())
   chosen = [selected for *_, selected in leaves]
   leaf_util.warn_of_none(params, sparse, chosen, "sparse")
   checked_settings.warn_of_much(by, getattr(selector, "density", 0.0), picked)
@@ -236,7 +232,6 @@ def transformation(
     **extra_args: Any,
   ) -> tuple[optax.Updates, ErrorFeedbackState]:
     del params, extra_args
-    chains.is_real(BY)
     around = collectives.mesh_around(feedback.options.axes, updates, None)
     if around is not None:
       return _of_whole_batch(update_fn, updates, state, around, feedback)
@@ -254,8 +249,6 @@ def transformation(
       step = functools.partial(_select_from, state.step, number)
       step = step if selected else _whole
       sent, new[name] = step(leaf, state.leaves[name], scale, feedback)
-      if selected:
-        chains.send(BY, sent, feedback.wire_dtype)
       out.append(sent)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, new)
@@ -284,9 +277,6 @@ def _of_whole_batch(
     by=BY,
     sums=False,
   )
-  for _, sent, selected in chosen_leaves(out, feedback.options.sparse):
-    if selected:
-      chains.send(BY, sent, feedback.wire_dtype)
   return out, new
 
 
@@ -307,7 +297,6 @@ def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
     feedback.options.sparse,
     feedback.selector,
     axes=axes,
-    wire=feedback.wire_dtype,
   )
   leaves = {
     name: _init_leaf(leaf, fields, feedback)

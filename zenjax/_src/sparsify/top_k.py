@@ -18,7 +18,6 @@ from zenjax._src.sparsify import feedback
 from zenjax._src.sparsify import selectors
 from zenjax._src.sparsify.selectors import Density
 from zenjax._src.sparsify.selectors import Selector
-from zenjax._src.sync import chains
 
 MethodName = Literal["exact", "sampled"]
 
@@ -50,9 +49,7 @@ def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
     del params, extra_args
     leaves = feedback.chosen_leaves(updates, sparse)
     out = [
-      chains.send(by, _kept(leaf, selector, state.step, number))
-      if selected
-      else leaf
+      _kept(leaf, selector, state.step, number) if selected else leaf
       for number, (_, leaf, selected) in enumerate(leaves)
     ]
     structure = jax.tree.structure(updates, is_leaf=is_rows)

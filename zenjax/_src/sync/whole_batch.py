@@ -17,7 +17,6 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-import optax
 
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
@@ -26,9 +25,9 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
+from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -88,9 +87,7 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
   named = leaf_util.named_leaves(updates, is_rows)
   mine = [is_rows(x) or _unreduced(x) != frozenset() for _, x in named]
   _require(named, mine, mesh, options)
-  chosen = leaf_util.select(
-    updates, options.sparse, options.unit, options.elements
-  )
+  chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in options.axes])
   given: list[Any] = []
   lie: list[Placement] = []
@@ -125,26 +122,20 @@ def mapped(
 
 
 def sync(
-  transform: Callable[..., optax.GradientTransformationExtraArgs],
-  updates: Any,
-  state: ZenSyncState,
-  mesh: Any,
-  options: Options,
+  updates: Any, state: ZenSyncState, mesh: Any, options: Options
 ) -> tuple[Any, ZenSyncState]:
   """Sums what is not summed yet; all else stays as it is.
 
   Args:
-    transform: Makes a zen_sync of devices' parts, with other arguments.
     updates: Gradients of the whole batch.
     state: Of the transformation.
     mesh: Has the axes.
     options: Of the transformation.
 
   Raises:
-    ValueError: Nothing is left to sum, a gradient lies over other axes, the
-      plan is of other leaves, or rows wait of a leaf that is not whole.
+    ValueError: Nothing is left to sum, a gradient lies over other axes, or the
+      plan is of other leaves.
   """
-  options = gradient_tree.following(options, state.selected)
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
   mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
@@ -155,37 +146,27 @@ def sync(
     require_tree(options.plan, leaf_util.shapes(parts.named))
 
   def exchanged(given: Any, own: Any) -> Any:
-    for x, mine in zip(parts.given, given):
-      chains.hand_on(x, mine)
     tree = parts.tree(given, none)
-    changed: dict[str, Any] = dict(sparse=lambda name, _: name in parts.sparse)
+    inner = dataclasses.replace(
+      options, mean=False, sparse=lambda name, _: name in parts.sparse
+    )
     if options.plan:
-      changed = dict(plan=_of_parts(options.plan, tree))
-    out, new = transform(op="sum", **changed).update(tree, own)
+      inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
+    out, new = gradient_tree.sync_tree(tree, own, inner)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
-  all_of, split = PartitionSpec(), PartitionSpec(options.axes)
-  if not options.exact:
-    for name, x in parts.named:
-      if name in leaves and not is_rows(x):  # Those are refused.
-        _require_whole("on_overflow='carry'", name, x, options.axes)
-  memory: Any = state._replace(
-    step=all_of,
-    leaves={name: leaf.specs(split) for name, leaf in leaves.items()},
-    selected=dict.fromkeys(state.selected, all_of),
-  )
-  own = state._replace(leaves=leaves)
-  if not options.exact:
-    own = placed(own, memory, "on_overflow='carry'", mesh, options.axes)
+  own = state.replace(leaves=leaves)
+  everywhere = PartitionSpec()
   synced, new = mapped(
     exchanged,
     mesh,
     options.axes,
-    in_specs=([x.given for x in parts.lie], memory),
-    out_specs=([x.synced for x in parts.lie], memory),
+    in_specs=([x.given for x in parts.lie], everywhere),
+    out_specs=([x.synced for x in parts.lie], everywhere),
   )(parts.given, own)
-  summed = {name: jnp.zeros_like(x) for name, x in state.selected.items()}
-  new = new._replace(leaves=state.leaves | new.leaves, selected=summed)
+  new = new.replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed), new
 
 

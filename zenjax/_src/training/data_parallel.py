@@ -1,10 +1,12 @@
 """`data_parallel`: a training step mapped over the devices of a mesh."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import partial_eval as pe
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
@@ -18,7 +20,6 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sync import sync_state
 from zenjax._src.training import placement
-from zenjax._src.training import replicas
 from zenjax._src.training import returned
 
 
@@ -181,7 +182,6 @@ def data_parallel(
     arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
     arguments = ([leaves[i] for i in arrays], *batch)
     in_specs = ([specs[i] for i in arrays], *batch_specs(batch, axes))
-    looked_at = replicas.checked(step, specs, mesh, axes)
     layouts: list[tuple[returned.Layout, returned.Layout]] = []
 
     def local_step(given, *batch):
@@ -189,9 +189,11 @@ def data_parallel(
       for i, x in zip(arrays, given):
         whole[i] = x
       state = structure.unflatten(whole)
-      after, aux, flows = looked_at(state, *with_own_keys(batch, axes))
+      split = [spec != PartitionSpec() for spec in specs]
+      batch = with_own_keys(batch, axes)
+      after, aux = _run(step, state, batch, split, devices > 1 and axes)
       kept, of_state = returned.by_specs(after, specs, structure)
-      parts, of_aux = returned.parted(aux, flows, aux_specs, axes, devices > 1)
+      parts, of_aux = returned.parted(aux, aux_specs, axes)
       layouts.append((of_state, of_aux))
       return kept, parts
 
@@ -207,6 +209,96 @@ def data_parallel(
     return state, aux
 
   return mapped
+
+
+def _run(
+  step: Callable[..., tuple[Any, Any]],
+  state: Any,
+  batch: tuple[Any, ...],
+  split: Sequence[bool],
+  axes: Axes | Literal[False],
+) -> tuple[list[Any], Any]:
+  """Calls `step`; refuses one that synchronizes nothing.
+
+  Args:
+    step: As the user gave it.
+    state: Of one device.
+    batch: Of one device.
+    split: For each leaf of the state, whether it differs between devices.
+    axes: Along which devices differ; False for one device.
+
+  Returns:
+    The leaves of the new state, and `aux`.
+  """
+  leaves, structure = jax.tree.flatten(state)
+  arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
+  made: list[tuple[list[int], list[Any], Any]] = []
+
+  def flat(batch, given):
+    whole = list(leaves)
+    for i, x in zip(arrays, given):
+      whole[i] = x
+    new, aux = _pair(step(structure.unflatten(whole), *batch))
+    _require_structure(new, state)
+    after = jax.tree.leaves(new)
+    mapped = _mapped(after, state)
+    values, of_aux = jax.tree.flatten(aux)
+    made.append((mapped, after, of_aux))
+    return [*(after[i] for i in mapped), *values]
+
+  # Traced once: the program is looked at, then run in the place of the step.
+  given = [leaves[i] for i in arrays]
+  program = jax.make_jaxpr(flat)(batch, given)
+  ((mapped, after, of_aux),) = made
+  number = len(jax.tree.leaves(batch))
+  if axes:
+    common = [not split[i] for i in mapped]
+    common += [False] * (len(program.out_avals) - len(mapped))
+    _require_synchronized(program, number, common, axes)
+  values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves((batch, given)))
+  # Constants come out as numbers.
+  values = [x if leaf_util.is_array(x) else jnp.asarray(x) for x in values]
+  for i, x in zip(mapped, values):
+    after[i] = x
+  return after, of_aux.unflatten(values[len(mapped) :])
+
+
+def _require_synchronized(
+  program: Any, number: int, common: list[bool], axes: Axes
+) -> None:
+  """Raises if outputs are made of the batch without any collective.
+
+  Args:
+    program: A closed jaxpr.
+    number: How many of its inputs are the batch.
+    common: Which outputs are to be equal on all devices.
+    axes: Along which devices differ.
+  """
+  needed, used = pe.dce_jaxpr(program.jaxpr, common)
+  if not any(used[:number]) or _communicates(needed):
+    return
+  axis_name = axes[0] if len(axes) == 1 else axes
+  raise ValueError(
+    "`step` changes its state by each device's own part of the batch and"
+    " synchronizes nothing, so devices would go different ways. Put"
+    f" `zenjax.zen_sync({axis_name!r})` first in the optimizer's chain (right"
+    " behind a sparsifier), or average what changes the state by"
+    f" `jax.lax.pmean(x, {axis_name!r})`."
+  )
+
+
+_COLLECTIVES = frozenset(
+  "all_gather all_gather_invariant all_to_all pmax pmin ppermute psum"
+  " psum_invariant ragged_all_to_all reduce_scatter".split()
+)
+
+
+def _communicates(jaxpr: Any) -> bool:
+  return any(
+    eqn.primitive.name in _COLLECTIVES
+    or any(map(_communicates, jex_core.jaxprs_in_params(eqn.params)))
+    for eqn in jaxpr.eqns
+  )
 
 
 def _require_no_copies(state: Any) -> None:
@@ -372,3 +464,68 @@ def _times(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
   if not of or 0 in of or len(shape) != len(of) or shape[1:] != of[1:]:
     return 0
   return 0 if shape[0] % of[0] else shape[0] // of[0]
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+  if isinstance(out, tuple) and len(out) == 2:
+    return out
+  remedy = "return `()` as `aux` if there is nothing to tell"
+  shown = type(out).__name__
+  if isinstance(out, tuple):
+    shown = f"{len(out)} values"
+    if len(out) > 2:
+      remedy = (
+        "make one of all that goes from step to step, `params, opt_state ="
+        " state` first in `step` and `return (params, opt_state), aux` last"
+      )
+  raise TypeError(f"`step` must return `(state, aux)`, got {shown}; {remedy}.")
+
+
+def _require_structure(out: Any, state: Any) -> None:
+  """Refuses another state, as where `aux` or a part of it was forgotten."""
+  if jax.tree.structure(out) == jax.tree.structure(state):
+    return
+  got, want = (
+    [name for name, _ in leaf_util.named_leaves(tree)] for tree in (out, state)
+  )
+  lost = [name for name in want if name not in got]
+  new = [name for name in got if name not in want]
+  if lost:
+    shown = f"without leaf {lost[0]!r}"
+  elif new:
+    shown = f"with leaf {new[0]!r} besides"
+  else:
+    shown = f"{type(out).__name__} of other nodes or static fields"
+  raise TypeError(
+    "`step` must return `(state, aux)`, and a state of the structure that it"
+    f" was given, got one {shown}; return all of the state, what does not"
+    " change as it came, and anything else in `aux`."
+  )
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _mapped(after: Sequence[Any], state: Any) -> list[int]:
+  """Which leaves of a returned state are arrays; others stay as they are."""
+  found = []
+  for i, (x, (name, before)) in enumerate(
+    zip(after, leaf_util.named_leaves(state))
+  ):
+    was_array = leaf_util.is_array(before)
+    number = isinstance(x, _NUMBERS)
+    if leaf_util.is_array(x) or (was_array and number):
+      found.append(i)
+    elif was_array or not (number or isinstance(x, str) or _same(x, before)):
+      raise TypeError(
+        f"`step` must return leaf {name!r} of the state as an array, a number"
+        " or as it came, got"
+        f" {x!r} for {'an array' if was_array else repr(before)}; make it"
+        " outside of the step."
+      )
+  return found
+
+
+def _same(x: Any, before: Any) -> bool:
+  """Returns True for one object, and for methods bound to equal ones."""
+  return x is before or (type(x) is type(before) and bool(x == before))

@@ -10,7 +10,6 @@ from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.rows import norm
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import marking
 from zenjax._src.sync import sync_options
 from zenjax._src.sync.sync_options import Options
 
@@ -60,8 +59,6 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
   if axis_name is not None:
     options = _usual(axis_name)
     updates, _ = gradient_tree.sync_tree(updates, None, options)
-    (equal,) = marking.equal([norm.global_norm(updates)], options)
-    return equal
   return norm.global_norm(updates)
 
 

@@ -11,7 +11,6 @@ from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.training.replicas import Flow
 
 # Which rows of each table a device touched, as a step hands them out.
 
@@ -90,35 +89,79 @@ def check(aux_specs: Any) -> AuxSpecs:
   return aux_specs
 
 
-def parted(
-  aux: Any,
-  flows: Sequence[Flow],
-  aux_specs: AuxSpecs,
-  axes: Axes,
-  several: bool,
-) -> tuple[Outputs, Layout]:
-  """Averages, sums, and parts what goes out by which spec.
-
-  Args:
-    aux: Of one device.
-    flows: Of its arrays, in order.
-    aux_specs: As given by the user, checked.
-    axes: Along which devices differ.
-    several: Whether there is more than one device. One has nothing to tell
-      apart, and what nobody can is let pass.
-  """
+def parted(aux: Any, aux_specs: AuxSpecs, axes: Axes) -> tuple[Outputs, Layout]:
+  """Averages and sums leaves of one device's `aux`, and parts them by spec."""
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
-  parts, words, rest = Outputs([], []), [], iter(flows)
-  for (name, node), word in zip(named, asked):
-    of_node = [next(rest) for _ in jax.tree.leaves(node)]
-    leaf = _Leaf(name, node, of_node, axes, several)
-    words.append(leaf.word(word))
-    into = parts.batch if words[-1] == "batch" else parts.same
-    into.append(leaf.reduced(words[-1]))
-  structure = jax.tree.structure(aux, is_leaf=is_node)
-  return parts, Layout(words, structure)
+  words = [word or _usual(leaf) for (_, leaf), word in zip(named, asked)]
+  _require_declared([x for x, word in zip(named, words) if word is None])
+  parts = Outputs([], [])
+  for (name, leaf), word in zip(named, words):
+    _require_fits(name, leaf, word)
+    if word == "mean":
+      leaf = collectives.pmean(leaf, axes)
+    elif word == "sum":
+      leaf = collectives.psum(_wide(leaf), axes)
+    (parts.batch if word == "batch" else parts.same).append(leaf)
+  return parts, Layout(words, jax.tree.structure(aux, is_leaf=is_node))
+
+
+def _usual(leaf: Any) -> str | None:
+  """The word for a leaf of which `aux_specs` says nothing."""
+  if isinstance(leaf, RowSets):
+    return "batch"
+  scalar = not is_rows(leaf) and not leaf.ndim
+  floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
+  return "mean" if scalar and floating else None
+
+
+def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
+  if not leaves:
+    return
+  named = ", ".join(f"{name!r}: {_likely(leaf)!r}" for name, leaf in leaves)
+  shown = ", ".join(f"{name!r} ({_shown(leaf)})" for name, leaf in leaves)
+  raise ValueError(
+    f"`aux_specs` must say what becomes of {shown} in `aux`, since only"
+    " floating scalars are averaged by themselves. Write"
+    f" `aux_specs={{{named}}}`: 'mean' and 'sum' are over devices, 'batch'"
+    " joins the devices' parts along the first dimension, and 'same' takes one"
+    " device's value because all have the same."
+  )
+
+
+def _likely(leaf: Any) -> str:
+  if is_rows(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    return "same"
+  return "batch" if leaf.ndim else "sum"
+
+
+def _require_fits(name: str, leaf: Any, word: str) -> None:
+  if isinstance(leaf, RowSets):
+    wrong = word != "batch" and "is of every device"
+  elif is_rows(leaf):
+    wrong = word != "same" and (
+      "can only be 'same': average it by `zenjax.sparse_pmean(rows, axis_name)`"
+    )
+  elif jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    wrong = word in ("mean", "sum") and "holds no numbers"
+  elif word == "batch":
+    wrong = not leaf.ndim and "has no dimension"
+  else:
+    exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    wrong = word == "mean" and exact and "is of integers or booleans"
+  if wrong:
+    raise ValueError(
+      f"`aux_specs` gives {word!r} for leaf {name!r} of `aux`, which is"
+      f" {_shown(leaf)} and {wrong}. Give another word."
+    )
+
+
+def _shown(x: Any) -> str:
+  if isinstance(x, RowSets):
+    return "row sets"
+  kind = "SparseRows of " if is_rows(x) else ""
+  return f"{kind}{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def _asked(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
@@ -138,117 +181,6 @@ def _asked(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
       f" {', '.join(map(repr, names)) or 'none'}."
     )
   return found
-
-
-class _Leaf(NamedTuple):
-  """A leaf of `aux`, or a node that is one thing."""
-
-  name: str
-  value: Any
-  flows: Sequence[Flow]
-  axes: Axes
-  several: bool
-
-  @property
-  def differs(self) -> Axes:
-    """Axes along which it may differ between devices."""
-    apart = frozenset().union(*(flow.differs for flow in self.flows))
-    return tuple(axis for axis in self.axes if axis in apart)
-
-  def word(self, asked: str | None) -> str:
-    """Returns what is done with it: what was asked for, or what is known."""
-    if isinstance(self.value, RowSets):
-      self._require(asked in (None, "batch"), asked, "is of every device")
-      return "batch"
-    if asked == "same":
-      return asked
-    if is_rows(self.value):
-      self._require(asked is None, asked, "is SparseRows")
-      return "same" if not self.differs else self._unknown()
-    return self._allowed(asked) if asked else self._by_rule()
-
-  def _by_rule(self) -> str:
-    (flow,), dtype = self.flows, self.value.dtype
-    if not self.differs:
-      return "same"
-    if jnp.issubdtype(dtype, jnp.inexact) and not self.value.ndim:
-      return "mean"
-    # A collective may have made it equal, and then nothing is to be added.
-    if flow.counts and not flow.met & flow.differs:
-      return "sum"
-    if flow.examples is not None and flow.examples.dim == 0:
-      return "batch"
-    return self._unknown()
-
-  def _allowed(self, asked: str) -> str:
-    if asked != "mean":
-      self._require(
-        bool(self.differs) or not self.several,
-        asked,
-        "is equal on all devices already",
-      )
-    if asked == "batch":
-      self._require(self.value.ndim > 0, asked, "has no dimension")
-      return asked
-    key = jnp.issubdtype(self.value.dtype, jax.dtypes.extended)
-    exact = not jnp.issubdtype(self.value.dtype, jnp.inexact)
-    self._require(not key, asked, "holds no numbers")
-    self._require(
-      not (exact and asked == "mean"), asked, "is of integers or booleans"
-    )
-    return asked
-
-  def reduced(self, word: str) -> Any:
-    """The value that leaves the device."""
-    x = self.value
-    if word == "mean" and self.differs:
-      return collectives.pmean(x, self.differs)
-    if word == "sum" and self.differs:
-      return collectives.psum(_wide(x), self.differs)
-    return x
-
-  def _require(self, fits: bool, asked: Any, what: str) -> None:
-    if not fits:
-      raise ValueError(
-        f"`aux_specs` must fit the leaves of `aux`, got {asked!r} for leaf"
-        f" {self.name!r}, {self._shown}, which {what}; leave it out of"
-        " `aux_specs`, or give another word."
-      )
-
-  def _unknown(self) -> str:
-    if not self.several:
-      return "same"
-    raise ValueError(
-      "`step` must return in `aux` what is equal on all devices, floating"
-      " scalars, integer sums over examples or arrays with a row for each"
-      f" example, and leaf {self.name!r}, {self._shown}, is not known to be"
-      f" any; say what it is by `aux_specs={{{self.name!r}: word}}`: {_CHOICE}"
-      + self._also
-    )
-
-  @property
-  def _also(self) -> str:
-    if is_rows(self.value):
-      return (
-        " SparseRows can only be 'same': give `zenjax.sparse_pmean(rows,"
-        " axis_name)`."
-      )
-    return ""
-
-  @property
-  def _shown(self) -> str:
-    x = self.value
-    if isinstance(x, RowSets):
-      return "row sets"
-    shape = ",".join(map(str, x.shape))
-    kind = "SparseRows of " if is_rows(x) else ""
-    return f"{kind}{x.dtype}[{shape}]"
-
-
-_CHOICE = (
-  "'mean' or 'sum' over devices, 'batch' to join the devices' parts along the"
-  " first dimension, or 'same' if it is equal on all."
-)
 
 
 def _wide(x: jax.Array) -> jax.Array:
