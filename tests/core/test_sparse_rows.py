@@ -127,7 +127,7 @@ CURES = {
   "leaves": (lambda t, g: jax.tree.map(lambda x: x * x, g), INSIDE),
   "sum of leaves": (lambda t, g: jax.tree.map(jnp.add, g, g), ADD),
   "sum of trees": (lambda t, g: optax.tree.add(g, g), ADD),
-  "optax.global_norm": (lambda t, g: optax.global_norm(g), NORM),
+  "norm": (lambda t, g: optax.tree.norm(g), NORM),
   "optax.sgd": (lambda t, g: step(optax.sgd(0.1), t, g), INSIDE),
   "optax.clip": (lambda t, g: step(optax.clip(1.0), t, g), CLIP),
   "clip by norm": (

@@ -227,13 +227,10 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
   }
   summed = {s.param for s in sites.values() if s.varying - traced.varying}
   for i, read in look_ups.items():
-    num_rows = leaves[i].shape[0]
-    if i in summed:
-      unfit[i] = _SUMMED
-    elif not read and i not in away:
+    if not read and i not in away:
       unfit[i] = "is not looked up"
-    elif read >= num_rows and not wanted[i]:
-      unfit[i] = f"is looked up {read} times, and has {num_rows} rows"
+    elif i in summed:
+      unfit[i] = _SUMMED
   reasons = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
   refusals = reasons | refusals
   rows = [i for i in candidates if i not in refusals]

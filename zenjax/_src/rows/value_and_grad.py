@@ -38,44 +38,46 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad`, with gradients of embedding tables as `SparseRows`.
 
-  The loss is traced and tables that it only looks up are found: through
-  `jnp.take`, `table[ids]`, the embedding layers of Flax, Haiku and Equinox,
-  inside `jit`, `vmap`, `scan`, `jax.checkpoint`, after casts, factors and a row
-  set to a constant for padding. Models need no change. Their gradients are the
-  rows looked up, one for each look-up: no array of the table's size is made.
-  All other gradients are as `jax.value_and_grad` gives them, of tables too that
-  are used in another way (as the weights of a softmax, in a norm, in a `cond`),
-  or are looked up as often as they have rows; `explain_tables` says which and
-  why.
+  Use it in place of `jax.value_and_grad`; models need no change. It traces the
+  loss and finds tables that are only looked up: through `jnp.take`,
+  `table[ids]`, the embedding layers of Flax, Haiku and Equinox, inside `jit`,
+  `vmap`, `scan` and `jax.checkpoint`, after casts, factors and a row that is
+  set to a constant for padding. The gradient of such a table holds one row for
+  each lookup, so no array of the table's size is made. Rows of ids that repeat
+  are summed in float32, also those of bfloat16 tables. All other gradients are
+  as `jax.value_and_grad` gives them, for example of a table that is also the
+  weights of a softmax; `explain_tables` says why a gradient is an array.
 
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
   part, as if `fun` had been given `zenjax.unreduced(params)`.
 
   Arguments may be modules of Flax's nnx, as `nnx.value_and_grad` takes them.
   Gradients by their `nnx.Param` come in an `nnx.State`, and what the loss
-  changes of a module, as counts of dropout, is written back to it. For modules
-  of Equinox there is `zenjax.rows.filter_value_and_grad`.
+  writes to a module, for example counts of dropout, is written back to it. For
+  modules of Equinox there is `zenjax.rows.filter_value_and_grad`.
 
   Args:
-    fun: As for `jax.value_and_grad`.
-    argnums: Likewise.
-    has_aux: Likewise.
-    holomorphic: Likewise.
-    allow_int: Likewise.
+    fun: The loss. Sharded tables may be in any argument; those of arguments
+      that are not differentiated stay as they are.
+    argnums: Positions of the arguments to differentiate by, or `nnx.DiffState`
+      for a part of a module.
+    has_aux: Whether `fun` returns a pair `(loss, aux)`.
+    holomorphic: As for `jax.value_and_grad`.
+    allow_int: As for `jax.value_and_grad`.
     tables: Which leaves give rows: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. None finds all that can.
     prefetched: What `zenjax.tables.prefetch(fun)` returned for the arguments
-      that the function will be given, where tables are sharded.
+      that the function will be given, if tables are sharded.
 
   Returns:
     A function with the arguments of `fun`. It returns the value and the
-    gradients, in the structure of the arguments but for SparseRows in the place
+    gradients, in the structure of the arguments with SparseRows in the place
     of tables.
 
   Raises:
     ValueError: `tables` demands rows of a leaf that is used otherwise; the
-      message says where. Or the loss writes to an `nnx.Param`, or adds
-      variables to an nnx module, or two arguments share one.
+      message says where. Or the loss adds variables to an nnx module, or two
+      arguments share one.
 
   Example:
     >>> import jax.numpy as jnp
