@@ -322,7 +322,9 @@ def test_a_step_of_data_parallel_hands_out_what_all_devices_touched(tmp_path):
       seen = recorder.rows(jax.grad(loss)(params))
       return params, {"seen": seen, "sum": ids.sum()}
 
-    train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    specs = {"sum": "sum"}
+    step = zenjax.data_parallel(step, mesh, "data", aux_specs=specs)
+    train = jax.jit(step)
     _, told = train(params, jnp.array([1, 5, 5, 999]))
     assert told["sum"] == 1010
     recorder.write(told["seen"])

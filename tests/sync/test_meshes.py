@@ -262,7 +262,7 @@ def test_a_mesh_of_explicit_axes():
     loss = lambda t: (t[ids] * scale).sum()
     _, grads = zenjax.value_and_grad(loss)(table)
     updates, state = tx.update(grads, state, table)
-    return (zenjax.apply_updates(table, updates), state), jnp.sum(ids)
+    return (zenjax.apply_updates(table, updates), state), ()
 
   def after_steps(mesh, specs):
     table = jnp.ones((600, 4))
