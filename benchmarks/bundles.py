@@ -135,8 +135,6 @@ def main() -> None:
         *("instruc-\ntions", "bundles", "spills"),
       )
       for name, way in itertools.product(options.operations, _WAYS):
-        if way == "pallas" and "tpu" not in OPERATIONS[name].kernels:
-          continue
         work = kernels.WORK[name](gradient)
         try:
           cells = _count(work, name, way, device, pathlib.Path(directory))

@@ -1,7 +1,8 @@
-"""The local work of a sparse exchange, one folder an operation.
+"""The local work of a sparse exchange.
 
-`reference.py` defines each of them, in plain JAX, and runs
-everywhere.
+`reference.py` defines every operation in plain JAX, which runs everywhere;
+`tpu/` and `gpu/` have kernels that give the same bits. `operations.py` is what
+the library calls.
 """
 
 if __name__ != "zenjax.kernels":

@@ -9,14 +9,11 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.core.collectives import Axes
 from zenjax._src.core.partition import lane_shifts
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
-from zenjax.kernels import _counted
 
 # Nonzero rows of a table as a bitmap in (group, slot) order.
 
@@ -243,11 +240,10 @@ def place(
   # Padding gets positions out of range and all different: with no position
   # twice in a source XLA needs no atomics on GPUs.
   padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
-  padding = compat.from_memory(padding)
   union = Union(
     slots=jnp.where(found[:-1] < limit, found[:-1], num_slots),
     rows=jnp.zeros((capacity, 0)),
-    total=compat.from_memory(jnp.minimum(total, capacity)),
+    total=jnp.minimum(total, capacity),
     limit=limit,
     merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )
@@ -302,56 +298,5 @@ def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
   """
   # The same numbers for every table: XLA makes them once.
   padding = np.iinfo(np.int32).max - jnp.arange(row.shape[0], dtype=jnp.int32)
-  padding = compat.from_memory(padding)
   row = jnp.where(row < table.shape[0], row, padding)
   return indexing.put(table, row, values)
-
-
-# Whole buffers to every owner, padding and all.
-
-
-def push(
-  rows: Sequence[jax.Array], counts: jax.Array, axes: Axes
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """Sends every rank the first rows of its part, as many as there are.
-
-  Args:
-    rows: `[n, C, D]` of each table, `C` and `D` its own: a part for every rank.
-      Rows past the count are nobody's, whatever they hold.
-    counts: `[n, tables] int32`, how many rows there are; `C` where it is more.
-    axes: Along which to exchange, slowest first.
-
-  Returns:
-    `[n, C, D]` of each table, from every rank, zero past the count, and
-    `[n, tables] int32`.
-  """
-  counts = _counted.clipped(counts, rows)
-  come = collectives.all_to_all(counts, axes)
-  return _counted.sent(
-    rows, come, lambda x: collectives.all_to_all(x, axes)
-  ), come
-
-
-# Whole buffers to everyone, padding and all.
-
-
-def pull(
-  rows: Sequence[jax.Array], counts: jax.Array, axes: Axes
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """Sends every rank the first rows that this one has, as many as there are.
-
-  Args:
-    rows: `[C, D]` of each table, `C` and `D` its own. Rows past the count are
-      nobody's, whatever they hold.
-    counts: `[tables] int32`, how many rows there are; `C` where it is more.
-    axes: Along which to exchange, slowest first.
-
-  Returns:
-    `[n, C, D]` of each table, from every rank, zero past the count, and
-    `[n, tables] int32`; equal on all ranks.
-  """
-  counts = _counted.clipped(counts, rows)
-  come = collectives.all_gather(counts, axes)
-  return _counted.sent(
-    rows, come, lambda x: collectives.all_gather(x, axes)
-  ), come

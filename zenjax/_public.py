@@ -9,15 +9,14 @@ from zenjax import traces
 from zenjax._src.report.check import check_step
 from zenjax._src.report.check import StepCheck
 from zenjax._src.report.report import report
-from zenjax._src.report.stats import advise
 from zenjax._src.report.stats import stats
+from zenjax._src.report.tune import tune
 from zenjax._src.rows.lazy import apply_updates
 from zenjax._src.rows.lazy import lazy_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.value_and_grad import value_and_grad
 from zenjax._src.sync.sharded_optimizer import sharded_optimizer
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
-from zenjax._src.sync.sync_options import Tuning
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.sync.zen_sync import sparse_pmean
 from zenjax._src.sync.zen_sync import sparse_psum
@@ -34,7 +33,6 @@ from zenjax._version import __version__
 
 __all__ = (
   "__version__",
-  "advise",
   "apply_updates",
   "check_step",
   "data_parallel",
@@ -42,12 +40,12 @@ __all__ = (
   "global_norm",
   "init_state",
   "lazy_rows",
-  "sharded_optimizer",
-  "ShardedOptimizerState",
   "packed",
   "planner",
   "report",
   "rows",
+  "sharded_optimizer",
+  "ShardedOptimizerState",
   "sparse_pmean",
   "sparse_psum",
   "SparseRows",
@@ -58,7 +56,7 @@ __all__ = (
   "tables",
   "to_checkpoint",
   "traces",
-  "Tuning",
+  "tune",
   "unreduced",
   "value_and_grad",
   "weighted_mean",

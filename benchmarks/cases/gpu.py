@@ -11,6 +11,7 @@ gradient; what was sent is put back, which is not timed.
 
 import argparse
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,6 +34,7 @@ from benchmarks.cases.sync import AXIS
 from benchmarks.cases.sync import LEAF
 import zenjax
 from zenjax.kernels import _dispatch
+from zenjax.kernels._dispatch import Kernels
 
 # Rows that devices draw theirs from, over those of one device: the union is
 # 4.4 times as large then, as that of vocabularies is.
@@ -129,20 +131,19 @@ class Sync:
     return Gradients(*self.shape)
 
   def build(
-    self, name: str, work: Work, platform: str | None, interpreted: bool
+    self, name: str, work: Work, kernels: Kernels, interpreted: bool
   ) -> harness.Built:
     """Compiles a step and checks it.
 
-    `platform` says whose kernels it takes, None for the reference; where they
-    are `interpreted` there is no time to measure.
+    `kernels` that are `interpreted` take no time that could be measured.
     """
     gradients, pin = self.gradients, None
     if work.pinned:
       if work not in self._pins:
-        found = self._run(self._compile(work, None, None, False)[0], work)
+        found = self._run(self._compile(work, None, "xla", False)[0], work)
         self._pins[work] = zenjax.advise(found[1])
       pin = self._pins[work]
-    compiled, seconds = self._compile(work, pin, platform, interpreted)
+    compiled, seconds = self._compile(work, pin, kernels, interpreted)
     synced, self.states[name] = self._run(compiled, work)
     usage: Any = compiled.memory_analysis()
     # What any way to find the nonzero rows of a gradient reads.
@@ -173,19 +174,26 @@ class Sync:
     synced, state = self._step(compiled, work)
     return synced, jax.tree.map(lambda x: np.asarray(x[0]), state)
 
-  def _compile(self, work, pin, platform, interpreted):
+  def _compile(self, work, pin, kernels, interpreted):
     grads = self.gradients.listed if work.rows else self.gradients.tables
     donated = () if work.rows else (0,)
-    with _dispatch.forced(platform, interpret=interpreted):
+    with contextlib.ExitStack() as stack:
+      if interpreted:
+        stack.enter_context(_dispatch.interpreted("cuda"))
       return harness.compiled(
-        step(work.partition, pin), grads, donate_argnums=donated
+        step(work.partition, pin, kernels), grads, donate_argnums=donated
       )
 
 
-def step(partition: Any, pin: Any) -> Any:
+def step(partition: Any, pin: Any, kernels: Kernels) -> Any:
   """8 gradients of a table to their sums, arrays in place, and 8 states."""
   tx = zenjax.zen_sync(
-    AXIS, sparse=True, op="sum", partition=partition, capacities=pin
+    AXIS,
+    sparse=True,
+    op="sum",
+    partition=partition,
+    capacities=pin,
+    tuning=zenjax.Tuning(kernels=kernels),
   )
 
   def one(gradient):
@@ -361,10 +369,10 @@ def _cases(options, sync: Sync, on_gpu: bool) -> list[harness.Case]:
   copy = next(case for case in found if case.name == "copy")
   found.append(dataclasses.replace(copy, group=group))
   for label, work in WORK.items():
-    for way, platform in (("xla", None), ("pallas", "cuda")):
-      interpreted = platform is not None and not on_gpu
+    for way in ("xla", "pallas"):
+      interpreted = way == "pallas" and not on_gpu
       name = f"zen {label} {way}{_INTERPRETED if interpreted else ''}"
-      which = name, work, platform, interpreted
+      which = name, work, way, interpreted
       found.append(harness.case(group, name, sync.build, *which))
   return found
 

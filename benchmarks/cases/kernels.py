@@ -210,7 +210,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
   found = [harness.case(group, _COPY, _build_copy, *shape)]
   for name, operation in OPERATIONS.items():
     for way in ("xla", "pallas"):
-      if way == "xla" or platform in operation.kernels:
+      if way == "xla" or platform is not None:
         run = functools.partial(operation, kernels=way)
         of = f"{name} {way}"
         found.append(harness.case(group, of, _build, shape, name, run))
@@ -218,7 +218,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
     return found
   group = "{:,} x {}  interpreted: answers, no times".format(*INTERPRETED)
   for name, operation in OPERATIONS.items():
-    for on in operation.kernels:
+    for on in _PLATFORMS.values():
       run = functools.partial(operation.kernel(on), interpret=True)
       of = f"{name} {on}", _build, INTERPRETED, name, run, False
       found.append(harness.case(group, *of))

@@ -5,6 +5,8 @@ Each takes pytest's `monkeypatch`.
 
 import dataclasses
 
+import zenjax._src.sync.table_sources
+
 import zenjax._src.core.compat
 import zenjax._src.core.wire
 import zenjax._src.rows.lazy
@@ -13,7 +15,6 @@ import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
 import zenjax._src.sync.gradient_tree
 import zenjax._src.sync.leaf_tables
-import zenjax._src.sync.table_sources
 
 _src = zenjax._src
 # Its sizes of buffers and pieces are read, too.

@@ -10,7 +10,6 @@ _COLLECTIVE = re.compile(
   r"|ragged-all-to-all|collective-permute|collective-broadcast)"
   r"(-start)?\("
 )
-_COPIES = re.compile(r"%zenjax_(?:push|pull)[\w.]* = (.*?) custom-call\(")
 _CALLED = re.compile(
   r"(body|calls|to_apply|branch_computations|true_computation"
   r"|false_computation)=(\{[^}]*\}|[%\w.\-]+)"
@@ -64,7 +63,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def collectives(text: str, devices: int = 8) -> list[Found]:
-  """Every collective and remote copy, calls followed from the entry."""
+  """Every collective, calls followed from the entry."""
   bodies = computations(text)
   found: list[Found] = []
   chains: set[tuple[str, ...]] = set()
@@ -77,8 +76,6 @@ def collectives(text: str, devices: int = 8) -> list[Found]:
         if not seen or seen not in chains:
           chains.add(seen or ())
           found.append(Found(match[2], _elements(match, devices), inside))
-      if match := _COPIES.search(line):
-        found.append(Found("remote-copy", _total(match[1]), inside))
       for how, names in _CALLED.findall(line):
         kind = {"body": ("while",), "calls": (), "to_apply": ()}
         around = kind.get(how, ("branch",))

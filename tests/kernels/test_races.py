@@ -15,7 +15,6 @@ from kernel_cases import Shape
 import numpy as np
 import pytest
 
-from zenjax.kernels import _words_tpu
 from zenjax.kernels import operations
 
 # Rows that are words, and that share them.
@@ -24,12 +23,6 @@ MERGED = [
   (3, 19, 256, 64, 50, "float32"),
   (3, 19, 128, 64, 50, "bfloat16"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-  """Several of a few rows."""
-  monkeypatch.setattr(_words_tpu, "_MOST_ROWS", 16)
 
 
 def compact(shape):
@@ -66,7 +59,13 @@ def run(case, shape, **options: Any):
     options["on_race"] = "warn"
   params = pltpu.InterpretParams(detect_races=True, **options)
   operation, args = operations.OPERATIONS[case.__name__], case(shape)
-  kernel = jax.jit(lambda: operation.kernel("tpu")(*args, interpret=params))
+  kernel = jax.jit(
+    lambda: operation.kernel("tpu")(
+      *args,
+      interpret=params,
+      most_rows=16,  # Several blocks of a few rows.
+    )
+  )
   got = jax.block_until_ready(kernel())
   races = interpret_pallas_call.races
   assert races is not None and any(races.writes.values())

@@ -24,7 +24,7 @@ import scheme_names
 import steps
 
 import zenjax
-from zenjax.kernels import _dispatch
+from zenjax.kernels._dispatch import interpreted
 from zenjax.kernels._dispatch import Kernels
 
 pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (
   *(("zen", partition) for partition in ("hash", "columns", "grid")),
-  *((name, "auto") for name in scheme_names.PEERS),
-  *((name, "auto") for name in scheme_names.DENSE_NAMES),
+  *((name, "hash") for name in scheme_names.PEERS),
+  *((name, "hash") for name in scheme_names.DENSE_NAMES),
 )
 # Blocks of a few elements, or these small tables would have one or two.
 _BLOCK = 8
@@ -98,7 +98,7 @@ class Program(NamedTuple):
       "partition": partition,
       "capacities": first,
       "unit": unit,
-      "tuning": zenjax.Tuning(kernels=self.kernels),
+      "kernels": self.kernels,
     }
 
 
@@ -219,17 +219,10 @@ def test_every_case_on_every_shard(program):
     assert not found, "\n".join(found)
     return
   named_stacks = list(named_stacks)
-  with (
-    _dispatch.forced("cuda", interpret=True),
-    _dispatch.recording() as calls,
-  ):
+  with interpreted("cuda"):
     found = failures(run, program, named_stacks)
     got = [run(stack) for _, stack in named_stacks]
   assert not found, "\n".join(found)
-  assert all(call.kernels for call in calls)
-  if program.n > 1:  # Alone a device may exchange nothing.
-    dense = program.scheme[0] in scheme_names.DENSE_NAMES
-    assert bool(calls) != dense
   plain = synchronize(program._replace(kernels="xla"))
   run = runners.RUNNERS[program.runner](plain, program.n)
   for (name, stack), by_kernels in zip(named_stacks, got):
@@ -238,7 +231,7 @@ def test_every_case_on_every_shard(program):
     )
 
 
-@pytest.mark.usually("zen*", "split*", "ring*", "dense*")
+@pytest.mark.usually("zen*", "split*", "dense*")
 @pytest.mark.parametrize(
   "scheme", [row for row in SCHEMES if row not in GRIDS], ids="-".join
 )
@@ -306,6 +299,6 @@ def test_every_scheme_is_told_of():
   """By its name in the type and the docstring of the argument."""
   names = {*scheme_names.SPARSE_NAMES, *scheme_names.DENSE_NAMES}
   argument = inspect.signature(zenjax.zen_sync).parameters["scheme"]
-  assert set(typing.get_args(argument.annotation)) == names | {"auto"}
+  assert set(typing.get_args(argument.annotation)) == names
   told = zenjax.zen_sync.__doc__ or ""
   assert [name for name in names if f'`"{name}"`' not in told] == []

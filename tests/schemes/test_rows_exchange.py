@@ -24,19 +24,12 @@ WAYS = {
   "hash": dict(partition="hash"),
   "columns": dict(partition="columns"),
   "grid": dict(partition=2),
-  "hash, ids first": dict(
-    partition="hash", tuning=zenjax.Tuning(ids_first=True)
-  ),
-  "columns, ids first": dict(
-    partition="columns", tuning=zenjax.Tuning(ids_first=True)
-  ),
   **{
     name: dict(scheme=name)
     for name in scheme_names.PEERS
     # Its ranges have the size of the table, as no other way's arrays.
     if name in scheme_names.OF_ROWS and name != "split_dense_gather"
   },
-  "auto": dict(scheme="auto"),
 }
 
 
@@ -88,9 +81,7 @@ def check(run, n, seeds=range(4)):
       np.testing.assert_array_equal(dense(indices, values), total(*x))
 
 
-@pytest.mark.usually(
-  "grid-*", "hash, ids first-*", "columns-(48, 60)", "all_gather*", "auto*"
-)
+@pytest.mark.usually("grid-*", "columns-(48, 60)", "all_gather*")
 @pytest.mark.parametrize(
   ("way", "capacities"),
   [
@@ -109,13 +100,9 @@ def test_sums_of_rows(way, capacities):
   check(runners.RUNNERS["vmap"](f, n), n)
 
 
-@pytest.mark.usually("True")
-@pytest.mark.parametrize("ids_first", [False, True])
-def test_two_axes(ids_first):
+def test_two_axes():
   axes = ("host", "device")
-  f = lambda *x: summed(
-    x, axes, capacities=(2, 5), tuning=zenjax.Tuning(ids_first=ids_first)
-  )
+  f = lambda *x: summed(x, axes, capacities=(2, 5))
   mapped = jax.jit(
     jax.vmap(jax.vmap(f, axis_name=axes[1]), axis_name=axes[0], out_axes=None)
   )

@@ -51,7 +51,7 @@ def test_rows_are_checked(sync):
   listed = sync.gradients.listed
   dense = np.asarray(listed.to_dense())
   np.testing.assert_array_equal(dense, sync.gradients.restore())
-  assert sync.build("zen rows xla", LISTED, None, False).wrong == 0
+  assert sync.build("zen rows xla", LISTED, "xla", False).wrong == 0
   total = zenjax.SparseRows.from_dense(jax.numpy.asarray(dense.sum(0)), ROWS)
   alike = jax.tree.map(lambda x: jax.numpy.stack([x] * gpu.DEVICES), total)
   assert sync.gradients.wrong(alike) == 0
@@ -61,7 +61,7 @@ def test_rows_are_checked(sync):
 
 
 def test_run_without_a_gpu_says_so(sync, monkeypatch, tmp_path, capsys):
-  build = functools.partial(sync.build, "zen hash xla", HASH, None, False)
+  build = functools.partial(sync.build, "zen hash xla", HASH, "xla", False)
   group = "all of zen_sync"
   cases = [harness.Case(group=group, name="zen hash xla", build=build)]
   monkeypatch.setattr(gpu, "Sync", lambda *_: sync)

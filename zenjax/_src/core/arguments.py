@@ -15,18 +15,16 @@ AxisName = str | tuple[str, ...]
 SparseSpec = Any  # None, a pytree prefix of bools, or (name, leaf) -> bool
 Capacities = tuple[int, int] | Mapping[str, tuple[int, int]] | None
 SchemeName = Literal[
-  "auto",
   "all_gather",
   "block_sparse",
   "dense",
   "recursive_doubling",
-  "ring",
   "split_all_gather",
   "split_dense_gather",
   "zen",
 ]
 Unit = Literal["auto", "row", "element"] | int
-Partition = Literal["auto", "hash", "columns"] | int
+Partition = Literal["hash", "columns"] | int
 Kernels = Literal["auto", "xla", "pallas"]
 
 
@@ -154,9 +152,9 @@ def check_partition(partition: Partition) -> Partition:
     and not isinstance(partition, bool)
     and partition > 0
   )
-  if not grid and partition not in ("auto", "hash", "columns"):
+  if not grid and partition not in ("hash", "columns"):
     raise ValueError(
-      "`partition` must be 'auto', 'hash', 'columns' or a number of column"
+      "`partition` must be 'hash', 'columns' or a number of column"
       f" groups that divides the devices, got {partition!r}."
     )
   return partition
@@ -180,7 +178,7 @@ def pins(
   if not isinstance(capacities, Mapping | None):
     raise TypeError(
       "`capacities` must map leaf names to pairs (push, pull), got"
-      f" {capacities!r}; give what `zenjax.advise(state)` returned."
+      f" {capacities!r}; give (push, pull) by leaf name."
     )
   found = {}
   for name, value in (capacities or {}).items():

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import compat
-from zenjax._src.core import indexing
 
 Axes = tuple[str, ...]
 
@@ -59,11 +58,6 @@ def mesh_around(axes: Axes, tree: Any, given: jax.sharding.Mesh | None) -> Any:
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
   """Sends `x[p]` to rank `p`; row `s` of the result came from rank `s`."""
-  if compat.for_cpus():
-    # XLA for CPUs slices what goes to each rank by itself: so it is one kernel.
-    ranks = indexing.numbers(x.shape[0])
-    parts = [lax.dynamic_slice_in_dim(x, p, 1) for p in ranks]
-    x = jnp.concatenate(parts)
   return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -99,22 +93,6 @@ def permute(
     [i for i in idle if i not in alone], [i for i in deaf if i not in alone]
   )
   return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *rest])
-
-
-def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
-  """Sends `x` to the device `by` ranks ahead, in a circle."""
-  n = lax.axis_size(axis)
-  return permute(x, axis, [(i, (i + by) % n) for i in range(n)])
-
-
-def sum_in_shards(x: jax.Array, axes: Axes) -> jax.Array:
-  """`[k]` on each device to the sum's share of its rank, `[k / size]`.
-
-  Shares are along the fastest axis alone; the others sum whole ones.
-  """
-  *slow, fast = axes
-  shard = lax.psum_scatter(x, fast, scatter_dimension=0, tiled=True)
-  return lax.psum(shard, tuple(slow)) if slow else shard
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:

@@ -4,11 +4,12 @@ Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
+import sys
 import time
 from typing import Any
 
 import jax
-from jax import lax
 from jax._src import distributed
 from jax.extend import core as jex_core
 from jax.interpreters import batching
@@ -46,28 +47,6 @@ def device_kind() -> str:
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   return (device or jax.devices()[0]).device_kind
-
-
-def for_cpus() -> bool:
-  """True if the program being traced is for CPUs, as `device_kind` knows it."""
-  return device_kind() == "cpu"
-
-
-def between_hosts() -> bool:
-  """True if the program is for CPUs that meet over a network."""
-  return jax.process_count() > 1 and for_cpus()
-
-
-def from_memory(tree: Any) -> Any:
-  """Returns arrays that kernels for CPUs read, and do not compute.
-
-  XLA compiles for CPUs kernel by kernel, some 9 ms each, and equal ones once.
-  Two pieces of work share kernels if these read what differs between them.
-  """
-  if not for_cpus():
-    return tree
-  # One by one: in JAX 0.10 all would vary over the axes of any.
-  return jax.tree.map(lax.optimization_barrier, tree)
 
 
 def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:
@@ -239,3 +218,40 @@ def key_value_store() -> KeyValueStore | None:
   """None where `jax.distributed` was not initialized."""
   client = distributed.global_state.client
   return KeyValueStore(client) if client is not None else None
+
+
+def serialize_with_flax(*kinds: type) -> None:
+  """Tells `flax.serialization` of dataclass nodes, if the user imported it.
+
+  It reads no pytree registry. Arrays are saved; static fields are those of the
+  target that a state is restored into.
+  """
+  if serialization := sys.modules.get("flax.serialization"):
+    for kind in kinds:
+      serialization.register_serialization_state(
+        kind, _to_state_dict, _from_state_dict, override=True
+      )
+
+
+def _data_fields(node: Any) -> list[str]:
+  fields = dataclasses.fields(node)
+  return [x.name for x in fields if not x.metadata.get("static")]
+
+
+def _to_state_dict(node: Any) -> dict[str, Any]:
+  from flax import serialization
+
+  return {
+    name: serialization.to_state_dict(getattr(node, name))
+    for name in _data_fields(node)
+  }
+
+
+def _from_state_dict(node: Any, saved: dict[str, Any]) -> Any:
+  from flax import serialization
+
+  found = {
+    name: serialization.from_state_dict(getattr(node, name), saved[name])
+    for name in _data_fields(node)
+  }
+  return dataclasses.replace(node, **found)

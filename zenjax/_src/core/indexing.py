@@ -4,7 +4,6 @@
 wherever rows are moved.
 """
 
-from collections.abc import Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -29,47 +28,8 @@ def take_or(x: jax.Array, at: jax.Array, otherwise: Any) -> jax.Array:
   )
 
 
-def numbers(count: int) -> Sequence[jax.Array | int]:
-  """Returns 0, 1, .. as what `nth` takes, so that equal work compiles once.
-
-  Kernels for one of several tables are equal where XLA does not know which. In
-  programs for CPUs, see `compat.from_memory`, these are arrays whose numbers it
-  does not see. XLA of JAX 0.10 sees them, and compiles a kernel for each table.
-  """
-  if not compat.for_cpus():
-    return range(count)
-  found = [compat.from_memory(jnp.zeros((), jnp.int32))]
-  for _ in range(count - 1):
-    found.append(compat.from_memory(found[-1] + 1))
-  return found
-
-
-def nth(x: ArrayLike, number: jax.Array | int) -> jax.Array:
-  """Returns `x[number]` for one of `numbers`."""
-  if isinstance(number, int):
-    return lax.index_in_dim(jnp.asarray(x), number, keepdims=False)
-  return take(jnp.asarray(x), number)
-
-
-def stacked(parts: Sequence[jax.Array]) -> jax.Array:
-  """Returns `jnp.stack(parts, axis=-1)` of a few small arrays of one shape.
-
-  XLA for CPUs makes one kernel of it and all that its parts are made of.
-  """
-  column = np.arange(len(parts))
-  found = parts[0][..., None]
-  for i, part in enumerate(parts[1:], 1):
-    found = jnp.where(column == i, part[..., None], found)
-  return found
-
-
-# XLA for CPUs copies the rows that it scatters where it sees them reshaped, say
-# out of a batch with a dimension of one. From memory it reads them as they are.
-
-
 def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
   """Returns `x` with `new` at `at`, all different, dropped past the end."""
-  new = compat.from_memory(new)
   return x.at[at].set(
     new, mode="drop", unique_indices=True, wrap_negative_indices=False
   )
@@ -77,7 +37,6 @@ def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
 
 def add(x: jax.Array, at: jax.Array, more: jax.Array) -> jax.Array:
   """Returns `x` plus `more` at `at`, all different, as `put` has it."""
-  more = compat.from_memory(more)
   return x.at[at].add(
     more, mode="drop", unique_indices=True, wrap_negative_indices=False
   )
@@ -104,11 +63,9 @@ class Bitmap(NamedTuple):
 
 def index(words: jax.Array) -> Bitmap:
   """Prefix sums for `words: [..., W] uint32`."""
-  words = compat.from_memory(words)
   ones = lax.population_count(words).astype(jnp.int32)
   upto = jnp.cumsum(ones, axis=-1)
-  before, total = compat.from_memory((upto - ones, upto[..., -1]))
-  return Bitmap(words, before, total)
+  return Bitmap(words, upto - ones, upto[..., -1])
 
 
 def pack(bits: jax.Array) -> jax.Array:
@@ -159,7 +116,6 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
 
   A program of its own: it is lowered once for all searches of a shape.
   """
-  bitmap, k = compat.from_memory((bitmap, k))
   num_words = bitmap.words.shape[-1]
   steps = max(1, math.ceil(math.log2(num_words)))
   start = _starts(k, num_words)
@@ -202,7 +158,7 @@ def _starts(like: jax.Array, size: int) -> jax.Array | int:
   if math.prod(batch) == 1:
     return 0
   start = lax.broadcasted_iota(jnp.int32, (math.prod(batch),), 0) * size
-  return compat.from_memory(start.reshape(*batch, 1))
+  return start.reshape(*batch, 1)
 
 
 # Binary search, of which `jnp.searchsorted` is not capable everywhere.

@@ -10,16 +10,14 @@ Zen paper, decided when traced.
 """
 
 from collections.abc import Callable, Sequence
-import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from zenjax._src.core import compat
 from zenjax._src.core import indexing
 
 
@@ -39,137 +37,43 @@ def _refuse_derivative(primals, tangents):
   del primals, tangents
   raise NotImplementedError(
     "Rows that sharded_optimizer exchanges have no derivative; differentiate a"
-    " step"
-    " with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or put"
+    " step with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or"
+    " put"
     " jax.lax.stop_gradient around what goes into `update`."
   )
-
-
-# Where the first columns of a buffer are all that travels, of how many slices
-# they are: a branch is compiled for each of these.
-SLICES = 32
-PARTS = (*range(1, 16), *range(16, SLICES + 1, 2))
-
-
-class Cut(NamedTuple):
-  """Says of which sections only the first rows travel."""
-
-  level: jax.Array  # [] int32, index of the number of slices in `PARTS`
-  sections: Sequence[Sequence[bool]]  # Of each table, as `exchange` takes them.
 
 
 def exchange(
   tables: Sequence[Sequence[jax.Array]],
   collective: Callable[..., jax.Array],
   *args: Any,
-  ahead: Sequence[int] | None = None,
-  cut: Cut | None = None,
 ) -> list[list[jax.Array]]:
-  """Sends the sections of all tables in one buffer, or in two.
+  """Sends the sections of all tables in one buffer.
 
   Args:
     tables: Sections `[b, ...]` of each table, of any dtype.
     collective: Takes a buffer `[b, words] uint32`; returns `n * words` of them.
     *args: Further arguments of `collective`.
-    ahead: How many sections of each table go in a buffer of their own, before
-      that of the others; by default none.
-    cut: Which sections are cut, if any: their words must be a multiple of
-      `SLICES`, and come filled up with zeros.
 
   Returns:
     The sections that came, `[n, ...]` each, in shape and dtype as they left.
   """
-  came = [[*table] for table in tables]
-  early = ahead or [0] * len(tables)
-  places = [(i, j) for i, table in enumerate(tables) for j in range(len(table))]
-  for sent in (
-    [(i, j) for i, j in places if j < early[i]],
-    [(i, j) for i, j in places if j >= early[i]],
-  ):
-    if not sent:
-      continue
-    words = [to_words(tables[i][j]) for i, j in sent]
-    is_cut = [cut is not None and cut.sections[i][j] for i, j in sent]
-    send = lambda *words: _together(words, collective, *args)
-    if cut is not None and any(is_cut):
-      send = functools.partial(_first_slices, cut.level, is_cut, send)
-    for (i, j), part in zip(sent, send(*words)):
-      like = tables[i][j]
-      came[i][j] = from_words(part, like.shape[1:], like.dtype)
-  return came
-
-
-def _together(
-  words: Sequence[jax.Array], collective: Callable[..., jax.Array], *args: Any
-) -> list[jax.Array]:
-  """Sends `[b, w]` each in one buffer."""
+  words = [to_words(section) for table in tables for section in table]
   buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
-  buffer = collective(buffer, *args).reshape(-1, buffer.shape[1])
-  buffer = compat.from_memory(buffer)
+  came = collective(buffer, *args).reshape(-1, buffer.shape[1])
   ends = itertools.accumulate([x.shape[1] for x in words], initial=0)
+  parts = iter(itertools.pairwise(ends))
   return [
-    lax.slice_in_dim(buffer, start, end, axis=1)
-    for start, end in itertools.pairwise(ends)
+    [
+      from_words(
+        lax.slice_in_dim(came, *next(parts), axis=1),
+        section.shape[1:],
+        section.dtype,
+      )
+      for section in table
+    ]
+    for table in tables
   ]
-
-
-def _first_slices(
-  level: jax.Array,
-  is_cut: Sequence[bool],
-  send: Callable[..., list[jax.Array]],
-  *words: jax.Array,
-) -> list[jax.Array]:
-  """Sends the first slices of what is cut; zeros come in place of others."""
-
-  def way(part, words):
-    ends = [
-      x.shape[1] // SLICES * part if cut else x.shape[1]
-      for x, cut in zip(words, is_cut)
-    ]
-    came = send(*[x[:, :end] for x, end in zip(words, ends)])
-    return [
-      jnp.pad(x, ((0, 0), (0, like.shape[1] - x.shape[1])))
-      for x, like in zip(came, words)
-    ]
-
-  ways = [functools.partial(way, part) for part in PARTS]
-  return lax.switch(level, ways, words)
-
-
-def unless(
-  quiet: jax.Array | None,
-  collective: Callable[..., jax.Array],
-  equal_over: Sequence[str] = (),
-) -> Callable[..., jax.Array]:
-  """Has CPUs leave `collective` out where nobody has anything to send.
-
-  A device then reads its own buffer as if it had come: all are as empty.
-  Elsewhere collectives stand outside any branch, beside other work.
-
-  Args:
-    quiet: `[] bool`, equal on all devices; None where somebody always might.
-    collective: As `exchange` takes it.
-    equal_over: Axes along which all get the same, as from a gather.
-  """
-  if quiet is None:
-    return collective
-
-  def chosen(buffer, *args):
-    send = lambda buffer: collective(buffer, *args)
-    shape = jax.eval_shape(send, buffer).shape
-
-    def leave_out(buffer):
-      alike = jnp.broadcast_to(buffer, shape)
-      return compat.agreed(alike, equal_over)
-
-    return lax.platform_dependent(
-      quiet,
-      buffer,
-      cpu=lambda quiet, buffer: lax.cond(quiet, leave_out, send, buffer),
-      default=lambda quiet, buffer: send(buffer),
-    )
-
-  return chosen
 
 
 def to_words(x: jax.Array) -> jax.Array:
@@ -194,12 +98,6 @@ def from_words(
     words = words.reshape(batch, -1, 2)
   flat = lax.bitcast_convert_type(words, dtype).reshape(batch, -1)
   return flat[:, : math.prod(shape)].reshape(batch, *shape)
-
-
-def leading_word(x: jax.Array) -> jax.Array:
-  """The word in which `x` begins: `[] int32`."""
-  words = to_words(x.reshape(1, -1)[:, : max(1, 4 // x.dtype.itemsize)])
-  return lax.bitcast_convert_type(words[0, 0], jnp.int32)
 
 
 def index_words(capacity: int, num_slots: int) -> int:

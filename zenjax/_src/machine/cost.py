@@ -120,10 +120,7 @@ def predict(
     ValueError: A scheme of ranges, and `profile.skew` is None.
   """
   if scheme in DENSE:
-    dense = DENSE[scheme]
-    loops = dense.loop_messages(table, context)
-    messages = dense.messages(table, context)
-    messages += [m for turns, m in loops for _ in range(turns)]
+    messages = DENSE[scheme].messages(table, context)
     mask = local = 0.0
     sizes = None
   else:

@@ -68,7 +68,7 @@ def plan(
       them on TPU and GPU and does not on CPU.
     wire_dtypes: Dtypes to which rows may be rounded on the wire, used for
       leaves whose range they have: bfloat16 has float32's, float16 has not.
-    capacities: Capacities to pin, as `zenjax.advise(state)` returns them.
+    capacities: Buffer sizes `(push, pull)` by leaf name.
     memory_bytes: Limit on the buffers of one leaf's exchange.
 
   Returns:

@@ -9,6 +9,7 @@ import numpy as np
 
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
+from zenjax._src.report import tune
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sharded_optimizer
@@ -16,7 +17,7 @@ from zenjax._src.sync import sync_state
 
 
 def report(state: Any) -> str:
-  """Returns tables of what the last step exchanged and what to pin.
+  """Returns tables of what the last step exchanged, and what to tune.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
@@ -26,21 +27,17 @@ def report(state: Any) -> str:
     Lines of text: for each sparse leaf its scheme (zen's with the number of
     column groups, 1 for hashed rows), its density on a device, that of the
     union over devices, their ratio (growth), imbalance of push and pull (the
-    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 where
-    all fitted the first), rows that overflowed the first push, megabytes
-    received by a device beside those of a dense all-reduce, whether zen_sync
-    pays by bytes, and the `capacities=` to pin. Each table is followed by the
-    meaning of its columns.
+    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 if
+    all rows fitted the first), megabytes received by a device, those of a dense
+    all-reduce, and whether zen_sync pays by bytes. The meaning of the columns
+    follows, and what `zenjax.tune` would change.
 
     For each table of `zenjax.tables.shard` the rows that a device looked up,
     the union that owners updated, room of the buffers, exchanges of ids and
-    rows and of gradients, and the same bytes; there is nothing to pin.
+    rows and of gradients, and the same bytes.
 
     Where devices hold the same rows a line asks whether their gradients were
-    averaged before: then each sends what all have, and little is saved. Where
-    `on_overflow="carry"` withheld rows there is nothing to compare, and a last
-    line says what was counted. With `scheme="auto"` a line for each leaf shows
-    what was predicted for every scheme, the chosen one first.
+    averaged before: then each sends what all have, and little is saved.
 
     For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
     threshold, build-up, imbalance of the selections, norm of the residuals,
@@ -102,8 +99,6 @@ def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
 
 def _bytes(s: Mapping[str, float]) -> str:
   """Says if sending sparse pays, by bytes."""
-  if s.get("withheld"):
-    return "rows wait"
   if s.get("went_dense"):
     return "dense"
   if np.isnan(s["wire_bytes"]):
@@ -117,7 +112,6 @@ def _table(
   known: stats.Stats,
   shown: Sequence[_Column],
   names: str = "",
-  pins: Mapping[str, str] | None = None,
 ) -> list[str]:
   """Returns lines: a title, a row for each name, the legend.
 
@@ -126,13 +120,9 @@ def _table(
     known: Numbers by name.
     shown: Columns beside the names.
     names: Heading of the names.
-    pins: By name the cell of a last column, "-" for others; None for no such.
   """
   rows = [(names, *(column.heading for column in shown))]
   rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
-  if pins is not None:
-    last = ["pin (push, pull)", *(pins.get(name, "-") for name in known)]
-    rows = [(*row, cell) for row, cell in zip(rows, last)]
   legend = "; ".join(column.legend for column in shown if column.legend)
   told = textwrap.wrap(
     f"of the last step. {legend}; -: not known.", 120, break_on_hyphens=False
@@ -178,19 +168,8 @@ _SYNCED = (
     ("growth", "growth", ".2f", "growth: their ratio"),
     *_IMBALANCE,
     _ROUNDS,
-    (
-      "overflow",
-      "overflow_rows",
-      ".0f",
-      "overflow: rows beyond the first push",
-    ),
   ),
   *_RECEIVED,
-)
-
-_WITHHELD = (
-  'rows wait: on_overflow="carry" keeps what did not fit for the next step;'
-  " density counts all rows to send, union those that came back."
 )
 
 # Of tables that devices share.
@@ -220,7 +199,7 @@ def _of_synced_leaves(
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
-  known, advice = stats.synced_leaves(state), stats.advise(state)
+  known = stats.synced_leaves(state)
   steps = max(int(node.step) for node in nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
@@ -233,15 +212,9 @@ def _of_synced_leaves(
     return [told, *sharded]
   devices = int(next(iter(known.values()))["devices"])
   title = f"{by} after {steps} steps on {devices} devices"
-  pins = {name: str(pin) for name, pin in advice.items()}
-  lines = _table(title, known, _SYNCED, "leaf", pins)
+  lines = _table(title, known, _SYNCED, "leaf")
   lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
-  if advice:
-    lines += [f"to pin: capacities={advice}"]
-  lines += _predictions(nodes)
-  if any(s["withheld"] for s in known.values()):
-    lines += [_WITHHELD]
-  return lines + sharded
+  return lines + tune.told(state) + sharded
 
 
 def _of_sharded_tables(state: Any) -> list[str]:
@@ -273,26 +246,10 @@ def _synchronized_by(state: Any) -> str:
 
 def _same_rows(s: Mapping[str, float]) -> bool:
   """Returns True if the union is what every device has, and not all rows."""
-  if s["withheld"] or s["devices"] < 2 or not 0 < s["density"] < 1:
+  if s["devices"] < 2 or not 0 < s["density"] < 1:
     return False
   # Counts went through float32.
   return abs(s["union_density"] / s["density"] - 1) < 1e-6
-
-
-def _predictions(nodes: list[sync_state.ZenSyncState]) -> list[str]:
-  """Returns a line for each leaf for which `scheme="auto"` chose."""
-  lines = []
-  for node in nodes:
-    for name, leaf in node.leaves.items():
-      seconds = np.asarray(leaf.predicted)
-      if not seconds.any():
-        continue
-      order = np.argsort(seconds, kind="stable")
-      times = [
-        f"{sync_state.PREDICTED[i]} {seconds[i] * 1e3:.3g}" for i in order
-      ]
-      lines.append(f"auto, predicted ms for {name}: {', '.join(times)}")
-  return lines
 
 
 # --- sparsifiers --------------------------------------------------------------

@@ -21,13 +21,8 @@ from zenjax._src.sync.sync_state import TableState
 # Numbers by leaf or sparsifier, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
 
-# Percentiles of recent needs that pinned sizes should hold. A push that
-# overflows costs another and a pull, so it is sized for most steps; a pull
-# goes on in small chunks, so it is sized for what nearly every step fills.
-_PUSH_PERCENTILE = 90
-_PULL_PERCENTILE = 10
-# The same for the fullest selection of a sparsifier: one that does not fit
-# costs a whole round more.
+# The percentile of recent selections of a sparsifier that `capacity=` should
+# hold: one that does not fit costs a round more.
 _SELECTION_PERCENTILE = 90
 
 _COUNTED = (sync_state.ZenSyncState, ErrorFeedbackState, SparsifierState)
@@ -58,14 +53,11 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     `density` (nonzero rows of a device over all, mean), `union_density` (those
     of any device over all), `growth` (their ratio), `push_imbalance` (fullest
     pair over the mean), `pull_imbalance` (fullest owner over the mean),
-    `rounds`, `overflow_rows` (of all devices, beyond the first push),
-    `wire_bytes` and `dense_bytes` (received by a device; a ring all-reduce's),
-    `went_dense` and `withheld`, `scheme` (its number, which `report` names) and
-    `column_groups`. Empty before the first step. Tables of one
-    width and dtype share buffers: `wire_bytes` and `overflow_rows` of all are
-    shared out by the rows that each sent, and `rounds` are those of all. Remote
-    copies send no padding: `wire_bytes` are then the mean bytes of rows and
-    ids.
+    `rounds`, `wire_bytes` and `dense_bytes` (received by a device; a ring
+    all-reduce's), `went_dense`, `scheme` (its number, which `report` names) and
+    `column_groups`. Empty before the first step. SparseRows of one width and
+    dtype share buffers: what was counted for all of them is shared out by the
+    rows of their sums, and `rounds` are those of all.
 
     Tables of `zenjax.tables.shard` have the same numbers, where a row counts
     that a device looked up, and the union is what owners updated. `wire_bytes`
@@ -74,15 +66,11 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     step that looks them up. There are besides `owners` (devices that share the
     rows), `room` (rows that a buffer of gradients had for each pair of devices;
     0 on one device) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
-    are those of gradients), and neither `scheme`, `column_groups`, `went_dense`
-    nor `withheld`. NaN for what is not known: bytes and `fetch_rounds` where
+    are those of gradients), and neither `scheme`, `column_groups` nor
+    `went_dense`. NaN for what is not known: bytes and `fetch_rounds` where
     gradients were rebuilt leaf by leaf on their way to `sharded_optimizer`. A
     process that sees some owners alone takes these for all: the hash deals rows
     evenly.
-
-    With `on_overflow="carry"` `density` counts rows that waited too. Where
-    `withheld` is 1 some wait again: `union_density` then counts those that
-    came back, and `growth` is NaN.
 
     Leaves from which `error_feedback` selects have besides: `density_wanted`,
     `selected` (elements that a device selected over those of the leaf, mean),
@@ -157,7 +145,7 @@ def synced_leaves(state: Any) -> Stats:
     name: _synced(*numbers_of(leaf))
     for node in sync_state.find(state)
     for name, leaf in sync_state.whole_leaves(node).items()
-    if int(np.asarray(leaf.sizes)[0])
+    if int(array(leaf.sizes)[0])
   }
 
 
@@ -167,15 +155,15 @@ def sharded_tables(state: Any) -> Stats:
     name: _sharded(leaf)
     for node in sync_state.find(state)
     for name, leaf in sync_state.tables(node).items()
-    if int(np.asarray(leaf.sizes)[0])
+    if int(array(leaf.sizes)[0])
   }
 
 
 def numbers_of(leaf: LeafState | TableState) -> tuple[Sizes, Last]:
   """Returns the numbers of a leaf as Python's."""
-  sizes = Sizes(*np.asarray(leaf.sizes).tolist())
+  sizes = Sizes(*array(leaf.sizes).tolist())
   if isinstance(leaf, LeafState):
-    return sizes, Last(*np.asarray(leaf.last).tolist())
+    return sizes, Last(*array(leaf.last).tolist())
   last, own = _last_of(leaf), _of_owners(leaf.updated.part)
   # As many owners as there are now; another number may have counted.
   union = float(np.mean(own)) * leaf.updated.part.shape[0]
@@ -185,18 +173,21 @@ def numbers_of(leaf: LeafState | TableState) -> tuple[Sizes, Last]:
     union_rows=union,
     push_need=last.push_need,
     pull_need=uneven * union / max(sizes.row_groups, 1),
-    push_mean=last.local_rows / max(sizes.row_groups, 1),
     rounds=last.rounds,
-    overflow_rows=last.overflow_rows,
     wire_bytes=last.wire_bytes,
     dense_bytes=last.dense_bytes,
     went_dense=0.0,
-    withheld=0.0,
   )
 
 
+def array(x: Any) -> np.ndarray:
+  """Returns numbers of a state, in the variables of `flax.nnx` too."""
+  (leaf,) = jax.tree.leaves(x)
+  return np.asarray(leaf)
+
+
 def _last_of(leaf: TableState) -> LastOfTable:
-  return LastOfTable(*np.asarray(leaf.last).tolist())
+  return LastOfTable(*array(leaf.last).tolist())
 
 
 def _of_owners(x: Any) -> np.ndarray:
@@ -210,7 +201,7 @@ def _of_owners(x: Any) -> np.ndarray:
 def _sharded(leaf: TableState) -> dict[str, float]:
   sizes, last = numbers_of(leaf)
   found, own = _synced(sizes, last), _last_of(leaf)
-  for name in ("scheme", "column_groups", "went_dense", "withheld"):
+  for name in ("scheme", "column_groups", "went_dense"):
     del found[name]
   more = {"room": own.room, "fetch_rounds": own.fetch_rounds}
   return {**found, "owners": sizes.row_groups, **more}
@@ -218,19 +209,15 @@ def _sharded(leaf: TableState) -> dict[str, float]:
 
 def _synced(sizes: Sizes, last: Last) -> dict[str, float]:
   kept = ("num_rows", "width", "devices", "scheme", "column_groups")
-  shown = (
-    *("rounds", "overflow_rows", "wire_bytes", "dense_bytes"),
-    *("went_dense", "withheld"),
-  )
-  growth = ratio(last.union_rows, last.local_rows)
+  shown = ("rounds", "wire_bytes", "dense_bytes", "went_dense")
+  mean_pair = last.local_rows / sizes.row_groups
   mean_owner = last.union_rows / sizes.row_groups
   return {
     **{name: getattr(sizes, name) for name in kept},
     "density": last.local_rows / sizes.num_rows,
     "union_density": last.union_rows / sizes.num_rows,
-    # The union of some rows says nothing of how all of them overlap.
-    "growth": float("nan") if last.withheld else growth,
-    "push_imbalance": ratio(last.push_need, last.push_mean),
+    "growth": ratio(last.union_rows, last.local_rows),
+    "push_imbalance": ratio(last.push_need, mean_pair),
     "pull_imbalance": ratio(last.pull_need, mean_owner),
     **{name: getattr(last, name) for name in shown},
   }
@@ -247,8 +234,7 @@ def selected_leaves(state: Any) -> Stats:
   for node in sync_state.find(state):
     for name, leaf in sync_state.whole_leaves(node).items():
       sizes, last = numbers_of(leaf)
-      if not last.withheld:
-        unions[name] = sizes.num_rows, last.union_rows
+      unions[name] = sizes.num_rows, last.union_rows
   return {
     name: _selected(leaf, leaf.residual, unions.get(name))
     for node in sync_state.nodes(state, ErrorFeedbackState)
@@ -314,69 +300,6 @@ def sparsifiers(state: Any) -> Stats:
   return found
 
 
-def advise(
-  state: Any,
-  percentiles: tuple[float, float] = (_PUSH_PERCENTILE, _PULL_PERCENTILE),
-) -> dict[str, tuple[int, int]]:
-  """Returns capacities to pin, from what recent steps needed.
-
-  Args:
-    state: An optimizer state with a `ZenSyncState` anywhere inside.
-    percentiles: Of the needs of the push and of the pull. With
-      `on_overflow="carry"` rows that do not fit wait: pin `(100, 100)` of steps
-      taken without it.
-
-  Returns:
-    By leaf name `(push, pull)` for `zen_sync(capacities=...)`; tables of
-    `zenjax.tables.shard`, whose buffers are as large as a batch needs, have
-    nothing to pin and are left out. Of what the last
-    64 steps needed, the 90th percentile of the push and the 10th of the pull,
-    which goes on in small chunks. Steps above break-even do not count: they
-    take the dense path whatever is pinned, and a first round large enough for
-    them would cost the others as much. Leaves without another step, those that
-    travel dense, and all before the first step are left out. Where
-    `on_overflow="carry"` withheld rows, the pull is that of the rows that came
-    back and may be too small.
-
-    The sizes are for the scheme that took these steps: in another's first round
-    they may move more than break-even, of which zen_sync warns.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import zenjax
-    >>> tx = zenjax.zen_sync("data", sparse=True)
-    >>> grads = jnp.zeros((2, 8, 4)).at[:, 3].set(1.0)
-    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
-    >>> _, state = jax.jit(step)(grads)
-    >>> zenjax.advise(jax.tree.map(lambda x: x[0], state))
-    {'leaf': (1, 1)}
-  """
-  sync_state.require_numbers(state, "advise")
-  advice: dict[str, tuple[int, int]] = {}
-  for node in sync_state.require(state):
-    steps = min(int(node.step), sync_state.HISTORY)
-    for name, leaf in sync_state.whole_leaves(node).items():
-      num_rows = int(np.asarray(leaf.sizes)[0])
-      needs = np.asarray(leaf.history)[:steps]
-      needs = needs[needs[:, 0] != sync_state.DENSE_STEP]
-      if num_rows and len(needs) and not bool(leaf.dense):
-        advice[name] = capacity(needs[:, 0], needs[:, 1], num_rows, percentiles)
-  return advice
-
-
-def capacity(
-  pushes: np.ndarray,
-  pulls: np.ndarray,
-  num_rows: int,
-  percentiles: tuple[float, float] = (_PUSH_PERCENTILE, _PULL_PERCENTILE),
-) -> tuple[int, int]:
-  """Returns `(push, pull)` to pin for a table of these recent needs."""
-  push = max(1, int(np.percentile(pushes, percentiles[0])))
-  pull = int(np.percentile(pulls, percentiles[1]))
-  return min(push, num_rows), min(max(push, pull), num_rows)
-
-
 def profile(state: Any) -> dict[str, Profile]:
   """Returns densities of the last step, to choose schemes by.
 
@@ -384,10 +307,9 @@ def profile(state: Any) -> dict[str, Profile]:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name what `zen_sync(scheme="auto", profile=...)`, `planner.plan` and
-    `planner.plan_tables` take, of tables of `zenjax.tables.shard` too. Leaves
-    that were not looked at are left out: those summed dense from the start, and
-    all before the first step.
+    By leaf name what `planner.plan` and `planner.plan_tables` take, of tables
+    of `zenjax.tables.shard` too. Leaves that were not looked at are left out:
+    those summed dense from the start, and all before the first step.
 
   Raises:
     ValueError: There is no `ZenSyncState` in `state`.
@@ -410,11 +332,11 @@ def profile(state: Any) -> dict[str, Profile]:
     for name, leaf in node.leaves.items():
       sizes, last = numbers_of(leaf)
       if sizes.num_rows and np.isfinite(last.local_rows):
-        found[name] = _profile(sizes, last)
+        found[name] = profile_of(sizes, last)
   return found
 
 
-def _profile(sizes: Sizes, last: Last) -> Profile:
+def profile_of(sizes: Sizes, last: Last) -> Profile:
   groups, n = sizes.row_groups, sizes.devices
   # The fullest pair is fuller than the mean by chance, and because a device
   # has more rows than the others: the part that chance does not explain.

@@ -16,15 +16,12 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
-from zenjax._src.core.arguments import Capacity
-from zenjax._src.schemes import all_gather
 from zenjax._src.schemes.base import Arrived
-from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.base import Room
+from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.base import TALLY_NUMBERS
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.zen import Zen
 
@@ -46,16 +43,10 @@ class SplitAllGather(Zen):
 
   name: str = "split_all_gather"
   contiguous: bool = True
-  fits: bool = False  # Room is that of a hash; a range may hold all look-ups.
 
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     del column_groups
     return sizes[-1], 1
-
-
-# Of `SplitDenseGather`: unpinned, the first push holds a 16th of the slots for
-# every pair.
-_PART = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,27 +70,27 @@ class SplitDenseGather(SplitAllGather):
   name: str = "split_dense_gather"
   break_even: float = 1.0
 
-  def fitted(self, plan: TablePlan) -> TablePlan:
-    slots = plan.layout.slots
-    push = max(-(-slots // _PART), plan.first.push)
-    push = plan.first.push if plan.pinned else push
-    whole = Capacity(push, slots)
-    return dataclasses.replace(plan, first=whole, chunks=(whole, whole))
+  def held_rows(self, plan: TablePlan, context: Context) -> int:
+    return min(plan.most_pull, plan.push * context.sizes[-1])
 
-  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
+  def pull(
+    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+  ) -> list[Arrived]:
     with jax.named_scope("split_dense_gather/pull"):
-      sections = [_sections_of(table, context) for table in asked]
-      axes = context.axes[-1:]
-      gather = wire.unless(context.quiet, collectives.all_gather, axes)
-      gathered = wire.exchange(sections, gather, axes)
-      return [
-        _arrive(parts, table.room.plan) for parts, table in zip(gathered, asked)
+      sections = [
+        _sections_of(own, plan, context) for own, plan in zip(sums, plans)
       ]
+      came = wire.exchange(sections, collectives.all_gather, context.axes[-1:])
+      return [_arrive(parts, plan) for parts, plan in zip(came, plans)]
 
   def pull_messages(
-    self, rooms: Sequence[Room], context: Context
+    self, plans: Sequence[TablePlan], context: Context
   ) -> list[Message]:
-    words = sum(sum(_lengths(room.plan)) for room in rooms)
+    words = 0
+    for plan in plans:
+      elements = plan.layout.slots * plan.table.width
+      words += len(Tally._fields) + 1
+      words += wire.words_for(elements, plan.table.wire_dtype)
     return [Message("all_gather", context.axes[-1:], words)]
 
   def expected_messages(
@@ -118,20 +109,12 @@ class SplitDenseGather(SplitAllGather):
     ]
 
 
-def _lengths(plan: TablePlan) -> list[int]:
-  elements = plan.layout.slots * plan.table.width
-  # A tally, and the first slot of the union.
-  return [
-    TALLY_NUMBERS + len(plan.tables) + len(plan.members) + 1,
-    wire.words_for(elements, plan.table.wire_dtype),
-  ]
-
-
-def _sections_of(asked: Asked, context: Context) -> list[jax.Array]:
-  """`[1, ...]` each: counts and the whole range."""
-  plan, own = asked.room.plan, asked.held
-  union, slots = own.union, plan.layout.slots
-  counts = jnp.append(all_gather.tally(own).line(), union.slots[0])
+def _sections_of(
+  sums: Sums, plan: TablePlan, context: Context
+) -> list[jax.Array]:
+  """`[1, ...]` each: counts with the lowest slot held, and the whole range."""
+  union, slots = sums.union, plan.layout.slots
+  counts = jnp.append(counts_of(sums), union.slots[0])
   shape = (slots, plan.table.width)
   values = context.scaled(union.rows).astype(plan.table.dtype)
   values = values.astype(plan.table.wire_dtype)
@@ -157,7 +140,7 @@ def _is_negative_zero(x: jax.Array) -> jax.Array:
 def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
   counts, values = came
   table, layout = plan.table, plan.layout
-  tally, lowest = Tally.of(counts[:, :-1], plan), counts[:, -1]
+  tally, lowest = Tally(*counts[:, :-1].T), counts[:, -1]
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
   # Between its first row and its limit an owner knows every row: those that

@@ -10,14 +10,14 @@ dtype until the last addition.
 from collections.abc import Sequence
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.base import Room
+from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
@@ -26,29 +26,23 @@ _NUMBERS = 4
 
 
 def sum_over(
-  owned: Sequence[Held], rooms: Sequence[Room], context: Context
-) -> list[Held]:
-  """Sums each table's union over all axes but the fastest.
-
-  Args:
-    owned: Unions of this machine.
-    rooms: Rows that each has room for.
-    context: Axes and operation.
-  """
+  owned: Sequence[Sums], plans: Sequence[TablePlan], context: Context
+) -> list[Sums]:
+  """Sums each table's union over all axes except the fastest."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  plans = [room.plan for room in rooms]
   headers = wire.exchange(
     [_index_sections(own, plan) for own, plan in zip(owned, plans)],
     collectives.all_gather,
     slow,
   )
-  blocks = wire.exchange(
-    [[_row_section(own, hosts)] for own in owned], collectives.all_to_all, slow
-  )
+  # Columns wait for the ids: devices then run collectives in one order.
+  blocks = [wire.split_columns(own.union.rows[None], hosts) for own in owned]
+  headers, blocks = lax.optimization_barrier((headers, blocks))
+  blocks = wire.exchange([[x] for x in blocks], collectives.all_to_all, slow)
   merged = [
-    _merge_hosts([*header, *block], room, hosts)
-    for header, block, room in zip(headers, blocks, rooms)
+    _merge_hosts(own, [*header, *block], plan)
+    for own, header, block, plan in zip(owned, headers, blocks, plans)
   ]
   gathered = wire.exchange(
     [[own.union.rows[None]] for own in merged],
@@ -61,12 +55,18 @@ def sum_over(
   ]
 
 
-def messages(rooms: Sequence[Room], context: Context) -> list[Message]:
-  """Returns the three collectives of `sum_over`."""
+def messages(
+  plans: Sequence[TablePlan], rooms: Sequence[int], context: Context
+) -> list[Message]:
+  """Returns the three collectives of `sum_over`, for unions of these rooms."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  index = sum(_counts(room.plan) + _index_words(room) for room in rooms)
-  rows = sum(_row_words(room, hosts) for room in rooms)
+  index = rows = 0
+  for plan, room in zip(plans, rooms):
+    index += _NUMBERS + wire.index_words(room, plan.layout.slots)
+    columns = -(-plan.block_width // hosts)
+    dtype = collectives.accumulator(plan.table.dtype)
+    rows += wire.words_for(room * columns, dtype)
   return [
     Message("all_gather", slow, index),
     Message("all_to_all", slow, rows * hosts),
@@ -89,65 +89,36 @@ def expected_messages(
   ]
 
 
-def _counts(plan: TablePlan) -> int:
-  return _NUMBERS + len(plan.tables) + len(plan.members)
-
-
-def _index_words(room: Room) -> int:
-  return wire.index_words(room.capacity, room.plan.layout.slots)
-
-
-def _row_words(room: Room, hosts: int) -> int:
-  plan, capacity = room
-  columns = -(-plan.block_width // hosts)
-  dtype = collectives.accumulator(plan.table.dtype)
-  return wire.words_for(capacity * columns, dtype)
-
-
-def _index_sections(own: Held, plan: TablePlan) -> list[jax.Array]:
+def _index_sections(own: Sums, plan: TablePlan) -> list[jax.Array]:
   union = own.union
-  numbers = [union.limit, union.merged, own.pushed, own.fullest]
-  counts = jnp.concatenate([jnp.stack(numbers), own.probe, own.peak])
-  index = wire.encode_index(union.slots[None], plan.layout.slots)
-  return [counts[None], index]
+  counts = jnp.stack([union.limit, union.merged, own.pushed, own.fullest])
+  return [counts[None], wire.encode_index(union.slots[None], plan.layout.slots)]
 
 
-def _row_section(own: Held, hosts: int) -> jax.Array:
-  """`[hosts, U, block]`: a block of columns for each."""
-  return wire.split_columns(own.union.rows[None], hosts)
-
-
-def _merge_hosts(came: Sequence[jax.Array], room: Room, hosts: int) -> Held:
+def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
   counts, index, rows = came
-  plan, capacity = room
-  num_slots = plan.layout.slots
-  limit, merged, pushed, fullest = counts[:, :_NUMBERS].T
-  rest = counts[:, _NUMBERS:]
-  probe, peak = rest[:, : len(plan.tables)], rest[:, len(plan.tables) :]
-  dtype = collectives.accumulator(plan.table.dtype)
-  slots = wire.decode_index(index, capacity, num_slots)
+  num_slots, room = plan.layout.slots, own.union.slots.shape[0]
+  limit, merged, pushed, fullest = counts.T
+  slots = wire.decode_index(index, room, num_slots)
   union = merge(
     slots,
     rows,
     jnp.min(limit),
     num_slots,
-    capacity,
-    dtype,
+    room,
+    collectives.accumulator(plan.table.dtype),
     kernels=plan.kernels,
   )
   # Rows above the limit that all agree on wait. How many devices of a machine
   # hold each is not known here: as many as hold one of the others, on average.
   below = jnp.sum(slots < union.limit, axis=1, dtype=jnp.int32)
   held = jnp.sum(slots < num_slots, axis=1, dtype=jnp.int32)
-  all_rows = jnp.maximum(held, 1).astype(jnp.float32)
-  share = below.astype(jnp.float32) / all_rows
+  share = below.astype(jnp.float32) / jnp.maximum(held, 1).astype(jnp.float32)
   merged = jnp.floor(merged.astype(jnp.float32) * share).astype(jnp.int32)
-  return Held(
+  return Sums(
     union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
     pushed=wire.sum_counts(pushed),
     fullest=jnp.max(fullest),
-    probe=wire.sum_counts(probe),
-    peak=jnp.max(peak, axis=0, initial=0),
   )
 
 

@@ -12,10 +12,10 @@ with `d_k` the union density of `k` devices: few bytes and few messages where
 power of two, the ranks above fold their rows in first and get the result last.
 
 Sizes are static: the union of `k` devices gets room as it grows from `push` to
-`pull` rows, both of which can be pinned; what does not fit waits for the next
-round, on all devices alike. SparCML switches to a dense vector where the union
-passes break-even density; here the table takes the dense path then. Partial
-sums travel in the accumulator's dtype, local rows in the wire's.
+`pull` rows; what does not fit waits for the next round, on all devices alike.
+SparCML switches to a dense vector where the union passes break-even density;
+here the table takes the dense path then. Partial sums travel in the
+accumulator's dtype, local rows in the wire's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +32,11 @@ from zenjax._src.core import compat
 from zenjax._src.core import wire
 from zenjax._src.schemes import all_gather
 from zenjax._src.schemes.base import Arrived
-from zenjax._src.schemes.base import Asked
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.base import Held
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
-from zenjax._src.schemes.base import Room
 from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
@@ -49,9 +47,6 @@ from zenjax.kernels.reference import Union
 # in their rows, the others double, and the result is spread to those above.
 
 
-# The union of `k` devices is about `k ** _GROWTH` times one device's rows: what
-# published workloads show at 8 devices (4.4 to 5.7).
-_GROWTH = 0.75
 # Room beyond the size expected: all unions of a step must fit.
 _MARGIN = 1.05
 
@@ -89,22 +84,19 @@ def hops(context: Context) -> Iterator[Hop]:
       yield Hop("spread", axis, pairs, power, below, below)
 
 
-def rows_of(room: Room, context: Context) -> list[tuple[int, int]]:
+def rows_of(plan: TablePlan, context: Context) -> list[tuple[int, int]]:
   """Returns the rows sent and the rows held after, for each hop."""
-  plan, capacity = room
-  growth = _GROWTH
-  if plan.pinned:
-    pinned = max(plan.first.pull / plan.first.push, 1.0)
-    growth = math.log(pinned) / math.log(max(context.devices, 2))
-  found, sent = [], capacity
+  found, sent = [], plan.push
+  grown = max(plan.pull / plan.push, 1.0)
+  growth = math.log(grown) / math.log(max(context.devices, 2))
   steps = list(hops(context))
   for i, hop in enumerate(steps):
-    # What does not travel again costs memory only.
+    # What is not sent again costs memory only.
     held = sent if hop.kind == "spread" else 2 * sent
     if i + 1 < len(steps) and hop.kind != "spread":
-      wanted = math.ceil(capacity * hop.after**growth * _MARGIN)
+      wanted = math.ceil(plan.push * hop.after**growth * _MARGIN)
       held = max(min(held, wanted), sent)
-    held = min(held, plan.most.pull)
+    held = min(held, plan.most_pull)
     found.append((sent, held))
     sent = held
   return found
@@ -116,17 +108,17 @@ def rows_of(room: Room, context: Context) -> list[tuple[int, int]]:
 def take(
   hop: Hop,
   rank: jax.Array,
-  own: Held,
-  came: Held,
+  own: Sums,
+  came: Sums,
   plan: TablePlan,
   room: int,
-) -> Held:
+) -> Sums:
   """Joins `own` and what `came` in a hop.
 
   Args:
     hop: Which step it is.
     rank: Of this device along the hop's axis.
-    own: Held before.
+    own: Sums before.
     came: Of the same shape; of no use to devices that no pair names.
     plan: Of the table.
     room: Rows to hold.
@@ -146,7 +138,7 @@ def take(
   return _merge(lower, higher, plan, room)
 
 
-def _empty_unless(there: jax.Array, came: Held, plan: TablePlan) -> Held:
+def _empty_unless(there: jax.Array, came: Sums, plan: TablePlan) -> Sums:
   """Nobody folds in here: no rows, and nothing incomplete."""
   past = plan.layout.slots
   came = jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), came)
@@ -157,7 +149,7 @@ def _empty_unless(there: jax.Array, came: Held, plan: TablePlan) -> Held:
   return came._replace(union=union)
 
 
-def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
+def _merge(a: Sums, b: Sums, plan: TablePlan, room: int) -> Sums:
   x, y = a.union, b.union
   union = merge(
     jnp.stack([x.slots, y.slots]),
@@ -175,16 +167,14 @@ def _merge(a: Held, b: Held, plan: TablePlan, room: int) -> Held:
   both = wire.sum_counts(jnp.stack([x.merged, y.merged]))
   part = (both.astype(jnp.float32) * (kept / came)).astype(jnp.int32)
   merged = jnp.where(union.merged == x.total + y.total, both, part)
-  return Held(
+  return Sums(
     union=union._replace(merged=merged),
     pushed=wire.sum_counts(jnp.stack([a.pushed, b.pushed])),
     fullest=jnp.maximum(a.fullest, b.fullest),
-    probe=wire.sum_counts(jnp.stack([a.probe, b.probe])),
-    peak=jnp.maximum(a.peak, b.peak),
   )
 
 
-# Numbers of a union that are one each, before those of `Held.probe`.
+# Numbers that are sent with a union.
 _NUMBERS = 5
 
 
@@ -198,58 +188,62 @@ class RecursiveDoubling(Scheme):
     del sizes, column_groups
     return 1, 1
 
-  def held_rows(self, room: Room, context: Context) -> int:
-    return [room.capacity, *(held for _, held in rows_of(room, context))][-1]
+  def held_rows(self, plan: TablePlan, context: Context) -> int:
+    return [plan.push, *(held for _, held in rows_of(plan, context))][-1]
 
-  def holds_all(self, room: Room, context: Context) -> bool:
-    most = room.plan.most.pull
-    return room.capacity >= room.plan.most.push and all(
-      held >= min(2 * sent, most)
-      for hop, (sent, held) in zip(hops(context), rows_of(room, context))
+  def holds_all(self, plan: TablePlan, context: Context) -> bool:
+    return plan.push >= plan.most_push and all(
+      held >= min(2 * sent, plan.most_pull)
+      for hop, (sent, held) in zip(hops(context), rows_of(plan, context))
       if hop.kind != "spread"
     )
 
-  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Held]:
+  def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     with jax.named_scope("recursive_doubling"):
-      plans = [out.room.plan for out in outgoing]
-      rows = [rows_of(out.room, context) for out in outgoing]
-      held = [_own(out) for out in outgoing]
+      plans = [out.plan for out in outgoing]
+      rows = [rows_of(plan, context) for plan in plans]
+      sums = [_own(out) for out in outgoing]
       for i, hop in enumerate(hops(context)):
         first = hop.merged == 1
-        sections = [_encode(own, plan, first) for own, plan in zip(held, plans)]
-        permute = wire.unless(context.quiet, collectives.permute)
-        received = wire.exchange(sections, permute, hop.axis, hop.pairs)
+        sections = [_encode(own, plan, first) for own, plan in zip(sums, plans)]
+        received = wire.exchange(
+          sections, collectives.permute, hop.axis, hop.pairs
+        )
         rank = lax.axis_index(hop.axis)
-        held = [
+        sums = [
           take(hop, rank, own, _decode(came, plan, own), plan, most[i][1])
-          for own, came, plan, most in zip(held, received, plans, rows)
+          for own, came, plan, most in zip(sums, received, plans, rows)
         ]
-      return jax.tree.map(lambda x: compat.agreed(x, context.axes), held)
+      return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
 
-  def pull(self, asked: Sequence[Asked], context: Context) -> list[Arrived]:
+  def pull(
+    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+  ) -> list[Arrived]:
     """Everyone holds the whole union already: nothing moves."""
-    return [all_gather.arrive(table, context) for table in asked]
+    return [
+      all_gather.arrive(own, plan, context) for own, plan in zip(sums, plans)
+    ]
 
   def push_messages(
-    self, rooms: Sequence[Room], context: Context
+    self, plans: Sequence[TablePlan], context: Context
   ) -> list[Message]:
-    rows = [rows_of(room, context) for room in rooms]
+    rows = [rows_of(plan, context) for plan in plans]
     return [
       Message(
         "collective_permute",
         (hop.axis,),
         sum(
-          sum(_lengths(room.plan, sent[i][0], hop.merged == 1))
-          for room, sent in zip(rooms, rows)
+          sum(_lengths(plan, sent[i][0], hop.merged == 1))
+          for plan, sent in zip(plans, rows)
         ),
       )
       for i, hop in enumerate(hops(context))
     ]
 
   def pull_messages(
-    self, rooms: Sequence[Room], context: Context
+    self, plans: Sequence[TablePlan], context: Context
   ) -> list[Message]:
-    del rooms, context
+    del plans, context
     return []
 
   def expected_messages(
@@ -278,70 +272,46 @@ def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
 
 def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
   return [
-    _NUMBERS + len(plan.tables) + len(plan.members),
+    _NUMBERS,
     wire.index_words(capacity, plan.layout.slots),
     wire.words_for(capacity * plan.table.width, _wide(plan, first)),
   ]
 
 
-def _own(out: Outgoing) -> Held:
+def _own(out: Outgoing) -> Sums:
   """Returns the first local rows, as a union of one device."""
-  plan, capacity = out.room
-  slots, rows, remaining = out.source.rows_from(out.start, *out.room)
-  slots, remaining = slots[0], remaining[0]
-  # As they travel, or the two ends of a hop would differ.
+  plan = out.plan
+  slots, rows, left = out.source.take(out.start, plan)
+  slots, left = slots[0], left[0]
+  # As they are sent, or the two ends of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)
   rows = rows.astype(collectives.accumulator(plan.table.dtype))
-  past = plan.layout.slots
-  sent = jnp.minimum(remaining, capacity)
-  union = Union(
-    slots=slots,
-    rows=rows,
-    total=sent,
-    limit=jnp.where(remaining > capacity, slots[-1] + 1, past),
-    merged=sent,
-  )
-  probe = out.probe[0]
-  return Held(
-    union=union,
-    pushed=remaining,
-    fullest=remaining,
-    probe=probe,
-    peak=probe[: len(plan.members)],
-  )
+  sent = jnp.minimum(left, plan.push)
+  limit = jnp.where(left > plan.push, slots[-1] + 1, plan.layout.slots)
+  union = Union(slots=slots, rows=rows, total=sent, limit=limit, merged=sent)
+  return Sums(union, pushed=left, fullest=left)
 
 
-def _encode(own: Held, plan: TablePlan, first: bool) -> list[jax.Array]:
+def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
   union = own.union
-  counts = (
-    union.total,
-    union.limit,
-    union.merged,
-    own.pushed,
-    own.fullest,
-  )
+  counts = union.total, union.limit, union.merged, own.pushed, own.fullest
   return [
-    jnp.concatenate([jnp.stack(counts), own.probe, own.peak])[None],
+    jnp.stack(counts)[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
     union.rows[None].astype(_wide(plan, first)),
   ]
 
 
-def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Held) -> Held:
+def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Sums) -> Sums:
   """Returns what came, in the shape of what was sent."""
   counts, index, rows = came
-  total, limit, merged, pushed, fullest = counts[0, :_NUMBERS]
-  rest = counts[0, _NUMBERS:]
-  probe, peak = rest[: len(plan.tables)], rest[len(plan.tables) :]
-  capacity = own.union.slots.shape[0]
-  slots = wire.decode_index(index, capacity, plan.layout.slots)[0]
+  total, limit, merged, pushed, fullest = counts[0]
+  room = own.union.slots.shape[0]
   union = Union(
-    slots=slots,
+    slots=wire.decode_index(index, room, plan.layout.slots)[0],
     rows=rows[0].astype(own.union.rows.dtype),
     total=total,
     limit=limit,
     merged=merged,
   )
-  return Held(
-    union=union, pushed=pushed, fullest=fullest, probe=probe, peak=peak
-  )
+  return Sums(union, pushed=pushed, fullest=fullest)

@@ -1,13 +1,11 @@
 """Ways of synchronizing sparse leaves, by name."""
 
 from zenjax._src.schemes.all_gather import AllGather
-from zenjax._src.schemes.base import DenseScheme
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.contiguous import BlockSparse
 from zenjax._src.schemes.contiguous import SplitAllGather
 from zenjax._src.schemes.contiguous import SplitDenseGather
 from zenjax._src.schemes.dense_sum import Dense
-from zenjax._src.schemes.dense_sum import Ring
 from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
 from zenjax._src.schemes.zen import Zen
 
@@ -20,8 +18,5 @@ SPARSE: dict[str, Scheme] = {
   "split_dense_gather": SplitDenseGather(),
   "zen": Zen(),
 }
-# Every leaf is summed as it is; nothing is packed.
-DENSE: dict[str, DenseScheme] = {
-  "dense": Dense(),
-  "ring": Ring(),
-}
+# Leaves are summed as they are; nothing is packed.
+DENSE: dict[str, Dense] = {"dense": Dense()}

@@ -27,7 +27,7 @@ from zenjax._src.rows.row_program import Totals
 from zenjax._src.rows.sharded_tables import Sums
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.schemes.base import Held
+from zenjax._src.schemes.base import Sums as Held
 from zenjax._src.schemes.buffer_sizes import TablePlan
 
 # Reductions of some rows, and how many rows of each table these are.
@@ -268,7 +268,6 @@ IN_ROWS = "in_order_of_rows"
 SHARDED = "sharded"
 # Values of `partition` that are no number of column groups.
 _BY_NAME: dict[Any, int] = {
-  "auto": 0,
   "hash": 1,
   "columns": 2**32 - 1,
   SHARDED: 2**32 - 2,
@@ -363,9 +362,9 @@ def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
         for table, facts in zip(known, tables)
       ]
     )
-  for table, facts in zip(known, tables):
+  for facts in tables:
     partition = names.get(facts.partition, facts.partition)
-    groups = buffer_sizes.choose_column_groups(table, devices, partition)
+    groups = buffer_sizes.column_groups_of(partition, devices)
     if devices % groups:
       raise ValueError(
         f"`mesh` must have devices that the {groups} column groups of"

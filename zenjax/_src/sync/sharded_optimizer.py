@@ -16,6 +16,7 @@ from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacities
+from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import by_rows
@@ -26,8 +27,8 @@ from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.sharded_tables import NewValue
 from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.schemes import base
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
@@ -39,7 +40,6 @@ from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
-from zenjax._src.sync.sync_options import Tuning
 
 # The transformation of `sharded_optimizer`, and its state.
 
@@ -111,7 +111,7 @@ class Owners:
       self._require_usual()
     chosen = self._chosen(params, sharded)
     leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
-    plans, partition = self._plans(params, chosen, sharded, context)
+    plans, partition = self._plans(params, chosen, sharded, context, {})
     rows: tuple[int | None, ...] = ()
     if plans:
       program = self._program_of(params, chosen, sharded)
@@ -140,9 +140,9 @@ class Owners:
       own = gradient_tree.as_varying(new.updated, context.axes)
       new = new._replace(updated=own)
     else:
-      new = sync_state.empty_leaf(None, **known)
+      new = sync_state.empty_leaf(mean=context.mean)
     memory = dict.fromkeys([p.table.name for p in plans.values()], new)
-    sync = sync_state.ZenSyncState(jnp.zeros((), jnp.int32), memory)
+    sync = sync_state.empty(memory)
     return ShardedOptimizerState(sync, inner, owners)
 
   def update(
@@ -160,7 +160,8 @@ class Owners:
     chosen = self._chosen(updates, sharded)
     gradient_tree.check_state(leaves, chosen, state.sync)
     _check_tables([names[i] for i in sharded], state.sync)
-    plans, _ = self._plans(updates, chosen, sharded, context)
+    tuned = dict(state.sync.tuned)
+    plans, _ = self._plans(updates, chosen, sharded, context, tuned)
     owner_rows.require(state.owners, plans.values(), devices)
     dense = dataclasses.replace(options, output="dense")
     whole = {
@@ -200,7 +201,7 @@ class Owners:
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     by = "sharded_optimizer"
     step = processes.compared(sync.step + 1, by, options, updates)
-    sync = sync._replace(step=step)
+    sync = sync.replace(step=step)
     for i in sharded:
       out[i] = NewValue(tables[i])
     inner = self._wrapped(inner, plans, program.state_rows, context)
@@ -334,12 +335,11 @@ class Owners:
     options = self.options
     given = dict(
       sparse=options.sparse is not None,
-      partition=options.partition not in ("auto", "hash"),
+      partition=options.partition != "hash",
       capacities=bool(options.capacities),
       wire_dtype=options.wire_dtype is not None,
-      hash_seed=options.tuning.hash_seed != Tuning().hash_seed,
-      ids_first=options.tuning.ids_first != Tuning().ids_first,
-      kernels=options.tuning.kernels == "pallas",
+      hash_seed=bool(options.hash_seed),
+      kernels=options.kernels == "pallas",
     )
     if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
       raise ValueError(
@@ -439,37 +439,37 @@ class Owners:
         last=last[k],
         updated=owner_rows.Owned(updated[k : k + 1].astype(jnp.float32)),
       )
-    return tables, inner, sync._replace(leaves=memory), owner
+    return tables, inner, sync.replace(leaves=memory), owner
 
   def _exchange(self, leaves, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
-    plans = owner.plans
-    begun = exchange.begin(
-      [
-        exchange.Local(
-          plan, [leaf_util.as_table(leaves[i][1], self.options.unit)]
-        )
-        for i, plan in plans.items()
-      ],
-      SPARSE["zen"],
-      dataclasses.replace(context, mean=False),
-    )
-    result = exchange.finish(begun, owner=owner, owned=inner)
-    tables, memory = {}, dict(sync.leaves)
-    for i, table in zip(plans, result.tables):
-      name = table.plan.table.name
-      (tables[i],) = gradient_tree.leave([leaves[i][1]], table, self.options)
-      (memory[name],) = sync_state.after_step(
-        [memory[name]],
-        sync.step,
-        table.outcome,
-        table.plan,
-        context,
-        [leaf_tables.Choice("zen", table.plan.column_groups)],
+    plans, scheme = owner.plans, SPARSE["zen"]
+    if owner.depth:
+      raise ValueError(
+        "`tx` of sharded_optimizer needs values of all rows, such as a norm,"
+        " before it can update one, and owners update rows as they come; clip"
+        " by `zenjax.zen_sync(..)` and `zenjax.lazy_rows(..)` instead."
       )
-    return tables, result.owned, sync._replace(leaves=memory), result.owner
+    entered = []
+    for i, plan in plans.items():
+      rows = leaf_util.as_table(leaves[i][1], self.options.unit)
+      listed = plan.table.look_ups is not None
+      entered.append(exchange.Local(plan, [rows] if listed else rows))
+    sums = dataclasses.replace(context, mean=False)
+    found, inner = exchange.exchange(
+      entered, scheme, sums, owner=owner, owned=inner
+    )
+    tables, memory = {}, dict(sync.leaves)
+    for i, table in zip(plans, found):
+      name = table.plan.table.name
+      (rows,) = table.rows
+      tables[i] = gradient_tree.as_asked(rows, leaves[i][1], self.options)
+      (memory[name],) = sync_state.after_step(
+        [memory[name]], sync.step, table.counts, table.plan, scheme, context
+      )
+    return tables, inner, sync.replace(leaves=memory), owner
 
-  def _plans(self, tree, chosen, sharded, context):
+  def _plans(self, tree, chosen, sharded, context, tuned):
     """Returns sizes of the leaves that travel sparse, by number, and owners.
 
     Owners are those of arrays, whatever form gradients have: the state is laid
@@ -484,24 +484,21 @@ class Owners:
     by_columns = self._program_of(tree, chosen, {}).splits_columns
     if not by_columns:
       self._require_tables([named[i] for i in at])
-    if not by_columns and self.options.partition not in ("auto", "hash"):
+    if not by_columns and self.options.partition != "hash":
       raise ValueError(
-        "`partition` must be 'hash' or 'auto' where `tx` needs whole rows, as"
+        "`partition` must be 'hash' where `tx` needs whole rows, as"
         f" rowwise_adagrad does, got {self.options.partition!r}."
       )
     wanted = self.options.partition if by_columns else "hash"
-    columns = []
-    for i in at:
-      name, leaf = named[i]
-      shape: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-      table = leaf_tables.table_of(name, shape, self.options)
-      columns.append(
-        buffer_sizes.choose_column_groups(table, context.sizes[-1], wanted)
-      )
+    groups = buffer_sizes.column_groups_of(wanted, context.sizes[-1])
     group = [named[i] for i in at]
-    scheme = SPARSE["zen"]
+    tables = [leaf_tables.table_of(*one, self.options) for one in group]
+    choices = leaf_tables.choose(tables, self.options, tuned, context)
+    choices = [
+      choice._replace(scheme="zen", column_groups=groups) for choice in choices
+    ]
     plans = leaf_tables.plans(
-      group, scheme, self.options, context, columns, owners=True
+      tables, choices, SPARSE["zen"], self.options, context, owners=True
     )
     return dict(zip(at, plans)), wanted
 
@@ -660,7 +657,7 @@ def _lookups(grads: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _last_of_tables(push, plans, grads, rounds, exchanges, context):
   """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
   fetched = push.fetched([x[1] for x in _lookups(grads)])
-  dense = [dense_sum.received_bytes(x.table, context.devices) for x in plans]
+  dense = [base.dense_bytes(x.table, context.devices) for x in plans]
   last = sync_state.LastOfTable(
     local_rows=fetched.rows,
     push_need=push.most,
@@ -704,11 +701,12 @@ def sharded_optimizer(
   *,
   sparse: SparseSpec = None,
   op: str | None = None,
-  partition: Partition = "auto",
+  partition: Partition = "hash",
   wire_dtype: Any = None,
   capacities: Capacities = None,
   mesh: Any = None,
-  tuning: Tuning | None = None,
+  kernels: Kernels = "auto",
+  hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients and runs `tx` at the owner of each row.
 
@@ -742,12 +740,13 @@ def sharded_optimizer(
       `replicas` all axes of the batch, slowest first, owners along the last.
     sparse: As for `zen_sync`, like all that follow.
     op: See there.
-    partition: See there. What is no business of single elements, as
-      `rowwise_adagrad`, needs whole rows: then `"auto"` is `"hash"`.
+    partition: See there. Optimizers that mix the columns of a row, such as
+      `rowwise_adagrad`, need whole rows, and `"hash"`.
     wire_dtype: See there; updates are cast too.
     capacities: See there.
     mesh: See there.
-    tuning: See there; of it `hash_seed`, `ids_first` and `kernels`.
+    kernels: See there.
+    hash_seed: See there.
 
   Returns:
     A transformation from local gradients, arrays or SparseRows, to updates that
@@ -759,7 +758,7 @@ def sharded_optimizer(
       `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
       with a `partition` by columns or of a leaf that has not two dimensions;
       the state was not made by `zenjax.init_state`, or for other owners.
-    NotImplementedError: `Tuning(kernels="pallas")` cannot serve what it was
+    NotImplementedError: `kernels="pallas"` cannot serve what it was
       given, see `zen_sync`.
 
   Example:
@@ -790,7 +789,6 @@ def sharded_optimizer(
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", SC 2020, stage 1.
   """
-  tuning = tuning or Tuning()
   options = sync_options.check(
     axis_name,
     sparse=sparse,
@@ -799,18 +797,8 @@ def sharded_optimizer(
     wire_dtype=wire_dtype,
     capacities=capacities,
     mesh=mesh,
-    tuning=tuning,
+    kernels=kernels,
+    hash_seed=hash_seed,
   )
-  usual = Tuning(
-    hash_seed=tuning.hash_seed,
-    ids_first=tuning.ids_first,
-    kernels=tuning.kernels,
-  )
-  if tuning != usual:
-    raise ValueError(
-      "`tuning` of sharded_optimizer must set `hash_seed`, `ids_first` and"
-      " `kernels`"
-      f" alone, got {tuning}; the rest is of `zen_sync`."
-    )
   owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

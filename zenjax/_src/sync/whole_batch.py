@@ -17,7 +17,6 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
-import optax
 
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
@@ -26,7 +25,9 @@ from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
+from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
@@ -121,24 +122,19 @@ def mapped(
 
 
 def sync(
-  transform: Callable[..., optax.GradientTransformationExtraArgs],
-  updates: Any,
-  state: ZenSyncState,
-  mesh: Any,
-  options: Options,
+  updates: Any, state: ZenSyncState, mesh: Any, options: Options
 ) -> tuple[Any, ZenSyncState]:
   """Sums what is not summed yet; all else stays as it is.
 
   Args:
-    transform: Makes a zen_sync of devices' parts, with other arguments.
     updates: Gradients of the whole batch.
     state: Of the transformation.
     mesh: Has the axes.
     options: Of the transformation.
 
   Raises:
-    ValueError: Nothing is left to sum, a gradient lies over other axes, the
-      plan is of other leaves, or rows wait of a leaf that is not whole.
+    ValueError: Nothing is left to sum, a gradient lies over other axes, or the
+      plan is of other leaves.
   """
   parts = parts_of(updates, mesh, options)
   none = [None] * len(parts.summed)
@@ -151,32 +147,26 @@ def sync(
 
   def exchanged(given: Any, own: Any) -> Any:
     tree = parts.tree(given, none)
-    changed: dict[str, Any] = dict(sparse=lambda name, _: name in parts.sparse)
+    inner = dataclasses.replace(
+      options, mean=False, sparse=lambda name, _: name in parts.sparse
+    )
     if options.plan:
-      changed = dict(plan=_of_parts(options.plan, tree))
-    out, new = transform(op="sum", **changed).update(tree, own)
+      inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
+    out, new = gradient_tree.sync_tree(tree, own, inner)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
-  all_of, split = PartitionSpec(), PartitionSpec(options.axes)
-  if not options.exact:
-    for name, x in parts.named:
-      if name in leaves and not is_rows(x):  # Those are refused.
-        _require_whole("on_overflow='carry'", name, x, options.axes)
-  memory: Any = state._replace(
-    step=all_of,
-    leaves={name: leaf.specs(split) for name, leaf in leaves.items()},
-  )
-  own = state._replace(leaves=leaves)
-  if not options.exact:
-    own = placed(own, memory, "on_overflow='carry'", mesh, options.axes)
+  own = state.replace(leaves=leaves)
+  everywhere = PartitionSpec()
   synced, new = mapped(
     exchanged,
     mesh,
     options.axes,
-    in_specs=([x.given for x in parts.lie], memory),
-    out_specs=([x.synced for x in parts.lie], memory),
+    in_specs=([x.given for x in parts.lie], everywhere),
+    out_specs=([x.synced for x in parts.lie], everywhere),
   )(parts.given, own)
-  new = new._replace(leaves=state.leaves | new.leaves)
+  new = new.replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed), new
 
 

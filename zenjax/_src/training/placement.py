@@ -26,12 +26,9 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import owner_rows
-from zenjax._src.sync import sync_state
 
 # Nodes that may differ between devices, and say of how many.
-_OWN = (
-  sync_state.LeafState | FeedbackLeaf | SparsifierState | owner_rows.Holding
-)
+_OWN = FeedbackLeaf | SparsifierState | owner_rows.Holding
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
@@ -105,12 +102,12 @@ def _reduced(x: Any, axes: Axes) -> Any:
 def state_specs(state: Any, axis_name: AxisName) -> Any:
   """Partition specs of an optimizer state for `shard_map` and checkpoints.
 
-  Everything is replicated but what differs between devices: the residuals of
-  `on_overflow="carry"`, of sparsifiers (`exdyna`, `micro`) and of
-  `error_feedback`, the gradients that `optax.MultiSteps` accumulates around
-  any, what `sharded_optimizer` keeps of tables, and tables of
-  `zenjax.tables.shard`. Those are split over `axis_name` along their first
-  dimension; what owners have, over the last of several axes.
+  Everything is replicated except for what differs between devices: the
+  residuals of sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the
+  gradients that `optax.MultiSteps` accumulates around any, what
+  `sharded_optimizer` keeps of tables, and tables of `zenjax.tables.shard`.
+  Those are split over `axis_name` along their first dimension; what owners
+  have, over the last of several axes.
 
   Args:
     state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
@@ -136,7 +133,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   def spec(node: Any) -> Any:
     if isinstance(node, owner_rows.Owned | owner_rows.Holding):
       return jax.tree.map(lambda _: owners, node)
-    if isinstance(node, sync_state.LeafState | SparsifierState | FeedbackLeaf):
+    if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if is_sharded(node):
       if isinstance(node.value, owner_rows.Owned):
@@ -194,15 +191,11 @@ def require_devices(state: Any, argument: str, devices: int) -> None:
 def own_nodes(state: Any) -> list[Any]:
   """Lists the nodes that differ between devices and say of how many."""
   is_own = lambda node: isinstance(node, _OWN)
-  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
-  exact = lambda x: isinstance(x, sync_state.LeafState) and x.residual is None
-  return [node for node in nodes if not exact(node)]
+  return [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
 
 
 def made_for(node: Any) -> tuple[str, int]:
   """Returns what made a node of `own_nodes`, and for how many devices."""
-  if isinstance(node, sync_state.LeafState):
-    return "on_overflow='carry'", np.shape(node.residual)[0]
   if isinstance(node, SparsifierState):
     return "a sparsifier", node.residual.shape[0]
   if isinstance(node, FeedbackLeaf):
@@ -219,8 +212,8 @@ def init_state(
 ) -> Any:
   """An optimizer state, made where its axis is bound and placed on `mesh`.
 
-  Needed for states that hold residuals (`on_overflow="carry"`, `exdyna`,
-  `micro`, `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
+  Needed for states that hold residuals (`exdyna`, `micro`,
+  `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
   what `sharded_optimizer` keeps of the rows that a device owns; for others it
   is `tx.init(params)` placed on all devices, so that the first step compiles as
   all later ones do.
@@ -244,10 +237,10 @@ def init_state(
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> tx = zenjax.zen_sync("data", sparse=True, on_overflow="carry")
+    >>> tx = zenjax.sparsify.micro("data", 0.1)
     >>> state = zenjax.init_state(tx, jnp.zeros((6, 2)), mesh, "data")
-    >>> state.leaves["leaf"].residual.shape
-    (2, 6, 2)
+    >>> state.residual.shape
+    (2, 12)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_tables.specs(params, PartitionSpec(axes[-1:]))

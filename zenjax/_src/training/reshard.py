@@ -1,6 +1,7 @@
 """A state that goes on with another number of devices, or is saved."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -257,7 +258,7 @@ def _of_owners(
 ) -> ShardedOptimizerState:
   sync, inner, owners = state
   moved = {k: _counts_of(x, devices) for k, x in sync.leaves.items()}
-  sync = sync._replace(leaves=moved)
+  sync = sync.replace(leaves=moved)
   nodes = jax.tree.leaves(inner, is_leaf=is_sharded)
   if any(map(is_sharded, nodes)):  # Their rows have moved.
     owners = owner_rows.relabelled(owners, devices)
@@ -286,24 +287,12 @@ def _counts_of(
 
 
 def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
-  """Returns the leaf with a residual on each of so many devices, if any."""
+  """Returns the statistics of a leaf, for so many devices."""
   sizes = sync_state.Sizes(*map(int, _on_host(leaf.sizes)))
-  old = sizes.devices if leaf.residual is None else leaf.residual.shape[0]
-  if old in (0, devices):
+  if sizes.devices in (0, devices):
     return leaf
-  residual = leaf.residual
-  if residual is not None:
-    if sizes.devices not in (0, old):
-      raise ValueError(
-        "`axis_name` must be that of zen_sync, which keeps residuals of"
-        f" {sizes.devices} devices, got a state with {old}: along further axes"
-        " they are copies, and would be added up."
-      )
-    residual = sparsifier_state.folded(
-      _on_host(residual), devices, averages=bool(sizes.mean)
-    )
   sizes = sizes._replace(devices=devices)
-  return leaf._replace(sizes=np.array(sizes, np.int32), residual=residual)
+  return dataclasses.replace(leaf, sizes=np.array(sizes, np.int32))
 
 
 def _of_feedback(

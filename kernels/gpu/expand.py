@@ -9,15 +9,7 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax.kernels import _triton
-
-
-def check(table: jax.Array, row: jax.Array, values: jax.Array) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  del values
-  _triton.check_dtype(table.dtype)
-  if row.size < 1:
-    raise NotImplementedError("at least one row to write, got none")
+from zenjax.kernels.gpu import tiles
 
 
 def expand(
@@ -28,18 +20,20 @@ def expand(
   interpret: bool = False,
 ) -> jax.Array:
   """See `reference.expand`."""
-  check(table, row, values)
-  tile = _triton.tile(table.shape[1], table.dtype, _triton.THREADS)
+  tiles.check_dtype(table.dtype)
+  if row.size < 1:
+    raise NotImplementedError("at least one row to write, got none")
+  tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
   # XLA:CPU takes bfloat16 subnormals for zeros when it loads them.
-  cast = _triton.integers if interpret else lambda x: x
+  cast = tiles.integers if interpret else lambda x: x
   written = pl.pallas_call(
     functools.partial(_kernel, tile=tile),
     grid=(pl.cdiv(row.size, tile.rows),),
-    in_specs=[_triton.WHOLE] * 3,
-    out_specs=_triton.WHOLE,
+    in_specs=[tiles.WHOLE] * 3,
+    out_specs=tiles.WHOLE,
     out_shape=compat.struct(table.shape, cast(table).dtype, table),
     input_output_aliases={2: 0},
-    compiler_params=_triton.PARAMETERS,
+    compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_expand",
   )(row, cast(values), cast(table))
@@ -55,11 +49,11 @@ def _kernel(row, values, _, table, *, tile):
   inside &= to < table.shape[0]
 
   def copy(column, mask, carry):
-    mask = _triton.mask_of(inside, mask, tile.columns)
+    mask = tiles.mask_of(inside, mask, tile.columns)
     value = plgpu.load(
       values.at[at[:, None], column[None, :]], mask=mask, other=0
     )
     plgpu.store(table.at[to[:, None], column[None, :]], value, mask=mask)
     return carry
 
-  _triton.each_piece(table.shape[1], tile.columns, copy, jnp.int32(0))
+  tiles.each_piece(table.shape[1], tile.columns, copy, jnp.int32(0))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from zenjax._src.core import compat
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
-from zenjax.kernels import _triton
+from zenjax.kernels.gpu import tiles
 from zenjax.kernels.reference import Packed
 
 # What is known of a row when its bits are ORed; 0 where all are zero.
@@ -37,17 +37,11 @@ class _Sizes(NamedTuple):
     return self.words * LANES * self.groups
 
 
-def check(table: jax.Array, layout: Layout) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  del layout
-  _triton.check_dtype(table.dtype)
-
-
 def mask_pack(
   table: jax.Array, layout: Layout, *, interpret: bool = False
 ) -> Packed:
   """See `reference.mask_pack`."""
-  check(table, layout)
+  tiles.check_dtype(table.dtype)
   flat = layout
   if layout.in_order:  # One group of all the words.
     words = layout.groups * layout.words
@@ -58,16 +52,16 @@ def mask_pack(
   words, negative = pl.pallas_call(
     functools.partial(_kernel, layout=flat, sizes=sizes, blocks=blocks),
     grid=(grid,),
-    in_specs=[_triton.WHOLE],
-    out_specs=[_triton.WHOLE] * 2,
+    in_specs=[tiles.WHOLE],
+    out_specs=[tiles.WHOLE] * 2,
     out_shape=[
       compat.struct((flat.groups, flat.words), jnp.uint32, table),
       compat.struct((grid,), jnp.int32, table),
     ],
-    compiler_params=_triton.PARAMETERS,
+    compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_mask_pack",
-  )(_triton.integers(table) if interpret else table)
+  )(tiles.integers(table) if interpret else table)
   return Packed(
     words=words.reshape(layout.groups, layout.words),
     negative=jnp.any(negative != 0),
@@ -75,7 +69,7 @@ def mask_pack(
 
 
 def _sizes(table, layout):
-  rows, columns = _triton.tile(table.shape[1], table.dtype)
+  rows, columns = tiles.tile(table.shape[1], table.dtype)
   groups = min(pl.next_power_of_2(layout.groups), rows // LANES)
   return _Sizes(rows // LANES // groups, groups, columns)
 
@@ -107,12 +101,12 @@ def _marks(table, row, there, columns):
   bits = jnp.dtype(f"int{8 * table.dtype.itemsize}")
 
   def read(at, mask, seen):
-    mask = _triton.mask_of(there, mask, columns)
+    mask = tiles.mask_of(there, mask, columns)
     raw = plgpu.load(table.at[row[:, None], at[None, :]], mask=mask, other=0)
-    return seen | _triton.integers(raw)
+    return seen | tiles.integers(raw)
 
   seen = jnp.zeros((row.shape[0], columns), bits)
-  seen = _triton.each_piece(table.shape[1], columns, read, seen)
+  seen = tiles.each_piece(table.shape[1], columns, read, seen)
   magnitude = jnp.array(jnp.iinfo(bits).max, bits)
   mark = jnp.where(seen != 0, _NEGATIVE, 0)
   mark = jnp.where((seen & magnitude) != 0, _NONZERO, mark)

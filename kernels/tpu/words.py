@@ -17,7 +17,7 @@ import jax.numpy as jnp
 LANES = 128
 TILE = 8  # words of a column
 _BLOCK = 1 << 20  # bytes of words that are under way at once
-_MOST_ROWS = 256
+MOST_ROWS = 256
 _MOST_COLUMNS = 2048  # code is written out for all tiles of a row
 
 
@@ -49,26 +49,29 @@ class Cut(NamedTuple):
     return word, (at - word * self.pack) * self.bits
 
 
-def check(table: jax.Array) -> None:
-  """Raises NotImplementedError where rows fill no word."""
-  pack, num_rows = 4 // table.dtype.itemsize, table.shape[-2]
-  # Mosaic of JAX 0.10 cuts arrays at whole tiles only.
-  least = TILE if num_rows % pack else pack
-  if num_rows < least:
-    raise NotImplementedError(
-      f"at least {least} rows of {table.dtype}, {pack} of which share words of"
-      f" 32 bits, got {num_rows}"
-    )
+def cut_of(table: jax.Array, most_rows: int = MOST_ROWS) -> Cut:
+  """Returns how much of `[..., R, D]` fits, twice, beside two result blocks.
 
+  Args:
+    table: The rows that move.
+    most_rows: An upper bound for the rows of a block.
 
-def cut_of(table: jax.Array) -> Cut:
-  """How much of `[..., R, D]` fits, twice, beside two blocks of results."""
+  Raises:
+    NotImplementedError: The rows do not fill a word.
+  """
   *_, num_rows, width = table.shape
   pack = 4 // table.dtype.itemsize
+  # Mosaic of JAX 0.10 cuts arrays at whole tiles only.
+  fewest = TILE if num_rows % pack else pack
+  if num_rows < fewest:
+    raise NotImplementedError(
+      f"at least {fewest} rows of {table.dtype}, {pack} of which share words of"
+      f" 32 bits, got {num_rows}"
+    )
   least = TILE * pack
   columns = _columns(width)
   fits = _BLOCK // (columns * 4) // least * least
-  return Cut(num_rows, pack, min(_MOST_ROWS, fits), columns)
+  return Cut(num_rows, pack, min(most_rows, fits), columns)
 
 
 def _columns(width):

@@ -23,27 +23,27 @@ import jax.numpy as jnp
 
 from zenjax._src.core import compat
 from zenjax._src.core.partition import Layout
-from zenjax.kernels.mask_pack._tpu_sizes import LANES
-from zenjax.kernels.mask_pack._tpu_sizes import row_at
-from zenjax.kernels.mask_pack._tpu_sizes import Sizes
-from zenjax.kernels.mask_pack._tpu_sizes import sizes_of
-from zenjax.kernels.mask_pack._tpu_sizes import weights_of
 from zenjax.kernels.reference import Packed
+from zenjax.kernels.tpu.blocks import BLOCK
+from zenjax.kernels.tpu.blocks import LANES
+from zenjax.kernels.tpu.blocks import row_at
+from zenjax.kernels.tpu.blocks import Sizes
+from zenjax.kernels.tpu.blocks import sizes_of
+from zenjax.kernels.tpu.blocks import weights_of
 
 # What is known of a row when its bits are ORed; 0 where all are zero.
 _NONZERO, _NEGATIVE = 1, 2  # of a negative one all magnitudes are zero
 
 
-def check(table: jax.Array, layout: Layout) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  sizes_of(table, layout)
-
-
 def mask_pack(
-  table: jax.Array, layout: Layout, *, interpret: Any = False
+  table: jax.Array,
+  layout: Layout,
+  *,
+  interpret: Any = False,
+  most_bytes: int = BLOCK,
 ) -> Packed:
-  """See `reference.mask_pack`."""
-  sizes = sizes_of(table, layout)
+  """See `reference.mask_pack`; a block has at most `most_bytes`."""
+  sizes = sizes_of(table, layout, most_bytes)
   if interpret:
     # XLA:CPU takes bfloat16 subnormals for zeros when it loads a block.
     bits = jnp.dtype(f"int{table.dtype.itemsize * 8}")

@@ -17,21 +17,7 @@ import jax.numpy as jnp
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
-from zenjax.kernels import _triton
-
-
-def check(
-  table: jax.Array,
-  bitmap: indexing.Bitmap,
-  layout: Layout,
-  first: jax.Array,
-  capacity: int,
-) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  del bitmap, layout, first
-  _triton.check_dtype(table.dtype)
-  if capacity < 1:
-    raise NotImplementedError(f"a capacity of at least 1, got {capacity}")
+from zenjax.kernels.gpu import tiles
 
 
 def compact(
@@ -44,22 +30,24 @@ def compact(
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """See `reference.compact`."""
-  check(table, bitmap, layout, first, capacity)
+  tiles.check_dtype(table.dtype)
+  if capacity < 1:
+    raise NotImplementedError(f"a capacity of at least 1, got {capacity}")
   # A thread has one slot at most: a search takes registers.
-  tile = _triton.tile(table.shape[1], table.dtype, _triton.THREADS)
+  tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
   # XLA:CPU takes bfloat16 subnormals for zeros when it loads them.
-  source = _triton.integers(table) if interpret else table
+  source = tiles.integers(table) if interpret else table
   m, width = layout.groups, table.shape[1]
   slots, rows = pl.pallas_call(
     functools.partial(_kernel, layout=layout, tile=tile),
     grid=(m, pl.cdiv(capacity, tile.rows)),
-    in_specs=[_triton.WHOLE] * 5,
-    out_specs=[_triton.WHOLE] * 2,
+    in_specs=[tiles.WHOLE] * 5,
+    out_specs=[tiles.WHOLE] * 2,
     out_shape=[
       compat.struct((m, capacity), jnp.int32, table),
       compat.struct((m, capacity, width), source.dtype, table),
     ],
-    compiler_params=_triton.PARAMETERS,
+    compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_compact",
   )(source, *bitmap, first)
@@ -76,18 +64,18 @@ def _kernel(table, words, before, total, first, slots, rows, *, layout, tile):
   row = layout.row(groups, slot, look_up=False)
 
   def copy(column, mask, carry):
-    there = _triton.mask_of(inside & (row < table.shape[0]), mask, tile.columns)
+    there = tiles.mask_of(inside & (row < table.shape[0]), mask, tile.columns)
     value = plgpu.load(
       table.at[row[:, None], column[None, :]], mask=there, other=0
     )
     plgpu.store(
       rows.at[groups[:, None], at[:, None], column[None, :]],
       value,
-      mask=_triton.mask_of(inside, mask, tile.columns),
+      mask=tiles.mask_of(inside, mask, tile.columns),
     )
     return carry
 
-  _triton.each_piece(table.shape[1], tile.columns, copy, jnp.int32(0))
+  tiles.each_piece(table.shape[1], tile.columns, copy, jnp.int32(0))
 
 
 def _select(words, before, total, group, k):

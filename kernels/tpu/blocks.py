@@ -15,7 +15,7 @@ LANES = 128
 _MOST_UNITS = 64  # of which the product has a row each
 # Bytes: two blocks, the weights and what is between them fit in the 16 MiB
 # that every TPU lends a kernel.
-_BLOCK = 2 << 20
+BLOCK = 2 << 20
 _MOST_BLOCK = 4 << 20
 _MOST_WEIGHTS = 5 << 20
 
@@ -37,7 +37,9 @@ class Sizes(NamedTuple):
     return pl.cdiv(pl.cdiv(self.words, self.per_unit), self.units)
 
 
-def sizes_of(table: jax.Array, layout: Layout) -> Sizes:
+def sizes_of(
+  table: jax.Array, layout: Layout, most_bytes: int = BLOCK
+) -> Sizes:
   """Raises NotImplementedError where no cut serves."""
   rows, width = table.shape
   itemsize = table.dtype.itemsize
@@ -55,7 +57,7 @@ def sizes_of(table: jax.Array, layout: Layout) -> Sizes:
   # A unit's rows fill the lanes, for every byte of a 32-bit word.
   few = LANES * (4 // itemsize)
   least = few // math.gcd(few, 32 * m)
-  fits = min((LANES - 1) // m, _BLOCK // (32 * m * width * itemsize))
+  fits = min((LANES - 1) // m, most_bytes // (32 * m * width * itemsize))
   per_unit = max(least, fits // least * least)
   unit = 32 * m * per_unit
   half = pl.cdiv(per_unit * m + 1, LANES) * LANES
@@ -69,7 +71,7 @@ def sizes_of(table: jax.Array, layout: Layout) -> Sizes:
     )
   units = min(_MOST_UNITS, pl.cdiv(pl.cdiv(words, per_unit), 8) * 8)
   together = 1
-  while units % (2 * together) == 0 and 2 * together * block <= _BLOCK:
+  while units % (2 * together) == 0 and 2 * together * block <= most_bytes:
     together *= 2
   return Sizes(
     across=width % LANES != 0,

@@ -15,31 +15,11 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax.kernels import _triton
 from zenjax.kernels import reference
+from zenjax.kernels.gpu import tiles
 
 _COLUMNS = 128  # of a sum that a program has
-_SUMS = _triton.THREADS * 32  # registers of a thread
-
-
-def check(
-  slots: jax.Array,
-  rows: jax.Array,
-  limit: jax.Array,
-  num_slots: int,
-  capacity: int,
-  dtype: jnp.dtype,
-) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  del limit, num_slots
-  _triton.check_dtype(rows.dtype)
-  if jnp.dtype(dtype) != jnp.float32:
-    raise NotImplementedError(f"sums in float32, got {jnp.dtype(dtype)}")
-  if capacity < 1 or slots.size < 1:
-    raise NotImplementedError(
-      f"at least one row sent and one to hold, got slots of {slots.shape} and"
-      f" a capacity of {capacity}"
-    )
+_SUMS = tiles.THREADS * 32  # registers of a thread
 
 
 def merge(
@@ -53,19 +33,26 @@ def merge(
   interpret: bool = False,
 ) -> reference.Union:
   """See `reference.merge`."""
-  check(slots, rows, limit, num_slots, capacity, dtype)
+  tiles.check_dtype(rows.dtype)
+  if jnp.dtype(dtype) != jnp.float32:
+    raise NotImplementedError(f"sums in float32, got {jnp.dtype(dtype)}")
+  if capacity < 1 or slots.size < 1:
+    raise NotImplementedError(
+      f"at least one row sent and one to hold, got slots of {slots.shape} and"
+      f" a capacity of {capacity}"
+    )
   # Where rows belong is not asked for, so XLA does not compute it.
   union, _ = reference.place(slots, limit, num_slots, capacity)
   width = rows.shape[2]
   columns = min(pl.next_power_of_2(width), _COLUMNS)
-  tile = _triton.Tile(min(_triton.THREADS, _SUMS // columns), columns)
+  tile = tiles.Tile(min(tiles.THREADS, _SUMS // columns), columns)
   sums = pl.pallas_call(
     functools.partial(_kernel, num_slots=num_slots, tile=tile),
     grid=(pl.cdiv(capacity, tile.rows), pl.cdiv(width, columns)),
-    in_specs=[_triton.WHOLE] * 3,
-    out_specs=_triton.WHOLE,
+    in_specs=[tiles.WHOLE] * 3,
+    out_specs=tiles.WHOLE,
     out_shape=compat.struct((capacity, width), dtype, rows),
-    compiler_params=_triton.PARAMETERS,
+    compiler_params=tiles.PARAMETERS,
     interpret=interpret,
     name="zenjax_merge",
   )(union.slots, slots, rows)

@@ -21,60 +21,64 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from zenjax._src.core import compat
-from zenjax.kernels import _words_tpu
-from zenjax.kernels._words_tpu import LANES
-from zenjax.kernels._words_tpu import TILE
+from zenjax._src.core import indexing
+from zenjax._src.core.partition import Layout
+from zenjax.kernels.tpu import words as in_words
+from zenjax.kernels.tpu.words import LANES
+from zenjax.kernels.tpu.words import TILE
 
 
-def check(table: jax.Array) -> None:
-  """Raises NotImplementedError where rows cannot be moved one by one."""
-  dtype, width = table.dtype, table.shape[1]
-  if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
-    raise NotImplementedError(
-      "float32, bfloat16 and float8, which Mosaic loads, in rows of a width"
-      " that 128 divides, which can be moved one by one (`zenjax.packed` stores"
-      f" narrower tables so), got {dtype} of width {width}"
-    )
-  _words_tpu.check(table)
+def compact(
+  table: jax.Array,
+  bitmap: indexing.Bitmap,
+  layout: Layout,
+  first: jax.Array,
+  capacity: int,
+  *,
+  interpret: Any = False,
+  most_rows: int = in_words.MOST_ROWS,
+) -> tuple[jax.Array, jax.Array]:
+  """See `reference.compact`; a block has at most `most_rows`.
 
-
-def gather(
-  table: jax.Array, row: jax.Array, name: str, *, interpret: Any
-) -> jax.Array:
-  """`[m, C, D]` rows of `table` at `row: [m, C]`; zeros where it is `R`."""
-  m, count = row.shape
-  cut, width = _words_tpu.cut_of(table), table.shape[1]
+  XLA finds the slots: they are few. The kernel moves the rows that are there,
+  straight to their place in the buffer.
+  """
+  cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
+  wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
+  slots = indexing.select(bitmap, wanted)
+  group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+  row = layout.row(group, slots)
   raw = _raw(table, interpret)
   gathered = pl.pallas_call(
     functools.partial(_gather, cut=cut),
-    grid=(m, pl.cdiv(count, cut.rows), width // cut.columns),
+    grid=(layout.groups, pl.cdiv(capacity, cut.rows), width // cut.columns),
     in_specs=[_rows_of(cut.rows)] + [pl.BlockSpec(memory_space=pl.ANY)] * 2,
     out_specs=pl.BlockSpec(
       (1, cut.rows, cut.columns), lambda g, b, c: (g, b, c)
     ),
-    out_shape=compat.struct((m, count, width), raw.dtype, table),
+    out_shape=compat.struct((*row.shape, width), raw.dtype, table),
     scratch_shapes=[_words(cut), pltpu.SemaphoreType.DMA],
-    cost_estimate=_words_tpu.moves(
+    cost_estimate=in_words.moves(
       row.nbytes + row.size * width * (4 + table.dtype.itemsize)
     ),
     interpret=interpret,
-    name=name,
-  )(_in_blocks(row, cut), *_words_tpu.split(raw, cut, interpret))
-  return lax.bitcast_convert_type(gathered, table.dtype)
+    name="zenjax_compact",
+  )(_in_blocks(row, cut), *in_words.split(raw, cut, interpret))
+  return slots, lax.bitcast_convert_type(gathered, table.dtype)
 
 
-def scatter(
+def expand(
   table: jax.Array,
   row: jax.Array,
   values: jax.Array,
-  name: str,
   *,
-  interpret: Any,
+  interpret: Any = False,
+  most_rows: int = in_words.MOST_ROWS,
 ) -> jax.Array:
-  """`table` with `values: [C, D]` at `row: [C]`, in place; `R` is nowhere."""
-  cut, width = _words_tpu.cut_of(table), table.shape[1]
+  """See `reference.expand`; a block has at most `most_rows`."""
+  cut, width = _cut_of(table, row.size, most_rows), table.shape[1]
   raw = _raw(table, interpret)
-  whole, last = _words_tpu.split(raw, cut, interpret)
+  whole, last = in_words.split(raw, cut, interpret)
   written, last = pl.pallas_call(
     functools.partial(_scatter, cut=cut),
     grid=(1, pl.cdiv(row.size, cut.rows), width // cut.columns),
@@ -88,20 +92,34 @@ def scatter(
     scratch_shapes=[_words(cut), _words(cut), pltpu.SemaphoreType.DMA],
     input_output_aliases={2: 0, 3: 1},
     # Words of which a part is written are read first.
-    cost_estimate=_words_tpu.moves(
+    cost_estimate=in_words.moves(
       row.nbytes + values.nbytes + values.size * (4 if cut.pack == 1 else 8)
     ),
     interpret=interpret,
-    name=name,
+    name="zenjax_expand",
   )(_in_blocks(row[None], cut), _raw(values, interpret), whole, last)
-  written = _words_tpu.joined(written, last, cut, raw.dtype)
+  written = in_words.joined(written, last, cut, raw.dtype)
   return lax.bitcast_convert_type(written, table.dtype)
+
+
+def _cut_of(table, count, most_rows):
+  """Raises NotImplementedError where rows cannot be moved one by one."""
+  dtype, width = table.dtype, table.shape[1]
+  if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
+    raise NotImplementedError(
+      "float32, bfloat16 and float8, which Mosaic loads, in rows of a width"
+      " that 128 divides, which can be moved one by one (`zenjax.packed` stores"
+      f" narrower tables so), got {dtype} of width {width}"
+    )
+  if count < 1:
+    raise NotImplementedError("at least one row to move, got none")
+  return in_words.cut_of(table, most_rows)
 
 
 def _raw(x, interpret):
   """`x`, of which XLA:CPU would take bfloat16 subnormals for zeros."""
   # On a TPU it would be copied to be of another dtype.
-  return _words_tpu.integers(x) if interpret else x
+  return in_words.integers(x) if interpret else x
 
 
 def _words(cut):
@@ -182,7 +200,7 @@ class _Copies:
 
   def __init__(self, row, table, last, done, cut):
     self._row, self._last = row, last
-    self._table = _words_tpu.seen_as_words(table, cut)
+    self._table = in_words.seen_as_words(table, cut)
     self._done, self._cut = done, cut
 
   def each(self, do, up=None):

@@ -18,22 +18,24 @@ import jax.numpy as jnp
 
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax.kernels import _words_tpu
 from zenjax.kernels import reference
-from zenjax.kernels._words_tpu import LANES
-from zenjax.kernels._words_tpu import TILE
+from zenjax.kernels.tpu import words as in_words
+from zenjax.kernels.tpu.words import LANES
+from zenjax.kernels.tpu.words import TILE
 
 
-def check(
+def merge(
   slots: jax.Array,
   rows: jax.Array,
   limit: jax.Array,
   num_slots: int,
   capacity: int,
   dtype: jnp.dtype,
-) -> None:
-  """Raises NotImplementedError where the kernel cannot serve."""
-  del limit, num_slots
+  *,
+  interpret: Any = False,
+  most_rows: int = in_words.MOST_ROWS,
+) -> reference.Union:
+  """See `reference.merge`."""
   if rows.dtype.name not in ("float32", "bfloat16") or rows.shape[2] % LANES:
     raise NotImplementedError(
       "float32 and bfloat16 rows of a width that 128 divides (`zenjax.packed`"
@@ -46,24 +48,9 @@ def check(
       f"at least one row sent and one to hold, got slots of {slots.shape} and"
       f" a capacity of {capacity}"
     )
-  _words_tpu.check(rows)
-
-
-def merge(
-  slots: jax.Array,
-  rows: jax.Array,
-  limit: jax.Array,
-  num_slots: int,
-  capacity: int,
-  dtype: jnp.dtype,
-  *,
-  interpret: Any = False,
-) -> reference.Union:
-  """See `reference.merge`."""
-  check(slots, rows, limit, num_slots, capacity, dtype)
   union, position = reference.place(slots, limit, num_slots, capacity)
   n, count, width = rows.shape
-  cut = _words_tpu.cut_of(rows)
+  cut = in_words.cut_of(rows, most_rows)
   blocks = pl.cdiv(capacity, cut.rows)
   # Positions that a range may lie across, by lanes: it starts in the first.
   chunks = pl.cdiv(cut.rows - 1, LANES) + 1
@@ -82,7 +69,7 @@ def merge(
       pltpu.SMEM((2, chunks, 1, LANES), jnp.int32),
       pltpu.SemaphoreType.DMA((2,)),
     ],
-    cost_estimate=_words_tpu.moves(
+    cost_estimate=in_words.moves(
       position.nbytes + rows.nbytes + capacity * width * 4
     ),
     interpret=interpret,
@@ -90,7 +77,7 @@ def merge(
   )(
     _ranges(position, blocks, cut.rows, capacity),
     _by_lanes(position, chunks),
-    *_words_tpu.split(rows, cut, interpret),
+    *in_words.split(rows, cut, interpret),
   )
   return union._replace(rows=sums)
 
@@ -113,7 +100,7 @@ def _by_lanes(position, chunks):
 def _kernel(ranges, position, rows, last, sums, words, at, arrived, *, cut):
   block, piece = pl.program_id(0), pl.program_id(1)
   n = rows.shape[0]
-  rows = _words_tpu.seen_as_words(rows, cut)
+  rows = in_words.seen_as_words(rows, cut)
   columns = pl.ds(pl.multiple_of(piece * cut.columns, LANES), cut.columns)
   # Tiles are copied many at once, the words past the last one by one.
   tiles = cut.whole // TILE

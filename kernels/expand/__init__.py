@@ -1,1 +1,0 @@
-"""Summed rows written back over a table, in place."""

@@ -1,1 +1,0 @@
-"""One read of a table to the bitmap of its nonzero rows."""

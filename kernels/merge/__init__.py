@@ -1,1 +1,0 @@
-"""Rows received from all sources, summed in rank order into their union."""

@@ -1,1 +1,0 @@
-"""Rows sent to everyone: each owner's own number of them."""

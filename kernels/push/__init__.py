@@ -1,1 +1,0 @@
-"""Rows sent to their owners: each source's own number of them."""

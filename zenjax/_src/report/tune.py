@@ -1,0 +1,195 @@
+"""`tune`: a static plan for the next steps, from what earlier steps counted."""
+
+from collections.abc import Iterator
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zenjax._src.core.arguments import Capacity
+from zenjax._src.machine import cost
+from zenjax._src.machine.link_models import Link
+from zenjax._src.report import stats
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.sync import sync_state
+from zenjax._src.sync.sync_state import LeafChoice
+from zenjax._src.sync.sync_state import LeafState
+from zenjax._src.sync.sync_state import ZenSyncState
+
+# Buffers hold these percentiles of recent needs, whichever costs least.
+_PERCENTILES = (50, 75, 90, 95, 100)
+# A little more than was needed so far, since batches differ.
+_MARGIN = 1.03
+# A round takes as long as sending so many bytes to each device.
+_ROUND_BYTES = 32 << 10
+# Changes that gain less are not worth a compilation.
+_LEAST_GAIN = 1.1
+# Predictions of times err by this much.
+_LEAST_TIME_GAIN = 1.2
+
+
+def tune(tree: Any, *, link: Link | None = None) -> Any:
+  """Plans the next steps with what recent steps have counted.
+
+  Call it once after some 20 steps, and again when batches change. It sets the
+  buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
+  needed, and has leaves all-reduced that were mostly denser than break-even.
+  The plan is static metadata of the state: the next step compiles once more,
+  and numbers in the state stay as they are. On several processes all devices
+  have the same counts, so all make the same plan.
+
+  Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are
+  kept.
+
+  Args:
+    tree: Anything that holds states of zenjax: an optimizer state, a
+      `TrainState`, `(params, opt_state)`, or the state of an `nnx.Optimizer`.
+    link: The connection of the devices. With it `tune` also chooses the scheme
+      of each leaf, by predicted time.
+
+  Returns:
+    The same tree with the new plan; `tree` itself if nothing would gain.
+
+  Raises:
+    TypeError: It is called inside `jit`; call it on the state after a step.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> tx = zenjax.zen_sync("data", sparse=True)
+    >>> grads = jnp.zeros((4, 4096, 16)).at[:, :100].set(1.0)
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="data")
+    >>> _, state = jax.jit(step)(grads)
+    >>> state = zenjax.tune(jax.tree.map(lambda x: x[0], state))
+    >>> dict(state.tuned)["leaf"].capacities
+    Capacity(push=26, pull=26)
+  """
+  sync_state.require_numbers(tree, "tune")
+  is_sync = lambda node: isinstance(node, ZenSyncState)
+  changed = False
+
+  def planned(node: Any) -> Any:
+    nonlocal changed
+    if not is_sync(node):
+      return node
+    found = {change.name: change.choice for change in changes(node, link)}
+    changed |= bool(found)
+    return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+
+  tuned = jax.tree.map(planned, tree, is_leaf=is_sync)
+  return tuned if changed else tree
+
+
+class Change(NamedTuple):
+  """What `tune` would change for one leaf."""
+
+  name: str
+  choice: LeafChoice
+  gain: float  # of bytes and rounds; of predicted time with a link
+
+
+def told(state: Any) -> list[str]:
+  """Returns lines that say what `tune` would change, for a report."""
+  found = [x for node in sync_state.find(state) for x in changes(node, None)]
+  if not found:
+    return []
+  lines = ["zenjax.tune(opt_state) would change:"]
+  for name, choice, gain in found:
+    what = "all-reduced as a whole"
+    if choice.capacities:
+      push, pull = choice.capacities
+      what = f"{choice.scheme}, buffers of {push} and {pull} rows"
+    lines.append(f"  {name}: {what}, {gain:.1f}x less to send")
+  return lines
+
+
+def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
+  """Yields what to change in the plan of a state."""
+  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
+  tuned = dict(node.tuned)
+  for name, leaf in sync_state.whole_leaves(node).items():
+    sizes, _ = stats.numbers_of(leaf)
+    history = stats.array(leaf.history)[:steps]
+    # Dense leaves count nothing, nor does one device.
+    if sizes.devices < 2 or not sizes.push or not len(history):
+      continue
+    change = None
+    if link is not None:
+      change = _by_time(name, leaf, link)
+    change = change or _by_counts(name, sizes, history)
+    if change and tuned.get(name) != change.choice:
+      yield change
+
+
+def _by_counts(
+  name: str, sizes: sync_state.Sizes, history: np.ndarray
+) -> Change | None:
+  """Returns the buffers that would have sent least."""
+  scheme = sync_state.SCHEMES[sizes.scheme]
+  dense = history[:, 0] == sync_state.DENSE_STEP
+  if np.mean(dense) > 0.5:
+    return Change(name, LeafChoice("dense"), 1.0)
+  needs = np.maximum(history[~dense], 1).astype(float)
+  row_bytes = 4 * sizes.width / sizes.column_groups
+  now = _cost(needs, Capacity(sizes.push, sizes.pull), row_bytes)
+  if scheme == "zen" and sizes.devices == 2:
+    # Owners save nothing between two devices: half of the rows is pushed, and
+    # half of the union pulled, which is no less than all rows once.
+    most = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
+    rows = min(int(most[0]), sizes.num_rows)
+    size = Capacity(rows, min(int(most[1]), sizes.num_rows))
+    gain = now / (rows * row_bytes + _ROUND_BYTES)
+    if gain > _LEAST_GAIN:
+      return Change(name, LeafChoice("all_gather", size), gain)
+  pushes, pulls = [
+    np.ceil(np.percentile(needs[:, i], _PERCENTILES) * _MARGIN) for i in (0, 1)
+  ]
+  best = min(
+    [Capacity(int(a), int(b)) for a, b in itertools.product(pushes, pulls)],
+    key=lambda size: _cost(needs, size, row_bytes),
+  )
+  push, pull = [min(size, sizes.num_rows) for size in best]
+  best = Capacity(push, max(push, pull))
+  gain = now / _cost(needs, best, row_bytes)
+  if gain < _LEAST_GAIN:
+    return None
+  return Change(name, LeafChoice(scheme, best), gain)
+
+
+def _cost(needs: np.ndarray, size: Capacity, row_bytes: float) -> float:
+  """Returns the mean bytes of a step from each device, with its rounds."""
+  rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
+  return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))
+
+
+def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
+  """Returns the scheme that is predicted to be fastest, if it is another."""
+  sizes, last = stats.numbers_of(leaf)
+  profile = stats.profile_of(sizes, last)
+  dtype = np.dtype(np.float32)
+  table = Table(
+    name=name,
+    num_rows=sizes.num_rows,
+    width=sizes.width,
+    dtype=dtype,
+    wire_dtype=dtype,
+  )
+  context = Context(axes=("data",), sizes=(sizes.devices,), mean=True)
+  with jax.ensure_compile_time_eval():
+    found = cost.choices(table, profile, context, link)
+  seconds = {x.scheme: x.seconds for x in reversed(found)}
+  now = sync_state.SCHEMES[sizes.scheme]
+  best = min(seconds, key=lambda scheme: seconds[scheme])
+  gain = seconds.get(now, np.inf) / seconds[best]
+  if best == now or gain < _LEAST_TIME_GAIN:
+    return None
+  if best == "dense":
+    return Change(name, LeafChoice("dense"), gain)
+  rows = [profile.fullest, profile.union]
+  groups = sizes.devices if best == "zen" else 1
+  wanted = [int(np.ceil(_MARGIN * x / groups)) for x in rows]
+  size = Capacity(*[min(max(x, 1), sizes.num_rows) for x in wanted])
+  return Change(name, LeafChoice(best, size), gain)

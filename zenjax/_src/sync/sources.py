@@ -1,0 +1,192 @@
+"""Arrays and SparseRows as they enter and leave an exchange.
+
+The nonzero rows of an array are sent from the array itself, and sums are
+written over it: the union of all devices' nonzero rows contains the local
+ones, so what is not written is zero already. SparseRows are sorted by owner,
+and what comes back is appended to a list with room for all rows that devices
+together hold; nothing there has the size of the table.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenjax._src.core import indexing
+from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax.kernels.operations import compact
+from zenjax.kernels.operations import expand
+from zenjax.kernels.operations import mask_pack
+from zenjax.kernels.reference import plus_zero_where
+
+
+class ArraySource(NamedTuple):
+  """The nonzero rows of an array; see `base.Source`."""
+
+  table: jax.Array  # [R, D]
+  bitmap: indexing.Bitmap  # of [m, W] words
+
+  @classmethod
+  def of(cls, table: jax.Array, plan: TablePlan) -> "ArraySource":
+    packed = mask_pack(table, plan.layout, kernels=plan.kernels)
+    # Replicas agree bit for bit only with positive zeros. All who read or write
+    # take this table, or XLA would keep a copy.
+    (table,) = plus_zero_where(packed.negative, (table,))
+    return cls(table, indexing.index(packed.words))
+
+  def take(
+    self, start: jax.Array, plan: TablePlan
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    first = indexing.rank(self.bitmap, start[:, None])[:, 0]
+    slots, rows = compact(
+      self.table,
+      self.bitmap,
+      plan.layout,
+      first,
+      plan.push,
+      kernels=plan.kernels,
+    )
+    return slots, rows, self.bitmap.total - first
+
+  def target(self, plan: TablePlan) -> "ArrayTarget":
+    del plan
+    return ArrayTarget(self.table)
+
+  def after(self, target: "ArrayTarget") -> "ArraySource":
+    """Returns the source once sums were written over its table.
+
+    Rows that were not sent yet are where they were.
+    """
+    return self._replace(table=target.table)
+
+
+class ArrayTarget(NamedTuple):
+  """An array over which sums are written."""
+
+  table: jax.Array  # [R, D]
+
+  def written(self, arrived: Arrived, plan: TablePlan) -> "ArrayTarget":
+    table = expand(
+      self.table, arrived.row, arrived.values, kernels=plan.kernels
+    )
+    return ArrayTarget(table)
+
+
+class ListSource(NamedTuple):
+  """Rows in the order of groups and slots, each once; see `base.Source`."""
+
+  place: jax.Array  # [K] int32 ascending, group * S + slot; m * S as padding
+  values: jax.Array  # [K, D]
+  end: jax.Array  # [m] int32, where the rows of each group end
+
+  @classmethod
+  def of(cls, parts: Sequence[SparseRows], plan: TablePlan) -> "ListSource":
+    """Sorts the rows of tables that travel as one, and adds up duplicates."""
+    layout = plan.layout
+    firsts = plan.first_rows.tolist()
+    joined = [_ids(rows, first, plan) for rows, first in zip(parts, firsts)]
+    ids = jnp.concatenate([ids for ids, _ in joined])
+    values = jnp.concatenate([values for _, values in joined])
+    real = ids < plan.table.num_rows
+    group, slot = layout.place(jnp.where(real, ids, 0))
+    nowhere = layout.groups * layout.slots
+    place = jnp.where(real, group * layout.slots + slot, nowhere)
+    merged = SparseRows(place, values, nowhere).combine()
+    ends = np.arange(1, layout.groups + 1, dtype=np.int32) * layout.slots
+    end = indexing.lower_bound(merged.indices, jnp.asarray(ends))
+    return cls(merged.indices, merged.values, end)
+
+  def take(
+    self, start: jax.Array, plan: TablePlan
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_slots = plan.layout.slots
+    begin = jnp.arange(plan.layout.groups, dtype=jnp.int32) * num_slots
+    first = indexing.lower_bound(self.place, begin + start)
+    at = first[:, None] + jnp.arange(plan.push, dtype=jnp.int32)[None]
+    there = at < self.end[:, None]
+    at = jnp.where(there, at, self.place.shape[0])
+    place = indexing.take_or(self.place, at, 0)
+    slots = jnp.where(there, place - begin[:, None], num_slots)
+    rows = indexing.take_or(self.values, at, 0)
+    return slots, rows, self.end - first
+
+  def target(self, plan: TablePlan) -> "ListTarget":
+    """Returns a list of no rows, with room for all that devices may send."""
+    table = plan.table
+    return ListTarget(
+      row=jnp.full(sum(plan.rooms), table.num_rows, jnp.int32),
+      values=jnp.zeros((sum(plan.rooms), table.width), table.dtype),
+      total=jnp.zeros(len(plan.tables), jnp.int32),
+    )
+
+  def after(self, target: "ListTarget") -> "ListSource":
+    """Returns the same: sums are written elsewhere."""
+    del target
+    return self
+
+
+def _ids(
+  rows: SparseRows, first: int, plan: TablePlan
+) -> tuple[jax.Array, jax.Array]:
+  """Returns ids in the joined table, its number of rows as padding."""
+  ids, values = rows.indices, rows.values
+  if not rows.capacity:
+    ids = jnp.pad(ids, (0, 1), constant_values=rows.num_rows)
+    values = jnp.pad(values, ((0, 1), (0, 0)))
+  # As everywhere in JAX, a negative id counts from the end.
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  real = (ids >= 0) & (ids < rows.num_rows)
+  return jnp.where(real, ids + first, plan.table.num_rows), values
+
+
+class ListTarget(NamedTuple):
+  """Rows that came back, in the order in which they came.
+
+  The rows of tables that travel as one are apart, each table in its own room.
+  """
+
+  row: jax.Array  # [k] int32, R as padding
+  values: jax.Array  # [k, D], zero there
+  total: jax.Array  # [p] int32, how many rows there are of each table
+
+  def written(self, arrived: Arrived, plan: TablePlan) -> "ListTarget":
+    row, (firsts, begins) = arrived.row, _starts(plan)
+    count = row.shape[0]
+    table = jnp.sum(row[:, None] >= firsts[None, 1:], axis=1, dtype=jnp.int32)
+    real = row < plan.table.num_rows
+    tables = np.arange(len(plan.tables), dtype=np.int32)[None]
+    mine = real[:, None] & (table[:, None] == tables)
+    counted = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
+    behind = counted + (self.total + begins)[None]
+    behind = jnp.sum(jnp.where(mine, behind, 0), axis=1, dtype=jnp.int32)
+    # Padding gets places out of range and all different.
+    past = self.row.shape[0] + jnp.arange(count, dtype=jnp.int32)
+    at = jnp.where(real, behind - 1, past)
+    return ListTarget(
+      row=indexing.put(self.row, at, row),
+      values=indexing.put(self.values, at, arrived.values),
+      total=self.total + counted[-1],
+    )
+
+  def rows(self, plan: TablePlan) -> list[SparseRows]:
+    """Returns the rows of each table."""
+    firsts, begins = _starts(plan)
+    found = []
+    for table, room, first, begin in zip(
+      plan.tables, plan.rooms, firsts.tolist(), begins.tolist()
+    ):
+      row = self.row[begin : begin + room] - first
+      row = jnp.minimum(row, table.num_rows)
+      rows = SparseRows(row, self.values[begin : begin + room], table.num_rows)
+      found.append(rows.as_unique())
+    return found
+
+
+def _starts(plan: TablePlan) -> tuple[np.ndarray, np.ndarray]:
+  """Returns where ids and rooms of each table begin, `[p] int32` each."""
+  begins = np.cumsum([0, *plan.rooms[:-1]]).astype(np.int32)
+  return plan.first_rows, begins
