@@ -262,12 +262,13 @@ def test_a_mesh_of_explicit_axes():
     loss = lambda t: (t[ids] * scale).sum()
     _, grads = zenjax.value_and_grad(loss)(table)
     updates, state = tx.update(grads, state, table)
-    return (zenjax.apply_updates(table, updates), state), ()
+    return (zenjax.apply_updates(table, updates), state), jnp.sum(ids)
 
   def after_steps(mesh, specs):
     table = jnp.ones((600, 4))
     state = table, zenjax.init_state(tx, table, mesh, "data")
-    train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    mapped = zenjax.data_parallel(step, mesh, "data", aux_specs="sum")
+    train = jax.jit(mapped)
     for spec in specs:
       placed = jax.device_put(batch, spec and NamedSharding(mesh, spec))
       state, total = train(state, *placed)
