@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import ml_dtypes
 import numpy as np
+import optax
 
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import mesh_axes
@@ -320,12 +321,17 @@ def _is_floating(x: Any) -> bool:
 
 
 def _in_float64(tree: Any) -> Any:
-  """Casts floating leaves; what zen_sync counts keeps its dtypes."""
-  is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
-  cast = lambda x: x.astype(jnp.float64) if _is_floating(x) else x
-  return jax.tree.map(
-    lambda node: node if is_sync(node) else cast(node), tree, is_leaf=is_sync
-  )
+  """Casts floating leaves, except where a transformation fixes the dtype."""
+  kinds = sync_state.ZenSyncState | optax.MultiStepsState
+  is_kind = lambda node: isinstance(node, kinds)
+
+  def cast(node: Any) -> Any:
+    if isinstance(node, optax.MultiStepsState):
+      inner = _in_float64(node.inner_opt_state)
+      return node._replace(inner_opt_state=inner)
+    return node.astype(jnp.float64) if _is_floating(node) else node
+
+  return jax.tree.map(cast, tree, is_leaf=is_kind)
 
 
 def _on_host(x: Any) -> Any:
@@ -471,7 +477,7 @@ def _judged(
   if any(name in run.mesh.apart for run in runs):
     problem = _APART
   elif judge and (wrong.any() or own.share > _NEAR + tolerance):
-    problem = _meaning(name, runs[-1], wrong)
+    problem = _meaning(name, runs[-1])
   return LeafCheck(name, own.change, own.part(), wide and wide.part(), problem)
 
 
@@ -482,7 +488,7 @@ _APART = (
 )
 
 
-def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
+def _meaning(name: str, run: _Compared) -> str:
   """Says what a difference may mean."""
   if name in run.one.losses:
     many, one = (float(x.losses[name]) for x in (run.mesh, run.one))
@@ -492,8 +498,12 @@ def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
       " divide by what all devices count, as `zenjax.weighted_mean` does for"
       " padded examples. Random numbers that depend on the device must be off."
     )
-  first = [x.first[name].astype(np.float64) for x in (run.mesh, run.one)]
-  many, one = (x - run.one.initial[name].astype(np.float64) for x in first)
+  runs = run.mesh, run.one
+  # After one step, unless that changed nothing.
+  stages = [x.first[name] for x in runs], [x.last[name] for x in runs]
+  after = stages[0] if _distance(*stages[0]).any() else stages[1]
+  initial = run.one.initial[name].astype(np.float64)
+  many, one = (x.astype(np.float64) - initial for x in after)
   devices = run.devices
   ways = {devices: ("summed", "averaged"), 1 / devices: ("averaged", "summed")}
   for times, (made, meant) in ways.items():
@@ -505,10 +515,12 @@ def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
         f" {made} over devices and should be {meant}. Return a mean over the"
         " examples as the loss, and average gradients."
       )
-  rows = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.ndim > 1 else []
   where = ""
-  if 0 < sum(rows) <= len(rows) // 2:
-    where = f"{sum(rows)} of {len(rows)} rows, the first {np.argmax(rows)}: "
+  if one.ndim > 1:
+    apart = _distance(many, one).reshape(len(one), -1).max(1, initial=0.0)
+    rows = apart > 1e-3 * apart.max(initial=0.0)
+    if 0 < sum(rows) <= len(rows) // 2:
+      where = f"{sum(rows)} of {len(rows)} rows, the first {np.argmax(rows)}: "
   return (
     f"{where}it is trained otherwise than on one device. What is before"
     " `zen_sync` must be linear (a clip goes after it); a loss must be a mean"
