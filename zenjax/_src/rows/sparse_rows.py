@@ -156,8 +156,8 @@ class NoArray(metaclass=_Named):
 class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
 
-  What `zenjax.value_and_grad` returns for a table that is only looked up, and
-  fewer times than it has rows, and `zen_sync(output="rows")` for a table that
+  What `zenjax.value_and_grad` returns for a table that is only looked up, of
+  whatever size, and `zen_sync(output="rows")` for a table that
   travels sparse. A pytree of two leaves: ids, in a dtype that admits no
   arithmetic, and values. A transform that scales or adds up all leaves
   therefore raises a TypeError, where it would silently change plain integers.
@@ -395,6 +395,25 @@ def combined(rows: SparseRows) -> SparseRows:
   return SparseRows(unique, total, rows.num_rows).as_unique()
 
 
+def merged(rows: SparseRows) -> SparseRows:
+  """Returns the same with every index once, in any order.
+
+  More lookups than the table has rows become one row for each of the table's.
+  """
+  if rows.unique or rows.ndim > 2 or rows.capacity <= rows.num_rows:
+    return rows.combine()
+  ids, wide = rows.indices, collectives.accumulator(rows.dtype)
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  ids = jnp.where(ids < 0, rows.num_rows, ids)
+  real = (ids < rows.num_rows)[:, None]
+  values = jnp.where(real, rows.values.astype(wide), 0)
+  total = jnp.zeros(rows.shape, wide).at[ids].add(values, mode="drop")
+  touched = jnp.zeros(rows.num_rows, bool).at[ids].set(True, mode="drop")
+  row = jnp.arange(rows.num_rows, dtype=jnp.int32)
+  row = jnp.where(touched, row, rows.num_rows)
+  return SparseRows(row, total.astype(rows.dtype), rows.num_rows).as_unique()
+
+
 def added(table: jax.Array, rows: SparseRows) -> jax.Array:
   """Returns `table: [R, D]` plus `rows`, in its dtype, in place if donated.
 
@@ -438,8 +457,13 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
 
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
   """The same with as many rows for each of `devices`; the last are padding."""
-  missing = -rows.capacity % devices
-  if not missing:
+  return padded(rows, rows.capacity + -rows.capacity % devices)
+
+
+def padded(rows: SparseRows, capacity: int) -> SparseRows:
+  """Returns the same with room for at least so many rows."""
+  missing = capacity - rows.capacity
+  if missing <= 0:
     return rows
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))

@@ -194,13 +194,10 @@ def find(
     if site.varying - traced.varying:
       summed.add(site.param)
   for i in candidates:
-    count, num_rows = look_ups[i], leaves[i].shape[0]
-    if not count and not is_sharded(leaves[i]):
+    if not look_ups[i] and not is_sharded(leaves[i]):
       unfit[i] = "is not looked up"
     elif i in summed:
       unfit[i] = _SUMMED
-    elif count >= num_rows and not wanted[i]:
-      unfit[i] = f"is looked up {count} times, and has {num_rows} rows"
   refusals = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
   refusals |= run.refusals
   rows = [i for i in candidates if i not in refusals]
