@@ -153,7 +153,7 @@ def sync(
     if options.plan:
       inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
     out, new = gradient_tree.sync_tree(tree, own, inner)
-    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree, own.tuned)
     new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
