@@ -200,7 +200,7 @@ class Owners:
     rest, inner = owner.finish(inner)
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     by = "sharded_optimizer"
-    step = processes.compared(sync.step + 1, by, options, updates)
+    step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
     sync = sync.replace(step=step)
     for i in sharded:
       out[i] = NewValue(tables[i])
