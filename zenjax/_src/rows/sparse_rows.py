@@ -19,13 +19,20 @@ from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import row_mask
 
+# What a program wants that computes with SparseRows as if they were arrays.
+_CURES = (
+  "add them by `+` or zen_sync, run optax inside zenjax.lazy_rows"
+  " (sharded_optimizer for sharded tables), clip by"
+  " zenjax.rows.clip_by_global_norm, take the norm by zenjax.global_norm"
+)
+
 # Row ids in an array that refuses arithmetic.
 #
 # A transform that maps `lambda g: 0.1 * g` over all leaves would multiply plain
-# integers too, and train on the rows of other ids without a word. Ids therefore
-# travel in an extended dtype, of which JAX knows that it may be moved but not
-# computed with: what does not know SparseRows raises a TypeError. Random keys
-# are the one such dtype that JAX lets others define.
+# integers too, and train the rows of other ids without a word. Ids therefore
+# have an extended dtype: JAX may move it but not compute with it, so code that
+# does not know SparseRows raises a TypeError. Random keys are the only such
+# dtype that JAX lets others define.
 
 
 def _not_a_key(*args, **kwargs):
@@ -40,11 +47,8 @@ _ROW_IDS = jex_random.define_prng_impl(
   random_bits=_not_a_key,
   fold_in=_not_a_key,
   name="zenjax_row_ids",
-  # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
-  # as in jaxprs.
-  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows, or"
-  " sharded_optimizer where tables are sharded, zenjax.rows.clip_by_global_norm"
-  " clips it",
+  # Errors of JAX show it: "multiply does not accept dtypes float32, key<..>".
+  tag=f"zenjax row_id of SparseRows: {_CURES}",
 )
 
 # Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
@@ -90,7 +94,8 @@ def seal(ids: jax.Array) -> jax.Array:
 
 def unseal(sealed: jax.Array) -> jax.Array:
   """Inverse of `seal`."""
-  words = jax.random.key_data(sealed)[..., 0]
+  # A clone, or `jax_debug_key_reuse` would have ids read only once.
+  words = jax.random.key_data(jax.random.clone(sealed))[..., 0]
   return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
 
 
@@ -111,11 +116,8 @@ def is_sealed(x: Any) -> bool:
 class _Named(type):
   def __repr__(cls) -> str:
     return (
-      f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows (weight decay too; zenjax.sharded_optimizer of sharded"
-      " tables), clip by"
-      " zenjax.rows.clip_by_global_norm, give .to_dense(), or take jax.grad"
-      " (MultiSteps)>"
+      f"<class 'zenjax.{cls.__name__}', not an array: {_CURES}, call"
+      " .to_dense(), or take jax.grad (MultiSteps)>"
     )
 
 

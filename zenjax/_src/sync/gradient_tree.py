@@ -199,8 +199,7 @@ def _exchanged(
       leaf_util.as_table(leaves[table.name], options.unit)
       for table in plan.tables
     ]
-    listed = plan.table.look_ups is not None
-    entered.append(exchange.Local(plan, parts if listed else parts[0]))
+    entered.append(exchange.Local(plan, parts))
   found, _ = exchange.exchange(entered, scheme, context)
   out, new = {}, {}
   for table in found:
