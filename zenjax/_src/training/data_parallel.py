@@ -67,10 +67,10 @@ def data_parallel(
     axis_name: The axis or axes of `mesh` that batches are split over.
     aux_specs: What becomes of the leaves of `aux`. Floating scalars are
       averaged over devices; all others must be declared. Give one word for
-      all, or a mapping from names to words: `"mean"` and `"sum"` are over devices,
-      `"batch"` joins the devices' parts along the first dimension, in the order
-      of the batch, and `"same"` takes one device's value because all have the
-      same. `Recorder.rows` needs no word.
+      all, or a mapping from names to words: `"mean"` and `"sum"` are over
+      devices, `"batch"` joins the devices' parts along the first dimension, in
+      the order of the batch, and `"same"` takes one device's value because all
+      have the same. `Recorder.rows` needs no word.
 
   Returns:
     A function of the same signature on global arrays. Wrap it in `jax.jit`,
