@@ -143,6 +143,7 @@ FLIP_BACK.defvjp(lambda x: (x[::-1], None), lambda _, t: (t[::-1],))
 MIXES = {
   "numbers of rows": lambda g, p: g * jnp.arange(1.0, 1 + len(g))[:, None],
   "an array": lambda g, p: g * np.arange(1.0, 1 + len(g), dtype="f4")[:, None],
+  "an array instead": lambda g, p: jnp.asarray(np.ones((ROWS, WIDTH), "f4")),
   "noise": lambda g, p: g * jax.random.uniform(jax.random.key(0), g.shape),
   "noise of old keys": lambda g, p: (
     g + jax.random.normal(jax.random.PRNGKey(0), g.shape[:1])[:, None]
