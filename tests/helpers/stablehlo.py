@@ -39,8 +39,6 @@ def collectives(lowered: Any) -> list[Found]:
           name = inner.operation.name
           if name in _COLLECTIVES:
             found.append(_describe(inner, inside))
-          elif name == "stablehlo.custom_call":
-            found.extend(_copies(inner, inside))
           elif name in ("func.call", "call"):
             callee = inner.operation.attributes["callee"].value
             walk(functions[callee], inside)
@@ -57,23 +55,6 @@ def _describe(op: Any, inside: tuple[str, ...]) -> Found:
   size = math.prod(operand[0])
   name = op.operation.name.removeprefix("stablehlo.")
   return Found(name, size, operand[1], inside)
-
-
-def _copies(op: Any, inside: tuple[str, ...]) -> list[Found]:
-  """A kernel of remote copies: what it gives is what all devices sent."""
-  attributes = op.operation.attributes
-  name = "kernel_name" in attributes and attributes["kernel_name"].value
-  if name not in ("zenjax_push", "zenjax_pull"):
-    return []
-  words = 0
-  for result in op.operation.results:
-    dims, dtype = jax_shape(result.type)
-    bits = int("".join(c for c in dtype if c.isdigit()))
-    words += math.prod(dims) * bits // 32
-  # It is in the branch of its platform, which is the only one that is left.
-  *loops, branch = inside
-  assert branch == "stablehlo.case"
-  return [Found("remote_copy", words, "ui32", tuple(loops))]
 
 
 def jax_shape(tensor: Any) -> tuple[tuple[int, ...], str]:

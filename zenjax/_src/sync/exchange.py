@@ -143,14 +143,16 @@ def exchange(
         lambda flow: _after(flow, *turn(flow), plans),
         flow,
       )
+  # All devices hold the same now, whatever types say.
+  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [
-    _with_dense_sum(target, skip, context)
+    jax.tree.map(as_equal, _with_dense_sum(target, skip, context))
     for target, skip in zip(flow.targets, dense)
   ]
   found = [
     Exchanged(
       plan,
-      _leaves(target, plan, context),
+      target.rows(plan) if isinstance(target, ListTarget) else [target.table],
       _counts(tally, union, target, flow.rounds, skip, plan),
     )
     for plan, target, tally, union, skip in zip(
@@ -237,17 +239,6 @@ def _with_dense_sum(
     return target
   with jax.named_scope("zenjax/dense"):
     return ArrayTarget(dense_sum.reduce_where(target.table, dense, context))
-
-
-def _leaves(
-  target: ArrayTarget | ListTarget, plan: TablePlan, context: Context
-) -> list[Any]:
-  """Returns what came out for each leaf, typed as equal on all devices."""
-  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
-  target = jax.tree.map(as_equal, target)
-  if isinstance(target, ListTarget):
-    return target.rows(plan)
-  return [target.table]
 
 
 def _counts(
