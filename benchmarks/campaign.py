@@ -237,7 +237,7 @@ class Campaign(abc.ABC):
     """Returns the command and the machine in words."""
     place = "processes" if self.options.loopback else "network namespaces"
     on = f"{os.cpu_count()} cores, JAX {self.found.environment['jax']}"
-    return f"{self.options.command}: {place} on {on}"
+    return f"{self.options.command}: hosts simulated by {place} on {on}"
 
   def save(self) -> None:
     """Writes what was found so far, if a file was asked for."""
@@ -353,7 +353,7 @@ def cases(
   with hosts(
     options.hosts, module, loopback=loopback, rate=rate, keep_memory=keep_memory
   ) as served:
-    group = f"{group}, {options.hosts} hosts, {rate}"
+    group = f"{group}, {options.hosts} simulated hosts, {rate}"
     yield [
       harness.case(group, name, build, values)
       for name, values in arguments.items()

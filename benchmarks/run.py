@@ -214,7 +214,7 @@ _LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
 _FULL_SIZE = _switch("--full-size", "the tables of the published models")
 _SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
 _OPTIMIZERS = ("adam", "adagrad", "rowwise_adagrad", "sgd")
-_MODELS = ("bags", "ngram", "ngram-wide", "dlrm")
+_MODELS = ("bags", "ngram", "dlrm")
 _PLANNED = ("lm", "dlrm", "lm-rows", "dlrm-rows", "small", "small-rows")
 
 # --- the commands -----------------------------------------------------------
@@ -231,14 +231,10 @@ COMMANDS = (
       workloads.ALL_NAMES,
     ),
     _DEVICES,
-    _switch(
-      "--pinned", "also with the capacities that an unpinned run advises"
-    ),
     _names(
       "--variants",
       "ways to synchronize; by default all that apply: none pmean all_gather"
-      " zen zen-hash zen-columns, and with --pinned zen-pinned zen-hash-pinned"
-      " zen-columns-pinned; on dense tables zen-first zen-remembered",
+      " zen zen-hash zen-columns",
     ),
     *(_FULL_SIZE, _batches(4), *_timed(15)),
   ),
@@ -260,16 +256,6 @@ COMMANDS = (
       " rows-pinned, owners (sharded_optimizer), sharded (tables.shard)",
     ),
     *(_batches(4), *_timed(15)),
-  ),
-  _command(
-    "select",
-    "accumulate, threshold, compact: a sparsifier on one device",
-    partial(_measure, "cases.select"),
-    _number("--elements", 10_000_000, "of the gradient"),
-    _number("--density", 0.001, "to select", _share),
-    _number("--parts", [1, 8], "devices that share a search; one is timed"),
-    *_timed(25),
-    devices=1,
   ),
   _command(
     "kernels",
@@ -316,8 +302,7 @@ COMMANDS = (
     _LOOPBACK,
     _names(
       "--variants",
-      "of none, pmean, exdyna, micro, 'top zen', 'top zen, slots'; by"
-      " default all",
+      "of none, pmean, exdyna, micro, 'top zen'; by default all",
     ),
     *_timed(9),
     devices=8,  # Idle: hosts have their own.
@@ -363,9 +348,7 @@ COMMANDS = (
       " 4 hosts, lm1b-lstm and squad-bert, six variants",
     ),
     *(_LOOPBACK, _KEEP_MEMORY),
-    _switch("--no-calibration", "without times of single collectives"),
     *(_repeats(5), _batches(2), _RESUMED),
-    _file("--plot", "FILE-hosts.png, FILE-density.png, FILE-speed.png"),
   ),
   _command(
     "planned",
@@ -376,69 +359,10 @@ COMMANDS = (
     _names("--models", "of {}; by default lm dlrm", _PLANNED),
     _names(
       "--ways",
-      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
-      " 'zen/1 alone'; by default all",
+      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4;"
+      " by default all",
     ),
     *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
-  ),
-  _command(
-    "predict",
-    "what the formulas say beside what `network` has measured",
-    partial(_call, "campaigns.network.predict"),
-    _file("file", "that `network --json` wrote"),
-  ),
-  _command(
-    "sparsity",
-    "which rows steps touch: overlap, skew, balance, bytes",
-    partial(_call, "cases.sparsity"),
-    _flag(
-      "source",
-      "a directory that `examples.studies.lm --trace` wrote, or a"
-      f" workload: {', '.join(workloads.ALL_NAMES)}",
-      metavar="TRACE_OR_WORKLOAD",
-    ),
-    _number(
-      "--devices",
-      [2, 4, 8, 16, 32, 64, 128],
-      "what to count for; a trace of fewer devices pools its steps",
-      _several,
-    ),
-    _number("--steps", None, "all of a trace and 8 of a workload by default"),
-    _number("--seed", 0, "of a workload and of hashes", _natural),
-    *(_FULL_SIZE, _JSON),
-  ),
-  _command(
-    "utility",
-    "set-ups in which compressed gradients pay, by formula",
-    partial(_call, "planner.utility"),
-    _JSON,
-  ),
-  _command(
-    "search",
-    "the planner's search against all, Espresso and MergeComp",
-    partial(_call, "planner.search"),
-    _number("--instances", 200, "small ones of each kind, drawn"),
-    _number("--tensors", 300, "of the large ones", _several),
-    *(_repeats(20), _JSON),
-  ),
-  _command(
-    "memory",
-    "peaks of memory where a sharded table is made, moved and saved",
-    partial(_call, "cases.memory"),
-    _number("--rows", 2_000_000, "of the table, 32 wide"),
-    *(_DEVICES, _JSON),
-  ),
-  _command(
-    "history",
-    "ratios of results at earlier commits; 1 where one got worse",
-    partial(_call, "history"),
-    _flag(
-      "files",
-      "that --json wrote, kept in git; by default all of benchmarks/results",
-      nargs="*",
-      type=pathlib.Path,
-      metavar="FILE",
-    ),
   ),
 )
 

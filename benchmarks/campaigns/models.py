@@ -32,9 +32,7 @@ _ADAGRAD = optax.adagrad(RATE, initial_accumulator_value=START, eps=EPS)
 # Look-ups of an example of each look-up of the table of `bags`.
 _BAG = 10
 _ZIPF = 1.145
-# Of the n-gram model windows of a host and columns of what is no table; of one
-# whose sums, and not four hosts on two cores, decide how long a step takes.
-_NGRAM, _NGRAM_WIDE = (16, ngram_memory.D), (2, 8 * ngram_memory.D)
+_WINDOWS = 16  # Of the n-gram model, a host's.
 _CLICKS, _WIDTH = 512, 16  # Rows of a log of a host, columns of all tables.
 
 
@@ -146,10 +144,7 @@ def _bags(setting: Setting, hosts: int) -> Model:
   )
 
 
-def _ngram(
-  setting: Setting, hosts: int, size: tuple[int, int] = _NGRAM
-) -> Model:
-  each, width = size
+def _ngram(setting: Setting, hosts: int) -> Model:
   heads = len(ngram_memory.ORDERS) * ngram_memory.HEADS
   # Nearly equal, each another, and all together what hosts divide.
   sizes = np.array(setting.rows // heads - np.arange(heads), np.uint32)
@@ -157,9 +152,11 @@ def _ngram(
   ids, lower = ngram_memory.text()
   rng = np.random.default_rng(0)
   length = ngram_memory.T + 1
-  starts = rng.integers(len(ids) - length, size=(BATCHES, hosts * each, 1))
+  starts = rng.integers(len(ids) - length, size=(BATCHES, hosts * _WINDOWS, 1))
   batches = [(x.astype(np.int32),) for x in ids[starts + np.arange(length)]]
-  params = jax.tree.map(np.array, ngram_memory.first_params(sizes, width))
+  params = jax.tree.map(
+    np.array, ngram_memory.first_params(sizes, ngram_memory.D)
+  )
   tables = {name: name == "memory" for name in params}
   none = sizes[:0]
 
@@ -176,7 +173,7 @@ def _ngram(
 
   adagrad, adam = zenjax.rows.rowwise_adagrad(RATE), optax.adam(3e-3)
   parts: dict[Hashable, Any] = {True: adagrad, False: adam}
-  without = jax.tree.map(np.array, ngram_memory.first_params(none, width))
+  without = jax.tree.map(np.array, ngram_memory.first_params(none))
   del without["memory"]
   made = Model(
     params=params,
@@ -237,7 +234,6 @@ def _dlrm(setting: Setting, hosts: int) -> Model:
 MODELS = {
   "bags": (_bags, 100_000),
   "ngram": (_ngram, 1 << 20),
-  "ngram-wide": (functools.partial(_ngram, size=_NGRAM_WIDE), 1 << 20),
   "dlrm": (_dlrm, 700_000),
 }
 

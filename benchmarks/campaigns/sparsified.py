@@ -9,13 +9,10 @@ Letters: `n` hosts, `N` parameters, `k` selected elements of all hosts.
 
 import argparse
 from collections.abc import Callable
-import contextlib
 from contextlib import AbstractContextManager
 import dataclasses
-import functools
 import math
 from typing import Any
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +20,6 @@ import optax
 
 from benchmarks import campaign
 from benchmarks import harness
-from benchmarks import library
 from benchmarks import table
 from benchmarks.campaigns.planned import programs
 from benchmarks.cases import sync
@@ -59,24 +55,12 @@ def _top(setting: Setting, capacities: Any) -> Any:
   )
 
 
-# Indices as numbers, where zenjax would send a bitmap for it is smaller.
-_slots_only = functools.partial(
-  mock.patch.multiple,
-  library.wire,
-  index_words=lambda capacity, num_slots: capacity,
-  encode_index=lambda slots, num_slots: slots.astype(jnp.uint32),
-  decode_index=lambda words, capacity, num_slots: words.astype(jnp.int32),
-)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
   """A way from gradients to updates."""
 
   make: Callable[[Setting, Any], Any]  # Of the setting and what to pin.
   pinned: bool = False  # Whether capacities are found by a rehearsal.
-  # Within which the step is traced.
-  tracing: Callable[[], Any] = contextlib.nullcontext
   warm_up: int = _WARM_UP  # Steps before those that are timed.
 
 
@@ -91,7 +75,6 @@ VARIANTS = {
   "exdyna": _controlled(zenjax.sparsify.exdyna),
   "micro": _controlled(zenjax.sparsify.micro),
   "top zen": _Variant(_top, pinned=True),
-  "top zen, slots": _Variant(_top, pinned=True, tracing=_slots_only),
 }
 
 
@@ -131,8 +114,7 @@ class _Worker(served.Worker):
         rehearsal()
       capacities = zenjax.advise(rehearsal.state_here())
       del rehearsal
-    with known.tracing():
-      program = self._program(known.make(made, capacities))
+    program = self._program(known.make(made, capacities))
     self.cases.append(program)
     wrong = 0
     if variant != NONE:

@@ -151,21 +151,6 @@ class ShardedMapped(Sharded):
     return _mapped(self, super().step, params, state, *batch)
 
 
-class Ahead(Sharded):
-  """The same, with ids of the next batch sent beside the step."""
-
-  def step(self, params: Any, state: Any, *batches: Any):
-    state, ahead = state
-    count = len(batches) // 2
-    batch, coming = batches[:count], batches[count:]
-    chosen = self.model.tables
-    both = zenjax.value_and_grad(self.loss, tables=chosen, prefetched=ahead)
-    value, grads = both(params, *batch)
-    ahead = zenjax.tables.prefetch(self.loss)(params, *coming)
-    updates, state = self.tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), (state, ahead), value
-
-
 class ByHand(Form):
   """`Sharded` as one would write it for this model: row `r` is with `r % n`.
 
@@ -253,12 +238,11 @@ FORMS: dict[str, type[Form]] = {
   "rows, shard_map": RowsMapped,
   "sharded": Sharded,
   "sharded, shard_map": ShardedMapped,
-  "sharded, ids ahead": Ahead,
 }
 # Forms of some models alone; `BARE` is of `Model.bare`, `DDP` another program.
 BARE, DDP = ("no tables", "no tables, shard_map"), "torch DDP"
 _BARE = dict(zip(BARE, (Form, Mapped)))
-ALONE = {"bags": {"by hand": ByHand}, "ngram": _BARE, "ngram-wide": _BARE}
+ALONE = {"bags": {"by hand": ByHand}, "ngram": _BARE}
 
 
 def after_a_step(params: Any, ids: Any, y: Any) -> tuple[Any, Any]:
@@ -358,11 +342,6 @@ class Program:
       self._state = jax.tree.map(lambda x: x * 0 + _START, form.params)
     elif isinstance(form, Sharded):
       self._state = form.tx.init(form.params)
-      if isinstance(form, Ahead):
-        ahead = jax.jit(zenjax.tables.prefetch(form.loss))
-        self._state = self._state, ahead(form.params, *self._batches[0])
-        following = self._batches[1:] + self._batches[:1]
-        self._batches = [x + y for x, y in zip(self._batches, following)]
     else:
       lies = {x.shape: x.sharding for x in jax.tree.leaves(form.params)}
       everywhere = NamedSharding(form.mesh, P())

@@ -1,20 +1,18 @@
 """`gpu`: everything that one GPU can show, and nothing that it cannot.
 
-Operations beside the floor, all the local work of zen_sync for 8 devices beside
-reads of their gradients, arrays and rows, and what they would make of links, by
-zenjax's own formulas: nothing was measured on a link, and nothing is assumed to
-overlap. One device does the work of 8: under `vmap` with an axis name the
-exchange is a transpose in memory. A step of arrays writes the sums over every
-gradient; what was sent is put back, which is not timed.
+Operations beside the floor, and all the local work of zen_sync for 8 devices
+beside reads of their gradients, arrays and rows. One device does the work of 8:
+under `vmap` with an axis name the exchange is a transpose in memory. A step of
+arrays writes the sums over every gradient; what was sent is put back, which is
+not timed.
 `benchmarks/README.md` says more.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, cast, NamedTuple
 
@@ -23,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
-from benchmarks import library
 from benchmarks import oracle
 from benchmarks import record
 from benchmarks import table
@@ -204,84 +201,6 @@ def step(partition: Any, pin: Any, kernels: Kernels) -> Any:
   return jax.vmap(one, axis_name=AXIS, axis_size=DEVICES)
 
 
-# Nominal: NVLink 4 has 18 links of 25 GB/s each way. Latencies are assumed.
-LINKS = {
-  "NVLink 4, 450 GB/s": zenjax.planner.Link(bandwidth=450e9, latency_s=3e-6),
-  "400 Gbit/s": zenjax.planner.Link(bandwidth=50e9, latency_s=10e-6),
-  "100 Gbit/s": zenjax.planner.Link(bandwidth=12.5e9, latency_s=10e-6),
-}
-DENSE = "dense (psum)"
-
-
-class Way(NamedTuple):
-  """One way to synchronize, and a device's own part in it, in seconds."""
-
-  name: str
-  column_groups: int
-  local_s: float
-
-
-class Predicted(NamedTuple):
-  """The times of one way on one link, in seconds."""
-
-  link: str
-  bandwidth: float
-  latency_s: float
-  way: str
-  wire_s: float
-  local_s: float
-  received_bytes: float
-  seconds: float
-
-
-def predictions(
-  rows: int, width: int, profile: zenjax.planner.Profile, ways: Sequence[Way]
-) -> list[Predicted]:
-  """Every way and the dense exchange on every link.
-
-  The local work of the dense one, a sum in memory, counts as nothing.
-  """
-  found, on = [], (library.table(LEAF, rows, width), profile, DEVICES)
-  every = itertools.product(LINKS.items(), (Way(DENSE, 1, 0.0), *ways))
-  for (name, link), (way, groups, local_s) in every:
-    scheme = "dense" if way == DENSE else "zen"
-    wire = library.predict(scheme, *on, link, groups)
-    s, both_s = wire.wire_s, wire.wire_s + local_s
-    line = name, link.bandwidth, link.latency_s
-    found.append(Predicted(*line, way, s, local_s, wire.received, both_s))
-  return found
-
-
-def over_dense(found: Sequence[Predicted]) -> Mapping[tuple[str, str], float]:
-  """Returns the speed over the dense exchange's, by link and way."""
-  dense = {p.link: p.seconds for p in found if p.way == DENSE}
-  return {(p.link, p.way): dense[p.link] / p.seconds for p in found}
-
-
-def _show(found):
-  """Prints predictions; a dash where local work was not measured."""
-  faster = over_dense(found)
-  groups = itertools.groupby(found, lambda p: (p.link, p.latency_s))
-  table.show_groups(
-    f"Predicted, not measured: {DEVICES} devices on links of nominal rate and"
-    " assumed latency",
-    "link\n  variant",
-    (
-      table.Column("receives\nMB", lambda p, _: p.received_bytes / 1e6),
-      table.Column("link\nms", lambda p, _: p.wire_s * 1e3, ".3f"),
-      table.Column("local\nms", lambda p, _: p.local_s * 1e3, ".3f"),
-      table.Column("both\nms", lambda p, _: p.seconds * 1e3, ".3f"),
-      table.Column(
-        "times as fast\nas dense", lambda p, _: faster[p.link, p.way]
-      ),
-    ),
-    (
-      (f"{link}, {s * 1e6:.0f} us a message assumed", {p.way: p for p in of})
-      for (link, s), of in groups
-    ),
-  )
-
-
 _NO_PINS = ", no pins"
 WORK = {
   "hash": Work("hash"),
@@ -317,13 +236,10 @@ def run(options: argparse.Namespace) -> int:
   sync = Sync(*shape)
   cases = _cases(options, sync, on_gpu)
   results, complete = harness.measure(cases, repeats=options.repeats)
-  found = _predictions(sync, results, on_gpu)
   ratios = _ratios(results) if on_gpu else {}
   device = jax.devices()[0].device_kind
   title = f"gpu: {device if on_gpu else 'no GPU, ' + device}"
   table.show(f"{title}, JAX {jax.__version__}", results, COLUMNS)
-  if found:
-    _show(found)
   reports = {name: zenjax.report(s) for name, s in sync.states.items()}
   for name, report in list(reports.items())[-1:]:
     print(f"{name}:\n{report}\n")
@@ -335,7 +251,6 @@ def run(options: argparse.Namespace) -> int:
     "measured_on_gpu": on_gpu,
     "note": None if on_gpu else NO_GPU,
     "times_over_one_read": ratios,
-    "predicted_not_measured": [p._asdict() for p in found],
     "reports": reports,
   }
   return record.finish(options, results, complete=complete, told=told)
@@ -386,21 +301,3 @@ def _ratios(results: Sequence[harness.Result]) -> dict[str, float]:
     if result.name.startswith(("mask_pack", "zen")) and math.isfinite(ratio):
       found[result.name] = ratio
   return found
-
-
-def _predictions(
-  sync: Sync, results: Sequence[harness.Result], on_gpu: bool
-) -> list[Predicted]:
-  """Predicts from a GPU's times; those of a CPU's local work say nothing."""
-  ways, profile = [], None
-  for result in results:
-    state = sync.states.get(result.name)
-    # The formula knows no implementation, and no rounds beyond the first.
-    pinned = _NO_PINS not in result.name
-    right = state is not None and pinned and not result.wrong
-    if right and not result.name.endswith(_INTERPRETED):
-      profile = zenjax.planner.profile(state)[LEAF]
-      local = result.median_s / DEVICES if on_gpu else math.nan
-      groups = int(zenjax.stats(state)[LEAF]["column_groups"])
-      ways.append(Way(result.name, groups, local))
-  return predictions(*sync.shape[:2], profile, ways) if profile else []

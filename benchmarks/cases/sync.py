@@ -5,7 +5,6 @@ Letters: `n` devices, `T` look-ups a device, `R` rows, `D` width.
 
 import argparse
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 import itertools
 from typing import Any, Literal, NamedTuple
@@ -68,47 +67,29 @@ AXIS = "data"
 LEAF = "table"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
   """A way to synchronize one table."""
 
   name: str
+  transformation: optax.GradientTransformation
   # Bytes on the wire: none, a ring all-reduce's, or what zenjax counts.
   volume: Literal["none", "dense", "counted"] = "counted"
-  # Builds the transformation, with or without pinned capacities.
-  make: Callable[[Any], optax.GradientTransformation]
-  pinned: bool = False  # Capacities are found by an unpinned run.
-  warm_steps: int = 0  # before the first timed one, state fed back
-  keeps_state: bool = True  # Or else every timed step is a first one.
 
 
 PMEAN = optax.stateless(lambda grads, _: jax.lax.pmean(grads, AXIS))
 
 
 def _zen(**options):
-  return lambda capacities: zenjax.zen_sync(
-    AXIS, sparse=True, capacities=capacities, **options
-  )
+  return zenjax.zen_sync(AXIS, sparse=True, **options)
 
 
-BASELINES = (
-  Variant(name="none", volume="none", make=lambda _: optax.identity()),
-  Variant(name="pmean", volume="dense", make=lambda _: PMEAN),
-)
-SPARSE = (
-  Variant(name="all_gather", make=_zen(scheme="all_gather")),
-  Variant(name="zen", make=_zen(partition="auto")),
-  Variant(name="zen-hash", make=_zen(partition="hash")),
-  Variant(name="zen-columns", make=_zen(partition="columns")),
-)
-PINNED = tuple(
-  dataclasses.replace(variant, name=f"{variant.name}-pinned", pinned=True)
-  for variant in SPARSE[1:]
-)
-# At density 100 % the first step finds out what later ones remember.
-DENSE = (
-  Variant(name="zen-first", make=_zen(), keeps_state=False),
-  Variant(name="zen-remembered", make=_zen(), warm_steps=8),
+VARIANTS = (
+  Variant("none", optax.identity(), volume="none"),
+  Variant("pmean", PMEAN, volume="dense"),
+  Variant("all_gather", _zen(scheme="all_gather")),
+  Variant("zen", _zen()),
+  Variant("zen-hash", _zen(partition="hash")),
+  Variant("zen-columns", _zen(partition="columns")),
 )
 
 
@@ -210,9 +191,6 @@ def place(mesh: Mesh, x: np.ndarray, *axes: str) -> jax.Array:
 
 # What zenjax counts itself; density and bytes come from the ids.
 _COUNTED = ("push_imbalance", "pull_imbalance", "rounds", "overflow_rows")
-# Steps from which capacities are advised, on batches of their own.
-_REHEARSALS = 8
-_REHEARSAL_SEED = 1000
 
 
 class _Batch(NamedTuple):
@@ -254,14 +232,7 @@ class Training:
 
   def build(self, variant: Variant) -> harness.Built:
     """Compiles `variant`, checks it on every batch, collects its figures."""
-    capacities = None
-    if variant.pinned:
-      rehearsal = _Runner(self, variant, None)
-      for seed in range(_REHEARSALS):
-        rehearsal.rehearse(self.draw(_REHEARSAL_SEED + seed))
-      capacities = zenjax.advise(rehearsal.state)[LEAF]
-      del rehearsal
-    runner = _Runner(self, variant, capacities)
+    runner = _Runner(self, variant)
     wrong, seen = runner.check()
     if self.params is None:
       self.params = self.zeros()
@@ -288,17 +259,16 @@ class _Runner:
     state: What the last step left.
   """
 
-  def __init__(self, training: Training, variant: Variant, capacities: Any):
+  def __init__(self, training: Training, variant: Variant):
     self._training, self._variant = training, variant
     self._compiled, self.state, self.compile_s = compile_step(
-      optax.chain(variant.make(capacities), optax.sgd(LEARNING_RATE)),
+      optax.chain(variant.transformation, optax.sgd(LEARNING_RATE)),
       lambda params, a, b: training.gradient.loss(params[LEAF], a[0], b[0]),
       training.mesh,
       training.zeros(),
       training.batches[0].placed,
       donate_argnums=0,
     )
-    self._state = self.state  # What the next step starts from.
     self._batches = itertools.cycle(training.batches)
 
   def __call__(self) -> Any:
@@ -308,19 +278,11 @@ class _Runner:
     return self._training.params
 
   def _step(self, params, batch):
-    params, self.state = self._compiled(params, self._state, *batch.placed)
-    if self._variant.keeps_state:
-      self._state = self.state
+    params, self.state = self._compiled(params, self.state, *batch.placed)
     return params
-
-  def rehearse(self, batch: _Batch) -> None:
-    """Runs one step from zero parameters for what it leaves in the state."""
-    jax.block_until_ready(self._step(self._training.zeros(), batch))
 
   def check(self) -> tuple[int, list[dict[str, float]]]:
     """Wrong elements over all batches and devices, and each step's figures."""
-    for _ in range(self._variant.warm_steps):
-      self.rehearse(next(self._batches))
     wrong, seen = 0, []
     for batch in self._training.batches:
       params = self._step(self._training.zeros(), batch)
@@ -365,7 +327,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
   Raises:
     ValueError: Too few devices, too little memory, or no such variant.
   """
-  known = [v.name for v in (*BASELINES, *SPARSE, *PINNED, *DENSE)]
+  known = [v.name for v in VARIANTS]
   names = harness.named("--variants", options.variants, known)
   mesh, found = harness.mesh(options.devices, AXIS), []
   for name in options.workloads or workloads.NAMES:
@@ -375,11 +337,7 @@ def cases(options: argparse.Namespace) -> list[harness.Case]:
     harness.require_memory(mesh, need, "--full-size", remedy)
     group = f"{name}  {workload.rows:,} x {workload.width}"
     build = Training(workload, mesh, options.batches).build
-    pinned = PINNED if options.pinned else ()
-    variants = DENSE if workload.density == 1 else (*SPARSE, *pinned)
     found += [
-      harness.case(group, v.name, build, v)
-      for v in (*BASELINES, *variants)
-      if v.name in names
+      harness.case(group, v.name, build, v) for v in VARIANTS if v.name in names
     ]
   return found

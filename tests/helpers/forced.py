@@ -9,7 +9,6 @@ import zenjax._src.sync.table_sources
 
 import zenjax._src.core.compat
 import zenjax._src.core.wire
-import zenjax._src.rows.lazy
 import zenjax._src.rows.sharded_tables
 import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
@@ -19,12 +18,6 @@ import zenjax._src.sync.leaf_tables
 _src = zenjax._src
 # Its sizes of buffers and pieces are read, too.
 sharded_tables = _src.rows.sharded_tables
-
-
-def rows_in_chunks(monkeypatch, size: int = 1, least: int = 8) -> None:
-  """Chunks of `size` bytes, of at least `least` rows, in `lazy_rows`."""
-  monkeypatch.setattr(_src.rows.lazy, "_BYTES", size)
-  monkeypatch.setattr(_src.rows.lazy, "_MIN_ROWS", least)
 
 
 def few_buffer_sizes(monkeypatch) -> None:

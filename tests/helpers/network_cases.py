@@ -49,6 +49,5 @@ def grid(**changes):
     "variants": ("psum", "zen"),
     "repeats": 2,
     "batches": 2,
-    "calibrate": False,
   }
   return Grid(**(values | changes))

@@ -250,7 +250,6 @@ def main() -> None:
   tests = pathlib.Path(__file__).resolve().parents[1]
   sys.path[:0] = [str(tests), str(tests / "rows")]
   import conftest  # Eight devices, and optax's promotions below.
-  import pytest
   import test_optax_contract  # pyright: ignore[reportMissingImports]
   import tqdm
 
@@ -271,12 +270,11 @@ def main() -> None:
       for key, run in runs.items():
         verdicts = []
         for then in args.then:
-          with pytest.MonkeyPatch.context() as patch:
-            try:
-              verdicts.append(run(name, then, patch))
-            except AssertionError as error:
-              verdicts.append("WRONG")
-              print(name, then, key, error, file=sys.stderr)
+          try:
+            verdicts.append(run(name, then))
+          except AssertionError as error:
+            verdicts.append("WRONG")
+            print(name, then, key, error, file=sys.stderr)
           found[key][verdicts[-1]] = found[key].get(verdicts[-1], 0) + 1
         same = len(set(verdicts)) == 1
         cells.append(verdicts[0] if same else " / ".join(verdicts))

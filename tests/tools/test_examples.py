@@ -127,7 +127,7 @@ def test_planning_predicts_what_is_sent():
   out = _output("planning.py")
   gains = _numbers(r"predicted to be ([\d.]+)x as fast", out)
   assert len(gains) == 2 and min(gains) > 3
-  assert "of assumed densities" in out.split("For 64 hosts")[0]
+  assert "densities assumed" in out.split("For 64 hosts")[0]
   assert "assumed" not in out.split("For 64 hosts")[1]
   losses = _losses(out)
   assert losses[-1] < 0.7 * losses[0]

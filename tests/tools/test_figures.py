@@ -172,10 +172,6 @@ def of_one_gpu(found: dict) -> set[str]:
   return shown
 
 
-def of_memory(found: dict) -> set[str]:
-  return {f"{peak:.2f}" for peak in found["peaks"].values()}
-
-
 COMPUTED: dict[str, Callable[[dict], set[str]]] = {
   "tables-": of_tables,
   "models-": of_tables,
@@ -185,7 +181,6 @@ COMPUTED: dict[str, Callable[[dict], set[str]]] = {
   "adds-": of_steps,
   "compile": of_compiling,
   "gpu-": of_one_gpu,
-  "memory": of_memory,
 }
 SHOWN = [
   (page, source)

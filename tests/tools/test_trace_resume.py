@@ -9,7 +9,7 @@ from examples.studies.common import cluster
 from examples.studies.lm import __main__ as program
 from examples.studies.lm import corpus
 from examples.studies.lm import data
-from zenjax import traces
+from zenjax.planner import traces
 
 # The examples promote as users' programs do.
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
@@ -85,7 +85,7 @@ def test_a_resumed_run_records_the_steps_that_it_takes(
   assert "trace of 2 steps" in capsys.readouterr().out
   for name, start in (("first", 0), ("second", 2)):
     trace = traces.read(tmp_path / name)
-    assert (trace.header.steps, trace.header.devices) == (2, _DEVICES)
+    assert (trace.steps, trace.header.devices) == (2, _DEVICES)
     for step in range(2):
       expected = _looked_up(text, start + step)
       for sets, rows in zip(trace.sets.values(), expected, strict=True):

@@ -13,7 +13,6 @@ import tqdm
 
 from benchmarks import campaign
 from benchmarks import harness
-from benchmarks import library
 from benchmarks import workloads
 from benchmarks.campaigns.network import cells as cells_lib
 from benchmarks.campaigns.network import show
@@ -57,7 +56,6 @@ class Grid:
   variants: tuple[str, ...]  # Names in `VARIANTS`.
   repeats: int  # Timed rounds; one more goes before them.
   batches: int  # Different batches that rounds go through in turn.
-  calibrate: bool  # Whether single collectives are timed too.
 
   def keys(self) -> list[Key]:
     """Returns those of all cells."""
@@ -65,17 +63,11 @@ class Grid:
     every = itertools.product(*grid)
     return [Key(n, rate, workload, v) for n, workload, rate, v in every]
 
-  def left(self, found: Findings) -> tuple[list[Key], list[cells_lib.Point]]:
-    """Returns the cells and the calibration that the findings lack."""
+  def left(self, found: Findings) -> list[Key]:
+    """Returns the cells that the findings lack."""
     asked, done = (self.repeats, self.batches), found.cells
     is_done = lambda key: key in done and done[key].is_done(*asked)
-    points = [
-      point
-      for hosts, rate in itertools.product(self.hosts, self.rates)
-      for point in cells_lib.points(hosts, rate)
-      if self.calibrate and point not in found.calibration
-    ]
-    return [key for key in self.keys() if not is_done(key)], points
+    return [key for key in self.keys() if not is_done(key)]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,27 +83,17 @@ class _Network(campaign.Campaign):
       **asked,
       repeats=options.repeats,
       batches=options.batches,
-      calibrate=not options.no_calibration,
     )
-    if options.plot:
-      from benchmarks.campaigns.network import plots  # Imports matplotlib.
-
-      plots.require_suffix(options.plot)
     names = ("loopback", "keep_memory")
     self._kind = {name: getattr(options, name) for name in names}
     now = campaign.software(cells_lib.CODE, **self._kind)
     self.options, self.found = options, Findings.load(options.json, now)
 
   def complete(self) -> bool:
-    return not any(self._grid.left(self.found))
+    return not self._grid.left(self.found)
 
   def show(self) -> None:
     show.show(self.title(), self.found)
-    if self.options.plot:
-      from benchmarks.campaigns.network import plots
-
-      for line in plots.save_plots(self.options.plot, self.found):
-        print(line)
 
   def failed(self) -> bool:
     asked = (self.found.cells.get(key) for key in self._grid.keys())
@@ -119,29 +101,20 @@ class _Network(campaign.Campaign):
 
   def measure(self) -> None:
     left = self._grid.left(self.found)
-    with harness.progress(total=sum(map(len, left))) as self._bar:
+    with harness.progress(total=len(left)) as self._bar:
       for n in self._grid.hosts:
-        cells = [key for key in left[0] if key.hosts == n]
-        points = [point for point in left[1] if point.hosts == n]
-        if cells or points:
+        cells = [key for key in left if key.hosts == n]
+        if cells:
           self._bar.set_description(f"{n} hosts")
           self._bar.set_postfix_str("start")
           module = "campaigns.network.host"
           with campaign.hosts(n, module, **self._kind) as hosts:
-            self._on_hosts(hosts, cells, points)
+            self._on_hosts(hosts, cells)
 
-  def _on_hosts(
-    self, hosts: Served, cells: list[Key], points: list[cells_lib.Point]
-  ) -> None:
+  def _on_hosts(self, hosts: Served, cells: list[Key]) -> None:
     for rate in self._grid.rates:
-      at_rate = [point for point in points if point.rate == rate]
-      if at_rate or any(key.rate == rate for key in cells):
+      if any(key.rate == rate for key in cells):
         self._probe(hosts.bed, rate)
-        self._calibrate(hosts, at_rate)
-    if points and hosts.bed.hosts not in self.found.work:
-      self._bar.set_postfix_str("local work")
-      replies = hosts.ask("work")
-      self.found.work[hosts.bed.hosts] = library.local_work.fit(replies)
     for workload in self._grid.workloads:
       if keys := [key for key in cells if key.workload == workload]:
         self._workload(hosts, workload, keys)
@@ -154,18 +127,6 @@ class _Network(campaign.Campaign):
       testbed.show(bed, links)
     at = {"hosts": bed.hosts, "rate": rate}
     self.found.links[bed.hosts, rate] = at | dataclasses.asdict(links)
-
-  def _calibrate(self, hosts: Served, points: list[cells_lib.Point]) -> None:
-    for point in points:
-      hosts.bed.set_rate(point.rate)
-      self._bar.set_postfix_str(f"{point.rate}: {point.op} x {point.words}")
-      wait, repeats = _CALL_S + 30 * point.least_s, cells_lib.REPEATS
-      asked = {"op": point.op, "words": point.words, "repeats": repeats}
-      times = hosts.ask("collective", timeout=wait, **asked)
-      self.found.calibration[point] = point.record(times)
-      self._bar.update()
-    if points:
-      self.save()
 
   def _workload(self, hosts: Served, workload: str, keys: list[Key]) -> None:
     grid = self._grid

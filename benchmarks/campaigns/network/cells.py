@@ -1,14 +1,12 @@
-"""The cells and the calibration of `network`, as its file holds them."""
+"""The cells of `network`, as its file holds them."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 import dataclasses
-import itertools
 import math
 from typing import Any, NamedTuple, Self, TypeVar
 
 from benchmarks import campaign
 from benchmarks import harness
-from benchmarks import library
 from benchmarks.testbed import netns
 
 # What numbers depend on, beside what is installed. Tables and plots may change.
@@ -22,50 +20,6 @@ CODE = (
   "benchmarks/workloads.py",
 )
 K = TypeVar("K", bound=Hashable)
-REPEATS = 5
-# What a host receives, about.
-SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
-# A collective that must take longer on its link is left out.
-_LONGEST_S = 2.0
-
-
-class Point(NamedTuple):
-  """One collective to time."""
-
-  hosts: int  # How many take part.
-  rate: str  # Of the links.
-  op: str  # Its name.
-  words: int  # Of 32 bits, in the operand of each host; a multiple of `hosts`.
-
-  @property
-  def received_bytes(self) -> float:
-    """Bytes that each host receives if nothing is received twice."""
-    return library.measure.received(self.op, self.words, self.hosts)
-
-  @property
-  def least_s(self) -> float:
-    """Seconds that the link needs for what is received."""
-    return netns.least_s(self.received_bytes, self.rate)
-
-  def record(self, host_times: Sequence[Sequence[float]]) -> dict:
-    """Returns what the file keeps of the seconds `[host][repeat]`."""
-    times = [max(times) for times in zip(*host_times, strict=True)]
-    return {
-      **self._asdict(),
-      "received_bytes": self.received_bytes,
-      "median_s": sorted(times)[len(times) // 2],
-      "times_s": times,
-    }
-
-
-def points(hosts: int, rate: str) -> list[Point]:
-  """Returns what is timed on links of `rate`, the smallest first."""
-  words_for = library.measure.words_for
-  found = [
-    Point(hosts, rate, op, words_for(op, size, hosts))
-    for size, op in itertools.product(SIZES, library.measure.OPS)
-  ]
-  return [point for point in found if point.least_s <= _LONGEST_S]
 
 
 class Key(NamedTuple):
@@ -149,13 +103,6 @@ class Findings(campaign.Findings):
   links: dict[tuple[int, str], dict[str, Any]] = dataclasses.field(
     default_factory=dict
   )
-  # Single collectives, as `Point.record` makes them.
-  calibration: dict[Point, dict[str, Any]] = dataclasses.field(
-    default_factory=dict
-  )
-  # Seconds of each kind of local work, as `zenjax.planner.Work` has them, by
-  # number of hosts: until the last one is through, all at it together.
-  work: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
   # By key, in the order of measuring.
   cells: dict[Key, Cell] = dataclasses.field(default_factory=dict)
 
@@ -170,8 +117,6 @@ class Findings(campaign.Findings):
   def contents(self) -> dict[str, Any]:
     return {
       "links": list(self.links.values()),
-      "calibration": list(self.calibration.values()),
-      "work": {str(hosts): work for hosts, work in self.work.items()},
       "cells": [cell.record() for cell in self.cells.values()],
     }
 
@@ -180,9 +125,6 @@ class Findings(campaign.Findings):
     found = cls(document["environment"])
     for x in document["links"]:
       found.links[x["hosts"], x["rate"]] = x
-    for x in document["calibration"]:
-      found.calibration[Point(*(x[field] for field in Point._fields))] = x
-    found.work = {int(n): work for n, work in document["work"].items()}
     for x in document["cells"]:
       # A field that is missing is an error of the file: no default counts.
       values = {f.name: x[f.name] for f in dataclasses.fields(Cell)}

@@ -5,21 +5,18 @@ Letters: `n` hosts, `K` distinct rows of one, `R` rows, `D` width.
 
 from collections.abc import Callable
 import dataclasses
-import math
 import time
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 from benchmarks import harness
-from benchmarks import library
 from benchmarks import oracle
 from benchmarks import workloads
 from benchmarks.campaigns.network.variants import Variant
@@ -32,8 +29,6 @@ _WORK_REPEATS = 9
 # Steps from which capacities are advised, on batches of their own.
 _REHEARSALS = 6
 _REHEARSAL_SEED = 1000
-# Room for unions a little larger than those that were seen.
-_SPARE = 1.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,11 +114,6 @@ class Exchange:
     run = self._shared.exchange(VARIANTS[self.variant.rehearsal])
     for seed in range(_REHEARSALS):
       run(run.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
-    if self.variant.options.get("on_overflow") == "carry":
-      # One round must hold all rows, or some would wait for the next step.
-      advice = zenjax.advise(run.state(), percentiles=(100, 100)).get(sync.LEAF)
-      most, _ = self._shared.shape
-      return advice and tuple(min(math.ceil(c * _SPARE), most) for c in advice)
     return zenjax.advise(run.state()).get(sync.LEAF)
 
   def _compile(self, capacities):
@@ -137,10 +127,10 @@ class Exchange:
 
     def step(grads, state):
       local: Any = jax.tree.map(lambda x: x[0], grads)
-      if self.variant.rows_in:
+      if self.variant.rows:
         ids, values = local[sync.LEAF]
         rows = zenjax.SparseRows(ids, values, self._shared.shape[0])
-        local = {sync.LEAF: rows.to_dense() if self.variant.fills else rows}
+        local = {sync.LEAF: rows}
       synced, state = tx.update(local, state)
       return jax.tree.map(lambda x: x[None], synced), state
 
@@ -148,11 +138,7 @@ class Exchange:
       step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
     )
     grads = self.gradient(self._shared.batches[0])
-    # Rows leave the gradient unwritten; given away, it would be taken for the
-    # residual, of the same shape.
-    kept = self.variant.rows_out or self.variant.rows_in
-    donated = (1,) if kept else (0, 1)
-    donated = (0,) if self.variant.forgets else donated
+    donated = (1,) if self.variant.rows else (0, 1)
     compile_ = self._shared.compiler.compile
     return state, *harness.compiled(
       mapped, grads, state, compile=compile_, donate_argnums=donated
@@ -160,21 +146,17 @@ class Exchange:
 
   def gradient(self, batch: _Batch) -> dict[str, Any]:
     """Returns the gradients that the hosts have to send."""
-    as_rows = self.variant.rows_in
-    return (
-      {sync.LEAF: batch.placed} if as_rows else self._shared.gradient(batch)
-    )
+    if self.variant.rows:
+      return {sync.LEAF: batch.placed}
+    return self._shared.gradient(batch)
 
   def __call__(self, grads: Any) -> Any:
-    synced, state = self._step(grads, self._state)
-    self._last = state
-    if not self.variant.forgets:
-      self._state = state
+    synced, self._state = self._step(grads, self._state)
     return jax.block_until_ready(synced)
 
   def state(self) -> optax.OptState:
     """Returns the state as a process can read it: the shard that is here."""
-    return jax.tree.map(served.here, self._last)
+    return jax.tree.map(served.here, self._state)
 
   def check(self) -> dict[str, float]:
     """Returns wrong elements on this host over all batches, and bytes."""
@@ -192,7 +174,7 @@ class Exchange:
     }
 
   def _whole(self, got):
-    if not self.variant.rows_out:
+    if not self.variant.rows:
       return served.here(got)[0]
     table = np.zeros(self._shared.shape)
     ids, rows = served.here(got.indices)[0], served.here(got.values)[0]
@@ -240,37 +222,6 @@ class _Worker(served.Worker):
     exchange, batches = self.programs[variant], self._exchanges.batches
     for turn in range(times):
       exchange(exchange.gradient(batches[turn % len(batches)]))
-
-  def collective(self, op: str, words: int, repeats: int) -> list[float]:
-    """Seconds of a collective of `words` of 32 bits a host."""
-    words = -(-words // self.mesh.size) * self.mesh.size
-    run = library.measure.build(op, words, self.mesh, sync.AXIS)
-    run()
-    seconds = []
-    for _ in range(repeats):
-      start = self.start() + _APART_S
-      if jax.process_index() % 2:
-        time.sleep(_APART_S)
-      run()
-      seconds.append(time.monotonic() - start)
-    return seconds
-
-  def work(self) -> dict[str, list[float]]:
-    """Returns seconds of each kind of local work, each host's own part.
-
-    All hosts are at it together: they share the machine's cores, as in an
-    exchange.
-    """
-    own = Mesh(np.array(jax.local_devices()[:1]), self.mesh.axis_names)
-    runs = library.local_work.runs(own, self.mesh.size)
-    seconds = {name: [] for name in runs}
-    for name, run in runs.items():
-      run()
-      for _ in range(_WORK_REPEATS):
-        start = self.start()
-        run()
-        seconds[name].append(time.monotonic() - start)
-    return seconds
 
 
 if __name__ == "__main__":

@@ -14,13 +14,9 @@ class Variant:
   # rounds; "" where nothing is pinned. Where every host sees all rows needs are
   # the same, whatever moves them.
   rehearsal: str = ""
-  rows_out: bool = False  # Whether rows come back instead of a whole table.
-  # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them;
-  # rows come back then too, unless it `fills` a table.
-  rows_in: bool = False
-  # Whether a step makes an array of the rows itself, as autodiff does.
-  fills: bool = False
-  forgets: bool = False  # Whether each step is a first one.
+  # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them, and
+  # rows come back instead of a whole table.
+  rows: bool = False
 
   @property
   def pinned(self) -> bool:
@@ -42,24 +38,17 @@ _REHEARSALS = {
   "split_dense_gather": "split_all_gather",
 }
 _ZEN = {"scheme": "zen"}
-# Rows that come back are bounded by one round: what overflows waits.
-_ROWS = _ZEN | {"output": "rows", "on_overflow": "carry"}
 
 VARIANTS: dict[str, Variant] = {
   v.name: v
   for v in [
     Variant("psum", {"scheme": "dense"}),
-    Variant("psum-filled", {"scheme": "dense"}, rows_in=True, fills=True),
-    Variant("ring", {"scheme": "ring"}),
-    Variant("auto", {"scheme": "auto"}),
     *(Variant(n, o) for n, o in _SPARSE.items()),
     *(
       Variant(f"{n}-pinned", o, _REHEARSALS.get(n, n))
       for n, o in _SPARSE.items()
     ),
-    Variant("zen-rows-pinned", _ROWS, "zen", rows_out=True),
-    Variant("zen-first", _ZEN, forgets=True),
-    Variant("rows", _ZEN, rows_out=True, rows_in=True),
-    Variant("rows-pinned", _ZEN, "rows", rows_out=True, rows_in=True),
+    Variant("rows", _ZEN, rows=True),
+    Variant("rows-pinned", _ZEN, "rows", rows=True),
   ]
 }

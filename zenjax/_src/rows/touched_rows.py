@@ -10,50 +10,61 @@ import optax
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import trees
-from zenjax._src.rows.row_program import arguments
+from zenjax._src.rows.row_analysis import arguments
+from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
+from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def update(
-  inner: optax.GradientTransformationExtraArgs,
-  program: RowProgram,
+  analysis: RowAnalysis,
   merged: Any,
   state: Any,
   params: Any,
   extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-  """Runs `inner.update` on the rows of `merged` alone.
+  """Runs an optimizer on the rows of `merged` alone.
 
   Args:
-    inner: The transformation.
-    program: Of its update of whole tables.
+    analysis: Of the optimizer's update of whole tables.
     merged: Updates in which every index of SparseRows stands once.
-    state: Of `inner`, whole.
+    state: Of the optimizer, whole.
     params: Whole, or None.
-    extra: Further arguments of `inner.update`.
+    extra: Further arguments of its `update`.
 
   Returns:
     Updates in the structure of `merged`, and the state.
   """
-  at = jax.tree.map(touched, merged, is_leaf=is_rows)
-  grads, few_params = trees.values(merged), gathered(params, at)
-  tags = of_state(program, state, at)
+  padded = jax.tree.map(with_room, merged, is_leaf=is_rows)
+  at = jax.tree.map(touched, padded, is_leaf=is_rows)
+  tags = of_state(analysis, state, at)
   few = jax.tree.map(gather, state, tags)
-  real = real_rows(at)
-  run = _other_than(program, grads, few, few_params, extra)
-  if run is None:
-    out, few = inner.update(grads, few, few_params, **extra)
-  else:
-    totals: Totals = {}
-    for level in range(program.depth):
-      parts = run.parts(level, real, totals)
-      totals = {**totals, **program.finished(parts, counted(real))}
-    out, few = run.outputs(totals)
+  few_params = None if params is None else jax.tree.map(gather, params, at)
+  out, few = analysis.update(trees.values(padded), few, few_params, extra)
   state = jax.tree.map(scatter, state, few, tags)
+  out = jax.tree.map(
+    lambda rows, x: x[: rows.capacity] if is_rows(rows) else x,
+    merged,
+    out,
+    is_leaf=is_rows,
+  )
   return trees.with_values(merged, out), state
+
+
+def with_room(leaf: Any) -> Any:
+  """SparseRows with room for two rows at least.
+
+  A program for one row may differ from that for several: nothing is repeated.
+  """
+  if not is_rows(leaf) or leaf.capacity >= 2:
+    return leaf
+  missing = 2 - leaf.capacity
+  ids = jnp.pad(leaf.indices, (0, missing), constant_values=leaf.num_rows)
+  values = jnp.pad(leaf.values, ((0, missing), (0, 0)))
+  return SparseRows(ids, values, leaf.num_rows).as_unique(leaf.unique)
 
 
 class RowRun:
@@ -164,15 +175,6 @@ def counted(real: dict[int, jax.Array]) -> dict[int, jax.Array]:
   return {i: jnp.sum(x, dtype=jnp.int32) for i, x in real.items()}
 
 
-def of_state(program: RowProgram, state: Any, at: Any) -> Any:
-  """Returns which rows of each leaf of a state are touched."""
-  tables = jax.tree.leaves(at)
-  structure = jax.tree.structure(state)
-  return structure.unflatten(
-    [ALL if table is None else tables[table] for table in program.state_rows]
-  )
-
-
 def gathered(params: Any, at: Any) -> Any:
   """Touched rows of all parameters, if there are any."""
   return None if params is None else jax.tree.map(gather, params, at)
@@ -188,6 +190,15 @@ def with_rest(state: Any, few: Any, tags: Any) -> Any:
   """Takes the new of all that has no rows, and the old of all that has."""
   put = lambda old, few, at: old if at.has(old) else few
   return jax.tree.map(put, state, few, tags)
+
+
+def of_state(analysis: RowAnalysis | RowProgram, state: Any, at: Any) -> Any:
+  """Returns which rows of each leaf of a state are touched."""
+  tables = jax.tree.leaves(at)
+  structure = jax.tree.structure(state)
+  return structure.unflatten(
+    [ALL if table is None else tables[table] for table in analysis.state_rows]
+  )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,13 +240,17 @@ def distinct(ids: jax.Array, num_rows: int) -> jax.Array:
 
 
 def gather(leaf: Any, at: At) -> Any:
-  """Touched rows of what has rows; zeros for padding."""
+  """Touched rows of what has rows; for padding, the last row.
+
+  So padding computes what a row without a gradient would: a zero beside an
+  empty state could divide by zero.
+  """
   if not at.has(leaf):
     return leaf
   if not at.num_rows:  # JAX gathers nothing from nothing.
     number = 0 if at.ids is None else len(at.ids)
     return jnp.zeros((number, *leaf.shape[1:]), leaf.dtype)
-  return leaf.at[at.ids].get(mode="fill", fill_value=0, unique_indices=True)
+  return leaf.at[at.ids].get(mode="clip")
 
 
 def scatter(leaf: Any, few: Any, at: At) -> Any:

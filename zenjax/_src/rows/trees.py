@@ -3,31 +3,15 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def combined(tree: Any) -> Any:
   """The same with every index of SparseRows once."""
   return jax.tree.map(
     lambda x: x.combine() if is_rows(x) else x, tree, is_leaf=is_rows
-  )
-
-
-def with_room(tree: Any, least: int) -> Any:
-  """Returns the tree with room for `least` rows in all SparseRows."""
-  none = lambda x: SparseRows(
-    jnp.full(least, x.num_rows, jnp.int32),
-    jnp.zeros((least, x.shape[1]), x.dtype),
-    x.num_rows,
-  )
-  return jax.tree.map(
-    lambda x: none(x) if is_rows(x) and x.capacity < least else x,
-    tree,
-    is_leaf=is_rows,
   )
 
 

@@ -1,1 +1,0 @@
-"""Plans of others beside the planner's: oracles and models of papers."""
