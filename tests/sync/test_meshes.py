@@ -12,6 +12,7 @@ import optax
 import oracle
 import pytest
 import runners
+import stablehlo
 import steps
 
 import zenjax
@@ -168,6 +169,43 @@ def test_rows_above_the_limit_of_another_machine_follow():
   oracle.check(trainer({"t": stack})["t"], stack)
   numbers = zenjax.stats(trainer.state)["t"]
   assert numbers["rounds"] > 1
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"partition": "columns"}, {"scheme": "recursive_doubling"}],
+  ids=str,
+)
+def test_collectives_over_different_groups_have_one_order(options):
+  """Devices that run two of them in different orders wait for each other."""
+  sparse = lambda name, _: name != "bias"
+  tx = zenjax.zen_sync(AXES, sparse=sparse, **options)
+  grads = {"a": (700, 8), "b": (400, 4), "bias": (3,)}
+  grads = {name: jnp.zeros(shape) for name, shape in grads.items()}
+  mapped = jax.shard_map(
+    lambda g: tx.update(zenjax.unreduced(g, AXES), tx.init(g)),
+    mesh=grid_mesh((2, 4), AXES),
+    in_specs=P(),
+    out_specs=P(),
+  )
+  assert not stablehlo.unordered(jax.jit(mapped).lower(grads))
+
+
+def test_copies_of_sharded_tables_have_one_order_of_collectives():
+  mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "device", mesh=mesh)
+  params = {"t": jnp.zeros((3000, 8)), "w": jnp.ones(8)}
+  params = zenjax.tables.shard(params, mesh, "device", replicas="host")
+  loss = lambda params, ids: (params["t"][ids] @ params["w"]).sum()
+
+  def step(params, state, ids):
+    _, grads = zenjax.value_and_grad(loss)(params, ids)
+    updates, state = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates), state
+
+  ids = jax.device_put(np.arange(64), NamedSharding(mesh, P(AXES)))
+  lowered = jax.jit(step).lower(params, tx.init(params), ids)
+  assert not stablehlo.unordered(lowered)
 
 
 # --- an automatic axis beside the data axis ---------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from examples.studies.cnn import flags as cnn_flags
@@ -18,7 +19,7 @@ from examples.studies.lm.study import Language
 from examples.studies.sparsifiers.cells import Cell
 import zenjax
 
-_PROBE = 8  # Steps before a run, whose sizes it pins.
+_PROBE = 8  # Steps before a run, from which it is tuned.
 
 # A selection delays gradients and keeps their sum. Of that SGD makes the same
 # update; what divides by the size of a gradient, as Adagrad, does not.
@@ -83,15 +84,16 @@ TASKS: Mapping[str, Task] = {
 def make_trainer(study: Study, cell: Cell, mesh: Mesh) -> Trainer:
   """Makes the trainer of a cell.
 
-  zen_sync's sizes, where a sparsifier has such, are those that `zenjax.advise`
-  gives after some steps.
+  Buffer sizes of zen_sync, where a sparsifier has it, are what some steps need.
   """
-  sparsifier = cell.sparsifier
-  if sparsifier and sparsifier.kind in LOCAL:
-    trainer = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
+  make = lambda: study.trainer(mesh, cell.seed, sparsifier=cell.sparsifier)
+  trainer = make()
+  if cell.sparsifier and cell.sparsifier.kind in LOCAL:
     batches = study.batches(cell.devices, cell.seed)
     for _, batch in zip(range(_PROBE), batches):
       trainer.step(batch)
-    sizes = zenjax.advise(trainer.opt_state)
-    sparsifier = dataclasses.replace(sparsifier, capacities=sizes or None)
-  return study.trainer(mesh, cell.seed, sparsifier=sparsifier)
+    # The structure of a state has the plan, its leaves the numbers.
+    tuned = jax.tree.structure(zenjax.tune(trainer.opt_state))
+    trainer = make()
+    trainer.opt_state = tuned.unflatten(jax.tree.leaves(trainer.opt_state))
+  return trainer
