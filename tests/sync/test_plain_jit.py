@@ -3,9 +3,6 @@
 import re
 from typing import Any
 
-from flax import nnx
-import flax.linen as nn
-from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -208,82 +205,6 @@ def test_sums_of_integers_are_exact(output, kind):
     return updates["t"], state
 
   np.testing.assert_array_equal(update(ids, values)[0], want)
-
-
-def test_a_flax_train_state_changes_two_lines():
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-      x = nn.Embed(ROWS, WIDTH)(ids).mean(1)
-      return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
-
-  model = Model()
-
-  def losses(tx, value_and_grad):
-    params = model.init(jax.random.key(0), np.zeros((1, 3), np.int32))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    state = jax.device_put(state, NamedSharding(LINE, P()))
-
-    @jax.jit
-    def step(state, ids, targets):
-      def loss_fn(params):
-        return jnp.mean((state.apply_fn(params, ids) - targets) ** 2)
-
-      loss, grads = value_and_grad(loss_fn)(state.params)
-      return state.apply_gradients(grads=grads), loss
-
-    found = []
-    for batch in batches(40):
-      batch = jax.device_put(batch, NamedSharding(LINE, P("data")))
-      state, loss = step(state, *batch)
-      found.append(float(loss))
-    return found
-
-  want = losses(optax.adagrad(0.1), jax.value_and_grad)
-  tx = optax.chain(
-    zenjax.zen_sync("data"), zenjax.lazy_rows(optax.adagrad(0.1))
-  )
-  got = losses(tx, zenjax.value_and_grad)
-  np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-class Net(nnx.Module):
-  """A table, dropout and a layer."""
-
-  def __init__(self, rngs):
-    self.table = nnx.Embed(ROWS, WIDTH, rngs=rngs)
-    self.dropout = nnx.Dropout(0.1, rngs=rngs)
-    self.dense = nnx.Linear(WIDTH, 4, rngs=rngs)
-
-  def loss(self, ids, targets):
-    x = self.dropout(self.table(ids).mean(1))
-    return jnp.mean((self.dense(x) - targets) ** 2)
-
-
-def test_an_nnx_optimizer_takes_rows():
-  def losses(tx, gradients):
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, ids, targets):
-      loss, grads = gradients(model, ids, targets)
-      optimizer.update(model, grads)
-      return loss
-
-    with jax.set_mesh(LINE):
-      spread = NamedSharding(LINE, P("data"))
-      return [
-        float(step(model, optimizer, *jax.device_put(batch, spread)))
-        for batch in batches(40)
-      ]
-
-  want = losses(optax.adagrad(0.1), nnx.value_and_grad(Net.loss))
-  tx = optax.chain(
-    zenjax.zen_sync("data"), zenjax.lazy_rows(optax.adagrad(0.1))
-  )
-  got = losses(tx, zenjax.value_and_grad(Net.loss))
-  np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 ARRAYS = {"t": jnp.zeros((ROWS, WIDTH))}

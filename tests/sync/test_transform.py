@@ -1,9 +1,7 @@
 """zen_sync among the transformations of optax, and its state."""
 
 import jax
-from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import oracle
@@ -50,19 +48,6 @@ def test_same_training_as_pmean(name):
     ours.check_replicas()
 
 
-def test_a_nan_of_one_device_skips_the_step_everywhere():
-  """Were the predicate local, devices would part ways and hang."""
-  tx = TRANSFORMS["apply_if_finite after"](zen_for)
-  trainer = steps.Trainer(tx, make_params(), runners.mesh(N), check_vma=False)
-  stack = make_stack(0)
-  stack["user"]["embedding"][1, 7, 3] = np.nan
-  updates = trainer(stack)
-  assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
-  assert all(
-    (leaf != 0).any() for leaf in jax.tree.leaves(trainer(make_stack(1)))
-  )
-
-
 def test_nothing_is_exchanged_between_multisteps():
   k = 3
   tx = steps.lenient(
@@ -88,40 +73,6 @@ def test_nothing_is_exchanged_between_multisteps():
   want = oracle.exact(np.concatenate([s["user"]["embedding"] for s in stacks]))
   want = np.broadcast_to(-0.1 * want, updates.shape)
   np.testing.assert_allclose(updates, want, rtol=1e-5, atol=1e-6)
-
-
-def test_scan_over_steps():
-  """Steps in one `lax.scan` are the steps taken one by one."""
-  tx = optax.chain(zen(), sgd())
-  stacks = [make_stack(seed) for seed in range(3)]
-  start = steps.Trainer(tx, make_params(), runners.mesh(N))
-
-  def body(params, state, batch):
-    def step(carry, stack):
-      params, state = carry
-      grads = jax.tree.map(lambda x: x[0], stack)
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), updates
-
-    return lax.scan(step, (params, state), batch)
-
-  run = jax.jit(
-    jax.shard_map(
-      body,
-      mesh=start.mesh,
-      in_specs=(P(), start.specs, P(None, "data")),
-      out_specs=((P(), start.specs), P()),
-    )
-  )
-  batch = jax.tree.map(lambda *leaves: np.stack(leaves), *stacks)
-  (params, _), updates = run(start.params, start.state, batch)
-  for leaf in jax.tree.leaves(params):
-    oracle.check_replicas(runners.shards(leaf))
-  for step, stack in enumerate(stacks):
-    for got, local in zip(
-      jax.tree.leaves(updates), jax.tree.leaves(stack), strict=True
-    ):
-      check_sgd(runners.shards(got)[:, step], local)
 
 
 def check_sgd(updates, local):
