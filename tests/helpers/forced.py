@@ -4,7 +4,6 @@ Each takes pytest's `monkeypatch`.
 """
 
 import zenjax._src.rows.sharded_tables
-import zenjax._src.sparsify.element_exchange
 
 _src = zenjax._src
 # Its sizes of buffers and pieces are read, too.
@@ -20,8 +19,3 @@ def few_buffer_sizes(monkeypatch) -> None:
 def rows_moved_in_pieces(monkeypatch, size: int) -> None:
   """Pieces of `size` bytes in which `shard` moves or makes rows."""
   monkeypatch.setattr(sharded_tables, "_MOVED", size)
-
-
-def elements_in_chunks(monkeypatch, elements: int) -> None:
-  """Chunks of `elements` in which a sparsifier sums a whole vector."""
-  monkeypatch.setattr(_src.sparsify.element_exchange, "_REST_CHUNK", elements)
