@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -51,7 +52,7 @@ class Local(NamedTuple):
   """One table before an exchange, or several that travel as one."""
 
   plan: TablePlan
-  rows: jax.Array | Sequence[SparseRows]
+  rows: Sequence[jax.Array | SparseRows]  # of each of `plan.tables`
 
 
 class Counts(NamedTuple):
@@ -152,7 +153,7 @@ def exchange(
   found = [
     Exchanged(
       plan,
-      target.rows(plan) if isinstance(target, ListTarget) else [target.table],
+      target.leaves(plan),
       _counts(tally, union, target, flow.rounds, skip, plan),
     )
     for plan, target, tally, union, skip in zip(
@@ -163,9 +164,8 @@ def exchange(
 
 
 def _source(table: Local) -> ArraySource | ListSource:
-  if table.plan.table.look_ups is None:
-    return ArraySource.of(table.rows, table.plan)
-  return ListSource.of(table.rows, table.plan)
+  source = ListSource if table.plan.table.look_ups else ArraySource
+  return source.of(table.rows, table.plan)
 
 
 def _after(
@@ -238,7 +238,8 @@ def _with_dense_sum(
   if dense is None or not isinstance(target, ArrayTarget):
     return target
   with jax.named_scope("zenjax/dense"):
-    return ArrayTarget(dense_sum.reduce_where(target.table, dense, context))
+    table = dense_sum.reduce_where(target.table, dense, context)
+  return target._replace(table=table)
 
 
 def _counts(
@@ -260,17 +261,17 @@ def _counts(
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
-  rows = union.astype(jnp.float32)
+  rows, each = union.astype(jnp.float32), target.total.astype(jnp.float32)
   if dense is not None:
     merged, all_rows = [
       jnp.maximum(x.astype(jnp.float32), 1)
       for x in (tally.merged, tally.pushed)
     ]
     whole = jnp.minimum(rows * (all_rows / merged), plan.layout.slots)
+    heights = np.array([table.num_rows for table in plan.tables], np.float32)
+    shares = heights / np.sum(heights)
     rows = jnp.where(dense, whole, rows)
-  each = jnp.sum(rows)[None]
-  if isinstance(target, ListTarget):
-    each = target.total.astype(jnp.float32)
+    each = jnp.where(dense, jnp.sum(whole) * shares, each)
   return Counts(
     pushed=pushed,
     fullest=jnp.max(tally.fullest).astype(jnp.float32),

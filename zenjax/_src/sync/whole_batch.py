@@ -26,12 +26,12 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import owner_rows
 from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables import sharded_table
 
 NO_MEAN = (
   "`op` must be 'sum' outside of shard_map, got 'mean': the loss is that of the"
@@ -153,7 +153,7 @@ def sync(
     if options.plan:
       inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
     out, new = gradient_tree.sync_tree(tree, own, inner)
-    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree, own.tuned)
     new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
@@ -240,7 +240,7 @@ def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
   def place(spec: PartitionSpec, x: jax.Array) -> jax.Array:
     if spec == PartitionSpec(axes) and x.shape[0] != devices:
       raise ValueError(
-        owner_rows.others_message("state", by, x.shape[0], devices)
+        sharded_table.others_message("state", by, x.shape[0], devices)
       )
     return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit else x
 
@@ -338,8 +338,7 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
 
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
   """Specs in the structure of SparseRows."""
-  lookups = jax.tree.map(lambda _: PartitionSpec(), rows.lookups)
-  specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column), lookups
+  specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column)
   return SparseRows.tree_unflatten(rows.tree_flatten()[1], specs)
 
 
@@ -356,9 +355,8 @@ def _require(
   """Raises where nothing is left to sum, or rows of tables are stacked."""
   if not any(mine):
     way = "take gradients of `zenjax.value_and_grad(loss_fn)`, which are"
-    way += " SparseRows for tables that the loss only looks up, less often"
-    way += " than they have rows (`zenjax.rows.explain_tables` says why a leaf"
-    way += " has none; its `tables=` demands them)"
+    way += " SparseRows for tables that the loss only looks up"
+    way += " (`zenjax.rows.explain_tables` says why a leaf has none)"
     if set(options.axes) <= compat.explicit_of(mesh):
       way += f", or by `zenjax.unreduced(params, {options.axes!r})`"
     raise ValueError(
