@@ -193,7 +193,7 @@ def test_collectives_over_different_groups_have_one_order(options):
 
 def test_copies_of_sharded_tables_have_one_order_of_collectives():
   mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
-  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "device", mesh=mesh)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), AXES, mesh=mesh)
   params = {"t": jnp.zeros((3000, 8)), "w": jnp.ones(8)}
   params = zenjax.tables.shard(params, mesh, "device", replicas="host")
   loss = lambda params, ids: (params["t"][ids] @ params["w"]).sum()
