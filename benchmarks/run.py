@@ -359,8 +359,8 @@ COMMANDS = (
     _names("--models", "of {}; by default lm dlrm", _PLANNED),
     _names(
       "--ways",
-      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4"
-      " 'zen/1 alone'; by default all",
+      "what to measure beside the plan and pmean, say all_gather zen/1 zen/4;"
+      " by default all",
     ),
     *(_LOOPBACK, _SHOW, _repeats(7), _batches(4), _RESUMED),
   ),

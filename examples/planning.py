@@ -4,7 +4,7 @@
 
 Plans for hosts of H100s that need not be there, from the program alone. Records
 which rows the first steps touch, plans for more devices from that, trains by
-the plan, and asks what to change.
+the plan, and compares it with what the run has shown.
 """
 
 import argparse
@@ -96,7 +96,6 @@ def main() -> None:
   tx = optax.chain(zenjax.zen_sync("data", plan=plan), adagrad)
   opt_state = train(tx, mesh, steps)
   print(plan.compare(zenjax.stats(opt_state)))
-  print(zenjax.planner.retune(opt_state, plan, compile_seconds=10))
 
 
 if __name__ == "__main__":

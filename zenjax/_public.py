@@ -5,7 +5,6 @@ from zenjax import planner
 from zenjax import rows
 from zenjax import sparsify
 from zenjax import tables
-from zenjax import traces
 from zenjax._src.report.check import check_step
 from zenjax._src.report.check import StepCheck
 from zenjax._src.report.report import report
@@ -55,7 +54,6 @@ __all__ = (
   "StepCheck",
   "tables",
   "to_checkpoint",
-  "traces",
   "tune",
   "unreduced",
   "value_and_grad",

@@ -32,8 +32,6 @@ What packing costs:
   weight decay acts on them. `rowwise_adagrad` keeps one accumulator for all of
   them, which is another optimizer. `zen_sync(output="dense")` keeps the dense
   optimizer.
-- `zenjax.value_and_grad` keeps a gradient dense where there are as many
-  look-ups as rows, and of packed rows there are fewer.
 
 Tables wider than 128 can have an explicit layout, at the price in the table
 above: memory as if their columns were a multiple of 128. Parameters, and those

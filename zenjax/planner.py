@@ -1,35 +1,31 @@
-"""Plans: the way of each gradient, and the predicted time of a step.
+"""Plans: how to synchronize each gradient, and the predicted time of a step.
 
-`plan` chooses for a model and a machine, and `zen_sync(plan=)` follows.
-`plan_tables` chooses whether tables are replicated or split over devices, and
-`TablePlan.set_up` makes the program.
-`record` writes down the rows that a run touches; `retune` plans again from the
-state of a run.
+`plan` chooses for a model and a machine, and `zen_sync(plan=)` follows it.
+`plan_tables` chooses whether tables are replicated or sharded, and
+`TablePlan.set_up` makes the program. `record` writes down the rows that a run
+touches, as a trace of `traces`.
 """
 
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
-from zenjax._src.machine.local_work import measure_work
 from zenjax._src.machine.measure import measure_links
-from zenjax._src.machine.topologies import Level
+from zenjax._src.machine.measure import measure_work
 from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import traces
 from zenjax._src.planner.plan_model import plan
 from zenjax._src.planner.record import record
 from zenjax._src.planner.record import Recorder
-from zenjax._src.planner.retune import retune
-from zenjax._src.planner.retune import Retuned
 from zenjax._src.planner.table_plan import plan_tables
-from zenjax._src.planner.table_plan import Program
 from zenjax._src.planner.table_plan import TableForm
 from zenjax._src.planner.table_plan import TablePlan
+from zenjax._src.planner.table_program import Program
 from zenjax._src.report.stats import profile
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
 __all__ = (
   "LeafPlan",
-  "Level",
   "Link",
   "measure_links",
   "measure_work",
@@ -41,10 +37,9 @@ __all__ = (
   "Program",
   "record",
   "Recorder",
-  "retune",
-  "Retuned",
   "TableForm",
   "TablePlan",
   "Topology",
+  "traces",
   "Work",
 )

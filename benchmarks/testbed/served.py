@@ -178,7 +178,7 @@ class Worker:
   def links(self, repeats: int, sizes: list[int]) -> str:
     """Returns the machine as measured, as JSON."""
     found = zenjax.planner.measure_links(
-      self.mesh, AXIS, sizes=sizes, repeats=repeats, progress=False
+      self.mesh, AXIS, sizes=sizes, repeats=repeats
     )
     return found.to_json()
 

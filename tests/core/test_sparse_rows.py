@@ -53,6 +53,32 @@ def test_16_bit_rows_are_summed_in_float32():
   assert rows.values[0, 0] == 1024
 
 
+def test_that_ids_are_unique_is_known_behind_every_border():
+  """It is static, so `combine` sorts once; sums of both kinds are rows."""
+  rows, unique = drawn(), drawn().combine()
+  sorts = lambda x: str(jax.make_jaxpr(SparseRows.combine)(x)).count("sort[")
+  assert (sorts(rows), sorts(unique)) == (1, 0)
+  assert sorts(jax.jit(lambda x: x)(unique)) == 0
+  assert sorts(jax.tree.map(jnp.asarray, unique)) == 0
+  assert sorts(unique + rows) == 1
+  np.testing.assert_array_equal((unique + rows).to_dense(), 2 * rows.to_dense())
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+def test_optax_may_skip_a_step_of_rows():
+  """Both branches of its `lax.cond` return one structure."""
+  lazy: Any = zenjax.lazy_rows(optax.adam(0.1))
+  table = jnp.ones((5, 3))
+  for rows in (drawn(), drawn().combine()):
+    for tx in (
+      optax.apply_if_finite(lazy, 3),
+      optax.transforms.conditionally_transform(lazy, lambda step: step < 1),
+    ):
+      update, _ = jax.jit(tx.update)(rows, tx.init(table), table)
+      want, _ = lazy.update(rows, lazy.init(table), table)
+      np.testing.assert_array_equal(update.to_dense(), want.to_dense())
+
+
 def test_dense_and_back():
   table = jnp.array([[0.0], [2.0], [0.0], [0.0], [5.0]])
   rows = SparseRows.from_dense(table, 3)
@@ -74,29 +100,18 @@ def test_rows_of_two_tables_cannot_be_added(other):
     drawn().__add__(other)
 
 
-@pytest.mark.parametrize(
-  "transform",
-  [
-    lambda g: optax.scale(0.1).update(g, optax.EmptyState()),
-    lambda g: optax.sgd(0.1).update(g, optax.sgd(0.1).init(g)),
-    lambda g: jax.tree.map(lambda x: x * 2, g),
-    lambda g: jax.tree.map(lambda x, y: x + y, g, g),
-    lambda g: jax.tree.map(jnp.sum, g),
-    lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState()),
-    lambda g: optax.tree.norm(g),
-  ],
-)
-def test_what_does_not_know_rows_fails_loudly(transform):
-  """With plain integers all of these would change which rows are trained."""
-  with pytest.raises((TypeError, ValueError, NotImplementedError)):
-    transform({"table": drawn()})
-
-
 UPDATES = "zenjax.apply_updates(params, updates)"
 SCALES = "rows.with_values(rows.values * factor)"
-INSIDE = "optax goes inside lazy_rows"
-CLIP = "zenjax.rows.clip_by_global_norm"
-NO_ARRAY = "run optax inside zenjax.lazy_rows"
+INSIDE = "run optax inside zenjax.lazy_rows"
+CLIP = "clip by zenjax.rows.clip_by_global_norm"
+ADD = "add them by `+`"
+NORM = "take the norm by zenjax.global_norm"
+
+
+def step(tx, table, rows):
+  return tx.update(rows, tx.init(table), table)
+
+
 CURES = {
   "another table + rows": (lambda t, g: t[1:] + g, "rows of the same table"),
   "number + rows": (lambda t, g: 1.0 + g, UPDATES),
@@ -104,47 +119,41 @@ CURES = {
   "table - rows": (lambda t, g: t - g, UPDATES),
   "array of NumPy": (lambda t, g: np.ones((5, 3)) - g, UPDATES),
   "rows * 2": (lambda t, g: g * 2, SCALES),
-  "2 * rows": (lambda t, g: 2 * g, SCALES),
   "number of NumPy": (lambda t, g: np.float32(2) * g, SCALES),
   "number of JAX": (lambda t, g: t[0, 0] * g, SCALES),
-  "rows / 2": (lambda t, g: g / 2, SCALES),
   "-rows": (lambda t, g: -g, SCALES),
-  "jnp.asarray": (lambda t, g: jnp.asarray(g), "rows.to_dense()"),
   "np.asarray": (lambda t, g: np.asarray(g), "rows.to_dense()"),
   "jnp.sum": (lambda t, g: jnp.sum(g), ".to_dense()"),
   "leaves": (lambda t, g: jax.tree.map(lambda x: x * x, g), INSIDE),
+  "sum of leaves": (lambda t, g: jax.tree.map(jnp.add, g, g), ADD),
+  "sum of trees": (lambda t, g: optax.tree.add(g, g), ADD),
+  "norm": (lambda t, g: optax.tree.norm(g), NORM),
   "optax.sgd": (lambda t, g: step(optax.sgd(0.1), t, g), INSIDE),
-  "optax.clip": (lambda t, g: step(optax.clip(1.0), t, g), INSIDE),
-  "clip": (lambda t, g: step(optax.clip(1.0), t, g), CLIP),
-  "decay": (lambda t, g: step(optax.add_decayed_weights(0.1), t, g), NO_ARRAY),
-  "optax.adam": (lambda t, g: step(optax.adam(0.1), t, g), NO_ARRAY),
+  "optax.clip": (lambda t, g: step(optax.clip(1.0), t, g), CLIP),
+  "clip by norm": (
+    lambda t, g: step(optax.clip_by_global_norm(1.0), t, g),
+    CLIP,
+  ),
+  "decay": (lambda t, g: step(optax.add_decayed_weights(0.1), t, g), INSIDE),
+  "optax.adam": (lambda t, g: step(optax.adam(0.1), t, g), INSIDE),
   "MultiSteps": (
     lambda t, g: step(optax.MultiSteps(optax.sgd(0.1), 2), t, g),
-    NO_ARRAY,
+    "take jax.grad (MultiSteps)",
   ),
 }
-
-
-def step(tx, table, rows):
-  return tx.update(rows, tx.init(table), table)
 
 
 @pytest.mark.usefixtures("as_optax_computes")
 @pytest.mark.parametrize("name", CURES)
 def test_errors_name_the_cure(name):
+  """With plain integers all of these would change which rows are trained."""
   wrong, cure = CURES[name]
-  for run in (wrong, jax.jit(wrong)):
+  # Outside of jit the error of `jax.Array.real` is JAX's own.
+  runs = (jax.jit(wrong), wrong)[: 1 if "norm" in name else 2]
+  for run in runs:
     with pytest.raises((TypeError, ValueError)) as error:
       run(jnp.ones((5, 3)), drawn())
     assert cure in str(error.value)
-
-
-@pytest.mark.usefixtures("as_optax_computes")
-def test_a_norm_within_jit_names_the_cure():
-  with pytest.raises(
-    TypeError, match=f"{INSIDE}, or sharded_optimizer.*{CLIP}"
-  ):
-    jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, ()))(drawn())
 
 
 ZEROS = {
@@ -221,16 +230,6 @@ def test_tables_without_rows():
   assert rows.to_dense().shape == (0, 3)
   assert SparseRows.from_dense(table, 2).indices.tolist() == [0, 0]
   assert float(zenjax.global_norm(rows)) == 0.0
-
-
-def test_the_cures_are_cures():
-  rows, table = drawn(), jnp.ones((5, 3))
-  halved = rows.with_values(rows.values * 0.5)
-  np.testing.assert_array_equal(halved.to_dense(), rows.to_dense() * 0.5)
-  np.testing.assert_array_equal(
-    zenjax.apply_updates(table, rows), table + rows.to_dense()
-  )
-  assert "row_id" in str(jax.make_jaxpr(lambda r: r)(rows))
 
 
 def test_it_is_a_pytree_like_any_other():

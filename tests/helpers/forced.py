@@ -5,8 +5,6 @@ Each takes pytest's `monkeypatch`.
 
 import dataclasses
 
-import zenjax._src.sync.table_sources
-
 import zenjax._src.core.compat
 import zenjax._src.core.wire
 import zenjax._src.rows.sharded_tables

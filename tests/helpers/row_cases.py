@@ -137,5 +137,4 @@ ALSO_ELSE = {
     "a value of their own",
   ),
   "not read": (lambda t, i: _zero(i) + 1.0, "not looked up"),
-  "all rows": (lambda t, i: loss(t[jnp.tile(i, 6)]), "48 times"),
 }

@@ -26,7 +26,7 @@ def reported(tx, touched):
     params, state = state
     grads = jnp.zeros_like(params).at[ids[0]].set(1.0)
     updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), 0
+    return (optax.apply_updates(params, updates), state), ()
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   state, _ = step(state, touched)

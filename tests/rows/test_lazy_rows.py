@@ -143,6 +143,7 @@ FLIP_BACK.defvjp(lambda x: (x[::-1], None), lambda _, t: (t[::-1],))
 MIXES = {
   "numbers of rows": lambda g, p: g * jnp.arange(1.0, 1 + len(g))[:, None],
   "an array": lambda g, p: g * np.arange(1.0, 1 + len(g), dtype="f4")[:, None],
+  "an array instead": lambda g, p: jnp.asarray(np.ones((ROWS, WIDTH), "f4")),
   "noise": lambda g, p: g * jax.random.uniform(jax.random.key(0), g.shape),
   "noise of old keys": lambda g, p: (
     g + jax.random.normal(jax.random.PRNGKey(0), g.shape[:1])[:, None]
@@ -366,6 +367,40 @@ def test_room_for_any_number_of_rows(name, rows, capacity):
     got | {"t": got["t"].to_dense()},
     want,
   )
+
+
+MAKERS = {
+  "lazy_rows": lambda tx: optax.chain(
+    zenjax.zen_sync("data"), zenjax.lazy_rows(tx)
+  ),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("rows", [3000, 1000, 30])
+@pytest.mark.parametrize("name", MAKERS)
+def test_which_rows_move_depends_on_no_size(name, rows, devices):
+  """Adam moves rows that were looked up, and no others."""
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+  rng = np.random.default_rng(0)
+  params: Any = {"t": jnp.ones((rows, 8)), "w": jnp.ones(8)}
+  tx = MAKERS[name](optax.adam(0.1))
+
+  def step(state, ids, wanted):
+    params, opt_state = state
+    loss = lambda p: jnp.mean((p["t"][ids] @ p["w"] - wanted) ** 2)
+    value, grads = zenjax.value_and_grad(loss)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return (zenjax.apply_updates(params, updates), opt_state), value
+
+  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  state = params, zenjax.init_state(tx, params, mesh, "data")
+  for high in (rows, 20, 20):
+    ids = rng.integers(0, high, 64)
+    before = np.asarray(state[0]["t"])
+    state, _ = step(state, ids, rng.standard_normal(64).astype(np.float32))
+    moved = np.flatnonzero((np.asarray(state[0]["t"]) != before).any(1))
+    assert moved.tolist() == np.unique(ids).tolist()
 
 
 def test_rows_of_another_table_are_refused():

@@ -36,7 +36,7 @@ def after(inner, steps: int, **options: Any):
     params, state = state
     grads = {"a": x[0], "b": x[0, :3]}
     updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), 0
+    return (optax.apply_updates(params, updates), state), ()
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   rng = np.random.default_rng(0)

@@ -130,7 +130,7 @@ def test_report_of_both_kinds():
     params, state = state
     grads = {"dense": x[0], "table": jnp.zeros((600, 4)).at[:3].set(x[0, 0])}
     updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), 0
+    return (optax.apply_updates(params, updates), state), ()
 
   step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   state, _ = step(state, draws()[0])

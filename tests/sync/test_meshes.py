@@ -267,7 +267,8 @@ def test_a_mesh_of_explicit_axes():
   def after_steps(mesh, specs):
     table = jnp.ones((600, 4))
     state = table, zenjax.init_state(tx, table, mesh, "data")
-    train = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    mapped = zenjax.data_parallel(step, mesh, "data", aux_specs="sum")
+    train = jax.jit(mapped)
     for spec in specs:
       placed = jax.device_put(batch, spec and NamedSharding(mesh, spec))
       state, total = train(state, *placed)

@@ -308,7 +308,7 @@ REFUSED = {
     {"plan": plan_of({"scheme": "zen"}, (("data", 8),))},
     None,
     ValueError,
-    "`plan`.*says nothing of",
+    "`plan`.*none here",
   ),
   "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
   "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),

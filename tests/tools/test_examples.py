@@ -138,7 +138,9 @@ _LM = ("--batch-tokens=64", "--negatives=8", "--width=16", "--eval-tokens=640")
 
 def _same(out: str) -> tuple[float, float]:
   """Perplexities of zen_sync and of pmean, as a comparison prints them."""
-  ((one, other),) = re.findall(r"^held-out perplexity +(\d\S+) +(\S+)$", out, re.M)
+  ((one, other),) = re.findall(
+    r"^held-out perplexity +(\d\S+) +(\S+)$", out, re.M
+  )
   return tuple(float(x.replace(",", "")) for x in (one, other))
 
 

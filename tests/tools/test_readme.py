@@ -35,15 +35,15 @@ def test_readme_is_short():
 def test_every_public_name_has_an_entry():
   text = (_ROOT / "docs/api.md").read_text()
   entries = set(re.findall(r"^.. auto\w+:: (\S+)$", text, re.MULTILINE))
-  found = [(zenjax, name) for name in zenjax.__all__ if name[0] != "_"]
-  for name in zenjax.__all__:
-    if inspect.ismodule(space := getattr(zenjax, name)):
-      found += [(space, name) for name in space.__all__]
-  names = {
-    f"{space.__name__}.{name}"
-    for space, name in found
-    if not inspect.ismodule(getattr(space, name))
-  }
+
+  def names_of(space, prefix):
+    for name in space.__all__:
+      if inspect.ismodule(value := getattr(space, name)):
+        yield from names_of(value, f"{prefix}.{name}")
+      elif name[0] != "_":
+        yield f"{prefix}.{name}"
+
+  names = set(names_of(zenjax, "zenjax"))
   assert entries == names
   summaries = re.findall(r"^   (zenjax\.\S+)$", text, re.MULTILINE)
   assert sorted(summaries) == sorted(names)

@@ -50,7 +50,7 @@ def traced(tx, state, n, *, by, params=PARAMS, donate=False):
   mesh = runners.mesh(n)
   grads = jax.tree.map(lambda x: jnp.ones((n, *x.shape)), params)
   if by == "data_parallel":
-    step = lambda state, grads: (update(grads, state[1]), 0)
+    step = lambda state, grads: (update(grads, state[1]), ())
     step = zenjax.data_parallel(step, mesh, "data")
     step = jax.jit(step, donate_argnums=0 if donate else ())
     return jax.eval_shape(step, (params, state), grads)

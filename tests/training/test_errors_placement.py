@@ -148,7 +148,7 @@ def test_a_raw_key_is_no_batch(n, within):
 def test_what_is_no_batch():
   tx = optax.chain(zenjax.zen_sync("data", sparse=True), optax.sgd(0.1))
   params = {"t": jnp.zeros((40, 4))}
-  step = lambda state, *batch: (state, 0)
+  step = lambda state, *batch: (state, ())
   mapped = zenjax.data_parallel(step, runners.mesh(N), "data")
   for given, words in (
     (tx.init(params), ("state of an optimizer", "`(params, opt_state)`")),

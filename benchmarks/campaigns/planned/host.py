@@ -15,26 +15,18 @@ from benchmarks.testbed import served
 import zenjax
 
 
-def plans(asked: library.choosing.Question) -> dict[str, zenjax.planner.Plan]:
-  """Returns the plan of `zenjax.planner`, and one for each way for all tables.
-
-  `... alone` has an exchange for each table, the others one for all.
-  """
-  space = asked.space(1.0)
-  tables = [i for i, found in enumerate(space.predictions) if len(found) > 1]
-  dense = tuple(i for i in range(len(asked.gradients)) if i not in tables)
-  rest = [(cells.DENSE, dense)] if dense else []
-  found = {cells.PLANNED: library.choosing.answer(asked)}
-  every = (cells.DENSE, tuple(range(len(asked.gradients))))
-  found[cells.DENSE] = library.choosing.planned(asked, space, [every])
+def plans(asked: library.plan_model.Question) -> dict[str, zenjax.planner.Plan]:
+  """Returns the planner's plan, and one for each way for all tables."""
+  model = library.plan_model
+  predicted = model.predictions(asked)
+  ways = [model.Way("all_gather"), model.Way("recursive_doubling")]
   # The ends of zen's grid, and SparCML's.
-  ends = ("zen/1", f"zen/{asked.topology.devices}")
-  for way in ("all_gather", "recursive_doubling", *ends):
-    named = [*rest, (way, tuple(tables))]
-    found[way] = library.choosing.planned(asked, space, named)
-  if len(tables) > 2:
-    alone = [*rest, *[("zen/1", (i,)) for i in tables]]
-    found["zen/1 alone"] = library.choosing.planned(asked, space, alone)
+  ways += [model.Way("zen", g) for g in (1, asked.topology.devices)]
+  found = {cells.PLANNED: model.answer(asked)}
+  for way in (model.PMEAN, *ways):
+    chosen = [way if way in each else model.PMEAN for each in predicted]
+    groups = f"/{way.column_groups}" if way.scheme == "zen" else ""
+    found[way.scheme + groups] = model.planned(asked, predicted, chosen)
   return found
 
 
@@ -94,18 +86,20 @@ class _Worker(served.Worker):
   def plans(self, topology: str, compute_seconds: float) -> dict[str, Any]:
     """Returns by name the plan, its program, and the bytes that it predicts."""
     model = self._place.model
-    gradients = library.gradient_trace.gradients(
+    gradients = library.plan_model.gradients(
       sync.value_and_grad(model.loss, self._rows),
       model.params,
       *self._place.own_part(),
     )
     machine = zenjax.planner.Topology.from_json(topology)
-    known = self._trace, gradients, machine.devices
-    asked = library.choosing.Question(
+    rows = {g.name: library.plan_model.rows_of(g) for g in gradients}
+    asked = library.plan_model.Question(
       gradients=tuple(gradients),
       topology=machine,
       axes=(sync.AXIS,),
-      profiles=library.recorded_runs.profiles(*known),
+      profiles=library.recorded_runs.profiles(
+        self._trace, rows, machine.devices
+      ),
       compute_seconds=compute_seconds,
     )
     return {

@@ -121,7 +121,7 @@ class Trainer:
     return cluster.gathered(self._evaluate(self.params, placed))
 
   def record(self, directory: str, steps: int) -> None:
-    """Records which rows the first steps touch, as `zenjax.traces` has it."""
+    """Records which rows the first steps touch."""
     try:
       recorder = zenjax.planner.record(directory, self.params, steps=steps)
     except ValueError as error:

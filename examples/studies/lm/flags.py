@@ -8,7 +8,7 @@ import optax
 from examples.studies.common import flags as common
 from examples.studies.common.trainer import adagrad
 from examples.studies.lm.data import LENGTH
-from zenjax import traces
+from zenjax.planner import traces
 
 # The first is the program's: it reads and writes one accumulator of a table's
 # size, Adam two, and Adam's momentum moves even the rows that no word of the

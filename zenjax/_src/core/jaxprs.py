@@ -55,21 +55,29 @@ def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
   return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def needed(closed: Any, effects: bool = True) -> tuple[Any, list[bool]]:
+def needed(
+  closed: Any, outputs: Sequence[bool] | None = None, effects: bool = True
+) -> tuple[Any, list[bool]]:
   """A traced program without what no output needs, and the inputs it reads.
 
   Args:
     closed: Of `jax.make_jaxpr`.
-    effects: Whether what it does beside is kept, as of `jax.debug.print`.
+    outputs: Which outputs are wanted, by default all.
+    effects: Whether to keep what only has an effect, as `jax.debug.print`.
 
   Returns:
-    The program, not closed, and for each input whether it is one still.
+    The program, not closed, and for each input whether it is still one.
   """
   jaxpr, _ = opened(closed)
   if not effects:
-    acts = lambda eqn: eqn.effects and "callback" in eqn.primitive.name
-    jaxpr = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if not acts(eqn)])
-  return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    # Writes to references stay: what is read of them later is needed.
+    writes = lambda eqn: any(hasattr(e, "input_index") for e in eqn.effects)
+    eqns = [
+      eqn if writes(eqn) else eqn.replace(effects=frozenset())
+      for eqn in jaxpr.eqns
+    ]
+    jaxpr = jaxpr.replace(eqns=eqns)
+  return pe.dce_jaxpr(jaxpr, outputs or [True] * len(jaxpr.outvars))
 
 
 def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

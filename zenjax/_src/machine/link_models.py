@@ -1,15 +1,12 @@
-"""Links between devices: latency and bandwidth, or measured collectives.
-
-A link has two numbers, as in the Zen paper, or measured times of each
-collective: libraries differ by collective as much as links do.
-"""
+"""Links between devices: latency and bandwidth, as in the Zen paper."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
-import numbers
-from typing import Any
+from typing import Annotated
 
-from zenjax._src.schemes.base import Context
+from zenjax._src.core import arguments
+from zenjax._src.core.checked_json import NOT_NEGATIVE
+from zenjax._src.core.checked_json import POSITIVE
 
 # Messages that follow each other in a collective of `n` devices.
 _STEPS = {
@@ -20,33 +17,17 @@ _STEPS = {
   "reduce_scatter": lambda n: n - 1,
 }
 
-COLLECTIVES = tuple(_STEPS)
-
-# Points `(bytes received, seconds)` of a collective, ascending.
-Curve = tuple[tuple[float, float], ...]
+_Amount = Annotated[float, NOT_NEGATIVE]
 
 
-def _check_number(what: str, value: Any) -> None:
-  if not isinstance(value, numbers.Real):
-    raise TypeError(f"{what} must be a number, got {value!r}.")
-  if not float(value) >= 0:
-    raise ValueError(
-      f"{what} must be 0 or more, got {value!r}; bytes are by the second, times"
-      " in seconds."
-    )
-
-
-def _check_curve(key: tuple[str, int], curve: Curve) -> None:
-  if key[0] not in COLLECTIVES:
-    raise ValueError(
-      f"`curves` of a Link must be of {', '.join(COLLECTIVES)}, got {key!r}."
-    )
-  sizes = [received for received, _ in curve]
-  if any(a >= b for a, b in zip(sizes, sizes[1:])):
-    raise ValueError(
-      f"`curves[{key!r}]` of a Link must be points (bytes, seconds) of"
-      f" ascending bytes, got {curve!r}."
-    )
+def _require_amounts(fields, *names: str) -> None:
+  for name in names:
+    value = arguments.number(name, getattr(fields, name))
+    if not value >= 0:
+      raise ValueError(
+        f"`{name}` must be 0 or more, got {value!r}; bytes are by the second,"
+        " times in seconds."
+      )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +50,23 @@ class Work:
     3e-13
   """
 
-  mask_byte: float = 0.0
-  mask_row: float = 0.0
-  move_byte: float = 0.0
-  move_row: float = 0.0
+  mask_byte: _Amount = 0.0
+  mask_row: _Amount = 0.0
+  move_byte: _Amount = 0.0
+  move_row: _Amount = 0.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      _check_number(f"`{field.name}` of Work", getattr(self, field.name))
+    _require_amounts(self, "mask_byte", "mask_row", "move_byte", "move_row")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-  """The connection of a device to the others.
+  """The connection of a device to the others along an axis.
 
   Attributes:
     bandwidth: Bytes a second that a device receives while it sends as many.
     latency_s: Latency of one message between two devices.
-    curves: Measured times of collectives by `(name, devices)`, with all
-      overheads. Bandwidth and latency stand for a collective that is missing.
     work: Time of the device's own work; by default none.
-    buffer_s: Time of every buffer but the first in a collective of several, as
-      `lax.pmean` of a tree: Gloo sums them one after the other.
 
   Example:
     >>> import zenjax
@@ -98,35 +74,20 @@ class Link:
     12500000000.0
   """
 
-  bandwidth: float
-  latency_s: float
-  curves: Mapping[tuple[str, int], Curve] = dataclasses.field(
-    default_factory=dict
-  )
+  bandwidth: Annotated[float, POSITIVE]
+  latency_s: _Amount
   work: Work = Work()
-  buffer_s: float = 0.0
 
   def __post_init__(self):
-    for name in ("bandwidth", "latency_s", "buffer_s"):
-      _check_number(f"`{name}` of a Link", getattr(self, name))
+    _require_amounts(self, "bandwidth", "latency_s")
     if not self.bandwidth > 0:
       raise ValueError(
-        f"`bandwidth` of a Link must be positive, got {self.bandwidth!r}; it is"
-        " in bytes a second."
+        f"`bandwidth` must be positive, got {self.bandwidth!r}; it is in bytes"
+        " a second."
       )
-    for key, curve in self.curves.items():
-      _check_curve(key, curve)
-
-  def __hash__(self):
-    curves = frozenset(self.curves.items())
-    numbers = self.bandwidth, self.latency_s, self.buffer_s
-    return hash((numbers, curves, self.work))
 
   def seconds(self, op: str, devices: int, received: float) -> float:
     """Returns the time of a collective by the bytes that a device receives."""
-    curve = self.curves.get((op, devices))
-    if curve:
-      return _interpolate(curve, received)
     return steps(op, devices) * self.latency_s + received / self.bandwidth
 
 
@@ -135,32 +96,11 @@ def steps(op: str, devices: int) -> int:
   return _STEPS[op](devices)
 
 
-def _interpolate(curve: Curve, received: float) -> float:
-  """Interpolates; constant before the points, at the last rate beyond them."""
-  if len(curve) == 1 or received <= curve[0][0]:
-    return curve[0][1]
-  for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
-    if received <= x1:
-      return y0 + (y1 - y0) * (received - x0) / (x1 - x0)
-  (x0, y0), (x1, y1) = curve[-2:]
-  rate = max((y1 - y0) / (x1 - x0), 0.0)
-  return y1 + (received - x1) * rate
-
-
 # An axis, a collective along it, its devices, bytes that each receives.
 Phase = tuple[str, str, int, float]
 
 # One link for all axes, or one for each.
 Links = Link | Mapping[str, Link]
-
-
-def buffer_s(context: Context, link: Links) -> float:
-  """Returns the time of one more buffer in a sum over all axes."""
-  return sum(
-    of_axis(axis, link).buffer_s
-    for axis, size in zip(context.axes, context.sizes)
-    if size > 1
-  )
 
 
 def wire_s(phases: Iterable[Phase], link: Links) -> float:

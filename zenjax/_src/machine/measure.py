@@ -1,53 +1,53 @@
-"""Measurement of links: every collective is timed, and a line fitted to it.
+"""Measurement of a machine: its links, and a device's own work.
 
-Both are kept: the curve for the number of devices that was measured, and the
-line, with its error, for other numbers.
+All devices work at once, as in training. Every program is timed once in each
+repeat, so that what else the machine does falls on all of them alike; medians
+count, and in a program of several processes the slowest one's time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
-import dataclasses
-import itertools
-import math
-import statistics
+from collections.abc import Callable, Sequence
 import time
-from typing import Any, NamedTuple
-import warnings
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 import numpy as np
 
 from zenjax._src.core import collectives
+from zenjax._src.core import indexing
+from zenjax._src.core.partition import Layout
 from zenjax._src.machine import link_models
-from zenjax._src.machine import local_work
-from zenjax._src.machine.link_models import Curve
 from zenjax._src.machine.link_models import Link
-from zenjax._src.machine.topologies import Fit
-from zenjax._src.machine.topologies import Level
+from zenjax._src.machine.link_models import Work
 from zenjax._src.machine.topologies import Topology
-from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.base import received_bytes
+from zenjax.kernels.reference import compact
+from zenjax.kernels.reference import expand
+from zenjax.kernels.reference import mask_pack
+from zenjax.kernels.reference import merge
 
 # Bytes that a device receives, approximately.
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
-# Small buffers summed at once: what each takes beside the first is found so.
-_BUFFERS = (1, 9)
-# Longer than the processes take to leave a barrier one after the other.
-_APART_S = 1e-3
 
 
-class _Timed(NamedTuple):
-  axis: str
-  op: str
-  received: float
-  run: Callable[[], None]
+# Collectives of `[n, words]` on `n` devices as the schemes use them, and the
+# words that a device receives of as many as `n * words`.
+_OPS: dict[str, tuple[Callable[[jax.Array, str], jax.Array], Callable]] = {
+  "all_to_all": (
+    lambda x, axis: collectives.all_to_all(x, (axis,)),
+    lambda n, words: (n - 1) * words,
+  ),
+  "all_gather": (
+    lambda x, axis: collectives.all_gather(x[0], (axis,)),
+    lambda n, words: (n - 1) * words,
+  ),
+  "all_reduce": (
+    lambda x, axis: collectives.psum(x.astype(jnp.float32), (axis,)),
+    lambda n, words: 2 * (n - 1) * words,
+  ),
+}
 
 
 def measure_links(
@@ -56,16 +56,13 @@ def measure_links(
   *,
   sizes: Sequence[int] = SIZES,
   repeats: int = 7,
-  progress: bool | None = None,
 ) -> Topology:
-  """Times each collective that the schemes use, along each axis of a mesh.
+  """Measures latency and bandwidth of the links along each axis of a mesh.
 
-  All groups of an axis run at once, as they do in training. Every size of every
-  collective is timed once in each repeat, so that what else the machine does
-  falls on all of them alike; medians count. A line is fitted by least squares
-  of the relative errors: small sizes decide the latency, large ones the
-  bandwidth. In a program of several processes all of them call this, and the
-  slowest one's time counts.
+  All-to-all, all-gather and all-reduce of several sizes are timed. One line,
+  of the least relative squares, goes through all times of an axis: small sizes
+  decide the latency of a message, large ones the bandwidth. In a program of
+  several processes all of them must call this.
 
   Args:
     mesh: All of its devices take part; they must be idle otherwise.
@@ -73,405 +70,222 @@ def measure_links(
       all that have several devices, in the mesh's order.
     sizes: Bytes that a device receives, approximately.
     repeats: Number of times that each is timed.
-    progress: Shows a bar, which needs tqdm; by default where it is installed
-      and there is a terminal.
 
   Returns:
-    A topology with a curve and a fit of each collective on each level. Its
-    links' bandwidth and latency are the median collective's, their work is what
-    `measure_work` says of all devices at once, and `buffer_s` what each of nine
-    small buffers took in one sum beside the first, between processes.
+    The topology, with the work that `measure_work` finds. `source` says by how
+    much the lines miss the times.
 
   Raises:
     ValueError: No such axis, or nothing to measure.
-    ImportError: `progress=True` without tqdm.
-
-  Warns:
-    RuntimeWarning: A line misses a measured time by more than 30 %; it names
-      the collective.
 
   Example:
-    >>> import warnings
     >>> import zenjax
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    >>> with warnings.catch_warnings():
-    ...   warnings.simplefilter("ignore")  # Fake devices make a poor link.
-    ...   found = zenjax.planner.measure_links(
-    ...     mesh, sizes=(4096, 65536), repeats=2
-    ...   )
-    >>> found.levels[0].name, sorted(fit.op for fit in found.levels[0].fits)[0]
-    ('data', 'all_gather')
-    >>> found.levels[0].link.seconds("all_gather", 2, 8192) > 0
-    True
+    >>> found = zenjax.planner.measure_links(
+    ...   mesh, sizes=(4096, 65536), repeats=2
+    ... )
+    >>> found.axes, found.sizes, found.links[0].bandwidth > 0
+    (('data',), (2,), True)
   """
   axes = _axes(mesh, axis_name)
-  sizes = _positive_sizes(sizes)
-  if not isinstance(repeats, int) or repeats < 1:
-    raise ValueError(f"`repeats` must be a positive integer, got {repeats!r}.")
-  kinds = len(local_work.TABLES) + len(local_work.MOVED)
-  total = len(axes) * (len(OPS) * len(sizes) + len(_BUFFERS)) * (repeats + 2)
-  with _bar(progress, total + kinds * (repeats + 1)) as advance:
-    points = _compiled(mesh, axes, sizes, advance)
-    together = _starting_together(mesh)
-    seconds = _time(points, repeats, together, advance)
-    seconds = local_work.slowest_process(seconds)
-    work = local_work.measured(mesh, repeats, advance)
-  levels = []
+  _require_positive("repeats", repeats)
+  for size in sizes:
+    _require_positive("sizes", size)
+  work = measure_work(mesh, repeats=repeats)
+  points, programs = [], []
   for axis in axes:
-    curves = _curves(points, seconds, axis)
-    level = level_of(axis, mesh.shape[axis], curves)
-    # Within one process zen_sync joins no buffers.
-    joins = jax.process_count() > 1
-    each_s = _buffer_s(points, seconds, axis) if joins else 0.0
-    link = dataclasses.replace(level.link, work=work, buffer_s=each_s)
-    levels.append(dataclasses.replace(level, link=link))
+    n = mesh.shape[axis]
+    for op, (_, received) in _OPS.items():
+      for size in sizes:
+        words = max(round(size / 4 / received(n, 1)), 1)
+        points.append((axis, link_models.steps(op, n), 4 * received(n, words)))
+        programs.append(_collective(op, mesh, axis, words))
+  seconds = _medians(programs, repeats)
+  links, misses = [], []
+  for axis in axes:
+    of_axis = [(*p[1:], s) for p, s in zip(points, seconds) if p[0] == axis]
+    messages, received, times = np.array(of_axis, float).T
+    latency, byte_s, missed = line(messages, received, times)
+    # Where time does not grow with size, what was reached is all that is known.
+    bandwidth = 1 / byte_s if byte_s else float(np.max(received / times))
+    links.append(Link(bandwidth=bandwidth, latency_s=latency, work=work))
+    misses.append(f"{missed:.0%} along {axis!r}")
+  stats = mesh.local_devices[0].memory_stats() or {}
   return Topology(
-    levels=tuple(levels),
-    memory_bytes=_memory_bytes(mesh),
+    axes=axes,
+    sizes=tuple(mesh.shape[axis] for axis in axes),
+    links=tuple(links),
+    memory_bytes=float(stats["bytes_limit"])
+    if "bytes_limit" in stats
+    else None,
     name=mesh.devices.flat[0].device_kind,
-    source=f"measured by zenjax.planner.measure_links, JAX {jax.__version__}",
+    source=f"measured with JAX {jax.__version__}; lines miss times by up to"
+    f" {', '.join(misses)}",
   )
 
 
 def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
   several = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
-  if axis_name is None:
-    axes = several
-  else:
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+  axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+  axes = several if axes is None else tuple(axes)
   if not axes or len(set(axes)) != len(axes) or not set(axes) <= set(several):
     raise ValueError(
       "`axis_name` must name axes of the mesh that have several devices, each"
-      f" once, got {axis_name!r} and a mesh of {dict(mesh.shape)}; one device"
-      " has no link."
+      f" once, got {axis_name!r} and a mesh of {dict(mesh.shape)}."
     )
   return axes
 
 
-def _positive_sizes(sizes: Sequence[int]) -> list[int]:
-  if not sizes or any(not s > 0 for s in sizes):
-    raise ValueError(
-      f"`sizes` must be positive numbers of bytes, got {tuple(sizes)}."
-    )
-  return sorted(set(sizes))
+def _require_positive(name: str, value: Any) -> None:
+  if not isinstance(value, int) or value < 1:
+    raise ValueError(f"`{name}` must be positive integers, got {value!r}.")
 
 
-def _compiled(
-  mesh: Mesh,
-  axes: Sequence[str],
-  sizes: Sequence[int],
-  advance: Callable[[], Any],
-) -> list[_Timed]:
-  found = {}
-  for axis in axes:
-    n = mesh.shape[axis]
-    for op, size in itertools.product(OPS, sizes):
-      words = words_for(op, size, n)
-      if (axis, op, words) not in found:  # Small sizes may round to one.
-        run = build(op, words, mesh, axis)
-        of = _Timed(axis, op, received(op, words, n), run)
-        found[axis, op, words] = of
-      advance()
-    for k in _BUFFERS:
-      run = build(sum_of(k), _SMALL * k, mesh, axis)
-      found[axis, k] = _Timed(axis, _sum_of(k), 0.0, run)
-      advance()
-  return list(found.values())
-
-
-def _sum_of(buffers: int) -> str:
-  return f"sum of {buffers}"
-
-
-def _time(
-  points: Sequence[_Timed],
-  repeats: int,
-  together: Callable[[], float],
-  advance: Callable[[], Any],
-) -> np.ndarray:
-  """Returns the median time of each point; the first round warms up."""
-  rounds = []
-  for _ in range(repeats + 1):
-    times = []
-    for point in points:
-      start = together()
-      point.run()
-      times.append(time.perf_counter() - start)
-      advance()
-    rounds.append(times)
-  return np.median(np.array(rounds[1:]), axis=0)
-
-
-def _starting_together(mesh: Mesh) -> Callable[[], float]:
-  """Returns a barrier of all processes, which returns the starting time.
-
-  Without it a collective would be charged with the rest of the one before. On
-  CPU, where Gloo joins hosts, every second process starts late, and its delay
-  counts: processes reach a collective at different times in training too, and
-  a connection whose ends do not start together sends one way after the other,
-  for up to twice the time.
-  """
-  if jax.process_count() == 1:
-    return time.perf_counter
-  apart = _APART_S if mesh.devices.flat[0].platform == "cpu" else 0.0
-
-  def together() -> float:
-    multihost_utils.sync_global_devices("zenjax.planner.measure_links")
-    start = time.perf_counter() + apart
-    if jax.process_index() % 2:
-      time.sleep(apart)
-    return start
-
-  return together
-
-
-def _curves(points, seconds, axis) -> dict[str, Curve]:
-  curves: dict[str, list[tuple[float, float]]] = {}
-  for point, s in zip(points, seconds):
-    if point.axis == axis and point.op in OPS:
-      curves.setdefault(point.op, []).append((point.received, float(s)))
-  return {op: tuple(sorted(curve)) for op, curve in curves.items()}
-
-
-def _buffer_s(points, seconds, axis) -> float:
-  """Returns the time of each further buffer; 0 where noise exceeds it."""
-  of = {point.op: s for point, s in zip(points, seconds) if point.axis == axis}
-  few, many = _BUFFERS
-  more_s = float(of[_sum_of(many)] - of[_sum_of(few)])
-  return max(more_s / (many - few), 0.0)
-
-
-def _memory_bytes(mesh: Mesh) -> float | None:
-  local = [
-    d for d in mesh.devices.flat if d.process_index == jax.process_index()
-  ]
-  stats = local[0].memory_stats() or {}
-  limit = stats.get("bytes_limit")
-  return float(limit) if limit else None
-
-
-@contextlib.contextmanager
-def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[], Any]]:
-  """Yields a function that advances the bar, which one process shows."""
-  if wanted is False or jax.process_index() > 0:
-    yield lambda: None
-    return
-  try:
-    import tqdm
-  except ImportError as error:
-    if wanted:
-      raise ImportError(
-        "`progress=True` needs tqdm, which is not installed: pip install"
-        ' "zenjax[plan]", or leave `progress` out.'
-      ) from error
-    yield lambda: None
-    return
-  hidden = None if wanted is None else False  # None: where it is no terminal.
-  with tqdm.tqdm(
-    total=total, desc="links", unit="run", leave=False, disable=hidden
-  ) as bar:
-    yield bar.update
-
-
-# --- single collectives -------------------------------------------------------
-
-
-def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
-  return collectives.all_to_all(x.reshape(n, -1), (axis,))
-
-
-def _all_gather(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.all_gather(x, (axis,))
-
-
-def _all_reduce(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.psum(x, (axis,))
-
-
-def _reduce_scatter(x: jax.Array, axis: str, n: int) -> jax.Array:
-  del n
-  return collectives.sum_in_shards(x, (axis,))
-
-
-def _collective_permute(x: jax.Array, axis: str, n: int) -> jax.Array:
-  # In pairs, as recursive doubling does: over Gloo that takes twice the time
-  # of a ring's shift.
-  pairs = [(i, i ^ 1) for i in range(n) if i ^ 1 < n]
-  return collectives.permute(x, axis, pairs)
-
-
-# Elements of a buffer that takes its latencies and no more.
-_SMALL = 64
-
-
-class Collective(NamedTuple):
-  """A collective as the schemes use it, and the dtype of its operand."""
-
-  apply: Callable[[jax.Array, str, int], jax.Array]
-  dtype: DTypeLike
-
-
-OPS: dict[str, Collective] = {
-  "all_to_all": Collective(_all_to_all, jnp.uint32),
-  "all_gather": Collective(_all_gather, jnp.uint32),
-  "all_reduce": Collective(_all_reduce, jnp.float32),
-  "reduce_scatter": Collective(_reduce_scatter, jnp.float32),
-  "collective_permute": Collective(_collective_permute, jnp.uint32),
-}
-
-
-def sum_of(buffers: int) -> Collective:
-  """Returns one sum of so many buffers, as of a tree's leaves."""
-
-  def apply(x: jax.Array, axis: str, n: int) -> jax.Array:
-    parts = jnp.split(x, buffers)
-    return jnp.concatenate([_all_reduce(part, axis, n) for part in parts])
-
-  return Collective(apply, jnp.float32)
-
-
-def received(op: str, words: int, n: int) -> float:
-  """Returns the bytes that a device of `n` receives, nothing twice."""
-  context = Context(axes=("data",), sizes=(n,), mean=False)
-  return float(received_bytes([Message(op, ("data",), words)], context))
-
-
-def words_for(op: str, wanted: float, n: int) -> int:
-  """Returns the operand size with which a device receives about `wanted`."""
-  return max(round(wanted / received(op, n, n)), 1) * n
-
-
-def build(
-  op: str | Collective, words: int, mesh: Mesh, axis: str
-) -> Callable[[], None]:
-  """Compiles one collective along one axis, in all its groups at once.
-
-  Args:
-    op: A collective, or its name in `OPS`.
-    words: Words of 32 bits in the operand of each device; a multiple of the
-      devices along `axis`.
-    mesh: All of its devices take part.
-    axis: Axis of the collective.
+def line(
+  messages: np.ndarray, received: np.ndarray, seconds: np.ndarray
+) -> tuple[float, float, float]:
+  """Fits seconds of a message and of a byte, neither negative.
 
   Returns:
-    A function that runs it once and waits for it.
+    Both, and the largest distance of a time from the line, over that time.
   """
-  program, x = lowered(op, words, mesh, axis)
-  compiled = program.compile()
+  columns = np.stack([messages, received], axis=1) / seconds[:, None]
+  fits = []
+  for used in ([0, 1], [0], [1]):
+    line = np.zeros(2)
+    line[used] = np.linalg.lstsq(columns[:, used], np.ones(len(seconds)))[0]
+    error = columns @ line - 1
+    if np.all(line >= 0):
+      fits.append((float(np.sum(error**2)), *line, np.abs(error).max()))
+  return tuple(float(x) for x in min(fits)[1:])
 
-  def run():
-    jax.block_until_ready(compiled(x))
 
-  return run
+def _collective(
+  op: str, mesh: Mesh, axis: str, words: int
+) -> Callable[[], Any]:
+  """Compiles a collective along an axis, in all its groups at once."""
+  n, apply = mesh.shape[axis], _OPS[op][0]
+  x = _on_each(lambda: jnp.zeros((n, words), jnp.uint32), mesh)()
+  compiled = _on_each(lambda x: apply(x, axis), mesh).lower(x).compile()
+  return lambda: compiled(x)
 
 
-def lowered(
-  op: str | Collective, words: int, mesh: Mesh, axis: str
-) -> tuple[jax.stages.Lowered, jax.Array]:
-  """Returns the program of `build`, and its operand."""
-  collective = OPS[op] if isinstance(op, str) else op
-  n, names = mesh.shape[axis], mesh.axis_names
-  split, dtype = NamedSharding(mesh, P(*names)), collective.dtype
-  shape = (*mesh.devices.shape, words)
-  x = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=split)()
+def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
+  """Returns the median time of each program; the first round warms up."""
+  rounds = np.zeros((repeats + 1, len(programs)))
+  for times in rounds:
+    for i, run in enumerate(programs):
+      if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("zenjax.planner.measure")
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      times[i] = time.perf_counter() - start
+  seconds = np.median(rounds[1:], axis=0)
+  if jax.process_count() == 1:
+    return seconds
+  # In microseconds, for JAX would make them float32 either way.
+  scaled = (seconds * 1e6).astype(np.float32)
+  every: Any = multihost_utils.process_allgather(scaled)
+  return np.max(np.asarray(every), axis=0) / 1e6
 
-  def local(x: jax.Array) -> jax.Array:
-    out = collective.apply(x.reshape(-1), axis, n)
-    return out.reshape(*(1 for _ in names), -1)
+
+def _on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:
+  """Maps `local` over devices along the first dimension of its arguments."""
+  split = P(mesh.axis_names)
+
+  def one(*args):
+    return jax.tree.map(lambda x: x[None], local(*(x[0] for x in args)))
 
   mapped = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=P(*names),
-    out_specs=P(*names),
-    check_vma=False,
+    one, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
   )
-  return jax.jit(mapped).lower(x), x
+  return jax.jit(mapped, donate_argnums=donate)
 
 
-# --- lines through measured times ---------------------------------------------
+# (rows, width) of a table whose rows are found, and of rows that are moved: two
+# widths each, so that what a row costs and what a byte costs come apart.
+_TABLES = (50_000, 128), (200_000, 16)
+_MOVED = (4_096, 128), (16_384, 16)
+# Times that on accelerators, whose kernels take microseconds to start.
+_LARGER = 16
 
 
-# A line that misses a measured time by more than this is worth a warning.
-POOR = 0.3
+def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
+  """Measures a device's own work in an exchange: finding and moving rows.
 
-
-def level_of(name: str, devices: int, curves: dict[str, Curve]) -> Level:
-  """Makes a level from measured collectives; warns of fits that are poor.
+  In a program of several processes all of them must call this. The topologies
+  of `measure_links` have the result.
 
   Args:
-    name: Name of the axis.
-    devices: Devices along it.
-    curves: `(bytes received, seconds)` by collective, ascending.
-  """
-  fits = tuple(fit_line(op, curve) for op, curve in curves.items())
-  poor = [f"{f.op} by {f.error:.0%}" for f in fits if f.error > POOR]
-  if poor:
-    warnings.warn(
-      f"Links along {name!r}: a straight line misses what was measured of"
-      f" {', '.join(poor)}. For {devices} devices predictions follow the"
-      " measured curve, for other numbers the line. Measure on an idle machine,"
-      " with more `repeats`, or with the `sizes` that matter.",
-      RuntimeWarning,
-      stacklevel=3,
-    )
-  finite = [f.bandwidth for f in fits if math.isfinite(f.bandwidth)]
-  # Where time does not grow with size, what was reached is all that is known.
-  reached = max(x / y for curve in curves.values() for x, y in curve)
-  steps = [link_models.steps(f.op, devices) for f in fits]
-  link = Link(
-    bandwidth=statistics.median(finite) if finite else reached,
-    latency_s=statistics.median(f.latency_s / s for f, s in zip(fits, steps)),
-    curves={(op, devices): curve for op, curve in curves.items()},
-  )
-  return Level(name=name, devices=devices, link=link, fits=fits)
+    mesh: Its devices are timed and must be idle otherwise; by default all.
+    repeats: Number of times that each kind of work is timed.
 
-
-def fit_line(op: str, curve: Curve) -> Fit:
-  """Fits the line of least relative squares, neither number negative.
+  Returns:
+    The argument of `Link(work=...)`, for the operations as XLA compiles them.
 
   Raises:
-    ValueError: A time that is not positive.
+    ValueError: `repeats` is not positive.
+
+  Example:
+    >>> import zenjax
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    >>> work = zenjax.planner.measure_work(mesh, repeats=1)
+    >>> work.mask_byte + work.mask_row > 0, work.move_byte + work.move_row > 0
+    (True, True)
   """
-  x, y = np.array(curve, np.float64).T
-  if not np.all(y > 0):
-    raise ValueError(
-      f"`curve` of {op} must hold positive seconds, got {y.tolist()}."
-    )
-  columns = np.stack([1 / y, x / y], axis=1)
-  found = []
-  for used in ([0, 1], [0], [1]):
-    part, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(y), rcond=None)
-    line = np.zeros(2)
-    line[used] = part
-    if np.all(line >= 0):
-      found.append((np.sum((columns @ line - 1) ** 2), *line))
-  _, latency, per_byte = min(found)
-  error = np.max(np.abs((latency + per_byte * x) / y - 1))
-  return Fit(
-    op=op,
-    latency_s=float(latency),
-    bandwidth=1 / float(per_byte) if per_byte > 0 else math.inf,
-    error=float(error),
+  _require_positive("repeats", repeats)
+  if mesh is None:
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+  scale = 1 if mesh.devices.flat[0].platform == "cpu" else _LARGER
+  programs = [_mask(mesh, rows * scale, width) for rows, width in _TABLES]
+  programs += [_move(mesh, rows * scale, width) for rows, width in _MOVED]
+  seconds = _medians(programs, repeats) / scale
+  shapes = np.array([*_TABLES, *_MOVED], float)
+  rows, sizes = shapes[:, 0], shapes[:, 0] * shapes[:, 1] * 4
+  mask_row, mask_byte, _ = line(rows[:2], sizes[:2], seconds[:2])
+  # A device receives about as many rows as it packs and writes together.
+  move_row, move_byte, _ = line(rows[2:], sizes[2:], seconds[2:] / 2)
+  return Work(
+    mask_byte=mask_byte,
+    mask_row=mask_row,
+    move_byte=move_byte,
+    move_row=move_row,
   )
 
 
-def lasting(link: Link) -> Link:
-  """Returns a link as leaves meet it that share an exchange with many others.
-
-  A burst, as of a token bucket after a pause, helps the first bytes only: all
-  later ones go at the rate of the largest sizes that were timed.
-  """
-  curves = {key: _lasting(curve) for key, curve in link.curves.items()}
-  return dataclasses.replace(link, curves=curves)
+def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
+  """Finds the nonzero rows of a table."""
+  layout = Layout(num_rows=rows, groups=mesh.size)
+  find = _on_each(lambda t: (mask_pack(t, layout).words,), mesh)
+  table = _on_each(lambda: jnp.zeros((rows, width)), mesh)()
+  return lambda: find(table)
 
 
-def _lasting(curve: Curve) -> Curve:
-  if len(curve) == 1:
-    return curve
-  (x1, y1), (x2, y2) = curve[-2:]
-  byte_s = max((y2 - y1) / (x2 - x1), 0.0)
-  first, least = curve[0][0], min(y for _, y in curve)
-  return tuple((x, max(y, least + (x - first) * byte_s)) for x, y in curve)
+def _move(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
+  """Packs rows, merges as many of all devices, and writes them to a table."""
+  n = mesh.size
+  each = max(1, rows // n)
+  layout = Layout(num_rows=rows * 8, groups=n)
+  slots = layout.slots
+  rng = np.random.default_rng(0)
+  drawn = [np.sort(rng.permutation(slots)[:each]) for _ in range(n)]
+  ids = jnp.array(np.array(drawn, np.int32))
+  words = jnp.stack([indexing.from_slots(i, slots) for i in ids])
+
+  def move(table, words, ids):
+    bitmap = indexing.index(words)
+    _, packed = compact(table, bitmap, layout, jnp.zeros(n, jnp.int32), each)
+    union = merge(ids, packed, jnp.int32(slots), slots, n * each, table.dtype)
+    row = layout.row(jnp.zeros_like(union.slots), union.slots)
+    return expand(table, row, union.rows), union.total
+
+  move_all = _on_each(move, mesh, donate=0)
+  table = _on_each(lambda: jnp.zeros((rows * 8, width)), mesh)()
+  sources = _on_each(lambda: (words, ids), mesh)()
+
+  def run():
+    nonlocal table
+    table, total = move_all(table, *sources)
+    return table, total
+
+  return run

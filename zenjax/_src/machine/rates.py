@@ -24,26 +24,24 @@ def bits_a_second(rate: str | float) -> float:
     rate: A number with a unit, as "25 Gbit/s" or "3.1 GB/s", or bits a second.
 
   Raises:
-    ValueError: It is no positive rate, or its unit may be bits or bytes. The
-      message begins with "must": callers put the argument's name before it.
+    ValueError: It is no positive rate, or its unit may be bits or bytes.
   """
   match = None if isinstance(rate, bool) else _RATE.fullmatch(str(rate))
   if match is None:
     raise _refused(rate)
   number, (prefix, unit, per) = float(match[1]), match.groups()[1:]
   if unit is None:
-    found = number
-    if 0 < found < _LEAST_BARE:
+    if 0 < number < _LEAST_BARE:
       raise _refused(rate, "; a number without a unit is in bits a second")
+    bits = number
   else:
-    size = _bits_of(rate, prefix, unit, per)
-    found = number * _PREFIXES[prefix.lower()] * size
-  if not 0 < found < math.inf:
+    bits = number * _PREFIXES[prefix.lower()] * _bits(rate, prefix, unit, per)
+  if not 0 < bits < math.inf:
     raise _refused(rate)
-  return found
+  return bits
 
 
-def _bits_of(rate: str | float, prefix: str, unit: str, per: str | None) -> int:
+def _bits(rate: str | float, prefix: str, unit: str, per: str | None) -> int:
   """Returns the bits of a unit; raises `ValueError` where it may be two."""
   if unit.lower().startswith("bit"):
     return 1
@@ -62,7 +60,9 @@ def _bits_of(rate: str | float, prefix: str, unit: str, per: str | None) -> int:
 
 
 def _refused(rate: object, why: str = "") -> ValueError:
-  return ValueError(f"must be a line rate as {_FORMS}, got {rate!r}{why}.")
+  return ValueError(
+    f"A line rate must be written as {_FORMS}, got {rate!r}{why}."
+  )
 
 
 def in_words(bits: float) -> str:
@@ -72,8 +72,3 @@ def in_words(bits: float) -> str:
     if bits >= size:
       return f"{bits / size:g} {unit}"
   return f"{bits / 1e6:g} Mbit/s"
-
-
-def cards(ports: int) -> str:
-  """Returns the network cards of a host in words."""
-  return f"{ports} network card{'s' if ports > 1 else ''} a host"

@@ -1,309 +1,223 @@
-"""The command line: exits with 2 if the input is wrong.
+"""The command line, `zenjax plan` and `zenjax whatif`, from a recorded trace.
 
-It imports no JAX: help and refused options are there at once.
+It exits with 2 if the input is wrong. JAX is imported after the options are
+read: help is there at once.
 """
 
 import argparse
-from collections.abc import Sequence
-import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import pathlib
-import sys
+from typing import Any
 
 from zenjax._src.machine import machines
 from zenjax._src.machine import rates
 
-_INTERRUPTED = 130
-_PICTURES = (".png", ".pdf", ".svg")
+_TURNS_TO = {
+  "plan": "the plan is the better choice",
+  "pmean": "plain pmean is the better choice",
+  "neither": "there is no difference",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command.
+  """Runs one command; bad input exits with 2 by itself.
 
   Args:
     argv: Arguments; by default those of the shell.
 
   Returns:
-    The exit status; bad input exits with 2 by itself.
+    The exit status.
   """
-  options = _parser().parse_args(argv)
+  parser = argparse.ArgumentParser(
+    prog="zenjax",
+    description="Plans a run that zenjax.planner.record has recorded, as by"
+    " zenjax plan --trace DIR --hosts 64 --link 100gbit --machine h100",
+  )
+  add_command = parser.add_subparsers(required=True, metavar="COMMAND")
+  plan = add_command.add_parser("plan", help="how to send each gradient")
+  what_if = add_command.add_parser("whatif", help="other hosts, links, batches")
+  plan.set_defaults(parser=plan, run=_plan)
+  what_if.set_defaults(parser=what_if, run=_what_if)
+  for add in (plan.add_argument, what_if.add_argument):
+    add("--trace", required=True, metavar="DIR", help="that record wrote")
+    add("--batch", type=_count, default=1, help="times the recorded look-ups")
+    add("--hosts", type=_count, metavar="N", help="joined by --link")
+    add("--link", type=_rate, metavar="RATE", help="of a card, as 100gbit")
+    add("--ports", type=_count, metavar="N", help="network cards of a host")
+    add("--machine", choices=tuple(machines.MACHINES), help="of the devices")
+    add("--devices", type=_count, metavar="N", help="of a host, by default 1")
+    add("--topology", metavar="FILE", help="of Topology.to_json, instead")
+  told = "of a step on one device without any exchange"
+  for add, needed in ((plan.add_argument, False), (what_if.add_argument, True)):
+    add(
+      "--compute-seconds", type=_number, default=0.0, required=needed, help=told
+    )
+  plan.add_argument("--wire-dtypes", nargs="+", default=[], metavar="DTYPE")
+  plan.add_argument("--json", type=pathlib.Path, help="file for the plan")
+  options = parser.parse_args(argv)
   try:
-    from zenjax._src.planner import commands  # Imports JAX.
-
-    commands.RUN[options.command](options)
-  except (ImportError, OSError, ValueError) as error:
-    options.parser.exit(2, f"{options.parser.prog}: error: {error}\n")
-  except KeyboardInterrupt:
-    print("Interrupted: nothing was saved.", file=sys.stderr)
-    return _INTERRUPTED
+    for line in options.run(options):
+      print(line, flush=True)
+  except (OSError, TypeError, ValueError) as error:
+    options.parser.error(str(error))
   return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="zenjax",
-    description="Plans how gradients travel, from steps that were recorded.",
-    epilog="`zenjax.planner.record` writes a trace, which is a directory. In a"
-    " program `zenjax.planner.plan` plans a model without one.",
-  )
-  commands = parser.add_subparsers(
-    dest="command", required=True, metavar="COMMAND"
-  )
-  plan = commands.add_parser(
-    "plan",
-    help="how each gradient should travel on a machine, and what it gains",
-    description="Chooses for each gradient of a recorded run how it should"
-    " travel on a machine, and says what a step gains.",
-    epilog="for example: zenjax plan --trace DIR --hosts 64 --link"
-    " 100gbit --machine h100 --compute-seconds 0.12",
-  )
-  add_model(plan)
-  add_machine(plan)
-  add_output(plan, "the plan, for zenjax.planner.Plan.from_json")
-  plan.set_defaults(parser=plan)
-
-  links = commands.add_parser(
-    "links",
-    help="what the links between the devices at hand give",
-    description="Times collectives and local work on the devices that JAX sees,"
-    " which must be idle, and fits a line to each.",
-  )
-  links.add_argument(
-    "--devices",
-    type=several,
-    metavar="N",
-    help="the first N; on CPU so many are made. By default all",
-  )
-  links.add_argument(
-    "--repeats",
-    type=positive,
-    default=7,
-    metavar="N",
-    help="how often each is timed, by default 7",
-  )
-  add_output(links, "the machine, for --topology")
-  links.set_defaults(parser=links)
-
-  whatif = commands.add_parser(
-    "whatif",
-    help="step time against hosts, link rates and batch size",
-    description="Predicts a step's time, planned and with plain pmean, against"
-    " hosts, link rates and batch size, and where pmean becomes the better"
-    " choice. The scaling factor is a step's time without any exchange over"
-    " that with it: 1 where devices train as fast together as alone.",
-    epilog="for example: zenjax whatif --trace DIR --hosts 16 --link"
-    " 25gbit --machine h100 --compute-seconds 0.12 --plot whatif.png",
-  )
-  add_model(whatif, compute_required=True)
-  add_machine(whatif)
-  add_sweeps(whatif)
-  add_output(whatif, "all of it")
-  whatif.set_defaults(parser=whatif)
-  return parser
+def _count(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+  return int(text)
 
 
-def add_sweeps(command: argparse.ArgumentParser) -> None:
-  """Adds hosts, links and batches to predict for."""
-  group = command.add_argument_group("what is varied, one at a time")
-  group.add_argument(
-    "--over-hosts",
-    type=several,
-    nargs="+",
-    default=[2, 4, 8, 16, 32, 64],
-    metavar="N",
-    help="by default 2 to 64",
-  )
-  group.add_argument(
-    "--over-links",
-    type=rate,
-    nargs="+",
-    default=[1e9, 10e9, 25e9, 100e9, 400e9],
-    metavar="RATE",
-    help="of each network card, by default 1 to 400 Gbit/s",
-  )
-  group.add_argument(
-    "--over-batch",
-    type=positive,
-    nargs="+",
-    default=[1, 2, 4, 8],
-    metavar="K",
-    help="times the recorded one, by default 1 to 8",
-  )
-  command.add_argument(
-    "--plot",
-    type=picture,
-    metavar="FILE",
-    help="as its name ends: .png, .pdf or .svg; needs matplotlib",
-  )
-
-
-def picture(text: str) -> pathlib.Path:
-  """Checks before the work that a picture can be written."""
-  path = output(text)
-  if path.suffix not in _PICTURES:
-    raise argparse.ArgumentTypeError(
-      f"must end in one of {', '.join(_PICTURES)}, got {text!r}"
-    )
-  return path
-
-
-# --- arguments that commands share --------------------------------------------
-
-
-def add_model(
-  command: argparse.ArgumentParser, compute_required: bool = False
-) -> None:
-  """Adds the model, and the time of a step without exchanges."""
-  group = command.add_argument_group("the model")
-  group.add_argument(
-    "--trace",
-    type=pathlib.Path,
-    required=True,
-    metavar="DIR",
-    help="that zenjax.planner.record wrote",
-  )
-  group.add_argument(
-    "--compute-seconds",
-    type=positive_number if compute_required else not_negative,
-    required=compute_required,
-    default=0.0,
-    metavar="S",
-    help="what a step takes on one device without any exchange",
-  )
-  group.add_argument(
-    "--batch",
-    type=positive,
-    default=1,
-    metavar="K",
-    help="K times as many look-ups a device as were recorded; whatif's"
-    " --compute-seconds grows with it, plan's is of that batch",
-  )
-  group.add_argument(
-    "--overlap",
-    action="store_true",
-    help="exchanges run beside the backward pass, as on TPU and GPU",
-  )
-  group.add_argument(
-    "--wire-dtypes",
-    nargs="+",
-    choices=("bfloat16", "float16"),
-    default=[],
-    metavar="DTYPE",
-    help="bfloat16 or float16: rows of leaves that have no greater range may be"
-    " rounded to these on the wire",
-  )
-  group.add_argument(
-    "--memory-gb",
-    type=positive_number,
-    metavar="GB",
-    help="that the buffers of one leaf's exchange may take; by default any",
-  )
-
-
-def add_machine(command: argparse.ArgumentParser) -> None:
-  """Adds the machine."""
-  group = command.add_argument_group(
-    "the machine",
-    "--link RATE --hosts N; --machine NAME --devices N, and with several hosts"
-    " these two as well; or --topology FILE. With --machine the device's own"
-    " work counts. A host has one network card unless --ports says more.",
-  )
-  group.add_argument(
-    "--hosts", type=positive, metavar="N", help="joined by --link"
-  )
-  group.add_argument(
-    "--link",
-    type=rate,
-    metavar="RATE",
-    help="line rate of a network card: 100gbit, '25 Gbit/s', 25Gbps, 3.1GB/s or"
-    " 25e9 bits a second",
-  )
-  group.add_argument(
-    "--ports",
-    type=positive,
-    metavar="N",
-    help="network cards of a host, which its devices share; by default 1",
-  )
-  group.add_argument(
-    "--machine",
-    choices=tuple(machines.MACHINES),
-    metavar="NAME",
-    help=", ".join(machines.MACHINES),
-  )
-  group.add_argument(
-    "--devices",
-    type=positive,
-    metavar="N",
-    help="of a host, which the machine's own fabric joins; by default 1",
-  )
-  group.add_argument(
-    "--topology",
-    type=pathlib.Path,
-    metavar="FILE",
-    help="that `links --json` wrote; --hosts then changes the slowest level",
-  )
-
-
-def add_output(command: argparse.ArgumentParser, what: str) -> None:
-  """Adds a file for the result of a command."""
-  command.add_argument("--json", type=output, metavar="FILE", help=what)
-
-
-def positive(text: str, least: int = 1, why: str = "") -> int:
-  """Parses a whole number of at least 1."""
-  try:
-    found = int(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a whole number, got {text!r}"
-    ) from error
-  if found < least:
-    raise argparse.ArgumentTypeError(
-      f"must be at least {least}{why}, got {text}"
-    )
-  return found
-
-
-def several(text: str) -> int:
-  """Parses a whole number of at least 2."""
-  return positive(text, 2, ", for one device has no link")
-
-
-def not_negative(text: str) -> float:
-  """Parses a finite number, not negative."""
-  try:
-    found = float(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"must be a number, got {text!r}"
-    ) from error
-  if not 0 <= found < math.inf:
-    raise argparse.ArgumentTypeError(
-      f"must be finite and not negative, got {text}"
-    )
-  return found
-
-
-def positive_number(text: str) -> float:
-  """Parses a finite number above 0."""
-  found = not_negative(text)
-  if not found:
-    raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-  return found
-
-
-def rate(text: str) -> float:
-  """Parses a line rate into bits a second."""
+def _rate(text: str) -> float:
   try:
     return rates.bits_a_second(text)
   except ValueError as error:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def output(text: str) -> pathlib.Path:
-  """Checks before the work that a file can be written."""
-  path = pathlib.Path(text)
-  if path.is_dir() or not path.resolve().parent.is_dir():
-    raise argparse.ArgumentTypeError(
-      f"must name a file in a directory that is there, got {text!r}"
+def _number(text: str) -> float:
+  if not 0 < float(text) < float("inf"):
+    raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
+  return float(text)
+
+
+def _topology(options: argparse.Namespace) -> Any:
+  """Returns the machine that the options describe."""
+  from zenjax._src.machine.topologies import Topology  # Imports JAX.
+
+  link, machine, devices = options.link, options.machine, options.devices
+  if options.topology is not None:
+    if link or machine or devices or options.ports:
+      raise ValueError(
+        "--topology says the machine: give only --hosts with it."
+      )
+    found = Topology.load(options.topology)
+    return found.with_hosts(options.hosts) if options.hosts else found
+  hosts, ports = options.hosts or 1, options.ports or 1
+  if machine and devices:
+    return Topology.preset(
+      machine, devices, hosts=hosts, network=link, ports=ports
     )
-  return path
+  if devices or not (link and options.hosts):
+    raise ValueError(
+      "a machine must be described: --link RATE --hosts N, --machine NAME"
+      " --devices N, all four, or --topology FILE."
+    )
+  return Topology.network(link, hosts, machine, ports=ports)
+
+
+class _Run:
+  """A recorded run, which can be planned for any machine and batch."""
+
+  def __init__(self, directory: str):
+    from zenjax._src.planner import plan_model  # Imports JAX.
+    from zenjax._src.planner import recorded_runs
+
+    self._model = plan_model
+    self._recorded = recorded_runs.read(directory)
+
+  def densities(self, topology: Any, batch: int) -> Mapping[str, Any]:
+    """Returns the densities of each table."""
+    growths = self._recorded.growths.items()
+    return {k: growth.profile(topology.devices, batch) for k, growth in growths}
+
+  def plan(self, topology: Any, batch: int, **options: Any) -> Any:
+    """Returns the plan of `batch` times the recorded look-ups."""
+    gradients = [
+      self._model.Gradient(x.name, x.shape, self._model.np.dtype(x.dtype), ids)
+      for x in self._recorded.leaves
+      for ids in [x.look_ups and x.look_ups * batch]
+    ]
+    question = self._model.Question(
+      gradients=tuple(gradients),
+      topology=topology,
+      axes=topology.axes if len(topology.axes) > 1 else ("data",),
+      profiles=self.densities(topology, batch),
+      **options,
+    )
+    return self._model.answer(question)
+
+  def notes(self, topology: Any, batch: int) -> Iterator[str]:
+    """Yields how far to trust the predictions."""
+    sets, pooled = topology.devices * batch, self._recorded.pooled
+    if sets > pooled:
+      yield (
+        f"note: the trace has {pooled} row sets a table, and {sets} are asked"
+        " for: unions are the largest that can be. Record more steps."
+      )
+    if not self._recorded.is_whole:
+      yield (
+        "note: the trace tells of tables only, and so does the plan: zen_sync"
+        " refuses it for a model with other leaves."
+      )
+    if not any(link.work.move_byte for link in topology.links):
+      yield (
+        "note: the device's own work is taken to cost nothing: give --machine,"
+        " or --topology as measured."
+      )
+
+
+def _plan(options: argparse.Namespace) -> Iterator[str]:
+  topology, run = _topology(options), _Run(options.trace)
+  plan = run.plan(
+    topology,
+    options.batch,
+    compute_seconds=options.compute_seconds,
+    wire_dtypes=tuple(options.wire_dtypes),
+  )
+  for name, seen in run.densities(topology, options.batch).items():
+    devices = f"{seen.union:.0f} on {topology.devices}"
+    yield f"{name}: {seen.rows:.0f} rows on a device, {devices}"
+  yield str(plan)
+  yield from run.notes(topology, options.batch)
+  if options.json:
+    options.json.write_text(plan.to_json(), encoding="utf-8")
+
+
+def _what_if(options: argparse.Namespace) -> Iterator[str]:
+  topology, run, batch = _topology(options), _Run(options.trace), options.batch
+
+  def plan(machine: Any, batch: int) -> Any:
+    seconds = options.compute_seconds * batch
+    return run.plan(machine, batch, compute_seconds=seconds)
+
+  by_hosts = lambda hosts: plan(topology.with_hosts(hosts), batch)
+  by_rate = lambda bits: plan(topology.with_rate(bits), batch)
+  whole = lambda low, high: (low + high) // 2 if high - low > 1 else None
+  ratio = lambda low, high: (low * high) ** 0.5 if high > 1.02 * low else None
+  bits = (1e9, 10e9, 25e9, 100e9, 400e9)
+  yield f"{topology.devices} devices on {topology.name}, {batch} x batch"
+  yield from _sweep("hosts", (2, 4, 8, 16, 32, 64), str, by_hosts, whole)
+  yield from _sweep("link", bits, rates.in_words, by_rate, ratio)
+  by_batch = lambda times: plan(topology, times)
+  yield from _sweep("batch", (1, 2, 4, 8), str, by_batch, whole)
+  yield "scaling: a step's time without any exchange over that with it"
+  yield from run.notes(topology, batch)
+
+
+def _sweep(
+  name: str,
+  values: Sequence[Any],
+  shown: Callable[[Any], str],
+  plan_at: Callable[[Any], Any],
+  middle: Callable[[Any, Any], Any],
+) -> Iterator[str]:
+  """Yields a table of plans, and from which values on a choice is better."""
+  from zenjax._src.core.text import columns
+
+  plans = {x: plan_at(x) for x in values}
+  rows = [(name, "ms", "pmean ms", "scaling", "pmean's", "better")]
+  for x, plan in plans.items():
+    both = plan.seconds, plan.dense_seconds
+    times = [f"{s * 1e3:.4g}" for s in both]
+    scaling = [f"{plan.compute_seconds / s:.3f}" for s in both]
+    rows.append((shown(x), *times, *scaling, plan.better))
+  yield from ["", *columns(rows)]
+  better = plans[values[0]].better
+  yield f"from {shown(values[0])} on {_TURNS_TO[better]}"
+  for low, high in zip(values, values[1:]):
+    if (better := plans[low].better) != plans[high].better:
+      while (x := middle(low, high)) is not None:
+        low, high = (x, high) if plan_at(x).better == better else (low, x)
+      yield f"from {shown(high)} on {_TURNS_TO[plan_at(high).better]}"

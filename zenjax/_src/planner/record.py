@@ -1,12 +1,12 @@
 """Records which rows of each table's gradient every device touched.
 
-Inside a step `Recorder.rows` packs one bit for each row of a local gradient;
-outside `Recorder.write` adds what all devices gave to a trace
-(`zenjax.traces`). Letters: `n` devices, `R` rows, `D` width.
+Inside a step `Recorder.rows` packs one bit for each row of a gradient; outside
+`Recorder.write` adds what all devices gave to a trace. Letters: `n` devices,
+`R` rows, `D` width.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
+import math
 import os
 from typing import Any
 
@@ -14,10 +14,19 @@ import jax
 from jax import lax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 
-from zenjax import traces
+from zenjax._src.core import arguments
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
+from zenjax._src.planner import traces
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows.sparse_rows import filled_up
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import zen_sync
@@ -36,29 +45,30 @@ class Recorder:
     >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
     >>> with tempfile.TemporaryDirectory() as directory:
     ...   recorder = zenjax.planner.record(directory, params, steps=2)
-    ...   seen = recorder.rows({"embed": params["embed"].at[3].set(1.0)})
-    ...   recorder.write(seen)
     ...   [t.name for t in recorder.tables], recorder.wants_more
     ...   recorder.close()
     (['embed'], True)
-    1
+    0
   """
 
   def __init__(
     self,
     directory: str | os.PathLike,
+    params: Any,
     tables: Sequence[traces.TableInfo],
     steps: int,
-    leaves: Sequence[traces.LeafInfo] = (),
+    axes: Axes,
+    mesh: Mesh | None,
   ):
     traces.check_free(directory)
     self.tables = tuple(tables)
-    self._leaves = tuple(leaves)
-    self._look_ups: dict[str, int] = {}
     self._directory = directory
-    self._steps = steps
+    self._shapes = leaf_util.shapes(leaf_util.named_leaves(params))
+    self._look_ups: dict[str, int] = {}
+    self._steps, self._done = steps, 0
+    self._axes = axes
+    self._mesh = mesh or collectives.mesh_around(axes, params, None)
     self._header: traces.Header | None = None
-    self._done = 0
 
   @property
   def wants_more(self) -> bool:
@@ -66,19 +76,67 @@ class Recorder:
     return self._done < self._steps
 
   def rows(self, grads: Any) -> RowSets:
-    """Packs one bit for each nonzero row: name -> `[1, ceil(R / 8)]` uint8.
+    """Packs one bit for each nonzero row: name -> `[n, ceil(R / 8)]` uint8.
 
-    Call it where gradients are local; its result leaves `shard_map` through
-    `out_specs=P(axis_name)`, and a step of `data_parallel` in its `aux`.
+    Call it where gradients are local: its result leaves `shard_map` through
+    `out_specs=P(axis_name)`, and a step of `data_parallel` in its `aux`. In
+    plain `jit` give it the SparseRows of zenjax's `value_and_grad`, which tell
+    devices apart.
 
     Args:
       grads: Gradients of the parameters that `record` was given, arrays or
         SparseRows. SparseRows take an array of R bits, and none of R rows.
+
+    Raises:
+      ValueError: In plain `jit` over several devices, an array is of all of
+        them, or the mesh is not known.
     """
-    for name, leaf in _named(grads).items():
+    leaves = dict(leaf_util.named_leaves(grads, is_rows))
+    leaves = {table.name: leaves[table.name] for table in self.tables}
+    mesh, n = self._around(leaves)
+    for name, leaf in leaves.items():
       if isinstance(leaf, SparseRows):
-        self._look_ups[name] = leaf.capacity
-    return nonzero_rows(grads, self.tables)
+        self._look_ups[name] = -(-leaf.capacity // n)
+    if n == 1:
+      return _nonzero_rows(leaves)
+    arrays = [name for name, leaf in leaves.items() if not is_rows(leaf)]
+    if arrays:
+      raise ValueError(
+        f"`grads` in plain jit must hold SparseRows of tables, and {arrays} are"
+        " arrays, summed over all devices already. Take gradients by"
+        " `zenjax.value_and_grad`, or record inside `shard_map`."
+      )
+    split = PartitionSpec(self._axes)
+    given = {name: filled_up(leaf, n) for name, leaf in leaves.items()}
+    if set(self._axes) & compat.explicit_of(mesh):
+      place = lambda x: jax.sharding.reshard(x, NamedSharding(mesh, split))
+      given = jax.tree.map(place, given)
+    mapped = jax.shard_map(
+      _nonzero_rows, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+    )
+    return mapped(given)
+
+  def _around(self, leaves: Any) -> tuple[Any, int]:
+    """Returns the mesh that gradients are summed over, and its devices.
+
+    None and 1 where gradients are those of one device.
+    """
+    for axis in self._axes:
+      try:
+        lax.axis_size(axis)
+        return None, 1
+      except NameError:
+        pass
+    mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
+    if mesh is None and jax.device_count() > 1:
+      raise ValueError(
+        f"`axis_name` must be bound by shard_map, or an axis of a mesh, and"
+        f" {self._axes!r} is neither. Give `zenjax.planner.record` the axes of"
+        " the batch as `axis_name=`, and in plain jit `mesh=`."
+      )
+    if mesh is None:
+      return None, 1
+    return mesh, math.prod(mesh.shape[axis] for axis in self._axes)
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
     """Writes one step: the results of `rows` on all devices, `[n, *]` each.
@@ -90,35 +148,31 @@ class Recorder:
         f"`write` must be called for {self._steps} steps at most, and these are"
         " written; ask `wants_more` first."
       )
-    bits = {t.name: _on_host(packed[t.name]) for t in self.tables}
+    bits = [_on_host(packed[t.name]) for t in self.tables]
     if jax.process_index() == 0:
-      self._write(bits)
+      if self._header is None:
+        leaves = tuple(
+          traces.LeafInfo(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            look_ups=self._look_ups.get(name),
+          )
+          for name, (shape, dtype) in self._shapes.items()
+        )
+        self._header = traces.Header(
+          tables=self.tables, devices=len(bits[0]), leaves=leaves
+        )
+        traces.create(self._directory, self._header)
+      sets = [
+        [np.flatnonzero(np.unpackbits(x, count=table.rows)) for x in each]
+        for table, each in zip(self.tables, bits)
+      ]
+      traces.write_step(self._directory, self._header, self._done, sets)
     self._done += 1
 
-  def _write(self, bits: Mapping[str, np.ndarray]) -> None:
-    if self._header is None:
-      (devices,) = {len(of_table) for of_table in bits.values()}
-      leaves = [
-        dataclasses.replace(leaf, look_ups=self._look_ups.get(leaf.name))
-        for leaf in self._leaves
-      ]
-      self._header = traces.Header(
-        tables=self.tables,
-        devices=devices,
-        steps=self._steps,
-        leaves=tuple(leaves),
-      )
-      traces.create(self._directory, self._header)
-    sets = [
-      [np.flatnonzero(d) for d in np.unpackbits(bits[t.name], axis=1)]
-      for t in self.tables
-    ]
-    traces.write_step(self._directory, self._header, self._done, sets)
-
   def close(self) -> int:
-    """Ends the trace, also after fewer steps; returns their number."""
-    if self._header is not None:
-      traces.finish(self._directory, self._header, self._done)
+    """Returns the number of steps that were written."""
     return self._done
 
   def __enter__(self) -> "Recorder":
@@ -134,11 +188,13 @@ def record(
   *,
   steps: int = 32,
   sparse: Any = None,
+  axis_name: AxisName = "data",
+  mesh: Mesh | None = None,
 ) -> Recorder:
   """Starts a trace of the rows that training steps touch.
 
   The planner learns from it how unions grow with the devices. Record steps that
-  lie far apart if devices read their data in order: neighbouring steps are
+  are far apart if devices read their data in order: neighboring steps are
   alike.
 
   Args:
@@ -146,6 +202,8 @@ def record(
     params: Arrays, or their shapes.
     steps: Number of steps to record.
     sparse: Selects the leaves that are tables, as for `zen_sync`.
+    axis_name: Axes over which the batch is split.
+    mesh: In plain `jit`, the mesh of these axes, by default that of `params`.
 
   Raises:
     ValueError: `directory` holds files, or there is no table.
@@ -165,47 +223,37 @@ def record(
     ...       mesh=mesh, in_specs=P("data"), out_specs=P("data"),
     ...     )(jnp.array([3, 5, 3, 7]))
     ...     recorder.write(seen)
-    ...   [s.tolist() for s in zenjax.traces.read(directory).sets["embed"][0]]
+    ...   trace = zenjax.planner.traces.read(directory)
+    ...   [s.tolist() for s in trace.sets["embed"][0]]
     [[3, 5], [3, 7]]
   """
   if not isinstance(steps, int) or steps < 1:
     raise ValueError(f"`steps` must be a positive integer, got {steps!r}.")
-  tables = _tables(params, sparse)
-  if not tables:
-    raise ValueError(
-      "`params` must hold a leaf that zen_sync sends sparse, but these are too"
-      " small or too wide; name one by `sparse`."
-    )
-  leaves = [
-    traces.LeafInfo(
-      name=name, shape=tuple(x.shape), dtype=jnp.dtype(x.dtype).name
-    )
-    for name, x in _named(params).items()
-  ]
-  return Recorder(directory, tables, steps, leaves)
-
-
-def _tables(params: Any, sparse: Any) -> tuple[traces.TableInfo, ...]:
-  """Returns the leaves that zen_sync sends sparse."""
-  tx = zen_sync.zen_sync("data", sparse=sparse)
-  chosen = jax.eval_shape(tx.init, params).leaves
+  axes = arguments.axes(axis_name)
+  chosen = jax.eval_shape(
+    zen_sync.zen_sync(axes, sparse=sparse).init, params
+  ).leaves
   tables = []
-  for name, leaf in _named(params).items():
+  for name, leaf in leaf_util.named_leaves(params):
     if name in chosen:
       rows, width = leaf_util.table_shape(leaf, "row")
       dtype = leaf.dtype.name
       tables.append(
         traces.TableInfo(name=name, rows=rows, width=width, dtype=dtype)
       )
-  return tuple(tables)
+  if not tables:
+    raise ValueError(
+      "`params` must hold a leaf that zen_sync sends sparse, but these are too"
+      " small or too wide; name one by `sparse`."
+    )
+  return Recorder(directory, params, tables, steps, axes, mesh)
 
 
-def nonzero_rows(grads: Any, tables: Sequence[traces.TableInfo]) -> RowSets:
-  """Packs one bit for each nonzero row of these tables."""
-  leaves = _named(grads)
+def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:
+  """Packs one bit for each nonzero row of a device."""
   return RowSets(
-    (table.name, jnp.packbits(_is_nonzero(leaves[table.name]))[None])
-    for table in tables
+    (name, jnp.packbits(_is_nonzero(leaf))[None])
+    for name, leaf in leaves.items()
   )
 
 
@@ -229,11 +277,6 @@ def _has_bits(rows: jax.Array) -> jax.Array:
   raw = lax.bitcast_convert_type(rows, bits)
   unsigned = raw << np.array(1, bits)
   return jnp.any(unsigned != 0, axis=1)
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """Returns leaves by the names that zenjax reports."""
-  return dict(leaf_util.named_leaves(tree, is_rows))
 
 
 def _on_host(packed: jax.Array) -> np.ndarray:

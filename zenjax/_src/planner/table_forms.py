@@ -1,23 +1,23 @@
 """Forms in which a program holds and trains a table, and the costs of each.
 
-    dense        whole on every device; XLA sums an array of its gradient
-    rows         whole; `zen_sync` sums touched rows, `lazy_rows` updates them
-    owners       whole; `sharded_optimizer` has owners update rows and keep the
-    state row-sharded  each device has a range of rows, `P(axes, None)`, by XLA
-    alone sharded      `tables.shard`: each device has the rows that it owns;
-    where
-                 devices lie along several axes, those of the last one, and
-                 every group along it has a copy
+    replicated         whole on every device; XLA sums an array of its gradient
+    replicated-sparse  whole; `zen_sync` sums touched rows, `lazy_rows` updates
+                       them
+    replicated-zero1   whole; `sharded_optimizer` has owners update rows and
+                       keep the state
+    sharded-xla        each device has a range of rows, `P(axes, None)`, by XLA
+                       alone
+    sharded            `tables.shard`: each device has the rows that it owns;
+                       where devices lie along several axes, those of the last
+                       one, and every group along it has a copy
 
 Letters: `R` rows, `D` columns, `n` devices, `K` look-ups of a device.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 import math
-
-import jax
+from typing import NamedTuple
 
 from zenjax._src.core.partition import Layout
 from zenjax._src.machine import cost
@@ -25,20 +25,26 @@ from zenjax._src.machine import link_models
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.link_models import Links
 from zenjax._src.machine.link_models import Phase
-from zenjax._src.planner import strategies
-from zenjax._src.planner.gradient_trace import Gradient
+from zenjax._src.planner.plan_model import Gradient
+from zenjax._src.planner.plan_model import MARGIN
+from zenjax._src.planner.plan_model import rows_of
+from zenjax._src.planner.plan_model import table_of
+from zenjax._src.planner.plan_model import Way
 from zenjax._src.rows import sharded_tables
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
 
-FORMS = ("dense", "rows", "owners", "row-sharded", "sharded")
+REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
+  "replicated",
+  "replicated-sparse",
+  "replicated-zero1",
+  "sharded-xla",
+  "sharded",
+)
 # Forms in which the optimizer sees arrays of all rows, touched or not.
-OF_ARRAYS = ("dense", "row-sharded")
-# Forms of which all tables share one exchange.
-_JOINT = ("rows", "owners", "sharded")
-_ZEN = strategies.Strategy(scheme="zen")
+OF_ARRAYS = (REPLICATED, XLA)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,141 +64,98 @@ class Cost:
   memory: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-  """A table that a loss looks rows up in, and what is known of it.
-
-  Attributes:
-    gradient: Its gradient, as one device makes it.
-    profile: Its densities.
-    state_row: Bytes of the optimizer's state for one row.
-  """
+class Table(NamedTuple):
+  """A table that a loss looks rows up in, and what is known of it."""
 
   gradient: Gradient
   profile: Profile
-  state_row: float
-
-  @property
-  def rows(self) -> int:
-    return math.prod(self.gradient.shape[:-1])
-
-  @property
-  def row(self) -> int:
-    """Bytes of a row."""
-    return self.gradient.shape[-1] * self.gradient.dtype.itemsize
-
-  @property
-  def look_ups(self) -> float:
-    """Look-ups of a device; at least one for each row that is touched."""
-    found = self.gradient.look_ups
-    return self.profile.rows if found is None else found
+  state_row: float  # Bytes of the optimizer's state for one row.
 
 
 def costs(table: Table, context: Context, links: Links) -> dict[str, Cost]:
-  """Predicts a table in each form that it can have.
-
-  Args:
-    table: The table.
-    context: Axes and sizes.
-    links: Link of each axis.
-  """
+  """Predicts a table in each form that it can have."""
+  gradient, profile, state_row = table
   n, last = context.devices, context.sizes[-1]
+  rows, row = rows_of(gradient), gradient.shape[-1] * gradient.dtype.itemsize
+  # At least one look-up has touched each row.
+  look_ups = float(gradient.look_ups or profile.rows)
   work = link_models.of_axis(context.axes[-1], links).work
-  whole = table.rows * (table.row + table.state_row)
+  whole = rows * (row + state_row)
   # An optimizer reads and writes rows and state, and reads the gradient.
-  step_row = 3 * table.row + 2 * table.state_row
+  step_row = 3 * row + 2 * state_row
   moved = lambda rows, row: rows * (row * work.move_byte + work.move_row)
-  union = min(table.profile.union_of(n), table.rows)
+  # All of an array is written, zeros first, and read.
+  sweep = rows * (step_row + 2 * row) * work.mask_byte
+  union = min(profile.union_of(n), rows)
 
-  def made(messages, local_s, memory) -> Cost:
-    phases = [p for m in messages for p in cost.phases_of(m, context)]
-    received = float(received_bytes(messages, context))
+  def made(messages: Sequence[Message], local_s: float, memory: float) -> Cost:
     return Cost(
-      phases=tuple(phases), local_s=local_s, received=received, memory=memory
+      phases=tuple(cost.phases_of(messages, context)),
+      local_s=local_s,
+      received=float(received_bytes(messages, context)),
+      memory=memory,
     )
 
-  # All of an array is written, zeros first, and read.
-  sweep = table.rows * (step_row + 2 * table.row) * work.mask_byte
-  dense = Message("all_reduce", context.axes, table.rows * table.row / 4)
-  found = {"dense": made([dense], sweep, whole + 2 * table.rows * table.row)}
-  # The schemes' formulas serve traced numbers as well: these are none.
-  with jax.ensure_compile_time_eval():
-    one = strategies.table_of(table.gradient, _ZEN)
-    zen = cost.predict("zen", one, table.profile, context, links, 1)
-  kept = whole + 2 * zen.received
-  found["rows"] = Cost(
+  zen = cost.predict(
+    "zen", table_of(gradient, Way("zen")), profile, context, links
+  )
+  sparse = Cost(
     phases=zen.phases,
     local_s=zen.local_s + moved(union, step_row),
     received=zen.received,
-    memory=kept,
+    memory=whole + 2 * zen.received,
   )
-  two = len(table.gradient.shape) == 2
+  dense = Message("all_reduce", context.axes, rows * row / 4)
+  found = {
+    REPLICATED: made([dense], sweep, whole + 2 * rows * row),
+    ROWS: sparse,
+  }
   if len(context.axes) == 1:
-    slots = Layout(num_rows=table.rows, groups=n).slots
-    state = (table.rows - slots) * table.state_row
-    found["owners"] = dataclasses.replace(
-      found["rows"],
+    slots = Layout(num_rows=rows, groups=n).slots
+    found[ZERO1] = dataclasses.replace(
+      sparse,
       local_s=zen.local_s + moved(union / n, step_row),
-      memory=kept - state,
+      memory=sparse.memory - (rows - slots) * state_row,
     )
-  if two and table.rows % n == 0:  # Or XLA cannot split it.
-    messages = row_sharded_messages(table.gradient, table.look_ups, context)
-    batch = n * table.look_ups
-    found["row-sharded"] = made(
+  if len(gradient.shape) != 2:
+    return found
+  if rows % n == 0:  # Or XLA cannot split it.
+    batch = n * look_ups
+    found[XLA] = made(
+      _by_xla(look_ups, row, context),
+      sweep / n + moved(2 * batch, row),
+      (whole + rows * row) / n + 2 * batch * row,
+    )
+  if last > 1:
+    messages = _by_owners(gradient, look_ups, profile, context)
+    words = sum(m.words for m in messages)
+    pushed = min(profile.union_of(last), rows) / last
+    found[SHARDED] = made(
       messages,
-      sweep / n + moved(2 * batch, table.row),
-      (whole + table.rows * table.row) / n + 2 * batch * table.row,
-    )
-  if two and last > 1:
-    messages = owned_messages(
-      table.gradient, table.look_ups, table.profile, context
-    )
-    pushed = min(table.profile.union_of(last), table.rows) / last
-    rows = sum(m.words for m in messages) * 4 / max(table.row, 1)
-    found["sharded"] = made(
-      messages,
-      moved(rows + table.look_ups, table.row) + moved(pushed, step_row),
-      Layout(num_rows=table.rows, groups=last).slots
-      * (table.row + table.state_row)
-      + 4 * 4 * sum(m.words for m in messages),
+      moved(words * 4 / max(row, 1) + look_ups, row) + moved(pushed, step_row),
+      Layout(num_rows=rows, groups=last).slots * (row + state_row) + 16 * words,
     )
   return found
 
 
-def seconds(chosen: Sequence[tuple[str, Cost]], links: Links) -> float:
-  """Returns the time of a step's exchanges and updates of these tables.
+def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:
+  """Returns what a table sharded by rows moves in plain `jit`.
 
-  Tables of one form share its collectives, but those that XLA makes.
+  On automatic axes, with a table `P("data", None)` and a batch `P("data")`, XLA
+  gathers the ids of all devices. Each device looks up those rows that it holds,
+  and a sum brings the rows of the whole batch to every device. In the backward
+  pass the cotangents of the whole batch are gathered. Every look-up counts, one
+  of a row that was looked up before as well.
   """
-  total = sum(found.local_s for _, found in chosen)
-  for form in FORMS:
-    parts = [found for name, found in chosen if name == form]
-    if form not in _JOINT:
-      total += sum(link_models.wire_s(p.phases, links) for p in parts)
-      continue
-    joint: dict[tuple[int, str, str, int], float] = {}
-    for part in parts:
-      for k, (axis, op, n, more) in enumerate(part.phases):
-        at = k, axis, op, n
-        joint[at] = joint.get(at, 0.0) + more
-    phases = [(*at[1:], size) for at, size in joint.items()]
-    total += link_models.wire_s(phases, links)
-  return total
+  words = look_ups * row / 4
+  return [
+    Message("all_gather", context.axes, look_ups),
+    Message("all_reduce", context.axes, context.devices * words),
+    Message("all_gather", context.axes, words),
+  ]
 
 
-def once_s(form: str, found: Cost, links: Links) -> float:
-  """Returns the part of a table's time that others of its form share."""
-  if form not in _JOINT:
-    return 0.0
-  return link_models.wire_s([(*p[:3], 0.0) for p in found.phases], links)
-
-
-def assumed(gradient: Gradient, devices: int) -> Profile:
-  """Returns densities of a table that was not measured, by its look-ups."""
-  return cost.assumed(strategies.table_of(gradient, _ZEN), devices)
-
-
-def owned_messages(
+def _by_owners(
   gradient: Gradient, look_ups: float, profile: Profile, context: Context
 ) -> list[Message]:
   """Returns what a step with a table of `zenjax.tables.shard` moves.
@@ -206,44 +169,60 @@ def owned_messages(
   layout, fullest = Layout(num_rows=rows, groups=n), profile.fullest
   fullest = min(fullest, look_ups)
   most = min(buffer_sizes.fullest(fullest, n, n * n), layout.slots)
-  words = sharded_tables.words_of_step(
-    math.ceil(look_ups), most, layout, width, gradient.dtype
+  ids, brought, pushed = map(
+    float,
+    sharded_tables.words_of_step(
+      math.ceil(look_ups), most, layout, width, gradient.dtype
+    ),
   )
-  ids, found, pushed = map(float, words)
-  to_owner = functools.partial(Message, "all_to_all", (last,))
   messages = [
-    to_owner(ids),
+    Message("all_to_all", (last,), ids),
     Message("all_reduce", context.axes, 1.0),  # Agrees on sizes.
-    to_owner(found),
-    to_owner(pushed),
+    Message("all_to_all", (last,), brought),
+    Message("all_to_all", (last,), pushed),
   ]
   if others:
     messages.append(Message("all_gather", tuple(others), pushed))
   return messages
 
 
-def row_sharded_messages(
-  gradient: Gradient, look_ups: float, context: Context
-) -> list[Message]:
-  """Returns what a table sharded by rows moves in plain `jit`.
+# --- the choice ---------------------------------------------------------------
 
-  On automatic axes, with a table `P("data", None)` and a batch `P("data")`, XLA
-  gathers the ids of all devices. Each device looks up those rows that it holds,
-  and a sum brings the rows of the whole batch to every device. In the backward
-  pass the cotangents of the whole batch are gathered. Every look-up counts, one
-  of a row that was looked up before as well.
+
+def alone_s(found: Cost, links: Links) -> float:
+  """Returns the time of a table by itself."""
+  return found.local_s + link_models.wire_s(found.phases, links)
+
+
+def seconds(
+  chosen: Sequence[tuple[str, Cost]], links: Links, margin: float = 1.0
+) -> float:
+  """Returns the time of a step's exchanges and updates of these tables.
+
+  Tables of one form wait once for the messages of its exchange, except for the
+  collectives that XLA makes.
 
   Args:
-    gradient: The table's.
-    look_ups: Look-ups of a device in a step.
-    context: Axes and sizes.
+    chosen: The form of each, and its costs.
+    links: Link of each axis.
+    margin: All forms except "replicated" are taken to last longer by its
+      inverse: predictions err.
   """
-  row = gradient.shape[-1] * gradient.dtype.itemsize / 4
-  return [
-    Message("all_gather", context.axes, look_ups),
-    Message("all_reduce", context.axes, context.devices * look_ups * row),
-    Message("all_gather", context.axes, look_ups * row),
-  ]
+  total, waits = 0.0, {}
+  for form, found in chosen:
+    raised = 1.0 if form == REPLICATED else 1 / margin
+    wait = 0.0 if form in OF_ARRAYS else _wait_s(found, links)
+    total += (alone_s(found, links) - wait) * raised
+    waits[form] = max(waits.get(form, 0.0), wait * raised)
+  return total + sum(waits.values())
+
+
+def _wait_s(found: Cost, links: Links) -> float:
+  return link_models.wire_s([(*p[:3], 0.0) for p in found.phases], links)
+
+
+# A form more is an exchange more, and must leave less than this part of a step.
+_WORTH = 0.9
 
 
 def cheapest(
@@ -251,72 +230,62 @@ def cheapest(
   links: Links,
   limit: float,
   together: Sequence[frozenset[str]],
-  margin: float,
 ) -> list[str] | None:
   """Returns the form of each table with the shortest step within a memory.
 
   Every set of forms that may be used together is tried, and one with more forms
   taken if it gains a tenth. In each a table takes the form that adds least;
-  where these do not fit, memory is traded for time by dynamic programming over
-  all tables, in steps of a part of the limit.
+  where these do not fit, memory is traded for time.
 
   Args:
     tables: Costs of each, by the forms that it can have.
     links: Link of each axis.
     limit: Bytes of memory that all tables may take; may be infinite.
     together: Sets of forms that one program can have.
-    margin: A form must take less than this part of dense's time to be preferred
-      to it: predictions err.
 
   Returns:
     Names of forms; None if nothing fits.
   """
-  raised = lambda form: 1.0 if form == "dense" else 1 / margin
   best, best_s, most = None, math.inf, 0
   for forms in sorted(together, key=len):
     open_to = []
     for found in tables:
       own = {}
       for form in forms & found.keys():
-        one = found[form]
-        alone = seconds([(form, one)], links) - once_s(form, one, links)
-        own[form] = max(alone, 0.0) * raised(form), one.memory
+        wait = 0.0 if form in OF_ARRAYS else _wait_s(found[form], links)
+        added = seconds([(form, found[form])], links, MARGIN) - wait / MARGIN
+        own[form] = max(added, 0.0), found[form].memory
       open_to.append(own)
-    if not all(open_to):
-      continue
-    names = within(open_to, limit)
+    names = _within(open_to, limit) if all(open_to) else None
     if names is None:
       continue
     chosen = [(name, found[name]) for name, found in zip(names, tables)]
-    parts = [
-      seconds([x for x in chosen if x[0] == form], links) * raised(form)
-      for form in sorted(forms)
-    ]
-    least = _WORTH * best_s if len(forms) > most else best_s
-    if sum(parts) < least:
-      best, best_s, most = names, sum(parts), len(forms)
+    step_s = seconds(chosen, links, MARGIN)
+    if step_s < (_WORTH * best_s if len(forms) > most else best_s):
+      best, best_s, most = names, step_s, len(forms)
   return best
 
 
-# A form more is an exchange more, and must leave less than this part of a step.
-_WORTH = 0.9
 # Parts of the memory limit that sums of memory are rounded up to.
 _BUCKETS = 512
 
 
-def within(
+def _within(
   tables: Sequence[Mapping[str, tuple[float, float]]], limit: float
 ) -> list[str] | None:
-  """Returns names of the least time whose memory is within the limit."""
+  """Returns names of the least time whose memory is within the limit.
+
+  By dynamic programming over all tables, in steps of a part of the limit.
+  """
   fastest = [min(own, key=lambda name: own[name]) for own in tables]
   if sum(own[name][1] for own, name in zip(tables, fastest)) <= limit:
     return fastest
   leanest = [min(own, key=lambda name: own[name][::-1]) for own in tables]
-  if sum(own[name][1] for own, name in zip(tables, leanest)) > limit:
-    return None
-  # From the least memory of all on, so that rounding never says that none fits.
   least = [own[name][1] for own, name in zip(tables, leanest)]
+  # From the least memory of all on, so that rounding never says that none fits.
   step = (limit - sum(least)) / _BUCKETS
+  if step < 0:
+    return None
   best: dict[int, tuple[float, list[str]]] = {0: (0.0, [])}
   for own, few in zip(tables, least):
     new: dict[int, tuple[float, list[str]]] = {}

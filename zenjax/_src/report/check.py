@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import ml_dtypes
 import numpy as np
+import optax
 
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import mesh_axes
@@ -86,8 +87,10 @@ class StepCheck:
       change, own = f"{leaf.change:.3g}", f"{leaf.own:.1e}"
       table.append((leaf.name, change, own, wide, mark))
     wrong = [leaf for leaf in self.leaves if leaf.problem]
-    verdict = f"{len(wrong)} of {len(self.leaves)} leaves differ"
-    if not self.comparable:
+    verdict = "ok"
+    if wrong:
+      verdict = f"WRONG, {len(wrong)} of {len(self.leaves)} leaves"
+    elif not self.comparable:
       verdict = "cannot be compared"
     return "\n".join(
       [
@@ -96,7 +99,7 @@ class StepCheck:
         f" {self.steps} steps, as parts of the largest change of the leaf.",
         *(f"note: {note}" for note in self.notes),
         *(f"WRONG: {leaf.name}: {leaf.problem}" for leaf in wrong),
-        "verdict: ok" if self.ok else f"verdict: WRONG, {verdict}",
+        f"verdict: {verdict}",
       ]
     )
 
@@ -239,8 +242,8 @@ class _Trial:
       mesh.axis_names,
       axis_types=mesh.axis_types,
     )
-    runs = self.on(mesh), self.on(one), self.on(one, reverse=True)
-    found = _Compared(*runs, mesh.devices.size)
+    (many,), (single, reverse) = self.on(mesh, (False,)), self.on(one)
+    found = _Compared(many, single, reverse, mesh.devices.size)
     for name, x in found.one.initial.items():
       y = found.mesh.initial.get(name)
       if y is None or y.shape != x.shape or not _close(x, y):
@@ -253,30 +256,37 @@ class _Trial:
         )
     return found
 
-  def on(self, mesh: Mesh, reverse: bool = False) -> _Run:
-    """Trains on a mesh."""
+  def on(self, mesh: Mesh, reverses: Any = (False, True)) -> list[_Run]:
+    """Trains on a mesh, once for each order of the examples."""
     with _around(mesh):
-      step, params, opt_state = self.build(mesh)
-      batch = self._placed(mesh, reverse)
+      step, *given = self.build(mesh)
       if self.wide:
-        params, opt_state = _in_float64(params), _in_float64(opt_state)
-      sparsifiers: Any = SparsifierState | ErrorFeedbackState | SelectionState
-      selects = bool(sync_state.nodes(opt_state, sparsifiers))
-      initial = _values(params)
-      first, losses = initial, {}
-      for number in range(self.steps):
-        out = step(params, opt_state, *batch)
-        if not isinstance(out, tuple) or len(out) < 2:
-          shown = f"{type(out).__name__}"
-          raise ValueError(
-            "`step` must return `(params, opt_state, ...)` in `check_step`, got"
-            f" {shown}. Unpack the state of your step into these."
-          )
-        params, opt_state, *rest = out
-        if not number:
-          first, losses = _values(params), _losses(rest)
-      apart = _apart(params) + [f"opt_state.{x}" for x in _apart(opt_state)]
-      return _Run(initial, first, _values(params), losses, apart, selects)
+        given = _in_float64(given)
+      # A step may donate what it is given.
+      copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
+      return [
+        self._run(step, *jax.tree.map(copy, given), self._placed(mesh, reverse))
+        for reverse in reverses
+      ]
+
+  def _run(self, step: Any, params: Any, opt_state: Any, batch: Any) -> _Run:
+    sparsifiers: Any = SparsifierState | ErrorFeedbackState | SelectionState
+    selects = bool(sync_state.nodes(opt_state, sparsifiers))
+    initial = _values(params)
+    first, losses = initial, {}
+    for number in range(self.steps):
+      out = step(params, opt_state, *batch)
+      if not isinstance(out, tuple) or len(out) < 2:
+        shown = f"{type(out).__name__}"
+        raise ValueError(
+          "`step` must return `(params, opt_state, ...)` in `check_step`, got"
+          f" {shown}. Unpack the state of your step into these."
+        )
+      params, opt_state, *rest = out
+      if not number:
+        first, losses = _values(params), _losses(rest)
+    apart = _apart(params) + [f"opt_state.{x}" for x in _apart(opt_state)]
+    return _Run(initial, first, _values(params), losses, apart, selects)
 
   def _placed(self, mesh: Mesh, reverse: bool) -> tuple[Any, ...]:
     shapes = [np.shape(x) for x in jax.tree.leaves(self.batch)]
@@ -311,12 +321,17 @@ def _is_floating(x: Any) -> bool:
 
 
 def _in_float64(tree: Any) -> Any:
-  """Casts floating leaves; what zen_sync counts keeps its dtypes."""
-  is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
-  cast = lambda x: x.astype(jnp.float64) if _is_floating(x) else x
-  return jax.tree.map(
-    lambda node: node if is_sync(node) else cast(node), tree, is_leaf=is_sync
-  )
+  """Casts floating leaves, except where a transformation fixes the dtype."""
+  kinds = sync_state.ZenSyncState | optax.MultiStepsState
+  is_kind = lambda node: isinstance(node, kinds)
+
+  def cast(node: Any) -> Any:
+    if isinstance(node, optax.MultiStepsState):
+      inner = _in_float64(node.inner_opt_state)
+      return node._replace(inner_opt_state=inner)
+    return node.astype(jnp.float64) if _is_floating(node) else node
+
+  return jax.tree.map(cast, tree, is_leaf=is_kind)
 
 
 def _on_host(x: Any) -> Any:
@@ -462,7 +477,7 @@ def _judged(
   if any(name in run.mesh.apart for run in runs):
     problem = _APART
   elif judge and (wrong.any() or own.share > _NEAR + tolerance):
-    problem = _meaning(name, runs[-1], wrong)
+    problem = _meaning(name, runs[-1])
   return LeafCheck(name, own.change, own.part(), wide and wide.part(), problem)
 
 
@@ -473,7 +488,7 @@ _APART = (
 )
 
 
-def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
+def _meaning(name: str, run: _Compared) -> str:
   """Says what a difference may mean."""
   if name in run.one.losses:
     many, one = (float(x.losses[name]) for x in (run.mesh, run.one))
@@ -483,8 +498,12 @@ def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
       " divide by what all devices count, as `zenjax.weighted_mean` does for"
       " padded examples. Random numbers that depend on the device must be off."
     )
-  first = [x.first[name].astype(np.float64) for x in (run.mesh, run.one)]
-  many, one = (x - run.one.initial[name].astype(np.float64) for x in first)
+  runs = run.mesh, run.one
+  # After one step, unless that changed nothing.
+  stages = [x.first[name] for x in runs], [x.last[name] for x in runs]
+  after = stages[0] if _distance(*stages[0]).any() else stages[1]
+  initial = run.one.initial[name].astype(np.float64)
+  many, one = (x.astype(np.float64) - initial for x in after)
   devices = run.devices
   ways = {devices: ("summed", "averaged"), 1 / devices: ("averaged", "summed")}
   for times, (made, meant) in ways.items():
@@ -496,10 +515,12 @@ def _meaning(name: str, run: _Compared, wrong: np.ndarray) -> str:
         f" {made} over devices and should be {meant}. Return a mean over the"
         " examples as the loss, and average gradients."
       )
-  rows = wrong.reshape(wrong.shape[0], -1).any(1) if wrong.ndim > 1 else []
   where = ""
-  if 0 < sum(rows) <= len(rows) // 2:
-    where = f"{sum(rows)} of {len(rows)} rows, the first {np.argmax(rows)}: "
+  if one.ndim > 1:
+    apart = _distance(many, one).reshape(len(one), -1).max(1, initial=0.0)
+    rows = apart > 1e-3 * apart.max(initial=0.0)
+    if 0 < sum(rows) <= len(rows) // 2:
+      where = f"{sum(rows)} of {len(rows)} rows, the first {np.argmax(rows)}: "
   return (
     f"{where}it is trained otherwise than on one device. What is before"
     " `zen_sync` must be linear (a clip goes after it); a loss must be a mean"

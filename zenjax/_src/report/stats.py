@@ -301,7 +301,7 @@ def sparsifiers(state: Any) -> Stats:
 
 
 def profile(state: Any) -> dict[str, Profile]:
-  """Returns densities of the last step, to choose schemes by.
+  """Returns densities of the last step, to plan by.
 
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.rows import leaf_util
 from zenjax._src.rows import table_uses
-from zenjax._src.rows import value_and_grad
+from zenjax._src.rows.loss import partial_loss
 from zenjax._src.rows.sharded_tables import is_sharded
 
 
@@ -122,19 +121,16 @@ def explain_tables(
 
 
 def _uses(fun, argnums, tables, args, kwargs) -> list[TableUse]:
-  params, loss, _ = value_and_grad.partial_loss(fun, argnums, args, kwargs)
-  traced = table_uses.trace(loss, params)
-  found = table_uses.find(traced, params, tables)
-  return [
-    _use(i, name, leaf, found)
-    for i, (name, leaf) in enumerate(leaf_util.named_leaves(params, is_sharded))
-  ]
+  loss = partial_loss(fun, argnums, args, kwargs)
+  found = table_uses.find(loss, tables)
+  leaves = found.traced.leaves[: found.wanted]
+  return [_use(i, leaf, found) for i, leaf in enumerate(leaves)]
 
 
-def _use(i, name, leaf, found) -> TableUse:
+def _use(i, leaf, found) -> TableUse:
   refusal = found.refusals.get(i)
   return TableUse(
-    name=name,
+    name=found.names[i],
     shape=tuple(leaf.shape) if is_sharded(leaf) else jnp.shape(leaf),
     rows=refusal is None,
     look_ups=found.look_ups.get(i, 0),

@@ -105,110 +105,84 @@ class LookUp(NamedTuple):
 def gather(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
-  """Reads a `gather`; a word why not where it reads other than whole rows."""
-  (indices,) = others
-  if table.ndim > 2:
-    return _gather_of_stack(eqn, table, place, indices)
-  num_rows, width = table.shape
-  dims = eqn.params["dimension_numbers"]
-  mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
-  clips = mode == jax.lax.GatherScatterMode.CLIP
-  fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-  if dims.operand_batching_dims or 0 not in dims.start_index_map:
-    return "is gathered from along other dimensions than its rows"
-  if tuple(eqn.params["slice_sizes"]) != (1, width):
-    return "is gathered from by other pieces than whole rows"
-  if 1 in dims.start_index_map and fills:
-    return "is gathered from at columns that may be out of range"
-  (out,) = jaxprs.bind(eqn, [table, indices])
-  batch = tuple(indices.shape[:-1])
-  windows = tuple(dims.offset_dims)
-  ends = tuple(range(len(batch), out.ndim))
-  window_sizes = tuple(out.shape[d] for d in windows)
-  row = indices[..., dims.start_index_map.index(0)]
-  fill = eqn.params["fill_value"]
-  return LookUp(
-    ids=_ids(place, row, num_rows, clips),
-    read=_ids(place, row, num_rows, not fills),
-    out=out,
-    fill=fills and fill is not None and fill == fill and fill != 0,
-    rows=lambda out: jnp.moveaxis(out, windows, ends).reshape(*batch, width),
-    restored=lambda rows: jnp.moveaxis(
-      rows.reshape(*batch, *window_sizes), ends, windows
-    ),
-    fill_value=(np.nan if fill is None else fill) if fills else None,
-  )
+  """Reads a `gather`; a word why not where it reads other than whole rows.
 
-
-def _gather_of_stack(
-  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, indices: jax.Array
-) -> LookUp | str:
-  """Reads a `gather` from `[T, R, D]`.
-
-  Each dimension but the last is indexed, shared with a dimension of the indices
-  as under `vmap`, or read along its whole length. Ids have the dimensions of
-  the indices, those shared last, then those read whole: a batch stays first.
+  Each dimension of `[T, R, D]` but the last is indexed, shared with a dimension
+  of the indices as under `vmap`, or read along its whole length. Ids have the
+  dimensions of the indices, then the shared ones, then those read whole: a
+  batch stays first.
   """
-  *sizes, width = table.shape
-  dims = eqn.params["dimension_numbers"]
+  (indices,) = others
+  dims, *sizes, width = eqn.params["dimension_numbers"], *table.shape
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
   clips = mode == jax.lax.GatherScatterMode.CLIP
   fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
   indexed = tuple(map(int, dims.start_index_map))
-  shared = dict(
-    zip(
-      map(int, dims.operand_batching_dims),
-      map(int, dims.start_indices_batching_dims),
-    )
-  )
-  *pieces, columns = eqn.params["slice_sizes"]
-  last = len(sizes) - 1
-  if columns != width or (len(sizes) in indexed and fills):
-    return "is gathered from by other pieces than whole rows"
-  if last not in indexed or pieces[last] != 1:
-    return "is gathered from along other dimensions than its rows"
-  whole = [k for k in range(last) if k not in indexed and k not in shared]
-  if any(pieces[k] != sizes[k] for k in whole):
-    return "is gathered from by a part of the tables in its stack"
-  if any(pieces[k] != 1 for k in indexed if k < last):
-    return "is gathered from by more than one table for an index"
+  on = map(int, dims.start_indices_batching_dims)
+  shared = dict(zip(map(int, dims.operand_batching_dims), on))
+  rows = len(sizes) - 1  # The dimension of rows.
+  whole = [k for k in range(rows) if k not in indexed and k not in shared]
+  reason = _not_rows(eqn, table.shape, indexed, whole, fills)
+  if reason:
+    return reason
 
   batch = indices.ndim - 1
   front = [d for d in range(batch) if d not in shared.values()]
   order = [*front, *[d for d in range(batch) if d in shared.values()]]
-  shape = tuple([indices.shape[d] for d in order])
-  dims_of_ids = batch + len(whole)
+  counts = [indices.shape[d] for d in order] + [sizes[k] for k in whole]
 
   def at(k: int, clips: bool) -> jax.Array:
     if k in whole or k in shared:
-      on = batch + whole.index(k) if k in whole else order.index(shared[k])
-      return _along(jnp.arange(sizes[k], dtype=jnp.int32), on, dims_of_ids)
+      dim = batch + whole.index(k) if k in whole else order.index(shared[k])
+      return _along(jnp.arange(sizes[k], dtype=jnp.int32), dim, len(counts))
     column = indices[..., indexed.index(k)].transpose(order)
     x = in_range(column, sizes[k], clips)
     x = jnp.where(x < sizes[k], x, -1)
-    return jnp.expand_dims(x, tuple(range(batch, dims_of_ids)))
+    return jnp.expand_dims(x, tuple(range(batch, len(counts))))
 
   def ids(clips: bool) -> jax.Array:
+    if place.is_table and place.num_rows == sizes[0]:
+      return in_range(indices[..., indexed.index(0)], sizes[0], clips)
     found = place.ids([at(k, clips) for k in range(len(sizes))])
-    return jnp.broadcast_to(found, (*shape, *[sizes[k] for k in whole]))
+    return jnp.broadcast_to(found, counts)
 
   (out,) = jaxprs.bind(eqn, [table, indices])
   windows = tuple(map(int, dims.offset_dims))
   kept = [d for d in range(out.ndim) if d not in windows]
   moved = [*[kept[d] for d in order], *windows]
-  moved_shape = tuple([out.shape[d] for d in moved])
+  shape = tuple([out.shape[d] for d in moved])
   back = [moved.index(d) for d in range(out.ndim)]
-  rows_shape = (*shape, *[sizes[k] for k in whole], width)
   fill = eqn.params["fill_value"]
   return LookUp(
     ids=ids(clips),
     read=ids(not fills),
     out=out,
     fill=fills and fill is not None and fill == fill and fill != 0,
-    rows=lambda out: out.transpose(moved).reshape(rows_shape),
-    restored=lambda rows: rows.reshape(moved_shape).transpose(back),
+    rows=lambda out: out.transpose(moved).reshape(*counts, width),
+    restored=lambda rows: rows.reshape(shape).transpose(back),
     fill_value=(np.nan if fill is None else fill) if fills else None,
   )
+
+
+def _not_rows(
+  eqn: jex_core.JaxprEqn,
+  shape: Sequence[int],
+  indexed: Sequence[int],
+  whole: Sequence[int],
+  fills: bool,
+) -> str:
+  """Says why a `gather` reads other than whole rows; "" if it does not."""
+  *pieces, columns = eqn.params["slice_sizes"]
+  rows, last = len(shape) - 2, len(shape) - 1
+  if columns != shape[last] or (last in indexed and fills):
+    return "is gathered from by other pieces than whole rows"
+  if rows not in indexed or pieces[rows] != 1:
+    return "is gathered from along other dimensions than its rows"
+  if any(pieces[k] != shape[k] for k in whole):
+    return "is gathered from by a part of the tables in its stack"
+  if any(pieces[k] != 1 for k in indexed if k < rows):
+    return "is gathered from by more than one table for an index"
+  return ""
 
 
 def dynamic_slice(
@@ -317,14 +291,6 @@ def cut(
   for start, stride in zip(starts, place.strides):
     place = place.shifted(start * stride)
   return [place._replace(strides=strides)]
-
-
-def _ids(place: Place, row: jax.Array, num_rows: int, clips: bool) -> jax.Array:
-  """`row` as rows of the leaf, those out of range clipped or none."""
-  ids = in_range(row, num_rows, clips)
-  if place.is_table and place.num_rows == num_rows:
-    return ids
-  return place.ids([jnp.where(ids < num_rows, ids, -1)])
 
 
 def _same(rows: jax.Array) -> jax.Array:

@@ -96,8 +96,6 @@ def analyse(
   params: Any,
   extra: Mapping[str, Any],
   tables: Sequence[bool],
-  *,
-  dim: int = 0,
   sizes: Mapping[int, int] | None = None,
 ) -> RowAnalysis:
   """Reads off `inner.update` how it treats rows.
@@ -109,11 +107,10 @@ def analyse(
     params: Arrays or types of whole tables, or None.
     extra: Further arguments of `inner.update`.
     tables: Which leaves of `grads` are tables, in order.
-    dim: 0 asks for rows, 1 for columns.
-    sizes: How many rows `update` will be called with, by table.
+    sizes: How many rows `update` will be called with, by table; at least 2.
   """
   with as_optax_computes():
-    whole = _Update.of(inner, grads, state, params, extra, tables, dim)
+    whole = _Update.of(inner, grads, state, params, extra, tables)
     return whole.analysis(sizes or {})
 
 
@@ -137,10 +134,9 @@ class _Update:
   extra: list[Any]
   arguments: Callable[[Sequence[Any]], dict[str, Any]]
   tables: tuple[int, ...]
-  dim: int
 
   @classmethod
-  def of(cls, inner, grads, state, params, extra, tables, dim):
+  def of(cls, inner, grads, state, params, extra, tables):
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_rows)
     own, own_structure = jax.tree.flatten(state)
     arrays, back = arguments(extra)
@@ -154,7 +150,6 @@ class _Update:
       extra=types(arrays),
       arguments=back,
       tables=tuple(i for i, x in enumerate(tables) if x),
-      dim=dim,
     )
 
   def analysis(self, wanted: Mapping[int, int]) -> RowAnalysis:
@@ -162,8 +157,8 @@ class _Update:
     owners = self._owners()
     if owners is None:
       return self._refused(_STATE)
-    size = {i: max(1, self.grads[i].shape[self.dim]) for i in self.tables}
-    other = {i: wanted.get(i, size[i] + 1 + k) for k, i in enumerate(size)}
+    size = self._sizes
+    other = {i: wanted.get(i, 2) for i in size}
     other = {i: n + (n == size[i]) for i, n in other.items()}
     try:
       whole = self._traced(owners, size)
@@ -188,7 +183,7 @@ class _Update:
     kept = {i: _is_zero(outputs[i].idle) for i in self.tables}
     for i, (owner, fact) in enumerate(zip(owners, outputs[count:]), count):
       if owner is not None:
-        kept[owner] &= fact.idle == Kept(i)
+        kept[owner] &= _same(fact.idle, Kept(i))
     return RowAnalysis(
       state_rows=owners,
       refusals=refusals,
@@ -209,18 +204,21 @@ class _Update:
       update=self._plainly,
     )
 
+  @property
+  def _sizes(self):
+    """Rows of whole tables; one where a table has none, for JAX leaves out
+    operations on nothing."""
+    return {i: max(1, self.grads[i].shape[0]) for i in self.tables}
+
   def _run(self, owners, grads, state, params, extra):
     """The update of some rows, with the numbers of whole tables.
 
     A mean divides by a number that the program holds. It is traced for whole
     tables and for these rows, and runs on the rows with the former's numbers.
     """
-    args = _Update.of(
-      self.inner, grads, state, params, extra, self._chosen, self.dim
-    )
-    size = {i: max(1, self.grads[i].shape[self.dim]) for i in self.tables}
+    args = _Update.of(self.inner, grads, state, params, extra, ())
     with as_optax_computes():
-      whole = self._traced(owners, size)
+      whole = self._traced(owners, self._sizes)
       some = jaxprs.trace(
         self._flat, args.grads, args.state, args.params, args.extra
       )
@@ -241,10 +239,6 @@ class _Update:
     updates, own = self.structures
     return updates.unflatten(out[:count]), own.unflatten(out[count:])
 
-  @property
-  def _chosen(self):
-    return [i in self.tables for i in range(len(self.grads))]
-
   def _flat(self, grads, state, params, extra):
     updates, own = self.structures
     params = None if params is None else updates.unflatten(params)
@@ -263,7 +257,7 @@ class _Update:
 
   def _resized(self, leaves, owners, sizes):
     return [
-      x if i is None or i not in sizes else _sized(x, self.dim, sizes[i])
+      _sized(x, sizes[i]) if i in sizes else x
       for i, x in zip(owners, leaves, strict=True)
     ]
 
@@ -281,27 +275,21 @@ class _Update:
     """The table whose rows each leaf of the state has: its size follows it."""
     like = self.params or self.grads
     size = {
-      i: self.grads[i].shape[self.dim] + 1 + k
-      for k, i in enumerate(self.tables)
+      i: self.grads[i].shape[0] + 1 + k for k, i in enumerate(self.tables)
     }
-    grown = jax.eval_shape(
-      self._init, self._resized(like, range(len(like)), size)
-    )
-    if len(grown) != len(self.state):
-      return None
+    grown = self._resized(like, range(len(like)), size)
+    grown = jax.eval_shape(self._init, grown)
     found: list[int | None] = []
     for leaf, more in zip(self.state, grown):
       follows = [
         i
         for i in self.tables
-        if leaf.ndim > self.dim
-        and leaf.shape[self.dim] == self.grads[i].shape[self.dim]
-        and _sized(leaf, self.dim, size[i]).shape == more.shape
+        if leaf.shape[:1] == self.grads[i].shape[:1]
+        and _sized(leaf, size[i]).shape == more.shape
       ]
-      if leaf.shape != more.shape and not follows:
-        return None
-      found.append(follows[0] if leaf.shape != more.shape else None)
-    return tuple(found)
+      found += [None] if leaf.shape == more.shape else follows[:1]
+    # None where a leaf of the state follows a table in another way.
+    return tuple(found) if len(found) == len(self.state) == len(grown) else None
 
   def _inputs(self, owners, fresh=False):
     """Facts of gradients, state, parameters and further arguments.
@@ -310,34 +298,33 @@ class _Update:
       owners: Of the leaves of the state.
       fresh: Whether no step has been taken: then the state is what `init` made.
     """
-    at = lambda i, idle: Fact(
-      Rows(i, self.dim) if i in self.tables else None, idle
-    )
-    facts = []
-    for i, leaf in enumerate(self.grads):
-      zero = np.zeros((), leaf.dtype)[()] if i in self.tables else None
-      facts.append(at(i, zero))
-    first = [Kept(len(facts) + k) for k in range(len(owners))]
+    count = len(self.grads)
+    zero = [np.zeros((), x.dtype)[()] for x in self.grads]
+    idle: list[Any] = [Kept(count + i) for i in range(len(owners))]
     if fresh:
       made = jaxprs.trace(self._init, self.params or self.grads)
       found = _follow(made, made, [Fact()] * len(made.inputs))
-      first = [_fact(found, x).idle for x in made.outputs]
-    for i, number in zip(owners, first):
-      facts.append(at(i, number if i is not None else None))
-    for i in range(len(self.params or ())):
-      facts.append(at(i, Kept(len(facts))))
-    return facts + [Fact()] * len(self.extra)
+      idle = [_fact(found, x).idle for x in made.outputs]
+    known = [None] * len(self.params or ())
+    of = [*range(count), *owners, *range(len(known)), *[None] * len(self.extra)]
+    idle = zero + idle + known + [None] * len(self.extra)
+    return [
+      Fact(Rows(i, 0), x) if i in self.tables else Fact()
+      for i, x in zip(of, idle, strict=True)
+    ]
 
   def _outputs(self, whole, twin, owners, inputs):
     """Facts of updates and state, refused where they are not rows of rows."""
     found = _follow(whole, twin, inputs)
     facts = []
     every = [*range(len(self.grads)), *owners]
-    for owner, value, like in zip(every, whole.outputs, whole.inputs):
-      fact = _fact(found, value)
+    for i, owner in enumerate(every):
+      fact = _fact(found, whole.outputs[i])
       owner = owner if owner in self.tables else None
-      wanted = Rows(owner, self.dim) if owner is not None else None
-      apart = fact.rows in (wanted, None) and value.shape == like.shape
+      wanted = Rows(owner, 0) if owner is not None else None
+      apart = fact.rows in (wanted, None) and all(
+        x.outputs[i].shape == x.inputs[i].shape for x in (whole, twin)
+      )
       if fact.refusal is None and not apart:
         fact = fact._replace(refusal="it makes something else than rows")
       facts.append(fact)
@@ -432,7 +419,7 @@ def _through(step: Operation, twin: Operation, reads: list[Fact]) -> list[Fact]:
     cut = step.reads[0].shape[here.dim] != step.makes[0].shape[here.dim]
     if not cut:  # Strides keep all rows only where they are one.
       return [Fact(here, idle)]
-  raise _Mixes(f"it mixes rows, by {name}")
+  raise _Mixes(f"it may mix rows, by {name}")
 
 
 def _require_uniform(step: Operation, twin: Operation) -> None:
@@ -737,8 +724,8 @@ def _numbers(
 # --- types ---
 
 
-def _sized(leaf: Any, dim: int, size: int) -> Any:
-  return leaf.update(shape=(*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
+def _sized(leaf: Any, size: int) -> Any:
+  return leaf.update(shape=(size, *leaf.shape[1:]))
 
 
 def _line(error: Exception) -> str:

@@ -19,13 +19,20 @@ from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import row_mask
 
+# What a program wants that computes with SparseRows as if they were arrays.
+_CURES = (
+  "add them by `+` or zen_sync, run optax inside zenjax.lazy_rows"
+  " (sharded_optimizer for sharded tables), clip by"
+  " zenjax.rows.clip_by_global_norm, take the norm by zenjax.global_norm"
+)
+
 # Row ids in an array that refuses arithmetic.
 #
 # A transform that maps `lambda g: 0.1 * g` over all leaves would multiply plain
-# integers too, and train on the rows of other ids without a word. Ids therefore
-# travel in an extended dtype, of which JAX knows that it may be moved but not
-# computed with: what does not know SparseRows raises a TypeError. Random keys
-# are the one such dtype that JAX lets others define.
+# integers too, and train the rows of other ids without a word. Ids therefore
+# have an extended dtype: JAX may move it but not compute with it, so code that
+# does not know SparseRows raises a TypeError. Random keys are the only such
+# dtype that JAX lets others define.
 
 
 def _not_a_key(*args, **kwargs):
@@ -40,11 +47,8 @@ _ROW_IDS = jex_random.define_prng_impl(
   random_bits=_not_a_key,
   fold_in=_not_a_key,
   name="zenjax_row_ids",
-  # Stands in errors of JAX, "multiply does not accept dtypes float32, key<..>",
-  # as in jaxprs.
-  tag="zenjax row_id: zen_sync sums it, optax goes inside lazy_rows, or"
-  " sharded_optimizer where tables are sharded, zenjax.rows.clip_by_global_norm"
-  " clips it",
+  # Errors of JAX show it: "multiply does not accept dtypes float32, key<..>".
+  tag=f"zenjax row_id of SparseRows: {_CURES}",
 )
 
 # Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
@@ -90,7 +94,8 @@ def seal(ids: jax.Array) -> jax.Array:
 
 def unseal(sealed: jax.Array) -> jax.Array:
   """Inverse of `seal`."""
-  words = jax.random.key_data(sealed)[..., 0]
+  # A clone, or `jax_debug_key_reuse` would have ids read only once.
+  words = jax.random.key_data(jax.random.clone(sealed))[..., 0]
   return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
 
 
@@ -111,11 +116,8 @@ def is_sealed(x: Any) -> bool:
 class _Named(type):
   def __repr__(cls) -> str:
     return (
-      f"<class 'zenjax.{cls.__name__}': no array; run optax inside"
-      " zenjax.lazy_rows (weight decay too; zenjax.sharded_optimizer of sharded"
-      " tables), clip by"
-      " zenjax.rows.clip_by_global_norm, give .to_dense(), or take jax.grad"
-      " (MultiSteps)>"
+      f"<class 'zenjax.{cls.__name__}', not an array: {_CURES}, call"
+      " .to_dense(), or take jax.grad (MultiSteps)>"
     )
 
 
@@ -156,8 +158,8 @@ class NoArray(metaclass=_Named):
 class SparseRows(NoArray):
   """Rows of a `[num_rows, D]` array; all others are zero.
 
-  What `zenjax.value_and_grad` returns for a table that is only looked up, and
-  fewer times than it has rows, and `zen_sync(output="rows")` for a table that
+  What `zenjax.value_and_grad` returns for a table that is only looked up, of
+  whatever size, and `zen_sync(output="rows")` for a table that
   travels sparse. A pytree of two leaves: ids, in a dtype that admits no
   arithmetic, and values. A transform that scales or adds up all leaves
   therefore raises a TypeError, where it would silently change plain integers.
@@ -395,6 +397,25 @@ def combined(rows: SparseRows) -> SparseRows:
   return SparseRows(unique, total, rows.num_rows).as_unique()
 
 
+def merged(rows: SparseRows) -> SparseRows:
+  """Returns the same with every index once, in any order.
+
+  More lookups than the table has rows become one row for each of the table's.
+  """
+  if rows.unique or rows.ndim > 2 or rows.capacity <= rows.num_rows:
+    return rows.combine()
+  ids, wide = rows.indices, collectives.accumulator(rows.dtype)
+  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
+  ids = jnp.where(ids < 0, rows.num_rows, ids)
+  real = (ids < rows.num_rows)[:, None]
+  values = jnp.where(real, rows.values.astype(wide), 0)
+  total = jnp.zeros(rows.shape, wide).at[ids].add(values, mode="drop")
+  touched = jnp.zeros(rows.num_rows, bool).at[ids].set(True, mode="drop")
+  row = jnp.arange(rows.num_rows, dtype=jnp.int32)
+  row = jnp.where(touched, row, rows.num_rows)
+  return SparseRows(row, total.astype(rows.dtype), rows.num_rows).as_unique()
+
+
 def added(table: jax.Array, rows: SparseRows) -> jax.Array:
   """Returns `table: [R, D]` plus `rows`, in its dtype, in place if donated.
 
@@ -438,8 +459,13 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
 
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
   """The same with as many rows for each of `devices`; the last are padding."""
-  missing = -rows.capacity % devices
-  if not missing:
+  return padded(rows, rows.capacity + -rows.capacity % devices)
+
+
+def padded(rows: SparseRows, capacity: int) -> SparseRows:
+  """Returns the same with room for at least so many rows."""
+  missing = capacity - rows.capacity
+  if missing <= 0:
     return rows
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))

@@ -1,6 +1,6 @@
 """Which parameters of a loss are only looked up, and why the others are not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -17,8 +17,9 @@ from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import tapping
+from zenjax._src.rows.loss import Loss
 from zenjax._src.rows.sharded_tables import is_sharded
-from zenjax._src.rows.tapping import Nest
+from zenjax._src.rows.tapping import Path
 from zenjax._src.rows.tapping import Refusal
 from zenjax._src.rows.tapping import Site
 from zenjax._src.rows.tapping import View
@@ -43,80 +44,109 @@ class Traced:
   rebuild: Callable[[Sequence[Any]], Any]
   varying: frozenset[str]
 
+  def run(
+    self, run: tapping.Run, leaves: Sequence[Any], tables: Sequence[int]
+  ) -> list[Any]:
+    """The outputs, where `tables` are those of `leaves` that are views."""
+    args = [
+      View.of_leaf(i, x, is_sharded(self.leaves[i])) if i in tables else x
+      for i, x in enumerate(leaves)
+    ]
+    outs = run.run(self.jaxpr, self.consts, args, ())
+    run.note_returned(outs)
+    return tapping.wholes(outs)
+
+  @property
+  def types(self) -> list[Any]:
+    """Returns the leaves, sharded ones as the whole table's type."""
+    return [_type_of_whole(x) for x in self.leaves]
+
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
   """Parameters that are tables, and why the others are not.
 
   Attributes:
+    traced: The loss.
     names: Of all leaves.
     rows: Indices of the leaves whose gradients are rows.
-    sites: Look-ups of these, in the order of the program.
+    sites: Lookups of these, in the order of the program.
     look_ups: Of each leaf, how many rows are read in all.
     refusals: Of the other leaves, why.
     demanded: Leaves of which the user wants rows.
     away: Leaves of which each device has its own rows.
-    stacks: Shapes of those of them that are stacks of tables.
+    wanted: How many of the leaves, the first ones, have gradients.
+    ids: A traced program, `leaves -> (ids, drawn)`: ids of all lookups, and
+      results of callbacks.
+    kinds: What it returns, as shapes.
   """
 
+  traced: Traced
   names: Sequence[str]
   rows: Sequence[int]
-  sites: Sequence[Site | Nest]
+  sites: dict[Path, Site]
   look_ups: dict[int, int]
   refusals: dict[int, Refusal]
   demanded: Sequence[int]
   away: frozenset[int]
-  stacks: dict[int, tuple[int, ...]]
+  wanted: int
+  ids: Any
+  kinds: Any
 
-  def require(self) -> None:
+  def require(self) -> "Tables":
     """Raises ValueError if rows are demanded of a leaf that has none."""
     for i in self.demanded:
       refusal = self.refusals.get(i)
-      if refusal is not None:
-        at = f", at {refusal.place}" if refusal.place else ""
-        if i in self.away:
-          raise ValueError(
-            f"`fun` must only look up rows of {self.names[i]!r}, of which each"
-            f" device has its own, but it {refusal.reason}{at};"
-            f" {self._of_one_table(i)}keep that table whole, by `tables=` of"
-            " `zenjax.tables.shard`."
-          )
+      if refusal is None:
+        continue
+      at = f", at {refusal.place}" if refusal.place else ""
+      if i in self.away:
         raise ValueError(
-          f"`tables` demands rows of {self.names[i]!r}, which must be only"
-          f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
-          " and its gradient is dense."
+          f"`fun` must only look up rows of {self.names[i]!r}, of which each"
+          f" device has its own, but it {refusal.reason}{at};"
+          f" {_of_one_table(self.traced.leaves[i])}keep that table whole, by"
+          " `tables=` of `zenjax.tables.shard`."
         )
-
-  def _of_one_table(self, i: int) -> str:
-    """A remedy for a stack of tables."""
-    if i not in self.stacks:
-      return ""
-    *stack, rows, width = self.stacks[i]
-    return (
-      f"look up rows `t * {rows} + id` of it reshaped to"
-      f" `{(math.prod(stack) * rows, width)}`, or "
-    )
+      raise ValueError(
+        f"`tables` demands rows of {self.names[i]!r}, which must be only"
+        f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
+        " and its gradient is dense."
+      )
+    return self
 
 
-def trace(loss: Callable[[Any], Any], params: Any) -> Traced:
-  """Traces `loss(params)`, every leaf local to its device.
+def _of_one_table(table: Any) -> str:
+  """A remedy for a stack of tables."""
+  if not table.stack:
+    return ""
+  *stack, rows, width = table.shape
+  return (
+    f"look up rows `t * {rows} + id` of it reshaped to"
+    f" `{(math.prod(stack) * rows, width)}`, or "
+  )
+
+
+def trace(loss: Loss) -> Traced:
+  """Traces a loss, every leaf of its parameters local to its device.
 
   Under `shard_map(check_vma=True)` leaves are cast to vary over what the loss
   varies over, before they are differentiated by: autodiff sums the gradients
   of what it sees being cast.
   """
-  leaves, structure = jax.tree.flatten(params, is_leaf=is_sharded)
-  of_leaves = lambda x: loss(jax.tree.unflatten(structure, x))
+  leaves, structure = jax.tree.flatten(loss.params, is_leaf=is_sharded)
+  count = len(leaves)
+  leaves += loss.frozen.values()
+  of_leaves = lambda x: loss.of(structure.unflatten(x[:count]), x[count:])
   traced = _trace(of_leaves, leaves)
   axes_of = lambda x: compat.varying_axes(x.value if is_sharded(x) else x)
   lacking = [tuple(traced.varying - axes_of(x)) for x in leaves]
   if not any(lacking):
     return traced
-  local = [
-    lax.pcast(x, axes, to="varying") if axes else x
-    for x, axes in zip(leaves, lacking)
-  ]
-  return _trace(of_leaves, local)
+  return _trace(of_leaves, [_varying(*x) for x in zip(leaves, lacking)])
+
+
+def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
+  return lax.pcast(leaf, axes, to="varying") if axes else leaf
 
 
 def _trace(loss, leaves) -> Traced:
@@ -126,16 +156,14 @@ def _trace(loss, leaves) -> Traced:
     tuple(compat.varying_axes(x.value)) if is_sharded(x) else () for x in leaves
   ]
 
-  def as_its(leaf, axes):
-    return lax.pcast(leaf, axes, to="varying") if axes else leaf
-
   def flat(leaves):
     nonlocal structure, others
-    found, structure = jax.tree.flatten(loss(list(map(as_its, leaves, own))))
+    leaves = [_varying(*x) for x in zip(leaves, own)]
+    found, structure = jax.tree.flatten(loss(leaves))
     others = [_Array if isinstance(x, _ARRAYS) else x for x in found]
     return [x for x in found if isinstance(x, _ARRAYS)]
 
-  closed = jax.make_jaxpr(flat)(list(map(type_of_whole, leaves)))
+  closed = jax.make_jaxpr(flat)(list(map(_type_of_whole, leaves)))
   jaxpr, consts = jaxprs.opened(closed)
 
   def rebuild(outs):
@@ -149,7 +177,7 @@ def _trace(loss, leaves) -> Traced:
   return Traced(leaves, jaxpr, consts, rebuild, varying)
 
 
-def type_of_whole(leaf: Any) -> Any:
+def _type_of_whole(leaf: Any) -> Any:
   """A sharded table's type, as a loss sees it; other leaves as they are."""
   if not is_sharded(leaf):
     return leaf
@@ -164,54 +192,60 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
 
 
 class _Array:
-  """Stands for an output that is an array; what is none passes as it is."""
+  """Stands for an output that is an array; others pass as they are."""
 
 
-def find(
-  traced: Traced,
-  tree: Any,
-  spec: SparseSpec,
-) -> Tables:
-  """Decides for every leaf of `tree`, and runs the program once to see."""
-  named = leaf_util.named_leaves(tree, is_sharded)
-  names = [name for name, _ in named]
-  leaves = traced.leaves
-  wanted: list[Any] = [None] * len(leaves)
+def find(loss: Loss, spec: SparseSpec) -> Tables:
+  """Decides for every parameter, and runs the program once to see."""
+  traced = trace(loss)
+  leaves, tree = traced.leaves, loss.params
+  names = [name for name, _ in leaf_util.named_leaves(tree, is_sharded)]
+  count = len(names)
+  away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
+  wanted: list[Any] = [None] * count
   if spec is not None:
     wanted = leaf_util.explicit(tree, spec, "tables")
     leaf_util.require_bools(names, wanted, "tables")
     leaf_util.warn_of_none(tree, spec, wanted, "tables")
-  for i, leaf in enumerate(leaves):
-    if is_sharded(leaf):
-      wanted[i] = True
+  names += loss.frozen
+  wanted += [True] * len(loss.frozen)
+  wanted = [i in away or w for i, w in enumerate(wanted)]
   unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
   candidates = [i for i, reason in unfit.items() if not reason]
-  run = _look(traced, leaves, candidates)
-  look_ups = dict.fromkeys(candidates, 0)
-  summed = set()
-  for site, lengths in flat_sites(run.sites):
-    look_ups[site.param] += math.prod([*lengths, *site.shape[:-1]])
-    if site.varying - traced.varying:
-      summed.add(site.param)
-  for i in candidates:
-    count, num_rows = look_ups[i], leaves[i].shape[0]
-    if not count and not is_sharded(leaves[i]):
+  sites: dict[Path, Site] = {}
+  refusals: dict[int, Refusal] = {}
+
+  def first_run(leaves):
+    run = tapping.Run(sites=sites, refusals=refusals, keeps_drawn=bool(away))
+    traced.run(run, leaves, candidates)
+    return run.ids, run.drawn
+
+  ids, kinds = jax.make_jaxpr(first_run, return_shape=True)(traced.types)
+  look_ups = {
+    i: sum([site.rows for site in sites.values() if site.param == i])
+    for i in candidates
+  }
+  summed = {s.param for s in sites.values() if s.varying - traced.varying}
+  for i, read in look_ups.items():
+    if not read and i not in away:
       unfit[i] = "is not looked up"
     elif i in summed:
       unfit[i] = _SUMMED
-    elif count >= num_rows and not wanted[i]:
-      unfit[i] = f"is looked up {count} times, and has {num_rows} rows"
-  refusals = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
-  refusals |= run.refusals
+  reasons = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
+  refusals = reasons | refusals
   rows = [i for i in candidates if i not in refusals]
-  if rows != candidates:
-    # What is no table after all takes no taps.
-    run = _look(traced, leaves, rows)
-  demanded = [i for i, w in enumerate(wanted) if w]
-  away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
-  stacks = {i: leaves[i].shape for i in away if leaves[i].stack}
   return Tables(
-    names, rows, run.sites, look_ups, refusals, demanded, away, stacks
+    traced=traced,
+    names=names,
+    rows=rows,
+    sites={path: site for path, site in sites.items() if site.param in rows},
+    look_ups=look_ups,
+    refusals=refusals,
+    demanded=[i for i, w in enumerate(wanted) if w],
+    away=away,
+    wanted=count,
+    ids=ids,
+    kinds=kinds,
   )
 
 
@@ -219,36 +253,6 @@ _SUMMED = (
   "is looked up at ids that differ between devices, for a loss that does not:"
   " its gradient is a sum over devices"
 )
-
-
-def _look(traced, leaves, tables) -> tapping.Run:
-  found = tapping.Run()
-
-  def run(leaves):
-    nonlocal found
-    found = tapping.Run()
-    args = [
-      View.of_leaf(i, x, is_sharded(traced.leaves[i])) if i in tables else x
-      for i, x in enumerate(leaves)
-    ]
-    outs = found.run(traced.jaxpr, traced.consts, args)
-    found.note_returned(outs)
-    return tapping.wholes(outs)
-
-  jax.eval_shape(run, list(map(type_of_whole, leaves)))
-  return found
-
-
-def flat_sites(
-  sites: Sequence[Site | Nest], lengths: tuple[int, ...] = ()
-) -> Iterator[tuple[Site, tuple[int, ...]]]:
-  """All sites in order, each with the lengths of the scans that it is in."""
-  for site in sites:
-    if isinstance(site, Site):
-      yield site, lengths
-    else:
-      turns = () if site.length is None else (site.length,)
-      yield from flat_sites(site.sites, (*lengths, *turns))
 
 
 def _unfit(leaf, wanted) -> str:

@@ -11,6 +11,7 @@ way: row `r` of table `t` is row `t * R + r` of the leaf.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +51,14 @@ def cast(
   if not jnp.issubdtype(dtype, jnp.floating):
     return f"is cast to {jnp.dtype(dtype).name}"
   return lambda rows, ids: rows.astype(dtype)
+
+
+def stopped(
+  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+) -> Step | str:
+  """Without a gradient."""
+  del eqn, at, others
+  return lambda rows, ids: lax.stop_gradient(rows)
 
 
 def negative(
@@ -107,6 +116,7 @@ def row_set(
 STEPS: dict[str, Callable[..., Step | str]] = {
   "convert_element_type": cast,
   "neg": negative,
+  "stop_gradient": stopped,
   "mul": times,
   "div": over,
   "scatter": row_set,
@@ -156,7 +166,7 @@ def _shape(eqn: jex_core.JaxprEqn) -> tuple[int, ...]:
 
 
 class View(NamedTuple):
-  """A table on its way to its look-ups."""
+  """A table on its way to its lookups."""
 
   param: int
   table: jax.Array  # [R, D], of a stack [T, R, D]
@@ -166,7 +176,7 @@ class View(NamedTuple):
   mixed: bool = False  # whether a step has other operands
   # Where it was resharded: the equation, and the view before it.
   before: tuple[Any, "View"] | None = None
-  # Whether `table` is a type alone: taps then are the rows themselves.
+  # Whether `table` is only a type: taps then are the rows themselves.
   away: bool = False
 
   @classmethod
@@ -188,6 +198,8 @@ class View(NamedTuple):
       eqn, view = self.before
       (table,) = jaxprs.bind(eqn, [view.whole()])
       steps = steps[len(view.steps) :]
+    if not steps:
+      return table
     ids = look_ups.all_ids(self.place, table.shape)
     return self._replace(steps=steps).of(table, ids)
 
@@ -201,23 +213,34 @@ class View(NamedTuple):
     return self._replace(table=table, place=place)
 
 
+# Where an equation is: its number in the program, the number in the program
+# that this equation runs, and so on.
+Path = tuple[int, ...]
+
+
 class Site(NamedTuple):
-  """One look-up: what its tap must be."""
+  """One lookup: what its tap must be."""
 
   param: int
-  shape: tuple[int, ...]  # [..., D]
+  shape: tuple[int, ...]  # [..., D], without the turns of scans
   dtype: Any
   varying: frozenset[str]
   spec: tuple[Any, ...]  # how explicit sharding spreads the dimensions
+  lengths: tuple[int, ...]  # of the scans around it
 
-  def tap(self, lengths: tuple[int, ...] = ()) -> jax.Array:
+  @property
+  def rows(self) -> int:
+    """Returns how many rows it reads in all."""
+    return math.prod([*self.lengths, *self.shape[:-1]])
+
+  def tap(self) -> jax.Array:
     """Zeros typed like the rows, or autodiff sums them over devices."""
-    zeros = jnp.zeros((*lengths, *self.shape), self.dtype)
+    zeros = jnp.zeros((*self.lengths, *self.shape), self.dtype)
     axes = tuple(self.varying)
     if axes:
       return lax.pcast(zeros, axes, to="varying")
     if any(self.spec):
-      spec = PartitionSpec(*[None] * len(lengths), *self.spec)
+      spec = PartitionSpec(*[None] * len(self.lengths), *self.spec)
       return jax.sharding.reshard(zeros, spec)
     return zeros
 
@@ -232,19 +255,7 @@ class Unplaced(NamedTuple):
   view: View
   found: look_ups.LookUp
   eqn: Any
-  others: Sequence[Any]  # operands of the look-up beside the table
-
-
-class Nest(NamedTuple):
-  """Look-ups inside a scan, or inside what is rematerialized."""
-
-  length: int | None
-  sites: list["Site | Nest"]
-
-  def tap(self, lengths: tuple[int, ...] = ()) -> list[Any]:
-    """Taps of all sites within, one for each turn."""
-    inner = lengths if self.length is None else (*lengths, self.length)
-    return [site.tap(inner) for site in self.sites]
+  others: Sequence[Any]  # operands of the lookup beside the table
 
 
 class Refusal(NamedTuple):
@@ -254,26 +265,39 @@ class Refusal(NamedTuple):
   place: str
 
 
-@dataclasses.dataclass
+class Ids(NamedTuple):
+  """Ids of a lookup, with the turns of scans in front."""
+
+  to: jax.Array  # rows that the gradient goes to
+  read: jax.Array  # rows that were read
+
+
+@dataclasses.dataclass(kw_only=True)
 class Run:
-  """One evaluation.
+  """One evaluation of a program in which tables are views.
 
   Attributes:
-    taps: Of the sites, in order; None to find them.
-    sites: Those found.
-    ids: Looked up, nested like the sites: those of a scan have its length
-      first.
-    read: Likewise the ids of the rows that were read.
-    refusals: By parameter, the first of each.
+    taps: What is added to the rows of each lookup; None in the first run, which
+      finds the lookups.
+    drawn: Results of callbacks that have run already.
+    keeps_drawn: Whether results of callbacks are kept in `drawn`.
+    sites: The lookups, in the order of the program.
+    refusals: Of each parameter that is used in another way, the first.
+    ids: Of each lookup.
+    lengths: Of the scans around the program.
   """
 
-  taps: Sequence[Any] | None = None
-  sites: list[Site | Nest] = dataclasses.field(default_factory=list)
-  ids: list[Any] = dataclasses.field(default_factory=list)
-  read: list[Any] = dataclasses.field(default_factory=list)
+  taps: dict[Path, Any] | None = None
+  drawn: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
+  keeps_drawn: bool = False
+  sites: dict[Path, Site] = dataclasses.field(default_factory=dict)
   refusals: dict[int, Refusal] = dataclasses.field(default_factory=dict)
+  ids: dict[Path, Ids] = dataclasses.field(default_factory=dict)
+  lengths: tuple[int, ...] = ()
 
-  def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list:
+  def run(
+    self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: Path
+  ) -> list:
     """The program's outputs; a table that is one of them stays a `View`."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
     broadcasts: dict[Any, tuple[Any, tuple[int, ...]]] = {}
@@ -286,11 +310,14 @@ class Run:
       is_literal = isinstance(atom, jex_core.Literal)
       return Operand(read(atom), None if is_literal else broadcasts.get(atom))
 
-    for eqn in jaxpr.eqns:
+    for i, eqn in enumerate(jaxpr.eqns):
       operands = [operand(atom) for atom in eqn.invars]
       values = [o.value for o in operands]
+      at = (*path, i)
       if any(isinstance(value, View | Unplaced) for value in values):
-        outs = self._with_views(eqn, operands)
+        outs = self._with_views(eqn, operands, at)
+      elif (self.keeps_drawn or self.drawn) and _draws(eqn):
+        outs = self._drawing(eqn, values, at)
       else:
         outs = jaxprs.bind(eqn, values)
         source = _broadcast_from(eqn, operands)
@@ -299,26 +326,19 @@ class Run:
       env.update(zip(eqn.outvars, outs))
     return [read(atom) for atom in jaxpr.outvars]
 
-  def _with_views(self, eqn, operands) -> list:
+  def _with_views(self, eqn, operands, at) -> list:
     name = eqn.primitive.name
     values = [o.value for o in operands]
-    if isinstance(values[0], Unplaced) and name == "reshard":
-      return self._placed(eqn, values[0])
     if any(isinstance(value, Unplaced) for value in values):
+      if name == "reshard":
+        return self._placed(eqn, values[0], at)
       return jaxprs.bind(eqn, self._given_up(values))
-    if name in jaxprs.CALLS:
-      return self.run(*jaxprs.called(eqn), values)
-    if name in ("checkpoint", "remat", "remat2"):
-      return self._rematerialized(eqn, values)
-    if name == "scan":
-      return self._scan(eqn, values)
-    if name == "stop_gradient":
-      if any(isinstance(v, View) and v.away for v in values):
-        return self._refuse(eqn, values, "is used whole by `stop_gradient`")
-      return jaxprs.bind(eqn, wholes(values))
-    at, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
-    view = values[at]
-    others = [*operands[:at], *operands[at + 1 :]]
+    if name in INSIDE:
+      return INSIDE[name](self, eqn, values, at)
+    first, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
+    view = values[first]
+    if name == "stop_gradient" and not view.away:
+      return jaxprs.bind(eqn, wholes(values))  # No gradient, so no rows of it.
     if more:
       return self._refuse(eqn, values, f"is used by `{name}` with other tables")
     if name in PLACES:
@@ -327,25 +347,31 @@ class Run:
       before = (eqn, view) if name == "reshard" else view.before
       return [view._replace(table=table, before=before)]
     if name in STEPS:
-      step = STEPS[name](eqn, at, others)
-      if isinstance(step, str):
-        return self._refuse(eqn, values, step)
-      changed = view._replace(
-        steps=(*view.steps, _by_leaf(step, view.place)),
-        scaled=view.scaled or name in SCALES,
-        mixed=view.mixed or bool(others),
-      )
-      return [changed]
-    if at == 0 and view.before is None:
+      return self._stepping(eqn, view, operands, first)
+    if first == 0 and view.before is None:
       places = look_ups.cut(eqn, view.table, view.place, values[1:])
       if places is not None:
         tables = jaxprs.bind(eqn, [view.table, *values[1:]])
         return [view.of_tables(*x) for x in zip(tables, places, strict=True)]
-    if name in look_ups.FORMS and at == 0:
-      return self._look_up(eqn, view, values)
+    if name in look_ups.FORMS and first == 0:
+      return self._look_up(eqn, view, values, at)
     return self._refuse(eqn, values, f"is used by `{name}`")
 
-  def _look_up(self, eqn, view, values) -> list:
+  def _stepping(self, eqn, view, operands, first) -> list:
+    """The table after a step that its rows can take instead."""
+    others = [*operands[:first], *operands[first + 1 :]]
+    name = eqn.primitive.name
+    step = STEPS[name](eqn, first, others)
+    if isinstance(step, str):
+      return self._refuse(eqn, [o.value for o in operands], step)
+    changed = view._replace(
+      steps=(*view.steps, _by_leaf(step, view.place)),
+      scaled=view.scaled or name in SCALES,
+      mixed=view.mixed or bool(others),
+    )
+    return [changed]
+
+  def _look_up(self, eqn, view, values, at) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
     with eqn.ctx.manager:
       found = read(eqn, view.table, view.place.here(), values[1:])
@@ -356,10 +382,10 @@ class Run:
       return self._refuse(eqn, values, reason)
     if compat.explicit_axes() and not compat.explicit_axes(found.out):
       return [Unplaced(view, found, eqn, values[1:])]
-    return [self._tapped(view, found)]
+    return [self._tapped(view, found, at)]
 
-  def _placed(self, eqn, unplaced: Unplaced) -> list:
-    """Ids and rows where a look-up says that they lie."""
+  def _placed(self, eqn, unplaced: Unplaced, at) -> list:
+    """Ids and rows where a lookup says that they are."""
     view, found = unplaced.view, unplaced.found
     (out,) = jaxprs.bind(eqn, [found.out])
     *spec, _ = compat.explicit_spec(found.rows(out))
@@ -367,25 +393,28 @@ class Run:
     found = found._replace(
       out=out, ids=place(found.ids), read=place(found.read)
     )
-    return [self._tapped(view, found)]
+    return [self._tapped(view, found, at)]
 
-  def _tapped(self, view: View, found: look_ups.LookUp) -> jax.Array:
+  def _tapped(self, view: View, found: look_ups.LookUp, at: Path) -> jax.Array:
     rows = found.rows(found.out)
     varying, spec = compat.varying_axes(rows), compat.explicit_spec(rows)
-    self.sites.append(Site(view.param, rows.shape, rows.dtype, varying, spec))
-    tap = None if self.taps is None else self.taps[len(self.sites) - 1]
-    if view.away:
-      rows = jnp.zeros_like(rows) if tap is None else tap
+    self.sites[at] = Site(
+      view.param, rows.shape, rows.dtype, varying, spec, self.lengths
+    )
+    if self.taps is not None and view.away:
+      rows = self.taps[at]
       if found.fill_value is not None:
         real = (found.read < view.place.num_rows)[..., None]
         rows = jnp.where(real, rows, jnp.asarray(found.fill_value, rows.dtype))
-    elif tap is not None:
-      rows = rows + tap
-    self.ids.append(found.ids)
-    self.read.append(found.read)
+    elif self.taps is not None:
+      rows = rows + self.taps[at]
+    self.ids[at] = Ids(found.ids, found.read)
     return found.restored(_stepped(view, found, rows))
 
-  def _scan(self, eqn, values) -> list:
+  def _called(self, eqn, values, at) -> list:
+    return self.run(*jaxprs.called(eqn), values, at)
+
+  def _scan(self, eqn, values, at) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)
     stacks = {
       i: x for i, x in enumerate(xs) if isinstance(x, View) and x.is_stack
@@ -395,61 +424,87 @@ class Run:
     carry = wholes(carry)
     body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
     length = eqn.params["length"]
-    at = jnp.arange(length, dtype=jnp.int32) if stacks else None
+    turns = jnp.arange(length, dtype=jnp.int32) if stacks else None
 
     def turn(carry, inputs):
-      nonlocal inner
-      xs, at, taps = inputs
+      xs, number, given = inputs
       xs = list(xs)
       for i, view in stacks.items():
-        xs[i] = view.of_tables(xs[i], view.place.at(at))
-      inner = Run(taps=taps, refusals=self.refusals)
-      outs = inner.run(body, body_consts, [*consts, *carry, *xs])
+        xs[i] = view.of_tables(xs[i], view.place.at(number))
+      inner = self._inner(given, length)
+      outs = inner.run(body, body_consts, [*consts, *carry, *xs], at)
       outs = self._returned(eqn, outs)
-      found = inner.ids, inner.read
-      return outs[: len(carry)], (outs[len(carry) :], found)
+      return outs[: len(carry)], (outs[len(carry) :], inner.ids, inner.kept)
 
-    inner = Run()
     plain = [stacks[i].table if i in stacks else x for i, x in enumerate(xs)]
-    carry, (ys, (ids, read)) = lax.scan(
+    carry, (ys, ids, drawn) = lax.scan(
       turn,
       carry,
-      (wholes(plain), at, self._inner_taps()),
+      (wholes(plain), turns, self._given(at)),
       length=length,
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
     )
-    self.sites.append(Nest(length, inner.sites))
-    self.ids.append(ids)
-    self.read.append(read)
+    self.ids, self.drawn = self.ids | ids, self.drawn | drawn
     return [*carry, *ys]
 
-  def _rematerialized(self, eqn, values) -> list:
+  def _rematerialized(self, eqn, values, at) -> list:
     body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
-    is_view = [isinstance(value, View) for value in values]
+    views = {i: x for i, x in enumerate(values) if isinstance(x, View)}
+    count = range(len(values))
+    same: dict[int, View] = {}  # Tables that come out as they went in.
 
-    def inside(taps, plain):
-      nonlocal inner
+    def inside(given, plain):
       left = iter(plain)
-      args = [v if is_ else next(left) for v, is_ in zip(values, is_view)]
-      inner = Run(taps=taps, refusals=self.refusals)
-      outs = inner.run(body, body_consts, args)
-      return self._returned(eqn, outs), (inner.ids, inner.read)
+      args = [views[i] if i in views else next(left) for i in count]
+      inner = self._inner(given)
+      outs = inner.run(body, body_consts, args, at)
+      for k, out in enumerate(outs):
+        if any(out is view for view in views.values()):
+          same[k], outs[k] = out, None
+      return self._returned(eqn, outs), inner.ids, inner.kept
 
-    inner = Run()
-    params = eqn.params
     inside = jax.checkpoint(
-      inside, policy=params["policy"], prevent_cse=params["prevent_cse"]
+      inside,
+      policy=eqn.params["policy"],
+      prevent_cse=eqn.params["prevent_cse"],
     )
-    plain = [v for v, is_ in zip(values, is_view) if not is_]
-    outs, (ids, read) = inside(self._inner_taps(), plain)
-    self.sites.append(Nest(None, inner.sites))
-    self.ids.append(ids)
-    self.read.append(read)
-    return outs
+    plain = [x for i, x in enumerate(values) if i not in views]
+    outs, ids, drawn = inside(self._given(at), plain)
+    self.ids, self.drawn = self.ids | ids, self.drawn | drawn
+    return [same.get(k, out) for k, out in enumerate(outs)]
 
-  def _inner_taps(self):
-    return None if self.taps is None else self.taps[len(self.sites)]
+  def _given(self, at: Path) -> Any:
+    """Taps and results of callbacks for the program of an equation."""
+    inside = lambda x: {p: v for p, v in x.items() if p[: len(at)] == at}
+    return inside(self.taps or {}), inside(self.drawn)
+
+  def _inner(self, given: Any, *length: int) -> "Run":
+    """Returns the run of a program that JAX traces by itself."""
+    taps, drawn = given
+    return dataclasses.replace(
+      self,
+      taps=None if self.taps is None else taps,
+      drawn=drawn,
+      ids={},
+      lengths=(*self.lengths, *length),
+    )
+
+  @property
+  def kept(self) -> dict[Path, list[Any]]:
+    """Results of callbacks, if they are wanted."""
+    return self.drawn if self.keeps_drawn else {}
+
+  def _drawing(self, eqn, values, at) -> list:
+    """What a callback returns, or has returned; also inside other programs."""
+    if eqn.primitive.name in INSIDE:
+      return INSIDE[eqn.primitive.name](self, eqn, values, at)
+    if at in self.drawn:
+      return self.drawn[at]
+    outs = jaxprs.bind(eqn, values)
+    if self.keeps_drawn:
+      self.drawn[at] = outs
+    return outs
 
   def _returned(self, eqn, outs) -> list:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
@@ -481,6 +536,25 @@ class Run:
       if isinstance(value, View):
         refusal = Refusal(reason, jaxprs.source_place(eqn))
         self.refusals.setdefault(value.param, refusal)
+
+
+# Equations that run another program, which may look up rows or call the host.
+INSIDE: dict[str, Callable[..., list]] = {
+  **dict.fromkeys(jaxprs.CALLS, Run._called),
+  **dict.fromkeys(("checkpoint", "remat", "remat2"), Run._rematerialized),
+  "scan": Run._scan,
+}
+
+
+def _draws(eqn) -> bool:
+  """Whether an equation calls the host for values, maybe inside a program."""
+  if eqn.primitive.name in ("pure_callback", "io_callback"):
+    return True
+  programs = jex_core.jaxprs_in_params(eqn.params)
+  inside = eqn.primitive.name in INSIDE
+  return inside and any(
+    _draws(x) for program in programs for x in jaxprs.opened(program)[0].eqns
+  )
 
 
 def _broadcast_from(eqn, operands):

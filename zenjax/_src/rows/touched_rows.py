@@ -15,8 +15,8 @@ from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.row_program import RowProgram
 from zenjax._src.rows.row_program import Totals
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import padded
 from zenjax._src.rows.sparse_rows import require_one
-from zenjax._src.rows.sparse_rows import SparseRows
 
 
 def update(
@@ -59,12 +59,7 @@ def with_room(leaf: Any) -> Any:
 
   A program for one row may differ from that for several: nothing is repeated.
   """
-  if not is_rows(leaf) or leaf.capacity >= 2:
-    return leaf
-  missing = 2 - leaf.capacity
-  ids = jnp.pad(leaf.indices, (0, missing), constant_values=leaf.num_rows)
-  values = jnp.pad(leaf.values, ((0, missing), (0, 0)))
-  return SparseRows(ids, values, leaf.num_rows).as_unique(leaf.unique)
+  return padded(leaf, 2) if is_rows(leaf) else leaf
 
 
 class RowRun:

@@ -5,13 +5,14 @@ from typing import Any
 import jax
 import optax
 
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import is_rows
 
 
 def combined(tree: Any) -> Any:
   """The same with every index of SparseRows once."""
   return jax.tree.map(
-    lambda x: x.combine() if is_rows(x) else x, tree, is_leaf=is_rows
+    lambda x: sparse_rows.merged(x) if is_rows(x) else x, tree, is_leaf=is_rows
   )
 
 
@@ -34,13 +35,14 @@ def with_values(tree: Any, new: Any) -> Any:
 
 
 def with_types_of(updates: Any, new: Any) -> Any:
-  """`new` in the structure of `updates`, whether or not ids are unique there.
+  """`new` in the structure and with the shapes of `updates`.
 
   A transformation that returns what it was given in another structure could not
   be a branch of `lax.cond`, as inside `optax.apply_if_finite`.
   """
+  like = lambda u, x: sparse_rows.padded(x, u.capacity).as_unique(u.unique)
   return jax.tree.map(
-    lambda u, x: x.as_unique(u.unique) if is_rows(u) else x,
+    lambda u, x: like(u, x) if is_rows(u) else x,
     updates,
     new,
     is_leaf=is_rows,

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 import functools
 import math
-import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,10 +20,10 @@ from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
+from zenjax._src.rows.loss import partial_loss
 from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.rows.tapping import Nest
-from zenjax._src.rows.tapping import View
+from zenjax._src.rows.tapping import Path
 
 
 def value_and_grad(
@@ -39,44 +38,46 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad`, with gradients of embedding tables as `SparseRows`.
 
-  The loss is traced and tables that it only looks up are found: through
-  `jnp.take`, `table[ids]`, the embedding layers of Flax, Haiku and Equinox,
-  inside `jit`, `vmap`, `scan`, `jax.checkpoint`, after casts, factors and a row
-  set to a constant for padding. Models need no change. Their gradients are the
-  rows looked up, one for each look-up: no array of the table's size is made.
-  All other gradients are as `jax.value_and_grad` gives them, of tables too that
-  are used in another way (as the weights of a softmax, in a norm, in a `cond`),
-  or are looked up as often as they have rows; `explain_tables` says which and
-  why.
+  Use it in place of `jax.value_and_grad`; models need no change. It traces the
+  loss and finds tables that are only looked up: through `jnp.take`,
+  `table[ids]`, the embedding layers of Flax, Haiku and Equinox, inside `jit`,
+  `vmap`, `scan` and `jax.checkpoint`, after casts, factors and a row that is
+  set to a constant for padding. The gradient of such a table holds one row for
+  each lookup, so no array of the table's size is made. Rows of ids that repeat
+  are summed in float32, also those of bfloat16 tables. All other gradients are
+  as `jax.value_and_grad` gives them, for example of a table that is also the
+  weights of a softmax; `explain_tables` says why a gradient is an array.
 
   Under `shard_map(check_vma=True)` all gradients are those of the device's own
   part, as if `fun` had been given `zenjax.unreduced(params)`.
 
   Arguments may be modules of Flax's nnx, as `nnx.value_and_grad` takes them.
   Gradients by their `nnx.Param` come in an `nnx.State`, and what the loss
-  changes of a module, as counts of dropout, is written back to it. For modules
-  of Equinox there is `zenjax.rows.filter_value_and_grad`.
+  writes to a module, for example counts of dropout, is written back to it. For
+  modules of Equinox there is `zenjax.rows.filter_value_and_grad`.
 
   Args:
-    fun: As for `jax.value_and_grad`.
-    argnums: Likewise.
-    has_aux: Likewise.
-    holomorphic: Likewise.
-    allow_int: Likewise.
+    fun: The loss. Sharded tables may be in any argument; those of arguments
+      that are not differentiated stay as they are.
+    argnums: Positions of the arguments to differentiate by, or `nnx.DiffState`
+      for a part of a module.
+    has_aux: Whether `fun` returns a pair `(loss, aux)`.
+    holomorphic: As for `jax.value_and_grad`.
+    allow_int: As for `jax.value_and_grad`.
     tables: Which leaves give rows: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. None finds all that can.
     prefetched: What `zenjax.tables.prefetch(fun)` returned for the arguments
-      that the function will be given, where tables are sharded.
+      that the function will be given, if tables are sharded.
 
   Returns:
     A function with the arguments of `fun`. It returns the value and the
-    gradients, in the structure of the arguments but for SparseRows in the place
+    gradients, in the structure of the arguments with SparseRows in the place
     of tables.
 
   Raises:
     ValueError: `tables` demands rows of a leaf that is used otherwise; the
-      message says where. Or the loss writes to an `nnx.Param`, or adds
-      variables to an nnx module, or two arguments share one.
+      message says where. Or the loss adds variables to an nnx module, or two
+      arguments share one.
 
   Example:
     >>> import jax.numpy as jnp
@@ -94,23 +95,16 @@ def value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad_of(*args, **kwargs):
-    params, loss, modules = partial_loss(fun, argnums, args, kwargs)
-    structure = jax.tree.structure(params, is_leaf=is_sharded)
-    traced = table_uses.trace(loss, params)
-    found = table_uses.find(traced, params, tables)
-    found.require()
-    out, grads = _differentiate(traced, found, options, prefetched)
-    value = traced.rebuild(out)
-    if modules:
-      value, changed = value
-      for module, state in zip(modules, changed):
-        sys.modules["flax.nnx"].update(module, state)
+    loss = partial_loss(fun, argnums, args, kwargs)
+    found = table_uses.find(loss, tables).require()
+    outs, grads = _differentiate(found, options, prefetched)
+    value = loss.result(found.traced.rebuild(outs))
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
       raise TypeError(
         "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
         f" {jax.tree.structure(value)}; return a pair or leave `has_aux` out."
       )
-    return value, jax.tree.unflatten(structure, grads)
+    return value, loss.structure.unflatten(grads)
 
   # Of a table whose gradient is an array all the same, all rows are used.
   value_and_grad_of.__dict__["gives_rows"] = True
@@ -217,130 +211,6 @@ def _is_floating(x: Any) -> bool:
   return leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def partial_loss(
-  fun: Callable[..., Any],
-  argnums: int | Sequence[int],
-  args: Sequence[Any],
-  kwargs: dict[str, Any],
-) -> tuple[Any, Callable[[Any], Any], list[Any]]:
-  """Makes the loss a function of what it is differentiated by.
-
-  Returns:
-    The arguments to differentiate by, the loss as a function of them, and the
-    nnx modules among all arguments. Where there are any the function returns a
-    pair: what `fun` does, and the new states of these modules.
-  """
-  one = isinstance(argnums, int)
-  wanted = (argnums,) if one else tuple(argnums)
-  for i in wanted:
-    if not -len(args) <= i < len(args):
-      raise ValueError(
-        f"`argnums` must be positions of the {len(args)} positional arguments,"
-        f" got {i}; pass what is differentiated by position."
-      )
-  at = [i % len(args) for i in wanted]
-  parts = _nnx_parts(args, at, kwargs)
-  params = [parts[i].params if i in parts else args[i] for i in at]
-
-  def loss(params):
-    changed = list(args)
-    for i, part in parts.items():
-      changed[i] = part
-    for i, value in zip(at, (params,) if one else params):
-      changed[i] = parts[i]._replace(params=value) if i in parts else value
-    if not parts:
-      return fun(*changed, **kwargs)
-    merged = {i: changed[i].merged() for i in parts}
-    out = fun(*[merged.get(i, x) for i, x in enumerate(changed)], **kwargs)
-    return out, [changed[i].rest_of(module) for i, module in merged.items()]
-
-  modules = [part.module for part in parts.values()]
-  return params[0] if one else tuple(params), loss, modules
-
-
-class _NnxParts(NamedTuple):
-  """An nnx module, taken apart.
-
-  Attributes:
-    position: Among the arguments.
-    module: As it was given.
-    wanted: Whether gradients are taken by it.
-    graph: Its structure.
-    params: What gradients are taken by; empty where none are.
-    rest: All other variables.
-  """
-
-  position: int
-  module: Any
-  wanted: bool
-  graph: Any
-  params: Any
-  rest: Any
-
-  def merged(self) -> Any:
-    """Returns a module of the same variables that the trace may write to."""
-    nnx = sys.modules["flax.nnx"]
-    return nnx.merge(self.graph, self.params, self.rest, copy=True)
-
-  def rest_of(self, merged: Any) -> Any:
-    """Returns the variables of a merged module that a loss may change."""
-    graph, params, rest = _nnx_split(merged, self.wanted)
-    said = f"`fun` must leave argument {self.position}, an nnx module,"
-    old, new = jax.tree.leaves(self.params), jax.tree.leaves(params)
-    if any(x is not y for x, y in zip(old, new, strict=True)):
-      raise ValueError(
-        f"{said} its nnx.Param as they are, and it writes to one; return the"
-        " new value with `has_aux=True`, and write it after the gradients are"
-        " taken."
-      )
-    if graph != self.graph:
-      raise ValueError(
-        f"{said} the variables that it has, and it adds or removes some;"
-        " return new ones with `has_aux=True`."
-      )
-    return rest
-
-
-def _nnx_parts(
-  args: Sequence[Any], at: Sequence[int], kwargs: dict[str, Any]
-) -> dict[int, _NnxParts]:
-  """Takes apart the nnx modules among the arguments, by position."""
-  nnx = sys.modules.get("flax.nnx")  # No module is there before this is.
-  if nnx is None:
-    return {}
-  parts: dict[int, _NnxParts] = {}
-  is_module = lambda x: isinstance(x, nnx.Module)
-  owners: dict[int, int | str] = {}  # of variables, by their identity
-  for i, argument in (*enumerate(args), *kwargs.items()):
-    leaves = jax.tree.leaves(argument, is_leaf=is_module)
-    modules = [x for x in leaves if is_module(x)]
-    if is_module(argument):
-      if isinstance(i, int):
-        parts[i] = _NnxParts(
-          i, argument, i in at, *_nnx_split(argument, i in at)
-        )
-    elif modules and i in at:
-      raise ValueError(
-        f"`fun` must be given an nnx module as an argument of its own, and"
-        f" argument {i} holds one; what the loss changes of that would be lost."
-      )
-    for node in [x for module in modules for _, x in nnx.iter_graph(module)]:
-      if not isinstance(node, nnx.Variable):
-        continue
-      if owners.setdefault(id(node), i) != i:
-        raise ValueError(
-          f"`fun` must be given each nnx variable once, and argument {i} has"
-          f" one of argument {owners[id(node)]}, through which no gradient"
-          " would be taken; use it from there."
-        )
-  return parts
-
-
-def _nnx_split(module: Any, wanted: bool) -> tuple[Any, Any, Any]:
-  nnx = sys.modules["flax.nnx"]
-  return nnx.split(module, nnx.Param if wanted else nnx.Nothing(), ...)
-
-
 def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
   """Runs a function of parameters of which tables are sharded.
 
@@ -372,30 +242,18 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fun)
   def applied(*args, **kwargs):
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_sharded)
-    named = [*leaf_util.named_leaves(args, is_sharded)]
-    named += leaf_util.named_leaves(kwargs, is_sharded)
-    at = {name: i for i, (name, x) in enumerate(named) if is_sharded(x)}
-    if not at:
+    loss = partial_loss(fun, (), args, kwargs)
+    if not loss.frozen:
       return fun(*args, **kwargs)
-
-    def of_tables(tables):
-      whole = list(leaves)
-      for name, i in at.items():
-        whole[i] = tables[name]
-      args, kwargs = structure.unflatten(whole)
-      return fun(*args, **kwargs)
-
-    tables = {name: leaves[i] for name, i in at.items()}
-    traced = table_uses.trace(of_tables, tables)
-    found = table_uses.find(traced, tables, None)
-    found.require()
+    found = table_uses.find(loss, None).require()
+    taps, _, drawn = _fetched(found)
 
     def outputs(types, taps):
-      return _run(traced, found, types, [], taps)[0]
+      run = tapping.Run(taps=taps, drawn=drawn)
+      return found.traced.run(run, types, found.rows)
 
-    taps, _ = _fetched(traced, found, [])
-    return traced.rebuild(_without_tables(traced, found, outputs, taps).run())
+    outs = _without_tables(found, outputs, taps)
+    return loss.result(found.traced.rebuild(outs))
 
   return applied
 
@@ -440,33 +298,26 @@ def prefetch(
 
   @functools.wraps(fun)
   def prefetch_of(*args, **kwargs):
-    params, loss, _ = partial_loss(fun, argnums, args, kwargs)
-    traced = table_uses.trace(loss, params)
-    found = table_uses.find(traced, params, None)
-    found.require()
+    loss = partial_loss(fun, argnums, args, kwargs)
+    found = table_uses.find(loss, None).require()
     if not found.away:
       raise ValueError(
         "`fun` of prefetch must look up rows of a sharded table, and none of"
         " its parameters is one; call `zenjax.tables.shard` first, or leave"
         " prefetch out."
       )
-    plain = [x for i, x in enumerate(traced.leaves) if i not in found.rows]
-    tables, asked, _, _ = _look_ups(traced, found, plain)
+    tables, asked, _ = _look_ups(found)
     return _ahead_of(tables, asked)
 
   return prefetch_of
 
 
-def _differentiate(traced, found, options, prefetched):
+def _differentiate(found, options, prefetched):
   """`[loss, *aux]`, and the gradient of every leaf."""
-  leaves = traced.leaves
-  is_table = [i in found.rows for i in range(len(leaves))]
-  plain = [x for x, is_ in zip(leaves, is_table) if not is_]
-  taps = [site.tap() for site in found.sites]
-  shown: dict[int, Any] = {}
-  if found.away:
-    taps, shown = _fetched(traced, found, plain, prefetched)
-  elif prefetched is not None:
+  leaves = found.traced.leaves
+  plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
+  taps, shown, drawn = _fetched(found, prefetched)
+  if not found.away and prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
       " `zenjax.tables.shard` first."
@@ -474,145 +325,114 @@ def _differentiate(traced, found, options, prefetched):
 
   def both(types, plain, taps):
     def loss(plain, taps):
-      outs, run = _run(traced, found, types, plain, taps)
+      run = tapping.Run(taps=taps, drawn=drawn)
+      given = [plain.get(i, types[i]) for i in range(len(leaves))]
+      outs = found.traced.run(run, given, found.rows)
       return outs[0], (outs, run.ids)
 
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
     return both(plain, taps)
 
-  program = _without_tables(traced, found, both, plain, taps)
-  (value, (outs, ids)), (dense, rows) = program.run()
-  # Of a loss that is linear in the rows, gradients would not wait for the
-  # look-ups, and XLA:CPU would copy a table that is updated meanwhile.
-  value, rows = lax.optimization_barrier((value, rows))
-  outs = [value, *outs[1:]]
-  parts: dict[int, list[SparseRows]] = {i: [] for i in found.rows}
-  _collect(found.sites, ids, rows, leaves, parts)
-  left = iter(dense)
-  grads = [
-    _joined(leaves[i], parts[i], shown.get(i)) if is_ else next(left)
-    for i, is_ in enumerate(is_table)
-  ]
-  return outs, grads
-
-
-def _run(traced, found, types, plain, taps) -> tuple[list, tapping.Run]:
-  """Runs the program with taps; of tables that are away it has `types`."""
-  left = iter(plain)
-  args = [
-    View.of_leaf(i, types.get(i, x), i in found.away)
-    if i in found.rows
-    else next(left)
-    for i, x in enumerate(traced.leaves)
-  ]
-  run = tapping.Run(taps=taps)
-  outs = run.run(traced.jaxpr, traced.consts, args)
-  return tapping.wholes(outs), run
-
-
-class _Program(NamedTuple):
-  """A function of arrays that was traced with tables as types alone."""
-
-  jaxpr: Any
-  consts: Sequence[Any]
-  args: list[Any]  # those that it reads
-  unread: list[bool]  # of all that it was given
-  structure: Any  # of what it returns
-
-  def run(self) -> Any:
-    return self.structure.unflatten(
-      jaxprs.run(self.jaxpr, self.consts, self.args)
-    )
-
-
-def _without_tables(
-  traced: table_uses.Traced,
-  found: table_uses.Tables,
-  f: Callable[..., Any],
-  *args: Any,
-  effects: bool = True,
-) -> Any:
-  """Makes `f(types, *args)` a program in which no table that is away exists."""
-  if not found.away:
-    return _Direct(functools.partial(f, {}, *args))
-  types = {
-    i: table_uses.type_of_whole(traced.leaves[i]) for i in sorted(found.away)
-  }
-  structure: Any = None
-
-  def flat(types, args):
-    nonlocal structure
-    leaves, structure = jax.tree.flatten(f(types, *args))
-    return leaves
-
-  closed = jax.make_jaxpr(flat)(types, args)
-  jaxpr, read = jaxprs.needed(closed, effects)
-  if any(read[: len(types)]):
-    raise AssertionError("a table that is away is read")
-  read = read[len(types) :]
-  given = jax.tree.leaves(args)
-  return _Program(
-    jaxpr=jaxpr,
-    consts=jaxprs.opened(closed)[1],
-    args=[x for x, is_read in zip(given, read, strict=True) if is_read],
-    unread=[not is_read for is_read in read],
-    structure=structure,
+  (value, (outs, ids)), (dense, rows) = _without_tables(
+    found, both, plain, taps
   )
+  # Of a loss that is linear in the rows, gradients would not wait for the
+  # lookups, and XLA:CPU would copy a table that is updated meanwhile.
+  value, rows = lax.optimization_barrier((value, rows))
+  parts: dict[int, list[SparseRows]] = {i: [] for i in found.rows}
+  for path, site in found.sites.items():
+    flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
+    leaf = leaves[site.param]
+    num_rows = leaf.num_rows if is_sharded(leaf) else leaf.shape[0]
+    parts[site.param].append(SparseRows(*flat, num_rows))
+  grads = [
+    _joined(leaf, parts[i], shown.get(i)) if i in parts else dense[i]
+    for i, leaf in enumerate(leaves[: found.wanted])
+  ]
+  return [value, *outs[1:]], grads
 
 
-class _Direct(NamedTuple):
-  """A function that needs no tracing, as a `_Program`."""
+def _without_tables(found: table_uses.Tables, f: Callable[..., Any], *args):
+  """Returns `f(leaves, *args)`, which knows only the types of sharded tables.
 
-  run: Callable[[], Any]
+  Where there are none, it is given the leaves themselves.
+  """
+  if not found.away:
+    return f(found.traced.leaves, *args)
+  of = lambda types, args: f(types, *args)
+  closed, kinds = jax.make_jaxpr(of, return_shape=True)(
+    found.traced.types, args
+  )
+  types, given = found.traced.leaves, jax.tree.leaves(args)
+  jaxpr, read = jaxprs.needed(closed)
+  for i in found.away:
+    if read[i]:
+      raise AssertionError("a table that is away is read")
+  # Of a sharded table the value, which nothing reads, stands for its type.
+  given = [*types, *given]
+  given = [x for x, is_read in zip(given, read, strict=True) if is_read]
+  outs = jaxprs.run(jaxpr, jaxprs.opened(closed)[1], given)
+  return jax.tree.unflatten(jax.tree.structure(kinds), outs)
 
 
 def _fetched(
-  traced, found, plain, prefetched=None
-) -> tuple[list[Any], dict[int, Any]]:
-  """Taps of all sites; of tables that are away the rows, from their owners.
+  found: table_uses.Tables, prefetched: Any = None
+) -> tuple[dict[Path, Any], dict[int, Any], dict[Path, Any]]:
+  """Taps of all lookups; of tables that are away the rows, from their owners.
 
-  And what fetching the rows of each such table has shown.
+  And what fetching the rows of each such table has shown, and results of
+  callbacks that have run for it.
   """
-  tables, asked, taps, structure = _look_ups(traced, found, plain)
+  taps = {path: site.tap() for path, site in found.sites.items()}
+  if not found.away:
+    return taps, {}, {}
+  tables, asked, drawn = _look_ups(found)
   rows, shown = _rows_of(tables, asked, taps, prefetched)
-  for k, x in rows:
-    taps[k] = x
-  return structure.unflatten(taps), shown
+  return taps | dict(rows), shown, drawn
 
 
-def _look_ups(traced, found, plain):
-  """Look-ups of tables that are away.
+def _look_ups(found: table_uses.Tables):
+  """Ids of tables that are away, computed before any row is read.
 
   Returns:
-    These tables, by number; `[(number, ids, turns)]` of the look-ups of each;
-    taps of all look-ups, by number; and their structure.
+    These tables, by number; `[(path, ids, turns)]` of the lookups of each; and
+    results of callbacks that have run for it, which must not run again: they
+    may be other ones.
   """
-  taps = [site.tap() for site in found.sites]
-  sites = list(table_uses.flat_sites(found.sites))
-  away = [site.param in found.away for site, _ in sites]
+  flat, structure = jax.tree.flatten(found.kinds)
+  ids, drawn = structure.unflatten(range(len(flat)))  # Numbers of outputs.
+  sites = {p: x for p, x in found.sites.items() if x.param in found.away}
+  ids = {path: ids[path].read for path in sites}
 
-  def read(types, taps, plain):
-    _, run = _run(traced, found, types, plain, taps)
-    ids = jax.tree.leaves(run.read)
-    return [x for x, is_away in zip(ids, away, strict=True) if is_away]
+  def program(outs):
+    """The part of the program that some outputs need, and what it reads."""
+    outs = [k in outs for k in range(len(flat))]
+    return jaxprs.needed(found.ids, outs, effects=False)
 
-  program = _without_tables(traced, found, read, taps, plain, effects=False)
-  for (site, _), is_away, unread in zip(sites, away, program.unread):
-    if is_away and not unread:
-      name = found.names[site.param]
-      raise ValueError(
-        f"`fun` must look up rows of {name!r} by ids that are known before any"
-        " row is read, and some ids depend on rows of a sharded table; keep"
-        " that table whole, by `tables=` of `zenjax.tables.shard`."
-      )
-  tables = {i: traced.leaves[i] for i in sorted(found.away)}
-  asked: dict[int, list[Any]] = {i: [] for i in tables}
-  flat_taps, structure = jax.tree.flatten(taps)
-  at = [k for k, is_away in enumerate(away) if is_away]
-  for k, ids in zip(at, program.run(), strict=True):
-    site, turns = sites[k]
-    asked[site.param].append((k, ids, len(turns)))
-  return tables, {i: of for i, of in asked.items() if of}, flat_taps, structure
+  def tables_read(outs):
+    _, read = program(outs)
+    return [found.names[i] for i in sorted(found.away) if read[i]]
+
+  if names := tables_read(ids.values()):
+    raise ValueError(
+      "`fun` must look up rows of sharded tables by ids that are known before"
+      f" any row is read, and some ids depend on rows of {names[0]!r}; keep"
+      " that table whole, by `tables=` of `zenjax.tables.shard`."
+    )
+  drawn = {path: outs for path, outs in drawn.items() if not tables_read(outs)}
+  wanted = sorted({*ids.values(), *jax.tree.leaves(drawn)})
+  jaxpr, read = program(wanted)
+  leaves = found.traced.leaves
+  args = [x for x, is_read in zip(leaves, read, strict=True) if is_read]
+  outs = jaxprs.run(jaxpr, jaxprs.opened(found.ids)[1], args)
+  value = dict(zip(wanted, outs, strict=True))
+  asked: dict[int, list[Any]] = {}
+  for path, site in sites.items():
+    one = path, value[ids[path]], len(site.lengths)
+    asked.setdefault(site.param, []).append(one)
+  tables = {i: leaves[i] for i in sorted(found.away)}
+  asked = {i: asked[i] for i in tables if i in asked}
+  return tables, asked, jax.tree.map(value.get, drawn)
 
 
 def _batch_devices(parts) -> tuple[Any, int]:
@@ -725,17 +545,3 @@ def _joined(leaf: Any, parts: list[SparseRows], shown: Any) -> Any:
     nothing = jnp.zeros(len(sharded_tables.Fetched._fields), jnp.float32)
     shown = jnp.int32(0), nothing
   return leaf.with_value(sparse_rows.concatenated(parts).with_lookups(shown))
-
-
-def _collect(sites, ids, values, leaves, parts, turns=0):
-  """Gives every table the ids and gradients of its look-ups."""
-  for site, i, x in zip(sites, ids, values):
-    if isinstance(site, Nest):
-      inner = turns + (site.length is not None)
-      _collect(site.sites, i, x, leaves, parts, inner)
-    else:
-      flat = batch_layout.flattened(i, x, turns)
-      leaf = leaves[site.param]
-      num_rows = leaf.num_rows if is_sharded(leaf) else leaf.shape[0]
-      found = SparseRows(*flat, num_rows)
-      parts[site.param].append(found)

@@ -48,8 +48,8 @@ class Table:
 class TablePlan:
   """How one table is exchanged: who owns its rows, and the buffer sizes.
 
-  Several tables of SparseRows of one width and dtype share one plan: their ids
-  follow each other in one space of ids.
+  Small arrays, and SparseRows, of one width and dtype share one plan: their
+  rows follow each other in one table.
 
   Attributes:
     table: What is exchanged.
@@ -95,6 +95,9 @@ class TablePlan:
 # a quarter of them is distinct.
 ARRAY_PART, UNION_PART = 128, 16
 ROWS_PART = 4
+# Arrays up to this size are copied into one table and back: compiling once for
+# all of them is worth more than these two passes.
+JOINED_ELEMENTS = 1 << 20
 # Below so many bytes to one device latency decides, so rounds are longer.
 _LEAST_BYTES = 48 << 10
 _MOST_LONGER = 8
@@ -196,15 +199,16 @@ def plan_group(
     seed: Draws the hash.
     contiguous: Whether owners hold ranges of rows.
     kernels: Which implementation does local work.
-    together: Whether tables of SparseRows that are alike travel as one. The
-      program is compiled once for all of them.
+    together: Whether small arrays, and SparseRows, that are alike travel as one
+      table. The program is compiled once for all of them.
   """
   alike: dict[object, list[int]] = {}
   for i, table in enumerate(tables):
     kind: object = i
-    if together and table.look_ups is not None:
+    small = table.num_rows * table.width <= JOINED_ELEMENTS
+    if together and not contiguous and (table.look_ups is not None or small):
       kind = (
-        *(table.width, table.dtype, table.wire_dtype),
+        *(table.look_ups is None, table.width, table.dtype, table.wire_dtype),
         *(row_groups[i], column_groups[i], pinned[i] is None),
       )
     same = alike.setdefault(kind, [])
@@ -244,7 +248,7 @@ def _joined(tables: Sequence[Table]) -> Table:
     tables[0],
     name=", ".join([table.name for table in tables]),
     num_rows=sum([table.num_rows for table in tables]),
-    look_ups=sum([table.look_ups or 0 for table in tables]),
+    look_ups=sum([table.look_ups or 0 for table in tables]) or None,
   )
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -51,7 +52,7 @@ class Local(NamedTuple):
   """One table before an exchange, or several that travel as one."""
 
   plan: TablePlan
-  rows: jax.Array | Sequence[SparseRows]
+  rows: Sequence[jax.Array | SparseRows]  # of each of `plan.tables`
 
 
 class Counts(NamedTuple):
@@ -161,9 +162,8 @@ def exchange(
 
 
 def _source(table: Local) -> ArraySource | ListSource:
-  if table.plan.table.look_ups is None:
-    return ArraySource.of(table.rows, table.plan)
-  return ListSource.of(table.rows, table.plan)
+  source = ListSource if table.plan.table.look_ups else ArraySource
+  return source.of(table.rows, table.plan)
 
 
 def _after(
@@ -236,7 +236,8 @@ def _with_dense_sum(
   if dense is None or not isinstance(target, ArrayTarget):
     return target
   with jax.named_scope("zenjax/dense"):
-    return ArrayTarget(dense_sum.reduce_where(target.table, dense, context))
+    table = dense_sum.reduce_where(target.table, dense, context)
+  return target._replace(table=table)
 
 
 def _leaves(
@@ -244,10 +245,7 @@ def _leaves(
 ) -> list[Any]:
   """Returns what came out for each leaf, typed as equal on all devices."""
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
-  target = jax.tree.map(as_equal, target)
-  if isinstance(target, ListTarget):
-    return target.rows(plan)
-  return [target.table]
+  return jax.tree.map(as_equal, target).leaves(plan)
 
 
 def _counts(
@@ -269,17 +267,17 @@ def _counts(
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
-  rows = union.astype(jnp.float32)
+  rows, each = union.astype(jnp.float32), target.total.astype(jnp.float32)
   if dense is not None:
     merged, all_rows = [
       jnp.maximum(x.astype(jnp.float32), 1)
       for x in (tally.merged, tally.pushed)
     ]
     whole = jnp.minimum(rows * (all_rows / merged), plan.layout.slots)
+    heights = np.array([table.num_rows for table in plan.tables], np.float32)
+    shares = heights / np.sum(heights)
     rows = jnp.where(dense, whole, rows)
-  each = jnp.sum(rows)[None]
-  if isinstance(target, ListTarget):
-    each = target.total.astype(jnp.float32)
+    each = jnp.where(dense, jnp.sum(whole) * shares, each)
   return Counts(
     pushed=pushed,
     fullest=jnp.max(tally.fullest).astype(jnp.float32),

@@ -13,6 +13,7 @@ from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
@@ -159,7 +160,7 @@ def total(leaf: Any, options: Options, context: Context) -> Any:
   scheme: Dense = DENSE["dense"]
   if not is_rows(leaf):
     return scheme.reduce(leaf, context)
-  merged = leaf.combine()
+  merged = sparse_rows.merged(leaf)
   dense = options.output == "dense"
   if context.devices == 1 or not leaf.capacity:
     as_equal = lambda x: compat.as_invariant(x, context.axes)
@@ -198,8 +199,7 @@ def _exchanged(
       leaf_util.as_table(leaves[table.name], options.unit)
       for table in plan.tables
     ]
-    listed = plan.table.look_ups is not None
-    entered.append(exchange.Local(plan, parts if listed else parts[0]))
+    entered.append(exchange.Local(plan, parts))
   found, _ = exchange.exchange(entered, scheme, context)
   out, new = {}, {}
   for table in found:

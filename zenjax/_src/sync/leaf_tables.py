@@ -80,9 +80,9 @@ def plans(
 ) -> tuple[buffer_sizes.TablePlan, ...]:
   """Returns the plans of leaves that share an exchange.
 
-  SparseRows of one width and dtype travel as one table, but not with `owners`,
-  who keep an optimizer's state by table, nor with kernels, which read tables
-  one by one.
+  Small arrays, and SparseRows, that are alike travel as one table. Not with
+  `owners`, who keep an optimizer's state by table, nor with kernels, which
+  read tables one by one.
   """
   sizes = context.sizes
   groups = []

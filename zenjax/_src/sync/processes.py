@@ -32,7 +32,9 @@ WAIT_S = 60.0
 _compared: dict[Any, set[str]] = {}
 
 
-def compared(step: jax.Array, by: str, options: Any, tree: Any) -> jax.Array:
+def compared(
+  step: jax.Array, by: str, options: Any, tree: Any, tuned: Any = ()
+) -> jax.Array:
   """Returns `step`, and has the exchange compared when it is lowered.
 
   Args:
@@ -40,12 +42,14 @@ def compared(step: jax.Array, by: str, options: Any, tree: Any) -> jax.Array:
     by: Name of the transformation that synchronizes.
     options: A dataclass of its options.
     tree: Gradients, of which names, shapes and dtypes are compared.
+    tuned: What `zenjax.tune` has planned.
   """
   mesh = jax.sharding.get_abstract_mesh()
   everywhere = math.prod(mesh.axis_sizes) == jax.device_count()
   if jax.process_count() == 1 or not everywhere:
     return step
   facts = {"transformation": by, "version": __version__}
+  facts["plan of tune"] = _short(str(tuned))
   facts["mesh"] = str(dict(zip(mesh.axis_names, mesh.axis_sizes)))
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)

@@ -200,7 +200,7 @@ class Owners:
     rest, inner = owner.finish(inner)
     out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
     by = "sharded_optimizer"
-    step = processes.compared(sync.step + 1, by, options, updates)
+    step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
     sync = sync.replace(step=step)
     for i in sharded:
       out[i] = NewValue(tables[i])
@@ -453,8 +453,7 @@ class Owners:
     entered = []
     for i, plan in plans.items():
       rows = leaf_util.as_table(leaves[i][1], self.options.unit)
-      listed = plan.table.look_ups is not None
-      entered.append(exchange.Local(plan, [rows] if listed else rows))
+      entered.append(exchange.Local(plan, [rows]))
     sums = dataclasses.replace(context, mean=False)
     found, inner = exchange.exchange(
       entered, scheme, sums, owner=owner, owned=inner

@@ -31,7 +31,8 @@ class ArraySource(NamedTuple):
   bitmap: indexing.Bitmap  # of [m, W] words
 
   @classmethod
-  def of(cls, table: jax.Array, plan: TablePlan) -> "ArraySource":
+  def of(cls, parts: Sequence[jax.Array], plan: TablePlan) -> "ArraySource":
+    table = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
     # Replicas agree bit for bit only with positive zeros. All who read or write
     # take this table, or XLA would keep a copy.
@@ -53,8 +54,8 @@ class ArraySource(NamedTuple):
     return slots, rows, self.bitmap.total - first
 
   def target(self, plan: TablePlan) -> "ArrayTarget":
-    del plan
-    return ArrayTarget(self.table)
+    none = jnp.zeros(len(plan.tables), jnp.int32)
+    return ArrayTarget(self.table, none)
 
   def after(self, target: "ArrayTarget") -> "ArraySource":
     """Returns the source once sums were written over its table.
@@ -68,12 +69,28 @@ class ArrayTarget(NamedTuple):
   """An array over which sums are written."""
 
   table: jax.Array  # [R, D]
+  total: jax.Array  # [p] int32, how many rows came of each table
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "ArrayTarget":
     table = expand(
       self.table, arrived.row, arrived.values, kernels=plan.kernels
     )
-    return ArrayTarget(table)
+    more = jnp.sum(_by_table(arrived.row, plan), axis=0, dtype=jnp.int32)
+    return ArrayTarget(table, self.total + more)
+
+  def leaves(self, plan: TablePlan) -> list[jax.Array]:
+    """Returns the sum of each table."""
+    if len(plan.tables) == 1:
+      return [self.table]
+    return jnp.split(self.table, plan.first_rows[1:].tolist())
+
+
+def _by_table(row: jax.Array, plan: TablePlan) -> jax.Array:
+  """Returns which of the joined tables each row is of, `[k, p] bool`."""
+  firsts = plan.first_rows[None]
+  heights = [table.num_rows for table in plan.tables]
+  ends = firsts + np.array(heights, np.int32)[None]
+  return (row[:, None] >= firsts) & (row[:, None] < ends)
 
 
 class ListSource(NamedTuple):
@@ -154,30 +171,26 @@ class ListTarget(NamedTuple):
   total: jax.Array  # [p] int32, how many rows there are of each table
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "ListTarget":
-    row, (firsts, begins) = arrived.row, _starts(plan)
+    row, begins = arrived.row, _starts(plan)
     count = row.shape[0]
-    table = jnp.sum(row[:, None] >= firsts[None, 1:], axis=1, dtype=jnp.int32)
-    real = row < plan.table.num_rows
-    tables = np.arange(len(plan.tables), dtype=np.int32)[None]
-    mine = real[:, None] & (table[:, None] == tables)
+    mine = _by_table(row, plan)
     counted = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
     behind = counted + (self.total + begins)[None]
     behind = jnp.sum(jnp.where(mine, behind, 0), axis=1, dtype=jnp.int32)
     # Padding gets places out of range and all different.
     past = self.row.shape[0] + jnp.arange(count, dtype=jnp.int32)
-    at = jnp.where(real, behind - 1, past)
+    at = jnp.where(row < plan.table.num_rows, behind - 1, past)
     return ListTarget(
       row=indexing.put(self.row, at, row),
       values=indexing.put(self.values, at, arrived.values),
       total=self.total + counted[-1],
     )
 
-  def rows(self, plan: TablePlan) -> list[SparseRows]:
+  def leaves(self, plan: TablePlan) -> list[SparseRows]:
     """Returns the rows of each table."""
-    firsts, begins = _starts(plan)
-    found = []
+    firsts, begins, found = plan.first_rows.tolist(), _starts(plan).tolist(), []
     for table, room, first, begin in zip(
-      plan.tables, plan.rooms, firsts.tolist(), begins.tolist()
+      plan.tables, plan.rooms, firsts, begins
     ):
       row = self.row[begin : begin + room] - first
       row = jnp.minimum(row, table.num_rows)
@@ -186,7 +199,6 @@ class ListTarget(NamedTuple):
     return found
 
 
-def _starts(plan: TablePlan) -> tuple[np.ndarray, np.ndarray]:
-  """Returns where ids and rooms of each table begin, `[p] int32` each."""
-  begins = np.cumsum([0, *plan.rooms[:-1]]).astype(np.int32)
-  return plan.first_rows, begins
+def _starts(plan: TablePlan) -> np.ndarray:
+  """Returns where the room of each table begins in a list, `[p] int32`."""
+  return np.cumsum([0, *plan.rooms[:-1]]).astype(np.int32)

@@ -220,12 +220,14 @@ def after_step(
 def _alone(plan: TablePlan, number: int) -> TablePlan:
   """Returns the plan of one of several tables that travel as one.
 
-  Its buffers are the part of the common ones that its look-ups have.
+  Its buffers are the part of the common ones that its rows or look-ups have.
   """
   if len(plan.tables) == 1:
     return plan
   table = plan.tables[number]
-  part = (table.look_ups or 0) / max(1, plan.table.look_ups or 0)
+  part = table.num_rows / plan.table.num_rows
+  if table.look_ups and plan.table.look_ups:
+    part = table.look_ups / plan.table.look_ups
   return dataclasses.replace(
     plan,
     table=table,

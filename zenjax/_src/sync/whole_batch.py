@@ -153,7 +153,7 @@ def sync(
     if options.plan:
       inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
     out, new = gradient_tree.sync_tree(tree, own, inner)
-    step = processes.compared(own.step + 1, "zen_sync", inner, tree)
+    step = processes.compared(own.step + 1, "zen_sync", inner, tree, own.tuned)
     new = own.replace(step=step, leaves=new)
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
@@ -356,9 +356,8 @@ def _require(
   """Raises where nothing is left to sum, or rows of tables are stacked."""
   if not any(mine):
     way = "take gradients of `zenjax.value_and_grad(loss_fn)`, which are"
-    way += " SparseRows for tables that the loss only looks up, less often"
-    way += " than they have rows (`zenjax.rows.explain_tables` says why a leaf"
-    way += " has none; its `tables=` demands them)"
+    way += " SparseRows for tables that the loss only looks up"
+    way += " (`zenjax.rows.explain_tables` says why a leaf has none)"
     if set(options.axes) <= compat.explicit_of(mesh):
       way += f", or by `zenjax.unreduced(params, {options.axes!r})`"
     raise ValueError(

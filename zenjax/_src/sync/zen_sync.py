@@ -174,7 +174,9 @@ def zen_sync(
         raise ValueError(whole_batch.NO_MEAN)
       return whole_batch.sync(updates, state, around, options)
     synced, leaves = gradient_tree.sync_tree(updates, state, options)
-    step = processes.compared(state.step + 1, "zen_sync", options, updates)
+    step = processes.compared(
+      state.step + 1, "zen_sync", options, updates, state.tuned
+    )
     return synced, state.replace(step=step, leaves=leaves)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

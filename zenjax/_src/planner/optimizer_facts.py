@@ -1,0 +1,58 @@
+"""What the choice of a table's form depends on of an optimizer."""
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows import row_analysis
+
+
+class Optimizer:
+  """Reads off an optimizer what the choice of forms depends on.
+
+  Attributes:
+    sums_all: True if updates depend on sums over all gradients, as clipping
+      does, or cannot be seen not to.
+    resting: Names of the tables whose rows stay as they are without a gradient.
+  """
+
+  def __init__(self, tx: optax.GradientTransformation, params: Any):
+    self._tx = optax.with_extra_args_support(tx)
+    types = jax.tree.map(row_analysis.type_of, params)
+    self._structure = jax.tree.structure(types)
+    self._named = leaf_util.named_leaves(types)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    tables = [x.ndim == 2 and is_float(x) for _, x in self._named]
+    state = jax.eval_shape(self._tx.init, types)
+    found = row_analysis.analyse(self._tx, types, state, types, {}, tables)
+    self.sums_all = found.wants_more or found.sums is not None
+    self.resting = {self._named[i][0] for i in found.rests}
+
+  def state_row(self, name: str) -> float:
+    """Returns bytes of the state that one more row of a table would add."""
+    shape = dict(self._named)[name].shape
+    added = self._state_bytes({name: shape[0] + 1}) - self._state_bytes({})
+    return added / math.prod(shape[1:-1])
+
+  def bytes_beside(self, tables: Sequence[str]) -> float:
+    """Returns bytes of parameters, gradients and state without tables."""
+    rest = [leaf for name, leaf in self._named if name not in tables]
+    held = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in rest)
+    return held + self._state_bytes(dict.fromkeys(tables, 1))
+
+  def _state_bytes(self, rows: Mapping[str, int]) -> float:
+    """Returns bytes of the state if tables had so many rows."""
+    leaves = [
+      jax.ShapeDtypeStruct((rows[name], *x.shape[1:]), x.dtype)
+      if name in rows
+      else x
+      for name, x in self._named
+    ]
+    params = jax.tree.unflatten(self._structure, leaves)
+    state = jax.eval_shape(self._tx.init, params)
+    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))

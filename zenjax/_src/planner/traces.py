@@ -1,0 +1,262 @@
+"""Traces of a training run: which rows of which gradients were not zero.
+
+A trace is a directory. `trace.json` holds the version of the format, the number
+of devices, and name, rows, width and dtype of each table; optionally, as
+`leaves`, name, shape and dtype of every parameter, and the look-ups of a device
+if its gradient was SparseRows. `step-000000.npz` and so on hold one step each:
+for table `k` of `trace.json` `rows_k`, the row ids of device 0, then of device
+1 and so on, `[*] uint32`, ascending within a device, and `offsets_k`,
+`[devices + 1] int64`: those of device `i` are
+`rows_k[offsets_k[i]:offsets_k[i + 1]]`.
+
+Every file is written under another name and then moved, so that a file that
+exists is whole. Needs NumPy only.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Annotated, BinaryIO
+import zipfile
+import zlib
+
+import numpy as np
+
+from zenjax._src.core import checked_json
+from zenjax._src.core.checked_json import NOT_EMPTY
+from zenjax._src.core.checked_json import NOT_NEGATIVE
+from zenjax._src.core.checked_json import POSITIVE
+from zenjax._src.core.checked_json import Source
+
+__all__ = (
+  "check_free",
+  "create",
+  "Header",
+  "LeafInfo",
+  "read",
+  "TableInfo",
+  "Trace",
+  "write_step",
+)
+
+_HEADER = "trace.json"
+_VERSION = "version", 2
+_REMEDY = "record the trace again into a new directory"
+
+# Row ids of one table in one step, an array for each device.
+DeviceRows = Sequence[np.ndarray]
+
+_Count = Annotated[int, POSITIVE]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableInfo:
+  """A table whose gradients are traced, seen as `[rows, width]`."""
+
+  name: str
+  rows: _Count
+  width: _Count
+  dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafInfo:
+  """A parameter of the model, a table or not.
+
+  Attributes:
+    name: Name of the leaf, as `zenjax.report` shows it.
+    shape: Its shape.
+    dtype: Name of its dtype.
+    look_ups: Rows that a device's gradient has room for if it is SparseRows;
+      None for an array.
+  """
+
+  name: str
+  shape: tuple[Annotated[int, NOT_NEGATIVE], ...]
+  dtype: str
+  look_ups: _Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+  """The contents of `trace.json`.
+
+  Attributes:
+    tables: Tables, in the order in which they are synchronized.
+    devices: Devices of the run.
+    leaves: All parameters, for a planner; empty if they were not recorded.
+  """
+
+  tables: Annotated[tuple[TableInfo, ...], NOT_EMPTY]
+  devices: _Count
+  leaves: tuple[LeafInfo, ...] = ()
+
+  def __post_init__(self):
+    for entries in (self.tables, self.leaves):
+      names = [entry.name for entry in entries]
+      if len(set(names)) != len(names):
+        raise ValueError(f"Names must be different, got {names}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+  """A trace that was read and checked.
+
+  Attributes:
+    header: Tables and devices.
+    sets: By table name, then step, then device: the rows that were not zero,
+      ascending, uint32.
+  """
+
+  header: Header
+  sets: dict[str, list[list[np.ndarray]]]
+
+  @property
+  def steps(self) -> int:
+    """Number of steps."""
+    return len(self.sets[self.header.tables[0].name])
+
+
+def check_free(directory: str | os.PathLike) -> None:
+  """Raises `ValueError` unless `directory` is missing or empty."""
+  path = pathlib.Path(directory)
+  if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    raise ValueError(
+      f"`directory` must be new or empty, but {path} holds something. Give"
+      " another or remove it."
+    )
+
+
+def create(directory: str | os.PathLike, header: Header) -> None:
+  """Starts a trace in a directory, which is made if missing.
+
+  Raises:
+    ValueError: `directory` is not empty.
+  """
+  check_free(directory)
+  pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+  document = dict([_VERSION]) | dataclasses.asdict(header)
+  with _whole(pathlib.Path(directory, _HEADER)) as file:
+    file.write((json.dumps(document, indent=1) + "\n").encode())
+
+
+def write_step(
+  directory: str | os.PathLike,
+  header: Header,
+  step: int,
+  sets: Sequence[DeviceRows],
+) -> None:
+  """Writes one step of a trace.
+
+  Args:
+    directory: As given to `create` before.
+    header: The same as there.
+    step: Counted from 0 within the trace.
+    sets: For each table of the header the row ids of each device, in any order
+      and as often as they were looked up.
+
+  Raises:
+    ValueError: `sets` do not have the header's tables and devices, or ids are
+      not rows of a table.
+  """
+  arrays = {}
+  for k, (table, each) in enumerate(zip(header.tables, sets, strict=True)):
+    rows = [np.unique(ids) for ids in each]
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    joined = np.concatenate(rows) if rows else np.zeros(0)
+    if len(rows) != header.devices or np.any(
+      (joined < 0) | (joined >= table.rows) | (joined % 1 != 0)
+    ):
+      raise ValueError(
+        f"`sets` must hold row ids of table {table.name!r}, below {table.rows},"
+        f" of each of {header.devices} devices, got {len(rows)} arrays with ids"
+        f" up to {joined.max(initial=0)}."
+      )
+    arrays |= {f"rows_{k}": joined.astype(np.uint32), f"offsets_{k}": offsets}
+  with _whole(_step_path(directory, step)) as file:
+    np.savez_compressed(file, **arrays)
+
+
+def _step_path(directory: str | os.PathLike, step: int) -> pathlib.Path:
+  return pathlib.Path(directory, f"step-{step:06d}.npz")
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens a file that takes its place once it is whole, or never."""
+  partial = path.with_name(f".{path.name}.partial")
+  try:
+    with open(partial, "wb") as file:
+      yield file
+    os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)
+
+
+def read(directory: str | os.PathLike) -> Trace:
+  """Reads a whole trace and checks it.
+
+  Raises:
+    ValueError: A file is missing, cut short, of another version, or holds
+      impossible values; the message names it.
+
+  Example:
+    >>> import tempfile
+    >>> table = TableInfo(name="embed", rows=10, width=4, dtype="float32")
+    >>> header = Header(tables=(table,), devices=2)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...   create(directory, header)
+    ...   write_step(directory, header, 0, [[np.array([5, 1]), np.array([7])]])
+    ...   read(directory).sets["embed"][0][0]
+    array([1, 5], dtype=uint32)
+  """
+  path = pathlib.Path(directory, _HEADER)
+  try:
+    text = path.read_text(encoding="utf-8")
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f"`directory` must hold a trace, but {path} cannot be read ({error});"
+      " give a directory that `zenjax.planner.record` wrote."
+    ) from error
+  source = Source(str(path), _REMEDY)
+  fields = checked_json.fields(text, _VERSION, source)
+  header = checked_json.parse(Header, fields, source)
+  sets: dict[str, list[list[np.ndarray]]] = {t.name: [] for t in header.tables}
+  step = 0
+  while (path := _step_path(directory, step)).exists():
+    for table, each in zip(header.tables, _read_step(path, header)):
+      sets[table.name].append(each)
+    step += 1
+  if not step:
+    raise source.broken("is of a trace without steps")
+  return Trace(header=header, sets=sets)
+
+
+def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
+  source = Source(str(path), _REMEDY)
+  found = []
+  try:
+    # NumPy would take a file that is no archive for another of its formats.
+    with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
+      arrays = {key: file[key] for key in file.files}
+  except (
+    *(OSError, EOFError, ValueError, NotImplementedError, zlib.error),
+    zipfile.BadZipFile,
+  ) as error:
+    raise source.broken(f"is cut short or corrupt ({error})") from error
+  for k, table in enumerate(header.tables):
+    rows = arrays.get(f"rows_{k}", np.zeros(0, np.uint32))
+    offsets = arrays.get(f"offsets_{k}", np.zeros(0, np.int64))
+    right = rows.dtype == np.uint32 and np.all(rows < table.rows)
+    right &= offsets.shape == (header.devices + 1,)
+    right = right and offsets[0] == 0 and offsets[-1] == len(rows)
+    if not right or np.any(np.diff(offsets) < 0):
+      raise source.broken(
+        f"must hold rows of table {table.name!r}, below {table.rows}, of"
+        f" {header.devices} devices"
+      )
+    found.append([rows[a:b] for a, b in zip(offsets[:-1], offsets[1:])])
+  return found

@@ -1,0 +1,91 @@
+"""A loss as a function of what it is differentiated by."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from zenjax._src.rows import leaf_util
+from zenjax._src.rows import nnx_modules
+from zenjax._src.rows.sharded_tables import is_sharded
+
+
+class Loss(NamedTuple):
+  """A loss of one call.
+
+  Attributes:
+    params: The arguments to differentiate by.
+    frozen: Sharded tables in all other arguments, by name.
+    of: Returns from `params` and the values of `frozen` what the loss returns.
+      If there are modules it returns a pair, with the new states of these.
+    modules: The nnx modules among all arguments.
+  """
+
+  params: Any
+  frozen: dict[str, Any]
+  of: Callable[[Any, Sequence[Any]], Any]
+  modules: list[Any]
+
+  @property
+  def structure(self) -> Any:
+    """Returns the structure of `params`."""
+    return jax.tree.structure(self.params, is_leaf=is_sharded)
+
+  def result(self, value: Any) -> Any:
+    """Returns what `fun` returned, and writes to modules what it changed."""
+    if not self.modules:
+      return value
+    value, changes = value
+    nnx_modules.update(self.modules, changes)
+    return value
+
+
+def partial_loss(
+  fun: Callable[..., Any],
+  argnums: Any,
+  args: Sequence[Any],
+  kwargs: dict[str, Any],
+) -> Loss:
+  """Makes the loss a function of what it is differentiated by.
+
+  Args:
+    fun: The loss.
+    argnums: Positions of the arguments to differentiate by, one or several, or
+      `nnx.DiffState` for modules.
+    args: Of the loss.
+    kwargs: Likewise.
+  """
+  one = not isinstance(argnums, Sequence)
+  numbers = [argnums] if one else argnums
+  filters = dict([nnx_modules.filter_of(x, len(args)) for x in numbers])
+  parts = nnx_modules.parts_of(args, filters, kwargs)
+  params = [parts[i].params if i in parts else args[i] for i in filters]
+  rest = {i: x for i, x in enumerate(args) if i not in filters}
+  rest |= {i: part.rest for i, part in parts.items()}
+  named = leaf_util.named_leaves((rest, kwargs), is_sharded)
+  frozen = {i: x for i, (_, x) in enumerate(named) if is_sharded(x)}
+  leaves, structure = jax.tree.flatten((rest, kwargs), is_leaf=is_sharded)
+
+  def of(params, tables):
+    new = dict(zip(frozen, tables))
+    rest, kwargs = structure.unflatten(
+      [new.get(i, x) for i, x in enumerate(leaves)]
+    )
+    given = rest | dict(zip(filters, (params,) if one else params))
+    now = {
+      i: part._replace(params=given[i] if i in filters else part.params)
+      for i, part in parts.items()
+    }
+    now = {i: part._replace(rest=rest[i]) for i, part in now.items()}
+    merged = {i: part.merged() for i, part in now.items()}
+    given |= merged
+    out = fun(*[given[i] for i in range(len(args))], **kwargs)
+    changes = [part.changes(merged[i]) for i, part in now.items()]
+    return (out, changes) if parts else out
+
+  return Loss(
+    params[0] if one else tuple(params),
+    {named[i][0].partition(".")[2]: x for i, x in frozen.items()},
+    of,
+    [part.module for part in parts.values()],
+  )

@@ -1,0 +1,110 @@
+"""Modules of Flax's nnx as arguments of a loss."""
+
+from collections.abc import Sequence
+import sys
+from typing import Any, NamedTuple
+
+import jax
+
+
+def update(modules: Sequence[Any], changes: Sequence[Any]) -> None:
+  """Writes to modules what a loss has changed."""
+  for module, state in zip(modules, changes):
+    sys.modules["flax.nnx"].update(module, state)
+
+
+def filter_of(argnum: Any, count: int) -> tuple[int, Any]:
+  """Returns the position of an argument, and a filter of its variables."""
+  nnx: Any = sys.modules.get("flax.nnx")
+  by: Any = None
+  if nnx is not None:
+    by = nnx.Param
+    if isinstance(argnum, nnx.DiffState):
+      argnum, by = argnum.argnum, argnum.filter
+  if not -count <= argnum < count:
+    raise ValueError(
+      f"`argnums` must be positions of the {count} positional arguments, got"
+      f" {argnum}; pass what is differentiated by position."
+    )
+  return argnum % count, by
+
+
+class Parts(NamedTuple):
+  """An nnx module, taken apart.
+
+  Attributes:
+    position: Among the arguments.
+    module: As it was given.
+    by: Filter of the variables that gradients are taken by.
+    graph: Its structure.
+    params: These variables.
+    rest: All other variables.
+  """
+
+  position: int
+  module: Any
+  by: Any
+  graph: Any
+  params: Any
+  rest: Any
+
+  @classmethod
+  def of(cls, position: int, module: Any, by: Any) -> "Parts":
+    split = sys.modules["flax.nnx"].split(module, by, ...)
+    return cls(position, module, by, *split)
+
+  def merged(self) -> Any:
+    """Returns a module of the same variables that the trace may write to."""
+    nnx = sys.modules["flax.nnx"]
+    return nnx.merge(self.graph, self.params, self.rest, copy=True)
+
+  def changes(self, merged: Any) -> Any:
+    """Returns the variables of a merged module that the loss has written to.
+
+    Others are left out: a loss that returns a table uses all of it.
+    """
+    nnx = sys.modules["flax.nnx"]
+    new = self.of(self.position, merged, self.by)
+    if new.graph != self.graph:
+      raise ValueError(
+        f"`fun` must leave argument {self.position}, an nnx module, the"
+        " variables that it has, and it adds or removes some; return new ones"
+        " with `has_aux=True`."
+      )
+    flat = lambda part: [
+      *nnx.to_flat_state(part.params),
+      *nnx.to_flat_state(part.rest),
+    ]
+    old = {path: x.get_value() for path, x in flat(self)}
+    written = [(p, x) for p, x in flat(new) if x.get_value() is not old[p]]
+    return nnx.from_flat_state(written)
+
+
+def parts_of(
+  args: Sequence[Any], filters: dict[int, Any], kwargs: dict[str, Any]
+) -> dict[int, Parts]:
+  """Takes apart the nnx modules among the arguments, by position."""
+  nnx = sys.modules.get("flax.nnx")  # No module exists before it is imported.
+  if nnx is None:
+    return {}
+  parts: dict[int, Parts] = {}
+  is_module = lambda x: isinstance(x, nnx.Module)
+  owners: dict[int, int | str] = {}  # of variables, by their identity
+  for i, argument in (*enumerate(args), *kwargs.items()):
+    leaves = jax.tree.leaves(argument, is_leaf=is_module)
+    modules = [x for x in leaves if is_module(x)]
+    if is_module(argument) and isinstance(i, int):
+      parts[i] = Parts.of(i, argument, filters.get(i, nnx.Nothing()))
+    elif modules and i in filters:
+      raise ValueError(
+        f"`fun` must be given an nnx module as an argument of its own, and"
+        f" argument {i} holds one; what the loss changes of that would be lost."
+      )
+    for node in [x for module in modules for _, x in nnx.iter_graph(module)]:
+      if isinstance(node, nnx.Variable) and owners.setdefault(id(node), i) != i:
+        raise ValueError(
+          f"`fun` must be given each nnx variable once, and argument {i} has"
+          f" one of argument {owners[id(node)]}, through which no gradient"
+          " would be taken; use it from there."
+        )
+  return parts
