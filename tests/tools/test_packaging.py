@@ -143,7 +143,7 @@ for name in set(names) - {"zenjax.__main__"}:
   "words",
   [
     ["--help"],
-    *[[command, "--help"] for command in ("links", "plan", "whatif")],
+    *[[command, "--help"] for command in ("plan", "whatif")],
     ["plan", "--trace", "none", "--link", "25gb/s", "--hosts", "2"],
     ["--versoin"],
   ],

@@ -282,48 +282,63 @@ def plan_tables(
     )
   demanded = _demanded(forms, list(gradients))
   optimizer = Optimizer(tx, params)
-  costs, possible, open_to = {}, {}, {}
+  possible, open_to = {}, {}
   for name, gradient in gradients.items():
     table = table_forms.Table(
       gradient, question.profile(gradient), optimizer.state_row(name)
     )
-    costs[name] = table_forms.costs(table, question.context, question.links)
+    costs = table_forms.costs(table, question.context, question.links)
     rests = name in optimizer.resting
     possible[name] = {
-      k: x for k, x in costs[name].items() if rests or k not in OF_ARRAYS
+      k: x for k, x in costs.items() if rests or k not in OF_ARRAYS
     }
     form = demanded.get(name)
     if form is not None and form not in possible[name]:
-      raise _not_possible(name, form, costs[name])
-    open_to[name] = {form: costs[name][form]} if form else possible[name]
+      raise _not_possible(name, form, costs)
+    open_to[name] = {form: costs[form]} if form else possible[name]
   rest = optimizer.bytes_beside(list(gradients))
-  limit = math.inf if memory_bytes is None else memory_bytes - rest
-  together = _together(one_alone=optimizer.sums_all)
+  limit = math.inf if memory_bytes is None else float(memory_bytes)
+  # Sets of forms that one program can have.
+  together = [
+    frozenset((REPLICATED, *some))
+    for size in range(2 if optimizer.sums_all else len(CARRIED) + 1)
+    for some in itertools.combinations(CARRIED, size)
+  ]
   choose = lambda limit: table_forms.cheapest(
     list(open_to.values()), question.links, limit, together
   )
-  names, free = choose(limit), choose(math.inf)
+  names, free = choose(limit - rest), choose(math.inf)
+  if free is None:
+    raise ValueError(
+      "`forms` must be possible in one program, and `tx` sums over all"
+      " gradients, as clipping by a norm does, so that its tables have one"
+      " transformation. Demand one form besides 'replicated'."
+    )
   if names is None:
-    raise _does_not_fit(open_to, together, rest, memory_bytes)
+    costs = [[x.memory for x in each.values()] for each in open_to.values()]
+    raise ValueError(
+      "`memory_bytes` must hold the tables in some form,"
+      f" {_size(sum(map(min, costs)))} a device, and {_size(rest)} of other"
+      f" parameters, got {_size(limit)}. Take more devices, fewer rows, or a"
+      " smaller state, as of `zenjax.rows.rowwise_adagrad`."
+    )
   chosen = dict(zip(open_to, names))
   tables = []
-  for name, unlimited in zip(chosen, free or names):
-    reason = _reason(question, name, chosen[name], possible[name], unlimited)
+  for (name, form), unlimited in zip(chosen.items(), free):
+    table = _form(question, gradients[name], form, possible[name], unlimited)
     if name in demanded:
-      reason = "demanded"
-    tables.append(
-      _form(question, gradients[name], chosen[name], possible[name], reason)
-    )
+      table = dataclasses.replace(table, reason="demanded")
+    tables.append(table)
   return TablePlan(
     tables=tuple(tables),
     mesh=tuple(zip(axes, topology.sizes)),
     machine=topology.name,
     seconds=table_forms.seconds(
-      [(form, costs[name][form]) for name, form in chosen.items()],
+      [(form, possible[name][form]) for name, form in chosen.items()],
       question.links,
     ),
     rest_bytes=rest,
-    limit_bytes=None if memory_bytes is None else float(memory_bytes),
+    limit_bytes=limit if math.isfinite(limit) else None,
   )
 
 
@@ -356,53 +371,30 @@ def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
   )
 
 
-def _together(one_alone: bool) -> list[frozenset[str]]:
-  """Returns the sets of forms that one program can have."""
-  most = 1 if one_alone else len(CARRIED)
-  return [
-    frozenset((REPLICATED, *carriers))
-    for size in range(most + 1)
-    for carriers in itertools.combinations(CARRIED, size)
-  ]
-
-
-def _does_not_fit(
-  open_to: Mapping[str, Mapping[str, Cost]],
-  together: Iterable[frozenset[str]],
-  rest: float,
-  limit: float | None,
-) -> ValueError:
-  least = min(
-    sum(
-      min((x.memory for k, x in each.items() if k in forms), default=math.inf)
-      for each in open_to.values()
-    )
-    for forms in together
-  )
-  if limit is None or math.isinf(least):
-    return ValueError(
-      "`forms` must be possible in one program, and `tx` sums over all"
-      " gradients, as clipping by a norm does, so that its tables have one"
-      " transformation. Demand one form besides 'replicated'."
-    )
-  return ValueError(
-    f"`memory_bytes` must hold the tables in some form, {_size(least)} a"
-    f" device, and {_size(rest)} of other parameters, got {_size(limit)}. Take"
-    " more devices, fewer rows, or a smaller state, as of"
-    " `zenjax.rows.rowwise_adagrad`."
-  )
-
-
 def _form(
   question: Question,
   gradient: plan_model.Gradient,
   form: str,
   possible: Mapping[str, Cost],
-  reason: str,
+  unlimited: str,
 ) -> TableForm:
-  alone = {
-    k: table_forms.alone_s(x, question.links) for k, x in possible.items()
-  }
+  """Returns what a plan says of a table, which might be `unlimited` instead."""
+  links = question.links
+  alone = {k: table_forms.alone_s(x, links) for k, x in possible.items()}
+  others = [k for k in possible if k != form]
+  ratio = lambda k: alone[k] / max(alone[form], 1e-12)
+  if unlimited != form:
+    reason = f"{unlimited} takes {ratio(unlimited):.3g}x as long, but too much"
+    reason += " memory"
+  elif others:
+    second = min(others, key=ratio)
+    reason = f"{second} takes {ratio(second):.3g}x as long"
+    if ratio(second) < 1:
+      reason += " by itself, but cannot share the other tables' exchange"
+  else:
+    reason = "no other form"
+  if gradient.name not in question.profiles:
+    reason += "; densities assumed"
   return TableForm(
     name=gradient.name,
     shape=gradient.shape,
@@ -412,40 +404,10 @@ def _form(
     wire_bytes=possible[form].received,
     memory_bytes=possible[form].memory,
     others=tuple(
-      (k, alone[k], x.received, x.memory)
-      for k, x in possible.items()
-      if k != form
+      (k, alone[k], possible[k].received, possible[k].memory) for k in others
     ),
     reason=reason,
   )
-
-
-def _reason(
-  question: Question,
-  name: str,
-  form: str,
-  possible: Mapping[str, Cost],
-  unlimited: str,
-) -> str:
-  """Says why a table has its form, in one clause, and what was assumed."""
-  alone = {
-    k: table_forms.alone_s(x, question.links) for k, x in possible.items()
-  }
-  others = [k for k in alone if k != form]
-  ratio = lambda k: alone[k] / max(alone[form], 1e-12)
-  if not others:
-    told = "no other form"
-  elif unlimited != form:
-    told = f"{unlimited} takes {ratio(unlimited):.3g}x as long, but too much"
-    told += " memory"
-  else:
-    second = min(others, key=ratio)
-    told = f"{second} takes {ratio(second):.3g}x as long"
-    if ratio(second) < 1:
-      told += " by itself, but cannot share the other tables' exchange"
-  if name not in question.profiles:
-    told += "; densities assumed"
-  return told
 
 
 # --- a plan as text -----------------------------------------------------------
