@@ -34,11 +34,12 @@ def error_feedback(
 
     optax.chain(
       zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data"),
-      zenjax.zen_sync("data"),
+      zenjax.zen_sync("data", unit="element"),
       optax.sgd(0.1),
     )
 
-  That zen_sync then sends elements, for leaves that `inner` selects from.
+  Without `unit="element"` zen_sync sends whole rows, which is right and slow;
+  `zenjax.init_state` warns of it.
 
   Each device adds a gradient to its residual, sends what `inner` selects of
   the sum, and keeps the rest: `n` times all averages so far, and the residuals
@@ -110,7 +111,7 @@ def error_feedback(
     ...   zenjax.sparsify.error_feedback(
     ...     zenjax.sparsify.top_k(0.25, sparse=True), "data"
     ...   ),
-    ...   zenjax.zen_sync("data", sparse=True),
+    ...   zenjax.zen_sync("data", sparse=True, unit="element"),
     ... )
     >>> grads = jnp.array([[4.0, 1.0, 0.0, 3.0], [1.0, 1.0, 5.0, -4.0]])
     >>> def step(g):

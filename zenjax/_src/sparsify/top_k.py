@@ -77,8 +77,8 @@ def top_k(
 ) -> Sparsifier:
   """Keeps the largest magnitudes of every leaf and zeros all others.
 
-  What comes out is for `zenjax.zen_sync(axis_name)` behind it in a chain, which
-  sends elements of such leaves, or with a number for `unit` as many together.
+  What comes out is for `zenjax.zen_sync(axis_name, unit="element")` behind it
+  in a chain, which sends elements, or with a number for `unit` as many at once.
   Alone it forgets what it zeros; `zenjax.sparsify.error_feedback` around it
   sends that later. Each device selects for itself: the union of `n` devices is
   up to `n` times as large, as `growth` in `zenjax.report` shows, where

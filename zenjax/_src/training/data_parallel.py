@@ -17,8 +17,8 @@ from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sync import sync_state
+from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.training import placement
 from zenjax._src.training import returned
 
@@ -30,106 +30,63 @@ def data_parallel(
   *,
   aux_specs: str | Mapping[str, str] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Maps a training step over devices, for users of plain `jit`.
+  """Maps a training step for one device over the devices of a mesh.
 
-  The step is the one that people write for one device, `step(state, *batch) ->
-  (state, aux)`, with any tree as state: `(params, opt_state)`, a dict, Flax's
-  `TrainState`, what `nnx.split` returns, a module of Equinox. One call gives
-  the `shard_map`, the specs and local gradients: the state is placed by
-  `state_specs`, which is to say replicated but for what differs between devices
-  by its type; each batch argument is split along its first dimension; and
-  gradients taken inside are those of the device's own part until `zen_sync`
-  averages them. So neither `unreduced` nor a `pmean` of the loss is needed.
+  Use it to turn `step(state, *batch) -> (state, aux)` into data-parallel
+  training without writing a `shard_map`. The state can be any tree, such as
+  `(params, opt_state)`, Flax's `TrainState`, what `nnx.split` returns or a
+  module of Equinox. It is replicated, except for what differs between devices
+  by its type (`zenjax.state_specs`). Batch arguments are split along their
+  first dimension. Gradients are those of the device's own part until `zen_sync`
+  averages them, so you need neither `unreduced` nor a `pmean` of the loss.
 
-  Row gradients, `zenjax.value_and_grad` for `lazy_rows` or
-  `sharded_optimizer`, are taken in a step as any others; the example of
-  `sharded_optimizer` shows one. Make the optimizer's state with
-  `zenjax.init_state`. `TrainState.create` and `nnx.Optimizer` make it by
-  `tx.init`, which serves where all of it is equal on all devices, and is
-  refused by name elsewhere. Then write `TrainState(step=0,
-  apply_fn=model.apply, params=params, tx=tx,
-  opt_state=zenjax.init_state(tx, params, mesh, axis_name))`; of nnx, whose
-  `split` leaves no types in the state of an optimizer, take `(params,
-  opt_state)` with `graph, params = nnx.split(model, nnx.Param)`.
+  The state stays equal on all devices only if everything that changes it is
+  synchronized. A step that synchronizes nothing is refused. Nothing more is
+  looked at: run `zenjax.check_step` once, which compares many devices with one.
 
-  The state stays equal on all devices only if gradients are averaged. The
-  traced step is looked at: a leaf that it makes of the device's own part of the
-  batch with no collective on the way is refused. That the collective averages
-  what it should is not seen. What a batch argument says to all alike, as a rate
-  in `x[0]`, needs a `lax.pmean` where a state keeps it.
+  Everything inside a step is one device's: losses, norms, batch norm, in-batch
+  negatives. `zenjax.global_norm(grads, axis_name)` and `zenjax.weighted_mean`
+  give numbers of the whole batch.
 
-  Leaves of the state that are no arrays, as functions, numbers and flags in a
-  module, are handed to the step as they come, and come out as it returns them.
-  `jax.jit` takes no functions: wrap the mapped step in `eqx.filter_jit`.
+  A single key of `jax.random.key` in a batch argument is folded with the
+  device's index, so dropout masks differ between devices and a run repeats.
+  Keys with a dimension are split like examples. A key in the state, as in
+  `nnx.Rngs`, is the same on all devices, so all draw the same masks; give a key
+  as a batch argument instead.
 
-  Inside a step everything is one device's: losses, gradients and their norms,
-  masks, statistics of a batch (batch norm), the other examples of a batch
-  (in-batch negatives). `zenjax.global_norm(grads, axis_name)` and
-  `zenjax.weighted_mean` give those of all devices.
-
-  Random numbers are a device's own where their key is a batch argument, or a
-  leaf of one: of one key of `jax.random.key` each device is given
-  `jax.random.fold_in(key, i)`, `i` its index, so that dropout masks differ and
-  a run repeats. Keys for each example, `[B]`, are split as examples are. A key
-  in the state, as `nnx.Rngs` keeps one, or one that the step closes over, is
-  the same on all devices: all draw the same masks, each for its own examples.
-  Give a key beside the batch instead, as in `model(x, rngs=nnx.Rngs(key))`, or
-  fold one in by hand, `jax.random.fold_in(key, lax.axis_index(axis_name))`. In
-  the state there can be no key that was made of a device's own, and nothing
-  drawn from one that met no collective, as noise added to parameters.
-
-  What `aux` holds comes out of the step by these rules, which are read from
-  the traced step:
-
-  - What is equal on all devices comes out as it is: what is not made of the
-    batch, and what `lax.pmean`, `psum`, `pmax`, `pmin` or `all_gather` return.
-    A length, `x.shape[0]`, is equal, too: that of one device's part.
-  - Floating scalars, as the loss, are averaged over devices: sums and maxima,
-    too, so that a count in floats comes out an n-th (give it as an integer, or
-    `aux_specs={"count": "sum"}`; take `lax.pmax` of a maximum).
-  - Integers that are sums over the examples, as the number of right answers,
-    are summed.
-  - Arrays that are made example by example are joined along their first
-    dimension, in the order of the batch: predictions, losses by example.
-  - What `Recorder.rows` returns is that of every device.
-
-  Anything else is refused until `aux_specs` says what it is: predictions that
-  batch norm or dropout ties to other examples of the device (`"batch"`),
-  histograms made by `x.at[i].add` (`"sum"`), integer maxima (`lax.pmax`).
+  Make optimizer states that differ between devices with `zenjax.init_state`.
+  `TrainState.create` and `nnx.Optimizer` call `tx.init`, which refuses them.
 
   Args:
-    step: `(state, *batch) -> (state, aux)`, written for one device, with
-      `zen_sync(axis_name)` in its optimizer chain, or `lax.pmean`,
-      `sparse_pmean` in itself. It returns a state of the structure that it was
-      given; to evaluate, the same.
+    step: `(state, *batch) -> (state, aux)`, with `zen_sync(axis_name)` in its
+      optimizer chain or `lax.pmean` in itself. It returns a state of the
+      structure that it was given. Functions, numbers and flags in the state,
+      as modules hold them, pass through; wrap the result in `eqx.filter_jit`
+      then. To evaluate, return the state as it came.
     mesh: A mesh that has the axes.
     axis_name: The axis or axes of `mesh` that batches are split over.
-    aux_specs: What becomes of leaves of `aux`, in the place of the rules: a
-      word for all, or a mapping from names, as of `zenjax.report`, to words for
-      some. `"mean"` and `"sum"` are over devices and take any shape; `"batch"`
-      joins the devices' parts along the first dimension; `"same"` takes the
-      value of one device, as the caller knows that all have it.
+    aux_specs: What becomes of the leaves of `aux`. Floating scalars are
+      averaged over devices; all others must be declared. Give one word for
+      all, or a mapping from names to words: `"mean"` and `"sum"` are over
+      devices, `"batch"` joins the devices' parts along the first dimension, in
+      the order of the batch, and `"same"` takes one device's value because all
+      have the same. `Recorder.rows` needs no word.
 
   Returns:
     A function of the same signature on global arrays. Wrap it in `jax.jit`,
-    donating the state. Arrays by example stay on the devices that made them;
-    with several processes
-    `jax.experimental.multihost_utils.process_allgather(x, tiled=True)` reads
+    donating the state. Joined arrays stay on the devices that made them; with
+    several processes `multihost_utils.process_allgather(x, tiled=True)` reads
     all of one.
 
   Raises:
     ValueError: A batch cannot be split evenly, is empty, or holds a raw key of
-      `jax.random.PRNGKey` or the state of an optimizer; an axis is not the
-      mesh's; the state of `optax.MultiSteps` was not made by
-      `zenjax.init_state`; a state was made for another number of devices
-      (`zenjax.from_checkpoint` moves it); the step would leave devices with
-      different states; a leaf of `aux` is ambiguous; or a leaf of the state is
-      sharded that would be gathered on every device. Under `jit` the placement
-      over automatic axes cannot be seen; `zenjax.init_state` sees that of
-      parameters.
+      `jax.random.PRNGKey` or an optimizer state; an axis is not the mesh's; a
+      state was made for another number of devices (`zenjax.from_checkpoint`
+      moves it), or by `tx.init` for `optax.MultiSteps`; the step synchronizes
+      nothing; a leaf of `aux` is not declared; or a leaf of the state is
+      sharded that would be gathered on every device.
     TypeError: The step does not return two things, or returns a state of
-      another structure, or in the place of a leaf an object that is no array,
-      no number and not the one that came.
+      another structure, or an object in place of an array of the state.
 
   Example:
     >>> import jax
@@ -158,7 +115,10 @@ def data_parallel(
     ...   aux = {"scores": scores, "mean": scores.mean()}
     ...   return table, aux | {"noise": jax.random.uniform(key, scores.shape)}
     >>> mapped = zenjax.data_parallel(
-    ...   evaluate, mesh, "data", aux_specs={"noise": "batch"}
+    ...   evaluate,
+    ...   mesh,
+    ...   "data",
+    ...   aux_specs={"scores": "batch", "noise": "batch"},
     ... )
     >>> ids = jnp.array([3, 2, 1, 0])
     >>> _, aux = jax.jit(mapped)(table, ids, jax.random.key(0))
