@@ -16,14 +16,14 @@ from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
 from zenjax._src.rows.loss import partial_loss
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.tapping import Path
+from zenjax._src.tables import fetch
+from zenjax._src.tables import sharded_table
 
 
 def value_and_grad(
@@ -34,7 +34,7 @@ def value_and_grad(
   allow_int: bool = False,
   *,
   tables: SparseSpec = None,
-  prefetched: sharded_tables.Ahead | None = None,
+  prefetched: fetch.Ahead | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
   """`jax.value_and_grad`, with gradients of embedding tables as `SparseRows`.
 
@@ -260,7 +260,7 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def prefetch(
   fun: Callable[..., Any], argnums: int | Sequence[int] = 0
-) -> Callable[..., sharded_tables.Ahead]:
+) -> Callable[..., fetch.Ahead]:
   """Sends the ids of a batch to the owners of rows, ahead of its step.
 
   Ids are known before the step in which their rows are looked up. In the step
@@ -316,7 +316,7 @@ def _differentiate(found, options, prefetched):
   """`[loss, *aux]`, and the gradient of every leaf."""
   leaves = found.traced.leaves
   plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
-  taps, shown, drawn = _fetched(found, prefetched)
+  taps, of_away, drawn = _fetched(found, prefetched)
   if not found.away and prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
@@ -339,16 +339,19 @@ def _differentiate(found, options, prefetched):
   # Of a loss that is linear in the rows, gradients would not wait for the
   # lookups, and XLA:CPU would copy a table that is updated meanwhile.
   value, rows = lax.optimization_barrier((value, rows))
-  parts: dict[int, list[SparseRows]] = {i: [] for i in found.rows}
+  here = [i for i in found.rows if i not in found.away]
+  parts: dict[int, list[SparseRows]] = {i: [] for i in here}
   for path, site in found.sites.items():
-    flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
-    leaf = leaves[site.param]
-    num_rows = leaf.num_rows if is_sharded(leaf) else leaf.shape[0]
-    parts[site.param].append(SparseRows(*flat, num_rows))
-  grads = [
-    _joined(leaf, parts[i], shown.get(i)) if i in parts else dense[i]
-    for i, leaf in enumerate(leaves[: found.wanted])
-  ]
+    if site.param in parts:
+      flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
+      num_rows = leaves[site.param].shape[0]
+      parts[site.param].append(SparseRows(*flat, num_rows))
+  joined = {i: sparse_rows.concatenated(x) for i, x in parts.items()}
+  away = of_away(rows)
+  for i in found.away:
+    table = away.get(i, _no_rows(leaves[i]))
+    joined[i] = leaves[i].with_value(table)
+  grads = [joined[i] if i in joined else dense[i] for i in range(found.wanted)]
   return [value, *outs[1:]], grads
 
 
@@ -377,18 +380,18 @@ def _without_tables(found: table_uses.Tables, f: Callable[..., Any], *args):
 
 def _fetched(
   found: table_uses.Tables, prefetched: Any = None
-) -> tuple[dict[Path, Any], dict[int, Any], dict[Path, Any]]:
+) -> tuple[dict[Path, Any], Callable[[Any], Any], dict[Path, Any]]:
   """Taps of all lookups; of tables that are away the rows, from their owners.
 
-  And what fetching the rows of each such table has shown, and results of
-  callbacks that have run for it.
+  And what makes of the gradients of all taps those of the tables that are away,
+  by number, and results of callbacks that have run for the ids.
   """
   taps = {path: site.tap() for path, site in found.sites.items()}
   if not found.away:
-    return taps, {}, {}
+    return taps, lambda rows: {}, {}
   tables, asked, drawn = _look_ups(found)
-  rows, shown = _rows_of(tables, asked, taps, prefetched)
-  return taps | dict(rows), shown, drawn
+  rows, of_away = _rows_of(tables, asked, taps, prefetched)
+  return taps | rows, of_away, drawn
 
 
 def _look_ups(found: table_uses.Tables):
@@ -437,7 +440,7 @@ def _look_ups(found: table_uses.Tables):
 
 def _batch_devices(parts) -> tuple[Any, int]:
   """The mesh around sharded tables, and devices that share a batch there."""
-  mesh, over = sharded_tables.mesh_of(parts), parts[0].batch_axes
+  mesh, over = sharded_table.mesh_of(parts), parts[0].batch_axes
   if mesh is None:
     return None, 1
   return mesh, math.prod([mesh.shape[axis] for axis in over])
@@ -453,7 +456,7 @@ def _flat_look_ups(parts, ids, turns, devices):
   return flat, backs
 
 
-def _ahead_of(tables, asked) -> sharded_tables.Ahead:
+def _ahead_of(tables, asked) -> fetch.Ahead:
   """Sends the ids of `asked[table]: [(number, ids, turns)]` to owners."""
   if not asked:
     raise ValueError(
@@ -465,9 +468,9 @@ def _ahead_of(tables, asked) -> sharded_tables.Ahead:
   turns = [[turns for *_, turns in of] for of in asked.values()]
 
   def ahead_of(parts, ids):
-    around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
+    around = sharded_table.mesh_of(parts)  # With automatic axes in here.
     flat, _ = _flat_look_ups(parts, ids, turns, devices)
-    return sharded_tables.ask_on(around, parts, flat)
+    return fetch.ask_on(around, parts, flat)
 
   if mesh is not None and compat.explicit_of(mesh):
     split = NamedSharding(mesh, PartitionSpec(parts[0].batch_axes))
@@ -476,72 +479,53 @@ def _ahead_of(tables, asked) -> sharded_tables.Ahead:
 
 
 def _rows_of(tables, asked, taps, prefetched):
-  """Rows of `asked[table]: [(number, ids, turns)]`, each with its number.
+  """Rows of `asked[table]: [(path, ids, turns)]`, by path.
 
-  And what fetching them has shown, by table. `taps`, by number, are as these
-  rows shall lie.
+  And what makes of the gradients of all taps those of the tables, by number:
+  each device's distinct rows, in the order in which they were fetched. `taps`
+  are as these rows shall lie, by path.
   """
   if not asked:
-    return [], {}
+    return {}, lambda grads: {}
   parts = [tables[i] for i in asked]
   mesh, devices = _batch_devices(parts)
   turns = [[turns for *_, turns in of] for of in asked.values()]
+  paths = [[path for path, *_ in of] for of in asked.values()]
+  ids = [[ids for _, ids, _ in of] for of in asked.values()]
+  backs: list[Any] = []
 
-  def rows_of(parts, ids, prefetched):
-    around = sharded_tables.mesh_of(parts)  # With automatic axes in here.
-    flat, backs = _flat_look_ups(parts, ids, turns, devices)
-    rows, known = sharded_tables.fetch_on(around, parts, flat, prefetched)
-    each = zip(rows, backs)
-    return [[back(x) for x, back in zip(*of)] for of in each], known
+  def fetched(parts, ids, prefetched):
+    around = sharded_table.mesh_of(parts)  # With automatic axes in here.
+    flat, backs[:] = _flat_look_ups(parts, ids, turns, devices)
+    return fetch.fetch_on(around, parts, flat, prefetched)
+
+  def expanded(parts, rows, numbers):
+    around = sharded_table.mesh_of(parts)
+    rows = fetch.expanded_on(around, parts, rows, numbers)
+    return [[back(x) for x, back in zip(*of)] for of in zip(rows, backs)]
 
   if mesh is not None and compat.explicit_of(mesh):
     place = lambda x: NamedSharding(mesh, PartitionSpec(*x))
-    lie = [
-      [place(compat.explicit_spec(taps[k])) for k, *_ in of]
-      for of in asked.values()
-    ]
-    rows_of = compat.on_automatic_axes(rows_of, mesh, (lie, place(())))
-  rows, (most, fetched) = rows_of(
-    parts, [[ids for _, ids, _ in of] for of in asked.values()], prefetched
-  )
-  found = [
-    (number, x)
-    for of, some in zip(asked.values(), rows)
-    for (number, *_), x in zip(of, some)
-  ]
-  # A device's gradients may be of others' look-ups, who asked for fewer rows.
-  own = lambda of: mesh is None or _stay(of, devices)
-  shown = {
-    i: (x if own(of) else None, counts)
-    for (i, of), x, counts in zip(asked.items(), most, fetched)
-  }
-  return found, shown
+    lie = [[place(compat.explicit_spec(taps[k])) for k in of] for of in paths]
+    split = place((parts[0].batch_axes,))
+    fetched = compat.on_automatic_axes(fetched, mesh, split)
+    expanded = compat.on_automatic_axes(expanded, mesh, lie)
+  distinct, values, numbers = fetched(parts, ids, prefetched)
+  rows, pull = jax.vjp(lambda x: expanded(parts, x, numbers), values)
+
+  def of_away(grads: dict[Path, Any]) -> dict[int, SparseRows]:
+    (values,) = pull([[grads[path] for path in of] for of in paths])
+    each = zip(asked, parts, distinct, values)
+    return {
+      i: SparseRows(ids, x, table.num_rows).as_by_owner()
+      for i, table, ids, x in each
+    }
+
+  return dict(zip(sum(paths, []), sum(rows, []), strict=True)), of_away
 
 
-def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
-  """True if devices have the gradients of the rows that each asked for.
-
-  Those of one look-up lie as it does. Those of several are joined, each
-  device's beside each other, if devices divide them and no scan is between.
-  """
-  if any(turns for *_, turns in of):
-    return False
-  if len(of) == 1:
-    return True
-  spread = batch_layout.spread_of([ids for _, ids, _ in of])
-  by_all = all(ids.size % spread.devices == 0 for _, ids, _ in of)
-  return not spread.axes and spread.devices % devices == 0 and by_all
-
-
-def _joined(leaf: Any, parts: list[SparseRows], shown: Any) -> Any:
-  """The gradient of a table, of its look-ups."""
-  if not is_sharded(leaf):
-    return sparse_rows.concatenated(parts)
-  if not parts:
-    none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
-    values = jnp.zeros((leaf.devices, leaf.shape[-1]), leaf.dtype)
-    parts = [SparseRows(none, values, leaf.num_rows)]
-  if shown is None:  # No look-up, and no row.
-    nothing = jnp.zeros(len(sharded_tables.Fetched._fields), jnp.float32)
-    shown = jnp.int32(0), nothing
-  return leaf.with_value(sparse_rows.concatenated(parts).with_lookups(shown))
+def _no_rows(table: Any) -> SparseRows:
+  """Returns the gradient of a sharded table that nothing looks up."""
+  none = jnp.full(table.devices, table.num_rows, jnp.int32)
+  values = jnp.zeros((table.devices, table.shape[-1]), table.dtype)
+  return SparseRows(none, values, table.num_rows)
