@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from examples.studies.cnn import flags as cnn_flags
@@ -17,9 +16,8 @@ from examples.studies.common.trainer import Trainer
 from examples.studies.lm import flags as lm_flags
 from examples.studies.lm.study import Language
 from examples.studies.sparsifiers.cells import Cell
-import zenjax
 
-_PROBE = 8  # Steps before a run, from which it is tuned.
+_PROBE = 20  # Steps before a run, with which `zenjax.tune` plans it.
 
 # A selection delays gradients and keeps their sum. Of that SGD makes the same
 # update; what divides by the size of a gradient, as Adagrad, does not.
@@ -84,16 +82,15 @@ TASKS: Mapping[str, Task] = {
 def make_trainer(study: Study, cell: Cell, mesh: Mesh) -> Trainer:
   """Makes the trainer of a cell.
 
-  Buffer sizes of zen_sync, where a sparsifier has it, are what some steps need.
+  Where a sparsifier is followed by `zen_sync`, `zenjax.tune` plans its buffers
+  after some steps.
   """
-  make = lambda: study.trainer(mesh, cell.seed, sparsifier=cell.sparsifier)
-  trainer = make()
-  if cell.sparsifier and cell.sparsifier.kind in LOCAL:
+  sparsifier = cell.sparsifier
+  trainer = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
+  if sparsifier and sparsifier.kind in LOCAL:
+    probe = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
     batches = study.batches(cell.devices, cell.seed)
     for _, batch in zip(range(_PROBE), batches):
-      trainer.step(batch)
-    # The structure of a state has the plan, its leaves the numbers.
-    tuned = jax.tree.structure(zenjax.tune(trainer.opt_state))
-    trainer = make()
-    trainer.opt_state = tuned.unflatten(jax.tree.leaves(trainer.opt_state))
+      probe.step(batch)
+    trainer.plan_by(probe.opt_state)
   return trainer
