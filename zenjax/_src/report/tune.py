@@ -1,6 +1,7 @@
 """`tune`: a static plan for the next steps, from what earlier steps counted."""
 
 from collections.abc import Iterator
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -11,12 +12,15 @@ from zenjax._src.core.arguments import Capacity
 from zenjax._src.machine import cost
 from zenjax._src.machine.link_models import Link
 from zenjax._src.report import stats
+from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_state import LeafChoice
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables.sharded_table import ShardedTable
 
 # Buffers hold these percentiles of recent needs, whichever costs least.
 _PERCENTILES = (50, 75, 90, 95, 100)
@@ -36,9 +40,10 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   Call it once after some 20 steps, and again when batches change. It sets the
   buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
   needed, and has leaves all-reduced that were mostly denser than break-even.
-  The plan is static metadata of the state: the next step compiles once more,
-  and numbers in the state stay as they are. On several processes all devices
-  have the same counts, so all make the same plan.
+  Give parameters too if tables are sharded, since these have the sizes. The
+  plan is static metadata: the next step compiles once more, and numbers stay as
+  they are. On several processes all devices have the same counts, so all make
+  the same plan.
 
   Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are
   kept.
@@ -80,7 +85,57 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
 
   tuned = jax.tree.map(planned, tree, is_leaf=is_sync)
+  sized = _with_sizes(tuned)
+  if sized is not None:
+    return sized
   return tuned if changed else tree
+
+
+def _with_sizes(tree: Any) -> Any:
+  """Returns a tree with new buffer sizes of sharded tables; None if as before.
+
+  Tables of parameters have them; those of a state are of these.
+  """
+  sizes = {}
+  for node in sync_state.find(tree):
+    steps = min(int(stats.array(node.step)), sync_state.HISTORY)
+    for name, leaf in sync_state.tables(node).items():
+      known, _ = stats.numbers_of(leaf)
+      needs = np.maximum(stats.array(leaf.history)[:steps], 1).astype(float)
+      if known.row_groups > 1 and steps:
+        sizes[name] = _size_of_table(needs, known)
+  is_leaf = lambda x: isinstance(x, ShardedTable | ShardedOptimizerState)
+  changed = False
+
+  def sized(name: str, node: Any) -> Any:
+    nonlocal changed
+    if not isinstance(node, ShardedTable):
+      return node
+    of = [x for x in sizes if name == x or name.endswith(f".{x}")]
+    size = sizes[max(of, key=len)] if of else None
+    if size is None or node.sizes == (size,):
+      return node
+    changed = True
+    return dataclasses.replace(node, sizes=(size,))
+
+  named = leaf_util.named_leaves(tree, is_leaf)
+  structure = jax.tree.structure(tree, is_leaf=is_leaf)
+  new = structure.unflatten([sized(*one) for one in named])
+  return new if changed else None
+
+
+def _size_of_table(needs: np.ndarray, sizes: sync_state.Sizes) -> int | None:
+  """Returns the rows of a pair's buffer that would have sent least."""
+  # A row is fetched, and its gradient pushed.
+  row_bytes = 8 * (sizes.width + 1)
+
+  def cost(size: float) -> float:
+    rounds = np.ceil(needs / size)
+    return float(np.mean(rounds) * (size * row_bytes + _ROUND_BYTES))
+
+  found = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)
+  best = min([float(x) for x in found], key=cost)
+  return int(best) if cost(sizes.push) / cost(best) >= _LEAST_GAIN else None
 
 
 class Change(NamedTuple):
