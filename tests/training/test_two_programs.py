@@ -57,7 +57,7 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
     pytest.param(
       "hash_seed=1",
       "",
-      r"tuning is .*hash_seed=1.* process 0 and .*hash_seed=0.* process 1",
+      "hash_seed is 1 on process 0 and 0 on process 1",
       marks=pytest.mark.more,
     ),
     pytest.param(
@@ -100,24 +100,20 @@ def test_equal_programs_train(tmp_path):
 
 @pytest.mark.more
 def test_a_run_goes_on_in_other_processes(tmp_path):
-  """Rows that wait on each device are saved by its process, and restored."""
-  waits = 'train scheme="zen" on_overflow="carry" capacities=[1,2]'
+  """What owners keep of rows is saved by each process, and restored."""
   half, rest, whole = (f'"{tmp_path}/{x}{{}}.npz"' for x in "abc")
   for more in (
     f"save={half}",
     f"restore={half} begin=2 save={rest}",
     f"steps=4 save={whole}",
   ):
-    texts, codes = run(tmp_path, *[f"{waits} {more}"] * 2)
+    texts, codes = run(tmp_path, *[f"train owners=true {more}"] * 2)
     assert codes == [0, 0], texts
   for process in range(2):
     one, other = (np.load(tmp_path / f"{x}{process}.npz") for x in "bc")
-    assert len(one.files) == len(other.files) > 5
+    assert len(one.files) == len(other.files) > 3
     for name in one.files:
       np.testing.assert_array_equal(one[name], other[name])
-    # The residuals of two devices: rows do wait.
-    waiting = [x for x in map(one.get, one.files) if x.shape == (2, 100, 3)]
-    assert len(waiting) == 1 and waiting[0].any()
 
 
 def test_nobody_waits_for_ever(tmp_path):
