@@ -80,33 +80,6 @@ LEAVES = {
 }
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-  ("partition", "runner"),
-  [
-    ("auto", "shard_map_vma_replicated"),
-    pytest.param(2, "pmap", marks=pytest.mark.more),
-  ],
-)
-def test_many_leaves_in_one_exchange(partition, runner):
-  """Widths, dtypes and ranks all differ; each leaf is right on its own."""
-  rng = np.random.default_rng(3)
-  tx = zenjax.zen_sync("data", sparse=True, partition=partition)
-  params = {k: jnp.zeros(s, d) for k, (s, d) in LEAVES.items()}
-  state = tx.init(params)
-  run = runners.RUNNERS[runner](lambda g, _: tx.update(g, state)[0], N)
-  for density in (0.0, 0.03, 0.4, 1.0):
-    stack = {}
-    for key, (shape, dtype) in LEAVES.items():
-      rows = int(np.prod(shape[:-1]))
-      x = cases.normal(rng, N, rows, shape[-1], np.dtype(dtype))
-      ids = [rng.permutation(rows)[: round(density * rows)] for _ in range(N)]
-      stack[key] = cases.keep(x, ids).reshape(N, *shape)
-    got = run(stack)
-    for key, local in stack.items():
-      oracle.check(got[key], local, label=f"{key} at {density}")
-
-
 def test_row_zero_of_every_table():
   """Tables share one id space, or every row 0 would meet on one owner."""
   shapes = {f"t{i}": (50 + i, 4) for i in range(3)}

@@ -10,8 +10,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 N = 2
 # Both are "a.b" by keys and dots.
 TREE = {"a.b": jnp.zeros((8, 2)), "a": {"b": jnp.zeros((8, 2)), "c": 0.0}}

@@ -56,7 +56,6 @@ ZEN = zenjax.zen_sync("data", sparse=True)
   "tx",
   [
     pytest.param(ZEN, id="zen_sync"),
-    pytest.param(OWNER, id="sharded_optimizer", marks=pytest.mark.more),
   ],
 )
 def test_report_asks_where_all_devices_hold_the_same_rows(

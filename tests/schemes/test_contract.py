@@ -27,7 +27,7 @@ import zenjax
 from zenjax.kernels._dispatch import interpreted
 from zenjax.kernels._dispatch import Kernels
 
-pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (
@@ -155,7 +155,7 @@ def programs(seed: int = 0) -> list[Program]:
   return chosen
 
 
-def usual(drawn: list[Program]) -> set[Program]:
+def usual(drawn: list[Program]) -> list[Program]:
   """All dense programs, and few sparse ones that meet every single choice."""
   chosen = {p for p in drawn if p.scheme[0] in scheme_names.DENSE_NAMES}
   # Alone a device exchanges nothing.
@@ -166,15 +166,7 @@ def usual(drawn: list[Program]) -> set[Program]:
     best = max(rest, key=lambda program: len(set(enumerate(program)) & todo))
     chosen.add(best)
     todo -= set(enumerate(best))
-  return chosen
-
-
-def cases_of(drawn: list[Program]) -> list:
-  """Parameters of a test: what is not usual is marked as `more`."""
-  often = usual(drawn)
-  return [
-    pytest.param(p, marks=() if p in often else pytest.mark.more) for p in drawn
-  ]
+  return [p for p in drawn if p in chosen]
 
 
 def synchronize(program: Program):
@@ -207,7 +199,7 @@ def failures(run, program: Program, named_stacks) -> list[str]:
   return found
 
 
-@pytest.mark.parametrize("program", cases_of(programs()), ids=str)
+@pytest.mark.parametrize("program", usual(programs()), ids=str)
 def test_every_case_on_every_shard(program):
   """Kernels for GPUs, interpreted, give the bits of plain JAX."""
   run = runners.RUNNERS[program.runner](synchronize(program), program.n)

@@ -266,7 +266,10 @@ def loss(params, ids):
 
 
 @pytest.mark.parametrize(
-  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+  "check_vma",
+  [
+    True,
+  ],
 )
 def test_training_on_rows_equals_training_on_arrays(check_vma):
   """Every part at once: gradient, exchange, optimizer, parameters."""

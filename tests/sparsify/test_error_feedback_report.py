@@ -59,7 +59,6 @@ def lines(state: Any) -> list[str]:
   [
     "top_k",
     "threshold",
-    pytest.param("random_k", marks=pytest.mark.more),
   ],
 )
 def test_every_number_of_every_leaf(kind):

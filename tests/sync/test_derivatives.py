@@ -15,8 +15,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 N, R, D, K = 2, 40, 3, 6
 MAPS = ["vmap", "pmap", "shard_map_shards", "shard_map_vma_shards"]
 
@@ -107,8 +105,6 @@ def test_of_means(axes):
   [
     "vmap",
     "shard_map_vma_shards",
-    pytest.param("pmap", marks=pytest.mark.more),
-    pytest.param("shard_map_shards", marks=pytest.mark.more),
   ],
 )
 def test_of_rows(runner):

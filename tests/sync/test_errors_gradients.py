@@ -13,8 +13,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 
 def test_unbound_axis():
   tx = zenjax.zen_sync("data", sparse=True)

@@ -19,8 +19,6 @@ from refusals import trace_pmean
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 LINK = zenjax.planner.Link(bandwidth=1e9, latency_s=1e-6)
 PROFILE = zenjax.planner.Profile(rows=1.0, fullest=1.0, union=1.0, devices=2)
 PALLAS = zenjax.Tuning(kernels="pallas")

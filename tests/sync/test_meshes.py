@@ -16,8 +16,6 @@ import steps
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 F32 = np.dtype(np.float32)
 AXES = ("host", "device")
@@ -67,9 +65,7 @@ def nested_vmap(f, shape):
   [
     ("zen", (2, 4), True),
     ("zen", (2, 4), False),
-    pytest.param("zen", (4, 2), True, marks=pytest.mark.more),
     ("zen", (3, 2), False),
-    pytest.param("zen", (1, 5), True, marks=pytest.mark.more),
     ("zen", (5, 1), True),
     ("all_gather", (2, 4), True),
     ("all_gather", (3, 2), False),
@@ -92,7 +88,11 @@ def test_hierarchy(scheme, shape, check_vma):
 @pytest.mark.usually("capacities2-columns")
 @pytest.mark.parametrize("partition", ["hash", "columns"])
 @pytest.mark.parametrize(
-  "capacities", [pytest.param(None, marks=pytest.mark.more), (1, 2), (4, 12)]
+  "capacities",
+  [
+    (1, 2),
+    (4, 12),
+  ],
 )
 def test_hierarchy_with_rounds(partition, capacities):
   run = hierarchical(
@@ -235,10 +235,8 @@ def _by_data_rank(result, width) -> np.ndarray:
   ("width_spec", "partition", "check_vma"),
   [
     (None, "hash", True),
-    pytest.param("model", "hash", True, marks=pytest.mark.more),
     ("model", "hash", False),
     ("model", "columns", True),
-    pytest.param("model", "columns", False, marks=pytest.mark.more),
   ],
 )
 def test_partial_manual(width_spec, partition, check_vma):

@@ -17,8 +17,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 ROWS, WIDTH = 3000, 16
 
 
@@ -178,22 +176,6 @@ def test_a_plan_decides_how_rows_of_a_batch_travel(table, kind):
   if table == "columns":
     sizes = zenjax.stats(state)["table"]
     assert (sizes["column_groups"], sizes["devices"]) == (2, 4)
-
-
-@pytest.mark.more
-def test_the_mesh_may_be_given_or_around():
-  """Arrays that lie on no mesh tell none."""
-  params, losses = drawn(), []
-  for given, around in ((LINE, None), (None, LINE)):
-    tx = zenjax.zen_sync("data", mesh=given)
-    tx = optax.chain(tx, zenjax.lazy_rows(optax.sgd(0.1)))
-    if around is None:
-      losses += train(tx, zenjax.value_and_grad, params, None)[0]
-      continue
-    with jax.set_mesh(around):
-      losses += train(tx, zenjax.value_and_grad, params, None)[0]
-  want = train(optax.sgd(0.1), jax.value_and_grad, params, None)[0]
-  np.testing.assert_allclose(losses, want * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

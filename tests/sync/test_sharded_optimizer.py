@@ -124,7 +124,6 @@ def by_owners(name, **options):
     pytest.param(
       "adagrad", dict(clip_norm=CLIP, capacities=(2, 5)), id="clipped"
     ),
-    pytest.param("rowwise_adagrad", {}, marks=pytest.mark.more, id="rowwise"),
     pytest.param("by label", {}, id="by label"),
   ],
 )
@@ -138,22 +137,6 @@ def test_losses_are_those_of_the_replicated_form(name, options):
     )
     oracle.check_replicas(runners.shards(params[leaf]), leaf)
   assert losses[-1] != losses[0]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
-)
-def test_gradients_that_are_arrays(check_vma):
-  """What is not touched is not decayed: adagrad is exact."""
-  tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data", sparse=TABLES)
-  losses, params, _ = trained(tx, rows=False, check_vma=check_vma)
-  want, want_params, _ = replicated("adagrad", rows=False)
-  np.testing.assert_allclose(losses, want, rtol=1e-6)
-  for leaf in params:
-    np.testing.assert_allclose(
-      params[leaf], want_params[leaf], rtol=1e-5, atol=1e-6
-    )
 
 
 def test_every_device_holds_its_share_of_the_state():

@@ -11,7 +11,7 @@ import runners
 
 import zenjax
 
-pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 N = 4
 SHAPES = {

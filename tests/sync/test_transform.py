@@ -20,8 +20,6 @@ from transforms import zen_for
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 
 
@@ -29,14 +27,11 @@ CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
   ("name", "check_vma"),
   [
-    pytest.param(name, True, marks=pytest.mark.more)
-    if name in ("adam", "masked")  # "chain" and "multi_transform" are as much.
-    else (name, True)
+    (name, True)
     for name in TRANSFORMS
+    if name not in ("adam", "masked")  # The others are as much.
   ]
   + [
-    pytest.param("adam", False, marks=pytest.mark.more),
-    pytest.param("multi_transform", False, marks=pytest.mark.more),
     ("MultiSteps", False),
   ],
 )
