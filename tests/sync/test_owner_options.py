@@ -38,7 +38,6 @@ def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
   return jax.tree.map(np.asarray, jax.vmap(step, axis_name="data")(grads))
 
 
-@pytest.mark.usually("folded")
 @pytest.mark.parametrize(
   ("inner", "shape"),
   [
@@ -56,6 +55,23 @@ def test_a_step_is_that_of_the_optimizer_on_the_sum(inner, shape):
   want, _ = inner.update(jnp.array(grads.sum(0)), inner.init(params), params)
   for device in got:
     np.testing.assert_allclose(device, want, rtol=1e-6)
+
+
+def test_options_are_those_of_the_exchange():
+  inner, grads = optax.adagrad(0.5), few_rows((300, 6))
+  plain, state = updates(inner, grads)
+  assert not np.array_equal(plain, plain.astype(jnp.bfloat16))
+  short, _ = updates(inner, grads, wire_dtype=jnp.bfloat16)
+  np.testing.assert_array_equal(short, short.astype(jnp.bfloat16))
+  np.testing.assert_allclose(short, plain, rtol=0.02)
+  pinned, after = updates(inner, grads, capacities=(1, 2))
+  np.testing.assert_array_equal(pinned, plain)
+  after = jax.tree.map(lambda x: x[0], after)
+  assert zenjax.stats(after)["leaf"]["rounds"] > 1
+  drawn, other = updates(inner, grads, hash_seed=1)
+  np.testing.assert_array_equal(drawn, plain)
+  of_rows = lambda state: state.inner[0].sum_of_squares.value
+  assert not np.array_equal(of_rows(state), of_rows(other))
 
 
 def test_kernels_give_the_bits_of_plain_jax():

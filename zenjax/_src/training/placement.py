@@ -116,7 +116,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     axis_name: As given to `zen_sync`.
 
   Returns:
-    A tree of `PartitionSpec` of the same structure.
+    A tree of `PartitionSpec` of the same structure. It also fits the state
+    after `zenjax.tune`.
 
   Raises:
     ValueError: `MultiSteps` accumulates a gradient without dimensions, which
@@ -146,7 +147,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
       return rest._replace(acc_grads=acc)
     return PartitionSpec()
 
-  return jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
+  specs = jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
+  return sync_state.of_any_plan(specs)
 
 
 def _has_own(node: Any, root: Any) -> bool:
