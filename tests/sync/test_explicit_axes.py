@@ -238,7 +238,7 @@ def test_owners(value_and_grad):
 
 def test_owners_want_parameters_whole():
   tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data")
-  with pytest.raises(ValueError, match="`params` must lie whole.*'table'"):
+  with pytest.raises(ValueError, match="`params` must be replicated.*'table'"):
     train(CASES["columns"], tx, zenjax.value_and_grad)
 
 
