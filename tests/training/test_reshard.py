@@ -143,7 +143,6 @@ def kept(state) -> dict[str, np.ndarray]:
   "names",
   [
     "big bias kernel table",
-    pytest.param("heavy passed small", marks=pytest.mark.more),
   ],
 )
 def test_a_run_that_moves_goes_on_as_one_that_never_did(names):
@@ -201,13 +200,13 @@ def of_op(op: str) -> dict[str, Any]:
     "data",
     momentum=0.5,
   )
-  sparse: Any = dict(op=op, sparse=lambda name, _: name == "w")
+  sparse: Any = dict(op=op, unit="element", sparse=lambda name, _: name == "w")
   return {
     "exdyna": zenjax.sparsify.exdyna("data", 0.01, op=op),
     "micro": zenjax.sparsify.micro("data", 0.01, op=op),
     "rows": optax.chain(feedback, zenjax.zen_sync("data", **sparse)),
     "dense": optax.chain(
-      feedback, zenjax.zen_sync("data", op=op, scheme="dense")
+      feedback, zenjax.zen_sync("data", op=op, scheme="dense", unit="element")
     ),
   }
 

@@ -1,6 +1,6 @@
 """`tune`: a static plan for the next steps, from what earlier steps counted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
 from typing import Any, NamedTuple
@@ -40,17 +40,17 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   Call it once after some 20 steps, and again when batches change. It sets the
   buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
   needed, and has leaves all-reduced that were mostly denser than break-even.
-  Give parameters too if tables are sharded, since these have the sizes. The
-  plan is static metadata: the next step compiles once more, and numbers stay as
-  they are. On several processes all devices have the same counts, so all make
-  the same plan.
+  The plan is static metadata of the state: the next step compiles once more,
+  and numbers in the state stay as they are. On several processes all devices
+  have the same counts, so all make the same plan.
 
   Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are
   kept.
 
   Args:
     tree: Anything that holds states of zenjax: an optimizer state, a
-      `TrainState`, `(params, opt_state)`, or the state of an `nnx.Optimizer`.
+      `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables give
+      `(params, opt_state)`, because tables carry their buffer sizes.
     link: The connection of the devices. With it `tune` also chooses the scheme
       of each leaf, by predicted time.
 
@@ -73,69 +73,55 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     Capacity(push=26, pull=26)
   """
   sync_state.require_numbers(tree, "tune")
-  is_sync = lambda node: isinstance(node, ZenSyncState)
+  sizes = {
+    name: size
+    for node in sync_state.find(tree)
+    for name, size in _table_sizes(node)
+  }
   changed = False
 
-  def planned(node: Any) -> Any:
+  def planned(name: str, node: Any) -> Any:
     nonlocal changed
-    if not is_sync(node):
-      return node
-    found = {change.name: change.choice for change in changes(node, link)}
-    changed |= bool(found)
-    return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+    if isinstance(node, ShardedOptimizerState):
+      return node._replace(sync=planned(name, node.sync))
+    if isinstance(node, ZenSyncState):
+      found = {change.name: change.choice for change in changes(node, link)}
+      changed |= bool(found)
+      return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+    if isinstance(node, ShardedTable):
+      # The state knows a table by its name in the parameters alone.
+      known = [x for x in sizes if name == x or name.endswith(f".{x}")]
+      if known and (size := sizes[max(known, key=len)]) != node.sizes:
+        changed = True
+        return dataclasses.replace(node, sizes=size)
+    return node
 
-  tuned = jax.tree.map(planned, tree, is_leaf=is_sync)
-  sized = _with_sizes(tuned)
-  if sized is not None:
-    return sized
-  return tuned if changed else tree
-
-
-def _with_sizes(tree: Any) -> Any:
-  """Returns a tree with new buffer sizes of sharded tables; None if as before.
-
-  Tables of parameters have them; those of a state are of these.
-  """
-  sizes = {}
-  for node in sync_state.find(tree):
-    steps = min(int(stats.array(node.step)), sync_state.HISTORY)
-    for name, leaf in sync_state.tables(node).items():
-      known, _ = stats.numbers_of(leaf)
-      needs = np.maximum(stats.array(leaf.history)[:steps], 1).astype(float)
-      if known.row_groups > 1 and steps:
-        sizes[name] = _size_of_table(needs, known)
-  is_leaf = lambda x: isinstance(x, ShardedTable | ShardedOptimizerState)
-  changed = False
-
-  def sized(name: str, node: Any) -> Any:
-    nonlocal changed
-    if not isinstance(node, ShardedTable):
-      return node
-    of = [x for x in sizes if name == x or name.endswith(f".{x}")]
-    size = sizes[max(of, key=len)] if of else None
-    if size is None or node.sizes == (size,):
-      return node
-    changed = True
-    return dataclasses.replace(node, sizes=(size,))
-
+  kinds = ShardedOptimizerState | ZenSyncState | ShardedTable
+  is_leaf = lambda node: isinstance(node, kinds)
   named = leaf_util.named_leaves(tree, is_leaf)
+  tuned = [planned(*leaf) for leaf in named]
   structure = jax.tree.structure(tree, is_leaf=is_leaf)
-  new = structure.unflatten([sized(*one) for one in named])
-  return new if changed else None
+  return structure.unflatten(tuned) if changed else tree
 
 
-def _size_of_table(needs: np.ndarray, sizes: sync_state.Sizes) -> int | None:
-  """Returns the rows of a pair's buffer that would have sent least."""
-  # A row is fetched, and its gradient pushed.
-  row_bytes = 8 * (sizes.width + 1)
-
-  def cost(size: float) -> float:
-    rounds = np.ceil(needs / size)
-    return float(np.mean(rounds) * (size * row_bytes + _ROUND_BYTES))
-
-  found = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)
-  best = min([float(x) for x in found], key=cost)
-  return int(best) if cost(sizes.push) / cost(best) >= _LEAST_GAIN else None
+def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
+  """Yields buffer sizes of sharded tables that would have sent less."""
+  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
+  for name, table in sync_state.tables(node).items():
+    sizes = sync_state.Sizes(*stats.array(table.sizes).tolist())
+    needs = stats.array(table.history)[:steps].astype(float)
+    needs = np.maximum(needs, 1)[:, None]
+    if sizes.devices < 2 or not sizes.push or not len(needs):
+      continue
+    wanted = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)
+    row_bytes = 4.0 * sizes.width
+    best = min(
+      [(int(rows),) for rows in wanted],
+      key=lambda size: _cost(needs, size, row_bytes),
+    )
+    now = _cost(needs, (sizes.push,), row_bytes)
+    if now > _LEAST_GAIN * _cost(needs, best, row_bytes):
+      yield name, best
 
 
 class Change(NamedTuple):
@@ -214,7 +200,7 @@ def _by_counts(
   return Change(name, LeafChoice(scheme, best), gain)
 
 
-def _cost(needs: np.ndarray, size: Capacity, row_bytes: float) -> float:
+def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
   """Returns the mean bytes of a step from each device, with its rounds."""
   rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
   return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))
