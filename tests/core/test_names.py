@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import zenjax
-
-pytestmark = pytest.mark.each_jax
 
 N = 2
 # Both are "a.b" by keys and dots.

@@ -21,8 +21,6 @@ import zenjax
 from zenjax import planner
 from zenjax.planner import traces
 
-pytestmark = pytest.mark.each_jax
-
 TABLE = traces.LeafInfo(name="t", shape=(20, 4))
 HEADER = traces.Header(leaves=(TABLE,), devices=2)
 SETS = [[[3, 1, 3], []], [[19], [0, 1]]]

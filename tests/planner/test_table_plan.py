@@ -17,8 +17,6 @@ from zenjax.planner import plan_tables
 from zenjax.planner import Profile
 from zenjax.planner import Topology
 
-pytestmark = pytest.mark.each_jax
-
 N, BATCH, STEPS = 8, 64, 8
 SHAPES = {"a": (4096, 16), "b": (2048, 8), "c": (1024, 8)}
 FORMS = (

@@ -22,8 +22,6 @@ import steps
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 N, ROWS, WIDTH = 4, 20_000, 16
 PARAMS = {
   "t": np.zeros((ROWS, WIDTH), np.float32),

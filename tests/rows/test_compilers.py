@@ -79,7 +79,10 @@ def synced(grads, axes) -> Any:
 @ROWS_OR_ARRAYS
 @pytest.mark.parametrize(
   "where",
-  ["loss", "gradients", pytest.param("exchanges", marks=pytest.mark.more)],
+  [
+    "loss",
+    "gradients",
+  ],
 )
 def test_scans_over_microbatches(where, rows):
   """#49143: what the scan turns over is the loss, gradients, or exchanges."""

@@ -27,7 +27,7 @@ import steps
 import zenjax
 from zenjax.kernels._dispatch import interpreted
 
-pytestmark = [pytest.mark.each_jax, pytest.mark.optimized]
+pytestmark = pytest.mark.optimized
 
 # (scheme, partition); "grid" is the integer between "hash" and "columns".
 SCHEMES = (

@@ -11,8 +11,6 @@ from stablehlo import collectives
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 SIZE = 100_003
 DENSITY = 0.01
 

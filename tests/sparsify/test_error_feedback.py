@@ -280,7 +280,6 @@ def test_random_runs_of_two_lengths_cover_all_and_overlap_nowhere():
 # How many elements a count and a sample select.
 
 
-@pytest.mark.each_jax
 def test_densities_of_one_and_of_less_than_an_element():
   draws = jnp.asarray(cases.laplace(0, 1)[0])
   for kind in (selectors.Exact, selectors.Sampled):
@@ -290,7 +289,6 @@ def test_densities_of_one_and_of_less_than_an_element():
       assert out.selected == count == np.count_nonzero(out.sent)
 
 
-@pytest.mark.each_jax
 def test_a_sample_is_right_on_average_whatever_the_scale():
   size, density = 600_000, 0.01
   steps = jnp.arange(40, dtype=jnp.int32)

@@ -15,8 +15,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 N, R, D, K = 2, 40, 3, 6
 
 

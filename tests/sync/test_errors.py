@@ -20,8 +20,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 zen = zenjax.zen_sync
 feedback = zenjax.sparsify.error_feedback
 

@@ -15,8 +15,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 ROWS, WIDTH, BATCH, STEPS = 3000, 8, 64, 3
 LINE = jax.make_mesh((8,), ("data",))
 GRID = jax.make_mesh((4, 2), ("data", "model"))

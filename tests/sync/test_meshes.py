@@ -17,8 +17,6 @@ import steps
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 F32 = np.dtype(np.float32)
 AXES = ("host", "device")
 

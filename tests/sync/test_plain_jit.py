@@ -14,8 +14,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 ROWS, WIDTH = 3000, 16
 
 

@@ -18,8 +18,6 @@ from transforms import zen_for
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_same_training_as_pmean(name):

@@ -11,8 +11,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 
 def test_init_over_an_axis_that_the_mesh_lacks():
   tx = zenjax.zen_sync("data", sparse=True)
