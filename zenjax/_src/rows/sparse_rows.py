@@ -457,6 +457,13 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
   )
 
 
+def no_rows(table: jax.Array) -> SparseRows:
+  """Returns the gradient of a table that nothing looks up."""
+  num_rows, width = table.shape
+  values = jnp.zeros((0, width), table.dtype)
+  return SparseRows(jnp.zeros(0, jnp.int32), values, num_rows)
+
+
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
   """The same with as many rows for each of `devices`; the last are padding."""
   return padded(rows, rows.capacity + -rows.capacity % devices)

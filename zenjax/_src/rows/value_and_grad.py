@@ -536,7 +536,7 @@ def _stay(of: Sequence[tuple[int, Any, int]], devices: int) -> bool:
 def _joined(leaf: Any, parts: list[SparseRows], shown: Any) -> Any:
   """The gradient of a table, of its look-ups."""
   if not is_sharded(leaf):
-    return sparse_rows.concatenated(parts)
+    return sparse_rows.concatenated(parts or [sparse_rows.no_rows(leaf)])
   if not parts:
     none = jnp.full(leaf.devices, leaf.num_rows, jnp.int32)
     values = jnp.zeros((leaf.devices, leaf.shape[-1]), leaf.dtype)
