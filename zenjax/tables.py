@@ -3,12 +3,12 @@
 `shard` moves the tables of a model to their owners, `unshard` brings them back.
 """
 
-from zenjax._src.rows.sharded_tables import init_by_rows
-from zenjax._src.rows.sharded_tables import shard
-from zenjax._src.rows.sharded_tables import ShardedTable
-from zenjax._src.rows.sharded_tables import unshard
-from zenjax._src.rows.value_and_grad import apply
-from zenjax._src.rows.value_and_grad import prefetch
+from zenjax._src.rows.sharded_lookups import apply
+from zenjax._src.rows.sharded_lookups import prefetch
+from zenjax._src.tables.sharded_table import ShardedTable
+from zenjax._src.tables.sharding import init_by_rows
+from zenjax._src.training.sharding import shard
+from zenjax._src.training.sharding import unshard
 
 __all__ = (
   "apply",

@@ -7,26 +7,12 @@ import dataclasses
 
 import zenjax._src.core.compat
 import zenjax._src.core.wire
-import zenjax._src.rows.sharded_tables
 import zenjax._src.schemes.zen
 import zenjax._src.sparsify.element_exchange
 import zenjax._src.sync.gradient_tree
 import zenjax._src.sync.leaf_tables
 
 _src = zenjax._src
-# Its sizes of buffers and pieces are read, too.
-sharded_tables = _src.rows.sharded_tables
-
-
-def few_buffer_sizes(monkeypatch) -> None:
-  """Two sizes of a sharded table's buffers compile sooner than twelve."""
-  monkeypatch.setattr(sharded_tables, "_PARTS", (0.25, 1.0))
-  monkeypatch.setattr(sharded_tables, "_LAST", 1)
-
-
-def rows_moved_in_pieces(monkeypatch, size: int) -> None:
-  """Pieces of `size` bytes in which `shard` moves or makes rows."""
-  monkeypatch.setattr(sharded_tables, "_MOVED", size)
 
 
 def elements_in_chunks(monkeypatch, elements: int) -> None:

@@ -66,27 +66,24 @@ def test_options_are_those_of_the_exchange():
   short, _ = updates(inner, grads, wire_dtype=jnp.bfloat16)
   np.testing.assert_array_equal(short, short.astype(jnp.bfloat16))
   np.testing.assert_allclose(short, plain, rtol=0.02)
-  pinned, after = updates(inner, grads, capacities=(1, 2), partition="hash")
+  pinned, after = updates(inner, grads, capacities=(1, 2))
   np.testing.assert_array_equal(pinned, plain)
   after = jax.tree.map(lambda x: x[0], after)
   assert zenjax.stats(after)["leaf"]["rounds"] > 1
-  drawn, other = updates(inner, grads, tuning=zenjax.Tuning(hash_seed=1))
+  drawn, other = updates(inner, grads, hash_seed=1)
   np.testing.assert_array_equal(drawn, plain)
-  of_rows = lambda state: state.inner[0].sum_of_squares.part
+  of_rows = lambda state: state.inner[0].sum_of_squares.value
   assert not np.array_equal(of_rows(state), of_rows(other))
 
 
-@pytest.mark.parametrize("partition", ["hash", "columns"])
-def test_kernels_give_the_bits_of_plain_jax(partition):
+def test_kernels_give_the_bits_of_plain_jax():
   """Interpreted; two rounds or more."""
   inner, grads = optax.adagrad(0.5), few_rows((300, 6))
-  options = dict(partition=partition, capacities=(1, 2))
-  tuning = zenjax.Tuning(kernels="pallas")
+  options = dict(capacities=(1, 2))
   with interpreted("cuda"):
-    by_kernels = updates(inner, grads, tuning=tuning, **options)
+    by_kernels = updates(inner, grads, kernels="pallas", **options)
   for kernels in ("xla", "auto"):
-    tuning = zenjax.Tuning(kernels=kernels)
-    plain = updates(inner, grads, tuning=tuning, **options)
+    plain = updates(inner, grads, kernels=kernels, **options)
     for a, b in zip(*map(jax.tree.leaves, (by_kernels, plain)), strict=True):
       np.testing.assert_array_equal(a, b)
 

@@ -23,7 +23,6 @@ PARAMS: dict[str, Any] = {
   "bias": jnp.zeros(3),
   "heavy": jnp.zeros(200),
   "kernel": jnp.zeros(400),
-  "late": jnp.zeros((64, WIDTH)),
   "passed": jnp.zeros(300),
   "small": jnp.zeros(100),
   "table": jnp.zeros((ROWS, WIDTH)),
@@ -36,7 +35,6 @@ LABELS = dict(
   bias="sharded_optimizer",
   heavy="momentum",
   kernel="top_k",
-  late="carry",
   passed="threshold",
   small="micro",
   table="sharded_optimizer",
@@ -45,7 +43,6 @@ LABELS = dict(
 
 def everything(names):
   """Each kind of state that differs between devices, for leaves of its own."""
-  carry: Any = dict(on_overflow="carry", capacities=(1, 2))
   table: Any = dict(sparse=lambda name, _: name == "table")
   sent = zenjax.zen_sync("data", sparse=True, unit="element")
   top_k = zenjax.sparsify.top_k(0.05, sparse=True)
@@ -63,7 +60,6 @@ def everything(names):
       zenjax.sparsify.error_feedback(large, "data"), sent
     ),
     "momentum": optax.chain(moved, sent),
-    "carry": zenjax.zen_sync("data", sparse=True, **carry),
   }
   labels = {name: LABELS[name] for name in names}
   kinds = {kind: kinds[kind] for kind in labels.values()}
@@ -84,7 +80,7 @@ def draw(steps: int, seed: int, names: Any) -> dict[str, np.ndarray]:
 
 
 # What is sent and what waits of these are all gradients.
-LOSSLESS = ("big", "kernel", "late", "passed", "small")
+LOSSLESS = ("big", "kernel", "passed", "small")
 
 
 class Run:
@@ -131,9 +127,7 @@ def kept(state) -> dict[str, np.ndarray]:
     if kind == "sharded_optimizer" or kind not in state.inner_states:
       continue
     inner = inner_of(state, kind)
-    if kind == "carry":
-      waits[name] = inner.leaves[name].residual
-    elif kind in ("exdyna", "micro"):
+    if kind in ("exdyna", "micro"):
       waits[name] = inner.residual
     else:
       leaf = inner[0].leaves[name]
@@ -148,7 +142,7 @@ def kept(state) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
   "names",
   [
-    "big bias kernel late table",
+    "big bias kernel table",
     pytest.param("heavy passed small", marks=pytest.mark.more),
   ],
 )
@@ -171,7 +165,6 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(names):
   for n, steps in ((3, 7), (1, 6), (8, 7)):
     before = kept(state)
     saved = zenjax.to_checkpoint(state)
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(saved))
     state = zenjax.from_checkpoint(saved, runners.mesh(n), "data")
     same = zenjax.from_checkpoint(state, runners.mesh(n), "data")
     jax.tree.map(np.testing.assert_array_equal, same, state)
@@ -323,16 +316,6 @@ def remembers() -> optax.GradientTransformation:
   )
 
 
-def counts() -> optax.GradientTransformation:
-  """Keeps a whole number of each row, whatever columns an owner has."""
-  init = lambda params: optax.TraceState(
-    jax.tree.map(lambda x: jnp.full((len(x), 1), 7, jnp.int32), params)
-  )
-  return optax.GradientTransformation(
-    init, lambda updates, state, params=None: (updates, state)
-  )
-
-
 # Every element says where it belongs, and no row is one of padding.
 PLACED = {
   "bf16": jnp.arange(1, 101, dtype=jnp.bfloat16).reshape(50, 2),
@@ -370,31 +353,29 @@ def equal(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.usually("remembers-options0*", "rowwise_adagrad*", "by label*")
+@pytest.mark.usually("remembers*", "by label*")
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
-    ("remembers", dict(tuning=zenjax.Tuning(hash_seed=5)), (8, 3, 1, 8, 2)),
-    ("remembers", dict(partition="columns"), (8, 3, 1, 5)),
-    ("remembers", dict(partition=2), (8, 2, 4)),
+    ("remembers", dict(hash_seed=5), (8, 3, 1, 8, 2)),
     ("rowwise_adagrad", dict(whole_rows=True), (3, 8, 1)),
-    ("by label", dict(partition=2), (4, 8)),
-    ("adagrad", dict(partition="columns"), (3, 8)),
+    ("by label", {}, (4, 8)),
   ],
 )
 def test_what_moves_is_what_is_made_there(inner, options, devices):
-  """Of every row and column, padding included, as `init` lays it out."""
+  """Of every row, from owners to owners and by the form to save."""
   tx = owners(INNER[inner], **options)
   made = {
     n: zenjax.init_state(tx, PLACED, runners.mesh(n), "data") for n in devices
   }
+  rows = zenjax.tables.unshard
   first, *others = devices
   saved, state = zenjax.to_checkpoint(made[first]), made[first]
   for n in others:
-    host = jax.tree.map(np.asarray, state)
-    for form in (saved, state, host):
+    for form in (saved, state):
       moved = zenjax.from_checkpoint(form, runners.mesh(n), "data")
-      equal(moved, made[n])
+      assert jax.tree.structure(moved) == jax.tree.structure(made[n])
+      equal(rows(moved), rows(made[n]))
       jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0,
         moved,
@@ -403,94 +384,8 @@ def test_what_moves_is_what_is_made_there(inner, options, devices):
     state = moved
     again = zenjax.to_checkpoint(state)
     assert jax.tree.structure(again) == jax.tree.structure(saved)
-    equal(again.inner, saved.inner)
   if inner == "remembers":
-    for name, leaf in PLACED.items():
-      found = saved.inner.trace[name]
-      if name != "dense":
-        found = found.part
-        leaf = leaf.reshape(-1, leaf.shape[-1])
-      np.testing.assert_array_equal(found, leaf)
-
-
-@pytest.mark.parametrize("partition", ["hash", "columns", 2])
-def test_numbers_of_rows_that_have_no_columns(partition):
-  """Also where an owner has one column of a table."""
-  tx, ids = owners(counts(), partition=partition), np.arange(37)[:, None]
-  params = {"table": jnp.zeros((37, 8))}
-  made = {
-    n: zenjax.init_state(tx, params, runners.mesh(n), "data") for n in (8, 2)
-  }
-  saved = zenjax.to_checkpoint(made[8])
-  (part,) = jax.tree.leaves(saved.inner)
-  assert part.tolist() == [[7]] * 37
-  numbered = saved._replace(
-    inner=jax.tree.map(lambda x: ids.astype(x.dtype), saved.inner)
-  )
-  for n in (2, 8):
-    state = zenjax.from_checkpoint(numbered, runners.mesh(n), "data")
-    (part,), (fresh,) = map(jax.tree.leaves, (state.inner, made[n].inner))
-    assert part.shape == fresh.shape
-    assert sorted(set(part[:, 0].tolist())) == list(range(37))
-    np.testing.assert_array_equal(
-      zenjax.to_checkpoint(state).inner[0]["table"].part, ids
-    )
-
-
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("kind", [jnp.float32, jnp.bfloat16])
-def test_residuals_over_two_axes(op, kind):
-  """Rounded once: whole numbers, of which a dtype holds the sums."""
-  axes = ("host", "device")
-
-  def mesh(*shape):
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return jax.sharding.Mesh(devices, axes)
-
-  carry: Any = dict(on_overflow="carry", op=op)
-  tx = zenjax.zen_sync(axes, sparse=True, **carry)
-  params = jnp.zeros((5, 2), kind)
-  state = zenjax.init_state(tx, params, mesh(2, 4), axes)
-  waits = np.random.default_rng(0).integers(0, 9, (8, 5, 2))
-  (name,) = state.leaves
-  leaf = state.leaves[name]._replace(residual=waits.astype(kind))
-  state = state._replace(leaves={name: leaf})
-  for shape in ((1, 2), (2, 2), (1, 1), (2, 4), (1, 3)):
-    n = int(np.prod(shape))
-    moved = zenjax.from_checkpoint(
-      zenjax.to_checkpoint(state), mesh(*shape), axes
-    )
-    fresh = zenjax.init_state(tx, params, mesh(*shape), axes)
-    assert jax.tree.structure(moved) == jax.tree.structure(fresh)
-    residual = moved.leaves[name].residual
-    assert residual.shape == (n, 5, 2) and residual.dtype == kind
-    assert residual.sharding.is_equivalent_to(
-      fresh.leaves[name].residual.sharding, 3
-    )
-    got = np.asarray(residual).astype(np.float64).sum(axis=0)
-    scale = n / 8 if op == "mean" else 1.0
-    np.testing.assert_allclose(
-      got, waits.sum(axis=0) * scale, rtol=0.02 if n == 3 else 1e-2
-    )
-
-
-def test_residuals_that_are_copies_along_an_axis():
-  """They are of the hosts, and each device of a host has the same."""
-  axes, tx = (
-    ("host", "device"),
-    zenjax.zen_sync("host", sparse=True, on_overflow="carry"),
-  )
-  devices = np.array(jax.devices())
-  meshes = [
-    jax.sharding.Mesh(devices[: a * b].reshape(a, b), axes)
-    for a, b in ((2, 4), (1, 2))
-  ]
-  state = zenjax.init_state(tx, jnp.zeros((5, 2)), meshes[0], axes)
-  same = zenjax.from_checkpoint(state, meshes[0], axes)
-  jax.tree.map(np.testing.assert_array_equal, same, state)
-  with pytest.raises(ValueError) as error:
-    zenjax.from_checkpoint(same, meshes[1], axes)
-  names(error, "`axis_name`", "2 devices", "with 8")
+    equal(rows(made[first]).trace, PLACED)
 
 
 def accumulating(tx, n, mini_step, values):
@@ -601,54 +496,9 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   assert not np.any(moved.acc_grads["table"])
 
 
-@pytest.mark.parametrize(
-  ("change", "words"),
-  [
-    (
-      lambda s, mesh: zenjax.from_checkpoint(s, mesh, "data", like=()),
-      ["`like`", "same transformations"],
-    ),
-    (
-      lambda s, mesh: zenjax.from_checkpoint(
-        s._replace(owners=jax.tree.map(lambda x: x[:1], s.owners)), mesh, "data"
-      ),
-      ["`state`", "got 1 parts", "for 4 devices"],
-    ),
-    (
-      lambda s, mesh: zenjax.from_checkpoint(
-        s._replace(inner=jax.tree.map(lambda x: x[:64], s.inner)), mesh, "data"
-      ),
-      ["`state`", "128 rows on 4 devices", "got 64"],
-    ),
-    (
-      lambda s, mesh: zenjax.from_checkpoint(s, runners.mesh(3), "data"),
-      ["`mesh`", "partition=2", "got 3", "`like=`"],
-    ),
-    (
-      lambda s, mesh: zenjax.from_checkpoint(
-        s,
-        mesh,
-        "data",
-        like=zenjax.init_state(
-          owners(remembers()), {"table": jnp.zeros((38, 4))}, mesh, "data"
-        ),
-      ),
-      ["`like`", "(37, 4)", "(38, 4)"],
-    ),
-  ],
-)
-def test_what_cannot_be_moved(change, words):
-  tx, params = owners(remembers(), partition=2), {"table": jnp.zeros((37, 4))}
-  state = zenjax.init_state(tx, params, runners.mesh(4), "data")
+def test_like_of_other_transformations():
+  tx = optax.chain(zenjax.sparsify.micro("data", 0.5), optax.sgd(0.1))
+  state = zenjax.init_state(tx, {"w": jnp.zeros(3)}, runners.mesh(4), "data")
   with pytest.raises(ValueError) as error:
-    change(state, runners.mesh(2))
-  names(error, *words)
-
-
-def test_what_is_kept_by_the_shape_of_a_part():
-  """Owners of another number of devices would keep something else."""
-  mask = lambda params: jax.tree.map(lambda x: x.shape[1] == WIDTH, params)
-  tx = owners(optax.masked(remembers(), mask))
-  with pytest.raises(ValueError) as error:
-    zenjax.init_state(tx, {"table": PARAMS["table"]}, runners.mesh(2), "data")
-  names(error, "`tx`", "optax.masked", "by their names")
+    zenjax.from_checkpoint(state, runners.mesh(2), "data", like=())
+  names(error, "`like`", "same transformations")

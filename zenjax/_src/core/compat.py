@@ -88,6 +88,15 @@ def on_automatic_axes(
   `jax.sharding.auto_axes` takes the mesh of the context, and does nothing where
   there is none, though the types of arrays have one.
   """
+  explicit = explicit_of(mesh)
+
+  def over_explicit(lies: Any) -> Any:
+    each = [x if isinstance(x, tuple) else (x,) for x in lies.spec]
+    kept = [tuple([axis for axis in x if axis in explicit]) for x in each]
+    spec = jax.sharding.PartitionSpec(*[x or None for x in kept])
+    return jax.sharding.NamedSharding(lies.mesh, spec)
+
+  out_sharding = jax.tree.map(over_explicit, out_sharding)
   automatic = jax.sharding.auto_axes(f, out_sharding=out_sharding)
 
   def of_automatic(*args: Any) -> Any:

@@ -30,11 +30,11 @@ from zenjax._src.planner.plan_model import MARGIN
 from zenjax._src.planner.plan_model import rows_of
 from zenjax._src.planner.plan_model import table_of
 from zenjax._src.planner.plan_model import Way
-from zenjax._src.rows import sharded_tables
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
+from zenjax._src.tables import fetch
 
 REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
   "replicated",
@@ -171,7 +171,7 @@ def _by_owners(
   most = min(buffer_sizes.fullest(fullest, n, n * n), layout.slots)
   ids, brought, pushed = map(
     float,
-    sharded_tables.words_of_step(
+    fetch.words_of_step(
       math.ceil(look_ups), most, layout, width, gradient.dtype
     ),
   )

@@ -16,11 +16,11 @@ from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import value_and_grad as row_gradients
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sync import sharded_optimizer as owners
 from zenjax._src.sync import zen_sync as syncing
+from zenjax._src.tables import sharding
+from zenjax._src.tables.sharded_table import is_sharded
 
 # Forms by the transformation that carries them out; replicated arrays go with
 # any.
@@ -148,7 +148,7 @@ def _placed(
   tree = jax.tree.unflatten(jax.tree.structure(params), leaves)
   if not sharded:
     return tree
-  return sharded_tables.shard(
+  return sharding.shard_leaves(
     tree,
     mesh,
     last,

@@ -20,11 +20,11 @@ from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.text import columns
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.top_k import SelectionState
 from zenjax._src.sync import sync_state
+from zenjax._src.tables import sharding
 
 # What a training step is: `build(mesh) -> (step, params, opt_state)`.
 Build = Callable[[Mesh], tuple[Callable[..., tuple[Any, ...]], Any, Any]]
@@ -348,7 +348,7 @@ def _on_host(x: Any) -> Any:
 def _values(params: Any) -> dict[str, np.ndarray]:
   """Floating parameters by name, with sharded tables in the order of rows."""
   is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
-  named = leaf_util.named_leaves(sharded_tables.unshard(params), is_sync)
+  named = leaf_util.named_leaves(sharding.unshard_leaves(params), is_sync)
   return {
     name: _on_host(x) for name, x in named if not is_sync(x) and _is_floating(x)
   }

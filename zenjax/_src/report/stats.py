@@ -164,15 +164,12 @@ def numbers_of(leaf: LeafState | TableState) -> tuple[Sizes, Last]:
   sizes = Sizes(*array(leaf.sizes).tolist())
   if isinstance(leaf, LeafState):
     return sizes, Last(*array(leaf.last).tolist())
-  last, own = _last_of(leaf), _of_owners(leaf.updated.part)
-  # As many owners as there are now; another number may have counted.
-  union = float(np.mean(own)) * leaf.updated.part.shape[0]
-  uneven = ratio(float(np.max(own)), float(np.mean(own)))
+  last = _last_of(leaf)
   return sizes, Last(
     local_rows=last.local_rows,
-    union_rows=union,
+    union_rows=last.union_rows,
     push_need=last.push_need,
-    pull_need=uneven * union / max(sizes.row_groups, 1),
+    pull_need=last.pull_need,
     rounds=last.rounds,
     wire_bytes=last.wire_bytes,
     dense_bytes=last.dense_bytes,
@@ -190,20 +187,12 @@ def _last_of(leaf: TableState) -> LastOfTable:
   return LastOfTable(*array(leaf.last).tolist())
 
 
-def _of_owners(x: Any) -> np.ndarray:
-  """Returns a number of each owner that this process sees."""
-  if not isinstance(x, jax.Array) or x.is_fully_addressable:
-    return np.asarray(x)
-  seen = {str(s.index): np.asarray(s.data) for s in x.addressable_shards}
-  return np.concatenate([*seen.values()])
-
-
 def _sharded(leaf: TableState) -> dict[str, float]:
   sizes, last = numbers_of(leaf)
   found, own = _synced(sizes, last), _last_of(leaf)
   for name in ("scheme", "column_groups", "went_dense"):
     del found[name]
-  more = {"room": own.room, "fetch_rounds": own.fetch_rounds}
+  more = {"room": sizes.push, "fetch_rounds": own.fetch_rounds}
   return {**found, "owners": sizes.row_groups, **more}
 
 

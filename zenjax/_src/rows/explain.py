@@ -11,7 +11,7 @@ import numpy as np
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import table_uses
 from zenjax._src.rows.loss import partial_loss
-from zenjax._src.rows.sharded_tables import is_sharded
+from zenjax._src.tables.sharded_table import is_sharded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ import optax
 
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
-from zenjax._src.rows import sharded_tables
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows import trees
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import added
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.tables import sharded_table
+from zenjax._src.tables import table_update
 
 
 def lazy_rows(
@@ -76,12 +77,12 @@ def lazy_rows(
   analyses = Analyses(inner)
 
   def init(params):
-    sharded_tables.refuse(params, "params", "lazy_rows")
+    sharded_table.refuse(params, "params", "lazy_rows")
     require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
-    sharded_tables.refuse(updates, "updates", "lazy_rows")
+    sharded_table.refuse(updates, "updates", "lazy_rows")
     if params is not None:
       touched_rows.require_shapes(updates, params)
     merged = trees.combined(updates)
@@ -125,15 +126,15 @@ def apply_updates(params: Any, updates: Any) -> Any:
       return p
     if is_rows(u):
       return added(p, u)
-    if sharded_tables.is_new_value(u):
-      return u.value
+    if table_update.is_update(u):
+      return p + u
     return optax.apply_updates(p, u)
 
   return jax.tree.map(
     apply,
     updates,
     params,
-    is_leaf=lambda x: x is None or is_rows(x) or sharded_tables.is_new_value(x),
+    is_leaf=lambda x: x is None or is_rows(x) or table_update.is_update(x),
   )
 
 

@@ -38,19 +38,23 @@ def named_leaves(
   `['a']['b']`.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
-  boxed = jax.tree_util.GetAttrKey("value")
-  names = [
-    jax.tree_util.keystr(
-      path[:-1] if path[-1:] == (boxed,) else path, simple=True, separator="."
-    )
-    or "leaf"
-    for path, _ in flat
-  ]
+  names = []
+  for path, _ in flat:
+    while path and _is_box(path[-1]):  # A table may be in two, as in nnx.
+      path = path[:-1]
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    names.append(name or "leaf")
   often = collections.Counter(names)
   return [
     (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
     for name, (path, leaf) in zip(names, flat)
   ]
+
+
+def _is_box(key: Any) -> bool:
+  """Returns True for the key of what a variable or a sharded table holds."""
+  name = getattr(key, "name", None)
+  return name == "value" or str(name).startswith("value_on_")
 
 
 def is_array(x: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import nnx_modules
-from zenjax._src.rows.sharded_tables import is_sharded
+from zenjax._src.tables.sharded_table import is_sharded
 
 
 class Loss(NamedTuple):

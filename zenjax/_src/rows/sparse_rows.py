@@ -198,9 +198,9 @@ class SparseRows(NoArray):
 
   # `unique` says that no index occurs twice and that padding is zero. It is
   # static, and part of the pytree's structure, so that it passes `jit`.
-  # `lookups` is None, or in the gradient of a sharded table what fetching its
-  # rows has shown; see `sharded_tables`.
-  __slots__ = ("_ids", "values", "num_rows", "unique", "lookups")
+  # So is `by_owner`, in the gradient of a sharded table: each device's rows are
+  # distinct, sorted by owner and slot, and padding is at their end.
+  __slots__ = ("_ids", "values", "num_rows", "unique", "by_owner")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
     indices, values = given(indices), jnp.asarray(values)
@@ -209,7 +209,7 @@ class SparseRows(NoArray):
     self.values = values
     self.num_rows = num_rows
     self.unique = False
-    self.lookups = None
+    self.by_owner = False
 
   @property
   def indices(self) -> Any:
@@ -265,14 +265,17 @@ class SparseRows(NoArray):
     """
     return self._with(unique=unique)
 
-  def with_lookups(self, lookups: Any) -> "SparseRows":
-    """The same rows with what fetching them has shown."""
-    return self._with(lookups=lookups)
+  def as_by_owner(self) -> "SparseRows":
+    """The same rows, marked as those that each device has of a sharded table.
+
+    They are distinct on a device, sorted by owner and slot.
+    """
+    return self._with(by_owner=True)
 
   def with_values(self, values: Any) -> "SparseRows":
     """The same rows with other `values: [K, D']`."""
     rows = SparseRows(self.indices, values, self.num_rows)
-    return rows._with(unique=self.unique, lookups=self.lookups)
+    return rows._with(unique=self.unique, by_owner=self.by_owner)
 
   def _with(self, **changes: Any) -> "SparseRows":
     rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
@@ -303,7 +306,7 @@ class SparseRows(NoArray):
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
     require_one("one that is added", self)
-    if self.lookups is not None:
+    if self.by_owner:
       raise ValueError(
         "Gradients of a ShardedTable must not be added to its rows, which lie"
         " in the order of slots; update it by `zenjax.sharded_optimizer`."
@@ -353,19 +356,19 @@ class SparseRows(NoArray):
   def tree_flatten_with_keys(self):
     key = jax.tree_util.GetAttrKey
     children, static = self.tree_flatten()
-    names = "indices", "values", "lookups"
+    names = "indices", "values"
     return [(key(n), x) for n, x in zip(names, children)], static
 
   def tree_flatten(self):
-    children = self._ids, self.values, self.lookups
-    return children, (self.num_rows, self.unique)
+    static = self.num_rows, self.unique, self.by_owner
+    return (self._ids, self.values), static
 
   @classmethod
   def tree_unflatten(cls, static, children) -> "SparseRows":
     # Children may be anything: specs, shapes, None. Nothing is checked here.
     self = object.__new__(cls)
-    self._ids, self.values, self.lookups = children
-    self.num_rows, self.unique = static
+    self._ids, self.values = children
+    self.num_rows, self.unique, self.by_owner = static
     return self
 
 
@@ -457,11 +460,11 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
   )
 
 
-def no_rows(table: jax.Array) -> SparseRows:
+def no_rows(table: Any, padding: int = 0) -> SparseRows:
   """Returns the gradient of a table that nothing looks up."""
-  num_rows, width = table.shape
-  values = jnp.zeros((0, width), table.dtype)
-  return SparseRows(jnp.zeros(0, jnp.int32), values, num_rows)
+  num_rows, width = math.prod(table.shape[:-1]), table.shape[-1]
+  ids = jnp.full(padding, num_rows, jnp.int32)
+  return SparseRows(ids, jnp.zeros((padding, width), table.dtype), num_rows)
 
 
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
@@ -476,8 +479,7 @@ def padded(rows: SparseRows, capacity: int) -> SparseRows:
     return rows
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))
-  static = rows.tree_flatten()[1]
-  return SparseRows.tree_unflatten(static, (seal(ids), values, rows.lookups))
+  return SparseRows(ids, values, rows.num_rows).as_unique(rows.unique)
 
 
 def require_one(what: str, rows: SparseRows) -> None:

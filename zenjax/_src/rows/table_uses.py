@@ -18,11 +18,11 @@ from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import tapping
 from zenjax._src.rows.loss import Loss
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.rows.tapping import Path
 from zenjax._src.rows.tapping import Refusal
 from zenjax._src.rows.tapping import Site
 from zenjax._src.rows.tapping import View
+from zenjax._src.tables.sharded_table import is_sharded
 
 
 @dataclasses.dataclass(frozen=True)

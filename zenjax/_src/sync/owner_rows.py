@@ -1,55 +1,33 @@
-"""Runs an optimizer at the owners, on the sums of a push.
+"""Runs an optimizer at the owners of rows, on gradients that they have summed.
 
-An owner holds the optimizer's state of its rows and columns and of no others,
-`[S, ceil(D / g)]` where a table is `[R, D]`: as in ZeRO, but by the owners that
-sum the gradients anyway.
+An owner holds the optimizer's state of its rows and of no others, `[S, D]`
+where a table is `[R, D]`: as in ZeRO, but by the owners that sum the gradients
+anyway. To the optimizer each of these tables is a `ShardedTable`, and so its
+state is.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
-import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.core.arguments import Partition
-from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
-from zenjax._src.rows.row_program import RowProgram
-from zenjax._src.rows.row_program import Totals
-from zenjax._src.rows.sharded_tables import Sums
-from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.schemes import buffer_sizes
-from zenjax._src.schemes.base import Sums as Held
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.rows.row_analysis import RowAnalysis
+from zenjax._src.schemes import base
+from zenjax._src.tables.push import Counts
+from zenjax._src.tables.push import Push
+from zenjax._src.tables.push import Sums
+from zenjax._src.tables.sharded_table import ShardedTable
+from zenjax._src.tables.table_update import TableUpdate
 
-# Reductions of some rows, and how many rows of each table these are.
-Parts = tuple[dict[int, jax.Array], dict[int, jax.Array]]
-
-
-class Owned(NamedTuple):
-  """A leaf of a state that every device has its own part of."""
-
-  part: Any  # [S, ...] on a device, or its spec
-
-
-def is_owned(node: Any) -> bool:
-  """For `is_leaf=`."""
-  return isinstance(node, Owned)
-
-
-def unwrapped(state: Any) -> Any:
-  """The state as the optimizer knows it."""
-  return jax.tree.map(
-    lambda x: x.part if is_owned(x) else x, state, is_leaf=is_owned
-  )
+# A program for one row may differ from that for several: nothing is repeated.
+_FEWEST = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,108 +35,117 @@ class Owner:
   """One step of `inner` on the rows that pushes bring.
 
   Attributes:
-    inner: The optimizer.
-    program: Of its update of whole tables.
-    structure: Of parameters and gradients.
-    plans: Of the leaves that are tables, by the leaf's number.
+    analysis: Of the optimizer's update of whole tables.
+    structure: Of parameters and gradients as the optimizer sees them.
+    tables: Types of the tables that have owners, by the leaf's number; values
+      are types `[S, D]`.
     grads: Leaves; of tables anything, of all others the mean over devices.
-    params: Leaves, whole; None if the caller gave none.
+    params: Leaves, of sharded tables `[S, D]`; None if the caller gave none.
     extra: Further arguments of `inner.update`.
     axis: Along which owners lie.
     scaled: The mean of a sum, or the sum.
     sharded: Leaves of which a device has its own rows alone.
-    totals: Reductions over the rows of all owners, those that are known.
+    clip_norm: Largest norm of all gradients; None for no limit.
+    norm: Norm of all gradients, once it is known.
   """
 
-  inner: optax.GradientTransformationExtraArgs
-  program: RowProgram
+  analysis: RowAnalysis
   structure: Any
-  plans: dict[int, TablePlan]
+  tables: dict[int, ShardedTable]
   grads: Sequence[Any]
   params: Sequence[Any] | None
   extra: dict[str, Any]
   axis: str
   scaled: Callable[[jax.Array], jax.Array]
   sharded: frozenset[int] = frozenset()
-  totals: Totals = dataclasses.field(default_factory=dict)
+  clip_norm: float | None = None
+  norm: jax.Array | None = None
 
   @property
   def depth(self) -> int:
     """How often owners must agree on a value of all rows before they step."""
-    return self.program.depth
+    return int(self.clip_norm is not None)
 
-  def nothing(self, level: int) -> Parts:
-    """Returns what reductions of a level make of no rows."""
-    like = lax.axis_index(self.axis)
-    zero = compat.cast_like(jnp.zeros((), jnp.int32), like)
-    return self.program.none(level, like), dict.fromkeys(self.plans, zero)
+  @property
+  def no_squares(self) -> jax.Array:
+    """The sum of squares of no rows."""
+    return compat.cast_like(jnp.zeros(()), lax.axis_index(self.axis))
 
-  def reduced(
-    self, level: int, parts: Parts, held: Sequence[Held], state: Any
-  ) -> Parts:
-    """Joins reductions with those of the rows that a push brought."""
-    unions, at, grads = self._pushed(held)
-    grads, params, at = self._trees(grads, at)
-    more = touched_rows.parts(
-      self.program, level, at, grads, state, params, self.extra, self.totals
-    )
-    before, counts = parts
-    real = touched_rows.counted(touched_rows.real_rows(at))
-    counts = {i: counts[i] + real[i] for i in self.plans}
-    return self.program.joined(before, more), counts
+  def add_squares(
+    self, sums: list[base.Sums], squares: jax.Array
+  ) -> tuple[list[base.Sums], jax.Array]:
+    """Adds the squares of the rows that a push brought."""
+    rows = [own.union.rows for own in sums]
+    return sums, squares + sum([_squares(self.scaled(x)) for x in rows])
 
-  def agreed(self, parts: Parts) -> "Owner":
-    """Returns this with the reductions of a level over the rows of all owners.
+  def agreed(self, squares: jax.Array) -> "Owner":
+    """Returns this with the norm of the gradients of all owners.
 
     Owners add in one order, so that all have the same bits.
     """
-    own, counts = parts
-    groups = {i: plan.column_groups for i, plan in self.plans.items()}
-    total = _gathered((own, counts), self.axis)
-    whole = {i: self.program.reduction_of(i, x) for i, x in total[0].items()}
-    counts = {i: jnp.sum(x) // groups[i] for i, x in total[1].items()}
-    found = self.program.finished(whole, counts)
-    return dataclasses.replace(self, totals={**self.totals, **found})
+    total = jnp.sum(collectives.all_gather(squares, (self.axis,)))
+    for i, x in enumerate(self.grads):
+      if i not in self.tables:
+        total += _squares(x)
+    return dataclasses.replace(self, norm=jnp.sqrt(total))
+
+  def _clipped(self, x: jax.Array) -> jax.Array:
+    if self.norm is None:
+      return x
+    few = self.norm < self.clip_norm
+    return jnp.where(few, x, x / self.norm.astype(x.dtype) * self.clip_norm)
 
   def __call__(
-    self, held: Sequence[Held], state: Any
-  ) -> tuple[list[Held], Any]:
+    self, held: list[base.Sums], state: Any
+  ) -> tuple[list[base.Sums], Any]:
     """Sums become updates; the state has a step of these rows more."""
-    unions, at, grads = self._pushed(held)
-    out, new, tags = self._step(state, grads, at)
-    state = touched_rows.with_rows(state, new, tags)
+    sums = [Sums(own.union.slots, own.union.rows) for own in held]
+    rows, state = self.step(sums, state)
     found = []
-    for (i, plan), own in zip(self.plans.items(), held):
-      real = (unions[i].slots < plan.layout.slots)[:, None]
-      rows = jnp.where(real, out[i].astype(unions[i].rows.dtype), 0)
-      found.append(own._replace(union=unions[i]._replace(rows=rows)))
+    for (i, table), own in zip(self.tables.items(), held):
+      real = (own.union.slots < table.layout.slots)[:, None]
+      new = jnp.where(real, rows[i].astype(own.union.rows.dtype), 0)
+      found.append(own._replace(union=own.union._replace(rows=new)))
     return found, state
 
+  def step(
+    self, sums: Sequence[Sums], state: Any
+  ) -> tuple[dict[int, jax.Array], Any]:
+    """Returns updates of rows, by the leaf's number, and the state."""
+    at, grads = {}, {}
+    for (i, table), (slots, rows) in zip(self.tables.items(), sums):
+      end = table.layout.slots
+      if len(slots) < _FEWEST:
+        missing = _FEWEST - len(slots)
+        slots = jnp.pad(slots, (0, missing), constant_values=end)
+        rows = jnp.pad(rows, ((0, missing), (0, 0)))
+      at[i] = touched_rows.At(touched_rows.distinct(slots, end), end)
+      grads[i] = self._clipped(self.scaled(rows)).astype(table.dtype)
+    out, new, tags = self._step(state, grads, at)
+    keep = lambda old, few, at: (
+      touched_rows.scatter(old, few, at) if at.has(old) else old
+    )
+    state = jax.tree.map(keep, state, new, tags)
+    each = zip(self.tables, sums)
+    return {i: out[i][: len(slots)] for i, (slots, _) in each}, state
+
   def finish(self, state: Any) -> tuple[list[Any], Any]:
-    """Updates of what is no table, and the state with all that has no rows."""
+    """Updates of what is not a table, and the state with all without rows."""
     at, grads = {}, {}
-    for i, plan in self.plans.items():
-      some, slots = self.program.fewest, plan.layout.slots
-      at[i] = touched_rows.At(jnp.full(some, slots, jnp.int32), slots)
-      grads[i] = jnp.zeros((some, plan.block_width), plan.table.dtype)
+    for i, table in self.tables.items():
+      slots = table.layout.slots
+      none = slots + jnp.arange(_FEWEST, dtype=jnp.int32)
+      at[i] = touched_rows.At(none, slots)
+      grads[i] = jnp.zeros((_FEWEST, *table.value.shape[1:]), table.dtype)
     out, rest, tags = self._step(state, grads, at)
-    return out, touched_rows.with_rest(state, rest, tags)
+    keep = lambda old, few, at: old if at.has(old) else few
+    return out, jax.tree.map(keep, state, rest, tags)
 
-  def _pushed(self, held):
-    """Unions, which rows they are, and their gradients, by table."""
-    unions = {i: h.union for i, h in zip(self.plans, held)}
-    at, grads = {}, {}
-    for i, plan in self.plans.items():
-      slots = plan.layout.slots
-      distinct = touched_rows.distinct(unions[i].slots, slots)
-      at[i] = touched_rows.At(distinct, slots)
-      rows = self.scaled(unions[i].rows)
-      grads[i] = rows.astype(plan.table.dtype)
-    return unions, at, grads
-
-  def _trees(self, grads, at):
-    """Gradients, parameters, and which rows, in the user's structure."""
-    grads = [grads.get(i, x) for i, x in enumerate(self.grads)]
+  def _step(self, state, grads, at):
+    grads = [
+      grads[i] if i in grads else self._clipped(x)
+      for i, x in enumerate(self.grads)
+    ]
     params = None
     if self.params is not None:
       params = self.structure.unflatten(
@@ -167,442 +154,111 @@ class Owner:
           for i, x in enumerate(self.params)
         ]
       )
-    at = [at.get(i, touched_rows.ALL) for i in range(len(grads))]
     back = self.structure.unflatten
-    return back(grads), params, back(at)
+    at = back([at.get(i, touched_rows.ALL) for i in range(len(grads))])
+    tags = touched_rows.of_state(self.analysis, state, at)
+    few = jax.tree.map(touched_rows.gather, state, tags)
+    out, new = self.analysis.update(back(grads), few, params, self.extra)
+    return self.structure.flatten_up_to(out), new, tags
 
   def _rows_of(self, i, table, at):
     if i in self.sharded:
       return touched_rows.gather(table, at)
-    return own_rows(table, at.ids, self.plans[i], self.axis)
+    return own_rows(table, at.ids, self.tables[i])
 
   def on_own_tables(
-    self, sums: Sums, state: Any, tables: dict[int, jax.Array]
-  ) -> tuple[Any, dict[int, jax.Array]]:
-    """A step of these rows on tables `[S, D]`, of which all are sharded."""
-    params = [tables.get(i, x) for i, x in enumerate(self.params or ())]
-    owner = dataclasses.replace(self, params=params)
-    held, state = owner(pushed(sums), state)
-    for i, own in zip(self.plans, held):
-      slots, size = own.union.slots, self.plans[i].layout.slots
-      rows = SparseRows(slots, own.union.rows, size).as_unique()
-      tables = tables | {i: sparse_rows.added(tables[i], rows)}
-    return state, tables
+    self, push: Push, state: Any
+  ) -> tuple[dict[int, TableUpdate], Any, list[Counts], jax.Array, "Owner"]:
+    """Takes a step on sharded tables, in as many rounds as it takes.
 
-  def _step(self, state, grads, at):
-    grads, params, at = self._trees(grads, at)
-    out, new, tags = touched_rows.step(
-      self.inner,
-      self.program,
-      at,
-      grads,
-      state,
-      params,
-      self.extra,
-      self.totals,
+    Returns:
+      Updates by the leaf's number, the state, the counts of each table, the
+      number of rounds, and this with what it knows of all gradients.
+    """
+    unsent = lambda counts: jnp.any(
+      jnp.stack([x.start for x in counts]) < push.ends
     )
-    return self.structure.flatten_up_to(out), new, tags
 
-
-class _Pushed(NamedTuple):
-  """As `Held`, of sums that nobody pulls."""
-
-  union: Any
-
-
-class _Union(NamedTuple):
-  slots: jax.Array
-  rows: jax.Array
-
-
-def pushed(sums: Sums) -> Sequence[Any]:
-  """Sums at the owner of a sharded table, as an `Owner` takes them."""
-  return [_Pushed(_Union(*x)) for x in zip(sums.slots, sums.rows)]
-
-
-def _gathered(tree: Any, axis: str) -> Any:
-  """Leaves of all owners behind each other, by one collective a dtype."""
-  leaves, structure = jax.tree.flatten(tree)
-  out: list[Any] = [None] * len(leaves)
-  for dtype in sorted({str(x.dtype) for x in leaves}):
-    at = [i for i, x in enumerate(leaves) if str(x.dtype) == dtype]
-    flat = jnp.concatenate([jnp.ravel(leaves[i]) for i in at])
-    whole = collectives.all_gather(flat, (axis,))
-    begin = 0
-    for i in at:
-      x = leaves[i]
-      part = whole[:, begin : begin + x.size]
-      out[i] = part.reshape(-1, *x.shape)
-      begin += x.size
-  return structure.unflatten(out)
-
-
-def own_rows(
-  table: jax.Array, slots: jax.Array, plan: TablePlan, axis: str
-) -> jax.Array:
-  """This owner's columns of its rows at `slots: [k]`, zeros where none is."""
-  me, g = lax.axis_index(axis), plan.column_groups
-  row = plan.layout.row(me // g, slots)
-  rows = indexing.take_or(table, row, 0)
-  if g == 1:
-    return rows
-  missing = plan.block_width * g - table.shape[1]
-  rows = jnp.pad(rows, ((0, 0), (0, missing)))
-  begin = me % g * plan.block_width
-  return lax.dynamic_slice_in_dim(rows, begin, plan.block_width, axis=1)
-
-
-# Which owner holds which rows of a state, told by the state itself.
-#
-# A part of a state is of use to the owner that it was made for, and to no
-# other. So beside its parts a state keeps what decides who holds them: under a
-# key of the owners, which is there when a step is traced and when a checkpoint
-# is restored into a state, and with a first dimension of as many as there are
-# devices. What is saved may also be in the order of rows, which knows no
-# owners.
-
-
-# The key of a state that lies as its tables do.
-IN_ROWS = "in_order_of_rows"
-# Of the owners of sharded tables, which the tables say themselves.
-SHARDED = "sharded"
-# Values of `partition` that are no number of column groups.
-_BY_NAME: dict[Any, int] = {
-  "hash": 1,
-  "columns": 2**32 - 1,
-  SHARDED: 2**32 - 2,
-}
-
-
-class Facts(NamedTuple):
-  """Numbers that decide who owns a table's rows and columns."""
-
-  devices: Any  # 0 in the order of rows
-  rows: Any  # R
-  width: Any  # D
-  itemsize: Any
-  wire_itemsize: Any
-  partition: Any  # column groups, or as `_BY_NAME`
-  seed: Any
-  first_word: Any  # of a sharded table; 0 where the step decides it
-
-
-class Holding(NamedTuple):
-  """Describes the owners that the parts of a state were made for.
-
-  Each device has a copy, `[1, ..]`, so that globally there are as many as
-  devices. A state in the order of rows has one copy, on the host.
-  """
-
-  tables: dict[str, Any]  # [1, T, len(Facts)] uint32, under `key_of`
-  leaves: Any  # [1, L, 2] uint32, see `Lies`
-  padding: Any  # [1, L] float32, of an `Owned` where no row is
-
-
-class Lies(NamedTuple):
-  """Numbers that say what an `Owned` is a part of."""
-
-  table: Any  # its place among the tables
-  columns: Any  # 1 if its second dimension is the table's, else 0
-
-
-def key_of(plans: Iterable[TablePlan], devices: int) -> str:
-  """Returns a fingerprint of all tables' owners, the devices in front."""
-  lies = [
-    (
-      plan.table.num_rows,
-      plan.table.width,
-      plan.column_groups,
-      plan.layout.groups,
-      plan.layout.seed,
-      plan.layout.first_word,
-    )
-    for plan in plans
-  ]
-  digest = hashlib.blake2s(repr(lies).encode(), digest_size=6).hexdigest()
-  return f"{devices}_devices_{digest}"
-
-
-def facts_of(plan: TablePlan, devices: int, partition: Partition) -> Facts:
-  """Returns the facts of a table that is planned already."""
-  return Facts(
-    devices=devices,
-    rows=plan.table.num_rows,
-    width=plan.table.width,
-    itemsize=plan.table.dtype.itemsize,
-    wire_itemsize=plan.table.wire_dtype.itemsize,
-    partition=_BY_NAME.get(partition, partition),
-    seed=plan.layout.seed,
-    first_word=plan.layout.first_word if partition == SHARDED else 0,
-  )
-
-
-def plans_of(tables: Sequence[Facts], devices: int) -> tuple[TablePlan, ...]:
-  """Returns the plans by which a step on so many devices finds owners.
-
-  Raises:
-    ValueError: A number of column groups does not divide the devices.
-  """
-  names = {code: name for name, code in _BY_NAME.items()}
-  known, columns = [], []
-  for i, facts in enumerate(tables):
-    table = buffer_sizes.Table(
-      name=str(i),
-      num_rows=facts.rows,
-      width=facts.width,
-      # Sizes alone decide.
-      dtype=jnp.dtype(f"u{facts.itemsize}"),
-      wire_dtype=jnp.dtype(f"u{facts.wire_itemsize}"),
-    )
-    known.append(table)
-  if names.get(tables[0].partition) == SHARDED:
-    return tuple(
-      [
-        plan_of_sharded(table, devices, facts.seed, facts.first_word)
-        for table, facts in zip(known, tables)
-      ]
-    )
-  for facts in tables:
-    partition = names.get(facts.partition, facts.partition)
-    groups = buffer_sizes.column_groups_of(partition, devices)
-    if devices % groups:
-      raise ValueError(
-        f"`mesh` must have devices that the {groups} column groups of"
-        f" `partition={groups}` divide, got {devices}; give `like=` a state of"
-        " `zenjax.init_state` that was made with another `partition`."
+    def after(sums, counts):
+      # A round changes nothing that it reads: XLA may not run it before.
+      sums, starts = lax.optimization_barrier(
+        (sums, jnp.stack([x.start for x in counts]))
       )
-    columns.append(groups)
-  return buffer_sizes.plan_group(
-    known,
-    row_groups=[devices // g for g in columns],
-    column_groups=columns,
-    devices=devices,
-    pinned=[None] * len(known),
-    seed=tables[0].seed,
-  )
+      del sums
+      new, told = push.round(starts)
+      union = [x.union + y.union for x, y in zip(counts, told)]
+      return new, [x._replace(union=y) for x, y in zip(told, union)]
+
+    with jax.named_scope("zenjax/push"):
+      sums, counts = push.round(push.first)
+    owner = self
+    if self.depth:
+
+      def add(flow):
+        sums, counts, squares = flow
+        sums, counts = after(sums, counts)
+        return sums, counts, squares + self._squares_of(sums)
+
+      squares = self._squares_of(sums)
+      flow = sums, counts, squares
+      *_, squares = lax.while_loop(lambda x: unsent(x[1]), add, flow)
+      owner = self.agreed(squares)
+
+    def turn(flow):
+      _, sums, counts, state, lists, rounds = flow
+      rows, state = owner.step(sums, state)
+      each = zip(sums, rows.values(), lists)
+      lists = [
+        _written(x.slots, new, to, table.layout.slots)
+        for (x, new, to), table in zip(each, owner.tables.values())
+      ]
+      left = unsent(counts)
+      sums, counts = lax.cond(left, after, lambda *x: x, sums, counts)
+      return left, sums, counts, state, lists, rounds + 1
+
+    lists = []
+    each = zip(self.tables.values(), push.most, push.tables)
+    for table, most, part in each:
+      end, like = table.layout.slots, part.value
+      slots = compat.cast_like(jnp.full(most, end, jnp.int32), like)
+      rows = jnp.zeros((most, *table.value.shape[1:]), table.dtype)
+      lists.append((slots, compat.cast_like(rows, like)))
+    flow = jnp.ones((), bool), sums, counts, state, lists, jnp.int32(0)
+    with jax.named_scope("zenjax/owners"):
+      flow = lax.while_loop(lambda flow: flow[0], turn, flow)
+    *_, counts, state, lists, rounds = flow
+    updates = {
+      i: TableUpdate(*x, table.layout.slots, table.axes)
+      for (i, table), x in zip(self.tables.items(), lists)
+    }
+    return updates, state, counts, rounds, owner
+
+  def _squares_of(self, sums: Sequence[Sums]) -> jax.Array:
+    return sum([_squares(self.scaled(x.rows)) for x in sums])
 
 
-def plan_of_sharded(
-  table: buffer_sizes.Table, devices: int, seed: int, first_word: int
-) -> TablePlan:
-  """Returns the plan of a table of which each device has its own rows."""
-  return buffer_sizes.plan_table(
-    table,
-    groups=devices,
-    column_groups=1,
-    devices=devices,
-    pinned=None,
-    seed=seed,
-    first_word=first_word,
-  )
+def _squares(x: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def require(
-  holding: Holding | None, plans: Iterable[TablePlan], devices: int
-) -> None:
-  """Raises ValueError where parts are not those of the owners of a step."""
-  if holding is None:
-    return
-  ((key, tables),) = holding.tables.items()
-  want = key_of(plans, devices)
-  if key == want and tables.shape[0] == 1:
-    return
-  if key == IN_ROWS:
-    raise ValueError(in_rows_message("state"))
-  made_for = int(key.split("_")[0])
-  if key == want:
-    raise ValueError(
-      "`state` of sharded_optimizer must be split over devices, got the parts"
-      " of"
-      f" {tables.shape[0]} devices on each of {devices}; give"
-      " `zenjax.state_specs(state, axis_name)` to shard_map, and call"
-      " `zenjax.from_checkpoint(state, mesh, axis_name)` where it was saved on"
-      f" {tables.shape[0] * devices}."
-    )
-  if made_for != devices:
-    raise ValueError(
-      others_message("state", "sharded_optimizer", made_for, devices)
-    )
-  raise ValueError(
-    "`state` of sharded_optimizer must be made for the tables and owners of"
-    " this"
-    f" step on {devices} devices, {want}, got {key}: its rows have other"
-    " owners; give sharded_optimizer the `hash_seed`, `partition` and"
-    " `wire_dtype`"
-    " that the state was made with, or move it by"
-    " `zenjax.from_checkpoint(state, mesh,"
-    " axis_name, like=zenjax.init_state(tx, params, mesh, axis_name))`."
-  )
+def _written(
+  slots: jax.Array,
+  rows: jax.Array,
+  to: tuple[jax.Array, jax.Array],
+  end: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Appends rows at `slots: [k]`, the first of them real, to a list."""
+  listed, before = to
+  used = jnp.sum(listed < end, dtype=jnp.int32)
+  real = slots < end
+  at = used + jnp.arange(len(slots), dtype=jnp.int32)
+  # Padding comes past the end, and is dropped.
+  at = jnp.where(real, at, len(listed) + at)
+  rows = rows.astype(before.dtype)
+  return indexing.put(listed, at, slots), indexing.put(before, at, rows)
 
 
-def in_rows_message(argument: str) -> str:
-  """Says that a state on devices is needed in the place of a saved one."""
-  return (
-    f"`{argument}` of sharded_optimizer must lie on the devices that own its"
-    " rows,"
-    " got one in the order of rows, as it is saved; call"
-    " `zenjax.from_checkpoint(state, mesh, axis_name)` first."
-  )
-
-
-def others_message(argument: str, by: str, had: int, devices: int) -> str:
-  """Says that a state was made for other devices than it is used on."""
-  return (
-    f"`{argument}` of {by} must be made for the {devices} devices that it is"
-    f" used on, got one made for {had}; call `zenjax.from_checkpoint(state,"
-    " mesh,"
-    " axis_name)`, which moves it, or use it with the mesh that it lies on,"
-    " of `mesh=` too."
-  )
-
-
-def in_rows(inner: Any, holding: Holding) -> tuple[Any, Holding]:
-  """Joins parts `[n * S, ..]` to host arrays `[R, ..]` in the order of rows."""
-  tables = _facts(holding)
-  if not tables[0].devices:
-    return inner, _relabelled(holding, tables, 0)
-  plans = plans_of(tables, tables[0].devices)
-
-  def joined(part, lies, fill):
-    del fill
-    plan = plans[lies.table]
-    shape = _shape(plan)
-    _require_shape(part, shape[0] * shape[1] * shape[2], tables[0].devices)
-    part = part.reshape(*shape, *part.shape[1:])
-    group, slot = _places(plan)
-    if not lies.columns:
-      return part[group, 0, slot]
-    rows = part[group, :, slot]  # [R, g, w, ..]
-    rows = rows.reshape(len(rows), -1, *rows.shape[3:])
-    return rows[:, : plan.table.width]
-
-  inner = _each(joined, inner, holding)
-  tables = [facts._replace(devices=0) for facts in tables]
-  return inner, _relabelled(holding, tables, 0)
-
-
-def on_owners(
-  inner: Any, holding: Holding, devices: int, like: Holding | None = None
-) -> tuple[Any, Holding]:
-  """Divides rows among so many owners, with the padding that `init` makes.
-
-  Args:
-    inner: The optimizer's state, on owners or in the order of rows.
-    holding: Says which.
-    devices: The number of owners.
-    like: Its partition and seed are taken; None for those of `holding`.
-  """
-  old = _facts(holding)
-  new = old if like is None else _facts(like)
-  new = [facts._replace(devices=devices) for facts in new]
-  shapes = lambda tables: [(facts.rows, facts.width) for facts in tables]
-  if shapes(old) != shapes(new):
-    raise ValueError(
-      f"`like` must hold the tables of `state`, of shapes {shapes(old)}, got"
-      f" {shapes(new)}."
-    )
-  if new != old:
-    inner, holding = in_rows(inner, holding)
-    plans = plans_of(new, devices)
-    parted = lambda rows, lies, fill: _parted(rows, lies, fill, plans)
-    inner = _each(parted, inner, holding)
-  return inner, _relabelled(holding, new, devices)
-
-
-def _parted(
-  rows: np.ndarray, lies: Lies, fill: np.ndarray, plans: Sequence[TablePlan]
-) -> np.ndarray:
-  """Divides `[R, ..]` into `[n * S, ..]`."""
-  plan = plans[lies.table]
-  _require_shape(rows, plan.table.num_rows, 0)
-  m, g, slots = _shape(plan)
-  group, slot = _places(plan)
-  rest = rows.shape[1:]
-  if lies.columns:
-    missing = g * plan.block_width - plan.table.width
-    pads = [(0, 0), (0, missing), *[(0, 0)] * (rows.ndim - 2)]
-    rows = np.pad(rows, pads, constant_values=fill)
-    rest = plan.block_width, *rest[1:]
-    rows = rows.reshape(len(rows), g, *rest)
-  else:
-    rows = np.repeat(rows[:, None], g, axis=1)
-  part = np.full((m, g, slots, *rest), fill, rows.dtype)
-  part[group, :, slot] = rows
-  return part.reshape(-1, *rest)
-
-
-def _require_shape(part: np.ndarray, rows: int, devices: int) -> None:
-  if part.shape[0] != rows:
-    form = f"on {devices} devices" if devices else "in the order of rows"
-    raise ValueError(
-      f"`state` of sharded_optimizer must have {rows} rows {form}, as it says"
-      " of"
-      f" itself, got {part.shape[0]}; give it as it was saved, whole."
-    )
-
-
-def _shape(plan: TablePlan) -> tuple[int, int, int]:
-  """Returns `(m, g, S)`; owner `p` has rows of `p // g`, columns of `p % g`."""
-  return plan.layout.groups, plan.column_groups, plan.layout.slots
-
-
-def _places(plan: TablePlan) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the row group and the slot of each row, in order."""
-  place = plan.layout.place(jnp.arange(plan.table.num_rows, dtype=jnp.int32))
-  group, slot = map(np.asarray, place)
-  return group, slot
-
-
-def _facts(holding: Holding) -> list[Facts]:
-  """Returns the facts of each table; refuses a state that is not whole."""
-  (copies,) = map(np.asarray, holding.tables.values())
-  tables = [Facts(*map(int, facts)) for facts in copies[0]]
-  devices = tables[0].devices
-  if len(copies) != max(devices, 1) or (copies != copies[:1]).any():
-    raise ValueError(
-      "`state` of sharded_optimizer must have the parts of all devices, each"
-      " once,"
-      f" got {len(copies)} parts of a state for {devices} devices; give it as"
-      " it was saved, split over the axis of sharded_optimizer and no other."
-    )
-  return tables
-
-
-def relabelled(holding: Holding, devices: int | None) -> Holding:
-  """Describes as many owners of sharded tables, whose rows go by themselves."""
-  tables = [facts._replace(devices=devices or 0) for facts in _facts(holding)]
-  return _relabelled(holding, tables, devices or 0)
-
-
-def _relabelled(
-  holding: Holding, tables: Sequence[Facts], devices: int
-) -> Holding:
-  """Describes other owners; the order of rows where `devices` is 0."""
-  copies = max(devices, 1)
-  key = key_of(plans_of(tables, devices), devices) if devices else IN_ROWS
-  again = lambda x: np.repeat(np.asarray(x)[:1], copies, axis=0)
-  return Holding(
-    tables={key: again(np.array([tables], np.uint32))},
-    leaves=again(holding.leaves),
-    padding=again(holding.padding),
-  )
-
-
-def _each(
-  f: Callable[[np.ndarray, Lies, np.ndarray], np.ndarray],
-  inner: Any,
-  holding: Holding,
-) -> Any:
-  """Puts `f(part, Lies, padding)` in the place of each part."""
-  known = zip(np.asarray(holding.leaves)[0], np.asarray(holding.padding)[0])
-
-  def one(node):
-    if not is_owned(node):
-      return node
-    lies, fill = next(known)
-    part = np.asarray(node.part)
-    fill = np.asarray(fill).astype(part.dtype)
-    part = f(part, Lies(*map(int, lies)), fill)
-    return node._replace(part=part)
-
-  return jax.tree.map(one, inner, is_leaf=is_owned)
+def own_rows(table: jax.Array, slots: jax.Array, of: ShardedTable) -> jax.Array:
+  """Returns this owner's rows at `slots: [k]`, zeros where there is none."""
+  row = of.layout.row(lax.axis_index(of.axes), slots)
+  return indexing.take_or(table, row, 0)

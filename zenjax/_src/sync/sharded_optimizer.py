@@ -1,15 +1,16 @@
 """`sharded_optimizer`: owners of rows update them, and hold the state alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
+import sys
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-import numpy as np
 import optax
 
 from zenjax._src.core import collectives
@@ -17,18 +18,12 @@ from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacities
 from zenjax._src.core.arguments import Kernels
-from zenjax._src.core.arguments import Partition
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.rows import by_rows
+from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import row_program
-from zenjax._src.rows import sharded_tables
-from zenjax._src.rows.sharded_tables import is_sharded
-from zenjax._src.rows.sharded_tables import NewValue
-from zenjax._src.rows.sharded_tables import ShardedTable
+from zenjax._src.rows import row_analysis
+from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.schemes import base
-from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
@@ -40,8 +35,13 @@ from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
-
-# The transformation of `sharded_optimizer`, and its state.
+from zenjax._src.tables import fetch
+from zenjax._src.tables import sharded_table
+from zenjax._src.tables.push import Counts
+from zenjax._src.tables.push import Push
+from zenjax._src.tables.sharded_table import is_sharded
+from zenjax._src.tables.sharded_table import ShardedTable
+from zenjax._src.tables.table_update import TableUpdate
 
 
 class ShardedOptimizerState(NamedTuple):
@@ -49,9 +49,8 @@ class ShardedOptimizerState(NamedTuple):
 
   Attributes:
     sync: Statistics, as of `zen_sync`.
-    inner: Of the optimizer within, with `Owned` parts of tables.
-    owners: What these parts were made for: devices, hash and columns. None
-      where nothing is kept of tables.
+    inner: State of the optimizer within, with a `ShardedTable` for each array
+      that has a row for each row of a table.
 
   Example:
     >>> import jax.numpy as jnp
@@ -61,13 +60,74 @@ class ShardedOptimizerState(NamedTuple):
     >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     >>> params = {"table": jnp.zeros((600, 32))}
     >>> state = zenjax.init_state(tx, params, mesh, "data")
-    >>> int(state.sync.step), sorted(state.sync.leaves)
-    (0, ['table'])
+    >>> int(state.sync.step), state.inner[0].mu["table"].shape
+    (0, (600, 32))
   """
 
   sync: sync_state.ZenSyncState
   inner: Any
-  owners: Any  # a `Holding`, or None
+
+
+class Leaves(NamedTuple):
+  """A tree of parameters or gradients, taken apart.
+
+  Attributes:
+    structure: Of the tree, sharded tables and SparseRows as leaves.
+    names: Of the leaves.
+    leaves: Arrays and SparseRows; of sharded tables their values.
+    tables: Sharded tables, by number.
+  """
+
+  structure: Any
+  names: list[str]
+  leaves: list[Any]
+  tables: dict[int, ShardedTable]
+
+  @classmethod
+  def of(cls, tree: Any) -> "Leaves":
+    is_leaf = lambda x: is_rows(x) or is_sharded(x)
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    return cls(
+      structure=structure,
+      names=[name for name, _ in leaf_util.named_leaves(tree, is_leaf)],
+      leaves=[x.value if is_sharded(x) else x for x in nodes],
+      tables={i: x for i, x in enumerate(nodes) if is_sharded(x)},
+    )
+
+  def tree(self, values: Sequence[Any]) -> Any:
+    """Returns the tree of values, with the sharded tables that it had."""
+    return self.structure.unflatten(
+      [
+        self.tables[i].with_value(x) if i in self.tables else x
+        for i, x in enumerate(values)
+      ]
+    )
+
+  def view(self, values: Sequence[Any], tables: Mapping[int, Any]) -> Any:
+    """Returns the tree of values as an optimizer sees it.
+
+    Tables that have owners are of the type `ShardedTable`, in front of a
+    variable of nnx: an `nnx.Optimizer` keeps the types of what is around its
+    variables, and forgets those of what is inside.
+    """
+    tree = self.structure.unflatten(
+      [
+        tables[i].with_value(x) if i in tables else x
+        for i, x in enumerate(values)
+      ]
+    )
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not tables:
+      return tree
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+
+    def in_front(x: Any) -> Any:
+      table = x.get_raw_value() if is_variable(x) else x
+      if not is_variable(x) or not is_sharded(table):
+        return x
+      return table.with_value(x.replace(table.value))
+
+    return jax.tree.map(in_front, tree, is_leaf=is_variable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +138,17 @@ class Owners:
   options: Options
   op: str | None = None  # as it was given
   mesh: Any = None
+  clip_norm: float | None = None
   # Leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
 
   @functools.cached_property
-  def _programs(self) -> by_rows.Programs:
-    return by_rows.Programs(self.inner)
+  def _known(self) -> dict[Any, RowAnalysis]:
+    """Analyses of the optimizer, each kind of arguments once."""
+    return {}
 
   def init(self, params: Any) -> ShardedOptimizerState:
-    mesh = collectives.mesh_around(self.options.axes, params, self.mesh)
+    mesh = self._mesh_around(params)
     if mesh is not None:
       return self._init_on(mesh, params)
     for axis in self.options.axes:
@@ -94,248 +156,276 @@ class Owners:
         lax.axis_size(axis)
       except NameError as error:
         raise ValueError(
-          "`sharded_optimizer` keeps a part of the state on each device, so it"
-          " must"
-          f" be made where its axis {axis!r} is bound or a mesh has it; call"
-          " `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
-          " `tx.init`,"
-          " with one axis_name for both, or in plain jit give `mesh=`."
+          "`sharded_optimizer` keeps a part of the state on each device, so its"
+          f" state must be made where its axis {axis!r} is bound or a mesh has"
+          " it; call `zenjax.init_state(tx, params, mesh, axis_name)` instead"
+          " of `tx.init`, with one axis_name for both, or in plain jit give"
+          " `mesh=`."
         ) from error
     chains.will_sync("sharded_optimizer", params, self.options)
     make = lambda params: self.inner.init(params)
-    by_rows.require_no_accumulation(jax.eval_shape(make, params), "tx")
+    lazy.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
-    sharded = _sharded_in(params)
-    axis, devices = self._owner_axis(sharded, context)
-    if sharded:
+    given = Leaves.of(params)
+    if given.tables:
       self._require_usual()
-    chosen = self._chosen(params, sharded)
+    tables = self._tables(params, given, context)
+    chosen = [i in tables for i in range(len(given.leaves))]
     leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
-    plans, partition = self._plans(params, chosen, sharded, context, {})
-    rows: tuple[int | None, ...] = ()
-    if plans:
-      program = self._program_of(params, chosen, sharded)
-      rows = program.state_rows
-      names = [name for name, _ in leaf_util.named_leaves(params)]
-      by_rows.warn_of_decay(program, names, plans)
-    leaves, structure = jax.tree.flatten(params)
-    empty = list(leaves)
-    for i, plan in plans.items():
-      if i not in sharded:
-        slots = jnp.arange(plan.layout.slots, dtype=jnp.int32)
-        table = leaf_util.as_table(leaves[i], self.options.unit)
-        table = gradient_tree.as_varying(table, context.axes)
-        leaves[i] = owner_rows.own_rows(table, slots, plan, axis)
-      # A column more tells which dimensions are columns.
-      wider = plan.layout.slots, plan.block_width + 1
-      empty[i] = jnp.zeros(wider, plan.table.dtype)
-    inner = self.inner.init(structure.unflatten(leaves))
-    inner = self._wrapped(inner, plans, rows, context)
-    empty = self.inner.init(structure.unflatten(empty))
-    owners = self._holding(inner, empty, plans, rows, partition, devices)
-    owners = gradient_tree.as_varying(owners, context.axes)
-    known: Any = dict(mean=context.mean, devices=context.devices)
-    if sharded:
-      new = sync_state.empty_table(**known)
-      own = gradient_tree.as_varying(new.updated, context.axes)
-      new = new._replace(updated=own)
-    else:
-      new = sync_state.empty_leaf(mean=context.mean)
-    memory = dict.fromkeys([p.table.name for p in plans.values()], new)
-    sync = sync_state.empty(memory)
-    return ShardedOptimizerState(sync, inner, owners)
+    analysis = self._analysis_of(given, tables)[0] if tables else None
+    leaves = list(given.leaves)
+    for i, table in tables.items():
+      if i not in given.tables:
+        slots = jnp.arange(table.layout.slots, dtype=jnp.int32)
+        whole = leaf_util.as_table(leaves[i], self.options.unit)
+        whole = gradient_tree.as_varying(whole, table.axes)
+        leaves[i] = owner_rows.own_rows(whole, slots, table)
+    inner = self.inner.init(given.view(leaves, tables))
+    if analysis is not None:
+      lazy.warn_of_decay(analysis, given.names, tables)
+      _require_form(inner, analysis)
+    new = sync_state.empty_leaf(mean=context.mean)
+    if given.tables:
+      new = sync_state.empty_table(mean=context.mean, devices=context.devices)
+    memory = dict.fromkeys([given.names[i] for i in tables], new)
+    return ShardedOptimizerState(sync_state.empty(memory), _bare(inner))
 
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
   ) -> tuple[Any, ShardedOptimizerState]:
-    mesh = collectives.mesh_around(self.options.axes, updates, self.mesh)
+    if not isinstance(state, ShardedOptimizerState):
+      raise ValueError(
+        "`state` of sharded_optimizer must be made by `zenjax.init_state(tx,"
+        f" params, mesh, axis_name)`, got {type(state).__name__}; a state of"
+        " plain optax moves by `zenjax.tables.shard(params, mesh, axis_name,"
+        " opt_state=state)`."
+      )
+    mesh = self._mesh_around(updates)
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
     options, context = self.options, gradient_tree.context_of(self.options)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     leaves = gradient_tree.local_leaves(updates, context)
     names = [name for name, _ in leaves]
-    sharded = _sharded_in(updates)
-    axis, devices = self._owner_axis(sharded, context)
-    chosen = self._chosen(updates, sharded)
-    gradient_tree.check_state(leaves, chosen, state.sync)
-    _check_tables([names[i] for i in sharded], state.sync)
-    tuned = dict(state.sync.tuned)
-    plans, _ = self._plans(updates, chosen, sharded, context, tuned)
-    owner_rows.require(state.owners, plans.values(), devices)
+    local = [leaf for _, leaf in leaves]
+    given = Leaves.of(structure.unflatten(local))
+    tables = self._tables(updates, given, context)
+    for i, table in tables.items():
+      if names[i] in self.summed:
+        # Each owner sends its own rows of the sum to itself.
+        given.leaves[i] = _own_part(given.leaves[i], table)
+    _require_state(state, tables.values(), context.sizes[-1])
+    gradient_tree.check_state(
+      leaves, [i in tables for i in range(len(leaves))], state.sync
+    )
+    _require_memory([names[i] for i in given.tables], state.sync)
     dense = dataclasses.replace(options, output="dense")
     whole = {
       i: leaf
       for i, (name, leaf) in enumerate(leaves)
-      if i not in plans and name not in self.summed
+      if i not in tables and name not in self.summed
     }
     summed = gradient_tree.totals(whole, dense, context)
-    grads = [summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
-    program = self._program_of(updates, chosen, sharded, params, state, extra)
-    owner = owner_rows.Owner(
-      inner=self.inner,
-      program=program,
-      structure=structure,
-      plans=plans,
-      grads=grads,
-      params=self._tables(params, structure, plans, sharded),
-      extra=extra,
-      axis=axis,
-      scaled=context.scaled,
-      sharded=frozenset(sharded),
+    own_params = self._params_of(params, given, tables)
+    analysis, inner = self._analysis_of(
+      given, tables, own_params, state.inner, extra
     )
-    inner = owner_rows.unwrapped(state.inner)
-    out, sync = [None] * len(leaves), state.sync
-    tables: dict[int, Any] = {}
-    if sharded:
-      tables, inner, sync, owner = self._deliver(
-        leaves, owner, inner, state.sync, sharded, context
+    owner = owner_rows.Owner(
+      analysis=analysis,
+      structure=jax.tree.structure(given.view(local, tables), is_leaf=is_rows),
+      tables=self._types_of_parts(given, tables),
+      grads=[summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)],
+      params=own_params,
+      extra=extra,
+      axis=context.axes[-1],
+      scaled=context.scaled,
+      sharded=frozenset(given.tables),
+      clip_norm=self.clip_norm,
+    )
+    out, sync = {}, state.sync
+    if given.tables:
+      out, inner, sync, owner = self._deliver(
+        given, owner, inner, sync, context
       )
-    elif plans:
-      tables, inner, sync, owner = self._exchange(
-        leaves, owner, inner, state.sync, context
+    elif tables:
+      out, inner, sync, owner = self._exchange(
+        given, tables, owner, inner, sync, context
       )
-      for i, value in tables.items():
-        out[i] = value
+    elif self.clip_norm is not None:
+      owner = owner.agreed(owner.nothing(0))
     rest, inner = owner.finish(inner)
-    out = [rest[i] if i not in plans else x for i, x in enumerate(out)]
+    done = [out.get(i, x) for i, x in enumerate(rest)]
     by = "sharded_optimizer"
     step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
-    sync = sync.replace(step=step)
-    for i in sharded:
-      out[i] = NewValue(tables[i])
-    inner = self._wrapped(inner, plans, program.state_rows, context)
-    new = ShardedOptimizerState(sync, inner, state.owners)
-    return structure.unflatten(out), new
+    new = ShardedOptimizerState(sync.replace(step=step), _bare(inner))
+    return given.tree(done), new
+
+  def _mesh_around(self, tree: Any) -> Any:
+    """Returns the mesh over which XLA spreads the program, if it does.
+
+    Raises:
+      ValueError: A mesh is known, and has not the axes.
+    """
+    axes = self.options.axes
+    mesh = collectives.mesh_around(axes, tree, self.mesh)
+    if mesh is None and self.mesh is not None:
+      missing = [x for x in axes if x not in self.mesh.axis_names]
+      if missing:
+        raise ValueError(
+          "`axis_name` of sharded_optimizer must name axes of `mesh`, which has"
+          f" {self.mesh.axis_names!r}, got {missing[0]!r}."
+        )
+    return mesh
 
   def _init_on(self, mesh, params):
     """The state where XLA spreads the program over `mesh`."""
-    _require_whole(params)
+    _require_replicated(params)
     axes, make = self.options.axes, self.init
+    self._require_devices(mesh, params)
     for axis in reversed(axes):
       make = jax.vmap(
         make, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
       )
     local = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
-      jax.eval_shape(make, sharded_tables.types_of_part(params)),
+      jax.eval_shape(make, sharded_table.types_of_part(params)),
     )
     # Owners lie along the last axis; along others they have copies.
-    specs = _specs(local, axes[-1])
-    given = sharded_tables.specs(params, PartitionSpec(axes[-1]))
-    made = whole_batch.mapped(self.init, mesh, axes, (given,), specs)
+    split = PartitionSpec(axes[-1])
+    made = whole_batch.mapped(
+      self.init,
+      mesh,
+      axes,
+      (sharded_table.specs(params, split),),
+      sharded_table.specs(local, split),
+    )
     return jax.jit(made)(params)
 
   def _update_on(self, mesh, updates, state, params, extra):
     """The update of a whole batch's gradients."""
     if self.op == "mean":
       raise ValueError(whole_batch.NO_MEAN)
-    _require_whole(params)
+    _require_replicated(params)
+    self._require_devices(mesh, (updates, params))
     parts = whole_batch.parts_of(updates, mesh, self.options)
     of_arrays = frozenset(
       [name for (name, _), mine in zip(parts.named, parts.mine) if not mine]
     )
-    sharded = _sharded_in(updates)
-    if (sent := sorted(parts.sparse & of_arrays)) and not sharded:
-      raise ValueError(
-        "`updates` must hold SparseRows or unreduced arrays for leaves that"
-        f" travel sparse, and XLA has summed {sent} already; give gradients of"
-        " `zenjax.value_and_grad`, or leave these out by `sparse=`."
-      )
+    given = Leaves.of(updates)
+    axis, devices = self.options.axes[-1], mesh.shape[self.options.axes[-1]]
     options = dataclasses.replace(
       self.options, mean=False, sparse=lambda name, _: name in parts.sparse
     )
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
-    axis = self.options.axes[-1]
-    devices = mesh.shape[axis]
-    for key, tables in state.owners.tables.items() if state.owners else ():
-      # Or shard_map says that nothing divides.
-      if key == owner_rows.IN_ROWS:
-        raise ValueError(owner_rows.in_rows_message("state"))
-      if tables.shape[0] != devices:
-        by, had = "sharded_optimizer", tables.shape[0]
-        raise ValueError(owner_rows.others_message("state", by, had, devices))
-    for table in sync_state.tables(state.sync).values():
-      if (had := table.updated.part.shape[0]) != devices:
-        by = "sharded_optimizer"
-        raise ValueError(owner_rows.others_message("state", by, had, devices))
+    # Or shard_map says that nothing divides.
+    for node in sharded_table.nodes(state.inner):
+      _require_devices_of(node, devices, "state")
 
-    def step(given, summed, state, params):
-      grads = parts.tree(given, summed)
+    def step(own, summed, state, params):
+      grads = parts.tree(own, summed)
       return owners.update(grads, state, params, **extra)
 
-    everywhere = PartitionSpec()
-    specs = _specs(state, axis)
+    split, everywhere = PartitionSpec(axis), PartitionSpec()
+    specs = sharded_table.specs(state, split)
     # Rows of a leaf that does not travel sparse come out as an array.
     unreduced = [x for x, mine in zip(parts.named, parts.mine) if mine]
     synced = [
       jax.tree.leaves(lies.synced)[-1]
-      if is_rows(x) and not is_sharded(x) and name not in parts.sparse
+      if is_rows(x) and name not in parts.sparse
       else lies.synced
       for (name, x), lies in zip(unreduced, parts.lie)
     ]
-    out = parts.tree(synced, [everywhere] * len(of_arrays))
-    for_new = lambda node: node.with_value(PartitionSpec(axis))
-    out = jax.tree.map(
-      lambda node: for_new(node) if is_sharded(node) else node,
-      out,
-      is_leaf=is_sharded,
-    )
-    given = [x.given for x in parts.lie]
-    tables = sharded_tables.specs(params, PartitionSpec(axis))
+    out = Leaves.of(parts.tree(synced, [everywhere] * len(of_arrays)))
+    lies = list(out.leaves)
+    for i, table in given.tables.items():
+      aux = table.layout.slots, table.axes
+      lies[i] = TableUpdate.tree_unflatten(aux, (split, split))
     return whole_batch.mapped(
       step,
       mesh,
       self.options.axes,
-      (given, everywhere, specs, tables),
-      (out, specs),
+      (
+        [x.given for x in parts.lie],
+        everywhere,
+        specs,
+        sharded_table.specs(params, split),
+      ),
+      (given.tree(lies), specs),
     )(parts.given, parts.summed, state, params)
 
-  def _owner_axis(self, sharded, context):
-    """Returns the axis along which owners lie, and how many there are."""
+  def _require_devices(self, mesh, tree):
+    """Raises ValueError where sharded tables are not of the mesh's devices."""
+    for name, node in leaf_util.named_leaves(tree, is_sharded):
+      if is_sharded(node):
+        self._require_axes(node)
+        devices = mesh.shape[self.options.axes[-1]]
+        _require_devices_of(node, devices, f"Table {name}")
+
+  def _require_axes(self, table):
+    if table.devices and table.batch_axes != self.options.axes:
+      raise ValueError(
+        "`axis_name` of sharded_optimizer must name the axes over which a batch"
+        " of sharded tables is split: `replicas` of `zenjax.tables.shard`, then"
+        f" its `axis_name`, here {table.batch_axes!r}, got"
+        f" {self.options.axes!r}."
+      )
+
+  def _tables(self, tree, given, context) -> dict[int, ShardedTable]:
+    """Returns the tables that have owners, by the leaf's number.
+
+    The form in which the optimizer sees them; values are None.
+    """
+    if given.tables:
+      for table in given.tables.values():
+        _require_devices_of(table, context.sizes[-1], "updates")
+        self._require_axes(table)
+      self._require_small(given)
+      return {
+        i: dataclasses.replace(x, value=None, sizes=())
+        for i, x in given.tables.items()
+      }
     axes = self.options.axes
-    for node in sharded.values():
-      if node.batch_axes != axes:
-        raise ValueError(
-          "`axis_name` of sharded_optimizer must name the axes over which a"
-          " batch of"
-          " sharded tables is split: `replicas` of `zenjax.tables.shard`, then"
-          f" its `axis_name`, here {node.batch_axes!r}, got {axes!r}."
-        )
-    if not sharded and len(axes) > 1:
+    if len(axes) > 1:
       raise ValueError(
         "`axis_name` must be one axis for sharded_optimizer where tables are"
-        " whole"
-        f" on every device, got {axes!r}; give the axis of the fastest links,"
-        " and average over the others before, use `zen_sync` and `lazy_rows`,"
-        " or shard tables by `zenjax.tables.shard(.., replicas=)`."
+        f" replicated, got {axes!r}; give the axis of the fastest links, and"
+        " average over the others before, use `zen_sync` and `lazy_rows`, or"
+        " shard tables by `zenjax.tables.shard(.., replicas=)`."
       )
-    return context.axes[-1], context.sizes[-1]
+    chosen = leaf_util.select(tree, self.options.sparse, self.options.unit)
+    found, first_word = {}, 0
+    for i, leaf in enumerate(given.leaves):
+      if not chosen[i]:
+        continue
+      rows, _ = leaf_util.table_shape(leaf, self.options.unit)
+      found[i] = ShardedTable(
+        value=None,
+        num_rows=rows,
+        axes=axes,
+        devices=context.sizes[-1],
+        seed=self.options.hash_seed,
+        first_word=first_word,
+        stack=tuple(leaf.shape[:-2]),
+      )
+      first_word = (first_word + rows) % 2**32
+    return found
 
-  def _tables(self, params, structure, plans, sharded):
-    """Leaves, those that travel sparse as `[R, D]`, of parts `[S, D]`."""
-    if params is None:
-      if sharded:
+  def _require_small(self, given):
+    for i, (name, leaf) in enumerate(zip(given.names, given.leaves)):
+      if is_rows(leaf) and i not in given.tables and leaf_util.is_table(leaf):
         raise ValueError(
-          "`params` must be given to `update` of sharded_optimizer where"
-          " tables are"
-          " sharded: it returns what they are after the step."
+          "`params` of sharded_optimizer must have all large tables sharded or"
+          f" none, and leaf {name!r}, of which there are SparseRows, is"
+          " replicated; choose it by `tables=` of `zenjax.tables.shard`, have"
+          " its gradient as an array by `tables=` of `zenjax.value_and_grad`,"
+          " or give it another transformation by `optax.partition`."
         )
-      return None
-    leaves = structure.flatten_up_to(params)
-    return [
-      leaf_util.as_table(x, self.options.unit)
-      if i in plans and i not in sharded
-      else x
-      for i, x in enumerate(leaves)
-    ]
 
   def _require_usual(self):
     """Raises ValueError for options that sharded tables know nothing of."""
     options = self.options
     given = dict(
       sparse=options.sparse is not None,
-      partition=options.partition != "hash",
       capacities=bool(options.capacities),
       wire_dtype=options.wire_dtype is not None,
       hash_seed=bool(options.hash_seed),
@@ -343,352 +433,324 @@ class Owners:
     )
     if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
       raise ValueError(
-        f"{', '.join(wrong)} of sharded_optimizer must be left out where"
-        " tables are"
-        " sharded: `zenjax.tables.shard` decided who owns which row, rows"
-        " travel"
-        " in their own dtype, buffers are as large as the batch needs, and"
-        " there are no kernels for them."
+        f"{', '.join(wrong)} of sharded_optimizer must be left out where tables"
+        " are sharded: `zenjax.tables.shard` has decided who owns which row,"
+        " rows are sent in their own dtype, and there are no kernels for them."
       )
 
-  def _chosen(self, tree, sharded):
-    """Which leaves have owners; with sharded tables these alone.
-
-    Raises:
-      ValueError: Of a large table that is not sharded there are SparseRows.
-    """
-    if not sharded:
-      return leaf_util.select(tree, self.options.sparse, self.options.unit)
-    named = leaf_util.named_leaves(tree, is_rows)
-    for i, (name, leaf) in enumerate(named):
-      if is_rows(leaf) and i not in sharded and leaf_util.is_table(leaf):
+  def _params_of(self, params, given, tables):
+    """Returns leaves of parameters, of sharded tables `[S, D]`."""
+    if params is None:
+      if given.tables:
         raise ValueError(
-          "`params` of sharded_optimizer must have all large tables sharded or"
-          " none,"
-          f" and leaf {name!r}, of which there are SparseRows, is whole on"
-          " every device; choose it by `tables=` of `zenjax.tables.shard`, have"
-          " its gradient as an array by `tables=` of `zenjax.value_and_grad`,"
-          " or give it another transformation by `optax.partition`."
+          "`params` must be given to `update` of sharded_optimizer where tables"
+          " are sharded."
         )
-    return [i in sharded for i in range(len(named))]
+      return None
+    return [
+      x.value
+      if is_sharded(x)
+      else leaf_util.as_table(x, self.options.unit)
+      if i in tables
+      else x
+      for i, x in enumerate(given.structure.flatten_up_to(params))
+    ]
 
-  def _deliver(self, leaves, owner, inner, sync, sharded, context):
-    """Sharded tables after a step, by the leaf's number, state, statistics."""
-    nodes, grads = list(sharded.values()), [leaves[i][1] for i in sharded]
-    most = [x[0] for x in _lookups(grads)]
-    unknown = any(x is None for x in most)
-    with jax.named_scope("zenjax/push"):
-      push = sharded_tables.Push.of(
-        nodes, grads, None if unknown else jnp.stack(most)
-      )
-      sums = push.first()
+  def _types_of_parts(self, given, tables):
+    """Returns tables with types `[S, D]` as their values."""
+    found = {}
+    for i, table in tables.items():
+      _, width = self._table_shape(given, i)
+      shape = table.layout.slots, width
+      kind = jax.ShapeDtypeStruct(shape, given.leaves[i].dtype)
+      found[i] = table.with_value(kind)
+    return found
 
-    def more(sums):
-      # A push changes nothing that it reads: XLA may not run it before.
-      starts = lax.optimization_barrier(sums.starts)
-      return push.next(starts)
+  def _table_shape(self, given, i):
+    if i in given.tables:
+      return given.tables[i].num_rows, given.leaves[i].shape[-1]
+    return leaf_util.table_shape(given.leaves[i], self.options.unit)
 
-    for level in range(owner.depth):
-
-      def turn(flow, level=level, owner=owner):
-        parts, sums = flow
-        sums = more(sums)
-        held = owner_rows.pushed(sums)
-        return owner.reduced(level, parts, held, inner), sums
-
-      held = owner_rows.pushed(sums)
-      parts = owner.reduced(level, owner.nothing(level), held, inner)
-      parts, _ = lax.while_loop(
-        lambda flow: push.unsent(flow[1].starts), turn, (parts, sums)
-      )
-      owner = owner.agreed(parts)
-
-    def step(flow):
-      _, sums, inner, tables, rounds, updated = flow
-      inner, tables = owner.on_own_tables(sums, inner, tables)
-      unsent = push.unsent(sums.starts)
-      updated = updated + push.count(sums)
-      sums = lax.cond(unsent, more, lambda sums: sums, sums)
-      return unsent, sums, inner, tables, rounds + 1, updated
-
-    tables = {i: owner.params[i] for i in sharded}
-    none = jnp.zeros_like(push.count(sums))
-    first = jnp.ones((), bool), sums, inner, tables, jnp.int32(0), none
-    with jax.named_scope("zenjax/owners"):
-      flow = lax.while_loop(lambda flow: flow[0], step, first)
-    *_, inner, tables, rounds, updated = flow
-    # For each value of all rows, what does not fit was sent once more.
-    exchanges = 1 + (rounds - 1) * (1 + owner.depth)
-    plans = owner.plans.values()
-    last = _last_of_tables(push, plans, grads, rounds, exchanges, context)
+  def _deliver(self, given, owner, inner, sync, context):
+    """Updates of sharded tables, by the leaf's number, state, statistics."""
+    parts = [
+      dataclasses.replace(x, value=owner.params[i])
+      for i, x in given.tables.items()
+    ]
+    grads = [given.leaves[i] for i in given.tables]
+    push = Push.of(parts, grads)
+    out, inner, counts, rounds, owner = owner.on_own_tables(push, inner)
     memory = {}
-    for k, (i, plan) in enumerate(owner.plans.items()):
-      sizes = sync_state.Sizes(
-        num_rows=plan.table.num_rows,
-        width=plan.table.width,
-        devices=context.devices,
-        row_groups=plan.layout.groups,
-        column_groups=1,
-        push=push.largest[k],
-        pull=0,
-        mean=int(context.mean),
-        scheme=0,
+    each = zip(given.tables.items(), push.sizes, counts)
+    for (i, table), size, count in each:
+      name = given.names[i]
+      memory[name] = _after_step(
+        sync.leaves[name], sync.step, table, size, count, rounds, owner, context
       )
-      memory[leaves[i][0]] = sync_state.TableState(
-        sizes=jnp.array(sizes, jnp.int32),
-        last=last[k],
-        updated=owner_rows.Owned(updated[k : k + 1].astype(jnp.float32)),
-      )
-    return tables, inner, sync.replace(leaves=memory), owner
+    return out, inner, sync.replace(leaves=memory), owner
 
-  def _exchange(self, leaves, owner, inner, sync, context):
+  def _exchange(self, given, tables, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
-    plans, scheme = owner.plans, SPARSE["zen"]
-    if owner.depth:
-      raise ValueError(
-        "`tx` of sharded_optimizer needs values of all rows, such as a norm,"
-        " before it can update one, and owners update rows as they come; clip"
-        " by `zenjax.zen_sync(..)` and `zenjax.lazy_rows(..)` instead."
-      )
+    scheme, options = SPARSE["zen"], self.options
+    group = [(given.names[i], given.leaves[i]) for i in tables]
+    known = [leaf_tables.table_of(*one, options) for one in group]
+    choices = leaf_tables.choose(known, options, dict(sync.tuned), context)
+    choices = [x._replace(scheme="zen", column_groups=1) for x in choices]
+    plans = leaf_tables.plans(
+      known, choices, scheme, options, context, owners=True
+    )
     entered = []
-    for i, plan in plans.items():
-      rows = leaf_util.as_table(leaves[i][1], self.options.unit)
+    for plan, table, (_, leaf) in zip(plans, tables.values(), group):
+      plan = dataclasses.replace(plan, layout=table.layout)
+      rows = leaf_util.as_table(leaf, options.unit)
       entered.append(exchange.Local(plan, [rows]))
     sums = dataclasses.replace(context, mean=False)
+    if owner.clip_norm is not None:
+      # Owners must have all sums before they can update the first of them.
+      _, squares = exchange.exchange(
+        entered, scheme, sums, owner=owner.add_squares, owned=owner.no_squares
+      )
+      owner = owner.agreed(squares)
     found, inner = exchange.exchange(
       entered, scheme, sums, owner=owner, owned=inner
     )
-    tables, memory = {}, dict(sync.leaves)
-    for i, table in zip(plans, found):
+    out, memory = {}, dict(sync.leaves)
+    for i, table in zip(tables, found):
       name = table.plan.table.name
       (rows,) = table.rows
-      tables[i] = gradient_tree.as_asked(rows, leaves[i][1], self.options)
+      out[i] = gradient_tree.as_asked(rows, given.leaves[i], options)
       (memory[name],) = sync_state.after_step(
         [memory[name]], sync.step, table.counts, table.plan, scheme, context
       )
-    return tables, inner, sync.replace(leaves=memory), owner
+    return out, inner, sync.replace(leaves=memory), owner
 
-  def _plans(self, tree, chosen, sharded, context, tuned):
-    """Returns sizes of the leaves that travel sparse, by number, and owners.
+  def _analysis_of(self, given, tables, params=None, state=None, extra=None):
+    """Says how `tx` updates whole tables; without a state, in a first step.
 
-    Owners are those of arrays, whatever form gradients have: the state is laid
-    out by them.
-    """
-    named = leaf_util.named_leaves(tree, is_rows)
-    at = [i for i, sparse in enumerate(chosen) if sparse]
-    if not at:
-      return {}, "hash"
-    if sharded:
-      return self._plans_of(sharded, named), owner_rows.SHARDED
-    by_columns = self._program_of(tree, chosen, {}).splits_columns
-    if not by_columns:
-      self._require_tables([named[i] for i in at])
-    if not by_columns and self.options.partition != "hash":
-      raise ValueError(
-        "`partition` must be 'hash' where `tx` needs whole rows, as"
-        f" rowwise_adagrad does, got {self.options.partition!r}."
-      )
-    wanted = self.options.partition if by_columns else "hash"
-    groups = buffer_sizes.column_groups_of(wanted, context.sizes[-1])
-    group = [named[i] for i in at]
-    tables = [leaf_tables.table_of(*one, self.options) for one in group]
-    choices = leaf_tables.choose(tables, self.options, tuned, context)
-    choices = [
-      choice._replace(scheme="zen", column_groups=groups) for choice in choices
-    ]
-    plans = leaf_tables.plans(
-      tables, choices, SPARSE["zen"], self.options, context, owners=True
-    )
-    return dict(zip(at, plans)), wanted
-
-  def _plans_of(self, sharded, named):
-    """Sizes of sharded tables, whose owners these say themselves."""
-    found = {}
-    for i, node in sharded.items():
-      name, leaf = named[i]
-      shape: Any = jax.ShapeDtypeStruct(node.table_shape, leaf.dtype)
-      given = leaf if is_rows(leaf) else shape
-      table = leaf_tables.table_of(name, given, self.options)
-      found[i] = owner_rows.plan_of_sharded(
-        table, node.devices, node.seed, node.first_word
-      )
-    return found
-
-  def _require_tables(self, named):
-    """Refuses leaves that `tx` sees in another shape, if that matters to it."""
-    for name, leaf in named:
-      if leaf.ndim != 2 or self.options.unit != "row":
-        raise ValueError(
-          "`tx` of sharded_optimizer must update single elements, or leaves of"
-          " two"
-          f" dimensions by rows: it takes rows of leaf {name!r} together, which"
-          f" has shape {leaf.shape}; leave that leaf out by `sparse=`."
-        )
-
-  def _program_of(
-    self, tree, chosen, sharded, params=None, state=None, extra=None
-  ):
-    """The update of whole tables; without a state, as for a first step.
+    And the state as `tx` made it.
 
     Raises:
       ValueError: It does not update tables by rows.
     """
-    types = self._table_types(tree, chosen, sharded)
+    types = self._types(given, tables, given.leaves)
     if params is not None:
-      params = self._table_types(params, chosen, sharded)
+      params = self._types(given, tables, params)
     make = lambda params: self.inner.init(params)
     whole = jax.eval_shape(make, types if params is None else params)
     if state is not None:
-      own = jax.tree.leaves(owner_rows.unwrapped(state.inner))
-      leaves, structure = jax.tree.flatten(whole)
+      own, leaves = jax.tree.leaves(state), jax.tree.leaves(whole)
+      found, wanted = map(jax.tree.structure, (state, _bare(whole)))
+      if found != wanted:
+        raise ValueError(
+          "`state` of sharded_optimizer must be that of `tx` for these"
+          f" parameters, of structure {wanted}, got {found}; make it by"
+          " `zenjax.init_state(tx, params, mesh, axis_name)`."
+        )
+      structure = jax.tree.structure(whole)
+      state = structure.unflatten(own)
       whole = structure.unflatten(
         [
-          row_program.type_of(x).update(shape=w.shape)
+          row_analysis.type_of(x).update(shape=w.shape)
           for x, w in zip(own, leaves)
         ]
       )
-    given = types if state is None else params
+    by = types if state is None else params
+    chosen = [i in tables for i in range(len(given.leaves))]
+    analysis = self._analysed(types, whole, by, extra or {}, chosen)
+    lazy.require(analysis, given.names, "tx")
+    if analysis.sums:
+      raise ValueError(
+        "`tx` of sharded_optimizer must update rows without sums over all of"
+        f" them, such as a norm, and it has one ({analysis.sums}): each owner"
+        " has some rows. To clip by the norm of all gradients give"
+        " `clip_norm=`."
+      )
+    return analysis, state
+
+  def _analysed(self, types, whole, params, extra, chosen) -> RowAnalysis:
+    leaves, structure = jax.tree.flatten((types, whole, params, extra))
+    kinds = [
+      row_analysis.type_of(x) if hasattr(x, "dtype") else x for x in leaves
+    ]
+    key = structure, tuple(kinds), tuple(chosen)
+    make = lambda: row_analysis.analyse(
+      self.inner, types, whole, params, extra, chosen
+    )
     try:
-      program = self._programs.of(types, whole, given, extra or {}, chosen)
+      hash(key)
+    except TypeError:
+      return make()
+    try:
+      if key not in self._known:
+        self._known[key] = make()
     except NameError as error:
       raise ValueError(
         f"`tx` must not synchronize devices, but it wants an axis of them"
         f" ({error}); sharded_optimizer is in the place of zen_sync."
       ) from error
-    names = [name for name, _ in leaf_util.named_leaves(tree, is_rows)]
-    by_rows.require(program, names, "tx", by_rows.REMEDY)
-    return program
+    return self._known[key]
 
-  def _table_types(self, tree, chosen, sharded):
-    """Types of leaves; of those that travel sparse as `[R, D]`."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  def _types(self, given, tables, leaves):
+    """Types of leaves; of tables `ShardedTable`s of `[R, D]`."""
     found = []
-    for i, (leaf, is_table) in enumerate(zip(leaves, chosen)):
-      kind = row_program.type_of(leaf)
-      if i in sharded:
-        kind = kind.update(shape=sharded[i].table_shape)
-      elif is_table:
-        shape = leaf_util.table_shape(kind, self.options.unit)
-        kind = kind.update(shape=shape)
+    for i, leaf in enumerate(leaves):
+      kind = row_analysis.type_of(leaf)
+      if i in tables:
+        kind = kind.update(shape=self._table_shape(given, i))
       found.append(kind)
-    return structure.unflatten(found)
+    return given.view(found, tables)
 
-  def _wrapped(self, inner, plans, rows, context):
-    """The state with what has rows of a table marked as a part.
 
-    `rows` says of each leaf whose these are, as `RowProgram.state_rows`.
-    """
-    if not plans:
-      return inner
-    leaves, structure = jax.tree.flatten(inner)
-    own = lambda x: owner_rows.Owned(gradient_tree.as_varying(x, context.axes))
-    return structure.unflatten(
-      [x if of is None else own(x) for x, of in zip(leaves, rows, strict=True)]
+def _own_part(leaf: jax.Array, table: ShardedTable) -> jax.Array:
+  """Returns an array with zeros for the rows that other devices own."""
+  rows = jnp.arange(table.num_rows, dtype=jnp.int32)
+  owner, _ = table.layout.place(rows)
+  own = owner == lax.axis_index(table.axes)
+  shape = *leaf.shape[: max(leaf.ndim - 1, 1)], *(1,) * (leaf.ndim > 1)
+  return jnp.where(own.reshape(shape), leaf, 0)
+
+
+def _bare(state: Any) -> Any:
+  """Returns a state without sharded tables in which nothing is.
+
+  Masks and labels of an optimizer that are made of the parameters leave them
+  out within their types; others leave them out with these.
+  """
+  return jax.tree.map(
+    lambda x: x.value if is_sharded(x) and not jax.tree.leaves(x) else x,
+    state,
+    is_leaf=is_sharded,
+  )
+
+
+def _require_form(state: Any, analysis: RowAnalysis) -> None:
+  """Raises ValueError where a state has rows in another form than tables."""
+  inside = []
+  for node in jax.tree.leaves(state, is_leaf=is_sharded):
+    inside += [is_sharded(node)] * len(jax.tree.leaves(node))
+  if any(
+    of is not None and not is_in
+    for of, is_in in zip(analysis.state_rows, inside, strict=True)
+  ):
+    raise ValueError(
+      "`tx` of sharded_optimizer must keep what it has for each row in the"
+      " structure of the parameters, as optimizers of optax do by"
+      " `jax.tree.map`."
     )
 
-  def _holding(self, inner, empty, plans, rows, partition, devices):
-    """Describes the owners of a new state's parts; None where it has none.
 
-    `empty` is of tables of zeros that have a column more.
-    """
-    if not plans:
-      return None
-    number = {None: -1} | dict(zip(plans, range(len(plans))))
-    structure = jax.tree.structure(owner_rows.unwrapped(inner))
-    tables = structure.unflatten([number[of] for of in rows])
-    if jax.tree.structure(empty) != structure:
-      raise ValueError(
-        "`tx` must keep the same of a table whatever its shape, as owners of"
-        " more devices have less of it, but with a column more it keeps other"
-        " arrays; choose leaves by their names, not by shapes, as in"
-        " `optax.masked` and `optax.multi_transform`."
+def _require_devices_of(table: Any, devices: int, argument: str) -> None:
+  """Raises ValueError where a table, or state of one, is of other devices."""
+  if not table.devices:
+    raise ValueError(sharded_table.in_order_message(argument))
+  if table.devices != devices:
+    raise ValueError(
+      sharded_table.others_message(
+        argument, "sharded_optimizer", table.devices, devices
       )
-    nodes, parted = jax.tree.flatten(inner, is_leaf=owner_rows.is_owned)
-    each = zip(nodes, parted.flatten_up_to(tables), parted.flatten_up_to(empty))
-    parts = [one for one in each if owner_rows.is_owned(one[0])]
-    if not parts:
-      return None
-    lies = [
-      owner_rows.Lies(table, int(node.part.shape[1:2] != fill.shape[1:2]))
-      for node, table, fill in parts
-    ]
-    padding = [fill.reshape(-1)[0].astype(jnp.float32) for *_, fill in parts]
-    facts = [owner_rows.facts_of(p, devices, partition) for p in plans.values()]
-    facts = jnp.asarray(np.array([facts], np.uint32))
-    return owner_rows.Holding(
-      tables={owner_rows.key_of(plans.values(), devices): facts},
-      leaves=jnp.asarray(np.array([lies], np.uint32)),
-      padding=jnp.stack(padding)[None],
     )
 
 
-def _sharded_in(tree: Any) -> dict[int, ShardedTable]:
-  """The tables of which devices have parts, by the number of the leaf."""
-  either = lambda x: is_rows(x) or is_sharded(x)
-  leaves = jax.tree.leaves(tree, is_leaf=either)
-  return {i: x for i, x in enumerate(leaves) if is_sharded(x)}
+def _require_state(state: Any, tables: Any, devices: int) -> None:
+  """Raises ValueError where a state is not that of these tables' owners."""
+  known = {dataclasses.replace(x, value=None) for x in tables}
+  for node in sharded_table.nodes(state.inner):
+    if not jax.tree.leaves(node):
+      continue
+    _require_devices_of(node, devices, "state")
+    for x in jax.tree.leaves(node.value):
+      if node.has_rows(x) and len(x) != node.layout.slots:
+        raise ValueError(
+          "`state` of sharded_optimizer must be split over devices, got the"
+          f" parts of {len(x) // node.layout.slots} devices on each of"
+          f" {devices}; give `zenjax.state_specs(state, axis_name)` to"
+          " shard_map."
+        )
+    if _owner_of(node) not in {_owner_of(x) for x in known}:
+      raise ValueError(
+        "`state` of sharded_optimizer must be made for the tables of this step,"
+        f" of (rows, hash_seed, rows before) {sorted(map(_owner_of, known))},"
+        f" got {_owner_of(node)}: its rows have other owners; make it by"
+        " `zenjax.init_state` with the same `sparse` and `hash_seed`."
+      )
 
 
-def _check_tables(names: Sequence[str], sync: Any) -> None:
-  """Raises ValueError where a state is of whole tables, or not split."""
+def _owner_of(table: ShardedTable) -> tuple[int, int, int]:
+  return table.num_rows, table.seed, table.first_word
+
+
+def _require_memory(names: Sequence[str], sync: Any) -> None:
+  """Raises ValueError where a state is of replicated tables."""
   tables = sync_state.tables(sync)
   if sorted(tables) != sorted(names):
     raise ValueError(
       "`state` of sharded_optimizer must be made for the tables that are"
-      " sharded,"
-      f" {sorted(names)}, got one where these are {sorted(tables)}; shard"
-      " tables before `zenjax.init_state`."
+      f" sharded, {sorted(names)}, got one where these are {sorted(tables)};"
+      " shard tables before `zenjax.init_state`, or move both by"
+      " `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
     )
-  for name, table in tables.items():
-    if (size := table.updated.part.shape[0]) != 1:
-      raise ValueError(
-        "`state` of sharded_optimizer must be split over devices, got counts of"
-        f" {size} owners of {name!r} on each; give `zenjax.state_specs(state,"
-        " axis_name)` to shard_map."
-      )
 
 
-def _lookups(grads: Sequence[Any]) -> list[tuple[Any, Any]]:
-  """Returns what fetching rows has shown; gradients made anew do not know."""
-  return [grad.lookups or (None, None) for grad in grads]
-
-
-def _last_of_tables(push, plans, grads, rounds, exchanges, context):
-  """The numbers of a step of each table, `[T, len(LastOfTable)]`."""
-  fetched = push.fetched([x[1] for x in _lookups(grads)])
-  dense = [base.dense_bytes(x.table, context.devices) for x in plans]
-  last = sync_state.LastOfTable(
-    local_rows=fetched.rows,
-    push_need=push.most,
-    rounds=jnp.broadcast_to(rounds, len(dense)),
-    fetch_rounds=fetched.rounds,
-    overflow_rows=fetched.beyond,
-    room=push.room,
-    wire_bytes=fetched.wire_bytes + push.wire_bytes(exchanges),
-    dense_bytes=jnp.array(dense, jnp.float32),
+def _after_step(
+  memory: sync_state.TableState,
+  step: jax.Array,
+  table: ShardedTable,
+  size: int,
+  counts: Counts,
+  rounds: jax.Array,
+  owner: owner_rows.Owner,
+  context: Any,
+) -> sync_state.TableState:
+  """Returns the memory of a sharded table after step number `step`."""
+  n, devices, width = table.devices, context.devices, table.table_shape[1]
+  sizes = sync_state.Sizes(
+    num_rows=table.num_rows,
+    width=width,
+    devices=devices,
+    row_groups=n,
+    column_groups=1,
+    push=size,
+    pull=0,
+    mean=int(context.mean),
+    scheme=0,
   )
-  return jnp.stack([x.astype(jnp.float32) for x in last], axis=-1)
+  most = counts.most.astype(jnp.float32)
+  fetches = jnp.maximum(jnp.ceil(most / size), 1)
+  # For a norm of all rows, further rounds are sent once more.
+  exchanges = 1 + (rounds.astype(jnp.float32) - 1) * (1 + owner.depth)
+  ids, rows, pushed = fetch.words_of_round(size, n, width, table.dtype)
+  told = devices * len(Counts._fields)
+  copied = (devices // n - 1) * n * size * (1 + width)
+  words = (fetches * (ids + rows) + exchanges * pushed) * ((n - 1) / n)
+  words += exchanges * ((devices - 1) / devices * told + copied)
+  dense = 2 * (devices - 1) / devices * math.prod(table.shape)
+  union = counts.union.astype(jnp.float32)
+  last = sync_state.LastOfTable(
+    local_rows=counts.rows.astype(jnp.float32) / devices,
+    push_need=most,
+    union_rows=jnp.sum(union),
+    pull_need=jnp.max(union),
+    rounds=rounds,
+    fetch_rounds=fetches,
+    overflow_rows=counts.beyond,
+    wire_bytes=4 * words,
+    dense_bytes=dense * jnp.dtype(table.dtype).itemsize,
+  )
+  last = [jnp.asarray(x, jnp.float32) for x in last]
+  at = lax.rem(step, jnp.asarray(sync_state.HISTORY, step.dtype))
+  return sync_state.TableState(
+    sizes=jnp.array(sizes, jnp.int32),
+    last=jnp.stack(last),
+    history=memory.history.at[at].set(counts.most),
+  )
 
 
-def _specs(state: Any, axis: str) -> Any:
-  """Specs of a state, of which devices along `axis` have parts."""
-  own = owner_rows.Owned | owner_rows.Holding
-  is_own = lambda node: isinstance(node, own)
-
-  def spec(node):
-    split = PartitionSpec(axis) if is_own(node) else PartitionSpec()
-    return jax.tree.map(lambda _: split, node)
-
-  return jax.tree.map(spec, state, is_leaf=is_own)
-
-
-def _require_whole(params: Any) -> None:
+def _require_replicated(params: Any) -> None:
   """Raises where a type says that a parameter is spread over devices."""
   for name, leaf in leaf_util.named_leaves(params, is_sharded):
     if not is_sharded(leaf) and any(compat.explicit_spec(leaf)):
       raise ValueError(
-        "`params` must lie whole on every device for sharded_optimizer, and"
-        " leaf"
+        "`params` must be replicated for sharded_optimizer, and leaf"
         f" {name!r} is spread by {jax.typeof(leaf).sharding.spec}; give that"
         " leaf another transformation by `optax.partition`."
       )
@@ -700,7 +762,7 @@ def sharded_optimizer(
   *,
   sparse: SparseSpec = None,
   op: str | None = None,
-  partition: Partition = "hash",
+  clip_norm: float | None = None,
   wire_dtype: Any = None,
   capacities: Capacities = None,
   mesh: Any = None,
@@ -709,54 +771,50 @@ def sharded_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """Synchronizes gradients and runs `tx` at the owner of each row.
 
-  In the place of `chain(zen_sync(axis_name), lazy_rows(tx))`. There every
-  device gets all sums and updates all of them, with a state of its own of every
-  table. Here the owner of a row, who sums its gradients, also updates it, and
-  sends the update back in the place of the sum: as many bytes, an n-th of the
-  optimizer's work and of its memory on each of `n` devices, as in ZeRO. Losses
-  are the same. Leaves that do not travel sparse take `pmean` and `tx` on every
-  device. A zen_sync of the same axis before it would be a second:
-  `zenjax.init_state` refuses that.
+  Use it instead of `chain(zen_sync(axis_name), lazy_rows(tx))` to divide the
+  optimizer's state of tables by the number of devices, as ZeRO does, and
+  wherever tables are sharded by `zenjax.tables.shard`. The device that sums a
+  row's gradient, its owner, also updates the row: the same number of bytes, and
+  1/n of the optimizer's work and memory on each of `n` devices. Results are
+  those of the chain. Leaves that are not tables take `pmean` and `tx` on every
+  device.
 
-  In plain `jit` over a mesh it takes what `zen_sync` takes there, sums it, and
-  wants parameters whole on every device; those that are not, as of FSDP, go to
-  another transformation by `optax.partition`. There `tx.init` makes the state,
-  given a mesh by `jax.set_mesh`, by parameters that lie on it, or by `mesh=`.
+  Updates are to be added, as any of optax: `optax.apply_updates` takes them.
+  The update of a sharded table holds rows, so transformations that scale
+  updates belong into `tx`. Rows that no device touched keep state and
+  parameters, as in `lazy_rows`.
 
-  The state differs between devices: make it with `zenjax.init_state`, and
-  place it by `zenjax.state_specs`. It says for which owners it was made, and a
-  step refuses it where rows have others; `zenjax.from_checkpoint` moves it to
-  another number of devices, and to the form to save, in the order of rows.
-  Rows that no device touched keep state and parameters, as in `lazy_rows`.
+  The state differs between devices. In plain `jit` over a mesh `tx.init` makes
+  it, given a mesh by `jax.set_mesh`, by parameters that lie on it, or by
+  `mesh=`; `zenjax.init_state` makes it everywhere. `zenjax.to_checkpoint` and
+  `zenjax.from_checkpoint` save it and move it to another number of devices.
 
   Args:
-    tx: What updates a row by that row's gradient, state and parameters, and
-      by values of all gradients, as for `lazy_rows`. For such values, a norm
-      say, owners reduce the rows of every push before the first is updated, and
-      exchange the results: one small collective for each norm that needs
-      another, and pushes of a further round are sent once more.
-    axis_name: One axis that devices are mapped over. Of sharded tables with
+    tx: Any optimizer that updates a row by that row's gradient, state and
+      parameters.
+    axis_name: One axis that devices are mapped over. For sharded tables with
       `replicas` all axes of the batch, slowest first, owners along the last.
-    sparse: As for `zen_sync`, like all that follow.
-    op: See there.
-    partition: See there. Optimizers that mix the columns of a row, such as
-      `rowwise_adagrad`, need whole rows, and `"hash"`.
-    wire_dtype: See there; updates are cast too.
-    capacities: See there.
-    mesh: See there.
-    kernels: See there.
-    hash_seed: See there.
+    sparse: Which leaves have owners: a pytree prefix of bools or a callable
+      `(name, leaf) -> bool`. By default large and tall ones.
+    op: `"mean"` or `"sum"` of the devices' gradients; in plain `jit`, where
+      gradients are those of the whole batch, always the sum.
+    clip_norm: Scales all gradients so that their norm, over all rows of all
+      owners and all other leaves, is at most this. None does not.
+    wire_dtype: Dtype in which rows of replicated tables are sent.
+    capacities: Buffer sizes of replicated tables, as for `zen_sync`.
+    mesh: The mesh that plain `jit` spreads the program over, if nothing else
+      tells.
+    kernels: What works on rows of replicated tables, as for `zen_sync`.
+    hash_seed: Draws another hash for replicated tables.
 
   Returns:
-    A transformation from local gradients, arrays or SparseRows, to updates that
-    are equal on all devices, for `zenjax.apply_updates`.
+    A transformation from gradients, arrays or SparseRows, to updates.
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis,
       or not those of sharded tables; `tx` updates rows by others (see
-      `lazy_rows`), accumulates gradients (`optax.MultiSteps`), needs whole rows
-      with a `partition` by columns or of a leaf that has not two dimensions;
-      the state was not made by `zenjax.init_state`, or for other owners.
+      `lazy_rows`) or by sums over rows, or accumulates gradients
+      (`optax.MultiSteps`); or the state was made for other owners.
     NotImplementedError: `kernels="pallas"` cannot serve what it was
       given, see `zen_sync`.
 
@@ -770,7 +828,7 @@ def sharded_optimizer(
     >>> tx = zenjax.sharded_optimizer(adagrad, "data", sparse=True)
     >>> table = jnp.zeros((1000, 8))
     >>> opt_state = zenjax.init_state(tx, table, mesh, "data")
-    >>> squares = opt_state.inner[0].sum_of_squares.part
+    >>> squares = opt_state.inner[0].sum_of_squares.value
     >>> squares.addressable_shards[0].data.size, table.size  # half, padded
     (4096, 8000)
     >>> def step(state, ids):
@@ -792,12 +850,17 @@ def sharded_optimizer(
     axis_name,
     sparse=sparse,
     op=op,
-    partition=partition,
+    partition="hash",
     wire_dtype=wire_dtype,
     capacities=capacities,
     mesh=mesh,
     kernels=kernels,
     hash_seed=hash_seed,
   )
-  owners = Owners(optax.with_extra_args_support(tx), options, op, mesh)
+  if clip_norm is not None and not clip_norm > 0:
+    raise ValueError(
+      f"`clip_norm` must be positive, or None for no limit, got {clip_norm!r}."
+    )
+  tx = optax.with_extra_args_support(tx)
+  owners = Owners(tx, options, op, mesh, clip_norm)
   return optax.GradientTransformationExtraArgs(owners.init, owners.update)

@@ -25,7 +25,6 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
 from zenjax._src.sync.exchange import Counts
-from zenjax._src.sync.owner_rows import Owned
 
 # Steps whose needs are kept, for `zenjax.tune`.
 HISTORY = 64
@@ -76,17 +75,15 @@ class LeafState:
 
 
 class LastOfTable(NamedTuple):
-  """Numbers of the last step of a sharded table, those that all devices have.
-
-  NaN where gradients came without what is known of their look-ups.
-  """
+  """Numbers of the last step of a sharded table, equal on all devices."""
 
   local_rows: Any  # distinct rows that a device looked up, mean
   push_need: Any  # distinct rows of the fullest pair of devices
+  union_rows: Any  # rows that owners updated
+  pull_need: Any  # rows that the busiest owner updated
   rounds: Any  # exchanges of gradient rows that were summed at once
   fetch_rounds: Any  # exchanges of ids and rows
   overflow_rows: Any
-  room: Any  # of the buffers for gradient rows, of each pair
   wire_bytes: Any
   dense_bytes: Any
 
@@ -95,10 +92,10 @@ class TableState(NamedTuple):
   """Memory of a table of `zenjax.tables.shard`, of `sharded_optimizer`."""
 
   # [len(Sizes)] int32, of the last step; groups of rows are owners, `push` is
-  # the largest room, and nothing is pulled.
+  # the buffer size, and nothing is pulled.
   sizes: jax.Array
   last: jax.Array  # [len(LastOfTable)] float32
-  updated: Owned  # [1] float32 on a device, rows that this owner updated
+  history: jax.Array  # [HISTORY] int32, rows of the fullest pair in each step
 
 
 def empty_table(*, mean: bool, devices: int) -> TableState:
@@ -106,7 +103,7 @@ def empty_table(*, mean: bool, devices: int) -> TableState:
   return TableState(
     sizes=_no_sizes(mean, devices),
     last=jnp.zeros(len(LastOfTable._fields), jnp.float32),
-    updated=Owned(jnp.zeros(1, jnp.float32)),
+    history=jnp.zeros(HISTORY, jnp.int32),
   )
 
 

@@ -26,12 +26,12 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import owner_rows
 from zenjax._src.sync import processes
 from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables import sharded_table
 
 NO_MEAN = (
   "`op` must be 'sum' outside of shard_map, got 'mean': the loss is that of the"
@@ -248,7 +248,7 @@ def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
   def place(spec: PartitionSpec, x: jax.Array) -> jax.Array:
     if spec == PartitionSpec(axes) and x.shape[0] != devices:
       raise ValueError(
-        owner_rows.others_message("state", by, x.shape[0], devices)
+        sharded_table.others_message("state", by, x.shape[0], devices)
       )
     return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit else x
 
@@ -346,8 +346,7 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
 
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
   """Specs in the structure of SparseRows."""
-  lookups = jax.tree.map(lambda _: PartitionSpec(), rows.lookups)
-  specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column), lookups
+  specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column)
   return SparseRows.tree_unflatten(rows.tree_flatten()[1], specs)
 
 

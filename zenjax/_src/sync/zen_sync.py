@@ -14,7 +14,6 @@ from zenjax._src.core.arguments import SchemeName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync import chains
@@ -27,6 +26,7 @@ from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables import sharded_table
 
 
 def zen_sync(
@@ -183,7 +183,7 @@ def zen_sync(
 
 
 def _init(params: optax.Params, options: Options) -> ZenSyncState:
-  sharded_tables.refuse(params, "params", "zen_sync")
+  sharded_table.refuse(params, "params", "zen_sync")
   chains.will_sync("zen_sync", params, options)
   named = leaf_util.named_leaves(params, is_rows)
   if options.plan:

@@ -17,8 +17,8 @@ from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sync import sync_state
+from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.training import placement
 from zenjax._src.training import returned
 

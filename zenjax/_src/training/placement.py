@@ -19,16 +19,16 @@ from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_tables
-from zenjax._src.rows.sharded_tables import is_sharded
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
-from zenjax._src.sync import owner_rows
+from zenjax._src.tables import sharded_table
+from zenjax._src.tables.sharded_table import is_sharded
+from zenjax._src.tables.sharded_table import ShardedTable
 
 # Nodes that may differ between devices, and say of how many.
-_OWN = FeedbackLeaf | SparsifierState | owner_rows.Holding
+_OWN = FeedbackLeaf | SparsifierState | ShardedTable
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
@@ -131,14 +131,10 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
 
   def spec(node: Any) -> Any:
-    if isinstance(node, owner_rows.Owned | owner_rows.Holding):
-      return jax.tree.map(lambda _: owners, node)
     if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if is_sharded(node):
-      if isinstance(node.value, owner_rows.Owned):
-        return node.with_value(owner_rows.Owned(owners))
-      return sharded_tables.specs(node, owners)
+      return sharded_table.specs(node, owners)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
       acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
@@ -150,7 +146,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """True if `node` decides its own specs; the root was split already."""
-  if isinstance(node, _OWN | owner_rows.Owned) or is_sharded(node):
+  if isinstance(node, _OWN):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
@@ -179,19 +175,19 @@ def require_devices(state: Any, argument: str, devices: int) -> None:
   By shapes of global arrays; steps look at those of a device.
   """
   for node in own_nodes(state):
-    if (
-      isinstance(node, owner_rows.Holding) and owner_rows.IN_ROWS in node.tables
-    ):
-      raise ValueError(owner_rows.in_rows_message(argument))
     by, had = made_for(node)
+    if not had:
+      raise ValueError(sharded_table.in_order_message(argument))
     if had != devices:
-      raise ValueError(owner_rows.others_message(argument, by, had, devices))
+      raise ValueError(sharded_table.others_message(argument, by, had, devices))
 
 
 def own_nodes(state: Any) -> list[Any]:
   """Lists the nodes that differ between devices and say of how many."""
   is_own = lambda node: isinstance(node, _OWN)
-  return [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  empty = lambda x: is_sharded(x) and not jax.tree.leaves(x)
+  return [node for node in nodes if not empty(node)]
 
 
 def made_for(node: Any) -> tuple[str, int]:
@@ -200,8 +196,7 @@ def made_for(node: Any) -> tuple[str, int]:
     return "a sparsifier", node.residual.shape[0]
   if isinstance(node, FeedbackLeaf):
     return "error_feedback", node.selected.shape[0]
-  (tables,) = node.tables.values()
-  return "sharded_optimizer", tables.shape[0]
+  return "sharded_optimizer", node.devices
 
 
 def init_state(
@@ -243,11 +238,11 @@ def init_state(
     (2, 12)
   """
   axes = arguments.mesh_axes(axis_name, mesh)
-  specs = sharded_tables.specs(params, PartitionSpec(axes[-1:]))
+  specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
   flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   require_replicated(params, "params", axes, flat)
   with chains.required():
-    local = _shapes(tx, sharded_tables.types_of_part(params), mesh, axes)
+    local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,

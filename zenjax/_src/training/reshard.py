@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 import numpy as np
@@ -15,39 +12,35 @@ import optax
 
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.core.collectives import Axes
-from zenjax._src.rows import sharded_tables
-from zenjax._src.rows.sharded_tables import is_sharded
-from zenjax._src.rows.sharded_tables import ShardedTable
 from zenjax._src.sparsify import sparsifier_state
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
-from zenjax._src.sync import owner_rows
 from zenjax._src.sync import sync_state
-from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
+from zenjax._src.tables import reorder
+from zenjax._src.tables import sharded_table
+from zenjax._src.tables import sharding
+from zenjax._src.tables.reorder import on_host as _on_host
+from zenjax._src.tables.sharded_table import is_sharded
+from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.training import placement
 
 
 def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
   """Brings a state into the form to save, the same for any number of devices.
 
-  Replicated leaves become host arrays. The rows that a `sharded_optimizer`
-  keeps for a table come in the table's order, `[R, ..]`. Sharded tables, and
-  optimizer state with a row for each of their rows, stay on their devices, each
-  with a range of rows in the table's order, so that no device holds all of them
-  and orbax writes them by shards. These ranges are equal, with zeros at the
-  end: if the old or the new number of devices does not divide the rows, restore
-  with `strict=False`. Gradients that wait on each device, such as those of
+  Replicated leaves become host arrays. Sharded tables, and optimizer state with
+  a row for each of their rows, stay on their devices, each with a range of rows
+  in the table's order, so that no device holds all of them and orbax writes
+  them by shards. These ranges are equal, with zeros at the end: if the old or
+  the new number of devices does not divide the rows, restore with
+  `strict=False`. Gradients that wait on each device, such as those of
   `error_feedback`, are saved for each of the devices, `[devices, ..]`.
 
   Args:
     state: The state of a step: an optimizer state, parameters, or any pytree
       that holds them.
     donate: Whether the sharded tables of `state` are used up, one array after
-      the other. If the number of devices divides the slots of an owner, as
-      powers of two up to 32 do, rows then move within the memory that they
-      have. The ranges may have more zeros at their end, so save and restore
-      with the same value.
+      the other, so that both forms of only one array exist at a time.
 
   Returns:
     The same pytree in the form to save.
@@ -66,17 +59,16 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
     >>> tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
     >>> state = zenjax.init_state(tx, jnp.zeros((700, 2)), four, "data")
     >>> saved = zenjax.to_checkpoint(state)
-    >>> saved.inner[0].sum_of_squares.part.shape
+    >>> saved.inner[0].sum_of_squares.value.shape
     (700, 2)
     >>> state = zenjax.from_checkpoint(saved, two, "data")
-    >>> state.inner[0].sum_of_squares.part.shape  # 352 rows a device, padded
+    >>> state.inner[0].sum_of_squares.value.shape  # 352 rows a device, padded
     (704, 2)
   """
-  order = functools.partial(sharded_tables.in_order, donate=donate)
-  state = _sharded(state, order)
-  host = lambda x: x if is_sharded(x) else _on_host(x)
-  state = jax.tree.map(host, state, is_leaf=is_sharded)
-  return _moved_to(state, None, None)
+  with jax.transfer_guard("allow"):
+    state = _sharded(state, lambda x: reorder.to_order(x, donate=donate))
+    host = lambda x: x if is_sharded(x) else _on_host(x)
+    return jax.tree.map(host, state, is_leaf=is_sharded)
 
 
 def from_checkpoint(
@@ -117,11 +109,10 @@ def from_checkpoint(
       `zenjax.tables.shard`.
     replicas: Further axes along which sharded tables have copies, as for
       `zenjax.tables.shard`.
-    like: A state of `zenjax.init_state` for `mesh`. You need it if the new
-      `sharded_optimizer` has another `partition`, `hash_seed` or `wire_dtype`
-      than the state was made with, or if gradients that `MultiSteps`
-      accumulates are all that differs between devices, because then only their
-      shapes tell the number of devices.
+    like: A state of `zenjax.init_state` for `mesh`. You need it if sharded
+      tables have another `hash_seed` than the state was made with, or if
+      gradients that `MultiSteps` accumulates are all that differs between
+      devices, because then only their shapes tell the number of devices.
     donate: As for `to_checkpoint`.
 
   Returns:
@@ -147,33 +138,30 @@ def from_checkpoint(
     2
   """
   axes = arguments.mesh_axes(axis_name, mesh)
-  copies = sharded_tables.replica_axes(replicas, axes, mesh)
+  copies = sharding.replica_axes(replicas, axes, mesh)
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
-  state = _sharded(saved, lambda x: _on_owners(x, mesh, axes, copies, donate))
-  state = _moved_to(state, devices, like)
-  specs = placement.state_specs(state, axis_name)
-  return jax.tree.map(
-    lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
-  )
+  others = iter([] if like is None else sharded_table.nodes(like))
+
+  def on_owners(table: ShardedTable) -> ShardedTable:
+    other = next(others, table)
+    hashed = dict(seed=other.seed, first_word=other.first_word)
+    if {"seed": table.seed, "first_word": table.first_word} != hashed:
+      table = reorder.to_order(table, donate=donate)
+      table = dataclasses.replace(table, **hashed)
+    return reorder.to_owners(table, mesh, axes, copies, donate=donate)
+
+  with jax.transfer_guard("allow"):
+    state = _moved_to(_sharded(saved, on_owners), devices, like)
+    specs = placement.state_specs(state, axis_name)
+    return jax.tree.map(
+      lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
+    )
 
 
 def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
   """`state` with `f` of each sharded table, and of what is kept of it."""
   one = lambda x: f(x) if is_sharded(x) else x
   return jax.tree.map(one, state, is_leaf=is_sharded)
-
-
-def _on_owners(
-  table: ShardedTable, mesh: Mesh, axes: Axes, replicas: Axes, donate: bool
-) -> ShardedTable:
-  """A sharded table on the owners of a mesh, whatever devices it is on."""
-  if table.devices != int(np.prod([mesh.shape[axis] for axis in axes])):
-    table = sharded_tables.in_order(table, donate=donate)
-    wanted = {*mesh.devices.flat}
-    away = lambda x: isinstance(x, jax.Array) and x.devices() != wanted
-    if any(map(away, jax.tree.leaves(table))):
-      table = jax.tree.map(_on_host, table)
-  return sharded_tables.on_owners(table, mesh, axes, replicas, donate=donate)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -184,27 +172,16 @@ def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
   return jax.device_put(x, sharding)
 
 
-def _on_host(x: Any) -> Any:
-  """Returns the whole as a NumPy array; keys of `jax.random` stay."""
-  if isinstance(x, jax.Array):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return x
-    if not x.is_fully_addressable:
-      x = multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x)
-
-
 _MOVES = (
   sync_state.LeafState,
   ErrorFeedbackState,
   SparsifierState,
-  ShardedOptimizerState,
   optax.MultiStepsState,
 )
 
 
-def _moved_to(state: Any, devices: int | None, like: Any) -> Any:
-  """Returns `state` for so many devices; for None the form to save."""
+def _moved_to(state: Any, devices: int, like: Any) -> Any:
+  """Returns `state` for so many devices, except for sharded tables."""
   alike = None if like is None else _nodes(like)
   if alike is not None:
     kinds = lambda nodes: [type(node).__name__ for node in nodes]
@@ -221,12 +198,6 @@ def _moved_to(state: Any, devices: int | None, like: Any) -> Any:
     if not isinstance(node, _MOVES):
       return node
     other = next(others, None)
-    if isinstance(node, ShardedOptimizerState):
-      return _of_owners(node, devices, other)
-    if devices is None:
-      if isinstance(node, optax.MultiStepsState):
-        return node._replace(inner_opt_state=tree(node.inner_opt_state))
-      return node
     if isinstance(node, optax.MultiStepsState):
       node = node._replace(acc_grads=_accumulated(node, devices, other))
       return node._replace(inner_opt_state=tree(node.inner_opt_state))
@@ -251,39 +222,6 @@ def _nodes(state: Any) -> list[Any]:
     if isinstance(node, optax.MultiStepsState):
       found += _nodes(node.inner_opt_state)
   return found
-
-
-def _of_owners(
-  state: ShardedOptimizerState, devices: int | None, like: Any
-) -> ShardedOptimizerState:
-  sync, inner, owners = state
-  moved = {k: _counts_of(x, devices) for k, x in sync.leaves.items()}
-  sync = sync.replace(leaves=moved)
-  nodes = jax.tree.leaves(inner, is_leaf=is_sharded)
-  if any(map(is_sharded, nodes)):  # Their rows have moved.
-    owners = owner_rows.relabelled(owners, devices)
-    return ShardedOptimizerState(sync, inner, owners)
-  if owners is not None:
-    inner, owners = jax.tree.map(_on_host, (inner, owners))
-    if devices is None:
-      inner, owners = owner_rows.in_rows(inner, owners)
-    else:
-      wanted = like and jax.tree.map(_on_host, like.owners)
-      inner, owners = owner_rows.on_owners(inner, owners, devices, wanted)
-  return ShardedOptimizerState(sync, inner, owners)
-
-
-def _counts_of(
-  leaf: sync_state.LeafState | sync_state.TableState, devices: int | None
-) -> sync_state.LeafState | sync_state.TableState:
-  """Returns what is counted of a leaf, for so many owners or to save."""
-  if isinstance(leaf, sync_state.LeafState):
-    return leaf if devices is None else _folded(leaf, devices)
-  own, owners = _on_host(leaf.updated.part), devices or 1
-  if len(own) != owners:
-    # All rows stay; a hash deals them evenly.
-    own = np.full(owners, own.sum() / owners, own.dtype)
-  return leaf._replace(updated=owner_rows.Owned(own))
 
 
 def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
@@ -401,7 +339,7 @@ def _accumulated_on(
   if like is not None:
     (new, *_) = jax.tree.leaves(like.acc_grads)
     return first.shape[0] * devices // new.shape[0]
-  own = [placement.made_for(x)[1] for x in _own_nodes(node)]
+  own = [placement.made_for(x)[1] for x in placement.own_nodes(node)]
   shards = 1
   if isinstance(first, jax.Array):
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
@@ -412,6 +350,7 @@ def _accumulated_on(
     for leaf in sync.leaves.values()
   ]
   # One device alone may be where a checkpoint was loaded to.
+  own = [x for x in own if x]  # Sharded tables in order are of none.
   for counts in (own, [shards] if shards > 1 else [], filter(None, told)):
     found = set(counts)
     if len(found) == 1:
@@ -421,11 +360,3 @@ def _accumulated_on(
     " axis_name)`, to move what `optax.MultiSteps` accumulates: nothing in"
     " `state` says of how many devices it is."
   )
-
-
-def _own_nodes(state: Any) -> list[Any]:
-  """Lists the nodes that say of how many devices `state` is."""
-  saved = lambda x: (
-    isinstance(x, owner_rows.Holding) and owner_rows.IN_ROWS in x.tables
-  )
-  return [x for x in placement.own_nodes(state) if not saved(x)]

@@ -3,7 +3,6 @@
 import functools
 import math
 
-import forced
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,10 +83,9 @@ def _whole_run(name, optimizer):
 )
 @pytest.mark.parametrize(("name", "shape", "optimizer"), CASES)
 def test_steps_are_those_of_whole_tables(
-  name, shape, optimizer, monkeypatch, as_optax_computes
+  name, shape, optimizer, as_optax_computes
 ):
   del as_optax_computes
-  forced.few_buffer_sizes(monkeypatch)
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
   sizes = MESHES[shape]

@@ -6,13 +6,11 @@ import re
 from typing import Any
 
 from flax import linen as nn
-import forced
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import zenjax
@@ -20,12 +18,6 @@ import zenjax
 pytestmark = pytest.mark.each_jax
 
 T, R, D, B = 3, 205, 4, 16
-
-
-@pytest.fixture(autouse=True)
-def _few_sizes(monkeypatch):
-  """Two sizes of buffers compile sooner than eight, and are the same code."""
-  forced.few_buffer_sizes(monkeypatch)
 
 
 def _mesh(*shape: int) -> jax.sharding.Mesh:
@@ -166,7 +158,6 @@ OPTIMIZERS = dict(
   adagrad=optax.adagrad(0.05),
   rowwise_adagrad=zenjax.rows.rowwise_adagrad(0.05),
   adam=optax.adam(0.01),
-  clipped_adam=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01)),
 )
 
 
@@ -211,21 +202,17 @@ def _whole_run(optimizer: str, kind: str):
   return np.stack(params["t"]), params["w"], losses
 
 
-@pytest.mark.usually("adagrad-usual-8", "adam-beyond-2", "clipped_adam-*-2x4")
+@pytest.mark.usually("adam-beyond-2", "adam-usual-2x4")
 @pytest.mark.parametrize(
   ("optimizer", "kind", "shape"),
   [
     pytest.param(*case, id="-".join([*case[:2], "x".join(map(str, case[2]))]))
     for case in [
       ("sgd", "usual", (2,)),
-      ("sgd", "beyond", (8,)),
-      ("adagrad", "usual", (8,)),
       ("adagrad", "beyond", (2, 4)),
       ("rowwise_adagrad", "beyond", (8,)),
       ("adam", "beyond", (2,)),
-      ("adam", "usual", (8,)),
       ("adam", "usual", (2, 4)),
-      ("clipped_adam", "usual", (2, 4)),
     ]
   ],
 )  # fmt: skip
@@ -337,44 +324,6 @@ def test_stacks_are_placed_and_come_back(n, tables):
   np.testing.assert_array_equal(shard(on_mesh).value, flat.value)
   made = jax.jit(lambda x: shard(jnp.asarray(stack) + x))(jnp.float32(0))
   np.testing.assert_array_equal(made.value, flat.value)
-
-
-@pytest.mark.more
-def test_rows_move_to_other_devices_and_are_saved(tmp_path, as_optax_computes):
-  tx = zenjax.sharded_optimizer(optax.adam(0.05), "data")
-  step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
-  batches = [(i[:12], y[:12]) for i, y in _batches("beyond", 4)]
-  params = _shard(_params(), _mesh(4))
-  half = params, zenjax.init_state(tx, params, _mesh(4), "data")
-  half, _ = _trained(step, half, batches[:2], _mesh(4))
-  want, _ = _trained(step, half, batches[2:], _mesh(4))
-  want = zenjax.tables.unshard(want[0])
-  three = _mesh(3)
-  with ocp.StandardCheckpointer() as checkpointer:
-    saved = zenjax.to_checkpoint(half)
-    assert saved[0]["t"].shape == (T, R, D)
-    np.testing.assert_array_equal(
-      zenjax.tables.unshard(saved[0])["t"], zenjax.tables.unshard(half[0])["t"]
-    )
-    checkpointer.save(tmp_path / "at", saved)
-    checkpointer.wait_until_finished()
-    new = _shard(_params(), three)
-    new = new, zenjax.init_state(tx, new, three, "data")
-    saved = checkpointer.restore(
-      tmp_path / "at", zenjax.to_checkpoint(new), strict=False
-    )
-  state = zenjax.from_checkpoint(saved, three, "data")
-  got, _ = _trained(step, state, batches[2:], three)
-  got = zenjax.tables.unshard(got[0])
-  np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
-  pods = _mesh(2, 2)
-  state = zenjax.from_checkpoint(half, pods, "data", replicas="pod")
-  tx = zenjax.sharded_optimizer(optax.adam(0.05), pods.axis_names)
-  step = jax.jit(_step(tx, functools.partial(_loss, _scanned)))
-  got, _ = _trained(step, state, batches[2:], pods)
-  assert got[0]["t"].shape == (T, R, D)
-  got = zenjax.tables.unshard(got[0])
-  np.testing.assert_allclose(got["t"], want["t"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mapped", "scanned"])
@@ -501,10 +450,6 @@ def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
   assert f"f32[{slots},{D}]" in text
   for size in (rows, T * rows, 4 * slots):
     assert not re.search(rf"\[(\d+,)*{size}[,\]]", text)
-  gathered = [x for x in text.splitlines() if " all-gather(" in x]
-  # Only where a push overflows, if look-ups have the batch's dimension first.
-  first = name != "paired_by_table"
-  assert all("s32[4]" in x for x in gathered) == first
 
 
 def test_what_stacks_do_not_take_is_refused():

@@ -1,0 +1,151 @@
+"""Sharded optimizers and tables in nnx, Equinox and Flax's TrainState."""
+
+from typing import Any
+
+import equinox as eqx
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenjax
+
+ROWS, D, B = 600, 8, 16
+rng = np.random.default_rng(0)
+IDS = rng.integers(0, ROWS, (B, 3)).astype(np.int32)
+Y = rng.normal(size=B).astype(np.float32)
+EMBEDDINGS = lambda name, _: "emb" in name
+
+
+def mesh_of(n: int = 4) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(jax.devices()[:n], ("data",))
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.emb = nnx.Embed(ROWS, D, rngs=rngs)
+    self.out = nnx.Linear(D, 1, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.out(self.emb(ids).mean(1))[:, 0]
+
+
+def loss_fn(net, ids, y):
+  return jnp.mean((net(ids) - y) ** 2)
+
+
+def run(tx, value_and_grad, shard: bool):
+  """Losses of an `nnx.Optimizer` in `nnx.jit`, and what it is after them."""
+  mesh = mesh_of()
+  graph, state = nnx.split(Net(nnx.Rngs(0)))
+  state = jax.device_put(state, jax.NamedSharding(mesh, jax.P()))
+  if shard:
+    state = zenjax.tables.shard(state, mesh, "data", tables=EMBEDDINGS)
+  net = nnx.merge(graph, state)
+  optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(net, optimizer, ids, y):
+    loss, grads = value_and_grad(loss_fn)(net, ids, y)
+    optimizer.update(net, grads)
+    return loss
+
+  batch = jax.device_put((IDS, Y), jax.NamedSharding(mesh, jax.P("data")))
+  losses = [float(step(net, optimizer, *batch)) for _ in range(3)]
+  return losses, net, optimizer
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_nnx_optimizer(shard):
+  want, whole, _ = run(optax.adagrad(0.1), nnx.value_and_grad, False)
+  given: Any = {} if shard else {"sparse": EMBEDDINGS}
+  tx = zenjax.sharded_optimizer(
+    optax.adagrad(0.1), "data", mesh=mesh_of(), **given
+  )
+  losses, net, optimizer = run(tx, zenjax.value_and_grad, shard)
+  np.testing.assert_allclose(losses, want, rtol=1e-5)
+  got = zenjax.tables.unshard(nnx.state(net, nnx.Param))
+  whole = nnx.state(whole, nnx.Param)
+  for x, y in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+  assert optimizer.step[...] == 3
+
+
+def test_names_of_leaves_are_those_of_the_model():
+  mesh = mesh_of()
+  graph, params = nnx.split(nnx.Embed(ROWS, D, rngs=nnx.Rngs(0)), nnx.Param)
+  loss = lambda p, ids: (nnx.merge(graph, p)(ids) ** 2).mean()
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", mesh=mesh)
+  params = zenjax.tables.shard(params, mesh, "data", tables=True)
+  ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
+
+  @jax.jit
+  def step(params, state, ids):
+    grads = zenjax.value_and_grad(loss)(params, ids)[1]
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  _, state = step(params, tx.init(params), ids)
+  assert [*zenjax.stats(state)] == [*zenjax.planner.profile(state)]
+  assert [*zenjax.stats(state)] == ["embedding"]
+
+
+def test_equinox_modules():
+  class Model(eqx.Module):
+    users: eqx.nn.Embedding
+    out: eqx.nn.MLP
+
+    def __call__(self, ids):
+      rows = jax.vmap(jax.vmap(self.users))(ids).mean(1)
+      return jax.vmap(self.out)(rows)
+
+  one, two = jax.random.split(jax.random.key(0))
+  model = Model(
+    eqx.nn.Embedding(ROWS, D, key=one),
+    eqx.nn.MLP(D, "scalar", 16, 1, key=two),
+  )
+  mesh = mesh_of()
+  tables = lambda name, leaf: name.startswith("users")
+  sharded = zenjax.tables.shard(model, mesh, "data", tables=tables)
+  ids = jax.device_put(IDS, jax.NamedSharding(mesh, jax.P("data")))
+  loss = lambda model, ids: jnp.mean(model(ids) ** 2)
+  both = zenjax.rows.filter_value_and_grad(loss)
+  want = eqx.filter_value_and_grad(loss)(model, IDS)
+  got, grads = eqx.filter_jit(both)(sharded, ids)
+  np.testing.assert_allclose(got, want[0], rtol=1e-5)
+  dense = grads.users.weight.value.to_dense()
+  np.testing.assert_allclose(dense, want[1].users.weight, rtol=1e-4, atol=1e-6)
+  whole = zenjax.tables.unshard(sharded)
+  np.testing.assert_array_equal(whole.users.weight, model.users.weight)
+
+
+def test_tables_that_are_looked_up_as_often_as_they_have_rows():
+  """XLA has summed the gradients of "city", and "unused" has none."""
+  mesh = mesh_of()
+  params = {
+    "big": np.ones((5000, D), np.float32),
+    "city": np.ones((2100, D), np.float32),
+    "unused": np.ones((3000, D), np.float32),
+  }
+  params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+  loss = lambda p, ids: ((p["big"][ids] * p["city"][ids % 2000]) ** 2).mean()
+  ids = np.random.default_rng(1).integers(0, 5000, 2400).astype(np.int32)
+  split = jax.device_put(ids, jax.NamedSharding(mesh, jax.P("data")))
+  tx, plain = optax.adagrad(0.1), optax.adagrad(0.1)
+  tx = zenjax.sharded_optimizer(tx, "data", mesh=mesh)
+
+  @jax.jit
+  def step(params, state, ids):
+    grads = zenjax.value_and_grad(loss)(params, ids)[1]
+    updates, state = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates), state
+
+  state, of_plain, want = tx.init(params), plain.init(params), params
+  for _ in range(2):
+    params, state = step(params, state, split)
+    updates, of_plain = plain.update(jax.grad(loss)(want, ids), of_plain, want)
+    want = optax.apply_updates(want, updates)
+  for leaf in params:
+    np.testing.assert_allclose(params[leaf], want[leaf], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,371 @@
+"""Rows to their owners and back: tables, state, checkpoints, other devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import zenjax
+
+pytestmark = pytest.mark.each_jax
+
+R, D, B = 1003, 4, 24
+
+
+def mesh_of(n: int) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(jax.devices()[:n], ("data",))
+
+
+def table_of(*shape: int) -> np.ndarray:
+  rng = np.random.default_rng(0)
+  return rng.normal(size=shape or (R, D)).astype(np.float32)
+
+
+def params_of() -> Any:
+  stack = table_of(3, 205, D)
+  return {"s": stack, "t": table_of(), "w": np.ones(D, np.float32)}
+
+
+TABLES = {"s": True, "t": True, "w": False}
+shard = functools.partial(zenjax.tables.shard, axis_name="data", tables=TABLES)
+
+
+def loss(params, ids, y):
+  rows = params["t"][ids] + params["s"][1, ids % 205]
+  return jnp.mean((rows @ params["w"] - y) ** 2)
+
+
+BATCHES = [
+  (
+    np.random.default_rng(i).integers(0, R, B).astype(np.int32),
+    np.linspace(-1, 1, B).astype(np.float32),
+  )
+  for i in range(4)
+]
+
+
+def trained(tx, state, batches, mesh):
+  @jax.jit
+  def step(state, *batch):
+    params, opt_state = state
+    grads = zenjax.value_and_grad(loss)(params, *batch)[1]
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  lie = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+  for batch in batches:
+    state = step(state, *jax.device_put(batch, lie))
+  return state
+
+
+def equal(one: Any, other: Any) -> None:
+  one, other = zenjax.tables.unshard((one, other))
+  for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_rows_lie_with_their_owners_and_come_back(n):
+  table, mesh = table_of(), mesh_of(n)
+  for given in (table, jnp.asarray(table)):
+    sharded = shard(given, mesh, tables=True)
+    layout = sharded.layout
+    group, slot = map(np.asarray, layout.place(jnp.arange(R, dtype=jnp.int32)))
+    parts = np.asarray(sharded.value).reshape(n, layout.slots, D)
+    np.testing.assert_array_equal(parts[group, slot], table)
+    assert np.count_nonzero(parts.any(-1)) == R  # All else is padding.
+    np.testing.assert_array_equal(zenjax.tables.unshard(sharded), table)
+
+
+def rows_of(key, ids):
+  keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
+  return jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys)
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_a_table_is_made_row_by_row(n):
+  mesh, key = mesh_of(n), jax.random.key(5)
+  make = lambda key: zenjax.tables.init_by_rows(
+    functools.partial(rows_of, key), R
+  )
+  want = jax.jit(rows_of)(key, jnp.arange(R, dtype=jnp.int32))
+  for table in (
+    shard(make(key), mesh, tables=True),
+    jax.jit(lambda key: shard(make(key), mesh, tables=True))(key),
+    jax.jit(lambda x: shard(x, mesh, tables=True))(want),
+  ):
+    np.testing.assert_array_equal(zenjax.tables.unshard(table), want)
+    (part,) = {x.data.shape for x in table.value.addressable_shards}
+    assert part == (table.layout.slots, D)
+  # Of a key that is traced it cannot be said at once.
+  wrong = lambda key, ids: jax.random.normal(key, (len(ids), D))
+  by_place = lambda key: zenjax.tables.init_by_rows(
+    functools.partial(wrong, key), R
+  )
+  made = jax.jit(lambda key: shard(by_place(key), mesh, tables=True))(key)
+  assert np.isnan(zenjax.tables.unshard(made)).all()
+
+
+KEY = jax.random.key(0)
+OF_IDS = lambda ids: ids.astype(jnp.float32)[:, None] * jnp.ones((1, D))
+NOT_BY_ROW = {
+  "key by place": lambda ids: jax.random.normal(KEY, (len(ids), D)),
+  "numbers of NumPy": lambda ids: jnp.asarray(
+    np.random.default_rng(0).normal(size=(len(ids), D)), jnp.float32
+  ),
+  "split keys": lambda ids: jax.vmap(
+    lambda k, i: jax.random.normal(jax.random.fold_in(k, i), (D,))
+  )(jax.random.split(KEY, len(ids)), ids),
+  "of all ids": lambda ids: jax.random.normal(
+    jax.random.fold_in(KEY, ids.sum()), (len(ids), D)
+  ),
+  "of the first id": lambda ids: jax.random.normal(
+    jax.random.fold_in(KEY, ids[0]), (len(ids), D)
+  ),
+  "centred": lambda ids: (
+    jnp.sin(OF_IDS(ids)) - jnp.sin(OF_IDS(ids)).mean(0, keepdims=True)
+  ),
+  "counted": lambda ids: jnp.cumsum(jnp.ones((len(ids), D)), 0),
+  "reversed": lambda ids: OF_IDS(ids[::-1]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BY_ROW)
+def test_functions_that_are_not_by_row_are_refused(name):
+  with pytest.raises(ValueError, match="make each row from its id alone"):
+    zenjax.tables.init_by_rows(NOT_BY_ROW[name], R)
+
+
+def labels_by_path(params):
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: "b" if "w" in str(path) else "a", params
+  )
+
+
+INNER: dict[str, Any] = {
+  "adagrad": optax.adagrad(0.1),
+  "by path": optax.partition(
+    {"a": optax.adagrad(0.1), "b": optax.adam(0.01)}, labels_by_path
+  ),
+  "masked": optax.chain(
+    optax.masked(optax.trace(0.5), {"s": False, "t": True, "w": True}),
+    optax.sgd(0.1),
+  ),
+}
+
+
+@pytest.mark.usually("adagrad-3-saved", "by path-2x4-donated")
+@pytest.mark.parametrize("way", ["moved", "saved", "donated"])
+@pytest.mark.parametrize("devices", ["3", "2x4"])
+@pytest.mark.parametrize("name", INNER)
+def test_a_run_that_moves_goes_on_as_one_that_never_did(
+  name, devices, way, tmp_path, as_optax_computes
+):
+  four, inner = mesh_of(4), INNER[name]
+  tx = zenjax.sharded_optimizer(inner, "data", mesh=four)
+  params = shard(params_of(), four)
+  half = trained(tx, (params, tx.init(params)), BATCHES[:2], four)
+  stay = jax.tree.map(jnp.copy, half)
+  want = trained(tx, stay, BATCHES[2:], four)
+  mesh, axes = mesh_of(3), "data"
+  there = functools.partial(zenjax.from_checkpoint, mesh=mesh, axis_name="data")
+  if devices == "2x4":
+    axes = ("pod", "chip")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), axes, axis_types=auto)
+    there = functools.partial(
+      zenjax.from_checkpoint, mesh=mesh, axis_name="chip", replicas="pod"
+    )
+  tx = zenjax.sharded_optimizer(inner, axes, mesh=mesh)
+  if way != "moved":
+    donate = way == "donated"
+    saved = zenjax.to_checkpoint(half, donate=donate)
+    assert half[0]["t"].value.is_deleted() == donate
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(tmp_path / "at", saved)
+      checkpointer.wait_until_finished()
+      new = there(zenjax.to_checkpoint(shard(params_of(), four)))
+      new = zenjax.to_checkpoint((new, tx.init(new)))
+      like = jax.tree.map(ocp.utils.to_shape_dtype_struct, new)
+      half = checkpointer.restore(tmp_path / "at", like, strict=False)
+    with pytest.raises(ValueError, match="order of rows.*from_checkpoint"):
+      trained(tx, half, BATCHES[2:3], mesh)
+  half = there(half, donate=way == "donated")
+  assert jax.tree.structure(half[1].inner) == jax.tree.structure(
+    tx.init(half[0]).inner
+  )
+  got = trained(tx, half, BATCHES[2:], mesh)
+  got, want = zenjax.tables.unshard((got, want))
+  for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_back_on_the_same_devices_and_in_another_order():
+  four = mesh_of(4)
+  params = shard(params_of(), four)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data")
+  before = params, zenjax.init_state(tx, params, four, "data")
+  with jax.set_mesh(four):  # As an abstract mesh, without devices.
+    saved = zenjax.to_checkpoint(before)
+  order = np.array(jax.devices())[[2, 0, 3, 1]]
+  shuffled = jax.sharding.Mesh(order, ("data",))
+  for mesh in (mesh_of(8), shuffled):
+    there = zenjax.from_checkpoint(saved, mesh, "data")
+    equal(there, before)
+    after = zenjax.from_checkpoint(there, four, "data")
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    equal(after, before)
+  assert zenjax.report(before) == "sharded_optimizer: no step was taken yet."
+  assert not zenjax.stats(before)
+
+
+@pytest.mark.parametrize("inner", [optax.adagrad(0.1), INNER["by path"]])
+def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
+  inner, as_optax_computes
+):
+  """Parameters and the state of optax, by one call each."""
+  mesh = mesh_of(4)
+  params = jax.tree.map(jnp.asarray, params_of())
+  state = inner.init(params)
+  for batch in BATCHES[:2]:
+    updates, state = inner.update(jax.grad(loss)(params, *batch), state, params)
+    params = optax.apply_updates(params, updates)
+  moved = shard(params, mesh, opt_state=state)
+  equal(zenjax.tables.unshard(moved), (params, state))
+  tx = zenjax.sharded_optimizer(inner, "data", mesh=mesh)
+  made = tx.init(moved[0])
+  assert jax.tree.structure(moved[1]) == jax.tree.structure(made)
+  got = zenjax.tables.unshard(trained(tx, moved, BATCHES[2:], mesh))
+  for batch in BATCHES[2:]:
+    updates, state = inner.update(jax.grad(loss)(params, *batch), state, params)
+    params = optax.apply_updates(params, updates)
+  assert jax.tree.structure(got) == jax.tree.structure((params, state))
+  for x, y in zip(*map(jax.tree.leaves, (got, (params, state))), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_transfers_are_explicit():
+  mesh = mesh_of(4)
+  params = shard(params_of(), mesh)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", mesh=mesh)
+  state = trained(tx, (params, tx.init(params)), BATCHES[:1], mesh)
+  with jax.transfer_guard("disallow"):
+    assert zenjax.stats(state)["t"]["rounds"] >= 1
+    assert "rows" in zenjax.report(state)
+    saved = zenjax.to_checkpoint(state)
+  equal(zenjax.from_checkpoint(saved, mesh, "data"), state)
+
+
+# Errors: what is called with tables on 2 devices, the exception, its words.
+
+
+def errors() -> dict[str, Any]:
+  mesh, two = mesh_of(2), jax.sharding.Mesh([jax.devices()[:2]], ("a", "b"))
+  params, sgd = params_of(), optax.adagrad(0.1)
+  sharded = shard(params, mesh)
+  owners = functools.partial(zenjax.sharded_optimizer, sgd, "data")
+  tx = owners(mesh=mesh)
+  ids, y = BATCHES[0]
+  both = lambda f, p=sharded: jax.eval_shape(zenjax.value_and_grad(f), p, ids)
+  grads = jax.eval_shape(zenjax.value_and_grad(loss), sharded, ids, y)[1]
+  state = tx.init(sharded)
+  update = lambda tx, state, params=sharded: jax.eval_shape(
+    lambda s, p: tx.update(
+      zenjax.value_and_grad(loss)(sharded, ids, y)[1], s, p
+    ),
+    state,
+    params,
+  )
+  other = shard(params, mesh_of(4))
+  away = sharded["t"].with_value(
+    jax.device_put(
+      sharded["t"].value, jax.NamedSharding(mesh_of(4), jax.P("data"))
+    )
+  )
+
+  def depends(p, ids):
+    return p["t"][jnp.argmax(p["t"][ids] @ p["w"])].sum()
+
+  del grads
+  return {
+    "axis": (
+      lambda: zenjax.tables.shard(params, mesh, "model"),
+      ValueError, r"axes of the mesh, got \['model'\]"),
+    "seed": (lambda: shard(params, mesh, hash_seed=-1),
+      ValueError, "`hash_seed` must be an integer in"),
+    "two axes": (lambda: zenjax.tables.shard(params, two, ("a", "b")),
+      ValueError, "must be one axis"),
+    "vector": (lambda: shard({"w": np.ones(3)}, mesh, tables=True),
+      ValueError, r"two dimensions.*'w' has shape \(3,\)"),
+    "twice": (lambda: shard(sharded, mesh), ValueError, "'s' is split already"),
+    "none": (
+      lambda: zenjax.tables.shard({"w": jnp.ones((600, 2))}, mesh, "data"),
+      ValueError, "`tables` must choose a leaf.*'w'"),
+    "prefix": (lambda: shard(params, mesh, tables=["t"]),
+      ValueError, "`tables` must be a pytree prefix"),
+    "not chosen": (
+      lambda: shard(
+        {"t": zenjax.tables.init_by_rows(OF_IDS, 20), "u": table_of()}, mesh,
+        tables={"t": False, "u": True}),
+      ValueError, "must choose leaf 't'"),
+    "not rows": (lambda: zenjax.tables.init_by_rows(lambda ids: ids, R),
+      ValueError, "must return floating rows"),
+    "too many": (lambda: zenjax.tables.init_by_rows(OF_IDS, 2**31),
+      ValueError, "from 1 to"),
+    "state of zen_sync": (
+      lambda: shard(params, mesh,
+        opt_state=zenjax.zen_sync("data").init(params)),
+      ValueError, r"`opt_state\[1\]`"),
+    "ids depend on rows": (lambda: both(depends),
+      ValueError, "ids that are known before any row"),
+    "product": (lambda: both(lambda p, i: (p["t"] @ p["w"])[i].sum()),
+      ValueError, "only look up rows of 't'.*dot_general"),
+    "index": (lambda: sharded["t"][ids], TypeError, "cannot be indexed"),
+    "sum": (lambda: jnp.sum(sharded["t"]), TypeError, "is not an array"),
+    "zen_sync": (lambda: zenjax.zen_sync("data").init(sharded),
+      ValueError, "`zenjax.sharded_optimizer"),
+    "lazy_rows": (lambda: zenjax.lazy_rows(sgd).init(sharded),
+      ValueError, "`zenjax.sharded_optimizer"),
+    "capacities": (lambda: owners(mesh=mesh, capacities=(4, 4)).init(sharded),
+      ValueError, "`capacities` of sharded_optimizer must be"),
+    "clip": (lambda: owners(clip_norm=0.0), ValueError, "`clip_norm` must be"),
+    "norm": (
+      lambda: zenjax.sharded_optimizer(
+        optax.chain(optax.clip_by_global_norm(1.0), sgd), "data", mesh=mesh,
+      ).init(sharded),
+      ValueError, "give `clip_norm=`"),
+    "no params": (lambda: update(tx, state, None),
+      ValueError, "`params` must be given"),
+    "table on 4, tx on 2": (lambda: owners(mesh=mesh).init(other),
+      ValueError, "for the 2 devices.*one made for 4"),
+    "table on 2, tx on 4": (lambda: owners(mesh=mesh_of(4)).init(sharded),
+      ValueError, "for the 4 devices.*one made for 2"),
+    "state of 4": (lambda: update(tx, owners(mesh=mesh_of(4)).init(other)),
+      ValueError, "for the 2 devices.*one made for 4"),
+    "state of optax": (lambda: update(tx, sgd.init(params)),
+      ValueError, "`state` of sharded_optimizer must be made by"),
+    "axis of tx": (
+      lambda: zenjax.sharded_optimizer(sgd, "batch", mesh=mesh).init(sharded),
+      ValueError, "must name axes of `mesh`, which has"),
+    "saved": (lambda: update(tx, state, zenjax.to_checkpoint(sharded)),
+      ValueError, "order of rows.*from_checkpoint"),
+    "moved by hand": (
+      lambda: zenjax.value_and_grad(lambda t, i: t[i].sum())(away, ids),
+      ValueError, "made for, got one of 2 on 4"),
+  }  # fmt: skip
+
+
+def test_misuse_is_refused():
+  wrong = []
+  for name, (call, kind, words) in errors().items():
+    try:
+      with pytest.raises(kind, match=words):
+        call()
+    except BaseException as error:  # All of them are told.
+      wrong.append(f"{name}: {type(error).__name__}: {error}")
+  assert not wrong, "\n\n".join(wrong)

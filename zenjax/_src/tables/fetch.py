@@ -1,0 +1,363 @@
+"""Fetches the rows that a device looks up from the devices that own them.
+
+Distinct ids are sorted by owner and sent there, and their rows come back. All
+tables share one buffer, of one size for each pair of devices; what does not fit
+follows in further rounds, so that the result is exact for any ids.
+
+Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device, `K` lookups
+of a device, `C` rows that a buffer for one pair of devices holds.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core import indexing
+from zenjax._src.core import wire
+from zenjax._src.core.partition import Layout
+from zenjax._src.schemes import buffer_sizes
+from zenjax._src.tables import table_update
+from zenjax._src.tables.sharded_table import ShardedTable
+
+# By default buffers have room for a part of the lookups, as batches repeat
+# ids, and for a few rows at least.
+_PART, _LEAST = 0.25, 8
+
+
+def buffer_size(look_ups: int, layout: Layout, sizes: Sequence[int]) -> int:
+  """Returns `C`, the rows that the buffer for one pair of devices holds.
+
+  Args:
+    look_ups: `K`.
+    layout: Says how many owners there are.
+    sizes: Of the table, `(C,)` or empty.
+  """
+  n = layout.groups
+  if n == 1:
+    return look_ups
+  default = math.ceil(buffer_sizes.fullest(look_ups * _PART, n, n * n))
+  (size,) = sizes or (max(default, _LEAST),)
+  return max(1, min(size, look_ups, layout.slots))
+
+
+class LookUps(NamedTuple):
+  """Lookups of a table on a device, the distinct ones sorted by owner."""
+
+  # [K] int32, `owner * S + slot` of distinct rows, ascending; n * S after them.
+  places: jax.Array
+  first: jax.Array  # [n + 1] int32, where each owner's begin among `places`
+  number: Any  # [K] int32, of each lookup's row among the distinct; or None
+
+
+def look_ups(ids: jax.Array, layout: Layout) -> LookUps:
+  """Sorts lookups `[K]` by owner and slot; ids from `R` on are of no row."""
+  end = layout.groups * layout.slots
+  owner, slot = layout.place(jnp.minimum(ids, layout.num_rows - 1))
+  place = jnp.where(ids < layout.num_rows, owner * layout.slots + slot, end)
+  iota = compat.cast_like(jnp.arange(len(ids), dtype=jnp.int32), place)
+  place, order = lax.sort((place, iota), num_keys=1)
+  new = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
+  number = jnp.cumsum(new, dtype=jnp.int32) - 1
+  places = jnp.full_like(place, end).at[number]
+  places = places.set(place, indices_are_sorted=True)
+  number = indexing.put(jnp.zeros_like(number), order, number)
+  return LookUps(places, borders(places, layout), number)
+
+
+def borders(places: jax.Array, layout: Layout) -> jax.Array:
+  """Returns where the places of each owner begin, and where the last end."""
+  ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
+  return jnp.searchsorted(places, ends).astype(jnp.int32)
+
+
+def ids_of(places: jax.Array, layout: Layout) -> jax.Array:
+  """Returns the rows at `places`, `R` where there is none."""
+  owner = jnp.minimum(places // layout.slots, layout.groups - 1)
+  return layout.row(owner, places - owner * layout.slots)
+
+
+def buffer_of(
+  asked: LookUps, begin: jax.Array, size: int, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+  """Chooses the next rows for each owner.
+
+  Args:
+    asked: Lookups.
+    begin: `[n]`, numbers of the first row for each owner.
+    size: `C`.
+    layout: Of the table.
+
+  Returns:
+    `[n, C]` each: numbers among the distinct rows, and slots, `S` where an
+    owner is asked for no more.
+  """
+  at = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+  fresh = at < asked.first[1:, None]
+  owner = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
+  slots = indexing.take_or(asked.places, at, 0) - owner * layout.slots
+  return at, jnp.where(fresh, slots, layout.slots)
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("ids", "asked", "came", "most"),
+  meta_fields=("layouts", "sizes"),
+)
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+  """Lookups of a batch whose ids have been sent to the owners.
+
+  Devices have parts of all of it: of a whole batch it is split along each first
+  dimension, as the batch is.
+  """
+
+  ids: list[jax.Array]  # [K] int32 of each table
+  asked: list[LookUps]
+  came: list[jax.Array]  # [n, C] int32, slots that others ask this device for
+  most: jax.Array  # [1, T] int32, rows of the fullest pair of devices
+  layouts: tuple[Layout, ...]
+  sizes: tuple[int, ...]  # C of each table
+
+
+def _joined(ids: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+  return [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
+
+
+def ask(
+  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
+) -> Ahead:
+  """Sends the first distinct ids of a device to their owners.
+
+  Args:
+    tables: Parts, inside a `shard_map`.
+    ids: `[k] int32` of each lookup of each table, in `[0, R]`; `R` is not a
+      row.
+  """
+  ids = _joined(ids)
+  layouts = tuple([table.layout for table in tables])
+  asked = [look_ups(x, layout) for x, layout in zip(ids, layouts)]
+  sizes = tuple(
+    [
+      buffer_size(len(x), layout, table.sizes)
+      for x, layout, table in zip(ids, layouts, tables)
+    ]
+  )
+  fullest = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
+  sent = []
+  for a, size, layout in zip(asked, sizes, layouts):
+    _, slots = buffer_of(a, a.first[:-1], size, layout)
+    sent.append([slots])
+  # Every device tells all others how many rounds it needs.
+  n = layouts[0].groups
+  sent.append([jnp.broadcast_to(fullest, (n, len(tables)))])
+  *came, (told,) = wire.exchange(sent, collectives.all_to_all, tables[0].axes)
+  most = jnp.max(told, axis=0)
+  if tables[0].replicas:  # So that all take the same number of rounds.
+    most = collectives.pmax(most, tables[0].replicas)
+  return Ahead(ids, asked, [x for (x,) in came], most[None], layouts, sizes)
+
+
+def fetch(
+  tables: Sequence[ShardedTable], ahead: Ahead
+) -> list[tuple[jax.Array, jax.Array]]:
+  """Returns the distinct rows that a device looks up, and their ids.
+
+  Args:
+    tables: Parts `[S, D]`, inside a `shard_map`.
+    ahead: The lookups, as `ask` returned them.
+
+  Returns:
+    Of each table ids `[K]` and rows `[K, D]`, sorted by owner; after them `R`
+    and zeros.
+  """
+  axes = tables[0].axes
+  asked, layouts, sizes = ahead.asked, ahead.layouts, ahead.sizes
+  most = compat.agreed(ahead.most[0], tables[0].batch_axes)
+
+  def answered(turn: Any, came: Any, rows: Sequence[Any]) -> list[jax.Array]:
+    own = [
+      [indexing.take_or(t.value, slots, 0)] for t, slots in zip(tables, came)
+    ]
+    got = wire.exchange(own, collectives.all_to_all, axes)
+    every = zip(asked, layouts, sizes, got, rows)
+    return [_found(turn, a, l, c, x, r) for a, l, c, (x,), r in every]
+
+  def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
+    sent = []
+    for a, layout, size in zip(asked, layouts, sizes):
+      _, slots = buffer_of(a, a.first[:-1] + turn * size, size, layout)
+      sent.append([slots])
+    came = wire.exchange(sent, collectives.all_to_all, axes)
+    return answered(turn, [x for (x,) in came], rows)
+
+  rows = answered(0, ahead.came, [0] * len(tables))
+  rounds = jnp.max(-(-most // jnp.array(sizes, jnp.int32)))
+  rows = lax.fori_loop(1, rounds, more, rows)
+  ids = [ids_of(a.places, layout) for a, layout in zip(asked, layouts)]
+  return list(zip(ids, rows))
+
+
+def _found(
+  turn: Any,
+  asked: LookUps,
+  layout: Layout,
+  size: int,
+  came: jax.Array,
+  before: Any,
+) -> jax.Array:
+  """`[K, D]` of distinct rows that came in this turn, else `before`."""
+  n, slots = layout.groups, layout.slots
+  owner = jnp.minimum(asked.places // slots, n - 1)
+  number = jnp.arange(len(owner), dtype=jnp.int32)
+  at = number - asked.first[owner] - turn * size
+  here = (asked.places < n * slots) & (at >= 0) & (at < size)
+  came = came.reshape(n * size, *came.shape[2:])
+  rows = indexing.take(came, owner * size + jnp.clip(at, 0, size - 1))
+  return jnp.where(here[:, None], rows, before)
+
+
+def of_look_ups(rows: jax.Array, number: jax.Array) -> jax.Array:
+  """Returns distinct rows `[K, D]` once for each lookup.
+
+  Its derivative sums gradients of lookups by row, 16-bit ones in float32.
+  """
+  wide = rows.astype(collectives.accumulator(rows.dtype))
+  return indexing.take(wide, number).astype(rows.dtype)
+
+
+def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
+  """Returns `f` of what each device has, where `mesh` is given."""
+  if mesh is None:
+    return f
+  split = PartitionSpec(tables[0].batch_axes)
+  return table_update.on_devices(f, mesh, tables[0].batch_axes, specs, split)
+
+
+def ask_on(
+  mesh: Any,
+  tables: Sequence[ShardedTable],
+  ids: Sequence[Sequence[jax.Array]],
+) -> Ahead:
+  """Runs `ask`, of a whole batch's lookups where `mesh` is given."""
+  split = PartitionSpec(tables[0].batch_axes)
+  specs = PartitionSpec(tables[0].axes), split
+  return _on(mesh, tables, ask, specs)(list(tables), list(map(list, ids)))
+
+
+def fetch_on(
+  mesh: Any,
+  tables: Sequence[ShardedTable],
+  ids: Sequence[Sequence[jax.Array]],
+  ahead: Ahead | None = None,
+) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
+  """Fetches distinct rows, of a whole batch's lookups where `mesh` is given.
+
+  Args:
+    mesh: As `mesh_of` returned it.
+    tables: The tables.
+    ids: `[k] int32` of each lookup of each table, on a mesh those of all
+      devices.
+    ahead: Of the same lookups, if their ids have been sent. Of others all rows
+      are NaN.
+
+  Returns:
+    Of each table the ids of distinct rows, sorted by owner, these rows, and the
+    number of each lookup among them, for `expanded_on`.
+  """
+
+  def fetched(tables, ids, given):
+    ahead = given or ask(tables, ids)
+    found, rows = zip(*fetch(tables, ahead))
+    if given is not None:
+      same = [jnp.all(x == y) for x, y in zip(_joined(ids), given.ids)]
+      rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
+    numbers = [_split(asked.number, x) for asked, x in zip(ahead.asked, ids)]
+    return list(found), list(rows), numbers
+
+  if ahead is not None:
+    _require_same(mesh, tables, ids, ahead)
+  split = PartitionSpec(tables[0].batch_axes)
+  specs = PartitionSpec(tables[0].axes), split, split
+  return _on(mesh, tables, fetched, specs)(
+    list(tables), list(map(list, ids)), ahead
+  )
+
+
+def expanded_on(
+  mesh: Any,
+  tables: Sequence[ShardedTable],
+  rows: Sequence[jax.Array],
+  numbers: Sequence[Sequence[jax.Array]],
+) -> list[list[jax.Array]]:
+  """Returns the rows of all lookups, `[k, D]` each, from the distinct ones."""
+
+  def expanded(rows, numbers):
+    every = zip(rows, _joined(numbers), numbers)
+    return [_split(of_look_ups(x, number), of) for x, number, of in every]
+
+  split = PartitionSpec(tables[0].batch_axes)
+  return _on(mesh, tables, expanded, split)(
+    list(rows), list(map(list, numbers))
+  )
+
+
+def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+  """Cuts `[sum(k), ..]` into `[k, ..]` of each of `like`."""
+  if len(like) == 1:
+    return [x]
+  return jnp.split(x, np.cumsum([len(of) for of in like])[:-1].tolist())
+
+
+def _require_same(mesh, tables, ids, ahead):
+  """Raises ValueError where `ahead` is of other tables or another batch."""
+  devices = 1
+  if mesh is not None:
+    devices = math.prod([mesh.shape[axis] for axis in tables[0].batch_axes])
+  each = zip(ids, tables)
+  want = [(sum(map(len, x)) // devices, t.layout) for x, t in each]
+  got = [(len(x) // devices, of) for x, of in zip(ahead.ids, ahead.layouts)]
+  if got != want:
+    raise ValueError(
+      "`prefetched` must be what `zenjax.tables.prefetch` returned for this"
+      f" function and batch, with lookups a device and tables {want}, got"
+      f" {got}."
+    )
+
+
+def words_of_step(
+  look_ups: int, most: float, layout: Layout, width: int, dtype: Any
+) -> tuple[int, int, int]:
+  """Returns what a device sends in a step with one table.
+
+  Args:
+    look_ups: Of a device, all in one exchange.
+    most: Distinct rows that any device looks up with any owner.
+    layout: Of the table.
+    width: Its columns.
+    dtype: Its dtype.
+
+  Returns:
+    Words of 32 bits of the messages with ids, rows and gradient rows.
+  """
+  size = buffer_size(look_ups, layout, ())
+  rounds = max(1, math.ceil(most / size))
+  ids, rows, pushed = words_of_round(size, layout.groups, width, dtype)
+  return rounds * ids, rounds * rows, rounds * pushed
+
+
+def words_of_round(
+  size: int, devices: int, width: int, dtype: Any
+) -> tuple[int, int, int]:
+  """Returns words of the messages with ids, rows and gradient rows."""
+  rows = devices * wire.words_for(size * width, dtype)
+  return devices * (size + 1), rows, rows + devices * (size + 1)

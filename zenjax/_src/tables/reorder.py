@@ -1,0 +1,380 @@
+"""Moves rows between their order in a table and the devices that own them.
+
+Each owner has one row of any `n` that follow each other, so the two are an
+`all_to_all` apart, without an index or padding. Rows move some MiB at a time:
+a device holds the part that is read and the part that is written.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.collectives import Axes
+from zenjax._src.core.partition import Layout
+from zenjax._src.tables import sharded_table
+from zenjax._src.tables import table_update
+from zenjax._src.tables.sharded_table import ShardedTable
+
+# Bytes of a device that one exchange moves.
+_MOVED = 1 << 22
+
+
+def on_host(x: Any) -> Any:
+  """Returns the whole of an array as NumPy's; keys of `jax.random` stay."""
+  if isinstance(x, jax.Array):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return x
+    if not x.is_fully_addressable:
+      return multihost_utils.process_allgather(x, tiled=True)
+  return jax.device_get(x)
+
+
+def to_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
+  """Returns a table, or what a state has of one, with its rows in order.
+
+  Args:
+    table: On its owners.
+    donate: Whether arrays are used up, one after another.
+
+  Returns:
+    A range of rows on each device, of zeros where there are no more.
+  """
+  if not table.devices:
+    return table
+
+  def moved(x: Any) -> Any:
+    if not table.has_rows(x):
+      return x
+    mesh = sharded_table.mesh_under(table.with_value(x))
+    split = NamedSharding(mesh, PartitionSpec(table.axes))
+    rows = -(-table.num_rows // table.devices) * table.devices
+    ordered = _on_mesh(_to_order, mesh, table.axes, table.layout)(x)
+    made = _ranges(ordered, table.num_rows, rows, split)
+    return _instead(x, made) if donate else made
+
+  value = jax.tree.map(moved, table.value)
+  return dataclasses.replace(
+    table, value=value, axes=(), devices=0, replicas=()
+  )
+
+
+def to_owners(
+  table: ShardedTable,
+  mesh: jax.sharding.Mesh,
+  axes: Axes,
+  replicas: Axes = (),
+  *,
+  donate: bool = False,
+) -> ShardedTable:
+  """Returns a table, or what a state has of one, on the owners of a mesh.
+
+  Args:
+    table: On other owners, or with its rows in order, on devices or the host.
+    mesh: Has the owners.
+    axes: Along which these lie.
+    replicas: Axes along which tables have copies.
+    donate: Whether arrays are used up, one after another.
+  """
+  devices = math.prod([mesh.shape[axis] for axis in axes])
+  new = dataclasses.replace(
+    table, axes=axes, devices=devices, replicas=replicas
+  )
+  split = NamedSharding(mesh, PartitionSpec(axes))
+  if table.devices == devices:
+    put = lambda x: _placed(x, split) if table.has_rows(x) else x
+    return new.with_value(jax.tree.map(put, table.value))
+  table = to_order(table, donate=donate)
+
+  def moved(x: Any) -> Any:
+    if not table.has_rows(x):
+      return x
+    made = rows_to_owners(x, new, mesh)
+    return _instead(x, made) if donate and isinstance(x, jax.Array) else made
+
+  return new.with_value(jax.tree.map(moved, table.value))
+
+
+def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+  """Returns `[R, ...]`, or more, as `[n * S, ...]`, each row with its owner."""
+  split = NamedSharding(mesh, PartitionSpec(table.axes))
+  rows = _blocks(table.layout) * table.devices
+  x = _ranges(x, table.num_rows, rows, split)
+  return _on_mesh(_to_owners, mesh, table.axes, table.layout)(x)
+
+
+def stack_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
+  """Returns `[*stack, R, ...]` as `[n * S, ...]`, each row with its owner."""
+  split = NamedSharding(mesh, PartitionSpec(table.axes))
+  if isinstance(x, jax.Array) and _lies_there(x, split):
+    rows = _blocks(table.layout) * table.devices
+    x = _resizing(table.num_rows, rows, split, table.stack, table.devices)(x)
+  else:  # A view of the host's memory.
+    x = on_host(x).reshape(table.num_rows, *np.shape(x)[len(table.stack) + 1 :])
+  return rows_to_owners(x, table, mesh)
+
+
+def rows_of(table: ShardedTable) -> Any:
+  """Returns a table's rows as an array in their order, `[R, ...]`.
+
+  It is split by ranges of rows where the number of devices divides these, and
+  replicated otherwise. A stack is split by its tables, or by the rows of each.
+  """
+  if not table.devices:
+
+    def cut(x: Any) -> Any:
+      if not table.has_rows(x):
+        return x
+      return x[: table.num_rows].reshape(*table.shape_of_rows, *x.shape[1:])
+
+    return jax.tree.map(cut, table.value)
+
+  def whole(x: Any) -> Any:
+    if not table.has_rows(x):
+      return x
+    mesh = sharded_table.mesh_under(table.with_value(x))
+    divided = [not size % table.devices for size in table.shape_of_rows]
+    at = next((k for k in (0, len(table.stack)) if divided[k]), None)
+    spec = () if at is None else (*[None] * at, table.axes)
+    lies = NamedSharding(mesh, PartitionSpec(*spec))
+    ordered = _on_mesh(_to_order, mesh, table.axes, table.layout)(x)
+    if table.stack:
+      return _stacking(table.shape_of_rows, table.devices, lies)(ordered)
+    return _resizing(table.num_rows, table.num_rows, lies)(ordered)
+
+  return jax.tree.map(whole, table.value)
+
+
+def made_by_rows(
+  fun: Callable[[jax.Array], jax.Array],
+  table: ShardedTable,
+  mesh: Any,
+  width: int,
+  dtype: Any,
+) -> jax.Array:
+  """Returns `[n * S, D]`: each device makes the rows that it owns."""
+  layout = table.layout
+
+  def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
+    at = begin + jnp.arange(size, dtype=jnp.int32)
+    ids = layout.row(jnp.full_like(at, lax.axis_index(table.axes)), at)
+    rows = fun(jnp.minimum(ids, table.num_rows - 1))
+    rows = jnp.where((ids < table.num_rows)[:, None], rows, 0)
+    return lax.dynamic_update_slice_in_dim(slots, rows, begin, axis=0)
+
+  def own() -> jax.Array:
+    none = jnp.zeros((layout.slots, width), dtype)
+    return _by_pieces(move, none, layout.slots)
+
+  split = PartitionSpec(table.axes)
+  return jax.jit(table_update.on_devices(own, mesh, table.axes, (), split))()
+
+
+def _placed(x: Any, split: NamedSharding) -> jax.Array:
+  """Runs `jax.device_put`, also from other devices of several processes."""
+  if isinstance(x, Tracer):
+    return x
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if not _lies_there(x, split):
+      x = on_host(x)
+  return jax.device_put(x, split)
+
+
+def _instead(old: jax.Array, new: jax.Array) -> jax.Array:
+  """Returns `new`, and frees what it was made of."""
+  jax.block_until_ready(new)
+  if old is not new:
+    old.delete()
+  return new
+
+
+def _blocks(layout: Layout) -> int:
+  """Blocks of `n` rows, a multiple of `n`: `[blocks, n]` are all rows."""
+  return -(-layout.slots // layout.groups) * layout.groups
+
+
+def _ranges(
+  x: Any, num_rows: int, rows: int, split: NamedSharding
+) -> jax.Array:
+  """The first `num_rows` of `x`, and zeros up to `rows`, split by ranges."""
+  if isinstance(x, jax.Array) and not _lies_there(x, split):
+    x = on_host(x)
+  if isinstance(x, jax.Array):
+    if not isinstance(x, Tracer) and len(x) == rows and x.sharding == split:
+      return x
+    return _resizing(num_rows, rows, split)(x)
+  host = np.asarray(x)
+
+  def part(index: Any) -> np.ndarray:
+    begin, end, _ = index[0].indices(rows)
+    own = host[begin : min(end, num_rows)]
+    missing = end - begin - len(own)
+    return np.pad(own, [(0, missing), *[(0, 0)] * (host.ndim - 1)])
+
+  shape = rows, *host.shape[1:]
+  return jax.make_array_from_callback(shape, split, part)
+
+
+def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
+  """True if a program over the devices of `lies`, in their order, takes `x`."""
+  if isinstance(x, Tracer):
+    return True
+  if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
+    here, there = x.sharding.mesh.devices, lies.mesh.devices
+    return [*here.flat] == [*there.flat]
+  return x.sharding.device_set == lies.device_set
+
+
+@functools.lru_cache(maxsize=64)
+def _resizing(
+  num_rows: int,
+  rows: int,
+  lies: NamedSharding,
+  stack: tuple[int, ...] = (),
+  devices: int = 1,
+) -> Any:
+  """Cuts off and fills up rows, of tables `[*stack, R, ...]` one by one."""
+
+  def resized(x: jax.Array) -> jax.Array:
+    if stack:
+      x = _one_table(x, stack, devices)
+    missing = rows - num_rows
+    pads = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x[:num_rows], pads)
+
+  if compat.explicit_of(lies.mesh):
+    # Where types say how arrays lie, devices must divide every dimension.
+    resized = compat.on_automatic_axes(resized, lies.mesh, lies)
+  return jax.jit(resized, out_shardings=lies)
+
+
+def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
+  """`[*stack, R, ...]` as `[T * R, ...]`, to be split over devices."""
+  count, last = math.prod(stack), len(stack)
+  if count % devices and devices % count:
+    # Where neither divides the other XLA reshapes what each device has whole.
+    x = x.reshape(count, *x.shape[last:])
+    return jnp.concatenate([x[t] for t in range(count)])
+  return x.reshape(-1, *x.shape[last + 1 :])
+
+
+@functools.lru_cache(maxsize=64)
+def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
+  """`[T * R, ...]`, split by ranges, as `[*stack, R, ...]`."""
+  *stack, each = rows
+  count = math.prod(stack)
+
+  def stacked(x: jax.Array) -> jax.Array:
+    x = x[: count * each]
+    # XLA reshapes so many parts on each device; tables one by one take two
+    # parts each.
+    if devices // math.gcd(devices, count) > 2 * count:
+      x = jnp.stack([x[t * each : (t + 1) * each] for t in range(count)])
+      return x.reshape(*rows, *x.shape[2:])
+    return x.reshape(*rows, *x.shape[1:])
+
+  if compat.explicit_of(lies.mesh):
+    stacked = compat.on_automatic_axes(stacked, lies.mesh, lies)
+  return jax.jit(stacked, out_shardings=lies)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_mesh(
+  f: Callable[..., Any], mesh: Any, axes: Axes, layout: Layout
+) -> Any:
+  """`f` of the part of each device; a table moves often, compiled once."""
+  split = PartitionSpec(axes)
+  f = functools.partial(f, axes=axes, layout=layout)
+  return jax.jit(table_update.on_devices(f, mesh, axes, split, split))
+
+
+def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+  """A range of rows `[blocks, D]` of each device to slots `[S, D]`."""
+  n = layout.groups
+  blocks = rows.reshape(-1, n, *rows.shape[1:])
+  shifts = _shifts(layout, axes, len(blocks))
+  group = jnp.arange(n, dtype=jnp.int32)
+
+  def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
+    at = group[None] - _cut(shifts, begin, size)[:, None] + 2 * n
+    some = _cut(blocks, begin, size)
+    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    some = collectives.all_to_all(jnp.swapaxes(some, 0, 1), axes)
+    put = lambda j, slots: _put(slots, some[j], j * len(blocks) + begin)
+    return lax.fori_loop(0, n, put, slots)
+
+  # Of the result's own shape: a TPU copies where tiles of 8 rows do not fit.
+  slots = jnp.zeros((layout.slots, *rows.shape[1:]), rows.dtype)
+  return _by_pieces(move, slots, len(blocks))
+
+
+def _put(slots: jax.Array, rows: jax.Array, begin: Any) -> jax.Array:
+  """Writes `rows` from `begin` on, except for those beyond the end."""
+  size = len(rows)
+  at = jnp.minimum(begin, len(slots) - size)
+  late = begin - at
+  fresh = (jnp.arange(size) >= late).reshape(-1, *(1,) * (rows.ndim - 1))
+  rows = jnp.where(fresh, jnp.roll(rows, late, axis=0), _cut(slots, at, size))
+  return lax.dynamic_update_slice_in_dim(slots, rows, at, axis=0)
+
+
+def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+  """The inverse of `_to_owners`."""
+  n, blocks = layout.groups, _blocks(layout)
+  pads = [(0, blocks - len(slots)), *[(0, 0)] * (slots.ndim - 1)]
+  parts = jnp.pad(slots, pads).reshape(n, -1, *slots.shape[1:])
+  shifts = _shifts(layout, axes, parts.shape[1])
+  j = jnp.arange(n, dtype=jnp.int32)
+
+  def move(rows: jax.Array, begin: Any, size: int) -> jax.Array:
+    some = lax.dynamic_slice_in_dim(parts, begin, size, axis=1)
+    some = jnp.swapaxes(collectives.all_to_all(some, axes), 0, 1)
+    at = j[None] + _cut(shifts, begin, size)[:, None]
+    some = _each_block(some, lax.rem(at, lax.full_like(at, n)))
+    return lax.dynamic_update_slice_in_dim(rows, some, begin, axis=0)
+
+  rows = jnp.zeros((parts.shape[1], n, *slots.shape[1:]), slots.dtype)
+  rows = _by_pieces(move, rows, len(rows))
+  return rows.reshape(-1, *slots.shape[1:])
+
+
+def _by_pieces(
+  move: Callable[[jax.Array, Any, int], jax.Array],
+  into: jax.Array,
+  blocks: int,
+) -> jax.Array:
+  """Fills `into` by `move(into, begin, size)`, some of its blocks at a time."""
+  size = into.nbytes // blocks
+  size = min(blocks, max(1, _MOVED // max(1, size)))
+  # The last piece may begin within the one before it.
+  begin = lambda i: jnp.minimum(i * size, blocks - size)
+  one = lambda i, into: move(into, begin(i), size)
+  return lax.fori_loop(0, -(-blocks // size), one, into)
+
+
+def _cut(x: jax.Array, begin: Any, size: int) -> jax.Array:
+  return lax.dynamic_slice_in_dim(x, begin, size)
+
+
+def _shifts(layout: Layout, axes: Axes, blocks: int) -> jax.Array:
+  """By how much this device's blocks are rotated: `[blocks]` in `[0, 2n)`."""
+  first = lax.axis_index(axes) * blocks
+  return layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
+
+
+def _each_block(blocks: jax.Array, at: jax.Array) -> jax.Array:
+  """`blocks[i, at[i]]`, of `[b, n, ...]` and `[b, n]`."""
+  rest = (1,) * (blocks.ndim - 2)
+  return jnp.take_along_axis(blocks, at.reshape(*at.shape, *rest), axis=1)

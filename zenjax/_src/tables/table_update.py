@@ -1,0 +1,111 @@
+"""What is added to a sharded table: some rows of each device's part."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zenjax._src.core import collectives
+from zenjax._src.core import compat
+from zenjax._src.core.collectives import Axes
+from zenjax._src.rows import sparse_rows
+from zenjax._src.rows.sparse_rows import NoArray
+from zenjax._src.rows.sparse_rows import SparseRows
+
+
+@jax.tree_util.register_pytree_node_class
+class TableUpdate(NoArray):
+  """The update of a sharded table: each device adds rows to its own part.
+
+  It stands in the place of an update's array: `part + update` adds, zeros in
+  its place add nothing. A pytree of slots, in a dtype that refuses arithmetic,
+  and of rows: whatever scales or sums all leaves of a tree raises TypeError.
+
+  Attributes:
+    slots: `[k] int32` of each device, all different; `S` for padding.
+    rows: `[k, D]`, zeros for padding.
+    size: `S`, the slots of a device.
+    axes: Mesh axes over which parts lie.
+  """
+
+  __slots__ = ("_slots", "rows", "size", "axes")
+
+  def __init__(self, slots: jax.Array, rows: Any, size: int, axes: Axes):
+    self._slots = sparse_rows.seal(slots)
+    self.rows, self.size, self.axes = rows, size, axes
+
+  @property
+  def slots(self) -> Any:
+    slots = self._slots
+    return sparse_rows.unseal(slots) if sparse_rows.is_sealed(slots) else slots
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of a device's part, `(S, D)`."""
+    return self.size, *self.rows.shape[1:]
+
+  @property
+  def dtype(self) -> Any:
+    return self.rows.dtype
+
+  def __radd__(self, table: Any) -> jax.Array:
+    """Returns `table + self`, for `optax.apply_updates`."""
+    slots, rows = self.slots, self.rows
+    mesh = collectives.mesh_around(self.axes, [table, rows], None)
+    if mesh is None:
+      return self._added(table, slots, rows)
+    split = PartitionSpec(self.axes)
+    return on_devices(self._added, mesh, self.axes, split, split)(
+      jnp.asarray(table), slots, rows
+    )
+
+  def _added(self, part, slots, rows):
+    # What others make in the place of slots, as zeros, is below the first.
+    slots = jnp.where(slots < 0, self.size, slots)
+    rows = SparseRows(slots, rows, self.size).as_unique()
+    return sparse_rows.added(part, rows)
+
+  def _not_added(self, other: Any) -> NoReturn:
+    raise TypeError(
+      "The update of a ShardedTable can only be added to the table, got"
+      f" {type(other).__name__}; apply updates one after another by"
+      " `optax.apply_updates`, or put what changes them into the optimizer that"
+      " `zenjax.sharded_optimizer` is given."
+    )
+
+  __add__ = _not_added
+
+  def tree_flatten(self):
+    return (self._slots, self.rows), (self.size, self.axes)
+
+  @classmethod
+  def tree_unflatten(cls, aux, children) -> "TableUpdate":
+    self = object.__new__(cls)
+    self._slots, self.rows = children
+    self.size, self.axes = aux
+    return self
+
+
+def is_update(node: Any) -> bool:
+  """For `is_leaf=`."""
+  return isinstance(node, TableUpdate)
+
+
+def on_devices(
+  f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+  """Returns `f` of what each device along `axes` has.
+
+  Explicit axes of the mesh are bound, too: types of arrays would not fit a
+  `shard_map` over automatic axes alone.
+  """
+  return jax.shard_map(
+    f,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={*axes, *compat.explicit_of(mesh)},
+    check_vma=False,
+  )
