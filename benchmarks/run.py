@@ -253,7 +253,7 @@ COMMANDS = (
     _names(
       "--variants",
       "by default all: dense (pmean), zen (of dense gradients), rows,"
-      " rows-pinned, owners (sharded_optimizer), sharded (tables.shard)",
+      " rows-tuned, owners (sharded_optimizer), sharded (tables.shard)",
     ),
     *(_batches(4), *_timed(15)),
   ),

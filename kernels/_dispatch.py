@@ -48,10 +48,6 @@ def interpreted(platform: str, how: Any = True) -> Iterator[None]:
     _interpreted.reset(token)
 
 
-def asked_for(kernels: Kernels) -> bool:
-  return kernels == "pallas"
-
-
 def _target() -> tuple[str, str]:
   """The platform and kind of the devices that a program is traced for.
 

@@ -61,14 +61,12 @@ def as_optax_computes():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-  """Examples in docstrings are for every JAX; `usually` leaves the rest."""
-  given, used = set(), set()
+  """Of a test marked `usually` only the cases that it names are there."""
+  given, used, kept = set(), set(), []
   for item in items:
-    if isinstance(item, pytest.DoctestItem):
-      item.add_marker(pytest.mark.each_jax)
-      continue
     usual = item.get_closest_marker("usually")
     if usual is None:
+      kept.append(item)
       continue
     alike = [
       pattern
@@ -78,8 +76,8 @@ def pytest_collection_modifyitems(config, items):
     of = (item.path, item.originalname)
     given |= {(*of, pattern) for pattern in usual.args}
     used |= {(*of, pattern) for pattern in alike}
-    if not alike:
-      item.add_marker(pytest.mark.more)
+    kept += [item] if alike else []
+  items[:] = kept
   # A pattern without a case would leave a test out in silence.
   some = any("::" in argument for argument in config.args)
   if given - used and not some:

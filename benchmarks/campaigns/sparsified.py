@@ -28,7 +28,7 @@ from benchmarks.testbed import served
 import zenjax
 
 _BATCHES = 4
-# Until capacities are known, and until a controlled threshold has settled.
+# Until counts are known, and until a controlled threshold has settled.
 _WARM_UP, _SETTLED = 8, 100
 # Of these, the last so many tell what a step sends.
 _TOLD = 20
@@ -47,11 +47,11 @@ class Setting:
   top: float  # What each host selects by magnitude.
 
 
-def _top(setting: Setting, capacities: Any) -> Any:
+def _top(setting: Setting) -> Any:
   top = zenjax.sparsify.top_k(setting.top, method="sampled")
   return optax.chain(
     zenjax.sparsify.error_feedback(top, sync.AXIS),
-    zenjax.zen_sync(sync.AXIS, unit="element", capacities=capacities),
+    zenjax.zen_sync(sync.AXIS, unit="element"),
   )
 
 
@@ -59,22 +59,22 @@ def _top(setting: Setting, capacities: Any) -> Any:
 class _Variant:
   """A way from gradients to updates."""
 
-  make: Callable[[Setting, Any], Any]  # Of the setting and what to pin.
-  pinned: bool = False  # Whether capacities are found by a rehearsal.
+  make: Callable[[Setting], Any]
+  tuned: bool = False  # Whether `zenjax.tune` plans it after a rehearsal.
   warm_up: int = _WARM_UP  # Steps before those that are timed.
 
 
 def _controlled(make: Callable[..., Any]) -> _Variant:
-  return _Variant(lambda s, _: make(sync.AXIS, s.density), warm_up=_SETTLED)
+  return _Variant(lambda s: make(sync.AXIS, s.density), warm_up=_SETTLED)
 
 
 NONE, DENSE = "none", "pmean"
 VARIANTS = {
-  NONE: _Variant(lambda *_: optax.identity()),
-  DENSE: _Variant(lambda *_: sync.PMEAN),
+  NONE: _Variant(lambda _: optax.identity()),
+  DENSE: _Variant(lambda _: sync.PMEAN),
   "exdyna": _controlled(zenjax.sparsify.exdyna),
   "micro": _controlled(zenjax.sparsify.micro),
-  "top zen": _Variant(_top, pinned=True),
+  "top zen": _Variant(_top, tuned=True),
 }
 
 
@@ -107,14 +107,14 @@ class _Worker(served.Worker):
     if self._place is None:
       self._place = programs.Place(model(made, self.mesh.size), self)
       self._mean = self._sent_and_kept(self._program(sync.PMEAN))
-    capacities = None
-    if known.pinned:
-      rehearsal = self._program(known.make(made, None))
+    seen = None
+    if known.tuned:
+      rehearsal = self._program(known.make(made))
       for _ in range(_WARM_UP):
         rehearsal()
-      capacities = zenjax.advise(rehearsal.state_here())
+      seen = rehearsal.state
       del rehearsal
-    program = self._program(known.make(made, capacities))
+    program = self._program(known.make(made), seen)
     self.cases.append(program)
     wrong = 0
     if variant != NONE:
@@ -128,9 +128,12 @@ class _Worker(served.Worker):
     means = {k: float(np.mean([f[k] for f in facts])) for k in facts[0]}
     return {"wrong": wrong, "compile_s": program.compile_s, "facts": means}
 
-  def _program(self, tx: optax.GradientTransformation) -> programs.Program:
+  def _program(
+    self, tx: optax.GradientTransformation, seen: Any = None
+  ) -> programs.Program:
     assert self._place is not None
-    return programs.Program(self._place, optax.chain(tx, optax.sgd(_RATE)))
+    tx = optax.chain(tx, optax.sgd(_RATE))
+    return programs.Program(self._place, tx, seen=seen)
 
   def _sent_and_kept(self, program: programs.Program) -> np.ndarray:
     """`[N]`, the mean gradient where nothing is lost."""

@@ -29,6 +29,7 @@ from benchmarks.cases import kernels
 from benchmarks.cases.kernels import DEVICES
 from benchmarks.cases.sync import AXIS
 from benchmarks.cases.sync import LEAF
+from benchmarks.cases.sync import tuned
 import zenjax
 from zenjax.kernels import _dispatch
 from zenjax.kernels._dispatch import Kernels
@@ -103,15 +104,15 @@ def _count_wrong(tables, union, sums):
 
 
 class Work(NamedTuple):
-  """How gradients are synchronized: by what owners, as rows, with pins."""
+  """How gradients are synchronized: by what owners, as rows, after `tune`."""
 
   partition: str
   rows: bool = False
-  pinned: bool = True
+  tuned: bool = True
 
 
 class Sync:
-  """The steps of one table: sizes are pinned to what a first step needed.
+  """The steps of one table, which `zenjax.tune` has planned after a first one.
 
   Attributes:
     shape: Rows, width and density of the gradients.
@@ -121,7 +122,7 @@ class Sync:
   def __init__(self, rows: int, width: int, density: float):
     self.shape = rows, width, density
     self.states: dict[str, Any] = {}
-    self._pins: dict[Work, Any] = {}
+    self._seen: dict[Work, Any] = {}
 
   @functools.cached_property
   def gradients(self) -> Gradients:
@@ -134,13 +135,13 @@ class Sync:
 
     `kernels` that are `interpreted` take no time that could be measured.
     """
-    gradients, pin = self.gradients, None
-    if work.pinned:
-      if work not in self._pins:
+    gradients, seen = self.gradients, None
+    if work.tuned:
+      if work not in self._seen:
         found = self._run(self._compile(work, None, "xla", False)[0], work)
-        self._pins[work] = zenjax.advise(found[1])
-      pin = self._pins[work]
-    compiled, seconds = self._compile(work, pin, kernels, interpreted)
+        self._seen[work] = found[1]
+      seen = self._seen[work]
+    compiled, seconds = self._compile(work, seen, kernels, interpreted)
     synced, self.states[name] = self._run(compiled, work)
     usage: Any = compiled.memory_analysis()
     # What any way to find the nonzero rows of a gradient reads.
@@ -171,42 +172,40 @@ class Sync:
     synced, state = self._step(compiled, work)
     return synced, jax.tree.map(lambda x: np.asarray(x[0]), state)
 
-  def _compile(self, work, pin, kernels, interpreted):
+  def _compile(self, work, seen, kernels, interpreted):
     grads = self.gradients.listed if work.rows else self.gradients.tables
     donated = () if work.rows else (0,)
     with contextlib.ExitStack() as stack:
       if interpreted:
         stack.enter_context(_dispatch.interpreted("cuda"))
       return harness.compiled(
-        step(work.partition, pin, kernels), grads, donate_argnums=donated
+        step(work.partition, seen, kernels), grads, donate_argnums=donated
       )
 
 
-def step(partition: Any, pin: Any, kernels: Kernels) -> Any:
+def step(partition: Any, seen: Any, kernels: Kernels) -> Any:
   """8 gradients of a table to their sums, arrays in place, and 8 states."""
   tx = zenjax.zen_sync(
-    AXIS,
-    sparse=True,
-    op="sum",
-    partition=partition,
-    capacities=pin,
-    tuning=zenjax.Tuning(kernels=kernels),
+    AXIS, sparse=True, op="sum", partition=partition, kernels=kernels
   )
 
   def one(gradient):
     updates: dict[str, Any] = {LEAF: gradient}
-    synced, state = tx.update(updates, tx.init(updates))
+    state = tx.init(updates)
+    if seen is not None:
+      state = tuned(state, seen)
+    synced, state = tx.update(updates, state)
     return cast(dict[str, Any], synced)[LEAF], state
 
   return jax.vmap(one, axis_name=AXIS, axis_size=DEVICES)
 
 
-_NO_PINS = ", no pins"
+_FIRST = ", first"
 WORK = {
   "hash": Work("hash"),
   "columns": Work("columns"),
   "rows": Work("hash", rows=True),
-  f"rows{_NO_PINS}": Work("hash", rows=True, pinned=False),
+  f"rows{_FIRST}": Work("hash", rows=True, tuned=False),
 }
 _INTERPRETED = " interpreted"
 NO_GPU = (

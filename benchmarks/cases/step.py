@@ -57,48 +57,45 @@ class Setting:
   batches: int
 
 
-def _zen(inner, capacities):
-  sync = zenjax.zen_sync(AXIS, sparse=True, capacities=capacities)
-  return optax.chain(sync, inner)
+def _zen(inner):
+  return optax.chain(zenjax.zen_sync(AXIS, sparse=True), inner)
 
 
-def _rows(inner, capacities):
-  return _zen(zenjax.lazy_rows(inner), capacities)
+def _rows(inner):
+  return _zen(zenjax.lazy_rows(inner))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Variant:
   """A way to the update of a step."""
 
-  # Of an optimizer and the capacities to pin.
-  transformation: Callable[[Any, Any], Any]
+  transformation: Callable[[Any], Any]  # Of an optimizer.
   rows: bool  # Whether gradients are SparseRows.
-  pinned: bool = False  # Whether capacities are found by a rehearsal.
+  tuned: bool = False  # Whether `zenjax.tune` plans it after a rehearsal.
   whole_state: bool = True  # Whether devices hold the state of all rows.
   sharded: bool = False  # Whether each has its own rows alone.
   synced: bool = True  # Whether devices exchange anything.
 
 
-_OWNERS = lambda x, pins: zenjax.sharded_optimizer(
-  x, AXIS, sparse=True, capacities=pins
-)
+_OWNERS = lambda x: zenjax.sharded_optimizer(x, AXIS, sparse=True)
 VARIANTS = {
-  "none": _Variant(lambda x, _: x, rows=False, synced=False),
-  "none-rows": _Variant(
-    lambda x, _: zenjax.lazy_rows(x), rows=True, synced=False
-  ),
-  "dense": _Variant(lambda x, _: optax.chain(sync.PMEAN, x), rows=False),
+  "none": _Variant(lambda x: x, rows=False, synced=False),
+  "none-rows": _Variant(zenjax.lazy_rows, rows=True, synced=False),
+  "dense": _Variant(lambda x: optax.chain(sync.PMEAN, x), rows=False),
   "zen": _Variant(_zen, rows=False),
+  "zen-tuned": _Variant(_zen, rows=False, tuned=True),
   "rows": _Variant(_rows, rows=True),
-  "rows-pinned": _Variant(_rows, rows=True, pinned=True),
+  "rows-tuned": _Variant(_rows, rows=True, tuned=True),
   "owners": _Variant(_OWNERS, rows=True, whole_state=False),
   "sharded": _Variant(
-    lambda x, _: zenjax.sharded_optimizer(x, AXIS),
+    lambda x: zenjax.sharded_optimizer(x, AXIS),
     rows=True,
     whole_state=False,
     sharded=True,
   ),
 }
+# Steps before `zenjax.tune`.
+_REHEARSALS = 20
 
 
 def build(
@@ -111,14 +108,14 @@ def build(
 ) -> Built:
   """Compiles a variant and checks the parameters after two steps."""
   variant = VARIANTS[name]
-  capacities = None
-  if variant.pinned:
-    rehearsal = _Runner(variant, setting, mesh, compile, None)
-    for _ in range(setting.batches):
+  seen = None
+  if variant.tuned:
+    rehearsal = _Runner(variant, setting, mesh, compile)
+    for _ in range(_REHEARSALS):
       rehearsal()
-    capacities = zenjax.advise(rehearsal.state)
+    seen = rehearsal.state
     del rehearsal
-  runner = _Runner(variant, setting, mesh, compile, capacities)
+  runner = _Runner(variant, setting, mesh, compile, seen)
   wrong = runner.check()
   usage: Any = runner.compiled.memory_analysis()
   facts = {
@@ -136,11 +133,11 @@ def _loss(params, ids, values):
 class _Runner(sync.Runner):
   """The step of a variant."""
 
-  def __init__(self, variant, setting, mesh, compile, capacities):
+  def __init__(self, variant, setting, mesh, compile, seen=None):
     self._setting, self._mesh, self._sharded = setting, mesh, variant.sharded
     self._synced = variant.synced
     inner = _OPTIMIZERS[setting.optimizer][0]()
-    tx = variant.transformation(inner, capacities)
+    tx = variant.transformation(inner)
     if variant.sharded:
       whole = lambda: jnp.zeros((setting.rows, setting.width))
       shard = functools.partial(zenjax.tables.shard, tables=True)
@@ -150,7 +147,7 @@ class _Runner(sync.Runner):
     drawn = [_draw(setting, mesh.size, s) for s in range(setting.batches)]
     placed = [[sync.place(mesh, x, AXIS) for x in batch] for batch in drawn]
     self._first = drawn[0]
-    which = {"rows": variant.rows, "compile": compile}
+    which = {"rows": variant.rows, "compile": compile, "seen": seen}
     super().__init__(tx, _loss, mesh, params, placed, **which)
 
   def check(self) -> int:

@@ -109,6 +109,12 @@ def value_and_grad(loss: Callable[..., Any], rows: bool) -> Callable[..., Any]:
   return zenjax.value_and_grad(loss) if rows else jax.value_and_grad(loss)
 
 
+def tuned(first: Any, seen: Any) -> Any:
+  """Returns a first state with the plan that `zenjax.tune` makes of others."""
+  plan = jax.tree.structure(zenjax.tune(seen))
+  return jax.tree.unflatten(plan, jax.tree.leaves(first))
+
+
 def compile_step(
   tx: optax.GradientTransformation,
   loss: Callable[..., jax.Array],
@@ -118,13 +124,15 @@ def compile_step(
   *,
   rows: bool = False,
   tell: bool = False,
+  seen: Any = None,
   **options: Any,
 ) -> Step:
   """Compiles a step; arguments may be arrays or their abstract shapes.
 
   `loss` is of the parameters, which are replicated or tables of
   `zenjax.tables.shard`, and of one device's part of the batch; with `rows`
-  gradients are SparseRows, with `tell` the step returns the mean loss too.
+  gradients are SparseRows, with `tell` the step returns the mean loss too. With
+  a state that steps have `seen`, it is planned by `zenjax.tune`.
   `options` are those of `harness.compiled`.
   """
   if isinstance(jax.tree.leaves(params)[0], jax.Array):
@@ -135,6 +143,8 @@ def compile_step(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
       jax.eval_shape(tx.init, params),
     )
+  if seen is not None:
+    state = tuned(state, seen)
   lies, specs = zenjax.state_specs((params, state), AXIS)
   gradients = value_and_grad(loss, rows)
 

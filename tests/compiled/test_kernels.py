@@ -136,8 +136,7 @@ def test_kernel_compiles(chip, name, shape):
 )
 def test_what_a_sync_takes(chip, dtype, kernels, taken):
   mesh = Mesh(np.array(devices_of(chip)), ("data",))
-  tuning = zenjax.Tuning(kernels=kernels)
-  tx = zenjax.zen_sync("data", sparse=True, partition="hash", tuning=tuning)
+  tx = zenjax.zen_sync("data", sparse=True, partition="hash", kernels=kernels)
   step = jax.shard_map(
     lambda grads: tx.update(grads, tx.init(grads))[0],
     mesh=mesh,

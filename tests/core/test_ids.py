@@ -12,8 +12,6 @@ import zenjax
 from zenjax import packed
 from zenjax import SparseRows
 
-pytestmark = pytest.mark.each_jax
-
 R = 5
 FAR = [2**32 + 1, 2**31, 2**63 - 1, -(2**32), -R - 1, R]
 DTYPES = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]

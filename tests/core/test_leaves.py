@@ -17,17 +17,12 @@ import runners
 import zenjax
 
 
-@pytest.mark.usually("element-40-6-vmap-hash", "256-9-512-shard*", "3-7-9*")
 @pytest.mark.parametrize(
   ("unit", "rows", "width", "runner", "partition"),
   [
     ("element", 40, 6, "vmap", "hash"),
-    ("element", 40, 6, "shard_map_vma_replicated", "auto"),
-    (4, 50, 12, "vmap", "columns"),
-    (4, 50, 12, "shard_map_vma_replicated", "hash"),
-    (3, 7, 9, "pmap", "auto"),
+    (3, 7, 9, "pmap", "hash"),
     (256, 9, 512, "shard_map_replicated", "columns"),
-    (256, 9, 512, "vmap", "hash"),
   ],
 )
 def test_units(unit, rows, width, runner, partition):
@@ -36,8 +31,7 @@ def test_units(unit, rows, width, runner, partition):
     oracle.check(run(stack), stack, label=name)
 
 
-@pytest.mark.usually("bfloat16")
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [cases.BFLOAT16], ids=str)
 def test_top_k_elements_of_a_vector(dtype):
   """Sparsified gradients: single elements of a leaf of one dimension."""
   rng = np.random.default_rng(0)
@@ -50,16 +44,14 @@ def test_top_k_elements_of_a_vector(dtype):
   oracle.check(run({"w": x})["w"], x)
 
 
-@pytest.mark.usually("shape0", "shape2")
-@pytest.mark.parametrize("shape", [(), (40,), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (2, 3, 4)])
 def test_one_array_of_any_rank(shape):
   run = run_with("vmap")
   stack = np.random.default_rng(0).standard_normal((N, *shape)).astype(F32)
   oracle.check(run(stack), stack)
 
 
-@pytest.mark.usually("shape2")
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
 def test_leaves_of_no_elements(shape):
   """As `lax.pmean` takes them, alone and beside a table."""
   rng = np.random.default_rng(0)
@@ -80,21 +72,15 @@ LEAVES = {
 }
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-  ("partition", "runner"),
-  [
-    ("auto", "shard_map_vma_replicated"),
-    pytest.param(2, "pmap", marks=pytest.mark.more),
-  ],
-)
-def test_many_leaves_in_one_exchange(partition, runner):
+def test_many_leaves_in_one_exchange():
   """Widths, dtypes and ranks all differ; each leaf is right on its own."""
   rng = np.random.default_rng(3)
-  tx = zenjax.zen_sync("data", sparse=True, partition=partition)
+  tx = zenjax.zen_sync("data", sparse=True, partition=2)
   params = {k: jnp.zeros(s, d) for k, (s, d) in LEAVES.items()}
   state = tx.init(params)
-  run = runners.RUNNERS[runner](lambda g, _: tx.update(g, state)[0], N)
+  run = runners.RUNNERS["shard_map_vma_replicated"](
+    lambda g, _: tx.update(g, state)[0], N
+  )
   for density in (0.0, 0.03, 0.4, 1.0):
     stack = {}
     for key, (shape, dtype) in LEAVES.items():
@@ -121,14 +107,11 @@ def test_row_zero_of_every_table():
     oracle.check(got[key], local, label=key)
 
 
-@pytest.mark.usually("sparse3", "<lambda>", "None", "False")
 @pytest.mark.parametrize(
   "sparse",
   [
     None,
-    True,
     False,
-    {"a": True, "b": False},
     {"a": {"embedding": False}, "b": True},
     lambda name, leaf: leaf.ndim == 2 and "a" in name,
   ],

@@ -11,8 +11,6 @@ import pytest
 import zenjax
 from zenjax import SparseRows
 
-pytestmark = pytest.mark.each_jax
-
 
 def drawn(seed=0, count=7, num_rows=5, width=3, dtype=jnp.float32):
   """Duplicates, and padding of which the values are not zero."""

@@ -56,104 +56,58 @@ def every_case(n, rows, width, dtype, seed=0):
     yield name, stack
 
 
-# --- density ----------------------------------------------------------------
-
-
-@case
-def empty(rng, n, rows, width, dtype):
-  del rng
-  return np.zeros((n, rows, width), dtype)
-
-
-@case
-def one_row_of_one_device(rng, n, rows, width, dtype):
-  chosen = int(rng.integers(n))
-  ids = [draw(rng, rows, 1) if i == chosen else [] for i in range(n)]
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def one_percent(rng, n, rows, width, dtype):
-  ids = [draw(rng, rows, rows / 100) for _ in range(n)]
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def half(rng, n, rows, width, dtype):
-  ids = [draw(rng, rows, rows / 2) for _ in range(n)]
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def all_rows(rng, n, rows, width, dtype):
-  return normal(rng, n, rows, width, dtype)
-
-
 # --- which rows on which device ---------------------------------------------
 
-
-@case
-def same_ids(rng, n, rows, width, dtype):
-  ids = draw(rng, rows, rows / 10)
-  return keep(normal(rng, n, rows, width, dtype), [ids] * n)
-
-
-@case
-def disjoint_ids(rng, n, rows, width, dtype):
-  ids = np.array_split(rng.permutation(rows), n)
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def some_devices_empty(rng, n, rows, width, dtype):
-  ids = [draw(rng, rows, rows / 5) if i % 2 else [] for i in range(n)]
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def one_device_full(rng, n, rows, width, dtype):
-  ids = [np.arange(rows if i == n - 1 else 0) for i in range(n)]
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def one_device_has_ten_times(rng, n, rows, width, dtype):
-  ids = [draw(rng, rows, rows / 20) for _ in range(n)]
-  ids[0] = draw(rng, rows, rows / 2)
-  return keep(normal(rng, n, rows, width, dtype), ids)
-
-
-@case
-def first_row(rng, n, rows, width, dtype):
-  return keep(normal(rng, n, rows, width, dtype), [[0]] * n)
-
-
-@case
-def last_row(rng, n, rows, width, dtype):
-  return keep(normal(rng, n, rows, width, dtype), [[rows - 1]] * n)
+# `(rng, n, rows)` to the ids of each device, whose values are ordinary.
+IDS = {
+  "empty": lambda rng, n, rows: [[]] * n,
+  "one_row_of_one_device": lambda rng, n, rows: [
+    *([[]] * (n - 1)),
+    draw(rng, rows, 1),
+  ],
+  "one_percent": lambda rng, n, rows: _each(rng, n, rows, rows / 100),
+  "half": lambda rng, n, rows: _each(rng, n, rows, rows / 2),
+  "all_rows": lambda rng, n, rows: [np.arange(rows)] * n,
+  "same_ids": lambda rng, n, rows: [draw(rng, rows, rows / 10)] * n,
+  "disjoint_ids": lambda rng, n, rows: np.array_split(rng.permutation(rows), n),
+  "some_devices_empty": lambda rng, n, rows: [
+    draw(rng, rows, rows / 5) if i % 2 else [] for i in range(n)
+  ],
+  "one_device_full": lambda rng, n, rows: [
+    np.arange(rows if i == n - 1 else 0) for i in range(n)
+  ],
+  "one_device_has_ten_times": lambda rng, n, rows: [
+    draw(rng, rows, rows / 2),
+    *_each(rng, n - 1, rows, rows / 20),
+  ],
+  "first_row": lambda rng, n, rows: [[0]] * n,
+  "last_row": lambda rng, n, rows: [[rows - 1]] * n,
+  "contiguous": lambda rng, n, rows: [
+    np.arange(start, start + max(1, rows // 4))
+    for start in rng.integers(rows - max(1, rows // 4) + 1, size=n)
+  ],
+  # Ids that a plain `id mod n` would send to one owner.
+  "every_nth_row": lambda rng, n, rows: (
+    [np.arange(int(rng.integers(min(n, rows))), rows, n)] * n
+  ),
+  # One id in each word of a bitmap over rows.
+  "every_32nth_row": lambda rng, n, rows: [np.arange(0, rows, 32)] * n,
+}
 
 
-@case
-def contiguous(rng, n, rows, width, dtype):
-  count = max(1, rows // 4)
-  starts = rng.integers(rows - count + 1, size=n)
-  ids = [np.arange(start, start + count) for start in starts]
-  return keep(normal(rng, n, rows, width, dtype), ids)
+def _each(rng, n, rows, count) -> list:
+  return [draw(rng, rows, count) for _ in range(n)]
 
 
-@case
-def every_nth_row(rng, n, rows, width, dtype):
-  """Ids that a plain `id mod n` would send to one owner."""
-  start = int(rng.integers(min(n, rows)))
-  return keep(
-    normal(rng, n, rows, width, dtype), [np.arange(start, rows, n)] * n
-  )
+def _of_ids(name: str) -> Make:
+  def make(rng, n, rows, width, dtype):
+    return keep(normal(rng, n, rows, width, dtype), IDS[name](rng, n, rows))
+
+  return make
 
 
-@case
-def every_32nth_row(rng, n, rows, width, dtype):
-  """One id in each word of a bitmap over rows."""
-  return keep(normal(rng, n, rows, width, dtype), [np.arange(0, rows, 32)] * n)
+CASES |= {name: _of_ids(name) for name in IDS}
+disjoint_ids, half = CASES["disjoint_ids"], CASES["half"]
 
 
 # --- values that a wrong mask or a wrong sum would lose ----------------------

@@ -39,8 +39,6 @@ def collectives(lowered: Any) -> list[Found]:
           name = inner.operation.name
           if name in _COLLECTIVES:
             found.append(_describe(inner, inside))
-          elif name == "stablehlo.custom_call":
-            found.extend(_copies(inner, inside))
           elif name in ("func.call", "call"):
             callee = inner.operation.attributes["callee"].value
             walk(functions[callee], inside)
@@ -59,25 +57,61 @@ def _describe(op: Any, inside: tuple[str, ...]) -> Found:
   return Found(name, size, operand[1], inside)
 
 
-def _copies(op: Any, inside: tuple[str, ...]) -> list[Found]:
-  """A kernel of remote copies: what it gives is what all devices sent."""
-  attributes = op.operation.attributes
-  name = "kernel_name" in attributes and attributes["kernel_name"].value
-  if name not in ("zenjax_push", "zenjax_pull"):
-    return []
-  words = 0
-  for result in op.operation.results:
-    dims, dtype = jax_shape(result.type)
-    bits = int("".join(c for c in dtype if c.isdigit()))
-    words += math.prod(dims) * bits // 32
-  # It is in the branch of its platform, which is the only one that is left.
-  *loops, branch = inside
-  assert branch == "stablehlo.case"
-  return [Found("remote_copy", words, "ui32", tuple(loops))]
-
-
 def jax_shape(tensor: Any) -> tuple[tuple[int, ...], str]:
   *dims, dtype = (
     str(tensor).removeprefix("tensor<").removesuffix(">").split("x")
   )
   return tuple(int(d) for d in dims), dtype
+
+
+def unordered(lowered: Any) -> list[str]:
+  """Pairs of collectives over different groups between which no data flows.
+
+  Devices may run such a pair in different orders, and wait for each other.
+  """
+  module = lowered.compiler_ir("stablehlo")
+  functions = {
+    op.attributes["sym_name"].value: op.operation
+    for op in module.body.operations
+    if op.operation.name == "func.func"
+  }
+
+  def inside(op):
+    """All operations of an operation, itself included, calls followed."""
+    yield op
+    if op.name in ("func.call", "call"):
+      yield from inside(functions[op.attributes["callee"].value])
+    for block in blocks(op):
+      for inner in block.operations:
+        yield from inside(inner.operation)
+
+  def blocks(op):
+    return [block for region in op.regions for block in region.blocks]
+
+  def groups(op):
+    over = lambda x: [
+      str(x.attributes[name])
+      for name in ("replica_groups", "source_target_pairs")
+      if name in x.attributes
+    ]
+    return {(x.name, *over(x)) for x in inside(op) if x.name in _COLLECTIVES}
+
+  found = []
+  every = [x for op in functions.values() for x in inside(op)]
+  for block in [block for op in every for block in blocks(op)]:
+    before, maker, seen = {}, {}, []
+    for op in [x.operation for x in block.operations]:
+      used = [value for x in inside(op) for value in x.operands]
+      direct = {maker[value] for value in used if value in maker}
+      number = len(before)
+      before[number] = direct.union(*[before[i] for i in direct])
+      maker |= dict.fromkeys(op.results, number)
+      if mine := groups(op):
+        for other, theirs in seen:
+          if (
+            len({over for _, over in mine | theirs}) > 1
+            and other not in before[number]
+          ):
+            found.append(f"{sorted(theirs)} and {sorted(mine)}")
+        seen.append((number, mine))
+  return found

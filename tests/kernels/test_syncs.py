@@ -17,8 +17,6 @@ import runners
 import zenjax
 from zenjax.kernels._dispatch import interpreted
 
-PALLAS = zenjax.Tuning(kernels="pallas")
-
 
 class Program(NamedTuple):
   """A program in which every operation takes its kernel."""
@@ -62,7 +60,9 @@ SIMULATED = Program(
 
 def check(program: Program, named_stacks) -> None:
   def sync(x, axis_name):
-    synced = zenjax.sparse_pmean(x, axis_name, tuning=PALLAS, **program.options)
+    synced = zenjax.sparse_pmean(
+      x, axis_name, kernels="pallas", **program.options
+    )
     rows = isinstance(synced, zenjax.SparseRows)
     return synced.to_dense() if rows else synced
 

@@ -11,15 +11,12 @@ from zenjax import planner
 from zenjax._src.planner.cli import main
 from zenjax.planner import traces
 
-TABLE = traces.TableInfo(name="t", rows=50_000, width=32, dtype="float32")
-LEAVES = (
-  traces.LeafInfo(name="t", shape=(50_000, 32), dtype="float32", look_ups=300),
-  traces.LeafInfo(name="w", shape=(32, 32), dtype="float32"),
-)
+TABLE = traces.LeafInfo(name="t", shape=(50_000, 32), look_ups=300)
+OTHER = traces.LeafInfo(name="w", shape=(32, 32), is_table=False)
 
 
-def write(directory, leaves=LEAVES):
-  header = traces.Header(tables=(TABLE,), devices=4, leaves=leaves)
+def write(directory, leaves=(TABLE, OTHER)):
+  header = traces.Header(leaves=leaves, devices=4)
   traces.create(directory, header)
   rng = np.random.default_rng(0)
   for step in range(4):
@@ -86,7 +83,9 @@ def test_whatif_says_where_the_choice_changes(trace, capsys):
 
 
 def test_tables_alone_are_told_to_be(tmp_path, capsys):
-  assert main(["plan", "--trace", write(tmp_path / "t", ()), *NETWORK]) == 0
+  assert (
+    main(["plan", "--trace", write(tmp_path / "t", (TABLE,)), *NETWORK]) == 0
+  )
   assert "the trace tells of tables only" in capsys.readouterr().out
 
 

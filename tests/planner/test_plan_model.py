@@ -256,7 +256,6 @@ def test_numbers_of_numpy_are_saved():
   assert planner.Plan.from_json(found.to_json()) == found
 
 
-@pytest.mark.each_jax
 def test_the_plan_runs():
   """On four devices: what comes out is the mean."""
   n, rows = 4, 2048

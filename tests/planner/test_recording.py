@@ -21,10 +21,8 @@ import zenjax
 from zenjax import planner
 from zenjax.planner import traces
 
-pytestmark = pytest.mark.each_jax
-
-TABLE = traces.TableInfo(name="t", rows=20, width=4, dtype="float32")
-HEADER = traces.Header(tables=(TABLE,), devices=2)
+TABLE = traces.LeafInfo(name="t", shape=(20, 4))
+HEADER = traces.Header(leaves=(TABLE,), devices=2)
 SETS = [[[3, 1, 3], []], [[19], [0, 1]]]
 
 
@@ -72,7 +70,7 @@ def test_broken_steps_are_refused(tmp_path, change):
   [
     ({"version": 1}, ["version 2"]),
     ({"devices": 0}, ["`devices`", "positive"]),
-    ({"tables": []}, ["`tables`", "one or more"]),
+    ({"leaves": []}, ["one must be a table"]),
     ({"more": 1}, ["unknown ['more']"]),
   ],
 )
@@ -98,7 +96,7 @@ def _step_of(sets):
     (_step_of([[-1], []]), ["`sets`"]),
     (_step_of([[1.5], []]), ["`sets`"]),
     (_step_of([[1]]), ["each of 2 devices"]),
-    (lambda _: traces.Header(tables=(TABLE, TABLE), devices=1), ["different"]),
+    (lambda _: traces.Header(leaves=(TABLE, TABLE), devices=1), ["different"]),
   ],
 )
 def test_refused(tmp_path, call, words):
@@ -268,7 +266,7 @@ def densities(directory, devices):
   shape = jax.ShapeDtypeStruct
   found = planner.plan(
     jax.value_and_grad(lambda p, ids: p["t"][ids].sum()),
-    {"t": shape((TABLE.rows, TABLE.width), jnp.float32)},
+    {"t": shape(TABLE.shape, jnp.float32)},
     shape((4,), jnp.int32),
     topology=planner.Topology.network("1gbit", devices),
     trace=directory,
@@ -310,13 +308,13 @@ def test_beyond_the_pool_the_union_is_the_largest_that_can_be(tmp_path):
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"rows": 21}, ["'t' has 21 rows there and 20 here"]),
+    ({"shape": (21, 4)}, ["'t' has 21 rows there and 20 here"]),
     ({"name": "other"}, ["'other'", "none here"]),
   ],
 )
 def test_traces_are_of_the_model_that_is_planned(tmp_path, change, words):
   table = dataclasses.replace(TABLE, **change)
-  write(tmp_path, header=traces.Header(tables=(table,), devices=2))
+  write(tmp_path, header=traces.Header(leaves=(table,), devices=2))
   with pytest.raises(ValueError) as error:
     densities(tmp_path, 2)
   names(error, "`trace`", *words)

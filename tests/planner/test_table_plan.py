@@ -17,8 +17,6 @@ from zenjax.planner import plan_tables
 from zenjax.planner import Profile
 from zenjax.planner import Topology
 
-pytestmark = pytest.mark.each_jax
-
 N, BATCH, STEPS = 8, 64, 8
 SHAPES = {"a": (4096, 16), "b": (2048, 8), "c": (1024, 8)}
 FORMS = (
@@ -80,9 +78,11 @@ def trained(program, mesh, axes):
   return zenjax.tables.unshard(params), params
 
 
-def plain(tx, mesh, axes):
+def plain(tx, mesh, axes, clip_norm=None):
   params = first_params()
   rows = tx is not OPTIMIZERS["adam"]
+  if clip_norm is not None:
+    tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
   both = jax.value_and_grad if rows else zenjax.value_and_grad
   if not rows:
     both = lambda f: zenjax.value_and_grad(
@@ -132,20 +132,24 @@ def test_every_form_trains_as_the_plain_program(forms):
 
 
 @pytest.mark.parametrize(
-  ("optimizer", "forms"),
+  ("optimizer", "forms", "clip_norm"),
   [
-    ("clipped", (ROWS,) * 3),
-    ("clipped", (SHARDED,) * 3),
-    ("adam", (SHARDED, ROWS, ZERO1)),
+    ("clipped", (ROWS,) * 3, None),
+    ("adagrad", (SHARDED, DENSE, SHARDED), 0.5),
+    ("adagrad", (ROWS,) * 3, 0.5),
+    ("adam", (SHARDED, ROWS, ZERO1), None),
   ],
 )
-def test_forms_of_rows_train_as_lazy_rows(optimizer, forms, as_optax_computes):
+def test_forms_of_rows_train_as_lazy_rows(
+  optimizer, forms, clip_norm, as_optax_computes
+):
   del as_optax_computes
   mesh, axes = mesh_of(N)
   tx = OPTIMIZERS[optimizer]
-  made = plan(tx, axis_name=axes, forms=dict(zip(SHAPES, forms)))
+  forms = dict(zip(SHAPES, forms))
+  made = plan(tx, axis_name=axes, forms=forms, clip_norm=clip_norm)
   got, _ = trained(made.set_up(first_params(), tx, mesh), mesh, axes)
-  for name, want in plain(tx, mesh, axes).items():
+  for name, want in plain(tx, mesh, axes, clip_norm).items():
     np.testing.assert_allclose(got[name], want, rtol=2e-5, atol=2e-6)
 
 
@@ -286,14 +290,15 @@ def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
 
 
 def test_a_norm_of_all_gradients_has_one_transformation():
-  tx = OPTIMIZERS["clipped"]
   forms = {"a": SHARDED, "b": ROWS}
-  with pytest.raises(ValueError, match="`tx` sums over all gradients"):
-    plan(tx, forms=forms)
+  with pytest.raises(ValueError, match="a sum over all gradients"):
+    plan(clip_norm=0.5, forms=forms)
+  with pytest.raises(ValueError, match="owners have some of them.*clip_norm"):
+    plan(OPTIMIZERS["clipped"], forms={"a": SHARDED})
   made = dataclasses.replace(plan(forms=forms), mesh=(("chip", N),))
   mesh, _ = mesh_of(N)
   with pytest.raises(ValueError, match="it sums over all gradients"):
-    made.set_up(first_params, tx, mesh)
+    made.set_up(first_params, OPTIMIZERS["clipped"], mesh)
 
 
 def test_text_and_json():

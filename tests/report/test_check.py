@@ -7,7 +7,6 @@ from flax.training.train_state import TrainState
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -214,19 +213,6 @@ def test_right_programs_pass(name):
   assert found.ok and not found.notes, str(found)
   assert all(leaf.wide is not None for leaf in found.leaves), str(found)
   assert any(leaf.change > 0 for leaf in found.leaves)
-
-
-@pytest.mark.more
-def test_explicit_axes_and_two_axes():
-  devices = jax.devices()[:N]
-  mesh = jax.make_mesh((N,), ("data",), devices=devices)
-  assert mesh.axis_types == (AxisType.Explicit,)
-  for build in (by_plain_jit, by_data_parallel()):
-    found = checked(build, mesh)
-    assert found.ok and not found.notes, str(found)
-  mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
-  found = checked(by_data_parallel(), mesh, axis_name="data")
-  assert found.ok and found.devices == N, str(found)
 
 
 def test_wire_dtypes_need_a_tolerance():

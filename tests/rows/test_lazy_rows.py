@@ -11,10 +11,7 @@ import pytest
 import zenjax
 from zenjax import SparseRows
 
-pytestmark = [
-  pytest.mark.each_jax,
-  pytest.mark.usefixtures("as_optax_computes"),
-]
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 ROWS, WIDTH, LOOK_UPS = 4000, 4, 48
 

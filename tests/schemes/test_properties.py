@@ -6,18 +6,15 @@ of a batch, which is the quickest way to run eight of them.
 """
 
 import functools
-from typing import Any
 
 import cases
 import drawn
 import hypothesis
 from hypothesis import strategies as st
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import runners
-import steps
 
 import zenjax
 
@@ -33,14 +30,13 @@ SHAPES = (
 WAYS = {
   "dense": {"scheme": "dense"},
   "all_gather": {"scheme": "all_gather"},
-  "auto": {},
+  "default": {},
   "hash": {"partition": "hash"},
   "hash, one row a round": {"partition": "hash", "capacities": (1, 1)},
   "columns": {"partition": "columns"},
   "columns, two rows a round": {"partition": "columns", "capacities": (2, 2)},
 }
-EXAMPLES = 72  # times 2 shapes (with `more` 4) times 7 ways: 1,008 under vmap
-EXAMPLES_ON_DEVICES = 40
+EXAMPLES = 72
 
 
 @functools.cache
@@ -56,14 +52,10 @@ def op_of(way: str) -> oracle.Op:
   return "mean" if list(WAYS).index(way) % 2 == 0 else "sum"
 
 
-@pytest.mark.usually("5x4x3-float16-*")
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-  "shape",
-  [
-    *SHAPES[:2],
-    *(pytest.param(shape, marks=pytest.mark.more) for shape in SHAPES[2:]),
-  ],
+  ("shape", "way"),
+  # Every way, over the shapes in turn.
+  [(SHAPES[i % len(SHAPES)], way) for i, way in enumerate(WAYS)],
   ids=str,
 )
 def test_drawn_gradients(shape, way):
@@ -79,14 +71,12 @@ def test_drawn_gradients(shape, way):
   holds()
 
 
-@pytest.mark.usually("3x33x12-*one row*", "8x70x5*columns")
-@pytest.mark.parametrize("way", ["auto", "hash, one row a round", "columns"])
-@pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
-def test_drawn_gradients_on_devices(shape, way):
+def test_drawn_gradients_on_devices():
   """Each device holds its own copy here, and all copies are the same."""
+  shape, way = SHAPES[3], "hash, one row a round"
   run = program(shape, way, "shard_map_vma_replicated", op_of(way))
 
-  @hypothesis.settings(max_examples=EXAMPLES_ON_DEVICES)
+  @hypothesis.settings(max_examples=EXAMPLES // 2)
   @hypothesis.given(drawn.gradients(shape))
   def holds(stack):
     oracle.check(run(stack), stack, op_of(way))
@@ -94,45 +84,14 @@ def test_drawn_gradients_on_devices(shape, way):
   holds()
 
 
-@functools.cache
-def trainer() -> tuple[steps.Trainer, Any]:
-  """Two tables whose state remembers the steps before; and its first state."""
-  tx = zenjax.zen_sync("data", sparse=True)
-  params = {
-    "narrow": jnp.zeros((200, 3), jnp.float32),
-    "half": jnp.zeros((64, 8), jnp.bfloat16),
-  }
-  made = steps.Trainer(tx, params, runners.mesh(4))
-  return made, made.state
-
-
-NARROW = drawn.gradients(drawn.Shape(4, 200, 3, cases.FLOAT32))
-HALF = drawn.gradients(drawn.Shape(4, 64, 8, cases.BFLOAT16))
-
-
-@pytest.mark.more
-@hypothesis.settings(max_examples=60)
-@hypothesis.given(st.lists(st.tuples(NARROW, HALF), min_size=2, max_size=6))
-def test_drawn_histories(history):
-  """A table that was dense may turn sparse at any step, and back."""
-  run, run.state = trainer()
-  for step, (narrow, half) in enumerate(history):
-    got = run({"narrow": narrow, "half": half})
-    oracle.check(got["narrow"], narrow, label=f"narrow, step {step}")
-    oracle.check(got["half"], half, label=f"half, step {step}")
-  run.check_replicas()
-
-
-@pytest.mark.usually("5x4x3*")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_paths_agree_to_the_bit(shape):
+def test_paths_agree_to_the_bit():
   """Sums run rank by rank: rounds, partitions and schemes do not change them.
 
   `lax.psum` and `lax.all_gather` promise no order, so "dense" is left out, and
   XLA none between the operands of an addition: which NaN comes of two is free.
   """
-  ways = ("auto", "hash, one row a round", "columns")
-  ways = [way for way in ways if op_of(way) == "mean"]
+  ways = ("default", "hash, one row a round", "columns")
+  shape = SHAPES[1]
   runs = [program(shape, way, "vmap", "mean") for way in ways]
 
   @hypothesis.settings(max_examples=EXAMPLES // 3)
@@ -147,10 +106,10 @@ def test_paths_agree_to_the_bit(shape):
   holds()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_devices_may_be_permuted_when_sums_are_exact(shape):
+def test_devices_may_be_permuted_when_sums_are_exact():
   """Small integers add without rounding, in whatever order."""
-  run = program(shape, "auto", "vmap", op_of("auto"))
+  shape = SHAPES[0]
+  run = program(shape, "default", "vmap", op_of("default"))
 
   @hypothesis.settings(max_examples=EXAMPLES // 3)
   @hypothesis.given(

@@ -22,7 +22,6 @@ STEPS = 200
 SIZE = cases.SIZE
 K = 60
 DENSITY = K / SIZE
-NS = [1, 2, 4, 8]
 
 MAKE: dict[str, Any] = {
   "top_k": lambda: zenjax.sparsify.top_k(DENSITY, sparse=True),
@@ -122,9 +121,9 @@ def drawn(n: int, steps: int = STEPS) -> np.ndarray:
   return np.stack([cases.laplace(t, n) for t in range(steps)])
 
 
-@pytest.mark.usually("*-4", "*-1")
 @pytest.mark.parametrize(
-  ("kind", "n"), [(k, n) for k in MAKE for n in NS if k != "apart" or n == 4]
+  ("kind", "n"),
+  [(k, n) for k in MAKE for n in (1, 4) if k != "apart" or n == 4],
 )
 def test_every_step_is_the_model(kind, n):
   draws = drawn(n)
@@ -207,8 +206,7 @@ BAD: dict[str, Any] = {
 }
 
 
-@pytest.mark.usually("*top_k", "*sampled*")
-@pytest.mark.parametrize("kind", ["top_k", "sampled", "threshold", "random_k"])
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
 @pytest.mark.parametrize("options", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_gradient_comes_out_once(kind, options, bad):
@@ -280,7 +278,6 @@ def test_random_runs_of_two_lengths_cover_all_and_overlap_nowhere():
 # How many elements a count and a sample select.
 
 
-@pytest.mark.each_jax
 def test_densities_of_one_and_of_less_than_an_element():
   draws = jnp.asarray(cases.laplace(0, 1)[0])
   for kind in (selectors.Exact, selectors.Sampled):
@@ -290,7 +287,6 @@ def test_densities_of_one_and_of_less_than_an_element():
       assert out.selected == count == np.count_nonzero(out.sent)
 
 
-@pytest.mark.each_jax
 def test_a_sample_is_right_on_average_whatever_the_scale():
   size, density = 600_000, 0.01
   steps = jnp.arange(40, dtype=jnp.int32)

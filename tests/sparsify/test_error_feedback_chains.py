@@ -92,18 +92,15 @@ def check_stats(state, synced):
   assert told["residual_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-  ("other", "check_vma"),
-  [pytest.param(1, False, marks=pytest.mark.more), (3, True)],
-)
-def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
+def test_what_is_sent_and_what_waits_are_all_gradients():
   """In many rounds, and with residuals of four devices on others."""
+  other = 3
   tx = chain(zenjax.sparsify.top_k(0.02, sparse=True), capacities=(60, 100))
   params, first, later = jnp.zeros(SIZE), draws(4), draws(other, 1)
   state = zenjax.init_state(tx, params, runners.mesh(4), "data")
-  total, state = take(tx, state, first, check_vma)
+  total, state = take(tx, state, first)
   stats = zenjax.stats(state)["leaf"]
-  assert stats["rounds"] > 1 and stats["overflow_rows"] > 0
+  assert stats["rounds"] > 1
   assert stats["density"] == pytest.approx(0.02)
   check_stats(state, stats)
   gap = 4 * total + kept(state) - first.sum(axis=(0, 1), dtype=np.float64)
@@ -119,16 +116,13 @@ def test_what_is_sent_and_what_waits_are_all_gradients(other, check_vma):
   )
   before *= other / 4  # So it adds as much to a mean over others.
   np.testing.assert_allclose(kept(moved), before, rtol=1e-5, atol=1e-4)
-  total, state = take(tx, (*moved, *fresh[1:]), later, check_vma)
+  total, state = take(tx, (*moved, *fresh[1:]), later)
   want = before + later.sum(axis=(0, 1), dtype=np.float64)
   gap = other * total + kept(state) - want
   assert (np.abs(gap) <= bound(first, later)).all()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "kind", [pytest.param(jnp.bfloat16, marks=pytest.mark.more), jnp.float16]
-)
+@pytest.mark.parametrize("kind", [jnp.float16])
 def test_only_sums_are_rounded_on_the_wire(kind):
   tx = chain(
     zenjax.sparsify.top_k(0.02, method="sampled", sparse=True), wire_dtype=kind
@@ -207,7 +201,6 @@ def test_what_is_no_floating_array_passes():
   assert update["w"][0].tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.more
 def test_alone_and_in_blocks():
   """Without feedback: what is left out is forgotten."""
   tx = optax.chain(
@@ -224,7 +217,6 @@ def test_alone_and_in_blocks():
   np.testing.assert_allclose(total, want, rtol=1e-5)
 
 
-@pytest.mark.more
 def test_in_training_beside_dense():
   """A warm-up by a schedule, inside `data_parallel`; nothing recompiles."""
   warm = optax.linear_schedule(0.5, 0.1, 20)

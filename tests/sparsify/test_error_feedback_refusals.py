@@ -13,8 +13,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 # What types forbid is asked of it too.
 API: Any = zenjax.sparsify
 TOP = zenjax.sparsify.top_k(0.5)

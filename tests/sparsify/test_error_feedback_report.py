@@ -53,15 +53,7 @@ def lines(state: Any) -> list[str]:
   return text[first:]
 
 
-@pytest.mark.usually("top_k")
-@pytest.mark.parametrize(
-  "kind",
-  [
-    "top_k",
-    "threshold",
-    pytest.param("random_k", marks=pytest.mark.more),
-  ],
-)
+@pytest.mark.parametrize("kind", ["top_k"])
 def test_every_number_of_every_leaf(kind):
   state = after(MAKE[kind](), 2)
   title, headings, row, *legend = lines(state)

@@ -11,8 +11,6 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 SIZE = 2_000
 INNER: dict[str, Any] = {
   "top_k": lambda: zenjax.sparsify.top_k(0.01, sparse=True),

@@ -85,7 +85,6 @@ RUNNERS = {
 }
 
 
-@pytest.mark.usually("shard_map_vma")
 @pytest.mark.parametrize("run", RUNNERS.values(), ids=RUNNERS)
 def test_every_runner_takes_the_same_steps(run):
   tx = zenjax.sparsify.micro(

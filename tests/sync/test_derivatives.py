@@ -15,10 +15,7 @@ import runners
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 N, R, D, K = 2, 40, 3, 6
-MAPS = ["vmap", "pmap", "shard_map_shards", "shard_map_vma_shards"]
 
 
 def derivatives(sync, x, t, c) -> dict[str, Any]:
@@ -60,8 +57,7 @@ def equal(got, want):
     np.testing.assert_array_equal(here, x, err_msg=str(path))
 
 
-@pytest.mark.usually("shard_map_vma_shards")
-@pytest.mark.parametrize("runner", MAPS)
+@pytest.mark.parametrize("runner", ["pmap", "shard_map_vma_shards"])
 def test_of_arrays(runner):
   # Tangents and cotangents are where values are zero, too.
   given = whole(0, R, D), 1 + np.abs(whole(1, R, D)), 1 + whole(2, R, D)
@@ -77,10 +73,9 @@ def test_of_arrays(runner):
   equal(by(zenjax.sparse_psum), want)
 
 
-@pytest.mark.usually("axes0")
-@pytest.mark.parametrize("axes", [("host", "data"), ("data",)])
-def test_of_means(axes):
-  """Along one axis and two; by a scheme of another make."""
+def test_of_means():
+  """Along two axes; by a scheme of another make."""
+  axes = "host", "data"
   mean = functools.partial(
     zenjax.sparse_pmean, axis_name=axes, scheme="recursive_doubling"
   )
@@ -96,22 +91,12 @@ def test_of_means(axes):
 
   for axis in reversed(axes):
     both = jax.vmap(both, axis_name=axis)
-  x = whole(0, N, R, D)[0] if len(axes) == 1 else whole(0, N, R, D)
+  x = whole(0, N, R, D)
   got, want = jax.jit(both)(x)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.usually("shard_map_vma_shards")
-@pytest.mark.parametrize(
-  "runner",
-  [
-    "vmap",
-    "shard_map_vma_shards",
-    pytest.param("pmap", marks=pytest.mark.more),
-    pytest.param("shard_map_shards", marks=pytest.mark.more),
-  ],
-)
-def test_of_rows(runner):
+def test_of_rows():
   ids = np.array([[1, 5, 1, R, -1, 7], [7, 7, 2, 0, 39, 1]], np.int32)
   given = ids, whole(0, K, D), 1 + whole(1, K, D), 1 + whole(2, K, D)
 
@@ -128,7 +113,7 @@ def test_of_rows(runner):
 
       return derivatives(sync, *given)
 
-    return runners.RUNNERS[runner](f, N)(given)
+    return runners.RUNNERS["shard_map_vma_shards"](f, N)(given)
 
   want = by(None)
   assert np.any(want["jvp"]) and np.any(want["grad"])
@@ -136,9 +121,7 @@ def test_of_rows(runner):
     equal(by(output, scheme), want)
 
 
-@pytest.mark.usually("shard_map_vma_shards")
-@pytest.mark.parametrize("runner", ["vmap", "shard_map_vma_shards"])
-def test_through_steps_of_an_optimizer(runner):
+def test_through_steps_of_an_optimizer():
   """The gradient by a learning rate and by the first parameters."""
   zen = zenjax.zen_sync("data", sparse=lambda name, _: name == "table")
 
@@ -163,7 +146,7 @@ def test_through_steps_of_an_optimizer(runner):
     ]
 
   given = whole(0, 4, R) / 8, whole(1, R, D)
-  got, want = runners.RUNNERS[runner](both, N)(given)
+  got, want = runners.RUNNERS["shard_map_vma_shards"](both, N)(given)
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
     got,
@@ -184,23 +167,13 @@ def test_integers_do_not_move():
   )
 
 
-@pytest.mark.parametrize(
-  ("given", "options", "words"),
-  [
-    ("array", {"output": "rows"}, ["not zero", "`output='dense'`"]),
-    ("state", {"on_overflow": "carry"}, ["`on_overflow='exact'`"]),
-  ],
-)
-def test_what_has_none(given, options, words):
+def test_rows_that_come_out_of_an_array_have_none():
   def f(x):
-    if given == "state":
-      tx = zenjax.zen_sync("data", sparse=True, **options)
-      return tx.update(x, tx.init(x))[0]
-    return zenjax.sparse_psum(x, "data", **options).to_dense()
+    return zenjax.sparse_psum(x, "data", output="rows").to_dense()
 
   with pytest.raises(NotImplementedError) as error:
     trace(lambda x: jax.jvp(f, (x,), (x,)))
-  names(error, *words)
+  names(error, "not zero", "`output='dense'`")
 
 
 def test_owners_have_none():

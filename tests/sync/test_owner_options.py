@@ -38,7 +38,6 @@ def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
   return jax.tree.map(np.asarray, jax.vmap(step, axis_name="data")(grads))
 
 
-@pytest.mark.usually("folded")
 @pytest.mark.parametrize(
   ("inner", "shape"),
   [
@@ -58,7 +57,6 @@ def test_a_step_is_that_of_the_optimizer_on_the_sum(inner, shape):
     np.testing.assert_allclose(device, want, rtol=1e-6)
 
 
-@pytest.mark.more
 def test_options_are_those_of_the_exchange():
   inner, grads = optax.adagrad(0.5), few_rows((300, 6))
   plain, state = updates(inner, grads)

@@ -12,8 +12,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 R, D, B = 1003, 4, 24
 
 

@@ -15,8 +15,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 T, R, D, B = 3, 205, 4, 16
 
 

@@ -17,8 +17,6 @@ import pytest
 import zenjax
 from zenjax import packed
 
-pytestmark = pytest.mark.each_jax
-
 R, D, B, STEPS = 1003, 4, 24, 4
 CLIP = 0.05
 

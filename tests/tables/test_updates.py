@@ -10,8 +10,6 @@ import pytest
 
 import zenjax
 
-pytestmark = pytest.mark.each_jax
-
 R, D, B = 603, 4, 16
 rng = np.random.default_rng(0)
 

@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ["README.md", *sorted(f"docs/{x.name}" for x in ROOT.glob("docs/*.md"))]
 SOURCES = tomllib.loads((ROOT / "docs" / "figures.toml").read_text("utf-8"))
 # A number with a unit of measurement; in a cell of a table also one alone.
-UNIT = r"(?:times|ms|s|us|[kMG]i?B|%|[kMG]bit/s|minutes?|hours?|seconds)"
+UNIT = r"(?:×|times|ms|s|us|[kMG]i?B|%|[kMG]bit/s|minutes?|hours?|seconds)"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 FIGURE = re.compile(
   rf"(?<![\w.,])({NUMBER})(?: (?:to|and|or) ({NUMBER}))? ?({UNIT})(?![\w/])"
@@ -95,11 +95,13 @@ def of_tables(found: dict) -> set[str]:
   ms = {name: median(x) * 1e3 / 8 for name, x in of.items()}  # Of 8 steps.
   mb = {name: x["facts"]["received_bytes"] / 1e6 for name, x in of.items()}
   shown = {f"{x:,.0f}" for x in ms.values()} | {f"{x:.2f}" for x in mb.values()}
-  shown |= {f"{x['compile_s']:.1f} s" for x in of.values()}
+  shown |= {f"{x:,.0f} ms" for x in ms.values()}
+  shown |= {f"{x:.1f} MB" for x in mb.values()}
   for all_of in (ms, mb):
     for x in all_of.values():
       for y in all_of.values():
-        shown |= {f"{x / y:.0f} times", f"{x / y:.1f} times"}
+        for ratio in (f"{x / y:.0f}", f"{x / y:.1f}"):
+          shown |= {f"{ratio} times", f"{ratio} ×"}
   return shown
 
 

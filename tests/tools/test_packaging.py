@@ -123,22 +123,6 @@ def _run(code: str) -> None:
   assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.more
-def test_any_module_can_be_imported_first():
-  """`zenjax` imports its names when one is used: no order may be needed."""
-  _run("""
-import pkgutil
-import sys
-import zenjax
-names = [m.name for m in pkgutil.walk_packages(zenjax.__path__, "zenjax.")]
-assert len(names) > 100
-for name in set(names) - {"zenjax.__main__"}:
-  for known in [x for x in sys.modules if x.split(".")[0] == "zenjax"]:
-    del sys.modules[known]
-  __import__(name)
-""")
-
-
 @pytest.mark.parametrize(
   "words",
   [

@@ -1,9 +1,6 @@
 """What `benchmarks.run planned` says of predictions and of the planner."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -234,38 +231,3 @@ def test_bad_input(tmp_path, capsys):
       command_line.main(["planned", *arguments])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.more
-@pytest.mark.multiprocess
-def test_two_hosts_from_end_to_end(tmp_path):
-  path = tmp_path / "planned.json"
-  done = subprocess.run(
-    [
-      *(sys.executable, "-m", "benchmarks.run", "planned", "--loopback"),
-      *("--hosts", "2", "--models", "small-rows", "--repeats", "5"),
-      *("--ways", "zen/1"),
-      *("--json", str(path)),
-    ],
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  # 1 where the plan is slower than pmean, which two hosts without links may
-  # make it: nothing is wrong, and everything was timed.
-  assert done.returncode in (0, 1), done.stderr
-  assert "of 1 cells" in done.stdout
-  document = json.loads(path.read_text())
-  assert document["complete"]
-  (section,) = document["sections"]
-  assert {"pmean", "planned", "zen/1"} <= set(section["ways"])
-  for way in section["ways"].values():
-    assert way["wrong"] == 0 and way["predicted_s"] > 0
-    assert np.shape(section["host_times_s"][way["program"]]) == (5, 2)
-  shown = subprocess.run(
-    [sys.executable, "-m", "benchmarks.run", "planned", "--show", str(path)],
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert "small-rows, 2 hosts, unlimited" in shown.stdout

@@ -13,10 +13,7 @@ import runners
 
 import zenjax
 
-pytestmark = [
-  pytest.mark.each_jax,
-  pytest.mark.usefixtures("as_optax_computes"),
-]
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 PARAMS = {"dense": jnp.zeros((3, 3)), "table": jnp.zeros((128, 4))}
 TABLES = lambda name, _: name == "table"

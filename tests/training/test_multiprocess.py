@@ -90,7 +90,10 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-  "processes", [2, pytest.param(4, marks=pytest.mark.more)]
+  "processes",
+  [
+    2,
+  ],
 )
 def test_equals_one_process(processes, tmp_path):
   """Table bit-equal (zen adds rank by rank), dense leaf within rounding (gloo's
@@ -132,19 +135,12 @@ def _mean_of_all_gradients(devices: int, steps: int) -> dict[str, jax.Array]:
   return params
 
 
-@pytest.mark.more
-def test_many_steps_equal_the_mean_of_all_gradients(tmp_path):
-  args = ("--steps=20", f"--save={tmp_path}/{{}}.npz")
-  with _Launched(tmp_path / "log", *args) as launched:
-    assert launched.wait(300) == 0, launched.output()
-  expected = _mean_of_all_gradients(devices=4, steps=20)
-  for i in range(2):
-    with np.load(tmp_path / f"{i}.npz") as saved:
-      for name, value in expected.items():
-        assert np.max(np.abs(saved[name] - value)) < 1e-5, name
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+  "victim",
+  [
+    0,
+  ],
+)
 def test_killed_process_ends_the_others(victim, tmp_path):
   """With no launcher to end them, as on a cluster."""
   port = _free_port()
@@ -164,7 +160,10 @@ def test_killed_process_ends_the_others(victim, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "interrupt", [pytest.param(False, marks=pytest.mark.more), True]
+  "interrupt",
+  [
+    True,
+  ],
 )
 def test_launcher_leaves_nothing_behind(interrupt, tmp_path):
   with _Launched(tmp_path / "log", *_ENDLESS) as launched:

@@ -143,7 +143,6 @@ def kept(state) -> dict[str, np.ndarray]:
   "names",
   [
     "big bias kernel table",
-    pytest.param("heavy passed small", marks=pytest.mark.more),
   ],
 )
 def test_a_run_that_moves_goes_on_as_one_that_never_did(names):

@@ -29,10 +29,7 @@ from scripts import WIDTH
 
 import zenjax
 
-pytestmark = [
-  pytest.mark.each_jax,
-  pytest.mark.usefixtures("as_optax_computes"),
-]
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 STEPS, BATCH, LOOK_UPS = 100, 32, 3
 

@@ -311,22 +311,16 @@ def test_an_nnx_module_and_its_optimizer_are_a_state_as_they_are():
 
 
 @pytest.mark.usefixtures("as_optax_computes")
-@pytest.mark.parametrize("tx", ["carry", "sharded_optimizer"])
-def test_nnx_splits_states_that_differ_between_devices_from_their_types(tx):
+def test_nnx_splits_states_that_differ_between_devices_from_their_types():
   """They would be taken to be equal on all devices."""
-  kinds: Any = {
-    "carry": zenjax.zen_sync("data", sparse=True, on_overflow="carry"),
-    "sharded_optimizer": zenjax.sharded_optimizer(
-      optax.adam(0.1), "data", sparse=True
-    ),
-  }
+  tx = zenjax.sharded_optimizer(optax.adam(0.1), "data", sparse=True)
   net = Net(nnx.Rngs(0))
   with pytest.raises(ValueError, match="zenjax.init_state"):
-    nnx.Optimizer(net, kinds[tx], wrt=nnx.Param)
+    nnx.Optimizer(net, tx, wrt=nnx.Param)
   optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
-  optimizer.tx = kinds[tx]
+  optimizer.tx = tx
   params = nnx.state(net, nnx.Param)
-  made = zenjax.init_state(kinds[tx], params, runners.mesh(N), "data")
+  made = zenjax.init_state(tx, params, runners.mesh(N), "data")
   optimizer.opt_state = nnx.data(made)
   graph, state = nnx.split((net, optimizer))
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 _SCRIPT = pathlib.Path(__file__).with_name("two_programs.py")
@@ -54,18 +53,6 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
       r"capacities is .*push=4, pull=8.* on process 0 and .*push=2, pull=8.* on"
       " process 1",
     ),
-    pytest.param(
-      "hash_seed=1",
-      "",
-      r"tuning is .*hash_seed=1.* process 0 and .*hash_seed=0.* process 1",
-      marks=pytest.mark.more,
-    ),
-    pytest.param(
-      'scheme="dense"',
-      "",
-      "scheme is dense on process 0 and all_gather on process 1",
-      marks=pytest.mark.more,
-    ),
   ],
 )
 def test_programs_that_differ_are_refused_by_all(tmp_path, one, other, told):
@@ -88,53 +75,9 @@ def test_plain_jit_over_processes_equals_the_plain_program(tmp_path):
     assert float(apart) < 1e-6 < float(moved), text
 
 
-@pytest.mark.more
-def test_equal_programs_train(tmp_path):
-  texts, codes = run(
-    tmp_path, "train capacities=[4,8]", "train capacities=[4,8]"
-  )
-  assert codes == [0, 0], texts
-  sums = [re.findall(r"trained (\S+)", text) for text in texts]
-  assert sums[0] == sums[1] and len(sums[0]) == 1
-
-
-@pytest.mark.more
-def test_a_run_goes_on_in_other_processes(tmp_path):
-  """Rows that wait on each device are saved by its process, and restored."""
-  waits = 'train scheme="zen" on_overflow="carry" capacities=[1,2]'
-  half, rest, whole = (f'"{tmp_path}/{x}{{}}.npz"' for x in "abc")
-  for more in (
-    f"save={half}",
-    f"restore={half} begin=2 save={rest}",
-    f"steps=4 save={whole}",
-  ):
-    texts, codes = run(tmp_path, *[f"{waits} {more}"] * 2)
-    assert codes == [0, 0], texts
-  for process in range(2):
-    one, other = (np.load(tmp_path / f"{x}{process}.npz") for x in "bc")
-    assert len(one.files) == len(other.files) > 5
-    for name in one.files:
-      np.testing.assert_array_equal(one[name], other[name])
-    # The residuals of two devices: rows do wait.
-    waiting = [x for x in map(one.get, one.files) if x.shape == (2, 100, 3)]
-    assert len(waiting) == 1 and waiting[0].any()
-
-
 def test_nobody_waits_for_ever(tmp_path):
   """A program that one process alone lowers, to look at it."""
   texts, codes = run(tmp_path, "lower", "idle")
   assert codes == [0, 0], texts
   (seconds,) = re.findall(r"lowered after ([\d.]+) s", texts[0])
   assert 4 < float(seconds) < 20
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("what", ["check", "broken"])
-def test_check_step_of_two_processes(tmp_path, what):
-  texts, codes = run(tmp_path, what, what)
-  assert codes == [0, 0], texts
-  for text in texts:
-    if what == "check":
-      assert "verdict: ok" in text and "note" not in text, text
-    else:
-      assert re.search("WRONG: leaf: .*What is before `zen_sync`", text), text

@@ -78,15 +78,18 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   for pair in given:
     name, _, value = pair.partition("=")
     options[name] = json.loads(value)
-  if "hash_seed" in options:
-    options["tuning"] = zenjax.Tuning(hash_seed=options.pop("hash_seed"))
   restore, save = (options.pop(name, None) for name in ("restore", "save"))
   begin, steps = options.pop("begin", 0), options.pop("steps", 2)
+  owners = options.pop("owners", False)
   tx = optax.chain(
     *[optax.clip(0.05)] * (what == "broken"),
     zenjax.zen_sync("data", sparse=True, **options),
     optax.sgd(0.1 if what in ("check", "broken") else 1.0),
   )
+
+  if owners:
+    inner = optax.adagrad(0.5)
+    tx = zenjax.sharded_optimizer(inner, "data", sparse=True)
 
   def step(state, ids):
     table, state = state

@@ -41,7 +41,7 @@ _SMALL: dict[str, tuple] = {
   "workloads": ("lm1b-lstm", "squad-bert"),
   "variants": (
     *("psum", "all_gather", "split_all_gather", "split_dense_gather"),
-    *("zen", "zen-pinned"),
+    *("zen", "zen-tuned"),
   ),
 }
 

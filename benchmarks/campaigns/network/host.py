@@ -26,8 +26,8 @@ from benchmarks.testbed import served
 import zenjax
 
 _WORK_REPEATS = 9
-# Steps from which capacities are advised, on batches of their own.
-_REHEARSALS = 6
+# Steps before `zenjax.tune`, on batches of their own.
+_REHEARSALS = 20
 _REHEARSAL_SEED = 1000
 
 
@@ -105,23 +105,20 @@ class Exchange:
 
   def __init__(self, shared: Exchanges, variant: Variant):
     self._shared, self.variant = shared, variant
-    capacities = self._advice() if variant.pinned else None
-    self._state, self._step, self.compile_s = self._compile(capacities)
+    self._state, self._step, self.compile_s = self._compile(None)
     self._turn = 0
+    if variant.tuned:
+      for seed in range(_REHEARSALS):
+        self(self.gradient(shared.draw(_REHEARSAL_SEED + seed)))
+      self._state, self._step, self.compile_s = self._compile(self._state)
 
-  def _advice(self):
-    """Returns zenjax's advice after unpinned steps on batches of their own."""
-    run = self._shared.exchange(VARIANTS[self.variant.rehearsal])
-    for seed in range(_REHEARSALS):
-      run(run.gradient(self._shared.draw(_REHEARSAL_SEED + seed)))
-    return zenjax.advise(run.state()).get(sync.LEAF)
-
-  def _compile(self, capacities):
+  def _compile(self, seen):
     mesh = self._shared.mesh
-    options = {**self.variant.options, "capacities": capacities}
-    tx = zenjax.zen_sync(sync.AXIS, sparse=True, **options)
+    tx = zenjax.zen_sync(sync.AXIS, sparse=True, **self.variant.options)
     zeros = sync.zeros(mesh, *self._shared.shape)
     state = zenjax.init_state(tx, zeros, mesh, sync.AXIS)
+    if seen is not None:
+      state = sync.tuned(state, seen)
     multihost_utils.sync_global_devices("state")
     specs = P(sync.AXIS), zenjax.state_specs(state, sync.AXIS)
 

@@ -10,17 +10,10 @@ class Variant:
 
   name: str  # As in the tables.
   options: dict[str, Any]  # Keyword arguments of `zen_sync`.
-  # The variant from whose steps `zenjax.advise` gives the sizes of first
-  # rounds; "" where nothing is pinned. Where every host sees all rows needs are
-  # the same, whatever moves them.
-  rehearsal: str = ""
+  tuned: bool = False  # Whether `zenjax.tune` plans it after a rehearsal.
   # Whether gradients are SparseRows, as `zenjax.value_and_grad` gives them, and
   # rows come back instead of a whole table.
   rows: bool = False
-
-  @property
-  def pinned(self) -> bool:
-    return bool(self.rehearsal)
 
 
 _SCHEMES = (
@@ -32,23 +25,14 @@ _SPARSE: dict[str, dict[str, Any]] = {
   "zen-hash": {"scheme": "zen", "partition": "hash"},
   "zen-columns": {"scheme": "zen", "partition": "columns"},
 }
-_REHEARSALS = {
-  "all_gather": "zen-columns",
-  "recursive_doubling": "zen-columns",
-  "split_dense_gather": "split_all_gather",
-}
-_ZEN = {"scheme": "zen"}
 
 VARIANTS: dict[str, Variant] = {
   v.name: v
   for v in [
     Variant("psum", {"scheme": "dense"}),
     *(Variant(n, o) for n, o in _SPARSE.items()),
-    *(
-      Variant(f"{n}-pinned", o, _REHEARSALS.get(n, n))
-      for n, o in _SPARSE.items()
-    ),
-    Variant("rows", _ZEN, rows=True),
-    Variant("rows-pinned", _ZEN, "rows", rows=True),
+    *(Variant(f"{n}-tuned", o, tuned=True) for n, o in _SPARSE.items()),
+    Variant("rows", {"scheme": "zen"}, rows=True),
+    Variant("rows-tuned", {"scheme": "zen"}, tuned=True, rows=True),
   ]
 }

@@ -163,9 +163,12 @@ class Place:
 class Program(sync.Runner):
   """The step of `tx`, whose gradients are of rows if `rows` says so."""
 
-  def __init__(self, place: Place, tx: Any, rows: bool = False):
+  def __init__(
+    self, place: Place, tx: Any, rows: bool = False, seen: Any = None
+  ):
     given = place.model.loss, place.mesh, place.params(), place.batches
     options = {"rows": rows, "tell": True, "compile": place.compile}
+    options["seen"] = seen
     super().__init__(tx, *given, **options)
 
   def __call__(self) -> None:

@@ -1,6 +1,6 @@
 """Sparsifiers in the place of zen_sync: what makes one, what its steps gave."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -35,14 +35,12 @@ class Sparsifier:
     controller: What moves the threshold of `EXCLUSIVE`.
     scale: Gradients are multiplied by it before, and updates divided by it
       after: training is the same, and the threshold must be another.
-    capacities: The sizes that zen_sync's first round has for `LOCAL`.
   """
 
   kind: str
   density: float
   controller: Literal["damped", "paper"] = "damped"
   scale: float = 1.0
-  capacities: Mapping[str, tuple[int, int]] | None = None
 
   def transformation(self) -> optax.GradientTransformationExtraArgs:
     """Makes what stands first in a chain."""
@@ -59,9 +57,7 @@ class Sparsifier:
       return make(AXIS, self.density, controller=self.controller)
     # One vector, as `EXCLUSIVE` sees the model: the largest of all leaves.
     select = LOCAL[self.kind](self.density, sparse=True)
-    sync = zenjax.zen_sync(
-      AXIS, sparse=True, unit="element", capacities=self.capacities
-    )
+    sync = zenjax.zen_sync(AXIS, sparse=True, unit="element")
     return optax.flatten(
       optax.chain(zenjax.sparsify.error_feedback(select, AXIS), sync)
     )

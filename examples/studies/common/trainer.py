@@ -76,15 +76,21 @@ class Trainer:
     else:
       self.params = cluster.place(first(), NamedSharding(mesh, P()))
     self.opt_state = zenjax.init_state(tx, self.params, mesh, AXIS)
-    specs = zenjax.state_specs((self.params, self.opt_state), AXIS)
+    specs = lambda: zenjax.state_specs((self.params, self.opt_state), AXIS)
     self._compile = lambda seen: _compiled_step(
-      graph, loss, tx, mesh, specs, grads, seen
+      graph, loss, tx, mesh, specs(), grads, seen
     )
     self._step = self._compile(_nothing)
     self._evaluate = _compiled_evaluation(
-      graph, evaluate, mesh, specs[0], joined
+      graph, evaluate, mesh, specs()[0], joined
     )
     self._recorder: zenjax.planner.Recorder | None = None
+
+  def plan_by(self, seen: Any) -> None:
+    """Plans steps with what another run's state has seen: `zenjax.tune`."""
+    plan = jax.tree.structure(zenjax.tune(seen))
+    self.opt_state = jax.tree.unflatten(plan, jax.tree.leaves(self.opt_state))
+    self._step = self._compile(_nothing)
 
   def step(self, batch: Batch) -> float:
     """Trains on one batch and returns its loss."""

@@ -63,7 +63,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     "--trace",
     metavar="DIR",
     help="record here, in a new directory, which rows of each table's gradient"
-    " every device touches; `python -m benchmarks.run sparsity DIR` reads it",
+    " every device touches; `zenjax plan --trace DIR` reads it",
   )
   add("--trace-steps", type=int, default=32, help="the first so many steps")
   common.add_processes(parser)

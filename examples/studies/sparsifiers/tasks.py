@@ -16,9 +16,8 @@ from examples.studies.common.trainer import Trainer
 from examples.studies.lm import flags as lm_flags
 from examples.studies.lm.study import Language
 from examples.studies.sparsifiers.cells import Cell
-import zenjax
 
-_PROBE = 8  # Steps before a run, whose sizes it pins.
+_PROBE = 20  # Steps before a run, with which `zenjax.tune` plans it.
 
 # A selection delays gradients and keeps their sum. Of that SGD makes the same
 # update; what divides by the size of a gradient, as Adagrad, does not.
@@ -83,15 +82,15 @@ TASKS: Mapping[str, Task] = {
 def make_trainer(study: Study, cell: Cell, mesh: Mesh) -> Trainer:
   """Makes the trainer of a cell.
 
-  zen_sync's sizes, where a sparsifier has such, are those that `zenjax.advise`
-  gives after some steps.
+  Where a sparsifier is followed by `zen_sync`, `zenjax.tune` plans its buffers
+  after some steps.
   """
   sparsifier = cell.sparsifier
+  trainer = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
   if sparsifier and sparsifier.kind in LOCAL:
-    trainer = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
+    probe = study.trainer(mesh, cell.seed, sparsifier=sparsifier)
     batches = study.batches(cell.devices, cell.seed)
     for _, batch in zip(range(_PROBE), batches):
-      trainer.step(batch)
-    sizes = zenjax.advise(trainer.opt_state)
-    sparsifier = dataclasses.replace(sparsifier, capacities=sizes or None)
-  return study.trainer(mesh, cell.seed, sparsifier=sparsifier)
+      probe.step(batch)
+    trainer.plan_by(probe.opt_state)
+  return trainer

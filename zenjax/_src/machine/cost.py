@@ -7,10 +7,9 @@ Messages are the schemes' own formulas (`Scheme.expected_messages`), so the
 predicted bytes are those that are sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 
 import jax
 
@@ -25,10 +24,6 @@ from zenjax._src.schemes.base import received_bytes
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
-
-# Ranges are left out: zen sends the same messages in better balance (Lemma 1 of
-# the Zen paper).
-CANDIDATES = ("dense", "all_gather", "recursive_doubling", "zen")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,32 +213,26 @@ def choices(
   Hierarchical Centralization (Theorem 1), with latency and local work in it,
   and with the dense exchange.
   """
-  found = []
-  for scheme in CANDIDATES:
-    groups = column_groups(table.width, context) if scheme == "zen" else [1]
-    found += [predict(scheme, table, profile, context, link, g) for g in groups]
+  found = [
+    predict(scheme, table, profile, context, link, groups)
+    for scheme, groups in [("dense", 1), *sparse_ways(table.width, context)]
+  ]
   return sorted(found, key=lambda p: p.seconds)
 
 
-def column_groups(width: int, context: Context) -> list[int]:
-  """Returns the numbers of column groups that zen can have."""
+def sparse_ways(width: int, context: Context) -> list[tuple[str, int]]:
+  """Returns the schemes that may be best for a table, with column groups.
+
+  Ranges are left out: zen sends the same messages in better balance (Lemma 1 of
+  the Zen paper).
+  """
   n = context.sizes[-1]
-  return [g for g in range(1, n + 1) if n % g == 0 and g <= max(width, 1)]
+  groups = [g for g in range(1, n + 1) if n % g == 0 and g <= max(width, 1)]
+  others = [("all_gather", 1), ("recursive_doubling", 1)]
+  return others + [("zen", g) for g in groups]
 
 
 def assumed(table: Table, devices: int) -> Profile:
   """Returns densities of a vocabulary, for tables that were not measured."""
   rows, union = buffer_sizes.assumed_rows(table, devices)
   return Profile(rows=rows, fullest=rows, union=union, devices=devices)
-
-
-def check_profile(profile: Any) -> None:
-  """Raises `TypeError` unless it is None or a mapping of `Profile`s."""
-  fit = isinstance(profile, Mapping) and all(
-    isinstance(p, Profile) for p in profile.values()
-  )
-  if profile is not None and not fit:
-    raise TypeError(
-      "`profile` must map leaf names to what was measured of them, got"
-      f" {profile!r}; give what `zenjax.planner.profile(state)` returns."
-    )

@@ -113,20 +113,23 @@ class _Run:
   def __init__(self, directory: str):
     from zenjax._src.planner import plan_model  # Imports JAX.
     from zenjax._src.planner import recorded_runs
+    from zenjax._src.planner import traces
 
-    self._model = plan_model
-    self._recorded = recorded_runs.read(directory)
+    trace = traces.read(directory)
+    self._model, self._leaves = plan_model, trace.header.leaves
+    self._growths = recorded_runs.growths(trace)
+    self._sets = trace.header.devices * trace.steps
 
   def densities(self, topology: Any, batch: int) -> Mapping[str, Any]:
     """Returns the densities of each table."""
-    growths = self._recorded.growths.items()
+    growths = self._growths.items()
     return {k: growth.profile(topology.devices, batch) for k, growth in growths}
 
   def plan(self, topology: Any, batch: int, **options: Any) -> Any:
     """Returns the plan of `batch` times the recorded look-ups."""
     gradients = [
       self._model.Gradient(x.name, x.shape, self._model.np.dtype(x.dtype), ids)
-      for x in self._recorded.leaves
+      for x in self._leaves
       for ids in [x.look_ups and x.look_ups * batch]
     ]
     question = self._model.Question(
@@ -140,13 +143,13 @@ class _Run:
 
   def notes(self, topology: Any, batch: int) -> Iterator[str]:
     """Yields how far to trust the predictions."""
-    sets, pooled = topology.devices * batch, self._recorded.pooled
-    if sets > pooled:
+    sets = topology.devices * batch
+    if sets > self._sets:
       yield (
-        f"note: the trace has {pooled} row sets a table, and {sets} are asked"
-        " for: unions are the largest that can be. Record more steps."
+        f"note: the trace has {self._sets} row sets a table, and {sets} are"
+        " asked for: unions are the largest that can be. Record more steps."
       )
-    if not self._recorded.is_whole:
+    if all(leaf.is_table for leaf in self._leaves):
       yield (
         "note: the trace tells of tables only, and so does the plan: zen_sync"
         " refuses it for a model with other leaves."

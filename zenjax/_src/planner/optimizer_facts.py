@@ -16,12 +16,19 @@ class Optimizer:
   """Reads off an optimizer what the choice of forms depends on.
 
   Attributes:
-    sums_all: True if updates depend on sums over all gradients, as clipping
-      does, or cannot be seen not to.
+    sums: True if `tx` sums over all rows, as clipping does, or cannot be seen
+      not to: it has no owners.
+    sums_all: True if updates depend on sums over all gradients, in `tx` or by
+      clipping apart from it.
     resting: Names of the tables whose rows stay as they are without a gradient.
   """
 
-  def __init__(self, tx: optax.GradientTransformation, params: Any):
+  def __init__(
+    self,
+    tx: optax.GradientTransformation,
+    params: Any,
+    clip_norm: float | None,
+  ):
     self._tx = optax.with_extra_args_support(tx)
     types = jax.tree.map(row_analysis.type_of, params)
     self._structure = jax.tree.structure(types)
@@ -30,7 +37,8 @@ class Optimizer:
     tables = [x.ndim == 2 and is_float(x) for _, x in self._named]
     state = jax.eval_shape(self._tx.init, types)
     found = row_analysis.analyse(self._tx, types, state, types, {}, tables)
-    self.sums_all = found.wants_more or found.sums is not None
+    self.sums = found.wants_more or found.sums is not None
+    self.sums_all = self.sums or clip_norm is not None
     self.resting = {self._named[i][0] for i in found.rests}
 
   def state_row(self, name: str) -> float:

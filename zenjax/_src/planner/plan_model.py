@@ -306,24 +306,20 @@ def planned(
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
   """Predicts every way of every gradient."""
-  return [_predictions(question, g) for g in question.gradients]
-
-
-def _predictions(
-  question: Question, gradient: Gradient
-) -> dict[Way, Prediction]:
-  profile = question.profile(gradient)
-  return {
-    way: cost.predict(
-      way.scheme,
-      table_of(gradient, way),
-      profile,
-      question.context,
-      question.links,
-      way.column_groups,
-    )
-    for way in _ways(question, gradient)
-  }
+  found = []
+  for gradient in question.gradients:
+    profile, ways = question.profile(gradient), {}
+    for way in _ways(question, gradient):
+      ways[way] = cost.predict(
+        way.scheme,
+        table_of(gradient, way),
+        profile,
+        question.context,
+        question.links,
+        way.column_groups,
+      )
+    found.append(ways)
+  return found
 
 
 def _ways(question: Question, gradient: Gradient) -> Iterator[Way]:
@@ -339,12 +335,10 @@ def _ways(question: Question, gradient: Gradient) -> Iterator[Way]:
     if jnp.dtype(name).itemsize < gradient.dtype.itemsize
     and has_range_of(jnp.dtype(name), gradient.dtype)
   ]
-  width = gradient.shape[-1]
+  ways = cost.sparse_ways(gradient.shape[-1], question.context)
   for wire in (None, *narrower):
-    yield Way("all_gather", 1, wire)
-    yield Way("recursive_doubling", 1, wire)
-    for groups in cost.column_groups(width, question.context):
-      yield Way("zen", groups, wire)
+    for scheme, groups in ways:
+      yield Way(scheme, groups, wire)
 
 
 def table_of(gradient: Gradient, way: Way) -> Table:
@@ -442,7 +436,7 @@ def _reason(
   ratio = lambda way: ways[way].seconds / max(ways[chosen].seconds, 1e-12)
   parts = [f"pmean takes {ratio(PMEAN):.3g}x as long"]
   second = min(ways.keys() - {chosen, PMEAN}, key=ratio)
-  words = LeafPlan(name="", shape=(), dtype="", **second._asdict()).choice
+  words = plans.in_words(*second)
   if chosen == PMEAN:
     parts = [f"{words} takes {ratio(second):.3g}x as long"]
     if MARGIN <= ratio(second) < 1:
@@ -481,7 +475,14 @@ def densities(
       )
     rows = {g.name: rows_of(g) for g in gradients}
     profile = recorded_runs.profiles(trace, rows, devices)
-  cost.check_profile(profile)
+  is_profile = lambda x: isinstance(x, Profile)
+  if profile is not None and not (
+    isinstance(profile, Mapping) and all(map(is_profile, profile.values()))
+  ):
+    raise TypeError(
+      "`profile` must map leaf names to what was measured of them, got"
+      f" {profile!r}; give what `zenjax.planner.profile(state)` returns."
+    )
   _check_names(gradients, profile, "profile")
   return dict(profile or {})
 

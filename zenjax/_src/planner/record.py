@@ -6,6 +6,7 @@ Inside a step `Recorder.rows` packs one bit for each row of a gradient; outside
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import math
 import os
 from typing import Any
@@ -55,15 +56,14 @@ class Recorder:
     self,
     directory: str | os.PathLike,
     params: Any,
-    tables: Sequence[traces.TableInfo],
+    leaves: Sequence[traces.LeafInfo],
     steps: int,
     axes: Axes,
     mesh: Mesh | None,
   ):
     traces.check_free(directory)
-    self.tables = tuple(tables)
-    self._directory = directory
-    self._shapes = leaf_util.shapes(leaf_util.named_leaves(params))
+    self.tables = [leaf for leaf in leaves if leaf.is_table]
+    self._directory, self._leaves = directory, leaves
     self._look_ups: dict[str, int] = {}
     self._steps, self._done = steps, 0
     self._axes = axes
@@ -151,18 +151,11 @@ class Recorder:
     bits = [_on_host(packed[t.name]) for t in self.tables]
     if jax.process_index() == 0:
       if self._header is None:
-        leaves = tuple(
-          traces.LeafInfo(
-            name=name,
-            shape=shape,
-            dtype=dtype,
-            look_ups=self._look_ups.get(name),
-          )
-          for name, (shape, dtype) in self._shapes.items()
-        )
-        self._header = traces.Header(
-          tables=self.tables, devices=len(bits[0]), leaves=leaves
-        )
+        leaves = [
+          dataclasses.replace(x, look_ups=self._look_ups.get(x.name))
+          for x in self._leaves
+        ]
+        self._header = traces.Header(leaves=tuple(leaves), devices=len(bits[0]))
         traces.create(self._directory, self._header)
       sets = [
         [np.flatnonzero(np.unpackbits(x, count=table.rows)) for x in each]
@@ -233,20 +226,21 @@ def record(
   chosen = jax.eval_shape(
     zen_sync.zen_sync(axes, sparse=sparse).init, params
   ).leaves
-  tables = []
-  for name, leaf in leaf_util.named_leaves(params):
-    if name in chosen:
-      rows, width = leaf_util.table_shape(leaf, "row")
-      dtype = leaf.dtype.name
-      tables.append(
-        traces.TableInfo(name=name, rows=rows, width=width, dtype=dtype)
-      )
-  if not tables:
+  leaves = [
+    traces.LeafInfo(
+      name=name,
+      shape=tuple(leaf.shape),
+      dtype=leaf.dtype.name,
+      is_table=name in chosen,
+    )
+    for name, leaf in leaf_util.named_leaves(params)
+  ]
+  if not chosen:
     raise ValueError(
       "`params` must hold a leaf that zen_sync sends sparse, but these are too"
       " small or too wide; name one by `sparse`."
     )
-  return Recorder(directory, params, tables, steps, axes, mesh)
+  return Recorder(directory, params, leaves, steps, axes, mesh)
 
 
 def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:

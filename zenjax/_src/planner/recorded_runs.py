@@ -104,33 +104,10 @@ def growth(recorded: Sequence[DeviceRows], rows: int) -> Growth:
   return Growth(rows, held, np.sort([len(ids) for ids in sets]))
 
 
-class Recorded(NamedTuple):
-  """A run as the planner sees it.
-
-  Attributes:
-    leaves: Parameters; tables only, if the trace tells of no others.
-    is_whole: Whether the trace tells of all.
-    growths: Growth of the union of each table.
-    pooled: Row sets of a table: unions of more devices are bounds.
-  """
-
-  leaves: tuple[traces.LeafInfo, ...]
-  is_whole: bool
-  growths: dict[str, Growth]
-  pooled: int
-
-
-def read(directory: str | os.PathLike) -> Recorded:
-  """Reads a run off its trace."""
-  trace = traces.read(directory)
-  header = trace.header
-  leaves = header.leaves or tuple(
-    traces.LeafInfo(name=t.name, shape=(t.rows, t.width), dtype=t.dtype)
-    for t in header.tables
-  )
-  growths = {t.name: growth(trace.sets[t.name], t.rows) for t in header.tables}
-  pooled = header.devices * trace.steps
-  return Recorded(leaves, bool(header.leaves), growths, pooled)
+def growths(trace: traces.Trace) -> dict[str, Growth]:
+  """Returns the growth of every table of a trace."""
+  tables = trace.header.tables
+  return {t.name: growth(trace.sets[t.name], t.rows) for t in tables}
 
 
 def profiles(
@@ -146,12 +123,12 @@ def profiles(
   Raises:
     ValueError: The trace is broken, or of another model.
   """
-  growths = read(directory).growths
-  for name, found in growths.items():
+  known = growths(traces.read(directory))
+  for name, found in known.items():
     if rows.get(name) != found.rows:
       raise ValueError(
         f"`trace` must be of the model that is planned, but table {name!r} has"
         f" {found.rows} rows there and {rows.get(name, 'none')} here. Record"
         " steps of this model."
       )
-  return {name: found.profile(devices) for name, found in growths.items()}
+  return {name: found.profile(devices) for name, found in known.items()}

@@ -45,6 +45,8 @@ REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
 )
 # Forms in which the optimizer sees arrays of all rows, touched or not.
 OF_ARRAYS = (REPLICATED, XLA)
+# Forms in which a device sees some rows only.
+OF_OWNERS = (ZERO1, SHARDED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

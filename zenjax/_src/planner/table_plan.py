@@ -28,6 +28,7 @@ from zenjax._src.planner.plan_model import Question
 from zenjax._src.planner.table_forms import Cost
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
+from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_forms import REPLICATED
 from zenjax._src.planner.table_program import CARRIED
 from zenjax._src.planner.table_program import Program
@@ -90,6 +91,7 @@ class TablePlan:
     seconds: Predicted time of all exchanges and updates of a step.
     rest_bytes: Bytes that a device holds of all other parameters.
     limit_bytes: Limit on the memory of a device; None if none is known.
+    clip_norm: Largest norm of all gradients; None for any.
 
   Example:
     >>> import zenjax
@@ -107,6 +109,7 @@ class TablePlan:
   seconds: float = 0.0
   rest_bytes: float = 0.0
   limit_bytes: float | None = None
+  clip_norm: float | None = None
 
   @property
   def by_name(self) -> dict[str, TableForm]:
@@ -182,7 +185,7 @@ class TablePlan:
         )
     form_of = {table.name: table.form for table in self.tables}
     axes = tuple(axis for axis, _ in self.mesh)
-    return table_program.set_up(form_of, axes, mesh, params, tx)
+    return table_program.set_up(form_of, axes, mesh, params, tx, self.clip_norm)
 
 
 def plan_tables(
@@ -196,6 +199,7 @@ def plan_tables(
   trace: str | os.PathLike | None = None,
   memory_bytes: float | None = None,
   forms: Mapping[str, str] | None = None,
+  clip_norm: float | None = None,
 ) -> TablePlan:
   """Chooses how every table of a model is held and trained.
 
@@ -216,8 +220,10 @@ def plan_tables(
   the shortest step are taken. `TablePlan.set_up` carries the choice out.
 
   All forms train alike. Where `tx` moves rows that have no gradient, as Adam
-  does, arrays would train otherwise than rows, and are left out. Where it clips
-  by a norm of all gradients, all sparse and sharded tables have one form.
+  does, arrays would train otherwise than rows, and are left out. Owners have
+  some rows only: where `tx` sums over all of them, as for a clip by a global
+  norm, no table is `"replicated-zero1"` or `"sharded"`. Clip by `clip_norm`
+  instead.
 
   Args:
     loss_fn: The loss, called on one device's part of a batch.
@@ -235,6 +241,8 @@ def plan_tables(
       and buffers; activations are not among them. By default three quarters of
       the topology's memory, if that is known.
     forms: Forms to demand, by leaf name.
+    clip_norm: Clips gradients by the norm of all of them before `tx` sees them,
+      in every form. Tables that are not replicated arrays then have one form.
 
   Returns:
     The plan: print it, and call its `set_up`.
@@ -281,17 +289,17 @@ def plan_tables(
       " and `zenjax.planner.plan` plans for gradients that are arrays."
     )
   demanded = _demanded(forms, list(gradients))
-  optimizer = Optimizer(tx, params)
+  optimizer = Optimizer(tx, params, clip_norm)
   possible, open_to = {}, {}
   for name, gradient in gradients.items():
     table = table_forms.Table(
       gradient, question.profile(gradient), optimizer.state_row(name)
     )
     costs = table_forms.costs(table, question.context, question.links)
-    rests = name in optimizer.resting
-    possible[name] = {
-      k: x for k, x in costs.items() if rests or k not in OF_ARRAYS
-    }
+    # Forms that would train otherwise.
+    others = () if name in optimizer.resting else OF_ARRAYS
+    others = (*others, *(OF_OWNERS if optimizer.sums else ()))
+    possible[name] = {k: x for k, x in costs.items() if k not in others}
     form = demanded.get(name)
     if form is not None and form not in possible[name]:
       raise _not_possible(name, form, costs)
@@ -310,9 +318,9 @@ def plan_tables(
   names, free = choose(limit - rest), choose(math.inf)
   if free is None:
     raise ValueError(
-      "`forms` must be possible in one program, and `tx` sums over all"
-      " gradients, as clipping by a norm does, so that its tables have one"
-      " transformation. Demand one form besides 'replicated'."
+      "`forms` must be possible in one program, and a sum over all gradients,"
+      " as clipping by a norm needs, has one transformation. Demand one form"
+      " besides 'replicated'."
     )
   if names is None:
     costs = [[x.memory for x in each.values()] for each in open_to.values()]
@@ -339,6 +347,7 @@ def plan_tables(
     ),
     rest_bytes=rest,
     limit_bytes=limit if math.isfinite(limit) else None,
+    clip_norm=clip_norm,
   )
 
 
@@ -356,6 +365,12 @@ def _demanded(
   return demanded
 
 
+_SUMS = (
+  "`tx` sums over all rows, and owners have some of them; to clip by a norm"
+  " give `clip_norm=`"
+)
+
+
 def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
   why = {
     table_forms.XLA: "the table has not two dimensions whose rows the devices"
@@ -364,7 +379,9 @@ def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
     table_forms.SHARDED: "the table has not two dimensions, or there is one"
     " device",
   }
-  reason = table_program.MOVES if form in costs else why[form]
+  reason = why.get(form)
+  if form in costs:
+    reason = table_program.MOVES if form in OF_ARRAYS else _SUMS
   return ValueError(
     f"`forms[{name!r}]` must be a form that the table can have, got {form!r}:"
     f" {reason}. Leave it out to have one chosen."

@@ -70,6 +70,7 @@ def set_up(
   mesh: jax.sharding.Mesh,
   params: Any,
   tx: optax.GradientTransformation,
+  clip_norm: float | None,
 ) -> Program:
   """Returns a program with tables in these forms.
 
@@ -79,6 +80,7 @@ def set_up(
     mesh: Has the axes.
     params: The parameters, or a function that makes them.
     tx: The optimizer, written for whole parameters.
+    clip_norm: Largest norm of all gradients; None for any.
 
   Raises:
     ValueError: Forms would train otherwise by this optimizer.
@@ -86,7 +88,8 @@ def set_up(
   make = params if callable(params) else lambda: params
   used = set(form_of.values())
   carriers = [form for form in CARRIED if form in used]
-  _check(form_of, carriers, Optimizer(tx, jax.eval_shape(make)))
+  optimizer = Optimizer(tx, jax.eval_shape(make), clip_norm)
+  _check(form_of, carriers, optimizer)
   place = functools.partial(_placed, form_of=form_of, axes=axes, mesh=mesh)
   if callable(params):
     init = lambda: place(make())
@@ -95,7 +98,7 @@ def set_up(
     )()
   else:
     placed = place(params)
-  made = _transformation(form_of, axes, mesh, tx, placed, carriers)
+  made = _transformation(form_of, axes, mesh, tx, placed, carriers, clip_norm)
   listed = {k for k, form in form_of.items() if form not in OF_ARRAYS}
   both = jax.value_and_grad
   if listed:
@@ -184,17 +187,21 @@ def _transformation(
   tx: optax.GradientTransformation,
   params: Any,
   carriers: Sequence[str],
+  clip_norm: float | None,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns what updates all parameters, each form by its own means."""
   in_form = lambda form: lambda name, _: form_of.get(name) == form
+  by_owners = functools.partial(
+    owners.sharded_optimizer, tx, axes, mesh=mesh, clip_norm=clip_norm
+  )
+  if clip_norm is not None:
+    tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
   made = {}
   for form in carriers:
     if form == table_forms.SHARDED:
-      made[form] = owners.sharded_optimizer(tx, axes, mesh=mesh)
+      made[form] = by_owners()
     elif form == table_forms.ZERO1:
-      made[form] = owners.sharded_optimizer(
-        tx, axes, sparse=in_form(form), mesh=mesh
-      )
+      made[form] = by_owners(sparse=in_form(form))
     elif form == table_forms.ROWS:
       sync = syncing.zen_sync(axes, sparse=in_form(form), mesh=mesh)
       made[form] = optax.chain(sync, lazy.lazy_rows(tx))

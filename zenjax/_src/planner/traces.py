@@ -1,13 +1,11 @@
 """Traces of a training run: which rows of which gradients were not zero.
 
 A trace is a directory. `trace.json` holds the version of the format, the number
-of devices, and name, rows, width and dtype of each table; optionally, as
-`leaves`, name, shape and dtype of every parameter, and the look-ups of a device
-if its gradient was SparseRows. `step-000000.npz` and so on hold one step each:
-for table `k` of `trace.json` `rows_k`, the row ids of device 0, then of device
-1 and so on, `[*] uint32`, ascending within a device, and `offsets_k`,
-`[devices + 1] int64`: those of device `i` are
-`rows_k[offsets_k[i]:offsets_k[i + 1]]`.
+of devices, and the parameters of the model, tables among them.
+`step-000000.npz` and so on hold one step each: for table `k` of `trace.json`
+`rows_k`, the row ids of device 0, then of device 1 and so on, `[*] uint32`,
+ascending within a device, and `offsets_k`, `[devices + 1] int64`: those of
+device `i` are `rows_k[offsets_k[i]:offsets_k[i + 1]]`.
 
 Every file is written under another name and then moved, so that a file that
 exists is whole. Needs NumPy only.
@@ -17,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from typing import Annotated, BinaryIO
@@ -26,7 +25,6 @@ import zlib
 import numpy as np
 
 from zenjax._src.core import checked_json
-from zenjax._src.core.checked_json import NOT_EMPTY
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
@@ -37,7 +35,6 @@ __all__ = (
   "Header",
   "LeafInfo",
   "read",
-  "TableInfo",
   "Trace",
   "write_step",
 )
@@ -49,22 +46,10 @@ _REMEDY = "record the trace again into a new directory"
 # Row ids of one table in one step, an array for each device.
 DeviceRows = Sequence[np.ndarray]
 
-_Count = Annotated[int, POSITIVE]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TableInfo:
-  """A table whose gradients are traced, seen as `[rows, width]`."""
-
-  name: str
-  rows: _Count
-  width: _Count
-  dtype: str
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
-  """A parameter of the model, a table or not.
+  """A parameter of the model.
 
   Attributes:
     name: Name of the leaf, as `zenjax.report` shows it.
@@ -72,12 +57,19 @@ class LeafInfo:
     dtype: Name of its dtype.
     look_ups: Rows that a device's gradient has room for if it is SparseRows;
       None for an array.
+    is_table: Whether its rows are recorded.
   """
 
   name: str
   shape: tuple[Annotated[int, NOT_NEGATIVE], ...]
-  dtype: str
-  look_ups: _Count | None = None
+  dtype: str = "float32"
+  look_ups: Annotated[int, POSITIVE] | None = None
+  is_table: bool = True
+
+  @property
+  def rows(self) -> int:
+    """Rows, all dimensions but the last; elements of a vector."""
+    return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,20 +77,25 @@ class Header:
   """The contents of `trace.json`.
 
   Attributes:
-    tables: Tables, in the order in which they are synchronized.
+    leaves: Parameters of the model, at least its tables.
     devices: Devices of the run.
-    leaves: All parameters, for a planner; empty if they were not recorded.
   """
 
-  tables: Annotated[tuple[TableInfo, ...], NOT_EMPTY]
-  devices: _Count
-  leaves: tuple[LeafInfo, ...] = ()
+  leaves: tuple[LeafInfo, ...]
+  devices: Annotated[int, POSITIVE]
 
   def __post_init__(self):
-    for entries in (self.tables, self.leaves):
-      names = [entry.name for entry in entries]
-      if len(set(names)) != len(names):
-        raise ValueError(f"Names must be different, got {names}.")
+    names = [leaf.name for leaf in self.leaves]
+    if len(set(names)) != len(names) or not self.tables:
+      raise ValueError(
+        "`leaves` must have different names, and one must be a table, got"
+        f" {names}."
+      )
+
+  @property
+  def tables(self) -> list[LeafInfo]:
+    """The leaves whose rows are recorded."""
+    return [leaf for leaf in self.leaves if leaf.is_table]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +103,7 @@ class Trace:
   """A trace that was read and checked.
 
   Attributes:
-    header: Tables and devices.
+    header: Parameters and devices.
     sets: By table name, then step, then device: the rows that were not zero,
       ascending, uint32.
   """
@@ -205,8 +202,8 @@ def read(directory: str | os.PathLike) -> Trace:
 
   Example:
     >>> import tempfile
-    >>> table = TableInfo(name="embed", rows=10, width=4, dtype="float32")
-    >>> header = Header(tables=(table,), devices=2)
+    >>> table = LeafInfo(name="embed", shape=(10, 4))
+    >>> header = Header(leaves=(table,), devices=2)
     >>> with tempfile.TemporaryDirectory() as directory:
     ...   create(directory, header)
     ...   write_step(directory, header, 0, [[np.array([5, 1]), np.array([7])]])

@@ -157,7 +157,7 @@ def check_step(
     ...   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
     ...   def step(state, ids):
     ...     table, opt_state = state
-    ...     grads = jax.grad(lambda t: t[ids].sum())(table)
+    ...     grads = jax.grad(lambda t: t[ids].mean())(table)
     ...     updates, opt_state = tx.update(grads, opt_state, table)
     ...     return (optax.apply_updates(table, updates), opt_state), ()
     ...   mapped = jax.jit(zenjax.data_parallel(step, mesh, "data"))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
@@ -59,9 +60,9 @@ def _cut(x: jax.Array, spread: Spread) -> jax.Array:
   if not compat.explicit_axes(x):
     return x.reshape(shape)
   spec = PartitionSpec(spread.axes or None, *compat.explicit_spec(x)[1:])
-  x = jax.sharding.reshard(x, spec)
+  x = jax.sharding.reshard(x, _lies(x, spec))
   spec = PartitionSpec(spread.axes or None, None, *spec[1:])
-  return lax.reshape(x, shape, out_sharding=spec)
+  return lax.reshape(x, shape, out_sharding=_lies(x, spec))
 
 
 def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
@@ -70,7 +71,7 @@ def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
   if not compat.explicit_axes(x):
     return x.reshape(shape)
   spec = PartitionSpec(axes or None, *compat.explicit_spec(x)[dims:])
-  return lax.reshape(x, shape, out_sharding=spec)
+  return lax.reshape(x, shape, out_sharding=_lies(x, spec))
 
 
 def flattened(
@@ -89,7 +90,7 @@ def flattened(
   dims = ids.ndim
   spec = compat.explicit_spec(values)[:dims]
   if any(spec):
-    ids = jax.sharding.reshard(ids, PartitionSpec(*spec))
+    ids = jax.sharding.reshard(ids, _lies(values, PartitionSpec(*spec)))
     return _each_own(ids, spec), _each_own(values, spec)
   if 0 < turns < dims and spread_of([values, ids]).devices > 1:
     # Devices share the batch.
@@ -135,13 +136,20 @@ def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
     shape += [devices, size // devices]
     cut += [entry, None]
   x = lax.reshape(
-    x, (*shape, *x.shape[len(spec) :]), out_sharding=PartitionSpec(*cut, *rest)
+    x,
+    (*shape, *x.shape[len(spec) :]),
+    out_sharding=_lies(x, PartitionSpec(*cut, *rest)),
   )
   first = range(0, len(cut), 2)
   last = range(len(cut), x.ndim)
   x = jnp.transpose(x, (*first, *range(1, len(cut), 2), *last))
   axes = tuple([axis for entry in spec for axis in _axes(entry)])
   return _merged(x, len(cut), axes)
+
+
+def _lies(x: jax.Array, spec: PartitionSpec) -> NamedSharding:
+  """Returns a spec on the mesh of an array, which may be around no program."""
+  return NamedSharding(jax.typeof(x).sharding.mesh, spec)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -515,7 +515,7 @@ def _idle(step: Operation, reads: list[Fact]) -> Any:
   if name in _ELEMENTWISE and numbers:
     function = _ELEMENTWISE[name]
     if name == "integer_pow":
-      values = [*values, step.params["y"]]
+      values = [*values, np.asarray(step.params["y"], dtype)]
     try:
       with np.errstate(all="ignore"):
         return np.asarray(function(*values)).astype(dtype)[()]
@@ -570,61 +570,22 @@ def _is_opaque(constant: Any) -> bool:
 
 # --- the table of primitives ---
 
-# Each element by itself, and what that is on known numbers.
-_ELEMENTWISE: dict[str, Any] = {
-  "abs": np.abs,
-  "add": np.add,
-  "add_any": np.add,
-  "and": np.bitwise_and,
-  "cbrt": np.cbrt,
-  "ceil": np.ceil,
-  "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-  "convert_element_type": lambda x: x,
-  "copy": lambda x: x,
-  "copy_p": lambda x: x,
-  "cos": np.cos,
-  "cosh": np.cosh,
-  "div": np.true_divide,
-  "eq": np.equal,
-  "exp": np.exp,
-  "expm1": np.expm1,
-  "floor": np.floor,
-  "ge": np.greater_equal,
-  "gt": np.greater,
-  "imag": np.imag,
-  "integer_pow": lambda x, y: np.power(x, np.asarray(y, x.dtype)),
-  "is_finite": np.isfinite,
-  "le": np.less_equal,
-  "log": np.log,
-  "log1p": np.log1p,
-  "lt": np.less,
-  "max": np.maximum,
-  "min": np.minimum,
-  "mul": np.multiply,
-  "ne": np.not_equal,
-  "neg": np.negative,
-  "not": np.invert,
-  "or": np.bitwise_or,
-  "pow": np.power,
-  "pvary": lambda x: x,
-  "real": np.real,
-  "reduce_precision": lambda x: x if x == 0 else None,
-  "rsqrt": lambda x: 1 / np.sqrt(x),
-  "sign": np.sign,
-  "sin": np.sin,
-  "sinh": np.sinh,
-  "sqrt": np.sqrt,
-  "square": np.square,
-  "stop_gradient": lambda x: x,
-  "sub": np.subtract,
-  "tan": np.tan,
-  "tanh": np.tanh,
-  "xor": np.bitwise_xor,
-} | dict.fromkeys(
-  "acos acosh asin asinh atan atan2 atanh clz complex conj digamma erf erf_inv"
-  " erfc exp2 lgamma logistic nextafter population_count rem round select_n"
-  " shift_left shift_right_arithmetic shift_right_logical".split()
-)
+# Each element by itself; NumPy computes known numbers, by the name behind `=`.
+_ELEMENTWISE = {
+  name.split("=")[0]: getattr(np, name.split("=")[-1], None)
+  for name in (
+    "abs acos acosh add add_any=add and=bitwise_and asin asinh atan atan2 atanh"
+    " cbrt ceil clamp clz complex conj convert_element_type=copy copy"
+    " copy_p=copy cos cosh digamma div=true_divide eq=equal erf erf_inv erfc"
+    " exp exp2 expm1 floor ge=greater_equal gt=greater imag integer_pow=power"
+    " is_finite=isfinite le=less_equal lgamma log log1p logistic lt=less"
+    " max=maximum min=minimum mul=multiply ne=not_equal neg=negative nextafter"
+    " not=invert or=bitwise_or population_count pow=power pvary=copy real"
+    " reduce_precision rem=fmod round rsqrt select_n shift_left"
+    " shift_right_arithmetic shift_right_logical sign sin sinh sqrt square"
+    " stop_gradient=copy sub=subtract tan tanh xor=bitwise_xor"
+  ).split()
+}
 # Along the dimensions that a parameter names; rows of others stay apart.
 _FOLDS = dict.fromkeys(
   "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod"
@@ -661,34 +622,37 @@ class _Differs(Exception):
 
 def require_alike(first: Operations, second: Operations) -> None:
   """Raises an error where programs do different things, shapes aside."""
-  numbers: tuple[dict[Value, int], ...] = ({}, {})
-  every = [
-    (first.inputs, second.inputs, "its inputs"),
-    *((a.reads, b.reads, a.place) for a, b in zip(first.steps, second.steps)),
-    (first.outputs, second.outputs, "its results"),
-  ]
-  name = lambda side, x: (
-    None
-    if x.constant is not None
-    else numbers[side].setdefault(x, len(numbers[side]))
-  )
-  for a, b in zip(first.steps, second.steps):
-    grows = any(
-      x.shape != y.shape
-      for x, y in [*zip(a.reads, b.reads), *zip(a.makes, b.makes)]
+  steps = [*zip(first.steps, second.steps)]
+  grows = [
+    any(
+      x.shape != y.shape for x, y in zip(a.reads + a.makes, b.reads + b.makes)
     )
-    same = a.name == b.name and len(a.makes) == len(b.makes)
-    if not same or _settings(a, grows) != _settings(b, grows):
+    for a, b in steps
+  ]
+  left, right = _lines(first, grows), _lines(second, grows)
+  for (a, _), x, y in zip(steps, left[1:], right[1:]):
+    if x != y:
       raise _Differs(f"{a.name} at {a.place}")
-    every.append((a.makes, b.makes, a.place))
-  if len(first.steps) != len(second.steps):
+  if left != right:
     raise _Differs("`update`")
-  for left, right, place in every:
-    if [name(0, x) for x in left] != [name(1, x) for x in right]:
-      raise _Differs(place)
 
 
-def _settings(step, grows):
+def _lines(program: Operations, grows: Sequence[bool]) -> list[Any]:
+  """What a program does, line by line; shapes only where they do not grow."""
+  numbers: dict[Value, int] = {}
+
+  def names(values):
+    new = lambda x: numbers.setdefault(x, len(numbers))
+    return [new(x) if x.constant is None else None for x in values]
+
+  lines: list[Any] = [names(program.inputs)]
+  for step, is_larger in zip(program.steps, grows):
+    settings = _settings(step, is_larger)
+    lines.append((step.name, names(step.reads), names(step.makes), settings))
+  return [*lines, names(program.outputs), len(program.steps)]
+
+
+def _settings(step: Operation, grows: bool) -> list[Any]:
   """What must be equal: numbers, and programs such as the body of a loop.
 
   Where shapes grow, sizes differ too, and loops are refused by the analysis.
@@ -698,7 +662,7 @@ def _settings(step, grows):
   params = {} if step.name == "select_n" else step.params
   for key, value in params.items():
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if isinstance(value, (bool, int, float, str)) or not grows:
+    if not grows or isinstance(value, (bool, int, float, str)):
       plain = all(isinstance(x, (bool, int, float, str)) for x in parts)
       found += [(key, parts)] * plain
     for jaxpr, consts in map(jaxprs.opened, parts):

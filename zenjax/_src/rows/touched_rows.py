@@ -34,12 +34,12 @@ def update(
   Returns:
     Updates in the structure of `merged`, and the state.
   """
-  padded = jax.tree.map(with_room, merged, is_leaf=is_rows)
-  at = jax.tree.map(touched, padded, is_leaf=is_rows)
+  roomy = jax.tree.map(with_room, merged, is_leaf=is_rows)
+  at = jax.tree.map(touched, roomy, is_leaf=is_rows)
   tags = of_state(analysis, state, at)
   few = jax.tree.map(gather, state, tags)
   few_params = None if params is None else jax.tree.map(gather, params, at)
-  out, few = analysis.update(trees.values(padded), few, few_params, extra)
+  out, few = analysis.update(trees.values(roomy), few, few_params, extra)
   state = jax.tree.map(scatter, state, few, tags)
   out = jax.tree.map(
     lambda rows, x: x[: rows.capacity] if is_rows(rows) else x,

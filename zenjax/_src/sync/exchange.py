@@ -144,14 +144,19 @@ def exchange(
         lambda flow: _after(flow, *turn(flow), plans),
         flow,
       )
+  # All devices hold the same now, whatever types say.
+  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [
-    _with_dense_sum(target, skip, context)
+    jax.tree.map(as_equal, _with_dense_sum(target, skip, context))
     for target, skip in zip(flow.targets, dense)
   ]
+  # What came is equal on all devices, counts of it too.
+  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
+  targets = [jax.tree.map(as_equal, target) for target in targets]
   found = [
     Exchanged(
       plan,
-      _leaves(target, plan, context),
+      target.leaves(plan),
       _counts(tally, union, target, flow.rounds, skip, plan),
     )
     for plan, target, tally, union, skip in zip(
@@ -238,14 +243,6 @@ def _with_dense_sum(
   with jax.named_scope("zenjax/dense"):
     table = dense_sum.reduce_where(target.table, dense, context)
   return target._replace(table=table)
-
-
-def _leaves(
-  target: ArrayTarget | ListTarget, plan: TablePlan, context: Context
-) -> list[Any]:
-  """Returns what came out for each leaf, typed as equal on all devices."""
-  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
-  return jax.tree.map(as_equal, target).leaves(plan)
 
 
 def _counts(

@@ -298,6 +298,10 @@ def sync_tree(
     new = dict(memory.leaves) if memory else {}
     for (scheme, _), at in exchanges.items():
       group, ways = [sparse[i] for i in at], [choices[i] for i in at]
+      if len(context.axes) > 1:
+        # Collectives over different groups of devices run in one order.
+        group, out = lax.optimization_barrier((dict(group), out))
+        group = list(group.items())
       if scheme in DENSE:
         synced, after = _all_reduced(group, memory, options, context)
       else:

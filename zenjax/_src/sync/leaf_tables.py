@@ -18,7 +18,6 @@ from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
-from zenjax.kernels import _dispatch
 
 
 class Choice(NamedTuple):
@@ -108,7 +107,7 @@ def plans(
     seed=options.hash_seed,
     contiguous=scheme.contiguous,
     kernels=options.kernels,
-    together=not owners and not _dispatch.asked_for(options.kernels),
+    together=not owners and options.kernels != "pallas",
   )
   return tuple([scheme.fitted(plan) for plan in planned])
 

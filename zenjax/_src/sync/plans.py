@@ -75,8 +75,13 @@ class LeafPlan:
   @property
   def choice(self) -> str:
     """Scheme, column groups and wire dtype in words, say `zen/2 bfloat16`."""
-    groups = f"/{self.column_groups}" if self.scheme == "zen" else ""
-    return f"{self.scheme}{groups} {self.wire_dtype or ''}".strip()
+    return in_words(self.scheme, self.column_groups, self.wire_dtype)
+
+
+def in_words(scheme: str, column_groups: int, wire_dtype: str | None) -> str:
+  """Returns a way to synchronize a leaf in words."""
+  groups = f"/{column_groups}" if scheme == "zen" else ""
+  return f"{scheme}{groups} {wire_dtype or ''}".strip()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

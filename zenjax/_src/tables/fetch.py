@@ -164,6 +164,8 @@ def ask(
   most = jnp.max(told, axis=0)
   if tables[0].replicas:  # So that all take the same number of rounds.
     most = collectives.pmax(most, tables[0].replicas)
+    # Rows are sent after it: devices then run collectives in one order.
+    most, came = lax.optimization_barrier((most, came))
   return Ahead(ids, asked, [x for (x,) in came], most[None], layouts, sizes)
 
 

@@ -367,7 +367,11 @@ def _check_accumulated(state: Any, devices: int) -> None:
   end alike, of the same shapes but for the number of devices.
   """
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
-  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+  nodes = [
+    x
+    for x in jax.tree.leaves(state, is_leaf=is_own)
+    if is_own(x) and placement.accumulates_local(x)
+  ]
   rest = jax.tree.map(
     lambda node: node._replace(acc_grads=None) if is_own(node) else node,
     state,

@@ -19,10 +19,12 @@ from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
+from zenjax._src.sync import sync_state
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
@@ -104,7 +106,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
 
   Everything is replicated except for what differs between devices: the
   residuals of sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the
-  gradients that `optax.MultiSteps` accumulates around any, what
+  gradients that `optax.MultiSteps` accumulates around what synchronizes, what
   `sharded_optimizer` keeps of tables, and tables of `zenjax.tables.shard`.
   Those are split over `axis_name` along their first dimension; what owners
   have, over the last of several axes.
@@ -114,7 +116,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     axis_name: As given to `zen_sync`.
 
   Returns:
-    A tree of `PartitionSpec` of the same structure.
+    A tree of `PartitionSpec` of the same structure. It also fits the state
+    after `zenjax.tune`.
 
   Raises:
     ValueError: `MultiSteps` accumulates a gradient without dimensions, which
@@ -137,11 +140,15 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
       return sharded_table.specs(node, owners)
     if isinstance(node, optax.MultiStepsState):
       rest = state_specs(node._replace(acc_grads=None), axis_name)
-      acc = jax.tree.map(lambda leaf: _split_spec(leaf, split), node.acc_grads)
+      place = lambda leaf: _split_spec(leaf, split)
+      if not accumulates_local(node):
+        place = lambda leaf: PartitionSpec()
+      acc = jax.tree.map(place, node.acc_grads)
       return rest._replace(acc_grads=acc)
     return PartitionSpec()
 
-  return jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
+  specs = jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
+  return sync_state.of_any_plan(specs)
 
 
 def _has_own(node: Any, root: Any) -> bool:
@@ -150,6 +157,12 @@ def _has_own(node: Any, root: Any) -> bool:
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
+
+
+def accumulates_local(node: optax.MultiStepsState) -> bool:
+  """Tells whether `MultiSteps` is around what synchronizes, not behind it."""
+  kinds: Any = sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState
+  return bool(sync_state.nodes(node.inner_opt_state, kinds))
 
 
 def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:

@@ -199,7 +199,8 @@ def _moved_to(state: Any, devices: int, like: Any) -> Any:
       return node
     other = next(others, None)
     if isinstance(node, optax.MultiStepsState):
-      node = node._replace(acc_grads=_accumulated(node, devices, other))
+      if placement.accumulates_local(node):
+        node = node._replace(acc_grads=_accumulated(node, devices, other))
       return node._replace(inner_opt_state=tree(node.inner_opt_state))
     if isinstance(node, sync_state.LeafState):
       return _folded(node, devices)
@@ -302,15 +303,8 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
 def _moved_parts(
   parts: list[np.ndarray], inner: Any, devices: int, old: int
 ) -> list[np.ndarray]:
-  """Returns `[devices, R, ..]` of each leaf, `[old, R, ..]`.
-
-  Gradients that were averaged before `MultiSteps` lie there as copies, and stay
-  copies.
-  """
-  local = bool(sync_state.nodes(inner, _SYNCS))
-  same = lambda x: np.array_equal(x, np.broadcast_to(x[:1], x.shape))
-  empty = not any(x.any() for x in parts)
-  if empty or (not local and all(map(same, parts))):
+  """Returns `[devices, R, ..]` of each leaf, `[old, R, ..]`."""
+  if not any(x.any() for x in parts):
     return [np.repeat(x[:1], devices, axis=0) for x in parts]
   means = set()
   for node in sync_state.nodes(inner, _SYNCS):
@@ -318,7 +312,7 @@ def _moved_parts(
       means.add(sparsifier_state.averages(node))
     if isinstance(node, sync_state.ZenSyncState):
       means |= set(_means(node).values()) or {None}
-  if local and not means:  # Of `error_feedback` alone.
+  if not means:  # Of `error_feedback` alone.
     means = {True}
   if len(means) != 1 or None in means:
     raise ValueError(

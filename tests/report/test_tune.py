@@ -1,0 +1,331 @@
+"""`tune`: one recompilation where it changes something, none elsewhere."""
+
+from typing import Any
+
+import cases
+from flax import nnx
+import flax.linen as nn
+import flax.serialization
+from flax.training.train_state import TrainState
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint as ocp
+import pytest
+import runners
+import steps
+
+import zenjax
+
+N, ROWS, WIDTH = 4, 20_000, 16
+PARAMS = {
+  "t": np.zeros((ROWS, WIDTH), np.float32),
+  "w": np.zeros((3, 2), np.float32),
+}
+
+
+def stack_of(seed, rows=200, n=N):
+  """Local gradients of which each device has `rows` rows."""
+  rng = np.random.default_rng(seed)
+  x = cases.normal(rng, n, ROWS, WIDTH, cases.FLOAT32)
+  x = cases.keep(x, [rng.permutation(ROWS)[:rows] for _ in range(n)])
+  return {"t": x, "w": cases.normal(rng, n, 3, 2, cases.FLOAT32)}
+
+
+def zen(**options):
+  return zenjax.zen_sync("data", **options)
+
+
+def trained(tx, n=N, **options) -> steps.Trainer:
+  """A trainer after three steps of few rows."""
+  trainer = steps.Trainer(tx, PARAMS, runners.mesh(n), **options)
+  for seed in range(3):
+    trainer(stack_of(seed, n=n))
+  return trainer
+
+
+def compiled_by(trainer, stack) -> tuple[Any, int]:
+  """The updates of a step, and how many programs it compiled."""
+  with steps.compilations() as programs:
+    updates = trainer(stack)
+  return updates, len(programs)
+
+
+def tuned(state):
+  """A leaf's name to its choice, wherever the state of zen_sync is."""
+  is_one = lambda node: hasattr(node, "tuned")
+  nodes = jax.tree.leaves(state, is_leaf=is_one)
+  return dict(x for node in nodes if is_one(node) for x in node.tuned)
+
+
+def same_numbers(one, other):
+  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def scale_rate(rate):
+  return optax.chain(zen(), optax.sgd(rate))
+
+
+CHAINS: dict[str, Any] = {
+  "alone": lambda: zen(),
+  "chain": lambda: optax.chain(zen(), optax.sgd(0.1)),
+  "MultiSteps": lambda: optax.MultiSteps(
+    optax.chain(zen(), optax.sgd(0.1)), 1
+  ).gradient_transformation(),
+  "apply_if_finite": lambda: optax.chain(
+    zen(), optax.apply_if_finite(optax.sgd(0.1), 3)
+  ),
+  "partition": lambda: optax.partition(
+    {"zen": optax.chain(zen(), optax.sgd(0.1)), "mean": steps.pmean("data")},
+    {"t": "zen", "w": "mean"},
+  ),
+  "inject_hyperparams": lambda: optax.inject_hyperparams(scale_rate)(rate=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_one_compilation_follows_a_change_and_none_else(name):
+  trainer = trained(steps.lenient(CHAINS[name]()), donate=name == "chain")
+  before = trainer.state
+  trainer.state = zenjax.tune(before)
+  assert set(tuned(trainer.state)) == {"t"}
+  same_numbers(before, trainer.state)
+  # Nothing is left to gain, so the state is the same object.
+  assert zenjax.tune(trainer.state) is trainer.state
+  updates, programs = compiled_by(trainer, stack_of(9))
+  assert programs == 1
+  assert compiled_by(trainer, stack_of(10))[1] == 0
+  factor = -1 if name == "alone" else 0.1
+  means = stack_of(9)["t"].mean(0, dtype=np.float64)
+  for device in updates["t"]:
+    np.testing.assert_allclose(device, -factor * means, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 5, 900, ROWS])
+def test_other_batches_are_exact_afterwards(rows):
+  trainer = trained(zen())
+  sizes = zenjax.stats(trainer.state)["t"]
+  trainer.state = zenjax.tune(trainer.state)
+  stack = stack_of(11, rows)
+  oracle.check(trainer(stack)["t"], stack["t"])
+  trainer.check_replicas()
+  assert (
+    zenjax.stats(trainer.state)["t"]["wire_bytes"] < sizes["dense_bytes"] * 2
+  )
+
+
+def test_a_report_says_what_it_would_change():
+  trainer = trained(zen())
+  told = zenjax.report(trainer.state).splitlines()
+  (line,) = told[told.index("zenjax.tune(opt_state) would change:") + 1 :]
+  trainer.state = zenjax.tune(trainer.state)
+  push, pull = tuned(trainer.state)["t"].capacities
+  assert f"t: zen, buffers of {push} and {pull} rows" in line
+  assert "would change" not in zenjax.report(trainer.state)
+  # What earlier steps needed fits one round.
+  trainer(stack_of(2))
+  assert zenjax.stats(trainer.state)["t"]["rounds"] == 1
+
+
+def test_a_leaf_that_is_always_dense_becomes_dense():
+  trainer = steps.Trainer(zen(), PARAMS, runners.mesh(N))
+  for seed in range(3):
+    trainer(stack_of(seed, ROWS))
+  assert zenjax.stats(trainer.state)["t"]["went_dense"]
+  trainer.state = zenjax.tune(trainer.state)
+  assert tuned(trainer.state)["t"].scheme == "dense"
+  for rows in (ROWS, 5):
+    stack = stack_of(7, rows)
+    oracle.check(trainer(stack)["t"], stack["t"])
+  assert zenjax.tune(trainer.state) is trainer.state
+
+
+def test_between_two_devices_rows_have_no_owners():
+  trainer = trained(zen(), n=2)
+  trainer.state = zenjax.tune(trainer.state)
+  assert tuned(trainer.state)["t"].scheme == "all_gather"
+  for rows in (200, 900):
+    stack = stack_of(5, rows, n=2)
+    oracle.check(trainer(stack)["t"], stack["t"])
+
+
+def test_a_link_chooses_the_scheme():
+  trainer = trained(zen())
+  link = zenjax.planner.Link(bandwidth=1e12, latency_s=1e-3)
+  trainer.state = zenjax.tune(trainer.state, link=link)
+  # Where only latency counts, few steps are.
+  assert tuned(trainer.state)["t"].scheme == "recursive_doubling"
+  stack = stack_of(5)
+  oracle.check(trainer(stack)["t"], stack["t"])
+
+
+def test_what_you_gave_is_kept():
+  trainer = trained(zen(capacities={"t": (100, 400)}))
+  before = zenjax.stats(trainer.state)["t"]
+  trainer.state = zenjax.tune(trainer.state)
+  trainer(stack_of(3))
+  after = zenjax.stats(trainer.state)["t"]
+  assert before["wire_bytes"] == after["wire_bytes"]
+
+
+def test_steps_in_a_scan():
+  tx = zen()
+  mesh = runners.mesh(N)
+
+  def run(state, stacks):
+    def step(state, stack):
+      updates, state = tx.update(jax.tree.map(lambda x: x[0], stack), state)
+      return state, updates
+
+    return lax.scan(step, state, stacks)
+
+  run = jax.jit(
+    jax.shard_map(
+      run,
+      mesh=mesh,
+      in_specs=(P(), P(None, "data")),
+      out_specs=(P(), P()),
+      check_vma=False,
+    )
+  )
+  stacks = jax.tree.map(lambda *x: np.stack(x), *map(stack_of, range(3)))
+  state = zenjax.init_state(tx, PARAMS, mesh, "data")
+  state, _ = run(state, stacks)
+  state = zenjax.tune(state)
+  assert set(tuned(state)) == {"t"}
+  with steps.compilations() as programs:
+    for _ in range(2):
+      state, updates = run(state, stacks)
+  assert len(programs) == 1
+  want = stacks["t"].mean(axis=1)
+  np.testing.assert_allclose(updates["t"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_has_the_numbers_and_a_target_has_the_plan(tmp_path):
+  tx = optax.chain(zen(), optax.sgd(0.1))
+  trainer = trained(tx)
+  trainer.state = zenjax.tune(trainer.state)
+  saved, plan = trainer.state, tuned(trainer.state)
+  for target in (saved, zenjax.init_state(tx, PARAMS, trainer.mesh, "data")):
+    with ocp.StandardCheckpointer() as checkpointer:
+      path = tmp_path / str(len(tuned(target)))
+      checkpointer.save(path, saved)
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(path, target)
+    as_bytes = flax.serialization.to_bytes(saved)
+    for state in (restored, flax.serialization.from_bytes(target, as_bytes)):
+      same_numbers(saved, state)
+      assert tuned(state) == tuned(target)
+      # A new run without a plan makes the same from the numbers.
+      assert tuned(zenjax.tune(state)).keys() == plan.keys()
+      trainer.state = jax.device_put(state, NamedSharding(trainer.mesh, P()))
+      trainer(stack_of(4))
+
+
+def batch_of(seed, mesh):
+  ids = np.random.default_rng(seed).zipf(1.2, 4096) % ROWS
+  return jax.device_put(ids, NamedSharding(mesh, P("data")))
+
+
+def pair(mesh, value_and_grad):
+  """An optimizer and a gradient: of rows, and of plain JAX."""
+  adagrad = optax.adagrad(0.1)
+  sync = zenjax.zen_sync("data", mesh=mesh)
+  return [
+    (adagrad, value_and_grad),
+    (optax.chain(sync, zenjax.lazy_rows(adagrad)), zenjax.value_and_grad),
+  ]
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    return nn.Dense(1)(nn.Embed(ROWS, WIDTH)(ids))
+
+
+def test_a_train_state():
+  mesh = runners.mesh(N)
+  model = Model()
+  params = model.init(jax.random.key(0), jnp.zeros(1, jnp.int32))
+
+  def losses_of(tx, value_and_grad):
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = jax.device_put(state, NamedSharding(mesh, P()))
+
+    @jax.jit
+    def step(state, ids):
+      loss_fn = lambda p: jnp.mean((state.apply_fn(p, ids) - 1.0) ** 2)
+      loss, grads = value_and_grad(loss_fn)(state.params)
+      return state.apply_gradients(grads=grads), loss
+
+    losses, compiled = [], []
+    for seed in range(6):
+      with steps.compilations() as programs:
+        state, loss = step(state, batch_of(seed, mesh))
+      losses.append(float(loss))
+      compiled.append(len(programs))
+      if seed == 2:
+        state = zenjax.tune(state)
+    # Without a state of zenjax nothing changes.
+    assert compiled[3:] == [len(tuned(state)), 0, 0]
+    return losses
+
+  want, got = [losses_of(*way) for way in pair(mesh, jax.value_and_grad)]
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(ROWS, WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+    self.dense = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+  def loss(self, ids):
+    return jnp.mean((self.dense(self.dropout(self.embed(ids))) - 1.0) ** 2)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_nnx_optimizer(whole):
+  mesh = runners.mesh(N)
+
+  def losses_of(tx, value_and_grad):
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+      loss, grads = value_and_grad(Net.loss)(model, ids)
+      optimizer.update(model, grads)
+      return loss
+
+    losses = []
+    for seed in range(6):
+      losses.append(float(step(model, optimizer, batch_of(seed, mesh))))
+      if seed == 2 and whole:
+        optimizer = zenjax.tune(optimizer)
+      elif seed == 2:
+        optimizer.opt_state = zenjax.tune(optimizer.opt_state)
+    return losses, tuned(optimizer.opt_state)
+
+  (want, _), (got, plan) = [
+    losses_of(*way) for way in pair(mesh, nnx.value_and_grad)
+  ]
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  assert set(plan) == {"embed.embedding"}
+
+
+def test_owners_keep_their_state():
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
+  by_all = steps.lenient(tx)
+  plain, tuned_ = trained(by_all), trained(by_all)
+  tuned_.state = zenjax.tune(tuned_.state)
+  assert set(tuned(tuned_.state)) == {"t"}
+  for seed in (7, 8):
+    a, b = plain(stack_of(seed)), tuned_(stack_of(seed))
+    np.testing.assert_allclose(a["t"], b["t"], rtol=1e-6)

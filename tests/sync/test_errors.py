@@ -1,0 +1,338 @@
+"""What zen_sync refuses: options, and gradients, where a step is traced.
+
+Messages name the argument, what it was given, and a way out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from refusals import N
+from refusals import names
+from refusals import TABLE
+from refusals import trace
+from refusals import trace_pmean
+import runners
+
+import zenjax
+
+zen = zenjax.zen_sync
+feedback = zenjax.sparsify.error_feedback
+
+
+def given(**options: Any):
+  """A call with these options, refused where it is made or traced."""
+  return lambda: trace_pmean(**options)
+
+
+def shaped(shape, dtype="float32", **options: Any):
+  stack = jax.ShapeDtypeStruct((N, *shape), jnp.dtype(dtype))
+  return lambda: trace_pmean(stack, **options)
+
+
+def init(params, **options: Any):
+  return lambda: zen("data", **options).init(params)
+
+
+def update(params, grads=None, **options: Any):
+  """The update of a state that was made for `params`."""
+
+  def call():
+    tx = zen("data", **options)
+    state = tx.init(params)
+    trace(lambda _: tx.update(grads or params, state)[0])
+
+  return call
+
+
+def outside(call):
+  """`call()` where the mesh has an axis over which nothing is mapped."""
+  with jax.set_mesh(runners.mesh(N)):
+    return call()
+
+
+T = {"t": jnp.zeros((40, 4))}
+TWO = {"a": jnp.zeros((40, 4)), "b": {"w": jnp.zeros((4, 4))}}
+ALL = TypeError, ValueError
+REFUSED = {
+  # Values out of range.
+  "scheme": (
+    given(scheme="star"),
+    ValueError,
+    "`scheme` 'star' zen all_gather",
+  ),
+  "ring": (given(scheme="ring"), ValueError, "`scheme` 'ring' dense"),
+  "op": (given(op="max"), TypeError, "op"),
+  "no op": (lambda: zen("data", op=""), ValueError, "`op` '' mean sum"),
+  "output": (
+    given(output="sparse"),
+    ValueError,
+    "`output` 'sparse' dense rows",
+  ),
+  "partition": (given(partition="rows"), ValueError, "`partition` 'rows' hash"),
+  "no groups": (given(partition=0), ValueError, "`partition` 0"),
+  "groups": (given(partition=3), ValueError, "`partition` 3 2"),
+  "kernels": (given(kernels="triton"), ValueError, "`kernels` 'triton' pallas"),
+  "seed": (given(hash_seed=2**32), ValueError, "`hash_seed` 2**32"),
+  "half seed": (given(hash_seed=1.5), ValueError, "`hash_seed` 1.5"),
+  "unit": (given(unit=-4), ValueError, "`unit` -4 row element"),
+  "column": (given(unit="column"), ValueError, "`unit` 'column' row element"),
+  "option": (given(capacity=(2, 4)), TypeError, "capacity"),
+  "same axes": (lambda: zen(("a", "b", "a")), ValueError, "`axis_name` a"),
+  "no axis": (lambda: zen(()), ValueError, "`axis_name`"),
+  "a mesh": (lambda: zen("data", mesh="data"), TypeError, "`mesh`"),
+  # Buffer sizes.
+  "no rows": (given(capacities=(0, 4)), ValueError, "`capacities` (0, 4)"),
+  "less pulled": (given(capacities=(8, 4)), ValueError, "`capacities` (8, 4)"),
+  "one size": (given(capacities=(4,)), ALL, "`capacities` (4,)"),
+  "half rows": (given(capacities=(1.5, 4)), ALL, "`capacities`"),
+  "text": (given(capacities=("1", "2")), ALL, "`capacities`"),
+  "large": (
+    given(capacities={"leaf": (4, 41)}),
+    ValueError,
+    "`capacities` 41 40",
+  ),
+  "a leaf": (
+    update(T, sparse=True, capacities={"nowhere": (2, 4)}),
+    ValueError,
+    "`capacities` nowhere t",
+  ),
+  # Dtypes on the wire.
+  "int8": (lambda: zen("data", wire_dtype=jnp.int8), ALL, "`wire_dtype` int8"),
+  "8 bits": (
+    lambda: zen("data", wire_dtype=jnp.float8_e5m2),
+    ValueError,
+    "`wire_dtype` float8_e5m2 jnp.bfloat16",
+  ),
+  # 70,000 would come out as Inf, 1e-9 as zero.
+  "range": (
+    shaped((40, 4), wire_dtype=jnp.float16),
+    ValueError,
+    "`wire_dtype` float16 65504 6e-08 jnp.bfloat16",
+  ),
+  "wider": (
+    shaped((40, 4), "bfloat16", wire_dtype=jnp.float32),
+    ValueError,
+    "`wire_dtype` float32 bfloat16",
+  ),
+  # Which leaves are sparse.
+  "prefix": (init(TWO, sparse={"a": True, "c": False}), ValueError, "`sparse`"),
+  "list": (
+    init(TWO, sparse=[True, False]),
+    ValueError,
+    "callable (name, leaf)",
+  ),
+  "number": (init({"a": T["t"]}, sparse={"a": 1.5}), ALL, "`sparse` 1.5"),
+  "no plan": (
+    lambda: zen("data", plan="{}"),
+    TypeError,
+    "`plan` Plan.from_json",
+  ),
+  # Leaves.
+  "integers": (shaped((40, 4), "int32"), TypeError, "int32"),
+  "complex": (shaped((40, 4), "complex64"), TypeError, "complex64"),
+  "chosen": (
+    update({"ids": jnp.zeros((40, 4), bool)}, sparse=True),
+    TypeError,
+    "ids bool sparse",
+  ),
+  "rows": (shaped((2**31, 1)), ValueError, f"{2**31} int32"),
+  "elements": (
+    shaped((2**16, 2**16), unit="element"),
+    ValueError,
+    "int32 `unit`",
+  ),
+  "leaves": (update(T, TWO, sparse=True), ValueError, "`state` init"),
+  # Axes.
+  "unbound": (
+    lambda: zenjax.sparse_pmean(jnp.zeros((40, 4)), "data"),
+    NameError,
+    "data shard_map",
+  ),
+  "half bound": (
+    lambda: trace(lambda x: zenjax.sparse_pmean(x, ("host", "data"))),
+    NameError,
+    "host",
+  ),
+  "not mapped": (
+    lambda: outside(lambda: zenjax.sparse_pmean(jnp.zeros((40, 4)), "data")),
+    NameError,
+    "'data' nothing is mapped over it shard_map",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+  call, exception, words = REFUSED[name]
+  with pytest.raises(exception) as error:
+    call()
+  names(error, *words.split())
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: zen("data", sparse=True, kernels="pallas"),
+    lambda: zenjax.sharded_optimizer(
+      optax.sgd(0.1), "data", sparse=True, kernels="pallas"
+    ),
+  ],
+  ids=["zen", "owners"],
+)
+@pytest.mark.parametrize("form", ["array", "rows"])
+def test_kernels_are_never_replaced(make, form):
+  """On CPUs there are none: the first operation that has one is named."""
+
+  def step(table):
+    grads = table
+    if form == "rows":
+      grads = zenjax.SparseRows.from_dense(table, 4)
+    tx = make()
+    return tx.update(grads, tx.init(table), table)[0]
+
+  mapped = jax.jit(jax.vmap(step, axis_name="data"))
+  with pytest.raises(NotImplementedError) as error:
+    mapped.lower(jnp.zeros(TABLE.shape))
+  first = {"array": "`mask_pack`", "rows": "`merge`"}[form]
+  names(error, "`kernels='pallas'`", first, "on cpu", "kernels='auto'")
+
+
+def test_sizes_and_dtypes_that_fit():
+  """Sizes for all tables are cut to each; a dtype of the range is taken."""
+  assert trace_pmean(capacities=(4, 41)).shape == TABLE.shape
+  for leaf, wire in [("float32", "bfloat16"), ("float16", "float16")]:
+    assert shaped((40, 4), leaf, wire_dtype=wire)().dtype == leaf
+  assert trace_pmean(unit=7).shape == TABLE.shape  # 160 elements, padded
+
+
+EMB = lambda name, _: name == "emb"
+
+
+@pytest.mark.parametrize(
+  ("use", "argument"),
+  [
+    (lambda p: zen("data", sparse=EMB).init(p), "`sparse`"),
+    (lambda p: zenjax.sparsify.top_k(0.1, sparse=EMB).init(p), "`sparse`"),
+    (
+      lambda p: zenjax.rows.grad(lambda p: jnp.sum(p["t"]), tables=EMB)(p),
+      "`tables`",
+    ),
+  ],
+)
+def test_a_choice_of_no_leaf_is_told(use, argument):
+  params = T | {f"b{i}": jnp.zeros(2) for i in range(13)}
+  with pytest.warns(UserWarning, match="should choose a leaf") as warned:
+    use(params)
+  text = str(warned[0].message)
+  assert argument in text and "'b0', 'b1'" in text and "and 2 more" in text
+  # Meant: no leaf at all, and the other part of a tree.
+  zen("data", sparse=False).init(params)
+  some = T | {"emb": jnp.zeros((40, 4))}
+  optax.masked(zen("data", sparse=EMB), {"emb": False, "t": True}).init(some)
+
+
+def in_shard_map(step, *stacks, check_vma=True, params=None):
+  specs = (P("data"),) * len(stacks)
+  if params is not None:
+    specs, stacks = (P(), *specs), (params, *stacks)
+  mapped = jax.shard_map(
+    step,
+    mesh=runners.mesh(N),
+    in_specs=specs,
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  return jax.eval_shape(mapped, *stacks)
+
+
+@pytest.mark.parametrize("scheme", ["zen", "dense"])
+def test_gradients_that_autodiff_has_summed(scheme):
+  """Those of replicated parameters under check_vma=True, sparse or not."""
+  tx = zen("data", sparse={"emb": {"w": True}, "k": False}, scheme=scheme)
+  params = {"emb": {"w": jnp.ones((40, 4))}, "k": jnp.ones((4, 4))}
+  state = tx.init(params)
+
+  def step(params, x):
+    loss = lambda p: jnp.sum((p["emb"]["w"] @ p["k"]) * x[0])
+    return tx.update(jax.grad(loss)(params), state, params)[0]
+
+  with pytest.raises(ValueError) as error:
+    in_shard_map(step, jnp.ones((N, 40, 4)), params=params)
+  names(error, "data", "unreduced", "emb")
+
+
+def test_apply_if_finite_around_zen_sync():
+  """Under check_vma=True the local predicate can be seen."""
+  tx = optax.apply_if_finite(
+    optax.chain(zen("data", sparse=True), optax.sgd(0.1)), 3
+  )
+  state = tx.init(T)
+
+  def step(x):
+    with jax.numpy_dtype_promotion("standard"):
+      return tx.update({"t": x[0]}, state, T)[0]
+
+  with pytest.raises(ALL):
+    in_shard_map(step, jnp.zeros((N, 40, 4)))
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda: zen("data"),
+    lambda: zenjax.sharded_optimizer(optax.sgd(0.1), "data"),
+    lambda: feedback(zenjax.sparsify.top_k(0.1), "data"),
+  ],
+)
+def test_gradients_by_integers(make):
+  params = {"ids": jnp.arange(3), "w": jnp.ones(3)}
+  loss = lambda params: jnp.sum(params["w"] * params["w"])
+  grads = jax.grad(loss, allow_int=True)(params)
+  tx = make()
+  with pytest.raises(TypeError) as error:
+    trace(lambda _: tx.update(grads, tx.init(params), params)[0])
+  names(error, "`updates`", "'ids'", "float0", "`optax.partition`")
+  labels = {"ids": "off", "w": "on"}
+  tx = optax.partition({"on": make(), "off": optax.set_to_zero()}, labels)
+
+  def step(_):
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return zenjax.apply_updates(params, updates)
+
+  out = jax.vmap(step, axis_name="data")(jnp.zeros(N))
+  assert out["ids"][0].tolist() == [0, 1, 2]
+  assert np.shape(out["w"]) == (N, 3)
+
+
+CHAINED = {
+  "norm before": lambda sync: optax.chain(optax.clip_by_global_norm(1.0), sync),
+  "no lazy_rows": lambda sync: optax.chain(sync, optax.adam(0.1)),
+  "MultiSteps": lambda sync: optax.MultiSteps(
+    optax.chain(sync, zenjax.lazy_rows(optax.adam(0.1))), 2
+  ),
+  "pmean": lambda sync: optax.chain(
+    optax.stateless(lambda g, p: jax.lax.pmean(g, "data")), sync
+  ),
+}
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("name", CHAINED)
+def test_rows_where_only_arrays_go(name):
+  tx = CHAINED[name](zen("data", sparse=True))
+  table = jnp.ones((40, 4))
+
+  def step(ids):
+    rows = zenjax.SparseRows(ids, jnp.ones((2, 4)) * ids[:, None], 40)
+    # What MultiSteps accumulates varies, as `zenjax.init_state` places it.
+    state = zenjax.unreduced(tx.init(table), "data")
+    return tx.update(rows, state, table)[0]
+
+  with pytest.raises(ALL) as error:
+    in_shard_map(step, jnp.zeros(2 * N, jnp.int32))
+  names(error, "optax", "inside", "lazy_rows")
