@@ -268,7 +268,7 @@ def _of_whole_batch(
   axes = feedback.options.axes
   split = PartitionSpec(axes)
   specs = {name: leaf.specs(split) for name, leaf in state.leaves.items()}
-  out, new = whole_batch.select(
+  return whole_batch.select(
     update,
     updates,
     state,
@@ -277,8 +277,9 @@ def _of_whole_batch(
     axes,
     by=BY,
     sums=False,
+    # A norm is that of all leaves.
+    needed=None if feedback.clip_norm else state.leaves,
   )
-  return out, new
 
 
 def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
