@@ -111,7 +111,7 @@ def mapped(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
   """`f` of what each device has."""
-  return jax.shard_map(
+  whole = jax.shard_map(
     f,
     mesh=mesh,
     in_specs=in_specs,
@@ -119,6 +119,14 @@ def mapped(
     axis_names={*axes, *compat.explicit_of(mesh)},
     check_vma=False,
   )
+  if not jax.config.jax_disable_jit:
+    return whole
+
+  def compiled(*args):
+    with jax.disable_jit(False):  # An exchange runs for minutes otherwise.
+      return jax.jit(whole)(*args)
+
+  return compiled
 
 
 def sync(
