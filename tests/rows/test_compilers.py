@@ -16,17 +16,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
-import runners
 
 import zenjax
 
 VOCABULARY, WIDTH, DEVICES, MICROBATCHES = 96, 70, 4, 2
-ROWS_OR_ARRAYS = pytest.mark.parametrize("rows", [True, False])
 
 
 def look_ups(examples: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,26 +45,8 @@ def loss(table, ids, cotangents):
   return jnp.sum(jnp.take(table, ids, axis=0) * cotangents)
 
 
-def in_scan(table, ids, cotangents):
-  """The loss of microbatches, one after the other."""
-  parts = [x.reshape(MICROBATCHES, -1, *x.shape[1:]) for x in (ids, cotangents)]
-
-  def turn(total, part):
-    return total + loss(table, *part), None
-
-  return lax.scan(turn, jnp.zeros(()), tuple(parts))[0]
-
-
-def on_every_device(step, mesh, axes, *arguments) -> np.ndarray:
-  """`step` of a device's part of the batch: the table on every device."""
-  mapped = jax.shard_map(
-    step,
-    mesh=mesh,
-    in_specs=P(axes),
-    out_specs=P(),
-    check_vma=False,
-  )
-  return runners.shards(jax.jit(mapped)(*arguments))
+def microbatches(*arrays):
+  return tuple([x.reshape(MICROBATCHES, -1, *x.shape[1:]) for x in arrays])
 
 
 def synced(grads, axes) -> Any:
@@ -75,106 +54,79 @@ def synced(grads, axes) -> Any:
   return tx.update(grads, tx.init(jnp.zeros((VOCABULARY, WIDTH))))[0]
 
 
-@pytest.mark.usually("gradients-True", "loss-False")
-@ROWS_OR_ARRAYS
-@pytest.mark.parametrize(
-  "where",
-  [
-    "loss",
-    "gradients",
-  ],
-)
-def test_scans_over_microbatches(where, rows):
-  """#49143: what the scan turns over is the loss, gradients, or exchanges."""
-  grad = zenjax.rows.grad if rows else jax.grad
-  table = jnp.zeros((VOCABULARY, WIDTH))
+def scan_of_losses(grad, table, ids, cotangents):
+  """#49143: the loss turns over microbatches."""
 
-  def step(ids, cotangents):
-    if where == "loss":
-      return synced(grad(in_scan)(table, ids, cotangents), "data")
-    parts = [
-      x.reshape(MICROBATCHES, -1, *x.shape[1:]) for x in (ids, cotangents)
-    ]
+  def total(table):
+    turn = lambda sum_, part: (sum_ + loss(table, *part), None)
+    return lax.scan(turn, jnp.zeros(()), microbatches(ids, cotangents))[0]
 
-    def turn(total, part):
-      grads = grad(loss)(table, *part)
-      if where == "exchanges":
-        grads = synced(grads, "data")
-      elif rows:
-        grads = grads.to_dense()
-      return total + grads, None
-
-    total, _ = lax.scan(turn, jnp.zeros_like(table), tuple(parts))
-    return total if where == "exchanges" else synced(total, "data")
-
-  ids, cotangents = look_ups(16, 8)
-  got = on_every_device(step, runners.mesh(DEVICES), "data", ids, cotangents)
-  want = gradient(ids, cotangents)
-  np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
+  return synced(grad(total)(table), "data")
 
 
-@pytest.mark.usually("True")
-@ROWS_OR_ARRAYS
-def test_sequences_split_over_a_second_axis(rows):
+def scan_of_gradients(grad, table, ids, cotangents):
+  """#49143: gradients are added up."""
+
+  def turn(sum_, part):
+    grads = grad(loss)(table, *part)
+    is_rows = isinstance(grads, zenjax.SparseRows)
+    return sum_ + (grads.to_dense() if is_rows else grads), None
+
+  parts = microbatches(ids, cotangents)
+  return synced(lax.scan(turn, jnp.zeros_like(table), parts)[0], "data")
+
+
+def parts_of_sequences(grad, table, ids, cotangents):
   """#42481: devices look up parts of a sequence, and keep parts of the rows.
 
   Summed first and cut then: row `i` of one part is not row `i` of another.
   """
-  axes = ("data", "model")
-  mesh = Mesh(np.asarray(jax.devices()[:DEVICES]).reshape(2, 2), axes)
+  total = synced(grad(loss)(table, ids, cotangents), ("data", "model"))
+  mine = lax.axis_index("model") * (VOCABULARY // 2)
+  return lax.dynamic_slice_in_dim(total, mine, VOCABULARY // 2)
+
+
+def automatic_axis(grad, table, ids, cotangents):
+  """#42481 where the partitioner cuts: it owns "model", and rows of the table
+  and parts of the sequence are spread over it."""
+  return synced(grad(loss)(table, ids, cotangents), "data")
+
+
+BOTH = ("data", "model")
+PROGRAMS = {  # The step, its mesh, specs of the batch and of the result.
+  "losses": (scan_of_losses, (DEVICES, 1), P("data"), P()),
+  "gradients": (scan_of_gradients, (DEVICES, 1), P("data"), P()),
+  "sequences": (parts_of_sequences, (2, 2), P(*BOTH), P("model")),
+  "automatic": (automatic_axis, (2, 2), P("data"), P()),
+}
+
+
+@pytest.mark.usually("losses-F*", "gradients-T*", "seq*-T*", "auto*-T*")
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_exact(name, rows):
+  step, shape, of_batch, of_result = PROGRAMS[name]
+  automatic = name == "automatic"
+  mesh = jax.make_mesh(
+    shape,
+    BOTH,
+    devices=jax.devices()[:DEVICES],
+    axis_types=(AxisType.Auto,) * 2,
+  )
   grad = zenjax.rows.grad if rows else jax.grad
-  table = jnp.zeros((VOCABULARY, WIDTH))
-  kept = VOCABULARY // 2
-
-  def step(ids, cotangents):
-    total = synced(grad(loss)(table, ids, cotangents), axes)
-    mine = lax.axis_index("model") * kept
-    return lax.dynamic_slice_in_dim(total, mine, kept)
-
   mapped = jax.shard_map(
-    step,
+    lambda table, *batch: step(grad, table, *batch),
     mesh=mesh,
-    in_specs=P("data", "model"),
-    out_specs=P("model"),
+    in_specs=(P(), of_batch, of_batch),
+    out_specs=of_result,
+    axis_names={"data"} if automatic else set(BOTH),
     check_vma=False,
   )
-  ids, cotangents = look_ups(4, 8)
-  got = np.asarray(jax.jit(mapped)(ids, cotangents))
-  want = gradient(ids, cotangents)
-  assert not want[kept:].any() and want[:kept].any()
-  np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.usually("True")
-@ROWS_OR_ARRAYS
-def test_vocabularies_that_xla_splits_over_an_automatic_axis(rows):
-  """#42481 where the partitioner cuts: it owns "model", rows of the table and
-  parts of the sequence lie along it, and zenjax sums over "data"."""
-  mesh = Mesh(
-    np.asarray(jax.devices()[:DEVICES]).reshape(2, 2),
-    ("data", "model"),
-    axis_types=(AxisType.Auto, AxisType.Auto),
-  )
-  grad = zenjax.rows.grad if rows else jax.grad
-
-  def step(table, ids, cotangents):
-    return synced(grad(loss)(table, ids, cotangents), "data")
-
-  split = NamedSharding(mesh, P("model"))
-  mapped = jax.jit(
-    jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=(P(), P("data"), P("data")),
-      out_specs=P(),
-      axis_names={"data"},
-      check_vma=False,
-    ),
-    in_shardings=(split, *[NamedSharding(mesh, P("data", "model"))] * 2),
-    out_shardings=split,
-  )
-  ids, cotangents = look_ups(4, 8)
-  got = mapped(jnp.zeros((VOCABULARY, WIDTH)), ids, cotangents)
+  split = NamedSharding(mesh, P("model") if automatic else P())
+  batch = NamedSharding(mesh, P(*BOTH) if automatic else of_batch)
+  compiled = jax.jit(mapped, in_shardings=(split, batch, batch))
+  ids, cotangents = look_ups(16, 8)
+  got = compiled(jnp.zeros((VOCABULARY, WIDTH)), ids, cotangents)
   want = gradient(ids, cotangents)
   for shard in got.addressable_shards:
     np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])

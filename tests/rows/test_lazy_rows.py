@@ -370,6 +370,7 @@ MAKERS = {
   "lazy_rows": lambda tx: optax.chain(
     zenjax.zen_sync("data"), zenjax.lazy_rows(tx)
   ),
+  "sharded_optimizer": lambda tx: zenjax.sharded_optimizer(tx, "data"),
 }
 
 

@@ -238,31 +238,3 @@ def test_a_module_of_equinox_changes_three_lines():
     zenjax.apply_updates,
   )
   np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-def test_a_tree_that_is_not_all_arrays_is_trained():
-  model, tx = tree(), zenjax.lazy_rows(optax.adagrad(0.1))
-  arrays: Any = Tree(*model.parts[:2])
-  state = tx.init(arrays)
-
-  @jax.jit
-  def step(arrays, state):
-    whole = Tree(*arrays.parts[:2], *model.parts[2:])
-    both = zenjax.rows.filter_value_and_grad(
-      lambda m, ids: (jnp.square(m(ids)).sum(), m.parts[2] is jnp.tanh),
-      has_aux=True,
-    )
-    (value, same), grads = both(whole, IDS)
-    assert same is True
-    updates, state = tx.update(grads, state, arrays)
-    after: Any = zenjax.apply_updates(whole, updates)
-    return Tree(*after.parts[:2]), state, value
-
-  values = []
-  for _ in range(5):
-    arrays, state, value = step(arrays, state)
-    values.append(float(value))
-  assert values == sorted(values, reverse=True)
-  looked_up = np.minimum(np.asarray(IDS) + 2, ROWS - 1)
-  moved = np.any(arrays.parts[0] != model.parts[0], axis=1)
-  np.testing.assert_array_equal(np.flatnonzero(moved), np.unique(looked_up))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 import row_cases
 from row_cases import ALSO_ELSE
@@ -242,35 +243,94 @@ def test_more_lookups_than_rows_give_rows():
   assert_close(got.to_dense(), jax.grad(f)(row_cases.table(), IDS))
 
 
-@pytest.mark.parametrize("name", ["tied softmax", "cond", "not read"])
-def test_an_impossible_demand_says_where(name):
-  f, reason = ALSO_ELSE[name]
-  with pytest.raises(ValueError, match="`tables` demands rows of 'leaf'") as e:
-    zenjax.rows.grad(f, tables=True)(row_cases.table(), IDS)
-  assert reason in str(e.value)
-  if name != "not read":
-    assert "row_cases.py:" in str(e.value)
+REFUSED = {
+  "a softmax": (
+    lambda: demanded("tied softmax"),
+    ValueError,
+    "`tables` demands rows of 'leaf'.*row_cases.py:",
+  ),
+  "a branch": (
+    lambda: demanded("cond"),
+    ValueError,
+    "`tables` demands rows of 'leaf'.*row_cases.py:",
+  ),
+  "a name": (lambda: by(tables="items"), ValueError, "`tables` must"),
+  "a number": (lambda: by(tables={"items": 3}), ValueError, "`tables` must"),
+  "a list": (lambda: by(tables=[True]), ValueError, "`tables` must"),
+  "argnums": (lambda: by(argnums=2), ValueError, "`argnums` must be positions"),
+  "no aux": (
+    lambda: by(has_aux=True),
+    TypeError,
+    r"must return a pair \(loss, aux\)",
+  ),
+  "ids": (
+    lambda: zenjax.rows.grad(lambda t, i: t[i].sum())(
+      row_cases.table(), jnp.ones(3)
+    ),
+    TypeError,
+    "integer",
+  ),
+}
 
 
-@pytest.mark.parametrize("tables", ["items", {"items": 3}, [True]])
-def test_tables_of_another_kind(tables):
-  with pytest.raises(ValueError, match="`tables` must"):
-    zenjax.rows.grad(_loss, tables=tables)(_params(), IDS)
+def by(**options):
+  return zenjax.rows.grad(_loss, **options)(_params(), IDS)
 
 
-def test_argnums_out_of_range():
-  with pytest.raises(ValueError, match="`argnums` must be positions"):
-    zenjax.rows.grad(_loss, argnums=2)(_params(), IDS)
+def demanded(name):
+  f, _ = ALSO_ELSE[name]
+  return zenjax.rows.grad(f, tables=True)(row_cases.table(), IDS)
 
 
-def test_aux_that_is_missing():
-  with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\)"):
-    zenjax.rows.grad(_loss, has_aux=True)(_params(), IDS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+  call, error, words = REFUSED[name]
+  with pytest.raises(error, match=words):
+    call()
 
 
-def test_ids_must_be_integers():
-  with pytest.raises(TypeError, match="integer"):
-    zenjax.rows.grad(lambda t, i: t[i].sum())(row_cases.table(), jnp.ones(3))
+@pytest.mark.usefixtures("as_optax_computes")
+def test_a_table_that_a_step_does_not_use_has_no_rows():
+  """Also of an empty batch, whose lookups JAX drops."""
+  params = {"t": jnp.ones((3000, 8)), "u": jnp.ones((3000, 8))}
+  loss = lambda p, ids: p["t"][ids].sum() + p["u"][ids[:0]].sum()
+  for count in (0, 4):
+    ids = jnp.arange(count)
+    grads = zenjax.rows.grad(loss)(params, ids)
+    assert {k: g.capacity for k, g in grads.items()} == {"t": count, "u": 0}
+    tx: Any = zenjax.lazy_rows(optax.adam(0.1))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    after: Any = zenjax.apply_updates(params, updates)
+    moved = np.any(after["t"] != params["t"], axis=1)
+    assert np.flatnonzero(moved).tolist() == ids.tolist()
+    np.testing.assert_array_equal(after["u"], params["u"])
+
+
+MODES = {
+  "leaks": jax.checking_leaks,
+  "key reuse": lambda: jax.debug_key_reuse(True),
+  "nans": lambda: jax.debug_nans(True),
+  "no jit": jax.disable_jit,
+}
+
+
+@pytest.mark.usefixtures("as_optax_computes")
+@pytest.mark.parametrize("mode", MODES)
+def test_debugging_modes(mode):
+  """A loss with a table gives the same in each of JAX's modes."""
+  params = {"t": row_cases.table(), "w": jnp.ones(WIDTH)}
+  loss = lambda p, ids: jnp.tanh(p["t"][ids] @ p["w"]).sum()
+  tx: Any = zenjax.lazy_rows(optax.adagrad(0.1))
+
+  def step(params, ids):
+    value, grads = zenjax.value_and_grad(loss)(params, ids)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    return value, zenjax.apply_updates(params, updates)
+
+  want = jax.jit(step)(params, IDS)
+  with MODES[mode]():
+    got = jax.jit(step)(params, IDS)
+  jax.tree.map(assert_close, got, want)
 
 
 def test_explanation_reads_well():

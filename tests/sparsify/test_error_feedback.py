@@ -136,9 +136,7 @@ def test_every_step_is_the_model(kind, n):
     assert (chosen == K).all()
   wanted = leaf.wanted[0]
   named = kind != "threshold"
-  np.testing.assert_array_equal(
-    wanted, np.float32(DENSITY if named else np.nan)
-  )
+  np.testing.assert_array_equal(wanted, np.float32(DENSITY if named else -1))
 
 
 @pytest.mark.parametrize("masking", [True, False])

@@ -109,3 +109,30 @@ def test_a_forgotten_zen_sync(first):
   with pytest.raises(ValueError) as error:
     jax.eval_shape(step, (PARAMS, state), jnp.zeros(2))
   names(error, "`zenjax.zen_sync('data')`", "right behind a sparsifier")
+
+
+def test_leaves_that_nothing_is_selected_from_pass_in_plain_jit():
+  """XLA sums gradients of short vectors, such as biases, by itself."""
+  mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+  tx = optax.chain(EF(), ZEN())
+  x = np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32)
+  with jax.set_mesh(mesh):
+    params = jax.tree.map(
+      lambda x: jax.device_put(x, jax.NamedSharding(mesh, P())), PARAMS
+    )
+    batch = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+
+    def loss(params, x):
+      return jnp.mean((x @ params["kernel"] + 1) ** 2) + params["bias"].sum()
+
+    @jax.jit
+    def step(params, state, x):
+      local = zenjax.unreduced(params, "data")
+      return tx.update(jax.grad(loss)(local, x), state, params)[0]
+
+    state = zenjax.init_state(tx, params, mesh, "data")
+    got = step(params, state, batch)
+  want = jax.grad(loss)(PARAMS, x)
+  np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5)
+  kept = np.asarray(got["kernel"]) != 0
+  assert 300 <= kept.sum() <= 600

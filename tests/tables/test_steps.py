@@ -344,6 +344,28 @@ def test_two_runs_have_the_same_bits(name):
     np.testing.assert_array_equal(x, y)
 
 
+def test_buffers_are_tuned_by_what_steps_have_needed():
+  mesh = mesh_of(4)
+  params = zenjax.tables.shard(params_of(), mesh, "data", tables=TABLES)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data", mesh=mesh)
+  lie = jax.NamedSharding(mesh, jax.P("data"))
+  batches = [jax.device_put(x, lie) for x in batches_of("one_owner", 4)]
+  step, state = jax.jit(step_of(tx)), (params, tx.init(params))
+  for batch in batches[:2]:
+    state, _ = step(state, *batch)
+  assert zenjax.stats(state)["t"]["rounds"] > 1
+  state = zenjax.tune(state)
+  for batch in batches[2:]:
+    state, _ = step(state, *batch)
+  assert step._cache_size() == 2  # Compiled once more.
+  assert zenjax.stats(state)["t"]["rounds"] == 1
+  again = zenjax.tune(state)
+  assert again[0]["t"].sizes == state[0]["t"].sizes
+  want, _ = whole_run("adagrad", "one_owner", 4, False)
+  for leaf, value in zenjax.tables.unshard(state[0]).items():
+    np.testing.assert_allclose(value, want[leaf], rtol=1e-5, atol=1e-6)
+
+
 LOSSES = dict(bags=bags, scanned=scanned, one_by_one=one_by_one, padded=padded)
 
 

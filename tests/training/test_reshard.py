@@ -200,13 +200,13 @@ def of_op(op: str) -> dict[str, Any]:
     "data",
     momentum=0.5,
   )
-  sparse: Any = dict(op=op, sparse=lambda name, _: name == "w")
+  sparse: Any = dict(op=op, unit="element", sparse=lambda name, _: name == "w")
   return {
     "exdyna": zenjax.sparsify.exdyna("data", 0.01, op=op),
     "micro": zenjax.sparsify.micro("data", 0.01, op=op),
     "rows": optax.chain(feedback, zenjax.zen_sync("data", **sparse)),
     "dense": optax.chain(
-      feedback, zenjax.zen_sync("data", op=op, scheme="dense")
+      feedback, zenjax.zen_sync("data", op=op, scheme="dense", unit="element")
     ),
   }
 

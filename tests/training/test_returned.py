@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 from refusals import names
@@ -196,3 +197,27 @@ def test_a_step_that_synchronizes_is_not(name):
   step = zenjax.data_parallel(SYNCHRONIZED[name], runners.mesh(N), "data")
   with jax.numpy_dtype_promotion("standard"):
     step(jnp.float32(1), jnp.arange(N))
+
+
+def test_lookups_ahead_are_a_state():
+  """What `prefetch` returns is split over devices as the batch is."""
+  mesh = runners.mesh(N)
+  table = _rng.normal(size=(3_000, 8)).astype(np.float32)
+  params = zenjax.tables.shard({"t": table}, mesh, "data")
+  ids = jax.device_put(
+    np.arange(B, dtype=np.int32) * 7, jax.NamedSharding(mesh, P("data"))
+  )
+  loss = lambda params, ids: jnp.square(params["t"][ids]).mean()
+  ahead = zenjax.tables.prefetch(loss)
+
+  def step(state, ids):
+    params, now = state
+    value = zenjax.value_and_grad(loss, prefetched=now)(params, ids)[0]
+    return (params, ahead(params, ids)), value
+
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+  state = params, jax.jit(ahead)(params, ids)
+  for _ in range(2):
+    state, value = run(state, ids)
+    want = np.square(table[np.asarray(ids)]).mean()
+    np.testing.assert_allclose(value, want, rtol=1e-5)

@@ -81,13 +81,6 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
   return value
 
 
-def boolean(name: str, value: Any) -> bool:
-  """The value; raises `TypeError` where it is neither True nor False."""
-  if not isinstance(value, bool):
-    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-  return value
-
-
 def check_kernels(value: Any) -> Kernels:
   """The value; raises `ValueError` where it is no choice of kernels."""
   one_of("kernels", value, list(get_args(Kernels)))

@@ -1,8 +1,8 @@
 """Wraps the collectives of `jax.lax` by which gradients are exchanged.
 
-Schemes call these and none of `jax.lax`. Beside them `sync/zen_sync.py` (plain
-means, for `zenjax.check_step`), `sync/whole_batch.py` (statistics of parts) and
-`training/global_values.py` (a weighted mean) call `jax.lax` themselves.
+Schemes call these and none of `jax.lax`. Only `sync/whole_batch.py` (statistics
+of parts) and `training/global_values.py` (a weighted mean) call `jax.lax`
+themselves.
 
 An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
 count in that order.

@@ -20,3 +20,16 @@ def columns(
     ).rstrip()
     for row in rows
   ]
+
+
+def ms(seconds: float) -> str:
+  """Returns a time in milliseconds, to three digits."""
+  return f"{seconds * 1e3:.3g}"
+
+
+def size(of_bytes: float) -> str:
+  """Returns a size with its unit, to three digits, say "65.6 GB"."""
+  for unit, name in ((1e9, "GB"), (1e6, "MB")):
+    if of_bytes >= unit:
+      return f"{of_bytes / unit:.3g} {name}"
+  return f"{of_bytes / 1e3:.3g} kB"

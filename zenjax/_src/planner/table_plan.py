@@ -13,11 +13,11 @@ import optax
 
 from zenjax._src.core import arguments
 from zenjax._src.core import checked_json
+from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
-from zenjax._src.core.text import columns
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import plan_model
@@ -323,12 +323,13 @@ def plan_tables(
       " besides 'replicated'."
     )
   if names is None:
-    costs = [[x.memory for x in each.values()] for each in open_to.values()]
+    held = [[x.memory for x in each.values()] for each in open_to.values()]
+    least = text.size(sum(map(min, held)))
     raise ValueError(
-      "`memory_bytes` must hold the tables in some form,"
-      f" {_size(sum(map(min, costs)))} a device, and {_size(rest)} of other"
-      f" parameters, got {_size(limit)}. Take more devices, fewer rows, or a"
-      " smaller state, as of `zenjax.rows.rowwise_adagrad`."
+      f"`memory_bytes` must hold the tables in some form, {least} a device, and"
+      f" {text.size(rest)} of other parameters, got {text.size(limit)}. Take"
+      " more devices, fewer rows, or a smaller state, as of"
+      " `zenjax.rows.rowwise_adagrad`."
     )
   chosen = dict(zip(open_to, names))
   tables = []
@@ -445,11 +446,11 @@ def _text(plan: TablePlan) -> str:
   return "\n".join(
     [
       f"tables on {devices} devices ({axes}){machine}",
-      *columns([_HEADINGS, *map(_line, plan.tables)], last_left=True),
-      f"a device holds {_size(plan.memory_bytes)} of parameters, state,"
-      f" gradients and buffers, {_size(plan.rest_bytes)} of it not of tables"
-      + ("" if limit is None else f"; the limit is {_size(limit)}"),
-      f"exchanges and updates of tables: {_ms(plan.seconds)} ms a step",
+      *text.columns([_HEADINGS, *map(_line, plan.tables)], last_left=True),
+      f"a device holds {text.size(plan.memory_bytes)} of parameters, state,"
+      f" gradients and buffers, {text.size(plan.rest_bytes)} not of tables"
+      + ("" if limit is None else f"; the limit is {text.size(limit)}"),
+      f"exchanges and updates of tables: {text.ms(plan.seconds)} ms a step",
     ]
   )
 
@@ -460,17 +461,9 @@ def _line(table: TableForm) -> tuple[str, ...]:
     table.name,
     "x".join(map(str, table.shape)),
     table.form,
-    _ms(table.seconds),
-    _size(table.wire_bytes),
-    _size(table.memory_bytes),
-    ", ".join(f"{form} {_ms(s)} ms" for form, s, *_ in others[:_SHOWN]),
+    text.ms(table.seconds),
+    text.size(table.wire_bytes),
+    text.size(table.memory_bytes),
+    ", ".join(f"{form} {text.ms(s)} ms" for form, s, *_ in others[:_SHOWN]),
     table.reason,
   )
-
-
-def _ms(seconds: float) -> str:
-  return f"{seconds * 1e3:.3g}"
-
-
-def _size(size: float) -> str:
-  return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

@@ -240,7 +240,9 @@ def _selected(
   size = int(np.prod(residual.shape[1:]))
   reduced = _over_devices(leaf.selected, leaf.threshold, residual)
   found = {name: float(x) for name, x in reduced.items()}
-  devices, wanted = leaf.selected.shape[0], float(leaf.wanted)
+  known = lambda x: float("nan") if x < 0 else x
+  found["threshold"] = known(found["threshold"])
+  devices, wanted = leaf.selected.shape[0], known(float(leaf.wanted))
   selected = found.pop("selected") / (devices * size)
   elements = float("nan")
   if devices == 1:

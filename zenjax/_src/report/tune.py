@@ -1,6 +1,7 @@
 """`tune`: a static plan for the next steps, from what earlier steps counted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -11,12 +12,15 @@ from zenjax._src.core.arguments import Capacity
 from zenjax._src.machine import cost
 from zenjax._src.machine.link_models import Link
 from zenjax._src.report import stats
+from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_state import LeafChoice
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables.sharded_table import ShardedTable
 
 # Buffers hold these percentiles of recent needs, whichever costs least.
 _PERCENTILES = (50, 75, 90, 95, 100)
@@ -45,7 +49,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 
   Args:
     tree: Anything that holds states of zenjax: an optimizer state, a
-      `TrainState`, `(params, opt_state)`, or the state of an `nnx.Optimizer`.
+      `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables give
+      `(params, opt_state)`, because tables carry their buffer sizes.
     link: The connection of the devices. With it `tune` also chooses the scheme
       of each leaf, by predicted time.
 
@@ -68,19 +73,55 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     Capacity(push=26, pull=26)
   """
   sync_state.require_numbers(tree, "tune")
-  is_sync = lambda node: isinstance(node, ZenSyncState)
+  sizes = {
+    name: size
+    for node in sync_state.find(tree)
+    for name, size in _table_sizes(node)
+  }
   changed = False
 
-  def planned(node: Any) -> Any:
+  def planned(name: str, node: Any) -> Any:
     nonlocal changed
-    if not is_sync(node):
-      return node
-    found = {change.name: change.choice for change in changes(node, link)}
-    changed |= bool(found)
-    return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+    if isinstance(node, ShardedOptimizerState):
+      return node._replace(sync=planned(name, node.sync))
+    if isinstance(node, ZenSyncState):
+      found = {change.name: change.choice for change in changes(node, link)}
+      changed |= bool(found)
+      return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+    if isinstance(node, ShardedTable):
+      # The state knows a table by its name in the parameters alone.
+      known = [x for x in sizes if name == x or name.endswith(f".{x}")]
+      if known and (size := sizes[max(known, key=len)]) != node.sizes:
+        changed = True
+        return dataclasses.replace(node, sizes=size)
+    return node
 
-  tuned = jax.tree.map(planned, tree, is_leaf=is_sync)
-  return tuned if changed else tree
+  kinds = ShardedOptimizerState | ZenSyncState | ShardedTable
+  is_leaf = lambda node: isinstance(node, kinds)
+  named = leaf_util.named_leaves(tree, is_leaf)
+  tuned = [planned(*leaf) for leaf in named]
+  structure = jax.tree.structure(tree, is_leaf=is_leaf)
+  return structure.unflatten(tuned) if changed else tree
+
+
+def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
+  """Yields buffer sizes of sharded tables that would have sent less."""
+  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
+  for name, table in sync_state.tables(node).items():
+    sizes = sync_state.Sizes(*stats.array(table.sizes).tolist())
+    needs = stats.array(table.history)[:steps].astype(float)
+    needs = np.maximum(needs, 1)[:, None]
+    if sizes.devices < 2 or not sizes.push or not len(needs):
+      continue
+    wanted = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)
+    row_bytes = 4.0 * sizes.width
+    best = min(
+      [(int(rows),) for rows in wanted],
+      key=lambda size: _cost(needs, size, row_bytes),
+    )
+    now = _cost(needs, (sizes.push,), row_bytes)
+    if now > _LEAST_GAIN * _cost(needs, best, row_bytes):
+      yield name, best
 
 
 class Change(NamedTuple):
@@ -164,7 +205,7 @@ def _by_counts(
   return Change(name, LeafChoice(scheme, best), gain)
 
 
-def _cost(needs: np.ndarray, size: Capacity, row_bytes: float) -> float:
+def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
   """Returns the mean bytes of a step from each device, with its rounds."""
   rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
   return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))

@@ -460,6 +460,13 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
   )
 
 
+def no_rows(table: Any, padding: int = 0) -> SparseRows:
+  """Returns the gradient of a table that nothing looks up."""
+  num_rows, width = math.prod(table.shape[:-1]), table.shape[-1]
+  ids = jnp.full(padding, num_rows, jnp.int32)
+  return SparseRows(ids, jnp.zeros((padding, width), table.dtype), num_rows)
+
+
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
   """The same with as many rows for each of `devices`; the last are padding."""
   return padded(rows, rows.capacity + -rows.capacity % devices)

@@ -226,8 +226,11 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     for i in candidates
   }
   summed = {s.param for s in sites.values() if s.varying - traced.varying}
-  for i, read in look_ups.items():
-    if not read and i not in away:
+  looked_up = {site.param for site in sites.values()}
+  for i in candidates:
+    # JAX drops lookups of no ids, so a table is not used with an empty batch.
+    may_rest = wanted[i] or leaf_util.is_table(leaves[i])
+    if i not in looked_up and not may_rest:
       unfit[i] = "is not looked up"
     elif i in summed:
       unfit[i] = _SUMMED

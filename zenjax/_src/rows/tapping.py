@@ -12,6 +12,7 @@ way: row `r` of table `t` is row `t * R + r` of the leaf.
 from collections.abc import Callable, Sequence
 import dataclasses
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -42,56 +43,51 @@ class Operand(NamedTuple):
   source: tuple[Any, tuple[int, ...]] | None
 
 
-def cast(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+def step_of(
+  eqn: jex_core.JaxprEqn, first: int, others: Sequence[Operand]
 ) -> Step | str:
-  """To another floating dtype."""
-  del at, others
-  dtype = eqn.params["new_dtype"]
-  if not jnp.issubdtype(dtype, jnp.floating):
-    return f"is cast to {jnp.dtype(dtype).name}"
-  return lambda rows, ids: rows.astype(dtype)
+  """Returns the step of rows that does what an equation does to their table.
+
+  Args:
+    eqn: Whose primitive is one of `STEPS`.
+    first: Position of the table among the operands.
+    others: The other operands.
+
+  Returns:
+    The step, or a reason why there is none.
+  """
+  name = eqn.primitive.name
+  if name == "convert_element_type":
+    dtype = eqn.params["new_dtype"]
+    if not jnp.issubdtype(dtype, jnp.floating):
+      return f"is cast to {jnp.dtype(dtype).name}"
+    return lambda rows, ids: rows.astype(dtype)
+  if name == "scatter":
+    return _row_set(eqn, first, others)
+  if name in ("mul", "div"):
+    factor = _of_a_row(others[0], eqn)
+    if factor is None and name == "mul":
+      return "is multiplied by more than a factor or a row of factors"
+    if factor is None or (first and name == "div"):
+      return "is in a quotient other than over a scalar or a row"
+    op = operator.mul if name == "mul" else operator.truediv
+    return lambda rows, ids: op(rows, _beside(factor, rows))
+  op = operator.neg if name == "neg" else lax.stop_gradient
+  return lambda rows, ids: op(rows)
 
 
-def stopped(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
-) -> Step | str:
-  """Without a gradient."""
-  del eqn, at, others
-  return lambda rows, ids: lax.stop_gradient(rows)
+STEPS = (
+  "convert_element_type",
+  "neg",
+  "mul",
+  "div",
+  "scatter",
+  "stop_gradient",
+)
 
 
-def negative(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
-) -> Step | str:
-  """Minus the table."""
-  del eqn, at, others
-  return lambda rows, ids: -rows
-
-
-def times(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
-) -> Step | str:
-  """By a scalar, or a factor for each column."""
-  del at
-  factor = _of_a_row(others[0], eqn)
-  if factor is None:
-    return "is multiplied by more than a factor or a row of factors"
-  return lambda rows, ids: rows * _beside(factor, rows)
-
-
-def over(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
-) -> Step | str:
-  """Divided by a scalar, or a divisor for each column."""
-  divisor = _of_a_row(others[0], eqn)
-  if at != 0 or divisor is None:
-    return "is in a quotient other than over a scalar or a row"
-  return lambda rows, ids: rows / _beside(divisor, rows)
-
-
-def row_set(
-  eqn: jex_core.JaxprEqn, at: int, others: Sequence[Operand]
+def _row_set(
+  eqn: jex_core.JaxprEqn, first: int, others: Sequence[Operand]
 ) -> Step | str:
   """One row replaced, as for padding: `table.at[0].set(0)`."""
   dims = eqn.params["dimension_numbers"]
@@ -100,27 +96,18 @@ def row_set(
   *stack, num_rows, width = _shape(eqn)
   if stack:
     return "is written to as a stack of tables"
-  if at != 0 or not one or jnp.size(row) != width:
+  if first or not one or jnp.size(row) != width:
     return "is written to at more than one row"
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
   clips = mode == jax.lax.GatherScatterMode.CLIP
   at_row = look_ups.in_range(jnp.reshape(indices, ()), num_rows, clips)
-  # Out of range nothing is written, and look-ups out of range are `num_rows`.
+  # Out of range nothing is written, and lookups out of range are `num_rows`.
   at_row = jnp.where(at_row < num_rows, at_row, -1)
   row = jnp.reshape(row, width)
   return lambda rows, ids: jnp.where(
     (ids == at_row)[..., None], _beside(row, rows), rows
   )
 
-
-STEPS: dict[str, Callable[..., Step | str]] = {
-  "convert_element_type": cast,
-  "neg": negative,
-  "stop_gradient": stopped,
-  "mul": times,
-  "div": over,
-  "scatter": row_set,
-}
 
 # What changes the values that a fill stands for, unless it is 0 or NaN.
 SCALES = ("neg", "mul", "div")
@@ -361,7 +348,7 @@ class Run:
     """The table after a step that its rows can take instead."""
     others = [*operands[:first], *operands[first + 1 :]]
     name = eqn.primitive.name
-    step = STEPS[name](eqn, first, others)
+    step = step_of(eqn, first, others)
     if isinstance(step, str):
       return self._refuse(eqn, [o.value for o in operands], step)
     changed = view._replace(

@@ -2,28 +2,22 @@
 
 from collections.abc import Callable, Sequence
 import functools
-import math
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
 
-from zenjax._src.core import compat
-from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import batch_layout
 from zenjax._src.rows import leaf_util
+from zenjax._src.rows import sharded_lookups
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
 from zenjax._src.rows.loss import partial_loss
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.rows.tapping import Path
 from zenjax._src.tables import fetch
-from zenjax._src.tables import sharded_table
 
 
 def value_and_grad(
@@ -211,113 +205,17 @@ def _is_floating(x: Any) -> bool:
   return leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a function of parameters of which tables are sharded.
-
-  For evaluation and serving: the forward half of `value_and_grad`. `fun` is
-  written for whole tables and may only look up rows of them, which come from
-  the devices that own them.
-
-  Args:
-    fun: Takes trees of arrays, some of them made by `zenjax.tables.shard`.
-
-  Returns:
-    A function of the same arguments, with the same results.
-
-  Raises:
-    ValueError: `fun` uses a sharded table in another way, or ids depend on rows
-      of one.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import zenjax
-    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> table = jnp.arange(2000.0).reshape(1000, 2)
-    >>> params = zenjax.tables.shard({"t": table}, mesh, "data", tables=True)
-    >>> score = lambda params, ids: params["t"][ids].sum(-1)
-    >>> zenjax.tables.apply(score)(params, jnp.array([0, 999])).tolist()
-    [1.0, 3997.0]
-  """
-
-  @functools.wraps(fun)
-  def applied(*args, **kwargs):
-    loss = partial_loss(fun, (), args, kwargs)
-    if not loss.frozen:
-      return fun(*args, **kwargs)
-    found = table_uses.find(loss, None).require()
-    taps, _, drawn = _fetched(found)
-
-    def outputs(types, taps):
-      run = tapping.Run(taps=taps, drawn=drawn)
-      return found.traced.run(run, types, found.rows)
-
-    outs = _without_tables(found, outputs, taps)
-    return loss.result(found.traced.rebuild(outs))
-
-  return applied
-
-
-def prefetch(
-  fun: Callable[..., Any], argnums: int | Sequence[int] = 0
-) -> Callable[..., fetch.Ahead]:
-  """Sends the ids of a batch to the owners of rows, ahead of its step.
-
-  Ids are known before the step in which their rows are looked up. In the step
-  before they travel while that computes, and the next one waits for rows alone.
-  Results are those without it, to the bit.
-
-  Args:
-    fun: The loss that `zenjax.value_and_grad` takes.
-    argnums: As there.
-
-  Returns:
-    A function with the arguments of `fun`, of the batch to come; parameters may
-    be those of any step. It returns a tree of arrays to carry to that step, for
-    `value_and_grad(fun, prefetched=..)`. Look-ups of another batch are NaN
-    there. Inside `shard_map` all of it is split over the batch's axes.
-
-  Raises:
-    ValueError: No table of the arguments is sharded, or as for
-      `zenjax.tables.apply`.
-
-  Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import zenjax
-    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> table = jnp.arange(2000.0).reshape(1000, 2)
-    >>> table = zenjax.tables.shard(table, mesh, "data", tables=True)
-    >>> loss = lambda table, ids: table[ids].sum()
-    >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
-    >>> ahead = zenjax.tables.prefetch(loss)(table, one)
-    >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
-    >>> float(both(table, one)[0]), float(both(table, two)[0])
-    (3998.0, nan)
-  """
-
-  @functools.wraps(fun)
-  def prefetch_of(*args, **kwargs):
-    loss = partial_loss(fun, argnums, args, kwargs)
-    found = table_uses.find(loss, None).require()
-    if not found.away:
-      raise ValueError(
-        "`fun` of prefetch must look up rows of a sharded table, and none of"
-        " its parameters is one; call `zenjax.tables.shard` first, or leave"
-        " prefetch out."
-      )
-    tables, asked, _ = _look_ups(found)
-    return _ahead_of(tables, asked)
-
-  return prefetch_of
-
-
 def _differentiate(found, options, prefetched):
   """`[loss, *aux]`, and the gradient of every leaf."""
   leaves = found.traced.leaves
   plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
-  taps, of_away, drawn = _fetched(found, prefetched)
-  if not found.away and prefetched is not None:
+  taps = {path: site.tap() for path, site in found.sites.items()}
+  drawn, of_sharded = {}, lambda grads: {}
+  if found.away:
+    asked = sharded_lookups.Asked.of(found)
+    fetched, of_sharded = asked.rows(taps, prefetched)
+    taps, drawn = taps | fetched, asked.drawn
+  elif prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
       " `zenjax.tables.shard` first."
@@ -333,199 +231,32 @@ def _differentiate(found, options, prefetched):
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
     return both(plain, taps)
 
-  (value, (outs, ids)), (dense, rows) = _without_tables(
+  (value, (outs, ids)), (grads, rows) = sharded_lookups.without_tables(
     found, both, plain, taps
   )
   # Of a loss that is linear in the rows, gradients would not wait for the
   # lookups, and XLA:CPU would copy a table that is updated meanwhile.
   value, rows = lax.optimization_barrier((value, rows))
-  here = [i for i in found.rows if i not in found.away]
-  parts: dict[int, list[SparseRows]] = {i: [] for i in here}
+  grads |= _row_gradients(found, ids, rows)
+  sharded = of_sharded(rows)
+  for i in found.away:
+    table = leaves[i]
+    none = sparse_rows.no_rows(table, table.devices)
+    grads[i] = table.with_value(sharded.get(i, none))
+  return [value, *outs[1:]], [grads[i] for i in range(found.wanted)]
+
+
+def _row_gradients(found, ids, rows) -> dict[int, SparseRows]:
+  """Gradients of tables that each device has all of, by number."""
+  parts = {i: [] for i in found.rows if i not in found.away}
   for path, site in found.sites.items():
     if site.param in parts:
       flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
-      num_rows = leaves[site.param].shape[0]
+      num_rows = found.traced.leaves[site.param].shape[0]
       parts[site.param].append(SparseRows(*flat, num_rows))
-  joined = {i: sparse_rows.concatenated(x) for i, x in parts.items()}
-  away = of_away(rows)
-  for i in found.away:
-    table = away.get(i, _no_rows(leaves[i]))
-    joined[i] = leaves[i].with_value(table)
-  grads = [joined[i] if i in joined else dense[i] for i in range(found.wanted)]
-  return [value, *outs[1:]], grads
-
-
-def _without_tables(found: table_uses.Tables, f: Callable[..., Any], *args):
-  """Returns `f(leaves, *args)`, which knows only the types of sharded tables.
-
-  Where there are none, it is given the leaves themselves.
-  """
-  if not found.away:
-    return f(found.traced.leaves, *args)
-  of = lambda types, args: f(types, *args)
-  closed, kinds = jax.make_jaxpr(of, return_shape=True)(
-    found.traced.types, args
-  )
-  types, given = found.traced.leaves, jax.tree.leaves(args)
-  jaxpr, read = jaxprs.needed(closed)
-  for i in found.away:
-    if read[i]:
-      raise AssertionError("a table that is away is read")
-  # Of a sharded table the value, which nothing reads, stands for its type.
-  given = [*types, *given]
-  given = [x for x, is_read in zip(given, read, strict=True) if is_read]
-  outs = jaxprs.run(jaxpr, jaxprs.opened(closed)[1], given)
-  return jax.tree.unflatten(jax.tree.structure(kinds), outs)
-
-
-def _fetched(
-  found: table_uses.Tables, prefetched: Any = None
-) -> tuple[dict[Path, Any], Callable[[Any], Any], dict[Path, Any]]:
-  """Taps of all lookups; of tables that are away the rows, from their owners.
-
-  And what makes of the gradients of all taps those of the tables that are away,
-  by number, and results of callbacks that have run for the ids.
-  """
-  taps = {path: site.tap() for path, site in found.sites.items()}
-  if not found.away:
-    return taps, lambda rows: {}, {}
-  tables, asked, drawn = _look_ups(found)
-  rows, of_away = _rows_of(tables, asked, taps, prefetched)
-  return taps | rows, of_away, drawn
-
-
-def _look_ups(found: table_uses.Tables):
-  """Ids of tables that are away, computed before any row is read.
-
-  Returns:
-    These tables, by number; `[(path, ids, turns)]` of the lookups of each; and
-    results of callbacks that have run for it, which must not run again: they
-    may be other ones.
-  """
-  flat, structure = jax.tree.flatten(found.kinds)
-  ids, drawn = structure.unflatten(range(len(flat)))  # Numbers of outputs.
-  sites = {p: x for p, x in found.sites.items() if x.param in found.away}
-  ids = {path: ids[path].read for path in sites}
-
-  def program(outs):
-    """The part of the program that some outputs need, and what it reads."""
-    outs = [k in outs for k in range(len(flat))]
-    return jaxprs.needed(found.ids, outs, effects=False)
-
-  def tables_read(outs):
-    _, read = program(outs)
-    return [found.names[i] for i in sorted(found.away) if read[i]]
-
-  if names := tables_read(ids.values()):
-    raise ValueError(
-      "`fun` must look up rows of sharded tables by ids that are known before"
-      f" any row is read, and some ids depend on rows of {names[0]!r}; keep"
-      " that table whole, by `tables=` of `zenjax.tables.shard`."
+  return {
+    i: sparse_rows.concatenated(
+      some or [sparse_rows.no_rows(found.traced.leaves[i])]
     )
-  drawn = {path: outs for path, outs in drawn.items() if not tables_read(outs)}
-  wanted = sorted({*ids.values(), *jax.tree.leaves(drawn)})
-  jaxpr, read = program(wanted)
-  leaves = found.traced.leaves
-  args = [x for x, is_read in zip(leaves, read, strict=True) if is_read]
-  outs = jaxprs.run(jaxpr, jaxprs.opened(found.ids)[1], args)
-  value = dict(zip(wanted, outs, strict=True))
-  asked: dict[int, list[Any]] = {}
-  for path, site in sites.items():
-    one = path, value[ids[path]], len(site.lengths)
-    asked.setdefault(site.param, []).append(one)
-  tables = {i: leaves[i] for i in sorted(found.away)}
-  asked = {i: asked[i] for i in tables if i in asked}
-  return tables, asked, jax.tree.map(value.get, drawn)
-
-
-def _batch_devices(parts) -> tuple[Any, int]:
-  """The mesh around sharded tables, and devices that share a batch there."""
-  mesh, over = sharded_table.mesh_of(parts), parts[0].batch_axes
-  if mesh is None:
-    return None, 1
-  return mesh, math.prod([mesh.shape[axis] for axis in over])
-
-
-def _flat_look_ups(parts, ids, turns, devices):
-  """Ids `[K]` of each table's look-ups, and what shapes rows as these were."""
-  flat, backs = [], []
-  for table, some, of in zip(parts, ids, turns):
-    both = [batch_layout.flat_ids(*x, devices) for x in zip(some, of)]
-    flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
-    backs.append([back for _, back in both])
-  return flat, backs
-
-
-def _ahead_of(tables, asked) -> fetch.Ahead:
-  """Sends the ids of `asked[table]: [(number, ids, turns)]` to owners."""
-  if not asked:
-    raise ValueError(
-      "`fun` of prefetch must look up rows of a sharded table, and looks up"
-      " none; leave prefetch out."
-    )
-  parts = [tables[i] for i in asked]
-  mesh, devices = _batch_devices(parts)
-  turns = [[turns for *_, turns in of] for of in asked.values()]
-
-  def ahead_of(parts, ids):
-    around = sharded_table.mesh_of(parts)  # With automatic axes in here.
-    flat, _ = _flat_look_ups(parts, ids, turns, devices)
-    return fetch.ask_on(around, parts, flat)
-
-  if mesh is not None and compat.explicit_of(mesh):
-    split = NamedSharding(mesh, PartitionSpec(parts[0].batch_axes))
-    ahead_of = compat.on_automatic_axes(ahead_of, mesh, split)
-  return ahead_of(parts, [[ids for _, ids, _ in of] for of in asked.values()])
-
-
-def _rows_of(tables, asked, taps, prefetched):
-  """Rows of `asked[table]: [(path, ids, turns)]`, by path.
-
-  And what makes of the gradients of all taps those of the tables, by number:
-  each device's distinct rows, in the order in which they were fetched. `taps`
-  are as these rows shall lie, by path.
-  """
-  if not asked:
-    return {}, lambda grads: {}
-  parts = [tables[i] for i in asked]
-  mesh, devices = _batch_devices(parts)
-  turns = [[turns for *_, turns in of] for of in asked.values()]
-  paths = [[path for path, *_ in of] for of in asked.values()]
-  ids = [[ids for _, ids, _ in of] for of in asked.values()]
-  backs: list[Any] = []
-
-  def fetched(parts, ids, prefetched):
-    around = sharded_table.mesh_of(parts)  # With automatic axes in here.
-    flat, backs[:] = _flat_look_ups(parts, ids, turns, devices)
-    return fetch.fetch_on(around, parts, flat, prefetched)
-
-  def expanded(parts, rows, numbers):
-    around = sharded_table.mesh_of(parts)
-    rows = fetch.expanded_on(around, parts, rows, numbers)
-    return [[back(x) for x, back in zip(*of)] for of in zip(rows, backs)]
-
-  if mesh is not None and compat.explicit_of(mesh):
-    place = lambda x: NamedSharding(mesh, PartitionSpec(*x))
-    lie = [[place(compat.explicit_spec(taps[k])) for k in of] for of in paths]
-    split = place((parts[0].batch_axes,))
-    fetched = compat.on_automatic_axes(fetched, mesh, split)
-    expanded = compat.on_automatic_axes(expanded, mesh, lie)
-  distinct, values, numbers = fetched(parts, ids, prefetched)
-  rows, pull = jax.vjp(lambda x: expanded(parts, x, numbers), values)
-
-  def of_away(grads: dict[Path, Any]) -> dict[int, SparseRows]:
-    (values,) = pull([[grads[path] for path in of] for of in paths])
-    each = zip(asked, parts, distinct, values)
-    return {
-      i: SparseRows(ids, x, table.num_rows).as_by_owner()
-      for i, table, ids, x in each
-    }
-
-  return dict(zip(sum(paths, []), sum(rows, []), strict=True)), of_away
-
-
-def _no_rows(table: Any) -> SparseRows:
-  """Returns the gradient of a sharded table that nothing looks up."""
-  none = jnp.full(table.devices, table.num_rows, jnp.int32)
-  values = jnp.zeros((table.devices, table.shape[-1]), table.dtype)
-  return SparseRows(none, values, table.num_rows)
+    for i, some in parts.items()
+  }

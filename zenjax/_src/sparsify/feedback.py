@@ -28,6 +28,7 @@ from zenjax._src.sparsify.selectors import Indices
 from zenjax._src.sparsify.selectors import Selector
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
+from zenjax._src.sparsify.sparsifier_state import UNKNOWN
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import whole_batch
@@ -267,7 +268,7 @@ def _of_whole_batch(
   axes = feedback.options.axes
   split = PartitionSpec(axes)
   specs = {name: leaf.specs(split) for name, leaf in state.leaves.items()}
-  out, new = whole_batch.select(
+  return whole_batch.select(
     update,
     updates,
     state,
@@ -276,8 +277,9 @@ def _of_whole_batch(
     axes,
     by=BY,
     sums=False,
+    # A norm is that of all leaves.
+    needed=None if feedback.clip_norm else state.leaves,
   )
-  return out, new
 
 
 def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
@@ -318,9 +320,9 @@ def _init_leaf(leaf: Any, kept: list[str], feedback: Feedback) -> FeedbackLeaf:
   return FeedbackLeaf(
     residual=zeros if "residual" in kept else None,
     momentum=zeros if "momentum" in kept else None,
-    threshold=varying(jnp.full(1, jnp.nan, jnp.float32)),
+    threshold=varying(jnp.full(1, UNKNOWN, jnp.float32)),
     selected=varying(jnp.zeros(1, jnp.int32)),
-    wanted=jnp.full((), jnp.nan, jnp.float32),
+    wanted=jnp.full((), UNKNOWN, jnp.float32),
   )
 
 
@@ -396,7 +398,8 @@ def _select_from(
     # Without masking nothing else clears it.
     kept = out.momentum if feedback.masking else finite(momentum)
     momentum = kept.reshape(memory.residual.shape).astype(dtype)
-  bar = chosen.bar if isinstance(chosen, Bar) else jnp.float32(jnp.nan)
+  none = jnp.float32(UNKNOWN)
+  bar = chosen.bar if isinstance(chosen, Bar) else none
   like = lambda x: gradient_tree.as_varying(x.reshape(1), feedback.options.axes)
   return out.sent.reshape(leaf.shape).astype(leaf.dtype), FeedbackLeaf(
     residual=out.kept.reshape(memory.residual.shape).astype(dtype),

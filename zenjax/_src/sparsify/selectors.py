@@ -17,6 +17,7 @@ import numpy as np
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
+from zenjax._src.sparsify.sparsifier_state import UNKNOWN
 
 # A part, or an optax schedule of it.
 Density = float | Callable[[Any], Any]
@@ -114,7 +115,7 @@ class Threshold:
 
   def wanted(self, size: int, step: jax.Array) -> jax.Array:
     del size, step
-    return jnp.float32(jnp.nan)
+    return jnp.float32(UNKNOWN)
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Bar:
     del leaf

@@ -74,6 +74,11 @@ class SparsifierState(NamedTuple):
     return same._replace(residual=split)
 
 
+# A threshold or a wanted part that there is none of. `jax_debug_nans`, with
+# which users look for NaN of their own, must not find one in the state.
+UNKNOWN = -1.0
+
+
 class FeedbackLeaf(NamedTuple):
   """The memory of `error_feedback` for one leaf, on each device its own.
 
@@ -82,9 +87,9 @@ class FeedbackLeaf(NamedTuple):
 
   residual: jax.Array | None  # [1, *shape]; None where all of it is sent
   momentum: jax.Array | None  # [1, *shape]; None without momentum correction
-  threshold: jax.Array  # [1] float32, of the last step; NaN where there is none
+  threshold: jax.Array  # [1] float32, of the last step; or UNKNOWN
   selected: jax.Array  # [1] int32, elements that the last step selected
-  wanted: jax.Array  # [] float32, part of the leaf; NaN where none was named
+  wanted: jax.Array  # [] float32, part of the leaf; UNKNOWN if none was named
 
   def specs(self, split: PartitionSpec) -> "FeedbackLeaf":
     """Returns how it lies on devices, of which each has its own."""
@@ -151,7 +156,7 @@ def leaf_on_devices(
   return leaf._replace(
     residual=folded(leaf.residual, devices, averages=averages),
     momentum=folded(leaf.momentum, devices, averages=averages),
-    threshold=np.full(devices, np.nan, np.float32),
+    threshold=np.full(devices, UNKNOWN, np.float32),
     selected=np.zeros(devices, np.int32),
   )
 

@@ -17,8 +17,11 @@ import jax.numpy as jnp
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
+from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import base
 from zenjax._src.tables.push import Counts
 from zenjax._src.tables.push import Push
@@ -86,7 +89,7 @@ class Owner:
     total = jnp.sum(collectives.all_gather(squares, (self.axis,)))
     for i, x in enumerate(self.grads):
       if i not in self.tables:
-        total += _squares(x)
+        total += _squares(x.values if is_rows(x) else x)
     return dataclasses.replace(self, norm=jnp.sqrt(total))
 
   def _clipped(self, x: jax.Array) -> jax.Array:
@@ -121,6 +124,9 @@ class Owner:
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
       at[i] = touched_rows.At(touched_rows.distinct(slots, end), end)
       grads[i] = self._clipped(self.scaled(rows)).astype(table.dtype)
+    for i, x in self._small.items():
+      at[i] = _nowhere(x.num_rows)
+      grads[i] = jnp.zeros((_FEWEST, x.shape[1]), x.dtype)
     out, new, tags = self._step(state, grads, at)
     keep = lambda old, few, at: (
       touched_rows.scatter(old, few, at) if at.has(old) else old
@@ -130,16 +136,29 @@ class Owner:
     return {i: out[i][: len(slots)] for i, (slots, _) in each}, state
 
   def finish(self, state: Any) -> tuple[list[Any], Any]:
-    """Updates of what is not a table, and the state with all without rows."""
+    """Updates of what has no owner, and the state with all but owners' rows.
+
+    Row gradients of small tables, which every device has, are rows here too:
+    which rows `inner` updates depends on lookups, not on sizes.
+    """
     at, grads = {}, {}
     for i, table in self.tables.items():
-      slots = table.layout.slots
-      none = slots + jnp.arange(_FEWEST, dtype=jnp.int32)
-      at[i] = touched_rows.At(none, slots)
+      at[i] = _nowhere(table.layout.slots)
       grads[i] = jnp.zeros((_FEWEST, *table.value.shape[1:]), table.dtype)
+    for i, x in self._small.items():
+      x = touched_rows.with_room(sparse_rows.merged(x))
+      at[i], grads[i] = touched_rows.touched(x), self._clipped(x.values)
     out, rest, tags = self._step(state, grads, at)
-    keep = lambda old, few, at: old if at.has(old) else few
-    return out, jax.tree.map(keep, state, rest, tags)
+    for i, x in self._small.items():
+      zeros = jnp.zeros(x.shape, out[i].dtype)
+      out[i] = touched_rows.scatter(zeros, out[i], at[i])
+    return out, jax.tree.map(touched_rows.scatter, state, rest, tags)
+
+  @property
+  def _small(self) -> dict[int, SparseRows]:
+    """Row gradients of tables without owners, by the leaf's number."""
+    leaves = enumerate(self.grads)
+    return {i: x for i, x in leaves if is_rows(x) and i not in self.tables}
 
   def _step(self, state, grads, at):
     grads = [
@@ -162,7 +181,7 @@ class Owner:
     return self.structure.flatten_up_to(out), new, tags
 
   def _rows_of(self, i, table, at):
-    if i in self.sharded:
+    if i in self.sharded or i not in self.tables:
       return touched_rows.gather(table, at)
     return own_rows(table, at.ids, self.tables[i])
 
@@ -256,6 +275,13 @@ def _written(
   at = jnp.where(real, at, len(listed) + at)
   rows = rows.astype(before.dtype)
   return indexing.put(listed, at, slots), indexing.put(before, at, rows)
+
+
+def _nowhere(num_rows: int) -> touched_rows.At:
+  """Padding alone."""
+  return touched_rows.At(
+    num_rows + jnp.arange(_FEWEST, dtype=jnp.int32), num_rows
+  )
 
 
 def own_rows(table: jax.Array, slots: jax.Array, of: ShardedTable) -> jax.Array:

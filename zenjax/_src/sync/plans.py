@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import jax
 
 from zenjax._src.core import checked_json
+from zenjax._src.core import text
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
-from zenjax._src.core.text import columns
 
 # The `scheme` of leaves that take pmean.
 DENSE = "dense"
@@ -252,7 +252,7 @@ def require_version(plan: Plan) -> None:
 
 # --- a plan as text -----------------------------------------------------------
 
-_HEADINGS = "leaf", "shape", "by", "ms", "pmean ms", "MB received", "because"
+_HEADINGS = "leaf", "shape", "by", "ms", "pmean ms", "received", "because"
 _COMPARED = (
   *("leaf", "by", "union planned", "seen", "ratio"),
   *("MB planned", "seen", "ratio"),
@@ -266,17 +266,17 @@ def _text(plan: Plan) -> str:
   # Of most models most leaves have no choice.
   shown = [x for x in plan.leaves if x.reason or x.scheme != DENSE]
   if shown:
-    lines += columns([_HEADINGS, *map(_line, shown)], last_left=True)
+    lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
   others = [x for x in plan.leaves if x not in shown]
   if others:
-    size = sum(leaf.wire_bytes for leaf in others) / 1e6
+    size = text.size(sum(leaf.wire_bytes for leaf in others))
     what = f"{len(others)} other leaves" if len(others) > 1 else others[0].name
-    lines.append(f"pmean, without another way: {what}, {size:.3g} MB")
+    lines.append(f"pmean, without another way: {what}, {size}")
   if plan.dense_seconds:
     whole = "a step" if plan.compute_seconds else "all exchanges"
     lines.append(
-      f"{whole}: {_ms(plan.seconds)} ms, with pmean alone"
-      f" {_ms(plan.dense_seconds)} ms"
+      f"{whole}: {text.ms(plan.seconds)} ms, with pmean alone"
+      f" {text.ms(plan.dense_seconds)} ms"
     )
   lines.append(_verdict(plan))
   return "\n".join(lines)
@@ -300,15 +300,11 @@ def _line(leaf: LeafPlan) -> tuple[str, ...]:
     leaf.name,
     "x".join(map(str, leaf.shape)),
     "pmean" if leaf.scheme == DENSE else leaf.choice,
-    _ms(leaf.seconds),
-    _ms(leaf.dense_seconds),
-    f"{leaf.wire_bytes / 1e6:.3g}",
+    text.ms(leaf.seconds),
+    text.ms(leaf.dense_seconds),
+    text.size(leaf.wire_bytes),
     leaf.reason or "-",
   )
-
-
-def _ms(seconds: float) -> str:
-  return f"{seconds * 1e3:.3g}"
 
 
 def _comparison(
@@ -343,16 +339,16 @@ def _comparison(
         _ratio(seen["wire_bytes"], leaf.wire_bytes),
       )
     )
-  lines = columns(rows, left=2)
+  lines = text.columns(rows, left=2)
   if seconds is not None and plan.compute_seconds:
     lines.append(
-      f"a step: {_ms(plan.seconds)} ms planned, {_ms(seconds)} ms seen,"
+      f"a step: {text.ms(plan.seconds)} ms planned, {text.ms(seconds)} ms seen,"
       f" ratio {_ratio(seconds, plan.seconds)}"
     )
   elif seconds is not None:
     lines.append(
-      f"a step: {_ms(seconds)} ms seen. compute_seconds was not given: only"
-      f" exchanges were planned, {_ms(plan.seconds)} ms"
+      f"a step: {text.ms(seconds)} ms seen. compute_seconds was not given: only"
+      f" exchanges were planned, {text.ms(plan.seconds)} ms"
     )
   return "\n".join(lines)
 

@@ -220,13 +220,12 @@ class Owners:
       leaves, [i in tables for i in range(len(leaves))], state.sync
     )
     _require_memory([names[i] for i in given.tables], state.sync)
-    dense = dataclasses.replace(options, output="dense")
     whole = {
       i: leaf
       for i, (name, leaf) in enumerate(leaves)
       if i not in tables and name not in self.summed
     }
-    summed = gradient_tree.totals(whole, dense, context)
+    summed = gradient_tree.totals(whole, options, context)
     own_params = self._params_of(params, given, tables)
     analysis, inner = self._analysis_of(
       given, tables, own_params, state.inner, extra
@@ -556,7 +555,8 @@ class Owners:
         ]
       )
     by = types if state is None else params
-    chosen = [i in tables for i in range(len(given.leaves))]
+    # Row gradients of small tables, too, are updated by rows.
+    chosen = [i in tables or is_rows(x) for i, x in enumerate(given.leaves)]
     analysis = self._analysed(types, whole, by, extra or {}, chosen)
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:

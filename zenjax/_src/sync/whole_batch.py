@@ -7,7 +7,7 @@ explicit sharding types as unreduced. Each device's part of them is exchanged in
 a `shard_map` of its own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ def mapped(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
   """`f` of what each device has."""
-  return jax.shard_map(
+  whole = jax.shard_map(
     f,
     mesh=mesh,
     in_specs=in_specs,
@@ -119,6 +119,14 @@ def mapped(
     axis_names={*axes, *compat.explicit_of(mesh)},
     check_vma=False,
   )
+  if not jax.config.jax_disable_jit:
+    return whole
+
+  def compiled(*args):
+    with jax.disable_jit(False):  # An exchange runs for minutes otherwise.
+      return jax.jit(whole)(*args)
+
+  return compiled
 
 
 def sync(
@@ -180,6 +188,7 @@ def select(
   *,
   by: str,
   sums: bool,
+  needed: Collection[str] | None = None,
 ) -> tuple[Any, Any]:
   """Has a sparsifier select from what each device has of unreduced arrays.
 
@@ -192,15 +201,20 @@ def select(
     axes: Over which gradients are not summed.
     by: Name of the sparsifier.
     sums: Whether arrays come back summed; else they are unreduced as before.
+    needed: Names of the arrays that the sparsifier changes, by default all.
 
   Raises:
     ValueError: XLA has summed an array, or it lies over other axes.
   """
   leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
+  passes = []
   for name, x in leaf_util.named_leaves(updates, is_rows):
-    if is_rows(x):
+    summed = not is_rows(x) and not _unreduced(x)
+    unused = needed is not None and name not in needed
+    passes.append(is_rows(x) or (summed and unused))
+    if passes[-1]:
       continue
-    if not _unreduced(x):
+    if summed:
       raise ValueError(
         f"`updates` of {by} must be unreduced outside of shard_map, and XLA has"
         f" summed leaf {name!r} over {axes!r} already: nothing is left to"
@@ -211,7 +225,9 @@ def select(
       )
     _require_whole(by, name, x, axes)
   place = lambda x: PartitionSpec(unreduced=frozenset(axes))
-  arrays = structure.unflatten([None if is_rows(x) else x for x in leaves])
+  arrays = structure.unflatten(
+    [None if stays else x for x, stays in zip(leaves, passes)]
+  )
   lie = jax.tree.map(place, arrays)
   out, state = mapped(
     update,
@@ -224,7 +240,7 @@ def select(
   )(arrays, placed(state, specs, by, mesh, axes))
   found = iter(jax.tree.leaves(out))
   return structure.unflatten(
-    [x if is_rows(x) else next(found) for x in leaves]
+    [x if stays else next(found) for x, stays in zip(leaves, passes)]
   ), state
 
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import jax
 from jax import lax
 from jax.extend import core as jex_core
-from jax.interpreters import partial_eval as pe
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 
 from zenjax._src.core import arguments
+from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
@@ -234,7 +234,7 @@ def _require_synchronized(
     common: Which outputs are to be equal on all devices.
     axes: Along which devices differ.
   """
-  needed, used = pe.dce_jaxpr(program.jaxpr, common)
+  needed, used = jaxprs.needed(program, common)
   if not any(used[:number]) or _communicates(needed):
     return
   axis_name = axes[0] if len(axes) == 1 else axes

@@ -27,6 +27,7 @@ from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import ZenSyncState
+from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
@@ -109,7 +110,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   Everything is replicated except for what differs between devices: the
   residuals of sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the
   gradients that `optax.MultiSteps` accumulates around what synchronizes, what
-  `sharded_optimizer` keeps of tables, and tables of `zenjax.tables.shard`.
+  `sharded_optimizer` keeps of tables, tables of `zenjax.tables.shard` and what
+  `zenjax.tables.prefetch` returns.
   Those are split over `axis_name` along their first dimension; what owners
   have, over the last of several axes.
 
@@ -136,6 +138,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
 
   def spec(node: Any) -> Any:
+    if isinstance(node, fetch.Ahead):
+      return jax.tree.map(lambda _: split, node)
     if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if is_sharded(node):
@@ -179,7 +183,7 @@ def _of_any_plan(specs: Any) -> Any:
 
 def _has_own(node: Any, root: Any) -> bool:
   """True if `node` decides its own specs; the root was split already."""
-  if isinstance(node, _OWN):
+  if isinstance(node, _OWN | fetch.Ahead):
     return True
   own = isinstance(node, optax.MultiStepsState)
   return own and not (node is root and node.acc_grads is None)
