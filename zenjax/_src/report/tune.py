@@ -134,10 +134,15 @@ class Change(NamedTuple):
 
 def told(state: Any) -> list[str]:
   """Returns lines that say what `tune` would change, for a report."""
-  found = [x for node in sync_state.find(state) for x in changes(node, None)]
-  if not found:
+  nodes = sync_state.find(state)
+  found = [x for node in nodes for x in changes(node, None)]
+  sizes = [x for node in nodes for x in _table_sizes(node)]
+  if not found and not sizes:
     return []
-  lines = ["zenjax.tune(opt_state) would change:"]
+  given = "(params, opt_state)" if sizes else "opt_state"
+  lines = [f"zenjax.tune({given}) would change:"]
+  for name, (rows,) in sizes:
+    lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
   for name, choice, gain in found:
     what = "all-reduced as a whole"
     if choice.capacities:
