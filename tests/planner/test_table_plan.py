@@ -279,9 +279,10 @@ def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
     with pytest.raises(ValueError, match="moves rows without a gradient"):
       plan(tx, forms={"a": DENSE})
     assert DENSE not in {form for form, *_ in plan(tx).tables[0].others}
-  # A clip by a norm moves none.
+  # A clip by a norm moves none, and leaves no rows to owners.
   kept = plan(OPTIMIZERS["clipped"], forms={"a": DENSE})
   assert kept.by_name["a"].form == DENSE
+  assert "clip_norm=" in kept.by_name["b"].reason
   made = plan(forms=dict.fromkeys(SHAPES, ROWS) | {"a": DENSE})
   mesh, _ = mesh_of(N)
   made = dataclasses.replace(made, mesh=(("chip", N),))

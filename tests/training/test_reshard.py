@@ -497,7 +497,7 @@ def test_accumulated_gradients_of_which_nothing_is_known():
 
 def test_like_of_other_transformations():
   tx = optax.chain(zenjax.sparsify.micro("data", 0.5), optax.sgd(0.1))
-  state = zenjax.init_state(tx, {"w": jnp.zeros(3)}, runners.mesh(4), "data")
+  state = zenjax.init_state(tx, {"w": jnp.zeros(30)}, runners.mesh(4), "data")
   with pytest.raises(ValueError) as error:
     zenjax.from_checkpoint(state, runners.mesh(2), "data", like=())
   names(error, "`like`", "same transformations")

@@ -337,6 +337,9 @@ def plan_tables(
     table = _form(question, gradients[name], form, possible[name], unlimited)
     if name in demanded:
       table = dataclasses.replace(table, reason="demanded")
+    elif optimizer.sums:
+      hint = "; clip by clip_norm= and not in tx to have more forms"
+      table = dataclasses.replace(table, reason=table.reason + hint)
     tables.append(table)
   return TablePlan(
     tables=tuple(tables),

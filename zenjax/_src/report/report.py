@@ -205,7 +205,7 @@ def _of_synced_leaves(
     return [f"{by}: no step was taken yet."]
   sharded = _of_sharded_tables(state)
   if sharded and not any(map(sync_state.whole_leaves, nodes)):
-    return sharded
+    return sharded + tune.told(state)
   if not known:
     alone = "step was" if steps == 1 else f"{steps} steps were"
     told = f"{by}: the {alone} taken on one device: nothing was exchanged."
@@ -214,7 +214,7 @@ def _of_synced_leaves(
   title = f"{by} after {steps} steps on {devices} devices"
   lines = _table(title, known, _SYNCED, "leaf")
   lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
-  return lines + tune.told(state) + sharded
+  return lines + sharded + tune.told(state)
 
 
 def _of_sharded_tables(state: Any) -> list[str]:
