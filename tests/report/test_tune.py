@@ -165,13 +165,20 @@ def test_a_link_chooses_the_scheme():
   oracle.check(trainer(stack)["t"], stack["t"])
 
 
-def test_what_you_gave_is_kept():
-  trainer = trained(zen(capacities={"t": (100, 400)}))
-  before = zenjax.stats(trainer.state)["t"]
-  trainer.state = zenjax.tune(trainer.state)
-  trainer(stack_of(3))
-  after = zenjax.stats(trainer.state)["t"]
-  assert before["wire_bytes"] == after["wire_bytes"]
+@pytest.mark.parametrize(
+  "options",
+  [{"capacities": {"t": (100, 400)}}, {"scheme": "all_gather"}],
+  ids=str,
+)
+def test_what_you_gave_is_kept(options):
+  trainer = trained(zen(**options))
+  link = zenjax.planner.Link(bandwidth=1e12, latency_s=1e-3)
+  changed = zenjax.tune(trainer.state, link=link)
+  if "capacities" in options:
+    assert changed is trainer.state
+    assert "would change" not in zenjax.report(changed)
+  else:
+    assert tuned(changed)["t"].scheme == "all_gather"
 
 
 def test_steps_in_a_scan():
@@ -320,12 +327,13 @@ def test_an_nnx_optimizer(whole):
   assert set(plan) == {"embed.embedding"}
 
 
-def test_owners_keep_their_state():
+@pytest.mark.parametrize("n", [2, 4])
+def test_owners_keep_their_state(n):
   tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
   by_all = steps.lenient(tx)
-  plain, tuned_ = trained(by_all), trained(by_all)
+  plain, tuned_ = trained(by_all, n), trained(by_all, n)
   tuned_.state = zenjax.tune(tuned_.state)
-  assert set(tuned(tuned_.state)) == {"t"}
+  assert tuned(tuned_.state)["t"].scheme == "zen"
   for seed in (7, 8):
-    a, b = plain(stack_of(seed)), tuned_(stack_of(seed))
+    a, b = plain(stack_of(seed, n=n)), tuned_(stack_of(seed, n=n))
     np.testing.assert_allclose(a["t"], b["t"], rtol=1e-6)

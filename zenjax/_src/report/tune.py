@@ -162,26 +162,31 @@ def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
     # Dense leaves count nothing, nor does one device.
     if sizes.devices < 2 or not sizes.push or not len(history):
       continue
+    if name in node.fixed:
+      continue
+    # A scheme that the user chose stays; owners have zen alone.
+    scheme = sync_state.SCHEMES[sizes.scheme]
+    stays = node.owners or (scheme != "zen" and name not in tuned)
     change = None
-    if link is not None:
+    if link is not None and not stays:
       change = _by_time(name, leaf, link)
-    change = change or _by_counts(name, sizes, history)
+    change = change or _by_counts(name, sizes, history, stays)
     if change and tuned.get(name) != change.choice:
       yield change
 
 
 def _by_counts(
-  name: str, sizes: sync_state.Sizes, history: np.ndarray
+  name: str, sizes: sync_state.Sizes, history: np.ndarray, stays: bool
 ) -> Change | None:
-  """Returns the buffers that would have sent least."""
+  """Returns what would have sent least; `stays` keeps the scheme."""
   scheme = sync_state.SCHEMES[sizes.scheme]
   dense = history[:, 0] == sync_state.DENSE_STEP
   if np.mean(dense) > 0.5:
-    return Change(name, LeafChoice("dense"), 1.0)
+    return None if stays else Change(name, LeafChoice("dense"), 1.0)
   needs = np.maximum(history[~dense], 1).astype(float)
   row_bytes = 4 * sizes.width / sizes.column_groups
   now = _cost(needs, Capacity(sizes.push, sizes.pull), row_bytes)
-  if scheme == "zen" and sizes.devices == 2:
+  if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: half of the rows is pushed, and
     # half of the union pulled, which is no less than all rows once.
     most = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)

@@ -23,12 +23,9 @@ class _Call(NamedTuple):
   by: str
   axes: Axes
   unit: Any  # in which leaves are sent; None for what only selects
-  leaves: list[Any]  # parameters: a chain gives the same arrays to each `init`
-
-  def shares(self, other: "_Call") -> bool:
-    """Tells whether both are given the same leaf."""
-    taken = set(map(id, self.leaves))
-    return any(id(leaf) in taken for leaf in other.leaves)
+  # Identities of parameters: a chain gives the same arrays to each `init`. The
+  # arrays themselves would be leaks to `jax.checking_leaks`.
+  leaves: frozenset[int]
 
 
 _calls: contextvars.ContextVar[list[_Call] | None] = contextvars.ContextVar(
@@ -38,12 +35,13 @@ _calls: contextvars.ContextVar[list[_Call] | None] = contextvars.ContextVar(
 
 def will_sync(by: str, params: Any, options: Any) -> None:
   """Called by the `init` of a transformation that synchronizes."""
-  _say(_Call(by, options.axes, options.unit, jax.tree.leaves(params)))
+  leaves = frozenset(map(id, jax.tree.leaves(params)))
+  _say(_Call(by, options.axes, options.unit, leaves))
 
 
 def will_select(by: str, picked: Sequence[Any], axes: Axes) -> None:
   """Called by the `init` of a sparsifier with the leaves it selects from."""
-  _say(_Call(by, axes, None, list(picked)))
+  _say(_Call(by, axes, None, frozenset(map(id, picked))))
 
 
 def _say(call: _Call) -> None:
@@ -62,7 +60,7 @@ def required() -> Iterator[None]:
   finally:
     _calls.reset(token)
   for first, second in itertools.combinations(calls, 2):
-    if not first.shares(second):
+    if not first.leaves & second.leaves:
       continue
     axes = set(first.axes) & set(second.axes)
     if first.unit is None and second.unit == "row":

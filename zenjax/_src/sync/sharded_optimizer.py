@@ -188,7 +188,8 @@ class Owners:
     if given.tables:
       new = sync_state.empty_table(mean=context.mean, devices=context.devices)
     memory = dict.fromkeys([given.names[i] for i in tables], new)
-    return ShardedOptimizerState(sync_state.empty(memory), _bare(inner))
+    sync = sync_state.empty(memory, self.options, owners=True)
+    return ShardedOptimizerState(sync, _bare(inner))
 
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any

@@ -25,6 +25,7 @@ from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
 from zenjax._src.sync.exchange import Counts
+from zenjax._src.sync.sync_options import Options
 
 # Steps whose needs are kept, for `zenjax.tune`.
 HISTORY = 64
@@ -125,6 +126,8 @@ class ZenSyncState:
       `sharded_optimizer` for sharded tables too.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` has planned.
     Static.
+    fixed: Names of leaves whose buffer sizes you gave. Static.
+    owners: Whether it belongs to a `sharded_optimizer`. Static.
 
   Example:
     >>> import zenjax
@@ -139,33 +142,26 @@ class ZenSyncState:
   tuned: tuple[tuple[str, LeafChoice], ...] = dataclasses.field(
     default=(), metadata={"static": True}
   )
+  fixed: frozenset[str] = dataclasses.field(
+    default=frozenset(), metadata={"static": True}
+  )
+  owners: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def replace(self, **changes: Any) -> "ZenSyncState":
     """Returns the state with some fields changed."""
     return dataclasses.replace(self, **changes)
 
 
-class _AnyPlan:
-  """Metadata that is equal to every plan."""
-
-  def __eq__(self, other: object) -> bool:
-    return True
-
-  def __hash__(self) -> int:
-    return 0
-
-
-def of_any_plan(specs: Any) -> Any:
-  """Returns a tree of specs that fits a state before and after `tune`."""
-  is_one = lambda node: isinstance(node, ZenSyncState)
-  fit = lambda node: node.replace(tuned=_AnyPlan()) if is_one(node) else node
-  return jax.tree.map(fit, specs, is_leaf=is_one)
-
-
-def empty(leaves: dict[str, Any]) -> ZenSyncState:
+def empty(
+  leaves: dict[str, Any], options: Options, *, owners: bool = False
+) -> ZenSyncState:
   """Returns the state before the first step."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
-  return ZenSyncState(jnp.zeros((), jnp.int32), leaves)
+  fixed = leaves if options.plan or options.capacities else ()
+  if isinstance(options.capacities, dict):
+    fixed = options.capacities
+  step = jnp.zeros((), jnp.int32)
+  return ZenSyncState(step, leaves, fixed=frozenset(fixed), owners=owners)
 
 
 def _no_sizes(mean: bool, devices: int) -> jax.Array:

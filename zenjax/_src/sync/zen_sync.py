@@ -189,13 +189,13 @@ def _init(params: optax.Params, options: Options) -> ZenSyncState:
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
   if options.scheme in DENSE:
-    return sync_state.empty({})
+    return sync_state.empty({}, options)
   chosen = leaf_util.select(params, options.sparse, options.unit)
   if not options.plan:  # A plan may well say that nothing pays.
     leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
   names = [name for (name, _), sparse in zip(named, chosen) if sparse]
   empty = sync_state.empty_leaf(mean=options.mean)
-  return sync_state.empty(dict.fromkeys(names, empty))
+  return sync_state.empty(dict.fromkeys(names, empty), options)
 
 
 def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Where parameters and states live: types, specs, placement."""
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
@@ -152,7 +154,31 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     return PartitionSpec()
 
   specs = jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
-  return sync_state.of_any_plan(specs)
+  return _of_any_plan(specs)
+
+
+class _AnyPlan(tuple):
+  """Metadata that is equal to every plan of `tune`."""
+
+  def __eq__(self, other: object) -> bool:
+    return True
+
+  def __hash__(self) -> int:
+    return 0
+
+
+def _of_any_plan(specs: Any) -> Any:
+  """Returns specs that fit a state before and after `tune`."""
+
+  def fitted(node: Any) -> Any:
+    if isinstance(node, ZenSyncState):
+      return node.replace(tuned=_AnyPlan())
+    if isinstance(node, ShardedTable):
+      return dataclasses.replace(node, sizes=_AnyPlan())
+    return node
+
+  kinds = ZenSyncState | ShardedTable
+  return jax.tree.map(fitted, specs, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def _has_own(node: Any, root: Any) -> bool:
