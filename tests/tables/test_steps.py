@@ -298,7 +298,8 @@ def run(case: Case):
 
 
 @pytest.mark.usually(
-  "8 devices", "all ids at one owner", "clipped, at one owner",
+  "8 devices", "ids beyond the table", "all ids at one owner",
+  "clipped, at one owner",
   "copies, at one owner, clipped", "explicit 4 x 2", "data_parallel",
   "check_vma", "ids ahead", "mixed 2 x 2", "labels by path",
 )  # fmt: skip

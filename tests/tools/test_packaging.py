@@ -81,7 +81,6 @@ def test_readme_names_extras_and_files_that_exist():
   assert {"examples", "test"} <= extras
   assert extras <= set(_pyproject()["project"]["optional-dependencies"])
   files = set(re.findall(r"\b(?:examples|benchmarks)/\w+\.\w+", readme))
-  assert "examples/quickstart.py" in files
   for name in files:
     assert (_ROOT / name).is_file(), name
   programs = set(re.findall(r"python -m (examples[\w.]*)", readme))

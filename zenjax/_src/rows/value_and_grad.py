@@ -210,10 +210,10 @@ def _differentiate(found, options, prefetched):
   leaves = found.traced.leaves
   plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
   taps = {path: site.tap() for path, site in found.sites.items()}
-  drawn, of_sharded = {}, lambda grads: {}
+  drawn = {}
   if found.away:
     asked = sharded_lookups.Asked.of(found)
-    fetched, of_sharded = asked.rows(taps, prefetched)
+    fetched, _ = asked.rows(taps, prefetched)
     taps, drawn = taps | fetched, asked.drawn
   elif prefetched is not None:
     raise ValueError(
@@ -238,25 +238,28 @@ def _differentiate(found, options, prefetched):
   # lookups, and XLA:CPU would copy a table that is updated meanwhile.
   value, rows = lax.optimization_barrier((value, rows))
   grads |= _row_gradients(found, ids, rows)
-  sharded = of_sharded(rows)
   for i in found.away:
-    table = leaves[i]
-    none = sparse_rows.no_rows(table, table.devices)
-    grads[i] = table.with_value(sharded.get(i, none))
+    grads[i] = leaves[i].with_value(grads[i].as_by_owner())
   return [value, *outs[1:]], [grads[i] for i in range(found.wanted)]
 
 
 def _row_gradients(found, ids, rows) -> dict[int, SparseRows]:
-  """Gradients of tables that each device has all of, by number."""
-  parts = {i: [] for i in found.rows if i not in found.away}
+  """Gradients of tables, by number.
+
+  An id beyond a table reads its nearest row, and no row gets its gradient.
+  """
+  leaves = found.traced.leaves
+  parts = {i: [] for i in found.rows}
   for path, site in found.sites.items():
-    if site.param in parts:
-      flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
-      num_rows = found.traced.leaves[site.param].shape[0]
-      parts[site.param].append(SparseRows(*flat, num_rows))
+    table = leaves[site.param]
+    num_rows = table.num_rows if site.param in found.away else len(table)
+    flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
+    parts[site.param].append(SparseRows(*flat, num_rows))
+
+  def none(i):
+    devices = (leaves[i].devices,) if i in found.away else ()
+    return sparse_rows.no_rows(leaves[i], *devices)
+
   return {
-    i: sparse_rows.concatenated(
-      some or [sparse_rows.no_rows(found.traced.leaves[i])]
-    )
-    for i, some in parts.items()
+    i: sparse_rows.concatenated(some or [none(i)]) for i, some in parts.items()
   }

@@ -70,20 +70,13 @@ class Push:
       if not grad.capacity:
         ids = jnp.full(1, table.num_rows, jnp.int32)
         values = jnp.zeros((1, *values.shape[1:]), grad.dtype)
-      if grad.by_owner:
-        owner, slot = layout.place(jnp.minimum(ids, table.num_rows - 1))
-        end = layout.groups * layout.slots
-        places = owner * layout.slots + slot
-        places = jnp.where(ids < table.num_rows, places, end)
-        a = LookUps(places, fetch.borders(places, layout), None)
-      else:
-        ids = jnp.where(ids < 0, ids + table.num_rows, ids)
-        ids = jnp.where(ids < 0, table.num_rows, ids)
-        a = fetch.look_ups(ids, layout)
-        wide = values.astype(collectives.accumulator(grad.dtype))
-        # What stands for no row may hold anything, NaN included.
-        wide = jnp.where((ids < table.num_rows)[:, None], wide, 0)
-        values = jnp.zeros_like(wide).at[a.number].add(wide)
+      ids = jnp.where(ids < 0, ids + table.num_rows, ids)
+      ids = jnp.where(ids < 0, table.num_rows, ids)
+      a = fetch.look_ups(ids, layout)
+      wide = values.astype(collectives.accumulator(grad.dtype))
+      # What stands for no row may hold anything, NaN included.
+      wide = jnp.where((ids < table.num_rows)[:, None], wide, 0)
+      values = jnp.zeros_like(wide).at[a.number].add(wide)
       asked.append(a)
       rows.append(values.astype(table.dtype))
       sizes.append(fetch.buffer_size(len(ids), layout, table.sizes))
