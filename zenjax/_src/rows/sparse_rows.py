@@ -198,8 +198,7 @@ class SparseRows(NoArray):
 
   # `unique` says that no index occurs twice and that padding is zero. It is
   # static, and part of the pytree's structure, so that it passes `jit`.
-  # So is `by_owner`, in the gradient of a sharded table: each device's rows are
-  # distinct, sorted by owner and slot, and padding is at their end.
+  # So is `by_owner`, which marks the gradient of a sharded table.
   __slots__ = ("_ids", "values", "num_rows", "unique", "by_owner")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
@@ -266,10 +265,7 @@ class SparseRows(NoArray):
     return self._with(unique=unique)
 
   def as_by_owner(self) -> "SparseRows":
-    """The same rows, marked as those that each device has of a sharded table.
-
-    They are distinct on a device, sorted by owner and slot.
-    """
+    """The same rows, marked as the gradient of a sharded table."""
     return self._with(by_owner=True)
 
   def with_values(self, values: Any) -> "SparseRows":

@@ -144,7 +144,7 @@ def exchange(
         lambda flow: _after(flow, *turn(flow), plans),
         flow,
       )
-  # All devices hold the same now, whatever types say.
+  # All devices hold the same now, and count the same, whatever types say.
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
   targets = [
     jax.tree.map(as_equal, _with_dense_sum(target, skip, context))
@@ -157,7 +157,9 @@ def exchange(
     Exchanged(
       plan,
       target.leaves(plan),
-      _counts(tally, union, target, flow.rounds, skip, plan),
+      jax.tree.map(
+        as_equal, _counts(tally, union, target, flow.rounds, skip, plan)
+      ),
     )
     for plan, target, tally, union, skip in zip(
       plans, targets, tallies, flow.unions, dense

@@ -302,6 +302,8 @@ def sync_tree(
         # Collectives over different groups of devices run in one order.
         group, out = lax.optimization_barrier((dict(group), out))
         group = list(group.items())
+        # JAX 0.10 types all as what varies.
+        out = jax.tree.map(lambda x: compat.as_invariant(x, context.axes), out)
       if scheme in DENSE:
         synced, after = _all_reduced(group, memory, options, context)
       else:
