@@ -150,9 +150,6 @@ def exchange(
     jax.tree.map(as_equal, _with_dense_sum(target, skip, context))
     for target, skip in zip(flow.targets, dense)
   ]
-  # What came is equal on all devices, counts of it too.
-  as_equal = functools.partial(compat.as_invariant, axes=context.axes)
-  targets = [jax.tree.map(as_equal, target) for target in targets]
   found = [
     Exchanged(
       plan,

@@ -300,8 +300,9 @@ def sync_tree(
       group, ways = [sparse[i] for i in at], [choices[i] for i in at]
       if len(context.axes) > 1:
         # Collectives over different groups of devices run in one order.
-        group, out = lax.optimization_barrier((dict(group), out))
-        group = list(group.items())
+        values = [leaf for _, leaf in group]
+        values, out = lax.optimization_barrier((values, out))
+        group = [(name, leaf) for (name, _), leaf in zip(group, values)]
         # JAX 0.10 types all as what varies.
         out = jax.tree.map(lambda x: compat.as_invariant(x, context.axes), out)
       if scheme in DENSE:
