@@ -48,8 +48,10 @@ class Sums(NamedTuple):
   """The sums that a device holds between push and pull."""
 
   union: Union  # the rows that it owns, summed
-  pushed: jax.Array  # [] int32, rows left at `start`, summed over devices
-  fullest: jax.Array  # [] int32, the same of the device that had most
+  pushed: (
+    jax.Array
+  )  # [] int32, rows that devices had left at `start`, all added
+  fullest: jax.Array  # [] int32, rows that the device with most had left
 
 
 class Tally(NamedTuple):
@@ -122,30 +124,37 @@ class Scheme(abc.ABC):
   unit: int | None = None
   break_even: float = 0.5
 
-  def fitted(self, plan: TablePlan) -> TablePlan:
-    """Returns `plan` with the buffer sizes that this scheme needs."""
-    return plan
-
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     """Returns `(m, g)`: row and column groups over axes of `sizes`."""
 
   @abc.abstractmethod
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
-    """Sends the first rows from `start` on to owners, who sum them."""
+    """Sends the first rows from `start` on to owners, who sum them.
+
+    What a device returns that owns nothing is ignored, unless `pull` reads it.
+    """
 
   @abc.abstractmethod
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
-    """Brings everyone all rows that owners hold."""
+    """Brings everyone all rows that owners hold, and their `Tally`.
+
+    The result is equal on all devices, also by type: `collectives.all_gather`
+    sees to that, and `compat.agreed` does where nothing is gathered.
+    """
 
   @abc.abstractmethod
   def held_rows(self, plan: TablePlan, context: Context) -> int:
     """Returns how many rows `Sums.union` can hold after a push."""
 
   def holds_all(self, plan: TablePlan, context: Context) -> bool:
-    """Returns True if one round always brings all rows that there may be."""
+    """Returns True if one round always brings all rows that there may be.
+
+    Override it if rows can overflow on the way too, as between the hops of
+    `recursive_doubling`.
+    """
     fits = plan.push >= plan.most_push
     return fits and self.held_rows(plan, context) >= plan.most_pull
 
@@ -171,9 +180,13 @@ class Scheme(abc.ABC):
   ) -> list[Message]:
     """Returns the collectives for one table with buffers just large enough.
 
-    The formula of a scheme: its bytes and its time follow from it. `push` rows
-    for the fullest pair of source and row group, `pull` rows in the fullest
-    union of a row group.
+    Bytes and predicted times follow from this formula.
+
+    Args:
+      plan: The plan of the table.
+      context: The devices.
+      push: Rows of the fullest pair of source and row group.
+      pull: Rows of the union in the fullest row group.
     """
 
 

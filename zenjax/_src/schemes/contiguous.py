@@ -16,6 +16,7 @@ import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
+from zenjax._src.schemes import hierarchy
 from zenjax._src.schemes.base import Arrived
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import counts_of
@@ -100,11 +101,14 @@ class SplitDenseGather(SplitAllGather):
     push: jax.Array | float,
     pull: jax.Array | float,
   ) -> list[Message]:
-    del pull
     axes, n = context.axes[-1:], context.sizes[-1]
     row = plan.table.width * plan.table.wire_dtype.itemsize
+    slow = []
+    if len(context.axes) > 1:
+      slow = hierarchy.expected_messages(plan, context, pull)
     return [
       Message("all_to_all", axes, n * push * (row + 4.0) / 4),
+      *slow,
       Message("all_gather", axes, plan.layout.slots * row / 4.0),
     ]
 

@@ -3,8 +3,9 @@
 After the push along the fastest axis, the devices with the same rank on it
 hold partial unions over the same slots. They exchange indices first; then
 everyone knows the whole union, so its columns are split among them: balanced
-for any ids, no index beside the rows, partial sums in the accumulator's
-dtype until the last addition.
+for any ids, no index with the rows, partial sums in the accumulator's
+dtype until the last addition. A sum is complete below the lowest limit of the
+machines.
 """
 
 from collections.abc import Sequence

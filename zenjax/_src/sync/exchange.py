@@ -166,7 +166,8 @@ def exchange(
 
 
 def _source(table: Local) -> ArraySource | ListSource:
-  source = ListSource if table.plan.table.look_ups else ArraySource
+  is_list = table.plan.table.look_ups is not None
+  source = ListSource if is_list else ArraySource
   return source.of(table.rows, table.plan)
 
 

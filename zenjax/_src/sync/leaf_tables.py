@@ -98,7 +98,7 @@ def plans(
         f" {sizes[-1]} devices."
       )
     groups.append(scheme.groups(sizes, choice.column_groups))
-  planned = buffer_sizes.plan_group(
+  return buffer_sizes.plan_group(
     tables,
     row_groups=[m for m, _ in groups],
     column_groups=[g for _, g in groups],
@@ -109,7 +109,6 @@ def plans(
     kernels=options.kernels,
     together=not owners and options.kernels != "pallas",
   )
-  return tuple([scheme.fitted(plan) for plan in planned])
 
 
 def table_of(
