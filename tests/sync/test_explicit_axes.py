@@ -244,7 +244,8 @@ def test_owners_want_parameters_whole():
 
 def feedback(op, selector, **options):
   tx = zenjax.sparsify.error_feedback(selector, "data", **options)
-  return optax.chain(tx, zenjax.zen_sync("data", op=op), optax.sgd(0.5))
+  sync = zenjax.zen_sync("data", op=op, unit="element")
+  return optax.chain(tx, sync, optax.sgd(0.5))
 
 
 TABLE: Any = lambda name, _: name == "table"
