@@ -200,7 +200,7 @@ def place(mesh: Mesh, x: np.ndarray, *axes: str) -> jax.Array:
 
 
 # What zenjax counts itself; density and bytes come from the ids.
-_COUNTED = ("push_imbalance", "pull_imbalance", "rounds", "overflow_rows")
+_COUNTED = ("push_imbalance", "pull_imbalance", "rounds")
 
 
 class _Batch(NamedTuple):

@@ -26,7 +26,6 @@ def of_table(
   devices: int,
   *,
   look_ups: int | None = None,
-  platform: str = "cpu",
 ) -> list[hlo.Found]:
   """What zen_sync declares of one exchange of a table over the axis "data".
 
@@ -34,7 +33,6 @@ def of_table(
     shape: Of the table.
     devices: Along the axis.
     look_ups: A device's, of row gradients; None for an array.
-    platform: For which the program is; "default" for no CPUs.
   """
   leaf: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
   if look_ups is not None:
@@ -45,15 +43,9 @@ def of_table(
         shape[0],
       )
     )
-  declared = declaring.declare(
-    {"table": leaf}, ("data",), (devices,), platform=platform
-  )
-  # One loop has no other around it.
-  inside = ("while",) * min(2, len(declared.loops))
-  # CPUs leave the first round out where the table is known to be dense.
-  may_rest = platform == "cpu" and look_ups is None
-  sent = [(x, ("branch",) * may_rest) for x in declared.first]
-  sent += [(x, inside) for turn in declared.loops for x in turn]
+  declared = declaring.declare({"table": leaf}, ("data",), (devices,))
+  sent = [(x, ()) for x in declared.first]
+  sent += [(x, ("while",)) for turn in declared.loops for x in turn]
   sent += [(x, ("while",)) for turn in declared.dense for x in turn]
   # What a device has got of `words` that it gave.
   got = {"all_gather": devices, "reduce_scatter": 1 / devices}

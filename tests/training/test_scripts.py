@@ -257,13 +257,13 @@ def test_of_eight_parts_one_exchange(name):
   assert moves(ours) == moves(exchange)
   assert not moves(plain)
   layer, rest = WIDTH, 2  # The bias, and the loss.
-  # Not beside the exchange, whose samples a branch may sum.
   in_scan = lambda found: summed([x for x in found if x.inside == ("while",)])
   assert in_scan(plain) == summed(plain) == ROWS * WIDTH + layer + rest
-  # Of arrays the layer's gradient is summed once, too: a bias is not.
-  assert in_scan(ours) == rest + (0 if arrays else layer)
-  samples = 8 if arrays else 0  # Of the table, from which a dense one returns.
-  assert summed(ours) == layer + rest + samples
+  # The layer's gradient is summed once for arrays too, and a loop holds the
+  # dense path of the table.
+  dense_path = ROWS * WIDTH if arrays else 0
+  assert in_scan(ours) == rest + (dense_path if arrays else layer)
+  assert summed(ours) == layer + rest + dense_path
 
 
 @pytest.mark.parametrize("name", ["rows", "arrays"])

@@ -124,8 +124,8 @@ class ZenSyncState:
     step: `[] int32`.
     leaves: By name, what steps counted for each leaf that is sent sparse; in a
       `sharded_optimizer` for sharded tables too.
-    tuned: `(name, choice)` of the leaves that `zenjax.tune` has planned.
-    Static.
+    mean: `[] int32`, 1 if the last step averaged, 0 if it summed gradients.
+    tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
     owners: Whether it belongs to a `sharded_optimizer`. Static.
 
@@ -139,6 +139,7 @@ class ZenSyncState:
 
   step: jax.Array
   leaves: dict[str, Any]
+  mean: jax.Array
   tuned: tuple[tuple[str, LeafChoice], ...] = dataclasses.field(
     default=(), metadata={"static": True}
   )
@@ -161,7 +162,8 @@ def empty(
   if isinstance(options.capacities, dict):
     fixed = options.capacities
   step = jnp.zeros((), jnp.int32)
-  return ZenSyncState(step, leaves, fixed=frozenset(fixed), owners=owners)
+  mean = jnp.asarray(options.mean, jnp.int32)
+  return ZenSyncState(step, leaves, mean, fixed=frozenset(fixed), owners=owners)
 
 
 def _no_sizes(mean: bool, devices: int) -> jax.Array:

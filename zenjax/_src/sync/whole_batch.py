@@ -162,7 +162,7 @@ def sync(
       inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
     out, new = gradient_tree.sync_tree(tree, own, inner)
     step = processes.compared(own.step + 1, "zen_sync", inner, tree, own.tuned)
-    new = own.replace(step=step, leaves=new)
+    new = own.replace(step=step, leaves=new, mean=jnp.zeros_like(own.mean))
     return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
 
   own = state.replace(leaves=leaves)

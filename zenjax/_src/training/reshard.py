@@ -151,7 +151,8 @@ def from_checkpoint(
     return reorder.to_owners(table, mesh, axes, copies, donate=donate)
 
   with jax.transfer_guard("allow"):
-    state = _moved_to(_sharded(saved, on_owners), devices, like)
+    # Tables move last: they tell for how many devices gradients wait.
+    state = _sharded(_moved_to(saved, devices, like), on_owners)
     specs = placement.state_specs(state, axis_name)
     return jax.tree.map(
       lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
@@ -238,26 +239,20 @@ def _of_feedback(
   state: ErrorFeedbackState, devices: int, syncs: list[sync_state.ZenSyncState]
 ) -> ErrorFeedbackState:
   """Returns the state for so many devices, in the weight of its zen_sync."""
-  means = [_means(sync) for sync in syncs]
   leaves = {}
   for name, leaf in state.leaves.items():
     if leaf.selected.shape[0] != devices:
       leaf = sparsifier_state.leaf_on_devices(
-        jax.tree.map(_on_host, leaf), devices, averages=_averages(name, means)
+        jax.tree.map(_on_host, leaf), devices, averages=_averages(name, syncs)
       )
     leaves[name] = leaf
   return state._replace(leaves=leaves)
 
 
-def _averages(name: str, means: list[dict[str, bool]]) -> bool:
-  """Returns whether zen_sync averages a leaf, by `_means` of each.
-
-  One that knows the leaf says so; else all of them, and one that knows no leaf
-  is taken to average.
-  """
-  told = {known[name] for known in means if name in known}
-  told = told or {x for known in means for x in known.values() or [True]}
-  told = told or {True}
+def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
+  """Returns whether zen_sync averages a leaf: the one that knows it, or all."""
+  knowing = [sync for sync in syncs if name in sync.leaves] or syncs
+  told = {bool(_on_host(sync.mean)) for sync in knowing} or {True}
   if len(told) > 1:
     raise ValueError(
       "`state` must say by one `op` what becomes of what error_feedback keeps"
@@ -267,14 +262,6 @@ def _averages(name: str, means: list[dict[str, bool]]) -> bool:
       " axis_name)`."
     )
   return told.pop()
-
-
-def _means(sync: sync_state.ZenSyncState) -> dict[str, bool]:
-  """Returns by name whether leaves are averaged, of those that it knows."""
-  at = sync_state.Sizes._fields.index("mean")
-  return {
-    name: bool(_on_host(leaf.sizes)[at]) for name, leaf in sync.leaves.items()
-  }
 
 
 # States of what sums gradients: `MultiSteps` around it accumulates local ones.
@@ -311,14 +298,14 @@ def _moved_parts(
     if isinstance(node, SparsifierState):
       means.add(sparsifier_state.averages(node))
     if isinstance(node, sync_state.ZenSyncState):
-      means |= set(_means(node).values()) or {None}
+      means.add(bool(_on_host(node.mean)))
   if not means:  # Of `error_feedback` alone.
     means = {True}
-  if len(means) != 1 or None in means:
+  if len(means) != 1:
     raise ValueError(
       "`state` must be moved where `optax.MultiSteps` has accumulated nothing"
-      " yet (`mini_step` 0): nothing in it says whether these gradients are to"
-      " be averaged or summed over devices; take the steps that are left until"
+      " yet (`mini_step` 0): it says both that these gradients are averaged and"
+      " that they are summed over devices; take the steps that are left until"
       " the next update first."
     )
   (averages,) = means

@@ -149,7 +149,8 @@ def _of_optimizer(
   new = sync_state.empty_table(mean=False, devices=count)
   named = leaf_util.named_leaves(params, is_sharded)
   memory = {name: new for name, x in named if is_sharded(x)}
-  sync = sync_state.ZenSyncState(jnp.zeros((), jnp.int32), memory, owners=True)
+  none = jnp.zeros((), jnp.int32)
+  sync = sync_state.ZenSyncState(none, memory, none, owners=True)
   sync = jax.tree.map(lambda x: sharding.replicated(x, mesh), sync)
   return ShardedOptimizerState(sync, of_state.unflatten(moved))
 
