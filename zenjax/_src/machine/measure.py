@@ -157,7 +157,8 @@ def line(
     error = columns @ line - 1
     if np.all(line >= 0):
       fits.append((float(np.sum(error**2)), *line, np.abs(error).max()))
-  return tuple(float(x) for x in min(fits)[1:])
+  _, message, byte, error = min(fits)
+  return float(message), float(byte), float(error)
 
 
 def _collective(

@@ -210,7 +210,9 @@ def _sweep(
   from zenjax._src.core.text import columns
 
   plans = {x: plan_at(x) for x in values}
-  rows = [(name, "ms", "pmean ms", "scaling", "pmean's", "better")]
+  rows: list[tuple[str, ...]] = [
+    (name, "ms", "pmean ms", "scaling", "pmean's", "better")
+  ]
   for x, plan in plans.items():
     both = plan.seconds, plan.dense_seconds
     times = [f"{s * 1e3:.4g}" for s in both]

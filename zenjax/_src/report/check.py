@@ -265,8 +265,9 @@ class _Trial:
       # A step may donate what it is given.
       copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
       return [
-        self._run(step, *jax.tree.map(copy, given), self._placed(mesh, reverse))
+        self._run(step, params, opt_state, self._placed(mesh, reverse))
         for reverse in reverses
+        for params, opt_state in [jax.tree.map(copy, given)]
       ]
 
   def _run(self, step: Any, params: Any, opt_state: Any, batch: Any) -> _Run:
@@ -415,7 +416,8 @@ class _Compared(NamedTuple):
 
   def measured(self, name: str) -> _Measure:
     """Measures a parameter after the last step, or a loss of the first."""
-    one = self.one.losses.get(name, self.one.last.get(name))
+    first = self.one
+    one = first.losses[name] if name in first.losses else first.last[name]
     others = [
       run.losses[name] if name in run.losses else run.last[name]
       for run in (self.mesh, self.reverse)

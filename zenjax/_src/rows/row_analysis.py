@@ -179,7 +179,7 @@ class _Update:
     for owner, fact in zip([*range(count), *owners], outputs):
       if fact.refusal is not None:
         hit = self.tables if owner not in self.tables else (owner,)
-        refusals = dict.fromkeys(hit, fact.refusal) | refusals
+        refusals = {i: fact.refusal for i in hit} | refusals
     kept = {i: _is_zero(outputs[i].idle) for i in self.tables}
     for i, (owner, fact) in enumerate(zip(owners, outputs[count:]), count):
       if owner is not None:
@@ -199,7 +199,7 @@ class _Update:
   def _refused(self, why, wants_more=False):
     return RowAnalysis(
       state_rows=self._owners() or (None,) * len(self.state),
-      refusals=dict.fromkeys(self.tables, why),
+      refusals={i: str(why) for i in self.tables},
       wants_more=wants_more,
       update=self._plainly,
     )
@@ -467,17 +467,18 @@ def _reshaped(step: Operation, twin: Operation, here: Rows) -> Rows:
 def _product(step: Operation, reads: list[Fact]) -> Fact:
   """A matrix product: by row, or a sum over rows."""
   contracted, batch = step.params["dimension_numbers"]
-  sides = [f.rows.dim if f.rows else None for f in reads]
+  rows: list[Any] = [f.rows for f in reads]
+  sides: list[Any] = [x.dim if x else None for x in rows]
   zero = any(_is_zero(f.idle) for f in reads)
   idle = np.zeros((), step.makes[0].dtype)[()] if zero else None
   if None not in sides:
-    same = reads[0].rows.inner == reads[1].rows.inner
+    same = rows[0].inner == rows[1].inner
     place = lambda dims: [
       tuple(d).index(s) if s in d else -1 for d, s in zip(dims, sides)
     ]
     summed, apart = place(contracted), place(batch)
     if same and apart[0] == apart[1] >= 0:
-      return Fact(reads[0].rows._replace(dim=apart[0]), idle)
+      return Fact(rows[0]._replace(dim=apart[0]), idle)
     if same and summed[0] == summed[1] >= 0 and zero:
       return Fact(sums=step.place)
     raise _Mixes("it mixes rows, by a matrix product")
@@ -491,7 +492,7 @@ def _product(step: Operation, reads: list[Fact]) -> Fact:
   new = len(batch[0]) + free.index(dim)
   if side:
     new += len(step.reads[0].shape) - len(contracted[0]) - len(batch[0])
-  return Fact(reads[side].rows._replace(dim=new), idle)
+  return Fact(rows[side]._replace(dim=new), idle)
 
 
 # --- what a value is at a row without a gradient ---
@@ -513,7 +514,7 @@ def _idle(step: Operation, reads: list[Fact]) -> Any:
       return cases[int(which)]
     return cases[0] if all(_same(x, cases[0]) for x in cases) else None
   if name in _ELEMENTWISE and numbers:
-    function = _ELEMENTWISE[name]
+    function: Any = _ELEMENTWISE[name]
     if name == "integer_pow":
       values = [*values, np.asarray(step.params["y"], dtype)]
     try:

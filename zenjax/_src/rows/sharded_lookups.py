@@ -304,6 +304,6 @@ def without_tables(
   if any(read[i] for i in found.away):
     raise AssertionError("a sharded table is read")
   given = zip([*leaves, *jax.tree.leaves(args)], read, strict=True)
-  args = [x for x, is_read in given if is_read]
-  outs = jaxprs.run(jaxpr, jaxprs.opened(closed)[1], args)
+  operands = [x for x, is_read in given if is_read]
+  outs = jaxprs.run(jaxpr, jaxprs.opened(closed)[1], operands)
   return jax.tree.structure(kinds).unflatten(outs)

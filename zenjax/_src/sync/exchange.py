@@ -165,9 +165,9 @@ def exchange(
   return found, flow.owned
 
 
-def _source(table: Local) -> ArraySource | ListSource:
+def _source(table: Local) -> Any:
   is_list = table.plan.table.look_ups is not None
-  source = ListSource if is_list else ArraySource
+  source: Any = ListSource if is_list else ArraySource
   return source.of(table.rows, table.plan)
 
 

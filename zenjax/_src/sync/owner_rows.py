@@ -93,7 +93,7 @@ class Owner:
     return dataclasses.replace(self, norm=jnp.sqrt(total))
 
   def _clipped(self, x: jax.Array) -> jax.Array:
-    if self.norm is None:
+    if self.norm is None or self.clip_norm is None:
       return x
     few = self.norm < self.clip_norm
     return jnp.where(few, x, x / self.norm.astype(x.dtype) * self.clip_norm)
@@ -247,13 +247,13 @@ class Owner:
       flow = lax.while_loop(lambda flow: flow[0], turn, flow)
     *_, counts, state, lists, rounds = flow
     updates = {
-      i: TableUpdate(*x, table.layout.slots, table.axes)
-      for (i, table), x in zip(self.tables.items(), lists)
+      i: TableUpdate(slots, rows, table.layout.slots, table.axes)
+      for (i, table), (slots, rows) in zip(self.tables.items(), lists)
     }
     return updates, state, counts, rounds, owner
 
   def _squares_of(self, sums: Sequence[Sums]) -> jax.Array:
-    return sum([_squares(self.scaled(x.rows)) for x in sums])
+    return sum([_squares(self.scaled(x.rows)) for x in sums], self.no_squares)
 
 
 def _squares(x: jax.Array) -> jax.Array:

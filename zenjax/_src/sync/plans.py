@@ -1,6 +1,6 @@
 """`Plan`: how every gradient of a model is synchronized, as data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import json
 import math
@@ -323,7 +323,7 @@ def _comparison(
       f" not of {missing}; give `zenjax.stats(state)` after a step with"
       " `zen_sync(plan=plan)`."
     )
-  rows: list[Sequence[str]] = [_COMPARED]
+  rows: list[tuple[str, ...]] = [_COMPARED]
   for leaf in sparse:
     seen = measured[leaf.name]
     union = seen["union_density"] * seen["num_rows"]

@@ -252,7 +252,7 @@ class Owners:
         given, tables, owner, inner, sync, context
       )
     elif self.clip_norm is not None:
-      owner = owner.agreed(owner.nothing(0))
+      owner = owner.agreed(owner.no_squares)
     rest, inner = owner.finish(inner)
     done = [out.get(i, x) for i, x in enumerate(rest)]
     by = "sharded_optimizer"
@@ -864,4 +864,6 @@ def sharded_optimizer(
     )
   tx = optax.with_extra_args_support(tx)
   owners = Owners(tx, options, op, mesh, clip_norm)
-  return optax.GradientTransformationExtraArgs(owners.init, owners.update)
+  init: Any = owners.init
+  update: Any = owners.update
+  return optax.GradientTransformationExtraArgs(init, update)

@@ -166,7 +166,7 @@ def zen_sync(
     state: Any,
     params: optax.Params | None = None,
     **extra_args: Any,
-  ) -> tuple[optax.Updates, ZenSyncState]:
+  ) -> tuple[optax.Updates, Any]:
     del params, extra_args
     around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:

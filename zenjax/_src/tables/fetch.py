@@ -143,13 +143,13 @@ def ask(
     ids: `[k] int32` of each lookup of each table, in `[0, R]`; `R` is not a
       row.
   """
-  ids = _joined(ids)
+  joined = _joined(ids)
   layouts = tuple([table.layout for table in tables])
-  asked = [look_ups(x, layout) for x, layout in zip(ids, layouts)]
+  asked = [look_ups(x, layout) for x, layout in zip(joined, layouts)]
   sizes = tuple(
     [
       buffer_size(len(x), layout, table.sizes)
-      for x, layout, table in zip(ids, layouts, tables)
+      for x, layout, table in zip(joined, layouts, tables)
     ]
   )
   fullest = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
@@ -166,7 +166,7 @@ def ask(
     most = collectives.pmax(most, tables[0].replicas)
     # Rows are sent after it: devices then run collectives in one order.
     most, came = lax.optimization_barrier((most, came))
-  return Ahead(ids, asked, [x for (x,) in came], most[None], layouts, sizes)
+  return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
 
 
 def fetch(

@@ -232,7 +232,8 @@ def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
   if isinstance(x, Tracer):
     return True
   if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
-    here, there = x.sharding.mesh.devices, lies.mesh.devices
+    here: Any = x.sharding.mesh.devices
+    there: Any = lies.mesh.devices
     return [*here.flat] == [*there.flat]
   return x.sharding.device_set == lies.device_set
 

@@ -94,7 +94,9 @@ def parted(aux: Any, aux_specs: AuxSpecs, axes: Axes) -> tuple[Outputs, Layout]:
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
-  words = [word or _usual(leaf) for (_, leaf), word in zip(named, asked)]
+  words: list[Any] = [
+    word or _usual(leaf) for (_, leaf), word in zip(named, asked)
+  ]
   _require_declared([x for x, word in zip(named, words) if word is None])
   parts = Outputs([], [])
   for (name, leaf), word in zip(named, words):
