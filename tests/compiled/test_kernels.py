@@ -112,7 +112,7 @@ def test_kernel_compiles(chip, name, shape):
   placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in args]
   mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
   donated = (0,) if name == "expand" else ()
-  compiled = (
+  compiled: Any = (
     jax.jit(mapped, donate_argnums=donated)
     .lower(*placed)
     .compile(compiler_options=NO_SPILLS if chip == H200 else {})

@@ -70,7 +70,9 @@ def test_optax_may_skip_a_step_of_rows():
   for rows in (drawn(), drawn().combine()):
     for tx in (
       optax.apply_if_finite(lazy, 3),
-      optax.transforms.conditionally_transform(lazy, lambda step: step < 1),
+      optax.transforms.conditionally_transform(
+        lazy, lambda step, **_: jnp.less(step, 1)
+      ),
     ):
       update, _ = jax.jit(tx.update)(rows, tx.init(table), table)
       want, _ = lazy.update(rows, lazy.init(table), table)

@@ -1,5 +1,7 @@
 """Which implementation `kernels=` chooses."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -36,7 +38,8 @@ def arguments(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_choice(name):
   """On CPUs there are no kernels; interpreted, they give the same bits."""
-  operation, args = OPERATIONS[name], arguments(name)
+  operation: Any = OPERATIONS[name]
+  args = arguments(name)
   want = operation.reference(*args)
   kernel_cases.assert_same_bits(operation(*args), want)
   kernel_cases.assert_same_bits(operation(*args, kernels="xla"), want)

@@ -71,7 +71,7 @@ def test_dense_leaves_are_a_ring_that_waits_once():
 
 
 def test_sparse_leaves_are_charged_with_their_messages_and_local_work():
-  link = dict(bandwidth=1e9, latency_s=1e-5)
+  link: Any = dict(bandwidth=1e9, latency_s=1e-5)
   free = plan(machine(**link), profile={"table": FEW}).by_name["table"]
   assert 0 < free.wire_bytes < 900 * (WIDTH * 4 + 4) * 2
   assert free.seconds > free.wire_bytes / 1e9

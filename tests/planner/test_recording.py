@@ -177,7 +177,7 @@ def test_row_gradients_of_plain_jit_are_those_of_each_device(
   params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
   ids = jax.device_put(IDS.reshape(-1), NamedSharding(mesh, P("data")))
   given: Any = params
-  options = {}
+  options: dict[str, Any] = {}
   if told == "by mesh":
     given, options = jax.eval_shape(lambda: PARAMS), {"mesh": mesh}
   recorder = planner.record(tmp_path, given, steps=1, **options)
@@ -261,7 +261,7 @@ def test_what_cannot_be_recorded(tmp_path, call, words):
 # --- densities --------------------------------------------------------------
 
 
-def densities(directory, devices):
+def densities(directory, devices) -> Any:
   """Mean rows, fullest and union as a plan has them; width 4, 20 rows."""
   shape = jax.ShapeDtypeStruct
   found = planner.plan(

@@ -206,6 +206,7 @@ def test_steps_in_a_scan():
   state, _ = run(state, stacks)
   state = zenjax.tune(state)
   assert set(tuned(state)) == {"t"}
+  updates: Any = None
   with steps.compilations() as programs:
     for _ in range(2):
       state, updates = run(state, stacks)

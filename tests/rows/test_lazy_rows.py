@@ -275,8 +275,9 @@ def test_padding_divides_by_no_empty_state():
   def update(updates, state, params=None):
     return updates / state, state + updates**2
 
+  ones_like: Any = jnp.ones_like
   inner: Any = optax.chain(
-    optax.GradientTransformation(jnp.ones_like, update),
+    optax.GradientTransformation(ones_like, update),
     optax.clip_by_global_norm(1.0),
   )
   tx: Any = zenjax.lazy_rows(inner)
@@ -348,8 +349,8 @@ def test_further_arguments_must_not_have_rows():
   ("rows", "capacity"), [(1, 1), (2, 2), (5, 0), (5, 1), (5, 5), (5, 9), (0, 0)]
 )
 def test_room_for_any_number_of_rows(name, rows, capacity):
-  inner = EXACT[name]
-  tx = zenjax.lazy_rows(inner)
+  inner: Any = EXACT[name]
+  tx: Any = zenjax.lazy_rows(inner)
   params = {"t": jnp.ones((rows, 3)), "w": jnp.ones(2)}
   ids = jnp.arange(capacity) % max(rows, 1)
   grads: Any = {

@@ -83,6 +83,7 @@ def test_of_an_nnx_module_as_nnx_takes_them(name):
 
   def run(value_and_grad):
     model, found = Net(nnx.Rngs(0)), []
+    rows: Any = None
     both = value_and_grad(fun, argnums=argnums)
     step = nnx.jit(both) if jitted else both
     for turn in range(3):

@@ -12,7 +12,7 @@ import inspect
 import os
 import random
 import typing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cases
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ class Program(NamedTuple):
     }
 
 
-FACTORS = (
+FACTORS: Any = (
   SCHEMES,
   tuple(runners.RUNNERS),
   cases.DTYPES,

@@ -18,7 +18,8 @@ KERNEL = {"bias": False, "kernel": True}
 LABELS = {"bias": "rest", "kernel": "some"}
 EF = lambda **k: zenjax.sparsify.error_feedback(TOP(), "data", **k)
 TOP = lambda: zenjax.sparsify.top_k(0.01)
-ZEN = lambda unit="element", **k: zenjax.zen_sync("data", unit=unit, **k)
+ELEMENT: Any = "element"
+ZEN = lambda unit=ELEMENT, **k: zenjax.zen_sync("data", unit=unit, **k)
 
 
 def made(tx, params: Any = None) -> Any:

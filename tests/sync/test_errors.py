@@ -20,7 +20,7 @@ import runners
 
 import zenjax
 
-zen = zenjax.zen_sync
+zen: Any = zenjax.zen_sync
 feedback = zenjax.sparsify.error_feedback
 
 

@@ -142,6 +142,7 @@ def test_tables_that_are_looked_up_as_often_as_they_have_rows():
     updates, state = tx.update(grads, state, params)
     return zenjax.apply_updates(params, updates), state
 
+  want: Any
   state, of_plain, want = tx.init(params), plain.init(params), params
   for _ in range(2):
     params, state = step(params, state, split)

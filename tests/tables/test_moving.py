@@ -165,7 +165,7 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(
   name, devices, way, tmp_path, as_optax_computes
 ):
   four, inner = mesh_of(4), INNER[name]
-  tx = zenjax.sharded_optimizer(inner, "data", mesh=four)
+  tx: Any = zenjax.sharded_optimizer(inner, "data", mesh=four)
   params = shard(params_of(), four)
   half = trained(tx, (params, tx.init(params)), BATCHES[:2], four)
   stay = jax.tree.map(jnp.copy, half)

@@ -267,6 +267,7 @@ def run(case: Case):
         check_vma=case.way == "check_vma",
       )
     losses = []
+    jitted: Any
     if case.way == "ahead":
       start = jax.jit(zenjax.tables.prefetch(bags))
 
@@ -351,7 +352,8 @@ def test_buffers_are_tuned_by_what_steps_have_needed():
   tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data", mesh=mesh)
   lie = jax.NamedSharding(mesh, jax.P("data"))
   batches = [jax.device_put(x, lie) for x in batches_of("one_owner", 4)]
-  step, state = jax.jit(step_of(tx)), (params, tx.init(params))
+  step: Any = jax.jit(step_of(tx))
+  state = params, tx.init(params)
   for batch in batches[:2]:
     state, _ = step(state, *batch)
   assert zenjax.stats(state)["t"]["rounds"] > 1

@@ -141,7 +141,7 @@ def _same(out: str) -> tuple[float, float]:
   ((one, other),) = re.findall(
     r"^held-out perplexity +(\d\S+) +(\S+)$", out, re.M
   )
-  return tuple(float(x.replace(",", "")) for x in (one, other))
+  return float(one.replace(",", "")), float(other.replace(",", ""))
 
 
 @pytest.mark.parametrize("grads", ["dense", "rows"])

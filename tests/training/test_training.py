@@ -417,9 +417,9 @@ def test_leaves_of_a_module_that_a_step_changes():
     with pytest.raises(TypeError) as error:
       step(change)()
     names(error, "`step` must return leaf", *words)
-  step = lambda s, x: ((s[0], jnp.float32(x[0])), 0.0)
+  still = lambda s, x: ((s[0], jnp.float32(x[0])), 0.0)
   with pytest.raises(ValueError, match="synchronizes nothing"):
-    mapped(step)(module_state(), IDS)
+    mapped(still)(module_state(), IDS)
 
 
 def test_a_module_of_equinox_is_a_state():
