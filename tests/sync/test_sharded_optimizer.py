@@ -241,3 +241,32 @@ def test_statistics_are_kept_where_a_state_moves():
 def test_what_owners_cannot_do(make, message):
   with pytest.raises(ValueError, match=message):
     make()
+
+
+def test_small_leaves_are_clipped_where_no_table_has_an_owner():
+  mesh = runners.mesh(N)
+  params = {"table": jnp.ones((50, 8)), "weights": jnp.ones(8)}
+  ids = jnp.arange(16) % 7
+  both = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+  def of_batch(params, ids):
+    return jnp.sum((params["table"][ids] * params["weights"]) ** 2)
+
+  grads = jax.grad(of_batch)(params, ids)
+  updates, _ = both.update(grads, both.init(params))
+  want: Any = optax.apply_updates(params, updates)
+  tx = zenjax.sharded_optimizer(
+    optax.sgd(0.1), "data", mesh=mesh, clip_norm=1.0
+  )
+
+  @jax.jit
+  def step(params, state, ids):
+    _, grads = zenjax.value_and_grad(of_batch)(params, ids)
+    updates, _ = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates)
+
+  placed = jax.device_put(params, NamedSharding(mesh, P()))
+  split = jax.device_put(ids, NamedSharding(mesh, P("data")))
+  got = step(placed, tx.init(placed), split)
+  for name, value in want.items():
+    np.testing.assert_allclose(got[name], value, rtol=1e-5)

@@ -21,7 +21,6 @@ from zenjax._src.rows import batch_layout
 from zenjax._src.rows import table_uses
 from zenjax._src.rows import tapping
 from zenjax._src.rows.loss import partial_loss
-from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.rows.tapping import Path
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
@@ -64,7 +63,7 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
     found = table_uses.find(loss, None).require()
     asked = Asked.of(found)
     taps = {path: site.tap() for path, site in found.sites.items()}
-    rows, _ = asked.rows(taps)
+    rows = asked.rows(taps)
 
     def outputs(types, rows):
       run = tapping.Run(taps=rows, drawn=asked.drawn)
@@ -192,7 +191,7 @@ class Asked(NamedTuple):
 
   def rows(
     self, taps: dict[Path, Any], prefetched: fetch.Ahead | None = None
-  ) -> tuple[dict[Path, Any], Callable[[Any], dict[int, SparseRows]]]:
+  ) -> dict[Path, Any]:
     """Fetches the rows.
 
     Args:
@@ -200,12 +199,10 @@ class Asked(NamedTuple):
       prefetched: What `ahead` returned.
 
     Returns:
-      Rows of each lookup, and what makes of their gradients those of the
-      tables, by number: each device's distinct rows, in the order in which they
-      were fetched.
+      The rows of each lookup.
     """
     if not self.tables:
-      return {}, lambda grads: {}
+      return {}
     backs: list[Any] = []
 
     def fetched(tables, ids, prefetched):
@@ -227,19 +224,9 @@ class Asked(NamedTuple):
       expanded = compat.on_automatic_axes(
         expanded, mesh, [list(map(as_tap, of)) for of in self.paths]
       )
-    distinct, values, numbers = fetched(self.tables, self.ids, prefetched)
-    rows, pull = jax.vjp(lambda x: expanded(self.tables, x, numbers), values)
-
-    def gradients(grads: dict[Path, Any]) -> dict[int, SparseRows]:
-      (values,) = pull([[grads[path] for path in of] for of in self.paths])
-      each = zip(self.numbers, self.tables, distinct, values)
-      return {
-        i: SparseRows(ids, x, table.num_rows).as_by_owner()
-        for i, table, ids, x in each
-      }
-
-    flat = zip(sum(self.paths, []), sum(rows, []), strict=True)
-    return dict(flat), gradients
+    _, values, numbers = fetched(self.tables, self.ids, prefetched)
+    rows = expanded(self.tables, values, numbers)
+    return dict(zip(sum(self.paths, []), sum(rows, []), strict=True))
 
   def _flat(self, tables: list[Any], ids: list[list[Any]]) -> Any:
     """Ids `[K]` of each lookup, and what shapes rows as these were."""

@@ -213,7 +213,7 @@ def _differentiate(found, options, prefetched):
   drawn = {}
   if found.away:
     asked = sharded_lookups.Asked.of(found)
-    fetched, _ = asked.rows(taps, prefetched)
+    fetched = asked.rows(taps, prefetched)
     taps, drawn = taps | fetched, asked.drawn
   elif prefetched is not None:
     raise ValueError(
