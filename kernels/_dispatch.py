@@ -51,14 +51,14 @@ def interpreted(platform: str, how: Any = True) -> Iterator[None]:
 def _target() -> tuple[str, str]:
   """The platform and kind of the devices that a program is traced for.
 
-  The mesh around a trace knows them; without a mesh, the default backend does.
+  JAX 0.10.0 names only the kind of a mesh's devices, so the kind tells.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device or jax.devices()[0]
-  platform, kind = device.platform, device.device_kind
-  if platform == "gpu":
-    platform = "rocm" if kind.startswith(("AMD", "gfx")) else "cuda"
-  return platform, kind
+  kind = compat.device_kind()
+  if kind == "cpu":
+    return "cpu", kind
+  if kind.startswith("TPU"):
+    return "tpu", kind
+  return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda", kind
 
 
 def _as_measured(args: tuple[Any, ...]) -> bool:
