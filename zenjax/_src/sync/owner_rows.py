@@ -22,15 +22,14 @@ from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.rows.touched_rows import At
+from zenjax._src.rows.touched_rows import FEWEST
 from zenjax._src.schemes import base
 from zenjax._src.tables.push import Counts
 from zenjax._src.tables.push import Push
 from zenjax._src.tables.push import Sums
 from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.tables.table_update import TableUpdate
-
-# A program for one row may differ from that for several: nothing is repeated.
-_FEWEST = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,20 +117,17 @@ class Owner:
     at, grads = {}, {}
     for (i, table), (slots, rows) in zip(self.tables.items(), sums):
       end = table.layout.slots
-      if len(slots) < _FEWEST:
-        missing = _FEWEST - len(slots)
+      if len(slots) < FEWEST:
+        missing = FEWEST - len(slots)
         slots = jnp.pad(slots, (0, missing), constant_values=end)
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
-      at[i] = touched_rows.At(touched_rows.distinct(slots, end), end)
+      at[i] = At.of(slots, end)
       grads[i] = self._clipped(self.scaled(rows)).astype(table.dtype)
     for i, x in self._small.items():
       at[i] = _nowhere(x.num_rows)
-      grads[i] = jnp.zeros((_FEWEST, x.shape[1]), x.dtype)
-    out, new, tags = self._step(state, grads, at)
-    keep = lambda old, few, at: (
-      touched_rows.scatter(old, few, at) if at.has(old) else old
-    )
-    state = jax.tree.map(keep, state, new, tags)
+      grads[i] = jnp.zeros((FEWEST, x.shape[1]), x.dtype)
+    out, few, places = self._step(state, grads, at)
+    state = touched_rows.put(state, few, places, rows_only=True)
     each = zip(self.tables, sums)
     return {i: out[i][: len(slots)] for i, (slots, _) in each}, state
 
@@ -144,15 +140,14 @@ class Owner:
     at, grads = {}, {}
     for i, table in self.tables.items():
       at[i] = _nowhere(table.layout.slots)
-      grads[i] = jnp.zeros((_FEWEST, *table.value.shape[1:]), table.dtype)
+      grads[i] = jnp.zeros((FEWEST, *table.value.shape[1:]), table.dtype)
     for i, x in self._small.items():
-      x = touched_rows.with_room(sparse_rows.merged(x))
-      at[i], grads[i] = touched_rows.touched(x), self._clipped(x.values)
-    out, rest, tags = self._step(state, grads, at)
+      x = sparse_rows.padded(sparse_rows.merged(x), FEWEST)
+      at[i], grads[i] = At.of(x.indices, x.num_rows), self._clipped(x.values)
+    out, few, places = self._step(state, grads, at)
     for i, x in self._small.items():
-      zeros = jnp.zeros(x.shape, out[i].dtype)
-      out[i] = touched_rows.scatter(zeros, out[i], at[i])
-    return out, jax.tree.map(touched_rows.scatter, state, rest, tags)
+      out[i] = at[i].put(jnp.zeros(x.shape, out[i].dtype), out[i])
+    return out, touched_rows.put(state, few, places)
 
   @property
   def _small(self) -> dict[int, SparseRows]:
@@ -165,24 +160,17 @@ class Owner:
       grads[i] if i in grads else self._clipped(x)
       for i, x in enumerate(self.grads)
     ]
-    params = None
-    if self.params is not None:
-      params = self.structure.unflatten(
-        [
-          self._rows_of(i, x, at[i]) if i in at else x
-          for i, x in enumerate(self.params)
-        ]
-      )
-    back = self.structure.unflatten
-    at = back([at.get(i, touched_rows.ALL) for i in range(len(grads))])
-    tags = touched_rows.of_state(self.analysis, state, at)
-    few = jax.tree.map(touched_rows.gather, state, tags)
-    out, new = self.analysis.update(back(grads), few, params, self.extra)
-    return self.structure.flatten_up_to(out), new, tags
+    params = self.params and [
+      self._rows_of(i, x, at[i]) if i in at else x
+      for i, x in enumerate(self.params)
+    ]
+    return touched_rows.step(
+      self.analysis, self.structure, grads, params, state, at, self.extra
+    )
 
   def _rows_of(self, i, table, at):
     if i in self.sharded or i not in self.tables:
-      return touched_rows.gather(table, at)
+      return at.take(table)
     return own_rows(table, at.ids, self.tables[i])
 
   def on_own_tables(
@@ -277,11 +265,9 @@ def _written(
   return indexing.put(listed, at, slots), indexing.put(before, at, rows)
 
 
-def _nowhere(num_rows: int) -> touched_rows.At:
+def _nowhere(num_rows: int) -> At:
   """Padding alone."""
-  return touched_rows.At(
-    num_rows + jnp.arange(_FEWEST, dtype=jnp.int32), num_rows
-  )
+  return At.of(jnp.full(FEWEST, num_rows, jnp.int32), num_rows)
 
 
 def own_rows(table: jax.Array, slots: jax.Array, of: ShardedTable) -> jax.Array:

@@ -22,6 +22,7 @@ from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
+from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import SPARSE
@@ -143,9 +144,8 @@ class Owners:
   summed: frozenset[str] = frozenset()
 
   @functools.cached_property
-  def _known(self) -> dict[Any, RowAnalysis]:
-    """Analyses of the optimizer, each kind of arguments once."""
-    return {}
+  def _analyses(self) -> row_analysis.Analyses:
+    return row_analysis.Analyses(self.inner)
 
   def init(self, params: Any) -> ShardedOptimizerState:
     mesh = self._mesh_around(params)
@@ -556,8 +556,15 @@ class Owners:
       )
     by = types if state is None else params
     # Row gradients of small tables, too, are updated by rows.
-    chosen = [i in tables or is_rows(x) for i, x in enumerate(given.leaves)]
-    analysis = self._analysed(types, whole, by, extra or {}, chosen)
+    small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
+    chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
+    try:
+      analysis = self._analyses.of(types, whole, by, extra or {}, chosen)
+    except NameError as error:
+      raise ValueError(
+        f"`tx` must not synchronize devices, but it wants an axis of them"
+        f" ({error}); sharded_optimizer is in the place of zen_sync."
+      ) from error
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
       raise ValueError(
@@ -567,29 +574,6 @@ class Owners:
         " `clip_norm=`."
       )
     return analysis, state
-
-  def _analysed(self, types, whole, params, extra, chosen) -> RowAnalysis:
-    leaves, structure = jax.tree.flatten((types, whole, params, extra))
-    kinds = [
-      row_analysis.type_of(x) if hasattr(x, "dtype") else x for x in leaves
-    ]
-    key = structure, tuple(kinds), tuple(chosen)
-    make = lambda: row_analysis.analyse(
-      self.inner, types, whole, params, extra, chosen
-    )
-    try:
-      hash(key)
-    except TypeError:
-      return make()
-    try:
-      if key not in self._known:
-        self._known[key] = make()
-    except NameError as error:
-      raise ValueError(
-        f"`tx` must not synchronize devices, but it wants an axis of them"
-        f" ({error}); sharded_optimizer is in the place of zen_sync."
-      ) from error
-    return self._known[key]
 
   def _types(self, given, tables, leaves):
     """Types of leaves; of tables `ShardedTable`s of `[R, D]`."""
