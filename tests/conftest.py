@@ -1,6 +1,5 @@
 """Eight fake CPU devices and strict numerics for every test."""
 
-import fnmatch
 import importlib.util
 import os
 import pathlib
@@ -57,28 +56,3 @@ def as_optax_computes():
   with jax.numpy_dtype_promotion("standard"):
     with jax.numpy_rank_promotion("allow"):
       yield
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-  """Of a test marked `usually` only the cases that it names are there."""
-  given, used, kept = set(), set(), []
-  for item in items:
-    usual = item.get_closest_marker("usually")
-    if usual is None:
-      kept.append(item)
-      continue
-    alike = [
-      pattern
-      for pattern in usual.args
-      if fnmatch.fnmatchcase(item.callspec.id, pattern)
-    ]
-    of = (item.path, item.originalname)
-    given |= {(*of, pattern) for pattern in usual.args}
-    used |= {(*of, pattern) for pattern in alike}
-    kept += [item] if alike else []
-  items[:] = kept
-  # A pattern without a case would leave a test out in silence.
-  some = any("::" in argument for argument in config.args)
-  if given - used and not some:
-    raise pytest.UsageError(f"`usually` fits no case: {sorted(given - used)}")

@@ -130,71 +130,6 @@ def haiku():
   return transformed.init(jax.random.key(0), IDS), transformed.apply
 
 
-def _drawn(*shape):
-  rng = np.random.default_rng(sum(shape))
-  return jnp.array(0.3 * rng.standard_normal(shape), jnp.float32)
-
-
-def of_rows(use, rows=VOCABULARY):
-  """A table, a matrix, and a use of both."""
-  params = {"table": _drawn(rows, WIDTH), "w": _drawn(WIDTH, 3)}
-  return params, lambda p, ids: use(p["table"], ids) @ p["w"]
-
-
-def weighted_bags(table, ids):
-  weights = jnp.linspace(0.5, 1.5, LENGTH, dtype=jnp.float32)
-  return jnp.einsum("bld,l->bd", table[ids], weights)
-
-
-def ragged_bags(table, ids):
-  bag = np.repeat(np.arange(BATCH), np.arange(BATCH) % LENGTH + 1)
-  rows = jnp.take(table, ids.reshape(-1)[: len(bag)], axis=0)
-  return jax.ops.segment_sum(rows, bag, num_segments=BATCH)
-
-
-def interactions(table, ids):
-  rows = table[ids]
-  return jnp.einsum("bid,bjd,bjk->bik", rows, rows, rows)
-
-
-def negatives(table, ids):
-  """Scores of each example's row beside those of the whole batch."""
-  scores = table[ids[:, 0]] @ table[ids[:, 1]].T
-  return jax.nn.softmax(scores) @ table[ids[:, 2]]
-
-
-def n_grams(table, ids):
-  """Hashes of two orders, each with rows of its own in one table."""
-  pairs = (ids * 31 + jnp.roll(ids, 1, axis=1)) % VOCABULARY
-  triples = (pairs * 37 + jnp.roll(ids, 2, axis=1)) % VOCABULARY
-  both = jnp.stack([pairs, triples + VOCABULARY], axis=-1)
-  return table[both].sum(-2)
-
-
-def padded(table, ids):
-  rows = table.at[0].set(0.0).at[ids - 3].get(mode="fill", fill_value=0)
-  return rows.mean(1)
-
-
-def looked_up_twice(table, ids):
-  first = table.at[ids[:, :2]].get(mode="clip").mean(1)
-  return first + jnp.take(table, ids[:, 2] + 40, axis=0, mode="wrap")
-
-
-def scanned_bags(table, ids):
-  add = lambda total, i: (total + jnp.tanh(table[i]), None)
-  return jax.lax.scan(add, jnp.zeros((BATCH, WIDTH)), ids.T)[0]
-
-
-def stacked(table, ids):
-  """Three tables in one leaf of all their rows, by `vmap` and by `scan`."""
-  stack = table.reshape(3, VOCABULARY, WIDTH)
-  mapped = jax.vmap(lambda t, i: jnp.tanh(t[i]), (0, 1), 1)(stack, ids[:, :3])
-  add = lambda total, x: (total + x[0].at[0].set(0.0)[x[1]], None)
-  some = stack[1:], ids.T[3:]
-  return jax.lax.scan(add, mapped.sum(1), some)[0]
-
-
 # Parameters and `apply`, and how many tables give rows.
 MODELS: dict[str, tuple[Callable, int]] = {
   "linen": (lambda: linen(Embedded({})), 1),
@@ -209,16 +144,6 @@ MODELS: dict[str, tuple[Callable, int]] = {
   "mixed precision": (mixed_precision, 1),
   "equinox": (equinox, 1),
   "haiku": (haiku, 1),
-  "weighted bags": (lambda: of_rows(weighted_bags), 1),
-  "largest of bags": (lambda: of_rows(lambda t, ids: t[ids].max(1)), 1),
-  "ragged bags": (lambda: of_rows(ragged_bags), 1),
-  "interactions": (lambda: of_rows(interactions), 1),
-  "negatives": (lambda: of_rows(negatives), 1),
-  "n-grams": (lambda: of_rows(n_grams, 2 * VOCABULARY), 1),
-  "stacked": (lambda: of_rows(stacked, 3 * VOCABULARY), 1),
-  "padded": (lambda: of_rows(padded), 1),
-  "looked up twice": (lambda: of_rows(looked_up_twice), 1),
-  "scanned bags": (lambda: of_rows(scanned_bags), 1),
 }
 
 

@@ -104,17 +104,22 @@ OPTIMIZERS = {
 
 # Forms of the three tables: each alone, and in company.
 DENSE, ROWS, ZERO1, XLA, SHARDED = FORMS
-COMPANY = [
+MORE = [
   *[(form,) * 3 for form in FORMS],
   (SHARDED, ROWS, DENSE),
-  (SHARDED, ZERO1, XLA),
   (ROWS, ZERO1, DENSE),
   (XLA, DENSE, ROWS),
 ]
 
 
-@pytest.mark.usually("sharded,replicated-zero1,sharded-xla")
-@pytest.mark.parametrize("forms", COMPANY, ids=",".join)
+@pytest.mark.parametrize(
+  "forms",
+  [
+    (SHARDED, ZERO1, XLA),
+    *(pytest.param(forms, marks=pytest.mark.more) for forms in MORE),
+  ],
+  ids=",".join,
+)
 def test_every_form_trains_as_the_plain_program(forms):
   mesh, axes = mesh_of(N)
   tx = OPTIMIZERS["adagrad"]

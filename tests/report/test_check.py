@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import runners
+from usual import usual
 
 import zenjax
 
@@ -206,8 +207,9 @@ def checked(build, mesh=None, batch=BATCH, **options):
   return zenjax.check_step(build, mesh or runners.mesh(N), batch, **options)
 
 
-@pytest.mark.usually("data_parallel", "sharded tables")
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+  "name", usual(RIGHT, "data_parallel", "sharded tables")
+)
 def test_right_programs_pass(name):
   found = checked(RIGHT[name])
   assert found.ok and not found.notes, str(found)
@@ -345,8 +347,9 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.usually("forgotten, gated", "padded mean", "wrong row")
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+  "name", usual(WRONG, "forgotten, gated", "padded mean", "wrong row")
+)
 def test_wrong_programs_are_found(name):
   build, leaf, words = WRONG[name]
   found = checked(build)

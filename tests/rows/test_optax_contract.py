@@ -18,6 +18,7 @@ from optax_table import OPTAX
 from optax_table import SHAPES
 from optax_table import TABLES
 import pytest
+from usual import usual
 
 import zenjax
 from zenjax import SparseRows
@@ -258,39 +259,21 @@ def run_owners(name, then):
   return "right"
 
 
-@pytest.mark.usually("adam", "lamb")
-@pytest.mark.parametrize("name", [n for n in OPTAX if n in _OWNED])
+@pytest.mark.parametrize("name", usual(_OWNED, "adam", "lamb"))
 def test_sharded_optimizer(name):
   run_owners(name, "alone")
 
 
-@pytest.mark.usually(
-  "adam",
-  "adamw",
-  "sgd",
-  "adagrad",
-  "apply_if_finite",
-  "inject_hyperparams",
-  "clip*",
-  "adaptive_grad_clip",
-  "partition",
-  "masked",
-  "chain",
-  "lamb",
-  "adafactor",
-  "schedule_free",
-  "trace",
-  "ema",
-  "apply_every",
-  "zero_nans",
-  "novograd",
-  "fromage",
-  "add_noise",
-  "normalize*",
-  "rprop",
-  "muon",
+USUAL = (
+  "adam", "adamw", "sgd", "adagrad", "apply_if_finite", "inject_hyperparams",
+  "clip", "clip_by_block_rms", "clip_by_global_norm", "adaptive_grad_clip",
+  "partition", "masked", "chain", "lamb", "adafactor", "schedule_free",
+  "trace", "ema", "apply_every", "zero_nans", "novograd", "fromage",
+  "add_noise", "normalize", "normalize_by_update_norm", "rprop", "muon",
   "lars",
-)
-@pytest.mark.parametrize("name", OPTAX)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", usual(OPTAX, *USUAL))
 def test_lazy_rows(name):
   run_lazy(name, "alone")

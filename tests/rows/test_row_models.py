@@ -11,6 +11,7 @@ from row_models import IDS
 from row_models import loss_of
 from row_models import MODELS
 from row_models import VOCABULARY
+from usual import usual
 
 import zenjax
 from zenjax import SparseRows
@@ -27,8 +28,12 @@ def _check(name, got, want):
     np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
 
 
-@pytest.mark.usually("linen", "haiku", "nnx*", "equinox*", "two tables")
-@pytest.mark.parametrize("name", MODELS)
+USUAL = usual(
+  MODELS, "linen", "haiku", "nnx split", "nnx module", "equinox", "two tables"
+)
+
+
+@pytest.mark.parametrize("name", USUAL)
 def test_gradients_of_models(name):
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
@@ -45,8 +50,7 @@ def test_gradients_of_models(name):
   _check(name, got, want)
 
 
-@pytest.mark.usually("two tables", "linen", "nnx*", "haiku*", "equinox*")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", USUAL)
 def test_gradients_of_models_on_eight_devices(name):
   """Each has ids of its own; what is left local is what jax.grad leaves so."""
   params, apply = MODELS[name][0]()

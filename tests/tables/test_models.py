@@ -17,23 +17,13 @@ from row_models import VOCABULARY
 import zenjax
 from zenjax import SparseRows
 
-STEPS = 200
+STEPS = 50
 OPTIMIZERS = {
-  "sgd": optax.sgd(0.05),
   "adagrad": optax.adagrad(0.02),
   "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.02),
   "adam": optax.adam(2e-3),
 }
-MESHES = {"2": (2,), "4": (4,), "8": (8,), "2x4": (2, 4)}
 AXES = ("pod", "chip")
-# A module of nnx is a tree only when it is split.
-NAMES = [name for name in MODELS if name != "nnx module"]
-# Of each model every mesh and every optimizer, in other pairs.
-CASES = [
-  (name, mesh, list(OPTIMIZERS)[(i + j) % len(OPTIMIZERS)])
-  for i, name in enumerate(NAMES)
-  for j, mesh in enumerate(MESHES)
-]
 
 
 def _batches():
@@ -78,17 +68,20 @@ def _whole_run(name, optimizer):
   return _trained(tx, loss, params, tx.init(params), tables)
 
 
-@pytest.mark.usually(
-  "linen scan-2x4*", "equinox-8*", "n-grams-2-*", "linen tied-4*"
+@pytest.mark.parametrize(
+  ("name", "sizes", "optimizer"),
+  [
+    ("linen scan", (2, 4), "rowwise_adagrad"),
+    ("equinox", (8,), "adam"),
+    ("linen tied", (4,), "adagrad"),
+  ],
 )
-@pytest.mark.parametrize(("name", "shape", "optimizer"), CASES)
 def test_steps_are_those_of_whole_tables(
-  name, shape, optimizer, as_optax_computes
+  name, sizes, optimizer, as_optax_computes
 ):
   del as_optax_computes
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
-  sizes = MESHES[shape]
   axes = AXES[-len(sizes) :]
   mesh = jax.make_mesh(
     sizes,
@@ -106,11 +99,8 @@ def test_steps_are_those_of_whole_tables(
   tx = zenjax.sharded_optimizer(OPTIMIZERS[optimizer], axes, mesh=mesh)
   got, losses = _trained(tx, loss, split, tx.init(split))
   want, whole_losses = _whole_run(name, optimizer)
-  # 16-bit numbers are rounded where others are not.
-  narrow = "bfloat16" in name or "mixed" in name
-  tol = 2e-2 if narrow else 2e-4
-  np.testing.assert_allclose(losses, whole_losses, rtol=tol, atol=tol / 10)
+  np.testing.assert_allclose(losses, whole_losses, rtol=2e-4, atol=2e-5)
   leaves = jax.tree.leaves(zenjax.tables.unshard(got))
   for one, other in zip(leaves, jax.tree.leaves(want), strict=True):
-    np.testing.assert_allclose(one, other, rtol=tol, atol=tol)
+    np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
   assert jnp.isfinite(losses).all() and losses[-1] != losses[0]

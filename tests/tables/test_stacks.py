@@ -79,17 +79,6 @@ def _looped(stack, ids):
   return lax.fori_loop(0, T, turn, jnp.zeros((*ids.shape, D)))
 
 
-def _one_by_one(stack, ids):
-  of_table = lambda table, ids: jax.vmap(lambda i: table[i])(ids)
-  return jax.vmap(of_table, (0, 1), 1)(stack, ids)
-
-
-def _taken(stack, ids):
-  cast = lambda t: (t.astype(jnp.bfloat16) * 0.5).astype(jnp.float32)
-  of_table = lambda t, i: jnp.take(cast(t), i, axis=0, fill_value=0.0)
-  return jax.vmap(of_table)(stack, ids.T).swapaxes(0, 1)
-
-
 def _parts(stack, ids):
   """Some tables of the stack, and one row of each."""
   some = jax.vmap(lambda t, i: t[i], (0, 1), 1)(stack[::2], ids[:, ::2])
@@ -100,20 +89,13 @@ def _parts(stack, ids):
 
 LOOK_UPS = dict(
   indexed=lambda t, i: jnp.stack([t[k, i[:, k]] for k in range(T)], 1),
-  cut=lambda t, i: jnp.stack([t[k][i[:, k]] for k in range(T)], 1),
   mapped=lambda t, i: jax.vmap(lambda t, i: t[i], (0, 1), 1)(t, i),
-  taken=_taken,
   paired=lambda t, i: t[jnp.arange(T), i],
-  paired_by_table=lambda t, i: t[jnp.arange(T)[:, None], i.T].swapaxes(0, 1),
   clipped=lambda t, i: t.at[jnp.arange(T), i].get(mode="clip"),
-  filled=lambda t, i: t.at[jnp.arange(T), i].get(mode="fill", fill_value=0),
   filled_at=lambda t, i: t.at[i % 5 - 1, i].get(mode="fill", fill_value=0),
-  for_all=lambda t, i: t[:, i[:, 0]].swapaxes(0, 1),
   scanned=_scanned,
   looped=_looped,
-  one_by_one=_one_by_one,
   parts=_parts,
-  reshaped=lambda t, i: t.reshape(T * R, D)[i % R + R * jnp.arange(T)[None]],
 )
 
 
@@ -122,22 +104,11 @@ def _loss(look, params, ids, y):
   return jnp.mean((x - y) ** 2)
 
 
-@pytest.mark.usually(
-  "indexed-beyond",
-  "mapped-beyond",
-  "paired-beyond",
-  "filled_at-beyond",
-  "clipped-beyond",
-  "scanned-beyond",
-  "looped-beyond",
-  "parts-beyond",
-)
-@pytest.mark.parametrize("kind", ["usual", "beyond"])
 @pytest.mark.parametrize("name", LOOK_UPS)
-def test_losses_and_gradients_are_those_of_whole_stacks(name, kind):
+def test_losses_and_gradients_are_those_of_whole_stacks(name):
   mesh, params = _mesh(4), _params()
   loss = functools.partial(_loss, LOOK_UPS[name])
-  batch = _ids(kind), np.arange(B, dtype=np.float32) / B
+  batch = _ids("beyond"), np.arange(B, dtype=np.float32) / B
   want, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
   got, found = jax.jit(zenjax.value_and_grad(loss))(
     _shard(params, mesh), *_split(batch, mesh)
@@ -145,18 +116,11 @@ def test_losses_and_gradients_are_those_of_whole_stacks(name, kind):
   np.testing.assert_allclose(got, want, rtol=1e-6)
   assert found["t"].shape == (T, R, D)
   dense = found["t"].value.to_dense().reshape(T, R, D)
-  # Of the plain program, gradients in bfloat16 are sums in bfloat16.
-  rtol = 1e-2 if name == "taken" else 2e-5
-  np.testing.assert_allclose(dense, grads["t"], rtol=rtol, atol=1e-6)
+  np.testing.assert_allclose(dense, grads["t"], rtol=2e-5, atol=1e-6)
   np.testing.assert_allclose(found["w"], grads["w"], rtol=1e-5, atol=1e-6)
 
 
-OPTIMIZERS = dict(
-  sgd=optax.sgd(0.05),
-  adagrad=optax.adagrad(0.05),
-  rowwise_adagrad=zenjax.rows.rowwise_adagrad(0.05),
-  adam=optax.adam(0.01),
-)
+OPTIMIZERS = dict(adagrad=optax.adagrad(0.05), adam=optax.adam(0.01))
 
 
 def _batches(kind: str, count: int = 6):
@@ -200,33 +164,20 @@ def _whole_run(optimizer: str, kind: str):
   return np.stack(params["t"]), params["w"], losses
 
 
-@pytest.mark.usually("adam-beyond-2", "adam-usual-2x4")
 @pytest.mark.parametrize(
-  ("optimizer", "kind", "shape"),
-  [
-    pytest.param(*case, id="-".join([*case[:2], "x".join(map(str, case[2]))]))
-    for case in [
-      ("sgd", "usual", (2,)),
-      ("adagrad", "beyond", (2, 4)),
-      ("rowwise_adagrad", "beyond", (8,)),
-      ("adam", "beyond", (2,)),
-      ("adam", "usual", (2, 4)),
-    ]
-  ],
-)  # fmt: skip
+  ("kind", "shape"), [("beyond", (2,)), ("usual", (2, 4))]
+)
 def test_steps_are_those_of_tables_in_leaves_of_their_own(
-  optimizer, kind, shape, as_optax_computes
+  kind, shape, as_optax_computes
 ):
   mesh = _mesh(*shape)
-  tx = zenjax.sharded_optimizer(
-    OPTIMIZERS[optimizer], mesh.axis_names, mesh=mesh
-  )
+  tx = zenjax.sharded_optimizer(OPTIMIZERS["adam"], mesh.axis_names, mesh=mesh)
   params = _shard(_params(), mesh)
   loss = functools.partial(_loss, LOOK_UPS["mapped"])
   step, batches = jax.jit(_step(tx, loss)), list(_batches(kind))
   state = params, tx.init(params)
   (got, _), losses = _trained(step, state, batches, mesh)
-  stack, w, whole_losses = _whole_run(optimizer, kind)
+  stack, w, whole_losses = _whole_run("adam", kind)
   np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
   got = zenjax.tables.unshard(got)
   assert got["t"].shape == (T, R, D)
@@ -238,10 +189,7 @@ def test_steps_are_those_of_tables_in_leaves_of_their_own(
     np.testing.assert_array_equal(got[leaf], again[leaf])
 
 
-@pytest.mark.usually("explicit", "explicit, scanned", "check_vma")
-@pytest.mark.parametrize(
-  "way", ["explicit", "explicit, scanned", "data_parallel", "check_vma"]
-)
+@pytest.mark.parametrize("way", ["explicit", "explicit, scanned", "check_vma"])
 def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
   kind = jax.sharding.AxisType
   of = kind.Explicit if "explicit" in way else kind.Auto
@@ -262,9 +210,6 @@ def test_on_explicit_axes_and_inside_shard_map(way, as_optax_computes):
   with jax.set_mesh(mesh):
     params = _shard(_params(), mesh)
     state = params, zenjax.init_state(tx, params, mesh, "data")
-  if way == "data_parallel":
-    tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data")
-    step = zenjax.data_parallel(_step(tx, loss), mesh, "data")
   if way == "check_vma":
     tx = zenjax.sharded_optimizer(OPTIMIZERS["adagrad"], "data")
     specs = zenjax.state_specs(state, "data")
@@ -298,12 +243,10 @@ def _scanned_plainly(stack, ids):
   return lax.scan(turn, 0, (stack, ids.T))[1].swapaxes(0, 1)
 
 
-@pytest.mark.usually("tables0-3", "tables1-8", "tables2-8")
-@pytest.mark.parametrize("n", [3, 5, 8])
-@pytest.mark.parametrize("tables", [(2,), (3,), (8,), (2, 3)])
+@pytest.mark.parametrize(("n", "tables"), [(3, 2), (8, 3), (8, 8)])
 def test_stacks_are_placed_and_come_back(n, tables):
   mesh, rows = _mesh(n), 120
-  stack = _stack(*tables, rows, D)
+  stack = _stack(tables, rows, D)
   shard = lambda x: zenjax.tables.shard(x, mesh, "data", tables=True)
   for given in (
     stack,
@@ -428,10 +371,7 @@ def test_layers_of_flax_with_a_table_each(wrap, as_optax_computes):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usually("mapped", "scanned")
-@pytest.mark.parametrize(
-  "name", ["mapped", "paired", "paired_by_table", "scanned", "looped"]
-)
+@pytest.mark.parametrize("name", ["mapped", "scanned"])
 def test_no_device_has_a_whole_stack_nor_a_whole_table(name):
   mesh, tx = _mesh(4), zenjax.sharded_optimizer(optax.adagrad(0.05), "data")
   rows = 6007  # No other dimension is that large.

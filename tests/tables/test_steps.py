@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from usual import usual
 
 import zenjax
 from zenjax import packed
@@ -60,12 +61,6 @@ def scanned(params, ids, y):
 
   out, _ = lax.scan(turn, jnp.zeros(len(y)), ids.T)
   return jnp.mean((out - y) ** 2)
-
-
-def one_by_one(params, ids, y):
-  row = lambda i: (params["t"].astype(jnp.bfloat16) * 0.5)[i]
-  x = jax.vmap(jax.vmap(row))(ids).astype(jnp.float32).mean(1)
-  return jnp.mean((x @ params["w"] - y) ** 2)
 
 
 def padded(params, ids, y):
@@ -298,13 +293,15 @@ def run(case: Case):
       around.__exit__(None, None, None)
 
 
-@pytest.mark.usually(
+USUAL = (
   "8 devices", "ids beyond the table", "all ids at one owner",
   "clipped, at one owner",
   "copies, at one owner, clipped", "explicit 4 x 2", "data_parallel",
   "check_vma", "ids ahead", "mixed 2 x 2", "labels by path",
 )  # fmt: skip
-@pytest.mark.parametrize("name", CASES)
+
+
+@pytest.mark.parametrize("name", usual(CASES, *USUAL))
 def test_steps_are_those_of_whole_tables(name):
   case = CASES[name]
   (params, opt_state), losses, (got, _) = run(case)
@@ -338,10 +335,8 @@ def test_steps_are_those_of_whole_tables(name):
   assert "t" in zenjax.report(opt_state)
 
 
-@pytest.mark.usually("all ids at one owner")
-@pytest.mark.parametrize("name", ["8 devices", "all ids at one owner"])
-def test_two_runs_have_the_same_bits(name):
-  one, other = run(CASES[name])[0], run(CASES[name])[0]
+def test_two_runs_have_the_same_bits():
+  one, other = (run(CASES["all ids at one owner"])[0] for _ in range(2))
   for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
     np.testing.assert_array_equal(x, y)
 
@@ -369,16 +364,11 @@ def test_buffers_are_tuned_by_what_steps_have_needed():
     np.testing.assert_allclose(value, want[leaf], rtol=1e-5, atol=1e-6)
 
 
-LOSSES = dict(bags=bags, scanned=scanned, one_by_one=one_by_one, padded=padded)
-
-
-@pytest.mark.usually("usual-bags", "usual-scanned", "beyond-padded")
 @pytest.mark.parametrize(
-  ("kind", "name"),
-  [*(("usual", name) for name in LOSSES), ("beyond", "padded")],
+  ("kind", "loss"), [("usual", bags), ("usual", scanned), ("beyond", padded)]
 )
-def test_losses_and_gradients_are_those_of_whole_tables(kind, name):
-  mesh, loss, params = mesh_of(4), LOSSES[name], params_of()
+def test_losses_and_gradients_are_those_of_whole_tables(kind, loss):
+  mesh, params = mesh_of(4), params_of()
   batch = ids_of(kind, 4), np.arange(B, dtype=np.float32) / B
   want, grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
   sharded = zenjax.tables.shard(params, mesh, "data", tables=TABLES)
@@ -388,9 +378,7 @@ def test_losses_and_gradients_are_those_of_whole_tables(kind, name):
   for leaf, value in grads.items():
     rows = found[leaf]
     dense = rows.value.to_dense() if leaf != "w" else rows
-    # Of the plain program, gradients in bfloat16 are sums in bfloat16.
-    rtol = 1e-2 if name == "one_by_one" else 2e-5
-    np.testing.assert_allclose(dense, value, rtol=rtol, atol=1e-6)
+    np.testing.assert_allclose(dense, value, rtol=2e-5, atol=1e-6)
   score = lambda params, *batch: {"loss": loss(params, *batch), "y": batch[1]}
   applied = jax.jit(zenjax.tables.apply(score))(sharded, *split)
   np.testing.assert_allclose(applied["loss"], want, rtol=1e-6)

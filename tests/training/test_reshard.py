@@ -325,7 +325,6 @@ PLACED = {
   "table": 1.0 + jnp.arange(37.0 * 9).reshape(37, 9),
 }
 INNER = {
-  "adagrad": optax.adagrad(0.1, initial_accumulator_value=0.5),
   "by label": optax.multi_transform(
     {
       "a": optax.chain(remembers(), optax.adam(0.1)),
@@ -335,16 +334,12 @@ INNER = {
     dict(bf16="b", deep="a", dense="a", long="c", table="a"),
   ),
   "remembers": remembers(),
-  "rowwise_adagrad": optax.chain(
-    remembers(), zenjax.rows.rowwise_adagrad(0.1, initial_accumulator_value=0.5)
-  ),
 }
 
 
-def owners(inner, whole_rows=False, **options):
-  left = ("deep", "dense") if whole_rows else ("dense",)
+def owners(inner, **options):
   return zenjax.sharded_optimizer(
-    inner, "data", sparse=lambda name, _: name not in left, **options
+    inner, "data", sparse=lambda name, _: name != "dense", **options
   )
 
 
@@ -353,12 +348,10 @@ def equal(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.usually("remembers*", "by label*")
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
     ("remembers", dict(hash_seed=5), (8, 3, 1, 8, 2)),
-    ("rowwise_adagrad", dict(whole_rows=True), (3, 8, 1)),
     ("by label", {}, (4, 8)),
   ],
 )
