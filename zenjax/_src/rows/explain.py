@@ -133,7 +133,7 @@ def _use(i, leaf, found) -> TableUse:
     name=found.names[i],
     shape=tuple(leaf.shape) if is_sharded(leaf) else jnp.shape(leaf),
     rows=refusal is None,
-    look_ups=found.look_ups.get(i, 0),
+    look_ups=sum(x.rows for x in found.sites.values() if x.param == i),
     reason=refusal.reason if refusal else "",
     place=refusal.place if refusal else "",
   )
