@@ -212,7 +212,7 @@ class Update:
     return RowAnalysis(
       program=self,
       state_rows=(None,) * len(self.leaves[1]),
-      refusals=dict.fromkeys(self._whole, why),
+      refusals={i: why for i in self._whole},
       wants_more=wants_more,
     )
 

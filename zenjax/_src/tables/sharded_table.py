@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.partition import Layout
-from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import NoArray
 
 
@@ -168,24 +167,6 @@ def is_sharded(node: Any) -> bool:
 def nodes(tree: Any) -> list[ShardedTable]:
   """Returns the sharded tables in a tree, in order."""
   return list(filter(is_sharded, jax.tree.leaves(tree, is_leaf=is_sharded)))
-
-
-def refuse(tree: Any, argument: str, by: str) -> None:
-  """Raises ValueError where a tree holds a sharded table.
-
-  Args:
-    tree: Any pytree.
-    argument: Its name.
-    by: Who takes replicated tables only.
-  """
-  for name, leaf in leaf_util.named_leaves(tree, is_sharded):
-    if is_sharded(leaf):
-      raise ValueError(
-        f"`{argument}` of {by} must not hold a ShardedTable, and leaf {name!r}"
-        " is one, whose rows lie on the devices that own them; use"
-        " `zenjax.sharded_optimizer(tx, axis_name)` instead of zen_sync and"
-        " lazy_rows, or `zenjax.tables.unshard`."
-      )
 
 
 def types_of_part(params: Any) -> Any:

@@ -15,14 +15,14 @@ import numpy as np
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.gradients import look_ups
+from zenjax._src.gradients import tapping
+from zenjax._src.gradients.loss import Loss
+from zenjax._src.gradients.tapping import Path
+from zenjax._src.gradients.tapping import Refusal
+from zenjax._src.gradients.tapping import Site
+from zenjax._src.gradients.tapping import View
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import look_ups
-from zenjax._src.rows import tapping
-from zenjax._src.rows.loss import Loss
-from zenjax._src.rows.tapping import Path
-from zenjax._src.rows.tapping import Refusal
-from zenjax._src.rows.tapping import Site
-from zenjax._src.rows.tapping import View
 from zenjax._src.tables.sharded_table import is_sharded
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.rows import table_uses
-from zenjax._src.rows.loss import partial_loss
+from zenjax._src.gradients import table_uses
+from zenjax._src.gradients.loss import partial_loss
 from zenjax._src.tables.sharded_table import is_sharded
 
 

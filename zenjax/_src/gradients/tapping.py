@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
-from zenjax._src.rows import look_ups
+from zenjax._src.gradients import look_ups
 
 # What may be done to a whole table so that it is done to its rows instead.
 #
