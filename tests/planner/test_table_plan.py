@@ -141,7 +141,7 @@ def test_every_form_trains_as_the_plain_program(forms):
   [
     ("clipped", (ROWS,) * 3, None),
     ("adagrad", (SHARDED, DENSE, SHARDED), 0.5),
-    ("adagrad", (ROWS,) * 3, 0.5),
+    pytest.param("adagrad", (ROWS,) * 3, 0.5, marks=pytest.mark.more),
     ("adam", (SHARDED, ROWS, ZERO1), None),
   ],
 )
