@@ -90,20 +90,6 @@ def test_a_boundary_moves_by_one_block_a_step():
   assert (bounds[:, :-1] % 16 == 0).all() and (bounds[:, -1] == 1_200).all()
 
 
-def test_moving_blocks_balances_what_static_partitions_do_not():
-  ours, theirs = (
-    make(4, 2_048, controller="damped", start=1.0)
-    for make in (cases.exdyna, cases.micro)
-  )
-
-  def mean(model):
-    draw = lambda seed, n: cases.skewed(seed, n, 2_048)
-    results = cases.train(model, 150, draw)
-    return np.mean([result["imbalance"] for result in results[100:]])
-
-  assert mean(ours) < 1.5 and mean(theirs) > 3.0
-
-
 @pytest.mark.parametrize("make", cases.EXCLUSIVE.values(), ids=cases.EXCLUSIVE)
 def test_an_empty_selection_sends_one_rotating_element(make):
   n, size = 4, 1_026

@@ -103,11 +103,10 @@ def test_planning_predicts(tmp_path):
   assert losses[-1] < 0.7 * losses[0]
 
 
-def test_each_stands_alone_and_is_short():
+def test_each_stands_alone():
   names = {path.stem for path in _EXAMPLES.glob("*.py")}
   for name in names:
     text = (_EXAMPLES / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= (40 if name == "quickstart" else 155), name
     imported = set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
     assert not imported & (names | {"examples"}), name
 
