@@ -1,15 +1,12 @@
 """Traced programs, as far as their make differs between JAX versions."""
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Sequence
 import pathlib
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval as pe
-import numpy as np
 
 _LIBRARY = pathlib.Path(jax.__file__).parent
 _ZENJAX = pathlib.Path(__file__).parents[1]
@@ -27,9 +24,10 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
-def called(eqn: jex_core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
-  """The program that an equation of `CALLS` runs, opened."""
-  return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+def called(eqn: jex_core.JaxprEqn) -> Any:
+  """The program that a call runs."""
+  keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+  return next(eqn.params[key] for key in keys if key in eqn.params)
 
 
 def scan_parts(
@@ -105,95 +103,8 @@ def source_place(eqn: jex_core.JaxprEqn) -> str:
   return UNKNOWN
 
 
-# A traced function as one list of operations, calls and branches opened.
-#
-# `jit`, `remat` and `custom_jvp` are replaced by what they call. A `cond` is
-# replaced by all its branches and a selection between their results, so that
-# what follows meets no program inside a program but loops.
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Value:
-  """An input, a constant, or a result of an operation.
-
-  Attributes:
-    shape: Its shape.
-    dtype: Its dtype.
-    constant: A constant's number or array; None for all others.
-  """
-
-  shape: tuple[int, ...]
-  dtype: Any
-  constant: Any = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Operation:
-  """One primitive with what it reads and makes.
-
-  Attributes:
-    name: The primitive's.
-    reads: Its operands.
-    makes: Its results.
-    params: The primitive's parameters.
-    run: Computes the results, a list, from other operands.
-    eqn: The equation of the traced program.
-    callers: Those of the calls that it stands in, the innermost last.
-  """
-
-  name: str
-  reads: tuple[Value, ...]
-  makes: tuple[Value, ...]
-  params: dict[str, Any]
-  run: Callable[[Sequence[Any]], list[Any]]
-  eqn: jex_core.JaxprEqn
-  callers: tuple[jex_core.JaxprEqn, ...]
-
-  @property
-  def place(self) -> str:
-    """The line of the user's or of optax that led here."""
-    places = map(source_place, (self.eqn, *reversed(self.callers)))
-    known = (place for place in places if place != UNKNOWN)
-    return next(known, UNKNOWN)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Operations:
-  """A traced function.
-
-  Attributes:
-    inputs: Its arguments, flat.
-    steps: What it does, in order.
-    outputs: Its results, flat.
-  """
-
-  inputs: tuple[Value, ...]
-  steps: tuple[Operation, ...]
-  outputs: tuple[Value, ...]
-
-  def needed(
-    self, outputs: Sequence[Value], known: Sequence[Value] = ()
-  ) -> list[Operation]:
-    """Returns the steps that `outputs` come from where `known` is given."""
-    wanted, kept, given = set(outputs), [], set(known)
-    for step in reversed(self.steps):
-      if any(x in wanted and x not in given for x in step.makes):
-        kept.append(step)
-        wanted.update(step.reads)
-    return kept[::-1]
-
-
-def trace(fun: Callable[..., Any], *args: Any) -> Operations:
-  """Traces `fun` on arrays or shapes; nothing runs."""
-  closed = jax.make_jaxpr(fun)(*args)
-  jaxpr, consts = opened(closed)
-  inputs = tuple(_new(var) for var in jaxpr.invars)
-  steps: list[Operation] = []
-  outputs = _open(jaxpr, consts, inputs, steps, ())
-  return Operations(inputs, tuple(steps), tuple(outputs))
-
-
-_CALLS = (
+# Calls that mean what the program does that they run.
+_OPENED = (
   *CALLS,
   "checkpoint",
   "custom_jvp_call",
@@ -202,83 +113,133 @@ _CALLS = (
   "remat",
   "remat2",
 )
-
-
 # They change over which devices a value may differ, and nothing of the value.
 _CASTS = ("pvary", "pcast", "reduced_vary_cast")
 
 
-def _open(jaxpr, consts, inputs, steps, callers):
-  """Appends the operations of a program; returns its results."""
-  env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-  for var, const in zip(jaxpr.constvars, consts, strict=True):
-    env[var] = Value(np.shape(const), _new(var).dtype, const)
+class Differs(Exception):
+  """Two traces are not of the same program."""
 
-  def read(atom) -> Value:
-    if isinstance(atom, jex_core.Literal):
-      aval: Any = atom.aval
-      return Value(aval.shape, aval.dtype, atom.val)
-    return env[atom]
 
-  for eqn in jaxpr.eqns:
-    reads = tuple(map(read, eqn.invars))
-    called = _called(eqn)
-    if called is not None:
-      made = _open(*called, reads, steps, (*callers, eqn))
-    elif eqn.primitive.name in _CASTS:
-      made = reads  # Whoever runs it casts what needs it.
-    elif eqn.primitive.name == "cond" and not eqn.effects:
-      made = _selected(eqn, reads, steps, callers)
+class Pairwise:
+  """Interprets two traces of one function, made for other sizes, in step.
+
+  A subclass says what constants and equations are. Calls are opened, and of a
+  `cond` all branches are interpreted, so that it meets no program inside a
+  program but loops.
+  """
+
+  def __init__(self):
+    self._callers: list[jex_core.JaxprEqn] = []
+
+  def constant(self, x: Any, other: Any) -> Any:
+    """Returns the value of a constant of the first trace."""
+    raise NotImplementedError
+
+  def equation(
+    self, eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn, values: list[Any]
+  ) -> Sequence[Any]:
+    """Returns the values of an equation's results."""
+    raise NotImplementedError
+
+  def chosen(
+    self, eqn: jex_core.JaxprEqn, which: Any, cases: Sequence[Any]
+  ) -> Any:
+    """Returns the value of what a `cond` returns, of those of its branches."""
+    raise NotImplementedError
+
+  def place(self, eqn: jex_core.JaxprEqn) -> str:
+    """Returns the line of the user's, or of optax, that led to an equation."""
+    places = map(source_place, (eqn, *reversed(self._callers)))
+    return next((place for place in places if place != UNKNOWN), UNKNOWN)
+
+  def run(self, first: Any, second: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the values of the results.
+
+    Args:
+      first: The trace that is interpreted.
+      second: The other one.
+      inputs: Values of the inputs.
+
+    Raises:
+      Differs: The traces do not do the same, sizes aside.
+    """
+    (one, one_consts), (two, two_consts) = opened(first), opened(second)
+    env = dict(zip(one.invars, inputs, strict=True))
+    for var, x, y in zip(one.constvars, one_consts, two_consts, strict=True):
+      env[var] = self.constant(x, y)
+    # Of each variable, the one of the second trace.
+    others = dict(zip(one.constvars, two.constvars, strict=True))
+    others |= zip(one.invars, two.invars, strict=True)
+
+    def read(atoms, other_atoms):
+      values = []
+      for atom, other in zip(atoms, other_atoms, strict=True):
+        if isinstance(atom, jex_core.Literal):
+          values.append(self.constant(atom.val, other.val))
+        elif others[atom] is other:
+          values.append(env[atom])
+        else:
+          raise Differs("what operations read")
+      return values
+
+    for eqn, other in zip(one.eqns, two.eqns, strict=True):
+      if eqn.primitive is not other.primitive:
+        raise Differs(f"{eqn.primitive.name} at {self.place(eqn)}")
+      results = self._results(eqn, other, read(eqn.invars, other.invars))
+      env.update(zip(eqn.outvars, results, strict=True))
+      others.update(zip(eqn.outvars, other.outvars, strict=True))
+    return read(one.outvars, two.outvars)
+
+  def _results(self, eqn, other, values):
+    name = eqn.primitive.name
+    if name in _CASTS:
+      return values  # Whoever runs it casts what needs it.
+    is_branching = name == "cond" and not eqn.effects
+    if name not in _OPENED and not is_branching:
+      if _settings(eqn, other) != _settings(other, eqn):
+        raise Differs(f"{name} at {self.place(eqn)}")
+      return self.equation(eqn, other, values)
+    self._callers.append(eqn)
+    if is_branching:
+      results = self._branches(eqn, other, values)
     else:
-      made = [_new(var) for var in eqn.outvars]
-      run = lambda values, eqn=eqn: bind(eqn, values)
-      name = eqn.primitive.name
-      steps.append(_operation(eqn, name, reads, made, run, callers))
-    env.update(zip(eqn.outvars, made, strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
+      results = self.run(called(eqn), called(other), values)
+    self._callers.pop()
+    return results
 
-
-def _called(eqn):
-  if eqn.primitive.name not in _CALLS:
-    return None
-  for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-    if key in eqn.params:
-      return opened(eqn.params[key])
-  return None
-
-
-def _selected(eqn, reads, steps, callers):
-  """The results of all branches of a `cond`, and which of them to take."""
-  which, *operands = reads
-  branches = [
-    _open(*opened(branch), operands, steps, (*callers, eqn))
-    for branch in eqn.params["branches"]
-  ]
-  last = len(branches) - 1
-
-  def run(values):
+  def _branches(self, eqn, other, values):
+    which, *operands = values
+    branches = zip(eqn.params["branches"], other.params["branches"])
+    results = [self.run(*branch, operands) for branch in branches]
     return [
-      lax.select_n(
-        lax.clamp(np.int32(0), values[0], np.int32(last)), *values[1:]
-      )
+      cases[0]
+      if all(case is cases[0] for case in cases)
+      else self.chosen(eqn, which, cases)
+      for cases in zip(*results)
     ]
 
-  made = []
-  for var, *cases in zip(eqn.outvars, *branches, strict=True):
-    if all(case is cases[0] for case in cases):
-      made.append(cases[0])
-      continue
-    made.append(_new(var))
-    reads = (which, *cases)
-    one = _operation(eqn, "select_n", reads, made[-1:], run, callers)
-    steps.append(one)
-  return made
+
+def _settings(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> list[Any]:
+  """What is equal where the same is done: numbers, and bodies of loops.
+
+  Where shapes grow, some numbers are sizes, and these are left out.
+  """
+  grows = grown(eqn, other)
+  found: list[Any] = []
+  for key, value in eqn.params.items():
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if not grows or isinstance(value, _PLAIN):
+      found += [(key, parts)] * all(isinstance(x, _PLAIN) for x in parts)
+    if not grows:
+      found += [str(x) for x in parts if hasattr(opened(x)[0], "eqns")]
+  return found
 
 
-def _operation(eqn, name, reads, made, run, callers):
-  return Operation(name, reads, tuple(made), eqn.params, run, eqn, callers)
+_PLAIN = (bool, int, float, str)
 
 
-def _new(var) -> Value:
-  aval: Any = var.aval
-  return Value(tuple(aval.shape), aval.dtype)
+def grown(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> bool:
+  """Returns True if operands or results have other shapes in two traces."""
+  shapes = lambda eqn: [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
+  return shapes(eqn) != shapes(other)

@@ -34,9 +34,12 @@ class Optimizer:
     self._structure = jax.tree.structure(types)
     self._named = leaf_util.named_leaves(types)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    tables = [x.ndim == 2 and is_float(x) for _, x in self._named]
+    tables = [
+      i for i, (_, x) in enumerate(self._named) if x.ndim == 2 and is_float(x)
+    ]
     state = jax.eval_shape(self._tx.init, types)
-    found = row_analysis.analyse(self._tx, types, state, types, {}, tables)
+    analyses = row_analysis.Analyses(self._tx)
+    found = analyses.of(types, state, types, {}, dict.fromkeys(tables, 2))
     self.sums = found.wants_more or found.sums is not None
     self.sums_all = self.sums or clip_norm is not None
     self.resting = {self._named[i][0] for i in found.rests}

@@ -13,10 +13,8 @@ from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import Last
-from zenjax._src.sync.sync_state import LastOfTable
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import Sizes
-from zenjax._src.sync.sync_state import TableState
 
 # Numbers by leaf or sparsifier, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
@@ -64,13 +62,10 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     are of the ids, rows and gradient rows of a step, padding included, and of
     what copies bring together; those of ids that were sent ahead are of the
     step that looks them up. There are besides `owners` (devices that share the
-    rows), `room` (rows that a buffer of gradients had for each pair of devices;
-    0 on one device) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
+    rows), `room` (rows that a buffer of gradients had for each pair of
+    devices) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
     are those of gradients), and neither `scheme`, `column_groups` nor
-    `went_dense`. NaN for what is not known: bytes and `fetch_rounds` where
-    gradients were rebuilt leaf by leaf on their way to `sharded_optimizer`. A
-    process that sees some owners alone takes these for all: the hash deals rows
-    evenly.
+    `went_dense`.
 
     Leaves from which `error_feedback` selects have besides: `density_wanted`,
     `selected` (elements that a device selected over those of the leaf, mean),
@@ -159,22 +154,9 @@ def sharded_tables(state: Any) -> Stats:
   }
 
 
-def numbers_of(leaf: LeafState | TableState) -> tuple[Sizes, Last]:
+def numbers_of(leaf: LeafState) -> tuple[Sizes, Last]:
   """Returns the numbers of a leaf as Python's."""
-  sizes = Sizes(*array(leaf.sizes).tolist())
-  if isinstance(leaf, LeafState):
-    return sizes, Last(*array(leaf.last).tolist())
-  last = _last_of(leaf)
-  return sizes, Last(
-    local_rows=last.local_rows,
-    union_rows=last.union_rows,
-    push_need=last.push_need,
-    pull_need=last.pull_need,
-    rounds=last.rounds,
-    wire_bytes=last.wire_bytes,
-    dense_bytes=last.dense_bytes,
-    went_dense=0.0,
-  )
+  return Sizes(*array(leaf.sizes).tolist()), Last(*array(leaf.last).tolist())
 
 
 def array(x: Any) -> np.ndarray:
@@ -183,17 +165,17 @@ def array(x: Any) -> np.ndarray:
   return np.asarray(leaf)
 
 
-def _last_of(leaf: TableState) -> LastOfTable:
-  return LastOfTable(*array(leaf.last).tolist())
-
-
-def _sharded(leaf: TableState) -> dict[str, float]:
+def _sharded(leaf: LeafState) -> dict[str, float]:
   sizes, last = numbers_of(leaf)
-  found, own = _synced(sizes, last), _last_of(leaf)
+  found = _synced(sizes, last)
   for name in ("scheme", "column_groups", "went_dense"):
     del found[name]
-  more = {"room": sizes.push, "fetch_rounds": own.fetch_rounds}
-  return {**found, "owners": sizes.row_groups, **more}
+  return {
+    **found,
+    "owners": sizes.row_groups,
+    "room": sizes.push,
+    "fetch_rounds": max(1.0, float(np.ceil(last.push_need / sizes.push))),
+  }
 
 
 def _synced(sizes: Sizes, last: Last) -> dict[str, float]:

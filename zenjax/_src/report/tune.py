@@ -109,8 +109,8 @@ def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
   steps = min(int(stats.array(node.step)), sync_state.HISTORY)
   for name, table in sync_state.tables(node).items():
     sizes = sync_state.Sizes(*stats.array(table.sizes).tolist())
-    needs = stats.array(table.history)[:steps].astype(float)
-    needs = np.maximum(needs, 1)[:, None]
+    needs = stats.array(table.history)[:steps, :1].astype(float)
+    needs = np.maximum(needs, 1)
     if sizes.devices < 2 or not sizes.push or not len(needs):
       continue
     wanted = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)

@@ -1,6 +1,6 @@
 """`lazy_rows`: an optimizer that touches the rows of its updates only."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import Any
 import warnings
@@ -12,10 +12,10 @@ import optax
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
 from zenjax._src.rows import touched_rows
-from zenjax._src.rows import trees
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import added
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables import table_update
 
@@ -74,7 +74,7 @@ def lazy_rows(
     TensorFlow Addons' `LazyAdam`.
   """
   inner = optax.with_extra_args_support(inner)
-  analyses = Analyses(inner)
+  analyses = row_analysis.Analyses(inner)
 
   def init(params):
     sharded_table.refuse(params, "params", "lazy_rows")
@@ -85,15 +85,29 @@ def lazy_rows(
     sharded_table.refuse(updates, "updates", "lazy_rows")
     if params is not None:
       touched_rows.require_shapes(updates, params)
-    merged = trees.combined(updates)
-    tables = [is_rows(x) for x in jax.tree.leaves(merged, is_leaf=is_rows)]
-    if not any(tables):
+    leaves, back = touched_rows.combined(updates, touched_rows.FEWEST)
+    rows = {i: x for i, x in enumerate(leaves) if is_rows(x)}
+    if not rows:
       return inner.update(updates, state, params, **extra)
-    analysis = analyses.of(merged, state, params, extra)
-    names = [name for name, _ in leaf_util.named_leaves(merged, is_rows)]
+    at = {}
+    for i, x in rows.items():
+      require_one("an update", x)
+      at[i] = touched_rows.At.of(x.indices, x.num_rows)
+    sizes = {i: x.capacity for i, x in rows.items()}
+    analysis = analyses.of(updates, state, params, extra, sizes)
+    names = [name for name, _ in leaf_util.named_leaves(updates, is_rows)]
     require(analysis, names, "inner")
-    out, state = touched_rows.update(analysis, merged, state, params, extra)
-    return trees.with_types_of(updates, out), state
+    structure = jax.tree.structure(updates, is_leaf=is_rows)
+    if params is not None:
+      params = [
+        at[i].take(x) if i in at else x
+        for i, x in enumerate(structure.flatten_up_to(params))
+      ]
+    grads = touched_rows.values(leaves)
+    out, few, places = touched_rows.step(
+      analysis, structure, grads, params, state, at, extra
+    )
+    return back(out), touched_rows.put(state, few, places)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -138,41 +152,6 @@ def apply_updates(params: Any, updates: Any) -> Any:
   )
 
 
-class Analyses:
-  """Analyses of one optimizer, each kind of arguments once."""
-
-  def __init__(self, inner: optax.GradientTransformationExtraArgs):
-    self._inner = inner
-    self._known: dict[Any, RowAnalysis] = {}
-
-  def of(
-    self, merged: Any, state: Any, params: Any, extra: Mapping[str, Any]
-  ) -> RowAnalysis:
-    """Returns the analysis for updates of which some are SparseRows."""
-    given = merged, state, params, dict(extra)
-    leaves, structure = jax.tree.flatten(given, is_leaf=is_rows)
-    types = [
-      (is_rows(x) and x.capacity, row_analysis.type_of(x))
-      if is_rows(x) or hasattr(x, "dtype")
-      else x
-      for x in leaves
-    ]
-    rows = jax.tree.leaves(merged, is_leaf=is_rows)
-    room = touched_rows.with_room
-    sizes = {i: room(x).capacity for i, x in enumerate(rows) if is_rows(x)}
-    make = lambda: row_analysis.analyse(
-      self._inner, *given, [i in sizes for i in range(len(rows))], sizes=sizes
-    )
-    try:
-      key = structure, tuple(types)
-      hash(key)
-    except TypeError:
-      return make()
-    if key not in self._known:
-      self._known[key] = make()
-    return self._known[key]
-
-
 def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   """Raises ValueError for a table that cannot be updated by its rows."""
   for table, refusal in analysis.refusals.items():
@@ -201,18 +180,17 @@ def require_row_by_row(
   named = leaf_util.named_leaves(params)
   names = [name for name, _ in named]
   types = jax.tree.map(row_analysis.type_of, params)
+  is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
   tables = [
-    jnp.ndim(x) == 2 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    for _, x in named
+    i for i, (_, x) in enumerate(named) if jnp.ndim(x) == 2 and is_float(x)
   ]
   given = {}, {"value": jax.ShapeDtypeStruct((), jnp.float32)}
-  analyses = (
-    row_analysis.analyse(inner, types, state, types, extra, tables)
-    for extra in given
-  )
+  analyses = row_analysis.Analyses(inner)
+  sizes = dict.fromkeys(tables, touched_rows.FEWEST)
+  found = (analyses.of(types, state, types, extra, sizes) for extra in given)
   try:
     # Some optimizers want the loss beside its gradient.
-    analysis = next((x for x in analyses if not x.wants_more), None)
+    analysis = next((x for x in found if not x.wants_more), None)
   except NameError as error:
     raise ValueError(
       "`inner` must not synchronize devices, but it wants an axis of them"
@@ -224,10 +202,10 @@ def require_row_by_row(
   tall = [
     i
     for i, chosen in enumerate(leaf_util.select(params, None, "row"))
-    if chosen and tables[i]
+    if chosen and i in tables
   ]
   refused = analysis.refusals
-  if tall or len(refused) == sum(tables):
+  if tall or len(refused) == len(tables):
     some = {i: x for i, x in refused.items() if i in (tall or refused)}
     require(dataclasses.replace(analysis, refusals=some), names, "inner")
   warn_of_decay(analysis, names, tall or range(len(named)))

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zenjax._src.rows import trees
+from zenjax._src.rows import touched_rows
 
 
 def global_norm(updates: Any) -> jax.Array:
   """`optax.global_norm`; rows of one index are added up first."""
-  leaves = jax.tree.leaves(trees.values(trees.combined(updates)))
-  return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in leaves))
+  leaves, _ = touched_rows.combined(updates)
+  arrays = touched_rows.values(leaves)
+  return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in arrays))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -48,9 +49,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    merged = trees.combined(updates)
-    values, state = clip.update(trees.values(merged), state)
-    out = trees.with_values(merged, values)
-    return trees.with_types_of(updates, out), state
+    leaves, back = touched_rows.combined(updates)
+    clipped: Any
+    clipped, state = clip.update(touched_rows.values(leaves), state)
+    return back(clipped), state
 
   return optax.GradientTransformation(lambda params: clip.init({}), update)

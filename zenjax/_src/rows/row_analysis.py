@@ -1,9 +1,9 @@
 """Decides from an optimizer's program whether it treats rows apart.
 
-`analyse` traces `update` twice, for whole tables and for tables of another
-number of rows, and follows every value from the inputs to the results. One
-table of primitives says what each does to rows; whatever is not in it is
-refused where it meets rows. There are three kinds of optimizers:
+`update` is traced twice, for whole tables and for tables of another number of
+rows, and every value is followed from the inputs to the results. One table of
+primitives says what each does to rows; whatever is not in it is refused where
+it meets rows. There are three kinds of optimizers:
 
 - Rows are independent: SGD, Adagrad, Adam.
 - Rows meet only in sums, as in a clip by a global norm. That is right on the
@@ -12,14 +12,14 @@ refused where it meets rows. There are three kinds of optimizers:
 - Anything else mixes rows, and is refused by name.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.core import ShapedArray
 from jax.core import Tracer
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ import optax
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
-from zenjax._src.core.jaxprs import Operation
-from zenjax._src.core.jaxprs import Operations
-from zenjax._src.core.jaxprs import Value
 from zenjax._src.rows.sparse_rows import is_rows
 
 
@@ -71,47 +68,69 @@ class RowAnalysis:
   """How an optimizer treats the rows of some tables.
 
   Attributes:
+    program: Its update of whole tables.
     state_rows: For each leaf of the state, the table that it has rows of.
     refusals: Why rows are not independent, by the number of the table's leaf.
     sums: The line at which rows meet in a sum; None if they are independent.
-    moves: Tables of which rows move that never had a gradient.
     rests: Tables whose rows and state stay as they are without a gradient.
     wants_more: Whether `update` needs arguments that were not given.
-    update: `(grads, state, params, extra)` of some rows, as for whole tables.
+    has_numbers: Whether the program holds numbers of rows.
   """
 
+  program: "Update"
   state_rows: tuple[int | None, ...]
   refusals: dict[int, str]
   sums: str | None = None
-  moves: frozenset[int] = frozenset()
   rests: frozenset[int] = frozenset()
   wants_more: bool = False
-  update: Callable[..., tuple[Any, Any]]
+  has_numbers: bool = False
+
+  def update(
+    self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+  ) -> tuple[Any, Any]:
+    """Updates some rows as the optimizer updates whole tables."""
+    if self.has_numbers:
+      return self.program.with_numbers(grads, state, params, extra)
+    return self.program.inner.update(grads, state, params, **extra)
+
+  @property
+  def moves(self) -> frozenset[int]:
+    """Tables of which rows move that never had a gradient."""
+    return self.program.moves()
 
 
-def analyse(
-  inner: optax.GradientTransformationExtraArgs,
-  grads: Any,
-  state: Any,
-  params: Any,
-  extra: Mapping[str, Any],
-  tables: Sequence[bool],
-  sizes: Mapping[int, int] | None = None,
-) -> RowAnalysis:
-  """Reads off `inner.update` how it treats rows.
+class Analyses:
+  """Analyses of one optimizer, each kind of arguments once."""
 
-  Args:
-    inner: The optimizer.
-    grads: Arrays, SparseRows or types of whole tables.
-    state: Of `inner`, for whole tables: arrays or types.
-    params: Arrays or types of whole tables, or None.
-    extra: Further arguments of `inner.update`.
-    tables: Which leaves of `grads` are tables, in order.
-    sizes: How many rows `update` will be called with, by table; at least 2.
-  """
-  with as_optax_computes():
-    whole = _Update.of(inner, grads, state, params, extra, tables)
-    return whole.analysis(sizes or {})
+  def __init__(self, inner: optax.GradientTransformationExtraArgs):
+    self._inner = inner
+    self._known: dict[Any, RowAnalysis] = {}
+
+  def of(
+    self,
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra: Mapping[str, Any],
+    tables: Mapping[int, int],
+  ) -> RowAnalysis:
+    """Reads off the optimizer's `update` how it treats rows.
+
+    Args:
+      grads: Arrays, SparseRows or types of whole tables.
+      state: Of the optimizer, for whole tables: arrays or types.
+      params: Arrays or types of whole tables, or None.
+      extra: Further arguments of `update`.
+      tables: Leaves of `grads` that are tables, by number, and with how many
+        rows of each `update` will be called; at least 2.
+    """
+    program = Update.of(self._inner, grads, state, params, extra, tables)
+    try:
+      if program not in self._known:
+        self._known[program] = program.analysis()
+    except TypeError:  # An argument that has no hash.
+      return program.analysis()
+    return self._known[program]
 
 
 _UNTRACED = "it cannot be traced with these arguments"
@@ -122,213 +141,225 @@ _SIZES = (
 _STATE = "its state does not have one row for each row of a table (`init`)"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Update:
-  """`inner.update` as a function of flat lists of leaves, with their types."""
+@dataclasses.dataclass(frozen=True)
+class Update:
+  """`inner.update` as a function of a flat list of arrays.
+
+  Attributes:
+    inner: The optimizer.
+    structures: Of gradients, state, parameters and further arguments.
+    leaves: Of each of these: types of arrays, anything else as it is.
+    tables: Which gradients are those of tables, and of how many rows `update`
+      will be called.
+  """
 
   inner: optax.GradientTransformationExtraArgs
-  structures: tuple[Any, Any]  # of gradients and state
-  grads: list[Any]
-  state: list[Any]
-  params: list[Any] | None
-  extra: list[Any]
-  arguments: Callable[[Sequence[Any]], dict[str, Any]]
-  tables: tuple[int, ...]
+  structures: tuple[Any, ...]
+  leaves: tuple[tuple[Any, ...], ...]
+  tables: tuple[tuple[int, int], ...]
 
   @classmethod
-  def of(cls, inner, grads, state, params, extra, tables):
-    leaves, structure = jax.tree.flatten(grads, is_leaf=is_rows)
-    own, own_structure = jax.tree.flatten(state)
-    arrays, back = arguments(extra)
-    types = lambda leaves: [type_of(x) for x in leaves]
+  def of(cls, inner, grads, state, params, extra, tables) -> "Update":
+    """Returns it for arguments of these types; see `Analyses.of`."""
+    given = grads, state, params, dict(extra)
+    flat = [jax.tree.flatten(x, is_leaf=is_rows) for x in given]
+    types = [[type_of(x) if _is_array(x) else x for x in xs] for xs, _ in flat]
     return cls(
       inner=inner,
-      structures=(structure, own_structure),
-      grads=types(leaves),
-      state=types(own),
-      params=None if params is None else types(jax.tree.leaves(params)),
-      extra=types(arrays),
-      arguments=back,
-      tables=tuple(i for i, x in enumerate(tables) if x),
+      structures=tuple(structure for _, structure in flat),
+      leaves=tuple(map(tuple, types)),
+      tables=tuple(tables.items()),
     )
 
-  def analysis(self, wanted: Mapping[int, int]) -> RowAnalysis:
+  def analysis(self) -> RowAnalysis:
     """Compares whole tables with tables of the wanted sizes."""
-    owners = self._owners()
-    if owners is None:
+    if self._owners is None:
       return self._refused(_STATE)
-    size = self._sizes
-    other = {i: wanted.get(i, 2) for i in size}
-    other = {i: n + (n == size[i]) for i, n in other.items()}
     try:
-      whole = self._traced(owners, size)
+      whole = self._trace(self._flat, self._arrays(self._whole))
     except NameError:
       raise  # It wants an axis of devices, and says so.
     except Exception as error:  # Whatever an optimizer raises.
       return self._refused(f"{_UNTRACED} ({_line(error)})", wants_more=True)
+    facts = _Facts()
     try:
-      twin = self._traced(owners, other)
-      require_alike(whole, twin)
+      twin = self._trace(self._flat, self._arrays(self._few))
+      outputs = facts.run(whole, twin, self._facts())
     except Exception as error:
       return self._refused(f"{_SIZES} ({_line(error)})")
-    outputs = self._outputs(whole, twin, owners, self._inputs(owners))
-    fresh = self._outputs(whole, twin, owners, self._inputs(owners, True))
-    plain = not any(_numbers(whole, twin))
-    count = len(self.grads)
+    count, rests = len(self.leaves[0]), set(self._whole)
     refusals: dict[int, str] = {}
-    for owner, fact in zip([*range(count), *owners], outputs):
-      if fact.refusal is not None:
-        hit = self.tables if owner not in self.tables else (owner,)
-        refusals = {i: fact.refusal for i in hit} | refusals
-    kept = {i: _is_zero(outputs[i].idle) for i in self.tables}
-    for i, (owner, fact) in enumerate(zip(owners, outputs[count:]), count):
-      if owner is not None:
-        kept[owner] &= _same(fact.idle, Kept(i))
+    for i, (table, fact) in enumerate(zip(self._owners, outputs)):
+      refusal: Any = fact.refusal
+      rows = None if table is None else Rows(table, 0)
+      if fact.rows not in (rows, None) or _is_reshaped(i, whole, twin):
+        refusal = refusal or "it makes something else than rows"
+      if refusal:
+        for hit in self._whole if table is None else (table,):
+          refusals.setdefault(hit, refusal)
+      if not (_is_zero(fact.idle) if i < count else _same(fact.idle, Kept(i))):
+        rests.discard(table)
     return RowAnalysis(
-      state_rows=owners,
+      program=self,
+      state_rows=tuple(self._owners[count : count + len(self.leaves[1])]),
       refusals=refusals,
       sums=next((fact.sums for fact in outputs if fact.sums), None),
-      moves=frozenset(i for i in kept if not _is_zero(fresh[i].idle)),
-      rests=frozenset(i for i in kept if kept[i] and i not in refusals),
-      update=self._plainly if plain else functools.partial(self._run, owners),
+      rests=frozenset(rests.difference(refusals)),
+      has_numbers=facts.has_numbers,
     )
-
-  def _plainly(self, grads, state, params, extra):
-    return self.inner.update(grads, state, params, **extra)
 
   def _refused(self, why, wants_more=False):
     return RowAnalysis(
-      state_rows=self._owners() or (None,) * len(self.state),
-      refusals={i: str(why) for i in self.tables},
+      program=self,
+      state_rows=(None,) * len(self.leaves[1]),
+      refusals=dict.fromkeys(self._whole, why),
       wants_more=wants_more,
-      update=self._plainly,
     )
 
-  @property
-  def _sizes(self):
-    """Rows of whole tables; one where a table has none, for JAX leaves out
-    operations on nothing."""
-    return {i: max(1, self.grads[i].shape[0]) for i in self.tables}
+  def moves(self) -> frozenset[int]:
+    """Returns tables of which rows move that never had a gradient."""
+    if self._owners is None or not self.tables:
+      return frozenset()
+    made = self._trace(self._init, self._like)
+    state = _Facts().run(made, made, [Fact()] * len(self._like))
+    whole, twin = (
+      self._trace(self._flat, self._arrays(sizes))
+      for sizes in (self._whole, self._few)
+    )
+    outputs = _Facts().run(whole, twin, self._facts([x.idle for x in state]))
+    moving = (i for i in self._whole if not _is_zero(outputs[i].idle))
+    return frozenset(moving)
 
-  def _run(self, owners, grads, state, params, extra):
-    """The update of some rows, with the numbers of whole tables.
+  def with_numbers(
+    self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+  ) -> tuple[Any, Any]:
+    """Updates some rows with the numbers of whole tables.
 
     A mean divides by a number that the program holds. It is traced for whole
     tables and for these rows, and runs on the rows with the former's numbers.
     """
-    args = _Update.of(self.inner, grads, state, params, extra, ())
-    with as_optax_computes():
-      whole = self._traced(owners, self._sizes)
-      some = jaxprs.trace(
-        self._flat, args.grads, args.state, args.params, args.extra
+    leaves = jax.tree.leaves((grads, state, params, extra))
+    arrays = [x for x in leaves if _is_array(x)]
+    whole = self._trace(self._flat, self._arrays(self._whole))
+    some = self._trace(self._flat, [type_of(x) for x in arrays])
+    outs = _Numbers().run(some, whole, arrays)
+    count = len(self.leaves[0])
+    updates, own = self.structures[:2]
+    return updates.unflatten(outs[:count]), own.unflatten(outs[count:])
+
+  def _trace(self, fun, types):
+    """Traces as optax computes, whatever promotions a program forbids."""
+    with jax.numpy_dtype_promotion("standard"):
+      with jax.numpy_rank_promotion("allow"):
+        return jax.make_jaxpr(fun)(types)
+
+  def _flat(self, arrays):
+    given = iter(arrays)
+    grads, state, params, extra = [
+      structure.unflatten(
+        [next(given) if isinstance(x, ShapedArray) else x for x in leaves]
       )
-      require_alike(whole, some)
-    flat = jax.tree.leaves((grads, state, params, arguments(extra)[0]))
-    values: dict[Value, Any] = dict(zip(some.inputs, flat, strict=True))
-    number = dict(_numbers(some, whole))
-
-    def read(value):
-      if value.constant is None:
-        return values[value]
-      return number.get(value, value.constant)
-
-    for step in some.needed(some.outputs):
-      outs = step.run(compat.cast_alike([read(x) for x in step.reads]))
-      values |= zip(step.makes, outs, strict=True)
-    out, count = [read(x) for x in some.outputs], len(self.grads)
-    updates, own = self.structures
-    return updates.unflatten(out[:count]), own.unflatten(out[count:])
-
-  def _flat(self, grads, state, params, extra):
-    updates, own = self.structures
-    params = None if params is None else updates.unflatten(params)
-    out, state = self.inner.update(
-      updates.unflatten(grads),
-      own.unflatten(state),
-      params,
-      **self.arguments(extra),
-    )
-    return updates.flatten_up_to(out), jax.tree.leaves(state)
+      for structure, leaves in zip(self.structures, self.leaves)
+    ]
+    updates, state = self.inner.update(grads, state, params, **extra)
+    return self.structures[0].flatten_up_to(updates), jax.tree.leaves(state)
 
   def _init(self, leaves):
-    return jax.tree.leaves(
-      self.inner.init(self.structures[0].unflatten(leaves))
-    )
+    params = self.structures[0].unflatten(leaves)
+    return jax.tree.leaves(self.inner.init(params))
 
-  def _resized(self, leaves, owners, sizes):
-    return [
-      _sized(x, sizes[i]) if i in sizes else x
-      for i, x in zip(owners, leaves, strict=True)
+  @property
+  def _like(self):
+    """Types as of parameters."""
+    grads, _, params, _ = self.leaves
+    return list(params or grads)
+
+  @property
+  def _whole(self) -> dict[int, int]:
+    """Rows of whole tables.
+
+    One where a table has none, for JAX leaves out operations on nothing.
+    """
+    return {i: max(1, self.leaves[0][i].shape[0]) for i, _ in self.tables}
+
+  @property
+  def _few(self) -> dict[int, int]:
+    """Rows of other tables, as `update` will be called with."""
+    return {i: n + (n == self._whole[i]) for i, n in self.tables}
+
+  @functools.cached_property
+  def _owners(self) -> list[int | None] | None:
+    """The table whose rows each leaf has: of the state, if its size follows.
+
+    None if a leaf of the state follows a table in another way.
+    """
+    grads, state, params, extra = self.leaves
+    tables = [i for i, _ in self.tables]
+    every = [i if i in tables else None for i in range(len(grads))]
+    size = {i: grads[i].shape[0] + 1 + k for k, i in enumerate(tables)}
+    grown = [
+      _sized(x, size[i]) if i in size else x for i, x in enumerate(self._like)
     ]
-
-  def _traced(self, owners, sizes) -> Operations:
-    every = range(len(self.grads))
-    return jaxprs.trace(
-      self._flat,
-      self._resized(self.grads, every, sizes),
-      self._resized(self.state, owners, sizes),
-      self.params and self._resized(self.params, every, sizes),
-      self.extra,
-    )
-
-  def _owners(self):
-    """The table whose rows each leaf of the state has: its size follows it."""
-    like = self.params or self.grads
-    size = {
-      i: self.grads[i].shape[0] + 1 + k for k, i in enumerate(self.tables)
-    }
-    grown = self._resized(like, range(len(like)), size)
-    grown = jax.eval_shape(self._init, grown)
+    grown: Any = self._trace(self._init, grown).out_avals
     found: list[int | None] = []
-    for leaf, more in zip(self.state, grown):
+    for leaf, more in zip(state, grown):
       follows = [
         i
-        for i in self.tables
-        if leaf.shape[:1] == self.grads[i].shape[:1]
+        for i in tables
+        if leaf.shape[:1] == grads[i].shape[:1]
         and _sized(leaf, size[i]).shape == more.shape
       ]
       found += [None] if leaf.shape == more.shape else follows[:1]
-    # None where a leaf of the state follows a table in another way.
-    return tuple(found) if len(found) == len(self.state) == len(grown) else None
+    if not len(found) == len(state) == len(grown):
+      return None
+    return [*every, *found, *every[: len(params)], *[None] * len(extra)]
 
-  def _inputs(self, owners, fresh=False):
-    """Facts of gradients, state, parameters and further arguments.
+  def _each(self):
+    """The table of each array, and its type."""
+    each = zip(self._owners or (), sum(self.leaves, ()), strict=True)
+    return [(table, x) for table, x in each if isinstance(x, ShapedArray)]
 
-    Args:
-      owners: Of the leaves of the state.
-      fresh: Whether no step has been taken: then the state is what `init` made.
-    """
-    count = len(self.grads)
-    zero = [np.zeros((), x.dtype)[()] for x in self.grads]
-    idle: list[Any] = [Kept(count + i) for i in range(len(owners))]
-    if fresh:
-      made = jaxprs.trace(self._init, self.params or self.grads)
-      found = _follow(made, made, [Fact()] * len(made.inputs))
-      idle = [_fact(found, x).idle for x in made.outputs]
-    known = [None] * len(self.params or ())
-    of = [*range(count), *owners, *range(len(known)), *[None] * len(self.extra)]
-    idle = zero + idle + known + [None] * len(self.extra)
+  def _arrays(self, sizes):
+    """Types of all arrays, for tables of these sizes."""
     return [
-      Fact(Rows(i, 0), x) if i in self.tables else Fact()
-      for i, x in zip(of, idle, strict=True)
+      x if table is None else _sized(x, sizes[table])
+      for table, x in self._each()
     ]
 
-  def _outputs(self, whole, twin, owners, inputs):
-    """Facts of updates and state, refused where they are not rows of rows."""
-    found = _follow(whole, twin, inputs)
+  def _facts(self, state: Sequence[Any] | None = None):
+    """Facts of all arrays; of an idle row the gradient is zero.
+
+    Args:
+      state: What leaves of the state are at such a row, if it is known.
+    """
+    count = len(self.leaves[0])
+    idle: list[Any] = [np.zeros((), x.dtype)[()] for x in self.leaves[0]]
+    idle += state or [Kept(count + i) for i in range(len(self.leaves[1]))]
     facts = []
-    every = [*range(len(self.grads)), *owners]
-    for i, owner in enumerate(every):
-      fact = _fact(found, whole.outputs[i])
-      owner = owner if owner in self.tables else None
-      wanted = Rows(owner, 0) if owner is not None else None
-      apart = fact.rows in (wanted, None) and all(
-        x.outputs[i].shape == x.inputs[i].shape for x in (whole, twin)
-      )
-      if fact.refusal is None and not apart:
-        fact = fact._replace(refusal="it makes something else than rows")
-      facts.append(fact)
+    for i, (table, _) in enumerate(self._each()):
+      rows = None if table is None else Rows(table, 0)
+      facts.append(Fact(rows, idle[i] if rows and i < len(idle) else None))
     return facts
+
+
+def _is_reshaped(i: int, *programs: Any) -> bool:
+  """Whether a result is not of the shape of the input that it replaces."""
+  return any(x.in_avals[i].shape != x.out_avals[i].shape for x in programs)
+
+
+class _Numbers(jaxprs.Pairwise):
+  """Computes the first of two traces with the numbers of the second."""
+
+  def constant(self, x, other):
+    return other if np.shape(x) == np.shape(other) else x
+
+  def equation(self, eqn, other, values):
+    return jaxprs.bind(eqn, compat.cast_alike(values))
+
+  def chosen(self, eqn, which, cases):
+    last = np.int32(len(cases) - 1)
+    which = lax.clamp(np.int32(0), which, last)
+    return lax.select_n(which, *compat.cast_alike(cases))
 
 
 # --- one value after another ---
@@ -338,66 +369,70 @@ class _Mixes(Exception):
   """An operation makes rows of other rows."""
 
 
-def _fact(found: Mapping[Value, Fact], value: Value) -> Fact:
-  if value.constant is not None:
-    return Fact(idle=_number(value.constant))
-  return found[value]
+class _Facts(jaxprs.Pairwise):
+  """Follows facts from the inputs of a program to its results.
 
-
-def _follow(
-  program: Operations, twin: Operations, inputs: Sequence[Fact]
-) -> dict[Value, Fact]:
-  """Returns a fact of every value of a program.
-
-  Args:
-    program: The update of whole tables.
-    twin: The same program for tables of another size.
-    inputs: Facts of the program's inputs.
+  Attributes:
+    has_numbers: Whether constants differ between tables of two sizes.
   """
-  found = dict(zip(program.inputs, inputs, strict=True))
-  for step, other in zip(program.steps, twin.steps, strict=True):
-    reads = [_fact(found, x) for x in step.reads]
+
+  def __init__(self):
+    super().__init__()
+    self.has_numbers = False
+
+  def constant(self, x, other):
+    if np.shape(x) != np.shape(other):
+      return Fact(refusal="it holds an array with something for every row")
+    if _is_opaque(x):
+      return Fact()
+    number = np.asarray(x)
+    self.has_numbers |= number.tobytes() != np.asarray(other).tobytes()
+    return Fact(idle=number.reshape(-1)[0] if number.size == 1 else None)
+
+  def equation(self, eqn, other, values):
+    if eqn.primitive.name == "optimization_barrier":
+      return values
+    return [self._made(eqn.primitive.name, eqn, other, values)] * len(
+      eqn.outvars
+    )
+
+  def chosen(self, eqn, which, cases):
+    return self._made("select_n", eqn, eqn, [which, *cases])
+
+  def _made(self, name, eqn, other, reads):
     sums = next((f.sums for f in reads if f.sums), None)
     refusal = next((f.refusal for f in reads if f.refusal), None)
-    facts = [Fact()] * len(step.makes)
-    if refusal is None:
-      try:
-        facts = _through(step, other, reads)
-      except _Mixes as error:
-        refusal = f"{error} ({step.place})"
-    for value, fact in zip(step.makes, facts, strict=True):
-      found[value] = fact._replace(sums=fact.sums or sums, refusal=refusal)
-  return found
+    if refusal is not None:
+      return Fact(sums=sums, refusal=refusal)
+    try:
+      fact = _through(name, eqn, other, reads)
+    except _Mixes as error:
+      return Fact(sums=sums, refusal=f"{error} ({self.place(eqn)})")
+    return fact._replace(sums=self.place(eqn) if fact.sums else sums)
 
 
-def _through(step: Operation, twin: Operation, reads: list[Fact]) -> list[Fact]:
-  """Returns facts of the results of one operation."""
-  name, count = step.name, len(step.makes)
-  for value, other in zip(step.reads, twin.reads):
-    if value.constant is not None and value.shape != other.shape:
-      raise _Mixes("it holds an array with something for every row")
+def _through(name: str, eqn: Any, twin: Any, reads: list[Fact]) -> Fact:
+  """Returns what is known of the results of one equation."""
   rows = {f.rows for f in reads if f.rows}
   if not rows:
-    _require_uniform(step, twin)
-    return [Fact(idle=_idle(step, reads))] * count
-  if name == "optimization_barrier":
-    return reads
+    _require_uniform(name, eqn, twin)
+    return Fact(idle=_idle(name, eqn, reads))
   if len({r.table for r in rows}) > 1:
     raise _Mixes(f"it mixes rows of two tables, by {name}")
   if name == "dot_general":
-    return [_product(step, reads)]
+    return _product(name, eqn, reads)
   if len(rows) > 1:
     raise _Mixes(f"it takes rows in two orders, by {name}")
   (here,) = rows
-  idle = _idle(step, reads)
+  idle = _idle(name, eqn, reads)
   if name in _ELEMENTWISE:
-    return [Fact(here, idle)] * count
+    return Fact(here, idle)
   if name in _ALONG:
-    axes = step.params[_ALONG[name]]
+    axes = eqn.params[_ALONG[name]]
     axes = axes if isinstance(axes, tuple) else (axes,)
     if here.dim not in axes:
       less = sum(a < here.dim for a in axes) if name in _FOLDS else 0
-      return [Fact(here._replace(dim=here.dim - less), idle)] * count
+      return Fact(here._replace(dim=here.dim - less), idle)
     if name not in _NEUTRAL:
       raise _Mixes(f"it mixes rows, by {name}")
     if not _is_number(reads[0].idle) or reads[0].idle != _NEUTRAL[name]:
@@ -405,72 +440,70 @@ def _through(step: Operation, twin: Operation, reads: list[Fact]) -> list[Fact]:
         "it needs state or parameters of rows that a step does not touch, by"
         f" {name}"
       )
-    return [Fact(sums=step.place)]
+    return Fact(sums=name)
+  old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
   if name in ("reshape", "squeeze"):
-    return [Fact(_reshaped(step, twin, here), idle)]
-  if name == "broadcast_in_dim":
-    dim = step.params["broadcast_dimensions"][here.dim]
-    if step.makes[0].shape[dim] == step.reads[0].shape[here.dim]:
-      return [Fact(here._replace(dim=dim), idle)]
+    return Fact(_reshaped(here, old, new, twin.outvars[0].aval.shape), idle)
   if name == "transpose":
-    dim = step.params["permutation"].index(here.dim)
-    return [Fact(here._replace(dim=dim), idle)]
-  if name == "slice":
-    cut = step.reads[0].shape[here.dim] != step.makes[0].shape[here.dim]
-    if not cut:  # Strides keep all rows only where they are one.
-      return [Fact(here, idle)]
+    dim = eqn.params["permutation"].index(here.dim)
+    return Fact(here._replace(dim=dim), idle)
+  if name in ("broadcast_in_dim", "slice"):
+    dims = eqn.params.get("broadcast_dimensions", range(len(old)))
+    dim = dims[here.dim]
+    # Strides of a slice keep all rows only where they are one.
+    if new[dim] == old[here.dim]:
+      return Fact(here._replace(dim=dim), idle)
   raise _Mixes(f"it may mix rows, by {name}")
 
 
-def _require_uniform(step: Operation, twin: Operation) -> None:
+def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
   """Refuses values that differ by row, and sizes that become numbers."""
-  name = step.name
-  changes = lambda values, others: [
-    {d for d, (a, b) in enumerate(zip(x.shape, y.shape)) if a != b}
-    for x, y in zip(values, others)
-  ]
-  read, made = changes(step.reads, twin.reads), changes(step.makes, twin.makes)
-  if not any(read) and not any(made):
+  if not jaxprs.grown(eqn, twin):
     return
-  if name in _ELEMENTWISE or name in ("broadcast_in_dim", "transpose"):
-    return
-  if name == "optimization_barrier":
+  if name in _ELEMENTWISE or name in _REPEATS:
     return
   if name == "iota":
-    if step.params["dimension"] in made[0]:
+    dim = eqn.params["dimension"]
+    if eqn.params["shape"][dim] != twin.params["shape"][dim]:
       raise _Mixes("it numbers the rows")
     return
   if name in ("reshape", "squeeze"):
-    real = lambda x: [n for n in x.shape if n != 1]
-    if real(step.reads[0]) == real(step.makes[0]):
+    real = lambda x: [n for n in x.aval.shape if n != 1]
+    if real(eqn.invars[0]) == real(eqn.outvars[0]):
       return
   if name.startswith(("random_", "threefry", "rng_")):
     raise _Mixes("it draws random numbers for every row")
   raise _Mixes(f"it depends on how many rows there are, by {name}")
 
 
-def _reshaped(step: Operation, twin: Operation, here: Rows) -> Rows:
-  """Where rows are in other dimensions, if they still follow one another."""
-  old, new = step.reads[0].shape, step.makes[0].shape
-  changed = [
-    d for d, (a, b) in enumerate(zip(new, twin.makes[0].shape)) if a != b
-  ]
-  if len(changed) == 1 and old[here.dim]:
+def _reshaped(
+  here: Rows, old: Sequence[int], new: Sequence[int], twin: Sequence[int]
+) -> Rows:
+  """Where rows are in other dimensions, if they still follow one another.
+
+  Args:
+    here: Where they are before.
+    old: The shape before.
+    new: The shape after.
+    twin: The same with another number of rows.
+  """
+  changed = [d for d, (a, b) in enumerate(zip(new, twin)) if a != b]
+  number = old[here.dim] // here.inner
+  if len(changed) == 1 and number:
     (dim,) = changed
-    number = old[here.dim] // here.inner
     before = math.prod(old[: here.dim]) == math.prod(new[:dim])
-    if before and number and new[dim] % number == 0:
+    if before and new[dim] % number == 0:
       return here._replace(dim=dim, inner=new[dim] // number)
   raise _Mixes("it mixes rows, by a change of shape")
 
 
-def _product(step: Operation, reads: list[Fact]) -> Fact:
+def _product(name: str, eqn: Any, reads: list[Fact]) -> Fact:
   """A matrix product: by row, or a sum over rows."""
-  contracted, batch = step.params["dimension_numbers"]
+  contracted, batch = eqn.params["dimension_numbers"]
   rows: list[Any] = [f.rows for f in reads]
   sides: list[Any] = [x.dim if x else None for x in rows]
   zero = any(_is_zero(f.idle) for f in reads)
-  idle = np.zeros((), step.makes[0].dtype)[()] if zero else None
+  idle = np.zeros((), eqn.outvars[0].aval.dtype)[()] if zero else None
   if None not in sides:
     same = rows[0].inner == rows[1].inner
     place = lambda dims: [
@@ -480,48 +513,39 @@ def _product(step: Operation, reads: list[Fact]) -> Fact:
     if same and apart[0] == apart[1] >= 0:
       return Fact(rows[0]._replace(dim=apart[0]), idle)
     if same and summed[0] == summed[1] >= 0 and zero:
-      return Fact(sums=step.place)
+      return Fact(sums=name)
     raise _Mixes("it mixes rows, by a matrix product")
   side = 0 if sides[1] is None else 1
   dim = sides[side]
   taken = {*contracted[side], *batch[side]}
   if dim in taken:
     raise _Mixes("it mixes rows, by a matrix product")
-  shape = step.reads[side].shape
-  free = [d for d in range(len(shape)) if d not in taken]
+  free = [d for d in range(eqn.invars[side].aval.ndim) if d not in taken]
   new = len(batch[0]) + free.index(dim)
   if side:
-    new += len(step.reads[0].shape) - len(contracted[0]) - len(batch[0])
+    new += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
   return Fact(rows[side]._replace(dim=new), idle)
 
 
 # --- what a value is at a row without a gradient ---
 
 
-def _idle(step: Operation, reads: list[Fact]) -> Any:
+def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
   """What an operation makes where its operands are known, else None.
 
   What zero is multiplied with, or divided by, need not be known.
   """
-  name, values = step.name, [f.idle for f in reads]
-  zeros = [_is_zero(x) for x in values]
-  alike = bool(values) and all(_same(x, values[0]) for x in values)
-  numbers = bool(values) and all(map(_is_number, values))
-  dtype = step.makes[0].dtype if step.makes else None
+  values = [f.idle for f in reads]
+  if not values:
+    return None
+  zeros = list(map(_is_zero, values))
   if name == "select_n":
     which, *cases = values
     if _is_number(which):
       return cases[int(which)]
     return cases[0] if all(_same(x, cases[0]) for x in cases) else None
-  if name in _ELEMENTWISE and numbers:
-    function: Any = _ELEMENTWISE[name]
-    if name == "integer_pow":
-      values = [*values, np.asarray(step.params["y"], dtype)]
-    try:
-      with np.errstate(all="ignore"):
-        return np.asarray(function(*values)).astype(dtype)[()]
-    except (TypeError, ValueError, OverflowError):
-      return None  # Also where the table holds None.
+  if name in _ELEMENTWISE and all(map(_is_number, values)):
+    return _computed(name, eqn, values)
   if name in ("mul", "and") and any(zeros):
     return values[zeros.index(True)]
   if name == "div" and zeros[0]:
@@ -530,20 +554,32 @@ def _idle(step: Operation, reads: list[Fact]) -> Any:
     return values[0]
   if name in ("add", "add_any") and zeros[0]:
     return values[1]
-  if name == "mul" and any(_is_number(x) and x == 1 for x in values):
-    return values[1] if _is_number(values[0]) else values[0]
   if name in _STAYS:
     return values[0]
-  if name in _SPREADS or (name in _ALONG and alike and name not in _OTHERS):
-    repeated = name not in _ADDS or zeros[0]
-    return values[0] if _is_number(values[0]) and repeated else None
-  return None
+  spreads = name in _SPREADS or (
+    name in _ALONG
+    and name not in _OTHERS
+    and all(_same(x, values[0]) for x in values)
+  )
+  repeated = name not in _ADDS or zeros[0]
+  return values[0] if spreads and repeated and _is_number(values[0]) else None
+
+
+def _computed(name: str, eqn: Any, values: list[Any]) -> Any:
+  """What NumPy computes of known numbers."""
+  function: Any = _ELEMENTWISE[name]
+  dtype = eqn.outvars[0].aval.dtype
+  if name == "integer_pow":
+    values = [*values, np.asarray(eqn.params["y"], dtype)]
+  try:
+    with np.errstate(all="ignore"):
+      return np.asarray(function(*values)).astype(dtype)[()]
+  except (TypeError, ValueError, OverflowError):
+    return None  # Also where the table holds None.
 
 
 def _same(a: Any, b: Any) -> bool:
-  if _is_number(a) and _is_number(b):
-    return bool(a == b)
-  return isinstance(a, Kept) and a == b
+  return a is not None and type(a) is type(b) and bool(a == b)
 
 
 def _is_number(x: Any) -> bool:
@@ -552,13 +588,6 @@ def _is_number(x: Any) -> bool:
 
 def _is_zero(x: Any) -> bool:
   return _is_number(x) and bool(x == 0)
-
-
-def _number(constant: Any) -> Any:
-  """The one number that a constant holds, or None."""
-  if _is_opaque(constant) or np.size(constant) != 1:
-    return None
-  return np.asarray(constant).reshape(())[()]
 
 
 def _is_opaque(constant: Any) -> bool:
@@ -611,79 +640,8 @@ _ADDS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod")
 _OTHERS = ("argmax", "argmin", "cumlogsumexp")
 # They keep a value; they keep a number, wherever its elements go.
 _STAYS = ("copy", "copy_p", "pvary", "stop_gradient")
+_REPEATS = ("broadcast_in_dim", "transpose")
 _SPREADS = ("broadcast_in_dim", "reshape", "slice", "squeeze", "transpose")
-
-
-# --- two programs ---
-
-
-class _Differs(Exception):
-  """Two programs do not do the same."""
-
-
-def require_alike(first: Operations, second: Operations) -> None:
-  """Raises an error where programs do different things, shapes aside."""
-  steps = [*zip(first.steps, second.steps)]
-  grows = [
-    any(
-      x.shape != y.shape for x, y in zip(a.reads + a.makes, b.reads + b.makes)
-    )
-    for a, b in steps
-  ]
-  left, right = _lines(first, grows), _lines(second, grows)
-  for (a, _), x, y in zip(steps, left[1:], right[1:]):
-    if x != y:
-      raise _Differs(f"{a.name} at {a.place}")
-  if left != right:
-    raise _Differs("`update`")
-
-
-def _lines(program: Operations, grows: Sequence[bool]) -> list[Any]:
-  """What a program does, line by line; shapes only where they do not grow."""
-  numbers: dict[Value, int] = {}
-
-  def names(values):
-    new = lambda x: numbers.setdefault(x, len(numbers))
-    return [new(x) if x.constant is None else None for x in values]
-
-  lines: list[Any] = [names(program.inputs)]
-  for step, is_larger in zip(program.steps, grows):
-    settings = _settings(step, is_larger)
-    lines.append((step.name, names(step.reads), names(step.makes), settings))
-  return [*lines, names(program.outputs), len(program.steps)]
-
-
-def _settings(step: Operation, grows: bool) -> list[Any]:
-  """What must be equal: numbers, and programs such as the body of a loop.
-
-  Where shapes grow, sizes differ too, and loops are refused by the analysis.
-  """
-  found = []
-  # A `cond` has become a selection, and its branches are compared already.
-  params = {} if step.name == "select_n" else step.params
-  for key, value in params.items():
-    parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not grows or isinstance(value, (bool, int, float, str)):
-      plain = all(isinstance(x, (bool, int, float, str)) for x in parts)
-      found += [(key, parts)] * plain
-    for jaxpr, consts in map(jaxprs.opened, parts):
-      if hasattr(jaxpr, "eqns") and not grows:
-        known = [x for x in consts if not _is_opaque(x)]
-        found.append((str(jaxpr), [np.asarray(x).tobytes() for x in known]))
-  return found
-
-
-def _numbers(
-  first: Operations, second: Operations
-) -> Iterator[tuple[Value, Any]]:
-  """Yields constants of the first that differ in the second, and the latter."""
-  for step, other in zip(first.steps, second.steps, strict=True):
-    for x, y in zip(step.reads, other.reads, strict=True):
-      if x.constant is None or x.shape != y.shape or _is_opaque(x.constant):
-        continue
-      a, b = np.asarray(x.constant), np.asarray(y.constant)
-      if a.tobytes() != b.tobytes():
-        yield x, y.constant
 
 
 # --- types ---
@@ -697,6 +655,10 @@ def _line(error: Exception) -> str:
   return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def _is_array(x: Any) -> bool:
+  return hasattr(x, "dtype") or isinstance(x, (bool, int, float))
+
+
 def type_of(leaf: Any) -> Any:
   """Returns the type of an array, of a shape, or of the table of SparseRows.
 
@@ -708,30 +670,3 @@ def type_of(leaf: Any) -> Any:
     leaf = jax.typeof(leaf)
   weak = getattr(leaf, "weak_type", False)
   return ShapedArray(leaf.shape, leaf.dtype, weak_type=weak)
-
-
-def arguments(
-  extra: Mapping[str, Any],
-) -> tuple[list[Any], Callable[[Sequence[Any]], dict[str, Any]]]:
-  """Splits further arguments into arrays and what puts them back."""
-  leaves, structure = jax.tree.flatten(dict(extra))
-  is_array = [
-    hasattr(x, "dtype") or isinstance(x, (bool, int, float)) for x in leaves
-  ]
-  others = [None if a else x for a, x in zip(is_array, leaves)]
-
-  def back(arrays):
-    given = iter(arrays)
-    return structure.unflatten(
-      [next(given) if a else x for a, x in zip(is_array, others)]
-    )
-
-  return [x for x, a in zip(leaves, is_array) if a], back
-
-
-@contextlib.contextmanager
-def as_optax_computes() -> Iterator[None]:
-  """Promotes dtypes and ranks, whatever a program forbids itself."""
-  with jax.numpy_dtype_promotion("standard"):
-    with jax.numpy_rank_promotion("allow"):
-      yield

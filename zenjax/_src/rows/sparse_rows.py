@@ -470,12 +470,18 @@ def filled_up(rows: SparseRows, devices: int) -> SparseRows:
 
 def padded(rows: SparseRows, capacity: int) -> SparseRows:
   """Returns the same with room for at least so many rows."""
-  missing = capacity - rows.capacity
-  if missing <= 0:
+  return resized(rows, max(capacity, rows.capacity))
+
+
+def resized(rows: SparseRows, capacity: int) -> SparseRows:
+  """Returns the same with room for so many; what is cut off is padding."""
+  missing = max(0, capacity - rows.capacity)
+  if capacity == rows.capacity:
     return rows
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))
-  return SparseRows(ids, values, rows.num_rows).as_unique(rows.unique)
+  cut = SparseRows(ids[:capacity], values[:capacity], rows.num_rows)
+  return cut.as_unique(rows.unique)
 
 
 def require_one(what: str, rows: SparseRows) -> None:

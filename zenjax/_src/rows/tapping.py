@@ -399,7 +399,7 @@ class Run:
     return found.restored(_stepped(view, found, rows))
 
   def _called(self, eqn, values, at) -> list:
-    return self.run(*jaxprs.called(eqn), values, at)
+    return self.run(*jaxprs.opened(jaxprs.called(eqn)), values, at)
 
   def _scan(self, eqn, values, at) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)

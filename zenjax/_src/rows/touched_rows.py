@@ -1,148 +1,161 @@
 """A step of an optimizer on the touched rows of tables."""
 
-import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import trees
+from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.rows.sparse_rows import padded
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.tables import table_update
 
+# A program for one row may differ from that for several: nothing is repeated.
+FEWEST = 2
 
-def update(
+
+class At(NamedTuple):
+  """Which rows of a table are touched.
+
+  Attributes:
+    ids: All different; padding is beyond the table.
+    num_rows: Rows of the table.
+  """
+
+  ids: jax.Array
+  num_rows: int
+
+  @classmethod
+  def of(cls, ids: jax.Array, num_rows: int) -> "At":
+    """Returns the rows at `ids`, which repeat for padding alone."""
+    beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
+    return cls(jnp.where(ids < num_rows, ids, beyond), num_rows)
+
+  def take(self, table: jax.Array) -> jax.Array:
+    """Returns the rows; for padding, the last row of the table.
+
+    So padding computes what a row without a gradient would: a zero beside an
+    empty state could divide by zero.
+    """
+    if not self.num_rows:  # JAX gathers nothing from nothing.
+      return jnp.zeros((len(self.ids), *table.shape[1:]), table.dtype)
+    return table.at[self.ids].get(mode="clip")
+
+  def put(self, table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the table with these rows in it; padding is dropped."""
+    return table.at[self.ids].set(rows, mode="drop", unique_indices=True)
+
+
+def combined(
+  tree: Any, capacity: int = 0
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+  """Takes the leaves of a tree, with every index of SparseRows once.
+
+  Args:
+    tree: Arrays and SparseRows.
+    capacity: Of SparseRows, at least.
+
+  Returns:
+    The leaves, and a function that puts new values of all leaves in their
+    place. It keeps the types of `tree`: a transformation that returns another
+    structure than it was given could not be a branch of `lax.cond`, as inside
+    `optax.apply_if_finite`.
+  """
+  given, structure = jax.tree.flatten(tree, is_leaf=is_rows)
+  leaves = [
+    sparse_rows.padded(sparse_rows.merged(x), capacity) if is_rows(x) else x
+    for x in given
+  ]
+
+  def back(values: Sequence[Any]) -> Any:
+    new = list(values)
+    for i, (like, x) in enumerate(zip(given, leaves, strict=True)):
+      if is_rows(like):
+        rows = sparse_rows.resized(x.with_values(new[i]), like.capacity)
+        new[i] = rows.as_unique(like.unique)
+    return structure.unflatten(new)
+
+  return leaves, back
+
+
+def values(leaves: Sequence[Any]) -> list[jax.Array]:
+  """Returns arrays alone: `[K, D]` in the place of SparseRows."""
+  return [x.values if is_rows(x) else x for x in leaves]
+
+
+def step(
   analysis: RowAnalysis,
-  merged: Any,
+  structure: Any,
+  grads: Sequence[Any],
+  params: Sequence[Any] | None,
   state: Any,
-  params: Any,
+  at: Mapping[int, At],
   extra: dict[str, Any],
-) -> tuple[Any, Any]:
-  """Runs an optimizer on the rows of `merged` alone.
+) -> tuple[list[Any], Any, list[At | None]]:
+  """Runs an optimizer on some rows of tables.
 
   Args:
     analysis: Of the optimizer's update of whole tables.
-    merged: Updates in which every index of SparseRows stands once.
+    structure: Of gradients and parameters.
+    grads: Leaves, of tables their touched rows.
+    params: Likewise, or None.
     state: Of the optimizer, whole.
-    params: Whole, or None.
-    extra: Further arguments of its `update`.
+    at: Which rows these are, by the number of the leaf.
+    extra: Further arguments of the optimizer's `update`.
 
   Returns:
-    Updates in the structure of `merged`, and the state.
+    Leaves of updates, the new state with the touched rows alone, and where
+    these are for each of its leaves.
   """
-  roomy = jax.tree.map(with_room, merged, is_leaf=is_rows)
-  at = jax.tree.map(touched, roomy, is_leaf=is_rows)
-  tags = of_state(analysis, state, at)
-  few = jax.tree.map(gather, state, tags)
-  few_params = None if params is None else jax.tree.map(gather, params, at)
-  out, few = analysis.update(trees.values(roomy), few, few_params, extra)
-  state = jax.tree.map(scatter, state, few, tags)
-  out = jax.tree.map(
-    lambda rows, x: x[: rows.capacity] if is_rows(rows) else x,
-    merged,
-    out,
-    is_leaf=is_rows,
+  leaves, tree = jax.tree.flatten(state)
+  places = [None if i is None else at[i] for i in analysis.state_rows]
+  few = tree.unflatten(
+    [place.take(x) if place else x for x, place in zip(leaves, places)]
   )
-  return trees.with_values(merged, out), state
+  given = None if params is None else structure.unflatten(params)
+  out, few = analysis.update(structure.unflatten(grads), few, given, extra)
+  return structure.flatten_up_to(out), few, places
 
 
-def with_room(leaf: Any) -> Any:
-  """SparseRows with room for two rows at least.
+def put(
+  state: Any, few: Any, places: Sequence[At | None], rows_only: bool = False
+) -> Any:
+  """Returns a state after a step on some rows.
 
-  A program for one row may differ from that for several: nothing is repeated.
+  Args:
+    state: As it was before.
+    few: What `step` has returned, like `places`.
+    places: Where these rows are.
+    rows_only: Whether leaves without rows stay as they were.
   """
-  return padded(leaf, 2) if is_rows(leaf) else leaf
-
-
-def of_state(analysis: RowAnalysis, state: Any, at: Any) -> Any:
-  """Returns which rows of each leaf of a state are touched."""
-  tables = jax.tree.leaves(at)
-  structure = jax.tree.structure(state)
-  return structure.unflatten(
-    [ALL if table is None else tables[table] for table in analysis.state_rows]
+  leaves, tree = jax.tree.flatten(state)
+  each = zip(leaves, jax.tree.leaves(few), places, strict=True)
+  return tree.unflatten(
+    [
+      place.put(x, new) if place else x if rows_only else new
+      for x, new, place in each
+    ]
   )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class At:
-  """Which rows of a leaf are touched; None for all of it."""
-
-  ids: jax.Array | None = None
-  num_rows: int = -1
-
-  @property
-  def pads(self) -> Any:
-    """Where `ids` are of no row."""
-    return self.ids is not None and self.ids >= self.num_rows
-
-  def has(self, leaf: jax.Array) -> bool:
-    """Returns True if `leaf` holds something for each row of the table."""
-    shape = jnp.shape(leaf)
-    return self.ids is not None and shape[:1] == (self.num_rows,)
-
-
-ALL = At()
-
-
-def touched(leaf: Any) -> At:
-  """The rows that an update touches."""
-  if not is_rows(leaf):
-    return ALL
-  require_one("an update", leaf)
-  return At(distinct(leaf.indices, leaf.num_rows), leaf.num_rows)
-
-
-def distinct(ids: jax.Array, num_rows: int) -> jax.Array:
-  """`ids` with padding that is out of range and all different.
-
-  Every index stands once then, if every row does.
-  """
-  beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
-  return jnp.where(ids < num_rows, ids, beyond)
-
-
-def gather(leaf: Any, at: At) -> Any:
-  """Touched rows of what has rows; for padding, the last row.
-
-  So padding computes what a row without a gradient would: a zero beside an
-  empty state could divide by zero.
-  """
-  if not at.has(leaf):
-    return leaf
-  if not at.num_rows:  # JAX gathers nothing from nothing.
-    number = 0 if at.ids is None else len(at.ids)
-    return jnp.zeros((number, *leaf.shape[1:]), leaf.dtype)
-  return leaf.at[at.ids].get(mode="clip")
-
-
-def scatter(leaf: Any, few: Any, at: At) -> Any:
-  """Inverse of `gather`; `few` where it took all."""
-  if not at.has(leaf):
-    return few
-  return leaf.at[at.ids].set(few, mode="drop", unique_indices=True)
 
 
 def require_shapes(updates: Any, params: Any) -> None:
   """Raises ValueError for rows of another table than the parameter."""
-  for (name, u), p in zip(
-    leaf_util.named_leaves(
-      updates, lambda x: is_rows(x) or table_update.is_update(x)
-    ),
-    jax.tree.leaves(params),
-  ):
-    if is_rows(u) and u.by_owner:
+  is_leaf = lambda x: is_rows(x) or table_update.is_update(x)
+  named = leaf_util.named_leaves(updates, is_leaf)
+  for (name, u), p in zip(named, jax.tree.leaves(params)):
+    if not is_rows(u):
+      continue
+    if u.by_owner:
       raise ValueError(
         f"`updates` must not hold a gradient as it is, and {name!r} is that of"
         " a ShardedTable, whose rows have owners; update it by"
         " `zenjax.sharded_optimizer`."
       )
-    if is_rows(u):
-      require_one(f"the update of {name!r}", u)
-    if is_rows(u) and u.shape != jnp.shape(p):
+    require_one(f"the update of {name!r}", u)
+    if u.shape != jnp.shape(p):
       raise ValueError(
         f"SparseRows of {name!r} must be rows of the parameter: it is"
         f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"

@@ -218,5 +218,41 @@ class Zen(Scheme):
     ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PushOnly(Zen):
+  """Zen without a pull: owners keep the sums, and tell how far they are."""
+
+  name: str = "push_only"
+
+  def pull(
+    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+  ) -> list[Arrived]:
+    counts = [[counts_of(own)[None]] for own in sums]
+    came = wire.exchange(counts, collectives.all_gather, context.axes[-1:])
+    return [
+      Arrived(
+        row=jnp.zeros(0, jnp.int32),
+        values=jnp.zeros((0, plan.table.width), plan.table.dtype),
+        tally=Tally(*told.T),
+      )
+      for (told,), plan in zip(came, plans)
+    ]
+
+  def pull_messages(
+    self, plans: Sequence[TablePlan], context: Context
+  ) -> list[Message]:
+    words = len(Tally._fields) * len(plans)
+    return [Message("all_gather", context.axes[-1:], words)]
+
+  def expected_messages(
+    self,
+    plan: TablePlan,
+    context: Context,
+    push: jax.Array | float,
+    pull: jax.Array | float,
+  ) -> list[Message]:
+    return Zen.expected_messages(self, plan, context, push, pull)[:-1]
+
+
 def _row_words(plan: TablePlan, rows: int) -> int:
   return wire.words_for(rows * plan.block_width, plan.table.wire_dtype)

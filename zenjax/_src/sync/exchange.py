@@ -265,6 +265,8 @@ def _counts(
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
   rows, each = union.astype(jnp.float32), target.total.astype(jnp.float32)
+  if len(plan.tables) == 1:  # Also of sums that nobody pulled.
+    each = jnp.sum(rows)[None]
   if dense is not None:
     merged, all_rows = [
       jnp.maximum(x.astype(jnp.float32), 1)

@@ -8,7 +8,7 @@ state is.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -22,15 +22,23 @@ from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.schemes import base
-from zenjax._src.tables.push import Counts
-from zenjax._src.tables.push import Push
-from zenjax._src.tables.push import Sums
+from zenjax._src.rows.touched_rows import At
+from zenjax._src.rows.touched_rows import FEWEST
+from zenjax._src.schemes.base import Sums
 from zenjax._src.tables.sharded_table import ShardedTable
-from zenjax._src.tables.table_update import TableUpdate
 
-# A program for one row may differ from that for several: nothing is repeated.
-_FEWEST = 2
+
+class Listed(NamedTuple):
+  """Rows of an owner's part of a table, behind these padding."""
+
+  slots: jax.Array  # [k] int32, S as padding
+  rows: jax.Array  # [k, D]
+
+  @classmethod
+  def empty(cls, room: int, table: ShardedTable) -> "Listed":
+    """A list of no rows of a table, whose value has the shape `[S, D]`."""
+    slots = jnp.full(room, table.layout.slots, jnp.int32)
+    return cls(slots, jnp.zeros((room, *table.value.shape[1:]), table.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,18 +73,13 @@ class Owner:
   norm: jax.Array | None = None
 
   @property
-  def depth(self) -> int:
-    """How often owners must agree on a value of all rows before they step."""
-    return int(self.clip_norm is not None)
-
-  @property
   def no_squares(self) -> jax.Array:
     """The sum of squares of no rows."""
     return compat.cast_like(jnp.zeros(()), lax.axis_index(self.axis))
 
   def add_squares(
-    self, sums: list[base.Sums], squares: jax.Array
-  ) -> tuple[list[base.Sums], jax.Array]:
+    self, sums: list[Sums], squares: jax.Array
+  ) -> tuple[list[Sums], jax.Array]:
     """Adds the squares of the rows that a push brought."""
     rows = [own.union.rows for own in sums]
     return sums, squares + sum([_squares(self.scaled(x)) for x in rows])
@@ -98,42 +101,39 @@ class Owner:
     few = self.norm < self.clip_norm
     return jnp.where(few, x, x / self.norm.astype(x.dtype) * self.clip_norm)
 
-  def __call__(
-    self, held: list[base.Sums], state: Any
-  ) -> tuple[list[base.Sums], Any]:
+  def __call__(self, held: list[Sums], state: Any) -> tuple[list[Sums], Any]:
     """Sums become updates; the state has a step of these rows more."""
-    sums = [Sums(own.union.slots, own.union.rows) for own in held]
-    rows, state = self.step(sums, state)
-    found = []
-    for (i, table), own in zip(self.tables.items(), held):
-      real = (own.union.slots < table.layout.slots)[:, None]
-      new = jnp.where(real, rows[i].astype(own.union.rows.dtype), 0)
-      found.append(own._replace(union=own.union._replace(rows=new)))
-    return found, state
-
-  def step(
-    self, sums: Sequence[Sums], state: Any
-  ) -> tuple[dict[int, jax.Array], Any]:
-    """Returns updates of rows, by the leaf's number, and the state."""
     at, grads = {}, {}
-    for (i, table), (slots, rows) in zip(self.tables.items(), sums):
-      end = table.layout.slots
-      if len(slots) < _FEWEST:
-        missing = _FEWEST - len(slots)
+    for (i, table), own in zip(self.tables.items(), held):
+      end, slots, rows = table.layout.slots, own.union.slots, own.union.rows
+      if len(slots) < FEWEST:
+        missing = FEWEST - len(slots)
         slots = jnp.pad(slots, (0, missing), constant_values=end)
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
-      at[i] = touched_rows.At(touched_rows.distinct(slots, end), end)
+      at[i] = At.of(slots, end)
       grads[i] = self._clipped(self.scaled(rows)).astype(table.dtype)
     for i, x in self._small.items():
       at[i] = _nowhere(x.num_rows)
-      grads[i] = jnp.zeros((_FEWEST, x.shape[1]), x.dtype)
-    out, new, tags = self._step(state, grads, at)
-    keep = lambda old, few, at: (
-      touched_rows.scatter(old, few, at) if at.has(old) else old
-    )
-    state = jax.tree.map(keep, state, new, tags)
-    each = zip(self.tables, sums)
-    return {i: out[i][: len(slots)] for i, (slots, _) in each}, state
+      grads[i] = jnp.zeros((FEWEST, x.shape[1]), x.dtype)
+    out, few, places = self._step(state, grads, at)
+    state = touched_rows.put(state, few, places, rows_only=True)
+    found = []
+    for (i, table), own in zip(self.tables.items(), held):
+      slots, rows = own.union.slots, own.union.rows
+      real = (slots < table.layout.slots)[:, None]
+      new = jnp.where(real, out[i][: len(slots)].astype(rows.dtype), 0)
+      found.append(own._replace(union=own.union._replace(rows=new)))
+    return found, state
+
+  def keeping(
+    self, held: list[Sums], kept: tuple[Any, list[Listed]]
+  ) -> tuple[list[Sums], tuple[Any, list[Listed]]]:
+    """The same where owners keep the updates, in the order they come."""
+    state, lists = kept
+    updated, state = self(held, state)
+    each = zip(updated, lists, self.tables.values())
+    lists = [_appended(own, to, table.layout.slots) for own, to, table in each]
+    return updated, (state, lists)
 
   def finish(self, state: Any) -> tuple[list[Any], Any]:
     """Updates of what has no owner, and the state with all but owners' rows.
@@ -144,15 +144,14 @@ class Owner:
     at, grads = {}, {}
     for i, table in self.tables.items():
       at[i] = _nowhere(table.layout.slots)
-      grads[i] = jnp.zeros((_FEWEST, *table.value.shape[1:]), table.dtype)
+      grads[i] = jnp.zeros((FEWEST, *table.value.shape[1:]), table.dtype)
     for i, x in self._small.items():
-      x = touched_rows.with_room(sparse_rows.merged(x))
-      at[i], grads[i] = touched_rows.touched(x), self._clipped(x.values)
-    out, rest, tags = self._step(state, grads, at)
+      x = sparse_rows.padded(sparse_rows.merged(x), FEWEST)
+      at[i], grads[i] = At.of(x.indices, x.num_rows), self._clipped(x.values)
+    out, few, places = self._step(state, grads, at)
     for i, x in self._small.items():
-      zeros = jnp.zeros(x.shape, out[i].dtype)
-      out[i] = touched_rows.scatter(zeros, out[i], at[i])
-    return out, jax.tree.map(touched_rows.scatter, state, rest, tags)
+      out[i] = at[i].put(jnp.zeros(x.shape, out[i].dtype), out[i])
+    return out, touched_rows.put(state, few, places)
 
   @property
   def _small(self) -> dict[int, SparseRows]:
@@ -165,123 +164,40 @@ class Owner:
       grads[i] if i in grads else self._clipped(x)
       for i, x in enumerate(self.grads)
     ]
-    params = None
-    if self.params is not None:
-      params = self.structure.unflatten(
-        [
-          self._rows_of(i, x, at[i]) if i in at else x
-          for i, x in enumerate(self.params)
-        ]
-      )
-    back = self.structure.unflatten
-    at = back([at.get(i, touched_rows.ALL) for i in range(len(grads))])
-    tags = touched_rows.of_state(self.analysis, state, at)
-    few = jax.tree.map(touched_rows.gather, state, tags)
-    out, new = self.analysis.update(back(grads), few, params, self.extra)
-    return self.structure.flatten_up_to(out), new, tags
+    params = self.params and [
+      self._rows_of(i, x, at[i]) if i in at else x
+      for i, x in enumerate(self.params)
+    ]
+    return touched_rows.step(
+      self.analysis, self.structure, grads, params, state, at, self.extra
+    )
 
   def _rows_of(self, i, table, at):
     if i in self.sharded or i not in self.tables:
-      return touched_rows.gather(table, at)
+      return at.take(table)
     return own_rows(table, at.ids, self.tables[i])
-
-  def on_own_tables(
-    self, push: Push, state: Any
-  ) -> tuple[dict[int, TableUpdate], Any, list[Counts], jax.Array, "Owner"]:
-    """Takes a step on sharded tables, in as many rounds as it takes.
-
-    Returns:
-      Updates by the leaf's number, the state, the counts of each table, the
-      number of rounds, and this with what it knows of all gradients.
-    """
-    unsent = lambda counts: jnp.any(
-      jnp.stack([x.start for x in counts]) < push.ends
-    )
-
-    def after(sums, counts):
-      # A round changes nothing that it reads: XLA may not run it before.
-      sums, starts = lax.optimization_barrier(
-        (sums, jnp.stack([x.start for x in counts]))
-      )
-      del sums
-      new, told = push.round(starts)
-      union = [x.union + y.union for x, y in zip(counts, told)]
-      return new, [x._replace(union=y) for x, y in zip(told, union)]
-
-    with jax.named_scope("zenjax/push"):
-      sums, counts = push.round(push.first)
-    owner = self
-    if self.depth:
-
-      def add(flow):
-        sums, counts, squares = flow
-        sums, counts = after(sums, counts)
-        return sums, counts, squares + self._squares_of(sums)
-
-      squares = self._squares_of(sums)
-      flow = sums, counts, squares
-      *_, squares = lax.while_loop(lambda x: unsent(x[1]), add, flow)
-      owner = self.agreed(squares)
-
-    def turn(flow):
-      _, sums, counts, state, lists, rounds = flow
-      rows, state = owner.step(sums, state)
-      each = zip(sums, rows.values(), lists)
-      lists = [
-        _written(x.slots, new, to, table.layout.slots)
-        for (x, new, to), table in zip(each, owner.tables.values())
-      ]
-      left = unsent(counts)
-      sums, counts = lax.cond(left, after, lambda *x: x, sums, counts)
-      return left, sums, counts, state, lists, rounds + 1
-
-    lists = []
-    each = zip(self.tables.values(), push.most, push.tables)
-    for table, most, part in each:
-      end, like = table.layout.slots, part.value
-      slots = compat.cast_like(jnp.full(most, end, jnp.int32), like)
-      rows = jnp.zeros((most, *table.value.shape[1:]), table.dtype)
-      lists.append((slots, compat.cast_like(rows, like)))
-    flow = jnp.ones((), bool), sums, counts, state, lists, jnp.int32(0)
-    with jax.named_scope("zenjax/owners"):
-      flow = lax.while_loop(lambda flow: flow[0], turn, flow)
-    *_, counts, state, lists, rounds = flow
-    updates = {
-      i: TableUpdate(slots, rows, table.layout.slots, table.axes)
-      for (i, table), (slots, rows) in zip(self.tables.items(), lists)
-    }
-    return updates, state, counts, rounds, owner
-
-  def _squares_of(self, sums: Sequence[Sums]) -> jax.Array:
-    return sum([_squares(self.scaled(x.rows)) for x in sums], self.no_squares)
 
 
 def _squares(x: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def _written(
-  slots: jax.Array,
-  rows: jax.Array,
-  to: tuple[jax.Array, jax.Array],
-  end: int,
-) -> tuple[jax.Array, jax.Array]:
-  """Appends rows at `slots: [k]`, the first of them real, to a list."""
-  listed, before = to
-  used = jnp.sum(listed < end, dtype=jnp.int32)
-  real = slots < end
+def _appended(own: Sums, to: Listed, end: int) -> Listed:
+  """Appends the real rows, which come first, to a list."""
+  slots, rows = own.union.slots, own.union.rows
+  used = jnp.sum(to.slots < end, dtype=jnp.int32)
   at = used + jnp.arange(len(slots), dtype=jnp.int32)
   # Padding comes past the end, and is dropped.
-  at = jnp.where(real, at, len(listed) + at)
-  rows = rows.astype(before.dtype)
-  return indexing.put(listed, at, slots), indexing.put(before, at, rows)
-
-
-def _nowhere(num_rows: int) -> touched_rows.At:
-  """Padding alone."""
-  return touched_rows.At(
-    num_rows + jnp.arange(_FEWEST, dtype=jnp.int32), num_rows
+  at = jnp.where(slots < end, at, len(to.slots) + at)
+  return Listed(
+    slots=indexing.put(to.slots, at, slots),
+    rows=indexing.put(to.rows, at, rows.astype(to.rows.dtype)),
   )
+
+
+def _nowhere(num_rows: int) -> At:
+  """Padding alone."""
+  return At.of(jnp.full(FEWEST, num_rows, jnp.int32), num_rows)
 
 
 def own_rows(table: jax.Array, slots: jax.Array, of: ShardedTable) -> jax.Array:

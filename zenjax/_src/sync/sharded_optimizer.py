@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -17,14 +16,20 @@ from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import Capacities
+from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Kernels
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
+from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.schemes import base
+from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import SPARSE
+from zenjax._src.schemes.zen import PushOnly
 from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
@@ -37,11 +42,12 @@ from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
-from zenjax._src.tables.push import Counts
-from zenjax._src.tables.push import Push
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.tables.table_update import TableUpdate
+
+# Where no device needs the sums of others.
+_PUSH_ONLY = PushOnly()
 
 
 class ShardedOptimizerState(NamedTuple):
@@ -143,9 +149,8 @@ class Owners:
   summed: frozenset[str] = frozenset()
 
   @functools.cached_property
-  def _known(self) -> dict[Any, RowAnalysis]:
-    """Analyses of the optimizer, each kind of arguments once."""
-    return {}
+  def _analyses(self) -> row_analysis.Analyses:
+    return row_analysis.Analyses(self.inner)
 
   def init(self, params: Any) -> ShardedOptimizerState:
     mesh = self._mesh_around(params)
@@ -184,9 +189,9 @@ class Owners:
     if analysis is not None:
       lazy.warn_of_decay(analysis, given.names, tables)
       _require_form(inner, analysis)
-    new = sync_state.empty_leaf(mean=context.mean)
-    if given.tables:
-      new = sync_state.empty_table(mean=context.mean, devices=context.devices)
+    new = sync_state.empty_leaf(
+      mean=context.mean, devices=context.devices, sharded=bool(given.tables)
+    )
     memory = dict.fromkeys([given.names[i] for i in tables], new)
     sync = sync_state.empty(memory, self.options, owners=True)
     return ShardedOptimizerState(sync, _bare(inner))
@@ -243,11 +248,7 @@ class Owners:
       clip_norm=self.clip_norm,
     )
     out, sync = {}, state.sync
-    if given.tables:
-      out, inner, sync, owner = self._deliver(
-        given, owner, inner, sync, context
-      )
-    elif tables:
+    if tables:
       out, inner, sync, owner = self._exchange(
         given, tables, owner, inner, sync, context
       )
@@ -471,58 +472,80 @@ class Owners:
       return given.tables[i].num_rows, given.leaves[i].shape[-1]
     return leaf_util.table_shape(given.leaves[i], self.options.unit)
 
-  def _deliver(self, given, owner, inner, sync, context):
-    """Updates of sharded tables, by the leaf's number, state, statistics."""
-    parts = [
-      dataclasses.replace(x, value=owner.params[i])
-      for i, x in given.tables.items()
-    ]
-    grads = [given.leaves[i] for i in given.tables]
-    push = Push.of(parts, grads)
-    out, inner, counts, rounds, owner = owner.on_own_tables(push, inner)
-    memory = {}
-    each = zip(given.tables.items(), push.sizes, counts)
-    for (i, table), size, count in each:
-      name = given.names[i]
-      memory[name] = _after_step(
-        sync.leaves[name], sync.step, table, size, count, rounds, owner, context
-      )
-    return out, inner, sync.replace(leaves=memory), owner
-
   def _exchange(self, given, tables, owner, inner, sync, context):
     """Updates of tables by the leaf's number, the state, statistics."""
-    scheme, options = SPARSE["zen"], self.options
-    group = [(given.names[i], given.leaves[i]) for i in tables]
-    known = [leaf_tables.table_of(*one, options) for one in group]
-    choices = leaf_tables.choose(known, options, dict(sync.tuned), context)
-    choices = [x._replace(scheme="zen", column_groups=1) for x in choices]
-    plans = leaf_tables.plans(
-      known, choices, scheme, options, context, owners=True
-    )
+    plans = self._plans(given, tables, sync, context)
     entered = []
-    for plan, table, (_, leaf) in zip(plans, tables.values(), group):
-      plan = dataclasses.replace(plan, layout=table.layout)
-      rows = leaf_util.as_table(leaf, options.unit)
+    for i, plan in zip(tables, plans):
+      rows = leaf_util.as_table(given.leaves[i], self.options.unit)
       entered.append(exchange.Local(plan, [rows]))
     sums = dataclasses.replace(context, mean=False)
     if owner.clip_norm is not None:
       # Owners must have all sums before they can update the first of them.
       _, squares = exchange.exchange(
-        entered, scheme, sums, owner=owner.add_squares, owned=owner.no_squares
+        entered,
+        _PUSH_ONLY,
+        sums,
+        owner=owner.add_squares,
+        owned=owner.no_squares,
       )
       owner = owner.agreed(squares)
-    found, inner = exchange.exchange(
-      entered, scheme, sums, owner=owner, owned=inner
+    scheme, step, owned = SPARSE["zen"], owner, inner
+    if given.tables:
+      lists = [
+        owner_rows.Listed.empty(plan.most_pull, table)
+        for plan, table in zip(plans, owner.tables.values())
+      ]
+      scheme, step, owned = _PUSH_ONLY, owner.keeping, (inner, lists)
+    found, owned = exchange.exchange(
+      entered, scheme, sums, owner=step, owned=owned
     )
     out, memory = {}, dict(sync.leaves)
-    for i, table in zip(tables, found):
+    if given.tables:
+      inner, lists = owned
+      for (i, table), (slots, rows) in zip(given.tables.items(), lists):
+        out[i] = TableUpdate(slots, rows, table.layout.slots, table.axes)
+    else:
+      inner = owned
+      for i, table in zip(tables, found):
+        (rows,) = table.rows
+        out[i] = gradient_tree.as_asked(rows, given.leaves[i], self.options)
+    for table in found:
       name = table.plan.table.name
-      (rows,) = table.rows
-      out[i] = gradient_tree.as_asked(rows, given.leaves[i], options)
+      beside = _bytes_beside(table, owner, given.tables, context)
       (memory[name],) = sync_state.after_step(
-        [memory[name]], sync.step, table.counts, table.plan, scheme, context
+        [memory[name]],
+        sync.step,
+        table.counts,
+        table.plan,
+        scheme,
+        context,
+        beside,
       )
     return out, inner, sync.replace(leaves=memory), owner
+
+  def _plans(self, given, tables, sync, context):
+    """How the rows of each table get to their owners."""
+    options, scheme = self.options, SPARSE["zen"]
+    group = [(given.names[i], given.leaves[i]) for i in tables]
+    known = [leaf_tables.table_of(*one, options) for one in group]
+    if given.tables:
+      choices = [
+        leaf_tables.Choice("zen", 1, _buffers_of(table, kind))
+        for table, kind in zip(given.tables.values(), known)
+      ]
+    else:
+      tuned = leaf_tables.choose(known, options, dict(sync.tuned), context)
+      choices = [x._replace(scheme="zen", column_groups=1) for x in tuned]
+    plans = leaf_tables.plans(
+      known, choices, scheme, options, context, owners=True
+    )
+    # Nobody is sent the sums of a sharded table.
+    rooms = {"rooms": (0,)} if given.tables else {}
+    return [
+      dataclasses.replace(plan, layout=table.layout, **rooms)
+      for plan, table in zip(plans, tables.values())
+    ]
 
   def _analysis_of(self, given, tables, params=None, state=None, extra=None):
     """Says how `tx` updates whole tables; without a state, in a first step.
@@ -556,8 +579,15 @@ class Owners:
       )
     by = types if state is None else params
     # Row gradients of small tables, too, are updated by rows.
-    chosen = [i in tables or is_rows(x) for i, x in enumerate(given.leaves)]
-    analysis = self._analysed(types, whole, by, extra or {}, chosen)
+    small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
+    chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
+    try:
+      analysis = self._analyses.of(types, whole, by, extra or {}, chosen)
+    except NameError as error:
+      raise ValueError(
+        f"`tx` must not synchronize devices, but it wants an axis of them"
+        f" ({error}); sharded_optimizer is in the place of zen_sync."
+      ) from error
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
       raise ValueError(
@@ -567,29 +597,6 @@ class Owners:
         " `clip_norm=`."
       )
     return analysis, state
-
-  def _analysed(self, types, whole, params, extra, chosen) -> RowAnalysis:
-    leaves, structure = jax.tree.flatten((types, whole, params, extra))
-    kinds = [
-      row_analysis.type_of(x) if hasattr(x, "dtype") else x for x in leaves
-    ]
-    key = structure, tuple(kinds), tuple(chosen)
-    make = lambda: row_analysis.analyse(
-      self.inner, types, whole, params, extra, chosen
-    )
-    try:
-      hash(key)
-    except TypeError:
-      return make()
-    try:
-      if key not in self._known:
-        self._known[key] = make()
-    except NameError as error:
-      raise ValueError(
-        f"`tx` must not synchronize devices, but it wants an axis of them"
-        f" ({error}); sharded_optimizer is in the place of zen_sync."
-      ) from error
-    return self._known[key]
 
   def _types(self, given, tables, leaves):
     """Types of leaves; of tables `ShardedTable`s of `[R, D]`."""
@@ -692,58 +699,27 @@ def _require_memory(names: Sequence[str], sync: Any) -> None:
     )
 
 
-def _after_step(
-  memory: sync_state.TableState,
-  step: jax.Array,
-  table: ShardedTable,
-  size: int,
-  counts: Counts,
-  rounds: jax.Array,
-  owner: owner_rows.Owner,
-  context: Any,
-) -> sync_state.TableState:
-  """Returns the memory of a sharded table after step number `step`."""
-  n, devices, width = table.devices, context.devices, table.table_shape[1]
-  sizes = sync_state.Sizes(
-    num_rows=table.num_rows,
-    width=width,
-    devices=devices,
-    row_groups=n,
-    column_groups=1,
-    push=size,
-    pull=0,
-    mean=int(context.mean),
-    scheme=0,
-  )
-  most = counts.most.astype(jnp.float32)
-  fetches = jnp.maximum(jnp.ceil(most / size), 1)
-  # For a norm of all rows, further rounds are sent once more.
-  exchanges = 1 + (rounds.astype(jnp.float32) - 1) * (1 + owner.depth)
-  ids, rows, pushed = fetch.words_of_round(size, n, width, table.dtype)
-  told = devices * len(Counts._fields)
-  copied = (devices // n - 1) * n * size * (1 + width)
-  words = (fetches * (ids + rows) + exchanges * pushed) * ((n - 1) / n)
-  words += exchanges * ((devices - 1) / devices * told + copied)
-  dense = 2 * (devices - 1) / devices * math.prod(table.shape)
-  union = counts.union.astype(jnp.float32)
-  last = sync_state.LastOfTable(
-    local_rows=counts.rows.astype(jnp.float32) / devices,
-    push_need=most,
-    union_rows=jnp.sum(union),
-    pull_need=jnp.max(union),
-    rounds=rounds,
-    fetch_rounds=fetches,
-    overflow_rows=counts.beyond,
-    wire_bytes=4 * words,
-    dense_bytes=dense * jnp.dtype(table.dtype).itemsize,
-  )
-  last = [jnp.asarray(x, jnp.float32) for x in last]
-  at = lax.rem(step, jnp.asarray(sync_state.HISTORY, step.dtype))
-  return sync_state.TableState(
-    sizes=jnp.array(sizes, jnp.int32),
-    last=jnp.stack(last),
-    history=memory.history.at[at].set(counts.most),
-  )
+def _buffers_of(table: ShardedTable, kind: Table) -> Capacity:
+  """Buffer sizes of a push: those of fetches, and room for all that comes."""
+  size = fetch.buffer_size(kind.look_ups, table.layout, table.sizes)
+  return Capacity(size, min(table.num_rows, size * table.devices))
+
+
+def _bytes_beside(
+  found: exchange.Exchanged, owner: Any, sharded: Any, context: Context
+) -> jax.Array | float:
+  """Bytes of fetches and of a norm, which a device receives in a step."""
+  plan, counts, total = found.plan, found.counts, 0.0
+  if owner.clip_norm is not None:
+    messages = exchange.messages([plan], _PUSH_ONLY, context)
+    rounds = counts.rounds.astype(jnp.float32)
+    total += rounds * base.received_bytes(messages, context)
+  if sharded:
+    table, n = plan.table, plan.layout.groups
+    ids, rows, _ = fetch.words_of_round(plan.push, n, table.width, table.dtype)
+    fetches = jnp.maximum(jnp.ceil(counts.fullest / plan.push), 1)
+    total += fetches * 4 * (ids + rows) * (n - 1) / n
+  return total
 
 
 def _require_replicated(params: Any) -> None:

@@ -183,7 +183,7 @@ class ListTarget(NamedTuple):
     return ListTarget(
       row=indexing.put(self.row, at, row),
       values=indexing.put(self.values, at, arrived.values),
-      total=self.total + counted[-1],
+      total=self.total + jnp.sum(mine, axis=0, dtype=jnp.int32),
     )
 
   def leaves(self, plan: TablePlan) -> list[SparseRows]:

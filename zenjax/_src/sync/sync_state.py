@@ -68,44 +68,15 @@ class Last(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeafState:
-  """What steps have counted for one sparse leaf."""
+  """What steps have counted for one sparse leaf.
+
+  Of a sharded table nothing is pulled, and `sharded` is True.
+  """
 
   sizes: jax.Array  # [len(Sizes)] int32
   last: jax.Array  # [len(Last)] float32
   history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
-
-
-class LastOfTable(NamedTuple):
-  """Numbers of the last step of a sharded table, equal on all devices."""
-
-  local_rows: Any  # distinct rows that a device looked up, mean
-  push_need: Any  # distinct rows of the fullest pair of devices
-  union_rows: Any  # rows that owners updated
-  pull_need: Any  # rows that the busiest owner updated
-  rounds: Any  # exchanges of gradient rows that were summed at once
-  fetch_rounds: Any  # exchanges of ids and rows
-  overflow_rows: Any
-  wire_bytes: Any
-  dense_bytes: Any
-
-
-class TableState(NamedTuple):
-  """Memory of a table of `zenjax.tables.shard`, of `sharded_optimizer`."""
-
-  # [len(Sizes)] int32, of the last step; groups of rows are owners, `push` is
-  # the buffer size, and nothing is pulled.
-  sizes: jax.Array
-  last: jax.Array  # [len(LastOfTable)] float32
-  history: jax.Array  # [HISTORY] int32, rows of the fullest pair in each step
-
-
-def empty_table(*, mean: bool, devices: int) -> TableState:
-  """Returns the state of a sharded table before the first step."""
-  return TableState(
-    sizes=_no_sizes(mean, devices),
-    last=jnp.zeros(len(LastOfTable._fields), jnp.float32),
-    history=jnp.zeros(HISTORY, jnp.int32),
-  )
+  sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 class LeafChoice(NamedTuple):
@@ -166,18 +137,17 @@ def empty(
   return ZenSyncState(step, leaves, mean, fixed=frozenset(fixed), owners=owners)
 
 
-def _no_sizes(mean: bool, devices: int) -> jax.Array:
+def empty_leaf(
+  *, mean: bool, devices: int = 0, sharded: bool = False
+) -> LeafState:
+  """Returns the state of a leaf before the first step."""
   nothing = Sizes(*[0] * len(Sizes._fields))
   sizes = nothing._replace(mean=int(mean), devices=devices)
-  return jnp.array(sizes, jnp.int32)
-
-
-def empty_leaf(*, mean: bool) -> LeafState:
-  """Returns the state of a leaf before the first step."""
   return LeafState(
-    sizes=_no_sizes(mean, 0),
+    sizes=jnp.array(sizes, jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
     history=jnp.zeros((HISTORY, 2), jnp.int32),
+    sharded=sharded,
   )
 
 
@@ -188,11 +158,13 @@ def after_step(
   plan: TablePlan,
   scheme: Scheme,
   context: Context,
+  bytes_beside: jax.Array | float = 0.0,
 ) -> list[LeafState]:
   """Returns states after step number `step`, of the leaves of one table.
 
   Leaves that travel as one table are counted together: pairs and owners are
-  shared out by the rows of their sums.
+  shared out by the rows of their sums. `bytes_beside` are those that each
+  leaf received outside of this exchange.
   """
   shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
   found = []
@@ -211,7 +183,7 @@ def after_step(
       push_need=counts.fullest * part,
       pull_need=counts.owner * part,
       rounds=counts.rounds,
-      wire_bytes=wire_bytes + dense * dense_bytes,
+      wire_bytes=wire_bytes + dense * dense_bytes + bytes_beside,
       dense_bytes=dense_bytes,
       went_dense=dense,
     )
@@ -220,7 +192,8 @@ def after_step(
     need = jnp.where(counts.dense, DENSE_STEP, need)
     at = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
     found.append(
-      LeafState(
+      dataclasses.replace(
+        leaf,
         sizes=_sizes_of(own, scheme.name, context),
         last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
         history=lax.dynamic_update_index_in_dim(leaf.history, need, at, axis=0),
@@ -260,7 +233,7 @@ def _sizes_of(plan: TablePlan, scheme: str, context: Context) -> jax.Array:
     push=plan.push,
     pull=plan.pull,
     mean=int(context.mean),
-    scheme=SCHEMES.index(scheme),
+    scheme=SCHEMES.index(scheme) if scheme in SCHEMES else 0,
   )
   return jnp.array(sizes, jnp.int32)
 
@@ -315,12 +288,12 @@ def require(state: Any) -> list[ZenSyncState]:
 
 def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
   """Returns the leaves that are replicated, by name."""
-  return {k: x for k, x in node.leaves.items() if isinstance(x, LeafState)}
+  return {k: x for k, x in node.leaves.items() if not x.sharded}
 
 
-def tables(node: ZenSyncState) -> dict[str, TableState]:
+def tables(node: ZenSyncState) -> dict[str, LeafState]:
   """Returns the tables of `zenjax.tables.shard`, by name."""
-  return {k: x for k, x in node.leaves.items() if isinstance(x, TableState)}
+  return {k: x for k, x in node.leaves.items() if x.sharded}
 
 
 def find(state: Any) -> list[ZenSyncState]:

@@ -146,7 +146,7 @@ def _of_optimizer(
     for axis in (*table.replicas, *axes):
       count *= mesh.shape[axis]
     break
-  new = sync_state.empty_table(mean=False, devices=count)
+  new = sync_state.empty_leaf(mean=False, devices=count, sharded=True)
   named = leaf_util.named_leaves(params, is_sharded)
   memory = {name: new for name, x in named if is_sharded(x)}
   none = jnp.zeros((), jnp.int32)
