@@ -73,7 +73,7 @@ def test_rows_come_out_each_once():
 
 
 def test_capacities_by_the_names_of_the_report():
-  """Each table's own make its rounds, and change no value."""
+  """They make rounds, and change no value."""
   params = {"a": {"embedding": jnp.zeros((500, 3))}, "b": jnp.zeros((400, 5))}
   rng = np.random.default_rng(0)
   stack = {
@@ -86,8 +86,9 @@ def test_capacities_by_the_names_of_the_report():
   got = trainer(stack)
   oracle.check(got["a"]["embedding"], stack["a"]["embedding"])
   oracle.check(got["b"], stack["b"])
-  rounds = {k: x["rounds"] for k, x in zenjax.stats(trainer.state).items()}
-  assert rounds["b"] > rounds["a.embedding"] == 1
+  # Tables of one exchange take as many rounds as the slowest of them: 20 rows
+  # of a device, one a round.
+  assert zenjax.stats(trainer.state)["b"]["rounds"] > 5
 
 
 @pytest.mark.parametrize("partition", ["hash", "columns"])
