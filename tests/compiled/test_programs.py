@@ -116,8 +116,11 @@ PROGRAMS = {
   "sharded_optimizer": Program(sharded_optimizer),
   "sharded_table": Program(sharded_table),
 }
-# What is compiled by default: each program for one chip.
+# What is compiled by default: each program for one chip, some for CPUs.
 DEFAULT = {
+  ("arrays", "cpu"),
+  ("hierarchy", "cpu"),
+  ("sharded_table", "cpu"),
   ("arrays", "v5e:2x4"),
   ("rows", "gpu-h200"),
   ("columns", "v5e:2x4"),
@@ -161,8 +164,7 @@ def compiled(program: Program, devices: Any) -> Any:
 def _cases():
   for name in PROGRAMS:
     for chip in CHIPS:
-      often = chip == "cpu" or (name, chip) in DEFAULT
-      marks = () if often else pytest.mark.every_target
+      marks = () if (name, chip) in DEFAULT else pytest.mark.every_target
       yield pytest.param(name, chip, marks=marks)
 
 

@@ -3,18 +3,15 @@
 `K` ids thrown on `n` owners one by one, each anywhere: by Bernstein's
 inequality an owner gets more than `K / n + t` with probability at most
 `exp(-t^2 / (2 (K / n + t / 3)))`, and any of them with `n` times that. `t` is
-where this is 1e-6, so that of the few hundred sets here none should exceed it;
-and the same sets do exceed it as soon as a part of the hash is taken out.
+where this is 1e-6, so that of the few hundred sets here none should exceed it.
 """
 
 import math
 
 import jax.numpy as jnp
+from kernel_cases import Layout
 import numpy as np
 import pytest
-
-from zenjax._src.core import partition
-from zenjax._src.core.partition import Layout
 
 ROWS = 1 << 24
 IDS = 4096  # of every set, or `place` would be compiled for each
@@ -110,38 +107,3 @@ def test_a_seed_draws_another_hash(n):
 @OWNERS
 def test_first_rows_of_tables_do_not_meet(n):
   assert fullest_of_first_rows(n) <= most(n, IDS // 16)
-
-
-# --- a part of the hash is taken out ------------------------------------------
-
-
-@OWNERS
-def test_without_shifts_of_lanes_ids_cluster(n, monkeypatch):
-  monkeypatch.setattr(partition, "lane_shifts", lambda m: (0,) * 32)
-  assert exceeding(n)
-
-
-@OWNERS
-def test_without_turns_of_blocks_ids_meet_on_one_owner(n, monkeypatch):
-  monkeypatch.setattr(partition, "fmix32", jnp.zeros_like)
-  assert f"every {32 * n}th, seed 0" in exceeding(n)
-
-
-@OWNERS
-def test_a_seed_that_is_ignored_is_seen(n, monkeypatch):
-  right = Layout.rotation
-  ignores = lambda self, word: right(
-    Layout(num_rows=self.num_rows, groups=self.groups), word
-  )
-  monkeypatch.setattr(Layout, "rotation", ignores)
-  assert fullest_of_aimed(n) == IDS
-
-
-@OWNERS
-def test_tables_that_all_begin_at_one_word_are_seen(n, monkeypatch):
-  right = Layout.rotation
-  ignores = lambda self, word: right(
-    Layout(num_rows=self.num_rows, groups=self.groups, seed=self.seed), word
-  )
-  monkeypatch.setattr(Layout, "rotation", ignores)
-  assert fullest_of_first_rows(n) == IDS // 16

@@ -68,7 +68,6 @@ def labels(params):
 
 # Each takes "how gradients are averaged" and is run with zen_sync and pmean.
 TRANSFORMS = {
-  "chain": lambda sync: optax.chain(sync(None), sgd()),
   "adam": lambda sync: optax.chain(sync(None), steps.lenient(optax.adam(1e-2))),
   "masked": lambda sync: optax.chain(
     *(optax.masked(sync(key), only(key)) for key in SHAPES), sgd()
@@ -80,15 +79,7 @@ TRANSFORMS = {
     },
     labels,
   ),
-  "inject_hyperparams": lambda sync: optax.chain(
-    sync(None),
-    steps.lenient(
-      optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(0.1, 0.01, 5)
-      )
-    ),
-  ),
-  "inject_hyperparams around": lambda sync: steps.lenient(
+  "inject_hyperparams": lambda sync: steps.lenient(
     optax.inject_hyperparams(
       lambda rate: optax.chain(sync(None), optax.sgd(rate))
     )(rate=0.1)

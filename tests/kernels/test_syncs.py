@@ -59,21 +59,27 @@ SIMULATED = Program(
 
 
 def check(program: Program, named_stacks) -> None:
-  def sync(x, axis_name):
-    synced = zenjax.sparse_pmean(
-      x, axis_name, kernels="pallas", **program.options
-    )
-    rows = isinstance(synced, zenjax.SparseRows)
-    return synced.to_dense() if rows else synced
+  def run_with(kernels):
+    def sync(x, axis_name):
+      synced = zenjax.sparse_pmean(
+        x, axis_name, kernels=kernels, **program.options
+      )
+      rows = isinstance(synced, zenjax.SparseRows)
+      return synced.to_dense() if rows else synced
 
-  run = runners.RUNNERS[program.runner](sync, program.n)
-  with interpreted(program.platform, program.interpret):
-    for name, stack in named_stacks:
-      oracle.check(run(stack), stack, "mean", label=name)
+    return runners.RUNNERS[program.runner](sync, program.n)
+
+  by_kernels, plain = run_with("pallas"), run_with("xla")
+  for name, stack in named_stacks:
+    with interpreted(program.platform, program.interpret):
+      got = by_kernels(stack)
+    oracle.check(got, stack, "mean", label=name)
+    oracle.check_same_bits(got, plain(stack), label=name, any_nan=True)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_case_with_kernels(name):
+  """They give the bits of plain JAX."""
   program = PROGRAMS[name]
   check(program, cases.every_case(program.n, *program.shape, program.dtype))
 

@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 from refusals import names
 
-from benchmarks import library
-from benchmarks import workloads
-from examples.studies.lm import corpus
 import zenjax
 from zenjax import planner
 from zenjax.planner import traces
@@ -318,49 +315,3 @@ def test_traces_are_of_the_model_that_is_planned(tmp_path, change, words):
   with pytest.raises(ValueError) as error:
     densities(tmp_path, 2)
   names(error, "`trace`", *words)
-
-
-# --- what others have published, and real ids -------------------------------
-
-
-def test_bert_of_the_zen_paper():
-  """1.06 % of a device are 40.8 % of 128, from 4 devices that ran."""
-  bert = workloads.get("squad-bert")
-  steps = [workloads.sets(bert, 4, seed) for seed in range(40)]
-  found = library.recorded_runs.growth(steps, bert.rows)
-  assert found.union(1) / bert.rows == pytest.approx(0.0106, rel=0.01)
-  assert found.union(128) / bert.rows == pytest.approx(0.408, rel=0.05)
-
-
-TOKENS = 512  # Of a device and step.
-
-
-def random_places(ids, devices, step):
-  rng = np.random.default_rng([devices, step])
-  starts = rng.integers(0, len(ids) - TOKENS, devices)
-  return ids[starts[:, None] + np.arange(TOKENS)]
-
-
-def front_to_back(ids, devices, step):
-  """Every device reads a part of its own."""
-  starts = np.arange(devices) * (len(ids) // devices) + step * TOKENS
-  return ids[starts[:, None] + np.arange(TOKENS)]
-
-
-def from_4_to_64(order, ids):
-  """Returns the union of 64 devices, predicted from 4, over the real one."""
-  draw = lambda devices, steps: [
-    list(map(np.unique, order(ids, devices, step))) for step in range(steps)
-  ]
-  found = library.recorded_runs.growth(draw(4, 32), int(ids.max()) + 1)
-  real = [len(workloads.union(step)) for step in draw(64, 8)]
-  return found.union(64) / float(np.mean(real))
-
-
-def test_sixteen_times_as_many_devices():
-  """On real ids; and not where every host reads a text of its own."""
-  text = corpus.load_tokens(max_tokens=400_000)
-  assert from_4_to_64(random_places, text.ids) == pytest.approx(1, rel=0.1)
-  rng = np.random.default_rng(0)
-  ids = np.arange(400_000) // 64 + rng.integers(0, 50, 400_000)
-  assert from_4_to_64(front_to_back, ids) < 0.5

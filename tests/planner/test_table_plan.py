@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from usual import usual
 
 import zenjax
 from zenjax.planner import plan_tables
@@ -139,9 +140,9 @@ def test_every_form_trains_as_the_plain_program(forms):
 @pytest.mark.parametrize(
   ("optimizer", "forms", "clip_norm"),
   [
-    ("clipped", (ROWS,) * 3, None),
+    pytest.param("clipped", (ROWS,) * 3, None, marks=pytest.mark.more),
     ("adagrad", (SHARDED, DENSE, SHARDED), 0.5),
-    ("adagrad", (ROWS,) * 3, 0.5),
+    pytest.param("adagrad", (ROWS,) * 3, 0.5, marks=pytest.mark.more),
     ("adam", (SHARDED, ROWS, ZERO1), None),
   ],
 )
@@ -212,7 +213,7 @@ def test_the_limit_is_the_memory_of_the_machine():
   assert made(memory_bytes=1e12).tables[0].form == ROWS
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual(FORMS, ROWS, ZERO1, SHARDED))
 def test_memory_is_that_of_the_compiled_step(form):
   mesh, axes = mesh_of(N)
   tx, rows = optax.adagrad(0.1), 65536

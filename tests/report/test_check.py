@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import runners
+import steps
 from usual import usual
 
 import zenjax
@@ -376,7 +377,7 @@ def test_a_wrong_row_is_found_without_float64():
 
 def test_dropout_cannot_be_compared():
   def build(mesh):
-    tx = optax.chain(sync(), optax.sgd(0.1))
+    tx = optax.chain(steps.pmean("data"), optax.sgd(0.1))
 
     def step(state, ids, targets, key):
       params, opt_state = state
@@ -412,7 +413,7 @@ def test_of_sparsifiers_copies_are_compared():
 
 
 def test_a_program_that_changes_nothing_is_told():
-  tx = optax.chain(sync(), optax.sgd(0.0))
+  tx = optax.chain(steps.pmean("data"), optax.sgd(0.0))
   build = lambda mesh: (mapped(mesh, tx), *replicated(mesh, tx))
   found = checked(build, steps=1)
   assert any("no parameter changed" in note for note in found.notes)

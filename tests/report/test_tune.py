@@ -68,24 +68,15 @@ def same_numbers(one, other):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def scale_rate(rate):
-  return optax.chain(zen(), optax.sgd(rate))
-
-
 CHAINS: dict[str, Any] = {
-  "alone": lambda: zen(),
   "chain": lambda: optax.chain(zen(), optax.sgd(0.1)),
   "MultiSteps": lambda: optax.MultiSteps(
     optax.chain(zen(), optax.sgd(0.1)), 1
   ).gradient_transformation(),
-  "apply_if_finite": lambda: optax.chain(
-    zen(), optax.apply_if_finite(optax.sgd(0.1), 3)
-  ),
   "partition": lambda: optax.partition(
     {"zen": optax.chain(zen(), optax.sgd(0.1)), "mean": steps.pmean("data")},
     {"t": "zen", "w": "mean"},
   ),
-  "inject_hyperparams": lambda: optax.inject_hyperparams(scale_rate)(rate=0.1),
 }
 
 
@@ -101,27 +92,14 @@ def test_one_compilation_follows_a_change_and_none_else(name):
   updates, programs = compiled_by(trainer, stack_of(9))
   assert programs == 1
   assert compiled_by(trainer, stack_of(10))[1] == 0
-  factor = -1 if name == "alone" else 0.1
   means = stack_of(9)["t"].mean(0, dtype=np.float64)
   for device in updates["t"]:
-    np.testing.assert_allclose(device, -factor * means, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("rows", [0, 5, 900, ROWS])
-def test_other_batches_are_exact_afterwards(rows):
-  trainer = trained(zen())
-  sizes = zenjax.stats(trainer.state)["t"]
-  trainer.state = zenjax.tune(trainer.state)
-  stack = stack_of(11, rows)
-  oracle.check(trainer(stack)["t"], stack["t"])
-  trainer.check_replicas()
-  assert (
-    zenjax.stats(trainer.state)["t"]["wire_bytes"] < sizes["dense_bytes"] * 2
-  )
+    np.testing.assert_allclose(device, -0.1 * means, rtol=1e-5, atol=1e-6)
 
 
 def test_a_report_says_what_it_would_change():
   trainer = trained(zen())
+  sizes = zenjax.stats(trainer.state)["t"]
   told = zenjax.report(trainer.state).splitlines()
   (line,) = told[told.index("zenjax.tune(opt_state) would change:") + 1 :]
   trainer.state = zenjax.tune(trainer.state)
@@ -131,6 +109,13 @@ def test_a_report_says_what_it_would_change():
   # What earlier steps needed fits one round.
   trainer(stack_of(2))
   assert zenjax.stats(trainer.state)["t"]["rounds"] == 1
+  # Other batches are exact, however many rows they have.
+  for rows in (0, 5, 900, ROWS):
+    stack = stack_of(11, rows)
+    oracle.check(trainer(stack)["t"], stack["t"])
+    trainer.check_replicas()
+    sent = zenjax.stats(trainer.state)["t"]["wire_bytes"]
+    assert sent < sizes["dense_bytes"] * 2
 
 
 def test_a_leaf_that_is_always_dense_becomes_dense():
@@ -298,8 +283,7 @@ class Net(nnx.Module):
     return jnp.mean((self.dense(self.dropout(self.embed(ids))) - 1.0) ** 2)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_an_nnx_optimizer(whole):
+def test_an_nnx_optimizer():
   mesh = runners.mesh(N)
 
   def losses_of(tx, value_and_grad):
@@ -315,10 +299,8 @@ def test_an_nnx_optimizer(whole):
     losses = []
     for seed in range(6):
       losses.append(float(step(model, optimizer, batch_of(seed, mesh))))
-      if seed == 2 and whole:
+      if seed == 2:
         optimizer = zenjax.tune(optimizer)
-      elif seed == 2:
-        optimizer.opt_state = zenjax.tune(optimizer.opt_state)
     return losses, tuned(optimizer.opt_state)
 
   (want, _), (got, plan) = [
@@ -328,13 +310,13 @@ def test_an_nnx_optimizer(whole):
   assert set(plan) == {"embed.embedding"}
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_owners_keep_their_state(n):
+def test_owners_keep_their_state():
+  n = 2  # Without owners, "all_gather" would be chosen.
   tx = zenjax.sharded_optimizer(optax.adagrad(0.1), "data", sparse=True)
-  by_all = steps.lenient(tx)
-  plain, tuned_ = trained(by_all, n), trained(by_all, n)
-  tuned_.state = zenjax.tune(tuned_.state)
-  assert tuned(tuned_.state)["t"].scheme == "zen"
-  for seed in (7, 8):
-    a, b = plain(stack_of(seed, n=n)), tuned_(stack_of(seed, n=n))
-    np.testing.assert_allclose(a["t"], b["t"], rtol=1e-6)
+  trainer = trained(steps.lenient(tx), n)
+  params, state = trainer.params, trainer.state
+  want = [trainer(stack_of(seed, n=n))["t"] for seed in (7, 8)]
+  trainer.params, trainer.state = params, zenjax.tune(state)
+  assert tuned(trainer.state)["t"].scheme == "zen"
+  got = [trainer(stack_of(seed, n=n))["t"] for seed in (7, 8)]
+  np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -344,9 +344,9 @@ def test_further_arguments_must_not_have_rows():
       tx.update(grads, tx.init(params), params, by=by)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "clipped"])
+@pytest.mark.parametrize("name", ["adagrad", "clipped"])
 @pytest.mark.parametrize(
-  ("rows", "capacity"), [(1, 1), (2, 2), (5, 0), (5, 1), (5, 5), (5, 9), (0, 0)]
+  ("rows", "capacity"), [(1, 1), (5, 0), (5, 1), (5, 9), (0, 0)]
 )
 def test_room_for_any_number_of_rows(name, rows, capacity):
   inner: Any = EXACT[name]
@@ -375,8 +375,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("rows", [3000, 1000, 30])
+@pytest.mark.parametrize(("rows", "devices"), [(3000, 1), (3000, 4), (30, 4)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_which_rows_move_depends_on_no_size(name, rows, devices):
   """Adam moves rows that were looked up, and no others."""

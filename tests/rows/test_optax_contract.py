@@ -265,12 +265,11 @@ def test_sharded_optimizer(name):
 
 
 USUAL = (
-  "adam", "adamw", "sgd", "adagrad", "apply_if_finite", "inject_hyperparams",
-  "clip", "clip_by_block_rms", "clip_by_global_norm", "adaptive_grad_clip",
+  "adam", "sgd", "adagrad", "apply_if_finite", "inject_hyperparams",
+  "clip_by_block_rms", "clip_by_global_norm", "adaptive_grad_clip",
   "partition", "masked", "chain", "lamb", "adafactor", "schedule_free",
-  "trace", "ema", "apply_every", "zero_nans", "novograd", "fromage",
-  "add_noise", "normalize", "normalize_by_update_norm", "rprop", "muon",
-  "lars",
+  "apply_every", "zero_nans", "novograd", "fromage", "add_noise",
+  "normalize", "muon", "lars",
 )  # fmt: skip
 
 

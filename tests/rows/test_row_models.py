@@ -28,12 +28,9 @@ def _check(name, got, want):
     np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
 
 
-USUAL = usual(
-  MODELS, "linen", "haiku", "nnx split", "nnx module", "equinox", "two tables"
+@pytest.mark.parametrize(
+  "name", usual(MODELS, "linen", "haiku", "nnx split", "equinox")
 )
-
-
-@pytest.mark.parametrize("name", USUAL)
 def test_gradients_of_models(name):
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
@@ -50,7 +47,9 @@ def test_gradients_of_models(name):
   _check(name, got, want)
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize(
+  "name", usual(MODELS, "linen", "nnx module", "equinox", "two tables")
+)
 def test_gradients_of_models_on_eight_devices(name):
   """Each has ids of its own; what is left local is what jax.grad leaves so."""
   params, apply = MODELS[name][0]()

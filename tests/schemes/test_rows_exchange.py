@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import optax
 import pytest
 import runners
 import scheme_names
-import steps
 
 import zenjax
 from zenjax import SparseRows
@@ -201,17 +199,6 @@ def test_leaves_of_every_kind_in_one_tree():
   np.testing.assert_allclose(union, len(everyone) / ROWS, rtol=1e-5)
 
 
-def test_16_bit_rows_are_summed_in_float32():
-  """256 + 1 is 256 in bfloat16; eight ones after it would be lost."""
-  values = np.ones((9, 1, 1), jnp.bfloat16)
-  values[0] = 256
-  f = lambda v, axis: zenjax.sparse_psum(
-    SparseRows(jnp.zeros(1, jnp.int32), v, 1000), axis
-  )
-  mapped = jax.jit(jax.vmap(lambda v: f(v, "data"), axis_name="data"))
-  assert mapped(values).values[0, 0, 0] == 264
-
-
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
@@ -228,68 +215,11 @@ def test_what_rows_cannot_do(kwargs, message):
     runners.RUNNERS["vmap"](functools.partial(summed, **kwargs), 2)(drawn(0, 2))
 
 
-def loss(params, ids):
-  """Look-ups of one table, twice, and a dense layer."""
-  hidden = jnp.take(params["table"], ids[:-1], axis=0)
-  context = params["table"][ids[1:]] @ params["dense"]
-  return jnp.mean((hidden - context + 1.0) ** 2)
-
-
-def test_training_on_rows_equals_training_on_arrays():
-  """Every part at once: gradient, exchange, optimizer, parameters."""
-  rng = np.random.default_rng(0)
-  rows, n = 3000, 4
-  params = {
-    "table": jnp.array(rng.standard_normal((rows, WIDTH)), jnp.float32),
-    "dense": jnp.array(rng.standard_normal((WIDTH, WIDTH)), jnp.float32),
-  }
-  adagrad = optax.adagrad(0.5)
-  on_rows = steps.lenient(
-    optax.chain(
-      zenjax.zen_sync("data", sparse=lambda name, _: name == "table"),
-      zenjax.lazy_rows(adagrad),
-    )
-  )
-  on_arrays = steps.lenient(optax.chain(steps.pmean("data"), adagrad))
-
-  def trained(tx, value_and_grad, apply):
-    def step(params, state, ids):
-      varying = zenjax.unreduced(params, "data")
-      _, grads = value_and_grad(loss)(varying, ids[0])
-      updates, state = tx.update(grads, state, params)
-      return apply(params, updates), state
-
-    mapped = jax.jit(
-      jax.shard_map(
-        step,
-        mesh=runners.mesh(n),
-        in_specs=(P(), P(), P("data")),
-        out_specs=(P(), P()),
-      )
-    )
-    state = tx.init(params)
-    after = params
-    draw = np.random.default_rng(1)
-    for _ in range(6):
-      ids = draw.zipf(1.4, (n, 40)) % rows
-      after, state = mapped(after, state, jnp.array(ids, jnp.int32))
-    return jax.tree.map(np.asarray, after)
-
-  with jax.numpy_dtype_promotion("standard"):
-    got = trained(on_rows, zenjax.value_and_grad, zenjax.apply_updates)
-    want = trained(on_arrays, jax.value_and_grad, optax.apply_updates)
-  for name in params:
-    np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-6)
-  assert np.abs(want["table"] - params["table"]).max() > 0.1
-
-
 @pytest.mark.parametrize(
   ("scheme", "axis", "capacities"),
   [
     ("zen", ("host", "device"), None),
-    ("dense", ("host", "device"), None),
     ("split_all_gather", ("host", "device"), None),
-    ("split_dense_gather", "data", None),
     ("recursive_doubling", "data", (12, 14)),
   ],
 )

@@ -139,8 +139,9 @@ def test_every_step_is_the_model(kind, n):
   np.testing.assert_array_equal(wanted, np.float32(DENSITY if named else -1))
 
 
-@pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+  ("nesterov", "masking"), [(True, True), (False, True), (False, False)]
+)
 def test_every_step_of_momentum_correction(nesterov, masking):
   """A momentum of 0.5: compilers round others once less, or not."""
   options: dict[str, Any] = dict(nesterov=nesterov, masking=masking)
@@ -163,8 +164,9 @@ def test_clipping_and_momentum_together():
   assert norms.min() < 4 < norms.max()
 
 
-@pytest.mark.parametrize("kind", ["top_k", "threshold"])
-@pytest.mark.parametrize("wire", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(
+  ("kind", "wire"), [("top_k", np.float16), ("threshold", ml_dtypes.bfloat16)]
+)
 def test_rounding_for_the_wire_stays_in_the_residual(kind, wire):
   # Also numbers that float16 holds as subnormals, and those that it does not.
   scale = np.geomspace(1e-8, 1, SIZE, dtype=np.float32)
@@ -185,8 +187,10 @@ def test_rounding_for_the_wire_stays_in_the_residual(kind, wire):
   assert gone == pytest.approx(draws[..., -1].sum(dtype=np.float64), rel=1e-6)
 
 
-@pytest.mark.parametrize("residual_dtype", [None, np.float32])
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize(
+  ("dtype", "residual_dtype"),
+  [(ml_dtypes.bfloat16, np.float32), (np.float16, None)],
+)
 def test_leaves_of_16_bits(dtype, residual_dtype):
   draws = drawn(2, 40).astype(dtype)
   out = compiled("top_k", residual_dtype=residual_dtype)(draws)
@@ -199,16 +203,15 @@ def test_leaves_of_16_bits(dtype, residual_dtype):
   assert out[-1].leaves["leaf"].residual.dtype == kept
 
 
-BAD: dict[str, Any] = {
-  "plain": {},
-  "momentum": dict(momentum=0.5, clip_norm=1.0),
-  "unmasked": dict(momentum=0.5, masking=False),
-}
-
-
-@pytest.mark.parametrize("kind", ["top_k", "sampled"])
-@pytest.mark.parametrize("options", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+  ("kind", "options"),
+  [
+    ("top_k", {}),
+    ("top_k", dict(momentum=0.5, masking=False)),
+    ("sampled", dict(momentum=0.5, clip_norm=1.0)),
+  ],
+)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_bad_gradient_comes_out_once(kind, options, bad):
   draws = drawn(2)
   draws[5, 1, 7] = draws[5, 0, 900] = bad
@@ -216,10 +219,9 @@ def test_a_bad_gradient_comes_out_once(kind, options, bad):
   finite = np.isfinite(sent)
   assert (~finite).sum() == 2 and not finite[[1, 0], :, [7, 900]].all()
   at = np.argwhere(~finite)[:, 1]
-  last = at.max() if kind == "random_k" else 5
-  assert (at >= 5).all() and at.max() == last < STEPS
+  assert (at == 5).all()
   for kept in (state.leaves["leaf"].residual, state.leaves["leaf"].momentum):
-    assert kept is None or np.isfinite(kept[:, last:]).all()
+    assert kept is None or np.isfinite(kept[:, 5:]).all()
 
 
 @pytest.mark.usefixtures("as_optax_computes")

@@ -215,37 +215,3 @@ def test_alone_and_in_blocks():
     large = np.argsort(-np.abs(local))[:40]
     want[large] += local[large] / 2
   np.testing.assert_allclose(total, want, rtol=1e-5)
-
-
-def test_in_training_beside_dense():
-  """A warm-up by a schedule, inside `data_parallel`; nothing recompiles."""
-  warm = optax.linear_schedule(0.5, 0.1, 20)
-  tx = optax.chain(
-    zenjax.sparsify.error_feedback(
-      zenjax.sparsify.top_k(warm, method="sampled", sparse=True),
-      "data",
-      momentum=0.5,
-      clip_norm=100.0,
-    ),
-    zenjax.zen_sync("data", **WORDS),
-    optax.sgd(0.03),
-  )
-  mesh, target = runners.mesh(4), jnp.linspace(-1, 1, 40)
-
-  def step(state, x):
-    w, state = state
-    loss = lambda w: jnp.mean((x @ (w - target)) ** 2)
-    value, gradient = jax.value_and_grad(loss)(w)
-    updates, state = tx.update(gradient, state, w)
-    return (optax.apply_updates(w, updates), state), value
-
-  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  state = jnp.zeros(40), zenjax.init_state(tx, jnp.zeros(40), mesh, "data")
-  rng, losses = np.random.default_rng(0), []
-  with jax.numpy_dtype_promotion("standard"):
-    for _ in range(80):
-      x = rng.normal(size=(64, 40)).astype(np.float32)
-      state, value = step(state, x)
-      losses.append(float(value))
-  assert losses[-1] < losses[0] / 10
-  assert state[1][0].leaves["leaf"].selected.tolist() == [4] * 4

@@ -168,26 +168,6 @@ def made(*transforms, axes=("data",)):
   return zenjax.init_state(optax.chain(*transforms), params, mesh, axes)
 
 
-@pytest.mark.parametrize(
-  ("late", "words"),
-  [
-    (EF, ["error_feedback", "has averaged already", "zenjax.zen_sync(..)"]),
-    (
-      lambda: zenjax.sparsify.exdyna("data", 0.1),
-      ["by exdyna", "Leave one of them out"],
-    ),
-    (
-      lambda: zenjax.sparsify.micro("data", 0.1),
-      ["by micro", "Leave one of them out"],
-    ),
-  ],
-)
-def test_after_zen_sync(late, words):
-  with pytest.raises(ValueError) as error:
-    made(ZEN(), late())
-  names(error, "`tx`", *words)
-
-
 def test_in_its_place():
   made(EF(), ZEN(), optax.sgd(0.1))
   made(zenjax.sparsify.top_k(0.1), ZEN(), optax.sgd(0.1))

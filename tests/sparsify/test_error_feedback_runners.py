@@ -13,7 +13,6 @@ import zenjax
 
 SIZE = 2_000
 INNER: dict[str, Any] = {
-  "top_k": lambda: zenjax.sparsify.top_k(0.01, sparse=True),
   "sampled": lambda: zenjax.sparsify.top_k(0.01, method="sampled", sparse=True),
   "random_k": lambda: zenjax.sparsify.random_k(0.01, sparse=True, apart="data"),
 }

@@ -242,7 +242,7 @@ def test_the_default_controller_follows_a_scale_that_shrinks(kind, n):
 
 
 @pytest.mark.parametrize("kind, n", SOME)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_bad_gradient_comes_out_once(kind, n, bad):
   draws = drawn(n)
   draws[0, -1, 7] = draws[0, 0, 900] = bad

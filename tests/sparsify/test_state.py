@@ -116,29 +116,6 @@ def test_report_shows_every_number(after):
   assert "`capacity=`" in " ".join(legend)
 
 
-def test_report_of_both_kinds():
-  params = {"dense": jnp.zeros(SIZE), "table": jnp.zeros((600, 4))}
-  labels = {"dense": "micro", "table": "zen"}
-  transforms: Any = {
-    "micro": zenjax.sparsify.micro("data", 0.05),
-    "zen": zenjax.zen_sync("data", sparse=True),
-  }
-  tx, mesh = optax.multi_transform(transforms, labels), runners.mesh(N)
-  state = params, zenjax.init_state(tx, params, mesh, "data")
-
-  def step(state, x):
-    params, state = state
-    grads = {"dense": x[0], "table": jnp.zeros((600, 4)).at[:3].set(x[0, 0])}
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), ()
-
-  step = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-  state, _ = step(state, draws()[0])
-  text = zenjax.report(state)
-  assert "zen_sync after 1 steps" in text and "sparsifier after 1" in text
-  assert set(zenjax.stats(state)) == {"table", "sparsifier"}
-
-
 @pytest.mark.parametrize("wire", [None, jnp.bfloat16])
 def test_a_tuple_of_axes(wire):
   """Ranks count from the slowest axis on, as everywhere."""

@@ -59,7 +59,7 @@ def test_a_step_is_that_of_the_optimizer_on_the_sum(inner, shape):
 
 def test_options_are_those_of_the_exchange():
   inner, grads = optax.adagrad(0.5), few_rows((300, 6))
-  plain, state = updates(inner, grads)
+  plain, _ = updates(inner, grads)
   assert not np.array_equal(plain, plain.astype(jnp.bfloat16))
   short, _ = updates(inner, grads, wire_dtype=jnp.bfloat16)
   np.testing.assert_array_equal(short, short.astype(jnp.bfloat16))
@@ -68,10 +68,6 @@ def test_options_are_those_of_the_exchange():
   np.testing.assert_array_equal(pinned, plain)
   after = jax.tree.map(lambda x: x[0], after)
   assert zenjax.stats(after)["leaf"]["rounds"] > 1
-  drawn, other = updates(inner, grads, hash_seed=1)
-  np.testing.assert_array_equal(drawn, plain)
-  of_rows = lambda state: state.inner[0].sum_of_squares.value
-  assert not np.array_equal(of_rows(state), of_rows(other))
 
 
 def test_kernels_give_the_bits_of_plain_jax():
@@ -80,10 +76,9 @@ def test_kernels_give_the_bits_of_plain_jax():
   options = dict(capacities=(1, 2))
   with interpreted("cuda"):
     by_kernels = updates(inner, grads, kernels="pallas", **options)
-  for kernels in ("xla", "auto"):
-    plain = updates(inner, grads, kernels=kernels, **options)
-    for a, b in zip(*map(jax.tree.leaves, (by_kernels, plain)), strict=True):
-      np.testing.assert_array_equal(a, b)
+  plain = updates(inner, grads, kernels="xla", **options)
+  for a, b in zip(*map(jax.tree.leaves, (by_kernels, plain)), strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 def test_pins_of_all_rows_pass():

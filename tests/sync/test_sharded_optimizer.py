@@ -31,7 +31,6 @@ def parameters():
   draw = lambda *shape: jnp.array(rng.standard_normal(shape), jnp.float32)
   return {
     "dense": draw(WIDTH, WIDTH),
-    "other": draw(700, WIDTH),
     "table": draw(ROWS, WIDTH),
   }
 
@@ -39,8 +38,7 @@ def parameters():
 def loss(params, ids):
   hidden = jnp.take(params["table"], ids[:-1], axis=0)
   context = params["table"][ids[1:]] @ params["dense"]
-  other = params["other"][ids[1:] % 700]
-  return jnp.mean((hidden - context + other) ** 2)
+  return jnp.mean((hidden - context + 1.0) ** 2)
 
 
 def trained(tx, rows, check_vma=True, n=N):
@@ -102,7 +100,7 @@ OPTIMIZERS: dict[str, Any] = {
   "rowwise_adagrad": zenjax.rows.rowwise_adagrad(0.3),
   "by label": optax.multi_transform(
     {"a": optax.sgd(0.1), "b": optax.adam(0.03)},
-    {"dense": "a", "other": "b", "table": "b"},
+    {"dense": "a", "table": "b"},
   ),
 }
 
@@ -188,7 +186,7 @@ def test_statistics_are_kept_where_a_state_moves():
   back = zenjax.from_checkpoint(away, runners.mesh(N), "data")
   for x, y in zip(rows(back), rows(state), strict=True):
     np.testing.assert_array_equal(x, y)
-  assert set(stats) == {"table", "other"}
+  assert set(stats) == {"table"}
   assert 0 < stats["table"]["density"] < 40 / ROWS * 2
 
 

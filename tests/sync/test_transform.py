@@ -102,28 +102,13 @@ def test_init_is_abstract():
       assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def test_dtypes_structure_and_state_are_kept():
-  trainer = steps.Trainer(zen(), make_params(), runners.mesh(N))
-  before = jax.eval_shape(lambda: trainer.state)
-  stack = make_stack(0)
-  updates = trainer(stack)
-  assert jax.tree.structure(updates) == jax.tree.structure(stack)
-  for a, b in zip(
-    jax.tree.leaves(updates), jax.tree.leaves(stack), strict=True
-  ):
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-  after = jax.eval_shape(lambda: trainer.state)
-  assert jax.tree.structure(before) == jax.tree.structure(after)
-  for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-    assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
-  trainer.check_replicas()
-
-
 def test_one_compilation_from_density_0_to_100_percent():
+  """Dtypes, structure and the types of the state are kept."""
   tx = optax.chain(zen(), sgd())
   trainer = steps.Trainer(
     tx, make_params(), runners.mesh(N), check_vma=False, donate=True
   )
+  before = jax.eval_shape(lambda: trainer.state)
   densities = (0.0, 0.01, 0.1, 0.5, 1.0, 1.0, 1.0, 0.1, 0.0)
   counts = []
   for step, density in enumerate(densities):
@@ -131,11 +116,18 @@ def test_one_compilation_from_density_0_to_100_percent():
     with steps.compilations() as compiled:
       updates = trainer(stack)
     counts.append(len(compiled))
+    assert jax.tree.structure(updates) == jax.tree.structure(stack)
     for got, local in zip(
       jax.tree.leaves(updates), jax.tree.leaves(stack), strict=True
     ):
       check_sgd(got, local)
+      assert (got.shape, got.dtype) == (local.shape, local.dtype)
   assert counts == [1] + [0] * (len(densities) - 1)
+  after = jax.eval_shape(lambda: trainer.state)
+  assert jax.tree.structure(before) == jax.tree.structure(after)
+  for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+  trainer.check_replicas()
 
 
 def test_extra_arguments_pass_through():

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -93,16 +92,18 @@ def test_names_of_leaves_are_those_of_the_model():
 
 
 def test_equinox_modules():
+  eqx = pytest.importorskip("equinox")
+
   class Model(eqx.Module):
-    users: eqx.nn.Embedding
-    out: eqx.nn.MLP
+    users: Any
+    out: Any
 
     def __call__(self, ids):
       rows = jax.vmap(jax.vmap(self.users))(ids).mean(1)
       return jax.vmap(self.out)(rows)
 
   one, two = jax.random.split(jax.random.key(0))
-  model = Model(
+  model: Any = Model(
     eqx.nn.Embedding(ROWS, D, key=one),
     eqx.nn.MLP(D, "scalar", 16, 1, key=two),
   )

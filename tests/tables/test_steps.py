@@ -294,8 +294,7 @@ def run(case: Case):
 
 
 USUAL = (
-  "8 devices", "ids beyond the table", "all ids at one owner",
-  "clipped, at one owner",
+  "ids beyond the table", "all ids at one owner",
   "copies, at one owner, clipped", "explicit 4 x 2", "data_parallel",
   "check_vma", "ids ahead", "mixed 2 x 2", "labels by path",
 )  # fmt: skip

@@ -4,19 +4,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import campaign
-from benchmarks import library
 from benchmarks import run as command_line
 from benchmarks.campaigns.planned import cells as findings
-from benchmarks.campaigns.planned import host
 from benchmarks.campaigns.planned.cells import Found
 from benchmarks.campaigns.planned.cells import Section
 from benchmarks.campaigns.planned.cells import Way
 from benchmarks.campaigns.planned.programs import MODELS
-import zenjax
 
 
 def _section(**times: float) -> Section:
@@ -78,39 +74,6 @@ def test_picks_are_judged_by_the_best_way_and_by_pmean(times, good, harmful):
   assert len(told) == 2 + (not good)
 
 
-def test_interval_of_known_ratios():
-  base = [1.0, 3.0, 2.0, 5.0, 4.0, 2.5]
-  assert campaign.interval([2 * b for b in base], base) == (2.0, 2.0)
-  # Not a pair agrees: as wide as the ratios go, and the same in every call.
-  times = [1.1, 0.9, 1.3, 1.0, 1.2]
-  wide = campaign.interval(times, [1.0] * 5)
-  assert wide == (0.9, 1.3) == campaign.interval(times, [1.0] * 5)
-
-
-def test_interval_narrows_with_rounds():
-  rng = np.random.default_rng(0)
-  noise = rng.normal(1.0, 0.1, (2, 40))
-  few, many = (campaign.interval(*noise[:, :n]) for n in (5, 40))
-  assert few and many
-  assert few.low < many.low < 1.0 < many.high < few.high
-
-
-@pytest.mark.parametrize(
-  ("rounds", "others", "known"), [(5, 5, True), (4, 9, False), (0, 0, False)]
-)
-def test_few_rounds_have_no_interval(rounds, others, known):
-  found = campaign.interval([1.0] * rounds, [1.0] * others)
-  assert (found is not None) == known
-
-
-def test_a_sample_without_a_partner_is_left_out():
-  times = [1.0, 1.1, 1.2, 1.1, 1.0]
-  base = [1.0] * 5
-  assert campaign.interval([*times, 9.0], base) == campaign.interval(
-    times, base
-  )
-
-
 def test_slower_by_chance_is_no_harm():
   section = _section()
   times = [1.5, 0.6, 1.4, 0.7, 1.1]
@@ -122,13 +85,6 @@ def test_slower_by_chance_is_no_harm():
   section.host_times_s["planned"] = [[1.5]] * 5
   found = findings.pick(section)
   assert found is not None and found.far and found.harmful
-
-
-def test_what_was_not_timed_is_not_judged():
-  section = _section()
-  section.host_times_s["planned"] = []
-  assert findings.pick(section) is None
-  assert list(findings.lines([])) == []
 
 
 def test_a_file_is_gone_on_with(tmp_path):
@@ -146,19 +102,6 @@ def test_a_file_is_gone_on_with(tmp_path):
   assert not section.is_done(5)
 
 
-def test_files_of_others_are_refused(tmp_path):
-  path = tmp_path / "planned.json"
-  now = campaign.software(findings.CODE, loopback=True)
-  Found(now).save(path)
-  with pytest.raises(
-    ValueError, match="namespaces, now loopback|loopback, now"
-  ):
-    Found.load(path, now | {"hosts": "namespaces"})
-  path.write_text("{}")
-  with pytest.raises(ValueError, match="not a whole file of this command"):
-    Found.read(path)
-
-
 def test_the_table_tells_every_way(capsys):
   section = _section()
   section.ways["zen/1"] = Way(program="zen/1", predicted_s=1.0, wrong=3)
@@ -169,45 +112,6 @@ def test_the_table_tells_every_way(capsys):
   (line,) = [x for x in printed.splitlines() if "zen/1" in x]
   assert line.split()[-1] == "3" and line.split()[1] == "-"
   assert "of 1 cells" in printed
-
-
-def _question(tables: int) -> library.plan_model.Question:
-  params = {f"t{i}": jnp.zeros((4096, 16)) for i in range(tables)}
-  params["w"] = jnp.zeros((16, 16))
-
-  def loss(params, ids):
-    rows = sum(params[f"t{i}"][ids] for i in range(tables))
-    return jnp.sum(rows @ params["w"])
-
-  found = library.plan_model.gradients(
-    jax.value_and_grad(loss), params, jnp.zeros(64, jnp.int32)
-  )
-  return library.plan_model.Question(
-    gradients=tuple(found),
-    topology=zenjax.planner.Topology.network("1gbit", 4),
-    axes=("data",),
-    compute_seconds=0.01,
-  )
-
-
-def test_ways_are_plans_with_their_predictions():
-  found = host.plans(_question(3))
-  assert {"planned", "dense", "zen/1", "zen/4"} <= set(found)
-  assert found["planned"].seconds <= min(p.seconds for p in found.values())
-  groups = lambda plan: {x.group for x in plan.leaves if x.name.startswith("t")}
-  assert len(groups(found["zen/1"])) == 1
-  assert not found["dense"].pays
-  assert host.received_bytes(found["zen/1"]) < host.received_bytes(
-    found["dense"]
-  )
-
-
-def test_plans_that_differ_in_predictions_are_one_program():
-  found = host.plans(_question(1))
-  slower = dataclasses.replace(found["zen/1"], seconds=9.0, machine="other")
-  assert host.program(slower) == host.program(found["zen/1"])
-  programs = {host.program(plan) for plan in found.values()}
-  assert len(programs) == len(found) - 1  # "planned" is one of the others.
 
 
 @pytest.mark.parametrize("name", ("dlrm", "small"))

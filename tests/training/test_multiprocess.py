@@ -89,18 +89,12 @@ def _is_running(pid: int) -> bool:
   return True
 
 
-@pytest.mark.parametrize(
-  "processes",
-  [
-    2,
-  ],
-)
-def test_equals_one_process(processes, tmp_path):
+def test_equals_one_process(tmp_path):
   """Table bit-equal (zen adds rank by rank), dense leaf within rounding (gloo's
   psum adds in an order of its own)."""
   args = (
-    f"--processes={processes}",
-    f"--devices={4 // processes}",
+    "--processes=2",
+    "--devices=2",
     "--steps=1",
     f"--save={tmp_path}/{{}}.npz",
   )
@@ -110,7 +104,7 @@ def test_equals_one_process(processes, tmp_path):
     Mesh(np.array(jax.devices()[:4]), ("data",)), steps=1
   )
   start = _example_module().make_params()
-  for i in range(processes):
+  for i in range(2):
     with np.load(tmp_path / f"{i}.npz") as saved:
       table, scale = saved["table"], saved["scale"]
     assert np.any(table != start["table"])
@@ -118,30 +112,7 @@ def test_equals_one_process(processes, tmp_path):
     np.testing.assert_allclose(scale, one_process["scale"], rtol=1e-6)
 
 
-def _mean_of_all_gradients(devices: int, steps: int) -> dict[str, jax.Array]:
-  """One device trains by the mean over all devices' gradients."""
-  example = _example_module()
-
-  @jax.jit
-  def step(params, ids, targets):
-    per_device = jax.vmap(jax.grad(example.loss_fn), (None, 0, 0))
-    grads = per_device(params, ids, targets)
-    return jax.tree.map(lambda p, g: p - 0.1 * g.mean(0), params, grads)
-
-  params = example.make_params()
-  for i in range(steps):
-    batch = zip(*(example.make_batch(i, rank) for rank in range(devices)))
-    params = step(params, *map(np.stack, batch))
-  return params
-
-
-@pytest.mark.parametrize(
-  "victim",
-  [
-    0,
-  ],
-)
-def test_killed_process_ends_the_others(victim, tmp_path):
+def test_killed_process_ends_the_others(tmp_path):
   """With no launcher to end them, as on a cluster."""
   port = _free_port()
   shared = (
@@ -154,25 +125,15 @@ def test_killed_process_ends_the_others(victim, tmp_path):
     _Launched(tmp_path / "1", *shared, *_ENDLESS, "--process-id=1") as second,
   ):
     first.wait_for(r"step +5 ")
-    killed, survivor = (first, second) if victim == 0 else (second, first)
-    killed.process.kill()
-    assert survivor.wait(90) != 0
+    first.process.kill()
+    assert second.wait(90) != 0
 
 
-@pytest.mark.parametrize(
-  "interrupt",
-  [
-    True,
-  ],
-)
-def test_launcher_leaves_nothing_behind(interrupt, tmp_path):
+def test_launcher_leaves_nothing_behind(tmp_path):
   with _Launched(tmp_path / "log", *_ENDLESS) as launched:
     launched.wait_for(r"step +5 ")
     pids = [int(x) for x in re.findall(r"has pid (\d+)", launched.output())]
     assert len(pids) == 2 and all(map(_is_running, pids))
-    if interrupt:
-      launched.process.send_signal(signal.SIGINT)
-    else:
-      os.kill(pids[1], signal.SIGKILL)
-    assert launched.wait(30) == (130 if interrupt else 1), launched.output()
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.wait(30) == 130, launched.output()
     assert not any(map(_is_running, pids))

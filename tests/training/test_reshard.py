@@ -140,20 +140,14 @@ def kept(state) -> dict[str, np.ndarray]:
   }
 
 
-@pytest.mark.parametrize(
-  "names",
-  [
-    "big bias kernel table",
-  ],
-)
-def test_a_run_that_moves_goes_on_as_one_that_never_did(names):
-  """From eight devices to three, one and eight again, by way of the host.
+def test_a_run_that_moves_goes_on_as_one_that_never_did():
+  """From eight devices to three and eight again, by way of the host.
 
   What is owned is that of the run that never moved. Of what waits nothing is
   lost or weighs more: all updates, and the mean of what waits, are the sum of
   mean gradients, over each part of the run and over all of it.
   """
-  names = names.split()
+  names = ["big", "bias", "kernel", "table"]
   run = Run(names)
   first, later = draw(4, 0, names), draw(20, 1, names)
   lossless = [name for name in LOSSLESS if name in names]
@@ -162,7 +156,7 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did(names):
   begun, at = kept(state), 0
   assert all(np.abs(x).max() > 0 for x in begun.values())
   whole = {name: begun[name].copy() for name in lossless}
-  for n, steps in ((3, 7), (1, 6), (8, 7)):
+  for n, steps in ((3, 10), (8, 10)):
     before = kept(state)
     saved = zenjax.to_checkpoint(state)
     state = zenjax.from_checkpoint(saved, runners.mesh(n), "data")
@@ -351,7 +345,7 @@ def equal(one, other):
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
-    ("remembers", dict(hash_seed=5), (8, 3, 1, 8, 2)),
+    ("remembers", dict(hash_seed=5), (8, 3, 1)),
     ("by label", {}, (4, 8)),
   ],
 )

@@ -354,40 +354,8 @@ class Module:
     return (act(table[ids]) * (rate if train else 0.0)).sum(-1)
 
 
-def module_step(sync):
-  def step(state, ids):
-    module, count = state
-    table, *rest = module.parts
-    assert (
-      rest[0] is jnp.tanh and isinstance(rest[1], float) and rest[2] is True
-    )
-    loss = lambda table: jnp.mean(Module(table, *rest)(ids) - 1) ** 2
-    value, grad = jax.value_and_grad(loss)(table)
-    return (Module(table - sync(grad), *rest), count + 1), value
-
-  return step
-
-
 def module_state():
   return Module(PARAMS["table"]), 0
-
-
-def test_a_module_is_a_state_with_all_that_it_holds():
-  """Arrays are mapped, and other leaves pass as they are, without `jit`."""
-  got = want = module_state()
-  ours = mapped(module_step(lambda g: lax.pmean(g, "data")))
-  # The square of a mean is that of each device.
-  for turn in range(2):
-    got, loss = ours(got, IDS + turn)
-    parts = [
-      module_step(lambda g: g)(want, i) for i in (IDS + turn).reshape(N, -1)
-    ]
-    tables = [module.parts[0] for (module, _), _ in parts]
-    want = Module(sum(tables) / N), want[1] + 1
-    close(loss, sum(value for _, value in parts) / N)
-  close(got[0].parts[0], want[0].parts[0])
-  assert got[0].parts[1:] == (jnp.tanh, 0.5, True) and got[1] == 2
-  oracle.check_replicas(runners.shards(got[0].parts[0]))
 
 
 def test_leaves_of_a_module_that_a_step_changes():

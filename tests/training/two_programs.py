@@ -3,10 +3,8 @@
     python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
 
 WHAT is `train` for steps, `jit` for steps in plain `jit` beside a plain
-program, `check` for `zenjax.check_step`, `broken` for the same of a program
-that clips before it synchronizes, `lower` to compile a step and not run it, or
-`idle`. Further arguments are those of `zen_sync`, in JSON; and of `train`,
-`restore` and `save`, files to begin and to end with, `begin` and `steps`.
+program, `lower` to compile a step and not run it, or `idle`. Further arguments
+are those of `zen_sync`, in JSON.
 """
 
 import json
@@ -25,33 +23,8 @@ import optax
 
 import zenjax
 from zenjax._src.core import compat
-from zenjax._src.sync import processes
 
 ROWS, EXAMPLES = 100, 8
-
-
-def of_this_process(x: jax.Array) -> np.ndarray:
-  """The rows that its devices hold, or all of what is the same on all."""
-  shards = {str(s.index): s.data for s in x.addressable_shards}
-  parts = [np.asarray(shards[index]) for index in sorted(shards)]
-  return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def loaded(path: str, like: Any, specs: Any, mesh: Mesh) -> Any:
-  """What another pair of processes saved, on the devices of this one."""
-  leaves, structure = jax.tree.flatten(like)
-  shardings = [
-    NamedSharding(mesh, spec)
-    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-  ]
-  with np.load(path.format(jax.process_index())) as saved:
-    given = [saved[f"arr_{i}"] for i in range(len(leaves))]
-  return structure.unflatten(
-    [
-      jax.make_array_from_process_local_data(*each)
-      for each in zip(shardings, given)
-    ]
-  )
 
 
 def trained(tx: Any, value_and_grad: Any, table: jax.Array, batches: Any):
@@ -73,28 +46,16 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
-  processes.WAIT_S = 5.0
   options: dict[str, Any] = {"scheme": "all_gather"} if what != "jit" else {}
   for pair in given:
     name, _, value = pair.partition("=")
     options[name] = json.loads(value)
-  restore, save = (options.pop(name, None) for name in ("restore", "save"))
-  begin, steps = options.pop("begin", 0), options.pop("steps", 2)
-  owners = options.pop("owners", False)
-  tx = optax.chain(
-    *[optax.clip(0.05)] * (what == "broken"),
-    zenjax.zen_sync("data", sparse=True, **options),
-    optax.sgd(0.1 if what in ("check", "broken") else 1.0),
-  )
-
-  if owners:
-    inner = optax.adagrad(0.5)
-    tx = zenjax.sharded_optimizer(inner, "data", sparse=True)
+  sync = zenjax.zen_sync("data", sparse=True, **options)
+  tx = optax.chain(sync, optax.sgd(1.0))
 
   def step(state, ids):
     table, state = state
-    total = jnp.mean if what in ("check", "broken") else jnp.sum
-    loss, grads = jax.value_and_grad(lambda t: total(t[ids] ** 2))(table)
+    loss, grads = jax.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
     updates, state = tx.update(grads, state, table)
     return (optax.apply_updates(table, updates), state), loss
 
@@ -114,47 +75,23 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
   print("begins", flush=True)
   begun = time.monotonic()
   if what == "idle":
-    time.sleep(12)
+    time.sleep(75)
   elif what == "lower":
     train.lower(state, ids)
     print(f"lowered after {time.monotonic() - begun:.1f} s", flush=True)
     time.sleep(4)
   elif what == "train":
-    specs = zenjax.state_specs(state, "data")
-    if restore:
-      state = loaded(restore, state, specs, mesh)
-    for number in range(begin, begin + steps):
+    for number in range(2):
       state, _ = train(state, batch(number))
-    if save:
-      own = [of_this_process(x) for x in jax.tree.leaves(state)]
-      np.savez(save.format(process), *own)
     table, _ = state
     print("trained", float(jnp.sum(table.addressable_data(0))), flush=True)
-  elif what == "jit":
-    of_rows = optax.chain(
-      zenjax.zen_sync("data", sparse=True, **options),
-      zenjax.lazy_rows(optax.adagrad(0.5)),
-    )
-    batches = [batch(number) for number in range(steps)]
+  else:
+    of_rows = optax.chain(sync, zenjax.lazy_rows(optax.adagrad(0.5)))
+    batches = [batch(number) for number in range(2)]
     rows = trained(of_rows, zenjax.value_and_grad, table, batches)
     plain = trained(optax.adagrad(0.5), jax.value_and_grad, table, batches)
     print("differ", float(np.abs(rows - plain).max()), flush=True)
     print("moved", float(np.abs(rows - 1).max()), flush=True)
-  else:
-
-    def build(mesh):
-      mapped = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-      table = np.ones((ROWS, 3), np.float32)
-      table = jax.device_put(table, NamedSharding(mesh, P()))
-      opt_state = zenjax.init_state(tx, table, mesh, "data")
-
-      def trained(table, opt_state, ids):
-        (table, opt_state), loss = mapped((table, opt_state), ids)
-        return table, opt_state, loss
-
-      return trained, table, opt_state
-
-    print(zenjax.check_step(build, mesh, ids), flush=True)
 
 
 if __name__ == "__main__":
