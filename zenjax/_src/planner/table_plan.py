@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import itertools
-import json
 import math
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import optax
@@ -35,7 +34,6 @@ from zenjax._src.planner.table_program import CARRIED
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 
-_VERSION = "zenjax_table_plan", 2
 _REMEDY = "make it anew by `zenjax.planner.plan_tables`"
 # The part of a device's memory that tables may take where no limit is given:
 # activations and the compiler's buffers need the rest.
@@ -79,7 +77,7 @@ class TableForm:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TablePlan:
+class TablePlan(checked_json.Document):
   """The form of every table of a program on a mesh.
 
   Made by `zenjax.planner.plan_tables`.
@@ -111,6 +109,9 @@ class TablePlan:
   limit_bytes: float | None = None
   clip_norm: float | None = None
 
+  _VERSION: ClassVar[tuple[str, int]] = "zenjax_table_plan", 2
+  _SOURCE: ClassVar[Source] = Source("the table plan", _REMEDY)
+
   @property
   def by_name(self) -> dict[str, TableForm]:
     """The tables by their names."""
@@ -123,22 +124,6 @@ class TablePlan:
 
   def __str__(self) -> str:
     return _text(self)
-
-  def to_json(self) -> str:
-    """Returns all of it as text, for `from_json`."""
-    return json.dumps(dict([_VERSION]) | dataclasses.asdict(self), indent=2)
-
-  @classmethod
-  def from_json(cls, text: str) -> "TablePlan":
-    """Reads a plan that `to_json` wrote.
-
-    Raises:
-      ValueError: The text is no plan, or is cut short.
-    """
-    source = Source("the table plan", _REMEDY)
-    return checked_json.parse(
-      cls, checked_json.fields(text, _VERSION, source), source
-    )
 
   def set_up(
     self,
