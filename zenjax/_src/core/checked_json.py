@@ -142,7 +142,7 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
     )
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if hint is float and is_number:
-    if abs(value) <= sys.float_info.max:  # NaN is not.
+    if abs(float(value)) <= sys.float_info.max:  # NaN is not.
       return float(value)
   if hint is float or type(value) is not hint:  # True is no number here.
     raise must(_KINDS[hint])
