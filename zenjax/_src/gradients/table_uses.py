@@ -54,7 +54,10 @@ class Traced:
       place = look_ups.Place.of(jnp.shape(args[i]))
       args[i] = View(i, args[i], place, away=is_sharded(self.leaves[i]))
     outs = run.run(self.jaxpr, self.consts, args, ())
-    run.note_returned(outs)
+    for out in outs:
+      if isinstance(out, View) and out.away:  # It would be all of the table.
+        refusal = Refusal("is returned by the loss", "")
+        run.refusals.setdefault(out.param, refusal)
     return tapping.wholes(outs)
 
   @property

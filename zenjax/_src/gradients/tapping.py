@@ -488,13 +488,6 @@ class Run:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
     return wholes(outs)
 
-  def note_returned(self, outs: Sequence[Any]) -> None:
-    """Refuses tables that are away, of which the program returns all."""
-    for value in outs:
-      if isinstance(value, View) and value.away:
-        refusal = Refusal("is returned by the loss", "")
-        self.refusals.setdefault(value.param, refusal)
-
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)
     return jaxprs.bind(eqn, wholes(values))
