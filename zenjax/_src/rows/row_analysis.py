@@ -166,7 +166,7 @@ class Update:
     types = [[type_of(x) if _is_array(x) else x for x in xs] for xs, _ in flat]
     return cls(
       inner=inner,
-      structures=tuple(structure for _, structure in flat),
+      structures=tuple([structure for _, structure in flat]),
       leaves=tuple(map(tuple, types)),
       tables=tuple(tables.items()),
     )
@@ -192,7 +192,11 @@ class Update:
     for i, (table, fact) in enumerate(zip(self._owners, outputs)):
       refusal = fact.refusal or ""
       rows = None if table is None else Rows(table, 0)
-      if fact.rows not in (rows, None) or _is_reshaped(i, whole, twin):
+      is_reshaped = (
+        whole.out_avals[i].shape != whole.in_avals[i].shape
+        or twin.out_avals[i].shape != twin.in_avals[i].shape
+      )
+      if fact.rows not in (rows, None) or is_reshaped:
         refusal = refusal or "it makes something else than rows"
       if refusal:
         for hit in self._whole if table is None else (table,):
@@ -203,7 +207,7 @@ class Update:
       program=self,
       state_rows=tuple(self._owners[count : count + len(self.leaves[1])]),
       refusals=refusals,
-      sums=next((fact.sums for fact in outputs if fact.sums), None),
+      sums=_first([fact.sums for fact in outputs]),
       rests=frozenset(rests.difference(refusals)),
       has_numbers=facts.has_numbers,
     )
@@ -247,7 +251,7 @@ class Update:
     updates, own = self.structures[:2]
     return updates.unflatten(outs[:count]), own.unflatten(outs[count:])
 
-  def _trace(self, fun, types):
+  def _trace(self, fun, types) -> Any:
     """Traces as optax computes, whatever promotions a program forbids."""
     with jax.numpy_dtype_promotion("standard"):
       with jax.numpy_rank_promotion("allow"):
@@ -342,11 +346,6 @@ class Update:
     return facts
 
 
-def _is_reshaped(i: int, *programs: Any) -> bool:
-  """Whether a result is not of the shape of the input that it replaces."""
-  return any(x.in_avals[i].shape != x.out_avals[i].shape for x in programs)
-
-
 class _Numbers(jaxprs.Pairwise):
   """Computes the first of two traces with the numbers of the second."""
 
@@ -365,6 +364,10 @@ class _Numbers(jaxprs.Pairwise):
 # --- one value after another ---
 
 
+def _first(texts: Sequence[str | None]) -> str | None:
+  return next(filter(None, texts), None)
+
+
 class _Mixes(Exception):
   """An operation makes rows of other rows."""
 
@@ -376,9 +379,7 @@ class _Facts(jaxprs.Pairwise):
     has_numbers: Whether constants differ between tables of two sizes.
   """
 
-  def __init__(self):
-    super().__init__()
-    self.has_numbers = False
+  has_numbers = False
 
   def constant(self, x, other):
     if np.shape(x) != np.shape(other):
@@ -400,8 +401,8 @@ class _Facts(jaxprs.Pairwise):
     return self._made("select_n", eqn, eqn, [which, *cases])
 
   def _made(self, name, eqn, other, reads):
-    sums = next((f.sums for f in reads if f.sums), None)
-    refusal = next((f.refusal for f in reads if f.refusal), None)
+    sums = _first([f.sums for f in reads])
+    refusal = _first([f.refusal for f in reads])
     if refusal is not None:
       return Fact(sums=sums, refusal=refusal)
     try:

@@ -46,7 +46,7 @@ class ShardedTable(NoArray):
       order, as `zenjax.to_checkpoint` saves them: `[R, D]`, then zeros up to
       equal ranges.
     seed: Seed of the hash.
-    first_word: Rows of the tables before this one, which shift its hash.
+    hash_offset: Offset of the hash, another one for each table.
     replicas: Further axes over which batches are split. Along these every
       device has the same rows.
     stack: `(T,)` of a stack, or more dimensions before that of rows.
@@ -59,7 +59,7 @@ class ShardedTable(NoArray):
   axes: Axes
   devices: int
   seed: int
-  first_word: int
+  hash_offset: int
   replicas: Axes = ()
   stack: tuple[int, ...] = ()
   sizes: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class ShardedTable(NoArray):
       num_rows=self.num_rows,
       groups=self.devices,
       seed=self.seed,
-      first_word=self.first_word,
+      hash_offset=self.hash_offset,
     )
 
   @property
@@ -125,7 +125,7 @@ class ShardedTable(NoArray):
     # Checkpoints keep keys and no types: of other owners keys are others.
     key = "value"
     if self.devices:
-      key += f"_on_{self.devices}_devices_{self.seed}_{self.first_word}"
+      key += f"_on_{self.devices}_devices_{self.seed}_{self.hash_offset}"
     children, static = self.tree_flatten()
     return [(jax.tree_util.GetAttrKey(key), *children)], static
 
