@@ -136,7 +136,7 @@ def data_parallel(
     _require_no_copies(state)
     placement.require_devices(state, "state", devices)
     _check_accumulated(state, devices)
-    specs = placement.leaf_specs(state, axis_name)
+    specs = placement.leaf_specs(placement.state_specs(state, axis_name))
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)
     arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]

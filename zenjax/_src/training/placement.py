@@ -188,11 +188,9 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
-def leaf_specs(state: Any, axis_name: AxisName) -> list[PartitionSpec]:
-  """Returns `state_specs` of the leaves of a state, in order."""
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  specs = state_specs(state, axis_name)
-  return jax.tree.leaves(jax.tree.broadcast(specs, state, is_spec), is_spec)
+def leaf_specs(specs: Any) -> list[PartitionSpec]:
+  """Lists a tree of specs."""
+  return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def require_devices(state: Any, argument: str, devices: int) -> None:
@@ -265,8 +263,7 @@ def init_state(
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
-  flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-  require_replicated(params, "params", axes, flat)
+  require_replicated(params, "params", axes, leaf_specs(specs))
   with chains.required():
     local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
@@ -283,7 +280,7 @@ def require_replicated(
   tree: Any,
   argument: str,
   axes: Sequence[str],
-  specs: Sequence[PartitionSpec] | None = None,
+  specs: Sequence[PartitionSpec],
 ) -> None:
   """Refuses leaves sharded over `axes`, which `shard_map` would gather.
 
@@ -295,10 +292,9 @@ def require_replicated(
     axes: Those that matter.
     specs: Of its leaves, in order: those that are split need not be replicated.
   """
-  named = leaf_util.named_leaves(tree)
-  for i, (name, leaf) in enumerate(named):
+  for (name, leaf), spec in zip(leaf_util.named_leaves(tree), specs):
     split = _spec_over(leaf, axes)
-    if split is None or (specs and specs[i] != PartitionSpec()):
+    if split is None or spec != PartitionSpec():
       continue
     raise ValueError(
       f"`{argument}` must be replicated, and leaf {name!r} of shape"
