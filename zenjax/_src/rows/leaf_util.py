@@ -87,6 +87,28 @@ def is_array(x: Any) -> bool:
   return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
+def arrays_of(
+  tree: Any, is_array: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+  """Takes arrays out of a tree.
+
+  Returns:
+    The arrays, and a function that puts others in their place.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  arrays = [x for x in leaves if is_array(x)]
+  rest = [_TAKEN if is_array(x) else x for x in leaves]
+
+  def back(arrays: Sequence[Any]) -> Any:
+    left = iter(arrays)
+    return structure.unflatten([next(left) if x is _TAKEN else x for x in rest])
+
+  return arrays, back
+
+
+_TAKEN = object()
+
+
 def shapes(
   leaves: Sequence[tuple[str, Any]],
 ) -> dict[str, tuple[tuple[int, ...], str]]:

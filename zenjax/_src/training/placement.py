@@ -137,24 +137,29 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   axes = arguments.axes(axis_name)
   split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
 
+  same = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+
   def spec(node: Any) -> Any:
     if isinstance(node, fetch.Ahead):
       return jax.tree.map(lambda _: split, node)
     if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
-    if is_sharded(node):
-      return sharded_table.specs(node, owners)
+    if isinstance(node, ShardedTable):
+      lies = sharded_table.specs(node, owners)
+      return dataclasses.replace(lies, sizes=_AnyPlan())
+    if isinstance(node, ZenSyncState):
+      return same(node.replace(tuned=_AnyPlan()))
     if isinstance(node, optax.MultiStepsState):
-      rest = state_specs(node._replace(acc_grads=None), axis_name)
-      place = lambda leaf: _split_spec(leaf, split)
-      if not accumulates_local(node):
-        place = lambda leaf: PartitionSpec()
-      acc = jax.tree.map(place, node.acc_grads)
-      return rest._replace(acc_grads=acc)
+      acc = same(node.acc_grads)
+      if accumulates_local(node):
+        acc = jax.tree.map(lambda x: _split_spec(x, split), node.acc_grads)
+      rest = same(node._replace(acc_grads=(), inner_opt_state=()))
+      inner = state_specs(node.inner_opt_state, axis_name)
+      return rest._replace(acc_grads=acc, inner_opt_state=inner)
     return PartitionSpec()
 
-  specs = jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
-  return _of_any_plan(specs)
+  kinds = _OWN | fetch.Ahead | ZenSyncState | optax.MultiStepsState
+  return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, kinds))
 
 
 class _AnyPlan(tuple):
@@ -165,28 +170,6 @@ class _AnyPlan(tuple):
 
   def __hash__(self) -> int:
     return 0
-
-
-def _of_any_plan(specs: Any) -> Any:
-  """Returns specs that fit a state before and after `tune`."""
-
-  def fitted(node: Any) -> Any:
-    if isinstance(node, ZenSyncState):
-      return node.replace(tuned=_AnyPlan())
-    if isinstance(node, ShardedTable):
-      return dataclasses.replace(node, sizes=_AnyPlan())
-    return node
-
-  kinds = ZenSyncState | ShardedTable
-  return jax.tree.map(fitted, specs, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _has_own(node: Any, root: Any) -> bool:
-  """True if `node` decides its own specs; the root was split already."""
-  if isinstance(node, _OWN | fetch.Ahead):
-    return True
-  own = isinstance(node, optax.MultiStepsState)
-  return own and not (node is root and node.acc_grads is None)
 
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
