@@ -24,6 +24,8 @@ _TALL = 4
 _MIN_ROWS = 512
 _MIN_ELEMENTS = 1 << 14
 
+# The name of the leaf of a tree that is one leaf.
+ONLY = "leaf"
 # Names that a message holds.
 _SHOWN = 12
 
@@ -44,7 +46,7 @@ def named_leaves(
     while path and _is_box(path[-1]):  # A table may be in two, as in nnx.
       path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    names.append(name or "leaf")
+    names.append(name or ONLY)
   often = collections.Counter(names)
   return [
     (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)

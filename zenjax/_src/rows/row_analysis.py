@@ -138,6 +138,7 @@ _SIZES = (
   "it does something else for tables of another size: give masks and labels"
   " that depend on sizes as trees instead of functions"
 )
+_BY_ROW = "it holds an array with something for every row"
 _STATE = "its state does not have one row for each row of a table (`init`)"
 
 
@@ -318,16 +319,12 @@ class Update:
       return None
     return [*every, *found, *every[: len(params)], *[None] * len(extra)]
 
-  def _each(self):
-    """The table of each array, and its type."""
-    each = zip(self._owners or (), sum(self.leaves, ()), strict=True)
-    return [(table, x) for table, x in each if isinstance(x, ShapedArray)]
-
   def _arrays(self, sizes):
     """Types of all arrays, for tables of these sizes."""
     return [
       x if table is None else _sized(x, sizes[table])
-      for table, x in self._each()
+      for table, x in zip(self._owners or (), sum(self.leaves, ()))
+      if isinstance(x, ShapedArray)
     ]
 
   def _facts(self, state: Sequence[Any] | None = None):
@@ -336,14 +333,15 @@ class Update:
     Args:
       state: What leaves of the state are at such a row, if it is known.
     """
-    count = len(self.leaves[0])
-    idle: list[Any] = [np.zeros((), x.dtype)[()] for x in self.leaves[0]]
-    idle += state or [Kept(count + i) for i in range(len(self.leaves[1]))]
-    facts = []
-    for i, (table, _) in enumerate(self._each()):
-      rows = None if table is None else Rows(table, 0)
-      facts.append(Fact(rows, idle[i] if rows and i < len(idle) else None))
-    return facts
+    grads, own, *rest = self.leaves
+    idle: list[Any] = [np.zeros((), x.dtype)[()] for x in grads]
+    idle += state or [Kept(len(grads) + i) for i in range(len(own))]
+    idle += [None] * sum(map(len, rest))
+    return [
+      Fact() if table is None else Fact(Rows(table, 0), known)
+      for table, known, x in zip(self._owners or (), idle, sum(self.leaves, ()))
+      if isinstance(x, ShapedArray)
+    ]
 
 
 class _Numbers(jaxprs.Pairwise):
@@ -383,7 +381,7 @@ class _Facts(jaxprs.Pairwise):
 
   def constant(self, x, other):
     if np.shape(x) != np.shape(other):
-      return Fact(refusal="it holds an array with something for every row")
+      return Fact(refusal=_BY_ROW)
     if _is_opaque(x):
       return Fact()
     number = np.asarray(x)
@@ -403,6 +401,8 @@ class _Facts(jaxprs.Pairwise):
   def _made(self, name, eqn, other, reads):
     sums = _first([f.sums for f in reads])
     refusal = _first([f.refusal for f in reads])
+    if refusal == _BY_ROW:
+      refusal = f"{refusal} ({self.place(eqn)})"
     if refusal is not None:
       return Fact(sums=sums, refusal=refusal)
     try:
