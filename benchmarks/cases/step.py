@@ -77,7 +77,17 @@ class _Variant:
   synced: bool = True  # Whether devices exchange anything.
 
 
-_OWNERS = lambda x: zenjax.sharded_optimizer(x, AXIS, sparse=True)
+_OWNERS = _Variant(
+  lambda x: zenjax.sharded_optimizer(x, AXIS, sparse=True),
+  rows=True,
+  whole_state=False,
+)
+_SHARDED = _Variant(
+  lambda x: zenjax.sharded_optimizer(x, AXIS),
+  rows=True,
+  whole_state=False,
+  sharded=True,
+)
 VARIANTS = {
   "none": _Variant(lambda x: x, rows=False, synced=False),
   "none-rows": _Variant(zenjax.lazy_rows, rows=True, synced=False),
@@ -86,13 +96,10 @@ VARIANTS = {
   "zen-tuned": _Variant(_zen, rows=False, tuned=True),
   "rows": _Variant(_rows, rows=True),
   "rows-tuned": _Variant(_rows, rows=True, tuned=True),
-  "owners": _Variant(_OWNERS, rows=True, whole_state=False),
-  "sharded": _Variant(
-    lambda x: zenjax.sharded_optimizer(x, AXIS),
-    rows=True,
-    whole_state=False,
-    sharded=True,
-  ),
+  "owners": _OWNERS,
+  "owners-tuned": dataclasses.replace(_OWNERS, tuned=True),
+  "sharded": _SHARDED,
+  "sharded-tuned": dataclasses.replace(_SHARDED, tuned=True),
 }
 # Steps before `zenjax.tune`.
 _REHEARSALS = 20
@@ -113,7 +120,7 @@ def build(
     rehearsal = _Runner(variant, setting, mesh, compile)
     for _ in range(_REHEARSALS):
       rehearsal()
-    seen = rehearsal.state
+    seen = rehearsal.params, rehearsal.state
     del rehearsal
   runner = _Runner(variant, setting, mesh, compile, seen)
   wrong = runner.check()

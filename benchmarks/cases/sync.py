@@ -170,11 +170,19 @@ def compile_step(
 class Runner:
   """A compiled step: every call takes the next batch and keeps what it left.
 
+  `seen` are parameters and state after some steps, for `zenjax.tune`;
   `options` are those of `compile_step`; `steps` were taken so far.
   """
 
-  def __init__(self, tx, loss, mesh, params, batches, **options: Any):
+  def __init__(
+    self, tx, loss, mesh, params, batches, seen: Any = None, **options: Any
+  ):
+    if seen is not None:
+      planned, seen = zenjax.tune(seen)
+      plan = jax.tree.structure(planned)
+      params = jax.tree.unflatten(plan, jax.tree.leaves(params))
     self.params, self.batches, self.steps = params, batches, 0
+    options["seen"] = seen
     self.compiled, self.state, self.compile_s = compile_step(
       tx, loss, mesh, params, batches[0], donate_argnums=(0, 1), **options
     )

@@ -12,7 +12,6 @@ import sparsifier_cases as cases
 from sparsifier_models import thresholds
 
 from zenjax._src.sparsify import checked_settings
-from zenjax._src.sparsify import element_exchange
 from zenjax._src.sparsify import exdyna
 from zenjax._src.sparsify import flat_vector
 from zenjax._src.sparsify import partitions
@@ -106,24 +105,18 @@ def check_conserves(draws, updates, state):
 
 
 def check_rounds(n, state, wire=None):
-  """As many as the fullest needs, or one and a sum of all."""
+  """As many as the fullest needs, and bytes as declared."""
   capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
-  form = element_exchange.Form(
-    size=cases.SIZE, dtype=cases.F32, wire=wire, capacity=capacity
-  )
   most = agreed(state.counts).max(axis=1)
-  dense = most > form.most_in_rounds(n)
   rounds = -(-most // capacity)
   got, wire_bytes = agreed(state.stats.rounds), state.stats.wire_bytes[0]
-  assert (got == np.where(dense, 2, rounds)).all() and rounds.max() > 1
+  assert (got == rounds).all() and rounds.max() > 1
   # Indices gathered, values summed by a ring; counts and norms beside.
   each = (n - 1) * capacity * (4 + 2 * (2 if wire else 4))
-  whole = 2 * (n - 1) / n * (4 * cases.SIZE + 4 * -(-cases.SIZE // 32))
-  declared = np.where(dense, each + whole, rounds * each) + 8 * (n - 1)
+  declared = rounds * each + 8 * (n - 1)
   np.testing.assert_allclose(wire_bytes, declared, rtol=1e-6)
   fullest = [row[t % 64] for t, row in enumerate(agreed(state.fullest))]
   assert fullest == most.tolist()
-  return dense
 
 
 def drawn(n: int, draw=cases.skewed, steps: int = STEPS) -> np.ndarray:
@@ -154,7 +147,7 @@ def test_every_step_is_the_published_one(kind, n):
 
 @pytest.mark.parametrize(("wire", "n"), [(jnp.bfloat16, 8), (jnp.float16, 2)])
 def test_what_the_wire_rounds_is_kept(n, wire):
-  """Every value and every sum, in rounds and in sums of all."""
+  """Every value and every sum, in each of the rounds."""
   draws = few_bits(drawn(n, steps=80))
   draws[40:42] *= 2**6
   kind = "exdyna" if n > 1 else "micro"
@@ -163,9 +156,7 @@ def test_what_the_wire_rounds_is_kept(n, wire):
   options: dict[str, Any] = dict(start=2.0, wire_dtype=wire)
   model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32, **options)
   check(model, draws, updates, state)
-  dense = check_rounds(n, state, wire)
-  # Of few devices rounds cost no more than a sum, whatever was selected.
-  assert dense.any() == (n == 8) and not dense.all()
+  check_rounds(n, state, wire)
   check_conserves(draws, updates, state)
   sent = agreed(updates)
   np.testing.assert_array_equal(sent, sent.astype(wire).astype(np.float32))
@@ -188,8 +179,7 @@ def test_what_the_wire_cannot_hold_waits(kind, n):
   updates, state = compiled(kind, n, **options)(draws)
   model = cases.EXCLUSIVE[kind](n, threshold_dtype=np.float32, **options)
   check(model, draws, updates, state)
-  dense = check_rounds(n, state, np.dtype(np.float16))
-  assert dense.any() == (n == 8)
+  check_rounds(n, state, np.dtype(np.float16))
   check_conserves(draws, updates, state)
   assert np.isfinite(updates).all() and np.isfinite(state.residual).all()
   # 2.8 million in 39 steps of 65,504.

@@ -363,6 +363,28 @@ def test_buffers_are_tuned_by_what_steps_have_needed():
     np.testing.assert_allclose(value, want[leaf], rtol=1e-5, atol=1e-6)
 
 
+def test_a_table_that_is_all_of_the_parameters_is_tuned():
+  mesh = mesh_of(4)
+  table = jnp.zeros((R, 8))
+  table = zenjax.tables.shard(table, mesh, "data", tables=True)
+  tx = zenjax.sharded_optimizer(optax.adagrad(0.05), "data", mesh=mesh)
+
+  @jax.jit
+  def step(table, state, ids):
+    loss = lambda table: jnp.sum(table[ids])
+    _, grads = zenjax.value_and_grad(loss)(table)
+    updates, state = tx.update(grads, state, table)
+    return zenjax.apply_updates(table, updates), state
+
+  ids = np.arange(R, dtype=np.int32)[: R // 4 * 4]
+  ids = jax.device_put(ids, jax.NamedSharding(mesh, jax.P("data")))
+  table, state = step(table, tx.init(table), ids)
+  assert zenjax.stats(state)["leaf"]["rounds"] > 1
+  table, state = zenjax.tune((table, state))
+  _, state = step(table, state, ids)
+  assert zenjax.stats(state)["leaf"]["rounds"] == 1
+
+
 @pytest.mark.parametrize(
   ("kind", "loss"), [("usual", bags), ("usual", scanned), ("beyond", padded)]
 )

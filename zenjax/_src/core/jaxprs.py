@@ -26,8 +26,9 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 def called(eqn: jex_core.JaxprEqn) -> Any:
   """The program that a call runs."""
-  keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-  return next(eqn.params[key] for key in keys if key in eqn.params)
+  keys = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
+  (key,) = keys.intersection(eqn.params)
+  return eqn.params[key]
 
 
 def scan_parts(
@@ -129,8 +130,7 @@ class Pairwise:
   program but loops.
   """
 
-  def __init__(self):
-    self._callers: list[jex_core.JaxprEqn] = []
+  _callers: tuple[jex_core.JaxprEqn, ...] = ()
 
   def constant(self, x: Any, other: Any) -> Any:
     """Returns the value of a constant of the first trace."""
@@ -200,12 +200,12 @@ class Pairwise:
       if _settings(eqn, other) != _settings(other, eqn):
         raise Differs(f"{name} at {self.place(eqn)}")
       return self.equation(eqn, other, values)
-    self._callers.append(eqn)
+    outside, self._callers = self._callers, (*self._callers, eqn)
     if is_branching:
       results = self._branches(eqn, other, values)
     else:
       results = self.run(called(eqn), called(other), values)
-    self._callers.pop()
+    self._callers = outside
     return results
 
   def _branches(self, eqn, other, values):
@@ -229,17 +229,15 @@ def _settings(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> list[Any]:
   found: list[Any] = []
   for key, value in eqn.params.items():
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not grows or isinstance(value, _PLAIN):
-      found += [(key, parts)] * all(isinstance(x, _PLAIN) for x in parts)
+    plain = [x for x in parts if isinstance(x, (bool, int, float, str))]
+    if len(plain) == len(parts) and (parts is not value or not grows):
+      found.append((key, plain))
     if not grows:
       found += [str(x) for x in parts if hasattr(opened(x)[0], "eqns")]
   return found
 
 
-_PLAIN = (bool, int, float, str)
-
-
-def grown(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> bool:
+def grown(eqn: Any, other: Any) -> bool:
   """Returns True if operands or results have other shapes in two traces."""
-  shapes = lambda eqn: [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
-  return shapes(eqn) != shapes(other)
+  here, there = eqn.invars + eqn.outvars, other.invars + other.outvars
+  return bool([x for x, y in zip(here, there) if x.aval.shape != y.aval.shape])

@@ -11,6 +11,7 @@ import numpy as np
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.gradients import table_uses
 from zenjax._src.gradients.loss import partial_loss
+from zenjax._src.rows import leaf_util
 from zenjax._src.tables.sharded_table import is_sharded
 
 
@@ -105,26 +106,21 @@ def explain_tables(
     table  9x4    rows      2 rows looked up
     w      4x2    dense     is used by `dot_general`, at <doctest ... (loss)
   """
-  leaves, structure = jax.tree.flatten((args, kwargs))
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-  is_array = [isinstance(leaf, kinds) for leaf in leaves]
-  found: list[TableUse] = []
+  arrays, back = leaf_util.arrays_of(
+    (args, kwargs), lambda x: isinstance(x, kinds)
+  )
+  uses: list[TableUse] = []
 
   def inside(arrays):
-    left = iter(arrays)
-    all_ = [next(left) if is_ else x for x, is_ in zip(leaves, is_array)]
-    args, kwargs = jax.tree.unflatten(structure, all_)
-    found[:] = _uses(fun, argnums, tables, args, kwargs)
+    args, kwargs = back(arrays)
+    loss = partial_loss(fun, argnums, args, kwargs)
+    found = table_uses.find(loss, tables)
+    leaves = enumerate(found.traced.leaves[: found.wanted])
+    uses[:] = [_use(i, leaf, found) for i, leaf in leaves]
 
-  jax.eval_shape(inside, [x for x, is_ in zip(leaves, is_array) if is_])
-  return Explanation(tuple(found))
-
-
-def _uses(fun, argnums, tables, args, kwargs) -> list[TableUse]:
-  loss = partial_loss(fun, argnums, args, kwargs)
-  found = table_uses.find(loss, tables)
-  leaves = found.traced.leaves[: found.wanted]
-  return [_use(i, leaf, found) for i, leaf in enumerate(leaves)]
+  jax.eval_shape(inside, arrays)
+  return Explanation(tuple(uses))
 
 
 def _use(i, leaf, found) -> TableUse:

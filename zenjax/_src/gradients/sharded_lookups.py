@@ -132,8 +132,7 @@ class Asked(NamedTuple):
   """Lookups of sharded tables, by ids that are computed before any row is read.
 
   Attributes:
-    numbers: Of the leaves that are looked up.
-    tables: These leaves.
+    tables: The leaves that are looked up.
     paths: Of each table, where its lookups are.
     turns: Likewise, dimensions of ids that scans have put in front.
     ids: Likewise, `[*turns, *batch]`.
@@ -141,7 +140,6 @@ class Asked(NamedTuple):
       they may return other ids.
   """
 
-  numbers: list[int]
   tables: list[Any]
   paths: list[list[Path]]
   turns: list[list[int]]
@@ -156,15 +154,11 @@ class Asked(NamedTuple):
       ValueError: Some depend on rows of a sharded table.
     """
     sites = {p: x for p, x in found.sites.items() if x.param in found.away}
-    ids, drawn = _ids(found, sites)
-    leaves = found.traced.leaves
-    numbers = [
-      i for i in sorted(found.away) if any(x.param == i for x in sites.values())
-    ]
+    numbers = sorted({x.param for x in sites.values()})
     paths = [[p for p, x in sites.items() if x.param == i] for i in numbers]
+    ids, drawn = _ids(found, sites)
     return cls(
-      numbers=numbers,
-      tables=[leaves[i] for i in numbers],
+      tables=[found.traced.leaves[i] for i in numbers],
       paths=paths,
       turns=[[len(sites[path].lengths) for path in of] for of in paths],
       ids=[[ids[path] for path in of] for of in paths],

@@ -54,7 +54,10 @@ class Traced:
       place = look_ups.Place.of(jnp.shape(args[i]))
       args[i] = View(i, args[i], place, away=is_sharded(self.leaves[i]))
     outs = run.run(self.jaxpr, self.consts, args, ())
-    run.note_returned(outs)
+    for out in outs:
+      if isinstance(out, View) and out.away:  # It would be all of the table.
+        refusal = Refusal("is returned by the loss", "")
+        run.refusals.setdefault(out.param, refusal)
     return tapping.wholes(outs)
 
   @property
@@ -149,30 +152,25 @@ def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _trace(loss, leaves) -> Traced:
-  structure: Any = None
-  others: list[Any] = []
+  rebuild: Any = None
   own = [
     tuple(compat.varying_axes(x.value)) if is_sharded(x) else () for x in leaves
   ]
 
   def flat(leaves):
-    nonlocal structure, others
-    leaves = [_varying(*x) for x in zip(leaves, own)]
-    found, structure = jax.tree.flatten(loss(leaves))
-    others = [_Array if isinstance(x, _ARRAYS) else x for x in found]
-    return [x for x in found if isinstance(x, _ARRAYS)]
+    nonlocal rebuild
+    value = loss([_varying(*x) for x in zip(leaves, own)])
+    arrays, rebuild = leaf_util.arrays_of(
+      value, lambda x: isinstance(x, _ARRAYS)
+    )
+    return arrays
 
   closed = jax.make_jaxpr(flat)(list(map(_type_of_whole, leaves)))
   jaxpr, consts = jaxprs.opened(closed)
 
-  def rebuild(outs):
-    left = iter(outs)
-    found = [next(left) if x is _Array else x for x in others]
-    return jax.tree.unflatten(structure, found)
-
   aval = jaxpr.outvars[0].aval if jaxpr.outvars else None
   manual = getattr(aval, "mat", None)
-  varying = frozenset(manual.varying) if manual is not None else frozenset()
+  varying = frozenset(manual.varying if manual is not None else ())
   return Traced(leaves, jaxpr, consts, rebuild, varying)
 
 
@@ -188,10 +186,6 @@ def _type_of_whole(leaf: Any) -> Any:
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
-
-
-class _Array:
-  """Stands for an output that is an array; others pass as they are."""
 
 
 def find(loss: Loss, spec: SparseSpec) -> Tables:

@@ -395,7 +395,6 @@ class Run:
     rows = [x for i, x in enumerate(xs) if i not in stacks]
     self._note(eqn, [*carry, *rows], "is carried or cut up by a `scan`")
     carry = wholes(carry)
-    body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
     length = eqn.params["length"]
     turns = jnp.arange(length, dtype=jnp.int32) if stacks else None
 
@@ -404,13 +403,13 @@ class Run:
       xs = list(xs)
       for i, view in stacks.items():
         xs[i] = view.of_tables(xs[i], view.place.at(number))
-      inner = self._inner(given, length)
-      outs = inner.run(body, body_consts, [*consts, *carry, *xs], at)
+      args = [*consts, *carry, *xs]
+      outs, told = self._inside(eqn, args, at, given, length)
       outs = self._returned(eqn, outs)
-      return outs[: len(carry)], (outs[len(carry) :], inner.ids, inner.kept)
+      return outs[: len(carry)], (outs[len(carry) :], told)
 
     plain = [stacks[i].table if i in stacks else x for i, x in enumerate(xs)]
-    carry, (ys, ids, drawn) = lax.scan(
+    carry, (ys, told) = lax.scan(
       turn,
       carry,
       (wholes(plain), turns, self._given(at)),
@@ -418,24 +417,23 @@ class Run:
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
     )
-    self.ids, self.drawn = self.ids | ids, self.drawn | drawn
+    self._hear(told)
     return [*carry, *ys]
 
   def _rematerialized(self, eqn, values, at) -> list:
-    body, body_consts = jaxprs.opened(eqn.params["jaxpr"])
     views = {i: x for i, x in enumerate(values) if isinstance(x, View)}
-    count = range(len(values))
     same: dict[int, View] = {}  # Tables that come out as they went in.
 
     def inside(given, plain):
       left = iter(plain)
-      args = [views[i] if i in views else next(left) for i in count]
-      inner = self._inner(given)
-      outs = inner.run(body, body_consts, args, at)
+      args = [
+        views[i] if i in views else next(left) for i in range(len(values))
+      ]
+      outs, told = self._inside(eqn, args, at, given)
       for k, out in enumerate(outs):
         if any(out is view for view in views.values()):
           same[k], outs[k] = out, None
-      return self._returned(eqn, outs), inner.ids, inner.kept
+      return self._returned(eqn, outs), told
 
     inside = jax.checkpoint(
       inside,
@@ -443,8 +441,8 @@ class Run:
       prevent_cse=eqn.params["prevent_cse"],
     )
     plain = [x for i, x in enumerate(values) if i not in views]
-    outs, ids, drawn = inside(self._given(at), plain)
-    self.ids, self.drawn = self.ids | ids, self.drawn | drawn
+    outs, told = inside(self._given(at), plain)
+    self._hear(told)
     return [same.get(k, out) for k, out in enumerate(outs)]
 
   def _given(self, at: Path) -> Any:
@@ -452,21 +450,28 @@ class Run:
     inside = lambda x: {p: v for p, v in x.items() if p[: len(at)] == at}
     return inside(self.taps or {}), inside(self.drawn)
 
-  def _inner(self, given: Any, *length: int) -> "Run":
-    """Returns the run of a program that JAX traces by itself."""
+  def _inside(self, eqn, args, at, given, *length):
+    """Runs the program of an equation, which JAX traces by itself.
+
+    Returns:
+      Its results; ids of lookups, and what callbacks returned if it is wanted.
+    """
     taps, drawn = given
-    return dataclasses.replace(
+    inner = dataclasses.replace(
       self,
       taps=None if self.taps is None else taps,
       drawn=drawn,
       ids={},
       lengths=(*self.lengths, *length),
     )
+    body, consts = jaxprs.opened(eqn.params["jaxpr"])
+    outs = inner.run(body, consts, args, at)
+    return outs, (inner.ids, inner.drawn if self.keeps_drawn else {})
 
-  @property
-  def kept(self) -> dict[Path, list[Any]]:
-    """Results of callbacks, if they are wanted."""
-    return self.drawn if self.keeps_drawn else {}
+  def _hear(self, told: tuple[dict[Path, Ids], dict[Path, list[Any]]]) -> None:
+    """Takes over what a program has told, from outside of it."""
+    self.ids |= told[0]
+    self.drawn |= told[1]
 
   def _drawing(self, eqn, values, at) -> list:
     """What a callback returns, or has returned; also inside other programs."""
@@ -482,13 +487,6 @@ class Run:
   def _returned(self, eqn, outs) -> list:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
     return wholes(outs)
-
-  def note_returned(self, outs: Sequence[Any]) -> None:
-    """Refuses tables that are away, of which the program returns all."""
-    for value in outs:
-      if isinstance(value, View) and value.away:
-        refusal = Refusal("is returned by the loss", "")
-        self.refusals.setdefault(value.param, refusal)
 
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)

@@ -100,7 +100,7 @@ def value_and_grad(
       )
     return value, loss.structure.unflatten(grads)
 
-  # Of a table whose gradient is an array all the same, all rows are used.
+  # The planner asks: a table that still has an array gradient uses all rows.
   value_and_grad_of.__dict__["gives_rows"] = True
   return value_and_grad_of
 
@@ -116,20 +116,23 @@ def grad(
 ) -> Callable[..., Any]:
   """`jax.grad`, with gradients of embedding tables as `SparseRows`.
 
+  Use it in place of `jax.grad`. It finds tables as `value_and_grad` does.
+
   Args:
-    fun: As for `value_and_grad`, like all others.
-    argnums: See there.
-    has_aux: See there.
-    holomorphic: See there.
-    allow_int: See there.
-    tables: See there.
+    fun: The loss, as for `value_and_grad`.
+    argnums: Positions of the arguments to differentiate by.
+    has_aux: Whether `fun` returns a pair `(loss, aux)`.
+    holomorphic: As for `jax.grad`.
+    allow_int: As for `jax.grad`.
+    tables: Which leaves give rows: a pytree prefix of bools or a callable
+      `(name, leaf) -> bool`. None finds all that can.
 
   Returns:
     A function that returns the gradients, or with `has_aux` the pair
     `(gradients, aux)`.
 
   Raises:
-    ValueError: See there.
+    ValueError: `tables` demands rows of a leaf that is used otherwise.
 
   Example:
     >>> import jax.numpy as jnp
@@ -161,8 +164,8 @@ def filter_value_and_grad(
 
   Args:
     fun: A function whose first argument is any pytree, say a module.
-    has_aux: As for `value_and_grad`.
-    tables: Likewise.
+    has_aux: Whether `fun` returns a pair `(loss, aux)`.
+    tables: Which leaves give rows, as for `value_and_grad`.
 
   Returns:
     A function with the arguments of `fun`, which returns the value and the

@@ -90,6 +90,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     if isinstance(node, ShardedTable):
       # The state knows a table by its name in the parameters alone.
       known = [x for x in sizes if name == x or name.endswith(f".{x}")]
+      if not known and list(sizes) == [leaf_util.ONLY]:
+        known = [leaf_util.ONLY]
       if known and (size := sizes[max(known, key=len)]) != node.sizes:
         changed = True
         return dataclasses.replace(node, sizes=size)

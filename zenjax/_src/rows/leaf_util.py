@@ -24,6 +24,8 @@ _TALL = 4
 _MIN_ROWS = 512
 _MIN_ELEMENTS = 1 << 14
 
+# The name of the leaf of a tree that is one leaf.
+ONLY = "leaf"
 # Names that a message holds.
 _SHOWN = 12
 
@@ -44,7 +46,7 @@ def named_leaves(
     while path and _is_box(path[-1]):  # A table may be in two, as in nnx.
       path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    names.append(name or "leaf")
+    names.append(name or ONLY)
   often = collections.Counter(names)
   return [
     (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
@@ -83,6 +85,28 @@ def is_array(x: Any) -> bool:
   Numbers of Python are none, nor is what a module holds beside arrays.
   """
   return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def arrays_of(
+  tree: Any, is_array: Callable[[Any], bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+  """Takes arrays out of a tree.
+
+  Returns:
+    The arrays, and a function that puts others in their place.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  arrays = [x for x in leaves if is_array(x)]
+  rest = [_TAKEN if is_array(x) else x for x in leaves]
+
+  def back(arrays: Sequence[Any]) -> Any:
+    left = iter(arrays)
+    return structure.unflatten([next(left) if x is _TAKEN else x for x in rest])
+
+  return arrays, back
+
+
+_TAKEN = object()
 
 
 def shapes(

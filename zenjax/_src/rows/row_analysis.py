@@ -138,6 +138,7 @@ _SIZES = (
   "it does something else for tables of another size: give masks and labels"
   " that depend on sizes as trees instead of functions"
 )
+_BY_ROW = "it holds an array with something for every row"
 _STATE = "its state does not have one row for each row of a table (`init`)"
 
 
@@ -166,7 +167,7 @@ class Update:
     types = [[type_of(x) if _is_array(x) else x for x in xs] for xs, _ in flat]
     return cls(
       inner=inner,
-      structures=tuple(structure for _, structure in flat),
+      structures=tuple([structure for _, structure in flat]),
       leaves=tuple(map(tuple, types)),
       tables=tuple(tables.items()),
     )
@@ -192,7 +193,11 @@ class Update:
     for i, (table, fact) in enumerate(zip(self._owners, outputs)):
       refusal = fact.refusal or ""
       rows = None if table is None else Rows(table, 0)
-      if fact.rows not in (rows, None) or _is_reshaped(i, whole, twin):
+      is_reshaped = (
+        whole.out_avals[i].shape != whole.in_avals[i].shape
+        or twin.out_avals[i].shape != twin.in_avals[i].shape
+      )
+      if fact.rows not in (rows, None) or is_reshaped:
         refusal = refusal or "it makes something else than rows"
       if refusal:
         for hit in self._whole if table is None else (table,):
@@ -203,7 +208,7 @@ class Update:
       program=self,
       state_rows=tuple(self._owners[count : count + len(self.leaves[1])]),
       refusals=refusals,
-      sums=next((fact.sums for fact in outputs if fact.sums), None),
+      sums=_first([fact.sums for fact in outputs]),
       rests=frozenset(rests.difference(refusals)),
       has_numbers=facts.has_numbers,
     )
@@ -247,7 +252,7 @@ class Update:
     updates, own = self.structures[:2]
     return updates.unflatten(outs[:count]), own.unflatten(outs[count:])
 
-  def _trace(self, fun, types):
+  def _trace(self, fun, types) -> Any:
     """Traces as optax computes, whatever promotions a program forbids."""
     with jax.numpy_dtype_promotion("standard"):
       with jax.numpy_rank_promotion("allow"):
@@ -314,16 +319,12 @@ class Update:
       return None
     return [*every, *found, *every[: len(params)], *[None] * len(extra)]
 
-  def _each(self):
-    """The table of each array, and its type."""
-    each = zip(self._owners or (), sum(self.leaves, ()), strict=True)
-    return [(table, x) for table, x in each if isinstance(x, ShapedArray)]
-
   def _arrays(self, sizes):
     """Types of all arrays, for tables of these sizes."""
     return [
       x if table is None else _sized(x, sizes[table])
-      for table, x in self._each()
+      for table, x in zip(self._owners or (), sum(self.leaves, ()))
+      if isinstance(x, ShapedArray)
     ]
 
   def _facts(self, state: Sequence[Any] | None = None):
@@ -332,19 +333,15 @@ class Update:
     Args:
       state: What leaves of the state are at such a row, if it is known.
     """
-    count = len(self.leaves[0])
-    idle: list[Any] = [np.zeros((), x.dtype)[()] for x in self.leaves[0]]
-    idle += state or [Kept(count + i) for i in range(len(self.leaves[1]))]
-    facts = []
-    for i, (table, _) in enumerate(self._each()):
-      rows = None if table is None else Rows(table, 0)
-      facts.append(Fact(rows, idle[i] if rows and i < len(idle) else None))
-    return facts
-
-
-def _is_reshaped(i: int, *programs: Any) -> bool:
-  """Whether a result is not of the shape of the input that it replaces."""
-  return any(x.in_avals[i].shape != x.out_avals[i].shape for x in programs)
+    grads, own, *rest = self.leaves
+    idle: list[Any] = [np.zeros((), x.dtype)[()] for x in grads]
+    idle += state or [Kept(len(grads) + i) for i in range(len(own))]
+    idle += [None] * sum(map(len, rest))
+    return [
+      Fact() if table is None else Fact(Rows(table, 0), known)
+      for table, known, x in zip(self._owners or (), idle, sum(self.leaves, ()))
+      if isinstance(x, ShapedArray)
+    ]
 
 
 class _Numbers(jaxprs.Pairwise):
@@ -365,6 +362,10 @@ class _Numbers(jaxprs.Pairwise):
 # --- one value after another ---
 
 
+def _first(texts: Sequence[str | None]) -> str | None:
+  return next(filter(None, texts), None)
+
+
 class _Mixes(Exception):
   """An operation makes rows of other rows."""
 
@@ -376,13 +377,11 @@ class _Facts(jaxprs.Pairwise):
     has_numbers: Whether constants differ between tables of two sizes.
   """
 
-  def __init__(self):
-    super().__init__()
-    self.has_numbers = False
+  has_numbers = False
 
   def constant(self, x, other):
     if np.shape(x) != np.shape(other):
-      return Fact(refusal="it holds an array with something for every row")
+      return Fact(refusal=_BY_ROW)
     if _is_opaque(x):
       return Fact()
     number = np.asarray(x)
@@ -400,8 +399,10 @@ class _Facts(jaxprs.Pairwise):
     return self._made("select_n", eqn, eqn, [which, *cases])
 
   def _made(self, name, eqn, other, reads):
-    sums = next((f.sums for f in reads if f.sums), None)
-    refusal = next((f.refusal for f in reads if f.refusal), None)
+    sums = _first([f.sums for f in reads])
+    refusal = _first([f.refusal for f in reads])
+    if refusal == _BY_ROW:
+      refusal = f"{refusal} ({self.place(eqn)})"
     if refusal is not None:
       return Fact(sums=sums, refusal=refusal)
     try:

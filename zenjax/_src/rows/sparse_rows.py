@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import collectives
-from zenjax._src.core import indexing
-from zenjax._src.core.partition import Layout
 from zenjax._src.rows import batch_layout
-from zenjax.kernels.operations import compact
-from zenjax.kernels.operations import mask_pack
 from zenjax.kernels.reference import row_mask
 
 # What a program wants that computes with SparseRows as if they were arrays.
@@ -270,8 +266,9 @@ class SparseRows(NoArray):
 
   def with_values(self, values: Any) -> "SparseRows":
     """The same rows with other `values: [K, D']`."""
-    rows = SparseRows(self.indices, values, self.num_rows)
-    return rows._with(unique=self.unique, by_owner=self.by_owner)
+    values = jnp.asarray(values)
+    _require_shapes(self._ids.shape, values.shape)
+    return self._with(values=values)
 
   def _with(self, **changes: Any) -> "SparseRows":
     rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
@@ -328,17 +325,11 @@ class SparseRows(NoArray):
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
     """The nonzero rows of `table: [R, D]`, the first `capacity` of them."""
     if not len(table):
-      return cls(
-        jnp.zeros(capacity, jnp.int32),
-        jnp.zeros((capacity, table.shape[1]), table.dtype),
-        0,
-      )
-    layout = Layout(num_rows=table.shape[0], groups=1)
-    bitmap = indexing.index(mask_pack(table, layout).words)
-    first = jnp.zeros(1, jnp.int32)
-    slots, rows = compact(table, bitmap, layout, first, capacity)
-    row = layout.row(jnp.zeros_like(slots), slots)
-    return cls(row[0], rows[0], table.shape[0])
+      return no_rows(table, capacity)
+    nonzero, num_rows = row_mask(table).nonzero, len(table)
+    (ids,) = jnp.nonzero(nonzero, size=capacity, fill_value=num_rows)
+    values = table.at[ids].get(mode="fill", fill_value=0)
+    return cls(ids, values, num_rows)
 
   def __repr__(self) -> str:
     ids = self.indices
@@ -368,31 +359,30 @@ class SparseRows(NoArray):
     return self
 
 
+def _wide(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
+  """Ids in `[0, num_rows]`, the last for padding, and values to be summed.
+
+  As everywhere in JAX, what is negative counts from the end. Values of padding
+  may be anything, NaN included, and come out as zero.
+  """
+  ids, num_rows = rows.indices, rows.num_rows
+  ids = jnp.where(ids < 0, ids + num_rows, ids)
+  real = (ids >= 0) & (ids < num_rows)
+  values = rows.values.astype(collectives.accumulator(rows.dtype))
+  return jnp.where(real, ids, num_rows), jnp.where(real[:, None], values, 0)
+
+
 def combined(rows: SparseRows) -> SparseRows:
   """See `SparseRows.combine`."""
-  ids, values = rows.indices, rows.values
-  # As everywhere in JAX, what is negative counts from the end.
-  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
-  ids = jnp.where(ids < 0, rows.num_rows, ids)
+  ids, values = _wide(rows)
   order = jnp.argsort(ids, stable=True)
-  ids = ids[order]
+  ids, values = ids[order], values[order]
   starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
   segment = jnp.cumsum(starts, dtype=jnp.int32)[: len(ids)] - 1
-  wide = collectives.accumulator(values.dtype)
-  # What stands for nothing may hold anything, NaN included.
-  real = (ids < rows.num_rows)[:, None]
-  sorted_values = jnp.where(real, values[order].astype(wide), 0)
-  total = (
-    jnp.zeros_like(sorted_values)
-    .at[segment]
-    .add(sorted_values, indices_are_sorted=True)
-  )
-  unique = (
-    jnp.full_like(ids, rows.num_rows)
-    .at[segment]
-    .set(ids, indices_are_sorted=True)
-  )
-  total = total.astype(values.dtype)
+  total = jnp.zeros_like(values).at[segment]
+  total = total.add(values, indices_are_sorted=True).astype(rows.dtype)
+  unique = jnp.full_like(ids, rows.num_rows).at[segment]
+  unique = unique.set(ids, indices_are_sorted=True)
   return SparseRows(unique, total, rows.num_rows).as_unique()
 
 
@@ -403,12 +393,8 @@ def merged(rows: SparseRows) -> SparseRows:
   """
   if rows.unique or rows.ndim > 2 or rows.capacity <= rows.num_rows:
     return rows.combine()
-  ids, wide = rows.indices, collectives.accumulator(rows.dtype)
-  ids = jnp.where(ids < 0, ids + rows.num_rows, ids)
-  ids = jnp.where(ids < 0, rows.num_rows, ids)
-  real = (ids < rows.num_rows)[:, None]
-  values = jnp.where(real, rows.values.astype(wide), 0)
-  total = jnp.zeros(rows.shape, wide).at[ids].add(values, mode="drop")
+  ids, values = _wide(rows)
+  total = jnp.zeros(rows.shape, values.dtype).at[ids].add(values, mode="drop")
   touched = jnp.zeros(rows.num_rows, bool).at[ids].set(True, mode="drop")
   row = jnp.arange(rows.num_rows, dtype=jnp.int32)
   row = jnp.where(touched, row, rows.num_rows)
@@ -506,14 +492,16 @@ def _require(indices, values, num_rows):
       f"`indices` of SparseRows must be integers, got {indices.dtype}; convert"
       " ids with `.astype(jnp.int32)`."
     )
-  fits = values.ndim == 2 and indices.shape == values.shape[:1]
-  if not fits:
-    raise ValueError(
-      "SparseRows takes `indices: [K]` and `values: [K, D]`, got"
-      f" {indices.shape} and {values.shape}; reshape look-ups of several"
-      " dimensions to one."
-    )
+  _require_shapes(indices.shape, values.shape)
   if not 0 <= num_rows < 2**31 - 1:
     raise ValueError(
       f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are int32."
+    )
+
+
+def _require_shapes(indices, values):
+  if len(values) != 2 or indices != values[:1]:
+    raise ValueError(
+      "SparseRows takes `indices: [K]` and `values: [K, D]`, got"
+      f" {indices} and {values}; reshape look-ups of several dimensions to one."
     )

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import arguments
+from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
 from zenjax._src.sparsify import flat_vector
 from zenjax._src.sparsify import thresholds
-from zenjax._src.sparsify.element_exchange import Form
 from zenjax._src.sparsify.partitions import Division
 from zenjax._src.sparsify.thresholds import Controller
 from zenjax._src.sync import sync_options
@@ -46,13 +47,14 @@ class Settings:
 class Plan:
   """Static facts of one model on some devices."""
 
+  settings: Settings
   tree: str  # its fingerprint
   size: int
-  k: int
+  k: int  # elements that a step is to select
+  dtype: jnp.dtype  # of the vector
   division: Division
   controller: Controller
-  form: Form
-  density: float
+  capacity: int  # indices that a device sends in a round
 
 
 def plan(tree: Any, settings: Settings, n: int) -> Plan:
@@ -86,19 +88,31 @@ def plan(tree: Any, settings: Settings, n: int) -> Plan:
       " by `optax.multi_transform`."
     )
   return Plan(
+    settings=settings,
     tree=flat_vector.fingerprint(tree),
     size=size,
     k=k,
+    dtype=flat_vector.dtype(tree, settings.residual_dtype),
     division=division,
     controller=kind(k, settings.start),
-    form=Form(
-      size=size,
-      dtype=flat_vector.dtype(tree, settings.residual_dtype),
-      wire=settings.wire_dtype,
-      capacity=capacity,
-    ),
-    density=settings.density,
+    capacity=capacity,
   )
+
+
+def devices(by: str, axes: Axes) -> int:
+  """How many devices keep a residual.
+
+  Raises:
+    ValueError: An axis is not bound.
+  """
+  try:
+    return collectives.size(axes)
+  except NameError as error:
+    raise ValueError(
+      f"`{by}` keeps a residual on each device, so its state must be made where"
+      f" `axis_name` is bound, and {axes} is not; call"
+      " `zenjax.init_state(tx, params, mesh, axis_name)` instead of `tx.init`."
+    ) from error
 
 
 def check(

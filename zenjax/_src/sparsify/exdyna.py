@@ -45,10 +45,8 @@ def transformation(
     chains.will_sync(settings.name, params, settings.options)
     leaves = jax.tree.leaves(params)
     checked_settings.warn_of_much(settings.name, settings.density, leaves)
-    plan = checked_settings.plan(
-      params, settings, _bound_size(settings.options)
-    )
-    return _init(plan, settings.options)
+    n = checked_settings.devices(settings.name, settings.options.axes)
+    return _init(checked_settings.plan(params, settings, n))
 
   def update_fn(
     updates: optax.Updates,
@@ -82,8 +80,8 @@ def transformation(
     named = gradient_tree.local_leaves(updates, context)
     leaves = [leaf for _, leaf in named]
     plan = checked_settings.plan(updates, settings, context.devices)
-    _check_state(state, plan, context, settings)
-    gradient = flat_vector.flatten(leaves, plan.form.dtype)
+    _check_state(state, plan, context.devices)
+    gradient = flat_vector.flatten(leaves, plan.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
     update = structure.unflatten(flat_vector.unflatten(update, leaves))
@@ -94,20 +92,9 @@ def transformation(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _bound_size(options: Options) -> int:
-  try:
-    return collectives.size(options.axes)
-  except NameError as error:
-    raise ValueError(
-      "A sparsifier keeps a residual on each device, so its state must be made"
-      f" where `axis_name` is bound, and {options.axes} is not; call"
-      " `zenjax.init_state(tx, params, mesh, axis_name)` instead of `tx.init`."
-    ) from error
-
-
-def _init(plan: Plan, options: Options) -> SparsifierState:
-  parts = plan.division.start()
-  residual = jnp.zeros((1, plan.size), plan.form.dtype)
+def _init(plan: Plan) -> SparsifierState:
+  options, parts = plan.settings.options, plan.division.start()
+  residual = jnp.zeros((1, plan.size), plan.dtype)
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
     tree={plan.tree: jnp.asarray(plan.size, jnp.int32)},
@@ -128,10 +115,8 @@ def _op(options: Options) -> str:
   return "mean" if options.mean else "sum"
 
 
-def _check_state(
-  state: Any, plan: Plan, context: Context, settings: Settings
-) -> None:
-  want = (1, plan.size), plan.form.dtype, (context.devices,)
+def _check_state(state: Any, plan: Plan, devices: int) -> None:
+  want = (1, plan.size), plan.dtype, (devices,)
   got = state.residual.shape, state.residual.dtype, state.parts.shape
   if got != want:
     raise ValueError(
@@ -153,12 +138,12 @@ def _check_state(
       " added to other parameters; call `zenjax.init_state(tx, params, mesh,"
       " axis_name)`."
     )
-  op = _op(settings.options)
+  op = _op(plan.settings.options)
   if op not in state.op:
     raise ValueError(
-      f"`op` of {settings.name} must be that of its state, got op={op!r} and a"
-      f" state made with op={', '.join(map(repr, state.op))}: what waits would"
-      " be applied with another weight; give the `op` of before, or call"
+      f"`op` of {plan.settings.name} must be that of its state, got op={op!r}"
+      f" and a state made with op={', '.join(map(repr, state.op))}: what waits"
+      " would be applied with another weight; give the `op` of before, or call"
       " `zenjax.init_state(tx, params, mesh, axis_name)` for a new state."
     )
 
@@ -199,7 +184,10 @@ def _step(
       known.step if plan.controller.forces else None,
     )
   with jax.named_scope("zenjax/exchange"):
-    out = element_exchange.exchange(acc, chosen, square, plan.form, context)
+    wire = plan.settings.wire_dtype
+    out = element_exchange.exchange(
+      acc, chosen, square, plan.capacity, wire, context
+    )
   # Partition p was searched by the rank that is `turn` less.
   rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
   counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
@@ -213,7 +201,7 @@ def _step(
     parts=parts,
     counts=counts,
     fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
-    stats=_stats(out, counts, threshold, plan, context),
+    stats=_stats(out, counts, threshold, plan, n),
   )
   return out.update, new
 
@@ -234,21 +222,22 @@ def _stats(
   counts: jax.Array,
   threshold: jax.Array,
   plan: Plan,
-  context: Context,
+  n: int,
 ) -> SparsifierStats:
   total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
-  most = jnp.max(counts).astype(jnp.float32) * context.devices
+  most = jnp.max(counts).astype(jnp.float32) * n
+  wide = collectives.accumulator(plan.dtype)
+  wire = plan.settings.wire_dtype or wide
+  dense_bytes = 2 * (n - 1) / n * plan.size * wide.itemsize
   return SparsifierStats(
-    density_wanted=jnp.asarray(plan.density, jnp.float32),
+    density_wanted=jnp.float32(plan.settings.density),
     density=total / np.float32(plan.size),
     threshold=threshold,
     build_up=total / np.float32(plan.k),
     imbalance=jnp.where(total > 0, most / jnp.maximum(total, 1.0), 1.0),
     residual_norm=jnp.sqrt(jnp.sum(out.numbers)),
-    wire_bytes=out.wire_bytes,
-    dense_bytes=jnp.asarray(
-      plan.form.dense_bytes(context.devices), jnp.float32
-    ),
+    wire_bytes=element_exchange.wire_bytes(out.rounds, plan.capacity, wire, n),
+    dense_bytes=jnp.float32(dense_bytes),
     rounds=out.rounds.astype(jnp.float32),
   )
 
@@ -313,9 +302,8 @@ def exdyna(
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
-      shares. What does not fit follows in further rounds, or in a sum of the
-      whole vector where that is less: a small one costs time, never a gradient.
-      `zenjax.report` says what a run needed.
+      shares. What does not fit follows in further rounds: a small one costs
+      time, never a gradient. `zenjax.report` says what a run needed.
     residual_dtype: Of the residual. By default the leaves' own, or float32
       where they differ.
     wire_dtype: Round values and their sums to this floating dtype for the

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 import optax
 
 from zenjax._src.core import collectives
-from zenjax._src.core import indexing
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
@@ -73,9 +72,10 @@ def split(
     sent = wire(acc)
     return Split(
       sent=jnp.where(large, sent, zero),
-      kept=jnp.where(large, _error(acc, sent), acc),
-      momentum=_where_not(large, momentum),
-      selected=_count(large),
+      # What rounding took; of what is not finite nothing stays.
+      kept=jnp.where(large, flat_vector.finite(acc - sent), acc),
+      momentum=None if momentum is None else jnp.where(large, 0, momentum),
+      selected=jnp.sum(large, dtype=jnp.int32),
     )
   index = chosen.at
   into: dict[str, Any] = dict(mode="promise_in_bounds", unique_indices=True)
@@ -85,38 +85,10 @@ def split(
     momentum = momentum.at[index].set(jnp.zeros((), momentum.dtype), **into)
   return Split(
     sent=jnp.zeros_like(acc).at[index].set(sent, **into),
-    kept=acc.at[index].set(_error(values, sent), **into),
+    kept=acc.at[index].set(flat_vector.finite(values - sent), **into),
     momentum=momentum,
     selected=jnp.full((), index.shape[0], jnp.int32),
   )
-
-
-def _count(large: jax.Array) -> jax.Array:
-  """How many of `[N] bool` are set.
-
-  By words of 32: XLA:CPU writes an integer an element for the plain sum.
-  """
-  even = large.shape[0] // 32 * 32
-  words = indexing.pack(large[:even])
-  ones = jnp.sum(lax.population_count(words).astype(jnp.int32))
-  return ones + jnp.sum(large[even:], dtype=jnp.int32)
-
-
-def _error(values: jax.Array, sent: jax.Array) -> jax.Array:
-  """Returns what rounding took, and zero for what is not finite."""
-  if sent is values:
-    return jnp.zeros_like(values)
-  error = values - sent
-  return jnp.where(jnp.abs(error) < jnp.inf, error, jnp.zeros_like(error))
-
-
-def _where_not(large: jax.Array, x: jax.Array | None) -> jax.Array | None:
-  return None if x is None else jnp.where(large, jnp.zeros_like(x), x)
-
-
-def finite(x: jax.Array) -> jax.Array:
-  """`x` with zeros for what is not finite."""
-  return jnp.where(lax.is_finite(x), x, jnp.zeros_like(x))
 
 
 # Clipping of one device's gradients, before anything is added to them.
@@ -169,10 +141,6 @@ class Feedback:
   clip_norm: float | None
   residual_dtype: jnp.dtype | None
   wire_dtype: jnp.dtype | None
-
-  def dtype(self, leaf: Any) -> jnp.dtype:
-    """Returns the dtype in which a leaf is remembered."""
-    return self.residual_dtype or jnp.dtype(leaf.dtype)
 
 
 def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
@@ -283,57 +251,46 @@ def _of_whole_batch(
 
 
 def _init(params: Any, feedback: Feedback) -> ErrorFeedbackState:
-  axes = feedback.options.axes
-  try:
-    collectives.size(axes)
-  except NameError as error:
-    raise ValueError(
-      "`error_feedback` keeps a residual on each device, so its state must be"
-      f" made where `axis_name` is bound, and {axes} is not; call"
-      " `zenjax.init_state("
-      "tx, params, mesh, axis_name)` instead of `tx.init`."
-    ) from error
-  begun = begin(
-    BY,
-    params,
-    feedback.options.sparse,
-    feedback.selector,
-    axes=axes,
-  )
-  leaves = {
-    name: _init_leaf(leaf, fields, feedback)
-    for name, leaf, selected in begun
-    if (fields := _fields(leaf, selected, feedback))
-  }
+  axes, sparse = feedback.options.axes, feedback.options.sparse
+  checked_settings.devices(BY, axes)
+  begun = begin(BY, params, sparse, feedback.selector, axes=axes)
+  kept = _kept(begun, feedback)
+  varying = lambda x: gradient_tree.as_varying(x, axes)
+  leaves = {}
+  for name, leaf, _ in begun:
+    if name in kept:
+      dtype = feedback.residual_dtype or leaf.dtype
+      zeros = {
+        field: varying(jnp.zeros(shape, dtype))
+        for field, shape in kept[name].items()
+      }
+      leaves[name] = FeedbackLeaf(
+        residual=zeros.get("residual"),
+        momentum=zeros.get("momentum"),
+        threshold=varying(jnp.full(1, UNKNOWN, jnp.float32)),
+        selected=varying(jnp.zeros(1, jnp.int32)),
+        wanted=jnp.full((), UNKNOWN, jnp.float32),
+      )
   return ErrorFeedbackState(jnp.zeros((), jnp.int32), leaves)
 
 
-def _fields(leaf: Any, selected: bool, feedback: Feedback) -> list[str]:
-  """Returns the fields of `FeedbackLeaf` for a leaf."""
-  moves = is_floating(leaf) and feedback.momentum is not None
-  return ["residual"] * selected + ["momentum"] * moves
-
-
-def _init_leaf(leaf: Any, kept: list[str], feedback: Feedback) -> FeedbackLeaf:
-  varying = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
-  zeros = varying(jnp.zeros((1, *leaf.shape), feedback.dtype(leaf)))
-  return FeedbackLeaf(
-    residual=zeros if "residual" in kept else None,
-    momentum=zeros if "momentum" in kept else None,
-    threshold=varying(jnp.full(1, UNKNOWN, jnp.float32)),
-    selected=varying(jnp.zeros(1, jnp.int32)),
-    wanted=jnp.full((), UNKNOWN, jnp.float32),
-  )
+def _kept(
+  leaves: Sequence[tuple[str, Any, bool]], feedback: Feedback
+) -> dict[str, dict[str, tuple[int, ...]]]:
+  """Shapes of what a device remembers, by leaf and field of `FeedbackLeaf`."""
+  found = {}
+  for name, leaf, selected in leaves:
+    moves = is_floating(leaf) and feedback.momentum is not None
+    fields = ["residual"] * selected + ["momentum"] * moves
+    if fields:
+      found[name] = dict.fromkeys(fields, (1, *leaf.shape))
+  return found
 
 
 def _check_state(
   leaves: Any, state: Any, feedback: Feedback, devices: int
 ) -> None:
-  want = {
-    name: dict.fromkeys(fields, (1, *leaf.shape))
-    for name, leaf, selected in leaves
-    if (fields := _fields(leaf, selected, feedback))
-  }
+  want = _kept(leaves, feedback)
   got = {
     name: {
       field: x.shape
@@ -342,31 +299,18 @@ def _check_state(
     }
     for name, leaf in state.leaves.items()
   }
-  every = want.keys() | got.keys()
-  wrong = sorted(n for n in every if want.get(n) != got.get(n))
-  for name in wrong:
-    needed, kept = want.get(name, {}), got.get(name, {})
-    parts = {shape[0] for shape in kept.values()}
-    one = {field: (1, *shape[1:]) for field, shape in kept.items()}
-    if needed and one == needed and len(parts) == 1:
+  for name in sorted(want.keys() | got.keys()):
+    needed, kept = want.get(name, "nothing"), got.get(name, "nothing")
+    if needed != kept:
       raise ValueError(
-        f"`state` of error_feedback must keep one of each of leaf {name!r} on"
-        f" each of {devices} devices, got {kept} on a device, as of"
-        f" {parts.pop() * devices} devices; call"
-        " `zenjax.from_checkpoint(state, mesh,"
-        " axis_name)`, or `zenjax.init_state` for a new one, and give"
-        " `zenjax.state_specs(state, axis_name)` to shard_map."
+        "`state` of error_feedback must be made by `zenjax.init_state` for"
+        f" these gradients: of leaf {name!r} it keeps {kept} on each of"
+        f" {devices} devices, and {needed} is needed; call"
+        " `zenjax.from_checkpoint(state, mesh, axis_name)` for a state of"
+        " another number of devices, or `zenjax.init_state(tx, params, mesh,"
+        " axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
+        " shard_map."
       )
-  if wrong:
-    name = wrong[0]
-    raise ValueError(
-      "`state` must be made by `zenjax.init_state` for these gradients: of leaf"
-      f" {name!r} it keeps {got.get(name, 'nothing')} on a device, and"
-      f" {want.get(name, 'nothing')} is needed; call `zenjax.init_state(tx,"
-      " params,"
-      " mesh, axis_name)`, and give `zenjax.state_specs(state, axis_name)` to"
-      " shard_map."
-    )
 
 
 def _select_from(
@@ -396,7 +340,7 @@ def _select_from(
     )
   if momentum is not None and out.momentum is not None:
     # Without masking nothing else clears it.
-    kept = out.momentum if feedback.masking else finite(momentum)
+    kept = out.momentum if feedback.masking else flat_vector.finite(momentum)
     momentum = kept.reshape(memory.residual.shape).astype(dtype)
   none = jnp.float32(UNKNOWN)
   bar = chosen.bar if isinstance(chosen, Bar) else none
@@ -421,7 +365,7 @@ def _whole(
   assert momentum is not None and memory.momentum is not None
   dtype = memory.momentum.dtype
   sent = functools.reduce(lambda a, b: flat_vector.total(a, b, dtype), moved)
-  momentum = finite(momentum).astype(dtype)[None]
+  momentum = flat_vector.finite(momentum).astype(dtype)[None]
   return sent.astype(leaf.dtype), memory._replace(momentum=momentum)
 
 

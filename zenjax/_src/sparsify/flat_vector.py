@@ -98,6 +98,11 @@ def saturated(x: jax.Array, dtype: jnp.dtype, kept: jnp.dtype) -> jax.Array:
   return jnp.where(lax.is_finite(x), jnp.clip(x, -limit, limit), x)
 
 
+def finite(x: jax.Array) -> jax.Array:
+  """`x` with zeros for what is not finite, which would never leave."""
+  return jnp.where(lax.is_finite(x), x, jnp.zeros_like(x))
+
+
 def total(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """`a + b`, rounded to `dtype` once; 16-bit floats are held in float32."""
   wide = collectives.accumulator(dtype)

@@ -5,7 +5,6 @@ same on every backend and equal to the authors' doubles.
 """
 
 import dataclasses
-from typing import Protocol
 
 import jax
 from jax import lax
@@ -16,27 +15,6 @@ import numpy as np
 # multiple of.
 BLOCKS = 1024
 ALIGN = 32
-
-
-class Division(Protocol):
-  """How a vector of `size` elements is cut into `n` partitions."""
-
-  @property
-  def longest(self) -> int:
-    """The most elements that a partition can ever have."""
-    ...
-
-  def start(self) -> np.ndarray:
-    """The state that partitions start from: `[n] int32`."""
-    ...
-
-  def bounds(self, parts: jax.Array) -> jax.Array:
-    """Partition `p` holds elements `[bounds[p], bounds[p + 1])`."""
-    ...
-
-  def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
-    """The partitions of the next step, from what was selected in each."""
-    ...
 
 
 def even(total: int, n: int) -> np.ndarray:
@@ -62,15 +40,19 @@ class Even:
 
   @property
   def longest(self) -> int:
+    """The most elements that a partition can ever have."""
     return -(-self.size // self.n)
 
   def start(self) -> np.ndarray:
+    """The state that partitions start from: `[n] int32`."""
     return even(self.size, self.n)
 
   def bounds(self, parts: jax.Array) -> jax.Array:
+    """Partition `p` holds elements `[bounds[p], bounds[p + 1])`."""
     return _ends(parts)
 
   def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
+    """The partitions of the next step, from what was selected in each."""
     del counts
     return parts
 
@@ -156,6 +138,9 @@ class Blocks:
     rest = total * jnp.int32(self.block) - guess * jnp.int32(self.size)
     more, less = rest >= self.size, rest < 0
     return guess + more.astype(jnp.int32) - less.astype(jnp.int32)
+
+
+Division = Even | Blocks
 
 
 def _ends(lengths: jax.Array) -> jax.Array:

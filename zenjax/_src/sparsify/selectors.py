@@ -7,7 +7,7 @@ reach: so what is to be read and written follows from the form alone.
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -43,18 +43,6 @@ class Bar(NamedTuple):
   bar: jax.Array  # [] in the dtype that magnitudes are compared in
 
 
-class Selector(Protocol):
-  """Selects from one leaf at a time."""
-
-  def wanted(self, size: int, step: jax.Array) -> jax.Array:
-    """The part of a leaf that it is to select, `[] float32`, or NaN."""
-    ...
-
-  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices | Bar:
-    """From `acc: [N]` in step number `step` of leaf number `leaf`."""
-    ...
-
-
 def count(density: float, size: int) -> int:
   """`int(density * size)`, and one at least."""
   return max(1, int(density * size))
@@ -71,10 +59,12 @@ class Exact:
   density: float
 
   def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    """The part of a leaf that it is to select, `[] float32`, or UNKNOWN."""
     del step
     return _part(self.density, size)
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices:
+    """From `acc: [N]` in step number `step` of leaf number `leaf`."""
     del step, leaf
     k = count(self.density, acc.shape[0])
     return Indices(lax.top_k(jnp.abs(acc), k)[1])
@@ -155,6 +145,9 @@ class Random:
     by = jax.random.randint(where, (), 0, size, jnp.int32)
     room = size - by
     return Indices(jnp.where(index < room, index + by, index - room))
+
+
+Selector = Exact | Sampled | Threshold | Random
 
 
 def sample(values: jax.Array, step: jax.Array, least: int) -> jax.Array:

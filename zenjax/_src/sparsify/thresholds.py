@@ -1,9 +1,8 @@
 """Thresholds that follow the density got: the published rule and another."""
 
-from collections.abc import Callable
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -32,35 +31,14 @@ class Place(NamedTuple):
   drift: jax.Array  # what its logarithm moves by a step, whatever is selected
 
 
-class Controller(Protocol):
-  """Moves a threshold."""
-
-  @property
-  def start(self) -> float: ...
-
-  @property
-  def samples(self) -> bool:
-    """Returns True if a threshold of 0 is to be sampled."""
-    ...
-
-  @property
-  def forces(self) -> bool:
-    """True if a device that selects nothing sends one element all the same."""
-    ...
-
-  def moved(self, last: Place, count: jax.Array) -> Place:
-    """The next place, from what all devices selected at the last."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paper:
   """Online threshold scaling, the same in ExDyna and MiCRO; no clamps."""
 
   k: int
   first: float | None = None
-  samples: bool = False
-  forces: bool = True
+  samples: bool = False  # whether a threshold of 0 is to be sampled
+  forces: bool = True  # whether a device that selects nothing sends an element
 
   @property
   def start(self) -> float:
@@ -68,6 +46,7 @@ class Paper:
     return published if self.first is None else self.first
 
   def moved(self, last: Place, count: jax.Array) -> Place:
+    """The next place, from what all devices selected at the last."""
     # 1.1 and 0.909 times k, in integers.
     above, inside = self.k * 11 // 10, self.k * 909 // 1000
     low = jnp.where(count > inside, np.float32(1.00125), np.float32(0.995))
@@ -117,10 +96,9 @@ class Damped:
     )
 
 
-KINDS: dict[str, Callable[[int, float | None], Controller]] = {
-  "damped": Damped,
-  "paper": Paper,
-}
+Controller = Paper | Damped
+
+KINDS: dict[str, type[Controller]] = {"damped": Damped, "paper": Paper}
 
 
 def bar(threshold: jax.Array, controller: Controller) -> jax.Array:

@@ -1,7 +1,7 @@
 """`data_parallel`: a training step mapped over the devices of a mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import lax
@@ -136,37 +136,42 @@ def data_parallel(
     _require_no_copies(state)
     placement.require_devices(state, "state", devices)
     _check_accumulated(state, devices)
-    specs = placement.leaf_specs(state, axis_name)
+    specs = placement.leaf_specs(placement.state_specs(state, axis_name))
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)
     arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
-    arguments = ([leaves[i] for i in arrays], *batch)
     in_specs = ([specs[i] for i in arrays], *batch_specs(batch, axes))
-    layouts: list[tuple[returned.Layout, returned.Layout]] = []
+    out_specs = {"same": PartitionSpec(), "batch": PartitionSpec(axes)}
+    words = ["same" if spec == PartitionSpec() else "batch" for spec in specs]
+    left: list[tuple[dict[int, Any], Any]] = []
 
     def local_step(given, *batch):
-      whole = list(leaves)
-      for i, x in zip(arrays, given):
-        whole[i] = x
-      state = structure.unflatten(whole)
-      split = [spec != PartitionSpec() for spec in specs]
       batch = with_own_keys(batch, axes)
-      after, aux = _run(step, state, batch, split, devices > 1 and axes)
-      kept, of_state = returned.by_specs(after, specs, structure)
-      parts, of_aux = returned.parted(aux, aux_specs, axes)
-      layouts.append((of_state, of_aux))
-      return kept, parts
+      over = axes if devices > 1 else ()
+      after, aux = _run(step, state, given, batch, words, over)
+      values, of_each, of_aux = returned.of_all(aux, aux_specs, axes)
+      # By what becomes of them, under their numbers; objects do not leave.
+      parts = {"same": {}, "batch": {}, "object": {}}
+      for i, (x, word) in enumerate(zip(after, words)):
+        parts[word if leaf_util.is_array(x) else "object"][i] = x
+      for i, (x, word) in enumerate(zip(values, of_each), len(after)):
+        parts[word][i] = x
+      left.append((parts.pop("object"), of_aux))
+      return parts
 
     # check_vma=False leaves gradients local without a cast in the user's code.
-    both = jax.shard_map(
+    parts = jax.shard_map(
       local_step,
       mesh=mesh,
       in_specs=in_specs,
-      out_specs=(returned.Outputs.specs(axes),) * 2,
+      out_specs=out_specs,
       check_vma=False,
-    )(*placement.on_mesh(arguments, mesh, in_specs))
-    state, aux = (x.whole(parts) for x, parts in zip(layouts[-1], both))
-    return state, aux
+    )(*placement.on_mesh(([leaves[i] for i in arrays], *batch), mesh, in_specs))
+    objects, of_aux = left[-1]
+    found = parts["same"] | parts["batch"] | objects
+    out = [found[i] for i in range(len(found))]
+    state = structure.unflatten(out[: len(leaves)])
+    return state, of_aux.unflatten(out[len(leaves) :])
 
   return mapped
 
@@ -174,31 +179,32 @@ def data_parallel(
 def _run(
   step: Callable[..., tuple[Any, Any]],
   state: Any,
+  given: list[jax.Array],
   batch: tuple[Any, ...],
-  split: Sequence[bool],
-  axes: Axes | Literal[False],
+  words: Sequence[str],
+  axes: Axes,
 ) -> tuple[list[Any], Any]:
   """Calls `step`; refuses one that synchronizes nothing.
 
   Args:
     step: As the user gave it.
-    state: Of one device.
+    state: Of all devices.
+    given: The arrays of the state of one device, in order.
     batch: Of one device.
-    split: For each leaf of the state, whether it differs between devices.
-    axes: Along which devices differ; False for one device.
+    words: For each leaf of the state, "same" if devices have it in common.
+    axes: Along which devices differ.
 
   Returns:
     The leaves of the new state, and `aux`.
   """
-  leaves, structure = jax.tree.flatten(state)
-  arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
   made: list[tuple[list[int], list[Any], Any]] = []
 
   def flat(batch, given):
-    whole = list(leaves)
-    for i, x in zip(arrays, given):
-      whole[i] = x
-    new, aux = _pair(step(structure.unflatten(whole), *batch))
+    arrays = iter(given)
+    own = jax.tree.map(
+      lambda x: next(arrays) if leaf_util.is_array(x) else x, state
+    )
+    new, aux = _pair(step(own, *batch))
     _require_structure(new, state)
     after = jax.tree.leaves(new)
     mapped = _mapped(after, state)
@@ -207,14 +213,11 @@ def _run(
     return [*(after[i] for i in mapped), *values]
 
   # Traced once: the program is looked at, then run in the place of the step.
-  given = [leaves[i] for i in arrays]
   program = jax.make_jaxpr(flat)(batch, given)
   ((mapped, after, of_aux),) = made
-  number = len(jax.tree.leaves(batch))
-  if axes:
-    common = [not split[i] for i in mapped]
-    common += [False] * (len(program.out_avals) - len(mapped))
-    _require_synchronized(program, number, common, axes)
+  common = [words[i] == "same" for i in mapped]
+  common += [False] * (len(program.out_avals) - len(mapped))
+  _require_synchronized(program, len(jax.tree.leaves(batch)), common, axes)
   values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves((batch, given)))
   # Constants come out as numbers.
   values = [x if leaf_util.is_array(x) else jnp.asarray(x) for x in values]
@@ -232,10 +235,10 @@ def _require_synchronized(
     program: A closed jaxpr.
     number: How many of its inputs are the batch.
     common: Which outputs are to be equal on all devices.
-    axes: Along which devices differ.
+    axes: Along which devices differ; none of one device.
   """
   needed, used = jaxprs.needed(program, common)
-  if not any(used[:number]) or _communicates(needed):
+  if not axes or not any(used[:number]) or _communicates(needed):
     return
   axis_name = axes[0] if len(axes) == 1 else axes
   raise ValueError(
@@ -296,43 +299,38 @@ def _holds_keys(x: Any) -> bool:
 
 
 def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
+  states: Any = sync_state.ZenSyncState | optax.MultiStepsState
   for position, argument in enumerate(batch):
-    _require_no_state(argument, position)
+    this = f"`batch` argument {position}"
+    if sync_state.nodes(argument, states) or placement.own_nodes(argument):
+      raise ValueError(
+        f"{this} must hold examples, got the state of an optimizer; give all"
+        " that goes from step to step in the first argument, as `(params,"
+        " opt_state)`."
+      )
     for leaf in jax.tree.leaves(argument):
       shape = np.shape(leaf)
       if _is_key(leaf):
         continue
       if _is_raw_key(leaf):
         raise ValueError(
-          f"`batch` argument {position} must hold no raw key of"
-          f" `jax.random.PRNGKey`, got uint32 of shape {shape}, which would be"
-          " split as a batch is; give `jax.random.key(seed)`, or"
-          " `jax.random.wrap_key_data(key)`, of which each device gets its own,"
-          " and numbers that are no key in another dtype."
+          f"{this} must hold no raw key of `jax.random.PRNGKey`, got uint32 of"
+          f" shape {shape}, which would be split as a batch is; give"
+          " `jax.random.key(seed)`, or `jax.random.wrap_key_data(key)`, of"
+          " which each device gets its own, and numbers that are no key in"
+          " another dtype."
         )
       if shape and not shape[0]:
         raise ValueError(
-          f"`batch` argument {position} must have at least one row for each of"
-          f" {devices} devices, got shape {shape}; skip the step, for a mean"
-          " over no examples is NaN."
+          f"{this} must have at least one row for each of {devices} devices,"
+          f" got shape {shape}; skip the step, for a mean over no examples is"
+          " NaN."
         )
       if not shape or shape[0] % devices:
         raise ValueError(
-          f"`batch` argument {position} must have a first dimension that"
-          f" {devices} devices divide, got {_shown(leaf)};"
-          f" {_remedy(leaf, devices)}."
+          f"{this} must have a first dimension that {devices} devices divide,"
+          f" got {_shown(leaf)}; {_remedy(leaf, devices)}."
         )
-
-
-def _require_no_state(argument: Any, position: int) -> None:
-  """Refuses what would be split along dimensions that are of no examples."""
-  kinds: Any = sync_state.ZenSyncState | optax.MultiStepsState
-  if sync_state.nodes(argument, kinds) or placement.own_nodes(argument):
-    raise ValueError(
-      f"`batch` argument {position} must hold examples, got the state of an"
-      " optimizer; give all that goes from step to step in the first argument,"
-      " as `(params, opt_state)`."
-    )
 
 
 def _is_raw_key(x: Any) -> bool:
@@ -367,67 +365,39 @@ def _check_accumulated(state: Any, devices: int) -> None:
   end alike, of the same shapes but for the number of devices.
   """
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
-  nodes = [
-    x
-    for x in jax.tree.leaves(state, is_leaf=is_own)
-    if is_own(x) and placement.accumulates_local(x)
-  ]
   rest = jax.tree.map(
     lambda node: node._replace(acc_grads=None) if is_own(node) else node,
     state,
     is_leaf=is_own,
   )
-  shapes = {
-    f".{name}": tuple(leaf.shape)
+  shapes = [
+    (f".{name}", tuple(leaf.shape))
     for name, leaf in leaf_util.named_leaves(rest)
     if leaf_util.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-  }
-  for node in nodes:
-    found = _accumulated_of(node.acc_grads, shapes)
-    if not found or devices in found:
+  ]
+  for node in sync_state.nodes(state, optax.MultiStepsState):
+    if not placement.accumulates_local(node):
       continue
-    name, got, shape = found[min(found)]
-    raise ValueError(
-      "`state` must hold what `optax.MultiSteps` accumulates on each of"
-      f" {devices} devices, {devices} times the rows of leaf {name!r} of"
-      f" shape {shape}, got shape {got}; make the optimizer's state with"
-      " `zenjax.init_state(tx, params, mesh, axis_name)` instead of `tx.init`,"
-      " which"
-      " `TrainState.create` and `nnx.Optimizer` call, too: `TrainState(step=0,"
-      " apply_fn=f, params=params, tx=tx, opt_state=zenjax.init_state(...))`."
-    )
-
-
-def _accumulated_of(
-  acc_grads: Any, shapes: dict[str, tuple[int, ...]]
-) -> dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]:
-  """Finds arrays that may be those whose gradients are accumulated.
-
-  Returns:
-    By how many devices accumulate, if it is these: name and shape of the first
-    leaf of the gradients, and the shape of the array.
-  """
-  named = leaf_util.named_leaves(acc_grads)
-  alone = jax.tree.structure(acc_grads) == jax.tree.structure(0)
-  ends = ["" if alone else f".{name}" for name, _ in named]
-  found = {}
-  for whole in shapes:
-    if not ends or not whole.endswith(ends[0]):
-      continue
-    begin = whole[: len(whole) - len(ends[0])]
-    of = [shapes.get(begin + end, ()) for end in ends]
-    times = {_times(acc.shape, shape) for shape, (_, acc) in zip(of, named)}
-    if len(times) == 1 and 0 not in times:
-      name, acc = named[0]
-      found[times.pop()] = name, tuple(acc.shape), of[0]
-  return found
-
-
-def _times(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
-  """Returns how many arrays of shape `of` make one of `shape`, 0 if none do."""
-  if not of or 0 in of or len(shape) != len(of) or shape[1:] != of[1:]:
-    return 0
-  return 0 if shape[0] % of[0] else shape[0] // of[0]
+    alone = jax.tree.structure(node.acc_grads) == jax.tree.structure(0)
+    for name, leaf in leaf_util.named_leaves(node.acc_grads):
+      end, got = "" if alone else f".{name}", tuple(leaf.shape)
+      may_be = [
+        shape
+        for of, shape in shapes
+        if of.endswith(end) and len(shape) == len(got) > 0
+        if shape[1:] == got[1:]
+      ]
+      if not may_be or any(got[0] == devices * x[0] for x in may_be):
+        continue
+      raise ValueError(
+        "`state` must hold what `optax.MultiSteps` accumulates on each of"
+        f" {devices} devices, {devices} times the rows of leaf {name!r} of"
+        f" shape {min(may_be)}, got shape {got}; make the optimizer's state"
+        " with `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
+        " `tx.init`, which `TrainState.create` and `nnx.Optimizer` call, too:"
+        " `TrainState(step=0, apply_fn=f, params=params, tx=tx,"
+        " opt_state=zenjax.init_state(...))`."
+      )
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
@@ -467,17 +437,13 @@ def _require_structure(out: Any, state: Any) -> None:
   )
 
 
-_NUMBERS = (bool, int, float, complex)
-
-
 def _mapped(after: Sequence[Any], state: Any) -> list[int]:
   """Which leaves of a returned state are arrays; others stay as they are."""
   found = []
-  for i, (x, (name, before)) in enumerate(
-    zip(after, leaf_util.named_leaves(state))
-  ):
+  named = leaf_util.named_leaves(state)
+  for i, (x, (name, before)) in enumerate(zip(after, named)):
     was_array = leaf_util.is_array(before)
-    number = isinstance(x, _NUMBERS)
+    number = isinstance(x, (bool, int, float, complex))
     if leaf_util.is_array(x) or (was_array and number):
       found.append(i)
     elif was_array or not (number or isinstance(x, str) or _same(x, before)):

@@ -11,7 +11,6 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.rows import norm
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_options
-from zenjax._src.sync.sync_options import Options
 
 
 def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
@@ -57,7 +56,7 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
     [5.0, 5.0]
   """
   if axis_name is not None:
-    options = _usual(axis_name)
+    options = sync_options.check(axis_name)
     updates, _ = gradient_tree.sync_tree(updates, None, options)
   return norm.global_norm(updates)
 
@@ -110,8 +109,9 @@ def weighted_mean(
     >>> float(shares.mean()), float(losses[mask].mean())
     (2.75, 2.75)
   """
+  options = sync_options.check(axis_name)
   try:
-    devices = gradient_tree.context_of(_usual(axis_name)).devices
+    devices = gradient_tree.context_of(options).devices
   except NameError as error:
     raise NameError(
       f"`axis_name` of `weighted_mean` must be bound, got {axis_name!r}: call"
@@ -131,20 +131,15 @@ def weighted_mean(
   # Counts are exact as integers.
   exact = weights.astype(jnp.int32) if weights.dtype == bool else scales
   weight = jnp.sum(exact)
-  axes = _usual(axis_name).axes
   # Gradients are one device's: what all added up is a constant to them.
   total, whole = (
-    lax.psum(lax.stop_gradient(x), axes) for x in (weight, weighted)
+    lax.psum(lax.stop_gradient(x), options.axes) for x in (weight, weighted)
   )
   total = jnp.where(total == 0, 1, total).astype(wide)
   if jnp.issubdtype(weights.dtype, jnp.floating):
     # Zero, with the gradient by the weights.
     weighted -= whole / total * (weight - lax.stop_gradient(weight))
   return devices * weighted / total
-
-
-def _usual(axis_name: AxisName) -> Options:
-  return sync_options.check(axis_name)
 
 
 def _check(values: jax.Array, weights: jax.Array) -> None:

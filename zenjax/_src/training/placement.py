@@ -137,24 +137,29 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   axes = arguments.axes(axis_name)
   split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
 
+  same = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+
   def spec(node: Any) -> Any:
     if isinstance(node, fetch.Ahead):
       return jax.tree.map(lambda _: split, node)
     if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
-    if is_sharded(node):
-      return sharded_table.specs(node, owners)
+    if isinstance(node, ShardedTable):
+      lies = sharded_table.specs(node, owners)
+      return dataclasses.replace(lies, sizes=_AnyPlan())
+    if isinstance(node, ZenSyncState):
+      return same(node.replace(tuned=_AnyPlan()))
     if isinstance(node, optax.MultiStepsState):
-      rest = state_specs(node._replace(acc_grads=None), axis_name)
-      place = lambda leaf: _split_spec(leaf, split)
-      if not accumulates_local(node):
-        place = lambda leaf: PartitionSpec()
-      acc = jax.tree.map(place, node.acc_grads)
-      return rest._replace(acc_grads=acc)
+      acc = same(node.acc_grads)
+      if accumulates_local(node):
+        acc = jax.tree.map(lambda x: _split_spec(x, split), node.acc_grads)
+      rest = same(node._replace(acc_grads=(), inner_opt_state=()))
+      inner = state_specs(node.inner_opt_state, axis_name)
+      return rest._replace(acc_grads=acc, inner_opt_state=inner)
     return PartitionSpec()
 
-  specs = jax.tree.map(spec, state, is_leaf=lambda node: _has_own(node, state))
-  return _of_any_plan(specs)
+  kinds = _OWN | fetch.Ahead | ZenSyncState | optax.MultiStepsState
+  return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, kinds))
 
 
 class _AnyPlan(tuple):
@@ -165,28 +170,6 @@ class _AnyPlan(tuple):
 
   def __hash__(self) -> int:
     return 0
-
-
-def _of_any_plan(specs: Any) -> Any:
-  """Returns specs that fit a state before and after `tune`."""
-
-  def fitted(node: Any) -> Any:
-    if isinstance(node, ZenSyncState):
-      return node.replace(tuned=_AnyPlan())
-    if isinstance(node, ShardedTable):
-      return dataclasses.replace(node, sizes=_AnyPlan())
-    return node
-
-  kinds = ZenSyncState | ShardedTable
-  return jax.tree.map(fitted, specs, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _has_own(node: Any, root: Any) -> bool:
-  """True if `node` decides its own specs; the root was split already."""
-  if isinstance(node, _OWN | fetch.Ahead):
-    return True
-  own = isinstance(node, optax.MultiStepsState)
-  return own and not (node is root and node.acc_grads is None)
 
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
@@ -205,11 +188,9 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
-def leaf_specs(state: Any, axis_name: AxisName) -> list[PartitionSpec]:
-  """Returns `state_specs` of the leaves of a state, in order."""
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  specs = state_specs(state, axis_name)
-  return jax.tree.leaves(jax.tree.broadcast(specs, state, is_spec), is_spec)
+def leaf_specs(specs: Any) -> list[PartitionSpec]:
+  """Lists a tree of specs."""
+  return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def require_devices(state: Any, argument: str, devices: int) -> None:
@@ -282,8 +263,7 @@ def init_state(
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
-  flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-  require_replicated(params, "params", axes, flat)
+  require_replicated(params, "params", axes, leaf_specs(specs))
   with chains.required():
     local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
@@ -300,7 +280,7 @@ def require_replicated(
   tree: Any,
   argument: str,
   axes: Sequence[str],
-  specs: Sequence[PartitionSpec] | None = None,
+  specs: Sequence[PartitionSpec],
 ) -> None:
   """Refuses leaves sharded over `axes`, which `shard_map` would gather.
 
@@ -312,10 +292,9 @@ def require_replicated(
     axes: Those that matter.
     specs: Of its leaves, in order: those that are split need not be replicated.
   """
-  named = leaf_util.named_leaves(tree)
-  for i, (name, leaf) in enumerate(named):
+  for (name, leaf), spec in zip(leaf_util.named_leaves(tree), specs):
     split = _spec_over(leaf, axes)
-    if split is None or (specs and specs[i] != PartitionSpec()):
+    if split is None or spec != PartitionSpec():
       continue
     raise ValueError(
       f"`{argument}` must be replicated, and leaf {name!r} of shape"

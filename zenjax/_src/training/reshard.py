@@ -152,7 +152,8 @@ def from_checkpoint(
 
   with jax.transfer_guard("allow"):
     # Tables move last: they tell for how many devices gradients wait.
-    state = _sharded(_moved_to(saved, devices, like), on_owners)
+    syncs = sync_state.find(saved)
+    state = _sharded(_moved_to(saved, devices, like, syncs), on_owners)
     specs = placement.state_specs(state, axis_name)
     return jax.tree.map(
       lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
@@ -181,49 +182,45 @@ _MOVES = (
 )
 
 
-def _moved_to(state: Any, devices: int, like: Any) -> Any:
-  """Returns `state` for so many devices, except for sharded tables."""
-  alike = None if like is None else _nodes(like)
-  if alike is not None:
-    kinds = lambda nodes: [type(node).__name__ for node in nodes]
-    if kinds(alike) != kinds(_nodes(state)):
-      raise ValueError(
-        "`like` must be a state of the same transformations as `state`, got"
-        f" one of {kinds(alike)} for {kinds(_nodes(state))}; make it by"
-        " `zenjax.init_state(tx, params, mesh, axis_name)`."
-      )
-  others = iter(alike or ())
-  syncs = sync_state.nodes(state, sync_state.ZenSyncState)
+def _moved_to(
+  state: Any, devices: int, like: Any, syncs: list[sync_state.ZenSyncState]
+) -> Any:
+  """Returns `state` for so many devices, except for sharded tables.
+
+  Args:
+    state: A state, or a part of one.
+    devices: How many.
+    like: As for `from_checkpoint`, the same part of it.
+    syncs: The states of zen_sync in all of the state.
+  """
+  nodes = lambda tree: sync_state.nodes(tree, _MOVES)  # type: ignore[arg-type]
+  kinds = lambda tree: [type(node).__name__ for node in nodes(tree)]
+  if like is not None and kinds(like) != kinds(state):
+    raise ValueError(
+      "`like` must be a state of the same transformations as `state`, got one"
+      f" of {kinds(like)} for {kinds(state)}; make it by `zenjax.init_state(tx,"
+      " params, mesh, axis_name)`."
+    )
+  others = iter([] if like is None else nodes(like))
 
   def moved(node: Any) -> Any:
     if not isinstance(node, _MOVES):
       return node
     other = next(others, None)
-    if isinstance(node, optax.MultiStepsState):
-      if placement.accumulates_local(node):
-        node = node._replace(acc_grads=_accumulated(node, devices, other))
-      return node._replace(inner_opt_state=tree(node.inner_opt_state))
     if isinstance(node, sync_state.LeafState):
       return _folded(node, devices)
     if isinstance(node, SparsifierState):
       return sparsifier_state.on_devices(jax.tree.map(_on_host, node), devices)
-    return _of_feedback(node, devices, syncs)
+    if isinstance(node, ErrorFeedbackState):
+      return _of_feedback(node, devices, syncs)
+    if placement.accumulates_local(node):
+      node = node._replace(acc_grads=_accumulated(node, devices, other))
+    inner = other and other.inner_opt_state
+    inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
+    return node._replace(inner_opt_state=inner)
 
   is_leaf = lambda node: isinstance(node, _MOVES)
-  tree = lambda part: jax.tree.map(moved, part, is_leaf=is_leaf)
-  return tree(state)
-
-
-def _nodes(state: Any) -> list[Any]:
-  """Lists the nodes that are moved, in that order."""
-  is_leaf = lambda node: isinstance(node, _MOVES)
-  found = []
-  for node in jax.tree.leaves(state, is_leaf=is_leaf):
-    if is_leaf(node):
-      found.append(node)
-    if isinstance(node, optax.MultiStepsState):
-      found += _nodes(node.inner_opt_state)
-  return found
+  return jax.tree.map(moved, state, is_leaf=is_leaf)
 
 
 def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
@@ -264,16 +261,10 @@ def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
   return told.pop()
 
 
-# States of what sums gradients: `MultiSteps` around it accumulates local ones.
-_SYNCS: Any = sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState
-
-
 def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
-  """Divides gradients `[old * R, ..]` that devices accumulated among others."""
+  """Returns gradients `[old * R, ..]`, accumulated by devices, for others."""
   leaves, structure = jax.tree.flatten(node.acc_grads)
-  if not leaves:
-    return node.acc_grads
-  old = _accumulated_on(node, devices, like)
+  old = _accumulated_on(node, devices, like) if leaves else devices
   if old == devices:
     return node.acc_grads
   if any(x.shape[0] % old for x in leaves):
@@ -283,33 +274,28 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
       " make it with `zenjax.init_state(tx, params, mesh, axis_name)`."
     )
   parts = [_on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
-  moved = _moved_parts(parts, node.inner_opt_state, devices, old)
+  # Zeros may wait for a mean and for a sum.
+  averages = any(x.any() for x in parts) and _averages_all(node)
+  moved = [
+    sparsifier_state.folded(x, devices, averages=averages) for x in parts
+  ]
   return structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in moved])
 
 
-def _moved_parts(
-  parts: list[np.ndarray], inner: Any, devices: int, old: int
-) -> list[np.ndarray]:
-  """Returns `[devices, R, ..]` of each leaf, `[old, R, ..]`."""
-  if not any(x.any() for x in parts):
-    return [np.repeat(x[:1], devices, axis=0) for x in parts]
-  means = set()
-  for node in sync_state.nodes(inner, _SYNCS):
-    if isinstance(node, SparsifierState):
-      means.add(sparsifier_state.averages(node))
-    if isinstance(node, sync_state.ZenSyncState):
-      means.add(bool(_on_host(node.mean)))
-  if not means:  # Of `error_feedback` alone.
-    means = {True}
-  if len(means) != 1:
+def _averages_all(node: optax.MultiStepsState) -> bool:
+  """Returns whether what is accumulated is then averaged, and not summed."""
+  inner = node.inner_opt_state
+  sparsifiers = sync_state.nodes(inner, SparsifierState)
+  means = {*map(sparsifier_state.averages, sparsifiers)}
+  means |= {bool(_on_host(sync.mean)) for sync in sync_state.find(inner)}
+  if len(means) > 1:
     raise ValueError(
       "`state` must be moved where `optax.MultiSteps` has accumulated nothing"
       " yet (`mini_step` 0): it says both that these gradients are averaged and"
       " that they are summed over devices; take the steps that are left until"
       " the next update first."
     )
-  (averages,) = means
-  return [sparsifier_state.folded(x, devices, averages=averages) for x in parts]
+  return means != {False}  # Of `error_feedback` alone nothing is known.
 
 
 def _accumulated_on(
@@ -320,22 +306,20 @@ def _accumulated_on(
   if like is not None:
     (new, *_) = jax.tree.leaves(like.acc_grads)
     return first.shape[0] * devices // new.shape[0]
-  own = [placement.made_for(x)[1] for x in placement.own_nodes(node)]
+  own = {placement.made_for(x)[1] for x in placement.own_nodes(node)}
   shards = 1
   if isinstance(first, jax.Array):
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
-  devices_at = sync_state.Sizes._fields.index("devices")
-  told = [
-    int(_on_host(leaf.sizes)[devices_at])
-    for sync in sync_state.nodes(node, sync_state.ZenSyncState)
+  told = {
+    sync_state.Sizes(*_on_host(leaf.sizes)).devices
+    for sync in sync_state.find(node)
     for leaf in sync.leaves.values()
-  ]
-  # One device alone may be where a checkpoint was loaded to.
-  own = [x for x in own if x]  # Sharded tables in order are of none.
-  for counts in (own, [shards] if shards > 1 else [], filter(None, told)):
-    found = set(counts)
-    if len(found) == 1:
-      return found.pop()
+  }
+  # Sharded tables in order are of no devices, and leaves of no step yet; one
+  # device alone may be where a checkpoint was loaded to.
+  for counts in (own - {0}, {shards} - {1}, told - {0}):
+    if len(counts) == 1:
+      return int(counts.pop())
   raise ValueError(
     "`like` must be given, a state of `zenjax.init_state(tx, params, mesh,"
     " axis_name)`, to move what `optax.MultiSteps` accumulates: nothing in"

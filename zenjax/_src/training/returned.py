@@ -1,11 +1,10 @@
 """Makes what a step returns beside its state one of all devices'."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
@@ -36,46 +35,6 @@ AuxSpecs = str | Mapping[str, str] | None
 _WORDS = ("mean", "sum", "batch", "same")
 
 
-class Outputs(NamedTuple):
-  """Values that leave a device, by their specs."""
-
-  same: Any  # a list
-  batch: Any  # another
-
-  @classmethod
-  def specs(cls, axes: Axes) -> "Outputs":
-    """Returns the specs of all leaves of each list."""
-    return cls(PartitionSpec(), PartitionSpec(axes))
-
-
-class Layout(NamedTuple):
-  """How parts become the tree that they were."""
-
-  words: list[str]
-  structure: Any
-  kept: Sequence[Any] = ()  # no arrays, for the word "kept"
-
-  def whole(self, parts: Outputs) -> Any:
-    """The tree, of arrays of all devices."""
-    of = {"batch": iter(parts.batch), "kept": iter(self.kept)}
-    same = iter(parts.same)
-    return self.structure.unflatten([next(of.get(w, same)) for w in self.words])
-
-
-def by_specs(
-  leaves: Sequence[Any], specs: Sequence[PartitionSpec], structure: Any
-) -> tuple[Outputs, Layout]:
-  """Parts the leaves of a state; what is no array does not leave a device."""
-  of = {"same": [], "batch": [], "kept": []}
-  words = []
-  for leaf, spec in zip(leaves, specs):
-    word = "batch" if spec != PartitionSpec() else "same"
-    words.append(word if leaf_util.is_array(leaf) else "kept")
-    of[words[-1]].append(leaf)
-  parts = Outputs(of["same"], of["batch"])
-  return parts, Layout(words, structure, of["kept"])
-
-
 def check(aux_specs: Any) -> AuxSpecs:
   """`aux_specs`, if it says what can be said."""
   named = isinstance(aux_specs, Mapping)
@@ -89,8 +48,15 @@ def check(aux_specs: Any) -> AuxSpecs:
   return aux_specs
 
 
-def parted(aux: Any, aux_specs: AuxSpecs, axes: Axes) -> tuple[Outputs, Layout]:
-  """Averages and sums leaves of one device's `aux`, and parts them by spec."""
+def of_all(
+  aux: Any, aux_specs: AuxSpecs, axes: Axes
+) -> tuple[list[Any], list[str], Any]:
+  """Averages and sums leaves of one device's `aux`.
+
+  Returns:
+    The leaves; "batch" for each whose parts are to be joined, "same" for each
+    that all devices have in common; and the structure.
+  """
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
@@ -98,15 +64,16 @@ def parted(aux: Any, aux_specs: AuxSpecs, axes: Axes) -> tuple[Outputs, Layout]:
     word or _usual(leaf) for (_, leaf), word in zip(named, asked)
   ]
   _require_declared([x for x, word in zip(named, words) if word is None])
-  parts = Outputs([], [])
+  leaves = []
   for (name, leaf), word in zip(named, words):
     _require_fits(name, leaf, word)
     if word == "mean":
       leaf = collectives.pmean(leaf, axes)
     elif word == "sum":
       leaf = collectives.psum(_wide(leaf), axes)
-    (parts.batch if word == "batch" else parts.same).append(leaf)
-  return parts, Layout(words, jax.tree.structure(aux, is_leaf=is_node))
+    leaves.append(leaf)
+  words = ["batch" if word == "batch" else "same" for word in words]
+  return leaves, words, jax.tree.structure(aux, is_leaf=is_node)
 
 
 def _usual(leaf: Any) -> str | None:

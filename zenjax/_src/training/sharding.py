@@ -1,5 +1,6 @@
 """Tables, and the optimizer's state of them, to their owners and back."""
 
+import math
 from typing import Any
 
 import jax
@@ -119,40 +120,26 @@ def _of_optimizer(
   Arrays belong to the table at the end of whose path they stand, if they have
   as many rows.
   """
-  paths, structure = jax.tree_util.tree_flatten_with_path(
-    params, is_leaf=is_sharded
-  )
-  tables = {path: x for path, x in paths if is_sharded(x)}
-  leaves, of_state = jax.tree_util.tree_flatten_with_path(opt_state)
-  del structure
-  moved = []
-  for path, x in leaves:
-    table = next(
-      (
-        table
-        for end, table in tables.items()
-        if path[len(path) - len(end) :] == end
-        and jnp.shape(x)[: table.ndim - 1] == table.shape_of_rows
-      ),
-      None,
-    )
-    if table is None:
-      moved.append(sharding.replicated(x, mesh))
-    else:
-      moved.append(table.with_value(sharding.placed(x, table, mesh)))
-  axes = arguments.axes(axis_name)
-  count = 1
-  for table in tables.values():
-    for axis in (*table.replicas, *axes):
-      count *= mesh.shape[axis]
-    break
-  new = sync_state.empty_leaf(mean=False, devices=count, sharded=True)
+  leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_sharded)
+  tables = [(path, x) for path, x in leaves if is_sharded(x)]
+
+  def moved(path, x):
+    for end, table in tables:
+      rows = jnp.shape(x)[: table.ndim - 1]
+      if path[len(path) - len(end) :] == end and rows == table.shape_of_rows:
+        return table.with_value(sharding.placed(x, table, mesh))
+    return sharding.replicated(x, mesh)
+
+  inner = jax.tree_util.tree_map_with_path(moved, opt_state)
+  over = (*tables[0][1].replicas, *arguments.axes(axis_name))
+  devices = math.prod(mesh.shape[axis] for axis in over)
+  new = sync_state.empty_leaf(mean=False, devices=devices, sharded=True)
   named = leaf_util.named_leaves(params, is_sharded)
   memory = {name: new for name, x in named if is_sharded(x)}
   none = jnp.zeros((), jnp.int32)
   sync = sync_state.ZenSyncState(none, memory, none, owners=True)
   sync = jax.tree.map(lambda x: sharding.replicated(x, mesh), sync)
-  return ShardedOptimizerState(sync, of_state.unflatten(moved))
+  return ShardedOptimizerState(sync, inner)
 
 
 def unshard(tree: Any) -> Any:
