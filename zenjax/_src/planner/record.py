@@ -12,7 +12,6 @@ import os
 from typing import Any
 
 import jax
-from jax import lax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -32,6 +31,7 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.sync import zen_sync
 from zenjax._src.training.returned import RowSets
+from zenjax.kernels import reference
 
 
 class Recorder:
@@ -121,22 +121,19 @@ class Recorder:
 
     None and 1 where gradients are those of one device.
     """
-    for axis in self._axes:
-      try:
-        lax.axis_size(axis)
-        return None, 1
-      except NameError:
-        pass
     mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
-    if mesh is None and jax.device_count() > 1:
-      raise ValueError(
-        f"`axis_name` must be bound by shard_map, or an axis of a mesh, and"
-        f" {self._axes!r} is neither. Give `zenjax.planner.record` the axes of"
-        " the batch as `axis_name=`, and in plain jit `mesh=`."
-      )
-    if mesh is None:
-      return None, 1
-    return mesh, math.prod(mesh.shape[axis] for axis in self._axes)
+    if mesh is not None:
+      return mesh, math.prod(mesh.shape[axis] for axis in self._axes)
+    try:
+      collectives.size(self._axes)
+    except NameError as error:
+      if jax.device_count() > 1:
+        raise ValueError(
+          f"`axis_name` must be bound by shard_map, or an axis of a mesh, and"
+          f" {self._axes!r} is neither. Give `zenjax.planner.record` the axes"
+          " of the batch as `axis_name=`, and in plain jit `mesh=`."
+        ) from error
+    return None, 1
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
     """Writes one step: the results of `rows` on all devices, `[n, *]` each.
@@ -254,23 +251,12 @@ def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:
 def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
   """Returns `[R]` bool."""
   if not isinstance(table, SparseRows):
-    return _has_bits(leaf_util.as_table(table, "row"))
+    return reference.row_mask(leaf_util.as_table(table, "row")).nonzero
   # Look-ups of one row may cancel each other, as they would in the array.
   rows = table.combine()
+  nonzero = reference.row_mask(rows.values).nonzero
   none = jnp.zeros(rows.num_rows, bool)
-  return none.at[rows.indices].set(_has_bits(rows.values), mode="drop")
-
-
-def _has_bits(rows: jax.Array) -> jax.Array:
-  """Returns which rows are not zero: `[K, D]` -> `[K]` bool.
-
-  A row is zero where all of its bits are, signs apart: comparing floats would
-  take subnormals for zero on CPU.
-  """
-  bits = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-  raw = lax.bitcast_convert_type(rows, bits)
-  unsigned = raw << np.array(1, bits)
-  return jnp.any(unsigned != 0, axis=1)
+  return none.at[rows.indices].set(nonzero, mode="drop")
 
 
 def _on_host(packed: jax.Array) -> np.ndarray:

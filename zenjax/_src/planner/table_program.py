@@ -1,6 +1,6 @@
 """The program of a table plan: parameters, state and optimizer in its forms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import functools
 from typing import Any, NamedTuple
 
@@ -90,14 +90,17 @@ def set_up(
   carriers = [form for form in CARRIED if form in used]
   optimizer = Optimizer(tx, jax.eval_shape(make), clip_norm)
   _check(form_of, carriers, optimizer)
-  place = functools.partial(_placed, form_of=form_of, axes=axes, mesh=mesh)
-  if callable(params):
-    init = lambda: place(make())
-    placed = jax.jit(
-      init, out_shardings=_placements(jax.eval_shape(init), form_of, axes, mesh)
-    )()
-  else:
-    placed = place(params)
+  over = {table_forms.XLA: axes, table_forms.SHARDED: axes[-1]}
+  placements = {
+    name: NamedSharding(mesh, PartitionSpec(over.get(form_of.get(name, ""))))
+    for name, _ in leaf_util.named_leaves(jax.eval_shape(make))
+  }
+  sharded = {k for k, form in form_of.items() if form == table_forms.SHARDED}
+  place = functools.partial(
+    _placed, placements=placements, sharded=sharded, axes=axes, mesh=mesh
+  )
+  init = lambda: place(make())
+  placed = _made(init, placements) if callable(params) else init()
   made = _transformation(form_of, axes, mesh, tx, placed, carriers, clip_norm)
   listed = {k for k, form in form_of.items() if form not in OF_ARRAYS}
   both = jax.value_and_grad
@@ -135,49 +138,39 @@ def _check(
 
 def _placed(
   params: Any,
-  form_of: Mapping[str, str],
+  placements: Mapping[str, NamedSharding],
+  sharded: Set[str],
   axes: tuple[str, ...],
   mesh: jax.sharding.Mesh,
 ) -> Any:
   """Returns parameters with every table in its form."""
-  *others, last = axes
-  sharded = {k for k, form in form_of.items() if form == table_forms.SHARDED}
-  leaves = []
-  for name, leaf in leaf_util.named_leaves(params):
-    if name not in sharded:
-      over = axes if form_of.get(name) == table_forms.XLA else None
-      leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(over)))
-    leaves.append(leaf)
+  leaves = [
+    leaf if name in sharded else jax.device_put(leaf, placements[name])
+    for name, leaf in leaf_util.named_leaves(params)
+  ]
   tree = jax.tree.unflatten(jax.tree.structure(params), leaves)
   if not sharded:
     return tree
   return sharding.shard_leaves(
     tree,
     mesh,
-    last,
+    axes[-1],
     tables=lambda name, _: name in sharded,
-    replicas=tuple(others) or None,
+    replicas=axes[:-1] or None,
   )
 
 
-def _placements(
-  types: Any,
-  form_of: Mapping[str, str],
-  axes: tuple[str, ...],
-  mesh: jax.sharding.Mesh,
+def _made(
+  init: Callable[[], Any], placements: Mapping[str, NamedSharding]
 ) -> Any:
-  """Returns the placement of every parameter."""
-  place = lambda over: NamedSharding(mesh, PartitionSpec(over))
-  found = []
-  for name, leaf in leaf_util.named_leaves(types, is_sharded):
-    if is_sharded(leaf):
-      found.append(leaf.with_value(place(axes[-1])))
-    else:
-      by_xla = form_of.get(name) == table_forms.XLA
-      found.append(place(axes if by_xla else None))
-  return jax.tree.unflatten(
-    jax.tree.structure(types, is_leaf=is_sharded), found
-  )
+  """Returns what `init` makes in `jit`, where no device has a whole table."""
+  types = jax.eval_shape(init)
+  placed = [
+    x.with_value(placements[name]) if is_sharded(x) else placements[name]
+    for name, x in leaf_util.named_leaves(types, is_sharded)
+  ]
+  structure = jax.tree.structure(types, is_leaf=is_sharded)
+  return jax.jit(init, out_shardings=structure.unflatten(placed))()
 
 
 def _transformation(
