@@ -107,6 +107,14 @@ def _bytes(s: Mapping[str, float]) -> str:
   return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
 
 
+def _steps(nodes: Sequence[Any]) -> int:
+  return max(int(stats.array(node.step)) for node in nodes)
+
+
+def _title(by: str, steps: float, devices: float) -> str:
+  return f"{by} after {steps:.0f} steps on {devices:.0f} devices"
+
+
 def _table(
   title: str,
   known: stats.Stats,
@@ -149,7 +157,10 @@ def _scheme(s: Mapping[str, float]) -> str:
 _SHAPE = _Column(
   "rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"
 )
-_IMBALANCE = (
+# Of the rows of all devices together.
+_UNION = (
+  ("union", "union_density", ".2%", "union: of all devices"),
+  ("growth", "growth", ".2f", "growth: their ratio"),
   ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
   ("pull imb", "pull_imbalance", ".2f"),
 )
@@ -164,9 +175,7 @@ _SYNCED = (
       ".2%",
       "density: rows of a device that are not zero",
     ),
-    ("union", "union_density", ".2%", "union: of all devices"),
-    ("growth", "growth", ".2f", "growth: their ratio"),
-    *_IMBALANCE,
+    *_UNION,
     _ROUNDS,
   ),
   *_RECEIVED,
@@ -177,9 +186,7 @@ _SHARDED = (
   _SHAPE,
   *_numbers(
     ("looked up", "density", ".2%", "looked up: distinct rows of a device"),
-    ("union", "union_density", ".2%", "union: of all devices"),
-    ("growth", "growth", ".2f", "growth: their ratio"),
-    *_IMBALANCE,
+    *_UNION,
     ("room", "room", ".0f", "room: rows that a pair's buffer had"),
     ("fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"),
     ("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
@@ -200,7 +207,7 @@ def _of_synced_leaves(
   if not any(node.leaves for node in nodes):
     return [f"{by}: no leaf travels sparse; every leaf takes psum."]
   known = stats.synced_leaves(state)
-  steps = max(int(node.step) for node in nodes)
+  steps = _steps(nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
   sharded = _of_sharded_tables(state)
@@ -210,8 +217,8 @@ def _of_synced_leaves(
     alone = "step was" if steps == 1 else f"{steps} steps were"
     told = f"{by}: the {alone} taken on one device: nothing was exchanged."
     return [told, *sharded]
-  devices = int(next(iter(known.values()))["devices"])
-  title = f"{by} after {steps} steps on {devices} devices"
+  devices = next(iter(known.values()))["devices"]
+  title = _title(by, steps, devices)
   lines = _table(title, known, _SYNCED, "leaf")
   lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
   return lines + sharded + tune.told(state)
@@ -221,14 +228,9 @@ def _of_sharded_tables(state: Any) -> list[str]:
   known = stats.sharded_tables(state)
   if not known:
     return []
-  steps = max(
-    int(node.step) for node in sync_state.find(state) if sync_state.tables(node)
-  )
-  devices = int(next(iter(known.values()))["devices"])
-  title = (
-    f"sharded_optimizer, sharded tables, after {steps} steps on {devices}"
-    " devices"
-  )
+  steps = _steps([x for x in sync_state.find(state) if sync_state.tables(x)])
+  devices = next(iter(known.values()))["devices"]
+  title = _title("sharded_optimizer, sharded tables,", steps, devices)
   return _table(title, known, _SHARDED, "table")
 
 
@@ -294,8 +296,8 @@ def _of_sparsifiers(state: Any) -> list[str]:
   if not known:
     return ["sparsifier: no step was taken yet."]
   first = next(iter(known.values()))
-  title = f"after {first['steps']:.0f} steps on {first['devices']:.0f} devices"
-  return _table(f"sparsifier {title}", known, _SPARSIFIER)
+  title = _title("sparsifier", first["steps"], first["devices"])
+  return _table(title, known, _SPARSIFIER)
 
 
 def _of_error_feedback(state: Any) -> list[str]:
@@ -307,14 +309,14 @@ def _of_error_feedback(state: Any) -> list[str]:
   nodes = sync_state.nodes(state, ErrorFeedbackState)
   if not nodes:
     return []
-  steps = max(int(np.asarray(node.step)) for node in nodes)
+  steps = _steps(nodes)
   if not steps:
     return ["error_feedback: no step was taken yet."]
   leaves = [leaf for node in nodes for leaf in node.leaves.values()]
   counts = [leaf.selected for leaf in leaves if leaf.residual is not None]
   if not counts:
     return ["error_feedback: it selects from no leaf."]
-  title = f"error_feedback after {steps} steps on {len(counts[0])} devices"
+  title = _title("error_feedback", steps, len(counts[0]))
   if not all(map(_is_here, counts)):
     return [
       f"{title} of several processes: zenjax.stats has its numbers, where all"
