@@ -75,7 +75,7 @@ def test_rates_are_read_as_people_write_them(written, bits):
     (lambda: Topology.network("fast", 2), ["'25 Gbit/s'", "'fast'"]),
     (lambda: Topology.network(0, 2), ["got 0"]),
     (lambda: Topology.network("1gbit", 2, ports=0), ["`ports`"]),
-    (lambda: Topology.network("1gbit", 0), ["`sizes`"]),
+    (lambda: Topology.network("1gbit", 0), ["`sizes[0]`", "positive"]),
     (lambda: Topology.preset("b9", 8), ["`machine`", "h100", "measure_links"]),
     (lambda: Topology.preset("h100", 8, hosts=2), ["`network`", "hosts=2"]),
     (lambda: Topology.preset("h100", 8, network="1gbit"), ["`network`"]),
@@ -84,7 +84,10 @@ def test_rates_are_read_as_people_write_them(written, bits):
     (lambda: Link(bandwidth=0.0, latency_s=0.0), ["`bandwidth`", "positive"]),
     (lambda: Link(bandwidth=1e9, latency_s=-1.0), ["`latency_s`", "0 or more"]),
     (lambda: Work(mask_byte=-1.0), ["`mask_byte`", "0 or more"]),
-    (lambda: Link(bandwidth=_TEXT, latency_s=0.0), ["a number", "1gbit"]),
+    (
+      lambda: Link(bandwidth=_TEXT, latency_s=0.0),
+      ["finite number", "1gbit"],
+    ),
   ],
 )
 def test_refused(call, words):

@@ -148,7 +148,7 @@ def test_json():
     (_JSON_SHAPE, '"shape": 5', ["`leaves[0].shape`", "a list", "5"]),
     (_JSON_SHAPE, '"shape": "abc"', ["`leaves[0].shape`", "a list", "'abc'"]),
     (_JSON_SHAPE, '"shape": [640, 8.5]', ["`leaves[0].shape[1]`", "8.5"]),
-    (_JSON_SHAPE, '"shape": [-1]', ["`leaves[0].shape[0]`", "not negative"]),
+    (_JSON_SHAPE, '"shape": [-1]', ["`leaves[0].shape[0]`", "0 or more"]),
     (_JSON_SHAPE, '"shape": null', ["`leaves[0].shape`", "a list", "None"]),
     ('"capacities": null', '"capacities": [1]', ["capacities`", "list of 2"]),
     ('"name": "b"', '"name": "a"', ["the plan is refused", "once each"]),

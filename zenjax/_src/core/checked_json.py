@@ -8,10 +8,11 @@ it, the rule, the value and the remedy.
 from collections.abc import Callable
 import dataclasses
 import json
+import numbers
 import sys
 import types
 import typing
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 
 class Source(NamedTuple):
@@ -34,7 +35,7 @@ class Rule(NamedTuple):
 
 
 POSITIVE = Rule("positive", lambda x: x > 0)
-NOT_NEGATIVE = Rule("not negative", lambda x: x >= 0)
+NOT_NEGATIVE = Rule("0 or more", lambda x: x >= 0)
 NOT_EMPTY = Rule("a list of one or more", lambda x: len(x) > 0)
 
 _KINDS = {
@@ -43,6 +44,38 @@ _KINDS = {
   int: "a whole number",
   str: "a string",
 }
+
+
+class Document:
+  """A dataclass that is saved as JSON; a subclass gives version and source."""
+
+  __slots__ = ()
+
+  _VERSION: ClassVar[tuple[str, int]]
+  _SOURCE: ClassVar[Source]
+
+  def to_json(self) -> str:
+    """Returns all of it as text, for `from_json`."""
+    record: Any = self
+    document = dict([self._VERSION]) | dataclasses.asdict(record)
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+  @classmethod
+  def from_json(cls, text: str) -> Self:
+    """Reads the text of `to_json`.
+
+    Raises:
+      ValueError: It is no JSON, is cut short, of another version, or holds
+        impossible values; the message names the entry.
+    """
+    return parse(cls, fields(text, cls._VERSION, cls._SOURCE), cls._SOURCE)
+
+
+def check(record: Any, source: Source) -> None:
+  """Raises `ValueError` where a dataclass has a value against its hint."""
+  hints = typing.get_type_hints(type(record), include_extras=True)
+  for field in dataclasses.fields(record):
+    parse(hints[field.name], getattr(record, field.name), source, field.name)
 
 
 def fields(text: str, version: tuple[str, int], source: Source) -> dict:
@@ -107,8 +140,9 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
     return (
       value if isinstance(value, hint) else _record(hint, value, source, at)
     )
-  if hint is float and type(value) in (int, float):
-    if abs(value) <= sys.float_info.max:  # NaN is not.
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if hint is float and is_number:
+    if abs(float(value)) <= sys.float_info.max:  # NaN is not.
       return float(value)
   if hint is float or type(value) is not hint:  # True is no number here.
     raise must(_KINDS[hint])

@@ -10,8 +10,10 @@ predicted bytes are those that are sent.
 from collections.abc import Sequence
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from zenjax._src.machine import link_models
 from zenjax._src.machine.link_models import Links
@@ -63,91 +65,130 @@ class Profile:
     return self.rows * devices**power
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-  """Predicted time and bytes of one way to synchronize a table.
-
-  Attributes:
-    scheme: Name of the scheme.
-    column_groups: Column groups of zen; 1 for other schemes.
-    wire_s: Time on the links.
-    once_s: The part of `wire_s` that tables of one exchange pay once together:
-      its latencies.
-    local_s: Time on the device.
-    received: Bytes a device receives.
-    sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
-      just large enough as far as is known. None for a dense sum.
-    phases: Terms of `wire_s`: `(axis, collective, devices, bytes)`.
-  """
+class Way(NamedTuple):
+  """One way to synchronize a leaf, as `LeafPlan` has it."""
 
   scheme: str
-  column_groups: int = 1
-  wire_s: float
+  column_groups: int = 1  # Of zen; 1 for other schemes.
+  wire_dtype: str | None = None
+
+
+PMEAN = Way("dense")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+  """Predicted costs of one way to synchronize, or to hold and train, a table.
+
+  Attributes:
+    exchange: Tables with the same name here share an exchange.
+    seconds: Time on the links and on the device, if nothing overlaps.
+    once_s: The part of it that tables of one exchange pay once together: the
+      latencies.
+    received: Bytes that a device receives in a step.
+    memory: Bytes that a device needs.
+    sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
+      just large enough as far as is known. None for a dense sum.
+  """
+
+  exchange: str
+  seconds: float
   once_s: float
-  local_s: float
   received: float
+  memory: float
   sizes: tuple[float, float] | None = None
-  phases: tuple[Phase, ...] = ()
-
-  @property
-  def seconds(self) -> float:
-    """Total time, if nothing overlaps."""
-    return self.wire_s + self.local_s
 
 
-def predict(
-  scheme: str,
+def of_messages(
+  exchange: str,
+  messages: Sequence[Message],
+  context: Context,
+  link: Links,
+  *,
+  local_s: float = 0.0,
+  memory: float | None = None,
+  sizes: tuple[float, float] | None = None,
+) -> Prediction:
+  """Predicts an exchange; its memory is what it receives if not given."""
+  phases = phases_of(messages, context)
+  received = float(received_bytes(messages, context))
+  return Prediction(
+    exchange=exchange,
+    seconds=link_models.wire_s(phases, link) + local_s,
+    once_s=link_models.wire_s([(*phase[:3], 0.0) for phase in phases], link),
+    received=received,
+    memory=received if memory is None else memory,
+    sizes=sizes,
+  )
+
+
+def predictions(
   table: Table,
   profile: Profile,
   context: Context,
   link: Links,
-  column_groups: int = 1,
+  wire_dtypes: Sequence[str] = (),
+) -> dict[Way, Prediction]:
+  """Predicts every way that may be best for a table, pmean first.
+
+  The Zen paper's rule, that the best scheme is either Balanced Parallelism or
+  Hierarchical Centralization (Theorem 1), with latency and local work in it,
+  and with the dense exchange. Ranges are left out: zen sends the same messages
+  in better balance (Lemma 1).
+  """
+  n = context.sizes[-1]
+  ways = [Way("all_gather"), Way("recursive_doubling")]
+  for groups in range(1, n + 1):
+    if n % groups == 0 and groups <= max(table.width, 1):
+      ways.append(Way("zen", groups))
+  ways = [
+    way._replace(wire_dtype=wire)
+    for wire in (None, *wire_dtypes)
+    for way in ways
+  ]
+  return {
+    way: predict(way, table, profile, context, link) for way in (PMEAN, *ways)
+  }
+
+
+def predict(
+  way: Way, table: Table, profile: Profile, context: Context, link: Links
 ) -> Prediction:
-  """Predicts time and bytes of one scheme for one table.
+  """Predicts one way to synchronize a table.
 
   The device's own work is taken from the link along the fastest axis.
   """
-  mask_s = local_s = 0.0
-  sizes = None
-  if scheme == "dense":
-    messages = DENSE[scheme].messages(table, context)
-  else:
-    messages, block, sizes = _sparse_messages(
-      scheme, table, profile, context, column_groups
+  size = table.num_rows * table.width * table.dtype.itemsize
+  if way == PMEAN:
+    # A gradient of rows is made an array before.
+    messages = DENSE[way.scheme].messages(
+      dataclasses.replace(table, look_ups=None), context
     )
-    work = link_models.of_axis(context.axes[-1], link).work
-    if table.look_ups is None:
-      size = table.num_rows * table.width * table.dtype.itemsize
-      mask_s = size * work.mask_byte + table.num_rows * work.mask_row
-    for message in messages:
-      moved = float(received_bytes([message], context))
-      # The blocks of a summed row arrive side by side and are written as one.
-      whole = message.op == "all_gather" and column_groups > 1
-      row = block * column_groups if whole else block
-      local_s += moved * work.move_byte + moved / row * work.move_row
-  phases = phases_of(messages, context)
-  return Prediction(
-    scheme=scheme,
-    column_groups=column_groups,
-    wire_s=link_models.wire_s(phases, link),
-    once_s=link_models.wire_s([(*phase[:3], 0.0) for phase in phases], link),
-    local_s=mask_s + local_s,
-    received=float(received_bytes(messages, context)),
-    sizes=sizes,
-    phases=tuple(phases),
+    return of_messages(way.scheme, messages, context, link, memory=size)
+  if way.wire_dtype is not None:
+    table = dataclasses.replace(table, wire_dtype=jnp.dtype(way.wire_dtype))
+  messages, block, sizes = _sparse_messages(way, table, profile, context)
+  work = link_models.of_axis(context.axes[-1], link).work
+  local_s = 0.0
+  if table.look_ups is None:
+    local_s = size * work.mask_byte + table.num_rows * work.mask_row
+  for message in messages:
+    moved = float(received_bytes([message], context))
+    # The blocks of a summed row arrive side by side and are written as one.
+    whole = message.op == "all_gather" and way.column_groups > 1
+    row = block * way.column_groups if whole else block
+    local_s += moved * work.move_byte + moved / row * work.move_row
+  return of_messages(
+    way.scheme, messages, context, link, local_s=local_s, sizes=sizes
   )
 
 
 def _sparse_messages(
-  name: str,
-  table: Table,
-  profile: Profile,
-  context: Context,
-  column_groups: int,
+  way: Way, table: Table, profile: Profile, context: Context
 ) -> tuple[list[Message], int, tuple[float, float]]:
   """Returns messages of just sufficient sizes, bytes of a row, the sizes."""
-  scheme = SPARSE[name]
-  m, g = scheme.groups(context.sizes, column_groups)
+  scheme = SPARSE[way.scheme]
+  m, g = scheme.groups(context.sizes, way.column_groups)
   plan = buffer_sizes.plan_table(
     table,
     groups=m,
@@ -199,37 +240,6 @@ def phases_of(messages: Sequence[Message], context: Context) -> list[Phase]:
       n = sizes[slowest]
       found.append((slowest, "all_reduce", n, 2 * (n - 1) / n * part))
   return found
-
-
-def choices(
-  table: Table,
-  profile: Profile,
-  context: Context,
-  link: Links,
-) -> list[Prediction]:
-  """Predicts every way that may be best for a table, the fastest first.
-
-  The Zen paper's rule, that the best scheme is either Balanced Parallelism or
-  Hierarchical Centralization (Theorem 1), with latency and local work in it,
-  and with the dense exchange.
-  """
-  found = [
-    predict(scheme, table, profile, context, link, groups)
-    for scheme, groups in [("dense", 1), *sparse_ways(table.width, context)]
-  ]
-  return sorted(found, key=lambda p: p.seconds)
-
-
-def sparse_ways(width: int, context: Context) -> list[tuple[str, int]]:
-  """Returns the schemes that may be best for a table, with column groups.
-
-  Ranges are left out: zen sends the same messages in better balance (Lemma 1 of
-  the Zen paper).
-  """
-  n = context.sizes[-1]
-  groups = [g for g in range(1, n + 1) if n % g == 0 and g <= max(width, 1)]
-  others = [("all_gather", 1), ("recursive_doubling", 1)]
-  return others + [("zen", g) for g in groups]
 
 
 def assumed(table: Table, devices: int) -> Profile:

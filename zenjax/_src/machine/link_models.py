@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Annotated
 
-from zenjax._src.core import arguments
+from zenjax._src.core import checked_json
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
+from zenjax._src.core.checked_json import Source
 
 # Messages that follow each other in a collective of `n` devices.
 _STEPS = {
@@ -18,16 +19,7 @@ _STEPS = {
 }
 
 _Amount = Annotated[float, NOT_NEGATIVE]
-
-
-def _require_amounts(fields, *names: str) -> None:
-  for name in names:
-    value = arguments.number(name, getattr(fields, name))
-    if not value >= 0:
-      raise ValueError(
-        f"`{name}` must be 0 or more, got {value!r}; bytes are by the second,"
-        " times in seconds."
-      )
+_UNITS = "bytes are by the second, times in seconds"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ class Work:
   move_row: _Amount = 0.0
 
   def __post_init__(self):
-    _require_amounts(self, "mask_byte", "mask_row", "move_byte", "move_row")
+    checked_json.check(self, Source("the device's work", _UNITS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +71,7 @@ class Link:
   work: Work = Work()
 
   def __post_init__(self):
-    _require_amounts(self, "bandwidth", "latency_s")
-    if not self.bandwidth > 0:
-      raise ValueError(
-        f"`bandwidth` must be positive, got {self.bandwidth!r}; it is in bytes"
-        " a second."
-      )
+    checked_json.check(self, Source("the link", _UNITS))
 
   def seconds(self, op: str, devices: int, received: float) -> float:
     """Returns the time of a collective by the bytes that a device receives."""

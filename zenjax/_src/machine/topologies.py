@@ -4,13 +4,11 @@ A topology comes from a preset of published figures, from the line rate of a
 network, from `measure_links`, or from a file.
 """
 
-from collections.abc import Sequence
 import dataclasses
-import json
 import math
 import os
 import pathlib
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from zenjax._src.core import checked_json
 from zenjax._src.core.checked_json import NOT_EMPTY
@@ -23,13 +21,16 @@ from zenjax._src.machine.machines import known_machine
 from zenjax._src.machine.machines import Machine
 from zenjax._src.machine.machines import NCCL_NETWORK_S
 
-_VERSION = "version", 2
-_REMEDY = "write it with `Topology.to_json`, or measure with `measure_links`"
+_Count = Annotated[int, POSITIVE]
+_SOURCE = Source(
+  "the topology",
+  "write it with `Topology.to_json`, or measure with `measure_links`",
+)
 _NETWORK = "its line rate, a peak; latency from NCCL's tuning table"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class Topology(checked_json.Document):
   """The links of a machine and the memory of its devices.
 
   Attributes:
@@ -55,12 +56,15 @@ class Topology:
   """
 
   axes: Annotated[tuple[str, ...], NOT_EMPTY]
-  sizes: tuple[Annotated[int, POSITIVE], ...]
+  sizes: tuple[_Count, ...]
   links: tuple[Link, ...]
   memory_bytes: Annotated[float, POSITIVE] | None = None
   name: str = ""
   source: str = ""
-  ports: Annotated[int, POSITIVE] = 1
+  ports: _Count = 1
+
+  _VERSION: ClassVar[tuple[str, int]] = "version", 2
+  _SOURCE: ClassVar[Source] = _SOURCE
 
   def __post_init__(self):
     lengths = {len(self.axes), len(self.sizes), len(self.links)}
@@ -70,8 +74,7 @@ class Topology:
         f" for each, got axes {self.axes}, sizes {self.sizes} and"
         f" {len(self.links)} links."
       )
-    _require_counts("sizes", self.sizes)
-    _require_counts("ports", (self.ports,))
+    checked_json.check(self, _SOURCE)
 
   @property
   def devices(self) -> int:
@@ -184,7 +187,7 @@ class Topology:
       ('25 Gbit/s, 2 network cards a host', 6250000000.0)
     """
     bits = rates.bits_a_second(rate)
-    _require_counts("ports", (ports,))
+    checked_json.parse(_Count, ports, _SOURCE, "ports")
     known = None if machine is None else known_machine(machine)
     words = rates.in_words(bits)
     name = f"{words}, {ports} network card{'s' if ports != 1 else ''} a host"
@@ -199,23 +202,6 @@ class Topology:
       ports=ports,
     )
 
-  def to_json(self) -> str:
-    """Returns all of it as text, for `from_json`."""
-    document = dict([_VERSION]) | dataclasses.asdict(self)
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"
-
-  @classmethod
-  def from_json(cls, text: str) -> "Topology":
-    """Reads the text of `to_json`.
-
-    Raises:
-      ValueError: It is no JSON, of another version, or holds impossible values;
-        the message names the entry.
-    """
-    source = Source("the topology", _REMEDY)
-    fields = checked_json.fields(text, _VERSION, source)
-    return checked_json.parse(cls, fields, source)
-
   @classmethod
   def load(cls, path: str | os.PathLike) -> "Topology":
     """Reads a file of `to_json`; raises `ValueError` as `from_json` does."""
@@ -226,11 +212,6 @@ class Topology:
         f"`path` must be a topology's file, but {os.fspath(path)!r} is none:"
         f" {error}"
       ) from error
-
-
-def _require_counts(name: str, values: Sequence[int]) -> None:
-  if not all(type(x) is int and x > 0 for x in values):
-    raise ValueError(f"`{name}` must be positive integers, got {values!r}.")
 
 
 def _floor(known: Machine) -> Work:

@@ -1,20 +1,7 @@
-"""`plan`: chooses how every gradient of a model is synchronized on a machine.
+"""`plan`: chooses how every gradient of a model is synchronized."""
 
-Nothing overlaps. Sparse leaves of one scheme share its exchange, so that its
-latencies are paid once: for every set of schemes each leaf takes the best way
-that the set allows, and the set with the shortest step wins.
-"""
-
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import itertools
 import math
 import os
 from typing import Any, NamedTuple
@@ -27,10 +14,13 @@ from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.wire import has_range_of
 from zenjax._src.machine import cost
+from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
+from zenjax._src.machine.cost import Way
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import choice
 from zenjax._src.planner import recorded_runs
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
@@ -40,9 +30,6 @@ from zenjax._src.sync import plans
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
-# Predictions err: a sparse way is taken if it should take less than this part
-# of pmean's time.
-MARGIN = 0.8
 # Steps differ: capacity for those with a few rows more than the mean of them.
 _SPARE = 1.05
 
@@ -54,17 +41,6 @@ class Gradient(NamedTuple):
   shape: tuple[int, ...]
   dtype: np.dtype
   look_ups: int | None  # Rows of a device's SparseRows; None for an array.
-
-
-class Way(NamedTuple):
-  """One way to synchronize a leaf, as `LeafPlan` has it."""
-
-  scheme: str
-  column_groups: int = 1
-  wire_dtype: str | None = None
-
-
-PMEAN = Way(plans.DENSE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +82,7 @@ class Question:
   def profile(self, gradient: Gradient) -> Profile:
     """Returns densities: measured ones, or those of a vocabulary."""
     known = self.profiles.get(gradient.name)
-    table = table_of(gradient, Way("zen"))
-    return known or cost.assumed(table, self.topology.devices)
+    return known or cost.assumed(table_of(gradient), self.topology.devices)
 
 
 def plan(
@@ -241,26 +216,13 @@ def answer(question: Question) -> Plan:
   """Returns the plan with the shortest step."""
   found = predictions(question)
   fitting = [
-    _fitting(g, each, question.memory_bytes)
-    for g, each in zip(question.gradients, found)
+    _fitting(gradient.name, ways, question.memory_bytes)
+    for gradient, ways in zip(question.gradients, found)
   ]
-  schemes = sorted({way.scheme for each in fitting for way in each} - {"dense"})
-  sets = [
-    {plans.DENSE, *some}
-    for size in range(len(schemes) + 1)
-    for some in itertools.combinations(schemes, size)
-  ]
-  best, best_s = None, math.inf
-  for some in sets:
-    ways = [_best_of(each, some) for each in fitting]
-    chosen = [way for way in ways if way is not None]
-    if len(chosen) == len(ways):
-      seconds = _seconds(fitting, chosen, MARGIN)
-      if seconds < best_s:
-        best, best_s = chosen, seconds
-  if best is None:
-    raise AssertionError("dense always fits")
-  return planned(question, found, best)
+  chosen = choice.choose(fitting)
+  if chosen is None:
+    raise AssertionError("each leaf has a way that fits")
+  return planned(question, found, chosen)
 
 
 def planned(
@@ -277,6 +239,9 @@ def planned(
     if profile is not None:
       union = profile.union_of(question.topology.devices)
       union = float(min(union, rows_of(gradient)))
+    reason = choice.reason(ways, way, _in_words)
+    if reason and profile is None:
+      reason += ", densities assumed"
     leaves.append(
       LeafPlan(
         name=gradient.name,
@@ -292,120 +257,77 @@ def planned(
         wire_bytes=ways[way].received,
         rows=None if profile is None else float(profile.rows),
         union=union,
-        reason=_reason(question, gradient, ways, way),
+        reason=reason,
       )
     )
-  compute_s = question.compute_seconds
+  step_s = lambda ways: (
+    question.compute_seconds
+    + choice.seconds([predicted[way] for predicted, way in zip(found, ways)])
+  )
   return Plan(
     leaves=tuple(leaves),
     mesh=tuple(zip(question.axes, question.topology.sizes)),
     machine=question.topology.name,
-    compute_seconds=compute_s,
-    seconds=compute_s + _seconds(found, chosen),
-    dense_seconds=compute_s + _seconds(found, [PMEAN] * len(found)),
+    compute_seconds=question.compute_seconds,
+    seconds=step_s(chosen),
+    dense_seconds=step_s([PMEAN] * len(found)),
   )
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
-  """Predicts every way of every gradient."""
+  """Predicts every way of every gradient: pmean alone where it is no table."""
   found = []
   for gradient in question.gradients:
-    profile, ways = question.profile(gradient), {}
-    for way in _ways(question, gradient):
-      ways[way] = cost.predict(
-        way.scheme,
-        table_of(gradient, way),
-        profile,
-        question.context,
-        question.links,
-        way.column_groups,
-      )
-    found.append(ways)
+    given = table_of(gradient), question.profile(gradient)
+    machine = question.context, question.links
+    leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+    is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
+    if question.topology.devices == 1 or not is_table:
+      found.append({PMEAN: cost.predict(PMEAN, *given, *machine)})
+      continue
+    narrower = [
+      name
+      for name in question.wire_dtypes
+      if jnp.dtype(name).itemsize < gradient.dtype.itemsize
+      and has_range_of(jnp.dtype(name), gradient.dtype)
+    ]
+    found.append(cost.predictions(*given, *machine, narrower))
   return found
 
 
-def _ways(question: Question, gradient: Gradient) -> Iterator[Way]:
-  """Yields the ways of a leaf, pmean first and alone where it is no table."""
-  yield PMEAN
-  leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-  is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
-  if question.topology.devices == 1 or not is_table:
-    return
-  narrower = [
-    name
-    for name in question.wire_dtypes
-    if jnp.dtype(name).itemsize < gradient.dtype.itemsize
-    and has_range_of(jnp.dtype(name), gradient.dtype)
-  ]
-  ways = cost.sparse_ways(gradient.shape[-1], question.context)
-  for wire in (None, *narrower):
-    for scheme, groups in ways:
-      yield Way(scheme, groups, wire)
-
-
-def table_of(gradient: Gradient, way: Way) -> Table:
-  """Returns a gradient as its scheme has it."""
+def table_of(gradient: Gradient) -> Table:
+  """Returns a gradient as schemes have it."""
   leaf: Any = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
+  rows, width = leaf_util.table_shape(leaf, "row")
   dtype = jnp.dtype(gradient.dtype)
   return Table(
     name=gradient.name,
-    num_rows=rows_of(gradient),
-    width=leaf_util.table_shape(leaf, "row")[1],
+    num_rows=rows,
+    width=width,
     dtype=dtype,
-    wire_dtype=jnp.dtype(way.wire_dtype or dtype),
-    look_ups=None if way == PMEAN else gradient.look_ups,
+    wire_dtype=dtype,
+    look_ups=gradient.look_ups,
   )
 
 
 def rows_of(gradient: Gradient) -> int:
   """Returns the rows of a gradient, as zen_sync counts them."""
-  leaf: Any = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-  return leaf_util.table_shape(leaf, "row")[0]
-
-
-def _best_of(
-  ways: Mapping[Way, Prediction], schemes: Collection[str]
-) -> Way | None:
-  """Returns the best of a leaf's ways by these schemes, None without any."""
-  open_to = [way for way in ways if way.scheme in schemes]
-  # Of a shared exchange a leaf pays its bytes and its own work.
-  own = lambda way: (ways[way].seconds - ways[way].once_s) * _raised(way)
-  return min(open_to, key=own, default=None)
-
-
-def _raised(way: Way, margin: float = MARGIN) -> float:
-  """Returns the factor on a way's times by which pmean is preferred."""
-  return 1.0 if way == PMEAN else 1 / margin
-
-
-def _seconds(
-  found: Sequence[Mapping[Way, Prediction]],
-  chosen: Sequence[Way],
-  margin: float = 1.0,
-) -> float:
-  """Returns the time of all exchanges: a scheme's leaves wait once."""
-  own, once = 0.0, {}
-  for ways, way in zip(found, chosen):
-    raised = _raised(way, margin)
-    own += (ways[way].seconds - ways[way].once_s) * raised
-    once[way.scheme] = max(once.get(way.scheme, 0), ways[way].once_s * raised)
-  return own + sum(once.values())
+  return table_of(gradient).num_rows
 
 
 def _fitting(
-  gradient: Gradient, ways: Mapping[Way, Prediction], limit: float | None
+  name: str, ways: Mapping[Way, Prediction], limit: float | None
 ) -> Mapping[Way, Prediction]:
-  """Returns the ways whose buffers fit: what arrives, or a copy to sum."""
+  """Returns the ways of a leaf whose buffers fit."""
   if limit is None:
     return ways
-  copy = math.prod(gradient.shape) * gradient.dtype.itemsize
-  need = {way: copy if way == PMEAN else p.received for way, p in ways.items()}
-  fitting = {way: p for way, p in ways.items() if need[way] <= limit}
+  fitting = {way: x for way, x in ways.items() if x.memory <= limit}
   if not fitting:
+    least = min(x.memory for x in ways.values())
     raise ValueError(
-      f"`memory_bytes` must hold the buffers of one way for every leaf, but"
-      f" {gradient.name!r} needs {min(need.values()) / 1e6:.1f} MB at least,"
-      f" got {limit / 1e6:.1f} MB; shard that table, or give more."
+      "`memory_bytes` must hold the buffers of one way for every leaf, but"
+      f" {name!r} needs {least / 1e6:.1f} MB at least, got {limit / 1e6:.1f}"
+      " MB; shard that table, or give more."
     )
   return fitting
 
@@ -426,32 +348,8 @@ def _capacities(
   return push, max(push, pull)
 
 
-def _reason(
-  question: Question,
-  gradient: Gradient,
-  ways: Mapping[Way, Prediction],
-  chosen: Way,
-) -> str:
-  """Says why: the next best way, by itself, and what was assumed."""
-  if len(ways) == 1:
-    return ""
-  ratio = lambda way: ways[way].seconds / max(ways[chosen].seconds, 1e-12)
-  parts = [f"pmean takes {ratio(PMEAN):.3g}x as long"]
-  second = min(ways.keys() - {chosen, PMEAN}, key=ratio)
-  words = plans.in_words(*second)
-  if chosen == PMEAN:
-    parts = [f"{words} takes {ratio(second):.3g}x as long"]
-    if MARGIN <= ratio(second) < 1:
-      parts.append("within the error of predictions")
-    elif ratio(second) < MARGIN:
-      parts.append("in an exchange of its own")
-  else:
-    parts.append(f"{words} {ratio(second):.3g}x")
-    if ratio(PMEAN) < 1:
-      parts.append("shares its exchange with other leaves")
-  if gradient.name not in question.profiles:
-    parts.append("densities assumed")
-  return ", ".join(parts)
+def _in_words(way: Way) -> str:
+  return "pmean" if way == PMEAN else plans.in_words(*way)
 
 
 # --- what is given ------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import itertools
-import json
 import math
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import optax
@@ -19,27 +17,28 @@ from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
 from zenjax._src.gradients import value_and_grad as row_gradients
+from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
+from zenjax._src.planner import choice
 from zenjax._src.planner import plan_model
 from zenjax._src.planner import table_forms
 from zenjax._src.planner import table_program
 from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.plan_model import Question
-from zenjax._src.planner.table_forms import Cost
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
-from zenjax._src.planner.table_forms import REPLICATED
-from zenjax._src.planner.table_program import CARRIED
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 
-_VERSION = "zenjax_table_plan", 2
 _REMEDY = "make it anew by `zenjax.planner.plan_tables`"
 # The part of a device's memory that tables may take where no limit is given:
 # activations and the compiler's buffers need the rest.
 _USABLE = 0.75
+# One more form is one more exchange, and must leave less than this part of a
+# step.
+_WORTH = 0.9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class TableForm:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TablePlan:
+class TablePlan(checked_json.Document):
   """The form of every table of a program on a mesh.
 
   Made by `zenjax.planner.plan_tables`.
@@ -111,6 +110,9 @@ class TablePlan:
   limit_bytes: float | None = None
   clip_norm: float | None = None
 
+  _VERSION: ClassVar[tuple[str, int]] = "zenjax_table_plan", 2
+  _SOURCE: ClassVar[Source] = Source("the table plan", _REMEDY)
+
   @property
   def by_name(self) -> dict[str, TableForm]:
     """The tables by their names."""
@@ -123,22 +125,6 @@ class TablePlan:
 
   def __str__(self) -> str:
     return _text(self)
-
-  def to_json(self) -> str:
-    """Returns all of it as text, for `from_json`."""
-    return json.dumps(dict([_VERSION]) | dataclasses.asdict(self), indent=2)
-
-  @classmethod
-  def from_json(cls, text: str) -> "TablePlan":
-    """Reads a plan that `to_json` wrote.
-
-    Raises:
-      ValueError: The text is no plan, or is cut short.
-    """
-    source = Source("the table plan", _REMEDY)
-    return checked_json.parse(
-      cls, checked_json.fields(text, _VERSION, source), source
-    )
 
   def set_up(
     self,
@@ -306,14 +292,11 @@ def plan_tables(
     open_to[name] = {form: costs[form]} if form else possible[name]
   rest = optimizer.bytes_beside(list(gradients))
   limit = math.inf if memory_bytes is None else float(memory_bytes)
-  # Sets of forms that one program can have.
-  together = [
-    frozenset((REPLICATED, *some))
-    for size in range(2 if optimizer.sums_all else len(CARRIED) + 1)
-    for some in itertools.combinations(CARRIED, size)
-  ]
-  choose = lambda limit: table_forms.cheapest(
-    list(open_to.values()), question.links, limit, together
+  choose = lambda limit: choice.choose(
+    list(open_to.values()),
+    limit=limit,
+    most=1 if optimizer.sums_all else None,
+    worth=_WORTH,
   )
   names, free = choose(limit - rest), choose(math.inf)
   if free is None:
@@ -334,20 +317,25 @@ def plan_tables(
   chosen = dict(zip(open_to, names))
   tables = []
   for (name, form), unlimited in zip(chosen.items(), free):
-    table = _form(question, gradients[name], form, possible[name], unlimited)
+    costs = possible[name]
     if name in demanded:
-      table = dataclasses.replace(table, reason="demanded")
-    elif optimizer.sums:
-      hint = "; clip by clip_norm= and not in tx to have more forms"
-      table = dataclasses.replace(table, reason=table.reason + hint)
-    tables.append(table)
+      reason = "demanded"
+    else:
+      reason = choice.reason(costs, form, str) or "no other form"
+      if unlimited != form:
+        part = costs[unlimited].seconds / costs[form].seconds
+        reason = f"{unlimited} takes {part:.3g}x as long, but too much memory"
+      if name not in profiles:
+        reason += "; densities assumed"
+      if optimizer.sums:
+        reason += "; clip by clip_norm= and not in tx to have more forms"
+    tables.append(_form(gradients[name], form, costs, reason))
   return TablePlan(
     tables=tuple(tables),
     mesh=tuple(zip(axes, topology.sizes)),
     machine=topology.name,
-    seconds=table_forms.seconds(
-      [(form, possible[name][form]) for name, form in chosen.items()],
-      question.links,
+    seconds=choice.seconds(
+      [possible[name][form] for name, form in chosen.items()]
     ),
     rest_bytes=rest,
     limit_bytes=limit if math.isfinite(limit) else None,
@@ -393,40 +381,23 @@ def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
 
 
 def _form(
-  question: Question,
   gradient: plan_model.Gradient,
   form: str,
-  possible: Mapping[str, Cost],
-  unlimited: str,
+  costs: Mapping[str, Prediction],
+  reason: str,
 ) -> TableForm:
-  """Returns what a plan says of a table, which might be `unlimited` instead."""
-  links = question.links
-  alone = {k: table_forms.alone_s(x, links) for k, x in possible.items()}
-  others = [k for k in possible if k != form]
-  ratio = lambda k: alone[k] / max(alone[form], 1e-12)
-  if unlimited != form:
-    reason = f"{unlimited} takes {ratio(unlimited):.3g}x as long, but too much"
-    reason += " memory"
-  elif others:
-    second = min(others, key=ratio)
-    reason = f"{second} takes {ratio(second):.3g}x as long"
-    if ratio(second) < 1:
-      reason += " by itself, but cannot share the other tables' exchange"
-  else:
-    reason = "no other form"
-  if gradient.name not in question.profiles:
-    reason += "; densities assumed"
+  """Returns what a plan says of a table."""
+  numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
+  seconds, received, memory = numbers[form]
   return TableForm(
     name=gradient.name,
     shape=gradient.shape,
     dtype=gradient.dtype.name,
     form=form,
-    seconds=alone[form],
-    wire_bytes=possible[form].received,
-    memory_bytes=possible[form].memory,
-    others=tuple(
-      (k, alone[k], possible[k].received, possible[k].memory) for k in others
-    ),
+    seconds=seconds,
+    wire_bytes=received,
+    memory_bytes=memory,
+    others=tuple((k, *numbers[k]) for k in costs if k != form),
     reason=reason,
   )
 

@@ -15,6 +15,7 @@ from zenjax._src.report import stats
 from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.sync import plans
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_state import LeafChoice
@@ -30,8 +31,6 @@ _MARGIN = 1.03
 _ROUND_BYTES = 32 << 10
 # Changes that gain less are not worth a compilation.
 _LEAST_GAIN = 1.1
-# Predictions of times err by this much.
-_LEAST_TIME_GAIN = 1.2
 
 
 def tune(tree: Any, *, link: Link | None = None) -> Any:
@@ -232,12 +231,13 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
   )
   context = Context(axes=("data",), sizes=(sizes.devices,), mean=True)
   with jax.ensure_compile_time_eval():
-    found = cost.choices(table, profile, context, link)
-  seconds = {x.scheme: x.seconds for x in reversed(found)}
+    found = cost.predictions(table, profile, context, link)
   now = sync_state.SCHEMES[sizes.scheme]
-  best = min(seconds, key=lambda scheme: seconds[scheme])
-  gain = seconds.get(now, np.inf) / seconds[best]
-  if best == now or gain < _LEAST_TIME_GAIN:
+  seconds = [x.seconds for way, x in found.items() if way.scheme == now]
+  best_way = min(found, key=lambda way: found[way].seconds)
+  best = best_way.scheme
+  gain = min(seconds, default=np.inf) / found[best_way].seconds
+  if best == now or gain < 1 + plans.ERROR:
     return None
   if best == "dense":
     return Change(name, LeafChoice("dense"), gain)

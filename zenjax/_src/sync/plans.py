@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 
@@ -21,7 +20,6 @@ ERROR = 0.2
 # The better choice by predicted times.
 Better = Literal["plan", "pmean", "neither"]
 
-_VERSION = "zenjax_plan", 2
 _Count = Annotated[int, NOT_NEGATIVE]
 
 
@@ -85,7 +83,7 @@ def in_words(scheme: str, column_groups: int, wire_dtype: str | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(checked_json.Document):
   """How every gradient of a model is synchronized, for `zen_sync(plan=...)`.
 
   Made by `zenjax.planner.plan`. It holds for one tree of parameters on one
@@ -119,6 +117,11 @@ class Plan:
   seconds: float = 0.0
   dense_seconds: float = 0.0
   jax_version: str = jax.__version__
+
+  _VERSION: ClassVar[tuple[str, int]] = "zenjax_plan", 2
+  _SOURCE: ClassVar[Source] = Source(
+    "the plan", "make it anew by `zenjax.planner.plan`"
+  )
 
   def __post_init__(self):
     names = [leaf.name for leaf in self.leaves]
@@ -166,21 +169,6 @@ class Plan:
     del leaf
     known = self.by_name.get(name)
     return known is not None and known.scheme != DENSE
-
-  def to_json(self) -> str:
-    """Returns all of it as text, for `from_json`."""
-    return json.dumps(dict([_VERSION]) | dataclasses.asdict(self), indent=2)
-
-  @classmethod
-  def from_json(cls, text: str) -> "Plan":
-    """Reads a plan that `to_json` wrote.
-
-    Raises:
-      ValueError: The text is no plan, is cut short, or of another release.
-    """
-    source = Source("the plan", "make it anew by `zenjax.planner.plan`")
-    fields = checked_json.fields(text, _VERSION, source)
-    return checked_json.parse(cls, fields, source)
 
   def compare(
     self,

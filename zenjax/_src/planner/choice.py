@@ -1,0 +1,145 @@
+"""The choice of a way for each leaf, by the predicted time of a whole step.
+
+Nothing overlaps. Leaves of one exchange share it, so that its latencies are
+paid once: for every set of exchanges each leaf takes the best way that the set
+allows, and the set with the shortest step wins. The sum of an array, which
+every program can have, is in every set.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import itertools
+import math
+from typing import TypeVar
+
+from zenjax._src.machine.cost import Prediction
+from zenjax._src.sync import plans
+from zenjax._src.sync.plans import DENSE
+
+# A way, as its caller names it.
+_Way = TypeVar("_Way")
+
+# Predictions err: another way is taken if it should take less than this part of
+# the time of a dense sum.
+_MARGIN = 1 - plans.ERROR
+
+
+def seconds(chosen: Iterable[Prediction]) -> float:
+  """Returns the time of all exchanges: leaves of one of them wait once."""
+  own_s, once_s = 0.0, {}
+  for found in chosen:
+    own_s += found.seconds - found.once_s
+    once_s[found.exchange] = max(once_s.get(found.exchange, 0), found.once_s)
+  return own_s + sum(once_s.values())
+
+
+def _raised(found: Prediction) -> Prediction:
+  """Returns a prediction as the choice sees it: dense sums are preferred."""
+  if found.exchange == DENSE:
+    return found
+  return dataclasses.replace(
+    found, seconds=found.seconds / _MARGIN, once_s=found.once_s / _MARGIN
+  )
+
+
+def choose(
+  leaves: Sequence[Mapping[_Way, Prediction]],
+  *,
+  limit: float = math.inf,
+  most: int | None = None,
+  worth: float = 1.0,
+) -> list[_Way] | None:
+  """Returns the way of each leaf with the shortest step within a memory.
+
+  Where the fastest ways do not fit, memory is traded for time.
+
+  Args:
+    leaves: The ways of each leaf.
+    limit: Bytes of memory that all leaves may take together.
+    most: Exchanges that one program can have besides dense sums.
+    worth: More exchanges must take less than this part of the time.
+
+  Returns:
+    None if nothing fits.
+  """
+  raised = [{way: _raised(x) for way, x in ways.items()} for ways in leaves]
+  names = {x.exchange for ways in raised for x in ways.values()} - {DENSE}
+  sizes = len(names) if most is None else min(most, len(names))
+  best, least, used = None, (math.inf, math.inf), 0
+  for size in range(sizes + 1):
+    for some in itertools.combinations(sorted(names), size):
+      # In a shared exchange a leaf pays its bytes and its own work.
+      open_to = [
+        {
+          way: (max(x.seconds - x.once_s, 0.0), x.memory)
+          for way, x in ways.items()
+          if x.exchange in (DENSE, *some)
+        }
+        for ways in raised
+      ]
+      chosen = _within(open_to, limit) if all(open_to) else None
+      if chosen is None:
+        continue
+      taken = [ways[way] for ways, way in zip(raised, chosen)]
+      # Of two that take as long, the one with less memory.
+      step = seconds(taken), sum(x.memory for x in taken)
+      wanted_s = worth * least[0] if size > used else least[0]
+      if step < (wanted_s, least[1]):
+        best, least, used = chosen, step, size
+  return best
+
+
+# Parts of the memory limit that sums of memory are rounded up to.
+_BUCKETS = 512
+
+
+def _within(
+  leaves: Sequence[Mapping[_Way, tuple[float, float]]], limit: float
+) -> list[_Way] | None:
+  """Returns the ways of least time whose memory is within the limit.
+
+  By dynamic programming over all leaves, in steps of a part of the limit.
+  """
+  fastest = [min(own, key=lambda way: own[way]) for own in leaves]
+  if sum(own[way][1] for own, way in zip(leaves, fastest)) <= limit:
+    return fastest
+  leanest = [min(own, key=lambda way: own[way][::-1]) for own in leaves]
+  least = [own[way][1] for own, way in zip(leaves, leanest)]
+  # From the least memory of all on, so that rounding never says that none fits.
+  step = (limit - sum(least)) / _BUCKETS
+  if step < 0:
+    return None
+  best: dict[int, tuple[float, list[_Way]]] = {0: (0.0, [])}
+  for own, few in zip(leaves, least):
+    new: dict[int, tuple[float, list[_Way]]] = {}
+    for used, (spent, ways) in best.items():
+      for way, (more_s, memory) in own.items():
+        extra = memory - few
+        at = used + (math.ceil(extra / step) if extra > 0 and step else 0)
+        if at > _BUCKETS or (extra > 0 and not step):
+          continue
+        if at not in new or spent + more_s < new[at][0]:
+          new[at] = spent + more_s, [*ways, way]
+    best = new
+  return min(best.values(), key=lambda x: x[0])[1]
+
+
+def reason(
+  ways: Mapping[_Way, Prediction],
+  chosen: _Way,
+  in_words: Callable[[_Way], str],
+) -> str:
+  """Says how long the next best way takes by itself, or nothing without any."""
+  others = [way for way in ways if way != chosen]
+  if not others:
+    return ""
+  ratio = lambda way: ways[way].seconds / max(ways[chosen].seconds, 1e-12)
+  second = min(others, key=ratio)
+  text = f"{in_words(second)} takes {ratio(second):.3g}x as long"
+  if ratio(second) >= 1:
+    return text
+  if ways[chosen].exchange != DENSE:
+    return f"{text} by itself, but cannot share the other leaves' exchange"
+  if ratio(second) >= _MARGIN:
+    return f"{text}, within the error of predictions"
+  return f"{text} in an exchange of its own"
