@@ -701,7 +701,7 @@ def _require_memory(names: Sequence[str], sync: Any) -> None:
 
 def _buffers_of(table: ShardedTable, kind: Table) -> Capacity:
   """Buffer sizes of a push: those of fetches, and room for all that comes."""
-  size = fetch.buffer_size(kind.look_ups, table.layout, table.sizes)
+  size = fetch.buffer_size(kind.look_ups or 1, table.layout, table.sizes)
   return Capacity(size, min(table.num_rows, size * table.devices))
 
 
