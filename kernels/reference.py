@@ -182,7 +182,7 @@ class Union(NamedTuple):
   rows: jax.Array  # [U, D] in the accumulator's dtype
   total: jax.Array  # [] int32, rows held
   limit: jax.Array  # [] int32: complete for all slots below this
-  merged: jax.Array  # [] int32, received rows that were summed
+  summed: jax.Array  # [] int32, received rows that were summed
 
 
 def merge(
@@ -245,7 +245,7 @@ def place(
     rows=jnp.zeros((capacity, 0)),
     total=jnp.minimum(total, capacity),
     limit=limit,
-    merged=jnp.sum(kept < num_slots, dtype=jnp.int32),
+    summed=jnp.sum(kept < num_slots, dtype=jnp.int32),
   )
   return union, jnp.where(kept < num_slots, position, padding)
 

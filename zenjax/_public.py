@@ -5,6 +5,7 @@ from zenjax import planner
 from zenjax import rows
 from zenjax import sparsify
 from zenjax import tables
+from zenjax._src.gradients.value_and_grad import value_and_grad
 from zenjax._src.report.check import check_step
 from zenjax._src.report.check import StepCheck
 from zenjax._src.report.report import report
@@ -13,7 +14,6 @@ from zenjax._src.report.tune import tune
 from zenjax._src.rows.lazy import apply_updates
 from zenjax._src.rows.lazy import lazy_rows
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.rows.value_and_grad import value_and_grad
 from zenjax._src.sync.sharded_optimizer import sharded_optimizer
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_state import ZenSyncState

@@ -54,7 +54,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.rows import look_ups
+from zenjax._src.gradients import look_ups
 from zenjax._src.rows import sparse_rows
 
 __all__ = ("pack", "packed_shape", "take", "unpack")

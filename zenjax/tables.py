@@ -3,8 +3,8 @@
 `shard` moves the tables of a model to their owners, `unshard` brings them back.
 """
 
-from zenjax._src.rows.sharded_lookups import apply
-from zenjax._src.rows.sharded_lookups import prefetch
+from zenjax._src.gradients.sharded_lookups import apply
+from zenjax._src.gradients.sharded_lookups import prefetch
 from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.tables.sharding import init_by_rows
 from zenjax._src.training.sharding import shard

@@ -78,7 +78,7 @@ def fullest_of_first_rows(n: int) -> int:
   """Of one row of each of many tables of 40 rows, exchanged together."""
   words, total = 0, np.zeros(n, int)
   for _ in range(IDS // 16):
-    layout = Layout(num_rows=40, groups=n, first_word=words)
+    layout = Layout(num_rows=40, groups=n, hash_offset=words)
     total += loads(layout, np.arange(1))
     words += layout.words
   return int(total.max())

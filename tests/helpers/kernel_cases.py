@@ -39,7 +39,7 @@ class Shape(NamedTuple):
       num_rows=self.rows,
       groups=self.groups,
       seed=self.rows,
-      first_word=self.width,
+      hash_offset=self.width,
       contiguous=self.contiguous,
     )
 

@@ -56,15 +56,15 @@ class Layout:
     groups: `m`, at least 1.
     seed: Draws another hash; it is mixed before use, since a plain XOR with a
       small number would only permute the blocks.
-    first_word: Words of the tables before this one in the same exchange. It
-      shifts the hash, so that row 0 of every table does not meet on one owner.
+    hash_offset: Added to the number of a word before it is hashed. Tables have
+      different ones, so that row 0 of every table does not meet on one owner.
     contiguous: Ranges of rows instead of the hash.
   """
 
   num_rows: int
   groups: int
   seed: int = 0
-  first_word: int = 0
+  hash_offset: int = 0
   contiguous: bool = False
 
   @property
@@ -85,7 +85,7 @@ class Layout:
   def rotation(self, word: jax.Array) -> jax.Array:
     """By how much all slots of `word` are rotated: int32 in `[0, m)`."""
     mixed_seed = fmix32(np.array([self.seed & 0xFFFFFFFF], np.uint32))[0]
-    key = (word.astype(jnp.uint32) + np.uint32(self.first_word)) ^ mixed_seed
+    key = (word.astype(jnp.uint32) + np.uint32(self.hash_offset)) ^ mixed_seed
     mixed = fmix32(key)
     return lax.rem(mixed, lax.full_like(mixed, self.groups)).astype(jnp.int32)
 

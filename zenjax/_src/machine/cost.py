@@ -155,7 +155,7 @@ def _sparse_messages(
     devices=context.devices,
     pinned=None,
     seed=0,
-    first_word=0,
+    hash_offset=0,
     contiguous=scheme.contiguous,
   )
   n = context.devices

@@ -18,6 +18,7 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
+from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import plan_model
@@ -33,7 +34,6 @@ from zenjax._src.planner.table_forms import REPLICATED
 from zenjax._src.planner.table_program import CARRIED
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import value_and_grad as row_gradients
 
 _VERSION = "zenjax_table_plan", 2
 _REMEDY = "make it anew by `zenjax.planner.plan_tables`"

@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
+from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.planner import table_forms
 from zenjax._src.planner.optimizer_facts import Optimizer
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import value_and_grad as row_gradients
 from zenjax._src.sync import sharded_optimizer as owners
 from zenjax._src.sync import zen_sync as syncing
 from zenjax._src.tables import sharding

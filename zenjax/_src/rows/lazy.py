@@ -13,11 +13,8 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows import row_analysis
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
-from zenjax._src.rows.sparse_rows import added
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
-from zenjax._src.tables import sharded_table
-from zenjax._src.tables import table_update
 
 
 def lazy_rows(
@@ -77,12 +74,12 @@ def lazy_rows(
   analyses = row_analysis.Analyses(inner)
 
   def init(params):
-    sharded_table.refuse(params, "params", "lazy_rows")
+    leaf_util.refuse_sharded(params, "params", "lazy_rows")
     require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
-    sharded_table.refuse(updates, "updates", "lazy_rows")
+    leaf_util.refuse_sharded(updates, "updates", "lazy_rows")
     if params is not None:
       touched_rows.require_shapes(updates, params)
     leaves, back = touched_rows.combined(updates, touched_rows.FEWEST)
@@ -135,21 +132,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
   """
   touched_rows.require_shapes(updates, params)
 
-  def apply(u, p):
+  def apply(p, u):
     if u is None or u.dtype == jax.dtypes.float0:
       return p
-    if is_rows(u):
-      return added(p, u)
-    if table_update.is_update(u):
-      return p + u
     return optax.apply_updates(p, u)
 
-  return jax.tree.map(
-    apply,
-    updates,
-    params,
-    is_leaf=lambda x: x is None or is_rows(x) or table_update.is_update(x),
-  )
+  return jax.tree.map(apply, params, updates)
 
 
 def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:

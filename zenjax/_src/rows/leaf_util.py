@@ -13,6 +13,7 @@ import optax
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.arguments import Unit
 from zenjax._src.rows.sparse_rows import is_rows
+from zenjax._src.rows.sparse_rows import NoArray
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
 # lay them out as [vocabulary, width]; kernels of dense layers are rarely more
@@ -55,6 +56,25 @@ def _is_box(key: Any) -> bool:
   """Returns True for the key of what a variable or a sharded table holds."""
   name = getattr(key, "name", None)
   return name == "value" or str(name).startswith("value_on_")
+
+
+def refuse_sharded(tree: Any, argument: str, by: str) -> None:
+  """Raises ValueError where a tree holds a sharded table, or its update.
+
+  Args:
+    tree: Any pytree.
+    argument: Its name.
+    by: Who takes replicated tables only.
+  """
+  is_sharded = lambda x: isinstance(x, NoArray) and not is_rows(x)
+  for name, leaf in named_leaves(tree, is_sharded):
+    if is_sharded(leaf):
+      raise ValueError(
+        f"`{argument}` of {by} must not hold a ShardedTable, and leaf {name!r}"
+        " is one, whose rows lie on the devices that own them; use"
+        " `zenjax.sharded_optimizer(tx, axis_name)` instead of zen_sync and"
+        " lazy_rows, or `zenjax.tables.unshard`."
+      )
 
 
 def is_array(x: Any) -> bool:

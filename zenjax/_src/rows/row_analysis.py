@@ -190,7 +190,7 @@ class Update:
     count, rests = len(self.leaves[0]), set(self._whole)
     refusals: dict[int, str] = {}
     for i, (table, fact) in enumerate(zip(self._owners, outputs)):
-      refusal: Any = fact.refusal
+      refusal = fact.refusal or ""
       rows = None if table is None else Rows(table, 0)
       if fact.rows not in (rows, None) or _is_reshaped(i, whole, twin):
         refusal = refusal or "it makes something else than rows"
@@ -212,7 +212,7 @@ class Update:
     return RowAnalysis(
       program=self,
       state_rows=(None,) * len(self.leaves[1]),
-      refusals=dict.fromkeys(self._whole, why),
+      refusals={i: why for i in self._whole},
       wants_more=wants_more,
     )
 

@@ -11,7 +11,6 @@ from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
-from zenjax._src.tables import table_update
 
 # A program for one row may differ from that for several: nothing is repeated.
 FEWEST = 2
@@ -143,9 +142,9 @@ def put(
 
 def require_shapes(updates: Any, params: Any) -> None:
   """Raises ValueError for rows of another table than the parameter."""
-  is_leaf = lambda x: is_rows(x) or table_update.is_update(x)
-  named = leaf_util.named_leaves(updates, is_leaf)
-  for (name, u), p in zip(named, jax.tree.leaves(params)):
+  named = leaf_util.named_leaves(params)
+  of = jax.tree.structure(params).flatten_up_to(updates)
+  for (name, p), u in zip(named, of):
     if not is_rows(u):
       continue
     if u.by_owner:

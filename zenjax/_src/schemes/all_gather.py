@@ -58,7 +58,7 @@ class AllGather(Scheme):
       came = wire.exchange(sections, collectives.all_gather, context.axes)
     with jax.named_scope("all_gather/merge"):
       return [
-        zen.merged(
+        zen.owner_sums(
           zen.Sections(*table), out.plan, self.held_rows(out.plan, context)
         )
         for table, out in zip(came, outgoing)

@@ -61,14 +61,14 @@ class Tally(NamedTuple):
   union: jax.Array  # [m] int32, rows that this pull brought
   pushed: jax.Array  # [m] int32, see `Sums`
   fullest: jax.Array  # [m] int32
-  merged: jax.Array  # [m] int32, rows of all devices that were summed
+  summed: jax.Array  # [m] int32, rows of all devices that were summed
 
 
 def counts_of(sums: Sums) -> jax.Array:
   """Returns an owner's `Tally`, `[5] int32`."""
   union = sums.union
   return jnp.stack(
-    [union.limit, union.total, sums.pushed, sums.fullest, union.merged]
+    [union.limit, union.total, sums.pushed, sums.fullest, union.summed]
   )
 
 

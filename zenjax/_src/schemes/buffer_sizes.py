@@ -114,7 +114,7 @@ def plan_table(
   devices: int,
   pinned: Capacity | None = None,
   seed: int = 0,
-  first_word: int = 0,
+  hash_offset: int = 0,
   contiguous: bool = False,
   kernels: Kernels = "auto",
   tables: Sequence[Table] = (),
@@ -124,7 +124,7 @@ def plan_table(
     num_rows=table.num_rows,
     groups=groups,
     seed=seed,
-    first_word=first_word,
+    hash_offset=hash_offset,
     contiguous=contiguous,
   )
   tables = tuple(tables) or (table,)
@@ -219,7 +219,7 @@ def plan_group(
       kind, same = i, alike.setdefault(i, [])
     same.append(i)
   plans: list[TablePlan] = []
-  first_word = 0
+  hash_offset = 0
   for members in alike.values():
     first, parts = members[0], [tables[i] for i in members]
     sizes = [pinned[i] for i in members]
@@ -230,13 +230,13 @@ def plan_group(
       devices=devices,
       pinned=_added([size for size in sizes if size is not None]),
       seed=seed,
-      first_word=first_word,
+      hash_offset=hash_offset,
       contiguous=contiguous,
       kernels=kernels,
       tables=parts,
     )
     plans.append(plan)
-    first_word += plan.layout.words
+    hash_offset += plan.layout.words
   return tuple(plans)
 
 

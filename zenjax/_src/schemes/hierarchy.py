@@ -92,14 +92,14 @@ def expected_messages(
 
 def _index_sections(own: Sums, plan: TablePlan) -> list[jax.Array]:
   union = own.union
-  counts = jnp.stack([union.limit, union.merged, own.pushed, own.fullest])
+  counts = jnp.stack([union.limit, union.summed, own.pushed, own.fullest])
   return [counts[None], wire.encode_index(union.slots[None], plan.layout.slots)]
 
 
 def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
   counts, index, rows = came
   num_slots, room = plan.layout.slots, own.union.slots.shape[0]
-  limit, merged, pushed, fullest = counts.T
+  limit, summed, pushed, fullest = counts.T
   slots = wire.decode_index(index, room, num_slots)
   union = merge(
     slots,
@@ -115,9 +115,9 @@ def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
   below = jnp.sum(slots < union.limit, axis=1, dtype=jnp.int32)
   held = jnp.sum(slots < num_slots, axis=1, dtype=jnp.int32)
   share = below.astype(jnp.float32) / jnp.maximum(held, 1).astype(jnp.float32)
-  merged = jnp.floor(merged.astype(jnp.float32) * share).astype(jnp.int32)
+  summed = jnp.floor(summed.astype(jnp.float32) * share).astype(jnp.int32)
   return Sums(
-    union=union._replace(merged=jnp.sum(merged, dtype=jnp.int32)),
+    union=union._replace(summed=jnp.sum(summed, dtype=jnp.int32)),
     pushed=wire.sum_counts(pushed),
     fullest=jnp.max(fullest),
   )

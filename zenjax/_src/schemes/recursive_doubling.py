@@ -162,13 +162,13 @@ def _merge(a: Sums, b: Sums, plan: TablePlan, room: int) -> Sums:
   )
   # `merge` counts rows of unions; wanted are devices' rows. Exact unless some
   # were left out, then in proportion.
-  kept = union.merged.astype(jnp.float32)
+  kept = union.summed.astype(jnp.float32)
   came = jnp.maximum(x.total + y.total, 1).astype(jnp.float32)
-  both = wire.sum_counts(jnp.stack([x.merged, y.merged]))
+  both = wire.sum_counts(jnp.stack([x.summed, y.summed]))
   part = (both.astype(jnp.float32) * (kept / came)).astype(jnp.int32)
-  merged = jnp.where(union.merged == x.total + y.total, both, part)
+  summed = jnp.where(union.summed == x.total + y.total, both, part)
   return Sums(
-    union=union._replace(merged=merged),
+    union=union._replace(summed=summed),
     pushed=wire.sum_counts(jnp.stack([a.pushed, b.pushed])),
     fullest=jnp.maximum(a.fullest, b.fullest),
   )
@@ -288,13 +288,13 @@ def _own(out: Outgoing) -> Sums:
   rows = rows.astype(collectives.accumulator(plan.table.dtype))
   sent = jnp.minimum(left, plan.push)
   limit = jnp.where(left > plan.push, slots[-1] + 1, plan.layout.slots)
-  union = Union(slots=slots, rows=rows, total=sent, limit=limit, merged=sent)
+  union = Union(slots=slots, rows=rows, total=sent, limit=limit, summed=sent)
   return Sums(union, pushed=left, fullest=left)
 
 
 def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
   union = own.union
-  counts = union.total, union.limit, union.merged, own.pushed, own.fullest
+  counts = union.total, union.limit, union.summed, own.pushed, own.fullest
   return [
     jnp.stack(counts)[None],
     wire.encode_index(union.slots[None], plan.layout.slots),
@@ -305,13 +305,13 @@ def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
 def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Sums) -> Sums:
   """Returns what came, in the shape of what was sent."""
   counts, index, rows = came
-  total, limit, merged, pushed, fullest = counts[0]
+  total, limit, summed, pushed, fullest = counts[0]
   room = own.union.slots.shape[0]
   union = Union(
     slots=wire.decode_index(index, room, plan.layout.slots)[0],
     rows=rows[0].astype(own.union.rows.dtype),
     total=total,
     limit=limit,
-    merged=merged,
+    summed=summed,
   )
   return Sums(union, pushed=pushed, fullest=fullest)

@@ -67,7 +67,7 @@ def push_sections(out: Outgoing) -> Sections:
   return Sections(counts, ids, rows.astype(plan.table.wire_dtype))
 
 
-def merged(received: Sections, plan: TablePlan, room: int) -> Sums:
+def owner_sums(received: Sections, plan: TablePlan, room: int) -> Sums:
   """Returns the sums of what all sources pushed, `room` rows at most."""
   left, num_slots = received.counts[:, 0], plan.layout.slots
   slots = wire.decode_index(received.ids, plan.push, num_slots)
@@ -153,7 +153,7 @@ class Zen(Scheme):
       came = wire.exchange(sections, collectives.all_to_all, context.axes[-1:])
     with jax.named_scope("zen/merge"):
       sums = [
-        merged(Sections(*table), plan, self.held_rows(plan, context))
+        owner_sums(Sections(*table), plan, self.held_rows(plan, context))
         for table, plan in zip(came, plans)
       ]
     if len(context.axes) > 1:

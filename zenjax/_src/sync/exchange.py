@@ -211,10 +211,10 @@ def _is_dense(
   plan = table.plan
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
     return None
-  counts = tally.union, tally.pushed, tally.merged
-  union, pushed, merged = [x.astype(jnp.float32) for x in counts]
-  # What was not merged yet is expected to overlap as much as what was.
-  to_come = union * (pushed - merged) / jnp.maximum(merged, 1)
+  counts = tally.union, tally.pushed, tally.summed
+  union, pushed, summed = [x.astype(jnp.float32) for x in counts]
+  # What was not summed yet is expected to overlap as much as what was.
+  to_come = union * (pushed - summed) / jnp.maximum(summed, 1)
   push = jnp.max(tally.fullest).astype(jnp.float32)
   rows = base.expected_bytes(
     scheme, plan, push, jnp.max(union + to_come), context
@@ -268,11 +268,11 @@ def _counts(
   if len(plan.tables) == 1:  # Also of sums that nobody pulled.
     each = jnp.sum(rows)[None]
   if dense is not None:
-    merged, all_rows = [
+    summed, all_rows = [
       jnp.maximum(x.astype(jnp.float32), 1)
-      for x in (tally.merged, tally.pushed)
+      for x in (tally.summed, tally.pushed)
     ]
-    whole = jnp.minimum(rows * (all_rows / merged), plan.layout.slots)
+    whole = jnp.minimum(rows * (all_rows / summed), plan.layout.slots)
     heights = np.array([table.num_rows for table in plan.tables], np.float32)
     shares = heights / np.sum(heights)
     rows = jnp.where(dense, whole, rows)

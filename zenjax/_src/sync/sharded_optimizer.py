@@ -394,7 +394,7 @@ class Owners:
         " shard tables by `zenjax.tables.shard(.., replicas=)`."
       )
     chosen = leaf_util.select(tree, self.options.sparse, self.options.unit)
-    found, first_word = {}, 0
+    found, hash_offset = {}, 0
     for i, leaf in enumerate(given.leaves):
       if not chosen[i]:
         continue
@@ -405,10 +405,10 @@ class Owners:
         axes=axes,
         devices=context.sizes[-1],
         seed=self.options.hash_seed,
-        first_word=first_word,
+        hash_offset=hash_offset,
         stack=tuple(leaf.shape[:-2]),
       )
-      first_word = (first_word + rows) % 2**32
+      hash_offset = (hash_offset + rows) % 2**32
     return found
 
   def _require_small(self, given):
@@ -684,7 +684,7 @@ def _require_state(state: Any, tables: Any, devices: int) -> None:
 
 
 def _owner_of(table: ShardedTable) -> tuple[int, int, int]:
-  return table.num_rows, table.seed, table.first_word
+  return table.num_rows, table.seed, table.hash_offset
 
 
 def _require_memory(names: Sequence[str], sync: Any) -> None:

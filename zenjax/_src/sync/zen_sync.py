@@ -26,7 +26,6 @@ from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
-from zenjax._src.tables import sharded_table
 
 
 def zen_sync(
@@ -183,7 +182,7 @@ def zen_sync(
 
 
 def _init(params: optax.Params, options: Options) -> ZenSyncState:
-  sharded_table.refuse(params, "params", "zen_sync")
+  leaf_util.refuse_sharded(params, "params", "zen_sync")
   chains.will_sync("zen_sync", params, options)
   named = leaf_util.named_leaves(params, is_rows)
   if options.plan:

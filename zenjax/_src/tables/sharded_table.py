@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 from zenjax._src.core.partition import Layout
-from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import NoArray
 
 
@@ -47,7 +46,7 @@ class ShardedTable(NoArray):
       order, as `zenjax.to_checkpoint` saves them: `[R, D]`, then zeros up to
       equal ranges.
     seed: Seed of the hash.
-    first_word: Rows of the tables before this one, which shift its hash.
+    hash_offset: Offset of the hash, another one for each table.
     replicas: Further axes over which batches are split. Along these every
       device has the same rows.
     stack: `(T,)` of a stack, or more dimensions before that of rows.
@@ -60,7 +59,7 @@ class ShardedTable(NoArray):
   axes: Axes
   devices: int
   seed: int
-  first_word: int
+  hash_offset: int
   replicas: Axes = ()
   stack: tuple[int, ...] = ()
   sizes: tuple[int, ...] = ()
@@ -77,7 +76,7 @@ class ShardedTable(NoArray):
       num_rows=self.num_rows,
       groups=self.devices,
       seed=self.seed,
-      first_word=self.first_word,
+      hash_offset=self.hash_offset,
     )
 
   @property
@@ -126,7 +125,7 @@ class ShardedTable(NoArray):
     # Checkpoints keep keys and no types: of other owners keys are others.
     key = "value"
     if self.devices:
-      key += f"_on_{self.devices}_devices_{self.seed}_{self.first_word}"
+      key += f"_on_{self.devices}_devices_{self.seed}_{self.hash_offset}"
     children, static = self.tree_flatten()
     return [(jax.tree_util.GetAttrKey(key), *children)], static
 
@@ -168,24 +167,6 @@ def is_sharded(node: Any) -> bool:
 def nodes(tree: Any) -> list[ShardedTable]:
   """Returns the sharded tables in a tree, in order."""
   return list(filter(is_sharded, jax.tree.leaves(tree, is_leaf=is_sharded)))
-
-
-def refuse(tree: Any, argument: str, by: str) -> None:
-  """Raises ValueError where a tree holds a sharded table.
-
-  Args:
-    tree: Any pytree.
-    argument: Its name.
-    by: Who takes replicated tables only.
-  """
-  for name, leaf in leaf_util.named_leaves(tree, is_sharded):
-    if is_sharded(leaf):
-      raise ValueError(
-        f"`{argument}` of {by} must not hold a ShardedTable, and leaf {name!r}"
-        " is one, whose rows lie on the devices that own them; use"
-        " `zenjax.sharded_optimizer(tx, axis_name)` instead of zen_sync and"
-        " lazy_rows, or `zenjax.tables.unshard`."
-      )
 
 
 def types_of_part(params: Any) -> Any:

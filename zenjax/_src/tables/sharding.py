@@ -171,7 +171,7 @@ def shard_leaves(
       " `tables=lambda name, leaf: ..`, as those of few rows are not taken by"
       " themselves, nor are stacks of tables."
     )
-  found, first_word = [], 0
+  found, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
     if not wanted:
       if isinstance(leaf, RowInitializer):
@@ -200,11 +200,11 @@ def shard_leaves(
       axes=axes,
       devices=math.prod([mesh.shape[axis] for axis in axes]),
       seed=hash_seed,
-      first_word=first_word,
+      hash_offset=hash_offset,
       replicas=copies,
       stack=tuple(stack),
     )
-    first_word = (first_word + num_rows) % 2**32
+    hash_offset = (hash_offset + num_rows) % 2**32
     found.append(table.with_value(placed(leaf, table, mesh)))
   return structure.unflatten(found)
 

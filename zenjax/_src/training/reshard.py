@@ -144,8 +144,8 @@ def from_checkpoint(
 
   def on_owners(table: ShardedTable) -> ShardedTable:
     other = next(others, table)
-    hashed = dict(seed=other.seed, first_word=other.first_word)
-    if {"seed": table.seed, "first_word": table.first_word} != hashed:
+    hashed = dict(seed=other.seed, hash_offset=other.hash_offset)
+    if {"seed": table.seed, "hash_offset": table.hash_offset} != hashed:
       table = reorder.to_order(table, donate=donate)
       table = dataclasses.replace(table, **hashed)
     return reorder.to_owners(table, mesh, axes, copies, donate=donate)

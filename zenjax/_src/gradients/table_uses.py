@@ -15,13 +15,14 @@ import numpy as np
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.gradients import look_ups
+from zenjax._src.gradients import tapping
+from zenjax._src.gradients.loss import Loss
+from zenjax._src.gradients.tapping import Path
+from zenjax._src.gradients.tapping import Refusal
+from zenjax._src.gradients.tapping import Site
+from zenjax._src.gradients.tapping import View
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import tapping
-from zenjax._src.rows.loss import Loss
-from zenjax._src.rows.tapping import Path
-from zenjax._src.rows.tapping import Refusal
-from zenjax._src.rows.tapping import Site
-from zenjax._src.rows.tapping import View
 from zenjax._src.tables.sharded_table import is_sharded
 
 
@@ -48,10 +49,10 @@ class Traced:
     self, run: tapping.Run, leaves: Sequence[Any], tables: Sequence[int]
   ) -> list[Any]:
     """The outputs, where `tables` are those of `leaves` that are views."""
-    args = [
-      View.of_leaf(i, x, is_sharded(self.leaves[i])) if i in tables else x
-      for i, x in enumerate(leaves)
-    ]
+    args = list(leaves)
+    for i in tables:
+      place = look_ups.Place.of(jnp.shape(args[i]))
+      args[i] = View(i, args[i], place, away=is_sharded(self.leaves[i]))
     outs = run.run(self.jaxpr, self.consts, args, ())
     run.note_returned(outs)
     return tapping.wholes(outs)
@@ -71,7 +72,6 @@ class Tables:
     names: Of all leaves.
     rows: Indices of the leaves whose gradients are rows.
     sites: Lookups of these, in the order of the program.
-    look_ups: Of each leaf, how many rows are read in all.
     refusals: Of the other leaves, why.
     demanded: Leaves of which the user wants rows.
     away: Leaves of which each device has its own rows.
@@ -85,7 +85,6 @@ class Tables:
   names: Sequence[str]
   rows: Sequence[int]
   sites: dict[Path, Site]
-  look_ups: dict[int, int]
   refusals: dict[int, Refusal]
   demanded: Sequence[int]
   away: frozenset[int]
@@ -138,8 +137,8 @@ def trace(loss: Loss) -> Traced:
   leaves += loss.frozen.values()
   of_leaves = lambda x: loss.of(structure.unflatten(x[:count]), x[count:])
   traced = _trace(of_leaves, leaves)
-  axes_of = lambda x: compat.varying_axes(x.value if is_sharded(x) else x)
-  lacking = [tuple(traced.varying - axes_of(x)) for x in leaves]
+  arrays = [x.value if is_sharded(x) else x for x in leaves]
+  lacking = [tuple(traced.varying - compat.varying_axes(x)) for x in arrays]
   if not any(lacking):
     return traced
   return _trace(of_leaves, [_varying(*x) for x in zip(leaves, lacking)])
@@ -221,10 +220,6 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     return run.ids, run.drawn
 
   ids, kinds = jax.make_jaxpr(first_run, return_shape=True)(traced.types)
-  look_ups = {
-    i: sum([site.rows for site in sites.values() if site.param == i])
-    for i in candidates
-  }
   summed = {s.param for s in sites.values() if s.varying - traced.varying}
   looked_up = {site.param for site in sites.values()}
   for i in candidates:
@@ -242,7 +237,6 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     names=names,
     rows=rows,
     sites={path: site for path, site in sites.items() if site.param in rows},
-    look_ups=look_ups,
     refusals=refusals,
     demanded=[i for i, w in enumerate(wanted) if w],
     away=away,

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zenjax._src.gradients import nnx_modules
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import nnx_modules
 from zenjax._src.tables.sharded_table import is_sharded
 
 

@@ -9,13 +9,13 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.gradients import sharded_lookups
+from zenjax._src.gradients import table_uses
+from zenjax._src.gradients import tapping
+from zenjax._src.gradients.loss import partial_loss
 from zenjax._src.rows import batch_layout
 from zenjax._src.rows import leaf_util
-from zenjax._src.rows import sharded_lookups
 from zenjax._src.rows import sparse_rows
-from zenjax._src.rows import table_uses
-from zenjax._src.rows import tapping
-from zenjax._src.rows.loss import partial_loss
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.tables import fetch
 

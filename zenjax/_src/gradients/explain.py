@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.rows import table_uses
-from zenjax._src.rows.loss import partial_loss
+from zenjax._src.gradients import table_uses
+from zenjax._src.gradients.loss import partial_loss
 from zenjax._src.tables.sharded_table import is_sharded
 
 
@@ -133,7 +133,7 @@ def _use(i, leaf, found) -> TableUse:
     name=found.names[i],
     shape=tuple(leaf.shape) if is_sharded(leaf) else jnp.shape(leaf),
     rows=refusal is None,
-    look_ups=found.look_ups.get(i, 0),
+    look_ups=sum(x.rows for x in found.sites.values() if x.param == i),
     reason=refusal.reason if refusal else "",
     place=refusal.place if refusal else "",
   )

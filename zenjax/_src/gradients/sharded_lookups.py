@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
+from zenjax._src.gradients import table_uses
+from zenjax._src.gradients import tapping
+from zenjax._src.gradients.loss import partial_loss
+from zenjax._src.gradients.tapping import Path
 from zenjax._src.rows import batch_layout
-from zenjax._src.rows import table_uses
-from zenjax._src.rows import tapping
-from zenjax._src.rows.loss import partial_loss
-from zenjax._src.rows.tapping import Path
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
 

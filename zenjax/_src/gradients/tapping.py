@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
-from zenjax._src.rows import look_ups
+from zenjax._src.gradients import look_ups
 
 # What may be done to a whole table so that it is done to its rows instead.
 #
@@ -166,12 +166,6 @@ class View(NamedTuple):
   # Whether `table` is only a type: taps then are the rows themselves.
   away: bool = False
 
-  @classmethod
-  def of_leaf(cls, param: int, table: Any, away: bool) -> "View":
-    """Returns the view of a whole leaf."""
-    place = look_ups.Place.of(jnp.shape(table))
-    return cls(param, table, place, away=away)
-
   def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows as the program sees them; `ids` are those of the leaf's rows."""
     for step in self.steps:
@@ -287,36 +281,27 @@ class Run:
   ) -> list:
     """The program's outputs; a table that is one of them stays a `View`."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-    broadcasts: dict[Any, tuple[Any, tuple[int, ...]]] = {}
 
     def read(atom):
       is_literal = isinstance(atom, jex_core.Literal)
       return atom.val if is_literal else env[atom]
 
-    def operand(atom):
-      is_literal = isinstance(atom, jex_core.Literal)
-      return Operand(read(atom), None if is_literal else broadcasts.get(atom))
-
     for i, eqn in enumerate(jaxpr.eqns):
-      operands = [operand(atom) for atom in eqn.invars]
-      values = [o.value for o in operands]
+      values = [read(atom) for atom in eqn.invars]
       at = (*path, i)
-      if any(isinstance(value, View | Unplaced) for value in values):
-        outs = self._with_views(eqn, operands, at)
+      if [x for x in values if isinstance(x, View | Unplaced)]:
+        sources = lambda eqn=eqn: [_source(x, jaxpr, read) for x in eqn.invars]
+        outs = self._with_views(eqn, values, at, sources)
       elif (self.keeps_drawn or self.drawn) and _draws(eqn):
         outs = self._drawing(eqn, values, at)
       else:
         outs = jaxprs.bind(eqn, values)
-        source = _broadcast_from(eqn, operands)
-        if source is not None:
-          broadcasts[eqn.outvars[0]] = source
       env.update(zip(eqn.outvars, outs))
     return [read(atom) for atom in jaxpr.outvars]
 
-  def _with_views(self, eqn, operands, at) -> list:
+  def _with_views(self, eqn, values, at, sources) -> list:
     name = eqn.primitive.name
-    values = [o.value for o in operands]
-    if any(isinstance(value, Unplaced) for value in values):
+    if [x for x in values if isinstance(x, Unplaced)]:
       if name == "reshard":
         return self._placed(eqn, values[0], at)
       return jaxprs.bind(eqn, self._given_up(values))
@@ -334,8 +319,8 @@ class Run:
       before = (eqn, view) if name == "reshard" else view.before
       return [view._replace(table=table, before=before)]
     if name in STEPS:
-      return self._stepping(eqn, view, operands, first)
-    if first == 0 and view.before is None:
+      return self._stepping(eqn, view, values, first, sources())
+    if first == 0 and name in look_ups.CUTS and view.before is None:
       places = look_ups.cut(eqn, view.table, view.place, values[1:])
       if places is not None:
         tables = jaxprs.bind(eqn, [view.table, *values[1:]])
@@ -344,13 +329,14 @@ class Run:
       return self._look_up(eqn, view, values, at)
     return self._refuse(eqn, values, f"is used by `{name}`")
 
-  def _stepping(self, eqn, view, operands, first) -> list:
+  def _stepping(self, eqn, view, values, first, sources) -> list:
     """The table after a step that its rows can take instead."""
-    others = [*operands[:first], *operands[first + 1 :]]
+    others = list(map(Operand, values, sources))
+    del others[first]
     name = eqn.primitive.name
     step = step_of(eqn, first, others)
     if isinstance(step, str):
-      return self._refuse(eqn, [o.value for o in operands], step)
+      return self._refuse(eqn, values, step)
     changed = view._replace(
       steps=(*view.steps, _by_leaf(step, view.place)),
       scaled=view.scaled or name in SCALES,
@@ -361,7 +347,7 @@ class Run:
   def _look_up(self, eqn, view, values, at) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
     with eqn.ctx.manager:
-      found = read(eqn, view.table, view.place.here(), values[1:])
+      found = read(eqn, view.table, view.place, values[1:])
     if isinstance(found, str):
       return self._refuse(eqn, values, found)
     if found.fill and view.scaled:
@@ -544,15 +530,22 @@ def _draws(eqn) -> bool:
   )
 
 
-def _broadcast_from(eqn, operands):
-  """Returns the value that the equation's was broadcast from, if any."""
-  name = eqn.primitive.name
+def _source(atom, jaxpr, read) -> tuple[Any, tuple[int, ...]] | None:
+  """What a value was broadcast from, and to which dimensions, if it was."""
+  made = [x for x in jaxpr.eqns if [v for v in x.outvars if v is atom]]
+  if not made:
+    return None
+  (eqn,), name = made, made[0].primitive.name
   if name == "broadcast_in_dim":
-    return operands[0].value, tuple(eqn.params["broadcast_dimensions"])
-  if name in TYPES and operands[0].source is not None:
-    value, dims = operands[0].source
-    return jaxprs.bind(eqn, [value])[0], dims
-  return None
+    value = read(eqn.invars[0])
+    is_table = isinstance(value, View | Unplaced)
+    dims = tuple(eqn.params["broadcast_dimensions"])
+    return None if is_table else (value, dims)
+  source = _source(eqn.invars[0], jaxpr, read) if name in TYPES else None
+  if source is None:
+    return None
+  value, dims = source
+  return jaxprs.bind(eqn, [value])[0], dims
 
 
 def _by_leaf(step: Step, place: look_ups.Place) -> Step:

@@ -57,16 +57,6 @@ class Place(NamedTuple):
     one = self.shifted(index * self.strides[0])
     return one._replace(strides=self.strides[1:])
 
-  def here(self) -> "Place":
-    """Returns the same on the axes of the context, automatic or explicit."""
-    around = jax.sharding.get_abstract_mesh()
-    if not isinstance(self.first, jax.Array) or around.empty:
-      return self
-    if jax.typeof(self.first).sharding.mesh == around:
-      return self
-    first = jax.sharding.reshard(self.first, jax.sharding.PartitionSpec())
-    return self._replace(first=first)
-
   def shifted(self, rows: Any) -> "Place":
     """Returns the place that begins so many rows later."""
     return self._replace(first=self.first + rows)
@@ -79,7 +69,16 @@ class Place(NamedTuple):
     real = functools.reduce(jnp.logical_and, [x >= 0 for x in at])
     each = zip(at, (*self.strides, 1), strict=True)
     row = functools.reduce(jnp.add, [x * stride for x, stride in each])
-    return jnp.where(real, self.first + row, self.num_rows)
+    return jnp.where(real, self._first_here() + row, self.num_rows)
+
+  def _first_here(self) -> Any:
+    """`first` on the axes of the context, automatic or explicit."""
+    around = jax.sharding.get_abstract_mesh()
+    if not isinstance(self.first, jax.Array) or around.empty:
+      return self.first
+    if jax.typeof(self.first).sharding.mesh == around:
+      return self.first
+    return jax.sharding.reshard(self.first, jax.sharding.PartitionSpec())
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -178,9 +177,9 @@ def _not_rows(
     return "is gathered from by other pieces than whole rows"
   if rows not in indexed or pieces[rows] != 1:
     return "is gathered from along other dimensions than its rows"
-  if any(pieces[k] != shape[k] for k in whole):
+  if [k for k in whole if pieces[k] != shape[k]]:
     return "is gathered from by a part of the tables in its stack"
-  if any(pieces[k] != 1 for k in indexed if k < rows):
+  if [k for k in indexed if k < rows and pieces[k] != 1]:
     return "is gathered from by more than one table for an index"
   return ""
 
@@ -250,6 +249,10 @@ def all_ids(place: Place, shape: Sequence[int]) -> jax.Array:
   """Returns the ids of all rows of `[..., R, D]`, in that shape."""
   *counts, _ = shape
   return _grid(place, [0] * len(counts), counts, [1] * len(counts))
+
+
+# What may cut tables out of a stack.
+CUTS = ("reshape", "squeeze", "unstack", "split", "slice", "dynamic_slice")
 
 
 def cut(

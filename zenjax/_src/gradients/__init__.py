@@ -1,0 +1,1 @@
+"""Gradients of losses that look up rows of tables."""
