@@ -88,6 +88,7 @@ def test_report_where_nothing_was_exchanged(steps):
   tx, mesh, grads = ZEN, runners.mesh(1), jnp.zeros((ROWS, 8))
   state = zenjax.init_state(tx, grads, mesh, "data")
   step = jax.vmap(tx.update, (None, None), axis_name="data", axis_size=1)
+  step = jax.jit(step)
   for _ in range(steps):
     state = jax.tree.map(lambda x: x[0], step(grads, state)[1])
   told = [

@@ -224,9 +224,15 @@ def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
   mesh = mesh_of(4)
   params = jax.tree.map(jnp.asarray, params_of())
   state = inner.init(params)
+
+  @jax.jit
+  def plain(params, state, *batch):
+    grads = jax.grad(loss)(params, *batch)
+    updates, state = inner.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
   for batch in BATCHES[:2]:
-    updates, state = inner.update(jax.grad(loss)(params, *batch), state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = plain(params, state, *batch)
   moved = shard(params, mesh, opt_state=state)
   equal(zenjax.tables.unshard(moved), (params, state))
   tx = zenjax.sharded_optimizer(inner, "data", mesh=mesh)
@@ -234,8 +240,7 @@ def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
   assert jax.tree.structure(moved[1]) == jax.tree.structure(made)
   got = zenjax.tables.unshard(trained(tx, moved, BATCHES[2:], mesh))
   for batch in BATCHES[2:]:
-    updates, state = inner.update(jax.grad(loss)(params, *batch), state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = plain(params, state, *batch)
   assert jax.tree.structure(got) == jax.tree.structure((params, state))
   for x, y in zip(*map(jax.tree.leaves, (got, (params, state))), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

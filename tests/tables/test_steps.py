@@ -295,8 +295,8 @@ def run(case: Case):
 
 USUAL = (
   "ids beyond the table", "all ids at one owner",
-  "copies, at one owner, clipped", "explicit 4 x 2", "data_parallel",
-  "check_vma", "ids ahead", "mixed 2 x 2", "labels by path",
+  "copies, at one owner, clipped", "data_parallel", "check_vma", "ids ahead",
+  "mixed 2 x 2",
 )  # fmt: skip
 
 
@@ -316,6 +316,10 @@ def test_steps_are_those_of_whole_tables(name):
     for first, *others in parts.values():
       for other in others:
         np.testing.assert_array_equal(first, other)
+  if name == "all ids at one owner":  # Two runs have the same bits.
+    again = run(case)[0]
+    for x, y in zip(*map(jax.tree.leaves, (again, (params, opt_state)))):
+      np.testing.assert_array_equal(x, y)
   # What was counted of the last batch, as NumPy counts it.
   ids = batches_of(case.kind, n)[-1][0]
   read = np.where(ids < 0, ids + R, ids)
@@ -332,12 +336,6 @@ def test_steps_are_those_of_whole_tables(name):
   many = case.kind == "one_owner" or case.size == 1
   assert not many or min(found["fetch_rounds"], found["rounds"]) > 1
   assert "t" in zenjax.report(opt_state)
-
-
-def test_two_runs_have_the_same_bits():
-  one, other = (run(CASES["all ids at one owner"])[0] for _ in range(2))
-  for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-    np.testing.assert_array_equal(x, y)
 
 
 def test_buffers_are_tuned_by_what_steps_have_needed():

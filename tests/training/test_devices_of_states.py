@@ -71,28 +71,18 @@ def test_another_number_of_devices(kind):
   """Each count is named, and what moves the state; where that is, it runs."""
   tx = TRANSFORMS[kind]
   states = {n: made(tx, n) for n in (1, 3, 4)}
-  for had, n in ((4, 2), (4, 8), (4, 1), (3, 1), (1, 2), (3, 2)):
-    for donate in (False, True):
-      with pytest.raises(ValueError) as error:
-        traced(tx, states[had], n, by="data_parallel", donate=donate)
-      words = [
-        f"the {n} devices",
-        f"made for {had}",
-        "zenjax.from_checkpoint(state",
-      ]
-      names(error, "`state`", *words)
+  remedy = "zenjax.from_checkpoint(state"
+  for had, n, donate in ((4, 2, True), (4, 8, False), (3, 1, True)):
+    with pytest.raises(ValueError) as error:
+      traced(tx, states[had], n, by="data_parallel", donate=donate)
+    words = f"the {n} devices", f"made for {had}", remedy
+    names(error, "`state`", *words)
   # A device then has the parts of several.
-  for had, n in ((4, 2), (3, 1), (4, 1)):
+  for had, n in ((4, 2), (3, 1)):
     for state in (states[had], jax.tree.map(np.asarray, states[had])):
       with pytest.raises(ValueError) as error:
         traced(tx, state, n, by="shard_map")
-      names(
-        error,
-        "`state`",
-        f"{n} devices",
-        str(had),
-        "zenjax.from_checkpoint(state",
-      )
+      names(error, "`state`", f"{n} devices", str(had), remedy)
   for n in (1, 2):
     state = zenjax.from_checkpoint(states[4], runners.mesh(n), "data")
     traced(tx, state, n, by="shard_map")

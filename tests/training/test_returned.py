@@ -29,7 +29,8 @@ def of_batch(see, devices=N, **options):
   """The `aux` of a step that sees the batch on `devices` devices."""
   step = lambda state, batch: (state, see(batch))
   mesh = runners.mesh(devices)
-  return zenjax.data_parallel(step, mesh, "data", **options)((), BATCH)[1]
+  mapped = zenjax.data_parallel(step, mesh, "data", **options)
+  return jax.jit(mapped)((), BATCH)[1]
 
 
 def test_floating_scalars_are_averaged():

@@ -209,7 +209,7 @@ def test_a_train_state_whose_optimizer_accumulates():
   step = jax.jit(step)
   for turn in range(4):
     state, _ = step(state, IDS + turn)
-    alone, _ = train_state_step(alone, IDS + turn)
+    alone, _ = jax.jit(train_state_step)(alone, IDS + turn)
   close(state.params, alone.params)
   moved = zenjax.from_checkpoint(
     zenjax.to_checkpoint(state), runners.mesh(N), "data"

@@ -51,7 +51,8 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
     >>> table = jnp.arange(2000.0).reshape(1000, 2)
     >>> params = zenjax.tables.shard({"t": table}, mesh, "data", tables=True)
     >>> score = lambda params, ids: params["t"][ids].sum(-1)
-    >>> zenjax.tables.apply(score)(params, jnp.array([0, 999])).tolist()
+    >>> apply = jax.jit(zenjax.tables.apply(score))
+    >>> apply(params, jnp.array([0, 999])).tolist()
     [1.0, 3997.0]
   """
 
@@ -107,9 +108,11 @@ def prefetch(
     >>> table = zenjax.tables.shard(table, mesh, "data", tables=True)
     >>> loss = lambda table, ids: table[ids].sum()
     >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
-    >>> ahead = zenjax.tables.prefetch(loss)(table, one)
-    >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
-    >>> float(both(table, one)[0]), float(both(table, two)[0])
+    >>> ahead = jax.jit(zenjax.tables.prefetch(loss))(table, one)
+    >>> @jax.jit
+    ... def value(ahead, table, ids):
+    ...   return zenjax.value_and_grad(loss, prefetched=ahead)(table, ids)[0]
+    >>> float(value(ahead, table, one)), float(value(ahead, table, two))
     (3998.0, nan)
   """
 
