@@ -2,7 +2,8 @@
 
 Ways to synchronize, ways to run, dtypes, numbers of devices, shapes and
 capacities are sampled so that every choice is in some program, and every scheme
-with every capacity; every data case then runs through every program.
+with every capacity, with arrays and rows, and on more than two devices; every
+data case then runs through every program.
 `ZENJAX_CONTRACT_SEED` draws other programs.
 Schemes are those of the registry; each row of `RUNNERS` is one line.
 """
@@ -47,6 +48,8 @@ SHAPES = (
   ("n-1", 3),
   (640, 33),
 )
+# These add sums of some devices to sums of others.
+PAIRWISE = {"recursive_doubling"}
 # What a device holds: an array, or its nonzero rows alone.
 FORMS = ("array", "rows")
 # The first round: a static guess, one row, a few. More than fits always comes.
@@ -123,7 +126,11 @@ def met_by(program: Program) -> set:
   met = {*enumerate(program)}
   if program.n == 1 or program.scheme[0] in scheme_names.DENSE_NAMES:
     return met  # Nothing is put into buffers.
-  return met | {(program.scheme, program.capacities)}
+  return met | {
+    (program.scheme, program.capacities),
+    (program.scheme, program.form),
+    (program.scheme, program.n > 2),  # Two devices add in one order.
+  }
 
 
 def programs() -> list[Program]:
@@ -200,14 +207,16 @@ def test_ids_all_on_one_owner():
 
 
 @pytest.mark.parametrize(
-  ("partition", "capacities"), [("hash", None), ("columns", (4, 12))]
+  ("scheme", "options"),
+  [
+    *((name, {}) for name in sorted({*scheme_names.SPARSE_NAMES} - PAIRWISE)),
+    ("zen", {"partition": "columns", "capacities": (4, 12)}),
+  ],
 )
-def test_sums_run_rank_by_rank(partition, capacities):
+def test_sums_run_rank_by_rank(scheme, options):
   """Bit for bit the float32 sum in the order of the devices."""
   n = 8
-  program = functools.partial(
-    zenjax.sparse_psum, partition=partition, capacities=capacities
-  )
+  program = functools.partial(zenjax.sparse_psum, scheme=scheme, **options)
   run = runners.RUNNERS["vmap"](program, n)
   for seed in range(5):
     rng = np.random.default_rng(seed)

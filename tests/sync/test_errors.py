@@ -65,7 +65,6 @@ REFUSED = {
     ValueError,
     "`scheme` 'star' zen all_gather",
   ),
-  "ring": (given(scheme="ring"), ValueError, "`scheme` 'ring' dense"),
   "op": (given(op="max"), TypeError, "op"),
   "no op": (lambda: zen("data", op=""), ValueError, "`op` '' mean sum"),
   "output": (

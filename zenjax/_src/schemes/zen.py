@@ -222,12 +222,12 @@ class Zen(Scheme):
 class PushOnly(Zen):
   """Zen without a pull: owners keep the sums, and tell how far they are."""
 
-  name: str = "push_only"
-
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     counts = [[counts_of(own)[None]] for own in sums]
+    # Counts wait for the sums: devices then run collectives in one order.
+    counts, _ = lax.optimization_barrier((counts, list(sums)))
     came = wire.exchange(counts, collectives.all_gather, context.axes[-1:])
     return [
       Arrived(

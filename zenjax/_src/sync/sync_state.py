@@ -31,9 +31,8 @@ from zenjax._src.sync.sync_options import Options
 HISTORY = 64
 # In place of the needs of a step that was all-reduced.
 DENSE_STEP = -1
-# Schemes are kept as their places here. A new one renumbers those behind it:
-# until its next step a state that was saved before is reported by other names.
-SCHEMES = (*SPARSE, *DENSE)
+# States keep a scheme as its place here.
+SCHEMES = (*DENSE, *SPARSE)
 
 Node = TypeVar("Node")
 
@@ -233,7 +232,7 @@ def _sizes_of(plan: TablePlan, scheme: str, context: Context) -> jax.Array:
     push=plan.push,
     pull=plan.pull,
     mean=int(context.mean),
-    scheme=SCHEMES.index(scheme) if scheme in SCHEMES else 0,
+    scheme=SCHEMES.index(scheme),
   )
   return jnp.array(sizes, jnp.int32)
 
