@@ -42,6 +42,7 @@ class Form:
   """A way to train, in plain `jit` on automatic axes."""
 
   split = P()  # How tables lie.
+  tuned = False  # Whether `zenjax.tune` plans it after some steps.
 
   def __init__(self, mesh: Any, model: Model):
     self.mesh, self.model = mesh, model
@@ -101,6 +102,12 @@ class Rows(Form):
     return zenjax.value_and_grad(loss, tables=self.model.tables)
 
 
+class RowsTuned(Rows):
+  """The same after `zenjax.tune`."""
+
+  tuned = True
+
+
 class RowsMapped(Rows):
   """The same inside `shard_map`."""
 
@@ -142,6 +149,12 @@ class Sharded(Form):
     ids, rows = Form.rows_here(self, {"table": found.value})
     real = ids < found.num_rows
     return ids[real], rows[real]
+
+
+class ShardedTuned(Sharded):
+  """The same after `zenjax.tune`."""
+
+  tuned = True
 
 
 class ShardedMapped(Sharded):
@@ -235,8 +248,10 @@ FORMS: dict[str, type[Form]] = {
   "replicated": Form,
   "row-sharded": RowSharded,
   "rows": Rows,
+  "rows, tuned": RowsTuned,
   "rows, shard_map": RowsMapped,
   "sharded": Sharded,
+  "sharded, tuned": ShardedTuned,
   "sharded, shard_map": ShardedMapped,
 }
 # Forms of some models alone; `BARE` is of `Model.bare`, `DDP` another program.
@@ -311,6 +326,10 @@ class _Worker(served.Worker):
     want = np.array(self._losses[made, is_bare])
     wrong += _count_far(np.array(losses, float), want, np.abs(want))
     program.run(_WARM_UP)
+    if form != DDP and of.tuned:
+      with jax.set_mesh(self.mesh):
+        program.tune()
+      program.run()
     before = _received()
     program.run()
     facts = dict(
@@ -353,16 +372,25 @@ class Program:
       )
       lies = jax.tree.map(place_of, state)
       self._state = jax.jit(form.tx.init, out_shardings=lies)(form.params)
+    self._form, self._compiler = form, compiler
+    self._compile()
+
+  def _compile(self) -> None:
     given = self.params, self._state
     lies = jax.tree.map(lambda x: x.sharding, given)
     self._step, self.compile_s = harness.compiled(
-      form.step,
+      self._form.step,
       *given,
       *self._batches[0],
-      compile=compiler.compile,
+      compile=self._compiler.compile,
       donate_argnums=(0, 1),
-      out_shardings=(*lies, NamedSharding(form.mesh, P())),
+      out_shardings=(*lies, NamedSharding(self._form.mesh, P())),
     )
+
+  def tune(self) -> None:
+    """Plans the next steps with what steps have counted, and compiles them."""
+    self.params, self._state = zenjax.tune((self.params, self._state))
+    self._compile()
 
   def __call__(self) -> Any:
     batch = self._batches[self._turn % len(self._batches)]
