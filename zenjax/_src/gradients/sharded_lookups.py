@@ -108,11 +108,9 @@ def prefetch(
     >>> table = zenjax.tables.shard(table, mesh, "data", tables=True)
     >>> loss = lambda table, ids: table[ids].sum()
     >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
-    >>> ahead = jax.jit(zenjax.tables.prefetch(loss))(table, one)
-    >>> @jax.jit
-    ... def value(ahead, table, ids):
-    ...   return zenjax.value_and_grad(loss, prefetched=ahead)(table, ids)[0]
-    >>> float(value(ahead, table, one)), float(value(ahead, table, two))
+    >>> ahead = zenjax.tables.prefetch(loss)(table, one)
+    >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
+    >>> float(both(table, one)[0]), float(both(table, two)[0])
     (3998.0, nan)
   """
 
