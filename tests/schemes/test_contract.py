@@ -209,7 +209,11 @@ def test_ids_all_on_one_owner():
 @pytest.mark.parametrize(
   ("scheme", "options"),
   [
-    *((name, {}) for name in sorted({*scheme_names.SPARSE_NAMES} - PAIRWISE)),
+    *(
+      (name, {"capacities": (40, 40)})  # With room for all: nothing is dense.
+      for name in sorted({*scheme_names.SPARSE_NAMES} - PAIRWISE)
+    ),
+    ("zen", {}),
     ("zen", {"partition": "columns", "capacities": (4, 12)}),
   ],
 )
