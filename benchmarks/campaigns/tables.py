@@ -326,7 +326,7 @@ class _Worker(served.Worker):
     want = np.array(self._losses[made, is_bare])
     wrong += _count_far(np.array(losses, float), want, np.abs(want))
     program.run(_WARM_UP)
-    if form != DDP and of.tuned:
+    if isinstance(program, Program) and program.form.tuned:
       with jax.set_mesh(self.mesh):
         program.tune()
       program.run()
@@ -372,19 +372,19 @@ class Program:
       )
       lies = jax.tree.map(place_of, state)
       self._state = jax.jit(form.tx.init, out_shardings=lies)(form.params)
-    self._form, self._compiler = form, compiler
+    self.form, self._compiler = form, compiler
     self._compile()
 
   def _compile(self) -> None:
     given = self.params, self._state
     lies = jax.tree.map(lambda x: x.sharding, given)
     self._step, self.compile_s = harness.compiled(
-      self._form.step,
+      self.form.step,
       *given,
       *self._batches[0],
       compile=self._compiler.compile,
       donate_argnums=(0, 1),
-      out_shardings=(*lies, NamedSharding(self._form.mesh, P())),
+      out_shardings=(*lies, NamedSharding(self.form.mesh, P())),
     )
 
   def tune(self) -> None:
