@@ -116,7 +116,7 @@ PROGRAMS = {
   "sharded_optimizer": Program(sharded_optimizer),
   "sharded_table": Program(sharded_table),
 }
-# What is compiled by default: each program for one chip, some for CPUs.
+# By default each program is compiled for one chip, and some for CPUs.
 DEFAULT = {
   ("arrays", "cpu"),
   ("hierarchy", "cpu"),

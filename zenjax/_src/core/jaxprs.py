@@ -145,7 +145,7 @@ class Pairwise:
   def chosen(
     self, eqn: jex_core.JaxprEqn, which: Any, cases: Sequence[Any]
   ) -> Any:
-    """Returns the value of what a `cond` returns, of those of its branches."""
+    """Returns the value of a `cond`, given the values of its branches."""
     raise NotImplementedError
 
   def place(self, eqn: jex_core.JaxprEqn) -> str:
@@ -168,7 +168,7 @@ class Pairwise:
     env = dict(zip(one.invars, inputs, strict=True))
     for var, x, y in zip(one.constvars, one_consts, two_consts, strict=True):
       env[var] = self.constant(x, y)
-    # Of each variable, the one of the second trace.
+    # Maps a variable of the first trace to that of the second.
     others = dict(zip(one.constvars, two.constvars, strict=True))
     others |= zip(one.invars, two.invars, strict=True)
 

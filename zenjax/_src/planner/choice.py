@@ -81,7 +81,7 @@ def choose(
       if chosen is None:
         continue
       taken = [ways[way] for ways, way in zip(raised, chosen)]
-      # Of two that take as long, the one with less memory.
+      # A tie goes to the choice with less memory.
       step = seconds(taken), sum(x.memory for x in taken)
       wanted_s = worth * least[0] if size > used else least[0]
       if step < (wanted_s, least[1]):

@@ -275,7 +275,7 @@ def planned(
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
-  """Predicts every way of every gradient: pmean alone where it is no table."""
+  """Predicts every way of every gradient; only tables have more than pmean."""
   found = []
   for gradient in question.gradients:
     given = table_of(gradient), question.profile(gradient)

@@ -157,7 +157,7 @@ def _scheme(s: Mapping[str, float]) -> str:
 _SHAPE = _Column(
   "rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"
 )
-# Of the rows of all devices together.
+# Counted over all devices.
 _UNION = (
   ("union", "union_density", ".2%", "union: of all devices"),
   ("growth", "growth", ".2f", "growth: their ratio"),

@@ -244,15 +244,6 @@ class PushOnly(Zen):
     words = len(Tally._fields) * len(plans)
     return [Message("all_gather", context.axes[-1:], words)]
 
-  def expected_messages(
-    self,
-    plan: TablePlan,
-    context: Context,
-    push: jax.Array | float,
-    pull: jax.Array | float,
-  ) -> list[Message]:
-    return Zen.expected_messages(self, plan, context, push, pull)[:-1]
-
 
 def _row_words(plan: TablePlan, rows: int) -> int:
   return wire.words_for(rows * plan.block_width, plan.table.wire_dtype)

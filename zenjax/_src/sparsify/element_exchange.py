@@ -21,9 +21,6 @@ from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
 from zenjax._src.sparsify import flat_vector
 
-# What a device selects: the large elements of its own partition.
-
-
 # Words of a bitmap that are found at a time: of 32 elements each, which are
 # to stay in a cache.
 _SELECT_CHUNK = 1 << 13

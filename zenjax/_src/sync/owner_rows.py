@@ -128,12 +128,15 @@ class Owner:
   def keeping(
     self, held: list[Sums], kept: tuple[Any, list[Listed]]
   ) -> tuple[list[Sums], tuple[Any, list[Listed]]]:
-    """The same where owners keep the updates, in the order they come."""
+    """Keeps the updates in lists, where nobody pulls them.
+
+    Sums are returned as they came: their counts need not wait for the step.
+    """
     state, lists = kept
     updated, state = self(held, state)
     each = zip(updated, lists, self.tables.values())
     lists = [_appended(own, to, table.layout.slots) for own, to, table in each]
-    return updated, (state, lists)
+    return held, (state, lists)
 
   def finish(self, state: Any) -> tuple[list[Any], Any]:
     """Updates of what has no owner, and the state with all but owners' rows.

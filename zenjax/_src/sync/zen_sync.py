@@ -85,9 +85,8 @@ def zen_sync(
       slowest link to the fastest (`("host", "device")`), rows are summed within
       the fastest axis first.
     sparse: Which leaves are sent sparse: a pytree prefix of bools, or a
-    callable
-      `(name, leaf) -> bool` with the names that `zenjax.report` shows. The
-      default is every leaf of two dimensions with at least 512 rows, 16,384
+      callable `(name, leaf) -> bool` with the names that `zenjax.report` shows.
+      The default is every leaf of two dimensions with at least 512 rows, 16,384
       elements, and more than four times as many rows as columns; with another
       `unit` than rows every leaf of 16,384 elements. A wrong choice costs time,
       never a wrong result.
