@@ -210,7 +210,7 @@ def _moved_to(
     if isinstance(node, sync_state.LeafState):
       return _folded(node, devices)
     if isinstance(node, SparsifierState):
-      return sparsifier_state.on_devices(jax.tree.map(_on_host, node), devices)
+      return jax.tree.map(_on_host, node).on_devices(devices)
     if isinstance(node, ErrorFeedbackState):
       return _of_feedback(node, devices, syncs)
     if placement.accumulates_local(node):
@@ -238,10 +238,9 @@ def _of_feedback(
   """Returns the state for so many devices, in the weight of its zen_sync."""
   leaves = {}
   for name, leaf in state.leaves.items():
-    if leaf.selected.shape[0] != devices:
-      leaf = sparsifier_state.leaf_on_devices(
-        jax.tree.map(_on_host, leaf), devices, averages=_averages(name, syncs)
-      )
+    if leaf.devices != devices:
+      leaf = jax.tree.map(_on_host, leaf)
+      leaf = leaf.on_devices(devices, averages=_averages(name, syncs))
     leaves[name] = leaf
   return state._replace(leaves=leaves)
 
@@ -286,7 +285,7 @@ def _averages_all(node: optax.MultiStepsState) -> bool:
   """Returns whether what is accumulated is then averaged, and not summed."""
   inner = node.inner_opt_state
   sparsifiers = sync_state.nodes(inner, SparsifierState)
-  means = {*map(sparsifier_state.averages, sparsifiers)}
+  means = {node.averages for node in sparsifiers}
   means |= {bool(_on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(
@@ -306,7 +305,7 @@ def _accumulated_on(
   if like is not None:
     (new, *_) = jax.tree.leaves(like.acc_grads)
     return first.shape[0] * devices // new.shape[0]
-  own = {placement.made_for(x)[1] for x in placement.own_nodes(node)}
+  own = {x.devices for _, x in placement.own_nodes(node)}
   shards = 1
   if isinstance(first, jax.Array):
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
