@@ -1,5 +1,7 @@
 """Holds the memory of a sparsifier, and its statistics of a step."""
 
+from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -135,17 +137,6 @@ class FeedbackLeaf(NamedTuple):
     own = jax.tree.map(lambda _: split, self)
     return own._replace(wanted=PartitionSpec())
 
-  def on_devices(self, devices: int, *, averages: bool) -> "FeedbackLeaf":
-    """Returns it for so many devices, of host arrays: no gradient is lost."""
-    if self.devices == devices:
-      return self
-    return self._replace(
-      residual=folded(self.residual, devices, averages=averages),
-      momentum=folded(self.momentum, devices, averages=averages),
-      threshold=np.full(devices, UNKNOWN, np.float32),
-      selected=np.zeros(devices, np.int32),
-    )
-
 
 class ErrorFeedbackState(NamedTuple):
   """State of `error_feedback`.
@@ -167,6 +158,27 @@ class ErrorFeedbackState(NamedTuple):
     """Returns how it lies on devices, of which each has its own."""
     leaves = {name: leaf.specs(split) for name, leaf in self.leaves.items()}
     return self._replace(step=PartitionSpec(), leaves=leaves)
+
+  def on_devices(
+    self, devices: int, averages: Callable[[str], bool]
+  ) -> "ErrorFeedbackState":
+    """Returns it for so many devices, of host arrays: no gradient is lost.
+
+    Args:
+      devices: How many.
+      averages: Tells of a leaf whether what waits is to be averaged.
+    """
+    leaves = dict(self.leaves)
+    for name, leaf in leaves.items():
+      if leaf.devices != devices:
+        fold = functools.partial(folded, averages=averages(name))
+        leaves[name] = leaf._replace(
+          residual=fold(leaf.residual, devices),
+          momentum=fold(leaf.momentum, devices),
+          threshold=np.full(devices, UNKNOWN, np.float32),
+          selected=np.zeros(devices, np.int32),
+        )
+    return self._replace(leaves=leaves)
 
 
 def folded(x: Any, devices: int, *, averages: bool) -> Any:
