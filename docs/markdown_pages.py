@@ -7,7 +7,6 @@ of directives.
 
 import importlib
 import inspect
-import os
 import pathlib
 import re
 
@@ -119,7 +118,7 @@ def _first(text: str) -> str:
 def _write(app, error) -> None:
   if error or app.builder.format != "html":
     return
-  source, out = pathlib.Path(app.srcdir), pathlib.Path(app.outdir)
+  out = pathlib.Path(app.outdir)
   executed = out.parent / "jupyter_execute"
   lines = [
     f"# {app.config.project}",
@@ -150,10 +149,8 @@ def _write(app, error) -> None:
 def _link(app, page, template, context, doctree) -> None:
   """Puts a link to the Markdown below the title of the sidebar's contents."""
   if doctree is not None and context.get("body"):
-    name = page.rsplit("/", 1)[-1]
-    context["body"] += (
-      f'<p class="as-markdown"><a href="{name}.md">This page as Markdown</a></p>'
-    )
+    link = f'<a href="{page.rsplit("/", 1)[-1]}.md">This page as Markdown</a>'
+    context["body"] += f'<p class="as-markdown">{link}</p>'
 
 
 def setup(app):
