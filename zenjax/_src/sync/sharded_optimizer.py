@@ -320,7 +320,7 @@ class Owners:
     owners = dataclasses.replace(self, options=options, summed=of_arrays)
     # Or shard_map says that nothing divides.
     for node in sharded_table.nodes(state.inner):
-      _require_devices_of(node, devices, "state")
+      sharded_table.require_devices("`state`", node.devices, devices)
 
     def step(own, summed, state, params):
       grads = parts.tree(own, summed)
@@ -360,7 +360,8 @@ class Owners:
       if is_sharded(node):
         self._require_axes(node)
         devices = mesh.shape[self.options.axes[-1]]
-        _require_devices_of(node, devices, f"Table {name}")
+        what = f"Table {name}"
+        sharded_table.require_devices(what, node.devices, devices)
 
   def _require_axes(self, table):
     if table.devices and table.batch_axes != self.options.axes:
@@ -378,7 +379,8 @@ class Owners:
     """
     if given.tables:
       for table in given.tables.values():
-        _require_devices_of(table, context.sizes[-1], "updates")
+        devices = context.sizes[-1]
+        sharded_table.require_devices("`updates`", table.devices, devices)
         self._require_axes(table)
       self._require_small(given)
       return {
@@ -647,25 +649,13 @@ def _require_form(state: Any, analysis: RowAnalysis) -> None:
     )
 
 
-def _require_devices_of(table: Any, devices: int, argument: str) -> None:
-  """Raises ValueError where a table, or state of one, is of other devices."""
-  if not table.devices:
-    raise ValueError(sharded_table.in_order_message(argument))
-  if table.devices != devices:
-    raise ValueError(
-      sharded_table.others_message(
-        argument, "sharded_optimizer", table.devices, devices
-      )
-    )
-
-
 def _require_state(state: Any, tables: Any, devices: int) -> None:
   """Raises ValueError if a state was made for other tables or owners."""
   known = {dataclasses.replace(x, value=None) for x in tables}
   for node in sharded_table.nodes(state.inner):
     if not jax.tree.leaves(node):
       continue
-    _require_devices_of(node, devices, "state")
+    sharded_table.require_devices("`state`", node.devices, devices)
     for x in jax.tree.leaves(node.value):
       if node.has_rows(x) and len(x) != node.layout.slots:
         raise ValueError(

@@ -255,10 +255,8 @@ def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
   explicit = set(axes) & compat.explicit_of(mesh)
 
   def place(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-    if spec == PartitionSpec(axes) and x.shape[0] != devices:
-      raise ValueError(
-        sharded_table.others_message("state", by, x.shape[0], devices)
-      )
+    if spec == PartitionSpec(axes):
+      sharded_table.require_devices(f"`state` of {by}", x.shape[0], devices)
     return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit else x
 
   return jax.tree.map(place, specs, state)
