@@ -36,14 +36,12 @@ class Paper:
   """Online threshold scaling, the same in ExDyna and MiCRO; no clamps."""
 
   k: int
-  first: float | None = None
   samples: bool = False  # whether a threshold of 0 is to be sampled
   forces: bool = True  # whether a device that selects nothing sends an element
 
   @property
   def start(self) -> float:
-    published = 1 / (2 * math.sqrt(self.k))
-    return published if self.first is None else self.first
+    return 1 / (2 * math.sqrt(self.k))
 
   def moved(self, last: Place, count: jax.Array) -> Place:
     """The next place, from what all devices selected at the last."""
@@ -72,13 +70,9 @@ class Damped:
   """
 
   k: int
-  first: float | None = None
   samples: bool = True
   forces: bool = False
-
-  @property
-  def start(self) -> float:
-    return 0.0 if self.first is None else self.first
+  start: float = 0.0
 
   def moved(self, last: Place, count: jax.Array) -> Place:
     count = count.astype(jnp.float32)
