@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -34,7 +33,6 @@ from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
 _BY = "error_feedback"
-_WIRE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def error_feedback(
@@ -103,8 +101,8 @@ def error_feedback(
       sqrt(n)`, that of all leaves together, before they are added to anything.
     residual_dtype: Of residual and momentum; by default the leaf's own. With
       float32, what 16-bit leaves cannot send yet is not lost.
-    wire_dtype: Selected values are rounded to this, bfloat16 or float16, and
-      the error stays in the residual. Give `zen_sync` the same: what it pushes
+    wire_dtype: Selected values are rounded to this, such as bfloat16, and the
+      error stays in the residual. Give `zen_sync` the same: what it pushes
       is then exact. It rounds the sums that it pulls once more, and no device
       gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
       with much in common lost 0.14 % (root of mean squares), without a bias;
@@ -166,12 +164,6 @@ def error_feedback(
       "`nesterov` is a form of momentum, and `momentum` is None; give"
       " momentum=0.9, or leave it out."
     )
-  wire = arguments.floating("wire_dtype", wire_dtype)
-  if wire is not None and wire not in _WIRE:
-    raise ValueError(
-      "`wire_dtype` must be bfloat16 or float16, got"
-      f" {wire.name}; leave it out, and nothing is rounded."
-    )
   return _transformation(
     _Feedback(
       selector=chosen[0],
@@ -181,7 +173,7 @@ def error_feedback(
       masking=masking,
       clip_norm=clip_norm,
       residual_dtype=arguments.floating("residual_dtype", residual_dtype),
-      wire_dtype=wire,
+      wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
     )
   )
 
@@ -240,7 +232,6 @@ def _transformation(
         update_fn,
         updates,
         state,
-        state.specs(PartitionSpec(axes)),
         around,
         axes,
         by=_BY,

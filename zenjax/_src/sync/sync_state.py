@@ -13,6 +13,7 @@ import jax
 from jax import core
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Capacity
@@ -76,6 +77,14 @@ class LeafState:
   last: jax.Array  # [len(Last)] float32
   history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
+
+  def on_devices(self, devices: int, averages: Any) -> "LeafState":
+    """Returns it for so many devices, of host arrays."""
+    del averages  # Nothing waits here.
+    sizes = Sizes(*map(int, self.sizes))
+    if sizes.devices:
+      sizes = sizes._replace(devices=devices)
+    return dataclasses.replace(self, sizes=np.array(sizes, np.int32))
 
 
 class LeafChoice(NamedTuple):

@@ -183,7 +183,6 @@ def select(
   update: Callable[[Any, Any], tuple[Any, Any]],
   updates: Any,
   state: Any,
-  specs: Any,
   mesh: Any,
   axes: Axes,
   *,
@@ -197,7 +196,6 @@ def select(
     update: The sparsifier's, `(arrays, state)` of one device.
     updates: Gradients of the whole batch; SparseRows stay as they are.
     state: Of the sparsifier.
-    specs: How that lies on devices.
     mesh: Has the axes.
     axes: Over which gradients are not summed.
     by: Name of the sparsifier.
@@ -230,6 +228,7 @@ def select(
     [None if stays else x for x, stays in zip(leaves, passes)]
   )
   lie = jax.tree.map(place, arrays)
+  specs = state.specs(PartitionSpec(axes))
   out, state = mapped(
     update,
     mesh,

@@ -135,7 +135,7 @@ def data_parallel(
     _check_batch(batch, devices)
     _require_no_copies(state)
     placement.require_devices(state, "state", devices)
-    specs = placement.leaf_specs(placement.state_specs(state, axis_name))
+    specs = jax.tree.leaves(placement.state_specs(state, axis_name))
     _check_accumulated(state, devices)
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)

@@ -188,7 +188,7 @@ def _moved_to(
     like: As for `from_checkpoint`, the same part of it.
     syncs: The states of zen_sync in all of the state.
   """
-  kinds = _STATES | optax.MultiStepsState
+  kinds: Any = _STATES | optax.MultiStepsState
   names = lambda tree: [type(x).__name__ for x in sync_state.nodes(tree, kinds)]
   if like is not None and names(like) != names(state):
     raise ValueError(
@@ -200,13 +200,8 @@ def _moved_to(
 
   def moved(node: Any) -> Any:
     if isinstance(node, _STATES):
-      node = jax.tree.map(on_host, node)
-    if isinstance(node, sync_state.LeafState):
-      return _counted_on(node, devices)
-    if isinstance(node, SparsifierState):
-      return node.on_devices(devices)
-    if isinstance(node, ErrorFeedbackState):
-      return node.on_devices(devices, lambda name: _averages(name, syncs))
+      averages = lambda name: _averages(name, syncs)
+      return jax.tree.map(on_host, node).on_devices(devices, averages)
     if isinstance(node, optax.MultiStepsState):
       other = next(others, None)
       if placement.accumulates_local(node):
@@ -217,16 +212,6 @@ def _moved_to(
     return node
 
   return jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _counted_on(
-  leaf: sync_state.LeafState, devices: int
-) -> sync_state.LeafState:
-  """Returns the statistics of a leaf, for so many devices."""
-  sizes = sync_state.Sizes(*map(int, leaf.sizes))
-  if sizes.devices:
-    sizes = sizes._replace(devices=devices)
-  return dataclasses.replace(leaf, sizes=np.array(sizes, np.int32))
 
 
 def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
