@@ -135,8 +135,8 @@ def data_parallel(
     _check_batch(batch, devices)
     _require_no_copies(state)
     placement.require_devices(state, "state", devices)
+    specs = jax.tree.leaves(placement.state_specs(state, axis_name))
     _check_accumulated(state, devices)
-    specs = placement.leaf_specs(placement.state_specs(state, axis_name))
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)
     arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
@@ -360,44 +360,28 @@ def _remedy(leaf: Any, devices: int) -> str:
 def _check_accumulated(state: Any, devices: int) -> None:
   """Refuses gradients accumulated as if by one device for all.
 
-  `state_specs` splits them, and a device would find a part of its own. What
-  they are gradients of is found in the rest of the state: leaves whose names
-  end alike, of the same shapes but for the number of devices.
+  `state_specs` splits them, and a device would find a part of its own, which
+  must have the shape of a parameter: these are in the rest of the state.
   """
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
-  rest = jax.tree.map(
-    lambda node: node._replace(acc_grads=None) if is_own(node) else node,
-    state,
-    is_leaf=is_own,
-  )
-  shapes = [
-    (f".{name}", tuple(leaf.shape))
-    for name, leaf in leaf_util.named_leaves(rest)
-    if leaf_util.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-  ]
-  for node in sync_state.nodes(state, optax.MultiStepsState):
-    if not placement.accumulates_local(node):
-      continue
-    alone = jax.tree.structure(node.acc_grads) == jax.tree.structure(0)
+  rest = jax.tree.map(lambda x: () if is_own(x) else x, state, is_leaf=is_own)
+  shapes = {np.shape(leaf) for leaf in jax.tree.leaves(rest)}
+  nodes = sync_state.nodes(state, optax.MultiStepsState)
+  for node in filter(placement.accumulates_local, nodes):
     for name, leaf in leaf_util.named_leaves(node.acc_grads):
-      end, got = "" if alone else f".{name}", tuple(leaf.shape)
-      may_be = [
-        shape
-        for of, shape in shapes
-        if of.endswith(end) and len(shape) == len(got) > 0
-        if shape[1:] == got[1:]
-      ]
-      if not may_be or any(got[0] == devices * x[0] for x in may_be):
-        continue
-      raise ValueError(
-        "`state` must hold what `optax.MultiSteps` accumulates on each of"
-        f" {devices} devices, {devices} times the rows of leaf {name!r} of"
-        f" shape {min(may_be)}, got shape {got}; make the optimizer's state"
-        " with `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
-        " `tx.init`, which `TrainState.create` and `nnx.Optimizer` call, too:"
-        " `TrainState(step=0, apply_fn=f, params=params, tx=tx,"
-        " opt_state=zenjax.init_state(...))`."
-      )
+      got = np.shape(leaf)
+      part = (got[0] / devices, *got[1:])
+      alike = [x for x in shapes if len(x) == len(got) and x[1:] == got[1:]]
+      if alike and part not in alike:
+        raise ValueError(
+          "`state` must hold what `optax.MultiSteps` accumulates on each of"
+          f" {devices} devices, {devices} times the rows of leaf {name!r}, got"
+          f" shape {got}; make the optimizer's state with"
+          " `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
+          " `tx.init`, which `TrainState.create` and `nnx.Optimizer` call, too:"
+          " `TrainState(step=0, apply_fn=f, params=params, tx=tx,"
+          " opt_state=zenjax.init_state(...))`."
+        )
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
