@@ -138,7 +138,7 @@ def test_choosing_leaves_never_changes_the_result(sparse):
   ],
 )
 def test_leaves_that_are_sparse_by_default(shape, dtype, sparse):
-  """The rule in docs/rows.md, at its borders."""
+  """The rule in docs/explanation/rows.md, at its borders."""
   leaf = jax.ShapeDtypeStruct(shape, dtype)
   state: Any = jax.eval_shape(zenjax.zen_sync("data").init, {"x": leaf})
   assert list(state.leaves) == ["x"] * sparse

@@ -258,7 +258,7 @@ def _gated(value, grads):
 
 
 def _clipped(value, grads):
-  norm = lax.pmean(optax.global_norm(grads), "data")
+  norm = lax.pmean(zenjax.global_norm(grads), "data")
   return jax.tree.map(lambda g: g / jnp.maximum(1, norm), grads)
 
 

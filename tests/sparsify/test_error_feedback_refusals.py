@@ -56,8 +56,8 @@ TOP_ALL = zenjax.sparsify.top_k(0.5, sparse=True)
       ["`nesterov`", "`momentum`"],
     ),
     (
-      lambda: API.error_feedback(TOP, "data", wire_dtype=jnp.float32),
-      ["`wire_dtype`", "bfloat16", "float32"],
+      lambda: API.error_feedback(TOP, "data", wire_dtype=jnp.float8_e5m2),
+      ["`wire_dtype`", "bfloat16", "float8_e5m2"],
     ),
   ],
 )
@@ -113,7 +113,7 @@ def test_a_state_without_the_momentum_that_is_asked_for():
   tx = zenjax.sparsify.error_feedback(TOP_ALL, "data", momentum=0.9)
   with pytest.raises(ValueError) as error:
     trace(tx, jnp.zeros(8), made, n=1)
-  names(error, "`state`", "zenjax.init_state", "'momentum': (1, 8)")
+  names(error, "`state`", "zenjax.init_state", "momentum", "(1, 8)")
 
 
 def test_numbers_of_numpy_are_densities():

@@ -11,28 +11,32 @@ import runners
 import sparsifier_cases as cases
 from sparsifier_models import thresholds
 
-from zenjax._src.sparsify import checked_settings
 from zenjax._src.sparsify import exdyna
 from zenjax._src.sparsify import flat_vector
 from zenjax._src.sparsify import partitions
+from zenjax._src.sync import sync_options
 
 STEPS = 200
 
 
-def transform(kind: str, density: float = 0.05, **options: Any):
+def transform(kind: str, density: float = 0.05, op: str = "mean", **options):
   """The transforms of `cases.exdyna` and `cases.micro`: small blocks."""
   blocks = functools.partial(partitions.Blocks, blocks=64, align=4)
   settings: dict[str, Any] = dict(
     controller="paper",
-    op="mean",
     start=None,
     capacity=None,
     residual_dtype=None,
     wire_dtype=None,
-    division=dict(exdyna=blocks, micro=partitions.Even)[kind],
   )
   return exdyna.transformation(
-    checked_settings.check(kind, "data", density, **settings | options)
+    exdyna.Settings(
+      name=kind,
+      division=dict(exdyna=blocks, micro=partitions.Even)[kind],
+      options=sync_options.check("data", op=op),
+      density=density,
+      **settings | options,
+    )
   )
 
 

@@ -46,7 +46,7 @@ def _trained(tx, loss, params, opt_state, tables=None):
   losses = []
   for ids in _batches():
     params, opt_state, value = step(params, opt_state, ids)
-    # A number of each step is read before the next: see docs/limits.md, CPUs.
+    # JAX 0.10 hangs if steps run ahead: see docs/reference/platforms.md.
     losses.append(float(value))
   return params, np.array(losses)
 

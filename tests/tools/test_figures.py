@@ -19,7 +19,14 @@ from zenjax.kernels.operations import OPERATIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ["README.md", *sorted(f"docs/{x.name}" for x in ROOT.glob("docs/*.md"))]
+PAGES = [
+  "README.md",
+  *sorted(
+    x.relative_to(ROOT).as_posix()
+    for x in ROOT.glob("docs/**/*.md")
+    if not {"_build", "notes"} & set(x.parts)
+  ),
+]
 SOURCES = tomllib.loads((ROOT / "docs" / "figures.toml").read_text("utf-8"))
 # A number with a unit of measurement; in a cell of a table also one alone.
 UNIT = r"(?:×|times|ms|s|us|[kMG]i?B|%|[kMG]bit/s|minutes?|hours?|seconds)"

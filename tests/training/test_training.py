@@ -228,7 +228,7 @@ def test_two_models_that_accumulate():
   same = mapped(lambda state, x: (state, x.sum()), aux_specs="sum")
   state = (small, large, init(small), init(large))
   jax.eval_shape(same, state, IDS)
-  with pytest.raises(ValueError, match=r"shape \(8, 4\), got shape \(8, 4\)"):
+  with pytest.raises(ValueError, match=r"leaf 'w', got shape \(8, 4\)"):
     jax.eval_shape(same, (*state[:2], tx.init(small), state[3]), IDS)
 
 

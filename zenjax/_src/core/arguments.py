@@ -87,12 +87,12 @@ def check_kernels(value: Any) -> Kernels:
   return value
 
 
-def hash_seed(value: Any) -> int:
+def hash_seed(value: Any, name: str = "hash_seed") -> int:
   """The value; raises `ValueError` where it is no integer of 32 bits."""
   whole = isinstance(value, int) and not isinstance(value, bool)
   if not whole or not 0 <= value < 2**32:
     raise ValueError(
-      f"`hash_seed` must be an integer in [0, 2**32), got hash_seed={value!r}."
+      f"`{name}` must be an integer in [0, 2**32), got {name}={value!r}."
     )
   return value
 

@@ -1,12 +1,11 @@
 """`check_step`: compares training on many devices with training on one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -24,6 +23,7 @@ from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.top_k import SelectionState
 from zenjax._src.sync import sync_state
+from zenjax._src.tables import reorder
 from zenjax._src.tables import sharding
 
 # What a training step is: `build(mesh) -> (step, params, opt_state)`.
@@ -171,19 +171,24 @@ def check_step(
   """
   axes = mesh.axis_names if axis_name is None else mesh_axes(axis_name, mesh)
   batch = batch if isinstance(batch, tuple) else (batch,)
-  trial = _Trial(build, jax.tree.map(_on_host, batch), steps, axes)
+  batch = jax.tree.map(reorder.on_host, batch)
   notes: list[str] = []
-  runs = [trial.compared(mesh)]
+  runs = [_compared(build, mesh, batch, steps, axes)]
   try:
     with jax.enable_x64(True):
-      wide = dataclasses.replace(trial, wide=True)
-      runs.append(wide.compared(mesh))
+      runs.append(_compared(build, mesh, batch, steps, axes, wide=True))
   except Exception as error:  # A program may insist on its dtypes.
     line = str(error).partition("\n")[0]
     notes.append(f"float64 was left out, {type(error).__name__}: {line}")
-  own, devices = runs[0], mesh.devices.size
-  orders = [x for run in runs if (x := run.by_order())]
-  if own.one.selects:
+  many, one, _ = runs[0]
+  devices = mesh.devices.size
+  orders = [
+    (x, y)
+    for _, single, reverse in runs
+    for x, y in zip(single.losses.values(), reverse.losses.values())
+    if abs(float(x) - float(y)) > _NEAR * abs(float(x))
+  ]
+  if one.selects:
     notes.append(
       f"sparsifiers select on each device, so {devices} devices don't train"
       " what one does: only copies are compared."
@@ -194,19 +199,19 @@ def check_step(
       f" from {orders[0][0]:.6g} to {orders[0][1]:.6g} with the order of the"
       " examples, as it does with dropout. Switch random numbers off."
     )
-  if not any(own.measured(name).change for name in own.one.last):
+  judge = not one.selects and not orders
+  names = [*one.losses, *one.last]
+  leaves = [_judged(name, runs, tolerance, judge, devices) for name in names]
+  if not any(leaf.change for leaf in leaves if leaf.name in one.last):
     notes.append("no parameter changed, give more `steps`.")
-  names = [*own.one.losses, *own.one.last]
-  judge = not own.one.selects and not orders
-  leaves = [_judged(name, runs, tolerance, judge) for name in names]
-  apart = [x for x in own.mesh.apart if x not in names]
+  apart = [x for x in many.apart if x not in names]
   leaves += [LeafCheck(x, 0.0, 0.0, None, _APART) for x in apart]
   return StepCheck(
     leaves=tuple(leaves),
     notes=tuple(notes),
     devices=devices,
     steps=steps,
-    comparable=not orders or own.one.selects,
+    comparable=one.selects or not orders,
   )
 
 
@@ -224,97 +229,88 @@ class _Run(NamedTuple):
   selects: bool  # whether a sparsifier is part of the program
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trial:
-  """The program to run, and its batch on the host."""
-
-  build: Build
-  batch: tuple[Any, ...]
-  steps: int
-  axes: Axes
-  wide: bool = False
-
-  def compared(self, mesh: Mesh) -> "_Compared":
-    """Trains on the mesh, and twice on one device."""
-    own = [d for d in mesh.devices.flat if d in jax.local_devices()]
-    one = Mesh(
-      np.array(own[:1]).reshape([1] * mesh.devices.ndim),
-      mesh.axis_names,
-      axis_types=mesh.axis_types,
-    )
-    (many,), (single, reverse) = self.on(mesh, (False,)), self.on(one)
-    found = _Compared(many, single, reverse, mesh.devices.size)
-    for name, x in found.one.initial.items():
-      y = found.mesh.initial.get(name)
-      if y is None or y.shape != x.shape or not _close(x, y):
-        shown = "nothing" if y is None else f"another one, of shape {y.shape}"
-        raise ValueError(
-          f"`build` must make the same parameters for every mesh: leaf {name!r}"
-          f" has shape {x.shape} on one device, and on {mesh.devices.size} it"
-          f" is {shown}. Draw them from the same key; in `pmap`, return the"
-          " first copy."
-        )
-    return found
-
-  def on(self, mesh: Mesh, reverses: Any = (False, True)) -> list[_Run]:
-    """Trains on a mesh, once for each order of the examples."""
-    with _around(mesh):
-      step, *given = self.build(mesh)
-      if self.wide:
-        given = _in_float64(given)
-      # A step may donate what it is given.
-      copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
-      return [
-        self._run(step, params, opt_state, self._placed(mesh, reverse))
-        for reverse in reverses
-        for params, opt_state in [jax.tree.map(copy, given)]
-      ]
-
-  def _run(self, step: Any, params: Any, opt_state: Any, batch: Any) -> _Run:
-    sparsifiers: Any = SparsifierState | ErrorFeedbackState | SelectionState
-    selects = bool(sync_state.nodes(opt_state, sparsifiers))
-    initial = _values(params)
-    first, losses = initial, {}
-    for number in range(self.steps):
-      out = step(params, opt_state, *batch)
-      if not isinstance(out, tuple) or len(out) < 2:
-        shown = f"{type(out).__name__}"
-        raise ValueError(
-          "`step` must return `(params, opt_state, ...)` in `check_step`, got"
-          f" {shown}. Unpack the state of your step into these."
-        )
-      params, opt_state, *rest = out
-      if not number:
-        first, losses = _values(params), _losses(rest)
-    apart = _apart(params) + [f"opt_state.{x}" for x in _apart(opt_state)]
-    return _Run(initial, first, _values(params), losses, apart, selects)
-
-  def _placed(self, mesh: Mesh, reverse: bool) -> tuple[Any, ...]:
-    shapes = [np.shape(x) for x in jax.tree.leaves(self.batch)]
-    examples = next((shape[0] for shape in shapes if shape), 0)
-    parts = int(np.prod([mesh.shape[axis] for axis in self.axes]))
-
-    def place(x):
-      if self.wide and _is_floating(x):
-        x = x.astype(np.float64)
-      shape = np.shape(x)
-      if reverse and shape and shape[0] == examples:
-        x = x[::-1]
-      split = shape and not shape[0] % parts
-      spec = PartitionSpec(self.axes) if split else PartitionSpec()
-      return jax.device_put(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, self.batch)
+def _compared(
+  build: Build,
+  mesh: Mesh,
+  batch: tuple[Any, ...],
+  steps: int,
+  axes: Axes,
+  wide: bool = False,
+) -> list[_Run]:
+  """Trains on the mesh, on one device, and there with examples reversed."""
+  own = [d for d in mesh.devices.flat if d in jax.local_devices()]
+  single = Mesh(
+    np.array(own[:1]).reshape([1] * mesh.devices.ndim),
+    mesh.axis_names,
+    axis_types=mesh.axis_types,
+  )
+  runs = []
+  for used, orders in ((mesh, (False,)), (single, (False, True))):
+    unset = jax.sharding.get_mesh().empty
+    with contextlib.nullcontext() if unset else jax.set_mesh(used):
+      step, *given = build(used)
+      for reverse in orders:
+        local = _ordered(batch, reverse)
+        params, opt_state = _in_float64(given) if wide else given
+        placed = _placed(_in_float64(local) if wide else local, used, axes)
+        runs.append(_trained(step, params, opt_state, placed, steps))
+  many, one, _ = runs
+  for name, x in one.initial.items():
+    y = many.initial.get(name)
+    if y is None or y.shape != x.shape or not _close(x, y):
+      shown = "nothing" if y is None else f"another one, of shape {y.shape}"
+      raise ValueError(
+        f"`build` must make the same parameters for every mesh: leaf {name!r}"
+        f" has shape {x.shape} on one device, and on {mesh.devices.size} it"
+        f" is {shown}. Draw them from the same key; in `pmap`, return the"
+        " first copy."
+      )
+  return runs
 
 
-@contextlib.contextmanager
-def _around(mesh: Mesh) -> Iterator[None]:
-  """Sets the mesh where the caller had set one."""
-  if jax.sharding.get_mesh().empty:
-    yield
-  else:
-    with jax.set_mesh(mesh):
-      yield
+def _trained(
+  step: Any, params: Any, opt_state: Any, batch: Any, steps: int
+) -> _Run:
+  # A step may donate what it is given.
+  copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
+  params, opt_state = jax.tree.map(copy, (params, opt_state))
+  sparsifiers: Any = SparsifierState | ErrorFeedbackState | SelectionState
+  selects = bool(sync_state.nodes(opt_state, sparsifiers))
+  initial = _values(params)
+  first, losses = initial, {}
+  for number in range(steps):
+    out = step(params, opt_state, *batch)
+    if not isinstance(out, tuple) or len(out) < 2:
+      raise ValueError(
+        "`step` must return `(params, opt_state, ...)` in `check_step`, got"
+        f" {type(out).__name__}. Unpack the state of your step into these."
+      )
+    params, opt_state, *rest = out
+    if not number:
+      first, losses = _values(params), _losses(rest)
+  apart = _apart(params) + [f"opt_state.{x}" for x in _apart(opt_state)]
+  return _Run(initial, first, _values(params), losses, apart, selects)
+
+
+def _ordered(batch: tuple[Any, ...], reverse: bool) -> tuple[Any, ...]:
+  """The batch, or with its examples in reverse order."""
+  shapes = [np.shape(x) for x in jax.tree.leaves(batch)]
+  examples = next((shape[:1] for shape in shapes if shape), None)
+  turn = lambda x: x[::-1] if np.shape(x)[:1] == examples else x
+  return jax.tree.map(turn, batch) if reverse else batch
+
+
+def _placed(batch: tuple[Any, ...], mesh: Mesh, axes: Axes) -> tuple[Any, ...]:
+  """The batch, split over devices where its first dimension allows."""
+  parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+
+  def place(x):
+    shape = np.shape(x)
+    split = shape and not shape[0] % parts
+    spec = PartitionSpec(axes) if split else PartitionSpec()
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, batch)
 
 
 def _is_floating(x: Any) -> bool:
@@ -335,23 +331,14 @@ def _in_float64(tree: Any) -> Any:
   return jax.tree.map(cast, tree, is_leaf=is_kind)
 
 
-def _on_host(x: Any) -> Any:
-  """Returns a NumPy array of all of `x`; keys and numbers as they are."""
-  if not isinstance(x, jax.Array):
-    return x
-  if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-    return x
-  if not (x.is_fully_addressable or x.is_fully_replicated):
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-  return np.asarray(x)
-
-
 def _values(params: Any) -> dict[str, np.ndarray]:
   """Floating parameters by name, with sharded tables in the order of rows."""
   is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
   named = leaf_util.named_leaves(sharding.unshard_leaves(params), is_sync)
   return {
-    name: _on_host(x) for name, x in named if not is_sync(x) and _is_floating(x)
+    name: reorder.on_host(x)
+    for name, x in named
+    if not is_sync(x) and _is_floating(x)
   }
 
 
@@ -359,7 +346,7 @@ def _losses(rest: Sequence[Any]) -> dict[str, np.ndarray]:
   """Floating scalars that a step returned after parameters and state."""
   named = leaf_util.named_leaves(rest[0] if len(rest) == 1 else rest)
   return {
-    "loss" if name == "leaf" else f"loss {name}": _on_host(x)
+    "loss" if name == "leaf" else f"loss {name}": reorder.on_host(x)
     for name, x in named
     if _is_floating(x) and not np.ndim(x)
   }
@@ -390,63 +377,43 @@ def _close(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 class _Measure(NamedTuple):
-  """Sizes for one leaf, all `[...] float64` or numbers."""
+  """How training on the mesh differs from that on one device, for one leaf."""
 
-  change: float  # the largest on one device
-  difference: np.ndarray  # between mesh and one device
-  noise: float  # the largest difference by the order of examples
-  unit: float  # rounding of the largest value
-  share: float  # of the norm of differences, beyond noise, in that of changes
-
-  def part(self) -> float:
-    """The largest difference as a part of the largest change."""
-    largest = float(self.difference.max(initial=0.0))
-    if largest <= self.unit and not self.change:
-      return 0.0
-    return largest / self.change if self.change else np.inf
+  change: float  # the largest of an element on one device
+  largest: float  # the largest difference, as a part of the change
+  beyond: float  # the same of what rounding does not explain
+  norm: float  # the norm of that, as a part of the norm of changes
 
 
-class _Compared(NamedTuple):
-  """Training on the mesh and on one device, in one precision."""
+def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
+  """Measures a parameter after the last step, or a loss of the first."""
+  values = [(run.last | run.losses)[name] for run in (one, many, reverse)]
+  single, mesh, turned = (x.astype(np.float64) for x in values)
+  initial = one.initial.get(name, np.zeros_like(single)).astype(np.float64)
+  change, difference = _distance(single, initial), _distance(mesh, single)
+  noise = _distance(turned, single)  # By the order of examples.
+  most = lambda x: float(x.max(initial=0.0))
+  norm = lambda x: float(np.sqrt(np.sum(x * x)))
+  finite = np.abs(np.where(np.isfinite(single), single, 0.0))
+  unit = 4 * float(ml_dtypes.finfo(values[0].dtype).eps) * most(finite)
+  beyond = most(difference) - _NOISE * most(noise) - unit
+  of_all = norm(difference) - _NOISE * norm(noise) - unit * single.size**0.5
+  largest, moved = most(difference), most(change)
+  if not moved and largest <= unit:
+    largest = 0.0
+  return _Measure(
+    change=moved,
+    largest=_part(largest, moved),
+    beyond=_part(beyond, moved),
+    norm=_part(of_all, norm(change)),
+  )
 
-  mesh: _Run
-  one: _Run
-  reverse: _Run  # on one device, with the examples in reverse order
-  devices: int  # of the mesh
 
-  def measured(self, name: str) -> _Measure:
-    """Measures a parameter after the last step, or a loss of the first."""
-    first = self.one
-    one = first.losses[name] if name in first.losses else first.last[name]
-    others = [
-      run.losses[name] if name in run.losses else run.last[name]
-      for run in (self.mesh, self.reverse)
-    ]
-    initial = self.one.initial.get(name, np.zeros_like(one))
-    unit = 4 * float(ml_dtypes.finfo(one.dtype).eps)
-    one, initial = one.astype(np.float64), initial.astype(np.float64)
-    difference, noise = (_distance(x.astype(np.float64), one) for x in others)
-    change = _distance(one, initial)
-    finite = np.abs(np.where(np.isfinite(one), one, 0.0))
-    unit *= float(finite.max(initial=0.0))
-    norm = lambda x: float(np.sqrt(np.sum(x * x)))
-    beyond = norm(difference) - _NOISE * norm(noise) - unit * one.size**0.5
-    share = beyond / norm(change) if norm(change) else np.inf * (beyond > 0)
-    return _Measure(
-      float(change.max(initial=0.0)),
-      difference,
-      float(noise.max(initial=0.0)),
-      unit,
-      0.0 if np.isnan(share) else share,
-    )
-
-  def by_order(self) -> tuple[float, float] | None:
-    """A first loss, and what it is with examples in reverse order."""
-    for name, loss in self.one.losses.items():
-      other = self.reverse.losses[name]
-      if abs(float(loss) - float(other)) > _NEAR * abs(float(loss)):
-        return float(loss), float(other)
-    return None
+def _part(x: float, change: float) -> float:
+  """`x` as a part of the change; NaN, which exceeds nothing, of two Inf."""
+  if change:
+    return x / change
+  return np.inf if x > 0 else 0.0
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -467,20 +434,25 @@ _ELEMENT64, _NEAR, _ELEMENT = 1e-5, 1e-3, 1e-2
 
 
 def _judged(
-  name: str, runs: Sequence[_Compared], tolerance: float, judge: bool
+  name: str,
+  runs: Sequence[Sequence[_Run]],
+  tolerance: float,
+  judge: bool,
+  devices: int,
 ) -> LeafCheck:
   """Compares a leaf in the program's dtypes and, if that ran, in float64."""
-  measures = [run.measured(name) for run in runs]
+  measures = [_measured(name, *run) for run in runs]
   own, wide = measures[0], measures[1] if len(measures) > 1 else None
-  strict, part = (wide, _ELEMENT64) if wide else (own, _ELEMENT)
-  allowed = (part + tolerance) * strict.change + strict.unit
-  wrong = strict.difference > allowed + _NOISE * strict.noise
+  beyond, part = (wide.beyond, _ELEMENT64) if wide else (own.beyond, _ELEMENT)
   problem = ""
-  if any(name in run.mesh.apart for run in runs):
+  if any(name in many.apart for many, *_ in runs):
     problem = _APART
-  elif judge and (wrong.any() or own.share > _NEAR + tolerance):
-    problem = _meaning(name, runs[-1])
-  return LeafCheck(name, own.change, own.part(), wide and wide.part(), problem)
+  elif judge and (beyond > part + tolerance or own.norm > _NEAR + tolerance):
+    many, one, _ = runs[-1]
+    problem = _meaning(name, many, one, devices)
+  return LeafCheck(
+    name, own.change, own.largest, wide and wide.largest, problem
+  )
 
 
 _APART = (
@@ -490,23 +462,22 @@ _APART = (
 )
 
 
-def _meaning(name: str, run: _Compared) -> str:
+def _meaning(name: str, many_run: _Run, one_run: _Run, devices: int) -> str:
   """Says what a difference may mean."""
-  if name in run.one.losses:
-    many, one = (float(x.losses[name]) for x in (run.mesh, run.one))
+  runs = many_run, one_run
+  if name in one_run.losses:
+    many, one = (float(run.losses[name]) for run in runs)
     return (
       f"it is {many:.6g} in the first step, and {one:.6g} on one device with"
       " the same parameters and batch. Return the mean over all devices, and"
       " divide by what all devices count, as `zenjax.weighted_mean` does for"
       " padded examples. Random numbers that depend on the device must be off."
     )
-  runs = run.mesh, run.one
   # After one step, unless that changed nothing.
   stages = [x.first[name] for x in runs], [x.last[name] for x in runs]
   after = stages[0] if _distance(*stages[0]).any() else stages[1]
-  initial = run.one.initial[name].astype(np.float64)
+  initial = one_run.initial[name].astype(np.float64)
   many, one = (x.astype(np.float64) - initial for x in after)
-  devices = run.devices
   ways = {devices: ("summed", "averaged"), 1 / devices: ("averaged", "summed")}
   for times, (made, meant) in ways.items():
     with np.errstate(invalid="ignore"):

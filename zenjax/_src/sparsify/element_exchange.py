@@ -6,7 +6,6 @@ for the wire takes from a value stays with the device that rounded it, and so
 does what the wire cannot hold of a finite one. Sums are taken in 32 bits.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -14,29 +13,26 @@ from jax import lax
 import jax.numpy as jnp
 
 from zenjax._src.core import collectives
-from zenjax._src.core import compat
 from zenjax._src.core import indexing
 from zenjax._src.core.wire import from_words
 from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
 from zenjax._src.sparsify import flat_vector
 
-# Words of a bitmap that are found at a time: of 32 elements each, which are
-# to stay in a cache.
-_SELECT_CHUNK = 1 << 13
-
 
 class Selection(NamedTuple):
   """The elements that one device selected, in ascending order."""
 
-  bitmap: indexing.Bitmap  # over the whole vector
+  bitmap: indexing.Bitmap  # over a window of the vector
+  first: jax.Array  # [] int32, where the window begins
   forced: jax.Array  # [] int32, what is sent where nothing was selected
   sent: jax.Array  # [] int32, how many
 
   def indices(self, first: jax.Array, capacity: int, size: int) -> jax.Array:
     """`[capacity] int32` from number `first` on; `size` past the last."""
     number = first + jnp.arange(capacity, dtype=jnp.int32)
-    index = jnp.minimum(indexing.select(self.bitmap, number), size)
+    index = self.first + indexing.select(self.bitmap, number)
+    index = jnp.where(number < self.bitmap.total, index, size)
     forced = (number == 0) & (self.bitmap.total == 0) & (self.sent > 0)
     return jnp.where(forced, self.forced, index)
 
@@ -45,6 +41,7 @@ def select(
   acc: jax.Array,
   start: jax.Array,
   end: jax.Array,
+  longest: int,
   bar: jax.Array,
   step: jax.Array | None,
 ) -> Selection:
@@ -56,60 +53,22 @@ def select(
     acc: `[N]`.
     start: `[] int32`.
     end: `[] int32`, larger.
+    longest: The most that they can be.
     bar: `[] float32`.
     step: Where nothing is large, element `step mod length` is sent; None if
       nothing is.
   """
-  words = _words(acc, start, end, bar)
+  first = jnp.minimum(start, acc.shape[0] - longest)
+  window = jnp.abs(lax.dynamic_slice(acc, (first,), (longest,)))
+  at = first + jnp.arange(longest, dtype=jnp.int32)
+  wide = collectives.accumulator(acc.dtype)
+  large = ~(window.astype(wide) < bar.astype(wide)) & (at >= start) & (at < end)
+  words = indexing.pack(jnp.pad(large, (0, -longest % 32)))
   bitmap = indexing.index(words)
   if step is None:
-    return Selection(bitmap, jnp.zeros_like(start), bitmap.total)
+    return Selection(bitmap, first, jnp.zeros_like(start), bitmap.total)
   forced = start + lax.rem(step, end - start)
-  return Selection(bitmap, forced, jnp.maximum(bitmap.total, 1))
-
-
-def _words(
-  acc: jax.Array, start: jax.Array, end: jax.Array, bar: jax.Array
-) -> jax.Array:
-  """Bitmap of what is selected, `[ceil(N / 32)] uint32`.
-
-  Only chunks that hold elements of the partition are read: partitions are of
-  no static length, so this is a loop of as many turns as there are.
-  """
-  words = acc.shape[0] // 32
-  chunk = min(_SELECT_CHUNK, words)
-  large = functools.partial(_large, start=start, end=end, bar=bar)
-  bits = compat.cast_like(jnp.zeros(words, jnp.uint32), acc)
-  rest = acc[words * 32 :]
-  rest = jnp.pad(large(rest, words * 32), (0, -rest.shape[0] % 32))
-
-  def find(i, bits):
-    # The last chunk overlaps the one before, and finds the same there.
-    first = jnp.minimum(i * chunk, words - chunk)
-    part = lax.dynamic_slice(acc, (first * 32,), (chunk * 32,))
-    found = indexing.pack(large(part, first * 32))
-    return lax.dynamic_update_slice(bits, found, (first,))
-
-  if chunk:
-    each = jnp.int32(chunk * 32)
-    stop = lax.div(end - 1, each) + 1
-    bits = lax.fori_loop(lax.div(start, each), stop, find, bits)
-  return jnp.concatenate([bits, indexing.pack(rest)])
-
-
-def _large(
-  values: jax.Array,
-  first: jax.Array | int,
-  *,
-  start: jax.Array,
-  end: jax.Array,
-  bar: jax.Array,
-) -> jax.Array:
-  """Which of the elements from number `first` on are selected, bool."""
-  wide = collectives.accumulator(values.dtype)
-  large = ~(jnp.abs(values).astype(wide) < bar.astype(wide))
-  at = first + jnp.arange(values.shape[0], dtype=jnp.int32)
-  return large & (at >= start) & (at < end)
+  return Selection(bitmap, first, forced, jnp.maximum(bitmap.total, 1))
 
 
 # Words before the indices of the first round: how many were selected, and a

@@ -1,52 +1,133 @@
-"""`exdyna` and `micro`: sparsifiers without build-up, as optax transforms."""
+"""`exdyna` and `micro`: sparsifiers without build-up, as optax transforms.
 
-from typing import Any, Literal
+Devices select in partitions of their own, so that nothing is selected twice.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.schemes.base import Context
-from zenjax._src.sparsify import checked_settings
+from zenjax._src.sparsify import checks
 from zenjax._src.sparsify import element_exchange
 from zenjax._src.sparsify import flat_vector
 from zenjax._src.sparsify import partitions
 from zenjax._src.sparsify import thresholds
-from zenjax._src.sparsify.checked_settings import Plan
-from zenjax._src.sparsify.checked_settings import Settings
+from zenjax._src.sparsify.partitions import Division
 from zenjax._src.sparsify.sparsifier_state import HISTORY
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.sparsifier_state import SparsifierStats
+from zenjax._src.sparsify.thresholds import Controller
 from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
+from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
-# Sparsifiers whose devices select in partitions of their own, as a transform.
-#
-# A step is: accumulate, move partitions and threshold by the last step's
-# counts, select, exchange, keep the rest.
+# Indices that a device sends in the first round, over those of a fair share.
+_SLACK = 1.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+  """Checked arguments of `exdyna` and `micro`."""
+
+  name: str
+  division: Callable[[int, int], Division]  # of a size, over n devices
+  options: Options
+  density: float
+  controller: str
+  start: float | None
+  capacity: int | None
+  residual_dtype: jnp.dtype | None
+  wire_dtype: jnp.dtype | None
+
+  def __post_init__(self):
+    arguments.one_of("controller", self.controller, sorted(thresholds.KINDS))
+    start, capacity = self.start, self.capacity
+    known = checks.is_number(start)
+    if start is not None and not (known and 0 < start < np.inf):
+      raise ValueError(
+        "`start` must be a positive threshold that float32 holds, got"
+        f" {start!r}; leave it out, and the controller finds one."
+      )
+    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and not (whole and capacity > 0):
+      raise ValueError(
+        "`capacity` must be a positive number of indices that a device sends in"
+        f" a round, got {capacity!r}; leave it out for {_SLACK} fair shares."
+      )
+
+
+class Plan(NamedTuple):
+  """Static facts of one model on some devices."""
+
+  size: int
+  k: int  # elements that a step is to select
+  dtype: jnp.dtype  # of the vector
+  division: Division
+  controller: Controller
+  capacity: int  # indices that a device sends in a round
+
+
+def _plan(tree: Any, settings: Settings, n: int) -> Plan:
+  """Raises `ValueError` where there is nothing to select, or too much."""
+  size = flat_vector.size(tree)
+  if not size:
+    raise ValueError(
+      f"`params` must have elements for {settings.name} to select, got none;"
+      " leave it out where `optax.masked` or `optax.multi_transform` gives it"
+      " no leaf."
+    )
+  k = int(settings.density * size)
+  if k == 0:
+    raise ValueError(
+      "`density` must select an element at least, got int(density * size) ="
+      f" int({settings.density} * {size}) = 0; give one of at least"
+      f" {1 / size:.3g}."
+    )
+  division = settings.division(size, n)
+  capacity = settings.capacity or int(_SLACK * k / n) + 1
+  capacity = min(capacity, division.longest)
+  if size + n * capacity >= 2**31:
+    raise ValueError(
+      f"`params` must have fewer than 2**31 elements, got {size} and room for"
+      f" {n * capacity} indices; give parts of the model a sparsifier each,"
+      " by `optax.multi_transform`."
+    )
+  return Plan(
+    size=size,
+    k=k,
+    dtype=flat_vector.dtype(tree, settings.residual_dtype),
+    division=division,
+    controller=thresholds.KINDS[settings.controller](k),
+    capacity=capacity,
+  )
 
 
 def transformation(
   settings: Settings,
 ) -> optax.GradientTransformationExtraArgs:
   """The transform that `exdyna` and `micro` return."""
+  name, options = settings.name, settings.options
 
   def init_fn(params: optax.Params) -> Any:
     flat_vector.check_leaves(params, "params")
-    chains.will_sync(settings.name, params, settings.options)
-    leaves = jax.tree.leaves(params)
-    checked_settings.warn_of_much(settings.name, settings.density, leaves)
-    n = checked_settings.devices(settings.name, settings.options.axes)
-    return _init(checked_settings.plan(params, settings, n))
+    chains.will_sync(name, params, options)
+    checks.warn_of_much(name, settings.density, jax.tree.leaves(params))
+    n = checks.devices(name, options.axes)
+    return _init(params, settings, _plan(params, settings, n))
 
   def update_fn(
     updates: optax.Updates,
@@ -56,51 +137,45 @@ def transformation(
   ) -> tuple[optax.Updates, SparsifierState]:
     del params, extra_args
     flat_vector.check_leaves(updates, "updates")
-    axes = settings.options.axes
-    around = collectives.mesh_around(axes, updates, None)
+    around = collectives.mesh_around(options.axes, updates, None)
     if around is not None:
-      if settings.options.mean:
+      if options.mean:
         raise ValueError(
-          f"`op` of {settings.name} must be 'sum' outside of shard_map, got"
-          " 'mean': the loss is that of the whole batch, whose parts are added;"
-          " give op='sum'."
+          f"`op` of {name} must be 'sum' outside of shard_map, got 'mean': the"
+          " loss is that of the whole batch, whose parts are added; give"
+          " op='sum'."
         )
-      specs = state.specs(PartitionSpec(axes))
+      axes = options.axes
       return whole_batch.select(
-        update_fn,
-        updates,
-        state,
-        specs,
-        around,
-        axes,
-        by=settings.name,
-        sums=True,
+        update_fn, updates, state, around, axes, by=name, sums=True
       )
-    context = gradient_tree.context_of(settings.options)
+    context = gradient_tree.context_of(options)
     named = gradient_tree.local_leaves(updates, context)
     leaves = [leaf for _, leaf in named]
-    plan = checked_settings.plan(updates, settings, context.devices)
-    _check_state(state, plan, context.devices)
+    plan = _plan(updates, settings, context.devices)
+    fresh = jax.eval_shape(lambda: _init(updates, settings, plan))
+    got, needed = _facts(state), _facts(fresh)
+    checks.require_made_for(name, context.devices, got, needed)
     gradient = flat_vector.flatten(leaves, plan.dtype)
-    update, state = _step(gradient, state, plan, context)
+    update, state = _step(gradient, state, plan, settings, context)
     structure = jax.tree.structure(updates)
     update = structure.unflatten(flat_vector.unflatten(update, leaves))
-    name, options = settings.name, settings.options
     step = processes.compared(state.step, name, options, updates)
     return update, state._replace(step=step)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _init(plan: Plan) -> SparsifierState:
-  options, parts = plan.settings.options, plan.division.start()
+def _init(tree: Any, settings: Settings, plan: Plan) -> SparsifierState:
+  parts = plan.division.start()
   residual = jnp.zeros((1, plan.size), plan.dtype)
+  start = settings.start or plan.controller.start
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
-    tree={plan.tree: jnp.asarray(plan.size, jnp.int32)},
-    op={_op(options): jnp.ones((), jnp.int32)},
-    residual=gradient_tree.as_varying(residual, options.axes),
-    threshold=jnp.asarray(plan.controller.start, jnp.float32),
+    tree={flat_vector.fingerprint(tree): jnp.asarray(plan.size, jnp.int32)},
+    op={"mean" if settings.options.mean else "sum": jnp.ones((), jnp.int32)},
+    residual=gradient_tree.as_varying(residual, settings.options.axes),
+    threshold=jnp.asarray(start, jnp.float32),
     drift=jnp.zeros((), jnp.float32),
     parts=jnp.asarray(parts),
     counts=jnp.zeros(len(parts), jnp.int32),
@@ -111,47 +186,29 @@ def _init(plan: Plan) -> SparsifierState:
   )
 
 
-def _op(options: Options) -> str:
-  return "mean" if options.mean else "sum"
-
-
-def _check_state(state: Any, plan: Plan, devices: int) -> None:
-  want = (1, plan.size), plan.dtype, (devices,)
-  got = state.residual.shape, state.residual.dtype, state.parts.shape
-  if got != want:
-    raise ValueError(
-      "`state` must be made by `zenjax.init_state` for these gradients and"
-      " devices:"
-      f" a residual of {want[0]} {want[1]} on each of {want[2][0]} devices,"
-      f" got one of {got[0]} {got[1]}, made for {got[2][0]}; call"
-      " `zenjax.init_state(tx, params, mesh, axis_name)`, or"
-      " `zenjax.from_checkpoint(state,"
-      " mesh, axis_name)` for one of another number of devices, and give"
-      " `zenjax.state_specs(state, axis_name)` to shard_map."
-    )
-  if plan.tree not in state.tree:
-    raise ValueError(
-      "`state` must be made by `zenjax.init_state` for a tree of these names"
-      " and"
-      f" shapes, fingerprint {plan.tree}, got one of another tree of"
-      f" {plan.size} elements, {', '.join(state.tree)}: what waits would be"
-      " added to other parameters; call `zenjax.init_state(tx, params, mesh,"
-      " axis_name)`."
-    )
-  op = _op(plan.settings.options)
-  if op not in state.op:
-    raise ValueError(
-      f"`op` of {plan.settings.name} must be that of its state, got op={op!r}"
-      f" and a state made with op={', '.join(map(repr, state.op))}: what waits"
-      " would be applied with another weight; give the `op` of before, or call"
-      " `zenjax.init_state(tx, params, mesh, axis_name)` for a new state."
-    )
+def _facts(state: SparsifierState) -> dict[str, str]:
+  """What must be the same of a state and of the one of a fresh start."""
+  (tree,), (op,) = state.tree, state.op
+  shape, devices = tuple(state.residual.shape), state.parts.shape[0]
+  return {
+    "residual": f"{shape} {state.residual.dtype}, made for {devices} devices",
+    "tree": f"{shape[-1]} elements of fingerprint {tree}",
+    "`op`": f"op={op!r}",
+  }
 
 
 def _step(
-  gradient: jax.Array, state: SparsifierState, plan: Plan, context: Context
+  gradient: jax.Array,
+  state: SparsifierState,
+  plan: Plan,
+  settings: Settings,
+  context: Context,
 ) -> tuple[jax.Array, SparsifierState]:
-  """One step on a device: `[N]` in, the update `[N]` and the state out."""
+  """One step on a device: `[N]` in, the update `[N]` and the state out.
+
+  Accumulate, move partitions and threshold by the last step's counts, select,
+  exchange, keep the rest.
+  """
   axes, n = context.axes, context.devices
   residual = state.residual[0]
   with jax.named_scope("zenjax/accumulate"):
@@ -173,20 +230,15 @@ def _step(
   bounds = plan.division.bounds(parts)
   start, end = bounds[place], bounds[place + 1]
   with jax.named_scope("zenjax/select"):
-    threshold = thresholds.begun(
-      threshold, acc, start, end, plan.controller, plan.k, axes
-    )
-    chosen = element_exchange.select(
-      acc,
-      start,
-      end,
-      thresholds.bar(threshold, plan.controller),
-      known.step if plan.controller.forces else None,
-    )
+    sample = lambda: thresholds.sampled(acc, start, end, plan.k, axes)
+    threshold = thresholds.begun(threshold, plan.controller, sample)
+    bar = thresholds.bar(threshold, plan.controller)
+    forced = known.step if plan.controller.forces else None
+    longest = plan.division.longest
+    chosen = element_exchange.select(acc, start, end, longest, bar, forced)
   with jax.named_scope("zenjax/exchange"):
-    wire = plan.settings.wire_dtype
     out = element_exchange.exchange(
-      acc, chosen, square, plan.capacity, wire, context
+      acc, chosen, square, plan.capacity, settings.wire_dtype, context
     )
   # Partition p was searched by the rank that is `turn` less.
   rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
@@ -201,7 +253,7 @@ def _step(
     parts=parts,
     counts=counts,
     fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
-    stats=_stats(out, counts, threshold, plan, n),
+    stats=_stats(out, counts, threshold, plan, settings, n),
   )
   return out.update, new
 
@@ -222,15 +274,16 @@ def _stats(
   counts: jax.Array,
   threshold: jax.Array,
   plan: Plan,
+  settings: Settings,
   n: int,
 ) -> SparsifierStats:
   total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
   most = jnp.max(counts).astype(jnp.float32) * n
   wide = collectives.accumulator(plan.dtype)
-  wire = plan.settings.wire_dtype or wide
+  wire = settings.wire_dtype or wide
   dense_bytes = 2 * (n - 1) / n * plan.size * wide.itemsize
   return SparsifierStats(
-    density_wanted=jnp.float32(plan.settings.density),
+    density_wanted=jnp.float32(settings.density),
     density=total / np.float32(plan.size),
     threshold=threshold,
     build_up=total / np.float32(plan.k),
@@ -348,17 +401,16 @@ def exdyna(
     CCGrid 2024.
   """
   return transformation(
-    checked_settings.check(
-      "exdyna",
-      axis_name,
-      density,
+    Settings(
+      name="exdyna",
+      division=partitions.Blocks,
+      options=sync_options.check(axis_name, op=op),
+      density=checks.density(density),
       controller=controller,
-      op=op,
       start=start,
       capacity=capacity,
-      residual_dtype=residual_dtype,
-      wire_dtype=wire_dtype,
-      division=partitions.Blocks,
+      residual_dtype=arguments.floating("residual_dtype", residual_dtype),
+      wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
     )
   )
 
@@ -428,16 +480,15 @@ def micro(
     HiPC 2023.
   """
   return transformation(
-    checked_settings.check(
-      "micro",
-      axis_name,
-      density,
+    Settings(
+      name="micro",
+      division=partitions.Even,
+      options=sync_options.check(axis_name, op=op),
+      density=checks.density(density),
       controller=controller,
-      op=op,
       start=start,
       capacity=capacity,
-      residual_dtype=residual_dtype,
-      wire_dtype=wire_dtype,
-      division=partitions.Even,
+      residual_dtype=arguments.floating("residual_dtype", residual_dtype),
+      wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
     )
   )

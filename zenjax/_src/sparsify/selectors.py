@@ -1,7 +1,8 @@
 """Which elements of a leaf a device selects on its own.
 
-A selector gives either the elements' indices, or a bar that magnitudes must
-reach: so what is to be read and written follows from the form alone.
+A selector has `wanted(size, step)`, the part of a leaf that it is to select or
+UNKNOWN, `[] float32`; and `select(acc, step, leaf)`, which selects from
+`acc: [N]`, of 32 bits at least, in step number `step` of leaf number `leaf`.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.sparsify.sparsifier_state import UNKNOWN
@@ -31,16 +31,24 @@ _ABOVE = 128
 _PART = 64
 
 
-class Indices(NamedTuple):
-  """Selected one by one."""
+class Selected(NamedTuple):
+  """What a device selects of a leaf."""
 
-  at: jax.Array  # [k] int32, distinct
+  mask: jax.Array  # [N] bool
+  bar: jax.Array  # [] float32, that magnitudes had to reach; or UNKNOWN
 
 
-class Bar(NamedTuple):
-  """Selected by magnitude: all that is not below, so NaN too."""
+def _at(index: jax.Array, size: int) -> Selected:
+  """Selects by `index: [k]`, distinct."""
+  none = jnp.zeros(size, bool)
+  mask = none.at[index].set(True, mode="promise_in_bounds", unique_indices=True)
+  return Selected(mask, jnp.float32(UNKNOWN))
 
-  bar: jax.Array  # [] in the dtype that magnitudes are compared in
+
+def _reaching(acc: jax.Array, bar: jax.Array) -> Selected:
+  """Selects all that is not below, so NaN too."""
+  bar = bar.astype(acc.dtype)
+  return Selected(~(jnp.abs(acc) < bar), bar.astype(jnp.float32))
 
 
 def count(density: float, size: int) -> int:
@@ -59,15 +67,13 @@ class Exact:
   density: float
 
   def wanted(self, size: int, step: jax.Array) -> jax.Array:
-    """The part of a leaf that it is to select, `[] float32`, or UNKNOWN."""
     del step
     return _part(self.density, size)
 
-  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices:
-    """From `acc: [N]` in step number `step` of leaf number `leaf`."""
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del step, leaf
     k = count(self.density, acc.shape[0])
-    return Indices(lax.top_k(jnp.abs(acc), k)[1])
+    return _at(lax.top_k(jnp.abs(acc), k)[1], acc.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Sampled:
       return jnp.asarray(self.density(step)).astype(jnp.float32)
     return _part(self.density, size)
 
-  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Bar:
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del leaf
     size = acc.shape[0]
     part = self.wanted(size, step)
@@ -90,11 +96,10 @@ class Sampled:
     else:
       least = math.ceil(_ABOVE / self.density)
     values = sample(jnp.abs(acc), step, max(_SAMPLES, least))
-    wide = collectives.accumulator(acc.dtype)
     rank = jnp.round(part * np.float32(values.shape[0])).astype(jnp.int32)
     rank = jnp.clip(rank, 1, values.shape[0])
-    found = largest(values.astype(jnp.float32), rank).astype(wide)
-    return Bar(jnp.where(part < 1, jnp.maximum(found, _TINY), 0))
+    found = largest(values.astype(jnp.float32), rank).astype(acc.dtype)
+    return _reaching(acc, jnp.where(part < 1, jnp.maximum(found, _TINY), 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,10 +112,10 @@ class Threshold:
     del size, step
     return jnp.float32(UNKNOWN)
 
-  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Bar:
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del leaf
     value = self.value(step) if callable(self.value) else self.value
-    return Bar(jnp.asarray(value).astype(collectives.accumulator(acc.dtype)))
+    return _reaching(acc, jnp.asarray(value))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class Random:
     del step
     return _part(self.density, size)
 
-  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Indices:
+  def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     size = acc.shape[0]
     key = jax.random.key(self.seed)
     key = jax.random.fold_in(jax.random.fold_in(key, leaf), step)
@@ -144,7 +149,7 @@ class Random:
     # Turned by `by`, without a sum above 2^31.
     by = jax.random.randint(where, (), 0, size, jnp.int32)
     room = size - by
-    return Indices(jnp.where(index < room, index + by, index - room))
+    return _at(jnp.where(index < room, index + by, index - room), size)
 
 
 Selector = Exact | Sampled | Threshold | Random

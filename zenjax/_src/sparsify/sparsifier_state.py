@@ -1,5 +1,7 @@
 """Holds the memory of a sparsifier, and its statistics of a step."""
 
+from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -68,10 +70,45 @@ class SparsifierState(NamedTuple):
   fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
   stats: SparsifierStats
 
+  @property
+  def devices(self) -> int:
+    """How many devices it was made for, where it is that of all of them."""
+    return self.residual.shape[0]
+
+  @property
+  def averages(self) -> bool:
+    """Whether what waits is to be averaged, not summed."""
+    return "mean" in self.op
+
   def specs(self, split: PartitionSpec) -> "SparsifierState":
     """Returns how it lies on devices, of which each has its own residual."""
     same = jax.tree.map(lambda _: PartitionSpec(), self)
     return same._replace(residual=split)
+
+  def on_devices(self, devices: int, averages: Any) -> "SparsifierState":
+    """Returns it for so many devices, of host arrays: no gradient is lost.
+
+    Residuals are added up, or joined by zeros, so that their sum is kept, or
+    for `op="mean"` what is to be averaged of them; partitions are even again,
+    and nothing moves by the counts of others. The threshold and its drift stay.
+    """
+    del averages  # It knows its own.
+    old = self.devices
+    if old == devices:
+      return self
+    if len(self.parts) != old:
+      raise ValueError(
+        "`axis_name` must be that of the sparsifier, which has partitions for"
+        f" {len(self.parts)} devices, got a state with residuals of {old}:"
+        " along further axes they are copies, and would be added up."
+      )
+    return self._replace(
+      step=np.zeros((), np.int32),
+      residual=folded(self.residual, devices, averages=self.averages),
+      parts=partitions.even(int(np.asarray(self.parts).sum()), devices),
+      counts=np.zeros(devices, np.int32),
+      fullest=np.zeros(HISTORY, np.int32),
+    )
 
 
 # A threshold or a wanted part that there is none of. `jax_debug_nans`, with
@@ -90,6 +127,11 @@ class FeedbackLeaf(NamedTuple):
   threshold: jax.Array  # [1] float32, of the last step; or UNKNOWN
   selected: jax.Array  # [1] int32, elements that the last step selected
   wanted: jax.Array  # [] float32, part of the leaf; UNKNOWN if none was named
+
+  @property
+  def devices(self) -> int:
+    """How many devices it was made for, where it is that of all of them."""
+    return self.selected.shape[0]
 
   def specs(self, split: PartitionSpec) -> "FeedbackLeaf":
     """Returns how it lies on devices, of which each has its own."""
@@ -113,52 +155,31 @@ class ErrorFeedbackState(NamedTuple):
   step: jax.Array  # [] int32, steps taken
   leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered
 
+  def specs(self, split: PartitionSpec) -> "ErrorFeedbackState":
+    """Returns how it lies on devices, of which each has its own."""
+    leaves = {name: leaf.specs(split) for name, leaf in self.leaves.items()}
+    return self._replace(step=PartitionSpec(), leaves=leaves)
 
-# Sparsifiers' states on another number of devices.
+  def on_devices(
+    self, devices: int, averages: Callable[[str], bool]
+  ) -> "ErrorFeedbackState":
+    """Returns it for so many devices, of host arrays: no gradient is lost.
 
-
-def on_devices(state: SparsifierState, devices: int) -> SparsifierState:
-  """`state` of any number of devices for `devices`: no gradient is lost.
-
-  Residuals are added up, or joined by zeros, so that their sum is kept, or for
-  `op="mean"` what is to be averaged of them; partitions are even again, and
-  nothing moves by the counts of others. The threshold and its drift stay.
-  """
-  residual = np.asarray(state.residual)
-  old = residual.shape[0]
-  if old == devices:
-    return state
-  if len(state.parts) != old:
-    raise ValueError(
-      "`axis_name` must be that of the sparsifier, which has partitions for"
-      f" {len(state.parts)} devices, got a state with residuals of {old}: along"
-      " further axes they are copies, and would be added up."
-    )
-  total = int(np.asarray(state.parts).sum())
-  return state._replace(
-    step=np.zeros((), np.int32),
-    residual=folded(residual, devices, averages=averages(state)),
-    parts=partitions.even(total, devices),
-    counts=np.zeros(devices, np.int32),
-    fullest=np.zeros_like(np.asarray(state.fullest)),
-  )
-
-
-def averages(state: SparsifierState) -> bool:
-  """Returns whether what waits is to be averaged, not summed."""
-  return "mean" in state.op
-
-
-def leaf_on_devices(
-  leaf: FeedbackLeaf, devices: int, *, averages: bool
-) -> FeedbackLeaf:
-  """The same of a leaf of `error_feedback`; nothing is known of a last step."""
-  return leaf._replace(
-    residual=folded(leaf.residual, devices, averages=averages),
-    momentum=folded(leaf.momentum, devices, averages=averages),
-    threshold=np.full(devices, UNKNOWN, np.float32),
-    selected=np.zeros(devices, np.int32),
-  )
+    Args:
+      devices: How many.
+      averages: Tells of a leaf whether what waits is to be averaged.
+    """
+    leaves = dict(self.leaves)
+    for name, leaf in leaves.items():
+      if leaf.devices != devices:
+        fold = functools.partial(folded, averages=averages(name))
+        leaves[name] = leaf._replace(
+          residual=fold(leaf.residual, devices),
+          momentum=fold(leaf.momentum, devices),
+          threshold=np.full(devices, UNKNOWN, np.float32),
+          selected=np.zeros(devices, np.int32),
+        )
+    return self._replace(leaves=leaves)
 
 
 def folded(x: Any, devices: int, *, averages: bool) -> Any:

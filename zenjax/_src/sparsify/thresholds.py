@@ -1,5 +1,6 @@
 """Thresholds that follow the density got: the published rule and another."""
 
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import NamedTuple
@@ -36,14 +37,12 @@ class Paper:
   """Online threshold scaling, the same in ExDyna and MiCRO; no clamps."""
 
   k: int
-  first: float | None = None
   samples: bool = False  # whether a threshold of 0 is to be sampled
   forces: bool = True  # whether a device that selects nothing sends an element
 
   @property
   def start(self) -> float:
-    published = 1 / (2 * math.sqrt(self.k))
-    return published if self.first is None else self.first
+    return 1 / (2 * math.sqrt(self.k))
 
   def moved(self, last: Place, count: jax.Array) -> Place:
     """The next place, from what all devices selected at the last."""
@@ -72,13 +71,9 @@ class Damped:
   """
 
   k: int
-  first: float | None = None
   samples: bool = True
   forces: bool = False
-
-  @property
-  def start(self) -> float:
-    return 0.0 if self.first is None else self.first
+  start: float = 0.0
 
   def moved(self, last: Place, count: jax.Array) -> Place:
     count = count.astype(jnp.float32)
@@ -140,22 +135,15 @@ def sampled(
 
 def begun(
   threshold: jax.Array,
-  acc: jax.Array,
-  start: jax.Array,
-  end: jax.Array,
   controller: Controller,
-  k: int,
-  axes: Axes,
+  sample: Callable[[], jax.Array],
 ) -> jax.Array:
-  """`threshold`, sampled if it is still to be.
+  """`threshold`, or that of a sample if it is still to be sampled.
 
   A loop that turns once or not at all: devices agree on whether.
   """
   if not controller.samples:
     return threshold
-
-  def body(carry):
-    return jnp.zeros_like(carry[0]), sampled(acc, start, end, k, axes)
-
+  turn = lambda carry: (jnp.zeros_like(carry[0]), sample())
   carry = (threshold == 0, threshold)
-  return lax.while_loop(lambda carry: carry[0], body, carry)[1]
+  return lax.while_loop(lambda carry: carry[0], turn, carry)[1]

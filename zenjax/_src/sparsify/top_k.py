@@ -12,12 +12,14 @@ from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
+from zenjax._src.core.collectives import Axes
+from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
-from zenjax._src.sparsify import checked_settings
-from zenjax._src.sparsify import feedback
+from zenjax._src.sparsify import checks
 from zenjax._src.sparsify import selectors
 from zenjax._src.sparsify.selectors import Density
 from zenjax._src.sparsify.selectors import Selector
+from zenjax._src.sync import chains
 
 MethodName = Literal["exact", "sampled"]
 
@@ -35,9 +37,50 @@ class Sparsifier(optax.GradientTransformationExtraArgs):
   chosen: tuple[Selector, SparseSpec] | None = None
 
 
+def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
+  """`(name, leaf, whether elements of it are selected)` of every leaf."""
+  chosen = leaf_util.select(tree, sparse, "element")
+  leaves = []
+  for (name, leaf), selected in zip(
+    leaf_util.named_leaves(tree, is_rows), chosen
+  ):
+    if selected and is_rows(leaf):
+      raise TypeError(
+        "`updates` must hold arrays where elements are selected, got SparseRows"
+        f" in leaf {name!r}, which are sparse already; leave it out by the"
+        " `sparse` of top_k, threshold or random_k."
+      )
+    leaves.append((name, leaf, selected))
+  return leaves
+
+
+def begin(
+  by: str, params: Any, sparse: Any, selector: Selector, axes: Axes = ()
+) -> list[tuple[str, Any, bool]]:
+  """Tells all who ask, as an `init` does, what will be selected from.
+
+  Args:
+    by: Who selects.
+    params: Its parameters.
+    sparse: Which leaves.
+    selector: How.
+    axes: Over which gradients must be local, where it is told.
+
+  Returns:
+    As `chosen_leaves`.
+  """
+  leaves = chosen_leaves(params, sparse)
+  picked = [leaf for _, leaf, selected in leaves if selected]
+  chains.will_select(by, picked, axes)
+  chosen = [selected for *_, selected in leaves]
+  leaf_util.warn_of_none(params, sparse, chosen, "sparse")
+  checks.warn_of_much(by, getattr(selector, "density", 0.0), picked)
+  return leaves
+
+
 def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
   def init_fn(params: optax.Params) -> Any:
-    feedback.begin(by, params, sparse, selector)
+    begin(by, params, sparse, selector)
     return SelectionState(jnp.zeros((), jnp.int32))
 
   def update_fn(
@@ -47,26 +90,19 @@ def _sparsifier(by: str, selector: Selector, sparse: SparseSpec) -> Sparsifier:
     **extra_args: Any,
   ) -> tuple[optax.Updates, SelectionState]:
     del params, extra_args
-    leaves = feedback.chosen_leaves(updates, sparse)
-    out = [
-      _kept(leaf, selector, state.step, number) if selected else leaf
-      for number, (_, leaf, selected) in enumerate(leaves)
-    ]
+    out = []
+    for number, (_, leaf, chosen) in enumerate(chosen_leaves(updates, sparse)):
+      if chosen:
+        acc = leaf.reshape(-1).astype(collectives.accumulator(leaf.dtype))
+        mask = selector.select(acc, state.step, number).mask
+        leaf = jnp.where(mask.reshape(leaf.shape), leaf, jnp.zeros_like(leaf))
+      out.append(leaf)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), SelectionState(state.step + 1)
 
   made = Sparsifier(init_fn, update_fn)
   made.chosen = selector, sparse
   return made
-
-
-def _kept(
-  leaf: jax.Array, selector: Selector, step: jax.Array, number: int
-) -> jax.Array:
-  acc = leaf.reshape(-1).astype(collectives.accumulator(leaf.dtype))
-  chosen = selector.select(acc, step, number)
-  sent = feedback.split(acc, None, chosen, lambda x: x).sent
-  return sent.reshape(leaf.shape).astype(leaf.dtype)
 
 
 def top_k(
@@ -130,9 +166,8 @@ def top_k(
         " got a schedule; give method='sampled'."
       )
     return _sparsifier("top_k", selectors.Sampled(density), sparse)
-  checked_settings.check_density(density)
   kind = selectors.Exact if method == "exact" else selectors.Sampled
-  return _sparsifier("top_k", kind(float(density)), sparse)
+  return _sparsifier("top_k", kind(checks.density(density)), sparse)
 
 
 def threshold(
@@ -167,7 +202,7 @@ def threshold(
     [0.0, -5.0, 2.0, 0.0, 3.0]
   """
   if not callable(value):
-    if not checked_settings.is_number(value) or not 0 <= value < np.inf:
+    if not checks.is_number(value) or not 0 <= value < np.inf:
       raise ValueError(
         "`value` must be a threshold of at least 0, or a schedule of it, got"
         f" {value!r}; `zenjax.sparsify.top_k(density, method='sampled')`"
@@ -221,10 +256,6 @@ def random_k(
     Stich, Cordonnier and Jaggi, [Sparsified SGD with
     Memory](https://arxiv.org/abs/1809.07599), NeurIPS 2018.
   """
-  checked_settings.check_density(density)
-  whole = isinstance(seed, int) and not isinstance(seed, bool)
-  if not whole or not 0 <= seed < 2**32:
-    raise ValueError(f"`seed` must be an integer in [0, 2**32), got {seed!r}.")
+  density, seed = checks.density(density), arguments.hash_seed(seed, "seed")
   axes = () if apart is None else arguments.axes(apart)
-  chosen = selectors.Random(float(density), seed, axes)
-  return _sparsifier("random_k", chosen, sparse)
+  return _sparsifier("random_k", selectors.Random(density, seed, axes), sparse)

@@ -127,9 +127,9 @@ class Owner:
   def keeping(
     self, held: list[Sums], kept: tuple[Any, list[Listed]]
   ) -> tuple[list[Sums], tuple[Any, list[Listed]]]:
-    """Keeps the updates in lists, where nobody pulls them.
+    """Keeps the updates in lists, for sums that are not pulled.
 
-    Sums are returned as they came: their counts need not wait for the step.
+    Returns the sums unchanged, so that their counts need not wait for the step.
     """
     state, lists = kept
     updated, state = self(held, state)

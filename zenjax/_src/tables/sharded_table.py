@@ -199,13 +199,27 @@ def specs(tree: Any, split: PartitionSpec) -> Any:
   return jax.tree.map(spec, tree, is_leaf=is_sharded)
 
 
-def in_order_message(argument: str) -> str:
-  """Says that tables or state on devices are needed, not the saved form."""
-  return (
-    f"`{argument}` must lie on the devices that own its rows, and it is in the"
-    " order of rows, as it is saved; call `zenjax.from_checkpoint(saved, mesh,"
-    " axis_name)` first."
-  )
+def require_devices(what: str, had: int, devices: int) -> None:
+  """Raises ValueError where `what` is not on the devices that it was made for.
+
+  Args:
+    what: A table or a state.
+    had: For how many it was made; 0 in the order of rows.
+    devices: How many there are.
+  """
+  if not had:
+    raise ValueError(
+      f"{what} must lie on the devices that own its rows, and it is in the"
+      " order of rows, as it is saved; call `zenjax.from_checkpoint(saved,"
+      " mesh, axis_name)` first."
+    )
+  if had != devices:
+    raise ValueError(
+      f"{what} must be made for the {devices} devices that it is used on, got"
+      f" one made for {had}; call `zenjax.from_checkpoint(state, mesh,"
+      " axis_name)`, which moves it, or use it with the mesh that it lies on,"
+      " of `mesh=` too."
+    )
 
 
 def mesh_of(tables: Sequence[ShardedTable]) -> Any:
@@ -215,8 +229,6 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
     ValueError: No mesh is known, tables lie over several axes, or devices or
       the form of a table do not fit where this is called.
   """
-  if not all(table.devices for table in tables):
-    raise ValueError(in_order_message("A ShardedTable"))
   axes = tables[0].axes
   others = sorted({table.batch_axes for table in tables})
   if len(others) > 1 or len({table.axes for table in tables}) > 1:
@@ -241,12 +253,7 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
     devices = math.prod([mesh.shape[axis] for axis in axes])
     remedy = "let shard_map return it by `zenjax.state_specs`"
   for table in tables:
-    if devices != table.devices:
-      raise ValueError(
-        "A ShardedTable must be used on as many devices as it was made for, got"
-        f" one of {table.devices} on {devices}; call"
-        " `zenjax.from_checkpoint(params, mesh, axis_name)`, which moves it."
-      )
+    require_devices("A ShardedTable", table.devices, devices)
     wanted = table.layout.slots * (1 if mesh is None else devices)
     size = jnp.shape(table.value)[0]
     if size != wanted:
@@ -264,13 +271,3 @@ def mesh_under(table: ShardedTable) -> Any:
   if isinstance(table.value, Tracer) or not isinstance(sharding, NamedSharding):
     return mesh
   return sharding.mesh
-
-
-def others_message(argument: str, by: str, had: int, devices: int) -> str:
-  """Says that a state was made for other devices than it is used on."""
-  return (
-    f"`{argument}` of {by} must be made for the {devices} devices that it is"
-    f" used on, got one made for {had}; call `zenjax.from_checkpoint(state,"
-    " mesh, axis_name)`, which moves it, or use it with the mesh that it lies"
-    " on, of `mesh=` too."
-  )

@@ -188,39 +188,25 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
-def leaf_specs(specs: Any) -> list[PartitionSpec]:
-  """Lists a tree of specs."""
-  return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 def require_devices(state: Any, argument: str, devices: int) -> None:
   """Raises ValueError where a state was made for other devices than these.
 
   By shapes of global arrays; steps look at those of a device.
   """
-  for node in own_nodes(state):
-    by, had = made_for(node)
-    if not had:
-      raise ValueError(sharded_table.in_order_message(argument))
-    if had != devices:
-      raise ValueError(sharded_table.others_message(argument, by, had, devices))
+  for name, node in own_nodes(state):
+    what = f"leaf {name!r} of `{argument}`"
+    sharded_table.require_devices(what, node.devices, devices)
 
 
-def own_nodes(state: Any) -> list[Any]:
-  """Lists the nodes that differ between devices and say of how many."""
+def own_nodes(state: Any) -> list[tuple[str, Any]]:
+  """Lists by name what differs between devices and says of how many."""
   is_own = lambda node: isinstance(node, _OWN)
-  nodes = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
   empty = lambda x: is_sharded(x) and not jax.tree.leaves(x)
-  return [node for node in nodes if not empty(node)]
-
-
-def made_for(node: Any) -> tuple[str, int]:
-  """Returns what made a node of `own_nodes`, and for how many devices."""
-  if isinstance(node, SparsifierState):
-    return "a sparsifier", node.residual.shape[0]
-  if isinstance(node, FeedbackLeaf):
-    return "error_feedback", node.selected.shape[0]
-  return "sharded_optimizer", node.devices
+  return [
+    (name, node)
+    for name, node in leaf_util.named_leaves(state, is_own)
+    if is_own(node) and not empty(node)
+  ]
 
 
 def init_state(
@@ -263,7 +249,7 @@ def init_state(
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
-  require_replicated(params, "params", axes, leaf_specs(specs))
+  require_replicated(params, "params", axes, jax.tree.leaves(specs))
   with chains.required():
     local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(

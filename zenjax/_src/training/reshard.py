@@ -1,6 +1,5 @@
 """A state that goes on with another number of devices, or is saved."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -19,9 +18,8 @@ from zenjax._src.sync import sync_state
 from zenjax._src.tables import reorder
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables import sharding
-from zenjax._src.tables.reorder import on_host as _on_host
+from zenjax._src.tables.reorder import on_host
 from zenjax._src.tables.sharded_table import is_sharded
-from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.training import placement
 
 
@@ -65,10 +63,12 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
     >>> state.inner[0].sum_of_squares.value.shape  # 352 rows a device, padded
     (704, 2)
   """
+
+  def saved(x: Any) -> Any:
+    return reorder.to_order(x, donate=donate) if is_sharded(x) else on_host(x)
+
   with jax.transfer_guard("allow"):
-    state = _sharded(state, lambda x: reorder.to_order(x, donate=donate))
-    host = lambda x: x if is_sharded(x) else _on_host(x)
-    return jax.tree.map(host, state, is_leaf=is_sharded)
+    return jax.tree.map(saved, state, is_leaf=is_sharded)
 
 
 def from_checkpoint(
@@ -142,7 +142,9 @@ def from_checkpoint(
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
   others = iter([] if like is None else sharded_table.nodes(like))
 
-  def on_owners(table: ShardedTable) -> ShardedTable:
+  def on_owners(table: Any) -> Any:
+    if not is_sharded(table):
+      return table
     other = next(others, table)
     hashed = dict(seed=other.seed, hash_offset=other.hash_offset)
     if {"seed": table.seed, "hash_offset": table.hash_offset} != hashed:
@@ -153,33 +155,23 @@ def from_checkpoint(
   with jax.transfer_guard("allow"):
     # Tables move last: they tell for how many devices gradients wait.
     syncs = sync_state.find(saved)
-    state = _sharded(_moved_to(saved, devices, like, syncs), on_owners)
+    state = _moved_to(saved, devices, like, syncs)
+    state = jax.tree.map(on_owners, state, is_leaf=is_sharded)
     specs = placement.state_specs(state, axis_name)
     return jax.tree.map(
       lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
     )
 
 
-def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
-  """`state` with `f` of each sharded table, and of what is kept of it."""
-  one = lambda x: f(x) if is_sharded(x) else x
-  return jax.tree.map(one, state, is_leaf=is_sharded)
-
-
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
   """Runs `jax.device_put`, also from other devices of several processes."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     if x.sharding.device_set != sharding.device_set:
-      x = _on_host(x)
+      x = on_host(x)
   return jax.device_put(x, sharding)
 
 
-_MOVES = (
-  sync_state.LeafState,
-  ErrorFeedbackState,
-  SparsifierState,
-  optax.MultiStepsState,
-)
+_STATES: Any = sync_state.LeafState | ErrorFeedbackState | SparsifierState
 
 
 def _moved_to(
@@ -193,63 +185,36 @@ def _moved_to(
     like: As for `from_checkpoint`, the same part of it.
     syncs: The states of zen_sync in all of the state.
   """
-  nodes = lambda tree: sync_state.nodes(tree, _MOVES)  # type: ignore[arg-type]
-  kinds = lambda tree: [type(node).__name__ for node in nodes(tree)]
-  if like is not None and kinds(like) != kinds(state):
+  kinds: Any = _STATES | optax.MultiStepsState
+  names = lambda tree: [type(x).__name__ for x in sync_state.nodes(tree, kinds)]
+  if like is not None and names(like) != names(state):
     raise ValueError(
       "`like` must be a state of the same transformations as `state`, got one"
-      f" of {kinds(like)} for {kinds(state)}; make it by `zenjax.init_state(tx,"
+      f" of {names(like)} for {names(state)}; make it by `zenjax.init_state(tx,"
       " params, mesh, axis_name)`."
     )
-  others = iter([] if like is None else nodes(like))
+  others = iter(sync_state.nodes(like, optax.MultiStepsState))
 
   def moved(node: Any) -> Any:
-    if not isinstance(node, _MOVES):
-      return node
-    other = next(others, None)
-    if isinstance(node, sync_state.LeafState):
-      return _folded(node, devices)
-    if isinstance(node, SparsifierState):
-      return sparsifier_state.on_devices(jax.tree.map(_on_host, node), devices)
-    if isinstance(node, ErrorFeedbackState):
-      return _of_feedback(node, devices, syncs)
-    if placement.accumulates_local(node):
-      node = node._replace(acc_grads=_accumulated(node, devices, other))
-    inner = other and other.inner_opt_state
-    inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
-    return node._replace(inner_opt_state=inner)
+    if isinstance(node, _STATES):
+      averages = lambda name: _averages(name, syncs)
+      return jax.tree.map(on_host, node).on_devices(devices, averages)
+    if isinstance(node, optax.MultiStepsState):
+      other = next(others, None)
+      if placement.accumulates_local(node):
+        node = node._replace(acc_grads=_accumulated(node, devices, other))
+      inner = other and other.inner_opt_state
+      inner = _moved_to(node.inner_opt_state, devices, inner, syncs)
+      return node._replace(inner_opt_state=inner)
+    return node
 
-  is_leaf = lambda node: isinstance(node, _MOVES)
-  return jax.tree.map(moved, state, is_leaf=is_leaf)
-
-
-def _folded(leaf: sync_state.LeafState, devices: int) -> sync_state.LeafState:
-  """Returns the statistics of a leaf, for so many devices."""
-  sizes = sync_state.Sizes(*map(int, _on_host(leaf.sizes)))
-  if sizes.devices in (0, devices):
-    return leaf
-  sizes = sizes._replace(devices=devices)
-  return dataclasses.replace(leaf, sizes=np.array(sizes, np.int32))
-
-
-def _of_feedback(
-  state: ErrorFeedbackState, devices: int, syncs: list[sync_state.ZenSyncState]
-) -> ErrorFeedbackState:
-  """Returns the state for so many devices, in the weight of its zen_sync."""
-  leaves = {}
-  for name, leaf in state.leaves.items():
-    if leaf.selected.shape[0] != devices:
-      leaf = sparsifier_state.leaf_on_devices(
-        jax.tree.map(_on_host, leaf), devices, averages=_averages(name, syncs)
-      )
-    leaves[name] = leaf
-  return state._replace(leaves=leaves)
+  return jax.tree.map(moved, state, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
   """Returns whether zen_sync averages a leaf: the one that knows it, or all."""
   knowing = [sync for sync in syncs if name in sync.leaves] or syncs
-  told = {bool(_on_host(sync.mean)) for sync in knowing} or {True}
+  told = {bool(on_host(sync.mean)) for sync in knowing} or {True}
   if len(told) > 1:
     raise ValueError(
       "`state` must say by one `op` what becomes of what error_feedback keeps"
@@ -273,7 +238,7 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
       f" {old} devices that it is of, got shapes {[x.shape for x in leaves]};"
       " make it with `zenjax.init_state(tx, params, mesh, axis_name)`."
     )
-  parts = [_on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
+  parts = [on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
   # Zeros may wait for a mean and for a sum.
   averages = any(x.any() for x in parts) and _averages_all(node)
   moved = [
@@ -286,8 +251,8 @@ def _averages_all(node: optax.MultiStepsState) -> bool:
   """Returns whether what is accumulated is then averaged, and not summed."""
   inner = node.inner_opt_state
   sparsifiers = sync_state.nodes(inner, SparsifierState)
-  means = {*map(sparsifier_state.averages, sparsifiers)}
-  means |= {bool(_on_host(sync.mean)) for sync in sync_state.find(inner)}
+  means = {node.averages for node in sparsifiers}
+  means |= {bool(on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(
       "`state` must be moved where `optax.MultiSteps` has accumulated nothing"
@@ -306,12 +271,12 @@ def _accumulated_on(
   if like is not None:
     (new, *_) = jax.tree.leaves(like.acc_grads)
     return first.shape[0] * devices // new.shape[0]
-  own = {placement.made_for(x)[1] for x in placement.own_nodes(node)}
+  own = {x.devices for _, x in placement.own_nodes(node)}
   shards = 1
   if isinstance(first, jax.Array):
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
   told = {
-    sync_state.Sizes(*_on_host(leaf.sizes)).devices
+    sync_state.Sizes(*on_host(leaf.sizes)).devices
     for sync in sync_state.find(node)
     for leaf in sync.leaves.values()
   }
