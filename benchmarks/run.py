@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.run",
     description="Benchmarks of zenjax: answer first, then time.",
-    epilog="benchmarks/README.md defines every column.",
+    epilog="benchmarks/COLUMNS.md defines every column.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for command in COMMANDS:

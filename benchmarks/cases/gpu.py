@@ -5,7 +5,7 @@ beside reads of their gradients, arrays and rows. One device does the work of 8:
 under `vmap` with an axis name the exchange is a transpose in memory. A step of
 arrays writes the sums over every gradient; what was sent is put back, which is
 not timed.
-`benchmarks/README.md` says more.
+`benchmarks/COLUMNS.md` says more.
 """
 
 import argparse

@@ -36,7 +36,7 @@ WAYS = {
   "columns": {"partition": "columns"},
   "columns, two rows a round": {"partition": "columns", "capacities": (2, 2)},
 }
-EXAMPLES = 72
+EXAMPLES = 36
 
 
 @functools.cache

@@ -56,8 +56,8 @@ TOP_ALL = zenjax.sparsify.top_k(0.5, sparse=True)
       ["`nesterov`", "`momentum`"],
     ),
     (
-      lambda: API.error_feedback(TOP, "data", wire_dtype=jnp.float32),
-      ["`wire_dtype`", "bfloat16", "float32"],
+      lambda: API.error_feedback(TOP, "data", wire_dtype=jnp.float8_e5m2),
+      ["`wire_dtype`", "bfloat16", "float8_e5m2"],
     ),
   ],
 )

@@ -79,3 +79,10 @@ def test_links_between_pages_lead_somewhere():
     for target in re.findall(r"\]\(([^):#\s]+)\)", text):
       found = target in labels or (page.parent / target).exists()
       assert found, (page.name, target)
+
+
+def test_internals_name_files_that_exist():
+  text = (_ROOT / "docs/internals.md").read_text()
+  for name in set(re.findall(r"`([\w/]+\.py)`", text)):
+    places = (_ROOT / "zenjax/_src" / name, _ROOT / name)
+    assert any(place.is_file() for place in places), name

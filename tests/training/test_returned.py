@@ -110,9 +110,9 @@ REFUSED = [
   ({"hist": "max"}, ("one of 'mean', 'sum'", "'max'")),
   ({"hist": None}, ("one of 'mean', 'sum'",)),
   ({"hits": "sum"}, ("'hits'", "'count', 'hist', 'key', 'rows'")),
-  ({"count": "batch"}, ("'count'", "int32[]", "no dimension")),
-  ({"count": "mean"}, ("'count'", "int32[]", "is of integers")),
-  ({"key": "sum"}, ("'key'", "key<", "no numbers")),
+  ({"count": "batch"}, ("'count'", "int32[]", "only be 'sum' or 'same'")),
+  ({"count": "mean"}, ("'count'", "int32[]", "only be 'sum' or 'same'")),
+  ({"key": "sum"}, ("'key'", "key<", "only be 'same' or 'batch'")),
   ({"rows": "mean"}, ("'rows'", "SparseRows", "zenjax.sparse_pmean")),
 ]
 

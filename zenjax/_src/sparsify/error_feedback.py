@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -34,7 +33,6 @@ from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
 _BY = "error_feedback"
-_WIRE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def error_feedback(
@@ -103,8 +101,8 @@ def error_feedback(
       sqrt(n)`, that of all leaves together, before they are added to anything.
     residual_dtype: Of residual and momentum; by default the leaf's own. With
       float32, what 16-bit leaves cannot send yet is not lost.
-    wire_dtype: Selected values are rounded to this, bfloat16 or float16, and
-      the error stays in the residual. Give `zen_sync` the same: what it pushes
+    wire_dtype: Selected values are rounded to this, such as bfloat16, and the
+      error stays in the residual. Give `zen_sync` the same: what it pushes
       is then exact. It rounds the sums that it pulls once more, and no device
       gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
       with much in common lost 0.14 % (root of mean squares), without a bias;
@@ -166,12 +164,6 @@ def error_feedback(
       "`nesterov` is a form of momentum, and `momentum` is None; give"
       " momentum=0.9, or leave it out."
     )
-  wire = arguments.floating("wire_dtype", wire_dtype)
-  if wire is not None and wire not in _WIRE:
-    raise ValueError(
-      "`wire_dtype` must be bfloat16 or float16, got"
-      f" {wire.name}; leave it out, and nothing is rounded."
-    )
   return _transformation(
     _Feedback(
       selector=chosen[0],
@@ -181,7 +173,7 @@ def error_feedback(
       masking=masking,
       clip_norm=clip_norm,
       residual_dtype=arguments.floating("residual_dtype", residual_dtype),
-      wire_dtype=wire,
+      wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
     )
   )
 
@@ -219,12 +211,9 @@ def _transformation(
   def init_fn(params: optax.Params) -> Any:
     checks.devices(_BY, axes)
     leaves = top_k.begin(_BY, params, sparse, feedback.selector, axes)
-    fresh = _fresh(leaves, feedback)
-    # All but `wanted` differs between devices.
-    own = {name: leaf._replace(wanted=()) for name, leaf in fresh.items()}
-    own = gradient_tree.as_varying(own, axes)
-    kept = {k: own[k]._replace(wanted=leaf.wanted) for k, leaf in fresh.items()}
-    return ErrorFeedbackState(jnp.zeros((), jnp.int32), kept)
+    return ErrorFeedbackState(
+      jnp.zeros((), jnp.int32), _fresh(leaves, feedback)
+    )
 
   def update_fn(
     updates: optax.Updates,
@@ -240,7 +229,6 @@ def _transformation(
         update_fn,
         updates,
         state,
-        state.specs(PartitionSpec(axes)),
         around,
         axes,
         by=_BY,
@@ -258,10 +246,11 @@ def _transformation(
     kept = {}
     for number, (name, _, selected) in enumerate(leaves):
       if name in state.leaves:
-        step = functools.partial(_select_from, state.step, number)
-        step = step if selected else _whole
-        out[number], kept[name] = step(
-          out[number], state.leaves[name], feedback
+        given = out[number], state.leaves[name], feedback
+        out[number], kept[name] = (
+          _select_from(*given, state.step, number)
+          if selected
+          else _whole(*given)
         )
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, kept)
@@ -273,17 +262,17 @@ def _fresh(
   leaves: Sequence[tuple[str, Any, bool]], feedback: _Feedback
 ) -> dict[str, FeedbackLeaf]:
   """What a device remembers before the first step, by leaf."""
+  own = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
   found = {}
   for name, leaf, selected in leaves:
     moves = _is_floating(leaf) and feedback.momentum is not None
     if selected or moves:
-      dtype = feedback.residual_dtype or leaf.dtype
-      zeros = jnp.zeros((1, *leaf.shape), dtype)
+      shape, dtype = (1, *leaf.shape), feedback.residual_dtype or leaf.dtype
       found[name] = FeedbackLeaf(
-        residual=zeros if selected else None,
-        momentum=zeros if moves else None,
-        threshold=jnp.full(1, UNKNOWN, jnp.float32),
-        selected=jnp.zeros(1, jnp.int32),
+        residual=own(jnp.zeros(shape, dtype)) if selected else None,
+        momentum=own(jnp.zeros(shape, dtype)) if moves else None,
+        threshold=own(jnp.full(1, UNKNOWN, jnp.float32)),
+        selected=own(jnp.zeros(1, jnp.int32)),
         wanted=jnp.full((), UNKNOWN, jnp.float32),
       )
   return found
@@ -325,11 +314,11 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _select_from(
-  step: jax.Array,
-  number: int,
   gradient: jax.Array,
   memory: FeedbackLeaf,
   feedback: _Feedback,
+  step: jax.Array,
+  number: int,
 ) -> tuple[jax.Array, FeedbackLeaf]:
   """Selects from leaf `number`; returns also what is remembered."""
   assert memory.residual is not None

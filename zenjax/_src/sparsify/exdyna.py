@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -146,15 +145,9 @@ def transformation(
           " loss is that of the whole batch, whose parts are added; give"
           " op='sum'."
         )
+      axes = options.axes
       return whole_batch.select(
-        update_fn,
-        updates,
-        state,
-        state.specs(PartitionSpec(options.axes)),
-        around,
-        options.axes,
-        by=name,
-        sums=True,
+        update_fn, updates, state, around, axes, by=name, sums=True
       )
     context = gradient_tree.context_of(options)
     named = gradient_tree.local_leaves(updates, context)
@@ -237,21 +230,15 @@ def _step(
   bounds = plan.division.bounds(parts)
   start, end = bounds[place], bounds[place + 1]
   with jax.named_scope("zenjax/select"):
-    threshold = thresholds.begun(
-      threshold, acc, start, end, plan.controller, plan.k, axes
-    )
-    chosen = element_exchange.select(
-      acc,
-      start,
-      end,
-      plan.division.longest,
-      thresholds.bar(threshold, plan.controller),
-      known.step if plan.controller.forces else None,
-    )
+    sample = lambda: thresholds.sampled(acc, start, end, plan.k, axes)
+    threshold = thresholds.begun(threshold, plan.controller, sample)
+    bar = thresholds.bar(threshold, plan.controller)
+    forced = known.step if plan.controller.forces else None
+    longest = plan.division.longest
+    chosen = element_exchange.select(acc, start, end, longest, bar, forced)
   with jax.named_scope("zenjax/exchange"):
-    wire = settings.wire_dtype
     out = element_exchange.exchange(
-      acc, chosen, square, plan.capacity, wire, context
+      acc, chosen, square, plan.capacity, settings.wire_dtype, context
     )
   # Partition p was searched by the rank that is `turn` less.
   rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)

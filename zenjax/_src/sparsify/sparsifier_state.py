@@ -85,13 +85,14 @@ class SparsifierState(NamedTuple):
     same = jax.tree.map(lambda _: PartitionSpec(), self)
     return same._replace(residual=split)
 
-  def on_devices(self, devices: int) -> "SparsifierState":
+  def on_devices(self, devices: int, averages: Any) -> "SparsifierState":
     """Returns it for so many devices, of host arrays: no gradient is lost.
 
     Residuals are added up, or joined by zeros, so that their sum is kept, or
     for `op="mean"` what is to be averaged of them; partitions are even again,
     and nothing moves by the counts of others. The threshold and its drift stay.
     """
+    del averages  # It knows its own.
     old = self.devices
     if old == devices:
       return self

@@ -1,5 +1,6 @@
 """Thresholds that follow the density got: the published rule and another."""
 
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import NamedTuple
@@ -134,22 +135,15 @@ def sampled(
 
 def begun(
   threshold: jax.Array,
-  acc: jax.Array,
-  start: jax.Array,
-  end: jax.Array,
   controller: Controller,
-  k: int,
-  axes: Axes,
+  sample: Callable[[], jax.Array],
 ) -> jax.Array:
-  """`threshold`, sampled if it is still to be.
+  """`threshold`, or that of a sample if it is still to be sampled.
 
   A loop that turns once or not at all: devices agree on whether.
   """
   if not controller.samples:
     return threshold
-
-  def body(carry):
-    return jnp.zeros_like(carry[0]), sampled(acc, start, end, k, axes)
-
+  turn = lambda carry: (jnp.zeros_like(carry[0]), sample())
   carry = (threshold == 0, threshold)
-  return lax.while_loop(lambda carry: carry[0], body, carry)[1]
+  return lax.while_loop(lambda carry: carry[0], turn, carry)[1]

@@ -11,10 +11,11 @@ A round has these steps:
     write   put them over the array's rows, or append them to a list of rows
 
 The first round is outside any branch, so it may overlap with the backward pass.
-What did not fit its buffers follows in a `while_loop` of the same round. An
-array whose rows would cost more than a dense all-reduce is all-reduced instead.
-The condition of the loop depends only on counts that every pull brings back,
-equal on all devices, so no collective is spent on agreeing.
+Rows that overflow its buffers follow in a `while_loop` of the same round. If
+the rows of an array would cost more than a dense all-reduce, the array is
+all-reduced instead. Every pull also returns row counts, equal on all devices,
+so devices agree on whether another round is needed without a further
+collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ OwnerStep = Callable[[list[Sums], Any], tuple[list[Sums], Any]]
 
 
 class Local(NamedTuple):
-  """One table before an exchange, or several that travel as one."""
+  """One table before an exchange, or several that are sent as one."""
 
   plan: TablePlan
   rows: Sequence[jax.Array | SparseRows]  # of each of `plan.tables`
@@ -75,7 +76,7 @@ class Exchanged(NamedTuple):
 
 
 class _Flow(NamedTuple):
-  """What is carried from round to round."""
+  """Values that one round hands to the next."""
 
   starts: list[jax.Array]  # [m] int32, slots below are summed
   targets: list[ArrayTarget | ListTarget]
@@ -98,12 +99,12 @@ def exchange(
     tables: Local gradients.
     scheme: How rows are moved.
     context: The devices, and the operation.
-    owner: What owners do with the sums of a round before they are pulled. With
-      an owner no table is all-reduced, since a dense sum has no owners.
-    owned: What `owner` keeps from round to round.
+    owner: Changes the sums of a round at their owners, before they are pulled.
+      With `owner` no table is all-reduced, since a dense sum has no owners.
+    owned: A pytree that `owner` takes and returns in every round.
 
   Returns:
-    The tables, equal on all devices, and what `owner` has kept.
+    The tables, equal on all devices, and `owned` after the last round.
   """
   plans = [table.plan for table in tables]
   with jax.named_scope("zenjax/take"):
@@ -177,7 +178,7 @@ def _after(
   owned: Any,
   plans: Sequence[TablePlan],
 ) -> _Flow:
-  """Writes what a round brought."""
+  """Returns the values for the next round, once sums were written."""
   with jax.named_scope("zenjax/write"):
     targets = [
       target.written(came, plan)
@@ -213,7 +214,7 @@ def _is_dense(
     return None
   counts = tally.union, tally.pushed, tally.summed
   union, pushed, summed = [x.astype(jnp.float32) for x in counts]
-  # What was not summed yet is expected to overlap as much as what was.
+  # Rows to come are expected to overlap as much as those that came.
   to_come = union * (pushed - summed) / jnp.maximum(summed, 1)
   push = jnp.max(tally.fullest).astype(jnp.float32)
   rows = base.expected_bytes(
@@ -226,7 +227,7 @@ def _is_dense(
 def _without(
   arrived: Arrived, plan: TablePlan, dense: jax.Array | None
 ) -> Arrived:
-  """Returns that nothing came and nothing is left, if `dense`."""
+  """Returns an empty pull with no rows left, if `dense`."""
   if dense is None:
     return arrived
   tally = arrived.tally
@@ -256,16 +257,16 @@ def _counts(
   """Returns the numbers of a table.
 
   Args:
-    tally: What the first pull told.
-    union: `[m] int32`, rows that all pulls brought.
-    target: Where sums are.
-    rounds: How many rounds there were.
-    dense: Whether it was all-reduced: its union is then extrapolated.
+    tally: Counts of the first pull.
+    union: `[m] int32`, rows of all pulls.
+    target: The sums.
+    rounds: Number of rounds.
+    dense: Whether the table was all-reduced. Its union is then extrapolated.
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))
   rows, each = union.astype(jnp.float32), target.total.astype(jnp.float32)
-  if len(plan.tables) == 1:  # Also of sums that nobody pulled.
+  if len(plan.tables) == 1:  # Right for sums that are not pulled, too.
     each = jnp.sum(rows)[None]
   if dense is not None:
     summed, all_rows = [

@@ -35,9 +35,9 @@ def choose(
   tuned: Mapping[str, LeafChoice],
   context: Context,
 ) -> list[Choice]:
-  """Returns a choice for each sparse leaf: what the plan says, or `tune`.
+  """Returns a choice for each sparse leaf, from the plan or from `tune`.
 
-  What the user gives as an argument is never changed by `tune`.
+  Arguments of the user take precedence over `tune`.
   """
   if options.plan:
     return _as_planned(tables, options.plan, context)
@@ -79,9 +79,9 @@ def plans(
 ) -> tuple[buffer_sizes.TablePlan, ...]:
   """Returns the plans of leaves that share an exchange.
 
-  Small arrays, and SparseRows, that are alike travel as one table. Not with
-  `owners`, who keep an optimizer's state by table, nor with kernels, which
-  read tables one by one.
+  Small arrays of the same kind are sent as one table, and so are SparseRows.
+  With `owners` or kernels every leaf is a table of its own, because owners keep
+  an optimizer's state by table, and kernels read tables one by one.
   """
   sizes = context.sizes
   groups = []
@@ -136,7 +136,7 @@ def table_of(
     width=width,
     dtype=jnp.dtype(leaf.dtype),
     wire_dtype=_wire_dtype(name, jnp.dtype(leaf.dtype), options),
-    # No look-ups at all are sent as one of padding.
+    # Without any lookup one row of padding is sent.
     look_ups=max(1, leaf.capacity) if isinstance(leaf, SparseRows) else None,
   )
 

@@ -161,11 +161,11 @@ class Plan(checked_json.Document):
 
   @property
   def gain(self) -> float:
-    """Predicted time of a step with pmean alone over that of the plan."""
+    """Predicted speedup of a step over pmean."""
     return self.dense_seconds / self.seconds if self.seconds else 1.0
 
   def sparse(self, name: str, leaf: Any) -> bool:
-    """Returns True for leaves that travel sparse, for `zen_sync(sparse=)`."""
+    """Returns True for leaves that are sent sparse, for `zen_sync(sparse=)`."""
     del leaf
     known = self.by_name.get(name)
     return known is not None and known.scheme != DENSE
@@ -175,7 +175,7 @@ class Plan(checked_json.Document):
     measured: Mapping[str, Mapping[str, float]],
     seconds: float | None = None,
   ) -> str:
-    """Returns a table of predictions and what a run has shown.
+    """Returns a table that compares predictions with a run.
 
     Args:
       measured: By leaf name, as `zenjax.stats(state)` returns it after some
@@ -183,11 +183,11 @@ class Plan(checked_json.Document):
       seconds: Measured time of a whole step.
 
     Returns:
-      Lines of text: for each leaf that travels sparse rows and bytes, predicted
-      and seen with their ratio; the whole step's last.
+      Lines of text. For each leaf that is sent sparse they show predicted and
+      measured rows and bytes with their ratio. The last line is for the step.
 
     Raises:
-      ValueError: `measured` lacks a leaf that travels sparse, or `seconds` is
+      ValueError: `measured` lacks a leaf that is sent sparse, or `seconds` is
         not positive.
     """
     return _comparison(self, measured, seconds)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -112,9 +111,9 @@ class Leaves(NamedTuple):
   def view(self, values: Sequence[Any], tables: Mapping[int, Any]) -> Any:
     """Returns the tree of values as an optimizer sees it.
 
-    Tables that have owners are of the type `ShardedTable`, in front of a
-    variable of nnx: an `nnx.Optimizer` keeps the types of what is around its
-    variables, and forgets those of what is inside.
+    Tables that have owners are `ShardedTable`s. One of nnx is outside of its
+    variable, because an `nnx.Optimizer` keeps the types around its variables
+    and forgets the types inside.
     """
     tree = self.structure.unflatten(
       [
@@ -147,10 +146,6 @@ class Owners:
   clip_norm: float | None = None
   # Leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
-
-  @functools.cached_property
-  def _analyses(self) -> row_analysis.Analyses:
-    return row_analysis.Analyses(self.inner)
 
   def init(self, params: Any) -> ShardedOptimizerState:
     mesh = self._mesh_around(params)
@@ -187,7 +182,7 @@ class Owners:
         leaves[i] = owner_rows.own_rows(whole, slots, table)
     inner = self.inner.init(given.view(leaves, tables))
     if analysis is not None:
-      lazy.warn_of_decay(analysis, given.names, tables)
+      lazy.warn_of_decay(analysis, given.names)
       _require_form(inner, analysis)
     new = sync_state.empty_leaf(
       mean=context.mean, devices=context.devices, sharded=bool(given.tables)
@@ -328,7 +323,7 @@ class Owners:
 
     split, everywhere = PartitionSpec(axis), PartitionSpec()
     specs = sharded_table.specs(state, split)
-    # Rows of a leaf that does not travel sparse come out as an array.
+    # Rows of a leaf that is not sent sparse come out as an array.
     unreduced = [x for x, mine in zip(parts.named, parts.mine) if mine]
     synced = [
       jax.tree.leaves(lies.synced)[-1]
@@ -567,8 +562,8 @@ class Owners:
       found, wanted = map(jax.tree.structure, (state, _bare(whole)))
       if found != wanted:
         raise ValueError(
-          "`state` of sharded_optimizer must be that of `tx` for these"
-          f" parameters, of structure {wanted}, got {found}; make it by"
+          "`state` of sharded_optimizer must be made by `tx` for these"
+          f" parameters, with structure {wanted}, got {found}; make it by"
           " `zenjax.init_state(tx, params, mesh, axis_name)`."
         )
       structure = jax.tree.structure(whole)
@@ -583,13 +578,9 @@ class Owners:
     # Row gradients of small tables, too, are updated by rows.
     small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
     chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
-    try:
-      analysis = self._analyses.of(types, whole, by, extra or {}, chosen)
-    except NameError as error:
-      raise ValueError(
-        f"`tx` must not synchronize devices, but it wants an axis of them"
-        f" ({error}); sharded_optimizer is in the place of zen_sync."
-      ) from error
+    analysis = row_analysis.analysis_of(
+      self.inner, types, whole, by, extra or {}, chosen
+    )
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
       raise ValueError(
@@ -650,7 +641,7 @@ def _require_form(state: Any, analysis: RowAnalysis) -> None:
 
 
 def _require_state(state: Any, tables: Any, devices: int) -> None:
-  """Raises ValueError where a state is not that of these tables' owners."""
+  """Raises ValueError if a state was made for other tables or owners."""
   known = {dataclasses.replace(x, value=None) for x in tables}
   for node in sharded_table.nodes(state.inner):
     if not jax.tree.leaves(node):
@@ -690,7 +681,7 @@ def _require_memory(names: Sequence[str], sync: Any) -> None:
 
 
 def _buffers_of(table: ShardedTable, kind: Table) -> Capacity:
-  """Buffer sizes of a push: those of fetches, and room for all that comes."""
+  """Returns the buffer sizes of a push: as large as a fetch's, and no limit."""
   size = fetch.buffer_size(kind.look_ups or 1, table.layout, table.sizes)
   return Capacity(size, min(table.num_rows, size * table.devices))
 
@@ -742,9 +733,9 @@ def sharded_optimizer(
   optimizer's state of tables by the number of devices, as ZeRO does, and
   wherever tables are sharded by `zenjax.tables.shard`. The device that sums a
   row's gradient, its owner, also updates the row: the same number of bytes, and
-  1/n of the optimizer's work and memory on each of `n` devices. Results are
-  those of the chain. Leaves that are not tables take `pmean` and `tx` on every
-  device.
+  1/n of the optimizer's work and memory on each of `n` devices. Results equal
+  the chain's. Leaves that are not tables are averaged by `pmean` and updated by
+  `tx` on every device.
 
   Updates are to be added, as any of optax: `optax.apply_updates` takes them.
   The update of a sharded table holds rows, so transformations that scale
@@ -763,8 +754,8 @@ def sharded_optimizer(
       `replicas` all axes of the batch, slowest first, owners along the last.
     sparse: Which leaves have owners: a pytree prefix of bools or a callable
       `(name, leaf) -> bool`. By default large and tall ones.
-    op: `"mean"` or `"sum"` of the devices' gradients; in plain `jit`, where
-      gradients are those of the whole batch, always the sum.
+    op: `"mean"` or `"sum"` of the devices' gradients. In plain `jit`, where
+      the loss is taken over the whole batch, it is always the sum.
     clip_norm: Scales all gradients so that their norm, over all rows of all
       owners and all other leaves, is at most this. None does not.
     wire_dtype: Dtype in which rows of replicated tables are sent.
@@ -779,7 +770,7 @@ def sharded_optimizer(
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis,
-      or not those of sharded tables; `tx` updates rows by others (see
+      or sharded tables have other axes; `tx` updates rows by others (see
       `lazy_rows`) or by sums over rows, or accumulates gradients
       (`optax.MultiSteps`); or the state was made for other owners.
     NotImplementedError: `kernels="pallas"` cannot serve what it was

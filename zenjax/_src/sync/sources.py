@@ -102,7 +102,7 @@ class ListSource(NamedTuple):
 
   @classmethod
   def of(cls, parts: Sequence[SparseRows], plan: TablePlan) -> "ListSource":
-    """Sorts the rows of tables that travel as one, and adds up duplicates."""
+    """Sorts the rows of tables that are sent as one, and adds up duplicates."""
     layout = plan.layout
     firsts = plan.first_rows.tolist()
     joined = [_ids(rows, first, plan) for rows, first in zip(parts, firsts)]
@@ -163,7 +163,7 @@ def _ids(
 class ListTarget(NamedTuple):
   """Rows that came back, in the order in which they came.
 
-  The rows of tables that travel as one are apart, each table in its own room.
+  If several tables were sent as one, each has a range of the list for itself.
   """
 
   row: jax.Array  # [k] int32, R as padding

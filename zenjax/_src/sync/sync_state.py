@@ -13,6 +13,7 @@ import jax
 from jax import core
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Capacity
@@ -67,15 +68,23 @@ class Last(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeafState:
-  """What steps have counted for one sparse leaf.
+  """Counts of recent steps for one sparse leaf.
 
-  Of a sharded table nothing is pulled, and `sharded` is True.
+  `sharded` is True for a sharded table, whose sums are not pulled.
   """
 
   sizes: jax.Array  # [len(Sizes)] int32
   last: jax.Array  # [len(Last)] float32
   history: jax.Array  # [HISTORY, 2] int32, push and pull needed or DENSE_STEP
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
+
+  def on_devices(self, devices: int, averages: Any) -> "LeafState":
+    """Returns it for so many devices, of host arrays."""
+    del averages  # Nothing waits here.
+    sizes = Sizes(*map(int, self.sizes))
+    if sizes.devices:
+      sizes = sizes._replace(devices=devices)
+    return dataclasses.replace(self, sizes=np.array(sizes, np.int32))
 
 
 class LeafChoice(NamedTuple):
@@ -161,9 +170,9 @@ def after_step(
 ) -> list[LeafState]:
   """Returns states after step number `step`, of the leaves of one table.
 
-  Leaves that travel as one table are counted together: pairs and owners are
-  shared out by the rows of their sums. `bytes_beside` are those that each
-  leaf received outside of this exchange.
+  Leaves that are sent as one table are counted together: counts of pairs and
+  owners are divided in proportion to the rows of their sums. `bytes_beside` are
+  the bytes that each leaf received outside of this exchange.
   """
   shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
   found = []
@@ -202,9 +211,9 @@ def after_step(
 
 
 def _alone(plan: TablePlan, number: int) -> TablePlan:
-  """Returns the plan of one of several tables that travel as one.
+  """Returns the plan of one of several tables that are sent as one.
 
-  Its buffers are the part of the common ones that its rows or look-ups have.
+  Its buffers are a share of the common ones, by its rows or lookups.
   """
   if len(plan.tables) == 1:
     return plan

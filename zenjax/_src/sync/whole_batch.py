@@ -1,10 +1,10 @@
-"""Gradients of a whole batch, summed where XLA spreads the program.
+"""Synchronizes gradients in plain `jit`, where XLA partitions the program.
 
-In plain `jit` a loss is that of the whole batch, and XLA sums the arrays of
-its gradient. Two kinds it leaves: `SparseRows`, which hold a row for each
-look-up of the batch and lie on devices as the batch does, and arrays that
-explicit sharding types as unreduced. Each device's part of them is exchanged in
-a `shard_map` of its own.
+There the loss is taken over the whole batch, and XLA sums the arrays of its
+gradient. Two kinds of gradients are left to sum: `SparseRows`, which have a row
+for each lookup of the batch and are sharded like the batch, and arrays whose
+type says that they are unreduced. Each device's part of them is exchanged
+inside a `shard_map`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -34,8 +34,8 @@ from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import sharded_table
 
 NO_MEAN = (
-  "`op` must be 'sum' outside of shard_map, got 'mean': the loss is that of the"
-  " whole batch, whose parts are added; leave `op` out."
+  "`op` must be 'sum' outside of shard_map, got 'mean': in plain jit the loss"
+  " is taken over the whole batch, so its gradient is a sum. Leave `op` out."
 )
 
 
@@ -47,15 +47,16 @@ class Placement(NamedTuple):
 
 
 class Unreduced(NamedTuple):
-  """Gradients that nobody has summed, and how devices have parts of them.
+  """Unreduced gradients, and how they are placed on devices.
 
   Attributes:
     named: All gradients, with their names.
-    mine: Which of them are not summed.
-    sparse: Names of those that travel sparse: shapes of a part do not tell.
-    given: The unreduced ones, as the exchange takes them.
+    mine: Which of them are unreduced.
+    sparse: Names of the leaves that are sent sparse. The shape of a device's
+      part does not tell.
+    given: The unreduced gradients, as the exchange takes them.
     lie: Their placements.
-    structure: Of all gradients.
+    structure: The tree of all gradients.
   """
 
   named: list[tuple[str, Any]]
@@ -182,7 +183,6 @@ def select(
   update: Callable[[Any, Any], tuple[Any, Any]],
   updates: Any,
   state: Any,
-  specs: Any,
   mesh: Any,
   axes: Axes,
   *,
@@ -196,7 +196,6 @@ def select(
     update: The sparsifier's, `(arrays, state)` of one device.
     updates: Gradients of the whole batch; SparseRows stay as they are.
     state: Of the sparsifier.
-    specs: How that lies on devices.
     mesh: Has the axes.
     axes: Over which gradients are not summed.
     by: Name of the sparsifier.
@@ -229,6 +228,7 @@ def select(
     [None if stays else x for x, stays in zip(leaves, passes)]
   )
   lie = jax.tree.map(place, arrays)
+  specs = state.specs(PartitionSpec(axes))
   out, state = mapped(
     update,
     mesh,
@@ -318,8 +318,8 @@ def _placement(
     given = PartitionSpec(*spec, unreduced=frozenset(axes))
   if rows_out and spec[0] is not None:
     raise ValueError(
-      f"`output` must not be 'rows' for leaf {name!r}, whose rows are spread"
-      f" over {spec[0]!r}: ids would be those of a part; leave it out."
+      f"`output` must not be 'rows' for leaf {name!r}, whose rows are sharded"
+      f" over {spec[0]!r}, so ids would count rows of a part. Leave it out."
     )
   synced: Any = PartitionSpec(*spec)
   if rows_out:
@@ -353,7 +353,7 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
   """Specs in the structure of SparseRows."""
   specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column)
-  return SparseRows.tree_unflatten(rows.tree_flatten()[1], specs)
+  return jax.tree.unflatten(jax.tree.structure(rows), specs)
 
 
 def _unreduced(leaf: Any) -> frozenset[str]:

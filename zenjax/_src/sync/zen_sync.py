@@ -64,7 +64,7 @@ def zen_sync(
   After some 20 steps call `zenjax.tune(opt_state)` once: buffers then have the
   sizes that your batches need.
 
-  Derivatives through it are those of `jax.lax.pmean`.
+  You can differentiate through it, as through `jax.lax.pmean`.
 
   Example:
     >>> import jax
@@ -95,8 +95,8 @@ def zen_sync(
       `"all_gather"`, `"recursive_doubling"`, `"split_all_gather"` and
       `"split_dense_gather"` (SparCML), `"block_sparse"` (OmniReduce), and
       `"dense"` (`psum`).
-    op: `"mean"` or `"sum"`. The default is the mean; in plain `jit` it is the
-      sum, since the loss there is that of the whole batch.
+    op: `"mean"` or `"sum"`. The default is the mean. In plain `jit` it is the
+      sum, since the loss there is taken over the whole batch.
     output: What comes out for sparse leaves: `"same"` as came in, `"dense"` for
       arrays, `"rows"` for `SparseRows` with room for every row of the table.
     unit: What is sent or not as a whole: `"row"` (the last dimension),
@@ -207,7 +207,7 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
 
   Returns:
     The mean over devices, equal on all: of `x`'s shape and dtype, an array or
-    SparseRows as `output` says. Its derivatives are those of `lax.pmean`.
+    SparseRows as `output` says. You can differentiate through it.
 
   Example:
     >>> import jax
@@ -226,7 +226,7 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
 def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
   """Returns `lax.psum` of one array with many rows of zeros, or of SparseRows.
 
-  The arguments are those of `sparse_pmean`.
+  It takes the same arguments as `sparse_pmean`.
 
   Example:
     >>> import jax

@@ -82,12 +82,6 @@ def borders(places: jax.Array, layout: Layout) -> jax.Array:
   return jnp.searchsorted(places, ends).astype(jnp.int32)
 
 
-def ids_of(places: jax.Array, layout: Layout) -> jax.Array:
-  """Returns the row ids at `places`, `R` for padding."""
-  owner = jnp.minimum(places // layout.slots, layout.groups - 1)
-  return layout.row(owner, places - owner * layout.slots)
-
-
 def buffer_of(
   asked: LookUps, begin: jax.Array, size: int, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
@@ -171,18 +165,12 @@ def ask(
   return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
 
 
-def fetch(
-  tables: Sequence[ShardedTable], ahead: Ahead
-) -> list[tuple[jax.Array, jax.Array]]:
-  """Returns the distinct rows that a device looks up, and their ids.
+def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
+  """Returns the rows `[K, D]` of all lookups of a device, for each table.
 
   Args:
     tables: Each device's part `[S, D]` of the tables, inside a `shard_map`.
     ahead: The lookups, as `ask` returned them.
-
-  Returns:
-    For each table ids `[K]` and rows `[K, D]`, sorted by owner and padded with
-    `R` and zeros.
   """
   axes = tables[0].axes
   asked, layouts, sizes = ahead.asked, ahead.layouts, ahead.sizes
@@ -207,8 +195,7 @@ def fetch(
   rows = answered(0, ahead.came, [0] * len(tables))
   rounds = jnp.max(-(-most // jnp.array(sizes, jnp.int32)))
   rows = lax.fori_loop(1, rounds, more, rows)
-  ids = [ids_of(a.places, layout) for a, layout in zip(asked, layouts)]
-  return list(zip(ids, rows))
+  return [indexing.take(x, a.number) for x, a in zip(rows, asked)]
 
 
 def _found(
@@ -228,16 +215,6 @@ def _found(
   came = came.reshape(n * size, *came.shape[2:])
   rows = indexing.take(came, owner * size + jnp.clip(at, 0, size - 1))
   return jnp.where(here[:, None], rows, before)
-
-
-def of_look_ups(rows: jax.Array, number: jax.Array) -> jax.Array:
-  """Returns the row of each lookup, from distinct rows `[K, D]`.
-
-  The derivative sums the gradients of all lookups of a row. 16-bit gradients
-  are summed in float32.
-  """
-  wide = rows.astype(collectives.accumulator(rows.dtype))
-  return indexing.take(wide, number).astype(rows.dtype)
 
 
 def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
@@ -264,8 +241,8 @@ def fetch_on(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
-) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-  """Fetches distinct rows on each device of `mesh`, or on this device.
+) -> list[list[jax.Array]]:
+  """Fetches rows on each device of `mesh`, or on this device without a mesh.
 
   Args:
     mesh: The mesh that `mesh_of` returned, or None.
@@ -276,18 +253,16 @@ def fetch_on(
       sent. If the lookups differ, all rows are NaN.
 
   Returns:
-    For each table: the ids of distinct rows, sorted by owner; the rows; and the
-    position of each lookup among them, for `expanded_on`.
+    For each table the rows `[k, D]` of each lookup.
   """
 
   def fetched(tables, ids, given):
     ahead = given or ask(tables, ids)
-    found, rows = zip(*fetch(tables, ahead))
+    rows = fetch(tables, ahead)
     if given is not None:
       same = [jnp.all(x == y) for x, y in zip(_joined(ids), given.ids)]
       rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
-    numbers = [_split(asked.number, x) for asked, x in zip(ahead.asked, ids)]
-    return list(found), list(rows), numbers
+    return [_split(x, of) for x, of in zip(rows, ids)]
 
   if ahead is not None:
     _require_same(mesh, tables, ids, ahead)
@@ -295,24 +270,6 @@ def fetch_on(
   specs = PartitionSpec(tables[0].axes), split, split
   return _on(mesh, tables, fetched, specs)(
     list(tables), list(map(list, ids)), ahead
-  )
-
-
-def expanded_on(
-  mesh: Any,
-  tables: Sequence[ShardedTable],
-  rows: Sequence[jax.Array],
-  numbers: Sequence[Sequence[jax.Array]],
-) -> list[list[jax.Array]]:
-  """Returns the rows of all lookups, `[k, D]` each, from distinct rows."""
-
-  def expanded(rows, numbers):
-    every = zip(rows, _joined(numbers), numbers)
-    return [_split(of_look_ups(x, number), of) for x, number, of in every]
-
-  split = PartitionSpec(tables[0].batch_axes)
-  return _on(mesh, tables, expanded, split)(
-    list(rows), list(map(list, numbers))
   )
 
 

@@ -188,11 +188,6 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
-def leaf_specs(specs: Any) -> list[PartitionSpec]:
-  """Lists a tree of specs."""
-  return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
 def require_devices(state: Any, argument: str, devices: int) -> None:
   """Raises ValueError where a state was made for other devices than these.
 
@@ -254,7 +249,7 @@ def init_state(
   """
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
-  require_replicated(params, "params", axes, leaf_specs(specs))
+  require_replicated(params, "params", axes, jax.tree.leaves(specs))
   with chains.required():
     local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(

@@ -58,6 +58,8 @@ def of_all(
     that all devices have in common; and the structure.
   """
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
+  as_array = lambda x: x if leaf_util.is_array(x) else jnp.asarray(x)
+  aux = jax.tree.map(as_array, aux)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
   words: list[Any] = [
@@ -76,19 +78,31 @@ def of_all(
   return leaves, words, jax.tree.structure(aux, is_leaf=is_node)
 
 
+def _fitting(leaf: Any) -> list[str]:
+  """The words that a leaf may have, the likeliest first."""
+  if isinstance(leaf, RowSets):
+    return ["batch"]
+  if is_rows(leaf):
+    return ["same"]
+  joined = ["batch"] if leaf.ndim else []
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    return ["same", *joined]
+  mean = ["mean"] if jnp.issubdtype(leaf.dtype, jnp.inexact) else []
+  return [*joined, "sum", "same", *mean]
+
+
 def _usual(leaf: Any) -> str | None:
   """The word for a leaf of which `aux_specs` says nothing."""
   if isinstance(leaf, RowSets):
     return "batch"
-  scalar = not is_rows(leaf) and not leaf.ndim
-  floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
-  return "mean" if scalar and floating else None
+  words = _fitting(leaf)
+  return "mean" if "mean" in words and "batch" not in words else None
 
 
 def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
   if not leaves:
     return
-  named = ", ".join(f"{name!r}: {_likely(leaf)!r}" for name, leaf in leaves)
+  named = ", ".join(f"{name!r}: {_fitting(leaf)[0]!r}" for name, leaf in leaves)
   shown = ", ".join(f"{name!r} ({_shown(leaf)})" for name, leaf in leaves)
   raise ValueError(
     f"`aux_specs` must say what becomes of {shown} in `aux`, since only"
@@ -99,30 +113,14 @@ def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
   )
 
 
-def _likely(leaf: Any) -> str:
-  if is_rows(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    return "same"
-  return "batch" if leaf.ndim else "sum"
-
-
 def _require_fits(name: str, leaf: Any, word: str) -> None:
-  if isinstance(leaf, RowSets):
-    wrong = word != "batch" and "is of every device"
-  elif is_rows(leaf):
-    wrong = word != "same" and (
-      "can only be 'same': average it by `zenjax.sparse_pmean(rows, axis_name)`"
-    )
-  elif jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    wrong = word in ("mean", "sum") and "holds no numbers"
-  elif word == "batch":
-    wrong = not leaf.ndim and "has no dimension"
-  else:
-    exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    wrong = word == "mean" and exact and "is of integers or booleans"
-  if wrong:
+  words = _fitting(leaf)
+  if word not in words:
+    remedy = " Average it by `zenjax.sparse_pmean(rows, axis_name)` before."
     raise ValueError(
       f"`aux_specs` gives {word!r} for leaf {name!r} of `aux`, which is"
-      f" {_shown(leaf)} and {wrong}. Give another word."
+      f" {_shown(leaf)} and can only be {' or '.join(map(repr, words))}."
+      f"{remedy if is_rows(leaf) else ''}"
     )
 
 
