@@ -1,1 +1,1 @@
-"""Helpers that do not depend on exchanges: arguments, rows, jaxprs, the wire."""
+"""Helpers that do not depend on exchanges: arguments, jaxprs, the wire."""

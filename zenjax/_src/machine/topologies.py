@@ -176,7 +176,7 @@ class Topology(checked_json.Document):
     *,
     ports: int = 1,
   ) -> "Topology":
-    """Returns hosts with one device each, on a network of this line rate.
+    """Returns hosts with one device each on a network.
 
     Args:
       rate: Line rate of a network card, for example "25 Gbit/s", "25gbit",

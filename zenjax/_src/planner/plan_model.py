@@ -100,42 +100,37 @@ def plan(
   """Predicts how much time sparse synchronization of a model would save.
 
   Use it before you have the machine, or to choose a scheme for each gradient.
-  Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough.
-  Predictions use the bytes that each scheme sends, the links of the topology,
-  and the work of the device. If nothing gains, all gradients take `pmean`. If
-  the gain is within the error of predictions, the plan says that there is no
-  difference.
+  Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough. If
+  nothing gains, all gradients take `pmean`. If the gain is within the error of
+  predictions, the plan says that there is no difference.
 
   Args:
     value_and_grad: `zenjax.value_and_grad(loss)`, or `jax.value_and_grad(loss)`
       for gradients that are arrays.
-    *args: Arguments of `value_and_grad` for one device: parameters, then its
-      part of a batch.
+    *args: Its arguments on one device: parameters, then its part of a batch.
     topology: The machine, from `Topology.preset`, `Topology.network` or
       `measure_links`.
     axis_name: Mesh axes as for `zen_sync`, one for each level of the topology,
       the slowest first.
     profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
-      For other parameters the densities of a vocabulary are assumed, except for
-      arrays from zenjax's `value_and_grad`, where all rows are used.
+      By default, those of a vocabulary are assumed, or all rows for arrays from
+      zenjax's `value_and_grad`.
     trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
-      It has densities for any number of devices.
     compute_seconds: Time of a step on one device without any exchange. Measure
-      it with `jax.lax.optimization_barrier(grads)` in place of the exchange;
-      otherwise XLA may fuse the gradient with the optimizer.
-    wire_dtypes: Dtypes to which rows may be rounded when they are sent. A dtype
-      is used only if it has the range of the parameter's dtype: bfloat16 has
-      the range of float32, float16 does not.
-    capacities: Buffer sizes `(push, pull)` in rows, by parameter name, instead
-      of predicted ones.
+      it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
+      keep XLA from fusing gradient and optimizer.
+    wire_dtypes: Dtypes to which rows may be rounded when they are sent. Only
+      dtypes with the range of the parameter's dtype are used, such as bfloat16
+      for float32.
+    capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
     memory_bytes: Limit on the buffers for one parameter.
 
   Returns:
     The plan. Print it, and pass it to `zen_sync(plan=...)`.
 
   Raises:
-    TypeError: `value_and_grad` does not return a pair, a dtype is not floating,
-      or another argument has a wrong type.
+    TypeError: An argument has a wrong type, or `value_and_grad` does not return
+      a pair.
     ValueError: An argument is out of range or names an unknown parameter, or
       nothing fits within `memory_bytes`.
 

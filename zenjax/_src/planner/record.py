@@ -79,7 +79,7 @@ class Recorder:
     return self._done < self._steps
 
   def rows(self, grads: Any) -> RowSets:
-    """Packs one bit for each nonzero row: name -> `[n, ceil(R / 8)]` uint8.
+    """Packs one bit for each row of the gradients of tables.
 
     Call it inside a step where gradients are local. The result leaves
     `shard_map` through `out_specs=P(axis_name)`, and a step of `data_parallel`
@@ -89,6 +89,9 @@ class Recorder:
     Args:
       grads: Gradients of the parameters that `record` was given, arrays or
         SparseRows. For SparseRows, no array of `R` rows is made.
+
+    Returns:
+      For each table `[n, ceil(R / 8)]` uint8, for `write`.
 
     Raises:
       ValueError: In plain `jit` over several devices, a gradient is an array,

@@ -43,7 +43,7 @@ _WORTH = 0.9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableForm:
-  """The form of one table in a `TablePlan`, and the costs of other forms.
+  """The form of one table in a plan, compared with others.
 
   Attributes:
     name: Name of the parameter, as `zenjax.report` shows it.
@@ -198,26 +198,23 @@ def plan_tables(
   Use it before you have the machine. Your program is only traced. The plan
   takes the forms that fit in memory and give the shortest step:
 
-  - `"replicated"`: replicated; XLA sums an array of its gradient.
-  - `"replicated-sparse"`: replicated; `zen_sync` sums touched rows, and
-    `lazy_rows` updates them.
-  - `"replicated-zero1"`: replicated; `sharded_optimizer` updates each row, and
-    keeps its optimizer state, on one device.
+  - `"replicated"`: XLA sums arrays of gradients.
+  - `"replicated-sparse"`: `zen_sync` and `lazy_rows` handle touched rows only.
+  - `"replicated-zero1"`: `sharded_optimizer` also shards the optimizer state.
   - `"sharded-xla"`: sharded by ranges of rows, `P(axis_name, None)`, by XLA.
   - `"sharded"`: sharded by `zenjax.tables.shard` over the last axis, with a
     copy for every group of devices along the others.
 
-  A plan offers only forms that give the same training. If `tx` changes rows
-  without a gradient, as Adam does, the two forms of XLA are left out. If `tx`
-  sums over all rows, for example to clip by a norm, `"replicated-zero1"` and
-  `"sharded"` are left out; use `clip_norm` instead.
+  Only forms that give the same training are offered: neither `"replicated"` nor
+  `"sharded-xla"` if `tx` changes rows without a gradient, as Adam does; neither
+  `"replicated-zero1"` nor `"sharded"` if `tx` sums over all rows, for example
+  to clip by a norm. Use `clip_norm` instead.
 
   Args:
     loss_fn: The loss, called on one device's part of a batch.
-    params: First argument of the loss: arrays, or shapes
-      (`jax.ShapeDtypeStruct`).
-    *batch: Other arguments of the loss, for one device: arrays or shapes.
-    tx: The optimizer. The plan depends on how much state it keeps for a row.
+    params: Its first argument: arrays or shapes (`jax.ShapeDtypeStruct`).
+    *batch: Its other arguments: arrays or shapes.
+    tx: The optimizer.
     topology: The machine, from `Topology.preset`, `Topology.network` or
       `measure_links`.
     axis_name: Mesh axes of the batch, one for each level of the topology, the
@@ -225,12 +222,11 @@ def plan_tables(
     profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
       By default they are assumed from the number of lookups.
     trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
-    memory_bytes: Limit on the parameters, state, gradients and buffers of a
-      device, activations not included. By default three quarters of the
-      topology's memory, if that is known.
+    memory_bytes: Limit on a device's parameters, state, gradients and buffers,
+      without activations. By default 3/4 of the topology's memory.
     forms: Forms that you demand, by parameter name.
-    clip_norm: Norm to which all gradients together are clipped before `tx`, in
-      every form. All tables that are not `"replicated"` then have one form.
+    clip_norm: Norm to which all gradients together are clipped before `tx`. All
+      tables that are not `"replicated"` then have one form.
 
   Returns:
     The plan. Print it, and call its `set_up`.
@@ -238,8 +234,7 @@ def plan_tables(
   Raises:
     TypeError: An argument has a wrong type.
     ValueError: The loss looks up no table, an argument is out of range or names
-      an unknown parameter, a demanded form is not possible, or nothing fits in
-      memory.
+      an unknown parameter, or a form is not possible or does not fit in memory.
 
   Example:
     >>> import jax

@@ -37,9 +37,9 @@ MOVES = (
 
 
 class Program(NamedTuple):
-  """The parts of a planned training step, for plain `jit` over a mesh.
+  """The parts of a planned training step, for plain `jit`.
 
-  `TablePlan.set_up` makes it.
+  `TablePlan.set_up` makes it for a mesh.
 
   Attributes:
     params: The parameters, with every table in its planned form.

@@ -26,13 +26,13 @@ from zenjax._src.rows.sparse_rows import NoArray
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedTable(NoArray):
-  """A table `[R, D]` that is sharded by rows: each device has those it owns.
+  """A table `[R, D]` that is sharded by rows.
 
-  `zenjax.tables.shard` makes it, and `zenjax.sharded_optimizer` keeps the state
-  of a table in the same form. It is a pytree with one leaf, so optax's `init`
-  and Flax's `TrainState` treat it like any parameter. The owners of rows are
-  part of its structure: tables for another number of devices or another hash
-  are different pytrees.
+  Each device has the rows that it owns. `zenjax.tables.shard` makes it, and
+  `zenjax.sharded_optimizer` keeps the state of a table in the same form. It is
+  a pytree with one leaf, so optax's `init` and Flax's `TrainState` treat it
+  like any parameter. The owners of rows are part of its structure: tables for
+  another number of devices or another hash are different pytrees.
 
   A stack of tables `[T, R, D]` is one table of `T * R` rows: row `r` of table
   `t` is row `t * R + r`.
@@ -110,7 +110,7 @@ class ShardedTable(NoArray):
     return self.value.dtype
 
   def has_rows(self, x: Any) -> bool:
-    """Returns True if the first dimension of `x` is the rows of the table.
+    """Returns True if `x` has an entry for each row.
 
     An optimizer's state may also hold a number for the table as a whole.
     """
