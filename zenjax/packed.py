@@ -167,19 +167,13 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
     SparseRows(rows [ 1 31] of 32, values float32[2,128])
   """
   _require_packed(table, shape)
-  ids = sparse_rows.given(ids)
-  if not jnp.issubdtype(ids.dtype, jnp.integer):
-    raise TypeError(
-      f"`ids` must be integers, got {ids.dtype}; convert them with"
-      " `.astype(jnp.int32)`."
-    )
   num_rows, width = shape
-  ids = sparse_rows.narrowed(ids, num_rows)
+  ids = sparse_rows.narrowed(ids, num_rows, "`ids`")
   ids = jnp.where(ids < 0, ids + num_rows, ids)
   row = look_ups.in_range(ids, num_rows, clips=False)
   beside = _beside(shape)
   # The last packed row may hold more than the table: past its end is past it.
-  at = jnp.where(row < num_rows, row // beside, table.shape[0])
+  at = jnp.where(row >= 0, row // beside, table.shape[0])
   return _block(jnp.take(table, at, axis=0), row % beside, beside, width)
 
 

@@ -65,7 +65,7 @@ def _column_factors(table, ids):
 
 def _broadcast_factor(table, ids):
   factor = jnp.broadcast_to(jnp.float32(0.3), table.shape)
-  return loss(jnp.take(table * factor / 1.5, ids, axis=0))
+  return loss(jnp.take(table * factor, ids, axis=0))
 
 
 ROWS_ONLY = {
@@ -73,6 +73,8 @@ ROWS_ONLY = {
   "take clip": lambda t, i: loss(jnp.take(t, i, axis=0, mode="clip")),
   "take wrap": lambda t, i: loss(jnp.take(t, i, axis=0, mode="wrap")),
   "take fill 0": lambda t, i: loss(jnp.take(t, i, axis=0, fill_value=0)),
+  "scaled fill": lambda t, i: loss(jnp.take(t * 2.0, i, axis=0, fill_value=1)),
+  "quotient": lambda t, i: loss((t / 1.5)[i]),
   "index": lambda t, i: loss(t[i]),
   "index 2-D": lambda t, i: loss(t[i.reshape(2, 4)]),
   "at.get drop": lambda t, i: loss(t.at[i].get(mode="drop", fill_value=0)),
@@ -94,7 +96,6 @@ ROWS_ONLY = {
   "bfloat16": lambda t, i: loss(t.astype(jnp.bfloat16)[i]),
   "factor": lambda t, i: loss((t * 1.7)[i]),
   "column factors": _column_factors,
-  "broadcast factor": _broadcast_factor,
   "negative": lambda t, i: loss((-t)[i]),
   "padding row": lambda t, i: loss(t.at[0].set(0.0)[i]),
   "row set": lambda t, i: loss((t.at[3].set(jnp.arange(4.0)) * 2.0)[i]),
@@ -132,9 +133,6 @@ ALSO_ELSE = {
   "concatenated": (_padded, "concatenate"),
   "carried": (_carried, "carried"),
   "reshaped": (lambda t, i: loss(t.reshape(-1, 2)[i]), "reshape"),
-  "scaled fill": (
-    lambda t, i: loss(jnp.take(t * 2.0, i, axis=0, fill_value=1)),
-    "a value of their own",
-  ),
+  "broadcast factor": (_broadcast_factor, "more than a factor"),
   "not read": (lambda t, i: _zero(i) + 1.0, "not looked up"),
 }

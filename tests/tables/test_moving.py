@@ -353,7 +353,7 @@ def errors() -> dict[str, Any]:
       ValueError, "order of rows.*from_checkpoint"),
     "moved by hand": (
       lambda: zenjax.value_and_grad(lambda t, i: t[i].sum())(away, ids),
-      ValueError, "made for, got one of 2 on 4"),
+      ValueError, "the 4 devices that it is used on, got one made for 2"),
   }  # fmt: skip
 
 

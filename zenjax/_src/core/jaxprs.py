@@ -65,9 +65,9 @@ def needed(
     effects: Whether to keep what only has an effect, as `jax.debug.print`.
 
   Returns:
-    The program, not closed, and for each input whether it is still one.
+    The program, and for each input whether it is still one.
   """
-  jaxpr, _ = opened(closed)
+  jaxpr, consts = opened(closed)
   if not effects:
     # Writes to references stay: what is read of them later is needed.
     writes = lambda eqn: any(hasattr(e, "input_index") for e in eqn.effects)
@@ -76,19 +76,8 @@ def needed(
       for eqn in jaxpr.eqns
     ]
     jaxpr = jaxpr.replace(eqns=eqns)
-  return pe.dce_jaxpr(jaxpr, outputs or [True] * len(jaxpr.outvars))
-
-
-def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-  """Runs a program that was opened."""
-  env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-
-  def read(atom):
-    return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
-
-  for eqn in jaxpr.eqns:
-    env.update(zip(eqn.outvars, bind(eqn, [read(x) for x in eqn.invars])))
-  return [read(x) for x in jaxpr.outvars]
+  jaxpr, read = pe.dce_jaxpr(jaxpr, outputs or [True] * len(jaxpr.outvars))
+  return closed.replace(jaxpr=jaxpr, consts=consts), read
 
 
 UNKNOWN = "an unknown line"

@@ -21,12 +21,12 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend import core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import jaxprs
+from zenjax._src.rows import sparse_rows
 
 
 class Place(NamedTuple):
@@ -46,11 +46,6 @@ class Place(NamedTuple):
   def of(cls, shape: Sequence[int]) -> "Place":
     """Returns the place of a whole leaf `[..., R, D]`."""
     return cls(math.prod(shape[:-1]), 0, strides_of(shape))
-
-  @property
-  def is_table(self) -> bool:
-    """Returns True for a leaf that is one table, whose ids are its rows."""
-    return not self.strides and isinstance(self.first, int) and not self.first
 
   def at(self, index: Any) -> "Place":
     """Returns the place of one of the tables along the first dimension."""
@@ -95,7 +90,6 @@ class LookUp(NamedTuple):
   ids: jax.Array  # [...] int32, of no row where no gradient goes
   read: jax.Array  # [...] int32, of no row where none was read
   out: jax.Array  # rows as the equation gives them
-  fill: bool  # whether ids out of range read something else than 0 or NaN
   rows: Callable[[jax.Array], jax.Array]  # of `out`: [..., D]
   restored: Callable[[jax.Array], jax.Array]  # `out` of rows
   fill_value: Any = None  # what rows hold that were not read; None if all were
@@ -136,12 +130,9 @@ def gather(
       return _along(jnp.arange(sizes[k], dtype=jnp.int32), dim, len(counts))
     column = indices[..., indexed.index(k)].transpose(order)
     x = in_range(column, sizes[k], clips)
-    x = jnp.where(x < sizes[k], x, -1)
     return jnp.expand_dims(x, tuple(range(batch, len(counts))))
 
   def ids(clips: bool) -> jax.Array:
-    if place.is_table and place.num_rows == sizes[0]:
-      return in_range(indices[..., indexed.index(0)], sizes[0], clips)
     found = place.ids([at(k, clips) for k in range(len(sizes))])
     return jnp.broadcast_to(found, counts)
 
@@ -156,7 +147,6 @@ def gather(
     ids=ids(clips),
     read=ids(not fills),
     out=out,
-    fill=fills and fill is not None and fill == fill and fill != 0,
     rows=lambda out: out.transpose(moved).reshape(*counts, width),
     restored=lambda rows: rows.reshape(shape).transpose(back),
     fill_value=(np.nan if fill is None else fill) if fills else None,
@@ -184,44 +174,30 @@ def _not_rows(
   return ""
 
 
-def dynamic_slice(
+def sliced(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
-  """Reads a `dynamic_slice`."""
-  *counts, width = eqn.params["slice_sizes"]
-  if width != table.shape[-1]:
-    return "is sliced into other pieces than whole rows"
-  starts = _starts(table.shape, counts, others)
+  """Reads a `dynamic_slice`, or a `slice` of constant rows."""
   (rows,) = jaxprs.bind(eqn, [table, *others])
-  ids = _grid(place, starts, counts, [1] * len(counts))
-  return LookUp(ids, ids, rows, False, _same, _same)
-
-
-def slice_(
-  eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
-) -> LookUp | str:
-  """Reads a `slice` of constant rows."""
-  del others
-  (*starts, left), (*_, right), (*steps, across) = _slices(eqn)
-  if (left, right, across) != (0, table.shape[-1], 1):
+  if rows.shape[-1] != table.shape[-1]:
     return "is sliced into other pieces than whole rows"
-  (rows,) = jaxprs.bind(eqn, [table])
-  ids = _grid(place, starts, rows.shape[:-1], steps)
-  return LookUp(ids, ids, rows, False, _same, _same)
+  starts, steps = _begin(eqn, table.shape, others)
+  ids = _grid(place, starts[:-1], rows.shape[:-1], steps[:-1])
+  same = lambda rows: rows
+  return LookUp(ids, ids, rows, same, same)
 
 
-def _slices(eqn: jex_core.JaxprEqn) -> list[Sequence[int]]:
-  """Starts, limits and steps of a `slice`."""
-  starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-  return [starts, limits, eqn.params["strides"] or (1,) * len(starts)]
-
-
-def _starts(
-  shape: Sequence[int], counts: Sequence[int], starts: Sequence[Any]
-) -> list[jax.Array]:
-  """Where a `dynamic_slice` begins, clipped as it does."""
-  each = zip(starts, shape, counts)
-  return [in_range(jnp.asarray(x), r - c + 1, True) for x, r, c in each]
+def _begin(
+  eqn: jex_core.JaxprEqn, shape: Sequence[int], others: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[int]]:
+  """Where a slice begins along each dimension, and its steps."""
+  ones = (1,) * len(shape)
+  if eqn.primitive.name == "slice":
+    return eqn.params["start_indices"], eqn.params["strides"] or ones
+  # Clipped, as JAX does.
+  last = [r - c for r, c in zip(shape, eqn.params["slice_sizes"])]
+  each = zip(others, last, strict=True)
+  return [in_range(jnp.asarray(x), k + 1, True) for x, k in each], ones
 
 
 def _grid(
@@ -235,7 +211,7 @@ def _grid(
   for k, (start, count, step) in enumerate(zip(starts, counts, steps)):
     x = start + step * jnp.arange(count, dtype=jnp.int32)
     at.append(_along(x, k, len(counts)))
-  return at[0] if place.is_table else place.ids(at)
+  return place.ids(at)
 
 
 def _along(x: jax.Array, dim: int, dims: int) -> jax.Array:
@@ -243,12 +219,6 @@ def _along(x: jax.Array, dim: int, dims: int) -> jax.Array:
   return (
     x if dims == 1 else jnp.expand_dims(x, [d for d in range(dims) if d != dim])
   )
-
-
-def all_ids(place: Place, shape: Sequence[int]) -> jax.Array:
-  """Returns the ids of all rows of `[..., R, D]`, in that shape."""
-  *counts, _ = shape
-  return _grid(place, [0] * len(counts), counts, [1] * len(counts))
 
 
 # What may cut tables out of a stack.
@@ -284,38 +254,25 @@ def cut(
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     begins = [sum(map(int, sizes[:k])) for k in range(len(sizes))]
     return [place.shifted(x * strides[axis]) for x in begins]
-  if name == "slice":
-    starts, _, steps = _slices(eqn)
-    strides = tuple([x * step for x, step in zip(strides, steps)])
-  elif name == "dynamic_slice":
-    starts = _starts(table.shape, outs[0].shape, others)
-  else:
+  if name not in ("slice", "dynamic_slice"):
     return None
+  starts, steps = _begin(eqn, table.shape, others)
+  strides = tuple([x * step for x, step in zip(strides, steps)])
   for start, stride in zip(starts, place.strides):
     place = place.shifted(start * stride)
   return [place._replace(strides=strides)]
 
 
-def _same(rows: jax.Array) -> jax.Array:
-  return rows
-
-
 FORMS: dict[str, Callable[..., LookUp | str]] = {
   "gather": gather,
-  "dynamic_slice": dynamic_slice,
-  "slice": slice_,
+  "dynamic_slice": sliced,
+  "slice": sliced,
 }
 
 
 def in_range(ids: jax.Array, num_rows: int, clips: bool) -> jax.Array:
-  """`ids` as int32, those out of range clipped or `num_rows`."""
-  if jnp.iinfo(ids.dtype).bits < 32:
-    ids = ids.astype(jnp.int32)
-  # In the dtype's own range: -1 and `num_rows` are as far out as any.
-  low = 0 if jnp.issubdtype(ids.dtype, jnp.unsignedinteger) else -1
-  ids = lax.clamp(
-    jnp.asarray(low, ids.dtype), ids, jnp.asarray(num_rows, ids.dtype)
-  ).astype(jnp.int32)
+  """`ids` as int32, those out of range clipped or -1."""
+  ids = sparse_rows.narrowed(ids, num_rows, "Ids of rows")
   if clips:
     return jnp.clip(ids, 0, num_rows - 1)
-  return jnp.where(ids >= 0, ids, num_rows)
+  return jnp.where(ids < num_rows, jnp.maximum(ids, -1), -1)

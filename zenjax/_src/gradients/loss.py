@@ -63,20 +63,18 @@ def partial_loss(
   rest = {i: x for i, x in enumerate(args) if i not in filters}
   rest |= {i: part.rest for i, part in parts.items()}
   named = leaf_util.named_leaves((rest, kwargs), is_sharded)
-  frozen = {i: x for i, (_, x) in enumerate(named) if is_sharded(x)}
-  leaves, structure = jax.tree.flatten((rest, kwargs), is_leaf=is_sharded)
+  names = [name.partition(".")[2] for name, x in named if is_sharded(x)]
+  frozen, back = leaf_util.arrays_of((rest, kwargs), is_sharded)
 
   def of(params, tables):
-    new = dict(zip(frozen, tables))
-    rest, kwargs = structure.unflatten(
-      [new.get(i, x) for i, x in enumerate(leaves)]
-    )
+    rest, kwargs = back(tables)
     given = rest | dict(zip(filters, (params,) if one else params))
     now = {
-      i: part._replace(params=given[i] if i in filters else part.params)
+      i: part._replace(
+        params=given[i] if i in filters else part.params, rest=rest[i]
+      )
       for i, part in parts.items()
     }
-    now = {i: part._replace(rest=rest[i]) for i, part in now.items()}
     merged = {i: part.merged() for i, part in now.items()}
     given |= merged
     out = fun(*[given[i] for i in range(len(args))], **kwargs)
@@ -85,7 +83,7 @@ def partial_loss(
 
   return Loss(
     params[0] if one else tuple(params),
-    {named[i][0].partition(".")[2]: x for i, x in frozen.items()},
+    dict(zip(names, frozen)),
     of,
     [part.module for part in parts.values()],
   )

@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core as jex_core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -18,9 +19,10 @@ from jax.sharding import PartitionSpec
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.gradients import table_uses
-from zenjax._src.gradients import tapping
 from zenjax._src.gradients.loss import partial_loss
+from zenjax._src.gradients.table_uses import Traced
 from zenjax._src.gradients.tapping import Path
+from zenjax._src.gradients.tapping import Site
 from zenjax._src.rows import batch_layout
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
@@ -63,14 +65,13 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
       return fun(*args, **kwargs)
     found = table_uses.find(loss, None).require()
     asked = Asked.of(found)
-    taps = {path: site.tap() for path, site in found.sites.items()}
-    rows = asked.rows(taps)
+    rows = asked.rows({path: x.tap() for path, x in found.sites.items()})
 
     def outputs(types, rows):
-      run = tapping.Run(taps=rows, drawn=asked.drawn)
-      return found.traced.run(run, types, found.rows)
+      given = rows | asked.called_back
+      return found.traced.run(types, found.rows, given)[0]
 
-    outs = without_tables(found, outputs, rows)
+    outs = without_tables(found.traced, outputs, rows)
     return loss.result(found.traced.rebuild(outs))
 
   return applied
@@ -118,7 +119,7 @@ def prefetch(
   def prefetch_of(*args, **kwargs):
     loss = partial_loss(fun, argnums, args, kwargs)
     found = table_uses.find(loss, None).require()
-    if not found.away:
+    if not found.traced.away:
       raise ValueError(
         "`fun` of prefetch must look up rows of a sharded table, and none of"
         " its parameters is one; call `zenjax.tables.shard` first, or leave"
@@ -134,18 +135,16 @@ class Asked(NamedTuple):
 
   Attributes:
     tables: The leaves that are looked up.
-    paths: Of each table, where its lookups are.
-    turns: Likewise, dimensions of ids that scans have put in front.
-    ids: Likewise, `[*turns, *batch]`.
-    drawn: Results of callbacks that have run, by path. They must not run again:
-      they may return other ids.
+    sites: Lookups of each.
+    ids: Of each lookup, `[*turns, *batch]`.
+    called_back: Results of callbacks that have run, by path. They must not run
+      again: they may return other ids.
   """
 
   tables: list[Any]
-  paths: list[list[Path]]
-  turns: list[list[int]]
+  sites: list[dict[Path, Site]]
   ids: list[list[jax.Array]]
-  drawn: dict[Path, list[Any]]
+  called_back: dict[Path, list[Any]]
 
   @classmethod
   def of(cls, found: table_uses.Tables) -> "Asked":
@@ -154,16 +153,19 @@ class Asked(NamedTuple):
     Raises:
       ValueError: Some depend on rows of a sharded table.
     """
-    sites = {p: x for p, x in found.sites.items() if x.param in found.away}
-    numbers = sorted({x.param for x in sites.values()})
-    paths = [[p for p, x in sites.items() if x.param == i] for i in numbers]
-    ids, drawn = _ids(found, sites)
+    numbers = sorted(
+      found.traced.away & {x.param for x in found.sites.values()}
+    )
+    sites = [
+      {path: x for path, x in found.sites.items() if x.param == i}
+      for i in numbers
+    ]
+    ids, called_back = _ids(found, [path for of in sites for path in of])
     return cls(
       tables=[found.traced.leaves[i] for i in numbers],
-      paths=paths,
-      turns=[[len(sites[path].lengths) for path in of] for of in paths],
-      ids=[[ids[path] for path in of] for of in paths],
-      drawn=drawn,
+      sites=sites,
+      ids=[[ids[path] for path in of] for of in sites],
+      called_back=called_back,
     )
 
   def ahead(self) -> fetch.Ahead:
@@ -178,15 +180,12 @@ class Asked(NamedTuple):
       flat, _ = self._flat(tables, ids)
       return fetch.ask_on(sharded_table.mesh_of(tables), tables, flat)
 
-    mesh = sharded_table.mesh_of(self.tables)
-    if mesh is not None and compat.explicit_of(mesh):
-      split = NamedSharding(mesh, PartitionSpec(self.tables[0].batch_axes))
-      ahead_of = compat.on_automatic_axes(ahead_of, mesh, split)
-    return ahead_of(self.tables, self.ids)
+    split = PartitionSpec(self.tables[0].batch_axes)
+    return self._on_automatic_axes(ahead_of, split)(self.tables, self.ids)
 
   def rows(
-    self, taps: dict[Path, Any], prefetched: fetch.Ahead | None = None
-  ) -> dict[Path, Any]:
+    self, taps: dict[Path, jax.Array], prefetched: fetch.Ahead | None = None
+  ) -> dict[Path, jax.Array]:
     """Fetches the rows.
 
     Args:
@@ -198,30 +197,31 @@ class Asked(NamedTuple):
     """
     if not self.tables:
       return {}
-    backs: list[Any] = []
 
-    def fetched(tables, ids, prefetched):
-      flat, backs[:] = self._flat(tables, ids)
+    def rows_of(tables, ids, prefetched):
+      flat, backs = self._flat(tables, ids)
       mesh = sharded_table.mesh_of(tables)
-      return fetch.fetch_on(mesh, tables, flat, prefetched)
+      rows = fetch.fetch_on(mesh, tables, flat, prefetched)
+      return [
+        {path: back(x) for path, back, x in zip(*of)}
+        for of in zip(self.sites, backs, rows)
+      ]
 
-    def expanded(tables, rows, numbers):
-      mesh = sharded_table.mesh_of(tables)
-      rows = fetch.expanded_on(mesh, tables, rows, numbers)
-      return [[back(x) for x, back in zip(*of)] for of in zip(rows, backs)]
+    place = lambda path: PartitionSpec(*compat.explicit_spec(taps[path]))
+    places = [{path: place(path) for path in of} for of in self.sites]
+    rows_of = self._on_automatic_axes(rows_of, places)
+    rows = rows_of(self.tables, self.ids, prefetched)
+    return {path: x for of in rows for path, x in of.items()}
 
+  def _on_automatic_axes(self, f: Callable[..., Any], specs: Any) -> Any:
+    """Returns `f` for explicit axes too, where its results lie by `specs`."""
     mesh = sharded_table.mesh_of(self.tables)
-    if mesh is not None and compat.explicit_of(mesh):
-      place = lambda x: NamedSharding(mesh, PartitionSpec(*x))
-      as_tap = lambda path: place(compat.explicit_spec(taps[path]))
-      split = place((self.tables[0].batch_axes,))
-      fetched = compat.on_automatic_axes(fetched, mesh, split)
-      expanded = compat.on_automatic_axes(
-        expanded, mesh, [list(map(as_tap, of)) for of in self.paths]
-      )
-    _, values, numbers = fetched(self.tables, self.ids, prefetched)
-    rows = expanded(self.tables, values, numbers)
-    return dict(zip(sum(self.paths, []), sum(rows, []), strict=True))
+    if mesh is None or not compat.explicit_of(mesh):
+      return f
+    place = lambda spec: NamedSharding(mesh, spec)
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    places = jax.tree.map(place, specs, is_leaf=is_spec)
+    return compat.on_automatic_axes(f, mesh, places)
 
   def _flat(self, tables: list[Any], ids: list[list[Any]]) -> Any:
     """Ids `[K]` of each lookup, and what shapes rows as these were."""
@@ -229,20 +229,21 @@ class Asked(NamedTuple):
     sizes = [] if mesh is None else [mesh.shape[axis] for axis in over]
     devices = math.prod(sizes)
     flat, backs = [], []
-    for table, some, of in zip(tables, ids, self.turns):
-      both = [batch_layout.flat_ids(*x, devices) for x in zip(some, of)]
+    for table, some, sites in zip(tables, ids, self.sites):
+      turns = [len(site.lengths) for site in sites.values()]
+      both = [batch_layout.flat_ids(*x, devices) for x in zip(some, turns)]
       flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
       backs.append([back for _, back in both])
     return flat, backs
 
 
 def _ids(
-  found: table_uses.Tables, sites: dict[Path, tapping.Site]
+  found: table_uses.Tables, paths: Sequence[Path]
 ) -> tuple[dict[Path, jax.Array], dict[Path, list[Any]]]:
   """Computes ids of lookups, and what callbacks return that read no rows."""
   flat, structure = jax.tree.flatten(found.kinds)
-  ids, drawn = structure.unflatten(range(len(flat)))  # Numbers of outputs.
-  ids = {path: ids[path].read for path in sites}
+  told = structure.unflatten(range(len(flat)))  # Numbers of outputs.
+  ids = {path: told[path].read for path in paths}
 
   def program(outs):
     """The part of the program that some outputs need, and what it reads."""
@@ -251,7 +252,7 @@ def _ids(
 
   def tables_read(outs):
     _, read = program(outs)
-    return [found.names[i] for i in sorted(found.away) if read[i]]
+    return [found.names[i] for i in sorted(found.traced.away) if read[i]]
 
   if names := tables_read(ids.values()):
     raise ValueError(
@@ -259,33 +260,31 @@ def _ids(
       f" any row is read, and some ids depend on rows of {names[0]!r}; keep"
       " that table whole, by `tables=` of `zenjax.tables.shard`."
     )
-  drawn = {path: outs for path, outs in drawn.items() if not tables_read(outs)}
-  wanted = sorted({*ids.values(), *jax.tree.leaves(drawn)})
-  jaxpr, read = program(wanted)
-  given = zip(found.traced.leaves, read, strict=True)
-  args = [x for x, is_read in given if is_read]
-  outs = jaxprs.run(jaxpr, jaxprs.opened(found.ids)[1], args)
+  called_back = {
+    path: outs
+    for path, outs in told.items()
+    if path not in found.sites and not tables_read(outs)
+  }
+  wanted = sorted({*ids.values(), *jax.tree.leaves(called_back)})
+  needed, read = program(wanted)
+  args = [x for x, is_read in zip(found.traced.leaves, read) if is_read]
+  outs = jex_core.jaxpr_as_fun(needed)(*args)
   value = dict(zip(wanted, outs, strict=True)).get
-  return jax.tree.map(value, ids), jax.tree.map(value, drawn)
+  return jax.tree.map(value, ids), jax.tree.map(value, called_back)
 
 
-def without_tables(
-  found: table_uses.Tables, f: Callable[..., Any], *args: Any
-) -> Any:
+def without_tables(traced: Traced, f: Callable[..., Any], *args: Any) -> Any:
   """Returns `f(leaves, *args)`, which knows only the types of sharded tables.
 
   If there are none, it is given the leaves themselves.
   """
-  leaves = found.traced.leaves
-  if not found.away:
-    return f(leaves, *args)
-  closed, kinds = jax.make_jaxpr(f, return_shape=True)(
-    found.traced.types, *args
-  )
-  jaxpr, read = jaxprs.needed(closed)
-  if any(read[i] for i in found.away):
+  if not traced.away:
+    return f(traced.leaves, *args)
+  make = jax.make_jaxpr(f, return_shape=True)
+  program, kinds = make(traced.types, *args)
+  needed, read = jaxprs.needed(program)
+  if any(read[i] for i in traced.away):
     raise AssertionError("a sharded table is read")
-  given = zip([*leaves, *jax.tree.leaves(args)], read, strict=True)
-  operands = [x for x, is_read in given if is_read]
-  outs = jaxprs.run(jaxpr, jaxprs.opened(closed)[1], operands)
+  given = zip([*traced.leaves, *jax.tree.leaves(args)], read, strict=True)
+  outs = jex_core.jaxpr_as_fun(needed)(*[x for x, is_read in given if is_read])
   return jax.tree.structure(kinds).unflatten(outs)

@@ -15,7 +15,6 @@ import numpy as np
 from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.gradients import look_ups
 from zenjax._src.gradients import tapping
 from zenjax._src.gradients.loss import Loss
 from zenjax._src.gradients.tapping import Path
@@ -31,39 +30,48 @@ class Traced:
   """A loss as a function of the leaves of its parameters.
 
   Attributes:
-    leaves: Of the parameters, by which to differentiate. One that is sharded
-      was traced as the whole table's type.
-    jaxpr: `leaves -> [loss, *aux]`.
-    consts: Of it.
+    leaves: Of the parameters, by which to differentiate.
+    types: The leaves, sharded ones as the whole table's type.
+    away: Numbers of these, of which each device has its own rows.
+    program: `types -> [loss, *aux]`, a closed jaxpr.
     rebuild: From `[loss, *aux]` to what the loss returned.
     varying: Mesh axes over which the loss varies.
   """
 
   leaves: Sequence[Any]
-  jaxpr: Any
-  consts: Sequence[Any]
+  types: Sequence[Any]
+  away: frozenset[int]
+  program: Any
   rebuild: Callable[[Sequence[Any]], Any]
   varying: frozenset[str]
 
   def run(
-    self, run: tapping.Run, leaves: Sequence[Any], tables: Sequence[int]
-  ) -> list[Any]:
-    """The outputs, where `tables` are those of `leaves` that are views."""
-    args = list(leaves)
-    for i in tables:
-      place = look_ups.Place.of(jnp.shape(args[i]))
-      args[i] = View(i, args[i], place, away=is_sharded(self.leaves[i]))
-    outs = run.run(self.jaxpr, self.consts, args, ())
+    self,
+    leaves: Sequence[Any],
+    tables: Sequence[int],
+    given: dict[Path, Any] | None = None,
+  ) -> tuple[list[Any], tapping.Run]:
+    """Runs the loss.
+
+    Args:
+      leaves: Of the parameters.
+      tables: Which of these are views.
+      given: See `tapping.Run`.
+
+    Returns:
+      Its outputs, and what the run has found.
+    """
+    run = tapping.Run(given=given or {}, replays=bool(self.away))
+    args = [
+      View.of(i, x, i in self.away) if i in tables else x
+      for i, x in enumerate(leaves)
+    ]
+    outs = run.run(*jaxprs.opened(self.program), args, ())
     for out in outs:
       if isinstance(out, View) and out.away:  # It would be all of the table.
         refusal = Refusal("is returned by the loss", "")
         run.refusals.setdefault(out.param, refusal)
-    return tapping.wholes(outs)
-
-  @property
-  def types(self) -> list[Any]:
-    """Returns the leaves, sharded ones as the whole table's type."""
-    return [_type_of_whole(x) for x in self.leaves]
+    return tapping.wholes(outs), run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +85,10 @@ class Tables:
     sites: Lookups of these, in the order of the program.
     refusals: Of the other leaves, why.
     demanded: Leaves of which the user wants rows.
-    away: Leaves of which each device has its own rows.
     wanted: How many of the leaves, the first ones, have gradients.
-    ids: A traced program, `leaves -> (ids, drawn)`: ids of all lookups, and
-      results of callbacks.
-    kinds: What it returns, as shapes.
+    ids: A traced program from leaves to ids of all lookups and results of
+      callbacks.
+    kinds: What it returns, as shapes, by path.
   """
 
   traced: Traced
@@ -90,7 +97,6 @@ class Tables:
   sites: dict[Path, Site]
   refusals: dict[int, Refusal]
   demanded: Sequence[int]
-  away: frozenset[int]
   wanted: int
   ids: Any
   kinds: Any
@@ -102,7 +108,7 @@ class Tables:
       if refusal is None:
         continue
       at = f", at {refusal.place}" if refusal.place else ""
-      if i in self.away:
+      if i in self.traced.away:
         raise ValueError(
           f"`fun` must only look up rows of {self.names[i]!r}, of which each"
           f" device has its own, but it {refusal.reason}{at};"
@@ -138,40 +144,36 @@ def trace(loss: Loss) -> Traced:
   leaves, structure = jax.tree.flatten(loss.params, is_leaf=is_sharded)
   count = len(leaves)
   leaves += loss.frozen.values()
-  of_leaves = lambda x: loss.of(structure.unflatten(x[:count]), x[count:])
-  traced = _trace(of_leaves, leaves)
-  arrays = [x.value if is_sharded(x) else x for x in leaves]
-  lacking = [tuple(traced.varying - compat.varying_axes(x)) for x in arrays]
-  if not any(lacking):
-    return traced
-  return _trace(of_leaves, [_varying(*x) for x in zip(leaves, lacking)])
-
-
-def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
-  return lax.pcast(leaf, axes, to="varying") if axes else leaf
-
-
-def _trace(loss, leaves) -> Traced:
+  away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
   rebuild: Any = None
-  own = [
-    tuple(compat.varying_axes(x.value)) if is_sharded(x) else () for x in leaves
-  ]
+  varying: frozenset[str] = frozenset()
 
-  def flat(leaves):
-    nonlocal rebuild
-    value = loss([_varying(*x) for x in zip(leaves, own)])
+  def flat(types):
+    nonlocal rebuild, varying
+    # The type of a whole table varies over nothing.
+    given = [
+      compat.cast_like(x, leaves[i].value) if i in away else x
+      for i, x in enumerate(types)
+    ]
+    value = loss.of(structure.unflatten(given[:count]), given[count:])
     arrays, rebuild = leaf_util.arrays_of(
       value, lambda x: isinstance(x, _ARRAYS)
     )
+    varying = frozenset().union(*map(compat.varying_axes, arrays[:1]))
     return arrays
 
-  closed = jax.make_jaxpr(flat)(list(map(_type_of_whole, leaves)))
-  jaxpr, consts = jaxprs.opened(closed)
-
-  aval = jaxpr.outvars[0].aval if jaxpr.outvars else None
-  manual = getattr(aval, "mat", None)
-  varying = frozenset(manual.varying if manual is not None else ())
-  return Traced(leaves, jaxpr, consts, rebuild, varying)
+  types = list(map(_type_of_whole, leaves))
+  program = jax.make_jaxpr(flat)(types)
+  arrays = [x.value if i in away else x for i, x in enumerate(leaves)]
+  lacking = [tuple(varying - compat.varying_axes(x)) for x in arrays]
+  if any(lacking):
+    leaves = [
+      lax.pcast(x, axes, to="varying") if axes else x
+      for x, axes in zip(leaves, lacking)
+    ]
+    types = list(map(_type_of_whole, leaves))
+    program = jax.make_jaxpr(flat)(types)
+  return Traced(leaves, types, away, program, rebuild, varying)
 
 
 def _type_of_whole(leaf: Any) -> Any:
@@ -191,29 +193,27 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
 def find(loss: Loss, spec: SparseSpec) -> Tables:
   """Decides for every parameter, and runs the program once to see."""
   traced = trace(loss)
-  leaves, tree = traced.leaves, loss.params
+  leaves, away, tree = traced.leaves, traced.away, loss.params
   names = [name for name, _ in leaf_util.named_leaves(tree, is_sharded)]
   count = len(names)
-  away = frozenset([i for i, x in enumerate(leaves) if is_sharded(x)])
   wanted: list[Any] = [None] * count
   if spec is not None:
     wanted = leaf_util.explicit(tree, spec, "tables")
-    leaf_util.require_bools(names, wanted, "tables")
     leaf_util.warn_of_none(tree, spec, wanted, "tables")
   names += loss.frozen
   wanted += [True] * len(loss.frozen)
   wanted = [i in away or w for i, w in enumerate(wanted)]
   unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
   candidates = [i for i, reason in unfit.items() if not reason]
-  sites: dict[Path, Site] = {}
-  refusals: dict[int, Refusal] = {}
+  run: Any = None
 
   def first_run(leaves):
-    run = tapping.Run(sites=sites, refusals=refusals, keeps_drawn=bool(away))
-    traced.run(run, leaves, candidates)
-    return run.ids, run.drawn
+    nonlocal run
+    _, run = traced.run(leaves, candidates)
+    return run.told
 
   ids, kinds = jax.make_jaxpr(first_run, return_shape=True)(traced.types)
+  sites, refusals = run.sites, run.refusals
   summed = {s.param for s in sites.values() if s.varying - traced.varying}
   looked_up = {site.param for site in sites.values()}
   for i in candidates:
@@ -233,7 +233,6 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     sites={path: site for path, site in sites.items() if site.param in rows},
     refusals=refusals,
     demanded=[i for i, w in enumerate(wanted) if w],
-    away=away,
     wanted=count,
     ids=ids,
     kinds=kinds,

@@ -1,9 +1,9 @@
-"""Runs a traced program so that its look-ups can be differentiated by rows.
+"""Runs a traced program so that its lookups can be differentiated by rows.
 
 A table goes through the program as a `View`. Where rows are looked up, a *tap*
 of zeros is added to them: the gradient by the tap is the gradient of the rows,
 and no gradient of the table is ever made. The first run has no taps; it finds
-the look-ups (`Site`), and whatever is done to a table that is none.
+the lookups (`Site`), and whatever is done to a table that is none.
 
 A leaf may be a stack of tables, `[T, R, D]`, from which tables are cut on the
 way: row `r` of table `t` is row `t * R + r` of the leaf.
@@ -11,6 +11,7 @@ way: row `r` of table `t` is row `t * R + r` of the leaf.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -29,22 +30,33 @@ from zenjax._src.gradients import look_ups
 #
 # A cast, a factor, a row set to a constant: such a step gives the same rows
 # whether the table takes it before rows are looked up or the rows do after.
+STEPS = (
+  "convert_element_type",
+  "neg",
+  "mul",
+  "div",
+  "scatter",
+  "stop_gradient",
+)
+# What changes types or places only is done to the table as it is.
+PLACES = (
+  "copy",
+  "copy_p",
+  "pvary",
+  "pcast",
+  "sharding_constraint",
+  "reshard",
+)
 
-
-# `(rows [..., D], ids [...]) -> rows`.
+# `(rows [..., D], ids [...]) -> rows`, where ids are those of the leaf's rows.
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class Operand(NamedTuple):
-  """An operand of an equation beside the table."""
-
-  value: Any
-  # What it was broadcast from, and to which dimensions; None if it was not.
-  source: tuple[Any, tuple[int, ...]] | None
-
-
 def step_of(
-  eqn: jex_core.JaxprEqn, first: int, others: Sequence[Operand]
+  eqn: jex_core.JaxprEqn,
+  first: int,
+  others: Sequence[Any],
+  place: look_ups.Place,
 ) -> Step | str:
   """Returns the step of rows that does what an equation does to their table.
 
@@ -52,6 +64,7 @@ def step_of(
     eqn: Whose primitive is one of `STEPS`.
     first: Position of the table among the operands.
     others: The other operands.
+    place: Of the table's rows in the leaf.
 
   Returns:
     The step, or a reason why there is none.
@@ -63,35 +76,24 @@ def step_of(
       return f"is cast to {jnp.dtype(dtype).name}"
     return lambda rows, ids: rows.astype(dtype)
   if name == "scatter":
-    return _row_set(eqn, first, others)
+    return _row_set(eqn, first, others, place)
   if name in ("mul", "div"):
-    factor = _of_a_row(others[0], eqn)
-    if factor is None and name == "mul":
-      return "is multiplied by more than a factor or a row of factors"
-    if factor is None or (first and name == "div"):
-      return "is in a quotient other than over a scalar or a row"
+    (factor,) = others
+    *dims, width = _shape(eqn)
+    if jnp.shape(factor) not in ((), (*[1] * len(dims), width)):
+      return f"is used by `{name}` with more than a factor or a row of factors"
+    if first and name == "div":
+      return "is used by `div` as a divisor"
     op = operator.mul if name == "mul" else operator.truediv
     return lambda rows, ids: op(rows, _beside(factor, rows))
   op = operator.neg if name == "neg" else lax.stop_gradient
   return lambda rows, ids: op(rows)
 
 
-STEPS = (
-  "convert_element_type",
-  "neg",
-  "mul",
-  "div",
-  "scatter",
-  "stop_gradient",
-)
-
-
-def _row_set(
-  eqn: jex_core.JaxprEqn, first: int, others: Sequence[Operand]
-) -> Step | str:
+def _row_set(eqn, first, others, place) -> Step | str:
   """One row replaced, as for padding: `table.at[0].set(0)`."""
   dims = eqn.params["dimension_numbers"]
-  indices, row = (other.value for other in others)
+  indices, row = others
   one = jnp.size(indices) == 1 and tuple(dims.inserted_window_dims) == (0,)
   *stack, num_rows, width = _shape(eqn)
   if stack:
@@ -101,49 +103,15 @@ def _row_set(
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
   clips = mode == jax.lax.GatherScatterMode.CLIP
   at_row = look_ups.in_range(jnp.reshape(indices, ()), num_rows, clips)
-  # Out of range nothing is written, and lookups out of range are `num_rows`.
-  at_row = jnp.where(at_row < num_rows, at_row, -1)
-  row = jnp.reshape(row, width)
+  # Out of range nothing is written, and ids of no row are positive.
+  at_row = jnp.where(at_row < 0, -1, place.ids([at_row]))
   return lambda rows, ids: jnp.where(
     (ids == at_row)[..., None], _beside(row, rows), rows
   )
 
 
-# What changes the values that a fill stands for, unless it is 0 or NaN.
-SCALES = ("neg", "mul", "div")
-
-_UNPLACED = (
-  "is looked up on automatic axes by more than `.at[ids].get(out_sharding=..)`"
-)
-
-# What changes types or places only is done to the table as it is.
-TYPES = ("copy", "copy_p", "pvary", "pcast")
-PLACES = (*TYPES, "sharding_constraint", "reshard")
-
-
-def _of_a_row(operand: Operand, eqn: jex_core.JaxprEqn) -> Any | None:
-  """A scalar or `[D]`, if that is all that the operand is."""
-  *others, width = _shape(eqn)
-  last, row = len(others), (*[1] * len(others), width)
-  candidates: list[tuple[Any, Any]] = [(operand.value, None)]
-  if operand.source is not None:
-    candidates.append(operand.source)
-  for value, dims in candidates:
-    shape = jnp.shape(value)
-    if shape == ():
-      return value
-    if dims is None:
-      across = shape == row
-    else:
-      own = tuple(dims)[-1:] == (last,) and shape[-1] in (1, width)
-      across = own and all(size == 1 for size in shape[:-1])
-    if across:
-      return jnp.reshape(value, -1)
-  return None
-
-
 def _beside(row: Any, rows: jax.Array) -> jax.Array:
-  """A scalar or `[D]` with as many dimensions as `rows: [..., D]`."""
+  """A scalar or a row with as many dimensions as `rows: [..., D]`."""
   return jnp.reshape(row, (*[1] * (rows.ndim - 1), -1))
 
 
@@ -153,45 +121,52 @@ def _shape(eqn: jex_core.JaxprEqn) -> tuple[int, ...]:
 
 
 class View(NamedTuple):
-  """A table on its way to its lookups."""
+  """A table on its way to its lookups.
+
+  Attributes:
+    param: Number of the leaf.
+    table: `[R, D]`, of a stack `[T, R, D]`, without the steps.
+    place: Of its rows in the leaf.
+    whole: Computes the table as the program has it, for other uses.
+    steps: What the program has done to it, to be done to rows.
+    is_changed: Whether a step does more than a cast.
+    away: Whether `table` is only a type: taps then are the rows themselves.
+    found: A lookup of it whose rows explicit sharding has not spread yet:
+      `table.at[ids].get(out_sharding=..)` looks up on automatic axes, and
+      reshards what it has read.
+  """
 
   param: int
-  table: jax.Array  # [R, D], of a stack [T, R, D]
-  place: look_ups.Place  # of its rows in the leaf
+  table: jax.Array
+  place: look_ups.Place
+  whole: Callable[[], jax.Array]
   steps: tuple[Step, ...] = ()
-  scaled: bool = False
-  mixed: bool = False  # whether a step has other operands
-  # Where it was resharded: the equation, and the view before it.
-  before: tuple[Any, "View"] | None = None
-  # Whether `table` is only a type: taps then are the rows themselves.
+  is_changed: bool = False
   away: bool = False
+  found: look_ups.LookUp | None = None
 
-  def of(self, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows as the program sees them; `ids` are those of the leaf's rows."""
-    for step in self.steps:
-      rows = step(rows, ids)
-    return rows
+  @classmethod
+  def of(cls, param: int, table: jax.Array, away: bool) -> "View":
+    """Returns the view of a leaf."""
+    place = look_ups.Place.of(jnp.shape(table))
+    return cls(param, table, place, lambda: table, away=away)
 
-  def whole(self) -> jax.Array:
-    """As the program sees it, for what is not differentiated."""
-    table, steps = self.table, self.steps
-    if self.before is not None:
-      eqn, view = self.before
-      (table,) = jaxprs.bind(eqn, [view.whole()])
-      steps = steps[len(view.steps) :]
-    if not steps:
-      return table
-    ids = look_ups.all_ids(self.place, table.shape)
-    return self._replace(steps=steps).of(table, ids)
+  def rows(self, found: look_ups.LookUp, rows: jax.Array) -> jax.Array:
+    """Rows as the program looks them up, from those of `table`.
 
-  @property
-  def is_stack(self) -> bool:
-    """Returns True if tables may be cut out of it."""
-    return bool(self.place.strides) and self.before is None
-
-  def of_tables(self, table: Any, place: look_ups.Place) -> "View":
-    """Returns the view of some tables, or of one, of the stack."""
-    return self._replace(table=table, place=place)
+    What is out of range has no gradient by any operand of a step.
+    """
+    steps = lambda rows: functools.reduce(
+      lambda x, step: step(x, found.read), self.steps, rows
+    )
+    is_filled = found.fill_value is not None
+    if not self.is_changed and not (self.away and is_filled):
+      return steps(rows)
+    real = (found.ids < self.place.num_rows)[..., None]
+    other = found.fill_value if is_filled else lax.stop_gradient(steps(rows))
+    # Zeros, for a gradient of 0 times NaN would be NaN.
+    rows = steps(jnp.where(real, rows, 0))
+    return jnp.where(real, rows, jnp.asarray(other, rows.dtype))
 
 
 # Where an equation is: its number in the program, the number in the program
@@ -226,19 +201,6 @@ class Site(NamedTuple):
     return zeros
 
 
-class Unplaced(NamedTuple):
-  """Rows that explicit sharding has not said yet how to spread.
-
-  `table.at[ids].get(out_sharding=..)` looks up on automatic axes, and reshards
-  what it has read.
-  """
-
-  view: View
-  found: look_ups.LookUp
-  eqn: Any
-  others: Sequence[Any]  # operands of the lookup beside the table
-
-
 class Refusal(NamedTuple):
   """A reason why a table's gradient stays dense."""
 
@@ -258,22 +220,21 @@ class Run:
   """One evaluation of a program in which tables are views.
 
   Attributes:
-    taps: What is added to the rows of each lookup; None in the first run, which
-      finds the lookups.
-    drawn: Results of callbacks that have run already.
-    keeps_drawn: Whether results of callbacks are kept in `drawn`.
+    given: For each lookup what is added to its rows, of sharded tables the rows
+      themselves; and results of callbacks that have run already. None of them
+      in the first run, which finds the lookups.
+    replays: Whether callbacks that have run are not to run again.
     sites: The lookups, in the order of the program.
     refusals: Of each parameter that is used in another way, the first.
-    ids: Of each lookup.
+    told: Ids of each lookup; with `replays` also results of callbacks.
     lengths: Of the scans around the program.
   """
 
-  taps: dict[Path, Any] | None = None
-  drawn: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
-  keeps_drawn: bool = False
+  given: dict[Path, Any] = dataclasses.field(default_factory=dict)
+  replays: bool = False
   sites: dict[Path, Site] = dataclasses.field(default_factory=dict)
   refusals: dict[int, Refusal] = dataclasses.field(default_factory=dict)
-  ids: dict[Path, Ids] = dataclasses.field(default_factory=dict)
+  told: dict[Path, Any] = dataclasses.field(default_factory=dict)
   lengths: tuple[int, ...] = ()
 
   def run(
@@ -289,60 +250,55 @@ class Run:
     for i, eqn in enumerate(jaxpr.eqns):
       values = [read(atom) for atom in eqn.invars]
       at = (*path, i)
-      if [x for x in values if isinstance(x, View | Unplaced)]:
-        sources = lambda eqn=eqn: [_source(x, jaxpr, read) for x in eqn.invars]
-        outs = self._with_views(eqn, values, at, sources)
-      elif (self.keeps_drawn or self.drawn) and _draws(eqn):
-        outs = self._drawing(eqn, values, at)
+      if any(isinstance(x, View) for x in values):
+        outs = self._with_views(eqn, values, at)
+      elif self.replays and _calls_back(eqn):
+        outs = self._called_back(eqn, values, at)
       else:
         outs = jaxprs.bind(eqn, values)
       env.update(zip(eqn.outvars, outs))
     return [read(atom) for atom in jaxpr.outvars]
 
-  def _with_views(self, eqn, values, at, sources) -> list:
+  def _with_views(self, eqn, values, at) -> list:
     name = eqn.primitive.name
-    if [x for x in values if isinstance(x, Unplaced)]:
+    first, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
+    view, others = values[first], [*values[:first], *values[first + 1 :]]
+    if any(isinstance(x, View) and x.found is not None for x in values):
       if name == "reshard":
-        return self._placed(eqn, values[0], at)
-      return jaxprs.bind(eqn, self._given_up(values))
+        return self._spread(eqn, view, view.found, at)
+      return self._refuse(eqn, values, _ON_AUTOMATIC_AXES)
     if name in INSIDE:
       return INSIDE[name](self, eqn, values, at)
-    first, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
-    view = values[first]
-    if name == "stop_gradient" and not view.away:
-      return jaxprs.bind(eqn, wholes(values))  # No gradient, so no rows of it.
     if more:
       return self._refuse(eqn, values, f"is used by `{name}` with other tables")
+    if name == "stop_gradient" and not view.away:
+      return jaxprs.bind(eqn, [view.whole()])  # No gradient, so no rows of it.
     if name in PLACES:
       (table,) = jaxprs.bind(eqn, [view.table])
-      # Of another mesh than the operands of its steps.
-      before = (eqn, view) if name == "reshard" else view.before
-      return [view._replace(table=table, before=before)]
+      return _seen(eqn, values, [view._replace(table=table)])
     if name in STEPS:
-      return self._stepping(eqn, view, values, first, sources())
-    if first == 0 and name in look_ups.CUTS and view.before is None:
-      places = look_ups.cut(eqn, view.table, view.place, values[1:])
+      step = step_of(eqn, first, others, view.place)
+      if isinstance(step, str):
+        return self._refuse(eqn, values, step)
+      is_changed = view.is_changed or name != "convert_element_type"
+      steps = (*view.steps, step)
+      changed = view._replace(steps=steps, is_changed=is_changed)
+      return _seen(eqn, values, [changed])
+    if first == 0 and name in look_ups.CUTS:
+      places = look_ups.cut(eqn, view.table, view.place, others)
       if places is not None:
-        tables = jaxprs.bind(eqn, [view.table, *values[1:]])
-        return [view.of_tables(*x) for x in zip(tables, places, strict=True)]
-    if name in look_ups.FORMS and first == 0:
+        tables = jaxprs.bind(eqn, [view.table, *others])
+        return _seen(
+          eqn,
+          values,
+          [
+            view._replace(table=table, place=place)
+            for table, place in zip(tables, places, strict=True)
+          ],
+        )
+    if first == 0 and name in look_ups.FORMS:
       return self._look_up(eqn, view, values, at)
     return self._refuse(eqn, values, f"is used by `{name}`")
-
-  def _stepping(self, eqn, view, values, first, sources) -> list:
-    """The table after a step that its rows can take instead."""
-    others = list(map(Operand, values, sources))
-    del others[first]
-    name = eqn.primitive.name
-    step = step_of(eqn, first, others)
-    if isinstance(step, str):
-      return self._refuse(eqn, values, step)
-    changed = view._replace(
-      steps=(*view.steps, _by_leaf(step, view.place)),
-      scaled=view.scaled or name in SCALES,
-      mixed=view.mixed or bool(others),
-    )
-    return [changed]
 
   def _look_up(self, eqn, view, values, at) -> list:
     read = look_ups.FORMS[eqn.primitive.name]
@@ -350,16 +306,12 @@ class Run:
       found = read(eqn, view.table, view.place, values[1:])
     if isinstance(found, str):
       return self._refuse(eqn, values, found)
-    if found.fill and view.scaled:
-      reason = "is scaled, and ids out of range read a value of their own"
-      return self._refuse(eqn, values, reason)
     if compat.explicit_axes() and not compat.explicit_axes(found.out):
-      return [Unplaced(view, found, eqn, values[1:])]
+      return _seen(eqn, values, [view._replace(found=found)])
     return [self._tapped(view, found, at)]
 
-  def _placed(self, eqn, unplaced: Unplaced, at) -> list:
+  def _spread(self, eqn, view, found, at) -> list:
     """Ids and rows where a lookup says that they are."""
-    view, found = unplaced.view, unplaced.found
     (out,) = jaxprs.bind(eqn, [found.out])
     *spec, _ = compat.explicit_spec(found.rows(out))
     place = lambda ids: jax.sharding.reshard(ids, PartitionSpec(*spec))
@@ -374,15 +326,10 @@ class Run:
     self.sites[at] = Site(
       view.param, rows.shape, rows.dtype, varying, spec, self.lengths
     )
-    if self.taps is not None and view.away:
-      rows = self.taps[at]
-      if found.fill_value is not None:
-        real = (found.read < view.place.num_rows)[..., None]
-        rows = jnp.where(real, rows, jnp.asarray(found.fill_value, rows.dtype))
-    elif self.taps is not None:
-      rows = rows + self.taps[at]
-    self.ids[at] = Ids(found.ids, found.read)
-    return found.restored(_stepped(view, found, rows))
+    self.told[at] = Ids(found.ids, found.read)
+    if at in self.given:
+      rows = self.given[at] if view.away else rows + self.given[at]
+    return found.restored(view.rows(found, rows))
 
   def _called(self, eqn, values, at) -> list:
     return self.run(*jaxprs.opened(jaxprs.called(eqn)), values, at)
@@ -390,7 +337,7 @@ class Run:
   def _scan(self, eqn, values, at) -> list:
     consts, carry, xs = jaxprs.scan_parts(eqn, values)
     stacks = {
-      i: x for i, x in enumerate(xs) if isinstance(x, View) and x.is_stack
+      i: x for i, x in enumerate(xs) if isinstance(x, View) and x.place.strides
     }
     rows = [x for i, x in enumerate(xs) if i not in stacks]
     self._note(eqn, [*carry, *rows], "is carried or cut up by a `scan`")
@@ -402,7 +349,9 @@ class Run:
       xs, number, given = inputs
       xs = list(xs)
       for i, view in stacks.items():
-        xs[i] = view.of_tables(xs[i], view.place.at(number))
+        whole = lambda view=view: view.whole()[number]
+        place = view.place.at(number)
+        xs[i] = view._replace(table=xs[i], place=place, whole=whole)
       args = [*consts, *carry, *xs]
       outs, told = self._inside(eqn, args, at, given, length)
       outs = self._returned(eqn, outs)
@@ -417,7 +366,7 @@ class Run:
       reverse=eqn.params["reverse"],
       unroll=eqn.params["unroll"],
     )
-    self._hear(told)
+    self.told |= told
     return [*carry, *ys]
 
   def _rematerialized(self, eqn, values, at) -> list:
@@ -442,65 +391,39 @@ class Run:
     )
     plain = [x for i, x in enumerate(values) if i not in views]
     outs, told = inside(self._given(at), plain)
-    self._hear(told)
+    self.told |= told
     return [same.get(k, out) for k, out in enumerate(outs)]
 
-  def _given(self, at: Path) -> Any:
-    """Taps and results of callbacks for the program of an equation."""
-    inside = lambda x: {p: v for p, v in x.items() if p[: len(at)] == at}
-    return inside(self.taps or {}), inside(self.drawn)
+  def _given(self, at: Path) -> dict[Path, Any]:
+    """What is given to the program of an equation."""
+    return {p: x for p, x in self.given.items() if p[: len(at)] == at}
 
   def _inside(self, eqn, args, at, given, *length):
     """Runs the program of an equation, which JAX traces by itself.
 
     Returns:
-      Its results; ids of lookups, and what callbacks returned if it is wanted.
+      Its results, and what it has told.
     """
-    taps, drawn = given
-    inner = dataclasses.replace(
-      self,
-      taps=None if self.taps is None else taps,
-      drawn=drawn,
-      ids={},
-      lengths=(*self.lengths, *length),
-    )
+    lengths = (*self.lengths, *length)
+    inner = dataclasses.replace(self, given=given, told={}, lengths=lengths)
     body, consts = jaxprs.opened(eqn.params["jaxpr"])
-    outs = inner.run(body, consts, args, at)
-    return outs, (inner.ids, inner.drawn if self.keeps_drawn else {})
-
-  def _hear(self, told: tuple[dict[Path, Ids], dict[Path, list[Any]]]) -> None:
-    """Takes over what a program has told, from outside of it."""
-    self.ids |= told[0]
-    self.drawn |= told[1]
-
-  def _drawing(self, eqn, values, at) -> list:
-    """What a callback returns, or has returned; also inside other programs."""
-    if eqn.primitive.name in INSIDE:
-      return INSIDE[eqn.primitive.name](self, eqn, values, at)
-    if at in self.drawn:
-      return self.drawn[at]
-    outs = jaxprs.bind(eqn, values)
-    if self.keeps_drawn:
-      self.drawn[at] = outs
-    return outs
+    return inner.run(body, consts, args, at), inner.told
 
   def _returned(self, eqn, outs) -> list:
     self._note(eqn, outs, f"is returned by a `{eqn.primitive.name}`")
     return wholes(outs)
 
+  def _called_back(self, eqn, values, at) -> list:
+    """What a callback returns, or has returned; also inside other programs."""
+    if eqn.primitive.name in INSIDE:
+      return INSIDE[eqn.primitive.name](self, eqn, values, at)
+    outs = self.given[at] if at in self.given else jaxprs.bind(eqn, values)
+    self.told[at] = outs
+    return outs
+
   def _refuse(self, eqn, values, reason) -> list:
     self._note(eqn, values, reason)
     return jaxprs.bind(eqn, wholes(values))
-
-  def _given_up(self, values) -> list:
-    """Rows as they are; the gradient of their table stays dense."""
-    values = list(values)
-    for i, value in enumerate(values):
-      if isinstance(value, Unplaced):
-        self._note(value.eqn, [value.view], _UNPLACED)
-        table = value.view.whole()
-        (values[i],) = jaxprs.bind(value.eqn, [table, *value.others])
-    return wholes(values)
 
   def _note(self, eqn, values, reason):
     for value in values:
@@ -516,52 +439,31 @@ INSIDE: dict[str, Callable[..., list]] = {
   "scan": Run._scan,
 }
 
+_ON_AUTOMATIC_AXES = (
+  "is looked up on automatic axes by more than `.at[ids].get(out_sharding=..)`"
+)
 
-def _draws(eqn) -> bool:
+
+def _calls_back(eqn) -> bool:
   """Whether an equation calls the host for values, maybe inside a program."""
   if eqn.primitive.name in ("pure_callback", "io_callback"):
     return True
   programs = jex_core.jaxprs_in_params(eqn.params)
   inside = eqn.primitive.name in INSIDE
   return inside and any(
-    _draws(x) for program in programs for x in jaxprs.opened(program)[0].eqns
+    _calls_back(x)
+    for program in programs
+    for x in jaxprs.opened(program)[0].eqns
   )
 
 
-def _source(atom, jaxpr, read) -> tuple[Any, tuple[int, ...]] | None:
-  """What a value was broadcast from, and to which dimensions, if it was."""
-  made = [x for x in jaxpr.eqns if [v for v in x.outvars if v is atom]]
-  if not made:
-    return None
-  (eqn,), name = made, made[0].primitive.name
-  if name == "broadcast_in_dim":
-    value = read(eqn.invars[0])
-    is_table = isinstance(value, View | Unplaced)
-    dims = tuple(eqn.params["broadcast_dimensions"])
-    return None if is_table else (value, dims)
-  source = _source(eqn.invars[0], jaxpr, read) if name in TYPES else None
-  if source is None:
-    return None
-  value, dims = source
-  return jaxprs.bind(eqn, [value])[0], dims
-
-
-def _by_leaf(step: Step, place: look_ups.Place) -> Step:
-  """`step` of a table's own ids as one of the leaf's."""
-  if place.is_table or place.strides:
-    return step
-  return lambda rows, ids: step(rows, ids - place.first)
-
-
-def _stepped(view, found, rows):
-  """`view.of`; what is out of range has no gradient by any operand."""
-  if not view.mixed:
-    return view.of(rows, found.read)
-  real = (found.ids < view.place.num_rows)[..., None]
-  other = lax.stop_gradient(view.of(rows, found.read))
-  # Zeros, for a gradient of 0 times NaN would be NaN.
-  rows = view.of(jnp.where(real, rows, 0), found.read)
-  return jnp.where(real, rows, other)
+def _seen(eqn, values, views: Sequence[View]) -> list[View]:
+  """Views of what an equation makes of others; itself computes it if wanted."""
+  results = lambda: jaxprs.bind(eqn, wholes(values))
+  return [
+    view._replace(whole=lambda i=i: results()[i])
+    for i, view in enumerate(views)
+  ]
 
 
 def wholes(values: Sequence[Any]) -> list:

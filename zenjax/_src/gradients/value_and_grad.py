@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.gradients import sharded_lookups
 from zenjax._src.gradients import table_uses
-from zenjax._src.gradients import tapping
 from zenjax._src.gradients.loss import partial_loss
 from zenjax._src.rows import batch_layout
 from zenjax._src.rows import leaf_util
@@ -197,27 +197,27 @@ def filter_value_and_grad(
       )
       return fun(whole, *args, **kwargs)
 
-    params = jax.tree.map(lambda x: x if _is_floating(x) else None, model)
+    is_floating = lambda x: (
+      leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
+    params = jax.tree.map(lambda x: x if is_floating(x) else None, model)
     both = value_and_grad(loss, has_aux=has_aux, tables=tables)
     return both(params, *args, **kwargs)
 
   return value_and_grad_of
 
 
-def _is_floating(x: Any) -> bool:
-  return leaf_util.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _differentiate(found, options, prefetched):
   """`[loss, *aux]`, and the gradient of every leaf."""
-  leaves = found.traced.leaves
+  traced = found.traced
+  leaves = traced.leaves
   plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
   taps = {path: site.tap() for path, site in found.sites.items()}
-  drawn = {}
-  if found.away:
+  called_back = {}
+  if traced.away:
     asked = sharded_lookups.Asked.of(found)
-    fetched = asked.rows(taps, prefetched)
-    taps, drawn = taps | fetched, asked.drawn
+    taps |= asked.rows(taps, prefetched)
+    called_back = asked.called_back
   elif prefetched is not None:
     raise ValueError(
       "`prefetched` must be None where no table is sharded; call"
@@ -226,22 +226,21 @@ def _differentiate(found, options, prefetched):
 
   def both(types, plain, taps):
     def loss(plain, taps):
-      run = tapping.Run(taps=taps, drawn=drawn)
       given = [plain.get(i, types[i]) for i in range(len(leaves))]
-      outs = found.traced.run(run, given, found.rows)
-      return outs[0], (outs, run.ids)
+      outs, run = traced.run(given, found.rows, taps | called_back)
+      return outs[0], (outs, {path: run.told[path] for path in found.sites})
 
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, **options)
     return both(plain, taps)
 
   (value, (outs, ids)), (grads, rows) = sharded_lookups.without_tables(
-    found, both, plain, taps
+    traced, both, plain, taps
   )
   # Of a loss that is linear in the rows, gradients would not wait for the
   # lookups, and XLA:CPU would copy a table that is updated meanwhile.
   value, rows = lax.optimization_barrier((value, rows))
   grads |= _row_gradients(found, ids, rows)
-  for i in found.away:
+  for i in traced.away:
     grads[i] = leaves[i].with_value(grads[i].as_by_owner())
   return [value, *outs[1:]], [grads[i] for i in range(found.wanted)]
 
@@ -251,18 +250,15 @@ def _row_gradients(found, ids, rows) -> dict[int, SparseRows]:
 
   An id beyond a table reads its nearest row, and no row gets its gradient.
   """
-  leaves = found.traced.leaves
+  types = found.traced.types
   parts = {i: [] for i in found.rows}
   for path, site in found.sites.items():
-    table = leaves[site.param]
-    num_rows = table.num_rows if site.param in found.away else len(table)
+    num_rows = math.prod(types[site.param].shape[:-1])
     flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
     parts[site.param].append(SparseRows(*flat, num_rows))
-
-  def none(i):
-    devices = (leaves[i].devices,) if i in found.away else ()
-    return sparse_rows.no_rows(leaves[i], *devices)
-
-  return {
-    i: sparse_rows.concatenated(some or [none(i)]) for i, some in parts.items()
-  }
+  for i, some in parts.items():
+    if not some:
+      # Each device has a part of it.
+      padding = found.traced.leaves[i].devices if i in found.traced.away else 0
+      some.append(sparse_rows.no_rows(types[i], padding))
+  return {i: sparse_rows.concatenated(some) for i, some in parts.items()}

@@ -38,8 +38,8 @@ class Optimizer:
       i for i, (_, x) in enumerate(self._named) if x.ndim == 2 and is_float(x)
     ]
     state = jax.eval_shape(self._tx.init, types)
-    analyses = row_analysis.Analyses(self._tx)
-    found = analyses.of(types, state, types, {}, dict.fromkeys(tables, 2))
+    rows = dict.fromkeys(tables, 2)
+    found = row_analysis.analysis_of(self._tx, types, state, types, {}, rows)
     self.sums = found.wants_more or found.sums is not None
     self.sums_all = self.sums or clip_norm is not None
     self.resting = {self._named[i][0] for i in found.rests}

@@ -7,6 +7,7 @@ for the order of rows means nothing.
 """
 
 from collections.abc import Callable, Sequence
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -50,19 +51,25 @@ def joined(parts: Sequence[jax.Array], spread: Spread) -> jax.Array:
   """All of `parts: [K, ...]` in one; `spread.devices` divides each `K`."""
   if spread.devices == 1:
     return jnp.concatenate(parts)
-  blocks = [_cut(x, spread) for x in parts]
+  entry, blocks = spread.axes or None, []
+  for x in parts:
+    if compat.explicit_axes(x):
+      spec = PartitionSpec(entry, *compat.explicit_spec(x)[1:])
+      x = jax.sharding.reshard(x, _lies(x, spec))
+    blocks.append(_cut(x, [spread.devices], [entry]))
   return _merged(jnp.concatenate(blocks, axis=1), 2, spread.axes)
 
 
-def _cut(x: jax.Array, spread: Spread) -> jax.Array:
-  """`[K, ...]` as `[devices, K / devices, ...]`."""
-  shape = (spread.devices, x.shape[0] // spread.devices, *x.shape[1:])
+def _cut(x: jax.Array, devices: Sequence[int], spec: Sequence[Any]) -> Any:
+  """`x` with each first dimension in two: over devices, and in one of them."""
+  parts = [(n, size // n) for size, n in zip(x.shape, devices)]
+  shape = (*itertools.chain(*parts), *x.shape[len(devices) :])
   if not compat.explicit_axes(x):
     return x.reshape(shape)
-  spec = PartitionSpec(spread.axes or None, *compat.explicit_spec(x)[1:])
-  x = jax.sharding.reshard(x, _lies(x, spec))
-  spec = PartitionSpec(spread.axes or None, None, *spec[1:])
-  return lax.reshape(x, shape, out_sharding=_lies(x, spec))
+  cut = itertools.chain(*[(entry, None) for entry in spec])
+  rest = compat.explicit_spec(x)[len(devices) :]
+  lies = _lies(x, PartitionSpec(*cut, *rest))
+  return lax.reshape(x, shape, out_sharding=lies)
 
 
 def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
@@ -128,23 +135,11 @@ def flat_ids(
 
 def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
   """`x` with the dimensions of `spec` in one: by device, then by look-up."""
-  rest = compat.explicit_spec(x)[len(spec) :]
-  shape: list[int] = []
-  cut: list[Any] = []
-  for size, entry in zip(x.shape, spec):
-    devices = _devices(x, _axes(entry))
-    shape += [devices, size // devices]
-    cut += [entry, None]
-  x = lax.reshape(
-    x,
-    (*shape, *x.shape[len(spec) :]),
-    out_sharding=_lies(x, PartitionSpec(*cut, *rest)),
-  )
-  first = range(0, len(cut), 2)
-  last = range(len(cut), x.ndim)
-  x = jnp.transpose(x, (*first, *range(1, len(cut), 2), *last))
+  x = _cut(x, [_devices(x, _axes(entry)) for entry in spec], spec)
+  cut = 2 * len(spec)
+  order = *range(0, cut, 2), *range(1, cut, 2), *range(cut, x.ndim)
   axes = tuple([axis for entry in spec for axis in _axes(entry)])
-  return _merged(x, len(cut), axes)
+  return _merged(jnp.transpose(x, order), cut, axes)
 
 
 def _lies(x: jax.Array, spec: PartitionSpec) -> NamedSharding:

@@ -1,7 +1,6 @@
 """`lazy_rows`: an optimizer that touches the rows of its updates only."""
 
-from collections.abc import Iterable, Sequence
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 import warnings
 
@@ -71,11 +70,10 @@ def lazy_rows(
     TensorFlow Addons' `LazyAdam`.
   """
   inner = optax.with_extra_args_support(inner)
-  analyses = row_analysis.Analyses(inner)
 
   def init(params):
     leaf_util.refuse_sharded(params, "params", "lazy_rows")
-    require_row_by_row(inner, params)
+    _require_row_by_row(inner, params)
     return inner.init(params)
 
   def update(updates, state, params=None, **extra):
@@ -91,7 +89,9 @@ def lazy_rows(
       require_one("an update", x)
       at[i] = touched_rows.At.of(x.indices, x.num_rows)
     sizes = {i: x.capacity for i, x in rows.items()}
-    analysis = analyses.of(updates, state, params, extra, sizes)
+    analysis = row_analysis.analysis_of(
+      inner, updates, state, params, extra, sizes
+    )
     names = [name for name, _ in leaf_util.named_leaves(updates, is_rows)]
     require(analysis, names, "inner")
     structure = jax.tree.structure(updates, is_leaf=is_rows)
@@ -152,7 +152,7 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
     )
 
 
-def require_row_by_row(
+def _require_row_by_row(
   inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> None:
   """Looks at `inner` before it is known which leaves are tables.
@@ -163,51 +163,32 @@ def require_row_by_row(
   Raises:
     ValueError: None of these tables can be updated by rows.
   """
-  state = jax.eval_shape(inner.init, params)
-  require_no_accumulation(state, "inner")
-  named = leaf_util.named_leaves(params)
-  names = [name for name, _ in named]
   types = jax.tree.map(row_analysis.type_of, params)
-  is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+  state = jax.eval_shape(inner.init, types)
+  require_no_accumulation(state, "inner")
+  named = leaf_util.named_leaves(types)
   tables = [
-    i for i, (_, x) in enumerate(named) if jnp.ndim(x) == 2 and is_float(x)
-  ]
-  given = {}, {"value": jax.ShapeDtypeStruct((), jnp.float32)}
-  analyses = row_analysis.Analyses(inner)
-  sizes = dict.fromkeys(tables, touched_rows.FEWEST)
-  found = (analyses.of(types, state, types, extra, sizes) for extra in given)
-  try:
-    # Some optimizers want the loss beside its gradient.
-    analysis = next((x for x in found if not x.wants_more), None)
-  except NameError as error:
-    raise ValueError(
-      "`inner` must not synchronize devices, but it wants an axis of them"
-      f" ({error}); put zen_sync before lazy_rows, and sharded_optimizer in the"
-      " place of both."
-    ) from error
-  if analysis is None:
-    return  # It needs arguments that only the user has.
-  tall = [
     i
-    for i, chosen in enumerate(leaf_util.select(params, None, "row"))
-    if chosen and i in tables
+    for i, (_, x) in enumerate(named)
+    if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
   ]
-  refused = analysis.refusals
-  if tall or len(refused) == len(tables):
-    some = {i: x for i, x in refused.items() if i in (tall or refused)}
-    require(dataclasses.replace(analysis, refusals=some), names, "inner")
-  warn_of_decay(analysis, names, tall or range(len(named)))
+  tall = [i for i in tables if leaf_util.is_table(named[i][1])]
+  sizes = dict.fromkeys(tall or tables, touched_rows.FEWEST)
+  analysis = row_analysis.analysis_of(inner, types, state, types, {}, sizes)
+  names = [name for name, _ in named]
+  if analysis.wants_more:
+    return  # It needs arguments that only the user has.
+  if len(analysis.refusals) == len(sizes):
+    require(analysis, names, "inner")
+  warn_of_decay(analysis, names)
 
 
-def warn_of_decay(
-  analysis: RowAnalysis, names: Sequence[str], tables: Iterable[int]
-) -> None:
+def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
   """Tells of tables whose rows move without a gradient."""
-  found = [names[i] for i in sorted(analysis.moves) if i in tables]
-  if found:
+  for table in analysis.program.moving()[:1]:
     warnings.warn(
       "Weight decay, or what else moves rows without a gradient, acts only on"
-      f" the rows of table {found[0]!r} that a step touches. For the plain"
+      f" the rows of table {names[table]!r} that a step touches. For the plain"
       ' optimizer use `zen_sync(.., output="dense")` without `lazy_rows`;'
       " `optax.masked` leaves the table out.",
       stacklevel=2,

@@ -90,12 +90,12 @@ def is_array(x: Any) -> bool:
 def arrays_of(
   tree: Any, is_array: Callable[[Any], bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-  """Takes arrays out of a tree.
+  """Takes arrays, or other nodes, out of a tree.
 
   Returns:
-    The arrays, and a function that puts others in their place.
+    These, and a function that puts others in their place.
   """
-  leaves, structure = jax.tree.flatten(tree)
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_array)
   arrays = [x for x in leaves if is_array(x)]
   rest = [_TAKEN if is_array(x) else x for x in leaves]
 
@@ -146,7 +146,6 @@ def select(
   if sparse is None:
     return [is_table(leaf, unit) for _, leaf in leaves]
   chosen = explicit(tree, sparse, argument)
-  require_bools([name for name, _ in leaves], chosen, argument)
   for (name, leaf), wanted in zip(leaves, chosen):
     if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
@@ -157,31 +156,26 @@ def select(
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
 
 
-def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[Any]:
+def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
   """Returns what `argument` says of each leaf: a prefix, or a callable."""
+  leaves = named_leaves(tree)
   if callable(sparse):
-    return [bool(sparse(name, leaf)) for name, leaf in named_leaves(tree)]
+    return [bool(sparse(name, leaf)) for name, leaf in leaves]
   try:
-    chosen = jax.tree.broadcast(sparse, tree)
+    chosen = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
   except ValueError as error:
     raise ValueError(
       f"`{argument}` must be a pytree prefix of the leaves: it has structure"
       f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
       " give a bool for every subtree, or a callable (name, leaf) -> bool."
     ) from error
-  return jax.tree.leaves(chosen)
-
-
-def require_bools(
-  names: Sequence[str], chosen: Sequence[Any], argument: str
-) -> None:
-  """Raises ValueError at the first leaf for which there is something else."""
-  for name, wanted in zip(names, chosen):
+  for (name, _), wanted in zip(leaves, chosen):
     if not isinstance(wanted, bool):
       raise ValueError(
         f"`{argument}` must give a bool for every leaf, got {wanted!r} for leaf"
         f" {name!r}; give True, False or a callable (name, leaf) -> bool."
       )
+  return chosen
 
 
 def warn_of_none(

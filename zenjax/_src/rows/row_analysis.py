@@ -93,46 +93,50 @@ class RowAnalysis:
       return self.program.with_numbers(grads, state, params, extra)
     return self.program.inner.update(grads, state, params, **extra)
 
-  @property
-  def moves(self) -> frozenset[int]:
-    """Tables of which rows move that never had a gradient."""
-    return self.program.moves()
+
+def analysis_of(
+  inner: optax.GradientTransformationExtraArgs,
+  grads: Any,
+  state: Any,
+  params: Any,
+  extra: Mapping[str, Any],
+  tables: Mapping[int, int],
+) -> RowAnalysis:
+  """Reads off an optimizer's `update` how it treats rows.
+
+  Args:
+    inner: The optimizer.
+    grads: Arrays, SparseRows or types of whole tables.
+    state: Of the optimizer, for whole tables: arrays or types.
+    params: Arrays or types of whole tables, or None.
+    extra: Further arguments of `update`.
+    tables: Leaves of `grads` that are tables, by number, and with how many
+      rows of each `update` will be called; at least 2.
+  """
+  given = grads, state, params, dict(extra)
+  flat = [jax.tree.flatten(x, is_leaf=is_rows) for x in given]
+  types = [[type_of(x) if _is_array(x) else x for x in xs] for xs, _ in flat]
+  program = Update(
+    inner=inner,
+    structures=tuple([structure for _, structure in flat]),
+    leaves=tuple(map(tuple, types)),
+    tables=tuple(tables.items()),
+  )
+  try:
+    return _known(program)
+  except TypeError:  # An argument that has no hash.
+    return program.analysis()
 
 
-class Analyses:
-  """Analyses of one optimizer, each kind of arguments once."""
-
-  def __init__(self, inner: optax.GradientTransformationExtraArgs):
-    self._inner = inner
-    self._known: dict[Any, RowAnalysis] = {}
-
-  def of(
-    self,
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra: Mapping[str, Any],
-    tables: Mapping[int, int],
-  ) -> RowAnalysis:
-    """Reads off the optimizer's `update` how it treats rows.
-
-    Args:
-      grads: Arrays, SparseRows or types of whole tables.
-      state: Of the optimizer, for whole tables: arrays or types.
-      params: Arrays or types of whole tables, or None.
-      extra: Further arguments of `update`.
-      tables: Leaves of `grads` that are tables, by number, and with how many
-        rows of each `update` will be called; at least 2.
-    """
-    program = Update.of(self._inner, grads, state, params, extra, tables)
-    try:
-      if program not in self._known:
-        self._known[program] = program.analysis()
-    except TypeError:  # An argument that has no hash.
-      return program.analysis()
-    return self._known[program]
+@functools.lru_cache(maxsize=64)
+def _known(program: "Update") -> RowAnalysis:
+  return program.analysis()
 
 
+_SYNCS = (
+  "it synchronizes devices: put zen_sync before lazy_rows, and have neither"
+  " with sharded_optimizer"
+)
 _UNTRACED = "it cannot be traced with these arguments"
 _SIZES = (
   "it does something else for tables of another size: give masks and labels"
@@ -159,27 +163,14 @@ class Update:
   leaves: tuple[tuple[Any, ...], ...]
   tables: tuple[tuple[int, int], ...]
 
-  @classmethod
-  def of(cls, inner, grads, state, params, extra, tables) -> "Update":
-    """Returns it for arguments of these types; see `Analyses.of`."""
-    given = grads, state, params, dict(extra)
-    flat = [jax.tree.flatten(x, is_leaf=is_rows) for x in given]
-    types = [[type_of(x) if _is_array(x) else x for x in xs] for xs, _ in flat]
-    return cls(
-      inner=inner,
-      structures=tuple([structure for _, structure in flat]),
-      leaves=tuple(map(tuple, types)),
-      tables=tuple(tables.items()),
-    )
-
   def analysis(self) -> RowAnalysis:
     """Compares whole tables with tables of the wanted sizes."""
     if self._owners is None:
       return self._refused(_STATE)
     try:
       whole = self._trace(self._flat, self._arrays(self._whole))
-    except NameError:
-      raise  # It wants an axis of devices, and says so.
+    except NameError as error:
+      return self._refused(f"{_SYNCS} ({_line(error)})")
     except Exception as error:  # Whatever an optimizer raises.
       return self._refused(f"{_UNTRACED} ({_line(error)})", wants_more=True)
     facts = _Facts()
@@ -221,19 +212,19 @@ class Update:
       wants_more=wants_more,
     )
 
-  def moves(self) -> frozenset[int]:
+  def moving(self) -> list[int]:
     """Returns tables of which rows move that never had a gradient."""
-    if self._owners is None or not self.tables:
-      return frozenset()
-    made = self._trace(self._init, self._like)
-    state = _Facts().run(made, made, [Fact()] * len(self._like))
+    if not self.tables:
+      return []
+    like = self._like
+    made = self._trace(self._init, like)
+    state = _Facts().run(made, made, [Fact()] * len(like))
     whole, twin = (
       self._trace(self._flat, self._arrays(sizes))
       for sizes in (self._whole, self._few)
     )
     outputs = _Facts().run(whole, twin, self._facts([x.idle for x in state]))
-    moving = (i for i in self._whole if not _is_zero(outputs[i].idle))
-    return frozenset(moving)
+    return [i for i in self._whole if not _is_zero(outputs[i].idle)]
 
   def with_numbers(
     self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
@@ -461,7 +452,7 @@ def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
   """Refuses values that differ by row, and sizes that become numbers."""
   if not jaxprs.grown(eqn, twin):
     return
-  if name in _ELEMENTWISE or name in _REPEATS:
+  if name in _ELEMENTWISE or name in ("broadcast_in_dim", "transpose"):
     return
   if name == "iota":
     dim = eqn.params["dimension"]
@@ -557,13 +548,9 @@ def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
     return values[1]
   if name in _STAYS:
     return values[0]
-  spreads = name in _SPREADS or (
-    name in _ALONG
-    and name not in _OTHERS
-    and all(_same(x, values[0]) for x in values)
-  )
-  repeated = name not in _ADDS or zeros[0]
-  return values[0] if spreads and repeated and _is_number(values[0]) else None
+  is_one = _is_number(values[0]) and all(_same(x, values[0]) for x in values)
+  keeps = name in _REPEATS or (name in _ADDS and zeros[0])
+  return values[0] if is_one and keeps else None
 
 
 def _computed(name: str, eqn: Any, values: list[Any]) -> Any:
@@ -636,13 +623,14 @@ _ALONG = _FOLDS | {
 }
 # What a row must be so that a reduction over rows is right without it.
 _NEUTRAL = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
-# Of equal numbers they make others, unless these are zero; or always.
-_ADDS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod")
-_OTHERS = ("argmax", "argmin", "cumlogsumexp")
-# They keep a value; they keep a number, wherever its elements go.
+# They keep a value.
 _STAYS = ("copy", "copy_p", "pvary", "stop_gradient")
-_REPEATS = ("broadcast_in_dim", "transpose")
-_SPREADS = ("broadcast_in_dim", "reshape", "slice", "squeeze", "transpose")
+# They keep a number that all operands hold, or only zero.
+_REPEATS = frozenset(
+  "broadcast_in_dim concatenate cummax cummin reduce_and reduce_max reduce_min"
+  " reduce_or reshape rev slice sort split squeeze transpose".split()
+)
+_ADDS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod")
 
 
 # --- types ---

@@ -1,6 +1,7 @@
 """A table of which only some rows are held."""
 
 from collections.abc import Sequence
+import copy
 import math
 from typing import Any, NoReturn
 
@@ -52,34 +53,31 @@ _ROW_IDS = jex_random.define_prng_impl(
 _NOWHERE = np.uint32(1 << 31)
 
 
-def given(ids: Any) -> Any:
-  """Returns ids as an array of their own dtype.
-
-  NumPy's where they are not JAX's yet: without x64, JAX cuts int64 to 32 bits,
-  and what is out of range would be another row.
-  """
-  if hasattr(ids, "__jax_array__"):
-    return jnp.asarray(ids)
-  if any(isinstance(x, jax.Array) for x in jax.tree.leaves(ids)):
-    return jnp.asarray(ids)
-  return np.asarray(ids)
-
-
-def narrowed(ids: Any, num_rows: int) -> jax.Array:
+def narrowed(ids: Any, num_rows: int, what: str) -> jax.Array:
   """Returns integer ids as int32; what is out of range stays on its side.
 
   Args:
-    ids: What `given` returned.
+    ids: Integers of any dtype. Without x64, JAX would cut int64 of NumPy to 32
+      bits, and what is out of range would be another row.
     num_rows: Rows of the table.
+    what: Name of the argument.
   """
+  if not isinstance(ids, jax.Array):
+    is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(ids))
+    ids = jnp.asarray(ids) if is_jax else np.asarray(ids)
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise TypeError(
+      f"{what} must be integers, got {ids.dtype}; convert ids with"
+      " `.astype(jnp.int32)`."
+    )
   info = jnp.iinfo(ids.dtype)
   if info.min < 0 and info.bits <= 32 or info.bits < 32:
-    return jnp.asarray(ids.astype(jnp.int32))
+    return jnp.asarray(ids, jnp.int32)
   # One past either end: -1 is the last row.
   low = -num_rows - 1 if info.min < 0 else 0
   bounds = (np.asarray(bound, ids.dtype) for bound in (low, num_rows))
   clip = jnp.clip if isinstance(ids, jax.Array) else np.clip
-  return jnp.asarray(clip(ids, *bounds).astype(jnp.int32))
+  return jnp.asarray(clip(ids, *bounds), jnp.int32)
 
 
 def seal(ids: jax.Array) -> jax.Array:
@@ -198,9 +196,15 @@ class SparseRows(NoArray):
   __slots__ = ("_ids", "values", "num_rows", "unique", "by_owner")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
-    indices, values = given(indices), jnp.asarray(values)
-    _require(indices, values, num_rows)
-    self._ids = seal(narrowed(indices, num_rows))
+    if not 0 <= num_rows < 2**31 - 1:
+      raise ValueError(
+        f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are"
+        " int32."
+      )
+    ids = narrowed(indices, num_rows, "`indices` of SparseRows")
+    values = jnp.asarray(values)
+    _require_shapes(ids.shape, values.shape)
+    self._ids = seal(ids)
     self.values = values
     self.num_rows = num_rows
     self.unique = False
@@ -251,7 +255,18 @@ class SparseRows(NoArray):
     """
     if self.ndim > 2:
       return jax.vmap(SparseRows.combine)(self)
-    return self if self.unique or not self.capacity else combined(self)
+    if self.unique or not self.capacity:
+      return self
+    ids, values = _wide(self)
+    order = jnp.argsort(ids, stable=True)
+    ids, values = ids[order], values[order]
+    starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    segment = jnp.cumsum(starts, dtype=jnp.int32)[: len(ids)] - 1
+    total = jnp.zeros_like(values).at[segment]
+    total = total.add(values, indices_are_sorted=True).astype(self.dtype)
+    unique = jnp.full_like(ids, self.num_rows).at[segment]
+    unique = unique.set(ids, indices_are_sorted=True)
+    return SparseRows(unique, total, self.num_rows).as_unique()
 
   def as_unique(self, unique: bool = True) -> "SparseRows":
     """The same rows, marked as unique: no index occurs twice.
@@ -271,7 +286,7 @@ class SparseRows(NoArray):
     return self._with(values=values)
 
   def _with(self, **changes: Any) -> "SparseRows":
-    rows = SparseRows.tree_unflatten(*reversed(self.tree_flatten()))
+    rows = copy.copy(self)
     for name, value in changes.items():
       setattr(rows, name, value)
     return rows
@@ -342,13 +357,8 @@ class SparseRows(NoArray):
 
   def tree_flatten_with_keys(self):
     key = jax.tree_util.GetAttrKey
-    children, static = self.tree_flatten()
-    names = "indices", "values"
-    return [(key(n), x) for n, x in zip(names, children)], static
-
-  def tree_flatten(self):
-    static = self.num_rows, self.unique, self.by_owner
-    return (self._ids, self.values), static
+    children = (key("indices"), self._ids), (key("values"), self.values)
+    return children, (self.num_rows, self.unique, self.by_owner)
 
   @classmethod
   def tree_unflatten(cls, static, children) -> "SparseRows":
@@ -370,20 +380,6 @@ def _wide(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
   real = (ids >= 0) & (ids < num_rows)
   values = rows.values.astype(collectives.accumulator(rows.dtype))
   return jnp.where(real, ids, num_rows), jnp.where(real[:, None], values, 0)
-
-
-def combined(rows: SparseRows) -> SparseRows:
-  """See `SparseRows.combine`."""
-  ids, values = _wide(rows)
-  order = jnp.argsort(ids, stable=True)
-  ids, values = ids[order], values[order]
-  starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-  segment = jnp.cumsum(starts, dtype=jnp.int32)[: len(ids)] - 1
-  total = jnp.zeros_like(values).at[segment]
-  total = total.add(values, indices_are_sorted=True).astype(rows.dtype)
-  unique = jnp.full_like(ids, rows.num_rows).at[segment]
-  unique = unique.set(ids, indices_are_sorted=True)
-  return SparseRows(unique, total, rows.num_rows).as_unique()
 
 
 def merged(rows: SparseRows) -> SparseRows:
@@ -451,19 +447,14 @@ def no_rows(table: Any, padding: int = 0) -> SparseRows:
 
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
   """The same with as many rows for each of `devices`; the last are padding."""
-  return padded(rows, rows.capacity + -rows.capacity % devices)
-
-
-def padded(rows: SparseRows, capacity: int) -> SparseRows:
-  """Returns the same with room for at least so many rows."""
-  return resized(rows, max(capacity, rows.capacity))
+  return resized(rows, rows.capacity + -rows.capacity % devices)
 
 
 def resized(rows: SparseRows, capacity: int) -> SparseRows:
   """Returns the same with room for so many; what is cut off is padding."""
-  missing = max(0, capacity - rows.capacity)
   if capacity == rows.capacity:
     return rows
+  missing = max(0, capacity - rows.capacity)
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))
   cut = SparseRows(ids[:capacity], values[:capacity], rows.num_rows)
@@ -484,19 +475,6 @@ def require_one(what: str, rows: SparseRows) -> None:
 def is_rows(node: Any) -> bool:
   """For `is_leaf=`."""
   return isinstance(node, SparseRows)
-
-
-def _require(indices, values, num_rows):
-  if not jnp.issubdtype(indices.dtype, jnp.integer):
-    raise TypeError(
-      f"`indices` of SparseRows must be integers, got {indices.dtype}; convert"
-      " ids with `.astype(jnp.int32)`."
-    )
-  _require_shapes(indices.shape, values.shape)
-  if not 0 <= num_rows < 2**31 - 1:
-    raise ValueError(
-      f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are int32."
-    )
 
 
 def _require_shapes(indices, values):

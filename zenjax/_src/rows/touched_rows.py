@@ -11,6 +11,7 @@ from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
+from zenjax._src.rows.sparse_rows import SparseRows
 
 # A program for one row may differ from that for several: nothing is repeated.
 FEWEST = 2
@@ -48,6 +49,12 @@ class At(NamedTuple):
     return table.at[self.ids].set(rows, mode="drop", unique_indices=True)
 
 
+def distinct(rows: SparseRows, capacity: int) -> SparseRows:
+  """Returns rows with every index once, and room for at least so many."""
+  rows = sparse_rows.merged(rows)
+  return sparse_rows.resized(rows, max(capacity, rows.capacity))
+
+
 def combined(
   tree: Any, capacity: int = 0
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -64,10 +71,7 @@ def combined(
     `optax.apply_if_finite`.
   """
   given, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  leaves = [
-    sparse_rows.padded(sparse_rows.merged(x), capacity) if is_rows(x) else x
-    for x in given
-  ]
+  leaves = [distinct(x, capacity) if is_rows(x) else x for x in given]
 
   def back(values: Sequence[Any]) -> Any:
     new = list(values)

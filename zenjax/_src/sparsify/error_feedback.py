@@ -211,12 +211,9 @@ def _transformation(
   def init_fn(params: optax.Params) -> Any:
     checks.devices(_BY, axes)
     leaves = top_k.begin(_BY, params, sparse, feedback.selector, axes)
-    fresh = _fresh(leaves, feedback)
-    # All but `wanted` differs between devices.
-    own = {name: leaf._replace(wanted=()) for name, leaf in fresh.items()}
-    own = gradient_tree.as_varying(own, axes)
-    kept = {k: own[k]._replace(wanted=leaf.wanted) for k, leaf in fresh.items()}
-    return ErrorFeedbackState(jnp.zeros((), jnp.int32), kept)
+    return ErrorFeedbackState(
+      jnp.zeros((), jnp.int32), _fresh(leaves, feedback)
+    )
 
   def update_fn(
     updates: optax.Updates,
@@ -249,10 +246,11 @@ def _transformation(
     kept = {}
     for number, (name, _, selected) in enumerate(leaves):
       if name in state.leaves:
-        step = functools.partial(_select_from, state.step, number)
-        step = step if selected else _whole
-        out[number], kept[name] = step(
-          out[number], state.leaves[name], feedback
+        given = out[number], state.leaves[name], feedback
+        out[number], kept[name] = (
+          _select_from(*given, state.step, number)
+          if selected
+          else _whole(*given)
         )
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, kept)
@@ -264,17 +262,17 @@ def _fresh(
   leaves: Sequence[tuple[str, Any, bool]], feedback: _Feedback
 ) -> dict[str, FeedbackLeaf]:
   """What a device remembers before the first step, by leaf."""
+  own = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
   found = {}
   for name, leaf, selected in leaves:
     moves = _is_floating(leaf) and feedback.momentum is not None
     if selected or moves:
-      dtype = feedback.residual_dtype or leaf.dtype
-      zeros = jnp.zeros((1, *leaf.shape), dtype)
+      shape, dtype = (1, *leaf.shape), feedback.residual_dtype or leaf.dtype
       found[name] = FeedbackLeaf(
-        residual=zeros if selected else None,
-        momentum=zeros if moves else None,
-        threshold=jnp.full(1, UNKNOWN, jnp.float32),
-        selected=jnp.zeros(1, jnp.int32),
+        residual=own(jnp.zeros(shape, dtype)) if selected else None,
+        momentum=own(jnp.zeros(shape, dtype)) if moves else None,
+        threshold=own(jnp.full(1, UNKNOWN, jnp.float32)),
+        selected=own(jnp.zeros(1, jnp.int32)),
         wanted=jnp.full((), UNKNOWN, jnp.float32),
       )
   return found
@@ -316,11 +314,11 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _select_from(
-  step: jax.Array,
-  number: int,
   gradient: jax.Array,
   memory: FeedbackLeaf,
   feedback: _Feedback,
+  step: jax.Array,
+  number: int,
 ) -> tuple[jax.Array, FeedbackLeaf]:
   """Selects from leaf `number`; returns also what is remembered."""
   assert memory.residual is not None

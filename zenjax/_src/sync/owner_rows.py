@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import indexing
-from zenjax._src.rows import sparse_rows
 from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
@@ -149,7 +148,7 @@ class Owner:
       at[i] = _nowhere(table.layout.slots)
       grads[i] = jnp.zeros((FEWEST, *table.value.shape[1:]), table.dtype)
     for i, x in self._small.items():
-      x = sparse_rows.padded(sparse_rows.merged(x), FEWEST)
+      x = touched_rows.distinct(x, FEWEST)
       at[i], grads[i] = At.of(x.indices, x.num_rows), self._clipped(x.values)
     out, few, places = self._step(state, grads, at)
     for i, x in self._small.items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -148,10 +147,6 @@ class Owners:
   # Leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
 
-  @functools.cached_property
-  def _analyses(self) -> row_analysis.Analyses:
-    return row_analysis.Analyses(self.inner)
-
   def init(self, params: Any) -> ShardedOptimizerState:
     mesh = self._mesh_around(params)
     if mesh is not None:
@@ -187,7 +182,7 @@ class Owners:
         leaves[i] = owner_rows.own_rows(whole, slots, table)
     inner = self.inner.init(given.view(leaves, tables))
     if analysis is not None:
-      lazy.warn_of_decay(analysis, given.names, tables)
+      lazy.warn_of_decay(analysis, given.names)
       _require_form(inner, analysis)
     new = sync_state.empty_leaf(
       mean=context.mean, devices=context.devices, sharded=bool(given.tables)
@@ -583,13 +578,9 @@ class Owners:
     # Row gradients of small tables, too, are updated by rows.
     small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
     chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
-    try:
-      analysis = self._analyses.of(types, whole, by, extra or {}, chosen)
-    except NameError as error:
-      raise ValueError(
-        f"`tx` must not synchronize devices, but it wants an axis of them"
-        f" ({error}); sharded_optimizer is in the place of zen_sync."
-      ) from error
+    analysis = row_analysis.analysis_of(
+      self.inner, types, whole, by, extra or {}, chosen
+    )
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
       raise ValueError(

@@ -353,7 +353,7 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
   """Specs in the structure of SparseRows."""
   specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column)
-  return SparseRows.tree_unflatten(rows.tree_flatten()[1], specs)
+  return jax.tree.unflatten(jax.tree.structure(rows), specs)
 
 
 def _unreduced(leaf: Any) -> frozenset[str]:

@@ -80,12 +80,6 @@ def borders(places: jax.Array, layout: Layout) -> jax.Array:
   return jnp.searchsorted(places, ends).astype(jnp.int32)
 
 
-def ids_of(places: jax.Array, layout: Layout) -> jax.Array:
-  """Returns the rows at `places`, `R` where there is none."""
-  owner = jnp.minimum(places // layout.slots, layout.groups - 1)
-  return layout.row(owner, places - owner * layout.slots)
-
-
 def buffer_of(
   asked: LookUps, begin: jax.Array, size: int, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
@@ -169,18 +163,12 @@ def ask(
   return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
 
 
-def fetch(
-  tables: Sequence[ShardedTable], ahead: Ahead
-) -> list[tuple[jax.Array, jax.Array]]:
-  """Returns the distinct rows that a device looks up, and their ids.
+def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
+  """Returns the rows `[K, D]` of all lookups of a device, of each table.
 
   Args:
     tables: Parts `[S, D]`, inside a `shard_map`.
     ahead: The lookups, as `ask` returned them.
-
-  Returns:
-    Of each table ids `[K]` and rows `[K, D]`, sorted by owner; after them `R`
-    and zeros.
   """
   axes = tables[0].axes
   asked, layouts, sizes = ahead.asked, ahead.layouts, ahead.sizes
@@ -205,8 +193,7 @@ def fetch(
   rows = answered(0, ahead.came, [0] * len(tables))
   rounds = jnp.max(-(-most // jnp.array(sizes, jnp.int32)))
   rows = lax.fori_loop(1, rounds, more, rows)
-  ids = [ids_of(a.places, layout) for a, layout in zip(asked, layouts)]
-  return list(zip(ids, rows))
+  return [indexing.take(x, a.number) for x, a in zip(rows, asked)]
 
 
 def _found(
@@ -226,15 +213,6 @@ def _found(
   came = came.reshape(n * size, *came.shape[2:])
   rows = indexing.take(came, owner * size + jnp.clip(at, 0, size - 1))
   return jnp.where(here[:, None], rows, before)
-
-
-def of_look_ups(rows: jax.Array, number: jax.Array) -> jax.Array:
-  """Returns distinct rows `[K, D]` once for each lookup.
-
-  Its derivative sums gradients of lookups by row, 16-bit ones in float32.
-  """
-  wide = rows.astype(collectives.accumulator(rows.dtype))
-  return indexing.take(wide, number).astype(rows.dtype)
 
 
 def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
@@ -261,8 +239,8 @@ def fetch_on(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
-) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:
-  """Fetches distinct rows, of a whole batch's lookups where `mesh` is given.
+) -> list[list[jax.Array]]:
+  """Fetches rows, of a whole batch's lookups where `mesh` is given.
 
   Args:
     mesh: As `mesh_of` returned it.
@@ -273,18 +251,16 @@ def fetch_on(
       are NaN.
 
   Returns:
-    Of each table the ids of distinct rows, sorted by owner, these rows, and the
-    number of each lookup among them, for `expanded_on`.
+    Rows `[k, D]` of each lookup of each table.
   """
 
   def fetched(tables, ids, given):
     ahead = given or ask(tables, ids)
-    found, rows = zip(*fetch(tables, ahead))
+    rows = fetch(tables, ahead)
     if given is not None:
       same = [jnp.all(x == y) for x, y in zip(_joined(ids), given.ids)]
       rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
-    numbers = [_split(asked.number, x) for asked, x in zip(ahead.asked, ids)]
-    return list(found), list(rows), numbers
+    return [_split(x, of) for x, of in zip(rows, ids)]
 
   if ahead is not None:
     _require_same(mesh, tables, ids, ahead)
@@ -292,24 +268,6 @@ def fetch_on(
   specs = PartitionSpec(tables[0].axes), split, split
   return _on(mesh, tables, fetched, specs)(
     list(tables), list(map(list, ids)), ahead
-  )
-
-
-def expanded_on(
-  mesh: Any,
-  tables: Sequence[ShardedTable],
-  rows: Sequence[jax.Array],
-  numbers: Sequence[Sequence[jax.Array]],
-) -> list[list[jax.Array]]:
-  """Returns the rows of all lookups, `[k, D]` each, from the distinct ones."""
-
-  def expanded(rows, numbers):
-    every = zip(rows, _joined(numbers), numbers)
-    return [_split(of_look_ups(x, number), of) for x, number, of in every]
-
-  split = PartitionSpec(tables[0].batch_axes)
-  return _on(mesh, tables, expanded, split)(
-    list(rows), list(map(list, numbers))
   )
 
 

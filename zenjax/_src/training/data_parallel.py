@@ -1,6 +1,6 @@
 """`data_parallel`: a training step mapped over the devices of a mesh."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -139,36 +139,49 @@ def data_parallel(
     _check_accumulated(state, devices)
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)
-    arrays = [i for i, x in enumerate(leaves) if leaf_util.is_array(x)]
-    in_specs = ([specs[i] for i in arrays], *batch_specs(batch, axes))
-    out_specs = {"same": PartitionSpec(), "batch": PartitionSpec(axes)}
-    words = ["same" if spec == PartitionSpec() else "batch" for spec in specs]
+    arrays, with_arrays = leaf_util.arrays_of(state, leaf_util.is_array)
+    of_arrays = [s for x, s in zip(leaves, specs) if leaf_util.is_array(x)]
+    in_specs = (of_arrays, *batch_specs(batch, axes))
+    same, split = PartitionSpec(), PartitionSpec(axes)
     left: list[tuple[dict[int, Any], Any]] = []
 
-    def local_step(given, *batch):
-      batch = with_own_keys(batch, axes)
-      over = axes if devices > 1 else ()
-      after, aux = _run(step, state, given, batch, words, over)
-      values, of_each, of_aux = returned.of_all(aux, aux_specs, axes)
-      # By what becomes of them, under their numbers; objects do not leave.
-      parts = {"same": {}, "batch": {}, "object": {}}
-      for i, (x, word) in enumerate(zip(after, words)):
+    def parts_of(given, batch):
+      """What a step returns, by its number, and by what becomes of it."""
+      new, aux = _pair(step(with_arrays(given), *batch))
+      _require_structure(new, state)
+      values, words, of_aux = returned.of_all(aux, aux_specs, axes)
+      parts = {"state": {}, "same": {}, "batch": {}, "object": {}}
+      for i, (x, spec) in enumerate(zip(_checked(new, state), specs)):
+        word = "state" if spec == same else "batch"
         parts[word if leaf_util.is_array(x) else "object"][i] = x
-      for i, (x, word) in enumerate(zip(values, of_each), len(after)):
+      for i, (x, word) in enumerate(zip(values, words), len(leaves)):
         parts[word][i] = x
-      left.append((parts.pop("object"), of_aux))
+      left.append((parts.pop("object"), of_aux))  # Objects do not leave.
       return parts
+
+    def local_step(given, *batch):
+      given = given, with_own_keys(batch, axes)
+      # Traced once: the program is looked at, then run in place of the step.
+      program, like = jax.make_jaxpr(parts_of, return_shape=True)(*given)
+      if devices > 1:
+        # Outputs are in the order of their keys: the common state comes last.
+        after, number = len(program.out_avals), len(like["state"])
+        common = [False] * (after - number) + [True] * number
+        _require_synchronized(program, len(arrays), common, axes)
+      values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves(given))
+      # Constants come out as numbers.
+      return jax.tree.unflatten(jax.tree.structure(like), map(_array, values))
 
     # check_vma=False leaves gradients local without a cast in the user's code.
     parts = jax.shard_map(
       local_step,
       mesh=mesh,
       in_specs=in_specs,
-      out_specs=out_specs,
+      out_specs={"state": same, "same": same, "batch": split},
       check_vma=False,
-    )(*placement.on_mesh(([leaves[i] for i in arrays], *batch), mesh, in_specs))
+    )(*placement.on_mesh((arrays, *batch), mesh, in_specs))
     objects, of_aux = left[-1]
-    found = parts["same"] | parts["batch"] | objects
+    found = parts["state"] | parts["same"] | parts["batch"] | objects
     out = [found[i] for i in range(len(found))]
     state = structure.unflatten(out[: len(leaves)])
     return state, of_aux.unflatten(out[len(leaves) :])
@@ -176,69 +189,23 @@ def data_parallel(
   return mapped
 
 
-def _run(
-  step: Callable[..., tuple[Any, Any]],
-  state: Any,
-  given: list[jax.Array],
-  batch: tuple[Any, ...],
-  words: Sequence[str],
-  axes: Axes,
-) -> tuple[list[Any], Any]:
-  """Calls `step`; refuses one that synchronizes nothing.
-
-  Args:
-    step: As the user gave it.
-    state: Of all devices.
-    given: The arrays of the state of one device, in order.
-    batch: Of one device.
-    words: For each leaf of the state, "same" if devices have it in common.
-    axes: Along which devices differ.
-
-  Returns:
-    The leaves of the new state, and `aux`.
-  """
-  made: list[tuple[list[int], list[Any], Any]] = []
-
-  def flat(batch, given):
-    arrays = iter(given)
-    own = jax.tree.map(
-      lambda x: next(arrays) if leaf_util.is_array(x) else x, state
-    )
-    new, aux = _pair(step(own, *batch))
-    _require_structure(new, state)
-    after = jax.tree.leaves(new)
-    mapped = _mapped(after, state)
-    values, of_aux = jax.tree.flatten(aux)
-    made.append((mapped, after, of_aux))
-    return [*(after[i] for i in mapped), *values]
-
-  # Traced once: the program is looked at, then run in the place of the step.
-  program = jax.make_jaxpr(flat)(batch, given)
-  ((mapped, after, of_aux),) = made
-  common = [words[i] == "same" for i in mapped]
-  common += [False] * (len(program.out_avals) - len(mapped))
-  _require_synchronized(program, len(jax.tree.leaves(batch)), common, axes)
-  values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves((batch, given)))
-  # Constants come out as numbers.
-  values = [x if leaf_util.is_array(x) else jnp.asarray(x) for x in values]
-  for i, x in zip(mapped, values):
-    after[i] = x
-  return after, of_aux.unflatten(values[len(mapped) :])
+def _array(x: Any) -> Any:
+  return x if leaf_util.is_array(x) else jnp.asarray(x)
 
 
 def _require_synchronized(
-  program: Any, number: int, common: list[bool], axes: Axes
+  program: Any, before: int, common: list[bool], axes: Axes
 ) -> None:
   """Raises if outputs are made of the batch without any collective.
 
   Args:
     program: A closed jaxpr.
-    number: How many of its inputs are the batch.
+    before: How many of its inputs come before the batch.
     common: Which outputs are to be equal on all devices.
-    axes: Along which devices differ; none of one device.
+    axes: Along which devices differ.
   """
   needed, used = jaxprs.needed(program, common)
-  if not axes or not any(used[:number]) or _communicates(needed):
+  if not any(used[before:]) or _communicates(needed):
     return
   axis_name = axes[0] if len(axes) == 1 else axes
   raise ValueError(
@@ -421,22 +388,27 @@ def _require_structure(out: Any, state: Any) -> None:
   )
 
 
-def _mapped(after: Sequence[Any], state: Any) -> list[int]:
-  """Which leaves of a returned state are arrays; others stay as they are."""
+def _checked(new: Any, state: Any) -> list[Any]:
+  """Returns the leaves of a new state; what was an array is one."""
   found = []
-  named = leaf_util.named_leaves(state)
-  for i, (x, (name, before)) in enumerate(zip(after, named)):
+  for x, (name, before) in zip(
+    jax.tree.leaves(new), leaf_util.named_leaves(state)
+  ):
     was_array = leaf_util.is_array(before)
     number = isinstance(x, (bool, int, float, complex))
-    if leaf_util.is_array(x) or (was_array and number):
-      found.append(i)
-    elif was_array or not (number or isinstance(x, str) or _same(x, before)):
+    if was_array and number:
+      x = jnp.asarray(x)
+    stays = leaf_util.is_array(x) or (
+      not was_array and (number or isinstance(x, str) or _same(x, before))
+    )
+    if not stays:
       raise TypeError(
         f"`step` must return leaf {name!r} of the state as an array, a number"
         " or as it came, got"
         f" {x!r} for {'an array' if was_array else repr(before)}; make it"
         " outside of the step."
       )
+    found.append(x)
   return found
 
 

@@ -1,6 +1,5 @@
 """A state that goes on with another number of devices, or is saved."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -21,7 +20,6 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables import sharding
 from zenjax._src.tables.reorder import on_host
 from zenjax._src.tables.sharded_table import is_sharded
-from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.training import placement
 
 
@@ -65,10 +63,12 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
     >>> state.inner[0].sum_of_squares.value.shape  # 352 rows a device, padded
     (704, 2)
   """
+
+  def saved(x: Any) -> Any:
+    return reorder.to_order(x, donate=donate) if is_sharded(x) else on_host(x)
+
   with jax.transfer_guard("allow"):
-    state = _sharded(state, lambda x: reorder.to_order(x, donate=donate))
-    host = lambda x: x if is_sharded(x) else on_host(x)
-    return jax.tree.map(host, state, is_leaf=is_sharded)
+    return jax.tree.map(saved, state, is_leaf=is_sharded)
 
 
 def from_checkpoint(
@@ -142,7 +142,9 @@ def from_checkpoint(
   devices = int(np.prod([mesh.shape[axis] for axis in axes]))
   others = iter([] if like is None else sharded_table.nodes(like))
 
-  def on_owners(table: ShardedTable) -> ShardedTable:
+  def on_owners(table: Any) -> Any:
+    if not is_sharded(table):
+      return table
     other = next(others, table)
     hashed = dict(seed=other.seed, hash_offset=other.hash_offset)
     if {"seed": table.seed, "hash_offset": table.hash_offset} != hashed:
@@ -153,17 +155,12 @@ def from_checkpoint(
   with jax.transfer_guard("allow"):
     # Tables move last: they tell for how many devices gradients wait.
     syncs = sync_state.find(saved)
-    state = _sharded(_moved_to(saved, devices, like, syncs), on_owners)
+    state = _moved_to(saved, devices, like, syncs)
+    state = jax.tree.map(on_owners, state, is_leaf=is_sharded)
     specs = placement.state_specs(state, axis_name)
     return jax.tree.map(
       lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), state, specs
     )
-
-
-def _sharded(state: Any, f: Callable[[ShardedTable], Any]) -> Any:
-  """`state` with `f` of each sharded table, and of what is kept of it."""
-  one = lambda x: f(x) if is_sharded(x) else x
-  return jax.tree.map(one, state, is_leaf=is_sharded)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:

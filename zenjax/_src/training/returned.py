@@ -58,6 +58,8 @@ def of_all(
     that all devices have in common; and the structure.
   """
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
+  as_array = lambda x: x if leaf_util.is_array(x) else jnp.asarray(x)
+  aux = jax.tree.map(as_array, aux)
   named = leaf_util.named_leaves(aux, is_node)
   asked = _asked([name for name, _ in named], aux_specs)
   words: list[Any] = [
