@@ -34,7 +34,10 @@ def _object(path: str):
 def _documented(path: str) -> str:
   found = _object(path)
   try:
-    signature = re.sub(r" at 0x\w+", "", str(inspect.signature(found)))
+    known = inspect.signature(found)
+    names = [x.replace(annotation=x.empty) for x in known.parameters.values()]
+    known = known.replace(parameters=names, return_annotation=known.empty)
+    signature = re.sub(r" at 0x\w+", "", str(known))
   except (TypeError, ValueError):
     signature = ""
   text = inspect.getdoc(found) or ""
@@ -60,7 +63,13 @@ def _plain(text: str, folder: pathlib.Path) -> str:
     body = re.sub(r"\A(?:\s*:\w+:[^\n]*\n)+", "", body)
     return f"```python\n{body}```" if kind == "code-cell" else body
 
+  def named(link: re.Match) -> str:
+    page = folder / link[1]
+    title = _TITLE.search(page.read_text("utf-8")) if page.is_file() else None
+    return f"[{title[1] if title else link[1]}]({link[1]}{link[2] or ''})"
+
   text = _FENCE.sub(shown, _HEADER.sub("", text, count=1))
+  text = re.sub(r"\[\]\(([\w./-]+)(#[\w-]+)?\)", named, text)
   return re.sub(r"\{\w+\}(?=`)", "", text).strip() + "\n"
 
 

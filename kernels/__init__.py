@@ -1,12 +1,12 @@
-"""The local work of a sparse exchange.
+"""Implements the local work of a sparse exchange.
 
-`reference.py` defines every operation in plain JAX, which runs everywhere;
-`tpu/` and `gpu/` have kernels that give the same bits. `operations.py` is what
-the library calls.
+`reference.py` defines every operation in plain JAX, which runs everywhere.
+`tpu/` and `gpu/` have kernels with bit-identical results. The library calls the
+operations of `operations.py`, which choose between them.
 """
 
 if __name__ != "zenjax.kernels":
   raise ImportError(
-    "This directory is the source of `zenjax.kernels`; import that instead of"
-    f" `{__name__}`."
+    f"`{__name__}` cannot be imported, because this directory is the source of"
+    " `zenjax.kernels`. Import `zenjax.kernels` instead."
   )

@@ -1,7 +1,7 @@
-"""Which implementation of an operation runs, decided when it is traced.
+"""Chooses the implementation of an operation when it is traced.
 
-`reference.py` defines an operation and runs everywhere. A kernel serves one
-platform and may refuse shapes; it never changes a bit of the result.
+`reference.py` defines an operation and runs everywhere. A kernel is for one
+platform and may refuse shapes. Its result is bit-identical.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from zenjax._src.core import arguments
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Kernels
 
-# Where the kernels for a platform are; imported when they are asked for.
+# The module with the kernels of each platform, which is imported when needed.
 _MODULES = {"tpu": "zenjax.kernels.tpu", "cuda": "zenjax.kernels.gpu"}
-# Devices on which kernels are no slower than the reference, and the committed
-# result that shows it. Fewer bytes make a kernel promising; only a clock on
-# that hardware makes it the better one.
+# Devices on which kernels are at least as fast as the reference, and the
+# committed result that shows it. Only a measurement on the hardware counts:
+# fewer bytes do not prove that a kernel is faster.
 MEASURED = {"NVIDIA H200": "gpu-h200.json"}
 
 _interpreted: contextvars.ContextVar[tuple[str, Any] | None] = (
@@ -33,12 +33,12 @@ _interpreted: contextvars.ContextVar[tuple[str, Any] | None] = (
 
 @contextlib.contextmanager
 def interpreted(platform: str, how: Any = True) -> Iterator[None]:
-  """Interprets the kernels that `kernels="pallas"` asks for in here.
+  """Makes `kernels="pallas"` interpret kernels inside this context.
 
-  For tests and benchmarks on machines without the accelerator.
+  Tests and benchmarks use it on machines without the accelerator.
 
   Args:
-    platform: "tpu" or "cuda", whose kernels to take.
+    platform: The platform of the kernels, "tpu" or "cuda".
     how: The argument `interpret` of `pallas_call`.
   """
   token = _interpreted.set((platform, how))
@@ -49,9 +49,10 @@ def interpreted(platform: str, how: Any = True) -> Iterator[None]:
 
 
 def _target() -> tuple[str, str]:
-  """The platform and kind of the devices that a program is traced for.
+  """Returns the platform and the kind of the devices of a traced program.
 
-  JAX 0.10.0 names only the kind of a mesh's devices, so the kind tells.
+  In JAX 0.10.0, an abstract mesh has only the kind of its devices, so the
+  platform is derived from the kind.
   """
   kind = compat.device_kind()
   if kind == "cpu":
@@ -62,9 +63,9 @@ def _target() -> tuple[str, str]:
 
 
 def _as_measured(args: tuple[Any, ...]) -> bool:
-  """Returns True for arrays like those that were measured: float32 rows.
+  """Returns True for arguments like the measured ones: float32 rows.
 
-  Kernels are not taken unasked where JAX warns of each of them: users may turn
+  It returns False if JAX warns of each Triton kernel, because users may turn
   warnings into errors.
   """
   if compat.TRITON_GOES:
@@ -76,11 +77,11 @@ def _as_measured(args: tuple[Any, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-  """An operation with its implementations; called as the reference is.
+  """An operation with its implementations; call it like the reference.
 
   Attributes:
     name: The name of the kernel in the module of each platform.
-    reference: The definition, in plain JAX.
+    reference: The definition in plain JAX.
   """
 
   name: str
@@ -94,13 +95,13 @@ class Operation:
     Args:
       *args, **kwargs: The arguments of the reference.
       kernels: `"xla"` runs the reference and `"pallas"` the kernel. `"auto"`
-        runs the kernel on devices where it was measured to be no slower, and
-        the reference elsewhere.
+        runs the kernel on devices where it was measured to be at least as fast,
+        and the reference elsewhere.
 
     Raises:
-      ValueError: `kernels` is none of these.
-      NotImplementedError: `kernels` is `"pallas"`, and no kernel serves these
-        arguments on the platform that the program is traced for.
+      ValueError: `kernels` is not one of these.
+      NotImplementedError: `kernels` is `"pallas"`, and no kernel supports these
+        arguments on the platform of the program.
     """
     arguments.check_kernels(kernels)
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
@@ -119,8 +120,8 @@ class Operation:
       return self.kernel(platform)(*args, interpret=interpret)
     except NotImplementedError as error:
       raise NotImplementedError(
-        f"`kernels='pallas'` found no kernel of `{self.name}` for these"
-        f" arguments on {platform}: it needs {error}. Give `kernels='auto'`,"
+        f"`kernels='pallas'` has no kernel of `{self.name}` for these"
+        f" arguments on {platform}: it needs {error}. Use `kernels='auto'`,"
         " which runs everywhere."
       ) from error
 
@@ -128,14 +129,15 @@ class Operation:
     """Returns the kernel for `platform`, which has the reference's arguments.
 
     Raises:
-      NotImplementedError: There is no kernel, or this program cannot have it.
+      NotImplementedError: The platform has no kernel, or this program cannot
+        contain kernels.
     """
     if platform not in _MODULES:
       raise NotImplementedError(f"a device of {' or '.join(_MODULES)}")
     if automatic := compat.automatic_axes():
       raise NotImplementedError(
-        "shard_map over all axes of a mesh, got a mesh of which"
-        f" {sorted(automatic)} are left to XLA, which cannot split a kernel"
+        "shard_map over all axes of the mesh, got a mesh whose axes"
+        f" {sorted(automatic)} are left to XLA, which cannot partition a kernel"
       )
     try:
       module = importlib.import_module(_MODULES[platform])

@@ -1,4 +1,4 @@
-"""The local work of an exchange, each operation with its kernels."""
+"""Lists the operations of an exchange, each with its reference and kernels."""
 
 from zenjax.kernels import reference
 from zenjax.kernels._dispatch import Operation

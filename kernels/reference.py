@@ -1,4 +1,4 @@
-"""Every operation in plain JAX: its definition, which runs everywhere."""
+"""Defines every operation in plain JAX, which runs everywhere."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -15,22 +15,23 @@ from zenjax._src.core.partition import lane_shifts
 from zenjax._src.core.partition import LANES
 from zenjax._src.core.partition import Layout
 
-# Nonzero rows of a table as a bitmap in (group, slot) order.
+# `mask_pack` returns the nonzero rows of a table as a bitmap in (group, slot)
+# order.
 
 
 class RowMask(NamedTuple):
-  """What one read of a table tells of its rows."""
+  """Which rows of a table have nonzero bits."""
 
-  nonzero: jax.Array  # [R] bool, any bit other than sign bits
-  written: jax.Array  # [R] bool, any bit: also where a zero is negative
+  nonzero: jax.Array  # [R] bool, any bit except for sign bits
+  written: jax.Array  # [R] bool, any bit, including signs of negative zeros
 
 
 def row_mask(table: jax.Array) -> RowMask:
-  """Which rows are not zero.
+  """Finds the rows that are not zero, by one read of the table.
 
-  Integers are compared, not floats: XLA:CPU takes subnormals for zero, and a
-  row missed on one replica would leave replicas different. `-0.0` is zero;
-  NaN and Inf are not.
+  It compares integers instead of floats. XLA:CPU treats subnormals as zero, and
+  a row that only one replica misses would make replicas differ. `-0.0` counts
+  as zero; NaN and Inf do not.
 
   Args:
     table: `[R, D]`, any floating dtype.
@@ -41,14 +42,14 @@ def row_mask(table: jax.Array) -> RowMask:
   def either(a, b):
     return a[0] | b[0], a[1] | b[1]
 
-  # One reduction of two operands: XLA:CPU keeps it in one loop, and writes the
-  # comparisons of a plain `any` or `max` to memory first.
+  # XLA:CPU fuses one reduction of two operands into one loop. It would write
+  # the comparisons of a plain `any` or `max` to memory first.
   found = ((raw & ~sign) != 0, raw != 0)
   return RowMask(*lax.reduce(found, (np.False_, np.False_), either, (1,)))
 
 
 def _negative_zero(dtype: jnp.dtype) -> np.ndarray:
-  """Returns the bits of -0.0: the sign, or none where a dtype has no such."""
+  """Returns the bits of -0.0: the sign bit, or 0 if a dtype has no -0.0."""
   return np.array(-0.0, dtype).view(f"uint{jnp.dtype(dtype).itemsize * 8}")
 
 
@@ -60,13 +61,13 @@ class Packed(NamedTuple):
 
 
 def mask_pack(table: jax.Array, layout: Layout) -> Packed:
-  """The hash bitmap of the nonzero rows of `table`.
+  """Returns the hash bitmap of the nonzero rows of `table`.
 
   Args:
     table: `[R, D]`.
-    layout: Where each row lives; `m` groups of `S = 32 W` slots.
+    layout: The place of each row in `m` groups of `S = 32 W` slots.
   """
-  # The barrier keeps XLA:CPU from computing the mask again for each lane.
+  # The barrier keeps XLA:CPU from recomputing the mask for each lane.
   mask = RowMask(*lax.optimization_barrier(row_mask(table)))
   return Packed(
     words=pack_rows(mask.nonzero, layout),
@@ -77,14 +78,15 @@ def mask_pack(table: jax.Array, layout: Layout) -> Packed:
 def plus_zero_where(
   negative: jax.Array, tables: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-  """`tables`, with all zeros made positive where `negative`.
+  """Makes all zeros of `tables` positive if `negative`.
 
-  Rows that are zero everywhere are not sent, and every replica must hold the
-  same bits. The others come back as sums, in which signs of zeros mean nothing.
-  A loop that turns once or not at all: a branch would copy.
+  Rows of zeros are not sent, but replicas must be bit-identical. All other rows
+  are overwritten with sums, in which signs of zeros have no meaning. The
+  implementation is a loop with at most one iteration, because a branch would
+  copy the tables.
 
   Args:
-    negative: `[] bool`, whether some row of zeros has a negative one.
+    negative: `[] bool`, whether some row of zeros has a negative zero.
     tables: `[R, D]` each.
   """
 
@@ -103,7 +105,7 @@ def plus_zero_where(
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
-  """`mask: [R] bool` in row order to `[m, W] uint32` in slot order."""
+  """Packs `mask: [R] bool` in row order to `[m, W] uint32` in slot order."""
   m, words = layout.groups, layout.words
   padding = words * LANES * m - layout.num_rows
   if layout.in_order:
@@ -111,9 +113,9 @@ def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   blocks = jnp.pad(mask, (0, padding)).reshape(words, LANES, m)
   lane = lax.broadcasted_iota(jnp.uint32, blocks.shape, 1)
   packed = jnp.sum(blocks.astype(jnp.uint32) << lane, axis=1, dtype=jnp.uint32)
-  # `[W, m]` words of block columns to `[m, W]` words of groups. Lanes that
-  # share a shift move together: as many gathers of words as there are different
-  # shifts, 32 at most.
+  # `[W, m]` words of block columns become `[m, W]` words of groups. Lanes with
+  # the same shift move together, so there is one gather of words for each
+  # different shift, at most 32.
   packed = lax.optimization_barrier(packed)
   shifts = sorted(set(lane_shifts(m)))
   lanes = np.array(lane_shifts(m))[None] == np.array(shifts)[:, None]
@@ -138,7 +140,7 @@ def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:
   return lax.fori_loop(0, len(shifts), gather, start)
 
 
-# Select and gather a range of nonzero rows for every group.
+# `compact` gathers a range of nonzero rows for every group.
 
 
 def compact(
@@ -148,18 +150,18 @@ def compact(
   first: jax.Array,
   capacity: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """The `capacity` nonzero rows of each group from rank `first` on.
+  """Returns `capacity` nonzero rows of each group, from rank `first` on.
 
   Args:
     table: `[R, D]`.
-    bitmap: Of `[m, W]` words.
-    layout: Where each row lives.
-    first: `[m] int32`, rank of the first row wanted in each group.
+    bitmap: The bitmap of nonzero rows, with `[m, W]` words.
+    layout: The place of each row.
+    first: `[m] int32`, rank of the first row to return for each group.
     capacity: `C`.
 
   Returns:
-    `slots: [m, C] int32`, ascending, `S` where a group has no more rows, and
-    `rows: [m, C, D]`, zero there.
+    `slots: [m, C] int32`, ascending and padded with `S`, and
+    `rows: [m, C, D]`, padded with zeros.
   """
   wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
   slots = indexing.select(bitmap, wanted)
@@ -168,20 +170,21 @@ def compact(
   return slots, indexing.take_or(table, row, 0)
 
 
-# The sum of rows received from `n` sources, in rank order.
+# `merge` sums rows received from `n` sources, in rank order.
 
-# A bitmap costs by the slots, a sort by what is received: about as much for so
-# many slots a row (XLA:CPU, 0.10 and 0.12).
+# The cost of a bitmap depends on the number of slots, and the cost of a sort on
+# the number of received rows. Both are about equal at this number of slots per
+# row (XLA:CPU, JAX 0.10 and 0.12).
 _SLOTS_A_ROW = 64
 
 
 class Union(NamedTuple):
-  """The rows that any source sent, summed."""
+  """The sums of the rows that any source sent."""
 
-  slots: jax.Array  # [U] int32, ascending, S past the last one
+  slots: jax.Array  # [U] int32, ascending, padded with S
   rows: jax.Array  # [U, D] in the accumulator's dtype
-  total: jax.Array  # [] int32, rows held
-  limit: jax.Array  # [] int32: complete for all slots below this
+  total: jax.Array  # [] int32, number of rows
+  limit: jax.Array  # [] int32, all slots below it are complete
   summed: jax.Array  # [] int32, received rows that were summed
 
 
@@ -195,24 +198,24 @@ def merge(
 ) -> Union:
   """Adds the received rows below `limit` into at most `capacity` rows.
 
-  Where the union does not fit, `limit` comes back lower: rows beyond it are
-  left out as a whole, never in part, and wait for the next round.
+  If the union overflows, the returned `limit` is lower. Rows from that limit on
+  are left out completely, and wait for the next round.
 
   Args:
-    slots: `[n, C] int32`, ascending for each source, `num_slots` as padding.
+    slots: `[n, C] int32`, ascending for each source, padded with `num_slots`.
     rows: `[n, C, D]`.
-    limit: `[] int32`, slots from here on are incomplete and ignored.
+    limit: `[] int32`. Slots from here on are incomplete, and are ignored.
     num_slots: `S`.
     capacity: `U`.
-    dtype: In which to add.
+    dtype: The dtype of the sums.
 
   Returns:
-    The union; sums run over sources in rank order.
+    The union, summed over sources in rank order.
   """
   union, position = place(slots, limit, num_slots, capacity)
 
   def add(source, total):
-    # One scatter-add a source, so that the order is fixed.
+    # A scatter-add for each source keeps the order of summation fixed.
     at = lax.dynamic_index_in_dim(position, source, keepdims=False)
     row = lax.dynamic_index_in_dim(rows, source, keepdims=False)
     return indexing.add(total, at, row.astype(dtype))
@@ -224,21 +227,22 @@ def merge(
 def place(
   slots: jax.Array, limit: jax.Array, num_slots: int, capacity: int
 ) -> tuple[Union, jax.Array]:
-  """The union without its rows, and where received ones belong in it.
+  """Returns the union without its rows, and the position of received rows.
 
   Returns:
-    The union, whose `rows` are of no width, and `position: [n, C] int32`, from
-    `capacity` on for what is not summed, nowhere twice in a source.
+    The union, whose `rows` have width 0, and `position: [n, C] int32`, which is
+    `capacity` or more for rows that are not summed. All positions of a source
+    are different.
   """
   kept = jnp.where(slots < limit, slots, num_slots)
-  # One more than is kept: the first slot left out is the new limit.
+  # One more slot is found than is kept, because it is the new limit.
   index = _sorted if num_slots > _SLOTS_A_ROW * slots.size else _packed
   found, total, rank = index(kept.reshape(-1), num_slots, capacity + 1)
   limit = jnp.minimum(limit, found[capacity])
   kept = jnp.where(kept < limit, kept, num_slots)
   position = rank(kept.reshape(-1)).reshape(kept.shape)
-  # Padding gets positions out of range and all different: with no position
-  # twice in a source XLA needs no atomics on GPUs.
+  # Padding gets different positions out of range. If all positions of a source
+  # are different, XLA needs no atomics on GPUs.
   padding = capacity + jnp.arange(kept.shape[1], dtype=jnp.int32)
   union = Union(
     slots=jnp.where(found[:-1] < limit, found[:-1], num_slots),
@@ -251,15 +255,15 @@ def place(
 
 
 class _Index(NamedTuple):
-  """Different slots of many."""
+  """The different slots among the received ones."""
 
-  found: jax.Array  # [k] int32, the first of them, ascending, S past the last
-  total: jax.Array  # [] int32, how many there are
-  rank: Callable[[jax.Array], jax.Array]  # how many are less than each slot
+  found: jax.Array  # [k] int32, the first k, ascending, padded with S
+  total: jax.Array  # [] int32, number of different slots
+  rank: Callable[[jax.Array], jax.Array]  # counts those less than each slot
 
 
 def _packed(slots: jax.Array, num_slots: int, k: int) -> _Index:
-  """By a bitmap over all slots."""
+  """Finds different slots by a bitmap over all slots."""
   bitmap = indexing.index(indexing.from_slots(slots, num_slots))
   found = indexing.select(bitmap, jnp.arange(k, dtype=jnp.int32))
   rank = functools.partial(indexing.rank, bitmap)
@@ -267,7 +271,7 @@ def _packed(slots: jax.Array, num_slots: int, k: int) -> _Index:
 
 
 def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
-  """By a sort of what was received: nothing has the size of the table."""
+  """Finds different slots by a sort, with no array of the table's size."""
   ordered = lax.sort(slots)
   before = jnp.pad(ordered[:-1], (1, 0), constant_values=-1)
   new = (ordered != before) & (ordered < num_slots)
@@ -281,22 +285,22 @@ def _sorted(slots: jax.Array, num_slots: int, k: int) -> _Index:
   return _Index(found, count[-1], lambda at: indexing.lower_bound(found, at))
 
 
-# Write summed rows over the local gradient.
+# `expand` writes summed rows over the local gradient.
 
 
 def expand(table: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
-  """`table` with `values` at `row`; rows `>= R` are padding and dropped.
+  """Writes `values` at `row` of `table`; rows `>= R` are padding.
 
-  The union of all devices' nonzero rows contains the local ones, so what is
-  not written is zero already: no zero fill and no second pass over the table,
-  which XLA updates in place.
+  The union of all devices contains all local nonzero rows, so rows that are not
+  written are zero already. The table therefore needs no second pass, and XLA
+  updates it in place.
 
   Args:
     table: `[R, D]`, the local gradient.
-    row: `[k] int32`, no row twice.
+    row: `[k] int32`, all different except for padding.
     values: `[k, D]`, in the table's dtype.
   """
-  # The same numbers for every table: XLA makes them once.
+  # Padding does not depend on the table, so that XLA computes it once for all.
   padding = np.iinfo(np.int32).max - jnp.arange(row.shape[0], dtype=jnp.int32)
   row = jnp.where(row < table.shape[0], row, padding)
   return indexing.put(table, row, values)

@@ -1,7 +1,7 @@
 """Sparse gradient synchronization for JAX, as an optax transformation.
 
-`zenjax/_public.py` lists the names. They are imported, and JAX with them, when
-one is first used: `zenjax --help` needs none of them.
+`zenjax/_public.py` lists the public names. They are imported, together with
+JAX, when one of them is first used, so that `zenjax --help` is fast.
 """
 
 import importlib
@@ -18,14 +18,15 @@ def __getattr__(name: str) -> Any:
   missing = AttributeError(f"module 'zenjax' has no attribute {name!r}")
   if name.startswith("_") and name not in ("__all__", "__version__"):
     raise missing
-  # A module is imported by itself: those of `zenjax._src` need some of them.
+  # Modules are imported one by one: importing all public names here would be
+  # circular, because modules of `zenjax._src` import some of them.
   if importlib.util.find_spec(f"zenjax.{name}"):
     return importlib.import_module(f"zenjax.{name}")
   public = importlib.import_module("zenjax._public")
   if not hasattr(public, name):
     raise missing
-  globals()[name] = found = getattr(public, name)
-  return found
+  globals()[name] = value = getattr(public, name)
+  return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m zenjax`: plans, links and what-ifs from a shell."""
+"""Runs the command line as `python -m zenjax`."""
 
 import sys
 

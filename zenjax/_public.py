@@ -1,4 +1,4 @@
-"""All public names of `zenjax`, and where each is defined."""
+"""Lists all public names of `zenjax`, and where each is defined."""
 
 from zenjax import packed
 from zenjax import planner

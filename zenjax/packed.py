@@ -1,10 +1,15 @@
-"""Narrow tables stored packed: several rows beside each other in 128 columns.
+"""Packs narrow tables for TPUs: several rows in one row of 128 columns.
 
-A TPU stores arrays in tiles 128 columns wide. Unless 128 divides the width `D`
-of a table, XLA lays it out transposed there, and every step that updates rows
-re-lays the whole of it, and of each moment, and back. Packed, `128 // D` rows
-make one row of 128 columns, and rows are updated in place. Compiled for TPU v5e
-a step of `lazy_rows(adam)`, with `R` rows in float32:
+Use it on TPUs for tables with fewer than 128 columns whose rows you update
+sparsely. CPUs and GPUs update rows of any width in place, so packing gains
+nothing there.
+
+A TPU stores arrays in tiles of 128 columns. Unless 128 divides the width `D` of
+a table, XLA stores the table transposed, and every step that updates rows
+converts the table and each of its moments to another layout and back. In a
+packed table, `128 // D` rows make one row of 128 columns, and rows are updated
+in place. The memory of a step of `lazy_rows(adam)` on a table with `R` rows in
+float32, as compiled for TPU v5e:
 
 | table | `R` | stored | parameters and state | temporary |
 |---|---|---|---|---|
@@ -17,26 +22,26 @@ a step of `lazy_rows(adam)`, with `R` rows in float32:
 | 192 wide | 400,000 | plain | 922 MB | 1,237 MB |
 | | | explicit layout | 1,229 MB | 2 MB |
 
-The packed table of 26 MB was moved to the chip's own memory and back, as XLA
-does with what fits there; one of 205 MB was updated where it lies.
+XLA moves a packed table that fits in the chip's fast memory there and back, as
+it did with one of 26 MB. It updated a packed table of 205 MB in place.
 
-CPUs and GPUs update rows of any width in place: nothing is to be gained there.
+Packing has two costs:
 
-What packing costs:
+- Row gradients consist of packed rows, 128 wide and mostly zeros. They send up
+  to `128 / D` times as many bytes, or fewer if a batch looks up several rows of
+  a packed row.
+- The rows of a packed row are updated together, also those whose gradient is
+  zero. With `lazy_rows`, SGD and Adagrad do not change such rows. Adam and
+  momentum decay their moments and move them, and weight decay acts on them, as
+  with dense gradients. `rowwise_adagrad` keeps one accumulator for a packed
+  row, which makes it another optimizer. `zen_sync(output="dense")` keeps the
+  dense optimizer.
 
-- A gradient's row is a packed row, 128 wide and mostly zeros: up to `128 / D`
-  times the bytes on the wire, less where look-ups are of rows packed together.
-- Rows packed together are touched together. With `lazy_rows`, SGD and Adagrad
-  do nothing to those whose gradient is zero. Adam and momentum decay the
-  moments of such neighbours and move them by these, as on dense gradients;
-  weight decay acts on them. `rowwise_adagrad` keeps one accumulator for all of
-  them, which is another optimizer. `zen_sync(output="dense")` keeps the dense
-  optimizer.
-
-Tables wider than 128 can have an explicit layout, at the price in the table
-above: memory as if their columns were a multiple of 128. Parameters, and those
-leaves of the state that have their shape, must be placed in it, go into `jit`
-and come out of it so:
+Tables wider than 128 columns can have an explicit layout instead. They then
+take as much memory as if their columns were rounded up to a multiple of 128
+(the rows "explicit layout" of the table above). The parameters, and all leaves
+of the state with the same shape, must be placed in this layout, and must keep
+it as arguments and results of `jit`:
 
     from jax.experimental.layout import Format, Layout
 
@@ -44,7 +49,7 @@ and come out of it so:
     table = jax.device_put(table, rows_first)
     jax.jit(step, in_shardings=..., out_shardings=..., donate_argnums=(0, 1))
 
-with `rows_first` in the place of their shardings.
+Give `rows_first` in place of their shardings.
 
 Letters: `R` rows of width `D`, `Q` packed rows.
 """
@@ -63,14 +68,16 @@ _LANES = 128
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-  """The shape in which a table is stored, to draw initial values in.
+  """Returns the shape of a packed table.
+
+  Use it to draw initial values for a packed table directly.
 
   Args:
     shape: `(R, D)` of the table, `D` from 1 to 128.
 
   Returns:
-    `(Q, 128)`: `128 // D` rows in each. Columns are left over unless `D`
-    divides 128, and places in the last row unless it is full.
+    `(Q, 128)`, where each packed row holds `128 // D` rows. Some columns are
+    unused unless `D` divides 128, and the last packed row may not be full.
 
   Raises:
     ValueError: `D` is not 1 to 128.
@@ -84,16 +91,17 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def pack(table: jax.Array) -> jax.Array:
-  """Stores a table packed.
+  """Packs a table.
 
   Args:
     table: `[R, D]`, `D` from 1 to 128.
 
   Returns:
-    `[Q, 128]`, as `packed_shape` says; what is left over is zero.
+    The packed table `[Q, 128]`, with the shape that `packed_shape` returns.
+    Unused elements are zero.
 
   Raises:
-    ValueError: `table` has other dimensions.
+    ValueError: `table` does not have two dimensions, or is too wide.
 
   Example:
     >>> import jax.numpy as jnp
@@ -110,17 +118,19 @@ def pack(table: jax.Array) -> jax.Array:
 
 
 def unpack(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Inverse of `pack`, for an evaluation or a checkpoint.
+  """Unpacks a table: the inverse of `pack`.
+
+  Use it before an evaluation or a checkpoint that needs the plain table.
 
   Args:
-    table: `[Q, 128]`.
-    shape: `(R, D)` of the table that was packed.
+    table: The packed table, `[Q, 128]`.
+    shape: `(R, D)` of the table before it was packed.
 
   Returns:
-    `[R, D]`.
+    The table, `[R, D]`.
 
   Raises:
-    ValueError: `table` is not a table of `shape` packed.
+    ValueError: `table` is not a packed table of this shape.
 
   Example:
     >>> import jax.numpy as jnp
@@ -136,23 +146,26 @@ def unpack(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
-  """`jnp.take(unpack(table, shape), ids, axis=0)` by whole packed rows.
+  """Looks up rows of a packed table.
 
-  `zenjax.value_and_grad` gives the gradient of a table that is only read by it
-  as SparseRows of packed rows.
+  Use it in place of `table[ids]`. It returns the same as
+  `jnp.take(unpack(table, shape), ids, axis=0)`, but reads packed rows. If the
+  loss reads the table only by `take`, its gradient from `zenjax.value_and_grad`
+  is SparseRows of packed rows.
 
   Args:
-    table: `[Q, 128]`.
-    ids: `[...]` integers. Negative ones count from the end; those out of range
-      read NaN (of integers the least), and no gradient goes to them.
-    shape: `(R, D)` of the table that was packed.
+    table: The packed table, `[Q, 128]`.
+    ids: `[...]` integers. A negative id counts from the end. An id out of range
+      reads NaN (or the least integer, in a table of integers) and receives no
+      gradient.
+    shape: `(R, D)` of the table before it was packed.
 
   Returns:
-    `[..., D]`. Every bit as stored.
+    The rows, `[..., D]`, bit-identical to the stored ones.
 
   Raises:
-    TypeError: `ids` are no integers.
-    ValueError: `table` is not a table of `shape` packed.
+    TypeError: `ids` are not integers.
+    ValueError: `table` is not a packed table of this shape.
 
   Example:
     >>> import jax.numpy as jnp
@@ -172,16 +185,17 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
   ids = jnp.where(ids < 0, ids + num_rows, ids)
   row = look_ups.in_range(ids, num_rows, clips=False)
   beside = _beside(shape)
-  # The last packed row may hold more than the table: past its end is past it.
+  # The last packed row may have unused places, so ids are compared with `R`.
   at = jnp.where(row >= 0, row // beside, table.shape[0])
   return _block(jnp.take(table, at, axis=0), row % beside, beside, width)
 
 
 def _block(rows: jax.Array, at: jax.Array, count: int, width: int) -> jax.Array:
-  """Block `at: [...]` of `count`, each of `width`, of `rows: [..., 128]`.
+  """Returns block `at: [...]` of the `count` blocks of `rows: [..., 128]`.
 
-  Halves are chosen from until one is left. Nothing is multiplied or added: bits
-  stay as they are, and NaN in another block does not matter.
+  It selects one half after another until one block is left. It neither
+  multiplies nor adds, so that the bits are unchanged, and NaN in another block
+  has no effect.
   """
   while count > 1:
     half = -(-count // 2)
@@ -195,22 +209,22 @@ def _block(rows: jax.Array, at: jax.Array, count: int, width: int) -> jax.Array:
 
 
 def _beside(shape: tuple[int, ...]) -> int:
-  """Rows in one packed row."""
+  """Returns how many rows a packed row holds."""
   if len(shape) != 2 or not 1 <= shape[1] <= _LANES:
     raise ValueError(
-      "A table to pack must be of two dimensions and have 1 to"
-      f" {_LANES} columns, got shape {tuple(shape)}; for wider ones see the"
-      " explicit layout in the documentation of `zenjax.packed`."
+      "A table to pack must have two dimensions and 1 to"
+      f" {_LANES} columns, got shape {tuple(shape)}. For wider tables, use an"
+      " explicit layout, as the documentation of `zenjax.packed` shows."
     )
   return _LANES // shape[1]
 
 
 def _require_packed(table: jax.Array, shape: tuple[int, ...]) -> None:
-  """Raises ValueError for a table of another shape."""
+  """Raises ValueError if `table` is not a packed table of this shape."""
   want = packed_shape(shape)
   if table.shape != want:
     raise ValueError(
-      f"`table` must be [{want[0]}, {want[1]}], a table of `shape`"
-      f" {tuple(shape)} packed, got {table.shape}; `shape` is that of the table"
-      " before `zenjax.packed.pack`."
+      f"`table` must be [{want[0]}, {want[1]}], the packed form of a table of"
+      f" shape {tuple(shape)}, got {table.shape}. Pass as `shape` the shape of"
+      " the table before `zenjax.packed.pack`."
     )

@@ -1,9 +1,9 @@
-"""Plans: how to synchronize each gradient, and the predicted time of a step.
+"""Predicts step times, and chooses how gradients and tables are handled.
 
-`plan` chooses for a model and a machine, and `zen_sync(plan=)` follows it.
-`plan_tables` chooses whether tables are replicated or sharded, and
-`TablePlan.set_up` makes the program. `record` writes down the rows that a run
-touches, as a trace of `traces`.
+Use `plan` to choose how each gradient is synchronized on a machine, and pass
+the result to `zen_sync(plan=...)`. Use `plan_tables` to choose whether tables
+are replicated or sharded, and `TablePlan.set_up` to train so. Use `record` to
+write the rows that a run touches to a trace, which both functions can read.
 """
 
 from zenjax._src.machine.cost import Profile

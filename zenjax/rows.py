@@ -1,4 +1,8 @@
-"""Gradients held as rows, beside `value_and_grad` and `lazy_rows`."""
+"""Further functions for row gradients.
+
+The main ones are `zenjax.value_and_grad` and `zenjax.lazy_rows`. Start with
+`explain_tables` if the gradient of a table is unexpectedly an array.
+"""
 
 from zenjax._src.gradients.explain import explain_tables
 from zenjax._src.gradients.explain import Explanation

@@ -1,4 +1,7 @@
-"""Sparsifiers: a small part of a dense gradient now, the rest later."""
+"""Compresses dense gradients: sends a small part now, and the rest later.
+
+Use a sparsifier before `zenjax.zen_sync` for models whose gradients are dense.
+"""
 
 from zenjax._src.sparsify.error_feedback import error_feedback
 from zenjax._src.sparsify.exdyna import exdyna

@@ -1,6 +1,7 @@
-"""Tables that do not fit on one device: each device holds the rows it owns.
+"""Shards tables that don't fit on one device by rows.
 
-`shard` moves the tables of a model to their owners, `unshard` brings them back.
+Use `shard` to distribute the rows of the tables of a model over devices, and
+`unshard` to convert them back to arrays.
 """
 
 from zenjax._src.gradients.sharded_lookups import apply

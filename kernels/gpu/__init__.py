@@ -1,6 +1,7 @@
-"""Kernels for GPUs: each has the arguments of its reference, and `interpret`.
+"""Contains kernels for GPUs, written with Pallas and Triton.
 
-A kernel raises NotImplementedError where it cannot serve.
+Each has the arguments of its reference and `interpret`. It raises
+NotImplementedError for arguments that it does not support.
 """
 
 from zenjax.kernels.gpu.compact import compact

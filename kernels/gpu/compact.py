@@ -1,8 +1,8 @@
-"""Nonzero rows found and gathered into the send buffer, on a GPU.
+"""Gathers nonzero rows into the send buffer on a GPU.
 
-A program has some rows of one group's buffer: it looks its slots up in the
-bitmap and copies the rows at once, so slots are not written and read again, and
-what is past the last row is written as zeros in the same pass.
+A Triton program fills some rows of one group's buffer. It finds their slots in
+the bitmap and copies the rows immediately, so slots are not written and read
+again. The same pass writes zeros after the last row.
 """
 
 import functools
@@ -33,9 +33,9 @@ def compact(
   tiles.check_dtype(table.dtype)
   if capacity < 1:
     raise NotImplementedError(f"a capacity of at least 1, got {capacity}")
-  # A thread has one slot at most: a search takes registers.
+  # A thread searches at most one slot, because a search takes registers.
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
-  # XLA:CPU takes bfloat16 subnormals for zeros when it loads them.
+  # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
   source = tiles.integers(table) if interpret else table
   m, width = layout.groups, table.shape[1]
   slots, rows = pl.pallas_call(
@@ -79,7 +79,7 @@ def _kernel(table, words, before, total, first, slots, rows, *, layout, tile):
 
 
 def _select(words, before, total, group, k):
-  """As `indexing.select`, in one group."""
+  """Does the same as `indexing.select`, in one group."""
   last = words.shape[1] - 1
   steps = max(1, math.ceil(math.log2(last + 1)))
   groups = jnp.full_like(k, 0) + group

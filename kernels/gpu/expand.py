@@ -1,4 +1,4 @@
-"""Summed rows written over the local gradient in place, on a GPU."""
+"""Writes summed rows over the local gradient in place, on a GPU."""
 
 import functools
 
@@ -24,7 +24,7 @@ def expand(
   if row.size < 1:
     raise NotImplementedError("at least one row to write, got none")
   tile = tiles.tile(table.shape[1], table.dtype, tiles.THREADS)
-  # XLA:CPU takes bfloat16 subnormals for zeros when it loads them.
+  # XLA:CPU treats bfloat16 subnormals as zeros when it loads them.
   cast = tiles.integers if interpret else lambda x: x
   written = pl.pallas_call(
     functools.partial(_kernel, tile=tile),
@@ -45,7 +45,7 @@ def _kernel(row, values, _, table, *, tile):
   at = block * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
   inside = at < row.shape[0]
   to = plgpu.load(row.at[at], mask=inside, other=table.shape[0])
-  # All of them are rows, or padding past the end.
+  # Indices are rows, or padding past the end.
   inside &= to < table.shape[0]
 
   def copy(column, mask, carry):

@@ -1,9 +1,10 @@
-"""One read of a table to its hash bitmap, on a GPU, through Triton.
+"""Computes the hash bitmap of a table by one read, on a GPU.
 
-A program has the rows of a few words: it ORs their bits over the width, in
-pieces of a cache line, and only then asks what is not zero. Rows are fetched
-in the order of the groups that they belong to, so words come out in place:
-rows that change places lie side by side, and what a warp reads is the same.
+A Triton program computes a few words. It ORs the bits of their rows over the
+width, one cache line at a time, and only then tests which rows are not zero.
+Rows are read in the order of their groups, so words need no reordering
+afterwards. Reordered rows are neighbors in memory, so a warp reads the same
+bytes in either order.
 """
 
 import functools
@@ -21,16 +22,17 @@ from zenjax._src.core.partition import Layout
 from zenjax.kernels.gpu import tiles
 from zenjax.kernels.reference import Packed
 
-# What is known of a row when its bits are ORed; 0 where all are zero.
-_NEGATIVE, _NONZERO = 1, 2  # of a negative one all magnitudes are zero
+# The mark of a row: 0 if all bits are zero, `_NEGATIVE` if only sign bits are
+# set, `_NONZERO` otherwise.
+_NEGATIVE, _NONZERO = 1, 2
 
 
 class _Sizes(NamedTuple):
-  """What a program has. All are powers of two, as Triton wants."""
+  """The share of one program; powers of two, as Triton requires."""
 
-  words: int  # of one group
+  words: int  # words of one group
   groups: int
-  columns: int  # of the width, at a time
+  columns: int  # columns that are read at a time
 
   @property
   def rows(self) -> int:
@@ -43,7 +45,7 @@ def mask_pack(
   """See `reference.mask_pack`."""
   tiles.check_dtype(table.dtype)
   flat = layout
-  if layout.in_order:  # One group of all the words.
+  if layout.in_order:  # All words then form one group.
     words = layout.groups * layout.words
     flat = Layout(num_rows=words * LANES, groups=1)
   sizes = _sizes(table, flat)
@@ -97,7 +99,7 @@ def _kernel(table, words, negative, *, layout, sizes, blocks):
 
 
 def _marks(table, row, there, columns):
-  """What every row is, from one read of it."""
+  """Returns the mark of every row, by one read of it."""
   bits = jnp.dtype(f"int{8 * table.dtype.itemsize}")
 
   def read(at, mask, seen):

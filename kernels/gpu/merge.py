@@ -1,8 +1,9 @@
-"""Received rows summed in rank order into their union, on a GPU.
+"""Sums received rows into their union in rank order, on a GPU.
 
-A program has some rows of the union: it looks for their slots in what each
-source sent, which is sorted, and adds what it finds, source by source. Sums
-stay in registers and are written once: no atomics, and no order but the ranks'.
+A Triton program computes some rows of the union. It searches their slots among
+the sorted slots of each source, and adds the rows that it finds, source by
+source. Sums stay in registers and are written once. No atomics are needed, and
+the order of summation is the order of ranks.
 """
 
 import functools
@@ -18,7 +19,7 @@ from zenjax._src.core import compat
 from zenjax.kernels import reference
 from zenjax.kernels.gpu import tiles
 
-_COLUMNS = 128  # of a sum that a program has
+_COLUMNS = 128  # columns of a sum that a program computes
 _SUMS = tiles.THREADS * 32  # registers of a thread
 
 
@@ -41,7 +42,7 @@ def merge(
       f"at least one row sent and one to hold, got slots of {slots.shape} and"
       f" a capacity of {capacity}"
     )
-  # Where rows belong is not asked for, so XLA does not compute it.
+  # The positions are unused, so XLA does not compute them.
   union, _ = reference.place(slots, limit, num_slots, capacity)
   width = rows.shape[2]
   columns = min(pl.next_power_of_2(width), _COLUMNS)
@@ -76,7 +77,7 @@ def _kernel(union, slots, rows, sums, *, num_slots, tile):
       mask=mask,
       other=0,
     )
-    # What is not there is not added: 0 + -0.0 would be another zero.
+    # A missing row must not be added as zero, because -0.0 + 0 is 0.
     return jnp.where(mask, total + row.astype(total.dtype), total)
 
   total = jnp.zeros((tile.rows, tile.columns), sums.dtype)
@@ -89,7 +90,7 @@ def _kernel(union, slots, rows, sums, *, num_slots, tile):
 
 
 def _find(slots, source, wanted):
-  """Where `wanted` is among the ascending slots of a source, if it is."""
+  """Returns where `wanted` is among the slots of a source, and if it is."""
   last = slots.shape[1] - 1
   steps = max(1, math.ceil(math.log2(last + 1)))
   sources = jnp.full_like(wanted, 0) + source

@@ -1,4 +1,4 @@
-"""What kernels on GPUs have in common: tiles of rows, and what Triton loads."""
+"""Defines the tiles of rows that all GPU kernels use."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-THREADS = 32 * 8  # of a program
-LINE = 128  # bytes of a row that are moved at once: a line of the cache
-TILE = THREADS * 32  # bytes: every thread makes two accesses of 16
+THREADS = 32 * 8  # threads of a program
+LINE = 128  # bytes of a row that are moved at once: a cache line
+TILE = THREADS * 32  # bytes: every thread makes two accesses of 16 bytes
 _UNROLLED = 8
 
 PARAMETERS = plgpu.CompilerParams(num_warps=THREADS // 32, num_stages=2)
@@ -18,20 +18,20 @@ WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 
 class Tile(NamedTuple):
-  """Rows and columns at a time: powers of two, as Triton wants them."""
+  """Rows and columns at a time: powers of two, as Triton requires."""
 
   rows: int
   columns: int
 
 
 def tile(width: int, dtype: jnp.dtype, most_rows: int = TILE) -> Tile:
-  """The tile for rows of `width` elements."""
+  """Returns the tile for rows of `width` elements."""
   columns = min(pl.next_power_of_2(width), LINE // dtype.itemsize)
   return Tile(min(most_rows, TILE // dtype.itemsize // columns), columns)
 
 
 def check_dtype(dtype: jnp.dtype) -> None:
-  """Raises NotImplementedError for elements that Triton does not load."""
+  """Raises NotImplementedError for dtypes that Triton does not load."""
   if dtype.name not in ("float32", "bfloat16", "float16"):
     raise NotImplementedError(
       f"float32, bfloat16 and float16, which Triton loads, got {dtype}"
@@ -39,14 +39,14 @@ def check_dtype(dtype: jnp.dtype) -> None:
 
 
 def integers(x: jax.Array) -> jax.Array:
-  """The bits of `x`, as signed integers of the same size."""
+  """Returns the bits of `x` as signed integers of the same size."""
   return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
 
 
 def each_piece(width: int, columns: int, do, start=None):
-  """`do(at, mask, carry)` for all columns of a row, a piece at a time.
+  """Runs `do(at, mask, carry)` for all columns of a row, a piece at a time.
 
-  `at: [columns] int32` are columns; `mask` is None where none is past the end.
+  `at: [columns] int32` are columns. `mask` is None if all of them exist.
   """
 
   def piece(i, carry):
@@ -62,6 +62,6 @@ def each_piece(width: int, columns: int, do, start=None):
 
 
 def mask_of(rows: jax.Array, columns: jax.Array | None, width: int):
-  """`[rows, width] bool` of those in a tile that are there."""
+  """Returns `[rows, width] bool`: which elements of a tile exist."""
   mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], width))
   return mask if columns is None else mask & columns[None, :]

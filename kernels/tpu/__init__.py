@@ -1,6 +1,7 @@
-"""Kernels for TPUs: each has the arguments of its reference, and `interpret`.
+"""Contains kernels for TPUs, written with Pallas and Mosaic.
 
-A kernel raises NotImplementedError where it cannot serve.
+Each has the arguments of its reference and `interpret`. It raises
+NotImplementedError for arguments that it does not support.
 """
 
 from zenjax.kernels.tpu.mask_pack import mask_pack

@@ -1,4 +1,4 @@
-"""How the kernel for TPUs cuts a table, and the product that packs its bits."""
+"""Cuts a table for `mask_pack` on TPUs, and makes the weights to pack bits."""
 
 import math
 from typing import NamedTuple
@@ -12,24 +12,24 @@ from zenjax._src.core.partition import lane_shifts
 from zenjax._src.core.partition import Layout
 
 LANES = 128
-_MOST_UNITS = 64  # of which the product has a row each
-# Bytes: two blocks, the weights and what is between them fit in the 16 MiB
-# that every TPU lends a kernel.
+_MOST_UNITS = 64  # rows of the matrix product
+# In bytes. Two blocks, the weights and intermediate values must fit in the 16
+# MiB that a kernel can use on every TPU.
 BLOCK = 2 << 20
 _MOST_BLOCK = 4 << 20
 _MOST_WEIGHTS = 5 << 20
 
 
 class Sizes(NamedTuple):
-  """How a table is cut. A unit is packed into one row of words."""
+  """The sizes of a cut table. A unit is packed into one row of words."""
 
-  across: bool  # rows lie along the lanes: the table is read transposed
-  groups: int  # m, 1 where rows follow each other
-  words: int  # W of all units, over all groups
+  across: bool  # rows are along the lanes: the table is read transposed
+  groups: int  # m, or 1 if rows are in order
+  words: int  # words of all units, over all groups
   per_unit: int  # words of a group in a unit
-  rows: int  # of a unit
+  rows: int  # rows of a unit
   half: int  # lanes of a half of the product: words of 16 bits
-  units: int  # of a step
+  units: int  # units of a step
   block: int  # units read at a time
 
   @property
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 def sizes_of(
   table: jax.Array, layout: Layout, most_bytes: int = BLOCK
 ) -> Sizes:
-  """Raises NotImplementedError where no cut serves."""
+  """Returns the sizes; raises NotImplementedError if there are none."""
   rows, width = table.shape
   itemsize = table.dtype.itemsize
   if itemsize > 4 or table.dtype == jnp.float16:
@@ -86,7 +86,7 @@ def sizes_of(
 
 
 def row_at(position, pack: int):
-  """The row of a unit whose mark the kernel puts at a lane."""
+  """Returns the row of a unit whose mark the kernel writes to a lane."""
   if pack == 1:
     return position
   start = position & -(LANES * pack)
@@ -95,7 +95,7 @@ def row_at(position, pack: int):
 
 
 def weights_of(dtype: jnp.dtype, layout: Layout, sizes: Sizes) -> jax.Array:
-  """`[rows, 2 half]`: the power of two and the column of every mark."""
+  """Returns `[rows, 2 half]`: the power of two and the column of each mark."""
   row = np.arange(sizes.rows)
   if not sizes.across:
     row = row_at(row, 4 // dtype.itemsize)

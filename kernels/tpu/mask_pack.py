@@ -1,15 +1,15 @@
-"""One read of a table to its hash bitmap, on a TPU.
+"""Computes the hash bitmap of a table by one read, on a TPU.
 
-The rows' bits are ORed over their width, laid out along the lanes, and packed
-by one small matrix product with powers of two, which also moves every row to
-its group: a product of zeros and ones with 2**0 .. 2**15 is exact in bfloat16,
-its sums are below 2**16 and exact in float32. What changes with the word, the
-rotation of the layout, is left to XLA: it rotates words, of which there are a
-thirty-second as many as rows.
+The kernel ORs the bits of each row over its width, places the results along the
+lanes, and packs them by a small matrix product with powers of two, which also
+moves every row to its group. The product is exact: factors 2**0 to 2**15 are
+exact in bfloat16, and sums below 2**16 are exact in float32. The rotation of
+the layout changes with the word, so XLA applies it afterwards, to words, which
+are 32 times fewer than rows.
 
-Where 128 divides the width, XLA lays a table out by rows, otherwise by columns;
-the kernel takes either as it is, transposed or not. Popcounts are not
-computed here: XLA does that in the same pass as their prefix sums.
+XLA stores a table by rows if 128 divides its width, and otherwise by columns.
+The kernel reads either form without a copy. XLA computes popcounts, because it
+can do so in the same pass as their prefix sums.
 """
 
 import functools
@@ -31,8 +31,9 @@ from zenjax.kernels.tpu.blocks import Sizes
 from zenjax.kernels.tpu.blocks import sizes_of
 from zenjax.kernels.tpu.blocks import weights_of
 
-# What is known of a row when its bits are ORed; 0 where all are zero.
-_NONZERO, _NEGATIVE = 1, 2  # of a negative one all magnitudes are zero
+# The mark of a row: 0 if all bits are zero, `_NEGATIVE` if only sign bits are
+# set, `_NONZERO` otherwise.
+_NONZERO, _NEGATIVE = 1, 2
 
 
 def mask_pack(
@@ -45,7 +46,7 @@ def mask_pack(
   """See `reference.mask_pack`; a block has at most `most_bytes`."""
   sizes = sizes_of(table, layout, most_bytes)
   if interpret:
-    # XLA:CPU takes bfloat16 subnormals for zeros when it loads a block.
+    # XLA:CPU treats bfloat16 subnormals as zeros when it loads a block.
     bits = jnp.dtype(f"int{table.dtype.itemsize * 8}")
     table = lax.bitcast_convert_type(table, bits)
   out = _call(table, sizes, weights_of(table.dtype, layout, sizes), interpret)
@@ -69,7 +70,8 @@ def _call(table, sizes, weights, interpret):
   inner = sizes.units // sizes.block
 
   def block(i, s):
-    # Blocks past the table's end read the last one again, and are masked.
+    # Blocks past the end of the table read the last block again, and are
+    # masked.
     at = jnp.minimum(i * inner + s, last)
     return (0, at) if sizes.across else (at, 0)
 
@@ -99,7 +101,7 @@ def _call(table, sizes, weights, interpret):
 
 
 def _kernel(table, weights, words, found, *, sizes, num_rows):
-  """Marks the rows of a block; the last block of a step packs them all."""
+  """Marks the rows of a block; the last block of a step packs all marks."""
   step, inner = pl.program_id(0), pl.program_id(1)
   mark = _mark_across if sizes.across else _mark_along
   for unit in range(sizes.block):
@@ -118,7 +120,7 @@ def _kernel(table, weights, words, found, *, sizes, num_rows):
       bits, weights[...], preferred_element_type=jnp.float32
     ).astype(jnp.int32)
     low, high = halves[:, : sizes.half], halves[:, sizes.half :]
-    # The lanes past the words tell of negative zeros.
+    # The lanes after the words hold the flag for negative zeros.
     negative = jnp.max(mark, axis=1, keepdims=True) == _NEGATIVE
     lane = lax.broadcasted_iota(jnp.int32, low.shape, 1)
     width = sizes.per_unit * sizes.groups
@@ -128,7 +130,7 @@ def _kernel(table, weights, words, found, *, sizes, num_rows):
 
 
 def _mark_across(table, found, unit, to, rows):
-  """Rows along lanes: a sublane of marks from an OR over sublanes."""
+  """Marks rows that are along lanes, by an OR over sublanes."""
   itemsize = table.dtype.itemsize
   lanes = pl.ds(unit * rows, rows)
   width, tile = table.shape[0], 32 // itemsize
@@ -152,7 +154,7 @@ def _mark_across(table, found, unit, to, rows):
 
 
 def _mark_along(table, found, unit, to, rows):
-  """Rows along sublanes: their marks go to lanes by a product with ones."""
+  """Marks rows that are along sublanes; a product moves marks to lanes."""
   itemsize = table.dtype.itemsize
   pack = 4 // itemsize
   ones = jnp.ones((16, LANES), jnp.bfloat16)
@@ -167,7 +169,7 @@ def _mark_along(table, found, unit, to, rows):
     for part in range(pack):
       shifted = lax.shift_right_logical(seen, jnp.int32(part * itemsize * 8))
       nonzero, negative = _tell(shifted, itemsize)
-      # Of 128 lanes at most 128 count one: fewer than a single 256.
+      # 128 lanes with 1 each sum to less than a single 256.
       count = jnp.where(nonzero, 256.0, jnp.where(negative, 1.0, 0.0))
       total = lax.dot_general(
         ones,
@@ -181,13 +183,13 @@ def _mark_along(table, found, unit, to, rows):
 
 
 def _raw(x):
-  """The bits of `x` in the low bits of int32."""
+  """Returns the bits of `x` in the low bits of int32."""
   bits = jnp.dtype(f"int{x.dtype.itemsize * 8}")
   return lax.bitcast_convert_type(x, bits).astype(jnp.int32)
 
 
 def _tell(seen, itemsize):
-  """Whether the low bits of ORed rows hold a magnitude, or a sign alone."""
+  """Returns whether the low bits have a magnitude, or only a sign."""
   sign = -1 << (itemsize * 8 - 1)
   magnitude = jnp.int32(~sign & ((1 << itemsize * 8) - 1))
   everything = jnp.int32(-1 if itemsize == 4 else (1 << itemsize * 8) - 1)
@@ -196,9 +198,10 @@ def _tell(seen, itemsize):
 
 
 def _rotated(units: jax.Array, layout: Layout, sizes: Sizes) -> jax.Array:
-  """The same words, each moved on by its rotation.
+  """Rotates each word by the rotation of the layout.
 
-  Bit by bit of the rotations, as a barrel shifter does: no gather of words.
+  It works like a barrel shifter, with one roll for each bit of the rotations,
+  so that it needs no gather of words.
   """
   at = jnp.arange(units.shape[1], dtype=jnp.int32)[None, :]
   unit = jnp.arange(units.shape[0], dtype=jnp.int32)[:, None]

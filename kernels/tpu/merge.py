@@ -1,10 +1,10 @@
-"""Received rows summed in rank order into their union, on a TPU.
+"""Sums received rows into their union in rank order, on a TPU.
 
-What a source sent is sorted, so the rows that it has for a block of the union
-follow each other: one range a source, found by XLA, of which exactly the rows
-that are there are copied while those of the source before are added. Sums stay
-in fast memory and are written once; one core adds one row after another in the
-ranks' order, so there is nothing to lock.
+The rows of a source are sorted, so its rows for a block of the union form one
+range, which XLA finds. The kernel copies only the rows of this range, while it
+adds the rows of the source before. Sums stay in fast memory and are written
+once. One core adds one row after another in the order of ranks, so no locks are
+needed.
 """
 
 import functools
@@ -52,7 +52,7 @@ def merge(
   n, count, width = rows.shape
   cut = in_words.cut_of(rows, most_rows)
   blocks = pl.cdiv(capacity, cut.rows)
-  # Positions that a range may lie across, by lanes: it starts in the first.
+  # How many chunks of lanes the positions of a range may cover.
   chunks = pl.cdiv(cut.rows - 1, LANES) + 1
   sums = pl.pallas_call(
     functools.partial(_kernel, cut=cut),
@@ -64,7 +64,7 @@ def merge(
     out_specs=pl.BlockSpec((cut.rows, cut.columns), lambda b, c: (b, c)),
     out_shape=compat.struct((capacity, width), dtype, rows),
     scratch_shapes=[
-      # Tiles with a range in them: it may start and end within one.
+      # A range may start and end within a tile, so two more tiles are needed.
       pltpu.VMEM((2, cut.rows // cut.pack + 2 * TILE, cut.columns), cut.word),
       pltpu.SMEM((2, chunks, 1, LANES), jnp.int32),
       pltpu.SemaphoreType.DMA((2,)),
@@ -83,14 +83,14 @@ def merge(
 
 
 def _ranges(position, blocks, size, capacity):
-  """`[blocks, 2, n]`: where each source's rows for a block start and end."""
+  """Returns `[blocks, 2, n]`: start and end of a source's rows for a block."""
   edges = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * size, capacity)
   bound = jax.vmap(indexing.lower_bound, (0, None), 1)(position, edges)
   return jnp.stack([bound[:-1], bound[1:]], axis=1)
 
 
 def _by_lanes(position, chunks):
-  """`[n, k, 1, 128]` positions, with as many past the end as are copied."""
+  """Returns positions `[n, k, 1, 128]`, padded so that copies stay inside."""
   n, count = position.shape
   size = (pl.cdiv(count, LANES) + chunks) * LANES
   position = jnp.pad(position, ((0, 0), (0, size - count)))
@@ -102,14 +102,15 @@ def _kernel(ranges, position, rows, last, sums, words, at, arrived, *, cut):
   n = rows.shape[0]
   rows = in_words.seen_as_words(rows, cut)
   columns = pl.ds(pl.multiple_of(piece * cut.columns, LANES), cut.columns)
-  # Tiles are copied many at once, the words past the last one by one.
+  # Several tiles are copied at once. Words after the last tile are copied one
+  # by one.
   tiles = cut.whole // TILE
   sizes = [
     1 << i for i in range(min(tiles, words.shape[1] // TILE).bit_length())
   ]
 
   def copies(source, do):
-    """All that a source has for this block."""
+    """Runs `do` on all copies of a source's rows for this block."""
     into = source % 2
 
     def copy(origin, where, to, size):

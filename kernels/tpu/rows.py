@@ -1,14 +1,15 @@
-"""Rows moved one by one between a table and a buffer, on a TPU.
+"""Moves rows one by one between a table and a buffer, on a TPU.
 
-A copy of one row costs an instruction and its latency, which the others of a
-block hide; nothing but these rows moves. Rows must be whole tiles of lanes, or
-the hardware could not move one of them: narrower tables lie by columns, and to
-pack them here would take a second table and more bytes than their rows do
-(`benchmarks/README.md` has the compiler's count).
+The copy of a row costs an instruction and latency, which the copies of other
+rows in the block hide. No other rows are moved. A row must consist of whole
+tiles of lanes, because the hardware cannot move a part of a tile. Narrower
+tables are stored by columns, and packing them here would take a second table
+and more bytes than their rows.
 
-Where rows share words, what moves are the words of a row. A word is read,
-changed in part and written, and rows at different places in their words are
-written one after another: no two copies that are under way share a word.
+Rows of narrow dtypes share words. To write such a row, the kernel reads its
+words, changes a part of them, and writes them. Rows at different places in
+their words are written one after another, so that copies at the same time never
+share a word.
 """
 
 import functools
@@ -40,8 +41,8 @@ def compact(
 ) -> tuple[jax.Array, jax.Array]:
   """See `reference.compact`; a block has at most `most_rows`.
 
-  XLA finds the slots: they are few. The kernel moves the rows that are there,
-  straight to their place in the buffer.
+  XLA finds the slots, because they are few. The kernel moves existing rows
+  directly to their place in the buffer.
   """
   cut, width = _cut_of(table, capacity, most_rows), table.shape[1]
   wanted = first[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
@@ -91,7 +92,7 @@ def expand(
     out_shape=[compat.struct(x.shape, x.dtype, table) for x in (whole, last)],
     scratch_shapes=[_words(cut), _words(cut), pltpu.SemaphoreType.DMA],
     input_output_aliases={2: 0, 3: 1},
-    # Words of which a part is written are read first.
+    # Words that are written in part are read first.
     cost_estimate=in_words.moves(
       row.nbytes + values.nbytes + values.size * (4 if cut.pack == 1 else 8)
     ),
@@ -103,7 +104,7 @@ def expand(
 
 
 def _cut_of(table, count, most_rows):
-  """Raises NotImplementedError where rows cannot be moved one by one."""
+  """Returns the cut; raises NotImplementedError if rows cannot be moved."""
   dtype, width = table.dtype, table.shape[1]
   if dtype.itemsize > 4 or dtype == jnp.float16 or width % LANES:
     raise NotImplementedError(
@@ -117,13 +118,19 @@ def _cut_of(table, count, most_rows):
 
 
 def _raw(x, interpret):
-  """`x`, of which XLA:CPU would take bfloat16 subnormals for zeros."""
-  # On a TPU it would be copied to be of another dtype.
+  """Returns `x`, as integers if interpreted.
+
+  XLA:CPU would treat bfloat16 subnormals as zeros. On a TPU, a conversion would
+  copy `x`.
+  """
   return in_words.integers(x) if interpret else x
 
 
 def _words(cut):
-  """A word for every row of a block; nothing where rows are words."""
+  """Returns memory with a word for every row of a block.
+
+  If rows are words, it is unused and has the least size.
+  """
   rows = cut.rows if cut.pack > 1 else TILE
   return pltpu.VMEM((rows, cut.columns), jnp.int32)
 
@@ -135,7 +142,7 @@ def _rows_of(size):
 
 
 def _in_blocks(row, cut):
-  """`[m, blocks, 1, rows]`, the last block filled up with `R`."""
+  """Returns `[m, blocks, 1, rows]`, padded with `R`."""
   m, count = row.shape
   blocks = pl.cdiv(count, cut.rows)
   row = jnp.pad(
@@ -155,14 +162,14 @@ def _gather(row, table, last, out, words, done, *, cut):
     return
 
   def join(j, carry):
-    """Rows that lie together in the buffer share words there."""
+    """Joins rows that share a word in the buffer."""
     joined = jnp.zeros((1, cut.columns), jnp.int32)
     for part in range(cut.pack):
       i = j * cut.pack + part
       _, up = cut.place(row[0, 0, 0, i])
       one = lax.shift_right_logical(words[pl.ds(i, 1), :], up)
       joined |= (one & _lowest(cut)) << (part * cut.bits)
-    # Rows up to this one have been read.
+    # Word j can be overwritten, because rows up to it have been read.
     words[pl.ds(j, 1), :] = joined
     return carry
 
@@ -196,7 +203,7 @@ def _lowest(cut):
 
 
 class _Copies:
-  """Copies of the words of a block's rows."""
+  """Copies the words of the rows of a block."""
 
   def __init__(self, row, table, last, done, cut):
     self._row, self._last = row, last
@@ -204,7 +211,7 @@ class _Copies:
     self._done, self._cut = done, cut
 
   def each(self, do, up=None):
-    """`do(i, word)` for the rows that are, all or those so far up."""
+    """Runs `do(i, word)` for existing rows, or for those `up` in their word."""
     cut = self._cut
 
     def one(i, carry):
@@ -221,7 +228,7 @@ class _Copies:
     lax.fori_loop(0, cut.rows, one, 0)
 
   def all_at_once(self, between, up=None):
-    """Starts `between(i, word of a row)` for each, then awaits them all."""
+    """Starts the copy `between(i, word)` of each row, then awaits all."""
     cut = self._cut
     columns = pl.ds(
       pl.multiple_of(pl.program_id(2) * cut.columns, LANES), cut.columns

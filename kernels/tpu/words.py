@@ -1,9 +1,9 @@
-"""Rows of narrow dtypes as Mosaic moves them: in words of 32 bits.
+"""Treats rows of narrow dtypes as words of 32 bits, which Mosaic can move.
 
-Of a dtype with fewer bits `p = 2` or 4 rows lie beside each other in words. No
-copy can start or end within a word, so an array of `R` such rows is seen as
-`[R / p, D]` words; where `p` does not divide `R`, the rows past the last whole
-tile are copied aside, to words of their own.
+`p = 2` or 4 rows of a narrow dtype share words. No copy can start or end within
+a word, so an array of `R` such rows is treated as `[R / p, D]` words. If `p`
+does not divide `R`, the rows after the last whole tile are copied to a second,
+small array of words.
 """
 
 from typing import Any, NamedTuple
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 LANES = 128
 TILE = 8  # words of a column
-_BLOCK = 1 << 20  # bytes of words that are under way at once
+_BLOCK = 1 << 20  # bytes of words that are copied at the same time
 MOST_ROWS = 256
-_MOST_COLUMNS = 2048  # code is written out for all tiles of a row
+_MOST_COLUMNS = 2048  # limits the code, which is unrolled over tiles of a row
 
 
 class Cut(NamedTuple):
-  """What a step of a kernel moves, and where a row is in its word."""
+  """The rows and columns that a step of a kernel moves."""
 
   num_rows: int
   pack: int  # rows that share words
@@ -31,9 +31,9 @@ class Cut(NamedTuple):
 
   @property
   def whole(self) -> int:
-    """Words, in a column, that are seen in the table; others are aside."""
-    rest = self.num_rows % TILE if self.num_rows % self.pack else 0
-    return (self.num_rows - rest) // self.pack
+    """The number of words in a column of the table; others are copied aside."""
+    aside = self.num_rows % TILE if self.num_rows % self.pack else 0
+    return (self.num_rows - aside) // self.pack
 
   @property
   def bits(self) -> int:
@@ -44,20 +44,20 @@ class Cut(NamedTuple):
     return jnp.dtype(jnp.int32 if self.pack > 1 else jnp.float32)
 
   def place(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The word of a row, and how far up in it the row is."""
+    """Returns the word of a row, and by how many bits the row is shifted."""
     word = lax.div(at, jnp.int32(self.pack))
     return word, (at - word * self.pack) * self.bits
 
 
 def cut_of(table: jax.Array, most_rows: int = MOST_ROWS) -> Cut:
-  """Returns how much of `[..., R, D]` fits, twice, beside two result blocks.
+  """Returns a cut that fits in memory twice, together with two result blocks.
 
   Args:
-    table: The rows that move.
+    table: The table `[..., R, D]` whose rows move.
     most_rows: An upper bound for the rows of a block.
 
   Raises:
-    NotImplementedError: The rows do not fill a word.
+    NotImplementedError: The table has too few rows.
   """
   *_, num_rows, width = table.shape
   pack = 4 // table.dtype.itemsize
@@ -75,24 +75,25 @@ def cut_of(table: jax.Array, most_rows: int = MOST_ROWS) -> Cut:
 
 
 def _columns(width):
-  """The largest divisor of `width` in whole tiles that is not too large."""
+  """Returns the largest allowed divisor of `width` in whole tiles."""
   tiles = width // LANES
   fitting = range(1, min(tiles, _MOST_COLUMNS // LANES) + 1)
   return LANES * max(count for count in fitting if tiles % count == 0)
 
 
 def moves(nbytes: int) -> pl.CostEstimate:
-  """What a kernel tells XLA, which would count whole tables otherwise."""
+  """Returns the cost of a kernel. By default, XLA would count whole tables."""
   return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=nbytes)
 
 
 def split(
   table: jax.Array, cut: Cut, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """`[..., R, D]`, and `[..., k, D]` the words of the rows past its `whole`.
+  """Splits a table into `[..., R, D]` and the words `[..., k, D]` aside.
 
-  Where XLA would run the kernel the table is given to it as words: only Mosaic
-  sees one array as another. Both have no use where rows are words.
+  In interpreted kernels the table is converted to words, because only Mosaic
+  can treat one array as another. If rows are words, the second array is an
+  unused placeholder.
   """
   whole, pack = cut.whole * cut.pack, cut.pack
   last = table[..., whole:, :]
@@ -102,13 +103,13 @@ def split(
   if interpret and pack > 1:
     table = _as_words(table[..., :whole, :], pack)
   if not interpret:
-    # XLA would copy what fits to fast memory, rows that nobody reads as well.
+    # XLA would copy a table that fits to fast memory, including unused rows.
     table = pltpu.with_memory_space_constraint(table, pltpu.HBM)
   return table, last
 
 
 def seen_as_words(table: Any, cut: Cut) -> Any:
-  """The reference `[..., R, D]`, as one of words."""
+  """Returns the reference `[..., R, D]` as a reference of words."""
   if table.dtype.itemsize == 4:
     return table
   every = (slice(None),) * (len(table.shape) - 2)
@@ -118,27 +119,27 @@ def seen_as_words(table: Any, cut: Cut) -> Any:
 def joined(
   table: jax.Array, last: jax.Array, cut: Cut, dtype: jnp.dtype
 ) -> jax.Array:
-  """Inverse of `split`; in place where the table is not given as words."""
-  rest = cut.num_rows - cut.whole * cut.pack
-  last = _as_rows(last, cut.pack, dtype)[:rest]
+  """Joins what `split` returned, in place unless the table is words."""
+  aside = cut.num_rows - cut.whole * cut.pack
+  last = _as_rows(last, cut.pack, dtype)[:aside]
   if table.shape[0] != cut.num_rows:
     return jnp.concatenate([_as_rows(table, cut.pack, dtype), last])
-  return table.at[cut.num_rows - rest :].set(last) if rest else table
+  return table.at[cut.num_rows - aside :].set(last) if aside else table
 
 
 def integers(x: jax.Array) -> jax.Array:
-  """The bits of `x`."""
+  """Returns the bits of `x` as signed integers."""
   return lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
 
 
 def _as_words(raw, pack):
-  """`[..., n, D]` to `[..., n / pack, D] int32`, the first row lowest."""
+  """Packs `[..., n, D]` to `[..., n / pack, D] int32`, the first row lowest."""
   bits = 32 // pack
   if pack == 1:
     return integers(raw)
   unsigned = jnp.dtype(f"uint{bits}")
   words = jnp.zeros((), jnp.uint32)
-  # By shifts: XLA for TPU takes long over arrays of a few columns.
+  # Shifts are used because XLA:TPU is slow with arrays of a few columns.
   for part in range(pack):
     row = lax.bitcast_convert_type(raw[..., part::pack, :], unsigned)
     words |= row.astype(jnp.uint32) << (part * bits)

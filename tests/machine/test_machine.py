@@ -70,7 +70,7 @@ def test_rates_are_read_as_people_write_them(written, bits):
   ("call", "words"),
   [
     (lambda: Topology.network("25", 2), ["without a unit", "'25'"]),
-    (lambda: Topology.network("25 GB", 2), ["an amount is no rate"]),
+    (lambda: Topology.network("25 GB", 2), ["an amount, not a rate"]),
     (lambda: Topology.network("25 gb/s", 2), ["may be bits or bytes"]),
     (lambda: Topology.network("fast", 2), ["'25 Gbit/s'", "'fast'"]),
     (lambda: Topology.network(0, 2), ["got 0"]),

@@ -54,13 +54,13 @@ def test_a_pod_and_a_measured_machine(trace, tmp_path, capsys):
   assert main(["plan", "--trace", trace, *POD]) == 0
   said = capsys.readouterr().out
   assert "64 devices (host 8 x device 8)" in said and "2 network cards" in said
-  assert "the trace has 16 row sets a table, and 64 are asked for" in said
+  assert "the trace has 16 row sets per table, but 64 are needed" in said
   path = tmp_path / "machine.json"
   path.write_text(planner.Topology.network("1gbit", 4).to_json())
   words = ["--trace", trace, "--topology", str(path), "--hosts", "2"]
   assert main(["plan", *words]) == 0
   said = capsys.readouterr().out
-  assert "plan for 2 devices" in said and "taken to cost nothing" in said
+  assert "plan for 2 devices" in said and "assumed to take no time" in said
 
 
 def test_whatif_says_where_the_choice_changes(trace, capsys):
@@ -86,7 +86,7 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
   assert (
     main(["plan", "--trace", write(tmp_path / "t", (TABLE,)), *NETWORK]) == 0
   )
-  assert "the trace tells of tables only" in capsys.readouterr().out
+  assert "the plan contain tables only" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

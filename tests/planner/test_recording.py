@@ -59,7 +59,7 @@ def test_broken_steps_are_refused(tmp_path, change):
   change(write(tmp_path) / "step-000001.npz")
   with pytest.raises(ValueError) as error:
     traces.read(tmp_path)
-  names(error, "step-000001.npz", "record the trace again")
+  names(error, "step-000001.npz", "Record the trace again")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_broken_steps_are_refused(tmp_path, change):
   [
     ({"version": 1}, ["version 2"]),
     ({"devices": 0}, ["`devices`", "positive"]),
-    ({"leaves": []}, ["one must be a table"]),
+    ({"leaves": []}, ["include a table"]),
     ({"more": 1}, ["unknown ['more']"]),
   ],
 )
@@ -89,10 +89,10 @@ def _step_of(sets):
     (lambda path: traces.read(path), ["`directory` must hold a trace"]),
     (lambda path: write(write(path)), ["new or empty"]),
     (lambda path: traces.read(write(path, steps=[])), ["without steps"]),
-    (_step_of([[20], []]), ["`sets`", "'t', below 20"]),
+    (_step_of([[20], []]), ["`sets`", "'t'", "in [0, 20)"]),
     (_step_of([[-1], []]), ["`sets`"]),
     (_step_of([[1.5], []]), ["`sets`"]),
-    (_step_of([[1]]), ["each of 2 devices"]),
+    (_step_of([[1]]), ["2 arrays of row ids"]),
     (lambda _: traces.Header(leaves=(TABLE, TABLE), devices=1), ["different"]),
   ],
 )
@@ -238,13 +238,13 @@ def _more_than_asked_for(path):
     (_arrays_in_plain_jit, ["['t'] are arrays", "zenjax.value_and_grad"]),
     (
       lambda path: planner.record(path, PARAMS).rows(PARAMS),
-      ["('data',) is neither", "`mesh=`"],
+      ["('data',) are neither", "`mesh=`"],
     ),
-    (_more_than_asked_for, ["1 steps at most"]),
+    (_more_than_asked_for, ["all 1 steps", "`wants_more`"]),
     (lambda path: planner.record(path, PARAMS, steps=0), ["`steps`", "got 0"]),
     (
       lambda path: planner.record(path, {"w": PARAMS["w"]}),
-      ["`params` must hold a leaf", "`sparse`"],
+      ["`params` must hold a table", "`sparse=`"],
     ),
     (lambda path: planner.record(write(path), PARAMS), ["new or empty"]),
   ],
@@ -305,8 +305,8 @@ def test_beyond_the_pool_the_union_is_the_largest_that_can_be(tmp_path):
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"shape": (21, 4)}, ["'t' has 21 rows there and 20 here"]),
-    ({"name": "other"}, ["'other'", "none here"]),
+    ({"shape": (21, 4)}, ["'t' has 21 rows in the trace and 20 in the model"]),
+    ({"name": "other"}, ["'other'", "none in the model"]),
   ],
 )
 def test_traces_are_of_the_model_that_is_planned(tmp_path, change, words):

@@ -171,7 +171,7 @@ def test_groups_of_devices_have_copies():
     np.testing.assert_allclose(got[name], want, rtol=2e-5, atol=2e-6)
   value = params["a"].value
   assert value.addressable_shards[0].data.shape[0] == value.shape[0] // 4
-  with pytest.raises(ValueError, match="owners of replicated tables lie along"):
+  with pytest.raises(ValueError, match="a topology with one level"):
     plan(tx, topology=pods, axis_name=axes, forms={"a": ZERO1})
 
 
@@ -183,9 +183,9 @@ def test_less_memory_takes_other_forms_and_then_says_that_nothing_fits():
   assert half.memory_bytes <= 0.75 * free.memory_bytes
   assert half.seconds > free.seconds
   assert "sharded" in {table.form for table in half.tables}
-  with pytest.raises(ValueError, match="must hold the tables in some form"):
+  with pytest.raises(ValueError, match="must hold the tables, at least"):
     plan(memory_bytes=0.1 * free.memory_bytes)
-  with pytest.raises(ValueError, match="must hold the tables in some form"):
+  with pytest.raises(ValueError, match="must hold the tables, at least"):
     rows = dict.fromkeys(SHAPES, ROWS)
     plan(memory_bytes=0.75 * free.memory_bytes, forms=rows)
 
@@ -282,7 +282,7 @@ def test_the_order_of_forms_is_that_which_was_measured():
 def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
   schedule = optax.linear_schedule(0.0, 0.1, 10_000)
   for tx in (OPTIMIZERS["adam"], optax.adam(schedule)):
-    with pytest.raises(ValueError, match="moves rows without a gradient"):
+    with pytest.raises(ValueError, match="changes rows that have no gradient"):
       plan(tx, forms={"a": DENSE})
     assert DENSE not in {form for form, *_ in plan(tx).tables[0].others}
   # A clip by a norm moves none, and leaves no rows to owners.
@@ -292,15 +292,15 @@ def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
   made = plan(forms=dict.fromkeys(SHAPES, ROWS) | {"a": DENSE})
   mesh, _ = mesh_of(N)
   made = dataclasses.replace(made, mesh=(("chip", N),))
-  with pytest.raises(ValueError, match="`tx` must be one that the plan was"):
+  with pytest.raises(ValueError, match="`tx` is not the optimizer that"):
     made.set_up(first_params, OPTIMIZERS["adam"], mesh)
 
 
 def test_a_norm_of_all_gradients_has_one_transformation():
   forms = {"a": SHARDED, "b": ROWS}
-  with pytest.raises(ValueError, match="a sum over all gradients"):
+  with pytest.raises(ValueError, match="another sum over all gradients"):
     plan(clip_norm=0.5, forms=forms)
-  with pytest.raises(ValueError, match="owners have some of them.*clip_norm"):
+  with pytest.raises(ValueError, match="see only some of them.*clip_norm"):
     plan(OPTIMIZERS["clipped"], forms={"a": SHARDED})
   made = dataclasses.replace(plan(forms=forms), mesh=(("chip", N),))
   mesh, _ = mesh_of(N)
@@ -326,13 +326,15 @@ def test_refusals():
   with pytest.raises(ValueError, match="`mesh` must have the axes of the plan"):
     plan().set_up(first_params, optax.adagrad(0.1), mesh)
   made = plan(axis_name="chip")
-  with pytest.raises(ValueError, match="`params` must be those of the plan"):
+  with pytest.raises(ValueError, match="`params` does not match the plan"):
     made.set_up({"a": jnp.zeros((9, 9))}, optax.adagrad(0.1), mesh)
   with pytest.raises(ValueError, match="`forms` must name tables"):
     plan(forms={"w": DENSE})
   with pytest.raises(ValueError, match="forms"):
     plan(forms={"a": "split"})
-  with pytest.raises(ValueError, match="must only look up rows of a table"):
+  with pytest.raises(
+    ValueError, match="uses none of the parameters only by lookups"
+  ):
     plan_tables(
       lambda p: (p["t"] ** 2).sum(),
       {"t": jnp.zeros((4096, 8))},

@@ -59,7 +59,7 @@ def test_report_asks_where_all_devices_hold_the_same_rows(
   assert shown.startswith(f"{by} after 1 steps on {N} devices")
   question = "leaf: all devices hold the same rows: were the gradients averaged"
   assert (question in shown) == asked
-  assert (f"before {by}? remove that pmean" in shown) == asked
+  assert (f"before {by}? Remove that pmean" in shown) == asked
 
 
 def test_report_explains_its_columns():

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -144,17 +143,6 @@ def test_rows_that_are_to_be_selected_from():
   with pytest.raises(TypeError) as error:
     tx.update({"t": rows}, tx.init({"t": jnp.zeros((4, 3))}))
   names(error, "`updates`", "SparseRows", "'t'", "`sparse`")
-
-
-def test_gradients_that_autodiff_has_summed():
-  tx = zenjax.sparsify.error_feedback(
-    zenjax.sparsify.top_k(0.5, sparse=True), "data"
-  )
-  step = lambda w: tx.update(w, tx.init(w))[0]
-  step = jax.shard_map(step, mesh=runners.mesh(2), in_specs=P(), out_specs=P())
-  with pytest.raises(ValueError) as error:
-    jax.eval_shape(step, jnp.zeros(8))
-  names(error, "`updates`", "zenjax.unreduced")
 
 
 EF = lambda: zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.1), "data")

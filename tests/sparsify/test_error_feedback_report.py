@@ -60,7 +60,7 @@ def test_every_number_of_every_leaf():
   assert cells["wanted"] == "5.000%" and cells["threshold"] == "-"
   assert cells["build-up"] == f"{told['build_up']:.2f}"
   assert 1 < float(cells["build-up"]) <= 2
-  assert "what waits" in " ".join(legend)
+  assert "not yet sent" in " ".join(legend)
 
 
 def test_before_the_first_step():
@@ -71,4 +71,4 @@ def test_before_the_first_step():
 def test_a_chain_that_selects_from_no_leaf():
   none = zenjax.sparsify.top_k(0.05, sparse=False)
   (line,) = lines(after(none, 1, momentum=0.9))
-  assert line == "error_feedback: it selects from no leaf."
+  assert line == "error_feedback: it selects from no parameter."

@@ -245,11 +245,3 @@ def test_a_state_of_the_other_op(op):
   )
   with pytest.raises(ValueError, match="keys"):
     flax.serialization.from_bytes(state, flax.serialization.to_bytes(wrong))
-
-
-def test_a_residual_of_another_tree():
-  tx, mesh = zenjax.sparsify.micro("data", 0.05), runners.mesh(N)
-  other = zenjax.init_state(tx, jnp.zeros(SIZE - 1), mesh, "data")
-  with pytest.raises(ValueError) as error:
-    stepper(tx, mesh)(other, draws()[0])
-  names(error, "`state`", "(1, 999)", "(1, 1000)", "zenjax.init_state")

@@ -266,9 +266,16 @@ def test_leaves_that_are_no_floating_arrays():
     names(error, "`params`", "'t'", word, "zenjax.zen_sync")
 
 
-def test_a_gradient_that_autodiff_has_summed():
-  tx = zenjax.sparsify.micro("data", 0.5)
-
+@pytest.mark.parametrize(
+  "tx",
+  [
+    zenjax.sparsify.micro("data", 0.5),
+    zenjax.sparsify.error_feedback(
+      zenjax.sparsify.top_k(0.5, sparse=True), "data"
+    ),
+  ],
+)
+def test_a_gradient_that_autodiff_has_summed(tx):
   def step(w):
     return tx.update(w, tx.init(w))[0]
 

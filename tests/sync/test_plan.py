@@ -140,7 +140,7 @@ def test_json():
     (
       '"group": 0',
       '"group": "0"',
-      ["`leaves[0].group` of the plan", "whole number", "'0'", "make it anew"],
+      ["`leaves[0].group` of the plan", "whole number", "'0'", "Make it anew"],
     ),
     ('"data"', "7", ["`mesh[0][0]`", "string", "got 7"]),
     ('"group": 0', '"group": true', ["`leaves[0].group`", "whole", "True"]),
@@ -152,7 +152,7 @@ def test_json():
     (_JSON_SHAPE, '"shape": null', ["`leaves[0].shape`", "a list", "None"]),
     ('"capacities": null', '"capacities": [1]', ["capacities`", "list of 2"]),
     ('"name": "b"', '"name": "a"', ["the plan is refused", "once each"]),
-    ("}\n  ],", "", ["cut short"]),
+    ("}\n  ],", "", ["truncated"]),
   ],
 )
 def test_json_that_is_no_plan(old, new, words):

@@ -299,17 +299,17 @@ def errors() -> dict[str, Any]:
       ValueError, "must be one axis"),
     "vector": (lambda: shard({"w": np.ones(3)}, mesh, tables=True),
       ValueError, r"two dimensions.*'w' has shape \(3,\)"),
-    "twice": (lambda: shard(sharded, mesh), ValueError, "'s' is split already"),
+    "twice": (lambda: shard(sharded, mesh), ValueError, "'s' is sharded"),
     "none": (
       lambda: zenjax.tables.shard({"w": jnp.ones((600, 2))}, mesh, "data"),
-      ValueError, "`tables` must choose a leaf.*'w'"),
+      ValueError, "`tables` must choose a parameter.*'w'"),
     "prefix": (lambda: shard(params, mesh, tables=["t"]),
       ValueError, "`tables` must be a pytree prefix"),
     "not chosen": (
       lambda: shard(
         {"t": zenjax.tables.init_by_rows(OF_IDS, 20), "u": table_of()}, mesh,
         tables={"t": False, "u": True}),
-      ValueError, "must choose leaf 't'"),
+      ValueError, "must choose parameter 't'"),
     "not rows": (lambda: zenjax.tables.init_by_rows(lambda ids: ids, R),
       ValueError, "must return floating rows"),
     "too many": (lambda: zenjax.tables.init_by_rows(OF_IDS, 2**31),
@@ -339,11 +339,11 @@ def errors() -> dict[str, Any]:
     "no params": (lambda: update(tx, state, None),
       ValueError, "`params` must be given"),
     "table on 4, tx on 2": (lambda: owners(mesh=mesh).init(other),
-      ValueError, "for the 2 devices.*one made for 4"),
+      ValueError, "made for 4 devices.*used on 2 devices"),
     "table on 2, tx on 4": (lambda: owners(mesh=mesh_of(4)).init(sharded),
-      ValueError, "for the 4 devices.*one made for 2"),
+      ValueError, "made for 2 devices.*used on 4 devices"),
     "state of 4": (lambda: update(tx, owners(mesh=mesh_of(4)).init(other)),
-      ValueError, "for the 2 devices.*one made for 4"),
+      ValueError, "made for 4 devices.*used on 2 devices"),
     "state of optax": (lambda: update(tx, sgd.init(params)),
       ValueError, "`state` of sharded_optimizer must be made by"),
     "axis of tx": (
@@ -353,7 +353,7 @@ def errors() -> dict[str, Any]:
       ValueError, "order of rows.*from_checkpoint"),
     "moved by hand": (
       lambda: zenjax.value_and_grad(lambda t, i: t[i].sum())(away, ids),
-      ValueError, "the 4 devices that it is used on, got one made for 2"),
+      ValueError, "made for 2 devices.*used on 4 devices"),
   }  # fmt: skip
 
 

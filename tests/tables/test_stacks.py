@@ -415,7 +415,7 @@ def test_what_stacks_do_not_take_is_refused():
     with pytest.raises(ValueError, match=f"only look up.*{reason}.*{remedy}"):
       both(lambda p, i, use=use: use(p["t"], i).sum())
   large = {"t": jnp.zeros((2, 20_000, 8)), "w": jnp.ones(D)}
-  with pytest.raises(ValueError, match="nor are stacks of tables"):
+  with pytest.raises(ValueError, match="stacks of tables are not chosen"):
     zenjax.tables.shard(large, mesh, "data")
   many = jax.ShapeDtypeStruct((2**16, 2**15, 1), jnp.float32)
   shard = lambda x: zenjax.tables.shard(x, mesh, "data", tables=True)

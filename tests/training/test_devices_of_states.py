@@ -75,7 +75,7 @@ def test_another_number_of_devices(kind):
   for had, n, donate in ((4, 2, True), (4, 8, False), (3, 1, True)):
     with pytest.raises(ValueError) as error:
       traced(tx, states[had], n, by="data_parallel", donate=donate)
-    words = f"the {n} devices", f"made for {had}", remedy
+    words = f"used on {n} devices", f"made for {had}", remedy
     names(error, "`state`", *words)
   # A device then has the parts of several.
   for had, n in ((4, 2), (3, 1)):

@@ -1,1 +1,1 @@
-"""Things that know of no exchange: arrays, rows, the wire, traced programs."""
+"""Helpers that do not depend on exchanges: arguments, jaxprs, the wire."""

@@ -1,6 +1,6 @@
-"""The types and rules of single arguments, for every function of users.
+"""Checks single arguments of public functions.
 
-Each rule raises with the argument, what it may be, what it is and the remedy.
+Each check raises an error with the argument, the rule, the value and a remedy.
 """
 
 from collections.abc import Mapping
@@ -29,31 +29,31 @@ Kernels = Literal["auto", "xla", "pallas"]
 
 
 class Capacity(NamedTuple):
-  """Rows that the buffers of one push and pull hold."""
+  """Buffer sizes of one push and pull, in rows."""
 
   push: int  # C
   pull: int  # U
 
 
 def axes(axis_name: AxisName, argument: str = "axis_name") -> Axes:
-  """`axis_name` as a tuple, checked: each axis once."""
+  """Returns `axis_name` as a tuple of different axes."""
   given = isinstance(axis_name, tuple | list)
   axes = tuple(axis_name) if given else (axis_name,)
   if not axes:
     raise ValueError(
-      f"`{argument}` must name at least one axis, got an empty tuple; give the"
-      ' name that shard_map or pmap binds, say "data".'
+      f"`{argument}` must name at least one axis, got an empty tuple. Give the"
+      ' name of the axis in your mesh, shard_map or pmap, for example "data".'
     )
   for axis in axes:
     if not isinstance(axis, str):
       raise ValueError(
         f"`{argument}` must be the name of an axis, or a tuple of names, got"
-        f" {type(axis).__name__} {axis!r}; give the name that shard_map or pmap"
-        ' binds, say "data".'
+        f" {type(axis).__name__} {axis!r}. Give the name of the axis in your"
+        ' mesh, shard_map or pmap, for example "data".'
       )
   if len(set(axes)) != len(axes):
     raise ValueError(
-      f"`{argument}` must name each axis once, got {axis_name!r}; list each"
+      f"`{argument}` must name each axis once, got {axis_name!r}. List each"
       " axis once, from the slowest link to the fastest."
     )
   return axes
@@ -62,19 +62,19 @@ def axes(axis_name: AxisName, argument: str = "axis_name") -> Axes:
 def mesh_axes(
   axis_name: AxisName, mesh: Any, argument: str = "axis_name"
 ) -> Axes:
-  """`axis_name` as a tuple of axes that `mesh` has."""
+  """Returns `axis_name` as a tuple of axes of `mesh`."""
   wanted = axes(axis_name, argument)
   unknown = [axis for axis in wanted if axis not in mesh.axis_names]
   if unknown:
     raise ValueError(
-      f"`{argument}` must name axes of the mesh, got {unknown}; it has"
+      f"`{argument}` must name axes of the mesh, got {unknown}. The mesh has"
       f" {mesh.axis_names}."
     )
   return wanted
 
 
 def one_of(name: str, value: Any, known: list[str]) -> str:
-  """Returns the value; raises `ValueError` where it is none of those known."""
+  """Returns the value; raises `ValueError` if it is not one of `known`."""
   if not isinstance(value, str) or value not in known:
     options = ", ".join(repr(k) for k in known)
     raise ValueError(f"`{name}` must be one of {options}, got {value!r}.")
@@ -82,13 +82,13 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
 
 
 def check_kernels(value: Any) -> Kernels:
-  """The value; raises `ValueError` where it is no choice of kernels."""
+  """Returns the value; raises `ValueError` if it is not a choice of kernels."""
   one_of("kernels", value, list(get_args(Kernels)))
   return value
 
 
 def hash_seed(value: Any, name: str = "hash_seed") -> int:
-  """The value; raises `ValueError` where it is no integer of 32 bits."""
+  """Returns the value; raises `ValueError` if it is not a 32-bit integer."""
   whole = isinstance(value, int) and not isinstance(value, bool)
   if not whole or not 0 <= value < 2**32:
     raise ValueError(
@@ -98,14 +98,14 @@ def hash_seed(value: Any, name: str = "hash_seed") -> int:
 
 
 def number(name: str, value: Any) -> float:
-  """The value as a float; raises `TypeError` where it is no number."""
+  """Returns the value as a float; raises `TypeError` if it is not a number."""
   if not isinstance(value, numbers.Real):
     raise TypeError(f"`{name}` must be a number, got {value!r}.")
   return float(value)
 
 
 def floating(name: str, dtype: Any) -> jnp.dtype | None:
-  """The dtype; raises `TypeError` where it is no floating one."""
+  """Returns the dtype; raises `TypeError` if it is not a floating dtype."""
   if dtype is None:
     return None
   if not jnp.issubdtype(dtype, jnp.floating):
@@ -116,19 +116,19 @@ def floating(name: str, dtype: Any) -> jnp.dtype | None:
 
 
 def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
-  """The dtype; raises where values may not be rounded to it on the wire."""
+  """Returns the dtype; raises if values cannot be sent in it."""
   wire = floating(name, dtype)
   if wire is not None and wire.itemsize < 2:
     raise ValueError(
-      f"`{name}` must be of 16 bits or more, got {wire.name}: values are not"
-      f" scaled, and what is beyond {float(jnp.finfo(wire).max):g} would be"
-      " lost; give jnp.bfloat16."
+      f"`{name}` must have 16 bits or more, got {wire.name}. Values are not"
+      f" scaled, so values above {float(jnp.finfo(wire).max):g} would be lost."
+      " Give jnp.bfloat16."
     )
   return wire
 
 
 def check_unit(unit: Unit) -> Unit:
-  """Returns it; raises `ValueError` where it is no way to see rows."""
+  """Returns the unit; raises `ValueError` if it is not valid."""
   block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0
   if not block and unit not in ("auto", "row", "element"):
     raise ValueError(
@@ -139,7 +139,7 @@ def check_unit(unit: Unit) -> Unit:
 
 
 def check_partition(partition: Partition) -> Partition:
-  """Returns it; raises `ValueError` where it cannot share out a table."""
+  """Returns the partition; raises `ValueError` if it is not valid."""
   grid = (
     isinstance(partition, int)
     and not isinstance(partition, bool)
@@ -147,8 +147,8 @@ def check_partition(partition: Partition) -> Partition:
   )
   if not grid and partition not in ("hash", "columns"):
     raise ValueError(
-      "`partition` must be 'hash', 'columns' or a number of column"
-      f" groups that divides the devices, got {partition!r}."
+      "`partition` must be 'hash', 'columns', or a number of column groups that"
+      f" divides the number of devices, got {partition!r}."
     )
   return partition
 
@@ -156,7 +156,7 @@ def check_partition(partition: Partition) -> Partition:
 def capacities_of(
   capacities: Capacities,
 ) -> Capacity | dict[str, Capacity] | None:
-  """Those of all leaves or by leaf, checked; None where nothing is pinned."""
+  """Returns buffer sizes for all leaves or by leaf name; None if not given."""
   if capacities is None:
     return None
   if isinstance(capacities, Mapping):
@@ -167,17 +167,17 @@ def capacities_of(
 def pins(
   capacities: Mapping[str, tuple[int, int]] | None,
 ) -> dict[str, tuple[int, int]]:
-  """Capacities by leaf, checked."""
+  """Returns buffer sizes by leaf name; empty if none are given."""
   if not isinstance(capacities, Mapping | None):
     raise TypeError(
-      "`capacities` must map leaf names to pairs (push, pull), got"
-      f" {capacities!r}; give (push, pull) by leaf name."
+      "`capacities` must map parameter names to pairs (push, pull), got"
+      f" {capacities!r}. Give for example {{'table': (64, 256)}}."
     )
-  found = {}
+  pairs = {}
   for name, value in (capacities or {}).items():
     push, pull = _capacity(value, f"[{name!r}]")
-    found[name] = push, pull
-  return found
+    pairs[name] = push, pull
+  return pairs
 
 
 def _capacity(value: Any, where: str) -> Capacity:
@@ -194,7 +194,7 @@ def _capacity(value: Any, where: str) -> Capacity:
     raise ValueError(f"{what} must be positive, got {value!r}.")
   if push > pull:
     raise ValueError(
-      f"{what} must be increasing, push <= pull, since an owner's union holds"
-      f" every row that one source sends it, got {value!r}."
+      f"{what} must have push <= pull, got {value!r}, because a device that"
+      " receives rows returns at least as many as any one device sends it."
     )
   return Capacity(push, pull)

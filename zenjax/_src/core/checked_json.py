@@ -1,4 +1,4 @@
-"""JSON read into dataclasses, every value checked by its type hint.
+"""Reads JSON into dataclasses, and checks every value by its type hint.
 
 A hint is a scalar, `X | None`, a tuple, a dataclass, or one of these annotated
 with rules: `Annotated[int, POSITIVE]`. Errors name the document, the place in
@@ -16,19 +16,20 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 
 class Source(NamedTuple):
-  """A document as errors name it, and the remedy if it is broken."""
+  """The name of a document in errors, and what to do if it is broken."""
 
   name: str
   remedy: str
 
   def broken(self, what: str, at: str = "") -> ValueError:
-    """Returns the error for the document, or for the value `at` a place."""
+    """Returns the error for the document, or for the value at place `at`."""
     name = f"`{at}` of {self.name}" if at else self.name
-    return ValueError(f"{name} {what}; {self.remedy}.")
+    remedy = self.remedy[:1].upper() + self.remedy[1:]
+    return ValueError(f"{name} {what}. {remedy}.")
 
 
 class Rule(NamedTuple):
-  """A condition on a value, and what it must be in words."""
+  """A condition on a value, and the same condition in words."""
 
   text: str
   holds: Callable[[Any], bool]
@@ -47,7 +48,10 @@ _KINDS = {
 
 
 class Document:
-  """A dataclass that is saved as JSON; a subclass gives version and source."""
+  """A dataclass that is saved as JSON.
+
+  A subclass sets `_VERSION`, which the text begins with, and `_SOURCE`.
+  """
 
   __slots__ = ()
 
@@ -55,64 +59,70 @@ class Document:
   _SOURCE: ClassVar[Source]
 
   def to_json(self) -> str:
-    """Returns all of it as text, for `from_json`."""
+    """Returns all fields as JSON text, which `from_json` reads."""
     record: Any = self
     document = dict([self._VERSION]) | dataclasses.asdict(record)
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
   @classmethod
   def from_json(cls, text: str) -> Self:
-    """Reads the text of `to_json`.
+    """Reads the text that `to_json` wrote.
+
+    Args:
+      text: JSON text.
 
     Raises:
-      ValueError: It is no JSON, is cut short, of another version, or holds
-        impossible values; the message names the entry.
+      ValueError: The text is not JSON, is truncated, has another version, or
+        holds impossible values. The message names the entry.
     """
     return parse(cls, fields(text, cls._VERSION, cls._SOURCE), cls._SOURCE)
 
 
 def check(record: Any, source: Source) -> None:
-  """Raises `ValueError` where a dataclass has a value against its hint."""
+  """Raises `ValueError` if a field of a dataclass does not match its hint."""
   hints = typing.get_type_hints(type(record), include_extras=True)
   for field in dataclasses.fields(record):
     parse(hints[field.name], getattr(record, field.name), source, field.name)
 
 
 def fields(text: str, version: tuple[str, int], source: Source) -> dict:
-  """Reads the fields of an object that begins with its version.
+  """Reads the fields of a JSON object, and checks its version.
 
   Args:
-    text: JSON.
-    version: Name and value of that field, which is left out of the result.
-    source: For errors.
+    text: JSON text.
+    version: Name and value of the version's field. The result does not have it.
+    source: The document, for errors.
   """
   try:
     document = json.loads(text)
   except ValueError as error:
-    raise source.broken(f"is no JSON ({error}): was it cut short?") from error
+    raise source.broken(
+      f"is not valid JSON ({error}). Was it truncated?"
+    ) from error
   if not isinstance(document, dict):
     raise source.broken(f"must be an object, got {document!r:.60}")
   key, wanted = version
   found = document.pop(key, None)
   if found != wanted:
     raise source.broken(
-      f"must be of version {wanted}, got {found!r}: another zenjax wrote it"
+      f"must have version {wanted}, got {found!r}: another release of zenjax"
+      " wrote it"
     )
   return document
 
 
 def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
-  """Returns `value` as its hint says.
+  """Returns `value` converted to the type of its hint.
 
   Args:
-    hint: Its type. A value that is of the dataclass already is left as it is.
-    value: From JSON; tuples are taken for lists.
-    source: For errors.
-    at: Its place in the document.
+    hint: The type. An instance of a dataclass is returned unchanged.
+    value: A value from JSON. Tuples count as lists.
+    source: The document, for errors.
+    at: The place of the value in the document.
 
   Raises:
-    ValueError: It is of another type, breaks a rule, or its dataclass refuses
-      it.
+    ValueError: The value has another type, breaks a rule, or its dataclass
+      refuses it.
   """
   must = lambda rule: source.broken(f"must be {rule}, got {value!r:.60}", at)
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -144,7 +154,7 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
   if hint is float and is_number:
     if abs(float(value)) <= sys.float_info.max:  # NaN is not.
       return float(value)
-  if hint is float or type(value) is not hint:  # True is no number here.
+  if hint is float or type(value) is not hint:  # True is not a number here.
     raise must(_KINDS[hint])
   return value
 
@@ -164,7 +174,7 @@ def _record(kind: Any, value: Any, source: Source, at: str) -> Any:
   lacking = [name for name in needed if name not in value]
   if unknown or lacking:
     raise source.broken(
-      f"must hold {sorted(known)}, but has unknown {unknown} and lacks"
+      f"must hold {sorted(known)}, but it has unknown {unknown} and lacks"
       f" {lacking}",
       at,
     )

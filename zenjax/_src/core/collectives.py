@@ -1,11 +1,11 @@
-"""Wraps the collectives of `jax.lax` by which gradients are exchanged.
+"""Wraps the collectives of `jax.lax` that exchange gradients.
 
-Schemes call these and none of `jax.lax`. Only `sync/whole_batch.py` (statistics
-of parts) and `training/global_values.py` (a weighted mean) call `jax.lax`
-themselves.
+Schemes call these wrappers instead of `jax.lax`. Only `sync/whole_batch.py`
+(statistics of parts) and `training/global_values.py` (a weighted mean) call
+collectives of `jax.lax` themselves.
 
-An axis here is a tuple of mesh or mapped axis names, slowest first; ranks
-count in that order.
+`axes` are names of mesh axes or mapped axes, slowest first. Ranks count in that
+order.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ Axes = tuple[str, ...]
 
 
 def size(axes: Axes) -> int:
-  """Devices along `axes`: static."""
+  """Returns the number of devices along `axes`, a static integer."""
   return math.prod(lax.axis_size(a) for a in axes)
 
 
 def mesh_around(axes: Axes, tree: Any, given: jax.sharding.Mesh | None) -> Any:
-  """Returns the mesh over whose axes XLA spreads the program.
+  """Returns the mesh over which XLA partitions the program.
 
   Args:
-    axes: Wanted.
-    tree: Arrays; their types may tell a mesh.
-    given: By the user, if any.
+    axes: Axes that the mesh must have.
+    tree: Arrays, whose types may contain a mesh.
+    given: The mesh that the user gave, if any.
 
   Returns:
-    A mesh that has all `axes`; None where one of them is bound, as `shard_map`,
-    `pmap` and `vmap` bind them, or no mesh with them is known.
+    A mesh that has all `axes`. None if `shard_map`, `pmap` or `vmap` binds one
+    of them, or if no such mesh is known.
   """
   for axis in axes:
     try:
@@ -62,13 +62,14 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
-  """`[...]` on each device to `[n, ...]` on all, typed as equal on all.
+  """Gathers `[...]` of each device to `[n, ...]`, typed as equal on all.
 
-  One axis at a time (tuples fail under nested `vmap`) and never tiled (TPUs
-  turn tiled gathers of odd lengths into all-reduces).
+  It gathers along one axis at a time, because tuples of axes fail under nested
+  `vmap`. It never tiles, because XLA:TPU turns tiled gathers of odd lengths
+  into all-reduces.
   """
   shape = x.shape
-  if shape[:1] == (1,):  # One part of a buffer, without its dimension.
+  if shape[:1] == (1,):  # A leading dimension of 1 is not sent.
     x = x.reshape(shape[1:])
   for axis in reversed(axes):
     x = lax.all_gather(x, axis, axis=0, tiled=False)
@@ -80,46 +81,47 @@ def permute(
 ) -> jax.Array:
   """Sends `x` from source to destination of each pair.
 
-  Devices that no pair names get what they need not read: `vmap` takes whole
-  permutations only, so the others are completed to one.
+  A device that is not a destination receives a value that it must not read.
+  `vmap` supports full permutations only, so further pairs are added.
   """
   n = lax.axis_size(axis)
   sources, destinations = ({p[i] for p in pairs} for i in (0, 1))
   idle = [i for i in range(n) if i not in sources]
   deaf = [i for i in range(n) if i not in destinations]
-  # Those that are both keep their own; the rest answers whom it hears.
+  # A device in no pair sends to itself. The other idle devices send to those
+  # that nobody sends to.
   alone = [i for i in idle if i in deaf]
-  rest = zip(
+  completed = zip(
     [i for i in idle if i not in alone], [i for i in deaf if i not in alone]
   )
-  return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *rest])
+  return lax.ppermute(x, axis, [*pairs, *((i, i) for i in alone), *completed])
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """`lax.psum`, dtypes included; narrow floats are summed in float32."""
+  """Sums as `lax.psum` does, but narrow floats in float32."""
   wide = accumulator(x.dtype)
   total = lax.psum(x.astype(wide), axes)
-  # Integers and bools come out as JAX makes them.
+  # Results of integers and bools keep the dtype that JAX gives them.
   return total if wide == x.dtype else total.astype(x.dtype)
 
 
 def pmean(x: jax.Array, axes: Axes) -> jax.Array:
-  """`lax.pmean`, dtypes included; narrow floats are averaged in float32."""
+  """Averages as `lax.pmean` does, but narrow floats in float32."""
   wide = accumulator(x.dtype)
   mean = lax.pmean(x.astype(wide), axes)
-  # Integers and bools come out as JAX makes them: their means are floating.
+  # Means of integers and bools are floating, and keep JAX's dtype.
   return mean if wide == x.dtype else mean.astype(x.dtype)
 
 
 def pmax(x: jax.Array, axes: Axes) -> jax.Array:
-  """The largest of all devices."""
+  """Returns the largest value of all devices."""
   return lax.pmax(x, axes)
 
 
 def in_one(
   reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-  """Reduces arrays of one dtype in one buffer; returns them in their shapes."""
+  """Reduces arrays of one dtype in one buffer, and restores their shapes."""
   flat = reduce(jnp.concatenate([x.reshape(-1) for x in arrays]))
   ends = np.cumsum([x.size for x in arrays])[:-1].tolist()
   return [
@@ -128,6 +130,6 @@ def in_one(
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-  """The dtype in which values of `dtype` are summed."""
+  """Returns the dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Holds what differs between JAX versions, or is not public, with the reason.
+"""Hides differences between JAX versions, and uses of private functions.
 
 Supported and tested: JAX 0.10 (Python 3.11) and the newest (3.12 and later).
 """
@@ -16,44 +16,45 @@ from jax.interpreters import batching
 from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
-# From 0.12 on JAX warns, of every kernel that Pallas compiles with Triton, that
-# it will not for long.
+# From 0.12 on, JAX warns of every kernel that Pallas compiles with Triton,
+# because it will stop supporting Triton.
 TRITON_GOES = jax.__version_info__ >= (0, 12)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
-  """Mesh axes over which the type of `x` says it varies.
+  """Returns the mesh axes over which `x` varies, according to its type.
 
-  Empty under `pmap`, `vmap` and `shard_map(check_vma=False)`, which keep no
-  such record. The attribute was `.vma` before JAX 0.10.
+  The result is empty under `pmap`, `vmap` and `shard_map(check_vma=False)`,
+  whose types do not record variation.
   """
   manual = getattr(jax.typeof(x), "mat", None)
   return frozenset(manual.varying) if manual is not None else frozenset()
 
 
 def automatic_axes() -> frozenset[str]:
-  """Axes of the mesh around a trace over which XLA spreads programs itself.
+  """Returns the axes of the current mesh over which XLA partitions programs.
 
-  None in a `shard_map` over all axes of its mesh, and none where no mesh is.
+  The result is empty in a `shard_map` over all axes of its mesh, and without a
+  mesh.
   """
   around = jax.sharding.get_abstract_mesh()
   return frozenset(around.axis_names) - frozenset(around.manual_axes)
 
 
 def device_kind() -> str:
-  """Returns which devices the program being traced is for, as "NVIDIA H200".
+  """Returns the kind of device that a program is traced for: "NVIDIA H200".
 
-  As the mesh around a trace says; where there is none, the default backend.
+  The mesh around the trace tells. Without a mesh, it is the default backend's.
   """
   device = jax.sharding.get_abstract_mesh().abstract_device
   return (device or jax.devices()[0]).device_kind
 
 
 def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:
-  """Axes over which types say how arrays are spread.
+  """Returns the explicit axes, over which types say how arrays are sharded.
 
   Args:
-    x: An array by whose type to tell; None for the mesh around a trace.
+    x: An array whose type has a mesh; None for the mesh around a trace.
   """
   if x is None:
     mesh = jax.sharding.get_abstract_mesh()
@@ -63,7 +64,7 @@ def explicit_axes(x: jax.Array | None = None) -> frozenset[str]:
 
 
 def explicit_of(mesh: Any) -> frozenset[str]:
-  """The explicit axes of a mesh, which may be empty."""
+  """Returns the explicit axes of a mesh, which may be empty."""
   kinds = zip(mesh.axis_names, mesh.axis_types)
   return frozenset(
     [axis for axis, kind in kinds if kind == jax.sharding.AxisType.Explicit]
@@ -71,11 +72,11 @@ def explicit_of(mesh: Any) -> frozenset[str]:
 
 
 def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
-  """How explicit sharding spreads each dimension, None where it does not."""
+  """Returns the explicit axes of each dimension, None if it has none."""
   if not explicit_axes(x):
     return (None,) * x.ndim
   spec = jax.typeof(x).sharding.spec
-  # JAX 0.10 has no `partitions`; later ones iterate over nothing else.
+  # JAX 0.10 has no `partitions`, but there the spec itself is iterable.
   spec = tuple(getattr(spec, "partitions", spec))
   return (*spec, *[None] * (x.ndim - len(spec)))
 
@@ -83,10 +84,10 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
 def on_automatic_axes(
   f: Callable[..., Any], mesh: Any, out_sharding: Any
 ) -> Callable[..., Any]:
-  """`f` as of arrays whose types do not say how they lie on an explicit mesh.
+  """Returns `f` as a function of arrays on automatic axes.
 
-  `jax.sharding.auto_axes` takes the mesh of the context, and does nothing where
-  there is none, though the types of arrays have one.
+  `jax.sharding.auto_axes` uses the mesh of the context. Without one it does
+  nothing, even if the types of the arrays have a mesh, so this sets it.
   """
   explicit = explicit_of(mesh)
 
@@ -111,7 +112,7 @@ def on_automatic_axes(
 def records_varying(axis_name: str) -> bool:
   """Returns True if types record variation over `axis_name` (`check_vma=True`).
 
-  The device's own index varies by definition, so its type tells.
+  The index of a device always varies, so its type shows it.
   """
   return bool(varying_axes(jax.lax.axis_index(axis_name)))
 
@@ -120,11 +121,11 @@ _as_invariant_p = jex_core.Primitive("zenjax_as_invariant")
 
 
 def as_invariant(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """Declares that `x` is equal on all devices along `axes`, at no cost.
+  """Declares that `x` is equal on all devices along `axes`.
 
-  `shard_map(check_vma=True)` has no way to see that a buffer whose rows were
-  all overwritten with gathered ones is replicated. The caller proves it (the
-  tests compare every replica bit for bit); this changes the type alone.
+  `shard_map(check_vma=True)` cannot see that a buffer is replicated if all of
+  its rows were overwritten with gathered rows. The caller has to ensure it, and
+  tests compare all replicas. Only the type changes, so nothing is computed.
   """
   varying = varying_axes(x)
   dropped = tuple([a for a in axes if a in varying])
@@ -146,16 +147,17 @@ _first_copy_p = jex_core.Primitive("zenjax_first_copy")
 
 
 def one_copy(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """`x`, equal on all devices along `axes`; `vmap` over one keeps one copy.
+  """Returns `x`, of which `vmap` over one of `axes` keeps one copy.
 
-  As it does of what `lax.all_gather` returns. By a flag of each device `vmap`
-  would run all branches, and select between tables after every turn of a loop.
+  The value must be equal on all devices, as results of `lax.all_gather` are. If
+  a condition had a value for each device, `vmap` would run both branches, and
+  would select between tables in every iteration of a loop.
   """
   return _first_copy_p.bind(x, axes=tuple(axes))
 
 
 def agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  """Declares as `as_invariant` does, and keeps `one_copy`."""
+  """Combines `as_invariant` and `one_copy`."""
   return as_invariant(one_copy(x, axes), axes)
 
 
@@ -173,22 +175,22 @@ batching.fancy_primitive_batchers[_first_copy_p] = _keep_first
 
 
 def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """`x` typed as varying over the axes that `like` varies over.
+  """Returns `x` typed as varying over the axes that `like` varies over.
 
-  Branches and loop carries must agree in type; `pcast` raises on axes that
-  vary already and where no types are kept.
+  Branches and loop carries need equal types. `pcast` raises for axes over which
+  a value varies already, and where types record no variation.
   """
   missing = tuple(varying_axes(like) - varying_axes(x))
   return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def cast_alike(values: Sequence[Any]) -> list[Any]:
-  """Returns values that all vary over the axes that any of them varies over."""
+  """Returns the values, all typed as varying over the union of their axes."""
   axes = [varying_axes(x) for x in values]
   joined = frozenset().union(*axes)
   return [
-    jax.lax.pcast(x, tuple(joined - own), to="varying") if joined - own else x
-    for x, own in zip(values, axes)
+    jax.lax.pcast(x, tuple(joined - of_x), to="varying") if joined - of_x else x
+    for x, of_x in zip(values, axes)
   ]
 
 
@@ -201,7 +203,7 @@ def struct(
 
 
 class KeyValueStore:
-  """A store that processes joined by `jax.distributed` share."""
+  """The store that all processes of `jax.distributed` share."""
 
   def __init__(self, client: Any):
     self.client = client
@@ -210,10 +212,10 @@ class KeyValueStore:
     self.client.key_value_set(key, value, allow_overwrite=True)
 
   def get(self, key: str, seconds: float) -> str | None:
-    """The value, waited for so long; None if it did not come."""
+    """Waits so long for a value; returns None if it does not come."""
     deadline = time.monotonic() + seconds
     while True:
-      # In turns, for Ctrl-C comes between them.
+      # Short waits, because Ctrl-C has an effect only between them.
       left = min(1.0, max(0.001, deadline - time.monotonic()))
       try:
         return self.client.blocking_key_value_get(key, int(1000 * left) or 1)
@@ -224,16 +226,16 @@ class KeyValueStore:
 
 
 def key_value_store() -> KeyValueStore | None:
-  """None where `jax.distributed` was not initialized."""
+  """Returns the store, or None if `jax.distributed` is not initialized."""
   client = distributed.global_state.client
   return KeyValueStore(client) if client is not None else None
 
 
 def serialize_with_flax(*kinds: type) -> None:
-  """Tells `flax.serialization` of dataclass nodes, if the user imported it.
+  """Registers dataclass nodes with `flax.serialization`, if it is imported.
 
-  It reads no pytree registry. Arrays are saved; static fields are those of the
-  target that a state is restored into.
+  Flax does not use JAX's pytree registry. It saves arrays; static fields come
+  from the target that a state is restored into.
   """
   if serialization := sys.modules.get("flax.serialization"):
     for kind in kinds:
@@ -259,8 +261,8 @@ def _to_state_dict(node: Any) -> dict[str, Any]:
 def _from_state_dict(node: Any, saved: dict[str, Any]) -> Any:
   from flax import serialization
 
-  found = {
+  restored = {
     name: serialization.from_state_dict(getattr(node, name), saved[name])
     for name in _data_fields(node)
   }
-  return dataclasses.replace(node, **found)
+  return dataclasses.replace(node, **restored)

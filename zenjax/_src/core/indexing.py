@@ -1,7 +1,7 @@
-"""Gathers and scatters of rows by numbers that are never negative.
+"""Gathers and scatters rows by indices that are never negative.
 
-`x.at[k]` counts a negative `k` from the end, which takes three operations more
-wherever rows are moved.
+`x.at[k]` supports a negative `k`, which costs three more operations wherever
+rows are moved.
 """
 
 import math
@@ -17,32 +17,35 @@ from zenjax._src.core import compat
 
 
 def take(x: jax.Array, at: ArrayLike) -> jax.Array:
-  """Returns `x[at]` for numbers that are known to be in range."""
+  """Returns `x[at]` for indices that are known to be in range."""
   return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def take_or(x: jax.Array, at: jax.Array, otherwise: Any) -> jax.Array:
-  """Returns `x[at]`, and `otherwise` where a number is past the end."""
+  """Returns `x[at]`, and `otherwise` where an index is past the end."""
   return x.at[at].get(
     mode="fill", fill_value=otherwise, wrap_negative_indices=False
   )
 
 
 def put(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
-  """Returns `x` with `new` at `at`, all different, dropped past the end."""
+  """Returns `x` with `new` written at `at`.
+
+  Indices must be different. Values for an index past the end are dropped.
+  """
   return x.at[at].set(
     new, mode="drop", unique_indices=True, wrap_negative_indices=False
   )
 
 
 def add(x: jax.Array, at: jax.Array, more: jax.Array) -> jax.Array:
-  """Returns `x` plus `more` at `at`, all different, as `put` has it."""
+  """Returns `x` with `more` added at `at`, with the same rules as `put`."""
   return x.at[at].add(
     more, mode="drop", unique_indices=True, wrap_negative_indices=False
   )
 
 
-# Bitmaps with rank and select: compaction and expansion without a sort.
+# Bitmaps with rank and select compact and expand rows without a sort.
 #
 # A bitmap over `S = 32 W` slots is `W` words of uint32; bit `i` of word `w` is
 # slot `32 w + i`. `rank(slot)` counts the set bits before a slot, `select(k)`
@@ -54,32 +57,32 @@ def add(x: jax.Array, at: jax.Array, more: jax.Array) -> jax.Array:
 
 
 class Bitmap(NamedTuple):
-  """A bitmap and the prefix sums that answer rank and select."""
+  """A bitmap, with the prefix sums that rank and select need."""
 
   words: jax.Array  # [..., W] uint32
   before: jax.Array  # [..., W] int32, set bits in the words before
-  total: jax.Array  # [...] int32, set bits in all
+  total: jax.Array  # [...] int32, all set bits
 
 
 def index(words: jax.Array) -> Bitmap:
-  """Prefix sums for `words: [..., W] uint32`."""
+  """Returns the bitmap of `words: [..., W] uint32` with its prefix sums."""
   ones = lax.population_count(words).astype(jnp.int32)
   upto = jnp.cumsum(ones, axis=-1)
   return Bitmap(words, upto - ones, upto[..., -1])
 
 
 def pack(bits: jax.Array) -> jax.Array:
-  """`[..., S] bool -> [..., W] uint32`, for `S` a multiple of 32."""
+  """Packs `[..., S] bool` to `[..., W] uint32`; 32 divides `S`."""
   lanes = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
   position = lax.broadcasted_iota(jnp.uint32, lanes.shape, lanes.ndim - 1)
   return jnp.sum(lanes << position, axis=-1, dtype=jnp.uint32)
 
 
 def from_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-  """Words whose bits are the union of `slots: [..., k] int32`.
+  """Returns words whose bits are the union of `slots: [..., k] int32`.
 
-  A slot from `num_slots` on is padding. Duplicates are allowed: presence is
-  written as bytes, which commute.
+  A slot of `num_slots` or more is padding. Duplicates are allowed, because
+  writing the same byte twice gives the same result in any order.
   """
   batch = slots.shape[:-1]
   size = math.prod(batch) * num_slots
@@ -96,9 +99,9 @@ def from_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def rank(bitmap: Bitmap, slot: jax.Array) -> jax.Array:
-  """Set bits before `slot: [..., k] int32` in `[0, S]`; `[..., k] int32`."""
+  """Counts set bits before `slot: [..., k] int32` in `[0, S]`."""
   num_words = bitmap.words.shape[-1]
-  # Slot S has no word: the last word with all its bits stands for it.
+  # Slot S has no word, so all bits of the last word are counted for it.
   word = jnp.minimum(slot >> 5, num_words - 1)
   count = slot - word * 32
   # A shift by 32 is undefined, so the full word is chosen explicitly.
@@ -112,9 +115,9 @@ def rank(bitmap: Bitmap, slot: jax.Array) -> jax.Array:
 
 @jax.jit
 def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
-  """Slot of set bit number `k: [..., c] int32 >= 0`; `S` past the last one.
+  """Returns the slot of set bit `k: [..., c] int32 >= 0`; `S` past the last.
 
-  A program of its own: it is lowered once for all searches of a shape.
+  It is jitted, so that all searches of one shape are lowered once.
   """
   num_words = bitmap.words.shape[-1]
   steps = max(1, math.ceil(math.log2(num_words)))
@@ -122,28 +125,28 @@ def select(bitmap: Bitmap, k: jax.Array) -> jax.Array:
   words, before = bitmap.words.reshape(-1), bitmap.before.reshape(-1)
 
   def halve(i, word):
-    # Largest power of two first: the steps sum to at least W - 1.
+    # The largest power of two comes first. All steps sum to at least W - 1.
     step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
     ahead = jnp.minimum(word + step, num_words - 1)
     return lax.select(take(before, ahead + start) <= k, ahead, word)
 
-  # A loop, not unrolled: the search is a third of what there is to compile.
+  # The loop is not unrolled, because the search is a third of the program.
   word = compat.cast_like(jnp.zeros_like(k), words)
   word = lax.fori_loop(0, steps, halve, word)
   at = word + start
   bit = select_in_word(take(words, at), k - take(before, at))
   found = k < bitmap.total[..., None]
   slot = jnp.where(found, word * 32 + bit, num_words * 32)
-  # Slots have several consumers; without this each would search again.
+  # Without the barrier, each consumer of the slots would repeat the search.
   return lax.optimization_barrier(slot)
 
 
 def select_in_word(word: jax.Array, k: jax.Array) -> jax.Array:
-  """Position of set bit number `k` in `word`, by halving the word."""
+  """Returns the position of set bit number `k` in `word`, by bisection."""
   bit = jnp.zeros_like(k)
   for width in (16, 8, 4, 2, 1):
     low = word & np.uint32((1 << width) - 1)
-    # Signed, which Triton also counts; at most 16 bits are left.
+    # Triton counts bits of signed integers only. At most 16 bits are left.
     ones = lax.population_count(low.astype(jnp.int32))
     upper = k >= ones
     k = lax.select(upper, k - ones, k)
@@ -153,7 +156,7 @@ def select_in_word(word: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _starts(like: jax.Array, size: int) -> jax.Array | int:
-  """Where each batch of `like: [..., k]` begins among all: `[..., 1]`."""
+  """Returns where each batch of `like: [..., k]` begins: `[..., 1]`."""
   batch = like.shape[:-1]
   if math.prod(batch) == 1:
     return 0
@@ -161,25 +164,23 @@ def _starts(like: jax.Array, size: int) -> jax.Array | int:
   return start.reshape(*batch, 1)
 
 
-# Binary search, of which `jnp.searchsorted` is not capable everywhere.
-#
-# It fails inside a `shard_map` that is manual over some axes only (JAX 0.10 and
-# 0.12).
+# Binary search. `jnp.searchsorted` fails inside a `shard_map` that is manual
+# over some axes only (JAX 0.10 and 0.12).
 
 
 def lower_bound(ascending: jax.Array, x: jax.Array) -> jax.Array:
-  """How many of `ascending: [k]` are less than each `x: [...]`: int32."""
+  """Counts how many of `ascending: [k]` are less than each `x: [...]`."""
   size = ascending.shape[0]
   steps = max(1, math.ceil(math.log2(size + 1)))
 
   def halve(i, low):
-    # All before `low` are less; the largest power of two first.
+    # All values before `low` are less. The largest power of two comes first.
     step = jnp.left_shift(jnp.int32(1), jnp.asarray(steps - 1 - i, jnp.int32))
     ahead = jnp.minimum(low + step, size)
     value = take(ascending, ahead - 1)
     return jnp.where(value < x, ahead, low)
 
-  # What is a constant so far varies as its input does.
+  # The loop's carry needs the type that it has after the first iteration.
   start = jnp.zeros_like(x, jnp.int32)
   start = compat.cast_like(compat.cast_like(start, ascending), x)
   return lax.fori_loop(0, steps, halve, start)

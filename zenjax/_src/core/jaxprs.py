@@ -1,4 +1,4 @@
-"""Traced programs, as far as their make differs between JAX versions."""
+"""Reads, runs and compares traced programs, for all supported JAX versions."""
 
 from collections.abc import Sequence
 import pathlib
@@ -13,19 +13,19 @@ _ZENJAX = pathlib.Path(__file__).parents[1]
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-  """A jaxpr, closed or not, as `(jaxpr, consts)`.
+  """Returns a jaxpr, closed or not, as `(jaxpr, consts)`.
 
-  Before JAX 0.12 they were two classes.
+  Before JAX 0.12, closed and open jaxprs were two classes.
   """
   return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-# What runs another program as a part of its own.
+# Primitives that call another program.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def called(eqn: jex_core.JaxprEqn) -> Any:
-  """The program that a call runs."""
+  """Returns the program that a call runs."""
   keys = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
   (key,) = keys.intersection(eqn.params)
   return eqn.params[key]
@@ -36,7 +36,7 @@ def scan_parts(
 ) -> list[list[Any]]:
   """Returns the constants, the carry and the inputs of a scan.
 
-  Counted by `num_consts` and `num_carry` before JAX 0.12, then by `ft_in`.
+  Before JAX 0.12, `num_consts` and `num_carry` tell them apart; then `ft_in`.
   """
   if "ft_in" in eqn.params:
     return [list(part) for part in eqn.params["ft_in"].update(values).unpack()]
@@ -47,29 +47,30 @@ def scan_parts(
 
 
 def bind(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-  """Runs an equation on other values."""
+  """Runs an equation on `values`."""
   params = eqn.primitive.get_bind_params(eqn.params)
   with eqn.ctx.manager:
-    found = eqn.primitive.bind(*values, **params)
-  return list(found) if eqn.primitive.multiple_results else [found]
+    result = eqn.primitive.bind(*values, **params)
+  return list(result) if eqn.primitive.multiple_results else [result]
 
 
 def needed(
   closed: Any, outputs: Sequence[bool] | None = None, effects: bool = True
 ) -> tuple[Any, list[bool]]:
-  """A traced program without what no output needs, and the inputs it reads.
+  """Removes the equations of a traced program that no output needs.
 
   Args:
-    closed: Of `jax.make_jaxpr`.
+    closed: The result of `jax.make_jaxpr`.
     outputs: Which outputs are wanted, by default all.
-    effects: Whether to keep what only has an effect, as `jax.debug.print`.
+    effects: Whether to keep equations that only have effects, such as
+      `jax.debug.print`.
 
   Returns:
-    The program, and for each input whether it is still one.
+    The program, and for each input whether it is still needed.
   """
   jaxpr, consts = opened(closed)
   if not effects:
-    # Writes to references stay: what is read of them later is needed.
+    # Writes to references stay, because later reads need them.
     writes = lambda eqn: any(hasattr(e, "input_index") for e in eqn.effects)
     eqns = [
       eqn if writes(eqn) else eqn.replace(effects=frozenset())
@@ -84,7 +85,7 @@ UNKNOWN = "an unknown line"
 
 
 def source_place(eqn: jex_core.JaxprEqn) -> str:
-  """The innermost line of neither JAX nor zenjax that led to an equation."""
+  """Returns the innermost line outside JAX and zenjax that made an equation."""
   traceback = eqn.source_info.traceback
   for frame in traceback.frames if traceback is not None else ():
     path = pathlib.Path(frame.file_name)
@@ -93,7 +94,7 @@ def source_place(eqn: jex_core.JaxprEqn) -> str:
   return UNKNOWN
 
 
-# Calls that mean what the program does that they run.
+# Calls whose results are the results of the program that they run.
 _OPENED = (
   *CALLS,
   "checkpoint",
@@ -103,20 +104,20 @@ _OPENED = (
   "remat",
   "remat2",
 )
-# They change over which devices a value may differ, and nothing of the value.
+# Primitives that change the type of a value (over which axes it varies) only.
 _CASTS = ("pvary", "pcast", "reduced_vary_cast")
 
 
 class Differs(Exception):
-  """Two traces are not of the same program."""
+  """Two traces are not the same program."""
 
 
 class Pairwise:
-  """Interprets two traces of one function, made for other sizes, in step.
+  """Interprets two traces of one function, for two sizes, in parallel.
 
-  A subclass says what constants and equations are. Calls are opened, and of a
-  `cond` all branches are interpreted, so that it meets no program inside a
-  program but loops.
+  A subclass defines the values of constants and equations. Calls are
+  interpreted inside, and so are all branches of a `cond`. Loops are therefore
+  the only nested programs that a subclass sees.
   """
 
   _callers: tuple[jex_core.JaxprEqn, ...] = ()
@@ -138,7 +139,7 @@ class Pairwise:
     raise NotImplementedError
 
   def place(self, eqn: jex_core.JaxprEqn) -> str:
-    """Returns the line of the user's, or of optax, that led to an equation."""
+    """Returns the line of the user's code, or of optax, of an equation."""
     places = map(source_place, (eqn, *reversed(self._callers)))
     return next((place for place in places if place != UNKNOWN), UNKNOWN)
 
@@ -146,18 +147,18 @@ class Pairwise:
     """Returns the values of the results.
 
     Args:
-      first: The trace that is interpreted.
-      second: The other one.
+      first: The trace to interpret.
+      second: The trace for another size.
       inputs: Values of the inputs.
 
     Raises:
-      Differs: The traces do not do the same, sizes aside.
+      Differs: The traces differ by more than sizes.
     """
     (one, one_consts), (two, two_consts) = opened(first), opened(second)
     env = dict(zip(one.invars, inputs, strict=True))
     for var, x, y in zip(one.constvars, one_consts, two_consts, strict=True):
       env[var] = self.constant(x, y)
-    # Maps a variable of the first trace to that of the second.
+    # Maps a variable of the first trace to the same variable of the second.
     others = dict(zip(one.constvars, two.constvars, strict=True))
     others |= zip(one.invars, two.invars, strict=True)
 
@@ -183,7 +184,7 @@ class Pairwise:
   def _results(self, eqn, other, values):
     name = eqn.primitive.name
     if name in _CASTS:
-      return values  # Whoever runs it casts what needs it.
+      return values  # A subclass that runs equations casts types itself.
     is_branching = name == "cond" and not eqn.effects
     if name not in _OPENED and not is_branching:
       if _settings(eqn, other) != _settings(other, eqn):
@@ -210,9 +211,9 @@ class Pairwise:
 
 
 def _settings(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> list[Any]:
-  """What is equal where the same is done: numbers, and bodies of loops.
+  """Returns the parameters that must be equal: numbers, and bodies of loops.
 
-  Where shapes grow, some numbers are sizes, and these are left out.
+  If shapes grow, tuples of numbers may be sizes, so these are left out.
   """
   grows = grown(eqn, other)
   found: list[Any] = []
@@ -227,6 +228,6 @@ def _settings(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> list[Any]:
 
 
 def grown(eqn: Any, other: Any) -> bool:
-  """Returns True if operands or results have other shapes in two traces."""
+  """Returns True if the two traces have different shapes in an equation."""
   here, there = eqn.invars + eqn.outvars, other.invars + other.outvars
   return bool([x for x, y in zip(here, there) if x.aval.shape != y.aval.shape])

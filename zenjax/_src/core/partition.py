@@ -1,25 +1,26 @@
-"""Spreads rows over row groups: the rotation hash, a bijection without a table.
+"""Distributes rows over row groups by the rotation hash, a bijection.
 
 Rows are cut into blocks of `m`, one row for each of `m` row groups, and every
 block is rotated by a pseudo-random amount. Row `r = q * m + j` belongs to
 
     group = (j + lane[q mod 32] + rotation(q div 32)) mod m,    slot = q,
 
-so each group owns exactly one row of each block: no collision, no index sets
-kept in memory, and both directions cost a few integer operations. The lane
-shifts are constants and the rotations change once in 32 slots, so a packed
-bitmap is rotated by whole words. The load of a group varies no more than under
-an independent hash, unless ids were chosen by the lane shifts themselves, 32 of
-which then stay together; contiguous clusters balance perfectly.
+so each group owns exactly one row of each block. The hash has no collisions,
+needs no index sets in memory, and costs a few integer operations in both
+directions. Lane shifts are constants, and rotations change once in 32 slots, so
+a packed bitmap is rotated by whole words. Contiguous clusters of ids are
+balanced perfectly. For other ids, the load of a group varies no more than with
+an independent hash, unless ids were chosen by the lane shifts: then up to 32
+ids stay together.
 
-`lax.rem` stands where `%` would also handle negative numbers.
+The code uses `lax.rem`, because `%` would also handle negative numbers.
 
 Group `k` of `m` is owned by the devices of ranks `k * g` to `k * g + g - 1`
 along the fastest axis, one for each of `g` column groups. The rule is written
-more than once: in `Layout.place` and its inverse `Layout.row`, whose lane
-shifts are those of `lane_shifts` and `Layout._computed_shift`; for whole
-bitmaps in `pack_rows` of `zenjax.kernels.reference`; and in the kernel of
-`mask_pack` for TPUs. That for GPUs calls `Layout.row`.
+in several places: in `Layout.place` and its inverse `Layout.row`, which take
+lane shifts from `lane_shifts` or `Layout._computed_shift`; for packed bitmaps
+in `pack_rows` of `zenjax.kernels.reference`; and in the TPU kernel of
+`mask_pack`. The GPU kernel calls `Layout.row`.
 
 Letters: `R` rows, `m` groups, `S` slots a group, `W = S / 32` words.
 """
@@ -39,7 +40,7 @@ LANES = 32
 
 
 def fmix32(x: Any) -> Any:
-  """The finalizer of MurmurHash3 (Appleby, 2011): a bijection of uint32."""
+  """Mixes uint32 by MurmurHash3's finalizer (Appleby, 2011), a bijection."""
   x = x ^ (x >> np.uint32(16))
   x = x * np.uint32(0x85EBCA6B)
   x = x ^ (x >> np.uint32(13))
@@ -49,16 +50,17 @@ def fmix32(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-  """How `num_rows` rows are spread over `groups` row groups.
+  """The assignment of `num_rows` rows to `groups` row groups.
 
   Attributes:
     num_rows: `R`, at least 1.
     groups: `m`, at least 1.
-    seed: Draws another hash; it is mixed before use, since a plain XOR with a
-      small number would only permute the blocks.
-    hash_offset: Added to the number of a word before it is hashed. Tables have
-      different ones, so that row 0 of every table does not meet on one owner.
-    contiguous: Ranges of rows instead of the hash.
+    seed: Chooses the hash. It is mixed before use, because XOR with a small
+      number would only permute the blocks.
+    hash_offset: Offset added to the number of a word before it is hashed.
+      Tables have different offsets, so that their first rows have different
+      owners.
+    contiguous: Whether groups are ranges of rows instead of a hash's share.
   """
 
   num_rows: int
@@ -74,16 +76,16 @@ class Layout:
 
   @property
   def words(self) -> int:
-    """`W`, words of a group's bitmap."""
+    """Returns `W`, the words of a group's bitmap."""
     return -(-self.num_rows // (self.groups * LANES))
 
   @property
   def slots(self) -> int:
-    """`S`, slots of a group: a multiple of 32."""
+    """Returns `S`, the slots of a group, a multiple of 32."""
     return self.words * LANES
 
   def rotation(self, word: jax.Array) -> jax.Array:
-    """By how much all slots of `word` are rotated: int32 in `[0, m)`."""
+    """Returns the rotation of all slots of `word`: int32 in `[0, m)`."""
     mixed_seed = fmix32(np.array([self.seed & 0xFFFFFFFF], np.uint32))[0]
     key = (word.astype(jnp.uint32) + np.uint32(self.hash_offset)) ^ mixed_seed
     mixed = fmix32(key)
@@ -92,12 +94,13 @@ class Layout:
   def row(
     self, group: jax.Array, slot: jax.Array, *, look_up: bool = True
   ) -> jax.Array:
-    """Row at `(group, slot)`; `R` where there is none. int32, same shape.
+    """Returns the row at `(group, slot)`, or `R` if there is none.
 
     Args:
-      group: In `[0, m)`.
-      slot: In `[0, S]`.
-      look_up: Lane shifts from a table. Kernels have none and compute them.
+      group: int32 in `[0, m)`.
+      slot: int32 in `[0, S]`.
+      look_up: Whether lane shifts are read from a table. Kernels have no such
+        table, and compute lane shifts.
     """
     if self.in_order:
       row = group * self.slots + jnp.minimum(slot, self.slots - 1)
@@ -106,13 +109,13 @@ class Layout:
     shift = self.shift(slot) if look_up else self._computed_shift(slot)
     j = group - shift + 2 * self.groups
     j = lax.rem(j, lax.full_like(j, self.groups))
-    # A slot of S marks padding: it is kept from overflowing int32 here.
+    # Slot S is padding. The minimum keeps the product within int32.
     row = jnp.minimum(slot, self.slots - 1) * self.groups + j
     valid = (slot < self.slots) & (row < self.num_rows)
     return jnp.where(valid, row, self.num_rows)
 
   def place(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Inverse of `row`: the `(group, slot)` of each row in `[0, R)`."""
+    """Returns `(group, slot)` of each row in `[0, R)`: the inverse of `row`."""
     if self.in_order:
       group = lax.div(row, lax.full_like(row, self.slots))
       return group, row - group * self.slots
@@ -122,7 +125,7 @@ class Layout:
     return lax.rem(group, lax.full_like(group, self.groups)), slot
 
   def shift(self, slot: jax.Array) -> jax.Array:
-    """By how much the block of rows at `slot` is rotated: `[0, 2m)`."""
+    """Returns the rotation of the block of rows at `slot`, in `[0, 2m)`."""
     lanes = jnp.asarray(lane_shifts(self.groups), jnp.int32)
     lane = indexing.take(lanes, slot & (LANES - 1))
     return lane + self.rotation(slot >> 5)
@@ -136,6 +139,6 @@ class Layout:
 
 @functools.cache
 def lane_shifts(groups: int) -> tuple[int, ...]:
-  """The 32 constant shifts, each in `[0, m)`."""
+  """Returns the 32 constant lane shifts, each in `[0, m)`."""
   lanes = fmix32(np.arange(1, LANES + 1, dtype=np.uint32)) % groups
   return tuple(lanes.tolist())

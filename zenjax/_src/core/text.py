@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Formats tables of text."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 def columns(
   rows: Sequence[tuple[str, ...]], left: int = 1, last_left: bool = False
 ) -> list[str]:
-  """`rows` with cells below each other.
+  """Returns lines whose cells are aligned in columns.
 
-  The first `left` of a row begin below each other, and the last one where it is
-  words; all others end so.
+  Args:
+    rows: The cells of each row.
+    left: How many of the first columns are aligned left, as for words. All
+      others are aligned right.
+    last_left: Whether the last column is aligned left too.
   """
   words = {*range(left), len(rows[0]) - 1 if last_left else 0}
   widths = [max(len(cell) for cell in column) for column in zip(*rows)]

@@ -1,12 +1,13 @@
-"""The buffer on the wire: counts, indices and rows of all tables in one.
+"""Packs counts, indices and rows of all tables into one buffer to send.
 
-Everything travels as uint32. XLA:CPU widens every 16-bit float collective to 32
-bits and XLA:TPU turns some tiled gathers into all-reduces; integers travel as
-they are, and 26 tables cost one latency instead of 26.
+The buffer is uint32 for two reasons. XLA:CPU widens every 16-bit float
+collective to 32 bits, and XLA:TPU turns some tiled gathers into all-reduces;
+integers are sent unchanged. And with one buffer, 26 tables pay one latency
+instead of 26.
 
-Row indices travel as slots (4 bytes a row) or as a bitmap (one bit a slot),
-whichever is smaller for the capacity of the buffer: the hash bitmap of the
-Zen paper, decided when traced.
+Row indices are sent as slots (4 bytes per row) or as a bitmap (1 bit per slot,
+the hash bitmap of the Zen paper). The smaller one for the size of the buffer is
+chosen when the program is traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +23,13 @@ from zenjax._src.core import indexing
 
 
 def words_for(count: int, dtype: jnp.dtype) -> int:
-  """Words that `count` elements of `dtype` take."""
+  """Returns the number of words that `count` elements of `dtype` take."""
   return -(-count * jnp.dtype(dtype).itemsize // 4)
 
 
 @jax.custom_jvp
 def _constant(x: jax.Array) -> jax.Array:
-  """`x`, of which no derivative is asked: bits have none."""
+  """Returns `x`, and raises if it is differentiated."""
   return x
 
 
@@ -36,10 +37,10 @@ def _constant(x: jax.Array) -> jax.Array:
 def _refuse_derivative(primals, tangents):
   del primals, tangents
   raise NotImplementedError(
-    "Rows that sharded_optimizer exchanges have no derivative; differentiate a"
-    " step with `zenjax.zen_sync`, whose derivative is that of `lax.pmean`, or"
-    " put"
-    " jax.lax.stop_gradient around what goes into `update`."
+    "You cannot differentiate through `zenjax.sharded_optimizer`. Use"
+    " `zenjax.zen_sync`, which has the derivative of `lax.pmean`. If you do not"
+    " need the derivative, put `jax.lax.stop_gradient` around the gradients"
+    " that you pass to `update`."
   )
 
 
@@ -52,11 +53,13 @@ def exchange(
 
   Args:
     tables: Sections `[b, ...]` of each table, of any dtype.
-    collective: Takes a buffer `[b, words] uint32`; returns `n * words` of them.
+    collective: Takes a buffer `[b, words] uint32`, and returns `n * words`
+      words.
     *args: Further arguments of `collective`.
 
   Returns:
-    The sections that came, `[n, ...]` each, in shape and dtype as they left.
+    The received sections, `[n, ...]` each, with the shape and dtype of the sent
+    ones.
   """
   words = [to_words(section) for table in tables for section in table]
   buffer = jnp.concatenate(words, axis=1) if len(words) > 1 else words[0]
@@ -77,7 +80,7 @@ def exchange(
 
 
 def to_words(x: jax.Array) -> jax.Array:
-  """`[b, ...]` of any dtype to `[b, words] uint32`, padded with zeros."""
+  """Converts `[b, ...]` of any dtype to `[b, words] uint32`, zero padded."""
   if jnp.issubdtype(x.dtype, jnp.inexact):
     x = _constant(x)
   flat = x.reshape(x.shape[0], -1)
@@ -101,12 +104,12 @@ def from_words(
 
 
 def index_words(capacity: int, num_slots: int) -> int:
-  """Words that the index of `capacity` rows takes."""
+  """Returns the number of words that the index of `capacity` rows takes."""
   return min(capacity, num_slots // 32)
 
 
 def encode_index(slots: jax.Array, num_slots: int) -> jax.Array:
-  """`[b, C] int32` ascending slots as they are, or a bitmap `[b, W] uint32`."""
+  """Returns ascending slots `[b, C] int32`, or their bitmap `[b, W] uint32`."""
   if slots.shape[1] <= num_slots // 32:
     return slots
   return indexing.from_slots(slots, num_slots)
@@ -122,16 +125,17 @@ def decode_index(index: jax.Array, capacity: int, num_slots: int) -> jax.Array:
 
 
 def sum_counts(counts: jax.Array) -> jax.Array:
-  """Sums `[n, ...] int32 >= 0` over `n`; the largest int32 where it is more."""
+  """Sums `[n, ...] int32 >= 0` over `n`, saturating at the largest int32."""
   most = jnp.iinfo(jnp.int32).max
-  # float32 errs by a few parts in 2^24; within those the result may saturate.
+  # float32 has errors of a few parts in 2^24, so a sum slightly below the limit
+  # may saturate too.
   about = jnp.sum(counts.astype(jnp.float32), axis=0)
   total = jnp.sum(counts, axis=0, dtype=jnp.int32)
   return jnp.where(about > most * (1 - 2.0**-20), most, total)
 
 
 def split_columns(rows: jax.Array, groups: int) -> jax.Array:
-  """`[m, C, D]` to `[m * g, C, ceil(D / g)]`: one column group an owner."""
+  """Splits `[m, C, D]` to `[m * g, C, ceil(D / g)]`, columns by owner."""
   m, capacity, width = rows.shape
   if groups == 1:
     return rows

@@ -1,1 +1,1 @@
-"""Machines: links, devices, and the time that exchanges take on them."""
+"""Models and measurements of machines, to predict the time of exchanges."""

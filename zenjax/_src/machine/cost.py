@@ -1,10 +1,9 @@
-"""Cost model: the predicted time of an exchange on links and devices.
+"""Predicts the time of an exchange on links and devices.
 
     seconds = sum over messages (steps * latency + bytes / bandwidth)
               + mask + rows handled
 
-Messages are the schemes' own formulas (`Scheme.expected_messages`), so the
-predicted bytes are those that are sent.
+Messages come from the scheme's own formula (`Scheme.expected_messages`).
 """
 
 from collections.abc import Sequence
@@ -32,10 +31,13 @@ from zenjax._src.schemes.registry import SPARSE
 class Profile:
   """Measured densities of a table's gradients.
 
+  `zenjax.planner.profile(state)` returns one for each parameter. Pass them as
+  `profile=` to `planner.plan` and `planner.plan_tables`.
+
   Attributes:
-    rows: Nonzero rows of a device, mean.
-    fullest: Nonzero rows of the device that has most.
-    union: Nonzero rows of all devices together.
+    rows: Mean number of nonzero rows of a device.
+    fullest: Nonzero rows of the device with most.
+    union: Different nonzero rows of all devices together.
     devices: Number of these devices.
 
   Example:
@@ -53,9 +55,9 @@ class Profile:
   devices: int
 
   def union_of(self, devices: int) -> float:
-    """Extrapolates the union to other devices by a power law.
+    """Returns the union for another number of devices, by a power law.
 
-    One device shows no growth: a vocabulary's is assumed.
+    One device shows no growth, so the growth of a vocabulary is assumed.
     """
     if self.rows <= 0:
       return self.union
@@ -66,7 +68,7 @@ class Profile:
 
 
 class Way(NamedTuple):
-  """One way to synchronize a leaf, as `LeafPlan` has it."""
+  """One way to synchronize a leaf, with the fields of `LeafPlan`."""
 
   scheme: str
   column_groups: int = 1  # Of zen; 1 for other schemes.
@@ -78,17 +80,17 @@ PMEAN = Way("dense")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-  """Predicted costs of one way to synchronize, or to hold and train, a table.
+  """Predicted costs of one way to synchronize a table, or of one form of it.
 
   Attributes:
-    exchange: Tables with the same name here share an exchange.
+    exchange: Name of the exchange. Tables with the same name share it.
     seconds: Time on the links and on the device, if nothing overlaps.
-    once_s: The part of it that tables of one exchange pay once together: the
-      latencies.
+    once_s: The part of `seconds` that all tables of an exchange pay together:
+      the latencies.
     received: Bytes that a device receives in a step.
     memory: Bytes that a device needs.
-    sizes: Rows of the first round, `(push, pull)`, that this is predicted for:
-      just large enough as far as is known. None for a dense sum.
+    sizes: Buffer sizes of the first round, `(push, pull)` in rows, that the
+      prediction assumes: just large enough. None for a dense sum.
   """
 
   exchange: str
@@ -109,7 +111,7 @@ def of_messages(
   memory: float | None = None,
   sizes: tuple[float, float] | None = None,
 ) -> Prediction:
-  """Predicts an exchange; its memory is what it receives if not given."""
+  """Predicts an exchange; by default, its memory is the received bytes."""
   phases = phases_of(messages, context)
   received = float(received_bytes(messages, context))
   return Prediction(
@@ -131,10 +133,10 @@ def predictions(
 ) -> dict[Way, Prediction]:
   """Predicts every way that may be best for a table, pmean first.
 
-  The Zen paper's rule, that the best scheme is either Balanced Parallelism or
-  Hierarchical Centralization (Theorem 1), with latency and local work in it,
-  and with the dense exchange. Ranges are left out: zen sends the same messages
-  in better balance (Lemma 1).
+  The Zen paper proves that the best scheme is either Balanced Parallelism or
+  Hierarchical Centralization (Theorem 1). The predictions also include latency,
+  local work, and the dense exchange. Schemes with contiguous ranges are left
+  out, because zen sends the same messages with better balance (Lemma 1).
   """
   n = context.sizes[-1]
   ways = [Way("all_gather"), Way("recursive_doubling")]
@@ -156,11 +158,11 @@ def predict(
 ) -> Prediction:
   """Predicts one way to synchronize a table.
 
-  The device's own work is taken from the link along the fastest axis.
+  The work of the device is a property of the link along the fastest axis.
   """
   size = table.num_rows * table.width * table.dtype.itemsize
   if way == PMEAN:
-    # A gradient of rows is made an array before.
+    # SparseRows are converted to an array first.
     messages = DENSE[way.scheme].messages(
       dataclasses.replace(table, look_ups=None), context
     )
@@ -174,7 +176,7 @@ def predict(
     local_s = size * work.mask_byte + table.num_rows * work.mask_row
   for message in messages:
     moved = float(received_bytes([message], context))
-    # The blocks of a summed row arrive side by side and are written as one.
+    # The column blocks of a summed row are joined and written as one row.
     whole = message.op == "all_gather" and way.column_groups > 1
     row = block * way.column_groups if whole else block
     local_s += moved * work.move_byte + moved / row * work.move_row
@@ -186,7 +188,12 @@ def predict(
 def _sparse_messages(
   way: Way, table: Table, profile: Profile, context: Context
 ) -> tuple[list[Message], int, tuple[float, float]]:
-  """Returns messages of just sufficient sizes, bytes of a row, the sizes."""
+  """Returns messages with the smallest sufficient buffers.
+
+  Returns:
+    The messages, the bytes of a row (of one column block), and the buffer sizes
+    `(push, pull)`.
+  """
   scheme = SPARSE[way.scheme]
   m, g = scheme.groups(context.sizes, way.column_groups)
   plan = buffer_sizes.plan_table(
@@ -204,7 +211,7 @@ def _sparse_messages(
   push = buffer_sizes.fullest(profile.fullest, m, n * m)
   pull = buffer_sizes.fullest(union, m, m)
   push, pull = (float(min(x, plan.layout.slots)) for x in (push, pull))
-  # The schemes' formulas serve traced numbers as well: these are none.
+  # The formulas also accept traced numbers. Here they must give constants.
   with jax.ensure_compile_time_eval():
     messages = scheme.expected_messages(plan, context, push, pull)
     messages = [m._replace(words=float(m.words)) for m in messages]
@@ -212,10 +219,10 @@ def _sparse_messages(
 
 
 def phases_of(messages: Sequence[Message], context: Context) -> list[Phase]:
-  """Splits messages into the collectives along each axis that they cross.
+  """Splits messages into collectives along single axes.
 
-  Libraries sum and gather level by level: devices that share a slow link each
-  send an equal part of an array over it.
+  Communication libraries reduce and gather level by level: each of the devices
+  that share a slow link sends an equal part of the array over it.
   """
   sizes = dict(zip(context.axes, context.sizes))
   found = []
@@ -243,6 +250,6 @@ def phases_of(messages: Sequence[Message], context: Context) -> list[Phase]:
 
 
 def assumed(table: Table, devices: int) -> Profile:
-  """Returns densities of a vocabulary, for tables that were not measured."""
+  """Returns the densities of a vocabulary, for tables without measurements."""
   rows, union = buffer_sizes.assumed_rows(table, devices)
   return Profile(rows=rows, fullest=rows, union=union, devices=devices)

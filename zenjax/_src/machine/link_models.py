@@ -1,4 +1,4 @@
-"""Links between devices: latency and bandwidth, as in the Zen paper."""
+"""Models links between devices by latency and bandwidth, as the Zen paper."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -9,7 +9,7 @@ from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
 
-# Messages that follow each other in a collective of `n` devices.
+# How many messages follow each other in a collective of `n` devices.
 _STEPS = {
   "all_gather": lambda n: n - 1,
   "all_reduce": lambda n: 2 * (n - 1),
@@ -19,18 +19,20 @@ _STEPS = {
 }
 
 _Amount = Annotated[float, NOT_NEGATIVE]
-_UNITS = "bytes are by the second, times in seconds"
+_UNITS = "bandwidths are in bytes per second, times in seconds"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-  """Seconds of a device's own work in an exchange.
+  """The time of a device's own work in an exchange, in seconds.
+
+  `zenjax.planner.measure_work` measures it. Pass it to `Link(work=...)`.
 
   Attributes:
-    mask_byte: Finding the nonzero rows, per byte of the table.
-    mask_row: Finding the nonzero rows, per row of the table.
-    move_byte: Packing, merging or writing rows, per byte received.
-    move_row: Packing, merging or writing rows, per row received.
+    mask_byte: Time to find the nonzero rows, per byte of the table.
+    mask_row: Time to find the nonzero rows, per row of the table.
+    move_byte: Time to pack, merge and write rows, per byte received.
+    move_row: Time to pack, merge and write rows, per row received.
 
   Example:
     >>> import zenjax
@@ -53,12 +55,15 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-  """The connection of a device to the others along an axis.
+  """The connection of a device to the others along a mesh axis.
+
+  Use it to describe a machine by hand: `Topology(links=(link,), ...)`, or
+  `zenjax.tune(state, link=link)`.
 
   Attributes:
-    bandwidth: Bytes a second that a device receives while it sends as many.
-    latency_s: Latency of one message between two devices.
-    work: Time of the device's own work; by default none.
+    bandwidth: Bytes per second that a device receives while it sends as many.
+    latency_s: Latency of a message between two devices, in seconds.
+    work: Time of the device's own work; by default it takes no time.
 
   Example:
     >>> import zenjax
@@ -74,7 +79,13 @@ class Link:
     checked_json.check(self, Source("the link", _UNITS))
 
   def seconds(self, op: str, devices: int, received: float) -> float:
-    """Returns the time of a collective by the bytes that a device receives."""
+    """Returns the time of a collective.
+
+    Args:
+      op: The collective, for example "all_gather".
+      devices: Number of devices that take part.
+      received: Bytes that a device receives.
+    """
     return steps(op, devices) * self.latency_s + received / self.bandwidth
 
 
@@ -83,15 +94,16 @@ def steps(op: str, devices: int) -> int:
   return _STEPS[op](devices)
 
 
-# An axis, a collective along it, its devices, bytes that each receives.
+# An axis, a collective along it, the number of devices, and the bytes that each
+# device receives.
 Phase = tuple[str, str, int, float]
 
-# One link for all axes, or one for each.
+# One link for all axes, or one for each axis.
 Links = Link | Mapping[str, Link]
 
 
 def wire_s(phases: Iterable[Phase], link: Links) -> float:
-  """Returns the time of collectives, one after the other."""
+  """Returns the time of collectives that run one after the other."""
   return sum(
     of_axis(axis, link).seconds(op, n, received)
     for axis, op, n, received in phases

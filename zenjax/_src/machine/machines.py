@@ -1,8 +1,8 @@
-"""Known machines, by their published figures.
+"""Lists known machines with their published figures.
 
-Vendors publish peaks; the part of it that collectives reach has to be measured.
-A bandwidth here is what one device receives while it sends as many bytes;
-vendors state the sum of both directions. Latencies are those of one message
+Vendors publish peaks; how much of a peak collectives reach must be measured. A
+bandwidth here counts the bytes that one device receives while it sends as many,
+but vendors publish the sum of both directions. A latency is for one message
 between two devices.
 """
 
@@ -11,14 +11,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-  """Devices that one fabric joins.
+  """Devices that one fabric connects.
 
   Attributes:
-    bandwidth: Bytes a second that a device receives.
-    latency_s: Latency of a message.
+    bandwidth: Bytes per second that a device receives.
+    latency_s: Latency of a message, in seconds.
     memory_bytes: Memory of a device.
-    memory_bandwidth: Bytes a second that a device reads or writes there.
-    source: Publication of these figures, and their kind.
+    memory_bandwidth: Bytes per second that a device reads or writes in its
+      memory.
+    source: The publication of these figures, and what kind they are.
   """
 
   bandwidth: float
@@ -28,16 +29,16 @@ class Machine:
   source: str
 
 
-# A hop of the ring protocol "Simple", in microseconds, from the table `hwLat`
+# The latency of a hop of the ring protocol "Simple", from the table `hwLat`
 # by which NCCL chooses its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
 _NCCL_NVLINK_S = 3.4e-6
 _NCCL_PCI_S = 5.7e-6
 NCCL_NETWORK_S = 14e-6
-# No figure is published; neighbouring chips are about a microsecond apart.
+# This figure is not published. It is an assumption for neighboring chips.
 _ICI_S = 1e-6
 
 _GB, _GIB = 1e9, 2.0**30
-_FLOOR = "the device's own work is a floor, its memory's peak"
+_FLOOR = "the device's own work is a lower bound, from its memory's peak"
 
 
 def _nvidia(
@@ -47,7 +48,7 @@ def _nvidia(
   fabric: str = "NVLink",
   fabric_gb_s: float = 900,
 ) -> Machine:
-  """Returns a GPU by its data sheet, whose fabric counts both ways."""
+  """Returns a GPU; its data sheet counts both directions of the fabric."""
   return Machine(
     bandwidth=fabric_gb_s / 2 * _GB,
     latency_s=_NCCL_NVLINK_S if fabric == "NVLink" else _NCCL_PCI_S,
@@ -78,13 +79,14 @@ def _ici(
 
 
 MACHINES: dict[str, Machine] = {
-  # Of several sizes sold the largest: A100 80 GB, V100 SXM2 32 GB.
+  # If a device is sold with several memory sizes, this is the largest: A100 80
+  # GB, V100 SXM2 32 GB.
   "a100": _nvidia("A100 SXM", 80, 2039, fabric_gb_s=600),
   "h100": _nvidia("H100 SXM", 80, 3350),
   "h200": _nvidia("H200 SXM", 141, 4800),
-  # It has no NVLink.
+  # L4 has no NVLink.
   "l4": _nvidia("L4", 24, 300, "PCIe Gen4 x16", 64),
-  # 4,096 chips reduce 1.1 PB/s together; six ports.
+  # 4,096 chips with six ports each reduce 1.1 PB/s together.
   "tpu-v4": _ici(
     1.1e15 / 4096, 32 * _GIB, 1200, "v4", "all-reduce 1.1 PB/s of 4,096 chips"
   ),
@@ -101,7 +103,7 @@ def known_machine(name: str) -> Machine:
   """Returns an entry of `MACHINES`; raises `ValueError` if there is none."""
   if name not in MACHINES:
     raise ValueError(
-      f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}; measure"
-      " any other with `zenjax.planner.measure_links`."
+      f"`machine` must be one of {', '.join(MACHINES)}, got {name!r}. Measure"
+      " other machines with `zenjax.planner.measure_links`."
     )
   return MACHINES[name]

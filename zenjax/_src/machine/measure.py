@@ -1,8 +1,8 @@
-"""Measurement of a machine: its links, and a device's own work.
+"""Measures a machine: its links, and the work of a device in an exchange.
 
-All devices work at once, as in training. Every program is timed once in each
-repeat, so that what else the machine does falls on all of them alike; medians
-count, and in a program of several processes the slowest one's time.
+All devices work at the same time, as in training. Each repeat times every
+program once, so that other load of the machine affects all programs alike. The
+result is the median over repeats, and the maximum over processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ from zenjax.kernels.reference import merge
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 
 
-# Collectives of `[n, words]` on `n` devices as the schemes use them, and the
-# words that a device receives of as many as `n * words`.
+# Collectives of `[n, words]` on `n` devices, as schemes use them, and the words
+# that a device receives from others.
 _OPS: dict[str, tuple[Callable[[jax.Array, str], jax.Array], Callable]] = {
   "all_to_all": (
     lambda x, axis: collectives.all_to_all(x, (axis,)),
@@ -57,26 +57,31 @@ def measure_links(
   sizes: Sequence[int] = SIZES,
   repeats: int = 7,
 ) -> Topology:
-  """Measures latency and bandwidth of the links along each axis of a mesh.
+  """Measures latency and bandwidth of the links along each mesh axis.
 
-  All-to-all, all-gather and all-reduce of several sizes are timed. One line,
-  of the least relative squares, goes through all times of an axis: small sizes
-  decide the latency of a message, large ones the bandwidth. In a program of
-  several processes all of them must call this.
+  Use it to plan for a machine that you have: pass the result as `topology=` to
+  `planner.plan` or `planner.plan_tables`, or save it with `to_json`. In a
+  program of several processes, call it in all of them.
+
+  It times all-to-all, all-gather and all-reduce of several sizes. A line is
+  fitted to the times of each axis by least relative squares. Small sizes
+  determine the latency of a message, and large ones the bandwidth.
 
   Args:
-    mesh: All of its devices take part; they must be idle otherwise.
-    axis_name: Axes to measure, from the slowest link to the fastest; by default
-      all that have several devices, in the mesh's order.
-    sizes: Bytes that a device receives, approximately.
-    repeats: Number of times that each is timed.
+    mesh: The mesh to measure. All of its devices take part, and must be idle
+      otherwise.
+    axis_name: Axes to measure, from the slowest link to the fastest. By default
+      all axes with several devices, in the order of the mesh.
+    sizes: Approximate numbers of bytes that a device receives.
+    repeats: How often each collective is timed.
 
   Returns:
-    The topology, with the work that `measure_work` finds. `source` says by how
-    much the lines miss the times.
+    The topology, including the work that `measure_work` finds. Its `source`
+    says how far the lines are from the measured times.
 
   Raises:
-    ValueError: No such axis, or nothing to measure.
+    ValueError: An axis is not in the mesh or has one device, or `sizes` or
+      `repeats` is not positive.
 
   Example:
     >>> import zenjax
@@ -106,7 +111,8 @@ def measure_links(
     of_axis = [(*p[1:], s) for p, s in zip(points, seconds) if p[0] == axis]
     messages, received, times = np.array(of_axis, float).T
     latency, byte_s, missed = line(messages, received, times)
-    # Where time does not grow with size, what was reached is all that is known.
+    # If time does not grow with size, the bandwidth is at least what was
+    # reached.
     bandwidth = 1 / byte_s if byte_s else float(np.max(received / times))
     links.append(Link(bandwidth=bandwidth, latency_s=latency, work=work))
     misses.append(f"{missed:.0%} along {axis!r}")
@@ -131,7 +137,7 @@ def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
   if not axes or len(set(axes)) != len(axes) or not set(axes) <= set(several):
     raise ValueError(
       "`axis_name` must name axes of the mesh that have several devices, each"
-      f" once, got {axis_name!r} and a mesh of {dict(mesh.shape)}."
+      f" once, got {axis_name!r} for a mesh of {dict(mesh.shape)}."
     )
   return axes
 
@@ -144,10 +150,15 @@ def _require_positive(name: str, value: Any) -> None:
 def line(
   messages: np.ndarray, received: np.ndarray, seconds: np.ndarray
 ) -> tuple[float, float, float]:
-  """Fits seconds of a message and of a byte, neither negative.
+  """Fits the seconds of a message and of a byte, neither of them negative.
+
+  Args:
+    messages: How many messages follow each other, for each measurement.
+    received: Bytes that a device receives, for each measurement.
+    seconds: The measured times.
 
   Returns:
-    Both, and the largest distance of a time from the line, over that time.
+    Seconds of a message, seconds of a byte, and the largest relative error.
   """
   columns = np.stack([messages, received], axis=1) / seconds[:, None]
   fits = []
@@ -164,7 +175,7 @@ def line(
 def _collective(
   op: str, mesh: Mesh, axis: str, words: int
 ) -> Callable[[], Any]:
-  """Compiles a collective along an axis, in all its groups at once."""
+  """Compiles a collective along an axis, for all groups of devices along it."""
   n, apply = mesh.shape[axis], _OPS[op][0]
   x = _on_each(lambda: jnp.zeros((n, words), jnp.uint32), mesh)()
   compiled = _on_each(lambda x: apply(x, axis), mesh).lower(x).compile()
@@ -172,7 +183,7 @@ def _collective(
 
 
 def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
-  """Returns the median time of each program; the first round warms up."""
+  """Returns the median time of each program, after one round to warm up."""
   rounds = np.zeros((repeats + 1, len(programs)))
   for times in rounds:
     for i, run in enumerate(programs):
@@ -184,14 +195,14 @@ def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
   seconds = np.median(rounds[1:], axis=0)
   if jax.process_count() == 1:
     return seconds
-  # In microseconds, for JAX would make them float32 either way.
+  # Microseconds, because JAX converts the numbers to float32.
   scaled = (seconds * 1e6).astype(np.float32)
   every: Any = multihost_utils.process_allgather(scaled)
   return np.max(np.asarray(every), axis=0) / 1e6
 
 
 def _on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:
-  """Maps `local` over devices along the first dimension of its arguments."""
+  """Maps `local` over devices, along the first dimension of its arguments."""
   split = P(mesh.axis_names)
 
   def one(*args):
@@ -203,29 +214,31 @@ def _on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:
   return jax.jit(mapped, donate_argnums=donate)
 
 
-# (rows, width) of a table whose rows are found, and of rows that are moved: two
-# widths each, so that what a row costs and what a byte costs come apart.
+# (rows, width) of tables whose nonzero rows are found, and of rows that are
+# moved. Two widths each separate the cost of a row from the cost of a byte.
 _TABLES = (50_000, 128), (200_000, 16)
 _MOVED = (4_096, 128), (16_384, 16)
-# Times that on accelerators, whose kernels take microseconds to start.
+# Accelerators get larger tables by this factor, because their kernels take
+# microseconds to start.
 _LARGER = 16
 
 
 def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
-  """Measures a device's own work in an exchange: finding and moving rows.
+  """Measures the work of a device in an exchange.
 
-  In a program of several processes all of them must call this. The topologies
-  of `measure_links` have the result.
+  The work is to find nonzero rows and to move rows, as XLA compiles it. You
+  need this function only to make a `Link` by hand, because `measure_links`
+  measures the same. In a program of several processes, call it in all of them.
 
   Args:
-    mesh: Its devices are timed and must be idle otherwise; by default all.
-    repeats: Number of times that each kind of work is timed.
+    mesh: The devices to time, which must be idle otherwise; by default all.
+    repeats: How often each kind of work is timed.
 
   Returns:
-    The argument of `Link(work=...)`, for the operations as XLA compiles them.
+    The work, for `Link(work=...)`.
 
   Raises:
-    ValueError: `repeats` is not positive.
+    ValueError: `repeats` is not a positive integer.
 
   Example:
     >>> import zenjax
@@ -244,7 +257,8 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
   shapes = np.array([*_TABLES, *_MOVED], float)
   rows, sizes = shapes[:, 0], shapes[:, 0] * shapes[:, 1] * 4
   mask_row, mask_byte, _ = line(rows[:2], sizes[:2], seconds[:2])
-  # A device receives about as many rows as it packs and writes together.
+  # In an exchange, a device receives about as many rows as it packs and writes
+  # together. Here it packs and writes `rows` each, which is twice `rows`.
   move_row, move_byte, _ = line(rows[2:], sizes[2:], seconds[2:] / 2)
   return Work(
     mask_byte=mask_byte,
@@ -255,7 +269,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
 
 
 def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
-  """Finds the nonzero rows of a table."""
+  """Returns a program that finds the nonzero rows of a table."""
   layout = Layout(num_rows=rows, groups=mesh.size)
   find = _on_each(lambda t: (mask_pack(t, layout).words,), mesh)
   table = _on_each(lambda: jnp.zeros((rows, width)), mesh)()
@@ -263,7 +277,7 @@ def _mask(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
 
 
 def _move(mesh: Mesh, rows: int, width: int) -> Callable[[], Any]:
-  """Packs rows, merges as many of all devices, and writes them to a table."""
+  """Returns a program that packs rows, merges as many, and writes them."""
   n = mesh.size
   each = max(1, rows // n)
   layout = Layout(num_rows=rows * 8, groups=n)

@@ -1,11 +1,11 @@
-"""Line rates of networks, as people write them."""
+"""Reads line rates of networks in the notations that people use."""
 
 import math
 import re
 
 _FORMS = (
   "'25 Gbit/s', '25gbit', '25 Gb/s', '25Gbps', '3.1 GB/s', '3.1 GBytes/s',"
-  " '200 Mbit/s', or 25e9 for bits a second"
+  " '200 Mbit/s', or 25e9 for bits per second"
 )
 _RATE = re.compile(
   r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
@@ -13,7 +13,8 @@ _RATE = re.compile(
   re.IGNORECASE,
 )
 _PREFIXES = {"": 1.0, "m": 1e6, "g": 1e9, "t": 1e12}
-# No network is slower: less without a unit is a rate in another one.
+# A smaller number without a unit is probably a rate in another unit, because
+# networks are faster than 1 Mbit/s.
 _LEAST_BARE = 1e6
 
 
@@ -21,10 +22,15 @@ def bits_a_second(rate: str | float) -> float:
   """Reads a line rate.
 
   Args:
-    rate: A number with a unit, as "25 Gbit/s" or "3.1 GB/s", or bits a second.
+    rate: A number with a unit, such as "25 Gbit/s" or "3.1 GB/s", or a number
+      of bits per second.
+
+  Returns:
+    Bits per second.
 
   Raises:
-    ValueError: It is no positive rate, or its unit may be bits or bytes.
+    ValueError: The rate is not positive, cannot be read, or may be in bits or
+      in bytes.
   """
   match = None if isinstance(rate, bool) else _RATE.fullmatch(str(rate))
   if match is None:
@@ -32,7 +38,7 @@ def bits_a_second(rate: str | float) -> float:
   number, (prefix, unit, per) = float(match[1]), match.groups()[1:]
   if unit is None:
     if 0 < number < _LEAST_BARE:
-      raise _refused(rate, "; a number without a unit is in bits a second")
+      raise _refused(rate, "A number without a unit is in bits per second.")
     bits = number
   else:
     bits = number * _PREFIXES[prefix.lower()] * _bits(rate, prefix, unit, per)
@@ -42,31 +48,31 @@ def bits_a_second(rate: str | float) -> float:
 
 
 def _bits(rate: str | float, prefix: str, unit: str, per: str | None) -> int:
-  """Returns the bits of a unit; raises `ValueError` where it may be two."""
+  """Returns the bits of a unit; raises `ValueError` if it is ambiguous."""
   if unit.lower().startswith("bit"):
     return 1
   if per is None:
-    raise _refused(rate, "; an amount is no rate")
+    raise _refused(rate, "This is an amount, not a rate. Add '/s'.")
   if unit.lower().startswith("byte"):
     return 8
-  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" bytes; "gb/s" and "GBPS", all
-  # in one case, are written for either.
+  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" are bytes. If all letters have
+  # the same case, as in "gb/s" and "GBPS", people mean either.
   written = prefix + unit + per
   if unit == "b" and (prefix.isupper() or per.lower() == "ps"):
     return 1
   if unit == "B" and not written.replace("/", "").isupper():
     return 8
-  raise _refused(rate, f"; {written!r} may be bits or bytes")
+  raise _refused(rate, f"{written!r} may be bits or bytes.")
 
 
 def _refused(rate: object, why: str = "") -> ValueError:
   return ValueError(
-    f"A line rate must be written as {_FORMS}, got {rate!r}{why}."
+    f"A line rate must be written as {_FORMS}, got {rate!r}. {why}".rstrip()
   )
 
 
 def in_words(bits: float) -> str:
-  """Returns a rate of bits a second to three digits, say "25 Gbit/s"."""
+  """Returns a rate in bits per second with three digits, say "25 Gbit/s"."""
   bits = float(f"{bits:.3g}")
   for size, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s")):
     if bits >= size:

@@ -1,7 +1,7 @@
-"""Topologies: the links of a machine along each axis, and its memory.
+"""Describes machines: the links along each axis, and the memory of a device.
 
-A topology comes from a preset of published figures, from the line rate of a
-network, from `measure_links`, or from a file.
+A topology comes from published figures (`preset`), from the line rate of a
+network (`network`), from `measure_links`, or from a file (`load`).
 """
 
 import dataclasses
@@ -24,22 +24,26 @@ from zenjax._src.machine.machines import NCCL_NETWORK_S
 _Count = Annotated[int, POSITIVE]
 _SOURCE = Source(
   "the topology",
-  "write it with `Topology.to_json`, or measure with `measure_links`",
+  "write it with `Topology.to_json`, or measure it with `measure_links`",
 )
 _NETWORK = "its line rate, a peak; latency from NCCL's tuning table"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Topology(checked_json.Document):
-  """The links of a machine and the memory of its devices.
+  """The links of a machine, and the memory of its devices.
+
+  The planner needs it. Make it with `Topology.preset` or `Topology.network` for
+  a machine that you do not have, and with `zenjax.planner.measure_links` for
+  one that you have.
 
   Attributes:
     axes: Names of the levels, from the slowest link to the fastest.
-    sizes: Devices along each.
-    links: The link between any two devices along each.
+    sizes: Number of devices along each level.
+    links: The link between two devices along each level.
     memory_bytes: Memory of a device; None if it is not known.
     name: Name of the machine.
-    source: Origin of the figures: a publication, or a measurement.
+    source: Where the figures come from: a publication or a measurement.
     ports: Network cards of a host, which its devices share.
 
   Example:
@@ -70,25 +74,31 @@ class Topology(checked_json.Document):
     lengths = {len(self.axes), len(self.sizes), len(self.links)}
     if len(set(self.axes)) != len(self.axes) or len(lengths) > 1:
       raise ValueError(
-        "`axes` of a Topology must be different names, with a size and a link"
-        f" for each, got axes {self.axes}, sizes {self.sizes} and"
+        "`axes` of a Topology must be different names, with one size and one"
+        f" link for each, got axes {self.axes}, sizes {self.sizes} and"
         f" {len(self.links)} links."
       )
     checked_json.check(self, _SOURCE)
 
   @property
   def devices(self) -> int:
-    """Number of all devices."""
+    """The number of all devices."""
     return math.prod(self.sizes)
 
   def with_hosts(self, hosts: int) -> "Topology":
-    """Returns the same with so many devices along the slowest links."""
+    """Returns the same machine with another number of hosts.
+
+    Args:
+      hosts: Number of devices along the slowest level.
+    """
     return dataclasses.replace(self, sizes=(hosts, *self.sizes[1:]))
 
   def with_rate(self, bits: float) -> "Topology":
-    """Returns the same with network cards of so many bits a second.
+    """Returns the same machine with another network along the slowest level.
 
-    The cards of a host serve all devices within one of the slowest level.
+    Args:
+      bits: Line rate of a network card in bits per second. The devices of a
+        host share its cards.
     """
     link = _network_link(
       bits, self.ports / math.prod(self.sizes[1:]), self.links[0].work
@@ -105,29 +115,30 @@ class Topology(checked_json.Document):
     network: str | float | None = None,
     ports: int = 1,
   ) -> "Topology":
-    """Returns a known machine, by its published figures.
+    """Returns a known machine with its published figures.
 
-    All of them are peaks and not measurements; `source` names the publication.
-    The device's own work follows from the peak of its memory and is a floor.
+    Published figures are peaks, not measurements; `source` names the
+    publication. The work of the device is a lower bound, from the peak of its
+    memory.
 
     Args:
       machine: "a100", "h100", "h200", "l4", "tpu-v4", "tpu-v5e", "tpu-v5p",
         "tpu-v6e" or "v100".
-      devices: Devices of a host, which the machine's own fabric joins.
+      devices: Number of devices of a host, connected by the machine's fabric.
       hosts: Number of hosts.
-      network: Line rate of one network card between hosts, as "100 Gbit/s",
-        "100gbit", "12.5 GB/s", or a number of bits a second.
-      ports: Network cards of a host, which its devices share. One is assumed,
-        and the topology's name says so.
+      network: Line rate of one network card, for example "100 Gbit/s",
+        "100gbit", "12.5 GB/s", or a number of bits per second. Give it if there
+        is more than one host.
+      ports: Number of network cards of a host, which its devices share.
 
     Raises:
-      ValueError: `machine` is not known, `network` is no rate or may be read as
-        two, `ports` is less than 1, or hosts have no network.
+      ValueError: `machine` is not known, `network` cannot be read or is
+        ambiguous, `ports` is less than 1, or several hosts have no network.
     """
     if (hosts > 1) != (network is not None):
       raise ValueError(
-        "`network` must be given where `hosts` exceeds 1, and only there, got"
-        f" {hosts=} and {network=}; say network='100gbit'."
+        "`network` must be given if `hosts` is more than 1, and only then, got"
+        f" {hosts=} and {network=}. Give for example network='100gbit'."
       )
     known = known_machine(machine)
     link = Link(
@@ -145,7 +156,7 @@ class Topology(checked_json.Document):
     if network is None:
       return found
     between = cls.network(network, hosts, machine, ports=ports)
-    # A device has a share of its host's cards.
+    # The devices of a host share its network cards.
     slow = dataclasses.replace(
       between.links[0], bandwidth=between.links[0].bandwidth / devices
     )
@@ -165,20 +176,19 @@ class Topology(checked_json.Document):
     *,
     ports: int = 1,
   ) -> "Topology":
-    """Returns hosts of one device each on a network at line rate.
+    """Returns hosts with one device each on a network.
 
     Args:
-      rate: Line rate of a network card, as "25 Gbit/s", "25gbit", "25Gbps",
-        "3.1 GB/s", or a number of bits a second.
+      rate: Line rate of a network card, for example "25 Gbit/s", "25gbit",
+        "25Gbps", "3.1 GB/s", or a number of bits per second.
       hosts: Number of hosts.
-      machine: Machine of the devices, as for `preset`, whose memory bounds the
-        device's own work from below. Without one it takes no time.
-      ports: Network cards of a host. One is assumed, and the topology's name
-        says so.
+      machine: The type of the devices, as for `preset`. Its memory gives a
+        lower bound for the work of a device, which otherwise takes no time.
+      ports: Number of network cards of a host.
 
     Raises:
-      ValueError: `rate` is no rate or may be read as two, `machine` is not
-        known, or `ports` is less than 1.
+      ValueError: `rate` cannot be read or is ambiguous, `machine` is not known,
+        or `ports` is less than 1.
 
     Example:
       >>> import zenjax
@@ -204,28 +214,35 @@ class Topology(checked_json.Document):
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> "Topology":
-    """Reads a file of `to_json`; raises `ValueError` as `from_json` does."""
+    """Reads a topology from a file with the text of `to_json`.
+
+    Args:
+      path: Path of the file.
+
+    Raises:
+      ValueError: The file cannot be read, or is not a topology.
+    """
     try:
       return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       raise ValueError(
-        f"`path` must be a topology's file, but {os.fspath(path)!r} is none:"
+        f"`path` must be a file of a topology, but {os.fspath(path)!r} is not:"
         f" {error}"
       ) from error
 
 
 def _floor(known: Machine) -> Work:
-  """Returns the least that a device's own part can take, by its memory's peak.
+  """Returns a lower bound for the work of a device, from its memory's peak.
 
-  A table is read once to find its nonzero rows. What is received passes through
-  memory twice, as it is packed or merged and as it is written, and is read and
-  written each time. Starting kernels and looking up rows count as nothing here;
-  `zenjax.planner.measure_work` measures them.
+  A table is read once to find its nonzero rows. Received bytes pass through
+  memory twice, when they are packed or merged and when they are written, with a
+  read and a write each. The bound ignores the time to start kernels and to look
+  up rows, which `zenjax.planner.measure_work` includes.
   """
   byte_s = 1 / known.memory_bandwidth
   return Work(mask_byte=byte_s, move_byte=4 * byte_s)
 
 
 def _network_link(bits: float, cards: float, work: Work) -> Link:
-  """Returns the link of a device that has so many cards, or a share of one."""
+  """Returns the link of a device with `cards` cards, possibly a fraction."""
   return Link(bandwidth=bits / 8 * cards, latency_s=NCCL_NETWORK_S, work=work)

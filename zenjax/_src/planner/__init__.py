@@ -1,1 +1,1 @@
-"""Which way each gradient travels, and whether any of them pays."""
+"""Plans how each gradient is synchronized, and predicts whether that pays."""

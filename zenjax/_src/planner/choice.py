@@ -1,9 +1,10 @@
-"""The choice of a way for each leaf, by the predicted time of a whole step.
+"""Chooses a way for each leaf, by the predicted time of a whole step.
 
-Nothing overlaps. Leaves of one exchange share it, so that its latencies are
-paid once: for every set of exchanges each leaf takes the best way that the set
-allows, and the set with the shortest step wins. The sum of an array, which
-every program can have, is in every set.
+The prediction assumes that nothing overlaps. Leaves of one exchange pay its
+latencies once, so leaves cannot be chosen one by one. Instead, every set of
+exchanges is tried: each leaf takes the best way that the set allows, and the
+set with the shortest step wins. The dense sum of an array is in every set,
+because every program can have it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +20,13 @@ from zenjax._src.sync.plans import DENSE
 # A way, as its caller names it.
 _Way = TypeVar("_Way")
 
-# Predictions err: another way is taken if it should take less than this part of
-# the time of a dense sum.
+# Predictions have errors. A way replaces the dense sum only if its predicted
+# time is less than this part of the dense sum's.
 _MARGIN = 1 - plans.ERROR
 
 
 def seconds(chosen: Iterable[Prediction]) -> float:
-  """Returns the time of all exchanges: leaves of one of them wait once."""
+  """Returns the time of all exchanges; each exchange's latency counts once."""
   own_s, once_s = 0.0, {}
   for found in chosen:
     own_s += found.seconds - found.once_s
@@ -34,7 +35,7 @@ def seconds(chosen: Iterable[Prediction]) -> float:
 
 
 def _raised(found: Prediction) -> Prediction:
-  """Returns a prediction as the choice sees it: dense sums are preferred."""
+  """Returns a prediction, raised by the margin unless it is a dense sum."""
   if found.exchange == DENSE:
     return found
   return dataclasses.replace(
@@ -49,15 +50,16 @@ def choose(
   most: int | None = None,
   worth: float = 1.0,
 ) -> list[_Way] | None:
-  """Returns the way of each leaf with the shortest step within a memory.
+  """Returns the way of each leaf that makes the step shortest.
 
-  Where the fastest ways do not fit, memory is traded for time.
+  If the fastest ways do not fit in memory, some leaves take slower ways.
 
   Args:
     leaves: The ways of each leaf.
     limit: Bytes of memory that all leaves may take together.
-    most: Exchanges that one program can have besides dense sums.
-    worth: More exchanges must take less than this part of the time.
+    most: Exchanges that one program can have besides dense sums; None for any
+      number.
+    worth: One more exchange must reduce the time to less than this part.
 
   Returns:
     None if nothing fits.
@@ -68,7 +70,8 @@ def choose(
   best, least, used = None, (math.inf, math.inf), 0
   for size in range(sizes + 1):
     for some in itertools.combinations(sorted(names), size):
-      # In a shared exchange a leaf pays its bytes and its own work.
+      # A leaf of a shared exchange pays its bytes and its own work, not the
+      # latency.
       open_to = [
         {
           way: (max(x.seconds - x.once_s, 0.0), x.memory)
@@ -89,23 +92,25 @@ def choose(
   return best
 
 
-# Parts of the memory limit that sums of memory are rounded up to.
+# Sums of memory are rounded up to multiples of this fraction of the limit.
 _BUCKETS = 512
 
 
 def _within(
   leaves: Sequence[Mapping[_Way, tuple[float, float]]], limit: float
 ) -> list[_Way] | None:
-  """Returns the ways of least time whose memory is within the limit.
+  """Returns the fastest ways whose memory is within the limit.
 
-  By dynamic programming over all leaves, in steps of a part of the limit.
+  This is a knapsack problem, solved by dynamic programming over the leaves with
+  memory rounded to buckets.
   """
   fastest = [min(own, key=lambda way: own[way]) for own in leaves]
   if sum(own[way][1] for own, way in zip(leaves, fastest)) <= limit:
     return fastest
   leanest = [min(own, key=lambda way: own[way][::-1]) for own in leaves]
   least = [own[way][1] for own, way in zip(leaves, leanest)]
-  # From the least memory of all on, so that rounding never says that none fits.
+  # Buckets count memory above the least possible sum, so that rounding never
+  # rejects a choice that fits.
   step = (limit - sum(least)) / _BUCKETS
   if step < 0:
     return None
@@ -129,7 +134,7 @@ def reason(
   chosen: _Way,
   in_words: Callable[[_Way], str],
 ) -> str:
-  """Says how long the next best way takes by itself, or nothing without any."""
+  """Compares the chosen way with the next best one, in words for a plan."""
   others = [way for way in ways if way != chosen]
   if not others:
     return ""

@@ -1,7 +1,7 @@
-"""The command line, `zenjax plan` and `zenjax whatif`, from a recorded trace.
+"""Implements `zenjax plan` and `zenjax whatif`, which read a recorded trace.
 
-It exits with 2 if the input is wrong. JAX is imported after the options are
-read: help is there at once.
+The program exits with status 2 if its input is wrong. It imports JAX only after
+reading the options, so that `--help` is fast.
 """
 
 import argparse
@@ -20,34 +20,34 @@ _TURNS_TO = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs one command; bad input exits with 2 by itself.
+  """Runs one command, and exits with status 2 if the input is wrong.
 
   Args:
-    argv: Arguments; by default those of the shell.
+    argv: Arguments; by default `sys.argv`.
 
   Returns:
     The exit status.
   """
   parser = argparse.ArgumentParser(
     prog="zenjax",
-    description="Plans a run that zenjax.planner.record has recorded, as by"
+    description="Plans a run that zenjax.planner.record has recorded. Example:"
     " zenjax plan --trace DIR --hosts 64 --link 100gbit --machine h100",
   )
   add_command = parser.add_subparsers(required=True, metavar="COMMAND")
-  plan = add_command.add_parser("plan", help="how to send each gradient")
-  what_if = add_command.add_parser("whatif", help="other hosts, links, batches")
+  plan = add_command.add_parser("plan", help="choose how to send gradients")
+  what_if = add_command.add_parser("whatif", help="vary hosts, links, batches")
   plan.set_defaults(parser=plan, run=_plan)
   what_if.set_defaults(parser=what_if, run=_what_if)
   for add in (plan.add_argument, what_if.add_argument):
-    add("--trace", required=True, metavar="DIR", help="that record wrote")
-    add("--batch", type=_count, default=1, help="times the recorded look-ups")
-    add("--hosts", type=_count, metavar="N", help="joined by --link")
-    add("--link", type=_rate, metavar="RATE", help="of a card, as 100gbit")
-    add("--ports", type=_count, metavar="N", help="network cards of a host")
-    add("--machine", choices=tuple(machines.MACHINES), help="of the devices")
-    add("--devices", type=_count, metavar="N", help="of a host, by default 1")
-    add("--topology", metavar="FILE", help="of Topology.to_json, instead")
-  told = "of a step on one device without any exchange"
+    add("--trace", required=True, metavar="DIR", help="directory of the trace")
+    add("--batch", type=_count, default=1, help="multiple of recorded lookups")
+    add("--hosts", type=_count, metavar="N", help="hosts, joined by --link")
+    add("--link", type=_rate, metavar="RATE", help="network card, say 100gbit")
+    add("--ports", type=_count, metavar="N", help="network cards per host")
+    add("--machine", choices=tuple(machines.MACHINES), help="type of devices")
+    add("--devices", type=_count, metavar="N", help="per host, by default 1")
+    add("--topology", metavar="FILE", help="saved Topology, instead of these")
+  told = "time of a step on one device without any exchange"
   for add, needed in ((plan.add_argument, False), (what_if.add_argument, True)):
     add(
       "--compute-seconds", type=_number, default=0.0, required=needed, help=told
@@ -90,7 +90,7 @@ def _topology(options: argparse.Namespace) -> Any:
   if options.topology is not None:
     if link or machine or devices or options.ports:
       raise ValueError(
-        "--topology says the machine: give only --hosts with it."
+        "--topology says all about the machine. Give only --hosts with it."
       )
     found = Topology.load(options.topology)
     return found.with_hosts(options.hosts) if options.hosts else found
@@ -101,8 +101,8 @@ def _topology(options: argparse.Namespace) -> Any:
     )
   if devices or not (link and options.hosts):
     raise ValueError(
-      "a machine must be described: --link RATE --hosts N, --machine NAME"
-      " --devices N, all four, or --topology FILE."
+      "a machine must be described. Give --link RATE --hosts N, or --machine"
+      " NAME --devices N, or all four, or --topology FILE."
     )
   return Topology.network(link, hosts, machine, ports=ports)
 
@@ -121,12 +121,12 @@ class _Run:
     self._sets = trace.header.devices * trace.steps
 
   def densities(self, topology: Any, batch: int) -> Mapping[str, Any]:
-    """Returns the densities of each table."""
+    """Returns the densities of each table, by name."""
     growths = self._growths.items()
     return {k: growth.profile(topology.devices, batch) for k, growth in growths}
 
   def plan(self, topology: Any, batch: int, **options: Any) -> Any:
-    """Returns the plan of `batch` times the recorded look-ups."""
+    """Returns the plan for `batch` times the recorded lookups."""
     gradients = [
       self._model.Gradient(x.name, x.shape, self._model.np.dtype(x.dtype), ids)
       for x in self._leaves
@@ -142,22 +142,22 @@ class _Run:
     return self._model.answer(question)
 
   def notes(self, topology: Any, batch: int) -> Iterator[str]:
-    """Yields how far to trust the predictions."""
+    """Yields notes about what the trace or the options leave open."""
     sets = topology.devices * batch
     if sets > self._sets:
       yield (
-        f"note: the trace has {self._sets} row sets a table, and {sets} are"
-        " asked for: unions are the largest that can be. Record more steps."
+        f"note: the trace has {self._sets} row sets per table, but {sets} are"
+        " needed, so unions are upper bounds. Record more steps."
       )
     if all(leaf.is_table for leaf in self._leaves):
       yield (
-        "note: the trace tells of tables only, and so does the plan: zen_sync"
-        " refuses it for a model with other leaves."
+        "note: the trace and therefore the plan contain tables only. zen_sync"
+        " refuses the plan if your model has other parameters."
       )
     if not any(link.work.move_byte for link in topology.links):
       yield (
-        "note: the device's own work is taken to cost nothing: give --machine,"
-        " or --topology as measured."
+        "note: the work of the devices is assumed to take no time. Give"
+        " --machine, or a measured --topology, to include it."
       )
 
 
@@ -171,7 +171,7 @@ def _plan(options: argparse.Namespace) -> Iterator[str]:
   )
   for name, seen in run.densities(topology, options.batch).items():
     devices = f"{seen.union:.0f} on {topology.devices}"
-    yield f"{name}: {seen.rows:.0f} rows on a device, {devices}"
+    yield f"{name}: {seen.rows:.0f} rows on a device, {devices} devices"
   yield str(plan)
   yield from run.notes(topology, options.batch)
   if options.json:
@@ -195,7 +195,7 @@ def _what_if(options: argparse.Namespace) -> Iterator[str]:
   yield from _sweep("link", bits, rates.in_words, by_rate, ratio)
   by_batch = lambda times: plan(topology, times)
   yield from _sweep("batch", (1, 2, 4, 8), str, by_batch, whole)
-  yield "scaling: a step's time without any exchange over that with it"
+  yield "scaling: time of a step without any exchange over its time with it"
   yield from run.notes(topology, batch)
 
 
@@ -206,7 +206,7 @@ def _sweep(
   plan_at: Callable[[Any], Any],
   middle: Callable[[Any, Any], Any],
 ) -> Iterator[str]:
-  """Yields a table of plans, and from which values on a choice is better."""
+  """Yields a table of plans, and the values at which the choice changes."""
   from zenjax._src.core.text import columns
 
   plans = {x: plan_at(x) for x in values}

@@ -1,4 +1,4 @@
-"""What the choice of a table's form depends on of an optimizer."""
+"""Finds the properties of an optimizer that the choice of forms depends on."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -13,14 +13,14 @@ from zenjax._src.rows import row_analysis
 
 
 class Optimizer:
-  """Reads off an optimizer what the choice of forms depends on.
+  """Properties of an optimizer that the choice of forms depends on.
 
   Attributes:
-    sums: True if `tx` sums over all rows, as clipping does, or cannot be seen
-      not to: it has no owners.
-    sums_all: True if updates depend on sums over all gradients, in `tx` or by
-      clipping apart from it.
-    resting: Names of the tables whose rows stay as they are without a gradient.
+    sums: True if `tx` sums over all rows, as clipping by a norm does, or may do
+      so. Owners hold only some rows, so `tx` then has no form with owners.
+    sums_all: True if updates depend on sums over all gradients, either in `tx`
+      or by `clip_norm`.
+    resting: Names of the tables whose rows do not change without a gradient.
   """
 
   def __init__(
@@ -45,19 +45,19 @@ class Optimizer:
     self.resting = {self._named[i][0] for i in found.rests}
 
   def state_row(self, name: str) -> float:
-    """Returns bytes of the state that one more row of a table would add."""
+    """Returns bytes of the optimizer state for one row of a table."""
     shape = dict(self._named)[name].shape
     added = self._state_bytes({name: shape[0] + 1}) - self._state_bytes({})
     return added / math.prod(shape[1:-1])
 
   def bytes_beside(self, tables: Sequence[str]) -> float:
-    """Returns bytes of parameters, gradients and state without tables."""
+    """Returns bytes of parameters, gradients and state except for tables."""
     rest = [leaf for name, leaf in self._named if name not in tables]
     held = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in rest)
     return held + self._state_bytes(dict.fromkeys(tables, 1))
 
   def _state_bytes(self, rows: Mapping[str, int]) -> float:
-    """Returns bytes of the state if tables had so many rows."""
+    """Returns bytes of the state if the tables in `rows` had so many rows."""
     leaves = [
       jax.ShapeDtypeStruct((rows[name], *x.shape[1:]), x.dtype)
       if name in rows

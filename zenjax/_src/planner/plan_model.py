@@ -1,4 +1,4 @@
-"""`plan`: chooses how every gradient of a model is synchronized."""
+"""Chooses how every gradient of a model is synchronized."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
@@ -30,17 +30,17 @@ from zenjax._src.sync import plans
 from zenjax._src.sync.plans import LeafPlan
 from zenjax._src.sync.plans import Plan
 
-# Steps differ: capacity for those with a few rows more than the mean of them.
+# Buffers get more rows than the mean step needs, because steps differ.
 _SPARE = 1.05
 
 
 class Gradient(NamedTuple):
-  """A gradient as a step makes it."""
+  """The gradient of one parameter."""
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
-  look_ups: int | None  # Rows of a device's SparseRows; None for an array.
+  look_ups: int | None  # Rows in a device's SparseRows; None for an array.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class Question:
   """The gradients, the machine and the options of a plan.
 
   Attributes:
-    gradients: Gradients.
+    gradients: The gradient of each leaf.
     topology: The machine.
-    axes: A name for each of its levels.
-    profiles: Densities by leaf.
+    axes: A name for each level of the topology.
+    profiles: Densities by leaf name.
     compute_seconds: Time of a step without any exchange.
     wire_dtypes: Names of dtypes that rows may be rounded to.
-    capacities: Capacities to pin, by leaf.
+    capacities: Buffer sizes that the user gave, by leaf name.
     memory_bytes: Limit on the buffers of a leaf; None for no limit.
   """
 
@@ -71,16 +71,16 @@ class Question:
 
   @property
   def context(self) -> Context:
-    """Context of an exchange over all axes."""
+    """The context of an exchange over all axes."""
     return Context(axes=self.axes, sizes=self.topology.sizes, mean=True)
 
   @property
   def links(self) -> dict[str, Link]:
-    """Link along each axis."""
+    """The link along each axis."""
     return dict(zip(self.axes, self.topology.links))
 
   def profile(self, gradient: Gradient) -> Profile:
-    """Returns densities: measured ones, or those of a vocabulary."""
+    """Returns measured densities, or else the densities of a vocabulary."""
     known = self.profiles.get(gradient.name)
     return known or cost.assumed(table_of(gradient), self.topology.devices)
 
@@ -97,42 +97,42 @@ def plan(
   capacities: Mapping[str, tuple[int, int]] | None = None,
   memory_bytes: float | None = None,
 ) -> Plan:
-  """Chooses how every gradient of a model is synchronized on a machine.
+  """Predicts how much time sparse synchronization of a model would save.
 
-  Use it before you have the machine. Your program is only traced: shapes of
-  parameters and batch (`jax.ShapeDtypeStruct`) are enough. Each way is
-  predicted from the bytes that its scheme declares, the links of the topology,
-  and the device's own work. Where nothing gains, all leaves take pmean, and the
-  plan says so. A gain within the error of predictions is called no difference.
+  Use it before you have the machine, or to choose a scheme for each gradient.
+  Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough. If
+  nothing gains, all gradients take `pmean`. If the gain is within the error of
+  predictions, the plan says that there is no difference.
 
   Args:
-    value_and_grad: `jax.value_and_grad(loss)`, or zenjax's for tables that are
-      only looked up, called on one device's part of a batch.
-    *args: Its arguments: parameters first.
-    topology: The machine, by `Topology.preset` or `measure_links`.
-    axis_name: Axes as `zen_sync` will have them: one for every level of the
-      topology, the slowest first.
-    profile: Densities by leaf name, as `zenjax.planner.profile(state)` returns
-      them after some steps. Other leaves are assumed to be vocabularies, except
-      for arrays from zenjax's `value_and_grad`: the loss uses all their rows.
-    trace: A directory that `zenjax.planner.record` wrote, instead of `profile`:
-      it has densities for any number of devices.
-    compute_seconds: Time of a step on one device without any exchange. Put
-      `jax.lax.optimization_barrier(grads)` in its place, or XLA joins gradient
-      and optimizer as no exchange lets it.
-    wire_dtypes: Dtypes to which rows may be rounded on the wire, used for
-      leaves whose range they have: bfloat16 has float32's, float16 does not.
-    capacities: Capacities to pin, `(push, pull)` by leaf name.
-    memory_bytes: Limit on the buffers of one leaf's exchange.
+    value_and_grad: `zenjax.value_and_grad(loss)`, or `jax.value_and_grad(loss)`
+      for gradients that are arrays.
+    *args: Its arguments on one device: parameters, then its part of a batch.
+    topology: The machine, from `Topology.preset`, `Topology.network` or
+      `measure_links`.
+    axis_name: Mesh axes as for `zen_sync`, one for each level of the topology,
+      the slowest first.
+    profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
+      By default, those of a vocabulary are assumed, or all rows for arrays from
+      zenjax's `value_and_grad`.
+    trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
+    compute_seconds: Time of a step on one device without any exchange. Measure
+      it with `jax.lax.optimization_barrier(grads)` in place of the exchange, to
+      keep XLA from fusing gradient and optimizer.
+    wire_dtypes: Dtypes to which rows may be rounded when they are sent. Only
+      dtypes with the range of the parameter's dtype are used, such as bfloat16
+      for float32.
+    capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
+    memory_bytes: Limit on the buffers for one parameter.
 
   Returns:
-    The plan: print it, and give it to `zen_sync(plan=...)`.
+    The plan. Print it, and pass it to `zen_sync(plan=...)`.
 
   Raises:
-    TypeError: `value_and_grad` returns no pair, a dtype is not floating, or
-      an argument is of another kind.
-    ValueError: An argument is out of range, names a leaf that is not there, or
-      no way of a leaf fits the memory.
+    TypeError: An argument has a wrong type, or `value_and_grad` does not return
+      a pair.
+    ValueError: An argument is out of range or names an unknown parameter, or
+      nothing fits within `memory_bytes`.
 
   Example:
     >>> import jax
@@ -156,8 +156,8 @@ def plan(
   check(axes, topology, memory_bytes)
   if not 0 <= arguments.number("compute_seconds", compute_seconds) < math.inf:
     raise ValueError(
-      "`compute_seconds` must be what a step takes without any exchange, not"
-      f" negative, got {compute_seconds!r}."
+      "`compute_seconds` must be a finite time of 0 or more, got"
+      f" {compute_seconds!r}. Give the seconds of a step without any exchange."
     )
   found = gradients(value_and_grad, *args)
   known = densities(profile, trace, found, topology.devices)
@@ -179,23 +179,23 @@ def plan(
 
 
 def gradients(value_and_grad: Callable[..., Any], *args: Any) -> list[Gradient]:
-  """Returns the gradients of a function that is traced and not run.
+  """Traces a function, and returns its gradients.
 
   Raises:
-    TypeError: It does not return a pair.
-    ValueError: There are none.
+    TypeError: The function does not return a pair.
+    ValueError: It returns no gradients.
   """
   shape = jax.eval_shape(value_and_grad, *args)
   if not isinstance(shape, tuple) or len(shape) != 2:
     raise TypeError(
       "`value_and_grad` must return a pair (value, gradients), got"
-      f" {type(shape).__name__}; give `jax.value_and_grad(loss)` or"
-      " `zenjax.value_and_grad(loss)`."
+      f" {type(shape).__name__}. Pass `zenjax.value_and_grad(loss)` or"
+      " `jax.value_and_grad(loss)`."
     )
   named = leaf_util.named_leaves(shape[1], is_rows)
   if not named:
     raise ValueError(
-      "`value_and_grad` must return gradients, got a tree without leaves; give"
+      "`value_and_grad` must return gradients, got an empty tree. Pass the"
       " parameters as its first argument."
     )
   return [
@@ -230,7 +230,7 @@ def planned(
   found: Sequence[Mapping[Way, Prediction]],
   chosen: Sequence[Way],
 ) -> Plan:
-  """Returns the plan that sends each gradient by its way."""
+  """Returns the plan that sends each gradient in the chosen way."""
   schemes = list(dict.fromkeys(way.scheme for way in chosen))
   leaves = []
   for gradient, ways, way in zip(question.gradients, found, chosen):
@@ -275,7 +275,7 @@ def planned(
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
-  """Predicts every way of every gradient; only tables have more than pmean."""
+  """Predicts every way of every gradient; gradients of non-tables have one."""
   found = []
   for gradient in question.gradients:
     given = table_of(gradient), question.profile(gradient)
@@ -296,7 +296,7 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
 
 
 def table_of(gradient: Gradient) -> Table:
-  """Returns a gradient as schemes have it."""
+  """Returns a gradient as the table that schemes see."""
   leaf: Any = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
   rows, width = leaf_util.table_shape(leaf, "row")
   dtype = jnp.dtype(gradient.dtype)
@@ -311,7 +311,7 @@ def table_of(gradient: Gradient) -> Table:
 
 
 def rows_of(gradient: Gradient) -> int:
-  """Returns the rows of a gradient, as zen_sync counts them."""
+  """Returns the number of rows of a gradient, as `zen_sync` counts them."""
   return table_of(gradient).num_rows
 
 
@@ -325,9 +325,9 @@ def _fitting(
   if not fitting:
     least = min(x.memory for x in ways.values())
     raise ValueError(
-      "`memory_bytes` must hold the buffers of one way for every leaf, but"
-      f" {name!r} needs {least / 1e6:.1f} MB at least, got {limit / 1e6:.1f}"
-      " MB; shard that table, or give more."
+      f"`memory_bytes` must hold the buffers for parameter {name!r}, at least"
+      f" {least / 1e6:.1f} MB, got {limit / 1e6:.1f} MB. Shard that table by"
+      " `zenjax.tables.shard`, or raise the limit."
     )
   return fitting
 
@@ -335,7 +335,7 @@ def _fitting(
 def _capacities(
   question: Question, gradient: Gradient, chosen: Prediction
 ) -> tuple[int, int] | None:
-  """Returns rows to pin: those given, or those predicted from counted rows."""
+  """Returns buffer sizes: given ones, or predictions from measured rows."""
   given = question.capacities.get(gradient.name)
   counted = gradient.name in question.profiles
   if chosen.sizes is None or given or not counted:
@@ -344,7 +344,8 @@ def _capacities(
   push, pull = (
     min(max(math.ceil(size * _SPARE), 1), most) for size in chosen.sizes
   )
-  # Where all devices have the same rows, chance makes a push the fuller one.
+  # If all devices have the same rows, the allowance for chance can make push
+  # larger than pull.
   return push, max(push, pull)
 
 
@@ -352,7 +353,7 @@ def _in_words(way: Way) -> str:
   return "pmean" if way == PMEAN else plans.in_words(*way)
 
 
-# --- what is given ------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------
 
 
 def densities(
@@ -361,17 +362,17 @@ def densities(
   gradients: Sequence[Gradient],
   devices: int,
 ) -> dict[str, Profile]:
-  """Returns the densities that a profile or a trace tells, by leaf name.
+  """Returns the densities of a profile or a trace, by leaf name.
 
   Raises:
-    TypeError: `profile` is no mapping of profiles.
-    ValueError: Both are given, or one names a leaf that is not there.
+    TypeError: `profile` is not a mapping of profiles.
+    ValueError: Both are given, or one names an unknown leaf.
   """
   if trace is not None:
     if profile is not None:
       raise ValueError(
-        "`trace` must be left out where `profile` is given: both tell"
-        " densities."
+        "`trace` and `profile` cannot be given together, because both contain"
+        " densities. Leave one out."
       )
     rows = {g.name: rows_of(g) for g in gradients}
     profile = recorded_runs.profiles(trace, rows, devices)
@@ -380,8 +381,8 @@ def densities(
     isinstance(profile, Mapping) and all(map(is_profile, profile.values()))
   ):
     raise TypeError(
-      "`profile` must map leaf names to what was measured of them, got"
-      f" {profile!r}; give what `zenjax.planner.profile(state)` returns."
+      "`profile` must map parameter names to a `zenjax.planner.Profile`, got"
+      f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
     )
   _check_names(gradients, profile, "profile")
   return dict(profile or {})
@@ -392,10 +393,11 @@ def _used_whole(
   gradients: Sequence[Gradient],
   devices: int,
 ) -> dict[str, Profile]:
-  """Returns densities of tables that are used otherwise than by look-ups.
+  """Returns densities of tables that the loss uses other than by lookups.
 
-  A tied softmax touches all rows. Where zenjax's `value_and_grad` gives an
-  array, the loss does such a thing; of `jax.value_and_grad` nothing is known.
+  A tied softmax, for example, touches all rows. An array from zenjax's
+  `value_and_grad` shows such a use. Arrays from `jax.value_and_grad` show
+  nothing, because that function returns arrays for all parameters.
   """
   listed = any(gradient.look_ups is not None for gradient in gradients)
   if not listed and not getattr(value_and_grad, "gives_rows", False):
@@ -413,23 +415,23 @@ def _used_whole(
 def check(
   axes: Sequence[str], topology: Any, memory_bytes: float | None
 ) -> None:
-  """Raises TypeError or ValueError where an argument of a plan is wrong."""
+  """Raises TypeError or ValueError if an argument of a plan is wrong."""
   if not isinstance(topology, Topology):
     raise TypeError(
       "`topology` must be a zenjax.planner.Topology, got"
-      f" {type(topology).__name__}; give `zenjax.planner.Topology.preset(..)`"
-      " or what `zenjax.planner.measure_links` found."
+      f" {type(topology).__name__}. Pass `zenjax.planner.Topology.preset(..)`,"
+      " or the result of `zenjax.planner.measure_links`."
     )
   if len(axes) != len(topology.axes):
     raise ValueError(
-      "`axis_name` must name an axis for every level of the topology, the"
-      f" slowest first: its levels are {topology.axes}, got {tuple(axes)}."
+      "`axis_name` must have one axis for every level of the topology, got"
+      f" {tuple(axes)}. The levels are {topology.axes}, the slowest first."
     )
   if memory_bytes is not None and not (
     arguments.number("memory_bytes", memory_bytes) > 0
   ):
     raise ValueError(
-      f"`memory_bytes` must be positive, got {memory_bytes!r}; leave it out for"
+      f"`memory_bytes` must be positive, got {memory_bytes!r}. Leave it out for"
       " the default."
     )
 
@@ -438,7 +440,7 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
   if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
     raise TypeError(
       "`wire_dtypes` must be a sequence of floating dtypes, got"
-      f" {dtypes!r}; give (jnp.bfloat16,) for one."
+      f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
     )
   wires = [arguments.wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
   return tuple(jnp.dtype(wire).name for wire in wires)
@@ -451,6 +453,6 @@ def _check_names(
   unknown = sorted(set(given or ()) - set(known))
   if unknown:
     raise ValueError(
-      f"`{argument}` must name leaves of the model, got {unknown}; they are"
-      f" {known}: was it recorded with another model?"
+      f"`{argument}` must name parameters of the model, got {unknown}. The"
+      f" parameters are {known}. Was it recorded with another model?"
     )

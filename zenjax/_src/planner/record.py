@@ -1,8 +1,8 @@
 """Records which rows of each table's gradient every device touched.
 
-Inside a step `Recorder.rows` packs one bit for each row of a gradient; outside
-`Recorder.write` adds what all devices gave to a trace. Letters: `n` devices,
-`R` rows, `D` width.
+`Recorder.rows` runs inside a step, and packs one bit for each row of a
+gradient. `Recorder.write` runs outside, and appends the bits of all devices to
+a trace. Letters: `n` devices, `R` rows, `D` width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,13 @@ from zenjax.kernels import reference
 
 
 class Recorder:
-  """Writes the first steps of a run as a trace; see `record`.
+  """Writes the first steps of a run as a trace.
+
+  `zenjax.planner.record` makes it. Call `rows` inside a training step and
+  `write` after it, as long as `wants_more` is true.
 
   Attributes:
-    tables: Tables whose rows are recorded.
+    tables: The tables whose rows are recorded.
 
   Example:
     >>> import tempfile
@@ -72,24 +75,27 @@ class Recorder:
 
   @property
   def wants_more(self) -> bool:
-    """True while fewer steps were written than were asked for."""
+    """True until the requested number of steps has been written."""
     return self._done < self._steps
 
   def rows(self, grads: Any) -> RowSets:
-    """Packs one bit for each nonzero row: name -> `[n, ceil(R / 8)]` uint8.
+    """Packs one bit for each row of the gradients of tables.
 
-    Call it where gradients are local: its result leaves `shard_map` through
-    `out_specs=P(axis_name)`, and a step of `data_parallel` in its `aux`. In
-    plain `jit` give it the SparseRows of zenjax's `value_and_grad`, which tell
-    devices apart.
+    Call it inside a step where gradients are local. The result leaves
+    `shard_map` through `out_specs=P(axis_name)`, and a step of `data_parallel`
+    in its `aux`. In plain `jit`, pass the SparseRows of zenjax's
+    `value_and_grad`, because XLA has already summed arrays over devices.
 
     Args:
       grads: Gradients of the parameters that `record` was given, arrays or
-        SparseRows. SparseRows take an array of R bits, and none of R rows.
+        SparseRows. For SparseRows, no array of `R` rows is made.
+
+    Returns:
+      For each table `[n, ceil(R / 8)]` uint8, for `write`.
 
     Raises:
-      ValueError: In plain `jit` over several devices, an array is of all of
-        them, or the mesh is not known.
+      ValueError: In plain `jit` over several devices, a gradient is an array,
+        or the mesh is not known.
     """
     leaves = dict(leaf_util.named_leaves(grads, is_rows))
     leaves = {table.name: leaves[table.name] for table in self.tables}
@@ -102,9 +108,10 @@ class Recorder:
     arrays = [name for name, leaf in leaves.items() if not is_rows(leaf)]
     if arrays:
       raise ValueError(
-        f"`grads` in plain jit must hold SparseRows of tables, and {arrays} are"
-        " arrays, summed over all devices already. Take gradients by"
-        " `zenjax.value_and_grad`, or record inside `shard_map`."
+        "`grads` must hold SparseRows of tables in plain jit, but the gradients"
+        f" of {arrays} are arrays, which XLA has already summed over devices."
+        " Take gradients with `zenjax.value_and_grad`, or record inside"
+        " `shard_map`."
       )
     split = PartitionSpec(self._axes)
     given = {name: filled_up(leaf, n) for name, leaf in leaves.items()}
@@ -117,9 +124,9 @@ class Recorder:
     return mapped(given)
 
   def _around(self, leaves: Any) -> tuple[Any, int]:
-    """Returns the mesh that gradients are summed over, and its devices.
+    """Returns the mesh and the number of devices that gradients come from.
 
-    None and 1 where gradients are those of one device.
+    Inside `shard_map`, gradients are local: the result is None and 1.
     """
     mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
     if mesh is not None:
@@ -129,21 +136,27 @@ class Recorder:
     except NameError as error:
       if jax.device_count() > 1:
         raise ValueError(
-          f"`axis_name` must be bound by shard_map, or an axis of a mesh, and"
-          f" {self._axes!r} is neither. Give `zenjax.planner.record` the axes"
-          " of the batch as `axis_name=`, and in plain jit `mesh=`."
+          f"`axis_name` must name axes of a mesh or of shard_map, but"
+          f" {self._axes!r} are neither. Give `zenjax.planner.record` the axes"
+          " of the batch as `axis_name=`. In plain jit, give it `mesh=` too."
         ) from error
     return None, 1
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
-    """Writes one step: the results of `rows` on all devices, `[n, *]` each.
+    """Writes one step of the trace.
 
-    In a program of several processes all of them call it, and one writes.
+    In a program of several processes, call it in all of them. One writes.
+
+    Args:
+      packed: The result of `rows`, `[n, *]` for each table.
+
+    Raises:
+      ValueError: All steps have been written already.
     """
     if not self.wants_more:
       raise ValueError(
-        f"`write` must be called for {self._steps} steps at most, and these are"
-        " written; ask `wants_more` first."
+        f"`write` was called after all {self._steps} steps had been written."
+        " Call it only if `wants_more` is true."
       )
     bits = [_on_host(packed[t.name]) for t in self.tables]
     if jax.process_index() == 0:
@@ -183,20 +196,26 @@ def record(
 ) -> Recorder:
   """Starts a trace of the rows that training steps touch.
 
-  The planner learns from it how unions grow with the devices. Record steps that
-  are far apart if devices read their data in order: neighboring steps are
-  alike.
+  Use it to plan for more devices or larger batches than you have now: the
+  planner derives from the trace how many different rows any number of devices
+  would touch together. If devices read their data in order, record steps that
+  are far apart, because neighboring steps touch similar rows.
 
   Args:
-    directory: Must be missing or empty; made with the first step.
-    params: Arrays, or their shapes.
+    directory: Where to write the trace. It must be missing or empty, and is
+      created with the first step.
+    params: Parameters, or their shapes.
     steps: Number of steps to record.
-    sparse: Selects the leaves that are tables, as for `zen_sync`.
-    axis_name: Axes over which the batch is split.
-    mesh: In plain `jit`, the mesh of these axes, by default that of `params`.
+    sparse: Selects the parameters that are tables, as for `zen_sync`.
+    axis_name: Mesh axes over which the batch is split.
+    mesh: The mesh of these axes, which plain `jit` needs; by default the mesh
+      of `params`.
+
+  Returns:
+    A `Recorder`, which is also a context manager.
 
   Raises:
-    ValueError: `directory` holds files, or there is no table.
+    ValueError: `directory` is not empty, or `params` has no table.
 
   Example:
     >>> import tempfile
@@ -234,14 +253,14 @@ def record(
   ]
   if not chosen:
     raise ValueError(
-      "`params` must hold a leaf that zen_sync sends sparse, but these are too"
-      " small or too wide; name one by `sparse`."
+      "`params` must hold a table that zen_sync sends sparsely, but all"
+      " parameters are too small or too wide. Choose tables with `sparse=`."
     )
   return Recorder(directory, params, leaves, steps, axes, mesh)
 
 
 def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:
-  """Packs one bit for each nonzero row of a device."""
+  """Packs one bit for each nonzero row of this device's gradients."""
   return RowSets(
     (name, jnp.packbits(_is_nonzero(leaf))[None])
     for name, leaf in leaves.items()
@@ -249,10 +268,10 @@ def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:
 
 
 def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
-  """Returns `[R]` bool."""
+  """Returns `[R]` bool: which rows of a gradient are not zero."""
   if not isinstance(table, SparseRows):
     return reference.row_mask(leaf_util.as_table(table, "row")).nonzero
-  # Look-ups of one row may cancel each other, as they would in the array.
+  # Gradients of several lookups of a row may cancel each other, as in an array.
   rows = table.combine()
   nonzero = reference.row_mask(rows.values).nonzero
   none = jnp.zeros(rows.num_rows, bool)
@@ -260,7 +279,7 @@ def _is_nonzero(table: jax.Array | SparseRows) -> jax.Array:
 
 
 def _on_host(packed: jax.Array) -> np.ndarray:
-  """Fetches `[n, *]`, with the parts of other processes."""
+  """Fetches `[n, *]`, including the parts of other processes."""
   if packed.is_fully_addressable:
     return np.asarray(packed)
   return np.asarray(multihost_utils.process_allgather(packed, tiled=True))

@@ -1,16 +1,17 @@
-"""Recorded runs: densities of tables for any number of devices.
+"""Predicts densities of tables for any number of devices, from a trace.
 
-The union of nonzero rows grows with the devices, and is predicted from few that
-ran. `T` recorded steps of `n` devices are pooled: each of their `N = n T` row
-sets stands for what some device touches in some step. The union of `m` devices
-is then expected to be that of `m` sets drawn from the pool without replacement,
-which needs no sampling: a row that `c` of `N` sets hold is missed by `m` of
-them with the hypergeometric probability `C(N - c, m) / C(N, m)`.
+The union of nonzero rows grows with the number of devices. It is predicted from
+a run on few devices: `T` recorded steps of `n` devices give a pool of `N = n T`
+row sets, each of which is what one device touched in one step. The union of `m`
+devices is modelled as the union of `m` sets drawn from the pool without
+replacement. Its expectation needs no sampling: a row that is in `c` of `N` sets
+is in none of `m` drawn sets with the hypergeometric probability
+`C(N - c, m) / C(N, m)`.
 
-The assumption: devices of one step are as alike as devices of two recorded
-steps. It holds for shuffled data. Where every host reads a text of its own from
-front to back, neighboring steps of a host are more alike than hosts, and the
-union is predicted too small: record steps that are far apart.
+The model assumes that two devices of a step are as similar as two recorded
+steps. This holds for shuffled data. If every host reads its own text from front
+to back, neighboring steps of a host are more similar than two hosts, and the
+predicted union is too small. Record steps that are far apart in this case.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ class Growth(NamedTuple):
 
   Attributes:
     rows: Rows of the table.
-    held: `[N + 1]`, how many rows exactly `c` of the pool's sets hold.
-    sizes: `[N]`, rows of each set, ascending.
+    held: `[N + 1]`: entry `c` is how many rows are in exactly `c` sets.
+    sizes: `[N]`: the number of rows of each set, ascending.
   """
 
   rows: int
@@ -38,31 +39,34 @@ class Growth(NamedTuple):
   sizes: np.ndarray
 
   def union(self, devices: int) -> float:
-    """Returns the expected rows of so many devices together.
+    """Returns the expected number of rows of so many devices together.
 
-    Beyond the pool it is the largest that can be: no union grows faster with
-    another device than with the one before.
+    For more devices than the pool has sets, this is an upper bound: each
+    further device adds at most as many new rows as the one before it.
     """
     pooled = len(self.sizes)
     union = self.held @ (1 - _missed(pooled, min(devices, pooled)))
-    # The last set of any order brings the rows that it alone holds.
+    # In any order, the last set of the pool adds the rows that only it has.
     beyond = max(devices - pooled, 0) * self.held[1] / pooled
     return min(float(union + beyond), float(self.rows))
 
   def fullest(self, devices: int) -> float:
-    """Returns the expected rows of the fullest of the devices or the pool."""
+    """Returns the expected rows of the device with most rows.
+
+    For more devices than the pool has sets, it is the largest set.
+    """
     pooled = len(self.sizes)
-    # The largest is number k where the k smaller ones hold all the others.
+    # Set k is the largest of those drawn if no drawn set is above it.
     none_above = _missed(pooled, min(devices, pooled))[::-1]
     return float(self.sizes @ np.diff(none_above))
 
   def profile(self, devices: int, batch: int = 1) -> Profile:
-    """Returns densities for `batch` times the recorded look-ups of a device.
+    """Returns densities for `batch` times the recorded lookups of a device.
 
-    A device with twice the look-ups touches what two recorded ones did.
+    A device with twice the lookups is modelled as two recorded devices.
     """
     rows, mean = self.union(batch), float(self.sizes.mean())
-    # Larger batches are more alike than these: at most as uneven.
+    # Larger batches are more alike, so this imbalance is an upper bound.
     uneven = self.fullest(devices) / mean if mean else 1.0
     return Profile(
       rows=rows,
@@ -73,7 +77,10 @@ class Growth(NamedTuple):
 
 
 def _missed(pooled: int, m: int) -> np.ndarray:
-  """Returns `[N + 1]`: that `m` of `N` sets miss a row which `c` hold."""
+  """Returns `[N + 1]`: the probability that `m` drawn sets miss a row.
+
+  Entry `c` is for a row that is in `c` of the `N` pooled sets.
+  """
   log_factorial = np.concatenate(
     [[0], np.cumsum(np.log(np.arange(1, pooled + 1)))]
   )
@@ -87,7 +94,7 @@ def growth(recorded: Sequence[DeviceRows], rows: int) -> Growth:
   """Pools the row sets of one table.
 
   Args:
-    recorded: For each step the rows that each device touched, ascending.
+    recorded: For each step, the rows that each device touched, ascending.
     rows: Rows of the table.
 
   Example:
@@ -113,22 +120,22 @@ def growths(trace: traces.Trace) -> dict[str, Growth]:
 def profiles(
   directory: str | os.PathLike, rows: dict[str, int], devices: int
 ) -> dict[str, Profile]:
-  """Reads the densities of a model's tables, for so many devices.
+  """Reads a trace, and returns the densities of its tables.
 
   Args:
-    directory: Of the trace.
+    directory: The directory of the trace.
     rows: Rows of every leaf of the model.
-    devices: Number of devices.
+    devices: The number of devices to predict for.
 
   Raises:
-    ValueError: The trace is broken, or of another model.
+    ValueError: The trace is broken, or belongs to another model.
   """
   known = growths(traces.read(directory))
   for name, found in known.items():
     if rows.get(name) != found.rows:
       raise ValueError(
-        f"`trace` must be of the model that is planned, but table {name!r} has"
-        f" {found.rows} rows there and {rows.get(name, 'none')} here. Record"
-        " steps of this model."
+        f"`trace` was recorded with another model: table {name!r} has"
+        f" {found.rows} rows in the trace and {rows.get(name, 'none')} in the"
+        " model. Record steps of this model."
       )
   return {name: found.profile(devices) for name, found in known.items()}

@@ -1,17 +1,16 @@
-"""Forms in which a program holds and trains a table, and the costs of each.
+"""Predicts the costs of each form in which a program can hold a table.
 
-    replicated         whole on every device; XLA sums an array of its gradient
-    replicated-sparse  whole; `zen_sync` sums touched rows, `lazy_rows` updates
-                       them
-    replicated-zero1   whole; `sharded_optimizer` has owners update rows and
-                       keep the state
-    sharded-xla        each device has a range of rows, `P(axes, None)`, by XLA
-                       alone
-    sharded            `tables.shard`: each device has the rows that it owns;
-                       where devices lie along several axes, those of the last
-                       one, and every group along it has a copy
+    replicated         replicated; XLA sums an array of its gradient
+    replicated-sparse  replicated; `zen_sync` sums touched rows, and `lazy_rows`
+                       updates them
+    replicated-zero1   replicated; `sharded_optimizer` has owners update rows
+                       and keep the state
+    sharded-xla        sharded by ranges of rows, `P(axes, None)`, by XLA alone
+    sharded            sharded by `tables.shard`: each device has the rows that
+                       it owns. With several axes, owners are along the last
+                       one, and every group along it has a copy.
 
-Letters: `R` rows, `D` columns, `n` devices, `K` look-ups of a device.
+Letters: `R` rows, `D` columns, `n` devices, `K` lookups of a device.
 """
 
 from collections.abc import Sequence
@@ -44,12 +43,12 @@ REPLICATED, ROWS, ZERO1, XLA, SHARDED = FORMS = (
 )
 # Forms in which the optimizer sees arrays of all rows, touched or not.
 OF_ARRAYS = (REPLICATED, XLA)
-# Forms in which a device sees some rows only.
+# Forms in which the optimizer of a device sees only the rows it owns.
 OF_OWNERS = (ZERO1, SHARDED)
 
 
 class Table(NamedTuple):
-  """A table that a loss looks rows up in, and what is known of it."""
+  """A table that a loss looks up rows of, with its densities and its state."""
 
   gradient: Gradient
   profile: Profile
@@ -59,18 +58,18 @@ class Table(NamedTuple):
 def costs(
   table: Table, context: Context, links: Links
 ) -> dict[str, Prediction]:
-  """Predicts a table in each form that it can have."""
+  """Predicts the costs of a table in each form that it can have."""
   gradient, profile, state_row = table
   n, last = context.devices, context.sizes[-1]
   rows, row = rows_of(gradient), gradient.shape[-1] * gradient.dtype.itemsize
-  # At least one look-up has touched each row.
+  # Without a number of lookups, each touched row counts as one.
   look_ups = float(gradient.look_ups or profile.rows)
   work = link_models.of_axis(context.axes[-1], links).work
   whole = rows * (row + state_row)
-  # An optimizer reads and writes rows and state, and reads the gradient.
+  # An optimizer reads and writes rows and state, and it reads the gradient.
   step_row = 3 * row + 2 * state_row
   moved = lambda rows, row: rows * (row * work.move_byte + work.move_row)
-  # All of an array is written, zeros first, and read.
+  # The gradient's array is filled with zeros, and all of it is read.
   sweep = rows * (step_row + 2 * row) * work.mask_byte
   union = min(profile.union_of(n), rows)
 
@@ -81,7 +80,7 @@ def costs(
       form, messages, context, links, local_s=local_s, memory=memory
     )
 
-  # XLA makes a collective for each array: they do not wait together.
+  # XLA makes one collective for each array, so arrays do not share latency.
   apart = lambda found: dataclasses.replace(found, once_s=0.0)
   dense = Message("all_reduce", context.axes, rows * row / 4)
   zen = cost.predict(Way("zen"), table_of(gradient), profile, context, links)
@@ -105,7 +104,7 @@ def costs(
     )
   if len(gradient.shape) != 2:
     return found
-  if rows % n == 0:  # Or XLA cannot split it.
+  if rows % n == 0:  # Otherwise XLA cannot shard the table.
     batch = n * look_ups
     found[XLA] = apart(
       made(
@@ -129,13 +128,13 @@ def costs(
 
 
 def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:
-  """Returns what a table sharded by rows moves in plain `jit`.
+  """Returns the collectives of a table that XLA shards in plain `jit`.
 
   On automatic axes, with a table `P("data", None)` and a batch `P("data")`, XLA
-  gathers the ids of all devices. Each device looks up those rows that it holds,
-  and a sum brings the rows of the whole batch to every device. In the backward
-  pass the cotangents of the whole batch are gathered. Every look-up counts, one
-  of a row that was looked up before as well.
+  gathers the ids of all devices. Each device looks up the rows that it holds,
+  and a sum brings the rows of the whole batch to every device. The backward
+  pass gathers the cotangents of the whole batch. XLA does not remove
+  duplicates: a row that is looked up twice is sent twice.
   """
   words = look_ups * row / 4
   return [
@@ -148,10 +147,10 @@ def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:
 def _by_owners(
   gradient: Gradient, look_ups: float, profile: Profile, context: Context
 ) -> list[Message]:
-  """Returns what a step with a table of `zenjax.tables.shard` moves.
+  """Returns the collectives of a step with a table of `zenjax.tables.shard`.
 
-  Owners lie along the last axis. Where there are more, owners of the same rows
-  bring together what each has summed.
+  Owners are along the last axis. With further axes, owners of the same rows
+  gather each other's sums.
   """
   rows, width = gradient.shape
   *others, last = context.axes
@@ -167,7 +166,7 @@ def _by_owners(
   )
   messages = [
     Message("all_to_all", (last,), ids),
-    Message("all_reduce", context.axes, 1.0),  # Agrees on sizes.
+    Message("all_reduce", context.axes, 1.0),  # The number of rounds.
     Message("all_to_all", (last,), brought),
     Message("all_to_all", (last,), pushed),
   ]

@@ -1,4 +1,4 @@
-"""`plan_tables`: chooses how every table is held and trained."""
+"""Chooses whether each table is replicated or sharded."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
@@ -32,31 +32,33 @@ from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 
-_REMEDY = "make it anew by `zenjax.planner.plan_tables`"
-# The part of a device's memory that tables may take where no limit is given:
-# activations and the compiler's buffers need the rest.
+_REMEDY = "make a new plan with `zenjax.planner.plan_tables`"
+# The default limit is this part of a device's memory: activations and the
+# compiler's buffers need the rest.
 _USABLE = 0.75
-# One more form is one more exchange, and must leave less than this part of a
-# step.
+# Each further form is a further exchange, so it must reduce the time of a step
+# to less than this part.
 _WORTH = 0.9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableForm:
-  """The form of one table, and what others would cost.
+  """The form of one table in a plan, compared with others.
 
   Attributes:
-    name: Name of the leaf, as `zenjax.report` shows it.
+    name: Name of the parameter, as `zenjax.report` shows it.
     shape: Shape of the table.
     dtype: Name of its dtype.
-    form: How it is held and trained; see `plan_tables`.
-    seconds: Predicted time of a step's exchange and update, by itself.
+    form: How the table is held and trained: one of the forms that `plan_tables`
+      lists.
+    seconds: Predicted time of the table's exchange and update in a step, if
+      it does not share an exchange with other tables.
     wire_bytes: Predicted bytes that a device receives in a step.
     memory_bytes: Predicted bytes that a device holds: rows, state, gradient and
       buffers.
     others: `(form, seconds, wire_bytes, memory_bytes)` of the other forms that
-      train alike.
-    reason: Reason of the choice, in words.
+      give the same training.
+    reason: Why this form was chosen, in words.
 
   Example:
     >>> import zenjax
@@ -81,16 +83,18 @@ class TableForm:
 class TablePlan(checked_json.Document):
   """The form of every table of a program on a mesh.
 
-  Made by `zenjax.planner.plan_tables`.
+  `zenjax.planner.plan_tables` makes it. Print it to compare forms, and call
+  `set_up` to run your program with them.
 
   Attributes:
-    tables: One for every table that the loss only looks rows up in.
+    tables: The form of each table that the loss uses only by lookups.
     mesh: `(axis, devices)`, the slowest link first.
-    machine: Name of the topology that it was made for.
-    seconds: Predicted time of all exchanges and updates of a step.
-    rest_bytes: Bytes that a device holds of all other parameters.
+    machine: Name of the topology that the plan was made for.
+    seconds: Predicted time of all exchanges and updates of tables in a step.
+    rest_bytes: Bytes that a device holds of all other parameters, with their
+      gradients and state.
     limit_bytes: Limit on the memory of a device; None if none is known.
-    clip_norm: Largest norm of all gradients; None for any.
+    clip_norm: Norm to which gradients are clipped; None for no clipping.
 
   Example:
     >>> import zenjax
@@ -115,12 +119,12 @@ class TablePlan(checked_json.Document):
 
   @property
   def by_name(self) -> dict[str, TableForm]:
-    """The tables by their names."""
+    """The form of each table, by name."""
     return {table.name: table for table in self.tables}
 
   @property
   def memory_bytes(self) -> float:
-    """Predicted bytes that a device holds, activations left out."""
+    """Predicted bytes that a device holds, except for activations."""
     return self.rest_bytes + sum(table.memory_bytes for table in self.tables)
 
   def __str__(self) -> str:
@@ -132,42 +136,44 @@ class TablePlan(checked_json.Document):
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
   ) -> Program:
-    """Places parameters and state, and makes the program's transformation.
+    """Places parameters and optimizer state on a mesh, as planned.
 
-    Steps are plain `jit` over the mesh, of the loss of a whole batch::
+    Your step is then plain `jit` over the mesh, with the loss of a whole
+    batch::
 
         loss, grads = program.value_and_grad(loss_fn)(params, *batch)
         updates, opt_state = program.tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
 
     Args:
-      params: The parameters, or a function without arguments that makes them:
-        it runs inside `jit`, where nothing whole is made of a sharded table.
-      tx: The optimizer, written for whole parameters. Tables of rows are
-        updated as by `lazy_rows`.
-      mesh: Has the axes of the plan.
+      params: The parameters, or a function without arguments that makes them.
+        The function runs inside `jit`, so that no device holds all rows of a
+        sharded table.
+      tx: The optimizer, as you would write it for one device. Sparse forms
+        apply it only to touched rows, as `lazy_rows` does.
+      mesh: A mesh with the axes of the plan.
 
     Returns:
-      What a step needs.
+      A `Program`: parameters, state, optimizer and `value_and_grad`.
 
     Raises:
-      ValueError: The plan is of other parameters or another mesh, or `tx` is an
-        optimizer by which its forms would train otherwise.
+      ValueError: The plan was made for other parameters or another mesh, or
+        with this `tx` its forms would train differently.
     """
     sizes = tuple((axis, mesh.shape.get(axis, 0)) for axis, _ in self.mesh)
     if sizes != self.mesh:
       raise ValueError(
         f"`mesh` must have the axes of the plan, {dict(self.mesh)}, got"
-        f" {dict(mesh.shape)}; {_REMEDY} for it."
+        f" {dict(mesh.shape)}. Use such a mesh, or {_REMEDY}."
       )
     types = jax.eval_shape(params) if callable(params) else params
     shapes = leaf_util.shapes(leaf_util.named_leaves(types))
     for table in self.tables:
       if shapes.get(table.name) != (table.shape, table.dtype):
         raise ValueError(
-          f"`params` must be those of the plan, whose table {table.name!r} is"
-          f" {table.dtype}{list(table.shape)}, got {shapes.get(table.name)};"
-          f" {_REMEDY} for them."
+          f"`params` does not match the plan, where table {table.name!r} is"
+          f" {table.dtype}{list(table.shape)}: got {shapes.get(table.name)}."
+          f" Pass the parameters of the plan, or {_REMEDY}."
         )
     form_of = {table.name: table.form for table in self.tables}
     axes = tuple(axis for axis, _ in self.mesh)
@@ -187,57 +193,48 @@ def plan_tables(
   forms: Mapping[str, str] | None = None,
   clip_norm: float | None = None,
 ) -> TablePlan:
-  """Chooses how every table of a model is held and trained.
+  """Chooses whether each table of a model is replicated or sharded.
 
-  Use it to see whether tables should be replicated or sharded. Every table that
-  the loss only looks rows up in has one of these forms:
+  Use it before you have the machine. Your program is only traced. The plan
+  takes the forms that fit in memory and give the shortest step:
 
-  - `"replicated"`: whole on every device; XLA sums an array of its gradient.
-  - `"replicated-sparse"`: whole; `zen_sync` sums touched rows, and `lazy_rows`
-    updates them.
-  - `"replicated-zero1"`: whole; `sharded_optimizer` has owners update rows, and
-    they alone hold the optimizer's state.
-  - `"sharded-xla"`: each device has a range of rows, `P(axis_name, None)`, and
-    XLA does the rest.
-  - `"sharded"`: by `zenjax.tables.shard` each device has the rows that it owns;
-    over several axes those of the last one, with a copy in every group.
+  - `"replicated"`: XLA sums arrays of gradients.
+  - `"replicated-sparse"`: `zen_sync` and `lazy_rows` handle touched rows only.
+  - `"replicated-zero1"`: `sharded_optimizer` also shards the optimizer state.
+  - `"sharded-xla"`: sharded by ranges of rows, `P(axis_name, None)`, by XLA.
+  - `"sharded"`: sharded by `zenjax.tables.shard` over the last axis, with a
+    copy for every group of devices along the others.
 
-  Your program is traced and not run. Of the forms whose memory fits those with
-  the shortest step are taken. `TablePlan.set_up` carries the choice out.
-
-  All forms train alike. Where `tx` moves rows that have no gradient, as Adam
-  does, arrays would train otherwise than rows, and are left out. Owners have
-  some rows only: where `tx` sums over all of them, as for a clip by a global
-  norm, no table is `"replicated-zero1"` or `"sharded"`. Clip by `clip_norm`
-  instead.
+  Only forms that give the same training are offered: neither `"replicated"` nor
+  `"sharded-xla"` if `tx` changes rows without a gradient, as Adam does; neither
+  `"replicated-zero1"` nor `"sharded"` if `tx` sums over all rows, for example
+  to clip by a norm. Use `clip_norm` instead.
 
   Args:
     loss_fn: The loss, called on one device's part of a batch.
-    params: Its first argument: arrays, or shapes (`jax.ShapeDtypeStruct`).
-    *batch: Its other arguments, likewise.
-    tx: The optimizer, which says how much state a row has.
-    topology: The machine, by `Topology.preset` or `measure_links`.
-    axis_name: Axes of the batch, one for every level of the topology, the
+    params: Its first argument: arrays or shapes (`jax.ShapeDtypeStruct`).
+    *batch: Its other arguments: arrays or shapes.
+    tx: The optimizer.
+    topology: The machine, from `Topology.preset`, `Topology.network` or
+      `measure_links`.
+    axis_name: Mesh axes of the batch, one for each level of the topology, the
       slowest first.
-    profile: Densities by leaf name, as `zenjax.planner.profile(state)` returns
-      them. Without one they are assumed by the number of look-ups.
-    trace: A directory that `zenjax.planner.record` wrote, in place of
-      `profile`.
-    memory_bytes: Limit on what a device holds of parameters, state, gradients
-      and buffers; activations are not among them. By default three quarters of
-      the topology's memory, if that is known.
-    forms: Forms to demand, by leaf name.
-    clip_norm: Clips gradients by the norm of all of them before `tx` sees them,
-      in every form. Tables that are not replicated arrays then have one form.
+    profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
+      By default they are assumed from the number of lookups.
+    trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
+    memory_bytes: Limit on a device's parameters, state, gradients and buffers,
+      without activations. By default 3/4 of the topology's memory.
+    forms: Forms that you demand, by parameter name.
+    clip_norm: Norm to which all gradients together are clipped before `tx`. All
+      tables that are not `"replicated"` then have one form.
 
   Returns:
-    The plan: print it, and call its `set_up`.
+    The plan. Print it, and call its `set_up`.
 
   Raises:
-    TypeError: An argument is of another kind.
+    TypeError: An argument has a wrong type.
     ValueError: The loss looks up no table, an argument is out of range or names
-      a leaf that is not there, a demanded form is not possible, or nothing fits
-      the memory.
+      an unknown parameter, or a form is not possible or does not fit in memory.
 
   Example:
     >>> import jax
@@ -270,9 +267,9 @@ def plan_tables(
   gradients = {g.name: g for g in found if g.look_ups is not None}
   if not gradients:
     raise ValueError(
-      "`loss_fn` must only look up rows of a table, and it does of none of"
-      f" {[g.name for g in found]}; `zenjax.rows.explain_tables` says why,"
-      " and `zenjax.planner.plan` plans for gradients that are arrays."
+      "`loss_fn` uses none of the parameters only by lookups:"
+      f" {[g.name for g in found]}. `zenjax.rows.explain_tables` says why."
+      " `zenjax.planner.plan` plans for gradients that are arrays."
     )
   demanded = _demanded(forms, list(gradients))
   optimizer = Optimizer(tx, params, clip_norm)
@@ -282,7 +279,7 @@ def plan_tables(
       gradient, question.profile(gradient), optimizer.state_row(name)
     )
     costs = table_forms.costs(table, question.context, question.links)
-    # Forms that would train otherwise.
+    # These forms would train differently.
     others = () if name in optimizer.resting else OF_ARRAYS
     others = (*others, *(OF_OWNERS if optimizer.sums else ()))
     possible[name] = {k: x for k, x in costs.items() if k not in others}
@@ -301,17 +298,17 @@ def plan_tables(
   names, free = choose(limit - rest), choose(math.inf)
   if free is None:
     raise ValueError(
-      "`forms` must be possible in one program, and a sum over all gradients,"
-      " as clipping by a norm needs, has one transformation. Demand one form"
-      " besides 'replicated'."
+      f"`forms` cannot be combined in one program, got {demanded}: updates"
+      " depend on a norm or another sum over all gradients, so all tables that"
+      " are not 'replicated' must have one form. Demand only one."
     )
   if names is None:
     held = [[x.memory for x in each.values()] for each in open_to.values()]
     least = text.size(sum(map(min, held)))
     raise ValueError(
-      f"`memory_bytes` must hold the tables in some form, {least} a device, and"
-      f" {text.size(rest)} of other parameters, got {text.size(limit)}. Take"
-      " more devices, fewer rows, or a smaller state, as of"
+      f"`memory_bytes` must hold the tables, at least {least} per device, and"
+      f" {text.size(rest)} of other parameters, got {text.size(limit)}. Use"
+      " more devices, fewer rows, or an optimizer with less state, for example"
       " `zenjax.rows.rowwise_adagrad`."
     )
   chosen = dict(zip(open_to, names))
@@ -328,7 +325,7 @@ def plan_tables(
       if name not in profiles:
         reason += "; densities assumed"
       if optimizer.sums:
-        reason += "; clip by clip_norm= and not in tx to have more forms"
+        reason += "; clip by clip_norm= instead of in tx to have more forms"
     tables.append(_form(gradients[name], form, costs, reason))
   return TablePlan(
     tables=tuple(tables),
@@ -349,8 +346,8 @@ def _demanded(
   demanded = dict(forms or {})
   if unknown := sorted(set(demanded) - set(tables)):
     raise ValueError(
-      "`forms` must name tables that the loss only looks up rows of, got"
-      f" {unknown}; they are {list(tables)}."
+      "`forms` must name tables that the loss uses only by lookups, got"
+      f" {unknown}. These tables are {list(tables)}."
     )
   for name, form in demanded.items():
     arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
@@ -358,25 +355,25 @@ def _demanded(
 
 
 _SUMS = (
-  "`tx` sums over all rows, and owners have some of them; to clip by a norm"
-  " give `clip_norm=`"
+  "`tx` sums over all rows, but each device would see only some of them. To"
+  " clip by a norm, give `clip_norm=`"
 )
 
 
 def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
   why = {
-    table_forms.XLA: "the table has not two dimensions whose rows the devices"
-    " divide",
-    table_forms.ZERO1: "owners of replicated tables lie along one axis",
-    table_forms.SHARDED: "the table has not two dimensions, or there is one"
-    " device",
+    table_forms.XLA: "the table does not have two dimensions, or its rows are"
+    " not a multiple of the devices",
+    table_forms.ZERO1: "this form needs a topology with one level",
+    table_forms.SHARDED: "the table does not have two dimensions, or there is"
+    " only one device",
   }
   reason = why.get(form)
   if form in costs:
     reason = table_program.MOVES if form in OF_ARRAYS else _SUMS
   return ValueError(
     f"`forms[{name!r}]` must be a form that the table can have, got {form!r}:"
-    f" {reason}. Leave it out to have one chosen."
+    f" {reason}. Leave it out to let the plan choose a form."
   )
 
 
@@ -386,7 +383,7 @@ def _form(
   costs: Mapping[str, Prediction],
   reason: str,
 ) -> TableForm:
-  """Returns what a plan says of a table."""
+  """Returns the entry of a plan for a table."""
   numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
   seconds, received, memory = numbers[form]
   return TableForm(
@@ -404,7 +401,7 @@ def _form(
 
 # --- a plan as text -----------------------------------------------------------
 
-# Other forms of a table, the fastest ones.
+# How many other forms of a table a plan prints, the fastest first.
 _SHOWN = 3
 _HEADINGS = (
   *("table", "shape", "form", "ms", "received", "memory"),
@@ -422,9 +419,9 @@ def _text(plan: TablePlan) -> str:
       f"tables on {devices} devices ({axes}){machine}",
       *text.columns([_HEADINGS, *map(_line, plan.tables)], last_left=True),
       f"a device holds {text.size(plan.memory_bytes)} of parameters, state,"
-      f" gradients and buffers, {text.size(plan.rest_bytes)} not of tables"
+      f" gradients and buffers, {text.size(plan.rest_bytes)} not for tables"
       + ("" if limit is None else f"; the limit is {text.size(limit)}"),
-      f"exchanges and updates of tables: {text.ms(plan.seconds)} ms a step",
+      f"exchanges and updates of tables: {text.ms(plan.seconds)} ms per step",
     ]
   )
 

@@ -1,4 +1,4 @@
-"""The program of a table plan: parameters, state and optimizer in its forms."""
+"""Makes the program of a table plan: parameters, state and optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 import functools
@@ -22,8 +22,8 @@ from zenjax._src.sync import zen_sync as syncing
 from zenjax._src.tables import sharding
 from zenjax._src.tables.sharded_table import is_sharded
 
-# Forms by the transformation that carries them out; replicated arrays go with
-# any.
+# Forms that have a transformation of their own. Replicated arrays are updated
+# by any of these transformations.
 CARRIED = (
   table_forms.SHARDED,
   table_forms.ZERO1,
@@ -31,20 +31,22 @@ CARRIED = (
   table_forms.XLA,
 )
 MOVES = (
-  "`tx` moves rows without a gradient, or cannot be seen not to, so that an"
-  " array of all rows would train otherwise"
+  "`tx` changes rows that have no gradient, or may do so, and an array of all"
+  " rows would therefore train differently"
 )
 
 
 class Program(NamedTuple):
-  """A program as a plan has it, for plain `jit` over a mesh.
+  """The parts of a planned training step, for plain `jit`.
+
+  `TablePlan.set_up` makes it for a mesh.
 
   Attributes:
-    params: Parameters, every table in its form.
-    opt_state: State of `tx`.
-    tx: A transformation, for `optax.apply_updates`.
-    value_and_grad: Takes a loss that is written for whole tables and for the
-      whole batch; in the place of `jax.value_and_grad`.
+    params: The parameters, with every table in its planned form.
+    opt_state: The state of `tx`.
+    tx: The optimizer. Apply its updates with `optax.apply_updates`.
+    value_and_grad: Use it in place of `jax.value_and_grad`. Write the loss for
+      the whole batch, and index tables as usual.
 
   Example:
     >>> import jax
@@ -75,15 +77,15 @@ def set_up(
   """Returns a program with tables in these forms.
 
   Args:
-    form_of: Form of each table.
+    form_of: The form of each table.
     axes: Axes of the batch, the slowest first.
-    mesh: Has the axes.
+    mesh: A mesh with these axes.
     params: The parameters, or a function that makes them.
-    tx: The optimizer, written for whole parameters.
-    clip_norm: Largest norm of all gradients; None for any.
+    tx: The optimizer, as it is written for one device.
+    clip_norm: Norm to which gradients are clipped; None for no clipping.
 
   Raises:
-    ValueError: Forms would train otherwise by this optimizer.
+    ValueError: With this optimizer, the forms would train differently.
   """
   make = params if callable(params) else lambda: params
   used = set(form_of.values())
@@ -121,18 +123,18 @@ def _check(
     if form in OF_ARRAYS and name not in optimizer.resting
   ]
   why = ""
-  # The plain program trains as it does.
+  # A program of arrays alone is the user's plain program: any `tx` is right.
   if moved and not set(form_of.values()) <= {*OF_ARRAYS}:
     why = f"{MOVES} (table {moved[0]!r})"
   elif len(carriers) > 1 and optimizer.sums_all:
     why = (
-      f"it sums over all gradients, and each of the plan's forms {carriers} has"
-      " a transformation of its own"
+      f"it sums over all gradients, and each of the plan's forms {carriers}"
+      " would sum over its own tables only"
     )
   if why:
     raise ValueError(
-      f"`tx` must be one that the plan was made for, but {why}; make the plan"
-      " anew by `zenjax.planner.plan_tables` with this `tx`."
+      f"`tx` is not the optimizer that the plan was made for: {why}. Make a new"
+      " plan with `zenjax.planner.plan_tables(.., tx=tx)`."
     )
 
 
@@ -143,7 +145,7 @@ def _placed(
   axes: tuple[str, ...],
   mesh: jax.sharding.Mesh,
 ) -> Any:
-  """Returns parameters with every table in its form."""
+  """Returns parameters with every table placed in its form."""
   leaves = [
     leaf if name in sharded else jax.device_put(leaf, placements[name])
     for name, leaf in leaf_util.named_leaves(params)
@@ -163,7 +165,7 @@ def _placed(
 def _made(
   init: Callable[[], Any], placements: Mapping[str, NamedSharding]
 ) -> Any:
-  """Returns what `init` makes in `jit`, where no device has a whole table."""
+  """Runs `init` in `jit`, so that no device has all rows of a sharded table."""
   types = jax.eval_shape(init)
   placed = [
     x.with_value(placements[name]) if is_sharded(x) else placements[name]
@@ -182,7 +184,7 @@ def _transformation(
   carriers: Sequence[str],
   clip_norm: float | None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns what updates all parameters, each form by its own means."""
+  """Returns the transformation that updates all parameters."""
   in_form = lambda form: lambda name, _: form_of.get(name) == form
   by_owners = functools.partial(
     owners.sharded_optimizer, tx, axes, mesh=mesh, clip_norm=clip_norm
@@ -221,9 +223,10 @@ def _kept_apart(
   mesh: jax.sharding.Mesh,
   chosen: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns `tx` with updates and state of chosen leaves split by rows.
+  """Returns `tx` with updates and state of chosen leaves sharded by rows.
 
-  XLA might place what a step returns otherwise than what it was given.
+  Without the constraint, XLA may shard the results of a step differently from
+  its arguments.
   """
   tx = optax.with_extra_args_support(tx)
   split = NamedSharding(mesh, PartitionSpec(axes))
@@ -241,7 +244,7 @@ def _kept_apart(
 
 
 def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns a state on the mesh, its arrays placed as parameters like them."""
+  """Returns a state on the mesh, placed like parameters of the same shape."""
   placements = {
     x.shape: x.sharding
     for x in jax.tree.leaves(params, is_leaf=is_sharded)

@@ -1,14 +1,21 @@
-"""Traces of a training run: which rows of which gradients were not zero.
+"""Reads and writes traces: which gradient rows of a run were not zero.
+
+`zenjax.planner.record` writes a trace, and `zenjax.planner.plan(trace=...)`
+reads it. Use this module to write a trace from your own data. It needs NumPy
+only.
 
 A trace is a directory. `trace.json` holds the version of the format, the number
-of devices, and the parameters of the model, tables among them.
-`step-000000.npz` and so on hold one step each: for table `k` of `trace.json`
-`rows_k`, the row ids of device 0, then of device 1 and so on, `[*] uint32`,
-ascending within a device, and `offsets_k`, `[devices + 1] int64`: those of
-device `i` are `rows_k[offsets_k[i]:offsets_k[i + 1]]`.
+of devices, and the parameters of the model, including its tables. Each of
+`step-000000.npz`, `step-000001.npz` and so on holds one step, with two arrays
+for table `k` of `trace.json`:
 
-Every file is written under another name and then moved, so that a file that
-exists is whole. Needs NumPy only.
+- `rows_k`, `[*] uint32`: row ids of device 0, then of device 1 and so on,
+  ascending for each device.
+- `offsets_k`, `[devices + 1] int64`: the ids of device `i` are
+  `rows_k[offsets_k[i]:offsets_k[i + 1]]`.
+
+Every file is written under a temporary name and then renamed, so that a file
+that exists is complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,21 +50,21 @@ _HEADER = "trace.json"
 _VERSION = "version", 2
 _REMEDY = "record the trace again into a new directory"
 
-# Row ids of one table in one step, an array for each device.
+# The row ids of one table in one step: an array for each device.
 DeviceRows = Sequence[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
-  """A parameter of the model.
+  """A parameter of the model in a trace.
 
   Attributes:
-    name: Name of the leaf, as `zenjax.report` shows it.
-    shape: Its shape.
+    name: Name of the parameter, as `zenjax.report` shows it.
+    shape: Shape of the parameter.
     dtype: Name of its dtype.
-    look_ups: Rows that a device's gradient has room for if it is SparseRows;
-      None for an array.
-    is_table: Whether its rows are recorded.
+    look_ups: Lookups of a device in a step, if the gradient is SparseRows; None
+      if it is an array.
+    is_table: Whether the trace has the rows of this parameter.
   """
 
   name: str
@@ -68,7 +75,7 @@ class LeafInfo:
 
   @property
   def rows(self) -> int:
-    """Rows, all dimensions but the last; elements of a vector."""
+    """Product of all dimensions except for the last, or a vector's length."""
     return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape)
 
 
@@ -78,7 +85,7 @@ class Header:
 
   Attributes:
     leaves: Parameters of the model, at least its tables.
-    devices: Devices of the run.
+    devices: Number of devices of the run.
   """
 
   leaves: tuple[LeafInfo, ...]
@@ -88,24 +95,24 @@ class Header:
     names = [leaf.name for leaf in self.leaves]
     if len(set(names)) != len(names) or not self.tables:
       raise ValueError(
-        "`leaves` must have different names, and one must be a table, got"
+        "`leaves` must have different names and include a table, got names"
         f" {names}."
       )
 
   @property
   def tables(self) -> list[LeafInfo]:
-    """The leaves whose rows are recorded."""
+    """The parameters whose rows are in the trace."""
     return [leaf for leaf in self.leaves if leaf.is_table]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-  """A trace that was read and checked.
+  """A trace that `read` has checked.
 
   Attributes:
-    header: Parameters and devices.
-    sets: By table name, then step, then device: the rows that were not zero,
-      ascending, uint32.
+    header: Parameters and devices of the run.
+    sets: `sets[table][step][device]` holds the ids of nonzero rows, ascending,
+      uint32.
   """
 
   header: Header
@@ -122,13 +129,17 @@ def check_free(directory: str | os.PathLike) -> None:
   path = pathlib.Path(directory)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise ValueError(
-      f"`directory` must be new or empty, but {path} holds something. Give"
-      " another or remove it."
+      f"`directory` must be new or empty, but {path} is not. Give another"
+      " directory, or remove this one."
     )
 
 
 def create(directory: str | os.PathLike, header: Header) -> None:
-  """Starts a trace in a directory, which is made if missing.
+  """Starts a trace in a directory.
+
+  Args:
+    directory: Where to write the trace. It is created if it is missing.
+    header: Parameters and devices of the run.
 
   Raises:
     ValueError: `directory` is not empty.
@@ -149,15 +160,15 @@ def write_step(
   """Writes one step of a trace.
 
   Args:
-    directory: As given to `create` before.
-    header: The same as there.
-    step: Counted from 0 within the trace.
-    sets: For each table of the header the row ids of each device, in any order
-      and as often as they were looked up.
+    directory: The directory that was given to `create`.
+    header: The header that was given to `create`.
+    step: Number of the step in the trace, from 0.
+    sets: For each table of the header, the row ids of each device. Order and
+      duplicates do not matter.
 
   Raises:
-    ValueError: `sets` do not have the header's tables and devices, or ids are
-      not rows of a table.
+    ValueError: `sets` does not match the tables and devices of the header, or
+      an id is not a row of its table.
   """
   arrays = {}
   for k, (table, each) in enumerate(zip(header.tables, sets, strict=True)):
@@ -168,9 +179,9 @@ def write_step(
       (joined < 0) | (joined >= table.rows) | (joined % 1 != 0)
     ):
       raise ValueError(
-        f"`sets` must hold row ids of table {table.name!r}, below {table.rows},"
-        f" of each of {header.devices} devices, got {len(rows)} arrays with ids"
-        f" up to {joined.max(initial=0)}."
+        f"`sets` must hold {header.devices} arrays of row ids for table"
+        f" {table.name!r}, one per device, with integers in [0, {table.rows}),"
+        f" got {len(rows)} arrays with ids up to {joined.max(initial=0)}."
       )
     arrays |= {f"rows_{k}": joined.astype(np.uint32), f"offsets_{k}": offsets}
   with _whole(_step_path(directory, step)) as file:
@@ -183,7 +194,7 @@ def _step_path(directory: str | os.PathLike, step: int) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _whole(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Opens a file that takes its place once it is whole, or never."""
+  """Opens a temporary file, and renames it to `path` once it is complete."""
   partial = path.with_name(f".{path.name}.partial")
   try:
     with open(partial, "wb") as file:
@@ -194,11 +205,14 @@ def _whole(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def read(directory: str | os.PathLike) -> Trace:
-  """Reads a whole trace and checks it.
+  """Reads all steps of a trace, and checks them.
+
+  Args:
+    directory: A directory that `zenjax.planner.record` or `create` wrote.
 
   Raises:
-    ValueError: A file is missing, cut short, of another version, or holds
-      impossible values; the message names it.
+    ValueError: A file is missing, truncated, of another version, or holds
+      impossible values. The message names the file.
 
   Example:
     >>> import tempfile
@@ -215,8 +229,8 @@ def read(directory: str | os.PathLike) -> Trace:
     text = path.read_text(encoding="utf-8")
   except (OSError, ValueError) as error:
     raise ValueError(
-      f"`directory` must hold a trace, but {path} cannot be read ({error});"
-      " give a directory that `zenjax.planner.record` wrote."
+      f"`directory` must hold a trace, but {path} cannot be read ({error})."
+      " Give a directory that `zenjax.planner.record` wrote."
     ) from error
   source = Source(str(path), _REMEDY)
   fields = checked_json.fields(text, _VERSION, source)
@@ -228,7 +242,7 @@ def read(directory: str | os.PathLike) -> Trace:
       sets[table.name].append(each)
     step += 1
   if not step:
-    raise source.broken("is of a trace without steps")
+    raise source.broken("belongs to a trace without steps")
   return Trace(header=header, sets=sets)
 
 
@@ -236,14 +250,14 @@ def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
   source = Source(str(path), _REMEDY)
   found = []
   try:
-    # NumPy would take a file that is no archive for another of its formats.
+    # `np.load` alone would try other formats if the file is not an archive.
     with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
       arrays = {key: file[key] for key in file.files}
   except (
     *(OSError, EOFError, ValueError, NotImplementedError, zlib.error),
     zipfile.BadZipFile,
   ) as error:
-    raise source.broken(f"is cut short or corrupt ({error})") from error
+    raise source.broken(f"is truncated or corrupt ({error})") from error
   for k, table in enumerate(header.tables):
     rows = arrays.get(f"rows_{k}", np.zeros(0, np.uint32))
     offsets = arrays.get(f"offsets_{k}", np.zeros(0, np.int64))
@@ -252,7 +266,7 @@ def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
     right = right and offsets[0] == 0 and offsets[-1] == len(rows)
     if not right or np.any(np.diff(offsets) < 0):
       raise source.broken(
-        f"must hold rows of table {table.name!r}, below {table.rows}, of"
+        f"must hold row ids of table {table.name!r}, below {table.rows}, for"
         f" {header.devices} devices"
       )
     found.append([rows[a:b] for a, b in zip(offsets[:-1], offsets[1:])])

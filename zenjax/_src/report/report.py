@@ -1,4 +1,4 @@
-"""`report`: what a run has exchanged, as tables that a person reads."""
+"""Prints what a run has exchanged, as tables for a person to read."""
 
 from collections.abc import Callable, Mapping, Sequence
 import textwrap
@@ -17,45 +17,49 @@ from zenjax._src.sync import sync_state
 
 
 def report(state: Any) -> str:
-  """Returns tables of what the last step exchanged, and what to tune.
+  """Returns a text that says what the last step exchanged.
+
+  Print it after some steps, to see whether sparse synchronization pays and
+  what `zenjax.tune` would change. `zenjax.stats` has the same numbers for a
+  program.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
       `SparsifierState` or `ErrorFeedbackState` anywhere inside.
 
   Returns:
-    Lines of text: for each sparse leaf its scheme (zen's with the number of
-    column groups, 1 for hashed rows), its density on a device, that of the
-    union over devices, their ratio (growth), imbalance of push and pull (the
-    fullest buffer over the mean: 1 is even), rounds (exchanges it took: 1 if
-    all rows fitted the first), megabytes received by a device, those of a dense
-    all-reduce, and whether zen_sync pays by bytes. The meaning of the columns
-    follows, and what `zenjax.tune` would change.
+    Tables of text, each with a legend:
 
-    For each table of `zenjax.tables.shard` the rows that a device looked up,
-    the union that owners updated, room of the buffers, exchanges of ids and
-    rows and of gradients, and the same bytes.
+    - Sparse parameters: the scheme (zen's with its number of column groups, 1
+      for hashed rows), the density on a device, the density of the union over
+      devices, their ratio (growth), the imbalance of push and pull (the fullest
+      buffer over the mean; 1 is even), rounds (1 if all rows fitted the first
+      exchange), and megabytes received per device, compared with a dense
+      all-reduce.
+    - Tables of `zenjax.tables.shard`: the rows that a device looked up, the
+      union that owners updated, the buffer size, exchanges of ids and rows,
+      exchanges of gradients, and the same bytes.
+    - `exdyna` and `micro`: the density wanted and reached, the threshold,
+      build-up, imbalance, norm of the residuals, rounds, megabytes, and a value
+      for `capacity=`.
+    - Parameters of `error_feedback`: the density wanted and reached, the
+      threshold, build-up, imbalance and norm of the residuals. If devices
+      belong to several processes, a line says how to get these numbers.
 
-    Where devices hold the same rows a line asks whether their gradients were
-    averaged before: then each sends what all have, and little is saved.
-
-    For each sparsifier (`exdyna`, `micro`) the density wanted and got, the
-    threshold, build-up, imbalance of the selections, norm of the residuals,
-    rounds, megabytes beside those of a dense all-reduce, and the `capacity=`
-    to pin. For each leaf of `error_feedback` the density wanted and got,
-    threshold, build-up, imbalance and norm of the residuals; on devices of
-    several processes a line says how to get them.
+    If all devices hold the same rows, a line asks whether the gradients were
+    averaged before: sparse synchronization then saves little.
 
   Raises:
-    ValueError: There is none of these in `state`.
-    TypeError: It is called inside `jit`; call it on the state after the step.
+    ValueError: `state` holds none of these states.
+    TypeError: `report` is called inside `jit`; call it on the state after the
+      step.
 
   Example:
     >>> import jax.numpy as jnp
     >>> import zenjax
     >>> state = zenjax.zen_sync("data").init({"w": jnp.zeros(3)})
     >>> print(zenjax.report(state))
-    zen_sync: no leaf travels sparse; every leaf takes psum.
+    zen_sync: no parameter is sent sparsely; all take a dense all-reduce.
   """
   sync_state.require_numbers(state, "report")
   selected = [*_of_sparsifiers(state), *_of_error_feedback(state)]
@@ -69,7 +73,7 @@ def report(state: Any) -> str:
 
 
 class _Column(NamedTuple):
-  """One column: heading, cell of a leaf's numbers, line of the legend."""
+  """A column: its heading, its cell for a leaf, its entry in the legend."""
 
   heading: str
   cell: Callable[[Mapping[str, float]], str]
@@ -81,7 +85,7 @@ def _format(number: float, form: str) -> str:
 
 
 def _number(heading: str, name: str, form: str, legend: str = "") -> _Column:
-  """Shows a number, or a dash where it is not known."""
+  """Returns a column that shows a number, or a dash if it is not known."""
 
   def cell(s: Mapping[str, float]) -> str:
     return _format(s[name], form)
@@ -98,7 +102,7 @@ def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
 
 
 def _bytes(s: Mapping[str, float]) -> str:
-  """Says if sending sparse pays, by bytes."""
+  """Says how many fewer bytes were sent than by a dense all-reduce."""
   if s.get("went_dense"):
     return "dense"
   if np.isnan(s["wire_bytes"]):
@@ -121,32 +125,32 @@ def _table(
   shown: Sequence[_Column],
   names: str = "",
 ) -> list[str]:
-  """Returns lines: a title, a row for each name, the legend.
+  """Returns the lines of a table: a title, a row for each name, the legend.
 
   Args:
-    title: First line.
+    title: The first line.
     known: Numbers by name.
-    shown: Columns beside the names.
-    names: Heading of the names.
+    shown: The columns after the names.
+    names: The heading of the names.
   """
   rows = [(names, *(column.heading for column in shown))]
   rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
   legend = "; ".join(column.legend for column in shown if column.legend)
   told = textwrap.wrap(
-    f"of the last step. {legend}; -: not known.", 120, break_on_hyphens=False
+    f"Last step. {legend}; -: not known.", 120, break_on_hyphens=False
   )
   return [title, *columns(rows), *told]
 
 
-_ROUNDS = ("rounds", "rounds", ".0f", "rounds: exchanges it took")
+_ROUNDS = ("rounds", "rounds", ".0f", "rounds: exchanges needed")
 _RECEIVED = (
-  _megabytes("MB received", "wire_bytes", "MB: received by a device"),
+  _megabytes("MB received", "wire_bytes", "MB: received per device"),
   _megabytes("MB dense", "dense_bytes"),
-  _Column("bytes", _bytes, "bytes: beside a dense all-reduce"),
+  _Column("bytes", _bytes, "bytes: compared with a dense all-reduce"),
 )
 
 
-# --- leaves that travel sparse ------------------------------------------------
+# --- leaves that are sent sparsely --------------------------------------------
 
 
 def _scheme(s: Mapping[str, float]) -> str:
@@ -159,7 +163,7 @@ _SHAPE = _Column(
 )
 # Counted over all devices.
 _UNION = (
-  ("union", "union_density", ".2%", "union: of all devices"),
+  ("union", "union_density", ".2%", "union: rows of any device"),
   ("growth", "growth", ".2f", "growth: their ratio"),
   ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
   ("pull imb", "pull_imbalance", ".2f"),
@@ -173,7 +177,7 @@ _SYNCED = (
       "density",
       "density",
       ".2%",
-      "density: rows of a device that are not zero",
+      "density: nonzero rows of a device",
     ),
     *_UNION,
     _ROUNDS,
@@ -181,13 +185,13 @@ _SYNCED = (
   *_RECEIVED,
 )
 
-# Of tables that devices share.
+# Columns of tables that devices share.
 _SHARDED = (
   _SHAPE,
   *_numbers(
     ("looked up", "density", ".2%", "looked up: distinct rows of a device"),
     *_UNION,
-    ("room", "room", ".0f", "room: rows that a pair's buffer had"),
+    ("room", "room", ".0f", "room: buffer size for a pair of devices, rows"),
     ("fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"),
     ("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
   ),
@@ -196,7 +200,7 @@ _SHARDED = (
 
 _SAME_ROWS = (
   "{}: all devices hold the same rows: were the gradients averaged before {}?"
-  " remove that pmean."
+  " Remove that pmean."
 )
 
 
@@ -205,7 +209,9 @@ def _of_synced_leaves(
 ) -> list[str]:
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
-    return [f"{by}: no leaf travels sparse; every leaf takes psum."]
+    return [
+      f"{by}: no parameter is sent sparsely; all take a dense all-reduce."
+    ]
   known = stats.synced_leaves(state)
   steps = _steps(nodes)
   if not steps:
@@ -235,7 +241,7 @@ def _of_sharded_tables(state: Any) -> list[str]:
 
 
 def _synchronized_by(state: Any) -> str:
-  """Names the transformations that the state belongs to."""
+  """Returns the names of the transformations that made the state."""
   kinds = {
     sharded_optimizer.ShardedOptimizerState: "sharded_optimizer",
     sync_state.ZenSyncState: "zen_sync",
@@ -247,10 +253,10 @@ def _synchronized_by(state: Any) -> str:
 
 
 def _same_rows(s: Mapping[str, float]) -> bool:
-  """Returns True if the union is what every device has, and not all rows."""
+  """Returns True if all devices have the same rows, and not all rows."""
   if s["devices"] < 2 or not 0 < s["density"] < 1:
     return False
-  # Counts went through float32.
+  # Counts are means in float32, so they are equal up to rounding only.
   return abs(s["union_density"] / s["density"] - 1) < 1e-6
 
 
@@ -258,10 +264,10 @@ def _same_rows(s: Mapping[str, float]) -> bool:
 
 
 def _selection(density: str, legend: str) -> tuple[_Column, ...]:
-  """Returns the columns of a selection, whose density has this name."""
+  """Returns the columns of a selection; `density` names its density."""
   union = "build-up: the union of all selections over the number wanted"
   uneven = "imbalance: the largest selection over the mean"
-  norm = "residual: norm of what waits, all devices"
+  norm = "residual: norm of the elements not yet sent, all devices"
   return _numbers(
     ("wanted", "density_wanted", ".3%"),
     ("density", density, ".3%", f"density: {legend}"),
@@ -277,7 +283,7 @@ _PIN = (
 )
 _SPARSIFIER = (
   *_selection(
-    "density", "elements that all devices selected over those of the model"
+    "density", "part of the model's elements that all devices selected"
   ),
   _number(*_ROUNDS),
   *_RECEIVED,
@@ -285,7 +291,7 @@ _SPARSIFIER = (
 )
 
 _FEEDBACK = _selection(
-  "selected", "elements that a device selected over those of the leaf, mean"
+  "selected", "part of a parameter's elements that a device selected, mean"
 )
 
 
@@ -303,8 +309,8 @@ def _of_sparsifiers(state: Any) -> list[str]:
 def _of_error_feedback(state: Any) -> list[str]:
   """Returns lines on `error_feedback`.
 
-  One process may report alone. Numbers of other processes' devices need them
-  all: then a line says so.
+  `report` may be called by one process alone, which cannot read the devices of
+  other processes. A line then says to call `stats` in all processes.
   """
   nodes = sync_state.nodes(state, ErrorFeedbackState)
   if not nodes:
@@ -315,12 +321,12 @@ def _of_error_feedback(state: Any) -> list[str]:
   leaves = [leaf for node in nodes for leaf in node.leaves.values()]
   counts = [leaf.selected for leaf in leaves if leaf.residual is not None]
   if not counts:
-    return ["error_feedback: it selects from no leaf."]
+    return ["error_feedback: it selects from no parameter."]
   title = _title("error_feedback", steps, len(counts[0]))
   if not all(map(_is_here, counts)):
     return [
-      f"{title} of several processes: zenjax.stats has its numbers, where all"
-      " of them call it."
+      f"{title} of several processes. Call zenjax.stats in all of them to get"
+      " its numbers."
     ]
   return _table(title, stats.selected_leaves(state), _FEEDBACK)
 

@@ -19,8 +19,8 @@ from zenjax._src.sync.sync_state import Sizes
 # Numbers by leaf or sparsifier, and by the name of the statistic.
 Stats = dict[str, dict[str, float]]
 
-# The percentile of recent selections of a sparsifier that `capacity=` should
-# hold: one that does not fit costs a round more.
+# `capacity=` should hold this percentile of a sparsifier's recent selections. A
+# larger selection costs one more round.
 _SELECTION_PERCENTILE = 90
 
 _COUNTED = (sync_state.ZenSyncState, ErrorFeedbackState, SparsifierState)
@@ -35,55 +35,41 @@ def stats(state: Any, *, flat: Literal[True]) -> dict[str, float]: ...
 
 
 def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
-  """Returns numbers of the last step, by leaf and by sparsifier.
+  """Returns statistics of the last step, by parameter and by sparsifier.
 
-  With several processes and `error_feedback` in the state, all of them call
-  this: its numbers are of the devices of all.
+  Use it to log what each step sends. `zenjax.report` prints the same numbers.
+  If the state holds `error_feedback` and its devices belong to several
+  processes, call `stats` in all of them. The reference page "Statistics"
+  defines every name.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
       `SparsifierState` or `ErrorFeedbackState` anywhere inside.
-    flat: Whether names are one string each, "leaf/density", as writers of
-      metrics want them, and not of leaf and statistic apart.
+    flat: Whether to return one dictionary with keys such as
+      "parameter/density", for metric writers, instead of one for each
+      parameter.
 
   Returns:
-    By leaf name, for leaves that travel sparse: `num_rows`, `width`, `devices`,
-    `density` (nonzero rows of a device over all, mean), `union_density` (those
-    of any device over all), `growth` (their ratio), `push_imbalance` (fullest
-    pair over the mean), `pull_imbalance` (fullest owner over the mean),
-    `rounds`, `wire_bytes` and `dense_bytes` (received by a device; a ring
-    all-reduce's), `went_dense`, `scheme` (its number, which `report` names) and
-    `column_groups`. Empty before the first step. SparseRows of one width and
-    dtype share buffers: what was counted for all of them is shared out by the
-    rows of their sums, and `rounds` are those of all.
+    Statistics by parameter, empty before the first step:
 
-    Tables of `zenjax.tables.shard` have the same numbers, where a row counts
-    that a device looked up, and the union is what owners updated. `wire_bytes`
-    are of the ids, rows and gradient rows of a step, padding included, and of
-    what copies bring together; those of ids that were sent ahead are of the
-    step that looks them up. There are besides `owners` (devices that share the
-    rows), `room` (rows that a buffer of gradients had for each pair of
-    devices) and `fetch_rounds` (exchanges of ids and rows, as `rounds`
-    are those of gradients), and neither `scheme`, `column_groups` nor
-    `went_dense`.
-
-    Leaves from which `error_feedback` selects have besides: `density_wanted`,
-    `selected` (elements that a device selected over those of the leaf, mean),
-    `threshold` (mean over devices), `build_up` (the union of all selections
-    over what one device should select: up to the number of devices),
-    `imbalance` (the largest selection over the mean) and `residual_norm` (of
-    all devices, as it is now). NaN for what is not known: a threshold of
-    `top_k` by `method="exact"`, the union where no `zen_sync(unit="element")`
-    counted it.
-
-    For `exdyna` and `micro`, which see one vector, under "sparsifier" (of a
-    second one "sparsifier 2") the fields of `SparsifierStats`, `devices`,
-    `steps`, and `capacity`: the size that would have held the largest selection
-    of 90 % of the last 64 steps.
+    - Parameters that are sent sparsely: `num_rows`, `width`, `devices`,
+      `density` and `union_density` (part of the rows that one device, or any
+      device, touched), `growth` (their ratio), `push_imbalance` and
+      `pull_imbalance` (fullest buffer over the mean), `rounds`, `wire_bytes`
+      and `dense_bytes` (received per device, and what a dense all-reduce would
+      take), `went_dense`, `scheme` (a number), and `column_groups`.
+    - Tables of `zenjax.tables.shard`: the same without the last three, and
+      `owners`, `room` (buffer size for gradients) and `fetch_rounds`.
+    - Parameters of `error_feedback`: `density_wanted`, `selected`, `threshold`,
+      `build_up`, `imbalance` and `residual_norm`. NaN if not known.
+    - "sparsifier", for `exdyna` and `micro` ("sparsifier 2" for a second one):
+      the fields of `SparsifierStats`, `devices`, `steps`, and a `capacity` that
+      holds 90 % of recent selections.
 
   Raises:
-    ValueError: There is none of these in `state`.
-    TypeError: It is called inside `jit`; call it on the state after the step.
+    ValueError: `state` holds none of these states.
+    TypeError: `stats` is called inside `jit`; call it on the state after the
+      step.
 
   Example:
     >>> import jax
@@ -114,9 +100,9 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   sync_state.require_numbers(state, "stats")
   if not any(sync_state.nodes(state, kind) for kind in _COUNTED):
     raise ValueError(
-      "`state` must hold a ZenSyncState or that of a sparsifier, got"
-      f" {type(state).__name__}; give the state that a chain with `zen_sync`,"
-      " `exdyna`, `micro` or `error_feedback` returned."
+      "`state` must hold the state of `zen_sync` or of a sparsifier, got"
+      f" {type(state).__name__}. Pass the optimizer state of a chain with"
+      " `zen_sync`, `exdyna`, `micro` or `error_feedback`."
     )
   synced, selected = synced_leaves(state), selected_leaves(state)
   synced |= sharded_tables(state)
@@ -135,7 +121,7 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
 
 
 def synced_leaves(state: Any) -> Stats:
-  """Returns `stats` of leaves that travel sparse, as `zen_sync` counted."""
+  """Returns `stats` of leaves that `zen_sync` sends sparsely."""
   return {
     name: _synced(*numbers_of(leaf))
     for node in sync_state.find(state)
@@ -145,7 +131,7 @@ def synced_leaves(state: Any) -> Stats:
 
 
 def sharded_tables(state: Any) -> Stats:
-  """Returns `stats` of sharded tables, as `sharded_optimizer` counted."""
+  """Returns `stats` of sharded tables, which `sharded_optimizer` counts."""
   return {
     name: _sharded(leaf)
     for node in sync_state.find(state)
@@ -155,12 +141,12 @@ def sharded_tables(state: Any) -> Stats:
 
 
 def numbers_of(leaf: LeafState) -> tuple[Sizes, Last]:
-  """Returns the numbers of a leaf as Python's."""
+  """Returns the numbers of a leaf as Python numbers."""
   return Sizes(*array(leaf.sizes).tolist()), Last(*array(leaf.last).tolist())
 
 
 def array(x: Any) -> np.ndarray:
-  """Returns numbers of a state, in the variables of `flax.nnx` too."""
+  """Returns numbers of a state as NumPy's, also from a `flax.nnx` variable."""
   (leaf,) = jax.tree.leaves(x)
   return np.asarray(leaf)
 
@@ -195,7 +181,7 @@ def _synced(sizes: Sizes, last: Last) -> dict[str, float]:
 
 
 def ratio(a: float, b: float) -> float:
-  """Returns `a / b`, or 1 where there is nothing to compare with."""
+  """Returns `a / b`, or 1 if `b` is zero."""
   return a / b if b else 1.0
 
 
@@ -218,7 +204,14 @@ def selected_leaves(state: Any) -> Stats:
 def _selected(
   leaf: FeedbackLeaf, residual: jax.Array, union: tuple[int, float] | None
 ) -> dict[str, float]:
-  """Returns numbers of a leaf; `union` is its size and that of the union."""
+  """Returns the statistics of a leaf.
+
+  Args:
+    leaf: What `error_feedback` counted.
+    residual: Its residual on all devices.
+    union: Elements of the leaf, and of the union of all selections, as
+      `zen_sync` counted them; None if it did not.
+  """
   size = int(np.prod(residual.shape[1:]))
   reduced = _over_devices(leaf.selected, leaf.threshold, residual)
   found = {name: float(x) for name, x in reduced.items()}
@@ -242,7 +235,7 @@ def _selected(
 def _over_devices(
   selected: jax.Array, threshold: jax.Array, residual: jax.Array
 ) -> dict[str, jax.Array]:
-  """Reduces over devices, none of which has all that is reduced."""
+  """Reduces over devices, in `jit` because no device has all values."""
   count = selected.astype(jnp.float32)
   total = jnp.sum(count)
   uneven = jnp.max(count) * count.shape[0] / jnp.maximum(total, 1.0)
@@ -274,18 +267,21 @@ def sparsifiers(state: Any) -> Stats:
 
 
 def profile(state: Any) -> dict[str, Profile]:
-  """Returns densities of the last step, to plan by.
+  """Returns the row densities of the last step, for the planner.
+
+  Use it to plan for another machine with densities of your own program: pass
+  the result as `profile=` to `planner.plan` or `planner.plan_tables`.
 
   Args:
     state: An optimizer state with a `ZenSyncState` anywhere inside.
 
   Returns:
-    By leaf name what `planner.plan` and `planner.plan_tables` take, of tables
-    of `zenjax.tables.shard` too. Leaves that were not looked at are left out:
-    those summed dense from the start, and all before the first step.
+    A `Profile` for each parameter, also for tables of `zenjax.tables.shard`.
+    Parameters that are never sent sparsely are left out. Before the first step
+    the result is empty.
 
   Raises:
-    ValueError: There is no `ZenSyncState` in `state`.
+    ValueError: `state` holds no `ZenSyncState`.
 
   Example:
     >>> import jax
@@ -311,8 +307,9 @@ def profile(state: Any) -> dict[str, Profile]:
 
 def profile_of(sizes: Sizes, last: Last) -> Profile:
   groups, n = sizes.row_groups, sizes.devices
-  # The fullest pair is fuller than the mean by chance, and because a device
-  # has more rows than the others: the part that chance does not explain.
+  # The fullest pair exceeds the mean for two reasons: the hash is random, and
+  # one device has more rows than the others. Only the second reason belongs to
+  # the data, so the part that chance explains is divided out.
   chance = buffer_sizes.fullest(last.local_rows, groups, n * groups)
   skewed = max(last.push_need / chance, 1.0) if chance else 1.0
   return Profile(

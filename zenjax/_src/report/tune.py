@@ -1,4 +1,4 @@
-"""`tune`: a static plan for the next steps, from what earlier steps counted."""
+"""Plans the next steps statically, with the counts of earlier steps."""
 
 from collections.abc import Iterator, Sequence
 import dataclasses
@@ -23,41 +23,41 @@ from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables.sharded_table import ShardedTable
 
-# Buffers hold these percentiles of recent needs, whichever costs least.
+# Candidates for a buffer size: these percentiles of recent needs.
 _PERCENTILES = (50, 75, 90, 95, 100)
-# A little more than was needed so far, since batches differ.
+# Buffers get a little more than recent steps needed, since batches differ.
 _MARGIN = 1.03
-# A round takes as long as sending so many bytes to each device.
+# The latency of a round, expressed as bytes sent to each device.
 _ROUND_BYTES = 32 << 10
-# Changes that gain less are not worth a compilation.
+# A smaller gain does not justify another compilation.
 _LEAST_GAIN = 1.1
 
 
 def tune(tree: Any, *, link: Link | None = None) -> Any:
-  """Plans the next steps with what recent steps have counted.
+  """Sets buffer sizes and schemes to what recent steps needed.
 
-  Call it once after some 20 steps, and again when batches change. It sets the
-  buffer sizes of `zen_sync` and `sharded_optimizer` to what the last 64 steps
-  needed, and has leaves all-reduced that were mostly denser than break-even.
-  The plan is static metadata of the state: the next step compiles once more,
-  and numbers in the state stay as they are. On several processes all devices
-  have the same counts, so all make the same plan.
+  Call it once after about 20 steps, and again when batches change. `tune`
+  sets the buffer sizes of `zen_sync` and `sharded_optimizer` to what the last
+  64 steps needed. Parameters whose gradients were mostly too dense take a dense
+  all-reduce from then on. The plan is static metadata of the state, so your
+  step compiles once more. Numbers in the state do not change. All processes
+  have the same counts, so all of them make the same plan.
 
-  Values that you gave to `zen_sync` as `capacities`, `scheme` or `plan` are
-  kept.
+  `tune` keeps the values that you gave to `zen_sync` as `capacities`, `scheme`
+  or `plan`.
 
   Args:
     tree: Anything that holds states of zenjax: an optimizer state, a
-      `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables give
+      `TrainState`, or the state of an `nnx.Optimizer`. With sharded tables pass
       `(params, opt_state)`, because tables carry their buffer sizes.
-    link: The connection of the devices. With it `tune` also chooses the scheme
-      of each leaf, by predicted time.
+    link: The connection between devices. If given, `tune` also chooses the
+      scheme of each parameter by predicted time.
 
   Returns:
-    The same tree with the new plan; `tree` itself if nothing would gain.
+    The same tree with the new plan, or `tree` itself if no change would pay.
 
   Raises:
-    TypeError: It is called inside `jit`; call it on the state after a step.
+    TypeError: `tune` is called inside `jit`; call it on the state after a step.
 
   Example:
     >>> import jax
@@ -88,7 +88,8 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
       changed |= bool(found)
       return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
     if isinstance(node, ShardedTable):
-      # The state knows a table by its name in the parameters alone.
+      # The state names a table by its path in the parameters, which is the end
+      # of its path in `tree`.
       known = [x for x in sizes if name == x or name.endswith(f".{x}")]
       if not known and list(sizes) == [leaf_util.ONLY]:
         known = [leaf_util.ONLY]
@@ -106,7 +107,7 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 
 
 def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
-  """Yields buffer sizes of sharded tables that would have sent less."""
+  """Yields sharded tables with better buffer sizes than they have now."""
   steps = min(int(stats.array(node.step)), sync_state.HISTORY)
   for name, table in sync_state.tables(node).items():
     sizes = sync_state.Sizes(*stats.array(table.sizes).tolist())
@@ -130,11 +131,11 @@ class Change(NamedTuple):
 
   name: str
   choice: LeafChoice
-  gain: float  # of bytes and rounds; of predicted time with a link
+  gain: float  # ratio of bytes and rounds, or of predicted time with a link
 
 
 def told(state: Any) -> list[str]:
-  """Returns lines that say what `tune` would change, for a report."""
+  """Returns lines of a report that say what `tune` would change."""
   nodes = sync_state.find(state)
   found = [x for node in nodes for x in changes(node, None)]
   sizes = [x for node in nodes for x in _table_sizes(node)]
@@ -145,7 +146,7 @@ def told(state: Any) -> list[str]:
   for name, (rows,) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
   for name, choice, gain in found:
-    what = "all-reduced as a whole"
+    what = "dense all-reduce"
     if choice.capacities:
       push, pull = choice.capacities
       what = f"{choice.scheme}, buffers of {push} and {pull} rows"
@@ -154,18 +155,18 @@ def told(state: Any) -> list[str]:
 
 
 def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
-  """Yields what to change in the plan of a state."""
+  """Yields the changes that `tune` makes to the plan of a state."""
   steps = min(int(stats.array(node.step)), sync_state.HISTORY)
   tuned = dict(node.tuned)
   for name, leaf in sync_state.whole_leaves(node).items():
     sizes, _ = stats.numbers_of(leaf)
     history = stats.array(leaf.history)[:steps]
-    # Dense leaves count nothing, nor does one device.
+    # Dense leaves have no counts, and one device exchanges nothing.
     if sizes.devices < 2 or not sizes.push or not len(history):
       continue
     if name in node.fixed:
       continue
-    # A scheme that the user chose stays; owners have zen alone.
+    # A scheme that the user chose stays. `sharded_optimizer` needs zen.
     scheme = sync_state.SCHEMES[sizes.scheme]
     stays = node.owners or (scheme != "zen" and name not in tuned)
     change = None
@@ -179,7 +180,7 @@ def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
 def _by_counts(
   name: str, sizes: sync_state.Sizes, history: np.ndarray, stays: bool
 ) -> Change | None:
-  """Returns what would have sent least; `stays` keeps the scheme."""
+  """Returns the change that sends fewest bytes; `stays` keeps the scheme."""
   scheme = sync_state.SCHEMES[sizes.scheme]
   dense = history[:, 0] == sync_state.DENSE_STEP
   if np.mean(dense) > 0.5:
@@ -188,8 +189,8 @@ def _by_counts(
   row_bytes = 4 * sizes.width / sizes.column_groups
   now = _cost(needs, Capacity(sizes.push, sizes.pull), row_bytes)
   if scheme == "zen" and sizes.devices == 2 and not stays:
-    # Owners save nothing between two devices: half of the rows is pushed, and
-    # half of the union pulled, which is no less than all rows once.
+    # Owners save nothing between two devices: each pushes half of its rows and
+    # pulls half of the union, which is at least as much as all rows once.
     most = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
     rows = min(int(most[0]), sizes.num_rows)
     size = Capacity(rows, min(int(most[1]), sizes.num_rows))
@@ -212,13 +213,13 @@ def _by_counts(
 
 
 def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
-  """Returns the mean bytes of a step from each device, with its rounds."""
+  """Returns the mean cost of a step for a device, in bytes."""
   rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
   return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))
 
 
 def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
-  """Returns the scheme that is predicted to be fastest, if it is another."""
+  """Returns a change to the scheme predicted to be fastest, if it differs."""
   sizes, last = stats.numbers_of(leaf)
   profile = stats.profile_of(sizes, last)
   dtype = np.dtype(np.float32)

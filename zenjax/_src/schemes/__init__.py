@@ -1,1 +1,1 @@
-"""Ways of moving rows between devices."""
+"""Algorithms that move rows between devices."""

@@ -1,12 +1,13 @@
-"""AGsparse: every device sends its rows to all others and sums them itself.
+"""Implements AGsparse: all devices send their rows to all, and each sums them.
 
-What Horovod, PyTorch and DeepSpeed do for sparse gradients. One collective a
-round and no partition, but a device receives `(n - 1)` times the rows of the
-fullest one: overlap between devices saves nothing. It is the best choice for
-few devices with little overlap (ZEN, OSDI 2025, sections 2.2 and 2.3).
+Horovod, PyTorch and DeepSpeed do this for sparse gradients. It needs one
+collective per round and no partition of rows. But a device receives `n - 1`
+times the rows of the fullest device, so overlap between devices saves nothing.
+It is the best choice for few devices with little overlap (ZEN, OSDI 2025,
+sections 2.2 and 2.3).
 
-Unlike those systems it merges with static shapes, sends in rounds where a
-buffer overflows, and sums in rank order, so replicas agree bit for bit.
+Unlike these systems, it merges with static shapes, sends overflowing rows in
+further rounds, and sums in rank order, so that replicas are bit-identical.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from zenjax._src.schemes.buffer_sizes import TablePlan
 
 
 def arrive(sums: Sums, plan: TablePlan, context: Context) -> Arrived:
-  """Returns a union that all devices hold already: nothing moves."""
+  """Returns a union that all devices hold already, without an exchange."""
   union = sums.union
   return Arrived(
     row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
@@ -41,7 +42,7 @@ def arrive(sums: Sums, plan: TablePlan, context: Context) -> Arrived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllGather(Scheme):
-  """One all-gather of ids and rows over all axes."""
+  """Gathers ids and rows over all axes by one collective."""
 
   name: str = "all_gather"
 

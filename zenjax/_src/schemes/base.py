@@ -1,8 +1,8 @@
 """Defines a scheme: a push, a pull, and the bytes that each declares.
 
-A scheme moves rows. It runs no rounds, takes no dense path, keeps no statistics
-and knows nothing of optax; `sync/exchange.py` builds all of these from what a
-scheme returns. CONTRIBUTING.md says what to write to add one.
+A scheme only moves rows. `sync/exchange.py` adds rounds, the dense path and
+statistics, and schemes do not depend on optax. CONTRIBUTING.md explains how to
+add a scheme.
 """
 
 import abc
@@ -29,9 +29,9 @@ class Source(Protocol):
     """Returns the first rows of every group from slot `start: [m] int32` on.
 
     Returns:
-      `slots: [m, C] int32`, ascending, `S` where a group has no more rows;
-      `rows: [m, C, D]`, zero there; and how many rows are left in each group,
-      these included, `[m] int32`. `C` is `plan.push`.
+      `slots: [m, C] int32`, ascending, padded with `S`; `rows: [m, C, D]`,
+      padded with zeros; and `[m] int32`, how many rows each group has from
+      `start` on, including the returned ones. `C` is `plan.push`.
     """
     ...
 
@@ -41,26 +41,24 @@ class Outgoing(NamedTuple):
 
   plan: TablePlan
   source: Source
-  start: jax.Array  # [m] int32, slots below are done; equal on all devices
+  start: jax.Array  # [m] int32, first slot not done; equal on all devices
 
 
 class Sums(NamedTuple):
   """The sums that a device holds between push and pull."""
 
-  union: Union  # the rows that it owns, summed
-  pushed: (
-    jax.Array
-  )  # [] int32, rows that devices had left at `start`, all added
-  fullest: jax.Array  # [] int32, rows that the device with most had left
+  union: Union  # the sums of the rows that the device owns
+  pushed: jax.Array  # [] int32, rows left at `start`, summed over devices
+  fullest: jax.Array  # [] int32, rows left at `start` on the fullest device
 
 
 class Tally(NamedTuple):
   """Counts that every device knows after a pull, one for each row group."""
 
-  limit: jax.Array  # [m] int32, everyone has the sums of all slots below
+  limit: jax.Array  # [m] int32, all slots below it are complete
   union: jax.Array  # [m] int32, rows that this pull brought
-  pushed: jax.Array  # [m] int32, see `Sums`
-  fullest: jax.Array  # [m] int32
+  pushed: jax.Array  # [m] int32, `Sums.pushed`
+  fullest: jax.Array  # [m] int32, `Sums.fullest`
   summed: jax.Array  # [m] int32, rows of all devices that were summed
 
 
@@ -73,7 +71,7 @@ def counts_of(sums: Sums) -> jax.Array:
 
 
 class Arrived(NamedTuple):
-  """What a pull brought for one table, equal on all devices."""
+  """The summed rows of one table after a pull, equal on all devices."""
 
   row: jax.Array  # [k] int32, R as padding
   values: jax.Array  # [k, D] in the table's dtype
@@ -81,16 +79,16 @@ class Arrived(NamedTuple):
 
 
 class Message(NamedTuple):
-  """One collective, as the lowered program shows it."""
+  """One collective, as it appears in the lowered program."""
 
-  op: str  # "all_to_all", .. as StableHLO has it
+  op: str  # name in StableHLO, for example "all_to_all"
   axes: Axes
-  words: Any  # of 32 bits, one device's operand
+  words: Any  # words of 32 bits in one device's operand
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-  """The devices of an exchange, and the operation."""
+  """The devices of an exchange, and whether it computes a sum or a mean."""
 
   axes: Axes  # slowest first
   sizes: tuple[int, ...]  # devices along each axis
@@ -101,7 +99,7 @@ class Context:
     return math.prod(self.sizes)
 
   def scaled(self, total: jax.Array) -> jax.Array:
-    """Returns the sum over devices, or their mean."""
+    """Returns the sum itself, or divided by the number of devices."""
     if not self.mean or self.devices == 1:
       return total
     return total / jnp.asarray(self.devices, total.dtype)
@@ -109,14 +107,15 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scheme(abc.ABC):
-  """A way of moving the nonzero rows of several tables in one exchange.
+  """A way to move the nonzero rows of several tables in one exchange.
 
   Attributes:
-    name: Its key in the table of schemes.
-    contiguous: Whether owners hold ranges of rows instead of a hash's share.
-    unit: Elements that are sent as a whole by default; None for a row.
-    break_even: The part of a dense exchange's bytes up to which it pays.
-      Packing and merging cost local work that a dense sum does not have.
+    name: The scheme's key in the registry.
+    contiguous: Whether owners hold ranges of rows instead of hashed rows.
+    unit: Number of elements that are sent together by default; None for a row.
+    break_even: The scheme pays up to this part of the bytes of a dense
+      exchange. It is less than 1 because packing and merging are local work
+      that a dense sum does not have.
   """
 
   name: str
@@ -126,34 +125,35 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
-    """Returns `(m, g)`: row and column groups over axes of `sizes`."""
+    """Returns `(m, g)`: the row and column groups over axes of `sizes`."""
 
   @abc.abstractmethod
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
-    """Sends the first rows from `start` on to owners, who sum them.
+    """Sends the first rows from `start` on to owners, which sum them.
 
-    What a device returns that owns nothing is ignored, unless `pull` reads it.
+    If a device owns nothing, its result is used only by `pull`.
     """
 
   @abc.abstractmethod
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
-    """Brings everyone all rows that owners hold, and their `Tally`.
+    """Sends all devices the rows that owners hold, and the owners' `Tally`.
 
-    The result is equal on all devices, also by type: `collectives.all_gather`
-    sees to that, and `compat.agreed` does where nothing is gathered.
+    The result must be equal on all devices, also by type. Results of
+    `collectives.all_gather` are. A scheme that gathers nothing uses
+    `compat.agreed`.
     """
 
   @abc.abstractmethod
   def held_rows(self, plan: TablePlan, context: Context) -> int:
-    """Returns how many rows `Sums.union` can hold after a push."""
+    """Returns the most rows that `Sums.union` can hold after a push."""
 
   def holds_all(self, plan: TablePlan, context: Context) -> bool:
-    """Returns True if one round always brings all rows that there may be.
+    """Returns True if one round is always enough.
 
-    Override it if rows can overflow on the way too, as between the hops of
-    `recursive_doubling`.
+    Override it if rows can overflow elsewhere too, for example between the hops
+    of `recursive_doubling`.
     """
     fits = plan.push >= plan.most_push
     return fits and self.held_rows(plan, context) >= plan.most_pull
@@ -178,9 +178,9 @@ class Scheme(abc.ABC):
     push: jax.Array | float,
     pull: jax.Array | float,
   ) -> list[Message]:
-    """Returns the collectives for one table with buffers just large enough.
+    """Returns the collectives for one table with the smallest buffers.
 
-    Bytes and predicted times follow from this formula.
+    Predicted bytes and times come from this formula.
 
     Args:
       plan: The plan of the table.
@@ -193,11 +193,11 @@ class Scheme(abc.ABC):
 def received_bytes(
   messages: Sequence[Message], context: Context
 ) -> jax.Array | float:
-  """Bytes a device receives from others for the `messages` of a round."""
+  """Returns the bytes that a device receives from others by `messages`."""
   total = 0.0
   for message in messages:
     n = devices_of(message, context)
-    # Of `n` devices' operands, how much one of them receives.
+    # The received bytes, as a multiple of one device's operand.
     match message.op:
       case "all_gather":
         part = n - 1
@@ -208,7 +208,7 @@ def received_bytes(
       case "all_to_all" | "reduce_scatter":
         part = (n - 1) / n
       case _:
-        raise ValueError(f"`message` must be of a known op, got {message}.")
+        raise ValueError(f"`message` must have a known op, got {message}.")
     total = total + message.words * 4 * part
   return total
 
@@ -220,13 +220,13 @@ def expected_bytes(
   pull: jax.Array | float,
   context: Context,
 ) -> jax.Array | float:
-  """Bytes by the scheme's formula, see `Scheme.expected_messages`."""
+  """Returns the received bytes by the formula `Scheme.expected_messages`."""
   messages = scheme.expected_messages(plan, context, push, pull)
   return received_bytes(messages, context)
 
 
 def dense_bytes(table: Table, devices: int) -> float:
-  """Bytes a device receives in a ring all-reduce of the whole table."""
+  """Returns the bytes that a device receives in a dense ring all-reduce."""
   itemsize = 4 if table.dtype.itemsize < 4 else table.dtype.itemsize
   return 2 * (devices - 1) / devices * table.num_rows * table.width * itemsize
 

@@ -1,9 +1,10 @@
-"""Static sizes of an exchange, decided when it is traced.
+"""Chooses the static sizes of an exchange when it is traced.
 
 Letters: `n` devices; `m` row groups and `g` column groups, whose product is
-the number of devices along the fastest axis, or 1 where everyone holds all
-rows, as in `all_gather`; `R` rows, `D` width, `S` slots of a group; `C` rows a
-source sends a group in one round (push), `U` rows of one group's union (pull).
+the number of devices along the fastest axis, or 1 if all devices hold all rows,
+as in `all_gather`; `R` rows, `D` columns, `S` slots of a group; `C` rows that a
+source sends a group in one round (push), `U` rows of a group's union in one
+round (pull).
 """
 
 from collections.abc import Sequence
@@ -24,16 +25,16 @@ MAX_ROWS = np.iinfo(np.int32).max // 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-  """Static facts of one leaf, seen as `[num_rows, width]`.
+  """Static properties of one leaf as a table `[num_rows, width]`.
 
   Attributes:
     name: Name of the leaf.
     num_rows: `R`.
     width: `D`.
-    dtype: Dtype of its elements.
-    wire_dtype: Dtype in which its rows are sent.
-    look_ups: `K`, the most rows of it that a device holds, for SparseRows. None
-      for an array, which may hold all.
+    dtype: Dtype of the elements.
+    wire_dtype: Dtype in which rows are sent.
+    look_ups: `K`, the most rows that a device holds, for SparseRows. None for
+      an array, which may hold all rows.
   """
 
   name: str
@@ -46,23 +47,23 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-  """How one table is exchanged: who owns its rows, and the buffer sizes.
+  """The owners of the rows of one table, and the buffer sizes to exchange it.
 
-  Small arrays, and SparseRows, of one width and dtype share one plan: their
-  rows follow each other in one table.
+  Leaves of one width and dtype share a plan if they are SparseRows or small
+  arrays. Their rows are then concatenated to one table.
 
   Attributes:
-    table: What is exchanged.
-    layout: Its row groups.
+    table: The table to exchange.
+    layout: The row groups of the table.
     column_groups: `g`.
     push: `C`, rows from one device to one row group in a round.
     pull: `U`, summed rows from one row group in a round.
     most_push: The most rows that a device may have for one row group.
     most_pull: The most rows that the union of a row group may have.
-    tables: The leaves that travel as this table, in the order of their ids.
+    tables: The leaves that are concatenated to this table, in order.
     rooms: For SparseRows, how many rows of each of `tables` all devices
       together may hold; empty for an array.
-    kernels: Which implementation does its local work, `kernels=` of zen_sync.
+    kernels: Which implementation does local work: `kernels=` of `zen_sync`.
   """
 
   table: Table
@@ -78,7 +79,7 @@ class TablePlan:
 
   @property
   def first_rows(self) -> np.ndarray:
-    """Where the ids of each of `tables` begin, `[p] int32`."""
+    """The first row of each of `tables`, `[p] int32`."""
     heights = [table.num_rows for table in self.tables]
     return np.cumsum([0, *heights[:-1]]).astype(np.int32)
 
@@ -88,17 +89,17 @@ class TablePlan:
     return -(-self.table.width // self.column_groups)
 
 
-# Before `zenjax.tune` nothing is known about the density. A round then holds
-# 1/128 of an array's rows, and a union of up to 1/16: an empty gradient wastes
-# little of a dense exchange's time, one near break-even takes few rounds.
-# Look-ups are the most rows that SparseRows can have, and batches repeat ids:
-# a quarter of them is distinct.
+# Before `zenjax.tune` the density is unknown. For an array, a round then holds
+# 1/128 of the rows, and a union of up to 1/16. With these sizes an empty
+# gradient wastes little compared with a dense exchange, and a gradient near
+# break-even takes few rounds. SparseRows have at most one row per lookup, and
+# batches repeat ids, so a quarter is assumed to be distinct.
 ARRAY_PART, UNION_PART = 128, 16
 ROWS_PART = 4
-# Arrays up to this size are copied into one table and back: compiling once for
-# all of them is worth more than these two passes.
+# Arrays up to this size are copied into one table and back, because compiling
+# once for all of them is worth more than these two passes.
 JOINED_ELEMENTS = 1 << 20
-# Below so many bytes to one device latency decides, so rounds are longer.
+# For fewer bytes to one device, latency dominates, so buffers are larger.
 _LEAST_BYTES = 48 << 10
 _MOST_LONGER = 8
 _MIN_ROWS = 8
@@ -119,7 +120,7 @@ def plan_table(
   kernels: Kernels = "auto",
   tables: Sequence[Table] = (),
 ) -> TablePlan:
-  """Plans one table; `pinned` is what the user or `tune` gave."""
+  """Plans one table; `pinned` has the sizes of the user or of `tune`."""
   layout = Layout(
     num_rows=table.num_rows,
     groups=groups,
@@ -199,8 +200,8 @@ def plan_group(
     seed: Draws the hash.
     contiguous: Whether owners hold ranges of rows.
     kernels: Which implementation does local work.
-    together: Whether small arrays, and SparseRows, that are alike travel as one
-      table. The program is compiled once for all of them.
+    together: Whether SparseRows and small arrays of one width and dtype are
+      concatenated to one table. Their exchange is then compiled once.
   """
   alike: dict[object, list[int]] = {}
   for i, table in enumerate(tables):
@@ -212,7 +213,7 @@ def plan_group(
         *(row_groups[i], column_groups[i], pinned[i] is None),
       )
     same = alike.setdefault(kind, [])
-    # A space of ids that int32 cannot count is split.
+    # A table must not have more rows than int32 can count.
     if (
       same and sum(tables[j].num_rows for j in same) + table.num_rows > MAX_ROWS
     ):
@@ -241,7 +242,7 @@ def plan_group(
 
 
 def _joined(tables: Sequence[Table]) -> Table:
-  """Returns one table whose rows are those of all."""
+  """Returns the concatenation of tables as one table."""
   if len(tables) == 1:
     return tables[0]
   return dataclasses.replace(
@@ -256,13 +257,13 @@ def _added(sizes: Sequence[Capacity]) -> Capacity | None:
   return Capacity(*[sum(x) for x in zip(*sizes)]) if sizes else None
 
 
-# A vocabulary's density, which predictions assume where nothing was counted.
+# The density of a vocabulary, which predictions assume without measurements.
 _DENSITY = 0.01
 _DISTINCT = 0.25
 
 
 def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
-  """Returns rows of a device and of the union, if nothing was counted."""
+  """Returns the assumed rows of a device and of the union."""
   if table.look_ups is None:
     rows = table.num_rows * _DENSITY
   else:
@@ -271,6 +272,12 @@ def assumed_rows(table: Table, devices: int) -> tuple[float, float]:
 
 
 def fullest(rows: float, groups: int, draws: int) -> float:
-  """Returns the rows of the fullest of so many groups that a hash fills."""
+  """Returns the expected rows of the fullest group that a hash fills.
+
+  Args:
+    rows: Rows of all groups.
+    groups: Number of groups.
+    draws: Number of groups over which the maximum is taken.
+  """
   mean = max(rows / groups, 1.0)
   return mean + math.sqrt(2 * mean * math.log(draws)) if groups > 1 else mean

@@ -1,9 +1,9 @@
-"""Schemes whose owners hold contiguous ranges of rows, by Zen's push and pull.
+"""Implements schemes whose owners hold contiguous ranges of rows.
 
-`SplitAllGather` and `SplitDenseGather` are SparCML's, `BlockSparse` is
-OmniReduce's idea. Letters: `n` devices; `R` rows of `D` elements, `size` bytes
-each; densities `d` of a device and `dn` of the union; `s` the load of the
-fullest range over the mean.
+They use the push and pull of `Zen`. `SplitAllGather` and `SplitDenseGather`
+come from SparCML, and `BlockSparse` from OmniReduce. Letters: `n` devices; `R`
+rows of `D` elements of `size` bytes; `d` the density of a device, and `dn` the
+density of the union; `s` the load of the fullest range over the mean.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,18 @@ from zenjax._src.schemes.zen import Zen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAllGather(Zen):
-  """Zen with ranges in the place of the hash, one for each owner.
+  """Zen with one range of rows for each owner instead of the hash.
 
-  SparCML's SSAR_Split_allgather (Renggli et al., SC 2019), and a parameter
-  server that is spread over the workers ("Sparse PS" in ZEN, OSDI 2025,
-  appendix B.1): what zen does but for the balance. Ids sorted by frequency meet
-  in the first range, whose owner's load, `s` times the mean, decides for all:
+  This is SparCML's SSAR_Split_allgather (Renggli et al., SC 2019), and a
+  parameter server on the workers ("Sparse PS" in ZEN, OSDI 2025, appendix B.1).
+  It does the same as zen except for the balance. If ids are sorted by
+  frequency, the first range has most rows, and its owner determines the time
+  with `s` times the mean load:
 
       bytes = (n - 1) / n * s * (d + dn) * R * (D * size + index)
 
-  SparCML sends messages of the size that they have; here every pair's buffer is
-  as large as the fullest one's, and what does not fit follows in rounds.
+  SparCML sends messages of variable size. Here all pairs have buffers of one
+  size, and overflowing rows follow in further rounds.
   """
 
   name: str = "split_all_gather"
@@ -52,20 +53,19 @@ class SplitAllGather(Zen):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitDenseGather(SplitAllGather):
-  """A sparse push to ranges, and ranges as they are for a pull.
+  """Pushes rows to the owners of ranges, and pulls dense ranges.
 
-  SparCML's DSAR_Split_allgather (Renggli et al., SC 2019), whose second half
-  travels dense: rows go to the owner of their range as in `split_all_gather`;
-  the owner then sends its whole range, with no index, for where the union is
-  dense an index is all that sparsity would add.
+  This is SparCML's DSAR_Split_allgather (Renggli et al., SC 2019). Rows go to
+  the owner of their range as in `split_all_gather`. The owner then sends its
+  range as a dense array, because if the union is dense, ids would only add
+  bytes.
 
       bytes = (n - 1) / n * (s * d * R * (D * size + index) + R * D * size)
 
-  which is never less than half of a dense exchange: at most twice as fast. What
-  SparCML decides when it runs, which format the second half has, a static
-  program decides when it is traced, by the choice of the scheme. What does not
-  fit the first push follows in rounds, or takes the dense path where it is an
-  array above break-even, as with every scheme.
+  This is at least half of the bytes of a dense exchange. SparCML chooses the
+  format of the second half at run time. A static program cannot, so you choose
+  it with the scheme. As with every scheme, overflowing rows follow in further
+  rounds, and arrays above break-even take the dense path.
   """
 
   name: str = "split_dense_gather"
@@ -116,7 +116,7 @@ class SplitDenseGather(SplitAllGather):
 def _sections_of(
   sums: Sums, plan: TablePlan, context: Context
 ) -> list[jax.Array]:
-  """`[1, ...]` each: counts with the lowest slot held, and the whole range."""
+  """Returns `[1, ...]` each: counts, with the lowest slot, and the range."""
   union, slots = sums.union, plan.layout.slots
   counts = jnp.append(counts_of(sums), union.slots[0])
   shape = (slots, plan.table.width)
@@ -124,8 +124,9 @@ def _sections_of(
   values = values.astype(plan.table.wire_dtype)
   empty = 0.0
   if plan.table.look_ups is not None:
-    # Of SparseRows those that are held come back, zero or not, and no others:
-    # these are rows of negative zeros, which the others then have none of.
+    # SparseRows must contain exactly the rows that a device holds, even if a
+    # sum is zero. Rows of negative zeros mark all other rows, so negative zeros
+    # of held rows become positive.
     empty = -0.0
     values = jnp.where(
       _is_negative_zero(values), jnp.zeros_like(values), values
@@ -136,7 +137,7 @@ def _sections_of(
 
 
 def _is_negative_zero(x: jax.Array) -> jax.Array:
-  """By bits: XLA:CPU takes subnormals for zero."""
+  """Compares bits, because XLA:CPU treats subnormals as zero."""
   bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
   return bits == np.array(1 << (8 * x.dtype.itemsize - 1), bits.dtype)
 
@@ -147,8 +148,8 @@ def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
   tally, lowest = Tally(*counts[:, :-1].T), counts[:, -1]
   slot = jnp.arange(layout.slots, dtype=jnp.int32)[None]
   group = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
-  # Between its first row and its limit an owner knows every row: those that
-  # it does not hold are zero on all devices.
+  # An owner knows every row between its first row and its limit: rows that it
+  # does not hold are zero on all devices.
   known = (slot >= lowest[:, None]) & (slot < tally.limit[:, None])
   if table.look_ups is not None:
     known &= ~jnp.all(_is_negative_zero(values), axis=-1)
@@ -162,21 +163,20 @@ def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSparse(SplitAllGather):
-  """Ranges of blocks: only those with an element that is not zero travel.
+  """Sends blocks of elements instead of rows, except for blocks of zeros.
 
   OmniReduce (Fei et al., SIGCOMM 2021) cuts a tensor into blocks of 256
-  elements and streams the nonzero ones to aggregators, which own contiguous
-  ranges. The same here: blocks, ranges, nothing sent for a block of zeros. Not
-  the same: its aggregators ask each worker for its next nonzero block, so
-  blocks need no index and all workers' blocks overlap in time; XLA has no place
-  for a server that answers, so blocks travel with their numbers, through an
-  `all_to_all` and an `all_gather`. A block is sent whole where one element of
-  it is not zero:
+  elements and streams nonzero blocks to aggregators, which own contiguous
+  ranges. This scheme has the same blocks and ranges, but not the same protocol.
+  OmniReduce's aggregators ask each worker for its next nonzero block, so blocks
+  need no ids, and the blocks of all workers overlap in time. An XLA program
+  cannot answer requests, so blocks are sent with their ids by an `all_to_all`
+  and an `all_gather`:
 
       bytes = (n - 1) / n * s * (d_256 + dn_256) * (N * size + index)
 
-  with `N` elements and densities of blocks. `unit=` with a number gives another
-  size of block.
+  with `N` elements and densities of blocks. `unit=` with a number chooses
+  another block size.
   """
 
   name: str = "block_sparse"

@@ -1,7 +1,7 @@
-"""Sums of whole leaves: what JAX gives its users, and the dense path.
+"""Implements dense sums: the scheme "dense", and the dense path of others.
 
-Every scheme is measured against `psum`. A ring moves `2 (n - 1) / n` times the
-table to every device.
+Every scheme is compared with `psum`. In a ring all-reduce, every device
+receives `2 (n - 1) / n` times the table.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from zenjax._src.schemes.buffer_sizes import Table
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dense:
-  """One all-reduce of the leaf as it is."""
+  """Sums a leaf by one dense all-reduce."""
 
   name: str = "dense"
 
@@ -29,15 +29,15 @@ class Dense:
 
   def messages(self, table: Table, context: Context) -> list[Message]:
     wide = collectives.accumulator(table.dtype).itemsize
-    # For SparseRows one more column counts the devices that hold a row.
+    # SparseRows need one more column: the number of devices that hold a row.
     columns = table.width + (table.look_ups is not None)
     return [
       Message("all_reduce", context.axes, table.num_rows * columns * wide // 4)
     ]
 
 
-# Elements that the dense path sums at a time. A collective in a branch needs a
-# second copy of its operand, so a large table is summed in chunks.
+# How many elements the dense path sums at a time. A conditional collective
+# needs a second copy of its operand, so large tables are summed in chunks.
 CHUNK_ELEMENTS = 1 << 24
 
 
@@ -50,17 +50,18 @@ def chunk_rows(num_rows: int, width: int) -> int:
 def reduce_where(
   table: jax.Array, wanted: jax.Array, context: Context
 ) -> jax.Array:
-  """Returns `psum` or `pmean` of `table: [R, D]` where `wanted: [] bool`.
+  """Returns `psum` or `pmean` of `table: [R, D]` if `wanted: [] bool` is true.
 
-  `wanted` is equal on all devices. Where it is False nothing is exchanged and
-  the table comes back as it is. A loop, because a branch would copy the table.
+  Otherwise it returns the table unchanged, and exchanges nothing. `wanted` must
+  be equal on all devices. The implementation is a loop, because a branch would
+  copy the table.
   """
   num_rows = table.shape[0]
   rows = chunk_rows(*table.shape)
   turns = jnp.where(wanted, -(-num_rows // rows), 0)
 
   def body(turn, table):
-    # The last chunk overlaps the one before, whose rows are summed already.
+    # The last chunk overlaps the one before, whose rows are already sums.
     start = jnp.minimum(turn * rows, num_rows - rows)
     chunk = lax.dynamic_slice_in_dim(table, start, rows)
     wide = chunk.astype(collectives.accumulator(chunk.dtype))
@@ -75,7 +76,7 @@ def reduce_where(
 
 
 def messages(table: Table, context: Context) -> list[Message]:
-  """Returns the collectives of one turn of the dense path."""
+  """Returns the collectives of one iteration of the dense path."""
   words = chunk_rows(table.num_rows, table.width) * table.width
   each = collectives.accumulator(table.dtype).itemsize // 4
   return [Message("all_reduce", context.axes, words * each)]

@@ -1,11 +1,11 @@
-"""The slow axes of a hierarchy: owners of the same rows, one a machine.
+"""Sums unions over the slow axes of a hierarchy.
 
-After the push along the fastest axis, the devices with the same rank on it
-hold partial unions over the same slots. They exchange indices first; then
-everyone knows the whole union, so its columns are split among them: balanced
-for any ids, no index with the rows, partial sums in the accumulator's
-dtype until the last addition. A sum is complete below the lowest limit of the
-machines.
+After the push along the fastest axis, the devices with the same rank on it (one
+per machine) hold partial unions over the same slots. They first exchange their
+indices. Then all of them know the union of the indices, and split its columns:
+each sums some columns of all rows. This is balanced for any ids, sends no
+indices with the rows, and keeps partial sums in the accumulator's dtype until
+the last addition. A sum is complete below the lowest limit of the machines.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ def sum_over(
     collectives.all_gather,
     slow,
   )
-  # Columns wait for the ids: devices then run collectives in one order.
+  # Columns wait for the ids, so that all devices run collectives in the same
+  # order.
   blocks = [wire.split_columns(own.union.rows[None], hosts) for own in owned]
   headers, blocks = lax.optimization_barrier((headers, blocks))
   blocks = wire.exchange([[x] for x in blocks], collectives.all_to_all, slow)
@@ -59,7 +60,13 @@ def sum_over(
 def messages(
   plans: Sequence[TablePlan], rooms: Sequence[int], context: Context
 ) -> list[Message]:
-  """Returns the three collectives of `sum_over`, for unions of these rooms."""
+  """Returns the three collectives of `sum_over`.
+
+  Args:
+    plans: The plan of each table.
+    rooms: How many rows the union of each table can hold.
+    context: The devices.
+  """
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   index = rows = 0
@@ -78,7 +85,7 @@ def messages(
 def expected_messages(
   plan: TablePlan, context: Context, rows: jax.Array | float
 ) -> list[Message]:
-  """Returns the same where the union of a machine has `rows` rows."""
+  """Returns the same collectives if the union of a machine has `rows` rows."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
   wide = collectives.accumulator(plan.table.dtype).itemsize
@@ -110,8 +117,8 @@ def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
     collectives.accumulator(plan.table.dtype),
     kernels=plan.kernels,
   )
-  # Rows above the limit that all agree on wait. How many devices of a machine
-  # hold each is not known here: as many as hold one of the others, on average.
+  # Rows above the common limit wait for the next round. How many devices of a
+  # machine hold each row is not known here, so the mean over its rows is used.
   below = jnp.sum(slots < union.limit, axis=1, dtype=jnp.int32)
   held = jnp.sum(slots < num_slots, axis=1, dtype=jnp.int32)
   share = below.astype(jnp.float32) / jnp.maximum(held, 1).astype(jnp.float32)

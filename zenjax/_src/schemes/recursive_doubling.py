@@ -1,21 +1,22 @@
-"""SparCML's recursive doubling: unions of 2, 4, 8, ... devices.
+"""Implements SparCML's recursive doubling: unions of 2, 4, 8, ... devices.
 
-SSAR_Recursive_double (Renggli et al., SC 2019), "Hierarchical Centralization"
-in ZEN (OSDI 2025): in step `k` a device and the one whose rank differs in bit
-`k` exchange the unions of their `2^k` devices, and both merge. After `log2 n`
-steps all hold the whole union.
+This is SSAR_Recursive_double (Renggli et al., SC 2019), and "Hierarchical
+Centralization" in ZEN (OSDI 2025). In step `k`, two devices whose ranks differ
+in bit `k` exchange the unions of their `2^k` devices, and both merge them.
+After `log2 n` steps all devices hold the union of all.
 
     bytes = (d_1 + d_2 + d_4 + .. + d_{n/2}) * R * (D * size + index)
 
-with `d_k` the union density of `k` devices: few bytes and few messages where
-`n` is small, but an overlap is sent once in every step. Where `n` is not a
-power of two, the ranks above fold their rows in first and get the result last.
+with `d_k` the union density of `k` devices. This takes few bytes and few
+messages for a small `n`, but rows that devices have in common are sent again in
+every step. If `n` is not a power of two, the ranks above the largest power send
+their rows first and receive the result last.
 
-Sizes are static: the union of `k` devices gets room as it grows from `push` to
-`pull` rows; what does not fit waits for the next round, on all devices alike.
-SparCML switches to a dense vector where the union passes break-even density;
-here the table takes the dense path then. Partial sums travel in the
-accumulator's dtype, local rows in the wire's.
+Buffer sizes are static: they grow with the number of merged devices from `push`
+to `pull` rows. Overflowing rows wait for the next round on all devices. If the
+union exceeds the break-even density, SparCML switches to a dense vector; here
+the table takes the dense path. Partial sums are sent in the accumulator's
+dtype, and local rows in the wire dtype.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,20 +42,20 @@ from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
 
-# Recursive doubling as a list of steps: who sends to whom, and how much.
-#
-# Along each axis, the fastest first: ranks above the largest power of two fold
-# in their rows, the others double, and the result is spread to those above.
+# A list of hops says who sends to whom, and how much. Along each axis, the
+# fastest first, ranks above the largest power of two fold in their rows, the
+# other ranks double, and the result is spread to the ranks above.
 
 
-# Room beyond the size expected: all unions of a step must fit.
+# Buffers exceed the expected size by this factor, because the unions of all
+# devices in a step must fit.
 _MARGIN = 1.05
 
 
 class Hop(NamedTuple):
-  """One step along one axis; static."""
+  """One static step along one axis."""
 
-  kind: str  # "fold" ranks above in, "double", "spread" the result to them
+  kind: str  # "fold" ranks above in, "double", or "spread" the result to them
   axis: str
   pairs: list[tuple[int, int]]
   distance: int  # in ranks
@@ -63,15 +64,15 @@ class Hop(NamedTuple):
 
 
 def hops(context: Context) -> Iterator[Hop]:
-  """All steps, in order: static, the same on every device."""
+  """Yields all steps in order; they are static and equal on all devices."""
   below = 1  # devices along faster axes
   for axis, n in reversed([*zip(context.axes, context.sizes)]):
     power = 1 << (n.bit_length() - 1)
-    rest = n - power
-    if rest:
-      pairs = [(power + i, i) for i in range(rest)]
+    above = n - power
+    if above:
+      pairs = [(power + i, i) for i in range(above)]
       yield Hop("fold", axis, pairs, power, below, 2 * below)
-    held = below * (2 if rest else 1)
+    held = below * (2 if above else 1)
     for k in range(power.bit_length() - 1):
       step = 1 << k
       pairs = [(i, i ^ step) for i in range(power)]
@@ -79,30 +80,31 @@ def hops(context: Context) -> Iterator[Hop]:
       after = min(held * 2 * step, below * n)
       yield Hop("double", axis, pairs, step, sent, after)
     below *= n
-    if rest:
-      pairs = [(i, power + i) for i in range(rest)]
+    if above:
+      pairs = [(i, power + i) for i in range(above)]
       yield Hop("spread", axis, pairs, power, below, below)
 
 
 def rows_of(plan: TablePlan, context: Context) -> list[tuple[int, int]]:
-  """Returns the rows sent and the rows held after, for each hop."""
-  found, sent = [], plan.push
+  """Returns the rows sent and the rows held afterwards, for each hop."""
+  rows, sent = [], plan.push
   grown = max(plan.pull / plan.push, 1.0)
   growth = math.log(grown) / math.log(max(context.devices, 2))
   steps = list(hops(context))
   for i, hop in enumerate(steps):
-    # What is not sent again costs memory only.
+    # After the last merge rows are not sent again, so a large buffer costs only
+    # memory.
     held = sent if hop.kind == "spread" else 2 * sent
     if i + 1 < len(steps) and hop.kind != "spread":
       wanted = math.ceil(plan.push * hop.after**growth * _MARGIN)
       held = max(min(held, wanted), sent)
     held = min(held, plan.most_pull)
-    found.append((sent, held))
+    rows.append((sent, held))
     sent = held
-  return found
+  return rows
 
 
-# Two unions become one, alike on the two devices that exchanged them.
+# Merging two unions gives equal results on the two devices that exchanged them.
 
 
 def take(
@@ -113,15 +115,16 @@ def take(
   plan: TablePlan,
   room: int,
 ) -> Sums:
-  """Joins `own` and what `came` in a hop.
+  """Merges this device's sums with the received ones.
 
   Args:
-    hop: Which step it is.
-    rank: Of this device along the hop's axis.
-    own: Sums before.
-    came: Of the same shape; of no use to devices that no pair names.
-    plan: Of the table.
-    room: Rows to hold.
+    hop: The step.
+    rank: The rank of this device along the hop's axis.
+    own: The sums of this device.
+    came: The received sums, of the same shape. Devices that are not in a pair
+      ignore them.
+    plan: The plan of the table.
+    room: How many rows the result can hold.
   """
   if hop.kind == "spread":
     mine = rank < hop.distance
@@ -130,7 +133,7 @@ def take(
   if hop.kind == "fold":
     came = _empty_unless(rank < len(hop.pairs), came, plan)
     upper = jnp.zeros_like(upper)
-  # Both ends add in the order of ranks: NaN keeps the same bits on both.
+  # Both devices add in the order of ranks, so that even NaN is bit-identical.
   lower, higher = (
     jax.tree.map(lambda a, b: jnp.where(upper, b, a), own, came),
     jax.tree.map(lambda a, b: jnp.where(upper, a, b), own, came),
@@ -139,7 +142,7 @@ def take(
 
 
 def _empty_unless(there: jax.Array, came: Sums, plan: TablePlan) -> Sums:
-  """Nobody folds in here: no rows, and nothing incomplete."""
+  """Returns `came`, or an empty complete union unless `there`."""
   past = plan.layout.slots
   came = jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), came)
   union = came.union._replace(
@@ -160,8 +163,9 @@ def _merge(a: Sums, b: Sums, plan: TablePlan, room: int) -> Sums:
     x.rows.dtype,
     kernels=plan.kernels,
   )
-  # `merge` counts rows of unions; wanted are devices' rows. Exact unless some
-  # were left out, then in proportion.
+  # `merge` counts the rows of two unions, but `summed` counts rows of devices.
+  # The sum of both counts is exact unless `merge` left rows out. Then it is
+  # reduced in proportion.
   kept = union.summed.astype(jnp.float32)
   came = jnp.maximum(x.total + y.total, 1).astype(jnp.float32)
   both = wire.sum_counts(jnp.stack([x.summed, y.summed]))
@@ -174,13 +178,13 @@ def _merge(a: Sums, b: Sums, plan: TablePlan, room: int) -> Sums:
   )
 
 
-# Numbers that are sent with a union.
+# How many counts are sent with a union.
 _NUMBERS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecursiveDoubling(Scheme):
-  """Exchanges with ranks at distance 1, 2, 4, ... along each axis."""
+  """Exchanges unions with ranks at distance 1, 2, 4, ... along each axis."""
 
   name: str = "recursive_doubling"
 
@@ -219,7 +223,7 @@ class RecursiveDoubling(Scheme):
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
-    """Everyone holds the whole union already: nothing moves."""
+    """Returns the union, which all devices hold already."""
     return [
       all_gather.arrive(own, plan, context) for own, plan in zip(sums, plans)
     ]
@@ -256,13 +260,13 @@ class RecursiveDoubling(Scheme):
     least = jnp.maximum(push, 1.0)
     power = jnp.log(jnp.maximum(pull, least) / least)
     power = power / math.log(max(context.devices, 2))
-    found = []
+    messages = []
     for hop in hops(context):
       rows = jnp.minimum(push * hop.merged**power, jnp.maximum(pull, push))
       wide = _wide(plan, hop.merged == 1).itemsize
       words = rows * (plan.table.width * wide + 4.0) / 4
-      found.append(Message("collective_permute", (hop.axis,), words))
-    return found
+      messages.append(Message("collective_permute", (hop.axis,), words))
+    return messages
 
 
 def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
@@ -279,11 +283,12 @@ def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
 
 
 def _own(out: Outgoing) -> Sums:
-  """Returns the first local rows, as a union of one device."""
+  """Returns the first local rows as the union of one device."""
   plan = out.plan
   slots, rows, left = out.source.take(out.start, plan)
   slots, left = slots[0], left[0]
-  # As they are sent, or the two ends of a hop would differ.
+  # A device rounds its own rows as if it sent them. Otherwise the results on
+  # the two devices of a hop would differ.
   rows = rows[0].astype(plan.table.wire_dtype)
   rows = rows.astype(collectives.accumulator(plan.table.dtype))
   sent = jnp.minimum(left, plan.push)
@@ -303,7 +308,7 @@ def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
 
 
 def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Sums) -> Sums:
-  """Returns what came, in the shape of what was sent."""
+  """Decodes received sums, in the same shape as `own`."""
   counts, index, rows = came
   total, limit, summed, pushed, fullest = counts[0]
   room = own.union.slots.shape[0]

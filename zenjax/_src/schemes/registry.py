@@ -1,4 +1,4 @@
-"""Ways of synchronizing sparse leaves, by name."""
+"""Lists all schemes by name."""
 
 from zenjax._src.schemes.all_gather import AllGather
 from zenjax._src.schemes.base import Scheme
@@ -9,7 +9,7 @@ from zenjax._src.schemes.dense_sum import Dense
 from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
 from zenjax._src.schemes.zen import Zen
 
-# Rows that are zero stay where they are.
+# Schemes that send nonzero rows only.
 SPARSE: dict[str, Scheme] = {
   "all_gather": AllGather(),
   "block_sparse": BlockSparse(),
@@ -18,5 +18,5 @@ SPARSE: dict[str, Scheme] = {
   "split_dense_gather": SplitDenseGather(),
   "zen": Zen(),
 }
-# Leaves are summed as they are; nothing is packed.
+# Schemes that sum leaves densely.
 DENSE: dict[str, Dense] = {"dense": Dense()}

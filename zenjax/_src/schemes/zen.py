@@ -1,24 +1,23 @@
-"""Balanced Parallelism: push to hashed owners, merge, pull from them.
+"""Implements Balanced Parallelism: push to hashed owners, merge, and pull.
 
-What device `s` does in a round:
+Every device repeats these steps until no rows are left:
 
-    for every owner p:  send p the first C rows of p's that I hold   (push)
-    sum what all sources sent me, in rank order                      (merge)
-    send my union, U rows, to everyone; write the rows of all owners
-    over my array, or append them to a list of rows                  (pull)
-
-until nothing is left.
+    push   send each owner the first C of its rows that this device holds
+    merge  sum the rows that all devices sent, in rank order
+    pull   send the union, up to U rows, to all devices; write the rows of all
+           owners over the local array, or append them to a list of rows
 
 An owner is a pair (row group, column group): `g = 1` hashes rows, `g = n`
-splits columns, and any divisor in between makes a grid. Each owner finds a
-limit, below which its sums are complete: one past the last slot that came from
-a source with more rows than fit, or the first slot that its union has no room
-for. Rows from the limit on come with the next round.
+splits columns, and any divisor in between makes a grid. Sums of an owner are
+complete below a *limit*. Two kinds of overflow lower it. If a source had more
+rows than its buffer, the limit is one past the last slot that it sent. If the
+union has more rows than its buffer, the limit is the first slot left out. Rows
+from the limit on follow in the next round.
 
-For gradients whose rows overlap, Zen proves it optimal ("ZEN:
+Zen proves that this scheme is optimal for gradients whose rows overlap ("ZEN:
 Empowering Distributed Training with Sparsity-driven Data Synchronization",
-Wang et al., OSDI 2025); the hash keeps its balance with a bijection instead
-of stored index sets, and column groups are an addition.
+Wang et al., OSDI 2025). Two things differ from the paper: the hash is a
+bijection instead of stored index sets, and column groups are new.
 """
 
 from collections.abc import Sequence
@@ -45,9 +44,10 @@ from zenjax.kernels.operations import merge
 
 
 class Sections(NamedTuple):
-  """One table's part of the buffer of a push or a pull.
+  """The part of one table in the buffer of a push or a pull.
 
-  A push has `b = n` parts, one for each owner; a pull has one, for all.
+  A push has `b = n` parts, one for each owner. A pull has one part, for all
+  devices.
   """
 
   counts: jax.Array  # [b, k] int32
@@ -56,7 +56,7 @@ class Sections(NamedTuple):
 
 
 def push_sections(out: Outgoing) -> Sections:
-  """Returns what goes to every owner."""
+  """Returns the sections to send to each owner."""
   plan = out.plan
   slots, rows, left = out.source.take(out.start, plan)
   counts, ids = left[:, None], wire.encode_index(slots, plan.layout.slots)
@@ -68,10 +68,10 @@ def push_sections(out: Outgoing) -> Sections:
 
 
 def owner_sums(received: Sections, plan: TablePlan, room: int) -> Sums:
-  """Returns the sums of what all sources pushed, `room` rows at most."""
+  """Returns the sums of the rows that all devices pushed, at most `room`."""
   left, num_slots = received.counts[:, 0], plan.layout.slots
   slots = wire.decode_index(received.ids, plan.push, num_slots)
-  # A source whose rows did not fit is complete up to the last row that it sent.
+  # A source with overflow is complete up to the last row that it sent.
   ends = jnp.where(left > plan.push, slots[:, -1] + 1, num_slots)
   union = merge(
     slots,
@@ -88,8 +88,9 @@ def owner_sums(received: Sections, plan: TablePlan, room: int) -> Sums:
 def _shared_ids(plan: TablePlan, room: int) -> int:
   """Returns how many words of ids each owner sends in a pull.
 
-  The owners of a row group hold the same ids, one owner for each column group,
-  and share the sending. With one row group everyone knows all ids already.
+  The owners of a row group, one for each column group, hold the same ids, so
+  each sends a part of them. With one row group, all devices know all ids
+  already.
   """
   if plan.layout.groups == 1:
     return 0
@@ -97,7 +98,7 @@ def _shared_ids(plan: TablePlan, room: int) -> int:
 
 
 def pull_sections(sums: Sums, plan: TablePlan, context: Context) -> Sections:
-  """Returns what goes to everyone."""
+  """Returns the sections to send to all devices."""
   union, g = sums.union, plan.column_groups
   length = _shared_ids(plan, union.slots.shape[0])
   ids = jnp.zeros((1, 0), jnp.int32)
@@ -115,11 +116,11 @@ def pull_sections(sums: Sums, plan: TablePlan, context: Context) -> Sections:
 def arrived(
   gathered: Sections, own_slots: jax.Array, plan: TablePlan
 ) -> Arrived:
-  """Returns what all owners sent."""
+  """Returns the rows that all owners sent."""
   counts, ids, rows = gathered
   table, layout, g = plan.table, plan.layout, plan.column_groups
   m, room = layout.groups, own_slots.shape[0]
-  if m == 1:  # Every owner was sent all ids and formed the same union.
+  if m == 1:  # Every owner received all ids, so all have the same union.
     slots = own_slots[None]
   else:
     words = wire.index_words(room, layout.slots)
@@ -136,7 +137,7 @@ def arrived(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Zen(Scheme):
-  """Push along the fastest axis, sum over the others, pull back."""
+  """Pushes along the fastest axis, sums over the others, and pulls."""
 
   name: str = "zen"
 
@@ -220,13 +221,14 @@ class Zen(Scheme):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PushOnly(Zen):
-  """Zen without a pull: owners keep the sums, and tell how far they are."""
+  """Zen without a pull: owners keep the sums, and send only their `Tally`."""
 
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     counts = [[counts_of(own)[None]] for own in sums]
-    # Counts wait for the sums: devices then run collectives in one order.
+    # Counts wait for the sums, so that all devices run collectives in the same
+    # order.
     counts, _ = lax.optimization_barrier((counts, list(sums)))
     came = wire.exchange(counts, collectives.all_gather, context.axes[-1:])
     return [

@@ -92,10 +92,7 @@ def saturated(x: jax.Array, dtype: jnp.dtype, kept: jnp.dtype) -> jax.Array:
   most = float(jnp.finfo(dtype).max)
   if float(jnp.finfo(kept).max) <= most:
     return x
-  limit = np.asarray(most).astype(x.dtype)
-  if float(limit) > most:
-    limit = np.nextafter(limit, np.zeros_like(limit))
-  return jnp.where(lax.is_finite(x), jnp.clip(x, -limit, limit), x)
+  return jnp.where(lax.is_finite(x), jnp.clip(x, -most, most), x)
 
 
 def finite(x: jax.Array) -> jax.Array:

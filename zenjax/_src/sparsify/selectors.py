@@ -56,19 +56,21 @@ def count(density: float, size: int) -> int:
   return max(1, int(density * size))
 
 
-def _part(density: float, size: int) -> jax.Array:
-  return jnp.float32(count(density, size) / size)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OfDensity:
+  """Selects a part of a leaf that is named."""
+
+  density: Any  # a float, for `Sampled` also a schedule
+
+  def wanted(self, size: int, step: jax.Array) -> jax.Array:
+    if callable(self.density):
+      return jnp.asarray(self.density(step)).astype(jnp.float32)
+    return jnp.float32(count(self.density, size) / size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(_OfDensity):
   """The `k` largest; among equals the first, NaN before all."""
-
-  density: float
-
-  def wanted(self, size: int, step: jax.Array) -> jax.Array:
-    del step
-    return _part(self.density, size)
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del step, leaf
@@ -77,15 +79,8 @@ class Exact:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(_OfDensity):
   """All that reach a quantile of a sample, which moves with the steps."""
-
-  density: Density
-
-  def wanted(self, size: int, step: jax.Array) -> jax.Array:
-    if callable(self.density):
-      return jnp.asarray(self.density(step)).astype(jnp.float32)
-    return _part(self.density, size)
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del leaf
@@ -119,19 +114,14 @@ class Threshold:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Random:
+class Random(_OfDensity):
   """One element of each of `k` equal runs, which begin anywhere.
 
   So all are distinct, and each is as likely as another.
   """
 
-  density: float
   seed: int
   apart: Axes  # over which devices draw elements of their own
-
-  def wanted(self, size: int, step: jax.Array) -> jax.Array:
-    del step
-    return _part(self.density, size)
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     size = acc.shape[0]

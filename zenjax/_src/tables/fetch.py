@@ -1,8 +1,9 @@
 """Fetches the rows that a device looks up from the devices that own them.
 
-Distinct ids are sorted by owner and sent there, and their rows come back. All
-tables share one buffer, of one size for each pair of devices; what does not fit
-follows in further rounds, so that the result is exact for any ids.
+Distinct ids are sorted by owner and sent to the owners, which send the rows
+back. All tables share one buffer, which has the same size for each pair of
+devices. If ids overflow the buffer, further rounds follow, so that the result
+is exact for any ids.
 
 Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device, `K` lookups
 of a device, `C` rows that a buffer for one pair of devices holds.
@@ -29,8 +30,8 @@ from zenjax._src.schemes import buffer_sizes
 from zenjax._src.tables import table_update
 from zenjax._src.tables.sharded_table import ShardedTable
 
-# By default buffers have room for a part of the lookups, as batches repeat
-# ids, and for a few rows at least.
+# By default, buffers hold a part of the lookups, because batches repeat ids,
+# and at least a few rows.
 _PART, _LEAST = 0.25, 8
 
 
@@ -39,8 +40,8 @@ def buffer_size(look_ups: int, layout: Layout, sizes: Sequence[int]) -> int:
 
   Args:
     look_ups: `K`.
-    layout: Says how many owners there are.
-    sizes: Of the table, `(C,)` or empty.
+    layout: The table's layout, which has the number of owners.
+    sizes: The table's own size `(C,)`, or empty for the default.
   """
   n = layout.groups
   if n == 1:
@@ -55,12 +56,13 @@ class LookUps(NamedTuple):
 
   # [K] int32, `owner * S + slot` of distinct rows, ascending; n * S after them.
   places: jax.Array
-  first: jax.Array  # [n + 1] int32, where each owner's begin among `places`
-  number: Any  # [K] int32, of each lookup's row among the distinct; or None
+  first: jax.Array  # [n + 1] int32, where each owner's places begin
+  # [K] int32, the position of each lookup's row among the distinct; or None.
+  number: Any
 
 
 def look_ups(ids: jax.Array, layout: Layout) -> LookUps:
-  """Sorts lookups `[K]` by owner and slot; ids from `R` on are of no row."""
+  """Sorts lookups `[K]` by owner and slot; ids of `R` or more are padding."""
   end = layout.groups * layout.slots
   owner, slot = layout.place(jnp.minimum(ids, layout.num_rows - 1))
   place = jnp.where(ids < layout.num_rows, owner * layout.slots + slot, end)
@@ -75,7 +77,7 @@ def look_ups(ids: jax.Array, layout: Layout) -> LookUps:
 
 
 def borders(places: jax.Array, layout: Layout) -> jax.Array:
-  """Returns where the places of each owner begin, and where the last end."""
+  """Returns where each owner's places begin, and where the last ones end."""
   ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
   return jnp.searchsorted(places, ends).astype(jnp.int32)
 
@@ -83,17 +85,16 @@ def borders(places: jax.Array, layout: Layout) -> jax.Array:
 def buffer_of(
   asked: LookUps, begin: jax.Array, size: int, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
-  """Chooses the next rows for each owner.
+  """Returns the next rows to ask each owner for.
 
   Args:
-    asked: Lookups.
-    begin: `[n]`, numbers of the first row for each owner.
+    asked: The lookups.
+    begin: `[n]`, position of the first row for each owner.
     size: `C`.
-    layout: Of the table.
+    layout: The table's layout.
 
   Returns:
-    `[n, C]` each: numbers among the distinct rows, and slots, `S` where an
-    owner is asked for no more.
+    `[n, C]` each: positions among the distinct rows, and slots, `S` as padding.
   """
   at = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
   fresh = at < asked.first[1:, None]
@@ -111,13 +112,13 @@ def buffer_of(
 class Ahead:
   """Lookups of a batch whose ids have been sent to the owners.
 
-  Devices have parts of all of it: of a whole batch it is split along each first
-  dimension, as the batch is.
+  Inside `shard_map`, it is the part of one device. Outside, every array is
+  sharded along its first dimension, as the batch is.
   """
 
   ids: list[jax.Array]  # [K] int32 of each table
   asked: list[LookUps]
-  came: list[jax.Array]  # [n, C] int32, slots that others ask this device for
+  came: list[jax.Array]  # [n, C] int32, slots that devices ask this one for
   most: jax.Array  # [1, T] int32, rows of the fullest pair of devices
   layouts: tuple[Layout, ...]
   sizes: tuple[int, ...]  # C of each table
@@ -133,9 +134,8 @@ def ask(
   """Sends the first distinct ids of a device to their owners.
 
   Args:
-    tables: Parts, inside a `shard_map`.
-    ids: `[k] int32` of each lookup of each table, in `[0, R]`; `R` is not a
-      row.
+    tables: Each device's part of the tables, inside a `shard_map`.
+    ids: `[k] int32` for each lookup of each table, in `[0, R]`; `R` is padding.
   """
   joined = _joined(ids)
   layouts = tuple([table.layout for table in tables])
@@ -151,23 +151,25 @@ def ask(
   for a, size, layout in zip(asked, sizes, layouts):
     _, slots = buffer_of(a, a.first[:-1], size, layout)
     sent.append([slots])
-  # Every device tells all others how many rounds it needs.
+  # Every device tells all others its fullest buffer, which gives the number of
+  # rounds.
   n = layouts[0].groups
   sent.append([jnp.broadcast_to(fullest, (n, len(tables)))])
   *came, (told,) = wire.exchange(sent, collectives.all_to_all, tables[0].axes)
   most = jnp.max(told, axis=0)
-  if tables[0].replicas:  # So that all take the same number of rounds.
+  if tables[0].replicas:  # All groups must run the same number of rounds.
     most = collectives.pmax(most, tables[0].replicas)
-    # Rows are sent after it: devices then run collectives in one order.
+    # Rows wait for this maximum, so that all devices run collectives in the
+    # same order.
     most, came = lax.optimization_barrier((most, came))
   return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
 
 
 def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
-  """Returns the rows `[K, D]` of all lookups of a device, of each table.
+  """Returns the rows `[K, D]` of all lookups of a device, for each table.
 
   Args:
-    tables: Parts `[S, D]`, inside a `shard_map`.
+    tables: Each device's part `[S, D]` of the tables, inside a `shard_map`.
     ahead: The lookups, as `ask` returned them.
   """
   axes = tables[0].axes
@@ -204,7 +206,7 @@ def _found(
   came: jax.Array,
   before: Any,
 ) -> jax.Array:
-  """`[K, D]` of distinct rows that came in this turn, else `before`."""
+  """Returns `[K, D]`: rows received in this round, and `before` elsewhere."""
   n, slots = layout.groups, layout.slots
   owner = jnp.minimum(asked.places // slots, n - 1)
   number = jnp.arange(len(owner), dtype=jnp.int32)
@@ -216,7 +218,7 @@ def _found(
 
 
 def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
-  """Returns `f` of what each device has, where `mesh` is given."""
+  """Returns `f` mapped over the devices of `mesh`; `f` itself without one."""
   if mesh is None:
     return f
   split = PartitionSpec(tables[0].batch_axes)
@@ -228,7 +230,7 @@ def ask_on(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
 ) -> Ahead:
-  """Runs `ask`, of a whole batch's lookups where `mesh` is given."""
+  """Runs `ask` on each device of `mesh`, or on this device without a mesh."""
   split = PartitionSpec(tables[0].batch_axes)
   specs = PartitionSpec(tables[0].axes), split
   return _on(mesh, tables, ask, specs)(list(tables), list(map(list, ids)))
@@ -240,18 +242,18 @@ def fetch_on(
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
 ) -> list[list[jax.Array]]:
-  """Fetches rows, of a whole batch's lookups where `mesh` is given.
+  """Fetches rows on each device of `mesh`, or on this device without a mesh.
 
   Args:
-    mesh: As `mesh_of` returned it.
+    mesh: The mesh that `mesh_of` returned, or None.
     tables: The tables.
-    ids: `[k] int32` of each lookup of each table, on a mesh those of all
-      devices.
-    ahead: Of the same lookups, if their ids have been sent. Of others all rows
-      are NaN.
+    ids: `[k] int32` for each lookup of each table. With a mesh, `k` counts the
+      lookups of all devices.
+    ahead: The result of `ask` for the same lookups, if their ids have been
+      sent. If the lookups differ, all rows are NaN.
 
   Returns:
-    Rows `[k, D]` of each lookup of each table.
+    For each table the rows `[k, D]` of each lookup.
   """
 
   def fetched(tables, ids, given):
@@ -272,14 +274,14 @@ def fetch_on(
 
 
 def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-  """Cuts `[sum(k), ..]` into `[k, ..]` of each of `like`."""
+  """Splits `[sum(k), ..]` into one `[k, ..]` for each array of `like`."""
   if len(like) == 1:
     return [x]
   return jnp.split(x, np.cumsum([len(of) for of in like])[:-1].tolist())
 
 
 def _require_same(mesh, tables, ids, ahead):
-  """Raises ValueError where `ahead` is of other tables or another batch."""
+  """Raises ValueError if `ahead` belongs to other tables or another batch."""
   devices = 1
   if mesh is not None:
     devices = math.prod([mesh.shape[axis] for axis in tables[0].batch_axes])
@@ -288,23 +290,23 @@ def _require_same(mesh, tables, ids, ahead):
   got = [(len(x) // devices, of) for x, of in zip(ahead.ids, ahead.layouts)]
   if got != want:
     raise ValueError(
-      "`prefetched` must be what `zenjax.tables.prefetch` returned for this"
-      f" function and batch, with lookups a device and tables {want}, got"
-      f" {got}."
+      "`prefetched` belongs to another function or batch: expected lookups per"
+      f" device and tables {want}, got {got}. Pass what"
+      " `zenjax.tables.prefetch(loss_fn)` returned for this batch."
     )
 
 
 def words_of_step(
   look_ups: int, most: float, layout: Layout, width: int, dtype: Any
 ) -> tuple[int, int, int]:
-  """Returns what a device sends in a step with one table.
+  """Returns how many words a device sends in a step with one table.
 
   Args:
-    look_ups: Of a device, all in one exchange.
-    most: Distinct rows that any device looks up with any owner.
-    layout: Of the table.
-    width: Its columns.
-    dtype: Its dtype.
+    look_ups: Lookups of a device, all in one exchange.
+    most: Distinct rows of the fullest pair of device and owner.
+    layout: The table's layout.
+    width: The table's columns.
+    dtype: The table's dtype.
 
   Returns:
     Words of 32 bits of the messages with ids, rows and gradient rows.
@@ -318,6 +320,6 @@ def words_of_step(
 def words_of_round(
   size: int, devices: int, width: int, dtype: Any
 ) -> tuple[int, int, int]:
-  """Returns words of the messages with ids, rows and gradient rows."""
+  """Returns the words of the three messages of one round."""
   rows = devices * wire.words_for(size * width, dtype)
   return devices * (size + 1), rows, rows + devices * (size + 1)

@@ -1,8 +1,8 @@
-"""Moves rows between their order in a table and the devices that own them.
+"""Moves rows between the order of a table and the devices that own them.
 
-Each owner has one row of any `n` that follow each other, so the two are an
-`all_to_all` apart, without an index or padding. Rows move some MiB at a time:
-a device holds the part that is read and the part that is written.
+Of `n` consecutive rows, each owner has exactly one. So one `all_to_all` changes
+one form into the other, without indices or padding. It moves a few MiB at a
+time: a device needs memory for its part in both forms, and little more.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables import table_update
 from zenjax._src.tables.sharded_table import ShardedTable
 
-# Bytes of a device that one exchange moves.
+# How many bytes of a device one exchange moves.
 _MOVED = 1 << 22
 
 
 def on_host(x: Any) -> Any:
-  """Returns the whole of an array as NumPy's; keys of `jax.random` stay."""
+  """Returns a global array as NumPy's; keys of `jax.random` are unchanged."""
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       return x
@@ -43,14 +43,14 @@ def on_host(x: Any) -> Any:
 
 
 def to_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
-  """Returns a table, or what a state has of one, with its rows in order.
+  """Returns a table, or a state of a table, with its rows in order.
 
   Args:
-    table: On its owners.
-    donate: Whether arrays are used up, one after another.
+    table: A table on its owners.
+    donate: Whether to delete each array after it was moved.
 
   Returns:
-    A range of rows on each device, of zeros where there are no more.
+    A table sharded by ranges of rows, padded with zeros.
   """
   if not table.devices:
     return table
@@ -79,14 +79,15 @@ def to_owners(
   *,
   donate: bool = False,
 ) -> ShardedTable:
-  """Returns a table, or what a state has of one, on the owners of a mesh.
+  """Returns a table, or a state of a table, on the owners of a mesh.
 
   Args:
-    table: On other owners, or with its rows in order, on devices or the host.
-    mesh: Has the owners.
-    axes: Along which these lie.
+    table: A table on other owners, or with its rows in order, on devices or on
+      the host.
+    mesh: The mesh with the owners.
+    axes: Axes over which rows are sharded.
     replicas: Axes along which tables have copies.
-    donate: Whether arrays are used up, one after another.
+    donate: Whether to delete each array after it was moved.
   """
   devices = math.prod([mesh.shape[axis] for axis in axes])
   new = dataclasses.replace(
@@ -108,7 +109,7 @@ def to_owners(
 
 
 def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """Returns `[R, ...]`, or more, as `[n * S, ...]`, each row with its owner."""
+  """Returns `[R, ...]`, possibly padded, as `[n * S, ...]` on the owners."""
   split = NamedSharding(mesh, PartitionSpec(table.axes))
   rows = _blocks(table.layout) * table.devices
   x = _ranges(x, table.num_rows, rows, split)
@@ -116,21 +117,22 @@ def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
 
 
 def stack_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
-  """Returns `[*stack, R, ...]` as `[n * S, ...]`, each row with its owner."""
+  """Returns `[*stack, R, ...]` as `[n * S, ...]` on the owners."""
   split = NamedSharding(mesh, PartitionSpec(table.axes))
   if isinstance(x, jax.Array) and _lies_there(x, split):
     rows = _blocks(table.layout) * table.devices
     x = _resizing(table.num_rows, rows, split, table.stack, table.devices)(x)
-  else:  # A view of the host's memory.
+  else:  # The reshaped array is a view, so the host needs no second copy.
     x = on_host(x).reshape(table.num_rows, *np.shape(x)[len(table.stack) + 1 :])
   return rows_to_owners(x, table, mesh)
 
 
 def rows_of(table: ShardedTable) -> Any:
-  """Returns a table's rows as an array in their order, `[R, ...]`.
+  """Returns a table as an array `[R, ...]` with its rows in order.
 
-  It is split by ranges of rows where the number of devices divides these, and
-  replicated otherwise. A stack is split by its tables, or by the rows of each.
+  The array is sharded by rows if the number of devices divides them, and
+  replicated otherwise. A stack is sharded by tables, or by the rows of each
+  table.
   """
   if not table.devices:
 
@@ -164,7 +166,7 @@ def made_by_rows(
   width: int,
   dtype: Any,
 ) -> jax.Array:
-  """Returns `[n * S, D]`: each device makes the rows that it owns."""
+  """Returns `[n * S, D]`, where each device makes the rows that it owns."""
   layout = table.layout
 
   def move(slots: jax.Array, begin: Any, size: int) -> jax.Array:
@@ -183,7 +185,7 @@ def made_by_rows(
 
 
 def _placed(x: Any, split: NamedSharding) -> jax.Array:
-  """Runs `jax.device_put`, also from other devices of several processes."""
+  """Runs `jax.device_put`, also for arrays of other processes' devices."""
   if isinstance(x, Tracer):
     return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -193,7 +195,7 @@ def _placed(x: Any, split: NamedSharding) -> jax.Array:
 
 
 def _instead(old: jax.Array, new: jax.Array) -> jax.Array:
-  """Returns `new`, and frees what it was made of."""
+  """Returns `new`, and deletes the array that it was made of."""
   jax.block_until_ready(new)
   if old is not new:
     old.delete()
@@ -201,14 +203,14 @@ def _instead(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _blocks(layout: Layout) -> int:
-  """Blocks of `n` rows, a multiple of `n`: `[blocks, n]` are all rows."""
+  """Returns the number of blocks of `n` rows, a multiple of `n`."""
   return -(-layout.slots // layout.groups) * layout.groups
 
 
 def _ranges(
   x: Any, num_rows: int, rows: int, split: NamedSharding
 ) -> jax.Array:
-  """The first `num_rows` of `x`, and zeros up to `rows`, split by ranges."""
+  """Returns `num_rows` rows of `x`, padded to `rows`, sharded by ranges."""
   if isinstance(x, jax.Array) and not _lies_there(x, split):
     x = on_host(x)
   if isinstance(x, jax.Array):
@@ -228,7 +230,10 @@ def _ranges(
 
 
 def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
-  """True if a program over the devices of `lies`, in their order, takes `x`."""
+  """Returns True if a program over the devices of `lies` accepts `x`.
+
+  JAX requires the same devices in the same order.
+  """
   if isinstance(x, Tracer):
     return True
   if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
@@ -246,7 +251,7 @@ def _resizing(
   stack: tuple[int, ...] = (),
   devices: int = 1,
 ) -> Any:
-  """Cuts off and fills up rows, of tables `[*stack, R, ...]` one by one."""
+  """Returns a function that truncates or pads rows, jitted and cached."""
 
   def resized(x: jax.Array) -> jax.Array:
     if stack:
@@ -256,16 +261,17 @@ def _resizing(
     return jnp.pad(x[:num_rows], pads)
 
   if compat.explicit_of(lies.mesh):
-    # Where types say how arrays lie, devices must divide every dimension.
+    # On explicit axes, the number of devices must divide every dimension.
     resized = compat.on_automatic_axes(resized, lies.mesh, lies)
   return jax.jit(resized, out_shardings=lies)
 
 
 def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
-  """`[*stack, R, ...]` as `[T * R, ...]`, to be split over devices."""
+  """Reshapes `[*stack, R, ...]` to `[T * R, ...]`, to be sharded."""
   count, last = math.prod(stack), len(stack)
   if count % devices and devices % count:
-    # Where neither divides the other XLA reshapes what each device has whole.
+    # If neither number divides the other, XLA replicates the array to reshape
+    # it. A concatenation of tables avoids that.
     x = x.reshape(count, *x.shape[last:])
     return jnp.concatenate([x[t] for t in range(count)])
   return x.reshape(-1, *x.shape[last + 1 :])
@@ -273,14 +279,14 @@ def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
-  """`[T * R, ...]`, split by ranges, as `[*stack, R, ...]`."""
+  """Returns a function that reshapes `[T * R, ...]` to `[*stack, R, ...]`."""
   *stack, each = rows
   count = math.prod(stack)
 
   def stacked(x: jax.Array) -> jax.Array:
     x = x[: count * each]
-    # XLA reshapes so many parts on each device; tables one by one take two
-    # parts each.
+    # A reshape needs memory for as many parts on each device as the left side
+    # says. One table at a time needs two parts per table.
     if devices // math.gcd(devices, count) > 2 * count:
       x = jnp.stack([x[t * each : (t + 1) * each] for t in range(count)])
       return x.reshape(*rows, *x.shape[2:])
@@ -295,14 +301,14 @@ def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
 def _on_mesh(
   f: Callable[..., Any], mesh: Any, axes: Axes, layout: Layout
 ) -> Any:
-  """`f` of the part of each device; a table moves often, compiled once."""
+  """Returns `f` mapped over devices, jitted and cached."""
   split = PartitionSpec(axes)
   f = functools.partial(f, axes=axes, layout=layout)
   return jax.jit(table_update.on_devices(f, mesh, axes, split, split))
 
 
 def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
-  """A range of rows `[blocks, D]` of each device to slots `[S, D]`."""
+  """Moves each device's range of rows `[blocks, D]` to slots `[S, D]`."""
   n = layout.groups
   blocks = rows.reshape(-1, n, *rows.shape[1:])
   shifts = _shifts(layout, axes, len(blocks))
@@ -316,13 +322,14 @@ def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
     put = lambda j, slots: _put(slots, some[j], j * len(blocks) + begin)
     return lax.fori_loop(0, n, put, slots)
 
-  # Of the result's own shape: a TPU copies where tiles of 8 rows do not fit.
+  # The result is filled in its final shape. On a TPU, cutting it off afterwards
+  # would copy it unless tiles of 8 rows fit.
   slots = jnp.zeros((layout.slots, *rows.shape[1:]), rows.dtype)
   return _by_pieces(move, slots, len(blocks))
 
 
 def _put(slots: jax.Array, rows: jax.Array, begin: Any) -> jax.Array:
-  """Writes `rows` from `begin` on, except for those beyond the end."""
+  """Writes `rows` from `begin` on, and drops rows beyond the end."""
   size = len(rows)
   at = jnp.minimum(begin, len(slots) - size)
   late = begin - at
@@ -332,7 +339,7 @@ def _put(slots: jax.Array, rows: jax.Array, begin: Any) -> jax.Array:
 
 
 def _to_order(slots: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
-  """The inverse of `_to_owners`."""
+  """Moves slots back to ranges of rows: the inverse of `_to_owners`."""
   n, blocks = layout.groups, _blocks(layout)
   pads = [(0, blocks - len(slots)), *[(0, 0)] * (slots.ndim - 1)]
   parts = jnp.pad(slots, pads).reshape(n, -1, *slots.shape[1:])
@@ -356,10 +363,10 @@ def _by_pieces(
   into: jax.Array,
   blocks: int,
 ) -> jax.Array:
-  """Fills `into` by `move(into, begin, size)`, some of its blocks at a time."""
+  """Fills `into` by `move(into, begin, size)`, a few MiB at a time."""
   size = into.nbytes // blocks
   size = min(blocks, max(1, _MOVED // max(1, size)))
-  # The last piece may begin within the one before it.
+  # The last piece may overlap the one before it.
   begin = lambda i: jnp.minimum(i * size, blocks - size)
   one = lambda i, into: move(into, begin(i), size)
   return lax.fori_loop(0, -(-blocks // size), one, into)
@@ -370,12 +377,12 @@ def _cut(x: jax.Array, begin: Any, size: int) -> jax.Array:
 
 
 def _shifts(layout: Layout, axes: Axes, blocks: int) -> jax.Array:
-  """By how much this device's blocks are rotated: `[blocks]` in `[0, 2n)`."""
+  """Returns the rotation of this device's blocks: `[blocks]` in `[0, 2n)`."""
   first = lax.axis_index(axes) * blocks
   return layout.shift(first + jnp.arange(blocks, dtype=jnp.int32))
 
 
 def _each_block(blocks: jax.Array, at: jax.Array) -> jax.Array:
-  """`blocks[i, at[i]]`, of `[b, n, ...]` and `[b, n]`."""
+  """Returns `blocks[i, at[i]]` for `[b, n, ...]` and `[b, n]`."""
   rest = (1,) * (blocks.ndim - 2)
   return jnp.take_along_axis(blocks, at.reshape(*at.shape, *rest), axis=1)

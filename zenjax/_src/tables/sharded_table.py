@@ -1,7 +1,7 @@
-"""The type of a table of which each device has the rows that it owns.
+"""Defines the type of a table that is sharded by rows.
 
-Who owns a row is decided as in an exchange, by the rotation hash of
-`core/partition.py`: an id alone tells the owner and the slot.
+The owner of a row is the same as in an exchange. The rotation hash of
+`core/partition.py` computes owner and slot from the id alone.
 
 Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device.
 """
@@ -26,32 +26,34 @@ from zenjax._src.rows.sparse_rows import NoArray
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedTable(NoArray):
-  """A table `[R, D]` of which each device has the rows that it owns.
+  """A table `[R, D]` that is sharded by rows.
 
-  Or a stack of them, `[T, R, D]`, as one table of `T * R` rows: row `r` of
-  table `t` is row `t * R + r`. `zenjax.tables.shard` makes them, and
-  `zenjax.sharded_optimizer` keeps its state of a table in this form. It is a
-  pytree of one leaf, so that optax's `init` and Flax's `TrainState` take it as
-  any parameter. Who owns which row is part of its type: tables of other devices
-  or of another hash are other pytrees.
+  Each device has the rows that it owns. `zenjax.tables.shard` makes it, and
+  `zenjax.sharded_optimizer` keeps the state of a table in the same form. It is
+  a pytree with one leaf, so optax's `init` and Flax's `TrainState` treat it
+  like any parameter. The owners of rows are part of its structure: tables for
+  another number of devices or another hash are different pytrees.
+
+  A stack of tables `[T, R, D]` is one table of `T * R` rows: row `r` of table
+  `t` is row `t * R + r`.
 
   Attributes:
-    value: `[n * S, D]`, split over `axes` along its first dimension: the rows
+    value: `[n * S, D]`, sharded over `axes` along its first dimension: the rows
       of each owner, in the order of their slots. Inside a `shard_map` over
-      these axes `[S, D]`. In a gradient SparseRows of the whole table, in an
-      update SparseRows of slots.
-    num_rows: `R`, of a stack `T * R`.
-    axes: Mesh axes over which owners lie.
-    devices: `n`, along these axes; 0, without axes, where rows lie in their
-      order, as `zenjax.to_checkpoint` saves them: `[R, D]`, then zeros up to
-      equal ranges.
+      these axes it is `[S, D]`. In a gradient it is SparseRows of the whole
+      table, in an update SparseRows of slots.
+    num_rows: `R`, or `T * R` for a stack.
+    axes: Mesh axes over which rows are sharded.
+    devices: `n`, the number of devices along these axes. It is 0, without axes,
+      if rows are in order, as `zenjax.to_checkpoint` saves them: `[R, D]`,
+      padded with zeros to equal ranges.
     seed: Seed of the hash.
-    hash_offset: Offset of the hash, another one for each table.
-    replicas: Further axes over which batches are split. Along these every
+    hash_offset: Offset of the hash, which differs between tables.
+    replicas: Further axes over which batches are split. Along these axes every
       device has the same rows.
-    stack: `(T,)` of a stack, or more dimensions before that of rows.
-    sizes: `(rows,)` that the buffer for one pair of devices holds; empty for
-      the default.
+    stack: `(T,)` for a stack; it may have more dimensions.
+    sizes: `(rows,)`, the buffer size for one pair of devices; empty for the
+      default.
   """
 
   value: Any
@@ -66,12 +68,12 @@ class ShardedTable(NoArray):
 
   @property
   def batch_axes(self) -> Axes:
-    """Axes over which a batch is split, slowest first."""
+    """The axes over which a batch is split, slowest first."""
     return self.replicas + self.axes
 
   @property
   def layout(self) -> Layout:
-    """Says who owns which row."""
+    """The layout, which computes the owner of a row."""
     return Layout(
       num_rows=self.num_rows,
       groups=self.devices,
@@ -81,17 +83,17 @@ class ShardedTable(NoArray):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the whole table, `(R, D)`, or of the stack, `(T, R, D)`."""
+    """The shape of the global table `(R, D)`, or of the stack `(T, R, D)`."""
     return *self.shape_of_rows, *self.value.shape[1:]
 
   @property
   def table_shape(self) -> tuple[int, int]:
-    """`(R, D)`, of a stack `(T * R, D)`: the one table that optimizers see."""
+    """The shape that optimizers see: `(R, D)`, or `(T * R, D)` for a stack."""
     return self.num_rows, self.value.shape[-1]
 
   @property
   def shape_of_rows(self) -> tuple[int, ...]:
-    """`(R,)`, of a stack `(T, R)`."""
+    """The shape without columns: `(R,)`, or `(T, R)` for a stack."""
     return *self.stack, self.num_rows // math.prod(self.stack)
 
   @property
@@ -100,7 +102,7 @@ class ShardedTable(NoArray):
 
   @property
   def size(self) -> int:
-    """Elements of the whole table."""
+    """The number of elements of the global table."""
     return math.prod(self.shape)
 
   @property
@@ -108,9 +110,9 @@ class ShardedTable(NoArray):
     return self.value.dtype
 
   def has_rows(self, x: Any) -> bool:
-    """Returns True if `x` has something for each row, as the value has.
+    """Returns True if `x` has an entry for each row.
 
-    In an optimizer's state it may be a number for the whole table.
+    An optimizer's state may also hold a number for the table as a whole.
     """
     (size,) = jnp.shape(x)[:1] or (0,)
     if not self.devices:
@@ -122,7 +124,7 @@ class ShardedTable(NoArray):
     return (self.value,), static
 
   def tree_flatten_with_keys(self):
-    # Checkpoints keep keys and no types: of other owners keys are others.
+    # Checkpoints keep keys but not types, so the key tells who owns the rows.
     key = "value"
     if self.devices:
       key += f"_on_{self.devices}_devices_{self.seed}_{self.hash_offset}"
@@ -134,23 +136,23 @@ class ShardedTable(NoArray):
     return cls(*children, *static)
 
   def with_value(self, value: Any) -> "ShardedTable":
-    """Returns the same owners with something else in the place of the rows."""
+    """Returns the same table with `value` in place of its rows."""
     return dataclasses.replace(self, value=value)
 
   def __getitem__(self, ids: Any) -> "ShardedTable":
-    if ids is Ellipsis:  # nnx has `param[...]` for what a variable holds.
+    if ids is Ellipsis:  # nnx reads the value of a variable by `param[...]`.
       return self
     raise TypeError(
-      "A ShardedTable cannot be indexed: its rows lie on the devices that own"
-      " them. Inside `zenjax.value_and_grad(loss_fn)` and"
-      " `zenjax.tables.apply(fun)` models index a table as ever;"
-      " `zenjax.tables.unshard` gives an array."
+      "A ShardedTable cannot be indexed, because its rows are on different"
+      " devices. Look up rows inside `zenjax.value_and_grad(loss_fn)` or"
+      " `zenjax.tables.apply(fun)`, where models index tables as usual. Or"
+      " convert the table to an array with `zenjax.tables.unshard`."
     )
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
-      "A ShardedTable is not an array: its rows lie on the devices that own"
-      " them; `zenjax.tables.unshard` gives an array, in the order of rows."
+      "A ShardedTable is not an array, because its rows are on different"
+      " devices. Convert it with `zenjax.tables.unshard`."
     )
 
   __jax_array__ = __array__
@@ -160,7 +162,7 @@ _STATIC = tuple([x.name for x in dataclasses.fields(ShardedTable)])[1:]
 
 
 def is_sharded(node: Any) -> bool:
-  """For `is_leaf=`."""
+  """Returns True for a ShardedTable; for use as `is_leaf=`."""
   return isinstance(node, ShardedTable)
 
 
@@ -170,7 +172,7 @@ def nodes(tree: Any) -> list[ShardedTable]:
 
 
 def types_of_part(params: Any) -> Any:
-  """Returns parameters with types `[S, ...]` in place of all devices' rows."""
+  """Returns parameters with the types `[S, ...]` of one device's part."""
 
   def part(node: Any) -> Any:
     if not is_sharded(node):
@@ -188,7 +190,7 @@ def types_of_part(params: Any) -> Any:
 
 
 def specs(tree: Any, split: PartitionSpec) -> Any:
-  """Returns specs of a tree: `split` for rows of tables, `P()` for the rest."""
+  """Returns specs of a tree: `split` for rows of tables, otherwise `P()`."""
 
   def spec(node: Any) -> Any:
     if not is_sharded(node):
@@ -200,41 +202,43 @@ def specs(tree: Any, split: PartitionSpec) -> Any:
 
 
 def require_devices(what: str, had: int, devices: int) -> None:
-  """Raises ValueError where `what` is not on the devices that it was made for.
+  """Raises ValueError if `what` was made for another number of devices.
 
   Args:
-    what: A table or a state.
-    had: For how many it was made; 0 in the order of rows.
-    devices: How many there are.
+    what: The table or the state, in words.
+    had: The number of devices that it was made for; 0 if its rows are in order.
+    devices: The number of devices that it is used on.
   """
   if not had:
     raise ValueError(
-      f"{what} must lie on the devices that own its rows, and it is in the"
-      " order of rows, as it is saved; call `zenjax.from_checkpoint(saved,"
-      " mesh, axis_name)` first."
+      f"{what} is in the order of rows, as it is saved, and must be placed on"
+      " devices before it is used. Call `zenjax.from_checkpoint(saved, mesh,"
+      " axis_name)` first."
     )
   if had != devices:
     raise ValueError(
-      f"{what} must be made for the {devices} devices that it is used on, got"
-      f" one made for {had}; call `zenjax.from_checkpoint(state, mesh,"
-      " axis_name)`, which moves it, or use it with the mesh that it lies on,"
-      " of `mesh=` too."
+      f"{what} was made for {had} devices, but it is used on {devices} devices."
+      " Move it with `zenjax.from_checkpoint(state, mesh, axis_name)`, or use"
+      " the mesh that it was made for (also as `mesh=`)."
     )
 
 
 def mesh_of(tables: Sequence[ShardedTable]) -> Any:
-  """Returns the mesh over which XLA spreads the program; None in `shard_map`.
+  """Returns the mesh over which XLA partitions the program.
+
+  Returns:
+    The mesh, or None inside `shard_map`.
 
   Raises:
-    ValueError: No mesh is known, tables lie over several axes, or devices or
-      the form of a table do not fit where this is called.
+    ValueError: No mesh is known, tables are sharded over different axes, or a
+      table has the wrong number of rows or devices here.
   """
   axes = tables[0].axes
   others = sorted({table.batch_axes for table in tables})
   if len(others) > 1 or len({table.axes for table in tables}) > 1:
     raise ValueError(
-      "Tables that are looked up together must be split over one axis, got"
-      f" {others}; give all to one `zenjax.tables.shard`."
+      "Tables that one function looks up must be sharded over the same axes,"
+      f" got {others}. Shard them by one call of `zenjax.tables.shard`."
     )
   over = tables[0].batch_axes
   mesh = collectives.mesh_around(over, [x.value for x in tables], None)
@@ -244,28 +248,29 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
       collectives.size(over)
     except NameError as error:
       raise ValueError(
-        f"A ShardedTable over {over!r} must be used where these axes are known,"
-        " and no mesh has them; call `jax.set_mesh(mesh)`, or place the table"
-        " by `zenjax.tables.shard`."
+        f"A ShardedTable over {over!r} is used where no mesh has these axes."
+        " Call `jax.set_mesh(mesh)`, or place the table with"
+        " `zenjax.tables.shard`."
       ) from error
-    remedy = "give `zenjax.state_specs(params, axis_name)` as `in_specs`"
+    remedy = "Give `zenjax.state_specs(params, axis_name)` in `in_specs`"
   else:
     devices = math.prod([mesh.shape[axis] for axis in axes])
-    remedy = "let shard_map return it by `zenjax.state_specs`"
+    remedy = "Give `zenjax.state_specs(params, axis_name)` in `out_specs`"
   for table in tables:
     require_devices("A ShardedTable", table.devices, devices)
     wanted = table.layout.slots * (1 if mesh is None else devices)
     size = jnp.shape(table.value)[0]
     if size != wanted:
       raise ValueError(
-        f"A ShardedTable must have {wanted} rows here, got {size}: its part"
-        f" and the place that it is used in do not fit; {remedy}."
+        f"A ShardedTable must have {wanted} rows here"
+        f" ({'one device' if mesh is None else 'all devices'}), got {size}."
+        f" {remedy} of shard_map."
       )
   return mesh
 
 
 def mesh_under(table: ShardedTable) -> Any:
-  """Returns `mesh_of`, with the devices of a table that lies on some."""
+  """Returns the mesh of a placed table with its devices, else `mesh_of` it."""
   mesh = mesh_of([table])
   sharding = getattr(table.value, "sharding", None)
   if isinstance(table.value, Tracer) or not isinstance(sharding, NamedSharding):

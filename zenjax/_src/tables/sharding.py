@@ -1,4 +1,4 @@
-"""Splits tables over devices, each row to its owner, and joins them again."""
+"""Shards tables by rows over devices, and converts them back to arrays."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -24,13 +24,13 @@ from zenjax._src.tables.sharded_table import ShardedTable
 
 @dataclasses.dataclass(frozen=True)
 class RowInitializer:
-  """A table that `shard` makes row by row, where rows belong.
+  """A table whose rows `shard` makes on the devices that own them.
 
   Attributes:
-    fun: Takes ids `[k] int32` in `[0, R)`, returns their rows `[k, D]`. Row `r`
-      of table `t` of a stack has id `t * R + r`.
-    shape: `(R, D)`, of a stack `(T, R, D)`.
-    dtype: Of the rows.
+    fun: Maps ids `[k] int32` in `[0, R)` to rows `[k, D]`. Row `r` of table `t`
+      of a stack has id `t * R + r`.
+    shape: `(R, D)`, or `(T, R, D)` for a stack.
+    dtype: Dtype of the rows.
   """
 
   fun: Callable[[jax.Array], jax.Array]
@@ -46,7 +46,7 @@ class RowInitializer:
     return math.prod(self.shape)
 
 
-# Ids on which a function of rows is tried, all of them and the first few.
+# How many ids a function of rows is tried on, and how many in a shorter call.
 _TRIED, _FEW = 24, 5
 
 
@@ -55,26 +55,27 @@ def init_by_rows(
 ) -> RowInitializer:
   """Describes a table by a function of its row ids, for `shard`.
 
-  Use it for tables that fill the memory of devices: each device makes the rows
-  that it owns, some MiB at a time, and nothing else. The table is the same for
-  any number of devices.
+  Use it for tables that no device or host can hold as a whole. Each device
+  makes only the rows that it owns, a few MiB at a time. The table is the same
+  for any number of devices.
 
-  `fun` is tried on a few ids in two orders, and on fewer, and its rows must be
-  the same. Where it was made of values that are still traced, a table of a
-  function that is not by row is NaN.
+  `fun` is called on a few ids in two orders, and on fewer ids, to check that
+  its rows do not change. If `fun` uses traced values, the check cannot raise:
+  the table is then NaN if it fails.
 
   Args:
-    fun: Takes ids `[k] int32` and returns rows `[k, D]`, each by its id alone.
-    num_rows: `R`; of a stack of tables `(T, R)`, whose ids are `t * R + r` for
-      row `r` of table `t`.
+    fun: Maps ids `[k] int32` to rows `[k, D]`. Each row must depend only on its
+      id, for example by `jax.random.fold_in(key, id)`.
+    num_rows: `R`, or `(T, R)` for a stack of tables, where row `r` of table `t`
+      has id `t * R + r`.
 
   Returns:
-    A leaf of the parameters that are given to `shard`.
+    A value to put in place of the parameter, for `zenjax.tables.shard`.
 
   Raises:
     ValueError: `fun` does not return floating rows `[k, D]`, or a row depends
-      on the place of its id or on other ids; or `num_rows` are not integers
-      whose product is from 1 to 2**31 - 1.
+      on other ids or on the position of its id. Or `num_rows` does not consist
+      of integers whose product is from 1 to 2**31 - 1.
 
   Example:
     >>> import jax
@@ -93,8 +94,8 @@ def init_by_rows(
   whole = rows and all(isinstance(x, int | np.integer) for x in rows)
   if not whole or min(rows) < 1 or math.prod(map(int, rows)) >= 2**31:
     raise ValueError(
-      "`num_rows` must be an integer from 1 to 2**31 - 1, or `(T, R)` of a"
-      f" stack that has no more rows in all, got {num_rows!r}."
+      "`num_rows` must be an integer from 1 to 2**31 - 1, or `(T, R)` for a"
+      f" stack with at most as many rows in all, got {num_rows!r}."
     )
   some = jax.ShapeDtypeStruct((_TRIED,), jnp.int32)
   found: Any = jax.eval_shape(fun, some)
@@ -102,8 +103,8 @@ def init_by_rows(
   made = len(shape) == 2 and shape[0] == _TRIED
   if not made or not jnp.issubdtype(found.dtype, jnp.floating):
     raise ValueError(
-      "`fun` of init_by_rows must return floating rows `[k, D]` of ids `[k]`,"
-      f" got {found} of {_TRIED} ids."
+      "`fun` of init_by_rows must return floating rows `[k, D]` for ids `[k]`,"
+      f" got {found} for {_TRIED} ids."
     )
   with jax.ensure_compile_time_eval():
     by_row = _is_by_row(fun, math.prod(map(int, rows)))
@@ -112,21 +113,21 @@ def init_by_rows(
     fun = lambda ids: jnp.where(by_row, of_ids(ids), jnp.nan)
   elif not by_row:
     raise ValueError(
-      "`fun` of init_by_rows must make each row from its id alone, and its rows"
-      " change with the place of an id, or with the other ids; draw numbers by"
-      " `jax.random.fold_in(key, id)` for each id under `jax.vmap`."
+      "`fun` of init_by_rows must make each row from its id alone, but its rows"
+      " change with the position of an id or with other ids. Use one key per"
+      " id: `jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)`."
     )
   return RowInitializer(fun, (*map(int, rows), shape[1]), found.dtype)
 
 
 def _is_by_row(fun: Callable[[jax.Array], jax.Array], num_rows: int) -> Any:
-  """Says if `fun` makes the same rows in another order, and of fewer ids."""
+  """Tells if `fun` makes the same rows in another order and for fewer ids."""
   rng = np.random.default_rng(0)
   order = rng.permutation(_TRIED)
   ids = rng.integers(num_rows, size=_TRIED).astype(np.int32)
   rows = [fun(jnp.asarray(x)) for x in (ids, ids[order], ids[:_FEW])]
   first, moved, few = [x.astype(jnp.float32) for x in rows]
-  # XLA may round otherwise where it computes fewer rows at once.
+  # XLA may round differently if it computes fewer rows at once.
   close = lambda x, y: jnp.allclose(x, y, rtol=1e-3, atol=1e-6, equal_nan=True)
   return close(first[order], moved) & close(first[:_FEW], few)
 
@@ -140,13 +141,13 @@ def shard_leaves(
   replicas: AxisName | None = None,
   hash_seed: int = 0,
 ) -> Any:
-  """Returns parameters with a `ShardedTable` for each table: see `shard`."""
+  """Implements `shard` for parameters."""
   axes = arguments.mesh_axes(axis_name, mesh)
   if len(axes) > 1:
     raise ValueError(
-      f"`axis_name` must be one axis, got {axis_name!r}; make a mesh that has"
-      " all devices along one, or give that of the fastest links, and the"
-      " others as `replicas=`, along which tables have copies."
+      f"`axis_name` must be one axis, got {axis_name!r}. Make a mesh with all"
+      " devices along one axis. Or give the axis with the fastest links, and"
+      " the other axes as `replicas=`: tables then have copies along them."
     )
   copies = replica_axes(replicas, axes, mesh)
   arguments.hash_seed(hash_seed)
@@ -155,10 +156,10 @@ def shard_leaves(
   for name, leaf in named:
     if is_sharded(leaf):
       raise ValueError(
-        f"`params` must hold arrays, and leaf {name!r} is split already; use"
-        " it as it is, or `zenjax.tables.unshard` it first."
+        f"`params` must hold arrays, but parameter {name!r} is sharded already."
+        " Use it as it is, or convert it with `zenjax.tables.unshard` first."
       )
-  # Modules hold functions beside arrays: no table is among these.
+  # Modules also hold functions, which are not tables.
   arrays = [x if hasattr(x, "ndim") else np.int32(0) for _, x in named]
   chosen = leaf_util.select(
     structure.unflatten(arrays), tables, "row", argument="tables"
@@ -166,33 +167,33 @@ def shard_leaves(
   if not any(chosen):
     shapes = {name: jnp.shape(x) for (name, _), x in zip(named[:8], arrays)}
     raise ValueError(
-      "`tables` must choose a leaf, and it chooses none of"
-      f" {shapes}{', ..' if len(named) > 8 else ''}; name tables by"
-      " `tables=lambda name, leaf: ..`, as those of few rows are not taken by"
-      " themselves, nor are stacks of tables."
+      "`tables` must choose a parameter, but it chooses none of"
+      f" {shapes}{', ..' if len(named) > 8 else ''}. Small tables and stacks of"
+      " tables are not chosen by default. Choose tables with"
+      " `tables=lambda name, leaf: ..`."
     )
   found, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
     if not wanted:
       if isinstance(leaf, RowInitializer):
         raise ValueError(
-          f"`tables` must choose leaf {name!r}, which init_by_rows makes for"
-          " the devices that own its rows."
+          f"`tables` must choose parameter {name!r}, because it was made with"
+          " `init_by_rows`, which is for sharded tables only."
         )
       found.append(replicated(leaf, mesh))
       continue
     if leaf.ndim < 2:
       raise ValueError(
-        "`tables` must choose leaves of two dimensions, `[rows, columns]`, or"
-        " stacks of tables, with further dimensions in front, and leaf"
-        f" {name!r} has shape {leaf.shape}; leave it out, or reshape it."
+        "`tables` must choose parameters of two dimensions, `[rows, columns]`,"
+        f" or stacks of tables, `[tables, rows, columns]`, but {name!r} has"
+        f" shape {leaf.shape}. Do not choose it, or reshape it."
       )
     *stack, rows, _ = leaf.shape
     num_rows = rows * math.prod(stack)
     if num_rows >= 2**31:
       raise ValueError(
-        f"`tables` must choose leaves of fewer than 2**31 rows in all, and leaf"
-        f" {name!r} has {num_rows}; make several leaves of it."
+        "`tables` must choose parameters of fewer than 2**31 rows in all, but"
+        f" {name!r} has {num_rows}. Divide it into several parameters."
       )
     table = ShardedTable(
       value=None,
@@ -226,27 +227,29 @@ def replica_axes(
   """Returns the axes along which tables have copies.
 
   Raises:
-    ValueError: The mesh has not all of them, or one is an owner's.
+    ValueError: The mesh does not have all of them, or tables are sharded over
+      one of them.
   """
   if replicas is None:
     return ()
   copies = arguments.mesh_axes(replicas, mesh, "replicas")
   if set(copies) & set(axes):
     raise ValueError(
-      "`replicas` must name other axes than `axis_name`, along which tables"
-      f" have copies, got {replicas!r} for owners along {axes!r}."
+      f"`replicas` must name other axes than `axis_name`, got {replicas!r} and"
+      f" {axes!r}. Tables are sharded over `axis_name`, and have copies along"
+      " `replicas`."
     )
   return copies
 
 
 def unshard_leaves(tree: Any) -> Any:
-  """Returns a tree with arrays for sharded tables: see `unshard`."""
+  """Implements `unshard`."""
   whole = lambda node: reorder.rows_of(node) if is_sharded(node) else node
   return jax.tree.map(whole, tree, is_leaf=is_sharded)
 
 
 def replicated(leaf: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns a leaf that is not a table on all devices, if it is not yet."""
+  """Returns a leaf that is not a table, replicated unless it is on the mesh."""
   if isinstance(leaf, Tracer) or not leaf_util.is_array(leaf):
     return leaf
   sharding = getattr(leaf, "sharding", None)

@@ -1,4 +1,4 @@
-"""What is added to a sharded table: some rows of each device's part."""
+"""Defines the update of a sharded table: some rows of each device's part."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,15 +19,16 @@ from zenjax._src.rows.sparse_rows import SparseRows
 class TableUpdate(NoArray):
   """The update of a sharded table: each device adds rows to its own part.
 
-  It stands in the place of an update's array: `part + update` adds, zeros in
-  its place add nothing. A pytree of slots, in a dtype that refuses arithmetic,
-  and of rows: whatever scales or sums all leaves of a tree raises TypeError.
+  It takes the place of an array in a tree of updates: `part + update` adds it,
+  and zeros in its place add nothing. It is a pytree of slots and rows. The
+  slots have a dtype that refuses arithmetic, so a transformation that scales or
+  sums all leaves of a tree raises TypeError.
 
   Attributes:
     slots: `[k] int32` of each device, all different; `S` for padding.
     rows: `[k, D]`, zeros for padding.
     size: `S`, the slots of a device.
-    axes: Mesh axes over which parts lie.
+    axes: Mesh axes over which the table is sharded.
   """
 
   __slots__ = ("_slots", "rows", "size", "axes")
@@ -43,7 +44,7 @@ class TableUpdate(NoArray):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of a device's part, `(S, D)`."""
+    """The shape of a device's part, `(S, D)`."""
     return self.size, *self.rows.shape[1:]
 
   @property
@@ -62,7 +63,8 @@ class TableUpdate(NoArray):
     )
 
   def _added(self, part, slots, rows):
-    # What others make in the place of slots, as zeros, is below the first.
+    # A transformation may have replaced the slots, for example by zeros. Their
+    # unsealed form is then negative, and nothing is added.
     slots = jnp.where(slots < 0, self.size, slots)
     rows = SparseRows(slots, rows, self.size).as_unique()
     return sparse_rows.added(part, rows)
@@ -70,9 +72,9 @@ class TableUpdate(NoArray):
   def _not_added(self, other: Any) -> NoReturn:
     raise TypeError(
       "The update of a ShardedTable can only be added to the table, got"
-      f" {type(other).__name__}; apply updates one after another by"
-      " `optax.apply_updates`, or put what changes them into the optimizer that"
-      " `zenjax.sharded_optimizer` is given."
+      f" {type(other).__name__}. Apply updates one after another with"
+      " `optax.apply_updates`. Put transformations that change updates into the"
+      " optimizer that you pass to `zenjax.sharded_optimizer`."
     )
 
   __add__ = _not_added
@@ -89,17 +91,17 @@ class TableUpdate(NoArray):
 
 
 def is_update(node: Any) -> bool:
-  """For `is_leaf=`."""
+  """Returns True for a TableUpdate; for use as `is_leaf=`."""
   return isinstance(node, TableUpdate)
 
 
 def on_devices(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """Returns `f` of what each device along `axes` has.
+  """Returns `f` mapped over the devices along `axes`.
 
-  Explicit axes of the mesh are bound, too: types of arrays would not fit a
-  `shard_map` over automatic axes alone.
+  It binds the explicit axes of the mesh too, because the types of arrays would
+  not fit a `shard_map` over automatic axes alone.
   """
   return jax.shard_map(
     f,

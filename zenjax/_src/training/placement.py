@@ -153,9 +153,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
       acc = same(node.acc_grads)
       if accumulates_local(node):
         acc = jax.tree.map(lambda x: _split_spec(x, split), node.acc_grads)
-      rest = same(node._replace(acc_grads=(), inner_opt_state=()))
       inner = state_specs(node.inner_opt_state, axis_name)
-      return rest._replace(acc_grads=acc, inner_opt_state=inner)
+      return same(node)._replace(acc_grads=acc, inner_opt_state=inner)
     return PartitionSpec()
 
   kinds = _OWN | fetch.Ahead | ZenSyncState | optax.MultiStepsState
