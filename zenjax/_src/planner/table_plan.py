@@ -273,8 +273,8 @@ def plan_tables(
   if not gradients:
     raise ValueError(
       "`loss_fn` uses none of the parameters only by lookups:"
-      f" {[g.name for g in leaf_gradients]}. `zenjax.rows.explain_tables` says why."
-      " `zenjax.planner.plan` plans for gradients that are arrays."
+      f" {[g.name for g in leaf_gradients]}. `zenjax.rows.explain_tables` says"
+      " why. `zenjax.planner.plan` plans for gradients that are arrays."
     )
   demanded = _demanded(forms, list(gradients))
   optimizer = Optimizer(tx, params, clip_norm)
