@@ -138,7 +138,13 @@ def reason(
   chosen: _Way,
   in_words: Callable[[_Way], str],
 ) -> str:
-  """Compares the chosen way with the next best one, in words for a plan."""
+  """Compares the chosen way with the next best one, in words for a plan.
+
+  Args:
+    ways: All ways of a leaf, each as if the leaf had its own exchange.
+    chosen: The chosen way.
+    in_words: Returns the name of a way.
+  """
   others = [way for way in ways if way != chosen]
   if not others:
     return ""
@@ -148,7 +154,7 @@ def reason(
   if ratio(second) >= 1:
     return text
   if ways[chosen].exchange != DENSE:
-    return f"{text} by itself, but cannot share the other leaves' exchange"
+    return f"{text} by itself, but cannot share an exchange with the others"
   if ratio(second) >= _MARGIN:
     return f"{text}, within the error of predictions"
   return f"{text} in an exchange of its own"
