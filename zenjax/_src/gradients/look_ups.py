@@ -61,19 +61,14 @@ class Place(NamedTuple):
 
     Along any of them -1 stands for no row.
     """
+    first, around = self.first, jax.sharding.get_abstract_mesh()
+    if isinstance(first, jax.Array) and not around.empty:
+      if jax.typeof(first).sharding.mesh != around:  # Of other kinds of axes.
+        first = jax.sharding.reshard(first, jax.sharding.PartitionSpec())
     real = functools.reduce(jnp.logical_and, [x >= 0 for x in at])
     each = zip(at, (*self.strides, 1), strict=True)
     row = functools.reduce(jnp.add, [x * stride for x, stride in each])
-    return jnp.where(real, self._first_here() + row, self.num_rows)
-
-  def _first_here(self) -> Any:
-    """`first` on the axes of the context, automatic or explicit."""
-    around = jax.sharding.get_abstract_mesh()
-    if not isinstance(self.first, jax.Array) or around.empty:
-      return self.first
-    if jax.typeof(self.first).sharding.mesh == around:
-      return self.first
-    return jax.sharding.reshard(self.first, jax.sharding.PartitionSpec())
+    return jnp.where(real, first + row, self.num_rows)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from zenjax._src.gradients import nnx_modules
 from zenjax._src.rows import leaf_util
 from zenjax._src.tables.sharded_table import is_sharded
@@ -25,11 +23,6 @@ class Loss(NamedTuple):
   frozen: dict[str, Any]
   of: Callable[[Any, Sequence[Any]], Any]
   modules: list[Any]
-
-  @property
-  def structure(self) -> Any:
-    """Returns the structure of `params`."""
-    return jax.tree.structure(self.params, is_leaf=is_sharded)
 
   def result(self, value: Any) -> Any:
     """Returns what `fun` returned, and writes to modules what it changed."""

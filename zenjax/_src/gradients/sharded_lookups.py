@@ -21,6 +21,7 @@ from zenjax._src.core import jaxprs
 from zenjax._src.gradients import table_uses
 from zenjax._src.gradients.loss import partial_loss
 from zenjax._src.gradients.table_uses import Traced
+from zenjax._src.gradients.tapping import Ids
 from zenjax._src.gradients.tapping import Path
 from zenjax._src.gradients.tapping import Site
 from zenjax._src.rows import batch_layout
@@ -118,14 +119,7 @@ def prefetch(
   @functools.wraps(fun)
   def prefetch_of(*args, **kwargs):
     loss = partial_loss(fun, argnums, args, kwargs)
-    found = table_uses.find(loss, None).require()
-    if not found.traced.away:
-      raise ValueError(
-        "`fun` of prefetch must look up rows of a sharded table, and none of"
-        " its parameters is one; call `zenjax.tables.shard` first, or leave"
-        " prefetch out."
-      )
-    return Asked.of(found).ahead()
+    return Asked.of(table_uses.find(loss, None).require()).ahead()
 
   return prefetch_of
 
@@ -173,7 +167,7 @@ class Asked(NamedTuple):
     if not self.tables:
       raise ValueError(
         "`fun` of prefetch must look up rows of a sharded table, and looks up"
-        " none; leave prefetch out."
+        " none; call `zenjax.tables.shard` first, or leave prefetch out."
       )
 
     def ahead_of(tables, ids):
@@ -263,7 +257,7 @@ def _ids(
   called_back = {
     path: outs
     for path, outs in told.items()
-    if path not in found.sites and not tables_read(outs)
+    if not isinstance(outs, Ids) and not tables_read(outs)
   }
   wanted = sorted({*ids.values(), *jax.tree.leaves(called_back)})
   needed, read = program(wanted)

@@ -250,7 +250,7 @@ class Run:
     for i, eqn in enumerate(jaxpr.eqns):
       values = [read(atom) for atom in eqn.invars]
       at = (*path, i)
-      if any(isinstance(x, View) for x in values):
+      if [x for x in values if isinstance(x, View)]:
         outs = self._with_views(eqn, values, at)
       elif self.replays and _calls_back(eqn):
         outs = self._called_back(eqn, values, at)
@@ -261,15 +261,16 @@ class Run:
 
   def _with_views(self, eqn, values, at) -> list:
     name = eqn.primitive.name
-    first, *more = [i for i, v in enumerate(values) if isinstance(v, View)]
+    views = [i for i, x in enumerate(values) if isinstance(x, View)]
+    first = views[0]
     view, others = values[first], [*values[:first], *values[first + 1 :]]
-    if any(isinstance(x, View) and x.found is not None for x in values):
+    if [i for i in views if values[i].found is not None]:
       if name == "reshard":
         return self._spread(eqn, view, view.found, at)
       return self._refuse(eqn, values, _ON_AUTOMATIC_AXES)
     if name in INSIDE:
       return INSIDE[name](self, eqn, values, at)
-    if more:
+    if len(views) > 1:
       return self._refuse(eqn, values, f"is used by `{name}` with other tables")
     if name == "stop_gradient" and not view.away:
       return jaxprs.bind(eqn, [view.whole()])  # No gradient, so no rows of it.

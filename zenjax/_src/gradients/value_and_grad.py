@@ -18,6 +18,7 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.tables import fetch
+from zenjax._src.tables.sharded_table import is_sharded
 
 
 def value_and_grad(
@@ -98,7 +99,8 @@ def value_and_grad(
         "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
         f" {jax.tree.structure(value)}; return a pair or leave `has_aux` out."
       )
-    return value, loss.structure.unflatten(grads)
+    structure = jax.tree.structure(loss.params, is_leaf=is_sharded)
+    return value, structure.unflatten(grads)
 
   # The planner asks: a table that still has an array gradient uses all rows.
   value_and_grad_of.__dict__["gives_rows"] = True

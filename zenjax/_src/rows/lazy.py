@@ -52,7 +52,7 @@ def lazy_rows(
 
   Raises:
     ValueError: `inner` mixes rows, or only some of its steps update. `init`
-      raises it, or `update` if `inner` needs further arguments.
+      raises it where no table could be updated by rows, else `update`.
 
   Example:
     >>> import jax.numpy as jnp

@@ -193,7 +193,8 @@ class Update:
       if refusal:
         for hit in self._whole if table is None else (table,):
           refusals.setdefault(hit, refusal)
-      if not (_is_zero(fact.idle) if i < count else _same(fact.idle, Kept(i))):
+      kept = _alike([fact.idle, Kept(i)])
+      if not (_is_zero(fact.idle) if i < count else kept):
         rests.discard(table)
     return RowAnalysis(
       program=self,
@@ -535,7 +536,7 @@ def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
     which, *cases = values
     if _is_number(which):
       return cases[int(which)]
-    return cases[0] if all(_same(x, cases[0]) for x in cases) else None
+    return cases[0] if _alike(cases) else None
   if name in _ELEMENTWISE and all(map(_is_number, values)):
     return _computed(name, eqn, values)
   if name in ("mul", "and") and any(zeros):
@@ -548,8 +549,8 @@ def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
     return values[1]
   if name in _STAYS:
     return values[0]
-  is_one = _is_number(values[0]) and all(_same(x, values[0]) for x in values)
   keeps = name in _REPEATS or (name in _ADDS and zeros[0])
+  is_one = _is_number(values[0]) and _alike(values)
   return values[0] if is_one and keeps else None
 
 
@@ -566,8 +567,11 @@ def _computed(name: str, eqn: Any, values: list[Any]) -> Any:
     return None  # Also where the table holds None.
 
 
-def _same(a: Any, b: Any) -> bool:
-  return a is not None and type(a) is type(b) and bool(a == b)
+def _alike(values: Sequence[Any]) -> bool:
+  """True if values are known and the same, of one type."""
+  first = values[0]
+  same = [type(x) is type(first) and bool(x == first) for x in values]
+  return first is not None and all(same)
 
 
 def _is_number(x: Any) -> bool:
