@@ -184,8 +184,8 @@ def _capacity(value: Any, where: str) -> Capacity:
   what = f"`capacities{where}`"
   if not isinstance(value, tuple | list) or len(value) != 2:
     raise ValueError(
-      f"{what} must be a pair (push, pull) of rows, as `zenjax.report` prints"
-      f" it, got {value!r}."
+      f"{what} must be a pair (push, pull) of rows, for example (64, 256), got"
+      f" {value!r}."
     )
   if not all(isinstance(c, int) and not isinstance(c, bool) for c in value):
     raise TypeError(f"{what} must hold integers, got {value!r}.")

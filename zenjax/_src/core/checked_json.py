@@ -96,16 +96,14 @@ def fields(text: str, version: tuple[str, int], source: Source) -> dict:
   try:
     document = json.loads(text)
   except ValueError as error:
-    raise source.broken(
-      f"is not valid JSON ({error}). Was it truncated?"
-    ) from error
+    raise source.broken(f"is truncated or not JSON ({error})") from error
   if not isinstance(document, dict):
     raise source.broken(f"must be an object, got {document!r:.60}")
   key, wanted = version
-  found = document.pop(key, None)
-  if found != wanted:
+  written = document.pop(key, None)
+  if written != wanted:
     raise source.broken(
-      f"must have version {wanted}, got {found!r}: another release of zenjax"
+      f"must have version {wanted}, got {written!r}: another release of zenjax"
       " wrote it"
     )
   return document
@@ -127,11 +125,11 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
   must = lambda rule: source.broken(f"must be {rule}, got {value!r:.60}", at)
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin is typing.Annotated:
-    found = parse(parts[0], value, source, at)
+    parsed = parse(parts[0], value, source, at)
     for rule in parts[1:]:
-      if not rule.holds(found):
+      if not rule.holds(parsed):
         raise must(rule.text)
-    return found
+    return parsed
   if origin in (types.UnionType, typing.Union):
     (kind,) = set(parts) - {types.NoneType}
     return None if value is None else parse(kind, value, source, at)
@@ -152,7 +150,7 @@ def parse(hint: Any, value: Any, source: Source, at: str = "") -> Any:
     )
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if hint is float and is_number:
-    if abs(float(value)) <= sys.float_info.max:  # NaN is not.
+    if abs(float(value)) <= sys.float_info.max:  # False for NaN.
       return float(value)
   if hint is float or type(value) is not hint:  # True is not a number here.
     raise must(_KINDS[hint])

@@ -216,15 +216,15 @@ def _settings(eqn: jex_core.JaxprEqn, other: jex_core.JaxprEqn) -> list[Any]:
   If shapes grow, tuples of numbers may be sizes, so these are left out.
   """
   grows = grown(eqn, other)
-  found: list[Any] = []
+  compared: list[Any] = []
   for key, value in eqn.params.items():
     parts = value if isinstance(value, (tuple, list)) else (value,)
     plain = [x for x in parts if isinstance(x, (bool, int, float, str))]
     if len(plain) == len(parts) and (parts is not value or not grows):
-      found.append((key, plain))
+      compared.append((key, plain))
     if not grows:
-      found += [str(x) for x in parts if hasattr(opened(x)[0], "eqns")]
-  return found
+      compared += [str(x) for x in parts if hasattr(opened(x)[0], "eqns")]
+  return compared
 
 
 def grown(eqn: Any, other: Any) -> bool:

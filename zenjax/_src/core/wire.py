@@ -39,8 +39,8 @@ def _refuse_derivative(primals, tangents):
   raise NotImplementedError(
     "You cannot differentiate through `zenjax.sharded_optimizer`. Use"
     " `zenjax.zen_sync`, which has the derivative of `lax.pmean`. If you do not"
-    " need the derivative, put `jax.lax.stop_gradient` around the gradients"
-    " that you pass to `update`."
+    " need the derivative, put `jax.lax.stop_gradient` around the arguments of"
+    " `update`."
   )
 
 

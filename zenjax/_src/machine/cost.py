@@ -225,28 +225,28 @@ def phases_of(messages: Sequence[Message], context: Context) -> list[Phase]:
   that share a slow link sends an equal part of the array over it.
   """
   sizes = dict(zip(context.axes, context.sizes))
-  found = []
+  phases = []
   for message in messages:
     *fast, slowest = reversed([a for a in message.axes if a in sizes])
     part = message.words * 4.0
     if not fast or message.op not in ("all_reduce", "all_gather"):
       received = float(received_bytes([message], context))
       n = devices_of(message, context)
-      found.append((message.axes[0], message.op, n, received))
+      phases.append((message.axes[0], message.op, n, received))
     elif message.op == "all_gather":
       for axis in (slowest, *reversed(fast)):
         n = sizes[axis]
-        found.append((axis, "all_gather", n, (n - 1) * part))
+        phases.append((axis, "all_gather", n, (n - 1) * part))
         part *= n
     else:
       for axis in fast:
         n = sizes[axis]
         part /= n
-        found.append((axis, "reduce_scatter", n, (n - 1) * part))
-        found.append((axis, "all_gather", n, (n - 1) * part))
+        phases.append((axis, "reduce_scatter", n, (n - 1) * part))
+        phases.append((axis, "all_gather", n, (n - 1) * part))
       n = sizes[slowest]
-      found.append((slowest, "all_reduce", n, 2 * (n - 1) / n * part))
-  return found
+      phases.append((slowest, "all_reduce", n, 2 * (n - 1) / n * part))
+  return phases
 
 
 def assumed(table: Table, devices: int) -> Profile:

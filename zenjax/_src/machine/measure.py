@@ -93,9 +93,9 @@ def measure_links(
     (('data',), (2,), True)
   """
   axes = _axes(mesh, axis_name)
-  _require_positive("repeats", repeats)
+  _require_positive("`repeats`", repeats)
   for size in sizes:
-    _require_positive("sizes", size)
+    _require_positive("Each of `sizes`", size)
   work = measure_work(mesh, repeats=repeats)
   points, programs = [], []
   for axis in axes:
@@ -144,7 +144,7 @@ def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
 
 def _require_positive(name: str, value: Any) -> None:
   if not isinstance(value, int) or value < 1:
-    raise ValueError(f"`{name}` must be positive integers, got {value!r}.")
+    raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
 def line(
@@ -247,7 +247,7 @@ def measure_work(mesh: Mesh | None = None, *, repeats: int = 7) -> Work:
     >>> work.mask_byte + work.mask_row > 0, work.move_byte + work.move_row > 0
     (True, True)
   """
-  _require_positive("repeats", repeats)
+  _require_positive("`repeats`", repeats)
   if mesh is None:
     mesh = Mesh(np.array(jax.devices()), ("device",))
   scale = 1 if mesh.devices.flat[0].platform == "cpu" else _LARGER

@@ -144,7 +144,7 @@ class Topology(checked_json.Document):
     link = Link(
       bandwidth=known.bandwidth, latency_s=known.latency_s, work=_floor(known)
     )
-    found = cls(
+    host = cls(
       axes=("device",),
       sizes=(devices,),
       links=(link,),
@@ -154,7 +154,7 @@ class Topology(checked_json.Document):
       ports=ports,
     )
     if network is None:
-      return found
+      return host
     between = cls.network(network, hosts, machine, ports=ports)
     # The devices of a host share its network cards.
     slow = dataclasses.replace(

@@ -28,18 +28,22 @@ _MARGIN = 1 - plans.ERROR
 def seconds(chosen: Iterable[Prediction]) -> float:
   """Returns the time of all exchanges; each exchange's latency counts once."""
   own_s, once_s = 0.0, {}
-  for found in chosen:
-    own_s += found.seconds - found.once_s
-    once_s[found.exchange] = max(once_s.get(found.exchange, 0), found.once_s)
+  for prediction in chosen:
+    own_s += prediction.seconds - prediction.once_s
+    once_s[prediction.exchange] = max(
+      once_s.get(prediction.exchange, 0), prediction.once_s
+    )
   return own_s + sum(once_s.values())
 
 
-def _raised(found: Prediction) -> Prediction:
+def _raised(prediction: Prediction) -> Prediction:
   """Returns a prediction, raised by the margin unless it is a dense sum."""
-  if found.exchange == DENSE:
-    return found
+  if prediction.exchange == DENSE:
+    return prediction
   return dataclasses.replace(
-    found, seconds=found.seconds / _MARGIN, once_s=found.once_s / _MARGIN
+    prediction,
+    seconds=prediction.seconds / _MARGIN,
+    once_s=prediction.once_s / _MARGIN,
   )
 
 
@@ -134,7 +138,13 @@ def reason(
   chosen: _Way,
   in_words: Callable[[_Way], str],
 ) -> str:
-  """Compares the chosen way with the next best one, in words for a plan."""
+  """Compares the chosen way with the next best one, in words for a plan.
+
+  Args:
+    ways: All ways of a leaf, each as if the leaf had its own exchange.
+    chosen: The chosen way.
+    in_words: Returns the name of a way.
+  """
   others = [way for way in ways if way != chosen]
   if not others:
     return ""
@@ -144,7 +154,7 @@ def reason(
   if ratio(second) >= 1:
     return text
   if ways[chosen].exchange != DENSE:
-    return f"{text} by itself, but cannot share the other leaves' exchange"
+    return f"{text} by itself, but cannot share an exchange with the others"
   if ratio(second) >= _MARGIN:
     return f"{text}, within the error of predictions"
   return f"{text} in an exchange of its own"

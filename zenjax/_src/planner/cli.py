@@ -83,7 +83,7 @@ def _number(text: str) -> float:
 
 
 def _topology(options: argparse.Namespace) -> Any:
-  """Returns the machine that the options describe."""
+  """Returns the machine that the options specify."""
   from zenjax._src.machine.topologies import Topology  # Imports JAX.
 
   link, machine, devices = options.link, options.machine, options.devices
@@ -92,8 +92,8 @@ def _topology(options: argparse.Namespace) -> Any:
       raise ValueError(
         "--topology says all about the machine. Give only --hosts with it."
       )
-    found = Topology.load(options.topology)
-    return found.with_hosts(options.hosts) if options.hosts else found
+    topology = Topology.load(options.topology)
+    return topology.with_hosts(options.hosts) if options.hosts else topology
   hosts, ports = options.hosts or 1, options.ports or 1
   if machine and devices:
     return Topology.preset(

@@ -39,10 +39,10 @@ class Optimizer:
     ]
     state = jax.eval_shape(self._tx.init, types)
     rows = dict.fromkeys(tables, 2)
-    found = row_analysis.analysis_of(self._tx, types, state, types, {}, rows)
-    self.sums = found.wants_more or found.sums is not None
+    analysis = row_analysis.analysis_of(self._tx, types, state, types, {}, rows)
+    self.sums = analysis.wants_more or analysis.sums is not None
     self.sums_all = self.sums or clip_norm is not None
-    self.resting = {self._named[i][0] for i in found.rests}
+    self.resting = {self._named[i][0] for i in analysis.rests}
 
   def state_row(self, name: str) -> float:
     """Returns bytes of the optimizer state for one row of a table."""

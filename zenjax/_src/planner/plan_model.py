@@ -159,14 +159,14 @@ def plan(
       "`compute_seconds` must be a finite time of 0 or more, got"
       f" {compute_seconds!r}. Give the seconds of a step without any exchange."
     )
-  found = gradients(value_and_grad, *args)
-  known = densities(profile, trace, found, topology.devices)
+  leaf_gradients = gradients(value_and_grad, *args)
+  known = densities(profile, trace, leaf_gradients, topology.devices)
   pins = arguments.pins(capacities)
-  _check_names(found, pins, "capacities")
-  used = _used_whole(value_and_grad, found, topology.devices)
+  _check_names(leaf_gradients, pins, "capacities")
+  used = _used_whole(value_and_grad, leaf_gradients, topology.devices)
   return answer(
     Question(
-      gradients=tuple(found),
+      gradients=tuple(leaf_gradients),
       topology=topology,
       axes=axes,
       profiles=used | known,
@@ -214,26 +214,26 @@ def gradients(value_and_grad: Callable[..., Any], *args: Any) -> list[Gradient]:
 
 def answer(question: Question) -> Plan:
   """Returns the plan with the shortest step."""
-  found = predictions(question)
+  predicted = predictions(question)
   fitting = [
     _fitting(gradient.name, ways, question.memory_bytes)
-    for gradient, ways in zip(question.gradients, found)
+    for gradient, ways in zip(question.gradients, predicted)
   ]
   chosen = choice.choose(fitting)
   if chosen is None:
-    raise AssertionError("each leaf has a way that fits")
-  return planned(question, found, chosen)
+    raise AssertionError("Internal error, please report: no way fits.")
+  return planned(question, predicted, chosen)
 
 
 def planned(
   question: Question,
-  found: Sequence[Mapping[Way, Prediction]],
+  predicted: Sequence[Mapping[Way, Prediction]],
   chosen: Sequence[Way],
 ) -> Plan:
   """Returns the plan that sends each gradient in the chosen way."""
   schemes = list(dict.fromkeys(way.scheme for way in chosen))
   leaves = []
-  for gradient, ways, way in zip(question.gradients, found, chosen):
+  for gradient, ways, way in zip(question.gradients, predicted, chosen):
     profile = question.profiles.get(gradient.name)
     union = None
     if profile is not None:
@@ -262,7 +262,7 @@ def planned(
     )
   step_s = lambda ways: (
     question.compute_seconds
-    + choice.seconds([predicted[way] for predicted, way in zip(found, ways)])
+    + choice.seconds([of_leaf[way] for of_leaf, way in zip(predicted, ways)])
   )
   return Plan(
     leaves=tuple(leaves),
@@ -270,20 +270,20 @@ def planned(
     machine=question.topology.name,
     compute_seconds=question.compute_seconds,
     seconds=step_s(chosen),
-    dense_seconds=step_s([PMEAN] * len(found)),
+    dense_seconds=step_s([PMEAN] * len(predicted)),
   )
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
   """Predicts every way of every gradient; gradients of non-tables have one."""
-  found = []
+  predicted = []
   for gradient in question.gradients:
     given = table_of(gradient), question.profile(gradient)
     machine = question.context, question.links
     leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
     is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
     if question.topology.devices == 1 or not is_table:
-      found.append({PMEAN: cost.predict(PMEAN, *given, *machine)})
+      predicted.append({PMEAN: cost.predict(PMEAN, *given, *machine)})
       continue
     narrower = [
       name
@@ -291,8 +291,8 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
       if jnp.dtype(name).itemsize < gradient.dtype.itemsize
       and has_range_of(jnp.dtype(name), gradient.dtype)
     ]
-    found.append(cost.predictions(*given, *machine, narrower))
-  return found
+    predicted.append(cost.predictions(*given, *machine, narrower))
+  return predicted
 
 
 def table_of(gradient: Gradient) -> Table:
@@ -402,14 +402,14 @@ def _used_whole(
   listed = any(gradient.look_ups is not None for gradient in gradients)
   if not listed and not getattr(value_and_grad, "gives_rows", False):
     return {}
-  found = {}
+  profiles = {}
   for gradient in gradients:
     if gradient.look_ups is None and gradient.shape:
       rows = rows_of(gradient)
-      found[gradient.name] = Profile(
+      profiles[gradient.name] = Profile(
         rows=rows, fullest=rows, union=rows, devices=devices
       )
-  return found
+  return profiles
 
 
 def check(

@@ -131,11 +131,11 @@ def profiles(
     ValueError: The trace is broken, or belongs to another model.
   """
   known = growths(traces.read(directory))
-  for name, found in known.items():
-    if rows.get(name) != found.rows:
+  for name, recorded in known.items():
+    if rows.get(name) != recorded.rows:
       raise ValueError(
         f"`trace` was recorded with another model: table {name!r} has"
-        f" {found.rows} rows in the trace and {rows.get(name, 'none')} in the"
-        " model. Record steps of this model."
+        f" {recorded.rows} rows in the trace and {rows.get(name, 'none')} in"
+        " the model. Record steps of this model."
       )
-  return {name: found.profile(devices) for name, found in known.items()}
+  return {name: recorded.profile(devices) for name, recorded in known.items()}

@@ -81,7 +81,7 @@ def costs(
     )
 
   # XLA makes one collective for each array, so arrays do not share latency.
-  apart = lambda found: dataclasses.replace(found, once_s=0.0)
+  apart = lambda prediction: dataclasses.replace(prediction, once_s=0.0)
   dense = Message("all_reduce", context.axes, rows * row / 4)
   zen = cost.predict(Way("zen"), table_of(gradient), profile, context, links)
   sparse = dataclasses.replace(
@@ -90,23 +90,23 @@ def costs(
     seconds=zen.seconds + moved(union, step_row),
     memory=whole + 2 * zen.received,
   )
-  found = {
+  by_form = {
     REPLICATED: apart(made(DENSE, [dense], sweep, whole + 2 * rows * row)),
     ROWS: sparse,
   }
   if len(context.axes) == 1:
     slots = Layout(num_rows=rows, groups=n).slots
-    found[ZERO1] = dataclasses.replace(
+    by_form[ZERO1] = dataclasses.replace(
       sparse,
       exchange=ZERO1,
       seconds=zen.seconds + moved(union / n, step_row),
       memory=sparse.memory - (rows - slots) * state_row,
     )
   if len(gradient.shape) != 2:
-    return found
+    return by_form
   if rows % n == 0:  # Otherwise XLA cannot shard the table.
     batch = n * look_ups
-    found[XLA] = apart(
+    by_form[XLA] = apart(
       made(
         XLA,
         _by_xla(look_ups, row, context),
@@ -118,13 +118,13 @@ def costs(
     messages = _by_owners(gradient, look_ups, profile, context)
     words = sum(m.words for m in messages)
     pushed = min(profile.union_of(last), rows) / last
-    found[SHARDED] = made(
+    by_form[SHARDED] = made(
       SHARDED,
       messages,
       moved(words * 4 / max(row, 1) + look_ups, row) + moved(pushed, step_row),
       Layout(num_rows=rows, groups=last).slots * (row + state_row) + 16 * words,
     )
-  return found
+  return by_form
 
 
 def _by_xla(look_ups: float, row: int, context: Context) -> list[Message]:

@@ -257,19 +257,24 @@ def plan_tables(
   plan_model.check(axes, topology, memory_bytes)
   if memory_bytes is None and topology.memory_bytes is not None:
     memory_bytes = _USABLE * topology.memory_bytes
-  found = plan_model.gradients(
+  leaf_gradients = plan_model.gradients(
     row_gradients.value_and_grad(loss_fn), params, *batch
   )
-  profiles = plan_model.densities(profile, trace, found, topology.devices)
-  question = Question(
-    gradients=tuple(found), topology=topology, axes=axes, profiles=profiles
+  profiles = plan_model.densities(
+    profile, trace, leaf_gradients, topology.devices
   )
-  gradients = {g.name: g for g in found if g.look_ups is not None}
+  question = Question(
+    gradients=tuple(leaf_gradients),
+    topology=topology,
+    axes=axes,
+    profiles=profiles,
+  )
+  gradients = {g.name: g for g in leaf_gradients if g.look_ups is not None}
   if not gradients:
     raise ValueError(
       "`loss_fn` uses none of the parameters only by lookups:"
-      f" {[g.name for g in found]}. `zenjax.rows.explain_tables` says why."
-      " `zenjax.planner.plan` plans for gradients that are arrays."
+      f" {[g.name for g in leaf_gradients]}. `zenjax.rows.explain_tables` says"
+      " why. `zenjax.planner.plan` plans for gradients that are arrays."
     )
   demanded = _demanded(forms, list(gradients))
   optimizer = Optimizer(tx, params, clip_norm)

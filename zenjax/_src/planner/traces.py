@@ -248,7 +248,7 @@ def read(directory: str | os.PathLike) -> Trace:
 
 def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
   source = Source(str(path), _REMEDY)
-  found = []
+  sets = []
   try:
     # `np.load` alone would try other formats if the file is not an archive.
     with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
@@ -269,5 +269,5 @@ def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
         f"must hold row ids of table {table.name!r}, below {table.rows}, for"
         f" {header.devices} devices"
       )
-    found.append([rows[a:b] for a, b in zip(offsets[:-1], offsets[1:])])
-  return found
+    sets.append([rows[a:b] for a, b in zip(offsets[:-1], offsets[1:])])
+  return sets

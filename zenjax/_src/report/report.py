@@ -248,8 +248,8 @@ def _synchronized_by(state: Any) -> str:
   }
   is_one = lambda node: type(node) in kinds
   nodes = jax.tree.leaves(state, is_leaf=is_one)
-  found = [kinds[type(node)] for node in nodes if is_one(node)]
-  return " and ".join(dict.fromkeys(found))
+  transforms = [kinds[type(node)] for node in nodes if is_one(node)]
+  return " and ".join(dict.fromkeys(transforms))
 
 
 def _same_rows(s: Mapping[str, float]) -> bool:

@@ -1,4 +1,4 @@
-"""Statistics of a run, read from an optimizer state."""
+"""Reads statistics of a run from an optimizer state."""
 
 from typing import Any, Literal, overload
 
@@ -110,12 +110,12 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     name: synced.get(name, {}) | selected.get(name, {})
     for name in (*synced, *selected)
   }
-  found = leaves | sparsifiers(state)
+  by_name = leaves | sparsifiers(state)
   if not flat:
-    return found
+    return by_name
   return {
     f"{leaf}/{name}": number
-    for leaf, numbers in found.items()
+    for leaf, numbers in by_name.items()
     for name, number in numbers.items()
   }
 
@@ -153,11 +153,11 @@ def array(x: Any) -> np.ndarray:
 
 def _sharded(leaf: LeafState) -> dict[str, float]:
   sizes, last = numbers_of(leaf)
-  found = _synced(sizes, last)
+  numbers = _synced(sizes, last)
   for name in ("scheme", "column_groups", "went_dense"):
-    del found[name]
+    del numbers[name]
   return {
-    **found,
+    **numbers,
     "owners": sizes.row_groups,
     "room": sizes.push,
     "fetch_rounds": max(1.0, float(np.ceil(last.push_need / sizes.push))),
@@ -214,11 +214,11 @@ def _selected(
   """
   size = int(np.prod(residual.shape[1:]))
   reduced = _over_devices(leaf.selected, leaf.threshold, residual)
-  found = {name: float(x) for name, x in reduced.items()}
+  numbers = {name: float(x) for name, x in reduced.items()}
   known = lambda x: float("nan") if x < 0 else x
-  found["threshold"] = known(found["threshold"])
+  numbers["threshold"] = known(numbers["threshold"])
   devices, wanted = leaf.selected.shape[0], known(float(leaf.wanted))
-  selected = found.pop("selected") / (devices * size)
+  selected = numbers.pop("selected") / (devices * size)
   elements = float("nan")
   if devices == 1:
     elements = selected * size
@@ -228,7 +228,7 @@ def _selected(
     "density_wanted": wanted,
     "selected": selected,
     "build_up": elements / (wanted * size),
-  } | found
+  } | numbers
 
 
 @jax.jit
@@ -251,19 +251,19 @@ def _over_devices(
 
 def sparsifiers(state: Any) -> Stats:
   """Returns `stats` of `exdyna` and `micro`, if they have taken a step."""
-  found: Stats = {}
+  by_name: Stats = {}
   for i, node in enumerate(sync_state.nodes(state, SparsifierState)):
     steps = int(np.asarray(node.step))
     if steps:
       recent = np.asarray(node.fullest)[:steps]
       needed = np.percentile(recent, _SELECTION_PERCENTILE, method="higher")
-      found[f"sparsifier {i + 1}" if i else "sparsifier"] = {
+      by_name[f"sparsifier {i + 1}" if i else "sparsifier"] = {
         "devices": float(np.shape(node.parts)[-1]),
         "steps": float(steps),
         "capacity": float(max(1, needed)),
         **{k: float(np.asarray(x)) for k, x in node.stats._asdict().items()},
       }
-  return found
+  return by_name
 
 
 def profile(state: Any) -> dict[str, Profile]:
@@ -296,13 +296,13 @@ def profile(state: Any) -> dict[str, Profile]:
     1.0
   """
   sync_state.require_numbers(state, "planner.profile")
-  found = {}
+  profiles = {}
   for node in sync_state.require(state):
     for name, leaf in node.leaves.items():
       sizes, last = numbers_of(leaf)
       if sizes.num_rows and np.isfinite(last.local_rows):
-        found[name] = profile_of(sizes, last)
-  return found
+        profiles[name] = profile_of(sizes, last)
+  return profiles
 
 
 def profile_of(sizes: Sizes, last: Last) -> Profile:

@@ -84,9 +84,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
     if isinstance(node, ShardedOptimizerState):
       return node._replace(sync=planned(name, node.sync))
     if isinstance(node, ZenSyncState):
-      found = {change.name: change.choice for change in changes(node, link)}
-      changed |= bool(found)
-      return node.replace(tuned=tuple((dict(node.tuned) | found).items()))
+      choices = {change.name: change.choice for change in changes(node, link)}
+      changed |= bool(choices)
+      return node.replace(tuned=tuple((dict(node.tuned) | choices).items()))
     if isinstance(node, ShardedTable):
       # The state names a table by its path in the parameters, which is the end
       # of its path in `tree`.
@@ -127,7 +127,7 @@ def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
 
 
 class Change(NamedTuple):
-  """What `tune` would change for one leaf."""
+  """A change that `tune` makes to the plan of one leaf."""
 
   name: str
   choice: LeafChoice
@@ -137,15 +137,15 @@ class Change(NamedTuple):
 def told(state: Any) -> list[str]:
   """Returns lines of a report that say what `tune` would change."""
   nodes = sync_state.find(state)
-  found = [x for node in nodes for x in changes(node, None)]
+  leaf_changes = [x for node in nodes for x in changes(node, None)]
   sizes = [x for node in nodes for x in _table_sizes(node)]
-  if not found and not sizes:
+  if not leaf_changes and not sizes:
     return []
   given = "(params, opt_state)" if sizes else "opt_state"
   lines = [f"zenjax.tune({given}) would change:"]
   for name, (rows,) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
-  for name, choice, gain in found:
+  for name, choice, gain in leaf_changes:
     what = "dense all-reduce"
     if choice.capacities:
       push, pull = choice.capacities
@@ -232,12 +232,12 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
   )
   context = Context(axes=("data",), sizes=(sizes.devices,), mean=True)
   with jax.ensure_compile_time_eval():
-    found = cost.predictions(table, profile, context, link)
+    predicted = cost.predictions(table, profile, context, link)
   now = sync_state.SCHEMES[sizes.scheme]
-  seconds = [x.seconds for way, x in found.items() if way.scheme == now]
-  best_way = min(found, key=lambda way: found[way].seconds)
+  seconds = [x.seconds for way, x in predicted.items() if way.scheme == now]
+  best_way = min(predicted, key=lambda way: predicted[way].seconds)
   best = best_way.scheme
-  gain = min(seconds, default=np.inf) / found[best_way].seconds
+  gain = min(seconds, default=np.inf) / predicted[best_way].seconds
   if best == now or gain < 1 + plans.ERROR:
     return None
   if best == "dense":

@@ -51,7 +51,7 @@ class Sections(NamedTuple):
   """
 
   counts: jax.Array  # [b, k] int32
-  ids: jax.Array  # [b, words], as `wire.encode_index` has them
+  ids: jax.Array  # [b, words], encoded by `wire.encode_index`
   rows: jax.Array  # [b, C, block] in the wire's dtype
 
 

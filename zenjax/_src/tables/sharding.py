@@ -98,13 +98,13 @@ def init_by_rows(
       f" stack with at most as many rows in all, got {num_rows!r}."
     )
   some = jax.ShapeDtypeStruct((_TRIED,), jnp.int32)
-  found: Any = jax.eval_shape(fun, some)
-  shape: Any = getattr(found, "shape", ())
+  rows_type: Any = jax.eval_shape(fun, some)
+  shape: Any = getattr(rows_type, "shape", ())
   made = len(shape) == 2 and shape[0] == _TRIED
-  if not made or not jnp.issubdtype(found.dtype, jnp.floating):
+  if not made or not jnp.issubdtype(rows_type.dtype, jnp.floating):
     raise ValueError(
       "`fun` of init_by_rows must return floating rows `[k, D]` for ids `[k]`,"
-      f" got {found} for {_TRIED} ids."
+      f" got {rows_type} for {_TRIED} ids."
     )
   with jax.ensure_compile_time_eval():
     by_row = _is_by_row(fun, math.prod(map(int, rows)))
@@ -117,7 +117,7 @@ def init_by_rows(
       " change with the position of an id or with other ids. Use one key per"
       " id: `jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)`."
     )
-  return RowInitializer(fun, (*map(int, rows), shape[1]), found.dtype)
+  return RowInitializer(fun, (*map(int, rows), shape[1]), rows_type.dtype)
 
 
 def _is_by_row(fun: Callable[[jax.Array], jax.Array], num_rows: int) -> Any:
@@ -172,7 +172,7 @@ def shard_leaves(
       " tables are not chosen by default. Choose tables with"
       " `tables=lambda name, leaf: ..`."
     )
-  found, hash_offset = [], 0
+  leaves, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
     if not wanted:
       if isinstance(leaf, RowInitializer):
@@ -180,7 +180,7 @@ def shard_leaves(
           f"`tables` must choose parameter {name!r}, because it was made with"
           " `init_by_rows`, which is for sharded tables only."
         )
-      found.append(replicated(leaf, mesh))
+      leaves.append(replicated(leaf, mesh))
       continue
     if leaf.ndim < 2:
       raise ValueError(
@@ -206,8 +206,8 @@ def shard_leaves(
       stack=tuple(stack),
     )
     hash_offset = (hash_offset + num_rows) % 2**32
-    found.append(table.with_value(placed(leaf, table, mesh)))
-  return structure.unflatten(found)
+    leaves.append(table.with_value(placed(leaf, table, mesh)))
+  return structure.unflatten(leaves)
 
 
 def placed(leaf: Any, table: ShardedTable, mesh: Any) -> jax.Array:
