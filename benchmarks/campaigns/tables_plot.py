@@ -12,10 +12,10 @@ from benchmarks import record
 from benchmarks.campaigns.tables import STEPS
 
 _FORMS = {
-  "replicated": ("whole on every host, psum (XLA)", "#222222"),
-  "row-sharded": ('P("data", None) (XLA)', "#8a8a8a"),
-  "rows, tuned": ("whole on every host, zen_sync", "#5fa3d9"),
-  "sharded, tuned": ("tables.shard (zenjax)", "#1f5fa8"),
+  "replicated": ("replicated, psum (XLA)", "#222222"),
+  "row-sharded": ('sharded, P("data", None) (XLA)', "#8a8a8a"),
+  "rows, tuned": ("replicated, zen_sync", "#5fa3d9"),
+  "sharded, tuned": ("sharded, zenjax.tables.shard", "#1f5fa8"),
 }
 _RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "unlimited": "no limit"}
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
   time, wire = figure.subplots(1, 2, width_ratios=(3, 1))
   figure.suptitle(
     f"A step with a table of {rows:,} x {width}, {tokens:,} rows looked up on"
-    f" each of {hosts} CPU hosts, after zenjax.tune",
+    f" each of {hosts} simulated hosts, after zenjax.tune",
     fontsize=10,
   )
   for i, (form, (label, color)) in enumerate(_FORMS.items()):

@@ -102,17 +102,6 @@ class Trainer:
             on_devices, np.broadcast_to(on_devices[:1], on_devices.shape)
           )
 
-  def per_device(self) -> list[np.ndarray]:
-    """The leaves of the state that each device has its own of, `[n, ...]`."""
-    is_spec = lambda x: isinstance(x, P)
-    specs = jax.tree.leaves(self.specs, is_leaf=is_spec)
-    leaves = jax.tree.leaves(self.state)
-    return [
-      runners.shards(leaf)
-      for spec, leaf in zip(specs, leaves, strict=True)
-      if spec != P()
-    ]
-
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:

@@ -195,14 +195,6 @@ def test_dlrm_learns(how, tmp_path):
   assert float(found) > 0.6
 
 
-@pytest.mark.more  # `sparsifiers` below trains the same.
-def test_images_are_learned_from_a_part_of_the_gradient(tmp_path):
-  how = ("--steps=12", "--width=8", "--batch=16", "--devices=2")
-  part = ("--sparsifier=micro", "--density=0.05")
-  out = _study(tmp_path, "cnn", *how, *part)
-  assert "accuracy on held-out images" in out and "x fewer than a dense" in out
-
-
 def test_sparsifiers_are_compared(tmp_path):
   how = ("cnn", "--width=8", "--batch=16", "--steps=6", "--kinds", "micro")
   how += ("--devices", "2", "--densities", "0.05", "--main", "0.05")

@@ -205,10 +205,11 @@ def plan_tables(
   - `"sharded"`: sharded by `zenjax.tables.shard` over the last axis, with a
     copy for every group of devices along the others.
 
-  Only forms that give the same training are offered: neither `"replicated"` nor
-  `"sharded-xla"` if `tx` changes rows without a gradient, as Adam does; neither
-  `"replicated-zero1"` nor `"sharded"` if `tx` sums over all rows, for example
-  to clip by a norm. Use `clip_norm` instead.
+  Only forms that give the same training are offered. If `tx` changes rows
+  without a gradient, as Adam does, `"replicated"` and `"sharded-xla"` are left
+  out, and all other forms update touched rows only. If `tx` sums over all rows,
+  for example to clip by a norm, `"replicated-zero1"` and `"sharded"` are left
+  out. Use `clip_norm` instead.
 
   Args:
     loss_fn: The loss, called on one device's part of a batch.

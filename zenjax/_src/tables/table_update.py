@@ -90,11 +90,6 @@ class TableUpdate(NoArray):
     return self
 
 
-def is_update(node: Any) -> bool:
-  """Returns True for a TableUpdate; for use as `is_leaf=`."""
-  return isinstance(node, TableUpdate)
-
-
 def on_devices(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
