@@ -102,7 +102,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     raise ValueError(
       "`state` must hold the state of `zen_sync` or of a sparsifier, got"
       f" {type(state).__name__}. Pass the optimizer state of a chain with"
-      " `zen_sync`, `exdyna`, `micro` or `error_feedback`."
+      " `zen_sync`, `exdyna`, `micro` or `error_feedback`. With nnx, pass the"
+      " optimizer itself, because `nnx.state` forgets types."
     )
   synced, selected = synced_leaves(state), selected_leaves(state)
   synced |= sharded_tables(state)

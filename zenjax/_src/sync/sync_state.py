@@ -287,9 +287,9 @@ def require(state: Any) -> list[ZenSyncState]:
   found = find(state)
   if not found:
     raise ValueError(
-      "`state` must hold a ZenSyncState, got"
-      f" {type(state).__name__}; give the state that"
-      " `optax.chain(zen_sync(..), ..)` returned."
+      f"`state` must hold a ZenSyncState, got {type(state).__name__}. Pass the"
+      " state of an optax chain with `zen_sync`. With nnx, pass the optimizer"
+      " itself, because `nnx.state` forgets types."
     )
   return found
 
