@@ -216,6 +216,21 @@ def test_back_on_the_same_devices_and_in_another_order():
   assert not zenjax.stats(before)
 
 
+@pytest.mark.parametrize("around", [2, 4, 8])
+def test_tables_move_whichever_mesh_is_set(around):
+  four, two = mesh_of(4), mesh_of(2)
+  with jax.set_mesh(mesh_of(around)):
+    there = shard(params_of(), four)
+    made = shard(
+      {"t": zenjax.tables.init_by_rows(OF_IDS, R)}, four, tables=True
+    )
+    back = zenjax.tables.unshard(zenjax.from_checkpoint(there, two, "data"))
+    rows = zenjax.tables.unshard(made)["t"]
+  for x, y in zip(*map(jax.tree.leaves, (back, params_of())), strict=True):
+    np.testing.assert_array_equal(x, y)
+  np.testing.assert_array_equal(rows, OF_IDS(np.arange(R)))
+
+
 @pytest.mark.parametrize("inner", [optax.adagrad(0.1), INNER["by path"]])
 def test_a_trained_plain_checkpoint_goes_on_sharded_and_comes_back(
   inner, as_optax_computes

@@ -22,7 +22,7 @@ def _texts():
       elif isinstance(node, ast.JoinedStr):
         parts = node.values
         yield "".join(
-          x.value if isinstance(x, ast.Constant) else "{}" for x in parts
+          str(x.value) if isinstance(x, ast.Constant) else "{}" for x in parts
         )
 
 

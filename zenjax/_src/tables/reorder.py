@@ -181,7 +181,8 @@ def made_by_rows(
     return _by_pieces(move, none, layout.slots)
 
   split = PartitionSpec(table.axes)
-  return jax.jit(table_update.on_devices(own, mesh, table.axes, (), split))()
+  mapped = table_update.on_devices(own, mesh, table.axes, (), split)
+  return _under(mesh, jax.jit(mapped))()
 
 
 def _placed(x: Any, split: NamedSharding) -> jax.Array:
@@ -263,7 +264,7 @@ def _resizing(
   if compat.explicit_of(lies.mesh):
     # On explicit axes, the number of devices must divide every dimension.
     resized = compat.on_automatic_axes(resized, lies.mesh, lies)
-  return jax.jit(resized, out_shardings=lies)
+  return _under(lies.mesh, jax.jit(resized, out_shardings=lies))
 
 
 def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
@@ -294,7 +295,7 @@ def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
 
   if compat.explicit_of(lies.mesh):
     stacked = compat.on_automatic_axes(stacked, lies.mesh, lies)
-  return jax.jit(stacked, out_shardings=lies)
+  return _under(lies.mesh, jax.jit(stacked, out_shardings=lies))
 
 
 @functools.lru_cache(maxsize=64)
@@ -304,7 +305,23 @@ def _on_mesh(
   """Returns `f` mapped over devices, jitted and cached."""
   split = PartitionSpec(axes)
   f = functools.partial(f, axes=axes, layout=layout)
-  return jax.jit(table_update.on_devices(f, mesh, axes, split, split))
+  mapped = jax.jit(table_update.on_devices(f, mesh, axes, split, split))
+  return _under(mesh, mapped)
+
+
+def _under(mesh: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `f` for arrays on `mesh`, even if another mesh is set."""
+
+  def called(*args: jax.Array) -> jax.Array:
+    around = jax.sharding.get_abstract_mesh()
+    # In a trace all arrays are on one mesh, which is set already.
+    traced = any(isinstance(x, Tracer) for x in args)
+    if traced or around.empty or around == mesh.abstract_mesh:
+      return f(*args)
+    with jax.set_mesh(mesh):
+      return f(*args)
+
+  return called
 
 
 def _to_owners(rows: jax.Array, axes: Axes, layout: Layout) -> jax.Array:

@@ -270,9 +270,8 @@ def mesh_of(tables: Sequence[ShardedTable]) -> Any:
 
 
 def mesh_under(table: ShardedTable) -> Any:
-  """Returns the mesh of a placed table with its devices, else `mesh_of` it."""
-  mesh = mesh_of([table])
+  """Returns the mesh that a placed table is on, otherwise `mesh_of` it."""
   sharding = getattr(table.value, "sharding", None)
   if isinstance(table.value, Tracer) or not isinstance(sharding, NamedSharding):
-    return mesh
+    return mesh_of([table])
   return sharding.mesh
