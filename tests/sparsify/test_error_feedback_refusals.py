@@ -125,7 +125,7 @@ def test_numbers_of_numpy_are_densities():
 def test_statistics_of_no_sparsifier():
   with pytest.raises(ValueError) as error:
     zenjax.stats((optax.EmptyState(),))
-  names(error, "`state`", "ZenSyncState", "tuple", "error_feedback")
+  names(error, "`state`", "`zen_sync`", "tuple", "error_feedback")
 
 
 def test_gradients_that_multi_steps_accumulates():
