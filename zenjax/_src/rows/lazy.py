@@ -145,10 +145,10 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   for table, refusal in analysis.refusals.items():
     raise ValueError(
       f"`{argument}` must update a row by that row alone, by the step, and by"
-      f" sums over all gradients, but in table {names[table]!r} {refusal};"
-      " put what clips or measures before what keeps a state, take dense"
-      " gradients by `jax.value_and_grad`, or give tables another optimizer by"
-      " `optax.partition`."
+      f" sums over all gradients, but in table {names[table]!r} {refusal}. Give"
+      " tables another optimizer by `optax.partition`. To keep this one, use"
+      ' `zen_sync(.., output="dense")` without `lazy_rows`. If a clip is the'
+      " cause, put it before what keeps a state."
     )
 
 

@@ -19,8 +19,9 @@ from zenjax.kernels.reference import row_mask
 # What a program wants that computes with SparseRows as if they were arrays.
 _CURES = (
   "add them by `+` or zen_sync, run optax inside zenjax.lazy_rows"
-  " (sharded_optimizer for sharded tables), clip by"
-  " zenjax.rows.clip_by_global_norm, take the norm by zenjax.global_norm"
+  " (sharded_optimizer for sharded tables), take the norm by"
+  " zenjax.global_norm, and behind zen_sync clip by"
+  " zenjax.rows.clip_by_global_norm"
 )
 
 # Row ids in an array that refuses arithmetic.
