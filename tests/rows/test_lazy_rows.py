@@ -426,3 +426,19 @@ def test_row_adagrad_takes_no_negative(argument):
   with pytest.raises(ValueError, match=f"`{argument}` must not be negative"):
     options: dict[str, Any] = {argument: -1.0}
     zenjax.rows.rowwise_adagrad(0.1, **options)
+
+
+def test_an_optimizer_of_a_traced_learning_rate_is_not_kept():
+  table, rows = jnp.ones((600, 8)), SparseRows([1, 3, 3], jnp.ones((3, 8)), 600)
+
+  @jax.jit
+  def step(table, rows, rate):
+    tx = zenjax.lazy_rows(optax.adagrad(rate))
+    updates, _ = tx.update(rows, tx.init(table), table)
+    return zenjax.apply_updates(table, updates)
+
+  with jax.checking_leaks():
+    found = step(table, rows, 0.1)
+  # A row with gradient 2, squared and added to 0.1.
+  np.testing.assert_allclose(found[3], 1 - 0.2 / np.sqrt(4.1), rtol=1e-5)
+  np.testing.assert_array_equal(found[0], 1.0)

@@ -70,6 +70,7 @@ def lazy_rows(
     TensorFlow Addons' `LazyAdam`.
   """
   inner = optax.with_extra_args_support(inner)
+  known: dict[Any, RowAnalysis] = {}
 
   def init(params):
     leaf_util.refuse_sharded(params, "params", "lazy_rows")
@@ -90,7 +91,7 @@ def lazy_rows(
       at[i] = touched_rows.At.of(x.indices, x.num_rows)
     sizes = {i: x.capacity for i, x in rows.items()}
     analysis = row_analysis.analysis_of(
-      inner, updates, state, params, extra, sizes
+      inner, updates, state, params, extra, sizes, known
     )
     names = [name for name, _ in leaf_util.named_leaves(updates, is_rows)]
     require(analysis, names, "inner")

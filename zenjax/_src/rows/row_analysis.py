@@ -101,6 +101,7 @@ def analysis_of(
   params: Any,
   extra: Mapping[str, Any],
   tables: Mapping[int, int],
+  known: dict[Any, RowAnalysis] | None = None,
 ) -> RowAnalysis:
   """Reads off an optimizer's `update` how it treats rows.
 
@@ -112,6 +113,8 @@ def analysis_of(
     extra: Further arguments of `update`.
     tables: Leaves of `grads` that are tables, by number, and with how many
       rows of each `update` will be called; at least 2.
+    known: Earlier analyses of the same optimizer, to look up and to extend. It
+      belongs to the transformation, because an optimizer may hold tracers.
   """
   given = grads, state, params, dict(extra)
   flat = [jax.tree.flatten(x, is_leaf=is_rows) for x in given]
@@ -122,15 +125,13 @@ def analysis_of(
     leaves=tuple(map(tuple, types)),
     tables=tuple(tables.items()),
   )
+  known = {} if known is None else known
   try:
-    return _known(program)
+    if program not in known:
+      known[program] = program.analysis()
   except TypeError:  # An argument that has no hash.
     return program.analysis()
-
-
-@functools.lru_cache(maxsize=64)
-def _known(program: "Update") -> RowAnalysis:
-  return program.analysis()
+  return known[program]
 
 
 _SYNCS = (

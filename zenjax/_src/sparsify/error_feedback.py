@@ -46,10 +46,11 @@ def error_feedback(
   residual_dtype: Any = None,
   wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Adds to each gradient what was not sent before, and selects from the sum.
+  """Sends a few elements of each gradient now and the rest in later steps.
 
-  Goes before `zenjax.zen_sync` in a chain, on *local* gradients, or in plain
-  `jit` on those by `zenjax.unreduced`, and sends nothing itself::
+  Use it to compress dense gradients. Put it before `zenjax.zen_sync` in your
+  chain, on *local* gradients, or in plain `jit` on gradients that you took with
+  `zenjax.unreduced`. It sends nothing itself::
 
     optax.chain(
       zenjax.sparsify.error_feedback(zenjax.sparsify.top_k(0.01), "data"),
@@ -57,35 +58,28 @@ def error_feedback(
       optax.sgd(0.1),
     )
 
-  Without `unit="element"` zen_sync sends whole rows, which is right and slow;
-  `zenjax.init_state` warns of it.
+  Without `unit="element"`, zen_sync sends whole rows, which is correct but
+  slow, and `zenjax.init_state` warns you.
 
-  Each device adds a gradient to its residual, sends what `inner` selects of
-  the sum, and keeps the rest: `n` times all averages so far, and the residuals
-  of all devices, are all gradients so far, to rounding. Make the state with
-  `zenjax.init_state`; `zenjax.from_checkpoint` takes it to another number of
-  devices, where what waits has the weight that it had. Give it the state of
-  the zen_sync too, which says `op`: without, `"mean"` is assumed.
+  Each device adds its gradient to a residual, sends the elements of the sum
+  that `inner` selects, and keeps the rest. So no gradient is lost. Make the
+  state with `zenjax.init_state`. `zenjax.from_checkpoint` moves it to another
+  number of devices; give it the state of the zen_sync too, which says whether
+  gradients are averaged or summed.
 
-  With `momentum` and `clip_norm` this is Deep Gradient Compression: gradients
-  are clipped, momentum is accumulated on each device *before* the selection
-  (`u = momentum * u + g`, and `u` is added to the residual), and where
-  something was sent `u` is cleared too (`masking`). The optimizer that follows
-  has no momentum then: `optax.sgd(rate)`. The sum above does not hold any more,
-  by design. For its warm-up give `zenjax.sparsify.top_k` a schedule of
-  densities.
+  With `momentum` and `clip_norm` this is Deep Gradient Compression: each device
+  clips its gradient and accumulates momentum *before* the selection. Follow it
+  with `optax.sgd(rate)`, without another momentum. For a warm-up give
+  `zenjax.sparsify.top_k` a schedule of densities.
 
-  Leaves that `inner` leaves whole have no residual. With `momentum` they have
-  one of their own all the same, and it is what they send. SparseRows and
-  integers pass as they are.
+  Parameters that `inner` does not select from are sent whole, after momentum if
+  there is any. SparseRows and integers pass unchanged. A NaN or Inf is sent
+  once, when it is selected, and then leaves residual and momentum. A gradient
+  whose norm is not finite is not clipped.
 
-  A NaN or Inf in a gradient comes out of `zen_sync` once, when it is selected:
-  at once, but for `random_k`, which has to draw it. It is forgotten then by
-  residual and momentum. A gradient whose norm is not finite is not clipped.
-
-  A chain that averages first and selects then makes devices differ for ever.
-  `zenjax.init_state` refuses it, and so does `update` under `check_vma=True`,
-  where types tell; a `lax.pmean` of the user's own before it is not seen
+  Do not average before it: each device would select from the same gradient, and
+  devices would drift apart. `zenjax.init_state` refuses such a chain, and
+  `update` does under `check_vma=True`. A `lax.pmean` of your own is not noticed
   otherwise.
 
   Args:

@@ -72,27 +72,26 @@ class SparsifierState(NamedTuple):
 
   @property
   def devices(self) -> int:
-    """How many devices it was made for, where it is that of all of them."""
+    """The number of devices that a global state was made for."""
     return self.residual.shape[0]
 
   @property
   def averages(self) -> bool:
-    """Whether what waits is to be averaged, not summed."""
+    """Whether residuals will be averaged over devices, not summed."""
     return "mean" in self.op
 
   def specs(self, split: PartitionSpec) -> "SparsifierState":
-    """Returns how it lies on devices, of which each has its own residual."""
+    """Returns partition specs: each device has its own residual."""
     same = jax.tree.map(lambda _: PartitionSpec(), self)
     return same._replace(residual=split)
 
   def on_devices(self, devices: int, averages: Any) -> "SparsifierState":
-    """Returns it for so many devices, of host arrays: no gradient is lost.
+    """Converts a state in host memory to another number of devices.
 
-    Residuals are added up, or joined by zeros, so that their sum is kept, or
-    for `op="mean"` what is to be averaged of them; partitions are even again,
-    and nothing moves by the counts of others. The threshold and its drift stay.
+    Residuals are folded so that no gradient is lost. Partitions start evenly
+    again, without counts. The threshold and its drift stay.
     """
-    del averages  # It knows its own.
+    del averages  # The state has its own.
     old = self.devices
     if old == devices:
       return self
@@ -111,8 +110,8 @@ class SparsifierState(NamedTuple):
     )
 
 
-# A threshold or a wanted part that there is none of. `jax_debug_nans`, with
-# which users look for NaN of their own, must not find one in the state.
+# In place of a threshold or a density that is not known. NaN in a state would
+# stop users who look for their own NaN with `jax_debug_nans`.
 UNKNOWN = -1.0
 
 
@@ -130,11 +129,11 @@ class FeedbackLeaf(NamedTuple):
 
   @property
   def devices(self) -> int:
-    """How many devices it was made for, where it is that of all of them."""
+    """The number of devices that a global state was made for."""
     return self.selected.shape[0]
 
   def specs(self, split: PartitionSpec) -> "FeedbackLeaf":
-    """Returns how it lies on devices, of which each has its own."""
+    """Returns partition specs: each device has its own memory."""
     own = jax.tree.map(lambda _: split, self)
     return own._replace(wanted=PartitionSpec())
 
@@ -156,18 +155,21 @@ class ErrorFeedbackState(NamedTuple):
   leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered
 
   def specs(self, split: PartitionSpec) -> "ErrorFeedbackState":
-    """Returns how it lies on devices, of which each has its own."""
+    """Returns partition specs: each device has its own memory."""
     leaves = {name: leaf.specs(split) for name, leaf in self.leaves.items()}
     return self._replace(step=PartitionSpec(), leaves=leaves)
 
   def on_devices(
     self, devices: int, averages: Callable[[str], bool]
   ) -> "ErrorFeedbackState":
-    """Returns it for so many devices, of host arrays: no gradient is lost.
+    """Converts a state in host memory to another number of devices.
+
+    Residuals and momenta are folded so that no gradient is lost.
 
     Args:
-      devices: How many.
-      averages: Tells of a leaf whether what waits is to be averaged.
+      devices: The number of devices.
+      averages: `(name) -> bool`, whether the residual of a leaf will be
+        averaged over devices, not summed.
     """
     leaves = dict(self.leaves)
     for name, leaf in leaves.items():
@@ -183,9 +185,9 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def folded(x: Any, devices: int, *, averages: bool) -> Any:
-  """Returns `[old, ...]` as `[devices, ...]` of the same sum; None of None.
+  """Converts `[old, ...]` to `[devices, ...]`, with the same sum or mean.
 
-  Where it `averages` the sum over as many is kept: that of the same mean.
+  Returns None for None.
   """
   if x is None:
     return None

@@ -146,6 +146,10 @@ class Owners:
   clip_norm: float | None = None
   # Leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
+  # Analyses of `inner`, made once for each kind of arguments.
+  known: dict[Any, RowAnalysis] = dataclasses.field(
+    default_factory=dict, compare=False, repr=False
+  )
 
   def init(self, params: Any) -> ShardedOptimizerState:
     mesh = self._mesh_around(params)
@@ -579,7 +583,7 @@ class Owners:
     small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
     chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
     analysis = row_analysis.analysis_of(
-      self.inner, types, whole, by, extra or {}, chosen
+      self.inner, types, whole, by, extra or {}, chosen, self.known
     )
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:

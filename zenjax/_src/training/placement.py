@@ -32,34 +32,33 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
-# Nodes that may differ between devices, and say of how many.
+# Nodes that may differ between devices, and tell for how many they were made.
 _OWN = FeedbackLeaf | SparsifierState | ShardedTable
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
-  """The view of replicated parameters whose gradients nobody has summed.
+  """Marks parameters so that JAX leaves their gradients unreduced.
 
-  Autodiff sums gradients of replicated values over devices by itself, before
-  anyone can send less than all of them: inside `shard_map(check_vma=True)`, and
-  in plain `jit` on explicit axes. Differentiate with respect to this view
-  instead, and zen_sync sums. The view costs nothing, and twice is once. Under
-  `pmap`, `vmap` and `check_vma=False` gradients are local anyway. Where a
-  gradient could not be left unreduced, its parameter comes back as it is: one
-  that is not floating, or that lies spread over the axis itself.
+  Use it inside `shard_map(check_vma=True)`, and in plain `jit` on explicit
+  axes. There JAX adds up the gradients of replicated parameters by itself,
+  before zen_sync can send less than all of them. Differentiate with respect to
+  `unreduced(params, axis_name)`, and zen_sync adds them up. Under `pmap`,
+  `vmap` and `check_vma=False` gradients are local anyway.
 
-  In plain `jit` so does a vector of fewer than 16,384 elements, which never
-  travels sparse: JAX adds no bias to a batch while it is typed so, and XLA sums
-  its gradient as without the view. Of other parameters that a loss adds or
-  multiplies by elements JAX says the same (`reduced`): take the view of the
-  tables alone, `params | {"table": zenjax.unreduced(params["table"], "data")}`.
+  Values do not change, and nothing is copied. Parameters that cannot be marked
+  are returned as they are: those of other dtypes than floating ones, those
+  sharded over the axis itself, and in plain `jit` vectors of fewer than 16,384
+  elements, because JAX could not add a marked bias to a batch. If JAX complains
+  of `reduced` where your loss adds or multiplies another parameter, mark only
+  the tables: `params | {"table": zenjax.unreduced(params["table"], "data")}`.
 
   Args:
     params: Any tree of arrays.
-    axis_name: The axis or axes that gradients are to be synchronized over.
+    axis_name: The axis or axes that gradients will be synchronized over.
 
   Returns:
-    The same values, typed as varying over the axes inside `shard_map`, as
-    reduced over them in plain `jit`.
+    The same values. Inside `shard_map` their types vary over the axes; in plain
+    `jit` their types are reduced over the axes.
 
   Raises:
     NameError: No axis of that name is bound, and the mesh has none.
@@ -105,15 +104,17 @@ def _reduced(x: Any, axes: Axes) -> Any:
 
 
 def state_specs(state: Any, axis_name: AxisName) -> Any:
-  """Partition specs of an optimizer state for `shard_map` and checkpoints.
+  """Returns the partition specs of a state, for `shard_map`.
 
-  Everything is replicated except for what differs between devices: the
-  residuals of sparsifiers (`exdyna`, `micro`) and of `error_feedback`, the
-  gradients that `optax.MultiSteps` accumulates around what synchronizes, what
-  `sharded_optimizer` keeps of tables, tables of `zenjax.tables.shard` and what
-  `zenjax.tables.prefetch` returns.
-  Those are split over `axis_name` along their first dimension; what owners
-  have, over the last of several axes.
+  Use it for `in_specs` and `out_specs` of a per-device step. Most of a state is
+  replicated. These parts differ between devices and are sharded over
+  `axis_name` along their first dimension:
+
+  - residuals of `exdyna`, `micro` and `error_feedback`;
+  - gradients that `optax.MultiSteps` accumulates before they are synchronized;
+  - what `zenjax.tables.prefetch` returns;
+  - sharded tables, and the state that `sharded_optimizer` keeps for tables. If
+    there are several axes, these are sharded over the last one.
 
   Args:
     state: An optimizer state, parameters, or their shapes (`jax.eval_shape`).
@@ -214,22 +215,22 @@ def init_state(
   mesh: Mesh,
   axis_name: AxisName,
 ) -> Any:
-  """An optimizer state, made where its axis is bound and placed on `mesh`.
+  """Makes an optimizer state and places it on a mesh.
 
-  Needed for states that hold residuals (`exdyna`, `micro`,
-  `error_feedback`), gradients that `optax.MultiSteps` accumulates, or
-  what `sharded_optimizer` keeps of the rows that a device owns; for others it
-  is `tx.init(params)` placed on all devices, so that the first step compiles as
-  all later ones do.
+  Use it in place of `tx.init` if parts of the state differ between devices:
+  residuals of `exdyna`, `micro` and `error_feedback`, gradients that
+  `optax.MultiSteps` accumulates in a per-device step, and the state that
+  `sharded_optimizer` keeps for the rows of each device. Other states are
+  `tx.init(params)` on all devices, so the first step compiles only once.
 
   Args:
     tx: Any chain with `zen_sync` or a sparsifier in it.
-    params: Parameters, replicated, or tables of `zenjax.tables.shard`.
-    mesh: The mesh that steps run on.
-    axis_name: As given to `zen_sync`.
+    params: Replicated parameters, or tables from `zenjax.tables.shard`.
+    mesh: The mesh that your steps run on.
+    axis_name: The axis or axes that you gave to `zen_sync`.
 
   Returns:
-    The state; each leaf a global array sharded by `state_specs`.
+    The state, as global arrays that are sharded by `state_specs`.
 
   Raises:
     ValueError: An axis is not the mesh's, or not the one that residuals are
