@@ -204,7 +204,7 @@ def _transformation(
 
   def init_fn(params: optax.Params) -> Any:
     checks.devices(_BY, axes)
-    leaves = top_k.begin(_BY, params, sparse, feedback.selector, axes)
+    leaves = top_k.begin(_BY, params, sparse, feedback.selector)
     return ErrorFeedbackState(
       jnp.zeros((), jnp.int32), _fresh(leaves, feedback)
     )

@@ -28,7 +28,6 @@ from zenjax._src.sparsify.sparsifier_state import HISTORY
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.sparsifier_state import SparsifierStats
 from zenjax._src.sparsify.thresholds import Controller
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
@@ -124,7 +123,6 @@ def transformation(
 
   def init_fn(params: optax.Params) -> Any:
     flat_vector.check_leaves(params, "params")
-    chains.will_sync(name, params, options)
     checks.warn_of_much(name, settings.density, jax.tree.leaves(params))
     n = checks.devices(name, options.axes)
     return _init(params, settings, _plan(params, settings, n))

@@ -12,14 +12,12 @@ from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
-from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.sparsify import checks
 from zenjax._src.sparsify import selectors
 from zenjax._src.sparsify.selectors import Density
 from zenjax._src.sparsify.selectors import Selector
-from zenjax._src.sync import chains
 
 MethodName = Literal["exact", "sampled"]
 
@@ -55,23 +53,21 @@ def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
 
 
 def begin(
-  by: str, params: Any, sparse: Any, selector: Selector, axes: Axes = ()
+  by: str, params: Any, sparse: Any, selector: Selector
 ) -> list[tuple[str, Any, bool]]:
-  """Tells all who ask, as an `init` does, what will be selected from.
+  """Takes the leaves of an `init`, and warns of a useless selection.
 
   Args:
     by: Who selects.
     params: Its parameters.
     sparse: Which leaves.
     selector: How.
-    axes: Over which gradients must be local, where it is told.
 
   Returns:
     As `chosen_leaves`.
   """
   leaves = chosen_leaves(params, sparse)
   picked = [leaf for _, leaf, selected in leaves if selected]
-  chains.will_select(by, picked, axes)
   chosen = [selected for *_, selected in leaves]
   leaf_util.warn_of_none(params, sparse, chosen, "sparse")
   checks.warn_of_much(by, getattr(selector, "density", 0.0), picked)

@@ -29,7 +29,6 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.schemes.zen import PushOnly
-from zenjax._src.sync import chains
 from zenjax._src.sync import exchange
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import leaf_tables
@@ -166,7 +165,6 @@ class Owners:
           " of `tx.init`, with one axis_name for both, or in plain jit give"
           " `mesh=`."
         ) from error
-    chains.will_sync("sharded_optimizer", params, self.options)
     make = lambda params: self.inner.init(params)
     lazy.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)

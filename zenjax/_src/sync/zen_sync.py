@@ -16,7 +16,6 @@ from zenjax._src.core.arguments import Unit
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes.registry import DENSE
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
@@ -182,7 +181,6 @@ def zen_sync(
 
 def _init(params: optax.Params, options: Options) -> ZenSyncState:
   leaf_util.refuse_sharded(params, "params", "zen_sync")
-  chains.will_sync("zen_sync", params, options)
   named = leaf_util.named_leaves(params, is_rows)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))

@@ -23,7 +23,6 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
-from zenjax._src.sync import chains
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sync_state import ZenSyncState
@@ -234,8 +233,7 @@ def init_state(
 
   Raises:
     ValueError: An axis is not the mesh's, or not the one that residuals are
-      kept over; or `tx` synchronizes a leaf twice along one axis, or before a
-      sparsifier selects from it; or a parameter is sharded over `axis_name`.
+      kept over; or a parameter is sharded over `axis_name`.
 
   Example:
     >>> import jax
@@ -250,8 +248,7 @@ def init_state(
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
   require_replicated(params, "params", axes, jax.tree.leaves(specs))
-  with chains.required():
-    local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
+  local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,
