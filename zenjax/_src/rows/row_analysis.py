@@ -216,7 +216,7 @@ class Update:
     return RowAnalysis(
       program=self,
       state_rows=(None,) * len(self.leaves[1]),
-      refusals=dict.fromkeys(self._sizes, reason),
+      refusals={i: reason for i in self._sizes},
       wants_more=wants_more,
     )
 
@@ -422,7 +422,7 @@ class _Facts(jaxprs.Pairwise):
           f" {name}"
         )
       return Fact(sums=name)
-    if len(dims) == 1 and self._keeps(name, eqn, twin, *dims, table):
+    if len(dims) == 1 and self._keeps(name, eqn, twin, dims[0], table):
       return Fact(table, idle)
     raise _Mixes(f"it mixes rows, by {name}")
 
