@@ -123,13 +123,7 @@ def table_of(
     )
   unit = options.unit
   rows, width = leaf_util.table_shape(leaf, unit)
-  if rows > buffer_sizes.MAX_ROWS:
-    raise ValueError(
-      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
-      f" `unit={unit!r}`, more than the {buffer_sizes.MAX_ROWS} that int32"
-      " slots count; choose a larger `unit`, split the leaf, or leave it out of"
-      " `sparse`."
-    )
+  buffer_sizes.require_rows(f"{name!r} with `unit={unit!r}`", rows)
   return Table(
     name=name,
     num_rows=rows,

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from zenjax._src.core import collectives
@@ -27,7 +26,6 @@ from zenjax._src.core import indexing
 from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.tables import table_update
 from zenjax._src.tables.sharded_table import ShardedTable
 
 # By default, buffers hold a part of the lookups, because batches repeat ids,
@@ -73,34 +71,28 @@ def look_ups(ids: jax.Array, layout: Layout) -> LookUps:
   places = jnp.full_like(place, end).at[number]
   places = places.set(place, indices_are_sorted=True)
   number = indexing.put(jnp.zeros_like(number), order, number)
-  return LookUps(places, borders(places, layout), number)
-
-
-def borders(places: jax.Array, layout: Layout) -> jax.Array:
-  """Returns where each owner's places begin, and where the last ones end."""
   ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
-  return jnp.searchsorted(places, ends).astype(jnp.int32)
+  first = jnp.searchsorted(places, ends).astype(jnp.int32)
+  return LookUps(places, first, number)
 
 
-def buffer_of(
-  asked: LookUps, begin: jax.Array, size: int, layout: Layout
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the next rows to ask each owner for.
+def _wanted(asked: LookUps, size: int, layout: Layout, turn: Any) -> jax.Array:
+  """Returns the slots to ask each owner for in a round.
 
   Args:
     asked: The lookups.
-    begin: `[n]`, position of the first row for each owner.
     size: `C`.
     layout: The table's layout.
+    turn: The number of the round.
 
   Returns:
-    `[n, C]` each: positions among the distinct rows, and slots, `S` as padding.
+    `[n, C]`, with `S` as padding.
   """
-  at = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  fresh = at < asked.first[1:, None]
+  number = jnp.arange(size, dtype=jnp.int32)[None]
+  position = asked.first[:-1, None] + turn * size + number
   owner = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
-  slots = indexing.take_or(asked.places, at, 0) - owner * layout.slots
-  return at, jnp.where(fresh, slots, layout.slots)
+  slots = indexing.take_or(asked.places, position, 0) - owner * layout.slots
+  return jnp.where(position < asked.first[1:, None], slots, layout.slots)
 
 
 @functools.partial(
@@ -124,33 +116,20 @@ class Ahead:
   sizes: tuple[int, ...]  # C of each table
 
 
-def _joined(ids: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-  return [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
-
-
-def ask(
-  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
-) -> Ahead:
+def ask(tables: Sequence[ShardedTable], ids: Sequence[jax.Array]) -> Ahead:
   """Sends the first distinct ids of a device to their owners.
 
   Args:
     tables: Each device's part of the tables, inside a `shard_map`.
-    ids: `[k] int32` for each lookup of each table, in `[0, R]`; `R` is padding.
+    ids: `[K] int32` of each table, in `[0, R]`; `R` is padding.
   """
-  joined = _joined(ids)
   layouts = tuple([table.layout for table in tables])
-  asked = [look_ups(x, layout) for x, layout in zip(joined, layouts)]
-  sizes = tuple(
-    [
-      buffer_size(len(x), layout, table.sizes)
-      for x, layout, table in zip(joined, layouts, tables)
-    ]
-  )
+  asked = [look_ups(x, layout) for x, layout in zip(ids, layouts)]
+  each = zip(ids, layouts, tables)
+  sizes = tuple([buffer_size(len(x), of, t.sizes) for x, of, t in each])
   fullest = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
-  sent = []
-  for a, size, layout in zip(asked, sizes, layouts):
-    _, slots = buffer_of(a, a.first[:-1], size, layout)
-    sent.append([slots])
+  each = zip(asked, sizes, layouts)
+  sent = [[_wanted(a, size, layout, 0)] for a, size, layout in each]
   # Every device tells all others its fullest buffer, which gives the number of
   # rounds.
   n = layouts[0].groups
@@ -162,7 +141,8 @@ def ask(
     # Rows wait for this maximum, so that all devices run collectives in the
     # same order.
     most, came = lax.optimization_barrier((most, came))
-  return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
+  came = [x for (x,) in came]
+  return Ahead(list(ids), asked, came, most[None], layouts, sizes)
 
 
 def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
@@ -185,10 +165,8 @@ def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
     return [_found(turn, a, l, c, x, r) for a, l, c, (x,), r in every]
 
   def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
-    sent = []
-    for a, layout, size in zip(asked, layouts, sizes):
-      _, slots = buffer_of(a, a.first[:-1] + turn * size, size, layout)
-      sent.append([slots])
+    each = zip(asked, sizes, layouts)
+    sent = [[_wanted(a, size, layout, turn)] for a, size, layout in each]
     came = wire.exchange(sent, collectives.all_to_all, axes)
     return answered(turn, [x for (x,) in came], rows)
 
@@ -217,83 +195,48 @@ def _found(
   return jnp.where(here[:, None], rows, before)
 
 
-def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
-  """Returns `f` mapped over the devices of `mesh`; `f` itself without one."""
-  if mesh is None:
-    return f
-  split = PartitionSpec(tables[0].batch_axes)
-  return table_update.on_devices(f, mesh, tables[0].batch_axes, specs, split)
-
-
-def ask_on(
-  mesh: Any,
-  tables: Sequence[ShardedTable],
-  ids: Sequence[Sequence[jax.Array]],
+def ask_all(
+  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
 ) -> Ahead:
-  """Runs `ask` on each device of `mesh`, or on this device without a mesh."""
-  split = PartitionSpec(tables[0].batch_axes)
-  specs = PartitionSpec(tables[0].axes), split
-  return _on(mesh, tables, ask, specs)(list(tables), list(map(list, ids)))
+  """Runs `ask` for several lookups `[k]` of each table."""
+  return ask(tables, list(map(jnp.concatenate, ids)))
 
 
-def fetch_on(
-  mesh: Any,
+def fetch_all(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
 ) -> list[list[jax.Array]]:
-  """Fetches rows on each device of `mesh`, or on this device without a mesh.
+  """Fetches the rows of several lookups of each table.
 
   Args:
-    mesh: The mesh that `mesh_of` returned, or None.
-    tables: The tables.
-    ids: `[k] int32` for each lookup of each table. With a mesh, `k` counts the
-      lookups of all devices.
-    ahead: The result of `ask` for the same lookups, if their ids have been
-      sent. If the lookups differ, all rows are NaN.
+    tables: Each device's part of the tables, inside a `shard_map`.
+    ids: `[k] int32` for each lookup of each table.
+    ahead: The result of `ask_all`, if the ids have been sent. If these differ
+      from `ids`, all rows are NaN.
 
   Returns:
     For each table the rows `[k, D]` of each lookup.
+
+  Raises:
+    ValueError: `ahead` belongs to other tables or numbers of lookups.
   """
-
-  def fetched(tables, ids, given):
-    ahead = given or ask(tables, ids)
-    rows = fetch(tables, ahead)
-    if given is not None:
-      same = [jnp.all(x == y) for x, y in zip(_joined(ids), given.ids)]
-      rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
-    return [_split(x, of) for x, of in zip(rows, ids)]
-
+  joined = list(map(jnp.concatenate, ids))
   if ahead is not None:
-    _require_same(mesh, tables, ids, ahead)
-  split = PartitionSpec(tables[0].batch_axes)
-  specs = PartitionSpec(tables[0].axes), split, split
-  return _on(mesh, tables, fetched, specs)(
-    list(tables), list(map(list, ids)), ahead
-  )
-
-
-def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-  """Splits `[sum(k), ..]` into one `[k, ..]` for each array of `like`."""
-  if len(like) == 1:
-    return [x]
-  return jnp.split(x, np.cumsum([len(of) for of in like])[:-1].tolist())
-
-
-def _require_same(mesh, tables, ids, ahead):
-  """Raises ValueError if `ahead` belongs to other tables or another batch."""
-  devices = 1
-  if mesh is not None:
-    devices = math.prod([mesh.shape[axis] for axis in tables[0].batch_axes])
-  each = zip(ids, tables)
-  want = [(sum(map(len, x)) // devices, t.layout) for x, t in each]
-  got = [(len(x) // devices, of) for x, of in zip(ahead.ids, ahead.layouts)]
-  if got != want:
-    raise ValueError(
-      "`prefetched` belongs to another function or batch: expected lookups per"
-      f" device and tables {want}, got {got}. Pass what"
-      " `zenjax.tables.prefetch(loss_fn)` returned for this batch."
-    )
+    want = [(len(x), table.layout) for x, table in zip(joined, tables)]
+    got = [(len(x), layout) for x, layout in zip(ahead.ids, ahead.layouts)]
+    if got != want:
+      raise ValueError(
+        "`prefetched` belongs to another function or batch: expected lookups"
+        f" per device and tables {want}, got {got}. Pass what"
+        " `zenjax.tables.prefetch(loss_fn)` returned for this batch."
+      )
+  rows = fetch(tables, ahead or ask(tables, joined))
+  if ahead is not None:
+    same = [jnp.all(x == y) for x, y in zip(joined, ahead.ids)]
+    rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
+  ends = [np.cumsum(list(map(len, x)))[:-1].tolist() for x in ids]
+  return [jnp.split(x, at) for x, at in zip(rows, ends)]
 
 
 def words_of_step(
