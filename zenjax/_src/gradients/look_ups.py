@@ -43,11 +43,6 @@ class Place(NamedTuple):
   first: Any = 0
   strides: tuple[int, ...] = ()
 
-  @classmethod
-  def of(cls, shape: Sequence[int]) -> "Place":
-    """Returns the place of a whole leaf `[..., R, D]`."""
-    return cls(math.prod(shape[:-1]), 0, strides_of(shape))
-
   def at(self, index: Any) -> "Place":
     """Returns the place of one of the tables along the first dimension."""
     one = self.shifted(index * self.strides[0])

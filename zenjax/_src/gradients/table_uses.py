@@ -124,10 +124,10 @@ class Tables:
 def _stack_remedy(table: Any) -> str:
   if not table.stack:
     return ""
-  *_, rows, _ = table.shape
+  *_, rows, width = table.shape
   return (
     f" Or look up rows `t * {rows} + id` of it reshaped to"
-    f" `{table.table_shape}`."
+    f" `{(table.num_rows, width)}`."
   )
 
 

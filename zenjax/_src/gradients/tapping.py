@@ -148,7 +148,9 @@ class View(NamedTuple):
   @classmethod
   def of(cls, param: int, table: jax.Array, away: bool) -> "View":
     """Returns the view of a whole leaf."""
-    place = look_ups.Place.of(jnp.shape(table))
+    shape = jnp.shape(table)
+    strides = look_ups.strides_of(shape)
+    place = look_ups.Place(math.prod(shape[:-1]), strides=strides)
     return cls(param, table, place, lambda: table, away=away)
 
   def rows(self, found: look_ups.LookUp, rows: jax.Array) -> jax.Array:
@@ -253,7 +255,7 @@ class Run:
     for i, eqn in enumerate(jaxpr.eqns):
       values = [read(atom) for atom in eqn.invars]
       at = (*path, i)
-      if any(isinstance(x, View) for x in values):
+      if any([isinstance(x, View) for x in values]):
         outs = self._with_views(eqn, values, at)
       elif self.replays and _calls_back(eqn):
         outs = self._called_back(eqn, values, at)

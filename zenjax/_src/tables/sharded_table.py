@@ -87,11 +87,6 @@ class ShardedTable(NoArray):
     return *self.shape_of_rows, *self.value.shape[1:]
 
   @property
-  def table_shape(self) -> tuple[int, int]:
-    """The shape that optimizers see: `(R, D)`, or `(T * R, D)` for a stack."""
-    return self.num_rows, self.value.shape[-1]
-
-  @property
   def shape_of_rows(self) -> tuple[int, ...]:
     """The shape without columns: `(R,)`, or `(T, R)` for a stack."""
     return *self.stack, self.num_rows // math.prod(self.stack)

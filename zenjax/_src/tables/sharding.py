@@ -1,7 +1,6 @@
 """Shards tables by rows over devices, and converts them back to arrays."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -23,28 +22,24 @@ from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
 
-@dataclasses.dataclass(frozen=True)
-class RowInitializer:
-  """A table whose rows `shard` makes on the devices that own them.
+class RowInitializer(jax.ShapeDtypeStruct):
+  """The type of a table, with a function that makes its rows.
 
-  Attributes:
+  Args:
     fun: Maps ids `[k] int32` in `[0, R)` to rows `[k, D]`. Row `r` of table `t`
       of a stack has id `t * R + r`.
     shape: `(R, D)`, or `(T, R, D)` for a stack.
-    dtype: Dtype of the rows.
+    dtype: The dtype of the rows.
   """
 
-  fun: Callable[[jax.Array], jax.Array]
-  shape: tuple[int, ...]
-  dtype: Any
-
-  @property
-  def ndim(self) -> int:
-    return len(self.shape)
-
-  @property
-  def size(self) -> int:
-    return math.prod(self.shape)
+  def __init__(
+    self,
+    fun: Callable[[jax.Array], jax.Array],
+    shape: Sequence[int],
+    dtype: Any,
+  ):
+    super().__init__(shape, dtype)
+    self.fun = fun
 
 
 # How many ids a function of rows is tried on, and how many in a shorter call.

@@ -43,11 +43,6 @@ class TableUpdate(NoArray):
     return sparse_rows.unseal(slots) if sparse_rows.is_sealed(slots) else slots
 
   @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of a device's part, `(S, D)`."""
-    return self.size, *self.rows.shape[1:]
-
-  @property
   def dtype(self) -> Any:
     return self.rows.dtype
 
