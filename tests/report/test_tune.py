@@ -104,7 +104,7 @@ def test_a_report_says_what_it_would_change():
   (line,) = told[told.index("zenjax.tune(opt_state) would change:") + 1 :]
   trainer.state = zenjax.tune(trainer.state)
   push, pull = tuned(trainer.state)["t"].capacities
-  assert f"t: zen, buffers of {push} and {pull} rows" in line
+  assert f"t: zen, buffers of {push} rows to push, {pull} to pull" in line
   assert "would change" not in zenjax.report(trainer.state)
   # What earlier steps needed fits one round.
   trainer(stack_of(2))
