@@ -93,7 +93,7 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
   ("words", "said"),
   [
     (["plan"], "--trace"),
-    (["plan", *NETWORK, "--trace", "nowhere"], "must hold a trace"),
+    (["plan", *NETWORK, "--trace", "nowhere"], "nowhere/trace.json"),
     (["plan", "--trace", "TRACE"], "a machine must be described"),
     (["plan", "--trace", "TRACE", "--link", "1gbit"], "must be described"),
     (["plan", "--trace", "TRACE", "--devices", "2"], "must be described"),
