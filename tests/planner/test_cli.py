@@ -103,7 +103,7 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
       ["plan", "--trace", "TRACE", *NETWORK, "--topology", "x"],
       "--topology says",
     ),
-    (["plan", "--trace", "TRACE", "--topology", "x"], "`path`"),
+    (["plan", "--trace", "TRACE", "--topology", "x"], "No such file"),
     (["whatif", "--trace", "TRACE", *NETWORK], "--compute-seconds"),
     (
       ["whatif", "--trace", "TRACE", *NETWORK, "--compute-seconds", "-1"],

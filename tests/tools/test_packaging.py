@@ -127,7 +127,6 @@ def _run(code: str) -> None:
   [
     ["--help"],
     *[[command, "--help"] for command in ("plan", "whatif")],
-    ["plan", "--trace", "none", "--link", "25gb/s", "--hosts", "2"],
     ["--versoin"],
   ],
 )

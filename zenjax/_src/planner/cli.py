@@ -5,7 +5,9 @@ reading the options, so that `--help` is fast.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+import itertools
 import pathlib
 from typing import Any
 
@@ -36,21 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
   add_command = parser.add_subparsers(required=True, metavar="COMMAND")
   plan = add_command.add_parser("plan", help="choose how to send gradients")
   what_if = add_command.add_parser("whatif", help="vary hosts, links, batches")
-  plan.set_defaults(parser=plan, run=_plan)
-  what_if.set_defaults(parser=what_if, run=_what_if)
-  for add in (plan.add_argument, what_if.add_argument):
+  for command, run in ((plan, _plan), (what_if, _what_if)):
+    command.set_defaults(parser=command, run=run)
+    add = command.add_argument
     add("--trace", required=True, metavar="DIR", help="directory of the trace")
     add("--batch", type=_count, default=1, help="multiple of recorded lookups")
     add("--hosts", type=_count, metavar="N", help="hosts, joined by --link")
-    add("--link", type=_rate, metavar="RATE", help="network card, say 100gbit")
+    add("--link", metavar="RATE", help="network card, say 100gbit")
     add("--ports", type=_count, metavar="N", help="network cards per host")
     add("--machine", choices=tuple(machines.MACHINES), help="type of devices")
     add("--devices", type=_count, metavar="N", help="per host, by default 1")
     add("--topology", metavar="FILE", help="saved Topology, instead of these")
-  told = "time of a step on one device without any exchange"
-  for add, needed in ((plan.add_argument, False), (what_if.add_argument, True)):
     add(
-      "--compute-seconds", type=_number, default=0.0, required=needed, help=told
+      "--compute-seconds",
+      type=_seconds,
+      default=0.0,
+      required=command is what_if,
+      help="time of a step on one device without any exchange",
     )
   plan.add_argument("--wire-dtypes", nargs="+", default=[], metavar="DTYPE")
   plan.add_argument("--json", type=pathlib.Path, help="file for the plan")
@@ -69,14 +73,7 @@ def _count(text: str) -> int:
   return int(text)
 
 
-def _rate(text: str) -> float:
-  try:
-    return rates.bits_a_second(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _number(text: str) -> float:
+def _seconds(text: str) -> float:
   if not 0 < float(text) < float("inf"):
     raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
   return float(text)
@@ -120,23 +117,26 @@ class _Run:
     self._growths = recorded_runs.growths(trace)
     self._sets = trace.header.devices * trace.steps
 
-  def densities(self, topology: Any, batch: int) -> Mapping[str, Any]:
-    """Returns the densities of each table, by name."""
-    growths = self._growths.items()
-    return {k: growth.profile(topology.devices, batch) for k, growth in growths}
-
   def plan(self, topology: Any, batch: int, **options: Any) -> Any:
     """Returns the plan for `batch` times the recorded lookups."""
     gradients = [
-      self._model.Gradient(x.name, x.shape, self._model.np.dtype(x.dtype), ids)
-      for x in self._leaves
-      for ids in [x.look_ups and x.look_ups * batch]
+      self._model.Gradient(
+        leaf.name,
+        leaf.shape,
+        self._model.np.dtype(leaf.dtype),
+        leaf.look_ups and leaf.look_ups * batch,
+      )
+      for leaf in self._leaves
     ]
+    profiles = {
+      name: growth.profile(topology.devices, batch)
+      for name, growth in self._growths.items()
+    }
     question = self._model.Question(
       gradients=tuple(gradients),
       topology=topology,
       axes=topology.axes if len(topology.axes) > 1 else ("data",),
-      profiles=self.densities(topology, batch),
+      profiles=profiles,
       **options,
     )
     return self._model.answer(question)
@@ -169,9 +169,10 @@ def _plan(options: argparse.Namespace) -> Iterator[str]:
     compute_seconds=options.compute_seconds,
     wire_dtypes=tuple(options.wire_dtypes),
   )
-  for name, seen in run.densities(topology, options.batch).items():
-    devices = f"{seen.union:.0f} on {topology.devices}"
-    yield f"{name}: {seen.rows:.0f} rows on a device, {devices} devices"
+  for leaf in plan.leaves:
+    if leaf.rows is not None:
+      devices = f"{leaf.union:.0f} on {plan.devices}"
+      yield f"{leaf.name}: {leaf.rows:.0f} rows on a device, {devices} devices"
   yield str(plan)
   yield from run.notes(topology, options.batch)
   if options.json:
@@ -186,25 +187,23 @@ def _what_if(options: argparse.Namespace) -> Iterator[str]:
     return run.plan(machine, batch, compute_seconds=seconds)
 
   by_hosts = lambda hosts: plan(topology.with_hosts(hosts), batch)
-  by_rate = lambda bits: plan(topology.with_rate(bits), batch)
-  whole = lambda low, high: (low + high) // 2 if high - low > 1 else None
-  ratio = lambda low, high: (low * high) ** 0.5 if high > 1.02 * low else None
-  bits = (1e9, 10e9, 25e9, 100e9, 400e9)
-  yield f"{topology.devices} devices on {topology.name}, {batch} x batch"
-  yield from _sweep("hosts", (2, 4, 8, 16, 32, 64), str, by_hosts, whole)
-  yield from _sweep("link", bits, rates.in_words, by_rate, ratio)
+  by_rate = lambda mbits: plan(topology.with_rate(mbits * 1e6), batch)
   by_batch = lambda times: plan(topology, times)
-  yield from _sweep("batch", (1, 2, 4, 8), str, by_batch, whole)
+  mbits = (1_000, 10_000, 25_000, 100_000, 400_000)
+  rate = lambda mbits: rates.in_words(mbits * 1e6)
+  yield f"{topology.devices} devices on {topology.name}, {batch} x batch"
+  yield from _sweep("hosts", (2, 4, 8, 16, 32, 64), str, by_hosts)
+  yield from _sweep("link", mbits, rate, by_rate)
+  yield from _sweep("batch", (1, 2, 4, 8), str, by_batch)
   yield "scaling: time of a step without any exchange over its time with it"
   yield from run.notes(topology, batch)
 
 
 def _sweep(
   name: str,
-  values: Sequence[Any],
-  shown: Callable[[Any], str],
-  plan_at: Callable[[Any], Any],
-  middle: Callable[[Any, Any], Any],
+  values: Sequence[int],
+  in_words: Callable[[int], str],
+  plan_at: Callable[[int], Any],
 ) -> Iterator[str]:
   """Yields a table of plans, and the values at which the choice changes."""
   from zenjax._src.core.text import columns
@@ -217,12 +216,13 @@ def _sweep(
     both = plan.seconds, plan.dense_seconds
     times = [f"{s * 1e3:.4g}" for s in both]
     scaling = [f"{plan.compute_seconds / s:.3f}" for s in both]
-    rows.append((shown(x), *times, *scaling, plan.better))
+    rows.append((in_words(x), *times, *scaling, plan.better))
   yield from ["", *columns(rows)]
-  better = plans[values[0]].better
-  yield f"from {shown(values[0])} on {_TURNS_TO[better]}"
-  for low, high in zip(values, values[1:]):
-    if (better := plans[low].better) != plans[high].better:
-      while (x := middle(low, high)) is not None:
-        low, high = (x, high) if plan_at(x).better == better else (low, x)
-      yield f"from {shown(high)} on {_TURNS_TO[plan_at(high).better]}"
+  yield f"from {in_words(values[0])} on {_TURNS_TO[plans[values[0]].better]}"
+  for low, high in itertools.pairwise(values):
+    changes = lambda x, low=low: plan_at(x).better != plans[low].better
+    if plans[high].better != plans[low].better:
+      # Three digits, because that is what `in_words` shows.
+      between = range(low, high + 1, 10 ** max(len(str(low)) - 3, 0))
+      turn = between[bisect.bisect_left(between, True, key=changes)]
+      yield f"from {in_words(turn)} on {_TURNS_TO[plan_at(turn).better]}"
