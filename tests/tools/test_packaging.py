@@ -126,7 +126,7 @@ def _run(code: str) -> None:
   "words",
   [
     ["--help"],
-    *[[command, "--help"] for command in ("plan", "whatif")],
+    ["plan", "--help"],
     ["--versoin"],
   ],
 )
