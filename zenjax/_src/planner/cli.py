@@ -37,14 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add = plan.add_argument
   add("--trace", required=True, metavar="DIR", help="directory of the trace")
-  several: dict[str, Any] = {"nargs": "+", "default": [None], "metavar": "N"}
+  several: dict[str, Any] = {"nargs": "+", "metavar": "N", "default": [None]}
   add("--hosts", type=_count, **several, help="hosts, joined by --link")
-  add("--link", **several | {"metavar": "RATE"}, help="network card: 100gbit")
+  several["metavar"] = "RATE"
+  add("--link", **several, help="network card, say 100gbit")
   add("--ports", type=_count, metavar="N", help="network cards per host")
   add("--machine", choices=tuple(machines.MACHINES), help="type of devices")
   add("--devices", type=_count, metavar="N", help="per host, by default 1")
   add("--topology", metavar="FILE", help="saved Topology, instead of these")
-  several["default"] = [1]
+  several |= {"metavar": "N", "default": [1]}
   add("--batch", type=_count, **several, help="multiple of recorded lookups")
   what = "time of a recorded step without any exchange"
   add("--compute-seconds", type=_seconds, default=0.0, metavar="S", help=what)
@@ -99,7 +100,9 @@ def _plan(options: argparse.Namespace) -> Iterator[str]:
       "--json needs one plan. Give one value of --hosts, --link and --batch."
     )
   else:
-    rows = [("hosts", "link", "batch", "ms", "pmean ms", "gain", "better")]
+    rows: list[tuple[str, ...]] = [
+      ("hosts", "link", "batch", "ms", "pmean ms", "gain", "better")
+    ]
     for case, plan in zip(cases, plans):
       words = [str(x or "-") for x in case]
       ms = [f"{x * 1e3:.4g}" for x in (plan.seconds, plan.dense_seconds)]

@@ -102,7 +102,7 @@ class Recorder:
     for name, leaf in leaves.items():
       if isinstance(leaf, SparseRows):
         self._look_ups[name] = -(-leaf.capacity // n)
-    if n == 1:
+    if mesh is None or n == 1:
       return _nonzero_rows(leaves)
     if arrays := [name for name, leaf in leaves.items() if not is_rows(leaf)]:
       raise ValueError(
@@ -113,8 +113,10 @@ class Recorder:
     split = PartitionSpec(self._axes)
     given = {name: filled_up(leaf, n) for name, leaf in leaves.items()}
     if set(self._axes) & compat.explicit_of(mesh):
-      place = lambda x: jax.sharding.reshard(x, NamedSharding(mesh, split))
-      given = jax.tree.map(place, given)
+      over_devices = NamedSharding(mesh, split)
+      given = jax.tree.map(
+        lambda x: jax.sharding.reshard(x, over_devices), given
+      )
     mapped = jax.shard_map(
       _nonzero_rows, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
     )
