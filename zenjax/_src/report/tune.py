@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from zenjax._src.core.arguments import Capacity
-from zenjax._src.machine import cost
+from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.link_models import Link
 from zenjax._src.report import stats
 from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import plans
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
@@ -200,6 +201,12 @@ def _by_counts(
   best = _cheapest(needs, row_bytes)
   push, pull = [min(rows, sizes.num_rows) for rows in best]
   size = Capacity(push, max(push, pull))
+  # Both from one other device. SparseRows have no dense path within a step.
+  sent = _rounds(needs, size) * sum(size) * row_bytes
+  dense_sent = 2 * 4 * sizes.num_rows * sizes.width / sizes.devices
+  if scheme == "zen" and sent > SPARSE["zen"].break_even * dense_sent:
+    if not stays:
+      return Change(name, LeafChoice("dense"), now / dense_sent)
   gain = now / _cost(needs, size, row_bytes)
   if gain < _LEAST_GAIN:
     return None
@@ -216,8 +223,12 @@ def _cheapest(needs: np.ndarray, row_bytes: float) -> list[int]:
 
 def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
   """Returns the mean cost of a step for a device, in bytes."""
-  rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
-  return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))
+  return _rounds(needs, size) * (sum(size) * row_bytes + _ROUND_BYTES)
+
+
+def _rounds(needs: np.ndarray, size: Sequence[int]) -> float:
+  """Returns how many rounds a step took on average."""
+  return float(np.mean(np.max(np.ceil(needs / np.array(size)), axis=1)))
 
 
 def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
@@ -234,7 +245,7 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
   )
   context = Context(axes=("data",), sizes=(sizes.devices,), mean=True)
   with jax.ensure_compile_time_eval():
-    predicted = cost.predictions(table, profile, context, link)
+    predicted = CostModel(context, {"data": link}).of_ways(table, profile)
   now = sync_state.SCHEMES[sizes.scheme]
   seconds = [x.seconds for way, x in predicted.items() if way.scheme == now]
   best_way = min(predicted, key=lambda way: predicted[way].seconds)
