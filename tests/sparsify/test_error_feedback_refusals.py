@@ -90,7 +90,8 @@ def test_states_of_others():
   )
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(8))
-  names(error, "`error_feedback`", "`axis_name`", "zenjax.init_state")
+  words = "zenjax.init_state(tx, params, mesh, 'data')", "`TrainState("
+  names(error, "`error_feedback`", *words)
   made = zenjax.init_state(tx, {"w": jnp.zeros(8)}, runners.mesh(2), "data")
   for gradient, state, words in [
     (jnp.zeros(8), made, ["leaf 'w'", "(2, 8)", "state_specs"]),

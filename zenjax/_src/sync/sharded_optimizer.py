@@ -154,17 +154,7 @@ class Owners:
     mesh = self._mesh_around(params)
     if mesh is not None:
       return self._init_on(mesh, params)
-    for axis in self.options.axes:
-      try:
-        lax.axis_size(axis)
-      except NameError as error:
-        raise ValueError(
-          "`sharded_optimizer` keeps a part of the state on each device, so its"
-          f" state must be made where its axis {axis!r} is bound or a mesh has"
-          " it; call `zenjax.init_state(tx, params, mesh, axis_name)` instead"
-          " of `tx.init`, with one axis_name for both, or in plain jit give"
-          " `mesh=`."
-        ) from error
+    collectives.size_in_init(self.options.axes, "sharded_optimizer")
     make = lambda params: self.inner.init(params)
     lazy.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(self.options)
