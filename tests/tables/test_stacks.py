@@ -87,6 +87,14 @@ def _parts(stack, ids):
   return jnp.concatenate([some, last], 1) + one[None]
 
 
+def _cut(stack, ids):
+  """Tables by iteration, and by `split`."""
+  first, *_ = stack
+  _, others = jnp.split(stack, [1])
+  rows = [others[t - 1, ids[:, t]] for t in range(1, T)]
+  return jnp.stack([first[ids[:, 0]], *rows], 1)
+
+
 LOOK_UPS = dict(
   indexed=lambda t, i: jnp.stack([t[k, i[:, k]] for k in range(T)], 1),
   mapped=lambda t, i: jax.vmap(lambda t, i: t[i], (0, 1), 1)(t, i),
@@ -96,6 +104,7 @@ LOOK_UPS = dict(
   scanned=_scanned,
   looped=_looped,
   parts=_parts,
+  cut=_cut,
 )
 
 
