@@ -5,7 +5,7 @@ Each check raises an error with the argument, the rule, the value and a remedy.
 
 from collections.abc import Mapping
 import numbers
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -81,12 +81,6 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
   return value
 
 
-def check_kernels(value: Any) -> Kernels:
-  """Returns the value; raises `ValueError` if it is not a choice of kernels."""
-  one_of("kernels", value, list(get_args(Kernels)))
-  return value
-
-
 def hash_seed(value: Any, name: str = "hash_seed") -> int:
   """Returns the value; raises `ValueError` if it is not a 32-bit integer."""
   whole = isinstance(value, int) and not isinstance(value, bool)
@@ -108,11 +102,15 @@ def floating(name: str, dtype: Any) -> jnp.dtype | None:
   """Returns the dtype; raises `TypeError` if it is not a floating dtype."""
   if dtype is None:
     return None
-  if not jnp.issubdtype(dtype, jnp.floating):
+  try:
+    known = jnp.dtype(dtype)
+  except TypeError:  # an unknown name
+    known = None
+  if known is None or not jnp.issubdtype(known, jnp.floating):
     raise TypeError(
       f"`{name}` must be a floating dtype such as jnp.bfloat16, got {dtype!r}."
     )
-  return jnp.dtype(dtype)
+  return known
 
 
 def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:

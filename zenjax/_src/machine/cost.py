@@ -18,12 +18,12 @@ from zenjax._src.machine import link_models
 from zenjax._src.machine.link_models import Links
 from zenjax._src.machine.link_models import Phase
 from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import devices_of
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 
 
@@ -163,9 +163,8 @@ def predict(
   size = table.num_rows * table.width * table.dtype.itemsize
   if way == PMEAN:
     # SparseRows are converted to an array first.
-    messages = DENSE[way.scheme].messages(
-      dataclasses.replace(table, look_ups=None), context
-    )
+    table = dataclasses.replace(table, look_ups=None)
+    messages = dense_sum.leaf_messages(table, context)
     return of_messages(way.scheme, messages, context, link, memory=size)
   if way.wire_dtype is not None:
     table = dataclasses.replace(table, wire_dtype=jnp.dtype(way.wire_dtype))
@@ -197,13 +196,10 @@ def _sparse_messages(
   scheme = SPARSE[way.scheme]
   m, g = scheme.groups(context.sizes, way.column_groups)
   plan = buffer_sizes.plan_table(
-    table,
+    [table],
     groups=m,
     column_groups=g,
     devices=context.devices,
-    pinned=None,
-    seed=0,
-    hash_offset=0,
     contiguous=scheme.contiguous,
   )
   n = context.devices

@@ -213,18 +213,6 @@ def received_bytes(
   return total
 
 
-def expected_bytes(
-  scheme: Scheme,
-  plan: TablePlan,
-  push: jax.Array | float,
-  pull: jax.Array | float,
-  context: Context,
-) -> jax.Array | float:
-  """Returns the received bytes by the formula `Scheme.expected_messages`."""
-  messages = scheme.expected_messages(plan, context, push, pull)
-  return received_bytes(messages, context)
-
-
 def dense_bytes(table: Table, devices: int) -> float:
   """Returns the bytes that a device receives in a dense ring all-reduce."""
   itemsize = 4 if table.dtype.itemsize < 4 else table.dtype.itemsize

@@ -12,9 +12,8 @@ from zenjax._src.core import text
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
+from zenjax._src.schemes.registry import DENSE
 
-# The `scheme` of leaves that take pmean.
-DENSE = "dense"
 # Predictions err: smaller gains than this part are called no difference.
 ERROR = 0.2
 # The better choice by predicted times.

@@ -5,7 +5,7 @@ checkpoints as it is. The plan that `zenjax.tune` makes is static metadata of
 the node: a step compiles once more when it changes, and never otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ HISTORY = 64
 # In place of the needs of a step that was all-reduced.
 DENSE_STEP = -1
 # States keep a scheme as its place here.
-SCHEMES = (*DENSE, *SPARSE)
+SCHEMES = (DENSE, *SPARSE)
 
 Node = TypeVar("Node")
 
@@ -48,7 +48,6 @@ class Sizes(NamedTuple):
   column_groups: Any
   push: Any  # buffer sizes of a round
   pull: Any
-  mean: Any  # 1 for op="mean", 0 for op="sum"
   scheme: Any  # index in `SCHEMES`
 
 
@@ -133,24 +132,29 @@ class ZenSyncState:
 
 
 def empty(
-  leaves: dict[str, Any], options: Options, *, owners: bool = False
+  names: Sequence[str],
+  options: Options,
+  *,
+  owners: bool = False,
+  leaf: LeafState | None = None,
 ) -> ZenSyncState:
-  """Returns the state before the first step."""
+  """Returns the state before the first step, with a `leaf` for each name."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
-  fixed = leaves if options.plan or options.capacities else ()
+  fixed = names if options.plan or options.capacities else ()
   if isinstance(options.capacities, dict):
     fixed = options.capacities
-  step = jnp.zeros((), jnp.int32)
-  mean = jnp.asarray(options.mean, jnp.int32)
-  return ZenSyncState(step, leaves, mean, fixed=frozenset(fixed), owners=owners)
+  return ZenSyncState(
+    step=jnp.zeros((), jnp.int32),
+    leaves=dict.fromkeys(names, leaf or empty_leaf()),
+    mean=jnp.asarray(options.mean, jnp.int32),
+    fixed=frozenset(fixed),
+    owners=owners,
+  )
 
 
-def empty_leaf(
-  *, mean: bool, devices: int = 0, sharded: bool = False
-) -> LeafState:
+def empty_leaf(*, devices: int = 0, sharded: bool = False) -> LeafState:
   """Returns the state of a leaf before the first step."""
-  nothing = Sizes(*[0] * len(Sizes._fields))
-  sizes = nothing._replace(mean=int(mean), devices=devices)
+  sizes = Sizes(*[0] * len(Sizes._fields))._replace(devices=devices)
   return LeafState(
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
@@ -160,54 +164,61 @@ def empty_leaf(
 
 
 def after_step(
-  leaves: Sequence[LeafState],
+  leaves: Mapping[str, LeafState],
   step: jax.Array,
   counts: Counts,
   plan: TablePlan,
   scheme: Scheme,
   context: Context,
-  bytes_beside: jax.Array | float = 0.0,
-) -> list[LeafState]:
-  """Returns states after step number `step`, of the leaves of one table.
+  other_bytes: jax.Array | float = 0.0,
+) -> dict[str, LeafState]:
+  """Returns the states of the leaves of one table after step number `step`.
 
   Leaves that are sent as one table are counted together: counts of pairs and
-  owners are divided in proportion to the rows of their sums. `bytes_beside` are
+  owners are divided in proportion to the rows of their sums. `other_bytes` are
   the bytes that each leaf received outside of this exchange.
   """
   shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
-  found = []
-  for i, (leaf, table) in enumerate(zip(leaves, plan.tables)):
-    part = shares[i] if len(plan.tables) > 1 else jnp.float32(1)
-    own = _alone(plan, i)
-    round_bytes = base.received_bytes(
-      exchange.messages([own], scheme, context), context
-    )
-    dense_bytes = base.dense_bytes(table, context.devices)
+  dense = counts.dense.astype(jnp.float32)
+  states = {}
+  for i, table in enumerate(plan.tables):
+    share = shares[i] if len(plan.tables) > 1 else jnp.float32(1)
+    alone = _alone(plan, i)
+    messages = exchange.messages([alone], scheme, context)
+    round_bytes = base.received_bytes(messages, context)
     wire_bytes = counts.rounds.astype(jnp.float32) * round_bytes
-    dense = counts.dense.astype(jnp.float32)
+    dense_bytes = base.dense_bytes(table, context.devices)
     last = Last(
-      local_rows=counts.pushed * part / context.devices,
+      local_rows=counts.pushed * share / context.devices,
       union_rows=counts.union[i],
-      push_need=counts.fullest * part,
-      pull_need=counts.owner * part,
+      push_need=counts.fullest * share,
+      pull_need=counts.owner * share,
       rounds=counts.rounds,
-      wire_bytes=wire_bytes + dense * dense_bytes + bytes_beside,
+      wire_bytes=wire_bytes + dense * dense_bytes + other_bytes,
       dense_bytes=dense_bytes,
       went_dense=dense,
     )
-    need = jnp.stack([last.push_need, last.pull_need])
-    need = jnp.ceil(need).astype(jnp.int32)
-    need = jnp.where(counts.dense, DENSE_STEP, need)
-    at = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
-    found.append(
-      dataclasses.replace(
-        leaf,
-        sizes=_sizes_of(own, scheme.name, context),
-        last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
-        history=lax.dynamic_update_index_in_dim(leaf.history, need, at, axis=0),
-      )
+    sizes = Sizes(
+      num_rows=table.num_rows,
+      width=table.width,
+      devices=context.devices,
+      row_groups=alone.layout.groups,
+      column_groups=alone.column_groups,
+      push=alone.push,
+      pull=alone.pull,
+      scheme=SCHEMES.index(scheme.name),
     )
-  return found
+    need = jnp.ceil(jnp.stack([last.push_need, last.pull_need]))
+    need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
+    place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
+    history = leaves[table.name].history
+    states[table.name] = dataclasses.replace(
+      leaves[table.name],
+      sizes=jnp.array(sizes, jnp.int32),
+      last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
+      history=lax.dynamic_update_index_in_dim(history, need, place, axis=0),
+    )
+  return states
 
 
 def _alone(plan: TablePlan, number: int) -> TablePlan:
@@ -231,26 +242,11 @@ def _alone(plan: TablePlan, number: int) -> TablePlan:
   )
 
 
-def _sizes_of(plan: TablePlan, scheme: str, context: Context) -> jax.Array:
-  sizes = Sizes(
-    num_rows=plan.table.num_rows,
-    width=plan.table.width,
-    devices=context.devices,
-    row_groups=plan.layout.groups,
-    column_groups=plan.column_groups,
-    push=plan.push,
-    pull=plan.pull,
-    mean=int(context.mean),
-    scheme=SCHEMES.index(scheme),
-  )
-  return jnp.array(sizes, jnp.int32)
-
-
 def after_dense_step(
-  leaf: LeafState, table: Table, context: Context, scheme: str
+  leaf: LeafState, table: Table, context: Context
 ) -> LeafState:
-  """Returns the state of a leaf that was all-reduced and not looked at."""
-  dense = base.dense_bytes(table, context.devices)
+  """Returns the state of a leaf that was all-reduced without counting rows."""
+  nbytes = base.dense_bytes(table, context.devices)
   sizes = Sizes(
     num_rows=table.num_rows,
     width=table.width,
@@ -259,16 +255,15 @@ def after_dense_step(
     column_groups=1,
     push=0,
     pull=0,
-    mean=int(context.mean),
-    scheme=SCHEMES.index(scheme),
+    scheme=SCHEMES.index(DENSE),
   )
   last = Last(*[float("nan")] * len(Last._fields))._replace(
-    rounds=0.0, wire_bytes=dense, dense_bytes=dense, went_dense=1.0
+    rounds=0.0, wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1.0
   )
-  return LeafState(
+  return dataclasses.replace(
+    leaf,
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.array(last, jnp.float32),
-    history=leaf.history,
   )
 
 
