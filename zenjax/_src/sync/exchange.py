@@ -95,7 +95,7 @@ def exchange(
     all devices, and `owned` after the last round.
   """
   with jax.named_scope("zenjax/take"):
-    sources = [
+    sources: list[Any] = [
       (ArraySource if plan.table.look_ups is None else ListSource).of(x, plan)
       for plan, x in zip(plans, gradients)
     ]

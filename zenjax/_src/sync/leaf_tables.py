@@ -1,7 +1,7 @@
 """Plans how sparse leaves are exchanged, and with which buffers."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def choose(
     sizes = sizes.get(table.name)
   elif sizes is not None:  # They are for all leaves, also for small ones.
     sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
-  named = {"hash": 1, "columns": context.sizes[-1]}
+  named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
   return Choice(
     scheme=known.scheme if options.scheme == "zen" else options.scheme,
     column_groups=named.get(options.partition) or int(options.partition),

@@ -147,7 +147,7 @@ class Owners:
     default_factory=dict, compare=False, repr=False
   )
 
-  def init(self, params: Any) -> ShardedOptimizerState:
+  def init(self, params: Any) -> Any:
     options = self.options
     mesh = collectives.mesh_around(options.axes, params, options.mesh)
     if mesh is not None:
@@ -198,7 +198,7 @@ class Owners:
 
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
-  ) -> tuple[Any, ShardedOptimizerState]:
+  ) -> tuple[Any, Any]:
     if not isinstance(state, ShardedOptimizerState):
       raise ValueError(
         "`state` of sharded_optimizer must be made by `zenjax.init_state(tx,"
