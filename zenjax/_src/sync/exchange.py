@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import compat
-from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import base
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
@@ -64,7 +63,7 @@ class _Flow(NamedTuple):
   """Values that one round hands to the next."""
 
   starts: list[jax.Array]  # [m] int32, slots below are summed
-  targets: list[ArrayTarget | ListTarget]
+  targets: list[Any]  # ArrayTarget or ListTarget
   unions: list[jax.Array]  # [m] int32, rows that came so far
   owned: Any
   rounds: jax.Array  # [] int32
@@ -72,18 +71,18 @@ class _Flow(NamedTuple):
 
 def exchange(
   plans: Sequence[TablePlan],
-  gradients: Sequence[Sequence[jax.Array | SparseRows]],
+  gradients: Sequence[Sequence[Any]],
   scheme: Scheme,
   context: Context,
   *,
   owner: OwnerStep | None = None,
   owned: Any = (),
-) -> tuple[list[Sequence[jax.Array | SparseRows]], list[Counts], Any]:
+) -> tuple[list[Sequence[Any]], list[Counts], Any]:
   """Sums tables over devices, or averages them.
 
   Args:
     plans: The plan of each table.
-    gradients: For each table, the local gradients of its `plan.tables`.
+    gradients: For each table, arrays or SparseRows of its `plan.tables`.
     scheme: How rows are moved.
     context: The devices, and the operation.
     owner: Changes the sums of a round at their owners, before they are pulled.
@@ -95,7 +94,7 @@ def exchange(
     all devices, and `owned` after the last round.
   """
   with jax.named_scope("zenjax/take"):
-    sources: list[Any] = [
+    sources = [
       (ArraySource if plan.table.look_ups is None else ListSource).of(x, plan)
       for plan, x in zip(plans, gradients)
     ]

@@ -44,19 +44,32 @@ def choose(
     require_mesh(options.plan, tuple(zip(context.axes, context.sizes)))
     leaf = options.plan.by_name[table.name]
     sizes = Capacity(*leaf.capacities) if leaf.capacities else None
-    return Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
-  known = tuned.get(table.name, LeafChoice(options.scheme))
-  sizes = options.capacities
-  if isinstance(sizes, dict):
-    sizes = sizes.get(table.name)
-  elif sizes is not None:  # They are for all leaves, also for small ones.
-    sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
-  named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
-  return Choice(
-    scheme=known.scheme if options.scheme == "zen" else options.scheme,
-    column_groups=named.get(options.partition) or int(options.partition),
-    capacities=sizes or known.capacities,
-  )
+    choice = Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
+  else:
+    known = tuned.get(table.name, LeafChoice(options.scheme))
+    sizes = options.capacities
+    if isinstance(sizes, dict):
+      sizes = sizes.get(table.name)
+    elif sizes is not None:  # They are for all leaves, also for small ones.
+      sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
+    named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
+    choice = Choice(
+      scheme=known.scheme if options.scheme == "zen" else options.scheme,
+      column_groups=named.get(options.partition) or int(options.partition),
+      capacities=sizes or known.capacities,
+    )
+  if choice.capacities and choice.capacities.pull > table.num_rows:
+    raise ValueError(
+      f"`capacities` of leaf {table.name!r} are {tuple(choice.capacities)}, but"
+      f" it has {table.num_rows} rows. Give at most that many."
+    )
+  if context.sizes[-1] % choice.column_groups:
+    raise ValueError(
+      f"`partition` is {choice.column_groups} column groups, which does not"
+      f" divide the {context.sizes[-1]} devices along {context.axes[-1]!r}."
+      " Give a divisor, or 'hash'."
+    )
+  return choice
 
 
 def plans(
@@ -77,7 +90,6 @@ def plans(
   joins = not (owners or scheme.contiguous or options.kernels == "pallas")
   groups: dict[object, list[int]] = {}
   for i, (table, choice) in enumerate(zip(tables, choices)):
-    _require_fit(table, choice, context)
     is_list = table.look_ups is not None
     is_small = table.num_rows * table.width <= buffer_sizes.JOINED_ELEMENTS
     key: object = i
@@ -113,21 +125,6 @@ def plans(
     planned.append(plan)
     hash_offset += plan.layout.words
   return planned
-
-
-def _require_fit(table: Table, choice: Choice, context: Context) -> None:
-  """Raises ValueError if a choice does not fit the leaf or the devices."""
-  if choice.capacities and choice.capacities.pull > table.num_rows:
-    raise ValueError(
-      f"`capacities` of leaf {table.name!r} are {tuple(choice.capacities)}, but"
-      f" it has {table.num_rows} rows. Give at most that many."
-    )
-  if context.sizes[-1] % choice.column_groups:
-    raise ValueError(
-      f"`partition` is {choice.column_groups} column groups, which does not"
-      f" divide the {context.sizes[-1]} devices along {context.axes[-1]!r}."
-      " Give a divisor, or 'hash'."
-    )
 
 
 def table_of(
