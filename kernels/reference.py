@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -102,7 +101,7 @@ def plus_zero_where(
     return jnp.zeros_like(flag), tuple(cleared)
 
   carry = negative, tuple(tables)
-  return lax.while_loop(operator.itemgetter(0), clear, carry)[1]
+  return lax.while_loop(lambda carry: carry[0], clear, carry)[1]
 
 
 def pack_rows(mask: jax.Array, layout: Layout) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`sharded_optimizer`: owners of rows update them, and hold the state alone."""
+"""`sharded_optimizer`: the owner of a row updates it, and holds its state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
@@ -45,7 +45,7 @@ from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.tables.table_update import TableUpdate
 
-# Where no device needs the sums of others.
+# For sharded tables, whose sums no other device needs.
 _PUSH_ONLY = PushOnly()
 
 
@@ -669,54 +669,58 @@ def sharded_optimizer(
   kernels: Kernels = "auto",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Synchronizes gradients and runs `tx` at the owner of each row.
+  """Synchronizes gradients, and shards the optimizer state of tables.
 
-  Use it instead of `chain(zen_sync(axis_name), lazy_rows(tx))` to divide the
-  optimizer's state of tables by the number of devices, as ZeRO does, and
-  wherever tables are sharded by `zenjax.tables.shard`. The device that sums a
-  row's gradient, its owner, also updates the row: the same number of bytes, and
-  1/n of the optimizer's work and memory on each of `n` devices. Results equal
-  the chain's. Leaves that are not tables are averaged by `pmean` and updated by
-  `tx` on every device.
+  Use it instead of `optax.chain(zen_sync(axis_name), lazy_rows(tx))` to divide
+  the optimizer's state of tables by the number of devices, as ZeRO does, and
+  always for tables that `zenjax.tables.shard` has sharded. The device that sums
+  a row's gradient, its *owner*, also updates the row. Each of `n` devices sends
+  as many bytes as with the chain, does 1/n of the optimizer's work and holds
+  1/n of its state. Results equal the chain's. Leaves that are not tables are
+  all-reduced and updated by `tx` on every device.
 
-  Updates are to be added, as any of optax: `optax.apply_updates` takes them.
-  The update of a sharded table holds rows, so transformations that scale
-  updates belong into `tx`. Rows that no device touched keep state and
-  parameters, as in `lazy_rows`.
+  Rows that no device touched keep state and parameters, as in `lazy_rows`.
+  Apply updates with `optax.apply_updates`. The update of a sharded table holds
+  rows, so put transformations that scale updates inside `tx`.
 
-  The state differs between devices. In plain `jit` over a mesh `tx.init` makes
-  it, given a mesh by `jax.set_mesh`, by parameters that lie on it, or by
-  `mesh=`; `zenjax.init_state` makes it everywhere. `zenjax.to_checkpoint` and
-  `zenjax.from_checkpoint` save it and move it to another number of devices.
+  The state differs between devices. `zenjax.init_state` makes it everywhere. In
+  plain `jit` over a mesh `tx.init` does too, if `jax.set_mesh`, the parameters
+  or `mesh=` tell the mesh. Save it with `zenjax.to_checkpoint`, and move it to
+  another number of devices with `zenjax.from_checkpoint`.
 
   Args:
     tx: Any optimizer that updates a row by that row's gradient, state and
       parameters.
-    axis_name: One axis that devices are mapped over. For sharded tables with
-      `replicas` all axes of the batch, slowest first, owners along the last.
-    sparse: Which leaves have owners: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. By default large and tall ones.
+    axis_name: The axis that devices are mapped over. For sharded tables with
+      `replicas`, all axes of the batch, slowest first; owners are along the
+      last.
+    sparse: Which replicated tables have owners: a pytree prefix of bools or a
+      callable `(name, leaf) -> bool`. By default large and tall leaves.
     op: `"mean"` or `"sum"` of the devices' gradients. In plain `jit`, where
       the loss is taken over the whole batch, it is always the sum.
     clip_norm: Scales all gradients so that their norm, over all rows of all
-      owners and all other leaves, is at most this. None does not.
-    wire_dtype: Dtype in which rows of replicated tables are sent.
-    capacities: Buffer sizes of replicated tables, as for `zen_sync`.
-    mesh: The mesh that plain `jit` spreads the program over, if nothing else
-      tells.
-    kernels: What works on rows of replicated tables, as for `zen_sync`.
+      owners and all other leaves, is at most this. None does not clip.
+    wire_dtype: Casts rows of replicated tables to this floating dtype before
+      they are sent.
+    capacities: Buffer sizes `(push, pull)` in rows of replicated tables, for
+      all or by leaf name. `zenjax.tune` finds them for you.
+    mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the
+      types of gradients and parameters tell.
+    kernels: `"xla"`, `"pallas"`, or `"auto"`, which takes a kernel where it was
+      measured to be no slower. Only for replicated tables.
     hash_seed: Draws another hash for replicated tables.
 
   Returns:
-    A transformation from gradients, arrays or SparseRows, to updates.
+    A transformation from gradients, arrays or SparseRows, to updates. Its state
+    is a `ShardedOptimizerState`.
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis,
       or sharded tables have other axes; `tx` updates rows by others (see
       `lazy_rows`) or by sums over rows, or accumulates gradients
       (`optax.MultiSteps`); or the state was made for other owners.
-    NotImplementedError: `kernels="pallas"` cannot serve what it was
-      given, see `zen_sync`.
+    NotImplementedError: `kernels="pallas"`, and there is no kernel for this
+      device or table.
 
   Example:
     >>> import jax

@@ -130,7 +130,8 @@ def zen_sync(
       leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
       as `jax.grad(.., allow_int=True)` gives for integers.
-    NotImplementedError: `kernels="pallas"` cannot serve what it was given.
+    NotImplementedError: `kernels="pallas"`, and there is no kernel for this
+      device or table.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
@@ -206,7 +207,8 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
       `wire_dtype`; not `sparse`, `op` and `mesh`.
 
   Returns:
-    The mean over devices, equal on all, in the shape and dtype of `x`.
+    The mean over devices, equal on all, in the shape and dtype of `x`: an array
+    or SparseRows, as `output` says.
 
   Raises:
     ValueError: An option is out of range, or does not fit `x`.
@@ -241,7 +243,8 @@ def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
       `wire_dtype`; not `sparse`, `op` and `mesh`.
 
   Returns:
-    The sum over devices, equal on all, in the shape and dtype of `x`.
+    The sum over devices, equal on all, in the shape and dtype of `x`: an array
+    or SparseRows, as `output` says.
 
   Raises:
     ValueError: An option is out of range, or does not fit `x`.
