@@ -1,7 +1,6 @@
 """A tree of gradients: sparse leaves are exchanged, others all-reduced."""
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
 from typing import Any
 
 import jax
@@ -110,7 +109,6 @@ def totals(
   leaves: Mapping[Any, Any], options: Options, context: Context
 ) -> dict[Any, Any]:
   """All-reduces each leaf; returns sums or means under the same keys."""
-  reduce = functools.partial(dense_sum.all_reduce, context=context)
   joins = jax.process_count() > 1 and context.devices > 1
   # Automatic axes shard leaves in ways of their own.
   joins = joins and not compat.automatic_axes()
@@ -124,15 +122,15 @@ def totals(
       continue
     together = lax.platform_dependent(
       [leaves[key] for key in keys],
-      cpu=functools.partial(_in_one, reduce),
-      default=lambda parts: [reduce(x) for x in parts],
+      cpu=lambda parts: _in_one_buffer(parts, context),
+      default=lambda parts: [dense_sum.all_reduce(x, context) for x in parts],
     )
     out |= zip(keys, together)
   return out
 
 
 def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
-  """Returns a key that leaves in a shared buffer have in common, or None."""
+  """Returns what leaves in a shared buffer have in common; None for large."""
   if is_rows(leaf):
     return None
   wide = collectives.accumulator(leaf.dtype)
@@ -141,14 +139,17 @@ def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
   return wide, compat.varying_axes(leaf)
 
 
-def _in_one(
-  reduce: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array]
+def _in_one_buffer(
+  leaves: Sequence[jax.Array], context: Context
 ) -> list[jax.Array]:
+  """All-reduces leaves of one kind in a shared buffer."""
   wide = collectives.accumulator(leaves[0].dtype)
-  sums = collectives.in_one(reduce, [leaf.astype(wide) for leaf in leaves])
+  buffer = jnp.concatenate([leaf.astype(wide).reshape(-1) for leaf in leaves])
+  ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
+  sums = jnp.split(dense_sum.all_reduce(buffer, context), ends)
   # Means of integers are floating, as JAX makes them.
   return [
-    x.astype(leaf.dtype) if wide != leaf.dtype else x
+    x.reshape(leaf.shape).astype(leaf.dtype if wide != leaf.dtype else x.dtype)
     for leaf, x in zip(leaves, sums)
   ]
 

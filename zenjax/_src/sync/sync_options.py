@@ -92,15 +92,8 @@ def check(
     arguments.mesh_axes(axis_name, mesh)
   wire = arguments.wire_dtype("wire_dtype", wire_dtype)
   if plan is not None:
-    given = dict(
-      sparse=sparse,
-      scheme=scheme,
-      unit=unit,
-      partition=partition,
-      wire_dtype=wire_dtype,
-      capacities=capacities,
-    )
-    _require_plan(plan, given)
+    given = sparse, scheme, unit, partition, wire_dtype, capacities
+    _require_plan(plan, dict(zip(_PLANNED, given, strict=True)))
     sparse, wire = plan.sparse, _planned_wire_dtypes(plan)
   by_row = arguments.check_unit(unit) in ("auto", "row")
   if by_row:
