@@ -1,14 +1,14 @@
-"""One exchange of a group of tables: rounds until nothing is left.
+"""Exchanges a group of tables in rounds, until no rows are left.
 
 A round has these steps:
 
     take    the first rows that are not done: the nonzero rows of an array, or
             all rows of SparseRows
     push    send them to their owners
-    merge   add up, at the owner, what all devices sent
+    merge   sum, at each owner, the rows that all devices sent
     [owner] let the owner change the sums, as an optimizer step does
-    pull    send everyone the sums of each owner
-    write   put them over the array's rows, or append them to a list of rows
+    pull    send all devices the sums of each owner
+    write   write them over the array's rows, or append them to a list of rows
 
 The first round is outside any branch, so it may overlap with the backward pass.
 Rows that overflow its buffers follow in a `while_loop` of the same round. If
@@ -44,12 +44,12 @@ from zenjax._src.sync.sources import ArrayTarget
 from zenjax._src.sync.sources import ListSource
 from zenjax._src.sync.sources import ListTarget
 
-# `(sums of a round, what is kept from round to round)` to the same, changed.
+# Takes and returns the sums of a round, and a value kept from round to round.
 OwnerStep = Callable[[list[Sums], Any], tuple[list[Sums], Any]]
 
 
 class Counts(NamedTuple):
-  """The numbers of an exchange of one table, equal on all devices."""
+  """The counts of an exchange of one table, equal on all devices."""
 
   pushed: jax.Array  # [] f32, rows that all devices had to send
   fullest: jax.Array  # [] f32, rows of the fullest pair of device and row group
@@ -60,11 +60,11 @@ class Counts(NamedTuple):
 
 
 class _Flow(NamedTuple):
-  """Values that one round hands to the next."""
+  """The values that one round passes to the next."""
 
   starts: list[jax.Array]  # [m] int32, slots below are summed
   targets: list[Any]  # ArrayTarget or ListTarget
-  unions: list[jax.Array]  # [m] int32, rows that came so far
+  unions: list[jax.Array]  # [m] int32, rows pulled so far
   owned: Any
   rounds: jax.Array  # [] int32
 
@@ -156,7 +156,7 @@ def _after(
   owned: Any,
   plans: Sequence[TablePlan],
 ) -> _Flow:
-  """Returns the values for the next round, once sums were written."""
+  """Writes the sums of a round, and returns the values for the next."""
   with jax.named_scope("zenjax/write"):
     targets = [
       target.written(came, plan)
@@ -182,7 +182,7 @@ def _unfinished(flow: _Flow, plans: Sequence[TablePlan]) -> jax.Array:
 def _is_dense(
   plan: TablePlan, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """Returns whether a dense all-reduce is cheaper than the rounds to come.
+  """Returns true if a dense all-reduce is cheaper than the rounds to come.
 
   None if it cannot be: SparseRows have no array to sum, and a table that fits
   one round is done.
@@ -204,7 +204,7 @@ def _is_dense(
 def _without(
   arrived: Arrived, plan: TablePlan, dense: jax.Array | None
 ) -> Arrived:
-  """Returns an empty pull with no rows left, if `dense`."""
+  """Returns an empty pull after which no rows are left, if `dense`."""
   if dense is None:
     return arrived
   tally = arrived.tally
@@ -221,14 +221,14 @@ def _counts(
   dense: jax.Array | None,
   plan: TablePlan,
 ) -> Counts:
-  """Returns the numbers of a table.
+  """Returns the counts of a table.
 
   Args:
     tally: Counts of the first pull.
     union: `[m] int32`, rows of all pulls.
     target: The sums.
     rounds: Number of rounds.
-    dense: Whether the table was all-reduced. Its union is then extrapolated.
+    dense: Whether the table was all-reduced. If so, the union is extrapolated.
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))

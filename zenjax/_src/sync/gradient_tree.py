@@ -1,4 +1,4 @@
-"""A tree of gradients: sparse leaves are exchanged, others all-reduced."""
+"""Synchronizes a tree: sparse leaves are exchanged, others all-reduced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -483,7 +483,7 @@ class Owners:
     ]
     for i, fact in zip(tables, facts):
       if table := given.tables.get(i):
-        # Buffers are as large as those of a fetch, without a limit.
+        # Buffers have the size that a fetch has, without a limit.
         size = fetch.buffer_size(fact.look_ups or 1, table.layout, table.sizes)
         sizes = Capacity(size, min(table.num_rows, size * table.devices))
       else:
@@ -719,8 +719,8 @@ def sharded_optimizer(
       or sharded tables have other axes; `tx` updates rows by others (see
       `lazy_rows`) or by sums over rows, or accumulates gradients
       (`optax.MultiSteps`); or the state was made for other owners.
-    NotImplementedError: `kernels="pallas"`, and there is no kernel for this
-      device or table.
+    NotImplementedError: `kernels="pallas"` has no kernel for this device or
+      table.
 
   Example:
     >>> import jax

@@ -1,4 +1,4 @@
-"""The state of zen_sync: what recent steps counted, and the plan made from it.
+"""Defines the state of `zen_sync`: recent counts, and the plan made from them.
 
 Every array is small, of fixed shape and equal on all devices, so the state
 checkpoints as it is. The plan that `zenjax.tune` makes is static metadata of
@@ -28,18 +28,18 @@ from zenjax._src.sync import exchange
 from zenjax._src.sync.exchange import Counts
 from zenjax._src.sync.sync_options import Options
 
-# Steps whose needs are kept, for `zenjax.tune`.
+# `zenjax.tune` sees the needs of this many steps.
 HISTORY = 64
-# In place of the needs of a step that was all-reduced.
+# Recorded instead of the needs of a step that was all-reduced.
 DENSE_STEP = -1
-# States keep a scheme as its place here.
+# States keep the index of a scheme in this list.
 SCHEMES = (DENSE, *SPARSE)
 
 Node = TypeVar("Node")
 
 
 class Sizes(NamedTuple):
-  """Static facts of a leaf, kept as numbers so that a report needs no more."""
+  """Static facts of a leaf, as numbers, so that a report needs only them."""
 
   num_rows: Any
   width: Any
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
 
 
 class Last(NamedTuple):
-  """Numbers of the last step."""
+  """Counts of the last step."""
 
   local_rows: Any  # nonzero rows of a device, mean
   union_rows: Any  # rows of the sum
@@ -60,8 +60,8 @@ class Last(NamedTuple):
   pull_need: Any  # rows of the sum in the fullest row group
   rounds: Any
   wire_bytes: Any  # received by a device
-  dense_bytes: Any  # the same of a ring all-reduce
-  went_dense: Any  # 1 if it was all-reduced
+  dense_bytes: Any  # received by a device in a ring all-reduce
+  went_dense: Any  # 1 if the leaf was all-reduced
 
 
 @jax.tree_util.register_dataclass
@@ -78,8 +78,8 @@ class LeafState:
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def on_devices(self, devices: int, averages: Any) -> "LeafState":
-    """Returns it for so many devices, of host arrays."""
-    del averages  # Nothing waits here.
+    """Returns the state, which has host arrays, for this many devices."""
+    del averages  # Only states with a residual need it.
     sizes = Sizes(*map(int, self.sizes))
     if sizes.devices:
       sizes = sizes._replace(devices=devices)
@@ -87,7 +87,7 @@ class LeafState:
 
 
 class LeafChoice(NamedTuple):
-  """How a leaf is synchronized, as `zenjax.tune` decided it; static."""
+  """The static choice of `zenjax.tune` for one leaf."""
 
   scheme: str
   capacities: Capacity | None = None
@@ -98,14 +98,18 @@ class LeafChoice(NamedTuple):
 class ZenSyncState:
   """State of `zen_sync`: the number of steps and what they counted.
 
+  You rarely need its fields. `zenjax.stats` and `zenjax.report` show the
+  counts, and `zenjax.tune` plans from them. It is equal on all devices, so save
+  it like any other pytree.
+
   Attributes:
-    step: `[] int32`.
-    leaves: By name, what steps counted for each leaf that is sent sparse; in a
-      `sharded_optimizer` for sharded tables too.
-    mean: `[] int32`, 1 if the last step averaged, 0 if it summed gradients.
+    step: `[] int32`, the number of steps.
+    leaves: For each leaf that is sent sparse, by name, what recent steps
+      counted. In a `sharded_optimizer` also for sharded tables.
+    mean: `[] int32`, 1 if the last step averaged gradients, 0 if it summed.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
-    owners: Whether it belongs to a `sharded_optimizer`. Static.
+    owners: Whether the state belongs to a `sharded_optimizer`. Static.
 
   Example:
     >>> import zenjax
@@ -268,25 +272,25 @@ def after_dense_step(
 
 
 def require_numbers(state: Any, function: str) -> None:
-  """Raises `TypeError` inside a trace, where there is nothing to read yet."""
+  """Raises `TypeError` inside a trace, where a state has no numbers yet."""
   if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(state)):
     raise TypeError(
-      "`state` must hold numbers, and inside `jit`, `shard_map` or `pmap` there"
-      f" are none yet; call `zenjax.{function}` on the state that the step"
-      " returned, outside of it."
+      "`state` must hold numbers, but inside `jit`, `shard_map` or `pmap` there"
+      f" are none yet. Call `zenjax.{function}` outside, on the state that the"
+      " step returned."
     )
 
 
 def require(state: Any) -> list[ZenSyncState]:
-  """Returns what `find` does; raises `ValueError` if there is none."""
-  found = find(state)
-  if not found:
+  """Returns every `ZenSyncState`; raises `ValueError` if there is none."""
+  states = find(state)
+  if not states:
     raise ValueError(
       f"`state` must hold a ZenSyncState, got {type(state).__name__}. Pass the"
       " state of an optax chain with `zen_sync`. With nnx, pass the optimizer"
       " itself, because `nnx.state` forgets types."
     )
-  return found
+  return states
 
 
 def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
@@ -306,5 +310,5 @@ def find(state: Any) -> list[ZenSyncState]:
 
 def nodes(state: Any, kind: type[Node]) -> list[Node]:
   """Returns every node of a kind inside an optimizer state, in order."""
-  is_one = lambda node: isinstance(node, kind)
-  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+  is_kind = lambda node: isinstance(node, kind)
+  return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))

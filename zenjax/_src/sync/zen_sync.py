@@ -130,8 +130,8 @@ def zen_sync(
       leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
       as `jax.grad(.., allow_int=True)` gives for integers.
-    NotImplementedError: `kernels="pallas"`, and there is no kernel for this
-      device or table.
+    NotImplementedError: `kernels="pallas"` has no kernel for this device or
+      table.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
