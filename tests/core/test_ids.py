@@ -115,4 +115,4 @@ STACK = jnp.zeros((2, R, 2))
 def test_a_stack_of_rows_is_no_gradient_of_one_table(use):
   with pytest.raises(ValueError) as error:
     use(stacked())
-  names(error, "SparseRows", "one table", "(2, 3, 2)", "jax.vmap")
+  names(error, "SparseRows", "is a stack", "(2, 3, 2)", ".to_dense()")

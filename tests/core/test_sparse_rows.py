@@ -96,16 +96,16 @@ def test_sum_of_two():
 
 @pytest.mark.parametrize("other", [drawn(num_rows=6), drawn(width=2)])
 def test_rows_of_two_tables_cannot_be_added(other):
-  with pytest.raises(ValueError, match="`num_rows` and width must agree"):
+  with pytest.raises(ValueError, match="of the same table, got shapes"):
     drawn().__add__(other)
 
 
 UPDATES = "zenjax.apply_updates(params, updates)"
 SCALES = "rows.with_values(rows.values * factor)"
 INSIDE = "run optax inside zenjax.lazy_rows"
-CLIP = "clip by zenjax.rows.clip_by_global_norm"
-ADD = "add them by `+`"
-NORM = "take the norm by zenjax.global_norm"
+CLIP = "zenjax.rows.clip_by_global_norm"
+ADD = "add SparseRows with `+`"
+NORM = "zenjax.global_norm"
 
 
 def step(tx, table, rows):
@@ -113,7 +113,7 @@ def step(tx, table, rows):
 
 
 CURES = {
-  "another table + rows": (lambda t, g: t[1:] + g, "rows of the same table"),
+  "another table + rows": (lambda t, g: t[1:] + g, "an array of their shape"),
   "number + rows": (lambda t, g: 1.0 + g, UPDATES),
   "rows + table": (lambda t, g: g + t, UPDATES),
   "table - rows": (lambda t, g: t - g, UPDATES),
@@ -138,7 +138,7 @@ CURES = {
   "optax.adam": (lambda t, g: step(optax.adam(0.1), t, g), INSIDE),
   "MultiSteps": (
     lambda t, g: step(optax.MultiSteps(optax.sgd(0.1), 2), t, g),
-    "take jax.grad (MultiSteps)",
+    "convert with .to_dense()",
   ),
 }
 

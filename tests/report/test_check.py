@@ -214,7 +214,7 @@ def checked(build, mesh=None, batch=BATCH, **options):
 def test_right_programs_pass(name):
   found = checked(RIGHT[name])
   assert found.ok and not found.notes, str(found)
-  assert all(leaf.wide is not None for leaf in found.leaves), str(found)
+  assert all(leaf.float64 is not None for leaf in found.leaves), str(found)
   assert any(leaf.change > 0 for leaf in found.leaves)
 
 
@@ -336,7 +336,7 @@ def by_local_loss(mesh):
 
 
 WRONG: dict[str, Any] = {
-  "clip before": (by_clip_before, "table", "What is before `zen_sync` must"),
+  "clip before": (by_clip_before, "table", "Put only linear"),
   "forgotten, gated": (forgotten(_gated), "table", "its copies differ"),
   "forgotten, clipped": (forgotten(_clipped), "w", "its copies differ"),
   "statistics": (by_statistics, "1", "its copies differ"),
@@ -426,7 +426,7 @@ REFUSED: dict[str, Any] = {
       {"w": jnp.full(3, float(mesh.devices.size))},
       (),
     ),
-    ("`build`", "leaf 'w'", "same key"),
+    ("`build`", "Leaf 'w'", "same key"),
   ),
   "one value": (
     lambda mesh: (lambda *given: given[0], jnp.ones(3), ()),

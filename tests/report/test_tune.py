@@ -104,7 +104,7 @@ def test_a_report_says_what_it_would_change():
   (line,) = told[told.index("zenjax.tune(opt_state) would change:") + 1 :]
   trainer.state = zenjax.tune(trainer.state)
   push, pull = tuned(trainer.state)["t"].capacities
-  assert f"t: zen, buffers of {push} and {pull} rows" in line
+  assert f"t: zen, buffers of {push} rows to push, {pull} to pull" in line
   assert "would change" not in zenjax.report(trainer.state)
   # What earlier steps needed fits one round.
   trainer(stack_of(2))
@@ -129,6 +129,36 @@ def test_a_leaf_that_is_always_dense_becomes_dense():
     stack = stack_of(7, rows)
     oracle.check(trainer(stack)["t"], stack["t"])
   assert zenjax.tune(trainer.state) is trainer.state
+
+
+def test_row_gradients_of_most_rows_become_dense():
+  mesh = runners.mesh(N)
+  lies = NamedSharding(mesh, P("data"))
+
+  def losses_of(tx, value_and_grad):
+    table = jax.device_put(jnp.ones((2_000, WIDTH)), NamedSharding(mesh, P()))
+    state = tx.init(table)
+
+    @jax.jit
+    def step(table, state, ids):
+      loss = lambda table: jnp.mean(table[ids] ** 2)
+      value, grads = value_and_grad(loss)(table)
+      updates, state = tx.update(grads, state, table)
+      return value, zenjax.apply_updates(table, updates), state
+
+    losses = []
+    for seed in range(4):
+      ids = np.random.default_rng(seed).integers(0, 2_000, 16_000)
+      value, table, state = step(table, state, jax.device_put(ids, lies))
+      losses.append(float(value))
+      state = zenjax.tune(state) if seed == 1 else state
+    return losses, tuned(state)
+
+  (want, _), (got, plan) = [
+    losses_of(*way) for way in pair(mesh, jax.value_and_grad)
+  ]
+  assert plan["leaf"].scheme == "dense"
+  np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_between_two_devices_rows_have_no_owners():

@@ -78,7 +78,7 @@ def test_a_sparsifier_of_no_leaf():
   tx = zenjax.sparsify.micro("data", 0.5)
   with pytest.raises(ValueError) as error:
     jax.vmap(lambda _: tx.init({}), axis_name="data")(jnp.zeros(2))
-  names(error, "`params`", "micro", "multi_transform")
+  names(error, "`params`", "micro", "optax.partition")
 
 
 def test_stats_of_the_last_step(after):

@@ -243,7 +243,7 @@ def test_a_state_that_was_not_made_by_init():
   tx = zenjax.sparsify.micro("data", 0.1)
   with pytest.raises(ValueError) as error:
     tx.init(jnp.zeros(SIZE))
-  names(error, "`axis_name`", "zenjax.init_state")
+  names(error, "`micro`", "zenjax.init_state(tx, params, mesh, 'data')")
   made = zenjax.init_state(tx, jnp.zeros(SIZE), runners.mesh(N), "data")
   local = made._replace(residual=made.residual[:1])
   trace(tx, state=local)

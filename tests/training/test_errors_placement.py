@@ -60,12 +60,12 @@ def test_axis_of_data_parallel_that_the_mesh_lacks():
   [
     (
       jax.random.split(jax.random.key(0), 3),
-      "one key, of which each device gets its own, or one for each example",
+      "Give one key, or one key for each example",
       jax.random.split(jax.random.key(0), 4),
     ),
     (jnp.float32(0.5), "`jnp.full(2, x)`, and use `x[0]`", jnp.full(2, 0.5)),
-    (jnp.zeros((3, 2)), "pad or trim", jnp.zeros((4, 2))),
-    (jnp.zeros((0, 2)), "skip the step", jnp.zeros((2, 2))),
+    (jnp.zeros((3, 2)), "Pad or trim", jnp.zeros((4, 2))),
+    (jnp.zeros((0, 2)), "Skip the step", jnp.zeros((2, 2))),
   ],
   ids=["keys", "scalar", "odd", "empty"],
 )
@@ -85,7 +85,7 @@ def test_batch_that_cannot_be_split(argument, remedy, remedied):
   assert jnp.isfinite(mapped((), remedied)[1]).all()
 
 
-RAW = "raw key", "uint32 of shape (2,)", "jax.random.key(seed)"
+RAW = "raw key", "jax.random.key(seed)"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -116,7 +116,7 @@ def test_what_is_no_batch():
   for given, words in (
     (tx.init(params), ("state of an optimizer", "`(params, opt_state)`")),
     (optax.MultiSteps(tx, 2).init(params), ("state of an optimizer",)),
-    (jnp.tanh, ("2 devices divide", repr(jnp.tanh), "keep it in the state")),
+    (jnp.tanh, ("2 devices", repr(jnp.tanh), "keep it in the state")),
     ("train", ("'train'", "keep it in the state")),
   ):
     with pytest.raises(ValueError) as error:

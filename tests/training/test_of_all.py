@@ -246,4 +246,4 @@ def test_what_weighted_mean_refuses():
     names(error, f"`{name}`", "complex64")
   with pytest.raises(NameError) as error:
     share(x, x)
-  names(error, "`axis_name`", "'data'")
+  names(error, "unbound axis", "data")

@@ -294,7 +294,7 @@ def test_a_residual_that_does_not_hold_what_waits():
   full = filled(state, np.array([60_000.0]))
   with pytest.raises(ValueError) as error:
     zenjax.from_checkpoint(full, runners.mesh(2), "data")
-  names(error, "`state`", "float16", "1.2e+05", "residual_dtype")
+  names(error, "`state`", "float16", "overflow", "residual_dtype")
   # What is no number waits as it is.
   wrong = filled(state, np.array([np.inf]))
   assert sums(zenjax.from_checkpoint(wrong, runners.mesh(2), "data")) == [
@@ -469,4 +469,4 @@ def test_like_of_other_transformations():
   state = zenjax.init_state(tx, {"w": jnp.zeros(30)}, runners.mesh(4), "data")
   with pytest.raises(ValueError) as error:
     zenjax.from_checkpoint(state, runners.mesh(2), "data", like=())
-  names(error, "`like`", "same transformations")
+  names(error, "`like`", "for the same `tx`")

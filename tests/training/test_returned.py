@@ -136,7 +136,7 @@ def test_aux_specs_that_do_not_fit(specs, words):
 NO_STEPS: dict[str, Any] = {
   "three": (
     lambda state, x: (*state, 0),
-    ("3 values", "`params, opt_state = state`", "(params, opt_state), aux"),
+    ("3 values", "(params, opt_state), aux"),
   ),
   "one": (lambda state, x: state[0], ("`()` as `aux`",)),
   "state": (lambda state, x: state, ("without leaf '0'", "all of the state")),
@@ -145,7 +145,7 @@ NO_STEPS: dict[str, Any] = {
     ("without leaf '0'", "in `aux`"),
   ),
   "more": (lambda state, x: ((*state, x), 0), ("leaf '2' besides",)),
-  "list": (lambda state, x: ([*state], 0), ("list of other nodes",)),
+  "list": (lambda state, x: ([*state], 0), ("other nodes",)),
 }
 
 

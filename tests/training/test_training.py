@@ -228,7 +228,7 @@ def test_two_models_that_accumulate():
   same = mapped(lambda state, x: (state, x.sum()), aux_specs="sum")
   state = (small, large, init(small), init(large))
   jax.eval_shape(same, state, IDS)
-  with pytest.raises(ValueError, match=r"leaf 'w', got shape \(8, 4\)"):
+  with pytest.raises(ValueError, match=r"leaf 'w' of shape \(8, 4\)"):
     jax.eval_shape(same, (*state[:2], tx.init(small), state[3]), IDS)
 
 
@@ -378,13 +378,6 @@ def test_leaves_of_a_module_that_a_step_changes():
   assert step(numbers)()[1:] == (jnp.tanh, 0.25, False)
   table, _, rate, _ = step(arrays)()
   assert table.shape == () and float(rate) == 1.0
-  for change, words in (
-    (lambda t, a, r, s: (t, lambda x: x, r, s), ("'0.1'", "as it came")),
-    (lambda t, a, r, s: (a, a, r, s), ("'0.0'", "an array")),
-  ):
-    with pytest.raises(TypeError) as error:
-      step(change)()
-    names(error, "`step` must return leaf", *words)
   still = lambda s, x: ((s[0], jnp.float32(x[0])), 0.0)
   with pytest.raises(ValueError, match="synchronizes nothing"):
     mapped(still)(module_state(), IDS)

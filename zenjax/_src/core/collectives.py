@@ -27,6 +27,25 @@ def size(axes: Axes) -> int:
   return math.prod(lax.axis_size(a) for a in axes)
 
 
+def size_in_init(axes: Axes, by: str) -> int:
+  """Returns `size` in the `init` of a state that differs between devices.
+
+  Raises:
+    ValueError: The axes are not bound, as where Flax calls `tx.init`.
+  """
+  try:
+    return size(axes)
+  except NameError as error:
+    axis_name = axes[0] if len(axes) == 1 else axes
+    raise ValueError(
+      f"`{by}` keeps a part of the state on each device, so `tx.init(params)`"
+      " can't make its state. Call `opt_state = zenjax.init_state(tx, params,"
+      f" mesh, {axis_name!r})`. In place of `TrainState.create`, write"
+      " `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,"
+      " opt_state=opt_state)`."
+    ) from error
+
+
 def mesh_around(axes: Axes, tree: Any, given: jax.sharding.Mesh | None) -> Any:
   """Returns the mesh over which XLA partitions the program.
 

@@ -31,21 +31,21 @@ Build = Callable[[Mesh], tuple[Callable[..., tuple[Any, ...]], Any, Any]]
 
 
 class LeafCheck(NamedTuple):
-  """What was found for one parameter, or for the loss of the first step.
+  """The comparison of one parameter, or of one loss of the first step.
 
   Attributes:
     name: Name of the parameter, or `"loss"`.
     change: The largest change of an element, in training on one device.
-    own: The largest difference between training on the mesh and on one device,
-      as a part of `change`, in the parameter's own dtype.
-    wide: The same in float64; None where the program could not run so.
+    difference: The largest difference between training on the mesh and on one
+      device, as a part of `change`, in the parameter's own dtype.
+    float64: The same in float64; None where the program could not run so.
     problem: What is wrong and what it may mean; empty if nothing is.
   """
 
   name: str
   change: float
-  own: float
-  wide: float | None
+  difference: float
+  float64: float | None
   problem: str
 
 
@@ -81,27 +81,23 @@ class StepCheck:
     table: list[tuple[str, ...]] = [
       ("leaf", "largest change", "difference", "in float64", "")
     ]
-    for leaf in self.leaves:
-      wide = "-" if leaf.wide is None else f"{leaf.wide:.1e}"
-      mark = "WRONG" if leaf.problem else "ok"
-      change, own = f"{leaf.change:.3g}", f"{leaf.own:.1e}"
-      table.append((leaf.name, change, own, wide, mark))
+    for name, change, difference, float64, problem in self.leaves:
+      wide = "-" if float64 is None else f"{float64:.1e}"
+      mark = "WRONG" if problem else "ok"
+      table.append((name, f"{change:.3g}", f"{difference:.1e}", wide, mark))
     wrong = [leaf for leaf in self.leaves if leaf.problem]
-    verdict = "ok"
+    verdict = "ok" if self.comparable else "cannot be compared"
     if wrong:
       verdict = f"WRONG, {len(wrong)} of {len(self.leaves)} leaves"
-    elif not self.comparable:
-      verdict = "cannot be compared"
-    return "\n".join(
-      [
-        *columns(table, left=1),
-        f"Differences between {self.devices} devices and one after"
-        f" {self.steps} steps, as parts of the largest change of the leaf.",
-        *(f"note: {note}" for note in self.notes),
-        *(f"WRONG: {leaf.name}: {leaf.problem}" for leaf in wrong),
-        f"verdict: {verdict}",
-      ]
-    )
+    lines = [
+      *columns(table, left=1),
+      f"Differences between {self.devices} devices and one after {self.steps}"
+      " steps, as parts of the largest change of the leaf.",
+      *(f"note: {note}" for note in self.notes),
+      *(f"WRONG: {leaf.name}: {leaf.problem}" for leaf in wrong),
+      f"verdict: {verdict}",
+    ]
+    return "\n".join(lines)
 
 
 def check_step(
@@ -117,22 +113,29 @@ def check_step(
 
   Use it once for a new training program, on a small model and a small batch. It
   takes the same few steps with the same whole batch on the mesh and on one
-  device, in the program's dtypes and, where it can run so, in float64. All
-  parameters must come out equal up to rounding, with the same bits on all
-  devices. This finds a forgotten synchronization, a clip of one device's
-  gradients, a padded loss that each device averages for itself, and
-  everything else that makes many devices train something else than one.
+  device, in the program's dtypes and, if possible, in float64. All parameters
+  must come out equal up to rounding, and bit-identical on all devices. This
+  finds a forgotten synchronization, a clip of one device's gradients, a padded
+  loss that each device averages for itself, and everything else that makes many
+  devices train something else than one.
+
+  For a step in plain `jit`, let `build` return the jitted step itself, with
+  parameters placed on the mesh, as in the example. Batches arrive split over
+  the mesh. If you train under `jax.set_mesh`, call `check_step` under it too:
+  `build` and its steps then run under the mesh that `build` is given. For
+  `data_parallel` and `shard_map`, unpack the state of your step into `params`
+  and `opt_state`.
 
   Rounding is measured: the steps on one device run a second time with the
   examples in reverse order. A program whose result depends on that order, such
-  as one with dropout, cannot be compared. Nor can sparsifiers be, because each
-  device selects for itself; of their programs only copies are compared.
+  as one with dropout, cannot be compared. With sparsifiers, only copies on
+  different devices are compared, because each device selects for itself.
 
   Args:
-    build: `build(mesh) -> (step, params, opt_state)`, which makes the program
-      for the mesh that it is given, with the same initial parameters for each;
-      and `step(params, opt_state, *batch) -> (params, opt_state, ...)`, jitted
-      or not. Scalars that it returns besides are compared as losses.
+    build: `build(mesh) -> (step, params, opt_state)`. It makes the program for
+      any mesh, always with the same initial parameters. `check_step` calls
+      `step(params, opt_state, *batch) -> (params, opt_state, ...)`; scalars
+      after the first two values are compared as losses.
     mesh: The mesh that you train on.
     batch: The arguments of `step` after the first two, a tuple; anything else
       is one argument. All examples of all devices, along the first dimension.
@@ -154,19 +157,20 @@ def check_step(
     >>> import optax
     >>> import zenjax
     >>> def build(mesh):
-    ...   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))
-    ...   def step(state, ids):
-    ...     table, opt_state = state
-    ...     grads = jax.grad(lambda t: t[ids].mean())(table)
+    ...   rows = zenjax.lazy_rows(optax.adagrad(0.1))
+    ...   tx = optax.chain(zenjax.zen_sync("data", mesh=mesh), rows)
+    ...   @jax.jit
+    ...   def step(table, opt_state, ids):
+    ...     loss_fn = lambda table: table[ids].mean()
+    ...     loss, grads = zenjax.value_and_grad(loss_fn)(table)
     ...     updates, opt_state = tx.update(grads, opt_state, table)
-    ...     return (optax.apply_updates(table, updates), opt_state), ()
-    ...   mapped = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-    ...   table = jnp.zeros((4, 1))
-    ...   opt_state = zenjax.init_state(tx, table, mesh, "data")
-    ...   return lambda *given: mapped(given[:2], given[2])[0], table, opt_state
+    ...     return zenjax.apply_updates(table, updates), opt_state, loss
+    ...   replicated = jax.NamedSharding(mesh, jax.P())
+    ...   table = jax.device_put(jnp.zeros((1000, 32)), replicated)
+    ...   return step, table, zenjax.init_state(tx, table, mesh, "data")
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    >>> found = zenjax.check_step(build, mesh, jnp.array([0, 0, 1, 3]))
-    >>> print(str(found).splitlines()[-1])
+    >>> check = zenjax.check_step(build, mesh, jnp.array([0, 0, 1, 3]))
+    >>> print(str(check).splitlines()[-1])
     verdict: ok
   """
   axes = mesh.axis_names if axis_name is None else mesh_axes(axis_name, mesh)
@@ -181,37 +185,36 @@ def check_step(
     line = str(error).partition("\n")[0]
     notes.append(f"float64 was left out, {type(error).__name__}: {line}")
   many, one, _ = runs[0]
-  devices = mesh.devices.size
-  orders = [
-    (x, y)
+  by_order = [
+    f"{x:.6g} to {y:.6g}"
     for _, single, reverse in runs
     for x, y in zip(single.losses.values(), reverse.losses.values())
     if abs(float(x) - float(y)) > _NEAR * abs(float(x))
   ]
   if one.selects:
     notes.append(
-      f"sparsifiers select on each device, so {devices} devices don't train"
-      " what one does: only copies are compared."
+      "sparsifiers select on each device, so many devices don't train what one"
+      " does: only copies are compared."
     )
-  elif orders:
+  elif by_order:
     notes.append(
       "cannot be compared: on one device the loss of the first step changes"
-      f" from {orders[0][0]:.6g} to {orders[0][1]:.6g} with the order of the"
-      " examples, as it does with dropout. Switch random numbers off."
+      f" from {by_order[0]} with the order of the examples, as it does with"
+      " dropout. Switch random numbers off."
     )
-  judge = not one.selects and not orders
-  names = [*one.losses, *one.last]
-  leaves = [_judged(name, runs, tolerance, judge, devices) for name in names]
+  names, devices = [*one.losses, *one.last], mesh.devices.size
+  judged = not one.selects and not by_order
+  leaves = [_judged(name, runs, tolerance, judged, devices) for name in names]
   if not any(leaf.change for leaf in leaves if leaf.name in one.last):
     notes.append("no parameter changed, give more `steps`.")
-  apart = [x for x in many.apart if x not in names]
-  leaves += [LeafCheck(x, 0.0, 0.0, None, _APART) for x in apart]
+  unequal = [name for name in many.unequal if name not in names]
+  leaves += [LeafCheck(name, 0.0, 0.0, None, _UNEQUAL) for name in unequal]
   return StepCheck(
     leaves=tuple(leaves),
     notes=tuple(notes),
     devices=devices,
     steps=steps,
-    comparable=one.selects or not orders,
+    comparable=one.selects or not by_order,
   )
 
 
@@ -225,7 +228,7 @@ class _Run(NamedTuple):
   first: dict[str, np.ndarray]  # after one step
   last: dict[str, np.ndarray]
   losses: dict[str, np.ndarray]  # of the first step
-  apart: list[str]  # leaves whose copies differ between devices
+  unequal: list[str]  # leaves whose copies differ between devices
   selects: bool  # whether a sparsifier is part of the program
 
 
@@ -236,36 +239,34 @@ def _compared(
   steps: int,
   axes: Axes,
   wide: bool = False,
-) -> list[_Run]:
+) -> tuple[_Run, _Run, _Run]:
   """Trains on the mesh, on one device, and there with examples reversed."""
-  own = [d for d in mesh.devices.flat if d in jax.local_devices()]
+  (device, *_) = [d for d in mesh.devices.flat if d in jax.local_devices()]
   single = Mesh(
-    np.array(own[:1]).reshape([1] * mesh.devices.ndim),
+    np.array(device).reshape([1] * mesh.devices.ndim),
     mesh.axis_names,
     axis_types=mesh.axis_types,
   )
   runs = []
-  for used, orders in ((mesh, (False,)), (single, (False, True))):
+  for used, orders in ((mesh, [batch]), (single, [batch, _reversed(batch)])):
     unset = jax.sharding.get_mesh().empty
     with contextlib.nullcontext() if unset else jax.set_mesh(used):
-      step, *given = build(used)
-      for reverse in orders:
-        local = _ordered(batch, reverse)
-        params, opt_state = _in_float64(given) if wide else given
-        placed = _placed(_in_float64(local) if wide else local, used, axes)
+      step, *state = build(used)
+      for ordered in orders:
+        given = _in_float64((state, ordered)) if wide else (state, ordered)
+        (params, opt_state), examples = given
+        placed = _placed(examples, used, axes)
         runs.append(_trained(step, params, opt_state, placed, steps))
-  many, one, _ = runs
+  many, one, reverse = runs
   for name, x in one.initial.items():
     y = many.initial.get(name)
     if y is None or y.shape != x.shape or not _close(x, y):
-      shown = "nothing" if y is None else f"another one, of shape {y.shape}"
       raise ValueError(
-        f"`build` must make the same parameters for every mesh: leaf {name!r}"
-        f" has shape {x.shape} on one device, and on {mesh.devices.size} it"
-        f" is {shown}. Draw them from the same key; in `pmap`, return the"
-        " first copy."
+        "`build` must make the same parameters for every mesh. Leaf"
+        f" {name!r} differs between one device and {mesh.devices.size} devices."
+        " Draw it from the same key; in `pmap`, return the first copy."
       )
-  return runs
+  return many, one, reverse
 
 
 def _trained(
@@ -288,20 +289,20 @@ def _trained(
     params, opt_state, *rest = out
     if not number:
       first, losses = _values(params), _losses(rest)
-  apart = _apart(params) + [f"opt_state.{x}" for x in _apart(opt_state)]
-  return _Run(initial, first, _values(params), losses, apart, selects)
+  unequal = _unequal(params) + [f"opt_state.{x}" for x in _unequal(opt_state)]
+  return _Run(initial, first, _values(params), losses, unequal, selects)
 
 
-def _ordered(batch: tuple[Any, ...], reverse: bool) -> tuple[Any, ...]:
-  """The batch, or with its examples in reverse order."""
+def _reversed(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+  """Returns the batch with its examples in reverse order."""
   shapes = [np.shape(x) for x in jax.tree.leaves(batch)]
   examples = next((shape[:1] for shape in shapes if shape), None)
   turn = lambda x: x[::-1] if np.shape(x)[:1] == examples else x
-  return jax.tree.map(turn, batch) if reverse else batch
+  return jax.tree.map(turn, batch)
 
 
 def _placed(batch: tuple[Any, ...], mesh: Mesh, axes: Axes) -> tuple[Any, ...]:
-  """The batch, split over devices where its first dimension allows."""
+  """Splits the batch over devices where its first dimension allows."""
   parts = int(np.prod([mesh.shape[axis] for axis in axes]))
 
   def place(x):
@@ -320,7 +321,6 @@ def _is_floating(x: Any) -> bool:
 def _in_float64(tree: Any) -> Any:
   """Casts floating leaves, except where a transformation fixes the dtype."""
   kinds = sync_state.ZenSyncState | optax.MultiStepsState
-  is_kind = lambda node: isinstance(node, kinds)
 
   def cast(node: Any) -> Any:
     if isinstance(node, optax.MultiStepsState):
@@ -328,33 +328,29 @@ def _in_float64(tree: Any) -> Any:
       return node._replace(inner_opt_state=inner)
     return node.astype(jnp.float64) if _is_floating(node) else node
 
-  return jax.tree.map(cast, tree, is_leaf=is_kind)
+  return jax.tree.map(cast, tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def _values(params: Any) -> dict[str, np.ndarray]:
   """Floating parameters by name, with sharded tables in the order of rows."""
   is_sync = lambda node: isinstance(node, sync_state.ZenSyncState)
   named = leaf_util.named_leaves(sharding.unshard_leaves(params), is_sync)
-  return {
-    name: reorder.on_host(x)
-    for name, x in named
-    if not is_sync(x) and _is_floating(x)
-  }
+  return {name: reorder.on_host(x) for name, x in named if _is_floating(x)}
 
 
 def _losses(rest: Sequence[Any]) -> dict[str, np.ndarray]:
   """Floating scalars that a step returned after parameters and state."""
   named = leaf_util.named_leaves(rest[0] if len(rest) == 1 else rest)
   return {
-    "loss" if name == "leaf" else f"loss {name}": reorder.on_host(x)
+    "loss" if name == leaf_util.ONLY else f"loss {name}": reorder.on_host(x)
     for name, x in named
     if _is_floating(x) and not np.ndim(x)
   }
 
 
-def _apart(tree: Any) -> list[str]:
+def _unequal(tree: Any) -> list[str]:
   """Names of leaves whose copies differ between devices of this process."""
-  found = []
+  names = []
   for name, x in leaf_util.named_leaves(tree):
     array = isinstance(x, jax.Array)
     if not array or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -364,8 +360,8 @@ def _apart(tree: Any) -> list[str]:
       bits = np.asarray(shard.data).tobytes()
       copies.setdefault(str(shard.index), set()).add(bits)
     if any(len(bits) > 1 for bits in copies.values()):
-      found.append(name)
-  return found
+      names.append(name)
+  return names
 
 
 def _close(x: np.ndarray, y: np.ndarray) -> bool:
@@ -377,12 +373,12 @@ def _close(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 class _Measure(NamedTuple):
-  """How training on the mesh differs from that on one device, for one leaf."""
+  """Differences between the mesh and one device, as parts of the change."""
 
   change: float  # the largest of an element on one device
-  largest: float  # the largest difference, as a part of the change
-  beyond: float  # the same of what rounding does not explain
-  norm: float  # the norm of that, as a part of the norm of changes
+  largest: float  # the largest difference
+  unexplained: float  # the largest that rounding does not explain
+  norm: float  # the norm of what rounding does not explain, of norms
 
 
 def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
@@ -392,20 +388,17 @@ def _measured(name: str, many: _Run, one: _Run, reverse: _Run) -> _Measure:
   initial = one.initial.get(name, np.zeros_like(single)).astype(np.float64)
   change, difference = _distance(single, initial), _distance(mesh, single)
   noise = _distance(turned, single)  # By the order of examples.
-  most = lambda x: float(x.max(initial=0.0))
+  largest = lambda x: float(x.max(initial=0.0))
   norm = lambda x: float(np.sqrt(np.sum(x * x)))
   finite = np.abs(np.where(np.isfinite(single), single, 0.0))
-  unit = 4 * float(ml_dtypes.finfo(values[0].dtype).eps) * most(finite)
-  beyond = most(difference) - _NOISE * most(noise) - unit
-  of_all = norm(difference) - _NOISE * norm(noise) - unit * single.size**0.5
-  largest, moved = most(difference), most(change)
-  if not moved and largest <= unit:
-    largest = 0.0
+  unit = 4 * float(ml_dtypes.finfo(values[0].dtype).eps) * largest(finite)
+  explained = _NOISE * norm(noise) + unit * single.size**0.5
+  moved, apart = largest(change), largest(difference)
   return _Measure(
     change=moved,
-    largest=_part(largest, moved),
-    beyond=_part(beyond, moved),
-    norm=_part(of_all, norm(change)),
+    largest=_part(apart if moved or apart > unit else 0.0, moved),
+    unexplained=_part(apart - _NOISE * largest(noise) - unit, moved),
+    norm=_part(norm(difference) - explained, norm(change)),
   )
 
 
@@ -435,27 +428,26 @@ _ELEMENT64, _NEAR, _ELEMENT = 1e-5, 1e-3, 1e-2
 
 def _judged(
   name: str,
-  runs: Sequence[Sequence[_Run]],
+  runs: Sequence[tuple[_Run, _Run, _Run]],
   tolerance: float,
-  judge: bool,
+  judged: bool,
   devices: int,
 ) -> LeafCheck:
   """Compares a leaf in the program's dtypes and, if that ran, in float64."""
-  measures = [_measured(name, *run) for run in runs]
-  own, wide = measures[0], measures[1] if len(measures) > 1 else None
-  beyond, part = (wide.beyond, _ELEMENT64) if wide else (own.beyond, _ELEMENT)
+  own, *rest = [_measured(name, *run) for run in runs]
+  finest, limit = (rest[0], _ELEMENT64) if rest else (own, _ELEMENT)
+  wrong = finest.unexplained > limit + tolerance or own.norm > _NEAR + tolerance
   problem = ""
-  if any(name in many.apart for many, *_ in runs):
-    problem = _APART
-  elif judge and (beyond > part + tolerance or own.norm > _NEAR + tolerance):
+  if any(name in many.unequal for many, *_ in runs):
+    problem = _UNEQUAL
+  elif judged and wrong:
     many, one, _ = runs[-1]
     problem = _meaning(name, many, one, devices)
-  return LeafCheck(
-    name, own.change, own.largest, wide and wide.largest, problem
-  )
+  float64 = rest[0].largest if rest else None
+  return LeafCheck(name, own.change, own.largest, float64, problem)
 
 
-_APART = (
+_UNEQUAL = (
   "its copies differ between devices, so its gradient is not synchronized. Put"
   " `zenjax.zen_sync` first in the optimizer's chain, and draw random numbers"
   " that change it from the same key on all devices."
@@ -469,23 +461,25 @@ def _meaning(name: str, many_run: _Run, one_run: _Run, devices: int) -> str:
     many, one = (float(run.losses[name]) for run in runs)
     return (
       f"it is {many:.6g} in the first step, and {one:.6g} on one device with"
-      " the same parameters and batch. Return the mean over all devices, and"
-      " divide by what all devices count, as `zenjax.weighted_mean` does for"
-      " padded examples. Random numbers that depend on the device must be off."
+      " the same parameters and batch. Return the mean over all devices. For"
+      " padded examples use `zenjax.weighted_mean`. Switch random numbers off"
+      " that depend on the device."
     )
   # After one step, unless that changed nothing.
   stages = [x.first[name] for x in runs], [x.last[name] for x in runs]
   after = stages[0] if _distance(*stages[0]).any() else stages[1]
   initial = one_run.initial[name].astype(np.float64)
   many, one = (x.astype(np.float64) - initial for x in after)
-  ways = {devices: ("summed", "averaged"), 1 / devices: ("averaged", "summed")}
-  for times, (made, meant) in ways.items():
+  for times, is_, should in (
+    (devices, "summed", "averaged"),
+    (1 / devices, "averaged", "summed"),
+  ):
     with np.errstate(invalid="ignore"):
       fits = devices > 1 and np.allclose(many, times * one, rtol=1e-3, atol=0)
     if fits and one.any():
       return (
         f"it changes {times:.4g} times as much as on one device: gradients are"
-        f" {made} over devices and should be {meant}. Return a mean over the"
+        f" {is_} over devices and should be {should}. Return a mean over the"
         " examples as the loss, and average gradients."
       )
   where = ""
@@ -495,8 +489,8 @@ def _meaning(name: str, many_run: _Run, one_run: _Run, devices: int) -> str:
     if 0 < sum(rows) <= len(rows) // 2:
       where = f"{sum(rows)} of {len(rows)} rows, the first {np.argmax(rows)}: "
   return (
-    f"{where}it is trained otherwise than on one device. What is before"
-    " `zen_sync` must be linear (a clip goes after it); a loss must be a mean"
-    " over the examples of all devices; an optimizer must not compute with a"
-    " part of the gradients or parameters."
+    f"{where}it is trained otherwise than on one device. Put only linear"
+    " transformations before `zen_sync` (a clip goes after it). Take the mean"
+    " of the loss over the examples of all devices. Let the optimizer use all"
+    " of a gradient, not a device's part."
   )

@@ -41,7 +41,7 @@ def report(state: Any) -> str:
       exchanges of gradients, and the same bytes.
     - `exdyna` and `micro`: the density wanted and reached, the threshold,
       build-up, imbalance, norm of the residuals, rounds, megabytes, and a value
-      for `capacity=`.
+      for `capacity=` (pin).
     - Parameters of `error_feedback`: the density wanted and reached, the
       threshold, build-up, imbalance and norm of the residuals. If devices
       belong to several processes, a line says how to get these numbers.
@@ -62,53 +62,48 @@ def report(state: Any) -> str:
     zen_sync: no parameter is sent sparsely; all take a dense all-reduce.
   """
   sync_state.require_numbers(state, "report")
-  selected = [*_of_sparsifiers(state), *_of_error_feedback(state)]
-  synced = []
-  if not selected or sync_state.find(state):
-    synced = _of_synced_leaves(state, sync_state.require(state))
-  return "\n".join([*synced, *selected])
+  lines = [*_sparsifiers(state), *_error_feedback(state)]
+  if not lines or sync_state.find(state):
+    lines = [*_synced_leaves(state, sync_state.require(state)), *lines]
+  return "\n".join(lines)
 
 
 # --- one form for all tables --------------------------------------------------
 
 
 class _Column(NamedTuple):
-  """A column: its heading, its cell for a leaf, its entry in the legend."""
+  """One column of a table.
+
+  Attributes:
+    heading: The first cell.
+    value: The name of a statistic, or a function of all statistics of a row.
+    form: Formats a number. Unknown numbers are shown as a dash.
+    legend: Explains the column below the table.
+  """
 
   heading: str
-  cell: Callable[[Mapping[str, float]], str]
+  value: str | Callable[[Mapping[str, float]], str | float]
+  form: str = ""
   legend: str = ""
 
-
-def _format(number: float, form: str) -> str:
-  return format(number, form) if np.isfinite(number) else "-"
-
-
-def _number(heading: str, name: str, form: str, legend: str = "") -> _Column:
-  """Returns a column that shows a number, or a dash if it is not known."""
-
-  def cell(s: Mapping[str, float]) -> str:
-    return _format(s[name], form)
-
-  return _Column(heading, cell, legend)
+  def cell(self, numbers: Mapping[str, float]) -> str:
+    key = self.value
+    value = numbers[key] if isinstance(key, str) else key(numbers)
+    if isinstance(value, str):
+      return value
+    return format(value, self.form) if np.isfinite(value) else "-"
 
 
-def _numbers(*columns: tuple[str, ...]) -> tuple[_Column, ...]:
-  return tuple(_number(*column) for column in columns)
-
-
-def _megabytes(heading: str, name: str, legend: str = "") -> _Column:
-  return _Column(heading, lambda s: _format(s[name] / 1e6, ".3f"), legend)
-
-
-def _bytes(s: Mapping[str, float]) -> str:
-  """Says how many fewer bytes were sent than by a dense all-reduce."""
-  if s.get("went_dense"):
-    return "dense"
-  if np.isnan(s["wire_bytes"]):
-    return "-"
-  gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
-  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
+def _table(
+  title: str, known: stats.Stats, shown: Sequence[_Column], names: str = ""
+) -> list[str]:
+  """Returns the lines of a table: title, headings, a row each, legend."""
+  rows = [(names, *(column.heading for column in shown))]
+  rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
+  legend = "; ".join(column.legend for column in shown if column.legend)
+  text = f"Last step. {legend}; -: not known."
+  lines = textwrap.wrap(text, 120, break_on_hyphens=False)
+  return [title, *columns(rows), *lines]
 
 
 def _steps(nodes: Sequence[Any]) -> int:
@@ -119,34 +114,26 @@ def _title(by: str, steps: float, devices: float) -> str:
   return f"{by} after {steps:.0f} steps on {devices:.0f} devices"
 
 
-def _table(
-  title: str,
-  known: stats.Stats,
-  shown: Sequence[_Column],
-  names: str = "",
-) -> list[str]:
-  """Returns the lines of a table: a title, a row for each name, the legend.
-
-  Args:
-    title: The first line.
-    known: Numbers by name.
-    shown: The columns after the names.
-    names: The heading of the names.
-  """
-  rows = [(names, *(column.heading for column in shown))]
-  rows += [(k, *(column.cell(s) for column in shown)) for k, s in known.items()]
-  legend = "; ".join(column.legend for column in shown if column.legend)
-  told = textwrap.wrap(
-    f"Last step. {legend}; -: not known.", 120, break_on_hyphens=False
-  )
-  return [title, *columns(rows), *told]
+def _bytes(s: Mapping[str, float]) -> str:
+  """Compares the bytes received with those of a dense all-reduce."""
+  if s.get("went_dense"):
+    return "dense"
+  if np.isnan(s["wire_bytes"]):
+    return "-"
+  gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
+  return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
 
 
-_ROUNDS = ("rounds", "rounds", ".0f", "rounds: exchanges needed")
+_ROUNDS = _Column("rounds", "rounds", ".0f", "rounds: exchanges needed")
 _RECEIVED = (
-  _megabytes("MB received", "wire_bytes", "MB: received per device"),
-  _megabytes("MB dense", "dense_bytes"),
-  _Column("bytes", _bytes, "bytes: compared with a dense all-reduce"),
+  _Column(
+    "MB received",
+    lambda s: s["wire_bytes"] / 1e6,
+    ".3f",
+    "MB: received per device",
+  ),
+  _Column("MB dense", lambda s: s["dense_bytes"] / 1e6, ".3f"),
+  _Column("bytes", _bytes, "", "bytes: compared with a dense all-reduce"),
 )
 
 
@@ -161,83 +148,70 @@ def _scheme(s: Mapping[str, float]) -> str:
 _SHAPE = _Column(
   "rows x width", lambda s: f"{s['num_rows']:.0f} x {s['width']:.0f}"
 )
-# Counted over all devices.
 _UNION = (
-  ("union", "union_density", ".2%", "union: rows of any device"),
-  ("growth", "growth", ".2f", "growth: their ratio"),
-  ("push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"),
-  ("pull imb", "pull_imbalance", ".2f"),
+  _Column("union", "union_density", ".2%", "union: rows of any device"),
+  _Column("growth", "growth", ".2f", "growth: their ratio"),
+  _Column(
+    "push imb", "push_imbalance", ".2f", "imb: fullest buffer over the mean"
+  ),
+  _Column("pull imb", "pull_imbalance", ".2f"),
 )
-
 _SYNCED = (
   _SHAPE,
-  _Column("scheme", _scheme, "zen/g: rows split in g column groups"),
-  *_numbers(
-    (
-      "density",
-      "density",
-      ".2%",
-      "density: nonzero rows of a device",
-    ),
-    *_UNION,
-    _ROUNDS,
-  ),
+  _Column("scheme", _scheme, "", "zen/g: rows split in g column groups"),
+  _Column("density", "density", ".2%", "density: nonzero rows of a device"),
+  *_UNION,
+  _ROUNDS,
   *_RECEIVED,
 )
-
-# Columns of tables that devices share.
 _SHARDED = (
   _SHAPE,
-  *_numbers(
-    ("looked up", "density", ".2%", "looked up: distinct rows of a device"),
-    *_UNION,
-    ("room", "room", ".0f", "room: buffer size for a pair of devices, rows"),
-    ("fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"),
-    ("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
+  _Column(
+    "looked up", "density", ".2%", "looked up: distinct rows of a device"
   ),
+  *_UNION,
+  _Column("room", "room", ".0f", "room: buffer size for a pair of devices"),
+  _Column(
+    "fetches", "fetch_rounds", ".0f", "fetches: exchanges of ids and rows"
+  ),
+  _Column("rounds", "rounds", ".0f", "rounds: exchanges of gradients"),
   *_RECEIVED,
 )
 
-_SAME_ROWS = (
-  "{}: all devices hold the same rows: were the gradients averaged before {}?"
-  " Remove that pmean."
-)
 
-
-def _of_synced_leaves(
+def _synced_leaves(
   state: Any, nodes: list[sync_state.ZenSyncState]
 ) -> list[str]:
+  """Returns lines on all leaves of `zen_sync` and `sharded_optimizer`."""
   by = _synchronized_by(state)
   if not any(node.leaves for node in nodes):
     return [
       f"{by}: no parameter is sent sparsely; all take a dense all-reduce."
     ]
-  known = stats.synced_leaves(state)
   steps = _steps(nodes)
   if not steps:
     return [f"{by}: no step was taken yet."]
-  sharded = _of_sharded_tables(state)
-  if sharded and not any(map(sync_state.whole_leaves, nodes)):
-    return sharded + tune.told(state)
-  if not known:
-    alone = "step was" if steps == 1 else f"{steps} steps were"
-    told = f"{by}: the {alone} taken on one device: nothing was exchanged."
-    return [told, *sharded]
-  devices = next(iter(known.values()))["devices"]
-  title = _title(by, steps, devices)
-  lines = _table(title, known, _SYNCED, "leaf")
-  lines += [_SAME_ROWS.format(k, by) for k, s in known.items() if _same_rows(s)]
-  return lines + sharded + tune.told(state)
-
-
-def _of_sharded_tables(state: Any) -> list[str]:
-  known = stats.sharded_tables(state)
-  if not known:
-    return []
-  steps = _steps([x for x in sync_state.find(state) if sync_state.tables(x)])
-  devices = next(iter(known.values()))["devices"]
-  title = _title("sharded_optimizer, sharded tables,", steps, devices)
-  return _table(title, known, _SHARDED, "table")
+  lines = []
+  known, tables = stats.synced_leaves(state), stats.sharded_tables(state)
+  if known:
+    title = _title(by, steps, next(iter(known.values()))["devices"])
+    lines += _table(title, known, _SYNCED, "leaf")
+    lines += [
+      f"{name}: all devices hold the same rows: were the gradients averaged"
+      f" before {by}? Remove that pmean."
+      for name, numbers in known.items()
+      if _same_rows(numbers)
+    ]
+  if tables:
+    devices = next(iter(tables.values()))["devices"]
+    counting = [node for node in nodes if sync_state.tables(node)]
+    by = "sharded_optimizer, sharded tables,"
+    title = _title(by, _steps(counting), devices)
+    lines += _table(title, tables, _SHARDED, "table")
+  if not lines:
+    taken = "step was" if steps == 1 else f"{steps} steps were"
+    return [f"{by}: the {taken} taken on one device: nothing was exchanged."]
+  return lines + tune.told(state)
 
 
 def _synchronized_by(state: Any) -> str:
@@ -268,34 +242,36 @@ def _selection(density: str, legend: str) -> tuple[_Column, ...]:
   union = "build-up: the union of all selections over the number wanted"
   uneven = "imbalance: the largest selection over the mean"
   norm = "residual: norm of the elements not yet sent, all devices"
-  return _numbers(
-    ("wanted", "density_wanted", ".3%"),
-    ("density", density, ".3%", f"density: {legend}"),
-    ("threshold", "threshold", ".3g", "threshold: mean over devices"),
-    ("build-up", "build_up", ".2f", union),
-    ("imbalance", "imbalance", ".2f", uneven),
-    ("residual", "residual_norm", ".3g", norm),
+  return (
+    _Column("wanted", "density_wanted", ".3%"),
+    _Column("density", density, ".3%", f"density: {legend}"),
+    _Column("threshold", "threshold", ".3g", "threshold: mean over devices"),
+    _Column("build-up", "build_up", ".2f", union),
+    _Column("imbalance", "imbalance", ".2f", uneven),
+    _Column("residual", "residual_norm", ".3g", norm),
   )
 
 
-_PIN = (
-  "`capacity=` that held the largest selection of 90 % of the last 64 steps"
-)
 _SPARSIFIER = (
   *_selection(
     "density", "part of the model's elements that all devices selected"
   ),
-  _number(*_ROUNDS),
+  _ROUNDS,
   *_RECEIVED,
-  _number("pin", "capacity", ".0f", f"pin: {_PIN}"),
+  _Column(
+    "pin",
+    "capacity",
+    ".0f",
+    "pin: `capacity=` that held the largest selection of 90 % of the last 64"
+    " steps",
+  ),
 )
-
 _FEEDBACK = _selection(
   "selected", "part of a parameter's elements that a device selected, mean"
 )
 
 
-def _of_sparsifiers(state: Any) -> list[str]:
+def _sparsifiers(state: Any) -> list[str]:
   if not sync_state.nodes(state, SparsifierState):
     return []
   known = stats.sparsifiers(state)
@@ -306,7 +282,7 @@ def _of_sparsifiers(state: Any) -> list[str]:
   return _table(title, known, _SPARSIFIER)
 
 
-def _of_error_feedback(state: Any) -> list[str]:
+def _error_feedback(state: Any) -> list[str]:
   """Returns lines on `error_feedback`.
 
   `report` may be called by one process alone, which cannot read the devices of
@@ -323,13 +299,9 @@ def _of_error_feedback(state: Any) -> list[str]:
   if not counts:
     return ["error_feedback: it selects from no parameter."]
   title = _title("error_feedback", steps, len(counts[0]))
-  if not all(map(_is_here, counts)):
+  if not all(getattr(x, "is_fully_addressable", True) for x in counts):
     return [
       f"{title} of several processes. Call zenjax.stats in all of them to get"
       " its numbers."
     ]
   return _table(title, stats.selected_leaves(state), _FEEDBACK)
-
-
-def _is_here(x: Any) -> bool:
-  return not isinstance(x, jax.Array) or x.is_fully_addressable

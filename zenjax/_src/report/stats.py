@@ -1,5 +1,6 @@
 """Reads statistics of a run from an optimizer state."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import jax
@@ -58,8 +59,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
       `pull_imbalance` (fullest buffer over the mean), `rounds`, `wire_bytes`
       and `dense_bytes` (received per device, and what a dense all-reduce would
       take), `went_dense`, `scheme` (a number), and `column_groups`.
-    - Tables of `zenjax.tables.shard`: the same without the last three, and
-      `owners`, `room` (buffer size for gradients) and `fetch_rounds`.
+    - Tables of `zenjax.tables.shard`: the same, and `owners`, `room` (buffer
+      size for gradients) and `fetch_rounds`.
     - Parameters of `error_feedback`: `density_wanted`, `selected`, `threshold`,
       `build_up`, `imbalance` and `residual_norm`. NaN if not known.
     - "sparsifier", for `exdyna` and `micro` ("sparsifier 2" for a second one):
@@ -121,23 +122,35 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   }
 
 
+def _counted(
+  state: Any, leaves_of: Callable[[sync_state.ZenSyncState], Any]
+) -> Iterator[tuple[str, Sizes, Last]]:
+  """Yields the numbers of leaves that have taken a step, by name."""
+  for node in sync_state.find(state):
+    for name, leaf in leaves_of(node).items():
+      sizes, last = numbers_of(leaf)
+      if sizes.num_rows:
+        yield name, sizes, last
+
+
 def synced_leaves(state: Any) -> Stats:
   """Returns `stats` of leaves that `zen_sync` sends sparsely."""
   return {
-    name: _synced(*numbers_of(leaf))
-    for node in sync_state.find(state)
-    for name, leaf in sync_state.whole_leaves(node).items()
-    if int(array(leaf.sizes)[0])
+    name: _synced(sizes, last)
+    for name, sizes, last in _counted(state, sync_state.whole_leaves)
   }
 
 
 def sharded_tables(state: Any) -> Stats:
   """Returns `stats` of sharded tables, which `sharded_optimizer` counts."""
   return {
-    name: _sharded(leaf)
-    for node in sync_state.find(state)
-    for name, leaf in sync_state.tables(node).items()
-    if int(array(leaf.sizes)[0])
+    name: _synced(sizes, last)
+    | {
+      "owners": sizes.row_groups,
+      "room": sizes.push,
+      "fetch_rounds": max(1.0, float(np.ceil(last.push_need / sizes.push))),
+    }
+    for name, sizes, last in _counted(state, sync_state.tables)
   }
 
 
@@ -152,32 +165,24 @@ def array(x: Any) -> np.ndarray:
   return np.asarray(leaf)
 
 
-def _sharded(leaf: LeafState) -> dict[str, float]:
-  sizes, last = numbers_of(leaf)
-  numbers = _synced(sizes, last)
-  for name in ("scheme", "column_groups", "went_dense"):
-    del numbers[name]
-  return {
-    **numbers,
-    "owners": sizes.row_groups,
-    "room": sizes.push,
-    "fetch_rounds": max(1.0, float(np.ceil(last.push_need / sizes.push))),
-  }
-
-
 def _synced(sizes: Sizes, last: Last) -> dict[str, float]:
-  kept = ("num_rows", "width", "devices", "scheme", "column_groups")
-  shown = ("rounds", "wire_bytes", "dense_bytes", "went_dense")
   mean_pair = last.local_rows / sizes.row_groups
   mean_owner = last.union_rows / sizes.row_groups
   return {
-    **{name: getattr(sizes, name) for name in kept},
+    "num_rows": sizes.num_rows,
+    "width": sizes.width,
+    "devices": sizes.devices,
     "density": last.local_rows / sizes.num_rows,
     "union_density": last.union_rows / sizes.num_rows,
     "growth": ratio(last.union_rows, last.local_rows),
     "push_imbalance": ratio(last.push_need, mean_pair),
     "pull_imbalance": ratio(last.pull_need, mean_owner),
-    **{name: getattr(last, name) for name in shown},
+    "rounds": last.rounds,
+    "wire_bytes": last.wire_bytes,
+    "dense_bytes": last.dense_bytes,
+    "went_dense": last.went_dense,
+    "scheme": sizes.scheme,
+    "column_groups": sizes.column_groups,
   }
 
 
@@ -188,11 +193,10 @@ def ratio(a: float, b: float) -> float:
 
 def selected_leaves(state: Any) -> Stats:
   """Returns `stats` of leaves from which `error_feedback` has selected."""
-  unions = {}
-  for node in sync_state.find(state):
-    for name, leaf in sync_state.whole_leaves(node).items():
-      sizes, last = numbers_of(leaf)
-      unions[name] = sizes.num_rows, last.union_rows
+  unions = {
+    name: (sizes.num_rows, last.union_rows)
+    for name, sizes, last in _counted(state, sync_state.whole_leaves)
+  }
   return {
     name: _selected(leaf, leaf.residual, unions.get(name))
     for node in sync_state.nodes(state, ErrorFeedbackState)
@@ -297,13 +301,12 @@ def profile(state: Any) -> dict[str, Profile]:
     1.0
   """
   sync_state.require_numbers(state, "planner.profile")
-  profiles = {}
-  for node in sync_state.require(state):
-    for name, leaf in node.leaves.items():
-      sizes, last = numbers_of(leaf)
-      if sizes.num_rows and np.isfinite(last.local_rows):
-        profiles[name] = profile_of(sizes, last)
-  return profiles
+  sync_state.require(state)
+  return {
+    name: profile_of(sizes, last)
+    for name, sizes, last in _counted(state, lambda node: node.leaves)
+    if np.isfinite(last.local_rows)
+  }
 
 
 def profile_of(sizes: Sizes, last: Last) -> Profile:

@@ -15,6 +15,7 @@ from zenjax._src.report import stats
 from zenjax._src.rows import leaf_util
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import plans
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
@@ -108,22 +109,27 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
 
 def _table_sizes(node: ZenSyncState) -> Iterator[tuple[str, tuple[int]]]:
   """Yields sharded tables with better buffer sizes than they have now."""
-  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
   for name, table in sync_state.tables(node).items():
-    sizes = sync_state.Sizes(*stats.array(table.sizes).tolist())
-    needs = stats.array(table.history)[:steps, :1].astype(float)
-    needs = np.maximum(needs, 1)
-    if sizes.devices < 2 or not sizes.push or not len(needs):
-      continue
-    wanted = np.ceil(np.percentile(needs, _PERCENTILES) * _MARGIN)
-    row_bytes = 4.0 * sizes.width
-    best = min(
-      [(int(rows),) for rows in wanted],
-      key=lambda size: _cost(needs, size, row_bytes),
-    )
-    now = _cost(needs, (sizes.push,), row_bytes)
-    if now > _LEAST_GAIN * _cost(needs, best, row_bytes):
-      yield name, best
+    sizes, history = _recent(node, table)
+    if len(history):
+      needs, row_bytes = np.maximum(history[:, :1], 1), 4 * sizes.width
+      (best,) = _cheapest(needs, row_bytes)
+      now = _cost(needs, [sizes.push], row_bytes)
+      if now > _LEAST_GAIN * _cost(needs, [best], row_bytes):
+        yield name, (best,)
+
+
+def _recent(
+  node: ZenSyncState, leaf: LeafState
+) -> tuple[sync_state.Sizes, np.ndarray]:
+  """Returns the sizes of a leaf and what each recent step needed, `[steps, 2]`.
+
+  Dense leaves count nothing and one device exchanges nothing: no steps then.
+  """
+  sizes, _ = stats.numbers_of(leaf)
+  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
+  exchanged = sizes.devices > 1 and sizes.push
+  return sizes, stats.array(leaf.history)[: steps if exchanged else 0]
 
 
 class Change(NamedTuple):
@@ -146,25 +152,21 @@ def told(state: Any) -> list[str]:
   for name, (rows,) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
   for name, choice, gain in leaf_changes:
-    what = "dense all-reduce"
+    action = "dense all-reduce"
     if choice.capacities:
       push, pull = choice.capacities
-      what = f"{choice.scheme}, buffers of {push} and {pull} rows"
-    lines.append(f"  {name}: {what}, {gain:.1f}x less to send")
+      buffers = f"buffers of {push} rows to push, {pull} to pull"
+      action = f"{choice.scheme}, {buffers}"
+    lines.append(f"  {name}: {action}, {gain:.1f}x less to send")
   return lines
 
 
 def changes(node: ZenSyncState, link: Link | None) -> Iterator[Change]:
   """Yields the changes that `tune` makes to the plan of a state."""
-  steps = min(int(stats.array(node.step)), sync_state.HISTORY)
   tuned = dict(node.tuned)
   for name, leaf in sync_state.whole_leaves(node).items():
-    sizes, _ = stats.numbers_of(leaf)
-    history = stats.array(leaf.history)[:steps]
-    # Dense leaves have no counts, and one device exchanges nothing.
-    if sizes.devices < 2 or not sizes.push or not len(history):
-      continue
-    if name in node.fixed:
+    sizes, history = _recent(node, leaf)
+    if not len(history) or name in node.fixed:
       continue
     # A scheme that the user chose stays. `sharded_optimizer` needs zen.
     scheme = sync_state.SCHEMES[sizes.scheme]
@@ -185,37 +187,48 @@ def _by_counts(
   dense = history[:, 0] == sync_state.DENSE_STEP
   if np.mean(dense) > 0.5:
     return None if stays else Change(name, LeafChoice("dense"), 1.0)
-  needs = np.maximum(history[~dense], 1).astype(float)
+  needs = np.maximum(history[~dense], 1)
   row_bytes = 4 * sizes.width / sizes.column_groups
-  now = _cost(needs, Capacity(sizes.push, sizes.pull), row_bytes)
+  now = _cost(needs, [sizes.push, sizes.pull], row_bytes)
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
-    most = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
-    rows = min(int(most[0]), sizes.num_rows)
-    size = Capacity(rows, min(int(most[1]), sizes.num_rows))
-    gain = now / (rows * row_bytes + _ROUND_BYTES)
+    fullest = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
+    push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
+    gain = now / (push * row_bytes + _ROUND_BYTES)
     if gain > _LEAST_GAIN:
-      return Change(name, LeafChoice("all_gather", size), gain)
-  pushes, pulls = [
-    np.ceil(np.percentile(needs[:, i], _PERCENTILES) * _MARGIN) for i in (0, 1)
-  ]
-  best = min(
-    [Capacity(int(a), int(b)) for a, b in itertools.product(pushes, pulls)],
-    key=lambda size: _cost(needs, size, row_bytes),
-  )
-  push, pull = [min(size, sizes.num_rows) for size in best]
-  best = Capacity(push, max(push, pull))
-  gain = now / _cost(needs, best, row_bytes)
+      return Change(name, LeafChoice("all_gather", Capacity(push, pull)), gain)
+  best = _cheapest(needs, row_bytes)
+  push, pull = [min(rows, sizes.num_rows) for rows in best]
+  size = Capacity(push, max(push, pull))
+  # Both from one other device. SparseRows have no dense path within a step.
+  sent = _rounds(needs, size) * sum(size) * row_bytes
+  dense_sent = 2 * 4 * sizes.num_rows * sizes.width / sizes.devices
+  if scheme == "zen" and sent > SPARSE["zen"].break_even * dense_sent:
+    if not stays:
+      return Change(name, LeafChoice("dense"), now / dense_sent)
+  gain = now / _cost(needs, size, row_bytes)
   if gain < _LEAST_GAIN:
     return None
-  return Change(name, LeafChoice(scheme, best), gain)
+  return Change(name, LeafChoice(scheme, size), gain)
+
+
+def _cheapest(needs: np.ndarray, row_bytes: float) -> list[int]:
+  """Returns the buffer sizes that cost least for needs `[steps, buffers]`."""
+  wanted = np.ceil(np.percentile(needs, _PERCENTILES, axis=0) * _MARGIN)
+  candidates = itertools.product(*wanted.T.astype(int).tolist())
+  best = min(candidates, key=lambda sizes: _cost(needs, sizes, row_bytes))
+  return list(best)
 
 
 def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
   """Returns the mean cost of a step for a device, in bytes."""
-  rounds = np.max(np.ceil(needs / np.array(size)), axis=1)
-  return float(np.mean(rounds) * (sum(size) * row_bytes + _ROUND_BYTES))
+  return _rounds(needs, size) * (sum(size) * row_bytes + _ROUND_BYTES)
+
+
+def _rounds(needs: np.ndarray, size: Sequence[int]) -> float:
+  """Returns how many rounds a step took on average."""
+  return float(np.mean(np.max(np.ceil(needs / np.array(size)), axis=1)))
 
 
 def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:

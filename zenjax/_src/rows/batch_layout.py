@@ -1,9 +1,9 @@
-"""Joins look-ups of a whole batch without moving them between devices.
+"""Joins lookups of a whole batch without moving them between devices.
 
-Outside of `shard_map` an array of look-ups is that of all devices. One behind
-the other, or with the turns of a scan in front, parts of a device would come to
-lie on others, and XLA gathers them everywhere. Here each device joins its own,
-for the order of rows means nothing.
+Outside of `shard_map`, an array of lookups belongs to all devices. If two such
+arrays were concatenated, or flattened with the steps of a scan in front, parts
+would belong to other devices, and XLA would gather them everywhere. Here each
+device joins its own parts, because the order of rows does not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from zenjax._src.core import compat
 
 
 class Spread(NamedTuple):
-  """How the first dimension of look-ups lies on devices.
+  """How the first dimension of lookups is sharded.
 
   Attributes:
-    devices: Over which it may lie; 1 where it is one device's.
-    axes: Explicit axes over which it does.
+    devices: The devices over which it may be sharded; 1 if it is not.
+    axes: The explicit axes over which it is sharded.
   """
 
   devices: int
@@ -33,7 +33,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(arrays: Sequence[jax.Array]) -> Spread:
-  """Reads it from the types of `arrays: [K, ...]` and the mesh around them."""
+  """Reads it from the types of `arrays: [K, ...]` and from their mesh."""
   for x in arrays:
     axes = _axes(compat.explicit_spec(x)[0])
     if axes:
@@ -48,48 +48,48 @@ def spread_of(arrays: Sequence[jax.Array]) -> Spread:
 
 
 def joined(parts: Sequence[jax.Array], spread: Spread) -> jax.Array:
-  """All of `parts: [K, ...]` in one; `spread.devices` divides each `K`."""
+  """Concatenates `parts: [K, ...]`; `spread.devices` divides each `K`."""
   if spread.devices == 1:
     return jnp.concatenate(parts)
   entry, blocks = spread.axes or None, []
   for x in parts:
     if compat.explicit_axes(x):
       spec = PartitionSpec(entry, *compat.explicit_spec(x)[1:])
-      x = jax.sharding.reshard(x, _lies(x, spec))
+      x = jax.sharding.reshard(x, _sharding(x, spec))
     blocks.append(_cut(x, [spread.devices], [entry]))
   return _merged(jnp.concatenate(blocks, axis=1), 2, spread.axes)
 
 
 def _cut(x: jax.Array, devices: Sequence[int], spec: Sequence[Any]) -> Any:
-  """`x` with each first dimension in two: over devices, and in one of them."""
+  """Splits each first dimension in two: over devices, and on a device."""
   parts = [(n, size // n) for size, n in zip(x.shape, devices)]
   shape = (*itertools.chain(*parts), *x.shape[len(devices) :])
   if not compat.explicit_axes(x):
     return x.reshape(shape)
   cut = itertools.chain(*[(entry, None) for entry in spec])
   rest = compat.explicit_spec(x)[len(devices) :]
-  lies = _lies(x, PartitionSpec(*cut, *rest))
-  return lax.reshape(x, shape, out_sharding=lies)
+  place = _sharding(x, PartitionSpec(*cut, *rest))
+  return lax.reshape(x, shape, out_sharding=place)
 
 
 def _merged(x: jax.Array, dims: int, axes: tuple[str, ...]) -> jax.Array:
-  """`x` with its first `dims` dimensions in one, that lies over `axes`."""
+  """Merges the first `dims` dimensions to one, sharded over `axes`."""
   shape = (math.prod(x.shape[:dims]), *x.shape[dims:])
   if not compat.explicit_axes(x):
     return x.reshape(shape)
   spec = PartitionSpec(axes or None, *compat.explicit_spec(x)[dims:])
-  return lax.reshape(x, shape, out_sharding=_lies(x, spec))
+  return lax.reshape(x, shape, out_sharding=_sharding(x, spec))
 
 
 def flattened(
   ids: jax.Array, values: jax.Array, turns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Look-ups of any shape in one dimension, each device's beside each other.
+  """Flattens lookups of any shape, so that devices keep their parts.
 
   Args:
     ids: `[*turns, *batch]`.
     values: `[*turns, *batch, D]`.
-    turns: Dimensions that scans have put in front of the batch's.
+    turns: The number of dimensions that scans put in front of the batch.
 
   Returns:
     `[K]` and `[K, D]`, in the same order.
@@ -97,10 +97,10 @@ def flattened(
   dims = ids.ndim
   spec = compat.explicit_spec(values)[:dims]
   if any(spec):
-    ids = jax.sharding.reshard(ids, _lies(values, PartitionSpec(*spec)))
-    return _each_own(ids, spec), _each_own(values, spec)
+    ids = jax.sharding.reshard(ids, _sharding(values, PartitionSpec(*spec)))
+    return _by_device(ids, spec), _by_device(values, spec)
   if 0 < turns < dims and spread_of([values, ids]).devices > 1:
-    # Devices share the batch.
+    # The batch is sharded, so it comes first.
     ids, values = jnp.moveaxis(ids, turns, 0), jnp.moveaxis(values, turns, 0)
   return _merged(ids, dims, ()), _merged(values, dims, ())
 
@@ -108,16 +108,16 @@ def flattened(
 def flat_ids(
   ids: jax.Array, turns: int, devices: int
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-  """Look-ups of any shape in one dimension that `devices` divides.
+  """Flattens ids of any shape, padded so that `devices` divides them.
 
   Args:
-    ids: `[*turns, *batch]`, on automatic axes or of one device.
-    turns: Dimensions that scans have put in front of the batch's.
-    devices: Over which they may lie.
+    ids: `[*turns, *batch]`, on automatic axes or on one device.
+    turns: The number of dimensions that scans put in front of the batch.
+    devices: The devices over which they may be sharded.
 
   Returns:
-    `[K]`, the last of them -1 where there were too few, or none, and what makes
-    of rows `[K, D]` the shape `[*turns, *batch, D]`.
+    `[K]` with -1 as padding, at least one for each device, and a function that
+    reshapes rows `[K, D]` to `[*turns, *batch, D]`.
   """
   moved = 0 < turns < ids.ndim and devices > 1
   first = jnp.moveaxis(ids, turns, 0) if moved else ids
@@ -133,8 +133,8 @@ def flat_ids(
   return flat, back
 
 
-def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
-  """`x` with the dimensions of `spec` in one: by device, then by look-up."""
+def _by_device(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
+  """Merges the dimensions of `spec` to one, ordered by device."""
   x = _cut(x, [_devices(x, _axes(entry)) for entry in spec], spec)
   cut = 2 * len(spec)
   order = *range(0, cut, 2), *range(1, cut, 2), *range(cut, x.ndim)
@@ -142,13 +142,13 @@ def _each_own(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
   return _merged(jnp.transpose(x, order), cut, axes)
 
 
-def _lies(x: jax.Array, spec: PartitionSpec) -> NamedSharding:
-  """Returns a spec on the mesh of an array, which may be around no program."""
+def _sharding(x: jax.Array, spec: PartitionSpec) -> NamedSharding:
+  """Returns a sharding on the mesh of an array, which may not be set."""
   return NamedSharding(jax.typeof(x).sharding.mesh, spec)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-  """The axes of an entry of a PartitionSpec."""
+  """Returns the axes of an entry of a PartitionSpec."""
   if entry is None:
     return ()
   return entry if isinstance(entry, tuple) else (entry,)

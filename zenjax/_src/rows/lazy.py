@@ -1,4 +1,4 @@
-"""`lazy_rows`: an optimizer that touches the rows of its updates only."""
+"""Defines `lazy_rows`, which runs an optimizer on touched rows only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,40 +19,38 @@ from zenjax._src.rows.sparse_rows import require_one
 def lazy_rows(
   inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Runs `inner` on the rows of SparseRows instead of on whole tables.
+  """Runs an optimizer on touched rows instead of on whole tables.
 
-  Use it for tables of which a step looks up a few rows: a step then costs by
-  these rows, not by the table. Gradients of one id are added up, the touched
-  rows of state and parameters are gathered, and `inner` runs once on arrays
-  `[K, D]` beside all other leaves. Donate parameters and state, and apply the
-  updates by `optax.apply_updates` or `zenjax.apply_updates`.
+  Use it for tables of which a step looks up a few rows: the cost of a step then
+  depends on these rows, not on the size of the table. Put your whole chain
+  inside, because transformations of optax raise an error on SparseRows. Donate
+  parameters and state, and apply updates with `optax.apply_updates` or
+  `zenjax.apply_updates`.
 
-  Rows that a step does not touch keep their state and parameters. SGD and
-  Adagrad do nothing to such rows anyway. Adam and momentum would move them:
-  here they wait for the row's next gradient (LazyAdam). Weight decay acts only
-  on touched rows, and a `UserWarning` says so. For Adam on all rows, use
+  Rows that a step does not touch keep their parameters and state. For SGD and
+  Adagrad this changes nothing. Adam and momentum would move such rows; here
+  they wait for the row's next gradient (LazyAdam). Weight decay acts only on
+  touched rows, and a `UserWarning` says so. For Adam on all rows, use
   `zen_sync(output="dense")` without `lazy_rows`.
 
-  Put all of your chain inside: transformations of optax raise an error on
-  SparseRows. What `inner` does to rows is read off its traced program:
+  The traced program of `inner` shows what it does to rows:
 
-  - Rows that are independent are right: SGD, Adam, Lion, schedules, masks.
-  - Sums over gradients are right, since untouched rows would add zero: a global
-    norm, a mean, a flag that all is finite.
-  - Anything else is refused, and the error names the line: sums of parameters
-    or of momentum (LAMB, a norm after Adam), a maximum or an order of rows,
-    noise for every row, `optax.MultiSteps`.
+  - It may treat rows independently: SGD, Adam, Lion, schedules, masks.
+  - It may sum over gradients, because untouched rows would add zero: a global
+    norm, a mean, a test if all gradients are finite.
+  - Anything else is refused, and the error names the line: LAMB, a norm after
+    Adam, a maximum over rows, noise for every row, `optax.MultiSteps`.
 
   Args:
-    inner: The optimizer for touched rows and for all other leaves.
+    inner: The optimizer for touched rows and for all other parameters.
 
   Returns:
-    A transformation of trees that may hold SparseRows. Its state is that of
-    `inner`, made for dense parameters.
+    A transformation of trees that may contain SparseRows. Its state is the one
+    of `inner` for dense parameters.
 
   Raises:
     ValueError: `inner` mixes rows, or only some of its steps update. `init`
-      raises it where no table could be updated by rows, else `update`.
+      raises it if no table could be updated by rows, otherwise `update`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -70,7 +68,7 @@ def lazy_rows(
     TensorFlow Addons' `LazyAdam`.
   """
   inner = optax.with_extra_args_support(inner)
-  known: dict[Any, RowAnalysis] = {}
+  cache: dict[Any, RowAnalysis] = {}
 
   def init(params):
     leaf_util.refuse_sharded(params, "params", "lazy_rows")
@@ -85,25 +83,25 @@ def lazy_rows(
     rows = {i: x for i, x in enumerate(leaves) if is_rows(x)}
     if not rows:
       return inner.update(updates, state, params, **extra)
-    at = {}
+    touched = {}
     for i, x in rows.items():
       require_one("an update", x)
-      at[i] = touched_rows.At.of(x.indices, x.num_rows)
+      touched[i] = touched_rows.Touched.of(x.indices, x.num_rows)
     sizes = {i: x.capacity for i, x in rows.items()}
     analysis = row_analysis.analysis_of(
-      inner, updates, state, params, extra, sizes, known
+      inner, updates, state, params, extra, sizes, cache
     )
     names = [name for name, _ in leaf_util.named_leaves(updates, is_rows)]
     require(analysis, names, "inner")
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     if params is not None:
       params = [
-        at[i].take(x) if i in at else x
+        touched[i].take(x) if i in touched else x
         for i, x in enumerate(structure.flatten_up_to(params))
       ]
     grads = touched_rows.values(leaves)
     out, few, places = touched_rows.step(
-      analysis, structure, grads, params, state, at, extra
+      analysis, structure, grads, params, state, touched, extra
     )
     return back(out), touched_rows.put(state, few, places)
 
@@ -111,18 +109,21 @@ def lazy_rows(
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-  """`optax.apply_updates` for updates that may hold SparseRows.
+  """Applies updates like `optax.apply_updates`, also SparseRows.
+
+  Use it if updates contain None, or for clear errors about shapes.
 
   Args:
     params: A tree of arrays.
-    updates: The same with SparseRows for tables, or None for what stays, as
-      does what has a gradient of float0, by `jax.grad(.., allow_int=True)`.
+    updates: A tree of the same structure, with arrays or SparseRows. A
+      parameter whose update is None or of dtype float0 (from `allow_int=True`)
+      does not change.
 
   Returns:
-    The sums, in the dtypes of `params`; in place where these are donated.
+    The sums, in the dtypes of `params`; in place if these are donated.
 
   Raises:
-    ValueError: SparseRows of another shape than the parameter.
+    ValueError: SparseRows have another shape than the parameter.
 
   Example:
     >>> import jax.numpy as jnp
@@ -145,21 +146,21 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   """Raises ValueError for a table that cannot be updated by its rows."""
   for table, refusal in analysis.refusals.items():
     raise ValueError(
-      f"`{argument}` must update a row by that row alone, by the step, and by"
-      f" sums over all gradients, but in table {names[table]!r} {refusal}. Give"
-      " tables another optimizer by `optax.partition`. To keep this one, use"
-      ' `zen_sync(.., output="dense")` without `lazy_rows`. If a clip is the'
-      " cause, put it before what keeps a state."
+      f"`{argument}` must update a row by that row alone and by sums over all"
+      f" gradients, but for table {names[table]!r} {refusal}. Give tables"
+      " another optimizer with `optax.partition`, or keep this one with"
+      ' `zen_sync(.., output="dense")` without `lazy_rows`. A clip must come'
+      " before transformations with a state."
     )
 
 
 def _require_row_by_row(
   inner: optax.GradientTransformationExtraArgs, params: Any
 ) -> None:
-  """Looks at `inner` before it is known which leaves are tables.
+  """Analyses `inner` before gradients show which leaves are tables.
 
-  These are taken for tables: leaves that look like one, or all leaves of two
-  dimensions where none does. `update` looks again at those that are.
+  Leaves that look like tables are taken for tables; if there are none, all
+  leaves of two dimensions. `update` analyses the actual tables.
 
   Raises:
     ValueError: None of these tables can be updated by rows.
@@ -178,28 +179,28 @@ def _require_row_by_row(
   analysis = row_analysis.analysis_of(inner, types, state, types, {}, sizes)
   names = [name for name, _ in named]
   if analysis.wants_more:
-    return  # It needs arguments that only the user has.
+    return  # Only `update` is given all arguments.
   if len(analysis.refusals) == len(sizes):
     require(analysis, names, "inner")
   warn_of_decay(analysis, names)
 
 
 def warn_of_decay(analysis: RowAnalysis, names: Sequence[str]) -> None:
-  """Tells of tables whose rows move without a gradient."""
+  """Warns of the first table whose rows would move without a gradient."""
   for table in analysis.program.moving()[:1]:
     warnings.warn(
-      "Weight decay, or what else moves rows without a gradient, acts only on"
-      f" the rows of table {names[table]!r} that a step touches. For the plain"
-      ' optimizer use `zen_sync(.., output="dense")` without `lazy_rows`;'
-      " `optax.masked` leaves the table out.",
+      "Weight decay, or whatever moves rows without a gradient, acts only on"
+      f" the rows of table {names[table]!r} that a step touches. Exclude the"
+      " table with `optax.masked`. For the plain optimizer, use"
+      ' `zen_sync(.., output="dense")` without `lazy_rows`.',
       stacklevel=2,
     )
 
 
 def require_no_accumulation(state: Any, argument: str) -> None:
-  """Raises ValueError where only some steps of an optimizer update.
+  """Raises ValueError if only some steps of an optimizer update.
 
-  A row whose gradients come in the other steps alone would never move.
+  A row whose gradients come only in the other steps would never move.
   """
   for kind, name in (
     (optax.MultiStepsState, "MultiSteps"),
@@ -209,10 +210,7 @@ def require_no_accumulation(state: Any, argument: str) -> None:
     is_one = lambda node, kind=kind: isinstance(node, kind)
     if any(map(is_one, jax.tree.leaves(state, is_leaf=is_one))):
       raise ValueError(
-        f"`{argument}` must not be `optax.{name}`, whose steps without an"
-        " update would lose the rows that they alone touch, got one;"
-        " accumulate in the loss, `jax.lax.map(jax.checkpoint(loss),"
-        " micro_batches).mean()`, of which there is one exchange, or inside"
-        " `zenjax.data_parallel` put it around the chain and take array"
-        " gradients by `jax.value_and_grad`."
+        f"`{argument}` must not be `optax.{name}`, because only some of its"
+        " steps update. To accumulate gradients, average inside the loss:"
+        " `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`."
       )

@@ -1,4 +1,4 @@
-"""Which leaves travel sparse, and how a leaf is seen as a table of rows."""
+"""Names leaves, chooses the sparse ones, and reshapes them to tables."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -16,74 +16,69 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import NoArray
 
 # The default rule: embedding tables are tall. Flax, Haiku, Equinox and Keras
-# lay them out as [vocabulary, width]; kernels of dense layers are rarely more
-# than four times as tall as wide, the down-projection of a transformer being
-# just that. Below 16,384 elements latency decides, and one psum has less. Their
-# dtype does not count: `zenjax.check_step` runs a step in float64 too.
+# use the layout [vocabulary, width]. Kernels of dense layers are rarely more
+# than four times as tall as wide, which is the shape of a transformer's
+# down-projection. Below 16,384 elements latency decides, and one psum has less.
+# The dtype does not count, because `zenjax.check_step` also runs in float64.
 _TALL = 4
 _MIN_ROWS = 512
 _MIN_ELEMENTS = 1 << 14
 
-# The name of the leaf of a tree that is one leaf.
+# The name of a tree that is a single leaf.
 ONLY = "leaf"
-# Names that a message holds.
+# The most names in a message.
 _SHOWN = 12
 
 
 def named_leaves(
   tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-  """`(name, leaf)` for each leaf; names are keys with dots, and unique.
+  """Returns `(name, leaf)` for each leaf; names are unique.
 
-  A box around an array, as a variable of nnx is, has the name of the array.
-  Where keys that hold dots make two names equal, as in `{"a.b": x, "a":
-  {"b": y}}`, these leaves are named by their keys in full: `['a.b']` and
-  `['a']['b']`.
+  A name is the leaf's keys, joined by dots. The key inside of a box, such as a
+  variable of nnx, is left out. If keys with dots make two names equal, as in
+  `{"a.b": x, "a": {"b": y}}`, the names are `['a.b']` and `['a']['b']`.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
   names = []
   for path, _ in flat:
-    while path and _is_box(path[-1]):  # A table may be in two, as in nnx.
+    while path and _is_box(path[-1]):  # In nnx, a table is in two boxes.
       path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     names.append(name or ONLY)
-  often = collections.Counter(names)
+  counts = collections.Counter(names)
   return [
-    (jax.tree_util.keystr(path) if often[name] > 1 else name, leaf)
+    (jax.tree_util.keystr(path) if counts[name] > 1 else name, leaf)
     for name, (path, leaf) in zip(names, flat)
   ]
 
 
 def _is_box(key: Any) -> bool:
-  """Returns True for the key of what a variable or a sharded table holds."""
+  """Returns True for the key inside of a variable or a sharded table."""
   name = getattr(key, "name", None)
   return name == "value" or str(name).startswith("value_on_")
 
 
 def refuse_sharded(tree: Any, argument: str, by: str) -> None:
-  """Raises ValueError where a tree holds a sharded table, or its update.
+  """Raises ValueError if a tree has a sharded table, or an update of one.
 
   Args:
     tree: Any pytree.
-    argument: Its name.
-    by: Who takes replicated tables only.
+    argument: The name of the argument.
+    by: The name of the function, which takes only replicated tables.
   """
   is_sharded = lambda x: isinstance(x, NoArray) and not is_rows(x)
   for name, leaf in named_leaves(tree, is_sharded):
     if is_sharded(leaf):
       raise ValueError(
-        f"`{argument}` of {by} must not hold a ShardedTable, and leaf {name!r}"
-        " is one, whose rows lie on the devices that own them; use"
-        " `zenjax.sharded_optimizer(tx, axis_name)` instead of zen_sync and"
-        " lazy_rows, or `zenjax.tables.unshard`."
+        f"`{argument}` of {by} must not hold a ShardedTable, but {name!r} is"
+        " one. Use `zenjax.sharded_optimizer(tx, axis_name)` instead of"
+        " zen_sync and lazy_rows."
       )
 
 
 def is_array(x: Any) -> bool:
-  """Returns True for an array of JAX or NumPy, which a program computes with.
-
-  Numbers of Python are none, nor is what a module holds beside arrays.
-  """
+  """Returns True for arrays of JAX and NumPy; false for Python's numbers."""
   return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
@@ -92,27 +87,28 @@ def arrays_of(
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
   """Takes arrays, or other nodes, out of a tree.
 
+  Args:
+    tree: Any pytree.
+    is_array: Returns True for the nodes to take.
+
   Returns:
-    These, and a function that puts others in their place.
+    The nodes, and a function that puts other values in their place.
   """
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_array)
-  arrays = [x for x in leaves if is_array(x)]
-  rest = [_TAKEN if is_array(x) else x for x in leaves]
+  taken = list(map(is_array, leaves))
 
   def back(arrays: Sequence[Any]) -> Any:
-    left = iter(arrays)
-    return structure.unflatten([next(left) if x is _TAKEN else x for x in rest])
+    new = iter(arrays)
+    pairs = zip(leaves, taken)
+    return structure.unflatten([next(new) if out else x for x, out in pairs])
 
-  return arrays, back
-
-
-_TAKEN = object()
+  return [x for x, out in zip(leaves, taken) if out], back
 
 
 def shapes(
   leaves: Sequence[tuple[str, Any]],
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-  """`(shape, dtype)` of each `(name, leaf)`, of SparseRows the table's."""
+  """Returns `(shape, dtype)` by name; for SparseRows, the table's."""
   return {
     name: (tuple(leaf.shape), jnp.dtype(leaf.dtype).name)
     for name, leaf in leaves
@@ -125,23 +121,20 @@ def select(
   unit: Unit,
   argument: str = "sparse",
 ) -> list[bool]:
-  """For each leaf of `tree`, in order, whether it travels sparse.
+  """Tells for each leaf of `tree` if it is synchronized sparsely.
 
   Args:
     tree: Arrays and SparseRows.
-    sparse: As given to `zen_sync`.
-    unit: What of a leaf is sent as a whole.
-    argument: Name of `sparse` where users give it.
+    sparse: The user's choice, as `zen_sync` takes it.
+    unit: The part of a leaf that is sent as a whole, as `zen_sync` takes it.
+    argument: The name by which users give `sparse`.
 
   Raises:
-    ValueError: `sparse` is no prefix of the tree, or holds other than bools.
-    TypeError: A leaf chosen explicitly is not floating.
+    ValueError: `sparse` is not a prefix of the tree, or not of bools.
+    TypeError: An explicitly chosen leaf is not floating.
   """
-  found, structure = jax.tree.flatten(tree, is_leaf=is_rows)
-  # SparseRows as the arrays that they stand for.
-  tree = structure.unflatten(
-    [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_rows(x) else x for x in found]
-  )
+  whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_rows(x) else x
+  tree = jax.tree.map(whole, tree, is_leaf=is_rows)
   leaves = named_leaves(tree)
   if sparse is None:
     return [is_table(leaf, unit) for _, leaf in leaves]
@@ -149,15 +142,15 @@ def select(
   for (name, leaf), wanted in zip(leaves, chosen):
     if wanted and not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise TypeError(
-        f"`{argument}` chose leaf {name!r}, which must be floating to travel"
-        f" sparse, got dtype {leaf.dtype}; leave it out of `{argument}`."
+        f"`{argument}` chose leaf {name!r}, which is not floating, got dtype"
+        f" {leaf.dtype}. Leave it out of `{argument}`."
       )
   # A leaf without elements has no row to send.
   return [wanted and leaf.size > 0 for (_, leaf), wanted in zip(leaves, chosen)]
 
 
 def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
-  """Returns what `argument` says of each leaf: a prefix, or a callable."""
+  """Returns the user's choice for each leaf, from a prefix or a callable."""
   leaves = named_leaves(tree)
   if callable(sparse):
     return [bool(sparse(name, leaf)) for name, leaf in leaves]
@@ -165,15 +158,14 @@ def explicit(tree: Any, sparse: SparseSpec, argument: str) -> list[bool]:
     chosen = jax.tree.leaves(jax.tree.broadcast(sparse, tree))
   except ValueError as error:
     raise ValueError(
-      f"`{argument}` must be a pytree prefix of the leaves: it has structure"
-      f" {jax.tree.structure(sparse)}, they have {jax.tree.structure(tree)};"
-      " give a bool for every subtree, or a callable (name, leaf) -> bool."
+      f"`{argument}` must be a pytree prefix of {jax.tree.structure(tree)}, got"
+      f" {jax.tree.structure(sparse)}. Or give a callable (name, leaf) -> bool."
     ) from error
   for (name, _), wanted in zip(leaves, chosen):
     if not isinstance(wanted, bool):
       raise ValueError(
-        f"`{argument}` must give a bool for every leaf, got {wanted!r} for leaf"
-        f" {name!r}; give True, False or a callable (name, leaf) -> bool."
+        f"`{argument}` must be a bool for every leaf, got {wanted!r} for leaf"
+        f" {name!r}. Or give a callable (name, leaf) -> bool."
       )
   return chosen
 
@@ -183,25 +175,25 @@ def warn_of_none(
 ) -> None:
   """Warns of a callable that chooses no leaf of `tree`.
 
-  Silent for a part of a tree, whose other parts it may be meant for.
+  It does not warn for masked trees, whose other parts may be chosen.
   """
-  is_out = lambda node: isinstance(node, optax.MaskedNode)
-  parts = jax.tree.leaves(tree, is_leaf=lambda x: is_out(x) or is_rows(x))
-  if not callable(sparse) or any(chosen) or any(map(is_out, parts)):
+  is_masked = lambda node: isinstance(node, optax.MaskedNode)
+  parts = jax.tree.leaves(tree, is_leaf=lambda x: is_masked(x) or is_rows(x))
+  if not callable(sparse) or any(chosen) or any(map(is_masked, parts)):
     return
   names = [name for name, _ in named_leaves(tree, is_rows)]
   if names:
     shown = ", ".join(map(repr, names[:_SHOWN]))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     warnings.warn(
-      f"`{argument}` should choose a leaf, and it is False for all: {shown}"
-      f"{more}; compare with these names, or leave it out.",
+      f"`{argument}` should choose a leaf, but it is False for all: {shown}"
+      f"{more}. Compare it with these names, or leave it out.",
       stacklevel=3,
     )
 
 
 def is_table(leaf: Any, unit: Unit = "row") -> bool:
-  """Returns True if a leaf travels sparse where the user does not say."""
+  """Returns True if a leaf is synchronized sparsely by default."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     return False
   if leaf.size < _MIN_ELEMENTS:
@@ -213,9 +205,9 @@ def is_table(leaf: Any, unit: Unit = "row") -> bool:
 
 
 def table_shape(leaf: Any, unit: Unit) -> tuple[int, int]:
-  """`(R, D)` of a leaf: rows fold all dimensions but the last.
+  """Returns `(R, D)` of a leaf, with all dimensions except the last as rows.
 
-  With `unit="row"` a leaf of one dimension has rows of one element.
+  With `unit="row"`, a leaf of one dimension has rows of one element.
   """
   if unit == "element":
     return leaf.size, 1
@@ -226,7 +218,7 @@ def table_shape(leaf: Any, unit: Unit) -> tuple[int, int]:
 
 
 def as_table(leaf: Any, unit: Unit) -> Any:
-  """`leaf` as `[R, D]`, the last block padded with zeros; SparseRows stay."""
+  """Reshapes `leaf` to `[R, D]`, padded with zeros; keeps SparseRows."""
   if is_rows(leaf):
     return leaf
   rows, width = table_shape(leaf, unit)
@@ -237,5 +229,5 @@ def as_table(leaf: Any, unit: Unit) -> Any:
 
 
 def from_table(table: jax.Array, like: jax.Array) -> jax.Array:
-  """Inverse of `as_table`."""
+  """Reshapes a table to the leaf that it was made from."""
   return table.reshape(-1)[: like.size].reshape(like.shape)

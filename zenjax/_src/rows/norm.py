@@ -1,4 +1,4 @@
-"""Norms and clipping of trees in which some gradients are rows."""
+"""Norms and clipping of gradients, some of which are SparseRows."""
 
 from typing import Any
 
@@ -10,23 +10,31 @@ from zenjax._src.rows import touched_rows
 
 
 def global_norm(updates: Any) -> jax.Array:
-  """`optax.global_norm`; rows of one index are added up first."""
+  """Returns the global norm of gradients that may be SparseRows.
+
+  Use it in place of `optax.global_norm`. Rows of the same index are summed
+  first.
+
+  Args:
+    updates: A tree of arrays and SparseRows.
+  """
   leaves, _ = touched_rows.combined(updates)
   arrays = touched_rows.values(leaves)
   return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in arrays))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm` of trees that may hold SparseRows.
+  """Clips updates like `optax.clip_by_global_norm`, also SparseRows.
 
-  Rows come out combined: every index once. After `zen_sync` in a chain, so that
-  all devices scale alike.
+  Use it after `zen_sync` in a chain, so that all devices scale by the same
+  factor. Inside `lazy_rows`, optax's own clip works too.
 
   Args:
     max_norm: The largest norm that updates may have.
 
   Returns:
-    A stateless transformation.
+    A stateless transformation. In its results, every index of SparseRows occurs
+    once.
 
   Raises:
     ValueError: `max_norm` is not positive.
@@ -41,10 +49,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     [[1.0]]
   """
   if not max_norm > 0:
-    raise ValueError(
-      f"`max_norm` must be positive, got {max_norm!r}; to drop all updates use"
-      " `optax.set_to_zero()`."
-    )
+    raise ValueError(f"`max_norm` must be positive, got {max_norm!r}.")
   clip = optax.clip_by_global_norm(max_norm)
 
   def update(updates, state, params=None):

@@ -1,15 +1,16 @@
-"""Decides from an optimizer's program whether it treats rows apart.
+"""Finds out from the traced program of an optimizer if it treats rows apart.
 
-`update` is traced twice, for whole tables and for tables of another number of
-rows, and every value is followed from the inputs to the results. One table of
-primitives says what each does to rows; whatever is not in it is refused where
-it meets rows. There are three kinds of optimizers:
+The update is traced twice, for tables of two different sizes. Where the two
+traces differ in shape, there are rows. Every value is followed from the inputs
+to the results, and a table of primitives says what each operation does to rows.
+An operation that is not in the table is refused if it meets rows. There are
+three kinds of optimizers:
 
-- Rows are independent: SGD, Adagrad, Adam.
-- Rows meet only in sums, as in a clip by a global norm. That is right on the
-  touched rows alone if every other row adds zero. So the analysis also follows
-  what each value is at a row without a gradient (`Fact.idle`).
-- Anything else mixes rows, and is refused by name.
+- Rows are independent, for example in SGD, Adagrad and Adam.
+- Rows meet only in sums, for example in clipping by a global norm. A sum over
+  the touched rows is right if every other row would add zero. Therefore the
+  analysis also follows the value at a row without a gradient (`Fact.idle`).
+- Everything else mixes rows, and is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,33 +32,25 @@ from zenjax._src.core import jaxprs
 from zenjax._src.rows.sparse_rows import is_rows
 
 
-class Rows(NamedTuple):
-  """Where the rows of a table are in a value."""
-
-  table: int
-  dim: int
-  inner: int = 1  # Elements of one row in this dimension, as after `ravel`.
-
-
 class Kept(NamedTuple):
-  """The value is the input of this number, unchanged."""
+  """Marks a value that equals the input of this number."""
 
   number: int
 
 
 class Fact(NamedTuple):
-  """What is known of a value.
+  """Properties of a value in the program.
 
   Attributes:
-    rows: Where a table's rows are in it. A value without rows is the same for
-      all rows, however often it is repeated.
-    idle: What it is at a row without a gradient: a NumPy number, `Kept`, or
-      None where that is not known.
+    table: The table that it has rows of, in the dimension in which the two
+      traces differ. A value of no table is the same for all rows.
+    idle: Its value at a row without a gradient: a NumPy number, `Kept`, or None
+      if that is not known.
     sums: The line at which rows met in a sum, if they did.
     refusal: Why it cannot be computed from some rows alone.
   """
 
-  rows: Rows | None = None
+  table: int | None = None
   idle: Any = None
   sums: str | None = None
   refusal: str | None = None
@@ -65,16 +58,16 @@ class Fact(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RowAnalysis:
-  """How an optimizer treats the rows of some tables.
+  """The result: how an optimizer treats the rows of some tables.
 
   Attributes:
-    program: Its update of whole tables.
+    program: The optimizer's update of whole tables.
     state_rows: For each leaf of the state, the table that it has rows of.
-    refusals: Why rows are not independent, by the number of the table's leaf.
+    refusals: Why rows are not independent, for each table that is refused.
     sums: The line at which rows meet in a sum; None if they are independent.
-    rests: Tables whose rows and state stay as they are without a gradient.
-    wants_more: Whether `update` needs arguments that were not given.
-    has_numbers: Whether the program holds numbers of rows.
+    rests: Tables whose rows and state do not change without a gradient.
+    wants_more: True if `update` needs arguments that were not given.
+    has_numbers: True if the program has constants that depend on sizes.
   """
 
   program: "Update"
@@ -88,10 +81,24 @@ class RowAnalysis:
   def update(
     self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
   ) -> tuple[Any, Any]:
-    """Updates some rows as the optimizer updates whole tables."""
-    if self.has_numbers:
-      return self.program.with_numbers(grads, state, params, extra)
-    return self.program.inner.update(grads, state, params, **extra)
+    """Updates some rows as the optimizer updates whole tables.
+
+    For example, a mean divides by a constant that depends on the size. Then the
+    program for some rows runs with the constants of the one for whole tables.
+    """
+    program = self.program
+    if not self.has_numbers:
+      return program.inner.update(grads, state, params, **extra)
+    leaves = jax.tree.leaves((grads, state, params, extra))
+    arrays = [x for x in leaves if _is_array(x)]
+    some = program.trace([type_of(x) for x in arrays])
+    results = _WithNumbers().run(some, program.whole(), arrays)
+    count = len(program.leaves[0])
+    of_updates, of_state = program.structures[:2]
+    return (
+      of_updates.unflatten(results[:count]),
+      of_state.unflatten(results[count:]),
+    )
 
 
 def analysis_of(
@@ -101,20 +108,20 @@ def analysis_of(
   params: Any,
   extra: Mapping[str, Any],
   tables: Mapping[int, int],
-  known: dict[Any, RowAnalysis] | None = None,
+  cache: dict[Any, RowAnalysis] | None = None,
 ) -> RowAnalysis:
-  """Reads off an optimizer's `update` how it treats rows.
+  """Analyses how the update of an optimizer treats rows.
 
   Args:
     inner: The optimizer.
     grads: Arrays, SparseRows or types of whole tables.
-    state: Of the optimizer, for whole tables: arrays or types.
+    state: Arrays or types of the optimizer's state for whole tables.
     params: Arrays or types of whole tables, or None.
     extra: Further arguments of `update`.
-    tables: Leaves of `grads` that are tables, by number, and with how many
+    tables: Numbers of the leaves of `grads` that are tables, and with how many
       rows of each `update` will be called; at least 2.
-    known: Earlier analyses of the same optimizer, to look up and to extend. It
-      belongs to the transformation, because an optimizer may hold tracers.
+    cache: Earlier analyses of the same optimizer. It belongs to the
+      transformation, because an optimizer may hold tracers.
   """
   given = grads, state, params, dict(extra)
   flat = [jax.tree.flatten(x, is_leaf=is_rows) for x in given]
@@ -125,38 +132,39 @@ def analysis_of(
     leaves=tuple(map(tuple, types)),
     tables=tuple(tables.items()),
   )
-  known = {} if known is None else known
+  cache = {} if cache is None else cache
   try:
-    if program not in known:
-      known[program] = program.analysis()
+    if program not in cache:
+      cache[program] = program.analysis()
   except TypeError:  # An argument that has no hash.
     return program.analysis()
-  return known[program]
+  return cache[program]
 
 
 _SYNCS = (
-  "it synchronizes devices: put zen_sync before lazy_rows, and have neither"
+  "it synchronizes devices. Put zen_sync before lazy_rows, and do not use it"
   " with sharded_optimizer"
 )
 _UNTRACED = "it cannot be traced with these arguments"
 _SIZES = (
-  "it does something else for tables of another size: give masks and labels"
-  " that depend on sizes as trees instead of functions"
+  "it is another program for tables of another size. Give masks and labels that"
+  " depend on sizes as trees instead of functions"
 )
-_BY_ROW = "it holds an array with something for every row"
+_BY_ROW = "it has an array with an entry for every row"
 _STATE = "its state does not have one row for each row of a table (`init`)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """`inner.update` as a function of a flat list of arrays.
+  """The update of an optimizer as a function of a flat list of arrays.
 
   Attributes:
     inner: The optimizer.
-    structures: Of gradients, state, parameters and further arguments.
-    leaves: Of each of these: types of arrays, anything else as it is.
-    tables: Which gradients are those of tables, and of how many rows `update`
-      will be called.
+    structures: The structures of gradients, state, parameters and further
+      arguments.
+    leaves: The leaves of each: types of arrays; other leaves as they are.
+    tables: Numbers of the gradients that are tables, and with how many rows of
+      each `update` will be called.
   """
 
   inner: optax.GradientTransformationExtraArgs
@@ -165,180 +173,163 @@ class Update:
   tables: tuple[tuple[int, int], ...]
 
   def analysis(self) -> RowAnalysis:
-    """Compares whole tables with tables of the wanted sizes."""
-    if self._owners is None:
+    """Compares the program for whole tables with the one for some rows."""
+    if self._row_leaves is None:
       return self._refused(_STATE)
     try:
-      whole = self._trace(self._flat, self._arrays(self._whole))
+      whole = self.whole()
     except NameError as error:
       return self._refused(f"{_SYNCS} ({_line(error)})")
-    except Exception as error:  # Whatever an optimizer raises.
+    except Exception as error:  # Any error of the optimizer.
       return self._refused(f"{_UNTRACED} ({_line(error)})", wants_more=True)
-    facts = _Facts()
+    facts = _Facts(self._sizes)
     try:
-      twin = self._trace(self._flat, self._arrays(self._few))
-      outputs = facts.run(whole, twin, self._facts())
+      some = self._some()
+      outputs = facts.run(whole, some, self._facts())
     except Exception as error:
       return self._refused(f"{_SIZES} ({_line(error)})")
-    count, rests = len(self.leaves[0]), set(self._whole)
+    count, rests = len(self.leaves[0]), set(self._sizes)
     refusals: dict[int, str] = {}
-    for i, (table, fact) in enumerate(zip(self._owners, outputs)):
-      refusal = fact.refusal or ""
-      rows = None if table is None else Rows(table, 0)
-      is_reshaped = (
-        whole.out_avals[i].shape != whole.in_avals[i].shape
-        or twin.out_avals[i].shape != twin.in_avals[i].shape
-      )
-      if fact.rows not in (rows, None) or is_reshaped:
-        refusal = refusal or "it makes something else than rows"
+    for i, (table, fact) in enumerate(zip(self._row_leaves, outputs)):
+      refusal = fact.refusal
+      if fact.table not in (table, None) or any(
+        trace.out_avals[i].shape != trace.in_avals[i].shape
+        for trace in (whole, some)
+      ):
+        refusal = refusal or "it returns something other than rows"
       if refusal:
-        for hit in self._whole if table is None else (table,):
+        for hit in self._sizes if table is None else (table,):
           refusals.setdefault(hit, refusal)
       kept = _alike([fact.idle, Kept(i)])
       if not (_is_zero(fact.idle) if i < count else kept):
         rests.discard(table)
     return RowAnalysis(
       program=self,
-      state_rows=tuple(self._owners[count : count + len(self.leaves[1])]),
+      state_rows=tuple(self._row_leaves[count : count + len(self.leaves[1])]),
       refusals=refusals,
       sums=_first([fact.sums for fact in outputs]),
       rests=frozenset(rests.difference(refusals)),
       has_numbers=facts.has_numbers,
     )
 
-  def _refused(self, why, wants_more=False):
+  def _refused(self, reason, wants_more=False):
     return RowAnalysis(
       program=self,
       state_rows=(None,) * len(self.leaves[1]),
-      refusals={i: why for i in self._whole},
+      refusals=dict.fromkeys(self._sizes, reason),
       wants_more=wants_more,
     )
 
   def moving(self) -> list[int]:
-    """Returns tables of which rows move that never had a gradient."""
-    if not self.tables:
-      return []
-    like = self._like
-    made = self._trace(self._init, like)
-    state = _Facts().run(made, made, [Fact()] * len(like))
-    whole, twin = (
-      self._trace(self._flat, self._arrays(sizes))
-      for sizes in (self._whole, self._few)
+    """Returns the tables whose rows move even before their first gradient."""
+    init = self._trace(self._init, self._params)
+    state = _Facts({}).run(init, init, [Fact()] * len(self._params))
+    inputs = self._facts([x.idle for x in state])
+    outputs = _Facts(self._sizes).run(self.whole(), self._some(), inputs)
+    return [i for i in self._sizes if not _is_zero(outputs[i].idle)]
+
+  def whole(self) -> Any:
+    """Traces the update of whole tables."""
+    return self.trace(self._arrays(self._sizes))
+
+  def _some(self) -> Any:
+    """Traces it for the rows that `update` will be called with."""
+    sizes = self._sizes
+    return self.trace(
+      self._arrays({i: n + (n == sizes[i]) for i, n in self.tables})
     )
-    outputs = _Facts().run(whole, twin, self._facts([x.idle for x in state]))
-    return [i for i in self._whole if not _is_zero(outputs[i].idle)]
 
-  def with_numbers(
-    self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
-  ) -> tuple[Any, Any]:
-    """Updates some rows with the numbers of whole tables.
+  def trace(self, types: Sequence[Any]) -> Any:
+    """Traces the update for arrays of these types."""
 
-    A mean divides by a number that the program holds. It is traced for whole
-    tables and for these rows, and runs on the rows with the former's numbers.
-    """
-    leaves = jax.tree.leaves((grads, state, params, extra))
-    arrays = [x for x in leaves if _is_array(x)]
-    whole = self._trace(self._flat, self._arrays(self._whole))
-    some = self._trace(self._flat, [type_of(x) for x in arrays])
-    outs = _Numbers().run(some, whole, arrays)
-    count = len(self.leaves[0])
-    updates, own = self.structures[:2]
-    return updates.unflatten(outs[:count]), own.unflatten(outs[count:])
+    def flat(arrays):
+      given = iter(arrays)
+      grads, state, params, extra = [
+        structure.unflatten(
+          [next(given) if isinstance(x, ShapedArray) else x for x in leaves]
+        )
+        for structure, leaves in zip(self.structures, self.leaves)
+      ]
+      updates, state = self.inner.update(grads, state, params, **extra)
+      return self.structures[0].flatten_up_to(updates), jax.tree.leaves(state)
 
-  def _trace(self, fun, types) -> Any:
+    return self._trace(flat, types)
+
+  def _trace(self, fun, types):
     """Traces as optax computes, whatever promotions a program forbids."""
     with jax.numpy_dtype_promotion("standard"):
       with jax.numpy_rank_promotion("allow"):
         return jax.make_jaxpr(fun)(types)
-
-  def _flat(self, arrays):
-    given = iter(arrays)
-    grads, state, params, extra = [
-      structure.unflatten(
-        [next(given) if isinstance(x, ShapedArray) else x for x in leaves]
-      )
-      for structure, leaves in zip(self.structures, self.leaves)
-    ]
-    updates, state = self.inner.update(grads, state, params, **extra)
-    return self.structures[0].flatten_up_to(updates), jax.tree.leaves(state)
 
   def _init(self, leaves):
     params = self.structures[0].unflatten(leaves)
     return jax.tree.leaves(self.inner.init(params))
 
   @property
-  def _like(self):
-    """Types as of parameters."""
-    grads, _, params, _ = self.leaves
-    return list(params or grads)
-
-  @property
-  def _whole(self) -> dict[int, int]:
-    """Rows of whole tables.
-
-    One where a table has none, for JAX leaves out operations on nothing.
-    """
-    return {i: max(1, self.leaves[0][i].shape[0]) for i, _ in self.tables}
-
-  @property
-  def _few(self) -> dict[int, int]:
-    """Rows of other tables, as `update` will be called with."""
-    return {i: n + (n == self._whole[i]) for i, n in self.tables}
+  def _params(self):
+    """Types of the parameters."""
+    return list(self.leaves[2] or self.leaves[0])
 
   @functools.cached_property
-  def _owners(self) -> list[int | None] | None:
-    """The table whose rows each leaf has: of the state, if its size follows.
+  def _sizes(self) -> dict[int, int]:
+    """Rows of whole tables, at least one: JAX omits operations on nothing."""
+    return {i: max(1, self.leaves[0][i].shape[0]) for i, _ in self.tables}
 
-    None if a leaf of the state follows a table in another way.
+  @functools.cached_property
+  def _row_leaves(self) -> list[int | None] | None:
+    """The table that each leaf has rows of.
+
+    None if a leaf of the state depends on the size of a table in another way.
     """
     grads, state, params, extra = self.leaves
-    tables = [i for i, _ in self.tables]
-    every = [i if i in tables else None for i in range(len(grads))]
-    size = {i: grads[i].shape[0] + 1 + k for k, i in enumerate(tables)}
-    grown = [
-      _sized(x, size[i]) if i in size else x for i, x in enumerate(self._like)
-    ]
-    grown: Any = self._trace(self._init, grown).out_avals
+    larger, tables = self._params, {}
+    for k, i in enumerate(self._sizes):  # Each grows by another number of rows.
+      rows = grads[i].shape[0]
+      larger[i] = _sized(larger[i], rows + 1 + k)
+      tables[(rows,), (rows + 1 + k,)] = i
+    grown: Any = self._trace(self._init, larger).out_avals
+    if len(grown) != len(state):
+      return None
     found: list[int | None] = []
     for leaf, more in zip(state, grown):
-      follows = [
-        i
-        for i in tables
-        if leaf.shape[:1] == grads[i].shape[:1]
-        and _sized(leaf, size[i]).shape == more.shape
-      ]
-      found += [None] if leaf.shape == more.shape else follows[:1]
-    if not len(found) == len(state) == len(grown):
-      return None
-    return [*every, *found, *every[: len(params)], *[None] * len(extra)]
+      sizes = leaf.shape[:1], more.shape[:1]
+      if leaf.shape == more.shape:
+        found.append(None)
+      elif sizes in tables and leaf.shape[1:] == more.shape[1:]:
+        found.append(tables[sizes])
+      else:
+        return None
+    by_grad = [i if i in self._sizes else None for i in range(len(grads))]
+    return [*by_grad, *found, *by_grad[: len(params)], *[None] * len(extra)]
 
   def _arrays(self, sizes):
     """Types of all arrays, for tables of these sizes."""
     return [
       x if table is None else _sized(x, sizes[table])
-      for table, x in zip(self._owners or (), sum(self.leaves, ()))
+      for table, x in zip(self._row_leaves or (), sum(self.leaves, ()))
       if isinstance(x, ShapedArray)
     ]
 
   def _facts(self, state: Sequence[Any] | None = None):
-    """Facts of all arrays; of an idle row the gradient is zero.
+    """Facts of all arrays; the gradient of an idle row is zero.
 
     Args:
-      state: What leaves of the state are at such a row, if it is known.
+      state: Values of the state at such a row, if they are known.
     """
     grads, own, *rest = self.leaves
     idle: list[Any] = [np.zeros((), x.dtype)[()] for x in grads]
     idle += state or [Kept(len(grads) + i) for i in range(len(own))]
     idle += [None] * sum(map(len, rest))
+    leaves = zip(self._row_leaves or (), idle, sum(self.leaves, ()))
     return [
-      Fact() if table is None else Fact(Rows(table, 0), known)
-      for table, known, x in zip(self._owners or (), idle, sum(self.leaves, ()))
+      Fact() if table is None else Fact(table, value)
+      for table, value, x in leaves
       if isinstance(x, ShapedArray)
     ]
 
 
-class _Numbers(jaxprs.Pairwise):
-  """Computes the first of two traces with the numbers of the second."""
+class _WithNumbers(jaxprs.Pairwise):
+  """Computes the first of two traces with the constants of the second."""
 
   def constant(self, x, other):
     return other if np.shape(x) == np.shape(other) else x
@@ -360,33 +351,37 @@ def _first(texts: Sequence[str | None]) -> str | None:
 
 
 class _Mixes(Exception):
-  """An operation makes rows of other rows."""
+  """An operation makes rows from other rows."""
 
 
 class _Facts(jaxprs.Pairwise):
   """Follows facts from the inputs of a program to its results.
 
   Attributes:
-    has_numbers: Whether constants differ between tables of two sizes.
+    sizes: Rows of each table in the first trace.
+    has_numbers: True if constants differ between the traces.
   """
 
-  has_numbers = False
+  def __init__(self, sizes: Mapping[int, int]):
+    self.sizes = sizes
+    self.has_numbers = False
 
   def constant(self, x, other):
     if np.shape(x) != np.shape(other):
       return Fact(refusal=_BY_ROW)
-    if _is_opaque(x):
-      return Fact()
+    if isinstance(x, Tracer) or jnp.issubdtype(
+      getattr(x, "dtype", float), jax.dtypes.extended
+    ):
+      return Fact()  # Its numbers are not known while tracing.
     number = np.asarray(x)
     self.has_numbers |= number.tobytes() != np.asarray(other).tobytes()
     return Fact(idle=number.reshape(-1)[0] if number.size == 1 else None)
 
   def equation(self, eqn, other, values):
-    if eqn.primitive.name == "optimization_barrier":
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
       return values
-    return [self._made(eqn.primitive.name, eqn, other, values)] * len(
-      eqn.outvars
-    )
+    return [self._made(name, eqn, other, values)] * len(eqn.outvars)
 
   def chosen(self, eqn, which, cases):
     return self._made("select_n", eqn, eqn, [which, *cases])
@@ -399,55 +394,59 @@ class _Facts(jaxprs.Pairwise):
     if refusal is not None:
       return Fact(sums=sums, refusal=refusal)
     try:
-      fact = _through(name, eqn, other, reads)
+      fact = self._through(name, eqn, other, reads)
     except _Mixes as error:
       return Fact(sums=sums, refusal=f"{error} ({self.place(eqn)})")
     return fact._replace(sums=self.place(eqn) if fact.sums else sums)
 
+  def _through(self, name, eqn, twin, reads) -> Fact:
+    """Returns the fact of an equation's results, except for its line."""
+    idle = _idle(name, eqn, reads)
+    tables = {f.table for f in reads if f.table is not None}
+    if not tables:
+      _require_uniform(name, eqn, twin)
+      return Fact(idle=idle)
+    if len(tables) > 1:
+      raise _Mixes(f"it mixes rows of two tables, by {name}")
+    (table,) = tables
+    if name in _ELEMENTWISE:
+      return Fact(table, idle)
+    dims = _row_dims(eqn.outvars[0], twin.outvars[0])
+    if name in _REDUCTIONS and not dims:
+      if name not in _NEUTRAL:
+        raise _Mixes(f"it mixes rows, by {name}")
+      neutral = _NEUTRAL[name]
+      if not any(_is_number(f.idle) and f.idle == neutral for f in reads):
+        raise _Mixes(
+          "it needs state or parameters of rows that a step does not touch, by"
+          f" {name}"
+        )
+      return Fact(sums=name)
+    if len(dims) == 1 and self._keeps(name, eqn, twin, *dims, table):
+      return Fact(table, idle)
+    raise _Mixes(f"it mixes rows, by {name}")
 
-def _through(name: str, eqn: Any, twin: Any, reads: list[Fact]) -> Fact:
-  """Returns what is known of the results of one equation."""
-  rows = {f.rows for f in reads if f.rows}
-  if not rows:
-    _require_uniform(name, eqn, twin)
-    return Fact(idle=_idle(name, eqn, reads))
-  if len({r.table for r in rows}) > 1:
-    raise _Mixes(f"it mixes rows of two tables, by {name}")
-  if name == "dot_general":
-    return _product(name, eqn, reads)
-  if len(rows) > 1:
-    raise _Mixes(f"it takes rows in two orders, by {name}")
-  (here,) = rows
-  idle = _idle(name, eqn, reads)
-  if name in _ELEMENTWISE:
-    return Fact(here, idle)
-  if name in _ALONG:
-    axes = eqn.params[_ALONG[name]]
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    if here.dim not in axes:
-      less = sum(a < here.dim for a in axes) if name in _FOLDS else 0
-      return Fact(here._replace(dim=here.dim - less), idle)
-    if name not in _NEUTRAL:
-      raise _Mixes(f"it mixes rows, by {name}")
-    if not _is_number(reads[0].idle) or reads[0].idle != _NEUTRAL[name]:
-      raise _Mixes(
-        "it needs state or parameters of rows that a step does not touch, by"
-        f" {name}"
-      )
-    return Fact(sums=name)
-  old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-  if name in ("reshape", "squeeze"):
-    return Fact(_reshaped(here, old, new, twin.outvars[0].aval.shape), idle)
-  if name == "transpose":
-    dim = eqn.params["permutation"].index(here.dim)
-    return Fact(here._replace(dim=dim), idle)
-  if name in ("broadcast_in_dim", "slice"):
-    dims = eqn.params.get("broadcast_dimensions", range(len(old)))
-    dim = dims[here.dim]
-    # Strides of a slice keep all rows only where they are one.
-    if new[dim] == old[here.dim]:
-      return Fact(here._replace(dim=dim), idle)
-  raise _Mixes(f"it may mix rows, by {name}")
+  def _keeps(self, name, eqn, twin, dim, table) -> bool:
+    """Returns True if rows are in order in dimension `dim` of the result."""
+    if name in _REDUCTIONS or name == "transpose":
+      return True
+    if name in _ALONG:
+      axes = eqn.params[_ALONG[name]]
+      return dim not in (axes if isinstance(axes, tuple) else (axes,))
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    (before,) = _row_dims(eqn.invars[0], twin.invars[0])
+    if name in ("broadcast_in_dim", "slice"):
+      return old[before] == new[dim]
+    if name in ("reshape", "squeeze"):
+      is_whole = new[dim] % self.sizes[table] == 0  # No part of a row.
+      return is_whole and math.prod(old[:before]) == math.prod(new[:dim])
+    return False
+
+
+def _row_dims(x: Any, twin: Any) -> list[int]:
+  """Returns the dimensions in which a variable of two traces differs."""
+  sizes = zip(x.aval.shape, twin.aval.shape)
+  return [dim for dim, (here, there) in enumerate(sizes) if here != there]
 
 
 def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
@@ -462,77 +461,27 @@ def _require_uniform(name: str, eqn: Any, twin: Any) -> None:
       raise _Mixes("it numbers the rows")
     return
   if name in ("reshape", "squeeze"):
-    real = lambda x: [n for n in x.aval.shape if n != 1]
-    if real(eqn.invars[0]) == real(eqn.outvars[0]):
+    sizes = lambda x: [n for n in x.aval.shape if n != 1]
+    if sizes(eqn.invars[0]) == sizes(eqn.outvars[0]):
       return
   if name.startswith(("random_", "threefry", "rng_")):
     raise _Mixes("it draws random numbers for every row")
-  raise _Mixes(f"it depends on how many rows there are, by {name}")
+  raise _Mixes(f"it depends on the number of rows, by {name}")
 
 
-def _reshaped(
-  here: Rows, old: Sequence[int], new: Sequence[int], twin: Sequence[int]
-) -> Rows:
-  """Where rows are in other dimensions, if they still follow one another.
-
-  Args:
-    here: Where they are before.
-    old: The shape before.
-    new: The shape after.
-    twin: The same with another number of rows.
-  """
-  changed = [d for d, (a, b) in enumerate(zip(new, twin)) if a != b]
-  number = old[here.dim] // here.inner
-  if len(changed) == 1 and number:
-    (dim,) = changed
-    before = math.prod(old[: here.dim]) == math.prod(new[:dim])
-    if before and new[dim] % number == 0:
-      return here._replace(dim=dim, inner=new[dim] // number)
-  raise _Mixes("it mixes rows, by a change of shape")
-
-
-def _product(name: str, eqn: Any, reads: list[Fact]) -> Fact:
-  """A matrix product: by row, or a sum over rows."""
-  contracted, batch = eqn.params["dimension_numbers"]
-  rows: list[Any] = [f.rows for f in reads]
-  sides: list[Any] = [x.dim if x else None for x in rows]
-  zero = any(_is_zero(f.idle) for f in reads)
-  idle = np.zeros((), eqn.outvars[0].aval.dtype)[()] if zero else None
-  if None not in sides:
-    same = rows[0].inner == rows[1].inner
-    place = lambda dims: [
-      tuple(d).index(s) if s in d else -1 for d, s in zip(dims, sides)
-    ]
-    summed, apart = place(contracted), place(batch)
-    if same and apart[0] == apart[1] >= 0:
-      return Fact(rows[0]._replace(dim=apart[0]), idle)
-    if same and summed[0] == summed[1] >= 0 and zero:
-      return Fact(sums=name)
-    raise _Mixes("it mixes rows, by a matrix product")
-  side = 0 if sides[1] is None else 1
-  dim = sides[side]
-  taken = {*contracted[side], *batch[side]}
-  if dim in taken:
-    raise _Mixes("it mixes rows, by a matrix product")
-  free = [d for d in range(eqn.invars[side].aval.ndim) if d not in taken]
-  new = len(batch[0]) + free.index(dim)
-  if side:
-    new += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
-  return Fact(rows[side]._replace(dim=new), idle)
-
-
-# --- what a value is at a row without a gradient ---
+# --- the value at a row without a gradient ---
 
 
 def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
-  """What an operation makes where its operands are known, else None.
+  """Returns the result of an operation if it is known, otherwise None.
 
-  What zero is multiplied with, or divided by, need not be known.
+  Zero times an unknown value is zero, and so is zero divided by one.
   """
   values = [f.idle for f in reads]
   if not values:
     return None
   zeros = list(map(_is_zero, values))
+  dtype = eqn.outvars[0].aval.dtype
   if name == "select_n":
     which, *cases = values
     if _is_number(which):
@@ -540,8 +489,8 @@ def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
     return cases[0] if _alike(cases) else None
   if name in _ELEMENTWISE and all(map(_is_number, values)):
     return _computed(name, eqn, values)
-  if name in ("mul", "and") and any(zeros):
-    return values[zeros.index(True)]
+  if name in ("mul", "and", "dot_general") and any(zeros):
+    return np.zeros((), dtype)[()]
   if name == "div" and zeros[0]:
     return values[0]
   if name in ("add", "add_any", "sub") and zeros[1]:
@@ -556,7 +505,7 @@ def _idle(name: str, eqn: Any, reads: list[Fact]) -> Any:
 
 
 def _computed(name: str, eqn: Any, values: list[Any]) -> Any:
-  """What NumPy computes of known numbers."""
+  """Computes an elementwise operation on known numbers with NumPy."""
   function: Any = _ELEMENTWISE[name]
   dtype = eqn.outvars[0].aval.dtype
   if name == "integer_pow":
@@ -565,11 +514,11 @@ def _computed(name: str, eqn: Any, values: list[Any]) -> Any:
     with np.errstate(all="ignore"):
       return np.asarray(function(*values)).astype(dtype)[()]
   except (TypeError, ValueError, OverflowError):
-    return None  # Also where the table holds None.
+    return None  # For example, NumPy does not have this function.
 
 
 def _alike(values: Sequence[Any]) -> bool:
-  """True if values are known and the same, of one type."""
+  """Returns True if values are known and equal, and of one type."""
   first = values[0]
   same = [type(x) is type(first) and bool(x == first) for x in values]
   return first is not None and all(same)
@@ -583,17 +532,10 @@ def _is_zero(x: Any) -> bool:
   return _is_number(x) and bool(x == 0)
 
 
-def _is_opaque(constant: Any) -> bool:
-  """True where a constant's numbers are not known while tracing."""
-  dtype = getattr(constant, "dtype", np.dtype(float))
-  return isinstance(constant, Tracer) or jnp.issubdtype(
-    dtype, jax.dtypes.extended
-  )
-
-
 # --- the table of primitives ---
 
-# Each element by itself; NumPy computes known numbers, by the name behind `=`.
+# Operations on each element; behind `=` is the NumPy function, if its name
+# differs.
 _ELEMENTWISE = {
   name.split("=")[0]: getattr(np, name.split("=")[-1], None)
   for name in (
@@ -609,13 +551,20 @@ _ELEMENTWISE = {
     " stop_gradient=copy sub=subtract tan tanh xor=bitwise_xor"
   ).split()
 }
-# Along the dimensions that a parameter names; rows of others stay apart.
-_FOLDS = dict.fromkeys(
-  "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod"
-  " reduce_sum".split(),
-  "axes",
+# Operations that remove dimensions.
+_REDUCTIONS = frozenset(
+  "argmax argmin dot_general reduce_and reduce_max reduce_min reduce_or"
+  " reduce_prod reduce_sum".split()
 )
-_ALONG = _FOLDS | {
+# The value at a row with which a reduction over rows is right without that row.
+_NEUTRAL = {
+  "dot_general": 0,
+  "reduce_sum": 0,
+  "reduce_and": True,
+  "reduce_or": False,
+}
+# Operations along the dimensions in a parameter, which mix nothing else.
+_ALONG = {
   "concatenate": "dimension",
   "cumlogsumexp": "axis",
   "cummax": "axis",
@@ -626,11 +575,9 @@ _ALONG = _FOLDS | {
   "sort": "dimension",
   "split": "axis",
 }
-# What a row must be so that a reduction over rows is right without it.
-_NEUTRAL = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
-# They keep a value.
+# Operations that keep any value.
 _STAYS = ("copy", "copy_p", "pvary", "stop_gradient")
-# They keep a number that all operands hold, or only zero.
+# Operations that keep a number which all operands have, or only zero.
 _REPEATS = frozenset(
   "broadcast_in_dim concatenate cummax cummin reduce_and reduce_max reduce_min"
   " reduce_or reshape rev slice sort split squeeze transpose".split()
@@ -656,7 +603,8 @@ def _is_array(x: Any) -> bool:
 def type_of(leaf: Any) -> Any:
   """Returns the type of an array, of a shape, or of the table of SparseRows.
 
-  Over which devices it may differ is left out: programs are the same then.
+  The type does not say over which axes the array varies, because programs do
+  not depend on that.
   """
   if is_rows(leaf):
     return ShapedArray(tuple(leaf.shape), leaf.dtype)

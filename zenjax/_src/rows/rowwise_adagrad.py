@@ -1,4 +1,4 @@
-"""Adagrad with one accumulator a row, as recommenders use it."""
+"""Defines Adagrad with one accumulator per row, for recommenders."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,11 @@ import optax
 
 
 class RowwiseAdagradState(NamedTuple):
-  """The accumulators: `[R, 1]` of tables, of other leaves as they are.
+  """State of `rowwise_adagrad`.
+
+  Attributes:
+    sum_of_squares: The accumulators, `[R, 1]` for tables. Other parameters have
+      accumulators of their own shape.
 
   Example:
     >>> import jax.numpy as jnp
@@ -27,26 +31,27 @@ def rowwise_adagrad(
   initial_accumulator_value: float = 0.0,
   eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-  """Adagrad with one accumulator a row instead of one an element.
+  """Scales updates by Adagrad with one accumulator per row.
+
+  Use it to save memory: the state of a table with 128 columns is 128 times
+  smaller than Adagrad's. Recommenders train their tables with it ("row-wise
+  Adagrad", Mudigere et al., ISCA 2022). Inside `lazy_rows` it is exact.
 
       G_r += mean_j g_rj ** 2
       update_rj = -learning_rate * g_rj / (sqrt(G_r) + eps)
 
-  The state of a table of width 128 is a hundredth of Adagrad's. What
-  recommenders train their tables with ("row-wise Adagrad", Mudigere et al.,
-  ISCA 2022). Leaves that have other than two dimensions get Adagrad itself.
-  Exact in `lazy_rows`.
+  Parameters that do not have two dimensions get plain Adagrad.
 
   Args:
     learning_rate: A number or a schedule.
-    initial_accumulator_value: Of `G`.
-    eps: Keeps rows that were never touched finite.
+    initial_accumulator_value: The first value of `G`.
+    eps: Avoids a division by zero for rows that were never touched.
 
   Returns:
     A transformation.
 
   Raises:
-    ValueError: A negative `initial_accumulator_value` or `eps`.
+    ValueError: `initial_accumulator_value` or `eps` is negative.
 
   Example:
     >>> import jax.numpy as jnp

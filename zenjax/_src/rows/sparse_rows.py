@@ -1,4 +1,4 @@
-"""A table of which only some rows are held."""
+"""Defines SparseRows, a gradient that holds only some rows of a table."""
 
 from collections.abc import Sequence
 import copy
@@ -16,26 +16,25 @@ from zenjax._src.core import collectives
 from zenjax._src.rows import batch_layout
 from zenjax.kernels.reference import row_mask
 
-# What a program wants that computes with SparseRows as if they were arrays.
+# Part of the errors of programs that compute with SparseRows as with arrays.
 _CURES = (
-  "add them by `+` or zen_sync, run optax inside zenjax.lazy_rows"
-  " (sharded_optimizer for sharded tables), take the norm by"
-  " zenjax.global_norm, and behind zen_sync clip by"
+  "run optax inside zenjax.lazy_rows (sharded_optimizer for sharded tables),"
+  " add SparseRows with `+`, and use zenjax.global_norm and"
   " zenjax.rows.clip_by_global_norm"
 )
 
-# Row ids in an array that refuses arithmetic.
+# Row ids are in an array that refuses arithmetic.
 #
-# A transform that maps `lambda g: 0.1 * g` over all leaves would multiply plain
-# integers too, and train the rows of other ids without a word. Ids therefore
-# have an extended dtype: JAX may move it but not compute with it, so code that
-# does not know SparseRows raises a TypeError. Random keys are the only such
-# dtype that JAX lets others define.
+# A transformation that maps `lambda g: 0.1 * g` over all leaves would multiply
+# plain integers too, and silently train other rows. Therefore ids have an
+# extended dtype. JAX can move it but not compute with it, so code that does not
+# know SparseRows raises a TypeError. Random keys are the only such dtype that
+# JAX lets others define.
 
 
 def _not_a_key(*args, **kwargs):
   del args, kwargs
-  raise TypeError("Row ids of a SparseRows are no random key.")
+  raise TypeError("Row ids of SparseRows are not a random key.")
 
 
 _ROW_IDS = jex_random.define_prng_impl(
@@ -45,36 +44,36 @@ _ROW_IDS = jex_random.define_prng_impl(
   random_bits=_not_a_key,
   fold_in=_not_a_key,
   name="zenjax_row_ids",
-  # Errors of JAX show it: "multiply does not accept dtypes float32, key<..>".
+  # JAX shows it: "multiply does not accept dtypes float32, key<..>".
   tag=f"zenjax row_id of SparseRows: {_CURES}",
 )
 
-# Zeros that others make in the place of ids, as `jnp.zeros_like` does, are to
-# be no row: they stand for the least integer, which is beyond any table.
+# Other code may replace ids with zeros, for example by `jnp.zeros_like`. Then
+# they must not be a row, so zero encodes the smallest integer, which is out of
+# range for any table.
 _NOWHERE = np.uint32(1 << 31)
 
 
 def narrowed(ids: Any, num_rows: int, what: str) -> jax.Array:
-  """Returns integer ids as int32; what is out of range stays on its side.
+  """Returns integer ids as int32; ids out of range stay out of range.
 
   Args:
-    ids: Integers of any dtype. Without x64, JAX would cut int64 of NumPy to 32
-      bits, and what is out of range would be another row.
-    num_rows: Rows of the table.
-    what: Name of the argument.
+    ids: Integers of any dtype. Without x64, JAX would truncate NumPy's int64 to
+      32 bits, so that an id out of range would become another row.
+    num_rows: The number of rows of the table.
+    what: The name of the argument, for errors.
   """
   if not isinstance(ids, jax.Array):
     is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(ids))
     ids = jnp.asarray(ids) if is_jax else np.asarray(ids)
   if not jnp.issubdtype(ids.dtype, jnp.integer):
     raise TypeError(
-      f"{what} must be integers, got {ids.dtype}; convert ids with"
-      " `.astype(jnp.int32)`."
+      f"{what} must be integers, got {ids.dtype}. Use `.astype(jnp.int32)`."
     )
   info = jnp.iinfo(ids.dtype)
   if info.min < 0 and info.bits <= 32 or info.bits < 32:
     return jnp.asarray(ids, jnp.int32)
-  # One past either end: -1 is the last row.
+  # One beyond either end, because -1 is the last row.
   low = -num_rows - 1 if info.min < 0 else 0
   bounds = (np.asarray(bound, ids.dtype) for bound in (low, num_rows))
   clip = jnp.clip if isinstance(ids, jax.Array) else np.clip
@@ -82,66 +81,65 @@ def narrowed(ids: Any, num_rows: int, what: str) -> jax.Array:
 
 
 def seal(ids: jax.Array) -> jax.Array:
-  """`[K] int32` as `[K]` of the extended dtype."""
+  """Converts `[K] int32` to the extended dtype."""
   words = lax.bitcast_convert_type(ids, jnp.uint32) ^ _NOWHERE
   return jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
 
 
 def unseal(sealed: jax.Array) -> jax.Array:
   """Inverse of `seal`."""
-  # A clone, or `jax_debug_key_reuse` would have ids read only once.
+  # Without the clone, `jax_debug_key_reuse` would allow only one read.
   words = jax.random.key_data(jax.random.clone(sealed))[..., 0]
   return lax.bitcast_convert_type(words ^ _NOWHERE, jnp.int32)
 
 
 def is_sealed(x: Any) -> bool:
-  """True if `x` came from `seal`; specs, shapes and the like did not."""
+  """Returns True for a result of `seal`; false for specs and shapes."""
   is_array = isinstance(x, jax.Array)
   return is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# What is no array, and says what to do where one is wanted.
+# Classes that are not arrays, and whose errors say what to do instead.
 #
-# Errors of Python, NumPy, JAX and optax name a class or an operator and know no
-# cure. Operators therefore raise one of their own, and the class's name holds
-# it for all that print the class: JAX for trees of two structures, as
-# `optax.adam` meets them, and for arguments that must be arrays.
+# Errors of Python, NumPy, JAX and optax name a class or an operator, but not a
+# remedy. Therefore operators raise their own errors, and the class's name has
+# the remedy. JAX prints it if two trees differ in structure, for example in
+# `optax.adam`, and if an argument must be an array.
 
 
 class _Named(type):
   def __repr__(cls) -> str:
     return (
-      f"<class 'zenjax.{cls.__name__}', not an array: {_CURES}, call"
-      " .to_dense(), or take jax.grad (MultiSteps)>"
+      f"<class 'zenjax.{cls.__name__}', not an array: {_CURES}, or convert with"
+      " .to_dense()>"
     )
 
 
 class NoArray(metaclass=_Named):
-  """Base of a class that holds some rows of a table."""
+  """Base of the classes that have some rows of a table."""
 
   __slots__ = ()
 
-  # NumPy's operators would apply themselves to each element beside the rows.
+  # Otherwise NumPy's operators would run once for each element.
   __array_ufunc__ = None
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
-      "SparseRows hold some rows of a table and are no array; `rows.values` are"
-      " these, `rows.to_dense()` is the whole table."
+      "SparseRows are not an array. Use `rows.values` for the rows, or"
+      " `rows.to_dense()` for the whole table."
     )
 
   def _not_added(self, other: Any) -> NoReturn:
     raise TypeError(
-      "SparseRows are added to SparseRows of the same table, and to an array on"
-      f" their left, got {type(other).__name__}; parameters are updated by"
-      " `zenjax.apply_updates(params, updates)`, and `rows.to_dense()` is an"
-      " array."
+      "SparseRows can only be added to SparseRows of the same table, or to an"
+      f" array on their left, got {type(other).__name__}. To update parameters,"
+      " call `zenjax.apply_updates(params, updates)`."
     )
 
   def _not_scaled(self, other: Any = None) -> NoReturn:
     del other
     raise TypeError(
-      "SparseRows take no arithmetic but `+`; scale them by"
+      "SparseRows take no arithmetic but `+`. Scale them with"
       " `rows.with_values(rows.values * factor)`."
     )
 
@@ -151,31 +149,28 @@ class NoArray(metaclass=_Named):
 
 @jax.tree_util.register_pytree_with_keys_class
 class SparseRows(NoArray):
-  """Rows of a `[num_rows, D]` array; all others are zero.
+  """Gradient of a `[num_rows, D]` table as some rows; all others are zero.
 
-  What `zenjax.value_and_grad` returns for a table that is only looked up, of
-  whatever size, and `zen_sync(output="rows")` for a table that
-  travels sparse. A pytree of two leaves: ids, in a dtype that admits no
-  arithmetic, and values. A transform that scales or adds up all leaves
-  therefore raises a TypeError, where it would silently change plain integers.
-  Optax goes inside `zenjax.lazy_rows`.
+  `zenjax.value_and_grad` returns it for tables that are only looked up, and
+  `zen_sync(output="rows")` for tables that are synchronized sparsely. It is a
+  pytree of two leaves, ids and values. The dtype of the ids refuses arithmetic,
+  so a transformation that scales or sums all leaves raises TypeError. Use optax
+  inside `zenjax.lazy_rows`.
 
-  Attributes:
-    indices: `[K] int32`; `num_rows`, and all else beyond the table, marks
-      padding. Negative ones count from the end, as where JAX indexes. An index
-      that stands twice means the sum of its rows. Integers of any dtype may be
-      given; those that int32 cannot hold are beyond the table.
-    values: `[K, D]`.
-    num_rows: Rows of the whole table: static.
+  `jax.vmap` and `jax.lax.scan` stack several SparseRows in one, with more
+  dimensions in front. Only `to_dense` and `combine` accept a stack.
 
-  Under `jax.vmap` each of a batch is a SparseRows of its own. Outside of it
-  several lie in one, with more dimensions in front, as `jax.vmap` and
-  `jax.lax.scan` stack them: `to_dense` and `combine` take that too, and all
-  else that needs one table raises a ValueError.
+  Args:
+    indices: Row ids, `[K]` integers. Negative ids count from the end, as in
+      NumPy. Ids out of range, such as `num_rows`, mark padding. If an id
+      repeats, its rows are summed.
+    values: The rows, `[K, D]`.
+    num_rows: The number of rows of the whole table; static.
 
   Raises:
-    TypeError: `indices` are no integers.
-    ValueError: Shapes do not fit, or `num_rows` does not fit int32.
+    TypeError: `indices` are not integers.
+    ValueError: The shapes do not match, or `num_rows` is not from 0 to
+      2**31 - 2.
 
   Example:
     >>> import jax.numpy as jnp
@@ -191,16 +186,16 @@ class SparseRows(NoArray):
     SparseRows(rows [1 3 3] of 3, values float32[3,2])
   """
 
-  # `unique` says that no index occurs twice and that padding is zero. It is
-  # static, and part of the pytree's structure, so that it passes `jit`.
-  # So is `by_owner`, which marks the gradient of a sharded table.
+  # `unique` promises that no index occurs twice and that padding is zero.
+  # `by_owner` marks the gradient of a sharded table. Both are static, and part
+  # of the pytree's structure, so that they survive `jit`.
   __slots__ = ("_ids", "values", "num_rows", "unique", "by_owner")
 
   def __init__(self, indices: Any, values: Any, num_rows: int):
     if not 0 <= num_rows < 2**31 - 1:
       raise ValueError(
-        f"`num_rows` must be 0 to 2**31 - 2, got {num_rows!r}: indices are"
-        " int32."
+        f"`num_rows` must be from 0 to 2**31 - 2, got {num_rows!r}. Split the"
+        " table."
       )
     ids = narrowed(indices, num_rows, "`indices` of SparseRows")
     values = jnp.asarray(values)
@@ -213,12 +208,13 @@ class SparseRows(NoArray):
 
   @property
   def indices(self) -> Any:
+    """Row ids, `[K] int32`."""
     ids = self._ids
     return unseal(ids) if is_sealed(ids) else ids
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the whole table, `(num_rows, D)`; of a stack, of all of them."""
+    """The shape of the whole table, `(num_rows, D)`, or of all in a stack."""
     *stacked, _, width = self.values.shape
     return *stacked, self.num_rows, width
 
@@ -228,7 +224,7 @@ class SparseRows(NoArray):
 
   @property
   def size(self) -> int:
-    """Elements of the whole table."""
+    """The number of elements of the whole table."""
     return math.prod(self.shape)
 
   @property
@@ -237,22 +233,22 @@ class SparseRows(NoArray):
 
   @property
   def capacity(self) -> int:
-    """`K`, rows that there is room for."""
+    """`K`, the number of rows including padding."""
     return self.values.shape[-2]
 
   def to_dense(self) -> jax.Array:
-    """The whole table, `[num_rows, D]`."""
+    """Returns the whole table, `[num_rows, D]`."""
     if self.ndim > 2:
       return jax.vmap(SparseRows.to_dense)(self)
     zeros = jnp.zeros(self.shape, self.values.dtype)
     return zeros.at[self.indices].add(self.values, mode="drop")
 
   def combine(self) -> "SparseRows":
-    """The same with every index once; padding is zero.
+    """Returns the same gradient with every index once, and zeros as padding.
 
-    16-bit values are summed in float32. Indices ascend after it, and it costs a
-    sort of `K` ids, unless every index stands once already, as in what
-    `zen_sync` and `combine` return.
+    16-bit values are summed in float32. Indices are sorted afterwards, which
+    costs a sort of `K` ids. Results of `zen_sync` and `combine` have every
+    index once already, and are returned as they are.
     """
     if self.ndim > 2:
       return jax.vmap(SparseRows.combine)(self)
@@ -270,18 +266,15 @@ class SparseRows(NoArray):
     return SparseRows(unique, total, self.num_rows).as_unique()
 
   def as_unique(self, unique: bool = True) -> "SparseRows":
-    """The same rows, marked as unique: no index occurs twice.
-
-    Padding must be zero then.
-    """
+    """Marks rows of which no index occurs twice and padding is zero."""
     return self._with(unique=unique)
 
   def as_by_owner(self) -> "SparseRows":
-    """The same rows, marked as the gradient of a sharded table."""
+    """Marks rows as the gradient of a sharded table."""
     return self._with(by_owner=True)
 
   def with_values(self, values: Any) -> "SparseRows":
-    """The same rows with other `values: [K, D']`."""
+    """Returns the same rows with other `values: [K, D']`."""
     values = jnp.asarray(values)
     _require_shapes(self._ids.shape, values.shape)
     return self._with(values=values)
@@ -293,10 +286,10 @@ class SparseRows(NoArray):
     return rows
 
   def __add__(self, other: Any) -> "SparseRows":
-    """Both, one behind the other: `K` is the sum of both.
+    """Concatenates both: `K` is the sum of both.
 
     Raises:
-      TypeError, ValueError: `other` is no SparseRows, or of another table.
+      TypeError, ValueError: `other` is not SparseRows of the same table.
     """
     if not isinstance(other, SparseRows):
       self._not_added(other)
@@ -304,33 +297,32 @@ class SparseRows(NoArray):
     return concatenated([self, other])
 
   def __radd__(self, table: Any) -> jax.Array:
-    """`table + rows`, an array in the table's dtype.
+    """Returns `table + rows`, an array in the table's dtype.
 
-    So `optax.apply_updates`, Flax's `TrainState.apply_gradients` and
-    `nnx.Optimizer.update` take rows as they are.
+    `optax.apply_updates`, Flax's `TrainState.apply_gradients` and
+    `nnx.Optimizer.update` use it to apply updates.
 
     Raises:
-      TypeError, ValueError: `table` is no array, or one of another shape.
+      TypeError, ValueError: `table` is not an array of this shape.
     """
     if not isinstance(table, jax.Array | np.ndarray):
       self._not_added(table)
     require_one("one that is added", self)
     if self.by_owner:
       raise ValueError(
-        "Gradients of a ShardedTable must not be added to its rows, which lie"
-        " in the order of slots; update it by `zenjax.sharded_optimizer`."
+        "Gradients of a ShardedTable cannot be added to its rows. Update it"
+        " with `zenjax.sharded_optimizer`."
       )
     if table.shape != self.shape:
       raise ValueError(
-        "`array + SparseRows` must be of one shape, got an array of"
-        f" {table.shape} and rows of {self.shape}; look up rows of the same"
-        " table."
+        "SparseRows can only be added to an array of their shape"
+        f" {self.shape}, got {table.shape}."
       )
     return added(jnp.asarray(table), self)
 
   @classmethod
   def in_place(cls, table: jax.Array) -> "SparseRows":
-    """All rows of `table: [R, D]`, those of zeros as padding; no copy."""
+    """Returns all rows of `table: [R, D]`, zero rows as padding; no copy."""
     num_rows = table.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     nonzero = row_mask(table).nonzero
@@ -339,7 +331,7 @@ class SparseRows(NoArray):
 
   @classmethod
   def from_dense(cls, table: jax.Array, capacity: int) -> "SparseRows":
-    """The nonzero rows of `table: [R, D]`, the first `capacity` of them."""
+    """Returns the first `capacity` nonzero rows of `table: [R, D]`."""
     if not len(table):
       return no_rows(table, capacity)
     nonzero, num_rows = row_mask(table).nonzero, len(table)
@@ -363,7 +355,7 @@ class SparseRows(NoArray):
 
   @classmethod
   def tree_unflatten(cls, static, children) -> "SparseRows":
-    # Children may be anything: specs, shapes, None. Nothing is checked here.
+    # Children may be anything, for example specs, so nothing is checked here.
     self = object.__new__(cls)
     self._ids, self.values = children
     self.num_rows, self.unique, self.by_owner = static
@@ -371,10 +363,9 @@ class SparseRows(NoArray):
 
 
 def _wide(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
-  """Ids in `[0, num_rows]`, the last for padding, and values to be summed.
+  """Returns ids in `[0, num_rows]`, and values in the dtype of sums.
 
-  As everywhere in JAX, what is negative counts from the end. Values of padding
-  may be anything, NaN included, and come out as zero.
+  Padding has the id `num_rows`. Its values, which may be NaN, become zero.
   """
   ids, num_rows = rows.indices, rows.num_rows
   ids = jnp.where(ids < 0, ids + num_rows, ids)
@@ -384,9 +375,9 @@ def _wide(rows: SparseRows) -> tuple[jax.Array, jax.Array]:
 
 
 def merged(rows: SparseRows) -> SparseRows:
-  """Returns the same with every index once, in any order.
+  """Returns the same gradient with every index once, in any order.
 
-  More lookups than the table has rows become one row for each of the table's.
+  If there are more lookups than rows in the table, it has all rows, no sort.
   """
   if rows.unique or rows.ndim > 2 or rows.capacity <= rows.num_rows:
     return rows.combine()
@@ -399,9 +390,9 @@ def merged(rows: SparseRows) -> SparseRows:
 
 
 def added(table: jax.Array, rows: SparseRows) -> jax.Array:
-  """Returns `table: [R, D]` plus `rows`, in its dtype, in place if donated.
+  """Returns `table: [R, D]` plus `rows` in its dtype; in place if donated.
 
-  Rows of a wider dtype are added in that one and rounded once.
+  Rows of a wider dtype are added in that dtype, and the sum is rounded once.
   """
   wide = jnp.promote_types(table.dtype, rows.dtype)
   if wide == table.dtype:
@@ -414,21 +405,21 @@ def added(table: jax.Array, rows: SparseRows) -> jax.Array:
 
 
 def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
-  """All parts in one, in any order.
+  """Joins rows of one table, in any order.
 
   Raises:
-    ValueError: They are not of one table.
+    ValueError: They are from different tables.
   """
   first = parts[0]
   for part in parts[1:]:
     if part.shape != first.shape:
       raise ValueError(
-        "SparseRows that are added must be rows of one table: `num_rows` and"
-        f" width must agree, got {first.shape} and {part.shape}."
+        "SparseRows can only be added to SparseRows of the same table, got"
+        f" shapes {first.shape} and {part.shape}."
       )
   if len(parts) == 1:
     return first
-  # Of values that no parameter's type reaches, ids still tell the mesh.
+  # Values may have a type without a mesh, which the ids then have.
   arrays = [x for part in parts for x in (part.values, part.indices)]
   spread = batch_layout.spread_of(arrays)
   parts = [filled_up(part, spread.devices) for part in parts]
@@ -440,19 +431,19 @@ def concatenated(parts: Sequence[SparseRows]) -> SparseRows:
 
 
 def no_rows(table: Any, padding: int = 0) -> SparseRows:
-  """Returns the gradient of a table that nothing looks up."""
+  """Returns the gradient of a table that was not looked up."""
   num_rows, width = math.prod(table.shape[:-1]), table.shape[-1]
   ids = jnp.full(padding, num_rows, jnp.int32)
   return SparseRows(ids, jnp.zeros((padding, width), table.dtype), num_rows)
 
 
 def filled_up(rows: SparseRows, devices: int) -> SparseRows:
-  """The same with as many rows for each of `devices`; the last are padding."""
+  """Adds padding, so that `devices` divides the number of rows."""
   return resized(rows, rows.capacity + -rows.capacity % devices)
 
 
 def resized(rows: SparseRows, capacity: int) -> SparseRows:
-  """Returns the same with room for so many; what is cut off is padding."""
+  """Returns the same rows in other arrays; only padding is cut off."""
   if capacity == rows.capacity:
     return rows
   missing = max(0, capacity - rows.capacity)
@@ -463,24 +454,23 @@ def resized(rows: SparseRows, capacity: int) -> SparseRows:
 
 
 def require_one(what: str, rows: SparseRows) -> None:
-  """Raises ValueError for several SparseRows stacked in one."""
+  """Raises ValueError for a stack of several SparseRows."""
   if rows.ndim > 2:
     raise ValueError(
-      f"SparseRows must be of one table, `values: [K, D]`, and {what} has"
-      f" values of shape {rows.values.shape}: several in a stack, as jax.vmap"
-      " and jax.lax.scan make them; put the scan into the loss and take its"
-      " gradient once, use them inside jax.vmap, or give `.to_dense()`."
+      f"SparseRows must have `values: [K, D]`, but {what} is a stack with"
+      f" values of shape {rows.values.shape}. If a scan made it, put the scan"
+      " into the loss. Otherwise convert it with `.to_dense()`."
     )
 
 
 def is_rows(node: Any) -> bool:
-  """For `is_leaf=`."""
+  """Returns True for SparseRows; for use as `is_leaf=`."""
   return isinstance(node, SparseRows)
 
 
 def _require_shapes(indices, values):
   if len(values) != 2 or indices != values[:1]:
     raise ValueError(
-      "SparseRows takes `indices: [K]` and `values: [K, D]`, got"
-      f" {indices} and {values}; reshape look-ups of several dimensions to one."
+      "SparseRows takes `indices: [K]` and `values: [K, D]`, got shapes"
+      f" {indices} and {values}. Reshape ids to one dimension."
     )

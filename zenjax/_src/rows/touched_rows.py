@@ -1,4 +1,4 @@
-"""A step of an optimizer on the touched rows of tables."""
+"""Runs a step of an optimizer on the touched rows of tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,34 +13,35 @@ from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
 
-# A program for one row may differ from that for several: nothing is repeated.
+# The fewest rows that a step runs on. A program for one row may differ from the
+# program for several, because it need not repeat anything.
 FEWEST = 2
 
 
-class At(NamedTuple):
-  """Which rows of a table are touched.
+class Touched(NamedTuple):
+  """The rows of a table that a step touches.
 
   Attributes:
-    ids: All different; padding is beyond the table.
-    num_rows: Rows of the table.
+    ids: Row ids, all different; padding is out of range.
+    num_rows: The number of rows of the table.
   """
 
   ids: jax.Array
   num_rows: int
 
   @classmethod
-  def of(cls, ids: jax.Array, num_rows: int) -> "At":
-    """Returns the rows at `ids`, which repeat for padding alone."""
+  def of(cls, ids: jax.Array, num_rows: int) -> "Touched":
+    """Returns the rows at `ids`, of which only padding may repeat."""
     beyond = num_rows + jnp.arange(len(ids), dtype=jnp.int32)
     return cls(jnp.where(ids < num_rows, ids, beyond), num_rows)
 
   def take(self, table: jax.Array) -> jax.Array:
     """Returns the rows; for padding, the last row of the table.
 
-    So padding computes what a row without a gradient would: a zero beside an
-    empty state could divide by zero.
+    So padding computes what a row without a gradient would compute. With zeros,
+    it could divide by a state of zero.
     """
-    if not self.num_rows:  # JAX gathers nothing from nothing.
+    if not self.num_rows:  # JAX does not gather from an empty array.
       return jnp.zeros((len(self.ids), *table.shape[1:]), table.dtype)
     return table.at[self.ids].get(mode="clip")
 
@@ -50,7 +51,7 @@ class At(NamedTuple):
 
 
 def distinct(rows: SparseRows, capacity: int) -> SparseRows:
-  """Returns rows with every index once, and room for at least so many."""
+  """Returns rows with every index once, padded to at least `capacity`."""
   rows = sparse_rows.merged(rows)
   return sparse_rows.resized(rows, max(capacity, rows.capacity))
 
@@ -58,17 +59,16 @@ def distinct(rows: SparseRows, capacity: int) -> SparseRows:
 def combined(
   tree: Any, capacity: int = 0
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-  """Takes the leaves of a tree, with every index of SparseRows once.
+  """Flattens a tree, with every index of SparseRows once.
 
   Args:
     tree: Arrays and SparseRows.
-    capacity: Of SparseRows, at least.
+    capacity: The fewest rows that SparseRows are padded to.
 
   Returns:
-    The leaves, and a function that puts new values of all leaves in their
-    place. It keeps the types of `tree`: a transformation that returns another
-    structure than it was given could not be a branch of `lax.cond`, as inside
-    `optax.apply_if_finite`.
+    The leaves, and a function that makes the tree of new values for all leaves.
+    It keeps the structure of `tree`, because `optax.apply_if_finite` runs a
+    transformation as a branch of `lax.cond`.
   """
   given, structure = jax.tree.flatten(tree, is_leaf=is_rows)
   leaves = [distinct(x, capacity) if is_rows(x) else x for x in given]
@@ -85,7 +85,7 @@ def combined(
 
 
 def values(leaves: Sequence[Any]) -> list[jax.Array]:
-  """Returns arrays alone: `[K, D]` in the place of SparseRows."""
+  """Returns the leaves with arrays `[K, D]` in place of SparseRows."""
   return [x.values if is_rows(x) else x for x in leaves]
 
 
@@ -95,26 +95,26 @@ def step(
   grads: Sequence[Any],
   params: Sequence[Any] | None,
   state: Any,
-  at: Mapping[int, At],
+  touched: Mapping[int, Touched],
   extra: dict[str, Any],
-) -> tuple[list[Any], Any, list[At | None]]:
+) -> tuple[list[Any], Any, list[Touched | None]]:
   """Runs an optimizer on some rows of tables.
 
   Args:
-    analysis: Of the optimizer's update of whole tables.
-    structure: Of gradients and parameters.
-    grads: Leaves, of tables their touched rows.
-    params: Likewise, or None.
-    state: Of the optimizer, whole.
-    at: Which rows these are, by the number of the leaf.
+    analysis: The analysis of the optimizer's update of whole tables.
+    structure: The structure of gradients and parameters.
+    grads: Leaves, with the touched rows in place of tables.
+    params: Leaves in the same form, or None.
+    state: The whole state of the optimizer.
+    touched: The touched rows of each table, by the number of its leaf.
     extra: Further arguments of the optimizer's `update`.
 
   Returns:
-    Leaves of updates, the new state with the touched rows alone, and where
-    these are for each of its leaves.
+    The leaves of updates, the new state with only the touched rows, and for
+    each leaf of the state which rows these are.
   """
   leaves, tree = jax.tree.flatten(state)
-  places = [None if i is None else at[i] for i in analysis.state_rows]
+  places = [None if i is None else touched[i] for i in analysis.state_rows]
   few = tree.unflatten(
     [place.take(x) if place else x for x, place in zip(leaves, places)]
   )
@@ -124,15 +124,18 @@ def step(
 
 
 def put(
-  state: Any, few: Any, places: Sequence[At | None], rows_only: bool = False
+  state: Any,
+  few: Any,
+  places: Sequence[Touched | None],
+  rows_only: bool = False,
 ) -> Any:
-  """Returns a state after a step on some rows.
+  """Returns the whole state after a step on some rows.
 
   Args:
-    state: As it was before.
-    few: What `step` has returned, like `places`.
-    places: Where these rows are.
-    rows_only: Whether leaves without rows stay as they were.
+    state: The state before the step.
+    few: The new state of the touched rows, from `step`.
+    places: Which rows these are, from `step`.
+    rows_only: Whether leaves without rows keep their old values.
   """
   leaves, tree = jax.tree.flatten(state)
   each = zip(leaves, jax.tree.leaves(few), places, strict=True)
@@ -145,22 +148,21 @@ def put(
 
 
 def require_shapes(updates: Any, params: Any) -> None:
-  """Raises ValueError for rows of another table than the parameter."""
+  """Raises ValueError if SparseRows do not fit their parameter."""
   named = leaf_util.named_leaves(params)
-  of = jax.tree.structure(params).flatten_up_to(updates)
-  for (name, p), u in zip(named, of):
-    if not is_rows(u):
+  leaves = jax.tree.structure(params).flatten_up_to(updates)
+  for (name, param), update in zip(named, leaves):
+    if not is_rows(update):
       continue
-    if u.by_owner:
+    if update.by_owner:
       raise ValueError(
-        f"`updates` must not hold a gradient as it is, and {name!r} is that of"
-        " a ShardedTable, whose rows have owners; update it by"
-        " `zenjax.sharded_optimizer`."
+        f"`updates` has the gradient of the ShardedTable {name!r} instead of an"
+        " update. Call `zenjax.sharded_optimizer(..).update` first."
       )
-    require_one(f"the update of {name!r}", u)
-    if u.shape != jnp.shape(p):
+    require_one(f"the update of {name!r}", update)
+    if update.shape != jnp.shape(param):
       raise ValueError(
-        f"SparseRows of {name!r} must be rows of the parameter: it is"
-        f" {jnp.shape(p)}, they are of {u.shape}; `num_rows` is the"
-        " parameter's first dimension."
+        f"SparseRows of {name!r} must have the shape of the parameter,"
+        f" {jnp.shape(param)}, got {update.shape}. Set `num_rows` to its first"
+        " dimension."
       )

@@ -1,9 +1,9 @@
 """Exchanges elements: indices by all-gather, values by all-reduce.
 
-Devices select in partitions of their own, so no index comes twice, and each
-device adds its value at every index that any of them selected. What rounding
-for the wire takes from a value stays with the device that rounded it, and so
-does what the wire cannot hold of a finite one. Sums are taken in 32 bits.
+Each device selects in its own partition, so no index is selected twice, and
+adds its value at every index that any device selected. Rounding errors of the
+wire dtype stay on the device that rounded, and so does the part of a finite
+value that the dtype cannot hold. Sums are taken in 32 bits.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ class Selection(NamedTuple):
   """The elements that one device selected, in ascending order."""
 
   bitmap: indexing.Bitmap  # over a window of the vector
-  first: jax.Array  # [] int32, where the window begins
-  forced: jax.Array  # [] int32, what is sent where nothing was selected
-  sent: jax.Array  # [] int32, how many
+  first: jax.Array  # [] int32, the first element of the window
+  forced: jax.Array  # [] int32, the element to send if none was selected
+  sent: jax.Array  # [] int32, the number of elements
 
   def indices(self, first: jax.Array, capacity: int, size: int) -> jax.Array:
     """`[capacity] int32` from number `first` on; `size` past the last."""
@@ -45,18 +45,18 @@ def select(
   bar: jax.Array,
   step: jax.Array | None,
 ) -> Selection:
-  """Elements `[start, end)` of `acc` that are not below `bar`.
+  """Selects the elements of `acc: [N]` in a range that are not below `bar`.
 
-  NaN is not below anything: it leaves with the next selection.
+  NaN is not below anything, so it is sent with the next selection.
 
   Args:
-    acc: `[N]`.
-    start: `[] int32`.
-    end: `[] int32`, larger.
-    longest: The most that they can be.
-    bar: `[] float32`.
-    step: Where nothing is large, element `step mod length` is sent; None if
-      nothing is.
+    acc: The vector.
+    start: The first element of the range, `[] int32`.
+    end: The end of the range, `[] int32`.
+    longest: The largest size of any range.
+    bar: The threshold, `[] float32`.
+    step: If no element reaches the threshold, element `step mod length` is
+      sent; None to send nothing then.
   """
   first = jnp.minimum(start, acc.shape[0] - longest)
   window = jnp.abs(lax.dynamic_slice(acc, (first,), (longest,)))
@@ -71,16 +71,16 @@ def select(
   return Selection(bitmap, first, forced, jnp.maximum(bitmap.total, 1))
 
 
-# Words before the indices of the first round: how many were selected, and a
-# number of the caller's.
-_HEADER = 2
+# Words before the indices of the first round: the number of selected elements,
+# and a number of the caller.
+HEADER = 2
 
 
 class Exchanged(NamedTuple):
-  """The outcome of an exchange; all but `kept` equal on all devices."""
+  """The result of an exchange; all but `kept` equal on all devices."""
 
-  update: jax.Array  # [N], what was sent, averaged or summed
-  kept: jax.Array  # [N], what was not
+  update: jax.Array  # [N], sent elements, averaged or summed, zero elsewhere
+  kept: jax.Array  # [N], elements and rounding errors that were not sent
   counts: jax.Array  # [n] int32, by rank
   numbers: jax.Array  # [n] float32, by rank
   rounds: jax.Array  # [] int32
@@ -94,23 +94,23 @@ def exchange(
   wire: jnp.dtype | None,
   context: Context,
 ) -> Exchanged:
-  """Sends what devices selected, in as many rounds as the fullest one needs.
+  """Sends all selections, in as many rounds as the largest one needs.
 
   Args:
-    acc: `[N]` on a device.
-    chosen: What it selected.
-    number: `[] float32`, any number that all devices want to know.
+    acc: The vector of a device, `[N]`.
+    chosen: The selection of the device.
+    number: Any number to tell all devices, `[] float32`.
     capacity: Indices that a device sends in a round.
-    wire: What values are rounded to on their way; None for not at all.
+    wire: The dtype to round values to; None for no rounding.
     context: Axes and operation.
   """
   size, axes = acc.shape[0], context.axes
 
-  def own(turn):
+  def local_indices(turn):
     return chosen.indices(turn * capacity, capacity, size)
 
   def send(index, update, kept):
-    # Distinct, also where there is none.
+    # Indices must be distinct, also those past the last selected element.
     flat = index.reshape(-1)
     nowhere = size + jnp.arange(flat.shape[0], dtype=jnp.int32)
     flat = jnp.where(flat < size, flat, nowhere)
@@ -125,20 +125,20 @@ def exchange(
     )
 
   header = jnp.stack([chosen.sent, lax.bitcast_convert_type(number, jnp.int32)])
-  first = jnp.concatenate([header, own(jnp.int32(0))])
+  first = jnp.concatenate([header, local_indices(jnp.int32(0))])
   gathered = collectives.all_gather(first, axes)
   counts = gathered[:, 0]
   numbers = lax.bitcast_convert_type(gathered[:, 1], jnp.float32)
-  most = jnp.max(counts)
+  largest = jnp.max(counts)
 
   def body(carry):
     turn, update, kept = carry
-    index = collectives.all_gather(own(turn), axes)
+    index = collectives.all_gather(local_indices(turn), axes)
     return turn + 1, *send(index, update, kept)
 
-  sent = send(gathered[:, _HEADER:], jnp.zeros(size, acc.dtype), acc)
+  sent = send(gathered[:, HEADER:], jnp.zeros(size, acc.dtype), acc)
   rounds, update, kept = lax.while_loop(
-    lambda carry: carry[0] * capacity < most, body, (jnp.int32(1), *sent)
+    lambda carry: carry[0] * capacity < largest, body, (jnp.int32(1), *sent)
   )
   return Exchanged(update, kept, counts, numbers, rounds)
 
@@ -146,20 +146,20 @@ def exchange(
 def _summed(
   values: jax.Array, wire: jnp.dtype | None, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-  """Sums `[n, C]` values over devices; returns also what stays of them."""
+  """Sums `[n, C]` values over devices; returns also the part that is kept."""
   axes, kept = context.axes, values.dtype
   wide = values.astype(collectives.accumulator(kept))
   if wire is None:
     total = collectives.psum(wide, axes)
     return context.scaled(total), jnp.zeros_like(values)
-  # A sum in 16 bits would round where nobody can keep it. So each device sums
-  # what it selected itself, and keeps what its own rounding takes.
+  # An all-reduce in 16 bits would lose its rounding errors. So each device sums
+  # the elements that it selected, and keeps the errors of its own rounding.
   sent = flat_vector.saturated(wide, wire, kept).astype(wire)
   left = flat_vector.finite(wide - sent.astype(wide.dtype))
   words = collectives.all_to_all(to_words(sent), axes)
   shares = from_words(words, values.shape[1:], wire)
   total = jnp.sum(shares.astype(wide.dtype), axis=0)
-  # A sum may exceed the wire's largest where no value does.
+  # A sum may exceed the largest number of the dtype although no value does.
   mean = flat_vector.saturated(context.scaled(total), wire, kept).astype(wire)
   times = context.devices if context.mean else 1
   back = mean.astype(total.dtype) * jnp.asarray(times, total.dtype)
@@ -167,18 +167,3 @@ def _summed(
   words = collectives.all_gather(to_words(mean[None])[0], axes)
   came = from_words(words, values.shape[1:], wire)
   return came, left.at[lax.axis_index(axes)].add(lost)
-
-
-def wire_bytes(
-  rounds: jax.Array, capacity: int, dtype: jnp.dtype, n: int
-) -> jax.Array:
-  """Returns what a device receives: a ring gathers, and a ring sums.
-
-  Args:
-    rounds: How many there were.
-    capacity: Indices that a device sends in a round.
-    dtype: That of values on the wire.
-    n: Devices.
-  """
-  each = (n - 1) * capacity * (4 + 2 * dtype.itemsize)
-  return rounds.astype(jnp.float32) * each + 4.0 * _HEADER * (n - 1)

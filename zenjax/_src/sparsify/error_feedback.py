@@ -59,7 +59,7 @@ def error_feedback(
     )
 
   Without `unit="element"`, zen_sync sends whole rows, which is correct but
-  slow, and `zenjax.init_state` warns you.
+  slow.
 
   Each device adds its gradient to a residual, sends the elements of the sum
   that `inner` selects, and keeps the rest. So no gradient is lost. Make the
@@ -72,48 +72,43 @@ def error_feedback(
   with `optax.sgd(rate)`, without another momentum. For a warm-up give
   `zenjax.sparsify.top_k` a schedule of densities.
 
-  Parameters that `inner` does not select from are sent whole, after momentum if
-  there is any. SparseRows and integers pass unchanged. A NaN or Inf is sent
-  once, when it is selected, and then leaves residual and momentum. A gradient
-  whose norm is not finite is not clipped.
+  All elements of other parameters are passed on in every step, after momentum
+  if there is any. SparseRows and integers pass unchanged. A NaN or Inf is sent
+  once, when it is selected, and then leaves residual and momentum.
 
-  Do not average before it: each device would select from the same gradient, and
-  devices would drift apart. `zenjax.init_state` refuses such a chain, and
-  `update` does under `check_vma=True`. A `lax.pmean` of your own is not noticed
-  otherwise.
+  Do not average gradients before it: the residuals would be averaged gradients
+  too, on each device its own. Only `shard_map(check_vma=True)` notices this.
 
   Args:
     inner: `zenjax.sparsify.top_k`, `zenjax.sparsify.threshold` or
       `zenjax.sparsify.random_k`.
-    axis_name: As given to the `zen_sync` that follows: over these axes devices
-      have residuals of their own.
-    momentum: Of the momentum correction, in [0, 1); None for none.
-    nesterov: `u = momentum * (u + g)`, and `u + g` is added to the residual.
-    masking: Whether `u` is cleared where something was sent, so that stale
+    axis_name: The axis or axes of the `zen_sync` that follows. Each device
+      along them has a residual.
+    momentum: The factor of the momentum correction, in [0, 1); None for none.
+    nesterov: Whether to use Nesterov momentum: `u = momentum * (u + g)`, and `u
+      + g` is added to the residual.
+    masking: Whether to clear `u` where something was sent, so that stale
       momentum does not go on.
-    clip_norm: Gradients of a device are scaled down to a norm of `clip_norm /
-      sqrt(n)`, that of all leaves together, before they are added to anything.
-    residual_dtype: Of residual and momentum; by default the leaf's own. With
-      float32, what 16-bit leaves cannot send yet is not lost.
-    wire_dtype: Selected values are rounded to this, such as bfloat16, and the
-      error stays in the residual. Give `zen_sync` the same: what it pushes
-      is then exact. It rounds the sums that it pulls once more, and no device
-      gets that error back: of bfloat16 up to `2**-8` of an update. Four devices
-      with much in common lost 0.14 % (root of mean squares), without a bias;
-      0.17 % if only `zen_sync` rounds. Of what exceeds it (of float16 65,504)
-      as much is sent as fits, and the rest stays, where the residual's dtype
-      holds more; a sum by `zen_sync(op="sum")` that exceeds it is Inf.
+    clip_norm: The largest norm of the mean gradient. Each device scales its
+      gradients, all leaves together, down to a norm of `clip_norm / sqrt(n)`
+      before it does anything else. A norm that is not finite is not clipped.
+    residual_dtype: The dtype of residual and momentum; by default the leaf's
+      own. With float32, nothing of 16-bit leaves is lost to rounding.
+    wire_dtype: A dtype such as bfloat16 to round selected values to. The error
+      stays in the residual, and values above the largest of the dtype are sent
+      in several steps if the residual's dtype holds them. Give `zen_sync` the
+      same, so that it sends these values exactly. `zen_sync` rounds their sums
+      once more, and that error is lost.
 
   Returns:
     A transformation whose state is a `zenjax.sparsify.ErrorFeedbackState`.
 
   Raises:
     ValueError: An argument is out of range; the state was not made by
-      `zenjax.init_state` for these gradients; in `zenjax.init_state`, when a
-      leaf was averaged before by the same chain; in `update`, when autodiff
-      did that.
-    TypeError: `inner` is something else; or it is to select from SparseRows.
-    NameError: In `update`, when no axis of that name is bound.
+      `zenjax.init_state` for these gradients; or, in `update`, autodiff has
+      summed a gradient already.
+    TypeError: `inner` is something else, or would select from SparseRows.
+    NameError: In `update`, no axis of that name is bound.
 
   Example:
     >>> import jax
@@ -142,26 +137,29 @@ def error_feedback(
     [The Convergence of Sparsified Gradient
     Methods](https://arxiv.org/abs/1809.10505), NeurIPS 2018.
   """
-  chosen = inner.chosen if isinstance(inner, top_k.Sparsifier) else None
-  if chosen is None:
+  if not isinstance(inner, top_k.Sparsifier) or inner.chosen is None:
     raise TypeError(
-      "`inner` must be zenjax.sparsify.top_k(..),"
-      " zenjax.sparsify.threshold(..) or"
-      f" zenjax.sparsify.random_k(..), got {type(inner).__name__}; other"
-      " transformations"
-      " go before or after error_feedback in the chain."
+      "`inner` must be `zenjax.sparsify.top_k(..)`, `threshold(..)` or"
+      f" `random_k(..)`, got {type(inner).__name__}. Put other transformations"
+      " before or after error_feedback in the chain."
     )
-  _check_number("momentum", momentum, 0, 1, "0.9")
-  _check_number("clip_norm", clip_norm, np.nextafter(0, 1), np.inf, "1.0")
-  if momentum is None and nesterov:
+  selector, sparse = inner.chosen
+  if momentum is not None:
+    within = lambda x: 0 <= x < 1
+    remedy = "Give 0.9, or None for no momentum."
+    checks.number("momentum", momentum, within, "in [0, 1)", remedy)
+  elif nesterov:
     raise ValueError(
-      "`nesterov` is a form of momentum, and `momentum` is None; give"
-      " momentum=0.9, or leave it out."
+      "`nesterov` is True, but there is no `momentum`. Give momentum=0.9 too."
     )
+  if clip_norm is not None:
+    positive = lambda x: 0 < x < np.inf
+    remedy = "Give 1.0, or None for no clip."
+    checks.number("clip_norm", clip_norm, positive, "positive", remedy)
   return _transformation(
     _Feedback(
-      selector=chosen[0],
-      options=sync_options.check(axis_name, sparse=chosen[1]),
+      selector=selector,
+      options=sync_options.check(axis_name, sparse=sparse),
       momentum=momentum,
       nesterov=nesterov,
       masking=masking,
@@ -170,17 +168,6 @@ def error_feedback(
       wire_dtype=arguments.wire_dtype("wire_dtype", wire_dtype),
     )
   )
-
-
-def _check_number(
-  name: str, value: Any, least: float, bound: float, say: str
-) -> None:
-  fits = checks.is_number(value) and least <= value < bound
-  if value is not None and not fits:
-    where = f"in [0, {bound})" if least == 0 else "positive and finite"
-    raise ValueError(
-      f"`{name}` must be {where}, or None for none, got {value!r}; give {say}."
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +190,7 @@ def _transformation(
   axes, sparse = feedback.options.axes, feedback.options.sparse
 
   def init_fn(params: optax.Params) -> Any:
-    checks.devices(_BY, axes)
+    collectives.size_in_init(axes, _BY)
     leaves = top_k.begin(_BY, params, sparse, feedback.selector)
     return ErrorFeedbackState(
       jnp.zeros((), jnp.int32), _fresh(leaves, feedback)
@@ -218,7 +205,7 @@ def _transformation(
     del params, extra_args
     around = collectives.mesh_around(axes, updates, None)
     if around is not None:
-      # In plain `jit`: from what each device has of an unreduced array.
+      # In plain `jit`, each device selects from its part of unreduced arrays.
       return whole_batch.select(
         update_fn,
         updates,
@@ -227,25 +214,21 @@ def _transformation(
         axes,
         by=_BY,
         sums=False,
-        # A norm is that of all leaves.
+        # The norm is over all leaves.
         needed=None if feedback.clip_norm else state.leaves,
       )
     context = gradient_tree.context_of(feedback.options)
     gradient_tree.local_leaves(updates, context)
     leaves = top_k.chosen_leaves(updates, sparse)
-    needed = jax.eval_shape(lambda: _fresh(leaves, feedback))
-    got, want = _shapes(state.leaves), _shapes(needed)
-    checks.require_made_for(_BY, context.devices, got, want)
+    fresh = jax.eval_shape(lambda: _fresh(leaves, feedback))
+    got, needed = _shapes(state.leaves), _shapes(fresh)
+    checks.require_made_for(_BY, context.devices, got, needed)
     out = _clipped([x for _, x, _ in leaves], feedback, context.devices)
     kept = {}
-    for number, (name, _, selected) in enumerate(leaves):
+    for i, (name, _, _) in enumerate(leaves):
       if name in state.leaves:
-        given = out[number], state.leaves[name], feedback
-        out[number], kept[name] = (
-          _select_from(*given, state.step, number)
-          if selected
-          else _whole(*given)
-        )
+        memory = state.leaves[name]
+        out[i], kept[name] = _sent(out[i], memory, feedback, state.step, i)
     structure = jax.tree.structure(updates, is_leaf=is_rows)
     return structure.unflatten(out), ErrorFeedbackState(state.step + 1, kept)
 
@@ -255,21 +238,21 @@ def _transformation(
 def _fresh(
   leaves: Sequence[tuple[str, Any, bool]], feedback: _Feedback
 ) -> dict[str, FeedbackLeaf]:
-  """What a device remembers before the first step, by leaf."""
-  own = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
-  found = {}
+  """Returns the memory of a device before the first step, by leaf."""
+  varying = lambda x: gradient_tree.as_varying(x, feedback.options.axes)
+  memories = {}
   for name, leaf, selected in leaves:
     moves = _is_floating(leaf) and feedback.momentum is not None
     if selected or moves:
       shape, dtype = (1, *leaf.shape), feedback.residual_dtype or leaf.dtype
-      found[name] = FeedbackLeaf(
-        residual=own(jnp.zeros(shape, dtype)) if selected else None,
-        momentum=own(jnp.zeros(shape, dtype)) if moves else None,
-        threshold=own(jnp.full(1, UNKNOWN, jnp.float32)),
-        selected=own(jnp.zeros(1, jnp.int32)),
+      memories[name] = FeedbackLeaf(
+        residual=varying(jnp.zeros(shape, dtype)) if selected else None,
+        momentum=varying(jnp.zeros(shape, dtype)) if moves else None,
+        threshold=varying(jnp.full(1, UNKNOWN, jnp.float32)),
+        selected=varying(jnp.zeros(1, jnp.int32)),
         wanted=jnp.full((), UNKNOWN, jnp.float32),
       )
-  return found
+  return memories
 
 
 def _shapes(
@@ -287,10 +270,8 @@ def _clipped(leaves: list[Any], feedback: _Feedback, devices: int) -> list[Any]:
   """Scales gradients of a device down to its share of `clip_norm`."""
   if feedback.clip_norm is None:
     return leaves
-  square = jnp.zeros((), jnp.float32)
-  for leaf in filter(_is_floating, leaves):
-    square += jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-  norm = jnp.sqrt(square)
+  floating = [x.astype(jnp.float32) for x in leaves if _is_floating(x)]
+  norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in floating))
   bound = jnp.float32(feedback.clip_norm / math.sqrt(devices))
   # A norm that is not finite clips nothing: one NaN is not to become many.
   long = (norm > bound) & (norm < jnp.inf)
@@ -307,20 +288,27 @@ def _is_floating(leaf: Any) -> bool:
   return not is_rows(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _select_from(
+def _sent(
   gradient: jax.Array,
   memory: FeedbackLeaf,
   feedback: _Feedback,
   step: jax.Array,
   number: int,
 ) -> tuple[jax.Array, FeedbackLeaf]:
-  """Selects from leaf `number`; returns also what is remembered."""
-  assert memory.residual is not None
-  dtype, shape = memory.residual.dtype, memory.residual.shape
+  """Returns what leaf `number` sends in a step, and the memory after it."""
+  residual = memory.residual
+  old = memory.momentum if residual is None else residual
+  assert old is not None
+  dtype = old.dtype
+  total = lambda a, b: flat_vector.total(a, b, dtype)
   with jax.named_scope("zenjax/accumulate"):
-    momentum, moved = _moved(gradient, memory, feedback)
-    sums = lambda a, b: flat_vector.total(a, b, dtype)
-    acc = functools.reduce(sums, moved, memory.residual[0]).reshape(-1)
+    momentum, terms = _with_momentum(gradient, memory, feedback)
+    if residual is None:  # All elements are sent.
+      assert momentum is not None
+      sent = functools.reduce(total, terms).astype(gradient.dtype)
+      momentum = flat_vector.finite(momentum).astype(dtype)[None]
+      return sent, memory._replace(momentum=momentum)
+    acc = functools.reduce(total, terms, residual[0]).reshape(-1)
     # XLA on CPU would form it again for each array that is made of it, from a
     # copy of the residual.
     acc = lax.platform_dependent(
@@ -333,7 +321,7 @@ def _select_from(
     for wire in filter(None, (gradient.dtype, feedback.wire_dtype)):
       sent = flat_vector.saturated(sent, wire, sent.dtype)
       sent = flat_vector.rounded(sent, wire)
-    # What rounding took; of what is not finite nothing stays.
+    # The rounding error stays; nothing stays of NaN and Inf.
     kept = jnp.where(mask, flat_vector.finite(acc - sent), acc)
     sent = jnp.where(mask, sent, jnp.zeros_like(sent))
   if momentum is not None:
@@ -341,42 +329,28 @@ def _select_from(
     if feedback.masking:
       cleared = jnp.where(mask.reshape(momentum.shape), 0, momentum)
     momentum = cleared.astype(dtype)[None]
-  own = gradient_tree.as_varying(
-    (bar.reshape(1), jnp.sum(mask, dtype=jnp.int32).reshape(1)),
-    feedback.options.axes,
+  bar, count = gradient_tree.as_varying(
+    (bar, jnp.sum(mask, dtype=jnp.int32)), feedback.options.axes
   )
   return sent.reshape(gradient.shape).astype(gradient.dtype), FeedbackLeaf(
-    residual=kept.reshape(shape).astype(dtype),
+    residual=kept.reshape(old.shape).astype(dtype),
     momentum=momentum,
-    threshold=own[0],
-    selected=own[1],
+    threshold=bar.reshape(1),
+    selected=count.reshape(1),
     wanted=feedback.selector.wanted(gradient.size, step),
   )
 
 
-def _whole(
-  gradient: jax.Array, memory: FeedbackLeaf, feedback: _Feedback
-) -> tuple[jax.Array, FeedbackLeaf]:
-  """A leaf of which all is sent: its momentum, as an optimizer would."""
-  momentum, moved = _moved(gradient, memory, feedback)
-  assert momentum is not None and memory.momentum is not None
-  dtype = memory.momentum.dtype
-  sent = functools.reduce(lambda a, b: flat_vector.total(a, b, dtype), moved)
-  momentum = flat_vector.finite(momentum).astype(dtype)[None]
-  return sent.astype(gradient.dtype), memory._replace(momentum=momentum)
-
-
-def _moved(
+def _with_momentum(
   gradient: jax.Array, memory: FeedbackLeaf, feedback: _Feedback
 ) -> tuple[jax.Array | None, list[jax.Array]]:
-  """The new momentum, and what is added to the residual one after another."""
+  """Returns the new momentum, and the terms to add to the residual in order."""
   if memory.momentum is None:
     return None, [gradient]
-  dtype = memory.momentum.dtype
+  old, dtype = memory.momentum[0], memory.momentum.dtype
   total = lambda a, b: flat_vector.total(a, b, dtype)
-  old, factor = memory.momentum[0], feedback.momentum
   times = lambda x: flat_vector.rounded(
-    x.astype(collectives.accumulator(dtype)) * factor, dtype
+    x.astype(collectives.accumulator(dtype)) * feedback.momentum, dtype
   )
   if feedback.nesterov:
     momentum = times(total(old, gradient))

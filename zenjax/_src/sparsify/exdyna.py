@@ -34,7 +34,7 @@ from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
-# Indices that a device sends in the first round, over those of a fair share.
+# Indices that a device sends in a round, as a multiple of a fair share.
 _SLACK = 1.25
 
 
@@ -54,24 +54,22 @@ class Settings:
 
   def __post_init__(self):
     arguments.one_of("controller", self.controller, sorted(thresholds.KINDS))
-    start, capacity = self.start, self.capacity
-    known = checks.is_number(start)
-    if start is not None and not (known and 0 < start < np.inf):
-      raise ValueError(
-        "`start` must be a positive threshold that float32 holds, got"
-        f" {start!r}; leave it out, and the controller finds one."
-      )
-    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
-    if capacity is not None and not (whole and capacity > 0):
-      raise ValueError(
-        "`capacity` must be a positive number of indices that a device sends in"
-        f" a round, got {capacity!r}; leave it out for {_SLACK} fair shares."
+    if self.start is not None:
+      fits = lambda x: 0 < x < np.inf
+      remedy = "Leave it out, and the controller finds one."
+      checks.number("start", self.start, fits, "positive and finite", remedy)
+    if self.capacity is not None:
+      fits = lambda x: isinstance(x, int) and x > 0
+      remedy = f"Leave it out for {_SLACK} fair shares."
+      checks.number(
+        "capacity", self.capacity, fits, "a positive integer", remedy
       )
 
 
 class Plan(NamedTuple):
   """Static facts of one model on some devices."""
 
+  settings: Settings
   size: int
   k: int  # elements that a step is to select
   dtype: jnp.dtype  # of the vector
@@ -81,34 +79,36 @@ class Plan(NamedTuple):
 
 
 def _plan(tree: Any, settings: Settings, n: int) -> Plan:
-  """Raises `ValueError` where there is nothing to select, or too much."""
-  size = flat_vector.size(tree)
+  """Raises `ValueError` if there is nothing to select, or too much."""
+  leaves = jax.tree.leaves(tree)
+  size = sum(leaf.size for leaf in leaves)
   if not size:
     raise ValueError(
-      f"`params` must have elements for {settings.name} to select, got none;"
-      " leave it out where `optax.masked` or `optax.multi_transform` gives it"
-      " no leaf."
+      f"`params` of {settings.name} have no elements. If `optax.masked` or"
+      " `optax.partition` gives it no leaf, leave it out."
     )
   k = int(settings.density * size)
   if k == 0:
     raise ValueError(
-      "`density` must select an element at least, got int(density * size) ="
-      f" int({settings.density} * {size}) = 0; give one of at least"
-      f" {1 / size:.3g}."
+      f"`density` {settings.density} selects none of {size} elements. Give"
+      f" {1 / size:.3g} or more."
     )
   division = settings.division(size, n)
   capacity = settings.capacity or int(_SLACK * k / n) + 1
   capacity = min(capacity, division.longest)
   if size + n * capacity >= 2**31:
     raise ValueError(
-      f"`params` must have fewer than 2**31 elements, got {size} and room for"
-      f" {n * capacity} indices; give parts of the model a sparsifier each,"
-      " by `optax.multi_transform`."
+      f"`params` have {size} elements, and with buffers there may be at most"
+      " 2**31. Give parts of the model to several sparsifiers with"
+      " `optax.partition`."
     )
+  with jax.numpy_dtype_promotion("standard"):
+    dtype = jnp.result_type(*[leaf.dtype for leaf in leaves])
   return Plan(
+    settings=settings,
     size=size,
     k=k,
-    dtype=flat_vector.dtype(tree, settings.residual_dtype),
+    dtype=settings.residual_dtype or dtype,
     division=division,
     controller=thresholds.KINDS[settings.controller](k),
     capacity=capacity,
@@ -118,14 +118,14 @@ def _plan(tree: Any, settings: Settings, n: int) -> Plan:
 def transformation(
   settings: Settings,
 ) -> optax.GradientTransformationExtraArgs:
-  """The transform that `exdyna` and `micro` return."""
+  """Returns the transformation of `exdyna` or `micro`."""
   name, options = settings.name, settings.options
 
   def init_fn(params: optax.Params) -> Any:
     flat_vector.check_leaves(params, "params")
     checks.warn_of_much(name, settings.density, jax.tree.leaves(params))
-    n = checks.devices(name, options.axes)
-    return _init(params, settings, _plan(params, settings, n))
+    n = collectives.size_in_init(options.axes, name)
+    return _init(params, _plan(params, settings, n))
 
   def update_fn(
     updates: optax.Updates,
@@ -139,23 +139,21 @@ def transformation(
     if around is not None:
       if options.mean:
         raise ValueError(
-          f"`op` of {name} must be 'sum' outside of shard_map, got 'mean': the"
-          " loss is that of the whole batch, whose parts are added; give"
-          " op='sum'."
+          f"`op` of {name} must be 'sum' in plain jit, got 'mean', because the"
+          " loss is taken over the whole batch. Give op='sum'."
         )
       axes = options.axes
       return whole_batch.select(
         update_fn, updates, state, around, axes, by=name, sums=True
       )
     context = gradient_tree.context_of(options)
-    named = gradient_tree.local_leaves(updates, context)
-    leaves = [leaf for _, leaf in named]
+    leaves = [x for _, x in gradient_tree.local_leaves(updates, context)]
     plan = _plan(updates, settings, context.devices)
-    fresh = jax.eval_shape(lambda: _init(updates, settings, plan))
+    fresh = jax.eval_shape(lambda: _init(updates, plan))
     got, needed = _facts(state), _facts(fresh)
     checks.require_made_for(name, context.devices, got, needed)
     gradient = flat_vector.flatten(leaves, plan.dtype)
-    update, state = _step(gradient, state, plan, settings, context)
+    update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)
     update = structure.unflatten(flat_vector.unflatten(update, leaves))
     step = processes.compared(state.step, name, options, updates)
@@ -164,15 +162,15 @@ def transformation(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _init(tree: Any, settings: Settings, plan: Plan) -> SparsifierState:
-  parts = plan.division.start()
+def _init(tree: Any, plan: Plan) -> SparsifierState:
+  options, parts = plan.settings.options, plan.division.start()
   residual = jnp.zeros((1, plan.size), plan.dtype)
-  start = settings.start or plan.controller.start
+  start = plan.settings.start or plan.controller.start
   return SparsifierState(
     step=jnp.zeros((), jnp.int32),
     tree={flat_vector.fingerprint(tree): jnp.asarray(plan.size, jnp.int32)},
-    op={"mean" if settings.options.mean else "sum": jnp.ones((), jnp.int32)},
-    residual=gradient_tree.as_varying(residual, settings.options.axes),
+    op={"mean" if options.mean else "sum": jnp.ones((), jnp.int32)},
+    residual=gradient_tree.as_varying(residual, options.axes),
     threshold=jnp.asarray(start, jnp.float32),
     drift=jnp.zeros((), jnp.float32),
     parts=jnp.asarray(parts),
@@ -185,7 +183,7 @@ def _init(tree: Any, settings: Settings, plan: Plan) -> SparsifierState:
 
 
 def _facts(state: SparsifierState) -> dict[str, str]:
-  """What must be the same of a state and of the one of a fresh start."""
+  """Describes what a state must have in common with a fresh one."""
   (tree,), (op,) = state.tree, state.op
   shape, devices = tuple(state.residual.shape), state.parts.shape[0]
   return {
@@ -196,16 +194,12 @@ def _facts(state: SparsifierState) -> dict[str, str]:
 
 
 def _step(
-  gradient: jax.Array,
-  state: SparsifierState,
-  plan: Plan,
-  settings: Settings,
-  context: Context,
+  gradient: jax.Array, state: SparsifierState, plan: Plan, context: Context
 ) -> tuple[jax.Array, SparsifierState]:
   """One step on a device: `[N]` in, the update `[N]` and the state out.
 
   Accumulate, move partitions and threshold by the last step's counts, select,
-  exchange, keep the rest.
+  exchange, keep what was not sent.
   """
   axes, n = context.axes, context.devices
   residual = state.residual[0]
@@ -215,13 +209,11 @@ def _step(
     lambda x: compat.agreed(x, axes), state._replace(residual=())
   )
   count = jnp.sum(known.counts, dtype=jnp.int32)
-  later = known.step > 0
+  old = known.parts, known.threshold, known.drift
   parts = plan.division.moved(known.parts, known.counts)
-  parts = jnp.where(later, parts, known.parts)
-  last = thresholds.Place(known.threshold, known.drift)
-  moved = plan.controller.moved(last, count)
-  threshold, drift = (
-    jnp.where(later, new, old) for new, old in zip(moved, last)
+  moved = plan.controller.moved(known.threshold, known.drift, count)
+  parts, threshold, drift = (
+    jnp.where(known.step > 0, x, y) for x, y in zip((parts, *moved), old)
   )
   turn = lax.rem(known.step, jnp.int32(n))
   place = lax.rem(turn + lax.axis_index(axes), jnp.int32(n))
@@ -236,22 +228,20 @@ def _step(
     chosen = element_exchange.select(acc, start, end, longest, bar, forced)
   with jax.named_scope("zenjax/exchange"):
     out = element_exchange.exchange(
-      acc, chosen, square, plan.capacity, settings.wire_dtype, context
+      acc, chosen, square, plan.capacity, plan.settings.wire_dtype, context
     )
   # Partition p was searched by the rank that is `turn` less.
   rank = jnp.arange(n, dtype=jnp.int32) - turn + jnp.int32(n)
   counts = out.counts[lax.rem(rank, jnp.full_like(rank, n))]
-  new = SparsifierState(
+  new = known._replace(
     step=known.step + 1,
-    tree=known.tree,
-    op=known.op,
     residual=out.kept[None],
     threshold=threshold,
     drift=drift,
     parts=parts,
     counts=counts,
     fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
-    stats=_stats(out, counts, threshold, plan, settings, n),
+    stats=_stats(out, counts, threshold, plan, n),
   )
   return out.update, new
 
@@ -272,22 +262,24 @@ def _stats(
   counts: jax.Array,
   threshold: jax.Array,
   plan: Plan,
-  settings: Settings,
   n: int,
 ) -> SparsifierStats:
   total = jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
-  most = jnp.max(counts).astype(jnp.float32) * n
+  largest = jnp.max(counts).astype(jnp.float32) * n
   wide = collectives.accumulator(plan.dtype)
-  wire = settings.wire_dtype or wide
+  wire = plan.settings.wire_dtype or wide
   dense_bytes = 2 * (n - 1) / n * plan.size * wide.itemsize
+  # One ring gathers the header and indices, and another sums values.
+  header_bytes = 4.0 * element_exchange.HEADER * (n - 1)
+  round_bytes = (n - 1) * plan.capacity * (4 + 2 * wire.itemsize)
   return SparsifierStats(
-    density_wanted=jnp.float32(settings.density),
+    density_wanted=jnp.float32(plan.settings.density),
     density=total / np.float32(plan.size),
     threshold=threshold,
     build_up=total / np.float32(plan.k),
-    imbalance=jnp.where(total > 0, most / jnp.maximum(total, 1.0), 1.0),
+    imbalance=jnp.where(total > 0, largest / jnp.maximum(total, 1.0), 1.0),
     residual_norm=jnp.sqrt(jnp.sum(out.numbers)),
-    wire_bytes=element_exchange.wire_bytes(out.rounds, plan.capacity, wire, n),
+    wire_bytes=out.rounds.astype(jnp.float32) * round_bytes + header_bytes,
     dense_bytes=jnp.float32(dense_bytes),
     rounds=out.rounds.astype(jnp.float32),
   )
@@ -309,60 +301,46 @@ def exdyna(
 ) -> optax.GradientTransformationExtraArgs:
   """Averages the largest gradients over devices and keeps the rest for later.
 
-  For models whose gradients are dense. All leaves are seen as one vector of
-  `N` elements, to which each device adds its residual: what it did not send
-  until now. The vector is cut into a partition for each device, of which
-  partitions rotate with the steps. A device selects the elements of its own
-  partition that are not below a threshold; all of them together are about
-  `density * N`, none is selected twice. Then all devices exchange their values
-  at all selected elements: the average of these is the update, and is zero
-  elsewhere. All others wait in the residual.
+  Use it to compress dense gradients, in place of `zenjax.zen_sync` and first in
+  a chain: inside `shard_map`, `pmap` or `vmap` on *local* gradients, or in
+  plain `jit` with `op="sum"` on gradients that you took with
+  `zenjax.unreduced`. Learning rate, momentum and weight decay come after it.
+  Make its state with `zenjax.init_state`, because each device has a residual.
+  `zenjax.from_checkpoint` moves the state to another number of devices.
 
-  Partitions are of 1,024 blocks. Each step one block moves from a partition
-  where too much was selected to a neighbour that had too little.
+  Each device adds its gradients to its residual, all parameters as one vector
+  of `N` elements. The vector has a partition for each device, and partitions
+  rotate from step to step. A device selects the elements of its partition that
+  reach a threshold. All devices together select about `density * N` elements,
+  none twice. They average their values at the selected elements, and all other
+  values wait in the residuals. No gradient is lost: `n` times all averages plus
+  all residuals are all gradients, up to rounding. NaN and Inf are sent within
+  `n` steps, and leave no trace.
 
-  Used as `zenjax.zen_sync` is, and in its place: first in a chain, inside
-  `shard_map`, `pmap` or `vmap` with an axis name, on *local* gradients; or in
-  plain `jit` with `op="sum"`, on gradients by `zenjax.unreduced`. The
-  learning rate, momentum and weight decay come after it. Make its state with
-  `zenjax.init_state`: residuals differ between devices. It refuses a chain
-  where `zen_sync` averages the same leaves. `zenjax.from_checkpoint` takes the
-  state to another number of devices, where what waits has the weight that it
-  had.
-
-  It is lossy in time, not in sum: `n` times all averages so far, and all
-  residuals, are all gradients so far, to rounding. NaN and Inf are always
-  selected: they come out once, within `n` steps, and leave no trace in
-  residual or threshold.
+  Partitions consist of 1,024 blocks. In each step one block may move from a
+  partition with a large selection to its neighbor.
 
   Args:
     axis_name: The axis that devices are mapped over, or a tuple of axes.
-    density: The part of the model that a step is to send, of all devices
-      together, in (0, 1].
-    controller: What moves the threshold from step to step. `"damped"` starts
-      at a quantile of a sample of the first gradients, and then multiplies by
-      `(selected / wanted) ** 0.03` and by what a step has to be for gradients
-      that shrink or grow, which it learns: `exp(drift)`, where the drift adds
-      up `0.001 * (selected / wanted - 1)`, of which at most a quarter counts.
-      Both together are 1.05 at most. After a step that was off by more than a
-      factor of 4 it samples again, and forgets the drift. `"paper"` is the
-      published rule: it starts at `1 / (2 sqrt(k))` for `k = int(density *
-      N)`, and multiplies by 1.005, 1.00125 or 0.995; each device sends one
-      element at least. It settles a little below `density`, and takes 462 steps
-      for a factor of 10.
+    density: The part of the model that all devices together send in a step, in
+      (0, 1].
+    controller: How the threshold changes from step to step. `"damped"` starts
+      with a quantile of a sample. It follows gradients that grow or shrink, and
+      samples again after a selection that is off by more than a factor of 4.
+      `"paper"` is the published rule: it starts at `1 / (2 sqrt(density * N))`
+      and needs 462 steps for a factor of 10. Each device then sends at least
+      one element.
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
-      shares. What does not fit follows in further rounds: a small one costs
-      time, never a gradient. `zenjax.report` says what a run needed.
-    residual_dtype: Of the residual. By default the leaves' own, or float32
-      where they differ.
-    wire_dtype: Round values and their sums to this floating dtype for the
-      wire, as `jnp.bfloat16`; sums are taken in float32 at least. What rounding
-      takes stays in the residual: of a value on its device, of a sum on the
-      device that selected the element. Of what exceeds it (of float16 65,504)
-      as much is sent as fits, and the rest stays too, where the residual's
-      dtype can hold more.
+      shares. Overflow follows in further rounds, so a small capacity costs
+      time, but loses nothing. `zenjax.report` says what a run needed.
+    residual_dtype: The dtype of the residual. By default the dtype that JAX
+      promotes all leaves to.
+    wire_dtype: A dtype such as `jnp.bfloat16` to round values and their sums
+      to. Sums are taken in float32. Rounding errors stay in the residual, and
+      so does what exceeds the largest value of the dtype, if the residual's
+      dtype holds it.
 
   Returns:
     A transformation whose state is a `zenjax.sparsify.SparsifierState`, with
@@ -371,13 +349,13 @@ def exdyna(
 
   Raises:
     ValueError: An argument is out of range; the model has fewer than
-      `1024 * 32` elements, or there are more devices than 1,024; `density * N`
+      `1024 * 32` elements, or there are more than 1,024 devices; `density * N`
       is below 1; the state was not made by `zenjax.init_state` for gradients
-      of these names and shapes, or with another `op`; a gradient was already
-      summed by autodiff.
-    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
-      them.
-    NameError: In `update`, when no axis of that name is bound.
+      of these names and shapes, or with another `op`; or autodiff has summed a
+      gradient already.
+    TypeError: A leaf is not an array of floating numbers, or a dtype is not
+      floating.
+    NameError: In `update`, no axis of that name is bound.
 
   Example:
     >>> import jax
@@ -424,30 +402,36 @@ def micro(
   residual_dtype: Any = None,
   wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """As `zenjax.sparsify.exdyna`, with partitions that are even and stay so.
+  """Averages the largest gradients over devices, with fixed even partitions.
 
-  Cheaper by the little that moving them costs, and for models of any size; the
-  devices' selections are as uneven as the large gradients lie.
+  Use it like `zenjax.sparsify.exdyna`, for models of any size. It saves the
+  time to move partitions. Devices select as unevenly as large gradients are
+  distributed over the model.
 
   Args:
-    axis_name: As for `zenjax.sparsify.exdyna`, as all arguments.
-    density: The part of the model that a step is to send.
-    controller: `"damped"` or `"paper"`.
+    axis_name: The axis that devices are mapped over, or a tuple of axes.
+    density: The part of the model that all devices together send in a step, in
+      (0, 1].
+    controller: How the threshold changes: `"damped"` or `"paper"`, as in
+      `exdyna`.
     op: `"mean"` or `"sum"`.
-    start: The first threshold.
-    capacity: Indices that a device sends in one round.
-    residual_dtype: Of the residual.
-    wire_dtype: Of values and sums on the wire.
+    start: The first threshold, instead of the controller's own.
+    capacity: Indices that a device sends in one round; by default 1.25 fair
+      shares.
+    residual_dtype: The dtype of the residual. By default the dtype that JAX
+      promotes all leaves to.
+    wire_dtype: A dtype such as `jnp.bfloat16` to round values and their sums
+      to. Rounding errors stay in the residual.
 
   Returns:
     A transformation whose state is a `zenjax.sparsify.SparsifierState`.
 
   Raises:
-    ValueError: As `zenjax.sparsify.exdyna`; the model may be as small as an
-      element for each device.
-    TypeError: A leaf is not an array of floating numbers, or a dtype not one of
-      them.
-    NameError: In `update`, when no axis of that name is bound.
+    ValueError: As in `exdyna`; but the model needs only one element for each
+      device.
+    TypeError: A leaf is not an array of floating numbers, or a dtype is not
+      floating.
+    NameError: In `update`, no axis of that name is bound.
 
   Example:
     >>> import jax

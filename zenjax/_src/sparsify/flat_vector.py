@@ -15,38 +15,21 @@ from zenjax._src.rows.sparse_rows import is_rows
 
 
 def check_leaves(tree: Any, argument: str) -> None:
-  """Raises where a leaf is no array of floating numbers."""
+  """Raises `TypeError` unless all leaves are arrays of floating numbers."""
   for name, leaf in leaf_util.named_leaves(tree, is_rows):
     if is_rows(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
       kind = "SparseRows" if is_rows(leaf) else f"dtype {leaf.dtype}"
       raise TypeError(
-        f"`{argument}` must hold arrays of floating numbers, got {kind} in"
-        f" leaf {name!r}; keep it out by `optax.multi_transform`, and give it"
-        " to `zenjax.zen_sync`."
+        f"`{argument}` must hold floating arrays, got {kind} in leaf {name!r}."
+        " Give this leaf to `zenjax.zen_sync` with `optax.partition`."
       )
 
 
-def size(tree: Any) -> int:
-  """Elements of all leaves."""
-  return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
-
-
 def fingerprint(tree: Any) -> str:
-  """Returns a number of the names and shapes in the vector, in order."""
+  """Returns a hash of the names and shapes in the vector, in order."""
   named = leaf_util.named_leaves(tree)
-  lies = [(name, *map(int, leaf.shape)) for name, leaf in named]
-  return hashlib.blake2s(repr(lies).encode(), digest_size=6).hexdigest()
-
-
-def dtype(tree: Any, wanted: Any) -> jnp.dtype:
-  """Returns the vector's dtype: the leaves' where all have the same."""
-  if wanted is not None:
-    return jnp.dtype(wanted)
-  kinds = {jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)}
-  if len(kinds) == 1:
-    return kinds.pop()
-  wide = jnp.dtype(jnp.float64) in kinds
-  return jnp.dtype(jnp.float64 if wide else jnp.float32)
+  shapes = [(name, *map(int, leaf.shape)) for name, leaf in named]
+  return hashlib.blake2s(repr(shapes).encode(), digest_size=6).hexdigest()
 
 
 def flatten(leaves: Sequence[jax.Array], kind: jnp.dtype) -> jax.Array:
@@ -56,22 +39,17 @@ def flatten(leaves: Sequence[jax.Array], kind: jnp.dtype) -> jax.Array:
 
 def unflatten(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
   """Inverse of `flatten`, in the leaves' own dtypes."""
-  out, start = [], 0
-  for leaf in like:
-    part = vector[start : start + leaf.size]
-    out.append(part.reshape(leaf.shape).astype(leaf.dtype))
-    start += leaf.size
-  return out
+  parts = jnp.split(vector, np.cumsum([leaf.size for leaf in like])[:-1])
+  return [x.reshape(y.shape).astype(y.dtype) for x, y in zip(parts, like)]
 
 
-# Rounding that a compiler does not undo.
-#
-# XLA may keep more bits than a dtype has between two operations. What is sent
-# and what is kept must be of the same number, so each rounding is written out.
+# Rounding that a compiler does not undo: between two operations XLA may keep
+# more bits than a dtype has. The values sent and kept must add up to the same
+# number, so each rounding is written out.
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """The values that `x` has in `dtype`, in the dtype of `x`."""
+  """Rounds `x` to `dtype` and returns it in its own dtype."""
   to, have = jnp.finfo(dtype), jnp.finfo(x.dtype)
   if to.nmant >= have.nmant and to.nexp >= have.nexp:
     return x
@@ -85,14 +63,14 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def saturated(x: jax.Array, dtype: jnp.dtype, kept: jnp.dtype) -> jax.Array:
-  """`x`, of finite values that `dtype` cannot hold the largest that it can.
+  """Clips finite values to the largest of `dtype`.
 
-  Unless `kept`, what the rest would wait in, cannot hold more either.
+  Unless `kept`, the dtype that the rest would wait in, holds no more either.
   """
-  most = float(jnp.finfo(dtype).max)
-  if float(jnp.finfo(kept).max) <= most:
+  largest = float(jnp.finfo(dtype).max)
+  if float(jnp.finfo(kept).max) <= largest:
     return x
-  return jnp.where(lax.is_finite(x), jnp.clip(x, -most, most), x)
+  return jnp.where(lax.is_finite(x), jnp.clip(x, -largest, largest), x)
 
 
 def finite(x: jax.Array) -> jax.Array:

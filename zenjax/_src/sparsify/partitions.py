@@ -1,4 +1,4 @@
-"""Which device searches which contiguous part of the flat vector.
+"""Divides the flat vector into a contiguous part for each device.
 
 Every comparison of the published rules is made in integers, so that it is the
 same on every backend and equal to the authors' doubles.
@@ -33,9 +33,8 @@ class Even:
   def __post_init__(self):
     if self.size < self.n:
       raise ValueError(
-        "`params` must have an element for every device at least, got"
-        f" {self.size} elements on {self.n} devices; use `zenjax.zen_sync`,"
-        " which averages a model as small as this."
+        f"`params` have {self.size} elements for {self.n} devices, and each"
+        " needs one. Use `zenjax.zen_sync` for such a small model."
       )
 
   @property
@@ -61,7 +60,7 @@ class Even:
 class Blocks:
   """ExDyna: whole blocks, one at a time to a neighbour that has less to do.
 
-  What remains of the vector belongs to the last partition and to no block.
+  The last partition also has the elements after the last block.
   """
 
   size: int
@@ -72,14 +71,14 @@ class Blocks:
   def __post_init__(self):
     if self.n > self.blocks:
       raise ValueError(
-        f"`axis_name` must name at most {self.blocks} devices, a block each,"
-        f" got {self.n}; use `zenjax.sparsify.micro`, which has no blocks."
+        f"`axis_name` names {self.n} devices, and exdyna has {self.blocks}"
+        " blocks for them. Use `zenjax.sparsify.micro`, which has no blocks."
       )
     if not self.block:
       raise ValueError(
-        f"`params` must have at least {self.blocks * self.align} elements,"
-        f" {self.blocks} blocks of {self.align}, got {self.size}; use"
-        " `zenjax.sparsify.micro`, which has no blocks, or `zenjax.zen_sync`."
+        f"`params` have {self.size} elements, and exdyna needs"
+        f" {self.blocks * self.align}. Use `zenjax.sparsify.micro`, or"
+        " `zenjax.zen_sync`."
       )
 
   @property
@@ -112,7 +111,8 @@ class Blocks:
     """
     total = jnp.sum(counts, dtype=jnp.int32)
     fair = lax.div(total, jnp.int32(self.n))
-    heavy, light = _above(fair), _below(fair)
+    # Counts above `1.05 fair` are heavy.
+    heavy, light = fair + lax.div(fair, jnp.int32(20)), _below(fair)
     worth = self._worth(total)
 
     def compare(i, carry):
@@ -145,11 +145,6 @@ Division = Even | Blocks
 
 def _ends(lengths: jax.Array) -> jax.Array:
   return jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0))
-
-
-def _above(fair: jax.Array) -> jax.Array:
-  """A count is larger than this where it is above `1.05 fair`."""
-  return fair + lax.div(fair, jnp.int32(20))
 
 
 def _below(fair: jax.Array) -> jax.Array:

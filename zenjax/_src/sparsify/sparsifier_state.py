@@ -1,4 +1,4 @@
-"""Holds the memory of a sparsifier, and its statistics of a step."""
+"""The states of sparsifiers, and their statistics of a step."""
 
 from collections.abc import Callable
 import functools
@@ -18,7 +18,7 @@ HISTORY = 64
 class SparsifierStats(NamedTuple):
   """Numbers of the last step, `[] float32` each; zeros before the first.
 
-  `zenjax.stats` has them as Python's.
+  `zenjax.stats` returns them as Python numbers.
 
   Example:
     >>> import jax.numpy as jnp
@@ -31,21 +31,21 @@ class SparsifierStats(NamedTuple):
   """
 
   density_wanted: jax.Array
-  density: jax.Array  # what all devices selected over the size of the model
-  threshold: jax.Array  # that the step selected with
-  build_up: jax.Array  # the union of all selections over the `k` wanted
-  imbalance: jax.Array  # the largest selection times n over their sum
-  residual_norm: jax.Array  # of all devices' residuals as the step began
-  wire_bytes: jax.Array  # received by a device
-  dense_bytes: jax.Array  # those of a ring all-reduce
+  density: jax.Array  # the part of the model that all devices selected
+  threshold: jax.Array  # the threshold of the selection
+  build_up: jax.Array  # the union of all selections over the number wanted
+  imbalance: jax.Array  # the largest selection over the mean
+  residual_norm: jax.Array  # of the residuals of all devices before the step
+  wire_bytes: jax.Array  # received per device
+  dense_bytes: jax.Array  # received per device in a ring all-reduce
   rounds: jax.Array
 
 
 class SparsifierState(NamedTuple):
   """State of `exdyna` and `micro`; all but the residual equal on all devices.
 
-  Threshold, drift, parts and counts are those that the last step worked with.
-  The next one moves them first.
+  Threshold, drift, parts and counts are from the last step. The next step
+  moves them first.
 
   Example:
     >>> import jax.numpy as jnp
@@ -58,15 +58,15 @@ class SparsifierState(NamedTuple):
   """
 
   step: jax.Array  # [] int32, steps taken
-  # `N` under a fingerprint of the tree: a key is there when a step is traced,
-  # and when a checkpoint is restored into a state.
+  # `N` under a fingerprint of the tree: keys are known when a step is traced
+  # and when a checkpoint is restored.
   tree: dict[str, jax.Array]
-  op: dict[str, jax.Array]  # 1 under "mean" or "sum", a key as in `tree`
+  op: dict[str, jax.Array]  # 1 under "mean" or "sum"
   residual: jax.Array  # [1, N] on a device, [n, N] globally
-  threshold: jax.Array  # [] float32, 0 where it is still to be sampled
-  drift: jax.Array  # [] float32, what its logarithm moves by a step
+  threshold: jax.Array  # [] float32, 0 before it is sampled
+  drift: jax.Array  # [] float32, added to its logarithm in a step
   parts: jax.Array  # [n] int32, blocks (ExDyna) or elements (MiCRO)
-  counts: jax.Array  # [n] int32, what was selected in each partition
+  counts: jax.Array  # [n] int32, elements selected in each partition
   fullest: jax.Array  # [HISTORY] int32, the largest count of recent steps
   stats: SparsifierStats
 
@@ -77,7 +77,7 @@ class SparsifierState(NamedTuple):
 
   @property
   def averages(self) -> bool:
-    """Whether residuals will be averaged over devices, not summed."""
+    """True if residuals will be averaged over devices, not summed."""
     return "mean" in self.op
 
   def specs(self, split: PartitionSpec) -> "SparsifierState":
@@ -97,9 +97,9 @@ class SparsifierState(NamedTuple):
       return self
     if len(self.parts) != old:
       raise ValueError(
-        "`axis_name` must be that of the sparsifier, which has partitions for"
-        f" {len(self.parts)} devices, got a state with residuals of {old}:"
-        " along further axes they are copies, and would be added up."
+        f"`state` has residuals of {old} devices, and partitions of"
+        f" {len(self.parts)}. Make it with the `axis_name` of the sparsifier:"
+        " `zenjax.init_state(tx, params, mesh, axis_name)`."
       )
     return self._replace(
       step=np.zeros((), np.int32),
@@ -116,12 +116,12 @@ UNKNOWN = -1.0
 
 
 class FeedbackLeaf(NamedTuple):
-  """The memory of `error_feedback` for one leaf, on each device its own.
+  """The memory of `error_feedback` for one leaf; different on each device.
 
-  Globally all but `wanted` have `n` in the place of the first 1.
+  As global arrays, all but `wanted` have a first dimension of `n` instead of 1.
   """
 
-  residual: jax.Array | None  # [1, *shape]; None where all of it is sent
+  residual: jax.Array | None  # [1, *shape]; None if all elements are sent
   momentum: jax.Array | None  # [1, *shape]; None without momentum correction
   threshold: jax.Array  # [1] float32, of the last step; or UNKNOWN
   selected: jax.Array  # [1] int32, elements that the last step selected
@@ -152,7 +152,7 @@ class ErrorFeedbackState(NamedTuple):
   """
 
   step: jax.Array  # [] int32, steps taken
-  leaves: dict[str, FeedbackLeaf]  # by name; those that are remembered
+  leaves: dict[str, FeedbackLeaf]  # by name; leaves with residual or momentum
 
   def specs(self, split: PartitionSpec) -> "ErrorFeedbackState":
     """Returns partition specs: each device has its own memory."""
@@ -185,27 +185,21 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def folded(x: Any, devices: int, *, averages: bool) -> Any:
-  """Converts `[old, ...]` to `[devices, ...]`, with the same sum or mean.
-
-  Returns None for None.
-  """
+  """Converts `[old, ...]` to `[devices, ...]`, with the same sum or mean."""
   if x is None:
     return None
   x = np.asarray(x)
   scale = devices / len(x) if averages else 1.0
   # 16-bit floats are added in a wider dtype, rounded once.
   wide = np.zeros((devices, *x.shape[1:]), collectives.accumulator(x.dtype))
-  for source in range(x.shape[0]):
-    wide[source % devices] += x[source].astype(wide.dtype)
+  for i, part in enumerate(x):
+    wide[i % devices] += part.astype(wide.dtype)
   wide *= wide.dtype.type(scale)
   with np.errstate(over="ignore"):
     out = wide.astype(x.dtype)
-  lost = np.isfinite(wide) & ~np.isfinite(out)
-  if lost.any():
+  if (np.isfinite(wide) & ~np.isfinite(out)).any():
     raise ValueError(
-      f"`state` keeps {x.dtype} of what waits on {len(x)} devices, which does"
-      f" not hold its sum for {devices}, up to {np.abs(wide[lost]).max():.3g};"
-      " move it when less waits, or keep it in float32, as `residual_dtype=`"
-      " has it."
+      f"`state` keeps {x.dtype} residuals of {len(x)} devices, and their sums"
+      f" for {devices} devices overflow. Use `residual_dtype=jnp.float32`."
     )
   return out

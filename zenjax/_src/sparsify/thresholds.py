@@ -1,9 +1,13 @@
-"""Thresholds that follow the density got: the published rule and another."""
+"""Controllers of the threshold: the published rule, and a damped one.
+
+A controller moves `threshold` and `drift`, the step of its logarithm that it
+has learned, by the number of elements that all devices selected. A threshold
+of 0 is to be sampled.
+"""
 
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -13,11 +17,11 @@ import numpy as np
 from zenjax._src.core import collectives
 from zenjax._src.core.collectives import Axes
 
-# Below this a threshold is no more: subnormals are zero on some backends.
+# The smallest threshold: subnormals are zero on some backends.
 _TINY = float(np.finfo(np.float32).tiny)
 _HUGE = float(np.finfo(np.float32).max)
-# A count this many times what is wanted, or less, tells that a threshold is of
-# no use.
+# A count that is wrong by more than this factor shows that the threshold is
+# useless.
 _FAR = 4
 # Elements looked at for a first threshold: so many, and enough of them above
 # it that their number is right to an eighth.
@@ -25,49 +29,43 @@ _SAMPLES = 8192
 _ABOVE = 64
 
 
-class Place(NamedTuple):
-  """Where a controller is, `[] float32` each."""
-
-  threshold: jax.Array  # 0 stands for one still to be sampled
-  drift: jax.Array  # what its logarithm moves by a step, whatever is selected
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Paper:
   """Online threshold scaling, the same in ExDyna and MiCRO; no clamps."""
 
   k: int
-  samples: bool = False  # whether a threshold of 0 is to be sampled
-  forces: bool = True  # whether a device that selects nothing sends an element
+  samples: bool = False  # True if a threshold of 0 is sampled
+  forces: bool = True  # True if a device that selects nothing sends an element
 
   @property
   def start(self) -> float:
     return 1 / (2 * math.sqrt(self.k))
 
-  def moved(self, last: Place, count: jax.Array) -> Place:
-    """The next place, from what all devices selected at the last."""
+  def moved(
+    self, threshold: jax.Array, drift: jax.Array, count: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the next threshold and drift, after a selection of `count`."""
     # 1.1 and 0.909 times k, in integers.
     above, inside = self.k * 11 // 10, self.k * 909 // 1000
     low = jnp.where(count > inside, np.float32(1.00125), np.float32(0.995))
     factor = jnp.where(count > above, np.float32(1.005), low)
-    return last._replace(threshold=last.threshold * factor)
+    return threshold * factor, drift
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damped:
   """`log threshold += clip(0.03 log(ratio) + drift, -0.05, 0.05)`.
 
-  `ratio` is count over k. A higher gain oscillates. The drift adds up `0.001
-  clip(ratio - 1, -0.25, 0.25)` where the step was not cut: without it gradients
-  that shrink 0.9 % a step get 0.74 to 0.79 of the density wanted, with it 0.99
-  to 1.00 (simulated, 1 and 5 %, steps 100 to 1,000); 2 % a step get 0.95 to
-  0.99, with half that gain 0.73 to 0.97. Residuals grow in the first steps, and
-  what is learned there has to be forgotten: steps 50 to 200 of gradients of one
-  scale select 0.94 of it, and 0.87 if the ratio is not clipped.
+  `ratio` is count over k; a higher gain oscillates. The drift adds up `0.001
+  clip(ratio - 1, -0.25, 0.25)` in steps that are not clipped. Without it,
+  gradients that shrink 0.9 % a step get 0.74 to 0.79 of the density wanted, and
+  with it 0.99 to 1.00 (simulated). Half of that gain is too slow for gradients
+  that shrink faster. The ratio is clipped because residuals grow in the first
+  steps, and later steps have to forget what is learned there.
 
-  A threshold that is far off is sampled again: residuals double from the first
-  step to the second where gradients are alike, and the threshold is to double
-  with them. A drift that outlives this winds up: up to 40 % were lost.
+  A threshold that is far off is sampled again, and the drift starts again at
+  zero. For example, residuals double from the first to the second step, and so
+  must the threshold.
   """
 
   k: int
@@ -75,20 +73,19 @@ class Damped:
   forces: bool = False
   start: float = 0.0
 
-  def moved(self, last: Place, count: jax.Array) -> Place:
+  def moved(
+    self, threshold: jax.Array, drift: jax.Array, count: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     count = count.astype(jnp.float32)
     ratio = count / np.float32(self.k)
-    wanted = 0.03 * jnp.log(ratio) + last.drift
+    wanted = 0.03 * jnp.log(ratio) + drift
     step = jnp.clip(wanted, -0.05, 0.05)
-    threshold = jnp.minimum(last.threshold * jnp.exp(step), _HUGE)
+    threshold = jnp.minimum(threshold * jnp.exp(step), _HUGE)
     more = 0.001 * jnp.clip(ratio - 1, -0.25, 0.25)
     more = jnp.where(jnp.abs(wanted) <= 0.05, more, 0.0)
-    # The last: one that came to nothing.
     again = (ratio > _FAR) | (ratio < 1 / _FAR) | (threshold < _TINY)
-    return Place(
-      threshold=jnp.where(again, 0.0, threshold),
-      drift=jnp.where(again, 0.0, last.drift + more),
-    )
+    drift = jnp.where(again, 0.0, drift + more)
+    return jnp.where(again, 0.0, threshold), drift
 
 
 Controller = Paper | Damped
@@ -99,8 +96,8 @@ KINDS: dict[str, type[Controller]] = {"damped": Damped, "paper": Paper}
 def bar(threshold: jax.Array, controller: Controller) -> jax.Array:
   """Returns the number that magnitudes are compared with.
 
-  Where not even a sample found a threshold, most elements are zero: all others
-  are selected.
+  If a sample finds no threshold, most elements are zero, and all others are
+  selected.
   """
   return jnp.maximum(threshold, _TINY) if controller.samples else threshold
 
@@ -108,29 +105,29 @@ def bar(threshold: jax.Array, controller: Controller) -> jax.Array:
 def sampled(
   acc: jax.Array, start: jax.Array, end: jax.Array, k: int, axes: Axes
 ) -> jax.Array:
-  """A threshold that about `k` elements reach, `[] float32`, equal on all.
+  """Returns a threshold that about `k` elements reach, equal on all devices.
 
-  Each device looks at elements of its own partition, as in a selection. What
-  is not finite is no guide to the rest.
+  Each device samples its own partition, as in a selection. Elements that are
+  not finite are ignored.
 
   Args:
-    acc: `[N]` on a device.
-    start: Where its partition begins, `[] int32`.
-    end: Where it ends.
-    k: How many of all elements are to reach it.
-    axes: Of the devices.
+    acc: The vector of a device, `[N]`.
+    start: The first element of its partition, `[] int32`.
+    end: The end of its partition.
+    k: The number of elements on all devices that should reach the threshold.
+    axes: The axes of the devices.
   """
   size = acc.shape[0]
   stride = size // max(_SAMPLES, -(-_ABOVE * size // k))
-  # Odd, so that no column of a matrix of 2^i columns is left out.
+  # Odd, so that every column of a matrix of 2^i columns is sampled.
   stride = max(1, stride - 1 + stride % 2)
   values = jnp.abs(acc[::stride]).astype(jnp.float32)
-  at = jnp.arange(values.shape[0], dtype=jnp.int32) * stride
-  own = (at >= start) & (at < end) & (values < jnp.inf)
-  values = collectives.psum(jnp.where(own, values, 0.0), axes)
+  index = jnp.arange(values.shape[0], dtype=jnp.int32) * stride
+  valid = (index >= start) & (index < end) & (values < jnp.inf)
+  values = collectives.psum(jnp.where(valid, values, 0.0), axes)
   rank = max(1, round(k * values.shape[0] / size))
-  found = jnp.sort(values)[values.shape[0] - rank]
-  return jnp.where(found < _TINY, 0.0, found)
+  threshold = jnp.sort(values)[values.shape[0] - rank]
+  return jnp.where(threshold < _TINY, 0.0, threshold)
 
 
 def begun(
@@ -138,9 +135,9 @@ def begun(
   controller: Controller,
   sample: Callable[[], jax.Array],
 ) -> jax.Array:
-  """`threshold`, or that of a sample if it is still to be sampled.
+  """Returns `threshold`, or a sampled one if it is 0.
 
-  A loop that turns once or not at all: devices agree on whether.
+  The loop runs once or not at all, on all devices alike.
   """
   if not controller.samples:
     return threshold

@@ -23,53 +23,40 @@ MethodName = Literal["exact", "sampled"]
 
 
 class SelectionState(NamedTuple):
-  """State of `top_k`, `threshold` and `random_k` where they stand alone."""
+  """State of `top_k`, `threshold` and `random_k` without `error_feedback`."""
 
   step: jax.Array  # [] int32
 
 
 class Sparsifier(optax.GradientTransformationExtraArgs):
-  """A transform that zeros what is not selected."""
+  """A transformation that zeros what is not selected."""
 
-  # What selects, and from which leaves: all that `error_feedback` takes of it.
+  # What `error_feedback` needs: how to select, and from which leaves.
   chosen: tuple[Selector, SparseSpec] | None = None
 
 
 def chosen_leaves(tree: Any, sparse: Any) -> list[tuple[str, Any, bool]]:
-  """`(name, leaf, whether elements of it are selected)` of every leaf."""
+  """Returns `(name, leaf, whether to select elements of it)` of every leaf."""
   chosen = leaf_util.select(tree, sparse, "element")
-  leaves = []
-  for (name, leaf), selected in zip(
-    leaf_util.named_leaves(tree, is_rows), chosen
-  ):
+  named = leaf_util.named_leaves(tree, is_rows)
+  for (name, leaf), selected in zip(named, chosen):
     if selected and is_rows(leaf):
       raise TypeError(
-        "`updates` must hold arrays where elements are selected, got SparseRows"
-        f" in leaf {name!r}, which are sparse already; leave it out by the"
-        " `sparse` of top_k, threshold or random_k."
+        f"`updates` hold SparseRows in leaf {name!r}, but elements are selected"
+        " from arrays only. Leave it out with the argument `sparse` of top_k,"
+        " threshold or random_k."
       )
-    leaves.append((name, leaf, selected))
-  return leaves
+  return [(*leaf, selected) for leaf, selected in zip(named, chosen)]
 
 
 def begin(
   by: str, params: Any, sparse: Any, selector: Selector
 ) -> list[tuple[str, Any, bool]]:
-  """Takes the leaves of an `init`, and warns of a useless selection.
-
-  Args:
-    by: Who selects.
-    params: Its parameters.
-    sparse: Which leaves.
-    selector: How.
-
-  Returns:
-    As `chosen_leaves`.
-  """
+  """Returns `chosen_leaves` for an `init`; warns of a useless selection."""
   leaves = chosen_leaves(params, sparse)
-  picked = [leaf for _, leaf, selected in leaves if selected]
   chosen = [selected for *_, selected in leaves]
   leaf_util.warn_of_none(params, sparse, chosen, "sparse")
+  picked = [leaf for _, leaf, selected in leaves if selected]
   checks.warn_of_much(by, getattr(selector, "density", 0.0), picked)
   return leaves
 
@@ -109,38 +96,33 @@ def top_k(
 ) -> Sparsifier:
   """Keeps the largest magnitudes of every leaf and zeros all others.
 
-  What comes out is for `zenjax.zen_sync(axis_name, unit="element")` behind it
-  in a chain, which sends elements, or with a number for `unit` as many at once.
-  Alone it forgets what it zeros; `zenjax.sparsify.error_feedback` around it
-  sends that later. Each device selects for itself: the union of `n` devices is
-  up to `n` times as large, as `growth` in `zenjax.report` shows, where
-  `zenjax.sparsify.exdyna` selects nothing twice.
+  Use it inside `zenjax.sparsify.error_feedback`, which sends later what is
+  zeroed now. Alone in a chain, it forgets that. `zenjax.zen_sync(axis_name,
+  unit="element")` after it sends single elements. Each device selects for
+  itself, so the union of `n` devices can be `n` times as large; `growth` in
+  `zenjax.report` shows this. `zenjax.sparsify.exdyna` selects nothing twice.
 
   A NaN counts as larger than all else, so that it does not stay in a residual.
 
   Args:
-    density: The part of a leaf that a device keeps, in (0, 1]: of `size`
-      elements `int(density * size)`, but one at least. Or an optax schedule of
-      it, as for a warm-up, with `method="sampled"`; what it returns is not
-      checked.
-    method: `"exact"` keeps as many as asked for, among equals the first, by
-      `jax.lax.top_k`. `"sampled"` looks at one element in several, 8,192 at
-      least and others in each step, and keeps all that reach the sample's
-      quantile: right to about a tenth in a step and nearer on average, more
-      where many are alike. `error_feedback` then took less than half the time,
-      on a CPU, of 10,000,000 elements at 0.1 %. It does not keep zeros.
-    sparse: Which leaves elements are selected of: a pytree prefix of bools, or
-      a callable `(name, leaf) -> bool`. All others pass through whole, as
-      zen_sync's `pmean` wants them. By default floating leaves of at least
-      16,384 elements, those that zen_sync sends sparse with such a `unit`.
+    density: The part of a leaf that a device keeps, in (0, 1]:
+      `int(density * size)` elements, but at least one. With
+      `method="sampled"` also an optax schedule of it, for a warm-up. Values of
+      a schedule are not checked.
+    method: `"exact"` keeps as many as you asked for, with `jax.lax.top_k`.
+      `"sampled"` estimates the threshold from a sample of at least 8,192
+      elements, which changes with the steps. It is faster, and keeps more or
+      fewer elements, usually within a tenth.
+    sparse: The leaves to select from: a pytree prefix of bools, or a callable
+      `(name, leaf) -> bool`. All other leaves pass unchanged. By default
+      floating leaves of at least 16,384 elements.
 
   Returns:
-    A transformation of local gradients; also what `error_feedback` wants.
+    A transformation of local gradients, also for `error_feedback`.
 
   Raises:
-    ValueError: `density` is not in (0, 1]; a schedule with `method="exact"`; in
-      `zenjax.init_state`, when a leaf was averaged before by the same chain.
-    TypeError: In `update`, when a leaf to select from is SparseRows.
+    ValueError: `density` is not in (0, 1], or a schedule with `method="exact"`.
+    TypeError: A leaf to select from is SparseRows.
 
   Example:
     >>> import jax.numpy as jnp
@@ -158,8 +140,8 @@ def top_k(
   if callable(density):
     if method == "exact":
       raise ValueError(
-        "`density` must be a number for method='exact', whose count is static,"
-        " got a schedule; give method='sampled'."
+        "`density` is a schedule, which method='exact' can't follow. Give"
+        " method='sampled'."
       )
     return _sparsifier("top_k", selectors.Sampled(density), sparse)
   kind = selectors.Exact if method == "exact" else selectors.Sampled
@@ -171,23 +153,25 @@ def threshold(
   *,
   sparse: SparseSpec = None,
 ) -> Sparsifier:
-  """Keeps what reaches a threshold in magnitude and zeros all else.
+  """Keeps elements that reach a threshold in magnitude and zeros all others.
 
-  As `zenjax.sparsify.top_k`, but for how many: none, where all are smaller, or
-  all of them. What is right for a threshold changes with the gradients, so
-  `top_k` with `method="sampled"` is easier to ask for.
+  Use it as `zenjax.sparsify.top_k`, if you know a threshold. It may keep no
+  element, or all. As gradients change, so does the right threshold:
+  `top_k(density, method="sampled")` finds it in each step.
 
   Args:
-    value: At least 0, where everything is kept; or an optax schedule of it,
-      which is not checked.
-    sparse: As for `top_k`.
+    value: The threshold, at least 0; or an optax schedule of it, whose values
+      are not checked.
+    sparse: The leaves to select from: a pytree prefix of bools, or a callable
+      `(name, leaf) -> bool`. By default floating leaves of at least 16,384
+      elements.
 
   Returns:
-    A transformation of local gradients; also what `error_feedback` wants.
+    A transformation of local gradients, also for `error_feedback`.
 
   Raises:
-    ValueError: `value` is negative or not finite; or as `top_k`.
-    TypeError: As `top_k`.
+    ValueError: `value` is negative or not finite.
+    TypeError: A leaf to select from is SparseRows.
 
   Example:
     >>> import jax.numpy as jnp
@@ -198,12 +182,9 @@ def threshold(
     [0.0, -5.0, 2.0, 0.0, 3.0]
   """
   if not callable(value):
-    if not checks.is_number(value) or not 0 <= value < np.inf:
-      raise ValueError(
-        "`value` must be a threshold of at least 0, or a schedule of it, got"
-        f" {value!r}; `zenjax.sparsify.top_k(density, method='sampled')`"
-        " finds one."
-      )
+    within = lambda x: 0 <= x < np.inf
+    remedy = "`zenjax.sparsify.top_k(density, method='sampled')` finds one."
+    checks.number("value", value, within, "at least 0 and finite", remedy)
   return _sparsifier("threshold", selectors.Threshold(value), sparse)
 
 
@@ -214,31 +195,30 @@ def random_k(
   apart: AxisName | None = None,
   sparse: SparseSpec = None,
 ) -> Sparsifier:
-  """Keeps elements drawn at random, others in each step, and zeros the rest.
+  """Keeps elements drawn at random in each step and zeros all others.
 
-  All devices draw the same ones, by a key of seed, leaf and step, so the union
-  is no larger than what one device keeps. With `apart` they draw each their
-  own, and the union of `n` devices is nearly `n` times as large.
-
-  Values are not scaled by `1 / density`: `zenjax.sparsify.error_feedback`
-  returns what was left out. There a NaN waits until it is drawn, like all else,
-  and leaves nothing behind then.
+  Use it inside `zenjax.sparsify.error_feedback` if all devices should send the
+  same elements: they draw by one key of seed, leaf and step, so the union is as
+  small as the selection of one device. Values are not scaled by `1 / density`,
+  because `error_feedback` sends later what is left out.
 
   Args:
-    density: The part of a leaf that is kept, in (0, 1]: of `size` elements
-      `int(density * size)`, but one at least. They are one of each of as many
-      runs of equal length, and any is as likely as another.
-    seed: Draws others; an integer in [0, 2**32).
-    apart: The axes over whose devices draws differ.
-    sparse: As for `zenjax.sparsify.top_k`.
+    density: The part of a leaf to keep, in (0, 1]: `int(density * size)`
+      elements, but at least one. Every element is equally likely.
+    seed: An integer in [0, 2**32) for the random numbers.
+    apart: Axes over which devices draw different elements. The union of `n`
+      devices is then nearly `n` times as large.
+    sparse: The leaves to select from: a pytree prefix of bools, or a callable
+      `(name, leaf) -> bool`. By default floating leaves of at least 16,384
+      elements.
 
   Returns:
-    A transformation of local gradients; also what `error_feedback` wants.
+    A transformation of local gradients, also for `error_feedback`.
 
   Raises:
-    ValueError: An argument is out of range, a schedule among them: how many
-      are drawn is static; or as `top_k`.
-    TypeError: As `top_k`.
+    ValueError: `density`, which may not be a schedule, or `seed` is out of
+      range.
+    TypeError: A leaf to select from is SparseRows.
 
   Example:
     >>> import jax.numpy as jnp

@@ -21,8 +21,8 @@ from zenjax._src.rows import touched_rows
 from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import SparseRows
-from zenjax._src.rows.touched_rows import At
 from zenjax._src.rows.touched_rows import FEWEST
+from zenjax._src.rows.touched_rows import Touched
 from zenjax._src.schemes.base import Sums
 from zenjax._src.tables.sharded_table import ShardedTable
 
@@ -109,7 +109,7 @@ class Owner:
         missing = FEWEST - len(slots)
         slots = jnp.pad(slots, (0, missing), constant_values=end)
         rows = jnp.pad(rows, ((0, missing), (0, 0)))
-      at[i] = At.of(slots, end)
+      at[i] = Touched.of(slots, end)
       grads[i] = self._clipped(self.scaled(rows)).astype(table.dtype)
     for i, x in self._small.items():
       at[i] = _nowhere(x.num_rows)
@@ -151,7 +151,8 @@ class Owner:
       grads[i] = jnp.zeros((FEWEST, *table.value.shape[1:]), table.dtype)
     for i, x in self._small.items():
       x = touched_rows.distinct(x, FEWEST)
-      at[i], grads[i] = At.of(x.indices, x.num_rows), self._clipped(x.values)
+      at[i] = Touched.of(x.indices, x.num_rows)
+      grads[i] = self._clipped(x.values)
     out, few, places = self._step(state, grads, at)
     for i, x in self._small.items():
       out[i] = at[i].put(jnp.zeros(x.shape, out[i].dtype), out[i])
@@ -199,9 +200,9 @@ def _appended(listed: Listed, update: Sums, end: int) -> Listed:
   )
 
 
-def _nowhere(num_rows: int) -> At:
+def _nowhere(num_rows: int) -> Touched:
   """Returns padding only."""
-  return At.of(jnp.full(FEWEST, num_rows, jnp.int32), num_rows)
+  return Touched.of(jnp.full(FEWEST, num_rows, jnp.int32), num_rows)
 
 
 def own_rows(

@@ -152,16 +152,7 @@ class Owners:
     mesh = collectives.mesh_around(options.axes, params, options.mesh)
     if mesh is not None:
       return self._init_on(mesh, params)
-    for axis in options.axes:
-      try:
-        lax.axis_size(axis)
-      except NameError as error:
-        raise ValueError(
-          "`sharded_optimizer` keeps a part of the state on each device, but"
-          f" axis {axis!r} is not bound here and no mesh has it. Call"
-          " `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
-          " `tx.init`. In plain jit you can also give `mesh=`."
-        ) from error
+    collectives.size_in_init(options.axes, "sharded_optimizer")
     make = lambda params: self.inner.init(params)
     lazy.require_no_accumulation(jax.eval_shape(make, params), "tx")
     context = gradient_tree.context_of(options)

@@ -34,43 +34,40 @@ def data_parallel(
 
   Use it to turn `step(state, *batch) -> (state, aux)` into data-parallel
   training without writing a `shard_map`. The state can be any tree, such as
-  `(params, opt_state)`, Flax's `TrainState`, what `nnx.split` returns or a
-  module of Equinox. It is replicated, except for what differs between devices
-  by its type (`zenjax.state_specs`). Batch arguments are split along their
-  first dimension. Gradients are those of the device's own part until `zen_sync`
-  averages them, so you need neither `unreduced` nor a `pmean` of the loss.
+  `(params, opt_state)`, Flax's `TrainState`, a result of `nnx.split` or a
+  module of Equinox. It is replicated, except for parts that differ between
+  devices by their type (`zenjax.state_specs`). Batch arguments are split along
+  their first dimension. Each device takes gradients of its own part of the
+  batch, and `zen_sync` averages them, so you need neither `unreduced` nor a
+  `pmean` of the loss.
 
-  The state stays equal on all devices only if everything that changes it is
-  synchronized. A step that synchronizes nothing is refused. Nothing more is
-  looked at: run `zenjax.check_step` once, which compares many devices with one.
-
-  Everything inside a step is one device's: losses, norms, batch norm, in-batch
-  negatives. `zenjax.global_norm(grads, axis_name)` and `zenjax.weighted_mean`
-  give numbers of the whole batch.
+  Inside the step, losses, norms, batch norm and in-batch negatives are those of
+  one device. `zenjax.global_norm(grads, axis_name)` and `zenjax.weighted_mean`
+  give numbers of the whole batch. A step that synchronizes nothing is refused,
+  but other mistakes are not seen: run `zenjax.check_step` once.
 
   A single key of `jax.random.key` in a batch argument is folded with the
   device's index, so dropout masks differ between devices and a run repeats.
   Keys with a dimension are split like examples. A key in the state, as in
-  `nnx.Rngs`, is the same on all devices, so all draw the same masks; give a key
-  as a batch argument instead.
+  `nnx.Rngs`, is the same on all devices, so all draw the same masks.
 
   Make optimizer states that differ between devices with `zenjax.init_state`.
   `TrainState.create` and `nnx.Optimizer` call `tx.init`, which refuses them.
 
   Args:
     step: `(state, *batch) -> (state, aux)`, with `zen_sync(axis_name)` in its
-      optimizer chain or `lax.pmean` in itself. It returns a state of the
-      structure that it was given. Functions, numbers and flags in the state,
-      as modules hold them, pass through; wrap the result in `eqx.filter_jit`
-      then. To evaluate, return the state as it came.
+      optimizer chain or its own `lax.pmean`. It must return a state of the same
+      structure. Leaves that are not arrays, as modules hold them, pass through;
+      wrap the result in `eqx.filter_jit` then. To evaluate, return the state
+      unchanged.
     mesh: A mesh that has the axes.
     axis_name: The axis or axes of `mesh` that batches are split over.
-    aux_specs: What becomes of the leaves of `aux`. Floating scalars are
-      averaged over devices; all others must be declared. Give one word for
-      all, or a mapping from names to words: `"mean"` and `"sum"` are over
-      devices, `"batch"` joins the devices' parts along the first dimension, in
-      the order of the batch, and `"same"` takes one device's value because all
-      have the same. `Recorder.rows` needs no word.
+    aux_specs: How to combine the leaves of `aux` over devices. Floating scalars
+      are averaged; all others must be declared. Give one word for all, or a
+      mapping from names to words: `"mean"` and `"sum"` are over devices,
+      `"batch"` joins the devices' parts along the first dimension, in the order
+      of the batch, and `"same"` takes one device's value because all have the
+      same. `Recorder.rows` needs no word.
 
   Returns:
     A function of the same signature on global arrays. Wrap it in `jax.jit`,
@@ -86,7 +83,7 @@ def data_parallel(
       nothing; a leaf of `aux` is not declared; or a leaf of the state is
       sharded that would be gathered on every device.
     TypeError: The step does not return two things, or returns a state of
-      another structure, or an object in place of an array of the state.
+      another structure.
 
   Example:
     >>> import jax
@@ -107,8 +104,8 @@ def data_parallel(
     >>> table[:, 0].tolist()
     [-1.0, -0.5, 0.0, -0.5]
 
-    Evaluation, where scores come out in the order of the batch, and each device
-    draws noise of its own:
+    For evaluation, scores come out in the order of the batch. Each device draws
+    different noise:
 
     >>> def evaluate(table, ids, key):
     ...   scores = table[ids].sum(-1)
@@ -146,31 +143,34 @@ def data_parallel(
     left: list[tuple[dict[int, Any], Any]] = []
 
     def parts_of(given, batch):
-      """What a step returns, by its number, and by what becomes of it."""
+      """Returns the results of a step by kind, and by their number."""
       new, aux = _pair(step(with_arrays(given), *batch))
       _require_structure(new, state)
-      values, words, of_aux = returned.of_all(aux, aux_specs, axes)
       parts = {"state": {}, "same": {}, "batch": {}, "object": {}}
-      for i, (x, spec) in enumerate(zip(_checked(new, state), specs)):
-        word = "state" if spec == same else "batch"
-        parts[word if leaf_util.is_array(x) else "object"][i] = x
-      for i, (x, word) in enumerate(zip(values, words), len(leaves)):
-        parts[word][i] = x
-      left.append((parts.pop("object"), of_aux))  # Objects do not leave.
+      for i, (x, old) in enumerate(zip(jax.tree.leaves(new), leaves)):
+        x = returned.as_array(x) if leaf_util.is_array(old) else x
+        kind = "state" if specs[i] == same else "batch"
+        parts[kind if leaf_util.is_array(x) else "object"][i] = x
+      values, kinds, of_aux = returned.of_all(aux, aux_specs, axes)
+      for i, (x, kind) in enumerate(zip(values, kinds), len(leaves)):
+        parts[kind][i] = x
+      left.append((parts.pop("object"), of_aux))  # Objects stay outside.
       return parts
 
     def local_step(given, *batch):
       given = given, with_own_keys(batch, axes)
-      # Traced once: the program is looked at, then run in place of the step.
+      # The step is traced once, analysed, and then run as a jaxpr.
       program, like = jax.make_jaxpr(parts_of, return_shape=True)(*given)
       if devices > 1:
-        # Outputs are in the order of their keys: the common state comes last.
-        after, number = len(program.out_avals), len(like["state"])
-        common = [False] * (after - number) + [True] * number
+        # Outputs are in the order of their keys, so the state comes last.
+        outputs, number = len(program.out_avals), len(like["state"])
+        common = [False] * (outputs - number) + [True] * number
         _require_synchronized(program, len(arrays), common, axes)
       values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves(given))
       # Constants come out as numbers.
-      return jax.tree.unflatten(jax.tree.structure(like), map(_array, values))
+      return jax.tree.unflatten(
+        jax.tree.structure(like), map(returned.as_array, values)
+      )
 
     # check_vma=False leaves gradients local without a cast in the user's code.
     parts = jax.shard_map(
@@ -181,28 +181,24 @@ def data_parallel(
       check_vma=False,
     )(*placement.on_mesh((arrays, *batch), mesh, in_specs))
     objects, of_aux = left[-1]
-    found = parts["state"] | parts["same"] | parts["batch"] | objects
-    out = [found[i] for i in range(len(found))]
+    results = parts["state"] | parts["same"] | parts["batch"] | objects
+    out = [results[i] for i in range(len(results))]
     state = structure.unflatten(out[: len(leaves)])
     return state, of_aux.unflatten(out[len(leaves) :])
 
   return mapped
 
 
-def _array(x: Any) -> Any:
-  return x if leaf_util.is_array(x) else jnp.asarray(x)
-
-
 def _require_synchronized(
   program: Any, before: int, common: list[bool], axes: Axes
 ) -> None:
-  """Raises if outputs are made of the batch without any collective.
+  """Raises if outputs depend on the batch without any collective.
 
   Args:
     program: A closed jaxpr.
-    before: How many of its inputs come before the batch.
-    common: Which outputs are to be equal on all devices.
-    axes: Along which devices differ.
+    before: The number of its inputs before the batch.
+    common: For each output, whether it must be equal on all devices.
+    axes: The axes that devices are mapped over.
   """
   needed, used = jaxprs.needed(program, common)
   if not any(used[before:]) or _communicates(needed):
@@ -210,10 +206,9 @@ def _require_synchronized(
   axis_name = axes[0] if len(axes) == 1 else axes
   raise ValueError(
     "`step` changes its state by each device's own part of the batch and"
-    " synchronizes nothing, so devices would go different ways. Put"
+    " synchronizes nothing, so devices would drift apart. Put"
     f" `zenjax.zen_sync({axis_name!r})` first in the optimizer's chain (right"
-    " behind a sparsifier), or average what changes the state by"
-    f" `jax.lax.pmean(x, {axis_name!r})`."
+    f" behind a sparsifier), or average with `jax.lax.pmean(x, {axis_name!r})`."
   )
 
 
@@ -236,27 +231,26 @@ def _require_no_copies(state: Any) -> None:
   for name, leaf in leaf_util.named_leaves(state, is_sharded):
     if is_sharded(leaf) and leaf.replicas:
       raise ValueError(
-        "`state` of data_parallel must hold no table with `replicas`, and leaf"
-        f" {name!r} has copies along {leaf.replicas!r}; call the step in plain"
-        " jit, without data_parallel, or in a shard_map with specs of"
-        " `zenjax.state_specs(state, axis_name)`."
+        f"`state` holds table {name!r} with `replicas` {leaf.replicas!r}, which"
+        " data_parallel can't update. Call the step in plain jit, without"
+        " data_parallel."
       )
 
 
 def batch_specs(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
-  """Specs of batch arguments: all is split but single keys."""
+  """Specs of batch arguments: everything is split except single keys."""
   split = PartitionSpec(axes)
   return jax.tree.map(lambda x: PartitionSpec() if _is_key(x) else split, batch)
 
 
 def with_own_keys(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
   """Batch arguments of a device, single keys folded with its index."""
-  own = lambda key: jax.random.fold_in(key, lax.axis_index(axes))
-  return jax.tree.map(lambda x: own(x) if _is_key(x) else x, batch)
+  folded = lambda key: jax.random.fold_in(key, lax.axis_index(axes))
+  return jax.tree.map(lambda x: folded(x) if _is_key(x) else x, batch)
 
 
 def _is_key(x: Any) -> bool:
-  """Returns True for one key of `jax.random.key`, and not for several."""
+  """Returns True for a single key of `jax.random.key`."""
   return _holds_keys(x) and not x.shape
 
 
@@ -271,32 +265,23 @@ def _check_batch(batch: tuple[Any, ...], devices: int) -> None:
     this = f"`batch` argument {position}"
     if sync_state.nodes(argument, states) or placement.own_nodes(argument):
       raise ValueError(
-        f"{this} must hold examples, got the state of an optimizer; give all"
-        " that goes from step to step in the first argument, as `(params,"
-        " opt_state)`."
+        f"{this} is the state of an optimizer, but batches are split over"
+        " devices. Give `(params, opt_state)` in the first argument."
       )
     for leaf in jax.tree.leaves(argument):
-      shape = np.shape(leaf)
-      if _is_key(leaf):
-        continue
       if _is_raw_key(leaf):
         raise ValueError(
-          f"{this} must hold no raw key of `jax.random.PRNGKey`, got uint32 of"
-          f" shape {shape}, which would be split as a batch is; give"
-          " `jax.random.key(seed)`, or `jax.random.wrap_key_data(key)`, of"
-          " which each device gets its own, and numbers that are no key in"
-          " another dtype."
+          f"{this} is a raw key of `jax.random.PRNGKey`, which would be split."
+          " Give `jax.random.key(seed)` or `jax.random.wrap_key_data(key)`, so"
+          " that each device draws different numbers."
         )
-      if shape and not shape[0]:
+      rows = np.shape(leaf)[:1]
+      if not _is_key(leaf) and (rows in ((), (0,)) or rows[0] % devices):
+        array = leaf_util.is_array(leaf)
+        shown = f"shape {leaf.shape}" if array else repr(leaf)
         raise ValueError(
-          f"{this} must have at least one row for each of {devices} devices,"
-          f" got shape {shape}; skip the step, for a mean over no examples is"
-          " NaN."
-        )
-      if not shape or shape[0] % devices:
-        raise ValueError(
-          f"{this} must have a first dimension that {devices} devices divide,"
-          f" got {_shown(leaf)}; {_remedy(leaf, devices)}."
+          f"{this} must be split over {devices} devices along its first"
+          f" dimension, got {shown}. {_remedy(leaf, devices)}"
         )
 
 
@@ -306,112 +291,65 @@ def _is_raw_key(x: Any) -> bool:
   return x.shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
 
 
-def _shown(leaf: Any) -> str:
-  number = leaf_util.is_array(leaf) or isinstance(leaf, int | float | complex)
-  return f"shape {np.shape(leaf)}" if number else repr(leaf)
-
-
 def _remedy(leaf: Any, devices: int) -> str:
   if _holds_keys(leaf):
+    return "Give one key, or one key for each example."
+  if not np.shape(leaf):
     return (
-      "give one key, of which each device gets its own, or one for each example"
+      f"Give each device a copy, `jnp.full({devices}, x)`, and use `x[0]` in"
+      " the step, or keep it in the state."
     )
-  if np.shape(leaf):
-    return "pad or trim the batch"
-  return (
-    f"give every device a copy, `jnp.full({devices}, x)`, and use `x[0]` in"
-    " the step, or keep it in the state, which all devices see whole"
-  )
+  if not len(leaf):
+    return "Skip the step: a mean over no examples is NaN."
+  return "Pad or trim the batch."
 
 
 def _check_accumulated(state: Any, devices: int) -> None:
-  """Refuses gradients accumulated as if by one device for all.
+  """Refuses gradients of `MultiSteps` accumulated as if by one device.
 
-  `state_specs` splits them, and a device would find a part of its own, which
-  must have the shape of a parameter: these are in the rest of the state.
+  A part of them on each device must have the shape of a parameter. Parameters
+  are in the rest of the state.
   """
   is_own = lambda node: isinstance(node, optax.MultiStepsState)
-  rest = jax.tree.map(lambda x: () if is_own(x) else x, state, is_leaf=is_own)
-  shapes = {np.shape(leaf) for leaf in jax.tree.leaves(rest)}
+  others = jax.tree.map(lambda x: () if is_own(x) else x, state, is_leaf=is_own)
+  shapes = {np.shape(leaf) for leaf in jax.tree.leaves(others)}
   nodes = sync_state.nodes(state, optax.MultiStepsState)
   for node in filter(placement.accumulates_local, nodes):
     for name, leaf in leaf_util.named_leaves(node.acc_grads):
-      got = np.shape(leaf)
-      part = (got[0] / devices, *got[1:])
-      alike = [x for x in shapes if len(x) == len(got) and x[1:] == got[1:]]
-      if alike and part not in alike:
+      rows, *columns = np.shape(leaf)
+      alike = [x for x in shapes if x and x[1:] == tuple(columns)]
+      if alike and (rows / devices, *columns) not in alike:
         raise ValueError(
-          "`state` must hold what `optax.MultiSteps` accumulates on each of"
-          f" {devices} devices, {devices} times the rows of leaf {name!r}, got"
-          f" shape {got}; make the optimizer's state with"
-          " `zenjax.init_state(tx, params, mesh, axis_name)` instead of"
-          " `tx.init`, which `TrainState.create` and `nnx.Optimizer` call, too:"
+          f"`state` holds gradients of `optax.MultiSteps` for leaf {name!r} of"
+          f" shape {np.shape(leaf)}, and each of {devices} devices needs a part"
+          " for itself. Instead of `tx.init` or `TrainState.create`, write"
           " `TrainState(step=0, apply_fn=f, params=params, tx=tx,"
-          " opt_state=zenjax.init_state(...))`."
+          " opt_state=zenjax.init_state(tx, params, mesh, axis_name))`."
         )
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
   if isinstance(out, tuple) and len(out) == 2:
     return out
-  remedy = "return `()` as `aux` if there is nothing to tell"
-  shown = type(out).__name__
+  shown, remedy = type(out).__name__, "Return `()` as `aux` if there is none"
   if isinstance(out, tuple):
     shown = f"{len(out)} values"
-    if len(out) > 2:
-      remedy = (
-        "make one of all that goes from step to step, `params, opt_state ="
-        " state` first in `step` and `return (params, opt_state), aux` last"
-      )
-  raise TypeError(f"`step` must return `(state, aux)`, got {shown}; {remedy}.")
+    remedy = "Return `(params, opt_state), aux`, and unpack the state in `step`"
+  raise TypeError(f"`step` must return `(state, aux)`, got {shown}. {remedy}.")
 
 
-def _require_structure(out: Any, state: Any) -> None:
-  """Refuses another state, as where `aux` or a part of it was forgotten."""
-  if jax.tree.structure(out) == jax.tree.structure(state):
+def _require_structure(new: Any, state: Any) -> None:
+  """Raises if the new state has another structure than the state."""
+  if jax.tree.structure(new) == jax.tree.structure(state):
     return
-  got, want = (
-    [name for name, _ in leaf_util.named_leaves(tree)] for tree in (out, state)
-  )
-  lost = [name for name in want if name not in got]
-  new = [name for name in got if name not in want]
-  if lost:
-    shown = f"without leaf {lost[0]!r}"
-  elif new:
-    shown = f"with leaf {new[0]!r} besides"
-  else:
-    shown = f"{type(out).__name__} of other nodes or static fields"
+  names = lambda tree: {name for name, _ in leaf_util.named_leaves(tree)}
+  difference = "with other nodes or static fields"
+  if lost := names(state) - names(new):
+    difference = f"without leaf {min(lost)!r}"
+  elif added := names(new) - names(state):
+    difference = f"with leaf {min(added)!r} besides"
   raise TypeError(
-    "`step` must return `(state, aux)`, and a state of the structure that it"
-    f" was given, got one {shown}; return all of the state, what does not"
-    " change as it came, and anything else in `aux`."
+    "`step` must return `(state, aux)` with a state of the structure that it"
+    f" was given, got one {difference}. Return all of the state, and anything"
+    " else in `aux`."
   )
-
-
-def _checked(new: Any, state: Any) -> list[Any]:
-  """Returns the leaves of a new state; what was an array is one."""
-  found = []
-  for x, (name, before) in zip(
-    jax.tree.leaves(new), leaf_util.named_leaves(state)
-  ):
-    was_array = leaf_util.is_array(before)
-    number = isinstance(x, (bool, int, float, complex))
-    if was_array and number:
-      x = jnp.asarray(x)
-    stays = leaf_util.is_array(x) or (
-      not was_array and (number or isinstance(x, str) or _same(x, before))
-    )
-    if not stays:
-      raise TypeError(
-        f"`step` must return leaf {name!r} of the state as an array, a number"
-        " or as it came, got"
-        f" {x!r} for {'an array' if was_array else repr(before)}; make it"
-        " outside of the step."
-      )
-    found.append(x)
-  return found
-
-
-def _same(x: Any, before: Any) -> bool:
-  """Returns True for one object, and for methods bound to equal ones."""
-  return x is before or (type(x) is type(before) and bool(x == before))

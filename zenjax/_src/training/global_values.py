@@ -1,4 +1,4 @@
-"""Numbers of all devices, for a step in which everything is one device's."""
+"""Norms and means over all devices, for a per-device step."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.rows import norm
@@ -14,18 +15,16 @@ from zenjax._src.sync import sync_options
 
 
 def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
-  """`optax.global_norm` of a tree that may hold SparseRows.
+  """Computes the norm of a tree that may hold SparseRows.
 
-  Rows of the same index are added up before they are squared.
+  Use it in place of `optax.global_norm`: rows of the same index are added up
+  before they are squared.
 
-  Inside a step gradients are one device's, and so is their norm: the mean of
-  the devices' norms is larger than the norm of the mean gradient. With
-  `axis_name` the gradients are averaged over devices first. That is an exchange
-  of all of them, as `zen_sync` makes it with its default options, and doubles
-  what the step sends. What comes out of `zen_sync` is the mean already: where
-  it is at hand, as in a chain after it or where a step calls
-  `zen_sync(axis_name).update` by itself, `global_norm(synced)` is the same
-  number for nothing.
+  In a per-device step, gradients are those of one device, and so is their norm.
+  With `axis_name` they are averaged over devices first. This sends all
+  gradients once more, as `zen_sync` does with its default options. After
+  `zen_sync`, in a chain or on its result, `global_norm(synced)` gives the same
+  number without communication.
 
   Args:
     updates: A tree of arrays and SparseRows.
@@ -33,8 +32,8 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
       gradients.
 
   Returns:
-    A scalar, the norm of all of it as one vector; with `axis_name` equal on all
-    devices.
+    A scalar, the norm of all leaves as one vector; with `axis_name` equal on
+    all devices.
 
   Raises:
     ValueError: `axis_name` is given, and a gradient was already summed by
@@ -64,25 +63,23 @@ def global_norm(updates: Any, axis_name: AxisName | None = None) -> jax.Array:
 def weighted_mean(
   values: jax.Array, weights: jax.Array, axis_name: AxisName
 ) -> jax.Array:
-  """This device's share of a weighted mean over all, as of a padded loss.
+  """Returns this device's share of a weighted mean over all devices.
 
-  `sum(mask * loss) / sum(mask)` in a step divides by what one device counted,
-  and the mean over devices of such ratios is not the ratio of the sums where
-  devices are padded unevenly. Here all divide by what all counted:
+  Use it for padded losses in a per-device step. `sum(mask * loss) / sum(mask)`
+  divides by the count of one device, and the mean of such ratios is wrong if
+  devices are padded unevenly. `weighted_mean` divides by the count of all:
 
       n * sum(weights * values) / psum(sum(weights))
 
-  The mean over the `n` devices of these shares is the weighted mean of the
-  whole batch, and the mean of their gradients, as `zen_sync` or `lax.pmean`
-  makes it, is its gradient, also by the weights. One device's share says
-  nothing by itself. In two lines:
+  The mean of these shares over the `n` devices is the weighted mean of the
+  whole batch, and `zen_sync` averages their gradients to its gradient. In two
+  lines:
 
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
       loss = zenjax.weighted_mean(losses, targets != padding, "data")
 
-  Values of weight zero count for nothing, whatever they are. Where all weights
-  are zero on all devices the share is zero, and not NaN. Values of 16 bits are
-  summed in float32.
+  Values of weight zero are ignored, also NaN. If all weights on all devices are
+  zero, the share is zero. Values of 16 bits are summed in float32.
 
   Args:
     values: Losses of any shape, real.
@@ -90,8 +87,8 @@ def weighted_mean(
     axis_name: The axis or axes that the batch is split over.
 
   Returns:
-    A scalar, float32 for values of less. It differs between devices: average
-    it, as `data_parallel` does with a scalar in `aux`.
+    A scalar of at least float32. It differs between devices: average it, as
+    `data_parallel` does with a scalar in `aux`.
 
   Raises:
     ValueError: The shapes differ.
@@ -109,16 +106,8 @@ def weighted_mean(
     >>> float(shares.mean()), float(losses[mask].mean())
     (2.75, 2.75)
   """
-  options = sync_options.check(axis_name)
-  try:
-    devices = gradient_tree.context_of(options).devices
-  except NameError as error:
-    raise NameError(
-      f"`axis_name` of `weighted_mean` must be bound, got {axis_name!r}: call"
-      " it in a step inside shard_map, pmap, vmap or `zenjax.data_parallel`. To"
-      " plan or explain a loss outside of one, give `zenjax.planner.plan` and"
-      " `zenjax.rows.explain_tables` a loss without it."
-    ) from error
+  axes = arguments.axes(axis_name)
+  devices = collectives.size(axes)
   values, weights = jnp.asarray(values), jnp.asarray(weights)
   _check(values, weights)
   wide = jnp.float32
@@ -131,9 +120,9 @@ def weighted_mean(
   # Counts are exact as integers.
   exact = weights.astype(jnp.int32) if weights.dtype == bool else scales
   weight = jnp.sum(exact)
-  # Gradients are one device's: what all added up is a constant to them.
+  # Gradients are those of one device, so sums over devices are constants.
   total, whole = (
-    lax.psum(lax.stop_gradient(x), options.axes) for x in (weight, weighted)
+    lax.psum(lax.stop_gradient(x), axes) for x in (weight, weighted)
   )
   total = jnp.where(total == 0, 1, total).astype(wide)
   if jnp.issubdtype(weights.dtype, jnp.floating):
@@ -145,14 +134,10 @@ def weighted_mean(
 def _check(values: jax.Array, weights: jax.Array) -> None:
   if values.shape != weights.shape:
     raise ValueError(
-      "`weights` must have the shape of `values`, a weight for each, got"
-      f" {weights.shape} and {values.shape}; give"
-      " `jnp.broadcast_to(weights[..., None], values.shape)` where a weight is"
-      " that of several."
+      f"`weights` of shape {weights.shape} must have the shape of `values`,"
+      f" {values.shape}. Broadcast them, for example with"
+      " `jnp.broadcast_to(weights[..., None], values.shape)`."
     )
   for name, x in (("values", values), ("weights", weights)):
-    if not any(
-      jnp.issubdtype(x.dtype, kind)
-      for kind in (jnp.floating, jnp.integer, jnp.bool_)
-    ):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
       raise TypeError(f"`{name}` must be real numbers, got dtype {x.dtype}.")

@@ -1,4 +1,4 @@
-"""Where parameters and states live: types, specs, placement."""
+"""Types, partition specs and placement of parameters and states."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -31,7 +31,7 @@ from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
-# Nodes that may differ between devices, and tell for how many they were made.
+# Nodes that differ between devices and know for how many they were made.
 _OWN = FeedbackLeaf | SparsifierState | ShardedTable
 
 
@@ -44,12 +44,12 @@ def unreduced(params: Any, axis_name: AxisName) -> Any:
   `unreduced(params, axis_name)`, and zen_sync adds them up. Under `pmap`,
   `vmap` and `check_vma=False` gradients are local anyway.
 
-  Values do not change, and nothing is copied. Parameters that cannot be marked
-  are returned as they are: those of other dtypes than floating ones, those
-  sharded over the axis itself, and in plain `jit` vectors of fewer than 16,384
-  elements, because JAX could not add a marked bias to a batch. If JAX complains
-  of `reduced` where your loss adds or multiplies another parameter, mark only
-  the tables: `params | {"table": zenjax.unreduced(params["table"], "data")}`.
+  Values do not change, and nothing is copied. Some parameters are returned
+  unchanged: integers, parameters sharded over the axis itself, and in plain
+  `jit` vectors of fewer than 16,384 elements, because JAX could not add a
+  marked bias to a batch. If JAX complains of `reduced` where your loss adds or
+  multiplies another parameter, mark only the tables:
+  `params | {"table": zenjax.unreduced(params["table"], "data")}`.
 
   Args:
     params: Any tree of arrays.
@@ -81,10 +81,9 @@ def unreduced(params: Any, axis_name: AxisName) -> Any:
   automatic = [axis for axis in axes if axis not in compat.explicit_of(mesh)]
   if automatic:
     raise ValueError(
-      "`axis_name` must be an explicit axis of the mesh outside of shard_map,"
-      f" got {automatic[0]!r}, an automatic one, over which XLA sums gradients"
-      " of arrays by itself; take row gradients by `zenjax.value_and_grad`, or"
-      " wrap the step in `zenjax.data_parallel`."
+      f"`axis_name` {automatic[0]!r} is an automatic axis, over which XLA sums"
+      " gradients of arrays. Take row gradients with `zenjax.value_and_grad`,"
+      " make the axis explicit, or use `zenjax.data_parallel`."
     )
   return jax.tree.map(lambda x: _reduced(x, axes), params)
 
@@ -92,13 +91,13 @@ def unreduced(params: Any, axis_name: AxisName) -> Any:
 def _reduced(x: Any, axes: Axes) -> Any:
   """`x` typed so that autodiff leaves its gradient unreduced over `axes`."""
   spec = PartitionSpec(*compat.explicit_spec(x))
-  over = jax.tree.leaves(tuple(spec))
-  if not jnp.issubdtype(x.dtype, jnp.floating) or {*over} & {*axes}:
+  sharded = {*jax.tree.leaves(tuple(spec))} & {*axes}
+  short = x.ndim < 2 and not leaf_util.is_table(x, "element")
+  if not jnp.issubdtype(x.dtype, jnp.floating) or sharded or short:
     return x
-  if x.ndim < 2 and not leaf_util.is_table(x, "element"):
-    return x
-  known = jax.typeof(x).sharding.spec.reduced if compat.explicit_axes(x) else ()
-  spec = PartitionSpec(*spec, reduced=frozenset([*axes, *known]))
+  typed = bool(compat.explicit_axes(x))
+  marked = jax.typeof(x).sharding.spec.reduced if typed else ()
+  spec = PartitionSpec(*spec, reduced=frozenset([*axes, *marked]))
   return jax.sharding.reshard(x, spec)
 
 
@@ -136,7 +135,6 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   """
   axes = arguments.axes(axis_name)
   split, owners = PartitionSpec(axes), PartitionSpec(axes[-1:])
-
   same = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
 
   def spec(node: Any) -> Any:
@@ -145,8 +143,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
     if isinstance(node, SparsifierState | FeedbackLeaf):
       return node.specs(split)
     if isinstance(node, ShardedTable):
-      lies = sharded_table.specs(node, owners)
-      return dataclasses.replace(lies, sizes=_AnyPlan())
+      specs = sharded_table.specs(node, owners)
+      return dataclasses.replace(specs, sizes=_AnyPlan())
     if isinstance(node, ZenSyncState):
       return same(node.replace(tuned=_AnyPlan()))
     if isinstance(node, optax.MultiStepsState):
@@ -172,7 +170,7 @@ class _AnyPlan(tuple):
 
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
-  """Tells whether `MultiSteps` is around what synchronizes, not behind it."""
+  """Returns True if `MultiSteps` is around `zen_sync`, not behind it."""
   kinds: Any = sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState
   return bool(sync_state.nodes(node.inner_opt_state, kinds))
 
@@ -180,25 +178,21 @@ def accumulates_local(node: optax.MultiStepsState) -> bool:
 def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   if not np.ndim(leaf):
     raise ValueError(
-      "`state` must not accumulate gradients without dimensions: they differ"
-      " between devices and no spec can split them; give that parameter of"
-      " `optax.MultiSteps` the shape (1,)."
+      "`state` accumulates a scalar gradient in `optax.MultiSteps`, which can't"
+      " be split over devices. Give that parameter the shape (1,)."
     )
   return split
 
 
 def require_devices(state: Any, argument: str, devices: int) -> None:
-  """Raises ValueError where a state was made for other devices than these.
-
-  By shapes of global arrays; steps look at those of a device.
-  """
+  """Raises ValueError if a global state was made for other devices."""
   for name, node in own_nodes(state):
     what = f"leaf {name!r} of `{argument}`"
     sharded_table.require_devices(what, node.devices, devices)
 
 
 def own_nodes(state: Any) -> list[tuple[str, Any]]:
-  """Lists by name what differs between devices and says of how many."""
+  """Lists by name the nodes that know for how many devices they were made."""
   is_own = lambda node: isinstance(node, _OWN)
   empty = lambda x: is_sharded(x) and not jax.tree.leaves(x)
   return [
@@ -267,25 +261,23 @@ def require_replicated(
 ) -> None:
   """Refuses leaves sharded over `axes`, which `shard_map` would gather.
 
-  Under `jit` types tell of explicit axes, and nothing tells of others.
+  Under `jit`, types tell only explicit axes.
 
   Args:
-    tree: Any.
+    tree: Any pytree.
     argument: Its name.
-    axes: Those that matter.
-    specs: Of its leaves, in order: those that are split need not be replicated.
+    axes: The axes that matter.
+    specs: For each leaf, its spec: split leaves need not be replicated.
   """
   for (name, leaf), spec in zip(leaf_util.named_leaves(tree), specs):
     split = _spec_over(leaf, axes)
-    if split is None or spec != PartitionSpec():
-      continue
-    raise ValueError(
-      f"`{argument}` must be replicated, and leaf {name!r} of shape"
-      f" {np.shape(leaf)} is sharded by {split}: all of it would be gathered on"
-      " every device; place it whole by `jax.device_put(x,"
-      " jax.NamedSharding(mesh, jax.P()))`, or a table by"
-      " `zenjax.tables.shard`."
-    )
+    if split is not None and spec == PartitionSpec():
+      raise ValueError(
+        f"`{argument}` must be replicated, but leaf {name!r} of shape"
+        f" {np.shape(leaf)} is sharded by {split} and would be gathered. Use"
+        " `jax.device_put(x, jax.NamedSharding(mesh, jax.P()))`, or for a table"
+        " `zenjax.tables.shard`."
+      )
 
 
 def _spec_over(leaf: Any, axes: Sequence[str]) -> PartitionSpec | None:
@@ -307,9 +299,9 @@ def _shapes(
   mesh: Mesh,
   axes: Axes,
 ) -> Any:
-  """The state of one device, in shapes: which leaves are split is known then.
+  """Returns the shapes of one device's state.
 
-  No axis but `axes` is bound, so that a residual over another is refused.
+  Only `axes` are bound, so a residual over another axis is refused.
   """
   make = tx.init
   for axis in axes:
@@ -322,11 +314,7 @@ def _shapes(
 
 
 def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:
-  """Returns `tree` as `shard_map` over `mesh` takes it by `specs`.
-
-  Axes of `jax.make_mesh` are explicit: over those `shard_map` wants arrays
-  placed as its specs say, and places them itself over all others.
-  """
+  """Places `tree` by `specs`, as `shard_map` requires over explicit axes."""
   if AxisType.Explicit not in mesh.axis_types:
     return tree
 

@@ -1,4 +1,4 @@
-"""A state that goes on with another number of devices, or is saved."""
+"""Saves states, and moves them to another number of devices."""
 
 import dataclasses
 from typing import Any
@@ -189,9 +189,8 @@ def _moved_to(
   names = lambda tree: [type(x).__name__ for x in sync_state.nodes(tree, kinds)]
   if like is not None and names(like) != names(state):
     raise ValueError(
-      "`like` must be a state of the same transformations as `state`, got one"
-      f" of {names(like)} for {names(state)}; make it by `zenjax.init_state(tx,"
-      " params, mesh, axis_name)`."
+      f"`like` has {names(like)}, but `state` has {names(state)}. Make it with"
+      " `zenjax.init_state(tx, params, mesh, axis_name)` for the same `tx`."
     )
   others = iter(sync_state.nodes(like, optax.MultiStepsState))
 
@@ -212,34 +211,29 @@ def _moved_to(
 
 
 def _averages(name: str, syncs: list[sync_state.ZenSyncState]) -> bool:
-  """Returns whether zen_sync averages a leaf: the one that knows it, or all."""
-  knowing = [sync for sync in syncs if name in sync.leaves] or syncs
-  told = {bool(on_host(sync.mean)) for sync in knowing} or {True}
-  if len(told) > 1:
+  """Returns True if zen_sync averages a leaf.
+
+  The zen_sync that has counts of the leaf decides, otherwise all of them.
+  """
+  having = [sync for sync in syncs if name in sync.leaves] or syncs
+  means = {bool(on_host(sync.mean)) for sync in having} or {True}
+  if len(means) > 1:
     raise ValueError(
-      "`state` must say by one `op` what becomes of what error_feedback keeps"
-      f" of leaf {name!r}, and its zen_syncs have op='mean' and op='sum'; move"
-      " that state with the one of the zen_sync behind it alone, by"
-      " `zenjax.from_checkpoint((feedback_state, sync_state), mesh,"
-      " axis_name)`."
+      f"`state` has zen_syncs with op='mean' and op='sum' for leaf {name!r} of"
+      " error_feedback. Move each pair alone: `zenjax.from_checkpoint("
+      "(feedback_state, sync_state), mesh, axis_name)`."
     )
-  return told.pop()
+  return means.pop()
 
 
 def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
-  """Returns gradients `[old * R, ..]`, accumulated by devices, for others."""
+  """Converts gradients `[old * R, ..]` of `old` devices to other devices."""
   leaves, structure = jax.tree.flatten(node.acc_grads)
   old = _accumulated_on(node, devices, like) if leaves else devices
   if old == devices:
     return node.acc_grads
-  if any(x.shape[0] % old for x in leaves):
-    raise ValueError(
-      "`state` must hold what `optax.MultiSteps` accumulates on each of the"
-      f" {old} devices that it is of, got shapes {[x.shape for x in leaves]};"
-      " make it with `zenjax.init_state(tx, params, mesh, axis_name)`."
-    )
   parts = [on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
-  # Zeros may wait for a mean and for a sum.
+  # Zeros are the same for a mean and for a sum.
   averages = any(x.any() for x in parts) and _averages_all(node)
   moved = [
     sparsifier_state.folded(x, devices, averages=averages) for x in parts
@@ -248,45 +242,43 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
 
 
 def _averages_all(node: optax.MultiStepsState) -> bool:
-  """Returns whether what is accumulated is then averaged, and not summed."""
+  """Returns True unless accumulated gradients will be summed over devices."""
   inner = node.inner_opt_state
   sparsifiers = sync_state.nodes(inner, SparsifierState)
   means = {node.averages for node in sparsifiers}
   means |= {bool(on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(
-      "`state` must be moved where `optax.MultiSteps` has accumulated nothing"
-      " yet (`mini_step` 0): it says both that these gradients are averaged and"
-      " that they are summed over devices; take the steps that are left until"
-      " the next update first."
+      "`state` accumulates gradients in `optax.MultiSteps`, some for a mean and"
+      " some for a sum over devices. Take steps until `mini_step` is 0 first."
     )
-  return means != {False}  # Of `error_feedback` alone nothing is known.
+  return means != {False}  # `error_feedback` alone does not tell.
 
 
 def _accumulated_on(
   node: optax.MultiStepsState, devices: int, like: Any
 ) -> int:
-  """Returns of how many devices gradients lie side by side."""
+  """Returns the number of devices that have accumulated gradients."""
   (first, *_) = jax.tree.leaves(node.acc_grads)
   if like is not None:
     (new, *_) = jax.tree.leaves(like.acc_grads)
     return first.shape[0] * devices // new.shape[0]
-  own = {x.devices for _, x in placement.own_nodes(node)}
+  by_nodes = {x.devices for _, x in placement.own_nodes(node)}
   shards = 1
   if isinstance(first, jax.Array):
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
-  told = {
+  by_counts = {
     sync_state.Sizes(*on_host(leaf.sizes)).devices
     for sync in sync_state.find(node)
     for leaf in sync.leaves.values()
   }
-  # Sharded tables in order are of no devices, and leaves of no step yet; one
-  # device alone may be where a checkpoint was loaded to.
-  for counts in (own - {0}, {shards} - {1}, told - {0}):
+  # Saved tables and leaves before the first step say 0. One shard may be due to
+  # a checkpoint that was loaded to one device.
+  for counts in (by_nodes - {0}, {shards} - {1}, by_counts - {0}):
     if len(counts) == 1:
       return int(counts.pop())
   raise ValueError(
-    "`like` must be given, a state of `zenjax.init_state(tx, params, mesh,"
-    " axis_name)`, to move what `optax.MultiSteps` accumulates: nothing in"
-    " `state` says of how many devices it is."
+    "`like` is missing: nothing in `state` tells how many devices have"
+    " accumulated the gradients of `optax.MultiSteps`. Give"
+    " `like=zenjax.init_state(tx, params, mesh, axis_name)`."
   )

@@ -1,4 +1,4 @@
-"""Makes what a step returns beside its state one of all devices'."""
+"""Combines the `aux` of all devices' steps, as `aux_specs` says."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +11,12 @@ from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 
-# Which rows of each table a device touched, as a step hands them out.
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class RowSets(dict[str, jax.Array]):
-  """Table -> `[n, ceil(R / 8)] uint8`: a bit for each row, of `n` devices.
+  """Maps tables to touched rows: a bit for each row, `[n, ceil(R / 8)] uint8`.
 
-  A type of its own: from `data_parallel` those of all devices come out.
+  `data_parallel` joins row sets of all devices by their type.
   """
 
   def tree_flatten_with_keys(self):
@@ -36,16 +34,20 @@ _WORDS = ("mean", "sum", "batch", "same")
 
 
 def check(aux_specs: Any) -> AuxSpecs:
-  """`aux_specs`, if it says what can be said."""
+  """Returns `aux_specs`; raises `ValueError` if it holds other words."""
   named = isinstance(aux_specs, Mapping)
   for word in aux_specs.values() if named else (aux_specs,):
     if word not in _WORDS and (named or word is not None):
       raise ValueError(
-        "`aux_specs` must be one of 'mean', 'sum', 'batch' and 'same' for all"
-        " leaves of `aux`, or map names of leaves to these words, got"
-        f" {aux_specs!r}; leave out the leaves that need no word."
+        "`aux_specs` must be one of 'mean', 'sum', 'batch' and 'same', or map"
+        f" names of leaves of `aux` to these words, got {aux_specs!r}."
       )
   return aux_specs
+
+
+def as_array(x: Any) -> Any:
+  """Returns numbers of Python as arrays of JAX."""
+  return x if leaf_util.is_array(x) else jnp.asarray(x)
 
 
 def of_all(
@@ -54,19 +56,16 @@ def of_all(
   """Averages and sums leaves of one device's `aux`.
 
   Returns:
-    The leaves; "batch" for each whose parts are to be joined, "same" for each
-    that all devices have in common; and the structure.
+    The leaves; for each, "batch" if the devices' parts are to be joined or
+    "same" if it is equal on all devices; and the structure.
   """
   is_node = lambda x: isinstance(x, RowSets) or is_rows(x)
-  as_array = lambda x: x if leaf_util.is_array(x) else jnp.asarray(x)
   aux = jax.tree.map(as_array, aux)
   named = leaf_util.named_leaves(aux, is_node)
-  asked = _asked([name for name, _ in named], aux_specs)
-  words: list[Any] = [
-    word or _usual(leaf) for (_, leaf), word in zip(named, asked)
-  ]
+  given = _given([name for name, _ in named], aux_specs)
+  words = [word or _usual(leaf) for (_, leaf), word in zip(named, given)]
   _require_declared([x for x, word in zip(named, words) if word is None])
-  leaves = []
+  leaves, kinds = [], []
   for (name, leaf), word in zip(named, words):
     _require_fits(name, leaf, word)
     if word == "mean":
@@ -74,12 +73,12 @@ def of_all(
     elif word == "sum":
       leaf = collectives.psum(_wide(leaf), axes)
     leaves.append(leaf)
-  words = ["batch" if word == "batch" else "same" for word in words]
-  return leaves, words, jax.tree.structure(aux, is_leaf=is_node)
+    kinds.append("batch" if word == "batch" else "same")
+  return leaves, kinds, jax.tree.structure(aux, is_leaf=is_node)
 
 
 def _fitting(leaf: Any) -> list[str]:
-  """The words that a leaf may have, the likeliest first."""
+  """Returns the words that a leaf may have, the likeliest first."""
   if isinstance(leaf, RowSets):
     return ["batch"]
   if is_rows(leaf):
@@ -92,7 +91,7 @@ def _fitting(leaf: Any) -> list[str]:
 
 
 def _usual(leaf: Any) -> str | None:
-  """The word for a leaf of which `aux_specs` says nothing."""
+  """Returns the word for a leaf without one in `aux_specs`, if there is one."""
   if isinstance(leaf, RowSets):
     return "batch"
   words = _fitting(leaf)
@@ -105,18 +104,17 @@ def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
   named = ", ".join(f"{name!r}: {_fitting(leaf)[0]!r}" for name, leaf in leaves)
   shown = ", ".join(f"{name!r} ({_shown(leaf)})" for name, leaf in leaves)
   raise ValueError(
-    f"`aux_specs` must say what becomes of {shown} in `aux`, since only"
-    " floating scalars are averaged by themselves. Write"
-    f" `aux_specs={{{named}}}`: 'mean' and 'sum' are over devices, 'batch'"
-    " joins the devices' parts along the first dimension, and 'same' takes one"
-    " device's value because all have the same."
+    f"`aux_specs` must say what becomes of {shown} in `aux`; only floating"
+    f" scalars are averaged by default. Write `aux_specs={{{named}}}`: 'mean'"
+    " and 'sum' are over devices, 'batch' joins their parts along the first"
+    " dimension, and 'same' takes the value of one device."
   )
 
 
-def _require_fits(name: str, leaf: Any, word: str) -> None:
+def _require_fits(name: str, leaf: Any, word: str | None) -> None:
   words = _fitting(leaf)
   if word not in words:
-    remedy = " Average it by `zenjax.sparse_pmean(rows, axis_name)` before."
+    remedy = " Average it with `zenjax.sparse_pmean(rows, axis_name)` before."
     raise ValueError(
       f"`aux_specs` gives {word!r} for leaf {name!r} of `aux`, which is"
       f" {_shown(leaf)} and can only be {' or '.join(map(repr, words))}."
@@ -131,27 +129,27 @@ def _shown(x: Any) -> str:
   return f"{kind}{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def _asked(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
-  """The word for each leaf, None where there is none."""
+def _given(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
+  """Returns the word for each leaf in `aux_specs`, or None."""
   if not isinstance(aux_specs, Mapping):
     return [aux_specs] * len(names)
-  used, found = set(), []
+  used, words = set(), []
   for name in names:
     fits = [k for k in aux_specs if name == k or name.startswith(f"{k}.")]
     used.update(fits)
-    # The longest says most.
-    found.append(aux_specs[max(fits, key=len)] if fits else None)
-  unknown = [name for name in aux_specs if name not in used]
-  if unknown:
-    raise ValueError(
-      f"`aux_specs` must name leaves of `aux`, got {unknown[0]!r}; those are"
-      f" {', '.join(map(repr, names)) or 'none'}."
-    )
-  return found
+    # The longest name is the most specific.
+    words.append(aux_specs[max(fits, key=len)] if fits else None)
+  for name in aux_specs:
+    if name not in used:
+      raise ValueError(
+        f"`aux_specs` names {name!r}, which is not a leaf of `aux`. Its leaves"
+        f" are {', '.join(map(repr, names)) or 'none'}."
+      )
+  return words
 
 
 def _wide(x: jax.Array) -> jax.Array:
-  """Integers of less than 32 bits would soon be too large."""
+  """Converts small integers to 32 bits, because their sums would overflow."""
   if jnp.issubdtype(x.dtype, jnp.inexact):
     return x
   if x.dtype != bool and x.dtype.itemsize >= 4:

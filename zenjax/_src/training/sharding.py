@@ -1,4 +1,4 @@
-"""Tables, and the optimizer's state of them, to their owners and back."""
+"""Moves tables and their optimizer state to their owners, and back."""
 
 import math
 from typing import Any
@@ -29,42 +29,42 @@ def shard(
 ) -> Any:
   """Splits tables by rows over devices, each row to the device that owns it.
 
-  Then `zenjax.value_and_grad(loss_fn)` fetches the rows that a batch looks up
-  and `zenjax.sharded_optimizer(tx, axis_name)` updates rows where they are: no
-  device ever has more of a table, or of the optimizer's state, than its part.
-  Models are written for the whole table.
+  Use it for tables that don't fit one device. `zenjax.value_and_grad(loss_fn)`
+  then fetches the rows that a batch looks up, and
+  `zenjax.sharded_optimizer(tx, axis_name)` updates rows where they are. No
+  device ever has more of a table, or of its optimizer state, than its part.
+  Write your model for the replicated table.
 
-  Inside `jit` nothing whole is made either: XLA makes each part of an
-  initializer's numbers where it belongs, and rows go to their owners some MiB
-  at a time. A device then has the part that is read and the part that is
-  written.
+  Inside `jit`, no device makes all of a table: XLA computes each part of an
+  initializer's numbers on its device, and rows move to their owners some MiB at
+  a time. A device needs memory for two parts.
 
-  A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables: it is split
-  as one of `T * R` rows. Models look up rows of its tables one by one, under
-  `jax.vmap`, in `lax.scan`, or by `stack[t, ids]`, and ids are those of each
-  table: one beyond `R` is out of range.
+  A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables, and is
+  split like one table of `T * R` rows. Look up rows of each table under
+  `jax.vmap`, in `lax.scan`, or with `stack[t, ids]`. Ids beyond `R` are out of
+  range.
 
   Args:
-    params: A tree of arrays, or a module that is one. A table may be NumPy's,
-      in the memory of the host, or of `init_by_rows`, made where its rows
-      belong.
+    params: A tree of arrays, or a module that is one. A table may be a NumPy
+      array in host memory, or come from `init_by_rows`.
     mesh: The mesh that steps run on.
-    axis_name: The axis over which owners lie.
-    opt_state: A state of the plain optimizer `tx` for `params`, to go on with
-      `sharded_optimizer(tx, axis_name)`.
-    tables: Which leaves to split: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. By default all that `zen_sync` takes for tables,
-      and no stacks.
-    replicas: Further axes over which batches are split, those of slower links.
-      Tables have a copy along each, and steps add up gradient rows over them:
-      lookups stay among the owners of one copy. Give `sharded_optimizer` both,
-      `("pod", "chip")` where `axis_name="chip"` and `replicas="pod"`.
-    hash_seed: Draws another hash; equal on all processes.
+    axis_name: The axis that rows are distributed over.
+    opt_state: A state of the plain optimizer `tx` for `params`, to continue
+      with `sharded_optimizer(tx, axis_name)`.
+    tables: The leaves to split: a pytree prefix of bools, or a callable
+      `(name, leaf) -> bool`. By default the leaves that `zen_sync` takes for
+      tables, without stacks.
+    replicas: Further axes, with slower links, that batches are split over. Each
+      has a copy of the tables, so lookups stay among the owners of one copy.
+      Steps add up gradient rows over all copies. Give `sharded_optimizer` all
+      axes: `("pod", "chip")` for `axis_name="chip"` and `replicas="pod"`.
+    hash_seed: A seed for the hash that distributes rows; equal on all
+      processes.
 
   Returns:
-    `params` with a `ShardedTable` in the place of each table; with `opt_state`
-    the pair of these and the state of the `sharded_optimizer`. Other leaves are
-    replicated, unless they lie on the mesh already.
+    `params` with a `ShardedTable` for each table; with `opt_state` a pair of
+    these and the state of the `sharded_optimizer`. Other leaves are replicated,
+    unless they are placed on the mesh already.
 
   Raises:
     ValueError: No leaf is chosen, or one that has fewer than two dimensions or
@@ -81,7 +81,7 @@ def shard(
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     >>> params = {"table": jnp.ones((2000, 16)), "w": jnp.ones(16)}
     >>> tx = optax.adagrad(0.1)
-    >>> opt_state = tx.init(params)  # Or of a checkpoint.
+    >>> opt_state = tx.init(params)  # Or from a checkpoint.
     >>> params, opt_state = zenjax.tables.shard(
     ...   params, mesh, "data", opt_state=opt_state
     ... )
@@ -93,7 +93,7 @@ def shard(
     >>> opt_state.inner[0].sum_of_squares["table"].shape
     (2000, 16)
   """
-  found = sharding.shard_leaves(
+  params = sharding.shard_leaves(
     params,
     mesh,
     axis_name,
@@ -102,23 +102,23 @@ def shard(
     hash_seed=hash_seed,
   )
   if opt_state is None:
-    return found
+    return params
   if sync_state.find(opt_state):
     raise ValueError(
-      "`opt_state` must be a state of the optimizer alone, and it holds that of"
-      " a zen_sync or sharded_optimizer; of `optax.chain(zen_sync(..),"
+      "`opt_state` must be a state of the optimizer alone, got one with a"
+      " zen_sync or sharded_optimizer. For `optax.chain(zen_sync(..),"
       " lazy_rows(tx))` give `opt_state[1]`."
     )
-  return found, _of_optimizer(opt_state, found, mesh, axis_name)
+  return params, _sharded_state(opt_state, params, mesh, axis_name)
 
 
-def _of_optimizer(
+def _sharded_state(
   opt_state: Any, params: Any, mesh: jax.sharding.Mesh, axis_name: AxisName
 ) -> ShardedOptimizerState:
-  """Returns a state of plain optax as that of a `sharded_optimizer`.
+  """Converts a state of plain optax to the state of a `sharded_optimizer`.
 
-  Arrays belong to the table at the end of whose path they stand, if they have
-  as many rows.
+  An array belongs to a table if its path ends with the path of the table and
+  it has as many rows.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_sharded)
   tables = [(path, x) for path, x in leaves if is_sharded(x)]
@@ -145,11 +145,11 @@ def _of_optimizer(
 def unshard(tree: Any) -> Any:
   """Undoes `shard`: tables become arrays, in the order of their rows.
 
-  Each array is split by ranges of rows over the same axes, so that no device
-  has a whole table here either. Only where the number of devices does not
-  divide the rows, an array is replicated; `zenjax.to_checkpoint(params)` is the
-  form to save that never is. A stack is split by its tables, or by the rows of
-  each where devices divide only those.
+  Use it to hand tables to code that knows nothing of zenjax. Each array is
+  split by ranges of rows over the same axes, so no device has all of a table.
+  But if the number of devices does not divide the rows, the array is
+  replicated; `zenjax.to_checkpoint(params)` never replicates. A stack is split
+  by its tables, or by the rows of each table.
 
   Args:
     tree: A tree with `ShardedTable` in it, such as parameters, a state of
@@ -182,10 +182,10 @@ def unshard(tree: Any) -> Any:
 
 
 def _require_outside(table: sharded_table.ShardedTable) -> None:
-  """Raises ValueError inside a `shard_map`, where a table is not whole."""
-  whole = [x for x in jax.tree.leaves(table.value) if table.has_rows(x)]
-  if whole and sharded_table.mesh_under(table.with_value(whole[0])) is None:
+  """Raises ValueError inside a `shard_map`, where a device has only a part."""
+  arrays = [x for x in jax.tree.leaves(table.value) if table.has_rows(x)]
+  if arrays and sharded_table.mesh_under(table.with_value(arrays[0])) is None:
     raise ValueError(
-      "`unshard` must be called outside of shard_map, where a table is that of"
-      " all devices; return the table from the step and call it there."
+      "`unshard` is called inside shard_map, where a device has only a part of"
+      " the table. Return the table from the step, and call `unshard` outside."
     )
