@@ -6,4 +6,3 @@ Where one of these moves, only its line here changes.
 from zenjax._src.core import indexing as indexing
 from zenjax._src.core import partition as partition
 from zenjax._src.planner import plan_model as plan_model
-from zenjax._src.planner import recorded_runs as recorded_runs

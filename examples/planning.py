@@ -83,9 +83,9 @@ def main() -> None:
   print(plan)
 
   with tempfile.TemporaryDirectory() as trace:
-    with zenjax.planner.record(trace, local[0], steps=8) as recorder:
-      tx = optax.chain(zenjax.zen_sync("data"), adagrad)
-      train(tx, mesh, 8, recorder)
+    recorder = zenjax.planner.record(trace, local[0], steps=8)
+    tx = optax.chain(zenjax.zen_sync("data"), adagrad)
+    train(tx, mesh, 8, recorder)
     print("\nFor 64 hosts, from the rows that 8 steps touched:")
     options = {"topology": machine(64), "trace": trace}
     print(zenjax.planner.plan(gradient, *local, **options))

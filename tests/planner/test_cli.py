@@ -1,6 +1,5 @@
-"""`zenjax plan` and `zenjax whatif`, of a recorded trace."""
+"""`zenjax plan`, of a recorded trace."""
 
-import re
 import subprocess
 import sys
 
@@ -63,23 +62,20 @@ def test_a_pod_and_a_measured_machine(trace, tmp_path, capsys):
   assert "plan for 2 devices" in said and "assumed to take no time" in said
 
 
-def test_whatif_says_where_the_choice_changes(trace, capsys):
-  words = ["--trace", trace, *NETWORK, "--compute-seconds", "0.02"]
-  assert main(["whatif", *words]) == 0
-  said = capsys.readouterr().out
-  turns = re.findall(r"from (.*) on (.*)", said)
-  assert turns and all("better" in w or "no diff" in w for _, w in turns)
-  assert ("1 Gbit/s", "the plan is the better choice") in turns
-  # On fast links nothing is left to gain: at a rate between those shown.
-  (rate,) = [at for at, w in turns if "bit/s" in at and "no diff" in w]
-  for at, better in ((0.97, "plan"), (1.0, "neither")):
-    bits = float(rate.split()[0]) * at
-    link = ("--link", f"{bits}{rate.split()[1]}")
-    assert main(["plan", *words, *link]) == 0
-    is_none = "no difference" in capsys.readouterr().out
-    assert is_none == (better == "neither")
-  for sweep in ("hosts ", "link ", "batch "):
-    assert f"\n{sweep}" in said
+def test_several_values_make_a_table(trace, capsys):
+  words = ["plan", "--trace", trace, "--machine", "h100"]
+  words += ["--compute-seconds", "0.02", "--batch", "1", "2"]
+  words += ["--hosts", "2", "64", "--link", "1gbit", "400 Gbit/s"]
+  assert main(words) == 0
+  heading, *lines = capsys.readouterr().out.splitlines()
+  assert heading.split()[:3] == ["hosts", "link", "batch"]
+  plans, note = lines[:8], lines[8]
+  assert plans[0].split()[:3] == ["2", "1gbit", "1"]
+  assert plans[0].endswith("plan") and plans[2].endswith("neither")
+  assert "the trace has 16 row sets per table, but 128 are needed" in note
+  with pytest.raises(SystemExit):
+    main([*words, "--json", "plan.json"])
+  assert "--json needs one plan" in capsys.readouterr().err
 
 
 def test_tables_alone_are_told_to_be(tmp_path, capsys):
@@ -93,7 +89,7 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
   ("words", "said"),
   [
     (["plan"], "--trace"),
-    (["plan", *NETWORK, "--trace", "nowhere"], "must hold a trace"),
+    (["plan", *NETWORK, "--trace", "nowhere"], "nowhere/trace.json"),
     (["plan", "--trace", "TRACE"], "a machine must be described"),
     (["plan", "--trace", "TRACE", "--link", "1gbit"], "must be described"),
     (["plan", "--trace", "TRACE", "--devices", "2"], "must be described"),
@@ -103,10 +99,9 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
       ["plan", "--trace", "TRACE", *NETWORK, "--topology", "x"],
       "--topology says",
     ),
-    (["plan", "--trace", "TRACE", "--topology", "x"], "`path`"),
-    (["whatif", "--trace", "TRACE", *NETWORK], "--compute-seconds"),
+    (["plan", "--trace", "TRACE", "--topology", "x"], "No such file"),
     (
-      ["whatif", "--trace", "TRACE", *NETWORK, "--compute-seconds", "-1"],
+      ["plan", "--trace", "TRACE", *NETWORK, "--compute-seconds", "-1"],
       "must be positive",
     ),
     (["sing"], "invalid choice"),

@@ -220,7 +220,7 @@ def test_memory_limits_the_buffers_of_a_leaf():
   free, limited = plan(), plan(memory_bytes=15e6)
   assert limited.by_name["table"].scheme != "dense"
   assert limited.dense_seconds == free.dense_seconds
-  with pytest.raises(ValueError, match="`memory_bytes`.*at least .* MB"):
+  with pytest.raises(ValueError, match="`memory_bytes`.*at least .* kB"):
     plan(memory_bytes=100)
 
 

@@ -47,11 +47,11 @@ def _cut(path):
 
 def _other_rows(path):
   rows = np.array([25], np.uint32)
-  np.savez(path, rows_0=rows, offsets_0=np.array([0, 1, 1]))
+  np.savez(path, rows_0_0=rows, rows_0_1=rows)
 
 
 def _other_devices(path):
-  np.savez(path, rows_0=np.zeros(0, np.uint32), offsets_0=np.array([0]))
+  np.savez(path, rows_0_0=np.zeros(0, np.uint32))
 
 
 @pytest.mark.parametrize("change", [_cut, _other_rows, _other_devices])
@@ -65,7 +65,7 @@ def test_broken_steps_are_refused(tmp_path, change):
 @pytest.mark.parametrize(
   ("change", "words"),
   [
-    ({"version": 1}, ["version 2"]),
+    ({"version": 1}, ["version 3"]),
     ({"devices": 0}, ["`devices`", "positive"]),
     ({"leaves": []}, ["include a table"]),
     ({"more": 1}, ["unknown ['more']"]),
@@ -86,9 +86,9 @@ def _step_of(sets):
 @pytest.mark.parametrize(
   ("call", "words"),
   [
-    (lambda path: traces.read(path), ["`directory` must hold a trace"]),
+    (lambda path: traces.read(path), ["No such file", "trace.json"]),
     (lambda path: write(write(path)), ["new or empty"]),
-    (lambda path: traces.read(write(path, steps=[])), ["without steps"]),
+    (lambda path: traces.read(write(path, steps=[])), ["has no steps"]),
     (_step_of([[20], []]), ["`sets`", "'t'", "in [0, 20)"]),
     (_step_of([[-1], []]), ["`sets`"]),
     (_step_of([[1.5], []]), ["`sets`"]),
@@ -97,7 +97,7 @@ def _step_of(sets):
   ],
 )
 def test_refused(tmp_path, call, words):
-  with pytest.raises(ValueError) as error:
+  with pytest.raises((OSError, ValueError)) as error:
     call(tmp_path / "trace")
   names(error, *words)
 
@@ -129,31 +129,31 @@ WANTED = [np.unique(ids).tolist() for ids in IDS]
 @pytest.mark.parametrize("way", ["shard_map", "data_parallel"])
 def test_local_gradients_are_recorded(tmp_path, grad, way):
   mesh = mesh_of(AxisType.Auto)
-  with planner.record(tmp_path, PARAMS, steps=1) as recorder:
+  recorder = planner.record(tmp_path, PARAMS, steps=1)
 
-    def seen(params, ids):
-      return recorder.rows(grad(loss)(params, ids)[1])
+  def seen(params, ids):
+    return recorder.rows(grad(loss)(params, ids)[1])
 
-    if way == "shard_map":
-      run = jax.shard_map(
-        seen,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-        check_vma=False,
-      )
-      recorder.write(jax.jit(run)(PARAMS, IDS.reshape(-1)))
-    else:
+  if way == "shard_map":
+    run = jax.shard_map(
+      seen,
+      mesh=mesh,
+      in_specs=(P(), P("data")),
+      out_specs=P("data"),
+      check_vma=False,
+    )
+    recorder.write(jax.jit(run)(PARAMS, IDS.reshape(-1)))
+  else:
 
-      def step(params, ids):
-        loss_value, grads = grad(loss)(params, ids)
-        tx = zenjax.zen_sync("data")
-        tx.update(grads, tx.init(params))
-        return params, (loss_value, recorder.rows(grads))
+    def step(params, ids):
+      loss_value, grads = grad(loss)(params, ids)
+      tx = zenjax.zen_sync("data")
+      tx.update(grads, tx.init(params))
+      return params, (loss_value, recorder.rows(grads))
 
-      run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
-      recorder.write(run(PARAMS, IDS.reshape(-1))[1][1])
-    assert not recorder.wants_more
+    run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
+    recorder.write(run(PARAMS, IDS.reshape(-1))[1][1])
+  assert not recorder.wants_more
   assert read_ids(tmp_path) == WANTED
   header = traces.read(tmp_path).header
   assert {leaf.name: leaf.shape for leaf in header.leaves} == {
@@ -238,7 +238,7 @@ def _more_than_asked_for(path):
     (_arrays_in_plain_jit, ["['t'] are arrays", "zenjax.value_and_grad"]),
     (
       lambda path: planner.record(path, PARAMS).rows(PARAMS),
-      ["('data',) are neither", "`mesh=`"],
+      ["`axis_name` of `record`", "('data',)", "`mesh=`"],
     ),
     (_more_than_asked_for, ["all 1 steps", "`wants_more`"]),
     (lambda path: planner.record(path, PARAMS, steps=0), ["`steps`", "got 0"]),

@@ -126,8 +126,7 @@ def _run(code: str) -> None:
   "words",
   [
     ["--help"],
-    *[[command, "--help"] for command in ("plan", "whatif")],
-    ["plan", "--trace", "none", "--link", "25gb/s", "--hosts", "2"],
+    ["plan", "--help"],
     ["--versoin"],
   ],
 )

@@ -1,5 +1,6 @@
 """The program on every host: `python -m benchmarks.campaigns.planned.host`."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -70,38 +71,30 @@ class _Worker(served.Worker):
   def _record(self) -> None:
     place, params = self._place, self._place.params()
     gradients = sync.value_and_grad(place.model.loss, self._rows)
-    with zenjax.planner.record(self._trace, params, steps=RECORDED) as recorder:
-      seen = jax.shard_map(
-        lambda params, *batch: recorder.rows(gradients(params, *batch)[1]),
-        mesh=self.mesh,
-        in_specs=(P(), *[P(sync.AXIS)] * len(place.batches[0])),
-        out_specs=P(sync.AXIS),
-        check_vma=False,
-      )
-      lowered = jax.jit(seen).lower(params, *place.batches[0])
-      run, _ = self.compiler.compile(lowered)
-      for batch in place.batches[:RECORDED]:
-        recorder.write(run(params, *batch))
+    recorder = zenjax.planner.record(self._trace, params, steps=RECORDED)
+    seen = jax.shard_map(
+      lambda params, *batch: recorder.rows(gradients(params, *batch)[1]),
+      mesh=self.mesh,
+      in_specs=(P(), *[P(sync.AXIS)] * len(place.batches[0])),
+      out_specs=P(sync.AXIS),
+      check_vma=False,
+    )
+    lowered = jax.jit(seen).lower(params, *place.batches[0])
+    run, _ = self.compiler.compile(lowered)
+    for batch in place.batches[:RECORDED]:
+      recorder.write(run(params, *batch))
 
   def plans(self, topology: str, compute_seconds: float) -> dict[str, Any]:
     """Returns by name the plan, its program, and the bytes that it predicts."""
     model = self._place.model
-    gradients = library.plan_model.gradients(
+    asked = library.plan_model.ask(
       sync.value_and_grad(model.loss, self._rows),
-      model.params,
-      *self._place.own_part(),
+      (model.params, *self._place.own_part()),
+      topology=zenjax.planner.Topology.from_json(topology),
+      axis_name=sync.AXIS,
+      trace=self._trace,
     )
-    machine = zenjax.planner.Topology.from_json(topology)
-    rows = {g.name: library.plan_model.rows_of(g) for g in gradients}
-    asked = library.plan_model.Question(
-      gradients=tuple(gradients),
-      topology=machine,
-      axes=(sync.AXIS,),
-      profiles=library.recorded_runs.profiles(
-        self._trace, rows, machine.devices
-      ),
-      compute_seconds=compute_seconds,
-    )
+    asked = dataclasses.replace(asked, compute_seconds=compute_seconds)
     return {
       name: {
         "plan": plan.to_json(),

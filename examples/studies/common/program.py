@@ -91,7 +91,7 @@ class Program:
     stop = self.interrupt.agreed()
     if log:
       log.close(keep=store is not None or not stop)
-    if recorded := trainer.stop_recording():
+    if recorded := trainer.recorded():
       print(f"trace of {recorded} steps: {flags.trace}")
     if store:
       store.save(run.done, trainer)

@@ -137,9 +137,9 @@ class Trainer:
     self._recorder = recorder
     self._recorded_step = self._compile(recorder.rows)
 
-  def stop_recording(self) -> int:
-    """Ends the trace, and returns the number of steps in it."""
-    return self._recorder.close() if self._recorder else 0
+  def recorded(self) -> int:
+    """Returns the number of steps in the trace."""
+    return self._recorder.written if self._recorder else 0
 
 
 def _transform(

@@ -6,7 +6,7 @@
 Messages come from the scheme's own formula (`Scheme.expected_messages`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 from typing import NamedTuple
@@ -14,9 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.machine import link_models
-from zenjax._src.machine.link_models import Links
-from zenjax._src.machine.link_models import Phase
+from zenjax._src.machine.link_models import Link
+from zenjax._src.machine.link_models import Work
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
@@ -101,148 +100,144 @@ class Prediction:
   sizes: tuple[float, float] | None = None
 
 
-def of_messages(
-  exchange: str,
-  messages: Sequence[Message],
-  context: Context,
-  link: Links,
-  *,
-  local_s: float = 0.0,
-  memory: float | None = None,
-  sizes: tuple[float, float] | None = None,
-) -> Prediction:
-  """Predicts an exchange; by default, its memory is the received bytes."""
-  phases = phases_of(messages, context)
-  received = float(received_bytes(messages, context))
-  return Prediction(
-    exchange=exchange,
-    seconds=link_models.wire_s(phases, link) + local_s,
-    once_s=link_models.wire_s([(*phase[:3], 0.0) for phase in phases], link),
-    received=received,
-    memory=received if memory is None else memory,
-    sizes=sizes,
-  )
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostModel:
+  """Predicts costs on a machine.
 
-
-def predictions(
-  table: Table,
-  profile: Profile,
-  context: Context,
-  link: Links,
-  wire_dtypes: Sequence[str] = (),
-) -> dict[Way, Prediction]:
-  """Predicts every way that may be best for a table, pmean first.
-
-  The Zen paper proves that the best scheme is either Balanced Parallelism or
-  Hierarchical Centralization (Theorem 1). The predictions also include latency,
-  local work, and the dense exchange. Schemes with contiguous ranges are left
-  out, because zen sends the same messages with better balance (Lemma 1).
+  Attributes:
+    context: The devices of an exchange.
+    links: The link along each axis. The work of a device is a property of the
+      link along the fastest axis.
   """
-  n = context.sizes[-1]
-  ways = [Way("all_gather"), Way("recursive_doubling")]
-  for groups in range(1, n + 1):
-    if n % groups == 0 and groups <= max(table.width, 1):
-      ways.append(Way("zen", groups))
-  ways = [
-    way._replace(wire_dtype=wire)
-    for wire in (None, *wire_dtypes)
-    for way in ways
-  ]
-  return {
-    way: predict(way, table, profile, context, link) for way in (PMEAN, *ways)
-  }
+
+  context: Context
+  links: Mapping[str, Link]
+
+  @property
+  def work(self) -> Work:
+    """The time of a device's own work."""
+    return self.links[self.context.axes[-1]].work
+
+  def of_messages(
+    self,
+    exchange: str,
+    messages: Sequence[Message],
+    *,
+    local_s: float = 0.0,
+    memory: float | None = None,
+    sizes: tuple[float, float] | None = None,
+  ) -> Prediction:
+    """Predicts an exchange; by default, its memory is the received bytes."""
+    once_s = wire_s = 0.0
+    for axis, op, n, received in _phases(messages, self.context):
+      once_s += self.links[axis].seconds(op, n, 0.0)
+      wire_s += self.links[axis].seconds(op, n, received)
+    received = float(received_bytes(messages, self.context))
+    return Prediction(
+      exchange=exchange,
+      seconds=wire_s + local_s,
+      once_s=once_s,
+      received=received,
+      memory=received if memory is None else memory,
+      sizes=sizes,
+    )
+
+  def of_ways(
+    self, table: Table, profile: Profile, wire_dtypes: Sequence[str] = ()
+  ) -> dict[Way, Prediction]:
+    """Predicts every way that may be best for a table, pmean first.
+
+    The Zen paper proves that the best scheme is either Balanced Parallelism or
+    Hierarchical Centralization (Theorem 1). The predictions also include
+    latency, local work, and the dense exchange. Schemes with contiguous ranges
+    are left out, because zen sends the same messages with better balance (Lemma
+    1).
+    """
+    n = self.context.sizes[-1]
+    ways = [Way("all_gather"), Way("recursive_doubling")]
+    for groups in range(1, n + 1):
+      if n % groups == 0 and groups <= max(table.width, 1):
+        ways.append(Way("zen", groups))
+    ways = [
+      way._replace(wire_dtype=wire)
+      for wire in (None, *wire_dtypes)
+      for way in ways
+    ]
+    return {way: self.of_way(way, table, profile) for way in (PMEAN, *ways)}
+
+  def of_way(self, way: Way, table: Table, profile: Profile) -> Prediction:
+    """Predicts one way to synchronize a table."""
+    size = table.num_rows * table.width * table.dtype.itemsize
+    if way == PMEAN:
+      # SparseRows are converted to an array first.
+      array = dataclasses.replace(table, look_ups=None)
+      messages = dense_sum.leaf_messages(array, self.context)
+      return self.of_messages(way.scheme, messages, memory=size)
+    if way.wire_dtype is not None:
+      table = dataclasses.replace(table, wire_dtype=jnp.dtype(way.wire_dtype))
+    scheme, n = SPARSE[way.scheme], self.context.devices
+    m, g = scheme.groups(self.context.sizes, way.column_groups)
+    plan = buffer_sizes.plan_table(
+      [table],
+      groups=m,
+      column_groups=g,
+      devices=n,
+      contiguous=scheme.contiguous,
+    )
+    # Buffers are just large enough for the fullest group of rows.
+    union = min(profile.union_of(n), table.num_rows)
+    push = buffer_sizes.fullest(profile.fullest, m, n * m)
+    pull = buffer_sizes.fullest(union, m, m)
+    push, pull = (float(min(x, plan.layout.slots)) for x in (push, pull))
+    # The formulas also accept traced numbers. Here they must give constants.
+    with jax.ensure_compile_time_eval():
+      messages = scheme.expected_messages(plan, self.context, push, pull)
+      messages = [m._replace(words=float(m.words)) for m in messages]
+    work, local_s = self.work, 0.0
+    if table.look_ups is None:
+      local_s = size * work.mask_byte + table.num_rows * work.mask_row
+    block_bytes = plan.block_width * table.wire_dtype.itemsize
+    for message in messages:
+      moved = float(received_bytes([message], self.context))
+      # The column blocks of a summed row are joined and written as one row.
+      joined = way.column_groups if message.op == "all_gather" else 1
+      rows = moved / (block_bytes * joined)
+      local_s += moved * work.move_byte + rows * work.move_row
+    return self.of_messages(
+      way.scheme, messages, local_s=local_s, sizes=(push, pull)
+    )
 
 
-def predict(
-  way: Way, table: Table, profile: Profile, context: Context, link: Links
-) -> Prediction:
-  """Predicts one way to synchronize a table.
-
-  The work of the device is a property of the link along the fastest axis.
-  """
-  size = table.num_rows * table.width * table.dtype.itemsize
-  if way == PMEAN:
-    # SparseRows are converted to an array first.
-    table = dataclasses.replace(table, look_ups=None)
-    messages = dense_sum.leaf_messages(table, context)
-    return of_messages(way.scheme, messages, context, link, memory=size)
-  if way.wire_dtype is not None:
-    table = dataclasses.replace(table, wire_dtype=jnp.dtype(way.wire_dtype))
-  messages, block, sizes = _sparse_messages(way, table, profile, context)
-  work = link_models.of_axis(context.axes[-1], link).work
-  local_s = 0.0
-  if table.look_ups is None:
-    local_s = size * work.mask_byte + table.num_rows * work.mask_row
-  for message in messages:
-    moved = float(received_bytes([message], context))
-    # The column blocks of a summed row are joined and written as one row.
-    whole = message.op == "all_gather" and way.column_groups > 1
-    row = block * way.column_groups if whole else block
-    local_s += moved * work.move_byte + moved / row * work.move_row
-  return of_messages(
-    way.scheme, messages, context, link, local_s=local_s, sizes=sizes
-  )
-
-
-def _sparse_messages(
-  way: Way, table: Table, profile: Profile, context: Context
-) -> tuple[list[Message], int, tuple[float, float]]:
-  """Returns messages with the smallest sufficient buffers.
-
-  Returns:
-    The messages, the bytes of a row (of one column block), and the buffer sizes
-    `(push, pull)`.
-  """
-  scheme = SPARSE[way.scheme]
-  m, g = scheme.groups(context.sizes, way.column_groups)
-  plan = buffer_sizes.plan_table(
-    [table],
-    groups=m,
-    column_groups=g,
-    devices=context.devices,
-    contiguous=scheme.contiguous,
-  )
-  n = context.devices
-  union = min(profile.union_of(n), table.num_rows)
-  push = buffer_sizes.fullest(profile.fullest, m, n * m)
-  pull = buffer_sizes.fullest(union, m, m)
-  push, pull = (float(min(x, plan.layout.slots)) for x in (push, pull))
-  # The formulas also accept traced numbers. Here they must give constants.
-  with jax.ensure_compile_time_eval():
-    messages = scheme.expected_messages(plan, context, push, pull)
-    messages = [m._replace(words=float(m.words)) for m in messages]
-  return messages, plan.block_width * table.wire_dtype.itemsize, (push, pull)
-
-
-def phases_of(messages: Sequence[Message], context: Context) -> list[Phase]:
+def _phases(
+  messages: Sequence[Message], context: Context
+) -> Iterator[tuple[str, str, int, float]]:
   """Splits messages into collectives along single axes.
 
   Communication libraries reduce and gather level by level: each of the devices
   that share a slow link sends an equal part of the array over it.
+
+  Yields:
+    An axis, a collective along it, the number of devices, and the bytes that
+    each device receives.
   """
   sizes = dict(zip(context.axes, context.sizes))
-  phases = []
   for message in messages:
     *fast, slowest = reversed([a for a in message.axes if a in sizes])
     part = message.words * 4.0
     if not fast or message.op not in ("all_reduce", "all_gather"):
       received = float(received_bytes([message], context))
-      n = devices_of(message, context)
-      phases.append((message.axes[0], message.op, n, received))
+      yield message.axes[0], message.op, devices_of(message, context), received
     elif message.op == "all_gather":
       for axis in (slowest, *reversed(fast)):
-        n = sizes[axis]
-        phases.append((axis, "all_gather", n, (n - 1) * part))
-        part *= n
+        yield axis, "all_gather", sizes[axis], (sizes[axis] - 1) * part
+        part *= sizes[axis]
     else:
       for axis in fast:
-        n = sizes[axis]
-        part /= n
-        phases.append((axis, "reduce_scatter", n, (n - 1) * part))
-        phases.append((axis, "all_gather", n, (n - 1) * part))
+        part /= sizes[axis]
+        for op in ("reduce_scatter", "all_gather"):
+          yield axis, op, sizes[axis], (sizes[axis] - 1) * part
       n = sizes[slowest]
-      phases.append((slowest, "all_reduce", n, 2 * (n - 1) / n * part))
-  return phases
+      yield slowest, "all_reduce", n, 2 * (n - 1) / n * part
 
 
 def assumed(table: Table, devices: int) -> Profile:

@@ -1,6 +1,5 @@
 """Models links between devices by latency and bandwidth, as the Zen paper."""
 
-from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Annotated
 
@@ -92,24 +91,3 @@ class Link:
 def steps(op: str, devices: int) -> int:
   """Returns the number of messages that follow each other in a collective."""
   return _STEPS[op](devices)
-
-
-# An axis, a collective along it, the number of devices, and the bytes that each
-# device receives.
-Phase = tuple[str, str, int, float]
-
-# One link for all axes, or one for each axis.
-Links = Link | Mapping[str, Link]
-
-
-def wire_s(phases: Iterable[Phase], link: Links) -> float:
-  """Returns the time of collectives that run one after the other."""
-  return sum(
-    of_axis(axis, link).seconds(op, n, received)
-    for axis, op, n, received in phases
-  )
-
-
-def of_axis(axis: str, link: Links) -> Link:
-  """Returns the link along an axis."""
-  return link if isinstance(link, Link) else link[axis]

@@ -6,8 +6,9 @@ result is the median over repeats, and the maximum over processes.
 """
 
 from collections.abc import Callable, Sequence
+import itertools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import indexing
 from zenjax._src.core.partition import Layout
@@ -32,20 +34,18 @@ from zenjax.kernels.reference import merge
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 
 
-# Collectives of `[n, words]` on `n` devices, as schemes use them, and the words
-# that a device receives from others.
-_OPS: dict[str, tuple[Callable[[jax.Array, str], jax.Array], Callable]] = {
-  "all_to_all": (
-    lambda x, axis: collectives.all_to_all(x, (axis,)),
-    lambda n, words: (n - 1) * words,
-  ),
-  "all_gather": (
-    lambda x, axis: collectives.all_gather(x[0], (axis,)),
-    lambda n, words: (n - 1) * words,
-  ),
-  "all_reduce": (
-    lambda x, axis: collectives.psum(x.astype(jnp.float32), (axis,)),
-    lambda n, words: 2 * (n - 1) * words,
+class _Op(NamedTuple):
+  """A collective of `[n, words]` on `n` devices, as schemes use it."""
+
+  apply: Callable[[jax.Array, str], jax.Array]
+  received: int  # Arrays of `(n - 1) * words` that a device receives.
+
+
+_OPS = {
+  "all_to_all": _Op(lambda x, axis: collectives.all_to_all(x, (axis,)), 1),
+  "all_gather": _Op(lambda x, axis: collectives.all_gather(x[0], (axis,)), 1),
+  "all_reduce": _Op(
+    lambda x, axis: collectives.psum(x.astype(jnp.float32), (axis,)), 2
   ),
 }
 
@@ -98,32 +98,31 @@ def measure_links(
     _require_positive("Each of `sizes`", size)
   work = measure_work(mesh, repeats=repeats)
   points, programs = [], []
-  for axis in axes:
+  for axis, op, size in itertools.product(axes, _OPS, sizes):
     n = mesh.shape[axis]
-    for op, (_, received) in _OPS.items():
-      for size in sizes:
-        words = max(round(size / 4 / received(n, 1)), 1)
-        points.append((axis, link_models.steps(op, n), 4 * received(n, words)))
-        programs.append(_collective(op, mesh, axis, words))
-  seconds = _medians(programs, repeats)
+    word_bytes = 4 * _OPS[op].received * (n - 1)
+    words = max(round(size / word_bytes), 1)
+    points.append((link_models.steps(op, n), words * word_bytes))
+    programs.append(_collective(op, mesh, axis, words))
+  shape = len(axes), -1
+  all_seconds = _medians(programs, repeats).reshape(shape)
+  all_points = np.array(points, float).reshape(*shape, 2)
   links, misses = [], []
-  for axis in axes:
-    of_axis = [(*p[1:], s) for p, s in zip(points, seconds) if p[0] == axis]
-    messages, received, times = np.array(of_axis, float).T
-    latency, byte_s, missed = line(messages, received, times)
+  for axis, points, seconds in zip(axes, all_points, all_seconds):
+    messages, received = points.T
+    latency, byte_s, missed = line(messages, received, seconds)
     # If time does not grow with size, the bandwidth is at least what was
     # reached.
-    bandwidth = 1 / byte_s if byte_s else float(np.max(received / times))
+    bandwidth = 1 / byte_s if byte_s else float(np.max(received / seconds))
     links.append(Link(bandwidth=bandwidth, latency_s=latency, work=work))
     misses.append(f"{missed:.0%} along {axis!r}")
   stats = mesh.local_devices[0].memory_stats() or {}
+  memory_bytes = stats.get("bytes_limit")
   return Topology(
     axes=axes,
     sizes=tuple(mesh.shape[axis] for axis in axes),
     links=tuple(links),
-    memory_bytes=float(stats["bytes_limit"])
-    if "bytes_limit" in stats
-    else None,
+    memory_bytes=None if memory_bytes is None else float(memory_bytes),
     name=mesh.devices.flat[0].device_kind,
     source=f"measured with JAX {jax.__version__}; lines miss times by up to"
     f" {', '.join(misses)}",
@@ -132,12 +131,13 @@ def measure_links(
 
 def _axes(mesh: Mesh, axis_name) -> tuple[str, ...]:
   several = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1)
-  axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-  axes = several if axes is None else tuple(axes)
-  if not axes or len(set(axes)) != len(axes) or not set(axes) <= set(several):
+  axes = several
+  if axis_name is not None:
+    axes = arguments.mesh_axes(axis_name, mesh)
+  if not axes or not set(axes) <= set(several):
     raise ValueError(
-      "`axis_name` must name axes of the mesh that have several devices, each"
-      f" once, got {axis_name!r} for a mesh of {dict(mesh.shape)}."
+      "`axis_name` must name axes with several devices, got"
+      f" {axis_name!r} for a mesh of {dict(mesh.shape)}."
     )
   return axes
 
@@ -176,9 +176,10 @@ def _collective(
   op: str, mesh: Mesh, axis: str, words: int
 ) -> Callable[[], Any]:
   """Compiles a collective along an axis, for all groups of devices along it."""
-  n, apply = mesh.shape[axis], _OPS[op][0]
-  x = _on_each(lambda: jnp.zeros((n, words), jnp.uint32), mesh)()
-  compiled = _on_each(lambda x: apply(x, axis), mesh).lower(x).compile()
+  shape = mesh.shape[axis], words
+  x = _on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
+  compiled = _on_each(lambda x: _OPS[op].apply(x, axis), mesh)
+  compiled = compiled.lower(x).compile()
   return lambda: compiled(x)
 
 
@@ -187,18 +188,13 @@ def _medians(programs: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
   rounds = np.zeros((repeats + 1, len(programs)))
   for times in rounds:
     for i, run in enumerate(programs):
-      if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("zenjax.planner.measure")
+      multihost_utils.sync_global_devices("zenjax.planner.measure")
       start = time.perf_counter()
       jax.block_until_ready(run())
       times[i] = time.perf_counter() - start
-  seconds = np.median(rounds[1:], axis=0)
-  if jax.process_count() == 1:
-    return seconds
-  # Microseconds, because JAX converts the numbers to float32.
-  scaled = (seconds * 1e6).astype(np.float32)
-  every: Any = multihost_utils.process_allgather(scaled)
-  return np.max(np.asarray(every), axis=0) / 1e6
+  seconds = np.median(rounds[1:], axis=0).astype(np.float32)
+  every: Any = multihost_utils.process_allgather(seconds[None], tiled=True)
+  return np.max(every, axis=0).astype(float)
 
 
 def _on_each(local: Callable, mesh: Mesh, donate: Any = ()) -> Any:

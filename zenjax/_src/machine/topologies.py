@@ -156,16 +156,13 @@ class Topology(checked_json.Document):
     if network is None:
       return host
     between = cls.network(network, hosts, machine, ports=ports)
-    # The devices of a host share its network cards.
-    slow = dataclasses.replace(
-      between.links[0], bandwidth=between.links[0].bandwidth / devices
-    )
-    return dataclasses.replace(
+    pod = dataclasses.replace(
       between,
-      axes=(*between.axes, "device"),
-      sizes=(hosts, devices),
-      links=(slow, link),
+      axes=(*between.axes, *host.axes),
+      sizes=(*between.sizes, *host.sizes),
+      links=(*between.links, *host.links),
     )
+    return pod.with_rate(rates.bits_a_second(network))
 
   @classmethod
   def network(
@@ -198,17 +195,22 @@ class Topology(checked_json.Document):
     """
     bits = rates.bits_a_second(rate)
     checked_json.parse(_Count, ports, _SOURCE, "ports")
-    known = None if machine is None else known_machine(machine)
     words = rates.in_words(bits)
     name = f"{words}, {ports} network card{'s' if ports != 1 else ''} a host"
     source = f"{words}: {_NETWORK}"
+    memory_bytes, work = None, Work()
+    if machine is not None:
+      known = known_machine(machine)
+      memory_bytes, work = known.memory_bytes, _floor(known)
+      name = f"{machine} on {name}"
+      source = f"{source}; {machine}: {known.source}"
     return cls(
       axes=("host",),
       sizes=(hosts,),
-      links=(_network_link(bits, ports, _floor(known) if known else Work()),),
-      memory_bytes=known.memory_bytes if known else None,
-      name=f"{machine} on {name}" if known else name,
-      source=f"{source}; {machine}: {known.source}" if known else source,
+      links=(_network_link(bits, ports, work),),
+      memory_bytes=memory_bytes,
+      name=name,
+      source=source,
       ports=ports,
     )
 
@@ -220,15 +222,10 @@ class Topology(checked_json.Document):
       path: Path of the file.
 
     Raises:
-      ValueError: The file cannot be read, or is not a topology.
+      OSError: The file cannot be read.
+      ValueError: It is not a topology.
     """
-    try:
-      return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-      raise ValueError(
-        f"`path` must be a file of a topology, but {os.fspath(path)!r} is not:"
-        f" {error}"
-      ) from error
+    return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
 
 
 def _floor(known: Machine) -> Work:

@@ -25,15 +25,14 @@ _Way = TypeVar("_Way")
 _MARGIN = 1 - plans.ERROR
 
 
-def seconds(chosen: Iterable[Prediction]) -> float:
+def seconds(predictions: Iterable[Prediction]) -> float:
   """Returns the time of all exchanges; each exchange's latency counts once."""
-  own_s, once_s = 0.0, {}
-  for prediction in chosen:
-    own_s += prediction.seconds - prediction.once_s
-    once_s[prediction.exchange] = max(
-      once_s.get(prediction.exchange, 0), prediction.once_s
-    )
-  return own_s + sum(once_s.values())
+  bytes_and_work_s, latency_s = 0.0, {}
+  for prediction in predictions:
+    bytes_and_work_s += prediction.seconds - prediction.once_s
+    exchange = prediction.exchange
+    latency_s[exchange] = max(latency_s.get(exchange, 0), prediction.once_s)
+  return bytes_and_work_s + sum(latency_s.values())
 
 
 def _raised(prediction: Prediction) -> Prediction:
@@ -51,18 +50,15 @@ def choose(
   leaves: Sequence[Mapping[_Way, Prediction]],
   *,
   limit: float = math.inf,
-  most: int | None = None,
+  most: float = math.inf,
   worth: float = 1.0,
 ) -> list[_Way] | None:
   """Returns the way of each leaf that makes the step shortest.
 
-  If the fastest ways do not fit in memory, some leaves take slower ways.
-
   Args:
     leaves: The ways of each leaf.
     limit: Bytes of memory that all leaves may take together.
-    most: Exchanges that one program can have besides dense sums; None for any
-      number.
+    most: Exchanges that one program can have besides dense sums.
     worth: One more exchange must reduce the time to less than this part.
 
   Returns:
@@ -70,67 +66,56 @@ def choose(
   """
   raised = [{way: _raised(x) for way, x in ways.items()} for ways in leaves]
   names = {x.exchange for ways in raised for x in ways.values()} - {DENSE}
-  sizes = len(names) if most is None else min(most, len(names))
   best, least, used = None, (math.inf, math.inf), 0
-  for size in range(sizes + 1):
-    for some in itertools.combinations(sorted(names), size):
-      # A leaf of a shared exchange pays its bytes and its own work, not the
-      # latency.
-      open_to = [
-        {
-          way: (max(x.seconds - x.once_s, 0.0), x.memory)
-          for way, x in ways.items()
-          if x.exchange in (DENSE, *some)
-        }
+  for size in range(len(names) + 1):
+    for exchanges in itertools.combinations(sorted(names), size):
+      allowed = [
+        {way: x for way, x in ways.items() if x.exchange in (DENSE, *exchanges)}
         for ways in raised
       ]
-      chosen = _within(open_to, limit) if all(open_to) else None
-      if chosen is None:
+      if size > most or not all(allowed):
         continue
-      taken = [ways[way] for ways, way in zip(raised, chosen)]
+      ways = _within(allowed, limit)
+      if ways is None:
+        continue
+      chosen = [of_leaf[way] for of_leaf, way in zip(raised, ways)]
       # A tie goes to the choice with less memory.
-      step = seconds(taken), sum(x.memory for x in taken)
+      step = seconds(chosen), sum(x.memory for x in chosen)
       wanted_s = worth * least[0] if size > used else least[0]
       if step < (wanted_s, least[1]):
-        best, least, used = chosen, step, size
+        best, least, used = ways, step, size
   return best
 
 
-# Sums of memory are rounded up to multiples of this fraction of the limit.
-_BUCKETS = 512
-
-
 def _within(
-  leaves: Sequence[Mapping[_Way, tuple[float, float]]], limit: float
+  leaves: Sequence[Mapping[_Way, Prediction]], limit: float
 ) -> list[_Way] | None:
   """Returns the fastest ways whose memory is within the limit.
 
-  This is a knapsack problem, solved by dynamic programming over the leaves with
-  memory rounded to buckets.
+  While memory is exceeded, it takes the slower way that costs the least time
+  for each byte of the excess that it saves.
   """
-  fastest = [min(own, key=lambda way: own[way]) for own in leaves]
-  if sum(own[way][1] for own, way in zip(leaves, fastest)) <= limit:
-    return fastest
-  leanest = [min(own, key=lambda way: own[way][::-1]) for own in leaves]
-  least = [own[way][1] for own, way in zip(leaves, leanest)]
-  # Buckets count memory above the least possible sum, so that rounding never
-  # rejects a choice that fits.
-  step = (limit - sum(least)) / _BUCKETS
-  if step < 0:
-    return None
-  best: dict[int, tuple[float, list[_Way]]] = {0: (0.0, [])}
-  for own, few in zip(leaves, least):
-    new: dict[int, tuple[float, list[_Way]]] = {}
-    for used, (spent, ways) in best.items():
-      for way, (more_s, memory) in own.items():
-        extra = memory - few
-        at = used + (math.ceil(extra / step) if extra > 0 and step else 0)
-        if at > _BUCKETS or (extra > 0 and not step):
-          continue
-        if at not in new or spent + more_s < new[at][0]:
-          new[at] = spent + more_s, [*ways, way]
-    best = new
-  return min(best.values(), key=lambda x: x[0])[1]
+  # A leaf of a shared exchange pays its bytes and its own work, not latency.
+  seconds = lambda x: max(x.seconds - x.once_s, 0.0)
+  chosen = [
+    min(ways, key=lambda way: (seconds(ways[way]), ways[way].memory))
+    for ways in leaves
+  ]
+  while True:
+    now = [ways[way] for ways, way in zip(leaves, chosen)]
+    excess = sum(x.memory for x in now) - limit
+    if excess <= 0:
+      return chosen
+    swaps = {
+      (i, way): (seconds(x) - seconds(now[i])) / min(saved, excess)
+      for i, ways in enumerate(leaves)
+      for way, x in ways.items()
+      if (saved := now[i].memory - x.memory) > 0
+    }
+    if not swaps:
+      return None
+    leaf, way = min(swaps, key=lambda swap: swaps[swap])
+    chosen[leaf] = way
 
 
 def reason(
@@ -145,16 +130,16 @@ def reason(
     chosen: The chosen way.
     in_words: Returns the name of a way.
   """
-  others = [way for way in ways if way != chosen]
-  if not others:
+  times = {way: x.seconds for way, x in ways.items() if way != chosen}
+  if not times:
     return ""
-  ratio = lambda way: ways[way].seconds / max(ways[chosen].seconds, 1e-12)
-  second = min(others, key=ratio)
-  text = f"{in_words(second)} takes {ratio(second):.3g}x as long"
-  if ratio(second) >= 1:
+  second = min(times, key=lambda way: times[way])
+  ratio = times[second] / max(ways[chosen].seconds, 1e-12)
+  text = f"{in_words(second)} takes {ratio:.3g}x as long"
+  if ratio >= 1:
     return text
   if ways[chosen].exchange != DENSE:
     return f"{text} by itself, but cannot share an exchange with the others"
-  if ratio(second) >= _MARGIN:
+  if ratio >= _MARGIN:
     return f"{text}, within the error of predictions"
   return f"{text} in an exchange of its own"

@@ -1,22 +1,17 @@
-"""Implements `zenjax plan` and `zenjax whatif`, which read a recorded trace.
+"""Implements `zenjax plan`, which reads a recorded trace.
 
 The program exits with status 2 if its input is wrong. It imports JAX only after
 reading the options, so that `--help` is fast.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import itertools
 import pathlib
 from typing import Any
 
+from zenjax._src.core.text import columns
 from zenjax._src.machine import machines
-from zenjax._src.machine import rates
-
-_TURNS_TO = {
-  "plan": "the plan is the better choice",
-  "pmean": "plain pmean is the better choice",
-  "neither": "there is no difference",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,32 +29,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     " zenjax plan --trace DIR --hosts 64 --link 100gbit --machine h100",
   )
   add_command = parser.add_subparsers(required=True, metavar="COMMAND")
-  plan = add_command.add_parser("plan", help="choose how to send gradients")
-  what_if = add_command.add_parser("whatif", help="vary hosts, links, batches")
-  plan.set_defaults(parser=plan, run=_plan)
-  what_if.set_defaults(parser=what_if, run=_what_if)
-  for add in (plan.add_argument, what_if.add_argument):
-    add("--trace", required=True, metavar="DIR", help="directory of the trace")
-    add("--batch", type=_count, default=1, help="multiple of recorded lookups")
-    add("--hosts", type=_count, metavar="N", help="hosts, joined by --link")
-    add("--link", type=_rate, metavar="RATE", help="network card, say 100gbit")
-    add("--ports", type=_count, metavar="N", help="network cards per host")
-    add("--machine", choices=tuple(machines.MACHINES), help="type of devices")
-    add("--devices", type=_count, metavar="N", help="per host, by default 1")
-    add("--topology", metavar="FILE", help="saved Topology, instead of these")
-  told = "time of a step on one device without any exchange"
-  for add, needed in ((plan.add_argument, False), (what_if.add_argument, True)):
-    add(
-      "--compute-seconds", type=_number, default=0.0, required=needed, help=told
-    )
-  plan.add_argument("--wire-dtypes", nargs="+", default=[], metavar="DTYPE")
-  plan.add_argument("--json", type=pathlib.Path, help="file for the plan")
+  plan = add_command.add_parser(
+    "plan",
+    help="choose how to send gradients",
+    description="Prints a plan, or a table of plans if --hosts, --link or"
+    " --batch have several values.",
+  )
+  add = plan.add_argument
+  add("--trace", required=True, metavar="DIR", help="directory of the trace")
+  several: dict[str, Any] = {"nargs": "+", "metavar": "N", "default": [None]}
+  add("--hosts", type=_count, **several, help="hosts, joined by --link")
+  several["metavar"] = "RATE"
+  add("--link", **several, help="network card, say 100gbit")
+  add("--ports", type=_count, metavar="N", help="network cards per host")
+  add("--machine", choices=tuple(machines.MACHINES), help="type of devices")
+  add("--devices", type=_count, metavar="N", help="per host, by default 1")
+  add("--topology", metavar="FILE", help="saved Topology, instead of these")
+  several |= {"metavar": "N", "default": [1]}
+  add("--batch", type=_count, **several, help="multiple of recorded lookups")
+  what = "time of a recorded step without any exchange"
+  add("--compute-seconds", type=_seconds, default=0.0, metavar="S", help=what)
+  add("--wire-dtypes", nargs="+", default=[], metavar="DTYPE")
+  add("--json", type=pathlib.Path, metavar="FILE", help="file for the plan")
   options = parser.parse_args(argv)
   try:
-    for line in options.run(options):
+    for line in _plan(options):
       print(line, flush=True)
   except (OSError, TypeError, ValueError) as error:
-    options.parser.error(str(error))
+    plan.error(str(error))
   return 0
 
 
@@ -69,37 +66,72 @@ def _count(text: str) -> int:
   return int(text)
 
 
-def _rate(text: str) -> float:
-  try:
-    return rates.bits_a_second(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _number(text: str) -> float:
+def _seconds(text: str) -> float:
   if not 0 < float(text) < float("inf"):
     raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
   return float(text)
 
 
-def _topology(options: argparse.Namespace) -> Any:
+def _plan(options: argparse.Namespace) -> Iterator[str]:
+  """Yields lines of text: a plan, or a table of plans."""
+  from zenjax._src.planner import recorded_runs  # Imports JAX.
+  from zenjax._src.planner import traces
+
+  trace = traces.read(options.trace)
+  growths = recorded_runs.growths(trace)
+  cases = list(itertools.product(options.hosts, options.link, options.batch))
+  topologies = [_topology(options, *case[:2]) for case in cases]
+  batches = [batch for *_, batch in cases]
+  plans = [
+    _planned(options, trace, growths, *each)
+    for each in zip(topologies, batches)
+  ]
+  if len(plans) == 1:
+    (plan,) = plans
+    for leaf in plan.leaves:
+      if leaf.rows is not None:
+        union = f"{leaf.union:.0f} on {plan.devices} devices"
+        yield f"{leaf.name}: {leaf.rows:.0f} rows on a device, {union}"
+    yield str(plan)
+    if options.json:
+      options.json.write_text(plan.to_json(), encoding="utf-8")
+  elif options.json:
+    raise ValueError(
+      "--json needs one plan. Give one value of --hosts, --link and --batch."
+    )
+  else:
+    rows: list[tuple[str, ...]] = [
+      ("hosts", "link", "batch", "ms", "pmean ms", "gain", "better")
+    ]
+    for case, plan in zip(cases, plans):
+      words = [str(x or "-") for x in case]
+      ms = [f"{x * 1e3:.4g}" for x in (plan.seconds, plan.dense_seconds)]
+      rows.append((*words, *ms, f"{plan.gain:.2f}x", plan.better))
+    yield from columns(rows)
+  sets = [x.devices * batch for x, batch in zip(topologies, batches)]
+  yield from _notes(trace, topologies[0], max(sets))
+
+
+def _topology(
+  options: argparse.Namespace, hosts: int | None, link: str | None
+) -> Any:
   """Returns the machine that the options specify."""
   from zenjax._src.machine.topologies import Topology  # Imports JAX.
 
-  link, machine, devices = options.link, options.machine, options.devices
+  machine, devices, ports = options.machine, options.devices, options.ports
   if options.topology is not None:
-    if link or machine or devices or options.ports:
+    if link or machine or devices or ports:
       raise ValueError(
         "--topology says all about the machine. Give only --hosts with it."
       )
     topology = Topology.load(options.topology)
-    return topology.with_hosts(options.hosts) if options.hosts else topology
-  hosts, ports = options.hosts or 1, options.ports or 1
+    return topology.with_hosts(hosts) if hosts else topology
+  ports = ports or 1
   if machine and devices:
     return Topology.preset(
-      machine, devices, hosts=hosts, network=link, ports=ports
+      machine, devices, hosts=hosts or 1, network=link, ports=ports
     )
-  if devices or not (link and options.hosts):
+  if devices or not (link and hosts):
     raise ValueError(
       "a machine must be described. Give --link RATE --hosts N, or --machine"
       " NAME --devices N, or all four, or --topology FILE."
@@ -107,122 +139,61 @@ def _topology(options: argparse.Namespace) -> Any:
   return Topology.network(link, hosts, machine, ports=ports)
 
 
-class _Run:
-  """A recorded run, which can be planned for any machine and batch."""
+def _planned(
+  options: argparse.Namespace,
+  trace: Any,
+  growths: Mapping[str, Any],
+  topology: Any,
+  batch: int,
+) -> Any:
+  """Returns the plan for `batch` times the recorded lookups."""
+  from zenjax._src.planner import plan_model  # Imports JAX.
 
-  def __init__(self, directory: str):
-    from zenjax._src.planner import plan_model  # Imports JAX.
-    from zenjax._src.planner import recorded_runs
-    from zenjax._src.planner import traces
-
-    trace = traces.read(directory)
-    self._model, self._leaves = plan_model, trace.header.leaves
-    self._growths = recorded_runs.growths(trace)
-    self._sets = trace.header.devices * trace.steps
-
-  def densities(self, topology: Any, batch: int) -> Mapping[str, Any]:
-    """Returns the densities of each table, by name."""
-    growths = self._growths.items()
-    return {k: growth.profile(topology.devices, batch) for k, growth in growths}
-
-  def plan(self, topology: Any, batch: int, **options: Any) -> Any:
-    """Returns the plan for `batch` times the recorded lookups."""
-    gradients = [
-      self._model.Gradient(x.name, x.shape, self._model.np.dtype(x.dtype), ids)
-      for x in self._leaves
-      for ids in [x.look_ups and x.look_ups * batch]
-    ]
-    question = self._model.Question(
+  gradients = [
+    plan_model.Gradient(
+      leaf.name,
+      leaf.shape,
+      plan_model.np.dtype(leaf.dtype),
+      leaf.look_ups and leaf.look_ups * batch,
+    )
+    for leaf in trace.header.leaves
+  ]
+  return plan_model.answer(
+    plan_model.Question(
       gradients=tuple(gradients),
       topology=topology,
       axes=topology.axes if len(topology.axes) > 1 else ("data",),
-      profiles=self.densities(topology, batch),
-      **options,
+      profiles={
+        name: growth.profile(topology.devices, batch)
+        for name, growth in growths.items()
+      },
+      compute_seconds=options.compute_seconds * batch,
+      wire_dtypes=tuple(options.wire_dtypes),
     )
-    return self._model.answer(question)
-
-  def notes(self, topology: Any, batch: int) -> Iterator[str]:
-    """Yields notes about what the trace or the options leave open."""
-    sets = topology.devices * batch
-    if sets > self._sets:
-      yield (
-        f"note: the trace has {self._sets} row sets per table, but {sets} are"
-        " needed, so unions are upper bounds. Record more steps."
-      )
-    if all(leaf.is_table for leaf in self._leaves):
-      yield (
-        "note: the trace and therefore the plan contain tables only. zen_sync"
-        " refuses the plan if your model has other parameters."
-      )
-    if not any(link.work.move_byte for link in topology.links):
-      yield (
-        "note: the work of the devices is assumed to take no time. Give"
-        " --machine, or a measured --topology, to include it."
-      )
-
-
-def _plan(options: argparse.Namespace) -> Iterator[str]:
-  topology, run = _topology(options), _Run(options.trace)
-  plan = run.plan(
-    topology,
-    options.batch,
-    compute_seconds=options.compute_seconds,
-    wire_dtypes=tuple(options.wire_dtypes),
   )
-  for name, seen in run.densities(topology, options.batch).items():
-    devices = f"{seen.union:.0f} on {topology.devices}"
-    yield f"{name}: {seen.rows:.0f} rows on a device, {devices} devices"
-  yield str(plan)
-  yield from run.notes(topology, options.batch)
-  if options.json:
-    options.json.write_text(plan.to_json(), encoding="utf-8")
 
 
-def _what_if(options: argparse.Namespace) -> Iterator[str]:
-  topology, run, batch = _topology(options), _Run(options.trace), options.batch
+def _notes(trace: Any, topology: Any, needed: int) -> Iterator[str]:
+  """Yields notes about what the trace or the options leave open.
 
-  def plan(machine: Any, batch: int) -> Any:
-    seconds = options.compute_seconds * batch
-    return run.plan(machine, batch, compute_seconds=seconds)
-
-  by_hosts = lambda hosts: plan(topology.with_hosts(hosts), batch)
-  by_rate = lambda bits: plan(topology.with_rate(bits), batch)
-  whole = lambda low, high: (low + high) // 2 if high - low > 1 else None
-  ratio = lambda low, high: (low * high) ** 0.5 if high > 1.02 * low else None
-  bits = (1e9, 10e9, 25e9, 100e9, 400e9)
-  yield f"{topology.devices} devices on {topology.name}, {batch} x batch"
-  yield from _sweep("hosts", (2, 4, 8, 16, 32, 64), str, by_hosts, whole)
-  yield from _sweep("link", bits, rates.in_words, by_rate, ratio)
-  by_batch = lambda times: plan(topology, times)
-  yield from _sweep("batch", (1, 2, 4, 8), str, by_batch, whole)
-  yield "scaling: time of a step without any exchange over its time with it"
-  yield from run.notes(topology, batch)
-
-
-def _sweep(
-  name: str,
-  values: Sequence[Any],
-  shown: Callable[[Any], str],
-  plan_at: Callable[[Any], Any],
-  middle: Callable[[Any, Any], Any],
-) -> Iterator[str]:
-  """Yields a table of plans, and the values at which the choice changes."""
-  from zenjax._src.core.text import columns
-
-  plans = {x: plan_at(x) for x in values}
-  rows: list[tuple[str, ...]] = [
-    (name, "ms", "pmean ms", "scaling", "pmean's", "better")
-  ]
-  for x, plan in plans.items():
-    both = plan.seconds, plan.dense_seconds
-    times = [f"{s * 1e3:.4g}" for s in both]
-    scaling = [f"{plan.compute_seconds / s:.3f}" for s in both]
-    rows.append((shown(x), *times, *scaling, plan.better))
-  yield from ["", *columns(rows)]
-  better = plans[values[0]].better
-  yield f"from {shown(values[0])} on {_TURNS_TO[better]}"
-  for low, high in zip(values, values[1:]):
-    if (better := plans[low].better) != plans[high].better:
-      while (x := middle(low, high)) is not None:
-        low, high = (x, high) if plan_at(x).better == better else (low, x)
-      yield f"from {shown(high)} on {_TURNS_TO[plan_at(high).better]}"
+  Args:
+    trace: The trace.
+    topology: The machine.
+    needed: How many row sets the union of all devices consists of.
+  """
+  recorded = trace.header.devices * trace.steps
+  if needed > recorded:
+    yield (
+      f"note: the trace has {recorded} row sets per table, but {needed} are"
+      " needed, so unions are upper bounds. Record more steps."
+    )
+  if all(leaf.is_table for leaf in trace.header.leaves):
+    yield (
+      "note: the trace and therefore the plan contain tables only. zen_sync"
+      " refuses the plan if your model has other parameters."
+    )
+  if not any(link.work.move_byte for link in topology.links):
+    yield (
+      "note: the work of the devices is assumed to take no time. Give"
+      " --machine, or a measured --topology, to include it."
+    )

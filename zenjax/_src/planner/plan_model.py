@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import arguments
+from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.wire import has_range_of
 from zenjax._src.machine import cost
+from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
-from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
 from zenjax._src.planner import recorded_runs
@@ -42,6 +43,21 @@ class Gradient(NamedTuple):
   dtype: np.dtype
   look_ups: int | None  # Rows in a device's SparseRows; None for an array.
 
+  @property
+  def table(self) -> Table:
+    """The gradient as the table that schemes see."""
+    leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
+    rows, width = leaf_util.table_shape(leaf, "row")
+    dtype = jnp.dtype(self.dtype)
+    return Table(
+      name=self.name,
+      num_rows=rows,
+      width=width,
+      dtype=dtype,
+      wire_dtype=dtype,
+      look_ups=self.look_ups,
+    )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -51,17 +67,17 @@ class Question:
     gradients: The gradient of each leaf.
     topology: The machine.
     axes: A name for each level of the topology.
-    profiles: Densities by leaf name.
+    profiles: Densities that are known, by leaf name.
     compute_seconds: Time of a step without any exchange.
     wire_dtypes: Names of dtypes that rows may be rounded to.
     capacities: Buffer sizes that the user gave, by leaf name.
-    memory_bytes: Limit on the buffers of a leaf; None for no limit.
+    memory_bytes: Limit on memory; None for no limit.
   """
 
   gradients: tuple[Gradient, ...]
   topology: Topology
   axes: tuple[str, ...]
-  profiles: Mapping[str, Profile] = dataclasses.field(default_factory=dict)
+  profiles: Mapping[str, Profile]
   compute_seconds: float = 0.0
   wire_dtypes: tuple[str, ...] = ()
   capacities: Mapping[str, tuple[int, int]] = dataclasses.field(
@@ -70,19 +86,17 @@ class Question:
   memory_bytes: float | None = None
 
   @property
-  def context(self) -> Context:
-    """The context of an exchange over all axes."""
-    return Context(axes=self.axes, sizes=self.topology.sizes, mean=True)
-
-  @property
-  def links(self) -> dict[str, Link]:
-    """The link along each axis."""
-    return dict(zip(self.axes, self.topology.links))
+  def model(self) -> CostModel:
+    """The cost model of the machine."""
+    return CostModel(
+      Context(axes=self.axes, sizes=self.topology.sizes, mean=True),
+      dict(zip(self.axes, self.topology.links)),
+    )
 
   def profile(self, gradient: Gradient) -> Profile:
-    """Returns measured densities, or else the densities of a vocabulary."""
+    """Returns known densities, or else the densities of a vocabulary."""
     known = self.profiles.get(gradient.name)
-    return known or cost.assumed(table_of(gradient), self.topology.devices)
+    return known or cost.assumed(gradient.table, self.topology.devices)
 
 
 def plan(
@@ -152,61 +166,149 @@ def plan(
     >>> plan.leaves[0].dense_seconds / plan.leaves[0].seconds > 10
     True
   """
-  axes = arguments.axes(axis_name)
-  check(axes, topology, memory_bytes)
-  if not 0 <= arguments.number("compute_seconds", compute_seconds) < math.inf:
+  question = ask(
+    value_and_grad,
+    args,
+    topology=topology,
+    axis_name=axis_name,
+    profile=profile,
+    trace=trace,
+    memory_bytes=memory_bytes,
+  )
+  compute_seconds = arguments.number("compute_seconds", compute_seconds)
+  if not 0 <= compute_seconds < math.inf:
     raise ValueError(
       "`compute_seconds` must be a finite time of 0 or more, got"
       f" {compute_seconds!r}. Give the seconds of a step without any exchange."
     )
-  leaf_gradients = gradients(value_and_grad, *args)
-  known = densities(profile, trace, leaf_gradients, topology.devices)
   pins = arguments.pins(capacities)
-  _check_names(leaf_gradients, pins, "capacities")
-  used = _used_whole(value_and_grad, leaf_gradients, topology.devices)
+  check_names("capacities", pins, [g.name for g in question.gradients])
   return answer(
-    Question(
-      gradients=tuple(leaf_gradients),
-      topology=topology,
-      axes=axes,
-      profiles=used | known,
-      compute_seconds=float(compute_seconds),
+    dataclasses.replace(
+      question,
+      compute_seconds=compute_seconds,
       wire_dtypes=_wires(wire_dtypes),
       capacities=pins,
-      memory_bytes=None if memory_bytes is None else float(memory_bytes),
     )
   )
 
 
-def gradients(value_and_grad: Callable[..., Any], *args: Any) -> list[Gradient]:
-  """Traces a function, and returns its gradients.
+# --- the question -------------------------------------------------------------
 
-  Raises:
-    TypeError: The function does not return a pair.
-    ValueError: It returns no gradients.
+
+def ask(
+  value_and_grad: Callable[..., Any],
+  args: Sequence[Any],
+  *,
+  topology: Topology,
+  axis_name: AxisName,
+  profile: Mapping[str, Profile] | None = None,
+  trace: str | os.PathLike | None = None,
+  memory_bytes: float | None = None,
+) -> Question:
+  """Traces a program, and checks what both kinds of plans are given.
+
+  The arguments are described at `plan`.
   """
+  axes = arguments.axes(axis_name)
+  if not isinstance(topology, Topology):
+    raise TypeError(
+      "`topology` must be a zenjax.planner.Topology, got"
+      f" {type(topology).__name__}. Make one with"
+      ' `zenjax.planner.Topology.network("25 Gbit/s", hosts)`.'
+    )
+  if len(axes) != len(topology.axes):
+    raise ValueError(
+      "`axis_name` must name one axis for each level of the topology,"
+      f" {topology.axes}, got {axes}."
+    )
+  if memory_bytes is not None:
+    memory_bytes = arguments.number("memory_bytes", memory_bytes)
+    if memory_bytes <= 0:
+      raise ValueError(f"`memory_bytes` must be positive, got {memory_bytes}.")
+  gradients = _gradients(value_and_grad, args)
+  rows = {g.name: g.table.num_rows for g in gradients}
+  if trace is not None:
+    if profile is not None:
+      raise ValueError(
+        "`trace` and `profile` cannot be given together, because both contain"
+        " densities. Leave one out."
+      )
+    profile = recorded_runs.profiles(trace, rows, topology.devices)
+  known = {} if profile is None else profile
+  if not isinstance(known, Mapping) or not all(
+    isinstance(x, Profile) for x in known.values()
+  ):
+    raise TypeError(
+      "`profile` must map parameter names to a `zenjax.planner.Profile`, got"
+      f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
+    )
+  check_names("profile", known, list(rows))
+  # An array from zenjax's `value_and_grad` shows that the loss uses a table
+  # other than by lookups, as a tied softmax does. Such a use touches all rows.
+  # `jax.value_and_grad` returns arrays for all parameters, which shows nothing.
+  whole = {}
+  if getattr(value_and_grad, "gives_rows", False) or any(
+    g.look_ups is not None for g in gradients
+  ):
+    for gradient in gradients:
+      if gradient.look_ups is None and gradient.shape:
+        n = rows[gradient.name]
+        whole[gradient.name] = Profile(
+          rows=n, fullest=n, union=n, devices=topology.devices
+        )
+  return Question(
+    gradients=gradients,
+    topology=topology,
+    axes=axes,
+    profiles=whole | dict(known),
+    memory_bytes=memory_bytes,
+  )
+
+
+def _gradients(
+  value_and_grad: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Gradient, ...]:
+  """Traces a function, and returns its gradients."""
   shape = jax.eval_shape(value_and_grad, *args)
   if not isinstance(shape, tuple) or len(shape) != 2:
     raise TypeError(
       "`value_and_grad` must return a pair (value, gradients), got"
-      f" {type(shape).__name__}. Pass `zenjax.value_and_grad(loss)` or"
-      " `jax.value_and_grad(loss)`."
+      f" {type(shape).__name__}. Pass `zenjax.value_and_grad(loss)`."
     )
-  named = leaf_util.named_leaves(shape[1], is_rows)
-  if not named:
-    raise ValueError(
-      "`value_and_grad` must return gradients, got an empty tree. Pass the"
-      " parameters as its first argument."
-    )
-  return [
+  return tuple(
     Gradient(
       name,
       tuple(leaf.shape),
       np.dtype(leaf.dtype),
       leaf.capacity if is_rows(leaf) else None,
     )
-    for name, leaf in named
-  ]
+    for name, leaf in leaf_util.named_leaves(shape[1], is_rows)
+  )
+
+
+def check_names(
+  argument: str,
+  given: Iterable[str],
+  names: Sequence[str],
+  things: str = "parameters of the model",
+) -> None:
+  """Raises ValueError unless `given` are among `names`."""
+  if unknown := sorted(set(given) - set(names)):
+    raise ValueError(
+      f"`{argument}` must name {things}, got {unknown}. Choose from"
+      f" {list(names)}."
+    )
+
+
+def _wires(dtypes: Any) -> tuple[str, ...]:
+  if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
+    raise TypeError(
+      "`wire_dtypes` must be a sequence of floating dtypes, got"
+      f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
+    )
+  wires = [arguments.wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
+  return tuple(jnp.dtype(wire).name for wire in wires)
 
 
 # --- the choice ---------------------------------------------------------------
@@ -220,8 +322,7 @@ def answer(question: Question) -> Plan:
     for gradient, ways in zip(question.gradients, predicted)
   ]
   chosen = choice.choose(fitting)
-  if chosen is None:
-    raise AssertionError("Internal error, please report: no way fits.")
+  assert chosen is not None  # Memory has no limit here.
   return planned(question, predicted, chosen)
 
 
@@ -235,12 +336,13 @@ def planned(
   leaves = []
   for gradient, ways, way in zip(question.gradients, predicted, chosen):
     profile = question.profiles.get(gradient.name)
-    union = None
-    if profile is not None:
-      union = profile.union_of(question.topology.devices)
-      union = float(min(union, rows_of(gradient)))
+    rows = union = None
     reason = choice.reason(ways, way, _in_words)
-    if reason and profile is None:
+    if profile is not None:
+      rows = float(profile.rows)
+      union = profile.union_of(question.topology.devices)
+      union = float(min(union, gradient.table.num_rows))
+    elif reason:
       reason += ", densities assumed"
     leaves.append(
       LeafPlan(
@@ -251,11 +353,11 @@ def planned(
         group=schemes.index(way.scheme),
         column_groups=way.column_groups,
         wire_dtype=way.wire_dtype,
-        capacities=_capacities(question, gradient, ways[way]),
+        capacities=_capacities(question, gradient, ways[way].sizes),
         seconds=ways[way].seconds,
         dense_seconds=ways[PMEAN].seconds,
         wire_bytes=ways[way].received,
-        rows=None if profile is None else float(profile.rows),
+        rows=rows,
         union=union,
         reason=reason,
       )
@@ -278,41 +380,21 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
   """Predicts every way of every gradient; gradients of non-tables have one."""
   predicted = []
   for gradient in question.gradients:
-    given = table_of(gradient), question.profile(gradient)
-    machine = question.context, question.links
+    table, profile = gradient.table, question.profile(gradient)
     leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
     is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
     if question.topology.devices == 1 or not is_table:
-      predicted.append({PMEAN: cost.predict(PMEAN, *given, *machine)})
-      continue
-    narrower = [
-      name
-      for name in question.wire_dtypes
-      if jnp.dtype(name).itemsize < gradient.dtype.itemsize
-      and has_range_of(jnp.dtype(name), gradient.dtype)
-    ]
-    predicted.append(cost.predictions(*given, *machine, narrower))
+      ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
+    else:
+      narrower = [
+        name
+        for name in question.wire_dtypes
+        if jnp.dtype(name).itemsize < gradient.dtype.itemsize
+        and has_range_of(jnp.dtype(name), gradient.dtype)
+      ]
+      ways = question.model.of_ways(table, profile, narrower)
+    predicted.append(ways)
   return predicted
-
-
-def table_of(gradient: Gradient) -> Table:
-  """Returns a gradient as the table that schemes see."""
-  leaf: Any = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-  rows, width = leaf_util.table_shape(leaf, "row")
-  dtype = jnp.dtype(gradient.dtype)
-  return Table(
-    name=gradient.name,
-    num_rows=rows,
-    width=width,
-    dtype=dtype,
-    wire_dtype=dtype,
-    look_ups=gradient.look_ups,
-  )
-
-
-def rows_of(gradient: Gradient) -> int:
-  """Returns the number of rows of a gradient, as `zen_sync` counts them."""
-  return table_of(gradient).num_rows
 
 
 def _fitting(
@@ -326,24 +408,23 @@ def _fitting(
     least = min(x.memory for x in ways.values())
     raise ValueError(
       f"`memory_bytes` must hold the buffers for parameter {name!r}, at least"
-      f" {least / 1e6:.1f} MB, got {limit / 1e6:.1f} MB. Shard that table by"
-      " `zenjax.tables.shard`, or raise the limit."
+      f" {text.size(least)}, got {text.size(limit)}. Raise the limit, or shard"
+      " the table with `zenjax.tables.shard`."
     )
   return fitting
 
 
 def _capacities(
-  question: Question, gradient: Gradient, chosen: Prediction
+  question: Question, gradient: Gradient, sizes: tuple[float, float] | None
 ) -> tuple[int, int] | None:
   """Returns buffer sizes: given ones, or predictions from measured rows."""
   given = question.capacities.get(gradient.name)
-  counted = gradient.name in question.profiles
-  if chosen.sizes is None or given or not counted:
-    return given if chosen.sizes else None
-  most = rows_of(gradient)
-  push, pull = (
-    min(max(math.ceil(size * _SPARE), 1), most) for size in chosen.sizes
-  )
+  if sizes is None:
+    return None
+  if given or gradient.name not in question.profiles:
+    return given
+  rows = gradient.table.num_rows
+  push, pull = (min(max(math.ceil(x * _SPARE), 1), rows) for x in sizes)
   # If all devices have the same rows, the allowance for chance can make push
   # larger than pull.
   return push, max(push, pull)
@@ -351,108 +432,3 @@ def _capacities(
 
 def _in_words(way: Way) -> str:
   return "pmean" if way == PMEAN else plans.in_words(*way)
-
-
-# --- arguments ----------------------------------------------------------------
-
-
-def densities(
-  profile: Mapping[str, Profile] | None,
-  trace: str | os.PathLike | None,
-  gradients: Sequence[Gradient],
-  devices: int,
-) -> dict[str, Profile]:
-  """Returns the densities of a profile or a trace, by leaf name.
-
-  Raises:
-    TypeError: `profile` is not a mapping of profiles.
-    ValueError: Both are given, or one names an unknown leaf.
-  """
-  if trace is not None:
-    if profile is not None:
-      raise ValueError(
-        "`trace` and `profile` cannot be given together, because both contain"
-        " densities. Leave one out."
-      )
-    rows = {g.name: rows_of(g) for g in gradients}
-    profile = recorded_runs.profiles(trace, rows, devices)
-  is_profile = lambda x: isinstance(x, Profile)
-  if profile is not None and not (
-    isinstance(profile, Mapping) and all(map(is_profile, profile.values()))
-  ):
-    raise TypeError(
-      "`profile` must map parameter names to a `zenjax.planner.Profile`, got"
-      f" {profile!r}. Pass the result of `zenjax.planner.profile(state)`."
-    )
-  _check_names(gradients, profile, "profile")
-  return dict(profile or {})
-
-
-def _used_whole(
-  value_and_grad: Callable[..., Any],
-  gradients: Sequence[Gradient],
-  devices: int,
-) -> dict[str, Profile]:
-  """Returns densities of tables that the loss uses other than by lookups.
-
-  A tied softmax, for example, touches all rows. An array from zenjax's
-  `value_and_grad` shows such a use. Arrays from `jax.value_and_grad` show
-  nothing, because that function returns arrays for all parameters.
-  """
-  listed = any(gradient.look_ups is not None for gradient in gradients)
-  if not listed and not getattr(value_and_grad, "gives_rows", False):
-    return {}
-  profiles = {}
-  for gradient in gradients:
-    if gradient.look_ups is None and gradient.shape:
-      rows = rows_of(gradient)
-      profiles[gradient.name] = Profile(
-        rows=rows, fullest=rows, union=rows, devices=devices
-      )
-  return profiles
-
-
-def check(
-  axes: Sequence[str], topology: Any, memory_bytes: float | None
-) -> None:
-  """Raises TypeError or ValueError if an argument of a plan is wrong."""
-  if not isinstance(topology, Topology):
-    raise TypeError(
-      "`topology` must be a zenjax.planner.Topology, got"
-      f" {type(topology).__name__}. Pass `zenjax.planner.Topology.preset(..)`,"
-      " or the result of `zenjax.planner.measure_links`."
-    )
-  if len(axes) != len(topology.axes):
-    raise ValueError(
-      "`axis_name` must have one axis for every level of the topology, got"
-      f" {tuple(axes)}. The levels are {topology.axes}, the slowest first."
-    )
-  if memory_bytes is not None and not (
-    arguments.number("memory_bytes", memory_bytes) > 0
-  ):
-    raise ValueError(
-      f"`memory_bytes` must be positive, got {memory_bytes!r}. Leave it out for"
-      " the default."
-    )
-
-
-def _wires(dtypes: Any) -> tuple[str, ...]:
-  if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
-    raise TypeError(
-      "`wire_dtypes` must be a sequence of floating dtypes, got"
-      f" {dtypes!r}. Give (jnp.bfloat16,) for one dtype."
-    )
-  wires = [arguments.wire_dtype("wire_dtypes", dtype) for dtype in dtypes]
-  return tuple(jnp.dtype(wire).name for wire in wires)
-
-
-def _check_names(
-  gradients: Sequence[Gradient], given: Mapping[str, Any] | None, argument: str
-) -> None:
-  known = [gradient.name for gradient in gradients]
-  unknown = sorted(set(given or ()) - set(known))
-  if unknown:
-    raise ValueError(
-      f"`{argument}` must name parameters of the model, got {unknown}. The"
-      f" parameters are {known}. Was it recorded with another model?"
-    )

@@ -34,6 +34,7 @@ from zenjax._src.training.returned import RowSets
 from zenjax.kernels import reference
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Recorder:
   """Writes the first steps of a run as a trace.
 
@@ -41,7 +42,7 @@ class Recorder:
   `write` after it, as long as `wants_more` is true.
 
   Attributes:
-    tables: The tables whose rows are recorded.
+    written: Number of steps that were written.
 
   Example:
     >>> import tempfile
@@ -50,33 +51,26 @@ class Recorder:
     >>> with tempfile.TemporaryDirectory() as directory:
     ...   recorder = zenjax.planner.record(directory, params, steps=2)
     ...   [t.name for t in recorder.tables], recorder.wants_more
-    ...   recorder.close()
     (['embed'], True)
-    0
   """
 
-  def __init__(
-    self,
-    directory: str | os.PathLike,
-    params: Any,
-    leaves: Sequence[traces.LeafInfo],
-    steps: int,
-    axes: Axes,
-    mesh: Mesh | None,
-  ):
-    traces.check_free(directory)
-    self.tables = [leaf for leaf in leaves if leaf.is_table]
-    self._directory, self._leaves = directory, leaves
-    self._look_ups: dict[str, int] = {}
-    self._steps, self._done = steps, 0
-    self._axes = axes
-    self._mesh = mesh or collectives.mesh_around(axes, params, None)
-    self._header: traces.Header | None = None
+  _directory: str | os.PathLike
+  _leaves: Sequence[traces.LeafInfo]
+  _steps: int
+  _axes: Axes
+  _mesh: Mesh | None
+  _look_ups: dict[str, int] = dataclasses.field(default_factory=dict)
+  written: int = 0
+
+  @property
+  def tables(self) -> list[traces.LeafInfo]:
+    """The tables whose rows are recorded."""
+    return [leaf for leaf in self._leaves if leaf.is_table]
 
   @property
   def wants_more(self) -> bool:
     """True until the requested number of steps has been written."""
-    return self._done < self._steps
+    return self.written < self._steps
 
   def rows(self, grads: Any) -> RowSets:
     """Packs one bit for each row of the gradients of tables.
@@ -99,48 +93,43 @@ class Recorder:
     """
     leaves = dict(leaf_util.named_leaves(grads, is_rows))
     leaves = {table.name: leaves[table.name] for table in self.tables}
-    mesh, n = self._around(leaves)
+    # In plain jit, gradients of all devices. Inside `shard_map`, there is no
+    # mesh around, and gradients are local.
+    mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
+    n = math.prod(mesh.shape[axis] for axis in self._axes) if mesh else 1
+    if mesh is None and jax.device_count() > 1:
+      self._require_mapped()
     for name, leaf in leaves.items():
       if isinstance(leaf, SparseRows):
         self._look_ups[name] = -(-leaf.capacity // n)
-    if n == 1:
+    if mesh is None or n == 1:
       return _nonzero_rows(leaves)
-    arrays = [name for name, leaf in leaves.items() if not is_rows(leaf)]
-    if arrays:
+    if arrays := [name for name, leaf in leaves.items() if not is_rows(leaf)]:
       raise ValueError(
         "`grads` must hold SparseRows of tables in plain jit, but the gradients"
         f" of {arrays} are arrays, which XLA has already summed over devices."
-        " Take gradients with `zenjax.value_and_grad`, or record inside"
-        " `shard_map`."
+        " Take gradients with `zenjax.value_and_grad`."
       )
     split = PartitionSpec(self._axes)
     given = {name: filled_up(leaf, n) for name, leaf in leaves.items()}
     if set(self._axes) & compat.explicit_of(mesh):
-      place = lambda x: jax.sharding.reshard(x, NamedSharding(mesh, split))
-      given = jax.tree.map(place, given)
+      over_devices = NamedSharding(mesh, split)
+      given = jax.tree.map(
+        lambda x: jax.sharding.reshard(x, over_devices), given
+      )
     mapped = jax.shard_map(
       _nonzero_rows, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
     )
     return mapped(given)
 
-  def _around(self, leaves: Any) -> tuple[Any, int]:
-    """Returns the mesh and the number of devices that gradients come from.
-
-    Inside `shard_map`, gradients are local: the result is None and 1.
-    """
-    mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
-    if mesh is not None:
-      return mesh, math.prod(mesh.shape[axis] for axis in self._axes)
+  def _require_mapped(self) -> None:
     try:
       collectives.size(self._axes)
     except NameError as error:
-      if jax.device_count() > 1:
-        raise ValueError(
-          f"`axis_name` must name axes of a mesh or of shard_map, but"
-          f" {self._axes!r} are neither. Give `zenjax.planner.record` the axes"
-          " of the batch as `axis_name=`. In plain jit, give it `mesh=` too."
-        ) from error
-    return None, 1
+      raise ValueError(
+        "`axis_name` of `record` must name axes of shard_map, or of a mesh, got"
+        f" {self._axes}. In plain jit, give `record` the `mesh=`, too."
+      ) from error
 
   def write(self, packed: Mapping[str, jax.Array]) -> None:
     """Writes one step of the trace.
@@ -160,29 +149,19 @@ class Recorder:
       )
     bits = [_on_host(packed[t.name]) for t in self.tables]
     if jax.process_index() == 0:
-      if self._header is None:
-        leaves = [
-          dataclasses.replace(x, look_ups=self._look_ups.get(x.name))
-          for x in self._leaves
-        ]
-        self._header = traces.Header(leaves=tuple(leaves), devices=len(bits[0]))
-        traces.create(self._directory, self._header)
+      leaves = [
+        dataclasses.replace(leaf, look_ups=self._look_ups.get(leaf.name))
+        for leaf in self._leaves
+      ]
+      header = traces.Header(leaves=tuple(leaves), devices=len(bits[0]))
+      if not self.written:
+        traces.create(self._directory, header)
       sets = [
         [np.flatnonzero(np.unpackbits(x, count=table.rows)) for x in each]
         for table, each in zip(self.tables, bits)
       ]
-      traces.write_step(self._directory, self._header, self._done, sets)
-    self._done += 1
-
-  def close(self) -> int:
-    """Returns the number of steps that were written."""
-    return self._done
-
-  def __enter__(self) -> "Recorder":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()
+      traces.write_step(self._directory, header, self.written, sets)
+    self.written += 1
 
 
 def record(
@@ -212,7 +191,7 @@ def record(
       of `params`.
 
   Returns:
-    A `Recorder`, which is also a context manager.
+    A `Recorder`.
 
   Raises:
     ValueError: `directory` is not empty, or `params` has no table.
@@ -224,24 +203,29 @@ def record(
     >>> params = {"embed": jnp.zeros((4096, 16)), "bias": jnp.zeros(16)}
     >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...   with zenjax.planner.record(directory, params, steps=1) as recorder:
-    ...     seen = jax.shard_map(
-    ...       lambda ids: recorder.rows(
-    ...         {"embed": params["embed"].at[ids].set(1.0), "bias": None}
-    ...       ),
-    ...       mesh=mesh, in_specs=P("data"), out_specs=P("data"),
-    ...     )(jnp.array([3, 5, 3, 7]))
-    ...     recorder.write(seen)
+    ...   recorder = zenjax.planner.record(directory, params, steps=1)
+    ...   touched = jax.shard_map(
+    ...     lambda ids: recorder.rows(
+    ...       {"embed": params["embed"].at[ids].set(1.0), "bias": None}
+    ...     ),
+    ...     mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+    ...   )(jnp.array([3, 5, 3, 7]))
+    ...   recorder.write(touched)
     ...   trace = zenjax.planner.traces.read(directory)
     ...   [s.tolist() for s in trace.sets["embed"][0]]
     [[3, 5], [3, 7]]
   """
   if not isinstance(steps, int) or steps < 1:
     raise ValueError(f"`steps` must be a positive integer, got {steps!r}.")
+  traces.check_free(directory)
   axes = arguments.axes(axis_name)
-  chosen = jax.eval_shape(
-    zen_sync.zen_sync(axes, sparse=sparse).init, params
-  ).leaves
+  tx = zen_sync.zen_sync(axes, sparse=sparse)
+  chosen = jax.eval_shape(tx.init, params).leaves
+  if not chosen:
+    raise ValueError(
+      "`params` must hold a table that zen_sync sends sparsely, but all"
+      " parameters are too small or too wide. Choose tables with `sparse=`."
+    )
   leaves = [
     traces.LeafInfo(
       name=name,
@@ -251,12 +235,8 @@ def record(
     )
     for name, leaf in leaf_util.named_leaves(params)
   ]
-  if not chosen:
-    raise ValueError(
-      "`params` must hold a table that zen_sync sends sparsely, but all"
-      " parameters are too small or too wide. Choose tables with `sparse=`."
-    )
-  return Recorder(directory, params, leaves, steps, axes, mesh)
+  mesh = mesh or collectives.mesh_around(axes, params, None)
+  return Recorder(directory, leaves, steps, axes, mesh)
 
 
 def _nonzero_rows(leaves: Mapping[str, jax.Array | SparseRows]) -> RowSets:

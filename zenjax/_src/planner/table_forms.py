@@ -13,21 +13,15 @@
 Letters: `R` rows, `D` columns, `n` devices, `K` lookups of a device.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import math
-from typing import NamedTuple
 
 from zenjax._src.core.partition import Layout
-from zenjax._src.machine import cost
-from zenjax._src.machine import link_models
+from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.cost import Way
-from zenjax._src.machine.link_models import Links
 from zenjax._src.planner.plan_model import Gradient
-from zenjax._src.planner.plan_model import rows_of
-from zenjax._src.planner.plan_model import table_of
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
@@ -47,24 +41,23 @@ OF_ARRAYS = (REPLICATED, XLA)
 OF_OWNERS = (ZERO1, SHARDED)
 
 
-class Table(NamedTuple):
-  """A table that a loss looks up rows of, with its densities and its state."""
-
-  gradient: Gradient
-  profile: Profile
-  state_row: float  # Bytes of the optimizer's state for one row.
-
-
 def costs(
-  table: Table, context: Context, links: Links
+  gradient: Gradient, profile: Profile, state_row: float, model: CostModel
 ) -> dict[str, Prediction]:
-  """Predicts the costs of a table in each form that it can have."""
-  gradient, profile, state_row = table
+  """Predicts the costs of a table in each form that it can have.
+
+  Args:
+    gradient: The gradient of the table.
+    profile: Its densities.
+    state_row: Bytes of the optimizer's state for one row.
+    model: The cost model of the machine.
+  """
+  context, work = model.context, model.work
   n, last = context.devices, context.sizes[-1]
-  rows, row = rows_of(gradient), gradient.shape[-1] * gradient.dtype.itemsize
+  rows = gradient.table.num_rows
+  row = gradient.shape[-1] * gradient.dtype.itemsize
   # Without a number of lookups, each touched row counts as one.
   look_ups = float(gradient.look_ups or profile.rows)
-  work = link_models.of_axis(context.axes[-1], links).work
   whole = rows * (row + state_row)
   # An optimizer reads and writes rows and state, and it reads the gradient.
   step_row = 3 * row + 2 * state_row
@@ -72,28 +65,22 @@ def costs(
   # The gradient's array is filled with zeros, and all of it is read.
   sweep = rows * (step_row + 2 * row) * work.mask_byte
   union = min(profile.union_of(n), rows)
-
-  def made(
-    form: str, messages: Sequence[Message], local_s: float, memory: float
-  ) -> Prediction:
-    return cost.of_messages(
-      form, messages, context, links, local_s=local_s, memory=memory
-    )
-
   # XLA makes one collective for each array, so arrays do not share latency.
   apart = lambda prediction: dataclasses.replace(prediction, once_s=0.0)
-  dense = Message("all_reduce", context.axes, rows * row / 4)
-  zen = cost.predict(Way("zen"), table_of(gradient), profile, context, links)
+  dense = model.of_messages(
+    DENSE,
+    [Message("all_reduce", context.axes, rows * row / 4)],
+    local_s=sweep,
+    memory=whole + 2 * rows * row,
+  )
+  zen = model.of_way(Way("zen"), gradient.table, profile)
   sparse = dataclasses.replace(
     zen,
     exchange=ROWS,
     seconds=zen.seconds + moved(union, step_row),
     memory=whole + 2 * zen.received,
   )
-  by_form = {
-    REPLICATED: apart(made(DENSE, [dense], sweep, whole + 2 * rows * row)),
-    ROWS: sparse,
-  }
+  by_form = {REPLICATED: apart(dense), ROWS: sparse}
   if len(context.axes) == 1:
     slots = Layout(num_rows=rows, groups=n).slots
     by_form[ZERO1] = dataclasses.replace(
@@ -107,22 +94,24 @@ def costs(
   if rows % n == 0:  # Otherwise XLA cannot shard the table.
     batch = n * look_ups
     by_form[XLA] = apart(
-      made(
+      model.of_messages(
         XLA,
         _by_xla(look_ups, row, context),
-        sweep / n + moved(2 * batch, row),
-        (whole + rows * row) / n + 2 * batch * row,
+        local_s=sweep / n + moved(2 * batch, row),
+        memory=(whole + rows * row) / n + 2 * batch * row,
       )
     )
   if last > 1:
     messages = _by_owners(gradient, look_ups, profile, context)
     words = sum(m.words for m in messages)
     pushed = min(profile.union_of(last), rows) / last
-    by_form[SHARDED] = made(
+    slots = Layout(num_rows=rows, groups=last).slots
+    by_form[SHARDED] = model.of_messages(
       SHARDED,
       messages,
-      moved(words * 4 / max(row, 1) + look_ups, row) + moved(pushed, step_row),
-      Layout(num_rows=rows, groups=last).slots * (row + state_row) + 16 * words,
+      local_s=moved(words * 4 / max(row, 1) + look_ups, row)
+      + moved(pushed, step_row),
+      memory=slots * (row + state_row) + 16 * words,
     )
   return by_form
 
@@ -155,15 +144,13 @@ def _by_owners(
   rows, width = gradient.shape
   *others, last = context.axes
   n = context.sizes[-1]
-  layout, fullest = Layout(num_rows=rows, groups=n), profile.fullest
-  fullest = min(fullest, look_ups)
-  most = min(buffer_sizes.fullest(fullest, n, n * n), layout.slots)
-  ids, brought, pushed = map(
-    float,
-    fetch.words_of_step(
-      math.ceil(look_ups), most, layout, width, gradient.dtype
-    ),
+  layout = Layout(num_rows=rows, groups=n)
+  touched = min(profile.fullest, look_ups)
+  most = min(buffer_sizes.fullest(touched, n, n * n), layout.slots)
+  words = fetch.words_of_step(
+    math.ceil(look_ups), most, layout, width, gradient.dtype
   )
+  ids, brought, pushed = map(float, words)
   messages = [
     Message("all_to_all", (last,), ids),
     Message("all_reduce", context.axes, 1.0),  # The number of rounds.

@@ -1,6 +1,6 @@
 """Chooses whether each table is replicated or sharded."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
 import os
@@ -17,7 +17,6 @@ from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
 from zenjax._src.gradients import value_and_grad as row_gradients
-from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
@@ -25,14 +24,12 @@ from zenjax._src.planner import plan_model
 from zenjax._src.planner import table_forms
 from zenjax._src.planner import table_program
 from zenjax._src.planner.optimizer_facts import Optimizer
-from zenjax._src.planner.plan_model import Question
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
 from zenjax._src.planner.table_program import Program
 from zenjax._src.rows import leaf_util
 
-_REMEDY = "make a new plan with `zenjax.planner.plan_tables`"
 # The default limit is this part of a device's memory: activations and the
 # compiler's buffers need the rest.
 _USABLE = 0.75
@@ -115,7 +112,9 @@ class TablePlan(checked_json.Document):
   clip_norm: float | None = None
 
   _VERSION: ClassVar[tuple[str, int]] = "zenjax_table_plan", 2
-  _SOURCE: ClassVar[Source] = Source("the table plan", _REMEDY)
+  _SOURCE: ClassVar[Source] = Source(
+    "the table plan", "make a new plan with `zenjax.planner.plan_tables`"
+  )
 
   @property
   def by_name(self) -> dict[str, TableForm]:
@@ -128,7 +127,20 @@ class TablePlan(checked_json.Document):
     return self.rest_bytes + sum(table.memory_bytes for table in self.tables)
 
   def __str__(self) -> str:
-    return _text(self)
+    axes = " x ".join(f"{name} {n}" for name, n in self.mesh)
+    machine = f" on {self.machine}" if self.machine else ""
+    devices = math.prod(n for _, n in self.mesh)
+    limit = self.limit_bytes
+    return "\n".join(
+      [
+        f"tables on {devices} devices ({axes}){machine}",
+        *text.columns([_HEADINGS, *map(_line, self.tables)], last_left=True),
+        f"a device holds {text.size(self.memory_bytes)} of parameters, state,"
+        f" gradients and buffers, {text.size(self.rest_bytes)} not for tables"
+        + ("" if limit is None else f"; the limit is {text.size(limit)}"),
+        f"exchanges and updates of tables: {text.ms(self.seconds)} ms per step",
+      ]
+    )
 
   def set_up(
     self,
@@ -164,16 +176,16 @@ class TablePlan(checked_json.Document):
     if sizes != self.mesh:
       raise ValueError(
         f"`mesh` must have the axes of the plan, {dict(self.mesh)}, got"
-        f" {dict(mesh.shape)}. Use such a mesh, or {_REMEDY}."
+        f" {dict(mesh.shape)}. Use such a mesh, or make a new plan."
       )
     types = jax.eval_shape(params) if callable(params) else params
     shapes = leaf_util.shapes(leaf_util.named_leaves(types))
     for table in self.tables:
       if shapes.get(table.name) != (table.shape, table.dtype):
         raise ValueError(
-          f"`params` does not match the plan, where table {table.name!r} is"
-          f" {table.dtype}{list(table.shape)}: got {shapes.get(table.name)}."
-          f" Pass the parameters of the plan, or {_REMEDY}."
+          f"`params` must be as in the plan, where table {table.name!r} is"
+          f" {table.dtype}{list(table.shape)}, got {shapes.get(table.name)}."
+          " Make a new plan for other parameters."
         )
     form_of = {table.name: table.form for table in self.tables}
     axes = tuple(axis for axis, _ in self.mesh)
@@ -254,116 +266,108 @@ def plan_tables(
     >>> plan.by_name["table"].form
     'sharded'
   """
-  axes = arguments.axes(axis_name)
-  plan_model.check(axes, topology, memory_bytes)
-  if memory_bytes is None and topology.memory_bytes is not None:
-    memory_bytes = _USABLE * topology.memory_bytes
-  leaf_gradients = plan_model.gradients(
-    row_gradients.value_and_grad(loss_fn), params, *batch
-  )
-  profiles = plan_model.densities(
-    profile, trace, leaf_gradients, topology.devices
-  )
-  question = Question(
-    gradients=tuple(leaf_gradients),
+  if memory_bytes is None and isinstance(topology, Topology):
+    memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
+  question = plan_model.ask(
+    row_gradients.value_and_grad(loss_fn),
+    (params, *batch),
     topology=topology,
-    axes=axes,
-    profiles=profiles,
+    axis_name=axis_name,
+    profile=profile,
+    trace=trace,
+    memory_bytes=memory_bytes,
   )
-  gradients = {g.name: g for g in leaf_gradients if g.look_ups is not None}
-  if not gradients:
+  tables = [g for g in question.gradients if g.look_ups is not None]
+  names = [table.name for table in tables]
+  if not tables:
     raise ValueError(
-      "`loss_fn` uses none of the parameters only by lookups:"
-      f" {[g.name for g in leaf_gradients]}. `zenjax.rows.explain_tables` says"
-      " why. `zenjax.planner.plan` plans for gradients that are arrays."
+      "`loss_fn` must use a parameter only by lookups, but it uses none of"
+      f" {[g.name for g in question.gradients]} so. Ask"
+      " `zenjax.rows.explain_tables` for the reasons."
     )
-  demanded = _demanded(forms, list(gradients))
+  demanded = dict(forms or {})
+  plan_model.check_names(
+    "forms", demanded, names, "tables that the loss uses only by lookups"
+  )
   optimizer = Optimizer(tx, params, clip_norm)
-  possible, open_to = {}, {}
-  for name, gradient in gradients.items():
-    table = table_forms.Table(
-      gradient, question.profile(gradient), optimizer.state_row(name)
+  possible, allowed = [], []
+  for table in tables:
+    costs = table_forms.costs(
+      table,
+      question.profile(table),
+      optimizer.state_row(table.name),
+      question.model,
     )
-    costs = table_forms.costs(table, question.context, question.links)
     # These forms would train differently.
-    others = () if name in optimizer.resting else OF_ARRAYS
+    others = () if table.name in optimizer.resting else OF_ARRAYS
     others = (*others, *(OF_OWNERS if optimizer.sums else ()))
-    possible[name] = {k: x for k, x in costs.items() if k not in others}
-    form = demanded.get(name)
-    if form is not None and form not in possible[name]:
-      raise _not_possible(name, form, costs)
-    open_to[name] = {form: costs[form]} if form else possible[name]
-  rest = optimizer.bytes_beside(list(gradients))
-  limit = math.inf if memory_bytes is None else float(memory_bytes)
+    possible.append({k: x for k, x in costs.items() if k not in others})
+    form = demanded.get(table.name)
+    if form and form not in possible[-1]:
+      arguments.one_of(f"forms[{table.name!r}]", form, list(FORMS))
+      raise _not_possible(table.name, form, costs)
+    allowed.append({form: costs[form]} if form else possible[-1])
+  rest = optimizer.bytes_beside(names)
+  limit = question.memory_bytes or math.inf
   choose = lambda limit: choice.choose(
-    list(open_to.values()),
+    allowed,
     limit=limit,
-    most=1 if optimizer.sums_all else None,
+    most=1 if optimizer.sums_all else math.inf,
     worth=_WORTH,
   )
-  names, free = choose(limit - rest), choose(math.inf)
-  if free is None:
+  chosen, unlimited = choose(limit - rest), choose(math.inf)
+  if unlimited is None:
     raise ValueError(
-      f"`forms` cannot be combined in one program, got {demanded}: updates"
-      " depend on a norm or another sum over all gradients, so all tables that"
-      " are not 'replicated' must have one form. Demand only one."
+      f"`forms` cannot be combined in one program, got {demanded}, because"
+      " updates depend on a sum over all gradients, such as a norm. Demand one"
+      " form for all tables that are not 'replicated'."
     )
-  if names is None:
-    held = [[x.memory for x in each.values()] for each in open_to.values()]
-    least = text.size(sum(map(min, held)))
+  if chosen is None:
+    least = sum(min(x.memory for x in costs.values()) for costs in allowed)
     raise ValueError(
-      f"`memory_bytes` must hold the tables, at least {least} per device, and"
-      f" {text.size(rest)} of other parameters, got {text.size(limit)}. Use"
-      " more devices, fewer rows, or an optimizer with less state, for example"
-      " `zenjax.rows.rowwise_adagrad`."
+      f"`memory_bytes` must hold the tables, at least {text.size(least)} per"
+      f" device, and {text.size(rest)} of other parameters, got"
+      f" {text.size(limit)}. Use more devices, or an optimizer with less state,"
+      " for example `zenjax.rows.rowwise_adagrad`."
     )
-  chosen = dict(zip(open_to, names))
-  tables = []
-  for (name, form), unlimited in zip(chosen.items(), free):
-    costs = possible[name]
-    if name in demanded:
+  entries = []
+  for table, costs, form, faster in zip(tables, possible, chosen, unlimited):
+    reason = choice.reason(costs, form, str) or "no other form"
+    if faster != form:
+      part = costs[faster].seconds / costs[form].seconds
+      reason = f"{faster} takes {part:.3g}x as long, but too much memory"
+    if table.name not in question.profiles:
+      reason += "; densities assumed"
+    if optimizer.sums:
+      reason += "; clip by clip_norm= instead of in tx to have more forms"
+    if table.name in demanded:
       reason = "demanded"
-    else:
-      reason = choice.reason(costs, form, str) or "no other form"
-      if unlimited != form:
-        part = costs[unlimited].seconds / costs[form].seconds
-        reason = f"{unlimited} takes {part:.3g}x as long, but too much memory"
-      if name not in profiles:
-        reason += "; densities assumed"
-      if optimizer.sums:
-        reason += "; clip by clip_norm= instead of in tx to have more forms"
-    tables.append(_form(gradients[name], form, costs, reason))
+    numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
+    seconds, received, memory = numbers.pop(form)
+    entries.append(
+      TableForm(
+        name=table.name,
+        shape=table.shape,
+        dtype=table.dtype.name,
+        form=form,
+        seconds=seconds,
+        wire_bytes=received,
+        memory_bytes=memory,
+        others=tuple((k, *each) for k, each in numbers.items()),
+        reason=reason,
+      )
+    )
   return TablePlan(
-    tables=tuple(tables),
-    mesh=tuple(zip(axes, topology.sizes)),
+    tables=tuple(entries),
+    mesh=tuple(zip(question.axes, topology.sizes)),
     machine=topology.name,
     seconds=choice.seconds(
-      [possible[name][form] for name, form in chosen.items()]
+      [costs[form] for costs, form in zip(possible, chosen)]
     ),
     rest_bytes=rest,
     limit_bytes=limit if math.isfinite(limit) else None,
     clip_norm=clip_norm,
   )
-
-
-def _demanded(
-  forms: Mapping[str, str] | None, tables: Sequence[str]
-) -> dict[str, str]:
-  demanded = dict(forms or {})
-  if unknown := sorted(set(demanded) - set(tables)):
-    raise ValueError(
-      "`forms` must name tables that the loss uses only by lookups, got"
-      f" {unknown}. These tables are {list(tables)}."
-    )
-  for name, form in demanded.items():
-    arguments.one_of(f"forms[{name!r}]", form, list(FORMS))
-  return demanded
-
-
-_SUMS = (
-  "`tx` sums over all rows, but each device would see only some of them. To"
-  " clip by a norm, give `clip_norm=`"
-)
 
 
 def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
@@ -376,32 +380,10 @@ def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
   }
   reason = why.get(form)
   if form in costs:
-    reason = table_program.MOVES if form in OF_ARRAYS else _SUMS
+    reason = table_program.MOVES if form in OF_ARRAYS else table_program.SUMS
   return ValueError(
     f"`forms[{name!r}]` must be a form that the table can have, got {form!r}:"
     f" {reason}. Leave it out to let the plan choose a form."
-  )
-
-
-def _form(
-  gradient: plan_model.Gradient,
-  form: str,
-  costs: Mapping[str, Prediction],
-  reason: str,
-) -> TableForm:
-  """Returns the entry of a plan for a table."""
-  numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
-  seconds, received, memory = numbers[form]
-  return TableForm(
-    name=gradient.name,
-    shape=gradient.shape,
-    dtype=gradient.dtype.name,
-    form=form,
-    seconds=seconds,
-    wire_bytes=received,
-    memory_bytes=memory,
-    others=tuple((k, *numbers[k]) for k in costs if k != form),
-    reason=reason,
   )
 
 
@@ -413,23 +395,6 @@ _HEADINGS = (
   *("table", "shape", "form", "ms", "received", "memory"),
   *("other forms", "because"),
 )
-
-
-def _text(plan: TablePlan) -> str:
-  axes = " x ".join(f"{name} {n}" for name, n in plan.mesh)
-  machine = f" on {plan.machine}" if plan.machine else ""
-  devices = math.prod(n for _, n in plan.mesh)
-  limit = plan.limit_bytes
-  return "\n".join(
-    [
-      f"tables on {devices} devices ({axes}){machine}",
-      *text.columns([_HEADINGS, *map(_line, plan.tables)], last_left=True),
-      f"a device holds {text.size(plan.memory_bytes)} of parameters, state,"
-      f" gradients and buffers, {text.size(plan.rest_bytes)} not for tables"
-      + ("" if limit is None else f"; the limit is {text.size(limit)}"),
-      f"exchanges and updates of tables: {text.ms(plan.seconds)} ms per step",
-    ]
-  )
 
 
 def _line(table: TableForm) -> tuple[str, ...]:

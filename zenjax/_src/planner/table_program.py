@@ -1,20 +1,24 @@
 """Makes the program of a table plan: parameters, state and optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
 from zenjax._src.gradients import value_and_grad as row_gradients
-from zenjax._src.planner import table_forms
 from zenjax._src.planner.optimizer_facts import Optimizer
+from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
+from zenjax._src.planner.table_forms import REPLICATED
+from zenjax._src.planner.table_forms import ROWS
+from zenjax._src.planner.table_forms import SHARDED
+from zenjax._src.planner.table_forms import XLA
+from zenjax._src.planner.table_forms import ZERO1
 from zenjax._src.rows import lazy
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import sharded_optimizer as owners
@@ -22,17 +26,14 @@ from zenjax._src.sync import zen_sync as syncing
 from zenjax._src.tables import sharding
 from zenjax._src.tables.sharded_table import is_sharded
 
-# Forms that have a transformation of their own. Replicated arrays are updated
-# by any of these transformations.
-CARRIED = (
-  table_forms.SHARDED,
-  table_forms.ZERO1,
-  table_forms.ROWS,
-  table_forms.XLA,
-)
+# Why an optimizer cannot have some of the forms.
 MOVES = (
-  "`tx` changes rows that have no gradient, or may do so, and an array of all"
-  " rows would therefore train differently"
+  "`tx` changes rows that have no gradient, or may do so, so an array of all"
+  " rows would train differently"
+)
+SUMS = (
+  "`tx` sums over all rows, but each device would see only some of them. To"
+  " clip by a norm, give `clip_norm=`"
 )
 
 
@@ -87,44 +88,40 @@ def set_up(
   Raises:
     ValueError: With this optimizer, the forms would train differently.
   """
-  make = params if callable(params) else lambda: params
-  used = set(form_of.values())
-  carriers = [form for form in CARRIED if form in used]
-  optimizer = Optimizer(tx, jax.eval_shape(make), clip_norm)
-  _check(form_of, carriers, optimizer)
-  over = {table_forms.XLA: axes, table_forms.SHARDED: axes[-1]}
-  placements = {
-    name: NamedSharding(mesh, PartitionSpec(over.get(form_of.get(name, ""))))
-    for name, _ in leaf_util.named_leaves(jax.eval_shape(make))
-  }
-  sharded = {k for k, form in form_of.items() if form == table_forms.SHARDED}
-  place = functools.partial(
-    _placed, placements=placements, sharded=sharded, axes=axes, mesh=mesh
+  types = jax.eval_shape(params) if callable(params) else params
+  _check(form_of, Optimizer(tx, types, clip_norm))
+  placed = _placed(params, form_of, axes, mesh)
+  made = _transformation(form_of, axes, mesh, tx, placed, clip_norm)
+  state = jax.tree.map(
+    lambda x: sharding.replicated(x, mesh), made.init(placed)
   )
-  init = lambda: place(make())
-  placed = _made(init, placements) if callable(params) else init()
-  made = _transformation(form_of, axes, mesh, tx, placed, carriers, clip_norm)
-  listed = {k for k, form in form_of.items() if form not in OF_ARRAYS}
   both = jax.value_and_grad
-  if listed:
+  if not set(form_of.values()) <= set(OF_ARRAYS):
     both = functools.partial(
-      row_gradients.value_and_grad, tables=lambda name, _: name in listed
+      row_gradients.value_and_grad,
+      tables=lambda name, _: form_of.get(name, REPLICATED) not in OF_ARRAYS,
     )
-  state = made.init(placed)
-  return Program(placed, _state_placed(state, placed, mesh), made, both)
+  return Program(placed, state, made, both)
 
 
-def _check(
-  form_of: Mapping[str, str], carriers: Sequence[str], optimizer: Optimizer
-) -> None:
+def _carriers(form_of: Mapping[str, str]) -> list[str]:
+  """Returns the forms that have a transformation of their own.
+
+  Replicated arrays are updated by the transformation of any other form.
+  """
+  return [form for form in FORMS[:0:-1] if form in form_of.values()]
+
+
+def _check(form_of: Mapping[str, str], optimizer: Optimizer) -> None:
   moved = [
     name
     for name, form in form_of.items()
     if form in OF_ARRAYS and name not in optimizer.resting
   ]
+  carriers = _carriers(form_of)
   why = ""
   # A program of arrays alone is the user's plain program: any `tx` is right.
-  if moved and not set(form_of.values()) <= {*OF_ARRAYS}:
+  if moved and not set(form_of.values()) <= set(OF_ARRAYS):
     why = f"{MOVES} (table {moved[0]!r})"
   elif len(carriers) > 1 and optimizer.sums_all:
     why = (
@@ -140,39 +137,42 @@ def _check(
 
 def _placed(
   params: Any,
-  placements: Mapping[str, NamedSharding],
-  sharded: Set[str],
+  form_of: Mapping[str, str],
   axes: tuple[str, ...],
   mesh: jax.sharding.Mesh,
 ) -> Any:
   """Returns parameters with every table placed in its form."""
-  leaves = [
-    leaf if name in sharded else jax.device_put(leaf, placements[name])
-    for name, leaf in leaf_util.named_leaves(params)
-  ]
-  tree = jax.tree.unflatten(jax.tree.structure(params), leaves)
-  if not sharded:
-    return tree
-  return sharding.shard_leaves(
-    tree,
-    mesh,
-    axes[-1],
-    tables=lambda name, _: name in sharded,
-    replicas=axes[:-1] or None,
+  over = {XLA: axes, SHARDED: axes[-1]}
+  sharding_of = lambda name: NamedSharding(
+    mesh, PartitionSpec(over.get(form_of.get(name, "")))
   )
+  by_owners = lambda name, _: form_of.get(name) == SHARDED
 
+  def place(params: Any) -> Any:
+    leaves = [
+      x if by_owners(name, x) else jax.device_put(x, sharding_of(name))
+      for name, x in leaf_util.named_leaves(params)
+    ]
+    placed = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    if SHARDED not in form_of.values():
+      return placed
+    copies = axes[:-1] or None
+    return sharding.shard_leaves(
+      placed, mesh, axes[-1], tables=by_owners, replicas=copies
+    )
 
-def _made(
-  init: Callable[[], Any], placements: Mapping[str, NamedSharding]
-) -> Any:
-  """Runs `init` in `jit`, so that no device has all rows of a sharded table."""
-  types = jax.eval_shape(init)
-  placed = [
-    x.with_value(placements[name]) if is_sharded(x) else placements[name]
+  if not callable(params):
+    return place(params)
+  # Inside `jit`, no device has all rows of a sharded table. Without
+  # `out_shardings`, XLA would replicate the tables that it shards.
+  make = lambda: place(params())
+  types = jax.eval_shape(make)
+  shardings = [
+    x.with_value(sharding_of(name)) if is_sharded(x) else sharding_of(name)
     for name, x in leaf_util.named_leaves(types, is_sharded)
   ]
   structure = jax.tree.structure(types, is_leaf=is_sharded)
-  return jax.jit(init, out_shardings=structure.unflatten(placed))()
+  return jax.jit(make, out_shardings=structure.unflatten(shardings))()
 
 
 def _transformation(
@@ -181,29 +181,27 @@ def _transformation(
   mesh: jax.sharding.Mesh,
   tx: optax.GradientTransformation,
   params: Any,
-  carriers: Sequence[str],
   clip_norm: float | None,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that updates all parameters."""
-  in_form = lambda form: lambda name, _: form_of.get(name) == form
   by_owners = functools.partial(
     owners.sharded_optimizer, tx, axes, mesh=mesh, clip_norm=clip_norm
   )
   if clip_norm is not None:
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
   made = {}
-  for form in carriers:
-    if form == table_forms.SHARDED:
+  for form in _carriers(form_of):
+    in_form = lambda name, _, form=form: form_of.get(name) == form
+    if form == SHARDED:
       made[form] = by_owners()
-    elif form == table_forms.ZERO1:
-      made[form] = by_owners(sparse=in_form(form))
-    elif form == table_forms.ROWS:
-      sync = syncing.zen_sync(axes, sparse=in_form(form), mesh=mesh)
+    elif form == ZERO1:
+      made[form] = by_owners(sparse=in_form)
+    elif form == ROWS:
+      sync = syncing.zen_sync(axes, sparse=in_form, mesh=mesh)
       made[form] = optax.chain(sync, lazy.lazy_rows(tx))
     else:
-      made[form] = _kept_apart(tx, axes, mesh, in_form(form))
-  if not made:
-    return optax.with_extra_args_support(tx)
+      made[form] = _kept_apart(tx, axes, mesh, in_form)
+  made = made or {REPLICATED: tx}
   first, *more = made
   if not more:
     return optax.with_extra_args_support(made[first])
@@ -241,20 +239,3 @@ def _kept_apart(
     return jax.tree.unflatten(jax.tree.structure(out), leaves), state
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns a state on the mesh, placed like parameters of the same shape."""
-  placements = {
-    x.shape: x.sharding
-    for x in jax.tree.leaves(params, is_leaf=is_sharded)
-    if not is_sharded(x)
-  }
-  everywhere = NamedSharding(mesh, PartitionSpec())
-
-  def place(x: Any) -> Any:
-    if getattr(getattr(x, "sharding", None), "mesh", None) == mesh:
-      return x
-    return jax.device_put(x, placements.get(jnp.shape(x), everywhere))
-
-  return jax.tree.map(place, state)

@@ -6,26 +6,18 @@ only.
 
 A trace is a directory. `trace.json` holds the version of the format, the number
 of devices, and the parameters of the model, including its tables. Each of
-`step-000000.npz`, `step-000001.npz` and so on holds one step, with two arrays
-for table `k` of `trace.json`:
-
-- `rows_k`, `[*] uint32`: row ids of device 0, then of device 1 and so on,
-  ascending for each device.
-- `offsets_k`, `[devices + 1] int64`: the ids of device `i` are
-  `rows_k[offsets_k[i]:offsets_k[i + 1]]`.
-
-Every file is written under a temporary name and then renamed, so that a file
-that exists is complete.
+`step-000000.npz`, `step-000001.npz` and so on holds one step. Its array
+`rows_k_i`, `[*] uint32`, has the row ids of table `k` of `trace.json` on device
+`i`, ascending. A step is written under a temporary name and then renamed, so
+that a file that exists is complete.
 """
 
-from collections.abc import Iterator, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
-import json
 import math
 import os
 import pathlib
-from typing import Annotated, BinaryIO
+from typing import Annotated, ClassVar
 import zipfile
 import zlib
 
@@ -47,7 +39,6 @@ __all__ = (
 )
 
 _HEADER = "trace.json"
-_VERSION = "version", 2
 _REMEDY = "record the trace again into a new directory"
 
 # The row ids of one table in one step: an array for each device.
@@ -80,7 +71,7 @@ class LeafInfo:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(checked_json.Document):
   """The contents of `trace.json`.
 
   Attributes:
@@ -90,6 +81,9 @@ class Header:
 
   leaves: tuple[LeafInfo, ...]
   devices: Annotated[int, POSITIVE]
+
+  _VERSION: ClassVar[tuple[str, int]] = "version", 3
+  _SOURCE: ClassVar[Source] = Source(_HEADER, _REMEDY)
 
   def __post_init__(self):
     names = [leaf.name for leaf in self.leaves]
@@ -145,10 +139,9 @@ def create(directory: str | os.PathLike, header: Header) -> None:
     ValueError: `directory` is not empty.
   """
   check_free(directory)
-  pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
-  document = dict([_VERSION]) | dataclasses.asdict(header)
-  with _whole(pathlib.Path(directory, _HEADER)) as file:
-    file.write((json.dumps(document, indent=1) + "\n").encode())
+  path = pathlib.Path(directory)
+  path.mkdir(parents=True, exist_ok=True)
+  (path / _HEADER).write_text(header.to_json(), encoding="utf-8")
 
 
 def write_step(
@@ -173,35 +166,26 @@ def write_step(
   arrays = {}
   for k, (table, each) in enumerate(zip(header.tables, sets, strict=True)):
     rows = [np.unique(ids) for ids in each]
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    joined = np.concatenate(rows) if rows else np.zeros(0)
+    ids = np.concatenate([[], *rows])
     if len(rows) != header.devices or np.any(
-      (joined < 0) | (joined >= table.rows) | (joined % 1 != 0)
+      (ids < 0) | (ids >= table.rows) | (ids % 1 != 0)
     ):
       raise ValueError(
         f"`sets` must hold {header.devices} arrays of row ids for table"
         f" {table.name!r}, one per device, with integers in [0, {table.rows}),"
-        f" got {len(rows)} arrays with ids up to {joined.max(initial=0)}."
+        f" got {len(rows)} arrays with ids up to {ids.max(initial=0):g}."
       )
-    arrays |= {f"rows_{k}": joined.astype(np.uint32), f"offsets_{k}": offsets}
-  with _whole(_step_path(directory, step)) as file:
+    for i, ids in enumerate(rows):
+      arrays[f"rows_{k}_{i}"] = ids.astype(np.uint32)
+  path = _step_path(directory, step)
+  partial = path.with_suffix(".partial")
+  with open(partial, "wb") as file:
     np.savez_compressed(file, **arrays)
+  os.replace(partial, path)
 
 
 def _step_path(directory: str | os.PathLike, step: int) -> pathlib.Path:
   return pathlib.Path(directory, f"step-{step:06d}.npz")
-
-
-@contextlib.contextmanager
-def _whole(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Opens a temporary file, and renames it to `path` once it is complete."""
-  partial = path.with_name(f".{path.name}.partial")
-  try:
-    with open(partial, "wb") as file:
-      yield file
-    os.replace(partial, path)
-  finally:
-    partial.unlink(missing_ok=True)
 
 
 def read(directory: str | os.PathLike) -> Trace:
@@ -211,8 +195,9 @@ def read(directory: str | os.PathLike) -> Trace:
     directory: A directory that `zenjax.planner.record` or `create` wrote.
 
   Raises:
-    ValueError: A file is missing, truncated, of another version, or holds
-      impossible values. The message names the file.
+    OSError: `directory` does not hold a trace.
+    ValueError: A file is truncated, of another version, or holds impossible
+      values. The message names the file.
 
   Example:
     >>> import tempfile
@@ -224,50 +209,35 @@ def read(directory: str | os.PathLike) -> Trace:
     ...   read(directory).sets["embed"][0][0]
     array([1, 5], dtype=uint32)
   """
-  path = pathlib.Path(directory, _HEADER)
-  try:
-    text = path.read_text(encoding="utf-8")
-  except (OSError, ValueError) as error:
-    raise ValueError(
-      f"`directory` must hold a trace, but {path} cannot be read ({error})."
-      " Give a directory that `zenjax.planner.record` wrote."
-    ) from error
-  source = Source(str(path), _REMEDY)
-  fields = checked_json.fields(text, _VERSION, source)
-  header = checked_json.parse(Header, fields, source)
-  sets: dict[str, list[list[np.ndarray]]] = {t.name: [] for t in header.tables}
-  step = 0
-  while (path := _step_path(directory, step)).exists():
-    for table, each in zip(header.tables, _read_step(path, header)):
-      sets[table.name].append(each)
-    step += 1
-  if not step:
-    raise source.broken("belongs to a trace without steps")
+  text = pathlib.Path(directory, _HEADER).read_text(encoding="utf-8")
+  header = Header.from_json(text)
+  steps = []
+  while (path := _step_path(directory, len(steps))).exists():
+    steps.append(_read_step(path, header))
+  if not steps:
+    raise ValueError(f"The trace {directory} has no steps. Record some.")
+  sets = {t.name: list(x) for t, x in zip(header.tables, zip(*steps))}
   return Trace(header=header, sets=sets)
 
 
 def _read_step(path: pathlib.Path, header: Header) -> list[list[np.ndarray]]:
+  """Returns the row ids of each table and device in one step."""
   source = Source(str(path), _REMEDY)
-  sets = []
   try:
     # `np.load` alone would try other formats if the file is not an archive.
     with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-      arrays = {key: file[key] for key in file.files}
+      sets = [
+        [file[f"rows_{k}_{i}"] for i in range(header.devices)]
+        for k in range(len(header.tables))
+      ]
   except (
-    *(OSError, EOFError, ValueError, NotImplementedError, zlib.error),
-    zipfile.BadZipFile,
+    *(OSError, EOFError, KeyError, ValueError, NotImplementedError),
+    *(zlib.error, zipfile.BadZipFile),
   ) as error:
     raise source.broken(f"is truncated or corrupt ({error})") from error
-  for k, table in enumerate(header.tables):
-    rows = arrays.get(f"rows_{k}", np.zeros(0, np.uint32))
-    offsets = arrays.get(f"offsets_{k}", np.zeros(0, np.int64))
-    right = rows.dtype == np.uint32 and np.all(rows < table.rows)
-    right &= offsets.shape == (header.devices + 1,)
-    right = right and offsets[0] == 0 and offsets[-1] == len(rows)
-    if not right or np.any(np.diff(offsets) < 0):
+  for table, each in zip(header.tables, sets):
+    if any(x.dtype != np.uint32 or np.any(x >= table.rows) for x in each):
       raise source.broken(
-        f"must hold row ids of table {table.name!r}, below {table.rows}, for"
-        f" {header.devices} devices"
+        f"must hold row ids of table {table.name!r} below {table.rows}"
       )
-    sets.append([rows[a:b] for a, b in zip(offsets[:-1], offsets[1:])])
   return sets

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from zenjax._src.core.arguments import Capacity
-from zenjax._src.machine import cost
+from zenjax._src.machine.cost import CostModel
 from zenjax._src.machine.link_models import Link
 from zenjax._src.report import stats
 from zenjax._src.rows import leaf_util
@@ -245,7 +245,7 @@ def _by_time(name: str, leaf: LeafState, link: Link) -> Change | None:
   )
   context = Context(axes=("data",), sizes=(sizes.devices,), mean=True)
   with jax.ensure_compile_time_eval():
-    predicted = cost.predictions(table, profile, context, link)
+    predicted = CostModel(context, {"data": link}).of_ways(table, profile)
   now = sync_state.SCHEMES[sizes.scheme]
   seconds = [x.seconds for way, x in predicted.items() if way.scheme == now]
   best_way = min(predicted, key=lambda way: predicted[way].seconds)
