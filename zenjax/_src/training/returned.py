@@ -67,8 +67,7 @@ def of_all(
   _require_declared([x for x, word in zip(named, words) if word is None])
   leaves, kinds = [], []
   for (name, leaf), word in zip(named, words):
-    if not isinstance(leaf, RowSets):
-      _require_fits(name, leaf, word)
+    _require_fits(name, leaf, word)
     if word == "mean":
       leaf = collectives.pmean(leaf, axes)
     elif word == "sum":
@@ -112,7 +111,7 @@ def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
 
 
 def _require_fits(name: str, leaf: Any, word: str | None) -> None:
-  words = _fitting(leaf)
+  words = ["batch"] if isinstance(leaf, RowSets) else _fitting(leaf)
   if word not in words:
     remedy = " Average it with `zenjax.sparse_pmean(rows, axis_name)` before."
     raise ValueError(
