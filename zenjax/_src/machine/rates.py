@@ -8,8 +8,10 @@ _RATE = re.compile(
 )
 _PREFIXES = {"": 1.0, "m": 1e6, "g": 1e9, "t": 1e12}
 # Bits of each unit. "BPS" is missing, because it may be in bits or bytes.
-_UNITS = dict.fromkeys(("", "bit", "bits", "bit/s", "bits/s", "b/s", "bps"), 1)
-_UNITS |= dict.fromkeys(("byte/s", "bytes/s", "B/s", "Bps"), 8)
+_UNITS: dict[str, int] = {
+  **{unit: 1 for unit in ("", "bit", "bits", "bit/s", "bits/s", "b/s", "bps")},
+  **{unit: 8 for unit in ("byte/s", "bytes/s", "B/s", "Bps")},
+}
 # A smaller number without a unit is probably a rate in another unit, because
 # networks are faster than 1 Mbit/s.
 _LEAST_BARE = 1e6
