@@ -48,13 +48,12 @@ class Gradient(NamedTuple):
     """The gradient as the table that schemes see."""
     leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
     rows, width = leaf_util.table_shape(leaf, "row")
-    dtype = jnp.dtype(self.dtype)
     return Table(
       name=self.name,
       num_rows=rows,
       width=width,
-      dtype=dtype,
-      wire_dtype=dtype,
+      dtype=self.dtype,
+      wire_dtype=self.dtype,
       look_ups=self.look_ups,
     )
 
