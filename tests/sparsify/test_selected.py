@@ -14,8 +14,6 @@ import runners
 import zenjax
 
 PARAMS = {"bias": jnp.zeros(30), "kernel": jnp.zeros((300, 100))}
-KERNEL = {"bias": False, "kernel": True}
-LABELS = {"bias": "rest", "kernel": "some"}
 EF = lambda **k: zenjax.sparsify.error_feedback(TOP(), "data", **k)
 TOP = lambda: zenjax.sparsify.top_k(0.01)
 ELEMENT: Any = "element"
@@ -58,28 +56,6 @@ def test_a_step_is_that_of_the_largest():
     update["bias"][1], stack["bias"].mean(axis=0), rtol=1e-5, atol=1e-6
   )
   assert sorted(state[1].leaves) == ["kernel"]
-
-
-AROUND = {
-  "between": lambda unit: optax.chain(EF(), optax.scale(2.0), ZEN(unit)),
-  "alone": lambda unit: optax.chain(TOP(), ZEN(unit)),
-  "masked": lambda unit: optax.chain(
-    optax.masked(EF(), KERNEL), ZEN(unit), optax.sgd(0.1)
-  ),
-  "masked zen": lambda unit: optax.chain(EF(), optax.masked(ZEN(unit), KERNEL)),
-  "partition": lambda unit: optax.partition(
-    {"some": optax.chain(EF(), ZEN(unit)), "rest": ZEN()}, LABELS
-  ),
-  "MultiSteps": lambda unit: optax.MultiSteps(optax.chain(EF(), ZEN(unit)), 2),
-}
-
-
-@pytest.mark.usefixtures("as_optax_computes")
-@pytest.mark.parametrize("name", AROUND)
-def test_a_zen_sync_that_sends_rows_is_told(name):
-  made(AROUND[name]("element"))
-  with pytest.warns(UserWarning, match="Give `unit='element'` to zenjax.zen_"):
-    made(AROUND[name]("auto"))
 
 
 def test_float16_of_what_was_rounded_to_it():

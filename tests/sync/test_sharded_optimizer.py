@@ -231,7 +231,7 @@ def test_statistics_are_kept_where_a_state_moves():
       lambda: zenjax.sharded_optimizer(optax.sgd(0.1), "data").init(
         parameters()
       ),
-      r"call `zenjax\.init_state",
+      r"zenjax\.init_state",
     ),
   ],
   ids=["norm", "clip", "accumulates", "axes", "init"],

@@ -118,8 +118,6 @@ def _bytes(s: Mapping[str, float]) -> str:
   """Compares the bytes received with those of a dense all-reduce."""
   if s.get("went_dense"):
     return "dense"
-  if np.isnan(s["wire_bytes"]):
-    return "-"
   gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
   return f"{gain:.1f}x fewer" if gain > 1 else f"{1 / gain:.2f}x as many"
 
@@ -204,9 +202,7 @@ def _synced_leaves(
     ]
   if tables:
     devices = next(iter(tables.values()))["devices"]
-    counting = [node for node in nodes if sync_state.tables(node)]
-    by = "sharded_optimizer, sharded tables,"
-    title = _title(by, _steps(counting), devices)
+    title = _title("sharded_optimizer, sharded tables,", steps, devices)
     lines += _table(title, tables, _SHARDED, "table")
   if not lines:
     taken = "step was" if steps == 1 else f"{steps} steps were"

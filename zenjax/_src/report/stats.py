@@ -101,18 +101,14 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   sync_state.require_numbers(state, "stats")
   if not any(sync_state.nodes(state, kind) for kind in _COUNTED):
     raise ValueError(
-      "`state` must hold the state of `zen_sync` or of a sparsifier, got"
-      f" {type(state).__name__}. Pass the optimizer state of a chain with"
-      " `zen_sync`, `exdyna`, `micro` or `error_feedback`. With nnx, pass the"
-      " optimizer itself, because `nnx.state` forgets types."
+      "`state` must hold a state of `zen_sync`, `error_feedback`, `exdyna` or"
+      f" `micro`, got {type(state).__name__}. With nnx, pass the optimizer"
+      " itself, because `nnx.state` forgets types."
     )
-  synced, selected = synced_leaves(state), selected_leaves(state)
-  synced |= sharded_tables(state)
-  leaves = {
-    name: synced.get(name, {}) | selected.get(name, {})
-    for name in (*synced, *selected)
-  }
-  by_name = leaves | sparsifiers(state)
+  by_name: Stats = {}
+  for part in (synced_leaves, sharded_tables, selected_leaves, sparsifiers):
+    for name, numbers in part(state).items():
+      by_name[name] = by_name.get(name, {}) | numbers
   if not flat:
     return by_name
   return {
@@ -212,10 +208,10 @@ def _selected(
   """Returns the statistics of a leaf.
 
   Args:
-    leaf: What `error_feedback` counted.
-    residual: Its residual on all devices.
-    union: Elements of the leaf, and of the union of all selections, as
-      `zen_sync` counted them; None if it did not.
+    leaf: The counts of `error_feedback`.
+    residual: The residual on all devices.
+    union: Elements of the leaf, and of the union of all selections, if
+      `zen_sync` counted them.
   """
   size = int(np.prod(residual.shape[1:]))
   reduced = _over_devices(leaf.selected, leaf.threshold, residual)

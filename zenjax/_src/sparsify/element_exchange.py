@@ -60,9 +60,10 @@ def select(
   """
   first = jnp.minimum(start, acc.shape[0] - longest)
   window = jnp.abs(lax.dynamic_slice(acc, (first,), (longest,)))
-  at = first + jnp.arange(longest, dtype=jnp.int32)
+  index = first + jnp.arange(longest, dtype=jnp.int32)
   wide = collectives.accumulator(acc.dtype)
-  large = ~(window.astype(wide) < bar.astype(wide)) & (at >= start) & (at < end)
+  inside = (index >= start) & (index < end)
+  large = ~(window.astype(wide) < bar.astype(wide)) & inside
   words = indexing.pack(jnp.pad(large, (0, -longest % 32)))
   bitmap = indexing.index(words)
   if step is None:

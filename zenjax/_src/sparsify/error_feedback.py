@@ -255,9 +255,7 @@ def _fresh(
   return memories
 
 
-def _shapes(
-  leaves: Mapping[str, FeedbackLeaf],
-) -> dict[str, tuple[int, ...]]:
+def _shapes(leaves: Mapping[str, FeedbackLeaf]) -> dict[str, tuple[int, ...]]:
   return {
     f"{field} of leaf {name!r}": x.shape
     for name, leaf in leaves.items()

@@ -115,9 +115,7 @@ def _plan(tree: Any, settings: Settings, n: int) -> Plan:
   )
 
 
-def transformation(
-  settings: Settings,
-) -> optax.GradientTransformationExtraArgs:
+def transformation(settings: Settings) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation of `exdyna` or `micro`."""
   name, options = settings.name, settings.options
 
@@ -221,8 +219,7 @@ def _step(
   start, end = bounds[place], bounds[place + 1]
   with jax.named_scope("zenjax/select"):
     sample = lambda: thresholds.sampled(acc, start, end, plan.k, axes)
-    threshold = thresholds.begun(threshold, plan.controller, sample)
-    bar = thresholds.bar(threshold, plan.controller)
+    threshold, bar = thresholds.begun(threshold, plan.controller, sample)
     forced = known.step if plan.controller.forces else None
     longest = plan.division.longest
     chosen = element_exchange.select(acc, start, end, longest, bar, forced)

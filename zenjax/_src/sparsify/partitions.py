@@ -1,6 +1,6 @@
 """Divides the flat vector into a contiguous part for each device.
 
-Every comparison of the published rules is made in integers, so that it is the
+Comparisons of the published rules are made in integers, so that they are the
 same on every backend and equal to the authors' doubles.
 """
 
@@ -11,21 +11,20 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-# The published size of an ExDyna model: blocks, and what their size is a
-# multiple of.
+# The number of blocks of ExDyna, and the unit of their size, as published.
 BLOCKS = 1024
 ALIGN = 32
 
 
 def even(total: int, n: int) -> np.ndarray:
-  """`total` in `n` parts, the first of which have one more: `[n] int32`."""
+  """Divides `total` into `n` even parts, the first ones larger by one."""
   quotient, remainder = divmod(total, n)
   return np.array([quotient + (i < remainder) for i in range(n)], np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Even:
-  """MiCRO: even by elements, and they stay so."""
+  """The fixed even partitions of MiCRO, by elements."""
 
   size: int
   n: int
@@ -39,26 +38,26 @@ class Even:
 
   @property
   def longest(self) -> int:
-    """The most elements that a partition can ever have."""
+    """The largest number of elements that a partition can have."""
     return -(-self.size // self.n)
 
   def start(self) -> np.ndarray:
-    """The state that partitions start from: `[n] int32`."""
+    """Returns the first partitions, `[n] int32`."""
     return even(self.size, self.n)
 
   def bounds(self, parts: jax.Array) -> jax.Array:
-    """Partition `p` holds elements `[bounds[p], bounds[p + 1])`."""
+    """Partition `p` has the elements `[bounds[p], bounds[p + 1])`."""
     return _ends(parts)
 
   def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
-    """The partitions of the next step, from what was selected in each."""
+    """Returns the next partitions, by the selected elements in each."""
     del counts
     return parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-  """ExDyna: whole blocks, one at a time to a neighbour that has less to do.
+  """The partitions of ExDyna, which pass single blocks to their neighbours.
 
   The last partition also has the elements after the last block.
   """
@@ -103,11 +102,10 @@ class Blocks:
     return (_ends(parts) * self.block).at[-1].set(self.size)
 
   def moved(self, parts: jax.Array, counts: jax.Array) -> jax.Array:
-    """One sweep from left to right over neighbours.
+    """Compares neighbours in one sweep from left to right.
 
-    Both loads are taken before either of a pair moves, but after the moves
-    further left: left too heavy and right too light, one block goes right;
-    the reverse, one goes left.
+    If the left one is heavy and the right one light, one block goes right; in
+    the reverse case, one goes left. Counts include the moves further left.
     """
     total = jnp.sum(counts, dtype=jnp.int32)
     fair = lax.div(total, jnp.int32(self.n))
@@ -129,14 +127,14 @@ class Blocks:
     return lax.fori_loop(0, self.n - 1, compare, (parts, counts))[0]
 
   def _worth(self, total: jax.Array) -> jax.Array:
-    """`block * total // size`: an estimate, set right by its remainder.
+    """Returns `block * total // size`: an estimate, corrected by its remainder.
 
     The remainder is small, so it is right although its terms wrap around.
     """
     share = np.float32(self.block / self.size)
     guess = (total.astype(jnp.float32) * share).astype(jnp.int32)
-    rest = total * jnp.int32(self.block) - guess * jnp.int32(self.size)
-    more, less = rest >= self.size, rest < 0
+    remainder = total * jnp.int32(self.block) - guess * jnp.int32(self.size)
+    more, less = remainder >= self.size, remainder < 0
     return guess + more.astype(jnp.int32) - less.astype(jnp.int32)
 
 
@@ -148,7 +146,7 @@ def _ends(lengths: jax.Array) -> jax.Array:
 
 
 def _below(fair: jax.Array) -> jax.Array:
-  """A count is smaller than this where it is below `0.95238 fair`."""
+  """Returns the bound of light counts, `0.95238 fair` rounded up."""
   fair = fair.astype(jnp.uint32)
   unit, part = jnp.uint32(50_000), jnp.uint32(47_619)
   whole, rest = lax.div(fair, unit), lax.rem(fair, unit)

@@ -1,8 +1,8 @@
-"""Which elements of a leaf a device selects on its own.
+"""Selectors: rules by which a device selects elements of a leaf.
 
-A selector has `wanted(size, step)`, the part of a leaf that it is to select or
-UNKNOWN, `[] float32`; and `select(acc, step, leaf)`, which selects from
-`acc: [N]`, of 32 bits at least, in step number `step` of leaf number `leaf`.
+`wanted(size, step)` is the part of a leaf that a selector is to select, `[]
+float32`, or UNKNOWN. `select(acc, step, leaf)` selects from `acc: [N]`, which
+has at least 32 bits, in step number `step` of leaf number `leaf`.
 """
 
 from collections.abc import Callable
@@ -19,46 +19,46 @@ from zenjax._src.core import compat
 from zenjax._src.core.collectives import Axes
 from zenjax._src.sparsify.sparsifier_state import UNKNOWN
 
-# A part, or an optax schedule of it.
+# A part of a leaf, or an optax schedule of it.
 Density = float | Callable[[Any], Any]
 
-# Below this nothing is large: subnormals are zero on some backends.
+# The smallest threshold: subnormals are zero on some backends.
 _TINY = float(np.finfo(np.float32).tiny)
-# Elements looked at for a quantile: so many, and enough of them above it that
-# their number is right to a tenth; of a schedule, a part of all.
+# A sample for a quantile has so many elements, and so many above the quantile
+# that their number is right to a tenth. With a schedule it is a part of all.
 _SAMPLES = 8192
 _ABOVE = 128
 _PART = 64
 
 
 class Selected(NamedTuple):
-  """What a device selects of a leaf."""
+  """The selection of a device from a leaf."""
 
   mask: jax.Array  # [N] bool
-  bar: jax.Array  # [] float32, that magnitudes had to reach; or UNKNOWN
+  bar: jax.Array  # [] float32, the least magnitude to select, or UNKNOWN
 
 
 def _at(index: jax.Array, size: int) -> Selected:
-  """Selects by `index: [k]`, distinct."""
-  none = jnp.zeros(size, bool)
-  mask = none.at[index].set(True, mode="promise_in_bounds", unique_indices=True)
+  """Selects elements by their distinct indices, `[k]`."""
+  mask = jnp.zeros(size, bool)
+  mask = mask.at[index].set(True, mode="promise_in_bounds", unique_indices=True)
   return Selected(mask, jnp.float32(UNKNOWN))
 
 
 def _reaching(acc: jax.Array, bar: jax.Array) -> Selected:
-  """Selects all that is not below, so NaN too."""
+  """Selects elements that are not below the bar, so NaN too."""
   bar = bar.astype(acc.dtype)
   return Selected(~(jnp.abs(acc) < bar), bar.astype(jnp.float32))
 
 
 def count(density: float, size: int) -> int:
-  """`int(density * size)`, and one at least."""
+  """Returns `int(density * size)`, but at least one."""
   return max(1, int(density * size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _OfDensity:
-  """Selects a part of a leaf that is named."""
+  """A selector of a given part of a leaf."""
 
   density: Any  # a float, for `Sampled` also a schedule
 
@@ -70,7 +70,7 @@ class _OfDensity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exact(_OfDensity):
-  """The `k` largest; among equals the first, NaN before all."""
+  """Selects the `k` largest; among equals the first, NaN before all."""
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del step, leaf
@@ -80,7 +80,7 @@ class Exact(_OfDensity):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampled(_OfDensity):
-  """All that reach a quantile of a sample, which moves with the steps."""
+  """Selects elements that reach a quantile of a sample, new in each step."""
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     del leaf
@@ -93,13 +93,13 @@ class Sampled(_OfDensity):
     values = sample(jnp.abs(acc), step, max(_SAMPLES, least))
     rank = jnp.round(part * np.float32(values.shape[0])).astype(jnp.int32)
     rank = jnp.clip(rank, 1, values.shape[0])
-    found = largest(values.astype(jnp.float32), rank).astype(acc.dtype)
-    return _reaching(acc, jnp.where(part < 1, jnp.maximum(found, _TINY), 0))
+    bar = largest(values.astype(jnp.float32), rank).astype(acc.dtype)
+    return _reaching(acc, jnp.where(part < 1, jnp.maximum(bar, _TINY), 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Threshold:
-  """All that reach a threshold that is given."""
+  """Selects elements that reach a given threshold."""
 
   value: float | Callable[[Any], Any]
 
@@ -115,13 +115,13 @@ class Threshold:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Random(_OfDensity):
-  """One element of each of `k` equal runs, which begin anywhere.
+  """Selects one element of each of `k` equal runs, which begin anywhere.
 
-  So all are distinct, and each is as likely as another.
+  So all are distinct, and each is equally likely.
   """
 
   seed: int
-  apart: Axes  # over which devices draw elements of their own
+  apart: Axes  # axes over which devices draw different elements
 
   def select(self, acc: jax.Array, step: jax.Array, leaf: int) -> Selected:
     size = acc.shape[0]
@@ -136,23 +136,23 @@ class Random(_OfDensity):
     start = run * jnp.int32(length) + jnp.minimum(run, longer)
     more = length + (run < longer).astype(jnp.int32)
     index = start + jax.random.randint(within, (k,), 0, more, jnp.int32)
-    # Turned by `by`, without a sum above 2^31.
-    by = jax.random.randint(where, (), 0, size, jnp.int32)
-    room = size - by
-    return _at(jnp.where(index < room, index + by, index - room), size)
+    # Rotated by `shift`, without a sum above 2^31.
+    shift = jax.random.randint(where, (), 0, size, jnp.int32)
+    end = size - shift
+    return _at(jnp.where(index < end, index + shift, index - end), size)
 
 
 Selector = Exact | Sampled | Threshold | Random
 
 
 def sample(values: jax.Array, step: jax.Array, least: int) -> jax.Array:
-  """At least `least` of `values: [N]`, or all; zero where not finite."""
+  """Samples at least `least` of `values: [N]`; zero where not finite."""
   size = values.shape[0]
   stride = max(1, size // least)
-  # Odd, so that no column of a matrix of 2^i columns is left out.
+  # Odd, so that every column of a matrix of 2^i columns is sampled.
   stride -= 1 - stride % 2
   length = (size // stride - 1) * stride + 1
-  # Others in every step, or what a sample missed would be missed for ever.
+  # Others in every step, or some elements would never be sampled.
   places = size - length + 1
   first = lax.rem(step, jnp.int32(places))
   part = lax.dynamic_slice(values, (first,), (length,))[::stride]
@@ -160,10 +160,10 @@ def sample(values: jax.Array, step: jax.Array, least: int) -> jax.Array:
 
 
 def largest(values: jax.Array, rank: jax.Array) -> jax.Array:
-  """Number `rank`, from 1, of `values: [m] float32 >= 0` in falling order.
+  """Returns the `rank`-th largest of `values: [m] float32 >= 0`, from 1.
 
-  Bit by bit, for the bits of such numbers are ordered as they are: a sort of
-  the sample takes longer than all else.
+  It finds the number bit by bit, because bits are ordered as such numbers are,
+  and a sort would take longer than the rest of the selection.
   """
   bits = lax.bitcast_convert_type(values, jnp.int32)
 

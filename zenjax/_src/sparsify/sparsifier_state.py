@@ -174,10 +174,11 @@ class ErrorFeedbackState(NamedTuple):
     leaves = dict(self.leaves)
     for name, leaf in leaves.items():
       if leaf.devices != devices:
-        fold = functools.partial(folded, averages=averages(name))
+        mean = averages(name)
+        fold = functools.partial(folded, devices=devices, averages=mean)
         leaves[name] = leaf._replace(
-          residual=fold(leaf.residual, devices),
-          momentum=fold(leaf.momentum, devices),
+          residual=jax.tree.map(fold, leaf.residual),  # None stays None.
+          momentum=jax.tree.map(fold, leaf.momentum),
           threshold=np.full(devices, UNKNOWN, np.float32),
           selected=np.zeros(devices, np.int32),
         )
@@ -186,8 +187,6 @@ class ErrorFeedbackState(NamedTuple):
 
 def folded(x: Any, devices: int, *, averages: bool) -> Any:
   """Converts `[old, ...]` to `[devices, ...]`, with the same sum or mean."""
-  if x is None:
-    return None
   x = np.asarray(x)
   scale = devices / len(x) if averages else 1.0
   # 16-bit floats are added in a wider dtype, rounded once.

@@ -93,15 +93,6 @@ Controller = Paper | Damped
 KINDS: dict[str, type[Controller]] = {"damped": Damped, "paper": Paper}
 
 
-def bar(threshold: jax.Array, controller: Controller) -> jax.Array:
-  """Returns the number that magnitudes are compared with.
-
-  If a sample finds no threshold, most elements are zero, and all others are
-  selected.
-  """
-  return jnp.maximum(threshold, _TINY) if controller.samples else threshold
-
-
 def sampled(
   acc: jax.Array, start: jax.Array, end: jax.Array, k: int, axes: Axes
 ) -> jax.Array:
@@ -131,16 +122,16 @@ def sampled(
 
 
 def begun(
-  threshold: jax.Array,
-  controller: Controller,
-  sample: Callable[[], jax.Array],
-) -> jax.Array:
-  """Returns `threshold`, or a sampled one if it is 0.
+  threshold: jax.Array, controller: Controller, sample: Callable[[], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns `threshold`, sampled if it is 0, and the least magnitude to select.
 
-  The loop runs once or not at all, on all devices alike.
+  The loop runs once or not at all, on all devices alike. If a sample finds no
+  threshold, most elements are zero, and all others are selected.
   """
   if not controller.samples:
-    return threshold
+    return threshold, threshold
   turn = lambda carry: (jnp.zeros_like(carry[0]), sample())
   carry = (threshold == 0, threshold)
-  return lax.while_loop(lambda carry: carry[0], turn, carry)[1]
+  threshold = lax.while_loop(lambda carry: carry[0], turn, carry)[1]
+  return threshold, jnp.maximum(threshold, _TINY)

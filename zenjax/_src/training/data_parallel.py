@@ -18,6 +18,7 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
 from zenjax._src.sync import sync_state
+from zenjax._src.tables import sharded_table
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.training import placement
 from zenjax._src.training import returned
@@ -131,15 +132,18 @@ def data_parallel(
   def mapped(state, *batch):
     _check_batch(batch, devices)
     _require_no_copies(state)
-    placement.require_devices(state, "state", devices)
+    for name, node in placement.own_nodes(state):
+      where = f"leaf {name!r} of `state`"
+      sharded_table.require_devices(where, node.devices, devices)
     specs = jax.tree.leaves(placement.state_specs(state, axis_name))
     _check_accumulated(state, devices)
     placement.require_replicated(state, "state", mesh.axis_names, specs)
     leaves, structure = jax.tree.flatten(state)
     arrays, with_arrays = leaf_util.arrays_of(state, leaf_util.is_array)
     of_arrays = [s for x, s in zip(leaves, specs) if leaf_util.is_array(x)]
-    in_specs = (of_arrays, *batch_specs(batch, axes))
     same, split = PartitionSpec(), PartitionSpec(axes)
+    of_batch = jax.tree.map(lambda x: same if _is_key(x) else split, batch)
+    in_specs = (of_arrays, *of_batch)
     left: list[tuple[dict[int, Any], Any]] = []
 
     def parts_of(given, batch):
@@ -158,15 +162,16 @@ def data_parallel(
       return parts
 
     def local_step(given, *batch):
-      given = given, with_own_keys(batch, axes)
+      fold = lambda key: jax.random.fold_in(key, lax.axis_index(axes))
+      batch = jax.tree.map(lambda x: fold(x) if _is_key(x) else x, batch)
       # The step is traced once, analysed, and then run as a jaxpr.
-      program, like = jax.make_jaxpr(parts_of, return_shape=True)(*given)
+      program, like = jax.make_jaxpr(parts_of, return_shape=True)(given, batch)
       if devices > 1:
         # Outputs are in the order of their keys, so the state comes last.
         outputs, number = len(program.out_avals), len(like["state"])
         common = [False] * (outputs - number) + [True] * number
         _require_synchronized(program, len(arrays), common, axes)
-      values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves(given))
+      values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves((given, batch)))
       # Constants come out as numbers.
       return jax.tree.unflatten(
         jax.tree.structure(like), map(returned.as_array, values)
@@ -235,18 +240,6 @@ def _require_no_copies(state: Any) -> None:
         " data_parallel can't update. Call the step in plain jit, without"
         " data_parallel."
       )
-
-
-def batch_specs(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
-  """Specs of batch arguments: everything is split except single keys."""
-  split = PartitionSpec(axes)
-  return jax.tree.map(lambda x: PartitionSpec() if _is_key(x) else split, batch)
-
-
-def with_own_keys(batch: tuple[Any, ...], axes: Axes) -> tuple[Any, ...]:
-  """Batch arguments of a device, single keys folded with its index."""
-  folded = lambda key: jax.random.fold_in(key, lax.axis_index(axes))
-  return jax.tree.map(lambda x: folded(x) if _is_key(x) else x, batch)
 
 
 def _is_key(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """Types, partition specs and placement of parameters and states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -184,13 +184,6 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
   return split
 
 
-def require_devices(state: Any, argument: str, devices: int) -> None:
-  """Raises ValueError if a global state was made for other devices."""
-  for name, node in own_nodes(state):
-    what = f"leaf {name!r} of `{argument}`"
-    sharded_table.require_devices(what, node.devices, devices)
-
-
 def own_nodes(state: Any) -> list[tuple[str, Any]]:
   """Lists by name the nodes that know for how many devices they were made."""
   is_own = lambda node: isinstance(node, _OWN)
@@ -242,7 +235,7 @@ def init_state(
   axes = arguments.mesh_axes(axis_name, mesh)
   specs = sharded_table.specs(params, PartitionSpec(axes[-1:]))
   require_replicated(params, "params", axes, jax.tree.leaves(specs))
-  local = _shapes(tx, sharded_table.types_of_part(params), mesh, axes)
+  local = _shapes(tx.init, sharded_table.types_of_part(params), mesh, axes)
   mapped = jax.shard_map(
     tx.init,
     mesh=mesh,
@@ -254,10 +247,7 @@ def init_state(
 
 
 def require_replicated(
-  tree: Any,
-  argument: str,
-  axes: Sequence[str],
-  specs: Sequence[PartitionSpec],
+  tree: Any, argument: str, axes: Sequence[str], specs: Sequence[PartitionSpec]
 ) -> None:
   """Refuses leaves sharded over `axes`, which `shard_map` would gather.
 
@@ -294,22 +284,18 @@ def _spec_over(leaf: Any, axes: Sequence[str]) -> PartitionSpec | None:
 
 
 def _shapes(
-  tx: optax.GradientTransformation | optax.MultiSteps,
-  params: Any,
-  mesh: Mesh,
-  axes: Axes,
+  init: Callable[[Any], Any], params: Any, mesh: Mesh, axes: Axes
 ) -> Any:
   """Returns the shapes of one device's state.
 
   Only `axes` are bound, so a residual over another axis is refused.
   """
-  make = tx.init
   for axis in axes:
     size = mesh.shape[axis]
-    make = jax.vmap(make, in_axes=None, axis_name=axis, axis_size=size)
+    init = jax.vmap(init, in_axes=None, axis_name=axis, axis_size=size)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
-    jax.eval_shape(make, params),
+    jax.eval_shape(init, params),
   )
 
 
@@ -317,8 +303,5 @@ def on_mesh(tree: Any, mesh: Mesh, specs: Any) -> Any:
   """Places `tree` by `specs`, as `shard_map` requires over explicit axes."""
   if AxisType.Explicit not in mesh.axis_types:
     return tree
-
-  def place(spec: PartitionSpec, part: Any) -> Any:
-    return jax.reshard(part, NamedSharding(mesh, spec))
-
+  place = lambda spec, part: jax.reshard(part, NamedSharding(mesh, spec))
   return jax.tree.map(place, specs, tree)

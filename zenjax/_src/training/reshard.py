@@ -31,8 +31,8 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
   in the table's order, so that no device holds all of them and orbax writes
   them by shards. These ranges are equal, with zeros at the end: if the old or
   the new number of devices does not divide the rows, restore with
-  `strict=False`. Gradients that wait on each device, such as those of
-  `error_feedback`, are saved for each of the devices, `[devices, ..]`.
+  `strict=False`. Residuals of `error_feedback`, `exdyna` and `micro` are saved
+  for each device, `[devices, ..]`.
 
   Args:
     state: The state of a step: an optimizer state, parameters, or any pytree
@@ -83,8 +83,8 @@ def from_checkpoint(
   """Places a saved state, or the state of a step, on the devices of a mesh.
 
   Use it to go on after a restart, or with another number of devices. `saved` is
-  what `to_checkpoint` returned, the same restored from disk, or a state that
-  still lies on other devices. To restore from disk you need a target of the
+  a result of `to_checkpoint`, the same restored from disk, or a state that is
+  still on other devices. To restore from disk you need a target of the
   right structure: `to_checkpoint(init_state(tx, params, mesh, axis_name))`.
 
   Nothing that the state holds is lost:
@@ -98,22 +98,22 @@ def from_checkpoint(
     `optax.MultiSteps` accumulates before any of them or a `sharded_optimizer`.
   - Everything else is equal on all devices, and is only placed.
 
-  Whether `error_feedback` waits for a mean or a sum is known from the state of
-  the `zen_sync` behind it, so give the states together. Without one, as before
-  a `lax.pmean` of your own, a mean is assumed.
+  Give the state of `error_feedback` together with the state of the `zen_sync`
+  behind it, which tells whether gradients are averaged or summed. Without one,
+  as before your own `lax.pmean`, a mean is assumed.
 
   Args:
     saved: The state, complete.
     mesh: The mesh to go on with.
-    axis_name: As for `zen_sync`; for sharded tables as for
-      `zenjax.tables.shard`.
-    replicas: Further axes along which sharded tables have copies, as for
-      `zenjax.tables.shard`.
+    axis_name: The axis or axes that you give to `zen_sync`, or the axis that
+      rows of sharded tables are distributed over.
+    replicas: Further axes along which sharded tables have copies.
     like: A state of `zenjax.init_state` for `mesh`. You need it if sharded
       tables have another `hash_seed` than the state was made with, or if
       gradients that `MultiSteps` accumulates are all that differs between
       devices, because then only their shapes tell the number of devices.
-    donate: As for `to_checkpoint`.
+    donate: Whether the sharded tables of `saved` are used up, one array after
+      the other, so that both forms of only one array exist at a time.
 
   Returns:
     The state, placed on `mesh`.

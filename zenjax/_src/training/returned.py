@@ -150,9 +150,8 @@ def _given(names: Sequence[str], aux_specs: AuxSpecs) -> list[str | None]:
 
 def _wide(x: jax.Array) -> jax.Array:
   """Converts small integers to 32 bits, because their sums would overflow."""
-  if jnp.issubdtype(x.dtype, jnp.inexact):
-    return x
-  if x.dtype != bool and x.dtype.itemsize >= 4:
+  small = x.dtype == bool or x.dtype.itemsize < 4
+  if jnp.issubdtype(x.dtype, jnp.inexact) or not small:
     return x
   unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
   return x.astype(jnp.uint32 if unsigned else jnp.int32)

@@ -176,16 +176,11 @@ def unshard(tree: Any) -> Any:
   inner = lambda x: x.inner if is_state(x) else x
   tree = jax.tree.map(inner, tree, is_leaf=is_state)
   for node in sharded_table.nodes(tree):
-    if node.devices and jax.tree.leaves(node):
-      _require_outside(node)
+    arrays = [x for x in jax.tree.leaves(node.value) if node.has_rows(x)]
+    like = node.with_value(arrays[0]) if node.devices and arrays else None
+    if like is not None and sharded_table.mesh_under(like) is None:
+      raise ValueError(
+        "`unshard` is called inside shard_map, where a device has only a part"
+        " of the table. Return it from the step, and call `unshard` outside."
+      )
   return sharding.unshard_leaves(tree)
-
-
-def _require_outside(table: sharded_table.ShardedTable) -> None:
-  """Raises ValueError inside a `shard_map`, where a device has only a part."""
-  arrays = [x for x in jax.tree.leaves(table.value) if table.has_rows(x)]
-  if arrays and sharded_table.mesh_under(table.with_value(arrays[0])) is None:
-    raise ValueError(
-      "`unshard` is called inside shard_map, where a device has only a part of"
-      " the table. Return the table from the step, and call `unshard` outside."
-    )
