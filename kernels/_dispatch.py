@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.core import arguments
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import Kernels
 
@@ -99,11 +98,9 @@ class Operation:
         and the reference elsewhere.
 
     Raises:
-      ValueError: `kernels` is not one of these.
       NotImplementedError: `kernels` is `"pallas"`, and no kernel supports these
         arguments on the platform of the program.
     """
-    arguments.check_kernels(kernels)
     args = inspect.signature(self.reference).bind(*args, **kwargs).args
     if kernels == "xla":
       return self.reference(*args)

@@ -36,7 +36,7 @@ class Declared:
   """
 
   context: Context
-  plans: tuple[TablePlan, ...]
+  plans: Sequence[TablePlan]
   first: list[Message]
   loops: list[list[Message]]
   dense: list[list[Message]]
@@ -59,15 +59,14 @@ def declare(
     **kwargs: As for `zen_sync`.
   """
   options = sync_options.check(axes, sparse=True, **kwargs)
-  context = options.context(sizes)
+  context = Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
   group = leaf_util.named_leaves(tables, is_rows)
   facts = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
-  if options.scheme in DENSE:
-    scheme = DENSE[options.scheme]
-    first = [m for table in facts for m in scheme.messages(table, context)]
+  if options.scheme == DENSE:
+    first = [m for x in facts for m in dense_sum.leaf_messages(x, context)]
     return Declared(context=context, plans=(), first=first, loops=[], dense=[])
   scheme = SPARSE[options.scheme]
-  choices = leaf_tables.choose(facts, options, {}, context)
+  choices = [leaf_tables.choose(x, options, {}, context) for x in facts]
   plans = leaf_tables.plans(facts, choices, scheme, options, context)
   first = exchange.messages(plans, scheme, context)
   done = all(scheme.holds_all(plan, context) for plan in plans)

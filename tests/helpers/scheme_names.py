@@ -6,7 +6,7 @@ Schemes that send blocks of elements take no SparseRows.
 from declaring import DENSE
 from declaring import SPARSE
 
-DENSE_NAMES = tuple(DENSE)
+DENSE_NAMES = (DENSE,)
 # Those of rows that are zero, whatever a row is.
 SPARSE_NAMES = tuple(SPARSE)
 OF_ROWS = tuple(name for name, scheme in SPARSE.items() if not scheme.unit)

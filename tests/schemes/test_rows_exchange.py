@@ -206,7 +206,7 @@ def test_leaves_of_every_kind_in_one_tree():
     (dict(scheme="block_sparse"), "another scheme than 'block_sparse'"),
     (
       dict(capacities={"leaf": (200_000, 200_000)}),
-      "`capacities` must not exceed",
+      "`capacities` of leaf .* 100003 rows",
     ),
   ],
 )

@@ -171,7 +171,7 @@ def test_rows_that_come_out_of_an_array_have_none():
 
   with pytest.raises(NotImplementedError) as error:
     trace(lambda x: jax.jvp(f, (x,), (x,)))
-  names(error, "not zero", "`output='dense'`")
+  names(error, "are zero", "`output='dense'`")
 
 
 def test_owners_have_none():

@@ -392,7 +392,7 @@ def unreduced(axes):
 REFUSED = {
   "rows of more axes": (
     lambda: spread_rows(("data", "model")),
-    "`axis_name` must name all axes over which the batch is spread.*'t'",
+    "`axis_name` must name all axes over which the batch is sharded.*'t'",
   ),
   "arrays of other axes": (
     lambda: unreduced(("data", "model")),
@@ -400,7 +400,7 @@ REFUSED = {
   ),
   "summed arrays": (
     lambda: jnp.ones((4096, 4)),
-    "nothing is left to save.*`zenjax.unreduced.*put `optax.MultiSteps`",
+    "XLA has summed.*`zenjax.unreduced.*put it after",
   ),
 }
 

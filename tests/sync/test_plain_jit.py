@@ -213,7 +213,12 @@ REFUSED = {
     ValueError,
     "`plan`.*none here",
   ),
-  "another axis": ({"axis_name": "model"}, None, NameError, "'model'"),
+  "another axis": (
+    {"axis_name": "model"},
+    None,
+    ValueError,
+    "`axis_name` must name axes of the mesh.*'model'",
+  ),
   "the name of an axis": ({"mesh": "data"}, None, TypeError, "`mesh` must be"),
 }
 

@@ -192,11 +192,11 @@ def _synced(plan, params=PARAMS, n=N):
     ),
     (
       lambda: zenjax.zen_sync("data", plan=PLAN, scheme="all_gather"),
-      ["`scheme`", "'all_gather'", "leave one of them out"],
+      ["`scheme`", "'all_gather'", "Leave one of them out"],
     ),
     (
       lambda: zenjax.zen_sync("data", plan=PLAN, sparse=True),
-      ["`sparse`", "leave one of them out"],
+      ["`sparse`", "Leave one of them out"],
     ),
     (
       lambda: zenjax.zen_sync(

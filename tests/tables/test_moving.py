@@ -363,7 +363,7 @@ def errors() -> dict[str, Any]:
       ValueError, "`state` of sharded_optimizer must be made by"),
     "axis of tx": (
       lambda: zenjax.sharded_optimizer(sgd, "batch", mesh=mesh).init(sharded),
-      ValueError, "must name axes of `mesh`, which has"),
+      ValueError, "must name axes of the mesh"),
     "saved": (lambda: update(tx, state, zenjax.to_checkpoint(sharded)),
       ValueError, "order of rows.*from_checkpoint"),
     "moved by hand": (

@@ -5,7 +5,7 @@ Each check raises an error with the argument, the rule, the value and a remedy.
 
 from collections.abc import Mapping
 import numbers
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -81,16 +81,13 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
   return value
 
 
-def check_kernels(value: Any) -> Kernels:
-  """Returns the value; raises `ValueError` if it is not a choice of kernels."""
-  one_of("kernels", value, list(get_args(Kernels)))
-  return value
+def _is_integer(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
 
 
 def hash_seed(value: Any, name: str = "hash_seed") -> int:
   """Returns the value; raises `ValueError` if it is not a 32-bit integer."""
-  whole = isinstance(value, int) and not isinstance(value, bool)
-  if not whole or not 0 <= value < 2**32:
+  if not _is_integer(value) or not 0 <= value < 2**32:
     raise ValueError(
       f"`{name}` must be an integer in [0, 2**32), got {name}={value!r}."
     )
@@ -108,11 +105,15 @@ def floating(name: str, dtype: Any) -> jnp.dtype | None:
   """Returns the dtype; raises `TypeError` if it is not a floating dtype."""
   if dtype is None:
     return None
-  if not jnp.issubdtype(dtype, jnp.floating):
+  try:
+    known = jnp.dtype(dtype)
+  except TypeError:  # an unknown name
+    known = None
+  if known is None or not jnp.issubdtype(known, jnp.floating):
     raise TypeError(
       f"`{name}` must be a floating dtype such as jnp.bfloat16, got {dtype!r}."
     )
-  return jnp.dtype(dtype)
+  return known
 
 
 def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
@@ -129,7 +130,7 @@ def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
 
 def check_unit(unit: Unit) -> Unit:
   """Returns the unit; raises `ValueError` if it is not valid."""
-  block = isinstance(unit, int) and not isinstance(unit, bool) and unit > 0
+  block = _is_integer(unit) and int(unit) > 0
   if not block and unit not in ("auto", "row", "element"):
     raise ValueError(
       "`unit` must be 'auto', 'row', 'element' or a block size of at least 1,"
@@ -140,11 +141,7 @@ def check_unit(unit: Unit) -> Unit:
 
 def check_partition(partition: Partition) -> Partition:
   """Returns the partition; raises `ValueError` if it is not valid."""
-  grid = (
-    isinstance(partition, int)
-    and not isinstance(partition, bool)
-    and partition > 0
-  )
+  grid = _is_integer(partition) and int(partition) > 0
   if not grid and partition not in ("hash", "columns"):
     raise ValueError(
       "`partition` must be 'hash', 'columns', or a number of column groups that"
@@ -187,7 +184,7 @@ def _capacity(value: Any, where: str) -> Capacity:
       f"{what} must be a pair (push, pull) of rows, for example (64, 256), got"
       f" {value!r}."
     )
-  if not all(isinstance(c, int) and not isinstance(c, bool) for c in value):
+  if not all(map(_is_integer, value)):
     raise TypeError(f"{what} must hold integers, got {value!r}.")
   push, pull = value
   if push < 1 or pull < 1:

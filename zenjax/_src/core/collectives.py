@@ -8,7 +8,7 @@ collectives of `jax.lax` themselves.
 order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import math
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax
 from jax import lax
 from jax.core import Tracer
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax._src.core import compat
 
@@ -135,17 +134,6 @@ def pmean(x: jax.Array, axes: Axes) -> jax.Array:
 def pmax(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the largest value of all devices."""
   return lax.pmax(x, axes)
-
-
-def in_one(
-  reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-  """Reduces arrays of one dtype in one buffer, and restores their shapes."""
-  flat = reduce(jnp.concatenate([x.reshape(-1) for x in arrays]))
-  ends = np.cumsum([x.size for x in arrays])[:-1].tolist()
-  return [
-    part.reshape(x.shape) for x, part in zip(arrays, jnp.split(flat, ends))
-  ]
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 from zenjax._src.schemes import buffer_sizes
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import devices_of
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 
 
@@ -171,14 +171,14 @@ class CostModel:
     if way == PMEAN:
       # SparseRows are converted to an array first.
       array = dataclasses.replace(table, look_ups=None)
-      messages = DENSE[way.scheme].messages(array, self.context)
+      messages = dense_sum.leaf_messages(array, self.context)
       return self.of_messages(way.scheme, messages, memory=size)
     if way.wire_dtype is not None:
       table = dataclasses.replace(table, wire_dtype=jnp.dtype(way.wire_dtype))
     scheme, n = SPARSE[way.scheme], self.context.devices
     m, g = scheme.groups(self.context.sizes, way.column_groups)
     plan = buffer_sizes.plan_table(
-      table,
+      [table],
       groups=m,
       column_groups=g,
       devices=n,

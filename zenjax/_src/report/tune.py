@@ -137,7 +137,7 @@ class Change(NamedTuple):
 
   name: str
   choice: LeafChoice
-  gain: float  # ratio of bytes and rounds, or of predicted time with a link
+  gain: float  # ratio of bytes, or of predicted time with a link
 
 
 def told(state: Any) -> list[str]:
@@ -151,13 +151,14 @@ def told(state: Any) -> list[str]:
   lines = [f"zenjax.tune({given}) would change:"]
   for name, (rows,) in sizes:
     lines.append(f"  {name}: buffers of {rows} rows for each pair of devices")
-  for name, choice, gain in leaf_changes:
+  for name, choice, fewer in leaf_changes:
     action = "dense all-reduce"
     if choice.capacities:
       push, pull = choice.capacities
       buffers = f"buffers of {push} rows to push, {pull} to pull"
       action = f"{choice.scheme}, {buffers}"
-    lines.append(f"  {name}: {action}, {gain:.1f}x less to send")
+    gain = f"{fewer:.1f}x fewer bytes" if fewer > _LEAST_GAIN else "faster"
+    lines.append(f"  {name}: {action}, {gain}")
   return lines
 
 
@@ -189,28 +190,28 @@ def _by_counts(
     return None if stays else Change(name, LeafChoice("dense"), 1.0)
   needs = np.maximum(history[~dense], 1)
   row_bytes = 4 * sizes.width / sizes.column_groups
-  now = _cost(needs, [sizes.push, sizes.pull], row_bytes)
+  now = sizes.push, sizes.pull
+  cost_now, rows_now = _cost(needs, now, row_bytes), _rows(needs, now)
   if scheme == "zen" and sizes.devices == 2 and not stays:
     # Owners save nothing between two devices: each pushes half of its rows and
     # pulls half of the union, which is at least as much as all rows once.
     fullest = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
     push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
-    gain = now / (push * row_bytes + _ROUND_BYTES)
-    if gain > _LEAST_GAIN:
-      return Change(name, LeafChoice("all_gather", Capacity(push, pull)), gain)
+    if cost_now > _LEAST_GAIN * (push * row_bytes + _ROUND_BYTES):
+      choice = LeafChoice("all_gather", Capacity(push, pull))
+      return Change(name, choice, rows_now / push)
   best = _cheapest(needs, row_bytes)
   push, pull = [min(rows, sizes.num_rows) for rows in best]
   size = Capacity(push, max(push, pull))
-  # Both from one other device. SparseRows have no dense path within a step.
-  sent = _rounds(needs, size) * sum(size) * row_bytes
-  dense_sent = 2 * 4 * sizes.num_rows * sizes.width / sizes.devices
-  if scheme == "zen" and sent > SPARSE["zen"].break_even * dense_sent:
+  rows = _rows(needs, size)
+  # SparseRows have no dense path within a step. Rows to one other device:
+  dense_rows = 2 * sizes.num_rows / sizes.devices * sizes.column_groups
+  if scheme == "zen" and rows > SPARSE["zen"].break_even * dense_rows:
     if not stays:
-      return Change(name, LeafChoice("dense"), now / dense_sent)
-  gain = now / _cost(needs, size, row_bytes)
-  if gain < _LEAST_GAIN:
+      return Change(name, LeafChoice("dense"), rows_now / dense_rows)
+  if cost_now < _LEAST_GAIN * _cost(needs, size, row_bytes):
     return None
-  return Change(name, LeafChoice(scheme, size), gain)
+  return Change(name, LeafChoice(scheme, size), rows_now / rows)
 
 
 def _cheapest(needs: np.ndarray, row_bytes: float) -> list[int]:
@@ -224,6 +225,11 @@ def _cheapest(needs: np.ndarray, row_bytes: float) -> list[int]:
 def _cost(needs: np.ndarray, size: Sequence[int], row_bytes: float) -> float:
   """Returns the mean cost of a step for a device, in bytes."""
   return _rounds(needs, size) * (sum(size) * row_bytes + _ROUND_BYTES)
+
+
+def _rows(needs: np.ndarray, size: Sequence[int]) -> float:
+  """Returns how many rows a step sends to and gets from another device."""
+  return _rounds(needs, size) * sum(size)
 
 
 def _rounds(needs: np.ndarray, size: Sequence[int]) -> float:

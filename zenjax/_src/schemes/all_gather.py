@@ -30,16 +30,6 @@ from zenjax._src.schemes.base import Tally
 from zenjax._src.schemes.buffer_sizes import TablePlan
 
 
-def arrive(sums: Sums, plan: TablePlan, context: Context) -> Arrived:
-  """Returns a union that all devices hold already, without an exchange."""
-  union = sums.union
-  return Arrived(
-    row=plan.layout.row(jnp.zeros((), jnp.int32), union.slots),
-    values=context.scaled(union.rows).astype(plan.table.dtype),
-    tally=Tally(*counts_of(sums)[:, None]),
-  )
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllGather(Scheme):
   """Gathers ids and rows over all axes by one collective."""
@@ -68,7 +58,15 @@ class AllGather(Scheme):
   def pull(
     self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
-    return [arrive(own, plan, context) for own, plan in zip(sums, plans)]
+    """Returns the union, which all devices hold already."""
+    return [
+      Arrived(
+        row=plan.layout.row(jnp.zeros((), jnp.int32), own.union.slots),
+        values=context.scaled(own.union.rows).astype(plan.table.dtype),
+        tally=Tally(*counts_of(own)[:, None]),
+      )
+      for own, plan in zip(sums, plans)
+    ]
 
   def push_messages(
     self, plans: Sequence[TablePlan], context: Context

@@ -197,32 +197,16 @@ def received_bytes(
   total = 0.0
   for message in messages:
     n = devices_of(message, context)
-    # The received bytes, as a multiple of one device's operand.
-    match message.op:
-      case "all_gather":
-        part = n - 1
-      case "all_reduce":  # a ring
-        part = 2 * (n - 1) / n
-      case "collective_permute":
-        part = 1
-      case "all_to_all" | "reduce_scatter":
-        part = (n - 1) / n
-      case _:
-        raise ValueError(f"`message` must have a known op, got {message}.")
-    total = total + message.words * 4 * part
+    # Received bytes as a multiple of one device's operand.
+    factors = {
+      "all_gather": n - 1,
+      "all_reduce": 2 * (n - 1) / n,  # a ring
+      "all_to_all": (n - 1) / n,
+      "collective_permute": 1,
+      "reduce_scatter": (n - 1) / n,
+    }
+    total = total + message.words * 4 * factors[message.op]
   return total
-
-
-def expected_bytes(
-  scheme: Scheme,
-  plan: TablePlan,
-  push: jax.Array | float,
-  pull: jax.Array | float,
-  context: Context,
-) -> jax.Array | float:
-  """Returns the received bytes by the formula `Scheme.expected_messages`."""
-  messages = scheme.expected_messages(plan, context, push, pull)
-  return received_bytes(messages, context)
 
 
 def dense_bytes(table: Table, devices: int) -> float:

@@ -16,7 +16,6 @@ import numpy as np
 
 from zenjax._src.core.arguments import Capacity
 from zenjax._src.core.arguments import Kernels
-from zenjax._src.core.arguments import Partition
 from zenjax._src.core.partition import Layout
 
 # Rows, padding and out-of-range markers must fit int32 together.
@@ -108,7 +107,7 @@ GROWTH = 0.75
 
 
 def plan_table(
-  table: Table,
+  tables: Sequence[Table],
   *,
   groups: int,
   column_groups: int,
@@ -118,9 +117,12 @@ def plan_table(
   hash_offset: int = 0,
   contiguous: bool = False,
   kernels: Kernels = "auto",
-  tables: Sequence[Table] = (),
 ) -> TablePlan:
-  """Plans one table; `pinned` has the sizes of the user or of `tune`."""
+  """Plans tables that are concatenated to one, or a single table.
+
+  `pinned` has the buffer sizes of the user or of `zenjax.tune`.
+  """
+  table = _joined(tables)
   layout = Layout(
     num_rows=table.num_rows,
     groups=groups,
@@ -128,7 +130,6 @@ def plan_table(
     hash_offset=hash_offset,
     contiguous=contiguous,
   )
-  tables = tuple(tables) or (table,)
   most_push = most_pull = min(table.num_rows, layout.slots)
   rooms = ()
   if table.look_ups is not None:
@@ -136,9 +137,7 @@ def plan_table(
     rooms = tuple([min(rows, devices * ids) for rows, ids in held])
     most_push = min(most_push, table.look_ups)
     most_pull = min(most_pull, devices * table.look_ups)
-  sizes = pinned
-  if sizes is None:
-    sizes = _default_sizes(table, layout, column_groups, devices)
+  sizes = pinned or _default_sizes(table, layout, column_groups, devices)
   return TablePlan(
     table=table,
     layout=layout,
@@ -147,7 +146,7 @@ def plan_table(
     pull=min(sizes.pull, most_pull),
     most_push=most_push,
     most_pull=most_pull,
-    tables=tables,
+    tables=tuple(tables),
     rooms=rooms,
     kernels=kernels,
   )
@@ -171,76 +170,6 @@ def _default_sizes(
   return Capacity(at_least(push), at_least(pull))
 
 
-def column_groups_of(partition: Partition, devices: int) -> int:
-  """Returns `g`, the number of column groups, for a `partition`."""
-  named = {"hash": 1, "columns": devices}
-  return named[partition] if partition in named else int(partition)
-
-
-def plan_group(
-  tables: Sequence[Table],
-  *,
-  row_groups: Sequence[int],
-  column_groups: Sequence[int],
-  devices: int,
-  pinned: Sequence[Capacity | None],
-  seed: int,
-  contiguous: bool = False,
-  kernels: Kernels = "auto",
-  together: bool = False,
-) -> tuple[TablePlan, ...]:
-  """Plans tables that share one exchange and one space of hashed ids.
-
-  Args:
-    tables: What is exchanged.
-    row_groups: `m` of each.
-    column_groups: `g` of each.
-    devices: `n`.
-    pinned: Buffer sizes that the user or `tune` gave.
-    seed: Draws the hash.
-    contiguous: Whether owners hold ranges of rows.
-    kernels: Which implementation does local work.
-    together: Whether SparseRows and small arrays of one width and dtype are
-      concatenated to one table. Their exchange is then compiled once.
-  """
-  alike: dict[object, list[int]] = {}
-  for i, table in enumerate(tables):
-    kind: object = i
-    small = table.num_rows * table.width <= JOINED_ELEMENTS
-    if together and not contiguous and (table.look_ups is not None or small):
-      kind = (
-        *(table.look_ups is None, table.width, table.dtype, table.wire_dtype),
-        *(row_groups[i], column_groups[i], pinned[i] is None),
-      )
-    same = alike.setdefault(kind, [])
-    # A table must not have more rows than int32 can count.
-    if (
-      same and sum(tables[j].num_rows for j in same) + table.num_rows > MAX_ROWS
-    ):
-      kind, same = i, alike.setdefault(i, [])
-    same.append(i)
-  plans: list[TablePlan] = []
-  hash_offset = 0
-  for members in alike.values():
-    first, parts = members[0], [tables[i] for i in members]
-    sizes = [pinned[i] for i in members]
-    plan = plan_table(
-      _joined(parts),
-      groups=row_groups[first],
-      column_groups=column_groups[first],
-      devices=devices,
-      pinned=_added([size for size in sizes if size is not None]),
-      seed=seed,
-      hash_offset=hash_offset,
-      contiguous=contiguous,
-      kernels=kernels,
-      tables=parts,
-    )
-    plans.append(plan)
-    hash_offset += plan.layout.words
-  return tuple(plans)
-
-
 def _joined(tables: Sequence[Table]) -> Table:
   """Returns the concatenation of tables as one table."""
   if len(tables) == 1:
@@ -251,10 +180,6 @@ def _joined(tables: Sequence[Table]) -> Table:
     num_rows=sum([table.num_rows for table in tables]),
     look_ups=sum([table.look_ups or 0 for table in tables]) or None,
   )
-
-
-def _added(sizes: Sequence[Capacity]) -> Capacity | None:
-  return Capacity(*[sum(x) for x in zip(*sizes)]) if sizes else None
 
 
 # The density of a vocabulary, which predictions assume without measurements.

@@ -1,10 +1,8 @@
-"""Implements dense sums: the scheme "dense", and the dense path of others.
+"""Implements dense sums: the scheme "dense", and the dense path of the others.
 
 Every scheme is compared with `psum`. In a ring all-reduce, every device
 receives `2 (n - 1) / n` times the table.
 """
-
-import dataclasses
 
 import jax
 from jax import lax
@@ -17,23 +15,20 @@ from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.buffer_sizes import Table
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Dense:
-  """Sums a leaf by one dense all-reduce."""
+def all_reduce(leaf: jax.Array, context: Context) -> jax.Array:
+  """Returns `psum` or `pmean` of a leaf; narrow floats sum in float32."""
+  reduce = collectives.pmean if context.mean else collectives.psum
+  return reduce(leaf, context.axes)
 
-  name: str = "dense"
 
-  def reduce(self, leaf: jax.Array, context: Context) -> jax.Array:
-    reduce = collectives.pmean if context.mean else collectives.psum
-    return reduce(leaf, context.axes)
-
-  def messages(self, table: Table, context: Context) -> list[Message]:
-    wide = collectives.accumulator(table.dtype).itemsize
-    # SparseRows need one more column: the number of devices that hold a row.
-    columns = table.width + (table.look_ups is not None)
-    return [
-      Message("all_reduce", context.axes, table.num_rows * columns * wide // 4)
-    ]
+def leaf_messages(table: Table, context: Context) -> list[Message]:
+  """Returns the collective that `all_reduce` runs for a leaf."""
+  wide = collectives.accumulator(table.dtype).itemsize
+  # SparseRows need one more column: the number of devices that hold a row.
+  columns = table.width + (table.look_ups is not None)
+  return [
+    Message("all_reduce", context.axes, table.num_rows * columns * wide // 4)
+  ]
 
 
 # How many elements the dense path sums at a time. A conditional collective

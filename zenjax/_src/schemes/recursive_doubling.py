@@ -31,12 +31,10 @@ import jax.numpy as jnp
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core import wire
-from zenjax._src.schemes import all_gather
-from zenjax._src.schemes.base import Arrived
+from zenjax._src.schemes.all_gather import AllGather
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
-from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.operations import merge
@@ -183,14 +181,13 @@ _NUMBERS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RecursiveDoubling(Scheme):
-  """Exchanges unions with ranks at distance 1, 2, 4, ... along each axis."""
+class RecursiveDoubling(AllGather):
+  """Exchanges unions with ranks at distance 1, 2, 4, ... along each axis.
+
+  As in `AllGather`, all devices hold the union of all rows before the pull.
+  """
 
   name: str = "recursive_doubling"
-
-  def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
-    del sizes, column_groups
-    return 1, 1
 
   def held_rows(self, plan: TablePlan, context: Context) -> int:
     return [plan.push, *(held for _, held in rows_of(plan, context))][-1]
@@ -220,35 +217,20 @@ class RecursiveDoubling(Scheme):
         ]
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
 
-  def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
-  ) -> list[Arrived]:
-    """Returns the union, which all devices hold already."""
-    return [
-      all_gather.arrive(own, plan, context) for own, plan in zip(sums, plans)
-    ]
-
   def push_messages(
     self, plans: Sequence[TablePlan], context: Context
   ) -> list[Message]:
     rows = [rows_of(plan, context) for plan in plans]
-    return [
-      Message(
-        "collective_permute",
-        (hop.axis,),
-        sum(
-          sum(_lengths(plan, sent[i][0], hop.merged == 1))
-          for plan, sent in zip(plans, rows)
-        ),
-      )
-      for i, hop in enumerate(hops(context))
-    ]
-
-  def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
-  ) -> list[Message]:
-    del plans, context
-    return []
+    messages = []
+    for i, hop in enumerate(hops(context)):
+      words = 0
+      for plan, hop_rows in zip(plans, rows):
+        sent, _ = hop_rows[i]
+        dtype = _wide(plan, hop.merged == 1)
+        words += _NUMBERS + wire.index_words(sent, plan.layout.slots)
+        words += wire.words_for(sent * plan.table.width, dtype)
+      messages.append(Message("collective_permute", (hop.axis,), words))
+    return messages
 
   def expected_messages(
     self,
@@ -270,16 +252,9 @@ class RecursiveDoubling(Scheme):
 
 
 def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
+  """Returns the dtype in which rows are sent, in the `first` hop or later."""
   table = plan.table
   return table.wire_dtype if first else collectives.accumulator(table.dtype)
-
-
-def _lengths(plan: TablePlan, capacity: int, first: bool) -> list[int]:
-  return [
-    _NUMBERS,
-    wire.index_words(capacity, plan.layout.slots),
-    wire.words_for(capacity * plan.table.width, _wide(plan, first)),
-  ]
 
 
 def _own(out: Outgoing) -> Sums:

@@ -5,7 +5,6 @@ from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.contiguous import BlockSparse
 from zenjax._src.schemes.contiguous import SplitAllGather
 from zenjax._src.schemes.contiguous import SplitDenseGather
-from zenjax._src.schemes.dense_sum import Dense
 from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
 from zenjax._src.schemes.zen import Zen
 
@@ -18,5 +17,5 @@ SPARSE: dict[str, Scheme] = {
   "split_dense_gather": SplitDenseGather(),
   "zen": Zen(),
 }
-# Schemes that sum leaves densely.
-DENSE: dict[str, Dense] = {"dense": Dense()}
+# The scheme that sums leaves by a dense all-reduce.
+DENSE = "dense"

@@ -1,14 +1,14 @@
-"""One exchange of a group of tables: rounds until nothing is left.
+"""Exchanges a group of tables in rounds, until no rows are left.
 
 A round has these steps:
 
     take    the first rows that are not done: the nonzero rows of an array, or
             all rows of SparseRows
     push    send them to their owners
-    merge   add up, at the owner, what all devices sent
+    merge   sum, at each owner, the rows that all devices sent
     [owner] let the owner change the sums, as an optimizer step does
-    pull    send everyone the sums of each owner
-    write   put them over the array's rows, or append them to a list of rows
+    pull    send all devices the sums of each owner
+    write   write them over the array's rows, or append them to a list of rows
 
 The first round is outside any branch, so it may overlap with the backward pass.
 Rows that overflow its buffers follow in a `while_loop` of the same round. If
@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import compat
-from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import base
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Arrived
@@ -45,19 +44,12 @@ from zenjax._src.sync.sources import ArrayTarget
 from zenjax._src.sync.sources import ListSource
 from zenjax._src.sync.sources import ListTarget
 
-# `(sums of a round, what is kept from round to round)` to the same, changed.
+# Takes and returns the sums of a round, and a value kept from round to round.
 OwnerStep = Callable[[list[Sums], Any], tuple[list[Sums], Any]]
 
 
-class Local(NamedTuple):
-  """One table before an exchange, or several that are sent as one."""
-
-  plan: TablePlan
-  rows: Sequence[jax.Array | SparseRows]  # of each of `plan.tables`
-
-
 class Counts(NamedTuple):
-  """The numbers of an exchange of one table, equal on all devices."""
+  """The counts of an exchange of one table, equal on all devices."""
 
   pushed: jax.Array  # [] f32, rows that all devices had to send
   fullest: jax.Array  # [] f32, rows of the fullest pair of device and row group
@@ -67,36 +59,30 @@ class Counts(NamedTuple):
   dense: jax.Array  # [] bool, whether it was all-reduced
 
 
-class Exchanged(NamedTuple):
-  """One table after an exchange."""
-
-  plan: TablePlan
-  rows: Sequence[jax.Array | SparseRows]  # of each of `plan.tables`
-  counts: Counts
-
-
 class _Flow(NamedTuple):
-  """Values that one round hands to the next."""
+  """The values that one round passes to the next."""
 
   starts: list[jax.Array]  # [m] int32, slots below are summed
-  targets: list[ArrayTarget | ListTarget]
-  unions: list[jax.Array]  # [m] int32, rows that came so far
+  targets: list[Any]  # ArrayTarget or ListTarget
+  unions: list[jax.Array]  # [m] int32, rows pulled so far
   owned: Any
   rounds: jax.Array  # [] int32
 
 
 def exchange(
-  tables: Sequence[Local],
+  plans: Sequence[TablePlan],
+  gradients: Sequence[Sequence[Any]],
   scheme: Scheme,
   context: Context,
   *,
   owner: OwnerStep | None = None,
   owned: Any = (),
-) -> tuple[list[Exchanged], Any]:
+) -> tuple[list[Sequence[Any]], list[Counts], Any]:
   """Sums tables over devices, or averages them.
 
   Args:
-    tables: Local gradients.
+    plans: The plan of each table.
+    gradients: For each table, arrays or SparseRows of its `plan.tables`.
     scheme: How rows are moved.
     context: The devices, and the operation.
     owner: Changes the sums of a round at their owners, before they are pulled.
@@ -104,11 +90,14 @@ def exchange(
     owned: A pytree that `owner` takes and returns in every round.
 
   Returns:
-    The tables, equal on all devices, and `owned` after the last round.
+    The sums in the form of `gradients` and the counts of each table, equal on
+    all devices, and `owned` after the last round.
   """
-  plans = [table.plan for table in tables]
   with jax.named_scope("zenjax/take"):
-    sources = [_source(table) for table in tables]
+    sources = [
+      (ArraySource if plan.table.look_ups is None else ListSource).of(x, plan)
+      for plan, x in zip(plans, gradients)
+    ]
 
   def turn(flow: _Flow) -> tuple[list[Arrived], Any]:
     outgoing = [
@@ -131,45 +120,34 @@ def exchange(
     rounds=jnp.zeros((), jnp.int32),
   )
   arrived, kept = turn(first)
-  tallies = [table.tally for table in arrived]
+  tallies = [came.tally for came in arrived]
   dense = [
-    None if owner else _is_dense(table, tally, scheme, context)
-    for table, tally in zip(tables, tallies)
+    None if owner else _is_dense(plan, tally, scheme, context)
+    for plan, tally in zip(plans, tallies)
   ]
   # A table that will be all-reduced keeps its local rows, and is done.
   flow = _after(first, [*map(_without, arrived, plans, dense)], kept, plans)
-  if not all(scheme.holds_all(plan, context) for plan in plans):
+  if not all([scheme.holds_all(plan, context) for plan in plans]):
     with jax.named_scope("zenjax/rounds"):
       flow = lax.while_loop(
         functools.partial(_unfinished, plans=plans),
         lambda flow: _after(flow, *turn(flow), plans),
         flow,
       )
-  # All devices hold the same now, and count the same, whatever types say.
+  sums, counts = [], []
+  for plan, target, tally, union, skip in zip(
+    plans, flow.targets, tallies, flow.unions, dense
+  ):
+    if skip is not None:
+      with jax.named_scope("zenjax/dense"):
+        table = dense_sum.reduce_where(target.table, skip, context)
+      target = target._replace(table=table)
+    sums.append(target.leaves(plan))
+    counts.append(_counts(tally, union, target, flow.rounds, skip, plan))
+  # All devices have the same sums and counts now, whatever types say.
   as_equal = functools.partial(compat.as_invariant, axes=context.axes)
-  targets = [
-    jax.tree.map(as_equal, _with_dense_sum(target, skip, context))
-    for target, skip in zip(flow.targets, dense)
-  ]
-  found = [
-    Exchanged(
-      plan,
-      target.leaves(plan),
-      jax.tree.map(
-        as_equal, _counts(tally, union, target, flow.rounds, skip, plan)
-      ),
-    )
-    for plan, target, tally, union, skip in zip(
-      plans, targets, tallies, flow.unions, dense
-    )
-  ]
-  return found, flow.owned
-
-
-def _source(table: Local) -> Any:
-  is_list = table.plan.table.look_ups is not None
-  source: Any = ListSource if is_list else ArraySource
-  return source.of(table.rows, table.plan)
+  sums, counts = jax.tree.map(as_equal, (sums, counts))
+  return sums, counts, flow.owned
 
 
 def _after(
@@ -178,7 +156,7 @@ def _after(
   owned: Any,
   plans: Sequence[TablePlan],
 ) -> _Flow:
-  """Returns the values for the next round, once sums were written."""
+  """Writes the sums of a round, and returns the values for the next."""
   with jax.named_scope("zenjax/write"):
     targets = [
       target.written(came, plan)
@@ -202,14 +180,13 @@ def _unfinished(flow: _Flow, plans: Sequence[TablePlan]) -> jax.Array:
 
 
 def _is_dense(
-  table: Local, tally: Tally, scheme: Scheme, context: Context
+  plan: TablePlan, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """Returns whether a dense all-reduce is cheaper than the rounds to come.
+  """Returns true if a dense all-reduce is cheaper than the rounds to come.
 
-  None where it cannot be: SparseRows have no array to sum, and a table that
-  fits one round is done.
+  None if it cannot be: SparseRows have no array to sum, and a table that fits
+  one round is done.
   """
-  plan = table.plan
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
     return None
   counts = tally.union, tally.pushed, tally.summed
@@ -217,9 +194,9 @@ def _is_dense(
   # Rows to come are expected to overlap as much as those that came.
   to_come = union * (pushed - summed) / jnp.maximum(summed, 1)
   push = jnp.max(tally.fullest).astype(jnp.float32)
-  rows = base.expected_bytes(
-    scheme, plan, push, jnp.max(union + to_come), context
-  )
+  pull = jnp.max(union + to_come)
+  expected = scheme.expected_messages(plan, context, push, pull)
+  rows = base.received_bytes(expected, context)
   most = scheme.break_even * base.dense_bytes(plan.table, context.devices)
   return jnp.any(tally.limit < plan.layout.slots) & (rows > most)
 
@@ -227,23 +204,13 @@ def _is_dense(
 def _without(
   arrived: Arrived, plan: TablePlan, dense: jax.Array | None
 ) -> Arrived:
-  """Returns an empty pull with no rows left, if `dense`."""
+  """Returns an empty pull after which no rows are left, if `dense`."""
   if dense is None:
     return arrived
   tally = arrived.tally
   limit = jnp.where(dense, plan.layout.slots, tally.limit)
   row = jnp.where(dense, plan.table.num_rows, arrived.row)
   return arrived._replace(row=row, tally=tally._replace(limit=limit))
-
-
-def _with_dense_sum(
-  target: ArrayTarget | ListTarget, dense: jax.Array | None, context: Context
-) -> ArrayTarget | ListTarget:
-  if dense is None or not isinstance(target, ArrayTarget):
-    return target
-  with jax.named_scope("zenjax/dense"):
-    table = dense_sum.reduce_where(target.table, dense, context)
-  return target._replace(table=table)
 
 
 def _counts(
@@ -254,14 +221,14 @@ def _counts(
   dense: jax.Array | None,
   plan: TablePlan,
 ) -> Counts:
-  """Returns the numbers of a table.
+  """Returns the counts of a table.
 
   Args:
     tally: Counts of the first pull.
     union: `[m] int32`, rows of all pulls.
     target: The sums.
     rounds: Number of rounds.
-    dense: Whether the table was all-reduced. Its union is then extrapolated.
+    dense: Whether the table was all-reduced. If so, the union is extrapolated.
     plan: The plan of the table.
   """
   pushed = jnp.sum(tally.pushed.astype(jnp.float32))

@@ -1,7 +1,6 @@
-"""A tree of gradients: sparse leaves are exchanged, others all-reduced."""
+"""Synchronizes a tree: sparse leaves are exchanged, others all-reduced."""
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
 from typing import Any
 
 import jax
@@ -17,8 +16,11 @@ from zenjax._src.rows import sparse_rows
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.rows.sparse_rows import require_one
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.dense_sum import Dense
+from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
@@ -26,6 +28,7 @@ from zenjax._src.sync import leaf_tables
 from zenjax._src.sync import sync_state
 from zenjax._src.sync.plans import require_tree
 from zenjax._src.sync.sync_options import Options
+from zenjax._src.sync.sync_state import LeafChoice
 from zenjax._src.sync.sync_state import LeafState
 from zenjax._src.sync.sync_state import ZenSyncState
 
@@ -50,35 +53,35 @@ def linear_as_psum(
 
   @call.defjvp
   def derivative(primals, tangents):
-    tree, moved = primals[0], tangents[0]
     out, new = call(*primals)
-    given, moved = (jax.tree.leaves(x, is_leaf=is_rows) for x in (tree, moved))
-    found, structure = jax.tree.flatten(out, is_leaf=is_rows)
+    leaves, moved = (
+      jax.tree.leaves(tree, is_leaf=is_rows)
+      for tree in (primals[0], tangents[0])
+    )
+    sums, structure = jax.tree.flatten(out, is_leaf=is_rows)
     moved = [
-      _moved(leaf, tangent, x, context)
-      for leaf, tangent, x in zip(given, moved, found)
+      _tangent_of_sum(leaf, tangent, total, context)
+      for leaf, tangent, total in zip(leaves, moved, sums)
     ]
     return (out, new), (structure.unflatten(moved), jax.tree.map(_zero, new))
 
   return call
 
 
-def _moved(leaf: Any, tangent: Any, out: Any, context: Context) -> Any:
-  """Returns the tangent of the sum of a leaf."""
+def _tangent_of_sum(leaf: Any, tangent: Any, out: Any, context: Context) -> Any:
+  """Returns the tangent of `out`, the sum of a leaf."""
   if not jnp.issubdtype(leaf.dtype, jnp.inexact):
     return _zero(out)
   if is_rows(out) and not is_rows(leaf):
     raise NotImplementedError(
-      "SparseRows that come out hold the rows of a sum that are not zero, and"
-      " derivatives of the others would be lost; differentiate with"
-      " `output='dense'`."
+      "You cannot differentiate `output='rows'` of an array, because rows that"
+      " are zero would lose their derivatives. Give `output='dense'`."
     )
   if is_rows(leaf):
     wide = collectives.accumulator(leaf.dtype)
     rows = SparseRows(leaf.indices, tangent.values.astype(wide), leaf.num_rows)
     tangent = rows.to_dense().astype(leaf.dtype)
-  reduce = collectives.pmean if context.mean else collectives.psum
-  total = reduce(tangent, context.axes)
+  total = dense_sum.all_reduce(tangent, context)
   if not is_rows(out):
     return total
   values = total.at[out.indices].get(mode="fill", fill_value=0)
@@ -103,31 +106,31 @@ JOINED_BYTES = 1 << 20
 
 
 def totals(
-  leaves: Mapping[int, Any], options: Options, context: Context
-) -> dict[int, Any]:
-  """Returns the sum or mean of each leaf, under the leaf's own key."""
-  out, reduce = {}, functools.partial(DENSE["dense"].reduce, context=context)
+  leaves: Mapping[Any, Any], options: Options, context: Context
+) -> dict[Any, Any]:
+  """All-reduces each leaf; returns sums or means under the same keys."""
   joins = jax.process_count() > 1 and context.devices > 1
-  # Automatic axes spread leaves in ways of their own.
+  # Automatic axes shard leaves in ways of their own.
   joins = joins and not compat.automatic_axes()
-  kinds: dict[Any, list[int]] = {}
-  for i, leaf in leaves.items():
-    kinds.setdefault((_kind(leaf) if joins else None) or i, []).append(i)
-  for at in kinds.values():
-    if len(at) == 1:
-      out[at[0]] = total(leaves[at[0]], options, context)
+  kinds: dict[Any, list[Any]] = {}
+  for key, leaf in leaves.items():
+    kinds.setdefault((_kind(leaf) if joins else None) or key, []).append(key)
+  out = {}
+  for keys in kinds.values():
+    if len(keys) == 1:
+      out[keys[0]] = total(leaves[keys[0]], options, context)
       continue
     together = lax.platform_dependent(
-      [leaves[i] for i in at],
-      cpu=functools.partial(_in_one, reduce),
-      default=lambda parts: [reduce(x) for x in parts],
+      [leaves[key] for key in keys],
+      cpu=lambda parts: _in_one_buffer(parts, context),
+      default=lambda parts: [dense_sum.all_reduce(x, context) for x in parts],
     )
-    out |= zip(at, together)
+    out |= zip(keys, together)
   return out
 
 
 def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
-  """Returns a key that leaves in a shared buffer have in common, or None."""
+  """Returns what leaves in a shared buffer have in common; None for large."""
   if is_rows(leaf):
     return None
   wide = collectives.accumulator(leaf.dtype)
@@ -136,15 +139,18 @@ def _kind(leaf: Any) -> tuple[jnp.dtype, frozenset[str]] | None:
   return wide, compat.varying_axes(leaf)
 
 
-def _in_one(
-  reduce: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array]
+def _in_one_buffer(
+  leaves: Sequence[jax.Array], context: Context
 ) -> list[jax.Array]:
+  """All-reduces leaves of one kind in a shared buffer."""
   wide = collectives.accumulator(leaves[0].dtype)
-  found = collectives.in_one(reduce, [leaf.astype(wide) for leaf in leaves])
+  buffer = jnp.concatenate([leaf.astype(wide).reshape(-1) for leaf in leaves])
+  ends = np.cumsum([leaf.size for leaf in leaves])[:-1].tolist()
+  sums = jnp.split(dense_sum.all_reduce(buffer, context), ends)
   # Means of integers are floating, as JAX makes them.
   return [
-    x.astype(leaf.dtype) if wide != leaf.dtype else x
-    for leaf, x in zip(leaves, found)
+    x.reshape(leaf.shape).astype(leaf.dtype if wide != leaf.dtype else x.dtype)
+    for leaf, x in zip(leaves, sums)
   ]
 
 
@@ -155,9 +161,8 @@ def total(leaf: Any, options: Options, context: Context) -> Any:
   the devices that hold a row, so that all rows that were looked up come back,
   also those whose sum is zero.
   """
-  scheme: Dense = DENSE["dense"]
   if not is_rows(leaf):
-    return scheme.reduce(leaf, context)
+    return dense_sum.all_reduce(leaf, context)
   merged = sparse_rows.merged(leaf)
   dense = options.output == "dense"
   if context.devices == 1 or not leaf.capacity:
@@ -166,76 +171,18 @@ def total(leaf: Any, options: Options, context: Context) -> Any:
     merged = SparseRows(row, values, leaf.num_rows).as_unique()
     return merged.to_dense() if dense else merged
   if dense:
-    return scheme.reduce(merged.to_dense(), context)
+    return dense_sum.all_reduce(merged.to_dense(), context)
   held = jnp.ones_like(merged.values[:, :1])
   counted = jnp.concatenate([merged.values, held], axis=1)
   counted = SparseRows(merged.indices, counted, leaf.num_rows).to_dense()
-  total = scheme.reduce(counted, context)
+  counted = dense_sum.all_reduce(counted, context)
   row = jnp.arange(leaf.num_rows, dtype=jnp.int32)
-  row = jnp.where(total[:, -1] > 0, row, leaf.num_rows)
-  rows = SparseRows(row, total[:, :-1], leaf.num_rows)
+  row = jnp.where(counted[:, -1] > 0, row, leaf.num_rows)
+  rows = SparseRows(row, counted[:, :-1], leaf.num_rows)
   return rows.as_unique()
 
 
-# Leaves of one exchange.
-
-
-def _exchanged(
-  group: Sequence[tuple[str, Any]],
-  choices: Sequence[leaf_tables.Choice],
-  state: ZenSyncState | None,
-  options: Options,
-  context: Context,
-) -> tuple[dict[str, Any], dict[str, LeafState]]:
-  """Returns the sums of leaves of one scheme by name, and their new states."""
-  leaves, scheme = dict(group), SPARSE[choices[0].scheme]
-  tables = [leaf_tables.table_of(name, leaf, options) for name, leaf in group]
-  plans = leaf_tables.plans(tables, choices, scheme, options, context)
-  entered = []
-  for plan in plans:
-    parts = [
-      leaf_util.as_table(leaves[table.name], options.unit)
-      for table in plan.tables
-    ]
-    entered.append(exchange.Local(plan, parts))
-  found, _ = exchange.exchange(entered, scheme, context)
-  out, new = {}, {}
-  for table in found:
-    names = [one.name for one in table.plan.tables]
-    for name, rows in zip(names, table.rows):
-      out[name] = as_asked(rows, leaves[name], options)
-    if state:
-      old = [state.leaves[name] for name in names]
-      after = sync_state.after_step(
-        old, state.step, table.counts, table.plan, scheme, context
-      )
-      new |= zip(names, after)
-  return out, new
-
-
-def _all_reduced(
-  group: Sequence[tuple[str, Any]],
-  state: ZenSyncState | None,
-  options: Options,
-  context: Context,
-) -> tuple[dict[str, Any], dict[str, LeafState]]:
-  """Like `_exchanged`, for leaves that a plan or `tune` has all-reduced."""
-  keyed = dict(enumerate([leaf for _, leaf in group]))
-  summed = totals(keyed, options, context)
-  out, new = {}, {}
-  for i, (name, leaf) in enumerate(group):
-    out[name] = summed[i]
-    if not is_rows(leaf) and options.output == "rows":
-      out[name] = SparseRows.in_place(summed[i])
-    if state and name in state.leaves:
-      table = leaf_tables.table_of(name, leaf, options)
-      new[name] = sync_state.after_dense_step(
-        state.leaves[name], table, context, "dense"
-      )
-  return out, new
-
-
-def as_asked(summed: Any, leaf: Any, options: Options) -> Any:
+def as_output(summed: Any, leaf: Any, options: Options) -> Any:
   """Converts the sum of a leaf to the type that `output` names."""
   if is_rows(summed):
     return summed.to_dense() if options.output == "dense" else summed
@@ -267,100 +214,132 @@ def sync_tree(
   leaves = local_leaves(tree, context)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaves))
-  chosen = [False] * len(leaves)
+  sparse: list[tuple[str, Any]] = []
   # One device has nothing to exchange.
   if context.devices > 1 or options.output == "rows":
     chosen = leaf_util.select(tree, options.sparse, options.unit)
-    if options.scheme not in DENSE:
-      check_state(leaves, chosen, state)
-  names = [name for (name, _), sparse in zip(leaves, chosen) if sparse]
-  tables = [
-    leaf_tables.table_of(name, leaf, options)
-    for (name, leaf), sparse in zip(leaves, chosen)
-    if sparse
-  ]
-  require_named(options.capacities, names)
+    sparse = [leaf for leaf, is_sparse in zip(leaves, chosen) if is_sparse]
+    if options.scheme != DENSE:
+      require_sparse([name for name, _ in sparse], state, options)
   tuned = dict(state.tuned) if state else {}
-  choices = leaf_tables.choose(tables, options, tuned, context)
-  exchanges: dict[Any, list[int]] = {}
-  for i, choice in enumerate(choices):
-    exchanges.setdefault((choice.scheme, choice.group), []).append(i)
+  dense, exchanges = _exchanges(sparse, tuned, options, context)
+  sent = {t.name for _, plans in exchanges for p in plans for t in p.tables}
 
   def exchanged(tree, memory):
-    leaves = leaf_util.named_leaves(tree, is_rows)
-    whole = {i: x for i, (_, x) in enumerate(leaves) if not chosen[i]}
-    out: dict[str, Any] = {}
-    for i, x in totals(whole, options, context).items():
-      out[leaves[i][0]] = x
-    sparse = [leaf for leaf, is_sparse in zip(leaves, chosen) if is_sparse]
-    new = dict(memory.leaves) if memory else {}
-    for (scheme, _), at in exchanges.items():
-      group, ways = [sparse[i] for i in at], [choices[i] for i in at]
+    leaves = dict(leaf_util.named_leaves(tree, is_rows))
+    states = dict(memory.leaves) if memory else {}
+    rest = {name: x for name, x in leaves.items() if name not in sent}
+    out = totals(rest, options, context)
+    for table in dense:
+      if options.output == "rows" and not is_rows(out[table.name]):
+        out[table.name] = SparseRows.in_place(out[table.name])
+      if leaf := states.get(table.name):
+        states[table.name] = sync_state.after_dense_step(leaf, table, context)
+    for scheme, plans in exchanges:
       if len(context.axes) > 1:
         # Collectives over different groups of devices run in one order.
-        values = [leaf for _, leaf in group]
-        values, out = lax.optimization_barrier((values, out))
-        group = [(name, leaf) for (name, _), leaf in zip(group, values)]
-        # JAX 0.10 types all as what varies.
+        leaves, out = lax.optimization_barrier((leaves, out))
+        # JAX 0.10 types all results as varying.
         out = jax.tree.map(lambda x: compat.as_invariant(x, context.axes), out)
-      if scheme in DENSE:
-        synced, after = _all_reduced(group, memory, options, context)
-      else:
-        synced, after = _exchanged(group, ways, memory, options, context)
-      out |= synced
-      new |= after
+      parts = [
+        [leaf_util.as_table(leaves[t.name], options.unit) for t in plan.tables]
+        for plan in plans
+      ]
+      sums, counts, _ = exchange.exchange(plans, parts, scheme, context)
+      for plan, summed, count in zip(plans, sums, counts):
+        for table, x in zip(plan.tables, summed):
+          out[table.name] = as_output(x, leaves[table.name], options)
+        if memory:
+          states |= sync_state.after_step(
+            states, memory.step, count, plan, scheme, context
+          )
     structure = jax.tree.structure(tree, is_leaf=is_rows)
-    ordered = [out[name] for name, _ in leaves]
-    return jax.tree.unflatten(structure, ordered), new
+    return structure.unflatten([out[name] for name in leaves]), states
 
   return linear_as_psum(exchanged, context)(tree, state)
 
 
-def require_named(capacities: Any, names: Sequence[str]) -> None:
-  """Raises ValueError where `capacities` names a leaf that is not sparse."""
-  if isinstance(capacities, dict):
-    unknown = sorted(set(capacities) - set(names))
+def _exchanges(
+  leaves: Sequence[tuple[str, Any]],
+  tuned: Mapping[str, LeafChoice],
+  options: Options,
+  context: Context,
+) -> tuple[list[Table], list[tuple[Scheme, list[TablePlan]]]]:
+  """Plans sparse leaves.
+
+  Returns:
+    The leaves that the plan, `tune` or `scheme` has all-reduced; and the
+    exchanges of all others, in order.
+  """
+  dense, groups = [], {}
+  for name, leaf in leaves:
+    table = leaf_tables.table_of(name, leaf, options)
+    choice = leaf_tables.choose(table, options, tuned, context)
+    if choice.scheme == DENSE:
+      dense.append(table)
+    else:
+      key = choice.scheme, choice.group
+      groups.setdefault(key, []).append((table, choice))
+  exchanges = []
+  for (name, _), members in groups.items():
+    tables, choices = zip(*members)
+    plans = leaf_tables.plans(tables, choices, SPARSE[name], options, context)
+    exchanges.append((SPARSE[name], plans))
+  return dense, exchanges
+
+
+def require_sparse(
+  names: Sequence[str], state: ZenSyncState | None, options: Options
+) -> None:
+  """Raises ValueError if `capacities` or a state are of other sparse leaves."""
+  if isinstance(options.capacities, dict):
+    unknown = sorted(set(options.capacities) - set(names))
     if unknown:
       raise ValueError(
-        f"`capacities` must name leaves that are sent sparse, got {unknown};"
-        f" they are {list(names)}."
+        f"`capacities` must name leaves that are sent sparse, got {unknown}."
+        f" These are sent sparse: {list(names)}."
       )
+  if state is not None and set(names) != set(state.leaves):
+    raise ValueError(
+      "`state` must be made for these gradients, but it is for sparse leaves"
+      f" {sorted(state.leaves)}, and here these are {sorted(names)}. Call"
+      " `init` with parameters of the same structure and shapes."
+    )
 
 
 def context_of(options: Options) -> Context:
-  """Axes with their sizes; raises NameError where one is not bound."""
+  """Returns the devices of an exchange, once all of its axes are bound.
+
+  Raises:
+    NameError: An axis is not bound.
+  """
   sizes = []
   for axis in options.axes:
     try:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
+      known = jax.sharding.get_abstract_mesh().axis_names
+      what = f"but {axis!r} is not"
+      if axis in known:
+        what = f"but nothing is mapped over it here: {axis!r} of your mesh"
+      elif known:
+        what += f". Your mesh has {known}"
       raise NameError(
-        "`axis_name` must be bound where gradients are synchronized, and"
-        f" {axis!r} is not; {_way_to_bind(axis)}."
+        f"`axis_name` must be bound where gradients are synchronized, {what}."
+        " Call `update` inside shard_map, pmap or vmap over it, or wrap the"
+        " step in `zenjax.data_parallel`. For row gradients in plain jit, give"
+        " zen_sync `mesh=`."
       ) from error
-  return options.context(sizes)
-
-
-def _way_to_bind(axis: str) -> str:
-  known = jax.sharding.get_abstract_mesh().axis_names
-  if axis in known:
-    return (
-      "the mesh has it, but nothing is mapped over it here; call update inside"
-      " shard_map, or wrap the step in `zenjax.data_parallel`"
-    )
-  if known:
-    return f"give a name that the mesh has, of {known}"
-  return (
-    f"call update inside shard_map, pmap or vmap over {axis!r}, wrap the step"
-    " in `zenjax.data_parallel`, or give zen_sync of row gradients in plain jit"
-    " the `mesh=` that they lie on"
-  )
+  return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
 
 
 def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
-  """`(name, leaf)` of each gradient; ValueError where autodiff has summed one.
+  """Returns `(name, leaf)` of each gradient.
 
-  Types tell only under check_vma; elsewhere gradients are local anyway.
+  Raises:
+    ValueError: Autodiff has summed a gradient. Types tell so only under
+      check_vma; elsewhere gradients are local anyway.
+    TypeError: A gradient is float0.
   """
   leaves = leaf_util.named_leaves(tree, is_rows)
   for name, leaf in leaves:
@@ -368,38 +347,19 @@ def local_leaves(tree: Any, context: Context) -> list[tuple[str, Any]]:
       require_one(f"leaf {name!r} of `updates`", leaf)
     if leaf.dtype == jax.dtypes.float0:
       raise TypeError(
-        f"`updates` must be gradients, and leaf {name!r} is float0, which"
-        " jax.grad(.., allow_int=True) gives for integers: there is nothing to"
-        " average; keep it out by `optax.partition`, and apply updates by"
-        " `zenjax.apply_updates`, which leaves such a parameter as it is."
+        f"`updates` must be gradients, but leaf {name!r} is float0, which"
+        " jax.grad(.., allow_int=True) gives for integers. Leave it out by"
+        " `optax.partition`, and apply updates by `zenjax.apply_updates`."
       )
     varying = compat.varying_axes(leaf.values if is_rows(leaf) else leaf)
     for axis in context.axes:
       if axis not in varying and compat.records_varying(axis):
+        axes = context.axes[0] if len(context.axes) == 1 else context.axes
         raise ValueError(
-          f"`updates` must be local gradients, and leaf {name!r} does not vary"
-          f" over axis {axis!r}: under shard_map(check_vma=True) autodiff sums"
-          " gradients of replicated parameters by itself. Differentiate with"
-          f" respect to `zenjax.unreduced(params, {_as_given(context.axes)})`,"
-          " or pass check_vma=False to shard_map."
+          f"`updates` must be local gradients, but autodiff has summed leaf"
+          f" {name!r} over axis {axis!r}, as it does in"
+          " shard_map(check_vma=True). Differentiate with respect to"
+          f" `zenjax.unreduced(params, {axes!r})`, or pass check_vma=False to"
+          " shard_map."
         )
   return leaves
-
-
-def _as_given(axes: Axes) -> str:
-  return repr(axes[0] if len(axes) == 1 else axes)
-
-
-def check_state(
-  leaves: Sequence[tuple[str, Any]],
-  chosen: Sequence[bool],
-  state: sync_state.ZenSyncState | None,
-) -> None:
-  """Raises ValueError where a state remembers other leaves than these."""
-  names = {name for (name, _), sparse in zip(leaves, chosen) if sparse}
-  if state is not None and names != set(state.leaves):
-    raise ValueError(
-      "`state` must be made for these gradients: it remembers sparse leaves"
-      f" {sorted(state.leaves)}, these have {sorted(names)}; call init with"
-      " parameters of the same structure and shapes."
-    )

@@ -1,7 +1,7 @@
-"""Sparse leaves as tables: how each is exchanged, and with which buffers."""
+"""Plans how sparse leaves are exchanged, and with which buffers."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.sync.plans import Plan
+from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
@@ -30,42 +30,46 @@ class Choice(NamedTuple):
 
 
 def choose(
-  tables: Sequence[Table],
+  table: Table,
   options: Options,
   tuned: Mapping[str, LeafChoice],
   context: Context,
-) -> list[Choice]:
-  """Returns a choice for each sparse leaf, from the plan or from `tune`.
+) -> Choice:
+  """Chooses how a sparse leaf is exchanged.
 
-  Arguments of the user take precedence over `tune`.
+  The plan decides, if there is one. Otherwise your arguments do, and
+  `zenjax.tune` decides what they leave open.
   """
   if options.plan:
-    return _as_planned(tables, options.plan, context)
-  found = []
-  for table in tables:
+    require_mesh(options.plan, tuple(zip(context.axes, context.sizes)))
+    leaf = options.plan.by_name[table.name]
+    sizes = Capacity(*leaf.capacities) if leaf.capacities else None
+    choice = Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
+  else:
     known = tuned.get(table.name, LeafChoice(options.scheme))
     sizes = options.capacities
     if isinstance(sizes, dict):
       sizes = sizes.get(table.name)
-    elif sizes is not None:  # For all leaves, of which some have fewer rows.
+    elif sizes is not None:  # They are for all leaves, also for small ones.
       sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
-    sizes = sizes or known.capacities
-    groups = buffer_sizes.column_groups_of(options.partition, context.sizes[-1])
-    scheme = known.scheme if options.scheme == "zen" else options.scheme
-    found.append(Choice(scheme, groups, sizes))
-  return found
-
-
-def _as_planned(
-  tables: Sequence[Table], plan: Plan, context: Context
-) -> list[Choice]:
-  require_mesh(plan, tuple(zip(context.axes, context.sizes)))
-  found = []
-  for table in tables:
-    leaf = plan.by_name[table.name]
-    sizes = Capacity(*leaf.capacities) if leaf.capacities else None
-    found.append(Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group))
-  return found
+    named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
+    choice = Choice(
+      scheme=known.scheme if options.scheme == "zen" else options.scheme,
+      column_groups=named.get(options.partition) or int(options.partition),
+      capacities=sizes or known.capacities,
+    )
+  if choice.capacities and choice.capacities.pull > table.num_rows:
+    raise ValueError(
+      f"`capacities` of leaf {table.name!r} are {tuple(choice.capacities)}, but"
+      f" it has {table.num_rows} rows. Give at most that many."
+    )
+  if context.sizes[-1] % choice.column_groups:
+    raise ValueError(
+      f"`partition` is {choice.column_groups} column groups, which does not"
+      f" divide the {context.sizes[-1]} devices along {context.axes[-1]!r}."
+      " Give a divisor, or 'hash'."
+    )
+  return choice
 
 
 def plans(
@@ -76,59 +80,70 @@ def plans(
   context: Context,
   *,
   owners: bool = False,
-) -> tuple[buffer_sizes.TablePlan, ...]:
-  """Returns the plans of leaves that share an exchange.
+) -> list[TablePlan]:
+  """Plans the tables of leaves that share an exchange.
 
-  Small arrays of the same kind are sent as one table, and so are SparseRows.
-  With `owners` or kernels every leaf is a table of its own, because owners keep
-  an optimizer's state by table, and kernels read tables one by one.
+  SparseRows, and small arrays, of one width and dtype are joined to one table,
+  whose exchange is compiled once. With `owners`, who keep the optimizer's state
+  of each leaf, and for Pallas kernels, every leaf has a table of its own.
   """
-  sizes = context.sizes
-  groups = []
-  for table, choice in zip(tables, choices):
-    if choice.capacities and choice.capacities.pull > table.num_rows:
-      raise ValueError(
-        f"`capacities` must not exceed the {table.num_rows} rows of leaf"
-        f" {table.name!r}, got {tuple(choice.capacities)}; see `zenjax.report`."
+  joins = not (owners or scheme.contiguous or options.kernels == "pallas")
+  groups: dict[object, list[int]] = {}
+  for i, (table, choice) in enumerate(zip(tables, choices)):
+    is_list = table.look_ups is not None
+    is_small = table.num_rows * table.width <= buffer_sizes.JOINED_ELEMENTS
+    key: object = i
+    if joins and (is_list or is_small):
+      key = (
+        *(is_list, table.width, table.dtype, table.wire_dtype),
+        *(choice.column_groups, choice.capacities is None),
       )
-    if sizes[-1] % choice.column_groups:
-      raise ValueError(
-        "`partition` as a number of column groups must divide the devices"
-        f" along {context.axes[-1]!r}, got {choice.column_groups} for"
-        f" {sizes[-1]} devices."
-      )
-    groups.append(scheme.groups(sizes, choice.column_groups))
-  return buffer_sizes.plan_group(
-    tables,
-    row_groups=[m for m, _ in groups],
-    column_groups=[g for _, g in groups],
-    devices=context.devices,
-    pinned=[choice.capacities for choice in choices],
-    seed=options.hash_seed,
-    contiguous=scheme.contiguous,
-    kernels=options.kernels,
-    together=not owners and options.kernels != "pallas",
-  )
+    members = groups.setdefault(key, [])
+    rows = sum([tables[j].num_rows for j in members])
+    if members and rows + table.num_rows > buffer_sizes.MAX_ROWS:
+      members = groups.setdefault(i, [])
+    members.append(i)
+  planned: list[TablePlan] = []
+  hash_offset = 0
+  for members in groups.values():
+    first = choices[members[0]]
+    sizes = [choices[i].capacities for i in members]
+    row_groups, column_groups = scheme.groups(
+      context.sizes, first.column_groups
+    )
+    plan = buffer_sizes.plan_table(
+      [tables[i] for i in members],
+      groups=row_groups,
+      column_groups=column_groups,
+      devices=context.devices,
+      pinned=first.capacities and Capacity(*map(sum, zip(*sizes))),
+      seed=options.hash_seed,
+      hash_offset=hash_offset,
+      contiguous=scheme.contiguous,
+      kernels=options.kernels,
+    )
+    planned.append(plan)
+    hash_offset += plan.layout.words
+  return planned
 
 
 def table_of(
   name: str, leaf: jax.Array | SparseRows, options: Options
 ) -> Table:
   """Returns a leaf's static facts; raises `ValueError` if it cannot be sent."""
-  if isinstance(leaf, SparseRows) and options.unit != "row":
-    raise ValueError(
-      f"`unit` must be 'row' for SparseRows, which leaf {name!r} is, got"
-      f" unit={options.unit!r} with scheme={options.scheme!r}; leave `unit`"
-      " out, and take another scheme than 'block_sparse'."
-    )
   unit = options.unit
+  if isinstance(leaf, SparseRows) and unit != "row":
+    raise ValueError(
+      f"`unit` must be 'row' for SparseRows, got {unit=} with"
+      f" scheme={options.scheme!r} for leaf {name!r}. Leave `unit` out, and"
+      " take another scheme than 'block_sparse'."
+    )
   rows, width = leaf_util.table_shape(leaf, unit)
   if rows > buffer_sizes.MAX_ROWS:
     raise ValueError(
-      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with"
-      f" `unit={unit!r}`, more than the {buffer_sizes.MAX_ROWS} that int32"
-      " slots count; choose a larger `unit`, split the leaf, or leave it out of"
-      " `sparse`."
+      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with {unit=}, more"
+      f" than the {buffer_sizes.MAX_ROWS} that int32 can count. Give a larger"
+      " `unit`, or leave it out of `sparse`."
     )
   return Table(
     name=name,
@@ -142,20 +157,24 @@ def table_of(
 
 
 def _wire_dtype(name: str, dtype: jnp.dtype, options: Options) -> jnp.dtype:
-  wire = options.wire_of(name) or dtype
+  """Returns the dtype in which rows of a leaf are sent."""
+  wire = options.wire_dtype
+  if isinstance(wire, dict):
+    wire = wire.get(name)
+  wire = wire or dtype
   if wire.itemsize > dtype.itemsize:
     raise ValueError(
-      f"`wire_dtype` must not be wider than the leaf, got {wire} for leaf"
-      f" {name!r} of {dtype}; leave it out for that leaf's own dtype."
+      f"`wire_dtype` {wire} is wider than {dtype}, the dtype of leaf {name!r}."
+      " Leave it out to send the leaf's own dtype."
     )
+  # `error_feedback` has rounded the elements that it selected.
   rounded_before = options.mean and options.unit == "element"
   if not has_range_of(wire, dtype) and not rounded_before:
     info = jnp.finfo(wire)
     raise ValueError(
-      f"`wire_dtype` must have the range of the leaf, and {wire} holds nothing"
-      f" beyond {float(info.max):g} or below"
-      f" {float(info.smallest_subnormal):.1g}: such values of leaf {name!r} of"
-      f" {dtype} would come out as Inf or zero; give jnp.bfloat16, or leave it"
-      " out."
+      f"`wire_dtype` {wire} has a smaller range than {dtype}, the dtype of leaf"
+      f" {name!r}. Values above {float(info.max):g} or below"
+      f" {float(info.smallest_subnormal):.1g} would become Inf or zero. Give"
+      " jnp.bfloat16, or leave it out."
     )
   return wire

@@ -1,9 +1,9 @@
 """Runs an optimizer at the owners of rows, on gradients that they have summed.
 
-An owner holds the optimizer's state of its rows and of no others, `[S, D]`
-where a table is `[R, D]`: as in ZeRO, but by the owners that sum the gradients
-anyway. To the optimizer each of these tables is a `ShardedTable`, and so its
-state is.
+An owner holds the optimizer's state of its own rows only, `[S, D]` for a table
+`[R, D]`. This is ZeRO, with the owners that sum the gradients anyway. The
+optimizer sees each of these tables as a `ShardedTable`, so its state has them
+too.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,35 +28,35 @@ from zenjax._src.tables.sharded_table import ShardedTable
 
 
 class Listed(NamedTuple):
-  """Rows of an owner's part of a table, behind these padding."""
+  """Some rows of an owner's part of a table, followed by padding."""
 
   slots: jax.Array  # [k] int32, S as padding
   rows: jax.Array  # [k, D]
 
   @classmethod
   def empty(cls, room: int, table: ShardedTable) -> "Listed":
-    """A list of no rows of a table, whose value has the shape `[S, D]`."""
+    """Returns a list without rows, with room for `room` rows of a table."""
     slots = jnp.full(room, table.layout.slots, jnp.int32)
     return cls(slots, jnp.zeros((room, *table.value.shape[1:]), table.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
-  """One step of `inner` on the rows that pushes bring.
+  """One step of an optimizer on the rows that pushes bring.
 
   Attributes:
-    analysis: Of the optimizer's update of whole tables.
-    structure: Of parameters and gradients as the optimizer sees them.
-    tables: Types of the tables that have owners, by the leaf's number; values
-      are types `[S, D]`.
-    grads: Leaves; of tables anything, of all others the mean over devices.
-    params: Leaves, of sharded tables `[S, D]`; None if the caller gave none.
-    extra: Further arguments of `inner.update`.
-    axis: Along which owners lie.
-    scaled: The mean of a sum, or the sum.
-    sharded: Leaves of which a device has its own rows alone.
-    clip_norm: Largest norm of all gradients; None for no limit.
-    norm: Norm of all gradients, once it is known.
+    analysis: How the optimizer updates whole tables.
+    structure: The tree of parameters and gradients as the optimizer sees it.
+    tables: The tables that have owners, by the leaf's number; their values are
+      types `[S, D]`.
+    grads: Leaves: anything for tables, the mean over devices for all others.
+    params: Leaves: `[S, D]` for sharded tables; None if the caller gave none.
+    extra: Further arguments of the optimizer's `update`.
+    axis: The axis along which owners are.
+    scaled: Returns the mean of a sum, or the sum.
+    sharded: Numbers of the leaves of which a device has only its own rows.
+    clip_norm: The largest norm of all gradients; None for no limit.
+    norm: The norm of all gradients, once it is known.
   """
 
   analysis: RowAnalysis
@@ -73,20 +73,20 @@ class Owner:
 
   @property
   def no_squares(self) -> jax.Array:
-    """The sum of squares of no rows."""
+    """Zero, the sum of squares before the first row."""
     return compat.cast_like(jnp.zeros(()), lax.axis_index(self.axis))
 
   def add_squares(
     self, sums: list[Sums], squares: jax.Array
   ) -> tuple[list[Sums], jax.Array]:
     """Adds the squares of the rows that a push brought."""
-    rows = [own.union.rows for own in sums]
-    return sums, squares + sum([_squares(self.scaled(x)) for x in rows])
+    rows = [self.scaled(x.union.rows) for x in sums]
+    return sums, squares + sum(map(_squares, rows))
 
   def agreed(self, squares: jax.Array) -> "Owner":
-    """Returns this with the norm of the gradients of all owners.
+    """Returns the owner with the norm of all gradients.
 
-    Owners add in one order, so that all have the same bits.
+    All owners add in the same order, so that they have the same bits.
     """
     total = jnp.sum(collectives.all_gather(squares, (self.axis,)))
     for i, x in enumerate(self.grads):
@@ -97,14 +97,14 @@ class Owner:
   def _clipped(self, x: jax.Array) -> jax.Array:
     if self.norm is None or self.clip_norm is None:
       return x
-    few = self.norm < self.clip_norm
-    return jnp.where(few, x, x / self.norm.astype(x.dtype) * self.clip_norm)
+    small = self.norm < self.clip_norm
+    return jnp.where(small, x, x / self.norm.astype(x.dtype) * self.clip_norm)
 
-  def __call__(self, held: list[Sums], state: Any) -> tuple[list[Sums], Any]:
-    """Sums become updates; the state has a step of these rows more."""
+  def __call__(self, sums: list[Sums], state: Any) -> tuple[list[Sums], Any]:
+    """Returns updates in place of sums, and the state after a step on them."""
     at, grads = {}, {}
-    for (i, table), own in zip(self.tables.items(), held):
-      end, slots, rows = table.layout.slots, own.union.slots, own.union.rows
+    for (i, table), held in zip(self.tables.items(), sums):
+      end, slots, rows = table.layout.slots, held.union.slots, held.union.rows
       if len(slots) < FEWEST:
         missing = FEWEST - len(slots)
         slots = jnp.pad(slots, (0, missing), constant_values=end)
@@ -116,32 +116,34 @@ class Owner:
       grads[i] = jnp.zeros((FEWEST, x.shape[1]), x.dtype)
     out, few, places = self._step(state, grads, at)
     state = touched_rows.put(state, few, places, rows_only=True)
-    found = []
-    for (i, table), own in zip(self.tables.items(), held):
-      slots, rows = own.union.slots, own.union.rows
+    updates = []
+    for (i, table), held in zip(self.tables.items(), sums):
+      slots, rows = held.union.slots, held.union.rows
       real = (slots < table.layout.slots)[:, None]
       new = jnp.where(real, out[i][: len(slots)].astype(rows.dtype), 0)
-      found.append(own._replace(union=own.union._replace(rows=new)))
-    return found, state
+      updates.append(held._replace(union=held.union._replace(rows=new)))
+    return updates, state
 
   def keeping(
-    self, held: list[Sums], kept: tuple[Any, list[Listed]]
+    self, sums: list[Sums], kept: tuple[Any, list[Listed]]
   ) -> tuple[list[Sums], tuple[Any, list[Listed]]]:
-    """Keeps the updates in lists, for sums that are not pulled.
+    """Appends the updates to lists, for sums that are not pulled.
 
     Returns the sums unchanged, so that their counts need not wait for the step.
     """
     state, lists = kept
-    updated, state = self(held, state)
-    each = zip(updated, lists, self.tables.values())
-    lists = [_appended(own, to, table.layout.slots) for own, to, table in each]
-    return held, (state, lists)
+    updates, state = self(sums, state)
+    lists = [
+      _appended(listed, update, table.layout.slots)
+      for listed, update, table in zip(lists, updates, self.tables.values())
+    ]
+    return sums, (state, lists)
 
   def finish(self, state: Any) -> tuple[list[Any], Any]:
-    """Updates of what has no owner, and the state with all but owners' rows.
+    """Returns updates of leaves without owners, and the state after them.
 
-    Row gradients of small tables, which every device has, are rows here too:
-    which rows `inner` updates depends on lookups, not on sizes.
+    Row gradients of small tables, which every device has, update rows too. So
+    lookups decide which rows are updated, and the size of a table does not.
     """
     at, grads = {}, {}
     for i, table in self.tables.items():
@@ -149,10 +151,8 @@ class Owner:
       grads[i] = jnp.zeros((FEWEST, *table.value.shape[1:]), table.dtype)
     for i, x in self._small.items():
       x = touched_rows.distinct(x, FEWEST)
-      at[i], grads[i] = (
-        Touched.of(x.indices, x.num_rows),
-        self._clipped(x.values),
-      )
+      at[i] = Touched.of(x.indices, x.num_rows)
+      grads[i] = self._clipped(x.values)
     out, few, places = self._step(state, grads, at)
     for i, x in self._small.items():
       out[i] = at[i].put(jnp.zeros(x.shape, out[i].dtype), out[i])
@@ -187,25 +187,27 @@ def _squares(x: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def _appended(own: Sums, to: Listed, end: int) -> Listed:
-  """Appends the real rows, which come first, to a list."""
-  slots, rows = own.union.slots, own.union.rows
-  used = jnp.sum(to.slots < end, dtype=jnp.int32)
-  at = used + jnp.arange(len(slots), dtype=jnp.int32)
-  # Padding comes past the end, and is dropped.
-  at = jnp.where(slots < end, at, len(to.slots) + at)
+def _appended(listed: Listed, update: Sums, end: int) -> Listed:
+  """Returns a list with the rows of an update, which come before padding."""
+  slots, rows = update.union.slots, update.union.rows
+  used = jnp.sum(listed.slots < end, dtype=jnp.int32)
+  index = used + jnp.arange(len(slots), dtype=jnp.int32)
+  # Padding gets an index past the end, and is dropped.
+  index = jnp.where(slots < end, index, len(listed.slots) + index)
   return Listed(
-    slots=indexing.put(to.slots, at, slots),
-    rows=indexing.put(to.rows, at, rows.astype(to.rows.dtype)),
+    slots=indexing.put(listed.slots, index, slots),
+    rows=indexing.put(listed.rows, index, rows.astype(listed.rows.dtype)),
   )
 
 
 def _nowhere(num_rows: int) -> Touched:
-  """Padding alone."""
+  """Returns padding only."""
   return Touched.of(jnp.full(FEWEST, num_rows, jnp.int32), num_rows)
 
 
-def own_rows(table: jax.Array, slots: jax.Array, of: ShardedTable) -> jax.Array:
-  """Returns this owner's rows at `slots: [k]`, zeros where there is none."""
-  row = of.layout.row(lax.axis_index(of.axes), slots)
+def own_rows(
+  table: jax.Array, slots: jax.Array, sharded: ShardedTable
+) -> jax.Array:
+  """Returns this owner's rows at `slots: [k]`, and zeros for padding."""
+  row = sharded.layout.row(lax.axis_index(sharded.axes), slots)
   return indexing.take_or(table, row, 0)

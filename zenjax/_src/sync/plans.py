@@ -1,4 +1,4 @@
-"""`Plan`: how every gradient of a model is synchronized, as data."""
+"""Defines `Plan`, which says how every gradient of a model is synchronized."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -12,10 +12,9 @@ from zenjax._src.core import text
 from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
+from zenjax._src.schemes.registry import DENSE
 
-# The `scheme` of leaves that take pmean.
-DENSE = "dense"
-# Predictions err: smaller gains than this part are called no difference.
+# Predictions have errors, so smaller gains than this count as no difference.
 ERROR = 0.2
 # The better choice by predicted times.
 Better = Literal["plan", "pmean", "neither"]
@@ -25,7 +24,9 @@ _Count = Annotated[int, NOT_NEGATIVE]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-  """How the gradient of one parameter is synchronized.
+  """Says how the gradient of one parameter is synchronized.
+
+  `zenjax.planner.plan` makes it. Read it to see what was chosen, and why.
 
   Attributes:
     name: Name of the leaf, as `zenjax.report` shows it.
@@ -36,15 +37,15 @@ class LeafPlan:
     column_groups: Column groups of `"zen"`: 1 for hashed rows, as many as
       devices for columns.
     wire_dtype: Name of the dtype in which rows are sent; None for their own.
-    capacities: Rows of the first round, `(push, pull)`: as given, or enough
-      for the rows that were counted; None for zen_sync's own.
-    seconds: Predicted time of the leaf by itself, local work included.
+    capacities: Buffer sizes `(push, pull)` in rows: as given, or enough for the
+      rows that were counted; None for the default sizes.
+    seconds: Predicted time of the leaf alone, local work included.
     dense_seconds: Predicted time of pmean.
     wire_bytes: Predicted bytes that a device receives.
-    rows: Mean nonzero rows of a device that this was chosen for; None if they
-      were not counted but assumed as for a vocabulary.
+    rows: Mean nonzero rows of a device that the choice is based on; None if
+      they were not counted but assumed as for a vocabulary.
     union: Nonzero rows of all devices together.
-    reason: Reason of the choice, in words; empty for leaves without a choice.
+    reason: The reason for the choice, empty for leaves without a choice.
 
   Example:
     >>> import zenjax
@@ -72,7 +73,7 @@ class LeafPlan:
 
   @property
   def choice(self) -> str:
-    """Scheme, column groups and wire dtype in words, say `zen/2 bfloat16`."""
+    """Scheme, column groups and wire dtype in words: `zen/2 bfloat16`."""
     return in_words(self.scheme, self.column_groups, self.wire_dtype)
 
 
@@ -84,19 +85,20 @@ def in_words(scheme: str, column_groups: int, wire_dtype: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(checked_json.Document):
-  """How every gradient of a model is synchronized, for `zen_sync(plan=...)`.
+  """Says how every gradient of a model is synchronized.
 
-  Made by `zenjax.planner.plan`. It holds for one tree of parameters on one
-  mesh: with others, and with another release of JAX, `zen_sync` refuses it.
+  `zenjax.planner.plan` makes it. Print it to see what it gains, pass it to
+  `zen_sync(plan=plan)`, and save it with `to_json`. It is valid for one tree of
+  parameters, one mesh and one release of JAX: `zen_sync` refuses it for others.
 
   Attributes:
-    leaves: One for every parameter.
-    mesh: `(axis, devices)` of what gradients are averaged over, the slowest
-      link first.
+    leaves: The plan of every parameter.
+    mesh: `(axis, devices)` for the axes that gradients are averaged over, the
+      slowest link first.
     machine: Name of the topology that it was made for.
     compute_seconds: Time of a step on one device, without any exchange.
     seconds: Predicted time of a whole step.
-    dense_seconds: Predicted time of a whole step where all leaves take pmean.
+    dense_seconds: Predicted time of a whole step if all leaves take pmean.
     jax_version: Release of JAX that made it.
 
   Example:
@@ -131,7 +133,25 @@ class Plan(checked_json.Document):
       )
 
   def __str__(self) -> str:
-    return _text(self)
+    axes = " x ".join(f"{name} {n}" for name, n in self.mesh)
+    machine = f" on {self.machine}" if self.machine else ""
+    lines = [f"plan for {self.devices} devices ({axes}){machine}"]
+    # Most leaves of most models have no choice.
+    shown = [x for x in self.leaves if x.reason or x.scheme != DENSE]
+    if shown:
+      lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
+    others = [x for x in self.leaves if x not in shown]
+    if others:
+      size = text.size(sum(leaf.wire_bytes for leaf in others))
+      what = f"{len(others)} other leaves" if others[1:] else others[0].name
+      lines.append(f"pmean, without another way: {what}, {size}")
+    if self.dense_seconds:
+      whole = "a step" if self.compute_seconds else "all exchanges"
+      lines.append(
+        f"{whole}: {text.ms(self.seconds)} ms, with pmean alone"
+        f" {text.ms(self.dense_seconds)} ms"
+      )
+    return "\n".join([*lines, _verdict(self)])
 
   @property
   def by_name(self) -> dict[str, LeafPlan]:
@@ -167,79 +187,117 @@ class Plan(checked_json.Document):
   def sparse(self, name: str, leaf: Any) -> bool:
     """Returns True for leaves that are sent sparse, for `zen_sync(sparse=)`."""
     del leaf
-    known = self.by_name.get(name)
-    return known is not None and known.scheme != DENSE
+    planned = self.by_name.get(name)
+    return planned is not None and planned.scheme != DENSE
 
   def compare(
     self,
     measured: Mapping[str, Mapping[str, float]],
     seconds: float | None = None,
   ) -> str:
-    """Returns a table that compares predictions with a run.
+    """Returns a text that compares predictions with a run.
 
     Args:
-      measured: By leaf name, as `zenjax.stats(state)` returns it after some
-        steps with this plan.
+      measured: What `zenjax.stats(state)` returns after some steps with this
+        plan.
       seconds: Measured time of a whole step.
 
     Returns:
-      Lines of text. For each leaf that is sent sparse they show predicted and
-      measured rows and bytes with their ratio. The last line is for the step.
+      A line for each leaf that is sent sparse, with predicted and measured rows
+      and bytes and their ratio, and a line for the step.
 
     Raises:
       ValueError: `measured` lacks a leaf that is sent sparse, or `seconds` is
         not positive.
     """
-    return _comparison(self, measured, seconds)
+    if seconds is not None and not 0 < seconds < math.inf:
+      raise ValueError(
+        f"`seconds` must be the positive time of a step, got {seconds!r}. Leave"
+        " it out if it was not measured."
+      )
+    sparse = [leaf for leaf in self.leaves if leaf.scheme != DENSE]
+    missing = sorted(leaf.name for leaf in sparse if leaf.name not in measured)
+    if missing:
+      raise ValueError(
+        f"`measured` lacks {missing}, which the plan sends sparse. Give"
+        " `zenjax.stats(state)` after a step with `zen_sync(plan=plan)`."
+      )
+    rows: list[tuple[str, ...]] = [_COMPARED]
+    for leaf in sparse:
+      seen = measured[leaf.name]
+      union = seen["union_density"] * seen["num_rows"]
+      rows.append(
+        (
+          leaf.name,
+          leaf.choice,
+          "assumed" if leaf.union is None else f"{leaf.union:.0f}",
+          f"{union:.0f}",
+          _ratio(union, leaf.union),
+          f"{leaf.wire_bytes / 1e6:.3g}",
+          f"{seen['wire_bytes'] / 1e6:.3g}",
+          _ratio(seen["wire_bytes"], leaf.wire_bytes),
+        )
+      )
+    lines = text.columns(rows, left=2)
+    planned = text.ms(self.seconds)
+    if seconds is not None and self.compute_seconds:
+      ratio = _ratio(seconds, self.seconds)
+      lines.append(
+        f"a step: {planned} ms planned, {text.ms(seconds)} ms seen, ratio"
+        f" {ratio}"
+      )
+    elif seconds is not None:
+      lines.append(
+        f"a step: {text.ms(seconds)} ms seen. compute_seconds was not given:"
+        f" only exchanges were planned, {planned} ms"
+      )
+    return "\n".join(lines)
 
 
 def require_tree(
   plan: Plan, shapes: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> None:
-  """Raises `ValueError` where a plan was made for other parameters.
+  """Raises `ValueError` if a plan was made for other parameters.
 
   Args:
     plan: The plan.
     shapes: `(shape, dtype)` by name of the synchronized leaves.
   """
-  known = {x.name: (x.shape, x.dtype) for x in plan.leaves}
-  if known == dict(shapes):
+  planned = {x.name: (x.shape, x.dtype) for x in plan.leaves}
+  if planned == dict(shapes):
     return
   described = lambda x: f"{x[1]}[{','.join(map(str, x[0]))}]" if x else "none"
-  differences = [
-    f"{name!r} is {described(known.get(name))} there and"
-    f" {described(shapes.get(name))} here"
-    for name in sorted({*known, *shapes})
-    if known.get(name) != shapes.get(name)
-  ]
-  more = f" ({len(differences)} such leaves)" if len(differences) > 1 else ""
+  names = sorted({*planned, *shapes})
+  names = [name for name in names if planned.get(name) != shapes.get(name)]
+  more = f" ({len(names)} such leaves)" if len(names) > 1 else ""
   raise ValueError(
-    f"`plan` was made for other gradients: {differences[0]}{more}. Call"
+    f"`plan` was made for other gradients: {names[0]!r} is"
+    f" {described(planned.get(names[0]))} there and"
+    f" {described(shapes.get(names[0]))} here{more}. Call"
     " `zenjax.planner.plan` for the parameters of this model."
   )
 
 
 def require_mesh(plan: Plan, mesh: tuple[tuple[str, int], ...]) -> None:
-  """Raises `ValueError` where it was made for other devices."""
+  """Raises `ValueError` if a plan was made for other devices."""
   if plan.mesh != mesh:
     raise ValueError(
-      f"`plan` was made for other devices: for {dict(plan.mesh)}, and here are"
-      f" {dict(mesh)}. Call `zenjax.planner.plan` with a topology of these."
+      f"`plan` was made for {dict(plan.mesh)}, but it is used on {dict(mesh)}."
+      " Call `zenjax.planner.plan` with a topology of these devices."
     )
 
 
 def require_version(plan: Plan) -> None:
-  """Raises `ValueError` where another JAX made it."""
+  """Raises `ValueError` if another JAX made a plan."""
   if plan.jax_version != jax.__version__:
     raise ValueError(
-      f"`plan` was made by JAX {plan.jax_version}, and this is"
+      f"`plan` was made by JAX {plan.jax_version}, but this is"
       f" {jax.__version__}, whose programs may differ. Call"
       " `zenjax.planner.plan` again."
     )
 
 
-# --- a plan as text -----------------------------------------------------------
-
+# The columns of a plan, and of its comparison with a run.
 _HEADINGS = "leaf", "shape", "by", "ms", "pmean ms", "received", "because"
 _COMPARED = (
   *("leaf", "by", "union planned", "seen", "ratio"),
@@ -247,40 +305,17 @@ _COMPARED = (
 )
 
 
-def _text(plan: Plan) -> str:
-  axes = " x ".join(f"{name} {n}" for name, n in plan.mesh)
-  machine = f" on {plan.machine}" if plan.machine else ""
-  lines = [f"plan for {plan.devices} devices ({axes}){machine}"]
-  # Of most models most leaves have no choice.
-  shown = [x for x in plan.leaves if x.reason or x.scheme != DENSE]
-  if shown:
-    lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
-  others = [x for x in plan.leaves if x not in shown]
-  if others:
-    size = text.size(sum(leaf.wire_bytes for leaf in others))
-    what = f"{len(others)} other leaves" if len(others) > 1 else others[0].name
-    lines.append(f"pmean, without another way: {what}, {size}")
-  if plan.dense_seconds:
-    whole = "a step" if plan.compute_seconds else "all exchanges"
-    lines.append(
-      f"{whole}: {text.ms(plan.seconds)} ms, with pmean alone"
-      f" {text.ms(plan.dense_seconds)} ms"
-    )
-  lines.append(_verdict(plan))
-  return "\n".join(lines)
-
-
 def _verdict(plan: Plan) -> str:
-  """Says in one sentence what the plan gains."""
+  """Returns one sentence about what a plan gains."""
   if not plan.pays:
     return "plain pmean is best for every leaf: leave zen_sync out."
   if not plan.dense_seconds:
     return "no time was predicted."
   what = "a step is" if plan.compute_seconds else "exchanges are"
-  told = f"{what} predicted to be {plan.gain:.2f}x as fast as with pmean alone"
+  gain = f"{what} predicted to be {plan.gain:.2f}x as fast as with pmean alone"
   if plan.better == "plan":
-    return f"{told}."
-  return f"no difference: {told}, which is within the error of predictions."
+    return f"{gain}."
+  return f"no difference: {gain}, which is within the error of predictions."
 
 
 def _line(leaf: LeafPlan) -> tuple[str, ...]:
@@ -293,52 +328,6 @@ def _line(leaf: LeafPlan) -> tuple[str, ...]:
     text.size(leaf.wire_bytes),
     leaf.reason or "-",
   )
-
-
-def _comparison(
-  plan: Plan, measured: Mapping[str, Mapping[str, float]], seconds: float | None
-) -> str:
-  if seconds is not None and not 0 < seconds < math.inf:
-    raise ValueError(
-      f"`seconds` must be what a step took, positive, got {seconds!r}; leave it"
-      " out where it was not measured."
-    )
-  sparse = [leaf for leaf in plan.leaves if leaf.scheme != DENSE]
-  missing = sorted(leaf.name for leaf in sparse if leaf.name not in measured)
-  if missing:
-    raise ValueError(
-      f"`measured` must tell of every leaf that the plan sends sparse, and does"
-      f" not of {missing}; give `zenjax.stats(state)` after a step with"
-      " `zen_sync(plan=plan)`."
-    )
-  rows: list[tuple[str, ...]] = [_COMPARED]
-  for leaf in sparse:
-    seen = measured[leaf.name]
-    union = seen["union_density"] * seen["num_rows"]
-    rows.append(
-      (
-        leaf.name,
-        leaf.choice,
-        "assumed" if leaf.union is None else f"{leaf.union:.0f}",
-        f"{union:.0f}",
-        _ratio(union, leaf.union),
-        f"{leaf.wire_bytes / 1e6:.3g}",
-        f"{seen['wire_bytes'] / 1e6:.3g}",
-        _ratio(seen["wire_bytes"], leaf.wire_bytes),
-      )
-    )
-  lines = text.columns(rows, left=2)
-  if seconds is not None and plan.compute_seconds:
-    lines.append(
-      f"a step: {text.ms(plan.seconds)} ms planned, {text.ms(seconds)} ms seen,"
-      f" ratio {_ratio(seconds, plan.seconds)}"
-    )
-  elif seconds is not None:
-    lines.append(
-      f"a step: {text.ms(seconds)} ms seen. compute_seconds was not given: only"
-      f" exchanges were planned, {text.ms(plan.seconds)} ms"
-    )
-  return "\n".join(lines)
 
 
 def _ratio(seen: float, planned: float | None) -> str:

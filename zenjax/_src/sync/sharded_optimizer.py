@@ -1,6 +1,6 @@
-"""`sharded_optimizer`: owners of rows update them, and hold the state alone."""
+"""`sharded_optimizer`: the owner of a row updates it, and holds its state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import sys
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import base
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.buffer_sizes import Table
+from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.schemes.zen import PushOnly
 from zenjax._src.sync import exchange
@@ -37,6 +37,7 @@ from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import sync_state
 from zenjax._src.sync import whole_batch
+from zenjax._src.sync.exchange import Counts
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
@@ -44,17 +45,20 @@ from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 from zenjax._src.tables.table_update import TableUpdate
 
-# Where no device needs the sums of others.
+# For sharded tables, whose sums no other device needs.
 _PUSH_ONLY = PushOnly()
 
 
 class ShardedOptimizerState(NamedTuple):
   """State of `sharded_optimizer`.
 
+  You need it only to read its parts. `zenjax.stats` and `zenjax.report` show
+  the statistics, and `zenjax.to_checkpoint` saves it.
+
   Attributes:
-    sync: Statistics, as of `zen_sync`.
-    inner: State of the optimizer within, with a `ShardedTable` for each array
-      that has a row for each row of a table.
+    sync: What recent steps counted, as in the state of `zen_sync`.
+    inner: The state of `tx`, with a `ShardedTable` for each array that has a
+      row for each row of a table.
 
   Example:
     >>> import jax.numpy as jnp
@@ -76,10 +80,10 @@ class Leaves(NamedTuple):
   """A tree of parameters or gradients, taken apart.
 
   Attributes:
-    structure: Of the tree, sharded tables and SparseRows as leaves.
-    names: Of the leaves.
-    leaves: Arrays and SparseRows; of sharded tables their values.
-    tables: Sharded tables, by number.
+    structure: The tree, with sharded tables and SparseRows as leaves.
+    names: The names of the leaves.
+    leaves: Arrays and SparseRows; in place of sharded tables their values.
+    tables: Sharded tables, by the leaf's number.
   """
 
   structure: Any
@@ -98,11 +102,11 @@ class Leaves(NamedTuple):
       tables={i: x for i, x in enumerate(nodes) if is_sharded(x)},
     )
 
-  def tree(self, values: Sequence[Any]) -> Any:
-    """Returns the tree of values, with the sharded tables that it had."""
+  def tree(self, values: Sequence[Any], tables: Mapping[int, Any]) -> Any:
+    """Returns the tree of values, with these of them inside of tables."""
     return self.structure.unflatten(
       [
-        self.tables[i].with_value(x) if i in self.tables else x
+        tables[i].with_value(x) if i in tables else x
         for i, x in enumerate(values)
       ]
     )
@@ -114,12 +118,7 @@ class Leaves(NamedTuple):
     variable, because an `nnx.Optimizer` keeps the types around its variables
     and forgets the types inside.
     """
-    tree = self.structure.unflatten(
-      [
-        tables[i].with_value(x) if i in tables else x
-        for i, x in enumerate(values)
-      ]
-    )
+    tree = self.tree(values, tables)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not tables:
       return tree
@@ -140,93 +139,102 @@ class Owners:
 
   inner: optax.GradientTransformationExtraArgs
   options: Options
-  op: str | None = None  # as it was given
-  mesh: Any = None
   clip_norm: float | None = None
-  # Leaves whose gradients XLA has summed.
+  # Names of leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
   # Analyses of `inner`, made once for each kind of arguments.
   known: dict[Any, RowAnalysis] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
   )
 
-  def init(self, params: Any) -> ShardedOptimizerState:
-    mesh = self._mesh_around(params)
+  def init(self, params: Any) -> Any:
+    options = self.options
+    mesh = collectives.mesh_around(options.axes, params, options.mesh)
     if mesh is not None:
       return self._init_on(mesh, params)
-    collectives.size_in_init(self.options.axes, "sharded_optimizer")
+    collectives.size_in_init(options.axes, "sharded_optimizer")
     make = lambda params: self.inner.init(params)
     lazy.require_no_accumulation(jax.eval_shape(make, params), "tx")
-    context = gradient_tree.context_of(self.options)
+    context = gradient_tree.context_of(options)
+    self._require_devices(context.sizes[-1], params)
     given = Leaves.of(params)
     if given.tables:
       self._require_usual()
-    tables = self._tables(params, given, context)
+    tables = self._tables(params, given)
     chosen = [i in tables for i in range(len(given.leaves))]
-    leaf_util.warn_of_none(params, self.options.sparse, chosen, "sparse")
-    analysis = self._analysis_of(given, tables)[0] if tables else None
+    leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
     leaves = list(given.leaves)
     for i, table in tables.items():
       if i not in given.tables:
         slots = jnp.arange(table.layout.slots, dtype=jnp.int32)
-        whole = leaf_util.as_table(leaves[i], self.options.unit)
+        whole = leaf_util.as_table(leaves[i], options.unit)
         whole = gradient_tree.as_varying(whole, table.axes)
         leaves[i] = owner_rows.own_rows(whole, slots, table)
     inner = self.inner.init(given.view(leaves, tables))
-    if analysis is not None:
+    if tables:
+      types = self._types(given, tables, given.leaves)
+      whole = jax.eval_shape(make, types)
+      analysis = self._analysis_of(given, tables, whole, types, {})
       lazy.warn_of_decay(analysis, given.names)
       _require_form(inner, analysis)
-    new = sync_state.empty_leaf(
-      mean=context.mean, devices=context.devices, sharded=bool(given.tables)
+    sync = sync_state.empty(
+      [given.names[i] for i in tables],
+      options,
+      owners=True,
+      leaf=sync_state.empty_leaf(
+        devices=context.devices, sharded=bool(given.tables)
+      ),
     )
-    memory = dict.fromkeys([given.names[i] for i in tables], new)
-    sync = sync_state.empty(memory, self.options, owners=True)
     return ShardedOptimizerState(sync, _bare(inner))
 
   def update(
     self, updates: Any, state: Any, params: Any = None, **extra: Any
-  ) -> tuple[Any, ShardedOptimizerState]:
+  ) -> tuple[Any, Any]:
     if not isinstance(state, ShardedOptimizerState):
       raise ValueError(
         "`state` of sharded_optimizer must be made by `zenjax.init_state(tx,"
-        f" params, mesh, axis_name)`, got {type(state).__name__}; a state of"
-        " plain optax moves by `zenjax.tables.shard(params, mesh, axis_name,"
-        " opt_state=state)`."
+        f" params, mesh, axis_name)`, got {type(state).__name__}. To convert a"
+        " state of plain optax, call `zenjax.tables.shard(params, mesh,"
+        " axis_name, opt_state=state)`."
       )
-    mesh = self._mesh_around(updates)
+    options = self.options
+    mesh = collectives.mesh_around(options.axes, updates, options.mesh)
     if mesh is not None:
       return self._update_on(mesh, updates, state, params, extra)
-    options, context = self.options, gradient_tree.context_of(self.options)
-    structure = jax.tree.structure(updates, is_leaf=is_rows)
-    leaves = gradient_tree.local_leaves(updates, context)
-    names = [name for name, _ in leaves]
-    local = [leaf for _, leaf in leaves]
-    given = Leaves.of(structure.unflatten(local))
-    tables = self._tables(updates, given, context)
+    context = gradient_tree.context_of(options)
+    gradient_tree.local_leaves(updates, context)
+    self._require_devices(context.sizes[-1], updates, state)
+    given = Leaves.of(updates)
+    tables = self._tables(updates, given)
+    names = given.names
+    gradient_tree.require_sparse(
+      [names[i] for i in tables], state.sync, options
+    )
+    _require_same_tables([names[i] for i in given.tables], state.sync)
+    _require_same_owners(state.inner, tables.values())
+    is_summed = [name in self.summed for name in names]
     for i, table in tables.items():
-      if names[i] in self.summed:
+      if is_summed[i]:
         # Each owner sends its own rows of the sum to itself.
         given.leaves[i] = _own_part(given.leaves[i], table)
-    _require_state(state, tables.values(), context.sizes[-1])
-    gradient_tree.check_state(
-      leaves, [i in tables for i in range(len(leaves))], state.sync
-    )
-    _require_memory([names[i] for i in given.tables], state.sync)
-    whole = {
+    grads = list(given.leaves)
+    rest = {
       i: leaf
-      for i, (name, leaf) in enumerate(leaves)
-      if i not in tables and name not in self.summed
+      for i, leaf in enumerate(grads)
+      if i not in tables and not is_summed[i]
     }
-    summed = gradient_tree.totals(whole, options, context)
+    for i, total in gradient_tree.totals(rest, options, context).items():
+      grads[i] = total
     own_params = self._params_of(params, given, tables)
-    analysis, inner = self._analysis_of(
-      given, tables, own_params, state.inner, extra
-    )
+    types = None
+    if own_params is not None:
+      types = self._types(given, tables, own_params)
+    inner, whole = self._whole_state(given, tables, state.inner, types)
     owner = owner_rows.Owner(
-      analysis=analysis,
-      structure=jax.tree.structure(given.view(local, tables), is_leaf=is_rows),
-      tables=self._types_of_parts(given, tables),
-      grads=[summed.get(i, leaf) for i, (_, leaf) in enumerate(leaves)],
+      analysis=self._analysis_of(given, tables, whole, types, extra),
+      structure=jax.tree.structure(given.view(grads, tables), is_leaf=is_rows),
+      tables=tables,
+      grads=grads,
       params=own_params,
       extra=extra,
       axis=context.axes[-1],
@@ -237,39 +245,22 @@ class Owners:
     out, sync = {}, state.sync
     if tables:
       out, inner, sync, owner = self._exchange(
-        given, tables, owner, inner, sync, context
+        given, owner, inner, sync, context
       )
     elif self.clip_norm is not None:
       owner = owner.agreed(owner.no_squares)
-    rest, inner = owner.finish(inner)
-    done = [out.get(i, x) for i, x in enumerate(rest)]
+    updated, inner = owner.finish(inner)
+    updated = [out.get(i, x) for i, x in enumerate(updated)]
     by = "sharded_optimizer"
     step = processes.compared(sync.step + 1, by, options, updates, sync.tuned)
     new = ShardedOptimizerState(sync.replace(step=step), _bare(inner))
-    return given.tree(done), new
-
-  def _mesh_around(self, tree: Any) -> Any:
-    """Returns the mesh over which XLA spreads the program, if it does.
-
-    Raises:
-      ValueError: A mesh is known, and has not the axes.
-    """
-    axes = self.options.axes
-    mesh = collectives.mesh_around(axes, tree, self.mesh)
-    if mesh is None and self.mesh is not None:
-      missing = [x for x in axes if x not in self.mesh.axis_names]
-      if missing:
-        raise ValueError(
-          "`axis_name` of sharded_optimizer must name axes of `mesh`, which has"
-          f" {self.mesh.axis_names!r}, got {missing[0]!r}."
-        )
-    return mesh
+    return given.tree(updated, given.tables), new
 
   def _init_on(self, mesh, params):
-    """The state where XLA spreads the program over `mesh`."""
+    """Makes the state in plain jit over a mesh."""
     _require_replicated(params)
     axes, make = self.options.axes, self.init
-    self._require_devices(mesh, params)
+    self._require_devices(mesh.shape[axes[-1]], params)
     for axis in reversed(axes):
       make = jax.vmap(
         make, in_axes=None, axis_name=axis, axis_size=mesh.shape[axis]
@@ -278,7 +269,7 @@ class Owners:
       lambda x: jax.ShapeDtypeStruct(x.shape[len(axes) :], x.dtype),
       jax.eval_shape(make, sharded_table.types_of_part(params)),
     )
-    # Owners lie along the last axis; along others they have copies.
+    # Owners are along the last axis. Along the others they have copies.
     split = PartitionSpec(axes[-1])
     made = whole_batch.mapped(
       self.init,
@@ -290,129 +281,112 @@ class Owners:
     return jax.jit(made)(params)
 
   def _update_on(self, mesh, updates, state, params, extra):
-    """The update of a whole batch's gradients."""
-    if self.op == "mean":
-      raise ValueError(whole_batch.NO_MEAN)
+    """Updates by gradients of the whole batch, in plain jit over a mesh."""
     _require_replicated(params)
-    self._require_devices(mesh, (updates, params))
+    axes = self.options.axes
+    self._require_devices(mesh.shape[axes[-1]], updates, params, state)
     parts = whole_batch.parts_of(updates, mesh, self.options)
-    of_arrays = frozenset(
-      [name for (name, _), mine in zip(parts.named, parts.mine) if not mine]
-    )
-    given = Leaves.of(updates)
-    axis, devices = self.options.axes[-1], mesh.shape[self.options.axes[-1]]
+    names = frozenset([name for name, _ in parts.named])
     options = dataclasses.replace(
-      self.options, mean=False, sparse=lambda name, _: name in parts.sparse
+      self.options, op="sum", sparse=lambda name, _: name in parts.sparse
     )
-    owners = dataclasses.replace(self, options=options, summed=of_arrays)
-    # Or shard_map says that nothing divides.
-    for node in sharded_table.nodes(state.inner):
-      sharded_table.require_devices("`state`", node.devices, devices)
+    owners = dataclasses.replace(
+      self, options=options, summed=names - {*parts.names}
+    )
 
     def step(own, summed, state, params):
       grads = parts.tree(own, summed)
       return owners.update(grads, state, params, **extra)
 
-    split, everywhere = PartitionSpec(axis), PartitionSpec()
-    specs = sharded_table.specs(state, split)
+    split, everywhere = PartitionSpec(axes[-1]), PartitionSpec()
     # Rows of a leaf that is not sent sparse come out as an array.
-    unreduced = [x for x, mine in zip(parts.named, parts.mine) if mine]
     synced = [
-      jax.tree.leaves(lies.synced)[-1]
-      if is_rows(x) and name not in parts.sparse
-      else lies.synced
-      for (name, x), lies in zip(unreduced, parts.lie)
+      jax.tree.leaves(placement.synced)[-1]
+      if name not in parts.sparse
+      else placement.synced
+      for name, placement in zip(parts.names, parts.placements)
     ]
-    out = Leaves.of(parts.tree(synced, [everywhere] * len(of_arrays)))
-    lies = list(out.leaves)
+    out = Leaves.of(parts.tree(synced, [everywhere] * len(parts.summed)))
+    given = Leaves.of(updates)
     for i, table in given.tables.items():
       aux = table.layout.slots, table.axes
-      lies[i] = TableUpdate.tree_unflatten(aux, (split, split))
+      out.leaves[i] = TableUpdate.tree_unflatten(aux, (split, split))
+    specs = sharded_table.specs(state, split)
     return whole_batch.mapped(
       step,
       mesh,
-      self.options.axes,
+      axes,
       (
-        [x.given for x in parts.lie],
+        [placement.given for placement in parts.placements],
         everywhere,
         specs,
         sharded_table.specs(params, split),
       ),
-      (given.tree(lies), specs),
+      (given.tree(out.leaves, given.tables), specs),
     )(parts.given, parts.summed, state, params)
 
-  def _require_devices(self, mesh, tree):
-    """Raises ValueError where sharded tables are not of the mesh's devices."""
-    for name, node in leaf_util.named_leaves(tree, is_sharded):
-      if is_sharded(node):
-        self._require_axes(node)
-        devices = mesh.shape[self.options.axes[-1]]
-        what = f"Table {name}"
-        sharded_table.require_devices(what, node.devices, devices)
-
-  def _require_axes(self, table):
-    if table.devices and table.batch_axes != self.options.axes:
-      raise ValueError(
-        "`axis_name` of sharded_optimizer must name the axes over which a batch"
-        " of sharded tables is split: `replicas` of `zenjax.tables.shard`, then"
-        f" its `axis_name`, here {table.batch_axes!r}, got"
-        f" {self.options.axes!r}."
-      )
-
-  def _tables(self, tree, given, context) -> dict[int, ShardedTable]:
-    """Returns the tables that have owners, by the leaf's number.
-
-    The form in which the optimizer sees them; values are None.
-    """
-    if given.tables:
-      for table in given.tables.values():
-        devices = context.sizes[-1]
-        sharded_table.require_devices("`updates`", table.devices, devices)
-        self._require_axes(table)
-      self._require_small(given)
-      return {
-        i: dataclasses.replace(x, value=None, sizes=())
-        for i, x in given.tables.items()
-      }
-    axes = self.options.axes
-    if len(axes) > 1:
-      raise ValueError(
-        "`axis_name` must be one axis for sharded_optimizer where tables are"
-        f" replicated, got {axes!r}; give the axis of the fastest links, and"
-        " average over the others before, use `zen_sync` and `lazy_rows`, or"
-        " shard tables by `zenjax.tables.shard(.., replicas=)`."
-      )
-    chosen = leaf_util.select(tree, self.options.sparse, self.options.unit)
-    found, hash_offset = {}, 0
-    for i, leaf in enumerate(given.leaves):
-      if not chosen[i]:
+  def _require_devices(self, devices: int, *trees: Any) -> None:
+    """Raises ValueError if sharded tables are for other devices or axes."""
+    for name, table in leaf_util.named_leaves(trees, is_sharded):
+      if not is_sharded(table):
         continue
-      rows, _ = leaf_util.table_shape(leaf, self.options.unit)
-      found[i] = ShardedTable(
-        value=None,
-        num_rows=rows,
-        axes=axes,
-        devices=context.sizes[-1],
-        seed=self.options.hash_seed,
-        hash_offset=hash_offset,
-        stack=tuple(leaf.shape[:-2]),
-      )
-      hash_offset = (hash_offset + rows) % 2**32
-    return found
-
-  def _require_small(self, given):
-    for i, (name, leaf) in enumerate(zip(given.names, given.leaves)):
-      if is_rows(leaf) and i not in given.tables and leaf_util.is_table(leaf):
+      what = f"Table {name.partition('.')[2] or leaf_util.ONLY!r}"
+      sharded_table.require_devices(what, table.devices, devices)
+      if table.batch_axes != self.options.axes:
         raise ValueError(
-          "`params` of sharded_optimizer must have all large tables sharded or"
-          f" none, and leaf {name!r}, of which there are SparseRows, is"
-          " replicated; choose it by `tables=` of `zenjax.tables.shard`, have"
-          " its gradient as an array by `tables=` of `zenjax.value_and_grad`,"
-          " or give it another transformation by `optax.partition`."
+          "`axis_name` of sharded_optimizer must name the axes over which a"
+          f" batch of sharded tables is split, got {self.options.axes!r}. Give"
+          f" {table.batch_axes!r}: `replicas` and `axis_name` of"
+          " `zenjax.tables.shard`."
         )
 
+  def _tables(self, tree: Any, given: Leaves) -> dict[int, ShardedTable]:
+    """Returns the tables that have owners, by the leaf's number.
+
+    Their values are the types `[S, D]` of an owner's part.
+    """
+    options, tables, hash_offset = self.options, {}, 0
+    if not given.tables and len(options.axes) > 1:
+      raise ValueError(
+        "`axis_name` must be one axis for sharded_optimizer of replicated"
+        f" tables, got {options.axes!r}. Give the axis of the fastest links and"
+        " average over the others before, or shard tables with"
+        " `zenjax.tables.shard(.., replicas=)`."
+      )
+    chosen = [False] * len(given.leaves)
+    if not given.tables:
+      chosen = leaf_util.select(tree, options.sparse, options.unit)
+    for i, leaf in enumerate(given.leaves):
+      if i in given.tables:
+        table, width = given.tables[i], leaf.shape[-1]
+        table = dataclasses.replace(table, sizes=())
+      elif chosen[i]:
+        rows, width = leaf_util.table_shape(leaf, options.unit)
+        table = ShardedTable(
+          value=None,
+          num_rows=rows,
+          axes=options.axes,
+          devices=collectives.size(options.axes),
+          seed=options.hash_seed,
+          hash_offset=hash_offset,
+          stack=tuple(leaf.shape[:-2]),
+        )
+        hash_offset = (hash_offset + rows) % 2**32
+      elif given.tables and is_rows(leaf) and leaf_util.is_table(leaf):
+        raise ValueError(
+          "`params` of sharded_optimizer must have all large tables sharded or"
+          f" none, but leaf {given.names[i]!r} is replicated. Choose it with"
+          " `tables=` of `zenjax.tables.shard`, or give it another"
+          " transformation with `optax.partition`."
+        )
+      else:
+        continue
+      shape = table.layout.slots, width
+      tables[i] = table.with_value(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return tables
+
   def _require_usual(self):
-    """Raises ValueError for options that sharded tables know nothing of."""
+    """Raises ValueError for options that sharded tables do not have."""
     options = self.options
     given = dict(
       sparse=options.sparse is not None,
@@ -423,18 +397,18 @@ class Owners:
     )
     if wrong := [f"`{name}`" for name, is_given in given.items() if is_given]:
       raise ValueError(
-        f"{', '.join(wrong)} of sharded_optimizer must be left out where tables"
-        " are sharded: `zenjax.tables.shard` has decided who owns which row,"
-        " rows are sent in their own dtype, and there are no kernels for them."
+        f"{', '.join(wrong)} of sharded_optimizer must be left out, because"
+        " tables are sharded and `zenjax.tables.shard` has decided how rows are"
+        " sent."
       )
 
   def _params_of(self, params, given, tables):
-    """Returns leaves of parameters, of sharded tables `[S, D]`."""
+    """Returns leaves of parameters; for sharded tables `[S, D]`."""
     if params is None:
       if given.tables:
         raise ValueError(
-          "`params` must be given to `update` of sharded_optimizer where tables"
-          " are sharded."
+          "`params` must be given to `update` of sharded_optimizer, because"
+          " tables are sharded. Call `tx.update(grads, state, params)`."
         )
       return None
     return [
@@ -446,33 +420,19 @@ class Owners:
       for i, x in enumerate(given.structure.flatten_up_to(params))
     ]
 
-  def _types_of_parts(self, given, tables):
-    """Returns tables with types `[S, D]` as their values."""
-    found = {}
-    for i, table in tables.items():
-      _, width = self._table_shape(given, i)
-      shape = table.layout.slots, width
-      kind = jax.ShapeDtypeStruct(shape, given.leaves[i].dtype)
-      found[i] = table.with_value(kind)
-    return found
-
-  def _table_shape(self, given, i):
-    if i in given.tables:
-      return given.tables[i].num_rows, given.leaves[i].shape[-1]
-    return leaf_util.table_shape(given.leaves[i], self.options.unit)
-
-  def _exchange(self, given, tables, owner, inner, sync, context):
-    """Updates of tables by the leaf's number, the state, statistics."""
-    plans = self._plans(given, tables, sync, context)
-    entered = []
-    for i, plan in zip(tables, plans):
-      rows = leaf_util.as_table(given.leaves[i], self.options.unit)
-      entered.append(exchange.Local(plan, [rows]))
+  def _exchange(self, given, owner, inner, sync, context):
+    """Returns updates of tables by number, the state, counts, the owner."""
+    plans = self._plans(given, owner.tables, sync, context)
+    gradients = [
+      [leaf_util.as_table(given.leaves[i], self.options.unit)]
+      for i in owner.tables
+    ]
     sums = dataclasses.replace(context, mean=False)
     if owner.clip_norm is not None:
       # Owners must have all sums before they can update the first of them.
-      _, squares = exchange.exchange(
-        entered,
+      _, _, squares = exchange.exchange(
+        plans,
+        gradients,
         _PUSH_ONLY,
         sums,
         owner=owner.add_squares,
@@ -486,112 +446,101 @@ class Owners:
         for plan, table in zip(plans, owner.tables.values())
       ]
       scheme, step, owned = _PUSH_ONLY, owner.keeping, (inner, lists)
-    found, owned = exchange.exchange(
-      entered, scheme, sums, owner=step, owned=owned
+    updates, counts, owned = exchange.exchange(
+      plans, gradients, scheme, sums, owner=step, owned=owned
     )
-    out, memory = {}, dict(sync.leaves)
+    out, inner = {}, owned
     if given.tables:
       inner, lists = owned
       for (i, table), (slots, rows) in zip(given.tables.items(), lists):
         out[i] = TableUpdate(slots, rows, table.layout.slots, table.axes)
     else:
-      inner = owned
-      for i, table in zip(tables, found):
-        (rows,) = table.rows
-        out[i] = gradient_tree.as_asked(rows, given.leaves[i], self.options)
-    for table in found:
-      name = table.plan.table.name
-      beside = _bytes_beside(table, owner, given.tables, context)
-      (memory[name],) = sync_state.after_step(
-        [memory[name]],
-        sync.step,
-        table.counts,
-        table.plan,
-        scheme,
-        context,
-        beside,
+      for i, (rows,) in zip(owner.tables, updates):
+        out[i] = gradient_tree.as_output(rows, given.leaves[i], self.options)
+    leaves = dict(sync.leaves)
+    for plan, count in zip(plans, counts):
+      other_bytes = _other_bytes(plan, count, owner, given.tables, context)
+      leaves |= sync_state.after_step(
+        leaves, sync.step, count, plan, scheme, context, other_bytes
       )
-    return out, inner, sync.replace(leaves=memory), owner
+    return out, inner, sync.replace(leaves=leaves), owner
 
   def _plans(self, given, tables, sync, context):
-    """How the rows of each table get to their owners."""
-    options, scheme = self.options, SPARSE["zen"]
-    group = [(given.names[i], given.leaves[i]) for i in tables]
-    known = [leaf_tables.table_of(*one, options) for one in group]
-    if given.tables:
-      choices = [
-        leaf_tables.Choice("zen", 1, _buffers_of(table, kind))
-        for table, kind in zip(given.tables.values(), known)
-      ]
-    else:
-      tuned = leaf_tables.choose(known, options, dict(sync.tuned), context)
-      choices = [x._replace(scheme="zen", column_groups=1) for x in tuned]
+    """Plans how the rows of each table get to their owners."""
+    options, scheme, choices = self.options, SPARSE["zen"], []
+    facts = [
+      leaf_tables.table_of(given.names[i], given.leaves[i], options)
+      for i in tables
+    ]
+    for i, fact in zip(tables, facts):
+      if table := given.tables.get(i):
+        # Buffers have the size that a fetch has, without a limit.
+        size = fetch.buffer_size(fact.look_ups or 1, table.layout, table.sizes)
+        sizes = Capacity(size, min(table.num_rows, size * table.devices))
+      else:
+        tuned = dict(sync.tuned)
+        sizes = leaf_tables.choose(fact, options, tuned, context).capacities
+      choices.append(leaf_tables.Choice("zen", 1, sizes))
     plans = leaf_tables.plans(
-      known, choices, scheme, options, context, owners=True
+      facts, choices, scheme, options, context, owners=True
     )
-    # Nobody is sent the sums of a sharded table.
+    # No device receives the sums of a sharded table.
     rooms = {"rooms": (0,)} if given.tables else {}
     return [
       dataclasses.replace(plan, layout=table.layout, **rooms)
       for plan, table in zip(plans, tables.values())
     ]
 
-  def _analysis_of(self, given, tables, params=None, state=None, extra=None):
-    """Says how `tx` updates whole tables; without a state, in a first step.
+  def _whole_state(self, given, tables, state, params):
+    """Returns `state` as `tx` made it, and its types for whole tables."""
+    if params is None:
+      params = self._types(given, tables, given.leaves)
+    wanted = jax.eval_shape(lambda params: self.inner.init(params), params)
+    got_structure = jax.tree.structure(state)
+    if got_structure != jax.tree.structure(_bare(wanted)):
+      raise ValueError(
+        "`state` of sharded_optimizer must be made by `tx` for these"
+        f" parameters, with structure {jax.tree.structure(_bare(wanted))}, got"
+        f" {got_structure}. Call `zenjax.init_state(tx, params, mesh,"
+        " axis_name)`."
+      )
+    leaves, structure = jax.tree.leaves(state), jax.tree.structure(wanted)
+    types = [
+      row_analysis.type_of(x).update(shape=whole.shape)
+      for x, whole in zip(leaves, jax.tree.leaves(wanted))
+    ]
+    return structure.unflatten(leaves), structure.unflatten(types)
 
-    And the state as `tx` made it.
+  def _analysis_of(self, given, tables, state, params, extra):
+    """Returns how `tx` updates whole tables, from types of their state.
 
     Raises:
       ValueError: It does not update tables by rows.
     """
-    types = self._types(given, tables, given.leaves)
-    if params is not None:
-      params = self._types(given, tables, params)
-    make = lambda params: self.inner.init(params)
-    whole = jax.eval_shape(make, types if params is None else params)
-    if state is not None:
-      own, leaves = jax.tree.leaves(state), jax.tree.leaves(whole)
-      found, wanted = map(jax.tree.structure, (state, _bare(whole)))
-      if found != wanted:
-        raise ValueError(
-          "`state` of sharded_optimizer must be made by `tx` for these"
-          f" parameters, with structure {wanted}, got {found}; make it by"
-          " `zenjax.init_state(tx, params, mesh, axis_name)`."
-        )
-      structure = jax.tree.structure(whole)
-      state = structure.unflatten(own)
-      whole = structure.unflatten(
-        [
-          row_analysis.type_of(x).update(shape=w.shape)
-          for x, w in zip(own, leaves)
-        ]
-      )
-    by = types if state is None else params
+    grads = self._types(given, tables, given.leaves)
     # Row gradients of small tables, too, are updated by rows.
     small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
     chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
     analysis = row_analysis.analysis_of(
-      self.inner, types, whole, by, extra or {}, chosen, self.known
+      self.inner, grads, state, params, extra, chosen, self.known
     )
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
       raise ValueError(
         "`tx` of sharded_optimizer must update rows without sums over all of"
-        f" them, such as a norm, and it has one ({analysis.sums}): each owner"
-        " has some rows. To clip by the norm of all gradients give"
+        f" them, such as a norm, but it has one ({analysis.sums}), and each"
+        " device has only some rows. To clip by the norm of all gradients, give"
         " `clip_norm=`."
       )
-    return analysis, state
+    return analysis
 
   def _types(self, given, tables, leaves):
-    """Types of leaves; of tables `ShardedTable`s of `[R, D]`."""
-    found = []
-    for i, leaf in enumerate(leaves):
-      kind = row_analysis.type_of(leaf)
-      if i in tables:
-        kind = kind.update(shape=self._table_shape(given, i))
-      found.append(kind)
-    return given.view(found, tables)
+    """Returns types of leaves; for tables `ShardedTable`s of `[R, D]`."""
+    types = [row_analysis.type_of(leaf) for leaf in leaves]
+    for i, table in tables.items():
+      shape = table.num_rows, table.value.shape[-1]
+      types[i] = types[i].update(shape=shape)
+    return given.view(types, tables)
 
 
 def _own_part(leaf: jax.Array, table: ShardedTable) -> jax.Array:
@@ -604,9 +553,9 @@ def _own_part(leaf: jax.Array, table: ShardedTable) -> jax.Array:
 
 
 def _bare(state: Any) -> Any:
-  """Returns a state without sharded tables in which nothing is.
+  """Returns a state without the sharded tables that are empty.
 
-  Masks and labels of an optimizer that are made of the parameters leave them
+  Masks and labels of an optimizer that are made of the parameters leave tables
   out within their types; others leave them out with these.
   """
   return jax.tree.map(
@@ -617,92 +566,84 @@ def _bare(state: Any) -> Any:
 
 
 def _require_form(state: Any, analysis: RowAnalysis) -> None:
-  """Raises ValueError where a state has rows in another form than tables."""
+  """Raises ValueError if a state has rows outside of `ShardedTable`s."""
   inside = []
   for node in jax.tree.leaves(state, is_leaf=is_sharded):
     inside += [is_sharded(node)] * len(jax.tree.leaves(node))
   if any(
-    of is not None and not is_in
-    for of, is_in in zip(analysis.state_rows, inside, strict=True)
+    table is not None and not is_inside
+    for table, is_inside in zip(analysis.state_rows, inside, strict=True)
   ):
     raise ValueError(
-      "`tx` of sharded_optimizer must keep what it has for each row in the"
-      " structure of the parameters, as optimizers of optax do by"
-      " `jax.tree.map`."
+      "`tx` of sharded_optimizer must keep the state of each row in the"
+      " structure of the parameters. Make it with `jax.tree.map(.., params)`,"
+      " as optimizers of optax do."
     )
 
 
-def _require_state(state: Any, tables: Any, devices: int) -> None:
-  """Raises ValueError if a state was made for other tables or owners."""
-  known = {dataclasses.replace(x, value=None) for x in tables}
-  for node in sharded_table.nodes(state.inner):
-    if not jax.tree.leaves(node):
-      continue
-    sharded_table.require_devices("`state`", node.devices, devices)
-    for x in jax.tree.leaves(node.value):
-      if node.has_rows(x) and len(x) != node.layout.slots:
-        raise ValueError(
-          "`state` of sharded_optimizer must be split over devices, got the"
-          f" parts of {len(x) // node.layout.slots} devices on each of"
-          f" {devices}; give `zenjax.state_specs(state, axis_name)` to"
-          " shard_map."
-        )
-    if _owner_of(node) not in {_owner_of(x) for x in known}:
-      raise ValueError(
-        "`state` of sharded_optimizer must be made for the tables of this step,"
-        f" of (rows, hash_seed, rows before) {sorted(map(_owner_of, known))},"
-        f" got {_owner_of(node)}: its rows have other owners; make it by"
-        " `zenjax.init_state` with the same `sparse` and `hash_seed`."
-      )
-
-
-def _owner_of(table: ShardedTable) -> tuple[int, int, int]:
-  return table.num_rows, table.seed, table.hash_offset
-
-
-def _require_memory(names: Sequence[str], sync: Any) -> None:
-  """Raises ValueError where a state is of replicated tables."""
-  tables = sync_state.tables(sync)
-  if sorted(tables) != sorted(names):
+def _require_same_tables(names: Sequence[str], sync: Any) -> None:
+  """Raises ValueError if other tables are sharded than in a state."""
+  known = sorted(sync_state.tables(sync))
+  if known != sorted(names):
     raise ValueError(
       "`state` of sharded_optimizer must be made for the tables that are"
-      f" sharded, {sorted(names)}, got one where these are {sorted(tables)};"
-      " shard tables before `zenjax.init_state`, or move both by"
+      f" sharded, {sorted(names)}, but in this state these are {known}. Shard"
+      " tables before `zenjax.init_state`, or move both with"
       " `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
     )
 
 
-def _buffers_of(table: ShardedTable, kind: Table) -> Capacity:
-  """Returns the buffer sizes of a push: as large as a fetch's, and no limit."""
-  size = fetch.buffer_size(kind.look_ups or 1, table.layout, table.sizes)
-  return Capacity(size, min(table.num_rows, size * table.devices))
+def _require_same_owners(state: Any, tables: Iterable[ShardedTable]) -> None:
+  """Raises ValueError if the rows of a state have other owners here."""
+  owners = {(x.num_rows, x.seed, x.hash_offset) for x in tables}
+  for node in sharded_table.nodes(state):
+    for x in jax.tree.leaves(node.value):
+      if node.has_rows(x) and len(x) != node.layout.slots:
+        raise ValueError(
+          "`state` of sharded_optimizer must be split over devices, but each"
+          f" device has the parts of {len(x) // node.layout.slots}. Give"
+          " `zenjax.state_specs(state, axis_name)` to shard_map."
+        )
+    owner = node.num_rows, node.seed, node.hash_offset
+    if jax.tree.leaves(node) and owner not in owners:
+      raise ValueError(
+        "`state` of sharded_optimizer must be made for the tables of this step."
+        f" Their (rows, hash_seed, rows before) are {sorted(owners)}, got"
+        f" {owner}. Call `zenjax.init_state` with the same `sparse` and"
+        " `hash_seed`."
+      )
 
 
-def _bytes_beside(
-  found: exchange.Exchanged, owner: Any, sharded: Any, context: Context
+def _other_bytes(
+  plan: TablePlan,
+  counts: Counts,
+  owner: owner_rows.Owner,
+  sharded: Any,
+  context: Context,
 ) -> jax.Array | float:
-  """Bytes of fetches and of a norm, which a device receives in a step."""
-  plan, counts, total = found.plan, found.counts, 0.0
+  """Returns the bytes of fetches and of a norm that a device receives."""
+  nbytes = 0.0
   if owner.clip_norm is not None:
     messages = exchange.messages([plan], _PUSH_ONLY, context)
     rounds = counts.rounds.astype(jnp.float32)
-    total += rounds * base.received_bytes(messages, context)
+    nbytes += rounds * base.received_bytes(messages, context)
   if sharded:
     table, n = plan.table, plan.layout.groups
     ids, rows, _ = fetch.words_of_round(plan.push, n, table.width, table.dtype)
     fetches = jnp.maximum(jnp.ceil(counts.fullest / plan.push), 1)
-    total += fetches * 4 * (ids + rows) * (n - 1) / n
-  return total
+    nbytes += fetches * 4 * (ids + rows) * (n - 1) / n
+  return nbytes
 
 
 def _require_replicated(params: Any) -> None:
-  """Raises where a type says that a parameter is spread over devices."""
+  """Raises ValueError if a type says that a parameter is sharded."""
   for name, leaf in leaf_util.named_leaves(params, is_sharded):
     if not is_sharded(leaf) and any(compat.explicit_spec(leaf)):
       raise ValueError(
-        "`params` must be replicated for sharded_optimizer, and leaf"
-        f" {name!r} is spread by {jax.typeof(leaf).sharding.spec}; give that"
-        " leaf another transformation by `optax.partition`."
+        "`params` must be replicated for sharded_optimizer, but leaf"
+        f" {name!r} is sharded by {jax.typeof(leaf).sharding.spec}. Shard"
+        " tables with `zenjax.tables.shard`, and give other leaves another"
+        " transformation with `optax.partition`."
       )
 
 
@@ -719,54 +660,58 @@ def sharded_optimizer(
   kernels: Kernels = "auto",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Synchronizes gradients and runs `tx` at the owner of each row.
+  """Synchronizes gradients, and shards the optimizer state of tables.
 
-  Use it instead of `chain(zen_sync(axis_name), lazy_rows(tx))` to divide the
-  optimizer's state of tables by the number of devices, as ZeRO does, and
-  wherever tables are sharded by `zenjax.tables.shard`. The device that sums a
-  row's gradient, its owner, also updates the row: the same number of bytes, and
-  1/n of the optimizer's work and memory on each of `n` devices. Results equal
-  the chain's. Leaves that are not tables are averaged by `pmean` and updated by
-  `tx` on every device.
+  Use it instead of `optax.chain(zen_sync(axis_name), lazy_rows(tx))` to divide
+  the optimizer's state of tables by the number of devices, as ZeRO does, and
+  always for tables that `zenjax.tables.shard` has sharded. The device that sums
+  a row's gradient, its *owner*, also updates the row. Each of `n` devices sends
+  as many bytes as with the chain, does 1/n of the optimizer's work and holds
+  1/n of its state. Results equal the chain's. Leaves that are not tables are
+  all-reduced and updated by `tx` on every device.
 
-  Updates are to be added, as any of optax: `optax.apply_updates` takes them.
-  The update of a sharded table holds rows, so transformations that scale
-  updates belong into `tx`. Rows that no device touched keep state and
-  parameters, as in `lazy_rows`.
+  Rows that no device touched keep state and parameters, as in `lazy_rows`.
+  Apply updates with `optax.apply_updates`. The update of a sharded table holds
+  rows, so put transformations that scale updates inside `tx`.
 
-  The state differs between devices. In plain `jit` over a mesh `tx.init` makes
-  it, given a mesh by `jax.set_mesh`, by parameters that lie on it, or by
-  `mesh=`; `zenjax.init_state` makes it everywhere. `zenjax.to_checkpoint` and
-  `zenjax.from_checkpoint` save it and move it to another number of devices.
+  The state differs between devices. `zenjax.init_state` makes it everywhere. In
+  plain `jit` over a mesh `tx.init` does too, if `jax.set_mesh`, the parameters
+  or `mesh=` tell the mesh. Save it with `zenjax.to_checkpoint`, and move it to
+  another number of devices with `zenjax.from_checkpoint`.
 
   Args:
     tx: Any optimizer that updates a row by that row's gradient, state and
       parameters.
-    axis_name: One axis that devices are mapped over. For sharded tables with
-      `replicas` all axes of the batch, slowest first, owners along the last.
-    sparse: Which leaves have owners: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. By default large and tall ones.
+    axis_name: The axis that devices are mapped over. For sharded tables with
+      `replicas`, all axes of the batch, slowest first; owners are along the
+      last.
+    sparse: Which replicated tables have owners: a pytree prefix of bools or a
+      callable `(name, leaf) -> bool`. By default large and tall leaves.
     op: `"mean"` or `"sum"` of the devices' gradients. In plain `jit`, where
       the loss is taken over the whole batch, it is always the sum.
     clip_norm: Scales all gradients so that their norm, over all rows of all
-      owners and all other leaves, is at most this. None does not.
-    wire_dtype: Dtype in which rows of replicated tables are sent.
-    capacities: Buffer sizes of replicated tables, as for `zen_sync`.
-    mesh: The mesh that plain `jit` spreads the program over, if nothing else
-      tells.
-    kernels: What works on rows of replicated tables, as for `zen_sync`.
+      owners and all other leaves, is at most this. None does not clip.
+    wire_dtype: Casts rows of replicated tables to this floating dtype before
+      they are sent.
+    capacities: Buffer sizes `(push, pull)` in rows of replicated tables, for
+      all or by leaf name. `zenjax.tune` finds them for you.
+    mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the
+      types of gradients and parameters tell.
+    kernels: `"xla"`, `"pallas"`, or `"auto"`, which takes a kernel where it was
+      measured to be no slower. Only for replicated tables.
     hash_seed: Draws another hash for replicated tables.
 
   Returns:
-    A transformation from gradients, arrays or SparseRows, to updates.
+    A transformation from gradients, arrays or SparseRows, to updates. Its state
+    is a `ShardedOptimizerState`.
 
   Raises:
     ValueError: An argument is out of range; `axis_name` is more than one axis,
       or sharded tables have other axes; `tx` updates rows by others (see
       `lazy_rows`) or by sums over rows, or accumulates gradients
       (`optax.MultiSteps`); or the state was made for other owners.
-    NotImplementedError: `kernels="pallas"` cannot serve what it was
-      given, see `zen_sync`.
+    NotImplementedError: `kernels="pallas"` has no kernel for this device or
+      table.
 
   Example:
     >>> import jax
@@ -800,7 +745,6 @@ def sharded_optimizer(
     axis_name,
     sparse=sparse,
     op=op,
-    partition="hash",
     wire_dtype=wire_dtype,
     capacities=capacities,
     mesh=mesh,
@@ -809,10 +753,8 @@ def sharded_optimizer(
   )
   if clip_norm is not None and not clip_norm > 0:
     raise ValueError(
-      f"`clip_norm` must be positive, or None for no limit, got {clip_norm!r}."
+      f"`clip_norm` must be positive, got {clip_norm!r}. Leave it out for no"
+      " limit."
     )
-  tx = optax.with_extra_args_support(tx)
-  owners = Owners(tx, options, op, mesh, clip_norm)
-  init: Any = owners.init
-  update: Any = owners.update
-  return optax.GradientTransformationExtraArgs(init, update)
+  owners = Owners(optax.with_extra_args_support(tx), options, clip_norm)
+  return optax.GradientTransformationExtraArgs(owners.init, owners.update)

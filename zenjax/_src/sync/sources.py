@@ -1,10 +1,10 @@
-"""Arrays and SparseRows as they enter and leave an exchange.
+"""Defines how arrays and SparseRows enter and leave an exchange.
 
 The nonzero rows of an array are sent from the array itself, and sums are
-written over it: the union of all devices' nonzero rows contains the local
-ones, so what is not written is zero already. SparseRows are sorted by owner,
-and what comes back is appended to a list with room for all rows that devices
-together hold; nothing there has the size of the table.
+written over it. The union of all devices' nonzero rows contains the local ones,
+so all other rows are zero already. SparseRows are sorted by owner. Their sums
+are appended to a list with room for all rows that devices together hold, so
+nothing there has the size of the table.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class ArraySource(NamedTuple):
   def of(cls, parts: Sequence[jax.Array], plan: TablePlan) -> "ArraySource":
     table = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
-    # Replicas agree bit for bit only with positive zeros. All who read or write
-    # take this table, or XLA would keep a copy.
+    # Replicas are bit-identical only with positive zeros. The given table isn't
+    # used any more, or XLA would keep a copy of it.
     (table,) = plus_zero_where(packed.negative, (table,))
     return cls(table, indexing.index(packed.words))
 
@@ -60,7 +60,7 @@ class ArraySource(NamedTuple):
   def after(self, target: "ArrayTarget") -> "ArraySource":
     """Returns the source once sums were written over its table.
 
-    Rows that were not sent yet are where they were.
+    Rows that were not sent yet are still there.
     """
     return self._replace(table=target.table)
 
@@ -94,7 +94,7 @@ def _by_table(row: jax.Array, plan: TablePlan) -> jax.Array:
 
 
 class ListSource(NamedTuple):
-  """Rows in the order of groups and slots, each once; see `base.Source`."""
+  """Distinct rows in the order of groups and slots; see `base.Source`."""
 
   place: jax.Array  # [K] int32 ascending, group * S + slot; m * S as padding
   values: jax.Array  # [K, D]
@@ -102,7 +102,7 @@ class ListSource(NamedTuple):
 
   @classmethod
   def of(cls, parts: Sequence[SparseRows], plan: TablePlan) -> "ListSource":
-    """Sorts the rows of tables that are sent as one, and adds up duplicates."""
+    """Sorts the rows of tables that are sent as one, and sums duplicates."""
     layout = plan.layout
     firsts = plan.first_rows.tolist()
     joined = [_ids(rows, first, plan) for rows, first in zip(parts, firsts)]
@@ -123,12 +123,12 @@ class ListSource(NamedTuple):
     num_slots = plan.layout.slots
     begin = jnp.arange(plan.layout.groups, dtype=jnp.int32) * num_slots
     first = indexing.lower_bound(self.place, begin + start)
-    at = first[:, None] + jnp.arange(plan.push, dtype=jnp.int32)[None]
-    there = at < self.end[:, None]
-    at = jnp.where(there, at, self.place.shape[0])
-    place = indexing.take_or(self.place, at, 0)
-    slots = jnp.where(there, place - begin[:, None], num_slots)
-    rows = indexing.take_or(self.values, at, 0)
+    index = first[:, None] + jnp.arange(plan.push, dtype=jnp.int32)[None]
+    valid = index < self.end[:, None]
+    index = jnp.where(valid, index, self.place.shape[0])
+    place = indexing.take_or(self.place, index, 0)
+    slots = jnp.where(valid, place - begin[:, None], num_slots)
+    rows = indexing.take_or(self.values, index, 0)
     return slots, rows, self.end - first
 
   def target(self, plan: TablePlan) -> "ListTarget":
@@ -141,7 +141,7 @@ class ListSource(NamedTuple):
     )
 
   def after(self, target: "ListTarget") -> "ListSource":
-    """Returns the same: sums are written elsewhere."""
+    """Returns the source, since sums are written elsewhere."""
     del target
     return self
 
@@ -149,7 +149,7 @@ class ListSource(NamedTuple):
 def _ids(
   rows: SparseRows, first: int, plan: TablePlan
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns ids in the joined table, its number of rows as padding."""
+  """Returns ids in the joined table, padded with its number of rows."""
   ids, values = rows.indices, rows.values
   if not rows.capacity:
     ids = jnp.pad(ids, (0, 1), constant_values=rows.num_rows)
@@ -167,36 +167,35 @@ class ListTarget(NamedTuple):
   """
 
   row: jax.Array  # [k] int32, R as padding
-  values: jax.Array  # [k, D], zero there
+  values: jax.Array  # [k, D], zeros for padding
   total: jax.Array  # [p] int32, how many rows there are of each table
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "ListTarget":
     row, begins = arrived.row, _starts(plan)
-    count = row.shape[0]
-    mine = _by_table(row, plan)
-    counted = jnp.cumsum(mine, axis=0, dtype=jnp.int32)
-    behind = counted + (self.total + begins)[None]
-    behind = jnp.sum(jnp.where(mine, behind, 0), axis=1, dtype=jnp.int32)
+    by_table = _by_table(row, plan)
+    counted = jnp.cumsum(by_table, axis=0, dtype=jnp.int32)
+    index = counted + (self.total + begins)[None] - 1
+    index = jnp.sum(jnp.where(by_table, index, 0), axis=1, dtype=jnp.int32)
     # Padding gets places out of range and all different.
-    past = self.row.shape[0] + jnp.arange(count, dtype=jnp.int32)
-    at = jnp.where(row < plan.table.num_rows, behind - 1, past)
+    past = self.row.shape[0] + jnp.arange(row.shape[0], dtype=jnp.int32)
+    index = jnp.where(row < plan.table.num_rows, index, past)
     return ListTarget(
-      row=indexing.put(self.row, at, row),
-      values=indexing.put(self.values, at, arrived.values),
-      total=self.total + jnp.sum(mine, axis=0, dtype=jnp.int32),
+      row=indexing.put(self.row, index, row),
+      values=indexing.put(self.values, index, arrived.values),
+      total=self.total + jnp.sum(by_table, axis=0, dtype=jnp.int32),
     )
 
   def leaves(self, plan: TablePlan) -> list[SparseRows]:
     """Returns the rows of each table."""
-    firsts, begins, found = plan.first_rows.tolist(), _starts(plan).tolist(), []
+    leaves = []
     for table, room, first, begin in zip(
-      plan.tables, plan.rooms, firsts, begins
+      plan.tables, plan.rooms, plan.first_rows.tolist(), _starts(plan).tolist()
     ):
       row = self.row[begin : begin + room] - first
       row = jnp.minimum(row, table.num_rows)
       rows = SparseRows(row, self.values[begin : begin + room], table.num_rows)
-      found.append(rows.as_unique())
-    return found
+      leaves.append(rows.as_unique())
+    return leaves
 
 
 def _starts(plan: TablePlan) -> np.ndarray:

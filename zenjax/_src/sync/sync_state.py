@@ -1,11 +1,11 @@
-"""The state of zen_sync: what recent steps counted, and the plan made from it.
+"""Defines the state of `zen_sync`: recent counts, and the plan made from them.
 
 Every array is small, of fixed shape and equal on all devices, so the state
 checkpoints as it is. The plan that `zenjax.tune` makes is static metadata of
 the node: a step compiles once more when it changes, and never otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,18 +28,18 @@ from zenjax._src.sync import exchange
 from zenjax._src.sync.exchange import Counts
 from zenjax._src.sync.sync_options import Options
 
-# Steps whose needs are kept, for `zenjax.tune`.
+# `zenjax.tune` sees the needs of this many steps.
 HISTORY = 64
-# In place of the needs of a step that was all-reduced.
+# Recorded instead of the needs of a step that was all-reduced.
 DENSE_STEP = -1
-# States keep a scheme as its place here.
-SCHEMES = (*DENSE, *SPARSE)
+# States keep the index of a scheme in this list.
+SCHEMES = (DENSE, *SPARSE)
 
 Node = TypeVar("Node")
 
 
 class Sizes(NamedTuple):
-  """Static facts of a leaf, kept as numbers so that a report needs no more."""
+  """Static facts of a leaf, as numbers, so that a report needs only them."""
 
   num_rows: Any
   width: Any
@@ -48,12 +48,11 @@ class Sizes(NamedTuple):
   column_groups: Any
   push: Any  # buffer sizes of a round
   pull: Any
-  mean: Any  # 1 for op="mean", 0 for op="sum"
   scheme: Any  # index in `SCHEMES`
 
 
 class Last(NamedTuple):
-  """Numbers of the last step."""
+  """Counts of the last step."""
 
   local_rows: Any  # nonzero rows of a device, mean
   union_rows: Any  # rows of the sum
@@ -61,8 +60,8 @@ class Last(NamedTuple):
   pull_need: Any  # rows of the sum in the fullest row group
   rounds: Any
   wire_bytes: Any  # received by a device
-  dense_bytes: Any  # the same of a ring all-reduce
-  went_dense: Any  # 1 if it was all-reduced
+  dense_bytes: Any  # received by a device in a ring all-reduce
+  went_dense: Any  # 1 if the leaf was all-reduced
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +78,8 @@ class LeafState:
   sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def on_devices(self, devices: int, averages: Any) -> "LeafState":
-    """Returns it for so many devices, of host arrays."""
-    del averages  # Nothing waits here.
+    """Returns the state, which has host arrays, for this many devices."""
+    del averages  # Only states with a residual need it.
     sizes = Sizes(*map(int, self.sizes))
     if sizes.devices:
       sizes = sizes._replace(devices=devices)
@@ -88,7 +87,7 @@ class LeafState:
 
 
 class LeafChoice(NamedTuple):
-  """How a leaf is synchronized, as `zenjax.tune` decided it; static."""
+  """The static choice of `zenjax.tune` for one leaf."""
 
   scheme: str
   capacities: Capacity | None = None
@@ -99,14 +98,18 @@ class LeafChoice(NamedTuple):
 class ZenSyncState:
   """State of `zen_sync`: the number of steps and what they counted.
 
+  You rarely need its fields. `zenjax.stats` and `zenjax.report` show the
+  counts, and `zenjax.tune` plans from them. It is equal on all devices, so save
+  it like any other pytree.
+
   Attributes:
-    step: `[] int32`.
-    leaves: By name, what steps counted for each leaf that is sent sparse; in a
-      `sharded_optimizer` for sharded tables too.
-    mean: `[] int32`, 1 if the last step averaged, 0 if it summed gradients.
+    step: `[] int32`, the number of steps.
+    leaves: For each leaf that is sent sparse, by name, what recent steps
+      counted. In a `sharded_optimizer` also for sharded tables.
+    mean: `[] int32`, 1 if the last step averaged gradients, 0 if it summed.
     tuned: `(name, choice)` of the leaves that `zenjax.tune` planned. Static.
     fixed: Names of leaves whose buffer sizes you gave. Static.
-    owners: Whether it belongs to a `sharded_optimizer`. Static.
+    owners: Whether the state belongs to a `sharded_optimizer`. Static.
 
   Example:
     >>> import zenjax
@@ -133,24 +136,29 @@ class ZenSyncState:
 
 
 def empty(
-  leaves: dict[str, Any], options: Options, *, owners: bool = False
+  names: Sequence[str],
+  options: Options,
+  *,
+  owners: bool = False,
+  leaf: LeafState | None = None,
 ) -> ZenSyncState:
-  """Returns the state before the first step."""
+  """Returns the state before the first step, with a `leaf` for each name."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
-  fixed = leaves if options.plan or options.capacities else ()
+  fixed = names if options.plan or options.capacities else ()
   if isinstance(options.capacities, dict):
     fixed = options.capacities
-  step = jnp.zeros((), jnp.int32)
-  mean = jnp.asarray(options.mean, jnp.int32)
-  return ZenSyncState(step, leaves, mean, fixed=frozenset(fixed), owners=owners)
+  return ZenSyncState(
+    step=jnp.zeros((), jnp.int32),
+    leaves=dict.fromkeys(names, leaf or empty_leaf()),
+    mean=jnp.asarray(options.mean, jnp.int32),
+    fixed=frozenset(fixed),
+    owners=owners,
+  )
 
 
-def empty_leaf(
-  *, mean: bool, devices: int = 0, sharded: bool = False
-) -> LeafState:
+def empty_leaf(*, devices: int = 0, sharded: bool = False) -> LeafState:
   """Returns the state of a leaf before the first step."""
-  nothing = Sizes(*[0] * len(Sizes._fields))
-  sizes = nothing._replace(mean=int(mean), devices=devices)
+  sizes = Sizes(*[0] * len(Sizes._fields))._replace(devices=devices)
   return LeafState(
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.zeros(len(Last._fields), jnp.float32),
@@ -160,54 +168,61 @@ def empty_leaf(
 
 
 def after_step(
-  leaves: Sequence[LeafState],
+  leaves: Mapping[str, LeafState],
   step: jax.Array,
   counts: Counts,
   plan: TablePlan,
   scheme: Scheme,
   context: Context,
-  bytes_beside: jax.Array | float = 0.0,
-) -> list[LeafState]:
-  """Returns states after step number `step`, of the leaves of one table.
+  other_bytes: jax.Array | float = 0.0,
+) -> dict[str, LeafState]:
+  """Returns the states of the leaves of one table after step number `step`.
 
   Leaves that are sent as one table are counted together: counts of pairs and
-  owners are divided in proportion to the rows of their sums. `bytes_beside` are
+  owners are divided in proportion to the rows of their sums. `other_bytes` are
   the bytes that each leaf received outside of this exchange.
   """
   shares = counts.union / jnp.maximum(jnp.sum(counts.union), 1)
-  found = []
-  for i, (leaf, table) in enumerate(zip(leaves, plan.tables)):
-    part = shares[i] if len(plan.tables) > 1 else jnp.float32(1)
-    own = _alone(plan, i)
-    round_bytes = base.received_bytes(
-      exchange.messages([own], scheme, context), context
-    )
-    dense_bytes = base.dense_bytes(table, context.devices)
+  dense = counts.dense.astype(jnp.float32)
+  states = {}
+  for i, table in enumerate(plan.tables):
+    share = shares[i] if len(plan.tables) > 1 else jnp.float32(1)
+    alone = _alone(plan, i)
+    messages = exchange.messages([alone], scheme, context)
+    round_bytes = base.received_bytes(messages, context)
     wire_bytes = counts.rounds.astype(jnp.float32) * round_bytes
-    dense = counts.dense.astype(jnp.float32)
+    dense_bytes = base.dense_bytes(table, context.devices)
     last = Last(
-      local_rows=counts.pushed * part / context.devices,
+      local_rows=counts.pushed * share / context.devices,
       union_rows=counts.union[i],
-      push_need=counts.fullest * part,
-      pull_need=counts.owner * part,
+      push_need=counts.fullest * share,
+      pull_need=counts.owner * share,
       rounds=counts.rounds,
-      wire_bytes=wire_bytes + dense * dense_bytes + bytes_beside,
+      wire_bytes=wire_bytes + dense * dense_bytes + other_bytes,
       dense_bytes=dense_bytes,
       went_dense=dense,
     )
-    need = jnp.stack([last.push_need, last.pull_need])
-    need = jnp.ceil(need).astype(jnp.int32)
-    need = jnp.where(counts.dense, DENSE_STEP, need)
-    at = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
-    found.append(
-      dataclasses.replace(
-        leaf,
-        sizes=_sizes_of(own, scheme.name, context),
-        last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
-        history=lax.dynamic_update_index_in_dim(leaf.history, need, at, axis=0),
-      )
+    sizes = Sizes(
+      num_rows=table.num_rows,
+      width=table.width,
+      devices=context.devices,
+      row_groups=alone.layout.groups,
+      column_groups=alone.column_groups,
+      push=alone.push,
+      pull=alone.pull,
+      scheme=SCHEMES.index(scheme.name),
     )
-  return found
+    need = jnp.ceil(jnp.stack([last.push_need, last.pull_need]))
+    need = jnp.where(counts.dense, DENSE_STEP, need.astype(jnp.int32))
+    place = lax.rem(step, jnp.asarray(HISTORY, step.dtype))
+    history = leaves[table.name].history
+    states[table.name] = dataclasses.replace(
+      leaves[table.name],
+      sizes=jnp.array(sizes, jnp.int32),
+      last=jnp.stack([jnp.asarray(x, jnp.float32) for x in last]),
+      history=lax.dynamic_update_index_in_dim(history, need, place, axis=0),
+    )
+  return states
 
 
 def _alone(plan: TablePlan, number: int) -> TablePlan:
@@ -231,26 +246,11 @@ def _alone(plan: TablePlan, number: int) -> TablePlan:
   )
 
 
-def _sizes_of(plan: TablePlan, scheme: str, context: Context) -> jax.Array:
-  sizes = Sizes(
-    num_rows=plan.table.num_rows,
-    width=plan.table.width,
-    devices=context.devices,
-    row_groups=plan.layout.groups,
-    column_groups=plan.column_groups,
-    push=plan.push,
-    pull=plan.pull,
-    mean=int(context.mean),
-    scheme=SCHEMES.index(scheme),
-  )
-  return jnp.array(sizes, jnp.int32)
-
-
 def after_dense_step(
-  leaf: LeafState, table: Table, context: Context, scheme: str
+  leaf: LeafState, table: Table, context: Context
 ) -> LeafState:
-  """Returns the state of a leaf that was all-reduced and not looked at."""
-  dense = base.dense_bytes(table, context.devices)
+  """Returns the state of a leaf that was all-reduced without counting rows."""
+  nbytes = base.dense_bytes(table, context.devices)
   sizes = Sizes(
     num_rows=table.num_rows,
     width=table.width,
@@ -259,39 +259,38 @@ def after_dense_step(
     column_groups=1,
     push=0,
     pull=0,
-    mean=int(context.mean),
-    scheme=SCHEMES.index(scheme),
+    scheme=SCHEMES.index(DENSE),
   )
   last = Last(*[float("nan")] * len(Last._fields))._replace(
-    rounds=0.0, wire_bytes=dense, dense_bytes=dense, went_dense=1.0
+    rounds=0.0, wire_bytes=nbytes, dense_bytes=nbytes, went_dense=1.0
   )
-  return LeafState(
+  return dataclasses.replace(
+    leaf,
     sizes=jnp.array(sizes, jnp.int32),
     last=jnp.array(last, jnp.float32),
-    history=leaf.history,
   )
 
 
 def require_numbers(state: Any, function: str) -> None:
-  """Raises `TypeError` inside a trace, where there is nothing to read yet."""
+  """Raises `TypeError` inside a trace, where a state has no numbers yet."""
   if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(state)):
     raise TypeError(
-      "`state` must hold numbers, and inside `jit`, `shard_map` or `pmap` there"
-      f" are none yet; call `zenjax.{function}` on the state that the step"
-      " returned, outside of it."
+      "`state` must hold numbers, but inside `jit`, `shard_map` or `pmap` there"
+      f" are none yet. Call `zenjax.{function}` outside, on the state that the"
+      " step returned."
     )
 
 
 def require(state: Any) -> list[ZenSyncState]:
-  """Returns what `find` does; raises `ValueError` if there is none."""
-  found = find(state)
-  if not found:
+  """Returns every `ZenSyncState`; raises `ValueError` if there is none."""
+  states = find(state)
+  if not states:
     raise ValueError(
       f"`state` must hold a ZenSyncState, got {type(state).__name__}. Pass the"
       " state of an optax chain with `zen_sync`. With nnx, pass the optimizer"
       " itself, because `nnx.state` forgets types."
     )
-  return found
+  return states
 
 
 def whole_leaves(node: ZenSyncState) -> dict[str, LeafState]:
@@ -311,5 +310,5 @@ def find(state: Any) -> list[ZenSyncState]:
 
 def nodes(state: Any, kind: type[Node]) -> list[Node]:
   """Returns every node of a kind inside an optimizer state, in order."""
-  is_one = lambda node: isinstance(node, kind)
-  return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+  is_kind = lambda node: isinstance(node, kind)
+  return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))

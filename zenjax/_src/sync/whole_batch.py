@@ -33,85 +33,110 @@ from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import sharded_table
 
-NO_MEAN = (
-  "`op` must be 'sum' outside of shard_map, got 'mean': in plain jit the loss"
-  " is taken over the whole batch, so its gradient is a sum. Leave `op` out."
-)
-
 
 class Placement(NamedTuple):
-  """How a gradient goes into the exchange, and how it comes out."""
+  """The specs of a gradient before the exchange, and after it."""
 
   given: Any
   synced: Any
 
 
-class Unreduced(NamedTuple):
-  """Unreduced gradients, and how they are placed on devices.
+class Parts(NamedTuple):
+  """The gradients that are left to sum: each device has a part.
 
   Attributes:
     named: All gradients, with their names.
-    mine: Which of them are unreduced.
+    is_part: For each of them, whether it is left to sum.
     sparse: Names of the leaves that are sent sparse. The shape of a device's
       part does not tell.
-    given: The unreduced gradients, as the exchange takes them.
-    lie: Their placements.
+    given: The gradients that are left to sum, as the exchange takes them.
+    placements: Their placements.
     structure: The tree of all gradients.
   """
 
   named: list[tuple[str, Any]]
-  mine: list[bool]
+  is_part: list[bool]
   sparse: frozenset[str]
   given: list[Any]
-  lie: list[Placement]
+  placements: list[Placement]
   structure: Any
 
-  def tree(self, values: Iterable[Any], summed: Iterable[Any]) -> Any:
-    """A tree of `values` for the unreduced ones and `summed` for the others."""
-    left, rest = iter(values), iter(summed)
+  def tree(self, parts: Iterable[Any], summed: Iterable[Any]) -> Any:
+    """Returns a tree of `parts`, and of `summed` for all other gradients."""
+    parts, summed = iter(parts), iter(summed)
     return self.structure.unflatten(
-      [next(left) if is_mine else next(rest) for is_mine in self.mine]
+      [next(parts) if is_part else next(summed) for is_part in self.is_part]
     )
+
+  @property
+  def names(self) -> list[str]:
+    """The names of the gradients that are left to sum."""
+    named = zip(self.named, self.is_part)
+    return [name for (name, _), is_part in named if is_part]
 
   @property
   def summed(self) -> list[Any]:
     """The gradients that XLA has summed."""
-    return [x for (_, x), is_mine in zip(self.named, self.mine) if not is_mine]
+    return [
+      x for (_, x), is_part in zip(self.named, self.is_part) if not is_part
+    ]
 
 
-def parts_of(updates: Any, mesh: Any, options: Options) -> Unreduced:
-  """Finds what is not summed yet: row gradients, and arrays typed unreduced.
+def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
+  """Finds what is left to sum: row gradients, and arrays typed as unreduced.
 
   Raises:
-    ValueError: Nothing is left to sum, or a gradient lies over other axes.
+    ValueError: Nothing is left to sum, a gradient is sharded over other axes,
+      or a mean is wanted.
   """
+  axes = options.axes
+  if options.op == "mean":
+    raise ValueError(
+      "`op` must be 'sum' outside of shard_map, got 'mean'. The loss in plain"
+      " jit is taken over the whole batch, so its gradient is a sum. Leave `op`"
+      " out."
+    )
   named = leaf_util.named_leaves(updates, is_rows)
-  mine = [is_rows(x) or _unreduced(x) != frozenset() for _, x in named]
-  _require(named, mine, mesh, options)
+  is_part = [is_rows(x) or bool(_unreduced_axes(x)) for _, x in named]
+  if not any(is_part):
+    way = "`zenjax.value_and_grad(loss_fn)`"
+    if set(axes) <= compat.explicit_of(mesh):
+      way += f", or of `zenjax.unreduced(params, {axes!r})`"
+    raise ValueError(
+      "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
+      f" but XLA has summed all of them over {axes!r}. Take gradients by {way};"
+      " `zenjax.rows.explain_tables` says why a table has no row gradient. If"
+      " you use `optax.MultiSteps`, put it after this transformation."
+    )
   chosen = leaf_util.select(updates, options.sparse, options.unit)
-  devices = math.prod([mesh.shape[axis] for axis in options.axes])
+  devices = math.prod([mesh.shape[axis] for axis in axes])
   given: list[Any] = []
-  lie: list[Placement] = []
-  for (name, x), is_mine, is_sparse in zip(named, mine, chosen):
-    if is_mine:
-      lie.append(_placement(name, x, is_sparse, options))
-      given.append(filled_up(x, devices) if is_rows(x) else x)
-  if set(options.axes) & compat.explicit_of(mesh):
-    # Types must say so before, of rows too that lie whole on every device.
-    place = lambda spec, x: jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    given = [
-      jax.tree.map(place, own.given, x) if is_rows(x) else x
-      for own, x in zip(lie, given)
-    ]
-  sparse = [name for (name, _), is_ in zip(named, chosen) if is_]
+  placements: list[Placement] = []
+  for (name, x), left, is_sparse in zip(named, is_part, chosen):
+    if not left:
+      continue
+    placement = _placement(name, x, is_sparse, options)
+    if is_rows(x):
+      require_one(f"leaf {name!r} of `updates`", x)
+      x = filled_up(x, devices)
+      if set(axes) & compat.explicit_of(mesh):
+        # Types must say so before, also if all devices have all rows.
+        x = jax.tree.map(
+          lambda spec, x: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
+          placement.given,
+          x,
+        )
+    placements.append(placement)
+    given.append(x)
+  sparse = [name for (name, _), is_sparse in zip(named, chosen) if is_sparse]
   structure = jax.tree.structure(updates, is_leaf=is_rows)
-  return Unreduced(named, mine, frozenset(sparse), given, lie, structure)
+  return Parts(named, is_part, frozenset(sparse), given, placements, structure)
 
 
 def mapped(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """`f` of what each device has."""
+  """Returns `f` as a function of global arrays; `f` sees a device's parts."""
   whole = jax.shard_map(
     f,
     mesh=mesh,
@@ -133,48 +158,48 @@ def mapped(
 def sync(
   updates: Any, state: ZenSyncState, mesh: Any, options: Options
 ) -> tuple[Any, ZenSyncState]:
-  """Sums what is not summed yet; all else stays as it is.
+  """Sums what is left to sum; everything else stays unchanged.
 
   Args:
     updates: Gradients of the whole batch.
-    state: Of the transformation.
-    mesh: Has the axes.
-    options: Of the transformation.
+    state: The state of the transformation.
+    mesh: A mesh that has the axes.
+    options: The options of the transformation.
 
   Raises:
-    ValueError: Nothing is left to sum, a gradient lies over other axes, or the
-      plan is of other leaves.
+    ValueError: Nothing is left to sum, a gradient is sharded over other axes,
+      or the plan is for other leaves.
   """
   parts = parts_of(updates, mesh, options)
-  none = [None] * len(parts.summed)
-  mine = {name for (name, _), own in zip(parts.named, parts.mine) if own}
-  leaves = {name: x for name, x in state.leaves.items() if name in mine}
-  spread_over = _axes_of([x.synced for x in parts.lie])
-
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(parts.named))
+  none = [None] * len(parts.summed)
+  specs = [placement.synced for placement in parts.placements]
+  leaves = {name: x for name, x in state.leaves.items() if name in parts.names}
 
-  def exchanged(given: Any, own: Any) -> Any:
+  def exchanged(given: Any, state: Any) -> Any:
     tree = parts.tree(given, none)
     inner = dataclasses.replace(
-      options, mean=False, sparse=lambda name, _: name in parts.sparse
+      options,
+      op="sum",
+      sparse=lambda name, _: name in parts.sparse,
+      plan=options.plan and _of_parts(options.plan, tree),
     )
-    if options.plan:
-      inner = dataclasses.replace(inner, plan=_of_parts(options.plan, tree))
-    out, new = gradient_tree.sync_tree(tree, own, inner)
-    step = processes.compared(own.step + 1, "zen_sync", inner, tree, own.tuned)
-    new = own.replace(step=step, leaves=new, mean=jnp.zeros_like(own.mean))
-    return jax.tree.leaves(out, is_leaf=is_rows), _alike(new, spread_over)
+    out, new = gradient_tree.sync_tree(tree, state, inner)
+    step = processes.compared(
+      state.step + 1, "zen_sync", inner, tree, state.tuned
+    )
+    new = state.replace(step=step, leaves=new, mean=jnp.zeros_like(state.mean))
+    return jax.tree.leaves(out, is_leaf=is_rows), _largest(new, specs)
 
-  own = state.replace(leaves=leaves)
   everywhere = PartitionSpec()
   synced, new = mapped(
     exchanged,
     mesh,
     options.axes,
-    in_specs=([x.given for x in parts.lie], everywhere),
-    out_specs=([x.synced for x in parts.lie], everywhere),
-  )(parts.given, own)
+    in_specs=([placement.given for placement in parts.placements], everywhere),
+    out_specs=(specs, everywhere),
+  )(parts.given, state.replace(leaves=leaves))
   new = new.replace(leaves=state.leaves | new.leaves)
   return parts.tree(synced, parts.summed), new
 
@@ -190,61 +215,49 @@ def select(
   sums: bool,
   needed: Collection[str] | None = None,
 ) -> tuple[Any, Any]:
-  """Has a sparsifier select from what each device has of unreduced arrays.
+  """Runs a sparsifier on each device's part of unreduced arrays.
 
   Args:
-    update: The sparsifier's, `(arrays, state)` of one device.
-    updates: Gradients of the whole batch; SparseRows stay as they are.
-    state: Of the sparsifier.
-    mesh: Has the axes.
-    axes: Over which gradients are not summed.
+    update: The sparsifier's update, `(arrays, state)` of one device.
+    updates: Gradients of the whole batch; SparseRows stay unchanged.
+    state: The state of the sparsifier.
+    mesh: A mesh that has the axes.
+    axes: The axes over which gradients are not summed.
     by: Name of the sparsifier.
-    sums: Whether arrays come back summed; else they are unreduced as before.
+    sums: Whether `update` returns sums. Otherwise its arrays are unreduced.
     needed: Names of the arrays that the sparsifier changes, by default all.
 
   Raises:
-    ValueError: XLA has summed an array, or it lies over other axes.
+    ValueError: XLA has summed an array, or it is sharded over other axes.
   """
   leaves, structure = jax.tree.flatten(updates, is_leaf=is_rows)
-  passes = []
+  arrays = []
   for name, x in leaf_util.named_leaves(updates, is_rows):
-    summed = not is_rows(x) and not _unreduced(x)
     unused = needed is not None and name not in needed
-    passes.append(is_rows(x) or (summed and unused))
-    if passes[-1]:
-      continue
-    if summed:
-      raise ValueError(
-        f"`updates` of {by} must be unreduced outside of shard_map, and XLA has"
-        f" summed leaf {name!r} over {axes!r} already: nothing is left to"
-        f" select from; on explicit axes take gradients by `zenjax.unreduced("
-        f"params, {axes!r})`, on others, and where that leaves a short vector"
-        " as it is, wrap the step in `zenjax.data_parallel`, where gradients"
-        " are those of one device."
-      )
-    _require_whole(by, name, x, axes)
-  place = lambda x: PartitionSpec(unreduced=frozenset(axes))
-  arrays = structure.unflatten(
-    [None if stays else x for x, stays in zip(leaves, passes)]
+    passes = is_rows(x) or (unused and not _unreduced_axes(x))
+    if not passes:
+      _require_unreduced(by, name, x, axes)
+    arrays.append(None if passes else x)
+  tree = structure.unflatten(arrays)
+  unreduced = jax.tree.map(
+    lambda _: PartitionSpec(unreduced=frozenset(axes)), tree
   )
-  lie = jax.tree.map(place, arrays)
+  summed = jax.tree.map(lambda _: PartitionSpec(), tree)
   specs = state.specs(PartitionSpec(axes))
   out, state = mapped(
     update,
     mesh,
     axes,
-    in_specs=(lie, specs),
-    out_specs=(jax.tree.map(lambda _: PartitionSpec(), arrays), specs)
-    if sums
-    else (lie, specs),
-  )(arrays, placed(state, specs, by, mesh, axes))
-  found = iter(jax.tree.leaves(out))
+    in_specs=(unreduced, specs),
+    out_specs=(summed if sums else unreduced, specs),
+  )(tree, _placed(state, specs, by, mesh, axes))
+  selected = iter(jax.tree.leaves(out))
   return structure.unflatten(
-    [x if stays else next(found) for x, stays in zip(leaves, passes)]
+    [x if own is None else next(selected) for x, own in zip(leaves, arrays)]
   ), state
 
 
-def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
+def _placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
   """Places a state of which each device has a part by `specs`.
 
   Raises:
@@ -261,24 +274,32 @@ def placed(state: Any, specs: Any, by: str, mesh: Any, axes: Axes) -> Any:
   return jax.tree.map(place, specs, state)
 
 
-def _require_whole(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
-  """Raises where devices have columns of a leaf, or parts over other axes."""
-  _require_unreduced(name, leaf, axes)
+def _require_unreduced(by: str, name: str, leaf: jax.Array, axes: Axes) -> None:
+  """Raises ValueError if a leaf is not unreduced, or is sharded."""
+  if not _unreduced_axes(leaf):
+    raise ValueError(
+      f"`updates` of {by} must be unreduced outside of shard_map, but XLA has"
+      f" summed leaf {name!r} over {axes!r}. On explicit axes take gradients of"
+      f" `zenjax.unreduced(params, {axes!r})`. On other axes, and for a short"
+      " vector that this leaves unchanged, wrap the step in"
+      " `zenjax.data_parallel`."
+    )
+  _require_axes(name, leaf, axes)
   over = [axis for axis in compat.explicit_spec(leaf) if axis is not None]
   if over:
     raise ValueError(
-      f"`updates` of {by} must be whole on every device, and leaf {name!r} is"
-      f" spread over {over}: what a device keeps of it would be a part; leave"
-      " it out, or replicate that parameter."
+      f"`updates` of {by} must be whole on every device, but leaf {name!r} is"
+      f" sharded over {over}. Replicate that parameter, or leave it out."
     )
 
 
-def _require_unreduced(name: str, leaf: jax.Array, axes: Axes) -> None:
-  if _unreduced(leaf) != set(axes):
+def _require_axes(name: str, leaf: jax.Array, axes: Axes) -> None:
+  """Raises ValueError if an array is unreduced over other axes."""
+  if _unreduced_axes(leaf) != set(axes):
     raise ValueError(
       "`axis_name` must name the axes over which gradients are unreduced, got"
-      f" {axes!r} and for leaf {name!r} {sorted(_unreduced(leaf))}; give both"
-      " the same."
+      f" {axes!r}, but for leaf {name!r} they are"
+      f" {sorted(_unreduced_axes(leaf))}. Give both the same."
     )
 
 
@@ -299,22 +320,22 @@ def _of_parts(plan: Plan, tree: Any) -> Plan:
 def _placement(
   name: str, leaf: Any, sparse: bool, options: Options
 ) -> Placement:
-  """Returns the specs of a gradient; ValueError where it lies over others."""
+  """Returns the specs of a gradient; ValueError if it is on other axes."""
   axes, rows_out = options.axes, sparse and options.output == "rows"
   if is_rows(leaf):
     spec = compat.explicit_spec(leaf.values)
     over = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
     if spec[0] is not None and set(over) != set(axes):
       raise ValueError(
-        f"`axis_name` must name all axes over which the batch is spread, got"
-        f" {axes!r}, and look-ups of leaf {name!r} lie over {over!r}; give"
-        " zen_sync these."
+        "`axis_name` must name all axes over which the batch is sharded, got"
+        f" {axes!r}, but lookups of leaf {name!r} are sharded over {over!r}."
+        f" Give `axis_name={over!r}`."
       )
     spec, rows_out = (None, spec[1]), options.output != "dense"
     given = _of_rows(leaf, axes, spec[1])
   else:
     spec = compat.explicit_spec(leaf)
-    _require_unreduced(name, leaf, axes)
+    _require_axes(name, leaf, axes)
     given = PartitionSpec(*spec, unreduced=frozenset(axes))
   if rows_out and spec[0] is not None:
     raise ValueError(
@@ -328,18 +349,15 @@ def _placement(
   return Placement(given, synced)
 
 
-def _axes_of(specs: Any) -> tuple[str, ...]:
-  """Axes over which what comes out is spread."""
+def _largest(state: Any, specs: Any) -> Any:
+  """Returns a state with the largest counts of all devices.
+
+  Parts of a leaf that is sharded by `specs` are exchanged by themselves, and
+  have counts of their own.
+  """
   is_spec = lambda x: isinstance(x, PartitionSpec)
   entries = [tuple(x) for x in jax.tree.leaves(specs, is_leaf=is_spec)]
-  return tuple(sorted({*jax.tree.leaves(entries)}))
-
-
-def _alike(state: Any, axes: tuple[str, ...]) -> Any:
-  """The state with the largest statistics of the parts of a leaf.
-
-  Parts are exchanged by themselves, and count rows of their own.
-  """
+  axes = tuple(sorted({*jax.tree.leaves(entries)}))
   if not axes:
     return state
 
@@ -351,35 +369,13 @@ def _alike(state: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _of_rows(rows: SparseRows, by_row: Any, by_column: Any) -> Any:
-  """Specs in the structure of SparseRows."""
+  """Returns specs in the structure of SparseRows."""
   specs = PartitionSpec(by_row), PartitionSpec(by_row, by_column)
   return jax.tree.unflatten(jax.tree.structure(rows), specs)
 
 
-def _unreduced(leaf: Any) -> frozenset[str]:
-  """Axes over which the type of an array says that parts are not added yet."""
+def _unreduced_axes(leaf: Any) -> frozenset[str]:
+  """Returns the axes over which an array's type says that it is unreduced."""
   if is_rows(leaf) or not compat.explicit_axes(leaf):
     return frozenset()
   return frozenset(jax.typeof(leaf).sharding.spec.unreduced)
-
-
-def _require(
-  named: list[tuple[str, Any]], mine: list[bool], mesh: Any, options: Options
-) -> None:
-  """Raises where nothing is left to sum, or rows of tables are stacked."""
-  if not any(mine):
-    way = "take gradients of `zenjax.value_and_grad(loss_fn)`, which are"
-    way += " SparseRows for tables that the loss only looks up"
-    way += " (`zenjax.rows.explain_tables` says why a leaf has none)"
-    if set(options.axes) <= compat.explicit_of(mesh):
-      way += f", or by `zenjax.unreduced(params, {options.axes!r})`"
-    raise ValueError(
-      "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
-      f" and all are arrays that XLA has summed over {options.axes!r} already:"
-      f" nothing is left to save; {way}, put `optax.MultiSteps` behind and not"
-      " around, or wrap the step in `zenjax.data_parallel`, where gradients are"
-      " those of one device."
-    )
-  for name, leaf in named:
-    if is_rows(leaf):
-      require_one(f"leaf {name!r} of `updates`", leaf)

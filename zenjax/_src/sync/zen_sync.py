@@ -43,27 +43,25 @@ def zen_sync(
   kernels: Kernels = "auto",
   hash_seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages gradients over devices, sending only rows that are not zero.
+  """Averages gradients over devices, and sends only nonzero rows.
 
   Put it first in your optax chain, in place of `jax.lax.pmean`. It takes the
   gradients of each device's part of the batch and returns what `lax.pmean`
   returns, up to rounding and bit-identical on all devices. Leaves that are not
-  sparse are all-reduced as usual.
+  sparse are all-reduced as usual. You can differentiate through it.
 
   Use it inside `shard_map`, `pmap` or `vmap` with an axis name. In plain `jit`
   over a mesh it sums the row gradients of `zenjax.value_and_grad` and, on
-  explicit axes, arrays whose gradients were taken by `zenjax.unreduced`; all
-  else XLA has summed already, and it passes unchanged.
+  explicit axes, arrays whose gradients were taken with `zenjax.unreduced`. XLA
+  has summed all other gradients already, and they pass unchanged.
 
-  Only what is linear in the gradient may come before it, or a sparsifier.
+  Only a sparsifier or what is linear in the gradient may come before it.
   Everything else goes after it: clipping, Adam, `apply_if_finite`, and
   `zenjax.lazy_rows(..)` around optimizers of row gradients. `zenjax.check_step`
-  finds it if you got this wrong.
+  finds mistakes.
 
   After some 20 steps call `zenjax.tune(opt_state)` once: buffers then have the
   sizes that your batches need.
-
-  You can differentiate through it, as through `jax.lax.pmean`.
 
   Example:
     >>> import jax
@@ -96,12 +94,14 @@ def zen_sync(
       `"dense"` (`psum`).
     op: `"mean"` or `"sum"`. The default is the mean. In plain `jit` it is the
       sum, since the loss there is taken over the whole batch.
-    output: What comes out for sparse leaves: `"same"` as came in, `"dense"` for
-      arrays, `"rows"` for `SparseRows` with room for every row of the table.
-    unit: What is sent or not as a whole: `"row"` (the last dimension),
-      `"element"`, or a number of consecutive elements. `"auto"` means rows.
-      Give `"element"` behind a sparsifier (`top_k`, `threshold`, `random_k`,
-      also within `error_feedback`), or all of such a leaf is sent.
+    output: The type of synchronized sparse leaves: `"same"` as the gradients,
+      `"dense"` for arrays, `"rows"` for `SparseRows` with room for every row of
+      the table.
+    unit: The part of a leaf that is sent if any of it is nonzero: `"row"` (the
+      last dimension), `"element"`, or a number of consecutive elements.
+      `"auto"` means rows. Give `"element"` behind a sparsifier (`top_k`,
+      `threshold`, `random_k`, also within `error_feedback`), or all of such a
+      leaf is sent.
     partition: Who sums a row: `"hash"` distributes rows over devices,
       `"columns"` splits every row, and a number `g` that divides the devices
       makes `g` column groups of hashed rows.
@@ -110,8 +110,8 @@ def zen_sync(
       of the leaf's dtype, as bfloat16 has for float32.
     capacities: Buffer sizes `(push, pull)` in rows for all leaves, or a mapping
       from leaf name: rows that one device sends to one owner in a round, and
-      rows that one owner returns. Rows that do not fit follow in further
-      rounds. `zenjax.tune` finds them for you.
+      rows that one owner returns. Rows that overflow follow in further rounds.
+      `zenjax.tune` finds the sizes for you.
     plan: What `zenjax.planner.plan` chose for every leaf, instead of `sparse`,
       `scheme`, `unit`, `partition`, `wire_dtype` and `capacities`.
     mesh: The mesh of a step in plain `jit`, if neither `jax.set_mesh` nor the
@@ -130,7 +130,8 @@ def zen_sync(
       leaves, devices or another JAX.
     TypeError: A leaf chosen explicitly is not floating; a gradient is float0,
       as `jax.grad(.., allow_int=True)` gives for integers.
-    NotImplementedError: `kernels="pallas"` cannot serve what it was given.
+    NotImplementedError: `kernels="pallas"` has no kernel for this device or
+      table.
     NameError: In `update`, when no axis of that name is bound and no mesh has
       one.
 
@@ -167,8 +168,6 @@ def zen_sync(
     del params, extra_args
     around = collectives.mesh_around(options.axes, updates, mesh)
     if around is not None:
-      if op == "mean":
-        raise ValueError(whole_batch.NO_MEAN)
       return whole_batch.sync(updates, state, around, options)
     synced, leaves = gradient_tree.sync_tree(updates, state, options)
     step = processes.compared(
@@ -181,31 +180,39 @@ def zen_sync(
 
 def _init(params: optax.Params, options: Options) -> ZenSyncState:
   leaf_util.refuse_sharded(params, "params", "zen_sync")
-  named = leaf_util.named_leaves(params, is_rows)
   if options.plan:
     require_tree(options.plan, leaf_util.shapes(leaf_util.named_leaves(params)))
-  if options.scheme in DENSE:
-    return sync_state.empty({}, options)
+  if options.scheme == DENSE:
+    return sync_state.empty([], options)
   chosen = leaf_util.select(params, options.sparse, options.unit)
   if not options.plan:  # A plan may well say that nothing pays.
     leaf_util.warn_of_none(params, options.sparse, chosen, "sparse")
+  named = leaf_util.named_leaves(params, is_rows)
   names = [name for (name, _), sparse in zip(named, chosen) if sparse]
-  empty = sync_state.empty_leaf(mean=options.mean)
-  return sync_state.empty(dict.fromkeys(names, empty), options)
+  return sync_state.empty(names, options)
 
 
 def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
-  """Returns `lax.pmean` of one array with many rows of zeros, or of SparseRows.
+  """Averages one array over devices like `lax.pmean`, sending nonzero rows.
+
+  Use it for a single array with many rows of zeros, or for SparseRows, outside
+  of an optimizer. You can differentiate through it.
 
   Args:
-    x: The array of this device; rows are its last dimension unless `unit` says
-      otherwise.
-    axis_name: As for `zen_sync`.
-    **kwargs: As for `zen_sync`, except for `sparse`, `op` and `mesh`.
+    x: This device's array or SparseRows. Rows are the last dimension unless
+      `unit` says otherwise.
+    axis_name: The axis that devices are mapped over, or a tuple of axes from
+      the slowest link to the fastest.
+    **kwargs: Options of `zen_sync`, such as `scheme`, `output`, `unit` and
+      `wire_dtype`; not `sparse`, `op` and `mesh`.
 
   Returns:
-    The mean over devices, equal on all: of `x`'s shape and dtype, an array or
-    SparseRows as `output` says. You can differentiate through it.
+    The mean over devices, equal on all, in the shape and dtype of `x`: an array
+    or SparseRows, as `output` says.
+
+  Raises:
+    ValueError: An option is out of range, or does not fit `x`.
+    NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
   Example:
     >>> import jax
@@ -218,13 +225,30 @@ def sparse_pmean(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
     >>> jax.jit(mean)(x)[1, :, 0].tolist()
     [0.0, 0.0, 0.0, 0.5]
   """
-  return _one(x, axis_name, "mean", kwargs)
+  return _reduced(x, axis_name, op="mean", **kwargs)
 
 
 def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
-  """Returns `lax.psum` of one array with many rows of zeros, or of SparseRows.
+  """Sums one array over devices like `lax.psum`, sending nonzero rows.
 
-  It takes the same arguments as `sparse_pmean`.
+  Use it for a single array with many rows of zeros, or for SparseRows, outside
+  of an optimizer. You can differentiate through it.
+
+  Args:
+    x: This device's array or SparseRows. Rows are the last dimension unless
+      `unit` says otherwise.
+    axis_name: The axis that devices are mapped over, or a tuple of axes from
+      the slowest link to the fastest.
+    **kwargs: Options of `zen_sync`, such as `scheme`, `output`, `unit` and
+      `wire_dtype`; not `sparse`, `op` and `mesh`.
+
+  Returns:
+    The sum over devices, equal on all, in the shape and dtype of `x`: an array
+    or SparseRows, as `output` says.
+
+  Raises:
+    ValueError: An option is out of range, or does not fit `x`.
+    NameError: The axis is not bound by `shard_map`, `pmap` or `vmap`.
 
   Example:
     >>> import jax
@@ -237,12 +261,10 @@ def sparse_psum(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
     >>> jax.jit(total)(x)[0, :, 0].tolist()
     [0.0, 0.0, 0.0, 2.0]
   """
-  return _one(x, axis_name, "sum", kwargs)
+  return _reduced(x, axis_name, op="sum", **kwargs)
 
 
-def _one(x: Any, axis_name: AxisName, op: str, kwargs: dict[str, Any]) -> Any:
-  if decided := sorted({"op", "sparse", "mesh"} & set(kwargs)):
-    raise TypeError(f"{decided} are decided by the function itself.")
-  options = sync_options.check(axis_name, sparse=True, op=op, **kwargs)
+def _reduced(x: Any, axis_name: AxisName, **kwargs: Any) -> Any:
+  options = sync_options.check(axis_name, sparse=True, mesh=None, **kwargs)
   synced, _ = gradient_tree.sync_tree(x, None, options)
   return synced

@@ -133,7 +133,7 @@ def _sharded_state(
   inner = jax.tree_util.tree_map_with_path(moved, opt_state)
   over = (*tables[0][1].replicas, *arguments.axes(axis_name))
   devices = math.prod(mesh.shape[axis] for axis in over)
-  new = sync_state.empty_leaf(mean=False, devices=devices, sharded=True)
+  new = sync_state.empty_leaf(devices=devices, sharded=True)
   named = leaf_util.named_leaves(params, is_sharded)
   memory = {name: new for name, x in named if is_sharded(x)}
   none = jnp.zeros((), jnp.int32)
