@@ -93,8 +93,8 @@ class Recorder:
     """
     leaves = dict(leaf_util.named_leaves(grads, is_rows))
     leaves = {table.name: leaves[table.name] for table in self.tables}
-    # In plain jit, gradients of all devices. Inside `shard_map`, there is no
-    # mesh around, and gradients are local.
+    # In plain jit, gradients are those from all devices of this mesh. Inside
+    # `shard_map` there is no such mesh, because gradients are local.
     mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
     n = math.prod(mesh.shape[axis] for axis in self._axes) if mesh else 1
     if mesh is None and jax.device_count() > 1:
