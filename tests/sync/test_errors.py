@@ -143,7 +143,7 @@ REFUSED = {
   "elements": (
     shaped((2**16, 2**16), unit="element"),
     ValueError,
-    "2**30 `unit",
+    "2**30 unit=",
   ),
   "leaves": (update(T, TWO, sparse=True), ValueError, "`state` init"),
   # Axes.
