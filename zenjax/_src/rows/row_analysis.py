@@ -193,10 +193,11 @@ class Update:
     refusals: dict[int, str] = {}
     for i, (table, fact) in enumerate(zip(self._row_leaves, outputs)):
       refusal = fact.refusal
-      if fact.table not in (table, None) or any(
+      is_reshaped = [
         trace.out_avals[i].shape != trace.in_avals[i].shape
         for trace in (whole, some)
-      ):
+      ]
+      if fact.table not in (table, None) or any(is_reshaped):
         refusal = refusal or "it returns something other than rows"
       if refusal:
         for hit in self.sizes if table is None else (table,):
