@@ -175,8 +175,8 @@ class Topology(checked_json.Document):
       rate: Line rate of a network card, for example "25 Gbit/s", "25gbit",
         "25Gbps", "3.1 GB/s", or a number of bits per second.
       hosts: Number of hosts.
-      machine: The type of the devices, as for `preset`. Its memory gives a
-        lower bound for the work of a device, which otherwise takes no time.
+      machine: The type of the devices, such as "h100". Its memory gives a lower
+        bound for the work of a device, which otherwise takes no time.
       ports: Number of network cards of a host.
 
     Raises:

@@ -123,8 +123,8 @@ def plan(
     *args: Its arguments on one device: parameters, then its part of a batch.
     topology: The machine, from `Topology.preset`, `Topology.network` or
       `measure_links`.
-    axis_name: Mesh axes as for `zen_sync`, one for each level of the topology,
-      the slowest first.
+    axis_name: Mesh axes of the batch, one for each level of the topology, the
+      slowest first.
     profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
       By default, the planner assumes a vocabulary, or all rows for arrays from
       zenjax's `value_and_grad`.

@@ -185,7 +185,8 @@ def record(
       created with the first step.
     params: Parameters, or their shapes.
     steps: Number of steps to record.
-    sparse: Selects the parameters that are tables, as for `zen_sync`.
+    sparse: Selects the parameters that are tables: a pytree prefix of bools, or
+      a callable `(name, leaf) -> bool`. By default large and tall ones.
     axis_name: Mesh axes over which the batch is split.
     mesh: The mesh of these axes, which plain `jit` needs; by default the mesh
       of `params`.

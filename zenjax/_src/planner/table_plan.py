@@ -379,8 +379,8 @@ def _possible(
   }
   why = refused[form] if form in costs else missing[form]
   raise ValueError(
-    f"`forms[{table.name!r}]` cannot be {form!r}, because {why}. Leave it out"
-    " to let the plan choose a form."
+    f"`forms[{table.name!r}]` cannot be {form!r}, because {why}. Leave the"
+    " form out to let the plan choose."
   )
 
 
