@@ -102,7 +102,8 @@ class Topology(checked_json.Document):
     link = _network_link(
       bits, self.ports / math.prod(self.sizes[1:]), self.links[0].work
     )
-    return dataclasses.replace(self, links=(link, *self.links[1:]))
+    name = f"{self.name}, network {rates.in_words(bits)}"
+    return dataclasses.replace(self, links=(link, *self.links[1:]), name=name)
 
   @classmethod
   def preset(
@@ -152,13 +153,13 @@ class Topology(checked_json.Document):
     if network is None:
       return host
     between = cls.network(network, hosts, machine, ports=ports)
-    pod = dataclasses.replace(
+    bits, work = rates.bits_a_second(network), between.links[0].work
+    return dataclasses.replace(
       between,
       axes=(*between.axes, *host.axes),
       sizes=(*between.sizes, *host.sizes),
-      links=(*between.links, *host.links),
+      links=(_network_link(bits, ports / devices, work), *host.links),
     )
-    return pod.with_rate(rates.bits_a_second(network))
 
   @classmethod
   def network(
