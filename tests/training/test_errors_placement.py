@@ -184,7 +184,7 @@ def test_an_axis_that_the_mesh_of_a_step_lacks():
   train = zenjax.data_parallel(step, runners.mesh(N), "data")
   with pytest.raises(NameError) as error:
     jax.eval_shape(train, (table, state), jnp.arange(N))
-  names(error, "`axis_name`", "'batch'", "a name that the mesh has", "'data'")
+  names(error, "`axis_name`", "'batch'", "Your mesh has ('data',)")
 
 
 def test_an_axis_name_that_is_a_mesh():

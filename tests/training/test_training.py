@@ -332,7 +332,7 @@ def test_nnx_splits_states_that_differ_between_devices_from_their_types():
 
   with pytest.raises(ValueError) as error:
     jax.eval_shape(mapped(step), state, IDS)
-  names(error, "`state`", "2 devices")
+  names(error, "`state`", "the parts of 2")
 
 
 @jax.tree_util.register_pytree_node_class
