@@ -228,8 +228,8 @@ def sync_tree(
   def exchanged(tree, memory):
     leaves = dict(leaf_util.named_leaves(tree, is_rows))
     states = dict(memory.leaves) if memory else {}
-    rest = {name: x for name, x in leaves.items() if name not in sent}
-    out = totals(rest, options, context)
+    others = {name: x for name, x in leaves.items() if name not in sent}
+    out = totals(others, options, context)
     for table in dense:
       if options.output == "rows" and not is_rows(out[table.name]):
         out[table.name] = SparseRows.in_place(out[table.name])
@@ -318,12 +318,12 @@ def context_of(options: Options) -> Context:
     try:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
-      known = jax.sharding.get_abstract_mesh().axis_names
+      mesh_axes = jax.sharding.get_abstract_mesh().axis_names
       what = f"but {axis!r} is not"
-      if axis in known:
+      if axis in mesh_axes:
         what = f"but nothing is mapped over it here: {axis!r} of your mesh"
-      elif known:
-        what += f". Your mesh has {known}"
+      elif mesh_axes:
+        what += f". Your mesh has {mesh_axes}"
       raise NameError(
         f"`axis_name` must be bound where gradients are synchronized, {what}."
         " Call `update` inside shard_map, pmap or vmap over it, or wrap the"
