@@ -319,16 +319,17 @@ def context_of(options: Options) -> Context:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
       mesh_axes = jax.sharding.get_abstract_mesh().axis_names
-      what = f"but {axis!r} is not"
-      if axis in mesh_axes:
-        what = f"but nothing is mapped over it here: {axis!r} of your mesh"
-      elif mesh_axes:
-        what += f". Your mesh has {mesh_axes}"
-      raise NameError(
-        f"`axis_name` must be bound where gradients are synchronized, {what}."
-        " Call `update` inside shard_map, pmap or vmap over it, or wrap the"
-        " step in `zenjax.data_parallel`. For row gradients in plain jit, give"
+      what = "nothing is mapped over it" if axis in mesh_axes else "it is not"
+      remedy = (
+        "Call `update` inside shard_map, pmap or vmap over it, or wrap the step"
+        " in `zenjax.data_parallel`. For row gradients in plain jit, give"
         " zen_sync `mesh=`."
+      )
+      if mesh_axes and axis not in mesh_axes:
+        remedy = f"Give a name that the mesh has, of {mesh_axes}."
+      raise NameError(
+        "`axis_name` must be bound where gradients are synchronized, got"
+        f" {axis!r}, but {what}. {remedy}"
       ) from error
   return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
 

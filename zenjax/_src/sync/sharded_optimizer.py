@@ -601,8 +601,8 @@ def _require_same_owners(state: Any, tables: Iterable[ShardedTable]) -> None:
       if node.has_rows(x) and len(x) != node.layout.slots:
         raise ValueError(
           "`state` of sharded_optimizer must be split over devices, but each"
-          f" device has the parts of {len(x) // node.layout.slots}. Give"
-          " `zenjax.state_specs(state, axis_name)` to shard_map."
+          f" device has the parts of {len(x) // node.layout.slots} devices."
+          " Give `zenjax.state_specs(state, axis_name)` to shard_map."
         )
     owner = node.num_rows, node.seed, node.hash_offset
     if jax.tree.leaves(node) and owner not in owners:
