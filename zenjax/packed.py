@@ -87,7 +87,7 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     >>> packed.packed_shape((1000, 16))
     (125, 128)
   """
-  return -(-shape[0] // _beside(shape)), _LANES
+  return -(-shape[0] // _rows_per_packed_row(shape)), _LANES
 
 
 def pack(table: jax.Array) -> jax.Array:
@@ -111,10 +111,10 @@ def pack(table: jax.Array) -> jax.Array:
   """
   num_packed, _ = packed_shape(table.shape)
   num_rows, width = table.shape
-  beside = _beside(table.shape)
-  table = jnp.pad(table, ((0, num_packed * beside - num_rows), (0, 0)))
-  rows = table.reshape(num_packed, beside * width)
-  return jnp.pad(rows, ((0, 0), (0, _LANES - beside * width)))
+  per_row = _rows_per_packed_row(table.shape)
+  table = jnp.pad(table, ((0, num_packed * per_row - num_rows), (0, 0)))
+  rows = table.reshape(num_packed, per_row * width)
+  return jnp.pad(rows, ((0, 0), (0, _LANES - per_row * width)))
 
 
 def unpack(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -141,8 +141,8 @@ def unpack(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """
   _require_packed(table, shape)
   num_rows, width = shape
-  beside = _beside(shape)
-  return table[:, : beside * width].reshape(-1, width)[:num_rows]
+  per_row = _rows_per_packed_row(shape)
+  return table[:, : per_row * width].reshape(-1, width)[:num_rows]
 
 
 def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -184,14 +184,17 @@ def take(table: jax.Array, ids: Any, shape: tuple[int, ...]) -> jax.Array:
   ids = sparse_rows.narrowed(ids, num_rows, "`ids`")
   ids = jnp.where(ids < 0, ids + num_rows, ids)
   row = look_ups.in_range(ids, num_rows, clips=False)
-  beside = _beside(shape)
+  per_row = _rows_per_packed_row(shape)
   # The last packed row may have unused places, so ids are compared with `R`.
-  at = jnp.where(row >= 0, row // beside, table.shape[0])
-  return _block(jnp.take(table, at, axis=0), row % beside, beside, width)
+  packed_row = jnp.where(row >= 0, row // per_row, table.shape[0])
+  rows = jnp.take(table, packed_row, axis=0)
+  return _block(rows, row % per_row, per_row, width)
 
 
-def _block(rows: jax.Array, at: jax.Array, count: int, width: int) -> jax.Array:
-  """Returns block `at: [...]` of the `count` blocks of `rows: [..., 128]`.
+def _block(
+  rows: jax.Array, index: jax.Array, count: int, width: int
+) -> jax.Array:
+  """Returns block `index: [...]` of the `count` blocks of `rows: [..., 128]`.
 
   It selects one half after another until one block is left. It neither
   multiplies nor adds, so that the bits are unchanged, and NaN in another block
@@ -201,30 +204,27 @@ def _block(rows: jax.Array, at: jax.Array, count: int, width: int) -> jax.Array:
     half = -(-count // 2)
     low = rows[..., : half * width]
     high = rows[..., (count - half) * width : count * width]
-    upper = at >= half
+    upper = index >= half
     rows = jnp.where(upper[..., None], high, low)
-    at = jnp.where(upper, at - (count - half), at)
+    index = jnp.where(upper, index - (count - half), index)
     count = half
   return rows[..., :width]
 
 
-def _beside(shape: tuple[int, ...]) -> int:
+def _rows_per_packed_row(shape: tuple[int, ...]) -> int:
   """Returns how many rows a packed row holds."""
   if len(shape) != 2 or not 1 <= shape[1] <= _LANES:
     raise ValueError(
-      "A table to pack must have two dimensions and 1 to"
-      f" {_LANES} columns, got shape {tuple(shape)}. For wider tables, use an"
-      " explicit layout, as the documentation of `zenjax.packed` shows."
+      f"A table to pack must have two dimensions and 1 to {_LANES} columns, got"
+      f" shape {tuple(shape)}. Use an explicit layout for wider tables."
     )
   return _LANES // shape[1]
 
 
 def _require_packed(table: jax.Array, shape: tuple[int, ...]) -> None:
   """Raises ValueError if `table` is not a packed table of this shape."""
-  want = packed_shape(shape)
-  if table.shape != want:
+  if table.shape != packed_shape(shape):
     raise ValueError(
-      f"`table` must be [{want[0]}, {want[1]}], the packed form of a table of"
-      f" shape {tuple(shape)}, got {table.shape}. Pass as `shape` the shape of"
-      " the table before `zenjax.packed.pack`."
+      f"`table` must have shape {packed_shape(shape)} if `shape` is"
+      f" {tuple(shape)}, got {table.shape}. Pass the shape before `pack`."
     )

@@ -177,6 +177,16 @@ def test_wire_dtypes_only_where_allowed():
   assert lossy.seconds < exact.seconds
 
 
+@pytest.mark.parametrize(
+  ("rows", "union", "devices", "wanted"),
+  [(100, 200, 2, 800), (100, 100, 1, 100 * 8**0.75), (0, 0, 4, 0)],
+)
+def test_a_union_grows_by_a_power_of_the_devices(rows, union, devices, wanted):
+  """From one device no growth is known, so a vocabulary's is assumed."""
+  profile = Profile(rows=rows, fullest=rows, union=union, devices=devices)
+  assert profile.union_of(8) == pytest.approx(wanted)
+
+
 def test_capacities_are_those_given_or_counted():
   given = plan(capacities={"table": (64, 256)})
   assert given.by_name["table"].capacities == (64, 256)

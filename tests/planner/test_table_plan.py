@@ -283,7 +283,7 @@ def test_the_order_of_forms_is_that_which_was_measured():
 def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
   schedule = optax.linear_schedule(0.0, 0.1, 10_000)
   for tx in (OPTIMIZERS["adam"], optax.adam(schedule)):
-    with pytest.raises(ValueError, match="changes rows that have no gradient"):
+    with pytest.raises(ValueError, match="may change rows that have no"):
       plan(tx, forms={"a": DENSE})
     assert DENSE not in {form for form, *_ in plan(tx).tables[0].others}
   # A clip by a norm moves none, and leaves no rows to owners.
@@ -293,7 +293,7 @@ def test_arrays_are_left_out_where_the_optimizer_moves_all_rows():
   made = plan(forms=dict.fromkeys(SHAPES, ROWS) | {"a": DENSE})
   mesh, _ = mesh_of(N)
   made = dataclasses.replace(made, mesh=(("chip", N),))
-  with pytest.raises(ValueError, match="`tx` is not the optimizer that"):
+  with pytest.raises(ValueError, match="`tx` does not fit the plan"):
     made.set_up(first_params, OPTIMIZERS["adam"], mesh)
 
 

@@ -408,13 +408,9 @@ def test_rows_of_another_table_are_refused():
   grads: Any = {
     "table": SparseRows(jnp.array([1]), jnp.ones((1, WIDTH)), ROWS + 1)
   }
-  with pytest.raises(
-    ValueError, match="SparseRows of 'table' must have the shape"
-  ):
+  with pytest.raises(ValueError, match="SparseRows of 'table' must have"):
     tx.update(grads, tx.init(params), params)
-  with pytest.raises(
-    ValueError, match="SparseRows of 'table' must have the shape"
-  ):
+  with pytest.raises(ValueError, match="SparseRows of 'table' must have"):
     zenjax.apply_updates(params, grads)
 
 

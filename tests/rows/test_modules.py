@@ -133,11 +133,11 @@ def adds(model, ids):
 @pytest.mark.parametrize(
   ("fun", "arguments", "words"),
   [
-    (adds, lambda m: (m, IDS), "argument 0.*variables that it has.*has_aux"),
+    (adds, lambda m: (m, IDS), "argument 0.*has_aux"),
     (
       lambda both, ids: loss(both[0], ids),
       lambda m: ((m,), IDS),
-      "argument of its own.*argument 0 holds one",
+      "arguments of their own.*argument 0 holds one",
     ),
     (
       lambda a, b: loss(a, IDS),

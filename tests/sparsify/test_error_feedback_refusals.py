@@ -15,6 +15,7 @@ import zenjax
 # What types forbid is asked of it too.
 API: Any = zenjax.sparsify
 TOP = zenjax.sparsify.top_k(0.5)
+TOP_ONE = zenjax.sparsify.top_k(1, sparse=True)
 TOP_ALL = zenjax.sparsify.top_k(0.5, sparse=True)
 
 
@@ -64,6 +65,11 @@ def test_arguments_out_of_range(make, words):
   with pytest.raises(ValueError) as error:
     make()
   names(error, *words)
+
+
+def test_a_percentage_given_as_a_density():
+  with pytest.warns(UserWarning, match=r"`density` of top_k is 1.*give 0\.01"):
+    TOP_ONE.init(jnp.zeros(20_000))
 
 
 def test_around_something_else():

@@ -231,9 +231,15 @@ def test_arguments_out_of_range(arguments, options, words):
       1_025,
       ["`axis_name`", "1024", "1025"],
     ),
+    (
+      zenjax.sparsify.micro("data", 0.1),
+      2**31,
+      2,
+      ["`params`", "2**31", "optax.partition"],
+    ),
   ],
 )
-def test_models_that_are_too_small(tx, size, n, words):
+def test_models_of_a_size_that_does_not_fit(tx, size, n, words):
   with pytest.raises(ValueError) as error:
     trace(tx, size, n)
   names(error, *words)

@@ -139,11 +139,11 @@ REFUSED = {
     TypeError,
     "ids bool sparse",
   ),
-  "rows": (shaped((2**31, 1)), ValueError, f"{2**31} int32"),
+  "rows": (shaped((2**31, 1)), ValueError, f"{2**31} 2**30"),
   "elements": (
     shaped((2**16, 2**16), unit="element"),
     ValueError,
-    "int32 `unit`",
+    "2**30 unit=",
   ),
   "leaves": (update(T, TWO, sparse=True), ValueError, "`state` init"),
   # Axes.

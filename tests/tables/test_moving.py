@@ -313,7 +313,7 @@ def errors() -> dict[str, Any]:
     "two axes": (lambda: zenjax.tables.shard(params, two, ("a", "b")),
       ValueError, "must be one axis"),
     "vector": (lambda: shard({"w": np.ones(3)}, mesh, tables=True),
-      ValueError, r"two dimensions.*'w' has shape \(3,\)"),
+      ValueError, r"rows, columns.*'w' has shape \(3,\)"),
     "twice": (lambda: shard(sharded, mesh), ValueError, "'s' is sharded"),
     "none": (
       lambda: zenjax.tables.shard({"w": jnp.ones((600, 2))}, mesh, "data"),
@@ -327,8 +327,13 @@ def errors() -> dict[str, Any]:
       ValueError, "must choose parameter 't'"),
     "not rows": (lambda: zenjax.tables.init_by_rows(lambda ids: ids, R),
       ValueError, "must return floating rows"),
-    "too many": (lambda: zenjax.tables.init_by_rows(OF_IDS, 2**31),
-      ValueError, "from 1 to"),
+    "too many": (lambda: zenjax.tables.init_by_rows(OF_IDS, 2**30),
+      ValueError, r"fewer than 2\*\*30 rows, but `num_rows` has"),
+    "too many to train": (
+      lambda: shard(
+        {"t": jax.ShapeDtypeStruct((2**30, 1), jnp.float32)}, mesh,
+        tables=True),
+      ValueError, r"fewer than 2\*\*30 rows, but 't' has"),
     "state of zen_sync": (
       lambda: shard(params, mesh,
         opt_state=zenjax.zen_sync("data").init(params)),

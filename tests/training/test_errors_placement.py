@@ -199,3 +199,29 @@ def test_rows_of_owners_are_not_made_lazy():
   with pytest.raises(ValueError) as error:
     zenjax.init_state(tx, jnp.zeros((1000, 64)), runners.mesh(N), "data")
   names(error, "`inner`")
+
+
+def test_tables_with_copies_in_data_parallel():
+  mesh = jax.make_mesh((N, N), ("pod", "chip"))
+  state = zenjax.tables.shard(
+    jnp.ones((600, 4)), mesh, "chip", replicas="pod", tables=True
+  )
+  step = lambda state, x: (state, ())
+  with pytest.raises(ValueError) as error:
+    zenjax.data_parallel(step, mesh, ("pod", "chip"))(state, jnp.zeros(N * N))
+  names(error, "`replicas` ('pod',)", "plain jit")
+
+
+def test_a_part_of_a_table_is_not_unsharded():
+  mesh = runners.mesh(N)
+  table = zenjax.tables.shard(jnp.ones((600, 4)), mesh, "data", tables=True)
+  mapped = jax.shard_map(
+    zenjax.tables.unshard,
+    mesh=mesh,
+    in_specs=(zenjax.state_specs(table, "data"),),
+    out_specs=P(),
+    check_vma=False,
+  )
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(mapped, table)
+  names(error, "`unshard`", "inside shard_map", "outside")

@@ -464,6 +464,14 @@ def test_accumulated_gradients_of_which_nothing_is_known():
   assert not np.any(moved.acc_grads["table"])
 
 
+def test_placed_gradients_tell_of_how_many_devices_they_are():
+  tx: Any = optax.MultiSteps(optax.chain(zenjax.zen_sync("data")), 2)
+  params = {"w": jnp.zeros((8, 2))}
+  state = zenjax.init_state(tx, params, runners.mesh(4), "data")
+  moved = zenjax.from_checkpoint(state, runners.mesh(2), "data")
+  assert moved.acc_grads["w"].shape == (16, 2)
+
+
 def test_like_of_other_transformations():
   tx = optax.chain(zenjax.sparsify.micro("data", 0.5), optax.sgd(0.1))
   state = zenjax.init_state(tx, {"w": jnp.zeros(30)}, runners.mesh(4), "data")

@@ -1,4 +1,4 @@
-"""`explain_tables`: which gradients are rows, and why the others are not."""
+"""Defines `explain_tables`, which explains why gradients are rows or arrays."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -20,12 +20,12 @@ class TableUse:
   """How a loss uses one parameter.
 
   Attributes:
-    name: Of the leaf, as in reports.
-    shape: Of the leaf.
-    rows: Whether `zenjax.value_and_grad` returns its gradient as SparseRows.
-    look_ups: Rows that a call reads of it; 0 where it is not only looked up.
-    reason: Why its gradient is dense; "" where it is rows.
-    place: The line of the program that the reason is about, if it is one.
+    name: The parameter's name, as in reports.
+    shape: Its shape.
+    rows: True if `zenjax.value_and_grad` returns SparseRows for it.
+    look_ups: The number of rows that a call reads; 0 for dense gradients.
+    reason: Why its gradient is dense; empty for SparseRows.
+    place: The line of the program that is the reason; empty if there is none.
 
   Example:
     >>> import jax.numpy as jnp
@@ -48,10 +48,10 @@ class TableUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-  """Every parameter, in order; `str` and `print` give a table.
+  """Result of `explain_tables`; `print` shows it as a table.
 
   Attributes:
-    uses: One of each leaf.
+    uses: The use of each parameter, in order.
 
   Example:
     >>> import jax.numpy as jnp
@@ -80,20 +80,22 @@ def explain_tables(
   tables: SparseSpec = None,
   **kwargs: Any,
 ) -> Explanation:
-  """Says what `zenjax.value_and_grad` makes of each parameter, and why.
+  """Explains why each gradient is a row gradient or an array.
 
-  Traces `fun` and computes nothing; shapes (`jax.ShapeDtypeStruct`) will do for
-  arrays.
+  Use it if `zenjax.value_and_grad` returns an array where you expect
+  SparseRows. It only traces `fun`, so shapes (`jax.ShapeDtypeStruct`) can be
+  given instead of arrays.
 
   Args:
-    fun: As for `value_and_grad`; it may return a loss or a pair `(loss, aux)`.
-    *args: Of `fun`.
-    argnums: As for `value_and_grad`.
-    tables: Likewise; what it demands in vain is explained, not raised.
-    **kwargs: Of `fun`.
+    fun: The loss, which may return a loss or a pair `(loss, aux)`.
+    *args: Positional arguments of `fun`.
+    argnums: Positions of the arguments to differentiate by.
+    tables: Which parameters must give rows, as for `value_and_grad`. If one
+      cannot, the reason is in the result; nothing is raised.
+    **kwargs: Keyword arguments of `fun`.
 
   Returns:
-    How each leaf is used. Print it.
+    The use of each parameter. Print it.
 
   Example:
     >>> import jax.numpy as jnp

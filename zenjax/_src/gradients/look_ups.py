@@ -1,18 +1,18 @@
-"""Which equations look up rows, and of which ids.
+"""Recognizes equations that look up rows, and computes their ids.
 
-A look-up traces to one of four forms, each with its own rule for ids out of
-range:
+A lookup traces to one of four forms, which treat ids out of range differently:
 
-- `jnp.take`, Flax: a gather that fills them with NaN; no gradient.
-- `table[ids]`, Haiku: one that promises there are none. XLA clips them, and
+- `jnp.take`, Flax: a gather that fills rows with NaN. They have no gradient.
+- `table[ids]`, Haiku: a gather that promises ids in range. XLA clips ids, and
   drops their gradient.
-- a scalar index under `vmap`, Equinox: one that clips them, with a second
-  column of indices; the gradient goes to the row that was read.
-- a scalar index, also in `scan` and `map`: a dynamic slice, clipped.
+- A scalar index under `vmap`, Equinox: a gather that clips ids, with a second
+  column of indices. The gradient belongs to the row that was read.
+- A scalar index elsewhere, also in `scan` and `map`: a dynamic slice that clips
+  ids.
 
-Slices of constant rows count as well. A leaf may be a stack of tables, `[T, R,
-D]`: then an equation either reads rows, each with its table, or cuts tables out
-of the stack (`cut`).
+Slices of constant rows are lookups too. If a leaf is a stack of tables, `[T, R,
+D]`, an equation either reads rows of several tables, or cuts tables out of the
+stack (`cut`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +30,18 @@ from zenjax._src.rows import sparse_rows
 
 
 class Place(NamedTuple):
-  """Where the rows of a table, or of a stack of tables, stand in their leaf.
+  """The place of a table, or of a stack of tables, in its leaf.
 
   Attributes:
-    num_rows: Rows of the leaf: the id that stands for none.
-    first: The leaf's row that is the first one here.
-    strides: From table to table, for each dimension before that of rows.
+    num_rows: The number of rows of the leaf, which is also the id of no row.
+    first: The row of the leaf that is the first row here.
+    strides: The rows from one table to the next, for each dimension before the
+      rows.
   """
 
   num_rows: int
   first: Any = 0
   strides: tuple[int, ...] = ()
-
-  @classmethod
-  def of(cls, shape: Sequence[int]) -> "Place":
-    """Returns the place of a whole leaf `[..., R, D]`."""
-    return cls(math.prod(shape[:-1]), 0, strides_of(shape))
 
   def at(self, index: Any) -> "Place":
     """Returns the place of one of the tables along the first dimension."""
@@ -57,13 +53,13 @@ class Place(NamedTuple):
     return self._replace(first=self.first + rows)
 
   def ids(self, at: Sequence[jax.Array]) -> jax.Array:
-    """Returns ids of rows at `at`, an index along each dimension but the last.
+    """Returns ids of rows, given an index for each dimension except columns.
 
-    Along any of them -1 stands for no row.
+    An index of -1 means no row.
     """
     first, around = self.first, jax.sharding.get_abstract_mesh()
     if isinstance(first, jax.Array) and not around.empty:
-      if jax.typeof(first).sharding.mesh != around:  # Of other kinds of axes.
+      if jax.typeof(first).sharding.mesh != around:  # Axes of other types.
         first = jax.sharding.reshard(first, jax.sharding.PartitionSpec())
     real = functools.reduce(jnp.logical_and, [x >= 0 for x in at])
     each = zip(at, (*self.strides, 1), strict=True)
@@ -72,33 +68,33 @@ class Place(NamedTuple):
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-  """Rows from table to table of `[..., R, D]`, for each dimension before R."""
+  """Returns `Place.strides` of an array `[..., R, D]`."""
   return tuple([math.prod(shape[k + 1 : -1]) for k in range(len(shape) - 2)])
 
 
 class LookUp(NamedTuple):
-  """Rows that were read; `...` are the dimensions of ids.
+  """Rows that an equation reads; `...` are the dimensions of ids.
 
-  Ids are rows of the leaf; its number of rows stands for none.
+  Ids are rows of the leaf. The number of rows of the leaf means no row.
   """
 
-  ids: jax.Array  # [...] int32, of no row where no gradient goes
-  read: jax.Array  # [...] int32, of no row where none was read
-  out: jax.Array  # rows as the equation gives them
-  rows: Callable[[jax.Array], jax.Array]  # of `out`: [..., D]
-  restored: Callable[[jax.Array], jax.Array]  # `out` of rows
-  fill_value: Any = None  # what rows hold that were not read; None if all were
+  ids: jax.Array  # [...] int32, the rows that gradients belong to
+  read: jax.Array  # [...] int32, the rows that are read
+  out: jax.Array  # the result of the equation
+  rows: Callable[[jax.Array], jax.Array]  # reshapes `out` to [..., D]
+  restored: Callable[[jax.Array], jax.Array]  # the inverse of `rows`
+  fill_value: Any = None  # of rows that are not read; None if all are read
 
 
 def gather(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
-  """Reads a `gather`; a word why not where it reads other than whole rows.
+  """Returns the lookup of a `gather`, or why it does not read whole rows.
 
-  Each dimension of `[T, R, D]` but the last is indexed, shared with a dimension
-  of the indices as under `vmap`, or read along its whole length. Ids have the
-  dimensions of the indices, then the shared ones, then those read whole: a
-  batch stays first.
+  Each dimension of `[T, R, D]` except columns is either indexed, or shared with
+  a dimension of the indices (as under `vmap`), or read whole. The dimensions of
+  ids are those of the indices, then shared ones, then whole ones, so that the
+  batch comes first.
   """
   (indices,) = others
   dims, *sizes, width = eqn.params["dimension_numbers"], *table.shape
@@ -108,7 +104,7 @@ def gather(
   indexed = tuple(map(int, dims.start_index_map))
   on = map(int, dims.start_indices_batching_dims)
   shared = dict(zip(map(int, dims.operand_batching_dims), on))
-  rows = len(sizes) - 1  # The dimension of rows.
+  rows = len(sizes) - 1  # the dimension of rows
   whole = [k for k in range(rows) if k not in indexed and k not in shared]
   reason = _not_rows(eqn, table.shape, indexed, whole, fills)
   if reason:
@@ -155,7 +151,7 @@ def _not_rows(
   whole: Sequence[int],
   fills: bool,
 ) -> str:
-  """Says why a `gather` reads other than whole rows; "" if it does not."""
+  """Returns why a `gather` does not read whole rows; "" if it does."""
   *pieces, columns = eqn.params["slice_sizes"]
   rows, last = len(shape) - 2, len(shape) - 1
   if columns != shape[last] or (last in indexed and fills):
@@ -172,12 +168,18 @@ def _not_rows(
 def sliced(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> LookUp | str:
-  """Reads a `dynamic_slice`, or a `slice` of constant rows."""
+  """Returns the lookup of a slice, dynamic or of constant rows."""
   (rows,) = jaxprs.bind(eqn, [table, *others])
-  if rows.shape[-1] != table.shape[-1]:
+  *counts, width = rows.shape
+  if width != table.shape[-1]:
     return "is sliced into other pieces than whole rows"
-  starts, steps = _begin(eqn, table.shape, others)
-  ids = _grid(place, starts[:-1], rows.shape[:-1], steps[:-1])
+  index = [
+    _along(start + step * jnp.arange(count, dtype=jnp.int32), k, len(counts))
+    for k, (count, start, step) in enumerate(
+      zip(counts, *_begin(eqn, table.shape, others))
+    )
+  ]
+  ids = place.ids(index)
   same = lambda rows: rows
   return LookUp(ids, ids, rows, same, same)
 
@@ -185,7 +187,7 @@ def sliced(
 def _begin(
   eqn: jex_core.JaxprEqn, shape: Sequence[int], others: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """Where a slice begins along each dimension, and its steps."""
+  """Returns the start of a slice along each dimension, and its steps."""
   ones = (1,) * len(shape)
   if eqn.primitive.name == "slice":
     return eqn.params["start_indices"], eqn.params["strides"] or ones
@@ -195,37 +197,21 @@ def _begin(
   return [in_range(jnp.asarray(x), k + 1, True) for x, k in each], ones
 
 
-def _grid(
-  place: Place,
-  starts: Sequence[Any],
-  counts: Sequence[int],
-  steps: Sequence[int],
-) -> jax.Array:
-  """Ids of the rows of a slice, in its shape but for columns."""
-  at = []
-  for k, (start, count, step) in enumerate(zip(starts, counts, steps)):
-    x = start + step * jnp.arange(count, dtype=jnp.int32)
-    at.append(_along(x, k, len(counts)))
-  return place.ids(at)
-
-
 def _along(x: jax.Array, dim: int, dims: int) -> jax.Array:
-  """`x: [k]` as dimension `dim` of `dims`."""
-  return (
-    x if dims == 1 else jnp.expand_dims(x, [d for d in range(dims) if d != dim])
-  )
+  """Returns `x: [k]` as dimension `dim` of `dims`."""
+  return jnp.expand_dims(x, [d for d in range(dims) if d != dim])
 
 
-# What may cut tables out of a stack.
+# Primitives that may cut tables out of a stack.
 CUTS = ("reshape", "squeeze", "unstack", "split", "slice", "dynamic_slice")
 
 
 def cut(
   eqn: jex_core.JaxprEqn, table: jax.Array, place: Place, others: Sequence[Any]
 ) -> list[Place] | None:
-  """Returns the places of what an equation leaves of `[T, R, D]`, all of R.
+  """Returns the places of tables that an equation cuts out of `[T, R, D]`.
 
-  None where it does another thing: reads rows, say.
+  It returns None if the equation does something else, for example reads rows.
   """
   name, strides = eqn.primitive.name, place.strides
   outs: list[Any] = [x.aval for x in eqn.outvars]
@@ -266,7 +252,7 @@ FORMS: dict[str, Callable[..., LookUp | str]] = {
 
 
 def in_range(ids: jax.Array, num_rows: int, clips: bool) -> jax.Array:
-  """`ids` as int32, those out of range clipped or -1."""
+  """Returns `ids` as int32; ids out of range are clipped or become -1."""
   ids = sparse_rows.narrowed(ids, num_rows, "Ids of rows")
   if clips:
     return jnp.clip(ids, 0, num_rows - 1)

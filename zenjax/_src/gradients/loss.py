@@ -1,4 +1,4 @@
-"""A loss as a function of what it is differentiated by."""
+"""Makes a loss a function of the parameters to differentiate by."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from zenjax._src.tables.sharded_table import is_sharded
 
 
 class Loss(NamedTuple):
-  """A loss of one call.
+  """A loss with the arguments of one call.
 
   Attributes:
     params: The arguments to differentiate by.
-    frozen: Sharded tables in all other arguments, by name.
-    of: Returns from `params` and the values of `frozen` what the loss returns.
-      If there are modules it returns a pair, with the new states of these.
+    frozen: The sharded tables in all other arguments, by name.
+    of: Computes the loss from `params` and the values of `frozen`. If there are
+      modules, it returns a pair of the loss and their new states.
     modules: The nnx modules among all arguments.
   """
 
@@ -25,7 +25,7 @@ class Loss(NamedTuple):
   modules: list[Any]
 
   def result(self, value: Any) -> Any:
-    """Returns what `fun` returned, and writes to modules what it changed."""
+    """Returns the value of `fun`, and writes its changes to modules."""
     if not self.modules:
       return value
     value, changes = value
@@ -39,14 +39,14 @@ def partial_loss(
   args: Sequence[Any],
   kwargs: dict[str, Any],
 ) -> Loss:
-  """Makes the loss a function of what it is differentiated by.
+  """Makes the loss a function of the parameters to differentiate by.
 
   Args:
     fun: The loss.
     argnums: Positions of the arguments to differentiate by, one or several, or
       `nnx.DiffState` for modules.
-    args: Of the loss.
-    kwargs: Likewise.
+    args: Positional arguments of the loss.
+    kwargs: Keyword arguments of the loss.
   """
   one = not isinstance(argnums, Sequence)
   numbers = [argnums] if one else argnums
@@ -68,10 +68,9 @@ def partial_loss(
       )
       for i, part in parts.items()
     }
-    merged = {i: part.merged() for i, part in now.items()}
-    given |= merged
+    given |= {i: part.merged() for i, part in now.items()}
     out = fun(*[given[i] for i in range(len(args))], **kwargs)
-    changes = [part.changes(merged[i]) for i, part in now.items()]
+    changes = [part.changes(given[i]) for i, part in now.items()]
     return (out, changes) if parts else out
 
   return Loss(

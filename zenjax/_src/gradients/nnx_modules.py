@@ -1,4 +1,4 @@
-"""Modules of Flax's nnx as arguments of a loss."""
+"""Takes modules of Flax's nnx apart, if they are arguments of a loss."""
 
 from collections.abc import Sequence
 import sys
@@ -24,7 +24,7 @@ def filter_of(argnum: Any, count: int) -> tuple[int, Any]:
   if not -count <= argnum < count:
     raise ValueError(
       f"`argnums` must be positions of the {count} positional arguments, got"
-      f" {argnum}; pass what is differentiated by position."
+      f" {argnum}."
     )
   return argnum % count, by
 
@@ -33,11 +33,11 @@ class Parts(NamedTuple):
   """An nnx module, taken apart.
 
   Attributes:
-    position: Among the arguments.
-    module: As it was given.
-    by: Filter of the variables that gradients are taken by.
-    graph: Its structure.
-    params: These variables.
+    position: The position of the argument.
+    module: The module itself.
+    by: The filter of the variables to differentiate by.
+    graph: The structure of the module.
+    params: The variables to differentiate by.
     rest: All other variables.
   """
 
@@ -54,22 +54,21 @@ class Parts(NamedTuple):
     return cls(position, module, by, *split)
 
   def merged(self) -> Any:
-    """Returns a module of the same variables that the trace may write to."""
+    """Returns a copy of the module that a trace may write to."""
     nnx = sys.modules["flax.nnx"]
     return nnx.merge(self.graph, self.params, self.rest, copy=True)
 
   def changes(self, merged: Any) -> Any:
-    """Returns the variables of a merged module that the loss has written to.
+    """Returns the variables that the loss has written to.
 
-    Others are left out: a loss that returns a table uses all of it.
+    Others are left out, because a loss that returns a table uses all of it.
     """
     nnx = sys.modules["flax.nnx"]
     new = self.of(self.position, merged, self.by)
     if new.graph != self.graph:
       raise ValueError(
-        f"`fun` must leave argument {self.position}, an nnx module, the"
-        " variables that it has, and it adds or removes some; return new ones"
-        " with `has_aux=True`."
+        f"`fun` must not add or remove variables of argument {self.position},"
+        " an nnx module. Return new ones with `has_aux=True`."
       )
     flat = lambda part: [
       *nnx.to_flat_state(part.params),
@@ -97,14 +96,13 @@ def parts_of(
       parts[i] = Parts.of(i, argument, filters.get(i, nnx.Nothing()))
     elif modules and i in filters:
       raise ValueError(
-        f"`fun` must be given an nnx module as an argument of its own, and"
-        f" argument {i} holds one; what the loss changes of that would be lost."
+        f"`fun` must be given nnx modules as arguments of their own, but"
+        f" argument {i} holds one inside."
       )
     for node in [x for module in modules for _, x in nnx.iter_graph(module)]:
       if isinstance(node, nnx.Variable) and owners.setdefault(id(node), i) != i:
         raise ValueError(
-          f"`fun` must be given each nnx variable once, and argument {i} has"
-          f" one of argument {owners[id(node)]}, through which no gradient"
-          " would be taken; use it from there."
+          f"`fun` must be given each nnx variable once, but argument {i} has"
+          f" one of argument {owners[id(node)]}. Use it from there."
         )
   return parts

@@ -1,8 +1,8 @@
-"""Lookups of sharded tables, whose rows come from the devices that own them.
+"""Looks up rows of sharded tables, and runs functions on them.
 
-Ids are computed first, by a part of the loss that reads no rows. Their rows are
-fetched, all in one exchange, and the loss runs with these rows alone: the
-tables themselves are only types to it.
+Ids are computed first, by the part of the function that reads no rows. All rows
+are fetched in one exchange. Then the function runs on these rows, with only the
+types of the tables.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,25 @@ from zenjax._src.gradients.tapping import Site
 from zenjax._src.rows import batch_layout
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
+from zenjax._src.tables import table_update
 
 
 def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a function of parameters of which tables are sharded.
+  """Runs a function of sharded tables without gradients.
 
-  For evaluation and serving: the forward half of `value_and_grad`. `fun` is
-  written for whole tables and may only look up rows of them, which come from
-  the devices that own them.
+  Use it for evaluation and serving. Write `fun` as if tables were arrays. It
+  may only look up rows of them, which are fetched from the devices that own
+  them.
 
   Args:
-    fun: Takes trees of arrays, some of them made by `zenjax.tables.shard`.
+    fun: A function of pytrees, with tables from `zenjax.tables.shard`.
 
   Returns:
     A function of the same arguments, with the same results.
 
   Raises:
-    ValueError: `fun` uses a sharded table in another way, or ids depend on rows
-      of one.
+    ValueError: `fun` does more with a sharded table than look up rows, or ids
+      depend on rows of one.
 
   Example:
     >>> import jax
@@ -65,15 +66,12 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
     if not loss.frozen:
       return fun(*args, **kwargs)
     found = table_uses.find(loss, None).require()
-    asked = Asked.of(found)
+    traced, asked = found.traced, Asked.of(found)
     rows = asked.rows({path: x.tap() for path, x in found.sites.items()})
-
-    def outputs(types, rows):
-      given = rows | asked.called_back
-      return found.traced.run(types, found.rows, given)[0]
-
-    outs = without_tables(found.traced, outputs, rows)
-    return loss.result(found.traced.rebuild(outs))
+    rows |= asked.called_back
+    outputs = lambda types, rows: traced.run(types, found.rows, rows)[0]
+    outs = without_tables(traced, outputs, rows)
+    return loss.result(traced.rebuild(outs))
 
   return applied
 
@@ -81,25 +79,25 @@ def apply(fun: Callable[..., Any]) -> Callable[..., Any]:
 def prefetch(
   fun: Callable[..., Any], argnums: int | Sequence[int] = 0
 ) -> Callable[..., fetch.Ahead]:
-  """Sends the ids of a batch to the owners of rows, ahead of its step.
+  """Sends the ids of the next batch to the owners of rows.
 
-  Ids are known before the step in which their rows are looked up. In the step
-  before they travel while that computes, and the next one waits for rows alone.
-  Results are those without it, to the bit.
+  Use it to hide latency: call it in the step before the batch is used, so that
+  ids are sent during that step. The next step then waits only for rows. Results
+  are bit-identical to those without `prefetch`.
 
   Args:
-    fun: The loss that `zenjax.value_and_grad` takes.
-    argnums: As there.
+    fun: The loss that you pass to `zenjax.value_and_grad`.
+    argnums: Positions of the arguments to differentiate by.
 
   Returns:
-    A function with the arguments of `fun`, of the batch to come; parameters may
-    be those of any step. It returns a tree of arrays to carry to that step, for
-    `value_and_grad(fun, prefetched=..)`. Look-ups of another batch are NaN
-    there. Inside `shard_map` all of it is split over the batch's axes.
+    A function of the arguments of `fun` for the next batch, with parameters of
+    any step. It returns a pytree to pass to the next step, for
+    `value_and_grad(fun, prefetched=..)`. If that step looks up other ids, their
+    rows are NaN. Inside `shard_map`, the pytree is sharded like the batch.
 
   Raises:
-    ValueError: No table of the arguments is sharded, or as for
-      `zenjax.tables.apply`.
+    ValueError: No table is sharded, `fun` does more with a sharded table than
+      look up rows, or ids depend on rows of one.
 
   Example:
     >>> import jax
@@ -125,14 +123,14 @@ def prefetch(
 
 
 class Asked(NamedTuple):
-  """Lookups of sharded tables, by ids that are computed before any row is read.
+  """Lookups of sharded tables, with the ids of the rows.
 
   Attributes:
-    tables: The leaves that are looked up.
-    sites: Lookups of each.
-    ids: Of each lookup, `[*turns, *batch]`.
-    called_back: Results of callbacks that have run, by path. They must not run
-      again: they may return other ids.
+    tables: The tables.
+    sites: The lookups of each table.
+    ids: The ids of each lookup, `[*turns, *batch]`.
+    called_back: Results of callbacks, by path. Callbacks must not run again,
+      because they may return other ids.
   """
 
   tables: list[Any]
@@ -142,10 +140,10 @@ class Asked(NamedTuple):
 
   @classmethod
   def of(cls, found: table_uses.Tables) -> "Asked":
-    """Computes the ids.
+    """Computes the ids, by the part of the program that reads no rows.
 
     Raises:
-      ValueError: Some depend on rows of a sharded table.
+      ValueError: Some ids depend on rows of a sharded table.
     """
     numbers = sorted(
       found.traced.away & {x.param for x in found.sites.values()}
@@ -166,49 +164,40 @@ class Asked(NamedTuple):
     """Sends the ids to the owners of their rows."""
     if not self.tables:
       raise ValueError(
-        "`fun` of prefetch must look up rows of a sharded table, and looks up"
-        " none; call `zenjax.tables.shard` first, or leave prefetch out."
+        "`fun` of prefetch looks up no sharded table. Call"
+        " `zenjax.tables.shard` first, or leave prefetch out."
       )
-
-    def ahead_of(tables, ids):
-      flat, _ = self._flat(tables, ids)
-      return fetch.ask_on(sharded_table.mesh_of(tables), tables, flat)
-
+    ahead_of = lambda *args: self._on_devices(fetch.ask_all, *args)[0]
     split = PartitionSpec(self.tables[0].batch_axes)
     return self._on_automatic_axes(ahead_of, split)(self.tables, self.ids)
 
   def rows(
     self, taps: dict[Path, jax.Array], prefetched: fetch.Ahead | None = None
   ) -> dict[Path, jax.Array]:
-    """Fetches the rows.
+    """Fetches the rows of each lookup.
 
     Args:
-      taps: Of each lookup, placed as its rows shall be.
-      prefetched: What `ahead` returned.
-
-    Returns:
-      The rows of each lookup.
+      taps: Arrays that are placed as the rows of each lookup must be.
+      prefetched: The result of `ahead`.
     """
     if not self.tables:
       return {}
 
-    def rows_of(tables, ids, prefetched):
-      flat, backs = self._flat(tables, ids)
-      mesh = sharded_table.mesh_of(tables)
-      rows = fetch.fetch_on(mesh, tables, flat, prefetched)
+    def rows_of(*args):
+      rows, reshapes = self._on_devices(fetch.fetch_all, *args)
       return [
-        {path: back(x) for path, back, x in zip(*of)}
-        for of in zip(self.sites, backs, rows)
+        {path: reshape(x) for path, reshape, x in zip(*of_table)}
+        for of_table in zip(self.sites, reshapes, rows)
       ]
 
     place = lambda path: PartitionSpec(*compat.explicit_spec(taps[path]))
-    places = [{path: place(path) for path in of} for of in self.sites]
+    places = [{path: place(path) for path in sites} for sites in self.sites]
     rows_of = self._on_automatic_axes(rows_of, places)
     rows = rows_of(self.tables, self.ids, prefetched)
-    return {path: x for of in rows for path, x in of.items()}
+    return {path: x for of_table in rows for path, x in of_table.items()}
 
   def _on_automatic_axes(self, f: Callable[..., Any], specs: Any) -> Any:
-    """Returns `f` for explicit axes too, where its results lie by `specs`."""
+    """Returns `f` for explicit axes too, with results sharded by `specs`."""
     mesh = sharded_table.mesh_of(self.tables)
     if mesh is None or not compat.explicit_of(mesh):
       return f
@@ -217,30 +206,37 @@ class Asked(NamedTuple):
     places = jax.tree.map(place, specs, is_leaf=is_spec)
     return compat.on_automatic_axes(f, mesh, places)
 
-  def _flat(self, tables: list[Any], ids: list[list[Any]]) -> Any:
-    """Ids `[K]` of each lookup, and what shapes rows as these were."""
-    mesh, over = sharded_table.mesh_of(tables), tables[0].batch_axes
-    sizes = [] if mesh is None else [mesh.shape[axis] for axis in over]
-    devices = math.prod(sizes)
-    flat, backs = [], []
+  def _on_devices(self, f: Any, tables: list[Any], ids: Any, *args: Any) -> Any:
+    """Runs `f` on each device, with its part of the tables and of flat ids.
+
+    Returns:
+      The results, and for each lookup a function that reshapes its rows.
+    """
+    mesh, axes = sharded_table.mesh_of(tables), tables[0].batch_axes
+    sizes = {} if mesh is None else mesh.shape
+    devices = math.prod([sizes.get(axis, 1) for axis in axes])
+    flat, reshapes = [], []
     for table, some, sites in zip(tables, ids, self.sites):
       turns = [len(site.lengths) for site in sites.values()]
       both = [batch_layout.flat_ids(*x, devices) for x in zip(some, turns)]
       flat.append([jnp.where(x < 0, table.num_rows, x) for x, _ in both])
-      backs.append([back for _, back in both])
-    return flat, backs
+      reshapes.append([reshape for _, reshape in both])
+    split = PartitionSpec(axes)
+    specs = PartitionSpec(tables[0].axes), split, *[split] * len(args)
+    f = table_update.on_devices(f, mesh, axes, specs, split)
+    return f(tables, flat, *args), reshapes
 
 
 def _ids(
   found: table_uses.Tables, paths: Sequence[Path]
 ) -> tuple[dict[Path, jax.Array], dict[Path, list[Any]]]:
-  """Computes ids of lookups, and what callbacks return that read no rows."""
+  """Computes ids of lookups, and results of callbacks that need no rows."""
   flat, structure = jax.tree.flatten(found.kinds)
-  told = structure.unflatten(range(len(flat)))  # Numbers of outputs.
+  told = structure.unflatten(range(len(flat)))  # numbers of outputs
   ids = {path: told[path].read for path in paths}
 
   def program(outs):
-    """The part of the program that some outputs need, and what it reads."""
+    """Returns the part of the program that computes some outputs."""
     outs = [k in outs for k in range(len(flat))]
     return jaxprs.needed(found.ids, outs, effects=False)
 
@@ -251,8 +247,8 @@ def _ids(
   if names := tables_read(ids.values()):
     raise ValueError(
       "`fun` must look up rows of sharded tables by ids that are known before"
-      f" any row is read, and some ids depend on rows of {names[0]!r}; keep"
-      " that table whole, by `tables=` of `zenjax.tables.shard`."
+      f" any row is read, but some ids depend on rows of {names[0]!r}. Keep"
+      " that table replicated, by `tables=` of `zenjax.tables.shard`."
     )
   called_back = {
     path: outs
@@ -268,17 +264,12 @@ def _ids(
 
 
 def without_tables(traced: Traced, f: Callable[..., Any], *args: Any) -> Any:
-  """Returns `f(leaves, *args)`, which knows only the types of sharded tables.
-
-  If there are none, it is given the leaves themselves.
-  """
+  """Runs `f(leaves, *args)` with only the types of sharded tables."""
   if not traced.away:
     return f(traced.leaves, *args)
   make = jax.make_jaxpr(f, return_shape=True)
   program, kinds = make(traced.types, *args)
   needed, read = jaxprs.needed(program)
-  if any(read[i] for i in traced.away):
-    raise AssertionError("a sharded table is read")
   given = zip([*traced.leaves, *jax.tree.leaves(args)], read, strict=True)
   outs = jex_core.jaxpr_as_fun(needed)(*[x for x, is_read in given if is_read])
   return jax.tree.structure(kinds).unflatten(outs)

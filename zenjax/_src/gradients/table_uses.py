@@ -1,8 +1,7 @@
-"""Which parameters of a loss are only looked up, and why the others are not."""
+"""Finds the parameters of a loss that are only looked up."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -30,11 +29,11 @@ class Traced:
   """A loss as a function of the leaves of its parameters.
 
   Attributes:
-    leaves: Of the parameters, by which to differentiate.
-    types: The leaves, sharded ones as the whole table's type.
-    away: Numbers of these, of which each device has its own rows.
-    program: `types -> [loss, *aux]`, a closed jaxpr.
-    rebuild: From `[loss, *aux]` to what the loss returned.
+    leaves: The leaves of the parameters.
+    types: The leaves, with the type of the whole table for sharded tables.
+    away: Numbers of the leaves that are sharded tables.
+    program: The closed jaxpr of `types -> [loss, *aux]`.
+    rebuild: Makes the loss's result from `[loss, *aux]`.
     varying: Mesh axes over which the loss varies.
   """
 
@@ -54,12 +53,12 @@ class Traced:
     """Runs the loss.
 
     Args:
-      leaves: Of the parameters.
-      tables: Which of these are views.
-      given: See `tapping.Run`.
+      leaves: The leaves of the parameters.
+      tables: Numbers of the leaves that are followed to their lookups.
+      given: Values for lookups and callbacks, as `tapping.Run` takes them.
 
     Returns:
-      Its outputs, and what the run has found.
+      The outputs, and the run with the lookups that it found.
     """
     run = tapping.Run(given=given or {}, replays=bool(self.away))
     args = [
@@ -68,27 +67,27 @@ class Traced:
     ]
     outs = run.run(*jaxprs.opened(self.program), args, ())
     for out in outs:
-      if isinstance(out, View) and out.away:  # It would be all of the table.
-        refusal = Refusal("is returned by the loss", "")
+      if isinstance(out, View) and out.away:
+        refusal = Refusal("is returned by the loss")
         run.refusals.setdefault(out.param, refusal)
     return tapping.wholes(outs), run
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """Parameters that are tables, and why the others are not.
+  """The parameters that are tables, and reasons why the others are not.
 
   Attributes:
     traced: The loss.
-    names: Of all leaves.
-    rows: Indices of the leaves whose gradients are rows.
-    sites: Lookups of these, in the order of the program.
-    refusals: Of the other leaves, why.
-    demanded: Leaves of which the user wants rows.
-    wanted: How many of the leaves, the first ones, have gradients.
-    ids: A traced program from leaves to ids of all lookups and results of
+    names: The names of all leaves.
+    rows: Numbers of the leaves whose gradients are rows.
+    sites: The lookups of these leaves, in the order of the program.
+    refusals: Why the other leaves have dense gradients.
+    demanded: Numbers of the leaves of which the user wants rows.
+    wanted: The number of leaves, from the first one, that have gradients.
+    ids: The traced program from leaves to ids of lookups and results of
       callbacks.
-    kinds: What it returns, as shapes, by path.
+    kinds: The shapes of its results, by path.
   """
 
   traced: Traced
@@ -102,44 +101,42 @@ class Tables:
   kinds: Any
 
   def require(self) -> "Tables":
-    """Raises ValueError if rows are demanded of a leaf that has none."""
+    """Raises ValueError if a leaf must give rows but has another use."""
     for i in self.demanded:
       refusal = self.refusals.get(i)
       if refusal is None:
         continue
-      at = f", at {refusal.place}" if refusal.place else ""
+      name, reason, place = self.names[i], refusal.reason, refusal.place
+      use = f"it {reason}, at {place}" if place else f"it {reason}"
       if i in self.traced.away:
         raise ValueError(
-          f"`fun` must only look up rows of {self.names[i]!r}, of which each"
-          f" device has its own, but it {refusal.reason}{at};"
-          f" {_of_one_table(self.traced.leaves[i])}keep that table whole, by"
-          " `tables=` of `zenjax.tables.shard`."
+          f"`fun` must only look up rows of {name!r}, which is sharded, but"
+          f" {use}. Keep that table replicated, by `tables=` of"
+          f" `zenjax.tables.shard`.{_stack_remedy(self.traced.leaves[i])}"
         )
       raise ValueError(
-        f"`tables` demands rows of {self.names[i]!r}, which must be only"
-        f" looked up, but it {refusal.reason}{at}; leave it out of `tables`"
-        " and its gradient is dense."
+        f"`tables` demands rows of {name!r}, but {use}. Leave it out of"
+        " `tables`."
       )
     return self
 
 
-def _of_one_table(table: Any) -> str:
-  """A remedy for a stack of tables."""
+def _stack_remedy(table: Any) -> str:
   if not table.stack:
     return ""
-  *stack, rows, width = table.shape
+  *_, rows, width = table.shape
   return (
-    f"look up rows `t * {rows} + id` of it reshaped to"
-    f" `{(math.prod(stack) * rows, width)}`, or "
+    f" Or look up rows `t * {rows} + id` of it reshaped to"
+    f" `{(table.num_rows, width)}`."
   )
 
 
 def trace(loss: Loss) -> Traced:
-  """Traces a loss, every leaf of its parameters local to its device.
+  """Traces a loss so that its gradients are not summed over devices.
 
-  Under `shard_map(check_vma=True)` leaves are cast to vary over what the loss
-  varies over, before they are differentiated by: autodiff sums the gradients
-  of what it sees being cast.
+  Under `shard_map(check_vma=True)`, autodiff sums the gradients of leaves that
+  the loss casts to vary over more axes. Leaves are therefore cast first, to
+  vary over all axes over which the loss varies.
   """
   leaves, structure = jax.tree.flatten(loss.params, is_leaf=is_sharded)
   count = len(leaves)
@@ -150,7 +147,7 @@ def trace(loss: Loss) -> Traced:
 
   def flat(types):
     nonlocal rebuild, varying
-    # The type of a whole table varies over nothing.
+    # The type of a whole table does not vary.
     given = [
       compat.cast_like(x, leaves[i].value) if i in away else x
       for i, x in enumerate(types)
@@ -177,21 +174,21 @@ def trace(loss: Loss) -> Traced:
 
 
 def _type_of_whole(leaf: Any) -> Any:
-  """A sharded table's type, as a loss sees it; other leaves as they are."""
+  """Returns a sharded table's type as the loss sees it, or another leaf."""
   if not is_sharded(leaf):
     return leaf
-  lies = None
-  if compat.explicit_axes(leaf.value):  # Such a loss sees it on every device.
+  place = None
+  if compat.explicit_axes(leaf.value):
     mesh = jax.typeof(leaf.value).sharding.mesh
-    lies = NamedSharding(mesh, PartitionSpec())
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+    place = NamedSharding(mesh, PartitionSpec())
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, int, complex)
 
 
 def find(loss: Loss, spec: SparseSpec) -> Tables:
-  """Decides for every parameter, and runs the program once to see."""
+  """Finds the tables, by running the loss once on abstract values."""
   traced = trace(loss)
   leaves, away, tree = traced.leaves, traced.away, loss.params
   names = [name for name, _ in leaf_util.named_leaves(tree, is_sharded)]
@@ -203,8 +200,8 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
   names += loss.frozen
   wanted += [True] * len(loss.frozen)
   wanted = [i in away or w for i, w in enumerate(wanted)]
-  unfit = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
-  candidates = [i for i, reason in unfit.items() if not reason]
+  reasons = {i: _unfit(x, w) for i, (x, w) in enumerate(zip(leaves, wanted))}
+  candidates = [i for i, reason in reasons.items() if not reason]
   run: Any = None
 
   def first_run(leaves):
@@ -213,18 +210,18 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
     return run.told
 
   ids, kinds = jax.make_jaxpr(first_run, return_shape=True)(traced.types)
-  sites, refusals = run.sites, run.refusals
+  sites = run.sites
   summed = {s.param for s in sites.values() if s.varying - traced.varying}
   looked_up = {site.param for site in sites.values()}
   for i in candidates:
-    # JAX drops lookups of no ids, so a table is not used with an empty batch.
+    # JAX drops lookups of no ids, so an empty batch does not use its table.
     may_rest = wanted[i] or leaf_util.is_table(leaves[i])
     if i not in looked_up and not may_rest:
-      unfit[i] = "is not looked up"
+      reasons[i] = "is not looked up"
     elif i in summed:
-      unfit[i] = _SUMMED
-  reasons = {i: Refusal(reason, "") for i, reason in unfit.items() if reason}
-  refusals = reasons | refusals
+      reasons[i] = _SUMMED
+  refusals = {i: Refusal(reason) for i, reason in reasons.items() if reason}
+  refusals |= run.refusals
   rows = [i for i in candidates if i not in refusals]
   return Tables(
     traced=traced,
@@ -240,8 +237,8 @@ def find(loss: Loss, spec: SparseSpec) -> Tables:
 
 
 _SUMMED = (
-  "is looked up at ids that differ between devices, for a loss that does not:"
-  " its gradient is a sum over devices"
+  "is looked up at ids that differ between devices, although the loss does not"
+  " differ, so its gradient is a sum over devices"
 )
 
 

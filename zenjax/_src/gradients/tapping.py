@@ -1,12 +1,12 @@
-"""Runs a traced program so that its lookups can be differentiated by rows.
+"""Runs a traced program so that it can be differentiated by looked-up rows.
 
-A table goes through the program as a `View`. Where rows are looked up, a *tap*
-of zeros is added to them: the gradient by the tap is the gradient of the rows,
-and no gradient of the table is ever made. The first run has no taps; it finds
-the lookups (`Site`), and whatever is done to a table that is none.
+A table goes through the program as a `View`. When rows are looked up, a *tap*
+of zeros is added to them. The gradient by the tap is the gradient of the rows,
+so no gradient of the table is ever made. The first run has no taps. It finds
+the lookups (`Site`) and all other uses of tables.
 
-A leaf may be a stack of tables, `[T, R, D]`, from which tables are cut on the
-way: row `r` of table `t` is row `t * R + r` of the leaf.
+A leaf may be a stack of tables, `[T, R, D]`, from which the program cuts
+tables. Row `r` of table `t` is row `t * R + r` of the leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,9 @@ from zenjax._src.core import compat
 from zenjax._src.core import jaxprs
 from zenjax._src.gradients import look_ups
 
-# What may be done to a whole table so that it is done to its rows instead.
-#
-# A cast, a factor, a row set to a constant: such a step gives the same rows
-# whether the table takes it before rows are looked up or the rows do after.
+# Operations on a whole table that are done to its rows instead: a cast, a
+# factor, a row set to a constant. They give the same rows before and after the
+# lookup.
 STEPS = (
   "convert_element_type",
   "neg",
@@ -38,7 +37,7 @@ STEPS = (
   "scatter",
   "stop_gradient",
 )
-# What changes types or places only is done to the table as it is.
+# Operations that change only types or placement are done to the table.
 PLACES = (
   "copy",
   "copy_p",
@@ -48,7 +47,7 @@ PLACES = (
   "reshard",
 )
 
-# `(rows [..., D], ids [...]) -> rows`, where ids are those of the leaf's rows.
+# `(rows [..., D], ids [...]) -> rows`, where ids are rows of the leaf.
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -58,16 +57,16 @@ def step_of(
   others: Sequence[Any],
   place: look_ups.Place,
 ) -> Step | str:
-  """Returns the step of rows that does what an equation does to their table.
+  """Returns an equation on a table as an operation on its rows.
 
   Args:
-    eqn: Whose primitive is one of `STEPS`.
-    first: Position of the table among the operands.
+    eqn: An equation with one of the primitives in `STEPS`.
+    first: The position of the table among the operands.
     others: The other operands.
-    place: Of the table's rows in the leaf.
+    place: The place of the table's rows in the leaf.
 
   Returns:
-    The step, or a reason why there is none.
+    The operation, or a reason why there is none.
   """
   name = eqn.primitive.name
   if name == "convert_element_type":
@@ -91,7 +90,7 @@ def step_of(
 
 
 def _row_set(eqn, first, others, place) -> Step | str:
-  """One row replaced, as for padding: `table.at[0].set(0)`."""
+  """Returns the replacement of one row, as in `table.at[0].set(0)`."""
   dims = eqn.params["dimension_numbers"]
   indices, row = others
   one = jnp.size(indices) == 1 and tuple(dims.inserted_window_dims) == (0,)
@@ -103,7 +102,7 @@ def _row_set(eqn, first, others, place) -> Step | str:
   mode = jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
   clips = mode == jax.lax.GatherScatterMode.CLIP
   at_row = look_ups.in_range(jnp.reshape(indices, ()), num_rows, clips)
-  # Out of range nothing is written, and ids of no row are positive.
+  # Nothing is written out of range, and ids of lookups are not negative.
   at_row = jnp.where(at_row < 0, -1, place.ids([at_row]))
   return lambda rows, ids: jnp.where(
     (ids == at_row)[..., None], _beside(row, rows), rows
@@ -111,7 +110,7 @@ def _row_set(eqn, first, others, place) -> Step | str:
 
 
 def _beside(row: Any, rows: jax.Array) -> jax.Array:
-  """A scalar or a row with as many dimensions as `rows: [..., D]`."""
+  """Reshapes a scalar or a row to broadcast with `rows: [..., D]`."""
   return jnp.reshape(row, (*[1] * (rows.ndim - 1), -1))
 
 
@@ -124,16 +123,17 @@ class View(NamedTuple):
   """A table on its way to its lookups.
 
   Attributes:
-    param: Number of the leaf.
-    table: `[R, D]`, of a stack `[T, R, D]`, without the steps.
-    place: Of its rows in the leaf.
+    param: The number of the leaf.
+    table: `[R, D]`, or a stack `[T, R, D]`, before the steps.
+    place: The place of its rows in the leaf.
     whole: Computes the table as the program has it, for other uses.
-    steps: What the program has done to it, to be done to rows.
-    is_changed: Whether a step does more than a cast.
-    away: Whether `table` is only a type: taps then are the rows themselves.
-    found: A lookup of it whose rows explicit sharding has not spread yet:
-      `table.at[ids].get(out_sharding=..)` looks up on automatic axes, and
-      reshards what it has read.
+    steps: Operations of the program on the table, to be done to rows.
+    is_changed: True if a step is more than a cast.
+    away: True for a sharded table, of which `table` is only the type. Taps are
+      then the rows themselves.
+    found: A lookup whose rows are not resharded yet. On explicit axes,
+      `table.at[ids].get(out_sharding=..)` looks up rows on automatic axes and
+      reshards them afterwards.
   """
 
   param: int
@@ -147,14 +147,16 @@ class View(NamedTuple):
 
   @classmethod
   def of(cls, param: int, table: jax.Array, away: bool) -> "View":
-    """Returns the view of a leaf."""
-    place = look_ups.Place.of(jnp.shape(table))
+    """Returns the view of a whole leaf."""
+    shape = jnp.shape(table)
+    strides = look_ups.strides_of(shape)
+    place = look_ups.Place(math.prod(shape[:-1]), strides=strides)
     return cls(param, table, place, lambda: table, away=away)
 
   def rows(self, found: look_ups.LookUp, rows: jax.Array) -> jax.Array:
-    """Rows as the program looks them up, from those of `table`.
+    """Returns looked-up rows after the steps.
 
-    What is out of range has no gradient by any operand of a step.
+    Rows out of range have no gradient by any operand of a step.
     """
     steps = lambda rows: functools.reduce(
       lambda x, step: step(x, found.read), self.steps, rows
@@ -164,33 +166,36 @@ class View(NamedTuple):
       return steps(rows)
     real = (found.ids < self.place.num_rows)[..., None]
     other = found.fill_value if is_filled else lax.stop_gradient(steps(rows))
-    # Zeros, for a gradient of 0 times NaN would be NaN.
+    # With zeros, because a gradient of 0 times NaN would be NaN.
     rows = steps(jnp.where(real, rows, 0))
     return jnp.where(real, rows, jnp.asarray(other, rows.dtype))
 
 
-# Where an equation is: its number in the program, the number in the program
-# that this equation runs, and so on.
+# The position of an equation: its number in the program, then its number in the
+# program that this equation runs, and so on.
 Path = tuple[int, ...]
 
 
 class Site(NamedTuple):
-  """One lookup: what its tap must be."""
+  """One lookup, and the type of its tap."""
 
   param: int
-  shape: tuple[int, ...]  # [..., D], without the turns of scans
+  shape: tuple[int, ...]  # [..., D], without the steps of scans
   dtype: Any
   varying: frozenset[str]
-  spec: tuple[Any, ...]  # how explicit sharding spreads the dimensions
-  lengths: tuple[int, ...]  # of the scans around it
+  spec: tuple[Any, ...]  # explicit axes of each dimension
+  lengths: tuple[int, ...]  # lengths of the scans around it
 
   @property
   def rows(self) -> int:
-    """Returns how many rows it reads in all."""
+    """Returns the number of rows that it reads in all."""
     return math.prod([*self.lengths, *self.shape[:-1]])
 
   def tap(self) -> jax.Array:
-    """Zeros typed like the rows, or autodiff sums them over devices."""
+    """Returns zeros typed like the rows.
+
+    With another type, autodiff would sum the gradient over devices.
+    """
     zeros = jnp.zeros((*self.lengths, *self.shape), self.dtype)
     axes = tuple(self.varying)
     if axes:
@@ -205,14 +210,14 @@ class Refusal(NamedTuple):
   """A reason why a table's gradient stays dense."""
 
   reason: str
-  place: str
+  place: str = ""
 
 
 class Ids(NamedTuple):
-  """Ids of a lookup, with the turns of scans in front."""
+  """Ids of a lookup, with the steps of scans in front."""
 
-  to: jax.Array  # rows that the gradient goes to
-  read: jax.Array  # rows that were read
+  to: jax.Array  # rows that the gradient belongs to
+  read: jax.Array  # rows that are read
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -220,14 +225,14 @@ class Run:
   """One evaluation of a program in which tables are views.
 
   Attributes:
-    given: For each lookup what is added to its rows, of sharded tables the rows
-      themselves; and results of callbacks that have run already. None of them
-      in the first run, which finds the lookups.
-    replays: Whether callbacks that have run are not to run again.
+    given: The tap of each lookup, or the rows themselves for sharded tables,
+      and results of callbacks that have run already. It is empty in the first
+      run, which finds the lookups.
+    replays: True if callbacks must not run twice.
     sites: The lookups, in the order of the program.
-    refusals: Of each parameter that is used in another way, the first.
+    refusals: The first other use of each parameter.
     told: Ids of each lookup; with `replays` also results of callbacks.
-    lengths: Of the scans around the program.
+    lengths: Lengths of the scans around the program.
   """
 
   given: dict[Path, Any] = dataclasses.field(default_factory=dict)
@@ -240,7 +245,7 @@ class Run:
   def run(
     self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: Path
   ) -> list:
-    """The program's outputs; a table that is one of them stays a `View`."""
+    """Returns the program's outputs, of which tables are still views."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
     def read(atom):
@@ -250,7 +255,7 @@ class Run:
     for i, eqn in enumerate(jaxpr.eqns):
       values = [read(atom) for atom in eqn.invars]
       at = (*path, i)
-      if [x for x in values if isinstance(x, View)]:
+      if any([isinstance(x, View) for x in values]):
         outs = self._with_views(eqn, values, at)
       elif self.replays and _calls_back(eqn):
         outs = self._called_back(eqn, values, at)
@@ -273,7 +278,7 @@ class Run:
     if len(views) > 1:
       return self._refuse(eqn, values, f"is used by `{name}` with other tables")
     if name == "stop_gradient" and not view.away:
-      return jaxprs.bind(eqn, [view.whole()])  # No gradient, so no rows of it.
+      return jaxprs.bind(eqn, [view.whole()])  # There is no gradient.
     if name in PLACES:
       (table,) = jaxprs.bind(eqn, [view.table])
       return _seen(eqn, values, [view._replace(table=table)])
@@ -312,7 +317,7 @@ class Run:
     return [self._tapped(view, found, at)]
 
   def _spread(self, eqn, view, found, at) -> list:
-    """Ids and rows where a lookup says that they are."""
+    """Reshards ids and rows as the lookup asks for."""
     (out,) = jaxprs.bind(eqn, [found.out])
     *spec, _ = compat.explicit_spec(found.rows(out))
     place = lambda ids: jax.sharding.reshard(ids, PartitionSpec(*spec))
@@ -372,7 +377,7 @@ class Run:
 
   def _rematerialized(self, eqn, values, at) -> list:
     views = {i: x for i, x in enumerate(values) if isinstance(x, View)}
-    same: dict[int, View] = {}  # Tables that come out as they went in.
+    same: dict[int, View] = {}  # Tables that come out unchanged.
 
     def inside(given, plain):
       left = iter(plain)
@@ -396,14 +401,14 @@ class Run:
     return [same.get(k, out) for k, out in enumerate(outs)]
 
   def _given(self, at: Path) -> dict[Path, Any]:
-    """What is given to the program of an equation."""
+    """Returns the taps inside the program of an equation."""
     return {p: x for p, x in self.given.items() if p[: len(at)] == at}
 
   def _inside(self, eqn, args, at, given, *length):
-    """Runs the program of an equation, which JAX traces by itself.
+    """Runs the program of an equation inside a trace of its own.
 
     Returns:
-      Its results, and what it has told.
+      Its results, and `told` for its lookups and callbacks.
     """
     lengths = (*self.lengths, *length)
     inner = dataclasses.replace(self, given=given, told={}, lengths=lengths)
@@ -415,7 +420,7 @@ class Run:
     return wholes(outs)
 
   def _called_back(self, eqn, values, at) -> list:
-    """What a callback returns, or has returned; also inside other programs."""
+    """Returns a callback's results, which are reused if it has run."""
     if eqn.primitive.name in INSIDE:
       return INSIDE[eqn.primitive.name](self, eqn, values, at)
     outs = self.given[at] if at in self.given else jaxprs.bind(eqn, values)
@@ -446,7 +451,7 @@ _ON_AUTOMATIC_AXES = (
 
 
 def _calls_back(eqn) -> bool:
-  """Whether an equation calls the host for values, maybe inside a program."""
+  """Returns True if an equation, or a program inside, calls the host."""
   if eqn.primitive.name in ("pure_callback", "io_callback"):
     return True
   programs = jex_core.jaxprs_in_params(eqn.params)
@@ -459,7 +464,7 @@ def _calls_back(eqn) -> bool:
 
 
 def _seen(eqn, values, views: Sequence[View]) -> list[View]:
-  """Views of what an equation makes of others; itself computes it if wanted."""
+  """Returns the views of an equation's results, computed only if needed."""
   results = lambda: jaxprs.bind(eqn, wholes(values))
   return [
     view._replace(whole=lambda i=i: results()[i])
@@ -468,5 +473,5 @@ def _seen(eqn, values, views: Sequence[View]) -> list[View]:
 
 
 def wholes(values: Sequence[Any]) -> list:
-  """The same with whole tables in the place of views."""
+  """Returns the values with whole tables in place of views."""
   return [v.whole() if isinstance(v, View) else v for v in values]

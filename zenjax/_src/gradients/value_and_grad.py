@@ -1,4 +1,4 @@
-"""`value_and_grad`: gradients of embedding tables as rows."""
+"""Defines `value_and_grad`, which returns gradients of tables as rows."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -31,48 +31,45 @@ def value_and_grad(
   tables: SparseSpec = None,
   prefetched: fetch.Ahead | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-  """`jax.value_and_grad`, with gradients of embedding tables as `SparseRows`.
+  """Differentiates a loss, with gradients of embedding tables as SparseRows.
 
-  Use it in place of `jax.value_and_grad`; models need no change. It traces the
-  loss and finds tables that are only looked up: through `jnp.take`,
-  `table[ids]`, the embedding layers of Flax, Haiku and Equinox, inside `jit`,
-  `vmap`, `scan` and `jax.checkpoint`, after casts, factors and a row that is
-  set to a constant for padding. The gradient of such a table holds one row for
-  each lookup, so no array of the table's size is made. Rows of ids that repeat
-  are summed in float32, also those of bfloat16 tables. All other gradients are
-  as `jax.value_and_grad` gives them, for example of a table that is also the
-  weights of a softmax; `explain_tables` says why a gradient is an array.
+  Use it in place of `jax.value_and_grad`, without changes to your model. It
+  traces the loss and finds tables that are only looked up: by `jnp.take`,
+  `table[ids]`, and the embedding layers of Flax, Haiku and Equinox; inside
+  `jit`, `vmap`, `scan` and `jax.checkpoint`; after casts, factors, and a
+  padding row that is set to a constant. The gradient of such a table has one
+  row for each lookup, so no array of the table's size is made. All other
+  gradients are arrays, for example if a table is also the weights of a softmax.
+  `zenjax.rows.explain_tables` tells why a gradient is an array.
 
-  Under `shard_map(check_vma=True)` all gradients are those of the device's own
-  part, as if `fun` had been given `zenjax.unreduced(params)`.
+  Under `shard_map(check_vma=True)`, gradients are not summed over devices, as
+  if `fun` had been given `zenjax.unreduced(params)`.
 
-  Arguments may be modules of Flax's nnx, as `nnx.value_and_grad` takes them.
-  Gradients by their `nnx.Param` come in an `nnx.State`, and what the loss
-  writes to a module, for example counts of dropout, is written back to it. For
-  modules of Equinox there is `zenjax.rows.filter_value_and_grad`.
+  Arguments may be modules of Flax's nnx, as in `nnx.value_and_grad`. Their
+  gradients are an `nnx.State`, and variables that the loss changes, such as
+  dropout counts, are written back. For modules of Equinox, use
+  `zenjax.rows.filter_value_and_grad`.
 
   Args:
-    fun: The loss. Sharded tables may be in any argument; those of arguments
-      that are not differentiated stay as they are.
+    fun: The loss. Sharded tables may be in any argument.
     argnums: Positions of the arguments to differentiate by, or `nnx.DiffState`
       for a part of a module.
     has_aux: Whether `fun` returns a pair `(loss, aux)`.
-    holomorphic: As for `jax.value_and_grad`.
-    allow_int: As for `jax.value_and_grad`.
-    tables: Which leaves give rows: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. None finds all that can.
-    prefetched: What `zenjax.tables.prefetch(fun)` returned for the arguments
-      that the function will be given, if tables are sharded.
+    holomorphic: Whether `fun` is holomorphic, for complex parameters.
+    allow_int: Whether to allow integer parameters, whose gradients are float0.
+    tables: Which parameters must give rows, a pytree prefix of bools or a
+      callable `(name, leaf) -> bool`. By default, all that can give rows.
+    prefetched: The result of `zenjax.tables.prefetch(fun)` for the same
+      arguments, if tables are sharded.
 
   Returns:
     A function with the arguments of `fun`. It returns the value and the
-    gradients, in the structure of the arguments with SparseRows in the place
-    of tables.
+    gradients, with SparseRows in place of tables.
 
   Raises:
-    ValueError: `tables` demands rows of a leaf that is used otherwise; the
-      message says where. Or the loss adds variables to an nnx module, or two
-      arguments share one.
+    ValueError: A table in `tables` is used for more than lookups; the message
+      tells where. Or the loss adds variables to an nnx module, or two arguments
+      share a variable.
 
   Example:
     >>> import jax.numpy as jnp
@@ -97,7 +94,7 @@ def value_and_grad(
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
       raise TypeError(
         "`fun` must return a pair (loss, aux) with `has_aux=True`, got"
-        f" {jax.tree.structure(value)}; return a pair or leave `has_aux` out."
+        f" {jax.tree.structure(value)}."
       )
     structure = jax.tree.structure(loss.params, is_leaf=is_sharded)
     return value, structure.unflatten(grads)
@@ -116,25 +113,25 @@ def grad(
   *,
   tables: SparseSpec = None,
 ) -> Callable[..., Any]:
-  """`jax.grad`, with gradients of embedding tables as `SparseRows`.
+  """Differentiates like `jax.grad`, with gradients of tables as SparseRows.
 
-  Use it in place of `jax.grad`. It finds tables as `value_and_grad` does.
+  Use it in place of `jax.grad`. It finds tables like `zenjax.value_and_grad`.
 
   Args:
-    fun: The loss, as for `value_and_grad`.
+    fun: The loss.
     argnums: Positions of the arguments to differentiate by.
     has_aux: Whether `fun` returns a pair `(loss, aux)`.
-    holomorphic: As for `jax.grad`.
-    allow_int: As for `jax.grad`.
-    tables: Which leaves give rows: a pytree prefix of bools or a callable
-      `(name, leaf) -> bool`. None finds all that can.
+    holomorphic: Whether `fun` is holomorphic, for complex parameters.
+    allow_int: Whether to allow integer parameters, whose gradients are float0.
+    tables: Which parameters must give rows, a pytree prefix of bools or a
+      callable `(name, leaf) -> bool`. By default, all that can give rows.
 
   Returns:
     A function that returns the gradients, or with `has_aux` the pair
     `(gradients, aux)`.
 
   Raises:
-    ValueError: `tables` demands rows of a leaf that is used otherwise.
+    ValueError: A table in `tables` is used for more than lookups.
 
   Example:
     >>> import jax.numpy as jnp
@@ -158,23 +155,25 @@ def grad(
 def filter_value_and_grad(
   fun: Callable[..., Any], *, has_aux: bool = False, tables: SparseSpec = None
 ) -> Callable[..., tuple[Any, Any]]:
-  """Equinox's `filter_value_and_grad`, with gradients of tables as rows.
+  """Differentiates Equinox modules, with gradients of tables as SparseRows.
 
-  It differentiates by the floating arrays of the first argument. All else there
-  is left alone, integers, functions and numbers of Python, and the gradients
-  hold None in its place. Apply updates by `zenjax.apply_updates`.
+  Use it in place of `eqx.filter_value_and_grad`. It differentiates by the
+  floating arrays in the first argument. The gradients have None in place of
+  everything else, such as integers, functions and Python's numbers. Apply
+  updates with `zenjax.apply_updates`.
 
   Args:
-    fun: A function whose first argument is any pytree, say a module.
+    fun: A function whose first argument is any pytree, such as a module.
     has_aux: Whether `fun` returns a pair `(loss, aux)`.
-    tables: Which leaves give rows, as for `value_and_grad`.
+    tables: Which parameters must give rows, a pytree prefix of bools or a
+      callable `(name, leaf) -> bool`. By default, all that can give rows.
 
   Returns:
     A function with the arguments of `fun`, which returns the value and the
     gradients.
 
   Raises:
-    ValueError: As for `value_and_grad`.
+    ValueError: A table in `tables` is used for more than lookups.
 
   Example:
     >>> import jax
@@ -210,7 +209,7 @@ def filter_value_and_grad(
 
 
 def _differentiate(found, options, prefetched):
-  """`[loss, *aux]`, and the gradient of every leaf."""
+  """Returns `[loss, *aux]`, and the gradient of every leaf."""
   traced = found.traced
   leaves = traced.leaves
   plain = {i: x for i, x in enumerate(leaves) if i not in found.rows}
@@ -222,7 +221,7 @@ def _differentiate(found, options, prefetched):
     called_back = asked.called_back
   elif prefetched is not None:
     raise ValueError(
-      "`prefetched` must be None where no table is sharded; call"
+      "`prefetched` was given, but no table is sharded. Call"
       " `zenjax.tables.shard` first."
     )
 
@@ -238,8 +237,8 @@ def _differentiate(found, options, prefetched):
   (value, (outs, ids)), (grads, rows) = sharded_lookups.without_tables(
     traced, both, plain, taps
   )
-  # Of a loss that is linear in the rows, gradients would not wait for the
-  # lookups, and XLA:CPU would copy a table that is updated meanwhile.
+  # If a loss is linear in the rows, its gradients do not depend on the lookups.
+  # XLA:CPU could then update the table first, and would copy it.
   value, rows = lax.optimization_barrier((value, rows))
   grads |= _row_gradients(found, ids, rows)
   for i in traced.away:
@@ -248,19 +247,16 @@ def _differentiate(found, options, prefetched):
 
 
 def _row_gradients(found, ids, rows) -> dict[int, SparseRows]:
-  """Gradients of tables, by number.
-
-  An id beyond a table reads its nearest row, and no row gets its gradient.
-  """
+  """Returns gradients of tables by number of the leaf."""
   types = found.traced.types
   parts = {i: [] for i in found.rows}
   for path, site in found.sites.items():
     num_rows = math.prod(types[site.param].shape[:-1])
     flat = batch_layout.flattened(ids[path].to, rows[path], len(site.lengths))
     parts[site.param].append(SparseRows(*flat, num_rows))
-  for i, some in parts.items():
-    if not some:
-      # Each device has a part of it.
+  for i, of_lookups in parts.items():
+    if not of_lookups:
+      # For a sharded table, each device has a part of the gradient.
       padding = found.traced.leaves[i].devices if i in found.traced.away else 0
-      some.append(sparse_rows.no_rows(types[i], padding))
-  return {i: sparse_rows.concatenated(some) for i, some in parts.items()}
+      of_lookups.append(sparse_rows.no_rows(types[i], padding))
+  return {i: sparse_rows.concatenated(x) for i, x in parts.items()}

@@ -8,24 +8,22 @@ between two devices.
 
 import dataclasses
 
+from zenjax._src.machine.link_models import Link
+from zenjax._src.machine.link_models import Work
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
   """Devices that one fabric connects.
 
   Attributes:
-    bandwidth: Bytes per second that a device receives.
-    latency_s: Latency of a message, in seconds.
+    link: The link between two devices, with a lower bound for their work.
     memory_bytes: Memory of a device.
-    memory_bandwidth: Bytes per second that a device reads or writes in its
-      memory.
     source: The publication of these figures, and what kind they are.
   """
 
-  bandwidth: float
-  latency_s: float
+  link: Link
   memory_bytes: float
-  memory_bandwidth: float
   source: str
 
 
@@ -41,6 +39,29 @@ _GB, _GIB = 1e9, 2.0**30
 _FLOOR = "the device's own work is a lower bound, from its memory's peak"
 
 
+def _machine(
+  bandwidth: float,
+  latency_s: float,
+  memory_bytes: float,
+  memory_gb_s: float,
+  source: str,
+) -> Machine:
+  """Returns a machine whose devices work as fast as their memory allows.
+
+  A table is read once to find its nonzero rows. Received bytes pass through
+  memory twice, when they are packed or merged and when they are written, with a
+  read and a write each. This lower bound ignores the time to start kernels and
+  to look up rows, which `zenjax.planner.measure_work` includes.
+  """
+  byte_s = 1 / (memory_gb_s * _GB)
+  work = Work(mask_byte=byte_s, move_byte=4 * byte_s)
+  return Machine(
+    link=Link(bandwidth=bandwidth, latency_s=latency_s, work=work),
+    memory_bytes=memory_bytes,
+    source=f"{source}; {_FLOOR}",
+  )
+
+
 def _nvidia(
   device: str,
   memory_gb: float,
@@ -49,32 +70,29 @@ def _nvidia(
   fabric_gb_s: float = 900,
 ) -> Machine:
   """Returns a GPU; its data sheet counts both directions of the fabric."""
-  return Machine(
-    bandwidth=fabric_gb_s / 2 * _GB,
-    latency_s=_NCCL_NVLINK_S if fabric == "NVLink" else _NCCL_PCI_S,
-    memory_bytes=memory_gb * _GB,
-    memory_bandwidth=memory_gb_s * _GB,
-    source=(
-      f"NVIDIA {device} data sheet: {fabric} {fabric_gb_s:g} GB/s both ways,"
-      f" {memory_gb} GB at {memory_gb_s / 1e3:g} TB/s, a peak; latency from"
-      f" NCCL's tuning table; {_FLOOR}"
-    ),
+  return _machine(
+    fabric_gb_s / 2 * _GB,
+    _NCCL_NVLINK_S if fabric == "NVLink" else _NCCL_PCI_S,
+    memory_gb * _GB,
+    memory_gb_s,
+    f"NVIDIA {device} data sheet: {fabric} {fabric_gb_s:g} GB/s both ways,"
+    f" {memory_gb} GB at {memory_gb_s / 1e3:g} TB/s, a peak; latency from"
+    " NCCL's tuning table",
   )
 
 
-def _ici(
+def _tpu(
   bandwidth: float, memory: float, memory_gb_s: float, page: str, figure: str
 ) -> Machine:
-  return Machine(
-    bandwidth=bandwidth,
-    latency_s=_ICI_S,
-    memory_bytes=memory,
-    memory_bandwidth=memory_gb_s * _GB,
-    source=(
-      f"docs.cloud.google.com/tpu/docs/{page}: {figure}, a peak over all ports"
-      " of a chip, which a mesh axis along one side of the torus does not have;"
-      f" HBM {memory_gb_s:g} GB/s; latency assumed; {_FLOOR}"
-    ),
+  """Returns a TPU, with the bandwidth of all ports of a chip together."""
+  return _machine(
+    bandwidth,
+    _ICI_S,
+    memory,
+    memory_gb_s,
+    f"docs.cloud.google.com/tpu/docs/{page}: {figure}, a peak over all ports"
+    " of a chip, which a mesh axis along one side of the torus does not have;"
+    f" HBM {memory_gb_s:g} GB/s; latency assumed",
   )
 
 
@@ -87,14 +105,14 @@ MACHINES: dict[str, Machine] = {
   # L4 has no NVLink.
   "l4": _nvidia("L4", 24, 300, "PCIe Gen4 x16", 64),
   # 4,096 chips with six ports each reduce 1.1 PB/s together.
-  "tpu-v4": _ici(
+  "tpu-v4": _tpu(
     1.1e15 / 4096, 32 * _GIB, 1200, "v4", "all-reduce 1.1 PB/s of 4,096 chips"
   ),
-  "tpu-v5e": _ici(200 * _GB, 16 * _GB, 819, "v5e", "ICI 400 GB/s both ways"),
-  "tpu-v5p": _ici(
+  "tpu-v5e": _tpu(200 * _GB, 16 * _GB, 819, "v5e", "ICI 400 GB/s both ways"),
+  "tpu-v5p": _tpu(
     600 * _GB, 95 * _GIB, 2765, "v5p", "ICI 1,200 GB/s both ways"
   ),
-  "tpu-v6e": _ici(400 * _GB, 32 * _GB, 1638, "v6e", "ICI 800 GB/s both ways"),
+  "tpu-v6e": _tpu(400 * _GB, 32 * _GB, 1638, "v6e", "ICI 800 GB/s both ways"),
   "v100": _nvidia("V100 SXM2", 32, 900, fabric_gb_s=300),
 }
 

@@ -8,7 +8,7 @@ result is the median over repeats, and the maximum over processes.
 from collections.abc import Callable, Sequence
 import itertools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -34,18 +34,13 @@ from zenjax.kernels.reference import merge
 SIZES = tuple(1 << log for log in (12, 15, 18, 20, 22, 24))
 
 
-class _Op(NamedTuple):
-  """A collective of `[n, words]` on `n` devices, as schemes use it."""
-
-  apply: Callable[[jax.Array, str], jax.Array]
-  received: int  # Arrays of `(n - 1) * words` that a device receives.
-
-
-_OPS = {
-  "all_to_all": _Op(lambda x, axis: collectives.all_to_all(x, (axis,)), 1),
-  "all_gather": _Op(lambda x, axis: collectives.all_gather(x[0], (axis,)), 1),
-  "all_reduce": _Op(
-    lambda x, axis: collectives.psum(x.astype(jnp.float32), (axis,)), 2
+# Collectives of `[n, words]` on `n` devices, as schemes use them. Each of their
+# steps brings `words` to a device.
+_OPS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+  "all_to_all": lambda x, axis: collectives.all_to_all(x, (axis,)),
+  "all_gather": lambda x, axis: collectives.all_gather(x[0], (axis,)),
+  "all_reduce": lambda x, axis: collectives.psum(
+    x.astype(jnp.float32), (axis,)
   ),
 }
 
@@ -99,10 +94,9 @@ def measure_links(
   work = measure_work(mesh, repeats=repeats)
   points, programs = [], []
   for axis, op, size in itertools.product(axes, _OPS, sizes):
-    n = mesh.shape[axis]
-    word_bytes = 4 * _OPS[op].received * (n - 1)
-    words = max(round(size / word_bytes), 1)
-    points.append((link_models.steps(op, n), words * word_bytes))
+    steps = link_models.steps(op, mesh.shape[axis])
+    words = max(round(size / 4 / steps), 1)
+    points.append((steps, 4 * words * steps))
     programs.append(_collective(op, mesh, axis, words))
   shape = len(axes), -1
   all_seconds = _medians(programs, repeats).reshape(shape)
@@ -178,7 +172,7 @@ def _collective(
   """Compiles a collective along an axis, for all groups of devices along it."""
   shape = mesh.shape[axis], words
   x = _on_each(lambda: jnp.zeros(shape, jnp.uint32), mesh)()
-  compiled = _on_each(lambda x: _OPS[op].apply(x, axis), mesh)
+  compiled = _on_each(lambda x: _OPS[op](x, axis), mesh)
   compiled = compiled.lower(x).compile()
   return lambda: compiled(x)
 

@@ -18,7 +18,6 @@ from zenjax._src.machine import rates
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 from zenjax._src.machine.machines import known_machine
-from zenjax._src.machine.machines import Machine
 from zenjax._src.machine.machines import NCCL_NETWORK_S
 
 _Count = Annotated[int, POSITIVE]
@@ -103,7 +102,8 @@ class Topology(checked_json.Document):
     link = _network_link(
       bits, self.ports / math.prod(self.sizes[1:]), self.links[0].work
     )
-    return dataclasses.replace(self, links=(link, *self.links[1:]))
+    name = f"{self.name}, network {rates.in_words(bits)}"
+    return dataclasses.replace(self, links=(link, *self.links[1:]), name=name)
 
   @classmethod
   def preset(
@@ -141,13 +141,10 @@ class Topology(checked_json.Document):
         f" {hosts=} and {network=}. Give for example network='100gbit'."
       )
     known = known_machine(machine)
-    link = Link(
-      bandwidth=known.bandwidth, latency_s=known.latency_s, work=_floor(known)
-    )
     host = cls(
       axes=("device",),
       sizes=(devices,),
-      links=(link,),
+      links=(known.link,),
       memory_bytes=known.memory_bytes,
       name=machine,
       source=f"{machine}: {known.source}",
@@ -156,13 +153,13 @@ class Topology(checked_json.Document):
     if network is None:
       return host
     between = cls.network(network, hosts, machine, ports=ports)
-    pod = dataclasses.replace(
+    bits, work = rates.bits_a_second(network), between.links[0].work
+    return dataclasses.replace(
       between,
       axes=(*between.axes, *host.axes),
       sizes=(*between.sizes, *host.sizes),
-      links=(*between.links, *host.links),
+      links=(_network_link(bits, ports / devices, work), *host.links),
     )
-    return pod.with_rate(rates.bits_a_second(network))
 
   @classmethod
   def network(
@@ -179,8 +176,8 @@ class Topology(checked_json.Document):
       rate: Line rate of a network card, for example "25 Gbit/s", "25gbit",
         "25Gbps", "3.1 GB/s", or a number of bits per second.
       hosts: Number of hosts.
-      machine: The type of the devices, as for `preset`. Its memory gives a
-        lower bound for the work of a device, which otherwise takes no time.
+      machine: The type of the devices, such as "h100". Its memory gives a lower
+        bound for the work of a device, which otherwise takes no time.
       ports: Number of network cards of a host.
 
     Raises:
@@ -201,7 +198,7 @@ class Topology(checked_json.Document):
     memory_bytes, work = None, Work()
     if machine is not None:
       known = known_machine(machine)
-      memory_bytes, work = known.memory_bytes, _floor(known)
+      memory_bytes, work = known.memory_bytes, known.link.work
       name = f"{machine} on {name}"
       source = f"{source}; {machine}: {known.source}"
     return cls(
@@ -226,18 +223,6 @@ class Topology(checked_json.Document):
       ValueError: It is not a topology.
     """
     return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
-
-
-def _floor(known: Machine) -> Work:
-  """Returns a lower bound for the work of a device, from its memory's peak.
-
-  A table is read once to find its nonzero rows. Received bytes pass through
-  memory twice, when they are packed or merged and when they are written, with a
-  read and a write each. The bound ignores the time to start kernels and to look
-  up rows, which `zenjax.planner.measure_work` includes.
-  """
-  byte_s = 1 / known.memory_bandwidth
-  return Work(mask_byte=byte_s, move_byte=4 * byte_s)
 
 
 def _network_link(bits: float, cards: float, work: Work) -> Link:

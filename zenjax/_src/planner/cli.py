@@ -147,13 +147,15 @@ def _planned(
   batch: int,
 ) -> Any:
   """Returns the plan for `batch` times the recorded lookups."""
+  import numpy as np
+
   from zenjax._src.planner import plan_model  # Imports JAX.
 
   gradients = [
     plan_model.Gradient(
       leaf.name,
       leaf.shape,
-      plan_model.np.dtype(leaf.dtype),
+      np.dtype(leaf.dtype),
       leaf.look_ups and leaf.look_ups * batch,
     )
     for leaf in trace.header.leaves

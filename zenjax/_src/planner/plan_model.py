@@ -48,13 +48,12 @@ class Gradient(NamedTuple):
     """The gradient as the table that schemes see."""
     leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
     rows, width = leaf_util.table_shape(leaf, "row")
-    dtype = jnp.dtype(self.dtype)
     return Table(
       name=self.name,
       num_rows=rows,
       width=width,
-      dtype=dtype,
-      wire_dtype=dtype,
+      dtype=self.dtype,
+      wire_dtype=self.dtype,
       look_ups=self.look_ups,
     )
 
@@ -115,8 +114,8 @@ def plan(
 
   Use it before you have the machine, or to choose a scheme for each gradient.
   Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough. If
-  nothing gains, all gradients take `pmean`. If the gain is within the error of
-  predictions, the plan says that there is no difference.
+  nothing gains, all gradients take `pmean`. The plan says that there is no
+  difference if the gain may be an error of the prediction.
 
   Args:
     value_and_grad: `zenjax.value_and_grad(loss)`, or `jax.value_and_grad(loss)`
@@ -124,10 +123,10 @@ def plan(
     *args: Its arguments on one device: parameters, then its part of a batch.
     topology: The machine, from `Topology.preset`, `Topology.network` or
       `measure_links`.
-    axis_name: Mesh axes as for `zen_sync`, one for each level of the topology,
-      the slowest first.
+    axis_name: Mesh axes of the batch, one for each level of the topology, the
+      slowest first.
     profile: Densities by parameter name, from `zenjax.planner.profile(state)`.
-      By default, those of a vocabulary are assumed, or all rows for arrays from
+      By default, the planner assumes a vocabulary, or all rows for arrays from
       zenjax's `value_and_grad`.
     trace: A directory that `zenjax.planner.record` wrote, instead of `profile`.
     compute_seconds: Time of a step on one device without any exchange. Measure

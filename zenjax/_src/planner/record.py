@@ -93,8 +93,8 @@ class Recorder:
     """
     leaves = dict(leaf_util.named_leaves(grads, is_rows))
     leaves = {table.name: leaves[table.name] for table in self.tables}
-    # In plain jit, gradients of all devices. Inside `shard_map`, there is no
-    # mesh around, and gradients are local.
+    # In plain jit, gradients are those from all devices of this mesh. Inside
+    # `shard_map` there is no such mesh, because gradients are local.
     mesh = collectives.mesh_around(self._axes, leaves, self._mesh)
     n = math.prod(mesh.shape[axis] for axis in self._axes) if mesh else 1
     if mesh is None and jax.device_count() > 1:
@@ -185,7 +185,8 @@ def record(
       created with the first step.
     params: Parameters, or their shapes.
     steps: Number of steps to record.
-    sparse: Selects the parameters that are tables, as for `zen_sync`.
+    sparse: Selects the parameters that are tables: a pytree prefix of bools, or
+      a callable `(name, leaf) -> bool`. By default large and tall ones.
     axis_name: Mesh axes over which the batch is split.
     mesh: The mesh of these axes, which plain `jit` needs; by default the mesh
       of `params`.

@@ -99,8 +99,8 @@ def growth(recorded: Sequence[DeviceRows], rows: int) -> Growth:
 
   Example:
     >>> step = [np.array([0, 1]), np.array([0, 2])]
-    >>> found = growth([step, step], rows=10)
-    >>> round(found.union(1), 9), round(found.union(4), 9)
+    >>> pool = growth([step, step], rows=10)
+    >>> round(pool.union(1), 9), round(pool.union(4), 9)
     (2.0, 3.0)
   """
   sets = [ids for step in recorded for ids in step]
@@ -130,12 +130,12 @@ def profiles(
   Raises:
     ValueError: The trace is broken, or belongs to another model.
   """
-  known = growths(traces.read(directory))
-  for name, recorded in known.items():
-    if rows.get(name) != recorded.rows:
+  recorded = growths(traces.read(directory))
+  for name, table in recorded.items():
+    if rows.get(name) != table.rows:
       raise ValueError(
         f"`trace` was recorded with another model: table {name!r} has"
-        f" {recorded.rows} rows in the trace and {rows.get(name, 'none')} in"
-        " the model. Record steps of this model."
+        f" {table.rows} rows in the trace and {rows.get(name, 'none')} in the"
+        " model. Record steps of this model."
       )
-  return {name: recorded.profile(devices) for name, recorded in known.items()}
+  return {name: table.profile(devices) for name, table in recorded.items()}

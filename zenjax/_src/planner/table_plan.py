@@ -1,6 +1,6 @@
 """Chooses whether each table is replicated or sharded."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 import os
@@ -17,6 +17,7 @@ from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
 from zenjax._src.gradients import value_and_grad as row_gradients
+from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
 from zenjax._src.planner import choice
@@ -24,6 +25,8 @@ from zenjax._src.planner import plan_model
 from zenjax._src.planner import table_forms
 from zenjax._src.planner import table_program
 from zenjax._src.planner.optimizer_facts import Optimizer
+from zenjax._src.planner.plan_model import Gradient
+from zenjax._src.planner.plan_model import Question
 from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import OF_OWNERS
@@ -281,8 +284,8 @@ def plan_tables(
   names = [table.name for table in tables]
   if not tables:
     raise ValueError(
-      "`loss_fn` must use a parameter only by lookups, but it uses none of"
-      f" {[g.name for g in question.gradients]} so. Ask"
+      "`loss_fn` must use a parameter only by lookups, got none among"
+      f" {[g.name for g in question.gradients]}. Ask"
       " `zenjax.rows.explain_tables` for the reasons."
     )
   demanded = dict(forms or {})
@@ -290,23 +293,14 @@ def plan_tables(
     "forms", demanded, names, "tables that the loss uses only by lookups"
   )
   optimizer = Optimizer(tx, params, clip_norm)
-  possible, allowed = [], []
-  for table in tables:
-    costs = table_forms.costs(
-      table,
-      question.profile(table),
-      optimizer.state_row(table.name),
-      question.model,
-    )
-    # These forms would train differently.
-    others = () if table.name in optimizer.resting else OF_ARRAYS
-    others = (*others, *(OF_OWNERS if optimizer.sums else ()))
-    possible.append({k: x for k, x in costs.items() if k not in others})
-    form = demanded.get(table.name)
-    if form and form not in possible[-1]:
-      arguments.one_of(f"forms[{table.name!r}]", form, list(FORMS))
-      raise _not_possible(table.name, form, costs)
-    allowed.append({form: costs[form]} if form else possible[-1])
+  possible = [
+    _possible(table, question, optimizer, demanded.get(table.name))
+    for table in tables
+  ]
+  allowed = [
+    {form: costs[form]} if (form := demanded.get(name)) else costs
+    for name, costs in zip(names, possible)
+  ]
   rest = optimizer.bytes_beside(names)
   limit = question.memory_bytes or math.inf
   choose = lambda limit: choice.choose(
@@ -342,21 +336,7 @@ def plan_tables(
       reason += "; clip by clip_norm= instead of in tx to have more forms"
     if table.name in demanded:
       reason = "demanded"
-    numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
-    seconds, received, memory = numbers.pop(form)
-    entries.append(
-      TableForm(
-        name=table.name,
-        shape=table.shape,
-        dtype=table.dtype.name,
-        form=form,
-        seconds=seconds,
-        wire_bytes=received,
-        memory_bytes=memory,
-        others=tuple((k, *each) for k, each in numbers.items()),
-        reason=reason,
-      )
-    )
+    entries.append(_entry(table, form, costs, reason))
   return TablePlan(
     tables=tuple(entries),
     mesh=tuple(zip(question.axes, topology.sizes)),
@@ -370,20 +350,56 @@ def plan_tables(
   )
 
 
-def _not_possible(name: str, form: str, costs: Iterable[str]) -> ValueError:
-  why = {
+def _possible(
+  table: Gradient, question: Question, optimizer: Optimizer, form: str | None
+) -> dict[str, Prediction]:
+  """Predicts the forms of a table that give the same training.
+
+  Raises:
+    ValueError: `form` is demanded, but is not one of them.
+  """
+  state_row = optimizer.state_row(table.name)
+  profile = question.profile(table)
+  costs = table_forms.costs(table, profile, state_row, question.model)
+  refused: dict[str, str] = {}
+  if table.name not in optimizer.resting:
+    refused |= {k: table_program.MOVES for k in OF_ARRAYS}
+  if optimizer.sums:
+    refused |= {k: table_program.SUMS for k in OF_OWNERS}
+  possible = {k: x for k, x in costs.items() if k not in refused}
+  if form is None or form in possible:
+    return possible
+  arguments.one_of(f"forms[{table.name!r}]", form, list(FORMS))
+  missing = {
     table_forms.XLA: "the table does not have two dimensions, or its rows are"
     " not a multiple of the devices",
     table_forms.ZERO1: "this form needs a topology with one level",
     table_forms.SHARDED: "the table does not have two dimensions, or there is"
     " only one device",
   }
-  reason = why.get(form)
-  if form in costs:
-    reason = table_program.MOVES if form in OF_ARRAYS else table_program.SUMS
-  return ValueError(
-    f"`forms[{name!r}]` must be a form that the table can have, got {form!r}:"
-    f" {reason}. Leave it out to let the plan choose a form."
+  why = refused[form] if form in costs else missing[form]
+  raise ValueError(
+    f"`forms[{table.name!r}]` cannot be {form!r}, because {why}. Leave the"
+    " form out to let the plan choose."
+  )
+
+
+def _entry(
+  table: Gradient, form: str, costs: Mapping[str, Prediction], reason: str
+) -> TableForm:
+  """Returns the entry of a plan for a table."""
+  numbers = {k: (x.seconds, x.received, x.memory) for k, x in costs.items()}
+  seconds, received, memory = numbers.pop(form)
+  return TableForm(
+    name=table.name,
+    shape=table.shape,
+    dtype=table.dtype.name,
+    form=form,
+    seconds=seconds,
+    wire_bytes=received,
+    memory_bytes=memory,
+    others=tuple((k, *each) for k, each in numbers.items()),
+    reason=reason,
   )
 
 

@@ -28,8 +28,8 @@ from zenjax._src.tables.sharded_table import is_sharded
 
 # Why an optimizer cannot have some of the forms.
 MOVES = (
-  "`tx` changes rows that have no gradient, or may do so, so an array of all"
-  " rows would train differently"
+  "`tx` may change rows that have no gradient, so an array of all rows would"
+  " train differently"
 )
 SUMS = (
   "`tx` sums over all rows, but each device would see only some of them. To"
@@ -125,13 +125,13 @@ def _check(form_of: Mapping[str, str], optimizer: Optimizer) -> None:
     why = f"{MOVES} (table {moved[0]!r})"
   elif len(carriers) > 1 and optimizer.sums_all:
     why = (
-      f"it sums over all gradients, and each of the plan's forms {carriers}"
-      " would sum over its own tables only"
+      f"it sums over all gradients, but each of the forms {carriers} would sum"
+      " over its own tables only"
     )
   if why:
     raise ValueError(
-      f"`tx` is not the optimizer that the plan was made for: {why}. Make a new"
-      " plan with `zenjax.planner.plan_tables(.., tx=tx)`."
+      f"`tx` does not fit the plan, because {why}. Make a new plan with"
+      " `zenjax.planner.plan_tables(.., tx=tx)`."
     )
 
 

@@ -202,15 +202,15 @@ def require_no_accumulation(state: Any, argument: str) -> None:
 
   A row whose gradients come only in the other steps would never move.
   """
-  for kind, name in (
-    (optax.MultiStepsState, "MultiSteps"),
-    (optax.ApplyEvery, "apply_every"),
-    (optax.contrib.SAMState, "contrib.sam"),
-  ):
-    is_one = lambda node, kind=kind: isinstance(node, kind)
-    if any(map(is_one, jax.tree.leaves(state, is_leaf=is_one))):
-      raise ValueError(
-        f"`{argument}` must not be `optax.{name}`, because only some of its"
-        " steps update. To accumulate gradients, average inside the loss:"
-        " `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`."
-      )
+  kinds = {
+    optax.MultiStepsState: "MultiSteps",
+    optax.ApplyEvery: "apply_every",
+    optax.contrib.SAMState: "contrib.sam",
+  }
+  is_one = lambda node: isinstance(node, tuple(kinds))
+  for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+    raise ValueError(
+      f"`{argument}` must not be `optax.{kinds[type(node)]}`, because only some"
+      " of its steps update. To accumulate gradients, average inside the loss:"
+      " `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`."
+    )

@@ -90,9 +90,10 @@ class RowAnalysis:
     if not self.has_numbers:
       return program.inner.update(grads, state, params, **extra)
     leaves = jax.tree.leaves((grads, state, params, extra))
-    arrays = [x for x in leaves if _is_array(x)]
-    some = program.trace([type_of(x) for x in arrays])
-    results = _WithNumbers().run(some, program.whole(), arrays)
+    some = program.trace({i: len(leaves[i]) for i in program.sizes})
+    whole = program.trace(program.sizes)
+    arrays = list(filter(_is_array, leaves))
+    results = _WithNumbers().run(some, whole, arrays)
     count = len(program.leaves[0])
     of_updates, of_state = program.structures[:2]
     return (
@@ -177,28 +178,29 @@ class Update:
     if self._row_leaves is None:
       return self._refused(_STATE)
     try:
-      whole = self.whole()
+      whole = self.trace(self.sizes)
     except NameError as error:
       return self._refused(f"{_SYNCS} ({_line(error)})")
     except Exception as error:  # Any error of the optimizer.
       return self._refused(f"{_UNTRACED} ({_line(error)})", wants_more=True)
-    facts = _Facts(self._sizes)
+    facts = _Facts(self.sizes)
     try:
-      some = self._some()
+      some = self.trace(self._other_sizes)
       outputs = facts.run(whole, some, self._facts())
     except Exception as error:
       return self._refused(f"{_SIZES} ({_line(error)})")
-    count, rests = len(self.leaves[0]), set(self._sizes)
+    count, rests = len(self.leaves[0]), set(self.sizes)
     refusals: dict[int, str] = {}
     for i, (table, fact) in enumerate(zip(self._row_leaves, outputs)):
       refusal = fact.refusal
-      if fact.table not in (table, None) or any(
+      is_reshaped = [
         trace.out_avals[i].shape != trace.in_avals[i].shape
         for trace in (whole, some)
-      ):
+      ]
+      if fact.table not in (table, None) or any(is_reshaped):
         refusal = refusal or "it returns something other than rows"
       if refusal:
-        for hit in self._sizes if table is None else (table,):
+        for hit in self.sizes if table is None else (table,):
           refusals.setdefault(hit, refusal)
       kept = _alike([fact.idle, Kept(i)])
       if not (_is_zero(fact.idle) if i < count else kept):
@@ -207,7 +209,7 @@ class Update:
       program=self,
       state_rows=tuple(self._row_leaves[count : count + len(self.leaves[1])]),
       refusals=refusals,
-      sums=_first([fact.sums for fact in outputs]),
+      sums=next(filter(None, [fact.sums for fact in outputs]), None),
       rests=frozenset(rests.difference(refusals)),
       has_numbers=facts.has_numbers,
     )
@@ -216,7 +218,7 @@ class Update:
     return RowAnalysis(
       program=self,
       state_rows=(None,) * len(self.leaves[1]),
-      refusals=dict.fromkeys(self._sizes, reason),
+      refusals={i: reason for i in self.sizes},
       wants_more=wants_more,
     )
 
@@ -224,23 +226,18 @@ class Update:
     """Returns the tables whose rows move even before their first gradient."""
     init = self._trace(self._init, self._params)
     state = _Facts({}).run(init, init, [Fact()] * len(self._params))
+    traces = self.trace(self.sizes), self.trace(self._other_sizes)
     inputs = self._facts([x.idle for x in state])
-    outputs = _Facts(self._sizes).run(self.whole(), self._some(), inputs)
-    return [i for i in self._sizes if not _is_zero(outputs[i].idle)]
+    outputs = _Facts(self.sizes).run(*traces, inputs)
+    return [i for i in self.sizes if not _is_zero(outputs[i].idle)]
 
-  def whole(self) -> Any:
-    """Traces the update of whole tables."""
-    return self.trace(self._arrays(self._sizes))
-
-  def _some(self) -> Any:
-    """Traces it for the rows that `update` will be called with."""
-    sizes = self._sizes
-    return self.trace(
-      self._arrays({i: n + (n == sizes[i]) for i, n in self.tables})
-    )
-
-  def trace(self, types: Sequence[Any]) -> Any:
-    """Traces the update for arrays of these types."""
+  def trace(self, sizes: Mapping[int, int]) -> Any:
+    """Traces the update for tables with so many rows."""
+    types = [
+      x if table is None else _sized(x, sizes[table])
+      for table, x in zip(self._row_leaves or (), sum(self.leaves, ()))
+      if isinstance(x, ShapedArray)
+    ]
 
     def flat(arrays):
       given = iter(arrays)
@@ -271,9 +268,14 @@ class Update:
     return list(self.leaves[2] or self.leaves[0])
 
   @functools.cached_property
-  def _sizes(self) -> dict[int, int]:
+  def sizes(self) -> dict[int, int]:
     """Rows of whole tables, at least one: JAX omits operations on nothing."""
     return {i: max(1, self.leaves[0][i].shape[0]) for i, _ in self.tables}
+
+  @property
+  def _other_sizes(self) -> dict[int, int]:
+    """The rows that `update` will be called with, unlike `sizes`."""
+    return {i: n + (n == self.sizes[i]) for i, n in self.tables}
 
   @functools.cached_property
   def _row_leaves(self) -> list[int | None] | None:
@@ -283,7 +285,7 @@ class Update:
     """
     grads, state, params, extra = self.leaves
     larger, tables = self._params, {}
-    for k, i in enumerate(self._sizes):  # Each grows by another number of rows.
+    for k, i in enumerate(self.sizes):  # Each grows by another number of rows.
       rows = grads[i].shape[0]
       larger[i] = _sized(larger[i], rows + 1 + k)
       tables[(rows,), (rows + 1 + k,)] = i
@@ -299,16 +301,8 @@ class Update:
         found.append(tables[sizes])
       else:
         return None
-    by_grad = [i if i in self._sizes else None for i in range(len(grads))]
+    by_grad = [i if i in self.sizes else None for i in range(len(grads))]
     return [*by_grad, *found, *by_grad[: len(params)], *[None] * len(extra)]
-
-  def _arrays(self, sizes):
-    """Types of all arrays, for tables of these sizes."""
-    return [
-      x if table is None else _sized(x, sizes[table])
-      for table, x in zip(self._row_leaves or (), sum(self.leaves, ()))
-      if isinstance(x, ShapedArray)
-    ]
 
   def _facts(self, state: Sequence[Any] | None = None):
     """Facts of all arrays; the gradient of an idle row is zero.
@@ -344,10 +338,6 @@ class _WithNumbers(jaxprs.Pairwise):
 
 
 # --- one value after another ---
-
-
-def _first(texts: Sequence[str | None]) -> str | None:
-  return next(filter(None, texts), None)
 
 
 class _Mixes(Exception):
@@ -387,8 +377,8 @@ class _Facts(jaxprs.Pairwise):
     return self._made("select_n", eqn, eqn, [which, *cases])
 
   def _made(self, name, eqn, other, reads):
-    sums = _first([f.sums for f in reads])
-    refusal = _first([f.refusal for f in reads])
+    sums = next(filter(None, [f.sums for f in reads]), None)
+    refusal = next(filter(None, [f.refusal for f in reads]), None)
     if refusal == _BY_ROW:
       refusal = f"{refusal} ({self.place(eqn)})"
     if refusal is not None:
@@ -422,7 +412,7 @@ class _Facts(jaxprs.Pairwise):
           f" {name}"
         )
       return Fact(sums=name)
-    if len(dims) == 1 and self._keeps(name, eqn, twin, *dims, table):
+    if len(dims) == 1 and self._keeps(name, eqn, twin, dims[0], table):
       return Fact(table, idle)
     raise _Mixes(f"it mixes rows, by {name}")
 

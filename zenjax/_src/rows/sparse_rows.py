@@ -75,7 +75,7 @@ def narrowed(ids: Any, num_rows: int, what: str) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
   # One beyond either end, because -1 is the last row.
   low = -num_rows - 1 if info.min < 0 else 0
-  bounds = (np.asarray(bound, ids.dtype) for bound in (low, num_rows))
+  bounds = np.asarray([low, num_rows], ids.dtype)
   clip = jnp.clip if isinstance(ids, jax.Array) else np.clip
   return jnp.asarray(clip(ids, *bounds), jnp.int32)
 

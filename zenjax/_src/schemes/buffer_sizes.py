@@ -22,6 +22,15 @@ from zenjax._src.core.partition import Layout
 MAX_ROWS = np.iinfo(np.int32).max // 2
 
 
+def require_rows(name: str, rows: int) -> None:
+  """Raises ValueError if a table has too many rows."""
+  if rows > MAX_ROWS:
+    raise ValueError(
+      f"Tables must have fewer than 2**30 rows, but {name} has {rows}. Split it"
+      " into several parameters."
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
   """Static properties of one leaf as a table `[num_rows, width]`.

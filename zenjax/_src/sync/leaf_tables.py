@@ -139,12 +139,7 @@ def table_of(
       " take another scheme than 'block_sparse'."
     )
   rows, width = leaf_util.table_shape(leaf, unit)
-  if rows > buffer_sizes.MAX_ROWS:
-    raise ValueError(
-      f"Leaf {name!r} of shape {leaf.shape} has {rows} rows with {unit=}, more"
-      f" than the {buffer_sizes.MAX_ROWS} that int32 can count. Give a larger"
-      " `unit`, or leave it out of `sparse`."
-    )
+  buffer_sizes.require_rows(f"{name!r} with {unit=}", rows)
   return Table(
     name=name,
     num_rows=rows,

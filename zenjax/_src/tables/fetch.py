@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from zenjax._src.core import collectives
@@ -27,7 +26,6 @@ from zenjax._src.core import indexing
 from zenjax._src.core import wire
 from zenjax._src.core.partition import Layout
 from zenjax._src.schemes import buffer_sizes
-from zenjax._src.tables import table_update
 from zenjax._src.tables.sharded_table import ShardedTable
 
 # By default, buffers hold a part of the lookups, because batches repeat ids,
@@ -51,65 +49,74 @@ def buffer_size(look_ups: int, layout: Layout, sizes: Sequence[int]) -> int:
   return max(1, min(size, look_ups, layout.slots))
 
 
-class LookUps(NamedTuple):
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("places", "first", "number"),
+  meta_fields=("layout", "size"),
+)
+@dataclasses.dataclass(frozen=True)
+class LookUps:
   """Lookups of a table on a device, the distinct ones sorted by owner."""
 
   # [K] int32, `owner * S + slot` of distinct rows, ascending; n * S after them.
   places: jax.Array
   first: jax.Array  # [n + 1] int32, where each owner's places begin
-  # [K] int32, the position of each lookup's row among the distinct; or None.
-  number: Any
+  number: jax.Array  # [K] int32, position of each lookup among the distinct
+  layout: Layout
+  size: int  # C
+
+  @classmethod
+  def of(cls, ids: jax.Array, table: ShardedTable) -> "LookUps":
+    """Sorts lookups `[K]`; ids of `R` or more are padding."""
+    layout = table.layout
+    end = layout.groups * layout.slots
+    owner, slot = layout.place(jnp.minimum(ids, layout.num_rows - 1))
+    place = jnp.where(ids < layout.num_rows, owner * layout.slots + slot, end)
+    iota = compat.cast_like(jnp.arange(len(ids), dtype=jnp.int32), place)
+    place, order = lax.sort((place, iota), num_keys=1)
+    new = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
+    number = jnp.cumsum(new, dtype=jnp.int32) - 1
+    places = jnp.full_like(place, end).at[number]
+    places = places.set(place, indices_are_sorted=True)
+    number = indexing.put(jnp.zeros_like(number), order, number)
+    ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
+    first = jnp.searchsorted(places, ends).astype(jnp.int32)
+    size = buffer_size(len(ids), layout, table.sizes)
+    return cls(places, first, number, layout, size)
+
+  def wanted(self, turn: Any) -> jax.Array:
+    """Returns the slots `[n, C]` to ask owners for in a round; `S` as padding.
+
+    Args:
+      turn: The number of the round.
+    """
+    number = jnp.arange(self.size, dtype=jnp.int32)[None]
+    position = self.first[:-1, None] + turn * self.size + number
+    owner = jnp.arange(self.layout.groups, dtype=jnp.int32)[:, None]
+    slots = indexing.take_or(self.places, position, 0)
+    slots -= owner * self.layout.slots
+    is_wanted = position < self.first[1:, None]
+    return jnp.where(is_wanted, slots, self.layout.slots)
+
+  def filled(self, turn: Any, came: jax.Array, before: Any) -> jax.Array:
+    """Returns rows `[K, D]` of the distinct places after a round.
+
+    Args:
+      turn: The number of the round.
+      came: `[n, C, D]`, the rows that owners sent in this round.
+      before: `[K, D]`, the rows of earlier rounds.
+    """
+    n, slots, size = self.layout.groups, self.layout.slots, self.size
+    owner = jnp.minimum(self.places // slots, n - 1)
+    number = jnp.arange(len(owner), dtype=jnp.int32)
+    at = number - self.first[owner] - turn * size
+    here = (self.places < n * slots) & (at >= 0) & (at < size)
+    came = came.reshape(n * size, *came.shape[2:])
+    rows = indexing.take(came, owner * size + jnp.clip(at, 0, size - 1))
+    return jnp.where(here[:, None], rows, before)
 
 
-def look_ups(ids: jax.Array, layout: Layout) -> LookUps:
-  """Sorts lookups `[K]` by owner and slot; ids of `R` or more are padding."""
-  end = layout.groups * layout.slots
-  owner, slot = layout.place(jnp.minimum(ids, layout.num_rows - 1))
-  place = jnp.where(ids < layout.num_rows, owner * layout.slots + slot, end)
-  iota = compat.cast_like(jnp.arange(len(ids), dtype=jnp.int32), place)
-  place, order = lax.sort((place, iota), num_keys=1)
-  new = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
-  number = jnp.cumsum(new, dtype=jnp.int32) - 1
-  places = jnp.full_like(place, end).at[number]
-  places = places.set(place, indices_are_sorted=True)
-  number = indexing.put(jnp.zeros_like(number), order, number)
-  return LookUps(places, borders(places, layout), number)
-
-
-def borders(places: jax.Array, layout: Layout) -> jax.Array:
-  """Returns where each owner's places begin, and where the last ones end."""
-  ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
-  return jnp.searchsorted(places, ends).astype(jnp.int32)
-
-
-def buffer_of(
-  asked: LookUps, begin: jax.Array, size: int, layout: Layout
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the next rows to ask each owner for.
-
-  Args:
-    asked: The lookups.
-    begin: `[n]`, position of the first row for each owner.
-    size: `C`.
-    layout: The table's layout.
-
-  Returns:
-    `[n, C]` each: positions among the distinct rows, and slots, `S` as padding.
-  """
-  at = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  fresh = at < asked.first[1:, None]
-  owner = jnp.arange(layout.groups, dtype=jnp.int32)[:, None]
-  slots = indexing.take_or(asked.places, at, 0) - owner * layout.slots
-  return at, jnp.where(fresh, slots, layout.slots)
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=("ids", "asked", "came", "most"),
-  meta_fields=("layouts", "sizes"),
-)
-@dataclasses.dataclass(frozen=True)
-class Ahead:
+class Ahead(NamedTuple):
   """Lookups of a batch whose ids have been sent to the owners.
 
   Inside `shard_map`, it is the part of one device. Outside, every array is
@@ -120,40 +127,21 @@ class Ahead:
   asked: list[LookUps]
   came: list[jax.Array]  # [n, C] int32, slots that devices ask this one for
   most: jax.Array  # [1, T] int32, rows of the fullest pair of devices
-  layouts: tuple[Layout, ...]
-  sizes: tuple[int, ...]  # C of each table
 
 
-def _joined(ids: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-  return [jnp.concatenate(x) if len(x) > 1 else x[0] for x in ids]
-
-
-def ask(
-  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
-) -> Ahead:
+def ask(tables: Sequence[ShardedTable], ids: Sequence[jax.Array]) -> Ahead:
   """Sends the first distinct ids of a device to their owners.
 
   Args:
     tables: Each device's part of the tables, inside a `shard_map`.
-    ids: `[k] int32` for each lookup of each table, in `[0, R]`; `R` is padding.
+    ids: `[K] int32` of each table, in `[0, R]`; `R` is padding.
   """
-  joined = _joined(ids)
-  layouts = tuple([table.layout for table in tables])
-  asked = [look_ups(x, layout) for x, layout in zip(joined, layouts)]
-  sizes = tuple(
-    [
-      buffer_size(len(x), layout, table.sizes)
-      for x, layout, table in zip(joined, layouts, tables)
-    ]
-  )
-  fullest = jnp.stack([jnp.max(jnp.diff(a.first)) for a in asked])
-  sent = []
-  for a, size, layout in zip(asked, sizes, layouts):
-    _, slots = buffer_of(a, a.first[:-1], size, layout)
-    sent.append([slots])
+  asked = list(map(LookUps.of, ids, tables))
+  fullest = jnp.stack([jnp.max(jnp.diff(x.first)) for x in asked])
+  sent = [[x.wanted(0)] for x in asked]
   # Every device tells all others its fullest buffer, which gives the number of
   # rounds.
-  n = layouts[0].groups
+  n = asked[0].layout.groups
   sent.append([jnp.broadcast_to(fullest, (n, len(tables)))])
   *came, (told,) = wire.exchange(sent, collectives.all_to_all, tables[0].axes)
   most = jnp.max(told, axis=0)
@@ -162,7 +150,7 @@ def ask(
     # Rows wait for this maximum, so that all devices run collectives in the
     # same order.
     most, came = lax.optimization_barrier((most, came))
-  return Ahead(joined, asked, [x for (x,) in came], most[None], layouts, sizes)
+  return Ahead(list(ids), asked, [x for (x,) in came], most[None])
 
 
 def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
@@ -172,128 +160,69 @@ def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
     tables: Each device's part `[S, D]` of the tables, inside a `shard_map`.
     ahead: The lookups, as `ask` returned them.
   """
-  axes = tables[0].axes
-  asked, layouts, sizes = ahead.asked, ahead.layouts, ahead.sizes
+  axes, asked = tables[0].axes, ahead.asked
   most = compat.agreed(ahead.most[0], tables[0].batch_axes)
 
-  def answered(turn: Any, came: Any, rows: Sequence[Any]) -> list[jax.Array]:
-    own = [
-      [indexing.take_or(t.value, slots, 0)] for t, slots in zip(tables, came)
-    ]
-    got = wire.exchange(own, collectives.all_to_all, axes)
-    every = zip(asked, layouts, sizes, got, rows)
-    return [_found(turn, a, l, c, x, r) for a, l, c, (x,), r in every]
+  def answered(turn: Any, came: Any, before: Sequence[Any]) -> list[jax.Array]:
+    each = zip(tables, came)
+    sent = [[indexing.take_or(table.value, x, 0)] for table, x in each]
+    rows = wire.exchange(sent, collectives.all_to_all, axes)
+    each = zip(asked, rows, before)
+    return [of.filled(turn, new, old) for of, (new,), old in each]
 
   def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
-    sent = []
-    for a, layout, size in zip(asked, layouts, sizes):
-      _, slots = buffer_of(a, a.first[:-1] + turn * size, size, layout)
-      sent.append([slots])
+    sent = [[x.wanted(turn)] for x in asked]
     came = wire.exchange(sent, collectives.all_to_all, axes)
     return answered(turn, [x for (x,) in came], rows)
 
   rows = answered(0, ahead.came, [0] * len(tables))
-  rounds = jnp.max(-(-most // jnp.array(sizes, jnp.int32)))
-  rows = lax.fori_loop(1, rounds, more, rows)
-  return [indexing.take(x, a.number) for x, a in zip(rows, asked)]
+  sizes = jnp.array([x.size for x in asked], jnp.int32)
+  rows = lax.fori_loop(1, jnp.max(-(-most // sizes)), more, rows)
+  return [indexing.take(x, of.number) for x, of in zip(rows, asked)]
 
 
-def _found(
-  turn: Any,
-  asked: LookUps,
-  layout: Layout,
-  size: int,
-  came: jax.Array,
-  before: Any,
-) -> jax.Array:
-  """Returns `[K, D]`: rows received in this round, and `before` elsewhere."""
-  n, slots = layout.groups, layout.slots
-  owner = jnp.minimum(asked.places // slots, n - 1)
-  number = jnp.arange(len(owner), dtype=jnp.int32)
-  at = number - asked.first[owner] - turn * size
-  here = (asked.places < n * slots) & (at >= 0) & (at < size)
-  came = came.reshape(n * size, *came.shape[2:])
-  rows = indexing.take(came, owner * size + jnp.clip(at, 0, size - 1))
-  return jnp.where(here[:, None], rows, before)
-
-
-def _on(mesh: Any, tables: Sequence[ShardedTable], f: Any, specs: Any) -> Any:
-  """Returns `f` mapped over the devices of `mesh`; `f` itself without one."""
-  if mesh is None:
-    return f
-  split = PartitionSpec(tables[0].batch_axes)
-  return table_update.on_devices(f, mesh, tables[0].batch_axes, specs, split)
-
-
-def ask_on(
-  mesh: Any,
-  tables: Sequence[ShardedTable],
-  ids: Sequence[Sequence[jax.Array]],
+def ask_all(
+  tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
 ) -> Ahead:
-  """Runs `ask` on each device of `mesh`, or on this device without a mesh."""
-  split = PartitionSpec(tables[0].batch_axes)
-  specs = PartitionSpec(tables[0].axes), split
-  return _on(mesh, tables, ask, specs)(list(tables), list(map(list, ids)))
+  """Runs `ask` for several lookups `[k]` of each table."""
+  return ask(tables, list(map(jnp.concatenate, ids)))
 
 
-def fetch_on(
-  mesh: Any,
+def fetch_all(
   tables: Sequence[ShardedTable],
   ids: Sequence[Sequence[jax.Array]],
   ahead: Ahead | None = None,
 ) -> list[list[jax.Array]]:
-  """Fetches rows on each device of `mesh`, or on this device without a mesh.
+  """Fetches the rows of several lookups of each table.
 
   Args:
-    mesh: The mesh that `mesh_of` returned, or None.
-    tables: The tables.
-    ids: `[k] int32` for each lookup of each table. With a mesh, `k` counts the
-      lookups of all devices.
-    ahead: The result of `ask` for the same lookups, if their ids have been
-      sent. If the lookups differ, all rows are NaN.
+    tables: Each device's part of the tables, inside a `shard_map`.
+    ids: `[k] int32` for each lookup of each table.
+    ahead: The result of `ask_all`, if the ids have been sent. If these differ
+      from `ids`, all rows are NaN.
 
   Returns:
     For each table the rows `[k, D]` of each lookup.
+
+  Raises:
+    ValueError: `ahead` belongs to other tables or numbers of lookups.
   """
-
-  def fetched(tables, ids, given):
-    ahead = given or ask(tables, ids)
-    rows = fetch(tables, ahead)
-    if given is not None:
-      same = [jnp.all(x == y) for x, y in zip(_joined(ids), given.ids)]
-      rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
-    return [_split(x, of) for x, of in zip(rows, ids)]
-
+  joined = list(map(jnp.concatenate, ids))
   if ahead is not None:
-    _require_same(mesh, tables, ids, ahead)
-  split = PartitionSpec(tables[0].batch_axes)
-  specs = PartitionSpec(tables[0].axes), split, split
-  return _on(mesh, tables, fetched, specs)(
-    list(tables), list(map(list, ids)), ahead
-  )
-
-
-def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-  """Splits `[sum(k), ..]` into one `[k, ..]` for each array of `like`."""
-  if len(like) == 1:
-    return [x]
-  return jnp.split(x, np.cumsum([len(of) for of in like])[:-1].tolist())
-
-
-def _require_same(mesh, tables, ids, ahead):
-  """Raises ValueError if `ahead` belongs to other tables or another batch."""
-  devices = 1
-  if mesh is not None:
-    devices = math.prod([mesh.shape[axis] for axis in tables[0].batch_axes])
-  each = zip(ids, tables)
-  want = [(sum(map(len, x)) // devices, t.layout) for x, t in each]
-  got = [(len(x) // devices, of) for x, of in zip(ahead.ids, ahead.layouts)]
-  if got != want:
-    raise ValueError(
-      "`prefetched` belongs to another function or batch: expected lookups per"
-      f" device and tables {want}, got {got}. Pass what"
-      " `zenjax.tables.prefetch(loss_fn)` returned for this batch."
-    )
+    want = [(len(x), table.layout) for x, table in zip(joined, tables)]
+    got = [(len(x), of.layout) for x, of in zip(ahead.ids, ahead.asked)]
+    if got != want:
+      raise ValueError(
+        "`prefetched` belongs to another function or batch: expected lookups"
+        f" per device and tables {want}, got {got}. Pass what"
+        " `zenjax.tables.prefetch(loss_fn)` returned for this batch."
+      )
+  rows = fetch(tables, ahead or ask(tables, joined))
+  if ahead is not None:
+    same = [jnp.all(x == y) for x, y in zip(joined, ahead.ids)]
+    rows = [jnp.where(ok, x, jnp.nan) for ok, x in zip(same, rows)]
+  ends = [np.cumsum(list(map(len, x)))[:-1].tolist() for x in ids]
+  return [jnp.split(x, at) for x, at in zip(rows, ends)]
 
 
 def words_of_step(

@@ -56,8 +56,6 @@ def to_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
     return table
 
   def moved(x: Any) -> Any:
-    if not table.has_rows(x):
-      return x
     mesh = sharded_table.mesh_under(table.with_value(x))
     split = NamedSharding(mesh, PartitionSpec(table.axes))
     rows = -(-table.num_rows // table.devices) * table.devices
@@ -65,7 +63,7 @@ def to_order(table: ShardedTable, *, donate: bool = False) -> ShardedTable:
     made = _ranges(ordered, table.num_rows, rows, split)
     return _instead(x, made) if donate else made
 
-  value = jax.tree.map(moved, table.value)
+  value = table.map_rows(moved)
   return dataclasses.replace(
     table, value=value, axes=(), devices=0, replicas=()
   )
@@ -95,17 +93,14 @@ def to_owners(
   )
   split = NamedSharding(mesh, PartitionSpec(axes))
   if table.devices == devices:
-    put = lambda x: _placed(x, split) if table.has_rows(x) else x
-    return new.with_value(jax.tree.map(put, table.value))
+    return new.with_value(table.map_rows(lambda x: _placed(x, split)))
   table = to_order(table, donate=donate)
 
   def moved(x: Any) -> Any:
-    if not table.has_rows(x):
-      return x
     made = rows_to_owners(x, new, mesh)
     return _instead(x, made) if donate and isinstance(x, jax.Array) else made
 
-  return new.with_value(jax.tree.map(moved, table.value))
+  return new.with_value(table.map_rows(moved))
 
 
 def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
@@ -119,7 +114,7 @@ def rows_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
 def stack_to_owners(x: Any, table: ShardedTable, mesh: Any) -> jax.Array:
   """Returns `[*stack, R, ...]` as `[n * S, ...]` on the owners."""
   split = NamedSharding(mesh, PartitionSpec(table.axes))
-  if isinstance(x, jax.Array) and _lies_there(x, split):
+  if isinstance(x, jax.Array) and _is_there(x, split):
     rows = _blocks(table.layout) * table.devices
     x = _resizing(table.num_rows, rows, split, table.stack, table.devices)(x)
   else:  # The reshaped array is a view, so the host needs no second copy.
@@ -134,29 +129,21 @@ def rows_of(table: ShardedTable) -> Any:
   replicated otherwise. A stack is sharded by tables, or by the rows of each
   table.
   """
-  if not table.devices:
-
-    def cut(x: Any) -> Any:
-      if not table.has_rows(x):
-        return x
-      return x[: table.num_rows].reshape(*table.shape_of_rows, *x.shape[1:])
-
-    return jax.tree.map(cut, table.value)
 
   def whole(x: Any) -> Any:
-    if not table.has_rows(x):
-      return x
+    if not table.devices:
+      return x[: table.num_rows].reshape(*table.shape_of_rows, *x.shape[1:])
     mesh = sharded_table.mesh_under(table.with_value(x))
     divided = [not size % table.devices for size in table.shape_of_rows]
     at = next((k for k in (0, len(table.stack)) if divided[k]), None)
     spec = () if at is None else (*[None] * at, table.axes)
-    lies = NamedSharding(mesh, PartitionSpec(*spec))
+    place = NamedSharding(mesh, PartitionSpec(*spec))
     ordered = _on_mesh(_to_order, mesh, table.axes, table.layout)(x)
     if table.stack:
-      return _stacking(table.shape_of_rows, table.devices, lies)(ordered)
-    return _resizing(table.num_rows, table.num_rows, lies)(ordered)
+      return _stacking(table.shape_of_rows, table.devices, place)(ordered)
+    return _resizing(table.num_rows, table.num_rows, place)(ordered)
 
-  return jax.tree.map(whole, table.value)
+  return table.map_rows(whole)
 
 
 def made_by_rows(
@@ -190,7 +177,7 @@ def _placed(x: Any, split: NamedSharding) -> jax.Array:
   if isinstance(x, Tracer):
     return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    if not _lies_there(x, split):
+    if not _is_there(x, split):
       x = on_host(x)
   return jax.device_put(x, split)
 
@@ -212,7 +199,7 @@ def _ranges(
   x: Any, num_rows: int, rows: int, split: NamedSharding
 ) -> jax.Array:
   """Returns `num_rows` rows of `x`, padded to `rows`, sharded by ranges."""
-  if isinstance(x, jax.Array) and not _lies_there(x, split):
+  if isinstance(x, jax.Array) and not _is_there(x, split):
     x = on_host(x)
   if isinstance(x, jax.Array):
     if not isinstance(x, Tracer) and len(x) == rows and x.sharding == split:
@@ -230,8 +217,8 @@ def _ranges(
   return jax.make_array_from_callback(shape, split, part)
 
 
-def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
-  """Returns True if a program over the devices of `lies` accepts `x`.
+def _is_there(x: jax.Array, place: NamedSharding) -> bool:
+  """Returns True if a program over the devices of `place` accepts `x`.
 
   JAX requires the same devices in the same order.
   """
@@ -239,16 +226,16 @@ def _lies_there(x: jax.Array, lies: NamedSharding) -> bool:
     return True
   if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1:
     here: Any = x.sharding.mesh.devices
-    there: Any = lies.mesh.devices
+    there: Any = place.mesh.devices
     return [*here.flat] == [*there.flat]
-  return x.sharding.device_set == lies.device_set
+  return x.sharding.device_set == place.device_set
 
 
 @functools.lru_cache(maxsize=64)
 def _resizing(
   num_rows: int,
   rows: int,
-  lies: NamedSharding,
+  place: NamedSharding,
   stack: tuple[int, ...] = (),
   devices: int = 1,
 ) -> Any:
@@ -261,10 +248,7 @@ def _resizing(
     pads = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
     return jnp.pad(x[:num_rows], pads)
 
-  if compat.explicit_of(lies.mesh):
-    # On explicit axes, the number of devices must divide every dimension.
-    resized = compat.on_automatic_axes(resized, lies.mesh, lies)
-  return _under(lies.mesh, jax.jit(resized, out_shardings=lies))
+  return _jitted(resized, place)
 
 
 def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
@@ -279,7 +263,7 @@ def _one_table(x: jax.Array, stack: tuple[int, ...], devices: int) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
+def _stacking(rows: tuple[int, ...], devices: int, place: NamedSharding) -> Any:
   """Returns a function that reshapes `[T * R, ...]` to `[*stack, R, ...]`."""
   *stack, each = rows
   count = math.prod(stack)
@@ -293,9 +277,15 @@ def _stacking(rows: tuple[int, ...], devices: int, lies: NamedSharding) -> Any:
       return x.reshape(*rows, *x.shape[2:])
     return x.reshape(*rows, *x.shape[1:])
 
-  if compat.explicit_of(lies.mesh):
-    stacked = compat.on_automatic_axes(stacked, lies.mesh, lies)
-  return _under(lies.mesh, jax.jit(stacked, out_shardings=lies))
+  return _jitted(stacked, place)
+
+
+def _jitted(f: Callable[..., Any], place: NamedSharding) -> Any:
+  """Returns `f` jitted, with its result placed there."""
+  if compat.explicit_of(place.mesh):
+    # On explicit axes, the number of devices must divide every dimension.
+    f = compat.on_automatic_axes(f, place.mesh, place)
+  return _under(place.mesh, jax.jit(f, out_shardings=place))
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ The owner of a row is the same as in an exchange. The rotation hash of
 Letters: `R` rows, `D` columns, `n` devices, `S` slots of a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any, NoReturn
@@ -87,11 +87,6 @@ class ShardedTable(NoArray):
     return *self.shape_of_rows, *self.value.shape[1:]
 
   @property
-  def table_shape(self) -> tuple[int, int]:
-    """The shape that optimizers see: `(R, D)`, or `(T * R, D)` for a stack."""
-    return self.num_rows, self.value.shape[-1]
-
-  @property
   def shape_of_rows(self) -> tuple[int, ...]:
     """The shape without columns: `(R,)`, or `(T, R)` for a stack."""
     return *self.stack, self.num_rows // math.prod(self.stack)
@@ -119,17 +114,17 @@ class ShardedTable(NoArray):
       return size >= self.num_rows
     return size in (self.layout.slots, self.layout.slots * self.devices)
 
-  def tree_flatten(self):
-    static = tuple([getattr(self, name) for name in _STATIC])
-    return (self.value,), static
+  def map_rows(self, f: Callable[[Any], Any]) -> Any:
+    """Returns its value, with `f` applied to what has an entry for each row."""
+    return jax.tree.map(lambda x: f(x) if self.has_rows(x) else x, self.value)
 
   def tree_flatten_with_keys(self):
     # Checkpoints keep keys but not types, so the key tells who owns the rows.
     key = "value"
     if self.devices:
       key += f"_on_{self.devices}_devices_{self.seed}_{self.hash_offset}"
-    children, static = self.tree_flatten()
-    return [(jax.tree_util.GetAttrKey(key), *children)], static
+    static = tuple([getattr(self, name) for name in _STATIC])
+    return [(jax.tree_util.GetAttrKey(key), self.value)], static
 
   @classmethod
   def tree_unflatten(cls, static, children) -> "ShardedTable":
@@ -177,13 +172,9 @@ def types_of_part(params: Any) -> Any:
   def part(node: Any) -> Any:
     if not is_sharded(node):
       return node
-    return jax.tree.map(
-      lambda x: (
-        jax.ShapeDtypeStruct((node.layout.slots, *x.shape[1:]), x.dtype)
-        if node.has_rows(x)
-        else x
-      ),
-      node,
+    shape = lambda x: (node.layout.slots, *x.shape[1:])
+    return node.with_value(
+      node.map_rows(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype))
     )
 
   return jax.tree.map(part, params, is_leaf=is_sharded)
@@ -195,8 +186,8 @@ def specs(tree: Any, split: PartitionSpec) -> Any:
   def spec(node: Any) -> Any:
     if not is_sharded(node):
       return PartitionSpec()
-    lie = lambda x: split if node.has_rows(x) else PartitionSpec()
-    return node.with_value(jax.tree.map(lie, node.value))
+    place = lambda x: split if node.has_rows(x) else PartitionSpec()
+    return node.with_value(jax.tree.map(place, node.value))
 
   return jax.tree.map(spec, tree, is_leaf=is_sharded)
 

@@ -1,7 +1,6 @@
 """Shards tables by rows over devices, and converts them back to arrays."""
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -17,33 +16,30 @@ from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import SparseSpec
 from zenjax._src.core.collectives import Axes
 from zenjax._src.rows import leaf_util
+from zenjax._src.schemes import buffer_sizes
 from zenjax._src.tables import reorder
 from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
 
-@dataclasses.dataclass(frozen=True)
-class RowInitializer:
-  """A table whose rows `shard` makes on the devices that own them.
+class RowInitializer(jax.ShapeDtypeStruct):
+  """The type of a table, with a function that makes its rows.
 
-  Attributes:
+  Args:
     fun: Maps ids `[k] int32` in `[0, R)` to rows `[k, D]`. Row `r` of table `t`
       of a stack has id `t * R + r`.
     shape: `(R, D)`, or `(T, R, D)` for a stack.
-    dtype: Dtype of the rows.
+    dtype: The dtype of the rows.
   """
 
-  fun: Callable[[jax.Array], jax.Array]
-  shape: tuple[int, ...]
-  dtype: Any
-
-  @property
-  def ndim(self) -> int:
-    return len(self.shape)
-
-  @property
-  def size(self) -> int:
-    return math.prod(self.shape)
+  def __init__(
+    self,
+    fun: Callable[[jax.Array], jax.Array],
+    shape: Sequence[int],
+    dtype: Any,
+  ):
+    super().__init__(shape, dtype)
+    self.fun = fun
 
 
 # How many ids a function of rows is tried on, and how many in a shorter call.
@@ -75,7 +71,7 @@ def init_by_rows(
   Raises:
     ValueError: `fun` does not return floating rows `[k, D]`, or a row depends
       on other ids or on the position of its id. Or `num_rows` does not consist
-      of integers whose product is from 1 to 2**31 - 1.
+      of integers whose product is from 1 to 2**30 - 1.
 
   Example:
     >>> import jax
@@ -92,11 +88,12 @@ def init_by_rows(
   one = not isinstance(num_rows, Sequence)
   rows = (num_rows,) if one else tuple(num_rows)
   whole = rows and all(isinstance(x, int | np.integer) for x in rows)
-  if not whole or min(rows) < 1 or math.prod(map(int, rows)) >= 2**31:
+  if not whole or min(rows) < 1:
     raise ValueError(
-      "`num_rows` must be an integer from 1 to 2**31 - 1, or `(T, R)` for a"
-      f" stack with at most as many rows in all, got {num_rows!r}."
+      "`num_rows` must be a positive integer, or `(T, R)` for a stack, got"
+      f" {num_rows!r}."
     )
+  buffer_sizes.require_rows("`num_rows`", math.prod(map(int, rows)))
   some = jax.ShapeDtypeStruct((_TRIED,), jnp.int32)
   rows_type: Any = jax.eval_shape(fun, some)
   shape: Any = getattr(rows_type, "shape", ())
@@ -145,9 +142,8 @@ def shard_leaves(
   axes = arguments.mesh_axes(axis_name, mesh)
   if len(axes) > 1:
     raise ValueError(
-      f"`axis_name` must be one axis, got {axis_name!r}. Make a mesh with all"
-      " devices along one axis. Or give the axis with the fastest links, and"
-      " the other axes as `replicas=`: tables then have copies along them."
+      f"`axis_name` must be one axis, got {axis_name!r}. Give the axis with the"
+      " fastest links, and the other axes as `replicas=`."
     )
   copies = replica_axes(replicas, axes, mesh)
   arguments.hash_seed(hash_seed)
@@ -157,7 +153,7 @@ def shard_leaves(
     if is_sharded(leaf):
       raise ValueError(
         f"`params` must hold arrays, but parameter {name!r} is sharded already."
-        " Use it as it is, or convert it with `zenjax.tables.unshard` first."
+        " Convert it with `zenjax.tables.unshard` first."
       )
   # Modules also hold functions, which are not tables.
   arrays = [x if hasattr(x, "ndim") else np.int32(0) for _, x in named]
@@ -167,34 +163,28 @@ def shard_leaves(
   if not any(chosen):
     shapes = {name: jnp.shape(x) for (name, _), x in zip(named[:8], arrays)}
     raise ValueError(
-      "`tables` must choose a parameter, but it chooses none of"
-      f" {shapes}{', ..' if len(named) > 8 else ''}. Small tables and stacks of"
-      " tables are not chosen by default. Choose tables with"
-      " `tables=lambda name, leaf: ..`."
+      f"`tables` must choose a parameter, but it chooses none of {shapes}"
+      f"{', ..' if len(named) > 8 else ''}. Name small tables and stacks of"
+      " tables with `tables=lambda name, leaf: ..`."
     )
   leaves, hash_offset = [], 0
   for (name, leaf), wanted in zip(named, chosen, strict=True):
     if not wanted:
       if isinstance(leaf, RowInitializer):
         raise ValueError(
-          f"`tables` must choose parameter {name!r}, because it was made with"
-          " `init_by_rows`, which is for sharded tables only."
+          f"`tables` must choose parameter {name!r}, because it is made by"
+          " `init_by_rows`."
         )
       leaves.append(replicated(leaf, mesh))
       continue
     if leaf.ndim < 2:
       raise ValueError(
-        "`tables` must choose parameters of two dimensions, `[rows, columns]`,"
-        f" or stacks of tables, `[tables, rows, columns]`, but {name!r} has"
-        f" shape {leaf.shape}. Do not choose it, or reshape it."
+        "`tables` must choose parameters `[rows, columns]` or stacks `[tables,"
+        f" rows, columns]`, but {name!r} has shape {leaf.shape}. Reshape it."
       )
     *stack, rows, _ = leaf.shape
     num_rows = rows * math.prod(stack)
-    if num_rows >= 2**31:
-      raise ValueError(
-        "`tables` must choose parameters of fewer than 2**31 rows in all, but"
-        f" {name!r} has {num_rows}. Divide it into several parameters."
-      )
+    buffer_sizes.require_rows(repr(name), num_rows)
     table = ShardedTable(
       value=None,
       num_rows=num_rows,
@@ -236,8 +226,7 @@ def replica_axes(
   if set(copies) & set(axes):
     raise ValueError(
       f"`replicas` must name other axes than `axis_name`, got {replicas!r} and"
-      f" {axes!r}. Tables are sharded over `axis_name`, and have copies along"
-      " `replicas`."
+      f" {axes!r}."
     )
   return copies
 

@@ -43,11 +43,6 @@ class TableUpdate(NoArray):
     return sparse_rows.unseal(slots) if sparse_rows.is_sealed(slots) else slots
 
   @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of a device's part, `(S, D)`."""
-    return self.size, *self.rows.shape[1:]
-
-  @property
   def dtype(self) -> Any:
     return self.rows.dtype
 
@@ -55,12 +50,9 @@ class TableUpdate(NoArray):
     """Returns `table + self`, for `optax.apply_updates`."""
     slots, rows = self.slots, self.rows
     mesh = collectives.mesh_around(self.axes, [table, rows], None)
-    if mesh is None:
-      return self._added(table, slots, rows)
     split = PartitionSpec(self.axes)
-    return on_devices(self._added, mesh, self.axes, split, split)(
-      jnp.asarray(table), slots, rows
-    )
+    added = on_devices(self._added, mesh, self.axes, split, split)
+    return added(jnp.asarray(table), slots, rows)
 
   def _added(self, part, slots, rows):
     # A transformation may have replaced the slots, for example by zeros. Their
@@ -93,11 +85,13 @@ class TableUpdate(NoArray):
 def on_devices(
   f: Callable[..., Any], mesh: Any, axes: Axes, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """Returns `f` mapped over the devices along `axes`.
+  """Returns `f` mapped over devices along `axes`; `f` itself without a mesh.
 
   It binds the explicit axes of the mesh too, because the types of arrays would
   not fit a `shard_map` over automatic axes alone.
   """
+  if mesh is None:
+    return f
   return jax.shard_map(
     f,
     mesh=mesh,

@@ -63,7 +63,7 @@ def of_all(
   aux = jax.tree.map(as_array, aux)
   named = leaf_util.named_leaves(aux, is_node)
   given = _given([name for name, _ in named], aux_specs)
-  words = [word or _usual(leaf) for (_, leaf), word in zip(named, given)]
+  words = [_word(leaf, word) for (_, leaf), word in zip(named, given)]
   _require_declared([x for x, word in zip(named, words) if word is None])
   leaves, kinds = [], []
   for (name, leaf), word in zip(named, words):
@@ -79,8 +79,6 @@ def of_all(
 
 def _fitting(leaf: Any) -> list[str]:
   """Returns the words that a leaf may have, the likeliest first."""
-  if isinstance(leaf, RowSets):
-    return ["batch"]
   if is_rows(leaf):
     return ["same"]
   joined = ["batch"] if leaf.ndim else []
@@ -90,12 +88,13 @@ def _fitting(leaf: Any) -> list[str]:
   return [*joined, "sum", "same", *mean]
 
 
-def _usual(leaf: Any) -> str | None:
-  """Returns the word for a leaf without one in `aux_specs`, if there is one."""
+def _word(leaf: Any, given: str | None) -> str | None:
+  """Returns the word for a leaf: the given one, a default, or None."""
   if isinstance(leaf, RowSets):
     return "batch"
   words = _fitting(leaf)
-  return "mean" if "mean" in words and "batch" not in words else None
+  mean = "mean" in words and "batch" not in words
+  return given or ("mean" if mean else None)
 
 
 def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
@@ -112,7 +111,7 @@ def _require_declared(leaves: Sequence[tuple[str, Any]]) -> None:
 
 
 def _require_fits(name: str, leaf: Any, word: str | None) -> None:
-  words = _fitting(leaf)
+  words = ["batch"] if isinstance(leaf, RowSets) else _fitting(leaf)
   if word not in words:
     remedy = " Average it with `zenjax.sparse_pmean(rows, axis_name)` before."
     raise ValueError(
@@ -123,8 +122,6 @@ def _require_fits(name: str, leaf: Any, word: str | None) -> None:
 
 
 def _shown(x: Any) -> str:
-  if isinstance(x, RowSets):
-    return "row sets"
   kind = "SparseRows of " if is_rows(x) else ""
   return f"{kind}{x.dtype}[{','.join(map(str, x.shape))}]"
 

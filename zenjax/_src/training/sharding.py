@@ -68,7 +68,7 @@ def shard(
 
   Raises:
     ValueError: No leaf is chosen, or one that has fewer than two dimensions or
-      2**31 rows or more; `axis_name` is not one axis of the mesh, `replicas`
+      2**30 rows or more; `axis_name` is not one axis of the mesh, `replicas`
       are not others of it, or `hash_seed` does not fit 32 bits; or `opt_state`
       holds the state of a `zen_sync`.
     TypeError: A chosen leaf is not floating.
