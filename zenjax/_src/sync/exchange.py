@@ -196,9 +196,9 @@ def _is_dense(
   push = jnp.max(tally.fullest).astype(jnp.float32)
   pull = jnp.max(union + to_come)
   expected = scheme.expected_messages(plan, context, push, pull)
-  rows = base.received_bytes(expected, context)
-  most = scheme.break_even * base.dense_bytes(plan.table, context.devices)
-  return jnp.any(tally.limit < plan.layout.slots) & (rows > most)
+  nbytes = base.received_bytes(expected, context)
+  limit = scheme.break_even * base.dense_bytes(plan.table, context.devices)
+  return jnp.any(tally.limit < plan.layout.slots) & (nbytes > limit)
 
 
 def _without(

@@ -228,8 +228,8 @@ def sync_tree(
   def exchanged(tree, memory):
     leaves = dict(leaf_util.named_leaves(tree, is_rows))
     states = dict(memory.leaves) if memory else {}
-    rest = {name: x for name, x in leaves.items() if name not in sent}
-    out = totals(rest, options, context)
+    others = {name: x for name, x in leaves.items() if name not in sent}
+    out = totals(others, options, context)
     for table in dense:
       if options.output == "rows" and not is_rows(out[table.name]):
         out[table.name] = SparseRows.in_place(out[table.name])
@@ -318,17 +318,18 @@ def context_of(options: Options) -> Context:
     try:
       sizes.append(int(lax.axis_size(axis)))
     except NameError as error:
-      known = jax.sharding.get_abstract_mesh().axis_names
-      what = f"but {axis!r} is not"
-      if axis in known:
-        what = f"but nothing is mapped over it here: {axis!r} of your mesh"
-      elif known:
-        what += f". Your mesh has {known}"
-      raise NameError(
-        f"`axis_name` must be bound where gradients are synchronized, {what}."
-        " Call `update` inside shard_map, pmap or vmap over it, or wrap the"
-        " step in `zenjax.data_parallel`. For row gradients in plain jit, give"
+      mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+      what = "nothing is mapped over it" if axis in mesh_axes else "it is not"
+      remedy = (
+        "Call `update` inside shard_map, pmap or vmap over it, or wrap the step"
+        " in `zenjax.data_parallel`. For row gradients in plain jit, give"
         " zen_sync `mesh=`."
+      )
+      if mesh_axes and axis not in mesh_axes:
+        remedy = f"Give a name that the mesh has, of {mesh_axes}."
+      raise NameError(
+        "`axis_name` must be bound where gradients are synchronized, got"
+        f" {axis!r}, but {what}. {remedy}"
       ) from error
   return Context(axes=options.axes, sizes=tuple(sizes), mean=options.mean)
 

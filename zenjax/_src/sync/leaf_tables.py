@@ -46,7 +46,7 @@ def choose(
     sizes = Capacity(*leaf.capacities) if leaf.capacities else None
     choice = Choice(leaf.scheme, leaf.column_groups, sizes, leaf.group)
   else:
-    known = tuned.get(table.name, LeafChoice(options.scheme))
+    tuned_leaf = tuned.get(table.name, LeafChoice(options.scheme))
     sizes = options.capacities
     if isinstance(sizes, dict):
       sizes = sizes.get(table.name)
@@ -54,9 +54,9 @@ def choose(
       sizes = Capacity(*[min(size, table.num_rows) for size in sizes])
     named: dict[Any, int] = {"hash": 1, "columns": context.sizes[-1]}
     choice = Choice(
-      scheme=known.scheme if options.scheme == "zen" else options.scheme,
+      scheme=tuned_leaf.scheme if options.scheme == "zen" else options.scheme,
       column_groups=named.get(options.partition) or int(options.partition),
-      capacities=sizes or known.capacities,
+      capacities=sizes or tuned_leaf.capacities,
     )
   if choice.capacities and choice.capacities.pull > table.num_rows:
     raise ValueError(

@@ -143,7 +143,7 @@ class Owners:
   # Names of leaves whose gradients XLA has summed.
   summed: frozenset[str] = frozenset()
   # Analyses of `inner`, made once for each kind of arguments.
-  known: dict[Any, RowAnalysis] = dataclasses.field(
+  analyses: dict[Any, RowAnalysis] = dataclasses.field(
     default_factory=dict, compare=False, repr=False
   )
 
@@ -218,12 +218,12 @@ class Owners:
         # Each owner sends its own rows of the sum to itself.
         given.leaves[i] = _own_part(given.leaves[i], table)
     grads = list(given.leaves)
-    rest = {
+    reduced = {
       i: leaf
       for i, leaf in enumerate(grads)
       if i not in tables and not is_summed[i]
     }
-    for i, total in gradient_tree.totals(rest, options, context).items():
+    for i, total in gradient_tree.totals(reduced, options, context).items():
       grads[i] = total
     own_params = self._params_of(params, given, tables)
     types = None
@@ -522,7 +522,7 @@ class Owners:
     small = [i for i, x in enumerate(given.leaves) if is_rows(x)]
     chosen = dict.fromkeys([*tables, *small], touched_rows.FEWEST)
     analysis = row_analysis.analysis_of(
-      self.inner, grads, state, params, extra, chosen, self.known
+      self.inner, grads, state, params, extra, chosen, self.analyses
     )
     lazy.require(analysis, given.names, "tx")
     if analysis.sums:
@@ -547,9 +547,9 @@ def _own_part(leaf: jax.Array, table: ShardedTable) -> jax.Array:
   """Returns an array with zeros for the rows that other devices own."""
   rows = jnp.arange(table.num_rows, dtype=jnp.int32)
   owner, _ = table.layout.place(rows)
-  own = owner == lax.axis_index(table.axes)
+  is_own = owner == lax.axis_index(table.axes)
   shape = *leaf.shape[: max(leaf.ndim - 1, 1)], *(1,) * (leaf.ndim > 1)
-  return jnp.where(own.reshape(shape), leaf, 0)
+  return jnp.where(is_own.reshape(shape), leaf, 0)
 
 
 def _bare(state: Any) -> Any:
@@ -583,11 +583,11 @@ def _require_form(state: Any, analysis: RowAnalysis) -> None:
 
 def _require_same_tables(names: Sequence[str], sync: Any) -> None:
   """Raises ValueError if other tables are sharded than in a state."""
-  known = sorted(sync_state.tables(sync))
-  if known != sorted(names):
+  tables = sorted(sync_state.tables(sync))
+  if tables != sorted(names):
     raise ValueError(
       "`state` of sharded_optimizer must be made for the tables that are"
-      f" sharded, {sorted(names)}, but in this state these are {known}. Shard"
+      f" sharded, {sorted(names)}, but in this state these are {tables}. Shard"
       " tables before `zenjax.init_state`, or move both with"
       " `zenjax.tables.shard(params, mesh, axis_name, opt_state=..)`."
     )
@@ -601,8 +601,8 @@ def _require_same_owners(state: Any, tables: Iterable[ShardedTable]) -> None:
       if node.has_rows(x) and len(x) != node.layout.slots:
         raise ValueError(
           "`state` of sharded_optimizer must be split over devices, but each"
-          f" device has the parts of {len(x) // node.layout.slots}. Give"
-          " `zenjax.state_specs(state, axis_name)` to shard_map."
+          f" device has the parts of {len(x) // node.layout.slots} devices."
+          " Give `zenjax.state_specs(state, axis_name)` to shard_map."
         )
     owner = node.num_rows, node.seed, node.hash_offset
     if jax.tree.leaves(node) and owner not in owners:

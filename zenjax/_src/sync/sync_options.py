@@ -151,10 +151,10 @@ def _require_plan(plan: plans.Plan, given: dict[str, Any]) -> None:
 
 def _planned_wire_dtypes(plan: plans.Plan) -> dict[str, jnp.dtype]:
   """Returns the wire dtypes of a plan, by the leaves that have one."""
-  found = {}
+  dtypes = {}
   for leaf in plan.leaves:
     where = f"plan.leaves[{leaf.name!r}].wire_dtype"
     wire = arguments.wire_dtype(where, leaf.wire_dtype)
     if wire is not None and leaf.scheme != DENSE:
-      found[leaf.name] = wire
-  return found
+      dtypes[leaf.name] = wire
+  return dtypes

@@ -253,7 +253,7 @@ def select(
   )(tree, _placed(state, specs, by, mesh, axes))
   selected = iter(jax.tree.leaves(out))
   return structure.unflatten(
-    [x if own is None else next(selected) for x, own in zip(leaves, arrays)]
+    [x if array is None else next(selected) for x, array in zip(leaves, arrays)]
   ), state
 
 
