@@ -301,6 +301,9 @@ def test_look_ups_alone_and_ids_ahead_of_their_step(name):
   np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6)
   other = _split(((batch[0] + 1) % R, batch[1]), mesh)
   assert np.isnan(after(ahead, sharded, *other)[0])
+  # The same where ids are placed on no device.
+  ahead = jax.jit(zenjax.tables.prefetch(loss))(sharded, *batch)
+  np.testing.assert_allclose(after(ahead, sharded, *batch)[0], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("n", [3, 8])

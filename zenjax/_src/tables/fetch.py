@@ -185,7 +185,13 @@ def ask_all(
   tables: Sequence[ShardedTable], ids: Sequence[Sequence[jax.Array]]
 ) -> Ahead:
   """Runs `ask` for several lookups `[k]` of each table."""
-  return ask(tables, list(map(jnp.concatenate, ids)))
+  ahead = ask(tables, list(map(jnp.concatenate, ids)))
+  # If nothing read the tables, `jit` would drop them, and could not know which
+  # devices the program is for when ids are not placed.
+  most, _ = lax.optimization_barrier(
+    (ahead.most, [x.value[:1] for x in tables])
+  )
+  return ahead._replace(most=most)
 
 
 def fetch_all(
