@@ -326,7 +326,7 @@ def context_of(options: Options) -> Context:
         " zen_sync `mesh=`."
       )
       if mesh_axes and axis not in mesh_axes:
-        remedy = f"Give a name that the mesh has, of {mesh_axes}."
+        remedy = f"Your mesh has {mesh_axes}. Give one of these names."
       raise NameError(
         "`axis_name` must be bound where gradients are synchronized, got"
         f" {axis!r}, but {what}. {remedy}"
