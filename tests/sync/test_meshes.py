@@ -1,5 +1,7 @@
 """More than one mesh axis: hierarchies, and axes that stay automatic."""
 
+from typing import Any, NamedTuple
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -153,6 +155,27 @@ def test_state_and_multisteps_on_two_axes():
   want = -(a.astype(np.float64) + b).mean(axis=0) / 2
   np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-6)
   trainer.check_replicas()
+
+
+class Pair(NamedTuple):
+  """Parameters in another order than that of their names."""
+
+  weights: Any
+  biases: Any
+
+
+def test_gradients_of_one_shape_keep_their_places():
+  """A list of eleven, `10` before `2` by name, and fields of a NamedTuple."""
+  rng = np.random.default_rng(0)
+  stacks = [cases.half(rng, 4, 70, 3, F32) for _ in range(13)]
+  grads = {"z": stacks[:11], "a": Pair(*stacks[11:])}
+  params = jax.tree.map(lambda x: x[0], grads)
+  tx = zenjax.zen_sync(AXES, sparse=lambda name, _: name not in ("z.3", "z.4"))
+  trainer = steps.Trainer(tx, params, grid_mesh((2, 2), AXES), axis=AXES)
+  for got, stack in zip(
+    jax.tree.leaves(trainer(grads)), jax.tree.leaves(grads)
+  ):
+    oracle.check(got, stack)
 
 
 def test_rows_above_the_limit_of_another_machine_follow():

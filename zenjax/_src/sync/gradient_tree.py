@@ -227,6 +227,7 @@ def sync_tree(
 
   def exchanged(tree, memory):
     leaves = dict(leaf_util.named_leaves(tree, is_rows))
+    names = list(leaves)  # JAX sorts the keys of dicts; the tree has its own.
     states = dict(memory.leaves) if memory else {}
     others = {name: x for name, x in leaves.items() if name not in sent}
     out = totals(others, options, context)
@@ -254,7 +255,7 @@ def sync_tree(
             states, memory.step, count, plan, scheme, context
           )
     structure = jax.tree.structure(tree, is_leaf=is_rows)
-    return structure.unflatten([out[name] for name in leaves]), states
+    return structure.unflatten([out[name] for name in names]), states
 
   return linear_as_psum(exchanged, context)(tree, state)
 
