@@ -38,9 +38,9 @@ def size_in_init(axes: Axes, by: str) -> int:
   except NameError as error:
     axis_name = axes[0] if len(axes) == 1 else axes
     raise ValueError(
-      f"`{by}` keeps a part of the state on each device, so `tx.init(params)`"
-      " can't make its state. Call `opt_state = zenjax.init_state(tx, params,"
-      f" mesh, {axis_name!r})`. In place of `TrainState.create`, write"
+      f"`{by}` keeps a part of the state on each device, and `tx.init(params)`"
+      " doesn't know the devices. Call `opt_state = zenjax.init_state(tx,"
+      f" params, mesh, {axis_name!r})`. In place of `TrainState.create`, write"
       " `TrainState(step=0, apply_fn=model.apply, params=params, tx=tx,"
       " opt_state=opt_state)`."
     ) from error

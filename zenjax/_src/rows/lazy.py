@@ -144,13 +144,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   """Raises ValueError for a table that cannot be updated by its rows."""
+  remedy = "Give this table another optimizer with `optax.partition`"
+  if argument == "inner":
+    remedy += ", or keep it without `lazy_rows` behind `zenjax.zen_sync("
+    remedy += 'axis_name, output="dense")`'
   for table, refusal in analysis.refusals.items():
     raise ValueError(
-      f"`{argument}` must update a row by that row alone and by sums over all"
-      f" gradients, but for table {names[table]!r} {refusal}. Give tables"
-      " another optimizer with `optax.partition`, or keep this one with"
-      ' `zen_sync(.., output="dense")` without `lazy_rows`. A clip must come'
-      " before transformations with a state."
+      f"`{argument}` must update a row by that row alone, or by sums over all"
+      f" gradients, but for table {names[table]!r} {refusal}. {remedy}."
     )
 
 

@@ -18,9 +18,10 @@ from zenjax.kernels.reference import row_mask
 
 # Part of the errors of programs that compute with SparseRows as with arrays.
 _CURES = (
-  "run optax inside zenjax.lazy_rows (sharded_optimizer for sharded tables),"
-  " add SparseRows with `+`, and use zenjax.global_norm and"
-  " zenjax.rows.clip_by_global_norm"
+  "run optax inside zenjax.lazy_rows, behind zen_sync (for sharded tables"
+  " inside sharded_optimizer, which clips with clip_norm=),"
+  " add SparseRows with `+`,"
+  " and take norms with zenjax.global_norm"
 )
 
 # Row ids are in an array that refuses arithmetic.

@@ -72,6 +72,8 @@ class ArrayTarget(NamedTuple):
   total: jax.Array  # [p] int32, how many rows came of each table
 
   def written(self, arrived: Arrived, plan: TablePlan) -> "ArrayTarget":
+    if not arrived.row.size:  # A scheme without a pull.
+      return self
     table = expand(
       self.table, arrived.row, arrived.values, kernels=plan.kernels
     )

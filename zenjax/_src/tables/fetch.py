@@ -80,7 +80,7 @@ class LookUps:
     places = places.set(place, indices_are_sorted=True)
     number = indexing.put(jnp.zeros_like(number), order, number)
     ends = jnp.arange(layout.groups + 1, dtype=jnp.int32) * layout.slots
-    first = jnp.searchsorted(places, ends).astype(jnp.int32)
+    first = indexing.lower_bound(places, ends)
     size = buffer_size(len(ids), layout, table.sizes)
     return cls(places, first, number, layout, size)
 

@@ -41,7 +41,7 @@ class ShardedTable(NoArray):
     value: `[n * S, D]`, sharded over `axes` along its first dimension: the rows
       of each owner, in the order of their slots. Inside a `shard_map` over
       these axes it is `[S, D]`. In a gradient it is SparseRows of the whole
-      table, in an update SparseRows of slots.
+      table, in an update a `TableUpdate`.
     num_rows: `R`, or `T * R` for a stack.
     axes: Mesh axes over which rows are sharded.
     devices: `n`, the number of devices along these axes. It is 0, without axes,
