@@ -67,8 +67,10 @@ class Parts(NamedTuple):
     new = self.of(self.position, merged, self.by)
     if new.graph != self.graph:
       raise ValueError(
-        f"`fun` must not add or remove variables of argument {self.position},"
-        " an nnx module. Return new ones with `has_aux=True`."
+        "`fun` must not change anything but the values of variables in argument"
+        f" {self.position}, an nnx module. Keep counters in an `nnx.Variable`,"
+        " call `train()` or `eval()` before, and return new variables with"
+        " `has_aux=True`."
       )
     flat = lambda part: [
       *nnx.to_flat_state(part.params),

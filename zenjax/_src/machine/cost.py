@@ -30,8 +30,8 @@ from zenjax._src.schemes.registry import SPARSE
 class Profile:
   """Measured densities of a table's gradients.
 
-  `zenjax.planner.profile(state)` returns one for each parameter. Pass them as
-  `profile=` to `planner.plan` and `planner.plan_tables`.
+  `zenjax.planner.profile(state)` returns one for each parameter that is sent
+  sparsely. Pass them as `profile=` to `planner.plan` and `planner.plan_tables`.
 
   Attributes:
     rows: Mean number of nonzero rows of a device.

@@ -224,8 +224,9 @@ def record(
   chosen = jax.eval_shape(tx.init, params).leaves
   if not chosen:
     raise ValueError(
-      "`params` must hold a table that zen_sync sends sparsely, but all"
-      " parameters are too small or too wide. Choose tables with `sparse=`."
+      "`params` must hold a table that zen_sync sends sparsely, but none"
+      " has two dimensions, enough rows and few columns. Choose tables with"
+      " `sparse=`."
     )
   leaves = [
     traces.LeafInfo(

@@ -111,7 +111,8 @@ def lazy_rows(
 def apply_updates(params: Any, updates: Any) -> Any:
   """Applies updates like `optax.apply_updates`, also SparseRows.
 
-  Use it if updates contain None, or for clear errors about shapes.
+  Use it if updates contain None, or for clear errors about shapes of
+  SparseRows.
 
   Args:
     params: A tree of arrays.

@@ -166,10 +166,12 @@ def _wire_dtype(name: str, dtype: jnp.dtype, options: Options) -> jnp.dtype:
   rounded_before = options.mean and options.unit == "element"
   if not has_range_of(wire, dtype) and not rounded_before:
     info = jnp.finfo(wire)
+    has_range = has_range_of(jnp.dtype(jnp.bfloat16), dtype)
+    wider = ", or give jnp.bfloat16" if has_range else ""
     raise ValueError(
       f"`wire_dtype` {wire} has a smaller range than {dtype}, the dtype of leaf"
       f" {name!r}. Values above {float(info.max):g} or below"
-      f" {float(info.smallest_subnormal):.1g} would become Inf or zero. Give"
-      " jnp.bfloat16, or leave it out."
+      f" {float(info.smallest_subnormal):.1g} would become Inf or zero."
+      f" Leave it out for this leaf{wider}."
     )
   return wire
