@@ -33,7 +33,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(arrays: Sequence[jax.Array]) -> Spread:
-  """Reads it from the types of `arrays: [K, ...]` and from their mesh."""
+  """Returns how a batch is spread, read off the types of `arrays: [K, ...]`."""
   for x in arrays:
     axes = _axes(compat.explicit_spec(x)[0])
     if axes:

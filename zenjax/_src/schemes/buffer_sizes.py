@@ -164,6 +164,10 @@ def plan_table(
 def _default_sizes(
   table: Table, layout: Layout, column_groups: int, devices: int
 ) -> Capacity:
+  """Returns sizes for a table of which no step is known.
+
+  Up to eight times the expected rows, while a message is shorter than 48 KiB.
+  """
   row_bytes = -(-table.width // column_groups) * table.wire_dtype.itemsize + 4
   if table.look_ups is None:
     push, most = layout.slots / ARRAY_PART, layout.slots / UNION_PART

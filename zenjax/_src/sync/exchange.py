@@ -182,10 +182,10 @@ def _unfinished(flow: _Flow, plans: Sequence[TablePlan]) -> jax.Array:
 def _is_dense(
   plan: TablePlan, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
-  """Returns true if a dense all-reduce is cheaper than the rounds to come.
+  """Returns true if rows cost more than a dense all-reduce would.
 
-  None if it cannot be: SparseRows have no array to sum, and a table that fits
-  one round is done.
+  The bytes of all rounds are estimated from the first. None if it cannot be:
+  SparseRows have no array to sum, and a table that fits one round is done.
   """
   if plan.table.look_ups is not None or scheme.holds_all(plan, context):
     return None

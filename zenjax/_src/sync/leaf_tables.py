@@ -38,7 +38,8 @@ def choose(
   """Chooses how a sparse leaf is exchanged.
 
   The plan decides, if there is one. Otherwise your arguments do, and
-  `zenjax.tune` decides what they leave open.
+  `zenjax.tune` decides what they leave open: sizes, and the scheme if it is the
+  default.
   """
   if options.plan:
     require_mesh(options.plan, tuple(zip(context.axes, context.sizes)))

@@ -101,7 +101,11 @@ class Owner:
     return jnp.where(small, x, x / self.norm.astype(x.dtype) * self.clip_norm)
 
   def __call__(self, sums: list[Sums], state: Any) -> tuple[list[Sums], Any]:
-    """Returns updates in place of sums, and the state after a step on them."""
+    """Returns updates in place of sums, and the state after a step on them.
+
+    Every round calls it, so only rows of the state change here. `finish` makes
+    everything else once, for example step counts.
+    """
     at, grads = {}, {}
     for (i, table), held in zip(self.tables.items(), sums):
       end, slots, rows = table.layout.slots, held.union.slots, held.union.rows

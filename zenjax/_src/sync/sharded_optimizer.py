@@ -421,7 +421,7 @@ class Owners:
     ]
 
   def _exchange(self, given, owner, inner, sync, context):
-    """Returns updates of tables by number, the state, counts, the owner."""
+    """Returns updates of tables, the state of `tx`, statistics, the owner."""
     plans = self._plans(given, owner.tables, sync, context)
     gradients = [
       [leaf_util.as_table(given.leaves[i], self.options.unit)]

@@ -34,8 +34,8 @@ class ArraySource(NamedTuple):
   def of(cls, parts: Sequence[jax.Array], plan: TablePlan) -> "ArraySource":
     table = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
-    # Replicas are bit-identical only with positive zeros. The given table isn't
-    # used any more, or XLA would keep a copy of it.
+    # Replicas are bit-identical only with positive zeros. Only the new table is
+    # used from here on: XLA would copy the old one if it were used again.
     (table,) = plus_zero_where(packed.negative, (table,))
     return cls(table, indexing.index(packed.words))
 
