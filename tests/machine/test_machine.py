@@ -55,6 +55,8 @@ def test_hosts_share_their_cards():
     ("25gbit", 25e9),
     ("25 Gb/s", 25e9),
     ("25Gbps", 25e9),
+    ("25 GBIT", 25e9),
+    ("10 Gbit/sec", 10e9),
     ("3.1 GB/s", 24.8e9),
     ("3.1 GBytes/s", 24.8e9),
     ("25 gbps", 25e9),
@@ -75,7 +77,10 @@ def test_rates_are_read_as_people_write_them(written, bits):
   [
     *(
       (lambda rate=rate: Topology.network(rate, 2), ["'25 Gbit/s'", repr(rate)])
-      for rate in ("25", "25 GB", "25 gb/s", "25 GBPS", "fast", "1e999 bit", 0)
+      for rate in (
+        *("25", "25G", "25 GB", "25 gb/s", "25 GBPS"),
+        *("1 0 gbit", "fast", "1e999 bit", 0),
+      )
     ),
     (lambda: Topology.network("1gbit", 2, ports=0), ["`ports`"]),
     (lambda: Topology.network("1gbit", 0), ["`sizes[0]`", "positive"]),

@@ -138,6 +138,26 @@ def test_every_form_trains_as_the_plain_program(forms):
       assert on_one == rows.shape[0] // (N if split else 1)
 
 
+def test_a_state_of_zeros_is_placed_like_its_table():
+  """Made by `jnp.zeros(shape)`, which is on no mesh."""
+  mesh, axes = mesh_of(N)
+  zeros = optax.GradientTransformation(
+    lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape), params),
+    lambda grads, state, params=None: (
+      jax.tree.map(lambda x: -0.1 * x, grads),
+      state,
+    ),
+  )
+  made = plan(zeros, axis_name=axes, forms=dict.fromkeys(SHAPES, XLA))
+  program = made.set_up(first_params, zeros, mesh)
+  rows = SHAPES[next(iter(SHAPES))][0]
+  state = [x for x in jax.tree.leaves(program.opt_state) if jnp.ndim(x) == 2]
+  assert any(len(x) == rows for x in state)
+  for x in state:
+    if len(x) == rows:
+      assert len(x.addressable_shards[0].data) == rows // N
+
+
 @pytest.mark.parametrize(
   ("optimizer", "forms", "clip_norm"),
   [

@@ -4,14 +4,11 @@ import math
 import re
 
 _RATE = re.compile(
-  r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)([mgt]?)([a-z/]*)", re.IGNORECASE
+  r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
+  r"(?:([mgt]?)(bits?|bytes?|b)\s*(/\s*s(?:ec)?|ps)?)?\s*",
+  re.IGNORECASE,
 )
 _PREFIXES = {"": 1.0, "m": 1e6, "g": 1e9, "t": 1e12}
-# Bits of each unit. "BPS" is missing, because it may be in bits or bytes.
-_UNITS: dict[str, int] = {
-  **{unit: 1 for unit in ("", "bit", "bits", "bit/s", "bits/s", "b/s", "bps")},
-  **{unit: 8 for unit in ("byte/s", "bytes/s", "B/s", "Bps")},
-}
 # A smaller number without a unit is probably a rate in another unit, because
 # networks are faster than 1 Mbit/s.
 _LEAST_BARE = 1e6
@@ -31,19 +28,30 @@ def bits_a_second(rate: str | float) -> float:
     ValueError: The rate is not positive, cannot be read, or may be in bits or
       in bytes.
   """
-  if match := _RATE.fullmatch(str(rate).replace(" ", "")):
-    number, prefix, unit = match.groups()
-    # The case of long units does not matter.
-    unit_bits = _UNITS.get(unit if len(unit) <= 3 else unit.lower(), 0)
-    bits = float(number) * _PREFIXES[prefix.lower()] * unit_bits
-    # People write "gb/s" for bits and for bytes.
-    is_clear = unit != "b/s" or prefix.isupper()
-    if is_clear and (_LEAST_BARE if not unit else 1) <= bits < math.inf:
+  if match := _RATE.fullmatch(str(rate)):
+    number, prefix, unit, per = [text or "" for text in match.groups()]
+    bits = float(number) * _PREFIXES[prefix.lower()] * _bits(prefix, unit, per)
+    if (1 if unit else _LEAST_BARE) <= bits < math.inf:
       return bits
   raise ValueError(
     "A line rate must be written as '25 Gbit/s', '25gbit', '25 Gb/s', '25Gbps',"
     f" '3.1 GB/s', or 25e9 for bits per second, got {rate!r}."
   )
+
+
+def _bits(prefix: str, unit: str, per: str) -> int:
+  """Returns the bits of a unit; 0 if it is an amount, or ambiguous."""
+  if not unit or unit.lower().startswith("bit"):
+    return 1
+  if unit.lower().startswith("byte"):
+    return 8 if per else 0
+  # "Gb/s" and "Gbps" are bits, "GB/s" and "GBps" are bytes. If all letters have
+  # the same case, as in "gb/s" and "GBPS", people mean either.
+  if unit == "b" and per and (prefix.isupper() or per.lower() == "ps"):
+    return 1
+  if unit == "B" and per and not f"{prefix}{per}".replace("/", "").isupper():
+    return 8
+  return 0
 
 
 def in_words(bits: float) -> str:

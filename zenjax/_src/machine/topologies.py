@@ -102,7 +102,8 @@ class Topology(checked_json.Document):
     link = _network_link(
       bits, self.ports / math.prod(self.sizes[1:]), self.links[0].work
     )
-    name = f"{self.name}, network {rates.in_words(bits)}"
+    name = self.name.partition(", network ")[0]
+    name = f"{name}, network {rates.in_words(bits)}"
     return dataclasses.replace(self, links=(link, *self.links[1:]), name=name)
 
   @classmethod

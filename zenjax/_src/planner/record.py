@@ -60,6 +60,7 @@ class Recorder:
   _axes: Axes
   _mesh: Mesh | None
   _look_ups: dict[str, int] = dataclasses.field(default_factory=dict)
+  _header: traces.Header | None = None
   written: int = 0
 
   @property
@@ -153,14 +154,14 @@ class Recorder:
         dataclasses.replace(leaf, look_ups=self._look_ups.get(leaf.name))
         for leaf in self._leaves
       ]
-      header = traces.Header(leaves=tuple(leaves), devices=len(bits[0]))
-      if not self.written:
-        traces.create(self._directory, header)
+      if self._header is None:
+        self._header = traces.Header(leaves=tuple(leaves), devices=len(bits[0]))
+        traces.create(self._directory, self._header)
       sets = [
         [np.flatnonzero(np.unpackbits(x, count=table.rows)) for x in each]
         for table, each in zip(self.tables, bits)
       ]
-      traces.write_step(self._directory, header, self.written, sets)
+      traces.write_step(self._directory, self._header, self.written, sets)
     self.written += 1
 
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
 from zenjax._src.gradients import value_and_grad as row_gradients
 from zenjax._src.planner.optimizer_facts import Optimizer
-from zenjax._src.planner.table_forms import FORMS
 from zenjax._src.planner.table_forms import OF_ARRAYS
 from zenjax._src.planner.table_forms import REPLICATED
 from zenjax._src.planner.table_forms import ROWS
@@ -92,9 +92,7 @@ def set_up(
   _check(form_of, Optimizer(tx, types, clip_norm))
   placed = _placed(params, form_of, axes, mesh)
   made = _transformation(form_of, axes, mesh, tx, placed, clip_norm)
-  state = jax.tree.map(
-    lambda x: sharding.replicated(x, mesh), made.init(placed)
-  )
+  state = _state_placed(made.init(placed), placed, mesh)
   both = jax.value_and_grad
   if not set(form_of.values()) <= set(OF_ARRAYS):
     both = functools.partial(
@@ -109,7 +107,25 @@ def _carriers(form_of: Mapping[str, str]) -> list[str]:
 
   Replicated arrays are updated by the transformation of any other form.
   """
-  return [form for form in FORMS[:0:-1] if form in form_of.values()]
+  order = SHARDED, ZERO1, ROWS, XLA
+  return [form for form in order if form in form_of.values()]
+
+
+def _state_placed(state: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Returns a state on the mesh, placed like parameters of the same shape."""
+  placements = {
+    x.shape: x.sharding
+    for x in jax.tree.leaves(params, is_leaf=is_sharded)
+    if not is_sharded(x)
+  }
+  everywhere = NamedSharding(mesh, PartitionSpec())
+
+  def place(x: Any) -> Any:
+    if getattr(getattr(x, "sharding", None), "mesh", None) == mesh:
+      return x
+    return jax.device_put(x, placements.get(jnp.shape(x), everywhere))
+
+  return jax.tree.map(place, state)
 
 
 def _check(form_of: Mapping[str, str], optimizer: Optimizer) -> None:

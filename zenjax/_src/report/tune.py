@@ -197,9 +197,9 @@ def _by_counts(
     # pulls half of the union, which is at least as much as all rows once.
     fullest = np.ceil(np.max(needs, axis=0) * sizes.row_groups * _MARGIN)
     push, pull = [min(int(rows), sizes.num_rows) for rows in fullest]
-    if cost_now > _LEAST_GAIN * (push * row_bytes + _ROUND_BYTES):
+    if cost_now > _LEAST_GAIN * (push * 4 * sizes.width + _ROUND_BYTES):
       choice = LeafChoice("all_gather", Capacity(push, pull))
-      return Change(name, choice, rows_now / push)
+      return Change(name, choice, rows_now / (push * sizes.column_groups))
   best = _cheapest(needs, row_bytes)
   push, pull = [min(rows, sizes.num_rows) for rows in best]
   size = Capacity(push, max(push, pull))

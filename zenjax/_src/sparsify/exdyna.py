@@ -102,13 +102,15 @@ def _plan(tree: Any, settings: Settings, n: int) -> Plan:
       " 2**31. Give parts of the model to several sparsifiers with"
       " `optax.partition`."
     )
-  with jax.numpy_dtype_promotion("standard"):
-    dtype = jnp.result_type(*[leaf.dtype for leaf in leaves])
+  dtype = settings.residual_dtype
+  if dtype is None:
+    with jax.numpy_dtype_promotion("standard"):
+      dtype = jnp.result_type(*[leaf.dtype for leaf in leaves])
   return Plan(
     settings=settings,
     size=size,
     k=k,
-    dtype=settings.residual_dtype or dtype,
+    dtype=dtype,
     division=division,
     controller=thresholds.KINDS[settings.controller](k),
     capacity=capacity,
