@@ -159,6 +159,8 @@ MIXES = {
     g.shape
   ),
   "gram": lambda g, p: (g @ g.T) @ g,
+  "all rows in each": lambda g, p: jnp.ones((len(g),) * 2) @ g,
+  "all parameters in each": lambda g, p: g + jnp.ones((len(g),) * 2) @ p,
   "sum of parameters": lambda g, p: g * jnp.sum(p),
   "trust ratio": lambda g, p: g * jnp.linalg.norm(p) / jnp.linalg.norm(g),
   "mean of a cosine": lambda g, p: g * jnp.mean(jnp.cos(g)),
@@ -442,3 +444,26 @@ def test_an_optimizer_of_a_traced_learning_rate_is_not_kept():
   # A row with gradient 2, squared and added to 0.1.
   np.testing.assert_allclose(found[3], 1 - 0.2 / np.sqrt(4.1), rtol=1e-5)
   np.testing.assert_array_equal(found[0], 1.0)
+
+
+def test_dense_leaves_may_do_anything():
+  """A codebook and a loop, and parameters without a table."""
+  codes = jnp.linspace(-1.0, 1.0, 16)
+
+  def to_codes(x):
+    number = jnp.clip(jnp.abs(x * 3), 0, 15).astype(jnp.int32)
+    return jax.lax.fori_loop(0, 2, lambda _, x: x + codes[number], x)
+
+  def update(grads, state, params=None):
+    del params
+    return {"t": grads["t"], "b": to_codes(grads["b"])}, state
+
+  inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+  tx = zenjax.lazy_rows(inner)
+  params = {"t": jnp.zeros((ROWS, WIDTH)), "b": jnp.ones(7)}
+  rows = zenjax.SparseRows([3], jnp.ones((1, WIDTH)), ROWS)
+  grads = {"t": rows, "b": jnp.ones(7)}
+  updates, _ = tx.update(grads, tx.init(params), params)
+  np.testing.assert_allclose(updates["b"], to_codes(jnp.ones(7)))
+  tx = zenjax.lazy_rows(optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1)))
+  tx.init({"b": jnp.ones(5)})

@@ -211,8 +211,9 @@ def require_no_accumulation(state: Any, argument: str) -> None:
   }
   is_one = lambda node: isinstance(node, tuple(kinds))
   for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+    name = next(x for kind, x in kinds.items() if isinstance(node, kind))
     raise ValueError(
-      f"`{argument}` must not be `optax.{kinds[type(node)]}`, because only some"
+      f"`{argument}` must not be `optax.{name}`, because only some"
       " of its steps update. To accumulate gradients, average inside the loss:"
       " `jax.lax.map(jax.checkpoint(loss), micro_batches).mean()`."
     )

@@ -224,6 +224,8 @@ class Update:
 
   def moving(self) -> list[int]:
     """Returns the tables whose rows move even before their first gradient."""
+    if not self.sizes:
+      return []
     init = self._trace(self._init, self._params)
     state = _Facts({}).run(init, init, [Fact()] * len(self._params))
     traces = self.trace(self.sizes), self.trace(self._other_sizes)
@@ -418,19 +420,23 @@ class _Facts(jaxprs.Pairwise):
 
   def _keeps(self, name, eqn, twin, dim, table) -> bool:
     """Returns True if rows are in order in dimension `dim` of the result."""
+    if name == "dot_general":
+      contracted, _ = eqn.params["dimension_numbers"]
+      each = zip(eqn.invars, twin.invars, contracted)
+      return not any([set(_row_dims(x, y)) & {*dims} for x, y, dims in each])
     if name in _REDUCTIONS or name == "transpose":
       return True
     if name in _ALONG:
       axes = eqn.params[_ALONG[name]]
       return dim not in (axes if isinstance(axes, tuple) else (axes,))
+    if name not in ("broadcast_in_dim", "slice", "reshape", "squeeze"):
+      return False
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     (before,) = _row_dims(eqn.invars[0], twin.invars[0])
     if name in ("broadcast_in_dim", "slice"):
       return old[before] == new[dim]
-    if name in ("reshape", "squeeze"):
-      is_whole = new[dim] % self.sizes[table] == 0  # No part of a row.
-      return is_whole and math.prod(old[:before]) == math.prod(new[:dim])
-    return False
+    is_whole = new[dim] % self.sizes[table] == 0  # No part of a row.
+    return is_whole and math.prod(old[:before]) == math.prod(new[:dim])
 
 
 def _row_dims(x: Any, twin: Any) -> list[int]:

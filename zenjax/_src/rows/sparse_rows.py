@@ -451,7 +451,7 @@ def resized(rows: SparseRows, capacity: int) -> SparseRows:
   ids = jnp.pad(rows.indices, (0, missing), constant_values=rows.num_rows)
   values = jnp.pad(rows.values, ((0, missing), (0, 0)))
   cut = SparseRows(ids[:capacity], values[:capacity], rows.num_rows)
-  return cut.as_unique(rows.unique)
+  return cut._with(unique=rows.unique, by_owner=rows.by_owner)
 
 
 def require_one(what: str, rows: SparseRows) -> None:

@@ -15,6 +15,7 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.buffer_sizes import Table
 from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
 from zenjax._src.sync.sync_state import LeafChoice
@@ -59,6 +60,8 @@ def choose(
       column_groups=named.get(options.partition) or int(options.partition),
       capacities=sizes or tuned_leaf.capacities,
     )
+  if choice.scheme == DENSE:  # It has neither buffers nor owners.
+    return choice
   if choice.capacities and choice.capacities.pull > table.num_rows:
     raise ValueError(
       f"`capacities` of leaf {table.name!r} are {tuple(choice.capacities)}, but"
