@@ -232,7 +232,7 @@ def _more_than_asked_for(path):
     recorder.write(recorder.rows(PARAMS))
 
 
-def _other_devices(path):
+def _more_devices_later(path):
   recorder = planner.record(path, {"t": PARAMS["t"]}, steps=2)
   for devices in (2, 4):
     recorder.write({"t": jnp.zeros((devices, -(-ROWS // 8)), jnp.uint8)})
@@ -241,7 +241,7 @@ def _other_devices(path):
 @pytest.mark.parametrize(
   ("call", "words"),
   [
-    (_other_devices, ["2", "4"]),
+    (_more_devices_later, ["2", "4"]),
     (_arrays_in_plain_jit, ["['t'] are arrays", "zenjax.value_and_grad"]),
     (
       lambda path: planner.record(path, PARAMS).rows(PARAMS),

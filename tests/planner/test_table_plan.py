@@ -141,13 +141,12 @@ def test_every_form_trains_as_the_plain_program(forms):
 def test_a_state_of_zeros_is_placed_like_its_table():
   """Made by `jnp.zeros(shape)`, which is on no mesh."""
   mesh, axes = mesh_of(N)
-  zeros = optax.GradientTransformation(
-    lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape), params),
-    lambda grads, state, params=None: (
-      jax.tree.map(lambda x: -0.1 * x, grads),
-      state,
-    ),
+  init: Any = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape), params)
+  update: Any = lambda grads, state, params=None: (
+    jax.tree.map(lambda x: -0.1 * x, grads),
+    state,
   )
+  zeros = optax.GradientTransformation(init, update)
   made = plan(zeros, axis_name=axes, forms=dict.fromkeys(SHAPES, XLA))
   program = made.set_up(first_params, zeros, mesh)
   rows = SHAPES[next(iter(SHAPES))][0]

@@ -454,12 +454,14 @@ def test_dense_leaves_may_do_anything():
     number = jnp.clip(jnp.abs(x * 3), 0, 15).astype(jnp.int32)
     return jax.lax.fori_loop(0, 2, lambda _, x: x + codes[number], x)
 
-  def update(grads, state, params=None):
+  def update(grads, state, params=None) -> Any:
     del params
     return {"t": grads["t"], "b": to_codes(grads["b"])}, state
 
-  inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-  tx = zenjax.lazy_rows(inner)
+  init: Any = lambda _: optax.EmptyState()
+  own_update: Any = update
+  inner = optax.GradientTransformation(init, own_update)
+  tx: Any = zenjax.lazy_rows(inner)
   params = {"t": jnp.zeros((ROWS, WIDTH)), "b": jnp.ones(7)}
   rows = zenjax.SparseRows([3], jnp.ones((1, WIDTH)), ROWS)
   grads = {"t": rows, "b": jnp.ones(7)}
