@@ -158,7 +158,7 @@ def test_state_and_multisteps_on_two_axes():
 
 
 class Pair(NamedTuple):
-  """Parameters in another order than that of their names."""
+  """Parameters whose fields are not in alphabetical order."""
 
   weights: Any
   biases: Any

@@ -453,3 +453,29 @@ def test_whole_tables_give_rows_as_a_stack_and_beside_stacked_biases():
     dense = got[name].to_dense()
     np.testing.assert_allclose(dense, want[name], rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)
+
+
+def test_lookups_that_two_axes_do_not_divide():
+  """Nine ids on 2 x 2 devices are padded, and stay a table's gradient."""
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  mesh = jax.sharding.Mesh(devices, ("pod", "data"))
+  table = np.arange(4_800, dtype=np.float32).reshape(600, 8) / 4_800
+  params = zenjax.tables.shard(
+    {"t": table}, mesh, "data", tables=True, replicas="pod"
+  )
+  axes = "pod", "data"
+  tx = zenjax.sharded_optimizer(optax.sgd(0.1), axes, mesh=mesh)
+  state = zenjax.init_state(tx, params, mesh, axes)
+  ids = np.arange(9) * 13
+
+  @jax.jit
+  def step(params, state):
+    loss = lambda params: jnp.sum(params["t"][ids] ** 2)
+    _, grads = zenjax.value_and_grad(loss)(params)
+    updates, _ = tx.update(grads, state, params)
+    return zenjax.apply_updates(params, updates)
+
+  got = zenjax.tables.unshard(step(params, state))["t"]
+  want = table.copy()
+  want[ids] *= 0.8
+  np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -115,7 +115,7 @@ def _title(by: str, steps: float, devices: float) -> str:
 
 
 def _bytes(s: Mapping[str, float]) -> str:
-  """Compares the bytes received with those of a dense all-reduce."""
+  """Compares the bytes received with a dense all-reduce."""
   if s.get("went_dense"):
     return "dense"
   gain = stats.ratio(s["dense_bytes"], s["wire_bytes"])
