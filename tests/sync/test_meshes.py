@@ -62,9 +62,8 @@ def nested_vmap(f, shape):
 @pytest.mark.parametrize(
   ("scheme", "shape", "check_vma"),
   [
-    ("zen", (2, 4), True),
     ("zen", (3, 2), False),
-    ("zen", (5, 1), True),
+    ("zen", (3, 1), True),
     ("all_gather", (3, 2), True),
     ("dense", (4, 2), True),
   ],
@@ -89,10 +88,10 @@ def test_hierarchy_with_rounds(partition, capacities):
     lambda x, axes: zenjax.sparse_pmean(
       x, axes, partition=partition, capacities=capacities
     ),
-    (2, 4),
+    (2, 2),
     True,
   )
-  for name, stack in cases.every_case(8, 90, 12, cases.BFLOAT16):
+  for name, stack in cases.every_case(4, 90, 12, cases.BFLOAT16):
     oracle.check(run(stack), stack, label=name)
 
 
@@ -144,11 +143,11 @@ def test_state_and_multisteps_on_two_axes():
   trainer = steps.Trainer(
     tx,
     {"t": jnp.zeros((70, 3))},
-    grid_mesh((2, 4), AXES),
+    grid_mesh((2, 2), AXES),
     axis=AXES,
   )
   rng = np.random.default_rng(0)
-  a, b = (cases.half(rng, 8, 70, 3, F32) for _ in range(2))
+  a, b = (cases.half(rng, 4, 70, 3, F32) for _ in range(2))
   assert (trainer({"t": a})["t"] == 0).all()
   got = trainer({"t": b})["t"]
   oracle.check_replicas(got)
@@ -183,10 +182,10 @@ def test_rows_above_the_limit_of_another_machine_follow():
   tx = zenjax.zen_sync(
     AXES, sparse=True, partition="columns", capacities=(12, 12)
   )
-  mesh = grid_mesh((2, 4), AXES)
+  mesh = grid_mesh((2, 2), AXES)
   trainer = steps.Trainer(tx, {"t": jnp.zeros((640, 8))}, mesh, axis=AXES)
-  stack = np.zeros((8, 640, 8), F32)
-  stack[:4, :20] = stack[4:, 30:50] = 1.0
+  stack = np.zeros((4, 640, 8), F32)
+  stack[:2, :20] = stack[2:, 30:50] = 1.0
   oracle.check(trainer({"t": stack})["t"], stack)
   numbers = zenjax.stats(trainer.state)["t"]
   assert numbers["rounds"] > 1
@@ -313,10 +312,13 @@ def test_a_mesh_of_explicit_axes():
       assert total == batch[0].sum()
     return np.asarray(state[0])
 
-  devices = jax.devices()[:2]
-  explicit = jax.make_mesh((2,), ("data",), devices=devices)
+  explicit = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
   assert explicit.axis_types == (AxisType.Explicit,)
-  specs = (None, P("data"))
-  np.testing.assert_array_equal(
-    after_steps(explicit, specs), after_steps(Mesh(devices, ("data",)), specs)
-  )
+  grads = np.zeros((600, 4), np.float32)
+  np.add.at(grads, batch[0], batch[1] / 2)
+  want, squares = np.ones((600, 4)), np.full((600, 4), 0.1)
+  for _ in range(2):  # Adagrad.
+    squares += grads**2
+    want -= 0.1 * grads / np.sqrt(squares + 1e-7)
+  got = after_steps(explicit, (None, P("data")))
+  np.testing.assert_allclose(got, want, rtol=1e-6)
