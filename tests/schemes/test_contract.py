@@ -16,6 +16,7 @@ import typing
 from typing import Any, NamedTuple
 
 import cases
+import jax
 import jax.numpy as jnp
 from kernel_cases import Layout
 import numpy as np
@@ -193,7 +194,7 @@ def test_ids_all_on_one_owner():
   """The adversary knows the hash; the statistics must show that it does."""
   n, rows, width = 8, 3000, 6
   layout = Layout(num_rows=rows, groups=n)
-  owner_of = np.asarray(layout.place(jnp.arange(rows))[0])
+  owner_of = np.asarray(jax.jit(layout.place)(np.arange(rows, dtype="i4"))[0])
   tx = zenjax.zen_sync(
     "data", sparse=True, partition="hash", capacities=(4, 12)
   )

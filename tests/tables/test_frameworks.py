@@ -19,7 +19,7 @@ Y = rng.normal(size=B).astype(np.float32)
 EMBEDDINGS = lambda name, _: "emb" in name
 
 
-def mesh_of(n: int = 4) -> jax.sharding.Mesh:
+def mesh_of(n: int = 2) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(jax.devices()[:n], ("data",))
 
 
@@ -45,6 +45,12 @@ def run(tx, value_and_grad, shard: bool):
     state = zenjax.tables.shard(state, mesh, "data", tables=EMBEDDINGS)
   net = nnx.merge(graph, state)
   optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+  # Its count of steps is on one device: a second step would compile again.
+  kept = nnx.state(optimizer, nnx.OptState)
+  lie = lambda x: (
+    jax.NamedSharding(mesh, jax.P()) if x.size == 1 else x.sharding
+  )
+  nnx.update(optimizer, jax.tree.map(lambda x: jax.device_put(x, lie(x)), kept))
 
   @nnx.jit
   def step(net, optimizer, ids, y):
