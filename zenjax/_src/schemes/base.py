@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core.collectives import Axes
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.reference import Union
 
 
@@ -24,7 +24,7 @@ class Source(Protocol):
   """The local rows of one table."""
 
   def take(
-    self, start: jax.Array, plan: TablePlan
+    self, start: jax.Array, plan: ExchangePlan
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the first rows of every group from slot `start: [m] int32` on.
 
@@ -39,7 +39,7 @@ class Source(Protocol):
 class Outgoing(NamedTuple):
   """One table as it enters a push."""
 
-  plan: TablePlan
+  plan: ExchangePlan
   source: Source
   start: jax.Array  # [m] int32, first slot not done; equal on all devices
 
@@ -136,7 +136,7 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     """Sends all devices the rows that owners hold, and the owners' `Tally`.
 
@@ -146,10 +146,10 @@ class Scheme(abc.ABC):
     """
 
   @abc.abstractmethod
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     """Returns the most rows that `Sums.union` can hold after a push."""
 
-  def holds_all(self, plan: TablePlan, context: Context) -> bool:
+  def holds_all(self, plan: ExchangePlan, context: Context) -> bool:
     """Returns True if one round is always enough.
 
     Override it if rows can overflow elsewhere too, for example between the hops
@@ -160,20 +160,20 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def push_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     """Returns the collectives of one push, in order."""
 
   @abc.abstractmethod
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     """Returns the collectives of one pull, in order."""
 
   @abc.abstractmethod
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
