@@ -5,8 +5,8 @@ only imports it makes all the others.
 """
 
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 import multiprocessing
+from multiprocessing.process import BaseProcess
 import os
 import pathlib
 from typing import Any
