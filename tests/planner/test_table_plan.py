@@ -330,6 +330,24 @@ def test_a_norm_of_all_gradients_has_one_transformation():
     made.set_up(first_params, OPTIMIZERS["clipped"], mesh)
 
 
+def test_gradients_that_are_not_of_tables_cost_what_pmean_costs():
+  """A full softmax costs the same in every form, and the plan says so."""
+  shape = jax.ShapeDtypeStruct
+  params = {
+    "in": shape((4096, 16), "float32"),
+    "out": shape((16, 9000), "float32"),
+  }
+  loss = lambda params, ids: jnp.mean(params["in"][ids] @ params["out"])
+  args = params, shape((64,), jnp.int32)
+  tx = OPTIMIZERS["adagrad"]
+  made = zenjax.planner.plan_tables(loss, *args, tx=tx, topology=HOSTS)
+  every = zenjax.planner.plan(
+    zenjax.value_and_grad(loss), *args, topology=HOSTS
+  )
+  assert made.rest_seconds == every.by_name["out"].dense_seconds > 0
+  assert f"every form: {1e3 * made.rest_seconds:.3g} ms" in str(made)
+
+
 def test_text_and_json():
   made = plan(memory_bytes=1e9)
   assert zenjax.planner.TablePlan.from_json(made.to_json()) == made
@@ -357,6 +375,13 @@ def test_refusals():
   with pytest.raises(ValueError, match="`loss_fn` must use a parameter only"):
     plan_tables(
       lambda p: (p["t"] ** 2).sum(),
+      {"t": jnp.zeros((4096, 8))},
+      tx=optax.sgd(0.1),
+      topology=HOSTS,
+    )
+  with pytest.raises(TypeError, match="`loss_fn` must be the loss itself"):
+    plan_tables(
+      zenjax.value_and_grad(loss),
       {"t": jnp.zeros((4096, 8))},
       tx=optax.sgd(0.1),
       topology=HOSTS,

@@ -83,7 +83,7 @@ class Message(NamedTuple):
 
   op: str  # name in StableHLO, for example "all_to_all"
   axes: Axes
-  words: Any  # words of 32 bits in one device's operand
+  words: Any  # words of 32 bits in one device's operand, used or not
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,11 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
-    """Returns `(m, g)`: the row and column groups over axes of `sizes`."""
+    """Returns `(m, g)`: the row and column groups over axes of `sizes`.
+
+    With `m = 1`, rows are not divided. The pull of `zen` then sends no ids,
+    because every device has received every row.
+    """
 
   @abc.abstractmethod
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
@@ -147,7 +151,10 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def held_rows(self, plan: ExchangePlan, context: Context) -> int:
-    """Returns the most rows that `Sums.union` can hold after a push."""
+    """Returns the most rows that `Sums.union` can hold after a push.
+
+    A pull that sends rows has buffers for `plan.pull` of them.
+    """
 
   def holds_all(self, plan: ExchangePlan, context: Context) -> bool:
     """Returns True if one round is always enough.

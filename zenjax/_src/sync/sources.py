@@ -170,7 +170,7 @@ class ListTarget(NamedTuple):
 
   row: jax.Array  # [k] int32, R as padding
   values: jax.Array  # [k, D], zeros for padding
-  total: jax.Array  # [p] int32, how many rows there are of each table
+  total: jax.Array  # [p] int32, rows so far; more follow there
 
   def written(self, arrived: Arrived, plan: ExchangePlan) -> "ListTarget":
     row, begins = arrived.row, _starts(plan)
