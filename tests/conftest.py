@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 
@@ -30,6 +31,11 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A shell has what it starts in the background ignore Ctrl-C, and processes that
+# tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Importlib mode leaves `sys.path` alone.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "helpers"))

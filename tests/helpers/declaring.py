@@ -15,7 +15,7 @@ from zenjax._src.schemes import base
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
@@ -36,7 +36,7 @@ class Declared:
   """
 
   context: Context
-  plans: Sequence[TablePlan]
+  plans: Sequence[ExchangePlan]
   first: list[Message]
   loops: list[list[Message]]
   dense: list[list[Message]]

@@ -91,8 +91,12 @@ def test_tables_alone_are_told_to_be(tmp_path, capsys):
     (["plan"], "--trace"),
     (["plan", *NETWORK, "--trace", "nowhere"], "nowhere/trace.json"),
     (["plan", "--trace", "TRACE"], "a machine must be described"),
-    (["plan", "--trace", "TRACE", "--link", "1gbit"], "must be described"),
-    (["plan", "--trace", "TRACE", "--devices", "2"], "must be described"),
+    (["plan", "--trace", "TRACE", "--link", "1gbit"], "--link needs --hosts"),
+    (
+      ["plan", "--trace", "TRACE", "--devices", "2"],
+      "--devices needs --machine",
+    ),
+    (["plan", "--trace", "TRACE", "--hosts", "2"], "--hosts needs --link"),
     (["plan", "--trace", "TRACE", *NETWORK, "--link", "fast"], "'fast'"),
     (["plan", "--trace", "TRACE", *NETWORK, "--hosts", "0"], "at least 1"),
     (

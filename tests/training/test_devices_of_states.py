@@ -148,5 +148,7 @@ def test_another_shape_of_a_table():
 def test_what_keeps_nothing_of_tables_is_of_any_number_of_devices():
   tx = owners(inner=optax.sgd(0.1))
   state = made(tx, 4)
-  traced(tx, state, 2, by="shard_map")
-  traced(tx, state, 2, by="data_parallel")
+  updates, _ = traced(tx, state, 2, by="shard_map")
+  assert [x.shape for x in jax.tree.leaves(updates)] == [(3, 3), (128, 4)]
+  (_, new), _ = traced(tx, state, 2, by="data_parallel")
+  assert jax.tree.structure(new) == jax.tree.structure(state)

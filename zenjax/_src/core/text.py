@@ -26,8 +26,9 @@ def columns(
 
 
 def ms(seconds: float) -> str:
-  """Returns a time in milliseconds, to three digits."""
-  return f"{seconds * 1e3:.3g}"
+  """Returns a time in milliseconds, to three digits or whole."""
+  milliseconds = seconds * 1e3
+  return f"{milliseconds:{',.0f' if milliseconds >= 1000 else '.3g'}}"
 
 
 def size(of_bytes: float) -> str:

@@ -44,7 +44,7 @@ def _refuse_derivative(primals, tangents):
   )
 
 
-def exchange(
+def send(
   tables: Sequence[Sequence[jax.Array]],
   collective: Callable[..., jax.Array],
   *args: Any,

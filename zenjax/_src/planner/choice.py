@@ -136,10 +136,10 @@ def reason(
   second = min(times, key=lambda way: times[way])
   ratio = times[second] / max(ways[chosen].seconds, 1e-12)
   text = f"{in_words(second)} takes {ratio:.3g}x as long"
+  if _MARGIN <= ratio < 1 / _MARGIN:
+    return f"{text}, within the error of predictions"
   if ratio >= 1:
     return text
   if ways[chosen].exchange != DENSE:
     return f"{text} by itself, but cannot share an exchange with the others"
-  if ratio >= _MARGIN:
-    return f"{text}, within the error of predictions"
   return f"{text} in an exchange of its own"

@@ -132,9 +132,14 @@ def _topology(
       machine, devices, hosts=hosts or 1, network=link, ports=ports
     )
   if devices or not (link and hosts):
+    what = "a machine must be described"
+    if devices:
+      what = "--devices needs --machine NAME"
+    elif hosts or link:
+      what = "--hosts needs --link RATE" if hosts else "--link needs --hosts N"
     raise ValueError(
-      "a machine must be described. Give --link RATE --hosts N, or --machine"
-      " NAME --devices N, or all four, or --topology FILE."
+      f"{what}. Give --link RATE --hosts N, or --machine NAME --devices N, or"
+      " all four, or --topology FILE."
     )
   return Topology.network(link, hosts, machine, ports=ports)
 

@@ -17,6 +17,7 @@ from zenjax._src.core.checked_json import NOT_NEGATIVE
 from zenjax._src.core.checked_json import POSITIVE
 from zenjax._src.core.checked_json import Source
 from zenjax._src.gradients import value_and_grad as row_gradients
+from zenjax._src.machine.cost import PMEAN
 from zenjax._src.machine.cost import Prediction
 from zenjax._src.machine.cost import Profile
 from zenjax._src.machine.topologies import Topology
@@ -93,6 +94,8 @@ class TablePlan(checked_json.Document):
     seconds: Predicted time of all exchanges and updates of tables in a step.
     rest_bytes: Bytes that a device holds of all other parameters, with their
       gradients and state.
+    rest_seconds: Predicted time of all-reducing the gradients of these other
+      parameters, which is the same for all forms.
     limit_bytes: Limit on the memory of a device; None if none is known.
     clip_norm: Norm to which gradients are clipped; None for no clipping.
 
@@ -111,6 +114,7 @@ class TablePlan(checked_json.Document):
   machine: str = ""
   seconds: float = 0.0
   rest_bytes: float = 0.0
+  rest_seconds: float = 0.0
   limit_bytes: float | None = None
   clip_norm: float | None = None
 
@@ -142,6 +146,8 @@ class TablePlan(checked_json.Document):
         f" gradients and buffers, {text.size(self.rest_bytes)} not for tables"
         + ("" if limit is None else f"; the limit is {text.size(limit)}"),
         f"exchanges and updates of tables: {text.ms(self.seconds)} ms per step",
+        "all-reduce of other gradients, the same in every form:"
+        f" {text.ms(self.rest_seconds)} ms per step",
       ]
     )
 
@@ -269,6 +275,11 @@ def plan_tables(
     >>> plan.by_name["table"].form
     'sharded'
   """
+  if getattr(loss_fn, "gives_rows", False):
+    raise TypeError(
+      "`loss_fn` must be the loss itself, got `zenjax.value_and_grad` of it."
+      " Leave `zenjax.value_and_grad` out here."
+    )
   if memory_bytes is None and isinstance(topology, Topology):
     memory_bytes = topology.memory_bytes and _USABLE * topology.memory_bytes
   question = plan_model.ask(
@@ -281,6 +292,7 @@ def plan_tables(
     memory_bytes=memory_bytes,
   )
   tables = [g for g in question.gradients if g.look_ups is not None]
+  others = [g for g in question.gradients if g.look_ups is None]
   names = [table.name for table in tables]
   if not tables:
     raise ValueError(
@@ -345,6 +357,12 @@ def plan_tables(
       [costs[form] for costs, form in zip(possible, chosen)]
     ),
     rest_bytes=rest,
+    rest_seconds=choice.seconds(
+      [
+        question.model.of_way(PMEAN, g.table, question.profile(g))
+        for g in others
+      ]
+    ),
     limit_bytes=limit if math.isfinite(limit) else None,
     clip_norm=clip_norm,
   )

@@ -44,6 +44,9 @@ def tune(tree: Any, *, link: Link | None = None) -> Any:
   step compiles once more. Numbers in the state do not change. All processes
   have the same counts, so all of them make the same plan.
 
+  Buffer sizes are not saved in checkpoints. After a restore, run a step before
+  you call `tune`, because it compares with the sizes of the last step.
+
   `tune` keeps the values that you gave to `zen_sync` as `capacities`, `scheme`
   or `plan`.
 

@@ -18,7 +18,8 @@ from zenjax.kernels.reference import row_mask
 
 # Part of the errors of programs that compute with SparseRows as with arrays.
 _CURES = (
-  "run optax inside zenjax.lazy_rows, behind zen_sync (for sharded tables"
+  "run optax inside zenjax.lazy_rows, behind zen_sync, or on arrays behind"
+  " zen_sync(.., output='dense') (for sharded tables"
   " inside sharded_optimizer, which clips with clip_norm=),"
   " add SparseRows with `+`,"
   " and take norms with zenjax.global_norm"

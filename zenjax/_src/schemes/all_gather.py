@@ -27,7 +27,7 @@ from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class AllGather(Scheme):
     del sizes, column_groups
     return 1, 1
 
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     return min(plan.most_pull, plan.push * context.devices)
 
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     with jax.named_scope("all_gather/send"):
       sections = [zen.push_sections(out) for out in outgoing]
-      came = wire.exchange(sections, collectives.all_gather, context.axes)
+      came = wire.send(sections, collectives.all_gather, context.axes)
     with jax.named_scope("all_gather/merge"):
       return [
         zen.owner_sums(
@@ -56,7 +56,7 @@ class AllGather(Scheme):
       ]
 
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     """Returns the union, which all devices hold already."""
     return [
@@ -69,7 +69,7 @@ class AllGather(Scheme):
     ]
 
   def push_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     words = 0
     for plan in plans:
@@ -79,14 +79,14 @@ class AllGather(Scheme):
     return [Message("all_gather", context.axes, words)]
 
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     del plans, context
     return []
 
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from zenjax._src.core.collectives import Axes
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax.kernels.reference import Union
 
 
@@ -24,7 +24,7 @@ class Source(Protocol):
   """The local rows of one table."""
 
   def take(
-    self, start: jax.Array, plan: TablePlan
+    self, start: jax.Array, plan: ExchangePlan
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the first rows of every group from slot `start: [m] int32` on.
 
@@ -39,7 +39,7 @@ class Source(Protocol):
 class Outgoing(NamedTuple):
   """One table as it enters a push."""
 
-  plan: TablePlan
+  plan: ExchangePlan
   source: Source
   start: jax.Array  # [m] int32, first slot not done; equal on all devices
 
@@ -83,7 +83,7 @@ class Message(NamedTuple):
 
   op: str  # name in StableHLO, for example "all_to_all"
   axes: Axes
-  words: Any  # words of 32 bits in one device's operand
+  words: Any  # words of 32 bits in one device's operand, used or not
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,11 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
-    """Returns `(m, g)`: the row and column groups over axes of `sizes`."""
+    """Returns `(m, g)`: the row and column groups over axes of `sizes`.
+
+    With `m = 1`, rows are not divided. The pull of `zen` then sends no ids,
+    because every device has received every row.
+    """
 
   @abc.abstractmethod
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
@@ -136,7 +140,7 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     """Sends all devices the rows that owners hold, and the owners' `Tally`.
 
@@ -146,10 +150,13 @@ class Scheme(abc.ABC):
     """
 
   @abc.abstractmethod
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
-    """Returns the most rows that `Sums.union` can hold after a push."""
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
+    """Returns the most rows that `Sums.union` can hold after a push.
 
-  def holds_all(self, plan: TablePlan, context: Context) -> bool:
+    A pull that sends rows has buffers for `plan.pull` of them.
+    """
+
+  def holds_all(self, plan: ExchangePlan, context: Context) -> bool:
     """Returns True if one round is always enough.
 
     Override it if rows can overflow elsewhere too, for example between the hops
@@ -160,20 +167,20 @@ class Scheme(abc.ABC):
 
   @abc.abstractmethod
   def push_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     """Returns the collectives of one push, in order."""
 
   @abc.abstractmethod
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     """Returns the collectives of one pull, in order."""
 
   @abc.abstractmethod
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,

@@ -54,7 +54,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TablePlan:
+class ExchangePlan:
   """The owners of the rows of one table, and the buffer sizes to exchange it.
 
   Leaves of one width and dtype share a plan if they are SparseRows or small
@@ -126,7 +126,7 @@ def plan_table(
   hash_offset: int = 0,
   contiguous: bool = False,
   kernels: Kernels = "auto",
-) -> TablePlan:
+) -> ExchangePlan:
   """Plans tables that are concatenated to one, or a single table.
 
   `pinned` has the buffer sizes of the user or of `zenjax.tune`.
@@ -147,7 +147,7 @@ def plan_table(
     most_push = min(most_push, table.look_ups)
     most_pull = min(most_pull, devices * table.look_ups)
   sizes = pinned or _default_sizes(table, layout, column_groups, devices)
-  return TablePlan(
+  return ExchangePlan(
     table=table,
     layout=layout,
     column_groups=column_groups,

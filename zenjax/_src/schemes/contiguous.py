@@ -23,7 +23,7 @@ from zenjax._src.schemes.base import counts_of
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.zen import Zen
 
 
@@ -71,21 +71,21 @@ class SplitDenseGather(SplitAllGather):
   name: str = "split_dense_gather"
   break_even: float = 1.0
 
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     return min(plan.most_pull, plan.push * context.sizes[-1])
 
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     with jax.named_scope("split_dense_gather/pull"):
       sections = [
         _sections_of(own, plan, context) for own, plan in zip(sums, plans)
       ]
-      came = wire.exchange(sections, collectives.all_gather, context.axes[-1:])
+      came = wire.send(sections, collectives.all_gather, context.axes[-1:])
       return [_arrive(parts, plan) for parts, plan in zip(came, plans)]
 
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     words = 0
     for plan in plans:
@@ -96,7 +96,7 @@ class SplitDenseGather(SplitAllGather):
 
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
@@ -114,7 +114,7 @@ class SplitDenseGather(SplitAllGather):
 
 
 def _sections_of(
-  sums: Sums, plan: TablePlan, context: Context
+  sums: Sums, plan: ExchangePlan, context: Context
 ) -> list[jax.Array]:
   """Returns `[1, ...]` each: counts, with the lowest slot, and the range."""
   union, slots = sums.union, plan.layout.slots
@@ -142,7 +142,7 @@ def _is_negative_zero(x: jax.Array) -> jax.Array:
   return bits == np.array(1 << (8 * x.dtype.itemsize - 1), bits.dtype)
 
 
-def _arrive(came: Sequence[jax.Array], plan: TablePlan) -> Arrived:
+def _arrive(came: Sequence[jax.Array], plan: ExchangePlan) -> Arrived:
   counts, values = came
   table, layout = plan.table, plan.layout
   tally, lowest = Tally(*counts[:, :-1].T), counts[:, -1]

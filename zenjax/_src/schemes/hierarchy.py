@@ -19,7 +19,7 @@ from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Sums
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
 
@@ -27,12 +27,12 @@ _NUMBERS = 4
 
 
 def sum_over(
-  owned: Sequence[Sums], plans: Sequence[TablePlan], context: Context
+  owned: Sequence[Sums], plans: Sequence[ExchangePlan], context: Context
 ) -> list[Sums]:
   """Sums each table's union over all axes except the fastest."""
   slow = context.axes[:-1]
   hosts = context.devices // context.sizes[-1]
-  headers = wire.exchange(
+  headers = wire.send(
     [_index_sections(own, plan) for own, plan in zip(owned, plans)],
     collectives.all_gather,
     slow,
@@ -41,12 +41,12 @@ def sum_over(
   # order.
   blocks = [wire.split_columns(own.union.rows[None], hosts) for own in owned]
   headers, blocks = lax.optimization_barrier((headers, blocks))
-  blocks = wire.exchange([[x] for x in blocks], collectives.all_to_all, slow)
+  blocks = wire.send([[x] for x in blocks], collectives.all_to_all, slow)
   merged = [
     _merge_hosts(own, [*header, *block], plan)
     for own, header, block, plan in zip(owned, headers, blocks, plans)
   ]
-  gathered = wire.exchange(
+  gathered = wire.send(
     [[own.union.rows[None]] for own in merged],
     collectives.all_gather,
     slow,
@@ -58,7 +58,7 @@ def sum_over(
 
 
 def messages(
-  plans: Sequence[TablePlan], rooms: Sequence[int], context: Context
+  plans: Sequence[ExchangePlan], rooms: Sequence[int], context: Context
 ) -> list[Message]:
   """Returns the three collectives of `sum_over`.
 
@@ -83,7 +83,7 @@ def messages(
 
 
 def expected_messages(
-  plan: TablePlan, context: Context, rows: jax.Array | float
+  plan: ExchangePlan, context: Context, rows: jax.Array | float
 ) -> list[Message]:
   """Returns the same collectives if the union of a machine has `rows` rows."""
   slow = context.axes[:-1]
@@ -97,13 +97,15 @@ def expected_messages(
   ]
 
 
-def _index_sections(own: Sums, plan: TablePlan) -> list[jax.Array]:
+def _index_sections(own: Sums, plan: ExchangePlan) -> list[jax.Array]:
   union = own.union
   counts = jnp.stack([union.limit, union.summed, own.pushed, own.fullest])
   return [counts[None], wire.encode_index(union.slots[None], plan.layout.slots)]
 
 
-def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
+def _merge_hosts(
+  own: Sums, came: Sequence[jax.Array], plan: ExchangePlan
+) -> Sums:
   counts, index, rows = came
   num_slots, room = plan.layout.slots, own.union.slots.shape[0]
   limit, summed, pushed, fullest = counts.T
@@ -131,7 +133,7 @@ def _merge_hosts(own: Sums, came: Sequence[jax.Array], plan: TablePlan) -> Sums:
 
 
 def _whole_rows(
-  union: Union, blocks: jax.Array, plan: TablePlan, hosts: int
+  union: Union, blocks: jax.Array, plan: ExchangePlan, hosts: int
 ) -> Union:
   capacity = union.rows.shape[0]
   rows = wire.join_columns(blocks, hosts, plan.block_width)

@@ -36,7 +36,7 @@ from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Sums
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
 from zenjax.kernels.reference import Union
 
@@ -83,7 +83,7 @@ def hops(context: Context) -> Iterator[Hop]:
       yield Hop("spread", axis, pairs, power, below, below)
 
 
-def rows_of(plan: TablePlan, context: Context) -> list[tuple[int, int]]:
+def rows_of(plan: ExchangePlan, context: Context) -> list[tuple[int, int]]:
   """Returns the rows sent and the rows held afterwards, for each hop."""
   rows, sent = [], plan.push
   grown = max(plan.pull / plan.push, 1.0)
@@ -110,7 +110,7 @@ def take(
   rank: jax.Array,
   own: Sums,
   came: Sums,
-  plan: TablePlan,
+  plan: ExchangePlan,
   room: int,
 ) -> Sums:
   """Merges this device's sums with the received ones.
@@ -139,7 +139,7 @@ def take(
   return _merge(lower, higher, plan, room)
 
 
-def _empty_unless(there: jax.Array, came: Sums, plan: TablePlan) -> Sums:
+def _empty_unless(there: jax.Array, came: Sums, plan: ExchangePlan) -> Sums:
   """Returns `came`, or an empty complete union unless `there`."""
   past = plan.layout.slots
   came = jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), came)
@@ -150,7 +150,7 @@ def _empty_unless(there: jax.Array, came: Sums, plan: TablePlan) -> Sums:
   return came._replace(union=union)
 
 
-def _merge(a: Sums, b: Sums, plan: TablePlan, room: int) -> Sums:
+def _merge(a: Sums, b: Sums, plan: ExchangePlan, room: int) -> Sums:
   x, y = a.union, b.union
   union = merge(
     jnp.stack([x.slots, y.slots]),
@@ -189,10 +189,10 @@ class RecursiveDoubling(AllGather):
 
   name: str = "recursive_doubling"
 
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     return [plan.push, *(held for _, held in rows_of(plan, context))][-1]
 
-  def holds_all(self, plan: TablePlan, context: Context) -> bool:
+  def holds_all(self, plan: ExchangePlan, context: Context) -> bool:
     return plan.push >= plan.most_push and all(
       held >= min(2 * sent, plan.most_pull)
       for hop, (sent, held) in zip(hops(context), rows_of(plan, context))
@@ -207,9 +207,7 @@ class RecursiveDoubling(AllGather):
       for i, hop in enumerate(hops(context)):
         first = hop.merged == 1
         sections = [_encode(own, plan, first) for own, plan in zip(sums, plans)]
-        received = wire.exchange(
-          sections, collectives.permute, hop.axis, hop.pairs
-        )
+        received = wire.send(sections, collectives.permute, hop.axis, hop.pairs)
         rank = lax.axis_index(hop.axis)
         sums = [
           take(hop, rank, own, _decode(came, plan, own), plan, most[i][1])
@@ -218,7 +216,7 @@ class RecursiveDoubling(AllGather):
       return jax.tree.map(lambda x: compat.agreed(x, context.axes), sums)
 
   def push_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     rows = [rows_of(plan, context) for plan in plans]
     messages = []
@@ -234,7 +232,7 @@ class RecursiveDoubling(AllGather):
 
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
@@ -251,7 +249,7 @@ class RecursiveDoubling(AllGather):
     return messages
 
 
-def _wide(plan: TablePlan, first: bool) -> jnp.dtype:
+def _wide(plan: ExchangePlan, first: bool) -> jnp.dtype:
   """Returns the dtype in which rows are sent, in the `first` hop or later."""
   table = plan.table
   return table.wire_dtype if first else collectives.accumulator(table.dtype)
@@ -272,7 +270,7 @@ def _own(out: Outgoing) -> Sums:
   return Sums(union, pushed=left, fullest=left)
 
 
-def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
+def _encode(own: Sums, plan: ExchangePlan, first: bool) -> list[jax.Array]:
   union = own.union
   counts = union.total, union.limit, union.summed, own.pushed, own.fullest
   return [
@@ -282,7 +280,7 @@ def _encode(own: Sums, plan: TablePlan, first: bool) -> list[jax.Array]:
   ]
 
 
-def _decode(came: Sequence[jax.Array], plan: TablePlan, own: Sums) -> Sums:
+def _decode(came: Sequence[jax.Array], plan: ExchangePlan, own: Sums) -> Sums:
   """Decodes received sums, in the same shape as `own`."""
   counts, index, rows = came
   total, limit, summed, pushed, fullest = counts[0]

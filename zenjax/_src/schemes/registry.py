@@ -8,7 +8,7 @@ from zenjax._src.schemes.contiguous import SplitDenseGather
 from zenjax._src.schemes.recursive_doubling import RecursiveDoubling
 from zenjax._src.schemes.zen import Zen
 
-# Schemes that send nonzero rows only.
+# Schemes that send nonzero rows only. Append new ones: states save positions.
 SPARSE: dict[str, Scheme] = {
   "all_gather": AllGather(),
   "block_sparse": BlockSparse(),

@@ -39,7 +39,7 @@ from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import merge
 
 
@@ -67,7 +67,7 @@ def push_sections(out: Outgoing) -> Sections:
   return Sections(counts, ids, rows.astype(plan.table.wire_dtype))
 
 
-def owner_sums(received: Sections, plan: TablePlan, room: int) -> Sums:
+def owner_sums(received: Sections, plan: ExchangePlan, room: int) -> Sums:
   """Returns the sums of the rows that all devices pushed, at most `room`."""
   left, num_slots = received.counts[:, 0], plan.layout.slots
   slots = wire.decode_index(received.ids, plan.push, num_slots)
@@ -85,7 +85,7 @@ def owner_sums(received: Sections, plan: TablePlan, room: int) -> Sums:
   return Sums(union, pushed=wire.sum_counts(left), fullest=jnp.max(left))
 
 
-def _shared_ids(plan: TablePlan, room: int) -> int:
+def _shared_ids(plan: ExchangePlan, room: int) -> int:
   """Returns how many words of ids each owner sends in a pull.
 
   The owners of a row group, one for each column group, hold the same ids, so
@@ -97,7 +97,7 @@ def _shared_ids(plan: TablePlan, room: int) -> int:
   return -(-wire.index_words(room, plan.layout.slots) // plan.column_groups)
 
 
-def pull_sections(sums: Sums, plan: TablePlan, context: Context) -> Sections:
+def pull_sections(sums: Sums, plan: ExchangePlan, context: Context) -> Sections:
   """Returns the sections to send to all devices."""
   union, g = sums.union, plan.column_groups
   length = _shared_ids(plan, union.slots.shape[0])
@@ -114,7 +114,7 @@ def pull_sections(sums: Sums, plan: TablePlan, context: Context) -> Sections:
 
 
 def arrived(
-  gathered: Sections, own_slots: jax.Array, plan: TablePlan
+  gathered: Sections, own_slots: jax.Array, plan: ExchangePlan
 ) -> Arrived:
   """Returns the rows that all owners sent."""
   counts, ids, rows = gathered
@@ -144,14 +144,14 @@ class Zen(Scheme):
   def groups(self, sizes: Sequence[int], column_groups: int) -> tuple[int, int]:
     return sizes[-1] // column_groups, column_groups
 
-  def held_rows(self, plan: TablePlan, context: Context) -> int:
+  def held_rows(self, plan: ExchangePlan, context: Context) -> int:
     return min(plan.pull, plan.push * context.sizes[-1])
 
   def push(self, outgoing: Sequence[Outgoing], context: Context) -> list[Sums]:
     plans = [out.plan for out in outgoing]
     with jax.named_scope("zen/push"):
       sections = [push_sections(out) for out in outgoing]
-      came = wire.exchange(sections, collectives.all_to_all, context.axes[-1:])
+      came = wire.send(sections, collectives.all_to_all, context.axes[-1:])
     with jax.named_scope("zen/merge"):
       sums = [
         owner_sums(Sections(*table), plan, self.held_rows(plan, context))
@@ -163,20 +163,20 @@ class Zen(Scheme):
     return sums
 
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     with jax.named_scope("zen/pull"):
       sections = [
         pull_sections(own, plan, context) for own, plan in zip(sums, plans)
       ]
-      came = wire.exchange(sections, collectives.all_gather, context.axes[-1:])
+      came = wire.send(sections, collectives.all_gather, context.axes[-1:])
       return [
         arrived(Sections(*table), own.union.slots, plan)
         for table, own, plan in zip(came, sums, plans)
       ]
 
   def push_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     words = 0
     for plan in plans:
@@ -190,7 +190,7 @@ class Zen(Scheme):
     return [*pushes, *hierarchy.messages(plans, rooms, context)]
 
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     words = 0
     for plan in plans:
@@ -201,7 +201,7 @@ class Zen(Scheme):
 
   def expected_messages(
     self,
-    plan: TablePlan,
+    plan: ExchangePlan,
     context: Context,
     push: jax.Array | float,
     pull: jax.Array | float,
@@ -224,13 +224,13 @@ class PushOnly(Zen):
   """Zen without a pull: owners keep the sums, and send only their `Tally`."""
 
   def pull(
-    self, plans: Sequence[TablePlan], sums: Sequence[Sums], context: Context
+    self, plans: Sequence[ExchangePlan], sums: Sequence[Sums], context: Context
   ) -> list[Arrived]:
     counts = [[counts_of(own)[None]] for own in sums]
     # Counts wait for the sums, so that all devices run collectives in the same
     # order.
     counts, _ = lax.optimization_barrier((counts, list(sums)))
-    came = wire.exchange(counts, collectives.all_gather, context.axes[-1:])
+    came = wire.send(counts, collectives.all_gather, context.axes[-1:])
     return [
       Arrived(
         row=jnp.zeros(0, jnp.int32),
@@ -241,11 +241,11 @@ class PushOnly(Zen):
     ]
 
   def pull_messages(
-    self, plans: Sequence[TablePlan], context: Context
+    self, plans: Sequence[ExchangePlan], context: Context
   ) -> list[Message]:
     words = len(Tally._fields) * len(plans)
     return [Message("all_gather", context.axes[-1:], words)]
 
 
-def _row_words(plan: TablePlan, rows: int) -> int:
+def _row_words(plan: ExchangePlan, rows: int) -> int:
   return wire.words_for(rows * plan.block_width, plan.table.wire_dtype)

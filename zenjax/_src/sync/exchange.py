@@ -38,7 +38,7 @@ from zenjax._src.schemes.base import Outgoing
 from zenjax._src.schemes.base import Scheme
 from zenjax._src.schemes.base import Sums
 from zenjax._src.schemes.base import Tally
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.sync.sources import ArraySource
 from zenjax._src.sync.sources import ArrayTarget
 from zenjax._src.sync.sources import ListSource
@@ -70,7 +70,7 @@ class _Flow(NamedTuple):
 
 
 def exchange(
-  plans: Sequence[TablePlan],
+  plans: Sequence[ExchangePlan],
   gradients: Sequence[Sequence[Any]],
   scheme: Scheme,
   context: Context,
@@ -154,7 +154,7 @@ def _after(
   flow: _Flow,
   arrived: Sequence[Arrived],
   owned: Any,
-  plans: Sequence[TablePlan],
+  plans: Sequence[ExchangePlan],
 ) -> _Flow:
   """Writes the sums of a round, and returns the values for the next."""
   with jax.named_scope("zenjax/write"):
@@ -171,7 +171,7 @@ def _after(
   )
 
 
-def _unfinished(flow: _Flow, plans: Sequence[TablePlan]) -> jax.Array:
+def _unfinished(flow: _Flow, plans: Sequence[ExchangePlan]) -> jax.Array:
   left = [
     jnp.any(start < plan.layout.slots)
     for start, plan in zip(flow.starts, plans)
@@ -180,7 +180,7 @@ def _unfinished(flow: _Flow, plans: Sequence[TablePlan]) -> jax.Array:
 
 
 def _is_dense(
-  plan: TablePlan, tally: Tally, scheme: Scheme, context: Context
+  plan: ExchangePlan, tally: Tally, scheme: Scheme, context: Context
 ) -> jax.Array | None:
   """Returns true if rows cost more than a dense all-reduce would.
 
@@ -202,7 +202,7 @@ def _is_dense(
 
 
 def _without(
-  arrived: Arrived, plan: TablePlan, dense: jax.Array | None
+  arrived: Arrived, plan: ExchangePlan, dense: jax.Array | None
 ) -> Arrived:
   """Returns an empty pull after which no rows are left, if `dense`."""
   if dense is None:
@@ -219,7 +219,7 @@ def _counts(
   target: ArrayTarget | ListTarget,
   rounds: jax.Array,
   dense: jax.Array | None,
-  plan: TablePlan,
+  plan: ExchangePlan,
 ) -> Counts:
   """Returns the counts of a table.
 
@@ -256,7 +256,7 @@ def _counts(
 
 
 def messages(
-  plans: Sequence[TablePlan], scheme: Scheme, context: Context
+  plans: Sequence[ExchangePlan], scheme: Scheme, context: Context
 ) -> list[Message]:
   """Returns the collectives of one round, in order."""
   return [

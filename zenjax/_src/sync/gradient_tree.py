@@ -19,8 +19,8 @@ from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
@@ -265,7 +265,7 @@ def _exchanges(
   tuned: Mapping[str, LeafChoice],
   options: Options,
   context: Context,
-) -> tuple[list[Table], list[tuple[Scheme, list[TablePlan]]]]:
+) -> tuple[list[Table], list[tuple[Scheme, list[ExchangePlan]]]]:
   """Plans sparse leaves.
 
   Returns:

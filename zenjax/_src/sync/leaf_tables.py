@@ -13,8 +13,8 @@ from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.sync.plans import require_mesh
 from zenjax._src.sync.sync_options import Options
@@ -84,7 +84,7 @@ def plans(
   context: Context,
   *,
   owners: bool = False,
-) -> list[TablePlan]:
+) -> list[ExchangePlan]:
   """Plans the tables of leaves that share an exchange.
 
   SparseRows, and small arrays, of one width and dtype are joined to one table,
@@ -107,7 +107,7 @@ def plans(
     if members and rows + table.num_rows > buffer_sizes.MAX_ROWS:
       members = groups.setdefault(i, [])
     members.append(i)
-  planned: list[TablePlan] = []
+  planned: list[ExchangePlan] = []
   hash_offset = 0
   for members in groups.values():
     first = choices[members[0]]

@@ -26,7 +26,7 @@ from zenjax._src.rows.row_analysis import RowAnalysis
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import base
 from zenjax._src.schemes.base import Context
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.schemes.zen import PushOnly
 from zenjax._src.sync import exchange
@@ -615,7 +615,7 @@ def _require_same_owners(state: Any, tables: Iterable[ShardedTable]) -> None:
 
 
 def _other_bytes(
-  plan: TablePlan,
+  plan: ExchangePlan,
   counts: Counts,
   owner: owner_rows.Owner,
   sharded: Any,

@@ -17,7 +17,7 @@ import numpy as np
 from zenjax._src.core import indexing
 from zenjax._src.rows.sparse_rows import SparseRows
 from zenjax._src.schemes.base import Arrived
-from zenjax._src.schemes.buffer_sizes import TablePlan
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax.kernels.operations import compact
 from zenjax.kernels.operations import expand
 from zenjax.kernels.operations import mask_pack
@@ -31,7 +31,7 @@ class ArraySource(NamedTuple):
   bitmap: indexing.Bitmap  # of [m, W] words
 
   @classmethod
-  def of(cls, parts: Sequence[jax.Array], plan: TablePlan) -> "ArraySource":
+  def of(cls, parts: Sequence[jax.Array], plan: ExchangePlan) -> "ArraySource":
     table = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     packed = mask_pack(table, plan.layout, kernels=plan.kernels)
     # Replicas are bit-identical only with positive zeros. Only the new table is
@@ -40,7 +40,7 @@ class ArraySource(NamedTuple):
     return cls(table, indexing.index(packed.words))
 
   def take(
-    self, start: jax.Array, plan: TablePlan
+    self, start: jax.Array, plan: ExchangePlan
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     first = indexing.rank(self.bitmap, start[:, None])[:, 0]
     slots, rows = compact(
@@ -53,7 +53,7 @@ class ArraySource(NamedTuple):
     )
     return slots, rows, self.bitmap.total - first
 
-  def target(self, plan: TablePlan) -> "ArrayTarget":
+  def target(self, plan: ExchangePlan) -> "ArrayTarget":
     none = jnp.zeros(len(plan.tables), jnp.int32)
     return ArrayTarget(self.table, none)
 
@@ -71,7 +71,7 @@ class ArrayTarget(NamedTuple):
   table: jax.Array  # [R, D]
   total: jax.Array  # [p] int32, how many rows came of each table
 
-  def written(self, arrived: Arrived, plan: TablePlan) -> "ArrayTarget":
+  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ArrayTarget":
     if not arrived.row.size:  # A scheme without a pull.
       return self
     table = expand(
@@ -80,14 +80,14 @@ class ArrayTarget(NamedTuple):
     more = jnp.sum(_by_table(arrived.row, plan), axis=0, dtype=jnp.int32)
     return ArrayTarget(table, self.total + more)
 
-  def leaves(self, plan: TablePlan) -> list[jax.Array]:
+  def leaves(self, plan: ExchangePlan) -> list[jax.Array]:
     """Returns the sum of each table."""
     if len(plan.tables) == 1:
       return [self.table]
     return jnp.split(self.table, plan.first_rows[1:].tolist())
 
 
-def _by_table(row: jax.Array, plan: TablePlan) -> jax.Array:
+def _by_table(row: jax.Array, plan: ExchangePlan) -> jax.Array:
   """Returns which of the joined tables each row is of, `[k, p] bool`."""
   firsts = plan.first_rows[None]
   heights = [table.num_rows for table in plan.tables]
@@ -103,7 +103,7 @@ class ListSource(NamedTuple):
   end: jax.Array  # [m] int32, where the rows of each group end
 
   @classmethod
-  def of(cls, parts: Sequence[SparseRows], plan: TablePlan) -> "ListSource":
+  def of(cls, parts: Sequence[SparseRows], plan: ExchangePlan) -> "ListSource":
     """Sorts the rows of tables that are sent as one, and sums duplicates."""
     layout = plan.layout
     firsts = plan.first_rows.tolist()
@@ -120,7 +120,7 @@ class ListSource(NamedTuple):
     return cls(merged.indices, merged.values, end)
 
   def take(
-    self, start: jax.Array, plan: TablePlan
+    self, start: jax.Array, plan: ExchangePlan
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_slots = plan.layout.slots
     begin = jnp.arange(plan.layout.groups, dtype=jnp.int32) * num_slots
@@ -133,7 +133,7 @@ class ListSource(NamedTuple):
     rows = indexing.take_or(self.values, index, 0)
     return slots, rows, self.end - first
 
-  def target(self, plan: TablePlan) -> "ListTarget":
+  def target(self, plan: ExchangePlan) -> "ListTarget":
     """Returns a list of no rows, with room for all that devices may send."""
     table = plan.table
     return ListTarget(
@@ -149,7 +149,7 @@ class ListSource(NamedTuple):
 
 
 def _ids(
-  rows: SparseRows, first: int, plan: TablePlan
+  rows: SparseRows, first: int, plan: ExchangePlan
 ) -> tuple[jax.Array, jax.Array]:
   """Returns ids in the joined table, padded with its number of rows."""
   ids, values = rows.indices, rows.values
@@ -170,9 +170,9 @@ class ListTarget(NamedTuple):
 
   row: jax.Array  # [k] int32, R as padding
   values: jax.Array  # [k, D], zeros for padding
-  total: jax.Array  # [p] int32, how many rows there are of each table
+  total: jax.Array  # [p] int32, rows so far; more follow there
 
-  def written(self, arrived: Arrived, plan: TablePlan) -> "ListTarget":
+  def written(self, arrived: Arrived, plan: ExchangePlan) -> "ListTarget":
     row, begins = arrived.row, _starts(plan)
     by_table = _by_table(row, plan)
     counted = jnp.cumsum(by_table, axis=0, dtype=jnp.int32)
@@ -187,7 +187,7 @@ class ListTarget(NamedTuple):
       total=self.total + jnp.sum(by_table, axis=0, dtype=jnp.int32),
     )
 
-  def leaves(self, plan: TablePlan) -> list[SparseRows]:
+  def leaves(self, plan: ExchangePlan) -> list[SparseRows]:
     """Returns the rows of each table."""
     leaves = []
     for table, room, first, begin in zip(
@@ -200,6 +200,6 @@ class ListTarget(NamedTuple):
     return leaves
 
 
-def _starts(plan: TablePlan) -> np.ndarray:
+def _starts(plan: ExchangePlan) -> np.ndarray:
   """Returns where the room of each table begins in a list, `[p] int32`."""
   return np.cumsum([0, *plan.rooms[:-1]]).astype(np.int32)

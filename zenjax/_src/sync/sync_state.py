@@ -20,8 +20,8 @@ from zenjax._src.core.arguments import Capacity
 from zenjax._src.schemes import base
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Scheme
+from zenjax._src.schemes.buffer_sizes import ExchangePlan
 from zenjax._src.schemes.buffer_sizes import Table
-from zenjax._src.schemes.buffer_sizes import TablePlan
 from zenjax._src.schemes.registry import DENSE
 from zenjax._src.schemes.registry import SPARSE
 from zenjax._src.sync import exchange
@@ -171,7 +171,7 @@ def after_step(
   leaves: Mapping[str, LeafState],
   step: jax.Array,
   counts: Counts,
-  plan: TablePlan,
+  plan: ExchangePlan,
   scheme: Scheme,
   context: Context,
   other_bytes: jax.Array | float = 0.0,
@@ -225,7 +225,7 @@ def after_step(
   return states
 
 
-def _alone(plan: TablePlan, number: int) -> TablePlan:
+def _alone(plan: ExchangePlan, number: int) -> ExchangePlan:
   """Returns the plan of one of several tables that are sent as one.
 
   Its buffers are a share of the common ones, by its rows or lookups.

@@ -143,7 +143,7 @@ def ask(tables: Sequence[ShardedTable], ids: Sequence[jax.Array]) -> Ahead:
   # rounds.
   n = asked[0].layout.groups
   sent.append([jnp.broadcast_to(fullest, (n, len(tables)))])
-  *came, (told,) = wire.exchange(sent, collectives.all_to_all, tables[0].axes)
+  *came, (told,) = wire.send(sent, collectives.all_to_all, tables[0].axes)
   most = jnp.max(told, axis=0)
   if tables[0].replicas:  # All groups must run the same number of rounds.
     most = collectives.pmax(most, tables[0].replicas)
@@ -166,13 +166,13 @@ def fetch(tables: Sequence[ShardedTable], ahead: Ahead) -> list[jax.Array]:
   def answered(turn: Any, came: Any, before: Sequence[Any]) -> list[jax.Array]:
     each = zip(tables, came)
     sent = [[indexing.take_or(table.value, x, 0)] for table, x in each]
-    rows = wire.exchange(sent, collectives.all_to_all, axes)
+    rows = wire.send(sent, collectives.all_to_all, axes)
     each = zip(asked, rows, before)
     return [of.filled(turn, new, old) for of, (new,), old in each]
 
   def more(turn: Any, rows: list[jax.Array]) -> list[jax.Array]:
     sent = [[x.wanted(turn)] for x in asked]
-    came = wire.exchange(sent, collectives.all_to_all, axes)
+    came = wire.send(sent, collectives.all_to_all, axes)
     return answered(turn, [x for (x,) in came], rows)
 
   rows = answered(0, ahead.came, [0] * len(tables))

@@ -137,12 +137,11 @@ class ShardedTable(NoArray):
   def __getitem__(self, ids: Any) -> "ShardedTable":
     if ids is Ellipsis:  # nnx reads the value of a variable by `param[...]`.
       return self
-    raise TypeError(
-      "A ShardedTable cannot be indexed, because its rows are on different"
-      " devices. Look up rows inside `zenjax.value_and_grad(loss_fn)` or"
-      " `zenjax.tables.apply(fun)`, where models index tables as usual. Or"
-      " convert the table to an array with `zenjax.tables.unshard`."
-    )
+    raise TypeError(_NOT_INDEXED)
+
+  @property
+  def at(self) -> NoReturn:
+    raise AttributeError(_NOT_INDEXED)
 
   def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
@@ -153,6 +152,12 @@ class ShardedTable(NoArray):
   __jax_array__ = __array__
 
 
+_NOT_INDEXED = (
+  "A ShardedTable cannot be indexed, because its rows are on different devices."
+  " Look up rows inside `zenjax.value_and_grad(loss_fn)` or"
+  " `zenjax.tables.apply(fun)`, where models index tables as usual. Or convert"
+  " the table to an array with `zenjax.tables.unshard`."
+)
 _STATIC = tuple([x.name for x in dataclasses.fields(ShardedTable)])[1:]
 
 

@@ -45,6 +45,7 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
 
   Raises:
     ValueError: The state is not complete.
+    TypeError: `to_checkpoint` is called inside `jit` or `jax.eval_shape`.
 
   Example:
     >>> import jax
@@ -63,6 +64,8 @@ def to_checkpoint(state: Any, *, donate: bool = False) -> Any:
     >>> state.inner[0].sum_of_squares.value.shape  # 352 rows a device, padded
     (704, 2)
   """
+
+  sync_state.require_numbers(state, "to_checkpoint")
 
   def saved(x: Any) -> Any:
     return reorder.to_order(x, donate=donate) if is_sharded(x) else on_host(x)
