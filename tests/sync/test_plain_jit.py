@@ -46,7 +46,13 @@ def drawn():
 
 def train(tx, value_and_grad, params: Any, batch_sharding, size=40) -> Any:
   """Returns losses, parameters, the state, and the lowered step."""
-  state = tx.init(params)
+  # With its state on one device the step would be compiled twice.
+  everywhere = NamedSharding(batch_sharding.mesh, P())
+  on_one = lambda x: len(x.sharding.device_set) == 1
+  state = jax.tree.map(
+    lambda x: jax.device_put(x, everywhere) if on_one(x) else x,
+    tx.init(params),
+  )
 
   @jax.jit
   def step(params, state, ids, targets):
@@ -56,8 +62,7 @@ def train(tx, value_and_grad, params: Any, batch_sharding, size=40) -> Any:
 
   losses, batch = [], ()
   for batch in batches(size):
-    if batch_sharding is not None:
-      batch = jax.device_put(batch, batch_sharding)
+    batch = jax.device_put(batch, batch_sharding)
     params, state, loss = step(params, state, *batch)
     losses.append(float(loss))
   lowered = step.lower(params, state, *batch)
