@@ -68,6 +68,7 @@ def test_optax_may_skip_a_step_of_rows():
   lazy: Any = zenjax.lazy_rows(optax.adam(0.1))
   table = jnp.ones((5, 3))
   for rows in (drawn(), drawn().combine()):
+    want, _ = jax.jit(lazy.update)(rows, lazy.init(table), table)
     for tx in (
       optax.apply_if_finite(lazy, 3),
       optax.transforms.conditionally_transform(
@@ -75,7 +76,6 @@ def test_optax_may_skip_a_step_of_rows():
       ),
     ):
       update, _ = jax.jit(tx.update)(rows, tx.init(table), table)
-      want, _ = lazy.update(rows, lazy.init(table), table)
       np.testing.assert_allclose(update.to_dense(), want.to_dense(), rtol=1e-6)
 
 

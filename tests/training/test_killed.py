@@ -1,53 +1,40 @@
 """A process that is killed while it saves loses that checkpoint alone."""
 
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
+import forked
+import killed
 import numpy as np
 import pytest
-
-_SCRIPT = pathlib.Path(__file__).with_name("killed.py")
 
 pytestmark = pytest.mark.multiprocess
 
 
-def _start(directory, *arguments):
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  return subprocess.Popen(
-    [sys.executable, str(_SCRIPT), str(directory), *map(str, arguments)],
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+def _code(tmp_path, *arguments):
+  """How the program ended, and what it told."""
+  log = tmp_path / "log"
+  process = forked.start(log, killed.main, *arguments)
+  process.join(90)
+  process.kill()
+  process.join()
+  return process.exitcode, log.read_text()
 
 
 def test_a_run_goes_on_from_the_last_complete_checkpoint(tmp_path):
   directory, steps = tmp_path / "run", 6
-  undisturbed = _start(tmp_path / "other", steps)
-  try:
-    # Each process finds what the one before it has left, and gets further.
-    for doomed, moment in [(2, "begun"), (3, "written"), (4, "named")]:
-      process = _start(directory, steps, doomed, moment)
-      told, _ = process.communicate(timeout=90)
-      assert process.returncode == -signal.SIGKILL, told
-      whole = {int(p.name) for p in directory.iterdir() if p.name.isdigit()}
-      assert max(whole) == doomed - 1
-      assert [p.name.split(".")[0] for p in directory.glob("*.*")] == [
-        str(doomed)
-      ]
-      assert not directory.with_suffix(".npz").exists()
-    last = _start(directory, steps)
-    told, _ = last.communicate(timeout=90)
-    assert last.returncode == 0, told
-    told, _ = undisturbed.communicate(timeout=90)
-    assert undisturbed.returncode == 0, told
-  finally:
-    undisturbed.kill()
-    undisturbed.wait()
+  # Each process finds what the one before it has left, and gets further.
+  for doomed, moment in [(2, "begun"), (3, "written"), (4, "named")]:
+    code, told = _code(tmp_path, directory, steps, doomed, moment)
+    assert code == -signal.SIGKILL, told
+    whole = {int(p.name) for p in directory.iterdir() if p.name.isdigit()}
+    assert max(whole) == doomed - 1
+    assert [p.name.split(".")[0] for p in directory.glob("*.*")] == [
+      str(doomed)
+    ]
+    assert not directory.with_suffix(".npz").exists()
+  for place in (directory, tmp_path / "other"):
+    code, told = _code(tmp_path, place, steps)
+    assert code == 0, told
   with np.load(tmp_path / "run.npz") as got:
     with np.load(tmp_path / "other.npz") as want:
       # Step 3 is the last complete one: only those after it were taken again.

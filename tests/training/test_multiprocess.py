@@ -130,7 +130,7 @@ def test_killed_process_ends_the_others(tmp_path):
 
 
 def test_launcher_leaves_nothing_behind(tmp_path):
-  with _Launched(tmp_path / "log", *_ENDLESS) as launched:
+  with _Launched(tmp_path / "log", "--devices=1", *_ENDLESS) as launched:
     launched.wait_for(r"step +5 ")
     pids = [int(x) for x in re.findall(r"has pid (\d+)", launched.output())]
     assert len(pids) == 2 and all(map(_is_running, pids))

@@ -17,7 +17,7 @@ from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 pytestmark = pytest.mark.usefixtures("as_optax_computes")
 
 ROWS, WIDTH = 37, 4
-SHARES = 24  # of a batch: 8, 3 and 1 devices take as many each
+SHARES = 12  # of a batch: 4 and 3 devices take as many each
 
 PARAMS: dict[str, Any] = {
   "big": jnp.zeros(32_768),
@@ -141,7 +141,7 @@ def kept(state) -> dict[str, np.ndarray]:
 
 
 def test_a_run_that_moves_goes_on_as_one_that_never_did():
-  """From eight devices to three and eight again, by way of the host.
+  """From four devices to three and four again, by way of the host.
 
   What is owned is that of the run that never moved. Of what waits nothing is
   lost or weighs more: all updates, and the mean of what waits, are the sum of
@@ -151,12 +151,12 @@ def test_a_run_that_moves_goes_on_as_one_that_never_did():
   run = Run(names)
   first, later = draw(4, 0, names), draw(20, 1, names)
   lossless = [name for name in LOSSLESS if name in names]
-  _, state = run.take(8, run.init(8), first)
-  stayed, _ = run.take(8, state, later)
+  _, state = run.take(4, run.init(4), first)
+  stayed, _ = run.take(4, state, later)
   begun, at = kept(state), 0
   assert all(np.abs(x).max() > 0 for x in begun.values())
   whole = {name: begun[name].copy() for name in lossless}
-  for n, steps in ((3, 10), (8, 10)):
+  for n, steps in ((3, 10), (4, 10)):
     before = kept(state)
     saved = zenjax.to_checkpoint(state)
     state = zenjax.from_checkpoint(saved, runners.mesh(n), "data")
@@ -345,8 +345,8 @@ def equal(one, other):
 @pytest.mark.parametrize(
   ("inner", "options", "devices"),
   [
-    ("remembers", dict(hash_seed=5), (8, 3, 1)),
-    ("by label", {}, (4, 8)),
+    ("remembers", dict(hash_seed=5), (4, 3, 1)),
+    ("by label", {}, (2, 4)),
   ],
 )
 def test_what_moves_is_what_is_made_there(inner, options, devices):
@@ -359,10 +359,11 @@ def test_what_moves_is_what_is_made_there(inner, options, devices):
   first, *others = devices
   saved, state = zenjax.to_checkpoint(made[first]), made[first]
   for n in others:
+    want = rows(made[n])
     for form in (saved, state):
       moved = zenjax.from_checkpoint(form, runners.mesh(n), "data")
       assert jax.tree.structure(moved) == jax.tree.structure(made[n])
-      equal(rows(moved), rows(made[n]))
+      equal(rows(moved), want)
       jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim) or 1 / 0,
         moved,

@@ -1,5 +1,6 @@
 """Local gradients of replicated parameters, taken by autodiff."""
 
+import functools
 from typing import Any
 
 from flax import nnx
@@ -74,29 +75,30 @@ def train(sync, n, check_vma):
 @CHECK_VMA
 def test_training_matches_pmean_and_one_device(check_vma):
   """Gradients by autodiff, not handed in: none is summed twice or missed."""
-  losses, params = train(zenjax.zen_sync("data"), 8, check_vma)
-  theirs, _ = train(steps.pmean("data"), 8, check_vma)
+  losses, params = train(zenjax.zen_sync("data"), 4, check_vma)
+  theirs, _ = train(steps.pmean("data"), 4, check_vma)
   np.testing.assert_allclose(losses, theirs, rtol=1e-5)
-  alone = _train_alone(8)
+  alone = _train_alone(4)
   np.testing.assert_allclose(losses, alone, rtol=1e-5)
   assert losses[-1] < losses[0]
   for leaf in jax.tree.leaves(params):
     oracle.check_replicas(runners.shards(leaf))
 
 
+@functools.cache
 def _train_alone(n):
   params, ids, targets = lookup_problem(n)
-  losses = []
+  both, losses = jax.jit(jax.value_and_grad(lookup_loss)), []
   for batch in zip(ids, targets, strict=True):
-    loss, grads = jax.value_and_grad(lookup_loss)(params, batch)
+    loss, grads = both(params, batch)
     params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
     losses.append(float(loss))
   return losses
 
 
 def test_data_parallel_is_the_same_step_in_one_call():
-  params, ids, targets = lookup_problem(8)
-  mesh = runners.mesh(8)
+  params, ids, targets = lookup_problem(4)
+  mesh = runners.mesh(4)
   tx = optax.chain(zenjax.zen_sync("data"), optax.sgd(0.3))
 
   def step(state, ids, targets):
@@ -114,7 +116,7 @@ def test_data_parallel_is_the_same_step_in_one_call():
       state, loss = run(state, *batch)
     losses.append(float(loss))
     assert len(compiled) == (1 if len(losses) == 1 else 0)
-  np.testing.assert_allclose(losses, _train_alone(8), rtol=1e-5)
+  np.testing.assert_allclose(losses, _train_alone(4), rtol=1e-5)
   for leaf in jax.tree.leaves(state[0]):
     oracle.check_replicas(runners.shards(leaf))
 
@@ -206,10 +208,10 @@ def test_a_train_state_whose_optimizer_accumulates():
   state: Any = TrainState(step=0, opt_state=opt_state, **kinds)
   plain: Any = kinds | dict(tx=optax.MultiSteps(optax.sgd(0.1), 2))
   alone: Any = TrainState.create(**plain)
-  step = jax.jit(step)
+  step, one = jax.jit(step), jax.jit(train_state_step)
   for turn in range(4):
     state, _ = step(state, IDS + turn)
-    alone, _ = jax.jit(train_state_step)(alone, IDS + turn)
+    alone, _ = one(alone, IDS + turn)
   close(state.params, alone.params)
   moved = zenjax.from_checkpoint(
     zenjax.to_checkpoint(state), runners.mesh(N), "data"
@@ -275,10 +277,10 @@ def test_an_nnx_model_that_is_split_with_its_optimizer():
     optimizer.update(net, grads)
     return nnx.state((net, optimizer)), loss
 
-  run = jax.jit(mapped(step))
+  run, one = jax.jit(mapped(step)), jax.jit(of_parts)
   for turn in range(2):
     state, loss = run(state, IDS + turn)
-    alone, want = of_parts(alone, IDS + turn)
+    alone, want = one(alone, IDS + turn)
     close(loss, want)
   net, _ = nnx.merge(graph, state)
   want, _ = nnx.merge(other, alone)
@@ -498,8 +500,9 @@ def test_dropout_by_a_key_beside_the_batch_is_that_of_each_device():
   key, mesh = jax.random.key(0), runners.mesh(N)
   state = PARAMS, zenjax.init_state(tx, PARAMS, mesh, "data")
   (after, _), value = jax.jit(mapped(step))(state, IDS, key)
+  both = jax.jit(jax.value_and_grad(loss))
   found = [
-    jax.value_and_grad(loss)(PARAMS, part, jax.random.fold_in(key, i))
+    both(PARAMS, part, jax.random.fold_in(key, i))
     for i, part in enumerate(IDS.reshape(N, -1))
   ]
   want, grads = jax.tree.map(lambda *x: sum(x) / N, *found)

@@ -1,15 +1,11 @@
 """Two processes that compile, compare and check; see `two_programs.py`."""
 
-import os
-import pathlib
 import re
 import socket
-import subprocess
-import sys
 
+import forked
 import pytest
-
-_SCRIPT = pathlib.Path(__file__).with_name("two_programs.py")
+import two_programs
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,28 +15,17 @@ def run(tmp_path, *arguments: str, seconds: float = 90):
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     coordinator = f"127.0.0.1:{s.getsockname()[1]}"
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  command = [sys.executable, str(_SCRIPT), coordinator]
-  processes, logs = [], []
-  try:
-    for i, given in enumerate(arguments):
-      logs.append(tmp_path / str(i))
-      with open(logs[-1], "w") as log:
-        processes.append(
-          subprocess.Popen(
-            [*command, str(i), *given.split()],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-          )
-        )
-    codes = [process.wait(seconds) for process in processes]
-  except subprocess.TimeoutExpired:
-    raise AssertionError([log.read_text() for log in logs]) from None
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+  logs = [tmp_path / str(i) for i in range(len(arguments))]
+  processes = [
+    forked.start(log, two_programs.main, coordinator, i, *given.split())
+    for i, (log, given) in enumerate(zip(logs, arguments))
+  ]
+  for process in processes:
+    process.join(seconds)
+  for process in processes:
+    process.kill()
+    process.join()
+  codes = [process.exitcode for process in processes]
   return [log.read_text() for log in logs], codes
 
 

@@ -108,8 +108,8 @@ def prefetch(
     >>> table = zenjax.tables.shard(table, mesh, "data", tables=True)
     >>> loss = lambda table, ids: table[ids].sum()
     >>> one, two = jnp.array([0, 999]), jnp.array([7, 7])
-    >>> ahead = zenjax.tables.prefetch(loss)(table, one)
-    >>> both = zenjax.value_and_grad(loss, prefetched=ahead)
+    >>> ahead = jax.jit(zenjax.tables.prefetch(loss))(table, one)
+    >>> both = jax.jit(zenjax.value_and_grad(loss, prefetched=ahead))
     >>> float(both(table, one)[0]), float(both(table, two)[0])
     (3998.0, nan)
   """

@@ -1,15 +1,12 @@
 """One of two processes of two CPU devices: what it compiles is asked for.
 
-    python two_programs.py COORDINATOR PROCESS WHAT [KEY=VALUE ...]
-
-WHAT is `train` for steps, `jit` for steps in plain `jit` beside a plain
-program, `lower` to compile a step and not run it, or `idle`. Further arguments
-are those of `zen_sync`, in JSON.
+It is `train` for steps, `jit` for steps in plain `jit` beside a plain program,
+`lower` to compile a step and not run it, or `idle`. Further arguments,
+KEY=VALUE, are those of `zen_sync`, in JSON.
 """
 
 import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -42,7 +39,7 @@ def trained(tx: Any, value_and_grad: Any, table: jax.Array, batches: Any):
   return np.asarray(table.addressable_data(0))
 
 
-def main(coordinator: str, process: int, what: str, *given: str) -> None:
+def _run(coordinator: str, process: int, what: str, *given: str) -> None:
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(coordinator, 2, process)
@@ -94,10 +91,11 @@ def main(coordinator: str, process: int, what: str, *given: str) -> None:
     print("moved", float(np.abs(rows - 1).max()), flush=True)
 
 
-if __name__ == "__main__":
+def main(coordinator: str, process: int, what: str, *given: str) -> None:
+  """Runs one of the two, and ends the process with 3 if it was refused."""
   code = 0
   try:
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    _run(coordinator, process, what, *given)
   except ValueError as error:
     print("refused:", error, flush=True)
     code = 3

@@ -1,10 +1,8 @@
 """A program that trains, saves every step, and may be killed while it saves.
 
-    python killed.py DIRECTORY STEPS [STEP MOMENT]
-
-It goes on from the last complete step of DIRECTORY, and writes losses and the
-final table to DIRECTORY.npz. While it saves STEP it kills itself: as soon as
-the step has a folder (`begun`), when arrays are written (`written`), or when
+It goes on from the last complete step of a directory, and writes losses and the
+final table to DIRECTORY.npz. While it saves one step it kills itself: as soon
+as the step has a folder (`begun`), when arrays are written (`written`), or when
 all is complete but the folder's name (`named`).
 """
 
@@ -121,8 +119,3 @@ def _await_folder(directory, step):
     if time.monotonic() > until:
       sys.exit(f"no save of step {step} was seen")
     time.sleep(0.001)
-
-
-if __name__ == "__main__":
-  name, count, *rest = sys.argv[1:]
-  main(name, int(count), *([int(rest[0]), rest[1]] if rest else []))
