@@ -68,7 +68,6 @@ def labels(params):
 
 # Each takes "how gradients are averaged" and is run with zen_sync and pmean.
 TRANSFORMS = {
-  "adam": lambda sync: optax.chain(sync(None), steps.lenient(optax.adam(1e-2))),
   "masked": lambda sync: optax.chain(
     *(optax.masked(sync(key), only(key)) for key in SHAPES), sgd()
   ),
@@ -81,14 +80,13 @@ TRANSFORMS = {
   ),
   "inject_hyperparams": lambda sync: steps.lenient(
     optax.inject_hyperparams(
-      lambda rate: optax.chain(sync(None), optax.sgd(rate))
+      lambda rate: optax.chain(
+        sync(None), optax.clip_by_global_norm(0.5), optax.sgd(rate)
+      )
     )(rate=0.1)
   ),
-  "clip_by_global_norm": lambda sync: optax.chain(
-    sync(None), steps.lenient(optax.clip_by_global_norm(0.5)), sgd()
-  ),
   "apply_if_finite after": lambda sync: optax.chain(
-    sync(None), steps.lenient(optax.apply_if_finite(sgd(), 3))
+    sync(None), steps.lenient(optax.apply_if_finite(optax.adam(1e-2), 3))
   ),
   "MultiSteps": lambda sync: steps.lenient(
     optax.MultiSteps(

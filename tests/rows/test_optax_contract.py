@@ -235,7 +235,7 @@ def run_owners(name, then):
     return "wants more"
   if extra or refused(lambda: jax.eval_shape(mapped(tx.init), params), name):
     return "refused"
-  state = mapped(tx.init)(params)
+  state = jax.jit(mapped(tx.init))(params)
 
   def step(params, state, grads):
     updates, state = tx.update(grads, state, params)
@@ -250,8 +250,9 @@ def run_owners(name, then):
     for grads in gradients(scale):
       got = sparse(*got, split(*grads))
       want = dense(*want, *grads)
+      on_host = jax.tree.map(np.asarray, got[0])
       for device in range(DEVICES):
-        mine = jax.tree.map(lambda x, d=device: x[d], got[0])
+        mine = jax.tree.map(lambda x, d=device: x[d], on_host)
         compare(mine, want[0], scale, f"{name} {then} owner {device}")
       whole = [x for x in jax.tree.leaves(want[1]) if not jnp.ndim(x)]
       mine = [x[0] for x in jax.tree.leaves(got[1].inner) if jnp.ndim(x) == 1]

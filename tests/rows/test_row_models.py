@@ -1,7 +1,5 @@
 """Row gradients of models as their libraries write them."""
 
-import operator
-
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -17,14 +15,18 @@ import zenjax
 from zenjax import SparseRows
 
 
+def _dense(name, grads):
+  """Gradients as arrays, of which some were rows."""
+  is_rows = lambda x: isinstance(x, SparseRows)
+  leaves = jax.tree.leaves(grads, is_leaf=is_rows)
+  assert sum(map(is_rows, leaves)) == MODELS[name][1]
+  return [x.to_dense() if is_rows(x) else x for x in leaves]
+
+
 def _check(name, got, want):
   """Gradients as rows, densified, beside those of `jax.grad`."""
-  is_rows = lambda x: isinstance(x, SparseRows)
-  leaves = jax.tree.leaves(got, is_leaf=is_rows)
-  assert sum(map(is_rows, leaves)) == MODELS[name][1]
   tol = 1e-2 if "bfloat16" in name or "mixed" in name else 1e-5
-  for g, w in zip(leaves, jax.tree.leaves(want), strict=True):
-    g = g.to_dense() if is_rows(g) else g
+  for g, w in zip(got, jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)
 
 
@@ -37,10 +39,8 @@ def test_gradients_of_models(name):
 
   @jax.jit
   def run(params, ids):
-    return (
-      jax.value_and_grad(loss)(params, ids),
-      zenjax.value_and_grad(loss)(params, ids),
-    )
+    value, grads = zenjax.value_and_grad(loss)(params, ids)
+    return jax.value_and_grad(loss)(params, ids), (value, _dense(name, grads))
 
   (value, want), (got_value, got) = run(params, IDS)
   np.testing.assert_allclose(got_value, value, rtol=1e-6)
@@ -50,7 +50,7 @@ def test_gradients_of_models(name):
 @pytest.mark.parametrize(
   "name", usual(MODELS, "linen", "nnx module", "equinox", "two tables")
 )
-def test_gradients_of_models_on_eight_devices(name):
+def test_gradients_of_models_on_devices(name):
   """Each has ids of its own; what is left local is what jax.grad leaves so."""
   params, apply = MODELS[name][0]()
   loss = loss_of(apply)
@@ -58,11 +58,10 @@ def test_gradients_of_models_on_eight_devices(name):
   def run(params, ids):
     varying = zenjax.unreduced(params, "data")
     want = jax.grad(loss)(varying, ids[0])
-    got = zenjax.rows.grad(loss)(params, ids[0])
+    got = _dense(name, zenjax.rows.grad(loss)(params, ids[0]))
     return jax.tree.map(lambda x: x[None], (want, got))
 
-  mesh = Mesh(np.array(jax.devices()), ("data",))
-  assert mesh.size == 8
+  mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
   mapped = jax.shard_map(
     run,
     mesh=mesh,
@@ -72,8 +71,6 @@ def test_gradients_of_models_on_eight_devices(name):
     check_vma="scan" not in name,
   )
   rng = np.random.default_rng(0)
-  ids = rng.integers(0, VOCABULARY, (8, *IDS.shape)).astype(np.int32)
-  wants, gots = jax.jit(mapped)(params, ids)
-  for i in range(8):
-    want, got = jax.tree.map(operator.itemgetter(i), (wants, gots))
-    _check(name, got, want)
+  ids = rng.integers(0, VOCABULARY, (2, *IDS.shape)).astype(np.int32)
+  want, got = jax.jit(mapped)(params, ids)
+  _check(name, got, want)

@@ -36,6 +36,8 @@ WAYS = {
   "columns": {"partition": "columns"},
   "columns, two rows a round": {"partition": "columns", "capacities": (2, 2)},
 }
+# Sums of these, means of the others: both would double what is compiled.
+SUMMED = ("all_gather", "hash", "columns, two rows a round")
 EXAMPLES = 36
 
 
@@ -48,14 +50,13 @@ def program(shape: drawn.Shape, way: str, runner: str, op: oracle.Op):
 
 
 def op_of(way: str) -> oracle.Op:
-  """Sums and means by turns: each would double what is compiled."""
-  return "mean" if list(WAYS).index(way) % 2 == 0 else "sum"
+  return "sum" if way in SUMMED else "mean"
 
 
 @pytest.mark.parametrize(
   ("shape", "way"),
-  # Every way, over the shapes in turn.
-  [(SHAPES[i % len(SHAPES)], way) for i, way in enumerate(WAYS)],
+  # Every way. Programs of the first shape serve other tests too.
+  [(SHAPES[i], way) for i, way in zip((1, 1, 0, 2, 0, 0, 3), WAYS)],
   ids=str,
 )
 def test_drawn_gradients(shape, way):
@@ -91,7 +92,7 @@ def test_paths_agree_to_the_bit():
   XLA none between the operands of an addition: which NaN comes of two is free.
   """
   ways = ("default", "hash, one row a round", "columns")
-  shape = SHAPES[1]
+  shape = SHAPES[0]
   runs = [program(shape, way, "vmap", "mean") for way in ways]
 
   @hypothesis.settings(max_examples=EXAMPLES // 3)

@@ -104,10 +104,11 @@ def test_two_axes():
   )
 
   def run(x):
-    split = jax.tree.map(lambda a: a.reshape(2, 4, *a.shape[1:]), x)
-    return runners.to_host(jax.tree.map(lambda a: a[:1], mapped(*split)))
+    split = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), x)
+    found = runners.to_host(mapped(*split))
+    return found._replace(indices=found.indices[:1], values=found.values[:1])
 
-  check(run, 8)
+  check(run, 4)
 
 
 def test_output_may_be_an_array():
@@ -173,10 +174,10 @@ def test_leaves_of_every_kind_in_one_tree():
     "bias": jnp.zeros(3),
   }
   tx = zenjax.zen_sync("data", op="sum", sparse=lambda name, _: name != "bias")
-  ids, values = drawn(0, 8)
-  masked = np.zeros((8, 4000, WIDTH), np.float32)
+  ids, values = drawn(0, 4)
+  masked = np.zeros((4, 4000, WIDTH), np.float32)
   masked[:, 7] = 1.0
-  bias = np.ones((8, 3), np.float32)
+  bias = np.ones((4, 3), np.float32)
 
   def step(ids, values, masked, bias):
     rows = SparseRows(ids, values, ROWS)
@@ -190,7 +191,7 @@ def test_leaves_of_every_kind_in_one_tree():
   np.testing.assert_array_equal(dense(host.indices[0], host.values[0]), want)
   np.testing.assert_array_equal(got["masked"][0], masked.sum(0))
   np.testing.assert_array_equal(got["bias"][0], bias.sum(0))
-  stats = zenjax.stats(jax.tree.map(lambda x: x[0], state))
+  stats = zenjax.stats(jax.tree.map(lambda x: np.asarray(x)[0], state))
   own = [len({i % ROWS for i in row if i < ROWS}) for row in ids.tolist()]
   density = stats["looked_up"]["density"]
   np.testing.assert_allclose(density, np.mean(own) / ROWS, rtol=1e-5)
@@ -243,7 +244,12 @@ def test_devices_that_share_no_row(scheme, axis, capacities):
     out_specs=P(),
     check_vma=False,
   )
-  got = jax.jit(mapped)(ids, values)
-  np.testing.assert_array_equal(got.to_dense(), total(ids, values, rows))
-  came = np.asarray(got.indices)
+
+  @jax.jit
+  def run(*x):
+    rows = mapped(*x)
+    return rows.to_dense(), rows.indices
+
+  got, came = map(np.asarray, run(ids, values))
+  np.testing.assert_array_equal(got, total(ids, values, rows))
   assert sorted(came[came < rows]) == sorted(ids)

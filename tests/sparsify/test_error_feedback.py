@@ -70,8 +70,9 @@ class Given:
 
 
 @functools.cache
-def draw(kind: str, n: int, steps: int) -> np.ndarray:
-  """The indices that each device draws: `[t, n, k]`."""
+def draw(kind: str) -> np.ndarray:
+  """The indices that each of four devices draws: `[t, n, k]`."""
+  n, steps = 4, 300
   axes = ("data",) if kind == "apart" else ()
   selector = selectors.Random(DENSITY, 0, axes)
   acc = jnp.zeros(SIZE)
@@ -93,8 +94,8 @@ def selector(kind: str, n: int, state: Any) -> Any:
     return models.HardThreshold(0.4)
   if kind == "sampled":
     return Given(state.leaves["leaf"].threshold[:, :, 0])
-  drawn = draw(kind, n, state.step.shape[1])
-  return models.RandomK(lambda t: list(drawn[t]), K)
+  drawn = draw(kind)
+  return models.RandomK(lambda t: list(drawn[t, :n]), K)
 
 
 def check(model: Any, draws: np.ndarray, out: Any, same: Any = None):
@@ -244,7 +245,7 @@ def test_schedules():
 
 
 def test_random_elements_are_distinct_and_alike():
-  same, own = draw("random_k", 4, 300), draw("apart", 4, 300)
+  same, own = draw("random_k"), draw("apart")
   assert (same == same[:, :1]).all()
   for drawn in (same[:, 0], own.reshape(-1, K)):
     often = np.bincount(drawn.reshape(-1), minlength=SIZE) / len(drawn)
@@ -256,12 +257,14 @@ def test_random_elements_are_distinct_and_alike():
   assert np.mean(union) > 3.5 * K
 
   # Others in every leaf and with another seed.
-  def one(seed, leaf):
-    chosen = selectors.Random(DENSITY, seed, ())
-    return set(np.flatnonzero(chosen.select(acc, jnp.int32(0), leaf).mask))
+  @jax.jit
+  def chosen(acc):
+    pairs = [(0, 0), (0, 1), (1, 0)]
+    by_seed = lambda seed: selectors.Random(DENSITY, seed, ())
+    select = lambda seed, leaf: by_seed(seed).select(acc, jnp.int32(0), leaf)
+    return [select(seed, leaf).mask for seed, leaf in pairs]
 
-  acc = jnp.zeros(SIZE)
-  first, *others = (one(*pair) for pair in [(0, 0), (0, 1), (1, 0)])
+  first, *others = (set(np.flatnonzero(x)) for x in chosen(jnp.zeros(SIZE)))
   assert all(len(first & other) < K // 2 for other in others)
 
 
@@ -269,7 +272,7 @@ def test_random_runs_of_two_lengths_cover_all_and_overlap_nowhere():
   size, k = 13, 5
   random = selectors.Random(k / size, 0, ())
   draw = jax.vmap(lambda step: random.select(jnp.zeros(size), step, 0).mask)
-  drawn = np.asarray(draw(jnp.arange(400, dtype=jnp.int32)))
+  drawn = np.asarray(jax.jit(draw)(jnp.arange(400, dtype=jnp.int32)))
   assert (drawn.sum(axis=1) == k).all()
   np.testing.assert_allclose(drawn.mean(axis=0), k / size, atol=0.1)
 
@@ -278,11 +281,16 @@ def test_random_runs_of_two_lengths_cover_all_and_overlap_nowhere():
 
 
 def test_densities_of_one_and_of_less_than_an_element():
-  draws = jnp.asarray(cases.laplace(0, 1)[0])
-  for kind in (selectors.Exact, selectors.Sampled):
-    for density, count in [(1.0, cases.SIZE), (1e-6, 1)]:
-      chosen = kind(density).select(draws, jnp.int32(0), 0)
-      assert chosen.mask.sum() == count
+  @jax.jit
+  def masks(draws):
+    return [
+      kind(density).select(draws, jnp.int32(0), 0).mask
+      for kind in (selectors.Exact, selectors.Sampled)
+      for density in (1.0, 1e-6)
+    ]
+
+  chosen = [x.sum() for x in masks(jnp.asarray(cases.laplace(0, 1)[0]))]
+  assert chosen == [cases.SIZE, 1] * 2
 
 
 def test_a_sample_is_right_on_average_whatever_the_scale():

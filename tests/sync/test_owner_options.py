@@ -1,5 +1,6 @@
 """What owners are given: shapes, options, and optimizers with needs."""
 
+import functools
 from typing import Any
 
 import jax
@@ -39,22 +40,38 @@ def updates(inner, grads, extra=None, **options) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-  ("inner", "shape"),
+  ("inner", "shape", "capacities"),
   [
-    (optax.adagrad(0.5), (5, 30, 4)),  # The last dimension makes the rows.
-    # 128 columns would be split if a row could be.
-    (zenjax.rows.rowwise_adagrad(0.5), (96, 128)),
+    (optax.adagrad(0.5), (5, 30, 4), None),  # The last dimension makes rows.
+    # 128 columns would be split if a row could be. Buffers of all rows pass:
+    # owners have no dense path, of which `zen_sync` would warn.
+    (zenjax.rows.rowwise_adagrad(0.5), (96, 128), (96, 96)),
   ],
   ids=["folded", "whole rows"],
 )
-def test_a_step_is_that_of_the_optimizer_on_the_sum(inner, shape):
-  grads = few_rows(shape)
-  got, _ = updates(inner, grads, op="sum")
+def test_a_step_is_that_of_the_optimizer_on_the_sum(inner, shape, capacities):
+  """Further arguments reach the optimizer."""
+
+  def scaled(updates, state, params=None, *, by=1.0):
+    return jax.tree.map(lambda x: x * by, updates), state
+
+  scale = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), scaled
+  )
+  tx, grads = optax.chain(inner, scale), few_rows(shape)
+  got, _ = updates(tx, grads, {"by": -3.0}, op="sum", capacities=capacities)
   params = jnp.ones(shape)
-  want: Any
-  want, _ = inner.update(jnp.array(grads.sum(0)), inner.init(params), params)
+  whole = lambda g: inner.update(g, inner.init(params), params)[0]
+  want = -3.0 * np.asarray(jax.jit(whole)(grads.sum(0)))
   for device in got:
     np.testing.assert_allclose(device, want, rtol=1e-6)
+
+
+@functools.cache
+def in_rounds() -> tuple[Any, Any]:
+  """Updates and states of a step whose buffers are too small."""
+  options = dict(capacities=(1, 2), kernels="xla")
+  return updates(optax.adagrad(0.5), few_rows((300, 6)), **options)
 
 
 def test_options_are_those_of_the_exchange():
@@ -64,7 +81,7 @@ def test_options_are_those_of_the_exchange():
   short, _ = updates(inner, grads, wire_dtype=jnp.bfloat16)
   np.testing.assert_array_equal(short, short.astype(jnp.bfloat16))
   np.testing.assert_allclose(short, plain, rtol=0.02)
-  pinned, after = updates(inner, grads, capacities=(1, 2))
+  pinned, after = in_rounds()
   np.testing.assert_array_equal(pinned, plain)
   after = jax.tree.map(lambda x: x[0], after)
   assert zenjax.stats(after)["leaf"]["rounds"] > 1
@@ -73,29 +90,9 @@ def test_options_are_those_of_the_exchange():
 def test_kernels_give_the_bits_of_plain_jax():
   """Interpreted; two rounds or more."""
   inner, grads = optax.adagrad(0.5), few_rows((300, 6))
-  options = dict(capacities=(1, 2))
   with interpreted("cuda"):
-    by_kernels = updates(inner, grads, kernels="pallas", **options)
-  plain = updates(inner, grads, kernels="xla", **options)
-  for a, b in zip(*map(jax.tree.leaves, (by_kernels, plain)), strict=True):
+    by_kernels = updates(inner, grads, kernels="pallas", capacities=(1, 2))
+  for a, b in zip(
+    *map(jax.tree.leaves, (by_kernels, in_rounds())), strict=True
+  ):
     np.testing.assert_array_equal(a, b)
-
-
-def test_pins_of_all_rows_pass():
-  """Owners have no dense path, of which `zen_sync` would warn."""
-  inner, grads = optax.sgd(0.5), few_rows((96, 4))
-  got, _ = updates(inner, grads, capacities=(96, 96), op="sum")
-  for device in got:
-    np.testing.assert_allclose(device, -0.5 * grads.sum(0), rtol=1e-6)
-
-
-def test_further_arguments_reach_the_optimizer():
-  def scaled(updates, state, params=None, *, by=1.0):
-    return jax.tree.map(lambda x: x * by, updates), state
-
-  inner = optax.GradientTransformationExtraArgs(
-    lambda params: optax.EmptyState(), scaled
-  )
-  grads = few_rows((96, 4))
-  got, _ = updates(inner, grads, extra={"by": -3.0})
-  np.testing.assert_allclose(got[0], -3.0 * grads.mean(0), rtol=1e-6)
