@@ -185,5 +185,7 @@ def test_program(name, chip):
   assert all(name == "arrays" and "while" in x.inside for x in large), large
   # Tables are updated in place.
   assert memory.alias_size_in_bytes >= table
-  most = {"arrays": 2.1, "sharded_optimizer": 1.2}.get(name, 0.5)
+  # SparseCores of a TPU 7x take some megabytes of scratch for a sharded table.
+  most = {"arrays": 2.1, "sharded_optimizer": 1.2, "sharded_table": 0.7}
+  most = most.get(name, 0.5)
   assert memory.temp_size_in_bytes < most * table

@@ -102,7 +102,7 @@ def test_rows_of_two_tables_cannot_be_added(other):
 
 UPDATES = "zenjax.apply_updates(params, updates)"
 SCALES = "rows.with_values(rows.values * factor)"
-INSIDE = "run optax inside zenjax.lazy_rows"
+INSIDE = "inside zenjax.lazy_rows"
 CLIP = "clips with clip_norm="
 ADD = "add SparseRows with `+`"
 NORM = "zenjax.global_norm"

@@ -107,6 +107,11 @@ REFUSED = {
     ValueError,
     "`wire_dtype` float8_e5m2 jnp.bfloat16",
   ),
+  "rounded arrays": (
+    lambda: zen("data", scheme="dense", wire_dtype=jnp.bfloat16),
+    ValueError,
+    "`wire_dtype` bfloat16 scheme='dense'",
+  ),
   # 70,000 would come out as Inf, 1e-9 as zero.
   "range": (
     shaped((40, 4), wire_dtype=jnp.float16),

@@ -14,6 +14,7 @@ import optax
 import oracle
 import pytest
 import runners
+import scheme_names
 import stablehlo
 import steps
 
@@ -64,7 +65,7 @@ def nested_vmap(f, shape):
   [
     ("zen", (3, 2), False),
     ("zen", (3, 1), True),
-    ("all_gather", (3, 2), True),
+    *((name, (3, 2), True) for name in scheme_names.PEERS),
     ("dense", (4, 2), True),
   ],
 )
@@ -195,7 +196,11 @@ def test_rows_above_the_limit_of_another_machine_follow():
 
 @pytest.mark.parametrize(
   "options",
-  [{}, {"partition": "columns"}, {"scheme": "recursive_doubling"}],
+  [
+    {},
+    {"partition": "columns"},
+    *({"scheme": name} for name in scheme_names.PEERS),
+  ],
   ids=str,
 )
 def test_collectives_over_different_groups_have_one_order(options):

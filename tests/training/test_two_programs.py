@@ -1,4 +1,4 @@
-"""Two processes that compile, compare and check; see `two_programs.py`."""
+"""Two processes that compile, compare and check: `two_programs` of helpers."""
 
 import re
 import socket

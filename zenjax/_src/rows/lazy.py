@@ -147,8 +147,11 @@ def require(analysis: RowAnalysis, names: Sequence[str], argument: str) -> None:
   """Raises ValueError for a table that cannot be updated by its rows."""
   remedy = "Give this table another optimizer with `optax.partition`"
   if argument == "inner":
-    remedy += ", or keep it without `lazy_rows` behind `zenjax.zen_sync("
-    remedy += 'axis_name, output="dense")`'
+    remedy = (
+      "To keep this optimizer, leave out `lazy_rows` and write"
+      ' `zenjax.zen_sync(axis_name, output="dense")`. Or give this table'
+      " another one with `optax.partition`"
+    )
   for table, refusal in analysis.refusals.items():
     raise ValueError(
       f"`{argument}` must update a row by that row alone, or by sums over all"

@@ -18,11 +18,11 @@ from zenjax.kernels.reference import row_mask
 
 # Part of the errors of programs that compute with SparseRows as with arrays.
 _CURES = (
-  "run optax inside zenjax.lazy_rows, behind zen_sync, or on arrays behind"
-  " zen_sync(.., output='dense') (for sharded tables"
-  " inside sharded_optimizer, which clips with clip_norm=),"
-  " add SparseRows with `+`,"
-  " and take norms with zenjax.global_norm"
+  "put the optax transformations behind zen_sync inside zenjax.lazy_rows, where"
+  " Adam and decay act on looked-up rows only, or keep your chain and write"
+  " zen_sync(.., output='dense'); for sharded tables use sharded_optimizer,"
+  " which clips with clip_norm=; add SparseRows with `+`, and take norms with"
+  " zenjax.global_norm"
 )
 
 # Row ids are in an array that refuses arithmetic.

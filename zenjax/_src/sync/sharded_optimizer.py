@@ -193,9 +193,9 @@ class Owners:
     if not isinstance(state, ShardedOptimizerState):
       raise ValueError(
         "`state` of sharded_optimizer must be made by `zenjax.init_state(tx,"
-        f" params, mesh, axis_name)`, got {type(state).__name__}. To convert a"
-        " state of plain optax, call `zenjax.tables.shard(params, mesh,"
-        " axis_name, opt_state=state)`."
+        f" params, mesh, axis_name)`, got {type(state).__name__}. To go on with"
+        " a state of plain optax, write `params, state ="
+        " zenjax.tables.shard(params, mesh, axis_name, opt_state=state)`."
       )
     options = self.options
     mesh = collectives.mesh_around(options.axes, updates, options.mesh)

@@ -91,6 +91,11 @@ def check(
       )
     arguments.mesh_axes(axis_name, mesh)
   wire = arguments.wire_dtype("wire_dtype", wire_dtype)
+  if wire is not None and scheme == DENSE:
+    raise ValueError(
+      f"`wire_dtype` is for rows, got {wire} with scheme='dense', which"
+      " all-reduces arrays as they are. Leave `wire_dtype` or `scheme` out."
+    )
   if plan is not None:
     given = sparse, scheme, unit, partition, wire_dtype, capacities
     _require_plan(plan, dict(zip(_PLANNED, given, strict=True)))

@@ -264,9 +264,9 @@ def require_replicated(
     if split is not None and spec == PartitionSpec():
       raise ValueError(
         f"`{argument}` must be replicated, but leaf {name!r} of shape"
-        f" {np.shape(leaf)} is sharded by {split} and would be gathered. Use"
-        " `jax.device_put(x, jax.NamedSharding(mesh, jax.P()))`, or for a table"
-        " `zenjax.tables.shard`."
+        f" {np.shape(leaf)} is sharded by {split} and would be gathered. Shard"
+        " tables with `zenjax.tables.shard`, and place other leaves with"
+        " `jax.device_put(x, jax.NamedSharding(mesh, jax.P()))`."
       )
 
 
