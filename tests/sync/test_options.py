@@ -46,15 +46,15 @@ def test_float64():
       oracle.check(run(stack), stack, label=name)
 
 
-def test_rows_come_out_each_once():
-  """Padding has the index one past the last; here of another hash."""
+@pytest.mark.parametrize(
+  "options",
+  [{"partition": "columns"}, {"hash_seed": 2**31 - 1}],
+  ids=["columns", "another hash"],
+)
+def test_rows_come_out_each_once(options):
+  """Padding has the index one past the last."""
   rows, width = 150, 6
-  run = run_with(
-    "shard_map_replicated",
-    output="rows",
-    partition="hash",
-    hash_seed=2**31 - 1,
-  )
+  run = run_with("shard_map_replicated", output="rows", **options)
   for name, stack in cases.every_case(N, rows, width, cases.FLOAT32):
     got = run(stack)
     assert got.num_rows == rows

@@ -358,30 +358,34 @@ def test_steps_are_those_of_whole_tables(name):
   assert "t" in zenjax.report(opt_state)
 
 
-def test_buffers_are_tuned_by_what_steps_have_needed():
-  """Here of a table that is all of the parameters."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_buffers_are_tuned_by_what_steps_have_needed(alone):
+  """Of a table that is all of the parameters, and of one among others."""
   mesh, table = mesh_of(4), table_of()
-  params = zenjax.tables.shard(table, mesh, "data", tables=True)
+  one = lambda params: params if alone else params["a"]["t"]
+  whole = table if alone else {"a": {"t": table}, "t": table_of(1, 600)}
+  params = zenjax.tables.shard(whole, mesh, "data", tables=True)
+  name = "leaf" if alone else "a.t"
   tx = zenjax.sharded_optimizer(optax.sgd(0.5), "data", mesh=mesh)
   lie = jax.NamedSharding(mesh, jax.P("data"))
   ids = ids_of("one_owner", 4).reshape(-1)
   split = jax.device_put(ids, lie)
-  loss = lambda table, ids: jnp.sum(table[ids] ** 2) / 2
+  loss = lambda params, ids: jnp.sum(one(params)[ids] ** 2) / 2
   step: Any = jax.jit(step_of(tx, loss))
   state = params, tx.init(params)
   state, _ = step(state, split)
-  assert zenjax.stats(state)["leaf"]["rounds"] > 1
+  assert zenjax.stats(state)[name]["rounds"] > 1
   state = zenjax.tune(state)
   for _ in range(2):
     state, _ = step(state, split)
   assert step._cache_size() == 2  # Compiled once more.
-  assert zenjax.stats(state)["leaf"]["rounds"] == 1
+  assert zenjax.stats(state)[name]["rounds"] == 1
   again = zenjax.tune(state)
-  assert again[0].sizes == state[0].sizes
+  assert one(again[0]).sizes == one(state[0]).sizes
   # Each lookup of a row takes a half of it away.
   left = (1 - 0.5 * np.bincount(ids, minlength=R)) ** 3
   np.testing.assert_allclose(
-    zenjax.tables.unshard(state[0]), table * left[:, None], rtol=1e-5
+    one(zenjax.tables.unshard(state[0])), table * left[:, None], rtol=1e-5
   )
 
 

@@ -152,3 +152,22 @@ def test_what_keeps_nothing_of_tables_is_of_any_number_of_devices():
   assert [x.shape for x in jax.tree.leaves(updates)] == [(3, 3), (128, 4)]
   (_, new), _ = traced(tx, state, 2, by="data_parallel")
   assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_no_two_leaves_of_a_state_share_an_array():
+  """A step that donates its state would fail."""
+  params = PARAMS | {"other": jnp.zeros((128, 4))}
+  is_table = lambda name, _: name != "dense"
+  adam, mesh = optax.adam(0.1), runners.mesh(4)
+  rows = optax.chain(zenjax.zen_sync("data", sparse=is_table), adam)
+  states = [made(tx, 4, params) for tx in (rows, *TRANSFORMS.values())]
+  states += [
+    rows.init(params),
+    zenjax.tables.shard(
+      params, mesh, "data", tables=is_table, opt_state=adam.init(params)
+    ),
+  ]
+  for state in states:
+    parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
+    held = [x.unsafe_buffer_pointer() for x in parts if x.size]
+    assert len(set(held)) == len(held)

@@ -181,9 +181,8 @@ class Owners:
       [given.names[i] for i in tables],
       options,
       owners=True,
-      leaf=sync_state.empty_leaf(
-        devices=context.devices, sharded=bool(given.tables)
-      ),
+      devices=context.devices,
+      sharded=bool(given.tables),
     )
     return ShardedOptimizerState(sync, _bare(inner))
 

@@ -140,16 +140,20 @@ def empty(
   options: Options,
   *,
   owners: bool = False,
-  leaf: LeafState | None = None,
+  devices: int = 0,
+  sharded: bool = False,
 ) -> ZenSyncState:
-  """Returns the state before the first step, with a `leaf` for each name."""
+  """Returns the state before the first step, with a leaf for each name."""
   compat.serialize_with_flax(ZenSyncState, LeafState)
   fixed = names if options.plan or options.capacities else ()
   if isinstance(options.capacities, dict):
     fixed = options.capacities
   return ZenSyncState(
     step=jnp.zeros((), jnp.int32),
-    leaves=dict.fromkeys(names, leaf or empty_leaf()),
+    # No two leaves share an array, because a step may donate the state.
+    leaves={
+      name: empty_leaf(devices=devices, sharded=sharded) for name in names
+    },
     mean=jnp.asarray(options.mean, jnp.int32),
     fixed=frozenset(fixed),
     owners=owners,

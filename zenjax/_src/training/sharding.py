@@ -133,11 +133,13 @@ def _sharded_state(
   inner = jax.tree_util.tree_map_with_path(moved, opt_state)
   over = (*tables[0][1].replicas, *arguments.axes(axis_name))
   devices = math.prod(mesh.shape[axis] for axis in over)
-  new = sync_state.empty_leaf(devices=devices, sharded=True)
-  named = leaf_util.named_leaves(params, is_sharded)
-  memory = {name: new for name, x in named if is_sharded(x)}
-  none = jnp.zeros((), jnp.int32)
-  sync = sync_state.ZenSyncState(none, memory, none, owners=True)
+  memory = {
+    name: sync_state.empty_leaf(devices=devices, sharded=True)
+    for name, x in leaf_util.named_leaves(params, is_sharded)
+    if is_sharded(x)
+  }
+  step, mean = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+  sync = sync_state.ZenSyncState(step, memory, mean, owners=True)
   sync = jax.tree.map(lambda x: sharding.replicated(x, mesh), sync)
   return ShardedOptimizerState(sync, inner)
 
