@@ -51,7 +51,7 @@ def test_one_array_of_any_rank(shape):
 
 
 def test_leaves_of_no_elements():
-  """As `lax.pmean` takes them, beside a table."""
+  """Compares with `lax.pmean`, in a tree that has a table."""
   rng = np.random.default_rng(0)
   tx = zenjax.zen_sync("data", sparse=True)
   none = {"rows": np.zeros((N, 0, 4), F32), "columns": np.zeros((N, 4, 0), F32)}

@@ -24,7 +24,7 @@ def _dense(name, grads):
 
 
 def _check(name, got, want):
-  """Gradients as rows, densified, beside those of `jax.grad`."""
+  """Returns row gradients as arrays, and the gradients of `jax.grad`."""
   tol = 1e-2 if "bfloat16" in name or "mixed" in name else 1e-5
   for g, w in zip(got, jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(g, w, rtol=tol, atol=tol * 0.1)

@@ -401,7 +401,7 @@ REFUSED = {
   ),
   "summed arrays": (
     lambda: jnp.ones((4096, 4)),
-    "XLA has summed.*`zenjax.unreduced.*explain_tables",
+    "XLA has summed.*`zenjax.unreduced.*put it after",
   ),
 }
 

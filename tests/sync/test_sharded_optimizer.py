@@ -1,4 +1,4 @@
-"""Owners that update their rows, beside one device that updates all."""
+"""Compares owners of rows with one device that updates all rows."""
 
 import functools
 from typing import Any

@@ -360,7 +360,7 @@ def test_steps_are_those_of_whole_tables(name):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_buffers_are_tuned_by_what_steps_have_needed(alone):
-  """Of a table that is all of the parameters, and of one among others."""
+  """Tunes a table that is the whole tree of parameters, and one of several."""
   mesh, table = mesh_of(4), table_of()
   one = lambda params: params if alone else params["a"]["t"]
   whole = table if alone else {"a": {"t": table}, "t": table_of(1, 600)}

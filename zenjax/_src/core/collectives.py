@@ -99,7 +99,7 @@ def permute(
 ) -> jax.Array:
   """Sends `x` from source to destination of each pair.
 
-  A device that is not a destination receives a value without a meaning.
+  A device that is not a destination receives an arbitrary value.
   `vmap` supports full permutations only, so further pairs are added.
   """
   n = lax.axis_size(axis)

@@ -26,9 +26,11 @@ def columns(
 
 
 def ms(seconds: float) -> str:
-  """Returns a time in milliseconds, to three digits or whole."""
+  """Returns a time in milliseconds: "0.0123", "12.3", or "1,230"."""
   milliseconds = seconds * 1e3
-  return f"{milliseconds:{',.0f' if milliseconds >= 1000 else '.3g'}}"
+  if milliseconds >= 1000:
+    return f"{milliseconds:,.0f}"
+  return f"{milliseconds:.3g}"
 
 
 def size(of_bytes: float) -> str:

@@ -170,7 +170,7 @@ class ListTarget(NamedTuple):
 
   row: jax.Array  # [k] int32, R as padding
   values: jax.Array  # [k, D], zeros for padding
-  total: jax.Array  # [p] int32, rows so far; more follow there
+  total: jax.Array  # [p] int32, rows of earlier rounds
 
   def written(self, arrived: Arrived, plan: ExchangePlan) -> "ListTarget":
     row, begins = arrived.row, _starts(plan)

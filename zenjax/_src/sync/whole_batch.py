@@ -99,15 +99,14 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
   named = leaf_util.named_leaves(updates, is_rows)
   is_part = [is_rows(x) or bool(_unreduced_axes(x)) for _, x in named]
   if not any(is_part):
-    way = "`zenjax.value_and_grad(loss_fn)`, with `zenjax.lazy_rows` around"
-    way += " your optimizer"
+    way = "`zenjax.value_and_grad(loss_fn)`"
     if set(axes) <= compat.explicit_of(mesh):
       way += f", or with respect to `zenjax.unreduced(params, {axes!r})`"
     raise ValueError(
       "`updates` must hold SparseRows or unreduced arrays outside of shard_map,"
       f" but XLA has summed all of them over {axes!r}. Take gradients by {way}."
-      " If you did, `zenjax.rows.explain_tables` says why no table has a row"
-      " gradient."
+      " `zenjax.rows.explain_tables` says why a table has no row gradient. If"
+      " you use `optax.MultiSteps`, put it after this transformation."
     )
   chosen = leaf_util.select(updates, options.sparse, options.unit)
   devices = math.prod([mesh.shape[axis] for axis in axes])
