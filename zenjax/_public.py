@@ -1,5 +1,6 @@
 """Lists all public names of `zenjax`, and where each is defined."""
 
+from zenjax import compress
 from zenjax import packed
 from zenjax import planner
 from zenjax import rows
@@ -34,6 +35,7 @@ __all__ = (
   "__version__",
   "apply_updates",
   "check_step",
+  "compress",
   "data_parallel",
   "from_checkpoint",
   "global_norm",

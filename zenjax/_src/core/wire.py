@@ -28,19 +28,19 @@ def words_for(count: int, dtype: jnp.dtype) -> int:
 
 
 @jax.custom_jvp
-def _constant(x: jax.Array) -> jax.Array:
+def constant(x: jax.Array) -> jax.Array:
   """Returns `x`, and raises if it is differentiated."""
   return x
 
 
-@_constant.defjvp
+@constant.defjvp
 def _refuse_derivative(primals, tangents):
   del primals, tangents
   raise NotImplementedError(
-    "You cannot differentiate through `zenjax.sharded_optimizer`. Use"
-    " `zenjax.zen_sync`, which has the derivative of `lax.pmean`. If you do not"
-    " need the derivative, put `jax.lax.stop_gradient` around the arguments of"
-    " `update`."
+    "You cannot differentiate through `zenjax.sharded_optimizer` or"
+    " `zenjax.compress.all_reduce`. Use `zenjax.zen_sync`, which has the"
+    " derivative of `lax.pmean`. If you do not need the derivative, put"
+    " `jax.lax.stop_gradient` around the arguments of `update`."
   )
 
 
@@ -82,7 +82,7 @@ def send(
 def to_words(x: jax.Array) -> jax.Array:
   """Converts `[b, ...]` of any dtype to `[b, words] uint32`, zero padded."""
   if jnp.issubdtype(x.dtype, jnp.inexact):
-    x = _constant(x)
+    x = constant(x)
   flat = x.reshape(x.shape[0], -1)
   size = flat.dtype.itemsize
   if size < 4:

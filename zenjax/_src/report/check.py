@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import optax
 
+from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core.arguments import AxisName
 from zenjax._src.core.arguments import mesh_axes
 from zenjax._src.core.collectives import Axes
@@ -128,8 +129,9 @@ def check_step(
 
   Rounding is measured: the steps on one device run a second time with the
   examples in reverse order. A program whose result depends on that order, such
-  as one with dropout, cannot be compared. With sparsifiers, only copies on
-  different devices are compared, because each device selects for itself.
+  as one with dropout, cannot be compared. With sparsifiers and compressors,
+  only copies on different devices are compared, because each device chooses
+  for itself what it sends.
 
   Args:
     build: `build(mesh) -> (step, params, opt_state)`. It makes the program for
@@ -193,8 +195,8 @@ def check_step(
   ]
   if one.selects:
     notes.append(
-      "sparsifiers select on each device, so many devices don't train what one"
-      " does: only copies are compared."
+      "each device chooses for itself what a sparsifier or compressor sends, so"
+      " many devices don't train what one does: only copies are compared."
     )
   elif by_order:
     notes.append(
@@ -229,7 +231,7 @@ class _Run(NamedTuple):
   last: dict[str, np.ndarray]
   losses: dict[str, np.ndarray]  # of the first step
   unequal: list[str]  # leaves whose copies differ between devices
-  selects: bool  # whether a sparsifier is part of the program
+  selects: bool  # whether a sparsifier or compressor is part of the program
 
 
 def _compared(
@@ -275,8 +277,10 @@ def _trained(
   # A step may donate what it is given.
   copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
   params, opt_state = jax.tree.map(copy, (params, opt_state))
-  sparsifiers: Any = SparsifierState | ErrorFeedbackState | SelectionState
-  selects = bool(sync_state.nodes(opt_state, sparsifiers))
+  lossy: Any = (
+    SparsifierState | ErrorFeedbackState | SelectionState | CompressState
+  )
+  selects = bool(sync_state.nodes(opt_state, lossy))
   initial = _values(params)
   first, losses = initial, {}
   for number in range(steps):

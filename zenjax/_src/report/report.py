@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from zenjax._src.compress.compress_state import CompressState
+from zenjax._src.core import text
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
 from zenjax._src.report import tune
@@ -25,7 +27,8 @@ def report(state: Any) -> str:
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
-      `SparsifierState` or `ErrorFeedbackState` anywhere inside.
+      `SparsifierState`, `ErrorFeedbackState` or `CompressState` anywhere
+      inside.
 
   Returns:
     Tables of text, each with a legend:
@@ -45,6 +48,8 @@ def report(state: Any) -> str:
     - Parameters of `error_feedback`: the density wanted and reached, the
       threshold, build-up, imbalance and norm of the residuals. If devices
       belong to several processes, a line says how to get these numbers.
+    - `compress.all_reduce`: a line with the bytes received per device, compared
+      with a dense all-reduce.
 
     If all devices hold the same rows, a line asks whether the gradients were
     averaged before: sparse synchronization then saves little.
@@ -62,7 +67,7 @@ def report(state: Any) -> str:
     zen_sync: no parameter is sent sparsely; all take a dense all-reduce.
   """
   sync_state.require_numbers(state, "report")
-  lines = [*_sparsifiers(state), *_error_feedback(state)]
+  lines = [*_sparsifiers(state), *_error_feedback(state), *_compressed(state)]
   if not lines or sync_state.find(state):
     lines = [*_synced_leaves(state, sync_state.require(state)), *lines]
   return "\n".join(lines)
@@ -301,3 +306,24 @@ def _error_feedback(state: Any) -> list[str]:
       " its numbers."
     ]
   return _table(title, stats.selected_leaves(state), _FEEDBACK)
+
+
+def _compressed(state: Any) -> list[str]:
+  lines = []
+  for node in sync_state.nodes(state, CompressState):
+    steps, leaves = int(stats.array(node.step)), len(node.memory)
+    wire, dense = (
+      float(stats.array(x)) for x in (node.wire_bytes, node.dense_bytes)
+    )
+    if not leaves:
+      lines.append("compress.all_reduce: it compresses no parameter.")
+    elif not steps:
+      lines.append("compress.all_reduce: no step was taken yet.")
+    else:
+      fewer = f"{dense / wire:.1f}x less" if wire else "nothing"
+      lines.append(
+        f"compress.all_reduce after {steps} steps: {leaves} parameters,"
+        f" {text.size(wire)} received per device, {fewer} than by a dense"
+        " all-reduce"
+      )
+  return lines

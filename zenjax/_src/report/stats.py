@@ -1,12 +1,13 @@
 """Reads statistics of a run from an optimizer state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.machine.cost import Profile
 from zenjax._src.schemes import buffer_sizes
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
@@ -24,7 +25,12 @@ Stats = dict[str, dict[str, float]]
 # larger selection costs one more round.
 _SELECTION_PERCENTILE = 90
 
-_COUNTED = (sync_state.ZenSyncState, ErrorFeedbackState, SparsifierState)
+_COUNTED = (
+  sync_state.ZenSyncState,
+  ErrorFeedbackState,
+  SparsifierState,
+  CompressState,
+)
 
 
 @overload
@@ -39,13 +45,14 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
   """Returns statistics of the last step, by parameter and by sparsifier.
 
   Use it to log what each step sends. `zenjax.report` prints the same numbers.
-  If the state holds `error_feedback` and its devices belong to several
-  processes, call `stats` in all of them. The reference page "Statistics"
+  If the state holds residuals and its devices belong to several processes, call
+  `stats` in all of them. The reference page "Statistics"
   defines every name.
 
   Args:
     state: An optimizer state with a `ZenSyncState`, `ShardedOptimizerState`,
-      `SparsifierState` or `ErrorFeedbackState` anywhere inside.
+      `SparsifierState`, `ErrorFeedbackState` or `CompressState` anywhere
+      inside.
     flat: Whether to return one dictionary with keys such as
       "parameter/density", for metric writers, instead of one for each
       parameter.
@@ -66,6 +73,8 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
     - "sparsifier", for `exdyna` and `micro` ("sparsifier 2" for a second one):
       the fields of `SparsifierStats`, `devices`, `steps`, and a `capacity` that
       holds 90 % of recent selections.
+    - "compressed", for `zenjax.compress.all_reduce`: `leaves`, `steps`,
+      `wire_bytes`, `dense_bytes` and `residual_norm`.
 
   Raises:
     ValueError: `state` holds none of these states.
@@ -106,7 +115,14 @@ def stats(state: Any, *, flat: bool = False) -> Stats | dict[str, float]:
       " itself, because `nnx.state` forgets types."
     )
   by_name: Stats = {}
-  for part in (synced_leaves, sharded_tables, selected_leaves, sparsifiers):
+  parts = (
+    synced_leaves,
+    sharded_tables,
+    selected_leaves,
+    sparsifiers,
+    compressed,
+  )
+  for part in parts:
     for name, numbers in part(state).items():
       by_name[name] = by_name.get(name, {}) | numbers
   if not flat:
@@ -265,6 +281,29 @@ def sparsifiers(state: Any) -> Stats:
         **{k: float(np.asarray(x)) for k, x in node.stats._asdict().items()},
       }
   return by_name
+
+
+def compressed(state: Any) -> Stats:
+  """Returns `stats` of `compress.all_reduce`, if it has taken a step."""
+  by_name: Stats = {}
+  for i, node in enumerate(sync_state.nodes(state, CompressState)):
+    if steps := int(array(node.step)):
+      norm = _norm(jax.tree.leaves(node.residuals))
+      by_name[f"compressed {i + 1}" if i else "compressed"] = {
+        "leaves": float(len(node.memory)),
+        "steps": float(steps),
+        "wire_bytes": float(array(node.wire_bytes)),
+        "dense_bytes": float(array(node.dense_bytes)),
+        "residual_norm": float(norm),
+      }
+  return by_name
+
+
+@jax.jit
+def _norm(residuals: Sequence[jax.Array]) -> jax.Array:
+  """The norm of all, in `jit` because no device has all values."""
+  square = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))
+  return jnp.sqrt(sum(map(square, residuals), jnp.float32(0)))
 
 
 def profile(state: Any) -> dict[str, Profile]:

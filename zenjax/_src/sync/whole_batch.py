@@ -90,14 +90,9 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
       or a mean is wanted.
   """
   axes = options.axes
-  if options.op == "mean":
-    raise ValueError(
-      "`op` must be 'sum' outside of shard_map, got 'mean'. The loss in plain"
-      " jit is taken over the whole batch, so its gradient is a sum. Leave `op`"
-      " out."
-    )
+  refuse_mean(options)
   named = leaf_util.named_leaves(updates, is_rows)
-  is_part = [is_rows(x) or bool(_unreduced_axes(x)) for _, x in named]
+  is_part = [_is_part(x) for _, x in named]
   if not any(is_part):
     way = "`zenjax.value_and_grad(loss_fn)`"
     if set(axes) <= compat.explicit_of(mesh):
@@ -131,6 +126,25 @@ def parts_of(updates: Any, mesh: Any, options: Options) -> Parts:
   sparse = [name for (name, _), is_sparse in zip(named, chosen) if is_sparse]
   structure = jax.tree.structure(updates, is_leaf=is_rows)
   return Parts(named, is_part, frozenset(sparse), given, placements, structure)
+
+
+def refuse_mean(options: Options) -> None:
+  """Raises ValueError if a mean is wanted of gradients of the whole batch."""
+  if options.op == "mean":
+    raise ValueError(
+      "`op` must be 'sum' outside of shard_map, got 'mean'. The loss in plain"
+      " jit is taken over the whole batch, so its gradient is a sum. Leave `op`"
+      " out."
+    )
+
+
+def has_parts(updates: Any) -> bool:
+  """Returns True if any gradient is left to sum."""
+  return any(map(_is_part, jax.tree.leaves(updates, is_leaf=is_rows)))
+
+
+def _is_part(x: Any) -> bool:
+  return is_rows(x) or bool(_unreduced_axes(x))
 
 
 def mapped(

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
+from zenjax._src.compress.compress_state import CompressState
+from zenjax._src.compress.compress_state import Residual
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
@@ -32,7 +34,7 @@ from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
 # Nodes that differ between devices and know for how many they were made.
-_OWN = FeedbackLeaf | SparsifierState | ShardedTable
+_OWN = FeedbackLeaf | SparsifierState | Residual | ShardedTable
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
@@ -140,7 +142,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   def spec(node: Any) -> Any:
     if isinstance(node, fetch.Ahead):
       return jax.tree.map(lambda _: split, node)
-    if isinstance(node, SparsifierState | FeedbackLeaf):
+    if isinstance(node, SparsifierState | FeedbackLeaf | Residual):
       return node.specs(split)
     if isinstance(node, ShardedTable):
       specs = sharded_table.specs(node, owners)
@@ -171,7 +173,12 @@ class _AnyPlan(tuple):
 
 def accumulates_local(node: optax.MultiStepsState) -> bool:
   """Returns True if `MultiSteps` is around `zen_sync`, not behind it."""
-  kinds: Any = sync_state.ZenSyncState | SparsifierState | ErrorFeedbackState
+  kinds: Any = (
+    sync_state.ZenSyncState
+    | SparsifierState
+    | ErrorFeedbackState
+    | CompressState
+  )
   return bool(sync_state.nodes(node.inner_opt_state, kinds))
 
 

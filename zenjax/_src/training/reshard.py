@@ -9,9 +9,10 @@ from jax.sharding import NamedSharding
 import numpy as np
 import optax
 
+from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.core import arguments
 from zenjax._src.core.arguments import AxisName
-from zenjax._src.sparsify import sparsifier_state
+from zenjax._src.core.folding import folded
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
@@ -188,7 +189,7 @@ def _moved_to(
     like: As for `from_checkpoint`, the same part of it.
     syncs: The states of zen_sync in all of the state.
   """
-  kinds: Any = _STATES | optax.MultiStepsState
+  kinds: Any = _STATES | CompressState | optax.MultiStepsState
   names = lambda tree: [type(x).__name__ for x in sync_state.nodes(tree, kinds)]
   if like is not None and names(like) != names(state):
     raise ValueError(
@@ -201,6 +202,10 @@ def _moved_to(
     if isinstance(node, _STATES):
       averages = lambda name: _averages(name, syncs)
       return jax.tree.map(on_host, node).on_devices(devices, averages)
+    if isinstance(node, CompressState):
+      own = jax.tree.map(on_host, node._replace(others=()))
+      inner = _moved_to(node.others, devices, None, syncs)
+      return own.on_devices(devices)._replace(others=inner)
     if isinstance(node, optax.MultiStepsState):
       other = next(others, None)
       if placement.accumulates_local(node):
@@ -238,9 +243,7 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
   parts = [on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
   # Zeros are the same for a mean and for a sum.
   averages = any(x.any() for x in parts) and _averages_all(node)
-  moved = [
-    sparsifier_state.folded(x, devices, averages=averages) for x in parts
-  ]
+  moved = [folded(x, devices, averages=averages) for x in parts]
   return structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in moved])
 
 
@@ -249,6 +252,8 @@ def _averages_all(node: optax.MultiStepsState) -> bool:
   inner = node.inner_opt_state
   sparsifiers = sync_state.nodes(inner, SparsifierState)
   means = {node.averages for node in sparsifiers}
+  compressed = sync_state.nodes(inner, CompressState)
+  means |= {bool(on_host(node.mean)) for node in compressed}
   means |= {bool(on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(

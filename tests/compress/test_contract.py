@@ -1,0 +1,125 @@
+"""The contract of all compressors: a row of `compressor_models.ROWS` each."""
+
+import compressor_models as models
+import jax
+import numpy as np
+import pytest
+
+from zenjax import compress
+
+# Two leaves that fill no whole blocks.
+SHAPES = {"a": (37, 20), "b": (450,)}
+AXES = {
+  "1": (1,),
+  "2": (2,),
+  "4": (4,),
+  "8": (8,),
+  "2x2": (2, 2),
+  "4x2": (4, 2),
+}
+STEPS = 40
+
+
+def names_of(sizes):
+  return ("data",) if len(sizes) == 1 else ("host", "device")
+
+
+def over(axes):
+  return axes[0] if len(axes) == 1 else axes
+
+
+def program(compressor, sizes, **options):
+  """`(tx, run)`; `run(gradients [n, ..], state [n, ..])` is a step of all."""
+  axes = names_of(sizes)
+  tx = compress.all_reduce(compressor, over(axes), leaves=True, **options)
+  run = tx.update
+  for axis, size in zip(reversed(axes), reversed(sizes)):
+    run = jax.vmap(run, axis_name=axis, axis_size=size)
+  flat = lambda x: x.reshape(-1, *x.shape[len(sizes) :])
+  deep = lambda x: x.reshape(*sizes, *x.shape[1:])
+
+  def stacked(gradients, state):
+    out = run(jax.tree.map(deep, gradients), jax.tree.map(deep, state))
+    return jax.tree.map(flat, out)
+
+  return tx, jax.jit(stacked)
+
+
+def fresh(tx, sizes, params):
+  axes = names_of(sizes)
+  init = lambda _: tx.init(params)
+  for axis, size in zip(reversed(axes), reversed(sizes)):
+    init = jax.vmap(init, axis_name=axis, axis_size=size)
+  state = init(np.zeros(sizes))
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(sizes) :]), state)
+
+
+def gradients(step, n, seed=0):
+  rng = np.random.default_rng([seed, step, n])
+  draw = lambda shape: rng.standard_t(3, (n, *shape)).astype(np.float32)
+  return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def in_blocks(tree, n):
+  parts = []
+  for name in SHAPES:
+    x = np.asarray(tree[name]).reshape(n, -1)
+    parts.append(np.pad(x, ((0, 0), (0, -x.shape[1] % models.BLOCK))))
+  blocks = np.concatenate(parts, axis=1).reshape(n, -1, models.BLOCK)
+  return np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % n), (0, 0)))
+
+
+def uniforms(step, n, slices, blocks):
+  """The random numbers of each device, by its keys."""
+  out = np.zeros((n, 2, *blocks.shape[1:]), np.float32)
+  part = blocks.shape[1] // slices
+  mine = part // (n // slices)
+  for rank in range(n):
+    key = jax.random.fold_in(jax.random.key(0), step)
+    push, pull = jax.random.split(jax.random.fold_in(key, rank))
+    out[rank, 0, :part] = jax.random.uniform(push, (part, models.BLOCK))
+    out[rank, 1, :mine] = jax.random.uniform(pull, (mine, models.BLOCK))
+  return out
+
+
+@pytest.mark.parametrize("sizes", AXES.values(), ids=AXES.keys())
+@pytest.mark.parametrize("name", models.ROWS)
+def test_it_is_its_model(name, sizes):
+  row, n = models.ROWS[name], int(np.prod(sizes))
+  tx, run = program(row.compressor, sizes)
+  state = fresh(
+    tx, sizes, {k: np.zeros(v, np.float32) for k, v in SHAPES.items()}
+  )
+  slices = sizes[-1] if len(sizes) > 1 else 1
+  sums = {k: np.zeros(v) for k, v in SHAPES.items()}
+  ones = {k: np.ones((n, *v), np.float32) for k, v in SHAPES.items()}
+  for step in range(STEPS):
+    given = gradients(step, n)
+    with_rest = dict(given)
+    if row.keeps:
+      for k in SHAPES:
+        with_rest[k] = given[k] + np.asarray(state.residuals[k].value)[:, 0]
+    blocks, filled = in_blocks(with_rest, n), in_blocks(ones, n)[0] > 0
+    draws = (
+      uniforms(step, n, slices, blocks) if "stochastic" in repr(row) else None
+    )
+    mean, kept = models.step(row.model, blocks, sizes, draws)
+    update, state = run(given, state)
+    for x in jax.tree.leaves(update):  # bit-equal on all devices
+      np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+    agree(in_blocks(update, n)[0], mean, blocks, filled)
+    if row.keeps:
+      rest = {k: state.residuals[k].value[:, 0] for k in SHAPES}
+      agree(in_blocks(rest, n), kept, blocks, filled)
+    for k in SHAPES:
+      sums[k] += given[k].sum(axis=0) - n * np.asarray(update[k][0], np.float64)
+  if row.keeps:
+    for k in SHAPES:
+      rest = np.asarray(state.residuals[k].value, np.float64)[:, 0].sum(axis=0)
+      np.testing.assert_allclose(rest, sums[k], atol=2e-4)
+
+
+def agree(got, want, blocks, filled):
+  """Equal, but for a few numbers half way between two levels."""
+  wrong = (np.abs(got - want) > 1e-6 * np.abs(blocks).max()) & filled
+  assert wrong.mean() <= 5e-3, wrong.mean()

@@ -1,0 +1,89 @@
+"""PowerSGD beside a NumPy model in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zenjax import compress
+
+SHAPES = {"w": (24, 3, 10), "b": (30,)}
+
+
+def model(given, q):
+  """One step on `given: [n, a, b]`: the mean, what is kept, and the new Q."""
+  p, r = np.linalg.qr((given @ q).mean(axis=0))
+  p = p * np.sign(np.diag(r))  # Gram-Schmidt's signs
+  own = given.swapaxes(1, 2) @ p
+  new = own.mean(axis=0)
+  return p @ new.T, given - p @ own.swapaxes(1, 2), new
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_it_is_its_model(n):
+  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  rng = np.random.default_rng(n)
+  params = {k: jnp.zeros(shape) for k, shape in SHAPES.items()}
+  run = jax.jit(jax.vmap(tx.update, axis_name="data"))
+  init = jax.vmap(lambda _: tx.init(params), axis_name="data")
+  state, total = init(np.zeros(n)), np.zeros((72, 10))
+  for _ in range(200):
+    draw = lambda shape: rng.standard_normal((n, *shape)).astype(np.float32)
+    given = {k: draw(shape) for k, shape in SHAPES.items()}
+    rest = np.asarray(state.residuals["w"].value, np.float64)[:, 0]
+    q = np.asarray(state.memory["w"], np.float64)[0]
+    mean, kept, q = model((given["w"] + rest).reshape(n, 72, 10), q)
+    update, state = run(given, state)
+    for x in jax.tree.leaves((update, state.memory)):
+      np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+    scale = np.abs(kept).max()
+    got = np.asarray(update["w"][0], np.float64).reshape(72, 10)
+    np.testing.assert_allclose(got, mean, atol=2e-5 * scale)
+    rest = np.asarray(state.residuals["w"].value, np.float64)
+    rest = rest.reshape(n, 72, 10)
+    np.testing.assert_allclose(rest, kept, atol=2e-5 * scale)
+    np.testing.assert_allclose(state.memory["w"][0], q, atol=1e-4 * scale)
+    np.testing.assert_allclose(
+      update["b"][0], given["b"].mean(axis=0), atol=1e-6
+    )
+    total += given["w"].sum(axis=0).reshape(72, 10) - n * got
+  np.testing.assert_allclose(rest.sum(axis=0), total, atol=1e-3)
+
+
+def test_a_matrix_of_its_rank_is_sent_exactly():
+  rng = np.random.default_rng(0)
+  a, b = rng.standard_normal((40, 2)), rng.standard_normal((2, 30))
+  g = np.stack([a @ b, 2 * a @ b]).astype(np.float32)
+  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  step = lambda g: tx.update(g, tx.init(g))[0]
+  update = jax.jit(jax.vmap(step, axis_name="data"))(g)
+  np.testing.assert_allclose(update[0], 1.5 * (a @ b), atol=1e-4)
+
+
+def test_zeros_stay_zeros():
+  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+
+  def two(g):
+    _, state = tx.update(g, tx.init(g))
+    return tx.update(g, state)
+
+  out = jax.jit(jax.vmap(two, axis_name="data"))(np.zeros((2, 40, 30), "f4"))
+  for x in jax.tree.leaves(out[0]):
+    assert not np.asarray(x).any()
+
+
+def test_it_finds_the_matrix_again_after_zeros():
+  """A zero gradient makes Q zero, from which no iteration would come back."""
+  rng = np.random.default_rng(0)
+  g = rng.standard_normal((2, 40, 1)) @ rng.standard_normal((2, 1, 30))
+  g = np.broadcast_to(g[:1], g.shape).astype(np.float32)
+  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+
+  def steps(g):
+    _, state = tx.update(jnp.zeros_like(g), tx.init(g))
+    first, state = tx.update(g, state)
+    second, state = tx.update(jnp.zeros_like(g), state)
+    return first + second, state
+
+  update, _ = jax.jit(jax.vmap(steps, axis_name="data"))(g)
+  np.testing.assert_allclose(update[0], g[0], atol=1e-4)

@@ -1,0 +1,1 @@
+"""Compressors of dense gradients, and the all-reduce that they serve."""

@@ -1,0 +1,64 @@
+"""The state of `zenjax.compress.all_reduce`."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from zenjax._src.core.folding import folded
+
+
+class Residual(NamedTuple):
+  """What each device has to send later of one leaf."""
+
+  value: jax.Array  # [1, *shape] float32 on a device, [n, *shape] globally
+
+  @property
+  def devices(self) -> int:
+    """The number of devices that a global state was made for."""
+    return self.value.shape[0]
+
+  def specs(self, split: PartitionSpec) -> "Residual":
+    """Returns partition specs: each device has its own residual."""
+    return Residual(split)
+
+
+class CompressState(NamedTuple):
+  """State of `zenjax.compress.all_reduce`; all but residuals equal on devices.
+
+  Example:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import zenjax
+    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    >>> tx = zenjax.compress.all_reduce(zenjax.compress.LowBit(bits=4), "data")
+    >>> state = zenjax.init_state(tx, {"w": jnp.zeros((400, 80))}, mesh, "data")
+    >>> state.residuals["w"].value.shape
+    (2, 400, 80)
+  """
+
+  step: jax.Array  # [] int32, steps taken
+  residuals: dict[str, Residual]  # by name of the leaf
+  memory: dict[str, Any]  # of the compressor, by name of the leaf
+  mean: jax.Array  # [] bool, whether the last step averaged
+  wire_bytes: jax.Array  # [] float32, received per device in the last step
+  dense_bytes: jax.Array  # the same of a ring all-reduce in the leaves' dtypes
+  others: Any  # the state of the transformation of all other leaves
+
+  def specs(self, split: PartitionSpec) -> "CompressState":
+    """Returns partition specs: each device has its own residuals."""
+    same = jax.tree.map(lambda _: PartitionSpec(), self)
+    residuals = {name: x.specs(split) for name, x in self.residuals.items()}
+    return same._replace(residuals=residuals)
+
+  def on_devices(self, devices: int) -> "CompressState":
+    """Converts a state in host memory to another number of devices.
+
+    Residuals are folded so that no gradient is lost.
+    """
+    residuals = dict(self.residuals)
+    for name, x in residuals.items():
+      if x.devices != devices:
+        moved = folded(x.value, devices, averages=bool(self.mean))
+        residuals[name] = Residual(moved)
+    return self._replace(residuals=residuals)
