@@ -72,7 +72,7 @@ def test_what_is_sent_is_small(name, chip):
     .lower(placed(gradients, P("data")), jax.tree.map(placed, state, specs))
     .compile()
   )
-  found = hlo.collectives(program.as_text(), n)
+  found = hlo.collectives(str(program.as_text()), n)
   assert found
   whole = SHAPE[0] * SHAPE[1]
   # Operands in words of 32 bits; half of what a dense sum would send at most.

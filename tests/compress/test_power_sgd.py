@@ -1,5 +1,7 @@
 """PowerSGD beside a NumPy model in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +23,13 @@ def model(given, q):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_it_is_its_model(n):
-  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
   rng = np.random.default_rng(n)
   params = {k: jnp.zeros(shape) for k, shape in SHAPES.items()}
   run = jax.jit(jax.vmap(tx.update, axis_name="data"))
   init = jax.vmap(lambda _: tx.init(params), axis_name="data")
-  state, total = init(np.zeros(n)), np.zeros((72, 10))
+  state: Any = init(np.zeros(n))
+  total = rest = np.zeros((72, 10))
   for _ in range(200):
     draw = lambda shape: rng.standard_normal((n, *shape)).astype(np.float32)
     given = {k: draw(shape) for k, shape in SHAPES.items()}
@@ -46,7 +49,7 @@ def test_it_is_its_model(n):
     np.testing.assert_allclose(
       update["b"][0], given["b"].mean(axis=0), atol=1e-6
     )
-    total += given["w"].sum(axis=0).reshape(72, 10) - n * got
+    total = total + given["w"].sum(axis=0).reshape(72, 10) - n * got
   np.testing.assert_allclose(rest.sum(axis=0), total, atol=1e-3)
 
 
@@ -54,14 +57,14 @@ def test_a_matrix_of_its_rank_is_sent_exactly():
   rng = np.random.default_rng(0)
   a, b = rng.standard_normal((40, 2)), rng.standard_normal((2, 30))
   g = np.stack([a @ b, 2 * a @ b]).astype(np.float32)
-  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
   step = lambda g: tx.update(g, tx.init(g))[0]
   update = jax.jit(jax.vmap(step, axis_name="data"))(g)
   np.testing.assert_allclose(update[0], 1.5 * (a @ b), atol=1e-4)
 
 
 def test_zeros_stay_zeros():
-  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
 
   def two(g):
     _, state = tx.update(g, tx.init(g))
@@ -77,7 +80,7 @@ def test_it_finds_the_matrix_again_after_zeros():
   rng = np.random.default_rng(0)
   g = rng.standard_normal((2, 40, 1)) @ rng.standard_normal((2, 1, 30))
   g = np.broadcast_to(g[:1], g.shape).astype(np.float32)
-  tx = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
+  tx: Any = compress.all_reduce(compress.PowerSGD(2), "data", leaves=True)
 
   def steps(g):
     _, state = tx.update(jnp.zeros_like(g), tx.init(g))

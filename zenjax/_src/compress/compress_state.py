@@ -11,7 +11,7 @@ from zenjax._src.core.folding import folded
 class Residual(NamedTuple):
   """What each device has to send later of one leaf."""
 
-  value: jax.Array  # [1, *shape] float32 on a device, [n, *shape] globally
+  value: Any  # [1, *shape] float32 on a device, [n, *shape] globally
 
   @property
   def devices(self) -> int:
