@@ -1,10 +1,11 @@
-"""Sparsifiers: of dense gradients a small part is sent, and the rest waits.
+"""Compresses dense gradients: fewer bits, or a small part now, the rest later.
 
     python examples/sparsify.py [--density 0.05] [--steps 200]
 
-Trains a network without tables by `pmean`, by `exdyna`, which lets no two
-devices select the same element, and by the largest elements of each device with
-momentum correction, which `zen_sync` sends. Prints losses and bytes of each.
+Trains a network without tables by `pmean`, in 8 bits, by `exdyna`, which lets
+no two devices select the same element, and by the largest elements of each
+device with momentum correction, which `zen_sync` sends. Prints losses and bytes
+of each.
 """
 
 import argparse
@@ -69,6 +70,10 @@ def main() -> None:
   # Before what waits stand sums of gradients: no momentum after `largest`.
   chains = {
     "pmean": optax.chain(pmean, optax.sgd(0.05, momentum=0.9)),
+    "int8": optax.chain(
+      zenjax.compress.all_reduce(zenjax.compress.LowBit(bits=8), "data"),
+      optax.sgd(0.05, momentum=0.9),
+    ),
     "exdyna": optax.chain(
       zenjax.sparsify.exdyna("data", density=args.density),
       optax.sgd(0.05, momentum=0.9),
