@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
+from zenjax._src.compress import registry
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.compress.compress_state import Residual
 from zenjax._src.compress.compressor import Compressor
@@ -21,19 +22,22 @@ from zenjax._src.rows import leaf_util
 from zenjax._src.rows.sparse_rows import is_rows
 from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import Message
+from zenjax._src.schemes.base import received_bytes
 from zenjax._src.sparsify import checks
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync import zen_sync
+from zenjax._src.sync.plans import Plan
 from zenjax._src.sync.sync_options import Options
 
 _BY = "compress.all_reduce"
 
 
 def all_reduce(
-  compressor: Compressor,
+  compressor: Compressor | Plan,
   axis_name: AxisName,
   *,
   leaves: SparseSpec = None,
@@ -67,7 +71,9 @@ def all_reduce(
   trace in what is kept.
 
   Args:
-    compressor: For example `zenjax.compress.LowBit(bits=8)`.
+    compressor: For example `zenjax.compress.LowBit(bits=8)`. Or a plan of
+      `zenjax.planner.plan(.., compressors=..)`, which decides for every leaf,
+      so that `leaves` and `others` must be left out.
     axis_name: The axis that devices are mapped over. With a tuple, from the
       slowest link to the fastest (`("host", "device")`), gradients are first
       added up in float32 along the last axis, and compressed along the others.
@@ -114,6 +120,27 @@ def all_reduce(
     Huang and Kwok, [Communication-Efficient Distributed Blockwise Momentum SGD
     with Error-Feedback](https://arxiv.org/abs/1905.10936), NeurIPS 2019.
   """
+  if isinstance(compressor, Plan):
+    if leaves is not None or others is not None:
+      raise ValueError(
+        "`leaves` and `others` are decided by a plan. Leave them out."
+      )
+    rest = [x for x in compressor.leaves if not x.compressor]
+    plan = dataclasses.replace(compressor, leaves=tuple(rest))
+    tx: Any = zen_sync.zen_sync(axis_name, op=op, plan=plan)
+    for name in sorted({x.compressor for x in compressor.leaves} - {None}):
+      named = {x.name for x in compressor.leaves if x.compressor == name}
+      tx = all_reduce(
+        registry.named(name),
+        axis_name,
+        leaves=lambda name, _, named=named: name in named,
+        others=tx,
+        op=op,
+        error_feedback=error_feedback,
+        dense_steps=dense_steps,
+        seed=seed,
+      )
+    return tx
   if not isinstance(compressor, Compressor):
     raise TypeError(
       "`compressor` must be one of `zenjax.compress`, such as"
@@ -123,12 +150,19 @@ def all_reduce(
     raise TypeError(f"`dense_steps` must be an integer, got {dense_steps!r}.")
   if dense_steps < 0:
     raise ValueError(f"`dense_steps` must not be negative, got {dense_steps}.")
-  feedback = compressor.error_feedback
+  feedback = (
+    compressor.error_feedback if error_feedback is None else error_feedback
+  )
+  if feedback and not compressor.approximates:
+    raise ValueError(
+      f"`error_feedback` must be False with {compressor}, whose results are no"
+      " approximations. Leave it out."
+    )
   options = sync_options.check(axis_name, sparse=leaves, op=op)
   settings = _Settings(
     compressor=compressor,
     options=options,
-    error_feedback=feedback if error_feedback is None else error_feedback,
+    error_feedback=feedback,
     dense_steps=dense_steps,
     seed=arguments.hash_seed(seed, "seed"),
   )
@@ -309,10 +343,10 @@ def _bytes(
   leaves: Sequence[Any], compressor: Compressor, context: Context
 ) -> dict[str, jax.Array]:
   """Returns the bytes that a device receives, and those of an all-reduce."""
-  n = context.devices
+  messages = compressor.messages([x.shape for x in leaves], context)
   wide = [x.size * collectives.accumulator(x.dtype).itemsize for x in leaves]
-  shapes = [x.shape for x in leaves]
+  dense = Message("all_reduce", context.axes, sum(wide) / 4)
   return {
-    "wire_bytes": jnp.float32(compressor.wire_bytes(shapes, context.sizes)),
-    "dense_bytes": jnp.float32(2 * (n - 1) / n * sum(wide)),
+    "wire_bytes": jnp.float32(received_bytes(messages, context)),
+    "dense_bytes": jnp.float32(received_bytes([dense], context)),
   }

@@ -2,17 +2,20 @@
 
 import abc
 from collections.abc import Sequence
+import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import Message
 
 
 class Reduced(NamedTuple):
@@ -32,6 +35,8 @@ class Compressor(abc.ABC):
 
   # Whether errors are kept and sent later, unless the user says otherwise.
   error_feedback: ClassVar[bool] = True
+  # False if results are not near the leaves, so that errors mean nothing.
+  approximates: ClassVar[bool] = True
 
   def init(self, shape: tuple[int, ...], number: int) -> Any:
     """Returns the memory for leaf number `number`, equal on all devices."""
@@ -59,15 +64,30 @@ class Compressor(abc.ABC):
     """
 
   @abc.abstractmethod
-  def wire_bytes(
-    self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
-  ) -> float:
-    """Returns the bytes that a device receives in a step.
+  def messages(
+    self, shapes: Sequence[tuple[int, ...]], context: Context
+  ) -> list[Message]:
+    """Returns the collectives of a step, in order.
 
     Args:
       shapes: The shapes of all leaves.
-      sizes: The number of devices along each axis, the slowest link first.
+      context: Axes of the devices.
     """
+
+  def __str__(self) -> str:
+    """The compressor as `zenjax.planner.Plan` names it, say `LowBit(4)`."""
+    first, *others = dataclasses.fields(self)
+    shown = [repr(_plain(getattr(self, first.name)))]
+    for field in others:
+      value = getattr(self, field.name)
+      if value != field.default:
+        shown.append(f"{field.name}={_plain(value)!r}")
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _plain(value: Any) -> Any:
+  """Returns the name of a dtype, and other values unchanged."""
+  return value.name if isinstance(value, np.dtype) else value
 
 
 class Codec(Compressor):
@@ -136,19 +156,20 @@ class Codec(Compressor):
       _in_leaves(sums, leaves), _in_leaves(kept, leaves), list(memory)
     )
 
-  def wire_bytes(
-    self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
-  ) -> float:
-    devices = math.prod(sizes)
+  def messages(
+    self, shapes: Sequence[tuple[int, ...]], context: Context
+  ) -> list[Message]:
     blocks = sum(-(-math.prod(shape) // self.block) for shape in shapes)
-    blocks += -blocks % devices
-    pulled = (devices - 1) / devices * blocks * self.words
-    if len(sizes) == 1:
-      return 4 * (pulled + pulled)
-    slices, others = sizes[-1], devices // sizes[-1]
-    whole = (slices - 1) / slices * blocks * self.block
-    pushed = (others - 1) / others * blocks / slices * self.words
-    return 4 * (whole + pushed + pulled)
+    blocks += -blocks % context.devices
+    across, within = _levels(context.axes)
+    messages, slices = [], 1
+    if within:
+      slices = context.sizes[-1]
+      messages.append(Message("all_to_all", within, blocks * self.block))
+    words = blocks // slices * self.words
+    messages.append(Message("all_to_all", across, words))
+    words = blocks // context.devices * self.words
+    return [*messages, Message("all_gather", context.axes, words)]
 
 
 def _levels(axes: Axes) -> tuple[Axes, Axes]:

@@ -15,6 +15,7 @@ from zenjax._src.compress.compressor import Reduced
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
+from zenjax._src.schemes.base import Message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class PowerSGD(Compressor):
 
   Example:
     >>> import zenjax
-    >>> zenjax.compress.PowerSGD(rank=2).wire_bytes([(4096, 4096)], [4])
-    98304.0
+    >>> str(zenjax.compress.PowerSGD(rank=2))
+    'PowerSGD(2)'
 
   References:
     Vogels, Karimireddy and Jaggi, [PowerSGD](https://arxiv.org/abs/1905.13727),
@@ -89,14 +90,15 @@ class PowerSGD(Compressor):
       new[i] = jnp.where(lives[None], q, memory[i])
     return Reduced(sums, kept, new)
 
-  def wire_bytes(
-    self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
-  ) -> float:
-    devices, elements = math.prod(sizes), 0
-    for shape in shapes:
-      a, b = math.prod(shape[:-1]), shape[-1] if shape else 1
-      elements += self.rank * (a + b) if self._pays(shape) else a * b
-    return 4 * 2 * (devices - 1) / devices * elements
+  def messages(
+    self, shapes: Sequence[tuple[int, ...]], context: Context
+  ) -> list[Message]:
+    axes = context.axes
+    low = [shape for shape in shapes if self._pays(shape)]
+    p = [self.rank * math.prod(shape[:-1]) for shape in low]
+    q = [self.rank * shape[-1] for shape in low]
+    whole = [math.prod(shape) for shape in shapes if not self._pays(shape)]
+    return [Message("all_reduce", axes, words) for words in (*p, *whole, *q)]
 
   def _pays(self, shape: tuple[int, ...]) -> bool:
     a, b = math.prod(shape[:-1]), shape[-1] if shape else 1

@@ -91,6 +91,7 @@ class SignVote(Codec):
   """
 
   error_feedback = False
+  approximates = False
 
   block: int = 256
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.compress.compressor import Compressor
 from zenjax._src.core import arguments
 from zenjax._src.core import text
 from zenjax._src.core.arguments import AxisName
@@ -69,6 +70,7 @@ class Question:
     profiles: Densities that are known, by leaf name.
     compute_seconds: Time of a step without any exchange.
     wire_dtypes: Names of dtypes that rows may be rounded to.
+    compressors: Compressors that dense leaves may take.
     capacities: Buffer sizes that the user gave, by leaf name.
     memory_bytes: Limit on memory; None for no limit.
   """
@@ -79,6 +81,7 @@ class Question:
   profiles: Mapping[str, Profile]
   compute_seconds: float = 0.0
   wire_dtypes: tuple[str, ...] = ()
+  compressors: tuple[Compressor, ...] = ()
   capacities: Mapping[str, tuple[int, int]] = dataclasses.field(
     default_factory=dict
   )
@@ -107,10 +110,11 @@ def plan(
   trace: str | os.PathLike | None = None,
   compute_seconds: float = 0.0,
   wire_dtypes: Sequence[Any] = (),
+  compressors: Sequence[Compressor] = (),
   capacities: Mapping[str, tuple[int, int]] | None = None,
   memory_bytes: float | None = None,
 ) -> Plan:
-  """Predicts how much time sparse synchronization of a model would save.
+  """Predicts how much time another synchronization of a model would save.
 
   Use it before you have the machine, or to choose a scheme for each gradient.
   Your program is only traced, so shapes (`jax.ShapeDtypeStruct`) are enough. If
@@ -135,11 +139,15 @@ def plan(
     wire_dtypes: Dtypes to which rows may be rounded when they are sent. Only
       dtypes with the range of the parameter's dtype are used, such as bfloat16
       for float32.
+    compressors: Compressors of `zenjax.compress` that gradients of dense layers
+      may take, for example `[zenjax.compress.LowBit(8)]`. Results are then
+      approximations, so none is taken by default.
     capacities: Buffer sizes `(push, pull)` in rows, by parameter name.
     memory_bytes: Limit on the buffers for one parameter.
 
   Returns:
-    The plan. Print it, and pass it to `zen_sync(plan=...)`.
+    The plan. Print it, and pass it to `zen_sync(plan=...)`; if you allowed
+    compressors, to `zenjax.compress.all_reduce(plan, axis_name)`.
 
   Raises:
     TypeError: An argument has a wrong type, or `value_and_grad` does not return
@@ -187,6 +195,7 @@ def plan(
       question,
       compute_seconds=compute_seconds,
       wire_dtypes=_wires(wire_dtypes),
+      compressors=_compressors(compressors),
       capacities=pins,
     )
   )
@@ -310,6 +319,17 @@ def _wires(dtypes: Any) -> tuple[str, ...]:
   return tuple(jnp.dtype(wire).name for wire in wires)
 
 
+def _compressors(given: Any) -> tuple[Compressor, ...]:
+  given = (given,) if isinstance(given, Compressor) else tuple(given)
+  for compressor in given:
+    if not isinstance(compressor, Compressor):
+      raise TypeError(
+        "`compressors` must be compressors of `zenjax.compress`, got"
+        f" {compressor!r}. Give for example [zenjax.compress.LowBit(8)]."
+      )
+  return given
+
+
 # --- the choice ---------------------------------------------------------------
 
 
@@ -352,6 +372,7 @@ def planned(
         group=schemes.index(way.scheme),
         column_groups=way.column_groups,
         wire_dtype=way.wire_dtype,
+        compressor=way.compressor,
         capacities=_capacities(question, gradient, ways[way].sizes),
         seconds=ways[way].seconds,
         dense_seconds=ways[PMEAN].seconds,
@@ -376,15 +397,24 @@ def planned(
 
 
 def predictions(question: Question) -> list[dict[Way, Prediction]]:
-  """Predicts every way of every gradient; gradients of non-tables have one."""
+  """Predicts every way of every gradient.
+
+  Gradients of tables may be sent by rows, and those of dense layers compressed.
+  Small ones have one way.
+  """
   predicted = []
   for gradient in question.gradients:
     table, profile = gradient.table, question.profile(gradient)
     leaf = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
     is_table = gradient.look_ups is not None or leaf_util.is_table(leaf)
-    if question.topology.devices == 1 or not is_table:
-      ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
-    else:
+    ways = {PMEAN: question.model.of_way(PMEAN, table, profile)}
+    if question.topology.devices > 1 and not is_table:
+      if leaf_util.is_table(leaf, "element"):
+        for compressor in question.compressors:
+          way = PMEAN._replace(compressor=str(compressor))
+          shape = gradient.shape
+          ways[way] = question.model.of_compressor(compressor, shape)
+    elif question.topology.devices > 1:
       narrower = [
         name
         for name in question.wire_dtypes
@@ -430,4 +460,4 @@ def _capacities(
 
 
 def _in_words(way: Way) -> str:
-  return "pmean" if way == PMEAN else plans.in_words(*way)
+  return plans.in_words(*way)

@@ -37,6 +37,8 @@ class LeafPlan:
     column_groups: Column groups of `"zen"`: 1 for hashed rows, as many as
       devices for columns.
     wire_dtype: Name of the dtype in which rows are sent; None for their own.
+    compressor: Name of the compressor of a dense leaf, such as `"LowBit(8)"`;
+      None for none.
     capacities: Buffer sizes `(push, pull)` in rows: as given, or enough for the
       rows that were counted; None for the default sizes.
     seconds: Predicted time of the leaf alone, local work included.
@@ -63,6 +65,7 @@ class LeafPlan:
   group: int = 0
   column_groups: int = 1
   wire_dtype: str | None = None
+  compressor: str | None = None
   capacities: tuple[_Count, _Count] | None = None
   seconds: float = 0.0
   dense_seconds: float = 0.0
@@ -74,11 +77,20 @@ class LeafPlan:
   @property
   def choice(self) -> str:
     """Scheme, column groups and wire dtype in words: `zen/2 bfloat16`."""
-    return in_words(self.scheme, self.column_groups, self.wire_dtype)
+    return in_words(
+      self.scheme, self.column_groups, self.wire_dtype, self.compressor
+    )
 
 
-def in_words(scheme: str, column_groups: int, wire_dtype: str | None) -> str:
+def in_words(
+  scheme: str,
+  column_groups: int,
+  wire_dtype: str | None,
+  compressor: str | None,
+) -> str:
   """Returns a way to synchronize a leaf in words."""
+  if scheme == DENSE:
+    return compressor or "pmean"
   groups = f"/{column_groups}" if scheme == "zen" else ""
   return f"{scheme}{groups} {wire_dtype or ''}".strip()
 
@@ -88,8 +100,10 @@ class Plan(checked_json.Document):
   """Says how every gradient of a model is synchronized.
 
   `zenjax.planner.plan` makes it. Print it to see what it gains, pass it to
-  `zen_sync(plan=plan)`, and save it with `to_json`. It is valid for one tree of
-  parameters, one mesh and one release of JAX: `zen_sync` refuses it for others.
+  `zen_sync(plan=plan)`, and save it with `to_json`. If it compresses dense
+  layers, pass it to `zenjax.compress.all_reduce(plan, axis_name)` instead. It
+  is valid for one tree of parameters, one mesh and one release of JAX, and
+  refused for others.
 
   Attributes:
     leaves: The plan of every parameter.
@@ -137,7 +151,7 @@ class Plan(checked_json.Document):
     machine = f" on {self.machine}" if self.machine else ""
     lines = [f"plan for {self.devices} devices ({axes}){machine}"]
     # Most leaves of most models have no choice.
-    shown = [x for x in self.leaves if x.reason or x.scheme != DENSE]
+    shown = [x for x in self.leaves if x.reason or x.choice != "pmean"]
     if shown:
       lines += text.columns([_HEADINGS, *map(_line, shown)], last_left=True)
     others = [x for x in self.leaves if x not in shown]
@@ -166,7 +180,7 @@ class Plan(checked_json.Document):
   @property
   def pays(self) -> bool:
     """True if any leaf is synchronized otherwise than by pmean."""
-    return any(leaf.scheme != DENSE for leaf in self.leaves)
+    return any(leaf.choice != "pmean" for leaf in self.leaves)
 
   @property
   def better(self) -> Better:
@@ -322,7 +336,7 @@ def _line(leaf: LeafPlan) -> tuple[str, ...]:
   return (
     leaf.name,
     "x".join(map(str, leaf.shape)),
-    "pmean" if leaf.scheme == DENSE else leaf.choice,
+    leaf.choice,
     text.ms(leaf.seconds),
     text.ms(leaf.dense_seconds),
     text.size(leaf.wire_bytes),

@@ -141,6 +141,11 @@ def _require_plan(plan: plans.Plan, given: dict[str, Any]) -> None:
         " and a `plan`. Leave one of them out."
       )
   plans.require_version(plan)
+  if compressed := [x.name for x in plan.leaves if x.compressor]:
+    raise ValueError(
+      f"`plan` compresses leaves {compressed}, which zen_sync cannot do. Give"
+      " it to `zenjax.compress.all_reduce(plan, axis_name)`."
+    )
   axis, devices = plan.mesh[-1] if plan.mesh else ("", 1)
   for leaf in plan.leaves:
     where = f"plan.leaves[{leaf.name!r}]"

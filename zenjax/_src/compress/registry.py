@@ -1,0 +1,36 @@
+"""Reads compressors from the names that plans give them."""
+
+import ast
+
+from zenjax._src.compress.cast import Cast
+from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.low_bit import LowBit
+from zenjax._src.compress.power_sgd import PowerSGD
+from zenjax._src.compress.sign import OneBit
+from zenjax._src.compress.sign import Sign
+from zenjax._src.compress.sign import SignVote
+
+KINDS: dict[str, type[Compressor]] = {
+  kind.__name__: kind
+  for kind in (Cast, LowBit, OneBit, PowerSGD, Sign, SignVote)
+}
+
+
+def named(name: str) -> Compressor:
+  """Returns the compressor of a name such as `LowBit(4)`.
+
+  Raises:
+    ValueError: It is not the name of a compressor of `zenjax.compress`.
+  """
+  try:
+    call = ast.parse(name, mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    kind = KINDS[call.func.id]
+    args = [ast.literal_eval(x) for x in call.args]
+    options = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
+    return kind(*args, **options)
+  except (AssertionError, KeyError, SyntaxError, TypeError, ValueError) as e:
+    raise ValueError(
+      "`compressor` of a plan must be the name of a compressor, such as"
+      f" 'LowBit(4)', got {name!r}. Known are {sorted(KINDS)}."
+    ) from e
