@@ -41,8 +41,8 @@ def shard(
 
   A leaf `[T, R, D]` that `tables` chooses is a stack of `T` tables, and is
   split like one table of `T * R` rows. Look up rows of each table under
-  `jax.vmap`, in `lax.scan`, or with `stack[t, ids]`. Ids beyond `R` are out of
-  range.
+  `jax.vmap`, in `lax.scan`, or with `stack[t, ids]`. Ids of `R` or more
+  are out of range.
 
   Args:
     params: A tree of arrays, or a module that is one. A table may be a NumPy
