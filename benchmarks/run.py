@@ -291,9 +291,12 @@ COMMANDS = (
   ),
   _command(
     "sparsified",
-    "steps of a dense model between hosts, sparsified or not",
+    "steps of a dense model between hosts, compressed or not",
     partial(_measure, "campaigns.sparsified"),
-    _number("--width", 1840, "of three square layers: 10 million parameters"),
+    _number(
+      "--width", 1840, "of square layers: 10 million parameters in three"
+    ),
+    _number("--layers", 3, "of the model"),
     _number("--batch", 32, "of a host"),
     _number("--density", 0.01, "that exdyna and micro send", _share),
     _number("--top", 0.05, "that every host selects by magnitude", _share),
@@ -302,7 +305,8 @@ COMMANDS = (
     _LOOPBACK,
     _names(
       "--variants",
-      "of none, pmean, exdyna, micro, 'top zen'; by default all",
+      "of none, pmean, 'bfloat16 pmean', int8, int4, sign, PowerSGD, exdyna,"
+      " micro, 'top zen'; by default all",
     ),
     *_timed(9),
     devices=8,  # Idle: hosts have their own.

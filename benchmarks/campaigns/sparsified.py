@@ -1,8 +1,7 @@
-"""`sparsified`: steps of a dense model between hosts, whole and sparsified.
+"""`sparsified`: steps of a dense model between hosts, whole and compressed.
 
-Three layers of `width x width`; all hosts' selections are exchanged, and what
-is not selected waits on its host. Every host runs
-`python -m benchmarks.campaigns.sparsified`.
+Some layers of `width x width`; what a host does not send waits there. Every
+host runs `python -m benchmarks.campaigns.sparsified`.
 
 Letters: `n` hosts, `N` parameters, `k` selected elements of all hosts.
 """
@@ -14,6 +13,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -41,7 +41,8 @@ _RATE = 0.5
 class Setting:
   """The sizes that the variants share."""
 
-  width: int  # Of the three square layers.
+  width: int  # Of the square layers.
+  layers: int
   batch: int  # Examples of a host.
   density: float  # That all hosts select, `exdyna` and `micro`.
   top: float  # What each host selects by magnitude.
@@ -64,14 +65,38 @@ class _Variant:
   warm_up: int = _WARM_UP  # Steps before those that are timed.
 
 
+def _bfloat16(_: Setting) -> Any:
+  """What needs no library: gradients are cast before they are averaged."""
+  cast = lambda dtype: optax.stateless(
+    lambda updates, _: jax.tree.map(lambda x: x.astype(dtype), updates)
+  )
+  mean = optax.stateless(
+    lambda updates, _: jax.tree.map(
+      lambda x: jax.lax.pmean(x, sync.AXIS), updates
+    )
+  )
+  return optax.chain(cast(jnp.bfloat16), mean, cast(jnp.float32))
+
+
+def _compressed(compressor: Any) -> _Variant:
+  return _Variant(
+    lambda _: zenjax.compress.all_reduce(compressor, sync.AXIS, leaves=True)
+  )
+
+
 def _controlled(make: Callable[..., Any]) -> _Variant:
   return _Variant(lambda s: make(sync.AXIS, s.density), warm_up=_SETTLED)
 
 
-NONE, DENSE = "none", "pmean"
+NONE, DENSE, BFLOAT16 = "none", "pmean", "bfloat16 pmean"
 VARIANTS = {
   NONE: _Variant(lambda _: optax.identity()),
   DENSE: _Variant(lambda _: sync.PMEAN),
+  BFLOAT16: _Variant(_bfloat16),
+  "int8": _compressed(zenjax.compress.LowBit(8)),
+  "int4": _compressed(zenjax.compress.LowBit(4)),
+  "sign": _compressed(zenjax.compress.Sign()),
+  "PowerSGD": _compressed(zenjax.compress.PowerSGD(4)),
   "exdyna": _controlled(zenjax.sparsify.exdyna),
   "micro": _controlled(zenjax.sparsify.micro),
   "top zen": _Variant(_top, tuned=True),
@@ -79,11 +104,11 @@ VARIANTS = {
 
 
 def model(setting: Setting, hosts: int) -> programs.Model:
-  """Three layers of `width x width`, random vectors in and out."""
+  """Layers of `width x width`, random vectors in and out."""
   rng = np.random.default_rng(0)
   width, batch = setting.width, setting.batch * hosts
   draw = lambda rows: rng.standard_normal((rows, width), np.float32)
-  params = {f"w{i}": draw(width) * width**-0.5 for i in range(3)}
+  params = {f"w{i}": draw(width) * width**-0.5 for i in range(setting.layers)}
 
   def loss(params, x, y):
     for name in sorted(params):
@@ -99,11 +124,12 @@ class _Worker(served.Worker):
 
   _place: programs.Place | None = None
   _mean: np.ndarray  # `[N]`, the first gradient.
+  _size: int  # Bytes of all gradients.
 
   def build(self, variant: str, setting: dict[str, Any]) -> dict[str, Any]:
     """Compiles a variant, checks its first step, and warms it up."""
     known, made = VARIANTS[variant], Setting(**setting)
-    self._width = made.width
+    self._size = 4 * made.layers * made.width**2
     if self._place is None:
       self._place = programs.Place(model(made, self.mesh.size), self)
       self._mean = self._sent_and_kept(self._program(sync.PMEAN))
@@ -119,7 +145,8 @@ class _Worker(served.Worker):
     wrong = 0
     if variant != NONE:
       got = self._sent_and_kept(program)
-      wrong = programs.count_far(got, self._mean, _RELATIVE)
+      relative = 2**-7 if variant == BFLOAT16 else _RELATIVE
+      wrong = programs.count_far(got, self._mean, relative)
     facts = []
     for left in reversed(range(known.warm_up)):
       program()
@@ -141,12 +168,15 @@ class _Worker(served.Worker):
     return np.concatenate([x.ravel() for x in found.values()])
 
   def _facts(self, program: programs.Program, variant: str) -> dict[str, float]:
-    n, size = self.mesh.size, 3 * self._width**2 * 4.0
+    n, size = self.mesh.size, float(self._size)
     part = (n - 1) / n
     dense = 2 * part * size
-    if variant in (NONE, DENSE):
-      return {"wire_bytes": dense} if variant == DENSE else {}
+    if variant in (NONE, DENSE, BFLOAT16):
+      # XLA on CPU sums 16-bit floats in 32 bits, and sends them so.
+      return {"wire_bytes": dense} if variant != NONE else {}
     found = zenjax.stats(program.state_here())
+    if compressed := found.get("compressed"):
+      return {"wire_bytes": compressed["wire_bytes"]}
     told = found.get("sparsifier")
     if told:  # Values that all have to be summed, at `k` places.
       facts = {name: told[name] for name in ("wire_bytes", "density")}
@@ -199,7 +229,7 @@ def cases(options: argparse.Namespace) -> AbstractContextManager[list[Case]]:
     "campaigns.sparsified",
     options,
     "unlimited" if options.loopback else options.rate,
-    f"{3 * options.width**2:,} parameters",
+    f"{options.layers * options.width**2:,} parameters",
     {name: {"variant": name, "setting": setting} for name in names},
   )
 

@@ -307,6 +307,26 @@ def test_it_cannot_be_differentiated():
     refusals.trace(jax.grad(lambda x: once({"w": x}, "data")["w"].sum()))
 
 
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_trees_of_which_all_or_nothing_is_compressed(name):
+  shape = {"small": (8, 8), "large": (256, 128)}[name]
+  g = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+  tx = compress.all_reduce(INT4, "data")
+  mesh = runners.mesh(2)
+
+  def step(state, g):
+    update, state = tx.update(g[0], state)
+    return state, update
+
+  run = jax.jit(zenjax.data_parallel(step, mesh, "data", aux_specs="same"))
+  state = zenjax.init_state(tx, jnp.zeros(shape), mesh, "data")
+  state, update = run(state, g)
+  near = 1e-6 if name == "small" else 0.6
+  np.testing.assert_allclose(update, g.mean(axis=0), atol=near)
+  words = "it compresses no parameter" if name == "small" else "1 parameter,"
+  assert words in zenjax.report(state)
+
+
 LAYERS = {"w0": (512, 512), "w1": (512, 512), "b": (512,)}
 
 

@@ -42,6 +42,7 @@ def test_what_is_sent_is_what_is_declared(wire):
   n = 4
   found = collectives(lowered(n, wire_dtype=wire))
   capacity = int(1.25 * int(DENSITY * SIZE) / n) + 1
+  assert capacity > 256  # The default for smaller ones.
   # A 16-bit pair is a word, of rows padded to whole words.
   words = -(-capacity // 2)
   values = [("all_reduce", n * capacity, "f32")]
@@ -49,8 +50,9 @@ def test_what_is_sent_is_what_is_declared(wire):
     values = [("all_to_all", n * words, "ui32"), ("all_gather", words, "ui32")]
   every = [("all_gather", capacity, "i32"), *values]
   outside = [x[:3] for x in found if not x.inside]
-  assert outside == [("all_gather", capacity + 2, "i32"), *values]
+  count = ("all_reduce", 1, "f32")
+  assert outside == [count, ("all_gather", capacity + 2, "i32"), *values]
   # The sample of a threshold, and further rounds.
   rest = [x[:3] for x in found if x.inside]
-  assert rest[1:] == every
+  assert rest[1:] == [count, *every]
   assert rest[0][0] == "all_reduce" and rest[0][1] < SIZE / 4

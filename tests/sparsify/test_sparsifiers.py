@@ -109,7 +109,7 @@ def check_conserves(draws, updates, state):
 
 def check_rounds(n, state, wire=None):
   """As many as the fullest needs, and bytes as declared."""
-  capacity = CAPACITY[n] or int(1.25 * 60 / n) + 1
+  capacity = CAPACITY[n]
   most = agreed(state.counts).max(axis=1)
   rounds = -(-most // capacity)
   got, wire_bytes = agreed(state.stats.rounds), state.stats.wire_bytes[0]
@@ -131,8 +131,9 @@ def few_bits(draws: np.ndarray) -> np.ndarray:
   return np.round(draws * 2**10) / np.float32(2**10)
 
 
-# Indices a device sends in a round: by default, or so few that many follow.
-CAPACITY = {1: 7, 2: None, 4: 3, 8: None}
+# Indices a device sends in a round: a fair share and a quarter, or so few that
+# many rounds follow.
+CAPACITY = {1: 7, 2: 38, 4: 3, 8: 10}
 SOME = [("exdyna", 4), ("micro", 2)]
 
 
@@ -246,6 +247,7 @@ class Following:
   def __init__(self, thresholds, drifts):
     self._given, self._drifts = thresholds, drifts
     self.k, self.t = 60, 0
+    self.sampled = [0]  # steps whose threshold is another
 
   @property
   def value(self):
@@ -256,8 +258,8 @@ class Following:
     alone.drift = self._drifts[self.t]
     alone.update(count)
     self.t += 1
-    if self.k / 4 <= count <= 4 * self.k:  # Else it is sampled again.
-      assert self.value == pytest.approx(alone.value, rel=1e-6)
+    if self.value != pytest.approx(alone.value, rel=1e-6):
+      self.sampled.append(self.t)
     # A multiplication and an addition, or both at once.
     drift = self._drifts[self.t]
     assert drift == pytest.approx(alone.drift, rel=1e-6, abs=1e-9)
@@ -277,10 +279,11 @@ def test_every_step_of_the_default_controller(kind, n):
   check_conserves(draws, updates, state)
   counts = agreed(state.counts).sum(axis=1)
   # The sample is the whole of a model as small as this.
-  sampled = np.flatnonzero((counts < 15) | (counts > 240)) + 1
-  assert (counts[[0, *sampled]] == 60).all()
-  assert not drifts[[0, *sampled]].any() and drifts[1:].any()
-  assert counts[50:].mean() == pytest.approx(60, rel=0.1)
+  sampled = model.threshold.sampled
+  assert (counts[sampled] == 60).all()
+  assert sampled[:30] == list(range(30)) and len(sampled) < 100
+  assert drifts[1:].any() and counts.min() >= 30 and counts.max() <= 120
+  assert counts[30:].mean() == pytest.approx(60, rel=0.1)
 
 
 @pytest.mark.parametrize("kind, n", SOME)
@@ -295,5 +298,28 @@ def test_a_threshold_that_came_to_nothing_is_sampled_again(kind, n):
   assert counts[:5].tolist() == [0, 0, 0, 10, 60]
   assert agreed(state.threshold)[:4].tolist() == [0, 0, 0, 0]
   assert agreed(state.drift)[:5].tolist() == [0, 0, 0, 0, 0]
-  assert counts[8] > 600 and counts[9] == 60
-  assert 15 <= counts[9:].min() and counts[50:].mean() == pytest.approx(60, 0.1)
+  # A hundred times larger, and a thousand times smaller: no step is far off.
+  assert 30 <= counts[4:].min() and counts[4:].max() <= 120
+  assert counts[50:].mean() == pytest.approx(60, 0.1)
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+@pytest.mark.parametrize("signs", [False, True])
+def test_equal_magnitudes_are_sent_in_turns(kind, n, signs):
+  draws = np.ones((STEPS, n, cases.SIZE), np.float32)
+  if signs:
+    draws = np.sign(drawn(n))
+  updates, state = compiled(kind, n, controller="damped")(draws)
+  counts = agreed(state.counts).sum(axis=1)
+  assert counts.max() <= 2 * 60 and counts[30:].mean() == pytest.approx(60, 0.3)
+  check_conserves(draws, updates, state)
+  assert (agreed(updates) != 0).any(axis=0).all()  # Nobody waits for ever.
+
+
+@pytest.mark.parametrize("kind, n", SOME)
+def test_a_density_of_one_sends_everything(kind, n):
+  draws = drawn(n, steps=5)
+  run = compiled(kind, n, controller="damped", density=1.0, capacity=None)
+  updates, state = run(draws)
+  np.testing.assert_allclose(agreed(updates), draws.mean(axis=1), atol=1e-5)
+  assert not state.residual.any()

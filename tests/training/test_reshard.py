@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -479,3 +480,15 @@ def test_like_of_other_transformations():
   with pytest.raises(ValueError) as error:
     zenjax.from_checkpoint(state, runners.mesh(2), "data", like=())
   names(error, "`like`", "for the same `tx`")
+
+
+def test_the_state_of_an_nnx_optimizer_moves():
+  """There each array of a state is inside of a variable."""
+  net = nnx.Embed(4096, 8, rngs=nnx.Rngs(0))
+  tx = optax.chain(zenjax.zen_sync("data"), optax.adagrad(0.1))
+  optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+  saved = zenjax.to_checkpoint(optimizer.opt_state)
+  optimizer.opt_state = zenjax.from_checkpoint(saved, runners.mesh(2), "data")
+  _, state = nnx.split(optimizer)
+  nnx.update(optimizer, state)
+  assert zenjax.stats(optimizer.opt_state) == {}

@@ -209,13 +209,16 @@ def sent_and_kept(program: Program, rate: float) -> dict[str, np.ndarray]:
   }
   kinds = zenjax.sparsify
   flat, by_leaf = kinds.SparsifierState, kinds.ErrorFeedbackState
-  is_one = lambda x: isinstance(x, flat | by_leaf)
+  compressed = zenjax.compress.CompressState
+  is_one = lambda x: isinstance(x, flat | by_leaf | compressed)
   state = multihost_utils.process_allgather(program.state, tiled=True)
   for node in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
     if isinstance(node, flat):  # `[n, N]`, leaf after leaf.
       ends = np.cumsum([x.size for x in found.values()])
       parts = np.split(np.asarray(node.residual), ends[:-1], axis=1)
       kept = dict(zip(found, parts))
+    elif isinstance(node, compressed):
+      kept = {name: x.value for name, x in node.residuals.items()}
     else:
       kept = {name: leaf.residual for name, leaf in node.leaves.items()}
     for name, x in kept.items():

@@ -61,8 +61,10 @@ class DampedThreshold:
 
   1. The threshold moves, by the drift of the step before.
   2. The drift adds up, but for a step that was cut to a limit. With a ratio
-     above 4 or below 1/4 it is 0 instead, the clipped step the same: a program
-     that samples a threshold does so there, and begins anew.
+     above 2 or below 1/2 it is 0 instead.
+
+  A program that samples thresholds does so where this rule is far off, before
+  it selects. That is not in this model.
 
   The start, a sampled quantile, is given. Everything is computed in `dtype`,
   an operation at a time. Logarithms differ between programs in the last bit, so
@@ -78,7 +80,7 @@ class DampedThreshold:
     drift_gain: float = 0.001,
     drift_limit: float = 0.25,
     limit: float = 0.05,
-    far: float = 4.0,
+    far: float = 2.0,
   ):
     self.k = k
     self._type = np.dtype(dtype).type

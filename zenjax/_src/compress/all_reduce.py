@@ -314,7 +314,9 @@ def _summed(
   key = jax.random.fold_in(key, lax.axis_index(context.axes))
   with jax.named_scope("zenjax/compress"):
     compressed = lambda: compressor.reduce(given, memory, key, context)
-    if settings.dense_steps:
+    if not named:
+      out = Reduced([], [], [])
+    elif settings.dense_steps:
       whole = lambda: Reduced(
         [dense_sum.all_reduce(x, context) for x in given],
         [jnp.zeros_like(x) for x in given],

@@ -185,8 +185,8 @@ def _summed(came: jax.Array, axes: Axes) -> jax.Array:
 
 def left(x: jax.Array, sent: jax.Array) -> jax.Array:
   """Returns what is left of `x`; nothing of its own NaN and Inf."""
-  left = jnp.where(lax.is_finite(sent), x - sent, x)
-  return jnp.where(lax.is_finite(left), left, jnp.zeros_like(left))
+  rest = jnp.where(lax.is_finite(sent), x - sent, x)
+  return jnp.where(lax.is_finite(rest), rest, jnp.zeros_like(rest))
 
 
 def _added(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:

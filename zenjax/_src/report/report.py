@@ -321,8 +321,9 @@ def _compressed(state: Any) -> list[str]:
       lines.append("compress.all_reduce: no step was taken yet.")
     else:
       fewer = f"{dense / wire:.1f}x less" if wire else "nothing"
+      what = f"{leaves} parameters" if leaves > 1 else "1 parameter"
       lines.append(
-        f"compress.all_reduce after {steps} steps: {leaves} parameters,"
+        f"compress.all_reduce after {steps} steps: {what},"
         f" {text.size(wire)} received per device, {fewer} than by a dense"
         " all-reduce"
       )

@@ -11,65 +11,96 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import indexing
+from zenjax._src.core.partition import fmix32
 from zenjax._src.core.wire import from_words
 from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
 from zenjax._src.sparsify import flat_vector
 
 
-class Selection(NamedTuple):
-  """The elements that one device selected, in ascending order."""
+class Window(NamedTuple):
+  """The magnitudes of a device's partition, within a range of fixed size."""
 
-  bitmap: indexing.Bitmap  # over a window of the vector
   first: jax.Array  # [] int32, the first element of the window
-  forced: jax.Array  # [] int32, the element to send if none was selected
+  magnitude: jax.Array  # [longest], of at least 32 bits
+  inside: jax.Array  # [longest] bool, whether an element is in the partition
+
+  def reaching(self, bar: jax.Array) -> jax.Array:
+    """`[longest] bool`, the elements that are not below `bar`.
+
+    NaN is not below anything, so it is sent with the next selection.
+    """
+    return ~(self.magnitude < bar.astype(self.magnitude.dtype)) & self.inside
+
+
+def window(
+  acc: jax.Array, start: jax.Array, end: jax.Array, longest: int
+) -> Window:
+  """Returns the partition from `start` to `end`, of at most `longest`."""
+  first = jnp.minimum(start, acc.shape[0] - longest)
+  part = jnp.abs(lax.dynamic_slice(acc, (first,), (longest,)))
+  index = first + jnp.arange(longest, dtype=jnp.int32)
+  wide = collectives.accumulator(acc.dtype)
+  inside = (index >= start) & (index < end)
+  return Window(first, part.astype(wide), inside)
+
+
+class Selection(NamedTuple):
+  """The elements that one device selected."""
+
+  bitmap: indexing.Bitmap  # of what reached the bar, over the window
+  first: jax.Array  # [] int32, the first element of the window
+  forced: jax.Array  # [] int32, the element to send if none reached it
+  turned: jax.Array  # [] int32, the number in the bitmap to begin with
   sent: jax.Array  # [] int32, the number of elements
 
   def indices(self, first: jax.Array, capacity: int, size: int) -> jax.Array:
     """`[capacity] int32` from number `first` on; `size` past the last."""
     number = first + jnp.arange(capacity, dtype=jnp.int32)
-    index = self.first + indexing.select(self.bitmap, number)
-    index = jnp.where(number < self.bitmap.total, index, size)
+    total = jnp.maximum(self.bitmap.total, 1)
+    place = number + self.turned
+    place = jnp.where(place < total, place, place - total)
+    index = self.first + indexing.select(self.bitmap, place)
+    index = jnp.where(number < self.sent, index, size)
     forced = (number == 0) & (self.bitmap.total == 0) & (self.sent > 0)
     return jnp.where(forced, self.forced, index)
 
 
 def select(
-  acc: jax.Array,
-  start: jax.Array,
-  end: jax.Array,
-  longest: int,
-  bar: jax.Array,
-  step: jax.Array | None,
+  seen: Window, bar: jax.Array, part: jax.Array, step: jax.Array
 ) -> Selection:
-  """Selects the elements of `acc: [N]` in a range that are not below `bar`.
-
-  NaN is not below anything, so it is sent with the next selection.
+  """Selects a part of the elements of a window that reach a bar.
 
   Args:
-    acc: The vector.
-    start: The first element of the range, `[] int32`.
-    end: The end of the range, `[] int32`.
-    longest: The largest size of any range.
+    seen: The window.
     bar: The threshold, `[] float32`.
-    step: If no element reaches the threshold, element `step mod length` is
-      sent; None to send nothing then.
+    part: The part of these elements to send, `[] float32`; 1 for all. Others
+      are sent in other steps.
+    step: The number of the step.
   """
-  first = jnp.minimum(start, acc.shape[0] - longest)
-  window = jnp.abs(lax.dynamic_slice(acc, (first,), (longest,)))
-  index = first + jnp.arange(longest, dtype=jnp.int32)
-  wide = collectives.accumulator(acc.dtype)
-  inside = (index >= start) & (index < end)
-  large = ~(window.astype(wide) < bar.astype(wide)) & inside
-  words = indexing.pack(jnp.pad(large, (0, -longest % 32)))
-  bitmap = indexing.index(words)
-  if step is None:
-    return Selection(bitmap, first, jnp.zeros_like(start), bitmap.total)
-  forced = start + lax.rem(step, end - start)
-  return Selection(bitmap, first, forced, jnp.maximum(bitmap.total, 1))
+  large = jnp.pad(seen.reaching(bar), (0, -seen.inside.shape[0] % 32))
+  bitmap = indexing.index(indexing.pack(large))
+  total = bitmap.total.astype(jnp.float32)
+  sent = jnp.ceil(total * part).astype(jnp.int32)
+  sent = jnp.where(part < 1, jnp.minimum(sent, bitmap.total), bitmap.total)
+  turned = (fmix32(step.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32)
+  turned = lax.rem(turned, jnp.maximum(bitmap.total, 1))
+  turned = jnp.where(part < 1, turned, jnp.zeros_like(turned))
+  return Selection(bitmap, seen.first, jnp.zeros_like(sent), turned, sent)
+
+
+def forced(
+  chosen: Selection, start: jax.Array, end: jax.Array, step: jax.Array
+) -> Selection:
+  """Sends element `step mod length` of a partition if none was selected."""
+  return chosen._replace(
+    forced=start + lax.rem(step, end - start),
+    sent=jnp.maximum(chosen.sent, 1),
+  )
 
 
 # Words before the indices of the first round: the number of selected elements,

@@ -17,6 +17,7 @@ from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import compat
 from zenjax._src.core.arguments import AxisName
+from zenjax._src.core.collectives import Axes
 from zenjax._src.schemes.base import Context
 from zenjax._src.sparsify import checks
 from zenjax._src.sparsify import element_exchange
@@ -34,8 +35,10 @@ from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
 from zenjax._src.sync.sync_options import Options
 
-# Indices that a device sends in a round, as a multiple of a fair share.
+# Indices that a device sends in a round, as a multiple of a fair share. A
+# kilobyte of them takes no longer than the latency of a link.
 _SLACK = 1.25
+_FEWEST = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ def _plan(tree: Any, settings: Settings, n: int) -> Plan:
       f" {1 / size:.3g} or more."
     )
   division = settings.division(size, n)
-  capacity = settings.capacity or int(_SLACK * k / n) + 1
+  capacity = settings.capacity or max(int(_SLACK * k / n) + 1, _FEWEST)
   capacity = min(capacity, division.longest)
   if size + n * capacity >= 2**31:
     raise ValueError(
@@ -220,11 +223,11 @@ def _step(
   bounds = plan.division.bounds(parts)
   start, end = bounds[place], bounds[place + 1]
   with jax.named_scope("zenjax/select"):
-    sample = lambda: thresholds.sampled(acc, start, end, plan.k, axes)
-    threshold, bar = thresholds.begun(threshold, plan.controller, sample)
-    forced = known.step if plan.controller.forces else None
-    longest = plan.division.longest
-    chosen = element_exchange.select(acc, start, end, longest, bar, forced)
+    seen = element_exchange.window(acc, start, end, plan.division.longest)
+    bar = _bar(acc, seen, threshold, known.step, (start, end), plan, axes)
+    chosen = element_exchange.select(seen, bar.bar, bar.part, known.step)
+    if plan.controller.forces:
+      chosen = element_exchange.forced(chosen, start, end, known.step)
   with jax.named_scope("zenjax/exchange"):
     out = element_exchange.exchange(
       acc, chosen, square, plan.capacity, plan.settings.wire_dtype, context
@@ -235,14 +238,42 @@ def _step(
   new = known._replace(
     step=known.step + 1,
     residual=out.kept[None],
-    threshold=threshold,
+    threshold=bar.threshold,
     drift=drift,
     parts=parts,
     counts=counts,
     fullest=known.fullest.at[lax.rem(known.step, HISTORY)].set(jnp.max(counts)),
-    stats=_stats(out, counts, threshold, plan, n),
+    stats=_stats(out, counts, bar.threshold, plan, n),
   )
   return out.update, new
+
+
+def _bar(
+  acc: jax.Array,
+  seen: element_exchange.Window,
+  threshold: jax.Array,
+  step: jax.Array,
+  bounds: tuple[jax.Array, jax.Array],
+  plan: Plan,
+  axes: Axes,
+) -> thresholds.Bar:
+  """Returns what a step selects by."""
+  everything = jnp.ones_like(threshold)
+  if not plan.controller.samples:
+    return thresholds.Bar(threshold, threshold, everything)
+  if plan.k == plan.size:
+    return thresholds.Bar(threshold, jnp.zeros_like(threshold), everything)
+  if plan.settings.start is None:
+    # Residuals grow the most in the first steps.
+    new = step < thresholds.FIRST
+    threshold = jnp.where(new, jnp.zeros_like(threshold), threshold)
+
+  def count(bar: jax.Array) -> jax.Array:
+    own = jnp.sum(seen.reaching(bar), dtype=jnp.int32)
+    return collectives.psum(own.astype(jnp.float32), axes)
+
+  sample = lambda: thresholds.sampled(acc, *bounds, plan.k, axes)
+  return thresholds.begun(threshold, plan.k, count, sample)
 
 
 def accumulate(
@@ -323,17 +354,19 @@ def exdyna(
     axis_name: The axis that devices are mapped over, or a tuple of axes.
     density: The part of the model that all devices together send in a step, in
       (0, 1].
-    controller: How the threshold changes from step to step. `"damped"` starts
-      with a quantile of a sample. It follows gradients that grow or shrink, and
-      samples again after a selection that is off by more than a factor of 4.
+    controller: How the threshold changes from step to step. `"damped"` takes a
+      quantile of a sample in the first thirty steps, and whenever it would
+      select more than twice as much as wanted or less than half. Otherwise it
+      follows gradients that grow or shrink.
       `"paper"` is the published rule: it starts at `1 / (2 sqrt(density * N))`
       and needs 462 steps for a factor of 10. Each device then sends at least
       one element.
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
-      shares. Overflow follows in further rounds, so a small capacity costs
-      time, but loses nothing. `zenjax.report` says what a run needed.
+      shares, but at least 256. Overflow follows in further rounds, so a small
+      capacity costs time, but loses nothing. `zenjax.report` says what a run
+      needed.
     residual_dtype: The dtype of the residual. By default the dtype that JAX
       promotes all leaves to.
     wire_dtype: A dtype such as `jnp.bfloat16` to round values and their sums
@@ -416,7 +449,7 @@ def micro(
     op: `"mean"` or `"sum"`.
     start: The first threshold, instead of the controller's own.
     capacity: Indices that a device sends in one round; by default 1.25 fair
-      shares.
+      shares, but at least 256.
     residual_dtype: The dtype of the residual. By default the dtype that JAX
       promotes all leaves to.
     wire_dtype: A dtype such as `jnp.bfloat16` to round values and their sums

@@ -8,6 +8,7 @@ of 0 is to be sampled.
 from collections.abc import Callable
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -22,7 +23,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 _HUGE = float(np.finfo(np.float32).max)
 # A count that is wrong by more than this factor shows that the threshold is
 # useless.
-_FAR = 4
+_FAR = 2
+# Steps that sample a threshold in any case.
+FIRST = 30
 # Elements looked at for a first threshold: so many, and enough of them above
 # it that their number is right to an eighth.
 _SAMPLES = 8192
@@ -63,9 +66,9 @@ class Damped:
   that shrink faster. The ratio is clipped because residuals grow in the first
   steps, and later steps have to forget what is learned there.
 
-  A threshold that is far off is sampled again, and the drift starts again at
-  zero. For example, residuals double from the first to the second step, and so
-  must the threshold.
+  A threshold that is far off is sampled before anything is selected by it, and
+  the drift starts again at zero. So gradients may grow a thousandfold from one
+  step to the next.
   """
 
   k: int
@@ -83,9 +86,8 @@ class Damped:
     threshold = jnp.minimum(threshold * jnp.exp(step), _HUGE)
     more = 0.001 * jnp.clip(ratio - 1, -0.25, 0.25)
     more = jnp.where(jnp.abs(wanted) <= 0.05, more, 0.0)
-    again = (ratio > _FAR) | (ratio < 1 / _FAR) | (threshold < _TINY)
-    drift = jnp.where(again, 0.0, drift + more)
-    return jnp.where(again, 0.0, threshold), drift
+    again = (ratio > _FAR) | (ratio < 1 / _FAR)
+    return threshold, jnp.where(again, 0.0, drift + more)
 
 
 Controller = Paper | Damped
@@ -121,17 +123,42 @@ def sampled(
   return jnp.where(threshold < _TINY, 0.0, threshold)
 
 
+class Bar(NamedTuple):
+  """What a step selects by; equal on all devices."""
+
+  threshold: jax.Array  # [] float32
+  bar: jax.Array  # [] float32, the least magnitude to select
+  part: jax.Array  # [] float32, of what reaches it
+
+
 def begun(
-  threshold: jax.Array, controller: Controller, sample: Callable[[], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-  """Returns `threshold`, sampled if it is 0, and the least magnitude to select.
+  threshold: jax.Array,
+  k: int,
+  count: Callable[[jax.Array], jax.Array],
+  sample: Callable[[], jax.Array],
+) -> Bar:
+  """Returns the threshold of a step, sampled if it is 0 or far off.
 
   The loop runs once or not at all, on all devices alike. If a sample finds no
-  threshold, most elements are zero, and all others are selected.
+  threshold, most elements are zero, and all others are selected. If far more
+  than `k` elements reach a sampled threshold, most of them are equal: then
+  each device selects only a part of its own.
+
+  Args:
+    threshold: The threshold by the last step, `[] float32`.
+    k: The number of elements wanted.
+    count: Returns how many elements of all devices reach a bar, `[] float32`.
+    sample: Returns a threshold that about `k` elements reach.
   """
-  if not controller.samples:
-    return threshold, threshold
-  turn = lambda carry: (jnp.zeros_like(carry[0]), sample())
-  carry = (threshold == 0, threshold)
-  threshold = lax.while_loop(lambda carry: carry[0], turn, carry)[1]
-  return threshold, jnp.maximum(threshold, _TINY)
+  least = lambda threshold: jnp.maximum(threshold, _TINY)
+
+  def turn(carry):
+    threshold = sample()
+    return jnp.zeros_like(carry[0]), threshold, count(least(threshold))
+
+  total = count(least(threshold))
+  far = (threshold == 0) | (total > _FAR * k) | (total < k / _FAR)
+  carry = lax.while_loop(lambda carry: carry[0], turn, (far, threshold, total))
+  _, threshold, total = carry
+  part = jnp.where(total > _FAR * k, k / total, jnp.ones_like(total))
+  return Bar(threshold, least(threshold), part)

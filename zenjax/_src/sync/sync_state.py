@@ -80,10 +80,14 @@ class LeafState:
   def on_devices(self, devices: int, averages: Any) -> "LeafState":
     """Returns the state, which has host arrays, for this many devices."""
     del averages  # Only states with a residual need it.
-    sizes = Sizes(*map(int, self.sizes))
-    if sizes.devices:
-      sizes = sizes._replace(devices=devices)
-    return dataclasses.replace(self, sizes=np.array(sizes, np.int32))
+
+    def moved(sizes: Any) -> np.ndarray:
+      known = Sizes(*map(int, sizes))
+      known = known._replace(devices=devices) if known.devices else known
+      return np.array(known, np.int32)
+
+    # In `nnx.Optimizer` it is inside of a variable.
+    return dataclasses.replace(self, sizes=jax.tree.map(moved, self.sizes))
 
 
 class LeafChoice(NamedTuple):
