@@ -42,7 +42,8 @@ def transform(kind: str, density: float = 0.05, op: str = "mean", **options):
 @functools.cache
 def compiled(kind: str, n: int, **options: Any):
   """All steps of all devices, of gradients `[t, n, N]`."""
-  tx = transform(kind, **{"capacity": CAPACITY[n]} | options)
+  settings: dict[str, Any] = {"capacity": CAPACITY[n]} | options
+  tx = transform(kind, **settings)
 
   def train(state, draws):
     def step(state, gradients):

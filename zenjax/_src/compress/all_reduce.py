@@ -128,7 +128,9 @@ def all_reduce(
     rest = [x for x in compressor.leaves if not x.compressor]
     plan = dataclasses.replace(compressor, leaves=tuple(rest))
     tx: Any = zen_sync.zen_sync(axis_name, op=op, plan=plan)
-    for name in sorted({x.compressor for x in compressor.leaves} - {None}):
+    for name in sorted(
+      {x.compressor for x in compressor.leaves if x.compressor}
+    ):
       named = {x.name for x in compressor.leaves if x.compressor == name}
       tx = all_reduce(
         registry.named(name),

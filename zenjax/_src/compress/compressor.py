@@ -76,6 +76,8 @@ class Compressor(abc.ABC):
 
   def __str__(self) -> str:
     """The compressor as `zenjax.planner.Plan` names it, say `LowBit(4)`."""
+    if not dataclasses.is_dataclass(self):
+      return repr(self)
     first, *others = dataclasses.fields(self)
     shown = [repr(_plain(getattr(self, first.name)))]
     for field in others:
