@@ -100,9 +100,7 @@ def test_it_is_its_model(name, sizes):
       for k in SHAPES:
         with_rest[k] = given[k] + np.asarray(state.residuals[k].value)[:, 0]
     blocks, filled = in_blocks(with_rest, n), in_blocks(ones, n)[0] > 0
-    draws = (
-      uniforms(step, n, slices, blocks) if "stochastic" in repr(row) else None
-    )
+    draws = uniforms(step, n, slices, blocks) if row.draws else None
     mean, kept = models.step(row.model, blocks, sizes, draws)
     update, state = run(given, state)
     for x in jax.tree.leaves(update):  # bit-equal on all devices

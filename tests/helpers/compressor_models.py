@@ -74,15 +74,18 @@ class Row:
   compressor: Any
   model: Model
   keeps: bool  # all errors: nothing is lost
+  draws: bool = False  # random numbers
 
 
 ROWS = {
   "int8": Row(compress.LowBit(8, block=BLOCK), low_bit(8), True),
   "int4": Row(compress.LowBit(4, block=BLOCK), low_bit(4), True),
   "int2": Row(compress.LowBit(2, block=BLOCK), low_bit(2), True),
-  "qsgd": Row(compress.LowBit(4, "stochastic", BLOCK), low_bit(4, True), False),
+  "qsgd": Row(
+    compress.LowBit(4, "stochastic", BLOCK), low_bit(4, True), False, True
+  ),
   "terngrad": Row(
-    compress.LowBit(2, "stochastic", BLOCK), low_bit(2, True), False
+    compress.LowBit(2, "stochastic", BLOCK), low_bit(2, True), False, True
   ),
   "bfloat16": Row(compress.Cast(jnp.bfloat16, BLOCK), cast(jnp.bfloat16), True),
   "float16": Row(compress.Cast(jnp.float16, BLOCK), cast(jnp.float16), True),

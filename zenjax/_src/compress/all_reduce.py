@@ -66,9 +66,9 @@ def all_reduce(
   The result is an approximation of `lax.pmean`, bit-identical on all devices.
   With error feedback, a device adds to its gradient what it has not sent yet,
   and so does a device that adds up for others with its own errors: nothing is
-  lost, and errors are made good in later steps. If a block of numbers has a NaN
-  or Inf, the whole block arrives as numbers that are not finite; they leave no
-  trace in what is kept.
+  lost, and errors are made good in later steps. A NaN arrives as NaN, with most
+  compressors together with its block or matrix, and leaves no trace in what is
+  kept.
 
   Args:
     compressor: For example `zenjax.compress.LowBit(bits=8)`. Or a plan of
@@ -76,7 +76,8 @@ def all_reduce(
       so that `leaves` and `others` must be left out.
     axis_name: The axis that devices are mapped over. With a tuple, from the
       slowest link to the fastest (`("host", "device")`), gradients are first
-      added up in float32 along the last axis, and compressed along the others.
+      added up in float32 along the last axis, and compressed along the others;
+      `PowerSGD` sends its factors along all of them.
     leaves: The leaves to compress: a pytree prefix of bools, or a callable
       `(name, leaf) -> bool` with the names that `zenjax.report` shows.
     others: Synchronizes all other leaves. By default `zen_sync(axis_name)`.
@@ -150,6 +151,8 @@ def all_reduce(
     )
   if isinstance(dense_steps, bool) or not isinstance(dense_steps, int):
     raise TypeError(f"`dense_steps` must be an integer, got {dense_steps!r}.")
+  if not isinstance(error_feedback, bool | None):
+    raise TypeError(f"`error_feedback` must be a bool, got {error_feedback!r}.")
   if dense_steps < 0:
     raise ValueError(f"`dense_steps` must not be negative, got {dense_steps}.")
   feedback = (
@@ -157,8 +160,8 @@ def all_reduce(
   )
   if feedback and not compressor.approximates:
     raise ValueError(
-      f"`error_feedback` must be False with {compressor}, whose results are no"
-      " approximations. Leave it out."
+      f"`error_feedback` must be False with {compressor}, whose results don't"
+      " approximate gradients, so that errors mean nothing. Leave it out."
     )
   options = sync_options.check(axis_name, sparse=leaves, op=op)
   settings = _Settings(
@@ -307,13 +310,15 @@ def _summed(
   checks.require_made_for(_BY, context.devices, got, needed)
   names = [name for name, _ in named]
   given = [leaf.astype(jnp.float32) for _, leaf in named]
+  # A state may have other dtypes, as where everything is in float64.
   if settings.error_feedback:
-    given = [
-      x + state.residuals[name].value[0] for name, x in zip(names, given)
-    ]
-  memory = [state.memory[name] for name in names]
+    waiting = [state.residuals[name].value[0] for name in names]
+    given = [x + y.astype(jnp.float32) for x, y in zip(given, waiting)]
+  kept_memory = [state.memory[name] for name in names]
+  memory = jax.tree.map(_narrow, kept_memory)
   key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
   key = jax.random.fold_in(key, lax.axis_index(context.axes))
+  dense = state.step < settings.dense_steps
   with jax.named_scope("zenjax/compress"):
     compressed = lambda: compressor.reduce(given, memory, key, context)
     if not named:
@@ -324,33 +329,42 @@ def _summed(
         [jnp.zeros_like(x) for x in given],
         memory,
       )
-      dense = state.step < settings.dense_steps
       out = lax.cond(dense, whole, compressed)
     else:
       out = compressed()
+  wire_bytes, dense_bytes = _bytes(
+    [leaf for _, leaf in named], compressor, context
+  )
+  like = lambda x, y: x.astype(y.dtype)
   new = state._replace(
     step=processes.compared(
       state.step + 1, f"{_BY} by {compressor}", options, tree
     ),
-    memory=dict(zip(names, out.memory)),
+    memory=dict(zip(names, jax.tree.map(like, out.memory, kept_memory))),
     mean=jnp.full((), mean),
-    **_bytes([leaf for _, leaf in named], compressor, context),
+    wire_bytes=jnp.where(dense, dense_bytes, wire_bytes),
+    dense_bytes=dense_bytes,
   )
   if settings.error_feedback:
-    kept = [Residual(x[None]) for x in out.kept]
+    kept = [Residual(like(x[None], y)) for x, y in zip(out.kept, waiting)]
     new = new._replace(residuals=dict(zip(names, kept)))
-  sums = [x.astype(leaf.dtype) for x, (_, leaf) in zip(out.sums, named)]
+  sums = [like(x, leaf) for x, (_, leaf) in zip(out.sums, named)]
   return jax.tree.structure(tree).unflatten(sums), new
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+  """Casts float64 to float32."""
+  return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _bytes(
   leaves: Sequence[Any], compressor: Compressor, context: Context
-) -> dict[str, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Returns the bytes that a device receives, and those of an all-reduce."""
   messages = compressor.messages([x.shape for x in leaves], context)
   wide = [x.size * collectives.accumulator(x.dtype).itemsize for x in leaves]
   dense = Message("all_reduce", context.axes, sum(wide) / 4)
-  return {
-    "wire_bytes": jnp.float32(received_bytes(messages, context)),
-    "dense_bytes": jnp.float32(received_bytes([dense], context)),
-  }
+  return (
+    jnp.float32(received_bytes(messages, context)),
+    jnp.float32(received_bytes([dense], context)),
+  )

@@ -42,7 +42,9 @@ class CompressState(NamedTuple):
   memory: dict[str, Any]  # of the compressor, by name of the leaf
   mean: jax.Array  # [] bool, whether the last step averaged
   wire_bytes: jax.Array  # [] float32, received per device in the last step
-  dense_bytes: jax.Array  # the same of a ring all-reduce in the leaves' dtypes
+  dense_bytes: (
+    jax.Array
+  )  # the same of a ring all-reduce, which adds up in float32
   others: Any  # the state of the transformation of all other leaves
 
   def specs(self, split: PartitionSpec) -> "CompressState":

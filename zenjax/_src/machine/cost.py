@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zenjax._src.compress.compressor import Compressor
 from zenjax._src.machine.link_models import Link
 from zenjax._src.machine.link_models import Work
 from zenjax._src.schemes import buffer_sizes
@@ -65,11 +64,6 @@ class Profile:
       return self.rows * devices**buffer_sizes.GROWTH
     power = math.log(max(self.union / self.rows, 1.0)) / math.log(self.devices)
     return self.rows * devices**power
-
-
-# How often a compressor reads or writes a gradient: add the residual, find a
-# scale, round, keep the error; decode what came, round the sums, decode them.
-_PASSES = 8
 
 
 class Way(NamedTuple):
@@ -171,17 +165,6 @@ class CostModel:
       for way in ways
     ]
     return {way: self.of_way(way, table, profile) for way in (PMEAN, *ways)}
-
-  def of_compressor(
-    self, compressor: Compressor, shape: tuple[int, ...]
-  ) -> Prediction:
-    """Predicts the compressed sum of a dense leaf.
-
-    Leaves of one compressor share its exchange.
-    """
-    messages = compressor.messages([shape], self.context)
-    local_s = _PASSES * 4 * math.prod(shape) * self.work.mask_byte
-    return self.of_messages(f"{compressor}", messages, local_s=local_s)
 
   def of_way(self, way: Way, table: Table, profile: Profile) -> Prediction:
     """Predicts one way to synchronize a table."""

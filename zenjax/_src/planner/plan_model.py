@@ -34,6 +34,9 @@ from zenjax._src.sync.plans import Plan
 
 # Buffers get more rows than the mean step needs, because steps differ.
 _SPARE = 1.05
+# How often a compressor reads or writes a gradient: add the residual, find a
+# scale, round, keep the error; decode what came, round the sums, decode them.
+_PASSES = 8
 
 
 class Gradient(NamedTuple):
@@ -413,7 +416,7 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
         for compressor in question.compressors:
           way = PMEAN._replace(compressor=str(compressor))
           shape = gradient.shape
-          ways[way] = question.model.of_compressor(compressor, shape)
+          ways[way] = compressed(question.model, compressor, shape)
     elif question.topology.devices > 1:
       narrower = [
         name
@@ -424,6 +427,18 @@ def predictions(question: Question) -> list[dict[Way, Prediction]]:
       ways = question.model.of_ways(table, profile, narrower)
     predicted.append(ways)
   return predicted
+
+
+def compressed(
+  model: CostModel, compressor: Compressor, shape: tuple[int, ...]
+) -> Prediction:
+  """Predicts the compressed sum of a dense leaf.
+
+  Leaves of one compressor share its exchange.
+  """
+  messages = compressor.messages([shape], model.context)
+  local_s = _PASSES * 4 * math.prod(shape) * model.work.mask_byte
+  return model.of_messages(str(compressor), messages, local_s=local_s)
 
 
 def _fitting(

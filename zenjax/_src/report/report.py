@@ -68,7 +68,8 @@ def report(state: Any) -> str:
   """
   sync_state.require_numbers(state, "report")
   lines = [*_sparsifiers(state), *_error_feedback(state), *_compressed(state)]
-  if not lines or sync_state.find(state):
+  syncs = sync_state.find(state)
+  if not lines or any(sync.leaves for sync in syncs):
     lines = [*_synced_leaves(state, sync_state.require(state)), *lines]
   return "\n".join(lines)
 
