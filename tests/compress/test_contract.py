@@ -1,7 +1,10 @@
 """The contract of all compressors: a row of `compressor_models.ROWS` each."""
 
+import functools
+
 import compressor_models as models
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +20,7 @@ AXES = {
   "2x2": (2, 2),
   "4x2": (4, 2),
 }
-STEPS = 40
+STEPS = 200
 
 
 def names_of(sizes):
@@ -69,22 +72,39 @@ def in_blocks(tree, n):
   return np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % n), (0, 0)))
 
 
-def uniforms(step, n, slices, blocks):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def drawn(step, n, part, mine):
   """The random numbers of each device, by its keys."""
+
+  def of(rank):
+    key = jax.random.fold_in(jax.random.key(0), step)
+    push, pull = jax.random.split(jax.random.fold_in(key, rank))
+    draw = lambda key, count: jax.random.uniform(key, (count, models.BLOCK))
+    return draw(push, part), draw(pull, mine)
+
+  return jax.vmap(of)(jnp.arange(n))
+
+
+def uniforms(step, n, slices, blocks):
   out = np.zeros((n, 2, *blocks.shape[1:]), np.float32)
   part = blocks.shape[1] // slices
   mine = part // (n // slices)
-  for rank in range(n):
-    key = jax.random.fold_in(jax.random.key(0), step)
-    push, pull = jax.random.split(jax.random.fold_in(key, rank))
-    out[rank, 0, :part] = jax.random.uniform(push, (part, models.BLOCK))
-    out[rank, 1, :mine] = jax.random.uniform(pull, (mine, models.BLOCK))
+  out[:, 0, :part], out[:, 1, :mine] = drawn(step, n, part, mine)
   return out
 
 
-@pytest.mark.parametrize("sizes", AXES.values(), ids=AXES.keys())
-@pytest.mark.parametrize("name", models.ROWS)
-def test_it_is_its_model(name, sizes):
+def _cases():
+  """Every compressor on one of the meshes; `-m more` asks for all of them."""
+  for i, name in enumerate(models.ROWS):
+    for j, axes in enumerate(AXES):
+      usual = (i - j) % len(AXES) == 0
+      marks = () if usual else pytest.mark.more
+      yield pytest.param(name, axes, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "axes"), [*_cases()])
+def test_it_is_its_model(name, axes):
+  sizes = AXES[axes]
   row, n = models.ROWS[name], int(np.prod(sizes))
   tx, run = program(row.compressor, sizes)
   state = fresh(
