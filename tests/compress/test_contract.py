@@ -64,12 +64,28 @@ def gradients(step, n, seed=0):
 
 
 def in_blocks(tree, n):
+  """`[n, M, block]` of all leaves, each filled up with its own start."""
   parts = []
   for name in SHAPES:
     x = np.asarray(tree[name]).reshape(n, -1)
-    parts.append(np.pad(x, ((0, 0), (0, -x.shape[1] % models.BLOCK))))
-  blocks = np.concatenate(parts, axis=1).reshape(n, -1, models.BLOCK)
+    size = -(-x.shape[1] // models.BLOCK) * models.BLOCK
+    parts += [np.resize(device, size) for device in x]
+  parts = [np.concatenate(parts[i::n]) for i in range(n)]
+  blocks = np.stack(parts).reshape(n, -1, models.BLOCK)
   return np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % n), (0, 0)))
+
+
+def filled(n):
+  """Where `in_blocks` has numbers of a leaf, `[M, block]`."""
+  numbers = {k: np.ones((n, *v), np.float32) for k, v in SHAPES.items()}
+  where = in_blocks(numbers, n)[0]
+  start = 0
+  for shape in SHAPES.values():
+    size = int(np.prod(shape))
+    end = start + -(-size // models.BLOCK) * models.BLOCK
+    where.reshape(-1)[start + size : end] = 0
+    start = end
+  return where > 0
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -112,23 +128,23 @@ def test_it_is_its_model(name, axes):
   )
   slices = sizes[-1] if len(sizes) > 1 else 1
   sums = {k: np.zeros(v) for k, v in SHAPES.items()}
-  ones = {k: np.ones((n, *v), np.float32) for k, v in SHAPES.items()}
+  where = filled(n)
   for step in range(STEPS):
     given = gradients(step, n)
     with_rest = dict(given)
     if row.keeps:
       for k in SHAPES:
         with_rest[k] = given[k] + np.asarray(state.residuals[k].value)[:, 0]
-    blocks, filled = in_blocks(with_rest, n), in_blocks(ones, n)[0] > 0
+    blocks = in_blocks(with_rest, n)
     draws = uniforms(step, n, slices, blocks) if row.draws else None
     mean, kept = models.step(row.model, blocks, sizes, draws)
     update, state = run(given, state)
     for x in jax.tree.leaves(update):  # bit-equal on all devices
       np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
-    agree(in_blocks(update, n)[0], mean, blocks, filled)
+    agree(in_blocks(update, n)[0], mean, blocks, where)
     if row.keeps:
       rest = {k: state.residuals[k].value[:, 0] for k in SHAPES}
-      agree(in_blocks(rest, n), kept, blocks, filled)
+      agree(in_blocks(rest, n), kept, blocks, where)
     for k in SHAPES:
       sums[k] += given[k].sum(axis=0) - n * np.asarray(update[k][0], np.float64)
   if row.keeps:
@@ -137,7 +153,36 @@ def test_it_is_its_model(name, axes):
       np.testing.assert_allclose(rest, sums[k], atol=2e-4)
 
 
-def agree(got, want, blocks, filled):
+def agree(got, want, blocks, where):
   """Equal, but for a few numbers half way between two levels."""
-  wrong = (np.abs(got - want) > 1e-6 * np.abs(blocks).max()) & filled
+  largest = np.abs(blocks).max(axis=(0, -1))[:, None]
+  wrong = (np.abs(got - want) > 2e-6 * largest) & where
   assert wrong.mean() <= 5e-3, wrong.mean()
+
+
+@pytest.mark.parametrize("name", models.ROWS)
+def test_small_and_large_numbers_arrive(name):
+  """Of any size, in a leaf that is no whole block."""
+  row = models.ROWS[name]
+  tx, run = program(row.compressor, (2,))
+  for size in (1e-30, 1e-10, 1.0, 1e10, 1e30, 9e37):
+    g = {k: np.full((2, *v), size, np.float32) for k, v in SHAPES.items()}
+    update, _ = run(g, fresh(tx, (2,), {k: x[0] for k, x in g.items()}))
+    want = 1.0 if name == "vote" else size
+    for x in jax.tree.leaves(update):
+      near = 0.13 if name in ("e4m3", "e5m2") else 0.01
+      np.testing.assert_allclose(x, want, rtol=near)
+
+
+@pytest.mark.parametrize(
+  "name", [k for k, row in models.ROWS.items() if row.draws]
+)
+def test_random_rounding_has_the_right_mean(name):
+  compressor = models.ROWS[name].compressor
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((1, models.BLOCK)).astype(np.float32)
+  keys = jax.random.split(jax.random.key(0), 4000)
+  send = lambda key: compressor.decode(compressor.encode(x, key))
+  mean = np.asarray(jax.jit(jax.vmap(send))(keys)).mean(axis=0)
+  level = np.abs(x).max() / (1 if name == "terngrad" else 7)
+  np.testing.assert_allclose(mean, x, atol=4 * level / 2 / 4000**0.5)

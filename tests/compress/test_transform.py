@@ -49,8 +49,8 @@ def want():
   """The update of one step by the model."""
   g = gradients()
   flat = g["w"].reshape(N, -1)
-  blocks = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 64)))
-  blocks = blocks.reshape(N, -1, 64)
+  size = -(-flat.shape[1] // 64) * 64
+  blocks = np.stack([np.resize(x, size) for x in flat]).reshape(N, -1, 64)
   blocks = np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % N), (0, 0)))
   mean, _ = models.step(models.low_bit(4), blocks, (N,))
   return mean.reshape(-1)[: flat.shape[1]].reshape(SHAPE)
@@ -256,7 +256,7 @@ REFUSED = {
   ),
   "bits": (lambda: compress.LowBit(3), ValueError, ("`bits`", "8, 4 or 2")),
   "block": (lambda: compress.Sign(100), ValueError, ("`block`", "32")),
-  "dtype": (lambda: compress.Cast(jnp.float32), ValueError, ("16 or 8 bits",)),
+  "dtype": (lambda: compress.Cast(jnp.float32), ValueError, ("'bfloat16'",)),
   "rank": (lambda: compress.PowerSGD(0), ValueError, ("`rank`",)),
   "steps": (
     lambda: compress.all_reduce(INT4, "data", dense_steps=-1),
@@ -270,6 +270,27 @@ REFUSED = {
     ValueError,
     ("`error_feedback`", "SignVote(256)"),
   ),
+  "dense steps of votes": (
+    lambda: compress.all_reduce(compress.SignVote(), "data", dense_steps=5),
+    ValueError,
+    ("`dense_steps`", "SignVote(256)"),
+  ),
+  "feedback": (
+    lambda: compress.all_reduce(INT4, "data", error_feedback=_any("no")),
+    TypeError,
+    ("`error_feedback` must be a bool",),
+  ),
+  "another dtype": (
+    lambda: compress.Cast("float8_e8m0fnu"),
+    ValueError,
+    ("float8_e4m3fn",),
+  ),
+  "bits in words": (
+    lambda: compress.LowBit(_any(8.0)),
+    ValueError,
+    ("`bits`",),
+  ),
+  "seed": (lambda: compress.PowerSGD(2, seed=-1), ValueError, ("`seed`",)),
   "init outside": (
     lambda: compress.all_reduce(INT4, "data").init(jnp.zeros((200, 200))),
     ValueError,
@@ -399,3 +420,57 @@ def test_a_name_is_read_again(row):
     registry.named("LowBit(3)")
   with pytest.raises(ValueError, match="LowBit"):
     registry.named("open('x')")
+
+
+def test_two_compressors_of_one_tree_are_both_told():
+  inner = compress.all_reduce(
+    compress.LowBit(8), "data", leaves=lambda name, _: name == "b"
+  )
+  tx = int4("data", others=inner)
+  state, _ = trained(tx, runners.mesh(2), steps=range(2))
+  found = zenjax.stats(state)
+  assert found["compressed"]["wire_bytes"] > found["compressed 2"]["wire_bytes"]
+  assert zenjax.report(state).count("compress.all_reduce after 2 steps") == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_what_16_bit_leaves_cannot_hold_waits(dtype, op):
+  rng = np.random.default_rng(0)
+  g = jnp.asarray(rng.standard_normal((50, 2, 300)), dtype)
+  tx = compress.all_reduce(INT4, "data", leaves=True, op=op)
+
+  def device(g):
+    update = lambda state, g: tx.update(g, state)[::-1]
+    return jax.lax.scan(update, tx.init(g[0]), g)
+
+  state, updates = jax.jit(jax.vmap(device, 1, axis_name="data"))(g)
+  assert updates.dtype == dtype
+  wide = lambda x: np.asarray(x, np.float64)
+  sent = wide(updates[0]).sum(axis=0) * (2 if op == "mean" else 1)
+  kept = wide(state.residuals["leaf"].value).sum(axis=(0, 1))
+  np.testing.assert_allclose(sent + kept, wide(g).sum(axis=(0, 1)), atol=1e-3)
+
+
+class Half(compress.Codec):
+  """Not a dataclass, as a user may write one."""
+
+  block = 32
+  words = 16
+
+  def encode(self, x, key):
+    return jax.lax.bitcast_convert_type(
+      x.astype(jnp.bfloat16).reshape(-1, 16, 2), jnp.uint32
+    )
+
+  def decode(self, words):
+    narrow = jax.lax.bitcast_convert_type(words, jnp.bfloat16)
+    return narrow.reshape(-1, 32).astype(jnp.float32)
+
+
+def test_a_compressor_of_ones_own():
+  tx = compress.all_reduce(Half(), "data", leaves=True)
+  step = lambda g: tx.update(g, tx.init(g))[0]
+  update = jax.jit(jax.vmap(step, axis_name="data"))(gradients()["w"])
+  mean = gradients()["w"].mean(axis=0)
+  np.testing.assert_allclose(update[0], mean, atol=0.02)

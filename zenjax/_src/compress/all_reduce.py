@@ -13,6 +13,7 @@ from zenjax._src.compress import registry
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.compress.compress_state import Residual
 from zenjax._src.compress.compressor import Compressor
+from zenjax._src.compress.compressor import left
 from zenjax._src.compress.compressor import Reduced
 from zenjax._src.core import arguments
 from zenjax._src.core import collectives
@@ -62,6 +63,7 @@ def all_reduce(
 
   It compresses floating arrays of at least 16,384 elements, except for tables
   that `zen_sync` sends by rows. `zen_sync` synchronizes all other leaves.
+  Numbers are sent with at most the digits and the range of float32.
 
   The result is an approximation of `lax.pmean`, bit-identical on all devices.
   With error feedback, a device adds to its gradient what it has not sent yet,
@@ -158,10 +160,11 @@ def all_reduce(
   feedback = (
     compressor.error_feedback if error_feedback is None else error_feedback
   )
-  if feedback and not compressor.approximates:
+  if not compressor.approximates and (feedback or dense_steps):
+    name = "error_feedback" if feedback else "dense_steps"
     raise ValueError(
-      f"`error_feedback` must be False with {compressor}, whose results don't"
-      " approximate gradients, so that errors mean nothing. Leave it out."
+      f"`{name}` must be left out with {compressor}, whose results do not"
+      " approximate gradients."
     )
   options = sync_options.check(axis_name, sparse=leaves, op=op)
   settings = _Settings(
@@ -336,6 +339,7 @@ def _summed(
     [leaf for _, leaf in named], compressor, context
   )
   like = lambda x, y: x.astype(y.dtype)
+  sums = [like(x, leaf) for x, (_, leaf) in zip(out.sums, named)]
   new = state._replace(
     step=processes.compared(
       state.step + 1, f"{_BY} by {compressor}", options, tree
@@ -346,9 +350,14 @@ def _summed(
     dense_bytes=dense_bytes,
   )
   if settings.error_feedback:
-    kept = [Residual(like(x[None], y)) for x, y in zip(out.kept, waiting)]
+    # What 16-bit leaves cannot hold waits as well, the same on each device.
+    share = jnp.float32(1 if mean else 1 / context.devices)
+    kept = [
+      x if y.dtype == jnp.float32 else x + left(z, like(y, z)) * share
+      for x, y, z in zip(out.kept, sums, out.sums)
+    ]
+    kept = [Residual(like(x[None], y)) for x, y in zip(kept, waiting)]
     new = new._replace(residuals=dict(zip(names, kept)))
-  sums = [like(x, leaf) for x, (_, leaf) in zip(out.sums, named)]
   return jax.tree.structure(tree).unflatten(sums), new
 
 

@@ -11,6 +11,13 @@ from zenjax._src.compress.compressor import Codec
 from zenjax._src.core import arguments
 from zenjax._src.core import wire
 
+_DTYPES = tuple(
+  map(
+    jnp.dtype,
+    (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2),
+  )
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cast(Codec):
@@ -26,7 +33,7 @@ class Cast(Codec):
 
   Raises:
     TypeError: `dtype` is not a floating dtype.
-    ValueError: It has more than 16 bits, or `block` is out of range.
+    ValueError: It is another one, or `block` is out of range.
 
   Example:
     >>> import jax
@@ -43,10 +50,10 @@ class Cast(Codec):
 
   def __post_init__(self):
     dtype = arguments.floating("dtype", self.dtype)
-    if dtype is None or dtype.itemsize > 2:
+    if dtype not in _DTYPES:
       raise ValueError(
-        f"`dtype` must have 16 or 8 bits, got {self.dtype!r}. Give"
-        " jnp.bfloat16."
+        f"`dtype` must be one of {[x.name for x in _DTYPES]}, got"
+        f" {self.dtype!r}."
       )
     object.__setattr__(self, "dtype", dtype)
     packing.check_block(self.block)

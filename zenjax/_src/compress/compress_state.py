@@ -1,11 +1,21 @@
 """The state of `zenjax.compress.all_reduce`."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from zenjax._src.core.folding import folded
+
+
+def nodes(state: Any) -> Iterator["CompressState"]:
+  """Yields each such state, also those in the `others` of another one."""
+  is_one = lambda x: isinstance(x, CompressState)
+  for node in jax.tree.leaves(state, is_leaf=is_one):
+    if is_one(node):
+      yield node
+      yield from nodes(node.others)
 
 
 class Residual(NamedTuple):

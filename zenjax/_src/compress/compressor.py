@@ -76,14 +76,14 @@ class Compressor(abc.ABC):
 
   def __str__(self) -> str:
     """The compressor as `zenjax.planner.Plan` names it, say `LowBit(4)`."""
-    if not dataclasses.is_dataclass(self):
-      return repr(self)
-    first, *others = dataclasses.fields(self)
-    shown = [repr(_plain(getattr(self, first.name)))]
-    for field in others:
-      value = getattr(self, field.name)
-      if value != field.default:
-        shown.append(f"{field.name}={_plain(value)!r}")
+    known: Any = dataclasses.is_dataclass(self) and dataclasses.fields(self)
+    shown = []
+    for i, field in enumerate(known or ()):
+      value = _plain(getattr(self, field.name))
+      if i == 0:
+        shown.append(repr(value))
+      elif value != field.default:
+        shown.append(f"{field.name}={value!r}")
     return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -96,17 +96,18 @@ class Codec(Compressor):
   """A compressor that turns blocks of numbers to words, and words to numbers.
 
   Leaves are cut into blocks of `block` numbers, and the last block of a leaf is
-  filled up with zeros. Each device encodes its blocks and sends a part of them
-  to each other device. That device decodes what came, adds it up in float32 in
-  the order of ranks, encodes the sum or mean, and sends it to all. So a step
-  takes `2 (n - 1) / n` times the bytes of the words, however many devices there
-  are.
+  filled up with numbers from its start, which are dropped later. Each device
+  encodes its blocks and sends a part of them to each other device. That device
+  decodes what came, adds it up in float32 in the order of ranks, encodes the
+  sum or mean, and sends it to all. So a step takes `2 (n - 1) / n` times the
+  bytes of the words, however many devices there are.
 
   Over several axes, numbers are first added up in float32 along the last axis,
   whose links are fast. Only sums of it are encoded.
 
   `encode` and `decode` see arrays of many blocks, and treat each block alone. A
-  block with NaN or Inf must decode to numbers that are not finite.
+  NaN must not decode to a number, nor Inf to a finite one that stands for a
+  magnitude. The rest of its block may become NaN, too.
   """
 
   block: int
@@ -201,10 +202,13 @@ def _added(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
 def _in_blocks(
   leaves: Sequence[jax.Array], block: int, devices: int
 ) -> jax.Array:
-  """Returns `[M, block]` of all leaves, with zeros to fill up."""
-  flat = [leaf.reshape(-1) for leaf in leaves]
-  padded = [jnp.pad(x, (0, -x.shape[0] % block)) for x in flat]
-  blocks = jnp.concatenate(padded).reshape(-1, block)
+  """Returns `[M, block]` of all leaves; `devices` divides `M`."""
+  parts = []
+  for leaf in leaves:
+    # Zeros would make the mean of the last block smaller.
+    missing = -leaf.size % block
+    parts += [leaf.reshape(-1), jnp.resize(leaf.reshape(-1)[:missing], missing)]
+  blocks = jnp.concatenate(parts).reshape(-1, block)
   return jnp.pad(blocks, ((0, -blocks.shape[0] % devices), (0, 0)))
 
 

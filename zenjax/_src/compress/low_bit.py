@@ -55,7 +55,7 @@ class LowBit(Codec):
   block: int = 256
 
   def __post_init__(self):
-    if self.bits not in (8, 4, 2):
+    if not arguments.is_integer(self.bits) or self.bits not in (8, 4, 2):
       raise ValueError(f"`bits` must be 8, 4 or 2, got {self.bits!r}.")
     arguments.one_of("rounding", self.rounding, ["nearest", "stochastic"])
     packing.check_block(self.block)
@@ -77,9 +77,10 @@ class LowBit(Codec):
   def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """Converts `[m, block] float32` to `[m, words] uint32`."""
     scale = packing.checked(jnp.max(jnp.abs(x), axis=1) / self._most, x)
-    # One division for each block: XLA would rewrite others as it likes.
-    times = jnp.where(scale > 0, 1 / scale, jnp.zeros_like(scale))
-    x = x * times[:, None]
+    # One division for each block: XLA would rewrite others as it likes. By
+    # quarters, because the inverse of the largest numbers vanishes.
+    times = jnp.where(scale > 0, 1 / (scale / 4), jnp.zeros_like(scale))
+    x = x / 4 * times[:, None]
     if self.rounding == "nearest":
       x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     else:

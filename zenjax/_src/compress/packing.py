@@ -5,17 +5,21 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.core import arguments
+
 # Blocks fill whole words with 2 bits a number.
 _MULTIPLE = 32
-_TINY = float(np.finfo(np.float32).tiny)
+# The smallest scale. Numbers below 2^-126 are zero on some devices, and so may
+# be what is made of such a scale.
+_TINY = 2.0**-120
 
 
 def check_block(block: int) -> None:
   """Raises `ValueError` unless blocks fill whole words."""
-  if not isinstance(block, int) or block <= 0 or block % _MULTIPLE:
+  if not arguments.is_integer(block) or block <= 0 or block % _MULTIPLE:
     raise ValueError(
-      f"`block` must be a positive multiple of {_MULTIPLE}, got {block!r}. Give"
-      " 256."
+      f"`block` must be an int, a positive multiple of {_MULTIPLE}, got"
+      f" {block!r}. Give 256."
     )
 
 
@@ -43,7 +47,7 @@ def checked(scale: jax.Array, x: jax.Array) -> jax.Array:
 
   A scale is NaN if its block has a number that is not finite. XLA on CPU does
   not keep NaN in a maximum, so this is asked of the numbers themselves. It is
-  zero below the smallest normal float32, as on some devices anyway.
+  zero below 2^-120.
   """
   scale = jnp.where(jnp.abs(scale) < _TINY, jnp.zeros_like(scale), scale)
   finite = jnp.all(lax.is_finite(x), axis=1)

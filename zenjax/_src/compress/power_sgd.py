@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from zenjax._src.compress.compressor import Compressor
 from zenjax._src.compress.compressor import left
 from zenjax._src.compress.compressor import Reduced
+from zenjax._src.core import arguments
 from zenjax._src.core import collectives
 from zenjax._src.core import wire
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
+
+# A column is taken for dependent if no more than this part of it is left.
+_DEPENDENT = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class PowerSGD(Compressor):
   seed: int = 0
 
   def __post_init__(self):
-    if not isinstance(self.rank, int) or self.rank < 1:
+    arguments.hash_seed(self.seed, "seed")
+    if not arguments.is_integer(self.rank) or self.rank < 1:
       raise ValueError(
         f"`rank` must be a positive integer, got {self.rank!r}. Give 4."
       )
@@ -87,7 +92,7 @@ class PowerSGD(Compressor):
       kept[i] = left(m, _product(p, mine.T)).reshape(shape)
       # From a column of zeros no step would come back.
       lives = jnp.all(lax.is_finite(q)) & jnp.any(q != 0, axis=0)
-      new[i] = jnp.where(lives[None], q, memory[i])
+      new[i] = jnp.where(lives[None], _of_size_one(q), memory[i])
     return Reduced(sums, kept, new)
 
   def messages(
@@ -110,18 +115,30 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
+def _of_size_one(x: jax.Array) -> jax.Array:
+  """Scales columns, so that squares neither overflow nor vanish."""
+  largest = jnp.max(jnp.abs(x), axis=0)
+  return x / jnp.where(largest > 0, largest, jnp.ones_like(largest))[None]
+
+
 def _orthonormal(p: jax.Array) -> jax.Array:
   """Makes the columns of `[a, rank]` orthonormal by Gram-Schmidt.
 
-  A column of zeros stays. `jnp.linalg.qr` calls a solver on GPUs, whose latency
+  A column that depends on those before it becomes zero: rounding errors are all
+  that is left of it. `jnp.linalg.qr` calls a solver on GPUs, whose latency
   exceeds that of the exchange.
   """
+  p = _of_size_one(p)
   columns: list[jax.Array] = []
   for i in range(p.shape[1]):
     column = p[:, i]
+    least = _DEPENDENT * jnp.sqrt(jnp.sum(jnp.square(column)))
     for _ in range(2):  # Once is not enough if columns are nearly parallel.
       for other in columns:
         column -= jnp.sum(column * other) * other
     norm = jnp.sqrt(jnp.sum(jnp.square(column)))
-    columns.append(jnp.where(norm > 0, column / norm, jnp.zeros_like(column)))
+    # NaN is not below, and stays.
+    columns.append(
+      jnp.where(norm <= least, jnp.zeros_like(column), column / norm)
+    )
   return jnp.stack(columns, axis=1)

@@ -51,7 +51,8 @@ class Sign(Codec):
   def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """Converts `[m, block] float32` to `[m, words] uint32`."""
     del key
-    scale = packing.checked(jnp.mean(jnp.abs(x), axis=1), x)
+    # Divided first: the sum of the largest numbers overflows.
+    scale = packing.checked(jnp.sum(jnp.abs(x) / self.block, axis=1), x)
     codes = (x < 0).astype(jnp.int32)
     return packing.with_scales(packing.packed(codes, 1), scale)
 
@@ -171,6 +172,6 @@ class OneBit(Codec):
 
 def _mean(x: jax.Array, where: jax.Array) -> jax.Array:
   """Returns the mean of some numbers of each block; zero if there are none."""
-  count = jnp.sum(where, axis=1).astype(jnp.float32)
-  total = jnp.sum(jnp.where(where, x, jnp.zeros_like(x)), axis=1)
-  return total / jnp.maximum(count, 1)
+  count = jnp.maximum(jnp.sum(where, axis=1).astype(jnp.float32), 1)
+  share = jnp.where(where, x, jnp.zeros_like(x)) / count[:, None]
+  return jnp.sum(share, axis=1)

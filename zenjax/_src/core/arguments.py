@@ -81,13 +81,14 @@ def one_of(name: str, value: Any, known: list[str]) -> str:
   return value
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+  """Returns True for Python's integers, but not for bools."""
   return isinstance(value, int) and not isinstance(value, bool)
 
 
 def hash_seed(value: Any, name: str = "hash_seed") -> int:
   """Returns the value; raises `ValueError` if it is not a 32-bit integer."""
-  if not _is_integer(value) or not 0 <= value < 2**32:
+  if not is_integer(value) or not 0 <= value < 2**32:
     raise ValueError(
       f"`{name}` must be an integer in [0, 2**32), got {name}={value!r}."
     )
@@ -130,7 +131,7 @@ def wire_dtype(name: str, dtype: Any) -> jnp.dtype | None:
 
 def check_unit(unit: Unit) -> Unit:
   """Returns the unit; raises `ValueError` if it is not valid."""
-  block = _is_integer(unit) and int(unit) > 0
+  block = is_integer(unit) and int(unit) > 0
   if not block and unit not in ("auto", "row", "element"):
     raise ValueError(
       "`unit` must be 'auto', 'row', 'element' or a block size of at least 1,"
@@ -141,7 +142,7 @@ def check_unit(unit: Unit) -> Unit:
 
 def check_partition(partition: Partition) -> Partition:
   """Returns the partition; raises `ValueError` if it is not valid."""
-  grid = _is_integer(partition) and int(partition) > 0
+  grid = is_integer(partition) and int(partition) > 0
   if not grid and partition not in ("hash", "columns"):
     raise ValueError(
       "`partition` must be 'hash', 'columns', or a number of column groups that"
@@ -184,7 +185,7 @@ def _capacity(value: Any, where: str) -> Capacity:
       f"{what} must be a pair (push, pull) of rows, for example (64, 256), got"
       f" {value!r}."
     )
-  if not all(map(_is_integer, value)):
+  if not all(map(is_integer, value)):
     raise TypeError(f"{what} must hold integers, got {value!r}.")
   push, pull = value
   if push < 1 or pull < 1:

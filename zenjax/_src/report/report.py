@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zenjax._src.compress.compress_state import CompressState
+from zenjax._src.compress import compress_state
 from zenjax._src.core import text
 from zenjax._src.core.text import columns
 from zenjax._src.report import stats
@@ -311,7 +311,7 @@ def _error_feedback(state: Any) -> list[str]:
 
 def _compressed(state: Any) -> list[str]:
   lines = []
-  for node in sync_state.nodes(state, CompressState):
+  for node in compress_state.nodes(state):
     steps, leaves = int(stats.array(node.step)), len(node.memory)
     wire, dense = (
       float(stats.array(x)) for x in (node.wire_bytes, node.dense_bytes)

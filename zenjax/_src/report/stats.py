@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zenjax._src.compress import compress_state
 from zenjax._src.compress.compress_state import CompressState
 from zenjax._src.machine.cost import Profile
 from zenjax._src.schemes import buffer_sizes
@@ -286,7 +287,7 @@ def sparsifiers(state: Any) -> Stats:
 def compressed(state: Any) -> Stats:
   """Returns `stats` of `compress.all_reduce`, if it has taken a step."""
   by_name: Stats = {}
-  for i, node in enumerate(sync_state.nodes(state, CompressState)):
+  for i, node in enumerate(compress_state.nodes(state)):
     if steps := int(array(node.step)):
       norm = _norm(jax.tree.leaves(node.residuals))
       by_name[f"compressed {i + 1}" if i else "compressed"] = {
