@@ -24,7 +24,7 @@ def low_bit(bits: int, stochastic: bool = False) -> Model:
 
   def model(x, uniform):
     scale = np.abs(x).max(axis=1, keepdims=True) / F32(most)
-    x = x / 4 * np.where(scale > 0, 1 / (np.where(scale > 0, scale, 1) / 4), 0)
+    x = x * np.where(scale > 0, 1 / np.where(scale > 0, scale, 1), 0)
     levels = np.floor(x + uniform) if stochastic else np.rint(x)
     return np.clip(levels, -most, most).astype(F32) * scale
 

@@ -77,10 +77,11 @@ class LowBit(Codec):
   def encode(self, x: jax.Array, key: jax.Array) -> jax.Array:
     """Converts `[m, block] float32` to `[m, words] uint32`."""
     scale = packing.checked(jnp.max(jnp.abs(x), axis=1) / self._most, x)
-    # One division for each block: XLA would rewrite others as it likes. By
-    # quarters, because the inverse of the largest numbers vanishes.
-    times = jnp.where(scale > 0, 1 / (scale / 4), jnp.zeros_like(scale))
-    x = x / 4 * times[:, None]
+    # The inverse of the largest scales would be a subnormal number.
+    size = jnp.where(scale > 2.0**100, jnp.float32(2.0**-64), jnp.float32(1))
+    # One division for each block: XLA would rewrite others as it likes.
+    times = jnp.where(scale > 0, 1 / (scale * size), jnp.zeros_like(scale))
+    x = x * size[:, None] * times[:, None]
     if self.rounding == "nearest":
       x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     else:
