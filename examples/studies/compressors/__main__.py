@@ -33,7 +33,7 @@ from examples.studies.sparsifiers.tasks import TASKS
 import zenjax
 
 _TASK = TASKS["lm"]
-_SIZES = ("--batch-tokens=512", "--steps=2000")
+_SIZES = ("--batch-tokens=512", "--steps=1000")
 _PER_CELL = ("optimizer", "lr")
 _MEASURES = 8  # In a run, except for the first.
 
