@@ -6,16 +6,19 @@ from typing import Any
 
 from examples.studies.common.loop import Run
 from examples.studies.compressors.ways import DENSE
+from examples.studies.compressors.ways import TERNARY
 from examples.studies.compressors.ways import VOTE
 from examples.studies.sparsifiers.cells import curve
 from examples.studies.sparsifiers.cells import short
 from examples.studies.sparsifiers.cells import StudyFile
 
 # Learning rates that are tried with the first seed. The best is taken for all
-# seeds: dense training's for all ways, except for votes, whose size is always
-# one. SGD has the rate of the study of sparsifiers.
+# seeds, and dense training's for all ways that are not here: votes have the
+# size one, and TernGrad's noise is too large for the rate of SGD, which is that
+# of the study of sparsifiers.
 TRIED = {
   (DENSE, "sgd"): (1.0,),
+  (TERNARY, "sgd"): (0.1, 0.3, 1.0),
   (DENSE, "adam"): (0.003, 0.01, 0.03),
   (VOTE, "sgd"): (0.001, 0.003, 0.01),
   (VOTE, "adam"): (0.001, 0.003, 0.01),
@@ -64,7 +67,7 @@ def grid(
 
 def best_rate(way: str, optimizer: str, seed: int, file: StudyFile) -> float:
   """Returns the rate with the lowest perplexity of those that were tried."""
-  way = way if way == VOTE else DENSE
+  way = way if (way, optimizer) in TRIED else DENSE
   found = {
     rate: last(file.find(Cell(way, optimizer, rate, seed)))
     for rate in TRIED[way, optimizer]

@@ -25,9 +25,9 @@ def perplexities(cells: Sequence[Cell], file: StudyFile) -> str:
     dense = values.get((optimizer, DENSE), {})
     rate = next(c.lr for c in cells if (c.optimizer, c.way) == (optimizer, way))
     gaps = [found[s] / dense[s] - 1 for s in found if s in dense]
-    each = ", ".join(f"{x:.4g}" for x in found.values())
+    each = ", ".join(map(_text, found.values()))
     columns = [optimizer, way, f"{rate:g}", each]
-    columns.append(f"{np.mean(list(found.values())):.2f}")
+    columns.append(_text(float(np.mean(list(found.values())))))
     shown = way != DENSE and len(gaps) == len(found)
     columns.append(f"{_gap(found, dense):+.2%}" if shown else "")
     columns.append(", ".join(f"{x:+.1%}" for x in gaps) if shown else "")
@@ -57,7 +57,7 @@ def rates(cells: Sequence[Cell], file: StudyFile) -> str:
   for cell in cells:
     value = last(file.find(cell))
     lines.append(
-      f"| {cell.optimizer} | {cell.way} | {cell.lr:g} | {value:.4g} |"
+      f"| {cell.optimizer} | {cell.way} | {cell.lr:g} | {_text(value)} |"
     )
   return "\n".join(lines)
 
@@ -91,12 +91,13 @@ def plot(cells: Sequence[Cell], file: StudyFile, path: Path) -> None:
                 fillstyle="full" if number < 10 else "none")  # fmt: skip
     axes.set(
       title=optimizer,
-      xscale="log",
       xlabel="bytes over those of float32",
       ylabel="perplexity above dense, %",
     )
+    axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=1)
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter(lambda x, _: f"1/{1 / x:g}")
   handles, labels = row[0, 0].get_legend_handles_labels()
   figure.legend(handles, labels, loc="outside right center")
   figure.savefig(path, dpi=80)
@@ -116,6 +117,10 @@ def _values(cells: Sequence[Cell], file: StudyFile) -> _Values:
 def _bytes(cells: Sequence[Cell], file: StudyFile) -> dict[str, float]:
   found = {cell.way: file.find(cell) for cell in cells}
   return {way: record["bytes"] for way, record in found.items() if record}
+
+
+def _text(perplexity: float) -> str:
+  return f"{perplexity:.2f}" if np.isfinite(perplexity) else "diverged"
 
 
 def _gap(found: dict[int, float], dense: dict[int, float]) -> float:

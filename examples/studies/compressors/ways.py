@@ -10,7 +10,8 @@ import optax
 from examples.studies.common.cluster import AXIS
 from zenjax import compress
 
-DENSE, CAST, VOTE = "dense", "pmean of bfloat16", "SignVote"
+DENSE, CAST = "dense", "pmean of bfloat16"
+TERNARY, VOTE = "TernGrad", "SignVote"
 
 # Deals batches to other devices, and shows how far rounding leads.
 REORDERED = "dense, other order"
@@ -22,7 +23,7 @@ COMPRESSORS: Mapping[str, compress.Compressor] = {
   "int4": compress.LowBit(4),
   "int2": compress.LowBit(2),
   "QSGD, 4 bits": compress.LowBit(4, "stochastic"),
-  "TernGrad": compress.LowBit(2, "stochastic"),
+  TERNARY: compress.LowBit(2, "stochastic"),
   "Sign": compress.Sign(),
   "OneBit": compress.OneBit(),
   VOTE: compress.SignVote(),

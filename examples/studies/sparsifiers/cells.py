@@ -198,12 +198,16 @@ class StudyFile:
   def add(self, record: dict[str, Any]) -> None:
     """Keeps a record; the file is whole at any time."""
     self.cells.append(record)
+    made, now = self._document["environment"], environment()["git"]
+    if made and now not in (made["git"], *made.get("continued", [])):
+      made["continued"] = [*made.get("continued", []), now]
     self._save()
 
   def finish(self) -> None:
     """Says in the file that no cell is missing."""
-    self._document["complete"] = True
-    self._save()
+    if not self._document["complete"]:
+      self._document["complete"] = True
+      self._save()
 
   def _save(self) -> None:
     if self._path is None:
@@ -225,6 +229,7 @@ class StudyFile:
       made_with |= found["options"]
       self._document["cores"] = found["cores"]
       # Older files say nothing of their commit.
+      self._document["complete"] = found.get("complete", False)
       self._document["environment"] = found.get("environment")
       cells = found["cells"]
     except (ValueError, TypeError, KeyError) as error:
