@@ -76,6 +76,7 @@ def plot(cells: Sequence[Cell], file: StudyFile, path: Path) -> None:
     len(optimizers),
     figsize=(6.5 * len(optimizers), 4),
     layout="constrained",
+    sharey=True,
     squeeze=False,
   )
   for axes, optimizer in zip(row[0], optimizers):
@@ -96,8 +97,10 @@ def plot(cells: Sequence[Cell], file: StudyFile, path: Path) -> None:
     )
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=1)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_major_formatter(lambda x, _: f"1/{1 / x:g}")
+    axes.set_yticks((-5, -1, 0, 1, 5, 20), ("-5", "-1", "0", "1", "5", "20"))
+    axes.xaxis.set_major_formatter(
+      lambda x, _: "1" if x == 1 else f"1/{1 / x:g}"
+    )
   handles, labels = row[0, 0].get_legend_handles_labels()
   figure.legend(handles, labels, loc="outside right center")
   figure.savefig(path, dpi=80)
