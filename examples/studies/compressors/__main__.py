@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       if found := train(study, lm_flags, cell, mesh, interrupt):
         file.add(found)
 
-  searches = cells_of.searches(flags.optimizers, flags.seeds[0])
+  searches = cells_of.searches(flags.ways, flags.optimizers, flags.seeds[0])
   with interrupt:
     run(searches)
     cells = cells_of.grid(flags.ways, flags.optimizers, flags.seeds, file)

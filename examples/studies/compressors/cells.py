@@ -40,12 +40,14 @@ class Cell:
     return f"{self.way}, {self.optimizer} {self.lr:g}, seed {self.seed}"
 
 
-def searches(optimizers: Sequence[str], seed: int) -> list[Cell]:
+def searches(
+  ways: Sequence[str], optimizers: Sequence[str], seed: int
+) -> list[Cell]:
   """Returns the cells that choose learning rates."""
   return [
     Cell(way, optimizer, rate, seed)
     for (way, optimizer), rates in TRIED.items()
-    if optimizer in optimizers
+    if optimizer in optimizers and way in (DENSE, *ways)
     for rate in rates
   ]
 
