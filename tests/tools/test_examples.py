@@ -1,5 +1,6 @@
 """Each example runs as a user would run it, and is right."""
 
+import json
 import os
 import pathlib
 import re
@@ -208,6 +209,18 @@ def test_sparsifiers_are_compared(tmp_path):
   file = tmp_path / "study.json"
   _study(tmp_path, "sparsifiers", *how, "--seeds", "0", "--json", str(file))
   assert file.exists()
+
+
+def test_compressors_are_compared(text, tmp_path):
+  how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
+  how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
+  how += ("--optimizers", "sgd", "--ways", "dense", "int8", "SignVote")
+  file = tmp_path / "study.json"
+  out = _study(tmp_path, "compressors", *how, text, "--json", str(file))
+  (fewer,) = _numbers(r"int8 \| [\d.]+ \| ([\d.]+)x", out)
+  assert 3.8 < fewer < 4
+  found = json.loads(file.read_text())
+  assert found["complete"] and len(found["cells"]) == 5
 
 
 def test_auc_is_the_share_of_pairs_in_order():

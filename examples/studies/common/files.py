@@ -5,6 +5,8 @@ import contextlib
 import json
 import math
 from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 from examples.studies.common.loop import Run
@@ -35,6 +37,30 @@ def finite(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
+
+
+def environment() -> dict[str, Any]:
+  """Returns the command and the commit that make a file."""
+  module = getattr(sys.modules["__main__"], "__spec__", None)
+  name = module.name.removesuffix(".__main__") if module else sys.argv[0]
+  return {
+    "command": ["python", "-m", name, *sys.argv[1:]],
+    "git": _git("rev-parse", "HEAD"),
+    "git_dirty": bool(_git("status", "--porcelain")),
+  }
+
+
+def _git(*command: str) -> str | None:
+  try:
+    return subprocess.run(
+      ["git", *command],
+      cwd=Path(__file__).parent,
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return None  # No git on this machine, or no repository.
 
 
 class StepLog:

@@ -39,7 +39,8 @@ class Trainer:
     optimizer: Makes updates of mean gradients.
     mesh: The devices.
     sync: "zen", "pmean", or "sharded": tables are split over devices, each row
-      with the device that owns it.
+      with the device that owns it. Or a transformation that averages dense
+      gradients over `AXIS`.
     grads: "dense", or "rows" of the tables that are only looked up, as always
       of sharded ones.
     sparsifier: Takes the place of either, for dense gradients.
@@ -59,7 +60,7 @@ class Trainer:
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    sync: str = "pmean",
+    sync: str | optax.GradientTransformation = "pmean",
     grads: str = "dense",
     sparsifier: Sparsifier | None = None,
     joined: bool = False,
@@ -107,7 +108,8 @@ class Trainer:
     """Returns numbers of zen_sync or a sparsifier in the last step."""
     if self._sync == "sparsifier":
       return sparsifiers.stats(self.opt_state)
-    return {} if self._sync == "pmean" else zenjax.stats(self.opt_state)
+    counts = self._sync in ("zen", "sharded")
+    return zenjax.stats(self.opt_state) if counts else {}
 
   @property
   def saved(self) -> dict[str, Any]:
@@ -144,13 +146,15 @@ class Trainer:
 
 def _transform(
   optimizer: optax.GradientTransformation,
-  sync: str,
+  sync: str | optax.GradientTransformation,
   grads: str,
   sparsifier: Sparsifier | None,
 ) -> optax.GradientTransformation:
   """Chains synchronization and optimizer, for the form the gradients have."""
   if sparsifier:
     return optax.chain(sparsifier.transformation(), optimizer)
+  if not isinstance(sync, str):
+    return optax.chain(sync, optimizer)
   if sync == "pmean":
     # What most programs do: a dense mean of all gradients.
     mean = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 import numpy as np
+import optax
 
 from examples.studies.common import flags as common
 from examples.studies.common import plots
@@ -32,7 +33,7 @@ def make_trainer(
   mesh: Mesh,
   seed: int,
   *,
-  sync: str = "pmean",
+  sync: str | optax.GradientTransformation = "pmean",
   grads: str = "dense",
   sparsifier: Sparsifier | None = None,
 ) -> Trainer:

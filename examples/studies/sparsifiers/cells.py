@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from examples.studies.common.files import environment
 from examples.studies.common.files import finite
 from examples.studies.common.files import written_whole
 from examples.studies.common.loop import Run
@@ -98,14 +99,14 @@ def record(cell: Cell, run: Run, elements: int) -> dict[str, Any]:
   """
   received = np.cumsum([0.0, *_received(cell, run, elements)]) / 1e6
   steps = list(run.measured)
-  every = max(len(run.losses) // _POINTS, 1)
+  every = _every(run.losses)
   curves = {
-    "loss": _points(run.losses, every),
+    "loss": curve(run.losses),
     "megabytes": received[every::every].tolist(),
   }
   if cell.sparsifier:
     stats = [last["sparsifier"] for last in run.stats]
-    curves |= {key: _points([s[key] for s in stats], every) for key in CURVES}
+    curves |= {key: curve([s[key] for s in stats]) for key in CURVES}
   found = {
     **dataclasses.asdict(cell),
     "elements": elements,
@@ -119,7 +120,7 @@ def record(cell: Cell, run: Run, elements: int) -> dict[str, Any]:
     "every": every,
     "curves": curves,
   }
-  return _short(finite(found))
+  return short(found)
 
 
 def _received(cell: Cell, run: Run, elements: int) -> list[float]:
@@ -132,16 +133,24 @@ def _received(cell: Cell, run: Run, elements: int) -> list[float]:
   return [bytes_a_step] * len(run.losses)
 
 
-def _points(values: Sequence[float], every: int) -> list[float]:
+def curve(values: Sequence[float]) -> list[float]:
+  """Returns means of so many values each that few enough are left."""
+  every = _every(values)
   whole = len(values) // every * every
   return np.reshape(values[:whole], (-1, every)).mean(axis=1).tolist()
 
 
-def _short(value: Any) -> Any:
+def _every(values: Sequence[float]) -> int:
+  return max(len(values) // _POINTS, 1)
+
+
+def short(value: Any) -> Any:
+  """Returns what JSON can hold, of five digits."""
+  value = finite(value)
   if isinstance(value, dict):
-    return {key: _short(x) for key, x in value.items()}
+    return {key: short(x) for key, x in value.items()}
   if isinstance(value, list):
-    return [_short(x) for x in value]
+    return [short(x) for x in value]
   return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -152,7 +161,7 @@ class StudyFile:
 
   Args:
     path: Is gone on from, if it exists; None for memory alone.
-    task: "lm" or "cnn".
+    task: What is compared: "lm", "cnn" or "compressors".
     options: What all cells must share.
 
   Raises:
@@ -165,6 +174,8 @@ class StudyFile:
       "task": task,
       "jax": jax.__version__,
       "cores": os.cpu_count(),
+      "complete": False,
+      "environment": environment(),
       "options": dict(options),
       "cells": [],
     }
@@ -176,16 +187,29 @@ class StudyFile:
     """Every record."""
     return self._document["cells"]
 
-  def find(self, cell: Cell) -> dict[str, Any] | None:
-    """Returns the record of a cell, if it is done."""
+  def find(self, cell: Any) -> dict[str, Any] | None:
+    """Returns the record of a cell, a dataclass, if it is done."""
+    fields = dataclasses.asdict(cell).items()
     for found in self.cells:
-      if all(found[name] == getattr(cell, name) for name in Cell.__slots__):
+      if all(found[name] == value for name, value in fields):
         return found
     return None
 
   def add(self, record: dict[str, Any]) -> None:
     """Keeps a record; the file is whole at any time."""
     self.cells.append(record)
+    made, now = self._document["environment"], environment()["git"]
+    if made and now not in (made["git"], *made.get("continued", [])):
+      made["continued"] = [*made.get("continued", []), now]
+    self._save()
+
+  def finish(self) -> None:
+    """Says in the file that no cell is missing."""
+    if not self._document["complete"]:
+      self._document["complete"] = True
+      self._save()
+
+  def _save(self) -> None:
     if self._path is None:
       return
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,6 +228,9 @@ class StudyFile:
       made_with = {"task": found["task"], "jax": found["jax"]}
       made_with |= found["options"]
       self._document["cores"] = found["cores"]
+      # Older files say nothing of their commit.
+      self._document["complete"] = found.get("complete", False)
+      self._document["environment"] = found.get("environment")
       cells = found["cells"]
     except (ValueError, TypeError, KeyError) as error:
       raise ValueError(

@@ -1,0 +1,1 @@
+"""Compressors compared: `python -m examples.studies.compressors`."""
