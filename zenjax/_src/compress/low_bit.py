@@ -20,7 +20,8 @@ class LowBit(Codec):
 
   The largest magnitude of a block becomes the largest integer: 127, 7 or 1. The
   block is sent as integers and one float32 scale. Against float32 that is 3.9,
-  7.8 or 15.1 times fewer bytes with blocks of 256.
+  7.8 or 15.1 times fewer bytes with blocks of 256. With 2 bits, blocks of 32
+  lose much less, for 10.7 times fewer bytes.
 
   With `rounding="stochastic"` a number is rounded up or down at random, so that
   its mean is right. Errors are then not kept, and the rule is QSGD with the
