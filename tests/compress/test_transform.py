@@ -441,7 +441,7 @@ def test_what_16_bit_leaves_cannot_hold_waits(dtype, op):
   tx = compress.all_reduce(INT4, "data", leaves=True, op=op)
 
   def device(g):
-    update = lambda state, g: tx.update(g, state)[::-1]
+    update: Any = lambda state, g: tx.update(g, state)[::-1]
     return jax.lax.scan(update, tx.init(g[0]), g)
 
   state, updates = jax.jit(jax.vmap(device, 1, axis_name="data"))(g)
@@ -456,7 +456,10 @@ class Half(compress.Codec):
   """Not a dataclass, as a user may write one."""
 
   block = 32
-  words = 16
+
+  @property
+  def words(self):
+    return 16
 
   def encode(self, x, key):
     return jax.lax.bitcast_convert_type(

@@ -313,6 +313,7 @@ def _summed(
   checks.require_made_for(_BY, context.devices, got, needed)
   names = [name for name, _ in named]
   given = [leaf.astype(jnp.float32) for _, leaf in named]
+  waiting = []
   # A state may have other dtypes, as where everything is in float64.
   if settings.error_feedback:
     waiting = [state.residuals[name].value[0] for name in names]

@@ -207,7 +207,10 @@ def _in_blocks(
   for leaf in leaves:
     # Zeros would make the mean of the last block smaller.
     missing = -leaf.size % block
-    parts += [leaf.reshape(-1), jnp.resize(leaf.reshape(-1)[:missing], missing)]
+    parts += [
+      leaf.reshape(-1),
+      jnp.resize(leaf.reshape(-1)[:missing], (missing,)),
+    ]
   blocks = jnp.concatenate(parts).reshape(-1, block)
   return jnp.pad(blocks, ((0, -blocks.shape[0] % devices), (0, 0)))
 
