@@ -181,6 +181,11 @@ def of_one_gpu(found: dict) -> set[str]:
   return shown
 
 
+def of_compressed(found: dict) -> set[str]:
+  """Milliseconds of `sparsified`."""
+  return {f"{median(x) * 1e3:,.0f}" for x in found["results"]}
+
+
 COMPUTED: dict[str, Callable[[dict], set[str]]] = {
   "tables-": of_tables,
   "models-": of_tables,
@@ -189,6 +194,7 @@ COMPUTED: dict[str, Callable[[dict], set[str]]] = {
   "step-": of_steps,
   "adds-": of_steps,
   "compile": of_compiling,
+  "compressed-": of_compressed,
   "gpu-": of_one_gpu,
 }
 SHOWN = [
