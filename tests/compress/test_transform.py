@@ -12,6 +12,7 @@ import pytest
 import refusals
 import runners
 from stablehlo import collectives
+from stablehlo import unordered
 
 import zenjax
 from zenjax import compress
@@ -477,3 +478,24 @@ def test_a_compressor_of_ones_own():
   update = jax.jit(jax.vmap(step, axis_name="data"))(gradients()["w"])
   mean = gradients()["w"].mean(axis=0)
   np.testing.assert_allclose(update[0], mean, atol=0.02)
+
+
+@pytest.mark.parametrize("compressor", [INT4, compress.PowerSGD(2)])
+def test_collectives_over_several_axes_run_in_one_order(compressor):
+  """Also those of the leaves that are not compressed."""
+  axes = ("host", "device")
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), axes)
+  shapes = {"w": (256, 128), "b": (128,), "table": (4096, 8)}
+  struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  params = {name: struct(shape) for name, shape in shapes.items()}
+  tx = compress.all_reduce(compressor, axes)
+  state = jax.eval_shape(lambda p: zenjax.init_state(tx, p, mesh, axes), params)
+  specs = zenjax.state_specs(state, axes)
+  mapped = jax.shard_map(
+    lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+    mesh=mesh,
+    in_specs=(P(axes), specs),
+    out_specs=(P(), specs),
+  )
+  local = {name: struct((8, *shape)) for name, shape in shapes.items()}
+  assert unordered(jax.jit(mapped).lower(local, state)) == []

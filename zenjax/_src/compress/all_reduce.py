@@ -222,6 +222,9 @@ def _transformation(
       )
     # In plain `jit`, XLA may have summed all others.
     if around is None or whole_batch.has_parts(rest):
+      if len(options.axes) > 1:
+        # Collectives over different groups of devices run in one order.
+        rest, _ = lax.optimization_barrier((rest, summed))
       inner = None if params is None else _split(params, options)[1]
       rest, other = others.update(rest, other, inner, **extra_args)
     return _joined(summed, rest), new._replace(others=other)
