@@ -66,7 +66,7 @@ class _Variant:
 
 
 def _bfloat16(_: Setting) -> Any:
-  """What needs no library: gradients are cast before they are averaged."""
+  """Casts gradients before they are averaged, which needs no library."""
   cast = lambda dtype: optax.stateless(
     lambda updates, _: jax.tree.map(lambda x: x.astype(dtype), updates)
   )

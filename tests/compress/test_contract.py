@@ -162,7 +162,7 @@ def agree(got, want, blocks, where):
 
 @pytest.mark.parametrize("name", models.ROWS)
 def test_small_and_large_numbers_arrive(name):
-  """Of any size, in a leaf that is no whole block."""
+  """Also in a leaf that does not fill its last block."""
   row = models.ROWS[name]
   tx, run = program(row.compressor, (2,))
   for size in (1e-30, 1e-10, 1.0, 1e10, 1e30, 9e37):

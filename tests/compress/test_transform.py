@@ -423,6 +423,11 @@ def test_a_name_is_read_again(row):
     registry.named("open('x')")
 
 
+def test_one_device_receives_nothing():
+  state, _ = trained(int4("data"), runners.mesh(1), steps=range(1))
+  assert "nothing received, because" in zenjax.report(state)
+
+
 def test_two_compressors_of_one_tree_are_both_told():
   inner = compress.all_reduce(
     compress.LowBit(8), "data", leaves=lambda name, _: name == "b"
@@ -482,7 +487,7 @@ def test_a_compressor_of_ones_own():
 
 @pytest.mark.parametrize("compressor", [INT4, compress.PowerSGD(2)])
 def test_collectives_over_several_axes_run_in_one_order(compressor):
-  """Also those of the leaves that are not compressed."""
+  """Also the collectives of leaves that are not compressed."""
   axes = ("host", "device")
   mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), axes)
   shapes = {"w": (256, 128), "b": (128,), "table": (4096, 8)}

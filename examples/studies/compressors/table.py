@@ -92,7 +92,7 @@ def plot(cells: Sequence[Cell], file: StudyFile, path: Path) -> None:
                 fillstyle="full" if number < 10 else "none")  # fmt: skip
     axes.set(
       title=optimizer,
-      xlabel="bytes over those of float32",
+      xlabel="bytes, relative to float32",
       ylabel="perplexity above dense, %",
     )
     axes.set_xscale("log", base=2)

@@ -321,11 +321,14 @@ def _compressed(state: Any) -> list[str]:
     elif not steps:
       lines.append("compress.all_reduce: no step was taken yet.")
     else:
-      fewer = f"{dense / wire:.1f}x less" if wire else "nothing"
       what = f"{leaves} parameters" if leaves > 1 else "1 parameter"
+      received = "nothing received, because there is one device"
+      if wire:
+        received = (
+          f"{text.size(wire)} received per device, {dense / wire:.1f}x less"
+          " than by a dense all-reduce"
+        )
       lines.append(
-        f"compress.all_reduce after {steps} steps: {what},"
-        f" {text.size(wire)} received per device, {fewer} than by a dense"
-        " all-reduce"
+        f"compress.all_reduce after {steps} steps: {what}, {received}"
       )
   return lines

@@ -11,11 +11,9 @@ from typing import NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from zenjax._src.core import collectives
 from zenjax._src.core import indexing
-from zenjax._src.core.partition import fmix32
 from zenjax._src.core.wire import from_words
 from zenjax._src.core.wire import to_words
 from zenjax._src.schemes.base import Context
@@ -50,47 +48,39 @@ def window(
 
 
 class Selection(NamedTuple):
-  """The elements that one device selected."""
+  """The elements that one device selected, in ascending order."""
 
   bitmap: indexing.Bitmap  # of what reached the bar, over the window
   first: jax.Array  # [] int32, the first element of the window
   forced: jax.Array  # [] int32, the element to send if none reached it
-  turned: jax.Array  # [] int32, the number in the bitmap to begin with
   sent: jax.Array  # [] int32, the number of elements
 
   def indices(self, first: jax.Array, capacity: int, size: int) -> jax.Array:
     """`[capacity] int32` from number `first` on; `size` past the last."""
     number = first + jnp.arange(capacity, dtype=jnp.int32)
-    total = jnp.maximum(self.bitmap.total, 1)
-    place = number + self.turned
-    place = jnp.where(place < total, place, place - total)
-    index = self.first + indexing.select(self.bitmap, place)
+    index = self.first + indexing.select(self.bitmap, number)
     index = jnp.where(number < self.sent, index, size)
     forced = (number == 0) & (self.bitmap.total == 0) & (self.sent > 0)
     return jnp.where(forced, self.forced, index)
 
 
-def select(
-  seen: Window, bar: jax.Array, part: jax.Array, step: jax.Array
-) -> Selection:
+def select(seen: Window, bar: jax.Array, part: jax.Array) -> Selection:
   """Selects a part of the elements of a window that reach a bar.
+
+  The first ones are selected. The others wait and grow, so that their turn
+  comes in later steps.
 
   Args:
     seen: The window.
     bar: The threshold, `[] float32`.
-    part: The part of these elements to send, `[] float32`; 1 for all. Others
-      are sent in other steps.
-    step: The number of the step.
+    part: The part of these elements to send, `[] float32`; 1 for all.
   """
   large = jnp.pad(seen.reaching(bar), (0, -seen.inside.shape[0] % 32))
   bitmap = indexing.index(indexing.pack(large))
   total = bitmap.total.astype(jnp.float32)
   sent = jnp.ceil(total * part).astype(jnp.int32)
   sent = jnp.where(part < 1, jnp.minimum(sent, bitmap.total), bitmap.total)
-  turned = (fmix32(step.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32)
-  turned = lax.rem(turned, jnp.maximum(bitmap.total, 1))
-  turned = jnp.where(part < 1, turned, jnp.zeros_like(turned))
-  return Selection(bitmap, seen.first, jnp.zeros_like(sent), turned, sent)
+  return Selection(bitmap, seen.first, jnp.zeros_like(sent), sent)
 
 
 def forced(

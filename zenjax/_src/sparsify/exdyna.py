@@ -225,7 +225,7 @@ def _step(
   with jax.named_scope("zenjax/select"):
     seen = element_exchange.window(acc, start, end, plan.division.longest)
     bar = _bar(acc, seen, threshold, known.step, (start, end), plan, axes)
-    chosen = element_exchange.select(seen, bar.bar, bar.part, known.step)
+    chosen = element_exchange.select(seen, bar.bar, bar.part)
     if plan.controller.forces:
       chosen = element_exchange.forced(chosen, start, end, known.step)
   with jax.named_scope("zenjax/exchange"):

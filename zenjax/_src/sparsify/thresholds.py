@@ -66,9 +66,10 @@ class Damped:
   that shrink faster. The ratio is clipped because residuals grow in the first
   steps, and later steps have to forget what is learned there.
 
-  A threshold that is far off is sampled before anything is selected by it, and
-  the drift starts again at zero. So gradients may grow a thousandfold from one
-  step to the next.
+  A threshold that would be far off is sampled before anything is selected by
+  it, so gradients may grow a thousandfold from one step to the next. If a
+  selection is far off all the same, as where most elements are zero, the count
+  says nothing about the drift, which starts again at zero.
   """
 
   k: int
