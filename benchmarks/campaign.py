@@ -282,13 +282,15 @@ def hosts(
   loopback: bool,
   rate: str = "unlimited",
   keep_memory: bool = True,
+  one_gpu: bool = False,
 ) -> Iterator[Served]:
   """Yields hosts that run a module of `benchmarks`."""
+  how = {"keep_memory": keep_memory, "one_gpu": one_gpu}
   with (
     tempfile.TemporaryDirectory(prefix="zenjax-hosts-") as cache,
     Testbed(count, rate, loopback) as bed,
   ):
-    yield Served(bed, f"benchmarks.{module}", cache, keep_memory=keep_memory)
+    yield Served(bed, f"benchmarks.{module}", cache, **how)
 
 
 def turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
@@ -350,10 +352,13 @@ def cases(
       facts=replies[0]["facts"],
     )
 
+  how = {"keep_memory": keep_memory, "one_gpu": options.one_gpu}
   with hosts(
-    options.hosts, module, loopback=loopback, rate=rate, keep_memory=keep_memory
+    options.hosts, module, loopback=loopback, rate=rate, **how
   ) as served:
-    group = f"{group}, {options.hosts} simulated hosts, {rate}"
+    kind = served.ask("device")[0]
+    on = f" on one {kind}" if options.one_gpu else ""
+    group = f"{group}, {options.hosts} simulated hosts{on}, {rate}"
     yield [
       harness.case(group, name, build, values)
       for name, values in arguments.items()

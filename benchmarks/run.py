@@ -24,6 +24,7 @@ from benchmarks import targets
 from benchmarks import workloads
 from benchmarks.campaigns.network.variants import VARIANTS
 from benchmarks.testbed import netns
+from benchmarks.testbed import testbed
 
 Options = argparse.Namespace
 Flag = tuple[str, dict[str, Any]]
@@ -180,7 +181,7 @@ def _names(name: str, what: str, choices: Sequence[str] | None = None) -> Flag:
 
 
 def _hosts(what: str, **settings: Any) -> Flag:
-  return _flag("--hosts", what, type=int, choices=range(2, 9), **settings)
+  return _flag("--hosts", what, type=int, choices=_HOSTS, **settings)
 
 
 def _rate(what: str, default: str | None = None) -> Flag:
@@ -205,12 +206,16 @@ def _timed(repeats: int) -> tuple[Flag, ...]:
 
 
 _RATES = tuple(netns.RATES)
+_HOSTS = range(2, testbed.MOST_HOSTS + 1)
 _JSON = _file("--json")
 _RESUMED = _file("--json", "what to save to, and to go on from")
 _SHOW = _file("--show", "print what --json wrote there, and measure nothing")
 _DEVICES = _number("--devices", 8, "of this machine")
 _KEEP_MEMORY = _switch("--keep-memory", "keep freed memory: no page faults")
 _LOOPBACK = _switch("--loopback", "hosts on 127.0.0.1: no root, no limit")
+_ONE_GPU = _switch(
+  "--one-gpu", "hosts share the GPU of this machine: NCCL over links"
+)
 _FULL_SIZE = _switch("--full-size", "the tables of the published models")
 _SEVERAL_HOSTS = _hosts("by default 2 4 8", nargs="+", metavar="N")
 _OPTIMIZERS = ("adam", "adagrad", "rowwise_adagrad", "sgd")
@@ -249,6 +254,7 @@ COMMANDS = (
     _hosts("so many processes of one device each, joined by links"),
     _rate("of the links of --hosts; by default 1gbit"),
     _LOOPBACK,
+    _ONE_GPU,
     _flag("--optimizer", choices=_OPTIMIZERS, default="adam"),
     _names(
       "--variants",
@@ -303,6 +309,7 @@ COMMANDS = (
     _hosts("by default 4", default=4),
     _rate("of their links, by default 200mbit", "200mbit"),
     _LOOPBACK,
+    _ONE_GPU,
     _names(
       "--variants",
       "of none, pmean, 'bfloat16 pmean', int8, int4, sign, PowerSGD, exdyna,"
@@ -323,6 +330,7 @@ COMMANDS = (
     _hosts("by default 4", default=4),
     _rate("of their links, by default 1gbit", "1gbit"),
     _LOOPBACK,
+    _ONE_GPU,
     _names("--variants", "forms; by default all"),
     *_timed(9),
     devices=8,  # Idle: hosts have their own.

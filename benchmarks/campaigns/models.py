@@ -195,8 +195,8 @@ def _ngram(setting: Setting, hosts: int) -> Model:
 
 def _dlrm(setting: Setting, hosts: int) -> Model:
   scale = setting.rows / sum(dlrm_rows.CARDINALITIES)
-  # What up to eight hosts divide.
-  sizes = [-(-rows // 8) * 8 for rows in dlrm_rows.table_rows(scale)]
+  # What up to sixteen hosts divide.
+  sizes = [-(-rows // 16) * 16 for rows in dlrm_rows.table_rows(scale)]
   with jax.default_device(jax.local_devices()[0]):
     model = dlrm_model.Dlrm(sizes, _WIDTH, rngs=nnx.Rngs(0))
   graph, params = nnx.split(model, nnx.Param)

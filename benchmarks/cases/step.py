@@ -28,6 +28,7 @@ from benchmarks import harness
 from benchmarks import oracle
 from benchmarks import table
 from benchmarks.cases import sync
+from benchmarks.cases import torch_rows
 from benchmarks.cases.sync import AXIS
 from benchmarks.harness import Built
 from benchmarks.testbed import served
@@ -114,6 +115,8 @@ def build(
   ] = harness.compile_here,
 ) -> Built:
   """Compiles a variant and checks the parameters after two steps."""
+  if name == torch_rows.NAME:
+    return _build_torch(setting)
   variant = VARIANTS[name]
   seen = None
   if variant.tuned:
@@ -131,6 +134,32 @@ def build(
     "wire_bytes": runner.wire_bytes(),
   }
   return Built(run=runner, wrong=wrong, compile_s=runner.compile_s, facts=facts)
+
+
+def _build_torch(setting):
+  drawn = [_draw(setting, 1, seed) for seed in range(setting.batches)]
+  shape = setting.rows, setting.width
+  runner = torch_rows.Runner(shape, drawn, setting.optimizer, _RATE)
+  touched, (grads,) = _gradients(drawn[0])
+  want = _after_two_steps(grads, setting.optimizer)
+  wrong = _count_wrong(*runner.rows(touched), want)
+  names = "state_bytes", "temporary"
+  facts = {name: getattr(runner, name) for name in names} | {"wire_bytes": 0.0}
+  return Built(runner, wrong, runner.compile_s, facts)
+
+
+def _gradients(batch):
+  """Rows that devices touch, and of each device its `[k, D]` in float64."""
+  ids, values = batch
+  touched, at = np.unique(ids, return_inverse=True)
+  pairs = zip(at.reshape(ids.shape), values)
+  return touched, [oracle.row_sums(*pair, len(touched)) for pair in pairs]
+
+
+def _count_wrong(got, nonzero, want):
+  near = np.abs(got - want) <= _RELATIVE * np.maximum(np.abs(want), 1e-6)
+  wrong = int(got.size - np.count_nonzero(near))
+  return wrong + abs(int(nonzero) - int(np.count_nonzero(got)))
 
 
 def _loss(params, ids, values):
@@ -165,19 +194,14 @@ class _Runner(sync.Runner):
     self()
     self.steps = 0
     self()
-    ids, values = self._first
-    touched, at = np.unique(ids, return_inverse=True)
-    at = at.reshape(ids.shape)
-    each = [oracle.row_sums(*x, len(touched)) for x in zip(at, values)]
+    touched, each = _gradients(self._first)
     if self._synced:
-      each = [np.mean(each, axis=0)] * len(ids)
+      each = [np.mean(each, axis=0)] * len(each)
     here = [i for i, x in enumerate(self._mesh.devices) if _is_here(x)]
     wrong = 0
     for device, (got, nonzero) in zip(here, self._seen(touched)):
       want = _after_two_steps(each[device], self._setting.optimizer)
-      near = np.abs(got - want) <= _RELATIVE * np.maximum(np.abs(want), 1e-6)
-      wrong += int(got.size - np.count_nonzero(near))
-      wrong += abs(int(nonzero) - int(np.count_nonzero(got)))
+      wrong += _count_wrong(got, nonzero, want)
     return wrong
 
   def _seen(self, touched):
@@ -252,8 +276,8 @@ def _dense_over(result, peers):
 def _dense_adds(result, peers):
   """Returns what `pmean` adds to a step without, over what this one adds."""
   name, rows = result.name.split()
-  variant = VARIANTS[name]
-  if not variant.synced:
+  variant = VARIANTS.get(name)
+  if variant is None or not variant.synced:
     return math.nan
   of = lambda name: table.median_s(peers, f"{name} {rows}")
   nothing = of("none-rows" if variant.rows else "none")
@@ -289,7 +313,12 @@ def cases(
   Raises:
     ValueError: Too few devices, too little memory, or no such variant.
   """
-  names = harness.named("--variants", options.variants, VARIANTS)
+  known = [*VARIANTS, torch_rows.NAME]
+  names = harness.named("--variants", options.variants or list(VARIANTS), known)
+  if torch_rows.NAME in names and (options.hosts or options.devices > 1):
+    raise ValueError(
+      f"`--variants {torch_rows.NAME}` runs on one device: add `--devices 1`."
+    )
   group = (
     f"{options.look_ups:,} look-ups a device, D = {options.width},"
     f" {options.optimizer}"
@@ -332,7 +361,8 @@ class _Worker(served.Worker):
 def _check_memory(names, options, devices, mesh=None) -> None:
   """Raises ValueError where this machine cannot hold all cases at once."""
   state, need = _OPTIMIZERS[options.optimizer][1], 0.0
-  for variant in map(VARIANTS.__getitem__, names):
+  for name in names:
+    variant = VARIANTS.get(name, VARIANTS["none-rows"])
     # The table, the state, and a gradient with its sum.
     tables = 1 + state / (1 if variant.whole_state else devices)
     tables += 0.1 if variant.rows else 2

@@ -39,10 +39,15 @@ class SharedCompiler:
 
   def __init__(self, directory: pathlib.Path, host: int):
     self._directory, self._host = directory, host
+    # A GPU's programs are compiled together: hosts tell each other what they
+    # have found to be fast.
+    self._for_all = jax.default_backend() == "cpu"
     self._turn = 0
 
   def compile(self, lowered: jax.stages.Lowered) -> harness.Compiled:
     """The executable, and the seconds that host 0 took to compile it."""
+    if not self._for_all:
+      return harness.compile_here(lowered)
     path = self._directory / f"program-{self._turn}"
     self._turn += 1
     if self._host:
@@ -135,15 +140,23 @@ class Served:
 
   On a bed that is entered, and on which nothing else runs. Their module calls
   `main`, `cache` is a directory of this run alone, and with `keep_memory` they
-  keep what they free, as `run --keep-memory`.
+  keep what they free, as `run --keep-memory`. With `one_gpu` they share the GPU
+  of this machine, and NCCL joins them by the links of the bed.
   """
 
   def __init__(
-    self, bed: Testbed, module: str, cache: str, *, keep_memory: bool = False
+    self,
+    bed: Testbed,
+    module: str,
+    cache: str,
+    *,
+    keep_memory: bool = False,
+    one_gpu: bool = False,
   ):
     self.bed, self.cache = bed, cache
     env = {"ZENJAX_HOST_EPOCH": str(time.monotonic())}
     env |= {"ZENJAX_HOST_CACHE": cache, **(_KEPT if keep_memory else {})}
+    env["ZENJAX_HOST_PLATFORM"] = "cuda" if one_gpu else "cpu"
     self._hosts = bed.start([sys.executable, "-m", module], env)
 
   def ask(self, do: str, *, timeout: float = SLOW_S, **arguments) -> list[Any]:
@@ -171,6 +184,10 @@ class Worker:
     """Seconds of one step of what was built by that name."""
     return self.programs[program].time(self.start)
 
+  def device(self) -> str:
+    """The kind of this host's device."""
+    return self.mesh.devices.flat[0].device_kind
+
   def step(self, number: int) -> float:
     """Takes a step of what was built so many builds after the first."""
     return harness.seconds_of(self.cases[number])
@@ -185,21 +202,39 @@ class Worker:
 
 def main(worker: Callable[[SharedCompiler, float], Worker]) -> None:
   """Joins the other hosts and does what is asked until stdin ends."""
-  # One CPU device a host; before the first use of it.
-  jax.config.update("jax_platforms", "cpu")
+  # One device a host; before the first use of it.
+  told = lambda key: os.environ[f"ZENJAX_HOST_{key}"]
+  index, count = int(told("INDEX")), int(told("COUNT"))
+  jax.config.update("jax_platforms", told("PLATFORM"))
+  if told("PLATFORM") == "cuda":
+    _share_gpu(index, count)
   jax.config.update("jax_num_cpu_devices", 1)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   # What JAX reads back from its cache cannot be handed on to other hosts: it
   # lacks functions there ("wrapped_tanh not found").
   jax.config.update("jax_enable_compilation_cache", False)
-  told = lambda key: os.environ[f"ZENJAX_HOST_{key}"]
-  index = int(told("INDEX"))
   jax.distributed.initialize(
     os.environ["ZENJAX_COORDINATOR"],
-    num_processes=int(told("COUNT")),
+    num_processes=count,
     process_id=index,
+    local_device_ids=[0],
   )
   jax.devices()
   compiler = SharedCompiler(pathlib.Path(told("CACHE")), index)
   served = worker(compiler, float(told("EPOCH")))
   hosts.answer(served)
+
+
+def _share_gpu(index, count):
+  """Lets this process use a part of a GPU, and NCCL a link between parts."""
+  # NCCL refuses two ranks on one GPU if both report the same host, and takes
+  # sockets where hosts are different.
+  loopback = os.environ["ZENJAX_HOST_ADDRESS"] == "127.0.0.1"
+  os.environ |= {
+    "NCCL_HOSTID": f"host{index}",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo" if loopback else "eth0",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.8 / count:.3f}",
+  }
+  # As float32 on CPUs, which the answers are compared with.
+  jax.config.update("jax_default_matmul_precision", "highest")

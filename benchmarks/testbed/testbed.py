@@ -27,6 +27,7 @@ from benchmarks.testbed.probe import Links
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LOOPBACK = "127.0.0.1"
+MOST_HOSTS = 16
 
 
 class Testbed:
@@ -37,7 +38,7 @@ class Testbed:
   that are left. Enter it in a thread that outlives it, best the main one: the
   hosts end with the thread that started them.
 
-  There are 2 to 8. `rate`, of `netns.RATES`, is that of every link in both
+  There are 2 to 16. `rate`, of `netns.RATES`, is that of every link in both
   directions. With `loopback` hosts are mere processes on 127.0.0.1, which needs
   neither root nor Linux; `rate` must then be "unlimited".
   """
@@ -178,9 +179,10 @@ class Testbed:
 
 def require(hosts: int, rate: str, loopback: bool) -> None:
   """Raises ValueError or RuntimeError if there can be no such testbed here."""
-  if hosts not in range(2, 9):
+  if hosts not in range(2, MOST_HOSTS + 1):
     raise ValueError(
-      f"`hosts` must be 2 to 8, got {hosts!r}; choose a number in it."
+      f"`hosts` must be 2 to {MOST_HOSTS}, got {hosts!r}; choose a number in"
+      " it."
     )
   _require_rate(rate, loopback)
   if not loopback:

@@ -85,8 +85,8 @@ def _wait_until(condition, seconds=10.0):
   ("arguments", "words"),
   [
     ({"rate": "300mbit"}, ["`rate`", "'300mbit'", "'200mbit'", "'10gbit'"]),
-    ({"hosts": 1}, ["`hosts`", "2 to 8", "1"]),
-    ({"hosts": 9}, ["`hosts`", "2 to 8", "9"]),
+    ({"hosts": 1}, ["`hosts`", "2 to 16", "1"]),
+    ({"hosts": 17}, ["`hosts`", "2 to 16", "17"]),
     ({"loopback": True}, ["`rate`", "'unlimited'", "'200mbit'", "root"]),
   ],
 )
