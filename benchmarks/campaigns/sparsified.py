@@ -34,7 +34,8 @@ _WARM_UP, _SETTLED = 8, 100
 _TOLD = 20
 # float32 sums, and a learning rate that was multiplied with and divided by.
 _RELATIVE = 1e-4
-_RATE = 0.5
+# Large enough that parameters, in float32, tell what an update was.
+_RATE = 8.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -73,19 +74,17 @@ class PowerSGD(Compressor):
     context: Context,
   ) -> Reduced:
     del key
-    total = lambda xs: [
-      context.scaled(collectives.psum(x, context.axes)) for x in xs
-    ]
     leaves = [wire.constant(x) for x in leaves]
     low = [i for i, x in enumerate(leaves) if self._pays(x.shape)]
     matrices = [leaves[i].reshape(-1, leaves[i].shape[-1]) for i in low]
-    bases = total([_product(m, memory[i]) for i, m in zip(low, matrices)])
-    bases = [_orthonormal(p) for p in bases]
+    whole = [x for i, x in enumerate(leaves) if i not in low]
+    parts = [_product(m, memory[i]) for i, m in zip(low, matrices)]
+    bases = [_orthonormal(p) for p in _sums(parts, context)]
     own = [_product(m.T, p) for m, p in zip(matrices, bases)]
-    sums = total([x for i, x in enumerate(leaves) if i not in low])
+    summed = _sums([*whole, *own], context)
+    sums, summed = summed[: len(whole)], summed[len(whole) :]
     kept = [jnp.zeros_like(x) for x in leaves]
     new = list(memory)
-    summed = total(own)
     for i, p, q, mine, m in zip(low, bases, summed, own, matrices):
       shape = leaves[i].shape
       sums.insert(i, _product(p, q.T).reshape(shape))
@@ -103,11 +102,23 @@ class PowerSGD(Compressor):
     p = [self.rank * math.prod(shape[:-1]) for shape in low]
     q = [self.rank * shape[-1] for shape in low]
     whole = [math.prod(shape) for shape in shapes if not self._pays(shape)]
-    return [Message("all_reduce", axes, words) for words in (*p, *whole, *q)]
+    words = sum(p), sum(whole) + sum(q)
+    return [Message("all_reduce", axes, each) for each in words if each]
 
   def _pays(self, shape: tuple[int, ...]) -> bool:
     a, b = math.prod(shape[:-1]), shape[-1] if shape else 1
     return self.rank * (a + b) < a * b
+
+
+def _sums(parts: Sequence[jax.Array], context: Context) -> list[jax.Array]:
+  """Adds up all arrays over devices, by one collective."""
+  if not parts:
+    return []
+  flat = jnp.concatenate([x.reshape(-1) for x in parts])
+  flat = context.scaled(collectives.psum(flat, context.axes))
+  ends = list(itertools.accumulate(x.size for x in parts))
+  pieces = jnp.split(flat, ends[:-1])
+  return [x.reshape(like.shape) for x, like in zip(pieces, parts)]
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
