@@ -210,10 +210,7 @@ class _Runner(sync.Runner):
       here = NamedSharding(self._mesh, PartitionSpec())
       rows = zenjax.tables.apply(lambda x: x[touched])
 
-      def own(part):  # In pieces: XLA makes integers of all that it counts.
-        pieces = jax.lax.map(jnp.count_nonzero, part.reshape(32, -1))
-        return jax.lax.psum(jnp.sum(pieces), AXIS)
-
+      own = lambda part: jax.lax.psum(_count_nonzero(part), AXIS)
       split = PartitionSpec(AXIS)
       count = jax.shard_map(
         own, mesh=self._mesh, in_specs=split, out_specs=PartitionSpec()
@@ -222,7 +219,7 @@ class _Runner(sync.Runner):
       found = jax.jit(both, out_shardings=here)(self.params)
       yield tuple(np.asarray(x.addressable_data(0)) for x in found)
       return
-    read = jax.jit(lambda x, i: (x[i], jnp.count_nonzero(x)))
+    read = jax.jit(lambda x, i: (x[i], _count_nonzero(x)))
     for shard in self.params.addressable_shards:
       yield tuple(map(np.asarray, read(shard.data, touched)))
 
@@ -236,6 +233,12 @@ class _Runner(sync.Runner):
       n, size = self._mesh.size, self.params.nbytes
       return 2 * (n - 1) / n * size
     return sum(leaf["wire_bytes"] for leaf in stats.values())
+
+
+def _count_nonzero(x):
+  """Counts in pieces: XLA makes integers of all that it counts."""
+  pieces = x.reshape(math.gcd(x.size, 32), -1)
+  return jnp.sum(jax.lax.map(jnp.count_nonzero, pieces))
 
 
 def _is_here(device):
