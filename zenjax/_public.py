@@ -15,6 +15,7 @@ from zenjax._src.report.tune import tune
 from zenjax._src.rows.lazy import apply_updates
 from zenjax._src.rows.lazy import lazy_rows
 from zenjax._src.rows.sparse_rows import SparseRows
+from zenjax._src.sync.delayed import delayed
 from zenjax._src.sync.sharded_optimizer import sharded_optimizer
 from zenjax._src.sync.sharded_optimizer import ShardedOptimizerState
 from zenjax._src.sync.sync_state import ZenSyncState
@@ -24,6 +25,8 @@ from zenjax._src.sync.zen_sync import zen_sync
 from zenjax._src.training.data_parallel import data_parallel
 from zenjax._src.training.global_values import global_norm
 from zenjax._src.training.global_values import weighted_mean
+from zenjax._src.training.local_steps import local_steps
+from zenjax._src.training.per_device import per_device
 from zenjax._src.training.placement import init_state
 from zenjax._src.training.placement import state_specs
 from zenjax._src.training.placement import unreduced
@@ -37,11 +40,14 @@ __all__ = (
   "check_step",
   "compress",
   "data_parallel",
+  "delayed",
   "from_checkpoint",
   "global_norm",
   "init_state",
   "lazy_rows",
+  "local_steps",
   "packed",
+  "per_device",
   "planner",
   "report",
   "rows",

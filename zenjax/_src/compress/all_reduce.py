@@ -25,7 +25,7 @@ from zenjax._src.schemes import dense_sum
 from zenjax._src.schemes.base import Context
 from zenjax._src.schemes.base import Message
 from zenjax._src.schemes.base import received_bytes
-from zenjax._src.sparsify import checks
+from zenjax._src.sync import device_state
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
@@ -313,7 +313,7 @@ def _summed(
   named = gradient_tree.local_leaves(tree, context)
   got = _facts(state)
   needed = _facts(jax.eval_shape(lambda: _fresh(tree, settings, ())))
-  checks.require_made_for(_BY, context.devices, got, needed)
+  device_state.require_made_for(_BY, context.devices, got, needed)
   names = [name for name, _ in named]
   given = [leaf.astype(jnp.float32) for _, leaf in named]
   waiting = []

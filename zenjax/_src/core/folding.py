@@ -1,7 +1,9 @@
 """Moves what waits on each device to another number of devices."""
 
+import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from zenjax._src.core import collectives
@@ -24,3 +26,23 @@ def folded(x: Any, devices: int, *, averages: bool) -> Any:
       f" for {devices} devices overflow. Use `residual_dtype=jnp.float32`."
     )
   return out
+
+
+def spread(x: Any, devices: int) -> Any:
+  """Converts `[old, ...]` to `[devices, ...]`, with the same mean.
+
+  Each result is a weighted mean of old parts, so that a second moment, for
+  example, stays as large as gradients are. What isn't floating is the first
+  device's.
+  """
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    return x[np.zeros(devices, np.int32)]
+  old = len(x)
+  wide = np.zeros((devices, *x.shape[1:]), collectives.accumulator(x.dtype))
+  # Old part `i` covers [i / old, (i + 1) / old) of all, and new ones the same.
+  for i, j in itertools.product(range(old), range(devices)):
+    overlap = min((i + 1) * devices, (j + 1) * old) - max(i * devices, j * old)
+    if overlap > 0:  # Zero times infinity is NaN.
+      share = wide.dtype.type(overlap / old)
+      wide[j] += share * np.asarray(x[i], wide.dtype)
+  return wide.astype(x.dtype)

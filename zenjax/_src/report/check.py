@@ -24,6 +24,7 @@ from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.top_k import SelectionState
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.device_state import PerDeviceState
 from zenjax._src.tables import reorder
 from zenjax._src.tables import sharding
 
@@ -278,7 +279,11 @@ def _trained(
   copy = lambda x: x.copy() if isinstance(x, jax.Array) else x
   params, opt_state = jax.tree.map(copy, (params, opt_state))
   lossy: Any = (
-    SparsifierState | ErrorFeedbackState | SelectionState | CompressState
+    SparsifierState
+    | ErrorFeedbackState
+    | SelectionState
+    | CompressState
+    | PerDeviceState
   )
   selects = bool(sync_state.nodes(opt_state, lossy))
   initial = _values(params)

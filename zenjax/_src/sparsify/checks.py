@@ -1,6 +1,6 @@
 """Checks that several sparsifiers share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import numbers
 from typing import Any
 import warnings
@@ -38,26 +38,3 @@ def warn_of_much(by: str, density: Any, leaves: Sequence[Any]) -> None:
     f" {density:g} % give {density / 100:g}.",
     stacklevel=3,
   )
-
-
-def require_made_for(
-  by: str, devices: int, got: Mapping[str, Any], needed: Mapping[str, Any]
-) -> None:
-  """Raises if a state was made for other gradients, devices or options.
-
-  Args:
-    by: The name of the sparsifier.
-    devices: The number of devices.
-    got: Descriptions of parts of the state.
-    needed: Descriptions of the same parts of a fresh state.
-  """
-  for name in sorted(got.keys() | needed.keys()):
-    have, want = got.get(name, "nothing"), needed.get(name, "nothing")
-    if have != want:
-      raise ValueError(
-        f"`state` of {by} was made for other gradients, options or devices: its"
-        f" {name} is {have}, and {devices} devices need {want}. Make it with"
-        " `zenjax.init_state(tx, params, mesh, axis_name)`, and pass"
-        " `zenjax.state_specs(state, axis_name)` to shard_map. After a change"
-        " of devices use `zenjax.from_checkpoint(state, mesh, axis_name)`."
-      )

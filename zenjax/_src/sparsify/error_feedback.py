@@ -27,6 +27,7 @@ from zenjax._src.sparsify.selectors import Selector
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import UNKNOWN
+from zenjax._src.sync import device_state
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_options
 from zenjax._src.sync import whole_batch
@@ -222,7 +223,7 @@ def _transformation(
     leaves = top_k.chosen_leaves(updates, sparse)
     fresh = jax.eval_shape(lambda: _fresh(leaves, feedback))
     got, needed = _shapes(state.leaves), _shapes(fresh)
-    checks.require_made_for(_BY, context.devices, got, needed)
+    device_state.require_made_for(_BY, context.devices, got, needed)
     out = _clipped([x for _, x, _ in leaves], feedback, context.devices)
     kept = {}
     for i, (name, _, _) in enumerate(leaves):

@@ -29,6 +29,7 @@ from zenjax._src.sparsify.sparsifier_state import HISTORY
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sparsify.sparsifier_state import SparsifierStats
 from zenjax._src.sparsify.thresholds import Controller
+from zenjax._src.sync import device_state
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import processes
 from zenjax._src.sync import sync_options
@@ -154,7 +155,7 @@ def transformation(settings: Settings) -> optax.GradientTransformationExtraArgs:
     plan = _plan(updates, settings, context.devices)
     fresh = jax.eval_shape(lambda: _init(updates, plan))
     got, needed = _facts(state), _facts(fresh)
-    checks.require_made_for(name, context.devices, got, needed)
+    device_state.require_made_for(name, context.devices, got, needed)
     gradient = flat_vector.flatten(leaves, plan.dtype)
     update, state = _step(gradient, state, plan, context)
     structure = jax.tree.structure(updates)

@@ -170,7 +170,9 @@ def data_parallel(
         # Outputs are in the order of their keys, so the state comes last.
         outputs, number = len(program.out_avals), len(like["state"])
         common = [False] * (outputs - number) + [True] * number
-        _require_synchronized(program, len(arrays), common, axes)
+        own = [spec != same for spec in of_arrays]
+        own += [True] * (len(program.in_avals) - len(own))
+        _require_synchronized(program, own, common, axes)
       values = jex_core.jaxpr_as_fun(program)(*jax.tree.leaves((given, batch)))
       # Constants come out as numbers.
       return jax.tree.unflatten(
@@ -195,25 +197,28 @@ def data_parallel(
 
 
 def _require_synchronized(
-  program: Any, before: int, common: list[bool], axes: Axes
+  program: Any, own: list[bool], common: list[bool], axes: Axes
 ) -> None:
-  """Raises if outputs depend on the batch without any collective.
+  """Raises if outputs depend on a device's own inputs without any collective.
 
   Args:
     program: A closed jaxpr.
-    before: The number of its inputs before the batch.
+    own: For each input, whether it differs between devices: the batch, and
+      states such as residuals.
     common: For each output, whether it must be equal on all devices.
     axes: The axes that devices are mapped over.
   """
   needed, used = jaxprs.needed(program, common)
-  if not any(used[before:]) or _communicates(needed):
+  local = any(x and y for x, y in zip(used, own, strict=True))
+  if not local or _communicates(needed):
     return
   axis_name = axes[0] if len(axes) == 1 else axes
   raise ValueError(
-    "`step` changes its state by each device's own part of the batch and"
-    " synchronizes nothing, so devices would drift apart. Put"
-    f" `zenjax.zen_sync({axis_name!r})` first in the optimizer's chain (right"
-    f" behind a sparsifier), or average with `jax.lax.pmean(x, {axis_name!r})`."
+    "`step` changes its state by each device's own part of the batch, or by a"
+    " state that differs between devices, and synchronizes nothing, so devices"
+    f" would drift apart. Put `zenjax.zen_sync({axis_name!r})` first in the"
+    " optimizer's chain (right behind a sparsifier), or average with"
+    f" `jax.lax.pmean(x, {axis_name!r})`."
   )
 
 

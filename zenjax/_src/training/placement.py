@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax import core
@@ -27,14 +27,14 @@ from zenjax._src.sparsify.sparsifier_state import FeedbackLeaf
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import gradient_tree
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.device_state import PerDeviceState
 from zenjax._src.sync.sync_state import ZenSyncState
 from zenjax._src.tables import fetch
 from zenjax._src.tables import sharded_table
-from zenjax._src.tables.sharded_table import is_sharded
 from zenjax._src.tables.sharded_table import ShardedTable
 
 # Nodes that differ between devices and know for how many they were made.
-_OWN = FeedbackLeaf | SparsifierState | Residual | ShardedTable
+_OWN = FeedbackLeaf | PerDeviceState | SparsifierState | Residual | ShardedTable
 
 
 def unreduced(params: Any, axis_name: AxisName) -> Any:
@@ -111,6 +111,8 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   `axis_name` along their first dimension:
 
   - residuals of `exdyna`, `micro` and `error_feedback`;
+  - states of `per_device` and `local_steps`;
+  - gradients that `delayed` saves;
   - gradients that `optax.MultiSteps` accumulates before they are synchronized;
   - what `zenjax.tables.prefetch` returns;
   - sharded tables, and the state that `sharded_optimizer` keeps for tables. If
@@ -142,7 +144,7 @@ def state_specs(state: Any, axis_name: AxisName) -> Any:
   def spec(node: Any) -> Any:
     if isinstance(node, fetch.Ahead):
       return jax.tree.map(lambda _: split, node)
-    if isinstance(node, SparsifierState | FeedbackLeaf | Residual):
+    if isinstance(node, _OWN) and not isinstance(node, ShardedTable):
       return node.specs(split)
     if isinstance(node, ShardedTable):
       specs = sharded_table.specs(node, owners)
@@ -175,6 +177,7 @@ def accumulates_local(node: optax.MultiStepsState) -> bool:
   """Returns True if `MultiSteps` is around `zen_sync`, not behind it."""
   kinds: Any = (
     sync_state.ZenSyncState
+    | PerDeviceState
     | SparsifierState
     | ErrorFeedbackState
     | CompressState
@@ -194,7 +197,7 @@ def _split_spec(leaf: Any, split: PartitionSpec) -> PartitionSpec:
 def own_nodes(state: Any) -> list[tuple[str, Any]]:
   """Lists by name the nodes that know for how many devices they were made."""
   is_own = lambda node: isinstance(node, _OWN)
-  empty = lambda x: is_sharded(x) and not jax.tree.leaves(x)
+  empty = lambda x: not jax.tree.leaves(x)
   return [
     (name, node)
     for name, node in leaf_util.named_leaves(state, is_own)
@@ -202,8 +205,14 @@ def own_nodes(state: Any) -> list[tuple[str, Any]]:
   ]
 
 
+class _HasInit(Protocol):
+  """What `zenjax.local_steps` returns."""
+
+  def init(self, params: Any) -> Any: ...
+
+
 def init_state(
-  tx: optax.GradientTransformation | optax.MultiSteps,
+  tx: optax.GradientTransformation | optax.MultiSteps | _HasInit,
   params: Any,
   mesh: Mesh,
   axis_name: AxisName,
@@ -212,12 +221,14 @@ def init_state(
 
   Use it in place of `tx.init` if parts of the state differ between devices:
   residuals of `exdyna`, `micro` and `error_feedback`, gradients that
-  `optax.MultiSteps` accumulates in a per-device step, and the state that
-  `sharded_optimizer` keeps for the rows of each device. Other states are
+  `optax.MultiSteps` accumulates in a per-device step, what `per_device`,
+  `delayed` and `local_steps` keep, and the state that `sharded_optimizer` keeps
+  for the rows of each device. Other states are
   `tx.init(params)` on all devices, so the first step compiles only once.
 
   Args:
-    tx: Any chain with `zen_sync` or a sparsifier in it.
+    tx: Any chain with `zen_sync` or a sparsifier in it, or what
+      `zenjax.local_steps` returns.
     params: Replicated parameters, or tables from `zenjax.tables.shard`.
     mesh: The mesh that your steps run on.
     axis_name: The axis or axes that you gave to `zen_sync`.

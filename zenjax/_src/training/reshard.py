@@ -16,6 +16,8 @@ from zenjax._src.core.folding import folded
 from zenjax._src.sparsify.sparsifier_state import ErrorFeedbackState
 from zenjax._src.sparsify.sparsifier_state import SparsifierState
 from zenjax._src.sync import sync_state
+from zenjax._src.sync.delayed import DelayedState
+from zenjax._src.sync.device_state import PerDeviceState
 from zenjax._src.tables import reorder
 from zenjax._src.tables import sharded_table
 from zenjax._src.tables import sharding
@@ -98,8 +100,10 @@ def from_checkpoint(
   - Gradients that wait on each device are added up or joined by zeros, and with
     `op="mean"` scaled by new over old number of devices, so that what they will
     add to the parameters stays the same. This concerns residuals of `exdyna`,
-    `micro` and `error_feedback`, its momenta, and gradients that
-    `optax.MultiSteps` accumulates before any of them or a `sharded_optimizer`.
+    `micro` and `error_feedback`, its momenta, gradients that `delayed` keeps,
+    and gradients that `optax.MultiSteps` accumulates before any of them or a
+    `sharded_optimizer`.
+  - States of `per_device` and `local_steps` keep their mean over devices.
   - Everything else is equal on all devices, and is only placed.
 
   Give the state of `error_feedback` together with the state of the `zen_sync`
@@ -189,7 +193,13 @@ def _moved_to(
     like: As for `from_checkpoint`, the same part of it.
     syncs: The states of zen_sync in all of the state.
   """
-  kinds: Any = _STATES | CompressState | optax.MultiStepsState
+  kinds: Any = (
+    _STATES
+    | CompressState
+    | DelayedState
+    | PerDeviceState
+    | optax.MultiStepsState
+  )
   names = lambda tree: [type(x).__name__ for x in sync_state.nodes(tree, kinds)]
   if like is not None and names(like) != names(state):
     raise ValueError(
@@ -202,6 +212,14 @@ def _moved_to(
     if isinstance(node, _STATES):
       averages = lambda name: _averages(name, syncs)
       return jax.tree.map(on_host, node).on_devices(devices, averages)
+    if isinstance(node, PerDeviceState):
+      return jax.tree.map(on_host, node).on_devices(devices)
+    if isinstance(node, DelayedState):
+      saved = jax.tree.map(on_host, node.saved)
+      waits = any(x.any() for x in jax.tree.leaves(saved))
+      averages = waits and _averages_all(node.inner, "delayed")
+      inner = _moved_to(node.inner, devices, None, syncs)
+      return DelayedState(saved, inner).on_devices(devices, averages)
     if isinstance(node, CompressState):
       own = jax.tree.map(on_host, node._replace(others=()))
       inner = _moved_to(node.others, devices, None, syncs)
@@ -242,14 +260,15 @@ def _accumulated(node: optax.MultiStepsState, devices: int, like: Any) -> Any:
     return node.acc_grads
   parts = [on_host(x).reshape(old, -1, *x.shape[1:]) for x in leaves]
   # Zeros are the same for a mean and for a sum.
-  averages = any(x.any() for x in parts) and _averages_all(node)
+  averages = any(x.any() for x in parts) and _averages_all(
+    node.inner_opt_state, "optax.MultiSteps"
+  )
   moved = [folded(x, devices, averages=averages) for x in parts]
   return structure.unflatten([x.reshape(-1, *x.shape[2:]) for x in moved])
 
 
-def _averages_all(node: optax.MultiStepsState) -> bool:
-  """Returns True unless accumulated gradients will be summed over devices."""
-  inner = node.inner_opt_state
+def _averages_all(inner: Any, by: str) -> bool:
+  """Returns True unless gradients that `by` keeps will be summed by `inner`."""
   sparsifiers = sync_state.nodes(inner, SparsifierState)
   means = {node.averages for node in sparsifiers}
   compressed = sync_state.nodes(inner, CompressState)
@@ -257,8 +276,9 @@ def _averages_all(node: optax.MultiStepsState) -> bool:
   means |= {bool(on_host(sync.mean)) for sync in sync_state.find(inner)}
   if len(means) > 1:
     raise ValueError(
-      "`state` accumulates gradients in `optax.MultiSteps`, some for a mean and"
-      " some for a sum over devices. Take steps until `mini_step` is 0 first."
+      f"`state` keeps gradients in `{by}`, some for a mean and some for a sum"
+      " over devices. Give all of them the same `op`, or, with"
+      " `optax.MultiSteps`, take steps until `mini_step` is 0 first."
     )
   return means != {False}  # `error_feedback` alone does not tell.
 

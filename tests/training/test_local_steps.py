@@ -1,0 +1,296 @@
+"""`local_steps`: NumPy models of DiLoCo, mappings, checkpoints, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import local_models as models
+import numpy as np
+import optax
+import pytest
+import refusals
+import runners
+
+import zenjax
+from zenjax import compress
+
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
+W = np.random.default_rng(1).standard_normal((3, 2)).astype(np.float32)
+OUTERS = {
+  "sgd": lambda: optax.sgd(0.1),
+  "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+  "adam": lambda: optax.adam(0.1),
+}
+
+
+def pieces(inner, outer, every, op=None):
+  local = zenjax.local_steps(models.loss, inner, every, "data")
+  return local, optax.chain(zenjax.zen_sync("data", op=op), outer)
+
+
+def stepper(local, outer):
+  def step(state, batches):
+    params, inner_state, outer_state = state
+    (loss, grads), inner_state = local(params, inner_state, batches)
+    updates, outer_state = outer.update(grads, outer_state, params)
+    params = optax.apply_updates(params, updates)
+    return (params, inner_state, outer_state), loss
+
+  return step
+
+
+def made(local, outer, mesh, params=W):
+  place = lambda tx: zenjax.init_state(tx, params, mesh, "data")
+  return jnp.asarray(params), place(local), place(outer)
+
+
+def by_data_parallel(local, outer, n):
+  mesh = runners.mesh(n)
+  step = zenjax.data_parallel(
+    stepper(local, outer), mesh, "data", aux_specs="mean"
+  )
+  joined = lambda b: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), b)
+  step = jax.jit(step, donate_argnums=0)
+  return made(local, outer, mesh), lambda state, b: step(state, joined(b))
+
+
+def by_shard_map(local, outer, n, check_vma):
+  mesh = runners.mesh(n)
+  state = made(local, outer, mesh)
+  specs = zenjax.state_specs(state, "data")
+
+  def step(state, batches):
+    batches = jax.tree.map(lambda x: x[0], batches)
+    state, loss = stepper(local, outer)(state, batches)
+    return state, jax.lax.pmean(loss, "data")
+
+  mapped = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(specs, P("data")),
+    out_specs=(specs, P()),
+    check_vma=check_vma,
+  )
+  return state, jax.jit(mapped)
+
+
+def by_pmap(local, outer, n):
+  init = lambda w: (w, local.init(w), outer.init(w))
+  pmap = functools.partial(
+    jax.pmap, axis_name="data", devices=jax.devices()[:n]
+  )
+  state = pmap(init)(np.stack([W] * n))
+
+  def step(state, batches):
+    state, loss = stepper(local, outer)(state, batches)
+    return state, jax.lax.pmean(loss, "data")
+
+  return state, pmap(step)
+
+
+WAYS = {
+  "data_parallel": by_data_parallel,
+  "pmap": by_pmap,
+  "shard_map": functools.partial(by_shard_map, check_vma=False),
+  "check_vma": functools.partial(by_shard_map, check_vma=True),
+}
+
+
+def trained(way, local, outer, data):
+  state, step = WAYS[way](local, outer, data.x.shape[1])
+  losses = []
+  for r in range(len(data.x)):
+    state, loss = step(state, data.one(r))
+    losses.append(np.asarray(loss).reshape(-1)[0])
+  return state, losses
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_diloco_is_its_model(way, n):
+  data = models.problem(rounds=20, n=n, every=3)
+  local, outer = pieces(
+    optax.adamw(0.02), optax.sgd(0.7, momentum=0.9, nesterov=True), 3
+  )
+  (params, inner, _), losses = trained(way, local, outer, data)
+  want, of_devices, optimizers = models.diloco(
+    W.astype(np.float64),
+    data,
+    lambda: models.AdamW(0.02),
+    models.Sgd(0.7, 0.9, True),
+  )
+  params = np.asarray(params)
+  np.testing.assert_allclose(
+    params[0] if way == "pmap" else params, want, atol=2e-5
+  )
+  np.testing.assert_allclose(losses, of_devices.mean(axis=1), rtol=1e-4)
+  adam = inner.value[0]
+  nu = np.asarray(adam.nu).reshape(n, 3, 2)
+  np.testing.assert_allclose(nu, [x.nu for x in optimizers], rtol=1e-3)
+  assert np.asarray(adam.count).reshape(-1).tolist() == [60] * n
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("outer", OUTERS)
+def test_one_step_of_sgd_is_data_parallel_training(outer, n):
+  data = models.problem(rounds=30, n=n, every=1)
+  local, tx = pieces(optax.sgd(1.0), OUTERS[outer](), 1)
+  (params, _, _), losses = trained("check_vma", local, tx, data)
+  optimizer = OUTERS[outer]()
+  plain, state, want = jnp.asarray(W), optimizer.init(W), []
+
+  @jax.jit
+  def step(w, state, batch):
+    loss, grads = jax.value_and_grad(models.loss)(w, batch)
+    updates, state = optimizer.update(grads, state, w)
+    return optax.apply_updates(w, updates), state, loss
+
+  for r in range(30):
+    whole = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), data.one(r))
+    plain, state, loss = step(plain, state, whole)
+    want.append(float(loss))
+  np.testing.assert_allclose(losses, want, rtol=1e-5)
+  np.testing.assert_allclose(params, plain, atol=1e-5)
+
+
+def test_nothing_is_sent_before_the_round_is_over():
+  local, _ = pieces(optax.adamw(0.1), optax.sgd(1.0), 4)
+  data = models.problem(1, 1, 4).one(0, 0)
+  program = jax.make_jaxpr(
+    lambda w, b: local(w, local.init(w), b), axis_env=[("data", 4)]
+  )(W, data)
+  assert "psum" not in str(program) and "all_" not in str(program)
+
+
+def test_rounds_are_compressed():
+  """int4 with error feedback ends near the exact mean."""
+  data = models.problem(rounds=40, n=4, every=4)
+  local, exact = pieces(optax.adamw(0.02), optax.sgd(0.7), 4)
+  int4 = compress.all_reduce(compress.LowBit(4, block=32), "data", leaves=True)
+  (one, _, _), _ = trained("data_parallel", local, exact, data)
+  outer = optax.chain(int4, optax.sgd(0.7))
+  (other, _, state), _ = trained("data_parallel", local, outer, data)
+  assert np.abs(one - W).max() > 0.5
+  np.testing.assert_allclose(one, other, atol=0.05)
+  assert zenjax.stats(state)["compressed"]["leaves"] == 1
+
+
+@pytest.mark.parametrize("old, new", [(4, 2), (2, 4), (3, 2), (1, 4)])
+def test_on_other_devices(old, new):
+  local, outer = pieces(optax.adamw(0.02), optax.sgd(0.7), 2)
+  data = models.problem(3, old, 2)
+  state, _ = trained("data_parallel", local, outer, data)
+  saved = zenjax.to_checkpoint(state)
+  moved = zenjax.from_checkpoint(saved, runners.mesh(new), "data")
+  before, after = saved[1].value[0], moved[1].value[0]
+  assert after.count.tolist() == [6] * new
+  for name in ("mu", "nu"):
+    x, y = (np.asarray(getattr(s, name)) for s in (before, after))
+    assert y.shape == (new, 3, 2)
+    np.testing.assert_allclose(y.mean(axis=0), x.mean(axis=0), rtol=1e-5)
+    # Every device has moments of the usual size.
+    assert (y >= x.min(axis=0) - 1e-6).all()
+    assert (y <= x.max(axis=0) + 1e-6).all()
+  _, step = by_data_parallel(local, outer, new)
+  moved, loss = step(moved, models.problem(1, new, 2).one(0))
+  assert np.isfinite(loss)
+
+
+def test_the_pseudo_gradient_has_the_dtype_of_parameters():
+  local = zenjax.local_steps(
+    lambda w, x: jnp.sum((w["a"].astype(jnp.float32) + w["b"] - x) ** 2),
+    optax.adam(0.1),
+    3,
+    "data",
+  )
+  params = {"a": jnp.zeros(4, jnp.bfloat16), "b": jnp.zeros(4)}
+
+  def one(x):
+    (loss, grads), state = local(params, local.init(params), x)
+    return loss, grads, state
+
+  loss, grads, _ = jax.vmap(one, axis_name="data")(jnp.ones((2, 3, 4)))
+  assert grads["a"].dtype == jnp.bfloat16 and grads["b"].dtype == jnp.float32
+  assert loss.shape == (2,)
+
+
+def local_of(every=2, inner=None):
+  return pieces(inner or optax.adam(0.1), optax.sgd(1.0), every)[0]
+
+
+def in_vmap(local, batches, params=W):
+  run = lambda b: local(params, local.init(params), b)
+  return jax.eval_shape(jax.vmap(run, axis_name="data"), batches)
+
+
+def sharded(shape=(4096, 8)):
+  return zenjax.tables.shard(jnp.zeros(shape), runners.mesh(2), "data")
+
+
+REFUSED = {
+  "every in words": (
+    lambda: local_of(every="8"),
+    TypeError,
+    ("`every`", "'8'"),
+  ),
+  "no step": (lambda: local_of(every=0), ValueError, ("`every`", "0")),
+  "another dimension": (
+    lambda: in_vmap(local_of(4), models.problem(1, 2, 3).one(0)),
+    ValueError,
+    ("`batches`", "`every`=4", "(3, 5, 3)", "[devices * 4"),
+  ),
+  "init outside": (
+    lambda: local_of().init(W),
+    ValueError,
+    ("`local_steps`", "zenjax.init_state"),
+  ),
+  "plain jit": (
+    lambda: jax.jit(local_of())(
+      W, zenjax.init_state(local_of(), W, runners.mesh(2), "data"), ()
+    ),
+    NameError,
+    ("plain jit", "zenjax.data_parallel"),
+  ),
+  "an inner exchange": (
+    lambda: in_vmap(
+      local_of(inner=optax.chain(zenjax.zen_sync("data"), optax.sgd(0.1))),
+      models.problem(1, 2, 2).one(0),
+    ),
+    ValueError,
+    ("`local_steps`", "synchronizes"),
+  ),
+  "a sharded table": (
+    lambda: zenjax.init_state(
+      local_of(), {"t": sharded()}, runners.mesh(2), "data"
+    ),
+    ValueError,
+    ("'t'", "zenjax.sharded_optimizer"),
+  ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+  call, kind, words = REFUSED[case]
+  with pytest.raises(kind) as error:
+    call()
+  refusals.names(error, *words)
+
+
+@pytest.mark.parametrize("way", ["data_parallel", "check_vma"])
+def test_a_state_of_other_devices_is_refused(way):
+  local, outer = pieces(optax.adam(0.1), optax.sgd(1.0), 2)
+  state = made(local, outer, runners.mesh(4))
+  _, step = WAYS[way](local, outer, 2)
+  with pytest.raises(ValueError) as error:
+    step(state, models.problem(1, 2, 2).one(0))
+  refusals.names(error, "2 devices", "zenjax.from_checkpoint(state")
+
+
+def test_training_without_an_exchange_is_refused():
+  local, _ = pieces(optax.adam(0.1), optax.sgd(1.0), 2)
+  state, step = by_data_parallel(local, optax.sgd(1.0), 2)
+  with pytest.raises(ValueError, match="synchronizes nothing"):
+    step(state, models.problem(1, 2, 2).one(0))

@@ -1,0 +1,218 @@
+"""`per_device`: a transformation of local values, by its model in NumPy."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import local_models as models
+import numpy as np
+import optax
+import pytest
+import refusals
+import runners
+
+import zenjax
+from zenjax import compress
+
+pytestmark = pytest.mark.usefixtures("as_optax_computes")
+
+W = np.random.default_rng(1).standard_normal((3, 2)).astype(np.float32)
+MOMENTUM = zenjax.per_device(optax.trace(0.9), "data")
+
+
+def chained(sync=None, first=MOMENTUM):
+  sync = sync or zenjax.zen_sync("data")
+  return optax.chain(first, sync, optax.sgd(0.02))
+
+
+def mapped(tx, mesh, state, check_vma=True):
+  specs = zenjax.state_specs(state, "data")
+
+  def step(params, state, batch):
+    batch = jax.tree.map(lambda x: x[0, 0], batch)
+    grads = jax.grad(models.loss)(zenjax.unreduced(params, "data"), batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return jax.jit(
+    jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(), specs, P("data")),
+      out_specs=(P(), specs),
+      check_vma=check_vma,
+    )
+  )
+
+
+def trained(tx, data, check_vma=True):
+  mesh = runners.mesh(data.x.shape[1])
+  params, state = jnp.asarray(W), zenjax.init_state(tx, W, mesh, "data")
+  run = mapped(tx, mesh, state, check_vma)
+  for r in range(len(data.x)):
+    params, state = run(params, state, data.one(r))
+  return params, state
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_momentum_of_each_device_is_its_model(n, check_vma):
+  data = models.problem(30, n, 1)
+  params, state = trained(chained(), data, check_vma)
+  want, traces = models.momentum_of_each(W.astype(np.float64), data, 0.02, 0.9)
+  np.testing.assert_allclose(params, want, atol=5e-6)
+  np.testing.assert_allclose(state[0].value.trace, traces, atol=5e-5)
+
+
+def test_compressed_momentum():
+  data = models.problem(60, 4, 1)
+  int4 = compress.all_reduce(compress.LowBit(4, block=32), "data", leaves=True)
+  params, _ = trained(chained(int4), data)
+  want, _ = models.momentum_of_each(W.astype(np.float64), data, 0.02, 0.9)
+  np.testing.assert_allclose(params, want, atol=0.03)
+
+
+def once(tree, axis):
+  tx = zenjax.per_device(optax.chain(optax.trace(0.9), optax.scale(2)), axis)
+  _, state = tx.update(tree, tx.init(tree))
+  return zenjax.sparse_pmean(tx.update(tree, state)[0]["w"], axis)
+
+
+@pytest.mark.parametrize("runner", runners.RUNNERS)
+def test_every_mapping_gives_the_same(runner):
+  g = np.random.default_rng(0).standard_normal((4, 3, 2)).astype(np.float32)
+  out = runners.RUNNERS[runner](once, 4)({"w": g})
+  for device in range(4):
+    np.testing.assert_allclose(out[device], 3.8 * g.mean(axis=0), atol=1e-5)
+
+
+def test_plain_jit():
+  mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+  tx = chained()
+
+  def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w))
+
+  with jax.set_mesh(mesh):
+    w = jax.device_put(jnp.ones((3, 2)), jax.P())
+    state = zenjax.init_state(tx, w, mesh, "data")
+    x = jax.device_put(np.arange(24.0).reshape(8, 3) / 24, jax.P("data"))
+
+    @jax.jit
+    def step(w, state, x):
+      grads = jax.grad(loss)(zenjax.unreduced(w, "data"), x)
+      return tx.update(grads, state, w)
+
+    _, state = step(w, state, x)
+    update, state = step(w, state, x)
+    want = jax.jit(jax.grad(loss))(w, x)
+  np.testing.assert_allclose(update, -0.02 * 1.9 * want, rtol=1e-5)
+  traces = np.asarray(state[0].value.trace)
+  np.testing.assert_allclose(traces.sum(axis=0), 1.9 * want, rtol=1e-5)
+  assert np.abs(traces[0] - traces[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("old, new", [(4, 2), (2, 4), (3, 2), (2, 3), (4, 1)])
+def test_on_other_devices(old, new):
+  tx = chained(first=zenjax.per_device(optax.scale_by_adam(), "data"))
+  params, state = trained(tx, models.problem(5, old, 1))
+  saved = zenjax.to_checkpoint(state)
+  mesh = runners.mesh(new)
+  moved = zenjax.from_checkpoint(saved, mesh, "data")
+  before, after = saved[0].value, moved[0].value
+  assert after.count.tolist() == [5] * new
+  for name in ("mu", "nu"):
+    x, y = (np.asarray(getattr(s, name)) for s in (before, after))
+    assert y.shape == (new, 3, 2) and (name == "mu" or (y > 0).all())
+    np.testing.assert_allclose(
+      y.mean(axis=0), x.mean(axis=0), rtol=1e-5, atol=1e-7
+    )
+  run = mapped(tx, mesh, moved)
+  params = jnp.asarray(np.asarray(params))
+  params, _ = run(params, moved, models.problem(1, new, 1).one(0))
+  assert np.isfinite(params).all()
+
+
+def test_a_state_without_arrays_moves():
+  tx = chained(first=zenjax.per_device(optax.scale(2), "data"))
+  _, state = trained(tx, models.problem(1, 2, 1))
+  mesh = runners.mesh(4)
+  state = zenjax.from_checkpoint(zenjax.to_checkpoint(state), mesh, "data")
+  step = lambda state, g: tx.update(g[0], state)[::-1]
+  step = zenjax.data_parallel(step, mesh, "data", aux_specs="same")
+  jax.eval_shape(step, state, jnp.ones((4, 3, 2)))
+
+
+def updated(grads, tx=MOMENTUM):
+  return refusals.trace(lambda _: tx.update(grads, tx.init(W)))
+
+
+REFUSED = {
+  "row gradients": (
+    lambda: updated(
+      zenjax.SparseRows(jnp.zeros(2, jnp.int32), jnp.zeros((2, 4)), 40)
+    ),
+    TypeError,
+    ("per_device", "SparseRows"),
+  ),
+  "other gradients": (
+    lambda: updated(W[:2]),
+    ValueError,
+    ("`state` of per_device", "zenjax.init_state"),
+  ),
+  "init outside": (
+    lambda: MOMENTUM.init(W),
+    ValueError,
+    ("`per_device`", "zenjax.init_state"),
+  ),
+  "a synchronization": (
+    lambda: updated(W, zenjax.per_device(zenjax.zen_sync("data"), "data")),
+    ValueError,
+    ("`per_device`", "synchronizes"),
+  ),
+  "a compressor": (
+    lambda: updated(
+      W,
+      zenjax.per_device(
+        compress.all_reduce(compress.LowBit(8), "data"), "data"
+      ),
+    ),
+    ValueError,
+    ("`per_device`", "synchronizes"),
+  ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+  call, kind, words = REFUSED[case]
+  with pytest.raises(kind) as error:
+    call()
+  refusals.names(error, *words)
+
+
+def test_summed_gradients_are_refused():
+  tx, mesh = chained(), runners.mesh(2)
+  state = zenjax.init_state(tx, W, mesh, "data")
+  specs = zenjax.state_specs(state, "data")
+  step = jax.shard_map(
+    lambda g, state: tx.update(g, state),
+    mesh=mesh,
+    in_specs=(P(), specs),
+    out_specs=(P(), specs),
+  )
+  with pytest.raises(ValueError, match="zenjax.unreduced"):
+    jax.eval_shape(step, W, state)
+
+
+@pytest.mark.parametrize("by", ["data_parallel", "shard_map"])
+def test_a_state_of_other_devices_is_refused(by):
+  tx = chained()
+  state = zenjax.init_state(tx, W, runners.mesh(4), "data")
+  data = models.problem(1, 2, 1).one(0)
+  with pytest.raises(ValueError) as error:
+    if by == "shard_map":
+      mapped(tx, runners.mesh(2), state)(W, state, data)
+    step = lambda state, g: tx.update(g.x[0, 0, :3, :2], state)[::-1]
+    step = zenjax.data_parallel(step, runners.mesh(2), "data")
+    jax.jit(step)(state, data)
+  refusals.names(error, "2 devices", "zenjax.from_checkpoint(state")
