@@ -22,7 +22,7 @@ from examples.studies.lm import data
 from examples.studies.lm import model
 from examples.studies.lm.flags import OPTIMIZERS
 
-_LOSS = functools.partial(model.sampled_loss, axis_name=AXIS)
+LOSS = functools.partial(model.sampled_loss, axis_name=AXIS)
 
 
 def make_trainer(
@@ -41,8 +41,8 @@ def make_trainer(
   make, _ = OPTIMIZERS[optimizer]
   return Trainer(
     lambda: model.LanguageModel(vocab, width, rngs=nnx.Rngs(seed)),
-    _LOSS,
-    _mean_exact_loss,
+    LOSS,
+    mean_exact_loss,
     make(learning_rate),
     mesh,
     sync=sync,
@@ -56,7 +56,7 @@ def perplexity(trainer: Trainer, windows: np.ndarray) -> float:
   return float(np.exp(trainer.evaluate(windows)))
 
 
-def _mean_exact_loss(
+def mean_exact_loss(
   words: model.LanguageModel, windows: jax.Array
 ) -> jax.Array:
   return lax.pmean(model.exact_loss(words, windows, AXIS), AXIS)
@@ -70,7 +70,7 @@ class Language(Study):
 
   def __init__(self, flags: argparse.Namespace, devices: int):
     super().__init__(flags, devices)
-    self._windows, self._held_out, self._vocab = data.load(flags, devices)
+    self._windows, self._held_out, self.vocab = data.load(flags, devices)
     # Adagrad leaves rows alone that a step does not touch, whatever gradients
     # are; Adam does not. Where the optimizers differ, more than rounding parts
     # two runs.
@@ -80,7 +80,7 @@ class Language(Study):
   def trainer(self, mesh: Mesh, seed: int, **how) -> Trainer:
     flags = self._flags
     return make_trainer(
-      self._vocab, flags.width, flags.optimizer, flags.lr, mesh, seed, **how
+      self.vocab, flags.width, flags.optimizer, flags.lr, mesh, seed, **how
     )
 
   def batches(
@@ -91,7 +91,7 @@ class Language(Study):
       devices=devices,
       batch_tokens=self._flags.batch_tokens * self._devices // devices,
       negatives=self._flags.negatives,
-      vocab=self._vocab,
+      vocab=self.vocab,
       seed=seed,
       first_step=first_step,
     )
@@ -102,7 +102,7 @@ class Language(Study):
   def settings(self) -> dict[str, object]:
     names = ("sync", "grads", "optimizer", "width", "lr", "batch_tokens")
     names += ("negatives", "seed", "sparsifier", "density")
-    return common.settings(self._flags, names) | {"--vocab": self._vocab}
+    return common.settings(self._flags, names) | {"--vocab": self.vocab}
 
   def print_start(self, run: Run) -> None:
     print(

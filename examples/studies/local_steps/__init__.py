@@ -1,0 +1,1 @@
+"""Local steps compared: `python -m examples.studies.local_steps`."""
