@@ -48,11 +48,11 @@ def trained(tx, data, mesh, state=None):
 
   run = jax.jit(zenjax.data_parallel(step, mesh, "data"))
   state = state or (jnp.asarray(W), zenjax.init_state(tx, W, mesh, "data"))
+  params = []
   for r in range(len(data.x)):
     state, _ = run(state, data.one(r))
-    if not r:
-      first = np.asarray(state[0])
-  return first, state
+    params.append(np.asarray(state[0]))
+  return params[0], state
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -92,7 +92,7 @@ def test_no_exchange_depends_on_the_gradient_of_the_step(sync):
     def given(g):
       return jax.tree.map(lambda x: x[0], g), tx.init(g[0])
 
-    axis = dict(axis_env=[("data", 4)])
+    axis: Any = dict(axis_env=[("data", 4)])
     shapes = jax.make_jaxpr(given, return_shape=True, **axis)
     _, (g, state) = shapes(jnp.ones((1, *W.shape)))
     program, out = jax.make_jaxpr(step, return_shape=True, **axis)(g, state)
@@ -128,6 +128,21 @@ def test_no_gradient_is_lost_on_other_devices(op, old, new):
     (jnp.asarray(np.asarray(params)), moved),
   )
   np.testing.assert_allclose(after, params - 0.05 * want, atol=1e-6)
+
+
+def twice(tree, axis):
+  tx = zenjax.delayed(zenjax.zen_sync(axis), axis)
+  zero, state = tx.update(tree, tx.init(tree))
+  return zero, tx.update(jax.tree.map(jnp.zeros_like, tree), state)[0]
+
+
+@pytest.mark.parametrize("runner", runners.RUNNERS)
+def test_every_mapping_gives_the_same(runner):
+  g = np.random.default_rng(0).standard_normal((4, 3, 2)).astype(np.float32)
+  zero, mean = runners.RUNNERS[runner](twice, 4)({"w": g})
+  np.testing.assert_array_equal(zero["w"], np.zeros((4, 3, 2)))
+  for device in range(4):
+    np.testing.assert_allclose(mean["w"][device], g.mean(axis=0), atol=1e-6)
 
 
 def test_plain_jit():

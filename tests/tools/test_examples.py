@@ -223,6 +223,17 @@ def test_compressors_are_compared(text, tmp_path):
   assert found["complete"] and len(found["cells"]) == 5
 
 
+def test_local_steps_are_compared(text, tmp_path):
+  how = ("--vocab=2000", "--batch-tokens=64", "--negatives=8", "--width=16")
+  how += ("--eval-tokens=640", "--steps=4", "--devices=2", "--seeds", "0")
+  file = tmp_path / "study.json"
+  how += ("--every", "2", text, "--json", str(file))
+  out = _study(tmp_path, "local_steps", *how)
+  assert _numbers(r"2 steps in int4 .* ([\d.]+) \|$", out) == [15]
+  found = json.loads(file.read_text())
+  assert found["complete"] and len(found["cells"]) == 3 + 9 + 1
+
+
 def test_auc_is_the_share_of_pairs_in_order():
   rng = np.random.default_rng(0)
   labels = rng.integers(0, 2, 300)

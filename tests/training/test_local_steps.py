@@ -1,6 +1,7 @@
 """`local_steps`: NumPy models of DiLoCo, mappings, checkpoints, refusals."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ def test_the_pseudo_gradient_has_the_dtype_of_parameters():
   assert loss.shape == (2,)
 
 
-def local_of(every=2, inner=None):
+def local_of(every: Any = 2, inner=None):
   return pieces(inner or optax.adam(0.1), optax.sgd(1.0), every)[0]
 
 

@@ -1,5 +1,7 @@
 """`per_device`: a transformation of local values, by its model in NumPy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -19,7 +21,7 @@ W = np.random.default_rng(1).standard_normal((3, 2)).astype(np.float32)
 MOMENTUM = zenjax.per_device(optax.trace(0.9), "data")
 
 
-def chained(sync=None, first=MOMENTUM):
+def chained(sync=None, first=MOMENTUM) -> Any:
   sync = sync or zenjax.zen_sync("data")
   return optax.chain(first, sync, optax.sgd(0.02))
 
@@ -72,7 +74,9 @@ def test_compressed_momentum():
 
 
 def once(tree, axis):
-  tx = zenjax.per_device(optax.chain(optax.trace(0.9), optax.scale(2)), axis)
+  tx: Any = zenjax.per_device(
+    optax.chain(optax.trace(0.9), optax.scale(2)), axis
+  )
   _, state = tx.update(tree, tx.init(tree))
   return zenjax.sparse_pmean(tx.update(tree, state)[0]["w"], axis)
 
@@ -83,6 +87,37 @@ def test_every_mapping_gives_the_same(runner):
   out = runners.RUNNERS[runner](once, 4)({"w": g})
   for device in range(4):
     np.testing.assert_allclose(out[device], 3.8 * g.mean(axis=0), atol=1e-5)
+
+
+def test_several_axes():
+  axes = ("host", "device")
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), axes)
+  tx = optax.chain(
+    zenjax.per_device(optax.trace(0.9), axes),
+    zenjax.delayed(zenjax.zen_sync(axes), axes),
+  )
+  g = np.random.default_rng(0).standard_normal((4, 3, 2)).astype(np.float32)
+  state = zenjax.init_state(tx, W, mesh, axes)
+  specs = zenjax.state_specs(state, axes)
+  step = jax.shard_map(
+    lambda g, state: tx.update(g[0], state),
+    mesh=mesh,
+    in_specs=(P(axes), specs),
+    out_specs=(P(), specs),
+  )
+  for scale in (0, 1, 1.9):
+    update, state = jax.jit(step)(g, state)
+    np.testing.assert_allclose(update, scale * g.mean(axis=0), atol=1e-5)
+
+
+def test_the_state_of_another_dtype_and_a_key():
+  """Integers and random keys are the first device's."""
+  tx = zenjax.per_device(optax.add_noise(0.1, 0.5, jax.random.key(0)), "data")
+  state = zenjax.init_state(tx, W, runners.mesh(2), "data")
+  moved = zenjax.from_checkpoint(
+    zenjax.to_checkpoint(state), runners.mesh(4), "data"
+  )
+  assert [x.shape[:1] for x in jax.tree.leaves(moved)] == [(4,)] * 2
 
 
 def test_plain_jit():

@@ -18,6 +18,7 @@ import sys
 
 from flax import nnx
 import jax
+from jax import lax
 from jax.sharding import Mesh
 import optax
 
@@ -81,13 +82,15 @@ def make_trainer(
       adamw,
       mesh,
     )
-  int4 = compress.all_reduce(compress.LowBit(4), AXIS, leaves=True)
+  sync = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+  if cell.int4:
+    sync = compress.all_reduce(compress.LowBit(4), AXIS, leaves=True)
   return local.LocalTrainer(
     vocab,
     flags.width,
     adamw,
     optax.sgd(cell.outer_lr, cell.momentum or None, nesterov=True),
-    int4 if cell.int4 else "pmean",
+    sync,
     cell.every,
     mesh,
     cell.seed,

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from examples.studies.common import cluster
+from examples.studies.common import loop
 from examples.studies.common.cluster import AXIS
 from examples.studies.common.trainer import Trainer
 from examples.studies.lm import model
@@ -63,7 +64,7 @@ class LocalTrainer(Trainer):
     width: Of the two tables.
     inner: The optimizer of each device.
     outer: The optimizer of averaged pseudo-gradients.
-    sync: Averages them: "pmean", or a transformation.
+    sync: Averages them.
     every: The steps of a round.
     mesh: The devices.
     seed: Draws the first parameters.
@@ -75,7 +76,7 @@ class LocalTrainer(Trainer):
     width: int,
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
-    sync: str | optax.GradientTransformation,
+    sync: optax.GradientTransformation,
     every: int,
     mesh: Mesh,
     seed: int,
@@ -84,8 +85,6 @@ class LocalTrainer(Trainer):
     super().__init__(
       make, model.sampled_loss, mean_exact_loss, outer, mesh, sync=sync
     )
-    if sync == "pmean":
-      sync = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
     tx = optax.chain(sync, outer)
     graph, _ = nnx.split(nnx.eval_shape(make), nnx.Param)
 
@@ -114,7 +113,7 @@ class LocalTrainer(Trainer):
       donate_argnums=(0, 1, 2),
     )
 
-  def step(self, batch: Round) -> float:
+  def step(self, batch: loop.Batch) -> float:
     """Trains a round and returns its mean loss."""
     self.params, self._inner, self.opt_state, loss = self._round(
       self.params,

@@ -88,8 +88,9 @@ def delayed(
     ([0.0, 0.0], [3.0, 4.0])
 
   References:
-    Renggli et al., [SparCML](https://arxiv.org/abs/1802.08021), SC 2019, whose
-    collectives need not be waited for in the step that starts them.
+    Renggli et al., [SparCML: High-Performance Sparse Communication for Machine
+    Learning](https://arxiv.org/abs/1802.08021), SC 2019, with its non-blocking
+    collectives.
   """
   tx = optax.with_extra_args_support(tx)
   options = sync_options.check(axis_name)
