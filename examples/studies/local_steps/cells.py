@@ -8,10 +8,16 @@ from examples.studies.common.loop import Run
 from examples.studies.sparsifiers.cells import short
 from examples.studies.sparsifiers.cells import StudyFile
 
-# Rates of AdamW, and rate and Nesterov momentum of the outer SGD, that are
-# tried with the first seed and without compression.
-RATES = (0.01, 0.02, 0.04)
-OUTERS = ((1.0, 0.0), (0.7, 0.5), (0.7, 0.9))
+# Rates of AdamW that are tried with the first seed, and without compression.
+# For local steps, rate and Nesterov momentum of the outer SGD come with each.
+DENSE_RATES = (0.01, 0.02, 0.04)
+LOCAL_RATES = (
+  (0.02, 1.0, 0.0),
+  (0.02, 0.7, 0.5),
+  (0.02, 0.7, 0.9),
+  (0.04, 1.0, 0.0),
+  (0.04, 0.7, 0.5),
+)
 DENSE = 1  # The value of `every` for training that exchanges in each step.
 
 
@@ -47,12 +53,9 @@ class Cell:
 
 def searches(every: Sequence[int], seed: int) -> list[Cell]:
   """Returns the cells that choose rates."""
-  dense = [Cell(DENSE, False, lr, 0.0, 0.0, seed) for lr in RATES]
+  dense = [Cell(DENSE, False, lr, 0.0, 0.0, seed) for lr in DENSE_RATES]
   return dense + [
-    Cell(e, False, lr, *outer, seed)
-    for e in every
-    for lr in RATES
-    for outer in OUTERS
+    Cell(e, False, *rates, seed) for e in every for rates in LOCAL_RATES
   ]
 
 
@@ -62,10 +65,11 @@ def grid(
   """Returns all cells, with the best rates that `searches` found."""
   found = searches(every, seeds[0])
   cells = []
-  for e in (DENSE, *every):
-    best = min([x for x in found if x.every == e], key=lambda x: last(x, file))
-    for int4 in (False, True)[: 1 if e == DENSE else 2]:
-      for seed in seeds:
+  for seed in seeds:
+    for e in (DENSE, *every):
+      tried = [x for x in found if x.every == e]
+      best = min(tried, key=lambda x: last(x, file))
+      for int4 in (False, True)[: 1 if e == DENSE else 2]:
         cells.append(dataclasses.replace(best, int4=int4, seed=seed))
   return cells
 
