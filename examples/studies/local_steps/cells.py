@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 from examples.studies.common.loop import Run
@@ -95,7 +96,8 @@ def record(cell: Cell, run: Run, received: float, samples: int) -> dict:
 
 
 def last(cell: Cell, file: StudyFile) -> float:
-  """Returns the perplexity at the end; infinity if the run diverged."""
+  """Returns the perplexity at the end: infinity if it diverged, NaN if none."""
   found: dict[str, Any] | None = file.find(cell)
-  value = found["perplexity"] if found else None
-  return float("inf") if value is None else value
+  if found is None:
+    return math.nan
+  return math.inf if found["perplexity"] is None else found["perplexity"]

@@ -69,4 +69,6 @@ def _bytes(cell: Cell, file: StudyFile) -> float:
 
 
 def _text(perplexity: float) -> str:
+  if math.isnan(perplexity):
+    return "not run"
   return f"{perplexity:.2f}" if math.isfinite(perplexity) else "diverged"
