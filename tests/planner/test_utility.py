@@ -78,6 +78,7 @@ def test_tables_are_the_last_bucket_or_rows():
     return jnp.sum(params["table"][ids] @ params["w"])
 
   params = {"table": shape(500_000, 64), "w": shape(64, 1024)}
+  without = params | {"w": shape(64, 8)}
   found = utility(
     zenjax.value_and_grad(loss),
     *(params, jax.ShapeDtypeStruct((2048,), jnp.int32)),
@@ -89,6 +90,13 @@ def test_tables_are_the_last_bucket_or_rows():
   whole = ring(500_000 * 64 * 4, 8)
   assert times["pmean"] == pytest.approx(backward + whole)
   assert found.best.name != "pmean"
+  found_without = utility(
+    zenjax.value_and_grad(loss),
+    *(without, jax.ShapeDtypeStruct((2048,), jnp.int32)),
+    topology=network(8),
+    compute_seconds=0.03,
+  )
+  assert len(found_without.ways) == 3  # No leaf is large enough.
   assert times["zen_sync"] < backward + whole / 5
   rows = times["zen_sync"] - backward
   small = 2 * 63 * 1024  # Each compressor sends the rows as `zen_sync` does.

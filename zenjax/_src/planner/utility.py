@@ -62,7 +62,7 @@ class Utility:
   """The answer of `zenjax.planner.utility`. Print it to see a table.
 
   Attributes:
-    ways: All ways, `pmean` first.
+    ways: All ways, `pmean` first; compressors only if a leaf is large enough.
     needed_ratio: How many times fewer bytes of dense gradients the backward
       pass would hide. To compress them more saves no time.
     compute_seconds: Time of a step without any exchange.
@@ -95,13 +95,15 @@ class Utility:
       (x.name, text.ms(x.seconds), f"{x.gain:+.0%}", text.size(x.wire_bytes))
       for x in self.ways
     ]
+    hidden = "the backward pass hides the exchange of dense gradients"
+    if self.needed_ratio > 1:
+      hidden = f"with {self.needed_ratio:.3g} times fewer bytes, {hidden}"
     return "\n".join(
       [
         f"a step on {self.machine}, {text.ms(self.compute_seconds)} ms of it"
         " computation",
         *text.columns([("way", "ms", "gain", "received"), *lines]),
-        f"with {self.needed_ratio:.3g} times fewer bytes, the backward pass"
-        " would hide the exchange of dense gradients",
+        hidden,
       ]
     )
 
@@ -200,7 +202,8 @@ def utility(
     found.append(("zen_sync", *model.zen_sync()))
   for compressor in compressors:
     name = str(compressor)
-    found.append((name, *model.compressed(compressor, measured.get(name))))
+    if way := model.compressed(compressor, measured.get(name)):
+      found.append((name, *way))
   return Utility(
     ways=tuple(
       UtilityWay(name=n, seconds=s, gain=1 - s / plain_s, wire_bytes=b)
@@ -249,18 +252,19 @@ class _Model:
 
   def compressed(
     self, compressor: Compressor, local_s: float | None
-  ) -> tuple[float, float]:
-    """Sends rows of tables, and compresses dense gradients."""
+  ) -> tuple[float, float] | None:
+    """Sends rows of tables, and compresses dense gradients, if any is large."""
     way = PMEAN._replace(compressor=str(compressor))
     both = zip(self.question.gradients, self.ways)
     mine = [gradient for gradient, ways in both if way in ways]
+    if not mine:
+      return None
     rest = [x for x in self.dense if x not in mine]
-    parts = [self._sum(_bytes(rest))]
-    if mine:
-      shapes = [x.shape for x in mine]
-      parts.append(
-        plan_model.compressed(self.cost, compressor, shapes, local_s)
-      )
+    shapes = [x.shape for x in mine]
+    parts = [
+      self._sum(_bytes(rest)),
+      plan_model.compressed(self.cost, compressor, shapes, local_s),
+    ]
     rows = self._rows()
     seconds = choice.seconds(rows) + sum(x.seconds for x in parts)
     return self.compute_s + seconds, _received([*rows, *parts])
