@@ -1,5 +1,6 @@
 """Moves tables and their optimizer state to their owners, and back."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,6 +27,7 @@ def shard(
   tables: SparseSpec = None,
   replicas: AxisName | None = None,
   hash_seed: int = 0,
+  wire_dtype: Any = None,
 ) -> Any:
   """Splits tables by rows over devices, each row to the device that owns it.
 
@@ -100,6 +102,7 @@ def shard(
     tables=tables,
     replicas=replicas,
     hash_seed=hash_seed,
+    wire_dtype=wire_dtype,
   )
   if opt_state is None:
     return params
@@ -127,7 +130,8 @@ def _sharded_state(
     for end, table in tables:
       rows = jnp.shape(x)[: table.ndim - 1]
       if path[len(path) - len(end) :] == end and rows == table.shape_of_rows:
-        return table.with_value(sharding.placed(x, table, mesh))
+        value = sharding.placed(x, table, mesh)
+        return dataclasses.replace(table, value=value, wire_dtype=None)
     return sharding.replicated(x, mesh)
 
   inner = jax.tree_util.tree_map_with_path(moved, opt_state)
